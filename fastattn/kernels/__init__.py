@@ -1,0 +1,231 @@
+"""The kernels that compute attention, one file each, and the choice between them.
+
+A kernel is a module with four functions:
+
+    supports(problem)                                          why it can't compute the problem, or None
+    suits(problem)                                             whether it is the one to take among those that can
+    dense(query, key, value, batch, options)                   attend over ragged rows
+    paged(query, key_cache, value_cache, batch, options)       attend over pages
+
+Both give `(out [t, h, dv], lse [t, h])` under the conventions of the project: natural log, float32 (float64 for
+float64), 0 and `-inf` where a query sees nothing. A kernel that answers otherwise is adapted in its own file.
+"""
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from types import ModuleType
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from refattn.batch import Batch
+
+NAMES = ("cpu", "fa4", "fa2", "torch_flash", "triton")  # those in front are taken first
+
+_asked_for: ContextVar[str | None] = ContextVar("asked_for", default=None)
+
+
+@dataclass(frozen=True, eq=False)
+class Options:
+    """What a path asks of a kernel besides the tensors.
+
+    Attributes:
+        causal: hide keys behind a query's own position.
+        window_size: `(left, right)` in tokens, both inclusive, -1 for no limit.
+        softmax_scale: factor on the dot products; `d ** -0.5` if None.
+        softcap: bound on the scores; 0 for none.
+        alibi_slopes: one slope a head, float32.
+        sinks: one extra logit a head.
+        batch_invariant: rows must not change by a bit with what else is in the batch.
+    """
+
+    causal: bool = True
+    window_size: tuple[int, int] = (-1, -1)
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+    alibi_slopes: Float[Tensor, "h"] | None = None
+    sinks: Float[Tensor, "h"] | None = None
+    batch_invariant: bool = False
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """The window with `causal` as what it is: a right side of 0."""
+        left, right = self.window_size
+        return left, 0 if self.causal else right
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """What a kernel needs to know to say whether it can compute something; no tensor is read for it.
+
+    Attributes:
+        device: where the tensors are.
+        dtype: their type.
+        num_heads: query heads, `h`.
+        num_kv_heads: key heads, `hk`.
+        head_size: elements of a query and a key, `d`.
+        value_head_size: elements of a value, `dv`.
+        block_size: tokens in a block of the cache; None without a cache.
+        max_query_len: the most new tokens a sequence has.
+        max_seq_len: the most keys a sequence has.
+        num_seqs: sequences in the batch.
+        options: what else is asked.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    value_head_size: int
+    block_size: int | None
+    max_query_len: int
+    max_seq_len: int
+    num_seqs: int
+    options: Options = field(default_factory=Options)
+
+
+def dense(
+    query: Float[Tensor, "t h d"],
+    key: Float[Tensor, "s hk d"],
+    value: Float[Tensor, "s hk dv"],
+    batch: Batch,
+    options: Options,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend over ragged rows with the kernel that suits them best, or with the one asked for.
+
+    Args:
+        query: query rows of all sequences.
+        key: key rows of all sequences.
+        value: value rows of all sequences.
+        batch: the lengths.
+        options: what else is asked.
+
+    Returns:
+        The outputs and their log-sum-exps.
+
+    Raises:
+        NotImplementedError: if no kernel can, or the one asked for can't, with the reasons.
+    """
+    return choose(_problem(query, key, value, batch, options, None)).dense(query, key, value, batch, options)
+
+
+def paged(
+    query: Float[Tensor, "t h d"],
+    key_cache: Float[Tensor, "n p hk d"],
+    value_cache: Float[Tensor, "n p hk dv"],
+    batch: Batch,
+    options: Options,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend over pages with the kernel that suits them best, or with the one asked for.
+
+    Args:
+        query: query rows of all sequences.
+        key_cache: the pool of keys.
+        value_cache: the pool of values.
+        batch: the lengths and the block table.
+        options: what else is asked.
+
+    Returns:
+        The outputs and their log-sum-exps.
+
+    Raises:
+        NotImplementedError: if no kernel can, or the one asked for can't, with the reasons.
+    """
+    problem = _problem(query, key_cache, value_cache, batch, options, key_cache.shape[1])
+    return choose(problem).paged(query, key_cache, value_cache, batch, options)
+
+
+@contextmanager
+def use_kernel(name: str) -> Iterator[None]:
+    """Ask for one kernel inside a `with` block; a problem that it can't compute raises, nothing takes its place.
+
+    Args:
+        name: one of `fastattn.kernels.NAMES`.
+
+    Raises:
+        ValueError: if there is no kernel of that name.
+    """
+    if name not in NAMES:
+        raise ValueError(f"name: expected one of {', '.join(NAMES)}, got {name!r}")
+    token = _asked_for.set(name)
+    try:
+        yield
+    finally:
+        _asked_for.reset(token)
+
+
+def choose(problem: Problem) -> ModuleType:
+    """Choose the kernel for a problem: the one asked for, else the first that suits it, else the first that can.
+
+    Args:
+        problem: what is to be computed.
+
+    Returns:
+        The kernel's module.
+
+    Raises:
+        NotImplementedError: if no kernel can, or the one asked for can't, with the reasons.
+    """
+    asked = _asked_for.get()
+    names = NAMES if asked is None else (asked,)
+    able = []
+    for name in names:
+        module = _load(name)
+        if module.supports(problem) is None:
+            if module.suits(problem):
+                return module
+            able.append(module)
+    if not able:
+        raise NotImplementedError(f"no kernel computes this: {_why_not(problem, names)}")
+    return able[0]
+
+
+def explain(problem: Problem) -> str:
+    """Say which kernel would compute a problem, and of each other one why not.
+
+    Args:
+        problem: what is to be computed.
+
+    Returns:
+        A line a kernel.
+    """
+    lines = []
+    for name in NAMES:
+        reason = _load(name).supports(problem)
+        lines.append(f"{name}: {'can' if reason is None else reason}")
+    try:
+        lines.append(f"chosen: {choose(problem).__name__.rsplit('.', 1)[-1]}")
+    except NotImplementedError as error:
+        lines.append(str(error))
+    return "\n".join(lines)
+
+
+def _load(name: str) -> ModuleType:
+    return importlib.import_module(f"fastattn.kernels.{name}")
+
+
+def _why_not(problem: Problem, names: tuple[str, ...]) -> str:
+    return "; ".join(f"{name}: {_load(name).supports(problem)}" for name in names)
+
+
+def _problem(
+    query: Tensor, key: Tensor, value: Tensor, batch: Batch, options: Options, block_size: int | None
+) -> Problem:
+    return Problem(
+        device=query.device,
+        dtype=query.dtype,
+        num_heads=query.shape[1],
+        num_kv_heads=key.shape[-2],
+        head_size=query.shape[2],
+        value_head_size=value.shape[-1],
+        block_size=block_size,
+        max_query_len=batch.max_query_len,
+        max_seq_len=batch.max_seq_len,
+        num_seqs=batch.num_seqs,
+        options=options,
+    )

@@ -1,0 +1,150 @@
+"""The paged cache, read and written whole blocks or whole batches at a time; the twin of `refattn.kv_cache`."""
+
+from collections.abc import Sequence
+
+import torch
+from einops import rearrange
+from jaxtyping import Int32, Int64, Shaped
+from torch import Tensor
+
+from refattn.batch import check_block_pairs, check_gather, check_sizes, check_slots
+
+
+def allocate(
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_size: int,
+    *,
+    value_head_size: int | None = None,
+    layout: str = "NHD",
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> tuple[Shaped[Tensor, "n p hk d"], Shaped[Tensor, "n p hk dv"]]:
+    """Make an empty pool of keys and one of values.
+
+    Args:
+        num_blocks: blocks in the pool, `n`.
+        block_size: tokens in a block, `p`.
+        num_kv_heads: key heads, `hk`.
+        head_size: elements of a key, `d`.
+        value_head_size: elements of a value, `dv`; as `head_size` if None.
+        layout: "NHD" (tokens outside heads) or "HND" (heads outside tokens); the index order is the same.
+        dtype: type of an element.
+        device: where the pool is.
+
+    Returns:
+        `key_cache` and `value_cache`, filled with zeros.
+
+    Raises:
+        ValueError: if a size is not positive, or the layout is unknown.
+
+    Source: `refattn.kv_cache.allocate`.
+    """
+    sizes = (head_size, head_size if value_head_size is None else value_head_size)
+    check_sizes(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_kv_heads=num_kv_heads,
+        head_size=sizes[0],
+        value_head_size=sizes[1],
+    )
+    if layout not in ("NHD", "HND"):
+        raise ValueError(f'layout: expected "NHD" or "HND", got {layout!r}')
+    inner = (block_size, num_kv_heads) if layout == "NHD" else (num_kv_heads, block_size)
+    key_cache, value_cache = (torch.zeros(num_blocks, *inner, size, dtype=dtype, device=device) for size in sizes)
+    return (key_cache, value_cache) if layout == "NHD" else (key_cache.transpose(1, 2), value_cache.transpose(1, 2))
+
+
+def write(
+    key: Shaped[Tensor, "t hk d"],
+    value: Shaped[Tensor, "t hk dv"],
+    key_cache: Shaped[Tensor, "n p hk d"],
+    value_cache: Shaped[Tensor, "n p hk dv"],
+    slot_mapping: Int64[Tensor, "t"],
+) -> None:
+    """Write new tokens into the pool, in place: token `t` goes to row `slot % p` of block `slot // p`.
+
+    Args:
+        key: the new keys.
+        value: the new values.
+        key_cache: the pool of keys, changed in place.
+        value_cache: the pool of values, changed in place.
+        slot_mapping: the slot of each token, each at most once; -1 is padding and is written nowhere.
+
+    Raises:
+        ValueError: if types, shapes or devices do not match; on a CPU also if a slot is outside the pool or comes
+            twice. Nothing is written then.
+
+    Source: `refattn.kv_cache.write`.
+    """
+    check_slots(key, value, key_cache, value_cache, slot_mapping)
+    real = slot_mapping >= 0
+    if not real.all():
+        key, value, slot_mapping = key[real], value[real], slot_mapping[real]
+    block_size = key_cache.shape[1]
+    blocks, rows = slot_mapping // block_size, slot_mapping % block_size
+    key_cache[blocks, rows] = key
+    value_cache[blocks, rows] = value
+
+
+def gather(cache: Shaped[Tensor, "n p hk d"], blocks: Int32[Tensor, "m"], seq_len: int) -> Shaped[Tensor, "s hk d"]:
+    """Read the keys or the values of one sequence, in order.
+
+    Args:
+        cache: the pool.
+        blocks: the sequence's row of the block table; entries behind its last block are not read.
+        seq_len: how many tokens the sequence has, `s`.
+
+    Returns:
+        A copy of its tokens.
+
+    Raises:
+        ValueError: if there are too few blocks; on a CPU also if one is outside the pool.
+
+    Source: `refattn.kv_cache.gather`.
+    """
+    check_gather(cache, blocks, seq_len)
+    used = blocks[: -(-seq_len // cache.shape[1])]
+    return rearrange(cache.index_select(0, used), "m p hk d -> (m p) hk d")[:seq_len]
+
+
+def copy_blocks(caches: Sequence[Shaped[Tensor, "n ..."]], pairs: Int64[Tensor, "k 2"]) -> None:
+    """Copy whole blocks inside their pools, in place; every source is read before anything is written.
+
+    Args:
+        caches: pools with the block as first dimension, all copied alike: a `[2, n, p, hk, d]` pool of keys and values
+            comes as `pool.unbind(0)`, an `[n, 2, p, hk, d]` pool as it is.
+        pairs: source and destination block of each copy; each destination once.
+
+    Raises:
+        ValueError: if a block is outside a pool or is written twice. Nothing is written then.
+
+    Source: `refattn.kv_cache.copy_blocks`.
+    """
+    swap_blocks(caches, caches, pairs)
+
+
+def swap_blocks(
+    sources: Sequence[Shaped[Tensor, "n ..."]],
+    destinations: Sequence[Shaped[Tensor, "n2 ..."]],
+    pairs: Int64[Tensor, "k 2"],
+) -> None:
+    """Copy whole blocks from some pools to others, which may be on another device (out to the host and back).
+
+    Args:
+        sources: pools with the block as first dimension.
+        destinations: as many pools of the same block shape and type, changed in place; their number of blocks and
+            their device may differ.
+        pairs: block of the source and block of the destination of each copy; each destination once.
+
+    Raises:
+        ValueError: if the pools do not match, a block is outside its pool, or is written twice. Nothing is written
+            then.
+
+    Source: `refattn.kv_cache.swap_blocks`.
+    """
+    check_block_pairs(sources, destinations, pairs)
+    for source, destination in zip(sources, destinations, strict=True):
+        blocks = source.index_select(0, pairs[:, 0].to(source.device))
+        destination.index_copy_(0, pairs[:, 1].to(destination.device), blocks.to(destination.device))

@@ -1,0 +1,183 @@
+"""From requests to a `Batch`, for all tokens at once and without asking the device; the twin of `refattn.metadata`."""
+
+import dataclasses
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from jaxtyping import Int32, Int64
+from torch import Tensor
+
+from refattn.batch import Batch, Part, check_block_table, check_requests
+
+
+def make_batch(
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    block_tables: Sequence[Sequence[int]] | None = None,
+    *,
+    device: torch.device | str = "cpu",
+) -> Batch:
+    """Build the batch of some requests from what a scheduler knows of them.
+
+    Args:
+        query_lens: new tokens of each request.
+        seq_lens: tokens of each request, the new ones included.
+        block_tables: pool blocks of each request, in order; None where there is no cache.
+        device: where the tensors of the batch are to be.
+
+    Returns:
+        The batch; shorter rows of the block table are filled up with -1.
+
+    Raises:
+        ValueError: if the arguments differ in length, or a length is negative.
+
+    Source: `refattn.metadata.make_batch`.
+    """
+    check_requests(query_lens, seq_lens, block_tables)
+    b, columns = len(seq_lens), max(map(len, block_tables or ()), default=0)
+    rows = [entry for blocks in block_tables or () for entry in (*blocks, *(-1,) * (columns - len(blocks)))]
+    # One copy to the device instead of three.
+    packed = torch.tensor([0, *accumulate(query_lens), *seq_lens, *rows], dtype=torch.int32).to(device)
+    return Batch(
+        cu_seqlens_q=packed[: b + 1],
+        seq_lens=packed[b + 1 : 2 * b + 1],
+        block_table=None if block_tables is None else packed[2 * b + 1 :].view(b, columns),
+        max_query_len=max(query_lens, default=0),
+        max_seq_len=max(seq_lens, default=0),
+    )
+
+
+def positions(batch: Batch, num_tokens: int) -> Int64[Tensor, "t"]:
+    """Give the position of each query row in its sequence, in tokens; 0 for padding rows.
+
+    Args:
+        batch: the lengths.
+        num_tokens: query rows, `t`, the padding rows included.
+
+    Returns:
+        `seq_len - query_len + i` for query `i` of a sequence (negative where there are more queries than keys).
+
+    Source: `refattn.metadata.positions`.
+    """
+    _, place, padding = _places(batch, num_tokens)
+    return place.masked_fill(padding, 0)
+
+
+def slot_mapping(batch: Batch, num_tokens: int, *, block_size: int) -> Int64[Tensor, "t"]:
+    """Give the slot that each new token is written to; -1 for padding rows and for positions below 0.
+
+    Args:
+        batch: the lengths and the block table.
+        num_tokens: query rows, `t`, the padding rows included.
+        block_size: tokens in a block, `p`.
+
+    Returns:
+        `block * p + row` for the token's place in the pool.
+
+    Raises:
+        ValueError: if the batch has no block table, or (on a CPU) too few columns for its lengths.
+
+    Source: `refattn.metadata.slot_mapping`.
+    """
+    block_table = check_block_table(batch, block_size=block_size)
+    if block_table.numel() == 0:
+        return torch.full((num_tokens,), -1, dtype=torch.int64, device=batch.device)
+    sequence, place, padding = _places(batch, num_tokens)
+    nowhere = padding | (place < 0)
+    place = place.masked_fill(nowhere, 0)
+    block = block_table[sequence, place // block_size].long()
+    return (block * block_size + place % block_size).masked_fill(nowhere, -1)
+
+
+def split(batch: Batch, query_lens: Sequence[int], *, decode_len: int = 1) -> tuple[Part, Part]:
+    """Part a batch into its decodes and its prefills, which have kernels of their own.
+
+    Args:
+        batch: a batch with all its decodes before all its prefills, or behind them.
+        query_lens: the new tokens of each sequence, known to whoever built the batch, so that no device is asked.
+        decode_len: a sequence with at most this many new tokens is a decode (above 1 with speculative decoding).
+
+    Returns:
+        The decodes and the prefills, each a `Part(batch, tokens)`; `tokens` is its slice of the query rows.
+
+    Raises:
+        ValueError: if decodes and prefills are mixed, or `query_lens` has another length than the batch.
+
+    Source: `refattn.metadata.split`.
+    """
+    check_requests(query_lens, query_lens, None, num_seqs=batch.num_seqs)
+    kinds = [length <= decode_len for length in query_lens]
+    changes = [i for i in range(1, len(kinds)) if kinds[i] != kinds[i - 1]]
+    if len(changes) > 1:
+        raise ValueError(
+            f"query_lens: expected all decodes (at most {decode_len} tokens) before or behind all prefills, "
+            f"got {list(query_lens)}"
+        )
+    cut = changes[0] if changes else len(kinds)
+    head, tail = _part(batch, query_lens, 0, cut), _part(batch, query_lens, cut, len(kinds))
+    return (head, tail) if not kinds or kinds[0] else (tail, head)
+
+
+def advance(batch: Batch, slots: Int64[Tensor, "t"], *, block_size: int) -> Batch:
+    """Go to the next step in place: each sequence keeps its number of new tokens and is that much longer.
+
+    Args:
+        batch: the batch of the step before, whose block table has blocks for the new tokens already.
+        slots: the slots of the step before, overwritten.
+        block_size: tokens in a block, `p`.
+
+    Returns:
+        A batch of the same tensors, with `max_seq_len` raised as far as the block table allows.
+
+    Raises:
+        ValueError: on a CPU, if a sequence outgrows the block table. Nothing is changed then.
+
+    Source: `refattn.metadata.advance`.
+    """
+    block_table = check_block_table(batch, block_size=block_size, new_lens=batch.query_lens)
+    batch.seq_lens.add_(batch.query_lens)
+    capacity = block_table.shape[1] * block_size
+    longer = dataclasses.replace(batch, max_seq_len=min(batch.max_seq_len + batch.max_query_len, capacity))
+    slots.copy_(slot_mapping(longer, slots.shape[0], block_size=block_size))
+    return longer
+
+
+def update_block_table(batch: Batch, block_table: Int32[Tensor, "b m"]) -> Batch:
+    """Give the same batch with the block table of another cache group (layers with a pool of their own).
+
+    Args:
+        batch: the batch of one group.
+        block_table: the blocks that the same sequences have in the other group's pool.
+
+    Returns:
+        A batch that shares the other tensors; take the slots of its group from it with `slot_mapping`.
+
+    Raises:
+        ValueError: if the table has another type, device or number of rows.
+
+    Source: `refattn.metadata.update_block_table`.
+    """
+    return dataclasses.replace(batch, block_table=block_table)
+
+
+def _places(batch: Batch, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Give the sequence of each query row, its position in it, and whether the row is padding."""
+    rows = torch.arange(num_tokens, device=batch.device)
+    sequence = torch.searchsorted(batch.cu_seqlens_q[1:], rows, right=True).clamp(max=max(batch.num_seqs - 1, 0))
+    if batch.num_seqs == 0:
+        return rows, rows, torch.ones_like(rows, dtype=torch.bool)
+    place = rows + (batch.seq_lens - batch.cu_seqlens_q[1:])[sequence]
+    return sequence, place, rows >= batch.cu_seqlens_q[-1]
+
+
+def _part(batch: Batch, query_lens: Sequence[int], first: int, last: int) -> Part:
+    begin, end = sum(query_lens[:first]), sum(query_lens[:last])
+    part = Batch(
+        cu_seqlens_q=batch.cu_seqlens_q[first : last + 1] - begin,
+        seq_lens=batch.seq_lens[first:last],
+        block_table=None if batch.block_table is None else batch.block_table[first:last],
+        max_query_len=max(query_lens[first:last], default=0),
+        max_seq_len=batch.max_seq_len,
+    )
+    return Part(part, slice(begin, end))

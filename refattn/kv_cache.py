@@ -1,0 +1,158 @@
+"""The paged cache: a pool of blocks, written by slot, gathered by block table, copied and swapped block by block.
+
+    pool of n = 4 blocks of p = 2 tokens      a sequence of 5 tokens with blocks [2, 0, 3]
+    block 0   token 2  token 3
+    block 1   (free)   (free)                 token 4 is row 0 of block 3:
+    block 2   token 0  token 1                slot = block * p + row = 3 * 2 + 0 = 6
+    block 3   token 4  (free)
+
+A cache is indexed `[n, p, hk, d]` whatever its layout in memory is: NHD is that order, HND keeps the tokens of one head
+together and is seen through a strided view.
+
+Source: Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with PagedAttention".
+"""
+
+from collections.abc import Sequence
+
+import torch
+from einops import rearrange
+from jaxtyping import Int32, Int64, Shaped
+from torch import Tensor
+
+from refattn.batch import check_block_pairs, check_gather, check_sizes, check_slots
+
+
+def allocate(
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_size: int,
+    *,
+    value_head_size: int | None = None,
+    layout: str = "NHD",
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> tuple[Shaped[Tensor, "n p hk d"], Shaped[Tensor, "n p hk dv"]]:
+    """Make an empty pool of keys and one of values.
+
+    Args:
+        num_blocks: blocks in the pool, `n`.
+        block_size: tokens in a block, `p`.
+        num_kv_heads: key heads, `hk`.
+        head_size: elements of a key, `d`.
+        value_head_size: elements of a value, `dv`; as `head_size` if None.
+        layout: "NHD" (tokens outside heads) or "HND" (heads outside tokens); the index order is the same.
+        dtype: type of an element.
+        device: where the pool is.
+
+    Returns:
+        `key_cache` and `value_cache`, filled with zeros.
+
+    Raises:
+        ValueError: if a size is not positive, or the layout is unknown.
+    """
+    value_head_size = head_size if value_head_size is None else value_head_size
+    check_sizes(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        value_head_size=value_head_size,
+    )
+    if layout not in ("NHD", "HND"):
+        raise ValueError(f'layout: expected "NHD" or "HND", got {layout!r}')
+
+    def pool(size: int) -> Tensor:
+        if layout == "NHD":
+            return torch.zeros(num_blocks, block_size, num_kv_heads, size, dtype=dtype, device=device)
+        heads_first = torch.zeros(num_blocks, num_kv_heads, block_size, size, dtype=dtype, device=device)
+        return rearrange(heads_first, "n hk p d -> n p hk d")
+
+    return pool(head_size), pool(value_head_size)
+
+
+def write(
+    key: Shaped[Tensor, "t hk d"],
+    value: Shaped[Tensor, "t hk dv"],
+    key_cache: Shaped[Tensor, "n p hk d"],
+    value_cache: Shaped[Tensor, "n p hk dv"],
+    slot_mapping: Int64[Tensor, "t"],
+) -> None:
+    """Write new tokens into the pool, in place: token `t` goes to row `slot % p` of block `slot // p`.
+
+    Args:
+        key: the new keys.
+        value: the new values.
+        key_cache: the pool of keys, changed in place.
+        value_cache: the pool of values, changed in place.
+        slot_mapping: the slot of each token, each at most once; -1 is padding and is written nowhere.
+
+    Raises:
+        ValueError: if types, shapes or devices do not match; on a CPU also if a slot is outside the pool or comes
+            twice. Nothing is written then.
+    """
+    check_slots(key, value, key_cache, value_cache, slot_mapping)
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if slot == -1:
+            continue
+        block, row = divmod(slot, key_cache.shape[1])
+        key_cache[block, row] = key[token]
+        value_cache[block, row] = value[token]
+
+
+def gather(cache: Shaped[Tensor, "n p hk d"], blocks: Int32[Tensor, "m"], seq_len: int) -> Shaped[Tensor, "s hk d"]:
+    """Read the keys or the values of one sequence, in order.
+
+    Args:
+        cache: the pool.
+        blocks: the sequence's row of the block table; entries behind its last block are not read.
+        seq_len: how many tokens the sequence has, `s`.
+
+    Returns:
+        A copy of its tokens.
+
+    Raises:
+        ValueError: if there are too few blocks; on a CPU also if one is outside the pool.
+    """
+    check_gather(cache, blocks, seq_len)
+    block_size = cache.shape[1]
+    tokens = [cache[int(blocks[j // block_size]), j % block_size] for j in range(seq_len)]
+    return torch.stack(tokens) if tokens else cache.new_empty(0, *cache.shape[2:])
+
+
+def copy_blocks(caches: Sequence[Shaped[Tensor, "n ..."]], pairs: Int64[Tensor, "k 2"]) -> None:
+    """Copy whole blocks inside their pools, in place; every source is read before anything is written.
+
+    Args:
+        caches: pools with the block as first dimension, all copied alike: a `[2, n, p, hk, d]` pool of keys and values
+            comes as `pool.unbind(0)`, an `[n, 2, p, hk, d]` pool as it is.
+        pairs: source and destination block of each copy; each destination once.
+
+    Raises:
+        ValueError: if a block is outside a pool or is written twice. Nothing is written then.
+    """
+    swap_blocks(caches, caches, pairs)
+
+
+def swap_blocks(
+    sources: Sequence[Shaped[Tensor, "n ..."]],
+    destinations: Sequence[Shaped[Tensor, "n2 ..."]],
+    pairs: Int64[Tensor, "k 2"],
+) -> None:
+    """Copy whole blocks from some pools to others, which may be on another device (out to the host and back).
+
+    Args:
+        sources: pools with the block as first dimension.
+        destinations: as many pools of the same block shape and type, changed in place; their number of blocks and
+            their device may differ.
+        pairs: block of the source and block of the destination of each copy; each destination once.
+
+    Raises:
+        ValueError: if the pools do not match, a block is outside its pool, or is written twice. Nothing is written
+            then.
+    """
+    check_block_pairs(sources, destinations, pairs)
+    for source, destination in zip(sources, destinations, strict=True):
+        blocks = [source[block].clone() for block, _ in pairs.tolist()]
+        for block, (_, target) in zip(blocks, pairs.tolist(), strict=True):
+            destination[target] = block

@@ -1,0 +1,100 @@
+"""Who may see whom: boolean pictures `visible[t, s]` of one sequence, and the ALiBi bias that goes with positions.
+
+A sequence of `seq_len` keys ends with its `query_len` new tokens, so query `i` stands at position
+`seq_len - query_len + i`, and key `j` at position `j`. With `query_len = 3` and `seq_len = 5`:
+
+    causal      window (1, 0)   chunk of 2      full
+    1 1 1 0 0   0 1 1 0 0       0 0 1 0 0       1 1 1 1 1
+    1 1 1 1 0   0 0 1 1 0       0 0 1 1 0       1 1 1 1 1
+    1 1 1 1 1   0 0 0 1 1       0 0 0 0 1       1 1 1 1 1
+
+Pictures combine with `&`.
+"""
+
+import torch
+from einops import rearrange
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+
+def query_positions(query_len: int, seq_len: int, *, device: torch.device | None = None) -> Int64[Tensor, "t"]:
+    """Give the position of every query of a sequence: its last `query_len` of `seq_len` tokens.
+
+    Positions are negative for the first queries of a sequence that has more queries than keys; those see nothing under
+    a causal mask.
+    """
+    return torch.arange(seq_len - query_len, seq_len, device=device)
+
+
+def full(query_len: int, seq_len: int, *, device: torch.device | None = None) -> Bool[Tensor, "t s"]:
+    """Show every key to every query (encoder and cross attention)."""
+    return torch.ones(query_len, seq_len, dtype=torch.bool, device=device)
+
+
+def causal(query_len: int, seq_len: int, *, device: torch.device | None = None) -> Bool[Tensor, "t s"]:
+    """Show each query the keys up to its own position: `j <= i`, aligned at the bottom right."""
+    i, j = _grid(query_len, seq_len, device)
+    return j <= i
+
+
+def window(
+    query_len: int, seq_len: int, window_size: tuple[int, int], *, device: torch.device | None = None
+) -> Bool[Tensor, "t s"]:
+    """Show each query the keys from `left` before it to `right` after it, both ends included; -1 is no limit.
+
+    A window of W tokens is `(W - 1, 0)` and shows exactly W keys.
+
+    Source: Beltagy et al. 2020, "Longformer"; Jiang et al. 2023, "Mistral 7B".
+    """
+    left, right = window_size
+    i, j = _grid(query_len, seq_len, device)
+    visible = full(query_len, seq_len, device=device)
+    if left >= 0:
+        visible = visible & (j >= i - left)
+    if right >= 0:
+        visible = visible & (j <= i + right)
+    return visible
+
+
+def chunk(query_len: int, seq_len: int, chunk_size: int, *, device: torch.device | None = None) -> Bool[Tensor, "t s"]:
+    """Show each query the keys of its own chunk up to its position: `j <= i` and `i // chunk == j // chunk`.
+
+    Source: Meta 2025, Llama 4.
+    """
+    i, j = _grid(query_len, seq_len, device)
+    return (j <= i) & (i // chunk_size == j // chunk_size)
+
+
+def visible_keys(
+    query_len: int,
+    seq_len: int,
+    *,
+    causal: bool,
+    window_size: tuple[int, int] = (-1, -1),
+    device: torch.device | None = None,
+) -> Bool[Tensor, "t s"]:
+    """Draw the picture that a path's options `causal` and `window_size` ask for: causal is a right window of 0."""
+    left, right = window_size
+    return window(query_len, seq_len, (left, 0 if causal else right), device=device)
+
+
+def alibi(
+    slopes: Float[Tensor, "h"], query_len: int, seq_len: int, *, device: torch.device | None = None
+) -> Float[Tensor, "h t s"]:
+    """Give the ALiBi bias `-slope * (query position - key position)`.
+
+    The positions are absolute: a constant a row would cancel inside one softmax, but not between the two halves of keys
+    that are attended apart and merged.
+
+    Source: Press et al. 2022, "Train Short, Test Long".
+    """
+    i, j = _grid(query_len, seq_len, device)
+    return -rearrange(slopes, "h -> h 1 1") * (i - j)
+
+
+def _grid(
+    query_len: int, seq_len: int, device: torch.device | None
+) -> tuple[Int64[Tensor, "t 1"], Int64[Tensor, "1 s"]]:
+    i = rearrange(query_positions(query_len, seq_len, device=device), "t -> t 1")
+    j = rearrange(torch.arange(seq_len, device=device), "s -> 1 s")
+    return i, j

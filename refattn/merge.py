@@ -1,0 +1,76 @@
+"""Merge partial answers: two softmaxes over disjoint keys combine, exactly, by their log-sum-exp.
+
+keys            1 2 3 | 4 5
+partial answer    A       B         each with its own LSE
+whole answer      (exp(lse_A) * A + exp(lse_B) * B) / (exp(lse_A) + exp(lse_B))
+"""
+
+from collections.abc import Sequence
+
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor
+
+from refattn.attention import compute_dtype
+from refattn.batch import check_options, check_partials
+
+
+def merge(
+    outs: Sequence[Float[Tensor, "t h dv"]], lses: Sequence[Float[Tensor, "t h"]]
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Combine the answers of the same queries over disjoint sets of keys into the answer over all of them.
+
+        lse = log(sum_i exp(lse_i))
+        out = sum_i exp(lse_i - lse) * out_i
+
+    A part in which a query saw nothing has an LSE of `-inf` and counts for nothing, whatever its output holds; a query
+    that saw nothing in any part answers 0 and `-inf` again.
+
+    Args:
+        outs: the partial outputs, one tensor a part; all of one shape and type.
+        lses: their log-sum-exps: natural log, float32 or float64, without sinks (see `add_sinks`).
+
+    Returns:
+        The output in the type of the first part, and its log-sum-exp.
+
+    Raises:
+        ValueError: if there is no part, or the parts differ in number, shape or device.
+
+    Source: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; Ye et al. 2025, "FlashInfer".
+    """
+    check_partials(outs, lses)
+    compute = compute_dtype(outs[0].dtype)
+    lse_parts = torch.stack([lse.to(compute) for lse in lses])  # [parts, t, h]
+    lse = lse_parts.logsumexp(0)  # [t, h]
+    out = torch.zeros_like(outs[0], dtype=compute)
+    for part_out, part_lse in zip(outs, lse_parts, strict=True):
+        saw_nothing = rearrange(part_lse == -torch.inf, "t h -> t h 1")
+        weight = rearrange(torch.exp(part_lse - lse), "t h -> t h 1")
+        out = out + (weight * part_out.to(compute)).masked_fill(saw_nothing, 0.0)
+    return out.to(outs[0].dtype), lse
+
+
+def add_sinks(
+    out: Float[Tensor, "t h dv"], lse: Float[Tensor, "t h"], sinks: Float[Tensor, "h"]
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Give the sinks their share of answers that were computed without them.
+
+    A sink is one more logit in the denominator: a part that holds no value. Adding it after the merge counts it once,
+    however the keys were split.
+
+    Args:
+        out: the outputs over all keys.
+        lse: their log-sum-exps, natural log.
+        sinks: one logit a head.
+
+    Returns:
+        The smaller outputs, in the type of `out`, and the log-sum-exps with the sinks included.
+
+    Raises:
+        ValueError: if the shapes or devices do not match.
+    """
+    check_partials([out], [lse])
+    check_options(out, sinks=sinks)
+    lse_of_sinks = sinks.to(lse.dtype).expand_as(lse)
+    return merge([out, torch.zeros_like(out)], [lse, lse_of_sinks])

@@ -1,0 +1,182 @@
+"""From requests to a `Batch`: where each token stands, which slot it is written to, and the batch of the next step.
+
+request   tokens so far   new now   blocks          query rows   positions   slots (blocks of 4)
+a         3               2         9, 2            0 1          3 4         39 8
+b         6               1         4, 7            2            6           30
+padding                                             3            0           -1
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from jaxtyping import Int32, Int64
+from torch import Tensor
+
+from refattn.batch import Batch, Part, check_block_table, check_requests
+
+
+def make_batch(
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    block_tables: Sequence[Sequence[int]] | None = None,
+    *,
+    device: torch.device | str = "cpu",
+) -> Batch:
+    """Build the batch of some requests from what a scheduler knows of them.
+
+    Args:
+        query_lens: new tokens of each request.
+        seq_lens: tokens of each request, the new ones included.
+        block_tables: pool blocks of each request, in order; None where there is no cache.
+        device: where the tensors of the batch are to be.
+
+    Returns:
+        The batch; shorter rows of the block table are filled up with -1.
+
+    Raises:
+        ValueError: if the arguments differ in length, or a length is negative.
+    """
+    check_requests(query_lens, seq_lens, block_tables)
+    table = None
+    if block_tables is not None:
+        columns = max((len(blocks) for blocks in block_tables), default=0)
+        table = torch.full((len(seq_lens), columns), -1, dtype=torch.int32)
+        for i, blocks in enumerate(block_tables):
+            table[i, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+        table = table.to(device)
+    return Batch(
+        cu_seqlens_q=torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32, device=device),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
+        block_table=table,
+        max_query_len=max(query_lens, default=0),
+        max_seq_len=max(seq_lens, default=0),
+    )
+
+
+def positions(batch: Batch, num_tokens: int) -> Int64[Tensor, "t"]:
+    """Give the position of each query row in its sequence, in tokens; 0 for padding rows.
+
+    Args:
+        batch: the lengths.
+        num_tokens: query rows, `t`, the padding rows included.
+
+    Returns:
+        `seq_len - query_len + i` for query `i` of a sequence (negative where there are more queries than keys).
+    """
+    result = torch.zeros(num_tokens, dtype=torch.int64, device=batch.device)
+    for (q0, q1), seq_len in zip(batch.query_rows(), batch.seq_lens.tolist(), strict=True):
+        for row in range(q0, q1):
+            result[row] = seq_len - q1 + row
+    return result
+
+
+def slot_mapping(batch: Batch, num_tokens: int, *, block_size: int) -> Int64[Tensor, "t"]:
+    """Give the slot that each new token is written to; -1 for padding rows and for positions below 0.
+
+    Args:
+        batch: the lengths and the block table.
+        num_tokens: query rows, `t`, the padding rows included.
+        block_size: tokens in a block, `p`.
+
+    Returns:
+        `block * p + row` for the token's place in the pool.
+
+    Raises:
+        ValueError: if the batch has no block table, or (on a CPU) too few columns for its lengths.
+    """
+    block_table = check_block_table(batch, block_size=block_size)
+    result = torch.full((num_tokens,), -1, dtype=torch.int64, device=batch.device)
+    place = positions(batch, num_tokens)
+    for (q0, q1), blocks in zip(batch.query_rows(), block_table, strict=True):
+        for row in range(q0, q1):
+            if place[row] >= 0:
+                block = blocks[place[row] // block_size]
+                result[row] = block * block_size + place[row] % block_size
+    return result
+
+
+def split(batch: Batch, query_lens: Sequence[int], *, decode_len: int = 1) -> tuple[Part, Part]:
+    """Part a batch into its decodes and its prefills, which have kernels of their own.
+
+    Args:
+        batch: a batch with all its decodes before all its prefills, or behind them.
+        query_lens: the new tokens of each sequence, known to whoever built the batch, so that no device is asked.
+        decode_len: a sequence with at most this many new tokens is a decode (above 1 with speculative decoding).
+
+    Returns:
+        The decodes and the prefills, each a `Part(batch, tokens)`; `tokens` is its slice of the query rows.
+
+    Raises:
+        ValueError: if decodes and prefills are mixed, or `query_lens` has another length than the batch.
+
+    Source: the reordered batches of vLLM (decodes first since V1, prefills first in V0).
+    """
+    check_requests(query_lens, query_lens, None, num_seqs=batch.num_seqs)
+    is_decode = [length <= decode_len for length in query_lens]
+    decodes = sum(is_decode)
+    if is_decode == sorted(is_decode, reverse=True):
+        return _part(batch, query_lens, 0, decodes), _part(batch, query_lens, decodes, batch.num_seqs)
+    if is_decode == sorted(is_decode):
+        prefills = batch.num_seqs - decodes
+        return _part(batch, query_lens, prefills, batch.num_seqs), _part(batch, query_lens, 0, prefills)
+    raise ValueError(
+        f"query_lens: expected all decodes (at most {decode_len} tokens) before or behind all prefills, "
+        f"got {list(query_lens)}"
+    )
+
+
+def advance(batch: Batch, slots: Int64[Tensor, "t"], *, block_size: int) -> Batch:
+    """Go to the next step in place: each sequence keeps its number of new tokens and is that much longer.
+
+    `seq_lens` and `slots` are overwritten where they are, so that a captured CUDA graph sees the new values.
+    A padding sequence (no new tokens) stays as it is.
+
+    Args:
+        batch: the batch of the step before, whose block table has blocks for the new tokens already.
+        slots: the slots of the step before, overwritten.
+        block_size: tokens in a block, `p`.
+
+    Returns:
+        A batch of the same tensors, with `max_seq_len` raised as far as the block table allows.
+
+    Raises:
+        ValueError: on a CPU, if a sequence outgrows the block table. Nothing is changed then.
+
+    Source: vLLM's multi-step decoding.
+    """
+    block_table = check_block_table(batch, block_size=block_size, new_lens=batch.query_lens)
+    batch.seq_lens.add_(batch.query_lens)
+    capacity = block_table.shape[1] * block_size
+    longer = dataclasses.replace(batch, max_seq_len=min(batch.max_seq_len + batch.max_query_len, capacity))
+    slots.copy_(slot_mapping(longer, slots.shape[0], block_size=block_size))
+    return longer
+
+
+def update_block_table(batch: Batch, block_table: Int32[Tensor, "b m"]) -> Batch:
+    """Give the same batch with the block table of another cache group (layers with a pool of their own).
+
+    Args:
+        batch: the batch of one group.
+        block_table: the blocks that the same sequences have in the other group's pool.
+
+    Returns:
+        A batch that shares the other tensors; take the slots of its group from it with `slot_mapping`.
+
+    Raises:
+        ValueError: if the table has another type, device or number of rows.
+    """
+    return dataclasses.replace(batch, block_table=block_table)
+
+
+def _part(batch: Batch, query_lens: Sequence[int], first: int, last: int) -> Part:
+    rows = [0, *accumulate(query_lens)]
+    part = Batch(
+        cu_seqlens_q=batch.cu_seqlens_q[first : last + 1] - rows[first],
+        seq_lens=batch.seq_lens[first:last],
+        block_table=None if batch.block_table is None else batch.block_table[first:last],
+        max_query_len=max(query_lens[first:last], default=0),
+        max_seq_len=batch.max_seq_len,
+    )
+    return Part(part, slice(rows[first], rows[last]))

@@ -1,0 +1,46 @@
+"""Shapes are checked, memory that nobody wrote is NaN, and one option says which device everything runs on."""
+
+import os
+
+import jaxtyping
+import pytest
+import torch
+from hypothesis import settings
+
+# The same draws on every machine; a longer search is `pytest --hypothesis-profile=search`.
+settings.register_profile("same", derandomize=True, deadline=None, max_examples=40)
+settings.register_profile("search", deadline=None, max_examples=1000)
+settings.load_profile("same")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--device", default="cpu", help="where the twins compute: cpu or cuda")
+
+
+def pytest_configure(config):
+    if config.getoption("--device") == "cpu":
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
+    torch.manual_seed(0)
+    # Every annotated shape is checked on every call, except in Triton's own language.
+    jaxtyping.install_import_hook(["refattn", "fastattn"], "beartype.beartype")
+
+
+@pytest.fixture(autouse=True)
+def unwritten_memory_is_nan():
+    """Let `torch.empty` give NaN, so that what is read before it is written shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="session")
+def device(request) -> str:
+    return request.config.getoption("--device")
+
+
+@pytest.fixture
+def shapes_unchecked():
+    """Switch the shape annotations off, to see the errors that a user sees."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
