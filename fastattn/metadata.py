@@ -114,9 +114,10 @@ def split(batch: Batch, query_lens: Sequence[int], *, decode_len: int = 1) -> tu
             f"query_lens: expected all decodes (at most {decode_len} tokens) before or behind all prefills, "
             f"got {list(query_lens)}"
         )
-    cut = changes[0] if changes else len(kinds)
+    decodes_first = kinds[:1] == [True] or not changes
+    cut = sum(kinds) if decodes_first else changes[0]
     head, tail = _part(batch, query_lens, 0, cut), _part(batch, query_lens, cut, len(kinds))
-    return (head, tail) if not kinds or kinds[0] else (tail, head)
+    return (head, tail) if decodes_first else (tail, head)
 
 
 def advance(batch: Batch, slots: Int64[Tensor, "t"], *, block_size: int) -> Batch:

@@ -374,7 +374,9 @@ def _expect(
         size is None or size == actual for size, actual in zip(sizes, tensor.shape, strict=True)
     )
     if not right_shape or (dtype is not None and tensor.dtype != dtype):
-        wanted = ", ".join(dim if size is None else f"{dim}={size}" for dim, size in zip(dims, sizes, strict=True))
+        wanted = ", ".join(
+            dim if size is None or dim == str(size) else f"{dim}={size}" for dim, size in zip(dims, sizes, strict=True)
+        )
         kind = f"{str(dtype).removeprefix('torch.')} " if dtype is not None else ""
         raise ValueError(f"{name}: expected {kind}[{wanted}], got {_describe(tensor)}")
 

@@ -1,0 +1,189 @@
+"""Moving data through the paged cache is bit-exact, and touches nothing that it was not told to."""
+
+import re
+
+import pytest
+import torch
+from batches import Case, build
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fastattn.kv_cache
+import refattn.kv_cache
+
+each_twin = pytest.mark.parametrize("twin", [refattn.kv_cache, fastattn.kv_cache], ids=["ref", "fast"])
+each_layout = pytest.mark.parametrize("layout", ["NHD", "HND"])
+TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn]
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """Give the bytes of a tensor, so that NaN equals NaN and -0 differs from 0."""
+    return x.contiguous().view(torch.uint8)
+
+
+def poisoned_pool(twin, layout, device, *, n=5, p=4, hk=2, d=8, dv=6, dtype=torch.float32):
+    key_cache, value_cache = twin.allocate(n, p, hk, d, value_head_size=dv, layout=layout, dtype=dtype, device=device)
+    key_cache.fill_(torch.nan)
+    value_cache.fill_(torch.nan)
+    return key_cache, value_cache
+
+
+@each_twin
+def test_layouts_differ_in_memory_and_not_in_index(twin, device):
+    tokens_first, _ = twin.allocate(3, 4, 2, 8, device=device)
+    heads_first, _ = twin.allocate(3, 4, 2, 8, layout="HND", device=device)
+    assert tokens_first.shape == heads_first.shape == (3, 4, 2, 8)
+    assert tokens_first.stride() == (64, 16, 8, 1)
+    assert heads_first.stride() == (64, 8, 32, 1)
+    assert not tokens_first.any() and not heads_first.any()
+
+
+@each_twin
+@each_layout
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_write_puts_each_token_in_its_slot(twin, layout, dtype, device):
+    key_cache, value_cache = twin.allocate(5, 4, 2, 8, value_head_size=6, layout=layout, dtype=dtype, device=device)
+    key = torch.randint(1, 100, (4, 2, 8), device=device).to(dtype)
+    value = torch.randint(1, 100, (4, 2, 6), device=device).to(dtype)
+    twin.write(key, value, key_cache, value_cache, torch.tensor([17, -1, 0, 6], device=device))
+    for rows, cache in ((key, key_cache), (value, value_cache)):
+        expected = torch.zeros(cache.shape, device=device).to(dtype)
+        expected[4, 1], expected[0, 0], expected[1, 2] = rows[0], rows[2], rows[3]
+        assert torch.equal(bits(cache), bits(expected))
+
+
+@each_twin
+@each_layout
+def test_padding_does_not_write_the_last_slot(twin, layout, device):
+    """A slot of -1 taken as a Python index is the last slot of the pool."""
+    key_cache, value_cache = poisoned_pool(twin, layout, device)
+    key, value = torch.ones(3, 2, 8, device=device), torch.ones(3, 2, 6, device=device)
+    twin.write(key, value, key_cache, value_cache, torch.tensor([-1, -1, -1], device=device))
+    assert key_cache.isnan().all() and value_cache.isnan().all()
+
+
+@each_twin
+def test_write_reads_strided_tokens(twin, device):
+    """Keys and values as they come out of one fused projection."""
+    key_cache, value_cache = poisoned_pool(twin, "NHD", device, dv=8)
+    fused = torch.randn(3, 6, 8, device=device)
+    twin.write(fused[:, 2:4], fused[:, 4:], key_cache, value_cache, torch.tensor([0, 5, 9], device=device))
+    assert torch.equal(key_cache[1, 1], fused[1, 2:4])
+    assert torch.equal(value_cache[2, 1], fused[2, 4:])
+
+
+@each_twin
+@each_layout
+@pytest.mark.parametrize("block_size", [1, 16, 24])
+@pytest.mark.parametrize("seq_len", [0, 1, 16, 17, 48, 50])
+def test_gather_reads_a_sequence_back(twin, layout, block_size, seq_len, device):
+    inputs = build(Case("", ((0, 9), (0, seq_len)), block_size=block_size, layout=layout), device=device)
+    got = twin.gather(inputs.key_cache, inputs.batch.block_table[1], seq_len)
+    assert torch.equal(got, inputs.keys[1])
+
+
+@each_twin
+@each_layout
+def test_copied_blocks(twin, layout, device):
+    """A chain: 0 to 1 and 1 to 2 reads block 1 before it is overwritten."""
+    caches = [torch.randn_like(cache) for cache in poisoned_pool(twin, layout, device)]
+    before = [cache.clone() for cache in caches]
+    twin.copy_blocks(caches, torch.tensor([[0, 1], [1, 2]], device=device))
+    for cache, old in zip(caches, before, strict=True):
+        assert torch.equal(cache[[0, 1, 2, 3, 4]], old[[0, 0, 1, 3, 4]])
+
+
+@each_twin
+@pytest.mark.parametrize("blocks_first", [True, False], ids=["n-2-p-h-d", "2-n-p-h-d"])
+def test_pools_of_keys_and_values_in_one_tensor(twin, blocks_first, device):
+    pool = torch.randn(*((4, 2) if blocks_first else (2, 4)), 3, 2, 8, device=device)
+    before = pool.clone()
+    twin.copy_blocks([pool] if blocks_first else pool.unbind(0), torch.tensor([[3, 0]], device=device))
+    copied, left = (pool[0], pool[1:]) if blocks_first else (pool[:, 0], pool[:, 1:])
+    source, rest = (before[3], before[1:]) if blocks_first else (before[:, 3], before[:, 1:])
+    assert torch.equal(copied, source) and torch.equal(left, rest)
+
+
+@each_twin
+def test_swapped_out_and_in_again(twin, device):
+    caches = [torch.randn_like(cache) for cache in poisoned_pool(twin, "NHD", device)]
+    before = [cache.clone() for cache in caches]
+    host = [torch.full((7, *cache.shape[1:]), torch.nan) for cache in caches]
+    twin.swap_blocks(caches, host, torch.tensor([[4, 0], [2, 6]]))
+    assert host[0][1:6].isnan().all()
+    for cache in caches:
+        cache[[2, 4]] = torch.nan
+    twin.swap_blocks(host, caches, torch.tensor([[0, 1], [6, 2]]))
+    for cache, old in zip(caches, before, strict=True):
+        assert torch.equal(cache[[0, 1, 2, 3]], old[[0, 4, 2, 3]]) and cache[4].isnan().all()
+
+
+@given(data=st.data(), layout=st.sampled_from(["NHD", "HND"]), block_size=st.sampled_from([1, 3, 16]))
+def test_twins_write_the_same_bits(data, layout, block_size, device):
+    n = data.draw(st.integers(1, 6))
+    slots = data.draw(st.lists(st.integers(0, n * block_size - 1), unique=True, max_size=20))
+    padding = data.draw(st.lists(st.integers(0, len(slots)), max_size=3))
+    for place in padding:
+        slots.insert(place, -1)
+    key, value = torch.randn(len(slots), 2, 8, device=device), torch.randn(len(slots), 2, 6, device=device)
+    pools = []
+    for twin in (refattn.kv_cache, fastattn.kv_cache):
+        pools.append(poisoned_pool(twin, layout, device, n=n, p=block_size))
+        twin.write(key, value, *pools[-1], torch.tensor(slots, dtype=torch.int64, device=device))
+    for ours, theirs in zip(*pools, strict=True):
+        assert torch.equal(bits(ours), bits(theirs))
+
+
+@each_twin
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_bad_input_is_named_and_nothing_is_written(twin):
+    key_cache, value_cache = poisoned_pool(twin, "NHD", "cpu")
+    key, value = torch.zeros(2, 2, 8), torch.zeros(2, 2, 6)
+    good = torch.tensor([0, 1])
+    for arguments, message in (
+        (
+            (key.half(), value, key_cache, value_cache, good),
+            "key: expected float32 [t, hk=2, d=8], got float16 [2, 2, 8]",
+        ),
+        ((key, value[:1], key_cache, value_cache, good), "value: expected float32 [t=2, hk=2, dv=6]"),
+        ((key, value, key_cache, value_cache[:3], good), "value_cache: expected [n=5, p=4, hk=2, dv], got float32 [3,"),
+        ((key, value, key_cache, value_cache, good.int()), "slot_mapping: expected int64 [t=2], got int32 [2]"),
+        ((key, value, key_cache, value_cache, good[:1]), "slot_mapping: expected int64 [t=2], got int64 [1]"),
+        ((key, value, key_cache, value_cache, torch.tensor([0, 20])), "slots in 0..19, or -1 for padding, got 20"),
+        ((key, value, key_cache, value_cache, torch.tensor([0, -2])), "slots in 0..19, or -1 for padding, got -2"),
+        ((key, value, key_cache, value_cache, torch.tensor([7, 7])), "expected each slot once, got slot 7"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            twin.write(*arguments)
+    for pairs, message in (
+        (torch.tensor([[0, 5]]), "pairs: expected blocks in 0..4, got [5]"),
+        (torch.tensor([[-1, 0]]), "pairs: expected blocks in 0..4, got [-1]"),
+        (torch.tensor([[0, 1], [2, 1]]), "pairs: expected each destination once, got [1, 1]"),
+        (torch.tensor([0, 1]), "pairs: expected int64 [k, 2], got int64 [2]"),
+        (torch.tensor([[0, 1]], dtype=torch.int32), "pairs: expected int64 [k, 2], got int32 [1, 2]"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            twin.copy_blocks([key_cache, value_cache], pairs)
+    with pytest.raises(ValueError, match=r"destinations\[0\]: expected blocks as in"):
+        twin.swap_blocks([key_cache], [value_cache], torch.tensor([[0, 1]]))
+    with pytest.raises(ValueError, match="destinations: expected 2 caches"):
+        twin.swap_blocks([key_cache, value_cache], [key_cache], torch.tensor([[0, 1]]))
+    assert key_cache.isnan().all() and value_cache.isnan().all()
+
+    blocks = torch.tensor([1, 9], dtype=torch.int32)
+    for arguments, message in (
+        ((key_cache, blocks, 9), "seq_len: expected 0..8 for 2 blocks, got 9"),
+        ((key_cache, blocks, -1), "seq_len: expected 0..8 for 2 blocks, got -1"),
+        ((key_cache, blocks, 5), "blocks: expected entries in 0..4, got [1, 9]"),
+        ((key_cache, blocks.long(), 4), "blocks: expected int32 [m], got int64 [2]"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            twin.gather(*arguments)
+    for sizes, message in (
+        ((0, 4, 2, 8), "num_blocks: expected a positive int, got 0"),
+        ((4, 4, 2, 2.5), "head_size: expected a positive int, got 2.5"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            twin.allocate(*sizes)
+    with pytest.raises(ValueError, match='layout: expected "NHD" or "HND", got "DHN"'.replace('"DHN"', "'DHN'")):
+        twin.allocate(4, 4, 2, 8, layout="DHN")
