@@ -191,6 +191,20 @@ def test_rows_do_not_change_with_the_company(twin, device):
         row += q
 
 
+@each_kernel
+def test_a_batch_that_is_advanced_in_place_is_read_again(kernel, device):
+    """Nothing that a twin keeps of a batch may outlive a write to its tensors."""
+    inputs = build(Case("steps", ((1, 40), (1, 20), (3, 47)), heads=(4, 2)), device=device, dtype=kernel.dtypes[0])
+    query, key_cache, value_cache, batch = inputs.tensors
+    key_cache, value_cache = key_cache.nan_to_num(0.5), value_cache.nan_to_num(0.5)
+    with kernel.asked_for():
+        kernel.check(assert_twins_agree, "chunked_prefill", query, key_cache, value_cache, batch)
+        batch.seq_lens.sub_(1)
+        kernel.check(assert_twins_agree, "chunked_prefill", query, key_cache, value_cache, batch)
+        batch.block_table[0, 0] = batch.block_table[1, 0]
+        kernel.check(assert_twins_agree, "chunked_prefill", query, key_cache, value_cache, batch)
+
+
 # --- bad input ---
 
 

@@ -15,11 +15,12 @@ Source: PyTorch, `aten::_scaled_dot_product_flash_attention_for_cpu`; the decomp
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 import torch
 from einops import rearrange, repeat
-from jaxtyping import Float, Int32
+from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 from torch.nn import functional
 
@@ -29,6 +30,7 @@ from refattn.batch import Batch
 
 TILE = 256  # queries of a masked tile
 SLAB = 2048  # keys of a masked tile
+BUFFER = 2**19  # elements of the keys of decodes that are gathered at a time: 2 MiB in float32
 SHORT = 16  # with at most this many queries, the heads of a group are rows of one call
 WASTE = 1.5  # decodes go into one call while that reads at most this many times the keys there are
 
@@ -71,30 +73,136 @@ def paged(
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend over pages; see `fastattn.kernels.paged`."""
     out, lse = _empty_answer(query, value_cache.shape[-1])
-    assert batch.block_table is not None  # the path has checked it
-    query_rows, seq_lens, block_size = batch.query_rows(), batch.seq_lens.tolist(), key_cache.shape[1]
-
-    apart = {i for i, (q0, q1) in enumerate(query_rows) if q1 > q0 and seq_lens[i]}
-    if not options.batch_invariant and not options.softcap:
-        for group in _groups_of_decodes(query_rows, seq_lens, apart):
-            rows = torch.tensor([query_rows[i][0] for i in group])
-            members = torch.tensor(group)
-            out[rows], lse[rows] = _decodes(
-                query[rows], key_cache, value_cache, batch.seq_lens[members], batch.block_table[members], options
-            )
-            apart -= set(group)
-
-    for i in sorted(apart):
-        (q0, q1), seq_len = query_rows[i], seq_lens[i]
-        left, _ = options.window
-        first_block = 0 if left < 0 else max(0, seq_len - (q1 - q0) - left) // block_size
-        blocks = batch.block_table[i, first_block : -(-seq_len // block_size)]
+    together, apart = _plan(batch, key_cache.shape[1], options)
+    for decodes in together:
+        rows = decodes.rows
+        out[rows], lse[rows] = _decodes(query[rows], key_cache, value_cache, decodes, options)
+    for one in apart:
         key, value = (
-            rearrange(cache.index_select(0, blocks), "m p hk d -> (m p) hk d")[: seq_len - first_block * block_size]
-            for cache in (key_cache, value_cache)
+            cache.index_select(0, one.blocks).flatten(0, 1)[: one.num_keys] for cache in (key_cache, value_cache)
         )
-        out[q0:q1], lse[q0:q1] = _sequence(query[q0:q1], key, value, seq_len, options)
+        out[one.rows], lse[one.rows] = _sequence(query[one.rows], key, value, one.seq_len, options)
     return _with_sinks(out, lse, options.sinks, batch)
+
+
+@dataclass(frozen=True)
+class _Decodes:
+    """Sequences with one query each that are computed together, and what they read."""
+
+    rows: Int64[Tensor, "b"]  # their query rows
+    blocks: Int32[Tensor, "b m"]
+    distance: Int32[Tensor, "b s"]  # how far each key of those blocks lies before the query
+    bias: Float[Tensor, "b 1 1 s"]  # -inf on keys that are not to be seen
+
+
+@dataclass(frozen=True)
+class _Apart:
+    """One sequence that is computed by itself, and what it reads: its last `num_keys` keys."""
+
+    rows: slice
+    blocks: Int32[Tensor, "m"]
+    num_keys: int
+    seq_len: int
+
+
+def _plan(batch: Batch, block_size: int, options: Options) -> tuple[list[_Decodes], list[_Apart]]:
+    """Say what is computed together and which blocks are read; made once a step and used by every layer."""
+    assert batch.block_table is not None  # the path has checked it
+    left, _ = options.window
+    one_by_one = options.batch_invariant or bool(options.softcap)
+    # A tensor counts the writes to it, so a batch that was advanced in place gets another plan.
+    versions = (batch.cu_seqlens_q._version, batch.seq_lens._version, batch.block_table._version)
+    question = (block_size, left, one_by_one, *versions)
+    known, plan = _plans.get(batch, (None, None))
+    if plan is not None and known == question:
+        return plan
+
+    query_rows, seq_lens = batch.query_rows(), batch.seq_lens.tolist()
+    busy = [i for i, (q0, q1) in enumerate(query_rows) if q1 > q0 and seq_lens[i]]
+    decodes = [] if one_by_one else [i for i in busy if query_rows[i][1] - query_rows[i][0] == 1]
+    together = []
+    for group in _of_like_length(decodes, seq_lens):
+        members = torch.tensor(group)
+        rows = batch.cu_seqlens_q[members].long()
+        together.append(_read_together(rows, batch.seq_lens[members], batch.block_table[members], block_size, left))
+    apart = []
+    for i in busy:
+        if i not in decodes:
+            (q0, q1), seq_len = query_rows[i], seq_lens[i]
+            first_block = 0 if left < 0 else max(0, seq_len - (q1 - q0) - left) // block_size
+            blocks = batch.block_table[i, first_block : -(-seq_len // block_size)]
+            apart.append(_Apart(slice(q0, q1), blocks, seq_len - first_block * block_size, seq_len))
+    _plans[batch] = (question, (together, apart))
+    return together, apart
+
+
+_plans: WeakKeyDictionary[Batch, tuple[tuple, tuple[list[_Decodes], list[_Apart]]]] = WeakKeyDictionary()
+
+
+def _of_like_length(decodes: list[int], seq_lens: list[int]) -> Iterator[list[int]]:
+    """Group sequences so that the longest of a group has at most `WASTE` times the keys of the shortest."""
+    group: list[int] = []
+    for i in sorted(decodes, key=lambda i: -seq_lens[i]):
+        if group and seq_lens[group[0]] > WASTE * seq_lens[i]:
+            yield group
+            group = []
+        group.append(i)
+    if group:
+        yield group
+
+
+def _read_together(
+    rows: Int64[Tensor, "b"],
+    seq_lens: Int32[Tensor, "b"],
+    block_table: Int32[Tensor, "b m"],
+    block_size: int,
+    left: int,
+) -> _Decodes:
+    seq_lens = seq_lens[:, None]
+    first_key = torch.zeros_like(seq_lens) if left < 0 else (seq_lens - 1 - left).clamp(min=0)
+    first_block, last_block = first_key // block_size, (seq_lens - 1) // block_size
+    columns = first_block + torch.arange(int((last_block - first_block).max()) + 1, dtype=torch.int32)
+    # Behind its end a sequence reads its own last block again, unseen: other blocks may hold anything.
+    blocks = block_table.gather(1, torch.minimum(columns, last_block).long())
+    positions = (columns[..., None] * block_size + torch.arange(block_size, dtype=torch.int32)).flatten(1)
+    unseen = (positions >= seq_lens) | (positions < first_key)
+    bias = torch.zeros(unseen.shape).masked_fill_(unseen, -torch.inf)
+    return _Decodes(rows, blocks, seq_lens - 1 - positions, bias[:, None, None])
+
+
+def _decodes(
+    query: Float[Tensor, "b h d"],
+    key_cache: Float[Tensor, "n p hk d"],
+    value_cache: Float[Tensor, "n p hk dv"],
+    decodes: _Decodes,
+    options: Options,
+) -> tuple[Float[Tensor, "b h dv"], Float[Tensor, "b h"]]:
+    """Attend from one query of each sequence, some columns of their blocks at a time through a small buffer.
+
+    Gathering all keys at once would write them to memory and read them back; the buffer stays in the cache.
+    """
+    b, m = decodes.blocks.shape
+    block_size, hk = key_cache.shape[1:3]
+    query = query.unflatten(1, (hk, -1))  # [b, hk, g, d]: the heads of a group are rows of one matrix product
+    bias = decodes.bias.to(_compute_dtype(query.dtype))
+    if options.alibi_slopes is not None:
+        slopes = options.alibi_slopes.to(bias.dtype).unflatten(0, (hk, -1))
+        bias = bias - slopes[..., None] * decodes.distance[:, None, None]
+    step = max(1, BUFFER // (b * key_cache[0].numel()))  # columns at a time
+    buffers = [cache.new_empty(min(step, m) * b, *cache.shape[1:]) for cache in (key_cache, value_cache)]
+    parts = []
+    for column in range(0, m, step):
+        blocks = decodes.blocks[:, column : column + step].flatten()
+        key, value = (
+            torch.index_select(cache, 0, blocks, out=buffer[: len(blocks)])
+            .view(b, -1, *cache.shape[2:])
+            .transpose(1, 2)
+            for cache, buffer in zip((key_cache, value_cache), buffers, strict=True)
+        )
+        keys = slice(column * block_size, (column + step) * block_size)
+        out, lse = _call(query, key, value, options.softmax_scale, bias=bias[..., keys])
+        parts.append((out.flatten(1, 2), lse.flatten(1, 2)))
+    return _merge(*parts)
 
 
 def _sequence(
@@ -160,53 +268,6 @@ def _tiles(
     return out, lse
 
 
-def _decodes(
-    query: Float[Tensor, "b h d"],
-    key_cache: Float[Tensor, "n p hk d"],
-    value_cache: Float[Tensor, "n p hk dv"],
-    seq_lens: Int32[Tensor, "b"],
-    block_table: Int32[Tensor, "b m"],
-    options: Options,
-) -> tuple[Float[Tensor, "b h dv"], Float[Tensor, "b h"]]:
-    """Attend from one query of each sequence in one call, over as many blocks as the longest of them has."""
-    block_size, hk = key_cache.shape[1:3]
-    seq_lens = rearrange(seq_lens, "b -> b 1")
-    left, _ = options.window
-    first_key = torch.zeros_like(seq_lens) if left < 0 else (seq_lens - 1 - left).clamp(min=0)
-    first_block, last_block = first_key // block_size, (seq_lens - 1) // block_size
-    columns = first_block + torch.arange(int((last_block - first_block).max()) + 1)
-    # Behind its end a sequence reads its own last block again, masked: other blocks may hold anything.
-    blocks = block_table.gather(1, torch.minimum(columns, last_block).long())
-    key, value = (
-        rearrange(cache.index_select(0, blocks.flatten()), "(b m) p hk d -> b hk (m p) d", b=len(query))
-        for cache in (key_cache, value_cache)
-    )
-    positions = rearrange(columns[..., None] * block_size + torch.arange(block_size), "b m p -> b (m p)")
-    bias = torch.zeros(len(query), 1, 1, positions.shape[1], dtype=_compute_dtype(query.dtype))
-    if options.alibi_slopes is not None:
-        slopes = rearrange(options.alibi_slopes.to(bias.dtype), "(hk g) -> 1 hk g 1", hk=hk)
-        bias = -slopes * rearrange(seq_lens - 1 - positions, "b s -> b 1 1 s")
-    hidden = (positions >= seq_lens) | (positions < first_key)
-    bias = bias.masked_fill(rearrange(hidden, "b s -> b 1 1 s"), -torch.inf)
-    out, lse = _call(rearrange(query, "b (hk g) d -> b hk g d", hk=hk), key, value, options.softmax_scale, bias=bias)
-    return rearrange(out, "b hk g dv -> b (hk g) dv"), rearrange(lse, "b hk g -> b (hk g)")
-
-
-def _groups_of_decodes(
-    query_rows: list[tuple[int, int]], seq_lens: list[int], candidates: set[int]
-) -> Iterator[list[int]]:
-    """Group the sequences with one query so that the longest of a group is at most `WASTE` times the shortest."""
-    decodes = [i for i in candidates if query_rows[i][1] - query_rows[i][0] == 1]
-    group: list[int] = []
-    for i in sorted(decodes, key=lambda i: -seq_lens[i]):
-        if group and seq_lens[group[0]] > WASTE * seq_lens[i]:
-            yield group
-            group = []
-        group.append(i)
-    if group:
-        yield group
-
-
 def _flash(
     query: Float[Tensor, "t h d"],
     key: Float[Tensor, "s hk d"],
@@ -247,8 +308,7 @@ def _call(
     scale = d**-0.5 if softmax_scale is None else softmax_scale
     if d != dv:
         query, key, value = (functional.pad(x, (0, max(d, dv) - x.shape[-1])) for x in (query, key, value))
-    mask = None if bias is None else bias.to(query.dtype)
-    out, lse = FLASH(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)
+    out, lse = FLASH(query, key, value, 0.0, causal, attn_mask=bias, scale=scale)
     if bias is not None:
         saw_nothing = (bias == -torch.inf).all(-1).expand_as(lse)
         lse = lse.masked_fill(saw_nothing, -torch.inf)
