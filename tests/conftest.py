@@ -18,6 +18,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    os.environ["TWINATTN_TEST_DEVICE"] = config.getoption("--device")  # for the lists of parameters
     if config.getoption("--device") == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
     torch.manual_seed(0)

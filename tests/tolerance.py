@@ -10,6 +10,7 @@ one: two float32 answers differ by the roundings of their dot products, a random
 the larger of two such walks can be any multiple of the smaller.
 """
 
+import dataclasses
 import importlib
 import sys
 from collections.abc import Callable, Iterator
@@ -37,8 +38,13 @@ def assert_twins_agree(path: str, *arguments: Any, function: str = "attention", 
 def assert_matches_reference(
     out: Tensor, lse: Tensor, reference: Callable[..., Any], *arguments: Any, **options: Any
 ) -> None:
-    """Hold an output and its LSE to the rule, given the reference function and its arguments."""
+    """Hold an output and its LSE to the rule, given the reference function and its arguments.
+
+    The reference computes on the CPU, whatever the device of the twin is.
+    """
     dtype = out.dtype
+    arguments, options = _on_cpu(arguments), dict(zip(options, _on_cpu(tuple(options.values())), strict=True))
+    out, lse = out.cpu(), lse.cpu()
     wide_arguments, wide_options = _cast(arguments, WIDER[dtype]), _cast_dict(options, WIDER[dtype])
     ref_out, ref_lse = reference(*wide_arguments, **wide_options, return_lse=True)
     with _computing_in(dtype):
@@ -73,6 +79,21 @@ def _largest(x: Tensor) -> float:
 
 def _rms(x: Tensor) -> float:
     return float(x.square().mean().sqrt())
+
+
+def _on_cpu(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Move tensors and batches, and what a tuple or list holds of them, to the CPU."""
+    return tuple(_one_on_cpu(x) for x in values)
+
+
+def _one_on_cpu(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return x.cpu()
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        return dataclasses.replace(x, **{f.name: _one_on_cpu(getattr(x, f.name)) for f in dataclasses.fields(x)})
+    if type(x) in (list, tuple):
+        return type(x)(_one_on_cpu(y) for y in x)
+    return x
 
 
 def _cast(values: tuple[Any, ...], dtype: torch.dtype) -> list[Any]:
