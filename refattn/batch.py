@@ -102,6 +102,52 @@ class Part(NamedTuple):
     tokens: slice
 
 
+class Prefix(NamedTuple):
+    """Keys that some neighbouring sequences of a batch share: the first `end` of sequences `first` to `last - 1`."""
+
+    first: int
+    last: int
+    end: int
+
+    def encloses(self, other: "Prefix") -> bool:
+        """Whether the other prefix continues this one, for some of its sequences."""
+        return self.first <= other.first and other.last <= self.last and self.end < other.end
+
+
+@dataclass(frozen=True, eq=False)
+class Level:
+    """One level of a cascade: a batch whose "sequences" are groups, each a run of neighbouring sequences.
+
+    Attributes:
+        batch: the query rows of each group, how many keys its sequences share at this level, and the blocks of those.
+        first_keys: the position of each group's first key of this level in its sequences.
+    """
+
+    batch: Batch
+    first_keys: Int32[Tensor, "b"]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a cost model knows of the hardware that runs a kernel.
+
+    Attributes:
+        workers: tiles that are computed at the same time (streaming multiprocessors, cores).
+        bytes_per_second: memory read by all workers together, on long sequences.
+        flops_per_second: operations by all workers together, on full tiles.
+        launch_seconds: what one more launch costs before anything is computed.
+        tile_rows: query rows of a tile; a tile with fewer rows takes as long.
+        tile_keys: keys of a tile.
+    """
+
+    workers: int
+    bytes_per_second: float
+    flops_per_second: float
+    launch_seconds: float
+    tile_rows: int
+    tile_keys: int
+
+
 def check_dense(query: Tensor, key: Tensor, value: Tensor, batch: Batch) -> None:
     """Check the tensors of a path that has no cache: query `[t, h, d]`, key `[s, hk, d]`, value `[s, hk, dv]`.
 
@@ -309,6 +355,135 @@ def check_gather(cache: Tensor, blocks: Tensor, seq_len: int) -> None:
             raise ValueError(f"blocks: expected entries in 0..{cache.shape[0] - 1}, got {used.tolist()}")
 
 
+def check_prefixes(
+    prefixes: Sequence[Prefix],
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    block_tables: Sequence[Sequence[int]],
+    *,
+    block_size: int,
+) -> None:
+    """Check prefixes against what a scheduler knows of its requests: whole blocks, the same ones, before any query.
+
+    Raises:
+        ValueError: naming the prefix, what was expected and what came.
+    """
+    check_sizes(block_size=block_size)
+    check_requests(query_lens, seq_lens, block_tables)
+    for i, prefix in enumerate(prefixes):
+        first, last, end = prefix
+        if not 0 <= first < last <= len(seq_lens):
+            raise ValueError(f"prefixes[{i}]: expected sequences in 0..{len(seq_lens)}, got {first}..{last}")
+        if end < 1 or end % block_size:
+            raise ValueError(f"prefixes[{i}]: expected a multiple of the block size {block_size}, got {end} keys")
+        blocks = list(block_tables[first][: end // block_size])
+        for member in range(first, last):
+            context_len = seq_lens[member] - query_lens[member]
+            if end > context_len:
+                raise ValueError(
+                    f"prefixes[{i}]: expected to end before the first query of each sequence, "
+                    f"at {context_len} of sequence {member}, got {end} keys"
+                )
+            if len(blocks) * block_size < end or list(block_tables[member][: len(blocks)]) != blocks:
+                raise ValueError(f"prefixes[{i}]: expected sequences {first} and {member} to share {end} keys by block")
+        for other in prefixes[:i]:
+            apart = last <= other.first or other.last <= first
+            if not apart and not other.encloses(prefix) and not prefix.encloses(other):
+                raise ValueError(f"prefixes[{i}]: expected to be apart from {other} or nested with it, got {prefix}")
+
+
+def check_levels(batch: Batch, levels: Sequence[Level], *, block_size: int) -> None:
+    """Check that the levels of a cascade hold the keys of a batch: shared ones first, each sequence's own at last.
+
+    Raises:
+        ValueError: if there is no level, on a CPU also if the levels are of another batch, or a shared level reaches
+            into the queries.
+    """
+    if not levels:
+        raise ValueError("levels: expected at least one, the keys that nobody shares, got none")
+    for i, level in enumerate(levels):
+        _expect(level.first_keys, f"levels[{i}].first_keys", torch.int32, ("b",), (level.batch.num_seqs,))
+        same_device(seq_lens=batch.seq_lens, **{f"levels[{i}]": level.batch.seq_lens, "first_keys": level.first_keys})
+        if level.batch.block_table is None:
+            raise ValueError(f"levels[{i}]: expected a batch with a block table, got None")
+    if batch.device.type != "cpu":
+        return
+    starts, seq_lens = batch.cu_seqlens_q.tolist(), batch.seq_lens.tolist()
+    for i, level in enumerate(levels):
+        edges = level.batch.cu_seqlens_q.tolist()
+        if edges[-1] != starts[-1] or not set(edges) <= set(starts) or (i == len(levels) - 1 and edges != starts):
+            raise ValueError(f"levels[{i}]: expected groups of the sequences at query rows {starts}, got {edges}")
+
+    keys = [0] * len(seq_lens)  # of each sequence, in the levels so far
+    for i, level in enumerate(levels):
+        edges, lengths, first_keys = (
+            x.tolist() for x in (level.batch.cu_seqlens_q, level.batch.seq_lens, level.first_keys)
+        )
+        assert level.batch.block_table is not None
+        group = 0
+        for member, (start, end) in enumerate(pairwise(starts)):
+            if start == end:
+                continue  # a sequence without queries reads nothing, in whatever group it is
+            while edges[group + 1] <= start:
+                group += 1
+            if not lengths[group]:
+                continue
+            if first_keys[group] != keys[member]:
+                raise ValueError(
+                    f"levels[{i}].first_keys: expected {keys[member]} for sequence {member}, as the "
+                    f"levels before hold so many of its keys, got {first_keys[group]}"
+                )
+            keys[member] += lengths[group]
+            before = seq_lens[member] - (end - start)
+            if i < len(levels) - 1 and keys[member] > before:
+                raise ValueError(
+                    f"levels[{i}]: expected to end before the first query of each sequence, at {before} "
+                    f"of sequence {member}, got {keys[member]} keys"
+                )
+        if lengths and max(lengths) > level.batch.block_table.shape[1] * block_size:
+            raise ValueError(
+                f"levels[{i}]: expected blocks for {max(lengths)} keys, got {level.batch.block_table.shape[1]} columns"
+            )
+    for member, (start, end) in enumerate(pairwise(starts)):
+        if end > start and keys[member] != seq_lens[member]:
+            raise ValueError(f"levels: expected the {seq_lens[member]} keys of sequence {member}, got {keys[member]}")
+
+
+def check_differential(
+    query: Tensor, cache: Tensor, batch: Batch, *, lambda_full: Tensor, norm_weight: Tensor | None
+) -> Int32[Tensor, "b m"]:
+    """Check the tensors of differential attention: query `[t, h, d]` in pairs, cache `[2, 2, n, p, hk/2, d]`.
+
+    Returns:
+        The block table, which is there then.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+    """
+    _expect(query, "query", None, ("t", "h", "d"), (None, None, None))
+    _expect(cache, "cache", query.dtype, ("2", "2", "n", "p", "hk/2", "d"), (2, 2, None, None, None, query.shape[2]))
+    h, pairs = query.shape[1], cache.shape[4]
+    if h % 2 or pairs == 0 or (h // 2) % pairs:
+        raise ValueError(f"query: expected pairs of heads, in a number that hk/2={pairs} divides, got h={h}")
+    _expect(lambda_full, "lambda_full", None, (), ())
+    same_device(query=query, lambda_full=lambda_full)
+    if norm_weight is not None:
+        _expect(norm_weight, "norm_weight", None, ("2 * d",), (2 * query.shape[2],))
+        same_device(query=query, norm_weight=norm_weight)
+    return check_paged(query[:, ::2], cache[0, 0], cache[0, 1], batch)
+
+
+def check_pairs(cache: Tensor, **tokens: Tensor) -> None:
+    """Check new keys and values `[t, hk, d]` of differential attention, before either half of them is written.
+
+    Raises:
+        ValueError: naming the first that does not fit the cache `[2, 2, n, p, hk/2, d]`.
+    """
+    _expect(cache, "cache", None, ("2", "2", "n", "p", "hk/2", "d"), (2, 2, None, None, None, None))
+    for name, tensor in tokens.items():
+        _expect(tensor, name, cache.dtype, ("t", "hk", "d"), (None, 2 * cache.shape[4], cache.shape[5]))
+
+
 def check_sizes(**sizes: int) -> None:
     """Check that each of the named sizes is a positive int.
 
@@ -318,6 +493,42 @@ def check_sizes(**sizes: int) -> None:
     for name, size in sizes.items():
         if not isinstance(size, int) or size < 1:
             raise ValueError(f"{name}: expected a positive int, got {size!r}")
+
+
+def check_window(window_size: tuple[int, int]) -> None:
+    """Check a window by itself, as `check_options` does beside a query.
+
+    Raises:
+        ValueError: if it is not two numbers of at least -1.
+    """
+    if len(window_size) != 2 or min(window_size) < -1:
+        raise ValueError(f"window_size: expected (left, right), each at least -1 (no limit), got {window_size}")
+
+
+def check_chunk(chunk_size: int, block_size: int) -> None:
+    """Check the chunks of local attention: whole blocks, so that each begins with one.
+
+    Raises:
+        ValueError: naming the size, what was expected and what came.
+    """
+    check_sizes(chunk_size=chunk_size, block_size=block_size)
+    if chunk_size % block_size:
+        raise ValueError(f"chunk_size: expected a multiple of block_size={block_size}, got {chunk_size}")
+
+
+def check_held(query_len: int, seq_len: int, blocks: Sequence[int], *, block_size: int, num_full_blocks: int) -> None:
+    """Check what a window pool is told of a sequence: its lengths in tokens, and its blocks in the full pool.
+
+    Raises:
+        ValueError: if there are no new tokens or more than tokens, or too few blocks, or one outside the pool.
+    """
+    if not 1 <= query_len <= seq_len:
+        raise ValueError(f"query_len: expected 1..{seq_len}, the tokens of the sequence, got {query_len}")
+    if len(blocks) * block_size < seq_len:
+        raise ValueError(f"blocks: expected {-(-seq_len // block_size)} for {seq_len} tokens, got {len(blocks)}")
+    outside = [block for block in blocks if not 0 <= block < num_full_blocks]
+    if outside:
+        raise ValueError(f"blocks: expected entries in 0..{num_full_blocks - 1}, got {outside[0]}")
 
 
 def same_device(**tensors: Tensor) -> None:

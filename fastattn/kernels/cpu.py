@@ -77,11 +77,17 @@ def paged(
     for decodes in together:
         rows = decodes.rows
         out[rows], lse[rows] = _decodes(query[rows], key_cache, value_cache, decodes, options)
+    everyone_sees_all = options.window == (-1, -1) and not options.softcap and options.alibi_slopes is None
     for one in apart:
-        key, value = (
-            cache.index_select(0, one.blocks).flatten(0, 1)[: one.num_keys] for cache in (key_cache, value_cache)
-        )
-        out[one.rows], lse[one.rows] = _sequence(query[one.rows], key, value, one.seq_len, options)
+        q = query[one.rows]
+        if everyone_sees_all and not options.batch_invariant:  # it does not matter then where a key stands
+            slabs = _slabs(key_cache, value_cache, one.blocks, one.num_keys)
+            out[one.rows], lse[one.rows] = _merge(*(_flash(q, k, v, options.softmax_scale) for k, v in slabs))
+        else:
+            key, value = (
+                cache.index_select(0, one.blocks).flatten(0, 1)[: one.num_keys] for cache in (key_cache, value_cache)
+            )
+            out[one.rows], lse[one.rows] = _sequence(q, key, value, one.seq_len, options)
     return _with_sinks(out, lse, options.sinks, batch)
 
 
@@ -203,6 +209,25 @@ def _decodes(
         out, lse = _call(query, key, value, options.softmax_scale, bias=bias[..., keys])
         parts.append((out.flatten(1, 2), lse.flatten(1, 2)))
     return _merge(*parts)
+
+
+def _slabs(
+    key_cache: Float[Tensor, "n p hk d"],
+    value_cache: Float[Tensor, "n p hk dv"],
+    blocks: Int32[Tensor, "m"],
+    num_keys: int,
+) -> Iterator[tuple[Float[Tensor, "s hk d"], Float[Tensor, "s hk dv"]]]:
+    """Gather some blocks of a sequence at a time through a small buffer, as `_decodes` does."""
+    block_size = key_cache.shape[1]
+    step = max(1, BUFFER // key_cache[0].numel())
+    buffers = [cache.new_empty(min(step, len(blocks)), *cache.shape[1:]) for cache in (key_cache, value_cache)]
+    for column in range(0, len(blocks), step):
+        some = blocks[column : column + step]
+        key, value = (
+            torch.index_select(cache, 0, some, out=buffer[: len(some)]).flatten(0, 1)[: num_keys - column * block_size]
+            for cache, buffer in zip((key_cache, value_cache), buffers, strict=True)
+        )
+        yield key, value
 
 
 def _sequence(

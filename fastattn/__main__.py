@@ -1,0 +1,5 @@
+"""`python -m fastattn`: the command line."""
+
+from fastattn.cli import main
+
+main()

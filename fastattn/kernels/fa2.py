@@ -1,0 +1,151 @@
+"""The package `flash-attn`: FlashAttention-2 over ragged rows and over pages of a multiple of 256 tokens.
+
+Source: Dao 2023, "FlashAttention-2"; its split over keys for decodes is Dao et al. 2023, "Flash-Decoding".
+"""
+
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor
+
+from fastattn.kernels import Options, Problem
+from fastattn.kernels.torch_flash import window_for_flash
+from refattn.batch import Batch
+
+PAGE = 256  # its pages are a multiple of this
+
+
+def supports(problem: Problem) -> str | None:
+    """Say why this kernel can't compute a problem, or None."""
+    if problem.device.type != "cuda":
+        return f"computes on CUDA, the tensors are on {problem.device.type}"
+    if torch.cuda.get_device_capability(problem.device) < (8, 0):
+        return "needs a GPU of compute capability 8.0 or newer"
+    if find_spec("flash_attn") is None or find_spec("flash_attn_2_cuda") is None:
+        return "the package flash-attn is not installed"
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"computes float16 and bfloat16, not {problem.dtype}"
+    if problem.head_size != problem.value_head_size:
+        return f"one head size for keys and values, not {problem.head_size} and {problem.value_head_size}"
+    if problem.head_size > 256 or problem.head_size % 8:
+        return f"head sizes that are multiples of 8 up to 256, not {problem.head_size}"
+    if problem.block_size is not None and problem.block_size % PAGE:
+        return f"pages of a multiple of {PAGE} tokens, not {problem.block_size}"
+    if problem.options.alibi_slopes is not None and problem.options.window[1] != 0:
+        return "its ALiBi bias is -slope * |distance|, another one than ours where keys behind a query are visible"
+    return _refusal(problem.head_size, problem.dtype, problem.device)
+
+
+def suits(problem: Problem) -> bool:
+    """Say whether to take this kernel: for long queries, as far as the choice may depend on the batch."""
+    return not problem.options.batch_invariant and problem.max_query_len > 16
+
+
+def dense(
+    query: Float[Tensor, "t h d"],
+    key: Float[Tensor, "s hk d"],
+    value: Float[Tensor, "s hk dv"],
+    batch: Batch,
+    options: Options,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend over ragged rows; see `fastattn.kernels.dense`."""
+    return _ragged(query, key, value, batch, options)
+
+
+def paged(
+    query: Float[Tensor, "t h d"],
+    key_cache: Float[Tensor, "n p hk d"],
+    value_cache: Float[Tensor, "n p hk dv"],
+    batch: Batch,
+    options: Options,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend over pages; see `fastattn.kernels.paged`. With one query a sequence, the keys are split."""
+    if batch.max_query_len > 1:
+        return _ragged(query, key_cache, value_cache, batch, options)
+    return _decodes(query, key_cache, value_cache, batch, options)
+
+
+def _ragged(
+    query: Tensor, key: Tensor, value: Tensor, batch: Batch, options: Options
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    from flash_attn import flash_attn_varlen_func
+
+    from fastattn.kernels.triton_adapt import adapt, nothing
+
+    if 0 in (query.shape[0], key.shape[0], batch.num_seqs):
+        return nothing(query, value.shape[-1])
+    causal, window, longest = window_for_flash(batch, options)
+    out, lse, _ = flash_attn_varlen_func(
+        query,
+        key,
+        value,
+        batch.cu_seqlens_q,
+        batch.cu_seqlens_k,
+        max(batch.max_query_len, 2),  # with 1 it takes row `i` for sequence `i`, which a silent sequence breaks
+        longest,
+        softmax_scale=options.softmax_scale,
+        causal=causal,
+        window_size=window,
+        softcap=options.softcap,
+        alibi_slopes=_slopes(options),
+        return_attn_probs=True,  # this is how to get the LSE
+        block_table=batch.block_table if key.ndim == 4 else None,
+    )
+    return adapt(out, lse, batch, options.sinks)
+
+
+def _decodes(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: Batch, options: Options
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend from at most one query of each sequence, laid out as exactly one, which its split over keys wants."""
+    from flash_attn import flash_attn_with_kvcache
+
+    from fastattn.kernels.triton_adapt import adapt, nothing
+
+    assert batch.block_table is not None  # the path has checked it
+    if 0 in (query.shape[0], key_cache.shape[0], batch.num_seqs, batch.block_table.shape[1]):
+        return nothing(query, value_cache.shape[-1])
+    rows = torch.arange(query.shape[0], device=query.device, dtype=torch.int32)
+    sequences = torch.searchsorted(batch.cu_seqlens_q[1:], rows, right=True).clamp_(max=batch.num_seqs - 1)
+    query_of_sequence = batch.cu_seqlens_q[:-1].clamp(max=query.shape[0] - 1)
+    _, window, _ = window_for_flash(batch, options)
+    if options.alibi_slopes is not None and options.window[0] < 0:
+        window = (batch.block_table.shape[1] * key_cache.shape[1] - 1, 0)
+    out, lse = flash_attn_with_kvcache(
+        rearrange(query.index_select(0, query_of_sequence), "b h d -> b 1 h d"),
+        key_cache,
+        value_cache,
+        cache_seqlens=batch.seq_lens,
+        block_table=batch.block_table,
+        softmax_scale=options.softmax_scale,
+        causal=window == (-1, 0),
+        window_size=window,
+        softcap=options.softcap,
+        alibi_slopes=_slopes(options),
+        num_splits=1 if options.batch_invariant else 0,
+        return_softmax_lse=True,
+    )
+    out = rearrange(out, "b 1 h dv -> b h dv").index_select(0, sequences)
+    lse = rearrange(lse, "b h 1 -> b h").index_select(0, sequences)
+    return adapt(out, rearrange(lse, "t h -> h t"), batch, options.sinks)
+
+
+@cache
+def _refusal(head_size: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Ask the installed build by a tiny call: not every build has every head size."""
+    from flash_attn import flash_attn_varlen_func
+
+    rows = torch.zeros(1, 1, head_size, dtype=dtype, device=device)
+    ends = torch.arange(2, dtype=torch.int32, device=device)
+    try:
+        flash_attn_varlen_func(rows, rows, rows, ends, ends, 1, 1)
+    except RuntimeError as error:
+        return f"this build refuses head size {head_size} in {dtype}: {str(error).splitlines()[0]}"
+    return None
+
+
+def _slopes(options: Options) -> Tensor | None:
+    return None if options.alibi_slopes is None else options.alibi_slopes.float()

@@ -1,0 +1,98 @@
+"""The package `flash-attn-4`: FlashAttention for Hopper and Blackwell, over ragged rows and pages of any size.
+
+On Hopper it does not split keys, so it is for long queries; pages of 128 tokens (`d` up to 128) load fastest.
+
+Source: Zadouri et al. 2026, "FlashAttention-4"; Shah et al. 2024, "FlashAttention-3".
+"""
+
+from importlib.util import find_spec
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from fastattn.kernels import Options, Problem
+from refattn.batch import Batch
+
+LARGEST_HEAD = {9: 256, 10: 128, 11: 128}  # by compute capability
+
+
+def supports(problem: Problem) -> str | None:
+    """Say why this kernel can't compute a problem, or None."""
+    if problem.device.type != "cuda":
+        return f"computes on CUDA, the tensors are on {problem.device.type}"
+    capability = torch.cuda.get_device_capability(problem.device)
+    if capability[0] not in LARGEST_HEAD:
+        return f"needs a GPU of compute capability 9, 10 or 11, not {'.'.join(map(str, capability))}"
+    if find_spec("flash_attn") is None or find_spec("flash_attn.cute") is None:
+        return "the package flash-attn-4 is not installed"
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"computes float16 and bfloat16, not {problem.dtype}"
+    sizes = (problem.head_size, problem.value_head_size)
+    multiple = 8 if problem.block_size is None else 16
+    if max(sizes) > LARGEST_HEAD[capability[0]] or any(size % multiple for size in sizes):
+        where = "rows" if problem.block_size is None else "pages"
+        largest = LARGEST_HEAD[capability[0]]
+        return (
+            f"head sizes over {where} that are multiples of {multiple} up to {largest}, not {sizes[0]} and {sizes[1]}"
+        )
+    if problem.options.alibi_slopes is not None:
+        return "has no ALiBi: take fa2 or triton"
+    return None
+
+
+def suits(problem: Problem) -> bool:
+    """Say whether to take this kernel: for long queries, as far as the choice may depend on the batch."""
+    return not problem.options.batch_invariant and problem.max_query_len > 16
+
+
+def dense(
+    query: Float[Tensor, "t h d"],
+    key: Float[Tensor, "s hk d"],
+    value: Float[Tensor, "s hk dv"],
+    batch: Batch,
+    options: Options,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend over ragged rows; see `fastattn.kernels.dense`."""
+    return _attend(query, key, value, batch, options, cu_seqlens_k=batch.cu_seqlens_k)
+
+
+def paged(
+    query: Float[Tensor, "t h d"],
+    key_cache: Float[Tensor, "n p hk d"],
+    value_cache: Float[Tensor, "n p hk dv"],
+    batch: Batch,
+    options: Options,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend over pages; see `fastattn.kernels.paged`."""
+    return _attend(
+        query, key_cache, value_cache, batch, options, seqused_k=batch.seq_lens, page_table=batch.block_table
+    )
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, batch: Batch, options: Options, **where: Tensor | None
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    from flash_attn.cute import flash_attn_varlen_func
+
+    from fastattn.kernels.triton_adapt import adapt, nothing
+
+    if 0 in (query.shape[0], key.shape[0], batch.num_seqs):
+        return nothing(query, value.shape[-1])
+    left, right = options.window
+    out, lse = flash_attn_varlen_func(
+        query,
+        key,
+        value,
+        cu_seqlens_q=batch.cu_seqlens_q,
+        max_seqlen_q=batch.max_query_len,
+        max_seqlen_k=batch.max_seq_len,
+        softmax_scale=options.softmax_scale,
+        causal=options.causal,
+        window_size=(None if left < 0 else left, None if right < 0 else right),
+        learnable_sink=options.sinks,
+        softcap=options.softcap,
+        return_lse=True,
+        **where,
+    )
+    return adapt(out, lse, batch)

@@ -1,0 +1,102 @@
+"""The FlashAttention-2 inside PyTorch, over ragged rows: there on every CUDA machine, with no package to install.
+
+Source: PyTorch, `aten::_flash_attention_forward`, built on Dao 2023, "FlashAttention-2".
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from fastattn.kernels import Options, Problem
+from refattn.batch import Batch
+
+
+def supports(problem: Problem) -> str | None:
+    """Say why this kernel can't compute a problem, or None."""
+    if problem.device.type != "cuda":
+        return f"computes on CUDA, the tensors are on {problem.device.type}"
+    if torch.cuda.get_device_capability(problem.device) < (8, 0):
+        return "needs a GPU of compute capability 8.0 or newer"
+    if problem.block_size is not None:
+        return "reads ragged rows only, no pages: take fa4, fa2 or triton"
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"computes float16 and bfloat16, not {problem.dtype}"
+    if problem.head_size != problem.value_head_size:
+        return f"one head size for keys and values, not {problem.head_size} and {problem.value_head_size}"
+    if problem.head_size > 256 or problem.head_size % 8:
+        return f"head sizes that are multiples of 8 up to 256, not {problem.head_size}"
+    if problem.options.softcap:
+        return "PyTorch does not hand softcap on to its FlashAttention"
+    if problem.options.alibi_slopes is not None and problem.options.window[1] != 0:
+        return "its ALiBi bias is -slope * |distance|, another one than ours where keys behind a query are visible"
+    return None
+
+
+def suits(problem: Problem) -> bool:
+    """Say whether to take this kernel: for long queries, as far as the choice may depend on the batch."""
+    return not problem.options.batch_invariant and problem.max_query_len > 16
+
+
+def dense(
+    query: Float[Tensor, "t h d"],
+    key: Float[Tensor, "s hk d"],
+    value: Float[Tensor, "s hk dv"],
+    batch: Batch,
+    options: Options,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend over ragged rows; see `fastattn.kernels.dense`."""
+    from fastattn.kernels.triton_adapt import adapt, nothing
+
+    if 0 in (query.shape[0], key.shape[0], batch.num_seqs):
+        return nothing(query, value.shape[-1])
+    causal, window, longest = window_for_flash(batch, options)
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        query,
+        key,
+        value,
+        batch.cu_seqlens_q,
+        batch.cu_seqlens_k,
+        max(batch.max_query_len, 2),  # with 1 it takes row `i` for sequence `i`, which a silent sequence breaks
+        longest,
+        0.0,
+        causal,
+        False,
+        scale=options.softmax_scale,
+        window_size_left=window[0],
+        window_size_right=window[1],
+        alibi_slopes=None if options.alibi_slopes is None else options.alibi_slopes.float(),
+    )
+    return adapt(out, lse, batch, options.sinks)
+
+
+def paged(
+    query: Float[Tensor, "t h d"],
+    key_cache: Float[Tensor, "n p hk d"],
+    value_cache: Float[Tensor, "n p hk dv"],
+    batch: Batch,
+    options: Options,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Refuse, as `supports` says.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    raise NotImplementedError("torch_flash: reads ragged rows only, no pages: take fa4, fa2 or triton")
+
+
+def window_for_flash(batch: Batch, options: Options) -> tuple[bool, tuple[int, int], int]:
+    """Say a window so that FlashAttention-2 understands what we mean.
+
+    It takes a side that is at least its `max_seqlen_k` for no limit, and a missing right side next to a left one for
+    `max_seqlen_k`; with more queries than keys both are wrong. A `max_seqlen_k` that no distance reaches makes both
+    right. Its causal kernel leaves out the part of ALiBi that is constant in a row, which is in our LSE; a left side
+    that hides nothing makes it take the other kernel.
+
+    Returns:
+        Whether to say causal, the window, and `max_seqlen_k`.
+    """
+    left, right = options.window
+    longest = batch.max_seq_len + batch.max_query_len + 1
+    if options.alibi_slopes is not None and left < 0:
+        left = longest - 1
+    return left < 0 and right == 0, (left, right), longest

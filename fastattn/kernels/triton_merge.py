@@ -1,0 +1,98 @@
+"""Merge partial answers by their log-sum-exp in one launch; `fastattn.merge` calls it on CUDA.
+
+Source: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; Ye et al. 2025, "FlashInfer".
+"""
+
+from collections.abc import Sequence
+from typing import no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float
+from torch import Tensor
+
+BLOCK_ROWS = 16
+
+
+def merge_states(
+    outs: Sequence[Float[Tensor, "t h dv"]], lses: Sequence[Float[Tensor, "t h"]]
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Combine answers of the same queries over disjoint keys; see `fastattn.merge.merge`.
+
+    Args:
+        outs: the partial outputs, of one shape and type; any strides, each its own.
+        lses: their log-sum-exps, natural log, float32; an output whose LSE is `-inf` is not read.
+
+    Returns:
+        The output in the type of the parts, and its log-sum-exp. Where no part saw anything: 0 and `-inf`.
+    """
+    num_tokens, num_heads, value_head_size = outs[0].shape
+    out = torch.empty(outs[0].shape, dtype=outs[0].dtype, device=outs[0].device)
+    lse = torch.empty(lses[0].shape, dtype=lses[0].dtype, device=lses[0].device)
+    rows = num_tokens * num_heads
+    if rows:
+        _merge_kernel[(triton.cdiv(rows, BLOCK_ROWS),)](
+            tuple(outs),
+            tuple(lses),
+            out,
+            lse,
+            tuple(part.stride() for part in outs),
+            tuple(part.stride() for part in lses),
+            rows,
+            NUM_PARTS=len(outs),
+            NUM_HEADS=num_heads,
+            VALUE_HEAD_SIZE=value_head_size,
+            BLOCK_ROWS=BLOCK_ROWS,
+        )
+    return out, lse
+
+
+@triton.jit
+@no_type_check
+def _merge_kernel(
+    outs,
+    lses,
+    out,
+    lse,
+    out_strides,
+    lse_strides,
+    rows,
+    NUM_PARTS: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    VALUE_HEAD_SIZE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    is_row = row < rows
+    token, head = row // NUM_HEADS, row % NUM_HEADS
+    VALUE_PAD: tl.constexpr = triton.next_power_of_2(VALUE_HEAD_SIZE)
+    at_dv = tl.arange(0, VALUE_PAD)
+    in_value = (at_dv < VALUE_HEAD_SIZE)[None, :]
+
+    highest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+    for part in tl.static_range(NUM_PARTS):
+        logs = tl.load(lses[part] + token * lse_strides[part][0] + head * lse_strides[part][1], is_row, float("-inf"))
+        highest = tl.maximum(highest, logs)
+    base = tl.where(highest == float("-inf"), 0.0, highest)  # -inf - -inf would be NaN
+    total = tl.zeros([BLOCK_ROWS], tl.float32)
+    weighted = tl.zeros([BLOCK_ROWS, VALUE_PAD], tl.float32)
+    for part in tl.static_range(NUM_PARTS):
+        logs = tl.load(lses[part] + token * lse_strides[part][0] + head * lse_strides[part][1], is_row, float("-inf"))
+        values = tl.load(
+            outs[part]
+            + (token * out_strides[part][0] + head * out_strides[part][1])[:, None]
+            + (at_dv * out_strides[part][2])[None, :],
+            (logs > float("-inf"))[:, None] & in_value,  # what counts for nothing may hold anything
+            0.0,
+        )
+        weights = tl.exp(logs - base)
+        total += weights
+        weighted += weights[:, None] * values.to(tl.float32)
+    total = tl.where(total == 0.0, 1.0, total)
+    tl.store(
+        out + row[:, None] * VALUE_HEAD_SIZE + at_dv[None, :],
+        (weighted / total[:, None]).to(out.dtype.element_ty),
+        is_row[:, None] & in_value,
+    )
+    tl.store(lse + row, highest + tl.log(total), is_row)
