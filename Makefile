@@ -23,7 +23,7 @@ help:  ## this list
 demo: $(VENV)/.demo $(VENV)/.model  ## a real model answers eight prompts through both twins
 	$(BIN)/python -m fastattn demo $(ARGS)
 
-test: $(VENV)/.test  ## the tests
+test: $(VENV)/.test $(VENV)/.model  ## the tests
 	$(BIN)/python -m pytest $(ARGS)
 
 check: $(VENV)/.dev  ## format, lint, types, import rules
@@ -38,8 +38,8 @@ bench: $(VENV)/.bench $(VENV)/.model  ## every path measured against its peers
 docs: $(VENV)/.docs  ## the site, into site/
 	$(BIN)/mkdocs build --strict $(ARGS)
 
-notebooks: $(VENV)/.notebooks  ## run every notebook; ARGS=--inplace stores what they print
-	$(BIN)/jupyter execute $(ARGS) notebooks/*.ipynb
+notebooks: $(VENV)/.notebooks $(VENV)/.model  ## run every notebook; ARGS=--inplace stores what they print
+	$(BIN)/python notebooks/run.py $(ARGS)
 
 clean:  ## remove .venv, caches and build outputs
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis site dist

@@ -15,8 +15,10 @@ import importlib
 import os
 import time
 from collections.abc import Sequence
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, files
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -159,8 +161,7 @@ class Work:
 def prepare(console: Console, questions: Sequence[str] | None, max_tokens: int, device: str) -> Work:
     """Load the model, make tokens of the prompts, and size a pool that is too small for all of them at once."""
     file = model_file()
-    os.environ.setdefault("TQDM_DISABLE", "1")  # one bar is enough
-    with stages(console) as progress:
+    with stages(console) as progress, redirect_stderr(StringIO()):  # transformers has bars of its own: one is enough
         loading = progress.add_task(f"Loading {MODEL}, about 15 seconds", total=None)
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -443,7 +444,7 @@ def answers_table(work: Work, runs: Sequence[Run], expected: Sequence[Sequence[i
 
 def runs_table(work: Work, runs: Sequence[Run]) -> Table:
     """Put what each twin took, and what its engine did, side by side."""
-    table = Table(title=f"{work.num_blocks} blocks of {BLOCK_SIZE} tokens, steps of at most {TOKEN_BUDGET} tokens")
+    table = Table(title=f"{work.num_blocks} blocks of {BLOCK_SIZE}, steps of {TOKEN_BUDGET} tokens")
     table.add_column()
     for run in runs:
         table.add_column(run.name, justify="right")

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from fastattn import kernels
 from fastattn.kernels import Options
-from refattn.batch import Batch, check_options, check_dense
+from refattn.batch import Batch, check_dense, check_options
 
 
 def attention(

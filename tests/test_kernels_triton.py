@@ -1,26 +1,253 @@
-"""Our Triton kernels: interpreted on a CPU, compiled on a GPU."""
+"""Our Triton kernels, interpreted on a CPU and compiled on a GPU: what the paths' own tests do not reach."""
+
+from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
-from batches import Case, build, each_case
-from tolerance import assert_matches_reference, assert_twins_agree
+from batches import Case, assert_same_masks, build, each_case, masks_by_hand, ragged_cases, read_masks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_chunked_prefill import OPTIONS, WINDOWS, per_head
+from tolerance import assert_close, assert_twins_agree
 
 import fastattn
-import refattn.chunked_prefill
-from test_chunked_prefill import OPTIONS, per_head
+import fastattn.chunked_prefill
+import refattn.attention
+import refattn.kv_cache
+import refattn.masks
+import refattn.merge
+from fastattn.kernels import Options, Problem, triton_attention, triton_cache
+from fastattn.kernels.triton import supports
+from fastattn.kernels.triton_adapt import adapt
+from fastattn.kernels.triton_attention import attend
+from fastattn.kernels.triton_merge import merge_states
+
+MIXED = Case("mixed", ((4, 6), (1, 170), (10, 17), (0, 9), (40, 90), (5, 2)), heads=(6, 2), padding_rows=3)
+
+
+def launched_as(**changes):
+    """Change what is chosen for a launch."""
+    chosen = triton_attention.tune
+    return mock.patch.object(triton_attention, "tune", lambda *a, **k: chosen(*a, **k)._replace(**changes))
+
+
+# --- attention ---
+
+
+@pytest.mark.parametrize("options", ["plain", "everything"])
+@each_case
+def test_pages(case, options, device):
+    inputs = build(case, device=device)
+    with fastattn.use_kernel("triton"):
+        assert_twins_agree("chunked_prefill", *inputs.tensors, **per_head(OPTIONS[options], case, device))
+
+
+@pytest.mark.parametrize("options", ["plain", "everything"])
+@each_case
+def test_rows(case, options, device):
+    inputs = build(case, device=device)
+    with fastattn.use_kernel("triton"):
+        assert_twins_agree("dense", *inputs.rows, **per_head(OPTIONS[options], case, device))
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@each_case
-def test_paged(case, options, device):
-    inputs = build(case, device=device)
-    with fastattn.use_kernel("triton"):
-        assert_twins_agree("chunked_prefill", *inputs.tensors, **per_head(options, case, device))
+def test_every_option_over_splits(options, device):
+    inputs = build(MIXED, device=device, dtype=torch.float16)
+    with fastattn.use_kernel("triton"), launched_as(splits=3, block_n=16):
+        assert_twins_agree("chunked_prefill", *inputs.tensors, **per_head(options, MIXED, device))
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@each_case
-def test_dense(case, options, device):
+@pytest.mark.parametrize("splits", [1, 2, 5, 40])
+def test_any_number_of_splits(splits, device):
+    case = Case("few-rows", ((2, 6), (1, 170), (3, 17), (0, 9), (5, 2)), heads=(2, 2), padding_rows=3)
     inputs = build(case, device=device)
+    with fastattn.use_kernel("triton"), launched_as(splits=splits, block_n=16):
+        assert_twins_agree("chunked_prefill", *inputs.tensors, **per_head(OPTIONS["sinks"], case, device))
+
+
+@pytest.mark.parametrize("launch", [dict(block_m=16), dict(block_m=128, num_warps=8), dict(block_n=128)], ids=str)
+def test_any_tile(launch, device):
+    inputs = build(MIXED, device=device)
+    with fastattn.use_kernel("triton"), launched_as(**launch):
+        assert_twins_agree("chunked_prefill", *inputs.tensors)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both-ways"])
+def test_a_window_shows_exactly_its_keys(window, causal, splits, device):
+    case = Case("mixed", ((4, 6), (1, 70), (10, 17), (5, 2), (1, 64)), heads=(2, 1), padding_rows=2)
+    left, right = window
+
+    def sees(i, j):
+        return (left < 0 or j >= i - left) and (right < 0 or j <= i + right) and (not causal or j <= i)
+
+    with fastattn.use_kernel("triton"), launched_as(splits=splits, block_n=16):
+        masks = read_masks(fastattn.chunked_prefill.attention, case, device=device, window_size=window, causal=causal)
+    assert_same_masks(masks, masks_by_hand(case, sees))
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("chunk_size", [1, 7, 16, 64, 8192])
+def test_a_chunk_shows_exactly_its_keys(chunk_size, splits, device):
+    case = Case("mixed", ((4, 6), (1, 70), (10, 17), (40, 40), (1, 64), (1, 65)), heads=(2, 1), padding_rows=2)
+
+    def attention(query, key_cache, value_cache, batch, *, return_lse):
+        return attend(query, key_cache, value_cache, batch, Options(), chunk_size=chunk_size)
+
+    with launched_as(splits=splits, block_n=16):
+        masks = read_masks(attention, case, device=device)
+    assert_same_masks(masks, masks_by_hand(case, lambda i, j: j <= i and i // chunk_size == j // chunk_size))
+
+
+@settings(max_examples=15)
+@given(case=ragged_cases(), options=st.sampled_from(list(OPTIONS)), seed=st.integers(0, 2**16))
+def test_drawn_batches(case, options, seed, device):
+    inputs = build(case, device=device, seed=seed)
     with fastattn.use_kernel("triton"):
-        assert_twins_agree("dense", *inputs.rows, **per_head(options, case, device))
+        assert_twins_agree("chunked_prefill", *inputs.tensors, **per_head(OPTIONS[options], case, device))
+
+
+def test_a_sink_far_above_every_score_takes_all(device):
+    inputs = build(MIXED, device=device)
+    for splits in (1, 3):
+        with fastattn.use_kernel("triton"), launched_as(splits=splits, block_n=16):
+            assert_twins_agree("chunked_prefill", *inputs.tensors, sinks=torch.full((6,), 1e4, device=device))
+
+
+def test_rows_do_not_change_with_the_company(device):
+    """Alone, a sequence has other tiles and fewer splits than beside a long one."""
+    case = Case("company", ((1, 300), (1, 2900), (30, 100), (1, 310), (4, 44)), heads=(4, 2))
+    inputs = build(case, device=device)
+    options = Options(batch_invariant=True)
+    together, lse_together = attend(*inputs.tensors, options)
+    row = 0
+    for i, (q, s) in enumerate(case.lens):
+        alone = refattn.batch.Batch(
+            torch.tensor([0, q], dtype=torch.int32, device=device),
+            inputs.batch.seq_lens[i : i + 1],
+            inputs.batch.block_table[i : i + 1],
+            q,
+            s,
+        )
+        out, lse = attend(inputs.query[row : row + q], inputs.key_cache, inputs.value_cache, alone, options)
+        assert torch.equal(out, together[row : row + q]) and torch.equal(lse, lse_together[row : row + q]), i
+        row += q
+
+
+def test_a_batch_of_padding_rows_only(device):
+    inputs = build(Case("padding", ((0, 5), (0, 0)), padding_rows=4), device=device)
+    out, lse = attend(*inputs.tensors, Options(sinks=torch.zeros(4, device=device)))
+    assert not out.any() and (lse == -torch.inf).all()
+
+
+def test_what_is_refused_says_why(device):
+    good = Problem(
+        device=torch.device(device),
+        dtype=torch.float16,
+        num_heads=4,
+        num_kv_heads=2,
+        head_size=64,
+        value_head_size=64,
+        block_size=16,
+        max_query_len=1,
+        max_seq_len=9,
+        num_seqs=2,
+    )
+    assert supports(good) is None
+    assert "float64" in supports(replace(good, dtype=torch.float64))
+    assert "576" in supports(replace(good, head_size=576))
+    assert "meta" in supports(replace(good, device=torch.device("meta")))
+
+
+# --- the cache ---
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float8_e4m3fn, torch.int8], ids=str)
+def test_write_moves_every_bit(layout, dtype, device):
+    shape = dict(value_head_size=6, layout=layout, dtype=dtype, device=device)
+    ours, theirs = refattn.kv_cache.allocate(5, 3, 3, 8, **shape), refattn.kv_cache.allocate(5, 3, 3, 8, **shape)
+    fused = torch.randint(-9, 9, (40, 3, 14), device=device).to(dtype)
+    slots = torch.full((40,), -1, device=device)
+    slots[::3] = torch.randperm(15, device=device)[:14]
+    triton_cache.write(fused[..., :8], fused[..., 8:], *ours, slots)
+    refattn.kv_cache.write(fused[..., :8], fused[..., 8:], *theirs, slots)
+    for mine, expected in zip(ours, theirs, strict=True):
+        assert torch.equal(mine.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("seq_len", [0, 1, 16, 50])
+def test_gather_reads_a_sequence_back(layout, seq_len, device):
+    inputs = build(Case("", ((0, 9), (0, seq_len)), head_size=96, block_size=24, layout=layout), device=device)
+    tokens = triton_cache.gather(inputs.key_cache, inputs.batch.block_table[1], seq_len)
+    assert torch.equal(tokens, inputs.keys[1])
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    [[[0, 4]], [[0, 1], [1, 2], [2, 0]], [[3, 5], [3, 6], [4, 3]], [], [[i, i + 33] for i in range(33)]],
+    ids=str,
+)
+@pytest.mark.parametrize("layout", ["NHD", "HND", "in-a-larger-pool"])
+def test_a_block_may_be_source_and_destination(pairs, layout, device):
+    pool = torch.randn(70, 2, 5, 3, 24, device=device)
+    pool = pool[:, 1] if layout == "in-a-larger-pool" else pool[:, 0].clone()
+    pool = pool.transpose(1, 2) if layout == "HND" else pool
+    pairs = torch.tensor(pairs, dtype=torch.int64, device=device).reshape(-1, 2)
+    expected = pool.clone()
+    refattn.kv_cache.copy_blocks([expected], pairs)
+    triton_cache.copy_blocks(pool, pairs)
+    assert torch.equal(pool, expected)
+
+
+def test_a_copy_that_no_program_can_hold_is_refused(device):
+    pairs = torch.zeros(triton_cache.MAX_PAIRS + 1, 2, dtype=torch.int64, device=device)
+    with pytest.raises(ValueError, match="pairs: expected at most 1024, got 1025"):
+        triton_cache.copy_blocks(torch.zeros(4, 2, device=device), pairs)
+    with pytest.raises(ValueError, match="cache: expected blocks without gaps"):
+        triton_cache.copy_blocks(torch.zeros(4, 2, 8, device=device)[..., :3], pairs[:2])
+
+
+# --- merging ---
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_merge_states(num_parts, dtype, device):
+    outs = [torch.randn(4, 7, 24, device=device, dtype=dtype).transpose(0, 1) for _ in range(num_parts)]
+    lses = [torch.randn(7, 4, device=device) * 5 for _ in range(num_parts)]
+    for part in range(num_parts):
+        lses[part][part % 2], outs[part][part % 2] = -torch.inf, torch.nan
+        lses[part][4], outs[part][4] = -torch.inf, torch.inf
+    wide_outs = [out.double() for out in outs]
+    ref, ref_lse = refattn.merge.merge(wide_outs, [lse.double() for lse in lses])
+    low, low_lse = refattn.merge.merge(outs, lses)
+    out, lse = merge_states(outs, lses)
+    assert_close(out, ref, low, name="out")
+    assert_close(lse, ref_lse, low_lse, name="lse")
+
+
+def test_adapt_sets_empty_and_padding_rows_right(device):
+    out = torch.randn(40, 3, 24, device=device)
+    lse = torch.randn(3, 40, device=device)
+    out[36:], lse[:, 36:] = torch.nan, torch.nan  # padding
+    lse[1, 5], lse[2, 35] = torch.inf, -torch.inf
+    batch = refattn.batch.Batch(
+        torch.tensor([0, 30, 36], dtype=torch.int32, device=device),
+        torch.tensor([30, 36], dtype=torch.int32, device=device),
+        None,
+        30,
+        36,
+    )
+    for sinks in (None, torch.tensor([-1.0, 2.0, 300.0], device=device)):
+        expected, expected_lse = out.double(), lse.T.double()
+        saw_nothing = expected_lse.isinf() | expected_lse.isnan()
+        expected[saw_nothing], expected_lse[saw_nothing] = 0.0, -torch.inf
+        if sinks is not None:
+            expected[:36], expected_lse[:36] = refattn.merge.add_sinks(expected[:36], expected_lse[:36], sinks.double())
+        got, got_lse = adapt(out.clone(), lse.clone(), batch, sinks)
+        assert_close(got, expected, expected.float())
+        assert_close(got_lse, expected_lse, expected_lse.float(), name="lse")

@@ -9,13 +9,16 @@ A kernel is a module with four functions:
 
 Both give `(out [t, h, dv], lse [t, h])` under the conventions of the project: natural log, float32 (float64 for
 float64), 0 and `-inf` where a query sees nothing. A kernel that answers otherwise is adapted in its own file.
+
+A kernel that reads the pairs of differential attention once has a fifth, `differential(query, cache, batch, options,
+lambda_full)`; of one that has not, `paged` is called four times.
 """
 
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 
 import torch
@@ -138,6 +141,51 @@ def paged(
     """
     problem = _problem(query, key_cache, value_cache, batch, options, key_cache.shape[1])
     return choose(problem).paged(query, key_cache, value_cache, batch, options)
+
+
+def differential(
+    query: Float[Tensor, "t h d"],
+    cache: Float[Tensor, "2 2 n p pairs d"],
+    batch: Batch,
+    options: Options,
+    lambda_full: Float[Tensor, ""],
+) -> tuple[Float[Tensor, "t half_h 2*d"], Float[Tensor, "t h"]]:
+    """Attend twice over pages and subtract: `softmax(q1 k1) [v1; v2] - lambda * softmax(q2 k2) [v1; v2]`.
+
+    Args:
+        query: query rows of all sequences, heads in interleaved pairs.
+        cache: the pool, `[half, key or value, n, p, hk/2, d]`.
+        batch: the lengths and the block table.
+        options: what else is asked; slopes and sinks have one number for each of the `h` heads.
+        lambda_full: weight of the second softmax.
+
+    Returns:
+        The differences, in the type that is computed in, and the log-sum-exp of each head.
+
+    Raises:
+        NotImplementedError: if no kernel can, or the one asked for can't, with the reasons.
+    """
+    halves = [
+        replace(
+            options,
+            alibi_slopes=None if options.alibi_slopes is None else options.alibi_slopes[half::2].contiguous(),
+            sinks=None if options.sinks is None else options.sinks[half::2].contiguous(),
+        )
+        for half in (0, 1)
+    ]
+    problem = _problem(query[:, ::2], cache[0, 0], cache[0, 1], batch, halves[0], cache.shape[3])
+    kernel = choose(problem)
+    if hasattr(kernel, "differential"):
+        return kernel.differential(query, cache, batch, options, lambda_full)
+    lse = query.new_empty(query.shape[:2], dtype=torch.float64 if query.dtype == torch.float64 else torch.float32)
+    answers = []
+    for half in (0, 1):
+        parts = []
+        for values in (cache[0, 1], cache[1, 1]):
+            out, lse[:, half::2] = kernel.paged(query[:, half::2], cache[half, 0], values, batch, halves[half])
+            parts.append(out.to(lse.dtype))
+        answers.append(torch.cat(parts, dim=-1))
+    return answers[0] - lambda_full.to(lse.dtype) * answers[1], lse
 
 
 @contextmanager

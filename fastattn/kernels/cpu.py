@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fastattn.kernels import Options, Problem
+from fastattn.kernels.cpu_differential import differential as differential
 from fastattn.merge import add_sinks, merge
 from refattn.batch import Batch
 

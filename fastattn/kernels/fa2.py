@@ -4,7 +4,6 @@ Source: Dao 2023, "FlashAttention-2"; its split over keys for decodes is Dao et 
 """
 
 from functools import cache
-from importlib.util import find_spec
 
 import torch
 from einops import rearrange
@@ -12,19 +11,21 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fastattn.kernels import Options, Problem
+from fastattn.kernels.machine import capability, installed
 from fastattn.kernels.torch_flash import window_for_flash
 from refattn.batch import Batch
 
 PAGE = 256  # its pages are a multiple of this
+CHUNKS = "over pages it takes one query a sequence; with more, it writes LSEs out of place where a query sees nothing"
 
 
 def supports(problem: Problem) -> str | None:
     """Say why this kernel can't compute a problem, or None."""
     if problem.device.type != "cuda":
         return f"computes on CUDA, the tensors are on {problem.device.type}"
-    if torch.cuda.get_device_capability(problem.device) < (8, 0):
+    if capability(problem.device) < (8, 0):
         return "needs a GPU of compute capability 8.0 or newer"
-    if find_spec("flash_attn") is None or find_spec("flash_attn_2_cuda") is None:
+    if not installed("flash_attn") or not installed("flash_attn_2_cuda"):
         return "the package flash-attn is not installed"
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"computes float16 and bfloat16, not {problem.dtype}"
@@ -36,6 +37,8 @@ def supports(problem: Problem) -> str | None:
         return f"pages of a multiple of {PAGE} tokens, not {problem.block_size}"
     if problem.options.alibi_slopes is not None and problem.options.window[1] != 0:
         return "its ALiBi bias is -slope * |distance|, another one than ours where keys behind a query are visible"
+    if problem.block_size is not None and problem.max_query_len > 1:
+        return CHUNKS
     return _refusal(problem.head_size, problem.dtype, problem.device)
 
 
@@ -52,25 +55,6 @@ def dense(
     options: Options,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend over ragged rows; see `fastattn.kernels.dense`."""
-    return _ragged(query, key, value, batch, options)
-
-
-def paged(
-    query: Float[Tensor, "t h d"],
-    key_cache: Float[Tensor, "n p hk d"],
-    value_cache: Float[Tensor, "n p hk dv"],
-    batch: Batch,
-    options: Options,
-) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over pages; see `fastattn.kernels.paged`. With one query a sequence, the keys are split."""
-    if batch.max_query_len > 1:
-        return _ragged(query, key_cache, value_cache, batch, options)
-    return _decodes(query, key_cache, value_cache, batch, options)
-
-
-def _ragged(
-    query: Tensor, key: Tensor, value: Tensor, batch: Batch, options: Options
-) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     from flash_attn import flash_attn_varlen_func
 
     from fastattn.kernels.triton_adapt import adapt, nothing
@@ -92,15 +76,21 @@ def _ragged(
         softcap=options.softcap,
         alibi_slopes=_slopes(options),
         return_attn_probs=True,  # this is how to get the LSE
-        block_table=batch.block_table if key.ndim == 4 else None,
     )
     return adapt(out, lse, batch, options.sinks)
 
 
-def _decodes(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: Batch, options: Options
+def paged(
+    query: Float[Tensor, "t h d"],
+    key_cache: Float[Tensor, "n p hk d"],
+    value_cache: Float[Tensor, "n p hk dv"],
+    batch: Batch,
+    options: Options,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend from at most one query of each sequence, laid out as exactly one, which its split over keys wants."""
+    """Attend over pages from at most one query a sequence; see `fastattn.kernels.paged`.
+
+    Its split over keys wants exactly one query a sequence: the rows are laid out so, and the answers taken back.
+    """
     from flash_attn import flash_attn_with_kvcache
 
     from fastattn.kernels.triton_adapt import adapt, nothing
@@ -111,9 +101,10 @@ def _decodes(
     rows = torch.arange(query.shape[0], device=query.device, dtype=torch.int32)
     sequences = torch.searchsorted(batch.cu_seqlens_q[1:], rows, right=True).clamp_(max=batch.num_seqs - 1)
     query_of_sequence = batch.cu_seqlens_q[:-1].clamp(max=query.shape[0] - 1)
-    _, window, _ = window_for_flash(batch, options)
-    if options.alibi_slopes is not None and options.window[0] < 0:
-        window = (batch.block_table.shape[1] * key_cache.shape[1] - 1, 0)
+    left = options.window[0]  # no key lies behind the one query
+    longest = batch.block_table.shape[1] * key_cache.shape[1]
+    if options.alibi_slopes is not None and not 0 <= left < longest:
+        left = longest - 1  # see `window_for_flash`
     out, lse = flash_attn_with_kvcache(
         rearrange(query.index_select(0, query_of_sequence), "b h d -> b 1 h d"),
         key_cache,
@@ -121,8 +112,7 @@ def _decodes(
         cache_seqlens=batch.seq_lens,
         block_table=batch.block_table,
         softmax_scale=options.softmax_scale,
-        causal=window == (-1, 0),
-        window_size=window,
+        window_size=(left, -1),
         softcap=options.softcap,
         alibi_slopes=_slopes(options),
         num_splits=1 if options.batch_invariant else 0,

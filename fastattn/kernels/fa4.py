@@ -5,13 +5,12 @@ On Hopper it does not split keys, so it is for long queries; pages of 128 tokens
 Source: Zadouri et al. 2026, "FlashAttention-4"; Shah et al. 2024, "FlashAttention-3".
 """
 
-from importlib.util import find_spec
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from fastattn.kernels import Options, Problem
+from fastattn.kernels.machine import capability, installed
 from refattn.batch import Batch
 
 LARGEST_HEAD = {9: 256, 10: 128, 11: 128}  # by compute capability
@@ -21,18 +20,18 @@ def supports(problem: Problem) -> str | None:
     """Say why this kernel can't compute a problem, or None."""
     if problem.device.type != "cuda":
         return f"computes on CUDA, the tensors are on {problem.device.type}"
-    capability = torch.cuda.get_device_capability(problem.device)
-    if capability[0] not in LARGEST_HEAD:
-        return f"needs a GPU of compute capability 9, 10 or 11, not {'.'.join(map(str, capability))}"
-    if find_spec("flash_attn") is None or find_spec("flash_attn.cute") is None:
+    major, minor = capability(problem.device)
+    if major not in LARGEST_HEAD:
+        return f"needs a GPU of compute capability 9, 10 or 11, not {major}.{minor}"
+    if not installed("flash_attn.cute"):
         return "the package flash-attn-4 is not installed"
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"computes float16 and bfloat16, not {problem.dtype}"
     sizes = (problem.head_size, problem.value_head_size)
     multiple = 8 if problem.block_size is None else 16
-    if max(sizes) > LARGEST_HEAD[capability[0]] or any(size % multiple for size in sizes):
+    largest = LARGEST_HEAD[major]
+    if max(sizes) > largest or any(size % multiple for size in sizes):
         where = "rows" if problem.block_size is None else "pages"
-        largest = LARGEST_HEAD[capability[0]]
         return (
             f"head sizes over {where} that are multiples of {multiple} up to {largest}, not {sizes[0]} and {sizes[1]}"
         )

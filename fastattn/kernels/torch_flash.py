@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fastattn.kernels import Options, Problem
+from fastattn.kernels.machine import capability
 from refattn.batch import Batch
 
 
@@ -15,7 +16,7 @@ def supports(problem: Problem) -> str | None:
     """Say why this kernel can't compute a problem, or None."""
     if problem.device.type != "cuda":
         return f"computes on CUDA, the tensors are on {problem.device.type}"
-    if torch.cuda.get_device_capability(problem.device) < (8, 0):
+    if capability(problem.device) < (8, 0):
         return "needs a GPU of compute capability 8.0 or newer"
     if problem.block_size is not None:
         return "reads ragged rows only, no pages: take fa4, fa2 or triton"
@@ -27,8 +28,8 @@ def supports(problem: Problem) -> str | None:
         return f"head sizes that are multiples of 8 up to 256, not {problem.head_size}"
     if problem.options.softcap:
         return "PyTorch does not hand softcap on to its FlashAttention"
-    if problem.options.alibi_slopes is not None and problem.options.window[1] != 0:
-        return "its ALiBi bias is -slope * |distance|, another one than ours where keys behind a query are visible"
+    if problem.options.alibi_slopes is not None:
+        return "PyTorch builds its FlashAttention without ALiBi: take fa2 or triton"
     return None
 
 
@@ -64,7 +65,6 @@ def dense(
         scale=options.softmax_scale,
         window_size_left=window[0],
         window_size_right=window[1],
-        alibi_slopes=None if options.alibi_slopes is None else options.alibi_slopes.float(),
     )
     return adapt(out, lse, batch, options.sinks)
 
@@ -89,14 +89,14 @@ def window_for_flash(batch: Batch, options: Options) -> tuple[bool, tuple[int, i
 
     It takes a side that is at least its `max_seqlen_k` for no limit, and a missing right side next to a left one for
     `max_seqlen_k`; with more queries than keys both are wrong. A `max_seqlen_k` that no distance reaches makes both
-    right. Its causal kernel leaves out the part of ALiBi that is constant in a row, which is in our LSE; a left side
-    that hides nothing makes it take the other kernel.
+    right. Its causal kernel leaves out the part of ALiBi that is constant in a row, which is in our LSE; a left side,
+    one that hides nothing if need be, makes it take the other kernel.
 
     Returns:
         Whether to say causal, the window, and `max_seqlen_k`.
     """
     left, right = options.window
     longest = batch.max_seq_len + batch.max_query_len + 1
-    if options.alibi_slopes is not None and left < 0:
+    if options.alibi_slopes is not None and not 0 <= left < longest:
         left = longest - 1
     return left < 0 and right == 0, (left, right), longest

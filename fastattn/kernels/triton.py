@@ -1,12 +1,11 @@
 """Our own Triton kernel: what no FlashAttention does well, short queries over any pages, and every option."""
 
-from importlib.util import find_spec
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from fastattn.kernels import Options, Problem
+from fastattn.kernels.machine import capability, installed
 from refattn.batch import Batch
 
 SHORT = 16  # with more query tokens a sequence, a FlashAttention for Hopper is faster
@@ -15,10 +14,10 @@ LARGEST_HEAD = 256
 
 def supports(problem: Problem) -> str | None:
     """Say why this kernel can't compute a problem, or None."""
-    if find_spec("triton") is None:
+    if not installed("triton"):
         return "the package triton is not installed"
     if problem.device.type == "cuda":
-        if torch.cuda.get_device_capability(problem.device) < (8, 0):
+        if capability(problem.device) < (8, 0):
             return "needs a GPU of compute capability 8.0 or newer"
         types: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32)
     else:

@@ -8,7 +8,6 @@ from typing import no_type_check
 import torch
 import triton
 import triton.language as tl
-from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
@@ -32,20 +31,20 @@ def adapt(
         The same tensors, the log-sum-exps with tokens first.
     """
     num_tokens, num_heads, value_head_size = out.shape
-    _adapt_kernel[triton.cdiv(num_tokens, BLOCK_TOKENS), num_heads](
+    _adapt_kernel[-(-num_tokens // BLOCK_TOKENS), num_heads](
         out,
         lse,
         batch.cu_seqlens_q,
         sinks,
-        out.stride(),
-        lse.stride(),
+        *out.stride(),
+        *lse.stride(),
         num_tokens,
         batch.num_seqs,
         VALUE_HEAD_SIZE=value_head_size,
         BLOCK_TOKENS=BLOCK_TOKENS,
         num_warps=4 if sinks is not None else 1,
     )
-    return out, rearrange(lse, "h t -> t h")
+    return out, lse.T
 
 
 def nothing(
@@ -56,15 +55,18 @@ def nothing(
     return out, query.new_full(query.shape[:2], -torch.inf, dtype=torch.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["cu_seqlens_q", "num_tokens", "num_seqs", "lse_head_stride"])
 @no_type_check
 def _adapt_kernel(
     out,
     lse,
     cu_seqlens_q,
     sinks,
-    out_strides,
-    lse_strides,
+    out_token_stride,
+    out_head_stride,
+    out_stride,
+    lse_head_stride,
+    lse_token_stride,
     num_tokens,
     num_seqs,
     VALUE_HEAD_SIZE: tl.constexpr,
@@ -74,13 +76,15 @@ def _adapt_kernel(
     head = tl.program_id(1)
     is_token = tokens < num_tokens
     is_query = tokens < tl.load(cu_seqlens_q + num_seqs)
-    logs = tl.load(lse + head * lse_strides[0] + tokens * lse_strides[1], mask=is_token & is_query, other=float("-inf"))
+    logs = tl.load(
+        lse + head * lse_head_stride + tokens * lse_token_stride, mask=is_token & is_query, other=float("-inf")
+    )
     logs = tl.where(logs == float("inf"), float("-inf"), logs)
     saw_nothing = logs == float("-inf")
 
     VALUE_PAD: tl.constexpr = triton.next_power_of_2(VALUE_HEAD_SIZE)
     at_dv = tl.arange(0, VALUE_PAD)
-    places = (tokens * out_strides[0] + head * out_strides[1])[:, None] + (at_dv * out_strides[2])[None, :]
+    places = (tokens * out_token_stride + head * out_head_stride)[:, None] + (at_dv * out_stride)[None, :]
     in_value = (at_dv < VALUE_HEAD_SIZE)[None, :]
     nowhere = tl.zeros([BLOCK_TOKENS, VALUE_PAD], out.dtype.element_ty)
     tl.store(out + places, nowhere, mask=(is_token & saw_nothing)[:, None] & in_value)
@@ -92,4 +96,4 @@ def _adapt_kernel(
         tl.store(out + places, values.to(out.dtype.element_ty), mask=some)
         higher = tl.maximum(logs, sink)
         logs = tl.where(is_query, higher + tl.log(tl.exp(logs - higher) + tl.exp(sink - higher)), logs)
-    tl.store(lse + head * lse_strides[0] + tokens * lse_strides[1], logs, mask=is_token)
+    tl.store(lse + head * lse_head_stride + tokens * lse_token_stride, logs, mask=is_token)

@@ -24,12 +24,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fastattn.kernels import Options
+from fastattn.kernels.machine import capability, num_multiprocessors
 from refattn.batch import Batch
 
 INTERPRETED = triton.knobs.runtime.interpret  # kernels run in Python, on CPU tensors
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
+FEWEST_KEYS = 128  # that are worth a program of their own
+MOST_KEYS = 8192  # of one program: a sequence that is much longer than the others should not run alone at the end
+INVARIANT_SPLITS = 8  # under `batch_invariant`, for every sequence
 
 
 class Tuning(NamedTuple):
@@ -40,8 +42,7 @@ class Tuning(NamedTuple):
         block_n: keys that a program looks at in one step.
         num_warps: warps of a program.
         num_stages: steps in flight, the ones being loaded included.
-        splits: programs among which the keys of a tile are divided.
-        keys_per_split: how many keys each takes; 0 lets the device divide those that a tile sees evenly.
+        splits: programs among which the keys that a tile sees are divided evenly.
     """
 
     block_m: int
@@ -49,7 +50,6 @@ class Tuning(NamedTuple):
     num_warps: int
     num_stages: int
     splits: int
-    keys_per_split: int
 
 
 def attend(
@@ -129,7 +129,6 @@ def attend(
         BLOCK_SIZE=0 if block_table is None else key.shape[1],
         BLOCK_M=tuning.block_m,
         BLOCK_N=tuning.block_n,
-        KEYS_PER_SPLIT=tuning.keys_per_split,
         SPLIT=tuning.splits > 1,
         ONE_TILE=one_tile,
         SOFTCAP=options.softcap > 0,
@@ -153,7 +152,7 @@ def attend(
             tuning.splits,
             NUM_HEADS=num_heads,
             VALUE_HEAD_SIZE=value_head_size,
-            BLOCK_SPLITS=16,
+            BLOCK_SPLITS=64 if value_head_size <= 128 else 32,
             OVERLAP=overlap,
             num_warps=4 if value_head_size > 64 else 2,
             **({"launch_pdl": True} if overlap else {}),
@@ -173,24 +172,56 @@ def tune(
     """Choose the shape of a launch from sizes that the host knows.
 
     Under `batch_invariant` nothing depends on the other sequences of the batch: not the tile, and not where splits end.
-
-    Source: measured on an NVIDIA H200.
     """
     num_kv_heads = key.shape[-2]
-    rows = batch.max_query_len * (query.shape[1] // num_kv_heads)
+    group = query.shape[1] // num_kv_heads
     row_bytes = max(_pad(query.shape[2]), _pad(value.shape[-1])) * query.element_size()
-    block_n = 64 if row_bytes <= 512 else 32
-    visible = _most_visible_keys(batch, options, chunk_size)
     if options.batch_invariant:
-        keys_per_split = 1024
-        return Tuning(64, block_n, 4, 3, triton.cdiv(visible + block_n, keys_per_split), keys_per_split)
+        return Tuning(64, _fit(64, row_bytes), 4, 3, INVARIANT_SPLITS)
 
-    block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 or row_bytes > 256 else 128
-    num_warps = 8 if block_m == 128 else 4
-    tiles = batch.num_seqs if rows <= block_m else batch.num_seqs + query.shape[0] * rows // block_m
-    most_splits = max(1, visible // 256)
-    wanted = triton.cdiv(2 * _num_multiprocessors(query.device), tiles * num_kv_heads)
-    return Tuning(block_m, block_n, num_warps, 3, min(most_splits, wanted), 0)
+    rows = batch.max_query_len * group
+    block_m = 16 if rows <= 16 else 64 if rows <= 64 or row_bytes > 256 else 128
+    tiles = batch.num_seqs if rows <= block_m else batch.num_seqs + query.shape[0] * group // block_m
+    return _tune(
+        block_m,
+        row_bytes,
+        tiles * num_kv_heads,
+        _most_visible_keys(batch, options, chunk_size),
+        _num_multiprocessors(query.device),
+    )
+
+
+@cache
+def _tune(block_m: int, row_bytes: int, programs: int, visible: int, multiprocessors: int) -> Tuning:
+    """Choose the splits that keep all multiprocessors busy to the end, and how a program works then.
+
+    As long as all programs run at once, the time is that of the multiprocessor with the most keys to read; it takes
+    about 100 KB on their way to it to keep the memory busy. More programs than fit come and go, at a small loss.
+
+    Source: measured on an NVIDIA H200 with bfloat16 and head size 128; a wider row gets shorter steps.
+    """
+    at_once = {16: 6, 64: 2, 128: 1}[block_m]  # programs that a multiprocessor holds
+
+    def time(splits: int) -> float:
+        on_one = _divide_up(programs * splits, multiprocessors)
+        if on_one > at_once:
+            return 1.05 * programs / multiprocessors
+        return on_one / splits * (1.1 if on_one == 1 and block_m == 16 else 1.0)
+
+    fewest = max(1, _divide_up(visible, MOST_KEYS) if block_m == 16 else 1)
+    splits = min(range(fewest, max(fewest, visible // FEWEST_KEYS) + 1), key=time)
+    if block_m == 128:
+        return Tuning(block_m, _fit(64, row_bytes), 8, 3, splits)
+    if block_m == 64 or _divide_up(programs * splits, multiprocessors) <= 3:
+        return Tuning(block_m, _fit(64, row_bytes), 4, 3, splits)
+    if _divide_up(programs * splits, multiprocessors) <= at_once:
+        return Tuning(block_m, _fit(32, row_bytes), 1, 3, splits)
+    return Tuning(block_m, _fit(32, row_bytes), 2, 4, splits)
+
+
+def _fit(block_n: int, row_bytes: int) -> int:
+    """Give the keys of a step that are as many bytes as `block_n` keys of 256 bytes."""
+    return max(16, min(128, block_n * 256 // row_bytes))
 
 
 # Triton's interpreter finds a function only if it stands above the one that calls it.
@@ -256,7 +287,7 @@ def _fill_padding_rows(
 def _tanh(x):
     size = tl.abs(x)
     square = x * x
-    shrunk = tl.exp2(size * (-2.0 * LOG2E))
+    shrunk = tl.exp(-2.0 * size)
     large = (1.0 - shrunk) / (1.0 + shrunk)
     small = size * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0)))  # where 1 - shrunk would lose its digits
     return tl.where(x < 0.0, -1.0, 1.0) * tl.where(size < 0.05, small, large)
@@ -301,7 +332,6 @@ def _attend_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    KEYS_PER_SPLIT: tl.constexpr,
     SPLIT: tl.constexpr,
     ONE_TILE: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -312,14 +342,11 @@ def _attend_kernel(
 ):
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()  # the reduction may be put in place now; it waits for our results itself
+    LOG2E: tl.constexpr = 1.4426950408889634
     NUM_KV_HEADS: tl.constexpr = NUM_HEADS // GROUP
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     tile = tl.program_id(0) // NUM_KV_HEADS
     split = tl.program_id(1)
-    if not SPLIT:
-        _fill_padding_rows(
-            out, lse, cu_seqlens_q, tile, kv_head, num_tokens, num_seqs, NUM_KV_HEADS, GROUP, VALUE_HEAD_SIZE
-        )
 
     # Which sequence, and which of its rows: row `r` is token `r // GROUP`, head `r % GROUP` of the group.
     sequence = tile
@@ -331,6 +358,10 @@ def _attend_kernel(
     query_len = tl.load(cu_seqlens_q + sequence + 1) - first_query
     seq_len = tl.load(seq_lens + sequence)
     if first_row >= query_len * GROUP:
+        if not SPLIT:
+            _fill_padding_rows(
+                out, lse, cu_seqlens_q, tile, kv_head, num_tokens, num_seqs, NUM_KV_HEADS, GROUP, VALUE_HEAD_SIZE
+            )
         return
     context = seq_len - query_len  # negative where a sequence has more queries than keys
     rows = first_row + tl.arange(0, BLOCK_M)
@@ -351,12 +382,14 @@ def _attend_kernel(
         first_key = tl.maximum(first_key, tl.maximum(first_position, 0) // chunk_size * chunk_size)
     first_key = first_key // BLOCK_N * BLOCK_N
     if SPLIT:
-        if KEYS_PER_SPLIT > 0:
-            keys = KEYS_PER_SPLIT
-        else:
-            keys = tl.cdiv(tl.cdiv(last_key - first_key, tl.num_programs(1)), BLOCK_N) * BLOCK_N
+        keys = tl.cdiv(tl.cdiv(last_key - first_key, tl.num_programs(1)), BLOCK_N) * BLOCK_N
         first_key += split * keys
         last_key = tl.minimum(last_key, first_key + keys)
+
+    if BLOCK_SIZE > 0:  # the table is read a step ahead, so that loads of keys do not wait for it
+        table = block_table + sequence.to(tl.int64) * table_row_stride
+        j = first_key + tl.arange(0, BLOCK_N)
+        next_blocks = tl.load(table + j // BLOCK_SIZE * table_stride, mask=j < last_key, other=0)
 
     HEAD_PAD: tl.constexpr = triton.next_power_of_2(HEAD_SIZE)
     VALUE_PAD: tl.constexpr = triton.next_power_of_2(VALUE_HEAD_SIZE)
@@ -376,10 +409,6 @@ def _attend_kernel(
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     weighted = tl.zeros([BLOCK_M, VALUE_PAD], tl.float32)
-    if BLOCK_SIZE > 0:  # the table is read a step ahead, so that loads of keys do not wait for it
-        table = block_table + sequence.to(tl.int64) * table_row_stride
-        j = first_key + tl.arange(0, BLOCK_N)
-        next_blocks = tl.load(table + j // BLOCK_SIZE * table_stride, mask=j < last_key, other=0)
     for start in range(first_key, last_key, BLOCK_N):
         j = start + tl.arange(0, BLOCK_N)
         is_key = j < last_key  # nothing behind it is read: it may be NaN, or no block at all
@@ -443,7 +472,11 @@ def _attend_kernel(
         answer.to(out.dtype.element_ty),
         mask=is_row[:, None] & (at_dv < VALUE_HEAD_SIZE)[None, :],
     )
-    tl.store(lse + places, (highest + tl.log2(total)) * LN2, mask=is_row)
+    tl.store(lse + places, (highest + tl.log2(total)) / LOG2E, mask=is_row)
+    if not SPLIT:
+        _fill_padding_rows(
+            out, lse, cu_seqlens_q, tile, kv_head, num_tokens, num_seqs, NUM_KV_HEADS, GROUP, VALUE_HEAD_SIZE
+        )
 
 
 @triton.jit(do_not_specialize=["cu_seqlens_q", "num_tokens", "num_seqs", "splits"])
@@ -489,8 +522,8 @@ def _reduce_kernel(
         )
         new_highest = tl.maximum(highest, tl.max(logs, 0))
         base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-        weights = tl.exp2((logs - base) * LOG2E)
-        shrink = tl.exp2((highest - base) * LOG2E)
+        weights = tl.exp(logs - base)
+        shrink = tl.exp(highest - base)
         total = total * shrink + tl.sum(weights, 0)
         weighted = weighted * shrink + tl.sum(weights[:, None] * values, 0)
         highest = new_highest
@@ -499,14 +532,14 @@ def _reduce_kernel(
         sink = tl.where(token < num_queries, tl.load(sinks + head).to(tl.float32), float("-inf"))
         new_highest = tl.maximum(highest, sink)
         base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-        shrink = tl.exp2((highest - base) * LOG2E)
-        total = total * shrink + tl.exp2((sink - base) * LOG2E)
+        shrink = tl.exp(highest - base)
+        total = total * shrink + tl.exp(sink - base)
         weighted = weighted * shrink
         highest = new_highest
     total = tl.where(total == 0.0, 1.0, total)
     answer = weighted / total
     tl.store(out + place * VALUE_HEAD_SIZE + at_dv, answer.to(out.dtype.element_ty), mask=at_dv < VALUE_HEAD_SIZE)
-    tl.store(lse + place, highest + tl.log2(total) * LN2)
+    tl.store(lse + place, highest + tl.log(total))
 
 
 def _most_visible_keys(batch: Batch, options: Options, chunk_size: int) -> int:
@@ -521,15 +554,18 @@ def _most_visible_keys(batch: Batch, options: Options, chunk_size: int) -> int:
 
 
 def _pad(size: int) -> int:
-    return triton.next_power_of_2(size)
+    """Give the next power of two; Triton's own function is slow outside a kernel."""
+    return 1 << (size - 1).bit_length()
 
 
-@cache
+def _divide_up(a: int, b: int) -> int:
+    return -(-a // b)
+
+
 def _num_multiprocessors(device: torch.device) -> int:
-    return 4 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
+    return 4 if INTERPRETED else num_multiprocessors(device)
 
 
-@cache
 def _can_overlap(device: torch.device) -> bool:
     """Say whether a kernel can be put in place while the one before it ends (programmatic dependent launch)."""
-    return not INTERPRETED and torch.cuda.get_device_capability(device) >= (9, 0)
+    return not INTERPRETED and capability(device) >= (9, 0)

@@ -36,7 +36,7 @@ def write(
     if rows == 0:
         return
     key, value, key_cache, value_cache = (_bytes(x) for x in (key, value, key_cache, value_cache))
-    _write_kernel[(triton.cdiv(rows, BLOCK_ROWS),)](
+    _write_kernel[(-(-rows // BLOCK_ROWS),)](
         key,
         value,
         key_cache,
@@ -72,7 +72,7 @@ def gather(cache: Shaped[Tensor, "n p hk d"], blocks: Int32[Tensor, "m"], seq_le
     tokens = torch.empty(seq_len, num_kv_heads, head_size, dtype=cache.dtype, device=cache.device)
     rows = seq_len * num_kv_heads
     if rows:
-        _gather_kernel[(triton.cdiv(rows, BLOCK_ROWS),)](
+        _gather_kernel[(-(-rows // BLOCK_ROWS),)](
             cache,
             blocks,
             tokens,
@@ -110,9 +110,9 @@ def copy_blocks(cache: Shaped[Tensor, "n ..."], pairs: Int64[Tensor, "k 2"]) -> 
     last_element = sum(stride * (size - 1) for stride, size in zip(cache.stride()[1:], cache.shape[1:], strict=True))
     if last_element != block_elements - 1:
         raise ValueError(f"cache: expected blocks without gaps, got strides {cache.stride()} for {list(cache.shape)}")
-    block_pairs = triton.next_power_of_2(num_pairs)
+    block_pairs = 1 << (num_pairs - 1).bit_length()
     block = max(8, min(2048, 8192 // block_pairs))
-    _copy_kernel[(triton.cdiv(block_elements, block),)](
+    _copy_kernel[(-(-block_elements // block),)](
         cache,
         pairs,
         cache.stride(0),
@@ -129,7 +129,7 @@ def _bytes(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.element_size() == 1 else x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slot_mapping", "rows"])
 @no_type_check
 def _write_kernel(
     key,
@@ -179,7 +179,7 @@ def _write_kernel(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks", "rows"])
 @no_type_check
 def _gather_kernel(
     cache,
@@ -207,7 +207,7 @@ def _gather_kernel(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs", "num_pairs"])
 @no_type_check
 def _copy_kernel(
     cache,

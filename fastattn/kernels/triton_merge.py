@@ -32,7 +32,7 @@ def merge_states(
     lse = torch.empty(lses[0].shape, dtype=lses[0].dtype, device=lses[0].device)
     rows = num_tokens * num_heads
     if rows:
-        _merge_kernel[(triton.cdiv(rows, BLOCK_ROWS),)](
+        _merge_kernel[(-(-rows // BLOCK_ROWS),)](
             tuple(outs),
             tuple(lses),
             out,
@@ -48,7 +48,7 @@ def merge_states(
     return out, lse
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 @no_type_check
 def _merge_kernel(
     outs,
