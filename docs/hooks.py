@@ -1,0 +1,280 @@
+"""What the site shows and nobody writes: pictures, tables of measurements, formulas, notebooks and source files.
+
+In a page, `{{ name argument ... }}` is replaced by what the function of that name in `INSERTS` answers:
+
+    {{ picture local "Caption." }}             a drawing of refattn.picture
+    {{ code refattn.local.attention }}         a function as it stands in its file, without its docstring
+    {{ file refattn/local.py }}                a link to a whole source file
+    {{ test tests/test_merge.py::test_it }}    a link to a test, which must exist
+    {{ measured local }}                       the measured rows of a path
+    {{ api refattn }}                          what the docstrings of a package say
+
+A notebook becomes a page of its own, and so does every source file that a page may link to.
+"""
+
+import ast
+import base64
+import html
+import json
+import posixpath
+import re
+import shlex
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from latex2mathml.converter import convert as latex_to_mathml
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files, InclusionLevel
+from mkdocs.structure.pages import Page
+
+from fastattn import kernels as fast_kernels
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "docs/results"
+TWINS = ("fastattn", "refattn")
+INSERT = re.compile(r"\{\{ (\w+)(.*?) \}\}")
+FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
+SOURCES = ("refattn/*.py", "fastattn/*.py", "fastattn/kernels/*.py", "fastattn/bench/*.py", "tests/*.py")
+
+
+# --- what mkdocs calls ---
+
+
+def on_files(files: Files, *, config: MkDocsConfig) -> Files:
+    """Add the pages of notebooks and source files, and the pictures."""
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        for name, content in notebook_files(path):
+            files.append(File.generated(config, name, content=content))
+    for path in source_files():
+        page = File.generated(config, page_of(path), content=source_page(path), inclusion=InclusionLevel.NOT_IN_NAV)
+        files.append(page)
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Replace the inserts of a page."""
+
+    def answer(match: re.Match[str]) -> str:
+        name, arguments = match[1], shlex.split(match[2])
+        if name not in INSERTS:
+            raise PluginError(f"{page.file.src_uri}: no insert is called {name!r}; there are {', '.join(INSERTS)}")
+        return INSERTS[name](page, config, files, *arguments)
+
+    return markdown if page.file.src_uri.startswith("source/") else INSERT.sub(answer, markdown)
+
+
+def on_page_content(content: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Make MathML of the formulas, which browsers draw without any script."""
+
+    def formula(match: re.Match[str]) -> str:
+        display = "inline" if match[1] == "span" else "block"
+        return latex_to_mathml(html.unescape(match[2]), display=display)
+
+    return FORMULA.sub(formula, content)
+
+
+# --- inserts ---
+
+
+def code(page: Page, config: MkDocsConfig, files: Files, name: str) -> str:
+    """Show a function as it stands in its file, less its docstring."""
+    package, module, *_, function = name.split(".")
+    path = ROOT / package / f"{module}.py"
+    lines = path.read_text().splitlines()
+    node = definition(path, function)
+    body = node.body[1:] if ast.get_docstring(node) else node.body
+    shown = lines[node.lineno - 1 : node.body[0].lineno - 1] + lines[body[0].lineno - 1 : node.end_lineno]
+    source = textwrap.dedent("\n".join(shown))
+    return f'```{{.python title="{package}/{module}.py"}}\n{source}\n```'
+
+
+def file(page: Page, config: MkDocsConfig, files: Files, path: str) -> str:
+    """Link to the page of a source file."""
+    return f"[`{path}`]({to(page, page_of(ROOT / path))})"
+
+
+def test(page: Page, config: MkDocsConfig, files: Files, name: str) -> str:
+    """Link to the line of a test, `file::function`."""
+    path, function = name.split("::")
+    line = definition(ROOT / path, function).lineno
+    url = to(page, page_of(ROOT / path).removesuffix(".md") + ".html")
+    return f'<a href="{url}#__codelineno-0-{line}"><code>{function}</code></a>'
+
+
+def says(page: Page, config: MkDocsConfig, files: Files, module: str) -> str:
+    """Show what a file says of itself, behind its first sentence."""
+    _, _, rest = documentation(ROOT / f"{module.replace('.', '/')}.py").partition("\n\n")
+    return re.sub(r"^Source: .*", "", rest, flags=re.MULTILINE | re.DOTALL)
+
+
+def kernels(page: Page, config: MkDocsConfig, files: Files) -> str:
+    """List the kernels, in the order in which they are asked, with the first sentence of each file."""
+    lines = ["| kernel | what it is |", "|---|---|"]
+    for name in fast_kernels.NAMES:
+        path = ROOT / f"fastattn/kernels/{name}.py"
+        sentence = documentation(path).split("\n\n")[0].replace("\n", " ")
+        lines.append(f"| [`{name}`]({to(page, page_of(path))}) | {sentence} |")
+    return "\n".join(lines)
+
+
+def api(page: Page, config: MkDocsConfig, files: Files, package: str) -> str:
+    """Describe every module of a package from its docstrings."""
+    folder = ROOT / package
+    names = [path.stem for path in sorted(folder.glob("*.py")) if not path.stem.startswith("_")]
+    return "\n\n".join(f"## {name}\n\n::: {package}.{name}" for name in names)
+
+
+def picture(page: Page, config: MkDocsConfig, files: Files, name: str, caption: str) -> str:
+    """Draw a picture, with a sentence that says what to see in it."""
+    return f"*picture {name}: {caption}*"
+
+
+def measured(page: Page, config: MkDocsConfig, files: Files, path: str = "") -> str:
+    """Show the measured rows of a path in short, or all there is."""
+    results = [(file, run) for file in sorted(RESULTS.glob("*.json")) for run in json.loads(file.read_text())["runs"]]
+    if not path:
+        return "\n\n".join(machine(page, file, run) for file, run in results)
+    tables = [(run, [row for row in run["rows"] if row["path"] == path]) for _, run in results]
+    shown = "\n\n".join(
+        f"*{run['machine']['name']}, {run['dtype']}*\n\n{in_short(rows)}" for run, rows in tables if rows
+    )
+    return (
+        f"## Measured\n\n{shown}\n\nAll of it, and how it was measured: [benchmark](../proof/benchmark.md)."
+        if shown
+        else ""
+    )
+
+
+INSERTS = {insert.__name__: insert for insert in (api, code, file, kernels, measured, picture, says, test)}
+
+
+# --- measurements: files of `fastattn.bench.report` ---
+
+
+def in_short(rows: list[dict[str, Any]]) -> str:
+    """Make a table of some rows: the twin, the fastest of its peers, and the reference."""
+    lines = ["| workload | floor | fastattn | fastest peer | refattn |", "|---|--:|--:|--:|--:|"]
+    for row in rows:
+        twin, *others = row["contenders"]
+        peers = [entry for entry in others if "median" in entry and not entry["name"].startswith(TWINS)]
+        references = [entry for entry in others if "median" in entry and entry["name"].startswith("refattn")]
+        fastest = min(peers, key=lambda entry: entry["median"], default=None)
+        cells = [
+            f"`{row['workload']}`",
+            duration(row["floor"]),
+            f"**{duration(twin['median'])}**" if "median" in twin else "—",
+            f"{duration(fastest['median'])}<br>{fastest['name']}" if fastest else "—",
+            duration(references[0]["median"]) if references else "—",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def machine(page: Page, file: Path, run: dict[str, Any]) -> str:
+    """Show all rows of a run, under what it ran on."""
+    versions = ", ".join(f"{name} {number}" for name, number in run["versions"].items() if number)
+    ceilings = run["ceilings"]
+    parts = [
+        f"## {run['machine']['name']}, {run['dtype']}",
+        f"{run['date'][:10]}; {versions}. Ceilings of the run: copy {ceilings['copy'] / 1e9:,.4g} GB/s, matrix product "
+        f"{ceilings['product'] / 1e12:.3g} TFLOP/s.",
+    ]
+    if file.with_suffix(".svg").exists():
+        caption = "Further left is faster; the dashed line is the floor. Filled: fastattn. Rings: its peers."
+        parts.append(figure(to(page, f"results/{file.stem}.svg"), caption))
+    parts += [
+        "| workload | | time | of the floor | times fastattn |",
+        "|---|---|--:|--:|--:|",
+    ]
+    table = parts[-2:]
+    for row in run["rows"]:
+        name = f"**{row['path']}**<br>`{row['workload']}`<br>floor {duration(row['floor'])} ({row['limit']})"
+        for entry in row["contenders"]:
+            if "median" in entry:
+                numbers = [duration(entry["median"]), f"{row['floor'] / entry['median']:.0%}", f"{entry['ratio']:.2f}"]
+            else:
+                numbers = [entry.get("error", row.get("error", "")).split(":")[0], "", ""]
+            table.append(f"| {name} | {entry['name']} | {' | '.join(numbers)} |")
+            name = ""
+    return "\n\n".join([*parts[:-2], "\n".join(table)])
+
+
+def duration(seconds: float) -> str:
+    """Write a time with three digits and its unit."""
+    size, unit = next((pair for pair in ((1.0, "s"), (1e-3, "ms")) if seconds >= pair[0]), (1e-6, "µs"))
+    return f"{seconds / size:.3g}\u00a0{unit}"
+
+
+# --- source files ---
+
+
+def source_files() -> Iterator[Path]:
+    """Give the files of the project that have a page."""
+    for pattern in SOURCES:
+        yield from sorted(ROOT.glob(pattern))
+
+
+def page_of(path: Path) -> str:
+    """Give the name of a source file's page."""
+    return f"source/{path.relative_to(ROOT).as_posix()}.md"
+
+
+def source_page(path: Path) -> str:
+    """Show a source file, with numbered lines that can be linked to."""
+    name = path.relative_to(ROOT).as_posix()
+    fence = "`" * 6
+    head = f"---\ntitle: {name}\nsearch:\n  exclude: true\nhide:\n  - toc\n---\n\n# `{name}`\n\n"
+    return f'{head}{fence}{{.python linenums="1"}}\n{path.read_text()}{fence}\n'
+
+
+def documentation(path: Path) -> str:
+    """Give the docstring of a file."""
+    return ast.get_docstring(ast.parse(path.read_text())) or ""
+
+
+def definition(path: Path, name: str) -> ast.FunctionDef | ast.ClassDef:
+    """Find a function or class of a file."""
+    if path.exists():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
+                return node
+    raise PluginError(f"{path.relative_to(ROOT)} has no {name}")
+
+
+def to(page: Page, target: str) -> str:
+    """Give the way from a page to another file of the site."""
+    return posixpath.relpath(target, posixpath.dirname(page.file.src_uri))
+
+
+# --- notebooks ---
+
+
+def notebook_files(path: Path) -> Iterator[tuple[str, str | bytes]]:
+    """Make a page of a notebook, and a file of each of its pictures."""
+    parts = []
+    pictures = 0
+    for cell in json.loads(path.read_text())["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            source = (
+                source.replace("<details>", '<details markdown="1">')
+                .replace(".ipynb", ".md")
+                .replace("](../docs/", "](../")
+            )
+            parts.append(re.sub(r"\]\(\.\./((?:refattn|fastattn|tests)/[\w/]+\.py)", r"](../source/\1.md", source))
+            continue
+        parts.append(f"```python\n{source}\n```")
+        for output in cell["outputs"]:
+            data = output.get("data", {})
+            text = output.get("text") or data.get("text/plain", "")
+            if "image/png" in data:
+                pictures += 1
+                name = f"{path.stem}-{pictures}.png"
+                yield f"notebooks/{name}", base64.b64decode(data["image/png"])
+                parts.append(f"![what the cell above draws]({name}){{ .drawn }}")
+            elif text:
+                parts.append(f"```{{.text .output}}\n{''.join(text).rstrip()}\n```")
+    yield f"notebooks/{path.stem}.md", "\n\n".join(parts)

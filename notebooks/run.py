@@ -1,0 +1,110 @@
+"""Run every notebook from top to bottom, and compare what its cells print with what is stored in it.
+
+    python notebooks/run.py              all of them
+    python notebooks/run.py 03 --inplace stores what 03 prints
+
+Answers to exercises are code in Markdown cells; they run where they stand. A cell tagged `varies` prints times or
+memory, which are not compared.
+"""
+
+import argparse
+import os
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from nbclient import NotebookClient
+
+FOLDER = Path(__file__).parent
+ANSWER = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+LIMIT = 60  # seconds a notebook may take on a laptop, which has two cores at least
+
+
+def main() -> None:
+    """Run what the command line asks for; the exit status says whether all of it printed what it stores."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("numbers", nargs="*", metavar="NUMBER", help="the first digits of a file's name; all if none")
+    parser.add_argument("--inplace", action="store_true", help="store what the cells print")
+    arguments = parser.parse_args()
+    wrong = 0
+    for path in notebooks(arguments.numbers):
+        executed, seconds = execute(path)
+        differences = compare(nbformat.read(path, as_version=4), executed)
+        if arguments.inplace:
+            nbformat.write(executed, path)
+        wrong += seconds > LIMIT or (bool(differences) and not arguments.inplace)
+        print(f"{path.name:32} {seconds:5.1f} s   {'; '.join(differences) or 'prints what it stores'}")
+    sys.exit(wrong > 0)
+
+
+def notebooks(numbers: list[str] | None = None) -> list[Path]:
+    """Give the notebooks in reading order: all, or those whose names begin with a number of `numbers`."""
+    return [path for path in sorted(FOLDER.glob("*.ipynb")) if not numbers or path.name.startswith(tuple(numbers))]
+
+
+def execute(path: Path) -> tuple[Any, float]:
+    """Run a notebook in a kernel of its own, answers included.
+
+    Returns:
+        The notebook with the outputs of its own cells, and the seconds that it took: by the clock, or by the time that
+        two cores were busy with it if that is less, so that what else the machine does is not counted.
+
+    Raises:
+        nbclient.exceptions.CellExecutionError: if a cell or an answer fails.
+    """
+    notebook = nbformat.read(path, as_version=4)
+    own = notebook.cells
+    notebook.cells = [cell for each in own for cell in (each, *_answers(each))]
+    client = NotebookClient(
+        notebook,
+        kernel_name="python3",
+        timeout=2 * LIMIT,
+        record_timing=False,
+        resources={"metadata": {"path": str(FOLDER)}},
+    )
+    start, busy = time.perf_counter(), os.times()
+    client.execute()
+    seconds, after = time.perf_counter() - start, os.times()
+    busy_seconds = after.children_user + after.children_system - busy.children_user - busy.children_system
+    notebook.cells = own
+    for number, cell in enumerate((cell for cell in own if cell.cell_type == "code"), 1):
+        cell.execution_count = number
+        for output in cell.outputs:
+            if "execution_count" in output:
+                output.execution_count = number
+    notebook.metadata = {
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+    }
+    return notebook, min(seconds, busy_seconds / 2)
+
+
+def compare(stored: Any, executed: Any) -> list[str]:
+    """Say in which cells the printed text is another one, or a picture has come or gone."""
+    return [
+        f"cell {cell.execution_count} printed something else than it stores"
+        for before, cell in zip(stored.cells, executed.cells, strict=True)
+        if cell.cell_type == "code" and "varies" not in cell.metadata.get("tags", ()) and _texts(before) != _texts(cell)
+    ]
+
+
+def _answers(cell: Any) -> list[Any]:
+    if cell.cell_type != "markdown":
+        return []
+    return [nbformat.v4.new_code_cell(code) for code in ANSWER.findall(cell.source)]
+
+
+def _texts(cell: Any) -> tuple[str, int]:
+    text = "".join(
+        output.get("text", "") or output.get("data", {}).get("text/plain", "")
+        for output in cell.outputs
+        if "image/png" not in output.get("data", {})
+    )
+    return text, sum("image/png" in output.get("data", {}) for output in cell.outputs)
+
+
+if __name__ == "__main__":
+    main()
