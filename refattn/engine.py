@@ -9,7 +9,9 @@ left of the budget goes to chunks of prompts. With a budget of 8, and prompts of
 
 The model's own code runs. Only its attention is replaced: transformers hands the queries, keys and values of each layer
 to `paged_attention`, and the engine writes them into the pool and attends over it with the twin that it was given. It
-computes nothing itself, so `fastattn.engine` is this file with another twin.
+computes nothing itself, so `fastattn.engine` is this file with another twin. The path is the one of the layer: windows
+go to `sliding_window`, chunks to `local`, pairs of softmaxes to `differential`, and all else to `chunked_prefill`, or
+to `cascade` in a step whose requests share so many blocks that reading them once is worth it.
 
 Source: Yu et al. 2022, "Orca" (batching by step); Kwon et al. 2023, "Efficient Memory Management for Large Language
 Model Serving with PagedAttention" (blocks, blocks shared by hash, preemption by recomputation); Agrawal et al. 2024,
@@ -20,6 +22,7 @@ import importlib
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -28,7 +31,7 @@ from einops import rearrange
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from refattn.batch import Batch
+from refattn.batch import Batch, Level, Machine
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,8 @@ class Counters:
         cached_tokens: tokens that did not have to, as the pool still had their blocks.
         cached_blocks: those blocks.
         preemptions: times that a request lost its blocks to an older one.
+        key_reads: keys that the requests had in all steps, in tokens: what one full layer reads without a cascade.
+        saved_key_reads: those of them that a cascade did not have to read again.
     """
 
     steps: int = 0
@@ -133,6 +138,8 @@ class Counters:
     cached_tokens: int = 0
     cached_blocks: int = 0
     preemptions: int = 0
+    key_reads: int = 0
+    saved_key_reads: int = 0
 
 
 class Engine:
@@ -146,8 +153,10 @@ class Engine:
         token_budget: most tokens in a step, so that no decode waits long for the prompts beside it.
         max_seqs: most requests that run at once.
         tokenizer: makes text of tokens, where text is wanted.
-        twin: the package that computes, with its modules `kv_cache`, `metadata` and `chunked_prefill`; None for the
-            package that the engine is imported from.
+        twin: the package that computes, with its modules `kv_cache`, `metadata` and those of `PATHS` that the layers
+            take; None for the package that the engine is imported from.
+        machine: for which hardware to decide whether a shared prefix is worth a cascade; None for the one of `cascade`
+            that stands for the kind of the model's device.
 
     Raises:
         ValueError: naming the argument, for a size below 1 or a model with layers that no path of the engine computes.
@@ -165,6 +174,7 @@ class Engine:
         max_seqs: int = 64,
         tokenizer: Any = None,
         twin: Any = None,
+        machine: Machine | None = None,
     ) -> None:
         sizes = dict(num_blocks=num_blocks, block_size=block_size, token_budget=token_budget, max_seqs=max_seqs)
         for name, size in sizes.items():
@@ -174,9 +184,18 @@ class Engine:
         self.block_size, self.token_budget, self.max_seqs = block_size, token_budget, max_seqs
         twin = twin or importlib.import_module(self.package)
         self.kv_cache, self.metadata = _load(twin, "kv_cache"), _load(twin, "metadata")
-        self.paths = [_load(twin, PATHS[kind]) for kind in _layer_kinds(self.config)]
-        shape = (num_blocks, block_size, *_cache_heads(self.config))
-        self.caches = [self.kv_cache.allocate(*shape, dtype=model.dtype, device=model.device) for _ in self.paths]
+        self.kinds = _layer_kinds(self.config, max(num_blocks * block_size, token_budget))
+        self.paths = {kind: _load(twin, PATHS[kind]) for kind in set(self.kinds)}
+        self.cascade = _load(twin, "cascade") if "full_attention" in self.kinds else None
+        if self.cascade:
+            self.machine = machine or (self.cascade.CPU if model.device.type == "cpu" else self.cascade.H200)
+        self.num_kv_heads, self.head_size = _cache_heads(self.config)
+        self.caches = [
+            (self.paths[kind] if kind == "differential_attention" else self.kv_cache).allocate(
+                num_blocks, block_size, self.num_kv_heads, self.head_size, dtype=model.dtype, device=model.device
+            )
+            for kind in self.kinds
+        ]
         self.allocator = BlockAllocator(num_blocks, block_size)
         self.waiting: deque[Request] = deque()  # oldest first, and all of them younger than those that run
         self.running: list[Request] = []  # oldest first
@@ -284,7 +303,7 @@ class Engine:
             request = self.waiting.popleft()
             scheduled[request] = min(request.num_pending, count)
             self._make_room(request, scheduled[request], scheduled)
-        return scheduled
+        return dict(sorted(scheduled.items(), key=lambda item: item[0].blocks))  # who shares blocks stands together
 
     def _make_room(self, request: Request, count: int, scheduled: dict[Request, int]) -> bool:
         """Give a request the blocks for `count` more tokens, taking those of the youngest ones when none are left.
@@ -326,7 +345,8 @@ class Engine:
             query_lens.append(count)
             seq_lens.append(request.num_computed + count)
             input_ids += request.tokens[request.num_computed : request.num_computed + count]
-        batch = self.metadata.make_batch(query_lens, seq_lens, [r.blocks for r in scheduled], device=device)
+        block_tables = [request.blocks for request in scheduled]
+        batch = self.metadata.make_batch(query_lens, seq_lens, block_tables, device=device)
         num_rows = self._num_rows(len(input_ids))
         input_ids += [0] * (num_rows - len(input_ids))
         due = [
@@ -340,7 +360,34 @@ class Engine:
             logits_to_keep=torch.tensor(due, dtype=torch.int64, device=device),
             batch=batch,
             slot_mapping=self.metadata.slot_mapping(batch, num_rows, block_size=self.block_size),
+            levels=self._make_levels(query_lens, seq_lens, block_tables),
         )
+
+    def _make_levels(
+        self, query_lens: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]]
+    ) -> list[Level] | None:
+        """Make the levels of a cascade over what the requests of a step share; None if that is not worth it."""
+        self.counters.key_reads += sum(seq_lens)
+        if not self.cascade:
+            return None
+        found = self.cascade.find_prefixes(query_lens, seq_lens, block_tables, block_size=self.block_size)
+        prefixes = self.cascade.worthwhile_prefixes(
+            query_lens,
+            seq_lens,
+            found,
+            num_heads=self.config.num_attention_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            element_size=self.model.dtype.itemsize,
+            machine=self.machine,
+        )
+        if not prefixes:
+            return None
+        levels: list[Level] = self.cascade.make_levels(
+            query_lens, seq_lens, block_tables, prefixes, block_size=self.block_size, device=self.model.device
+        )
+        self.counters.saved_key_reads += sum(seq_lens) - sum(int(level.batch.seq_lens.sum()) for level in levels)
+        return levels
 
     def _num_rows(self, num_tokens: int) -> int:
         """Say how many rows a step of `num_tokens` tokens has, with padding; here it has none."""
@@ -360,6 +407,7 @@ class Engine:
         value: Float[Tensor, "1 hk t dv"],
         batch: Batch,
         slot_mapping: Int64[Tensor, "t"],
+        levels: Sequence[Level] | None = None,
         *,
         scaling: float | None = None,
         sliding_window: int | None = None,
@@ -376,6 +424,7 @@ class Engine:
             value: of all new tokens.
             batch: the lengths and blocks of the step.
             slot_mapping: where the new tokens go.
+            levels: of the step's cascade; None where there is none.
             scaling: the softmax scale.
             sliding_window: how many tokens each one sees, itself included; None for all.
             softcap: bound on the scores.
@@ -388,15 +437,41 @@ class Engine:
         key_cache, value_cache = self.caches[layer]
         query, key, value = (rearrange(x, "1 h t d -> t h d") for x in (query, key, value))
         self.kv_cache.write(key, value, key_cache, value_cache, slot_mapping)
-        out = self.paths[layer].attention(
+        path, where = self.paths[self.kinds[layer]], {}
+        if self.kinds[layer] == "chunked_attention":
+            where = dict(chunk_size=self.config.attention_chunk_size)
+        elif self.kinds[layer] == "sliding_attention":
+            where = dict(window_size=(sliding_window - 1, 0) if sliding_window else (-1, -1))
+        elif levels:
+            path, where = self.cascade, dict(levels=levels)
+        options = dict(softmax_scale=scaling, softcap=softcap or 0.0, sinks=s_aux)
+        out = path.attention(query, key_cache, value_cache, batch, **where, **options)
+        return rearrange(out, "t h d -> 1 t h d")
+
+    def attend_differential(
+        self,
+        module: Any,
+        query: Float[Tensor, "1 h t d"],
+        key: Float[Tensor, "1 hk t d"],
+        value: Float[Tensor, "1 hk t d"],
+        batch: Batch,
+        slot_mapping: Int64[Tensor, "t"],
+        **_: Any,
+    ) -> Float[Tensor, "1 t h d"]:
+        """Compute the attention of a layer of DiffLlama, as `attend` does of others; it ends with the layer's norm."""
+        path, cache = self.paths["differential_attention"], self.caches[module.layer_idx]
+        query, key, value = (path.interleave_halves(rearrange(x, "1 h t d -> t h d")) for x in (query, key, value))
+        path.write(key, value, cache, slot_mapping)
+        vectors = (module.lambda_q1, module.lambda_k1, module.lambda_q2, module.lambda_k2)
+        out = path.attention(
             query,
-            key_cache,
-            value_cache,
+            cache,
             batch,
-            softmax_scale=scaling,
-            window_size=(sliding_window - 1, 0) if sliding_window else (-1, -1),
-            softcap=softcap or 0.0,
-            sinks=s_aux,
+            lambda_full=path.compute_lambda(*vectors, lambda_init=module.lambda_init),
+            lambda_init=module.lambda_init,
+            norm_weight=module.groupnorm.weight,
+            norm_eps=module.groupnorm.eps,
+            softmax_scale=module.scaling,
         )
         return rearrange(out, "t h d -> 1 t h d")
 
@@ -591,7 +666,12 @@ def sample(
 # What ties the engine to transformers.
 
 ATTENTION = "twinattn"  # the name of `paged_attention` there
-PATHS = {"full_attention": "chunked_prefill", "sliding_attention": "chunked_prefill"}  # of each kind of layer
+PATHS = {  # of each kind of layer
+    "full_attention": "chunked_prefill",
+    "sliding_attention": "sliding_window",
+    "chunked_attention": "local",
+    "differential_attention": "differential",
+}
 
 
 def _replace_attention(model: Any) -> None:
@@ -606,6 +686,9 @@ def _replace_attention(model: Any) -> None:
     model.set_attn_implementation(ATTENTION)
     if model.config.get_text_config()._attn_implementation != ATTENTION:
         raise ValueError(f"model: expected one built on transformers' AttentionInterface, got {type(model).__name__}")
+    for module in model.modules():
+        if type(module).__name__ == "DiffLlamaAttention":  # it subtracts and norms around two calls of the interface
+            module.forward = partial(_differential_attention, module)
 
 
 def paged_attention(
@@ -632,13 +715,36 @@ def paged_attention(
     return engine.attend(module.layer_idx, query, key, value, **step), None
 
 
-def _layer_kinds(config: Any) -> list[str]:
-    """Give the kind of every layer, in transformers' words.
+def _differential_attention(
+    module: Any,
+    hidden_states: Float[Tensor, "1 t width"],
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None = None,
+    *,
+    engine: Engine | None = None,
+    **step: Any,
+) -> tuple[Float[Tensor, "1 t width"], Tensor | None]:
+    """Hand a layer of DiffLlama to the engine between its projections; without an engine it is what it was."""
+    if engine is None:
+        return type(module).forward(module, hidden_states, position_embeddings, attention_mask, **step)
+    query, key, value = (
+        rearrange(projection(hidden_states), "1 t (h d) -> 1 h t d", d=module.head_dim)
+        for projection in (module.q_proj, module.k_proj, module.v_proj)
+    )
+    rotate = importlib.import_module(type(module).__module__).apply_rotary_pos_emb
+    query, key = rotate(query, key, *position_embeddings)
+    out = engine.attend_differential(module, query, key, value, **step)
+    return module.o_proj(rearrange(out, "1 t h d -> 1 t (h d)")), None
+
+
+def _layer_kinds(config: Any, num_tokens: int) -> list[str]:
+    """Give the kind of every layer, in transformers' words, where a sequence or a step has up to `num_tokens` tokens.
 
     Raises:
         ValueError: if the model is no decoder, or has a kind of layer without a path.
     """
-    kinds = list(getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers)
+    every_layer = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+    kinds = list(getattr(config, "layer_types", None) or [every_layer] * config.num_hidden_layers)
     if config.model_type == "diffllama":  # does not say so, but calls attention twice a layer
         kinds = ["differential_attention"] * len(kinds)
     if config.is_encoder_decoder:
@@ -646,6 +752,12 @@ def _layer_kinds(config: Any) -> list[str]:
     for kind in kinds:
         if kind not in PATHS:
             raise ValueError(f"model: expected a decoder with layers of kind {' or '.join(PATHS)}, got {kind}")
+    floor_scale = config.floor_scale if getattr(config, "attn_temperature_tuning", False) else num_tokens + 1
+    if num_tokens >= floor_scale:  # the model's own code takes the row of a token for its position there
+        raise ValueError(
+            f"model: expected sequences and steps below floor_scale={floor_scale} tokens with attn_temperature_tuning, "
+            f"got up to {num_tokens}"
+        )
     return kinds
 
 

@@ -312,20 +312,18 @@ def test_halves_are_interleaved(twin):
 # --- the twin against the reference ---
 
 
-@each_kernel
 @pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["everything"]], ids=["plain", "everything"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_twins_agree(case, options, kernel, device):
+def test_twins_agree(case, options, device):
     case = in_pairs(case)
-    arguments, _ = lay_out(case, device=device, dtype=kernel.dtypes[0])
-    with kernel.asked_for():
-        kernel.check(assert_twins_agree, "differential", *arguments, **filled(options, case, device))
+    arguments, _ = lay_out(case, device=device, dtype=torch.float32 if device == "cpu" else torch.bfloat16)
+    assert_twins_agree("differential", *arguments, **filled(options, case, device))
 
 
 @each_kernel
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_twins_agree_in_every_type(options, kernel, device):
-    case = Case("mixed", ((40, 60), (1, 90), (10, 17), (1, 64), (3, 2)), heads=(12, 6), padding_rows=3)
+    case = Case("mixed", ((40, 60), (1, 90), (10, 17), (1, 64), (3, 2)), heads=(8, 4), padding_rows=3)
     for dtype in kernel.dtypes:
         arguments, _ = lay_out(case, device=device, dtype=dtype)
         with kernel.asked_for():
@@ -353,7 +351,7 @@ def test_tiles_groups_and_slabs_of_any_size(sizes, options, monkeypatch):
 
 @each_kernel
 def test_a_layer_without_keys_of_its_own(kernel, device):
-    """You-Only-Cache-Once: other queries over the cache of another layer, prefills and decodes mixed, nothing written."""
+    """You-Only-Cache-Once: queries over the cache of another layer, prefills and decodes mixed, and nothing written."""
     case = Case("yoco", ((20, 20), (1, 50), (7, 33), (1, 18)), heads=(8, 4))
     (_, cache, batch), _ = lay_out(case, device=device, dtype=kernel.dtypes[0])
     before = cache.clone()
@@ -454,10 +452,10 @@ BAD_INPUT = {
         lambda a: a | {"query": torch.zeros(3, 6, 64), "cache": torch.zeros(2, 2, 8, 16, 2, 64)},
     ),
     "halves-are-missing": (
-        r"cache: expected float32 \[2=2, 2=2, n, p, hk/2, d=64\], got float32",
+        r"cache: expected float32 \[2, 2, n, p, hk/2, d=64\], got float32 \[2, 6, 16, 1, 64\]",
         lambda a: a | {"cache": a["cache"][0]},
     ),
-    "one-half": (r"cache: expected .*2=2", lambda a: a | {"cache": a["cache"][:1]}),
+    "one-half": (r"cache: expected float32 \[2, 2, .*got float32 \[1, 2", lambda a: a | {"cache": a["cache"][:1]}),
     "another-type": ("cache: expected float32", lambda a: a | {"cache": a["cache"].half()}),
     "another-head-size": ("cache: expected .* d=64", lambda a: a | {"cache": a["cache"][..., :32]}),
     "lambda-a-head": (
@@ -488,7 +486,10 @@ BAD_WRITE = {
     "odd-number-of-heads": (r"key: expected float32 \[t, hk=4, d=8\], got", lambda a: a | {"key": a["key"][:, :3]}),
     "values-of-one-half": (r"value: expected float32 \[t, hk=4, d=8\]", lambda a: a | {"value": a["value"][:, ::2]}),
     "another-type": ("key: expected float32", lambda a: a | {"key": a["key"].half()}),
-    "not-a-cache-of-halves": (r"cache: expected \[2=2", lambda a: a | {"cache": a["cache"][0]}),
+    "not-a-cache-of-halves": (
+        r"cache: expected \[2, 2, n, p, hk/2, d\], got float32 \[2, 3",
+        lambda a: a | {"cache": a["cache"][0]},
+    ),
     "slot-outside": ("slot_mapping: expected slots in", lambda a: a | {"slot_mapping": torch.tensor([0, 12])}),
     "slot-twice": ("slot_mapping: expected each slot once", lambda a: a | {"slot_mapping": torch.tensor([3, 3])}),
 }

@@ -23,7 +23,7 @@ from fastattn.kernels.triton_adapt import adapt
 from fastattn.kernels.triton_attention import attend
 from fastattn.kernels.triton_merge import merge_states
 
-MIXED = Case("mixed", ((4, 6), (1, 170), (10, 17), (0, 9), (40, 90), (5, 2)), heads=(6, 2), padding_rows=3)
+MIXED = Case("mixed", ((4, 6), (1, 90), (10, 17), (0, 9), (20, 50), (5, 2)), heads=(6, 2), padding_rows=3)
 
 
 def launched_as(**changes):
@@ -35,20 +35,18 @@ def launched_as(**changes):
 # --- attention ---
 
 
-@pytest.mark.parametrize("options", ["plain", "everything"])
 @each_case
-def test_pages(case, options, device):
+def test_pages(case, device):
     inputs = build(case, device=device)
     with fastattn.use_kernel("triton"):
-        assert_twins_agree("chunked_prefill", *inputs.tensors, **per_head(OPTIONS[options], case, device))
+        assert_twins_agree("chunked_prefill", *inputs.tensors, **per_head(OPTIONS["everything"], case, device))
 
 
-@pytest.mark.parametrize("options", ["plain", "everything"])
 @each_case
-def test_rows(case, options, device):
+def test_rows(case, device):
     inputs = build(case, device=device)
     with fastattn.use_kernel("triton"):
-        assert_twins_agree("dense", *inputs.rows, **per_head(OPTIONS[options], case, device))
+        assert_twins_agree("dense", *inputs.rows)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -58,7 +56,7 @@ def test_every_option_over_splits(options, device):
         assert_twins_agree("chunked_prefill", *inputs.tensors, **per_head(options, MIXED, device))
 
 
-@pytest.mark.parametrize("splits", [1, 2, 5, 40])
+@pytest.mark.parametrize("splits", [1, 2, 20])
 def test_any_number_of_splits(splits, device):
     case = Case("few-rows", ((2, 6), (1, 170), (3, 17), (0, 9), (5, 2)), heads=(2, 2), padding_rows=3)
     inputs = build(case, device=device)
@@ -101,7 +99,7 @@ def test_a_chunk_shows_exactly_its_keys(chunk_size, splits, device):
     assert_same_masks(masks, masks_by_hand(case, lambda i, j: j <= i and i // chunk_size == j // chunk_size))
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(case=ragged_cases(), options=st.sampled_from(list(OPTIONS)), seed=st.integers(0, 2**16))
 def test_drawn_batches(case, options, seed, device):
     inputs = build(case, device=device, seed=seed)

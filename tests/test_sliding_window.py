@@ -44,6 +44,7 @@ TRIMMED = [
     Case("long-decodes", ((1, 130), (1, 122), (1, 16), (1, 17), (1, 3)), heads=(4, 2)),
     Case("long-chunks", ((7, 110), (33, 64), (16, 79)), heads=(2, 2)),
     Case("long-mixed", ((4, 97), (1, 120), (0, 90), (40, 40), (5, 2), (5, 0), (1, 1)), heads=(4, 1), padding_rows=3),
+    Case("long-prefills", ((75, 150), (90, 90)), heads=(3, 1)),
     Case("long-odd-blocks", ((3, 100), (1, 99), (20, 26)), heads=(2, 1), block_size=24),
     Case("blocks-of-one", ((3, 40), (1, 30)), heads=(3, 1), block_size=1),
     Case("long-heads-first", ((2, 133), (1, 90)), heads=(2, 2), layout="HND", block_size=64),

@@ -62,11 +62,9 @@ def print_row(console: Console, record: dict[str, Any]) -> None:
             f"{record['floor'] / entry['median']:.1%}",
             f"{entry['peak_bytes'] / 2**20:.0f} MiB" if entry.get("peak_bytes") is not None else "",
         )
-    floor = (f"floor, by its {record['limit']}", duration(record["floor"]))
-    table.add_row(*(Text(cell, style="dim") for cell in floor))
-    if record["aim"]:
-        table.add_row(Text(f"aim: {record['aim']}", style="dim"))
     console.print(table)
+    aim = f"; aim: {record['aim']}" if record["aim"] else ""
+    console.print(Text(f"floor {duration(record['floor'])}, by its {record['limit']}{aim}", style="dim"))
     console.print()
 
 

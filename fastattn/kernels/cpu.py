@@ -4,8 +4,9 @@ ATen's call takes one dense rectangle of queries and keys, at most with a causal
 becomes pieces, and the pieces of one query merge by their log-sum-exp:
 
     a chunk with context     full part | causal part         (keys before the chunk | the chunk itself)
-    a window, ALiBi          tiles of queries, each over the band of keys that it can see, with a mask
-    a softcap                the same tiles by our own matrix products: ATen's call has no softcap
+    a window                 small tiles of queries in one call, each over the band of keys that it can see, with a mask
+    ALiBi, edges             larger tiles one by one, over some keys at a time, with a mask
+    a softcap                those tiles by our own matrix products: ATen's call has no softcap
     decodes                  all sequences in one call, the query heads of a group as rows, a mask for their lengths
 
 Memory grows with the tokens: a tile never holds more than `TILE` queries times `SLAB` keys.
@@ -31,6 +32,7 @@ from refattn.batch import Batch
 
 TILE = 256  # queries of a masked tile
 SLAB = 2048  # keys of a masked tile
+BAND_TILE = 32  # queries of a tile of a window: small, as it reads that many keys beside its window
 BUFFER = 2**19  # elements of the keys of decodes that are gathered at a time: 2 MiB in float32
 SHORT = 16  # with at most this many queries, the heads of a group are rows of one call
 WASTE = 1.5  # decodes go into one call while that reads at most this many times the keys there are
@@ -261,28 +263,22 @@ def _tiles(
     seq_len: int,
     options: Options,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend tile by tile: some queries, and of the band of keys that they see a slab at a time."""
+    """Attend tile by tile: some queries, and of the keys that they see a slab at a time."""
     out, lse = _empty_answer(query, value.shape[-1])
-    first_key = seq_len - key.shape[0]
+    t, first_key = query.shape[0], seq_len - key.shape[0]
     left, right = options.window
-    for q0 in range(0, query.shape[0], TILE):
-        q1 = min(q0 + TILE, query.shape[0])
-        positions = torch.arange(q0, q1)[:, None] + (seq_len - query.shape[0])
+    band = _band_rows(query, key, value, seq_len, options)
+    if len(band):
+        rows = slice(band.start, band.stop)
+        out[rows], lse[rows] = _band(query[rows], key, value, seq_len - t + band.start - left - first_key, options)
+    for q0, q1 in (*_cut(0, band.start), *_cut(band.stop, t)):
+        positions = torch.arange(q0, q1)[:, None] + (seq_len - t)
         begin = first_key if left < 0 else max(first_key, int(positions[0]) - left)
         end = seq_len if right < 0 else min(seq_len, int(positions[-1]) + right + 1)
         parts = []
         for k0 in range(begin, end, SLAB):
             k1 = min(k0 + SLAB, end)
-            distance = positions - torch.arange(k0, k1)  # how far the key lies before the query
-            hidden = torch.zeros_like(distance, dtype=torch.bool)
-            if left >= 0:
-                hidden |= distance > left
-            if right >= 0:
-                hidden |= distance < -right
-            bias = torch.zeros(1, *distance.shape, dtype=_compute_dtype(query.dtype))
-            if options.alibi_slopes is not None:
-                bias = -rearrange(options.alibi_slopes.to(bias.dtype), "h -> h 1 1") * distance
-            bias = bias.masked_fill(hidden, -torch.inf)
+            bias = _bias(positions - torch.arange(k0, k1), query.dtype, options)
             rows = slice(k0 - first_key, k1 - first_key)
             if options.softcap:
                 part = _capped(query[q0:q1], key[rows], value[rows], bias, options)
@@ -292,6 +288,62 @@ def _tiles(
         if parts:
             out[q0:q1], lse[q0:q1] = _merge(*parts)
     return out, lse
+
+
+def _cut(begin: int, end: int) -> list[tuple[int, int]]:
+    return [(q0, min(q0 + TILE, end)) for q0 in range(begin, end, TILE)]
+
+
+def _bias(distance: Int64[Tensor, "t s"], dtype: torch.dtype, options: Options) -> Float[Tensor, "#h t s"]:
+    """Make what is added to a score, given how far the key lies before the query: ALiBi, -inf out of the window."""
+    left, right = options.window
+    hidden = torch.zeros_like(distance, dtype=torch.bool)
+    if left >= 0:
+        hidden |= distance > left
+    if right >= 0:
+        hidden |= distance < -right
+    bias = torch.zeros(1, *distance.shape, dtype=_compute_dtype(dtype))
+    if options.alibi_slopes is not None:
+        bias = -rearrange(options.alibi_slopes.to(bias.dtype), "h -> h 1 1") * distance
+    return bias.masked_fill(hidden, -torch.inf)
+
+
+def _band_rows(
+    query: Float[Tensor, "t h d"],
+    key: Float[Tensor, "s hk d"],
+    value: Float[Tensor, "s hk dv"],
+    seq_len: int,
+    options: Options,
+) -> range:
+    """Find the rows of whole tiles whose windows lie inside the keys with both ends: they differ in place only."""
+    t, (left, right) = query.shape[0], options.window
+    if left < 0 or right < 0 or options.softcap or query.shape[-1] != value.shape[-1]:
+        return range(0)
+    first = max(0, left - key.shape[0] + t)
+    return range(first, first + max(0, t - right - first) // BAND_TILE * BAND_TILE)
+
+
+def _band(
+    query: Float[Tensor, "t h d"],
+    key: Float[Tensor, "s hk d"],
+    value: Float[Tensor, "s hk dv"],
+    first_key: int,
+    options: Options,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend in a window with one call: tiles are its batch, with one mask for all, and their keys are views."""
+    left, right = options.window
+    width = left + BAND_TILE + right
+    k, v = (
+        rearrange(
+            x[first_key : first_key + left + len(query) + right].unfold(0, width, BAND_TILE), "m hk d s -> m hk s d"
+        )
+        for x in (key, value)
+    )
+    distance = torch.arange(BAND_TILE)[:, None] + left - torch.arange(width)
+    bias = _bias(distance, query.dtype, options)
+    q = rearrange(query, "(m t) h d -> m h t d", t=BAND_TILE)
+    out, lse = _call(q, k, v, options.softmax_scale, bias=bias[None])
+    return rearrange(out, "m h t dv -> (m t) h dv"), rearrange(lse, "m h t -> (m t) h")
 
 
 def _flash(
@@ -327,7 +379,7 @@ def _call(
     softmax_scale: float | None,
     *,
     causal: bool = False,
-    bias: Float[Tensor, "b #h #t s"] | None = None,
+    bias: Float[Tensor, "#b #h #t s"] | None = None,
 ) -> tuple[Float[Tensor, "b h t dv"], Float[Tensor, "b h t"]]:
     """Call ATen, which wants one head size for keys and values and answers a row that sees nothing with an LSE of 0."""
     d, dv = query.shape[-1], value.shape[-1]
@@ -337,8 +389,8 @@ def _call(
     out, lse = FLASH(query, key, value, 0.0, causal, attn_mask=bias, scale=scale)
     if bias is not None:
         saw_nothing = (bias == -torch.inf).all(-1).expand_as(lse)
-        lse = lse.masked_fill(saw_nothing, -torch.inf)
-        out = out.masked_fill(saw_nothing[..., None], 0.0)
+        lse.masked_fill_(saw_nothing, -torch.inf)
+        out.masked_fill_(saw_nothing[..., None], 0.0)
     return out[..., :dv], lse
 
 

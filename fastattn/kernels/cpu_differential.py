@@ -11,6 +11,7 @@ queries are held whole, so a tile has as many queries as make at most `SCORES` o
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 import torch
 from einops import rearrange
@@ -21,7 +22,7 @@ from fastattn.kernels import Options
 from refattn.batch import Batch
 
 TILE = 64  # most queries of a tile
-SCORES = 2**23  # most scores of a tile: 32 MiB in float32
+SCORES = 2**22  # most scores of a tile: 16 MiB in float32
 BUFFER = 2**19  # elements of k1 (of k2, v1, v2) that are gathered at a time: 2 MiB in float32
 WASTE = 1.5  # decodes are computed together while that reads at most this many times the keys there are
 
@@ -69,26 +70,44 @@ def differential(
     return out, lse
 
 
-def _pieces(batch: Batch, block_size: int, num_heads: int, window: tuple[int, int]) -> Iterator[_Piece]:
-    """Cut a batch into groups of decodes that see about as many keys each, and all other sequences one by one."""
+def _pieces(batch: Batch, block_size: int, num_heads: int, window: tuple[int, int]) -> list[_Piece]:
+    """Cut a batch into groups of decodes that see about as many keys each, and all other sequences one by one.
+
+    Made once a step and used by every layer. A tensor counts the writes to it, so a batch that was advanced in place is
+    cut again.
+    """
+    assert batch.block_table is not None  # the path has checked it
     left, _ = window
-    decodes = []
+    versions = (batch.cu_seqlens_q._version, batch.seq_lens._version, batch.block_table._version)
+    question = (block_size, num_heads, left, *versions)
+    known, pieces = _known_pieces.get(batch, (None, []))
+    if known == question:
+        return pieces
+
+    decodes, pieces = [], []
     for i, ((q0, q1), seq_len) in enumerate(zip(batch.query_rows(), batch.seq_lens.tolist(), strict=True)):
         num_keys = seq_len if left < 0 else min(seq_len, q1 - q0 + left)
         if q1 - q0 == 1 and num_keys:
             decodes.append((num_keys, i))
         elif q1 > q0 and num_keys:
-            yield _piece(batch, [i], block_size, left)
-    group: list[int] = []
+            pieces.append(_piece(batch, [i], block_size, left))
+    groups: list[list[int]] = []
     longest = 0
     for num_keys, i in sorted(decodes, reverse=True):
-        if group and (longest > WASTE * num_keys or num_heads * longest * (len(group) + 1) > SCORES):
-            yield _piece(batch, group, block_size, left)
-            group = []
-        longest = longest if group else num_keys
-        group.append(i)
-    if group:
-        yield _piece(batch, group, block_size, left)
+        if (
+            not groups
+            or longest > WASTE * num_keys
+            or num_heads * (longest + block_size) * (len(groups[-1]) + 1) > SCORES
+        ):
+            groups.append([])
+            longest = num_keys
+        groups[-1].append(i)
+    pieces += [_piece(batch, group, block_size, left) for group in groups]
+    _known_pieces[batch] = (question, pieces)
+    return pieces
+
+
+_known_pieces: WeakKeyDictionary[Batch, tuple[tuple[int, ...], list[_Piece]]] = WeakKeyDictionary()
 
 
 def _piece(batch: Batch, group: list[int], block_size: int, left: int) -> _Piece:

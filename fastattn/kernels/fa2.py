@@ -10,8 +10,8 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from fastattn.kernels import Options, Problem
-from fastattn.kernels.machine import capability, installed
+from fastattn.kernels import Options, Problem, triton
+from fastattn.kernels.machine import cannot_import, capability
 from fastattn.kernels.torch_flash import window_for_flash
 from refattn.batch import Batch
 
@@ -25,8 +25,6 @@ def supports(problem: Problem) -> str | None:
         return f"computes on CUDA, the tensors are on {problem.device.type}"
     if capability(problem.device) < (8, 0):
         return "needs a GPU of compute capability 8.0 or newer"
-    if not installed("flash_attn") or not installed("flash_attn_2_cuda"):
-        return "the package flash-attn is not installed"
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"computes float16 and bfloat16, not {problem.dtype}"
     if problem.head_size != problem.value_head_size:
@@ -39,12 +37,13 @@ def supports(problem: Problem) -> str | None:
         return "its ALiBi bias is -slope * |distance|, another one than ours where keys behind a query are visible"
     if problem.block_size is not None and problem.max_query_len > 1:
         return CHUNKS
-    return _refusal(problem.head_size, problem.dtype, problem.device)
+    broken = cannot_import("flash_attn", "flash-attn")
+    return broken or _refusal(problem.head_size, problem.dtype, problem.device)
 
 
 def suits(problem: Problem) -> bool:
-    """Say whether to take this kernel: for long queries, as far as the choice may depend on the batch."""
-    return not problem.options.batch_invariant and problem.max_query_len > 16
+    """Say whether to take this kernel: where our own, which splits the keys, does not do better."""
+    return problem.device.type == "cuda" and not triton.suits(problem)
 
 
 def dense(

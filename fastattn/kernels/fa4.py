@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fastattn.kernels import Options, Problem
-from fastattn.kernels.machine import capability, installed
+from fastattn.kernels import Options, Problem, triton
+from fastattn.kernels.machine import cannot_import, capability
 from refattn.batch import Batch
 
 LARGEST_HEAD = {9: 256, 10: 128, 11: 128}  # by compute capability
@@ -23,8 +23,6 @@ def supports(problem: Problem) -> str | None:
     major, minor = capability(problem.device)
     if major not in LARGEST_HEAD:
         return f"needs a GPU of compute capability 9, 10 or 11, not {major}.{minor}"
-    if not installed("flash_attn.cute"):
-        return "the package flash-attn-4 is not installed"
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"computes float16 and bfloat16, not {problem.dtype}"
     sizes = (problem.head_size, problem.value_head_size)
@@ -37,12 +35,12 @@ def supports(problem: Problem) -> str | None:
         )
     if problem.options.alibi_slopes is not None:
         return "has no ALiBi: take fa2 or triton"
-    return None
+    return cannot_import("flash_attn.cute", "flash-attn-4")
 
 
 def suits(problem: Problem) -> bool:
-    """Say whether to take this kernel: for long queries, as far as the choice may depend on the batch."""
-    return not problem.options.batch_invariant and problem.max_query_len > 16
+    """Say whether to take this kernel: where our own, which splits the keys, does not do better."""
+    return problem.device.type == "cuda" and not triton.suits(problem)
 
 
 def dense(

@@ -1,16 +1,19 @@
 """What a kernel asks of the machine; the answers don't change, and a path asks before every launch."""
 
+import importlib
 from functools import cache
-from importlib.util import find_spec
 
 import torch
 
 
 @cache
-def installed(module: str) -> bool:
-    """Say whether a module can be imported, without importing it (but for the packages it lies in)."""
-    package = module.rpartition(".")[0]
-    return (not package or installed(package)) and find_spec(module) is not None
+def cannot_import(module: str, package: str) -> str | None:
+    """Say why a module of a package can't be used, or None: it is not installed, or it is broken."""
+    try:
+        importlib.import_module(module)
+    except (ImportError, OSError) as error:
+        return f"the package {package} can't be imported: {error}"
+    return None
 
 
 @cache

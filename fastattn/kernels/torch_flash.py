@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fastattn.kernels import Options, Problem
+from fastattn.kernels import Options, Problem, triton
 from fastattn.kernels.machine import capability
 from refattn.batch import Batch
 
@@ -34,8 +34,8 @@ def supports(problem: Problem) -> str | None:
 
 
 def suits(problem: Problem) -> bool:
-    """Say whether to take this kernel: for long queries, as far as the choice may depend on the batch."""
-    return not problem.options.batch_invariant and problem.max_query_len > 16
+    """Say whether to take this kernel: where our own, which splits the keys, does not do better."""
+    return problem.device.type == "cuda" and not triton.suits(problem)
 
 
 def dense(

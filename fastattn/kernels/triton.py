@@ -1,43 +1,50 @@
 """Our own Triton kernel: what no FlashAttention does well, short queries over any pages, and every option."""
 
+import os
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from fastattn.kernels import Options, Problem
-from fastattn.kernels.machine import capability, installed
+from fastattn.kernels.machine import cannot_import, capability, num_multiprocessors
 from refattn.batch import Batch
 
-SHORT = 16  # with more query tokens a sequence, a FlashAttention for Hopper is faster
 LARGEST_HEAD = 256
 
 
 def supports(problem: Problem) -> str | None:
     """Say why this kernel can't compute a problem, or None."""
-    if not installed("triton"):
-        return "the package triton is not installed"
-    if problem.device.type == "cuda":
-        if capability(problem.device) < (8, 0):
-            return "needs a GPU of compute capability 8.0 or newer"
-        types: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32)
-    else:
-        from fastattn.kernels.triton_attention import INTERPRETED
-
-        if problem.device.type != "cpu" or not INTERPRETED:
-            return f"computes on CUDA, the tensors are on {problem.device.type} (TRITON_INTERPRET=1 runs it on the CPU)"
-        types = (torch.float16, torch.float32)  # the interpreter multiplies bfloat16 matrices wrongly
+    interpreted = problem.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    if problem.device.type != "cuda" and not interpreted:
+        return f"computes on CUDA, the tensors are on {problem.device.type} (TRITON_INTERPRET=1 runs it on the CPU)"
+    if not interpreted and capability(problem.device) < (8, 0):
+        return "needs a GPU of compute capability 8.0 or newer"
+    types = [torch.float16, torch.float32, torch.bfloat16]
+    if interpreted:
+        types.remove(torch.bfloat16)  # the interpreter multiplies matrices of it wrongly
     if problem.dtype not in types:
         return f"computes {', '.join(map(str, types))}, not {problem.dtype}"
     if max(problem.head_size, problem.value_head_size) > LARGEST_HEAD:
         return f"head sizes up to {LARGEST_HEAD}, not {problem.head_size} and {problem.value_head_size}"
-    return None
+    return cannot_import("triton", "triton")
 
 
 def suits(problem: Problem) -> bool:
-    """Say whether to take this kernel: for short queries, and where the choice must not depend on the batch."""
+    """Say whether to take this kernel: where splitting the keys pays, or where the choice must not depend on the batch.
+
+    Another kernel gives a tile of queries to one multiprocessor, with all its keys. With few tiles most of the card
+    stays idle; with few rows a tile is mostly padding.
+
+    Source: measured on an NVIDIA H200 against flash-attn-4.
+    """
     if problem.device.type != "cuda":
         return False
-    return problem.options.batch_invariant or problem.max_query_len <= SHORT
+    rows = problem.max_query_len * (problem.num_heads // problem.num_kv_heads)
+    if problem.options.batch_invariant or rows <= 16:
+        return True
+    tiles = problem.num_seqs * problem.num_kv_heads * -(-rows // 128)
+    return tiles * (2 if rows <= 64 else 4) <= num_multiprocessors(problem.device)
 
 
 def dense(

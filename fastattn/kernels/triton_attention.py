@@ -428,10 +428,11 @@ def _attend_kernel(
             mask=is_key[None, :] & (at_d < HEAD_SIZE)[:, None],
             other=0.0,
         )  # [d, keys]
-        scores = tl.dot(q, k, input_precision="ieee") * scale
+        scores = tl.dot(q, k, input_precision="ieee")
         if SOFTCAP:
-            scores = softcap * _tanh(scores / softcap)
-        scores *= LOG2E
+            scores = _tanh(scores * (scale / softcap)) * (softcap * LOG2E)
+        else:
+            scores *= scale * LOG2E
         distance = positions[:, None] - j[None, :]
         if alibi_slopes is not None:
             scores -= slopes[:, None] * distance
