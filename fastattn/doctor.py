@@ -43,7 +43,7 @@ def run(console: Console | None = None) -> None:
 
 def _features(device: torch.device, here: dict[str, ModuleType], usual: Problem) -> Table:
     """Make the table of features by kernels: the one that is taken, those that can too, and the reasons of the rest."""
-    table = Table(title=f"What runs on {_describe(device)}", show_lines=False)
+    table = Table(title=f"What runs on {_describe(device)}")
     table.add_column("problem")
     for name in here:
         table.add_column(name, overflow="fold")

@@ -7,6 +7,7 @@ from einops import rearrange
 from jaxtyping import Int32, Int64, Shaped
 from torch import Tensor
 
+from fastattn.kernels.machine import cannot_import
 from refattn.batch import check_block_pairs, check_gather, check_sizes, check_slots
 
 
@@ -79,6 +80,10 @@ def write(
     Source: `refattn.kv_cache.write`.
     """
     check_slots(key, value, key_cache, value_cache, slot_mapping)
+    if key.is_cuda and cannot_import("triton", "triton") is None:  # one launch, which asks the device nothing
+        from fastattn.kernels import triton_cache
+
+        return triton_cache.write(key, value, key_cache, value_cache, slot_mapping)
     real = slot_mapping >= 0
     if not real.all():
         key, value, slot_mapping = key[real], value[real], slot_mapping[real]

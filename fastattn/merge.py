@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fastattn.kernels.machine import cannot_import
 from refattn.batch import check_options, check_partials
 
 
@@ -27,6 +28,10 @@ def merge(
     Source: `refattn.merge.merge`.
     """
     check_partials(outs, lses)
+    if outs[0].is_cuda and lses[0].dtype == torch.float32 and cannot_import("triton", "triton") is None:
+        from fastattn.kernels.triton_merge import merge_states
+
+        return merge_states(outs, lses)
     lse = lses[0]
     for part_lse in lses[1:]:
         lse = torch.logaddexp(lse, part_lse)

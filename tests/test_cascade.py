@@ -16,6 +16,7 @@ import fastattn.chunked_prefill
 import refattn.cascade
 import refattn.chunked_prefill
 import refattn.metadata
+from fastattn.kernels import cpu
 from refattn.batch import Batch, Level, Prefix
 
 each_twin = pytest.mark.parametrize("twin", [refattn.cascade, fastattn.cascade], ids=["ref", "fast"])
@@ -244,6 +245,16 @@ def test_a_long_prefix_and_a_short_suffix(kernel, device):
             *step.tensors, levels=step.levels(fastattn.cascade, device), return_lse=True
         )
     assert_matches_reference(out, lse, refattn.chunked_prefill.attention, *step.tensors)
+
+
+@pytest.mark.parametrize("size", [1, 2**11, 2**13], ids=str)
+def test_shared_keys_go_through_a_buffer_of_any_size(size, monkeypatch):
+    """The CPU kernel gathers what every query sees some blocks at a time; the last of them may be half full."""
+    monkeypatch.setattr(cpu, "BUFFER", size)
+    step = lay_out(SHARED["tree"])
+    assert_twins_agree("cascade", *step.tensors, levels=step.levels(fastattn.cascade))
+    inputs = build(Case("c", ((5, 77), (3, 40), (40, 97)), heads=(4, 2)))
+    assert_twins_agree("chunked_prefill", *inputs.tensors, causal=False)
 
 
 @each_kernel
@@ -490,6 +501,15 @@ def test_a_block_shared_by_chance_is_left_out(twin):
     chance = Prefix(10, 12, 8192 + 16)
     kept = twin.worthwhile_prefixes(query_lens, seq_lens, [chance, root], **SHAPE, machine=twin.H200)
     assert kept == [root]
+
+
+@each_twin
+def test_what_a_prefix_saves_does_not_count_what_another_saves_already(twin):
+    """The block shared by chance reaches further than the second prefix, and saves almost nothing beyond the root."""
+    root, chance, second = Prefix(0, 64, 8192), Prefix(10, 12, 8192 + 16), Prefix(64, 66, 8000)
+    query_lens, seq_lens, _ = decodes(66, 8192, 256)
+    kept = twin.worthwhile_prefixes(query_lens, seq_lens, [root, chance, second], **SHAPE, machine=twin.H200)
+    assert kept == [root, second]
 
 
 @each_twin

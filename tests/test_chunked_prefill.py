@@ -1,5 +1,6 @@
 """Prefill chunks and decodes in one batch over the paged cache."""
 
+import dataclasses
 import math
 
 import pytest
@@ -203,6 +204,22 @@ def test_a_batch_that_is_advanced_in_place_is_read_again(kernel, device):
         kernel.check(assert_twins_agree, "chunked_prefill", query, key_cache, value_cache, batch)
         batch.block_table[0, 0] = batch.block_table[1, 0]
         kernel.check(assert_twins_agree, "chunked_prefill", query, key_cache, value_cache, batch)
+
+
+@each_kernel
+@pytest.mark.parametrize("lens", [((30, 40),), ((1, 40), (5, 20))], ids=["one", "two"])
+def test_lengths_that_are_columns_of_a_table(lens, kernel, device):
+    """Lengths with strides, as they come out of a table of the scheduler."""
+    inputs = build(Case("columns", lens, heads=(4, 2)), device=device, dtype=kernel.dtypes[0])
+    query, key_cache, value_cache, batch = inputs.tensors
+    columns = {
+        name: torch.stack([x, torch.full_like(x, 7)], dim=1)[:, 0]
+        for name, x in (("cu_seqlens_q", batch.cu_seqlens_q), ("seq_lens", batch.seq_lens))
+    }
+    assert all(x.stride() == (2,) for x in columns.values())
+    strided = dataclasses.replace(batch, **columns)
+    with kernel.asked_for():
+        kernel.check(assert_twins_agree, "chunked_prefill", query, key_cache, value_cache, strided)
 
 
 # --- bad input ---

@@ -59,6 +59,7 @@ def run(
     if place.type == "cpu":
         torch.set_num_threads(measure.all_cores())
     else:
+        place = torch.device("cuda", place.index or 0)
         torch.cuda.set_device(place)
         dtype = torch.bfloat16
 

@@ -143,7 +143,7 @@ class Attention:
         lens = torch.tensor(self.lens, dtype=torch.int32, device=table.device)
         return Batch(
             cu_seqlens_q=torch.nn.functional.pad(lens[:, 0].cumsum(0, dtype=torch.int32), (1, 0)),
-            seq_lens=lens[:, 1].contiguous(),
+            seq_lens=torch.tensor([seq_len for _, seq_len in self.lens], dtype=torch.int32, device=table.device),
             block_table=table,
             max_query_len=max(query_len for query_len, _ in self.lens),
             max_seq_len=max(seq_len for _, seq_len in self.lens),

@@ -33,6 +33,8 @@ def supports(problem: Problem) -> str | None:
         return (
             f"head sizes over {where} that are multiples of {multiple} up to {largest}, not {sizes[0]} and {sizes[1]}"
         )
+    if problem.block_size is not None and 64 < sizes[0] <= 96 and problem.options.window[1] != 0:
+        return f"answers wrongly over pages with head size {sizes[0]} where keys behind a query are visible"
     if problem.options.alibi_slopes is not None:
         return "has no ALiBi: take fa2 or triton"
     return cannot_import("flash_attn.cute", "flash-attn-4")
@@ -63,7 +65,13 @@ def paged(
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend over pages; see `fastattn.kernels.paged`."""
     return _attend(
-        query, key_cache, value_cache, batch, options, seqused_k=batch.seq_lens, page_table=batch.block_table
+        query,
+        key_cache,
+        value_cache,
+        batch,
+        options,
+        seqused_k=_side_by_side(batch.seq_lens),
+        page_table=batch.block_table,
     )
 
 
@@ -81,7 +89,7 @@ def _attend(
         query,
         key,
         value,
-        cu_seqlens_q=batch.cu_seqlens_q,
+        cu_seqlens_q=_side_by_side(batch.cu_seqlens_q),
         max_seqlen_q=batch.max_query_len,
         max_seqlen_k=batch.max_seq_len,
         softmax_scale=options.softmax_scale,
@@ -93,3 +101,8 @@ def _attend(
         **where,
     )
     return adapt(out, lse, batch)
+
+
+def _side_by_side(lengths: Tensor) -> Tensor:
+    """Give lengths with a stride of 1, which it asks of a single one, too."""
+    return lengths if lengths.stride(0) == 1 else lengths.clone(memory_format=torch.contiguous_format)
