@@ -51,6 +51,9 @@ class Batch:
         b = self.seq_lens.shape[0]
         _expect(self.cu_seqlens_q, "cu_seqlens_q", torch.int32, ("b + 1",), (b + 1,))
         same_device(seq_lens=self.seq_lens, cu_seqlens_q=self.cu_seqlens_q)
+        for name, lengths in (("seq_lens", self.seq_lens), ("cu_seqlens_q", self.cu_seqlens_q)):
+            if not lengths.is_contiguous():  # kernels take a pointer to them, and no stride
+                raise ValueError(f"{name}: expected its entries side by side, got a stride of {lengths.stride(0)}")
         if self.block_table is not None:
             _expect(self.block_table, "block_table", torch.int32, ("b", "m"), (b, None))
             same_device(seq_lens=self.seq_lens, block_table=self.block_table)

@@ -193,6 +193,10 @@ def test_bad_input_is_named(twin):
             lambda: type(batch)(batch.cu_seqlens_q, batch.seq_lens[:1], None, 1, 9),
             "cu_seqlens_q: expected int32 [b + 1=2]",
         ),
+        (
+            lambda: type(batch)(batch.cu_seqlens_q, torch.tensor([[1, 7], [9, 7]]).int()[:, 0], None, 1, 9),
+            "seq_lens: expected its entries side by side, got a stride of 2",
+        ),
         (lambda: type(batch)(batch.cu_seqlens_q, batch.seq_lens, None, 1, table), "max_seq_len: expected a Python int"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):

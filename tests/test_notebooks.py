@@ -35,7 +35,7 @@ def test_it_prints_what_it_stores(path):
 
 @each_notebook
 def test_it_teaches_as_the_others_do(path):
-    """It opens with a question, has small cells, pictures and an exercise with a hidden answer; last, the twins agree."""
+    """It opens with a question, has small cells, pictures and hidden answers, and last the twins agree."""
     cells = read(path).cells
     text = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
     assert "?" in cells[0].source, "no question to open with"
