@@ -2,7 +2,7 @@
 
 In a page, `{{ name argument ... }}` is replaced by what the function of that name in `INSERTS` answers:
 
-    {{ picture local "Caption." }}             a drawing of refattn.picture
+    {{ picture local "Caption." }}             an example of refattn.picture, drawn when the site is built
     {{ code refattn.local.attention }}         a function as it stands in its file, without its docstring
     {{ file refattn/local.py }}                a link to a whole source file
     {{ test tests/test_merge.py::test_it }}    a link to a test, which must exist
@@ -31,12 +31,16 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
 from fastattn import kernels as fast_kernels
+from refattn import picture as drawings
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs/results"
 TWINS = ("fastattn", "refattn")
 INSERT = re.compile(r"\{\{ (\w+)(.*?) \}\}")
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
+SOURCE_OF_IDEA = re.compile(
+    r'<details class="source" open>\s*<summary>(.*?)</summary>\s*(?:<p>(.*?)</p>)?\s*</details>', re.DOTALL
+)
 SOURCES = ("refattn/*.py", "fastattn/*.py", "fastattn/kernels/*.py", "fastattn/bench/*.py", "tests/*.py")
 
 
@@ -48,6 +52,8 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         for name, content in notebook_files(path):
             files.append(File.generated(config, name, content=content))
+    for name in drawings.EXAMPLES:
+        files.append(File.generated(config, f"pictures/{name}.svg", content=drawings.example(name)._repr_svg_()))
     for path in source_files():
         page = File.generated(config, page_of(path), content=source_page(path), inclusion=InclusionLevel.NOT_IN_NAV)
         files.append(page)
@@ -67,13 +73,13 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 
 def on_page_content(content: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Make MathML of the formulas, which browsers draw without any script."""
+    """Make MathML of the formulas, which browsers draw without any script, and a paragraph of a docstring's source."""
 
     def formula(match: re.Match[str]) -> str:
         display = "inline" if match[1] == "span" else "block"
         return latex_to_mathml(html.unescape(match[2]), display=display)
 
-    return FORMULA.sub(formula, content)
+    return SOURCE_OF_IDEA.sub(r"<p><strong>Source:</strong> \1 \2</p>", FORMULA.sub(formula, content))
 
 
 # --- inserts ---
@@ -124,12 +130,16 @@ def api(page: Page, config: MkDocsConfig, files: Files, package: str) -> str:
     """Describe every module of a package from its docstrings."""
     folder = ROOT / package
     names = [path.stem for path in sorted(folder.glob("*.py")) if not path.stem.startswith("_")]
-    return "\n\n".join(f"## {name}\n\n::: {package}.{name}" for name in names)
+    return "\n\n".join(f"::: {package}.{name}" for name in names)
 
 
 def picture(page: Page, config: MkDocsConfig, files: Files, name: str, caption: str) -> str:
     """Draw a picture, with a sentence that says what to see in it."""
-    return f"*picture {name}: {caption}*"
+    if name not in drawings.EXAMPLES:
+        raise PluginError(
+            f"{page.file.src_uri}: no picture is called {name!r}; there are {', '.join(drawings.EXAMPLES)}"
+        )
+    return figure(to(page, f"pictures/{name}.svg"), caption)
 
 
 def measured(page: Page, config: MkDocsConfig, files: Files, path: str = "") -> str:
@@ -149,6 +159,11 @@ def measured(page: Page, config: MkDocsConfig, files: Files, path: str = "") -> 
 
 
 INSERTS = {insert.__name__: insert for insert in (api, code, file, kernels, measured, picture, says, test)}
+
+
+def figure(url: str, caption: str) -> str:
+    """Show a picture, with a sentence that says what to see in it."""
+    return f'<figure markdown="span">\n  ![{caption}]({url})\n  <figcaption>{caption}</figcaption>\n</figure>'
 
 
 # --- measurements: files of `fastattn.bench.report` ---
@@ -196,7 +211,8 @@ def machine(page: Page, file: Path, run: dict[str, Any]) -> str:
             if "median" in entry:
                 numbers = [duration(entry["median"]), f"{row['floor'] / entry['median']:.0%}", f"{entry['ratio']:.2f}"]
             else:
-                numbers = [entry.get("error", row.get("error", "")).split(":")[0], "", ""]
+                reason = entry.get("error", row.get("error", ""))
+                numbers = ["wrong answer" if reason.startswith("WrongAnswer") else "did not run", "", ""]
             table.append(f"| {name} | {entry['name']} | {' | '.join(numbers)} |")
             name = ""
     return "\n\n".join([*parts[:-2], "\n".join(table)])
@@ -270,10 +286,12 @@ def notebook_files(path: Path) -> Iterator[tuple[str, str | bytes]]:
         for output in cell["outputs"]:
             data = output.get("data", {})
             text = output.get("text") or data.get("text/plain", "")
-            if "image/png" in data:
+            kind = next((kind for kind in ("image/svg+xml", "image/png") if kind in data), None)
+            if kind:
                 pictures += 1
-                name = f"{path.stem}-{pictures}.png"
-                yield f"notebooks/{name}", base64.b64decode(data["image/png"])
+                name = f"{path.stem}-{pictures}.{kind[6:9]}"
+                drawn = "".join(data[kind])
+                yield f"notebooks/{name}", drawn if kind == "image/svg+xml" else base64.b64decode(drawn)
                 parts.append(f"![what the cell above draws]({name}){{ .drawn }}")
             elif text:
                 parts.append(f"```{{.text .output}}\n{''.join(text).rstrip()}\n```")

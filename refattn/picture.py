@@ -119,8 +119,18 @@ class Drawing:
         return _figure(self)
 
     def save(self, path: Path | str) -> None:
-        """Write a picture; the ending of the path says whether it is a PNG or an SVG."""
-        Path(path).write_bytes(self._bytes(Path(path).suffix.removeprefix(".")))
+        """Write a picture.
+
+        Raises:
+            ValueError: if the path ends neither in .png nor in .svg.
+            ImportError: if matplotlib is not installed.
+        """
+        if Path(path).suffix not in (".png", ".svg"):
+            raise ValueError(f"path: expected a .png or an .svg, got {path}")
+        Path(path).write_bytes(self._bytes(Path(path).suffix[1:]))
+
+    def __repr__(self) -> str:
+        return self.text()  # what a terminal shows, and a notebook where it can't show the picture
 
     def _repr_svg_(self) -> str:
         return self._bytes("svg").decode()
@@ -129,8 +139,9 @@ class Drawing:
         import matplotlib
 
         buffer = io.BytesIO()
-        with matplotlib.rc_context({"svg.hashsalt": "refattn"}):  # the same drawing is the same file
-            metadata = {"Date": None} if kind == "svg" else {}
+        # The same drawing is the same file, and its letters are letters.
+        with matplotlib.rc_context({"svg.hashsalt": "refattn", "svg.fonttype": "none"}):
+            metadata = dict.fromkeys(("Date", "Creator") if kind == "svg" else ("Software",))
             self.figure().savefig(buffer, format=kind, dpi=150, transparent=True, metadata=metadata)
         return buffer.getvalue()
 
@@ -366,7 +377,7 @@ def schedule(steps: Sequence[Mapping[str, int]], *, budget: int) -> Drawing:
 # --- drawings of weights ---
 
 
-def merge(parts: Sequence[Float[Tensor, "s"]], *, words: Words | None = None) -> Drawing:
+def merge(parts: Sequence[Float[Tensor, "_"]], *, words: Words | None = None) -> Drawing:
     """Draw how one query's answers over disjoint keys merge: weights of each part by itself, then their shares.
 
     Args:
@@ -547,8 +558,9 @@ def _figure(drawing: Drawing) -> Any:
         y += head + max(_body(panel) for panel in line) + GAP
         widest = max(widest, x - GAP)
     if drawing.note:
-        pen.letters(0, y, drawing.note, ha="left")
+        pen.letters(0.0, y, drawing.note, ha="left")
         y += GAP
+    pen.finish()
     bottom = y - GAP + 0.8
     figure.set_size_inches(UNIT * (widest + 0.6), UNIT * (bottom + 0.3))
     axes.set(xlim=(-0.3, widest + 0.3), ylim=(bottom, -0.3))
@@ -574,10 +586,14 @@ def _left(panel: Grid | Bars) -> float:
 
 
 def _width(panel: Grid | Bars) -> float:
-    inside = BAR_WIDTH * len(panel.labels) if isinstance(panel, Bars) else panel.width * max(map(len, panel.cells))
+    inside = BAR_WIDTH * len(panel.labels) if isinstance(panel, Bars) else panel.width * _num_columns(panel)
     # A slanted label of the last column leans out.
     lean = max(0.0, 0.62 * LETTER * len(panel.columns[-1]) - 0.3) if isinstance(panel, Grid) and panel.columns else 0.0
     return max(_left(panel) + inside + lean, LETTER * len(panel.title))
+
+
+def _num_columns(grid: Grid) -> int:
+    return max([len(grid.columns), *map(len, grid.cells)])
 
 
 def _head(panel: Grid | Bars) -> float:
@@ -604,6 +620,7 @@ class _Pen:
 
     def __init__(self, axes: Any) -> None:
         self.axes = axes
+        self.rectangles: dict[tuple, list[list[tuple[float, float]]]] = {}  # corners, by style
 
     def title(self, panel: Grid | Bars, x: float, y: float) -> None:
         self.letters(x, y + 0.4, panel.title, ha="left", weight="bold")
@@ -625,7 +642,7 @@ class _Pen:
             self.box(x + span.start * grid.width, top, (span.stop - span.start) * grid.width, 1.0, span.cell)
         for cut in grid.cuts:
             at = x + cut * grid.width
-            self.axes.plot([at, at], [top, y + len(grid.cells)], color=INK, lw=1.5)
+            self.axes.plot([at, at], [top, y + len(grid.cells)], color=INK, lw=1.5, clip_on=False)
         self.labels(grid.columns, x + grid.width / 2, top - 0.3, grid.width, up=True)
 
     def bars(self, bars: Bars, x: float, y: float) -> None:
@@ -634,7 +651,7 @@ class _Pen:
             left, top = x + (i + 0.12) * BAR_WIDTH, y - BAR_HEIGHT * max(0.0, value)
             self.rectangle(left, top, 0.76 * BAR_WIDTH, BAR_HEIGHT * abs(value), facecolor=_colour(group))
             self.letters(left + 0.38 * BAR_WIDTH, top - 0.45, f"{value:.2f}")
-        self.axes.plot([x, x + BAR_WIDTH * len(bars.values)], [y, y], color=INK, lw=0.8)
+        self.axes.plot([x, x + BAR_WIDTH * len(bars.values)], [y, y], color=INK, lw=0.8, clip_on=False)
         lowest = y - BAR_HEIGHT * min(0.0, *bars.values)
         self.labels(bars.labels, x + BAR_WIDTH / 2, lowest + 0.4, BAR_WIDTH, up=False)
 
@@ -664,9 +681,17 @@ class _Pen:
             self.axes.text(x, y, text, color=color, ha=ha, va="center", fontsize=POINTS, **style)
 
     def rectangle(self, x: float, y: float, width: float, height: float, **style: Any) -> None:
-        from matplotlib.patches import Rectangle
+        corners = [(x, y), (x + width, y), (x + width, y + height), (x, y + height), (x, y)]
+        self.rectangles.setdefault(tuple(style.items()), []).append(corners)
 
-        self.axes.add_patch(Rectangle((x, y), width, height, **{"linewidth": 0, **style}))
+    def finish(self) -> None:
+        """Put the rectangles on the axes: those of one style are one path, which keeps an SVG small."""
+        from matplotlib.patches import PathPatch
+        from matplotlib.path import Path as Outline
+
+        for style, all_corners in self.rectangles.items():
+            outline = Outline.make_compound_path(*[Outline(corners, closed=True) for corners in all_corners])
+            self.axes.add_patch(PathPatch(outline, clip_on=False, **{"linewidth": 0, **dict(style)}))
 
 
 def _colour(group: int) -> str:
@@ -826,15 +851,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--output", type=Path, help="a PNG or an SVG; NAME.png if left out, - for none")
     options = parser.parse_args(arguments)
+    output = options.output or Path(f"{options.name}.png")
     try:
         drawing = example(options.name, Settings(options.window, options.chunk, options.block_size, options.lens))
+        if str(output) != "-":
+            drawing.save(output)
     except ValueError as error:
         parser.error(str(error))
     sys.stdout.write(drawing.text() + "\n")
-    output = options.output or Path(f"{options.name}.png")
-    if str(output) != "-":
-        drawing.save(output)
-        sys.stdout.write(f"\n{output}\n")
 
 
 def _pair(text: str) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 from io import StringIO
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -95,7 +96,7 @@ def test_demo_sees_a_wrong_layer(tiny, monkeypatch, wrong):
         return out + wrong if len(calls) == 7 else out
 
     comparison = demo.Comparison()
-    monkeypatch.setattr(comparison.fast, "attention", wrong_once)
+    monkeypatch.setattr(comparison.chunked_prefill, "fast", SimpleNamespace(attention=wrong_once))
     monkeypatch.setattr(demo, "Comparison", lambda: comparison)
     work = demo.prepare()
     work.engine("fastattn", twin=comparison).generate(work.prompts, work.sampling)
