@@ -7,7 +7,7 @@ from einops import rearrange
 from jaxtyping import Int32, Int64, Shaped
 from torch import Tensor
 
-from fastattn.kernels.machine import cannot_import
+from fastattn.kernels.machine import runs_triton
 from refattn.batch import check_block_pairs, check_gather, check_sizes, check_slots
 
 
@@ -80,7 +80,7 @@ def write(
     Source: `refattn.kv_cache.write`.
     """
     check_slots(key, value, key_cache, value_cache, slot_mapping)
-    if key.is_cuda and cannot_import("triton", "triton") is None:  # one launch, which asks the device nothing
+    if runs_triton(key.device):  # one launch, which asks the device nothing
         from fastattn.kernels import triton_cache
 
         return triton_cache.write(key, value, key_cache, value_cache, slot_mapping)

@@ -2,11 +2,12 @@
 
 import torch
 from einops import rearrange
-from jaxtyping import Float
+from jaxtyping import Float, Int32
 from torch import Tensor
 
 from fastattn import kernels
 from fastattn.kernels import Options
+from fastattn.kernels.machine import runs_triton
 from refattn.batch import Batch, check_block_table, check_chunk, check_options, check_paged
 
 
@@ -77,8 +78,8 @@ def make_virtual_batches(batch: Batch, chunk_size: int, *, block_size: int) -> B
 
     Returns:
         A batch with the same query rows and a sequence for each chunk that has some of them. It may have more sequences
-        than that, without queries. Its positions count from the beginning of a chunk, so take the
-        rotary positions of new tokens from `batch`; slots are the same.
+        than that, without queries. Its positions count from the beginning of a chunk, so take the rotary positions of
+        new tokens from `batch`; slots are the same.
 
     Raises:
         ValueError: if the block size does not divide the chunk, or the batch has no block table or (on a CPU) too few
@@ -91,22 +92,34 @@ def make_virtual_batches(batch: Batch, chunk_size: int, *, block_size: int) -> B
     if batch.max_seq_len <= chunk_size:
         return batch  # one chunk holds every sequence
     # The most that `max_query_len` neighbours can touch is when the first of them ends a chunk.
-    chunks = (batch.max_query_len + chunk_size - 2) // chunk_size + 1
+    num_chunks = (max(batch.max_query_len, 1) + chunk_size - 2) // chunk_size + 1
     columns = min(chunk_size // block_size, block_table.shape[1])
+    if runs_triton(batch.device):  # one launch instead of twenty
+        from fastattn.kernels.triton_tables import cut_chunks
+    else:
+        cut_chunks = _cut_chunks
+    cu_seqlens_q, seq_lens, virtual_table = cut_chunks(
+        batch, chunk_size, block_size=block_size, num_chunks=num_chunks, columns=columns
+    )
+    return Batch(cu_seqlens_q, seq_lens, virtual_table, min(batch.max_query_len, chunk_size), chunk_size)
 
+
+def _cut_chunks(
+    batch: Batch, chunk_size: int, *, block_size: int, num_chunks: int, columns: int
+) -> tuple[Int32[Tensor, "_"], Int32[Tensor, "v"], Int32[Tensor, "v columns"]]:
+    """Give `cu_seqlens_q`, `seq_lens` and the block table of `num_chunks` virtual sequences for each sequence."""
+    assert batch.block_table is not None
     seq_lens, context_lens = rearrange(batch.seq_lens, "b -> b 1"), rearrange(batch.context_lens, "b -> b 1")
-    number = context_lens // chunk_size + torch.arange(chunks, dtype=torch.int32, device=batch.device)
+    number = context_lens // chunk_size + torch.arange(num_chunks, dtype=torch.int32, device=batch.device)
     begin = number * chunk_size  # [b, chunks], of each chunk; below 0 where there are more queries than keys
     end = torch.minimum(begin + chunk_size, seq_lens)
     first_key = begin.clamp(min=0)
     rows_end = end + rearrange(batch.cu_seqlens_q[1:] - batch.seq_lens, "b -> b 1")  # query rows, left-over chunks too
     # Behind its last block a row repeats the sequence's last column: no key is there.
     used = rearrange(first_key // block_size, "b chunks -> b chunks 1") + torch.arange(columns, device=batch.device)
-    used = rearrange(used.clamp(max=block_table.shape[1] - 1), "b chunks columns -> b (chunks columns)")
-    return Batch(
-        cu_seqlens_q=torch.cat([batch.cu_seqlens_q[:1], rearrange(rows_end, "b chunks -> (b chunks)")]),
-        seq_lens=rearrange((end - first_key).clamp(min=0), "b chunks -> (b chunks)"),
-        block_table=rearrange(block_table.gather(1, used), "b (chunks columns) -> (b chunks) columns", chunks=chunks),
-        max_query_len=min(batch.max_query_len, chunk_size),
-        max_seq_len=chunk_size,
+    used = rearrange(used.clamp(max=batch.block_table.shape[1] - 1), "b chunks columns -> b (chunks columns)")
+    return (
+        torch.cat([batch.cu_seqlens_q[:1], rearrange(rows_end, "b chunks -> (b chunks)")]),
+        rearrange((end - first_key).clamp(min=0), "b chunks -> (b chunks)"),
+        rearrange(batch.block_table.gather(1, used), "b (chunks columns) -> (b chunks) columns", chunks=num_chunks),
     )

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fastattn.kernels.machine import cannot_import
+from fastattn.kernels.machine import runs_triton
 from refattn.batch import check_options, check_partials
 
 
@@ -28,7 +28,7 @@ def merge(
     Source: `refattn.merge.merge`.
     """
     check_partials(outs, lses)
-    if outs[0].is_cuda and lses[0].dtype == torch.float32 and cannot_import("triton", "triton") is None:
+    if lses[0].dtype == torch.float32 and runs_triton(outs[0].device):
         from fastattn.kernels.triton_merge import merge_states
 
         return merge_states(outs, lses)

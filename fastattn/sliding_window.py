@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastattn import kernels
 from fastattn.kernels import Options
+from fastattn.kernels.machine import runs_triton
 from refattn.batch import Batch, check_block_table, check_held, check_options, check_paged, check_sizes, check_window
 
 
@@ -74,8 +75,8 @@ def attention(
 def trim(batch: Batch, window_size: tuple[int, int], *, block_size: int) -> Batch:
     """Cut the blocks off the front of each sequence that none of its queries can see.
 
-    Nothing is cut at the end: the last query stands at the last key. A trimmed batch has nothing left to cut, so trimming
-    once a step serves all layers of a window.
+    Nothing is cut at the end: the last query stands at the last key. In a trimmed batch nothing is left to cut, so
+    trimming once a step serves all layers of a window.
 
     Args:
         batch: the lengths and the block table; entries that are cut off may hold anything.
@@ -100,15 +101,17 @@ def trim(batch: Batch, window_size: tuple[int, int], *, block_size: int) -> Batc
     longest = min(batch.max_seq_len, left + batch.max_query_len + block_size - 1)
     columns = min(-(-longest // block_size), block_table.shape[1])
 
-    cut = (batch.context_lens - left).clamp(min=0) // block_size  # [b], in blocks
-    used = rearrange(cut, "b -> b 1") + torch.arange(columns, device=batch.device)
-    return replace(
-        batch,
-        seq_lens=batch.seq_lens - cut * block_size,
+    if runs_triton(batch.device):  # one launch instead of ten
+        from fastattn.kernels import triton_tables
+
+        seq_lens, block_table = triton_tables.trim(batch, left, block_size=block_size, columns=columns)
+    else:
+        cut = (batch.context_lens - left).clamp(min=0) // block_size  # [b], in blocks
+        seq_lens = batch.seq_lens - cut * block_size
+        used = rearrange(cut, "b -> b 1") + torch.arange(columns, device=batch.device)
         # Behind its last block a row repeats the sequence's last column: no key is there.
-        block_table=block_table.gather(1, used.clamp(max=block_table.shape[1] - 1)),
-        max_seq_len=longest,
-    )
+        block_table = block_table.gather(1, used.clamp(max=block_table.shape[1] - 1))
+    return replace(batch, seq_lens=seq_lens, block_table=block_table, max_seq_len=longest)
 
 
 class WindowPool:

@@ -104,8 +104,8 @@ def make_virtual_batches(batch: Batch, chunk_size: int, *, block_size: int) -> B
 
     Returns:
         A batch with the same query rows and a sequence for each chunk that has some of them. It may have more sequences
-        than that, without queries. Its positions count from the beginning of a chunk, so take the
-        rotary positions of new tokens from `batch`; slots are the same.
+        than that, without queries. Its positions count from the beginning of a chunk, so take the rotary positions of
+        new tokens from `batch`; slots are the same.
 
     Raises:
         ValueError: if the block size does not divide the chunk, or the batch has no block table or (on a CPU) too few

@@ -105,8 +105,8 @@ def attention(
 def trim(batch: Batch, window_size: tuple[int, int], *, block_size: int) -> Batch:
     """Cut the blocks off the front of each sequence that none of its queries can see.
 
-    Nothing is cut at the end: the last query stands at the last key. A trimmed batch has nothing left to cut, so trimming
-    once a step serves all layers of a window.
+    Nothing is cut at the end: the last query stands at the last key. In a trimmed batch nothing is left to cut, so
+    trimming once a step serves all layers of a window.
 
     Args:
         batch: the lengths and the block table; entries that are cut off may hold anything.

@@ -204,8 +204,20 @@ def names_in(formulas: str) -> set[str]:
     return {word.strip() for word in words} | greek | letters
 
 
+FILES_WITH_LINKS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "notebooks").glob("*.ipynb"))]
+
+
+@pytest.mark.parametrize("page", FILES_WITH_LINKS, ids=lambda page: page.name)
+def test_links_between_files_lead_somewhere(page):
+    """What is read in the repository, and not on the site, links to files of the repository."""
+    for link in re.findall(r"\]\(([^)\s]+)\)", text_of(page)):
+        if not re.match(r"[a-z]+:|#", link):
+            assert (page.parent / urldefrag(link).url).exists(), f"{page.name} links to {link}"
+
+
 def test_the_newcomers_way(site):
-    """From the start page to notebook 1, from there to a path, and on it is the reference: three clicks."""
+    """From the README to notebook 1, from there or from the start page to a path, and on it is the reference."""
+    assert "(notebooks/01_ragged_batch.ipynb)" in (ROOT / "README.md").read_text()
     start = next(path for path in site if path.name == "index.html" and (path.parent / "notebooks").is_dir())
     first = (start.parent / "notebooks/01_ragged_batch.html").resolve()
     assert "notebooks/01_ragged_batch.html" in site[start].links

@@ -32,6 +32,7 @@ import refattn.chunked_prefill
 import refattn.local
 import refattn.masks
 import refattn.metadata
+from fastattn.kernels import triton_tables
 from refattn.batch import Batch
 
 TWINS = [refattn.local, fastattn.local]
@@ -224,6 +225,35 @@ def test_virtual_batches_agree_on_drawn_batches(case, blocks):
     assert twin.num_seqs <= most, "more virtual sequences than the queries can touch chunks"
 
 
+@each_case
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_one_launch_makes_the_same_virtual_batches(case, blocks, device):
+    """What `fastattn` launches on CUDA; on the CPU, Triton's interpreter runs it."""
+    batch, p = build(case, device=device).batch, case.block_size
+    num_chunks = (max(batch.max_query_len, 1) + blocks * p - 2) // (blocks * p) + 1
+    sizes = dict(block_size=p, num_chunks=num_chunks, columns=min(blocks, batch.block_table.shape[1]))
+    launched = triton_tables.cut_chunks(batch, blocks * p, **sizes)
+    by_torch = fastattn.local._cut_chunks(batch, blocks * p, **sizes)
+    assert all(torch.equal(*pair) for pair in zip(launched, by_torch, strict=True))
+
+
+@given(case=ragged_cases(), blocks=st.integers(1, 5))
+def test_one_launch_makes_the_same_tables_on_drawn_batches(case, blocks, device):
+    batch, p = build(case, device=device).batch, case.block_size
+    num_chunks = (max(batch.max_query_len, 1) + blocks * p - 2) // (blocks * p) + 1
+    sizes = dict(block_size=p, num_chunks=num_chunks, columns=min(blocks, batch.block_table.shape[1]))
+    pairs = [
+        *zip(
+            triton_tables.cut_chunks(batch, blocks * p, **sizes),
+            fastattn.local._cut_chunks(batch, blocks * p, **sizes),
+            strict=True,
+        )
+    ]
+    rows = sum(q for q, _ in case.lens) + case.padding_rows
+    slots = [module.slot_mapping(batch, rows, block_size=p) for module in (triton_tables, refattn.metadata)]
+    assert all(torch.equal(*pair) for pair in [*pairs, slots])
+
+
 def test_one_request_makes_more_virtual_sequences_than_there_were_requests(device):
     """The twin's buffers are sized for all of them (V#49980), from Python ints alone."""
     table = [list(range(100))]
@@ -234,6 +264,16 @@ def test_one_request_makes_more_virtual_sequences_than_there_were_requests(devic
                 virtual = fastattn.local.make_virtual_batches(batch, chunk_size, block_size=8)
                 assert virtual.num_seqs == most
                 assert int(virtual.query_lens.sum()) == query_len
+
+
+@each_twin
+@pytest.mark.parametrize("chunk_size", [1, 2, 4])
+def test_a_batch_without_queries_has_no_virtual_sequence_with_some(twin, chunk_size, device):
+    batch = refattn.metadata.make_batch([0, 0], [5, 0], [list(range(5)), []], device=device)
+    virtual = twin.make_virtual_batches(batch, chunk_size, block_size=1)
+    assert not virtual.query_lens.any()
+    nobody = refattn.metadata.make_batch([], [], [], device=device)
+    assert twin.make_virtual_batches(replace(nobody, max_seq_len=9), chunk_size, block_size=1).num_seqs == 0
 
 
 def test_captured_with_a_short_sequence_replayed_past_a_chunk(device):

@@ -34,6 +34,7 @@ import refattn.dense
 import refattn.kv_cache
 import refattn.metadata
 import refattn.sliding_window
+from fastattn.kernels import triton_tables
 
 TWINS = [refattn.sliding_window, fastattn.sliding_window]
 each_twin = pytest.mark.parametrize("twin", TWINS, ids=["ref", "fast"])
@@ -212,6 +213,21 @@ def test_blocks_that_fell_out_of_the_window_are_never_read(twin, case, device):
             assert torch.equal(out[1], expected[1])
 
 
+@each_trimmed
+@pytest.mark.parametrize("left", [0, 15, 40])
+def test_one_launch_trims_the_same(case, left, device):
+    """What `fastattn` launches on CUDA; on the CPU, Triton's interpreter runs it."""
+    batch, p = build(case, device=device).batch, case.block_size
+    left = min(left, batch.max_seq_len - p - 1)  # where there is something to cut
+    columns = min(-(-(left + batch.max_query_len + p - 1) // p), batch.block_table.shape[1])
+    seq_lens, block_table = triton_tables.trim(batch, left, block_size=p, columns=columns)
+    launched = replace(batch, seq_lens=seq_lens, block_table=block_table)
+    by_loops = refattn.sliding_window.trim(batch, (left, 0), block_size=p)
+    assert torch.equal(seq_lens, by_loops.seq_lens)
+    assert block_table.shape[1] == columns
+    assert used(launched, p) == used(by_loops, p)
+
+
 @each_twin
 @each_trimmed
 def test_slots_of_new_tokens_stay_what_they_are(twin, case, device):
@@ -231,6 +247,12 @@ def test_a_batch_trimmed_once_serves_every_layer(twin, case, device):
     again = twin.trim(trimmed, (20, 0), block_size=case.block_size)
     assert used(again, case.block_size) == used(trimmed, case.block_size)
     assert torch.equal(again.seq_lens, trimmed.seq_lens)
+
+
+@each_twin
+def test_a_batch_without_sequences_has_nothing_to_trim(twin, device):
+    nobody = replace(refattn.metadata.make_batch([], [], [], device=device), max_query_len=3, max_seq_len=90)
+    assert twin.trim(nobody, (7, 0), block_size=16).num_seqs == 0
 
 
 @each_twin

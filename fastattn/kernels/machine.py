@@ -16,6 +16,11 @@ def cannot_import(module: str, package: str) -> str | None:
     return None
 
 
+def runs_triton(device: torch.device) -> bool:
+    """Say whether our Triton kernels run on a device: those of tables, caches and merges, which torch can do too."""
+    return device.type == "cuda" and cannot_import("triton", "triton") is None
+
+
 @cache
 def capability(device: torch.device) -> tuple[int, int]:
     """Give the compute capability of a CUDA device, (9, 0) for Hopper."""

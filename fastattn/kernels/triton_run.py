@@ -1,0 +1,272 @@
+"""What one Triton program does: attend from a tile of queries to a run of keys, a step of keys at a time.
+
+A tile's rows are the tokens of one sequence times the query heads that share a key head, so that all of them are rows
+of one matrix product: row `r` is token `r // GROUP`, head `r % GROUP` of the group.
+
+Source: Dao et al. 2022, "FlashAttention"; Kwon et al. 2023, "PagedAttention"; Ainslie et al. 2023, "GQA".
+"""
+
+from typing import NamedTuple, no_type_check
+
+import torch
+import triton
+import triton.language as tl
+
+from fastattn.kernels import machine
+
+INTERPRETED = triton.knobs.runtime.interpret  # kernels run in Python, on CPU tensors
+
+# What changes from batch to batch, which must not lead to another compilation.
+CHANGING = (
+    *("block_table", "cu_seqlens_q", "cu_seqlens_k", "seq_lens", "table_row_stride"),
+    *("num_tokens", "num_seqs", "splits", "left", "right", "chunk_size"),
+)
+
+
+class Tuning(NamedTuple):
+    """The shape of a launch.
+
+    Attributes:
+        block_m: rows of a tile.
+        block_n: keys of a step.
+        num_warps: warps of a program.
+        num_stages: steps in flight.
+        splits: into how many runs the keys of a sequence of average length are divided.
+        most_splits: and those of the longest, at most.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    splits: int
+    most_splits: int
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Give the number of multiprocessors; a few for the interpreter, so that its tests split keys too."""
+    return 4 if INTERPRETED else machine.num_multiprocessors(device)
+
+
+def can_overlap(device: torch.device) -> bool:
+    """Say whether a kernel can be put in place while the one before it ends (programmatic dependent launch)."""
+    return not INTERPRETED and machine.capability(device) >= (9, 0)
+
+
+def pad(size: int) -> int:
+    """Give the next power of two; Triton's own function is slow outside a kernel."""
+    return 1 << (size - 1).bit_length()
+
+
+# Triton's interpreter finds a function only if it stands above the one that calls it.
+
+
+@triton.jit
+@no_type_check
+def visible_keys(
+    first_position,
+    last_position,
+    seq_len,
+    left,
+    right,
+    chunk_size,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Bound the keys that some queries see: the first of them, at the beginning of a step, and one behind the last.
+
+    The positions may be a tensor, one pair a sequence.
+    """
+    first_key = first_position * 0
+    last_key = seq_len
+    if RIGHT:
+        last_key = tl.minimum(last_key, last_position + right + 1)
+    if LEFT:
+        first_key = tl.maximum(first_key, first_position - left)
+    if CHUNK:
+        first_key = tl.maximum(first_key, tl.maximum(first_position, 0) // chunk_size * chunk_size)
+    return first_key // BLOCK_N * BLOCK_N, last_key
+
+
+@triton.jit
+@no_type_check
+def _tanh(x):
+    size = tl.abs(x)
+    square = x * x
+    shrunk = tl.exp(-2.0 * size)
+    large = (1.0 - shrunk) / (1.0 + shrunk)
+    small = size * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0)))  # where 1 - shrunk would lose its digits
+    return tl.where(x < 0.0, -1.0, 1.0) * tl.where(size < 0.05, small, large)
+
+
+@triton.jit
+@no_type_check
+def attend_to_run(
+    query_rows,
+    query_stride,
+    is_row,
+    positions,
+    first_position,
+    last_position,
+    key,
+    value,
+    block_table,
+    cu_seqlens_k,
+    sequence,
+    kv_head,
+    first_key,
+    last_key,
+    slopes,
+    key_strides,
+    value_strides,
+    table_row_stride,
+    table_stride,
+    scale,
+    softcap,
+    left,
+    right,
+    chunk_size,
+    HEAD_SIZE: tl.constexpr,
+    VALUE_HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Attend from a tile to the keys from `first_key` up to `last_key` of a sequence, by an online softmax in base 2.
+
+    `query_rows` point to the queries of the rows that `is_row`; `positions` lie between the first and the last one.
+    `key` and `value` are pages that `block_table` leads to, or rows that `cu_seqlens_k` leads to (`BLOCK_SIZE` is 0).
+    `slopes` are those of ALiBi times log2(e), one a row, or None.
+
+    It returns the highest score of each row, the sum of the weights relative to it, and the weighted sum of the values.
+    """
+    LOG2E: tl.constexpr = 1.4426950408889634
+    if BLOCK_SIZE > 0:  # the table is read a step ahead, so that loads of keys do not wait for it
+        table = block_table + sequence.to(tl.int64) * table_row_stride
+        j = first_key + tl.arange(0, BLOCK_N)
+        next_blocks = tl.load(table + j // BLOCK_SIZE * table_stride, mask=j < last_key, other=0)
+    else:
+        first_key_row = tl.load(cu_seqlens_k + sequence).to(tl.int64)
+
+    # Steps within these bounds are seen by every row.
+    all_from, all_to = first_key, last_key
+    if RIGHT:
+        all_to = tl.minimum(all_to, first_position + right + 1)
+    if LEFT:
+        all_from = tl.maximum(all_from, last_position - left)
+    if CHUNK:
+        all_from = tl.maximum(all_from, tl.maximum(last_position, 0) // chunk_size * chunk_size)
+
+    HEAD_PAD: tl.constexpr = triton.next_power_of_2(HEAD_SIZE)
+    VALUE_PAD: tl.constexpr = triton.next_power_of_2(VALUE_HEAD_SIZE)
+    at_d = tl.arange(0, HEAD_PAD)
+    at_dv = tl.arange(0, VALUE_PAD)
+    q = tl.load(
+        query_rows[:, None] + (at_d * query_stride)[None, :],
+        mask=is_row[:, None] & (at_d < HEAD_SIZE)[None, :],
+        other=0.0,
+    )
+    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    weighted = tl.zeros([BLOCK_M, VALUE_PAD], tl.float32)
+    for start in range(first_key, last_key, BLOCK_N):
+        j = start + tl.arange(0, BLOCK_N)
+        is_key = j < last_key  # nothing behind it is read: it may be NaN, or no block at all
+        if BLOCK_SIZE > 0:
+            blocks = next_blocks.to(tl.int64)
+            next_blocks = tl.load(
+                table + (j + BLOCK_N) // BLOCK_SIZE * table_stride, mask=j + BLOCK_N < last_key, other=0
+            )
+            key_rows = blocks * key_strides[0] + j % BLOCK_SIZE * key_strides[1] + kv_head * key_strides[2]
+            value_rows = blocks * value_strides[0] + j % BLOCK_SIZE * value_strides[1] + kv_head * value_strides[2]
+        else:
+            key_rows = (first_key_row + j) * key_strides[0] + kv_head * key_strides[1]
+            value_rows = (first_key_row + j) * value_strides[0] + kv_head * value_strides[1]
+
+        k = tl.load(
+            key + key_rows[None, :] + (at_d * key_strides[-1])[:, None],
+            mask=is_key[None, :] & (at_d < HEAD_SIZE)[:, None],
+            other=0.0,
+        )  # [d, keys]
+        scores = tl.dot(q, k, input_precision="ieee")
+        if SOFTCAP:
+            scores = _tanh(scores * (scale / softcap)) * (softcap * LOG2E)
+        else:
+            scores *= scale * LOG2E
+        distance = positions[:, None] - j[None, :]
+        if slopes is not None:
+            scores -= slopes[:, None] * distance
+        if (start < all_from) | (start + BLOCK_N > all_to):
+            visible = is_key[None, :]
+            if RIGHT:
+                visible = visible & (distance >= -right)
+            if LEFT:
+                visible = visible & (distance <= left)
+            if CHUNK:
+                visible = visible & (positions[:, None] // chunk_size == j[None, :] // chunk_size)
+            scores = tl.where(visible, scores, float("-inf"))
+
+        new_highest = tl.maximum(highest, tl.max(scores, 1))
+        base = tl.where(new_highest == float("-inf"), 0.0, new_highest)  # -inf - -inf would be NaN
+        weights = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(highest - base)
+        total = total * shrink + tl.sum(weights, 1)
+        v = tl.load(
+            value + value_rows[:, None] + (at_dv * value_strides[-1])[None, :],
+            mask=is_key[:, None] & (at_dv < VALUE_HEAD_SIZE)[None, :],
+            other=0.0,
+        )  # [keys, dv]
+        weighted = tl.dot(weights.to(v.dtype), v, weighted * shrink[:, None], input_precision="ieee")
+        highest = new_highest
+    return highest, total, weighted
+
+
+@triton.jit
+@no_type_check
+def merge_parts(highest, total, weighted, logs, values):
+    """Take more parts, `logs [rows, parts]` and `values [rows, parts, dv]`, into what `attend_to_run` returns."""
+    LOG2E: tl.constexpr = 1.4426950408889634
+    new_highest = tl.maximum(highest, tl.max(logs, 1) * LOG2E)
+    base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+    weights = tl.exp2(logs * LOG2E - base[:, None])
+    shrink = tl.exp2(highest - base)
+    total = total * shrink + tl.sum(weights, 1)
+    weighted = weighted * shrink[:, None] + tl.sum(weights[:, :, None] * values, 1)
+    return new_highest, total, weighted
+
+
+@triton.jit
+@no_type_check
+def store_rows(
+    highest,
+    total,
+    weighted,
+    sink,
+    places,
+    is_row,
+    out,
+    lse,
+    VALUE_HEAD_SIZE: tl.constexpr,
+):
+    """Store what `attend_to_run` or `merge_parts` found in rows of `out [.., dv]` and `lse [..]`, with their sinks."""
+    LOG2E: tl.constexpr = 1.4426950408889634
+    if sink is not None:
+        new_highest = tl.maximum(highest, sink * LOG2E)
+        base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+        weighted *= tl.exp2(highest - base)[:, None]
+        total = total * tl.exp2(highest - base) + tl.exp2(sink * LOG2E - base)
+        highest = new_highest
+    total = tl.where(total == 0.0, 1.0, total)  # a row that sees nothing: 0, and -inf by `highest`
+    at_dv = tl.arange(0, weighted.shape[1])
+    tl.store(
+        out + places[:, None] * VALUE_HEAD_SIZE + at_dv[None, :],
+        (weighted / total[:, None]).to(out.dtype.element_ty),
+        mask=is_row[:, None] & (at_dv < VALUE_HEAD_SIZE)[None, :],
+    )
+    tl.store(lse + places, (highest + tl.log2(total)) / LOG2E, mask=is_row)
