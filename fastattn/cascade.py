@@ -1,7 +1,7 @@
-"""Cascade attention: a call of a paged kernel for each level, and one merge; the twin of `refattn.cascade`.
+"""Cascade attention: a level is a batch of its own for a paged kernel; the twin of `refattn.cascade`.
 
-A level is a batch, so any kernel computes it: the shared levels without a causal mask, as every query is behind every
-key there, and the last level as ever. What a kernel cannot know is where a group's sequences stand, as they need not
+Any kernel computes it: the shared levels without a causal mask, as every query is behind every key there, and the last
+level as ever. What a kernel cannot know is where a group's sequences stand, as they need not
 stand at the same place. A softcap does not mind. ALiBi minds by a constant for each row, `-slope * distance`, that
 cancels inside a softmax; the merge gets it through the LSE. A window would cut each query's keys elsewhere: refused.
 """
@@ -106,13 +106,16 @@ def attention(
         alibi_slopes=alibi_slopes,
         sinks=sinks,  # counted once, with the part that every query has
     )
-    parts = [kernels.paged(query, key_cache, value_cache, own.batch, apart)]
-    for level in shared:
-        out, lse = kernels.paged(query, key_cache, value_cache, level.batch, together)
-        if alibi_slopes is not None:
-            lse = lse - alibi_slopes.to(lse.dtype) * rearrange(_missing_distance(level, batch, len(query)), "t -> t 1")
-        parts.append((out, lse))
-    out, lse = merge(*zip(*parts, strict=True)) if shared else parts[0]
+    work = [*((level.batch, together) for level in shared), (own.batch, apart)]
+    if alibi_slopes is None:
+        parts = kernels.levels(query, key_cache, value_cache, work)
+    else:
+        parts = [kernels.paged(query, key_cache, value_cache, *level) for level in work]
+        for i, level in enumerate(shared):
+            out, lse = parts[i]
+            missing = rearrange(_missing_distance(level, batch, len(query)), "t -> t 1")
+            parts[i] = out, lse - alibi_slopes.to(lse.dtype) * missing
+    out, lse = merge(*zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
     return (out, lse) if return_lse else out
 
 

@@ -5,7 +5,7 @@ from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 from fastattn import kernels, kv_cache
-from fastattn.kernels import Options
+from fastattn.kernels import Options, Subtraction
 from refattn.batch import Batch, check_differential, check_options, check_pairs, check_sizes
 
 
@@ -66,10 +66,9 @@ def attention(
         alibi_slopes=alibi_slopes,
         sinks=sinks,
     )
-    difference, lse = kernels.differential(query, cache, batch, options, lambda_full)  # [t, h/2, 2 * d]
-    weight = None if norm_weight is None else norm_weight.to(difference.dtype)
-    normed = torch.nn.functional.rms_norm(difference, difference.shape[-1:], weight, norm_eps)
-    out = normed.mul(1 - lambda_init).to(query.dtype).view(query.shape)
+    subtraction = Subtraction(lambda_full, norm_weight, norm_eps, 1 - lambda_init)
+    out, lse = kernels.differential(query, cache, batch, options, subtraction)  # [t, h/2, 2 * d]
+    out = out.view(query.shape)
     return (out, lse) if return_lse else out
 
 

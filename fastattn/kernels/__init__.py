@@ -10,20 +10,24 @@ A kernel is a module with four functions:
 Both give `(out [t, h, dv], lse [t, h])` under the conventions of the project: natural log, float32 (float64 for
 float64), 0 and `-inf` where a query sees nothing. A kernel that answers otherwise is adapted in its own file.
 
-A kernel that reads the pairs of differential attention once has a fifth, `differential(query, cache, batch, options,
-lambda_full)`; of one that has not, `paged` is called four times.
+A kernel may have more, for what it does better than by calls of those:
+
+    levels(query, key_cache, value_cache, levels)              attend to the levels of a cascade, and merge
+    differential(query, cache, batch, options, subtraction)    attend to pairs of keys and values, and subtract
 """
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import rms_norm
 
 from refattn.batch import Batch
 
@@ -59,6 +63,27 @@ class Options:
         """The window with `causal` as what it is: a right side of 0."""
         left, right = self.window_size
         return left, 0 if self.causal else right
+
+
+class Subtraction(NamedTuple):
+    """How the two answers of a pair become one: `factor * norm(first - lambda_full * second)`.
+
+    Attributes:
+        lambda_full: weight of the second answer.
+        norm_weight: learned factors of the norm; None where it has none.
+        norm_eps: keeps the norm of zeros at zero.
+        factor: of the normed difference.
+    """
+
+    lambda_full: Float[Tensor, ""]
+    norm_weight: Float[Tensor, "dv"] | None
+    norm_eps: float
+    factor: float
+
+    def finish(self, difference: Float[Tensor, "t half_h dv"]) -> Float[Tensor, "t half_h dv"]:
+        """Norm a difference."""
+        weight = None if self.norm_weight is None else self.norm_weight.to(difference.dtype)
+        return rms_norm(difference, difference.shape[-1:], weight, self.norm_eps).mul(self.factor)
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,24 +168,52 @@ def paged(
     return choose(problem).paged(query, key_cache, value_cache, batch, options)
 
 
+def levels(
+    query: Float[Tensor, "t h d"],
+    key_cache: Float[Tensor, "n p hk d"],
+    value_cache: Float[Tensor, "n p hk dv"],
+    levels: Sequence[tuple[Batch, Options]],
+) -> list[tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]]:
+    """Attend over pages level by level, with a call for each, or with one for all where their kernel has it.
+
+    Args:
+        query: query rows of all sequences.
+        key_cache: the pool of keys.
+        value_cache: the pool of values.
+        levels: the batch of each level, over the same query rows, and what else is asked there; sinks with the last.
+
+    Returns:
+        The answers that have yet to be merged: one a level, or one.
+
+    Raises:
+        NotImplementedError: if no kernel can, or the one asked for can't, with the reasons.
+    """
+    chosen = [
+        choose(_problem(query, key_cache, value_cache, batch, options, key_cache.shape[1])) for batch, options in levels
+    ]
+    if len(set(chosen)) == 1 and hasattr(chosen[0], "levels"):
+        return [chosen[0].levels(query, key_cache, value_cache, levels)]
+    return [kernel.paged(query, key_cache, value_cache, *level) for kernel, level in zip(chosen, levels, strict=True)]
+
+
 def differential(
     query: Float[Tensor, "t h d"],
     cache: Float[Tensor, "2 2 n p pairs d"],
     batch: Batch,
     options: Options,
-    lambda_full: Float[Tensor, ""],
+    subtraction: Subtraction,
 ) -> tuple[Float[Tensor, "t half_h 2*d"], Float[Tensor, "t h"]]:
-    """Attend twice over pages and subtract: `softmax(q1 k1) [v1; v2] - lambda * softmax(q2 k2) [v1; v2]`.
+    """Attend twice over pages, subtract and norm: `softmax(q1 k1) [v1; v2] - lambda * softmax(q2 k2) [v1; v2]`.
 
     Args:
         query: query rows of all sequences, heads in interleaved pairs.
         cache: the pool, `[half, key or value, n, p, hk/2, d]`.
         batch: the lengths and the block table.
         options: what else is asked; slopes and sinks have one number for each of the `h` heads.
-        lambda_full: weight of the second softmax.
+        subtraction: the weight of the second softmax, and the norm.
 
     Returns:
-        The differences, in the type that is computed in, and the log-sum-exp of each head.
+        The normed differences, in the type of the query, and the log-sum-exp of each head.
 
     Raises:
         NotImplementedError: if no kernel can, or the one asked for can't, with the reasons.
@@ -176,7 +229,7 @@ def differential(
     problem = _problem(query[:, ::2], cache[0, 0], cache[0, 1], batch, halves[0], cache.shape[3])
     kernel = choose(problem)
     if hasattr(kernel, "differential"):
-        return kernel.differential(query, cache, batch, options, lambda_full)
+        return kernel.differential(query, cache, batch, options, subtraction)
     lse = query.new_empty(query.shape[:2], dtype=torch.float64 if query.dtype == torch.float64 else torch.float32)
     answers = []
     for half in (0, 1):
@@ -185,7 +238,8 @@ def differential(
             out, lse[:, half::2] = kernel.paged(query[:, half::2], cache[half, 0], values, batch, halves[half])
             parts.append(out.to(lse.dtype))
         answers.append(torch.cat(parts, dim=-1))
-    return answers[0] - lambda_full.to(lse.dtype) * answers[1], lse
+    difference = answers[0] - subtraction.lambda_full.to(lse.dtype) * answers[1]
+    return subtraction.finish(difference).to(query.dtype), lse
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from einops import rearrange
 from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 
-from fastattn.kernels import Options
+from fastattn.kernels import Options, Subtraction
 from refattn.batch import Batch
 
 TILE = 64  # most queries of a tile
@@ -43,17 +43,17 @@ def differential(
     cache: Float[Tensor, "2 2 n p pairs d"],
     batch: Batch,
     options: Options,
-    lambda_full: Float[Tensor, ""],
+    subtraction: Subtraction,
 ) -> tuple[Float[Tensor, "t half_h 2*d"], Float[Tensor, "t h"]]:
     """Attend twice over pages and subtract; see `fastattn.kernels.differential`."""
-    t, h, d = query.shape
+    (t, h, d), dtype = query.shape, query.dtype
     compute = torch.float64 if query.dtype == torch.float64 else torch.float32
     out = query.new_zeros(t, h // 2, 2 * d, dtype=compute)
     lse = query.new_full((t, h), -torch.inf, dtype=compute)
     if options.sinks is not None:  # what a query answers that sees nothing
         lse[: int(batch.cu_seqlens_q[-1])] = options.sinks.to(compute)
     query = query.to(compute) * (d**-0.5 if options.softmax_scale is None else options.softmax_scale)
-    second = float(lambda_full)
+    second = float(subtraction.lambda_full)
 
     block_size = cache.shape[3]
     for piece in _pieces(batch, block_size, h, options.window):
@@ -67,7 +67,7 @@ def differential(
             part, columns = _queries_of(piece, slice(first, first + tile), block_size, options.window)
             if columns.start < columns.stop:
                 out[part.rows], lse[part.rows] = _tile(query[part.rows], pools, part, columns, options, second)
-    return out, lse
+    return subtraction.finish(out).to(dtype), lse
 
 
 def _pieces(batch: Batch, block_size: int, num_heads: int, window: tuple[int, int]) -> list[_Piece]:

@@ -1,12 +1,13 @@
 """Our own Triton kernel: what no FlashAttention does well, short queries over any pages, and every option."""
 
 import os
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fastattn.kernels import Options, Problem
+from fastattn.kernels import Options, Problem, Subtraction
 from fastattn.kernels.machine import cannot_import, capability, num_multiprocessors
 from refattn.batch import Batch
 
@@ -71,3 +72,28 @@ def paged(
     from fastattn.kernels.triton_attention import attend
 
     return attend(query, key_cache, value_cache, batch, options)
+
+
+def levels(
+    query: Float[Tensor, "t h d"],
+    key_cache: Float[Tensor, "n p hk d"],
+    value_cache: Float[Tensor, "n p hk dv"],
+    levels: Sequence[tuple[Batch, Options]],
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend over the pages of several levels, merged; see `fastattn.kernels.levels`."""
+    from fastattn.kernels.triton_attention import attend_levels
+
+    return attend_levels(query, key_cache, value_cache, levels)
+
+
+def differential(
+    query: Float[Tensor, "t h d"],
+    cache: Float[Tensor, "2 2 n p pairs d"],
+    batch: Batch,
+    options: Options,
+    subtraction: Subtraction,
+) -> tuple[Float[Tensor, "t half_h 2*d"], Float[Tensor, "t h"]]:
+    """Attend twice over pages and subtract, in one launch; see `fastattn.kernels.differential`."""
+    from fastattn.kernels.triton_differential import attend
+
+    return attend(query, cache, batch, options, subtraction)

@@ -14,6 +14,7 @@ when its sequences grow. Under `batch_invariant`, where no sequence may depend o
 Source: Dao et al. 2023, "Flash-Decoding"; the tiles of a ragged batch are found as in vLLM's Triton attention.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from typing import no_type_check
 
@@ -27,8 +28,10 @@ from fastattn.kernels import Options
 from fastattn.kernels.triton_run import (
     CHANGING,
     Tuning,
+    answer,
     attend_to_run,
     can_overlap,
+    find_tile,
     merge_parts,
     multiprocessors,
     pad,
@@ -69,35 +72,124 @@ def attend(
 
     Source: see the module.
     """
-    num_tokens, num_heads, head_size = query.shape
-    num_kv_heads, value_head_size = value.shape[-2:]
-    group = num_heads // num_kv_heads
+    return attend_levels(query, key, value, [(batch, options)], chunk_size=chunk_size)
+
+
+def attend_levels(
+    query: Float[Tensor, "t h d"],
+    key: Float[Tensor, "s hk d"] | Float[Tensor, "n p hk d"],
+    value: Float[Tensor, "s hk dv"] | Float[Tensor, "n p hk dv"],
+    levels: Sequence[tuple[Batch, Options]],
+    *,
+    chunk_size: int = 0,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend to the keys of several levels, each with a batch of its own over the same query rows, as one softmax.
+
+    A level's splits are parts like any other, so all levels share one reduction; and a level need not wait for the one
+    before it, as long as the reduction waits for all.
+
+    Args:
+        query: query rows of all sequences.
+        key: as in `attend`.
+        value: as in `attend`.
+        levels: the batch of each level, and what else is asked there; only the sinks of the last one count.
+        chunk_size: as in `attend`.
+
+    Returns:
+        The outputs, and their log-sum-exps in float32.
+
+    Source: the module; levels of a cascade: Ye et al. 2024, "Cascade Inference".
+    """
+    num_tokens, num_heads = query.shape[:2]
+    value_head_size = value.shape[-1]
     out = query.new_empty(num_tokens, num_heads, value_head_size)
     lse = query.new_empty(num_tokens, num_heads, dtype=torch.float32)
+    batch, options = levels[-1]
     if num_tokens == 0 or batch.num_seqs == 0:
         return out.zero_(), lse.fill_(-torch.inf)
 
-    tuning = tune(query, key, value, batch, options, chunk_size)
-    one_tile = batch.max_query_len * group <= tuning.block_m
-    tiles = batch.num_seqs if one_tile else batch.num_seqs + num_tokens * group // tuning.block_m
-    block_table = batch.block_table if key.ndim == 4 else None
-    cu_seqlens_k = batch.cu_seqlens_k if block_table is None else None
-    left, right = options.window
-    parts, part_lses = out, lse
-    if tuning.most_splits > 1:
-        parts = query.new_empty(tuning.most_splits, *out.shape, dtype=torch.float32)
-        part_lses = query.new_empty(tuning.most_splits, *lse.shape, dtype=torch.float32)
-    overlap = tuning.most_splits > 1 and can_overlap(query.device)
+    tunings = [tune(query, key, value, *level, chunk_size) for level in levels]
+    num_parts = sum(tuning.most_splits for tuning in tunings)
+    if num_parts == 1:
+        _launch(query, key, value, batch, options, tunings[0], out, lse, chunk_size=chunk_size)
+        return out, lse
 
+    parts = query.new_empty(num_parts, *out.shape, dtype=torch.float32)
+    part_lses = query.new_empty(num_parts, *lse.shape, dtype=torch.float32)
+    overlap = can_overlap(query.device)
+    first = 0
+    for level, tuning in zip(levels, tunings, strict=True):
+        where = (parts[first:], part_lses[first:])
+        _launch(query, key, value, *level, tuning, *where, chunk_size=chunk_size, overlap=overlap, after=first > 0)
+        first += tuning.most_splits
+    block_splits = min(MERGED_AT_ONCE, pad(num_parts))
+    block_heads = min(MERGED_AT_ONCE // block_splits, pad(num_heads))
+    _reduce_kernel[num_tokens, -(-num_heads // block_heads)](
+        parts,
+        part_lses,
+        out,
+        lse,
+        batch.cu_seqlens_q,
+        options.sinks,
+        num_tokens,
+        batch.num_seqs,
+        num_parts,
+        NUM_HEADS=num_heads,
+        VALUE_HEAD_SIZE=value_head_size,
+        BLOCK_HEADS=block_heads,
+        BLOCK_SPLITS=block_splits,
+        OVERLAP=overlap,
+        num_warps=4,
+        **({"launch_pdl": True} if overlap else {}),
+    )
+    return out, lse
+
+
+def _launch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    batch: Batch,
+    options: Options,
+    tuning: Tuning,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    chunk_size: int,
+    overlap: bool | None = None,
+    after: bool = False,
+) -> None:
+    """Launch the kernel for one level.
+
+    Args:
+        query: as in `attend`, and what follows.
+        key: likewise.
+        value: likewise.
+        batch: likewise.
+        options: likewise.
+        tuning: the shape of the launch.
+        out: the answer, or the first of the parts.
+        lse: likewise.
+        chunk_size: likewise.
+        overlap: whether the launch behind this one may begin early; None if this one gives the answer, not parts.
+        after: another level was launched before, that what follows has to wait for, too.
+    """
+    num_tokens, num_heads, head_size = query.shape
+    num_kv_heads, value_head_size = value.shape[-2:]
+    group = num_heads // num_kv_heads
+    block_table = batch.block_table if key.ndim == 4 else None
+    left, right = options.window
+    one_tile = _is_one_tile(batch, group, tuning.block_m)
+    tiles = _count_tiles(batch, num_tokens, group, tuning.block_m)
     _attend_kernel[tiles * num_kv_heads, tuning.most_splits](
         query,
         key,
         value,
-        parts,
-        part_lses,
+        out,
+        lse,
         block_table,
         batch.cu_seqlens_q,
-        cu_seqlens_k,
+        batch.cu_seqlens_k if block_table is None else None,
         batch.seq_lens,
         options.alibi_slopes,
         options.sinks,
@@ -122,39 +214,33 @@ def attend(
         BLOCK_M=tuning.block_m,
         BLOCK_N=tuning.block_n,
         BLOCK_SEQS=BLOCK_SEQS,
-        SPLIT=tuning.most_splits > 1,
+        SPLIT=overlap is not None,
         BALANCE=tuning.most_splits > tuning.splits,
         ONE_TILE=one_tile,
         SOFTCAP=options.softcap > 0,
         LEFT=left >= 0,
         RIGHT=right >= 0,
         CHUNK=chunk_size > 0,
-        OVERLAP=overlap,
+        OVERLAP=bool(overlap),
+        AFTER=bool(overlap and after),
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
+        **({"launch_pdl": True} if overlap and after else {}),
     )
-    if tuning.most_splits > 1:
-        block_splits = min(MERGED_AT_ONCE, pad(tuning.most_splits))
-        block_heads = min(MERGED_AT_ONCE // block_splits, pad(num_heads))
-        _reduce_kernel[num_tokens, -(-num_heads // block_heads)](
-            parts,
-            part_lses,
-            out,
-            lse,
-            batch.cu_seqlens_q,
-            options.sinks,
-            num_tokens,
-            batch.num_seqs,
-            tuning.most_splits,
-            NUM_HEADS=num_heads,
-            VALUE_HEAD_SIZE=value_head_size,
-            BLOCK_HEADS=block_heads,
-            BLOCK_SPLITS=block_splits,
-            OVERLAP=overlap,
-            num_warps=4,
-            **({"launch_pdl": True} if overlap else {}),
-        )
-    return out, lse
+
+
+def _is_one_tile(batch: Batch, group: int, block_m: int) -> bool:
+    """Say whether a tile holds all query rows of any sequence."""
+    return batch.max_query_len * group <= block_m
+
+
+def _count_tiles(batch: Batch, num_tokens: int, group: int, block_m: int) -> int:
+    """Bound the number of tiles: one that is not full for each sequence, beside the full ones."""
+    if _is_one_tile(batch, group, block_m):
+        return batch.num_seqs
+    if batch.num_seqs == 1:
+        return -(-num_tokens * group // block_m)
+    return batch.num_seqs + num_tokens * group // block_m
 
 
 def tune(query: Tensor, key: Tensor, value: Tensor, batch: Batch, options: Options, chunk_size: int) -> Tuning:
@@ -169,11 +255,10 @@ def tune(query: Tensor, key: Tensor, value: Tensor, batch: Batch, options: Optio
         return Tuning(64, _fit(64, row_bytes), 4, 3, INVARIANT_SPLITS, INVARIANT_SPLITS)
     rows = batch.max_query_len * group
     block_m = 16 if rows <= 16 else 64 if rows <= 64 or row_bytes > 256 else 128
-    one_tile = rows <= block_m
-    tiles = batch.num_seqs if one_tile else batch.num_seqs + query.shape[0] * group // block_m
+    tiles = _count_tiles(batch, query.shape[0], group, block_m)
     visible = _most_visible_keys(batch, options, chunk_size)
     tuning = _tune(block_m, row_bytes, tiles * num_kv_heads, visible, multiprocessors(query.device))
-    if batch.num_seqs == 1 or not one_tile:  # there is nothing to balance
+    if batch.num_seqs == 1 or rows > block_m:  # there is nothing to balance
         return tuning
     room = MOST_PART_BYTES // (4 * query.shape[0] * query.shape[1] * value.shape[-1])
     return tuning._replace(most_splits=max(tuning.splits, min(room, -(-visible // MOST_KEYS))))
@@ -220,28 +305,6 @@ def _most_visible_keys(batch: Batch, options: Options, chunk_size: int) -> int:
 
 
 # Triton's interpreter finds a function only if it stands above the one that calls it.
-
-
-@triton.jit
-@no_type_check
-def _first_tile(cu_seqlens_q, sequence, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Give a tile to begin a sequence with: those before it have room for one tile that is not full each."""
-    return tl.load(cu_seqlens_q + sequence) * GROUP // BLOCK_M + sequence
-
-
-@triton.jit
-@no_type_check
-def _find_sequence(cu_seqlens_q, tile, num_seqs, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Find the last sequence whose first tile is not behind `tile`, by halving."""
-    low = 0
-    high = num_seqs - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        if _first_tile(cu_seqlens_q, middle, GROUP, BLOCK_M) <= tile:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 @triton.jit
@@ -352,6 +415,7 @@ def _attend_kernel(
     RIGHT: tl.constexpr,
     CHUNK: tl.constexpr,
     OVERLAP: tl.constexpr,
+    AFTER: tl.constexpr,
 ):
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()  # the reduction may be put in place now; it waits for our results itself
@@ -362,11 +426,7 @@ def _attend_kernel(
     split = tl.program_id(1)
 
     # Which rows of which sequence.
-    sequence = tile
-    first_row = 0
-    if not ONE_TILE:
-        sequence = _find_sequence(cu_seqlens_q, tile, num_seqs, GROUP, BLOCK_M)
-        first_row = (tile - _first_tile(cu_seqlens_q, sequence, GROUP, BLOCK_M)) * BLOCK_M
+    sequence, first_row = find_tile(cu_seqlens_q, tile, num_seqs, GROUP, BLOCK_M, ONE_TILE)
     first_query = tl.load(cu_seqlens_q + sequence)
     query_len = tl.load(cu_seqlens_q + sequence + 1) - first_query
     seq_len = tl.load(seq_lens + sequence)
@@ -375,6 +435,8 @@ def _attend_kernel(
             _fill_padding_rows(
                 out, lse, cu_seqlens_q, tile, kv_head, num_tokens, num_seqs, NUM_KV_HEADS, GROUP, VALUE_HEAD_SIZE
             )
+        if AFTER:
+            tl.extra.cuda.gdc_wait()  # done is what the reduction waits for, and with us the level before is
         return
     context = seq_len - query_len  # negative where a sequence has more queries than keys
     rows = first_row + tl.arange(0, BLOCK_M)
@@ -402,6 +464,8 @@ def _attend_kernel(
         last_key = tl.minimum(last_key, first_key + keys)
         if first_key >= last_key:
             tl.store(lse + places, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=is_row)
+            if AFTER:
+                tl.extra.cuda.gdc_wait()
             return
 
     slopes = None
@@ -445,11 +509,14 @@ def _attend_kernel(
     sink = None
     if sinks is not None and not SPLIT:
         sink = tl.load(sinks + heads, mask=is_row, other=0.0).to(tl.float32)
-    store_rows(highest, total, weighted, sink, places, is_row, out, lse, VALUE_HEAD_SIZE)
+    values, logs = answer(highest, total, weighted, sink)
+    store_rows(values, logs, places, is_row, out, lse, VALUE_HEAD_SIZE)
     if not SPLIT:
         _fill_padding_rows(
             out, lse, cu_seqlens_q, tile, kv_head, num_tokens, num_seqs, NUM_KV_HEADS, GROUP, VALUE_HEAD_SIZE
         )
+    if AFTER:
+        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit(do_not_specialize=CHANGING)
@@ -496,4 +563,5 @@ def _reduce_kernel(
     sink = None
     if sinks is not None:
         sink = tl.where(is_query, tl.load(sinks + heads, mask=is_head, other=0.0).to(tl.float32), float("-inf"))
-    store_rows(highest, total, weighted, sink, places, is_head, out, lse, VALUE_HEAD_SIZE)
+    values, logs = answer(highest, total, weighted, sink)
+    store_rows(values, logs, places, is_head, out, lse, VALUE_HEAD_SIZE)

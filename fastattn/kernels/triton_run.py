@@ -63,6 +63,35 @@ def pad(size: int) -> int:
 
 @triton.jit
 @no_type_check
+def _first_tile(cu_seqlens_q, sequence, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Give a tile to begin a sequence with: those before it have room for one tile that is not full each."""
+    return tl.load(cu_seqlens_q + sequence) * GROUP // BLOCK_M + sequence
+
+
+@triton.jit
+@no_type_check
+def find_tile(cu_seqlens_q, tile, num_seqs, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, ONE_TILE: tl.constexpr):
+    """Give the sequence of a tile, and its first row there; behind the last row if the sequence needs fewer tiles.
+
+    The sequence is the last one whose first tile is not behind this one, found by halving.
+    """
+    sequence = tile
+    first_row = tile * 0
+    if not ONE_TILE:
+        sequence = tile * 0
+        high = num_seqs - 1
+        while sequence < high:
+            middle = (sequence + high + 1) // 2
+            if _first_tile(cu_seqlens_q, middle, GROUP, BLOCK_M) <= tile:
+                sequence = middle
+            else:
+                high = middle - 1
+        first_row = (tile - _first_tile(cu_seqlens_q, sequence, GROUP, BLOCK_M)) * BLOCK_M
+    return sequence, first_row
+
+
+@triton.jit
+@no_type_check
 def visible_keys(
     first_position,
     last_position,
@@ -99,6 +128,84 @@ def _tanh(x):
     large = (1.0 - shrunk) / (1.0 + shrunk)
     small = size * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0)))  # where 1 - shrunk would lose its digits
     return tl.where(x < 0.0, -1.0, 1.0) * tl.where(size < 0.05, small, large)
+
+
+@triton.jit
+@no_type_check
+def finish_scores(
+    scores,
+    positions,
+    j,
+    is_key,
+    all_seen,
+    slopes,
+    scale,
+    softcap,
+    left,
+    right,
+    chunk_size,
+    SOFTCAP: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Scale the products of queries at `positions` and keys at `j`, and hide what is not visible; in base 2.
+
+    `all_seen` says that every row sees every key of the step, so that nothing has to be compared.
+    """
+    LOG2E: tl.constexpr = 1.4426950408889634
+    if SOFTCAP:
+        scores = _tanh(scores * (scale / softcap)) * (softcap * LOG2E)
+    else:
+        scores *= scale * LOG2E
+    distance = positions[:, None] - j[None, :]
+    if slopes is not None:
+        scores -= slopes[:, None] * distance
+    if not all_seen:
+        visible = is_key[None, :]
+        if RIGHT:
+            visible = visible & (distance >= -right)
+        if LEFT:
+            visible = visible & (distance <= left)
+        if CHUNK:
+            visible = visible & (positions[:, None] // chunk_size == j[None, :] // chunk_size)
+        scores = tl.where(visible, scores, float("-inf"))
+    return scores
+
+
+@triton.jit
+@no_type_check
+def weigh(scores, highest, total):
+    """Take a step of scores into the online softmax: its weights, and by how much what was summed so far shrinks."""
+    new_highest = tl.maximum(highest, tl.max(scores, 1))
+    base = tl.where(new_highest == float("-inf"), 0.0, new_highest)  # -inf - -inf would be NaN
+    weights = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(highest - base)
+    return weights, shrink, new_highest, total * shrink + tl.sum(weights, 1)
+
+
+@triton.jit
+@no_type_check
+def seen_by_all(
+    first_key,
+    last_key,
+    first_position,
+    last_position,
+    left,
+    right,
+    chunk_size,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Bound the keys that every row of a tile sees."""
+    if RIGHT:
+        last_key = tl.minimum(last_key, first_position + right + 1)
+    if LEFT:
+        first_key = tl.maximum(first_key, last_position - left)
+    if CHUNK:
+        first_key = tl.maximum(first_key, tl.maximum(last_position, 0) // chunk_size * chunk_size)
+    return first_key, last_key
 
 
 @triton.jit
@@ -146,7 +253,6 @@ def attend_to_run(
 
     It returns the highest score of each row, the sum of the weights relative to it, and the weighted sum of the values.
     """
-    LOG2E: tl.constexpr = 1.4426950408889634
     if BLOCK_SIZE > 0:  # the table is read a step ahead, so that loads of keys do not wait for it
         table = block_table + sequence.to(tl.int64) * table_row_stride
         j = first_key + tl.arange(0, BLOCK_N)
@@ -154,16 +260,10 @@ def attend_to_run(
     else:
         first_key_row = tl.load(cu_seqlens_k + sequence).to(tl.int64)
 
-    # Steps within these bounds are seen by every row.
-    all_from, all_to = first_key, last_key
-    if RIGHT:
-        all_to = tl.minimum(all_to, first_position + right + 1)
-    if LEFT:
-        all_from = tl.maximum(all_from, last_position - left)
-    if CHUNK:
-        all_from = tl.maximum(all_from, tl.maximum(last_position, 0) // chunk_size * chunk_size)
-
-    HEAD_PAD: tl.constexpr = triton.next_power_of_2(HEAD_SIZE)
+    all_from, all_to = seen_by_all(
+        first_key, last_key, first_position, last_position, left, right, chunk_size, LEFT, RIGHT, CHUNK
+    )
+    HEAD_PAD: tl.constexpr = triton.next_power_of_2(HEAD_SIZE) if HEAD_SIZE > 16 else 16  # the least of a product
     VALUE_PAD: tl.constexpr = triton.next_power_of_2(VALUE_HEAD_SIZE)
     at_d = tl.arange(0, HEAD_PAD)
     at_dv = tl.arange(0, VALUE_PAD)
@@ -194,36 +294,30 @@ def attend_to_run(
             mask=is_key[None, :] & (at_d < HEAD_SIZE)[:, None],
             other=0.0,
         )  # [d, keys]
-        scores = tl.dot(q, k, input_precision="ieee")
-        if SOFTCAP:
-            scores = _tanh(scores * (scale / softcap)) * (softcap * LOG2E)
-        else:
-            scores *= scale * LOG2E
-        distance = positions[:, None] - j[None, :]
-        if slopes is not None:
-            scores -= slopes[:, None] * distance
-        if (start < all_from) | (start + BLOCK_N > all_to):
-            visible = is_key[None, :]
-            if RIGHT:
-                visible = visible & (distance >= -right)
-            if LEFT:
-                visible = visible & (distance <= left)
-            if CHUNK:
-                visible = visible & (positions[:, None] // chunk_size == j[None, :] // chunk_size)
-            scores = tl.where(visible, scores, float("-inf"))
-
-        new_highest = tl.maximum(highest, tl.max(scores, 1))
-        base = tl.where(new_highest == float("-inf"), 0.0, new_highest)  # -inf - -inf would be NaN
-        weights = tl.exp2(scores - base[:, None])
-        shrink = tl.exp2(highest - base)
-        total = total * shrink + tl.sum(weights, 1)
+        scores = finish_scores(
+            tl.dot(q, k, input_precision="ieee"),
+            positions,
+            j,
+            is_key,
+            (start >= all_from) & (start + BLOCK_N <= all_to),
+            slopes,
+            scale,
+            softcap,
+            left,
+            right,
+            chunk_size,
+            SOFTCAP,
+            LEFT,
+            RIGHT,
+            CHUNK,
+        )
+        weights, shrink, highest, total = weigh(scores, highest, total)
         v = tl.load(
             value + value_rows[:, None] + (at_dv * value_strides[-1])[None, :],
             mask=is_key[:, None] & (at_dv < VALUE_HEAD_SIZE)[None, :],
             other=0.0,
         )  # [keys, dv]
         weighted = tl.dot(weights.to(v.dtype), v, weighted * shrink[:, None], input_precision="ieee")
-        highest = new_highest
     return highest, total, weighted
 
 
@@ -243,18 +337,8 @@ def merge_parts(highest, total, weighted, logs, values):
 
 @triton.jit
 @no_type_check
-def store_rows(
-    highest,
-    total,
-    weighted,
-    sink,
-    places,
-    is_row,
-    out,
-    lse,
-    VALUE_HEAD_SIZE: tl.constexpr,
-):
-    """Store what `attend_to_run` or `merge_parts` found in rows of `out [.., dv]` and `lse [..]`, with their sinks."""
+def answer(highest, total, weighted, sink):
+    """Give the outputs and the log-sum-exps of what `attend_to_run` or `merge_parts` found, the sinks included."""
     LOG2E: tl.constexpr = 1.4426950408889634
     if sink is not None:
         new_highest = tl.maximum(highest, sink * LOG2E)
@@ -263,10 +347,17 @@ def store_rows(
         total = total * tl.exp2(highest - base) + tl.exp2(sink * LOG2E - base)
         highest = new_highest
     total = tl.where(total == 0.0, 1.0, total)  # a row that sees nothing: 0, and -inf by `highest`
-    at_dv = tl.arange(0, weighted.shape[1])
+    return weighted / total[:, None], (highest + tl.log2(total)) / LOG2E
+
+
+@triton.jit
+@no_type_check
+def store_rows(values, logs, places, is_row, out, lse, VALUE_HEAD_SIZE: tl.constexpr):
+    """Store answers in rows of `out [.., dv]` and `lse [..]`."""
+    at_dv = tl.arange(0, values.shape[1])
     tl.store(
         out + places[:, None] * VALUE_HEAD_SIZE + at_dv[None, :],
-        (weighted / total[:, None]).to(out.dtype.element_ty),
+        values.to(out.dtype.element_ty),
         mask=is_row[:, None] & (at_dv < VALUE_HEAD_SIZE)[None, :],
     )
-    tl.store(lse + places, (highest + tl.log2(total)) / LOG2E, mask=is_row)
+    tl.store(lse + places, logs, mask=is_row)
