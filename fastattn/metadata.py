@@ -46,6 +46,7 @@ def make_batch(
         block_table=None if block_tables is None else packed[2 * b + 1 :].view(b, columns),
         max_query_len=max(query_lens, default=0),
         max_seq_len=max(seq_lens, default=0),
+        num_keys=sum(seq_lens),
     )
 
 

@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from weakref import WeakKeyDictionary
 
 import torch
 from einops import rearrange
@@ -57,7 +58,7 @@ def attention(
     Source: `refattn.sliding_window.attention`.
     """
     check_options(query, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks)
-    trimmed = trim(batch, window_size, block_size=key_cache.shape[1])
+    trimmed = _trim_once(batch, window_size, block_size=key_cache.shape[1])
     check_paged(query, key_cache, value_cache, trimmed)
     options = Options(
         causal=causal,
@@ -112,6 +113,22 @@ def trim(batch: Batch, window_size: tuple[int, int], *, block_size: int) -> Batc
         # Behind its last block a row repeats the sequence's last column: no key is there.
         block_table = block_table.gather(1, used.clamp(max=block_table.shape[1] - 1))
     return replace(batch, seq_lens=seq_lens, block_table=block_table, max_seq_len=longest)
+
+
+def _trim_once(batch: Batch, window_size: tuple[int, int], *, block_size: int) -> Batch:
+    """Trim a batch for the first layer of a step, and remember it for the others; a device is quicker than to look."""
+    if batch.device.type != "cpu" or batch.version is None:
+        return trim(batch, window_size, block_size=block_size)
+    question = (*window_size, block_size)
+    version, trimmed = _trimmed.get(batch, {}).get(question, (None, batch))
+    if version != batch.version:
+        trimmed = trim(batch, window_size, block_size=block_size)
+        if trimmed is not batch:
+            _trimmed.setdefault(batch, {})[question] = (batch.version, trimmed)
+    return trimmed
+
+
+_trimmed: WeakKeyDictionary[Batch, dict[tuple[int, ...], tuple[tuple[int, ...] | None, Batch]]] = WeakKeyDictionary()
 
 
 class WindowPool:

@@ -187,6 +187,7 @@ class Engine:
         self.kinds = _layer_kinds(self.config, max(num_blocks * block_size, token_budget))
         self.paths = {kind: _load(twin, PATHS[kind]) for kind in set(self.kinds)}
         self.cascade = _load(twin, "cascade") if "full_attention" in self.kinds else None
+        self.machine = machine
         if self.cascade:
             self.machine = machine or (self.cascade.CPU if model.device.type == "cpu" else self.cascade.H200)
         self.num_kv_heads, self.head_size = _cache_heads(self.config)
@@ -245,7 +246,7 @@ class Engine:
         scheduled = self._schedule()
         if not scheduled:
             return []
-        logits = self._run_model(self._make_inputs(scheduled))
+        logits = self._forward(scheduled)
         self._keep(scheduled)
         due = [request for request in scheduled if request.num_pending == 0]
         return [self._take(request, token) for request, token in zip(due, _choose(logits, due), strict=True)]
@@ -337,7 +338,11 @@ class Engine:
         self.counters.cached_tokens += request.num_computed
         return True
 
-    def _make_inputs(self, scheduled: dict[Request, int]) -> dict[str, Any]:
+    def _forward(self, scheduled: dict[Request, int]) -> Float[Tensor, "b v"]:
+        """Run the model over what is scheduled, and give the logits of each request with nothing left to compute."""
+        return self._run_model(self._make_inputs(scheduled, self._make_levels(scheduled, self.machine)))
+
+    def _make_inputs(self, scheduled: dict[Request, int], levels: list[Level] | None = None) -> dict[str, Any]:
         """Make what the model is called with: all that a step needs to know, once for all layers."""
         device = self.caches[0][0].device
         query_lens, seq_lens, input_ids = [], [], []
@@ -360,15 +365,16 @@ class Engine:
             logits_to_keep=torch.tensor(due, dtype=torch.int64, device=device),
             batch=batch,
             slot_mapping=self.metadata.slot_mapping(batch, num_rows, block_size=self.block_size),
-            levels=self._make_levels(query_lens, seq_lens, block_tables),
+            levels=levels,
         )
 
-    def _make_levels(
-        self, query_lens: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]]
-    ) -> list[Level] | None:
+    def _make_levels(self, scheduled: dict[Request, int], machine: Machine | None) -> list[Level] | None:
         """Make the levels of a cascade over what the requests of a step share; None if that is not worth it."""
+        query_lens = list(scheduled.values())
+        seq_lens = [request.num_computed + count for request, count in scheduled.items()]
+        block_tables = [request.blocks for request in scheduled]
         self.counters.key_reads += sum(seq_lens)
-        if not self.cascade:
+        if not self.cascade or machine is None:
             return None
         found = self.cascade.find_prefixes(query_lens, seq_lens, block_tables, block_size=self.block_size)
         prefixes = self.cascade.worthwhile_prefixes(
@@ -379,7 +385,7 @@ class Engine:
             num_kv_heads=self.num_kv_heads,
             head_size=self.head_size,
             element_size=self.model.dtype.itemsize,
-            machine=self.machine,
+            machine=machine,
         )
         if not prefixes:
             return None
@@ -395,8 +401,8 @@ class Engine:
 
     def _run_model(self, inputs: dict[str, Any]) -> Float[Tensor, "b v"]:
         """Run the model once; its keyword arguments reach `attend` in every layer."""
-        if self.config._attn_implementation != ATTENTION:
-            _replace_attention(self.model)
+        if not self.counters.steps or self.config._attn_implementation != ATTENTION:
+            _replace_attention(self.model)  # another model may have the same config, so what that says is not enough
         return self.model(**inputs, engine=self, use_cache=False).logits[0]
 
     def attend(

@@ -52,6 +52,7 @@ def make_batch(
         block_table=table,
         max_query_len=max(query_lens, default=0),
         max_seq_len=max(seq_lens, default=0),
+        num_keys=sum(seq_lens),
     )
 
 

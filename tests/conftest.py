@@ -1,6 +1,8 @@
 """Shapes are checked, memory that nobody wrote is NaN, and one option says which device everything runs on."""
 
+import json
 import os
+from pathlib import Path
 
 import jaxtyping
 import pytest
@@ -15,6 +17,7 @@ settings.load_profile("same")
 
 def pytest_addoption(parser):
     parser.addoption("--device", default="cpu", help="where the twins compute: cpu or cuda")
+    parser.addoption("--results", help="JSON file to write the number of tests by outcome to, with date and versions")
 
 
 def pytest_configure(config):
@@ -24,6 +27,27 @@ def pytest_configure(config):
     torch.manual_seed(0)
     # Every annotated shape is checked on every call, except in Triton's own language.
     jaxtyping.install_import_hook(["refattn", "fastattn"], "beartype.beartype")
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Count the tests by outcome: all of them, by file, and those of each kernel by its name in their ids."""
+    if not config.getoption("--results"):
+        return
+    from fastattn import kernels
+    from fastattn.bench import measure
+
+    counts = {"all": {}, "by_file": {}, "by_kernel": {}}
+    for outcome in ("passed", "failed", "error", "skipped"):
+        for report in terminalreporter.stats.get(outcome, []):
+            file, _, rest = report.nodeid.partition("::")
+            kernel = next((name for name in kernels.NAMES if name in rest.partition("[")[2].rstrip("]").split("-")), "")
+            for group, name in (("all", ""), ("by_file", Path(file).name), ("by_kernel", kernel)):
+                counted = counts[group].setdefault(name, {}) if group != "all" else counts["all"]
+                counted[outcome] = counted.get(outcome, 0) + 1
+    counts["by_kernel"].pop("", None)
+    device = torch.device(config.getoption("--device"))
+    about = {**measure.circumstances(), "device": device.type, "machine": measure.machine(device)}
+    Path(config.getoption("--results")).write_text(json.dumps({**about, **counts}, indent=1) + "\n")
 
 
 @pytest.fixture(autouse=True)

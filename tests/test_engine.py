@@ -22,6 +22,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+import fastattn.engine
 import refattn.engine
 from refattn.engine import BlockAllocator, Counters, Engine, Sampling, sample
 
@@ -228,6 +229,55 @@ def test_padding_rows_change_nothing(llama, expected, twin):
 
     engine = PaddedEngine(llama, num_blocks=20, block_size=4, token_budget=10)
     assert outputs(engine, PROMPTS) == expected
+
+
+@pytest.fixture
+def recording_engine(monkeypatch, device):
+    """Make engines that record their decodes; on a CPU a recording is the step itself, run again."""
+    if device == "cpu":
+        monkeypatch.setattr(fastattn.engine, "_record", lambda step, server: step)
+
+    def make(model, **options):
+        engine = make_engine(model, "fastattn", **options)
+        engine.records = True
+        return engine
+
+    return make
+
+
+def test_recorded_decodes_change_nothing(llama, expected, recording_engine, monkeypatch):
+    """With more and fewer requests than rows, past a capacity, through preemptions, and once more."""
+    monkeypatch.setattr(fastattn.engine, "FEWEST_TOKENS", 16)
+    engine = recording_engine(llama, num_blocks=15, token_budget=10)
+    assert outputs(engine, PROMPTS) == expected
+    assert engine.counters.preemptions > 0
+    recorded = dict(engine._decodes)
+    assert {rows for rows, _ in recorded} <= {1, 2, 4, 8} and len({columns for _, columns in recorded}) > 1
+    assert outputs(engine, PROMPTS) == expected
+    assert all(engine._decodes[size] is decode for size, decode in recorded.items()), "recorded twice"
+
+
+def test_a_recording_serves_longer_sequences(llama, recording_engine):
+    engine = recording_engine(llama)
+    assert outputs(engine, [[7, 3] * 10], Sampling(max_tokens=100)) == transformers_outputs(llama, [[7, 3] * 10], 100)
+    assert list(engine._decodes) == [(1, 256)]
+
+
+def test_padding_rows_of_a_recording_write_nothing(llama, recording_engine):
+    engine = recording_engine(llama)
+    prompts = [[11], [7, 3] * 10, [5, 9, 2]]  # three requests in four rows
+    outputs(engine, prompts)
+    assert (4, 256) in engine._decodes
+    for key_cache, _ in engine.caches:
+        written = key_cache.flatten(1).any(1).sum()
+        assert written == sum(-(-(len(prompt) + 8) // 4) for prompt in prompts)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_recorded_decodes_of_other_layers(kind, recording_engine, device):
+    model = make_model(*MODELS[kind], device)
+    expected = outputs(make_engine(model), PROMPTS)
+    assert outputs(recording_engine(model), PROMPTS) == expected
 
 
 @pytest.mark.parametrize("twin", TWINS)

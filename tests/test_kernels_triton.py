@@ -67,6 +67,13 @@ def test_any_number_of_splits(splits, device):
         assert_twins_agree("chunked_prefill", *inputs.tensors, **per_head(OPTIONS["sinks"], case, device))
 
 
+@pytest.mark.parametrize("scale", [0.0, -0.3, 2.0])
+def test_any_scale(scale, device):
+    inputs = build(MIXED, device=device)
+    with fastattn.use_kernel("triton"):
+        assert_twins_agree("chunked_prefill", *inputs.tensors, softmax_scale=scale)
+
+
 @pytest.mark.parametrize("launch", [dict(block_m=64), dict(block_m=128, num_warps=8), dict(block_n=128)], ids=str)
 @pytest.mark.parametrize("case", [MIXED, LONG], ids=str)
 def test_any_tile(launch, case, device):

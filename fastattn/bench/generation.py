@@ -1,4 +1,4 @@
-"""The engine against transformers: the demo's model answers some prompts, and its prefill or its decodes are timed.
+"""The engine against transformers: the demo's model answers some prompts; the prefill, the decodes or all is timed.
 
 There is more than one right answer, as the two best tokens can be closer than rounding. So each token is held against
 the logits of a wider model that reads the same tokens: with `low` the model in its own type, a token may lie below the
@@ -24,34 +24,44 @@ from fastattn.bench.peers import Contender
 from fastattn.bench.work import Judge, WrongAnswerError
 
 PARAMETERS = 134_515_008  # of SmolLM2-135M
-PROMPT_TOKENS = 32  # kept of each of the demo's prompts
 
 
 @dataclass(frozen=True)
 class Generation:
-    """Greedy answers to the demo's prompts, cut to one length.
+    """Greedy answers to prompts of one length, cut out of those of the demo.
 
     Attributes:
         max_tokens: tokens of each answer; the first one comes with the prefill.
-        phase: what is timed: "prefill" or "decode".
+        phase: what is timed: "prefill", "decode" or "both".
+        num_prompts: how many prompts there are.
+        prompt_tokens: how long they are.
     """
 
     max_tokens: int
     phase: str
+    num_prompts: int = 8
+    prompt_tokens: int = 32
 
     def flops(self) -> int:
         """Count a multiplication and an addition for each parameter and token."""
-        tokens = PROMPT_TOKENS if self.phase == "prefill" else self.max_tokens - 1
-        return 2 * PARAMETERS * tokens * len(demo.PROMPTS)
+        tokens = {"prefill": self.prompt_tokens, "decode": self.max_tokens - 1}
+        return 2 * PARAMETERS * self.num_prompts * tokens.get(self.phase, sum(tokens.values()))
 
     def bytes(self, itemsize: int) -> int:
         """Count each parameter once a step."""
-        return itemsize * PARAMETERS * (1 if self.phase == "prefill" else self.max_tokens - 1)
+        steps = {"prefill": 1, "decode": self.max_tokens - 1}
+        return itemsize * PARAMETERS * steps.get(self.phase, self.max_tokens)
 
     def draw(self, device: torch.device, dtype: torch.dtype, seed: int) -> "Prompts":
         """Load the model; the prompts are always the same."""
         model, prompts = _load(device, dtype)
-        return Prompts(self, model, prompts)
+        return Prompts(self, model, [self.cut(prompts, i) for i in range(self.num_prompts)])
+
+    def cut(self, prompts: Sequence[Sequence[int]], i: int) -> list[int]:
+        """Cut prompt `i` out of all prompts in a row, from one after the other."""
+        around, turn = i % len(prompts), i // len(prompts)
+        tokens = [token for prompt in (*prompts[around + 1 :], *prompts[: around + 1]) for token in prompt]
+        return tokens[: len(tokens) - 7 * turn][-self.prompt_tokens :]
 
     def judge(self, inputs: "Prompts") -> Judge:
         """Hold each token against a wider model."""
@@ -94,9 +104,10 @@ def engine(package: str = "fastattn") -> Contender:
         module = importlib.import_module(f"{package}.engine")
         tokens = sum(map(len, inputs.prompts)) + len(inputs.prompts) * (inputs.work.max_tokens + 16)
         sampling = module.Sampling(max_tokens=inputs.work.max_tokens, stop_token_ids=())
+        server = module.Engine(inputs.model, num_blocks=tokens // 16, token_budget=tokens)
 
         def call() -> Timed:
-            server = module.Engine(inputs.model, num_blocks=tokens // 16, token_budget=tokens)
+            server.allocator = module.BlockAllocator(tokens // 16, server.block_size)  # it knows no prompt any more
             requests = [server.add(prompt, sampling) for prompt in inputs.prompts]
             stamps = [_now(inputs)]
             while server.running or server.waiting:
@@ -139,10 +150,36 @@ def transformers() -> Contender:
     return Contender("transformers sdpa", prepare)
 
 
+def continuous_batching() -> Contender:
+    """The continuous batching of transformers, with its own times of the tokens."""
+
+    def prepare(inputs: Prompts) -> Call:
+        from transformers import GenerationConfig
+
+        # No token ends an answer.
+        config = GenerationConfig(max_new_tokens=inputs.work.max_tokens, do_sample=False, eos_token_id=-1)
+
+        def call() -> Timed:
+            inputs.model.set_attn_implementation("sdpa")
+            results = inputs.model.generate_batch(
+                [list(prompt) for prompt in inputs.prompts], generation_config=config, record_timestamps=True
+            )
+            by_prompt = {tuple(result.prompt_ids): result for result in results.values()}
+            ordered = [by_prompt[tuple(prompt)] for prompt in inputs.prompts]
+            bounds = [result.timestamps for result in ordered]
+            stamps = [min(result.created_time for result in ordered), *(max(b[i] for b in bounds) for i in (0, -1))]
+            return _timed(inputs, [result.generated_tokens for result in ordered], stamps)
+
+        return call
+
+    return Contender("transformers continuous batching", prepare)
+
+
 def _timed(inputs: Prompts, answers: list[list[int]], stamps: list[float]) -> Timed:
     """Part the time at the first tokens, which come with the prefill."""
     start, first, *_, last = (*stamps, stamps[-1])
-    return Timed(answers, first - start if inputs.work.phase == "prefill" else last - first)
+    begin, end = {"prefill": (start, first), "decode": (first, last), "both": (start, last)}[inputs.work.phase]
+    return Timed(answers, end - begin)
 
 
 def _now(inputs: Prompts) -> float:
@@ -154,4 +191,4 @@ def _now(inputs: Prompts) -> float:
 @cache
 def _load(device: torch.device, dtype: torch.dtype) -> tuple[Any, list[list[int]]]:
     work = demo.prepare(Console(quiet=True), None, 1, str(device))
-    return work.model.to(dtype), [prompt[-PROMPT_TOKENS:] for prompt in work.prompts]
+    return work.model.to(dtype), work.prompts

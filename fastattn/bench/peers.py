@@ -142,6 +142,30 @@ def aten_cpu(*, grouped: bool = False) -> Contender:
     return Contender(name, prepare, rows="b hk g d -> b (hk g) d" if grouped else "b h t d -> (b t) h d")
 
 
+def aten_cpu_gathered() -> Contender:
+    """ATen's FlashAttention for CPU behind a gather by hand: what it takes to call it over pages."""
+
+    def prepare(inputs: Inputs) -> Call:
+        table = inputs.batch.block_table
+        assert table is not None
+        b, flash = len(table), torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        query = rearrange(inputs.query, "(b t) h d -> b h t d", b=b).contiguous()
+        alone = query.shape[2] == 1  # then the query heads that share a key head are rows of one product
+        query = rearrange(query, "b (hk g) 1 d -> b hk g d", hk=inputs.key.shape[1]) if alone else query
+
+        def call() -> Tensor:
+            key, value = (
+                cache.index_select(0, table.flatten()).view(b, -1, *cache.shape[2:]).transpose(1, 2)
+                for cache in (inputs.key_cache, inputs.value_cache)
+            )
+            out = flash(query, key, value, 0.0, inputs.work.causal and not alone, scale=query.shape[-1] ** -0.5)[0]
+            return rearrange(out, "b hk g d -> b (hk g) d" if alone else "b h t d -> (b t) h d")
+
+        return call
+
+    return Contender("ATen call behind a gather", prepare)
+
+
 def aten_cpu_masked() -> Contender:
     """ATen's FlashAttention for CPU with an explicit mask: how a chunk with context is one call."""
 

@@ -66,12 +66,13 @@ def _cpu(shrink: int) -> Iterator[Row]:
         prefill,
         (
             twin("chunked_prefill"),
+            peers.aten_cpu_gathered(),
             peers.aten_cpu(),
             peers.flex(),
             peers.sdpa(masked=True),
             reference("chunked_prefill"),
         ),
-        aim="1.15 of the ATen call, ahead of FlexAttention, 5 x refattn",
+        aim="1.15 of the ATen call over the same pages, ahead of FlexAttention, 5 x refattn",
     )
     chunk = work((512, 4096 + 512))
     yield Row(
@@ -95,12 +96,12 @@ def _cpu(shrink: int) -> Iterator[Row]:
             decode,
             (
                 twin("chunked_prefill"),
-                peers.aten_cpu(),
+                peers.aten_cpu_gathered(),
                 peers.aten_cpu(grouped=True),
                 peers.sdpa(),
                 reference("chunked_prefill"),
             ),
-            aim="1.15 of the ATen call",
+            aim="1.15 of the ATen call over the same pages",
         )
     encoder = work(*[(512, 512)] * 8, heads=(8, 8), causal=False)
     yield Row(
@@ -352,7 +353,7 @@ def _cuda(shrink: int) -> Iterator[Row]:
         yield Row("local", f"virtual-batches-256-{clock}", tables, virtual, clock=clock, aim=aim)
         slots = Slots(256, 32768, 8192)
         yield Row("metadata", f"slots-256-{clock}", slots, (peers.slots_twin(),), clock=clock, aim=aim)
-    yield from _engine(shrink)
+    yield from _engine_of_a_server(shrink)
 
 
 def _work(
@@ -385,3 +386,15 @@ def _engine(shrink: int) -> Iterator[Row]:
     ):
         contenders = (generation.engine(), generation.transformers())
         yield Row("engine", phase, work, contenders, clock="own", aim=aim)
+
+
+def _engine_of_a_server(shrink: int) -> Iterator[Row]:
+    tokens, count, length = max(3, 65 // shrink), max(2, 32 // shrink), 256 // shrink
+    contenders = (generation.engine(), generation.transformers(), generation.continuous_batching())
+    for name, phase, max_tokens in (
+        (f"prefill-{count}x{length}", "prefill", 1),
+        (f"decode-{count}x{tokens - 1}", "decode", tokens),
+        (f"answers-{count}x{length}+{tokens}", "both", tokens),
+    ):
+        work = Generation(max_tokens, phase, num_prompts=count, prompt_tokens=length)
+        yield Row("engine", name, work, contenders, clock="own", aim="ahead of transformers")

@@ -147,6 +147,7 @@ class Attention:
             block_table=table,
             max_query_len=max(query_len for query_len, _ in self.lens),
             max_seq_len=max(seq_len for _, seq_len in self.lens),
+            num_keys=sum(seq_len for _, seq_len in self.lens),
         )
 
     def key_rows(self) -> list[tuple[int, int]]:

@@ -119,11 +119,9 @@ def _plan(batch: Batch, block_size: int, options: Options) -> tuple[list[_Decode
     assert batch.block_table is not None  # the path has checked it
     left, _ = options.window
     one_by_one = options.batch_invariant or bool(options.softcap)
-    # A tensor counts the writes to it, so a batch that was advanced in place gets another plan.
-    versions = (batch.cu_seqlens_q._version, batch.seq_lens._version, batch.block_table._version)
-    question = (block_size, left, one_by_one, *versions)
+    question = (block_size, left, one_by_one, batch.version)  # one that was advanced in place gets another plan
     known, plan = _plans.get(batch, (None, None))
-    if plan is not None and known == question:
+    if plan is not None and known == question and batch.version is not None:
         return plan
 
     query_rows, seq_lens = batch.query_rows(), batch.seq_lens.tolist()

@@ -11,6 +11,7 @@ queries are held whole, so a tile has as many queries as make at most `SCORES` o
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -73,15 +74,13 @@ def differential(
 def _pieces(batch: Batch, block_size: int, num_heads: int, window: tuple[int, int]) -> list[_Piece]:
     """Cut a batch into groups of decodes that see about as many keys each, and all other sequences one by one.
 
-    Made once a step and used by every layer. A tensor counts the writes to it, so a batch that was advanced in place is
-    cut again.
+    Made once a step and used by every layer; a batch that was advanced in place is cut again.
     """
     assert batch.block_table is not None  # the path has checked it
     left, _ = window
-    versions = (batch.cu_seqlens_q._version, batch.seq_lens._version, batch.block_table._version)
-    question = (block_size, num_heads, left, *versions)
+    question = (block_size, num_heads, left, batch.version)
     known, pieces = _known_pieces.get(batch, (None, []))
-    if known == question:
+    if known == question and batch.version is not None:
         return pieces
 
     decodes, pieces = [], []
@@ -107,7 +106,7 @@ def _pieces(batch: Batch, block_size: int, num_heads: int, window: tuple[int, in
     return pieces
 
 
-_known_pieces: WeakKeyDictionary[Batch, tuple[tuple[int, ...], list[_Piece]]] = WeakKeyDictionary()
+_known_pieces: WeakKeyDictionary[Batch, tuple[tuple[Any, ...] | None, list[_Piece]]] = WeakKeyDictionary()
 
 
 def _piece(batch: Batch, group: list[int], block_size: int, left: int) -> _Piece:

@@ -9,7 +9,8 @@ One program takes a tile of query rows of one sequence, one key head, and a run 
 Every split gives the softmax over its own keys and its log-sum-exp; `_reduce_kernel` merges them. How many splits a
 sequence of average length gets is chosen on the host, from the number of tiles and multiprocessors; a longer one gets
 more, a shorter one fewer, by its share of all keys, which the device counts: a captured graph stays right and balanced
-when its sequences grow. Under `batch_invariant`, where no sequence may depend on the others, all get the same number.
+when its sequences grow. All get the same number where the host knows that they are about as long, and under
+`batch_invariant`, where no sequence may depend on the others.
 
 Source: Dao et al. 2023, "Flash-Decoding"; the tiles of a ragged batch are found as in vLLM's Triton attention.
 """
@@ -27,6 +28,7 @@ from torch import Tensor
 from fastattn.kernels import Options
 from fastattn.kernels.triton_run import (
     CHANGING,
+    INTERPRETED,
     Tuning,
     answer,
     attend_to_run,
@@ -37,12 +39,16 @@ from fastattn.kernels.triton_run import (
     pad,
     store_rows,
     visible_keys,
+    with_scale_above_0,
 )
 from refattn.batch import Batch
 
-FEWEST_KEYS = 128  # that are worth a program of their own
+FEWEST_KEYS = 256  # that are worth a program of their own
 MOST_KEYS = 2048  # of a sequence in one program: one much longer than the others must not run alone at the end
 MOST_PART_BYTES = 2**28  # that the parts of all splits may take
+MANY_KEYS = 4096  # of a program that may as well start late: what is lost at the end is little beside them
+TOO_FEW = {1: 1.1, 2: 1.03}  # how much longer so few programs take that a multiprocessor could hold more of
+EVEN = 1.25  # times the average is the longest sequence, at most, of some that need no balance
 INVARIANT_SPLITS = 8  # under `batch_invariant`, for every sequence
 BLOCK_SEQS = 128  # sequences that are counted at a time
 MERGED_AT_ONCE = 64  # parts, of one head or of several
@@ -109,6 +115,8 @@ def attend_levels(
         return out.zero_(), lse.fill_(-torch.inf)
 
     tunings = [tune(query, key, value, *level, chunk_size) for level in levels]
+    if len(levels) > 1:
+        tunings = [_beside_others(tuning) for tuning in tunings]
     num_parts = sum(tuning.most_splits for tuning in tunings)
     if num_parts == 1:
         _launch(query, key, value, batch, options, tunings[0], out, lse, chunk_size=chunk_size)
@@ -179,6 +187,7 @@ def _launch(
     group = num_heads // num_kv_heads
     block_table = batch.block_table if key.ndim == 4 else None
     left, right = options.window
+    query, scale = with_scale_above_0(query, options.softmax_scale)
     one_tile = _is_one_tile(batch, group, tuning.block_m)
     tiles = _count_tiles(batch, num_tokens, group, tuning.block_m)
     _attend_kernel[tiles * num_kv_heads, tuning.most_splits](
@@ -201,7 +210,7 @@ def _launch(
         num_tokens,
         batch.num_seqs,
         tuning.splits,
-        head_size**-0.5 if options.softmax_scale is None else options.softmax_scale,
+        scale,
         options.softcap,
         left,
         right,
@@ -226,6 +235,7 @@ def _launch(
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
         **({"launch_pdl": True} if overlap and after else {}),
+        **({"maxnreg": tuning.registers} if tuning.registers and not INTERPRETED else {}),
     )
 
 
@@ -258,10 +268,15 @@ def tune(query: Tensor, key: Tensor, value: Tensor, batch: Batch, options: Optio
     tiles = _count_tiles(batch, query.shape[0], group, block_m)
     visible = _most_visible_keys(batch, options, chunk_size)
     tuning = _tune(block_m, row_bytes, tiles * num_kv_heads, visible, multiprocessors(query.device))
-    if batch.num_seqs == 1 or rows > block_m:  # there is nothing to balance
+    if batch.num_seqs == 1 or rows > block_m or _about_as_long(batch, visible):  # there is nothing to balance
         return tuning
     room = MOST_PART_BYTES // (4 * query.shape[0] * query.shape[1] * value.shape[-1])
     return tuning._replace(most_splits=max(tuning.splits, min(room, -(-visible // MOST_KEYS))))
+
+
+def _about_as_long(batch: Batch, visible: int) -> bool:
+    """Say whether the sequences are known to have about as many keys each, of those that are visible."""
+    return batch.num_keys is not None and EVEN * batch.num_keys >= visible * batch.num_seqs
 
 
 @cache
@@ -279,13 +294,25 @@ def _tune(block_m: int, row_bytes: int, programs: int, visible: int, num_multipr
         on_one = -(-programs * splits // num_multiprocessors)
         if on_one > at_once:
             return 1.05 * programs / num_multiprocessors
-        return on_one / splits * (1.1 if on_one == 1 < at_once else 1.0)
+        return on_one / splits * (TOO_FEW.get(on_one, 1.0) if at_once > 2 else 1.0)
 
     splits = min(range(1, max(1, visible // FEWEST_KEYS) + 1), key=time)
     on_one = -(-programs * splits // num_multiprocessors)
+    if block_m == 16 and (on_one > at_once or (on_one > 3 and visible >= MANY_KEYS * splits)):
+        return Tuning(16, _fit(64, row_bytes), 2, 2, splits, splits)
     if block_m == 16 and on_one > 3:
-        return Tuning(16, _fit(32, row_bytes), 2, 3 if on_one <= at_once else 4, splits, splits)
+        return Tuning(16, _fit(32, row_bytes), 2, 3, splits, splits)
     return Tuning(block_m, _fit(64, row_bytes), 8 if block_m == 128 else 4, 3, splits, splits)
+
+
+def _beside_others(tuning: Tuning) -> Tuning:
+    """Change a launch so that those of other levels run beside it: one multiplies while the other reads.
+
+    Source: measured on an NVIDIA H200; with all its registers taken, a level waited for the end of the one before it.
+    """
+    if tuning.block_m == 16:
+        return tuning._replace(block_n=min(128, 4 * tuning.block_n), num_warps=4, num_stages=2)
+    return tuning._replace(registers=168) if tuning.num_warps == 8 else tuning
 
 
 def _fit(block_n: int, row_bytes: int) -> int:

@@ -31,14 +31,16 @@ from fastattn.kernels.triton_run import (
     merge_parts,
     multiprocessors,
     pad,
+    phase_of_run,
     seen_by_all,
     visible_keys,
     weigh,
+    with_scale_above_0,
 )
 from refattn.batch import Batch
 
 FEWEST_KEYS = 128  # that are worth a program of their own
-AT_ONCE = 4  # programs that a multiprocessor holds, about, where a tile has 16 rows
+AT_ONCE = 2  # programs that a multiprocessor holds where a tile has 16 rows
 
 
 def attend(
@@ -61,6 +63,7 @@ def attend(
         return out.zero_(), lse.fill_(-torch.inf)
 
     left, right = options.window
+    query, scale = with_scale_above_0(query, options.softmax_scale)
     tuning = tune(query, cache, batch, options)
     one_tile = batch.max_query_len * group <= tuning.block_m
     tiles = batch.num_seqs if one_tile else batch.num_seqs + num_tokens * group // tuning.block_m
@@ -93,7 +96,7 @@ def attend(
         block_table.stride(),
         num_tokens,
         batch.num_seqs,
-        head_size**-0.5 if options.softmax_scale is None else options.softmax_scale,
+        scale,
         options.softcap,
         left,
         right,
@@ -153,15 +156,13 @@ def tune(query: Tensor, cache: Tensor, batch: Batch, options: Options) -> Tuning
 
 @cache
 def _tune(block_m: int, row_bytes: int, programs: int, visible: int, num_multiprocessors: int) -> Tuning:
-    """Split the keys so that the programs fill the card in whole waves; long queries fill it anyway.
+    """Split the keys so that the programs fill the card in whole waves, which long queries do anyway.
 
     Source: measured on an NVIDIA H200 with bfloat16 and head size 64; wider rows get shorter steps.
     """
-    block_n = max(16, min(128, 64 * 128 // row_bytes))
     if block_m > 16:
-        fill = max(1, num_multiprocessors * 2 // programs)
-        splits = min(fill, max(1, visible // FEWEST_KEYS))
-        return Tuning(block_m, block_n, 4, 3, splits, splits)
+        splits = min(max(1, num_multiprocessors * 2 // programs), max(1, visible // FEWEST_KEYS))
+        return Tuning(block_m, max(16, 64 * 128 // row_bytes), 4, 2, splits, splits)
 
     def time(splits: int) -> float:
         on_one = -(-programs * splits // num_multiprocessors)
@@ -170,7 +171,7 @@ def _tune(block_m: int, row_bytes: int, programs: int, visible: int, num_multipr
         return on_one / splits * (1.1 if on_one == 1 else 1.0)
 
     splits = min(range(1, max(1, visible // FEWEST_KEYS) + 1), key=time)
-    return Tuning(16, block_n, 4, 3, splits, splits)
+    return Tuning(16, max(16, 128 * 128 // row_bytes), 4, 2, splits, splits)
 
 
 # Triton's interpreter finds a function only if it stands above the one that calls it.
@@ -317,61 +318,68 @@ def _attend_kernel(
     total2 = tl.zeros([BLOCK_M], tl.float32)
     weighted1 = tl.zeros([BLOCK_M, VALUE_PAD], tl.float32)
     weighted2 = tl.zeros([BLOCK_M, VALUE_PAD], tl.float32)
-    for start in range(first_key, last_key, BLOCK_N):
-        j = start + tl.arange(0, BLOCK_N)
-        is_key = j < last_key  # nothing behind it is read
-        rows_of_keys = next_blocks.to(tl.int64) * cache_strides[2] + j % BLOCK_SIZE * cache_strides[3]
-        next_blocks = tl.load(
-            table + (j + BLOCK_N) // BLOCK_SIZE * table_strides[1], mask=j + BLOCK_N < last_key, other=0
-        )
-        keys = rows_of_keys[None, :] + (at_d * cache_strides[5])[:, None]
-        in_key = is_key[None, :] & (at_d < HEAD_SIZE)[:, None]
-        all_seen = (start >= all_from) & (start + BLOCK_N <= all_to)
-        k1 = tl.load(key1 + keys, mask=in_key, other=0.0)
-        scores1 = finish_scores(
-            tl.dot(q1, k1, input_precision="ieee"),
-            positions,
-            j,
-            is_key,
-            all_seen,
-            slopes1,
-            scale,
-            softcap,
-            left,
-            right,
-            1,
-            SOFTCAP,
-            LEFT,
-            RIGHT,
-            False,
-        )
-        k2 = tl.load(key2 + keys, mask=in_key, other=0.0)
-        scores2 = finish_scores(
-            tl.dot(q2, k2, input_precision="ieee"),
-            positions,
-            j,
-            is_key,
-            all_seen,
-            slopes2,
-            scale,
-            softcap,
-            left,
-            right,
-            1,
-            SOFTCAP,
-            LEFT,
-            RIGHT,
-            False,
-        )
-        weights1, shrink1, highest1, total1 = weigh(scores1, highest1, total1)
-        weights2, shrink2, highest2, total2 = weigh(scores2, highest2, total2)
-        v = tl.load(
-            value + rows_of_keys[:, None] + value_columns[None, :],
-            mask=is_key[:, None] & (at_dv < VALUE_SIZE)[None, :],
-            other=0.0,
-        )
-        weighted1 = tl.dot(weights1.to(v.dtype), v, weighted1 * shrink1[:, None], input_precision="ieee")
-        weighted2 = tl.dot(weights2.to(v.dtype), v, weighted2 * shrink2[:, None], input_precision="ieee")
+    PHASES: tl.constexpr = 3 if BLOCK_M > 16 and (LEFT or RIGHT) else 1
+    for phase in tl.static_range(PHASES):
+        begin, end = phase_of_run(phase, PHASES, first_key, last_key, all_from, all_to, BLOCK_N)
+        for start in range(begin, end, BLOCK_N):
+            j = start + tl.arange(0, BLOCK_N)
+            is_key = j < last_key  # nothing behind it is read
+            rows_of_keys = next_blocks.to(tl.int64) * cache_strides[2] + j % BLOCK_SIZE * cache_strides[3]
+            next_blocks = tl.load(
+                table + (j + BLOCK_N) // BLOCK_SIZE * table_strides[1], mask=j + BLOCK_N < last_key, other=0
+            )
+            keys = rows_of_keys[None, :] + (at_d * cache_strides[5])[:, None]
+            in_key = is_key[None, :] & (at_d < HEAD_SIZE)[:, None]
+            all_seen = phase == 1 if PHASES == 3 else (start >= all_from) & (start + BLOCK_N <= all_to)
+            k1 = tl.load(key1 + keys, mask=in_key, other=0.0)
+            scores1 = finish_scores(
+                tl.dot(q1, k1, input_precision="ieee"),
+                positions,
+                j,
+                is_key,
+                all_seen,
+                slopes1,
+                scale,
+                softcap,
+                left,
+                right,
+                1,
+                SOFTCAP,
+                LEFT,
+                RIGHT,
+                False,
+            )
+            k2 = tl.load(key2 + keys, mask=in_key, other=0.0)
+            scores2 = finish_scores(
+                tl.dot(q2, k2, input_precision="ieee"),
+                positions,
+                j,
+                is_key,
+                all_seen,
+                slopes2,
+                scale,
+                softcap,
+                left,
+                right,
+                1,
+                SOFTCAP,
+                LEFT,
+                RIGHT,
+                False,
+            )
+            weights1, shrink1, highest1, total1 = weigh(
+                scores1, highest1, total1, scale, SOFTCAP or slopes1 is not None
+            )
+            weights2, shrink2, highest2, total2 = weigh(
+                scores2, highest2, total2, scale, SOFTCAP or slopes1 is not None
+            )
+            v = tl.load(
+                value + rows_of_keys[:, None] + value_columns[None, :],
+                mask=is_key[:, None] & (at_dv < VALUE_SIZE)[None, :],
+                other=0.0,
+            )
+            weighted1 = tl.dot(weights1.to(v.dtype), v, weighted1 * shrink1[:, None], input_precision="ieee")
+            weighted2 = tl.dot(weights2.to(v.dtype), v, weighted2 * shrink2[:, None], input_precision="ieee")
 
     if SPLIT:
         first, logs1 = answer(highest1, total1, weighted1, None)

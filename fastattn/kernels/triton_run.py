@@ -11,6 +11,7 @@ from typing import NamedTuple, no_type_check
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fastattn.kernels import machine
 
@@ -33,6 +34,7 @@ class Tuning(NamedTuple):
         num_stages: steps in flight.
         splits: into how many runs the keys of a sequence of average length are divided.
         most_splits: and those of the longest, at most.
+        registers: most registers of a thread, so that programs of another launch fit beside it; None for any number.
     """
 
     block_m: int
@@ -41,6 +43,7 @@ class Tuning(NamedTuple):
     num_stages: int
     splits: int
     most_splits: int
+    registers: int | None = None
 
 
 def multiprocessors(device: torch.device) -> int:
@@ -56,6 +59,14 @@ def can_overlap(device: torch.device) -> bool:
 def pad(size: int) -> int:
     """Give the next power of two; Triton's own function is slow outside a kernel."""
     return 1 << (size - 1).bit_length()
+
+
+def with_scale_above_0(query: Tensor, softmax_scale: float | None) -> tuple[Tensor, float]:
+    """Give a query and a positive scale whose products are those asked for, to the bit."""
+    scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    if scale > 0:
+        return query, scale
+    return (-query, -scale) if scale < 0 else (torch.zeros_like(query), 1.0)
 
 
 # Triton's interpreter finds a function only if it stands above the one that calls it.
@@ -149,14 +160,15 @@ def finish_scores(
     RIGHT: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Scale the products of queries at `positions` and keys at `j`, and hide what is not visible; in base 2.
+    """Turn the products of queries at `positions` and keys at `j` into scores in base 2, of what is visible.
 
-    `all_seen` says that every row sees every key of the step, so that nothing has to be compared.
+    `all_seen` says that every row sees every key of the step, so that nothing has to be compared. Where the scale is
+    all that is missing, `weigh` multiplies by it, together with its subtraction.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     if SOFTCAP:
         scores = _tanh(scores * (scale / softcap)) * (softcap * LOG2E)
-    else:
+    elif slopes is not None:
         scores *= scale * LOG2E
     distance = positions[:, None] - j[None, :]
     if slopes is not None:
@@ -175,13 +187,39 @@ def finish_scores(
 
 @triton.jit
 @no_type_check
-def weigh(scores, highest, total):
-    """Take a step of scores into the online softmax: its weights, and by how much what was summed so far shrinks."""
-    new_highest = tl.maximum(highest, tl.max(scores, 1))
+def weigh(scores, highest, total, scale, SCALED: tl.constexpr):
+    """Take a step of scores into the online softmax: its weights, and by how much what was summed so far shrinks.
+
+    `SCALED` says that the scores have their scale, a positive one, already.
+    """
+    unit = 1.0 if SCALED else scale * 1.4426950408889634
+    new_highest = tl.maximum(highest, tl.max(scores, 1) * unit)
     base = tl.where(new_highest == float("-inf"), 0.0, new_highest)  # -inf - -inf would be NaN
-    weights = tl.exp2(scores - base[:, None])
+    weights = tl.exp2(scores * unit - base[:, None])
     shrink = tl.exp2(highest - base)
     return weights, shrink, new_highest, total * shrink + tl.sum(weights, 1)
+
+
+@triton.jit
+@no_type_check
+def phase_of_run(
+    PHASE: tl.constexpr, PHASES: tl.constexpr, first_key, last_key, all_from, all_to, BLOCK_N: tl.constexpr
+):
+    """Bound the steps of a phase: in phase 1 of 3 every row of the tile sees every key, before and behind it not.
+
+    A branch in the loop would keep the products of one step from overlapping with the softmax of another.
+    """
+    begin, end = first_key, last_key
+    if PHASES == 3:
+        full_from = first_key + tl.cdiv(tl.maximum(all_from - first_key, 0), BLOCK_N) * BLOCK_N
+        full_to = first_key + tl.maximum(all_to - first_key, 0) // BLOCK_N * BLOCK_N
+        if PHASE == 0:
+            end = tl.minimum(full_from, last_key)
+        elif PHASE == 1:
+            begin, end = full_from, full_to
+        else:
+            begin = tl.maximum(full_from, full_to)
+    return begin, end
 
 
 @triton.jit
@@ -275,49 +313,53 @@ def attend_to_run(
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     weighted = tl.zeros([BLOCK_M, VALUE_PAD], tl.float32)
-    for start in range(first_key, last_key, BLOCK_N):
-        j = start + tl.arange(0, BLOCK_N)
-        is_key = j < last_key  # nothing behind it is read: it may be NaN, or no block at all
-        if BLOCK_SIZE > 0:
-            blocks = next_blocks.to(tl.int64)
-            next_blocks = tl.load(
-                table + (j + BLOCK_N) // BLOCK_SIZE * table_stride, mask=j + BLOCK_N < last_key, other=0
-            )
-            key_rows = blocks * key_strides[0] + j % BLOCK_SIZE * key_strides[1] + kv_head * key_strides[2]
-            value_rows = blocks * value_strides[0] + j % BLOCK_SIZE * value_strides[1] + kv_head * value_strides[2]
-        else:
-            key_rows = (first_key_row + j) * key_strides[0] + kv_head * key_strides[1]
-            value_rows = (first_key_row + j) * value_strides[0] + kv_head * value_strides[1]
+    PHASES: tl.constexpr = 3 if BLOCK_M > 16 and (LEFT or RIGHT or CHUNK) else 1
+    for phase in tl.static_range(PHASES):
+        begin, end = phase_of_run(phase, PHASES, first_key, last_key, all_from, all_to, BLOCK_N)
+        for start in range(begin, end, BLOCK_N):
+            j = start + tl.arange(0, BLOCK_N)
+            is_key = j < last_key  # nothing behind it is read: it may be NaN, or no block at all
+            if BLOCK_SIZE > 0:
+                blocks = next_blocks.to(tl.int64)
+                next_blocks = tl.load(
+                    table + (j + BLOCK_N) // BLOCK_SIZE * table_stride, mask=j + BLOCK_N < last_key, other=0
+                )
+                key_rows = blocks * key_strides[0] + j % BLOCK_SIZE * key_strides[1] + kv_head * key_strides[2]
+                value_rows = blocks * value_strides[0] + j % BLOCK_SIZE * value_strides[1] + kv_head * value_strides[2]
+            else:
+                key_rows = (first_key_row + j) * key_strides[0] + kv_head * key_strides[1]
+                value_rows = (first_key_row + j) * value_strides[0] + kv_head * value_strides[1]
 
-        k = tl.load(
-            key + key_rows[None, :] + (at_d * key_strides[-1])[:, None],
-            mask=is_key[None, :] & (at_d < HEAD_SIZE)[:, None],
-            other=0.0,
-        )  # [d, keys]
-        scores = finish_scores(
-            tl.dot(q, k, input_precision="ieee"),
-            positions,
-            j,
-            is_key,
-            (start >= all_from) & (start + BLOCK_N <= all_to),
-            slopes,
-            scale,
-            softcap,
-            left,
-            right,
-            chunk_size,
-            SOFTCAP,
-            LEFT,
-            RIGHT,
-            CHUNK,
-        )
-        weights, shrink, highest, total = weigh(scores, highest, total)
-        v = tl.load(
-            value + value_rows[:, None] + (at_dv * value_strides[-1])[None, :],
-            mask=is_key[:, None] & (at_dv < VALUE_HEAD_SIZE)[None, :],
-            other=0.0,
-        )  # [keys, dv]
-        weighted = tl.dot(weights.to(v.dtype), v, weighted * shrink[:, None], input_precision="ieee")
+            k = tl.load(
+                key + key_rows[None, :] + (at_d * key_strides[-1])[:, None],
+                mask=is_key[None, :] & (at_d < HEAD_SIZE)[:, None],
+                other=0.0,
+            )  # [d, keys]
+            all_seen = phase == 1 if PHASES == 3 else (start >= all_from) & (start + BLOCK_N <= all_to)
+            scores = finish_scores(
+                tl.dot(q, k, input_precision="ieee"),
+                positions,
+                j,
+                is_key,
+                all_seen,
+                slopes,
+                scale,
+                softcap,
+                left,
+                right,
+                chunk_size,
+                SOFTCAP,
+                LEFT,
+                RIGHT,
+                CHUNK,
+            )
+            weights, shrink, highest, total = weigh(scores, highest, total, scale, SOFTCAP or slopes is not None)
+            v = tl.load(
+                value + value_rows[:, None] + (at_dv * value_strides[-1])[None, :],
+                mask=is_key[:, None] & (at_dv < VALUE_HEAD_SIZE)[None, :],
+                other=0.0,
+            )  # [keys, dv]
+            weighted = tl.dot(weights.to(v.dtype), v, weighted * shrink[:, None], input_precision="ieee")
     return highest, total, weighted
 
 
