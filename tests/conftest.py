@@ -31,7 +31,9 @@ def pytest_configure(config):
 
 def pytest_terminal_summary(terminalreporter, config):
     """Count the tests by outcome: all of them, by file, and those of each kernel by its name in their ids."""
-    if not config.getoption("--results"):
+    if not config.getoption("--results") or hasattr(
+        config, "workerinput"
+    ):  # a worker of pytest-xdist has its share only
         return
     from fastattn import kernels
     from fastattn.bench import measure
