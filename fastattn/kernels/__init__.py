@@ -227,7 +227,7 @@ def differential(
         for half in (0, 1)
     ]
     problem = _problem(query[:, ::2], cache[0, 0], cache[0, 1], batch, halves[0], cache.shape[3])
-    kernel = choose(problem)
+    kernel = choose(problem, function="differential")
     if hasattr(kernel, "differential"):
         return kernel.differential(query, cache, batch, options, subtraction)
     lse = query.new_empty(query.shape[:2], dtype=torch.float64 if query.dtype == torch.float64 else torch.float32)
@@ -261,11 +261,12 @@ def use_kernel(name: str) -> Iterator[None]:
         _asked_for.reset(token)
 
 
-def choose(problem: Problem) -> ModuleType:
+def choose(problem: Problem, *, function: str | None = None) -> ModuleType:
     """Choose the kernel for a problem: the one asked for, else the first that suits it, else the first that can.
 
     Args:
         problem: what is to be computed.
+        function: a function beyond `dense` and `paged`; kernels that have it go before all that have not.
 
     Returns:
         The kernel's module.
@@ -279,12 +280,11 @@ def choose(problem: Problem) -> ModuleType:
     for name in names:
         module = _load(name)
         if module.supports(problem) is None:
-            if module.suits(problem):
-                return module
             able.append(module)
     if not able:
         raise NotImplementedError(f"no kernel computes this: {_why_not(problem, names)}")
-    return able[0]
+    # Of equals, `max` takes the first.
+    return max(able, key=lambda module: (function is not None and hasattr(module, function), module.suits(problem)))
 
 
 def explain(problem: Problem) -> str:

@@ -147,7 +147,7 @@ def tune(query: Tensor, cache: Tensor, batch: Batch, options: Options) -> Tuning
     visible = batch.max_seq_len
     if left >= 0 and right >= 0:
         visible = min(visible, left + batch.max_query_len + right)
-    block_m = 16 if rows <= 16 else 64
+    block_m = 16 if rows <= 16 or head_size > 128 else 64  # the answers of a tile have to fit into registers, twice
     tiles = batch.num_seqs if rows <= block_m else batch.num_seqs + query.shape[0] * group // block_m
     return _tune(
         block_m, pad(head_size) * query.element_size(), tiles * num_pairs, visible, multiprocessors(query.device)
@@ -162,7 +162,8 @@ def _tune(block_m: int, row_bytes: int, programs: int, visible: int, num_multipr
     """
     if block_m > 16:
         splits = min(max(1, num_multiprocessors * 2 // programs), max(1, visible // FEWEST_KEYS))
-        return Tuning(block_m, max(16, 64 * 128 // row_bytes), 4, 2, splits, splits)
+        num_warps = 4 if row_bytes <= 128 else 8
+        return Tuning(block_m, max(16, 64 * 128 // row_bytes), num_warps, 2, splits, splits)
 
     def time(splits: int) -> float:
         on_one = -(-programs * splits // num_multiprocessors)
