@@ -280,11 +280,14 @@ def choose(problem: Problem, *, function: str | None = None) -> ModuleType:
     for name in names:
         module = _load(name)
         if module.supports(problem) is None:
+            if module.suits(problem) and (function is None or hasattr(module, function)):
+                return module
             able.append(module)
     if not able:
         raise NotImplementedError(f"no kernel computes this: {_why_not(problem, names)}")
-    # Of equals, `max` takes the first.
-    return max(able, key=lambda module: (function is not None and hasattr(module, function), module.suits(problem)))
+    having = [module for module in able if function is not None and hasattr(module, function)]
+    suiting = [module for module in able if module.suits(problem)]
+    return [*having, *suiting, *able][0]
 
 
 def explain(problem: Problem) -> str:
