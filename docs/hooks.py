@@ -146,7 +146,8 @@ def measured(page: Page, config: MkDocsConfig, files: Files, path: str = "") -> 
     """Show the measured rows of a path in short, or all there is."""
     results = [(file, run) for file in sorted(RESULTS.glob("*.json")) for run in json.loads(file.read_text())["runs"]]
     if not path:
-        return "\n\n".join(machine(page, file, run) for file, run in results)
+        pictures = {file: i for i, (file, _) in reversed([*enumerate(results)])}  # with the first run of a file
+        return "\n\n".join(machine(page, file, run, pictures[file] == i) for i, (file, run) in enumerate(results))
     tables = [(run, [row for row in run["rows"] if row["path"] == path]) for _, run in results]
     shown = "\n\n".join(
         f"*{run['machine']['name']}, {run['dtype']}*\n\n{in_short(rows)}" for run, rows in tables if rows
@@ -188,8 +189,8 @@ def in_short(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def machine(page: Page, file: Path, run: dict[str, Any]) -> str:
-    """Show all rows of a run, under what it ran on."""
+def machine(page: Page, file: Path, run: dict[str, Any], picture_too: bool) -> str:
+    """Show all rows of a run, under what it ran on, and the picture of its file if it is the first."""
     versions = ", ".join(f"{name} {number}" for name, number in run["versions"].items() if number)
     ceilings = run["ceilings"]
     parts = [
@@ -197,7 +198,7 @@ def machine(page: Page, file: Path, run: dict[str, Any]) -> str:
         f"{run['date'][:10]}; {versions}. Ceilings of the run: copy {ceilings['copy'] / 1e9:,.4g} GB/s, matrix product "
         f"{ceilings['product'] / 1e12:.3g} TFLOP/s.",
     ]
-    if file.with_suffix(".svg").exists():
+    if picture_too and file.with_suffix(".svg").exists():
         caption = "Further left is faster; the dashed line is the floor. Filled: fastattn. Rings: its peers."
         parts.append(figure(to(page, f"results/{file.stem}.svg"), caption))
     parts += [

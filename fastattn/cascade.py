@@ -35,7 +35,7 @@ H200 = Machine(
     workers=132,
     bytes_per_second=4.2e12,
     flops_per_second=7e14,
-    launch_seconds=4e-6,
+    launch_seconds=5e-6,
     tile_rows=64,
     tile_keys=64,
 )

@@ -1,6 +1,7 @@
 """The site builds without a warning, its links lead somewhere, and every block of code on it does what it says."""
 
 import contextlib
+import importlib
 import io
 import json
 import re
@@ -213,6 +214,13 @@ def test_links_between_files_lead_somewhere(page):
     for link in re.findall(r"\]\(([^)\s]+)\)", text_of(page)):
         if not re.match(r"[a-z]+:|#", link):
             assert (page.parent / urldefrag(link).url).exists(), f"{page.name} links to {link}"
+
+
+def test_the_readme_shows_the_committed_measurements(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    tables = importlib.import_module("readme").tables()
+    assert tables.count("\n") > 8
+    assert tables in (ROOT / "README.md").read_text(), "`make readme` writes them"
 
 
 def test_the_newcomers_way(site):

@@ -17,6 +17,7 @@ Source: PyTorch, `aten::_scaled_dot_product_flash_attention_for_cpu`; the decomp
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -75,33 +76,45 @@ def paged(
     options: Options,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend over pages; see `fastattn.kernels.paged`."""
+    pieces = _plan(batch, key_cache.shape[1], options)
+    if len(pieces) == 1 and pieces[0].rows == slice(0, len(query)):  # the answer of the piece is that of the batch
+        return _with_sinks(*_piece(query, key_cache, value_cache, pieces[0], options), options.sinks, batch)
     out, lse = _empty_answer(query, value_cache.shape[-1])
-    together, apart = _plan(batch, key_cache.shape[1], options)
-    for decodes in together:
-        rows = decodes.rows
-        out[rows], lse[rows] = _decodes(query[rows], key_cache, value_cache, decodes, options)
-    everyone_sees_all = options.window == (-1, -1) and not options.softcap and options.alibi_slopes is None
-    for one in apart:
-        q = query[one.rows]
-        if everyone_sees_all and not options.batch_invariant:  # it does not matter then where a key stands
-            slabs = _slabs(key_cache, value_cache, one.blocks, one.num_keys)
-            out[one.rows], lse[one.rows] = _merge(*(_flash(q, k, v, options.softmax_scale) for k, v in slabs))
-        else:
-            key, value = (
-                cache.index_select(0, one.blocks).flatten(0, 1)[: one.num_keys] for cache in (key_cache, value_cache)
-            )
-            out[one.rows], lse[one.rows] = _sequence(q, key, value, one.seq_len, options)
+    for piece in pieces:
+        rows = piece.rows
+        out[rows], lse[rows] = _piece(query[rows], key_cache, value_cache, piece, options)
     return _with_sinks(out, lse, options.sinks, batch)
+
+
+def _piece(
+    query: Float[Tensor, "t h d"],
+    key_cache: Float[Tensor, "n p hk d"],
+    value_cache: Float[Tensor, "n p hk dv"],
+    piece: "_Decodes | _Apart",
+    options: Options,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend from the query rows of a piece."""
+    if isinstance(piece, _Decodes):
+        return _decodes(query, key_cache, value_cache, piece, options)
+    everyone_sees_all = options.window == (-1, -1) and not options.softcap and options.alibi_slopes is None
+    if everyone_sees_all and not options.batch_invariant:  # it does not matter then where a key stands
+        slabs = _slabs(key_cache, value_cache, piece.blocks, piece.num_keys)
+        return _merge(*(_flash(query, k, v, options.softmax_scale) for k, v in slabs))
+    key, value = (
+        cache.index_select(0, piece.blocks).flatten(0, 1)[: piece.num_keys] for cache in (key_cache, value_cache)
+    )
+    return _sequence(query, key, value, piece.seq_len, options)
 
 
 @dataclass(frozen=True)
 class _Decodes:
     """Sequences with one query each that are computed together, and what they read."""
 
-    rows: Int64[Tensor, "b"]  # their query rows
+    rows: Int64[Tensor, "b"] | slice  # their query rows
     blocks: Int32[Tensor, "b m"]
-    distance: Int32[Tensor, "b s"]  # how far each key of those blocks lies before the query
-    bias: Float[Tensor, "b 1 1 s"]  # -inf on keys that are not to be seen
+    keys: slice  # those of the blocks that some sequence sees
+    distance: Int32[Tensor, "b s"]  # how far each key of the blocks lies before the query
+    bias: Float[Tensor, "b 1 1 s"] | None  # -inf on keys that are not to be seen, if there are any among `keys`
 
 
 @dataclass(frozen=True)
@@ -114,36 +127,37 @@ class _Apart:
     seq_len: int
 
 
-def _plan(batch: Batch, block_size: int, options: Options) -> tuple[list[_Decodes], list[_Apart]]:
+def _plan(batch: Batch, block_size: int, options: Options) -> list[_Decodes | _Apart]:
     """Say what is computed together and which blocks are read; made once a step and used by every layer."""
     assert batch.block_table is not None  # the path has checked it
     left, _ = options.window
     one_by_one = options.batch_invariant or bool(options.softcap)
     question = (block_size, left, one_by_one, batch.version)  # one that was advanced in place gets another plan
-    known, plan = _plans.get(batch, (None, None))
-    if plan is not None and known == question and batch.version is not None:
-        return plan
+    known, pieces = _plans.get(batch, (None, []))
+    if known == question and batch.version is not None:
+        return pieces
 
     query_rows, seq_lens = batch.query_rows(), batch.seq_lens.tolist()
     busy = [i for i, (q0, q1) in enumerate(query_rows) if q1 > q0 and seq_lens[i]]
     decodes = [] if one_by_one else [i for i in busy if query_rows[i][1] - query_rows[i][0] == 1]
-    together = []
+    pieces = []
     for group in _of_like_length(decodes, seq_lens):
-        members = torch.tensor(group)
-        rows = batch.cu_seqlens_q[members].long()
-        together.append(_read_together(rows, batch.seq_lens[members], batch.block_table[members], block_size, left))
-    apart = []
+        members = torch.tensor(sorted(group))
+        begins = [query_rows[i][0] for i in sorted(group)]
+        side_by_side = begins[-1] - begins[0] == len(begins) - 1
+        rows = slice(begins[0], begins[-1] + 1) if side_by_side else torch.tensor(begins)
+        pieces.append(_read_together(rows, batch.seq_lens[members], batch.block_table[members], block_size, left))
     for i in busy:
         if i not in decodes:
             (q0, q1), seq_len = query_rows[i], seq_lens[i]
             first_block = 0 if left < 0 else max(0, seq_len - (q1 - q0) - left) // block_size
             blocks = batch.block_table[i, first_block : -(-seq_len // block_size)]
-            apart.append(_Apart(slice(q0, q1), blocks, seq_len - first_block * block_size, seq_len))
-    _plans[batch] = (question, (together, apart))
-    return together, apart
+            pieces.append(_Apart(slice(q0, q1), blocks, seq_len - first_block * block_size, seq_len))
+    _plans[batch] = (question, pieces)
+    return pieces
 
 
-_plans: WeakKeyDictionary[Batch, tuple[tuple, tuple[list[_Decodes], list[_Apart]]]] = WeakKeyDictionary()
+_plans: WeakKeyDictionary[Batch, tuple[tuple[Any, ...], list[_Decodes | _Apart]]] = WeakKeyDictionary()
 
 
 def _of_like_length(decodes: list[int], seq_lens: list[int]) -> Iterator[list[int]]:
@@ -159,7 +173,7 @@ def _of_like_length(decodes: list[int], seq_lens: list[int]) -> Iterator[list[in
 
 
 def _read_together(
-    rows: Int64[Tensor, "b"],
+    rows: Int64[Tensor, "b"] | slice,
     seq_lens: Int32[Tensor, "b"],
     block_table: Int32[Tensor, "b m"],
     block_size: int,
@@ -173,8 +187,10 @@ def _read_together(
     blocks = block_table.gather(1, torch.minimum(columns, last_block).long())
     positions = (columns[..., None] * block_size + torch.arange(block_size, dtype=torch.int32)).flatten(1)
     unseen = (positions >= seq_lens) | (positions < first_key)
-    bias = torch.zeros(unseen.shape).masked_fill_(unseen, -torch.inf)
-    return _Decodes(rows, blocks, seq_lens - 1 - positions, bias[:, None, None])
+    seen = (~unseen).any(0).nonzero()
+    keys = slice(int(seen[0]), int(seen[-1]) + 1)
+    bias = torch.zeros(unseen.shape).masked_fill_(unseen, -torch.inf)[:, None, None]
+    return _Decodes(rows, blocks, keys, seq_lens - 1 - positions, bias if unseen[:, keys].any() else None)
 
 
 def _decodes(
@@ -191,10 +207,12 @@ def _decodes(
     b, m = decodes.blocks.shape
     block_size, hk = key_cache.shape[1:3]
     query = query.unflatten(1, (hk, -1))  # [b, hk, g, d]: the heads of a group are rows of one matrix product
-    bias = decodes.bias.to(_compute_dtype(query.dtype))
+    compute = _compute_dtype(query.dtype)
+    bias = None if decodes.bias is None else decodes.bias.to(compute)
     if options.alibi_slopes is not None:
-        slopes = options.alibi_slopes.to(bias.dtype).unflatten(0, (hk, -1))
-        bias = bias - slopes[..., None] * decodes.distance[:, None, None]
+        slopes = options.alibi_slopes.to(compute).unflatten(0, (hk, -1))
+        distance = slopes[..., None] * decodes.distance[:, None, None]
+        bias = -distance if bias is None else bias - distance
     step = max(1, BUFFER // (b * key_cache[0].numel()))  # columns at a time
     buffers = [cache.new_empty(min(step, m) * b, *cache.shape[1:]) for cache in (key_cache, value_cache)]
     parts = []
@@ -206,8 +224,11 @@ def _decodes(
             .transpose(1, 2)
             for cache, buffer in zip((key_cache, value_cache), buffers, strict=True)
         )
-        keys = slice(column * block_size, (column + step) * block_size)
-        out, lse = _call(query, key, value, options.softmax_scale, bias=bias[..., keys])
+        begin = column * block_size
+        keys = slice(max(0, decodes.keys.start - begin), decodes.keys.stop - begin)
+        seen = slice(begin + keys.start, min(begin + key.shape[2], decodes.keys.stop))
+        some = None if bias is None else bias[..., seen]
+        out, lse = _call(query, key[:, :, keys], value[:, :, keys], options.softmax_scale, bias=some)
         parts.append((out.flatten(1, 2), lse.flatten(1, 2)))
     return _merge(*parts)
 

@@ -1,0 +1,69 @@
+"""Write the measured tables of the README from the files in docs/results, between its two marks; `make readme`."""
+
+import json
+from typing import Any
+
+from hooks import RESULTS, ROOT, TWINS, duration
+
+MARKS = ("<!-- measured: made by docs/readme.py -->", "<!-- end of measured -->")
+SHOWN = {  # rows of the benchmark, by device, and what to call them
+    "cuda": {
+        ("chunked_prefill", "prefill-2x8192"): "two prompts of 8192 tokens",
+        ("chunked_prefill", "decode-64x8192"): "64 decodes, 8192 tokens of context",
+        ("chunked_prefill", "decode-256x1024"): "256 decodes, 1024 tokens of context",
+        ("sliding_window", "decode-64x16384-window-1024"): "64 decodes, a window of 1024 in 16384 tokens",
+        ("local", "prefill-65536-chunk-8192"): "a prompt of 65536 tokens in local chunks of 8192",
+        ("cascade", "decode-64-prefix-8192-own-256"): "64 decodes, 8192 tokens shared and 256 of their own",
+        ("differential", "decode-64x8192"): "64 differential decodes, 8192 tokens of context",
+    },
+    "cpu": {
+        ("chunked_prefill", "prefill-4096"): "a prompt of 4096 tokens",
+        ("chunked_prefill", "decode-16x4096"): "16 decodes, 4096 tokens of context",
+        ("cascade", "decode-16-prefix-4096-own-64"): "16 decodes, 4096 tokens shared and 64 of their own",
+        ("engine", "decode-8x23"): "SmolLM2-135M, 23 tokens for each of 8 prompts",
+    },
+}
+
+
+def tables() -> str:
+    """Make a table for each kind of machine."""
+    files = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
+    found = {
+        (run["device"], row["path"], row["workload"]): (run, row)
+        for file in files
+        for run in file["runs"]
+        for row in run["rows"]
+    }
+    parts = []
+    for device, shown in SHOWN.items():
+        rows = [(name, *found[device, *key]) for key, name in shown.items() if (device, *key) in found]
+        if rows:
+            dates = sorted({run["date"][:10] for _, run, _ in rows})
+            machine = rows[0][1]
+            head = f"{machine['machine']['name']}, {machine['dtype']}, {' and '.join(dates)}"
+            lines = [f"| {head} | fastattn | fastest peer there | refattn |", "|---|--:|--:|--:|"]
+            parts.append("\n".join([*lines, *(line(name, row) for name, _, row in rows)]))
+    return "\n\n".join(parts)
+
+
+def line(name: str, row: dict[str, Any]) -> str:
+    """Make the line of a row."""
+    twin, *others = row["contenders"]
+    timed = [entry for entry in others if "median" in entry]
+    peers = [entry for entry in timed if not entry["name"].startswith((*TWINS, "without", "plain"))]
+    fastest = min(peers, key=lambda entry: entry["median"], default=None)
+    reference = next((duration(entry["median"]) for entry in timed if entry["name"].startswith("refattn")), "")
+    peer = f"{duration(fastest['median'])}, {fastest['name']}" if fastest else ""
+    return f"| {name} | **{duration(twin['median'])}** | {peer} | {reference} |"
+
+
+def main() -> None:
+    """Put the tables into the README."""
+    readme = ROOT / "README.md"
+    before, _, rest = readme.read_text().partition(MARKS[0])
+    _, _, after = rest.partition(MARKS[1])
+    readme.write_text(f"{before}{MARKS[0]}\n\n{tables()}\n\n{MARKS[1]}{after}")
+
+
+if __name__ == "__main__":
+    main()
