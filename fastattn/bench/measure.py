@@ -7,6 +7,7 @@ as replays of a CUDA graph. Where a row's inputs fit into the cache, the calls g
 
 import os
 import platform
+import random
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -63,6 +64,7 @@ def take_turns(calls: dict[str, Sequence[Call]], *, seconds: float) -> dict[str,
         waiting = [name for name in calls if sum(samples[name]) < seconds and len(samples[name]) < MOST_SAMPLES]
         if not waiting:
             return {name: _summary(torch.tensor(taken, dtype=torch.float64)) for name, taken in samples.items()}
+        random.shuffle(waiting)  # or the same one would always come behind the one that leaves the caches worst
         for name in waiting:
             turn += 1  # never the inputs that the one before has just brought into the cache
             samples[name].append(_seconds(calls[name][turn % len(calls[name])]))

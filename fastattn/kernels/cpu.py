@@ -15,6 +15,7 @@ Source: PyTorch, `aten::_scaled_dot_product_flash_attention_for_cpu`; the decomp
 "FlashAttention-2", and its flash-decoding.
 """
 
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -214,7 +215,7 @@ def _decodes(
         distance = slopes[..., None] * decodes.distance[:, None, None]
         bias = -distance if bias is None else bias - distance
     step = max(1, BUFFER // (b * key_cache[0].numel()))  # columns at a time
-    buffers = [cache.new_empty(min(step, m) * b, *cache.shape[1:]) for cache in (key_cache, value_cache)]
+    buffers = _buffers(min(step, m) * b, key_cache, value_cache)
     parts = []
     for column in range(0, m, step):
         blocks = decodes.blocks[:, column : column + step].flatten()
@@ -233,6 +234,29 @@ def _decodes(
     return _merge(*parts)
 
 
+class _Memory(threading.local):
+    """What keys and values are gathered into, kept from call to call: new memory costs a page fault for every 4 KiB."""
+
+    def __init__(self) -> None:
+        self.of: dict[tuple[int, torch.dtype], Tensor] = {}
+
+
+_memory = _Memory()
+
+
+def _buffers(count: int, *caches: Float[Tensor, "n p hk _"]) -> list[Float[Tensor, "m p hk _"]]:
+    """Give room for `count` blocks of each cache."""
+    buffers = []
+    for i, cache in enumerate(caches):
+        size = count * cache[0].numel()
+        kept = _memory.of.get((i, cache.dtype))
+        if kept is None or len(kept) < size:
+            with torch.inference_mode(False):  # or it could be used in inference mode only
+                kept = _memory.of[i, cache.dtype] = torch.empty(max(size, BUFFER), dtype=cache.dtype)
+        buffers.append(kept[:size].view(count, *cache.shape[1:]))
+    return buffers
+
+
 def _slabs(
     key_cache: Float[Tensor, "n p hk d"],
     value_cache: Float[Tensor, "n p hk dv"],
@@ -242,7 +266,7 @@ def _slabs(
     """Gather some blocks of a sequence at a time through a small buffer, as `_decodes` does."""
     block_size = key_cache.shape[1]
     step = max(1, BUFFER // key_cache[0].numel())
-    buffers = [cache.new_empty(min(step, len(blocks)), *cache.shape[1:]) for cache in (key_cache, value_cache)]
+    buffers = _buffers(min(step, len(blocks)), key_cache, value_cache)
     for column in range(0, len(blocks), step):
         some = blocks[column : column + step]
         key, value = (
