@@ -21,6 +21,7 @@ import torch
 Call = Callable[..., Any]  # without arguments, or with `return_lse`
 
 MOST_SAMPLES = 200  # of a call; more don't move the median
+FEWEST_SAMPLES = 3  # of a call on a CPU, however long it takes
 FEW_SAMPLES = 5  # of a call that takes its own time
 CACHES = 3  # the input sets of a row together are at least this many times the last-level cache
 PACKAGES = ("twinattn", "torch", "triton", "flash-attn", "flash-attn-4", "flashinfer-python", "transformers")
@@ -53,7 +54,7 @@ def take_turns(calls: dict[str, Sequence[Call]], *, seconds: float) -> dict[str,
 
     Args:
         calls: of each contender the same call over each set of inputs.
-        seconds: the time that each may use; whoever needs more for one call gets one.
+        seconds: the time that each may use; whoever needs more for three calls gets three.
 
     Returns:
         The timing of each.
@@ -61,7 +62,11 @@ def take_turns(calls: dict[str, Sequence[Call]], *, seconds: float) -> dict[str,
     samples: dict[str, list[float]] = {name: [] for name in calls}
     turn = 0
     while True:
-        waiting = [name for name in calls if sum(samples[name]) < seconds and len(samples[name]) < MOST_SAMPLES]
+        waiting = [
+            name
+            for name, taken in samples.items()
+            if len(taken) < FEWEST_SAMPLES or (sum(taken) < seconds and len(taken) < MOST_SAMPLES)
+        ]
         if not waiting:
             return {name: _summary(torch.tensor(taken, dtype=torch.float64)) for name, taken in samples.items()}
         random.shuffle(waiting)  # or the same one would always come behind the one that leaves the caches worst
