@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 from jaxtyping import Float, Int32
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 
 @dataclass(frozen=True, eq=False)
@@ -279,7 +280,9 @@ def check_slots(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tens
     _expect(value_cache, "value_cache", None, ("n", "p", "hk", "dv"), (*key_cache.shape[:3], None))
     _expect(slot_mapping, "slot_mapping", torch.int64, ("t",), (key.shape[0],))
     same_device(key=key, value=value, key_cache=key_cache, value_cache=value_cache, slot_mapping=slot_mapping)
-    if slot_mapping.device.type != "cpu" or not slot_mapping.numel():
+    version = version_of(slot_mapping)
+    evidence = version and (version, key_cache.shape[0] * key_cache.shape[1])
+    if slot_mapping.device.type != "cpu" or not slot_mapping.numel() or _has_passed(slot_mapping, ("slots",), evidence):
         return
     slots, uses = slot_mapping.unique(return_counts=True)
     last = key_cache.shape[0] * key_cache.shape[1] - 1
@@ -289,6 +292,7 @@ def check_slots(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tens
     twice = slots[(uses > 1) & (slots >= 0)]
     if twice.numel():
         raise ValueError(f"slot_mapping: expected each slot once, got slot {int(twice[0])} for several tokens")
+    _let_pass(slot_mapping, ("slots",), evidence)
 
 
 def check_block_pairs(sources: Sequence[Tensor], destinations: Sequence[Tensor], pairs: Tensor) -> None:
@@ -607,17 +611,17 @@ def version_of(*tensors: Tensor | None) -> tuple[int, ...] | None:
     return None if any(x.is_inference() for x in there) else tuple(x._version for x in there)
 
 
-# A step has one batch for all layers; its contents are read for the first of them only.
-_passed: WeakKeyDictionary[Batch, dict[tuple[Any, ...], tuple[Any, ...] | None]] = WeakKeyDictionary()
+# A step has one batch, and one mapping of slots, for all layers; their contents are read for the first of them only.
+_passed = WeakIdKeyDictionary()
 
 
-def _has_passed(batch: Batch, question: tuple[Any, ...], evidence: tuple[Any, ...] | None) -> bool:
-    """Say whether the contents of a batch have passed a check before, on the same evidence: versions of the tensors."""
-    return evidence is not None and _passed.get(batch, {}).get(question) == evidence
+def _has_passed(what: Batch | Tensor, question: tuple[Any, ...], evidence: tuple[Any, ...] | None) -> bool:
+    """Say whether some contents have passed a check before, on the same evidence: versions of the tensors."""
+    return evidence is not None and _passed.get(what, {}).get(question) == evidence
 
 
-def _let_pass(batch: Batch, question: tuple[Any, ...], evidence: tuple[Any, ...] | None) -> None:
-    _passed.setdefault(batch, {})[question] = evidence
+def _let_pass(what: Batch | Tensor, question: tuple[Any, ...], evidence: tuple[Any, ...] | None) -> None:
+    _passed.setdefault(what, {})[question] = evidence
 
 
 def _expect(

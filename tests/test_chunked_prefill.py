@@ -240,3 +240,17 @@ def test_a_block_outside_the_pool_is_named(twin):
         ValueError, match="block_table: expected entries in 0..5 for the blocks that sequence 1 uses, got 99"
     ):
         twin.attention(*inputs.tensors)
+
+
+@pytest.mark.parametrize("twin", [refattn.chunked_prefill, fastattn.chunked_prefill], ids=["ref", "fast"])
+def test_what_has_passed_is_checked_again_once_it_is_written_to(twin):
+    inputs = build(Case("decodes", ((1, 20), (1, 9))))
+    twin.attention(*inputs.tensors)
+    kept = inputs.batch.block_table.clone()
+    inputs.batch.block_table[1, 0] = 10**6
+    with pytest.raises(ValueError, match="block_table: expected entries in 0.."):
+        twin.attention(*inputs.tensors)
+    inputs.batch.block_table.copy_(kept)
+    inputs.batch.seq_lens[0] = 10**6
+    with pytest.raises(ValueError, match="columns for the 1000000 keys of sequence 0"):
+        twin.attention(*inputs.tensors)

@@ -187,3 +187,18 @@ def test_bad_input_is_named_and_nothing_is_written(twin):
             twin.allocate(*sizes)
     with pytest.raises(ValueError, match='layout: expected "NHD" or "HND", got "DHN"'.replace('"DHN"', "'DHN'")):
         twin.allocate(4, 4, 2, 8, layout="DHN")
+
+
+@pytest.mark.parametrize("twin", [refattn.kv_cache, fastattn.kv_cache], ids=["ref", "fast"])
+def test_slots_that_have_passed_are_checked_again_once_they_are_written_to(twin):
+    key_cache, value_cache = twin.allocate(4, 4, 2, 8)
+    tokens, slots = torch.randn(3, 2, 8), torch.tensor([0, 5, 7])
+    twin.write(tokens, tokens, key_cache, value_cache, slots)
+    small, _ = twin.allocate(1, 4, 2, 8)
+    with pytest.raises(ValueError, match="slot_mapping: expected slots in 0..3"):
+        twin.write(tokens, tokens, small, small.clone(), slots)
+    slots[0] = 16
+    before = key_cache.clone()
+    with pytest.raises(ValueError, match="slot_mapping: expected slots in 0..15"):
+        twin.write(tokens, tokens, key_cache, value_cache, slots)
+    assert torch.equal(key_cache, before)
