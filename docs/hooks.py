@@ -146,8 +146,8 @@ def measured(page: Page, config: MkDocsConfig, files: Files, path: str = "") -> 
     """Show the measured rows of a path in short, or all there is."""
     results = [(file, run) for file in sorted(RESULTS.glob("*.json")) for run in json.loads(file.read_text())["runs"]]
     if not path:
-        pictures = {file: i for i, (file, _) in reversed([*enumerate(results)])}  # with the first run of a file
-        return "\n\n".join(machine(page, file, run, pictures[file] == i) for i, (file, run) in enumerate(results))
+        firsts = {file: i for i, (file, _) in reversed([*enumerate(results)])}
+        return "\n\n".join(machine(page, file, run, firsts[file] == i) for i, (file, run) in enumerate(results))
     tables = [(run, [row for row in run["rows"] if row["path"] == path]) for _, run in results]
     shown = "\n\n".join(
         f"*{run['machine']['name']}, {run['dtype']}*\n\n{in_short(rows)}" for run, rows in tables if rows
@@ -189,18 +189,20 @@ def in_short(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def machine(page: Page, file: Path, run: dict[str, Any], picture_too: bool) -> str:
-    """Show all rows of a run, under what it ran on, and the picture of its file if it is the first."""
+def machine(page: Page, file: Path, run: dict[str, Any], is_first: bool) -> str:
+    """Show all rows of a run; before the first of a file, what it ran on and the picture of all its runs."""
     versions = ", ".join(f"{name} {number}" for name, number in run["versions"].items() if number)
     ceilings = run["ceilings"]
-    parts = [
-        f"## {run['machine']['name']}, {run['dtype']}",
-        f"{run['date'][:10]}; {versions}. Ceilings of the run: copy {ceilings['copy'] / 1e9:,.4g} GB/s, matrix product "
-        f"{ceilings['product'] / 1e12:.3g} TFLOP/s.",
-    ]
-    if picture_too and file.with_suffix(".svg").exists():
-        caption = "Further left is faster; the dashed line is the floor. Filled: fastattn. Rings: its peers."
-        parts.append(figure(to(page, f"results/{file.stem}.svg"), caption))
+    parts = []
+    if is_first:
+        parts.append(f"## {run['machine']['name']}, {run['dtype']}")
+        if file.with_suffix(".svg").exists():
+            caption = "Further left is faster; the dashed line is the floor. Filled: fastattn. Rings: its peers."
+            parts.append(figure(to(page, f"results/{file.stem}.svg"), caption))
+    parts.append(
+        f"{run['date'][:16].replace('T', ', ')} UTC; {versions}. Ceilings of the run: copy "
+        f"{ceilings['copy'] / 1e9:,.4g} GB/s, matrix product {ceilings['product'] / 1e12:.3g} TFLOP/s."
+    )
     parts += [
         "| workload | | time | of the floor | times fastattn |",
         "|---|---|--:|--:|--:|",
