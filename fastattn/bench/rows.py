@@ -259,6 +259,7 @@ def _cuda(shrink: int) -> Iterator[Row]:
         clock="graph",
         aim="at most 70 us",
     )
+    # Without FlashInfer, which compiles for minutes before its first prefill in a window.
     prefill = work((16384, 16384), window=1024)
     yield Row(
         "sliding_window",
@@ -269,7 +270,6 @@ def _cuda(shrink: int) -> Iterator[Row]:
             peers.fa4(),
             peers.fa4(block_size=None),
             peers.fa2(),
-            peers.flashinfer_prefill(),
             peers.flex(),
         ),
         aim="at most FA4's time",
