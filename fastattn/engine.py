@@ -14,6 +14,7 @@ Source: CUDA graphs over a paged cache as in vLLM and SGLang, which pad to recor
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -53,7 +54,13 @@ class Engine(engine.Engine):
     @cached_property
     def records(self) -> bool:
         """Whether decodes are recorded and replayed."""
-        return self.model.device.type == "cuda" and self.kv_cache.__name__.startswith("fastattn.")
+        return self.model.device.type == "cuda" and self.can_record
+
+    @property
+    def can_record(self) -> bool:
+        """Whether all that computes is `fastattn`: another twin may ask the device, which cannot be recorded."""
+        modules = (self.kv_cache, self.metadata, *self.paths.values())
+        return all(isinstance(module, ModuleType) and module.__name__.startswith("fastattn.") for module in modules)
 
     def _forward(self, scheduled: dict[Request, int]) -> Float[Tensor, "b v"]:
         if not (self.records and all(request.num_pending == 1 for request in scheduled)):

@@ -22,6 +22,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+import fastattn.demo
 import fastattn.engine
 import refattn.engine
 from refattn.engine import BlockAllocator, Counters, Engine, Sampling, sample
@@ -261,6 +262,14 @@ def test_a_recording_serves_longer_sequences(llama, recording_engine):
     engine = recording_engine(llama)
     assert outputs(engine, [[7, 3] * 10], Sampling(max_tokens=100)) == transformers_outputs(llama, [[7, 3] * 10], 100)
     assert list(engine._decodes) == [(1, 256)]
+
+
+def test_only_what_fastattn_computes_is_recorded(llama):
+    """The demo's comparison answers as `fastattn` does, but looks at every answer, which a recording cannot do."""
+    sizes = dict(num_blocks=8, block_size=4)
+    assert fastattn.engine.Engine(llama, **sizes).can_record
+    assert not fastattn.engine.Engine(llama, **sizes, twin=fastattn.demo.Comparison()).can_record
+    assert not fastattn.engine.Engine(llama, **sizes, twin=importlib.import_module("refattn")).can_record
 
 
 def test_padding_rows_of_a_recording_write_nothing(llama, recording_engine):
