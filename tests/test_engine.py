@@ -264,6 +264,13 @@ def test_a_recording_serves_longer_sequences(llama, recording_engine):
     assert list(engine._decodes) == [(1, 256)]
 
 
+def test_a_second_model_of_the_same_config_is_served_too(device):
+    """What the config says of the attention was said of the first model."""
+    first, second = (make_model(*MODELS["differential"], device) for _ in range(2))
+    assert first.config is second.config
+    assert outputs(make_engine(second), PROMPTS[:2]) == outputs(make_engine(first), PROMPTS[:2])
+
+
 def test_only_what_fastattn_computes_is_recorded(llama):
     """The demo's comparison answers as `fastattn` does, but looks at every answer, which a recording cannot do."""
     sizes = dict(num_blocks=8, block_size=4)
