@@ -1,9 +1,11 @@
 """Cascade attention: a level is a batch of its own for a paged kernel; the twin of `refattn.cascade`.
 
 Any kernel computes it: the shared levels without a causal mask, as every query is behind every key there, and the last
-level as ever. Our Triton kernel reduces the parts of all levels at once; the answers of another are merged. What a kernel cannot know is where a group's sequences stand, as they need not
-stand at the same place. A softcap does not mind. ALiBi minds by a constant for each row, `-slope * distance`, that
-cancels inside a softmax; the merge gets it through the LSE. A window would cut each query's keys elsewhere: refused.
+level as ever. Our Triton kernel reduces the parts of all levels at once; the answers of another are merged.
+
+What a kernel cannot know is where a group's sequences stand, as they need not stand at the same place. A softcap does
+not mind. ALiBi minds by a constant for each row, `-slope * distance`, that cancels inside a softmax; the merge gets it
+through the LSE. A window would cut each query's keys elsewhere: refused.
 """
 
 from collections.abc import Sequence

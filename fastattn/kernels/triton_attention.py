@@ -308,7 +308,7 @@ def _tune(block_m: int, row_bytes: int, programs: int, visible: int, num_multipr
 def _beside_others(tuning: Tuning) -> Tuning:
     """Change a launch so that those of other levels have room beside it: one multiplies while the other reads.
 
-    Source: measured on an NVIDIA H200 with the levels on two streams: with all registers taken, one waits for the other.
+    Source: measured on an NVIDIA H200 with the levels on two streams; with all registers taken, one waits.
     """
     if tuning.block_m == 16:
         return tuning._replace(block_n=min(128, 4 * tuning.block_n), num_warps=4, num_stages=2)
