@@ -108,6 +108,32 @@ def test_a_chunk_shows_exactly_its_keys(chunk_size, device):
     assert_same_masks(masks, masks_by_hand(case, lambda i, j: j <= i and i // chunk_size == j // chunk_size))
 
 
+@pytest.mark.parametrize("launch", [{}, dict(block_m=64), dict(splits=3, most_splits=3, block_n=16)], ids=str)
+@pytest.mark.parametrize("window_size", [(-1, -1), (21, -1)], ids=str)
+def test_a_mask_over_the_last_keys_hides_exactly_those(launch, window_size, device):
+    """Drafts that do not see their siblings; the mask is wider than some sequences, and strided."""
+    case = Case("drafts", ((8, 70), (8, 8), (1, 33), (0, 5), (5, 90), (3, 2)), heads=(4, 2), padding_rows=2)
+    generator = torch.Generator().manual_seed(1)
+    last = torch.rand(27, 16, generator=generator)[:, ::2] < 0.5
+    row_of = {case.lens[i]: sum(q for q, _ in case.lens[:i]) for i in range(len(case.lens))}
+
+    def attention(query, key_cache, value_cache, batch, *, return_lse):
+        options = Options(causal=False, window_size=window_size)
+        return attend(query, key_cache, value_cache, batch, options, last_mask=last.to(device))
+
+    with launched_as(**launch):
+        masks = read_masks(attention, case, device=device)
+    expected = []
+    for q, s in case.lens:
+        mask = torch.zeros(q, s, dtype=torch.bool)
+        for i in range(q):
+            for j in range(s):
+                in_window = window_size[0] < 0 or j >= s - q + i - window_size[0]
+                mask[i, j] = in_window and (j < s - 8 or bool(last[row_of[q, s] + i, j - (s - 8)]))
+        expected.append(mask)
+    assert_same_masks(masks, expected)
+
+
 @settings(max_examples=6)
 @given(case=ragged_cases(), options=st.sampled_from(list(OPTIONS)), seed=st.integers(0, 2**16))
 def test_drawn_batches(case, options, seed, device):

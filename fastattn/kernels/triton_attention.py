@@ -22,7 +22,7 @@ from typing import no_type_check
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fastattn.kernels import Options
@@ -46,8 +46,7 @@ from refattn.batch import Batch
 FEWEST_KEYS = 256  # that are worth a program of their own
 MOST_KEYS = 2048  # of a sequence in one program: one much longer than the others must not run alone at the end
 MOST_PART_BYTES = 2**28  # that the parts of all splits may take
-MANY_KEYS = 4096  # of a program that may as well start late: what is lost at the end is little beside them
-TOO_FEW = {1: 1.1, 2: 1.03}  # how much longer so few programs take that a multiprocessor could hold more of
+TOO_FEW = {1: 1.1, 2: 1.03, 3: 1.03}  # how much longer so few programs take that a multiprocessor could hold more of
 EVEN = 1.25  # times the average is the longest sequence, at most, of some that need no balance
 INVARIANT_SPLITS = 8  # under `batch_invariant`, for every sequence
 BLOCK_SEQS = 128  # sequences that are counted at a time
@@ -62,6 +61,7 @@ def attend(
     options: Options,
     *,
     chunk_size: int = 0,
+    last_mask: Bool[Tensor, "t last"] | None = None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend over pages if `key` has four dimensions, else over ragged rows.
 
@@ -72,13 +72,15 @@ def attend(
         batch: the lengths and, for pages, the block table.
         options: what else is asked.
         chunk_size: show a query only the keys of its own chunk of this many tokens (local attention); 0 for all.
+        last_mask: who may see whom among the last keys of a sequence, beside all other rules: true in column `c` where
+            the query may see key `seq_len - last + c` (a tree of drafts); None hides nothing.
 
     Returns:
         The outputs, and their log-sum-exps in float32.
 
     Source: see the module.
     """
-    return attend_levels(query, key, value, [(batch, options)], chunk_size=chunk_size)
+    return attend_levels(query, key, value, [(batch, options)], chunk_size=chunk_size, last_mask=last_mask)
 
 
 def attend_levels(
@@ -88,6 +90,7 @@ def attend_levels(
     levels: Sequence[tuple[Batch, Options]],
     *,
     chunk_size: int = 0,
+    last_mask: Bool[Tensor, "t last"] | None = None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend to the keys of several levels, each with a batch of its own over the same query rows, as one softmax.
 
@@ -100,6 +103,7 @@ def attend_levels(
         value: as in `attend`.
         levels: the batch of each level, and what else is asked there; only the sinks of the last one count.
         chunk_size: as in `attend`.
+        last_mask: as in `attend`, of the last level.
 
     Returns:
         The outputs, and their log-sum-exps in float32.
@@ -119,7 +123,7 @@ def attend_levels(
         tunings = [_beside_others(tuning) for tuning in tunings]
     num_parts = sum(tuning.most_splits for tuning in tunings)
     if num_parts == 1:
-        _launch(query, key, value, batch, options, tunings[0], out, lse, chunk_size=chunk_size)
+        _launch(query, key, value, batch, options, tunings[0], out, lse, chunk_size=chunk_size, last_mask=last_mask)
         return out, lse
 
     parts = query.new_empty(num_parts, *out.shape, dtype=torch.float32)
@@ -127,8 +131,19 @@ def attend_levels(
     overlap = can_overlap(query.device)
     first = 0
     for level, tuning in zip(levels, tunings, strict=True):
-        where = (parts[first:], part_lses[first:])
-        _launch(query, key, value, *level, tuning, *where, chunk_size=chunk_size, overlap=overlap, after=first > 0)
+        _launch(
+            query,
+            key,
+            value,
+            *level,
+            tuning,
+            parts[first:],
+            part_lses[first:],
+            chunk_size=chunk_size,
+            last_mask=last_mask if level is levels[-1] else None,
+            overlap=overlap,
+            after=first > 0,
+        )
         first += tuning.most_splits
     block_splits = min(MERGED_AT_ONCE, pad(num_parts))
     block_heads = min(MERGED_AT_ONCE // block_splits, pad(num_heads))
@@ -164,6 +179,7 @@ def _launch(
     lse: Tensor,
     *,
     chunk_size: int,
+    last_mask: Tensor | None,
     overlap: bool | None = None,
     after: bool = False,
 ) -> None:
@@ -179,6 +195,7 @@ def _launch(
         out: the answer, or the first of the parts.
         lse: likewise.
         chunk_size: likewise.
+        last_mask: likewise.
         overlap: whether the launch behind this one may begin early; None if this one gives the answer, not parts.
         after: another level was launched before, that what follows has to wait for, too.
     """
@@ -202,9 +219,11 @@ def _launch(
         batch.seq_lens,
         options.alibi_slopes,
         options.sinks,
+        None if last_mask is None else last_mask.view(torch.uint8),
         query.stride(),
         key.stride(),
         value.stride(),
+        (0, 0) if last_mask is None else last_mask.stride(),
         0 if block_table is None else block_table.stride(0),
         1 if block_table is None else block_table.stride(1),
         num_tokens,
@@ -215,6 +234,7 @@ def _launch(
         left,
         right,
         chunk_size,
+        0 if last_mask is None else last_mask.shape[1],
         NUM_HEADS=num_heads,
         GROUP=group,
         HEAD_SIZE=head_size,
@@ -288,7 +308,7 @@ def _tune(block_m: int, row_bytes: int, programs: int, visible: int, num_multipr
 
     Source: measured on an NVIDIA H200 with bfloat16 and head size 128; wider rows get shorter steps.
     """
-    at_once = {16: 5, 64: 2, 128: 1}[block_m]  # programs that a multiprocessor holds
+    at_once = {16: 4, 64: 2, 128: 1}[block_m]  # programs that a multiprocessor holds
 
     def time(splits: int) -> float:
         on_one = -(-programs * splits // num_multiprocessors)
@@ -298,21 +318,21 @@ def _tune(block_m: int, row_bytes: int, programs: int, visible: int, num_multipr
 
     splits = min(range(1, max(1, visible // FEWEST_KEYS) + 1), key=time)
     on_one = -(-programs * splits // num_multiprocessors)
-    if block_m == 16 and (on_one > at_once or (on_one > 3 and visible >= MANY_KEYS * splits)):
-        return Tuning(16, _fit(64, row_bytes), 2, 2, splits, splits)
     if block_m == 16 and on_one > 3:
-        return Tuning(16, _fit(32, row_bytes), 2, 3, splits, splits)
+        return Tuning(16, _fit(64, row_bytes), 2, 2, splits, splits)
     return Tuning(block_m, _fit(64, row_bytes), 8 if block_m == 128 else 4, 3, splits, splits)
 
 
 def _beside_others(tuning: Tuning) -> Tuning:
     """Change a launch so that those of other levels have room beside it: one multiplies while the other reads.
 
-    Source: measured on an NVIDIA H200 with the levels on two streams; with all registers taken, one waits.
+    Source: measured on an NVIDIA H200; with all registers or all multiprocessors taken, one level waits for the other.
     """
     if tuning.block_m == 16:
         return tuning._replace(block_n=min(128, 4 * tuning.block_n), num_warps=4, num_stages=2)
-    return tuning._replace(registers=168) if tuning.num_warps == 8 else tuning
+    splits = max(1, tuning.splits * 7 // 8)
+    registers = 160 if tuning.num_warps == 8 else None
+    return tuning._replace(splits=splits, most_splits=max(splits, tuning.most_splits * 7 // 8), registers=registers)
 
 
 def _fit(block_n: int, row_bytes: int) -> int:
@@ -399,6 +419,17 @@ def _fill_padding_rows(
         token += tiles
 
 
+@triton.jit
+@no_type_check
+def _wait_for_level_before():
+    """End no earlier than the launch before: the reduction waits for ours alone, which is over when all programs are.
+
+    One program is enough, and the others make room. The last one is the last to be put in place.
+    """
+    if (tl.program_id(0) == tl.num_programs(0) - 1) & (tl.program_id(1) == tl.num_programs(1) - 1):
+        tl.extra.cuda.gdc_wait()
+
+
 @triton.jit(do_not_specialize=CHANGING)
 @no_type_check
 def _attend_kernel(
@@ -413,9 +444,11 @@ def _attend_kernel(
     seq_lens,
     alibi_slopes,
     sinks,
+    last_mask,
     query_strides,
     key_strides,
     value_strides,
+    mask_strides,
     table_row_stride,
     table_stride,
     num_tokens,
@@ -426,6 +459,7 @@ def _attend_kernel(
     left,
     right,
     chunk_size,
+    last,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -463,7 +497,7 @@ def _attend_kernel(
                 out, lse, cu_seqlens_q, tile, kv_head, num_tokens, num_seqs, NUM_KV_HEADS, GROUP, VALUE_HEAD_SIZE
             )
         if AFTER:
-            tl.extra.cuda.gdc_wait()  # done is what the reduction waits for, and with us the level before is
+            _wait_for_level_before()
         return
     context = seq_len - query_len  # negative where a sequence has more queries than keys
     rows = first_row + tl.arange(0, BLOCK_M)
@@ -492,12 +526,15 @@ def _attend_kernel(
         if first_key >= last_key:
             tl.store(lse + places, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=is_row)
             if AFTER:
-                tl.extra.cuda.gdc_wait()
+                _wait_for_level_before()
             return
 
     slopes = None
     if alibi_slopes is not None:
         slopes = tl.load(alibi_slopes + heads, mask=is_row, other=0.0).to(tl.float32) * LOG2E
+    mask_rows = None
+    if last_mask is not None:
+        mask_rows = last_mask + tokens * mask_strides[0]
     highest, total, weighted = attend_to_run(
         query + tokens * query_strides[0] + heads * query_strides[1],
         query_strides[2],
@@ -514,8 +551,11 @@ def _attend_kernel(
         first_key,
         last_key,
         slopes,
+        mask_rows,
+        seq_len - last,
         key_strides,
         value_strides,
+        mask_strides[1],
         table_row_stride,
         table_stride,
         scale,
@@ -543,7 +583,7 @@ def _attend_kernel(
             out, lse, cu_seqlens_q, tile, kv_head, num_tokens, num_seqs, NUM_KV_HEADS, GROUP, VALUE_HEAD_SIZE
         )
     if AFTER:
-        tl.extra.cuda.gdc_wait()
+        _wait_for_level_before()
 
 
 @triton.jit(do_not_specialize=CHANGING)

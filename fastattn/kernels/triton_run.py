@@ -20,7 +20,7 @@ INTERPRETED = triton.knobs.runtime.interpret  # kernels run in Python, on CPU te
 # What changes from batch to batch, which must not lead to another compilation.
 CHANGING = (
     *("block_table", "cu_seqlens_q", "cu_seqlens_k", "seq_lens", "table_row_stride"),
-    *("num_tokens", "num_seqs", "splits", "left", "right", "chunk_size"),
+    *("num_tokens", "num_seqs", "splits", "left", "right", "chunk_size", "last"),
 )
 
 
@@ -187,6 +187,20 @@ def finish_scores(
 
 @triton.jit
 @no_type_check
+def hide_masked(scores, mask_rows, mask_stride, is_row, columns, is_key, all_seen):
+    """Take away the scores of keys that a mask over the last keys hides; its columns before 0 hide nothing."""
+    if not all_seen:
+        shown = tl.load(
+            mask_rows[:, None] + (columns * mask_stride)[None, :],
+            mask=is_row[:, None] & (is_key & (columns >= 0))[None, :],
+            other=1,
+        )
+        scores = tl.where(shown != 0, scores, float("-inf"))
+    return scores
+
+
+@triton.jit
+@no_type_check
 def weigh(scores, highest, total, scale, SCALED: tl.constexpr):
     """Take a step of scores into the online softmax: its weights, and by how much what was summed so far shrinks.
 
@@ -264,8 +278,11 @@ def attend_to_run(
     first_key,
     last_key,
     slopes,
+    mask_rows,
+    masked_from,
     key_strides,
     value_strides,
+    mask_stride,
     table_row_stride,
     table_stride,
     scale,
@@ -287,7 +304,8 @@ def attend_to_run(
 
     `query_rows` point to the queries of the rows that `is_row`; `positions` lie between the first and the last one.
     `key` and `value` are pages that `block_table` leads to, or rows that `cu_seqlens_k` leads to (`BLOCK_SIZE` is 0).
-    `slopes` are those of ALiBi times log2(e), one a row, or None.
+    `slopes` are those of ALiBi times log2(e), one a row, or None. `mask_rows` point to the mask of each row, over the
+    keys from `masked_from` to the sequence's end, or are None.
 
     It returns the highest score of each row, the sum of the weights relative to it, and the weighted sum of the values.
     """
@@ -301,6 +319,8 @@ def attend_to_run(
     all_from, all_to = seen_by_all(
         first_key, last_key, first_position, last_position, left, right, chunk_size, LEFT, RIGHT, CHUNK
     )
+    if mask_rows is not None:
+        all_to = tl.minimum(all_to, masked_from)
     HEAD_PAD: tl.constexpr = triton.next_power_of_2(HEAD_SIZE) if HEAD_SIZE > 16 else 16  # the least of a product
     VALUE_PAD: tl.constexpr = triton.next_power_of_2(VALUE_HEAD_SIZE)
     at_d = tl.arange(0, HEAD_PAD)
@@ -313,7 +333,7 @@ def attend_to_run(
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     weighted = tl.zeros([BLOCK_M, VALUE_PAD], tl.float32)
-    PHASES: tl.constexpr = 3 if BLOCK_M > 16 and (LEFT or RIGHT or CHUNK) else 1
+    PHASES: tl.constexpr = 3 if BLOCK_M > 16 and (LEFT or RIGHT or CHUNK or mask_rows is not None) else 1
     for phase in tl.static_range(PHASES):
         begin, end = phase_of_run(phase, PHASES, first_key, last_key, all_from, all_to, BLOCK_N)
         for start in range(begin, end, BLOCK_N):
@@ -353,6 +373,8 @@ def attend_to_run(
                 RIGHT,
                 CHUNK,
             )
+            if mask_rows is not None:
+                scores = hide_masked(scores, mask_rows, mask_stride, is_row, j - masked_from, is_key, all_seen)
             weights, shrink, highest, total = weigh(scores, highest, total, scale, SOFTCAP or slopes is not None)
             v = tl.load(
                 value + value_rows[:, None] + (at_dv * value_strides[-1])[None, :],
