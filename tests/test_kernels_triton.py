@@ -22,6 +22,7 @@ from fastattn.kernels.triton import supports
 from fastattn.kernels.triton_adapt import adapt
 from fastattn.kernels.triton_attention import attend
 from fastattn.kernels.triton_merge import merge_states
+from fastattn.kernels.triton_run import SCRATCH_BYTES, shrink
 
 MIXED = Case("mixed", ((4, 6), (1, 90), (10, 17), (0, 9), (20, 50), (5, 2)), heads=(6, 2), padding_rows=3)
 
@@ -79,6 +80,41 @@ def test_any_scale(scale, device):
 def test_any_tile(launch, case, device):
     inputs = build(case, device=device)
     with fastattn.use_kernel("triton"), launched_as(**launch):
+        assert_twins_agree("chunked_prefill", *inputs.tensors)
+
+
+SHARED_MEMORY = {"H200": 232448, "A100": 166912, "RTX 4090": 101376}  # bytes that a program may have
+
+
+@pytest.mark.parametrize("card", SHARED_MEMORY)
+@pytest.mark.parametrize("row_bytes", [128, 256, 512, 1024], ids=lambda size: f"rows-of-{size}")
+@pytest.mark.parametrize("block_m", [16, 64, 128])
+def test_a_launch_fits_into_the_shared_memory(card, row_bytes, block_m):
+    """A step of keys and its values, for each one in flight, beside the tile."""
+    chosen = triton_attention._tune(block_m, row_bytes, 64, 4096, 132)
+    room = SHARED_MEMORY[card]
+    fitted = shrink(chosen, row_bytes, 2 * row_bytes, room)
+
+    def needed(tuning):
+        return (tuning.block_m + 2 * tuning.block_n * tuning.num_stages) * row_bytes
+
+    assert needed(fitted) <= room
+    if fitted != chosen:
+        one_more = fitted._replace(num_stages=fitted.num_stages + 1)
+        assert needed(one_more) > room - SCRATCH_BYTES, "shrunk further than needed"
+    if card == "H200" and block_m * row_bytes <= 64 * 1024:
+        assert fitted == chosen, "what was measured there is another launch"
+
+
+@pytest.mark.parametrize("room", [20_000, 70_000], ids=str)
+def test_a_card_with_little_shared_memory(room, device):
+    case = Case("c", ((1, 70), (40, 90)), heads=(4, 2))
+    inputs = build(case, device=device)
+
+    def fit(tuning, device, *, row_bytes, key_bytes):
+        return shrink(tuning, row_bytes, key_bytes, room)
+
+    with fastattn.use_kernel("triton"), mock.patch.object(triton_attention, "fit", fit), launched_as(block_m=64):
         assert_twins_agree("chunked_prefill", *inputs.tensors)
 
 

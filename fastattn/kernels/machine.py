@@ -28,6 +28,13 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 @cache
+def shared_memory(device: torch.device) -> int:
+    """Give the bytes of shared memory that a program may have on a CUDA device."""
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+
+
+@cache
 def num_multiprocessors(device: torch.device) -> int:
     """Give the number of multiprocessors of a CUDA device."""
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -34,6 +34,7 @@ from fastattn.kernels.triton_run import (
     attend_to_run,
     can_overlap,
     find_tile,
+    fit,
     merge_parts,
     multiprocessors,
     pad,
@@ -121,6 +122,8 @@ def attend_levels(
     tunings = [tune(query, key, value, *level, chunk_size) for level in levels]
     if len(levels) > 1:
         tunings = [_beside_others(tuning) for tuning in tunings]
+    row_bytes = _row_bytes(query, value)
+    tunings = [fit(tuning, query.device, row_bytes=row_bytes, key_bytes=2 * row_bytes) for tuning in tunings]
     num_parts = sum(tuning.most_splits for tuning in tunings)
     if num_parts == 1:
         _launch(query, key, value, batch, options, tunings[0], out, lse, chunk_size=chunk_size, last_mask=last_mask)
@@ -280,7 +283,7 @@ def tune(query: Tensor, key: Tensor, value: Tensor, batch: Batch, options: Optio
     """
     num_kv_heads = key.shape[-2]
     group = query.shape[1] // num_kv_heads
-    row_bytes = max(pad(query.shape[2]), pad(value.shape[-1])) * query.element_size()
+    row_bytes = _row_bytes(query, value)
     if options.batch_invariant:
         return Tuning(64, _fit(64, row_bytes), 4, 3, INVARIANT_SPLITS, INVARIANT_SPLITS)
     rows = batch.max_query_len * group
@@ -292,6 +295,11 @@ def tune(query: Tensor, key: Tensor, value: Tensor, batch: Batch, options: Optio
         return tuning
     room = MOST_PART_BYTES // (4 * query.shape[0] * query.shape[1] * value.shape[-1])
     return tuning._replace(most_splits=max(tuning.splits, min(room, -(-visible // MOST_KEYS))))
+
+
+def _row_bytes(query: Tensor, value: Tensor) -> int:
+    """Give the bytes of a query, a key or a value in a program, whichever is the longest."""
+    return max(pad(query.shape[2]), pad(value.shape[-1])) * query.element_size()
 
 
 def _about_as_long(batch: Batch, visible: int) -> bool:

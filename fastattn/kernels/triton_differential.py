@@ -28,6 +28,7 @@ from fastattn.kernels.triton_run import (
     can_overlap,
     find_tile,
     finish_scores,
+    fit,
     merge_parts,
     multiprocessors,
     pad,
@@ -64,7 +65,8 @@ def attend(
 
     left, right = options.window
     query, scale = with_scale_above_0(query, options.softmax_scale)
-    tuning = tune(query, cache, batch, options)
+    row_bytes = pad(head_size) * query.element_size()  # a key here has two halves, and so has its value
+    tuning = fit(tune(query, cache, batch, options), query.device, row_bytes=2 * row_bytes, key_bytes=4 * row_bytes)
     one_tile = batch.max_query_len * group <= tuning.block_m
     tiles = batch.num_seqs if one_tile else batch.num_seqs + num_tokens * group // tuning.block_m
     parts, part_lses = out, lse

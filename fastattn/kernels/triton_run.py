@@ -6,6 +6,7 @@ of one matrix product: row `r` is token `r // GROUP`, head `r % GROUP` of the gr
 Source: Dao et al. 2022, "FlashAttention"; Kwon et al. 2023, "PagedAttention"; Ainslie et al. 2023, "GQA".
 """
 
+from functools import cache
 from typing import NamedTuple, no_type_check
 
 import torch
@@ -22,6 +23,9 @@ CHANGING = (
     *("block_table", "cu_seqlens_q", "cu_seqlens_k", "seq_lens", "table_row_stride"),
     *("num_tokens", "num_seqs", "splits", "left", "right", "chunk_size", "last"),
 )
+
+
+SCRATCH_BYTES = 2048  # of shared memory that a program needs beside its tile and its steps
 
 
 class Tuning(NamedTuple):
@@ -49,6 +53,37 @@ class Tuning(NamedTuple):
 def multiprocessors(device: torch.device) -> int:
     """Give the number of multiprocessors; a few for the interpreter, so that its tests split keys too."""
     return 4 if INTERPRETED else machine.num_multiprocessors(device)
+
+
+def fit(tuning: Tuning, device: torch.device, *, row_bytes: int, key_bytes: int) -> Tuning:
+    """Shrink a launch to the shared memory of a device: its steps in flight first, then their keys, then its rows.
+
+    Args:
+        tuning: the launch.
+        device: where it is to run.
+        row_bytes: bytes of a row of the tile.
+        key_bytes: bytes that a step reads for a key, those of its value included.
+
+    Source: compiled for compute capability 8.0, 8.9 and 9.0; no launch took more than is counted here.
+    """
+    return tuning if INTERPRETED else shrink(tuning, row_bytes, key_bytes, machine.shared_memory(device))
+
+
+@cache
+def shrink(tuning: Tuning, row_bytes: int, key_bytes: int, room: int) -> Tuning:
+    """Shrink a launch to `room` bytes, as `fit` does."""
+
+    def is_too_large() -> bool:
+        in_flight = tuning.num_stages * tuning.block_n * key_bytes
+        return tuning.block_m * row_bytes + in_flight + SCRATCH_BYTES > room
+
+    while is_too_large() and tuning.num_stages > 1:
+        tuning = tuning._replace(num_stages=tuning.num_stages - 1)
+    while is_too_large() and tuning.block_n > 16:
+        tuning = tuning._replace(block_n=tuning.block_n // 2)
+    while is_too_large() and tuning.block_m > 16:
+        tuning = tuning._replace(block_m=tuning.block_m // 2)
+    return tuning
 
 
 def can_overlap(device: torch.device) -> bool:
