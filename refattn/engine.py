@@ -160,6 +160,7 @@ class Engine:
 
     Raises:
         ValueError: naming the argument, for a size below 1 or a model with layers that no path of the engine computes.
+        torch.OutOfMemoryError: if a GPU has no room for the pool.
     """
 
     package = "refattn"
@@ -191,12 +192,19 @@ class Engine:
         if self.cascade:
             self.machine = machine or (self.cascade.CPU if model.device.type == "cpu" else self.cascade.H200)
         self.num_kv_heads, self.head_size = _cache_heads(self.config)
-        self.caches = [
-            (self.paths[kind] if kind == "differential_attention" else self.kv_cache).allocate(
-                num_blocks, block_size, self.num_kv_heads, self.head_size, dtype=model.dtype, device=model.device
-            )
-            for kind in self.kinds
-        ]
+        try:
+            self.caches = [
+                (self.paths[kind] if kind == "differential_attention" else self.kv_cache).allocate(
+                    num_blocks, block_size, self.num_kv_heads, self.head_size, dtype=model.dtype, device=model.device
+                )
+                for kind in self.kinds
+            ]
+        except torch.OutOfMemoryError as error:
+            numbers = 2 * len(self.kinds) * num_blocks * block_size * self.num_kv_heads * self.head_size
+            raise torch.OutOfMemoryError(
+                f"num_blocks: expected a pool that fits into the memory of {model.device}, got {num_blocks} blocks of "
+                f"{block_size} tokens, which are {numbers * model.dtype.itemsize / 2**30:.3g} GiB. {error}"
+            ) from error
         self.allocator = BlockAllocator(num_blocks, block_size)
         self.waiting: deque[Request] = deque()  # oldest first, and all of them younger than those that run
         self.running: list[Request] = []  # oldest first

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.nn import functional
 
 import fastattn.chunked_prefill
 import refattn.chunked_prefill
+from fastattn.kernels import cpu
 
 each_twin = pytest.mark.parametrize("twin", [refattn.chunked_prefill, fastattn.chunked_prefill], ids=["ref", "fast"])
 WINDOWS = [(-1, -1), (-1, 0), (0, 0), (3, 0), (16, 0), (5000, 0), (2, 3), (-1, 2), (4, -1), (0, 16)]
@@ -254,3 +256,10 @@ def test_what_has_passed_is_checked_again_once_it_is_written_to(twin):
     inputs.batch.seq_lens[0] = 10**6
     with pytest.raises(ValueError, match="columns for the 1000000 keys of sequence 0"):
         twin.attention(*inputs.tensors)
+
+
+def test_a_kernel_without_memory_says_what_helps(monkeypatch):
+    inputs = build(Case("c", ((2, 6),)))
+    monkeypatch.setattr(cpu, "paged", mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried 9 GiB")))
+    with pytest.raises(torch.OutOfMemoryError, match=r"query: .* token_budget.*num_blocks\). CUDA .* 9 GiB"):
+        fastattn.chunked_prefill.attention(*inputs.tensors)

@@ -3,6 +3,7 @@
 import importlib
 from collections import Counter
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -613,6 +614,15 @@ def test_bad_sampling(options):
 def test_bad_sizes(llama, name):
     with pytest.raises(ValueError, match=f"{name}: expected at least 1, got 0"):
         make_engine(llama, **{name: 0})
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_a_pool_without_memory(llama, twin, monkeypatch):
+    kv_cache = importlib.import_module(f"{twin}.kv_cache")
+    monkeypatch.setattr(kv_cache, "allocate", mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory.")))
+    # 2 layers of keys and values for 2**20 blocks of 4 tokens, with 2 heads of 16 numbers of 4 bytes: 2 GiB.
+    with pytest.raises(torch.OutOfMemoryError, match=r"num_blocks: .* 1048576 blocks .* 2 GiB. CUDA out of memory."):
+        make_engine(llama, twin, num_blocks=2**20)
 
 
 BAD_MODELS = {

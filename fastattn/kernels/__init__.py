@@ -17,12 +17,13 @@ A kernel may have more, for what it does better than by calls of those:
 """
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from types import ModuleType
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -32,6 +33,9 @@ from torch.nn.functional import rms_norm
 from refattn.batch import Batch
 
 NAMES = ("cpu", "fa4", "fa2", "torch_flash", "triton")  # those in front are taken first
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _asked_for: ContextVar[str | None] = ContextVar("asked_for", default=None)
 
@@ -117,6 +121,23 @@ class Problem:
     options: Options = field(default_factory=Options)
 
 
+def _says_what_helps(function: Callable[P, T]) -> Callable[P, T]:
+    """Let a function that runs out of memory on a GPU say what would help."""
+
+    @wraps(function)
+    def call(*arguments: P.args, **options: P.kwargs) -> T:
+        try:
+            return function(*arguments, **options)
+        except torch.OutOfMemoryError as error:
+            raise torch.OutOfMemoryError(
+                "query: expected few enough rows for the memory that is left; take fewer at a time (an engine: "
+                f"token_budget), or a smaller pool of keys and values (num_blocks). {error}"
+            ) from error
+
+    return call
+
+
+@_says_what_helps
 def dense(
     query: Float[Tensor, "t h d"],
     key: Float[Tensor, "s hk d"],
@@ -142,6 +163,7 @@ def dense(
     return choose(_problem(query, key, value, batch, options, None)).dense(query, key, value, batch, options)
 
 
+@_says_what_helps
 def paged(
     query: Float[Tensor, "t h d"],
     key_cache: Float[Tensor, "n p hk d"],
@@ -168,6 +190,7 @@ def paged(
     return choose(problem).paged(query, key_cache, value_cache, batch, options)
 
 
+@_says_what_helps
 def levels(
     query: Float[Tensor, "t h d"],
     key_cache: Float[Tensor, "n p hk d"],
@@ -196,6 +219,7 @@ def levels(
     return [kernel.paged(query, key_cache, value_cache, *level) for kernel, level in zip(chosen, levels, strict=True)]
 
 
+@_says_what_helps
 def differential(
     query: Float[Tensor, "t h d"],
     cache: Float[Tensor, "2 2 n p pairs d"],
