@@ -159,7 +159,12 @@ def measured(page: Page, config: MkDocsConfig, files: Files, path: str = "") -> 
     )
 
 
-INSERTS = {insert.__name__: insert for insert in (api, code, file, kernels, measured, picture, says, test)}
+def tested(page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Show the results of the tests on machines that few readers have."""
+    return "\n\n".join(outcomes(json.loads(path.read_text())) for path in sorted(RESULTS.glob("tests/*.json")))
+
+
+INSERTS = {insert.__name__: insert for insert in (api, code, file, kernels, measured, picture, says, test, tested)}
 
 
 def figure(url: str, caption: str) -> str:
@@ -219,6 +224,25 @@ def machine(page: Page, file: Path, run: dict[str, Any], is_first: bool) -> str:
             table.append(f"| {name} | {entry['name']} | {' | '.join(numbers)} |")
             name = ""
     return "\n\n".join([*parts[:-2], "\n".join(table)])
+
+
+def outcomes(results: dict[str, Any]) -> str:
+    """Show a file of `pytest --results`, or the summaries of its runs under compute-sanitizer."""
+    versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items() if number)
+    ran = f"{results['machine']['name']}, {results['date'][:16].replace('T', ', ')} UTC, commit {results['commit']}"
+    if "memcheck" in results:
+        lines = ["| command | tests passed | errors of memory |", "|---|--:|--:|"]
+        lines += [f"| `{run['command']}` | {run['passed']} | {run['errors']} |" for run in results["memcheck"]]
+        return f"### Memory\n\n{ran}; {versions}.\n\n" + "\n".join(lines)
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in results["all"].items())
+    left = results["collected"] - sum(results["all"].values())
+    unfinished = f"; {left} were not finished when the time on the machine was over" if left else ""
+    seen = sorted(results["all"])
+    lines = [f"| | {' | '.join(seen)} |", f"|---|{'--:|' * len(seen)}"]
+    for name, group in (*results["by_file"].items(), *results["by_kernel"].items()):
+        shown = f"`{name}`" if name.endswith(".py") else f"those that ask for `{name}`"
+        lines.append(f"| {shown} | {' | '.join(str(group.get(outcome, 0)) for outcome in seen)} |")
+    return f"### Answers\n\n{ran}; {versions}. {counts}{unfinished}.\n\n" + "\n".join(lines)
 
 
 def duration(seconds: float) -> str:

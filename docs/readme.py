@@ -15,6 +15,7 @@ SHOWN = {  # rows of the benchmark, by device, and what to call them
         ("local", "prefill-65536-chunk-8192"): "a prompt of 65536 tokens in local chunks of 8192",
         ("cascade", "decode-64-prefix-8192-own-256"): "64 decodes, 8192 tokens shared and 256 of their own",
         ("differential", "decode-64x8192"): "64 differential decodes, 8192 tokens of context",
+        ("engine", "decode-32x64"): "SmolLM2-135M, 64 tokens for each of 32 prompts",
     },
     "cpu": {
         ("chunked_prefill", "prefill-4096"): "a prompt of 4096 tokens",

@@ -14,6 +14,8 @@ settings.register_profile("same", derandomize=True, deadline=None, max_examples=
 settings.register_profile("search", deadline=None, max_examples=1000)
 settings.load_profile("same")
 
+COLLECTED = pytest.StashKey[int]()
+
 
 def pytest_addoption(parser):
     parser.addoption("--device", default="cpu", help="where the twins compute: cpu or cuda")
@@ -27,6 +29,15 @@ def pytest_configure(config):
     torch.manual_seed(0)
     # Every annotated shape is checked on every call, except in Triton's own language.
     jaxtyping.install_import_hook(["refattn", "fastattn"], "beartype.beartype")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(node, ids):
+    node.config.stash[COLLECTED] = len(ids)  # every worker collects all
+
+
+def pytest_collection_finish(session):
+    session.config.stash[COLLECTED] = len(session.items)
 
 
 def pytest_terminal_summary(terminalreporter, config):
@@ -49,6 +60,7 @@ def pytest_terminal_summary(terminalreporter, config):
     counts["by_kernel"].pop("", None)
     device = torch.device(config.getoption("--device"))
     about = {**measure.circumstances(), "device": device.type, "machine": measure.machine(device)}
+    about["collected"] = config.stash[COLLECTED]  # more than were run, where the run was ended early
     Path(config.getoption("--results")).write_text(json.dumps({**about, **counts}, indent=1) + "\n")
 
 
