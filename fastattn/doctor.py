@@ -2,7 +2,6 @@
 
 import importlib
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 
 import torch
@@ -12,6 +11,7 @@ from rich.text import Text
 
 from fastattn import kernels
 from fastattn.kernels import Options, Problem
+from fastattn.kernels.machine import version_of
 
 PACKAGES = {"cpu": "torch", "torch_flash": "torch", "fa2": "flash-attn", "fa4": "flash-attn-4", "triton": "triton"}
 
@@ -33,7 +33,7 @@ def run(console: Console | None = None) -> None:
         table.add_column(column)
     for name, module in loaded.items():
         states = [_state(module, usual[device]) for device in devices]
-        table.add_row(name, PACKAGES[name], _version(PACKAGES[name]), *states)
+        table.add_row(name, PACKAGES[name], version_of(PACKAGES[name]) or "not installed", *states)
     console.print(table)
 
     for device in devices:
@@ -109,13 +109,6 @@ def _state(module: ModuleType, problem: Problem) -> Text:
 def _reason(module: ModuleType, problem: Problem) -> str | None:
     reason: str | None = module.supports(problem)
     return reason
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _describe(device: torch.device) -> str:

@@ -2,8 +2,10 @@
 
 import csv
 import json
+import sys
 from dataclasses import replace
 from functools import partial
+from types import ModuleType
 
 import gpu_package_doubles
 import pytest
@@ -17,6 +19,7 @@ from fastattn.bench.rows import Row, rows
 from fastattn.bench.work import Attention, CacheWrite, Differential, Slots, VirtualBatches, WrongAnswerError
 from fastattn.cli import main
 from fastattn.kernels import NAMES
+from fastattn.kernels.machine import version_of
 from refattn import attention, chunked_prefill, kv_cache, masks
 
 CPU = torch.device("cpu")
@@ -267,3 +270,12 @@ def test_the_doctor_knows_every_kernel():
     assert result.exit_code == 0, result.output
     assert all(name in result.output for name in NAMES)
     assert "softcap" in result.output and "decode" in result.output
+
+
+def test_a_package_that_nobody_installed_has_the_version_that_it_says(monkeypatch):
+    built = ModuleType("flash_attn")
+    built.__version__ = "2.8.3.post2"
+    monkeypatch.setitem(sys.modules, "flash_attn", built)
+    assert version_of("flash-attn") == "2.8.3.post2"
+    assert version_of("torch") == torch.__version__
+    assert version_of("no-such-package") is None

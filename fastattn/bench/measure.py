@@ -12,11 +12,12 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from fastattn.kernels.machine import version_of
 
 Call = Callable[..., Any]  # without arguments, or with `return_lse`
 
@@ -146,11 +147,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 def circumstances() -> dict[str, Any]:
     """Say when this is measured, and with which versions of what."""
     versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
-    for package in PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = None
+    versions |= {package: version_of(package) for package in PACKAGES}
     return {"date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": _commit(), "versions": versions}
 
 

@@ -129,6 +129,7 @@ def draw(file: Path) -> Path:
 
     rows = [record for run in json.loads(file.read_text())["runs"] for record in run["rows"]]
     rows = [record for record in rows if "median" in record["contenders"][0] and record["floor"] > NO_FLOOR]
+    rows.sort(key=_name)  # a path's rows side by side, whenever they were measured
     with matplotlib.rc_context({"svg.hashsalt": "twinattn", "text.color": INK, "axes.labelcolor": INK}):
         figure = Figure(figsize=(9, 1.5 + 0.32 * len(rows)), layout="constrained")
         axes = figure.add_subplot()

@@ -1,7 +1,9 @@
 """What a kernel asks of the machine; the answers don't change, and a path asks before every launch."""
 
 import importlib
+import sys
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
@@ -14,6 +16,14 @@ def cannot_import(module: str, package: str) -> str | None:
     except (ImportError, OSError) as error:
         return f"the package {package} can't be imported: {error}"
     return None
+
+
+def version_of(package: str) -> str | None:
+    """Give the version of a package, as it is installed or as the module itself says; None if there is none."""
+    try:
+        return version(package)
+    except PackageNotFoundError:  # a build that nobody installed may still be found and imported
+        return getattr(sys.modules.get(package.replace("-", "_")), "__version__", None)
 
 
 def runs_triton(device: torch.device) -> bool:
