@@ -127,7 +127,15 @@ def copy_blocks(caches: Sequence[Shaped[Tensor, "n ..."]], pairs: Int64[Tensor, 
 
     Source: `refattn.kv_cache.copy_blocks`.
     """
-    swap_blocks(caches, caches, pairs)
+    check_block_pairs(caches, caches, pairs)
+    for cache in caches:
+        if runs_triton(cache.device) and pairs.device == cache.device:
+            from fastattn.kernels import triton_cache
+
+            if triton_cache.can_copy(cache, len(pairs)):  # what a copy by way of a buffer moves, once and not twice
+                triton_cache.copy_blocks(cache, pairs)
+                continue
+        _copy(cache, cache, pairs)
 
 
 def swap_blocks(
@@ -151,5 +159,9 @@ def swap_blocks(
     """
     check_block_pairs(sources, destinations, pairs)
     for source, destination in zip(sources, destinations, strict=True):
-        blocks = source.index_select(0, pairs[:, 0].to(source.device))
-        destination.index_copy_(0, pairs[:, 1].to(destination.device), blocks.to(destination.device))
+        _copy(source, destination, pairs)
+
+
+def _copy(source: Tensor, destination: Tensor, pairs: Tensor) -> None:
+    blocks = source.index_select(0, pairs[:, 0].to(source.device))
+    destination.index_copy_(0, pairs[:, 1].to(destination.device), blocks.to(destination.device))

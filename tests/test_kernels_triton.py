@@ -13,6 +13,7 @@ from tolerance import assert_close, assert_twins_agree
 
 import fastattn
 import fastattn.chunked_prefill
+import fastattn.kv_cache
 import refattn.attention
 import refattn.kv_cache
 import refattn.masks
@@ -185,24 +186,67 @@ def test_a_sink_far_above_every_score_takes_all(device):
             assert_twins_agree("chunked_prefill", *inputs.tensors, sinks=torch.full((6,), 1e4, device=device))
 
 
-def test_rows_do_not_change_with_the_company(device):
+INVARIANT = {
+    "plain": Options(batch_invariant=True),
+    "window": Options(batch_invariant=True, window_size=(150, 0)),
+    "sinks": Options(batch_invariant=True, sinks=torch.linspace(-2.0, 3.0, 4), softcap=5.0),
+}
+each_invariant = pytest.mark.parametrize("options", INVARIANT.values(), ids=INVARIANT)
+
+
+def attend_alone(inputs, options, rows, seq_len, sequence, device):
+    """Answer some query rows as the last tokens of a sequence of `seq_len` tokens, with nobody else in the batch."""
+    first, last = rows
+    batch = refattn.batch.Batch(
+        torch.tensor([0, last - first], dtype=torch.int32, device=device),
+        torch.tensor([seq_len], dtype=torch.int32, device=device),
+        inputs.batch.block_table[sequence : sequence + 1],
+        last - first,
+        seq_len,
+    )
+    sinks = None if options.sinks is None else options.sinks.to(device)
+    return attend(inputs.query[first:last], inputs.key_cache, inputs.value_cache, batch, replace(options, sinks=sinks))
+
+
+@each_invariant
+@pytest.mark.parametrize("run", [64, 256, 2048], ids=lambda run: f"runs-of-{run}")
+def test_rows_do_not_change_with_the_company(options, run, device):
     """Alone, a sequence has other tiles and fewer splits than beside a long one."""
-    case = Case("company", ((1, 300), (1, 2900), (30, 100), (1, 310), (4, 44)), heads=(4, 2))
+    case = Case("company", ((1, 300), (1, 900), (30, 100), (1, 310), (4, 44)), heads=(4, 2))
     inputs = build(case, device=device)
-    options = Options(batch_invariant=True)
-    together, lse_together = attend(*inputs.tensors, options)
-    row = 0
-    for i, (q, s) in enumerate(case.lens):
-        alone = refattn.batch.Batch(
-            torch.tensor([0, q], dtype=torch.int32, device=device),
-            inputs.batch.seq_lens[i : i + 1],
-            inputs.batch.block_table[i : i + 1],
-            q,
-            s,
-        )
-        out, lse = attend(inputs.query[row : row + q], inputs.key_cache, inputs.value_cache, alone, options)
-        assert torch.equal(out, together[row : row + q]) and torch.equal(lse, lse_together[row : row + q]), i
-        row += q
+    sinks = None if options.sinks is None else options.sinks.to(device)
+    with mock.patch.object(triton_attention, "INVARIANT_RUN", run):
+        together, lse_together = attend(*inputs.tensors, replace(options, sinks=sinks))
+        row = 0
+        for i, (q, s) in enumerate(case.lens):
+            out, lse = attend_alone(inputs, options, (row, row + q), s, i, device)
+            assert torch.equal(out, together[row : row + q]) and torch.equal(lse, lse_together[row : row + q]), i
+            row += q
+
+
+@each_invariant
+@pytest.mark.parametrize("sizes", [[40], [17, 23], [1] * 40], ids=["at-once", "two-chunks", "one-by-one"])
+def test_rows_do_not_change_with_the_chunk_they_come_in(options, sizes, device):
+    inputs = build(Case("chunk", ((40, 330), (3, 2)), heads=(4, 2)), device=device)
+    with mock.patch.object(triton_attention, "INVARIANT_RUN", 64):
+        sinks = None if options.sinks is None else options.sinks.to(device)
+        expected, expected_lse = attend(*inputs.tensors, replace(options, sinks=sinks))
+        row = 0
+        for size in sizes:
+            out, lse = attend_alone(inputs, options, (row, row + size), 290 + row + size, 0, device)
+            assert torch.equal(out, expected[row : row + size]), f"rows from {row}"
+            assert torch.equal(lse, expected_lse[row : row + size]), f"rows from {row}"
+            row += size
+
+
+@each_invariant
+def test_what_does_not_change_is_right(options, device):
+    inputs = build(LONG, device=device)
+    asked = dict(window_size=options.window_size, softcap=options.softcap, batch_invariant=True)
+    if options.sinks is not None:
+        asked["sinks"] = options.sinks.to(device)
+    with fastattn.use_kernel("triton"), mock.patch.object(triton_attention, "INVARIANT_RUN", 64):
+        assert_twins_agree("chunked_prefill", *inputs.tensors, **asked)
 
 
 def test_a_batch_of_padding_rows_only(device):
@@ -247,14 +291,6 @@ def test_write_moves_every_bit(layout, dtype, device):
         assert torch.equal(mine.view(torch.uint8), expected.view(torch.uint8))
 
 
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("seq_len", [0, 1, 16, 50])
-def test_gather_reads_a_sequence_back(layout, seq_len, device):
-    inputs = build(Case("", ((0, 9), (0, seq_len)), head_size=96, block_size=24, layout=layout), device=device)
-    tokens = triton_cache.gather(inputs.key_cache, inputs.batch.block_table[1], seq_len)
-    assert torch.equal(tokens, inputs.keys[1])
-
-
 @pytest.mark.parametrize(
     "pairs",
     [[[0, 4]], [[0, 1], [1, 2], [2, 0]], [[3, 5], [3, 6], [4, 3]], [], [[i, i + 33] for i in range(33)]],
@@ -272,12 +308,19 @@ def test_a_block_may_be_source_and_destination(pairs, layout, device):
     assert torch.equal(pool, expected)
 
 
-def test_a_copy_that_no_program_can_hold_is_refused(device):
-    pairs = torch.zeros(triton_cache.MAX_PAIRS + 1, 2, dtype=torch.int64, device=device)
-    with pytest.raises(ValueError, match="pairs: expected at most 1024, got 1025"):
-        triton_cache.copy_blocks(torch.zeros(4, 2, device=device), pairs)
-    with pytest.raises(ValueError, match="cache: expected blocks without gaps"):
-        triton_cache.copy_blocks(torch.zeros(4, 2, 8, device=device)[..., :3], pairs[:2])
+@pytest.mark.parametrize("num_pairs", [3, triton_cache.MAX_PAIRS + 1], ids=str)
+@pytest.mark.parametrize("gaps", [False, True], ids=["whole", "with-gaps"])
+def test_copies_take_the_kernel_where_it_can(num_pairs, gaps, device, monkeypatch):
+    """More copies than a program holds, and blocks with something of others between, go by way of a buffer."""
+    monkeypatch.setattr(fastattn.kv_cache, "runs_triton", lambda device: True)
+    pool = torch.randn(2 * num_pairs, 2, 8, device=device)[..., : 5 if gaps else 8]
+    pairs = torch.randperm(2 * num_pairs, device=device).view(num_pairs, 2)
+    expected = pool.clone()
+    refattn.kv_cache.copy_blocks([expected], pairs)
+    with mock.patch.object(triton_cache, "copy_blocks", wraps=triton_cache.copy_blocks) as kernel:
+        fastattn.kv_cache.copy_blocks([pool], pairs)
+    assert torch.equal(pool, expected)
+    assert kernel.call_count == (num_pairs == 3 and not gaps)
 
 
 # --- merging ---

@@ -229,7 +229,9 @@ def _decodes(
         keys = slice(max(0, decodes.keys.start - begin), decodes.keys.stop - begin)
         seen = slice(begin + keys.start, min(begin + key.shape[2], decodes.keys.stop))
         some = None if bias is None else bias[..., seen]
-        out, lse = _call(query, key[:, :, keys], value[:, :, keys], options.softmax_scale, bias=some)
+        out, lse = _call(
+            query, key[:, :, keys], value[:, :, keys], options.softmax_scale, bias=some, all_see_some=step >= m
+        )
         parts.append((out.flatten(1, 2), lse.flatten(1, 2)))
     return _merge(*parts)
 
@@ -423,14 +425,18 @@ def _call(
     *,
     causal: bool = False,
     bias: Float[Tensor, "#b #h #t s"] | None = None,
+    all_see_some: bool = False,
 ) -> tuple[Float[Tensor, "b h t dv"], Float[Tensor, "b h t"]]:
-    """Call ATen, which wants one head size for keys and values and answers a row that sees nothing with an LSE of 0."""
+    """Call ATen, which wants one head size for keys and values and answers a row that sees nothing with an LSE of 0.
+
+    Such rows are set right, unless it is known that there are none.
+    """
     d, dv = query.shape[-1], value.shape[-1]
     scale = d**-0.5 if softmax_scale is None else softmax_scale
     if d != dv:
         query, key, value = (functional.pad(x, (0, max(d, dv) - x.shape[-1])) for x in (query, key, value))
     out, lse = FLASH(query, key, value, 0.0, causal, attn_mask=bias, scale=scale)
-    if bias is not None:
+    if bias is not None and not all_see_some:
         saw_nothing = (bias == -torch.inf).all(-1).expand_as(lse)
         lse.masked_fill_(saw_nothing, -torch.inf)
         out.masked_fill_(saw_nothing[..., None], 0.0)

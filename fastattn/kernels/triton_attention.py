@@ -9,8 +9,11 @@ One program takes a tile of query rows of one sequence, one key head, and a run 
 Every split gives the softmax over its own keys and its log-sum-exp; `_reduce_kernel` merges them. How many splits a
 sequence of average length gets is chosen on the host, from the number of tiles and multiprocessors; a longer one gets
 more, a shorter one fewer, by its share of all keys, which the device counts: a captured graph stays right and balanced
-when its sequences grow. All get the same number where the host knows that they are about as long, and under
-`batch_invariant`, where no sequence may depend on the others.
+when its sequences grow. All get the same number where the host knows that they are about as long.
+
+Under `batch_invariant` no bit of an answer may depend on the others, nor on how many tokens of its own sequence come
+with it. So a split is a fixed run of keys, whose place does not move, and parts are merged one after the other: then a
+part in which a query sees nothing changes nothing.
 
 Source: Dao et al. 2023, "Flash-Decoding"; the tiles of a ragged batch are found as in vLLM's Triton attention.
 """
@@ -49,7 +52,7 @@ MOST_KEYS = 2048  # of a sequence in one program: one much longer than the other
 MOST_PART_BYTES = 2**28  # that the parts of all splits may take
 TOO_FEW = {1: 1.1, 2: 1.03, 3: 1.03}  # how much longer so few programs take that a multiprocessor could hold more of
 EVEN = 1.25  # times the average is the longest sequence, at most, of some that need no balance
-INVARIANT_SPLITS = 8  # under `batch_invariant`, for every sequence
+INVARIANT_RUN = 2048  # keys of a split under `batch_invariant`
 BLOCK_SEQS = 128  # sequences that are counted at a time
 MERGED_AT_ONCE = 64  # parts, of one head or of several
 
@@ -125,7 +128,7 @@ def attend_levels(
     row_bytes = _row_bytes(query, value)
     tunings = [fit(tuning, query.device, row_bytes=row_bytes, key_bytes=2 * row_bytes) for tuning in tunings]
     num_parts = sum(tuning.most_splits for tuning in tunings)
-    if num_parts == 1:
+    if num_parts == 1 and not options.batch_invariant:
         _launch(query, key, value, batch, options, tunings[0], out, lse, chunk_size=chunk_size, last_mask=last_mask)
         return out, lse
 
@@ -148,7 +151,7 @@ def attend_levels(
             after=first > 0,
         )
         first += tuning.most_splits
-    block_splits = min(MERGED_AT_ONCE, pad(num_parts))
+    block_splits = 1 if options.batch_invariant else min(MERGED_AT_ONCE, pad(num_parts))
     block_heads = min(MERGED_AT_ONCE // block_splits, pad(num_heads))
     _reduce_kernel[num_tokens, -(-num_heads // block_heads)](
         parts,
@@ -247,6 +250,7 @@ def _launch(
         BLOCK_N=tuning.block_n,
         BLOCK_SEQS=BLOCK_SEQS,
         SPLIT=overlap is not None,
+        RUN=tuning.run,
         BALANCE=tuning.most_splits > tuning.splits,
         ONE_TILE=one_tile,
         SOFTCAP=options.softcap > 0,
@@ -279,17 +283,19 @@ def _count_tiles(batch: Batch, num_tokens: int, group: int, block_m: int) -> int
 def tune(query: Tensor, key: Tensor, value: Tensor, batch: Batch, options: Options, chunk_size: int) -> Tuning:
     """Choose the shape of a launch from sizes that the host knows.
 
-    Under `batch_invariant` nothing depends on the other sequences of the batch: not the tile, and not where splits end.
+    Under `batch_invariant` nothing depends on the batch: not the tile, not the step, and not where a split begins.
     """
     num_kv_heads = key.shape[-2]
     group = query.shape[1] // num_kv_heads
     row_bytes = _row_bytes(query, value)
+    visible = _most_visible_keys(batch, options, chunk_size)
     if options.batch_invariant:
-        return Tuning(64, _fit(64, row_bytes), 4, 3, INVARIANT_SPLITS, INVARIANT_SPLITS)
+        may_begin_inside = options.window[0] >= 0 or chunk_size > 0
+        splits = -(-visible // INVARIANT_RUN) + may_begin_inside
+        return Tuning(64, _fit(64, row_bytes), 4, 3, splits, splits, run=INVARIANT_RUN)
     rows = batch.max_query_len * group
     block_m = 16 if rows <= 16 else 64 if rows <= 64 or row_bytes > 256 else 128
     tiles = _count_tiles(batch, query.shape[0], group, block_m)
-    visible = _most_visible_keys(batch, options, chunk_size)
     tuning = _tune(block_m, row_bytes, tiles * num_kv_heads, visible, multiprocessors(query.device))
     if batch.num_seqs == 1 or rows > block_m or _about_as_long(batch, visible):  # there is nothing to balance
         return tuning
@@ -477,6 +483,7 @@ def _attend_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_SEQS: tl.constexpr,
     SPLIT: tl.constexpr,
+    RUN: tl.constexpr,
     BALANCE: tl.constexpr,
     ONE_TILE: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -521,16 +528,21 @@ def _attend_kernel(
     )
     places = split.to(tl.int64) * num_tokens * NUM_HEADS + tokens * NUM_HEADS + heads
     if SPLIT:
-        steps = tl.cdiv(tl.maximum(last_key - first_key, 0), BLOCK_N)
-        if BALANCE:
-            all_steps = _count_steps(
-                cu_seqlens_q, seq_lens, num_seqs, left, right, chunk_size, LEFT, RIGHT, CHUNK, BLOCK_N, BLOCK_SEQS
-            )
-            share = steps.to(tl.float32) * num_seqs / tl.maximum(all_steps, 1).to(tl.float32)  # 1 is the average
-            splits = tl.minimum(tl.maximum((share * splits + 0.9).to(tl.int32), 1), tl.num_programs(1))
-        keys = tl.cdiv(steps, splits) * BLOCK_N
-        first_key += split * keys
-        last_key = tl.minimum(last_key, first_key + keys)
+        begin = first_key
+        if RUN > 0:
+            begin = first_key // RUN * RUN
+            keys = RUN
+        else:
+            steps = tl.cdiv(tl.maximum(last_key - first_key, 0), BLOCK_N)
+            if BALANCE:
+                all_steps = _count_steps(
+                    cu_seqlens_q, seq_lens, num_seqs, left, right, chunk_size, LEFT, RIGHT, CHUNK, BLOCK_N, BLOCK_SEQS
+                )
+                share = steps.to(tl.float32) * num_seqs / tl.maximum(all_steps, 1).to(tl.float32)  # 1 is the average
+                splits = tl.minimum(tl.maximum((share * splits + 0.9).to(tl.int32), 1), tl.num_programs(1))
+            keys = tl.cdiv(steps, splits) * BLOCK_N
+        first_key = tl.maximum(first_key, begin + split * keys)
+        last_key = tl.minimum(last_key, begin + (split + 1) * keys)
         if first_key >= last_key:
             tl.store(lse + places, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=is_row)
             if AFTER:

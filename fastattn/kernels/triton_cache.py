@@ -8,7 +8,7 @@ from typing import no_type_check
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Int32, Int64, Shaped
+from jaxtyping import Int64, Shaped
 from torch import Tensor
 
 BLOCK_ROWS = 16
@@ -56,35 +56,10 @@ def write(
     )
 
 
-def gather(cache: Shaped[Tensor, "n p hk d"], blocks: Int32[Tensor, "m"], seq_len: int) -> Shaped[Tensor, "s hk d"]:
-    """Read the keys or the values of one sequence, in order; see `fastattn.kv_cache.gather`.
-
-    Args:
-        cache: the pool.
-        blocks: the sequence's row of the block table; entries behind its last block are not read.
-        seq_len: how many tokens the sequence has, `s`.
-
-    Returns:
-        A copy of its tokens.
-    """
-    _, block_size, num_kv_heads, head_size = cache.shape
-    dtype, cache = cache.dtype, _bytes(cache)
-    tokens = torch.empty(seq_len, num_kv_heads, head_size, dtype=cache.dtype, device=cache.device)
-    rows = seq_len * num_kv_heads
-    if rows:
-        _gather_kernel[(-(-rows // BLOCK_ROWS),)](
-            cache,
-            blocks,
-            tokens,
-            cache.stride(),
-            blocks.stride(0),
-            rows,
-            NUM_KV_HEADS=num_kv_heads,
-            HEAD_SIZE=head_size,
-            BLOCK_SIZE=block_size,
-            BLOCK_ROWS=BLOCK_ROWS,
-        )
-    return tokens.view(dtype)
+def can_copy(cache: Shaped[Tensor, "n ..."], num_pairs: int) -> bool:
+    """Say whether `copy_blocks` can make so many copies: one program has to hold them, and a block has no gaps."""
+    last = sum(stride * (size - 1) for stride, size in zip(cache.stride()[1:], cache.shape[1:], strict=True))
+    return num_pairs <= MAX_PAIRS and last == cache.shape[1:].numel() - 1
 
 
 def copy_blocks(cache: Shaped[Tensor, "n ..."], pairs: Int64[Tensor, "k 2"]) -> None:
@@ -94,22 +69,14 @@ def copy_blocks(cache: Shaped[Tensor, "n ..."], pairs: Int64[Tensor, "k 2"]) -> 
     be a source and a destination.
 
     Args:
-        cache: the pool, with the block as its first dimension; each block fills one piece of memory, in any order.
-        pairs: source and destination block of each copy, at most `MAX_PAIRS`; each destination once.
-
-    Raises:
-        ValueError: if there are more pairs than one program can hold, or a block has gaps.
+        cache: the pool, with the block as its first dimension.
+        pairs: source and destination block of each copy, such as `can_copy` allows; each destination once.
     """
     num_pairs = pairs.shape[0]
-    if num_pairs > MAX_PAIRS:
-        raise ValueError(f"pairs: expected at most {MAX_PAIRS}, got {num_pairs}")
     if num_pairs == 0 or cache.numel() == 0:
         return
     cache = _bytes(cache)
     block_elements = cache[0].numel()
-    last_element = sum(stride * (size - 1) for stride, size in zip(cache.stride()[1:], cache.shape[1:], strict=True))
-    if last_element != block_elements - 1:
-        raise ValueError(f"cache: expected blocks without gaps, got strides {cache.stride()} for {list(cache.shape)}")
     block_pairs = 1 << (num_pairs - 1).bit_length()
     block = max(8, min(2048, 8192 // block_pairs))
     _copy_kernel[(-(-block_elements // block),)](
@@ -176,34 +143,6 @@ def _write_kernel(
         value_cache + value_rows[:, None] + at_dv * value_cache_strides[3],
         values,
         is_written & (at_dv < VALUE_HEAD_SIZE),
-    )
-
-
-@triton.jit(do_not_specialize=["blocks", "rows"])
-@no_type_check
-def _gather_kernel(
-    cache,
-    blocks,
-    tokens,
-    cache_strides,
-    blocks_stride,
-    rows,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    token, head = row // NUM_KV_HEADS, row % NUM_KV_HEADS
-    block = tl.load(blocks + token // BLOCK_SIZE * blocks_stride, row < rows, 0).to(tl.int64)
-    HEAD_PAD: tl.constexpr = triton.next_power_of_2(HEAD_SIZE)
-    at_d = tl.arange(0, HEAD_PAD)[None, :]
-    mask = (row < rows)[:, None] & (at_d < HEAD_SIZE)
-    source = block * cache_strides[0] + token % BLOCK_SIZE * cache_strides[1] + head * cache_strides[2]
-    tl.store(
-        tokens + row[:, None] * HEAD_SIZE + at_d,
-        tl.load(cache + source[:, None] + at_d * cache_strides[3], mask),
-        mask,
     )
 
 

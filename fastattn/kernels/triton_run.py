@@ -39,6 +39,7 @@ class Tuning(NamedTuple):
         splits: into how many runs the keys of a sequence of average length are divided.
         most_splits: and those of the longest, at most.
         registers: most registers of a thread, so that programs of another launch fit beside it; None for any number.
+        run: keys of a split, if the splits are to begin at multiples of it whatever else there is; 0 to share the keys.
     """
 
     block_m: int
@@ -48,6 +49,7 @@ class Tuning(NamedTuple):
     splits: int
     most_splits: int
     registers: int | None = None
+    run: int = 0
 
 
 def multiprocessors(device: torch.device) -> int:
