@@ -1,12 +1,14 @@
 # Everything there is to run. Each command makes .venv and installs what it needs the first time, and only then.
 #   make demo ARGS="--twin fastattn --max-tokens 32"    options for the command itself
 #   make PYTHON=python3.12 test                         another Python, before .venv is made
+#   make JOBS=8 test                                    the tests, on eight cores
 #   make CONSTRAINTS= test                              the newest dependencies, not the tested ones, in a new .venv
 #   make CONSTRAINTS= VENV=/my/environment test         into an environment of yours, with the torch it has
 
 PYTHON ?= python3
 CONSTRAINTS ?= constraints.txt
 ARGS ?=
+JOBS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -24,7 +26,7 @@ demo: $(VENV)/.demo $(VENV)/.model  ## a real model answers eight prompts throug
 	$(BIN)/python -m fastattn demo $(ARGS)
 
 test: $(VENV)/.test $(VENV)/.model  ## the tests
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 check: $(VENV)/.dev  ## format, lint, types, import rules
 	$(BIN)/ruff format --check

@@ -31,6 +31,12 @@ def pytest_configure(config):
     jaxtyping.install_import_hook(["refattn", "fastattn"], "beartype.beartype")
 
 
+def pytest_collection_modifyitems(config, items):
+    """Begin with what takes longest where pytest-xdist runs the tests, or one worker would be busy after the others."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: not getattr(item.function, "is_hypothesis_test", False))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_node_collection_finished(node, ids):
     node.config.stash[COLLECTED] = len(ids)  # every worker collects all

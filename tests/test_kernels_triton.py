@@ -188,7 +188,7 @@ def test_a_sink_far_above_every_score_takes_all(device):
 
 INVARIANT = {
     "plain": Options(batch_invariant=True),
-    "window": Options(batch_invariant=True, window_size=(150, 0)),
+    "window": Options(batch_invariant=True, window_size=(90, 0)),
     "sinks": Options(batch_invariant=True, sinks=torch.linspace(-2.0, 3.0, 4), softcap=5.0),
 }
 each_invariant = pytest.mark.parametrize("options", INVARIANT.values(), ids=INVARIANT)
@@ -209,10 +209,10 @@ def attend_alone(inputs, options, rows, seq_len, sequence, device):
 
 
 @each_invariant
-@pytest.mark.parametrize("run", [64, 256, 2048], ids=lambda run: f"runs-of-{run}")
+@pytest.mark.parametrize("run", [128, 2048], ids=lambda run: f"runs-of-{run}")
 def test_rows_do_not_change_with_the_company(options, run, device):
     """Alone, a sequence has other tiles and fewer splits than beside a long one."""
-    case = Case("company", ((1, 300), (1, 900), (30, 100), (1, 310), (4, 44)), heads=(4, 2))
+    case = Case("company", ((1, 300), (1, 600), (30, 100), (1, 140), (4, 44)), heads=(4, 2))
     inputs = build(case, device=device)
     sinks = None if options.sinks is None else options.sinks.to(device)
     with mock.patch.object(triton_attention, "INVARIANT_RUN", run):
@@ -225,15 +225,15 @@ def test_rows_do_not_change_with_the_company(options, run, device):
 
 
 @each_invariant
-@pytest.mark.parametrize("sizes", [[40], [17, 23], [1] * 40], ids=["at-once", "two-chunks", "one-by-one"])
+@pytest.mark.parametrize("sizes", [[5, 7], [1] * 12], ids=["two-chunks", "one-by-one"])
 def test_rows_do_not_change_with_the_chunk_they_come_in(options, sizes, device):
-    inputs = build(Case("chunk", ((40, 330), (3, 2)), heads=(4, 2)), device=device)
+    inputs = build(Case("chunk", ((12, 200), (3, 2)), heads=(4, 2)), device=device)
     with mock.patch.object(triton_attention, "INVARIANT_RUN", 64):
         sinks = None if options.sinks is None else options.sinks.to(device)
         expected, expected_lse = attend(*inputs.tensors, replace(options, sinks=sinks))
         row = 0
         for size in sizes:
-            out, lse = attend_alone(inputs, options, (row, row + size), 290 + row + size, 0, device)
+            out, lse = attend_alone(inputs, options, (row, row + size), 188 + row + size, 0, device)
             assert torch.equal(out, expected[row : row + size]), f"rows from {row}"
             assert torch.equal(lse, expected_lse[row : row + size]), f"rows from {row}"
             row += size
