@@ -1,6 +1,7 @@
 """Our Triton kernels, interpreted on a CPU and compiled on a GPU: what the paths' own tests do not reach."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -18,7 +19,7 @@ import refattn.attention
 import refattn.kv_cache
 import refattn.masks
 import refattn.merge
-from fastattn.kernels import Options, Problem, triton_attention, triton_cache
+from fastattn.kernels import Options, Problem, machine, triton_attention, triton_cache
 from fastattn.kernels.triton import supports
 from fastattn.kernels.triton_adapt import adapt
 from fastattn.kernels.triton_attention import attend
@@ -105,6 +106,15 @@ def test_a_launch_fits_into_the_shared_memory(card, row_bytes, block_m):
         assert needed(one_more) > room - SCRATCH_BYTES, "shrunk further than needed"
     if card == "H200" and block_m * row_bytes <= 64 * 1024:
         assert fitted == chosen, "what was measured there is another launch"
+
+
+def test_the_shared_memory_is_the_cards(monkeypatch):
+    cards = {0: SimpleNamespace(shared_memory_per_block_optin=232448), 1: SimpleNamespace()}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: cards[device.index])
+    machine.shared_memory.cache_clear()
+    assert machine.shared_memory(torch.device("cuda", 0)) == 232448
+    assert machine.shared_memory(torch.device("cuda", 1)) == 49152, "what every card has"
+    machine.shared_memory.cache_clear()
 
 
 @pytest.mark.parametrize("room", [20_000, 70_000], ids=str)

@@ -39,9 +39,8 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    """Give the bytes of shared memory that a program may have on a CUDA device."""
-    properties = torch.cuda.get_device_properties(device)
-    return getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+    """Give the bytes of shared memory that a program may have on a CUDA device, or what all have if torch is silent."""
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 48 * 1024)
 
 
 @cache
