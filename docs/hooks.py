@@ -236,7 +236,7 @@ def outcomes(results: dict[str, Any]) -> str:
         return f"### Memory\n\n{ran}; {versions}.\n\n" + "\n".join(lines)
     counts = ", ".join(f"{count} {outcome}" for outcome, count in results["all"].items())
     left = results["collected"] - sum(results["all"].values())
-    unfinished = f"; {left} were not finished when the time on the machine was over" if left else ""
+    unfinished = f"; {left} of {results['collected']} had not finished when the run was ended" if left else ""
     seen = sorted(results["all"])
     lines = [f"| | {' | '.join(seen)} |", f"|---|{'--:|' * len(seen)}"]
     for name, group in (*results["by_file"].items(), *results["by_kernel"].items()):

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from fastattn import kernels
 from fastattn.kernels import Options, Problem
-from fastattn.kernels.machine import version_of
+from fastattn.kernels.machine import package_version
 
 PACKAGES = {"cpu": "torch", "torch_flash": "torch", "fa2": "flash-attn", "fa4": "flash-attn-4", "triton": "triton"}
 
@@ -33,7 +33,7 @@ def run(console: Console | None = None) -> None:
         table.add_column(column)
     for name, module in loaded.items():
         states = [_state(module, usual[device]) for device in devices]
-        table.add_row(name, PACKAGES[name], version_of(PACKAGES[name]) or "not installed", *states)
+        table.add_row(name, PACKAGES[name], package_version(PACKAGES[name]) or "not installed", *states)
     console.print(table)
 
     for device in devices:

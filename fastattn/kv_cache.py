@@ -132,7 +132,7 @@ def copy_blocks(caches: Sequence[Shaped[Tensor, "n ..."]], pairs: Int64[Tensor, 
         if runs_triton(cache.device) and pairs.device == cache.device:
             from fastattn.kernels import triton_cache
 
-            if triton_cache.can_copy(cache, len(pairs)):  # what a copy by way of a buffer moves, once and not twice
+            if triton_cache.can_copy(cache, len(pairs)):  # without a buffer, which would be written and read as well
                 triton_cache.copy_blocks(cache, pairs)
                 continue
         _copy(cache, cache, pairs)

@@ -19,7 +19,7 @@ from fastattn.bench.rows import Row, rows
 from fastattn.bench.work import Attention, CacheWrite, Differential, Slots, VirtualBatches, WrongAnswerError
 from fastattn.cli import main
 from fastattn.kernels import NAMES
-from fastattn.kernels.machine import version_of
+from fastattn.kernels.machine import package_version
 from refattn import attention, chunked_prefill, kv_cache, masks
 
 CPU = torch.device("cpu")
@@ -276,6 +276,6 @@ def test_a_package_that_nobody_installed_has_the_version_that_it_says(monkeypatc
     built = ModuleType("flash_attn")
     built.__version__ = "2.8.3.post2"
     monkeypatch.setitem(sys.modules, "flash_attn", built)
-    assert version_of("flash-attn") == "2.8.3.post2"
-    assert version_of("torch") == torch.__version__
-    assert version_of("no-such-package") is None
+    assert package_version("flash-attn") == "2.8.3.post2"
+    assert package_version("torch") == torch.__version__
+    assert package_version("no-such-package") is None

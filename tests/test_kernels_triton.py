@@ -122,11 +122,16 @@ def test_a_card_with_little_shared_memory(room, device):
     case = Case("c", ((1, 70), (40, 90)), heads=(4, 2))
     inputs = build(case, device=device)
 
+    launched = []
+
     def fit(tuning, device, *, row_bytes, key_bytes):
-        return shrink(tuning, row_bytes, key_bytes, room)
+        launched.append(shrink(tuning, row_bytes, key_bytes, room))
+        assert launched[-1] != tuning, "the card has room for all of it"
+        return launched[-1]
 
     with fastattn.use_kernel("triton"), mock.patch.object(triton_attention, "fit", fit), launched_as(block_m=64):
         assert_twins_agree("chunked_prefill", *inputs.tensors)
+    assert launched
 
 
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
@@ -156,8 +161,12 @@ def test_a_chunk_shows_exactly_its_keys(chunk_size, device):
 
 
 @pytest.mark.parametrize("launch", [{}, dict(block_m=64), dict(splits=3, most_splits=3, block_n=16)], ids=str)
-@pytest.mark.parametrize("window_size", [(-1, -1), (21, -1)], ids=str)
-def test_a_mask_over_the_last_keys_hides_exactly_those(launch, window_size, device):
+@pytest.mark.parametrize(
+    ("window_size", "causal"),
+    [((-1, -1), False), ((21, -1), False), ((-1, -1), True)],
+    ids=["plain", "window", "causal"],
+)
+def test_a_mask_over_the_last_keys_hides_exactly_those(launch, window_size, causal, device):
     """Drafts that do not see their siblings; the mask is wider than some sequences, and strided."""
     case = Case("drafts", ((8, 70), (8, 8), (1, 33), (0, 5), (5, 90), (3, 2)), heads=(4, 2), padding_rows=2)
     generator = torch.Generator().manual_seed(1)
@@ -165,7 +174,7 @@ def test_a_mask_over_the_last_keys_hides_exactly_those(launch, window_size, devi
     row_of = {case.lens[i]: sum(q for q, _ in case.lens[:i]) for i in range(len(case.lens))}
 
     def attention(query, key_cache, value_cache, batch, *, return_lse):
-        options = Options(causal=False, window_size=window_size)
+        options = Options(causal=causal, window_size=window_size)
         return attend(query, key_cache, value_cache, batch, options, last_mask=last.to(device))
 
     with launched_as(**launch):
@@ -175,8 +184,9 @@ def test_a_mask_over_the_last_keys_hides_exactly_those(launch, window_size, devi
         mask = torch.zeros(q, s, dtype=torch.bool)
         for i in range(q):
             for j in range(s):
-                in_window = window_size[0] < 0 or j >= s - q + i - window_size[0]
-                mask[i, j] = in_window and (j < s - 8 or bool(last[row_of[q, s] + i, j - (s - 8)]))
+                position = s - q + i
+                sees = (window_size[0] < 0 or j >= position - window_size[0]) and (not causal or j <= position)
+                mask[i, j] = sees and (j < s - 8 or bool(last[row_of[q, s] + i, j - (s - 8)]))
         expected.append(mask)
     assert_same_masks(masks, expected)
 
@@ -198,7 +208,7 @@ def test_a_sink_far_above_every_score_takes_all(device):
 
 INVARIANT = {
     "plain": Options(batch_invariant=True),
-    "window": Options(batch_invariant=True, window_size=(90, 0)),
+    "window": Options(batch_invariant=True, window_size=(70, 0)),
     "sinks": Options(batch_invariant=True, sinks=torch.linspace(-2.0, 3.0, 4), softcap=5.0),
 }
 each_invariant = pytest.mark.parametrize("options", INVARIANT.values(), ids=INVARIANT)
@@ -219,7 +229,7 @@ def attend_alone(inputs, options, rows, seq_len, sequence, device):
 
 
 @each_invariant
-@pytest.mark.parametrize("run", [128, 2048], ids=lambda run: f"runs-of-{run}")
+@pytest.mark.parametrize("run", [128, 512], ids=lambda run: f"runs-of-{run}")
 def test_rows_do_not_change_with_the_company(options, run, device):
     """Alone, a sequence has other tiles and fewer splits than beside a long one."""
     case = Case("company", ((1, 300), (1, 600), (30, 100), (1, 140), (4, 44)), heads=(4, 2))
@@ -237,13 +247,14 @@ def test_rows_do_not_change_with_the_company(options, run, device):
 @each_invariant
 @pytest.mark.parametrize("sizes", [[5, 7], [1] * 12], ids=["two-chunks", "one-by-one"])
 def test_rows_do_not_change_with_the_chunk_they_come_in(options, sizes, device):
-    inputs = build(Case("chunk", ((12, 200), (3, 2)), heads=(4, 2)), device=device)
-    with mock.patch.object(triton_attention, "INVARIANT_RUN", 64):
+    """The window of the first rows begins in another run of keys than that of the last ones."""
+    inputs = build(Case("chunk", ((12, 330), (3, 2)), heads=(4, 2)), device=device)
+    with mock.patch.object(triton_attention, "INVARIANT_RUN", 128):
         sinks = None if options.sinks is None else options.sinks.to(device)
         expected, expected_lse = attend(*inputs.tensors, replace(options, sinks=sinks))
         row = 0
         for size in sizes:
-            out, lse = attend_alone(inputs, options, (row, row + size), 188 + row + size, 0, device)
+            out, lse = attend_alone(inputs, options, (row, row + size), 318 + row + size, 0, device)
             assert torch.equal(out, expected[row : row + size]), f"rows from {row}"
             assert torch.equal(lse, expected_lse[row : row + size]), f"rows from {row}"
             row += size

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastattn.kernels.machine import version_of
+from fastattn.kernels.machine import package_version
 
 Call = Callable[..., Any]  # without arguments, or with `return_lse`
 
@@ -147,7 +147,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 def circumstances() -> dict[str, Any]:
     """Say when this is measured, and with which versions of what."""
     versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
-    versions |= {package: version_of(package) for package in PACKAGES}
+    versions |= {package: package_version(package) for package in PACKAGES}
     return {"date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": _commit(), "versions": versions}
 
 

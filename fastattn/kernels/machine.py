@@ -18,7 +18,7 @@ def cannot_import(module: str, package: str) -> str | None:
     return None
 
 
-def version_of(package: str) -> str | None:
+def package_version(package: str) -> str | None:
     """Give the version of a package, as it is installed or as the module itself says; None if there is none."""
     try:
         return version(package)
