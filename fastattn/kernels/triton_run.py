@@ -66,7 +66,7 @@ def fit(tuning: Tuning, device: torch.device, *, row_bytes: int, key_bytes: int)
         row_bytes: bytes of a row of the tile.
         key_bytes: bytes that a step reads for a key, those of its value included.
 
-    Source: compiled for compute capability 8.0, 8.9 and 9.0; no launch took more than is counted here.
+    Source: compiled for compute capability 8.0, 8.9 and 9.0, no launch took more than is counted here.
     """
     return tuning if INTERPRETED else shrink(tuning, row_bytes, key_bytes, machine.shared_memory(device))
 

@@ -1,0 +1,120 @@
+"""Compile our GPU kernels for a GPU that is not there: `python tests/compile_kernels.py 9.0` says what each takes.
+
+Triton is told of a GPU whose launches do nothing. So everything up to the launch runs as it would: the choice of its
+shape, the compiler, and ptxas. Values are never computed.
+"""
+
+import json
+import sys
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from fastattn.kernels import Options, Subtraction, machine
+from fastattn.metadata import make_batch
+
+SHARED_MEMORY = {(8, 9): 101376, (9, 0): 232448}  # bytes that a program may have
+REGISTERS, LOCAL_BYTES, THREADS = 0, 0, 1024  # Triton asks; ptxas has seen to them
+
+
+class Launcher:
+    """What Triton makes of a compiled kernel, and calls to launch it."""
+
+    def __init__(self, source, metadata):
+        shared = metadata["shared"] if isinstance(metadata, dict) else metadata.shared
+        sys.stdout.write(
+            json.dumps({"kernel": f"{source.fn.__module__}.{source.fn.__name__}", "shared": shared}) + "\n"
+        )
+
+    def __call__(self, *args, **kwargs):
+        pass
+
+
+class Utils:
+    def load_binary(self, name, binary, shared, device):
+        return 1, 1, REGISTERS, LOCAL_BYTES, THREADS
+
+    def get_device_properties(self, device):
+        return {"max_shared_mem": machine.shared_memory(device), "max_num_regs": 65536, "warpSize": 32}
+
+
+class Driver:
+    """A GPU of some compute capability."""
+
+    utils = Utils()
+    launcher_cls = Launcher
+
+    def __init__(self, capability):
+        self.target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+
+    def get_current_target(self):
+        return self.target
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=None):
+        return 0
+
+
+def compile_all(capability):
+    machine.capability = lambda device: capability
+    machine.num_multiprocessors = lambda device: 100
+    machine.shared_memory = lambda device: SHARED_MEMORY[capability]
+    driver.set_active(Driver(capability))
+
+    from fastattn.kernels import (
+        triton_adapt,
+        triton_attention,
+        triton_cache,
+        triton_differential,
+        triton_merge,
+        triton_tables,
+    )
+
+    def batch(query_len, seq_len=1024, num_seqs=2):
+        tables = [list(range(seq_len // 16))] * num_seqs
+        return make_batch([query_len] * num_seqs, [seq_len] * num_seqs, tables)
+
+    def pool(heads, head_size, dtype):
+        return torch.zeros(64, 16, heads, head_size, dtype=dtype)
+
+    half = torch.bfloat16
+    for dtype, head_size, query_len in ((half, 64, 1), (half, 64, 512), (half, 256, 512), (torch.float32, 256, 512)):
+        query = torch.zeros(2 * query_len, 8, head_size, dtype=dtype)
+        cache = pool(2, head_size, dtype)
+        triton_attention.attend(query, cache, cache, batch(query_len), Options())
+    query, cache = torch.zeros(128, 8, 128, dtype=half), pool(2, 128, half)
+    for options in (
+        Options(batch_invariant=True),
+        Options(window_size=(100, 0), softcap=5.0, alibi_slopes=torch.ones(8), sinks=torch.ones(8)),
+    ):
+        triton_attention.attend(query, cache, cache, batch(64), options)
+    triton_attention.attend(query, cache, cache, batch(64), Options(), chunk_size=128)
+    mask = torch.ones(128, 64, dtype=torch.bool)
+    triton_attention.attend(query, cache, cache, batch(64), Options(), last_mask=mask)
+    levels = [(batch(1, num_seqs=128), Options()), (batch(1, num_seqs=128), Options())]
+    triton_attention.attend_levels(query, cache, cache, levels)
+
+    lambda_full, weight = torch.tensor(0.5), torch.ones(128)
+    not_causal = Options(causal=False, sinks=torch.ones(64))
+    for query_len, options in ((1, Options()), (4096, Options()), (4096, Options(softcap=5.0)), (4096, not_causal)):
+        query = torch.zeros(2 * query_len, 64, 64, dtype=half)
+        cache = torch.zeros(2, 2, 64, 16, 16, 64, dtype=half)
+        subtraction = Subtraction(lambda_full, weight, 1e-5, 0.2)
+        triton_differential.attend(query, cache, batch(query_len, 4096), options, subtraction)
+
+    cache, tokens = pool(2, 128, half), torch.zeros(5, 2, 128, dtype=half)
+    triton_cache.write(tokens, tokens, cache, cache, torch.arange(5))
+    triton_cache.copy_blocks(cache, torch.tensor([[0, 1], [2, 3]]))
+    triton_cache.repage(cache, batch(64), block_size=128)
+    triton_adapt.adapt(torch.zeros(128, 8, 64, dtype=half), torch.zeros(8, 128), batch(64))
+    triton_merge.merge_states([torch.zeros(5, 8, 128, dtype=half)] * 3, [torch.zeros(5, 8)] * 3)
+    triton_tables.slot_mapping(batch(1), 2, block_size=16)
+    triton_tables.cut_chunks(batch(64), 128, block_size=16, num_chunks=2, columns=8)
+    triton_tables.trim(batch(64), 100, block_size=16, columns=12)
+
+
+if __name__ == "__main__":
+    compile_all(tuple(int(number) for number in sys.argv[1].split(".")))
