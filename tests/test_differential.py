@@ -13,6 +13,7 @@ from kernels_present import each_kernel
 from tolerance import assert_twins_agree
 from torch.nn import functional
 
+import fastattn
 import fastattn.differential
 import fastattn.kv_cache
 import refattn.differential
@@ -348,6 +349,27 @@ def test_tiles_groups_and_slabs_of_any_size(sizes, options, monkeypatch):
     case = Case("sizes", lens, heads=(4, 2), padding_rows=2)
     arguments, _ = lay_out(case)
     assert_twins_agree("differential", *arguments, **filled(OPTIONS[options], case, "cpu"))
+
+
+# Queries of several tiles, groups of one and of three; a sequence without queries, and one that sees too few keys.
+LONG = {
+    "groups": Case("groups", ((150, 290), (0, 40), (70, 70), (1, 90), (65, 60)), heads=(6, 2), padding_rows=3),
+    "pairs": Case("pairs", ((200, 200), (1, 300)), heads=(4, 4), block_size=48, layout="HND"),
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("case", LONG.values(), ids=LONG)
+def test_long_queries_in_one_run_of_keys(case, options, device, monkeypatch):
+    """Our Triton kernel, with the difference in the program that attends, as where a batch has many tiles."""
+    from fastattn.kernels import triton_differential
+
+    whole = triton_differential.Tuning(block_m=64, block_n=64, num_warps=4, num_stages=2, splits=1, most_splits=1)
+    monkeypatch.setattr(triton_differential, "tune", lambda *_: whole)
+    for dtype in (torch.float16, torch.bfloat16) if device == "cuda" else (torch.float16,):
+        arguments, _ = lay_out(case, device=device, dtype=dtype)
+        with fastattn.use_kernel("triton"):
+            assert_twins_agree("differential", *arguments, **filled(OPTIONS[options], case, device))
 
 
 @each_kernel
