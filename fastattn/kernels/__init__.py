@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from functools import wraps
+from functools import cache, wraps
 from types import ModuleType
 from typing import NamedTuple, ParamSpec, TypeVar
 
@@ -334,6 +334,7 @@ def explain(problem: Problem) -> str:
     return "\n".join(lines)
 
 
+@cache
 def _load(name: str) -> ModuleType:
     return importlib.import_module(f"fastattn.kernels.{name}")
 
