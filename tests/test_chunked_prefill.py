@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import fastattn.chunked_prefill
 import refattn.chunked_prefill
-from fastattn.kernels import cpu
+from fastattn.kernels import cpu, fa4, triton_cache
 
 each_twin = pytest.mark.parametrize("twin", [refattn.chunked_prefill, fastattn.chunked_prefill], ids=["ref", "fast"])
 WINDOWS = [(-1, -1), (-1, 0), (0, 0), (3, 0), (16, 0), (5000, 0), (2, 3), (-1, 2), (4, -1), (0, 16)]
@@ -192,6 +192,20 @@ def test_rows_do_not_change_with_the_company(twin, device):
         )
         assert torch.equal(out, together[row : row + q]), f"sequence {i} changed"
         row += q
+
+
+@each_kernel
+@pytest.mark.parametrize("options", ["plain", "sinks"])
+@pytest.mark.parametrize("case", [case for case in SMALL if case.head_size <= 128], ids=str)
+def test_pages_that_are_copied_into_larger_ones(case, options, kernel, device, monkeypatch):
+    """As flash-attn-4 does before long prefills, and here before all."""
+    monkeypatch.setattr(fa4, "QUERY_ROWS", 0)
+    repage = mock.Mock(wraps=triton_cache.repage)
+    monkeypatch.setattr(triton_cache, "repage", repage)
+    inputs = build(case, device=device, dtype=kernel.dtypes[0])
+    with kernel.asked_for():
+        kernel.check(assert_twins_agree, "chunked_prefill", *inputs.tensors, **per_head(OPTIONS[options], case, device))
+    assert repage.called == (kernel.name == "fa4")
 
 
 @each_kernel

@@ -344,6 +344,17 @@ def test_copies_take_the_kernel_where_it_can(num_pairs, gaps, device, monkeypatc
     assert kernel.call_count == (num_pairs == 3 and not gaps)
 
 
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_repage_copies_all_tokens_in_order(layout, dtype, device):
+    case = Case("c", ((0, 9), (0, 0), (0, 130), (0, 32)), heads=(3, 3), head_size=24, block_size=24, layout=layout)
+    inputs = build(case, device=device, dtype=dtype)
+    pool, table = triton_cache.repage(inputs.key_cache, inputs.batch, block_size=32)
+    for keys, blocks, (_, seq_len) in zip(inputs.keys, table, case.lens, strict=True):
+        used = pool[blocks[: -(-seq_len // 32)].long()].flatten(0, 1)
+        assert torch.equal(used[:seq_len], keys) and not used[seq_len:].any()
+
+
 # --- merging ---
 
 

@@ -1,6 +1,7 @@
 """The package `flash-attn-4`: FlashAttention for Hopper and Blackwell, over ragged rows and pages of any size.
 
-On Hopper it does not split keys, so it is for long queries; pages of 128 tokens (`d` up to 128) load fastest.
+On Hopper it does not split keys, so it is for long queries. Pages of 128 tokens (`d` up to 128) load fastest; where
+queries are many it pays to copy smaller pages into such first.
 
 Source: Zadouri et al. 2026, "FlashAttention-4"; Shah et al. 2024, "FlashAttention-3".
 """
@@ -14,6 +15,9 @@ from fastattn.kernels.machine import cannot_import, capability
 from refattn.batch import Batch
 
 LARGEST_HEAD = {9: 256, 10: 128, 11: 128}  # by compute capability
+FAST_BLOCK = 128  # tokens in a page that loads fastest
+QUERY_ROWS = 6144  # of a key head and a sequence, on average, that are worth a copy of the pages
+MOST_COPIED_BYTES = 2**29  # of keys and values: what a call may take besides its answer
 
 
 def supports(problem: Problem) -> str | None:
@@ -64,15 +68,29 @@ def paged(
     options: Options,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend over pages; see `fastattn.kernels.paged`."""
+    table = batch.block_table
+    if _should_copy(query, key_cache, value_cache, batch, options):
+        from fastattn.kernels.triton_cache import repage
+
+        key_cache, table = repage(key_cache, batch, block_size=FAST_BLOCK)
+        value_cache, _ = repage(value_cache, batch, block_size=FAST_BLOCK)
     return _attend(
-        query,
-        key_cache,
-        value_cache,
-        batch,
-        options,
-        seqused_k=_side_by_side(batch.seq_lens),
-        page_table=batch.block_table,
+        query, key_cache, value_cache, batch, options, seqused_k=_side_by_side(batch.seq_lens), page_table=table
     )
+
+
+def _should_copy(query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: Batch, options: Options) -> bool:
+    """Say whether to copy the pages into larger ones first: if there are many queries for each key, which see most."""
+    num_tokens, num_heads, head_size = query.shape
+    num_kv_heads, value_head_size = value_cache.shape[-2:]
+    if key_cache.shape[1] >= FAST_BLOCK or max(head_size, value_head_size) > 128 or not batch.num_seqs:
+        return False
+    left, _ = options.window
+    if 0 <= left and 2 * (left + batch.max_query_len) < batch.max_seq_len:
+        return False
+    rows = num_tokens * num_heads // num_kv_heads // batch.num_seqs
+    copied = batch.num_seqs * batch.max_seq_len * num_kv_heads * (head_size + value_head_size) * query.element_size()
+    return rows >= QUERY_ROWS and copied <= MOST_COPIED_BYTES
 
 
 def _attend(
