@@ -86,7 +86,7 @@ def _should_copy(query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: B
     if key_cache.shape[1] >= FAST_BLOCK or max(head_size, value_head_size) > 128 or not batch.num_seqs:
         return False
     left, _ = options.window
-    if 0 <= left and 2 * (left + batch.max_query_len) < batch.max_seq_len:
+    if left >= 0 and 2 * (left + batch.max_query_len) < batch.max_seq_len:
         return False
     rows = num_tokens * num_heads // num_kv_heads // batch.num_seqs
     copied = batch.num_seqs * batch.max_seq_len * num_kv_heads * (head_size + value_head_size) * query.element_size()
