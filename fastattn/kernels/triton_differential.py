@@ -371,10 +371,10 @@ def _attend_kernel(
                 False,
             )
             weights1, shrink1, highest1, total1 = weigh(
-                scores1, highest1, total1, scale, SOFTCAP or slopes1 is not None
+                scores1, highest1, total1, softcap if SOFTCAP else scale, slopes1 is not None
             )
             weights2, shrink2, highest2, total2 = weigh(
-                scores2, highest2, total2, scale, SOFTCAP or slopes1 is not None
+                scores2, highest2, total2, softcap if SOFTCAP else scale, slopes1 is not None
             )
             v = tl.load(
                 value + rows_of_keys[:, None] + value_columns[None, :],

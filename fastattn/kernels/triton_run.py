@@ -197,19 +197,19 @@ def finish_scores(
     RIGHT: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Turn the products of queries at `positions` and keys at `j` into scores in base 2, of what is visible.
+    """Turn the products of queries at `positions` and keys at `j` into scores of what is visible, up to a factor.
 
-    `all_seen` says that every row sees every key of the step, so that nothing has to be compared. Where the scale is
-    all that is missing, `weigh` multiplies by it, together with its subtraction.
+    `all_seen` says that every row sees every key of the step, so that nothing has to be compared. `weigh` multiplies by
+    the factor, together with its subtraction: here, the compiler would join the two where nothing is compared, only.
+    With slopes there is none, and scores are in base 2.
     """
-    LOG2E: tl.constexpr = 1.4426950408889634
+    factor = scale
     if SOFTCAP:
-        scores = _tanh(scores * (scale / softcap)) * (softcap * LOG2E)
-    elif slopes is not None:
-        scores *= scale * LOG2E
+        scores = _tanh(scores * (scale / softcap))
+        factor = softcap
     distance = positions[:, None] - j[None, :]
     if slopes is not None:
-        scores -= slopes[:, None] * distance
+        scores = scores * (factor * 1.4426950408889634) - slopes[:, None] * distance
     if not all_seen:
         visible = is_key[None, :]
         if RIGHT:
@@ -238,12 +238,12 @@ def hide_masked(scores, mask_rows, mask_stride, is_row, columns, is_key, all_see
 
 @triton.jit
 @no_type_check
-def weigh(scores, highest, total, scale, SCALED: tl.constexpr):
+def weigh(scores, highest, total, factor, IN_BASE_2: tl.constexpr):
     """Take a step of scores into the online softmax: its weights, and by how much what was summed so far shrinks.
 
-    `SCALED` says that the scores have their scale, a positive one, already.
+    `factor` is what `finish_scores` left out, above 0; `IN_BASE_2` says that it left nothing.
     """
-    unit = 1.0 if SCALED else scale * 1.4426950408889634
+    unit = 1.0 if IN_BASE_2 else factor * 1.4426950408889634
     new_highest = tl.maximum(highest, tl.max(scores, 1) * unit)
     base = tl.where(new_highest == float("-inf"), 0.0, new_highest)  # -inf - -inf would be NaN
     weights = tl.exp2(scores * unit - base[:, None])
@@ -412,7 +412,9 @@ def attend_to_run(
             )
             if mask_rows is not None:
                 scores = hide_masked(scores, mask_rows, mask_stride, is_row, j - masked_from, is_key, all_seen)
-            weights, shrink, highest, total = weigh(scores, highest, total, scale, SOFTCAP or slopes is not None)
+            weights, shrink, highest, total = weigh(
+                scores, highest, total, softcap if SOFTCAP else scale, slopes is not None
+            )
             v = tl.load(
                 value + value_rows[:, None] + (at_dv * value_strides[-1])[None, :],
                 mask=is_key[:, None] & (at_dv < VALUE_HEAD_SIZE)[None, :],
