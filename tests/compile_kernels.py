@@ -109,7 +109,7 @@ def compile_all(capability):
     triton_cache.write(tokens, tokens, cache, cache, torch.arange(5))
     triton_cache.copy_blocks(cache, torch.tensor([[0, 1], [2, 3]]))
     triton_cache.repage(cache, batch(64), block_size=128)
-    triton_adapt.adapt(torch.zeros(128, 8, 64, dtype=half), torch.zeros(8, 128), batch(64))
+    triton_adapt.adapt(torch.zeros(128, 8, 64, dtype=half), torch.zeros(8, 128), batch(64), has_sinks=True)
     triton_merge.merge_states([torch.zeros(5, 8, 128, dtype=half)] * 3, [torch.zeros(5, 8)] * 3)
     triton_tables.slot_mapping(batch(1), 2, block_size=16)
     triton_tables.cut_chunks(batch(64), 128, block_size=16, num_chunks=2, columns=8)

@@ -210,8 +210,16 @@ INVARIANT = {
     "plain": Options(batch_invariant=True),
     "window": Options(batch_invariant=True, window_size=(70, 0)),
     "sinks": Options(batch_invariant=True, sinks=torch.linspace(-2.0, 3.0, 4), softcap=5.0),
+    "slopes": Options(batch_invariant=True, alibi_slopes=torch.linspace(0.01, 0.5, 4)),
+    "slopes-and-softcap": Options(batch_invariant=True, alibi_slopes=torch.linspace(0.01, 0.5, 4), softcap=5.0),
 }
 each_invariant = pytest.mark.parametrize("options", INVARIANT.values(), ids=INVARIANT)
+
+
+def on(device, options):
+    """Give the options with their tensors on a device."""
+    tensors = {name: getattr(options, name) for name in ("alibi_slopes", "sinks")}
+    return replace(options, **{name: x.to(device) for name, x in tensors.items() if x is not None})
 
 
 def attend_alone(inputs, options, rows, seq_len, sequence, device):
@@ -224,8 +232,7 @@ def attend_alone(inputs, options, rows, seq_len, sequence, device):
         last - first,
         seq_len,
     )
-    sinks = None if options.sinks is None else options.sinks.to(device)
-    return attend(inputs.query[first:last], inputs.key_cache, inputs.value_cache, batch, replace(options, sinks=sinks))
+    return attend(inputs.query[first:last], inputs.key_cache, inputs.value_cache, batch, on(device, options))
 
 
 @each_invariant
@@ -234,9 +241,8 @@ def test_rows_do_not_change_with_the_company(options, run, device):
     """Alone, a sequence has other tiles and fewer splits than beside a long one."""
     case = Case("company", ((1, 300), (1, 600), (30, 100), (1, 140), (4, 44)), heads=(4, 2))
     inputs = build(case, device=device)
-    sinks = None if options.sinks is None else options.sinks.to(device)
     with mock.patch.object(triton_attention, "INVARIANT_RUN", run):
-        together, lse_together = attend(*inputs.tensors, replace(options, sinks=sinks))
+        together, lse_together = attend(*inputs.tensors, on(device, options))
         row = 0
         for i, (q, s) in enumerate(case.lens):
             out, lse = attend_alone(inputs, options, (row, row + q), s, i, device)
@@ -250,8 +256,7 @@ def test_rows_do_not_change_with_the_chunk_they_come_in(options, sizes, device):
     """The window of the first rows begins in another run of keys than that of the last ones."""
     inputs = build(Case("chunk", ((12, 330), (3, 2)), heads=(4, 2)), device=device)
     with mock.patch.object(triton_attention, "INVARIANT_RUN", 128):
-        sinks = None if options.sinks is None else options.sinks.to(device)
-        expected, expected_lse = attend(*inputs.tensors, replace(options, sinks=sinks))
+        expected, expected_lse = attend(*inputs.tensors, on(device, options))
         row = 0
         for size in sizes:
             out, lse = attend_alone(inputs, options, (row, row + size), 318 + row + size, 0, device)
@@ -395,3 +400,19 @@ def test_adapt_sets_empty_and_padding_rows_right(device):
         got, got_lse = adapt(out.clone(), lse.clone(), batch, sinks)
         assert_close(got, expected, expected.float())
         assert_close(got_lse, expected_lse, expected_lse.float(), name="lse")
+
+
+def test_adapt_finds_the_sequences_without_keys(device):
+    """Where a kernel adds the sinks itself, their rows have a log-sum-exp, and whatever was in memory for values."""
+    query_lens = [3, 0, 40, 2, *[1] * 70, 5]
+    seq_lens = [3, 0, 0, 2, *[i % 2 for i in range(70)], 0]
+    starts = torch.tensor([0, *query_lens], device=device).cumsum(0).int()
+    batch = refattn.batch.Batch(starts, torch.tensor(seq_lens, dtype=torch.int32, device=device), None, 40, 3)
+    empty = torch.tensor(seq_lens).repeat_interleave(torch.tensor(query_lens)) == 0
+    out = torch.randn(len(empty) + 9, 2, 24, device=device)
+    lse = torch.randn(2, len(out), device=device)
+    expected, expected_lse = out.clone(), lse.T.clone()
+    expected[: len(empty)][empty], expected[len(empty) :], expected_lse[len(empty) :] = 0.0, 0.0, -torch.inf
+    out[: len(empty)][empty], out[len(empty) :], lse[:, len(empty) :] = torch.nan, torch.nan, torch.nan
+    got, got_lse = adapt(out, lse, batch, has_sinks=True)
+    assert torch.equal(got, expected) and torch.equal(got_lse, expected_lse)

@@ -120,7 +120,7 @@ def _attend(
         return_lse=True,
         **where,
     )
-    return adapt(out, lse, batch)
+    return adapt(out, lse, batch, has_sinks=options.sinks is not None)
 
 
 def _side_by_side(lengths: Tensor) -> Tensor:

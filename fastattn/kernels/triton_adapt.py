@@ -1,6 +1,6 @@
 """Set right what FlashAttention answers otherwise than we do: empty rows, padding rows, sinks.
 
-One launch, and no second pass over the outputs: only rows that saw nothing are written (all rows, if there are sinks).
+One launch, and no second pass over the outputs: only rows that saw nothing are written (all rows, where sinks are added).
 """
 
 from typing import no_type_check
@@ -14,10 +14,16 @@ from torch import Tensor
 from refattn.batch import Batch
 
 BLOCK_TOKENS = 32
+BLOCK_SEQS = 64  # that are counted at a time
 
 
 def adapt(
-    out: Float[Tensor, "t h dv"], lse: Float[Tensor, "h t"], batch: Batch, sinks: Float[Tensor, "h"] | None = None
+    out: Float[Tensor, "t h dv"],
+    lse: Float[Tensor, "h t"],
+    batch: Batch,
+    sinks: Float[Tensor, "h"] | None = None,
+    *,
+    has_sinks: bool = False,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Answer 0 and `-inf` in padding rows and where the kernel said `+inf` or `-inf`, and add the sinks.
 
@@ -26,6 +32,7 @@ def adapt(
         lse: its log-sum-exps, natural log, changed in place.
         batch: the lengths.
         sinks: one logit a head, where the kernel did not add them itself.
+        has_sinks: it did, so that its log-sum-exps do not say which sequences have no keys.
 
     Returns:
         The same tensors, the log-sum-exps with tokens first.
@@ -35,6 +42,7 @@ def adapt(
         out,
         lse,
         batch.cu_seqlens_q,
+        batch.seq_lens if has_sinks else None,
         sinks,
         *out.stride(),
         *lse.stride(),
@@ -42,6 +50,7 @@ def adapt(
         batch.num_seqs,
         VALUE_HEAD_SIZE=value_head_size,
         BLOCK_TOKENS=BLOCK_TOKENS,
+        BLOCK_SEQS=BLOCK_SEQS,
         num_warps=4 if sinks is not None else 1,
     )
     return out, lse.T
@@ -55,12 +64,13 @@ def nothing(
     return out, query.new_full(query.shape[:2], -torch.inf, dtype=torch.float32)
 
 
-@triton.jit(do_not_specialize=["cu_seqlens_q", "num_tokens", "num_seqs", "lse_head_stride"])
+@triton.jit(do_not_specialize=["cu_seqlens_q", "seq_lens", "num_tokens", "num_seqs", "lse_head_stride"])
 @no_type_check
 def _adapt_kernel(
     out,
     lse,
     cu_seqlens_q,
+    seq_lens,
     sinks,
     out_token_stride,
     out_head_stride,
@@ -71,6 +81,7 @@ def _adapt_kernel(
     num_seqs,
     VALUE_HEAD_SIZE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
+    BLOCK_SEQS: tl.constexpr,
 ):
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     head = tl.program_id(1)
@@ -81,6 +92,13 @@ def _adapt_kernel(
     )
     logs = tl.where(logs == float("inf"), float("-inf"), logs)
     saw_nothing = logs == float("-inf")
+    if seq_lens is not None:
+        sequence = tl.zeros([BLOCK_TOKENS], tl.int32)  # how many end before the token
+        for first in range(0, num_seqs, BLOCK_SEQS):
+            seqs = first + tl.arange(0, BLOCK_SEQS)
+            ends = tl.load(cu_seqlens_q + 1 + seqs, mask=seqs < num_seqs, other=num_tokens + 1)
+            sequence += tl.sum((ends[None, :] <= tokens[:, None]).to(tl.int32), 1)
+        saw_nothing |= tl.load(seq_lens + sequence, mask=is_token & is_query, other=0) == 0
 
     VALUE_PAD: tl.constexpr = triton.next_power_of_2(VALUE_HEAD_SIZE)
     at_dv = tl.arange(0, VALUE_PAD)
