@@ -1,6 +1,6 @@
 """Set right what FlashAttention answers otherwise than we do: empty rows, padding rows, sinks.
 
-One launch, and no second pass over the outputs: only rows that saw nothing are written (all rows, where sinks are added).
+One launch, and no second pass over the outputs: only rows that saw nothing are written (all, where it adds sinks).
 """
 
 from typing import no_type_check
