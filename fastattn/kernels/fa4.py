@@ -80,13 +80,12 @@ def paged(
 
 
 def _should_copy(query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: Batch, options: Options) -> bool:
-    """Say whether to copy the pages into larger ones first: if there are many queries for each key, which see most."""
+    """Say whether to copy the pages into larger ones first: if there are many queries for each key, and no window."""
     num_tokens, num_heads, head_size = query.shape
     num_kv_heads, value_head_size = value_cache.shape[-2:]
-    if key_cache.shape[1] >= FAST_BLOCK or max(head_size, value_head_size) > 128 or not batch.num_seqs:
+    if key_cache.shape[1] >= FAST_BLOCK or max(head_size, value_head_size) > 128:
         return False
-    left, _ = options.window
-    if left >= 0 and 2 * (left + batch.max_query_len) < batch.max_seq_len:
+    if not batch.num_seqs or options.window[0] >= 0:
         return False
     rows = num_tokens * num_heads // num_kv_heads // batch.num_seqs
     copied = batch.num_seqs * batch.max_seq_len * num_kv_heads * (head_size + value_head_size) * query.element_size()
