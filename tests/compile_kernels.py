@@ -1,13 +1,17 @@
-"""Compile our GPU kernels for a GPU that is not there: `python tests/compile_kernels.py 9.0` says what each takes.
+"""Launch our GPU kernels on a GPU that is not there: `python tests/compile_kernels.py 9.0` says what each one takes.
 
 Triton is told of a GPU whose launches do nothing. So everything up to the launch runs as it would: the choice of its
 shape, the compiler, and ptxas. Values are never computed.
 """
 
 import json
+import re
+import subprocess
 import sys
+import tempfile
 
 import torch
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
@@ -15,25 +19,32 @@ from fastattn.kernels import Options, Subtraction, machine
 from fastattn.metadata import make_batch
 
 SHARED_MEMORY = {(8, 9): 101376, (9, 0): 232448}  # bytes that a program may have
-REGISTERS, LOCAL_BYTES, THREADS = 0, 0, 1024  # Triton asks; ptxas has seen to them
 
 
 class Launcher:
     """What Triton makes of a compiled kernel, and calls to launch it."""
 
     def __init__(self, source, metadata):
-        shared = metadata["shared"] if isinstance(metadata, dict) else metadata.shared
-        sys.stdout.write(
-            json.dumps({"kernel": f"{source.fn.__module__}.{source.fn.__name__}", "shared": shared}) + "\n"
-        )
+        name = f"{source.fn.__module__}.{source.fn.__name__}"
+        self.about = {"kernel": name, "threads": 32 * metadata.num_warps}
+        Utils.launcher = self
 
     def __call__(self, *args, **kwargs):
-        pass
+        sys.stdout.write(json.dumps(self.about) + "\n")
 
 
 class Utils:
+    launcher = None
+
     def load_binary(self, name, binary, shared, device):
-        return 1, 1, REGISTERS, LOCAL_BYTES, THREADS
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(binary)
+            file.flush()
+            command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+            usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        registers = int(re.search(r"REG:(\d+)", usage)[1])
+        self.launcher.about["registers"] = registers
+        return 1, 1, registers, 0, 1024  # module, function, registers, bytes of spills, most threads
 
     def get_device_properties(self, device):
         return {"max_shared_mem": machine.shared_memory(device), "max_num_regs": 65536, "warpSize": 32}
@@ -58,7 +69,7 @@ class Driver:
         return 0
 
 
-def compile_all(capability):
+def launch_all(capability):
     machine.capability = lambda device: capability
     machine.num_multiprocessors = lambda device: 100
     machine.shared_memory = lambda device: SHARED_MEMORY[capability]
@@ -81,6 +92,9 @@ def compile_all(capability):
         return torch.zeros(64, 16, heads, head_size, dtype=dtype)
 
     half = torch.bfloat16
+    query, cache = torch.zeros(64, 32, 128, dtype=half), pool(8, 128, half)  # first a cascade of 64 decodes
+    prefix, own = make_batch([64], [8192], [[0] * 512]), batch(1, 256, num_seqs=64)
+    triton_attention.attend_levels(query, cache, cache, [(prefix, Options(causal=False)), (own, Options())])
     for dtype, head_size, query_len in ((half, 64, 1), (half, 64, 512), (half, 256, 512), (torch.float32, 256, 512)):
         query = torch.zeros(2 * query_len, 8, head_size, dtype=dtype)
         cache = pool(2, head_size, dtype)
@@ -94,8 +108,6 @@ def compile_all(capability):
     triton_attention.attend(query, cache, cache, batch(64), Options(), chunk_size=128)
     mask = torch.ones(128, 64, dtype=torch.bool)
     triton_attention.attend(query, cache, cache, batch(64), Options(), last_mask=mask)
-    levels = [(batch(1, num_seqs=128), Options()), (batch(1, num_seqs=128), Options())]
-    triton_attention.attend_levels(query, cache, cache, levels)
 
     lambda_full, weight = torch.tensor(0.5), torch.ones(128)
     not_causal = Options(causal=False, sinks=torch.ones(64))
@@ -117,4 +129,4 @@ def compile_all(capability):
 
 
 if __name__ == "__main__":
-    compile_all(tuple(int(number) for number in sys.argv[1].split(".")))
+    launch_all(tuple(int(number) for number in sys.argv[1].split(".")))
