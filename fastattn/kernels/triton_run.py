@@ -200,16 +200,17 @@ def finish_scores(
     """Turn the products of queries at `positions` and keys at `j` into scores of what is visible, up to a factor.
 
     `all_seen` says that every row sees every key of the step, so that nothing has to be compared. `weigh` multiplies by
-    the factor, together with its subtraction: here, the compiler would join the two where nothing is compared, only.
-    With slopes there is none, and scores are in base 2.
+    the factor, next to its subtraction: were that done here, the compiler could join the two only where nothing is
+    compared, and a masked step would round otherwise. With slopes no factor is left, and scores are in base 2.
     """
+    LOG2E: tl.constexpr = 1.4426950408889634
     factor = scale
     if SOFTCAP:
         scores = _tanh(scores * (scale / softcap))
         factor = softcap
     distance = positions[:, None] - j[None, :]
     if slopes is not None:
-        scores = scores * (factor * 1.4426950408889634) - slopes[:, None] * distance
+        scores = scores * (factor * LOG2E) - slopes[:, None] * distance
     if not all_seen:
         visible = is_key[None, :]
         if RIGHT:
