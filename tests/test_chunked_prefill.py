@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import fastattn.chunked_prefill
 import refattn.chunked_prefill
-from fastattn.kernels import cpu, fa4, triton_cache
+from fastattn.kernels import Options, cpu, fa4, triton_cache
 
 each_twin = pytest.mark.parametrize("twin", [refattn.chunked_prefill, fastattn.chunked_prefill], ids=["ref", "fast"])
 WINDOWS = [(-1, -1), (-1, 0), (0, 0), (3, 0), (16, 0), (5000, 0), (2, 3), (-1, 2), (4, -1), (0, 16)]
@@ -206,6 +206,38 @@ def test_pages_that_are_copied_into_larger_ones(case, options, kernel, device, m
     with kernel.asked_for():
         kernel.check(assert_twins_agree, "chunked_prefill", *inputs.tensors, **per_head(OPTIONS[options], case, device))
     assert repage.called == (kernel.name == "fa4")
+
+
+LONG_PROMPTS = dict(lens=((8192, 8192),) * 2, heads=(32, 8), head_size=128, block_size=16, left=-1)
+
+
+@pytest.mark.parametrize(
+    ("change", "copies"),
+    [
+        ({}, True),
+        (dict(left=1023), False),
+        (dict(block_size=128), False),
+        (dict(head_size=256), False),
+        (dict(lens=((1024, 8192),) * 2), False),
+        (dict(lens=((8192, 2**17),) * 2), False),
+        (dict(lens=()), False),
+    ],
+    ids=["long", "window", "large-pages", "large-heads", "few-queries", "many-keys", "nobody"],
+)
+def test_pages_are_copied_where_it_pays(change, copies):
+    """From sizes alone; tensors on `meta` have no contents to read."""
+    lens, (h, hk), d, p, left = (LONG_PROMPTS | change).values()
+    longest = max((s for _, s in lens), default=0)
+    batch = refattn.batch.Batch(
+        torch.empty(len(lens) + 1, dtype=torch.int32, device="meta"),
+        torch.empty(len(lens), dtype=torch.int32, device="meta"),
+        torch.empty(len(lens), -(-longest // p), dtype=torch.int32, device="meta"),
+        max((q for q, _ in lens), default=0),
+        longest,
+    )
+    query = torch.empty(sum(q for q, _ in lens), h, d, dtype=torch.bfloat16, device="meta")
+    pool = torch.empty(8, p, hk, d, dtype=torch.bfloat16, device="meta")
+    assert fa4._should_copy(query, pool, pool, batch, Options(window_size=(left, 0))) == copies
 
 
 @each_kernel

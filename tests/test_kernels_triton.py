@@ -268,11 +268,8 @@ def test_rows_do_not_change_with_the_chunk_they_come_in(options, sizes, device):
 @each_invariant
 def test_what_does_not_change_is_right(options, device):
     inputs = build(LONG, device=device)
-    asked = dict(window_size=options.window_size, softcap=options.softcap, batch_invariant=True)
-    if options.sinks is not None:
-        asked["sinks"] = options.sinks.to(device)
     with fastattn.use_kernel("triton"), mock.patch.object(triton_attention, "INVARIANT_RUN", 64):
-        assert_twins_agree("chunked_prefill", *inputs.tensors, **asked)
+        assert_twins_agree("chunked_prefill", *inputs.tensors, **vars(on(device, options)))
 
 
 def test_a_batch_of_padding_rows_only(device):
