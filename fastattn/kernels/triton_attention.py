@@ -122,10 +122,10 @@ def attend_levels(
     if num_tokens == 0 or batch.num_seqs == 0:
         return out.zero_(), lse.fill_(-torch.inf)
 
-    tunings = [tune(query, key, value, *level, chunk_size) for level in levels]
+    row_bytes = max(pad(query.shape[2]), pad(value_head_size)) * query.element_size()  # in a program, of the longest
+    tunings = [tune(query, key, value, *level, chunk_size, row_bytes) for level in levels]
     if len(levels) > 1:
         tunings = [_beside_others(tuning) for tuning in tunings]
-    row_bytes = _row_bytes(query, value)
     tunings = [fit(tuning, query.device, row_bytes=row_bytes, key_bytes=2 * row_bytes) for tuning in tunings]
     num_parts = sum(tuning.most_splits for tuning in tunings)
     if num_parts == 1 and not options.batch_invariant:
@@ -143,8 +143,8 @@ def attend_levels(
             value,
             *level,
             tuning,
-            parts[first:],
-            part_lses[first:],
+            parts[first:] if first else parts,
+            part_lses[first:] if first else part_lses,
             chunk_size=chunk_size,
             last_mask=last_mask if level is levels[-1] else None,
             overlap=overlap,
@@ -280,14 +280,15 @@ def _count_tiles(batch: Batch, num_tokens: int, group: int, block_m: int) -> int
     return batch.num_seqs + num_tokens * group // block_m
 
 
-def tune(query: Tensor, key: Tensor, value: Tensor, batch: Batch, options: Options, chunk_size: int) -> Tuning:
+def tune(
+    query: Tensor, key: Tensor, value: Tensor, batch: Batch, options: Options, chunk_size: int, row_bytes: int
+) -> Tuning:
     """Choose the shape of a launch from sizes that the host knows.
 
     Under `batch_invariant` nothing depends on the batch: not the tile, not the step, and not where a split begins.
     """
     num_kv_heads = key.shape[-2]
     group = query.shape[1] // num_kv_heads
-    row_bytes = _row_bytes(query, value)
     visible = _most_visible_keys(batch, options, chunk_size)
     if options.batch_invariant:
         may_begin_inside = options.window[0] >= 0 or chunk_size > 0
@@ -301,11 +302,6 @@ def tune(query: Tensor, key: Tensor, value: Tensor, batch: Batch, options: Optio
         return tuning
     room = MOST_PART_BYTES // (4 * query.shape[0] * query.shape[1] * value.shape[-1])
     return tuning._replace(most_splits=max(tuning.splits, min(room, -(-visible // MOST_KEYS))))
-
-
-def _row_bytes(query: Tensor, value: Tensor) -> int:
-    """Give the bytes of a query, a key or a value in a program, whichever is the longest."""
-    return max(pad(query.shape[2]), pad(value.shape[-1])) * query.element_size()
 
 
 def _about_as_long(batch: Batch, visible: int) -> bool:
