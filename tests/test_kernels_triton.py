@@ -19,8 +19,7 @@ import refattn.attention
 import refattn.kv_cache
 import refattn.masks
 import refattn.merge
-from fastattn.kernels import Options, Problem, machine, triton_attention, triton_cache
-from fastattn.kernels.triton import supports
+from fastattn.kernels import Options, Problem, fa2, fa4, machine, torch_flash, triton, triton_attention, triton_cache
 from fastattn.kernels.triton_adapt import adapt
 from fastattn.kernels.triton_attention import attend
 from fastattn.kernels.triton_merge import merge_states
@@ -35,6 +34,40 @@ def launched_as(**changes):
     """Change what is chosen for a launch."""
     chosen = triton_attention.tune
     return mock.patch.object(triton_attention, "tune", lambda *arguments: chosen(*arguments)._replace(**changes))
+
+
+# --- when it is taken ---
+
+
+@pytest.mark.parametrize(
+    ("taken", "lens", "heads", "options"),
+    [
+        (True, ((1, 8192),) * 64, (32, 8), Options()),
+        (True, ((4096, 8192),) * 8, (32, 8), Options(batch_invariant=True)),
+        (True, ((256, 256),) * 32, (9, 3), Options()),
+        (False, ((512, 512),) * 16, (32, 8), Options()),
+        (True, ((512, 8704),), (9, 3), Options()),
+        (False, ((512, 8704),), (32, 8), Options()),
+        (False, ((8192, 8192),) * 2, (32, 8), Options()),
+    ],
+    ids=["decodes", "invariant", "short-prompts", "longer-prompts", "few-tiles", "more-tiles", "long-prompts"],
+)
+def test_it_is_taken_where_it_answers_first(taken, lens, heads, options, monkeypatch):
+    monkeypatch.setattr(triton, "num_multiprocessors", lambda device: 132)
+    problem = Problem(
+        torch.device("cuda"),
+        torch.bfloat16,
+        *heads,
+        *(128, 128) if heads == (32, 8) else (64, 64),
+        block_size=16,
+        max_query_len=max(q for q, _ in lens),
+        max_seq_len=max(s for _, s in lens),
+        num_seqs=len(lens),
+        options=options,
+    )
+    assert triton.suits(problem) == taken
+    for other in (fa4, fa2, torch_flash):
+        assert other.suits(problem) != taken
 
 
 # --- attention ---
@@ -291,10 +324,10 @@ def test_what_is_refused_says_why(device):
         max_seq_len=9,
         num_seqs=2,
     )
-    assert supports(good) is None
-    assert "float64" in supports(replace(good, dtype=torch.float64))
-    assert "576" in supports(replace(good, head_size=576))
-    assert "meta" in supports(replace(good, device=torch.device("meta")))
+    assert triton.supports(good) is None
+    assert "float64" in triton.supports(replace(good, dtype=torch.float64))
+    assert "576" in triton.supports(replace(good, head_size=576))
+    assert "meta" in triton.supports(replace(good, device=torch.device("meta")))
 
 
 # --- the cache ---

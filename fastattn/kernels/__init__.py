@@ -32,7 +32,7 @@ from torch.nn.functional import rms_norm
 
 from refattn.batch import Batch
 
-NAMES = ("cpu", "fa4", "fa2", "torch_flash", "triton")  # those in front are taken first
+NAMES = ("cpu", "triton", "fa4", "fa2", "torch_flash")  # those in front are asked first, whether they suit
 
 P = ParamSpec("P")
 T = TypeVar("T")
