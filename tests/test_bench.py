@@ -240,7 +240,7 @@ def test_results_are_written_and_rows_of_other_runs_are_kept(tmp_path, monkeypat
     first, second = json.loads(file.read_text())["runs"]
     assert [record["workload"] for record in first["rows"]] == ["decode-1x512"]
     assert [record["path"] for record in second["rows"]] == ["kv_cache"]
-    assert first["versions"]["torch"] == torch.__version__ and first["ceilings"]["copy"] > 1e8
+    assert torch.__version__.startswith(first["versions"]["torch"]) and first["ceilings"]["copy"] > 1e8
     with file.with_suffix(".csv").open() as lines:
         table = list(csv.DictReader(lines))
     assert {line["contender"] for line in table if line["path"] == "kv_cache"} == {
@@ -277,5 +277,5 @@ def test_a_package_that_nobody_installed_has_the_version_that_it_says(monkeypatc
     built.__version__ = "2.8.3.post2"
     monkeypatch.setitem(sys.modules, "flash_attn", built)
     assert package_version("flash-attn") == "2.8.3.post2"
-    assert package_version("torch") == torch.__version__
+    assert torch.__version__.startswith(package_version("torch"))  # which need not say for which CUDA it was built
     assert package_version("no-such-package") is None
