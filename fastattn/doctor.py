@@ -26,37 +26,43 @@ def run(console: Console | None = None) -> None:
     loaded = {name: importlib.import_module(f"fastattn.kernels.{name}") for name in kernels.NAMES}
     devices = [torch.device("cpu")]
     devices += [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-    usual = {device: _usual(device) for device in devices}
+    problems = {device: _problems(device) for device in devices}
 
     table = Table(title="Kernels")
     for column in ("kernel", "package", "version", *map(_describe, devices)):
         table.add_column(column)
     for name, module in loaded.items():
-        states = [_state(module, usual[device]) for device in devices]
+        states = [_state(module, problems[device]) for device in devices]
         table.add_row(name, PACKAGES[name], package_version(PACKAGES[name]) or "not installed", *states)
     console.print(table)
 
     for device in devices:
-        here = {name: module for name, module in loaded.items() if _reason(module, usual[device]) is None}
-        console.print(_features(device, here, usual[device]))
+        here = {name: module for name, module in loaded.items() if None in _reasons(module, problems[device])}
+        console.print(_features(device, here, problems[device]))
 
 
-def _features(device: torch.device, here: dict[str, ModuleType], usual: Problem) -> Table:
+def _features(device: torch.device, here: dict[str, ModuleType], problems: dict[str, Problem]) -> Table:
     """Make the table of features by kernels: the one that is taken, those that can too, and the reasons of the rest."""
     table = Table(title=f"What runs on {_describe(device)}")
     table.add_column("problem")
     for name in here:
         table.add_column(name, overflow="fold")
     table.add_column("taken")
-    for feature, problem in _problems(usual).items():
-        reasons = [_reason(module, problem) for module in here.values()]
+    for feature, problem in problems.items():
         try:
             taken = kernels.choose(problem).__name__.rpartition(".")[2]
         except NotImplementedError:
             taken = "none"
-        cells = [Text("yes", style="green") if reason is None else Text(reason, style="dim") for reason in reasons]
-        table.add_row(feature, *cells, taken)
+        table.add_row(feature, *(_cell(module, problem) for module in here.values()), taken)
     return table
+
+
+def _cell(module: ModuleType, problem: Problem) -> Text:
+    """Say whether a kernel computes a problem, or does so where there are no pages, or why not."""
+    if module.supports(problem) is None:
+        return Text("yes", style="green")
+    reason = module.supports(replace(problem, block_size=None))
+    return Text("over rows only", style="yellow") if reason is None else Text(reason, style="dim")
 
 
 def _usual(device: torch.device) -> Problem:
@@ -75,14 +81,16 @@ def _usual(device: torch.device) -> Problem:
     )
 
 
-def _problems(usual: Problem) -> dict[str, Problem]:
-    """Vary the usual problem, one property at a time."""
-    per_head = torch.ones(usual.num_heads, device=usual.device)
+def _problems(device: torch.device) -> dict[str, Problem]:
+    """Describe the usual problem first, then others that differ in one property."""
+    usual = _usual(device)
+    per_head = torch.ones(usual.num_heads)  # nobody reads it
     problems = {
         "prefill, pages of 16": usual,
         "prefill, pages of 256": replace(usual, block_size=256),
         "prefill, no pages": replace(usual, block_size=None),
         "decode": replace(usual, max_query_len=1),
+        "decode, pages of 256": replace(usual, max_query_len=1, block_size=256),
         "head size 64": replace(usual, head_size=64, value_head_size=64),
         "head size 256": replace(usual, head_size=256, value_head_size=256),
         "keys of 192, values of 128": replace(usual, head_size=192),
@@ -101,14 +109,17 @@ def _problems(usual: Problem) -> dict[str, Problem]:
     return problems
 
 
-def _state(module: ModuleType, problem: Problem) -> Text:
-    reason = _reason(module, problem)
-    return Text("runs", style="green") if reason is None else Text(f"no: {reason}", style="dim")
+def _state(module: ModuleType, problems: dict[str, Problem]) -> Text:
+    """Say whether a kernel runs, by the usual problem; where it computes others only, what keeps it from that one."""
+    first, *others = _reasons(module, problems)
+    if first is None:
+        return Text("runs", style="green")
+    return Text(f"in part: {first}", style="yellow") if None in others else Text(f"no: {first}", style="dim")
 
 
-def _reason(module: ModuleType, problem: Problem) -> str | None:
-    reason: str | None = module.supports(problem)
-    return reason
+def _reasons(module: ModuleType, problems: dict[str, Problem]) -> list[str | None]:
+    """Say of each problem why a kernel can't compute it, or None."""
+    return [module.supports(problem) for problem in problems.values()]
 
 
 def _describe(device: torch.device) -> str:

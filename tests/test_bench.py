@@ -18,7 +18,7 @@ from fastattn.bench.peers import Contender, twin
 from fastattn.bench.rows import Row, rows
 from fastattn.bench.work import Attention, CacheWrite, Differential, Slots, VirtualBatches, WrongAnswerError
 from fastattn.cli import main
-from fastattn.kernels import NAMES
+from fastattn.kernels import NAMES, fa2, fa4, machine, triton
 from fastattn.kernels.machine import package_version
 from refattn import attention, chunked_prefill, kv_cache, masks
 
@@ -270,6 +270,27 @@ def test_the_doctor_knows_every_kernel():
     assert result.exit_code == 0, result.output
     assert all(name in result.output for name in NAMES)
     assert "softcap" in result.output and "decode" in result.output
+
+
+def test_the_doctor_shows_what_runs_in_part(monkeypatch):
+    """On a GPU that is not there, without the FlashAttention packages: torch's own kernel reads no pages."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Hopper")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(triton, "num_multiprocessors", lambda device: 132)
+    for module in (fa2, fa4):
+        monkeypatch.setattr(module, "cannot_import", lambda name, package: f"the package {package} can't be imported")
+    machine.capability.cache_clear()
+    result = CliRunner().invoke(main, ["doctor"], env={"COLUMNS": "150"})
+    machine.capability.cache_clear()
+    assert result.exit_code == 0, result.output
+    kernels, _, features = result.output.partition("What runs on cuda:0, Hopper")
+    (state,) = [line for line in kernels.splitlines() if "│ torch_flash" in line]
+    assert "in part: reads ragged rows only" in state
+    taken = {line.split("│")[1].strip(): line.split("│")[-2].strip() for line in features.splitlines() if "│" in line}
+    assert taken["prefill, no pages"] == "torch_flash" and taken["prefill, pages of 16"] == "triton"
+    assert taken["decode"] == "triton" and taken["float64"] == "none"
+    assert "over rows only" in features and "not hand softcap on" in " ".join(features.replace("│", " ").split())
 
 
 def test_a_package_that_nobody_installed_has_the_version_that_it_says(monkeypatch):
