@@ -38,7 +38,7 @@ H200 = Machine(
     bytes_per_second=4.2e12,
     flops_per_second=7e14,
     launch_seconds=5e-6,
-    tile_rows=64,
+    tile_rows=128,
     tile_keys=64,
 )
 CPU = Machine(
