@@ -46,11 +46,16 @@ def launched_as(**changes):
         (True, ((4096, 8192),) * 8, (32, 8), Options(batch_invariant=True)),
         (True, ((256, 256),) * 32, (9, 3), Options()),
         (False, ((512, 512),) * 16, (32, 8), Options()),
+        (True, ((8, 32768),) * 8, (32, 8), Options()),
+        (False, ((8, 32768),) * 9, (32, 8), Options()),
         (True, ((512, 8704),), (9, 3), Options()),
         (False, ((512, 8704),), (32, 8), Options()),
         (False, ((8192, 8192),) * 2, (32, 8), Options()),
     ],
-    ids=["decodes", "invariant", "short-prompts", "longer-prompts", "few-tiles", "more-tiles", "long-prompts"],
+    ids=[
+        *("decodes", "invariant", "short-prompts", "longer-prompts", "few-small-tiles", "more-small-tiles"),
+        *("few-tiles", "more-tiles", "long-prompts"),
+    ],
 )
 def test_it_is_taken_where_it_answers_first(taken, lens, heads, options, monkeypatch):
     monkeypatch.setattr(triton, "num_multiprocessors", lambda device: 132)

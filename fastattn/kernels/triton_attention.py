@@ -143,7 +143,7 @@ def attend_levels(
             value,
             *level,
             tuning,
-            parts[first:] if first else parts,
+            parts[first:] if first else parts,  # a slice takes the host as long as an allocation
             part_lses[first:] if first else part_lses,
             chunk_size=chunk_size,
             last_mask=last_mask if level is levels[-1] else None,
