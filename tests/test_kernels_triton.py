@@ -10,6 +10,7 @@ from batches import Case, assert_same_masks, build, each_case, masks_by_hand, ra
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_chunked_prefill import OPTIONS, WINDOWS, per_head
+from test_sliding_window import evict
 from tolerance import assert_close, assert_twins_agree
 
 import fastattn
@@ -308,6 +309,18 @@ def test_what_does_not_change_is_right(options, device):
     inputs = build(LONG, device=device)
     with fastattn.use_kernel("triton"), mock.patch.object(triton_attention, "INVARIANT_RUN", 64):
         assert_twins_agree("chunked_prefill", *inputs.tensors, **vars(on(device, options)))
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True], ids=["shared-keys", "fixed-runs"])
+def test_what_is_more_than_a_step_before_the_window_is_not_read(batch_invariant, device):
+    """There it is NaN. A fixed run of keys begins at key 0, what is read of it does not."""
+    inputs = build(Case("evicted", ((1, 300), (4, 600)), heads=(4, 2)), device=device)
+    options = Options(window_size=(70, 0), batch_invariant=batch_invariant)
+    out, lse = attend(*inputs.tensors, options)
+    gone = evict(inputs, 70 + 128, block_size=16)
+    out_without, lse_without = attend(inputs.query, gone.key_cache, gone.value_cache, inputs.batch, options)
+    assert torch.isfinite(out).all()
+    assert torch.equal(out, out_without) and torch.equal(lse, lse_without)
 
 
 def test_a_batch_of_padding_rows_only(device):
