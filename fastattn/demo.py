@@ -103,6 +103,11 @@ def run(
     check_device(device)
     console = console or Console()
     names = TWINS if twin == "both" else (twin,)
+    console.print(
+        f"{MODEL} answers prompts over a paged cache, its attention computed by {', and once more by '.join(names)}. "
+        "Then its words are compared with transformers' own.",
+        highlight=False,
+    )
     work = prepare(console, questions, max_tokens, device)
     runs = [serve(work, name, console) for name in names]
     comparison = compare(work, console, num_tokens=sum(map(len, runs[0].outputs))) if twin == "both" else None

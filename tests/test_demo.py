@@ -57,6 +57,7 @@ def test_demo_proves_both_twins(tiny, terminal):
     assert proven
     for question in QUESTIONS:
         assert row(text, question)[-2:] == ["yes", "yes"]
+    assert "computed by refattn, and once more by fastattn." in " ".join(text.split())
     assert "its tolerance: all are within" in " ".join(text.split())
     counts = {name: row(text, name) for name in ("steps", "chunks of prompts", "prefix cache hits", "preemptions")}
     assert all(reference == fast for reference, fast in counts.values()), "the scheduler does not know its twin"
