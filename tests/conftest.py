@@ -32,7 +32,10 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Begin with what takes longest where pytest-xdist runs the tests, or one worker would be busy after the others."""
+    """Begin with what takes longest where pytest-xdist runs the tests, or one worker would be busy after the others.
+
+    That helps where tests are given out one by one: `--dist load --maxschedchunk 2`.
+    """
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: not getattr(item.function, "is_hypothesis_test", False))
 

@@ -106,6 +106,28 @@ def test_demo_sees_a_wrong_layer(tiny, monkeypatch, wrong):
     assert "not all are within" in comparison.summary()
 
 
+@pytest.mark.parametrize(
+    ("device", "name", "everything"),
+    [("cpu", "refattn", False), ("cpu", "fastattn", False), ("cuda", "refattn", False), ("cuda", "fastattn", True)],
+)
+def test_kernels_are_compiled_before_anything_is_timed(tiny, monkeypatch, device, name, everything):
+    served = []
+    monkeypatch.setattr(
+        demo.Work,
+        "engine",
+        lambda self, package: SimpleNamespace(generate=lambda *args: served.append((package, *args))),
+    )
+    work = dataclasses.replace(demo.prepare(), model=SimpleNamespace(device=torch.device(device)))
+    console = Console(file=StringIO(), width=100)
+    demo.warm_up(work, name, console)
+    if everything:
+        assert served == [(name, work.prompts, work.sampling)]
+        assert "fastattn compiles its kernels: 0 s" in console.file.getvalue()
+    else:
+        assert served == [(name, work.prompts[:2], Sampling(max_tokens=2))]
+        assert not console.file.getvalue()
+
+
 def test_peak_memory_is_measured():
     with demo.PeakMemory(torch.device("cpu")) as memory:
         block = torch.ones(2**24)
