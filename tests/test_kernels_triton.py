@@ -348,6 +348,23 @@ def test_what_is_refused_says_why(device):
     assert "meta" in triton.supports(replace(good, device=torch.device("meta")))
 
 
+@pytest.mark.parametrize(
+    ("versions", "works"),
+    [
+        ({"triton": "3.6.0", "numpy": "2.3.5"}, True),
+        ({"triton": "3.6.0", "numpy": "2.4.0"}, False),
+        ({"triton": "3.6.0+git1", "numpy": "3.0"}, False),
+        ({"triton": "3.7.1", "numpy": "2.5.5"}, True),
+    ],
+    ids=str,
+)
+def test_an_interpreter_that_fails_with_this_numpy_is_refused(monkeypatch, versions, works):
+    monkeypatch.setattr(machine, "package_version", versions.get)
+    reason = machine.cannot_interpret.__wrapped__()
+    assert (reason is None) == works
+    assert works or "install numpy<2.4" in reason
+
+
 # --- the cache ---
 
 

@@ -26,6 +26,15 @@ def package_version(package: str) -> str | None:
         return getattr(sys.modules.get(package.replace("-", "_")), "__version__", None)
 
 
+@cache
+def cannot_interpret() -> str | None:
+    """Say why Triton's interpreter can't run kernels here, or None: that of Triton 3.6 needs a numpy older than 2.4."""
+    triton, numpy = (tuple(map(int, str(package_version(name)).split(".")[:2])) for name in ("triton", "numpy"))
+    if triton < (3, 7) and numpy >= (2, 4):
+        return "the interpreter of Triton 3.6 fails with numpy 2.4 or later: install numpy<2.4, or Triton 3.7"
+    return None
+
+
 def runs_triton(device: torch.device) -> bool:
     """Say whether our Triton kernels run on a device: those of tables, caches and merges, which torch can do too."""
     return device.type == "cuda" and cannot_import("triton", "triton") is None

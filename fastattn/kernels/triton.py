@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fastattn.kernels import Options, Problem, Subtraction
-from fastattn.kernels.machine import cannot_import, capability, num_multiprocessors
+from fastattn.kernels.machine import cannot_import, cannot_interpret, capability, num_multiprocessors
 from refattn.batch import Batch
 
 LARGEST_HEAD = 256
@@ -29,7 +29,7 @@ def supports(problem: Problem) -> str | None:
         return f"computes {', '.join(map(str, types))}, not {problem.dtype}"
     if max(problem.head_size, problem.value_head_size) > LARGEST_HEAD:
         return f"head sizes up to {LARGEST_HEAD}, not {problem.head_size} and {problem.value_head_size}"
-    return cannot_import("triton", "triton")
+    return cannot_import("triton", "triton") or (cannot_interpret() if interpreted else None)
 
 
 def suits(problem: Problem) -> bool:
