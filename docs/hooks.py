@@ -242,7 +242,9 @@ def outcomes(results: dict[str, Any]) -> str:
     for name, group in (*results["by_file"].items(), *results["by_kernel"].items()):
         shown = f"`{name}`" if name.endswith(".py") else f"those that ask for `{name}`"
         lines.append(f"| {shown} | {' | '.join(str(group.get(outcome, 0)) for outcome in seen)} |")
-    return f"### Answers\n\n{ran}; {versions}. {counts}{unfinished}.\n\n" + "\n".join(lines)
+    names = "".join(f" Not passed: `{name}`." for name in results["not_passed"])
+    where = "GPU" if results["device"] == "cuda" else "CPU"
+    return f"### Answers on the {where}\n\n{ran}; {versions}. {counts}{unfinished}.{names}\n\n" + "\n".join(lines)
 
 
 def duration(seconds: float) -> str:

@@ -19,7 +19,9 @@ COLLECTED = pytest.StashKey[int]()
 
 def pytest_addoption(parser):
     parser.addoption("--device", default="cpu", help="where the twins compute: cpu or cuda")
-    parser.addoption("--results", help="JSON file to write the number of tests by outcome to, with date and versions")
+    parser.addoption(
+        "--results", help="JSON file to write the number of tests by outcome to, with date, versions and failures"
+    )
 
 
 def pytest_configure(config):
@@ -58,9 +60,11 @@ def pytest_terminal_summary(terminalreporter, config):
     from fastattn import kernels
     from fastattn.bench import measure
 
-    counts = {"all": {}, "by_file": {}, "by_kernel": {}}
+    counts = {"all": {}, "by_file": {}, "by_kernel": {}, "not_passed": []}
     for outcome in ("passed", "failed", "error", "skipped"):
         for report in terminalreporter.stats.get(outcome, []):
+            if outcome in ("failed", "error"):
+                counts["not_passed"].append(report.nodeid)
             file, _, rest = report.nodeid.partition("::")
             kernel = next((name for name in kernels.NAMES if name in rest.partition("[")[2].rstrip("]").split("-")), "")
             for group, name in (("all", ""), ("by_file", Path(file).name), ("by_kernel", kernel)):

@@ -25,7 +25,7 @@ MOST_SAMPLES = 200  # of a call; more don't move the median
 FEWEST_SAMPLES = 3  # of a call on a CPU, however long it takes
 FEW_SAMPLES = 5  # of a call that takes its own time
 CACHES = 3  # the input sets of a row together are at least this many times the last-level cache
-PACKAGES = ("twinattn", "torch", "triton", "flash-attn", "flash-attn-4", "flashinfer-python", "transformers")
+PACKAGES = ("twinattn", "torch", "triton", "numpy", "flash-attn", "flash-attn-4", "flashinfer-python", "transformers")
 
 
 class Timing(NamedTuple):
