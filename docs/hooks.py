@@ -239,7 +239,7 @@ def outcomes(results: dict[str, Any]) -> str:
     unfinished = f"; {left} of {results['collected']} had not finished when the run was ended" if left else ""
     seen = sorted(results["all"])
     lines = [f"| | {' | '.join(seen)} |", f"|---|{'--:|' * len(seen)}"]
-    for name, group in (*results["by_file"].items(), *results["by_kernel"].items()):
+    for name, group in (*sorted(results["by_file"].items()), *results["by_kernel"].items()):
         shown = f"`{name}`" if name.endswith(".py") else f"those that ask for `{name}`"
         lines.append(f"| {shown} | {' | '.join(str(group.get(outcome, 0)) for outcome in seen)} |")
     names = "".join(f" Not passed: `{name}`." for name in results["not_passed"])
