@@ -266,7 +266,7 @@ def warm_up(work: Work, name: str, console: Console) -> None:
     with console.status("fastattn compiles its kernels for this GPU"):
         work.engine(name).generate(work.prompts, work.sampling)
     seconds = time.perf_counter() - start
-    console.print(f"The first time, fastattn compiles its kernels: {seconds:.0f} s, which count nowhere below.")
+    console.print(f"Everything ran once before, to compile fastattn's kernels: {seconds:.0f} s, not counted below.")
 
 
 class Answers:
