@@ -6,6 +6,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
+from torch.torch_version import TorchVersion
 
 
 @cache
@@ -23,14 +24,15 @@ def package_version(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:  # a build that nobody installed may still be found and imported
-        return getattr(sys.modules.get(package.replace("-", "_")), "__version__", None)
+        module = package.replace("-", "_")
+        return None if cannot_import(module, package) else getattr(sys.modules[module], "__version__", None)
 
 
 @cache
 def cannot_interpret() -> str | None:
     """Say why Triton's interpreter can't run kernels here, or None: that of Triton 3.6 needs a numpy older than 2.4."""
-    triton, numpy = (tuple(map(int, str(package_version(name)).split(".")[:2])) for name in ("triton", "numpy"))
-    if triton < (3, 7) and numpy >= (2, 4):
+    triton, numpy = (TorchVersion(package_version(name)) for name in ("triton", "numpy"))
+    if triton < "3.7" and numpy >= "2.4":
         return "the interpreter of Triton 3.6 fails with numpy 2.4 or later: install numpy<2.4, or Triton 3.7"
     return None
 
