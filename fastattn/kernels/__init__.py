@@ -26,7 +26,7 @@ from types import ModuleType
 from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int32
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
@@ -52,6 +52,9 @@ class Options:
         alibi_slopes: one slope a head, float32.
         sinks: one extra logit a head.
         batch_invariant: rows must not change by a bit with what else is in the batch.
+        positions: position of each query row, counted from the first key of its sequence; None where they are the last
+            rows of `seq_len`. They may lie past `seq_len` (keys of a cascade's shared level) and need not be
+            consecutive.
     """
 
     causal: bool = True
@@ -61,6 +64,7 @@ class Options:
     alibi_slopes: Float[Tensor, "h"] | None = None
     sinks: Float[Tensor, "h"] | None = None
     batch_invariant: bool = False
+    positions: Int32[Tensor, "t"] | None = None
 
     @property
     def window(self) -> tuple[int, int]:
