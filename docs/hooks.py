@@ -2,7 +2,7 @@
 
 In a page, `{{ name argument ... }}` is replaced by what the function of that name in `INSERTS` answers:
 
-    {{ picture local "Caption." }}             an example of refattn.picture, drawn when the site is built
+    {{ picture local "Caption." }}             an example of refattn.drawing, drawn when the site is built
     {{ code refattn.local.attention }}         a function as it stands in its file, without its docstring
     {{ file refattn/local.py }}                a link to a whole source file
     {{ test tests/test_merge.py::test_it }}    a link to a test, which must exist
@@ -31,7 +31,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
 from fastattn import kernels as fast_kernels
-from refattn import picture as drawings
+from refattn import drawing
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs/results"
@@ -41,7 +41,7 @@ FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>',
 SOURCE_OF_IDEA = re.compile(
     r'<details class="source" open>\s*<summary>(.*?)</summary>\s*(?:<p>(.*?)</p>)?\s*</details>', re.DOTALL
 )
-SOURCES = ("refattn/*.py", "fastattn/*.py", "fastattn/kernels/*.py", "fastattn/bench/*.py", "tests/*.py")
+SOURCES = ("refattn/**/*.py", "fastattn/**/*.py", "tests/**/*.py")
 
 
 # --- what mkdocs calls ---
@@ -52,8 +52,8 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         for name, content in notebook_files(path):
             files.append(File.generated(config, name, content=content))
-    for name in drawings.EXAMPLES:
-        files.append(File.generated(config, f"pictures/{name}.svg", content=drawings.example(name)._repr_svg_()))
+    for name in drawing.EXAMPLES:
+        files.append(File.generated(config, f"pictures/{name}.svg", content=drawing.example(name)._repr_svg_()))
     for path in source_files():
         page = File.generated(config, page_of(path), content=source_page(path), inclusion=InclusionLevel.NOT_IN_NAV)
         files.append(page)
@@ -87,14 +87,13 @@ def on_page_content(content: str, *, page: Page, config: MkDocsConfig, files: Fi
 
 def code(page: Page, config: MkDocsConfig, files: Files, name: str) -> str:
     """Show a function as it stands in its file, less its docstring."""
-    package, module, *_, function = name.split(".")
-    path = ROOT / package / f"{module}.py"
+    path, function = module_file(name), name.split(".")[-1]
     lines = path.read_text().splitlines()
     node = definition(path, function)
     body = node.body[1:] if ast.get_docstring(node) else node.body
     shown = lines[node.lineno - 1 : node.body[0].lineno - 1] + lines[body[0].lineno - 1 : node.end_lineno]
     source = textwrap.dedent("\n".join(shown))
-    return f'```{{.python title="{package}/{module}.py"}}\n{source}\n```'
+    return f'```{{.python title="{path.relative_to(ROOT).as_posix()}"}}\n{source}\n```'
 
 
 def file(page: Page, config: MkDocsConfig, files: Files, path: str) -> str:
@@ -112,7 +111,7 @@ def test(page: Page, config: MkDocsConfig, files: Files, name: str) -> str:
 
 def says(page: Page, config: MkDocsConfig, files: Files, module: str) -> str:
     """Show what a file says of itself, behind its first sentence."""
-    _, _, rest = documentation(ROOT / f"{module.replace('.', '/')}.py").partition("\n\n")
+    _, _, rest = documentation(module_file(module)).partition("\n\n")
     return re.sub(r"^Source: .*", "", rest, flags=re.MULTILINE | re.DOTALL)
 
 
@@ -127,17 +126,18 @@ def kernels(page: Page, config: MkDocsConfig, files: Files) -> str:
 
 
 def api(page: Page, config: MkDocsConfig, files: Files, package: str) -> str:
-    """Describe every module of a package from its docstrings."""
+    """Describe a package from its docstrings: its modules, and of a folder that exports names those names."""
     folder = ROOT / package
-    names = [path.stem for path in sorted(folder.glob("*.py")) if not path.stem.startswith("_")]
-    return "\n\n".join(f"::: {package}.{name}" for name in names)
+    modules = [path.stem for path in folder.glob("*.py") if not path.stem.startswith("_")]
+    folders = [path.parent.name for path in folder.glob("*/__init__.py") if "__all__" in path.read_text()]
+    return "\n\n".join(f"::: {package}.{name}" for name in sorted(modules + folders))
 
 
 def picture(page: Page, config: MkDocsConfig, files: Files, name: str, caption: str) -> str:
     """Draw a picture, with a sentence that says what to see in it."""
-    if name not in drawings.EXAMPLES:
+    if name not in drawing.EXAMPLES:
         raise PluginError(
-            f"{page.file.src_uri}: no picture is called {name!r}; there are {', '.join(drawings.EXAMPLES)}"
+            f"{page.file.src_uri}: no picture is called {name!r}; there are {', '.join(drawing.EXAMPLES)}"
         )
     return figure(to(page, f"pictures/{name}.svg"), caption)
 
@@ -273,6 +273,18 @@ def source_page(path: Path) -> str:
     fence = "`" * 6
     head = f"---\ntitle: {name}\nsearch:\n  exclude: true\nhide:\n  - toc\n---\n\n# `{name}`\n\n"
     return f'{head}{fence}{{.python linenums="1"}}\n{path.read_text()}{fence}\n'
+
+
+def module_file(name: str) -> Path:
+    """Return the file of a module, or of the module that a dotted name begins with."""
+    path = ROOT
+    for part in name.split("."):
+        path = path / part
+        if path.with_suffix(".py").is_file():
+            return path.with_suffix(".py")
+    if (path / "__init__.py").is_file():
+        return path / "__init__.py"
+    raise PluginError(f"there is no module {name}")
 
 
 def documentation(path: Path) -> str:

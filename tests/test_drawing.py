@@ -10,15 +10,17 @@ from batches import build, ragged_cases
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refattn import masks, picture
+from refattn import drawing, masks
+from refattn.drawing.__main__ import main
+from refattn.drawing.figure import COLOURS, INK, LINE_WIDTH, SHARED_COLOUR, UNIT, _text_colour
 from refattn.metadata import make_batch
 
-each_example = pytest.mark.parametrize("name", picture.EXAMPLES)
+each_example = pytest.mark.parametrize("name", drawing.EXAMPLES)
 
 
-def filled(drawing: picture.Drawing) -> int:
+def filled(drawn: drawing.Drawing) -> int:
     """Count the cells that are filled, in all panels."""
-    grids = [panel for line in drawing.lines for panel in line if isinstance(panel, picture.Grid)]
+    grids = [panel for line in drawn.lines for panel in line if isinstance(panel, drawing.Grid)]
     return sum(cell.kind == "filled" for grid in grids for row in grid.cells for cell in row)
 
 
@@ -26,18 +28,18 @@ def filled(drawing: picture.Drawing) -> int:
 
 
 def test_a_mask_as_text():
-    drawing = picture.mask(masks.causal(2, 5), rows=["sky", "blue"], title="a")
-    assert drawing.text() == "a\nsky    1 1 1 1 .\nblue   1 1 1 1 1"
+    drawn = drawing.mask(masks.causal(2, 5), rows=["sky", "blue"], title="a")
+    assert drawn.text() == "a\nsky    1 1 1 1 .\nblue   1 1 1 1 1"
 
 
 def test_the_example_of_the_module_is_true():
-    example = picture.__doc__.split(".text())\n")[1].splitlines()[:2]
-    assert picture.mask(masks.causal(2, 5)).text().splitlines() == [line.strip() for line in example]
+    example = drawing.__doc__.split(".text())\n")[1].splitlines()[:2]
+    assert drawing.mask(masks.causal(2, 5)).text().splitlines() == [line.strip() for line in example]
 
 
 @each_example
 def test_every_example_as_text(name):
-    text = picture.example(name).text()
+    text = drawing.example(name).text()
     assert max(map(len, text.splitlines())) <= 80
     assert TEXTS.get(name, text) == text
 
@@ -112,43 +114,43 @@ like   0.06 ##""",
 
 def test_the_worked_example_of_local_attention():
     """Query lengths 4, 10, 5 and sequence lengths 6, 17, 9 in chunks of 4."""
-    drawing = picture.example("local", picture.Settings(chunk=4, block_size=2, lens=[(4, 6), (10, 17), (5, 9)]))
-    above, below = drawing.lines
+    drawn = drawing.example("local", drawing.Settings(chunk=4, block_size=2, lens=[(4, 6), (10, 17), (5, 9)]))
+    above, below = drawn.lines
     assert [len(panel.cells) for panel in below] == [2, 2, 1, 4, 4, 1, 4, 1]
     assert [len(panel.columns) for panel in below] == [4, 2, 4, 4, 4, 1, 4, 1]
     assert [span.cell.text for panel in below for span in panel.spans] == [
         str(block) for block in (0, 1, 2, 5, 6, 7, 8, 9, 10, 11, 14, 15, 16)
     ]
-    assert "    [0] [1] | [2]\n2   1 1 1 . | . .\n3   1 1 1 1 | . .\n4   . . . . | 1 ." in drawing.text()
-    assert filled(picture.Drawing([above])) == filled(picture.Drawing([below])), "chunks and virtual sequences differ"
+    assert "    [0] [1] | [2]\n2   1 1 1 . | . .\n3   1 1 1 1 | . .\n4   . . . . | 1 ." in drawn.text()
+    assert filled(drawing.Drawing([above])) == filled(drawing.Drawing([below])), "chunks and virtual sequences differ"
 
 
 def test_a_cascade_shows_every_level():
     """Blocks 7 and 3 are shared by three sequences, block 5 by two of them."""
     tables = [[7, 3, 5, 9], [7, 3, 5, 2, 8], [7, 3, 4], [6, 1]]
-    drawing = picture.cascade(make_batch([1, 1, 1, 1], [14, 17, 10, 6], tables), block_size=4)
-    lines = drawing.text().splitlines()
+    drawn = drawing.cascade(make_batch([1, 1, 1, 1], [14, 17, 10, 6], tables), block_size=4)
+    lines = drawn.text().splitlines()
     assert lines[1].startswith("a 13   # # # # # # # # # # # # 1 1")
     assert lines[3].startswith("c 9    # # # # # # # #         ")
-    assert drawing.note == "27 keys are read instead of 47: blocks 7, 3, 5 only once"
+    assert drawn.note == "27 keys are read instead of 47: blocks 7, 3, 5 only once"
 
 
 def test_a_batch_that_shares_nothing_says_so():
     batch = make_batch([1, 1], [4, 4], [[0], [1]])
-    assert picture.cascade(batch, block_size=4).note == "nothing is shared"
+    assert drawing.cascade(batch, block_size=4).note == "nothing is shared"
 
 
 def test_the_shares_of_a_merge_are_those_of_one_softmax():
     scores = torch.randn(9, generator=torch.Generator().manual_seed(0))
-    drawing = picture.merge(scores.split([4, 2, 3]))
-    assert drawing.lines[1][0].values == pytest.approx(scores.softmax(0).tolist(), rel=1e-5)
-    assert [bars.groups[0] for bars in drawing.lines[0]] == [0, 1, 2]
+    drawn = drawing.merge(scores.split([4, 2, 3]))
+    assert drawn.lines[1][0].values == pytest.approx(scores.softmax(0).tolist(), rel=1e-5)
+    assert [bars.groups[0] for bars in drawn.lines[0]] == [0, 1, 2]
 
 
 def test_a_difference_may_go_below_zero():
-    bars = picture.difference(torch.zeros(2), torch.tensor([0.0, 5.0]), 0.6).lines[0][2]
+    bars = drawing.difference(torch.zeros(2), torch.tensor([0.0, 5.0]), 0.6).lines[0][2]
     assert bars.values == pytest.approx([0.5 - 0.6 / (1 + torch.e**5), 0.5 - 0.6 / (1 + torch.e**-5)], rel=1e-4)
-    assert "-0.10 \n" in picture.Drawing([[bars]]).text() + "\n"
+    assert "-0.10 \n" in drawing.Drawing([[bars]]).text() + "\n"
 
 
 @given(case=ragged_cases(), left=st.integers(0, 50))
@@ -160,16 +162,16 @@ def test_any_batch_can_be_drawn(case, left):
         "window": sum(int(masks.visible_keys(q, s, causal=True, window_size=(left, 0)).sum()) for q, s in case.lens),
         "chunk": sum(int(masks.chunk(q, s, 2 * p).sum()) for q, s in case.lens),
     }
-    assert filled(picture.sequences(batch)) == filled(picture.ragged(batch)) == seen["causal"]
-    assert filled(picture.cascade(batch, block_size=p)) == seen["causal"]
-    assert filled(picture.window(batch, (left, 0), block_size=p)) == seen["window"]
-    assert filled(picture.virtual_batches(batch, 2 * p, block_size=p)) == 2 * seen["chunk"]
+    assert filled(drawing.sequences(batch)) == filled(drawing.ragged(batch)) == seen["causal"]
+    assert filled(drawing.cascade(batch, block_size=p)) == seen["causal"]
+    assert filled(drawing.window(batch, (left, 0), block_size=p)) == seen["window"]
+    assert filled(drawing.virtual_batches(batch, 2 * p, block_size=p)) == 2 * seen["chunk"]
     drawings = [
-        picture.step(batch),
-        picture.block_table(batch, block_size=p),
-        picture.window(batch, (3, 0), block_size=p),
+        drawing.step(batch),
+        drawing.block_table(batch, block_size=p),
+        drawing.window(batch, (3, 0), block_size=p),
     ]
-    assert all(drawing.text() for drawing in drawings)
+    assert all(drawn.text() for drawn in drawings)
 
 
 # --- as a picture ---
@@ -177,7 +179,7 @@ def test_any_batch_can_be_drawn(case, left):
 
 @each_example
 def test_every_letter_of_a_picture_is_inside_it(name):
-    figure = picture.example(name).figure()
+    figure = drawing.example(name).figure()
     figure.canvas.draw()
     width, height = figure.canvas.get_width_height()
     for text in figure.axes[0].texts:
@@ -188,7 +190,7 @@ def test_every_letter_of_a_picture_is_inside_it(name):
 
 @each_example
 def test_no_upright_letters_of_a_picture_overlap(name):
-    figure = picture.example(name).figure()
+    figure = drawing.example(name).figure()
     figure.canvas.draw()
     boxes = [(text.get_text(), text.get_window_extent()) for text in figure.axes[0].texts if not text.get_rotation()]
     for (one, box), (other, other_box) in combinations(boxes, 2):
@@ -199,50 +201,50 @@ def test_no_upright_letters_of_a_picture_overlap(name):
     "lens", [[(1, 200)], [(300, 1)], [(0, 0)], [(2, 3)] * 40], ids=["wide", "tall", "empty", "many"]
 )
 def test_odd_batches_make_pictures(lens, tmp_path):
-    drawing = picture.example("causal", picture.Settings(lens=lens))
-    drawing.save(tmp_path / "odd.svg")
+    drawn = drawing.example("causal", drawing.Settings(lens=lens))
+    drawn.save(tmp_path / "odd.svg")
     assert (tmp_path / "odd.svg").read_text().startswith("<?xml")
 
 
 def test_many_panels_go_on_in_the_next_line():
-    figure = picture.example("local", picture.Settings(lens=[(30, 60)] * 3)).figure()
-    assert figure.get_size_inches()[0] <= (picture.LINE_WIDTH + 25) * picture.UNIT
+    figure = drawing.example("local", drawing.Settings(lens=[(30, 60)] * 3)).figure()
+    assert figure.get_size_inches()[0] <= (LINE_WIDTH + 25) * UNIT
 
 
 @pytest.mark.parametrize("kind", ["png", "svg"])
 def test_a_picture_is_the_same_file_every_time(kind, tmp_path):
     for name in ("one", "two"):
-        picture.example("local").save(tmp_path / f"{name}.{kind}")
+        drawing.example("local").save(tmp_path / f"{name}.{kind}")
     one, two = ((tmp_path / f"{name}.{kind}").read_bytes() for name in ("one", "two"))
     assert one == two
     assert one.startswith(b"\x89PNG" if kind == "png" else b"<?xml")
 
 
 def test_a_notebook_shows_a_drawing_as_a_picture():
-    assert "<svg" in picture.mask(masks.causal(3, 3))._repr_svg_()
+    assert "<svg" in drawing.mask(masks.causal(3, 3))._repr_svg_()
 
 
 def luminance(colour: str) -> float:
-    """Give the relative luminance of WCAG 2."""
+    """Return the relative luminance of WCAG 2."""
     channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
 def contrast(one: str, other: str) -> float:
-    """Give the contrast ratio of WCAG 2: 1 to 21, and 4.5 for small letters."""
+    """Return the contrast ratio of WCAG 2: 1 to 21, and 4.5 for small letters."""
     low, high = sorted((luminance(one), luminance(other)))
     return (high + 0.05) / (low + 0.05)
 
 
 def test_ink_can_be_read_on_light_and_dark_pages():
-    assert contrast(picture.INK, "#ffffff") > 4
-    assert contrast(picture.INK, "#0d1117") > 4
+    assert contrast(INK, "#ffffff") > 4
+    assert contrast(INK, "#0d1117") > 4
 
 
-@pytest.mark.parametrize("colour", [*picture.COLOURS, picture.SHARED_COLOUR])
+@pytest.mark.parametrize("colour", [*COLOURS, SHARED_COLOUR])
 def test_letters_on_colours_can_be_read(colour):
-    ink = {"white": "#ffffff", "black": "#000000"}[picture._ink_on(colour)]
+    ink = {"white": "#ffffff", "black": "#000000"}[_text_colour(colour)]
     assert contrast(ink, colour) > 4.5
 
 
@@ -252,21 +254,21 @@ def test_letters_on_colours_can_be_read(colour):
 @each_example
 def test_the_command_prints_and_writes(name, tmp_path, capsys):
     output = tmp_path / f"{name}.svg"
-    picture.main([name, "--output", str(output)])
-    assert picture.example(name).text() in capsys.readouterr().out
-    assert output.read_text() == picture.example(name)._repr_svg_()
+    main([name, "--output", str(output)])
+    assert drawing.example(name).text() in capsys.readouterr().out
+    assert output.read_text() == drawing.example(name)._repr_svg_()
 
 
 def test_the_command_writes_a_png_of_its_name(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    picture.main(["window", "--window", "2"])
+    main(["window", "--window", "2"])
     assert [path.name for path in tmp_path.iterdir()] == ["window.png"]
     assert "like   . . . . . 1 1" in capsys.readouterr().out
 
 
 def test_the_command_can_print_only(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    picture.main(["local", "--chunk", "4", "--lens", "4,6", "10,17", "5,9", "--output", "-"])
+    main(["local", "--chunk", "4", "--lens", "4,6", "10,17", "5,9", "--output", "-"])
     assert not list(tmp_path.iterdir())
 
 
@@ -286,19 +288,19 @@ BAD_COMMANDS = {
 def test_a_bad_command_is_explained(arguments, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match="2"):
-        picture.main(arguments)
+        main(arguments)
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
 def test_an_unknown_example_is_named():
     with pytest.raises(ValueError, match="name: expected one of pictures, causal, .*, got 'circle'"):
-        picture.example("circle")
+        drawing.example("circle")
 
 
 def test_text_needs_no_matplotlib():
     """Refattn runs with torch, einops and jaxtyping alone."""
     hide = "import sys; sys.modules['matplotlib'] = None"
-    program = f"{hide}; from refattn import picture; picture.main(['local', '--output', '-'])"
+    program = f"{hide}; from refattn.drawing.__main__ import main; main(['local', '--output', '-'])"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert "virtual 3 of c" in run.stdout

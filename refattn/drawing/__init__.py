@@ -1,0 +1,57 @@
+"""Drawings of what the paths compute: masks, block tables, virtual batches, what a cascade shares, a merge.
+
+    python -m refattn.drawing local --chunk 4 --lens 4,6 10,17 5,9 --output local.svg
+
+prints a drawing as text and writes it as an image. In Python a drawing is made from a batch or a tensor, and displays
+itself in a notebook. Its text says the same:
+
+    >>> from refattn import drawing, masks
+    >>> print(drawing.mask(masks.causal(2, 5)).text())
+    0   1 1 1 1 .
+    1   1 1 1 1 1
+
+A drawing consists of panels, and a panel is a grid of cells or a few bars. The colours are those of Okabe and Ito,
+which colour-blind people can tell apart, and no information is in the colour alone. The background is transparent and
+the lines are grey, so a drawing can be read on a light page and on a dark one. Only figures and images need matplotlib.
+"""
+
+from refattn.drawing.drawing import Drawing
+from refattn.drawing.examples import EXAMPLES, Settings, example
+from refattn.drawing.panels import Bars, Cell, Grid, Span
+from refattn.drawing.pictures import (
+    block_table,
+    cascade,
+    difference,
+    mask,
+    merge,
+    ragged,
+    schedule,
+    sequences,
+    side_by_side,
+    step,
+    virtual_batches,
+    window,
+)
+
+__all__ = [
+    "EXAMPLES",
+    "Bars",
+    "Cell",
+    "Drawing",
+    "Grid",
+    "Settings",
+    "Span",
+    "block_table",
+    "cascade",
+    "difference",
+    "example",
+    "mask",
+    "merge",
+    "ragged",
+    "schedule",
+    "sequences",
+    "side_by_side",
+    "step",
+    "virtual_batches",
+    "window",
+]
