@@ -140,6 +140,18 @@ def test_a_batch_that_shares_nothing_says_so():
     assert drawing.cascade(batch, block_size=4).note == "nothing is shared"
 
 
+def test_every_example_in_blocks_of_one_token():
+    """The three requests then need more blocks than the pool of ten has."""
+    settings = drawing.Settings(block_size=1)
+    assert all(drawing.example(name, settings).text() for name in drawing.EXAMPLES)
+    assert "block 14   colours\n" in drawing.example("table", settings).text() + "\n"
+
+
+def test_a_pool_that_lacks_blocks_of_the_table_is_refused():
+    with pytest.raises(ValueError, match="num_blocks: expected at least 10, got 9"):
+        drawing.block_table(make_batch([1], [5], [[9, 2]]), block_size=4, num_blocks=9)
+
+
 def test_the_shares_of_a_merge_are_those_of_one_softmax():
     scores = torch.randn(9, generator=torch.Generator().manual_seed(0))
     drawn = drawing.merge(scores.split([4, 2, 3]))
@@ -276,6 +288,9 @@ BAD_COMMANDS = {
     "no-such-drawing": (["circle"], "invalid choice: 'circle'"),
     "a-chunk-of-broken-blocks": (["local", "--chunk", "6"], "chunk_size: expected a multiple of block_size=4, got 6"),
     "lens-without-a-comma": (["causal", "--lens", "4"], "invalid _pair value: '4'"),
+    "a-window-of-no-tokens": (["window", "--window", "0"], "window: expected at least 1, got 0"),
+    "a-chunk-of-no-tokens": (["pictures", "--chunk", "0"], "chunk: expected at least 1, got 0"),
+    "a-block-of-no-tokens": (["table", "--block-size", "0"], "block_size: expected at least 1, got 0"),
     "a-negative-length": (["causal", "--lens", "1,-4"], "seq_lens: expected lengths of at least 0"),
     "a-kind-of-file-that-is-none": (
         ["causal", "--output", "causal.txt"],

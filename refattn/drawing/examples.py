@@ -16,7 +16,7 @@ from refattn.metadata import make_batch
 WORDS = [text.split() for text in ("Why is the sky blue", "Why do cats purr ? They like", "Name three colours")]
 LENS = ((2, 5), (1, 7), (3, 3))  # query_len and seq_len of each
 TABLES = ((9, 2), (4, 7), (1,))
-NUM_BLOCKS = 10  # in the pool
+NUM_BLOCKS = 10  # in the pool, or more if the blocks are so small that the requests need more
 SYSTEM_WORDS = ["You", "are", "a", "kind", "and", "patient", "museum", "guide"]  # a prompt that all three may share
 SYSTEM_BLOCKS = (5, 0)
 
@@ -30,12 +30,20 @@ class Settings:
         chunk: tokens in a chunk of local attention.
         block_size: tokens in a block.
         lens: query length and length of each sequence; None for the three requests.
+
+    Raises:
+        ValueError: if a size is not positive.
     """
 
     window: int = 3
     chunk: int = 4
     block_size: int = 4
     lens: Sequence[tuple[int, int]] | None = None
+
+    def __post_init__(self) -> None:
+        for name, size in (("window", self.window), ("chunk", self.chunk), ("block_size", self.block_size)):
+            if size < 1:
+                raise ValueError(f"{name}: expected at least 1, got {size}")
 
     def batch(self, system_words: Sequence[str] = ()) -> tuple[Batch, pictures.Words | None]:
         """Return the batch, and the words of its sequences, if they have any, which begin with a shared prompt."""
@@ -107,7 +115,7 @@ def _merge(settings: Settings) -> Drawing:
 
 def _block_table(settings: Settings) -> Drawing:
     batch, words = settings.batch()
-    num_blocks = NUM_BLOCKS if words else None
+    num_blocks = max(NUM_BLOCKS, int(batch.block_table.max()) + 1) if words else None
     return pictures.block_table(batch, block_size=settings.block_size, num_blocks=num_blocks, words=words)
 
 

@@ -115,6 +115,9 @@ def block_table(batch: Batch, *, block_size: int, num_blocks: int | None = None,
         block_size: tokens in a block, `p`.
         num_blocks: blocks in the pool, `n`; as many as the table needs if None.
         words: the tokens of each sequence; numbers if None.
+
+    Raises:
+        ValueError: if the table names a block that the pool does not have.
     """
     seqs = _host_sequences(batch, words, block_size)
     columns = max((len(seq.blocks) for seq in seqs), default=0)
@@ -123,8 +126,10 @@ def block_table(batch: Batch, *, block_size: int, num_blocks: int | None = None,
         + [Cell("outlined")] * (columns - len(seq.blocks))
         for seq in seqs
     ]
-    last = max((block for seq in seqs for block in seq.blocks), default=-1)
-    pool = [[Cell("outlined")] * block_size for _ in range(last + 1 if num_blocks is None else num_blocks)]
+    num_needed = max((block for seq in seqs for block in seq.blocks), default=-1) + 1
+    if num_blocks is not None and num_blocks < num_needed:
+        raise ValueError(f"num_blocks: expected at least {num_needed}, got {num_blocks}")
+    pool = [[Cell("outlined")] * block_size for _ in range(num_needed if num_blocks is None else num_blocks)]
     for seq in seqs:
         for j, word in enumerate(seq.words):
             pool[seq.blocks[j // block_size]][j % block_size] = Cell("filled", word, seq.group)
