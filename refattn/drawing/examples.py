@@ -115,7 +115,8 @@ def _merge(settings: Settings) -> Drawing:
 
 def _block_table(settings: Settings) -> Drawing:
     batch, words = settings.batch()
-    num_blocks = max(NUM_BLOCKS, int(batch.block_table.max()) + 1) if words else None
+    num_owned = sum(-(-s // settings.block_size) for s in batch.seq_lens.tolist())
+    num_blocks = max(NUM_BLOCKS, num_owned) if words else None
     return pictures.block_table(batch, block_size=settings.block_size, num_blocks=num_blocks, words=words)
 
 
