@@ -108,10 +108,23 @@ def launch_all(capability):
     triton_attention.attend(query, cache, cache, batch(64), Options(), chunk_size=128)
     mask = torch.ones(128, 64, dtype=torch.bool)
     triton_attention.attend(query, cache, cache, batch(64), Options(), last_mask=mask)
+    positions = torch.arange(128, dtype=torch.int32)
+    for options in (Options(positions=positions), Options(window_size=(100, 0), positions=positions)):
+        triton_attention.attend(query, cache, cache, batch(64), options)
+    for options in (Options(), Options(window_size=(100, 0)), Options(causal=False)):
+        triton_attention.repair(query, query, cache, cache, batch(64), options)
 
     lambda_full, weight = torch.tensor(0.5), torch.ones(128)
     not_causal = Options(causal=False, sinks=torch.ones(64))
-    for query_len, options in ((1, Options()), (4096, Options()), (4096, Options(softcap=5.0)), (4096, not_causal)):
+    window = Options(window_size=(100, 0), positions=torch.arange(8192, dtype=torch.int32))
+    plain = Options()
+    for query_len, options in (
+        (1, plain),
+        (4096, plain),
+        (4096, Options(softcap=5.0)),
+        (4096, not_causal),
+        (4096, window),
+    ):
         query = torch.zeros(2 * query_len, 64, 64, dtype=half)
         cache = torch.zeros(2, 2, 64, 16, 16, 64, dtype=half)
         subtraction = Subtraction(lambda_full, weight, 1e-5, 0.2)
@@ -121,7 +134,8 @@ def launch_all(capability):
     triton_cache.write(tokens, tokens, cache, cache, torch.arange(5))
     triton_cache.copy_blocks(cache, torch.tensor([[0, 1], [2, 3]]))
     triton_cache.repage(cache, batch(64), block_size=128)
-    triton_adapt.adapt(torch.zeros(128, 8, 64, dtype=half), torch.zeros(8, 128), batch(64), has_sinks=True)
+    for options in (Options(), Options(sinks=torch.ones(8))):
+        triton_adapt.adapt(torch.zeros(128, 8, 64, dtype=half), torch.zeros(8, 128), batch(64), options)
     triton_merge.merge_states([torch.zeros(5, 8, 128, dtype=half)] * 3, [torch.zeros(5, 8)] * 3)
     triton_tables.slot_mapping(batch(1), 2, block_size=16)
     triton_tables.cut_chunks(batch(64), 128, block_size=16, num_chunks=2, columns=8)

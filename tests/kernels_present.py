@@ -1,13 +1,43 @@
-"""The kernels that this machine can run, as test parameters."""
+"""The kernels that this machine can run, as test parameters, and what each of them has to be able to do."""
 
+import importlib.util
 import os
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
 
 import fastattn
+from fastattn import kernels
+from fastattn.kernels import Problem
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def has_to_compute(name: str, problem: Problem) -> bool:
+    """Whether a kernel may not refuse a problem, on a machine where it is present.
+
+    What FlashAttention does not have is named here one by one; our own kernels compute all that they are tested with.
+    """
+    if name in ("cpu", "triton"):
+        return True
+    options, over_pages = problem.options, problem.block_size is not None
+    sizes = {problem.head_size, problem.value_head_size}
+    if problem.dtype not in HALVES or options.positions is not None or not problem.aligned:
+        return False
+    if name == "fa4":
+        sees_later_keys = options.window[1] != 0
+        wrong_there = over_pages and 64 < problem.head_size <= 96 and sees_later_keys
+        sizes_fit = all(size % 16 == 0 and size <= 256 for size in sizes)
+        return sizes_fit and not wrong_there and options.alibi_slopes is None
+    if name == "fa2":  # builds have these head sizes, and some have more
+        pages_fit = not over_pages or (problem.block_size % 256 == 0 and problem.max_query_len <= 1)
+        return len(sizes) == 1 and sizes <= {64, 128, 256} and pages_fit
+    assert name == "torch_flash"
+    size_fits = len(sizes) == 1 and all(size % 8 == 0 and size <= 256 for size in sizes)
+    return size_fits and not over_pages and not options.softcap and options.alibi_slopes is None
 
 
 @dataclass(frozen=True)
@@ -22,23 +52,50 @@ class Kernel:
         return fastattn.use_kernel(self.name)
 
     def check(self, assertion, *arguments, **options) -> None:
-        """Run an assertion; a refusal must say which kernel refuses and why."""
-        try:
-            assertion(*arguments, **options)
-        except NotImplementedError as error:
-            assert self.name in str(error) and len(str(error)) > len(self.name) + 20, "a refusal without a reason"
-            assert self.name not in ("cpu", "triton"), "our own kernels compute everything that they are tested with"
+        """Run an assertion; what is refused must say who refuses and why, and be nothing that it has to compute."""
+        refused: list[Problem] = []
+        choose = kernels.choose
+
+        def note_refusals(problem, **asked):
+            try:
+                return choose(problem, **asked)
+            except NotImplementedError:
+                refused.append(problem)
+                raise
+
+        with mock.patch.object(kernels, "choose", note_refusals):
+            try:
+                assertion(*arguments, **options)
+            except NotImplementedError as error:
+                assert refused, f"no kernel has been asked, and yet: {error}"
+                assert not has_to_compute(self.name, refused[-1]), f"{self.name} has to compute this: {error}"
+                assert self.name in str(error) and len(str(error)) > len(self.name) + 20, "a refusal without a reason"
+
+
+def _is_installed(module: str) -> bool:
+    """Whether a module can be found; one that is found and does not import is a failure that tests have to see."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def _present(device: str) -> list[Kernel]:
     if device == "cpu":
-        # Under Triton's interpreter our kernels run here too; its `tl.dot` is wrong for bfloat16.
-        return [Kernel("cpu", (torch.float32, torch.bfloat16, torch.float16)), Kernel("triton", (torch.float16,))]
-    halves = (torch.bfloat16, torch.float16)
-    fast = [Kernel(name, halves) for name in ("fa4", "fa2", "torch_flash")]
-    return [*fast, Kernel("triton", (*halves, torch.float32))]
+        ours = [Kernel("cpu", (torch.float32, torch.bfloat16, torch.float16))]
+        if _is_installed("triton"):  # its interpreter runs the others here; its `tl.dot` is wrong for bfloat16
+            import interpreted
+
+            interpreted.quicken()
+            ours.append(Kernel("triton", (torch.float16,)))
+        return ours
+    present = [Kernel("torch_flash", HALVES), Kernel("triton", (*HALVES, torch.float32))]
+    if _is_installed("flash_attn.flash_attn_interface"):
+        present.insert(0, Kernel("fa2", HALVES))
+    if _is_installed("flash_attn.cute") and torch.cuda.get_device_capability(device)[0] in (9, 10, 11):
+        present.insert(0, Kernel("fa4", HALVES))
+    return present
 
 
-each_kernel = pytest.mark.parametrize(
-    "kernel", _present(os.environ["TWINATTN_TEST_DEVICE"]), ids=lambda kernel: kernel.name
-)
+PRESENT = _present(os.environ["TWINATTN_TEST_DEVICE"])
+each_kernel = pytest.mark.parametrize("kernel", PRESENT, ids=lambda kernel: kernel.name)

@@ -34,6 +34,9 @@ from refattn.batch import Batch
 
 NAMES = ("cpu", "triton", "fa4", "fa2", "torch_flash")  # those in front are asked first, whether they suit
 
+NO_POSITIONS = "takes the query rows for the last ones of their sequences, at no other positions: take triton"
+NOT_ALIGNED = "loads 16 bytes at a time, from heads that begin at multiples of that, elements side by side: take triton"
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -49,7 +52,7 @@ class Options:
         window_size: `(left, right)` in tokens, both inclusive, -1 for no limit.
         softmax_scale: factor on the dot products; `d ** -0.5` if None.
         softcap: bound on the scores; 0 for none.
-        alibi_slopes: one slope a head, float32.
+        alibi_slopes: one slope a head, of any floating type: the bias is `-slope * |query position - key position|`.
         sinks: one extra logit a head.
         batch_invariant: rows must not change by a bit with what else is in the batch.
         positions: position of each query row, counted from the first key of its sequence; None where they are the last
@@ -110,6 +113,7 @@ class Problem:
         max_seq_len: the most keys a sequence has.
         num_seqs: sequences in the batch.
         options: what else is asked.
+        aligned: the elements of each head lie side by side, from a multiple of 16 bytes on.
     """
 
     device: torch.device
@@ -123,6 +127,7 @@ class Problem:
     max_seq_len: int
     num_seqs: int
     options: Options = field(default_factory=Options)
+    aligned: bool = True
 
 
 def _says_what_helps(function: Callable[P, T]) -> Callable[P, T]:
@@ -362,4 +367,12 @@ def _problem(
         max_seq_len=batch.max_seq_len,
         num_seqs=batch.num_seqs,
         options=options,
+        aligned=query.device.type != "cuda" or all(map(_is_aligned, (query, key, value))),
     )
+
+
+def _is_aligned(x: Tensor) -> bool:
+    """Say whether all heads of a tensor begin at multiples of 16 bytes, their elements side by side."""
+    *strides, last = x.stride()
+    size = x.element_size()
+    return last == 1 and not any(stride * size % 16 for stride in (*strides, x.data_ptr() // size))

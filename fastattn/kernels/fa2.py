@@ -10,7 +10,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from fastattn.kernels import Options, Problem, triton
+from fastattn.kernels import NO_POSITIONS, NOT_ALIGNED, Options, Problem, triton
 from fastattn.kernels.machine import cannot_import, capability
 from fastattn.kernels.torch_flash import window_for_flash
 from refattn.batch import Batch
@@ -33,8 +33,10 @@ def supports(problem: Problem) -> str | None:
         return f"head sizes that are multiples of 8 up to 256, not {problem.head_size}"
     if problem.block_size is not None and problem.block_size % PAGE:
         return f"pages of a multiple of {PAGE} tokens, not {problem.block_size}"
-    if problem.options.alibi_slopes is not None and problem.options.window[1] != 0:
-        return "its ALiBi bias is -slope * |distance|, another one than ours where keys behind a query are visible"
+    if problem.options.positions is not None:
+        return NO_POSITIONS
+    if not problem.aligned:
+        return NOT_ALIGNED
     if problem.block_size is not None and problem.max_query_len > 1:
         return CHUNKS
     broken = cannot_import("flash_attn", "flash-attn")
@@ -57,6 +59,7 @@ def dense(
     from flash_attn import flash_attn_varlen_func
 
     from fastattn.kernels.triton_adapt import adapt, nothing
+    from fastattn.kernels.triton_attention import repair
 
     if 0 in (query.shape[0], key.shape[0], batch.num_seqs):
         return nothing(query, value.shape[-1])
@@ -76,7 +79,10 @@ def dense(
         alibi_slopes=_slopes(options),
         return_attn_probs=True,  # this is how to get the LSE
     )
-    return adapt(out, lse, batch, options.sinks)
+    out, lse = adapt(out, lse, batch, options)
+    if options.window[0] >= 0:  # past a sequence's end it reads zeros, before a window what is there
+        repair(out, query, key, value, batch, options)
+    return out, lse
 
 
 def paged(
@@ -93,6 +99,7 @@ def paged(
     from flash_attn import flash_attn_with_kvcache
 
     from fastattn.kernels.triton_adapt import adapt, nothing
+    from fastattn.kernels.triton_attention import repair
 
     assert batch.block_table is not None  # the path has checked it
     if 0 in (query.shape[0], key_cache.shape[0], batch.num_seqs, batch.block_table.shape[1]):
@@ -119,7 +126,10 @@ def paged(
     )
     out = rearrange(out, "b 1 h dv -> b h dv").index_select(0, sequences)
     lse = rearrange(lse, "b h 1 -> b h").index_select(0, sequences)
-    return adapt(out, rearrange(lse, "t h -> h t"), batch, options.sinks)
+    out, lse = adapt(out, rearrange(lse, "t h -> h t"), batch, options)
+    if options.window[0] >= 0:
+        repair(out, query, key_cache, value_cache, batch, options)
+    return out, lse
 
 
 @cache
@@ -137,4 +147,4 @@ def _refusal(head_size: int, dtype: torch.dtype, device: torch.device) -> str | 
 
 
 def _slopes(options: Options) -> Tensor | None:
-    return None if options.alibi_slopes is None else options.alibi_slopes.float()
+    return None if options.alibi_slopes is None else options.alibi_slopes.float().contiguous()

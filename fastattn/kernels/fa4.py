@@ -3,6 +3,8 @@
 On Hopper it does not split keys, so it is for long queries. Pages of 128 tokens (`d` up to 128) load fastest; where
 queries are many it pays to copy smaller pages into such first.
 
+It loads whole tiles, with a weight of 0 for what lies past a sequence's end: NaN that comes of it is repaired.
+
 Source: Zadouri et al. 2026, "FlashAttention-4"; Shah et al. 2024, "FlashAttention-3".
 """
 
@@ -10,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fastattn.kernels import Options, Problem, triton
+from fastattn.kernels import NO_POSITIONS, NOT_ALIGNED, Options, Problem, triton
 from fastattn.kernels.machine import cannot_import, capability
 from refattn.batch import Batch
 
@@ -41,6 +43,10 @@ def supports(problem: Problem) -> str | None:
         return f"answers wrongly over pages with head size {sizes[0]} where keys behind a query are visible"
     if problem.options.alibi_slopes is not None:
         return "has no ALiBi: take fa2 or triton"
+    if problem.options.positions is not None:
+        return NO_POSITIONS
+    if not problem.aligned:
+        return NOT_ALIGNED
     return cannot_import("flash_attn.cute", "flash-attn-4")
 
 
@@ -69,14 +75,15 @@ def paged(
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend over pages; see `fastattn.kernels.paged`."""
     table = batch.block_table
-    if _should_copy(query, key_cache, value_cache, batch, options):
+    assert table is not None  # the path has checked it
+    copied = _should_copy(query, key_cache, value_cache, batch, options)
+    if copied:
         from fastattn.kernels.triton_cache import repage
 
         key_cache, table = repage(key_cache, batch, block_size=FAST_BLOCK)
         value_cache, _ = repage(value_cache, batch, block_size=FAST_BLOCK)
-    return _attend(
-        query, key_cache, value_cache, batch, options, seqused_k=_side_by_side(batch.seq_lens), page_table=table
-    )
+    where = dict(seqused_k=_side_by_side(batch.seq_lens), page_table=table)
+    return _attend(query, key_cache, value_cache, batch, options, tails_are_zero=copied, **where)
 
 
 def _should_copy(query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: Batch, options: Options) -> bool:
@@ -93,12 +100,20 @@ def _should_copy(query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: B
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, batch: Batch, options: Options, **where: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    batch: Batch,
+    options: Options,
+    *,
+    tails_are_zero: bool = False,
+    **where: Tensor | None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     # What its public function calls; that one prepares for a backward pass, which takes 20 us on the host.
     from flash_attn.cute.interface import _flash_attn_fwd
 
     from fastattn.kernels.triton_adapt import adapt, nothing
+    from fastattn.kernels.triton_attention import repair
 
     if 0 in (query.shape[0], key.shape[0], batch.num_seqs):
         return nothing(query, value.shape[-1])
@@ -114,12 +129,14 @@ def _attend(
         causal=options.causal,
         window_size_left=None if left < 0 else left,
         window_size_right=None if right < 0 else right,
-        learnable_sink=options.sinks,
         softcap=options.softcap,
         return_lse=True,
         **where,
     )
-    return adapt(out, lse, batch, has_sinks=options.sinks is not None)
+    out, lse = adapt(out, lse, batch, options)
+    if not tails_are_zero:
+        repair(out, query, key, value, batch, options)
+    return out, lse
 
 
 def _side_by_side(lengths: Tensor) -> Tensor:

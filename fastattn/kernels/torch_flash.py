@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fastattn.kernels import Options, Problem, triton
+from fastattn.kernels import NO_POSITIONS, NOT_ALIGNED, Options, Problem, triton
 from fastattn.kernels.machine import capability
 from refattn.batch import Batch
 
@@ -30,6 +30,10 @@ def supports(problem: Problem) -> str | None:
         return "PyTorch does not hand softcap on to its FlashAttention"
     if problem.options.alibi_slopes is not None:
         return "PyTorch builds its FlashAttention without ALiBi: take fa2 or triton"
+    if problem.options.positions is not None:
+        return NO_POSITIONS
+    if not problem.aligned:
+        return NOT_ALIGNED
     return None
 
 
@@ -47,6 +51,7 @@ def dense(
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend over ragged rows; see `fastattn.kernels.dense`."""
     from fastattn.kernels.triton_adapt import adapt, nothing
+    from fastattn.kernels.triton_attention import repair
 
     if 0 in (query.shape[0], key.shape[0], batch.num_seqs):
         return nothing(query, value.shape[-1])
@@ -66,7 +71,10 @@ def dense(
         window_size_left=window[0],
         window_size_right=window[1],
     )
-    return adapt(out, lse, batch, options.sinks)
+    out, lse = adapt(out, lse, batch, options)
+    if options.window[0] >= 0:  # past a sequence's end it reads zeros, before a window what is there
+        repair(out, query, key, value, batch, options)
+    return out, lse
 
 
 def paged(
@@ -90,13 +98,13 @@ def window_for_flash(batch: Batch, options: Options) -> tuple[bool, tuple[int, i
     It takes a side that is at least its `max_seqlen_k` for no limit, and a missing right side next to a left one for
     `max_seqlen_k`; with more queries than keys both are wrong. A `max_seqlen_k` that no distance reaches makes both
     right. Its causal kernel leaves out the part of ALiBi that is constant in a row, which is in our LSE; a left side,
-    one that hides nothing if need be, makes it take the other kernel.
+    one that hides nothing if need be, makes it take the other kernel, whose bias is `-slope * |distance|` as ours.
 
     Returns:
         Whether to say causal, the window, and `max_seqlen_k`.
     """
     left, right = options.window
     longest = batch.max_seq_len + batch.max_query_len + 1
-    if options.alibi_slopes is not None and not 0 <= left < longest:
+    if options.alibi_slopes is not None and right == 0 and not 0 <= left < longest:
         left = longest - 1
     return left < 0 and right == 0, (left, right), longest

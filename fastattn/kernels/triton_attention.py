@@ -36,6 +36,7 @@ from fastattn.kernels.triton_run import (
     answer,
     attend_to_run,
     can_overlap,
+    find_positions,
     find_tile,
     fit,
     merge_parts,
@@ -43,6 +44,7 @@ from fastattn.kernels.triton_run import (
     pad,
     store_rows,
     visible_keys,
+    window_within_reach,
     with_scale_above_0,
 )
 from refattn.batch import Batch
@@ -55,6 +57,7 @@ EVEN = 1.25  # times the average is the longest sequence, at most, of some that 
 INVARIANT_RUN = 2048  # keys of a split under `batch_invariant`
 BLOCK_SEQS = 128  # sequences that are counted at a time
 MERGED_AT_ONCE = 64  # parts, of one head or of several
+LARGEST_TILE = 512  # query rows and keys, together, of a tile of a kernel whose answers are repaired
 
 
 def attend(
@@ -119,7 +122,7 @@ def attend_levels(
     out = query.new_empty(num_tokens, num_heads, value_head_size)
     lse = query.new_empty(num_tokens, num_heads, dtype=torch.float32)
     batch, options = levels[-1]
-    if num_tokens == 0 or batch.num_seqs == 0:
+    if 0 in (num_tokens, num_heads, batch.num_seqs):
         return out.zero_(), lse.fill_(-torch.inf)
 
     row_bytes = max(pad(query.shape[2]), pad(value_head_size)) * query.element_size()  # in a program, of the longest
@@ -159,7 +162,7 @@ def attend_levels(
         out,
         lse,
         batch.cu_seqlens_q,
-        options.sinks,
+        _side_by_side(options.sinks),
         num_tokens,
         batch.num_seqs,
         num_parts,
@@ -174,6 +177,41 @@ def attend_levels(
     return out, lse
 
 
+def repair(
+    out: Float[Tensor, "t h dv"],
+    query: Float[Tensor, "t h d"],
+    key: Float[Tensor, "s hk d"] | Float[Tensor, "n p hk d"],
+    value: Float[Tensor, "s hk dv"] | Float[Tensor, "n p hk dv"],
+    batch: Batch,
+    options: Options,
+) -> None:
+    """Compute again, in place, what another kernel answered with NaN because it multiplied memory that nobody sees.
+
+    A kernel that loads whole tiles gives a weight of 0 to values past a sequence's end, before a window, or of the
+    next sequence: harmless while they are finite, but 0 times NaN is NaN. The log-sum-exp does not suffer, as the
+    scores of such keys are replaced. A NaN that a query may see comes out again.
+
+    It costs a launch, and a look at the answers that a tile of at most `LARGEST_TILE` rows and keys can have spoilt:
+    those of the last queries of a sequence, and of all queries where there is a window or no causal mask.
+
+    Args:
+        out: the answers; rows side by side.
+        query: what they were computed from, and so on.
+        key: as in `attend`.
+        value: as in `attend`.
+        batch: the lengths and, for pages, the block table.
+        options: what else was asked, the sinks included if they are in `out`.
+
+    Source: the module.
+    """
+    if 0 in (*query.shape[:2], batch.num_seqs):
+        return
+    row_bytes = max(pad(query.shape[2]), pad(value.shape[-1])) * query.element_size()
+    tuning = Tuning(64, _fit(64, row_bytes), 4, 3, 1, 1)
+    tuning = fit(tuning, query.device, row_bytes=row_bytes, key_bytes=2 * row_bytes)
+    _launch(query, key, value, batch, options, tuning, out, None, chunk_size=0, last_mask=None)
+
+
 def _launch(
     query: Tensor,
     key: Tensor,
@@ -182,7 +220,7 @@ def _launch(
     options: Options,
     tuning: Tuning,
     out: Tensor,
-    lse: Tensor,
+    lse: Tensor | None,
     *,
     chunk_size: int,
     last_mask: Tensor | None,
@@ -199,7 +237,7 @@ def _launch(
         options: likewise.
         tuning: the shape of the launch.
         out: the answer, or the first of the parts.
-        lse: likewise.
+        lse: likewise; None to repair the answer.
         chunk_size: likewise.
         last_mask: likewise.
         overlap: whether the launch behind this one may begin early; None if this one gives the answer, not parts.
@@ -209,7 +247,7 @@ def _launch(
     num_kv_heads, value_head_size = value.shape[-2:]
     group = num_heads // num_kv_heads
     block_table = batch.block_table if key.ndim == 4 else None
-    left, right = options.window
+    left, right = window_within_reach(options)
     query, scale = with_scale_above_0(query, options.softmax_scale)
     one_tile = _is_one_tile(batch, group, tuning.block_m)
     tiles = _count_tiles(batch, num_tokens, group, tuning.block_m)
@@ -223,8 +261,9 @@ def _launch(
         batch.cu_seqlens_q,
         batch.cu_seqlens_k if block_table is None else None,
         batch.seq_lens,
-        options.alibi_slopes,
-        options.sinks,
+        _side_by_side(options.positions),
+        _side_by_side(options.alibi_slopes),
+        _side_by_side(options.sinks),
         None if last_mask is None else last_mask.view(torch.uint8),
         query.stride(),
         key.stride(),
@@ -257,6 +296,7 @@ def _launch(
         LEFT=left >= 0,
         RIGHT=right >= 0,
         CHUNK=chunk_size > 0,
+        LARGEST_TILE=LARGEST_TILE,
         OVERLAP=bool(overlap),
         AFTER=bool(overlap and after),
         num_warps=tuning.num_warps,
@@ -264,6 +304,11 @@ def _launch(
         **({"launch_pdl": True} if overlap and after else {}),
         **({"maxnreg": tuning.registers} if tuning.registers and not INTERPRETED else {}),
     )
+
+
+def _side_by_side(per_head: Tensor | None) -> Tensor | None:
+    """Give numbers such that a pointer to the first leads to all of them."""
+    return None if per_head is None else per_head.contiguous()
 
 
 def _is_one_tile(batch: Batch, group: int, block_m: int) -> bool:
@@ -339,6 +384,8 @@ def _beside_others(tuning: Tuning) -> Tuning:
     Source: measured on an NVIDIA H200; with all registers or all multiprocessors taken, one level waits for the other.
     8 warps with 160 registers a thread leave 4 warps 192; the compiler takes fewer by itself (tests/test_compile.py).
     """
+    if tuning.run:
+        return tuning  # which keys a split has must not depend on other levels either
     if tuning.block_m == 16:
         return tuning._replace(block_n=min(128, 4 * tuning.block_n), num_warps=4, num_stages=2)
     splits = max(1, tuning.splits * 7 // 8)
@@ -352,12 +399,12 @@ def _fit(block_n: int, row_bytes: int) -> int:
 
 
 def _most_visible_keys(batch: Batch, options: Options, chunk_size: int) -> int:
-    """Bound the keys that the queries of one sequence see, together."""
+    """Bound the keys that the queries of one sequence see, together; those at any positions may see all."""
     left, right = options.window
     visible = batch.max_seq_len
-    if left >= 0 and right >= 0:
+    if options.positions is None and left >= 0 and right >= 0:
         visible = min(visible, left + batch.max_query_len + right)
-    if chunk_size:
+    if options.positions is None and chunk_size:
         visible = min(visible, chunk_size + batch.max_query_len - 1)
     return visible
 
@@ -389,9 +436,10 @@ def _count_steps(
             cu_seqlens_q + sequence, is_sequence, 0
         )
         seq_len = tl.load(seq_lens + sequence, is_sequence, 0)
-        first_key, last_key = visible_keys(
-            seq_len - query_len, seq_len - 1, seq_len, left, right, chunk_size, LEFT, RIGHT, CHUNK, BLOCK_N
+        first_seen, last_key = visible_keys(
+            seq_len - query_len, seq_len - 1, seq_len, left, right, chunk_size, LEFT, RIGHT, CHUNK
         )
+        first_key = first_seen // BLOCK_N * BLOCK_N
         steps = tl.where((query_len > 0) & (last_key > first_key), tl.cdiv(last_key - first_key, BLOCK_N), 0)
         total += tl.sum(steps, 0)
     return total
@@ -448,11 +496,12 @@ def _attend_kernel(
     key,
     value,
     out,  # [t, h, dv] in the type of the query, or [splits, t, h, dv] in float32
-    lse,  # [t, h] or [splits, t, h]
+    lse,  # [t, h] or [splits, t, h]; None to repair `out`
     block_table,
     cu_seqlens_q,
     cu_seqlens_k,
     seq_lens,
+    query_positions,
     alibi_slopes,
     sinks,
     last_mask,
@@ -487,9 +536,11 @@ def _attend_kernel(
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
     CHUNK: tl.constexpr,
+    LARGEST_TILE: tl.constexpr,
     OVERLAP: tl.constexpr,
     AFTER: tl.constexpr,
 ):
+    REPAIR: tl.constexpr = lse is None
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()  # the reduction may be put in place now; it waits for our results itself
     LOG2E: tl.constexpr = 1.4426950408889634
@@ -504,7 +555,7 @@ def _attend_kernel(
     query_len = tl.load(cu_seqlens_q + sequence + 1) - first_query
     seq_len = tl.load(seq_lens + sequence)
     if first_row >= query_len * GROUP:
-        if not SPLIT:
+        if not (SPLIT or REPAIR):
             _fill_padding_rows(
                 out, lse, cu_seqlens_q, tile, kv_head, num_tokens, num_seqs, NUM_KV_HEADS, GROUP, VALUE_HEAD_SIZE
             )
@@ -516,14 +567,29 @@ def _attend_kernel(
     is_row = rows < query_len * GROUP
     tokens = (first_query + rows // GROUP).to(tl.int64)
     heads = kv_head * GROUP + rows % GROUP
-    first_position = context + first_row // GROUP
-    last_position = context + tl.minimum((first_row + BLOCK_M - 1) // GROUP, query_len - 1)
+    positions, first_position, last_position = find_positions(
+        query_positions, tokens, rows, is_row, first_row, context, query_len, GROUP, BLOCK_M
+    )
 
     # Which keys: those that some row sees, and of them the run of this split.
-    first_key, last_key = visible_keys(
-        first_position, last_position, seq_len, left, right, chunk_size, LEFT, RIGHT, CHUNK, BLOCK_N
+    first_seen, last_key = visible_keys(
+        first_position, last_position, seq_len, left, right, chunk_size, LEFT, RIGHT, CHUNK
     )
+    first_key = first_seen // BLOCK_N * BLOCK_N
     places = split.to(tl.int64) * num_tokens * NUM_HEADS + tokens * NUM_HEADS + heads
+    if REPAIR:
+        VALUE_PAD: tl.constexpr = triton.next_power_of_2(VALUE_HEAD_SIZE)
+        at_dv = tl.arange(0, VALUE_PAD)
+        may_be_spoilt = is_row
+        if RIGHT and not LEFT:  # what is nobody's lies past the sequence's end, and only its last rows load that
+            may_be_spoilt &= positions + (right + LARGEST_TILE) >= seq_len
+        given = tl.load(
+            out + places[:, None] * VALUE_HEAD_SIZE + at_dv[None, :],
+            mask=may_be_spoilt[:, None] & (at_dv < VALUE_HEAD_SIZE)[None, :],
+            other=0.0,
+        )
+        if tl.max((given != given).to(tl.int32)) == 0:
+            return
     if SPLIT:
         if RUN > 0:
             begin = first_key // RUN * RUN + split * RUN
@@ -532,8 +598,19 @@ def _attend_kernel(
         else:
             steps = tl.cdiv(tl.maximum(last_key - first_key, 0), BLOCK_N)
             if BALANCE:
+                KNOWN: tl.constexpr = query_positions is None  # else all keys are counted
                 all_steps = _count_steps(
-                    cu_seqlens_q, seq_lens, num_seqs, left, right, chunk_size, LEFT, RIGHT, CHUNK, BLOCK_N, BLOCK_SEQS
+                    cu_seqlens_q,
+                    seq_lens,
+                    num_seqs,
+                    left,
+                    right,
+                    chunk_size,
+                    LEFT and KNOWN,
+                    RIGHT and KNOWN,
+                    CHUNK and KNOWN,
+                    BLOCK_N,
+                    BLOCK_SEQS,
                 )
                 share = steps.to(tl.float32) * num_seqs / tl.maximum(all_steps, 1).to(tl.float32)  # 1 is the average
                 splits = tl.minimum(tl.maximum((share * splits + 0.9).to(tl.int32), 1), tl.num_programs(1))
@@ -553,10 +630,10 @@ def _attend_kernel(
     if last_mask is not None:
         mask_rows = last_mask + tokens * mask_strides[0]
     highest, total, weighted = attend_to_run(
-        query + tokens * query_strides[0] + heads * query_strides[1],
+        query + tokens * query_strides[0] + heads.to(tl.int64) * query_strides[1],
         query_strides[2],
         is_row,
-        context + rows // GROUP,
+        positions,
         first_position,
         last_position,
         key,
@@ -566,6 +643,7 @@ def _attend_kernel(
         sequence,
         kv_head,
         first_key,
+        first_seen,
         last_key,
         slopes,
         mask_rows,
@@ -595,7 +673,7 @@ def _attend_kernel(
         sink = tl.load(sinks + heads, mask=is_row, other=0.0).to(tl.float32)
     values, logs = answer(highest, total, weighted, sink)
     store_rows(values, logs, places, is_row, out, lse, VALUE_HEAD_SIZE)
-    if not SPLIT:
+    if not (SPLIT or REPAIR):
         _fill_padding_rows(
             out, lse, cu_seqlens_q, tile, kv_head, num_tokens, num_seqs, NUM_KV_HEADS, GROUP, VALUE_HEAD_SIZE
         )

@@ -26,6 +26,7 @@ from fastattn.kernels.triton_run import (
     Tuning,
     answer,
     can_overlap,
+    find_positions,
     find_tile,
     finish_scores,
     fit,
@@ -36,6 +37,7 @@ from fastattn.kernels.triton_run import (
     seen_by_all,
     visible_keys,
     weigh,
+    window_within_reach,
     with_scale_above_0,
 )
 from refattn.batch import Batch
@@ -57,14 +59,18 @@ def attend(
     """
     num_tokens, num_heads, head_size = query.shape
     num_pairs, block_size = cache.shape[4], cache.shape[3]
-    group = num_heads // 2 // num_pairs  # query pairs that share a pair of key heads
     out = query.new_empty(num_tokens, num_heads // 2, 2 * head_size)
     lse = query.new_empty(num_tokens, num_heads, dtype=torch.float32)
-    if num_tokens == 0 or batch.num_seqs == 0:
+    if 0 in (num_tokens, num_heads, batch.num_seqs):
         return out.zero_(), lse.fill_(-torch.inf)
 
-    left, right = options.window
+    group = num_heads // 2 // num_pairs  # query pairs that share a pair of key heads
+    left, right = window_within_reach(options)
     query, scale = with_scale_above_0(query, options.softmax_scale)
+    norm_weight, positions, slopes, sinks = (
+        None if x is None else x.contiguous()
+        for x in (subtraction.norm_weight, options.positions, options.alibi_slopes, options.sinks)
+    )
     row_bytes = pad(head_size) * query.element_size()  # a key here has two halves, and so has its value
     tuning = fit(tune(query, cache, batch, options), query.device, row_bytes=2 * row_bytes, key_bytes=4 * row_bytes)
     one_tile = batch.max_query_len * group <= tuning.block_m
@@ -87,12 +93,13 @@ def attend(
         parts,
         part_lses,
         subtraction.lambda_full,
-        subtraction.norm_weight,
+        norm_weight,
         block_table,
         batch.cu_seqlens_q,
         batch.seq_lens,
-        options.alibi_slopes,
-        options.sinks,
+        positions,
+        slopes,
+        sinks,
         query.stride(),
         cache.stride(),
         block_table.stride(),
@@ -124,9 +131,9 @@ def attend(
             out,
             lse,
             subtraction.lambda_full,
-            subtraction.norm_weight,
+            norm_weight,
             batch.cu_seqlens_q,
-            options.sinks,
+            sinks,
             num_tokens,
             batch.num_seqs,
             tuning.splits,
@@ -147,7 +154,7 @@ def tune(query: Tensor, cache: Tensor, batch: Batch, options: Options) -> Tuning
     rows = batch.max_query_len * group
     left, right = options.window
     visible = batch.max_seq_len
-    if left >= 0 and right >= 0:
+    if options.positions is None and left >= 0 and right >= 0:
         visible = min(visible, left + batch.max_query_len + right)
     block_m = 16 if rows <= 16 or head_size > 128 else 64  # the answers of a tile have to fit into registers, twice
     tiles = batch.num_seqs if rows <= block_m else batch.num_seqs + query.shape[0] * group // block_m
@@ -220,6 +227,7 @@ def _attend_kernel(
     block_table,
     cu_seqlens_q,
     seq_lens,
+    query_positions,
     alibi_slopes,
     sinks,
     query_strides,
@@ -266,14 +274,13 @@ def _attend_kernel(
     is_row = rows < query_len * GROUP
     tokens = (first_query + rows // GROUP).to(tl.int64)
     pairs = key_pair * GROUP + rows % GROUP
-    positions = context + rows // GROUP
-    first_position = context + first_row // GROUP
-    last_position = context + tl.minimum((first_row + BLOCK_M - 1) // GROUP, query_len - 1)
+    positions, first_position, last_position = find_positions(
+        query_positions, tokens, rows, is_row, first_row, context, query_len, GROUP, BLOCK_M
+    )
 
     # Which keys.
-    first_key, last_key = visible_keys(
-        first_position, last_position, seq_len, left, right, 1, LEFT, RIGHT, False, BLOCK_N
-    )
+    first_seen, last_key = visible_keys(first_position, last_position, seq_len, left, right, 1, LEFT, RIGHT, False)
+    first_key = first_seen // BLOCK_N * BLOCK_N
     places = split.to(tl.int64) * num_tokens * PAIRS + tokens * PAIRS + pairs
     if SPLIT:
         steps = tl.cdiv(tl.maximum(last_key - first_key, 0), BLOCK_N)
@@ -295,11 +302,10 @@ def _attend_kernel(
     at_d = tl.arange(0, HEAD_PAD)
     at_dv = tl.arange(0, VALUE_PAD)
     is_query = is_row[:, None] & (at_d < HEAD_SIZE)[None, :]
-    first_head = query + tokens * query_strides[0] + 2 * pairs * query_strides[1]
-    q1 = tl.load(first_head[:, None] + (at_d * query_strides[2])[None, :], mask=is_query, other=0.0)
-    q2 = tl.load(
-        (first_head + query_strides[1])[:, None] + (at_d * query_strides[2])[None, :], mask=is_query, other=0.0
-    )
+    query_columns = (at_d.to(tl.int64) * query_strides[2])[None, :]
+    first_head = query + tokens * query_strides[0] + 2 * pairs.to(tl.int64) * query_strides[1]
+    q1 = tl.load(first_head[:, None] + query_columns, mask=is_query, other=0.0)
+    q2 = tl.load((first_head + query_strides[1])[:, None] + query_columns, mask=is_query, other=0.0)
     slopes1 = None
     slopes2 = None
     if alibi_slopes is not None:
@@ -307,13 +313,15 @@ def _attend_kernel(
         slopes2 = tl.load(alibi_slopes + 2 * pairs + 1, mask=is_row, other=0.0).to(tl.float32) * LOG2E
 
     # cache [half, key or value, n, p, pairs, d]; a column of [v1; v2] knows its half
-    key1 = cache + key_pair * cache_strides[4]
+    key1 = cache + key_pair.to(tl.int64) * cache_strides[4]
     key2 = key1 + cache_strides[0]
     value = key1 + cache_strides[1]
-    value_columns = at_dv // HEAD_SIZE * cache_strides[0] + at_dv % HEAD_SIZE * cache_strides[5]
+    half, column = (at_dv // HEAD_SIZE).to(tl.int64), (at_dv % HEAD_SIZE).to(tl.int64)
+    value_columns = half * cache_strides[0] + column * cache_strides[5]
     table = block_table + sequence.to(tl.int64) * table_strides[0]
     j = first_key + tl.arange(0, BLOCK_N)
-    next_blocks = tl.load(table + j // BLOCK_SIZE * table_strides[1], mask=j < last_key, other=0)
+    is_key = (j >= first_seen) & (j < last_key)
+    next_blocks = tl.load(table + j // BLOCK_SIZE * table_strides[1], mask=is_key, other=0)
 
     highest1 = tl.full([BLOCK_M], float("-inf"), tl.float32)
     highest2 = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -326,12 +334,15 @@ def _attend_kernel(
         begin, end = phase_of_run(phase, PHASES, first_key, last_key, all_from, all_to, BLOCK_N)
         for start in range(begin, end, BLOCK_N):
             j = start + tl.arange(0, BLOCK_N)
-            is_key = j < last_key  # nothing behind it is read
-            rows_of_keys = next_blocks.to(tl.int64) * cache_strides[2] + j % BLOCK_SIZE * cache_strides[3]
+            is_key = j < last_key  # nothing from there on is read, and nothing before the first key that a row sees
+            if LEFT:
+                is_key &= j >= first_seen
+            at_place = (j % BLOCK_SIZE).to(tl.int64) * cache_strides[3]
+            rows_of_keys = next_blocks.to(tl.int64) * cache_strides[2] + at_place
             next_blocks = tl.load(
                 table + (j + BLOCK_N) // BLOCK_SIZE * table_strides[1], mask=j + BLOCK_N < last_key, other=0
             )
-            keys = rows_of_keys[None, :] + (at_d * cache_strides[5])[:, None]
+            keys = rows_of_keys[None, :] + (at_d.to(tl.int64) * cache_strides[5])[:, None]
             in_key = is_key[None, :] & (at_d < HEAD_SIZE)[:, None]
             all_seen = phase == 1 if PHASES == 3 else (start >= all_from) & (start + BLOCK_N <= all_to)
             k1 = tl.load(key1 + keys, mask=in_key, other=0.0)

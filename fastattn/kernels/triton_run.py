@@ -14,18 +14,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastattn.kernels import machine
+from fastattn.kernels import Options, machine
 
 INTERPRETED = triton.knobs.runtime.interpret  # kernels run in Python, on CPU tensors
 
 # What changes from batch to batch, which must not lead to another compilation.
 CHANGING = (
-    *("block_table", "cu_seqlens_q", "cu_seqlens_k", "seq_lens", "table_row_stride"),
+    *("block_table", "cu_seqlens_q", "cu_seqlens_k", "seq_lens", "query_positions", "table_row_stride"),
     *("num_tokens", "num_seqs", "splits", "left", "right", "chunk_size", "last"),
 )
 
 
 SCRATCH_BYTES = 2048  # of shared memory that a program needs beside its tile and its steps
+FAR = 2**30  # tokens, to which a side of a window is cut: a position and it together fit into 32 bits
 
 
 class Tuning(NamedTuple):
@@ -98,6 +99,12 @@ def pad(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
+def window_within_reach(options: Options) -> tuple[int, int]:
+    """Give the window of some options, -1 for no limit, such that no sum with a position overflows."""
+    left, right = options.window
+    return min(left, FAR), min(right, FAR)
+
+
 def with_scale_above_0(query: Tensor, softmax_scale: float | None) -> tuple[Tensor, float]:
     """Give a query and a positive scale whose products are those asked for, to the bit."""
     scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
@@ -140,6 +147,34 @@ def find_tile(cu_seqlens_q, tile, num_seqs, GROUP: tl.constexpr, BLOCK_M: tl.con
 
 @triton.jit
 @no_type_check
+def find_positions(
+    query_positions,
+    tokens,
+    rows,
+    is_row,
+    first_row,
+    context,
+    query_len,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Give the position of each row of a tile, the least and the largest of them.
+
+    They are read from `query_positions`, by query row; if that is None they follow one another from `context` on.
+    """
+    if query_positions is None:
+        positions = context + rows // GROUP
+        first_position = context + first_row // GROUP
+        last_position = context + tl.minimum((first_row + BLOCK_M - 1) // GROUP, query_len - 1)
+    else:
+        positions = tl.load(query_positions + tokens, mask=is_row, other=0)
+        first_position = tl.min(tl.where(is_row, positions, 2**31 - 1), 0)
+        last_position = tl.max(tl.where(is_row, positions, -(2**31)), 0)
+    return positions, first_position, last_position
+
+
+@triton.jit
+@no_type_check
 def visible_keys(
     first_position,
     last_position,
@@ -150,9 +185,8 @@ def visible_keys(
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
     CHUNK: tl.constexpr,
-    BLOCK_N: tl.constexpr,
 ):
-    """Bound the keys that some queries see: the first of them, at the beginning of a step, and one behind the last.
+    """Bound the keys that some queries see, of those between two positions: the first of them, and the end of them.
 
     The positions may be a tensor, one pair a sequence.
     """
@@ -164,7 +198,7 @@ def visible_keys(
         first_key = tl.maximum(first_key, first_position - left)
     if CHUNK:
         first_key = tl.maximum(first_key, tl.maximum(first_position, 0) // chunk_size * chunk_size)
-    return first_key // BLOCK_N * BLOCK_N, last_key
+    return first_key, last_key
 
 
 @triton.jit
@@ -201,7 +235,8 @@ def finish_scores(
 
     `all_seen` says that every row sees every key of the step, so that nothing has to be compared. `weigh` multiplies by
     the factor, next to its subtraction: were that done here, the compiler could join the two only where nothing is
-    compared, and a masked step would round otherwise. With slopes no factor is left, and scores are in base 2.
+    compared, and a masked step would round otherwise. With slopes, those of ALiBi times log2(e), no factor is left, and
+    scores are in base 2.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     factor = scale
@@ -210,7 +245,7 @@ def finish_scores(
         factor = softcap
     distance = positions[:, None] - j[None, :]
     if slopes is not None:
-        scores = scores * (factor * LOG2E) - slopes[:, None] * distance
+        scores = scores * (factor * LOG2E) - slopes[:, None] * tl.abs(distance)
     if not all_seen:
         visible = is_key[None, :]
         if RIGHT:
@@ -314,6 +349,7 @@ def attend_to_run(
     sequence,
     kv_head,
     first_key,
+    first_seen,
     last_key,
     slopes,
     mask_rows,
@@ -340,6 +376,9 @@ def attend_to_run(
 ):
     """Attend from a tile to the keys from `first_key` up to `last_key` of a sequence, by an online softmax in base 2.
 
+    `first_key` is where a step begins, and `first_seen` the first key that some row sees: what lies before it may be
+    another's by now, or NaN, which no weight of 0 undoes, and is not read.
+
     `query_rows` point to the queries of the rows that `is_row`; `positions` lie between the first and the last one.
     `key` and `value` are pages that `block_table` leads to, or rows that `cu_seqlens_k` leads to (`BLOCK_SIZE` is 0).
     `slopes` are those of ALiBi times log2(e), one a row, or None. `mask_rows` point to the mask of each row, over the
@@ -350,9 +389,11 @@ def attend_to_run(
     if BLOCK_SIZE > 0:  # the table is read a step ahead, so that loads of keys do not wait for it
         table = block_table + sequence.to(tl.int64) * table_row_stride
         j = first_key + tl.arange(0, BLOCK_N)
-        next_blocks = tl.load(table + j // BLOCK_SIZE * table_stride, mask=j < last_key, other=0)
+        is_key = (j >= first_seen) & (j < last_key)
+        next_blocks = tl.load(table + j // BLOCK_SIZE * table_stride, mask=is_key, other=0)
     else:
         first_key_row = tl.load(cu_seqlens_k + sequence).to(tl.int64)
+    head = kv_head.to(tl.int64)
 
     all_from, all_to = seen_by_all(
         first_key, last_key, first_position, last_position, left, right, chunk_size, LEFT, RIGHT, CHUNK
@@ -364,7 +405,7 @@ def attend_to_run(
     at_d = tl.arange(0, HEAD_PAD)
     at_dv = tl.arange(0, VALUE_PAD)
     q = tl.load(
-        query_rows[:, None] + (at_d * query_stride)[None, :],
+        query_rows[:, None] + (at_d.to(tl.int64) * query_stride)[None, :],
         mask=is_row[:, None] & (at_d < HEAD_SIZE)[None, :],
         other=0.0,
     )
@@ -376,20 +417,23 @@ def attend_to_run(
         begin, end = phase_of_run(phase, PHASES, first_key, last_key, all_from, all_to, BLOCK_N)
         for start in range(begin, end, BLOCK_N):
             j = start + tl.arange(0, BLOCK_N)
-            is_key = j < last_key  # nothing behind it is read: it may be NaN, or no block at all
+            is_key = j < last_key  # nothing from there on is read: it may be NaN, or no block at all
+            if LEFT or CHUNK:
+                is_key &= j >= first_seen
             if BLOCK_SIZE > 0:
                 blocks = next_blocks.to(tl.int64)
                 next_blocks = tl.load(
                     table + (j + BLOCK_N) // BLOCK_SIZE * table_stride, mask=j + BLOCK_N < last_key, other=0
                 )
-                key_rows = blocks * key_strides[0] + j % BLOCK_SIZE * key_strides[1] + kv_head * key_strides[2]
-                value_rows = blocks * value_strides[0] + j % BLOCK_SIZE * value_strides[1] + kv_head * value_strides[2]
+                places = (j % BLOCK_SIZE).to(tl.int64)
+                key_rows = blocks * key_strides[0] + places * key_strides[1] + head * key_strides[2]
+                value_rows = blocks * value_strides[0] + places * value_strides[1] + head * value_strides[2]
             else:
-                key_rows = (first_key_row + j) * key_strides[0] + kv_head * key_strides[1]
-                value_rows = (first_key_row + j) * value_strides[0] + kv_head * value_strides[1]
+                key_rows = (first_key_row + j) * key_strides[0] + head * key_strides[1]
+                value_rows = (first_key_row + j) * value_strides[0] + head * value_strides[1]
 
             k = tl.load(
-                key + key_rows[None, :] + (at_d * key_strides[-1])[:, None],
+                key + key_rows[None, :] + (at_d.to(tl.int64) * key_strides[-1])[:, None],
                 mask=is_key[None, :] & (at_d < HEAD_SIZE)[:, None],
                 other=0.0,
             )  # [d, keys]
@@ -417,7 +461,7 @@ def attend_to_run(
                 scores, highest, total, softcap if SOFTCAP else scale, slopes is not None
             )
             v = tl.load(
-                value + value_rows[:, None] + (at_dv * value_strides[-1])[None, :],
+                value + value_rows[:, None] + (at_dv.to(tl.int64) * value_strides[-1])[None, :],
                 mask=is_key[:, None] & (at_dv < VALUE_HEAD_SIZE)[None, :],
                 other=0.0,
             )  # [keys, dv]
@@ -457,11 +501,12 @@ def answer(highest, total, weighted, sink):
 @triton.jit
 @no_type_check
 def store_rows(values, logs, places, is_row, out, lse, VALUE_HEAD_SIZE: tl.constexpr):
-    """Store answers in rows of `out [.., dv]` and `lse [..]`."""
+    """Store answers in rows of `out [.., dv]` and, unless it is None, of `lse [..]`."""
     at_dv = tl.arange(0, values.shape[1])
     tl.store(
         out + places[:, None] * VALUE_HEAD_SIZE + at_dv[None, :],
         values.to(out.dtype.element_ty),
         mask=is_row[:, None] & (at_dv < VALUE_HEAD_SIZE)[None, :],
     )
-    tl.store(lse + places, logs, mask=is_row)
+    if lse is not None:
+        tl.store(lse + places, logs, mask=is_row)
