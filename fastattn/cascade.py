@@ -3,16 +3,15 @@
 Any kernel computes it: the shared levels without a causal mask, as every query is behind every key there, and the last
 level as ever. Our Triton kernel reduces the parts of all levels at once; the answers of another are merged.
 
-What a kernel cannot know is where a group's sequences stand, as they need not stand at the same place. A softcap does
-not mind. ALiBi minds by a constant for each row, `-slope * distance`, that cancels inside a softmax; the merge gets it
-through the LSE. A window would cut each query's keys elsewhere: refused.
+The sequences of a group need not be of the same length, so the rows of a shared level are not the last of its keys.
+ALiBi and a window depend on where a query stands, and the kernel gets the position of each row with them.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
-from einops import rearrange
-from jaxtyping import Float
+from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 
 from fastattn import kernels
@@ -24,12 +23,15 @@ from refattn.batch import (
     Level,
     Machine,
     Prefix,
+    check_device,
     check_levels,
+    check_machine,
     check_options,
     check_paged,
     check_prefixes,
     check_requests,
     check_sizes,
+    check_tree,
 )
 
 # Measured; `refattn.cascade` says how.
@@ -76,7 +78,7 @@ def attention(
         window_size: `(left, right)` in tokens, both inclusive, -1 for no limit.
         softmax_scale: factor on the dot products; `d ** -0.5` if None.
         softcap: bound on the scores; 0 for none.
-        alibi_slopes: slope of each head for the bias `-slope * (query position - key position)`.
+        alibi_slopes: slope of each head for the bias `-slope * abs(query position - key position)`.
         sinks: one extra logit a head in the denominator, counted once.
         return_lse: also return the log-sum-exp.
 
@@ -86,37 +88,37 @@ def attention(
 
     Raises:
         ValueError: naming the argument that does not fit.
-        NotImplementedError: if a window hides keys and there is more than one level, or no kernel computes the
-            combination, with the reason of each.
+        NotImplementedError: if no kernel computes the combination, with the reason of each.
 
     Source: `refattn.cascade.attention`.
     """
-    check_options(query, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks)
     check_paged(query, key_cache, value_cache, batch)
-    check_levels(batch, levels, block_size=key_cache.shape[1])
+    check_options(
+        query,
+        window_size=window_size,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        return_lse=return_lse,
+    )
+    check_levels(batch, levels, block_size=key_cache.shape[1], num_blocks=key_cache.shape[0])
     *shared, own = levels
-    if shared and 0 <= window_size[0] < batch.max_seq_len - 1:
-        raise NotImplementedError(
-            f"cascade with window_size={window_size}: each query would see other keys of a shared prefix, which no "
-            "kernel (cpu, fa4, fa2, torch_flash, triton) computes for a group; use sliding_window"
-        )
-    together = Options(causal=False, softmax_scale=softmax_scale, softcap=softcap, alibi_slopes=alibi_slopes)
-    apart = Options(
+    last = Options(
         window_size=window_size,
         softmax_scale=softmax_scale,
         softcap=softcap,
         alibi_slopes=alibi_slopes,
         sinks=sinks,  # counted once, with the part that every query has
     )
-    work = [*((level.batch, together) for level in shared), (own.batch, apart)]
-    if alibi_slopes is None:
-        parts = kernels.levels(query, key_cache, value_cache, work)
-    else:
-        parts = [kernels.paged(query, key_cache, value_cache, *level) for level in work]
-        for i, level in enumerate(shared):
-            out, lse = parts[i]
-            missing = rearrange(_missing_distance(level, batch, len(query)), "t -> t 1")
-            parts[i] = out, lse - alibi_slopes.to(lse.dtype) * missing
+    # Every query of a group is past the keys of a shared level: no causal mask, and no right side of a window.
+    left = window_size[0] if window_size[0] < batch.max_seq_len - 1 else -1
+    before = replace(last, causal=False, window_size=(left, -1), sinks=None)
+    work = [(level.batch, before) for level in shared]
+    if shared and (left >= 0 or alibi_slopes is not None):
+        places = positions(batch, query.shape[0])
+        work = [(level.batch, replace(before, positions=_positions_in(level, places))) for level in shared]
+    parts = kernels.levels(query, key_cache, value_cache, [*work, (own.batch, last)])
     out, lse = merge(*zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
     return (out, lse) if return_lse else out
 
@@ -140,12 +142,12 @@ def find_prefixes(
         The prefixes; none where nobody shares.
 
     Raises:
-        ValueError: if the arguments differ in length, or a length is negative.
+        ValueError: if the arguments differ in length, a length is negative, or a request has too few blocks.
 
     Source: `refattn.cascade.find_prefixes`; one pass over the neighbours, as over the LCP array of a suffix tree.
     """
-    check_requests(query_lens, seq_lens, block_tables)
     check_sizes(block_size=block_size)
+    check_requests(query_lens, seq_lens, block_tables, block_size=block_size)
     full_blocks = [max(0, s - q) // block_size for q, s in zip(query_lens, seq_lens, strict=True)]
     found: list[Prefix] = []
     growing: list[tuple[int, int]] = []  # prefixes that the next sequence may share too: blocks, first sequence
@@ -191,6 +193,7 @@ def make_levels(
     Source: `refattn.cascade.make_levels`.
     """
     check_prefixes(prefixes, query_lens, seq_lens, block_tables, block_size=block_size)
+    check_device(device)
     begins, tree = [0] * len(seq_lens), _tree(prefixes)
     levels = []
     for depth in range(max((depth for depth, _, _ in tree), default=-1) + 2):
@@ -246,6 +249,8 @@ def estimate_seconds(
     Source: `refattn.cascade.estimate_seconds`.
     """
     check_requests(query_lens, seq_lens, None)
+    check_tree(prefixes)
+    check_machine(machine)
     check_sizes(num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size, element_size=element_size)
     begins, tree = [0] * len(seq_lens), _tree(prefixes)
     work = []  # level, queries, keys; level -1 is what nobody shares
@@ -333,6 +338,7 @@ def worthwhile_prefixes(
     Source: `refattn.cascade.worthwhile_prefixes`.
     """
     shape = dict(num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size, element_size=element_size)
+    check_tree(prefixes)
     begins = {prefix: begin for _, begin, prefix in _tree(prefixes)}
     ranking = sorted(prefixes, key=lambda x: (x.last - x.first - 1) * (x.end - begins[x]), reverse=True)
     best, best_seconds = 0, float("inf")
@@ -343,12 +349,13 @@ def worthwhile_prefixes(
     return ranking[:best]
 
 
-def _missing_distance(level: Level, batch: Batch, num_tokens: int) -> Float[Tensor, "t"]:
-    """Give, for each query row, how much further its keys lie before it than the kernel that had the group assumed."""
-    rows = torch.arange(num_tokens, device=batch.device)
-    group = torch.searchsorted(level.batch.cu_seqlens_q[1:], rows, right=True).clamp(max=level.batch.num_seqs - 1)
-    first_keys = level.first_keys[group]
-    return (positions(batch, num_tokens) - first_keys - positions(level.batch, num_tokens)).float()
+def _positions_in(level: Level, places: Int64[Tensor, "t"]) -> Int32[Tensor, "t"]:
+    """Return the position of each query row, counted from the first key that its group has at a level."""
+    if level.batch.num_seqs:
+        rows = torch.arange(len(places), device=places.device)
+        group = torch.searchsorted(level.batch.cu_seqlens_q[1:], rows, right=True).clamp(max=level.batch.num_seqs - 1)
+        places = places - level.first_keys[group]
+    return places.int()
 
 
 def _common_length(blocks: Sequence[int], others: Sequence[int], limit: int) -> int:

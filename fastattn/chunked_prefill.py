@@ -36,7 +36,7 @@ def attention(
         window_size: `(left, right)` in tokens, both inclusive, -1 for no limit.
         softmax_scale: factor on the dot products; `d ** -0.5` if None.
         softcap: bound on the scores; 0 for none.
-        alibi_slopes: slope of each head for the bias `-slope * (query position - key position)`.
+        alibi_slopes: slope of each head for the bias `-slope * abs(query position - key position)`.
         sinks: one extra logit a head in the denominator.
         batch_invariant: give rows that do not change by a bit with what else is in the batch.
         return_lse: also return the log-sum-exp.
@@ -51,8 +51,18 @@ def attention(
 
     Source: `refattn.chunked_prefill.attention`.
     """
-    check_options(query, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks)
     check_paged(query, key_cache, value_cache, batch)
+    check_options(
+        query,
+        causal=causal,
+        window_size=window_size,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        batch_invariant=batch_invariant,
+        return_lse=return_lse,
+    )
     options = Options(
         causal=causal,
         window_size=window_size,

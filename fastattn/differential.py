@@ -6,7 +6,16 @@ from torch import Tensor
 
 from fastattn import kernels, kv_cache
 from fastattn.kernels import Options, Subtraction
-from refattn.batch import Batch, check_differential, check_options, check_pairs, check_sizes
+from refattn.batch import (
+    Batch,
+    check_differential,
+    check_halves,
+    check_lambdas,
+    check_memory,
+    check_options,
+    check_pairs,
+    check_sizes,
+)
 
 
 def attention(
@@ -35,12 +44,12 @@ def attention(
         lambda_full: weight of the second softmax, from `compute_lambda`.
         lambda_init: the constant of the layer that was learned around, `0.8 - 0.6 * exp(-0.3 * layer)`.
         norm_weight: learned factors of the norm; None where it has none.
-        norm_eps: keeps the norm of zeros at zero.
+        norm_eps: keeps the norm of zeros at zero; above 0.
         causal: hide keys behind a query's own position; False shows every key of the sequence.
         window_size: `(left, right)` in tokens, both inclusive, -1 for no limit.
         softmax_scale: factor on the dot products; `d ** -0.5` if None.
         softcap: bound on the scores; 0 for none.
-        alibi_slopes: slope of each head for the bias `-slope * (query position - key position)`.
+        alibi_slopes: slope of each head for the bias `-slope * abs(query position - key position)`.
         sinks: one extra logit a head in the denominator of its softmax.
         return_lse: also return the log-sum-exps.
 
@@ -56,8 +65,25 @@ def attention(
 
     Source: `refattn.differential.attention`.
     """
-    check_options(query, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks)
-    check_differential(query, cache, batch, lambda_full=lambda_full, norm_weight=norm_weight)
+    check_differential(
+        query,
+        cache,
+        batch,
+        lambda_full=lambda_full,
+        lambda_init=lambda_init,
+        norm_weight=norm_weight,
+        norm_eps=norm_eps,
+    )
+    check_options(
+        query,
+        causal=causal,
+        window_size=window_size,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        return_lse=return_lse,
+    )
     options = Options(
         causal=causal,
         window_size=window_size,
@@ -92,8 +118,12 @@ def compute_lambda(
     Returns:
         One number for all heads of the layer; it changes with the weights only, so compute it once.
 
+    Raises:
+        ValueError: if the vectors differ in type, shape or device, or `lambda_init` is no finite number.
+
     Source: `refattn.differential.compute_lambda`.
     """
+    check_lambdas(lambda_init, lambda_q1=lambda_q1, lambda_k1=lambda_k1, lambda_q2=lambda_q2, lambda_k2=lambda_k2)
     vectors = torch.stack([lambda_q1, lambda_k1, lambda_q2, lambda_k2])
     vectors = vectors if vectors.dtype == torch.float64 else vectors.float()
     first, second = (vectors[::2] * vectors[1::2]).sum(-1).exp().unbind()
@@ -109,8 +139,12 @@ def interleave_halves(heads: Shaped[Tensor, "t h d"]) -> Shaped[Tensor, "t h d"]
     Returns:
         The same heads in pairs.
 
+    Raises:
+        ValueError: if the shape is another, or the number of heads is odd.
+
     Source: `refattn.differential.interleave_halves`.
     """
+    check_halves(heads)
     return torch.stack(heads.chunk(2, dim=1), dim=2).flatten(1, 2)
 
 
@@ -137,11 +171,12 @@ def allocate(
         The pool, filled with zeros.
 
     Raises:
-        ValueError: if a size is not positive, or the heads are no pairs.
+        ValueError: if a size is not positive, the heads are no pairs, or there is no such type or device.
 
     Source: `refattn.differential.allocate`.
     """
     check_sizes(num_blocks=num_blocks, block_size=block_size, num_kv_heads=num_kv_heads, head_size=head_size)
+    check_memory(dtype, device)
     if num_kv_heads % 2:
         raise ValueError(f"num_kv_heads: expected pairs, an even number, got {num_kv_heads}")
     return torch.zeros(2, 2, num_blocks, block_size, num_kv_heads // 2, head_size, dtype=dtype, device=device)
@@ -177,6 +212,10 @@ def pools(cache: Shaped[Tensor, "2 2 n p pairs d"]) -> list[Shaped[Tensor, "n p 
 
     `kv_cache.copy_blocks` and `kv_cache.swap_blocks` take them as they are: a block is copied in all four.
 
+    Raises:
+        ValueError: if the cache has another shape.
+
     Source: `refattn.differential.pools`.
     """
+    check_pairs(cache)
     return [pool for half in cache.unbind() for pool in half.unbind()]

@@ -8,7 +8,7 @@ from jaxtyping import Int32, Int64, Shaped
 from torch import Tensor
 
 from fastattn.kernels.machine import runs_triton
-from refattn.batch import check_block_pairs, check_gather, check_sizes, check_slots
+from refattn.batch import check_block_pairs, check_gather, check_memory, check_sizes, check_slots
 
 
 def allocate(
@@ -38,7 +38,7 @@ def allocate(
         `key_cache` and `value_cache`, filled with zeros.
 
     Raises:
-        ValueError: if a size is not positive, or the layout is unknown.
+        ValueError: if a size is not positive, or there is no such layout, type or device.
 
     Source: `refattn.kv_cache.allocate`.
     """
@@ -50,6 +50,7 @@ def allocate(
         head_size=sizes[0],
         value_head_size=sizes[1],
     )
+    check_memory(dtype, device)
     if layout not in ("NHD", "HND"):
         raise ValueError(f'layout: expected "NHD" or "HND", got {layout!r}')
     inner = (block_size, num_kv_heads) if layout == "NHD" else (num_kv_heads, block_size)
@@ -127,7 +128,7 @@ def copy_blocks(caches: Sequence[Shaped[Tensor, "n ..."]], pairs: Int64[Tensor, 
 
     Source: `refattn.kv_cache.copy_blocks`.
     """
-    check_block_pairs(caches, caches, pairs)
+    check_block_pairs(caches, caches, pairs, names=("caches", "caches"))
     for cache in caches:
         if runs_triton(cache.device) and pairs.device == cache.device:
             from fastattn.kernels import triton_cache

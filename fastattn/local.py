@@ -8,7 +8,7 @@ from torch import Tensor
 from fastattn import kernels
 from fastattn.kernels import Options
 from fastattn.kernels.machine import runs_triton
-from refattn.batch import Batch, check_block_table, check_chunk, check_options, check_paged
+from refattn.batch import Batch, check_block_table, check_chunk, check_lengths, check_options, check_paged
 
 
 def attention(
@@ -35,7 +35,7 @@ def attention(
         chunk_size: tokens in a chunk, a multiple of the block size; the first chunk begins at position 0.
         softmax_scale: factor on the dot products; `d ** -0.5` if None.
         softcap: bound on the scores; 0 for none.
-        alibi_slopes: slope of each head for the bias `-slope * (query position - key position)`.
+        alibi_slopes: slope of each head for the bias `-slope * abs(query position - key position)`.
         sinks: one extra logit a head in the denominator.
         batch_invariant: give rows that do not change by a bit with what else is in the batch.
         return_lse: also return the log-sum-exp.
@@ -50,9 +50,17 @@ def attention(
 
     Source: `refattn.local.attention`.
     """
-    check_options(query, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks)
+    check_paged(query, key_cache, value_cache, batch, chunk_size=chunk_size)
+    check_options(
+        query,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        batch_invariant=batch_invariant,
+        return_lse=return_lse,
+    )
     virtual = make_virtual_batches(batch, chunk_size, block_size=key_cache.shape[1])
-    check_paged(query, key_cache, value_cache, virtual)
     options = Options(
         softmax_scale=softmax_scale,
         softcap=softcap,
@@ -82,13 +90,14 @@ def make_virtual_batches(batch: Batch, chunk_size: int, *, block_size: int) -> B
         new tokens from `batch`; slots are the same.
 
     Raises:
-        ValueError: if the block size does not divide the chunk, or the batch has no block table or (on a CPU) too few
-            columns.
+        ValueError: if the block size does not divide the chunk, or the batch has no block table, or (on a CPU) too few
+            columns or lengths that are none.
 
     Source: `refattn.local.make_virtual_batches`.
     """
     check_chunk(chunk_size, block_size)
     block_table = check_block_table(batch, block_size=block_size)
+    check_lengths(batch)
     if batch.max_seq_len <= chunk_size:
         return batch  # one chunk holds every sequence
     # The most that `max_query_len` neighbours can touch is when the first of them ends a chunk.

@@ -1,6 +1,7 @@
 """From requests to a `Batch`, for all tokens at once and without asking the device; the twin of `refattn.metadata`."""
 
 import dataclasses
+from array import array
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -9,7 +10,17 @@ from jaxtyping import Int32, Int64
 from torch import Tensor
 
 from fastattn.kernels.machine import runs_triton
-from refattn.batch import Batch, Part, check_block_table, check_requests
+from refattn.batch import (
+    Batch,
+    Part,
+    check_advance,
+    check_batch,
+    check_block_table,
+    check_device,
+    check_num_tokens,
+    check_requests,
+    check_split,
+)
 
 
 def make_batch(
@@ -31,15 +42,18 @@ def make_batch(
         The batch; shorter rows of the block table are filled up with -1.
 
     Raises:
-        ValueError: if the arguments differ in length, or a length is negative.
+        ValueError: if the arguments differ in length, a length is negative, or a length or a block is no int32.
 
     Source: `refattn.metadata.make_batch`.
     """
     check_requests(query_lens, seq_lens, block_tables)
+    check_device(device)
     b, columns = len(seq_lens), max(map(len, block_tables or ()), default=0)
-    rows = [entry for blocks in block_tables or () for entry in (*blocks, *(-1,) * (columns - len(blocks)))]
+    numbers = array("i", [0, *accumulate(query_lens), *seq_lens])
+    for blocks in block_tables or ():
+        numbers += array("i", blocks) + array("i", [-1]) * (columns - len(blocks))
     # One copy to the device instead of three.
-    packed = torch.tensor([0, *accumulate(query_lens), *seq_lens, *rows], dtype=torch.int32).to(device)
+    packed = torch.frombuffer(numbers, dtype=torch.int32).to(device)
     return Batch(
         cu_seqlens_q=packed[: b + 1],
         seq_lens=packed[b + 1 : 2 * b + 1],
@@ -60,8 +74,12 @@ def positions(batch: Batch, num_tokens: int) -> Int64[Tensor, "t"]:
     Returns:
         `seq_len - query_len + i` for query `i` of a sequence (negative where there are more queries than keys).
 
+    Raises:
+        ValueError: if `num_tokens` is negative, or (on a CPU) less than the query rows of the batch.
+
     Source: `refattn.metadata.positions`.
     """
+    check_num_tokens(num_tokens, batch)
     _, place, padding = _places(batch, num_tokens)
     return place.masked_fill(padding, 0)
 
@@ -78,10 +96,12 @@ def slot_mapping(batch: Batch, num_tokens: int, *, block_size: int) -> Int64[Ten
         `block * p + row` for the token's place in the pool.
 
     Raises:
-        ValueError: if the batch has no block table, or (on a CPU) too few columns for its lengths.
+        ValueError: if the batch has no block table, `num_tokens` is negative, or (on a CPU) the table has too few
+            columns for the lengths, or the batch has more than `num_tokens` query rows.
 
     Source: `refattn.metadata.slot_mapping`.
     """
+    check_num_tokens(num_tokens, batch)
     block_table = check_block_table(batch, block_size=block_size)
     if block_table.numel() == 0:
         return torch.full((num_tokens,), -1, dtype=torch.int64, device=batch.device)
@@ -108,11 +128,12 @@ def split(batch: Batch, query_lens: Sequence[int], *, decode_len: int = 1) -> tu
         The decodes and the prefills, each a `Part(batch, tokens)`; `tokens` is its slice of the query rows.
 
     Raises:
-        ValueError: if decodes and prefills are mixed, or `query_lens` has another length than the batch.
+        ValueError: if decodes and prefills are mixed, or `query_lens` has another length than the batch, or (on a CPU)
+            other lengths.
 
     Source: `refattn.metadata.split`.
     """
-    check_requests(query_lens, query_lens, None, num_seqs=batch.num_seqs)
+    check_split(batch, query_lens, decode_len)
     kinds = [length <= decode_len for length in query_lens]
     changes = [i for i in range(1, len(kinds)) if kinds[i] != kinds[i - 1]]
     if len(changes) > 1:
@@ -138,11 +159,12 @@ def advance(batch: Batch, slots: Int64[Tensor, "t"], *, block_size: int) -> Batc
         A batch of the same tensors, with `max_seq_len` raised as far as the block table allows.
 
     Raises:
-        ValueError: on a CPU, if a sequence outgrows the block table. Nothing is changed then.
+        ValueError: if the slots are no int64 `[t]` where the batch is; on a CPU also if there are fewer of them than
+            query rows, or a sequence outgrows the block table. Nothing is changed then.
 
     Source: `refattn.metadata.advance`.
     """
-    block_table = check_block_table(batch, block_size=block_size, new_lens=batch.query_lens)
+    block_table = check_advance(batch, slots, block_size=block_size)
     batch.seq_lens.add_(batch.query_lens)
     capacity = block_table.shape[1] * block_size
     longer = dataclasses.replace(batch, max_seq_len=min(batch.max_seq_len + batch.max_query_len, capacity))
@@ -165,6 +187,7 @@ def update_block_table(batch: Batch, block_table: Int32[Tensor, "b m"]) -> Batch
 
     Source: `refattn.metadata.update_block_table`.
     """
+    check_batch(batch)
     return dataclasses.replace(batch, block_table=block_table)
 
 

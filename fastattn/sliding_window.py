@@ -13,7 +13,17 @@ from torch import Tensor
 from fastattn import kernels
 from fastattn.kernels import Options
 from fastattn.kernels.machine import runs_triton
-from refattn.batch import Batch, check_block_table, check_held, check_options, check_paged, check_sizes, check_window
+from refattn.batch import (
+    Batch,
+    check_block_table,
+    check_held,
+    check_lengths,
+    check_options,
+    check_paged,
+    check_sizes,
+    check_translated,
+    check_window,
+)
 
 
 def attention(
@@ -42,7 +52,7 @@ def attention(
         causal: hide keys behind a query's own position, whatever the right side of the window says.
         softmax_scale: factor on the dot products; `d ** -0.5` if None.
         softcap: bound on the scores; 0 for none.
-        alibi_slopes: slope of each head for the bias `-slope * (query position - key position)`.
+        alibi_slopes: slope of each head for the bias `-slope * abs(query position - key position)`.
         sinks: one extra logit a head in the denominator.
         batch_invariant: give rows that do not change by a bit with what else is in the batch.
         return_lse: also return the log-sum-exp.
@@ -57,9 +67,19 @@ def attention(
 
     Source: `refattn.sliding_window.attention`.
     """
-    check_options(query, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks)
+    check_paged(query, key_cache, value_cache, batch, window_size=window_size)
+    check_options(
+        query,
+        causal=causal,
+        window_size=window_size,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        batch_invariant=batch_invariant,
+        return_lse=return_lse,
+    )
     trimmed = _trim_once(batch, window_size, block_size=key_cache.shape[1])
-    check_paged(query, key_cache, value_cache, trimmed)
     options = Options(
         causal=causal,
         window_size=window_size,
@@ -89,12 +109,14 @@ def trim(batch: Batch, window_size: tuple[int, int], *, block_size: int) -> Batc
         token of the first block that is left, so take the slots and rotary positions of new tokens from `batch`.
 
     Raises:
-        ValueError: if a size is out of range, or the batch has no block table or (on a CPU) too few columns.
+        ValueError: if a size is out of range, or the batch has no block table, or (on a CPU) too few columns or
+            lengths that are none.
 
     Source: `refattn.sliding_window.trim`.
     """
     check_window(window_size)
     block_table = check_block_table(batch, block_size=block_size)
+    check_lengths(batch)
     left = window_size[0]
     if left < 0 or batch.max_seq_len <= left + block_size:
         return batch  # every query sees a key of the first block
@@ -204,6 +226,7 @@ class WindowPool:
 
     def translate_slots(self, slot_mapping: Int64[Tensor, "t"]) -> Int64[Tensor, "t"]:
         """Turn slots of the full pool into slots of the window pool: -1 for padding and for blocks that have none."""
+        check_translated(slot_mapping, num_slots=len(self.users) * self.block_size)
         block = self._window_blocks(slot_mapping.device)[slot_mapping.clamp(min=0) // self.block_size]
         slots = block * self.block_size + slot_mapping % self.block_size
         return slots.masked_fill((block < 0) | (slot_mapping < 0), -1)

@@ -1,7 +1,7 @@
 """The one formula: softmax attention of some queries over some keys, under a picture of who may see whom."""
 
 import torch
-from einops import einsum, repeat
+from einops import einsum, rearrange, repeat
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -28,7 +28,8 @@ def attend(
         out      = sum_j exp(score[j] - lse) * value[j, h // g]
 
     The order matters: the cap and the bias come before the mask, so neither can make a hidden key visible again.
-    A query that sees nothing answers 0 with an LSE of `-inf` (with a sink: 0, and the sink as its LSE).
+    A query that sees nothing answers 0 with an LSE of `-inf` (with a sink: 0, and the sink as its LSE). A key that no
+    query sees may hold anything, NaN included; a NaN that a query sees comes out as NaN.
 
     Args:
         query: the new tokens, one row a token.
@@ -52,6 +53,8 @@ def attend(
     scale = query.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
     k = repeat(key.to(compute), "s hk d -> s (hk g) d", g=group)
     v = repeat(value.to(compute), "s hk dv -> s (hk g) dv", g=group)
+    nobody_sees = rearrange(~visible.any(0), "s -> s 1 1")
+    v = v.masked_fill(nobody_sees, 0.0)  # such memory may hold anything, and 0 * NaN is NaN
 
     scores = einsum(query.to(compute) * scale, k, "t h d, s h d -> h t s")
     if softcap:

@@ -27,12 +27,15 @@ from refattn.batch import (
     Machine,
     Prefix,
     check_block_table,
+    check_device,
     check_levels,
+    check_machine,
     check_options,
     check_paged,
     check_prefixes,
     check_requests,
     check_sizes,
+    check_tree,
 )
 from refattn.kv_cache import gather
 from refattn.masks import alibi, visible_keys
@@ -85,7 +88,7 @@ def attention(
         window_size: `(left, right)` in tokens, both inclusive, -1 for no limit.
         softmax_scale: factor on the dot products; `d ** -0.5` if None.
         softcap: bound on the scores; 0 for none.
-        alibi_slopes: slope of each head for the bias `-slope * (query position - key position)`.
+        alibi_slopes: slope of each head for the bias `-slope * abs(query position - key position)`.
         sinks: one extra logit a head in the denominator, counted once.
         return_lse: also return the log-sum-exp.
 
@@ -98,9 +101,17 @@ def attention(
 
     Source: Juravsky et al. 2024, "Hydragen"; Ye et al. 2024, "Cascade Inference" (FlashInfer).
     """
-    check_options(query, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks)
     check_paged(query, key_cache, value_cache, batch)
-    check_levels(batch, levels, block_size=key_cache.shape[1])
+    check_options(
+        query,
+        window_size=window_size,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        return_lse=return_lse,
+    )
+    check_levels(batch, levels, block_size=key_cache.shape[1], num_blocks=key_cache.shape[0])
     compute = compute_dtype(query.dtype)
     visible, bias = _whole_picture(query, batch, window_size, alibi_slopes)
 
@@ -156,10 +167,10 @@ def find_prefixes(
         The prefixes; none where nobody shares.
 
     Raises:
-        ValueError: if the arguments differ in length, or a length is negative.
+        ValueError: if the arguments differ in length, a length is negative, or a request has too few blocks.
     """
-    check_requests(query_lens, seq_lens, block_tables)
     check_sizes(block_size=block_size)
+    check_requests(query_lens, seq_lens, block_tables, block_size=block_size)
     num_seqs = len(seq_lens)
     full_blocks = [max(0, s - q) // block_size for q, s in zip(query_lens, seq_lens, strict=True)]  # before any query
     shared = []  # blocks that each sequence shares with the next one
@@ -209,6 +220,7 @@ def make_levels(
             not in the same blocks for all of them, or overlaps another without being nested with it.
     """
     check_prefixes(prefixes, query_lens, seq_lens, block_tables, block_size=block_size)
+    check_device(device)
     num_seqs = len(seq_lens)
     begins = [0] * num_seqs  # the first key of each sequence that no level has yet
     levels = []
@@ -278,6 +290,8 @@ def estimate_seconds(
     Source: the waves are those of vLLM's `use_cascade_attention`.
     """
     check_requests(query_lens, seq_lens, None)
+    check_tree(prefixes)
+    check_machine(machine)
     check_sizes(num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size, element_size=element_size)
     per_worker = machine.workers / machine.bytes_per_second, machine.workers / machine.flops_per_second
     read = 2 * machine.tile_keys * head_size * element_size * per_worker[0]
@@ -363,6 +377,7 @@ def worthwhile_prefixes(
     Raises:
         ValueError: if the arguments differ in length, or a size is not positive.
     """
+    check_tree(prefixes)
     shape = dict(num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size, element_size=element_size)
 
     def saved_reads(prefix: Prefix) -> int:
@@ -383,11 +398,12 @@ def _whole_picture(
     """Draw who may see whom in all sequences, by absolute positions; each level attends to its columns of this."""
     t, h = query.shape[:2]
     visible = torch.zeros(t, batch.max_seq_len, dtype=torch.bool, device=query.device)
-    bias = query.new_zeros(h, t, batch.max_seq_len, dtype=compute_dtype(query.dtype))
+    compute = compute_dtype(query.dtype)
+    bias = query.new_zeros(h, t, batch.max_seq_len, dtype=compute)
     for (q0, q1), seq_len in zip(batch.query_rows(), batch.seq_lens.tolist(), strict=True):
         visible[q0:q1, :seq_len] = visible_keys(
             q1 - q0, seq_len, causal=True, window_size=window_size, device=query.device
         )
         if alibi_slopes is not None:
-            bias[:, q0:q1, :seq_len] = alibi(alibi_slopes, q1 - q0, seq_len, device=query.device)
+            bias[:, q0:q1, :seq_len] = alibi(alibi_slopes, q1 - q0, seq_len, dtype=compute, device=query.device)
     return visible, bias

@@ -48,7 +48,7 @@ def attention(
         window_size: `(left, right)` in tokens, both inclusive, -1 for no limit.
         softmax_scale: factor on the dot products; `d ** -0.5` if None.
         softcap: bound on the scores; 0 for none.
-        alibi_slopes: slope of each head for the bias `-slope * (query position - key position)`.
+        alibi_slopes: slope of each head for the bias `-slope * abs(query position - key position)`.
         sinks: one extra logit a head in the denominator.
         batch_invariant: give rows that do not change by a bit with what else is in the batch. Here they never do: the
             sequences are computed one by one.
@@ -63,14 +63,27 @@ def attention(
 
     Source: Agrawal et al. 2023, "Sarathi"; Kwon et al. 2023, "PagedAttention".
     """
-    check_options(query, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks)
     block_table = check_paged(query, key_cache, value_cache, batch)
+    check_options(
+        query,
+        causal=causal,
+        window_size=window_size,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        batch_invariant=batch_invariant,
+        return_lse=return_lse,
+    )
+    compute = compute_dtype(query.dtype)
     out = query.new_zeros(*query.shape[:2], value_cache.shape[-1])
-    lse = query.new_full(query.shape[:2], -torch.inf, dtype=compute_dtype(query.dtype))
+    lse = query.new_full(query.shape[:2], -torch.inf, dtype=compute)
 
     for (q0, q1), seq_len, blocks in zip(batch.query_rows(), batch.seq_lens.tolist(), block_table, strict=True):
         visible = visible_keys(q1 - q0, seq_len, causal=causal, window_size=window_size, device=query.device)
-        bias = None if alibi_slopes is None else alibi(alibi_slopes, q1 - q0, seq_len, device=query.device)
+        bias = None
+        if alibi_slopes is not None:
+            bias = alibi(alibi_slopes, q1 - q0, seq_len, dtype=compute, device=query.device)
         out[q0:q1], lse[q0:q1] = attend(
             query[q0:q1],
             gather(key_cache, blocks, seq_len),

@@ -40,7 +40,7 @@ def attention(
         window_size: `(left, right)` in tokens, both inclusive, -1 for no limit.
         softmax_scale: factor on the dot products; `d ** -0.5` if None.
         softcap: bound on the scores; 0 for none.
-        alibi_slopes: slope of each head for the bias `-slope * (query position - key position)`.
+        alibi_slopes: slope of each head for the bias `-slope * abs(query position - key position)`.
         sinks: one extra logit a head in the denominator.
         return_lse: also return the log-sum-exp.
 
@@ -53,15 +53,27 @@ def attention(
 
     Source: Dao et al. 2022, "FlashAttention" (its variable-length form).
     """
-    check_options(query, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks)
     check_dense(query, key, value, batch)
+    check_options(
+        query,
+        causal=causal,
+        window_size=window_size,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        return_lse=return_lse,
+    )
+    compute = compute_dtype(query.dtype)
     out = query.new_zeros(*query.shape[:2], value.shape[-1])
-    lse = query.new_full(query.shape[:2], -torch.inf, dtype=compute_dtype(query.dtype))
+    lse = query.new_full(query.shape[:2], -torch.inf, dtype=compute)
 
     for (q0, q1), (k0, k1) in zip(batch.query_rows(), batch.key_rows(), strict=True):
         query_len, seq_len = q1 - q0, k1 - k0
         visible = visible_keys(query_len, seq_len, causal=causal, window_size=window_size, device=query.device)
-        bias = None if alibi_slopes is None else alibi(alibi_slopes, query_len, seq_len, device=query.device)
+        bias = None
+        if alibi_slopes is not None:
+            bias = alibi(alibi_slopes, query_len, seq_len, dtype=compute, device=query.device)
         out[q0:q1], lse[q0:q1] = attend(
             query[q0:q1],
             key[k0:k1],

@@ -21,7 +21,16 @@ from torch import Tensor
 
 from refattn import kv_cache
 from refattn.attention import attend, compute_dtype
-from refattn.batch import Batch, check_differential, check_options, check_pairs, check_sizes
+from refattn.batch import (
+    Batch,
+    check_differential,
+    check_halves,
+    check_lambdas,
+    check_memory,
+    check_options,
+    check_pairs,
+    check_sizes,
+)
 from refattn.masks import alibi, visible_keys
 
 
@@ -58,12 +67,12 @@ def attention(
         lambda_full: weight of the second softmax, from `compute_lambda`.
         lambda_init: the constant of the layer that was learned around, `0.8 - 0.6 * exp(-0.3 * layer)`.
         norm_weight: learned factors of the norm; None where it has none.
-        norm_eps: keeps the norm of zeros at zero.
+        norm_eps: keeps the norm of zeros at zero; above 0.
         causal: hide keys behind a query's own position; False shows every key of the sequence.
         window_size: `(left, right)` in tokens, both inclusive, -1 for no limit.
         softmax_scale: factor on the dot products; `d ** -0.5` if None.
         softcap: bound on the scores; 0 for none.
-        alibi_slopes: slope of each head for the bias `-slope * (query position - key position)`.
+        alibi_slopes: slope of each head for the bias `-slope * abs(query position - key position)`.
         sinks: one extra logit a head in the denominator of its softmax.
         return_lse: also return the log-sum-exps.
 
@@ -78,15 +87,34 @@ def attention(
 
     Source: Ye et al. 2024, "Differential Transformer"; reuse of a cache: Sun et al. 2024, "You Only Cache Once".
     """
-    check_options(query, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks)
-    block_table = check_differential(query, cache, batch, lambda_full=lambda_full, norm_weight=norm_weight)
+    block_table = check_differential(
+        query,
+        cache,
+        batch,
+        lambda_full=lambda_full,
+        lambda_init=lambda_init,
+        norm_weight=norm_weight,
+        norm_eps=norm_eps,
+    )
+    check_options(
+        query,
+        causal=causal,
+        window_size=window_size,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        return_lse=return_lse,
+    )
     compute = compute_dtype(query.dtype)
     out = torch.zeros_like(query)
     lse = query.new_full(query.shape[:2], -torch.inf, dtype=compute)
 
     for (q0, q1), seq_len, blocks in zip(batch.query_rows(), batch.seq_lens.tolist(), block_table, strict=True):
         visible = visible_keys(q1 - q0, seq_len, causal=causal, window_size=window_size, device=query.device)
-        bias = None if alibi_slopes is None else alibi(alibi_slopes, q1 - q0, seq_len, device=query.device)
+        bias = None
+        if alibi_slopes is not None:
+            bias = alibi(alibi_slopes, q1 - q0, seq_len, dtype=compute, device=query.device)
         values = torch.cat([kv_cache.gather(cache[half, 1], blocks, seq_len) for half in (0, 1)], dim=-1)  # [v1; v2]
         answers = []
         for half in (0, 1):
@@ -130,8 +158,12 @@ def compute_lambda(
     Returns:
         One number for all heads of the layer; it changes with the weights only, so compute it once.
 
+    Raises:
+        ValueError: if the vectors differ in type, shape or device, or `lambda_init` is no finite number.
+
     Source: Ye et al. 2024, "Differential Transformer", equation 2.
     """
+    check_lambdas(lambda_init, lambda_q1=lambda_q1, lambda_k1=lambda_k1, lambda_q2=lambda_q2, lambda_k2=lambda_k2)
     compute = compute_dtype(lambda_q1.dtype)
     first, second = (lambda_q1.to(compute) * lambda_k1).sum(), (lambda_q2.to(compute) * lambda_k2).sum()
     return torch.exp(first) - torch.exp(second) + lambda_init
@@ -152,8 +184,12 @@ def interleave_halves(heads: Shaped[Tensor, "t h d"]) -> Shaped[Tensor, "t h d"]
     Returns:
         The same heads in pairs.
 
+    Raises:
+        ValueError: if the shape is another, or the number of heads is odd.
+
     Source: `DiffLlamaAttention` in transformers.
     """
+    check_halves(heads)
     return rearrange(heads, "t (two pairs) d -> t (pairs two) d", two=2)
 
 
@@ -180,9 +216,10 @@ def allocate(
         The pool, filled with zeros.
 
     Raises:
-        ValueError: if a size is not positive, or the heads are no pairs.
+        ValueError: if a size is not positive, the heads are no pairs, or there is no such type or device.
     """
     check_sizes(num_blocks=num_blocks, block_size=block_size, num_kv_heads=num_kv_heads, head_size=head_size)
+    check_memory(dtype, device)
     if num_kv_heads % 2:
         raise ValueError(f"num_kv_heads: expected pairs, an even number, got {num_kv_heads}")
     return torch.zeros(2, 2, num_blocks, block_size, num_kv_heads // 2, head_size, dtype=dtype, device=device)
@@ -215,5 +252,9 @@ def pools(cache: Shaped[Tensor, "2 2 n p pairs d"]) -> list[Shaped[Tensor, "n p 
     """Give the four pools of a cache, views with the block as first dimension.
 
     `kv_cache.copy_blocks` and `kv_cache.swap_blocks` take them as they are: a block is copied in all four.
+
+    Raises:
+        ValueError: if the cache has another shape.
     """
+    check_pairs(cache)
     return [cache[half, kind] for half in (0, 1) for kind in (0, 1)]

@@ -19,7 +19,7 @@ from einops import rearrange
 from jaxtyping import Int32, Int64, Shaped
 from torch import Tensor
 
-from refattn.batch import check_block_pairs, check_gather, check_sizes, check_slots
+from refattn.batch import check_block_pairs, check_gather, check_memory, check_sizes, check_slots
 
 
 def allocate(
@@ -49,7 +49,7 @@ def allocate(
         `key_cache` and `value_cache`, filled with zeros.
 
     Raises:
-        ValueError: if a size is not positive, or the layout is unknown.
+        ValueError: if a size is not positive, or there is no such layout, type or device.
     """
     value_head_size = head_size if value_head_size is None else value_head_size
     check_sizes(
@@ -59,6 +59,7 @@ def allocate(
         head_size=head_size,
         value_head_size=value_head_size,
     )
+    check_memory(dtype, device)
     if layout not in ("NHD", "HND"):
         raise ValueError(f'layout: expected "NHD" or "HND", got {layout!r}')
 
@@ -131,7 +132,8 @@ def copy_blocks(caches: Sequence[Shaped[Tensor, "n ..."]], pairs: Int64[Tensor, 
     Raises:
         ValueError: if a block is outside a pool or is written twice. Nothing is written then.
     """
-    swap_blocks(caches, caches, pairs)
+    check_block_pairs(caches, caches, pairs, names=("caches", "caches"))
+    _copy(caches, caches, pairs)
 
 
 def swap_blocks(
@@ -152,6 +154,10 @@ def swap_blocks(
             then.
     """
     check_block_pairs(sources, destinations, pairs)
+    _copy(sources, destinations, pairs)
+
+
+def _copy(sources: Sequence[Tensor], destinations: Sequence[Tensor], pairs: Tensor) -> None:
     for source, destination in zip(sources, destinations, strict=True):
         blocks = [source[block].clone() for block, _ in pairs.tolist()]
         for block, (_, target) in zip(blocks, pairs.tolist(), strict=True):

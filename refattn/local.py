@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from refattn.attention import attend, compute_dtype
-from refattn.batch import Batch, check_block_table, check_chunk, check_options, check_paged
+from refattn.batch import Batch, check_block_table, check_chunk, check_lengths, check_options, check_paged
 from refattn.kv_cache import gather
 from refattn.masks import alibi, causal
 from refattn.metadata import make_batch
@@ -50,7 +50,7 @@ def attention(
         chunk_size: tokens in a chunk, a multiple of the block size; the first chunk begins at position 0.
         softmax_scale: factor on the dot products; `d ** -0.5` if None.
         softcap: bound on the scores; 0 for none.
-        alibi_slopes: slope of each head for the bias `-slope * (query position - key position)`; as both are in one
+        alibi_slopes: slope of each head for the bias `-slope * abs(query position - key position)`; as both are in one
             chunk, it does not matter where positions count from.
         sinks: one extra logit a head in the denominator.
         batch_invariant: give rows that do not change by a bit with what else is in the batch. Here they never do: the
@@ -66,14 +66,27 @@ def attention(
 
     Source: Meta 2025, Llama 4 (its layers with rotary positions); the virtual batches are vLLM's.
     """
-    check_options(query, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks)
+    check_paged(query, key_cache, value_cache, batch, chunk_size=chunk_size)
+    check_options(
+        query,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        batch_invariant=batch_invariant,
+        return_lse=return_lse,
+    )
     virtual = make_virtual_batches(batch, chunk_size, block_size=key_cache.shape[1])
-    block_table = check_paged(query, key_cache, value_cache, virtual)
+    assert virtual.block_table is not None  # that of the batch has been checked
+    compute = compute_dtype(query.dtype)
     out = query.new_zeros(*query.shape[:2], value_cache.shape[-1])
-    lse = query.new_full(query.shape[:2], -torch.inf, dtype=compute_dtype(query.dtype))
+    lse = query.new_full(query.shape[:2], -torch.inf, dtype=compute)
 
-    for (q0, q1), seq_len, blocks in zip(virtual.query_rows(), virtual.seq_lens.tolist(), block_table, strict=True):
-        bias = None if alibi_slopes is None else alibi(alibi_slopes, q1 - q0, seq_len, device=query.device)
+    rows, seq_lens = virtual.query_rows(), virtual.seq_lens.tolist()
+    for (q0, q1), seq_len, blocks in zip(rows, seq_lens, virtual.block_table, strict=True):
+        bias = None
+        if alibi_slopes is not None:
+            bias = alibi(alibi_slopes, q1 - q0, seq_len, dtype=compute, device=query.device)
         out[q0:q1], lse[q0:q1] = attend(
             query[q0:q1],
             gather(key_cache, blocks, seq_len),
@@ -108,11 +121,12 @@ def make_virtual_batches(batch: Batch, chunk_size: int, *, block_size: int) -> B
         new tokens from `batch`; slots are the same.
 
     Raises:
-        ValueError: if the block size does not divide the chunk, or the batch has no block table or (on a CPU) too few
-            columns.
+        ValueError: if the block size does not divide the chunk, or the batch has no block table, or (on a CPU) too few
+            columns or lengths that are none.
     """
     check_chunk(chunk_size, block_size)
     block_table = check_block_table(batch, block_size=block_size)
+    check_lengths(batch)
     query_lens, seq_lens, tables = [], [], []
     for query_len, seq_len, blocks in zip(
         batch.query_lens.tolist(), batch.seq_lens.tolist(), block_table.tolist(), strict=True

@@ -79,17 +79,32 @@ def visible_keys(
 
 
 def alibi(
-    slopes: Float[Tensor, "h"], query_len: int, seq_len: int, *, device: torch.device | None = None
+    slopes: Float[Tensor, "h"],
+    query_len: int,
+    seq_len: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
 ) -> Float[Tensor, "h t s"]:
-    """Give the ALiBi bias `-slope * (query position - key position)`.
+    """Return the ALiBi bias `-slope * abs(query position - key position)`. With a slope of 1, 2 queries and 4 keys:
 
-    The positions are absolute: a constant a row would cancel inside one softmax, but not between the two halves of keys
+        -2 -1  0 -1
+        -3 -2 -1  0
+
+    The positions are absolute: a constant per row would cancel inside one softmax, but not between two sets of keys
     that are attended apart and merged.
 
-    Source: Press et al. 2022, "Train Short, Test Long".
+    Args:
+        slopes: one per head, of any type.
+        query_len: new tokens of the sequence.
+        seq_len: tokens of the sequence.
+        dtype: the type that the bias is computed in, which is that of the scores and not that of the slopes.
+        device: where the bias is to be.
+
+    Source: Press et al. 2022, "Train Short, Test Long"; the absolute value is FlashAttention's, for later keys.
     """
     i, j = _grid(query_len, seq_len, device)
-    return -rearrange(slopes, "h -> h 1 1") * (i - j)
+    return -rearrange(slopes.to(dtype), "h -> h 1 1") * (i - j).abs()
 
 
 def _grid(

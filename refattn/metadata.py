@@ -14,7 +14,17 @@ import torch
 from jaxtyping import Int32, Int64
 from torch import Tensor
 
-from refattn.batch import Batch, Part, check_block_table, check_requests
+from refattn.batch import (
+    Batch,
+    Part,
+    check_advance,
+    check_batch,
+    check_block_table,
+    check_device,
+    check_num_tokens,
+    check_requests,
+    check_split,
+)
 
 
 def make_batch(
@@ -36,9 +46,10 @@ def make_batch(
         The batch; shorter rows of the block table are filled up with -1.
 
     Raises:
-        ValueError: if the arguments differ in length, or a length is negative.
+        ValueError: if the arguments differ in length, a length is negative, or a length or a block is no int32.
     """
     check_requests(query_lens, seq_lens, block_tables)
+    check_device(device)
     table = None
     if block_tables is not None:
         columns = max((len(blocks) for blocks in block_tables), default=0)
@@ -65,7 +76,11 @@ def positions(batch: Batch, num_tokens: int) -> Int64[Tensor, "t"]:
 
     Returns:
         `seq_len - query_len + i` for query `i` of a sequence (negative where there are more queries than keys).
+
+    Raises:
+        ValueError: if `num_tokens` is negative, or (on a CPU) less than the query rows of the batch.
     """
+    check_num_tokens(num_tokens, batch)
     result = torch.zeros(num_tokens, dtype=torch.int64, device=batch.device)
     for (q0, q1), seq_len in zip(batch.query_rows(), batch.seq_lens.tolist(), strict=True):
         for row in range(q0, q1):
@@ -85,8 +100,10 @@ def slot_mapping(batch: Batch, num_tokens: int, *, block_size: int) -> Int64[Ten
         `block * p + row` for the token's place in the pool.
 
     Raises:
-        ValueError: if the batch has no block table, or (on a CPU) too few columns for its lengths.
+        ValueError: if the batch has no block table, `num_tokens` is negative, or (on a CPU) the table has too few
+            columns for the lengths, or the batch has more than `num_tokens` query rows.
     """
+    check_num_tokens(num_tokens, batch)
     block_table = check_block_table(batch, block_size=block_size)
     result = torch.full((num_tokens,), -1, dtype=torch.int64, device=batch.device)
     place = positions(batch, num_tokens)
@@ -110,11 +127,12 @@ def split(batch: Batch, query_lens: Sequence[int], *, decode_len: int = 1) -> tu
         The decodes and the prefills, each a `Part(batch, tokens)`; `tokens` is its slice of the query rows.
 
     Raises:
-        ValueError: if decodes and prefills are mixed, or `query_lens` has another length than the batch.
+        ValueError: if decodes and prefills are mixed, or `query_lens` has another length than the batch, or (on a CPU)
+            other lengths.
 
     Source: the reordered batches of vLLM (decodes first since V1, prefills first in V0).
     """
-    check_requests(query_lens, query_lens, None, num_seqs=batch.num_seqs)
+    check_split(batch, query_lens, decode_len)
     is_decode = [length <= decode_len for length in query_lens]
     decodes = sum(is_decode)
     if is_decode == sorted(is_decode, reverse=True):
@@ -143,11 +161,12 @@ def advance(batch: Batch, slots: Int64[Tensor, "t"], *, block_size: int) -> Batc
         A batch of the same tensors, with `max_seq_len` raised as far as the block table allows.
 
     Raises:
-        ValueError: on a CPU, if a sequence outgrows the block table. Nothing is changed then.
+        ValueError: if the slots are no int64 `[t]` where the batch is; on a CPU also if there are fewer of them than
+            query rows, or a sequence outgrows the block table. Nothing is changed then.
 
     Source: vLLM's multi-step decoding.
     """
-    block_table = check_block_table(batch, block_size=block_size, new_lens=batch.query_lens)
+    block_table = check_advance(batch, slots, block_size=block_size)
     batch.seq_lens.add_(batch.query_lens)
     capacity = block_table.shape[1] * block_size
     longer = dataclasses.replace(batch, max_seq_len=min(batch.max_seq_len + batch.max_query_len, capacity))
@@ -168,6 +187,7 @@ def update_block_table(batch: Batch, block_table: Int32[Tensor, "b m"]) -> Batch
     Raises:
         ValueError: if the table has another type, device or number of rows.
     """
+    check_batch(batch)
     return dataclasses.replace(batch, block_table=block_table)
 
 

@@ -23,9 +23,11 @@ from refattn.batch import (
     Batch,
     check_block_table,
     check_held,
+    check_lengths,
     check_options,
     check_paged,
     check_sizes,
+    check_translated,
     check_window,
 )
 from refattn.kv_cache import gather
@@ -65,7 +67,7 @@ def attention(
         causal: hide keys behind a query's own position, whatever the right side of the window says.
         softmax_scale: factor on the dot products; `d ** -0.5` if None.
         softcap: bound on the scores; 0 for none.
-        alibi_slopes: slope of each head for the bias `-slope * (query position - key position)`.
+        alibi_slopes: slope of each head for the bias `-slope * abs(query position - key position)`.
         sinks: one extra logit a head in the denominator.
         batch_invariant: give rows that do not change by a bit with what else is in the batch. Here they never do: the
             sequences are computed one by one.
@@ -80,15 +82,30 @@ def attention(
 
     Source: Beltagy et al. 2020, "Longformer"; Jiang et al. 2023, "Mistral 7B".
     """
-    check_options(query, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks)
+    check_paged(query, key_cache, value_cache, batch, window_size=window_size)
+    check_options(
+        query,
+        causal=causal,
+        window_size=window_size,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        batch_invariant=batch_invariant,
+        return_lse=return_lse,
+    )
     trimmed = trim(batch, window_size, block_size=key_cache.shape[1])
-    block_table = check_paged(query, key_cache, value_cache, trimmed)
+    assert trimmed.block_table is not None  # that of the batch has been checked
+    compute = compute_dtype(query.dtype)
     out = query.new_zeros(*query.shape[:2], value_cache.shape[-1])
-    lse = query.new_full(query.shape[:2], -torch.inf, dtype=compute_dtype(query.dtype))
+    lse = query.new_full(query.shape[:2], -torch.inf, dtype=compute)
 
-    for (q0, q1), seq_len, blocks in zip(trimmed.query_rows(), trimmed.seq_lens.tolist(), block_table, strict=True):
+    rows, seq_lens = trimmed.query_rows(), trimmed.seq_lens.tolist()
+    for (q0, q1), seq_len, blocks in zip(rows, seq_lens, trimmed.block_table, strict=True):
         visible = visible_keys(q1 - q0, seq_len, causal=causal, window_size=window_size, device=query.device)
-        bias = None if alibi_slopes is None else alibi(alibi_slopes, q1 - q0, seq_len, device=query.device)
+        bias = None
+        if alibi_slopes is not None:
+            bias = alibi(alibi_slopes, q1 - q0, seq_len, dtype=compute, device=query.device)
         out[q0:q1], lse[q0:q1] = attend(
             query[q0:q1],
             gather(key_cache, blocks, seq_len),
@@ -118,10 +135,12 @@ def trim(batch: Batch, window_size: tuple[int, int], *, block_size: int) -> Batc
         token of the first block that is left, so take the slots and rotary positions of new tokens from `batch`.
 
     Raises:
-        ValueError: if a size is out of range, or the batch has no block table or (on a CPU) too few columns.
+        ValueError: if a size is out of range, or the batch has no block table, or (on a CPU) too few columns or
+            lengths that are none.
     """
     check_window(window_size)
     block_table = check_block_table(batch, block_size=block_size)
+    check_lengths(batch)
     seq_lens, tables = [], []
     for query_len, seq_len, blocks in zip(
         batch.query_lens.tolist(), batch.seq_lens.tolist(), block_table.tolist(), strict=True
@@ -212,6 +231,7 @@ class WindowPool:
 
     def translate_slots(self, slot_mapping: Int64[Tensor, "t"]) -> Int64[Tensor, "t"]:
         """Turn slots of the full pool into slots of the window pool: -1 for padding and for blocks that have none."""
+        check_translated(slot_mapping, num_slots=len(self.users) * self.block_size)
         slots = []
         for slot in slot_mapping.tolist():
             block, row = divmod(slot, self.block_size)

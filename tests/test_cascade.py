@@ -18,7 +18,7 @@ import fastattn.chunked_prefill
 import refattn.cascade
 import refattn.chunked_prefill
 import refattn.metadata
-from fastattn.kernels import cpu
+from fastattn.kernels import cpu, triton_attention
 from refattn.batch import Batch, Level, Prefix
 
 each_twin = pytest.mark.parametrize("twin", [refattn.cascade, fastattn.cascade], ids=["ref", "fast"])
@@ -56,8 +56,12 @@ OPTIONS = {
     "softcap": dict(softcap=1.0),
     "alibi": dict(alibi_slopes=True),
     "sinks": dict(sinks=True),
+    "window": dict(window_size=(40, 0)),
+    "window-of-one": dict(window_size=(0, 0)),
     "everything": dict(softmax_scale=0.2, softcap=5.0, alibi_slopes=True, sinks=True),
+    "everything-in-a-window": dict(softmax_scale=0.2, softcap=5.0, alibi_slopes=True, sinks=True, window_size=(50, 3)),
 }
+WINDOWS = [(0, 0), (5, 0), (40, 0), (47, -1), (60, 3), (-1, 0)]
 each_sharing = pytest.mark.parametrize("sharing", SHARED.values(), ids=SHARED)
 
 
@@ -122,17 +126,20 @@ def test_every_query_sees_the_keys_up_to_its_position_once(twin, sharing, device
     assert_same_masks(read_masks(attention, case, device=device), masks_by_hand(case, lambda i, j: j <= i))
 
 
-@pytest.mark.parametrize("window", [(0, 0), (5, 0), (40, 0), (47, -1), (60, 3)], ids=str)
-def test_the_reference_puts_windows_on_absolute_positions(window, device):
-    case, prefixes = SHARED["prefills-and-decodes"]
+@each_twin
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("name", ["tree", "three-levels", "prefills-and-decodes", "silent-and-empty"])
+def test_windows_stand_at_absolute_positions(twin, window, name, device):
+    """The sequences of a group have other lengths, so each sees other keys of what they share."""
+    case, prefixes = SHARED[name]
 
     def attention(*tensors, **options):
         step = share(*tensors, prefixes)
-        levels = step.levels(refattn.cascade, device)
-        return refattn.cascade.attention(*step.tensors, levels=levels, window_size=window, **options)
+        levels = step.levels(twin, device)
+        return twin.attention(*step.tensors, levels=levels, window_size=window, **options)
 
     masks = read_masks(attention, case, device=device)
-    assert_same_masks(masks, masks_by_hand(case, lambda i, j: i - window[0] <= j <= i))
+    assert_same_masks(masks, masks_by_hand(case, lambda i, j: j <= i and (window[0] < 0 or i - window[0] <= j)))
 
 
 # --- arithmetic that shares no code with the reference ---
@@ -188,10 +195,10 @@ def test_split_equals_whole(sharing, options, device):
 
 @each_kernel
 @each_sharing
-@pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["everything"]], ids=["plain", "everything"])
+@pytest.mark.parametrize("options", ["plain", "everything-in-a-window"])
 def test_twins_agree(sharing, options, kernel, device):
     step = lay_out(sharing, device=device, dtype=kernel.dtypes[0])
-    options = per_head(options, step.tensors[0].shape[1], device)
+    options = per_head(OPTIONS[options], step.tensors[0].shape[1], device)
     levels = step.levels(fastattn.cascade, device)
     with kernel.asked_for():
         kernel.check(assert_twins_agree, "cascade", *step.tensors, levels=levels, **options)
@@ -262,6 +269,19 @@ def test_shared_keys_go_through_a_buffer_of_any_size(size, monkeypatch):
     assert_twins_agree("chunked_prefill", *inputs.tensors, causal=False)
 
 
+@pytest.mark.parametrize("splits", [(1, 4), (2, 7), (3, 3)], ids=str)
+@pytest.mark.parametrize("options", ["sinks", "everything-in-a-window"])
+def test_levels_with_more_splits_than_their_number(splits, options, monkeypatch, device):
+    """A long sequence may get more splits than the tuning's number: the next level's parts lie past all of them."""
+    choose = triton_attention.tune
+    chosen = dict(splits=splits[0], most_splits=splits[1], block_n=16)
+    monkeypatch.setattr(triton_attention, "tune", lambda *arguments: choose(*arguments)._replace(**chosen))
+    step = lay_out((Case("c", ((1, 150), (2, 113), (1, 97)), heads=(2, 1)), [(0, 3, 48), (0, 2, 96)]), device=device)
+    levels = step.levels(fastattn.cascade, device)
+    with fastattn.use_kernel("triton"):
+        assert_twins_agree("cascade", *step.tensors, levels=levels, **per_head(OPTIONS[options], 2, device))
+
+
 @each_kernel
 def test_caches_and_queries_with_padded_strides(kernel, device):
     step = lay_out(SHARED["three-levels"], device=device, dtype=kernel.dtypes[0])
@@ -309,17 +329,65 @@ def test_levels_that_are_advanced_in_place_are_read_again(kernel, device):
         levels[-1].batch.seq_lens.add_(1)
 
 
-def test_the_twin_refuses_a_window_that_hides_keys(device):
-    step = lay_out(SHARED["tree"], device=device)
+@each_kernel
+@pytest.mark.parametrize("window", [(3, 0), (40, -1), (88, 0), (89, 0), (5000, -1), (-1, 7)], ids=str)
+def test_twins_agree_on_a_window(window, kernel, device):
+    """The first hides all that is shared, the fourth nothing: the longest sequence has 90 tokens."""
+    step = lay_out(SHARED["tree"], device=device, dtype=kernel.dtypes[0])
     levels = step.levels(fastattn.cascade, device)
-    with pytest.raises(NotImplementedError, match=r"cascade with window_size=\(88, 0\).*no kernel \(cpu"):
-        fastattn.cascade.attention(*step.tensors, levels=levels, window_size=(88, 0))
+    with kernel.asked_for():
+        kernel.check(assert_twins_agree, "cascade", *step.tensors, levels=levels, window_size=window)
 
 
-@pytest.mark.parametrize("window", [(89, 0), (5000, -1), (-1, 7)], ids=str)
-def test_a_window_that_hides_nothing_is_none(window, device):
-    step = lay_out(SHARED["tree"], device=device)
-    assert_twins_agree("cascade", *step.tensors, levels=step.levels(fastattn.cascade, device), window_size=window)
+@pytest.mark.parametrize(
+    ("options", "positions"),
+    [
+        ({}, None),
+        (dict(softcap=2.0, window_size=(89, 0)), None),
+        (dict(window_size=(88, 0)), [79, 65, 34, 6, 59, 89]),
+        (dict(alibi_slopes=True), [79, 65, 34, 6, 59, 89]),
+    ],
+    ids=["plain", "a-window-of-all", "window", "alibi"],
+)
+def test_a_kernel_is_told_positions_where_they_matter(options, positions, monkeypatch, device):
+    """They cost some launches and leave fewer kernels, so a level without a need for them comes without."""
+    step, asked = lay_out(SHARED["tree"], device=device), []
+    levels = step.levels(fastattn.cascade, device)
+
+    def listen(query, key_cache, value_cache, work):
+        asked.extend(options for _, options in work)
+        return kernels_levels(query, key_cache, value_cache, work)
+
+    kernels_levels = fastattn.kernels.levels
+    monkeypatch.setattr(fastattn.kernels, "levels", listen)
+    fastattn.cascade.attention(*step.tensors, levels=levels, **per_head(options, 6, device))
+    *shared, own = asked
+    firsts = ([0] * 6, [32, 32, 32, 0, 48, 48])
+    for level, first_keys in zip(shared, firsts, strict=True):
+        assert not level.causal and level.sinks is None
+        if positions is None:
+            assert level.positions is None and level.window == (-1, -1)
+        else:
+            assert level.positions.dtype == torch.int32
+            assert level.positions.tolist() == [p - first for p, first in zip(positions, first_keys, strict=True)]
+    assert own.positions is None and own.causal
+
+
+def test_positions_are_found_without_asking_the_device():
+    """Tensors without contents are enough, so nothing waits for them."""
+    step = lay_out(SHARED["prefills-and-decodes"])
+    level = step.levels(fastattn.cascade)[0]
+    unknown = Level(
+        dataclasses.replace(
+            level.batch,
+            cu_seqlens_q=level.batch.cu_seqlens_q.to("meta"),
+            seq_lens=level.batch.seq_lens.to("meta"),
+            block_table=None,
+        ),
+        level.first_keys.to("meta"),
+    )
+    rows = len(step.tensors[0])
+    assert fastattn.cascade._positions_in(unknown, torch.zeros(rows, dtype=torch.int64, device="meta")).shape == (rows,)
 
 
 def test_a_window_without_a_shared_level(device):
@@ -606,7 +674,7 @@ BAD_LEVELS = {
     ),
     "reaches-into-the-queries": (
         lambda levels: [
-            other(levels[0], seq_lens=ints(64), block_table=ints(*range(4))[None]),
+            other(levels[0], seq_lens=ints(64), max_seq_len=64, block_table=ints(*range(4))[None]),
             other(levels[1], first_keys=levels[1].first_keys + 16, seq_lens=ints(6, 1, 2, 66)),
         ],
         r"levels\[0\]: expected to end before the first query of each sequence, at 48 of sequence 1, got 64 keys",

@@ -315,7 +315,7 @@ def test_reference_equals_torch_sdpa_with_a_mask_and_a_bias(case, window, device
                 assert not out[row + query_row].any()
                 continue
             distance = position - torch.arange(s, dtype=torch.float64, device=device)
-            bias = (-slopes[:, None, None] * distance).masked_fill(~mask, -torch.inf)
+            bias = (-slopes[:, None, None] * distance.abs()).masked_fill(~mask, -torch.inf)
             expected = functional.scaled_dot_product_attention(
                 inputs.query[row + query_row, :, None],
                 key.transpose(0, 1),

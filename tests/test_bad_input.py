@@ -1,0 +1,875 @@
+"""Bad input: an error that names the argument, what was expected and what came; the same of both twins.
+
+One table for each kind of call, a row for each way to call it wrong: the argument, what is wrong with it, the bad value
+(or a function that makes it of the good one), and the error. After each refusal every tensor that was passed has to
+hold the bits that it held before.
+"""
+
+import dataclasses
+import importlib
+import inspect
+import math
+
+import numpy as np
+import pytest
+import torch
+from batches import Case, build
+from torch import Tensor
+
+import refattn.metadata
+from refattn.batch import Batch, Level, Machine, Prefix
+
+each_twin = pytest.mark.parametrize("package", ["refattn", "fastattn"], ids=["ref", "fast"])
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")
+
+SMALL = Case("small", ((2, 5), (1, 20)), heads=(4, 2), head_size=8, block_size=4)  # in a pool of 10 blocks
+MOST = 2**31 - 1
+NAN, INF = math.nan, math.inf
+
+
+def ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def change(**fields):
+    """Make another batch of a good one."""
+    return lambda batch: dataclasses.replace(batch, **fields)
+
+
+def entry(sequence: int, column: int, block: int):
+    """Put another block into the table of a batch."""
+
+    def put(batch: Batch) -> Batch:
+        table = batch.block_table.clone()
+        table[sequence, column] = block
+        return dataclasses.replace(batch, block_table=table)
+
+    return put
+
+
+def meta(tensor: Tensor) -> Tensor:
+    return tensor.to("meta")
+
+
+# --- good arguments, by call ---
+
+
+def of_attention(path: str) -> dict:
+    inputs = build(SMALL)
+    query, key_cache, value_cache, batch = inputs.tensors
+    paged = dict(query=query, key_cache=key_cache, value_cache=value_cache, batch=batch)
+    if path == "dense":
+        return dict(zip(("query", "key", "value", "batch"), inputs.rows, strict=True))
+    if path == "sliding_window":
+        return dict(**paged, window_size=(3, 0))
+    if path == "local":
+        return dict(**paged, chunk_size=8)
+    if path == "differential":
+        halves = torch.stack([torch.stack([key_cache, value_cache])] * 2)[..., :1, :].nan_to_num(0.0)
+        return dict(query=query, cache=halves, batch=batch, lambda_full=torch.tensor(0.3), lambda_init=0.2)
+    if path == "cascade":
+        table = batch.block_table.clone()
+        table[1, 0] = table[0, 0]  # 4 keys are shared
+        batch = dataclasses.replace(batch, seq_lens=ints(7, 20), block_table=table, max_seq_len=20)
+        table[0, 1] = table[1, 1]
+        rows = [row[:5] for row in table.tolist()]
+        levels = refattn.metadata.make_batch([3], [4], [rows[0][:1]])
+        own = refattn.metadata.make_batch([2, 1], [3, 16], [rows[0][1:2], rows[1][1:]])
+        return dict(**{**paged, "batch": batch}, levels=[Level(levels, ints(0)), Level(own, ints(4, 4))])
+    return paged
+
+
+PATHS = ("dense", "chunked_prefill", "sliding_window", "local", "cascade", "differential")
+PAGED = PATHS[1:]
+
+
+def of_batch(**options) -> dict:
+    return dict(batch=build(SMALL).batch, **options)
+
+
+def of_write() -> dict:
+    key_cache, value_cache = torch.randn(2, 5, 4, 2, 8)
+    key, value = torch.randn(2, 3, 2, 8)
+    slots = torch.tensor([7, -1, 0])
+    return dict(key=key, value=value, key_cache=key_cache, value_cache=value_cache, slot_mapping=slots)
+
+
+REQUESTS = dict(query_lens=[2, 1], seq_lens=[7, 20], block_tables=[[1, 2], [1, 3, 4, 5, 6]])
+SIZES = dict(num_heads=4, num_kv_heads=2, head_size=8, element_size=4)
+MACHINE = Machine(3, 1.0, 100.0, 7.0, 8, 10)
+CALLS = {
+    **{f"{path}.attention": lambda path=path: of_attention(path) for path in PATHS},
+    "metadata.make_batch": lambda: dict(REQUESTS),
+    "metadata.positions": lambda: of_batch(num_tokens=4),
+    "metadata.slot_mapping": lambda: of_batch(num_tokens=4, block_size=4),
+    "metadata.split": lambda: of_batch(query_lens=[2, 1]),
+    "metadata.advance": lambda: of_batch(slots=torch.zeros(4, dtype=torch.int64), block_size=4),
+    "metadata.update_block_table": lambda: of_batch(block_table=ints(1, 2)[:, None]),
+    "local.make_virtual_batches": lambda: of_batch(chunk_size=8, block_size=4),
+    "sliding_window.trim": lambda: of_batch(window_size=(3, 0), block_size=4),
+    "kv_cache.allocate": lambda: dict(num_blocks=5, block_size=4, num_kv_heads=2, head_size=8),
+    "kv_cache.write": of_write,
+    "kv_cache.gather": lambda: dict(cache=torch.randn(5, 4, 2, 8), blocks=ints(4, 0), seq_len=7),
+    "kv_cache.copy_blocks": lambda: dict(caches=list(torch.randn(2, 5, 4)), pairs=torch.tensor([[0, 4]])),
+    "kv_cache.swap_blocks": lambda: dict(
+        sources=[torch.randn(5, 4)], destinations=[torch.randn(3, 4)], pairs=torch.tensor([[4, 2]])
+    ),
+    "merge.merge": lambda: dict(outs=list(torch.randn(2, 3, 4, 8)), lses=list(torch.randn(2, 3, 4))),
+    "merge.add_sinks": lambda: dict(out=torch.randn(3, 4, 8), lse=torch.randn(3, 4), sinks=torch.zeros(4)),
+    "cascade.find_prefixes": lambda: dict(**REQUESTS, block_size=4),
+    "cascade.make_levels": lambda: dict(**REQUESTS, prefixes=[Prefix(0, 2, 4)], block_size=4),
+    "cascade.estimate_seconds": lambda: dict(
+        query_lens=[2, 1], seq_lens=[7, 20], prefixes=[Prefix(0, 2, 4)], **SIZES, machine=MACHINE
+    ),
+    "cascade.worthwhile_prefixes": lambda: dict(
+        query_lens=[2, 1], seq_lens=[7, 20], prefixes=[Prefix(0, 2, 4)], **SIZES, machine=MACHINE
+    ),
+    "differential.write": lambda: dict(
+        key=torch.randn(2, 4, 8),
+        value=torch.randn(2, 4, 8),
+        cache=torch.randn(2, 2, 5, 4, 2, 8),
+        slot_mapping=torch.tensor([1, 2]),
+    ),
+    "differential.compute_lambda": lambda: dict(
+        lambda_q1=torch.ones(8),
+        lambda_k1=torch.ones(8),
+        lambda_q2=torch.ones(8),
+        lambda_k2=torch.ones(8),
+        lambda_init=0.2,
+    ),
+    "differential.interleave_halves": lambda: dict(heads=torch.randn(3, 4, 8)),
+    "differential.pools": lambda: dict(cache=torch.randn(2, 2, 5, 4, 2, 8)),
+    "differential.allocate": lambda: dict(num_blocks=5, block_size=4, num_kv_heads=2, head_size=8),
+}
+
+# --- bad ones ---
+
+NUMBERS = [  # a number per head
+    ("a list", [0.0] * 4, "expected floating point [h=4], got list"),
+    ("an array", np.zeros(4), "expected floating point [h=4], got numpy.ndarray"),
+    ("a number", 0.5, "expected floating point [h=4], got 0.5"),
+    ("ints", torch.zeros(4, dtype=torch.int64), "expected floating point [h=4], got int64 [4]"),
+    ("too many", torch.zeros(5), "expected floating point [h=4], got float32 [5]"),
+    ("a column", torch.zeros(4, 1), "expected floating point [h=4], got float32 [4, 1]"),
+    ("NaN", torch.tensor([0.0, NAN, 0.0, 0.0]), "expected finite numbers, got [0.0, nan, 0.0, 0.0]"),
+    ("inf", torch.tensor([0.0, 0.0, 0.0, -INF]), "expected finite numbers, got [0.0, 0.0, 0.0, -inf]"),
+    ("elsewhere", torch.zeros(4, device="meta"), "expected cpu, where query is, got meta"),
+]
+WINDOW = f"expected (left, right), two ints, each at least -1 (no limit) and at most {MOST}, got "
+WINDOWS = [
+    ("an int", 3, WINDOW + "3"),
+    ("one side", (3,), WINDOW + "(3,)"),
+    ("three sides", (3, 0, 0), WINDOW + "(3, 0, 0)"),
+    ("a fraction", (1.5, 0), WINDOW + "(1.5, 0)"),
+    ("a list", [3, 0], WINDOW + "[3, 0]"),
+    ("a string", "30", WINDOW + "'30'"),
+    ("None", None, WINDOW + "None"),
+    ("no left side", (None, 0), WINDOW + "(None, 0)"),
+    ("a bool", (True, 0), WINDOW + "(True, 0)"),
+    ("below -1, left", (-2, 0), WINDOW + "(-2, 0)"),
+    ("below -1, right", (3, -2), WINDOW + "(3, -2)"),
+    ("no int32", (2**31, 0), WINDOW + "(2147483648, 0)"),
+]
+FLAGS = [
+    ("a string", "no", "expected True or False, got 'no'"),
+    ("an int", 1, "expected True or False, got 1"),
+    ("None", None, "expected True or False, got None"),
+]
+FINITE = [
+    ("NaN", NAN, "expected a finite number{}, got nan"),
+    ("inf", INF, "expected a finite number{}, got inf"),
+    ("minus inf", -INF, "expected a finite number{}, got -inf"),
+    ("a string", "0.5", "expected a finite number{}, got '0.5'"),
+    ("a bool", True, "expected a finite number{}, got True"),
+    ("a tensor", torch.tensor(0.5), "expected a finite number{}, got float32 []"),
+    ("too large", 10**400, f"expected a finite number{{}}, got {10**400}"),
+]
+
+
+def rows(argument: str, table: list, *format_with: str) -> list:
+    """Make rows of a table for one argument."""
+    return [
+        (argument, what, bad, f"{argument}: " + (message.format(*format_with) if format_with else message))
+        for what, bad, message in table
+    ]
+
+
+OPTIONS = [
+    *rows("softmax_scale", FINITE, ""),
+    *rows("softcap", FINITE, " of at least 0"),
+    ("softcap", "negative", -0.5, "softcap: expected a finite number of at least 0, got -0.5"),
+    ("softcap", "None", None, "softcap: expected a finite number of at least 0, got None"),
+    *rows("causal", FLAGS),
+    *rows("batch_invariant", FLAGS),
+    *rows("return_lse", FLAGS),
+    *rows("window_size", WINDOWS),
+    *rows("alibi_slopes", NUMBERS),
+    *rows("sinks", NUMBERS),
+]
+A_BATCH = [
+    ("batch", "a dict", {}, "batch: expected a Batch, got dict"),
+    ("batch", "None", None, "batch: expected a Batch, got None"),
+]
+QUERY = [
+    ("query", "a list", [[[0.0]]], "query: expected [t, h, d], got list"),
+    ("query", "None", None, "query: expected [t, h, d], got None"),
+    ("query", "an array", np.zeros((3, 4, 8)), "query: expected [t, h, d], got numpy.ndarray"),
+    ("query", "one row", lambda x: x[0], "query: expected [t, h, d], got float32 [4, 8]"),
+    (
+        "query",
+        "ints",
+        Tensor.long,
+        "query: expected a floating point type (bfloat16, float16, float32 or float64), got int64 [3, 4, 8]",
+    ),
+    (
+        "query",
+        "no heads",
+        lambda x: x[:, :0],
+        "query: expected at least one head, of a size of at least 1, got float32 [3, 0, 8]",
+    ),
+    (
+        "query",
+        "no head size",
+        lambda x: x[..., :0],
+        "query: expected at least one head, of a size of at least 1, got float32 [3, 4, 0]",
+    ),
+]
+LENGTHS = [  # contents of a batch: read on a CPU
+    (
+        "batch",
+        "a negative length",
+        change(seq_lens=ints(5, -20)),
+        "seq_lens: expected lengths of at least 0, got [5, -20]",
+    ),
+    (
+        "batch",
+        "a small max_query_len",
+        change(max_query_len=1),
+        "max_query_len: expected at least 2, the longest, got 1",
+    ),
+    ("batch", "a small max_seq_len", change(max_seq_len=19), "max_seq_len: expected at least 20, the longest, got 19"),
+]
+
+
+def starts(end: str) -> list:
+    """List the ways in which `cu_seqlens_q` can be wrong by itself."""
+    return [
+        ("batch", what, change(cu_seqlens_q=ints(*bad)), f"cu_seqlens_q: expected to rise from 0{end}, got {[*bad]}")
+        for what, bad in (
+            ("rows from 1", (1, 2, 3)),
+            ("rows from -1", (-1, 2, 3)),
+            ("rows that fall", (0, 3, 2)),
+            ("rows that fall by more than an int32", (0, MOST, -MOST - 1)),
+        )
+    ]
+
+
+TOO_FEW_ROWS = (
+    "query",
+    "too few rows",
+    lambda x: x[:2],
+    "cu_seqlens_q: expected to rise from 0 to at most t=2 rows, got [0, 2, 3]",
+)
+COLUMNS = [
+    (
+        "batch",
+        "no table",
+        change(block_table=None),
+        "block_table: expected int32 [b, m], got None: this path reads a paged cache",
+    ),
+    (
+        "batch",
+        "a column too few",
+        lambda batch: dataclasses.replace(batch, block_table=batch.block_table[:, :4]),
+        "block_table: expected at least 5 columns for the 20 keys of sequence 1 in blocks of 4, got 4",
+    ),
+    (
+        "batch",
+        "as many keys as an int32 counts",
+        change(seq_lens=ints(5, MOST), max_seq_len=MOST),
+        f"block_table: expected at least {2**29} columns for the {MOST} keys of sequence 1 in blocks of 4, got 7",
+    ),
+]
+ENTRIES = [
+    (
+        "batch",
+        "block n",
+        entry(1, 4, 10),
+        "block_table: expected entries in 0..9 for the blocks that sequence 1 uses, got 10 in column 4",
+    ),
+    (
+        "batch",
+        "block -1",
+        entry(1, 4, -1),
+        "block_table: expected entries in 0..9 for the blocks that sequence 1 uses, got -1 in column 4",
+    ),
+]
+POOLS = [
+    ("key_cache", "None", None, "key_cache: expected float32 [n, p, hk, d=8], got None"),
+    ("key_cache", "a list", [], "key_cache: expected float32 [n, p, hk, d=8], got list"),
+    ("key_cache", "a pair", (1, 2), "key_cache: expected float32 [n, p, hk, d=8], got tuple"),
+    ("key_cache", "halves", Tensor.half, "key_cache: expected float32 [n, p, hk, d=8], got float16 [10, 4, 2, 8]"),
+    ("key_cache", "one block", lambda x: x[0], "key_cache: expected float32 [n, p, hk, d=8], got float32 [4, 2, 8]"),
+    ("key_cache", "no heads", lambda x: x[:, :, :0], "value_cache: expected float32 [n=10, p=4, hk=0, dv], got"),
+    ("key_cache", "no rows", lambda x: x[:, :0], "value_cache: expected float32 [n=10, p=0, hk=2, dv], got float32"),
+    ("key_cache", "elsewhere", meta, "key_cache: expected cpu, where query is, got meta"),
+    ("value_cache", "None", None, "value_cache: expected float32 [n=10, p=4, hk=2, dv], got None"),
+    ("value_cache", "fewer blocks", lambda x: x[1:], "value_cache: expected float32 [n=10, p=4, hk=2, dv], got"),
+    ("value_cache", "no head size", lambda x: x[..., :0], "value_cache: expected a head size of at least 1, got"),
+    ("value_cache", "elsewhere", meta, "value_cache: expected cpu, where query is, got meta"),
+]
+ELSEWHERE = (
+    "batch",
+    "elsewhere",
+    lambda batch: dataclasses.replace(
+        batch, cu_seqlens_q=meta(batch.cu_seqlens_q), seq_lens=meta(batch.seq_lens), block_table=None
+    ),
+    "seq_lens: expected cpu, where query is, got meta",
+)
+OF_EVERY_PATH = [*QUERY, TOO_FEW_ROWS, *OPTIONS, *A_BATCH, *LENGTHS, *starts(" to at most t=3 rows"), ELSEWHERE]
+OF_PAGES = [*OF_EVERY_PATH, *COLUMNS, *ENTRIES, *POOLS]
+
+
+def level(i: int, **fields):
+    """Change the batch, or the first keys, of one level."""
+
+    def put(levels: list[Level]) -> list[Level]:
+        first_keys = fields.get("first_keys", levels[i].first_keys)
+        changed = {name: value for name, value in fields.items() if name != "first_keys"}
+        batch = dataclasses.replace(levels[i].batch, **changed)
+        return [Level(batch, first_keys) if j == i else one for j, one in enumerate(levels)]
+
+    return put
+
+
+LEVELS = [
+    ("levels", "None", None, "levels: expected a list of levels, got None"),
+    ("levels", "one level", lambda x: x[0], "levels: expected a list of levels, got refattn.batch.Level"),
+    ("levels", "none", [], "levels: expected at least one, the keys that nobody shares, got none"),
+    ("levels", "batches", lambda x: [one.batch for one in x], "levels[0]: expected a Level with a Batch, got refattn"),
+    ("levels", "a list of keys", level(0, first_keys=[0]), "levels[0].first_keys: expected int32 [b=1], got list"),
+    (
+        "levels",
+        "keys elsewhere",
+        level(0, first_keys=meta(ints(0))),
+        "first_keys: expected cpu, where seq_lens is, got",
+    ),
+    ("levels", "no table", level(0, block_table=None), "levels[0]: expected a batch with a block table, got None"),
+    (
+        "levels",
+        "a level from row 1",
+        level(0, cu_seqlens_q=ints(2, 3)),
+        "levels[0]: expected groups of the sequences at query rows [0, 2, 3], got [2, 3]",
+    ),
+    (
+        "levels",
+        "a level that falls",
+        lambda x: [Level(Batch(ints(0, 3, 2, 3), ints(4, 0, 0), ints(0, 0, 0)[:, None], 3, 4), ints(0, 0, 0)), x[1]],
+        "levels[0]: expected groups of the sequences at query rows [0, 2, 3], got [0, 3, 2, 3]",
+    ),
+    (
+        "levels",
+        "a negative length",
+        level(0, seq_lens=ints(-4)),
+        "levels[0].batch.seq_lens: expected lengths of at least 0, got [-4]",
+    ),
+    (
+        "levels",
+        "a small max_query_len",
+        level(0, max_query_len=2),
+        "levels[0].batch.max_query_len: expected at least 3, the longest, got 2",
+    ),
+    (
+        "levels",
+        "a small max_seq_len",
+        level(1, max_seq_len=15),
+        "levels[1].batch.max_seq_len: expected at least 16, the longest, got 15",
+    ),
+    (
+        "levels",
+        "block n",
+        level(0, block_table=ints(10)[None]),
+        "levels[0].batch.block_table: expected entries in 0..9 for the blocks that sequence 0 uses, got 10 in column 0",
+    ),
+    (
+        "levels",
+        "block -1",
+        level(0, block_table=ints(-1)[None]),
+        "levels[0].batch.block_table: expected entries in 0..9 for the blocks that sequence 0 uses, got -1 in column 0",
+    ),
+]
+REQUESTS_BAD = [
+    ("query_lens", "None", None, "query_lens: expected a list of lengths, got None"),
+    ("query_lens", "a tensor", ints(2, 1), "query_lens: expected a list of lengths, got int32 [2]"),
+    ("query_lens", "fractions", [2, 1.0], "query_lens: expected Python ints, got 1.0"),
+    ("query_lens", "a bool", [2, True], "query_lens: expected Python ints, got True"),
+    ("query_lens", "too few", [2], "query_lens: expected 2 lengths, one a sequence, got 1"),
+    ("query_lens", "a negative one", [2, -1], "query_lens: expected lengths of at least 0, got [2, -1]"),
+    ("query_lens", "no int32", [2, 2**31], f"query_lens: expected lengths of at most {MOST}, got {2**31}"),
+    ("seq_lens", "None", None, "seq_lens: expected a list of lengths, got None"),
+    ("seq_lens", "a string", "ab", "seq_lens: expected a list of lengths, got 'ab'"),
+    ("seq_lens", "a fraction", [5, 20.5], "seq_lens: expected Python ints, got 20.5"),
+    ("seq_lens", "a negative one", [-5, 20], "seq_lens: expected lengths of at least 0, got [-5, 20]"),
+    ("seq_lens", "no int32", [5, 2**31], f"seq_lens: expected lengths of at most {MOST}, got {2**31}"),
+    (
+        "query_lens",
+        "too many together",
+        [MOST, 1],
+        f"query_lens: expected at most {MOST} tokens together, got {2**31}",
+    ),
+]
+BLOCKS_BAD = [
+    (
+        "block_tables",
+        "a tensor",
+        torch.ones(2, 5),
+        "block_tables: expected a list of lists of blocks, got float32 [2, 5]",
+    ),
+    ("block_tables", "a row too few", [[1, 2]], "block_tables: expected 2 rows, one a sequence, got 1"),
+    ("block_tables", "blocks, no rows", [1, 2], "block_tables[0]: expected a list of blocks, got 1"),
+    ("block_tables", "a fraction", [[0.5, 2], []], "block_tables[0]: expected int32 blocks, got 0.5"),
+    ("block_tables", "None", [[1, 2], [1, None]], "block_tables[1]: expected int32 blocks, got None"),
+    ("block_tables", "a string", [[1, 2], ["3"]], "block_tables[1]: expected int32 blocks, got '3'"),
+    ("block_tables", "no int32", [[1, 2], [2**31]], f"block_tables[1]: expected int32 blocks, got {2**31}"),
+    ("block_tables", "nested", [[1, 2], [[3]]], "block_tables[1]: expected int32 blocks, got list"),
+]
+A_BLOCK_SIZE = [
+    ("block_size", "zero", 0, "block_size: expected a positive int, got 0"),
+    ("block_size", "a fraction", 4.0, "block_size: expected a positive int, got 4.0"),
+    ("block_size", "a bool", True, "block_size: expected a positive int, got True"),
+]
+A_DEVICE = [("device", "no name of one", "nowhere", "device: expected a torch.device or its name, got 'nowhere'")]
+ROWS = [
+    ("num_tokens", "a row too few", 2, "num_tokens: expected at least 3, the query rows of the batch, got 2"),
+    ("num_tokens", "negative", -1, "num_tokens: expected a Python int of at least 0, got -1"),
+    ("num_tokens", "a fraction", 4.0, "num_tokens: expected a Python int of at least 0, got 4.0"),
+]
+POOL_SIZES = [
+    ("num_blocks", "zero", 0, "num_blocks: expected a positive int, got 0"),
+    ("head_size", "a fraction", 8.0, "head_size: expected a positive int, got 8.0"),
+    ("dtype", "a name", "float32", "dtype: expected a torch.dtype, got 'float32'"),
+    *A_DEVICE,
+]
+PREFIXES = [
+    ("prefixes", "None", None, "prefixes: expected a list of prefixes, got None"),
+    ("prefixes", "tuples", [(0, 2, 4)], "prefixes[0]: expected a Prefix of Python ints, got tuple"),
+    (
+        "prefixes",
+        "a fraction",
+        [Prefix(0, 2, 4.0)],
+        "prefixes[0]: expected a Prefix of Python ints, got Prefix(first=0, last=2, end=4.0)",
+    ),
+]
+SLOTS = "slot_mapping: expected slots in 0..19, or -1 for padding, got "
+BAD = {
+    "dense.attention": [
+        *OF_EVERY_PATH,
+        ("key", "a list", [], "key: expected float32 [s, hk, d=8], got list"),
+        ("key", "None", None, "key: expected float32 [s, hk, d=8], got None"),
+        ("key", "elsewhere", meta, "key: expected cpu, where query is, got meta"),
+        ("value", "None", None, "value: expected float32 [s=25, hk=2, dv], got None"),
+        ("value", "no head size", lambda x: x[..., :0], "value: expected a head size of at least 1, got"),
+        ("value", "elsewhere", meta, "value: expected cpu, where query is, got meta"),
+        (
+            "batch",
+            "more keys than rows",
+            change(seq_lens=ints(5, 21), max_seq_len=21),
+            "key: expected at least the 26 rows that seq_lens adds up to, got 25",
+        ),
+        (
+            "batch",
+            "as many keys as an int32 counts",
+            change(seq_lens=ints(5, MOST), max_seq_len=MOST),
+            f"key: expected at least the {MOST + 5} rows that seq_lens adds up to, got 25",
+        ),
+    ],
+    "chunked_prefill.attention": OF_PAGES,
+    "sliding_window.attention": OF_PAGES,
+    "local.attention": [
+        *OF_PAGES,
+        ("chunk_size", "of broken blocks", 6, "chunk_size: expected a multiple of block_size=4, got 6"),
+        ("chunk_size", "a fraction", 8.0, "chunk_size: expected a positive int, got 8.0"),
+    ],
+    "cascade.attention": [*(row for row in OF_PAGES if row[1] != "a negative length"), *LEVELS],
+    "differential.attention": [
+        *OF_EVERY_PATH,
+        *COLUMNS,
+        *ENTRIES,
+        ("cache", "None", None, "cache: expected float32 [2, 2, n, p, hk/2, d=8], got None"),
+        ("cache", "a list", [], "cache: expected float32 [2, 2, n, p, hk/2, d=8], got list"),
+        ("cache", "elsewhere", meta, "cache: expected cpu, where query is, got meta"),
+        ("lambda_full", "a number", 0.3, "lambda_full: expected [], got 0.3"),
+        ("lambda_full", "an int", torch.tensor(1), "lambda_full: expected a floating point type, got int64 []"),
+        ("lambda_full", "NaN", torch.tensor(NAN), "lambda_full: expected a finite number, got nan"),
+        ("lambda_full", "inf", torch.tensor(INF), "lambda_full: expected a finite number, got inf"),
+        ("lambda_full", "elsewhere", meta, "lambda_full: expected cpu, where query is, got meta"),
+        *rows("lambda_init", FINITE, ""),
+        *rows("norm_eps", FINITE, " above 0"),
+        ("norm_eps", "zero", 0.0, "norm_eps: expected a finite number above 0, got 0.0"),
+        ("norm_weight", "a list", [1.0] * 16, "norm_weight: expected [2 * d=16], got list"),
+        ("norm_weight", "ints", ints(*range(16)), "norm_weight: expected a floating point type, got int32 [16]"),
+    ],
+    "metadata.make_batch": [*REQUESTS_BAD, *BLOCKS_BAD, *A_DEVICE],
+    "metadata.positions": [*A_BATCH, *LENGTHS, *starts(""), *ROWS],
+    "metadata.slot_mapping": [*A_BATCH, *LENGTHS, *starts(""), *ROWS, *COLUMNS, *A_BLOCK_SIZE],
+    "metadata.split": [
+        *A_BATCH,
+        *LENGTHS,
+        *starts(""),
+        ("query_lens", "too few", [2], "query_lens: expected 2 lengths, one a sequence, got 1"),
+        ("query_lens", "others", [1, 2], "query_lens: expected [2, 1], as in the batch, got [1, 2]"),
+        ("query_lens", "fractions", [2.0, 1.0], "query_lens: expected Python ints, got 2.0"),
+        ("query_lens", "a tensor", ints(2, 1), "query_lens: expected a list of lengths, got int32 [2]"),
+        ("decode_len", "a fraction", 1.5, "decode_len: expected a Python int of at least 0, got 1.5"),
+    ],
+    "metadata.advance": [
+        *A_BATCH,
+        *LENGTHS,
+        *starts(""),
+        *A_BLOCK_SIZE,
+        ("slots", "a list", [0] * 4, "slots: expected int64 [t], got list"),
+        ("slots", "int32", Tensor.int, "slots: expected int64 [t], got int32 [4]"),
+        ("slots", "too few", lambda x: x[:2], "slots: expected int64 [t], at least 3 query rows, got int64 [2]"),
+        ("slots", "elsewhere", meta, "slots: expected cpu, where seq_lens is, got meta"),
+        (
+            "batch",
+            "no room for one more",
+            lambda batch: dataclasses.replace(batch, block_table=batch.block_table[:, :5]),
+            "block_table: expected at least 6 columns for the 21 keys of sequence 1 in blocks of 4, got 5",
+        ),
+    ],
+    "metadata.update_block_table": [
+        *A_BATCH,
+        ("block_table", "a list", [[1], [2]], "block_table: expected int32 [b=2, m], got list"),
+        ("block_table", "int64", Tensor.long, "block_table: expected int32 [b=2, m], got int64 [2, 1]"),
+        ("block_table", "elsewhere", meta, "block_table: expected cpu, where seq_lens is, got meta"),
+    ],
+    "local.make_virtual_batches": [*A_BATCH, *LENGTHS, *starts(""), *COLUMNS, *A_BLOCK_SIZE],
+    "sliding_window.trim": [
+        *A_BATCH,
+        *LENGTHS,
+        *starts(""),
+        *COLUMNS,
+        *A_BLOCK_SIZE,
+        *rows("window_size", WINDOWS),
+    ],
+    "kv_cache.allocate": [
+        *POOL_SIZES,
+        *A_BLOCK_SIZE,
+        ("layout", "None", None, 'layout: expected "NHD" or "HND", got None'),
+    ],
+    "kv_cache.write": [
+        ("key", "a list", [], "key: expected float32 [t, hk=2, d=8], got list"),
+        ("key", "elsewhere", meta, "value: expected meta, where key is, got cpu"),
+        ("value", "None", None, "value: expected float32 [t=3, hk=2, dv=8], got None"),
+        ("value", "elsewhere", meta, "value: expected cpu, where key is, got meta"),
+        ("key_cache", "None", None, "key_cache: expected [n, p, hk, d], got None"),
+        ("key_cache", "one block", lambda x: x[0], "key_cache: expected [n, p, hk, d], got float32 [4, 2, 8]"),
+        ("key_cache", "elsewhere", meta, "key_cache: expected cpu, where key is, got meta"),
+        ("value_cache", "a list", [], "value_cache: expected [n=5, p=4, hk=2, dv], got list"),
+        ("slot_mapping", "a list", [0, 1, 2], "slot_mapping: expected int64 [t=3], got list"),
+        ("slot_mapping", "elsewhere", meta, "slot_mapping: expected cpu, where key is, got meta"),
+        ("slot_mapping", "slot n * p", torch.tensor([0, 1, 20]), SLOTS + "20"),
+        ("slot_mapping", "slot -2", torch.tensor([0, -2, 1]), SLOTS + "-2"),
+        (
+            "slot_mapping",
+            "twice",
+            torch.tensor([7, 0, 7]),
+            "slot_mapping: expected each slot once, got slot 7 for several tokens",
+        ),
+    ],
+    "kv_cache.gather": [
+        ("cache", "a list", [], "cache: expected [n, p, hk, d], got list"),
+        ("cache", "one block", lambda x: x[0], "cache: expected [n, p, hk, d], got float32 [4, 2, 8]"),
+        ("blocks", "a list", [4, 0], "blocks: expected int32 [m], got list"),
+        ("blocks", "elsewhere", meta, "blocks: expected cpu, where cache is, got meta"),
+        ("blocks", "block n", ints(5, 0), "blocks: expected entries in 0..4, got [5, 0]"),
+        ("blocks", "block -1", ints(4, -1), "blocks: expected entries in 0..4, got [4, -1]"),
+        ("seq_len", "a fraction", 7.0, "seq_len: expected 0..8 for 2 blocks, got 7.0"),
+        ("seq_len", "one too many", 9, "seq_len: expected 0..8 for 2 blocks, got 9"),
+        ("seq_len", "negative", -1, "seq_len: expected 0..8 for 2 blocks, got -1"),
+    ],
+    "kv_cache.copy_blocks": [
+        ("caches", "one tensor", lambda x: x[0], "caches: expected a list of caches, got float32 [5, 4]"),
+        ("caches", "lists", [[], []], "caches[0]: expected a cache [n, ...], got list"),
+        ("pairs", "a list", [[0, 4]], "pairs: expected int64 [k, 2], got list"),
+        ("pairs", "from block n", torch.tensor([[5, 0]]), "pairs: expected blocks in 0..4, got [5]"),
+        ("pairs", "to block n", torch.tensor([[0, 5]]), "pairs: expected blocks in 0..4, got [5]"),
+        ("pairs", "from block -1", torch.tensor([[-1, 0]]), "pairs: expected blocks in 0..4, got [-1]"),
+        ("pairs", "to block -1", torch.tensor([[0, -1]]), "pairs: expected blocks in 0..4, got [-1]"),
+    ],
+    "kv_cache.swap_blocks": [
+        ("sources", "one tensor", lambda x: x[0], "sources: expected a list of caches, got float32 [5, 4]"),
+        ("destinations", "None", None, "destinations: expected a list of caches, got None"),
+        ("destinations", "none", [], "destinations: expected 1 caches, as in sources, got 0"),
+        ("pairs", "to block n", torch.tensor([[4, 3]]), "pairs: expected blocks in 0..2, got [3]"),
+    ],
+    "merge.merge": [
+        (
+            "outs",
+            "one tensor",
+            torch.stack,
+            "outs: expected a list of tensors, one for each part, got float32 [2, 3, 4,",
+        ),
+        ("outs", "None", None, "outs: expected a list of tensors, one for each part, got None"),
+        ("outs", "lists", [[], []], "outs[0]: expected [t, h, dv], got list"),
+        (
+            "outs",
+            "ints",
+            lambda x: [y.int() for y in x],
+            "outs[0]: expected a floating point type, got int32 [3, 4, 8]",
+        ),
+        ("outs", "elsewhere", lambda x: [x[0], meta(x[1])], "outs[1] : expected cpu, where outs[0] is, got meta"),
+        (
+            "lses",
+            "one tensor",
+            torch.stack,
+            "lses: expected a list of tensors, one for each part, got float32 [2, 3, 4]",
+        ),
+        ("lses", "None", [None, None], "lses[0]: expected [t=3, h=4], got None"),
+        ("lses", "elsewhere", lambda x: [x[0], meta(x[1])], "lses[1]: expected cpu, where outs[0] is, got meta"),
+    ],
+    "merge.add_sinks": rows("sinks", NUMBERS),
+    "cascade.find_prefixes": [*REQUESTS_BAD, *BLOCKS_BAD, *A_BLOCK_SIZE],
+    "cascade.make_levels": [*REQUESTS_BAD, *BLOCKS_BAD, *A_BLOCK_SIZE, *PREFIXES, *A_DEVICE],
+    "cascade.estimate_seconds": [
+        *REQUESTS_BAD,
+        *PREFIXES,
+        ("num_heads", "zero", 0, "num_heads: expected a positive int, got 0"),
+        ("machine", "a name", "H200", "machine: expected a Machine, got 'H200'"),
+    ],
+    "cascade.worthwhile_prefixes": PREFIXES,
+    "differential.write": [
+        ("key", "a list", [], "key: expected float32 [t, hk=4, d=8], got list"),
+        ("value", "None", None, "value: expected float32 [t, hk=4, d=8], got None"),
+        ("value", "a row too few", lambda x: x[:1], "value: expected float32 [t=2, hk=2, dv=8], got float32 [1, 2, 8]"),
+        ("cache", "None", None, "cache: expected [2, 2, n, p, hk/2, d], got None"),
+        ("slot_mapping", "None", None, "slot_mapping: expected int64 [t=2], got None"),
+        ("slot_mapping", "slot n * p", torch.tensor([0, 20]), SLOTS + "20"),
+    ],
+    "differential.compute_lambda": [
+        ("lambda_q1", "a list", [1.0], "lambda_q1: expected [d], got list"),
+        ("lambda_k1", "longer", torch.ones(9), "lambda_k1: expected float32 [d=8], got float32 [9]"),
+        ("lambda_q2", "another type", Tensor.half, "lambda_q2: expected float32 [d=8], got float16 [8]"),
+        ("lambda_k2", "elsewhere", meta, "lambda_k2: expected cpu, where lambda_q1 is, got meta"),
+        *rows("lambda_init", FINITE, ""),
+    ],
+    "differential.interleave_halves": [
+        ("heads", "a list", [], "heads: expected [t, h, d], got list"),
+        ("heads", "an odd number", lambda x: x[:, :3], "heads: expected an even number of heads, got h=3"),
+    ],
+    "differential.pools": [
+        ("cache", "None", None, "cache: expected [2, 2, n, p, hk/2, d], got None"),
+        ("cache", "a half", lambda x: x[0], "cache: expected [2, 2, n, p, hk/2, d], got float32 [2, 5, 4, 2, 8]"),
+    ],
+    "differential.allocate": [*POOL_SIZES, *A_BLOCK_SIZE],
+}
+
+
+def function_of(package: str, call: str):
+    module, _, name = call.partition(".")
+    return getattr(importlib.import_module(f"{package}.{module}"), name)
+
+
+def takes(call: str, argument: str) -> bool:
+    return argument in inspect.signature(function_of("refattn", call)).parameters
+
+
+TABLE = [(call, *row) for call, rows_of_call in BAD.items() for row in rows_of_call if takes(call, row[0])]
+
+
+def tensors_in(value) -> list[Tensor]:
+    """List the tensors in some arguments, in batches and lists too."""
+    if isinstance(value, Tensor):
+        return [value] if value.device.type == "cpu" else []
+    if dataclasses.is_dataclass(value):
+        return tensors_in([getattr(value, field.name) for field in dataclasses.fields(value)])
+    return [tensor for one in value for tensor in tensors_in(one)] if isinstance(value, (list, tuple)) else []
+
+
+def bits(tensors: list[Tensor]) -> list[bytes]:
+    return [bytes(tensor.contiguous().view(-1).view(torch.uint8).numpy()) for tensor in tensors]
+
+
+@each_twin
+@pytest.mark.parametrize(
+    ("call", "argument", "bad", "message"),
+    [(call, argument, bad, message) for call, argument, _, bad, message in TABLE],
+    ids=[f"{call}-{argument}-{what}".replace(" ", "-") for call, argument, what, _, _ in TABLE],
+)
+def test_bad_input_is_named_and_nothing_is_written(package, call, argument, bad, message):
+    arguments = CALLS[call]()
+    if callable(bad) and not isinstance(bad, Tensor):
+        bad = bad(arguments[argument])
+    arguments[argument] = bad
+    tensors = tensors_in(list(arguments.values()))
+    before = bits(tensors)
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        function_of(package, call)(**arguments)
+    assert str(error.value).startswith(message)
+    assert bits(tensors) == before
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_the_good_arguments_are_good(call):
+    """Else a row of the table might be refused for another reason than the one that it is there for."""
+    for package in ("refattn", "fastattn"):
+        function_of(package, call)(**CALLS[call]())
+
+
+def test_every_call_has_its_table():
+    assert set(BAD) == set(CALLS)
+
+
+# --- boundaries ---
+
+
+@each_twin
+@pytest.mark.parametrize("path", PAGED)
+@pytest.mark.parametrize(("block", "good"), [(-1, False), (0, True), (9, True), (10, False)])
+def test_blocks_are_those_of_the_pool(package, path, block, good):
+    arguments = of_attention(path)
+    arguments["batch"] = entry(1, 4, block)(arguments["batch"])
+    if path == "cascade":
+        arguments["levels"] = level(1, block_table=entry(1, 3, block)(arguments["levels"][1].batch).block_table)(
+            arguments["levels"]
+        )
+    if good:
+        function_of(package, f"{path}.attention")(**arguments)
+    else:
+        with pytest.raises(ValueError, match=rf"block_table: expected entries in 0\.\.9 .* got {block} in column 4"):
+            function_of(package, f"{path}.attention")(**arguments)
+
+
+@each_twin
+@pytest.mark.parametrize("path", ["sliding_window", "local"])
+def test_blocks_before_what_is_seen_are_not_looked_at(package, path):
+    """Sequence 1 decodes at position 19: a window of (3, 0) and a chunk of 8 begin with the keys of its block 4."""
+    arguments = of_attention(path)
+    for column in range(4):
+        arguments["batch"] = entry(1, column, -1)(arguments["batch"])
+    function_of(package, f"{path}.attention")(**arguments)
+
+
+@each_twin
+@pytest.mark.parametrize("path", PATHS)
+def test_maxima_and_rows_may_be_larger_than_needed(package, path):
+    arguments = of_attention(path)
+    arguments["batch"] = dataclasses.replace(arguments["batch"], max_query_len=3, max_seq_len=24)
+    arguments["query"] = torch.cat([arguments["query"], arguments["query"][:1]])
+    out = function_of(package, f"{path}.attention")(**arguments)
+    assert len(out) == 4 and not out[3].any()
+
+
+@each_twin
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("scale", [0.0, -0.5, 2])
+def test_any_finite_scale_is_one(package, path, scale):
+    assert function_of(package, f"{path}.attention")(**of_attention(path), softmax_scale=scale).isfinite().all()
+
+
+@each_twin
+@pytest.mark.parametrize("path", [path for path in PATHS if path not in ("local", "cascade")])
+@pytest.mark.parametrize("window", [(MOST, MOST), (MOST, 0), (0, MOST)], ids=str)
+def test_windows_as_wide_as_an_int32_counts(package, path, window):
+    """A window of any width is one: positions and widths must not add up to a negative number."""
+    arguments = {**of_attention(path), "causal": False}
+    call = function_of(package, f"{path}.attention")
+    wide = call(**{**arguments, "window_size": window})
+    expected = call(**{**arguments, "window_size": tuple(-1 if side == MOST else side for side in window)})
+    torch.testing.assert_close(wide, expected)
+
+
+@each_twin
+def test_a_block_table_may_hold_any_int32_where_nobody_looks(package):
+    batch = function_of(package, "metadata.make_batch")([1], [4], [[3, -(2**31), MOST]])
+    assert batch.block_table.tolist() == [[3, -(2**31), MOST]]
+
+
+# --- what has passed once ---
+
+
+@each_twin
+@pytest.mark.parametrize("path", PATHS)
+def test_a_batch_that_was_written_to_is_checked_again(package, path):
+    arguments, call = of_attention(path), function_of(package, f"{path}.attention")
+    call(**arguments)
+    batch = arguments["batch"]
+    batch.cu_seqlens_q[0] = 1
+    with pytest.raises(ValueError, match="cu_seqlens_q: expected to rise from 0"):
+        call(**arguments)
+    batch.cu_seqlens_q[0] = 0
+    batch.seq_lens[0] = -1
+    with pytest.raises(ValueError, match="seq_lens: expected lengths of at least 0"):
+        call(**arguments)
+    batch.seq_lens[0] = 7 if path == "cascade" else 5
+    batch.seq_lens[1] = 10**6
+    with pytest.raises(ValueError, match=r"(max_seq_len|block_table): expected at least (1000000|250000 columns)"):
+        call(**arguments)
+    batch.seq_lens[1] = 20
+    call(**arguments)
+    with torch.inference_mode():
+        batch.cu_seqlens_q[1] = -1
+    with pytest.raises(ValueError, match="cu_seqlens_q: expected to rise from 0"):
+        call(**arguments)
+
+
+@each_twin
+@pytest.mark.parametrize("path", PAGED)
+def test_a_batch_that_has_passed_is_checked_against_another_pool(package, path):
+    """A smaller pool, other blocks, fewer rows: what has passed has passed for those sizes only."""
+    arguments, call = of_attention(path), function_of(package, f"{path}.attention")
+    call(**arguments)
+    pools = ["cache"] if path == "differential" else ["key_cache", "value_cache"]
+    dim = 2 if path == "differential" else 0
+    smaller = {name: arguments[name].narrow(dim, 0, 1) for name in pools}
+    with pytest.raises(ValueError, match=r"block_table: expected entries in 0\.\.0 for"):
+        call(**{**arguments, **smaller})
+    halved = {name: arguments[name].narrow(dim + 1, 0, 2) for name in pools}
+    with pytest.raises(ValueError, match="block_table: expected at least 10 columns .* in blocks of 2"):
+        call(**{**arguments, **halved})
+    with pytest.raises(ValueError, match="cu_seqlens_q: expected to rise from 0 to at most t=2 rows"):
+        call(**{**arguments, "query": arguments["query"][:2]})
+    call(**arguments)
+
+
+@each_twin
+def test_a_window_that_has_passed_does_not_let_a_wider_one_pass(package):
+    """Nor a chunk a larger one: they look at more of the table."""
+    for path, narrow, wide in (
+        ("sliding_window", dict(window_size=(3, 0)), dict(window_size=(4, 0))),
+        ("local", dict(chunk_size=8), dict(chunk_size=12)),
+    ):
+        arguments, call = of_attention(path), function_of(package, f"{path}.attention")
+        arguments["batch"] = entry(1, 3, 99)(arguments["batch"])
+        call(**{**arguments, **narrow})
+        with pytest.raises(ValueError, match="block_table: expected entries in .* got 99 in column 3"):
+            call(**{**arguments, **wide})
+
+
+@each_twin
+def test_levels_that_have_passed_are_checked_again(package):
+    """Written to, in another order, or against a smaller pool."""
+    arguments, call = of_attention("cascade"), function_of(package, "cascade.attention")
+    call(**arguments)
+    levels = arguments["levels"]
+    with pytest.raises(ValueError, match="levels"):
+        call(**{**arguments, "levels": levels[::-1]})
+    levels[0].first_keys[0] = 4
+    with pytest.raises(ValueError, match=r"levels\[0\]\.first_keys: expected 0 for sequence 0"):
+        call(**arguments)
+    levels[0].first_keys[0] = 0
+    levels[0].batch.block_table[0, 0] = 10
+    with pytest.raises(ValueError, match=r"levels\[0\]\.batch\.block_table: expected entries in 0\.\.9"):
+        call(**arguments)
+
+
+@each_twin
+def test_a_step_that_is_refused_changes_neither_lengths_nor_slots(package):
+    """The lengths are one past the table only after this step, so the check has to look ahead."""
+    make, advance = (function_of(package, f"metadata.{name}") for name in ("make_batch", "advance"))
+    batch = make([1, 1], [3, 4], [[7], [3]])
+    slots = torch.tensor([30, 15])
+    with pytest.raises(ValueError, match="block_table: expected at least 2 columns for the 5 keys of sequence 1"):
+        advance(batch, slots, block_size=4)
+    assert batch.seq_lens.tolist() == [3, 4] and slots.tolist() == [30, 15]
