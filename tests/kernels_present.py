@@ -31,7 +31,10 @@ def has_to_compute(name: str, problem: Problem) -> bool:
         sees_later_keys = options.window[1] != 0
         wrong_there = over_pages and 64 < problem.head_size <= 96 and sees_later_keys
         sizes_fit = all(size % 16 == 0 and size <= 256 for size in sizes)
-        return sizes_fit and not wrong_there and options.alibi_slopes is None
+        return sizes_fit and not wrong_there and options.alibi_slopes is None and not options.batch_invariant
+    if name == "fa3":
+        sizes_fit = len(sizes) == 1 and sizes <= {64, 96, 128, 192, 256}
+        return sizes_fit and options.alibi_slopes is None and not options.batch_invariant
     if name == "fa2":  # builds have these head sizes, and some have more
         pages_fit = not over_pages or (problem.block_size % 256 == 0 and problem.max_query_len <= 1)
         return len(sizes) == 1 and sizes <= {64, 128, 256} and pages_fit
@@ -69,7 +72,8 @@ class Kernel:
             except NotImplementedError as error:
                 assert refused, f"no kernel has been asked, and yet: {error}"
                 assert not has_to_compute(self.name, refused[-1]), f"{self.name} has to compute this: {error}"
-                assert self.name in str(error) and len(str(error)) > len(self.name) + 20, "a refusal without a reason"
+                _, _, reason = str(error).partition(f"{self.name}: ")
+                assert len(reason) > 20, f"a refusal without a reason: {error}"
 
 
 def _is_installed(module: str) -> bool:
@@ -92,6 +96,9 @@ def _present(device: str) -> list[Kernel]:
     present = [Kernel("torch_flash", HALVES), Kernel("triton", (*HALVES, torch.float32))]
     if _is_installed("flash_attn.flash_attn_interface"):
         present.insert(0, Kernel("fa2", HALVES))
+    fa3 = ("flash_attn_interface", "_vllm_fa3_C", "vllm.vllm_flash_attn")
+    if "fa3" in kernels.NAMES and torch.cuda.get_device_capability(device) == (9, 0) and any(map(_is_installed, fa3)):
+        present.insert(0, Kernel("fa3", HALVES))
     if _is_installed("flash_attn.cute") and torch.cuda.get_device_capability(device)[0] in (9, 10, 11):
         present.insert(0, Kernel("fa4", HALVES))
     return present

@@ -60,19 +60,21 @@ def dense(
 
     from fastattn.kernels.triton_adapt import adapt, nothing
     from fastattn.kernels.triton_attention import repair
+    from fastattn.kernels.triton_run import with_scale_above_0
 
     if 0 in (query.shape[0], key.shape[0], batch.num_seqs):
         return nothing(query, value.shape[-1])
     causal, window, longest = window_for_flash(batch, options)
+    signed, scale = with_scale_above_0(query, options.softmax_scale)  # it masks before it scales
     out, lse, _ = flash_attn_varlen_func(
-        query,
+        signed,
         key,
         value,
         batch.cu_seqlens_q,
         batch.cu_seqlens_k,
         max(batch.max_query_len, 2),  # with 1 it takes row `i` for sequence `i`, which a silent sequence breaks
         longest,
-        softmax_scale=options.softmax_scale,
+        softmax_scale=scale,
         causal=causal,
         window_size=window,
         softcap=options.softcap,
@@ -100,6 +102,7 @@ def paged(
 
     from fastattn.kernels.triton_adapt import adapt, nothing
     from fastattn.kernels.triton_attention import repair
+    from fastattn.kernels.triton_run import with_scale_above_0
 
     assert batch.block_table is not None  # the path has checked it
     if 0 in (query.shape[0], key_cache.shape[0], batch.num_seqs, batch.block_table.shape[1]):
@@ -111,13 +114,14 @@ def paged(
     longest = batch.block_table.shape[1] * key_cache.shape[1]
     if options.alibi_slopes is not None and not 0 <= left < longest:
         left = longest - 1  # see `window_for_flash`
+    signed, scale = with_scale_above_0(query, options.softmax_scale)
     out, lse = flash_attn_with_kvcache(
-        rearrange(query.index_select(0, query_of_sequence), "b h d -> b 1 h d"),
+        rearrange(signed.index_select(0, query_of_sequence), "b h d -> b 1 h d"),
         key_cache,
         value_cache,
         cache_seqlens=batch.seq_lens,
         block_table=batch.block_table,
-        softmax_scale=options.softmax_scale,
+        softmax_scale=scale,
         window_size=(left, -1),
         softcap=options.softcap,
         alibi_slopes=_slopes(options),

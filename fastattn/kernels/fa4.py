@@ -43,6 +43,8 @@ def supports(problem: Problem) -> str | None:
         return f"answers wrongly over pages with head size {sizes[0]} where keys behind a query are visible"
     if problem.options.alibi_slopes is not None:
         return "has no ALiBi: take fa2 or triton"
+    if problem.options.batch_invariant:
+        return "whether it copies pages, and so its tiles, depends on the batch: take triton"
     if problem.options.positions is not None:
         return NO_POSITIONS
     if not problem.aligned:
@@ -114,18 +116,20 @@ def _attend(
 
     from fastattn.kernels.triton_adapt import adapt, nothing
     from fastattn.kernels.triton_attention import repair
+    from fastattn.kernels.triton_run import with_scale_above_0
 
     if 0 in (query.shape[0], key.shape[0], batch.num_seqs):
         return nothing(query, value.shape[-1])
     left, right = options.window
+    signed, scale = with_scale_above_0(query, options.softmax_scale)  # it masks before it scales
     out, lse, *_ = _flash_attn_fwd(
-        query,
+        signed,
         key,
         value,
         cu_seqlens_q=_side_by_side(batch.cu_seqlens_q),
         max_seqlen_q=batch.max_query_len,
         max_seqlen_k=batch.max_seq_len,
-        softmax_scale=options.softmax_scale,
+        softmax_scale=scale,
         causal=options.causal,
         window_size_left=None if left < 0 else left,
         window_size_right=None if right < 0 else right,

@@ -52,12 +52,14 @@ def dense(
     """Attend over ragged rows; see `fastattn.kernels.dense`."""
     from fastattn.kernels.triton_adapt import adapt, nothing
     from fastattn.kernels.triton_attention import repair
+    from fastattn.kernels.triton_run import with_scale_above_0
 
     if 0 in (query.shape[0], key.shape[0], batch.num_seqs):
         return nothing(query, value.shape[-1])
     causal, window, longest = window_for_flash(batch, options)
+    signed, scale = with_scale_above_0(query, options.softmax_scale)  # it masks before it scales
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        query,
+        signed,
         key,
         value,
         batch.cu_seqlens_q,
@@ -67,7 +69,7 @@ def dense(
         0.0,
         causal,
         False,
-        scale=options.softmax_scale,
+        scale=scale,
         window_size_left=window[0],
         window_size_right=window[1],
     )
