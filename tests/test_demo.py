@@ -5,8 +5,10 @@ import os
 from io import StringIO
 from types import SimpleNamespace
 
+import gguf
 import pytest
 import torch
+import transformers
 from rich.console import Console
 from tiny_models import byte_tokenizer, make_llama
 from typer.testing import CliRunner
@@ -174,6 +176,34 @@ def test_bad_options(arguments, message):
     code, output = command(*arguments)
     assert code == 2
     assert message in output
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_file_is_read_once(monkeypatch, tmp_path, fails):
+    """By transformers, for a tokenizer and a model; afterwards nothing is kept."""
+    reads = []
+
+    def read(*_, **__):
+        gguf.GGUFReader(tmp_path / "model.gguf")
+        gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
+        if fails:
+            raise OSError("no such luck")
+        return "loaded"
+
+    monkeypatch.setattr(gguf, "GGUFReader", reads.append)
+    monkeypatch.setattr(gguf, "get_tensor_name_map", lambda *arguments: reads.append(arguments))
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", read)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", read)
+    expected = [tmp_path / "model.gguf", (gguf.MODEL_ARCH.LLAMA, 2)]
+    if fails:
+        with pytest.raises(OSError, match="luck"):
+            demo.load(tmp_path / "model.gguf")
+    else:
+        assert demo.load(tmp_path / "model.gguf") == ("loaded", "loaded")
+    assert reads == expected
+    read_again = gguf.GGUFReader
+    read_again(tmp_path), read_again(tmp_path)
+    assert reads == [*expected, tmp_path, tmp_path]
 
 
 def test_wrong_words_are_an_exit_code(monkeypatch):
