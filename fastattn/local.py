@@ -118,8 +118,9 @@ def _cut_chunks(
 ) -> tuple[Int32[Tensor, "_"], Int32[Tensor, "v"], Int32[Tensor, "v columns"]]:
     """Give `cu_seqlens_q`, `seq_lens` and the block table of `num_chunks` virtual sequences for each sequence."""
     assert batch.block_table is not None
-    seq_lens, context_lens = rearrange(batch.seq_lens, "b -> b 1"), rearrange(batch.context_lens, "b -> b 1")
-    number = context_lens // chunk_size + torch.arange(num_chunks, dtype=torch.int32, device=batch.device)
+    # In 64 bits, as a chunk may end past the largest int32.
+    seq_lens, context_lens = (rearrange(x.long(), "b -> b 1") for x in (batch.seq_lens, batch.context_lens))
+    number = context_lens // chunk_size + torch.arange(num_chunks, device=batch.device)
     begin = number * chunk_size  # [b, chunks], of each chunk; below 0 where there are more queries than keys
     end = torch.minimum(begin + chunk_size, seq_lens)
     first_key = begin.clamp(min=0)
@@ -128,7 +129,7 @@ def _cut_chunks(
     used = rearrange(first_key // block_size, "b chunks -> b chunks 1") + torch.arange(columns, device=batch.device)
     used = rearrange(used.clamp(max=batch.block_table.shape[1] - 1), "b chunks columns -> b (chunks columns)")
     return (
-        torch.cat([batch.cu_seqlens_q[:1], rearrange(rows_end, "b chunks -> (b chunks)")]),
-        rearrange((end - first_key).clamp(min=0), "b chunks -> (b chunks)"),
+        torch.cat([batch.cu_seqlens_q[:1], rearrange(rows_end.int(), "b chunks -> (b chunks)")]),
+        rearrange((end - first_key).clamp(min=0).int(), "b chunks -> (b chunks)"),
         rearrange(batch.block_table.gather(1, used), "b (chunks columns) -> (b chunks) columns", chunks=num_chunks),
     )

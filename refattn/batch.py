@@ -61,17 +61,20 @@ class Batch:
         _expect(self.seq_lens, "seq_lens", torch.int32, ("b",), (None,))
         b = self.seq_lens.shape[0]
         _expect(self.cu_seqlens_q, "cu_seqlens_q", torch.int32, ("b + 1",), (b + 1,))
-        same_device(seq_lens=self.seq_lens, cu_seqlens_q=self.cu_seqlens_q)
+        device = self.seq_lens.device
+        if self.cu_seqlens_q.device != device:
+            same_device(seq_lens=self.seq_lens, cu_seqlens_q=self.cu_seqlens_q)
         for name, lengths in (("seq_lens", self.seq_lens), ("cu_seqlens_q", self.cu_seqlens_q)):
             if not lengths.is_contiguous():  # kernels take a pointer to them, and no stride
                 raise ValueError(f"{name}: expected its entries side by side, got a stride of {lengths.stride(0)}")
         if self.block_table is not None:
             _expect(self.block_table, "block_table", torch.int32, ("b", "m"), (b, None))
-            same_device(seq_lens=self.seq_lens, block_table=self.block_table)
+            if self.block_table.device != device:
+                same_device(seq_lens=self.seq_lens, block_table=self.block_table)
         check_int("max_query_len", self.max_query_len)
         check_int("max_seq_len", self.max_seq_len)
         if self.num_keys is not None:
-            check_int("num_keys", self.num_keys)
+            check_int("num_keys", self.num_keys, at_most=None)
 
     @property
     def num_seqs(self) -> int:
@@ -569,8 +572,9 @@ def check_partials(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
         _expect(lse, f"lses[{i}]", lse_dtype, ("t", "h"), shape[:2])
         if lse.dtype not in (torch.float32, torch.float64):
             raise ValueError(f"lses[{i}]: expected float32 or float64, got {_describe(lse)}")
-        if out.device != device or lse.device != device:
-            same_device(**{"outs[0]": outs[0], f"outs[{i}] ": out, f"lses[{i}]": lse})
+        for name, tensor in ((f"outs[{i}]", out), (f"lses[{i}]", lse)):
+            if tensor.device != device:
+                raise ValueError(f"{name}: expected {device}, where outs[0] is, got {tensor.device}")
 
 
 def check_gather(cache: Tensor, blocks: Tensor, seq_len: int) -> None:
@@ -758,10 +762,12 @@ def check_differential(
     h, pairs = query.shape[1], cache.shape[4]
     if h % 2 or pairs == 0 or (h // 2) % pairs:
         raise ValueError(f"query: expected pairs of heads, in a number that hk/2={pairs} divides, got h={h}")
-    same_device(query=query, cache=cache)
+    check_batch(batch)
     _expect(lambda_full, "lambda_full", None, (), ())
     _check_floating("lambda_full", lambda_full)
-    same_device(query=query, lambda_full=lambda_full)
+    device = query.device
+    if cache.device != device or lambda_full.device != device or batch.seq_lens.device != device:
+        same_device(query=query, cache=cache, lambda_full=lambda_full, seq_lens=batch.seq_lens)
     if lambda_full.is_cpu and not isfinite(lambda_full.item()):
         raise ValueError(f"lambda_full: expected a finite number, got {lambda_full.item()}")
     check_number("lambda_init", lambda_init)
@@ -770,7 +776,9 @@ def check_differential(
         _expect(norm_weight, "norm_weight", None, ("2 * d",), (2 * query.shape[2],))
         _check_floating("norm_weight", norm_weight)
         same_device(query=query, norm_weight=norm_weight)
-    return check_paged(query[:, ::2], cache[0, 0], cache[0, 1], batch)
+    block_table = check_block_table(batch, block_size=cache.shape[3], num_blocks=cache.shape[2])
+    check_lengths(batch, query.shape[0])
+    return block_table
 
 
 def check_lambdas(lambda_init: float, **vectors: Tensor) -> None:
@@ -821,15 +829,16 @@ def check_sizes(**sizes: int) -> None:
             raise ValueError(f"{name}: expected a positive int, got {_describe(size)}")
 
 
-def check_int(name: str, value: int) -> None:
-    """Check a length or a count: a Python int of at least 0 that an int32 can hold.
+def check_int(name: str, value: int, *, at_most: int | None = LARGEST_INT32) -> None:
+    """Check a length or a count: a Python int of at least 0, and one that an int32 can hold unless told otherwise.
 
     Raises:
         ValueError: naming it.
     """
-    if not _is_int(value) or not 0 <= value <= LARGEST_INT32:
-        most = f" and at most {LARGEST_INT32}" if _is_int(value) and value > 0 else ""
-        raise ValueError(f"{name}: expected a Python int of at least 0{most}, got {_describe(value)}")
+    if not _is_int(value) or value < 0:
+        raise ValueError(f"{name}: expected a Python int of at least 0, got {_describe(value)}")
+    if at_most is not None and value > at_most:
+        raise ValueError(f"{name}: expected at most {at_most}, got {value}")
 
 
 def check_number(name: str, value: float, *, at_least: float | None = None, above: float | None = None) -> None:

@@ -619,7 +619,7 @@ BAD = {
             lambda x: [y.int() for y in x],
             "outs[0]: expected a floating point type, got int32 [3, 4, 8]",
         ),
-        ("outs", "elsewhere", lambda x: [x[0], meta(x[1])], "outs[1] : expected cpu, where outs[0] is, got meta"),
+        ("outs", "elsewhere", lambda x: [x[0], meta(x[1])], "outs[1]: expected cpu, where outs[0] is, got meta"),
         (
             "lses",
             "one tensor",

@@ -198,6 +198,44 @@ def test_bad_input_is_named(twin):
             "seq_lens: expected its entries side by side, got a stride of 2",
         ),
         (lambda: type(batch)(batch.cu_seqlens_q, batch.seq_lens, None, 1, table), "max_seq_len: expected a Python int"),
+        (
+            lambda: type(batch)([0, 1, 2], batch.seq_lens, None, 1, 9),
+            "cu_seqlens_q: expected int32 [b + 1=3], got list",
+        ),
+        (lambda: type(batch)(batch.cu_seqlens_q, None, None, 1, 9), "seq_lens: expected int32 [b], got None"),
+        (lambda: type(batch)(batch.cu_seqlens_q, batch.seq_lens, [[1]], 1, 9), "block_table: expected int32 [b=2, m],"),
+        (
+            lambda: type(batch)(batch.cu_seqlens_q.to("meta"), batch.seq_lens, None, 1, 9),
+            "cu_seqlens_q: expected cpu, where seq_lens is, got meta",
+        ),
+        (
+            lambda: type(batch)(batch.cu_seqlens_q, batch.seq_lens, table.to("meta"), 1, 9),
+            "block_table: expected cpu, where seq_lens is, got meta",
+        ),
+        (
+            lambda: type(batch)(torch.tensor([[0, 9], [1, 9], [2, 9]]).int()[:, 0], batch.seq_lens, None, 1, 9),
+            "cu_seqlens_q: expected its entries side by side, got a stride of 2",
+        ),
+        (
+            lambda: type(batch)(batch.cu_seqlens_q, batch.seq_lens, None, -1, 9),
+            "max_query_len: expected a Python int of",
+        ),
+        (
+            lambda: type(batch)(batch.cu_seqlens_q, batch.seq_lens, None, True, 9),
+            "max_query_len: expected a Python int",
+        ),
+        (
+            lambda: type(batch)(batch.cu_seqlens_q, batch.seq_lens, None, 1, 9.0),
+            "max_seq_len: expected a Python int of",
+        ),
+        (
+            lambda: type(batch)(batch.cu_seqlens_q, batch.seq_lens, None, 1, 2**31),
+            "max_seq_len: expected at most 2147483647, got 2147483648",
+        ),
+        (
+            lambda: type(batch)(batch.cu_seqlens_q, batch.seq_lens, None, 1, 9, 2.5),
+            "num_keys: expected a Python int of at least 0, got 2.5",
+        ),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             call()
