@@ -18,6 +18,7 @@ import fastattn.chunked_prefill
 import fastattn.differential
 import refattn.chunked_prefill
 import refattn.dense
+import refattn.differential
 from fastattn import kernels
 from fastattn.kernels import Options, Problem, cpu, fa2, fa4, torch_flash, triton
 
@@ -146,7 +147,8 @@ def test_a_split_differential_of_an_odd_head_size(splits, given, device, monkeyp
 
     tuning = triton_differential.Tuning(16, 16, 4, 2, splits, splits)
     monkeypatch.setattr(triton_differential, "tune", lambda *asked: tuning)
-    case, arguments = in_pairs(((3, 70), (1, 331), (0, 5), (3, 2)), device)
+    case, (query, cache, batch) = in_pairs(((3, 70), (1, 331), (0, 5), (3, 2)), device)
+    arguments = query, cache, with_strided_table(batch)
     options = dict(sinks=True) if given == "sinks" else dict(causal=False, window_size=(40, 3), alibi_slopes=True)
     learned = dict(lambda_full=torch.tensor(0.35, device=device), lambda_init=0.2)
     weight = torch.linspace(0.5, 2.0, 96, device=device)[::2]  # with a stride
@@ -368,6 +370,7 @@ def tiles_of_rows(key, value, ends):
 
 def tiles_of_pages(key, value, table, lengths):
     """Whole pages; the table leads nowhere past them."""
+    assert table.stride(-1) == 1
 
     def tiles(i):
         blocks = table[i, : -(-lengths[i] // key.shape[1])].long()
@@ -482,6 +485,13 @@ ADAPTERS = {"fa4": install_fa4, "fa2": install_fa2, "torch_flash": install_torch
 RAGGED = Case("ragged", ((4, 6), (1, 70), (10, 17), (0, 9), (5, 2), (3, 0), (33, 40)), heads=(4, 2), padding_rows=3)
 
 
+def with_strided_table(batch):
+    """Give the table as every second column of another."""
+    table = torch.stack([batch.block_table, torch.full_like(batch.block_table, -1)], dim=2)[:, :, 0]
+    assert table.stride(1) == 2
+    return replace(batch, block_table=table)
+
+
 def poison(inputs):
     """Put NaN and inf into what no query sees: the padding rows, and the slots past each sequence's end."""
     inputs.query[len(inputs.query) - 3 :] = torch.nan
@@ -516,6 +526,8 @@ def test_what_an_adapter_asks_and_what_it_answers(name, over, options, monkeypat
         case = replace(RAGGED, lens=lens, block_size=256)
     inputs = build(case, dtype=torch.float16)
     poison(inputs)
+    if options == "plain":
+        inputs = replace(inputs, batch=with_strided_table(inputs.batch))
     options = per_head(CALLED[options], case, "cpu")
     if over == "rows":
         out, lse = kernel.dense(*inputs.rows, Options(**options))

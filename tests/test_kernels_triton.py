@@ -96,6 +96,34 @@ def test_pages_and_rows(name, device):
     assert_agrees("dense", *inputs.rows, **per_head(OPTIONS["everything"], case, device))
 
 
+@pytest.mark.parametrize("far", ["blocks", "places", "heads", "elements"])
+def test_tensors_of_more_elements_than_32_bits_count(far, device):
+    """Strides lead anywhere: to pages, rows of a page, heads, or the elements of a head."""
+    if device == "cpu":
+        pytest.skip("the interpreter would write all of the memory that is between")
+    inputs = build(Case("c", ((3, 5), (1, 3)), heads=(3, 3), head_size=32, block_size=3), device=device)
+    pools = []
+    for pool in (inputs.key_cache, inputs.value_cache):
+        n, p, hk, d = pool.shape
+        strides = dict(blocks=p * hk * d, places=hk * d, heads=d, elements=1)
+        strides[far] = -(-(2**31) // (dict(blocks=n, places=p, heads=hk, elements=d)[far] - 1)) + 64
+        size = sum(stride * (count - 1) for stride, count in zip(strides.values(), pool.shape, strict=True)) + 1
+        whole = torch.zeros(size, device=device)
+        pools.append(whole.as_strided(pool.shape, tuple(strides.values())).copy_(pool))
+    assert_agrees("chunked_prefill", inputs.query, *pools, inputs.batch)
+
+
+@pytest.mark.parametrize("layout", ["every-second-column", "columns-first"])
+def test_a_table_of_any_strides(layout, device):
+    inputs = build(MIXED, device=device)
+    table = inputs.batch.block_table
+    other = table.T.contiguous().T
+    if layout == "every-second-column":
+        other = torch.stack([table, torch.full_like(table, -1)], dim=2)[:, :, 0]
+    assert other.stride(1) != 1
+    assert_agrees("chunked_prefill", *inputs.tensors[:3], replace(inputs.batch, block_table=other))
+
+
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_every_option_over_balanced_splits(options, device):
     inputs = build(MIXED, device=device, dtype=torch.float16)

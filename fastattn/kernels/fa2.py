@@ -107,6 +107,7 @@ def paged(
     assert batch.block_table is not None  # the path has checked it
     if 0 in (query.shape[0], key_cache.shape[0], batch.num_seqs, batch.block_table.shape[1]):
         return nothing(query, value_cache.shape[-1])
+    table = batch.block_table if batch.block_table.stride(-1) == 1 else batch.block_table.contiguous()
     rows = torch.arange(query.shape[0], device=query.device, dtype=torch.int32)
     sequences = torch.searchsorted(batch.cu_seqlens_q[1:], rows, right=True).clamp_(max=batch.num_seqs - 1)
     query_of_sequence = batch.cu_seqlens_q[:-1].clamp(max=query.shape[0] - 1)
@@ -120,7 +121,7 @@ def paged(
         key_cache,
         value_cache,
         cache_seqlens=batch.seq_lens,
-        block_table=batch.block_table,
+        block_table=table,
         softmax_scale=scale,
         window_size=(left, -1),
         softcap=options.softcap,

@@ -84,6 +84,7 @@ def paged(
 
         key_cache, table = repage(key_cache, batch, block_size=FAST_BLOCK)
         value_cache, _ = repage(value_cache, batch, block_size=FAST_BLOCK)
+    table = table if table.stride(-1) == 1 else table.contiguous()
     where = dict(seqused_k=_side_by_side(batch.seq_lens), page_table=table)
     return _attend(query, key_cache, value_cache, batch, options, tails_are_zero=copied, **where)
 
