@@ -26,7 +26,7 @@ demo: $(VENV)/.demo $(VENV)/.model  ## a real model answers eight prompts throug
 	$(BIN)/python -m fastattn demo $(ARGS)
 
 test: $(VENV)/.test $(VENV)/.model  ## the tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
 
 check: $(VENV)/.dev  ## format, lint, types, import rules
 	$(BIN)/ruff format --check

@@ -1,7 +1,9 @@
 """Shapes are checked, memory that nobody wrote is NaN, and one option says which device everything runs on."""
 
+import itertools
 import json
 import os
+from collections import Counter
 from pathlib import Path
 
 import jaxtyping
@@ -9,11 +11,18 @@ import pytest
 import torch
 from hypothesis import settings
 
-# The same draws on every machine; a longer search is `pytest --hypothesis-profile=search`.
+# The same draws on every machine. A longer search:
+# `pytest --hypothesis-profile=search --timeout=0 -o faulthandler_timeout=0`.
 settings.register_profile("same", derandomize=True, deadline=None, max_examples=40)
 settings.register_profile("search", deadline=None, max_examples=1000)
 settings.load_profile("same")
 
+LONG = (
+    "test_compile.py",
+    "test_demo.py",
+    "test_docs.py",
+    "test_notebooks.py",
+)  # files with tests of 10 seconds and more
 COLLECTED = pytest.StashKey[int]()
 
 
@@ -34,12 +43,16 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Begin with what takes longest where pytest-xdist runs the tests, or one worker would be busy after the others.
+    """Begin with what takes longest where pytest-xdist gives the tests out one by one, or one worker ends after all."""
+    for item in items:
+        if item.path.name in LONG:
+            item.add_marker(pytest.mark.timeout(300))
 
-    That helps where tests are given out one by one: `--dist load --maxschedchunk 2`.
-    """
+    def takes_long(item):
+        return item.path.name in LONG, getattr(item.function, "is_hypothesis_test", False)
+
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: not getattr(item.function, "is_hypothesis_test", False))
+        items.sort(key=takes_long, reverse=True)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -52,7 +65,10 @@ def pytest_collection_finish(session):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """Count the tests by outcome: all of them, by file, and those of each kernel by its name in their ids."""
+    """Count the tests by outcome: all of them, by file, and those of each kernel by its name in their ids.
+
+    Beside them are the seconds that each file's tests took, fixtures included.
+    """
     if not config.getoption("--results") or hasattr(
         config, "workerinput"
     ):  # a worker of pytest-xdist has its share only
@@ -71,6 +87,11 @@ def pytest_terminal_summary(terminalreporter, config):
                 counted = counts[group].setdefault(name, {}) if group != "all" else counts["all"]
                 counted[outcome] = counted.get(outcome, 0) + 1
     counts["by_kernel"].pop("", None)
+    seconds = Counter()
+    for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
+        if isinstance(report, pytest.TestReport):  # of a fixture, too
+            seconds[Path(report.nodeid.partition("::")[0]).name] += report.duration
+    counts["seconds_by_file"] = {file: round(duration, 1) for file, duration in seconds.most_common()}
     device = torch.device(config.getoption("--device"))
     about = {**measure.circumstances(), "device": device.type, "machine": measure.machine(device)}
     about["collected"] = config.stash[COLLECTED]  # more than were run, where the run was ended early

@@ -126,6 +126,9 @@ class Html(HTMLParser):
         self.formulas += tag == "math"
 
 
+of_the_site = pytest.mark.xdist_group("site")  # in one process, which builds it once
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> dict[Path, Html]:
     """Build the site, and read all its pages."""
@@ -140,6 +143,7 @@ def site(tmp_path_factory) -> dict[Path, Html]:
     return pages
 
 
+@of_the_site
 def test_links_lead_somewhere(site):
     broken = []
     for path, page in site.items():
@@ -155,6 +159,7 @@ def test_links_lead_somewhere(site):
     assert not broken, "\n".join(sorted(set(broken)))
 
 
+@of_the_site
 def test_nothing_is_fetched_from_elsewhere(site):
     for path, page in site.items():
         elsewhere = [url for url in page.fetched if re.match(r"(https?:)?//", url)]
@@ -166,6 +171,7 @@ def test_nothing_is_fetched_from_elsewhere(site):
         assert not re.search(r"(@import|url\()\s*[\"']?https?:", sheet.read_text()), sheet.name
 
 
+@of_the_site
 def test_nothing_is_left_unmade(site):
     """Formulas are MathML, inserts are filled in, and every picture says what it is."""
     assert sum(page.formulas for page in site.values()) > 20
@@ -223,6 +229,7 @@ def test_the_readme_shows_the_committed_measurements(monkeypatch):
     assert tables in (ROOT / "README.md").read_text(), "`make readme` writes them"
 
 
+@of_the_site
 def test_the_newcomers_way(site):
     """From the README to notebook 1, from there or from the start page to a path, and on it is the reference."""
     assert "(notebooks/01_ragged_batch.ipynb)" in (ROOT / "README.md").read_text()
