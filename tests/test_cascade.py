@@ -339,6 +339,39 @@ def test_twins_agree_on_a_window(window, kernel, device):
         kernel.check(assert_twins_agree, "cascade", *step.tensors, levels=levels, window_size=window)
 
 
+@each_kernel
+@pytest.mark.parametrize("junk", [float("nan"), float("inf"), 1e4], ids=str)
+def test_keys_before_every_window_may_hold_anything(junk, kernel, device):
+    """A shared key that is before the window of each query, and own keys that are."""
+    case, prefixes = Case("c", ((1, 90), (3, 73), (1, 70)), heads=(4, 2)), [(0, 3, 32), (1, 3, 64)]
+    step = lay_out((case, prefixes), device=device, dtype=kernel.dtypes[0])
+    levels = step.levels(fastattn.cascade, device)
+    query, key_cache, value_cache, batch = step.tensors
+    left = 30
+
+    def call():
+        return fastattn.cascade.attention(
+            query, key_cache, value_cache, batch, levels=levels, window_size=(left, 0), return_lse=True
+        )
+
+    def assert_unchanged():
+        before = call()
+        seen: dict[tuple[int, int], bool] = {}
+        for (query_len, seq_len), blocks in zip(case.lens, batch.block_table.tolist(), strict=True):
+            for j in range(seq_len):
+                place = blocks[j // case.block_size], j % case.block_size
+                seen[place] = seen.get(place, False) or j >= seq_len - query_len - left
+        for place, is_seen in seen.items():
+            if not is_seen:
+                key_cache[place], value_cache[place] = junk, junk
+        assert not all(seen.values())
+        assert all(torch.equal(*pair) for pair in zip(before, call(), strict=True))
+        assert_twins_agree("cascade", *step.tensors, levels=levels, window_size=(left, 0))
+
+    with kernel.asked_for():
+        kernel.check(assert_unchanged)
+
+
 @pytest.mark.parametrize(
     ("options", "positions"),
     [
