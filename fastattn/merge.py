@@ -34,12 +34,12 @@ def merge(
         return merge_states(outs, lses)
     lse = lses[0]
     for part_lse in lses[1:]:
-        lse = torch.logaddexp(lse, part_lse)
+        lse = _log_add_exp(lse, part_lse)
     total: Tensor | None = None
     for part_out, part_lse in zip(outs, lses, strict=True):
-        weight = torch.exp(part_lse - lse).masked_fill_(part_lse == -torch.inf, 0.0)[..., None]
-        # An output that counts for nothing may hold anything, NaN too, and 0 * NaN is NaN.
-        part = torch.where(weight == 0, 0.0, part_out * weight)
+        # The output of a part that saw nothing may hold anything, NaN too, and 0 * NaN is NaN.
+        part = part_out * torch.exp(part_lse - lse)[..., None]
+        part.masked_fill_((part_lse == -torch.inf)[..., None], 0.0)
         total = part if total is None else total.add_(part)
     assert total is not None
     return total.to(outs[0].dtype), lse
@@ -66,5 +66,15 @@ def add_sinks(
     check_partials([out], [lse])
     check_options(out, sinks=sinks)
     sinks = sinks.to(lse.dtype)
-    share = torch.sigmoid(lse - sinks)[..., None]  # exp(lse) / (exp(lse) + exp(sink))
-    return torch.where(share == 0, 0.0, out * share).to(out.dtype), torch.logaddexp(lse, sinks)
+    share = torch.exp(sinks - lse).add_(1.0).reciprocal_()[..., None]  # exp(lse) / (exp(lse) + exp(sink))
+    out = (out * share).masked_fill_((lse == -torch.inf)[..., None], 0.0).to(out.dtype)
+    return out, _log_add_exp(lse, sinks.expand_as(lse))
+
+
+def _log_add_exp(first: Float[Tensor, "t h"], second: Float[Tensor, "t h"]) -> Float[Tensor, "t h"]:
+    """Return `log(exp(first) + exp(second))`, with the same bits wherever in the tensors the numbers stand.
+
+    `torch.logaddexp` and `torch.sigmoid` compute what is left behind the last whole vector in another way.
+    """
+    gap = (first - second).abs_().masked_fill_(first == second, 0.0)  # two infinities have none
+    return torch.maximum(first, second) + gap.neg_().exp_().log1p_()

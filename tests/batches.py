@@ -1,6 +1,7 @@
 """The batches that every path is tested with: ragged, shuffled, and poisoned where nothing may be read."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -10,8 +11,10 @@ from torch import Tensor
 
 from refattn.batch import Batch
 
-STALE = 1e4  # what owned slots behind a sequence's end hold
-GARBAGE = (-1, 1_000_000)  # what a table holds behind a sequence's last block
+STALE = 1e4  # a large number moves an answer a little
+POISON = (float("nan"), float("inf"), -float("inf"), STALE)  # what memory that nobody may see holds, in turn
+HARMLESS = (0.5,)  # what it holds where answers are compared bit for bit with those over poison
+GARBAGE = (-1, 1_000_000)  # what a table holds past a sequence's last block
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,8 @@ class Paged:
     batch: Batch
     keys: list[Tensor]  # of each sequence [s, hk, d]
     values: list[Tensor]
+    more_keys: Tensor  # rows past the last sequence
+    more_values: Tensor
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Batch]:
@@ -74,7 +79,8 @@ class Paged:
     @property
     def rows(self) -> tuple[Tensor, Tensor, Tensor, Batch]:
         """The positional arguments of a path over plain rows."""
-        return self.query, torch.cat(self.keys), torch.cat(self.values), self.batch
+        key, value = torch.cat([*self.keys, self.more_keys]), torch.cat([*self.values, self.more_values])
+        return self.query, key, value, self.batch
 
 
 def build(
@@ -85,10 +91,12 @@ def build(
     seed: int = 0,
     keys: list[Tensor] | None = None,
     values: list[Tensor] | None = None,
+    poison: Sequence[float] = POISON,
 ) -> Paged:
-    """Lay a case out in a shuffled pool: NaN in blocks that nobody owns, 1e4 behind each sequence's end.
+    """Lay a case out in a shuffled pool, with poison in all memory that nobody may see.
 
-    The numbers are drawn on the CPU, so that every device tests the same ones.
+    That is blocks that nobody owns, slots past each sequence's end, and rows past the last sequence. The numbers are
+    drawn on the CPU, so that every device tests the same ones; they do not depend on the poison.
     """
     generator, shuffle = torch.Generator().manual_seed(seed), random.Random(seed)
     h, hk = case.heads
@@ -100,6 +108,7 @@ def build(
         return torch.randn(*shape, generator=generator).to(dtype)
 
     query = draw(sum(q for q, _ in case.lens) + case.padding_rows, h, d)
+    query[len(query) - case.padding_rows :] = poisoned(case.padding_rows, h, d, poison).to(dtype)
     keys = [draw(s, hk, d) for s in seq_lens] if keys is None else [x.to(dtype) for x in keys]
     values = [draw(s, hk, dv) for s in seq_lens] if values is None else [x.to(dtype) for x in values]
 
@@ -111,14 +120,13 @@ def build(
     table = torch.tensor([[shuffle.choice(GARBAGE) for _ in range(columns)] for _ in seq_lens], dtype=torch.int32)
     pools = []
     owned = [[free.pop() for _ in range(count)] for count in needed]
-    for rows, size in ((keys, d), (values, dv)):
-        pool = torch.full((num_blocks, p, hk, size), float("nan"), dtype=dtype)
+    for kind, (rows, size) in enumerate(((keys, d), (values, dv))):
+        pool = poisoned(num_blocks * p, hk, size, poison, first=kind).to(dtype).view(num_blocks, p, hk, size)
         for i, blocks in enumerate(owned):
             if blocks:
                 table[i, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
-                padded = torch.full((len(blocks) * p, hk, size), STALE, dtype=dtype)
-                padded[: len(rows[i])] = rows[i]
-                pool[torch.tensor(blocks)] = padded.view(len(blocks), p, hk, size)
+                for block, part in zip(blocks, rows[i].split(p), strict=True):
+                    pool[block, : len(part)] = part
         if case.layout == "HND":
             pool = pool.transpose(1, 2).contiguous().to(device).transpose(1, 2)
         pools.append(pool.to(device))
@@ -131,9 +139,25 @@ def build(
         max_query_len=max(q for q, _ in case.lens),
         max_seq_len=max(seq_lens),
     )
-    return Paged(
-        query.to(device), pools[0], pools[1], batch, [x.to(device) for x in keys], [x.to(device) for x in values]
+    more_keys, more_values = (
+        poisoned(case.padding_rows, hk, size, poison, first=kind).to(device, dtype) for kind, size in enumerate((d, dv))
     )
+    return Paged(
+        query.to(device),
+        pools[0],
+        pools[1],
+        batch,
+        [x.to(device) for x in keys],
+        [x.to(device) for x in values],
+        more_keys,
+        more_values,
+    )
+
+
+def poisoned(rows: int, heads: int, size: int, poison: Sequence[float] = POISON, *, first: int = 0) -> Tensor:
+    """Fill rows with poison, another kind for each head and for the next row: `[rows, heads, size]`."""
+    turn = torch.arange(rows)[:, None] + torch.arange(heads) + first
+    return torch.tensor(poison)[turn % len(poison)][..., None].repeat(1, 1, size)
 
 
 @st.composite
@@ -175,7 +199,7 @@ def read_masks(attention, case: Case, *, paged: bool = True, device: str = "cpu"
         arguments = inputs.tensors if paged else inputs.rows
         out, lse = attention(torch.zeros_like(arguments[0]), *arguments[1:], **options, return_lse=True)
         pieces.append(out)
-    weights = torch.cat(pieces, dim=-1).cpu()  # [t, h, s], and columns behind s
+    weights = torch.cat(pieces, dim=-1).cpu()  # [t, h, s], and columns past s
     lse = lse.cpu()
 
     masks, row = [], 0

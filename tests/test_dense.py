@@ -6,7 +6,7 @@ from batches import CASES, Case, assert_same_masks, build, each_case, masks_by_h
 from hypothesis import given
 from hypothesis import strategies as st
 from kernels_present import each_kernel
-from test_chunked_prefill import OPTIONS, SMALL, WINDOWS, per_head
+from test_chunked_prefill import OPTIONS, SMALL, WINDOWS, each_kernel_case_and_option, per_head
 from tolerance import assert_twins_agree
 from torch.nn import functional
 
@@ -65,9 +65,7 @@ def test_the_cache_changes_nothing(case, device):
     assert torch.equal(refattn.dense.attention(*inputs.rows), refattn.chunked_prefill.attention(*inputs.tensors))
 
 
-@each_kernel
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@each_case
+@each_kernel_case_and_option
 def test_twins_agree(case, options, kernel, device):
     inputs = build(case, device=device, dtype=kernel.dtypes[0])
     with kernel.asked_for():

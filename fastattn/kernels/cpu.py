@@ -5,11 +5,15 @@ becomes pieces, and the pieces of one query merge by their log-sum-exp:
 
     a chunk with context     full part | causal part         (keys before the chunk | the chunk itself)
     a window                 small tiles of queries in one call, each over the band of keys that it can see, with a mask
-    ALiBi, edges             larger tiles one by one, over some keys at a time, with a mask
+    ALiBi, edges, positions  larger tiles one by one, over some keys at a time, with a mask
     a softcap                those tiles by our own matrix products: ATen's call has no softcap
     decodes                  all sequences in one call, the query heads of a group as rows, a mask for their lengths
+    batch invariance         tiles and runs of keys of one size, which begin at multiples of it
 
 Memory grows with the tokens: a tile never holds more than `TILE` queries times `SLAB` keys.
+
+ATen's call is handed no key that no query of the sequence sees, as those may hold anything: a mask adds `-inf` to their
+scores, and NaN stays NaN. What else it gets wrong is put right in front of it, in `_readable` and `_call`.
 
 Source: PyTorch, `aten::_scaled_dot_product_flash_attention_for_cpu`; the decomposition follows Dao 2023,
 "FlashAttention-2", and its flash-decoding.
@@ -28,6 +32,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fastattn.kernels import Options, Problem
+from fastattn.kernels.cpu_blocks import Blocks, side_by_side
 from fastattn.kernels.cpu_differential import differential as differential
 from fastattn.merge import add_sinks, merge
 from refattn.batch import Batch
@@ -37,20 +42,23 @@ SLAB = 2048  # keys of a masked tile
 BAND_TILE = 32  # queries of a tile of a window: small, as it reads that many keys beside its window
 BUFFER = 2**19  # elements of the keys of decodes that are gathered at a time: 2 MiB in float32
 SHORT = 16  # with at most this many queries, the heads of a group are rows of one call
+FEW = 16  # keys, less than which ATen's call compares one by one, and overlooks NaN
 WASTE = 1.5  # decodes go into one call while that reads at most this many times the keys there are
+INVARIANT_TILE = 16  # queries of a tile under `batch_invariant`; at most SHORT
+INVARIANT_SLAB = 512  # keys of such a tile: as many as ATen's call takes at a time
 
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def supports(problem: Problem) -> str | None:
-    """Say why this kernel can't compute a problem, or None: it computes everything that is on a CPU."""
+    """Return why this kernel can't compute a problem, or None: it computes everything that is on a CPU."""
     if problem.device.type != "cpu":
         return f"computes on the CPU, the tensors are on {problem.device.type}"
     return None
 
 
 def suits(problem: Problem) -> bool:
-    """Say whether to take this kernel: for everything on a CPU."""
+    """Return whether to take this kernel: for everything on a CPU."""
     return problem.device.type == "cpu"
 
 
@@ -63,9 +71,12 @@ def dense(
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend over ragged rows; see `fastattn.kernels.dense`."""
     out, lse = _empty_answer(query, value.shape[-1])
+    query, key, value = _readable(query), _readable(key), _readable(value)
     for (q0, q1), (k0, k1) in zip(batch.query_rows(), batch.key_rows(), strict=True):
-        if q1 > q0 and k1 > k0:
-            out[q0:q1], lse[q0:q1] = _sequence(query[q0:q1], key[k0:k1], value[k0:k1], k1 - k0, options)
+        view = _view(slice(q0, q1), k1 - k0, options)
+        if out[q0:q1].numel() and view.num_keys:
+            keys = slice(k0 + view.first_key, k0 + view.end_key)
+            out[q0:q1], lse[q0:q1] = _sequence(query[q0:q1], key[keys], value[keys], view, options)
     return _with_sinks(out, lse, options.sinks, batch)
 
 
@@ -77,7 +88,10 @@ def paged(
     options: Options,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend over pages; see `fastattn.kernels.paged`."""
-    pieces = _plan(batch, key_cache.shape[1], options)
+    if options.window == (-1, -1) and options.alibi_slopes is None:
+        options = replace(options, positions=None)  # it does not matter then where a query stands
+    pieces = _plan(batch, key_cache.shape[1], options) if query.numel() else []
+    query = _readable(query)
     if len(pieces) == 1 and pieces[0].rows == slice(0, len(query)):  # the answer of the piece is that of the batch
         return _with_sinks(*_piece(query, key_cache, value_cache, pieces[0], options), options.sinks, batch)
     out, lse = _empty_answer(query, value_cache.shape[-1])
@@ -85,6 +99,59 @@ def paged(
         rows = piece.rows
         out[rows], lse[rows] = _piece(query[rows], key_cache, value_cache, piece, options)
     return _with_sinks(out, lse, options.sinks, batch)
+
+
+def _readable(x: Float[Tensor, "rows heads size"]) -> Float[Tensor, "rows heads size"]:
+    """Copy a tensor of which ATen's call would read other memory: it has no stride for the elements of a head.
+
+    Rows and heads of queries are rows of matrices, too, which may not overlap.
+    """
+    *strides, last = x.stride()
+    return x if last == 1 and min(strides) >= x.shape[-1] else x.clone(memory_format=torch.contiguous_format)
+
+
+@dataclass(frozen=True)
+class _View:
+    """Which keys the queries of one sequence see.
+
+    Attributes:
+        positions: of the queries.
+        consecutive: they are the last rows of the sequence.
+        window: `(left, right)` as in `Options.window`, where a limit that hides nothing is none.
+        first_key: the first key that a query sees.
+        end_key: the one past the last that a query sees.
+    """
+
+    positions: Int64[Tensor, "t"]
+    consecutive: bool
+    window: tuple[int, int]
+    first_key: int
+    end_key: int
+
+    @property
+    def num_keys(self) -> int:
+        return max(0, self.end_key - self.first_key)
+
+
+def _view(rows: slice, seq_len: int, options: Options) -> _View:
+    left, right = options.window
+    positions = torch.arange(seq_len - (rows.stop - rows.start), seq_len)
+    consecutive = options.positions is None
+    if options.positions is not None:
+        positions = options.positions[rows].long()
+    if not len(positions):
+        return _View(positions, consecutive, (left, right), 0, 0)
+    lowest, highest = int(positions.min()), int(positions.max())
+    left = -1 if left >= highest else left
+    right = -1 if lowest + right >= seq_len - 1 else right
+    first_key = 0 if left < 0 else max(0, lowest - left)
+    end_key = seq_len if right < 0 else min(seq_len, highest + right + 1)
+    return _View(positions, consecutive, (left, right), first_key, end_key)
+
+
+def _is_plain(options: Options) -> bool:
+    """Return whether it does not matter where a key stands, and nothing but ATen's call is needed."""
+    return not options.softcap and options.alibi_slopes is None and not options.batch_invariant
 
 
 def _piece(
@@ -97,14 +164,15 @@ def _piece(
     """Attend from the query rows of a piece."""
     if isinstance(piece, _Decodes):
         return _decodes(query, key_cache, value_cache, piece, options)
-    everyone_sees_all = options.window == (-1, -1) and not options.softcap and options.alibi_slopes is None
-    if everyone_sees_all and not options.batch_invariant:  # it does not matter then where a key stands
-        slabs = _slabs(key_cache, value_cache, piece.blocks, piece.num_keys)
+    if piece.view.window == (-1, -1) and _is_plain(options):
+        slabs = _slabs(key_cache, value_cache, piece.blocks, piece.view.num_keys)
         return _merge(*(_flash(query, k, v, options.softmax_scale) for k, v in slabs))
+    first_row = piece.view.first_key % key_cache.shape[1]
     key, value = (
-        cache.index_select(0, piece.blocks).flatten(0, 1)[: piece.num_keys] for cache in (key_cache, value_cache)
+        cache.index_select(0, piece.blocks).flatten(0, 1)[first_row : first_row + piece.view.num_keys]
+        for cache in (key_cache, value_cache)
     )
-    return _sequence(query, key, value, piece.seq_len, options)
+    return _sequence(query, key, value, piece.view, options)
 
 
 @dataclass(frozen=True)
@@ -112,7 +180,7 @@ class _Decodes:
     """Sequences with one query each that are computed together, and what they read."""
 
     rows: Int64[Tensor, "b"] | slice  # their query rows
-    blocks: Int32[Tensor, "b m"]
+    blocks: Blocks
     keys: slice  # those of the blocks that some sequence sees
     distance: Int32[Tensor, "b s"]  # how far each key of the blocks lies before the query
     bias: Float[Tensor, "b 1 1 s"] | None  # -inf on keys that are not to be seen, if there are any among `keys`
@@ -120,22 +188,26 @@ class _Decodes:
 
 @dataclass(frozen=True)
 class _Apart:
-    """One sequence that is computed by itself, and what it reads: its last `num_keys` keys."""
+    """One sequence that is computed by itself, and what it reads."""
 
     rows: slice
-    blocks: Int32[Tensor, "m"]
-    num_keys: int
-    seq_len: int
+    blocks: Int32[Tensor, "m"]  # those with a key that a query sees
+    view: _View
 
 
 def _plan(batch: Batch, block_size: int, options: Options) -> list[_Decodes | _Apart]:
-    """Say what is computed together and which blocks are read; made once a step and used by every layer."""
+    """Plan what is computed together and which blocks are read, once a step for every layer."""
     assert batch.block_table is not None  # the path has checked it
-    left, _ = options.window
-    one_by_one = options.batch_invariant or bool(options.softcap)
-    question = (block_size, left, one_by_one, batch.version)  # one that was advanced in place gets another plan
+    one_by_one = options.batch_invariant or bool(options.softcap) or options.positions is not None
+    question = (
+        block_size,
+        options.window,
+        one_by_one,
+        batch.version,
+    )  # one that was advanced in place gets another plan
     known, pieces = _plans.get(batch, (None, []))
-    if known == question and batch.version is not None:
+    keep = batch.version is not None and options.positions is None
+    if known == question and keep:
         return pieces
 
     query_rows, seq_lens = batch.query_rows(), batch.seq_lens.tolist()
@@ -147,14 +219,16 @@ def _plan(batch: Batch, block_size: int, options: Options) -> list[_Decodes | _A
         begins = [query_rows[i][0] for i in sorted(group)]
         side_by_side = begins[-1] - begins[0] == len(begins) - 1
         rows = slice(begins[0], begins[-1] + 1) if side_by_side else torch.tensor(begins)
-        pieces.append(_read_together(rows, batch.seq_lens[members], batch.block_table[members], block_size, left))
+        seen = batch.seq_lens[members], batch.block_table[members]
+        pieces.append(_read_together(rows, *seen, block_size, options.window[0]))
     for i in busy:
         if i not in decodes:
-            (q0, q1), seq_len = query_rows[i], seq_lens[i]
-            first_block = 0 if left < 0 else max(0, seq_len - (q1 - q0) - left) // block_size
-            blocks = batch.block_table[i, first_block : -(-seq_len // block_size)]
-            pieces.append(_Apart(slice(q0, q1), blocks, seq_len - first_block * block_size, seq_len))
-    _plans[batch] = (question, pieces)
+            view = _view(slice(*query_rows[i]), seq_lens[i], options)
+            if view.num_keys:
+                blocks = batch.block_table[i, view.first_key // block_size : -(-view.end_key // block_size)]
+                pieces.append(_Apart(slice(*query_rows[i]), blocks, view))
+    if keep:
+        _plans[batch] = (question, pieces)
     return pieces
 
 
@@ -176,22 +250,24 @@ def _of_like_length(decodes: list[int], seq_lens: list[int]) -> Iterator[list[in
 def _read_together(
     rows: Int64[Tensor, "b"] | slice,
     seq_lens: Int32[Tensor, "b"],
-    block_table: Int32[Tensor, "b m"],
+    block_table: Int32[Tensor, "b columns"],
     block_size: int,
     left: int,
 ) -> _Decodes:
-    seq_lens = seq_lens[:, None]
-    first_key = torch.zeros_like(seq_lens) if left < 0 else (seq_lens - 1 - left).clamp(min=0)
-    first_block, last_block = first_key // block_size, (seq_lens - 1) // block_size
-    columns = first_block + torch.arange(int((last_block - first_block).max()) + 1, dtype=torch.int32)
-    # Behind its end a sequence reads its own last block again, unseen: other blocks may hold anything.
-    blocks = block_table.gather(1, torch.minimum(columns, last_block).long())
-    positions = (columns[..., None] * block_size + torch.arange(block_size, dtype=torch.int32)).flatten(1)
-    unseen = (positions >= seq_lens) | (positions < first_key)
-    seen = (~unseen).any(0).nonzero()
+    first_keys = torch.zeros_like(seq_lens) if left < 0 else (seq_lens - 1 - left).clamp(min=0)
+    blocks = side_by_side(block_table, first_keys, seq_lens, block_size)
+    seen = (~blocks.hidden).any(0).nonzero()
     keys = slice(int(seen[0]), int(seen[-1]) + 1)
-    bias = torch.zeros(unseen.shape).masked_fill_(unseen, -torch.inf)[:, None, None]
-    return _Decodes(rows, blocks, keys, seq_lens - 1 - positions, bias if unseen[:, keys].any() else None)
+    stale = torch.zeros_like(blocks.stale)
+    stale[:, keys] = blocks.stale[:, keys]  # others are not handed on
+    bias = torch.zeros(blocks.hidden.shape).masked_fill_(blocks.hidden, -torch.inf)[:, None, None]
+    return _Decodes(
+        rows,
+        replace(blocks, stale=stale),
+        keys,
+        seq_lens[:, None] - 1 - blocks.positions,
+        bias if blocks.hidden[:, keys].any() else None,
+    )
 
 
 def _decodes(
@@ -205,32 +281,37 @@ def _decodes(
 
     Gathering all keys at once would write them to memory and read them back; the buffer stays in the cache.
     """
-    b, m = decodes.blocks.shape
+    table = decodes.blocks.table
+    b, m = table.shape
     block_size, hk = key_cache.shape[1:3]
     query = query.unflatten(1, (hk, -1))  # [b, hk, g, d]: the heads of a group are rows of one matrix product
     compute = _compute_dtype(query.dtype)
     bias = None if decodes.bias is None else decodes.bias.to(compute)
     if options.alibi_slopes is not None:
         slopes = options.alibi_slopes.to(compute).unflatten(0, (hk, -1))
-        distance = slopes[..., None] * decodes.distance[:, None, None]
+        distance = slopes[..., None] * decodes.distance[:, None, None]  # no key that is seen lies after the query
         bias = -distance if bias is None else bias - distance
     step = max(1, BUFFER // (b * key_cache[0].numel()))  # columns at a time
     buffers = _buffers(min(step, m) * b, key_cache, value_cache)
     parts = []
     for column in range(0, m, step):
-        blocks = decodes.blocks[:, column : column + step].flatten()
-        key, value = (
-            torch.index_select(cache, 0, blocks, out=buffer[: len(blocks)])
-            .view(b, -1, *cache.shape[2:])
-            .transpose(1, 2)
-            for cache, buffer in zip((key_cache, value_cache), buffers, strict=True)
-        )
+        some = table[:, column : column + step].flatten()
+        gathered = []
+        for cache, buffer in zip((key_cache, value_cache), buffers, strict=True):
+            rows = torch.index_select(cache, 0, some, out=buffer[: len(some)]).flatten(0, 1)
+            decodes.blocks.clear_stale(rows, column, step)
+            gathered.append(rows.unflatten(0, (b, -1)).transpose(1, 2))  # [b, hk, s, d]
+        key, value = gathered
         begin = column * block_size
         keys = slice(max(0, decodes.keys.start - begin), decodes.keys.stop - begin)
         seen = slice(begin + keys.start, min(begin + key.shape[2], decodes.keys.stop))
-        some = None if bias is None else bias[..., seen]
         out, lse = _call(
-            query, key[:, :, keys], value[:, :, keys], options.softmax_scale, bias=some, all_see_some=step >= m
+            query,
+            key[:, :, keys],
+            value[:, :, keys],
+            options.softmax_scale,
+            bias=None if bias is None else bias[..., seen],
+            all_see_some=step >= m,
         )
         parts.append((out.flatten(1, 2), lse.flatten(1, 2)))
     return _merge(*parts)
@@ -247,7 +328,7 @@ _memory = _Memory()
 
 
 def _buffers(count: int, *caches: Float[Tensor, "n p hk _"]) -> list[Float[Tensor, "m p hk _"]]:
-    """Give room for `count` blocks of each cache."""
+    """Return room for `count` blocks of each cache."""
     buffers = []
     for i, cache in enumerate(caches):
         size = count * cache[0].numel()
@@ -265,7 +346,7 @@ def _slabs(
     blocks: Int32[Tensor, "m"],
     num_keys: int,
 ) -> Iterator[tuple[Float[Tensor, "s hk d"], Float[Tensor, "s hk dv"]]]:
-    """Gather some blocks of a sequence at a time through a small buffer, as `_decodes` does."""
+    """Gather the first keys of a sequence, some blocks at a time through a small buffer, as `_decodes` does."""
     block_size = key_cache.shape[1]
     step = max(1, BUFFER // key_cache[0].numel())
     buffers = _buffers(min(step, len(blocks)), key_cache, value_cache)
@@ -282,18 +363,17 @@ def _sequence(
     query: Float[Tensor, "t h d"],
     key: Float[Tensor, "s hk d"],
     value: Float[Tensor, "s hk dv"],
-    seq_len: int,
+    view: _View,
     options: Options,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend in one sequence; `key` and `value` are its last tokens, all those that a query may see."""
-    context = seq_len - query.shape[0]
-    left, right = options.window
-    left = -1 if left >= seq_len - 1 else left  # a limit that nothing meets is none
-    right = -1 if right >= query.shape[0] - 1 and not options.causal else right
-    if context < 0 or left >= 0 or right > 0 or options.softcap or options.alibi_slopes is not None:
-        return _tiles(query, key, value, seq_len, replace(options, window_size=(left, right), causal=False))
-    if right < 0 or query.shape[0] == 1:
+    """Attend in one sequence; `key` and `value` are those of `view`, from its first key on."""
+    context = int(view.positions[0])
+    if options.batch_invariant:
+        return _aligned_tiles(query, key, value, view, options)
+    if _is_plain(options) and view.window == (-1, -1):
         return _flash(query, key, value, options.softmax_scale)
+    if not _is_plain(options) or view.window != (-1, 0) or not view.consecutive or context < 0:
+        return _tiles(query, key, value, view, options)
     own = _flash(query, key[context:], value[context:], options.softmax_scale, causal=True)
     if context == 0:
         return own
@@ -305,43 +385,102 @@ def _tiles(
     query: Float[Tensor, "t h d"],
     key: Float[Tensor, "s hk d"],
     value: Float[Tensor, "s hk dv"],
-    seq_len: int,
+    view: _View,
     options: Options,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend tile by tile: some queries, and of the keys that they see a slab at a time."""
     out, lse = _empty_answer(query, value.shape[-1])
-    t, first_key = query.shape[0], seq_len - key.shape[0]
-    left, right = options.window
-    band = _band_rows(query, key, value, seq_len, options)
+    t = query.shape[0]
+    band = _band_rows(query, key, value, view, options)
     if len(band):
         rows = slice(band.start, band.stop)
-        out[rows], lse[rows] = _band(query[rows], key, value, seq_len - t + band.start - left - first_key, options)
+        first_key = int(view.positions[band.start]) - view.window[0] - view.first_key
+        out[rows], lse[rows] = _band(query[rows], key, value, first_key, view.window, options)
     for q0, q1 in (*_cut(0, band.start), *_cut(band.stop, t)):
-        positions = torch.arange(q0, q1)[:, None] + (seq_len - t)
-        begin = first_key if left < 0 else max(first_key, int(positions[0]) - left)
-        end = seq_len if right < 0 else min(seq_len, int(positions[-1]) + right + 1)
+        positions = view.positions[q0:q1]
         parts = []
+        begin, end = _seen_by(positions, view)
         for k0 in range(begin, end, SLAB):
             k1 = min(k0 + SLAB, end)
-            bias = _bias(positions - torch.arange(k0, k1), query.dtype, options)
-            rows = slice(k0 - first_key, k1 - first_key)
-            if options.softcap:
-                part = _capped(query[q0:q1], key[rows], value[rows], bias, options)
-            else:
-                part = _flash(query[q0:q1], key[rows], value[rows], options.softmax_scale, bias=bias)
-            parts.append(part)
+            bias = _bias(positions[:, None] - torch.arange(k0, k1), query.dtype, view.window, options)
+            k, v = (x[k0 - view.first_key : k1 - view.first_key] for x in (key, value))
+            if not view.consecutive:  # between two windows are keys that nobody sees
+                unseen = (bias == -torch.inf).all(0).all(0)[:, None, None]
+                k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
+            parts.append(_rectangle(query[q0:q1], k, v, bias, options))
         if parts:
             out[q0:q1], lse[q0:q1] = _merge(*parts)
     return out, lse
+
+
+def _aligned_tiles(
+    query: Float[Tensor, "t h d"],
+    key: Float[Tensor, "s hk d"],
+    value: Float[Tensor, "s hk dv"],
+    view: _View,
+    options: Options,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend in tiles of one shape, where the place of a query and of a key follows from its position alone.
+
+    The last bits of a product depend on its shape, and on where in it a row stands. So the bits of a query are the
+    same whatever other queries there are, of its own sequence too. Places without a query or a key hold zeros.
+    """
+    out, lse = _empty_answer(query, value.shape[-1])
+    t, offset = query.shape[0], int(view.positions[0]) if view.consecutive else 0
+    for q0 in range(-(offset % INVARIANT_TILE), t, INVARIANT_TILE):
+        rows = slice(max(0, q0), min(q0 + INVARIANT_TILE, t))
+        places = slice(rows.start - q0, rows.stop - q0)
+        positions = torch.zeros(INVARIANT_TILE, dtype=torch.int64)
+        positions[places] = view.positions[rows]
+        tile = _take(query, q0, INVARIANT_TILE)
+        parts = []
+        begin, end = _seen_by(view.positions[rows], view)
+        for k0 in range(begin - begin % INVARIANT_SLAB, end, INVARIANT_SLAB):
+            keys = torch.arange(k0, k0 + INVARIANT_SLAB)
+            bias = _bias(positions[:, None] - keys, query.dtype, view.window, options)
+            missing = (keys < view.first_key) | (keys >= view.end_key)
+            k, v = (_take(x, k0 - view.first_key, INVARIANT_SLAB) for x in (key, value))
+            parts.append(_rectangle(tile, k, v, bias.masked_fill_(missing, -torch.inf), options))
+        if parts:
+            out[rows], lse[rows] = (x[places] for x in _merge(*parts))
+    return out, lse
+
+
+def _take(x: Float[Tensor, "rows heads size"], first: int, count: int) -> Float[Tensor, "{count} heads size"]:
+    """Return `count` rows from the one numbered `first`; those that `x` does not have are zeros."""
+    begin, end = max(0, first), min(first + count, len(x))
+    return functional.pad(x[begin:end], (0, 0, 0, 0, begin - first, first + count - end)).contiguous()
+
+
+def _seen_by(positions: Int64[Tensor, "t"], view: _View) -> tuple[int, int]:
+    """Return the first key that some queries see, and the one past their last."""
+    left, right = view.window
+    begin = view.first_key if left < 0 else max(view.first_key, int(positions.min()) - left)
+    end = view.end_key if right < 0 else min(view.end_key, int(positions.max()) + right + 1)
+    return begin, end
+
+
+def _rectangle(
+    query: Float[Tensor, "t h d"],
+    key: Float[Tensor, "s hk d"],
+    value: Float[Tensor, "s hk dv"],
+    bias: Float[Tensor, "#h t s"],
+    options: Options,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    if options.softcap:
+        return _capped(query, key, value, bias, options)
+    return _flash(query, key, value, options.softmax_scale, bias=bias)
 
 
 def _cut(begin: int, end: int) -> list[tuple[int, int]]:
     return [(q0, min(q0 + TILE, end)) for q0 in range(begin, end, TILE)]
 
 
-def _bias(distance: Int64[Tensor, "t s"], dtype: torch.dtype, options: Options) -> Float[Tensor, "#h t s"]:
-    """Make what is added to a score, given how far the key lies before the query: ALiBi, -inf out of the window."""
-    left, right = options.window
+def _bias(
+    distance: Int64[Tensor, "t s"], dtype: torch.dtype, window: tuple[int, int], options: Options
+) -> Float[Tensor, "#h t s"]:
+    """Return what is added to a score, given how far the key lies before the query: ALiBi, -inf out of the window."""
+    left, right = window
     hidden = torch.zeros_like(distance, dtype=torch.bool)
     if left >= 0:
         hidden |= distance > left
@@ -349,7 +488,7 @@ def _bias(distance: Int64[Tensor, "t s"], dtype: torch.dtype, options: Options) 
         hidden |= distance < -right
     bias = torch.zeros(1, *distance.shape, dtype=_compute_dtype(dtype))
     if options.alibi_slopes is not None:
-        bias = -rearrange(options.alibi_slopes.to(bias.dtype), "h -> h 1 1") * distance
+        bias = -rearrange(options.alibi_slopes.to(bias.dtype), "h -> h 1 1") * distance.abs()
     return bias.masked_fill(hidden, -torch.inf)
 
 
@@ -357,14 +496,14 @@ def _band_rows(
     query: Float[Tensor, "t h d"],
     key: Float[Tensor, "s hk d"],
     value: Float[Tensor, "s hk dv"],
-    seq_len: int,
+    view: _View,
     options: Options,
 ) -> range:
-    """Find the rows of whole tiles whose windows lie inside the keys with both ends: they differ in place only."""
-    t, (left, right) = query.shape[0], options.window
-    if left < 0 or right < 0 or options.softcap or query.shape[-1] != value.shape[-1]:
+    """Return the rows of whole tiles whose windows lie inside the keys with both ends: they differ in place only."""
+    t, (left, right) = query.shape[0], view.window
+    if left < 0 or right < 0 or options.softcap or not view.consecutive or query.shape[-1] != value.shape[-1]:
         return range(0)
-    first = max(0, left - key.shape[0] + t)
+    first = max(0, view.first_key + left - int(view.positions[0]))
     return range(first, first + max(0, t - right - first) // BAND_TILE * BAND_TILE)
 
 
@@ -373,10 +512,11 @@ def _band(
     key: Float[Tensor, "s hk d"],
     value: Float[Tensor, "s hk dv"],
     first_key: int,
+    window: tuple[int, int],
     options: Options,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend in a window with one call: tiles are its batch, with one mask for all, and their keys are views."""
-    left, right = options.window
+    left, right = window
     width = left + BAND_TILE + right
     k, v = (
         rearrange(
@@ -385,7 +525,7 @@ def _band(
         for x in (key, value)
     )
     distance = torch.arange(BAND_TILE)[:, None] + left - torch.arange(width)
-    bias = _bias(distance, query.dtype, options)
+    bias = _bias(distance, query.dtype, window, options)
     q = rearrange(query, "(m t) h d -> m h t d", t=BAND_TILE)
     out, lse = _call(q, k, v, options.softmax_scale, bias=bias[None])
     return rearrange(out, "m h t dv -> (m t) h dv"), rearrange(lse, "m h t -> (m t) h")
@@ -427,14 +567,25 @@ def _call(
     bias: Float[Tensor, "#b #h #t s"] | None = None,
     all_see_some: bool = False,
 ) -> tuple[Float[Tensor, "b h t dv"], Float[Tensor, "b h t"]]:
-    """Call ATen, which wants one head size for keys and values and answers a row that sees nothing with an LSE of 0.
+    """Call ATen, and put right what it does not do.
 
-    Such rows are set right, unless it is known that there are none.
+    It wants one head size for keys and values. It answers a row that sees nothing with an LSE of 0; such rows are put
+    right, unless it is known that there are none. Under a causal mask it multiplies `-inf` by the scale. Without a
+    bias it overlooks NaN in all the scores of less than `FEW` keys, as if there were none.
     """
     d, dv = query.shape[-1], value.shape[-1]
     scale = d**-0.5 if softmax_scale is None else softmax_scale
+    if scale < 0:
+        query, scale = -query, -scale
+    if scale < torch.finfo(torch.float32).tiny:
+        query, scale = query * 0.0, 1.0
     if d != dv:
         query, key, value = (functional.pad(x, (0, max(d, dv) - x.shape[-1])) for x in (query, key, value))
+    if bias is None and key.shape[2] < FEW:
+        bias = torch.zeros(1, 1, query.shape[2], key.shape[2], dtype=_compute_dtype(query.dtype))
+        if causal:
+            bias = bias.masked_fill_(torch.ones_like(bias, dtype=torch.bool).triu(1), -torch.inf)
+        causal, all_see_some = False, True
     out, lse = FLASH(query, key, value, 0.0, causal, attn_mask=bias, scale=scale)
     if bias is not None and not all_see_some:
         saw_nothing = (bias == -torch.inf).all(-1).expand_as(lse)
@@ -453,15 +604,16 @@ def _capped(
     """Attend over one rectangle with a softcap, by two matrix products."""
     compute = _compute_dtype(query.dtype)
     scale = query.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale
-    h, group = query.shape[1], query.shape[1] // key.shape[1]
+    group = query.shape[1] // key.shape[1]
     q = rearrange(query.to(compute) * (scale / options.softcap), "t (hk g) d -> hk (g t) d", g=group)
     k, v = rearrange(key.to(compute), "s hk d -> hk d s"), rearrange(value.to(compute), "s hk dv -> hk s dv")
     scores = rearrange((q @ k).tanh_().mul_(options.softcap), "hk (g t) s -> (hk g) t s", g=group) + bias
-    lse = scores.logsumexp(-1)  # [h, t]
-    weights = scores.sub_(lse[..., None]).exp_().nan_to_num_(0.0)  # NaN is -inf minus -inf: a row that sees nothing
+    saw_nothing = (bias == -torch.inf).all(-1).expand(scores.shape[:-1])  # [h, t]
+    lse = scores.logsumexp(-1).masked_fill_(saw_nothing, -torch.inf)
+    weights = scores.sub_(lse[..., None]).exp_().masked_fill_(saw_nothing[..., None], 0.0)
     out = rearrange(weights, "(hk g) t s -> hk (g t) s", g=group) @ v
     out = rearrange(out, "hk (g t) dv -> t (hk g) dv", g=group)
-    return out.to(query.dtype), rearrange(lse, "h t -> t h", h=h)
+    return out.to(query.dtype), rearrange(lse, "h t -> t h")
 
 
 def _merge(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,8 @@
 Every key and every value is read once, and there are as many products as in one plain attention over the same bytes.
 ATen's FlashAttention would have to be called four times, as it keeps its weights to itself. The scores of a tile of
 queries are held whole, so a tile has as many queries as make at most `SCORES` of them.
+
+Keys that no query sees may hold anything, NaN too: their scores are overwritten, and their values are cleared.
 """
 
 from collections.abc import Iterator
@@ -16,10 +18,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from einops import rearrange
-from jaxtyping import Float, Int32, Int64
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from fastattn.kernels import Options, Subtraction
+from fastattn.kernels.cpu_blocks import Blocks, side_by_side
 from refattn.batch import Batch
 
 TILE = 64  # most queries of a tile
@@ -36,7 +39,7 @@ class _Piece:
     positions: Int64[Tensor, "b t"]
     seq_lens: Int64[Tensor, "b 1"]
     first_keys: Int64[Tensor, "b 1"]  # position of the first key of the blocks
-    blocks: Int32[Tensor, "b m"]
+    blocks: Blocks
 
 
 def differential(
@@ -58,12 +61,15 @@ def differential(
 
     block_size = cache.shape[3]
     for piece in _pieces(batch, block_size, h, options.window):
-        query_len, num_keys = piece.rows.shape[1], piece.blocks.numel() * block_size
+        query_len, num_keys = piece.rows.shape[1], piece.blocks.hidden.numel()
         tile = max(1, min(TILE, SCORES // (h * num_keys)))
         if query_len <= tile:
             out[piece.rows], lse[piece.rows] = _tile(query[piece.rows], cache, piece, piece.blocks, options, second)
             continue
-        pools = cache.index_select(2, piece.blocks[0]).to(compute)  # of one sequence, once for all its tiles
+        pools = cache.index_select(2, piece.blocks.table[0])  # of one sequence, once for all its tiles
+        for half in (0, 1):
+            piece.blocks.clear_stale(pools[half, 1].view(-1, *pools.shape[4:]), 0, piece.blocks.table.shape[1])
+        pools = pools.to(compute)
         for first in range(0, query_len, tile):
             part, columns = _queries_of(piece, slice(first, first + tile), block_size, options.window)
             if columns.start < columns.stop:
@@ -117,12 +123,9 @@ def _piece(batch: Batch, group: list[int], block_size: int, left: int) -> _Piece
     )
     queries = torch.arange(int(query_lens[0]))
     positions = seq_lens - query_lens + queries
-    first_columns = torch.zeros_like(seq_lens) if left < 0 else (positions[:, :1] - left).clamp(min=0) // block_size
-    last_columns = (seq_lens - 1) // block_size
-    columns = first_columns + torch.arange(int((last_columns - first_columns).max()) + 1)
-    # Behind its end a sequence reads its own last block again, unseen: other blocks may hold anything.
-    blocks = batch.block_table[members[:, None], torch.minimum(columns, last_columns)]
-    return _Piece(begins + queries, positions, seq_lens, first_columns * block_size, blocks)
+    first_seen = torch.zeros_like(seq_lens) if left < 0 else (positions[:, :1] - left).clamp(min=0)
+    blocks = side_by_side(batch.block_table[members], first_seen[:, 0].int(), batch.seq_lens[members], block_size)
+    return _Piece(begins + queries, positions, seq_lens, blocks.positions[:, :1].long(), blocks)
 
 
 def _queries_of(piece: _Piece, queries: slice, block_size: int, window: tuple[int, int]) -> tuple[_Piece, slice]:
@@ -140,13 +143,13 @@ def _tile(
     query: Float[Tensor, "b t h d"],
     pools: Float[Tensor, "2 2 n p pairs d"],
     piece: _Piece,
-    blocks: Int32[Tensor, "b m"] | slice,
+    blocks: Blocks | slice,
     options: Options,
     lambda_full: float,
 ) -> tuple[Float[Tensor, "b t half_h 2*d"], Float[Tensor, "b t h"]]:
-    """Attend with some queries, scaled already, to the keys in some blocks: picked ones, or neighbours in the pool."""
+    """Attend with some queries, scaled already, to the keys in some blocks; those of a slice are cleared already."""
     t, block_size, pairs = query.shape[1], pools.shape[3], pools.shape[4]
-    num_keys = block_size * (blocks.stop - blocks.start if isinstance(blocks, slice) else blocks.shape[1])
+    num_keys = block_size * (blocks.stop - blocks.start if isinstance(blocks, slice) else blocks.table.shape[1])
     q = rearrange(query, "b t (pairs g two) d -> two b pairs (g t) d", pairs=pairs, two=2)
     scores = query.new_empty(*q.shape[:-1], num_keys)
     for half in (0, 1):
@@ -182,19 +185,21 @@ def _tile(
 
 
 def _slabs(
-    pool: Float[Tensor, "n p pairs d"], blocks: Int32[Tensor, "b m"] | slice, compute: torch.dtype
+    pool: Float[Tensor, "n p pairs d"], blocks: Blocks | slice, compute: torch.dtype
 ) -> Iterator[tuple[slice, Float[Tensor, "b s pairs d"]]]:
     """Read some columns of the blocks at a time through a small buffer: all at once would go to memory and back."""
     if isinstance(blocks, slice):
         neighbours = pool[blocks].flatten(0, 1)
         yield slice(len(neighbours)), neighbours[None]
         return
-    b, block_size = len(blocks), pool.shape[1]
+    (b, m), block_size = blocks.table.shape, pool.shape[1]
     step = max(1, BUFFER // (b * pool[0].numel()))
-    buffer = pool.new_empty(b * min(step, blocks.shape[1]), *pool.shape[1:])
-    for column in range(0, blocks.shape[1], step):
-        some = blocks[:, column : column + step].flatten()
-        slab = torch.index_select(pool, 0, some, out=buffer[: len(some)]).view(b, -1, *pool.shape[2:])
+    buffer = pool.new_empty(b * min(step, m), *pool.shape[1:])
+    for column in range(0, m, step):
+        some = blocks.table[:, column : column + step].flatten()
+        rows = torch.index_select(pool, 0, some, out=buffer[: len(some)]).flatten(0, 1)
+        blocks.clear_stale(rows, column, step)
+        slab = rows.unflatten(0, (b, -1))
         yield slice(column * block_size, column * block_size + slab.shape[1]), slab.to(compute)
 
 
@@ -214,7 +219,7 @@ def _hide(scores: Float[Tensor, "two b pairs g t s"], piece: _Piece, options: Op
     if options.alibi_slopes is not None:
         slopes = options.alibi_slopes.to(scores.dtype)
         slopes = rearrange(slopes, "(pairs g two) -> two 1 pairs g 1 1", pairs=scores.shape[2], two=2)
-        scores -= slopes * rearrange(distance, "b t s -> b 1 1 t s")
+        scores -= slopes * rearrange(distance.abs(), "b t s -> b 1 1 t s")
     hidden = (keys >= end).expand_as(distance)
     if left >= 0:
         hidden = hidden | (distance > left)
