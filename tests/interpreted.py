@@ -39,3 +39,15 @@ def add_products_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
         return interpreter.TensorHandle(total.astype(d.data.dtype) + d.data, d.dtype.scalar)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+
+
+def note_reads(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
+    """Note the address of everything that kernels read from now on, in the list that is returned."""
+    addresses, load = [], interpreter.InterpreterBuilder.create_masked_load
+
+    def load_and_note(self, ptrs, mask, *arguments):
+        addresses.append(ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)])
+        return load(self, ptrs, mask, *arguments)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_masked_load", load_and_note)
+    return addresses

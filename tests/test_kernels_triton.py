@@ -6,7 +6,8 @@ from types import SimpleNamespace
 from unittest import mock
 
 import interpreted
-import kernels_present  # noqa: F401
+import kernels_present  # noqa: F401 (quickens the interpreter)
+import numpy as np
 import pytest
 import torch
 from batches import CASES, Case, assert_same_masks, build, masks_by_hand, ragged_cases, read_masks
@@ -22,11 +23,23 @@ import refattn.attention
 import refattn.chunked_prefill
 import refattn.kv_cache
 import refattn.merge
-from fastattn.kernels import Options, Problem, fa2, fa4, machine, torch_flash, triton, triton_attention, triton_cache
+from fastattn.kernels import (
+    Options,
+    Problem,
+    Subtraction,
+    fa2,
+    fa4,
+    machine,
+    torch_flash,
+    triton,
+    triton_attention,
+    triton_cache,
+    triton_differential,
+)
 from fastattn.kernels.triton_adapt import adapt
 from fastattn.kernels.triton_attention import attend
 from fastattn.kernels.triton_merge import merge_states
-from fastattn.kernels.triton_run import SCRATCH_BYTES, shrink
+from fastattn.kernels.triton_run import SCRATCH_BYTES, Tuning, shrink
 from refattn.metadata import make_batch
 
 MIXED = Case("mixed", ((4, 6), (1, 60), (10, 17), (0, 9), (5, 2)), heads=(3, 1), padding_rows=3)
@@ -471,6 +484,53 @@ def test_what_nobody_may_see_is_not_read(options, first_seen, launch, device):
     for one, other in zip(clean, spoilt, strict=True):
         assert torch.equal(one, other)
     assert torch.isfinite(clean[0]).all()
+
+
+def addresses_of(tensor):
+    """Give the address of each element of a tensor."""
+    places = sum(
+        torch.arange(size).mul(stride).view(-1, *[1] * (tensor.ndim - 1 - dim))
+        for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True))
+    )
+    return tensor.data_ptr() + tensor.element_size() * places
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [dict(block_m=64), dict(splits=2, most_splits=2, block_n=16), "fixed-runs", "differential", "split-differential"],
+    ids=str,
+)
+def test_no_table_entry_and_no_slot_is_read_that_no_query_sees(launch, device, monkeypatch):
+    """Address by address: a table may be as long as it has to be, and what lies around it is another's."""
+    if device != "cpu":
+        pytest.skip("the interpreter alone says what is read")
+    case = Case("read", ((1, 100), (4, 75), (20, 55), (7, 2)), heads=(2, 1), head_size=16)
+    inputs = build(case)
+    surroundings = torch.full((6, 12), -1, dtype=torch.int32)
+    table = surroundings[1:5, 2:9]  # as many columns as 100 keys need
+    table.copy_(inputs.batch.block_table[:, :7])
+    batch, options = replace(inputs.batch, block_table=table), Options(window_size=(21, 0))
+    noted = interpreted.note_reads(monkeypatch)
+    if isinstance(launch, str) and "differential" in launch:
+        splits = 1 if launch == "differential" else 2
+        monkeypatch.setattr(triton_differential, "tune", lambda *_: Tuning(16, 16, 4, 2, splits, splits))
+        cache = torch.stack([torch.stack([inputs.key_cache, inputs.value_cache])] * 2)
+        subtraction = Subtraction(torch.tensor(0.5), None, 1e-5, 1.0)
+        triton_differential.attend(inputs.query, cache, batch, options, subtraction)
+        pools = [cache.permute(2, 3, 0, 1, 4, 5)]  # the slot comes first
+    else:
+        options = replace(options, batch_invariant=launch == "fixed-runs")
+        with launched_as(**({} if launch == "fixed-runs" else launch)):
+            attend(*inputs.tensors[:3], batch, options)
+        pools = [inputs.key_cache, inputs.value_cache]
+    read = torch.from_numpy(np.unique(np.concatenate([addresses.ravel() for addresses in noted])).astype(np.int64))
+
+    keys = [(i, j) for i, (q, s) in enumerate(case.lens) for j in range(max(s - q - 21, 0), s)]
+    entries = tuple(zip(*[(i, j // 16) for i, j in keys], strict=True))
+    slots = tuple(zip(*[(int(table[i, j // 16]), j % 16) for i, j in keys], strict=True))
+    for whole, part, seen in ((surroundings, table, entries), *((pool, pool, slots) for pool in pools)):
+        inside = read[(read >= whole.data_ptr()) & (read < whole.data_ptr() + whole.nbytes)]
+        assert torch.equal(inside, addresses_of(part)[seen].unique())
 
 
 def test_nothing_of_the_next_sequence_is_read(device):
