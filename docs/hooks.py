@@ -2,14 +2,20 @@
 
 In a page, `{{ name argument ... }}` is replaced by what the function of that name in `INSERTS` answers:
 
-    {{ picture local "Caption." }}             an example of refattn.drawing, drawn when the site is built
-    {{ code refattn.local.attention }}         a function as it stands in its file, without its docstring
-    {{ file refattn/local.py }}                a link to a whole source file
-    {{ test tests/test_merge.py::test_it }}    a link to a test, which must exist
-    {{ measured local }}                       the measured rows of a path
-    {{ api refattn }}                          what the docstrings of a package say
+    {{ picture local "Caption." }}         an example of refattn.drawing, drawn when the site is built
+    {{ code refattn.local.attention }}     a function as it stands in its file, without its docstring
+    {{ says fastattn.cascade }}            what a file says of itself, after its first sentence
+    {{ kernels }}                          the kernels, and what each is
+    {{ measured local }}                   the measured rows of a path
+    {{ tested }}                           the results of the tests on other machines
+    {{ api refattn }}                      what the docstrings of a package say
 
-A notebook becomes a page of its own, and so does every source file that a page may link to.
+A notebook becomes a page of its own, and so does every source file. A page links to the file in the repository, so that
+the link leads somewhere on a code host too; the site turns it into one to the file's page. A link whose text names a
+test leads to the line of that test, which must exist:
+
+    [`refattn/local.py`](../../refattn/local.py)
+    [`test_strided_parts`](../../tests/paths/test_merge.py)
 """
 
 import ast
@@ -30,13 +36,14 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
-from fastattn import kernels as fast_kernels
+from fastattn.kernels import dispatch
 from refattn import drawing
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs/results"
 TWINS = ("fastattn", "refattn")
 INSERT = re.compile(r"\{\{ (\w+)(.*?) \}\}")
+LINK_TO_SOURCE = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<path>[^)\s]+\.py)\)")
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 SOURCE_OF_IDEA = re.compile(
     r'<details class="source" open>\s*<summary>(.*?)</summary>\s*(?:<p>(.*?)</p>)?\s*</details>', re.DOTALL
@@ -69,7 +76,9 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
             raise PluginError(f"{page.file.src_uri}: no insert is called {name!r}; there are {', '.join(INSERTS)}")
         return INSERTS[name](page, config, files, *arguments)
 
-    return markdown if page.file.src_uri.startswith("source/") else INSERT.sub(answer, markdown)
+    if page.file.src_uri.startswith(("source/", "notebooks/")):  # whose links are turned where the pages are made
+        return markdown
+    return INSERT.sub(answer, LINK_TO_SOURCE.sub(lambda match: link(page, **match.groupdict()), markdown))
 
 
 def on_page_content(content: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -96,30 +105,17 @@ def code(page: Page, config: MkDocsConfig, files: Files, name: str) -> str:
     return f'```{{.python title="{path.relative_to(ROOT).as_posix()}"}}\n{source}\n```'
 
 
-def file(page: Page, config: MkDocsConfig, files: Files, path: str) -> str:
-    """Link to the page of a source file."""
-    return f"[`{path}`]({to(page, page_of(ROOT / path))})"
-
-
-def test(page: Page, config: MkDocsConfig, files: Files, name: str) -> str:
-    """Link to the line of a test, `file::function`."""
-    path, function = name.split("::")
-    line = definition(ROOT / path, function).lineno
-    url = to(page, page_of(ROOT / path).removesuffix(".md") + ".html")
-    return f'<a href="{url}#__codelineno-0-{line}"><code>{function}</code></a>'
-
-
 def says(page: Page, config: MkDocsConfig, files: Files, module: str) -> str:
-    """Show what a file says of itself, behind its first sentence."""
+    """Show what a file says of itself, after its first sentence."""
     _, _, rest = documentation(module_file(module)).partition("\n\n")
     return re.sub(r"^Source: .*", "", rest, flags=re.MULTILINE | re.DOTALL)
 
 
 def kernels(page: Page, config: MkDocsConfig, files: Files) -> str:
-    """List the kernels, in the order in which they are asked, with the first sentence of each file."""
+    """List the kernels, with the first sentence of each file."""
     lines = ["| kernel | what it is |", "|---|---|"]
-    for name in fast_kernels.NAMES:
-        path = ROOT / f"fastattn/kernels/{name}.py"
+    for name, module in dispatch.MODULES.items():
+        path = module_file(module)
         sentence = documentation(path).split("\n\n")[0].replace("\n", " ")
         lines.append(f"| [`{name}`]({to(page, page_of(path))}) | {sentence} |")
     return "\n".join(lines)
@@ -164,7 +160,7 @@ def tested(page: Page, config: MkDocsConfig, files: Files) -> str:
     return "\n\n".join(outcomes(json.loads(path.read_text())) for path in sorted(RESULTS.glob("tests/*.json")))
 
 
-INSERTS = {insert.__name__: insert for insert in (api, code, file, kernels, measured, picture, says, test, tested)}
+INSERTS = {insert.__name__: insert for insert in (api, code, kernels, measured, picture, says, tested)}
 
 
 def figure(url: str, caption: str) -> str:
@@ -172,7 +168,7 @@ def figure(url: str, caption: str) -> str:
     return f'<figure markdown="span">\n  ![{caption}]({url})\n  <figcaption>{caption}</figcaption>\n</figure>'
 
 
-# --- measurements: files of `fastattn.bench.report` ---
+# --- measurements: files of `fastattn.tools.bench.report` ---
 
 
 def in_short(rows: list[dict[str, Any]]) -> str:
@@ -257,13 +253,13 @@ def duration(seconds: float) -> str:
 
 
 def source_files() -> Iterator[Path]:
-    """Give the files of the project that have a page."""
+    """Yield the files of the project that have a page."""
     for pattern in SOURCES:
         yield from sorted(ROOT.glob(pattern))
 
 
 def page_of(path: Path) -> str:
-    """Give the name of a source file's page."""
+    """Return the name of a source file's page."""
     return f"source/{path.relative_to(ROOT).as_posix()}.md"
 
 
@@ -273,6 +269,19 @@ def source_page(path: Path) -> str:
     fence = "`" * 6
     head = f"---\ntitle: {name}\nsearch:\n  exclude: true\nhide:\n  - toc\n---\n\n# `{name}`\n\n"
     return f'{head}{fence}{{.python linenums="1"}}\n{path.read_text()}{fence}\n'
+
+
+def link(page: Page, text: str, path: str) -> str:
+    """Turn a link to a source file into one to its page, and a link to a test into one to its line."""
+    source = (ROOT / "docs" / page.file.src_uri).parent.joinpath(path).resolve()
+    if not source.is_file():
+        raise PluginError(f"{page.file.src_uri}: there is no file {path}")
+    target = to(page, page_of(source))
+    test = re.fullmatch(r"`(test_\w+)`", text)
+    if not test:
+        return f"[{text}]({target})"
+    line = definition(source, test[1]).lineno
+    return f'<a href="{target.removesuffix(".md")}.html#__codelineno-0-{line}"><code>{test[1]}</code></a>'
 
 
 def module_file(name: str) -> Path:
@@ -288,7 +297,7 @@ def module_file(name: str) -> Path:
 
 
 def documentation(path: Path) -> str:
-    """Give the docstring of a file."""
+    """Return the docstring of a file."""
     return ast.get_docstring(ast.parse(path.read_text())) or ""
 
 
@@ -302,7 +311,7 @@ def definition(path: Path, name: str) -> ast.FunctionDef | ast.ClassDef:
 
 
 def to(page: Page, target: str) -> str:
-    """Give the way from a page to another file of the site."""
+    """Return the way from a page to another file of the site."""
     return posixpath.relpath(target, posixpath.dirname(page.file.src_uri))
 
 

@@ -1,5 +1,5 @@
 """`python -m fastattn`: the command line."""
 
-from fastattn.cli import main
+from fastattn.tools.cli import main
 
 main()

@@ -1,125 +1,83 @@
-"""Cascade attention: a level is a batch of its own for a paged kernel; the twin of `refattn.cascade`.
+"""Cascade attention: a level is a plan of its own for a paged kernel; the twin of `refattn.cascade`.
 
-Any kernel computes it: the shared levels without a causal mask, as every query is behind every key there, and the last
-level as ever. Our Triton kernel reduces the parts of all levels at once; the answers of another are merged.
-
-The sequences of a group need not be of the same length, so the rows of a shared level are not the last of its keys.
-ALiBi and a window depend on where a query stands, and the kernel gets the position of each row with them.
+Any kernel computes it: the shared levels without a causal mask, as every query comes after every key there, and the
+last level as ever. Our Triton kernel reduces the parts of all levels at once; the answers of another are merged. Where
+a window or ALiBi depends on where a query stands, the plan has its position.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from jaxtyping import Float, Int32, Int64
+from jaxtyping import Float, Int32
 from torch import Tensor
 
-from fastattn import kernels
-from fastattn.kernels import Options
-from fastattn.merge import merge
-from fastattn.metadata import make_batch, positions
-from refattn.batch import (
-    Batch,
-    Level,
-    Machine,
-    Prefix,
-    check_device,
-    check_levels,
-    check_machine,
-    check_options,
-    check_paged,
-    check_prefixes,
-    check_requests,
-    check_sizes,
-    check_tree,
-)
+from fastattn.kernels import dispatch
+from fastattn.metadata import positions
+from refattn.interface import AttentionOptions, Batch, CascadePlan, Plan, Prefix
+from refattn.interface.checks import check_cascade
+from refattn.interface.contents import check_prefixes, check_requests
+from refattn.interface.values import check_sizes, check_window
 
-# Measured; `refattn.cascade` says how.
-H200 = Machine(
-    workers=132,
-    bytes_per_second=4.2e12,
-    flops_per_second=7e14,
-    launch_seconds=5e-6,
-    tile_rows=128,
-    tile_keys=64,
-)
-CPU = Machine(
-    workers=2,
-    bytes_per_second=1.1e10,
-    flops_per_second=1.2e11,
-    launch_seconds=2.5e-4,
-    tile_rows=16,
-    tile_keys=16,
-)
+
+def plan(
+    batch: Batch, *, prefixes: Sequence[Prefix], block_size: int, window_size: tuple[int, int] = (-1, -1)
+) -> CascadePlan:
+    """Plan a level for each depth of the tree of prefixes, and the last for what nobody shares.
+
+    The twin of `refattn.cascade.plan`, which reads the batch on the host: here tables are cut on the device, so the
+    maxima of a level are bounds. For a window or ALiBi, which need the position of each query, a batch on a device has
+    to say how many query rows it has (`num_tokens`).
+    """
+    block_table = check_prefixes(prefixes, batch, block_size=block_size)
+    left, right = check_window(window_size)
+    left = -1 if left >= batch.max_seq_len - 1 else left  # hides nothing, and needs no positions
+    num_tokens = int(batch.cu_seqlens_q[-1]) if batch.device.type == "cpu" else batch.num_tokens
+    where = None if num_tokens is None else positions(batch, num_tokens).int()
+    begins, tree = [0] * batch.num_seqs, _tree(prefixes)
+    levels = []
+    for depth in range(max((depth for depth, _, _ in tree), default=-1) + 1):
+        owners = {prefix.first: prefix for level, _, prefix in tree if level == depth}
+        groups, i = [], 0
+        while i < batch.num_seqs:
+            group = owners.get(i, Prefix(i, i + 1, begins[i]))
+            groups.append(group)
+            i = group.last
+        keys, first_keys = _level(batch, block_table, groups, begins, block_size)
+        levels.append(Plan(keys, block_size, False, (left, -1), first_keys=first_keys, positions=where))
+        for first, last, end in groups:
+            begins[first:last] = [end] * (last - first)
+    first_keys = _on_device(begins, batch)
+    own_keys = replace(
+        batch,
+        seq_lens=batch.seq_lens - first_keys,
+        block_table=_cut(block_table, begins, None, block_size),
+        max_seq_len=batch.max_seq_len - min(begins, default=0),
+        num_keys=None,
+    )
+    levels.append(Plan(own_keys, block_size, True, (left, right), first_keys=first_keys))
+    return CascadePlan(batch, tuple(dispatch.prepare(level) for level in levels))
 
 
 def attention(
     query: Float[Tensor, "t h d"],
     key_cache: Float[Tensor, "n p hk d"],
     value_cache: Float[Tensor, "n p hk dv"],
-    batch: Batch,
+    plan: CascadePlan,
+    options: AttentionOptions = AttentionOptions(),
     *,
-    levels: Sequence[Level],
-    window_size: tuple[int, int] = (-1, -1),
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Float[Tensor, "h"] | None = None,
-    sinks: Float[Tensor, "h"] | None = None,
     return_lse: bool = False,
+    out: Float[Tensor, "t h dv"] | None = None,
 ) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend causally from the new tokens of each sequence to all its tokens in the cache, level by level.
 
-    Args:
-        query: new tokens of all sequences, one after the other; rows behind the last sequence are padding.
-        key_cache: the pool of keys; any strides.
-        value_cache: the pool of values.
-        batch: the lengths and the block table, as without a cascade.
-        levels: who shares which keys, from `make_levels`; the last level holds what nobody shares.
-        window_size: `(left, right)` in tokens, both inclusive, -1 for no limit.
-        softmax_scale: factor on the dot products; `d ** -0.5` if None.
-        softcap: bound on the scores; 0 for none.
-        alibi_slopes: slope of each head for the bias `-slope * abs(query position - key position)`.
-        sinks: one extra logit a head in the denominator, counted once.
-        return_lse: also return the log-sum-exp.
-
-    Returns:
-        The outputs; with `return_lse` also the natural log-sum-exp (float32, sinks included). A padding row and a query
-        that sees nothing answer 0 and `-inf` (the sink, if there is one, for a query that sees nothing).
+    Arguments, results and errors are those of `refattn.cascade.attention`.
 
     Raises:
-        ValueError: naming the argument that does not fit.
         NotImplementedError: if no kernel computes the combination, with the reason of each.
-
-    Source: `refattn.cascade.attention`.
     """
-    check_paged(query, key_cache, value_cache, batch)
-    check_options(
-        query,
-        window_size=window_size,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        return_lse=return_lse,
-    )
-    check_levels(batch, levels, block_size=key_cache.shape[1], num_blocks=key_cache.shape[0])
-    *shared, own = levels
-    last = Options(
-        window_size=window_size,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,  # counted once, with the part that every query has
-    )
-    # Every query of a group is past the keys of a shared level: no causal mask, and no right side of a window.
-    left = window_size[0] if window_size[0] < batch.max_seq_len - 1 else -1
-    before = replace(last, causal=False, window_size=(left, -1), sinks=None)
-    work = [(level.batch, before) for level in shared]
-    if shared and (left >= 0 or alibi_slopes is not None):
-        places = positions(batch, query.shape[0])
-        work = [(level.batch, replace(before, positions=_positions_in(level, places))) for level in shared]
-    parts = kernels.levels(query, key_cache, value_cache, [*work, (own.batch, last)])
-    out, lse = merge(*zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
+    check_cascade(query, key_cache, value_cache, plan, options, out, return_lse)
+    out, lse = dispatch.levels(query, key_cache, value_cache, plan, options, out)
     return (out, lse) if return_lse else out
 
 
@@ -164,198 +122,46 @@ def find_prefixes(
     return sorted(found, key=_outside_in)
 
 
-def make_levels(
-    query_lens: Sequence[int],
-    seq_lens: Sequence[int],
-    block_tables: Sequence[Sequence[int]],
-    prefixes: Sequence[Prefix],
-    *,
+def _level(
+    batch: Batch,
+    block_table: Int32[Tensor, "b m"],
+    groups: Sequence[Prefix],
+    begins: Sequence[int],
     block_size: int,
-    device: torch.device | str = "cpu",
-) -> list[Level]:
-    """Build the levels of a cascade: the outermost prefixes, then those inside them, and at last what nobody shares.
-
-    Args:
-        query_lens: new tokens of each request.
-        seq_lens: tokens of each request, the new ones included.
-        block_tables: pool blocks of each request, in order.
-        prefixes: any of those that `find_prefixes` found, in any order; none gives the last level alone.
-        block_size: tokens in a block, `p`.
-        device: where the tensors of the levels are to be.
-
-    Returns:
-        The levels, for every layer of this step.
-
-    Raises:
-        ValueError: if a prefix is no multiple of the block size, reaches into the queries of one of its sequences, is
-            not in the same blocks for all of them, or overlaps another without being nested with it.
-
-    Source: `refattn.cascade.make_levels`.
-    """
-    check_prefixes(prefixes, query_lens, seq_lens, block_tables, block_size=block_size)
-    check_device(device)
-    begins, tree = [0] * len(seq_lens), _tree(prefixes)
-    levels = []
-    for depth in range(max((depth for depth, _, _ in tree), default=-1) + 2):
-        owners = {prefix.first: prefix for level, _, prefix in tree if level == depth}
-        own = not owners  # the last level: what nobody shares
-        groups, i = [], 0
-        while i < len(seq_lens):
-            group = owners.get(i, Prefix(i, i + 1, seq_lens[i] if own else begins[i]))
-            groups.append(group)
-            i = group.last
-        batch = make_batch(
-            [sum(query_lens[first:last]) for first, last, _ in groups],
-            [end - begins[first] for first, _, end in groups],
-            [block_tables[first][begins[first] // block_size : -(-end // block_size)] for first, _, end in groups],
-            device=device,
-        )
-        first_keys = torch.tensor([begins[first] for first, _, _ in groups], dtype=torch.int32).to(device)
-        levels.append(Level(batch, first_keys))
-        for first, last, end in groups:
-            begins[first:last] = [end] * (last - first)
-    return levels
-
-
-def estimate_seconds(
-    query_lens: Sequence[int],
-    seq_lens: Sequence[int],
-    prefixes: Sequence[Prefix],
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    head_size: int,
-    element_size: int,
-    machine: Machine,
-) -> float:
-    """Estimate how long a cascade over some prefixes takes; without prefixes, how long attention takes.
-
-    Args:
-        query_lens: new tokens of each request.
-        seq_lens: tokens of each request, the new ones included.
-        prefixes: what is shared.
-        num_heads: query heads, `h`.
-        num_kv_heads: key heads, `hk`.
-        head_size: elements of a key and of a value, `d`.
-        element_size: bytes of an element.
-        machine: the hardware, for example `H200` or `CPU` of this module.
-
-    Returns:
-        The estimate in seconds.
-
-    Raises:
-        ValueError: if the arguments differ in length, or a size is not positive.
-
-    Source: `refattn.cascade.estimate_seconds`.
-    """
-    check_requests(query_lens, seq_lens, None)
-    check_tree(prefixes)
-    check_machine(machine)
-    check_sizes(num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size, element_size=element_size)
-    begins, tree = [0] * len(seq_lens), _tree(prefixes)
-    work = []  # level, queries, keys; level -1 is what nobody shares
-    for level, begin, prefix in tree:
-        work.append((level, sum(query_lens[prefix.first : prefix.last]), prefix.end - begin))
-        begins[prefix.first : prefix.last] = [prefix.end] * (prefix.last - prefix.first)
-    work += [(-1, q, s - begin) for q, s, begin in zip(query_lens, seq_lens, begins, strict=True)]
-    tiles: dict[int, int] = {}
-    for level, num_queries, num_keys in work:
-        rows = num_queries * num_heads // num_kv_heads
-        count = num_kv_heads * -(-rows // machine.tile_rows) * -(-num_keys // machine.tile_keys)
-        tiles[level] = tiles.get(level, 0) + count
-    seconds_per_tile = machine.workers * max(
-        2 * machine.tile_keys * head_size * element_size / machine.bytes_per_second,
-        4 * machine.tile_rows * machine.tile_keys * head_size / machine.flops_per_second,
+) -> tuple[Batch, Int32[Tensor, "groups"]]:
+    """Return the batch of groups that share keys from `begins` to their ends, and the first key of each group."""
+    firsts = [group.first for group in groups]
+    starts, ends = [begins[first] for first in firsts], [group.end for group in groups]
+    lengths = [end - start for start, end in zip(starts, ends, strict=True)]
+    edges = _on_device([*firsts, batch.num_seqs], batch)
+    longest = max((last - first) * batch.max_query_len for first, last, _ in groups)
+    keys = Batch(
+        cu_seqlens_q=batch.cu_seqlens_q[edges],
+        seq_lens=_on_device(lengths, batch),
+        block_table=_cut(block_table[_on_device(firsts, batch)], starts, max(lengths), block_size),
+        max_query_len=longest if batch.num_tokens is None else min(longest, batch.num_tokens),
+        max_seq_len=max(lengths),
+        num_keys=sum(lengths),
+        num_tokens=batch.num_tokens,
     )
-    waves = sum(-(-count // machine.workers) for count in tiles.values())
-    return len(tiles) * machine.launch_seconds + waves * seconds_per_tile
+    return keys, _on_device(starts, batch)
 
 
-def should_use_cascade(
-    query_lens: Sequence[int],
-    seq_lens: Sequence[int],
-    prefixes: Sequence[Prefix],
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    head_size: int,
-    element_size: int,
-    machine: Machine,
-) -> bool:
-    """Say whether a cascade over these prefixes is faster than attention without one, by `estimate_seconds`.
-
-    Args:
-        query_lens: new tokens of each request.
-        seq_lens: tokens of each request, the new ones included.
-        prefixes: what is shared.
-        num_heads: query heads, `h`.
-        num_kv_heads: key heads, `hk`.
-        head_size: elements of a key and of a value, `d`.
-        element_size: bytes of an element.
-        machine: the hardware, for example `H200` or `CPU` of this module.
-
-    Raises:
-        ValueError: if the arguments differ in length, or a size is not positive.
-
-    Source: `refattn.cascade.should_use_cascade`.
-    """
-    shape = dict(num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size, element_size=element_size)
-    without, with_cascade = (
-        estimate_seconds(query_lens, seq_lens, chosen, **shape, machine=machine) for chosen in ([], prefixes)
-    )
-    return with_cascade < without
+def _cut(
+    block_table: Int32[Tensor, "b m"], starts: Sequence[int], longest: int | None, block_size: int
+) -> Int32[Tensor, "b columns"]:
+    """Return the columns of each row from its first key on, for up to `longest` keys; past them anything."""
+    m = block_table.shape[1]
+    columns = m - min(starts, default=0) // block_size if longest is None else -(-longest // block_size)
+    if not columns or not len(block_table):
+        return block_table[:, :0]
+    first = torch.tensor(starts, device=block_table.device)[:, None] // block_size
+    used = first + torch.arange(columns, device=block_table.device)
+    return block_table.gather(1, used.clamp(max=m - 1))
 
 
-def worthwhile_prefixes(
-    query_lens: Sequence[int],
-    seq_lens: Sequence[int],
-    prefixes: Sequence[Prefix],
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    head_size: int,
-    element_size: int,
-    machine: Machine,
-) -> list[Prefix]:
-    """Leave out of a tree of prefixes what costs more than it saves, by `estimate_seconds`.
-
-    Args:
-        query_lens: new tokens of each request.
-        seq_lens: tokens of each request, the new ones included.
-        prefixes: what is shared, from `find_prefixes`.
-        num_heads: query heads, `h`.
-        num_kv_heads: key heads, `hk`.
-        head_size: elements of a key and of a value, `d`.
-        element_size: bytes of an element.
-        machine: the hardware, for example `H200` or `CPU` of this module.
-
-    Returns:
-        The prefixes to keep, those first that save most; none where no cascade is worth it.
-
-    Raises:
-        ValueError: if the arguments differ in length, or a size is not positive.
-
-    Source: `refattn.cascade.worthwhile_prefixes`.
-    """
-    shape = dict(num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size, element_size=element_size)
-    check_tree(prefixes)
-    begins = {prefix: begin for _, begin, prefix in _tree(prefixes)}
-    ranking = sorted(prefixes, key=lambda x: (x.last - x.first - 1) * (x.end - begins[x]), reverse=True)
-    best, best_seconds = 0, float("inf")
-    for count in range(len(ranking) + 1):
-        seconds = estimate_seconds(query_lens, seq_lens, ranking[:count], **shape, machine=machine)
-        if seconds < best_seconds:
-            best, best_seconds = count, seconds
-    return ranking[:best]
-
-
-def _positions_in(level: Level, places: Int64[Tensor, "t"]) -> Int32[Tensor, "t"]:
-    """Return the position of each query row, counted from the first key that its group has at a level."""
-    if level.batch.num_seqs:
-        rows = torch.arange(len(places), device=places.device)
-        group = torch.searchsorted(level.batch.cu_seqlens_q[1:], rows, right=True).clamp(max=level.batch.num_seqs - 1)
-        places = places - level.first_keys[group]
-    return places.int()
+def _on_device(numbers: Sequence[int], batch: Batch) -> Int32[Tensor, "_"]:
+    return torch.tensor(numbers, dtype=torch.int32, device=batch.device)
 
 
 def _common_length(blocks: Sequence[int], others: Sequence[int], limit: int) -> int:

@@ -4,97 +4,53 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from fastattn import kernels, kv_cache
-from fastattn.kernels import Options, Subtraction
-from refattn.batch import (
-    Batch,
-    check_differential,
-    check_halves,
-    check_lambdas,
-    check_memory,
-    check_options,
-    check_pairs,
-    check_sizes,
-)
+from fastattn import chunked_prefill, kv_cache
+from fastattn.kernels import dispatch
+from fastattn.kernels.dispatch import Subtraction
+from refattn.interface import AttentionOptions, Batch, Plan
+from refattn.interface.checks import check_differential, check_halves, check_lambdas, check_pairs
+from refattn.interface.values import check_memory, check_sizes
+
+
+def plan(batch: Batch, *, block_size: int, causal: bool = True, window_size: tuple[int, int] = (-1, -1)) -> Plan:
+    """Plan attention over all tokens of each sequence in the cache; the twin of `refattn.differential.plan`."""
+    return chunked_prefill.plan(batch, block_size=block_size, causal=causal, window_size=window_size)
 
 
 def attention(
     query: Float[Tensor, "t h d"],
     cache: Float[Tensor, "2 2 n p pairs d"],
-    batch: Batch,
+    plan: Plan,
+    options: AttentionOptions = AttentionOptions(),
     *,
     lambda_full: Float[Tensor, ""],
     lambda_init: float,
     norm_weight: Float[Tensor, "2*d"] | None = None,
     norm_eps: float = 1e-5,
-    causal: bool = True,
-    window_size: tuple[int, int] = (-1, -1),
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Float[Tensor, "h"] | None = None,
-    sinks: Float[Tensor, "h"] | None = None,
     return_lse: bool = False,
+    out: Float[Tensor, "t h d"] | None = None,
 ) -> Float[Tensor, "t h d"] | tuple[Float[Tensor, "t h d"], Float[Tensor, "t h"]]:
     """Attend from the new tokens of each sequence to all its tokens in the cache, twice, and take the difference.
 
-    Args:
-        query: new tokens of all sequences, heads in interleaved pairs; rows behind the last sequence are padding.
-        cache: the pool, `[half, key or value, n, p, hk/2, d]`; any strides.
-        batch: the lengths and the block table.
-        lambda_full: weight of the second softmax, from `compute_lambda`.
-        lambda_init: the constant of the layer that was learned around, `0.8 - 0.6 * exp(-0.3 * layer)`.
-        norm_weight: learned factors of the norm; None where it has none.
-        norm_eps: keeps the norm of zeros at zero; above 0.
-        causal: hide keys behind a query's own position; False shows every key of the sequence.
-        window_size: `(left, right)` in tokens, both inclusive, -1 for no limit.
-        softmax_scale: factor on the dot products; `d ** -0.5` if None.
-        softcap: bound on the scores; 0 for none.
-        alibi_slopes: slope of each head for the bias `-slope * abs(query position - key position)`.
-        sinks: one extra logit a head in the denominator of its softmax.
-        return_lse: also return the log-sum-exps.
-
-    Returns:
-        The outputs; with `return_lse` also the natural log-sum-exps (float32, sinks included), one a head: those of
-        heads 0 and 1 belong to the two softmaxes of pair 0. They tell where a head looked; they cannot merge outputs,
-        as those are differences behind a norm. A padding row and a query that sees nothing answer 0 and `-inf` (the
-        sink, if there is one, for a query that sees nothing).
+    Arguments, results and errors are those of `refattn.differential.attention`.
 
     Raises:
-        ValueError: naming the argument that does not fit.
         NotImplementedError: if no kernel computes the combination, with the reason of each.
-
-    Source: `refattn.differential.attention`.
     """
     check_differential(
         query,
         cache,
-        batch,
+        plan,
+        options,
+        out,
+        return_lse,
         lambda_full=lambda_full,
         lambda_init=lambda_init,
         norm_weight=norm_weight,
         norm_eps=norm_eps,
     )
-    check_options(
-        query,
-        causal=causal,
-        window_size=window_size,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        return_lse=return_lse,
-    )
-    options = Options(
-        causal=causal,
-        window_size=window_size,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-    )
     subtraction = Subtraction(lambda_full, norm_weight, norm_eps, 1 - lambda_init)
-    out, lse = kernels.differential(query, cache, batch, options, subtraction)  # [t, h/2, 2 * d]
-    out = out.view(query.shape)
+    out, lse = dispatch.differential(query, cache, plan, options, subtraction, out)
     return (out, lse) if return_lse else out
 
 

@@ -7,8 +7,9 @@ from einops import rearrange
 from jaxtyping import Int32, Int64, Shaped
 from torch import Tensor
 
-from fastattn.kernels.machine import runs_triton
-from refattn.batch import check_block_pairs, check_gather, check_memory, check_sizes, check_slots
+from fastattn.kernels import dispatch
+from refattn.interface.checks import check_block_pairs, check_gather, check_slots
+from refattn.interface.values import check_memory, check_sizes
 
 
 def allocate(
@@ -81,17 +82,7 @@ def write(
     Source: `refattn.kv_cache.write`.
     """
     check_slots(key, value, key_cache, value_cache, slot_mapping)
-    if runs_triton(key.device):  # one launch, which asks the device nothing
-        from fastattn.kernels import triton_cache
-
-        return triton_cache.write(key, value, key_cache, value_cache, slot_mapping)
-    real = slot_mapping >= 0
-    if not real.all():
-        key, value, slot_mapping = key[real], value[real], slot_mapping[real]
-    block_size = key_cache.shape[1]
-    blocks, rows = slot_mapping // block_size, slot_mapping % block_size
-    key_cache[blocks, rows] = key
-    value_cache[blocks, rows] = value
+    dispatch.write(key, value, key_cache, value_cache, slot_mapping)
 
 
 def gather(cache: Shaped[Tensor, "n p hk d"], blocks: Int32[Tensor, "m"], seq_len: int) -> Shaped[Tensor, "s hk d"]:
@@ -130,13 +121,7 @@ def copy_blocks(caches: Sequence[Shaped[Tensor, "n ..."]], pairs: Int64[Tensor, 
     """
     check_block_pairs(caches, caches, pairs, names=("caches", "caches"))
     for cache in caches:
-        if runs_triton(cache.device) and pairs.device == cache.device:
-            from fastattn.kernels import triton_cache
-
-            if triton_cache.can_copy(cache, len(pairs)):  # without a buffer, which would be written and read as well
-                triton_cache.copy_blocks(cache, pairs)
-                continue
-        _copy(cache, cache, pairs)
+        dispatch.copy_blocks(cache, pairs)
 
 
 def swap_blocks(

@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fastattn.kernels.machine import runs_triton
-from refattn.batch import check_options, check_partials
+from fastattn.kernels import dispatch
+from refattn.interface.checks import check_partials, check_sinks
 
 
 def merge(
@@ -28,21 +27,7 @@ def merge(
     Source: `refattn.merge.merge`.
     """
     check_partials(outs, lses)
-    if lses[0].dtype == torch.float32 and runs_triton(outs[0].device):
-        from fastattn.kernels.triton_merge import merge_states
-
-        return merge_states(outs, lses)
-    lse = lses[0]
-    for part_lse in lses[1:]:
-        lse = _log_add_exp(lse, part_lse)
-    total: Tensor | None = None
-    for part_out, part_lse in zip(outs, lses, strict=True):
-        # The output of a part that saw nothing may hold anything, NaN too, and 0 * NaN is NaN.
-        part = part_out * torch.exp(part_lse - lse)[..., None]
-        part.masked_fill_((part_lse == -torch.inf)[..., None], 0.0)
-        total = part if total is None else total.add_(part)
-    assert total is not None
-    return total.to(outs[0].dtype), lse
+    return dispatch.merge(outs, lses)
 
 
 def add_sinks(
@@ -64,17 +49,5 @@ def add_sinks(
     Source: `refattn.merge.add_sinks`.
     """
     check_partials([out], [lse])
-    check_options(out, sinks=sinks)
-    sinks = sinks.to(lse.dtype)
-    share = torch.exp(sinks - lse).add_(1.0).reciprocal_()[..., None]  # exp(lse) / (exp(lse) + exp(sink))
-    out = (out * share).masked_fill_((lse == -torch.inf)[..., None], 0.0).to(out.dtype)
-    return out, _log_add_exp(lse, sinks.expand_as(lse))
-
-
-def _log_add_exp(first: Float[Tensor, "t h"], second: Float[Tensor, "t h"]) -> Float[Tensor, "t h"]:
-    """Return `log(exp(first) + exp(second))`, with the same bits wherever in the tensors the numbers stand.
-
-    `torch.logaddexp` and `torch.sigmoid` compute what is left behind the last whole vector in another way.
-    """
-    gap = (first - second).abs_().masked_fill_(first == second, 0.0)  # two infinities have none
-    return torch.maximum(first, second) + gap.neg_().exp_().log1p_()
+    check_sinks(out, sinks)
+    return dispatch.add_sinks(out, lse, sinks)

@@ -9,18 +9,18 @@ import torch
 from jaxtyping import Int32, Int64
 from torch import Tensor
 
-from fastattn.kernels.machine import runs_triton
-from refattn.batch import (
-    Batch,
-    Part,
+from fastattn.kernels import dispatch
+from fastattn.kernels.torch_ops import places
+from refattn.interface import Batch, Part
+from refattn.interface.contents import (
     check_advance,
     check_batch,
     check_block_table,
-    check_device,
     check_num_tokens,
     check_requests,
     check_split,
 )
+from refattn.interface.values import check_device
 
 
 def make_batch(
@@ -61,6 +61,7 @@ def make_batch(
         max_query_len=max(query_lens, default=0),
         max_seq_len=max(seq_lens, default=0),
         num_keys=sum(seq_lens),
+        num_tokens=sum(query_lens),
     )
 
 
@@ -80,7 +81,7 @@ def positions(batch: Batch, num_tokens: int) -> Int64[Tensor, "t"]:
     Source: `refattn.metadata.positions`.
     """
     check_num_tokens(num_tokens, batch)
-    _, place, padding = _places(batch, num_tokens)
+    _, place, padding = places(batch, num_tokens)
     return place.masked_fill(padding, 0)
 
 
@@ -105,19 +106,11 @@ def slot_mapping(batch: Batch, num_tokens: int, *, block_size: int) -> Int64[Ten
     block_table = check_block_table(batch, block_size=block_size)
     if block_table.numel() == 0:
         return torch.full((num_tokens,), -1, dtype=torch.int64, device=batch.device)
-    if runs_triton(batch.device):  # one launch instead of fifteen
-        from fastattn.kernels import triton_tables
-
-        return triton_tables.slot_mapping(batch, num_tokens, block_size=block_size)
-    sequence, place, padding = _places(batch, num_tokens)
-    nowhere = padding | (place < 0)
-    place = place.masked_fill(nowhere, 0)
-    block = block_table[sequence, place // block_size].long()
-    return (block * block_size + place % block_size).masked_fill(nowhere, -1)
+    return dispatch.slot_mapping(batch, num_tokens, block_size=block_size)
 
 
-def split(batch: Batch, query_lens: Sequence[int], *, decode_len: int = 1) -> tuple[Part, Part]:
-    """Part a batch into its decodes and its prefills, which have kernels of their own.
+def split_decodes_and_prefills(batch: Batch, query_lens: Sequence[int], *, decode_len: int = 1) -> tuple[Part, Part]:
+    """Split a batch into its decodes and its prefills, which have kernels of their own.
 
     Args:
         batch: a batch with all its decodes before all its prefills, or behind them.
@@ -131,7 +124,7 @@ def split(batch: Batch, query_lens: Sequence[int], *, decode_len: int = 1) -> tu
         ValueError: if decodes and prefills are mixed, or `query_lens` has another length than the batch, or (on a CPU)
             other lengths.
 
-    Source: `refattn.metadata.split`.
+    Source: `refattn.metadata.split_decodes_and_prefills`.
     """
     check_split(batch, query_lens, decode_len)
     kinds = [length <= decode_len for length in query_lens]
@@ -191,16 +184,6 @@ def update_block_table(batch: Batch, block_table: Int32[Tensor, "b m"]) -> Batch
     return dataclasses.replace(batch, block_table=block_table)
 
 
-def _places(batch: Batch, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Give the sequence of each query row, its position in it, and whether the row is padding."""
-    rows = torch.arange(num_tokens, device=batch.device)
-    sequence = torch.searchsorted(batch.cu_seqlens_q[1:], rows, right=True).clamp(max=max(batch.num_seqs - 1, 0))
-    if batch.num_seqs == 0:
-        return rows, rows, torch.ones_like(rows, dtype=torch.bool)
-    place = rows + (batch.seq_lens - batch.cu_seqlens_q[1:])[sequence]
-    return sequence, place, rows >= batch.cu_seqlens_q[-1]
-
-
 def _part(batch: Batch, query_lens: Sequence[int], first: int, last: int) -> Part:
     begin, end = sum(query_lens[:first]), sum(query_lens[:last])
     part = Batch(
@@ -209,5 +192,6 @@ def _part(batch: Batch, query_lens: Sequence[int], first: int, last: int) -> Par
         block_table=None if batch.block_table is None else batch.block_table[first:last],
         max_query_len=max(query_lens[first:last], default=0),
         max_seq_len=batch.max_seq_len,
+        num_tokens=sum(query_lens[first:last]),
     )
     return Part(part, slice(begin, end))

@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def notebooks(numbers: list[str] | None = None) -> list[Path]:
-    """Give the notebooks in reading order: all, or those whose names begin with a number of `numbers`."""
+    """Return the notebooks in reading order: all, or those whose names begin with a number of `numbers`."""
     return [path for path in sorted(FOLDER.glob("*.ipynb")) if not numbers or path.name.startswith(tuple(numbers))]
 
 
@@ -84,7 +84,7 @@ def execute(path: Path) -> tuple[Any, float]:
 
 
 def compare(stored: Any, executed: Any) -> list[str]:
-    """Say which cells print or draw something else than they did."""
+    """Return which cells print or draw something else than they did."""
     return [
         f"cell {cell.execution_count} shows something else than it stores"
         for before, cell in zip(stored.cells, executed.cells, strict=True)
@@ -99,7 +99,7 @@ def _answers(cell: Any) -> list[Any]:
 
 
 def _texts(cell: Any) -> list[str]:
-    """Give what a cell prints and shows as text; a drawing says as text what it shows as a picture."""
+    """Return what a cell prints and shows as text; a drawing says as text what it shows as a picture."""
     return [output.get("text") or output.get("data", {}).get("text/plain", "") for output in cell.outputs]
 
 

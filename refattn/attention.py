@@ -1,9 +1,17 @@
-"""The one formula: softmax attention of some queries over some keys, under a picture of who may see whom."""
+"""The one formula: softmax attention of some queries over some keys, under a mask of who may see whom.
+
+`attend` is the formula, for one sequence; `attend_sequences` draws the mask of each sequence of a plan and applies it.
+"""
+
+from collections.abc import Iterable
 
 import torch
 from einops import einsum, rearrange, repeat
 from jaxtyping import Bool, Float
 from torch import Tensor
+
+from refattn import masks
+from refattn.interface import AttentionOptions, Plan
 
 
 def attend(
@@ -28,18 +36,18 @@ def attend(
         out      = sum_j exp(score[j] - lse) * value[j, h // g]
 
     The order matters: the cap and the bias come before the mask, so neither can make a hidden key visible again.
-    A query that sees nothing answers 0 with an LSE of `-inf` (with a sink: 0, and the sink as its LSE). A key that no
-    query sees may hold anything, NaN included; a NaN that a query sees comes out as NaN.
+    A fully masked query returns 0 with an LSE of `-inf` (with a sink: 0, and the sink as its LSE). A key that no query
+    sees may hold anything, NaN included; a NaN that a query sees comes out as NaN.
 
     Args:
-        query: the new tokens, one row a token.
-        key: the keys of one sequence; query head `h` reads key head `h // g`, with `g = h // hk` heads a group.
+        query: the new tokens, one row per token.
+        key: the keys of one sequence; query head `h` reads key head `h // g`, with `g = h // hk` heads per group.
         value: the values that belong to the keys; their head size may differ from that of the keys.
-        visible: the picture, true where query `t` may see key `s`.
+        visible: the mask, true where query `t` may see key `s`.
         softmax_scale: factor on the dot products; `d ** -0.5` if None.
         softcap: bound on the scores, in units of the scaled score; 0 for no bound.
         bias: added to the scaled, capped scores (ALiBi).
-        sinks: one extra logit a head, which takes its share of the softmax and brings no value.
+        sinks: one extra logit per head, which takes its share of the softmax and brings no value.
 
     Returns:
         The outputs in the type of `query`, and the log-sum-exp of each row: natural log, float32 (float64 for float64
@@ -63,7 +71,7 @@ def attend(
         scores = scores + bias.to(compute)
     scores = scores.masked_fill(~visible, -torch.inf)
 
-    lse = scores.logsumexp(-1)  # [h, t], -inf where a query sees nothing
+    lse = scores.logsumexp(-1)  # [h, t], -inf for a fully masked query
     if sinks is not None:
         lse = torch.logaddexp(lse, repeat(sinks.to(compute), "h -> h t", t=lse.shape[1]))
     weights = torch.exp(scores - lse[..., None]).masked_fill(~visible, 0.0)  # the fill turns -inf - -inf into 0
@@ -71,6 +79,63 @@ def attend(
     return out.to(query.dtype), lse.T
 
 
+def attend_sequences(
+    query: Float[Tensor, "t h d"],
+    sequences: Iterable[tuple[Float[Tensor, "_ hk d"], Float[Tensor, "_ hk dv"]]],
+    plan: Plan,
+    options: AttentionOptions,
+    *,
+    value_head_size: int,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend from the query rows of each sequence of a plan to its keys, as the plan's mask allows.
+
+    Args:
+        query: query rows of all sequences, one after the other; rows after the last sequence are padding.
+        sequences: the keys and the values of each sequence of the plan, in order.
+        plan: which rows and keys belong together, and who may see whom.
+        options: scale, softcap, slopes, sinks.
+        value_head_size: elements of a value, `dv`.
+
+    Returns:
+        The outputs in the compute type, so that partial answers merge without a rounding between, and the log-sum-exps.
+        Padding rows hold 0 and `-inf`.
+    """
+    compute = compute_dtype(query.dtype)
+    out = query.new_zeros(*query.shape[:2], value_head_size, dtype=compute)
+    lse = query.new_full(query.shape[:2], -torch.inf, dtype=torch.promote_types(compute, torch.float32))
+    rows = plan.batch.query_rows()
+    for i, ((q0, q1), (key, value)) in enumerate(zip(rows, sequences, strict=True)):
+        where = None  # the queries are the last tokens of their sequence
+        if plan.positions is not None:
+            where = plan.positions[q0:q1].long() - (0 if plan.first_keys is None else plan.first_keys[i].long())
+        place = dict(query_len=q1 - q0, seq_len=len(key), positions=where, device=query.device)
+        slopes = options.alibi_slopes
+        out[q0:q1], lse[q0:q1] = attend(
+            query[q0:q1].to(compute),
+            key,
+            value,
+            masks.visible_keys(**place, causal=plan.causal, window_size=plan.window_size),
+            softmax_scale=options.softmax_scale,
+            softcap=options.softcap,
+            bias=None if slopes is None else masks.alibi(slopes, **place, dtype=compute),
+            sinks=options.sinks,
+        )
+    return out, lse
+
+
+def hand_over(
+    result: Float[Tensor, "t h dv"],
+    lse: Float[Tensor, "t h"],
+    query: Float[Tensor, "t h d"],
+    *,
+    return_lse: bool,
+    out: Float[Tensor, "t h dv"] | None,
+) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Return an answer as every path does: in the type of the query, into `out` if there is one, the LSE if asked."""
+    out = result.to(query.dtype) if out is None else out.copy_(result)
+    return (out, lse) if return_lse else out
+
+
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Give the type that a reference computes in: float64 for float64 input, else float32."""
+    """Return the type that a reference computes in: float64 for float64 input, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

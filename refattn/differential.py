@@ -19,37 +19,43 @@ from einops import rearrange
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from refattn import kv_cache
-from refattn.attention import attend, compute_dtype
-from refattn.batch import (
-    Batch,
-    check_differential,
-    check_halves,
-    check_lambdas,
-    check_memory,
-    check_options,
-    check_pairs,
-    check_sizes,
-)
-from refattn.masks import alibi, visible_keys
+from refattn import chunked_prefill, kv_cache
+from refattn.attention import attend_sequences, compute_dtype, hand_over
+from refattn.interface import AttentionOptions, Batch, Plan
+from refattn.interface.checks import check_differential, check_halves, check_lambdas, check_pairs
+from refattn.interface.values import check_memory, check_sizes
+
+
+def plan(batch: Batch, *, block_size: int, causal: bool = True, window_size: tuple[int, int] = (-1, -1)) -> Plan:
+    """Plan attention over all tokens of each sequence in the cache: that of `chunked_prefill.plan`.
+
+    Args:
+        batch: the lengths and the block table.
+        block_size: tokens in a block, `p`.
+        causal: hide the keys after a query's own position; False shows every key of the sequence.
+        window_size: `(left, right)` in tokens, both inclusive, -1 for no limit.
+
+    Returns:
+        A plan for every layer of this step.
+
+    Raises:
+        ValueError: naming the argument that does not fit; the contents of the batch are checked on a CPU.
+    """
+    return chunked_prefill.plan(batch, block_size=block_size, causal=causal, window_size=window_size)
 
 
 def attention(
     query: Float[Tensor, "t h d"],
     cache: Float[Tensor, "2 2 n p pairs d"],
-    batch: Batch,
+    plan: Plan,
+    options: AttentionOptions = AttentionOptions(),
     *,
     lambda_full: Float[Tensor, ""],
     lambda_init: float,
     norm_weight: Float[Tensor, "2*d"] | None = None,
     norm_eps: float = 1e-5,
-    causal: bool = True,
-    window_size: tuple[int, int] = (-1, -1),
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Float[Tensor, "h"] | None = None,
-    sinks: Float[Tensor, "h"] | None = None,
     return_lse: bool = False,
+    out: Float[Tensor, "t h d"] | None = None,
 ) -> Float[Tensor, "t h d"] | tuple[Float[Tensor, "t h d"], Float[Tensor, "t h"]]:
     """Attend from the new tokens of each sequence to all its tokens in the cache, twice, and take the difference.
 
@@ -61,81 +67,63 @@ def attention(
     its own passes its queries and the cache of the layer whose keys it reuses, prefills and decodes in any mixture.
 
     Args:
-        query: new tokens of all sequences, heads in interleaved pairs; rows behind the last sequence are padding.
+        query: new tokens of all sequences, heads in interleaved pairs; rows after the last sequence are padding.
         cache: the pool, `[half, key or value, n, p, hk/2, d]`; any strides.
-        batch: the lengths and the block table.
+        plan: from `plan`, once per step.
+        options: what the layer fixes; slopes and sinks have one number for each of the `h` heads.
         lambda_full: weight of the second softmax, from `compute_lambda`.
         lambda_init: the constant of the layer that was learned around, `0.8 - 0.6 * exp(-0.3 * layer)`.
         norm_weight: learned factors of the norm; None where it has none.
-        norm_eps: keeps the norm of zeros at zero; above 0.
-        causal: hide keys behind a query's own position; False shows every key of the sequence.
-        window_size: `(left, right)` in tokens, both inclusive, -1 for no limit.
-        softmax_scale: factor on the dot products; `d ** -0.5` if None.
-        softcap: bound on the scores; 0 for none.
-        alibi_slopes: slope of each head for the bias `-slope * abs(query position - key position)`.
-        sinks: one extra logit a head in the denominator of its softmax.
+        norm_eps: keeps the norm of zeros at zero.
         return_lse: also return the log-sum-exps.
+        out: where to write the outputs; a new tensor if None.
 
     Returns:
-        The outputs; with `return_lse` also the natural log-sum-exps (float32, sinks included), one a head: those of
+        The outputs; with `return_lse` also the natural log-sum-exps (float32, sinks included), one per head: those of
         heads 0 and 1 belong to the two softmaxes of pair 0. They tell where a head looked; they cannot merge outputs,
-        as those are differences behind a norm. A padding row and a query that sees nothing answer 0 and `-inf` (the
-        sink, if there is one, for a query that sees nothing).
+        as those are differences after a norm. A padding row and a fully masked query return 0 and `-inf` (the sink, if
+        there is one, for a fully masked query).
 
     Raises:
-        ValueError: naming the argument that does not fit.
+        ValueError: naming the argument that does not fit. Nothing is written then.
 
     Source: Ye et al. 2024, "Differential Transformer"; reuse of a cache: Sun et al. 2024, "You Only Cache Once".
     """
     block_table = check_differential(
         query,
         cache,
-        batch,
+        plan,
+        options,
+        out,
+        return_lse,
         lambda_full=lambda_full,
         lambda_init=lambda_init,
         norm_weight=norm_weight,
         norm_eps=norm_eps,
     )
-    check_options(
-        query,
-        causal=causal,
-        window_size=window_size,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        return_lse=return_lse,
-    )
-    compute = compute_dtype(query.dtype)
-    out = torch.zeros_like(query)
-    lse = query.new_full(query.shape[:2], -torch.inf, dtype=compute)
-
-    for (q0, q1), seq_len, blocks in zip(batch.query_rows(), batch.seq_lens.tolist(), block_table, strict=True):
-        visible = visible_keys(q1 - q0, seq_len, causal=causal, window_size=window_size, device=query.device)
-        bias = None
-        if alibi_slopes is not None:
-            bias = alibi(alibi_slopes, q1 - q0, seq_len, dtype=compute, device=query.device)
-        values = torch.cat([kv_cache.gather(cache[half, 1], blocks, seq_len) for half in (0, 1)], dim=-1)  # [v1; v2]
-        answers = []
-        for half in (0, 1):
-            heads = slice(half, None, 2)
-            answer, lse[q0:q1, heads] = attend(
-                query[q0:q1, heads].to(compute),
+    seq_lens = plan.batch.seq_lens.tolist()
+    answers, lses = [], []
+    for half in (0, 1):
+        sequences = (
+            (
                 kv_cache.gather(cache[half, 0], blocks, seq_len),
-                values,
-                visible,
-                softmax_scale=softmax_scale,
-                softcap=softcap,
-                bias=None if bias is None else bias[heads],
-                sinks=None if sinks is None else sinks[heads],
+                torch.cat([kv_cache.gather(cache[i, 1], blocks, seq_len) for i in (0, 1)], dim=-1),  # [v1; v2]
             )
-            answers.append(answer)  # [t, h/2, 2 * d]
-        difference = answers[0] - lambda_full.to(compute) * answers[1]
-        normed = difference * torch.rsqrt(difference.square().mean(-1, keepdim=True) + norm_eps)
-        if norm_weight is not None:
-            normed = normed * norm_weight.to(compute)
-        out[q0:q1] = rearrange((1 - lambda_init) * normed, "t pairs (two d) -> t (pairs two) d", two=2)
-    return (out, lse) if return_lse else out
+            for blocks, seq_len in zip(block_table, seq_lens, strict=True)
+        )
+        its_options = options.of_heads(slice(half, None, 2))
+        answer, lse = attend_sequences(
+            query[:, half::2], sequences, plan, its_options, value_head_size=2 * query.shape[2]
+        )
+        answers.append(answer)  # [t, h/2, 2 * d]
+        lses.append(lse)
+    difference = answers[0] - lambda_full.to(answers[0].dtype) * answers[1]
+    normed = difference * torch.rsqrt(difference.square().mean(-1, keepdim=True) + norm_eps)
+    if norm_weight is not None:
+        normed = normed * norm_weight.to(normed.dtype)
+    result = rearrange((1 - lambda_init) * normed, "t pairs (two d) -> t (pairs two) d", two=2)
+    both = rearrange(lses, "two t pairs -> t (pairs two)")
+    return hand_over(result, both, query, return_lse=return_lse, out=out)
 
 
 def compute_lambda(

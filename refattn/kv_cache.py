@@ -19,7 +19,8 @@ from einops import rearrange
 from jaxtyping import Int32, Int64, Shaped
 from torch import Tensor
 
-from refattn.batch import check_block_pairs, check_gather, check_memory, check_sizes, check_slots
+from refattn.interface.checks import check_block_pairs, check_gather, check_slots
+from refattn.interface.values import check_memory, check_sizes
 
 
 def allocate(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 def query_positions(query_len: int, seq_len: int, *, device: torch.device | None = None) -> Int64[Tensor, "t"]:
-    """Give the position of every query of a sequence: its last `query_len` of `seq_len` tokens.
+    """Return the position of every query of a sequence: its last `query_len` of `seq_len` tokens.
 
     Positions are negative for the first queries of a sequence that has more queries than keys; those see nothing under
     a causal mask.
@@ -38,16 +38,22 @@ def causal(query_len: int, seq_len: int, *, device: torch.device | None = None) 
 
 
 def window(
-    query_len: int, seq_len: int, window_size: tuple[int, int], *, device: torch.device | None = None
+    query_len: int,
+    seq_len: int,
+    window_size: tuple[int, int],
+    *,
+    positions: Int64[Tensor, "t"] | None = None,
+    device: torch.device | None = None,
 ) -> Bool[Tensor, "t s"]:
     """Show each query the keys from `left` before it to `right` after it, both ends included; -1 is no limit.
 
-    A window of W tokens is `(W - 1, 0)` and shows exactly W keys.
+    A window of W tokens is `(W - 1, 0)` and shows exactly W keys. `positions` are those of the queries, if they are not
+    the last tokens of the sequence.
 
     Source: Beltagy et al. 2020, "Longformer"; Jiang et al. 2023, "Mistral 7B".
     """
     left, right = window_size
-    i, j = _grid(query_len, seq_len, device)
+    i, j = _grid(query_len, seq_len, device, positions)
     visible = full(query_len, seq_len, device=device)
     if left >= 0:
         visible = visible & (j >= i - left)
@@ -71,11 +77,12 @@ def visible_keys(
     *,
     causal: bool,
     window_size: tuple[int, int] = (-1, -1),
+    positions: Int64[Tensor, "t"] | None = None,
     device: torch.device | None = None,
 ) -> Bool[Tensor, "t s"]:
-    """Draw the picture that a path's options `causal` and `window_size` ask for: causal is a right window of 0."""
+    """Draw the mask that `causal` and `window_size` of a plan ask for: causal is a right window of 0."""
     left, right = window_size
-    return window(query_len, seq_len, (left, 0 if causal else right), device=device)
+    return window(query_len, seq_len, (left, 0 if causal else right), positions=positions, device=device)
 
 
 def alibi(
@@ -84,6 +91,7 @@ def alibi(
     seq_len: int,
     *,
     dtype: torch.dtype,
+    positions: Int64[Tensor, "t"] | None = None,
     device: torch.device | None = None,
 ) -> Float[Tensor, "h t s"]:
     """Return the ALiBi bias `-slope * abs(query position - key position)`. With a slope of 1, 2 queries and 4 keys:
@@ -99,17 +107,18 @@ def alibi(
         query_len: new tokens of the sequence.
         seq_len: tokens of the sequence.
         dtype: the type that the bias is computed in, which is that of the scores and not that of the slopes.
+        positions: those of the queries, if they are not the last tokens of the sequence.
         device: where the bias is to be.
 
     Source: Press et al. 2022, "Train Short, Test Long"; the absolute value is FlashAttention's, for later keys.
     """
-    i, j = _grid(query_len, seq_len, device)
+    i, j = _grid(query_len, seq_len, device, positions)
     return -rearrange(slopes.to(dtype), "h -> h 1 1") * (i - j).abs()
 
 
 def _grid(
-    query_len: int, seq_len: int, device: torch.device | None
+    query_len: int, seq_len: int, device: torch.device | None, positions: Int64[Tensor, "t"] | None = None
 ) -> tuple[Int64[Tensor, "t 1"], Int64[Tensor, "1 s"]]:
-    i = rearrange(query_positions(query_len, seq_len, device=device), "t -> t 1")
-    j = rearrange(torch.arange(seq_len, device=device), "s -> 1 s")
-    return i, j
+    if positions is None:
+        positions = query_positions(query_len, seq_len, device=device)
+    return rearrange(positions, "t -> t 1"), rearrange(torch.arange(seq_len, device=device), "s -> 1 s")

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from refattn.attention import compute_dtype
-from refattn.batch import check_options, check_partials
+from refattn.interface.checks import check_partials, check_sinks
 
 
 def merge(
@@ -71,6 +71,6 @@ def add_sinks(
         ValueError: if the shapes or devices do not match.
     """
     check_partials([out], [lse])
-    check_options(out, sinks=sinks)
+    check_sinks(out, sinks)
     lse_of_sinks = sinks.to(lse.dtype).expand_as(lse)
     return merge([out, torch.zeros_like(out)], [lse, lse_of_sinks])

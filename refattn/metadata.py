@@ -14,17 +14,16 @@ import torch
 from jaxtyping import Int32, Int64
 from torch import Tensor
 
-from refattn.batch import (
-    Batch,
-    Part,
+from refattn.interface import Batch, Part
+from refattn.interface.contents import (
     check_advance,
     check_batch,
     check_block_table,
-    check_device,
     check_num_tokens,
     check_requests,
     check_split,
 )
+from refattn.interface.values import check_device
 
 
 def make_batch(
@@ -64,6 +63,7 @@ def make_batch(
         max_query_len=max(query_lens, default=0),
         max_seq_len=max(seq_lens, default=0),
         num_keys=sum(seq_lens),
+        num_tokens=sum(query_lens),
     )
 
 
@@ -115,8 +115,8 @@ def slot_mapping(batch: Batch, num_tokens: int, *, block_size: int) -> Int64[Ten
     return result
 
 
-def split(batch: Batch, query_lens: Sequence[int], *, decode_len: int = 1) -> tuple[Part, Part]:
-    """Part a batch into its decodes and its prefills, which have kernels of their own.
+def split_decodes_and_prefills(batch: Batch, query_lens: Sequence[int], *, decode_len: int = 1) -> tuple[Part, Part]:
+    """Split a batch into its decodes and its prefills, which have kernels of their own.
 
     Args:
         batch: a batch with all its decodes before all its prefills, or behind them.
@@ -199,5 +199,6 @@ def _part(batch: Batch, query_lens: Sequence[int], first: int, last: int) -> Par
         block_table=None if batch.block_table is None else batch.block_table[first:last],
         max_query_len=max(query_lens[first:last], default=0),
         max_seq_len=batch.max_seq_len,
+        num_tokens=sum(query_lens[first:last]),
     )
     return Part(part, slice(rows[first], rows[last]))

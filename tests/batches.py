@@ -1,163 +1,42 @@
-"""The batches that every path is tested with: ragged, shuffled, and poisoned where nothing may be read."""
-
-import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+"""The batches that every path is tested with, as test parameters: those of `refattn.conformance`, and drawn ones."""
 
 import pytest
-import torch
 from hypothesis import strategies as st
-from torch import Tensor
 
-from refattn.batch import Batch
+from refattn.conformance import (
+    CASES,
+    HARMLESS,
+    POISON,
+    Case,
+    Paged,
+    assert_same_masks,
+    attend,
+    build,
+    masks_by_hand,
+    poisoned,
+    read_masks,
+)
+from refattn.conformance.cases import GARBAGE, STALE
 
-STALE = 1e4  # a large number moves an answer a little
-POISON = (float("nan"), float("inf"), -float("inf"), STALE)  # what memory that nobody may see holds, in turn
-HARMLESS = (0.5,)  # what it holds where answers are compared bit for bit with those over poison
-GARBAGE = (-1, 1_000_000)  # what a table holds past a sequence's last block
-
-
-@dataclass(frozen=True)
-class Case:
-    """A ragged batch as plain numbers; `str()` of it is its test id."""
-
-    name: str
-    lens: tuple[tuple[int, int], ...]  # (query_len, seq_len) of each sequence
-    heads: tuple[int, int] = (4, 2)  # query heads, key heads
-    head_size: int = 64
-    value_head_size: int | None = None
-    block_size: int = 16
-    layout: str = "NHD"
-    padding_rows: int = 0
-
-    def __str__(self) -> str:
-        """Name the case."""
-        return self.name
-
-
-CASES = [
-    Case("decode", ((1, 1),)),
-    Case("decode-long", ((1, 4097),), heads=(4, 1)),
-    Case("decodes-ragged", ((1, 5), (1, 33), (1, 16), (1, 700), (1, 17)), heads=(8, 2)),
-    Case("chunk", ((113, 203),), heads=(3, 3), block_size=64),
-    Case("first-chunk", ((239, 239),), heads=(6, 2), head_size=96),
-    Case("more-queries-than-keys", ((239, 1), (5, 2), (5, 0)), heads=(4, 4)),
-    Case("empty-rows", ((0, 5), (5, 0), (0, 0), (2, 2)), heads=(4, 1)),
-    Case("silent-and-decoding", ((0, 7), (1, 9), (0, 3), (1, 40)), heads=(8, 2)),
-    Case("mixed", ((4, 6), (1, 17), (10, 17), (5, 9), (1, 64), (3, 3)), heads=(6, 3), padding_rows=5),
-    Case("verification", ((4, 20), (4, 131), (3, 48)), heads=(9, 3)),
-    Case("odd-blocks", ((7, 50), (1, 29), (33, 33)), block_size=24),
-    Case("one-token-in-last-block", ((1, 33), (2, 17), (16, 49)), heads=(4, 4)),
-    Case("exact-blocks", ((1, 32), (16, 16), (3, 64))),
-    Case("heads-first", ((5, 37), (1, 18), (20, 20)), layout="HND", heads=(6, 2)),
-    Case("narrow-values", ((5, 37), (1, 18), (20, 20)), head_size=96, value_head_size=64),
-    Case("wide-values", ((5, 37), (1, 18), (20, 20)), head_size=64, value_head_size=128),
-    Case("head-size-256", ((9, 30), (1, 70)), head_size=256, heads=(2, 1)),
+__all__ = [
+    "CASES",
+    "GARBAGE",
+    "HARMLESS",
+    "POISON",
+    "STALE",
+    "Case",
+    "Paged",
+    "assert_same_masks",
+    "attend",
+    "build",
+    "each_case",
+    "masks_by_hand",
+    "poisoned",
+    "ragged_cases",
+    "read_masks",
 ]
 
 each_case = pytest.mark.parametrize("case", CASES, ids=str)
-
-
-@dataclass(frozen=True)
-class Paged:
-    """A case as tensors: the pool with its poison, and the same keys and values in plain rows."""
-
-    query: Tensor  # [t, h, d]
-    key_cache: Tensor  # [n, p, hk, d]
-    value_cache: Tensor
-    batch: Batch
-    keys: list[Tensor]  # of each sequence [s, hk, d]
-    values: list[Tensor]
-    more_keys: Tensor  # rows past the last sequence
-    more_values: Tensor
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Batch]:
-        """The positional arguments of a path over the paged cache."""
-        return self.query, self.key_cache, self.value_cache, self.batch
-
-    @property
-    def rows(self) -> tuple[Tensor, Tensor, Tensor, Batch]:
-        """The positional arguments of a path over plain rows."""
-        key, value = torch.cat([*self.keys, self.more_keys]), torch.cat([*self.values, self.more_values])
-        return self.query, key, value, self.batch
-
-
-def build(
-    case: Case,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-    seed: int = 0,
-    keys: list[Tensor] | None = None,
-    values: list[Tensor] | None = None,
-    poison: Sequence[float] = POISON,
-) -> Paged:
-    """Lay a case out in a shuffled pool, with poison in all memory that nobody may see.
-
-    That is blocks that nobody owns, slots past each sequence's end, and rows past the last sequence. The numbers are
-    drawn on the CPU, so that every device tests the same ones; they do not depend on the poison.
-    """
-    generator, shuffle = torch.Generator().manual_seed(seed), random.Random(seed)
-    h, hk = case.heads
-    d, p = case.head_size, case.block_size
-    dv = case.value_head_size or d
-    seq_lens = [s for _, s in case.lens]
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(dtype)
-
-    query = draw(sum(q for q, _ in case.lens) + case.padding_rows, h, d)
-    query[len(query) - case.padding_rows :] = poisoned(case.padding_rows, h, d, poison).to(dtype)
-    keys = [draw(s, hk, d) for s in seq_lens] if keys is None else [x.to(dtype) for x in keys]
-    values = [draw(s, hk, dv) for s in seq_lens] if values is None else [x.to(dtype) for x in values]
-
-    needed = [-(-s // p) for s in seq_lens]
-    num_blocks = sum(needed) + 3
-    free = list(range(num_blocks))
-    shuffle.shuffle(free)
-    columns = max(needed) + 2
-    table = torch.tensor([[shuffle.choice(GARBAGE) for _ in range(columns)] for _ in seq_lens], dtype=torch.int32)
-    pools = []
-    owned = [[free.pop() for _ in range(count)] for count in needed]
-    for kind, (rows, size) in enumerate(((keys, d), (values, dv))):
-        pool = poisoned(num_blocks * p, hk, size, poison, first=kind).to(dtype).view(num_blocks, p, hk, size)
-        for i, blocks in enumerate(owned):
-            if blocks:
-                table[i, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
-                for block, part in zip(blocks, rows[i].split(p), strict=True):
-                    pool[block, : len(part)] = part
-        if case.layout == "HND":
-            pool = pool.transpose(1, 2).contiguous().to(device).transpose(1, 2)
-        pools.append(pool.to(device))
-
-    lengths = torch.tensor([0, *(q for q, _ in case.lens)])
-    batch = Batch(
-        cu_seqlens_q=lengths.cumsum(0).int().to(device),
-        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
-        block_table=table.to(device),
-        max_query_len=max(q for q, _ in case.lens),
-        max_seq_len=max(seq_lens),
-    )
-    more_keys, more_values = (
-        poisoned(case.padding_rows, hk, size, poison, first=kind).to(device, dtype) for kind, size in enumerate((d, dv))
-    )
-    return Paged(
-        query.to(device),
-        pools[0],
-        pools[1],
-        batch,
-        [x.to(device) for x in keys],
-        [x.to(device) for x in values],
-        more_keys,
-        more_values,
-    )
-
-
-def poisoned(rows: int, heads: int, size: int, poison: Sequence[float] = POISON, *, first: int = 0) -> Tensor:
-    """Fill rows with poison, another kind for each head and for the next row: `[rows, heads, size]`."""
-    turn = torch.arange(rows)[:, None] + torch.arange(heads) + first
-    return torch.tensor(poison)[turn % len(poison)][..., None].repeat(1, 1, size)
 
 
 @st.composite
@@ -174,60 +53,3 @@ def ragged_cases(draw: st.DrawFn, *, head_sizes: tuple[int, ...] = (64, 96, 128)
         layout=draw(st.sampled_from(("NHD", "HND"))),
         padding_rows=draw(st.integers(0, 3)),
     )
-
-
-def read_masks(attention, case: Case, *, paged: bool = True, device: str = "cpu", **options) -> list[Tensor]:
-    """Read out which keys each query saw: zero queries weigh all visible keys alike, and one-hot values name them.
-
-    The output is then the mask divided by its row count, exactly; the LSE is the log of that count, which is checked
-    here. Values name 64 keys at a time, so that head size 64 is enough for any length.
-
-    Returns:
-        `[t, s]` of each sequence, the same for every head.
-    """
-    width = case.value_head_size or case.head_size
-    longest = max(s for _, s in case.lens)
-    pieces = []
-    for first in range(0, max(longest, 1), width):
-        values = []
-        for _, s in case.lens:
-            value = torch.zeros(s, case.heads[1], width)
-            for j in range(first, min(s, first + width)):
-                value[j, :, j - first] = 1.0
-            values.append(value)
-        inputs = build(case, device=device, values=values)
-        arguments = inputs.tensors if paged else inputs.rows
-        out, lse = attention(torch.zeros_like(arguments[0]), *arguments[1:], **options, return_lse=True)
-        pieces.append(out)
-    weights = torch.cat(pieces, dim=-1).cpu()  # [t, h, s], and columns past s
-    lse = lse.cpu()
-
-    masks, row = [], 0
-    for query_len, s in case.lens:
-        mine = weights[row : row + query_len]
-        assert not mine[..., s:].any(), "weight on a key that does not exist"
-        mask = mine[:, 0, :s] > 0
-        count = mask.sum(-1)
-        for head in range(case.heads[0]):
-            expected = mask / count.clamp(min=1)[:, None]
-            torch.testing.assert_close(mine[:, head, :s], expected, rtol=1e-6, atol=0)
-            torch.testing.assert_close(lse[row : row + query_len, head], count.log().float(), rtol=1e-6, atol=1e-6)
-        masks.append(mask)
-        row += query_len
-    assert not weights[row:].any() and (lse[row:] == -torch.inf).all(), "a padding row is not empty"
-    return masks
-
-
-def masks_by_hand(case: Case, sees) -> list[Tensor]:
-    """Draw the masks of a case from a rule `sees(i, j)` on positions, one pair at a time."""
-    return [
-        torch.tensor([[sees(s - q + i, j) for j in range(s)] for i in range(q)], dtype=torch.bool).reshape(q, s)
-        for q, s in case.lens
-    ]
-
-
-def assert_same_masks(read: list[Tensor], expected: list[Tensor]) -> None:
-    """Compare masks sequence by sequence, and say where the first difference is."""
-    for i, (got, want) in enumerate(zip(read, expected, strict=True)):
-        wrong = (got != want).nonzero()
-        assert not len(wrong), f"sequence {i}: query row, key {wrong[0].tolist()} should be {want[tuple(wrong[0])]}"

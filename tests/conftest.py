@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -74,7 +75,7 @@ def pytest_terminal_summary(terminalreporter, config):
     ):  # a worker of pytest-xdist has its share only
         return
     from fastattn import kernels
-    from fastattn.bench import measure
+    from fastattn.tools.bench import measure
 
     counts = {"all": {}, "by_file": {}, "by_kernel": {}, "not_passed": []}
     for outcome in ("passed", "failed", "error", "skipped"):
@@ -104,6 +105,24 @@ def unwritten_memory_is_nan():
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def forget_choices():
+    """Let each test choose kernels anew: a choice is kept, and some tests change what it depends on.
+
+    A test that does so after it has chosen calls what this gives.
+    """
+
+    def forget() -> None:
+        dispatch = sys.modules.get("fastattn.kernels.dispatch")
+        if dispatch is not None:
+            dispatch._choose.cache_clear()
+            dispatch._choose_differential.cache_clear()
+
+    forget()
+    yield forget
+    forget()
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import fastattn
-from fastattn import kernels
-from fastattn.kernels import Problem
+from fastattn.kernels import dispatch
+from fastattn.kernels.problem import Problem
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -23,24 +23,24 @@ def has_to_compute(name: str, problem: Problem) -> bool:
     """
     if name in ("cpu", "triton"):
         return True
-    options, over_pages = problem.options, problem.block_size is not None
+    over_pages = problem.block_size is not None
     sizes = {problem.head_size, problem.value_head_size}
-    if problem.dtype not in HALVES or options.positions is not None or not problem.aligned:
+    if problem.dtype not in HALVES or problem.positions or not problem.aligned:
         return False
     if name == "fa4":
-        sees_later_keys = options.window[1] != 0
+        sees_later_keys = problem.window[1] != 0
         wrong_there = over_pages and 64 < problem.head_size <= 96 and sees_later_keys
         sizes_fit = all(size % 16 == 0 and size <= 256 for size in sizes)
-        return sizes_fit and not wrong_there and options.alibi_slopes is None and not options.batch_invariant
+        return sizes_fit and not wrong_there and not problem.alibi and not problem.batch_invariant
     if name == "fa3":
         sizes_fit = len(sizes) == 1 and sizes <= {64, 96, 128, 192, 256}
-        return sizes_fit and options.alibi_slopes is None and not options.batch_invariant
+        return sizes_fit and not problem.alibi and not problem.batch_invariant
     if name == "fa2":  # builds have these head sizes, and some have more
         pages_fit = not over_pages or (problem.block_size % 256 == 0 and problem.max_query_len <= 1)
         return len(sizes) == 1 and sizes <= {64, 128, 256} and pages_fit
     assert name == "torch_flash"
     size_fits = len(sizes) == 1 and all(size % 8 == 0 and size <= 256 for size in sizes)
-    return size_fits and not over_pages and not options.softcap and options.alibi_slopes is None
+    return size_fits and not over_pages and not problem.softcap and not problem.alibi
 
 
 @dataclass(frozen=True)
@@ -57,16 +57,16 @@ class Kernel:
     def check(self, assertion, *arguments, **options) -> None:
         """Run an assertion; what is refused must say who refuses and why, and be nothing that it has to compute."""
         refused: list[Problem] = []
-        choose = kernels.choose
+        choose = dispatch.choose
 
-        def note_refusals(problem, **asked):
+        def note_refusals(problem):
             try:
-                return choose(problem, **asked)
+                return choose(problem)
             except NotImplementedError:
                 refused.append(problem)
                 raise
 
-        with mock.patch.object(kernels, "choose", note_refusals):
+        with mock.patch.object(dispatch, "choose", note_refusals):
             try:
                 assertion(*arguments, **options)
             except NotImplementedError as error:
@@ -97,7 +97,7 @@ def _present(device: str) -> list[Kernel]:
     if _is_installed("flash_attn.flash_attn_interface"):
         present.insert(0, Kernel("fa2", HALVES))
     fa3 = ("flash_attn_interface", "_vllm_fa3_C", "vllm.vllm_flash_attn")
-    if "fa3" in kernels.NAMES and torch.cuda.get_device_capability(device) == (9, 0) and any(map(_is_installed, fa3)):
+    if torch.cuda.get_device_capability(device) == (9, 0) and any(map(_is_installed, fa3)):
         present.insert(0, Kernel("fa3", HALVES))
     if _is_installed("flash_attn.cute") and torch.cuda.get_device_capability(device)[0] in (9, 10, 11):
         present.insert(0, Kernel("fa4", HALVES))

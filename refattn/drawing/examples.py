@@ -7,9 +7,9 @@ from itertools import count
 import torch
 
 from refattn import masks
-from refattn.batch import Batch
 from refattn.drawing import pictures
 from refattn.drawing.drawing import Drawing
+from refattn.interface import Batch
 from refattn.metadata import make_batch
 
 # Three requests in one step: a is at the last chunk of its prompt, b is generating, c is at the start of its prompt.

@@ -13,10 +13,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from refattn import local, masks, sliding_window
-from refattn.batch import Batch, check_block_table
 from refattn.drawing.drawing import Drawing
 from refattn.drawing.figure import cell_width
 from refattn.drawing.panels import SHARED, Bars, Cell, Grid, Span
+from refattn.interface import Batch
+from refattn.interface.contents import check_block_table
 
 Rule = Callable[[int, int], Bool[Tensor, "t s"]]  # returns the mask of a sequence from its query_len and seq_len
 Words = Sequence[Sequence[str]]  # the tokens of each sequence
@@ -148,8 +149,9 @@ def window(batch: Batch, window_size: tuple[int, int], *, block_size: int, words
         block_size: tokens in a block, `p`.
         words: the tokens of each sequence; numbers if None.
     """
-    trimmed = sliding_window.trim(batch, window_size, block_size=block_size)
-    num_trimmed = ((batch.seq_lens - trimmed.seq_lens) // block_size).tolist()  # blocks cut off in front
+    plan = sliding_window.plan(batch, window_size=window_size, block_size=block_size)
+    assert plan.first_keys is not None
+    num_trimmed = (plan.first_keys // block_size).tolist()  # blocks cut off in front
     rule = partial(masks.visible_keys, causal=True, window_size=window_size)
     seqs = _host_sequences(batch, words, block_size)
     panels = [
@@ -170,7 +172,7 @@ def virtual_batches(batch: Batch, chunk_size: int, *, block_size: int, words: Wo
         words: the tokens of each sequence; numbers if None.
     """
     seqs = _host_sequences(batch, words, block_size)
-    virtual = local.make_virtual_batches(batch, chunk_size, block_size=block_size)
+    virtual = local.plan(batch, chunk_size=chunk_size, block_size=block_size).batch
     lens = iter(zip(virtual.query_lens.tolist(), virtual.seq_lens.tolist(), strict=True))
     below: list[Grid] = []
     for seq in seqs:

@@ -1,0 +1,62 @@
+"""The CPU kernel: ATen's FlashAttention, called on pieces of a batch that it can compute."""
+
+from jaxtyping import Float
+from torch import Tensor
+
+from fastattn.kernels.cpu import attention
+from fastattn.kernels.cpu import differential as pairs
+from fastattn.kernels.cpu.schedule import Schedule
+from fastattn.kernels.problem import Problem, Subtraction
+from refattn.interface import AttentionOptions, Plan
+
+OPERATIONS = ("dense", "paged", "differential")
+
+
+def unsupported_reason(problem: Problem) -> str | None:
+    """Return why this kernel cannot compute a problem, or None: almost everything that is on a CPU."""
+    if problem.device.type != "cpu":
+        return f"computes on the CPU, the tensors are on {problem.device.type}"
+    if problem.operation == "differential" and problem.positions:
+        return "subtracts the answers of query rows that are the last of their sequences, at no other positions"
+    return None
+
+
+def schedule(plan: Plan) -> Schedule:
+    """Return how the work of a plan is shared out, once per step for every layer."""
+    return Schedule(plan)
+
+
+def dense(
+    query: Float[Tensor, "t h d"],
+    key: Float[Tensor, "s hk d"],
+    value: Float[Tensor, "s hk dv"],
+    plan: Plan,
+    options: AttentionOptions,
+    out: Float[Tensor, "t h dv"] | None,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend over ragged rows; see `fastattn.kernels.dispatch`."""
+    return attention.dense(query, key, value, plan, options)
+
+
+def paged(
+    query: Float[Tensor, "t h d"],
+    key_cache: Float[Tensor, "n p hk d"],
+    value_cache: Float[Tensor, "n p hk dv"],
+    plan: Plan,
+    options: AttentionOptions,
+    out: Float[Tensor, "t h dv"] | None,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend over pages; see `fastattn.kernels.dispatch`."""
+    return attention.paged(query, key_cache, value_cache, plan, options)
+
+
+def differential(
+    query: Float[Tensor, "t h d"],
+    cache: Float[Tensor, "2 2 n p pairs d"],
+    plan: Plan,
+    options: AttentionOptions,
+    subtraction: Subtraction,
+    out: Float[Tensor, "t h d"] | None,
+) -> tuple[Float[Tensor, "t half_h 2*d"], Float[Tensor, "t h"]]:
+    """Attend twice over pages and subtract; see `fastattn.kernels.dispatch`."""
+    return pairs.differential(query, cache, plan, options, subtraction)

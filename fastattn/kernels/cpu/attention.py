@@ -1,0 +1,493 @@
+"""The CPU kernel: ATen's FlashAttention, called on pieces of a batch that it can compute.
+
+ATen's call takes one dense rectangle of queries and keys, at most with a causal mask aligned top-left. So a batch
+becomes pieces, and the pieces of one query merge by their log-sum-exp:
+
+    a chunk with context     full part | causal part         (keys before the chunk | the chunk itself)
+    a window                 small tiles of queries in one call, each over the band of keys that it can see, with a mask
+    ALiBi, edges, positions  larger tiles one by one, over some keys at a time, with a mask
+    a softcap                those tiles by our own matrix products: ATen's call has no softcap
+    decodes                  all sequences in one call, the query heads of a group as rows, a mask for their lengths
+    batch invariance         tiles and runs of keys of one size, which begin at multiples of it
+
+Memory grows with the tokens: a tile never holds more than `TILE` queries times `SLAB` keys.
+
+ATen's call is handed no key that no query of the sequence sees, as those may hold anything: a mask adds `-inf` to their
+scores, and NaN stays NaN. What else it gets wrong is put right in front of it, in `_readable` and `_call`.
+
+Source: PyTorch, `aten::_scaled_dot_product_flash_attention_for_cpu`; the decomposition follows Dao 2023,
+"FlashAttention-2", and its flash-decoding.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+
+import torch
+from einops import rearrange, repeat
+from jaxtyping import Float, Int32, Int64
+from torch import Tensor
+from torch.nn import functional
+
+from fastattn.kernels.cpu.schedule import Apart, Decodes, View, schedule_of
+from fastattn.kernels.problem import uses_positions
+from fastattn.kernels.torch_ops import add_sinks, merge
+from refattn.interface import AttentionOptions, Plan
+
+TILE = 256  # queries of a masked tile
+SLAB = 2048  # keys of a masked tile
+BAND_TILE = 32  # queries of a tile of a window: small, as it reads that many keys beside its window
+BUFFER = 2**19  # elements of the keys of decodes that are gathered at a time: 2 MiB in float32
+SHORT = 16  # with at most this many queries, the heads of a group are rows of one call
+FEW = 16  # keys, less than which ATen's call compares one by one, and overlooks NaN
+INVARIANT_TILE = 16  # queries of a tile under `batch_invariant`; at most SHORT
+INVARIANT_SLAB = 512  # keys of such a tile: as many as ATen's call takes at a time
+
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def dense(
+    query: Float[Tensor, "t h d"],
+    key: Float[Tensor, "s hk d"],
+    value: Float[Tensor, "s hk dv"],
+    plan: Plan,
+    options: AttentionOptions,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend over ragged rows; see `fastattn.kernels.dispatch`."""
+    out, lse = _empty_answer(query, value.shape[-1])
+    query, key, value = _readable(query), _readable(key), _readable(value)
+    for rows, first_row, view in schedule_of(plan).rows(uses_positions(plan, options)):
+        if out[rows].numel() and view.num_keys:
+            keys = slice(first_row + view.first_key, first_row + view.end_key)
+            out[rows], lse[rows] = _sequence(query[rows], key[keys], value[keys], view, options)
+    return _with_sinks(out, lse, options.sinks, plan)
+
+
+def paged(
+    query: Float[Tensor, "t h d"],
+    key_cache: Float[Tensor, "n p hk d"],
+    value_cache: Float[Tensor, "n p hk dv"],
+    plan: Plan,
+    options: AttentionOptions,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend over pages; see `fastattn.kernels.dispatch`."""
+    pieces: Sequence[Decodes | Apart] = ()
+    if query.numel():
+        positions = uses_positions(plan, options)
+        one_by_one = positions or options.batch_invariant or bool(options.softcap)
+        pieces = schedule_of(plan).apart(positions) if one_by_one else schedule_of(plan).together
+    query = _readable(query)
+    if len(pieces) == 1 and pieces[0].rows == slice(0, len(query)):  # the answer of the piece is that of the plan
+        return _with_sinks(*_piece(query, key_cache, value_cache, pieces[0], options), options.sinks, plan)
+    out, lse = _empty_answer(query, value_cache.shape[-1])
+    for piece in pieces:
+        rows = piece.rows
+        out[rows], lse[rows] = _piece(query[rows], key_cache, value_cache, piece, options)
+    return _with_sinks(out, lse, options.sinks, plan)
+
+
+def _readable(x: Float[Tensor, "rows heads size"]) -> Float[Tensor, "rows heads size"]:
+    """Copy a tensor of which ATen's call would read other memory: it has no stride for the elements of a head.
+
+    Rows and heads of queries are rows of matrices, too, which may not overlap.
+    """
+    *strides, last = x.stride()
+    return x if last == 1 and min(strides) >= x.shape[-1] else x.clone(memory_format=torch.contiguous_format)
+
+
+def _is_plain(options: AttentionOptions) -> bool:
+    """Return whether it does not matter where a key stands, and nothing but ATen's call is needed."""
+    return not options.softcap and options.alibi_slopes is None and not options.batch_invariant
+
+
+def _piece(
+    query: Float[Tensor, "t h d"],
+    key_cache: Float[Tensor, "n p hk d"],
+    value_cache: Float[Tensor, "n p hk dv"],
+    piece: Decodes | Apart,
+    options: AttentionOptions,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend from the query rows of a piece."""
+    if isinstance(piece, Decodes):
+        return _decodes(query, key_cache, value_cache, piece, options)
+    if piece.view.window == (-1, -1) and _is_plain(options):
+        slabs = _slabs(key_cache, value_cache, piece.blocks, piece.view.num_keys)
+        return _merge(*(_flash(query, k, v, options.softmax_scale) for k, v in slabs))
+    first_row = piece.view.first_key % key_cache.shape[1]
+    key, value = (
+        cache.index_select(0, piece.blocks).flatten(0, 1)[first_row : first_row + piece.view.num_keys]
+        for cache in (key_cache, value_cache)
+    )
+    return _sequence(query, key, value, piece.view, options)
+
+
+def _decodes(
+    query: Float[Tensor, "b h d"],
+    key_cache: Float[Tensor, "n p hk d"],
+    value_cache: Float[Tensor, "n p hk dv"],
+    decodes: Decodes,
+    options: AttentionOptions,
+) -> tuple[Float[Tensor, "b h dv"], Float[Tensor, "b h"]]:
+    """Attend from one query of each sequence, some columns of their blocks at a time through a small buffer.
+
+    Gathering all keys at once would write them to memory and read them back; the buffer stays in the cache.
+    """
+    table = decodes.blocks.table
+    b, m = table.shape
+    block_size, hk = key_cache.shape[1:3]
+    query = query.unflatten(1, (hk, -1))  # [b, hk, g, d]: the heads of a group are rows of one matrix product
+    compute = _compute_dtype(query.dtype)
+    bias = None if decodes.bias is None else decodes.bias.to(compute)
+    if options.alibi_slopes is not None:
+        slopes = options.alibi_slopes.to(compute).unflatten(0, (hk, -1))
+        distance = slopes[..., None] * decodes.distance[:, None, None]  # no key that is seen lies after the query
+        bias = -distance if bias is None else bias - distance
+    step = max(1, BUFFER // (b * key_cache[0].numel()))  # columns at a time
+    buffers = _buffers(min(step, m) * b, key_cache, value_cache)
+    parts = []
+    for column in range(0, m, step):
+        some = table[:, column : column + step].flatten()
+        gathered = []
+        for cache, buffer in zip((key_cache, value_cache), buffers, strict=True):
+            rows = torch.index_select(cache, 0, some, out=buffer[: len(some)]).flatten(0, 1)
+            decodes.blocks.clear_stale(rows, column, step)
+            gathered.append(rows.unflatten(0, (b, -1)).transpose(1, 2))  # [b, hk, s, d]
+        key, value = gathered
+        begin = column * block_size
+        keys = slice(max(0, decodes.keys.start - begin), decodes.keys.stop - begin)
+        seen = slice(begin + keys.start, min(begin + key.shape[2], decodes.keys.stop))
+        out, lse = _call(
+            query,
+            key[:, :, keys],
+            value[:, :, keys],
+            options.softmax_scale,
+            bias=None if bias is None else bias[..., seen],
+            all_see_some=step >= m,
+        )
+        parts.append((out.flatten(1, 2), lse.flatten(1, 2)))
+    return _merge(*parts)
+
+
+class _Memory(threading.local):
+    """What keys and values are gathered into, kept from call to call: new memory costs a page fault for every 4 KiB."""
+
+    def __init__(self) -> None:
+        self.of: dict[tuple[int, torch.dtype], Tensor] = {}
+
+
+_memory = _Memory()
+
+
+def _buffers(count: int, *caches: Float[Tensor, "n p hk _"]) -> list[Float[Tensor, "m p hk _"]]:
+    """Return room for `count` blocks of each cache."""
+    buffers = []
+    for i, cache in enumerate(caches):
+        size = count * cache[0].numel()
+        kept = _memory.of.get((i, cache.dtype))
+        if kept is None or len(kept) < size:
+            with torch.inference_mode(False):  # or it could be used in inference mode only
+                kept = _memory.of[i, cache.dtype] = torch.empty(max(size, BUFFER), dtype=cache.dtype)
+        buffers.append(kept[:size].view(count, *cache.shape[1:]))
+    return buffers
+
+
+def _slabs(
+    key_cache: Float[Tensor, "n p hk d"],
+    value_cache: Float[Tensor, "n p hk dv"],
+    blocks: Int32[Tensor, "m"],
+    num_keys: int,
+) -> Iterator[tuple[Float[Tensor, "s hk d"], Float[Tensor, "s hk dv"]]]:
+    """Gather the first keys of a sequence, some blocks at a time through a small buffer, as `_decodes` does."""
+    block_size = key_cache.shape[1]
+    step = max(1, BUFFER // key_cache[0].numel())
+    buffers = _buffers(min(step, len(blocks)), key_cache, value_cache)
+    for column in range(0, len(blocks), step):
+        some = blocks[column : column + step]
+        key, value = (
+            torch.index_select(cache, 0, some, out=buffer[: len(some)]).flatten(0, 1)[: num_keys - column * block_size]
+            for cache, buffer in zip((key_cache, value_cache), buffers, strict=True)
+        )
+        yield key, value
+
+
+def _sequence(
+    query: Float[Tensor, "t h d"],
+    key: Float[Tensor, "s hk d"],
+    value: Float[Tensor, "s hk dv"],
+    view: View,
+    options: AttentionOptions,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend in one sequence; `key` and `value` are those of `view`, from its first key on."""
+    context = int(view.positions[0])
+    if options.batch_invariant:
+        return _aligned_tiles(query, key, value, view, options)
+    if _is_plain(options) and view.window == (-1, -1):
+        return _flash(query, key, value, options.softmax_scale)
+    if not _is_plain(options) or view.window != (-1, 0) or not view.consecutive or context < 0:
+        return _tiles(query, key, value, view, options)
+    own = _flash(query, key[context:], value[context:], options.softmax_scale, causal=True)
+    if context == 0:
+        return own
+    before = _flash(query, key[:context], value[:context], options.softmax_scale)
+    return _merge(before, own)
+
+
+def _tiles(
+    query: Float[Tensor, "t h d"],
+    key: Float[Tensor, "s hk d"],
+    value: Float[Tensor, "s hk dv"],
+    view: View,
+    options: AttentionOptions,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend tile by tile: some queries, and of the keys that they see a slab at a time."""
+    out, lse = _empty_answer(query, value.shape[-1])
+    t = query.shape[0]
+    band = _band_rows(query, key, value, view, options)
+    if len(band):
+        rows = slice(band.start, band.stop)
+        first_key = int(view.positions[band.start]) - view.window[0] - view.first_key
+        out[rows], lse[rows] = _band(query[rows], key, value, first_key, view.window, options)
+    for q0, q1 in (*_cut(0, band.start), *_cut(band.stop, t)):
+        positions = view.positions[q0:q1]
+        parts = []
+        begin, end = _seen_by(positions, view)
+        for k0 in range(begin, end, SLAB):
+            k1 = min(k0 + SLAB, end)
+            bias = _bias(positions[:, None] - torch.arange(k0, k1), query.dtype, view.window, options)
+            k, v = (x[k0 - view.first_key : k1 - view.first_key] for x in (key, value))
+            if not view.consecutive:  # between two windows are keys that nobody sees
+                unseen = (bias == -torch.inf).all(0).all(0)[:, None, None]
+                k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
+            parts.append(_rectangle(query[q0:q1], k, v, bias, options))
+        if parts:
+            out[q0:q1], lse[q0:q1] = _merge(*parts)
+    return out, lse
+
+
+def _aligned_tiles(
+    query: Float[Tensor, "t h d"],
+    key: Float[Tensor, "s hk d"],
+    value: Float[Tensor, "s hk dv"],
+    view: View,
+    options: AttentionOptions,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend in tiles of one shape, where the place of a query and of a key follows from its position alone.
+
+    The last bits of a product depend on its shape, and on where in it a row stands. So the bits of a query are the
+    same whatever other queries there are, of its own sequence too. Places without a query or a key hold zeros.
+    """
+    out, lse = _empty_answer(query, value.shape[-1])
+    t, offset = query.shape[0], int(view.positions[0]) if view.consecutive else 0
+    for q0 in range(-(offset % INVARIANT_TILE), t, INVARIANT_TILE):
+        rows = slice(max(0, q0), min(q0 + INVARIANT_TILE, t))
+        places = slice(rows.start - q0, rows.stop - q0)
+        positions = torch.zeros(INVARIANT_TILE, dtype=torch.int64)
+        positions[places] = view.positions[rows]
+        tile = _take(query, q0, INVARIANT_TILE)
+        parts = []
+        begin, end = _seen_by(view.positions[rows], view)
+        for k0 in range(begin - begin % INVARIANT_SLAB, end, INVARIANT_SLAB):
+            keys = torch.arange(k0, k0 + INVARIANT_SLAB)
+            bias = _bias(positions[:, None] - keys, query.dtype, view.window, options)
+            missing = (keys < view.first_key) | (keys >= view.end_key)
+            k, v = (_take(x, k0 - view.first_key, INVARIANT_SLAB) for x in (key, value))
+            parts.append(_rectangle(tile, k, v, bias.masked_fill_(missing, -torch.inf), options))
+        if parts:
+            out[rows], lse[rows] = (x[places] for x in _merge(*parts))
+    return out, lse
+
+
+def _take(x: Float[Tensor, "rows heads size"], first: int, count: int) -> Float[Tensor, "{count} heads size"]:
+    """Return `count` rows from the one numbered `first`; those that `x` does not have are zeros."""
+    begin, end = max(0, first), min(first + count, len(x))
+    return functional.pad(x[begin:end], (0, 0, 0, 0, begin - first, first + count - end)).contiguous()
+
+
+def _seen_by(positions: Int64[Tensor, "t"], view: View) -> tuple[int, int]:
+    """Return the first key that some queries see, and the one past their last."""
+    left, right = view.window
+    begin = view.first_key if left < 0 else max(view.first_key, int(positions.min()) - left)
+    end = view.end_key if right < 0 else min(view.end_key, int(positions.max()) + right + 1)
+    return begin, end
+
+
+def _rectangle(
+    query: Float[Tensor, "t h d"],
+    key: Float[Tensor, "s hk d"],
+    value: Float[Tensor, "s hk dv"],
+    bias: Float[Tensor, "#h t s"],
+    options: AttentionOptions,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    if options.softcap:
+        return _capped(query, key, value, bias, options)
+    return _flash(query, key, value, options.softmax_scale, bias=bias)
+
+
+def _cut(begin: int, end: int) -> list[tuple[int, int]]:
+    return [(q0, min(q0 + TILE, end)) for q0 in range(begin, end, TILE)]
+
+
+def _bias(
+    distance: Int64[Tensor, "t s"], dtype: torch.dtype, window: tuple[int, int], options: AttentionOptions
+) -> Float[Tensor, "#h t s"]:
+    """Return what is added to a score, given how far the key lies before the query: ALiBi, -inf out of the window."""
+    left, right = window
+    hidden = torch.zeros_like(distance, dtype=torch.bool)
+    if left >= 0:
+        hidden |= distance > left
+    if right >= 0:
+        hidden |= distance < -right
+    bias = torch.zeros(1, *distance.shape, dtype=_compute_dtype(dtype))
+    if options.alibi_slopes is not None:
+        bias = -rearrange(options.alibi_slopes.to(bias.dtype), "h -> h 1 1") * distance.abs()
+    return bias.masked_fill(hidden, -torch.inf)
+
+
+def _band_rows(
+    query: Float[Tensor, "t h d"],
+    key: Float[Tensor, "s hk d"],
+    value: Float[Tensor, "s hk dv"],
+    view: View,
+    options: AttentionOptions,
+) -> range:
+    """Return the rows of whole tiles whose windows lie inside the keys with both ends: they differ in place only."""
+    t, (left, right) = query.shape[0], view.window
+    if left < 0 or right < 0 or options.softcap or not view.consecutive or query.shape[-1] != value.shape[-1]:
+        return range(0)
+    first = max(0, view.first_key + left - int(view.positions[0]))
+    return range(first, first + max(0, t - right - first) // BAND_TILE * BAND_TILE)
+
+
+def _band(
+    query: Float[Tensor, "t h d"],
+    key: Float[Tensor, "s hk d"],
+    value: Float[Tensor, "s hk dv"],
+    first_key: int,
+    window: tuple[int, int],
+    options: AttentionOptions,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend in a window with one call: tiles are its batch, with one mask for all, and their keys are views."""
+    left, right = window
+    width = left + BAND_TILE + right
+    k, v = (
+        rearrange(
+            x[first_key : first_key + left + len(query) + right].unfold(0, width, BAND_TILE), "m hk d s -> m hk s d"
+        )
+        for x in (key, value)
+    )
+    distance = torch.arange(BAND_TILE)[:, None] + left - torch.arange(width)
+    bias = _bias(distance, query.dtype, window, options)
+    q = rearrange(query, "(m t) h d -> m h t d", t=BAND_TILE)
+    out, lse = _call(q, k, v, options.softmax_scale, bias=bias[None])
+    return rearrange(out, "m h t dv -> (m t) h dv"), rearrange(lse, "m h t -> (m t) h")
+
+
+def _flash(
+    query: Float[Tensor, "t h d"],
+    key: Float[Tensor, "s hk d"],
+    value: Float[Tensor, "s hk dv"],
+    softmax_scale: float | None,
+    *,
+    causal: bool = False,
+    bias: Float[Tensor, "#h t s"] | None = None,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend over one rectangle. With few queries, the heads that share a key head are rows of one matrix product."""
+    t, hk = query.shape[0], key.shape[1]
+    k, v = rearrange(key, "s hk d -> 1 hk s d"), rearrange(value, "s hk dv -> 1 hk s dv")
+    if t > SHORT or causal:
+        bias = None if bias is None else bias[None]
+        out, lse = _call(rearrange(query, "t h d -> 1 h t d"), k, v, softmax_scale, causal=causal, bias=bias)
+        return rearrange(out, "1 h t dv -> t h dv"), rearrange(lse, "1 h t -> t h")
+    if bias is not None:
+        bias = (
+            repeat(bias, "1 t s -> 1 1 (g t) s", g=query.shape[1] // hk)
+            if bias.shape[0] == 1
+            else rearrange(bias, "(hk g) t s -> 1 hk (g t) s", hk=hk)
+        )
+    out, lse = _call(rearrange(query, "t (hk g) d -> 1 hk (g t) d", hk=hk), k, v, softmax_scale, bias=bias)
+    return rearrange(out, "1 hk (g t) dv -> t (hk g) dv", t=t), rearrange(lse, "1 hk (g t) -> t (hk g)", t=t)
+
+
+def _call(
+    query: Float[Tensor, "b h t d"],
+    key: Float[Tensor, "b hk s d"],
+    value: Float[Tensor, "b hk s dv"],
+    softmax_scale: float | None,
+    *,
+    causal: bool = False,
+    bias: Float[Tensor, "#b #h #t s"] | None = None,
+    all_see_some: bool = False,
+) -> tuple[Float[Tensor, "b h t dv"], Float[Tensor, "b h t"]]:
+    """Call ATen, and put right what it does not do.
+
+    It wants one head size for keys and values. It answers a row that sees nothing with an LSE of 0; such rows are put
+    right, unless it is known that there are none. Under a causal mask it multiplies `-inf` by the scale. Without a
+    bias it overlooks NaN in all the scores of less than `FEW` keys, as if there were none.
+    """
+    d, dv = query.shape[-1], value.shape[-1]
+    scale = d**-0.5 if softmax_scale is None else softmax_scale
+    if scale < 0:
+        query, scale = -query, -scale
+    if scale < torch.finfo(torch.float32).tiny:
+        query, scale = query * 0.0, 1.0
+    if d != dv:
+        query, key, value = (functional.pad(x, (0, max(d, dv) - x.shape[-1])) for x in (query, key, value))
+    if bias is None and key.shape[2] < FEW:
+        bias = torch.zeros(1, 1, query.shape[2], key.shape[2], dtype=_compute_dtype(query.dtype))
+        if causal:
+            bias = bias.masked_fill_(torch.ones_like(bias, dtype=torch.bool).triu(1), -torch.inf)
+        causal, all_see_some = False, True
+    out, lse = FLASH(query, key, value, 0.0, causal, attn_mask=bias, scale=scale)
+    if bias is not None and not all_see_some:
+        saw_nothing = (bias == -torch.inf).all(-1).expand_as(lse)
+        lse.masked_fill_(saw_nothing, -torch.inf)
+        out.masked_fill_(saw_nothing[..., None], 0.0)
+    return out[..., :dv], lse
+
+
+def _capped(
+    query: Float[Tensor, "t h d"],
+    key: Float[Tensor, "s hk d"],
+    value: Float[Tensor, "s hk dv"],
+    bias: Float[Tensor, "#h t s"],
+    options: AttentionOptions,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend over one rectangle with a softcap, by two matrix products."""
+    compute = _compute_dtype(query.dtype)
+    scale = query.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale
+    group = query.shape[1] // key.shape[1]
+    q = rearrange(query.to(compute) * (scale / options.softcap), "t (hk g) d -> hk (g t) d", g=group)
+    k, v = rearrange(key.to(compute), "s hk d -> hk d s"), rearrange(value.to(compute), "s hk dv -> hk s dv")
+    scores = rearrange((q @ k).tanh_().mul_(options.softcap), "hk (g t) s -> (hk g) t s", g=group) + bias
+    saw_nothing = (bias == -torch.inf).all(-1).expand(scores.shape[:-1])  # [h, t]
+    lse = scores.logsumexp(-1).masked_fill_(saw_nothing, -torch.inf)
+    weights = scores.sub_(lse[..., None]).exp_().masked_fill_(saw_nothing[..., None], 0.0)
+    out = rearrange(weights, "(hk g) t s -> hk (g t) s", g=group) @ v
+    out = rearrange(out, "hk (g t) dv -> t (hk g) dv", g=group)
+    return out.to(query.dtype), rearrange(lse, "h t -> t h")
+
+
+def _merge(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    if len(parts) == 1:
+        return parts[0]
+    outs, lses = zip(*parts, strict=True)
+    return merge(outs, lses)
+
+
+def _empty_answer(
+    query: Float[Tensor, "t h d"], value_size: int
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    out = query.new_zeros(*query.shape[:2], value_size)
+    return out, query.new_full(query.shape[:2], -torch.inf, dtype=_compute_dtype(query.dtype))
+
+
+def _with_sinks(
+    out: Float[Tensor, "t h dv"], lse: Float[Tensor, "t h"], sinks: Float[Tensor, "h"] | None, plan: Plan
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    if sinks is not None:
+        rows = slice(int(plan.batch.cu_seqlens_q[-1]))  # padding rows see no sink either
+        out[rows], lse[rows] = add_sinks(out[rows], lse[rows], sinks)
+    return out, lse
+
+
+def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

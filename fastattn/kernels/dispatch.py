@@ -1,0 +1,373 @@
+"""The one chooser: which kernel computes an operation. Paths call the functions here, and never a kernel by itself.
+
+A kernel is a module with
+
+    OPERATIONS                      the names of the operations that it has, each a function of the module
+    unsupported_reason(problem)     why it cannot compute a problem, or None
+
+and its operations are called as
+
+    dense(query, key, value, plan, options, out)                     attend over ragged rows
+    paged(query, key_cache, value_cache, plan, options, out)         attend over pages
+    levels(query, key_cache, value_cache, plans, options, out)       attend to the levels of a cascade, and merge
+    differential(query, cache, plan, options, subtraction, out)      attend to pairs of keys and values, and subtract
+    merge(outs, lses)                                                combine partial answers
+    add_sinks(out, lse, sinks)                                       give sinks their share of an answer
+    write(key, value, key_cache, value_cache, slot_mapping)          write new tokens into the pool
+    copy_blocks(cache, pairs)                                        copy blocks inside a pool
+    slot_mapping(batch, num_tokens, block_size)                      where each new token is written
+    trim(batch, left, block_size, columns)                           lengths and tables of a window
+    cut_chunks(batch, chunk_size, block_size, num_chunks, columns)   lengths and tables of virtual sequences
+
+Attention returns `(out [t, h, dv], lse [t, h])` under the conventions of the project: natural log, float32 (float64 for
+float64), 0 and `-inf` for a fully masked query. A kernel that does otherwise is adapted in its own file. `out`, if not
+None, is contiguous memory that the answer may be written to; what a kernel returns need not be it.
+"""
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from functools import cache, lru_cache, wraps
+from types import ModuleType
+from typing import ParamSpec, TypeVar
+
+import torch
+from jaxtyping import Float, Int32, Int64, Shaped
+from torch import Tensor
+
+from fastattn.kernels.device import num_multiprocessors
+from fastattn.kernels.problem import Problem, Subtraction, attention_problem
+from refattn.interface import AttentionOptions, Batch, CascadePlan, Plan
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+MODULES = {
+    "cpu": "fastattn.kernels.cpu",
+    "torch": "fastattn.kernels.torch_ops",
+    "triton": "fastattn.kernels.triton",
+    "fa4": "fastattn.kernels.flash.fa4",
+    "fa3": "fastattn.kernels.flash.fa3",
+    "fa2": "fastattn.kernels.flash.fa2",
+    "torch_flash": "fastattn.kernels.flash.torch_flash",
+}
+NAMES = tuple(MODULES)
+
+_asked_for: ContextVar[str | None] = ContextVar("asked_for", default=None)
+
+
+# --- which kernel ---
+
+
+def priorities(problem: Problem) -> tuple[str, ...]:
+    """Order the kernels from the one to take first to the last resort; those that cannot compute a problem are skipped.
+
+    On a GPU two kinds of kernel compete. Ours splits the keys of a sequence over multiprocessors (SMs); the others give
+    a tile of queries to one SM, with all its keys. With few tiles most of the card stays idle; with few rows a tile is
+    mostly padding. And where there is little to compute it is the host that takes time, half as much for a prefill of
+    ours as for one of flash-attn-4.
+
+    Source: measured on an NVIDIA H200 against flash-attn-4, over prompts and chunks of 64 to 2048 tokens. What ours
+    takes for its few operations alone, flash-attn-4 would compute up to 1.6 times as fast: in 13 us less at most.
+    """
+    if problem.device.type == "cpu":
+        return "cpu", "torch", "triton"
+    if not problem.is_attention:
+        return "triton", "torch"
+    if _pays_to_split(problem):
+        return "triton", "fa4", "fa3", "fa2", "torch_flash"
+    return "fa4", "fa3", "fa2", "torch_flash", "triton"
+
+
+FEW_OPERATIONS = 8e9  # of all products, at most, so that they are over before the host has launched others
+
+
+def _pays_to_split(problem: Problem) -> bool:
+    """Return whether splitting the keys pays, or the choice must not depend on the batch; `priorities` says why."""
+    rows = problem.max_query_len * (problem.num_heads // problem.num_kv_heads)
+    if problem.batch_invariant or rows <= 16:
+        return True
+    scores = problem.num_seqs * problem.num_heads * problem.max_query_len * problem.max_seq_len
+    if 2 * scores * (problem.head_size + problem.value_head_size) <= FEW_OPERATIONS:
+        return True
+    tiles = problem.num_seqs * problem.num_kv_heads * -(-rows // 128)
+    room = 2 if rows <= 64 else 2.5  # multiprocessors for each tile, from which on splitting the keys pays
+    return tiles * room <= num_multiprocessors(problem.device)
+
+
+@contextmanager
+def use_kernel(name: str) -> Iterator[None]:
+    """Ask for one kernel inside a `with` block; a problem that it cannot compute raises, nothing takes its place.
+
+    It is asked for the operations that it has: a FlashAttention package has none that writes a cache or makes a table,
+    and those are chosen as ever.
+
+    Args:
+        name: one of `fastattn.kernels.NAMES`.
+
+    Raises:
+        ValueError: if there is no kernel of that name.
+    """
+    if name not in NAMES:
+        raise ValueError(f"name: expected one of {', '.join(NAMES)}, got {name!r}")
+    token = _asked_for.set(name)
+    try:
+        yield
+    finally:
+        _asked_for.reset(token)
+
+
+def choose(problem: Problem) -> ModuleType:
+    """Choose the kernel for a problem: the one asked for, else the first in the order of `priorities` that can.
+
+    Args:
+        problem: what is to be computed.
+
+    Returns:
+        The kernel's module.
+
+    Raises:
+        NotImplementedError: if no kernel can, or the one asked for can't, with the reasons.
+    """
+    return _choose(problem, _asked_for.get())
+
+
+@lru_cache(maxsize=4096)
+def _choose(problem: Problem, asked: str | None) -> ModuleType:
+    names = priorities(problem)
+    if asked is not None and problem.operation in _load(asked).OPERATIONS:
+        names = (asked,)
+    reasons = {}
+    for name in names:
+        reasons[name] = unsupported_reason(name, problem)
+        if reasons[name] is None:
+            return _load(name)
+    why_not = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    raise NotImplementedError(f"no kernel computes this {problem.operation} operation: {why_not}")
+
+
+def unsupported_reason(name: str, problem: Problem) -> str | None:
+    """Return why a kernel cannot compute a problem, or None."""
+    kernel = _load(name)
+    if problem.operation not in kernel.OPERATIONS:
+        return f"has no operation {problem.operation}"
+    reason: str | None = kernel.unsupported_reason(problem)
+    return reason
+
+
+def explain(problem: Problem) -> str:
+    """Return which kernel would compute a problem, and of each other one why not: a line per kernel.
+
+    Args:
+        problem: what is to be computed.
+    """
+    lines = [f"{name}: {unsupported_reason(name, problem) or 'can'}" for name in NAMES]
+    try:
+        lines.append(f"chosen: {name_of(choose(problem))}")
+    except NotImplementedError as error:
+        lines.append(str(error))
+    return "\n".join(lines)
+
+
+def name_of(kernel: ModuleType) -> str:
+    """Return the name that `use_kernel` knows a kernel's module by."""
+    return next(name for name, module in MODULES.items() if module == kernel.__name__)
+
+
+@cache
+def _load(name: str) -> ModuleType:
+    return importlib.import_module(MODULES[name])
+
+
+# --- attention ---
+
+
+def _says_what_helps(function: Callable[P, T]) -> Callable[P, T]:
+    """Let a function that runs out of memory on a GPU say what would help."""
+
+    @wraps(function)
+    def call(*arguments: P.args, **options: P.kwargs) -> T:
+        try:
+            return function(*arguments, **options)
+        except torch.OutOfMemoryError as error:
+            raise torch.OutOfMemoryError(
+                "query: expected few enough rows for the memory that is left; take fewer at a time (an engine: "
+                f"max_num_batched_tokens), or a smaller pool of keys and values (num_blocks). {error}"
+            ) from error
+
+    return call
+
+
+def prepare(plan: Plan) -> Plan:
+    """Return a plan with the schedule of the kernel that will compute it, if that kernel makes one once per step."""
+    if plan.batch.device.type == "cpu":
+        return plan.with_schedule(_load("cpu").schedule(plan))
+    return plan
+
+
+@_says_what_helps
+def dense(
+    query: Float[Tensor, "t h d"],
+    key: Float[Tensor, "s hk d"],
+    value: Float[Tensor, "s hk dv"],
+    plan: Plan,
+    options: AttentionOptions,
+    out: Float[Tensor, "t h dv"] | None = None,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend over ragged rows; arguments and errors are those of `fastattn.dense.attention`."""
+    kernel = choose(attention_problem("dense", query, key, value, plan, options))
+    return _into(out, *kernel.dense(query, key, value, plan, options, _memory(out)))
+
+
+@_says_what_helps
+def paged(
+    query: Float[Tensor, "t h d"],
+    key_cache: Float[Tensor, "n p hk d"],
+    value_cache: Float[Tensor, "n p hk dv"],
+    plan: Plan,
+    options: AttentionOptions,
+    out: Float[Tensor, "t h dv"] | None = None,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend over pages; arguments and errors are those of `fastattn.chunked_prefill.attention`."""
+    kernel = choose(attention_problem("paged", query, key_cache, value_cache, plan, options))
+    return _into(out, *kernel.paged(query, key_cache, value_cache, plan, options, _memory(out)))
+
+
+@_says_what_helps
+def levels(
+    query: Float[Tensor, "t h d"],
+    key_cache: Float[Tensor, "n p hk d"],
+    value_cache: Float[Tensor, "n p hk dv"],
+    plan: CascadePlan,
+    options: AttentionOptions,
+    out: Float[Tensor, "t h dv"] | None = None,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend over pages level by level, in one call where a kernel takes all levels, else in one per level and a merge.
+
+    Arguments and errors are those of `fastattn.cascade.attention`.
+    """
+    *shared, own = plan.levels
+    without_sinks = options if options.sinks is None else replace(options, sinks=None)
+    work = [
+        *((level, without_sinks) for level in shared),
+        (own, options),
+    ]  # sinks count once, where every query comes by
+    kernels = [choose(attention_problem("paged", query, key_cache, value_cache, *one)) for one in work]
+    if len(set(kernels)) == 1 and "levels" in kernels[0].OPERATIONS:
+        return _into(out, *kernels[0].levels(query, key_cache, value_cache, plan.levels, options, _memory(out)))
+    parts = [kernel.paged(query, key_cache, value_cache, *one, None) for kernel, one in zip(kernels, work, strict=True)]
+    return _into(out, *(merge(*zip(*parts, strict=True)) if shared else parts[0]))
+
+
+@_says_what_helps
+def differential(
+    query: Float[Tensor, "t h d"],
+    cache: Float[Tensor, "2 2 n p pairs d"],
+    plan: Plan,
+    options: AttentionOptions,
+    subtraction: Subtraction,
+    out: Float[Tensor, "t h d"] | None = None,
+) -> tuple[Float[Tensor, "t h d"], Float[Tensor, "t h"]]:
+    """Attend twice over pages, subtract and norm: `softmax(q1 k1) [v1; v2] - lambda * softmax(q2 k2) [v1; v2]`.
+
+    A kernel with this operation reads every key and value once; where none can, or one is asked for that cannot, it is
+    four calls over pages. Arguments and errors are those of `fastattn.differential.attention`; slopes and sinks have
+    one number for each of the `h` heads.
+    """
+    problem = attention_problem("paged", query[:, ::2], cache[0, 0], cache[0, 1], plan, options)
+    kernel = _choose_differential(problem, _asked_for.get())
+    if kernel is not None:
+        answer, lse = kernel.differential(query, cache, plan, options, subtraction, _memory(out))
+        return _into(out, answer.view(query.shape), lse)
+    kernel = choose(problem)
+    lse = query.new_empty(query.shape[:2], dtype=torch.float64 if query.dtype == torch.float64 else torch.float32)
+    answers = []
+    for half in (0, 1):
+        its_options, parts = options.of_heads(slice(half, None, 2)), []
+        for values in (cache[0, 1], cache[1, 1]):
+            part, lse[:, half::2] = kernel.paged(query[:, half::2], cache[half, 0], values, plan, its_options, None)
+            parts.append(part.to(lse.dtype))
+        answers.append(torch.cat(parts, dim=-1))
+    difference = answers[0] - subtraction.lambda_full.to(lse.dtype) * answers[1]
+    return _into(out, subtraction.finish(difference).to(query.dtype).view(query.shape), lse)
+
+
+@lru_cache(maxsize=4096)
+def _choose_differential(problem: Problem, asked: str | None) -> ModuleType | None:
+    """Return the kernel that subtracts by itself; None if none can, or one is asked for that has only attention."""
+    if asked is not None and "differential" not in _load(asked).OPERATIONS and "paged" in _load(asked).OPERATIONS:
+        return None
+    try:
+        return _choose(problem._replace(operation="differential"), asked)
+    except NotImplementedError:
+        return None
+
+
+def _memory(out: Tensor | None) -> Tensor | None:
+    """Return where a kernel may write its answer: `out`, if that is contiguous."""
+    return out if out is not None and out.is_contiguous() else None
+
+
+def _into(out: Tensor | None, answer: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Bring an answer to where it was asked for, if it is not there."""
+    if out is None or answer is out:
+        return answer, lse
+    return out.copy_(answer), lse
+
+
+# --- what goes with it: partial answers, the cache, tables ---
+
+
+def merge(
+    outs: Sequence[Float[Tensor, "t h dv"]], lses: Sequence[Float[Tensor, "t h"]]
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Combine partial answers; arguments are those of `fastattn.merge.merge`."""
+    return choose(Problem("merge", outs[0].device, lses[0].dtype)).merge(outs, lses)
+
+
+def add_sinks(
+    out: Float[Tensor, "t h dv"], lse: Float[Tensor, "t h"], sinks: Float[Tensor, "h"]
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Give the sinks their share; arguments are those of `fastattn.merge.add_sinks`."""
+    return choose(Problem("add_sinks", out.device, lse.dtype)).add_sinks(out, lse, sinks)
+
+
+def write(
+    key: Shaped[Tensor, "t hk d"],
+    value: Shaped[Tensor, "t hk dv"],
+    key_cache: Shaped[Tensor, "n p hk d"],
+    value_cache: Shaped[Tensor, "n p hk dv"],
+    slot_mapping: Int64[Tensor, "t"],
+) -> None:
+    """Write new tokens into the pool; arguments are those of `fastattn.kv_cache.write`."""
+    choose(Problem("write", key.device, key.dtype)).write(key, value, key_cache, value_cache, slot_mapping)
+
+
+def copy_blocks(cache: Shaped[Tensor, "n ..."], pairs: Int64[Tensor, "k 2"]) -> None:
+    """Copy blocks inside a pool; arguments are those of `fastattn.kv_cache.copy_blocks`, for one pool."""
+    last = sum(stride * (size - 1) for stride, size in zip(cache.stride()[1:], cache.shape[1:], strict=True))
+    side_by_side = last == cache.shape[1:].numel() - 1
+    problem = Problem("copy_blocks", cache.device, cache.dtype, aligned=side_by_side, num_pairs=len(pairs))
+    choose(problem).copy_blocks(cache, pairs)
+
+
+def slot_mapping(batch: Batch, num_tokens: int, *, block_size: int) -> Int64[Tensor, "t"]:
+    """Compute the slot of each new token; arguments are those of `fastattn.metadata.slot_mapping`."""
+    return choose(Problem("slot_mapping", batch.device, torch.int64)).slot_mapping(batch, num_tokens, block_size)
+
+
+def trim(
+    batch: Batch, left: int, *, block_size: int, columns: int
+) -> tuple[Int32[Tensor, "b"], Int32[Tensor, "b"], Int32[Tensor, "b columns"]]:
+    """Cut off the blocks that no query sees; returns the first keys, the lengths and the block table that are left."""
+    return choose(Problem("trim", batch.device, torch.int32)).trim(batch, left, block_size, columns)
+
+
+def cut_chunks(
+    batch: Batch, chunk_size: int, *, block_size: int, num_chunks: int, columns: int
+) -> tuple[Int32[Tensor, "_"], Int32[Tensor, "v"], Int32[Tensor, "v"], Int32[Tensor, "v columns"]]:
+    """Cut sequences at the ends of chunks; returns query rows, first keys, lengths and tables of virtual sequences."""
+    kernel = choose(Problem("cut_chunks", batch.device, torch.int32))
+    return kernel.cut_chunks(batch, chunk_size, block_size, num_chunks, columns)

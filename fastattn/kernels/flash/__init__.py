@@ -1,0 +1,4 @@
+"""FlashAttention, from the packages and libraries that have it, adapted to the conventions of the project."""
+
+NO_POSITIONS = "takes the query rows for the last ones of their sequences, at no other positions: take triton"
+NOT_ALIGNED = "loads 16 bytes at a time, from heads that begin at multiples of that, elements side by side: take triton"

@@ -1,0 +1,130 @@
+"""Set right what FlashAttention answers otherwise than we do: empty rows, padding rows, NaN, sinks.
+
+FlashAttention says `+inf` or `-inf` where a query sees nothing, and the same where it sees NaN: the lengths tell which.
+One launch, and no second pass over the outputs: only those rows are written (all, where it adds sinks).
+"""
+
+from typing import no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float
+from torch import Tensor
+
+from refattn.interface import AttentionOptions, Plan
+
+BLOCK_TOKENS = 32
+BLOCK_SEQS = 64  # that are counted at a time
+
+
+def adapt(
+    out: Float[Tensor, "t h dv"],
+    lse: Float[Tensor, "h t"],
+    plan: Plan,
+    options: AttentionOptions,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Answer 0 and `-inf` in padding rows and where a query sees nothing, NaN where it sees NaN, and add the sinks.
+
+    The kernel has computed without sinks: one far above the scores overflows in its sum, and takes the LSE along.
+
+    Args:
+        out: the kernel's outputs, changed in place; padding rows may hold anything.
+        lse: its log-sum-exps, natural log, changed in place.
+        plan: the lengths, and the window, which say who sees nothing.
+        options: what the layer fixes: its sinks are added.
+
+    Returns:
+        The same tensors, the log-sum-exps with tokens first.
+    """
+    num_tokens, num_heads, value_head_size = out.shape
+    batch, sinks = plan.batch, options.sinks
+    left, right = plan.window
+    _adapt_kernel[-(-num_tokens // BLOCK_TOKENS), num_heads](
+        out,
+        lse,
+        batch.cu_seqlens_q,
+        batch.seq_lens,
+        None if sinks is None else sinks.contiguous(),
+        *out.stride(),
+        *lse.stride(),
+        num_tokens,
+        batch.num_seqs,
+        min(left, batch.max_seq_len + batch.max_query_len),  # no sum with a position overflows then
+        min(right, batch.max_seq_len + batch.max_query_len),
+        VALUE_HEAD_SIZE=value_head_size,
+        BLOCK_TOKENS=BLOCK_TOKENS,
+        BLOCK_SEQS=BLOCK_SEQS,
+        num_warps=4 if sinks is not None else 1,
+    )
+    return out, lse.T
+
+
+def nothing(
+    query: Float[Tensor, "t h d"], value_head_size: int
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Answer for a batch without a sequence, a query row or a key."""
+    out = query.new_zeros(*query.shape[:2], value_head_size)
+    return out, query.new_full(query.shape[:2], -torch.inf, dtype=torch.float32)
+
+
+@triton.jit(
+    do_not_specialize=["cu_seqlens_q", "seq_lens", "num_tokens", "num_seqs", "lse_head_stride", "left", "right"]
+)
+@no_type_check
+def _adapt_kernel(
+    out,
+    lse,
+    cu_seqlens_q,
+    seq_lens,
+    sinks,
+    out_token_stride,
+    out_head_stride,
+    out_stride,
+    lse_head_stride,
+    lse_token_stride,
+    num_tokens,
+    num_seqs,
+    left,
+    right,
+    VALUE_HEAD_SIZE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_SEQS: tl.constexpr,
+):
+    tokens = tl.program_id(0).to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    head = tl.program_id(1)
+    is_token = tokens < num_tokens
+    is_query = is_token & (tokens < tl.load(cu_seqlens_q + num_seqs))
+    logs = tl.load(lse + head * lse_head_stride + tokens * lse_token_stride, mask=is_query, other=0.0)
+    is_odd = (logs != logs) | (tl.abs(logs) == float("inf"))
+    sees_nothing = is_token & (tokens >= tl.load(cu_seqlens_q + num_seqs))
+    if tl.max(is_odd.to(tl.int32), 0) > 0:  # seldom: who has a sum has seen something
+        sequence = tl.zeros([BLOCK_TOKENS], tl.int32)  # how many end before the token
+        for first in range(0, num_seqs, BLOCK_SEQS):
+            seqs = first + tl.arange(0, BLOCK_SEQS)
+            ends = tl.load(cu_seqlens_q + 1 + seqs, mask=seqs < num_seqs, other=num_tokens + 1)
+            sequence += tl.sum((ends[None, :] <= tokens[:, None]).to(tl.int32), 1)
+        seq_len = tl.load(seq_lens + sequence, mask=is_odd, other=0)
+        position = seq_len - tl.load(cu_seqlens_q + 1 + sequence, mask=is_odd, other=0) + tokens
+        first_key = tl.where(left < 0, 0, tl.maximum(position - left, 0))
+        last_key = tl.where(right < 0, seq_len, tl.minimum(position + right + 1, seq_len))
+        sees_nothing |= is_odd & (first_key >= last_key)
+    logs = tl.where(is_odd, float("nan"), logs)
+    logs = tl.where(sees_nothing, float("-inf"), logs)
+
+    VALUE_PAD: tl.constexpr = triton.next_power_of_2(VALUE_HEAD_SIZE)
+    at_dv = tl.arange(0, VALUE_PAD)
+    places = (tokens * out_token_stride + head * out_head_stride)[:, None] + (at_dv * out_stride)[None, :]
+    in_value = (at_dv < VALUE_HEAD_SIZE)[None, :]
+    rows = tl.where(sees_nothing, 0.0, float("nan"))[:, None] + tl.zeros([BLOCK_TOKENS, VALUE_PAD], tl.float32)
+    tl.store(out + places, rows.to(out.dtype.element_ty), mask=(sees_nothing | is_odd)[:, None] & in_value)
+    if sinks is not None:
+        sink = tl.load(sinks + head).to(tl.float32)
+        share = 1.0 / (1.0 + tl.exp(sink - logs))  # exp(lse) / (exp(lse) + exp(sink)); 0 where that overflows
+        some = (is_query & (logs > float("-inf")))[:, None] & in_value
+        values = tl.load(out + places, mask=some, other=0.0).to(tl.float32) * share[:, None]
+        tl.store(out + places, values.to(out.dtype.element_ty), mask=some)
+        higher = tl.maximum(logs, sink)
+        with_sink = higher + tl.log(tl.exp(logs - higher) + tl.exp(sink - higher))
+        logs = tl.where(is_query, with_sink, logs)
+    tl.store(lse + head * lse_head_stride + tokens * lse_token_stride, logs, mask=is_token)

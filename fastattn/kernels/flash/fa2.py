@@ -1,0 +1,156 @@
+"""The package `flash-attn`: FlashAttention-2 over ragged rows and over pages of a multiple of 256 tokens.
+
+Source: Dao 2023, "FlashAttention-2"; its split over keys for decodes is Dao et al. 2023, "Flash-Decoding".
+"""
+
+from functools import cache
+
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor
+
+from fastattn.kernels.device import cannot_import, capability
+from fastattn.kernels.flash import NO_POSITIONS, NOT_ALIGNED
+from fastattn.kernels.flash.torch_flash import window_for_flash
+from fastattn.kernels.problem import Problem
+from refattn.interface import AttentionOptions, Plan
+
+PAGE = 256  # its pages are a multiple of this
+OPERATIONS = ("dense", "paged")
+CHUNKS = "over pages it takes one query a sequence; with more, it writes LSEs out of place where a query sees nothing"
+
+
+def unsupported_reason(problem: Problem) -> str | None:
+    """Return why this kernel can't compute a problem, or None."""
+    if problem.device.type != "cuda":
+        return f"computes on CUDA, the tensors are on {problem.device.type}"
+    if capability(problem.device) < (8, 0):
+        return "needs a GPU of compute capability 8.0 or newer"
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"computes float16 and bfloat16, not {problem.dtype}"
+    if problem.head_size != problem.value_head_size:
+        return f"one head size for keys and values, not {problem.head_size} and {problem.value_head_size}"
+    if problem.head_size > 256 or problem.head_size % 8:
+        return f"head sizes that are multiples of 8 up to 256, not {problem.head_size}"
+    if problem.block_size is not None and problem.block_size % PAGE:
+        return f"pages of a multiple of {PAGE} tokens, not {problem.block_size}"
+    if problem.positions:
+        return NO_POSITIONS
+    if not problem.aligned:
+        return NOT_ALIGNED
+    if problem.block_size is not None and problem.max_query_len > 1:
+        return CHUNKS
+    broken = cannot_import("flash_attn", "flash-attn")
+    return broken or _refusal(problem.head_size, problem.dtype, problem.device)
+
+
+def dense(
+    query: Float[Tensor, "t h d"],
+    key: Float[Tensor, "s hk d"],
+    value: Float[Tensor, "s hk dv"],
+    plan: Plan,
+    options: AttentionOptions,
+    out: Float[Tensor, "t h dv"] | None,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend over ragged rows; see `fastattn.kernels.dispatch`."""
+    from flash_attn import flash_attn_varlen_func
+
+    from fastattn.kernels.flash.adapt import adapt, nothing
+    from fastattn.kernels.triton.attention import repair
+    from fastattn.kernels.triton.run import with_scale_above_0
+
+    batch = plan.batch
+    if 0 in (query.shape[0], key.shape[0], batch.num_seqs):
+        return nothing(query, value.shape[-1])
+    causal, window, longest = window_for_flash(plan, options)
+    signed, scale = with_scale_above_0(query, options.softmax_scale)  # it masks before it scales
+    out, lse, _ = flash_attn_varlen_func(
+        signed,
+        key,
+        value,
+        batch.cu_seqlens_q,
+        batch.cu_seqlens_k,
+        max(batch.max_query_len, 2),  # with 1 it takes row `i` for sequence `i`, which a silent sequence breaks
+        longest,
+        softmax_scale=scale,
+        causal=causal,
+        window_size=window,
+        softcap=options.softcap,
+        alibi_slopes=_slopes(options),
+        return_attn_probs=True,  # this is how to get the LSE
+    )
+    out, lse = adapt(out, lse, plan, options)
+    if plan.window[0] >= 0:  # past a sequence's end it reads zeros, before a window what is there
+        repair(out, query, key, value, plan, options)
+    return out, lse
+
+
+def paged(
+    query: Float[Tensor, "t h d"],
+    key_cache: Float[Tensor, "n p hk d"],
+    value_cache: Float[Tensor, "n p hk dv"],
+    plan: Plan,
+    options: AttentionOptions,
+    out: Float[Tensor, "t h dv"] | None,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend over pages from at most one query a sequence; see `fastattn.kernels.dispatch`.
+
+    Its split over keys wants exactly one query a sequence: the rows are laid out so, and the answers taken back.
+    """
+    from flash_attn import flash_attn_with_kvcache
+
+    from fastattn.kernels.flash.adapt import adapt, nothing
+    from fastattn.kernels.triton.attention import repair
+    from fastattn.kernels.triton.run import with_scale_above_0
+
+    batch = plan.batch
+    assert batch.block_table is not None  # the path has checked it
+    if 0 in (query.shape[0], key_cache.shape[0], batch.num_seqs, batch.block_table.shape[1]):
+        return nothing(query, value_cache.shape[-1])
+    table = batch.block_table if batch.block_table.stride(-1) == 1 else batch.block_table.contiguous()
+    rows = torch.arange(query.shape[0], device=query.device, dtype=torch.int32)
+    sequences = torch.searchsorted(batch.cu_seqlens_q[1:], rows, right=True).clamp_(max=batch.num_seqs - 1)
+    query_of_sequence = batch.cu_seqlens_q[:-1].clamp(max=query.shape[0] - 1)
+    left = plan.window[0]  # no key lies behind the one query
+    longest = batch.block_table.shape[1] * key_cache.shape[1]
+    if options.alibi_slopes is not None and not 0 <= left < longest:
+        left = longest - 1  # see `window_for_flash`
+    signed, scale = with_scale_above_0(query, options.softmax_scale)
+    out, lse = flash_attn_with_kvcache(
+        rearrange(signed.index_select(0, query_of_sequence), "b h d -> b 1 h d"),
+        key_cache,
+        value_cache,
+        cache_seqlens=batch.seq_lens,
+        block_table=table,
+        softmax_scale=scale,
+        window_size=(left, -1),
+        softcap=options.softcap,
+        alibi_slopes=_slopes(options),
+        num_splits=1 if options.batch_invariant else 0,
+        return_softmax_lse=True,
+    )
+    out = rearrange(out, "b 1 h dv -> b h dv").index_select(0, sequences)
+    lse = rearrange(lse, "b h 1 -> b h").index_select(0, sequences)
+    out, lse = adapt(out, rearrange(lse, "t h -> h t"), plan, options)
+    if plan.window[0] >= 0:
+        repair(out, query, key_cache, value_cache, plan, options)
+    return out, lse
+
+
+@cache
+def _refusal(head_size: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Ask the installed build by a tiny call: not every build has every head size."""
+    from flash_attn import flash_attn_varlen_func
+
+    rows = torch.zeros(1, 1, head_size, dtype=dtype, device=device)
+    ends = torch.arange(2, dtype=torch.int32, device=device)
+    try:
+        flash_attn_varlen_func(rows, rows, rows, ends, ends, 1, 1)
+    except RuntimeError as error:
+        return f"this build refuses head size {head_size} in {dtype}: {str(error).splitlines()[0]}"
+    return None
+
+
+def _slopes(options: AttentionOptions) -> Tensor | None:
+    return None if options.alibi_slopes is None else options.alibi_slopes.float().contiguous()

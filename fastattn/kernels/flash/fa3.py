@@ -1,0 +1,229 @@
+"""FlashAttention-3: over ragged rows and over pages of any size on Hopper, from its own package or from vLLM's wheel.
+
+Of vLLM only one library is needed, `_vllm_fa3_C.abi3.so`: it is looked for in the installed package, which is not
+imported, and in every folder on the path.
+
+Over rows, and over pages whose size is a multiple of its tile, it loads whole tiles of keys and values, with a weight
+of 0 for what lies past a sequence's end: NaN that comes of it is repaired. From other pages it loads row by row, and
+fills with zeros what is past the end.
+
+Source: Shah et al. 2024, "FlashAttention-3".
+"""
+
+import importlib
+import importlib.util
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from fastattn.kernels.device import cannot_import, capability
+from fastattn.kernels.flash import NO_POSITIONS, NOT_ALIGNED
+from fastattn.kernels.problem import Problem
+from refattn.interface import AttentionOptions, Batch, Plan
+
+OPERATIONS = ("dense", "paged")
+INTERFACE = "flash_attn_interface"  # the module of FlashAttention's own package for Hopper
+LIBRARY = "_vllm_fa3_C"  # vLLM's: `_vllm_fa3_C.abi3.so`, and the namespace of its operators
+LARGEST_HEAD = 256
+UNEQUAL_HEADS = ((64, 128), (64, 256), (192, 128))  # sizes of keys and of values that it has kernels for
+SMALLEST_TILE = 64  # keys: smaller pages are never loaded as whole tiles
+SPLITS = 0  # of a sequence's keys: as many as it finds best; one whose scores are NaN it leaves out of the sum
+
+# What vLLM's operator takes besides: new keys to append, rotary embedding, scales of fp8, the second query of MLA, a
+# schedule made before, context parallelism. Sinks (`s_aux`) have to be bfloat16 there, of at most 64 heads: the adapter
+# adds them instead.
+UNUSED: dict[str, Any] = dict.fromkeys(
+    (
+        *("k_new", "v_new", "q_v", "out", "cu_seqlens_k_new", "seqused_q", "kv_batch_idx", "leftpad_k"),
+        *("rotary_cos", "rotary_sin", "seqlens_rotary", "q_descale", "k_descale", "v_descale"),
+        *("scheduler_metadata", "pack_gqa", "s_aux", "cp_tot_seqused_k"),
+        *("cu_seqlens_k", "seqused_k", "page_table"),  # the first, or the others: a call says which
+    )
+) | dict(is_rotary_interleaved=True, sm_margin=0, cp_world_size=1, cp_rank=0)
+
+
+def unsupported_reason(problem: Problem) -> str | None:
+    """Return why this kernel can't compute a problem, or None."""
+    if problem.device.type != "cuda":
+        return f"computes on CUDA, the tensors are on {problem.device.type}"
+    major, minor = capability(problem.device)
+    if (major, minor) != (9, 0):
+        return f"needs a GPU of compute capability 9.0, not {major}.{minor}"
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"computes float16 and bfloat16, not {problem.dtype}"
+    sizes = (problem.head_size, problem.value_head_size)
+    if sizes[0] != sizes[1] and sizes not in UNEQUAL_HEADS:
+        pairs = ", ".join(f"{d} and {dv}" for d, dv in UNEQUAL_HEADS)
+        return f"one head size for keys and values, or {pairs}, not {sizes[0]} and {sizes[1]}"
+    if sizes[0] > LARGEST_HEAD or sizes[0] % 8:
+        return f"head sizes that are multiples of 8 up to {LARGEST_HEAD}, not {sizes[0]}"
+    if problem.alibi:
+        return "has no ALiBi: take fa2 or triton"
+    if problem.positions:
+        return NO_POSITIONS
+    if problem.batch_invariant:
+        return "its tiles follow the longest query of the batch, and the bits of its answers with them: take triton"
+    if not problem.aligned:
+        return NOT_ALIGNED
+    return _cannot_load() or _refusal(*sizes, problem.dtype, problem.device)
+
+
+def dense(
+    query: Float[Tensor, "t h d"],
+    key: Float[Tensor, "s hk d"],
+    value: Float[Tensor, "s hk dv"],
+    plan: Plan,
+    options: AttentionOptions,
+    out: Float[Tensor, "t h dv"] | None,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend over ragged rows; see `fastattn.kernels.dispatch`."""
+    return _attend(query, key, value, plan, options, dict(cu_seqlens_k=plan.batch.cu_seqlens_k), loads_tiles=True)
+
+
+def paged(
+    query: Float[Tensor, "t h d"],
+    key_cache: Float[Tensor, "n p hk d"],
+    value_cache: Float[Tensor, "n p hk dv"],
+    plan: Plan,
+    options: AttentionOptions,
+    out: Float[Tensor, "t h dv"] | None,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend over pages; see `fastattn.kernels.dispatch`."""
+    table = plan.batch.block_table
+    assert table is not None  # the path has checked it
+    where = dict(seqused_k=plan.batch.seq_lens, page_table=table if table.stride(-1) == 1 else table.contiguous())
+    loads_tiles = key_cache.shape[1] >= SMALLEST_TILE
+    return _attend(query, key_cache, value_cache, plan, options, where, loads_tiles=loads_tiles)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: Plan,
+    options: AttentionOptions,
+    where: dict[str, Tensor],
+    *,
+    loads_tiles: bool,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    from fastattn.kernels.flash.adapt import adapt, nothing
+    from fastattn.kernels.triton.attention import repair
+
+    batch = plan.batch
+    columns = where["page_table"].shape[1] if "page_table" in where else 1
+    if 0 in (query.numel(), key.numel(), batch.num_seqs, batch.max_query_len, batch.max_seq_len, columns):
+        return nothing(query, value.shape[-1])
+    out, lse = _forward(query, key, value, plan, options, where)
+    out, lse = adapt(out, lse, plan, options)
+    if loads_tiles or plan.window[0] >= 0:  # what is before a window it may read too, from any page
+        repair(out, query, key, value, plan, options)
+    return out, lse
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, plan: Plan, options: AttentionOptions, where: dict[str, Tensor]
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "h t"]]:
+    """Call the library that is here, without sinks.
+
+    Args:
+        query: query rows of all sequences.
+        key: rows or pages.
+        value: likewise.
+        plan: the lengths, and who may see whom.
+        options: what the layer fixes.
+        where: `cu_seqlens_k`, or `seqused_k` and `page_table`.
+
+    Returns:
+        The outputs, and the log-sum-exps with heads first: natural log, `-inf` where a query sees nothing.
+    """
+    batch = plan.batch
+    scale = query.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale
+    if scale <= 0:  # it masks scores, and looks for the largest, before it scales them
+        query, scale = (-query, -scale) if scale else (query * 0, 1.0)
+    asked = dict(max_seqlen_q=batch.max_query_len, softmax_scale=scale, softcap=options.softcap, num_splits=SPLITS)
+    if _has_interface():
+        out, lse, *_ = _call_interface(query, key, value, plan, where, asked)
+    else:
+        # All arguments of the operator have to be given; their names are a part of it.
+        out, lse, *_ = getattr(torch.ops, LIBRARY).fwd(
+            q=query,
+            k=key,
+            v=value,
+            cu_seqlens_q=batch.cu_seqlens_q,
+            max_seqlen_k=batch.max_seq_len,
+            is_causal=plan.causal,
+            window_size_left=plan.window[0],
+            window_size_right=plan.window[1],
+            **{**UNUSED, **where},
+            **asked,
+        )
+    return out, lse
+
+
+def _call_interface(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: Plan,
+    where: dict[str, Tensor],
+    asked: dict[str, Any],
+) -> Any:
+    """Call FlashAttention's own package; over pages it takes `m * p` for the longest sequence."""
+    module, batch = importlib.import_module(INTERFACE), plan.batch
+    asked = asked | dict(cu_seqlens_q=batch.cu_seqlens_q, causal=plan.causal, window_size=plan.window)
+    if "page_table" in where:
+        seqused_k, page_table = where["seqused_k"], where["page_table"]
+        return module.flash_attn_with_kvcache(
+            query, key, value, cache_seqlens=seqused_k, page_table=page_table, return_softmax_lse=True, **asked
+        )
+    return module.flash_attn_varlen_func(
+        query, key, value, max_seqlen_k=batch.max_seq_len, return_attn_probs=True, **where, **asked
+    )  # whose name for the LSE is attention probabilities
+
+
+def _has_interface() -> bool:
+    return cannot_import(INTERFACE, "flash_attn_3") is None
+
+
+@cache
+def _cannot_load() -> str | None:
+    """Return why there is no FlashAttention-3 here, or None once one is loaded."""
+    if _has_interface() or hasattr(getattr(torch.ops, LIBRARY), "fwd"):  # vLLM itself may have loaded it
+        return None
+    missing = cannot_import(INTERFACE, "flash_attn_3")
+    library = _find_library()
+    if library is None:
+        return f"{missing}; and there is no {LIBRARY}.abi3.so on the path or in the package vllm"
+    try:
+        torch.ops.load_library(library)
+    except OSError as error:
+        return f"{missing}; and {library} can't be loaded: {error}"
+    return None
+
+
+def _find_library() -> Path | None:
+    """Return where vLLM's library is: in the package, which is not imported, or in a folder on the path."""
+    vllm = importlib.util.find_spec("vllm")
+    for folder in (vllm and vllm.submodule_search_locations) or ():
+        library = Path(folder, "vllm_flash_attn", f"{LIBRARY}.abi3.so")
+        if library.is_file():
+            return library
+    alone = importlib.util.find_spec(LIBRARY)  # its name is that of a module
+    return Path(alone.origin) if alone and alone.origin else None
+
+
+@cache
+def _refusal(head_size: int, value_head_size: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Ask the build by a tiny call, and return why it refuses: not every build has every head size."""
+    query, value = (torch.zeros(1, 1, size, dtype=dtype, device=device) for size in (head_size, value_head_size))
+    ends = torch.arange(2, dtype=torch.int32, device=device)
+    batch = Batch(ends, ends[1:], None, max_query_len=1, max_seq_len=1)
+    try:
+        _forward(query, query, value, Plan(batch), AttentionOptions(), dict(cu_seqlens_k=ends))
+    except RuntimeError as error:
+        return f"this build refuses head sizes {head_size} and {value_head_size}, {dtype}: {str(error).splitlines()[0]}"
+    return None

@@ -1,0 +1,152 @@
+"""The package `flash-attn-4`: FlashAttention for Hopper and Blackwell, over ragged rows and pages of any size.
+
+On Hopper it does not split keys, so it is for long queries. Pages of 128 tokens (`d` up to 128) load fastest; where
+queries are many it pays to copy smaller pages into such first.
+
+It loads whole tiles, with a weight of 0 for what lies past a sequence's end: NaN that comes of it is repaired.
+
+Source: Zadouri et al. 2026, "FlashAttention-4"; Shah et al. 2024, "FlashAttention-3".
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from fastattn.kernels.device import cannot_import, capability
+from fastattn.kernels.flash import NO_POSITIONS, NOT_ALIGNED
+from fastattn.kernels.problem import Problem
+from refattn.interface import AttentionOptions, Plan
+
+OPERATIONS = ("dense", "paged")
+LARGEST_HEAD = {9: 256, 10: 128, 11: 128}  # by compute capability
+FAST_BLOCK = 128  # tokens in a page that loads fastest
+QUERY_ROWS = 6144  # of a key head and a sequence, on average, that are worth a copy of the pages
+MOST_COPIED_BYTES = 2**29  # of keys and values: what a call may take besides its answer
+
+
+def unsupported_reason(problem: Problem) -> str | None:
+    """Return why this kernel can't compute a problem, or None."""
+    if problem.device.type != "cuda":
+        return f"computes on CUDA, the tensors are on {problem.device.type}"
+    major, minor = capability(problem.device)
+    if major not in LARGEST_HEAD:
+        return f"needs a GPU of compute capability 9, 10 or 11, not {major}.{minor}"
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"computes float16 and bfloat16, not {problem.dtype}"
+    sizes = (problem.head_size, problem.value_head_size)
+    multiple = 8 if problem.block_size is None else 16
+    largest = LARGEST_HEAD[major]
+    if max(sizes) > largest or any(size % multiple for size in sizes):
+        where = "rows" if problem.block_size is None else "pages"
+        return (
+            f"head sizes over {where} that are multiples of {multiple} up to {largest}, not {sizes[0]} and {sizes[1]}"
+        )
+    if problem.block_size is not None and 64 < sizes[0] <= 96 and problem.window[1] != 0:
+        return f"answers wrongly over pages with head size {sizes[0]} where keys behind a query are visible"
+    if problem.alibi:
+        return "has no ALiBi: take fa2 or triton"
+    if problem.batch_invariant:
+        return "whether it copies pages, and so its tiles, depends on the batch: take triton"
+    if problem.positions:
+        return NO_POSITIONS
+    if not problem.aligned:
+        return NOT_ALIGNED
+    return cannot_import("flash_attn.cute", "flash-attn-4")
+
+
+def dense(
+    query: Float[Tensor, "t h d"],
+    key: Float[Tensor, "s hk d"],
+    value: Float[Tensor, "s hk dv"],
+    plan: Plan,
+    options: AttentionOptions,
+    out: Float[Tensor, "t h dv"] | None,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend over ragged rows; see `fastattn.kernels.dispatch`."""
+    return _attend(query, key, value, plan, options, out, cu_seqlens_k=plan.batch.cu_seqlens_k)
+
+
+def paged(
+    query: Float[Tensor, "t h d"],
+    key_cache: Float[Tensor, "n p hk d"],
+    value_cache: Float[Tensor, "n p hk dv"],
+    plan: Plan,
+    options: AttentionOptions,
+    out: Float[Tensor, "t h dv"] | None,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend over pages; see `fastattn.kernels.dispatch`."""
+    batch, table = plan.batch, plan.batch.block_table
+    assert table is not None  # the path has checked it
+    copied = _should_copy(query, key_cache, value_cache, plan)
+    if copied:
+        from fastattn.kernels.flash.repage import repage
+
+        key_cache, table = repage(key_cache, batch, block_size=FAST_BLOCK)
+        value_cache, _ = repage(value_cache, batch, block_size=FAST_BLOCK)
+    table = table if table.stride(-1) == 1 else table.contiguous()
+    where = dict(seqused_k=_side_by_side(batch.seq_lens), page_table=table)
+    return _attend(query, key_cache, value_cache, plan, options, out, tails_are_zero=copied, **where)
+
+
+def _should_copy(query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: Plan) -> bool:
+    """Return whether to copy the pages into larger ones first: if there are many queries per key, and no window."""
+    batch = plan.batch
+    num_tokens, num_heads, head_size = query.shape
+    num_kv_heads, value_head_size = value_cache.shape[-2:]
+    if key_cache.shape[1] >= FAST_BLOCK or max(head_size, value_head_size) > 128:
+        return False
+    if not batch.num_seqs or plan.window[0] >= 0:
+        return False
+    rows = num_tokens * num_heads // num_kv_heads // batch.num_seqs
+    copied = batch.num_seqs * batch.max_seq_len * num_kv_heads * (head_size + value_head_size) * query.element_size()
+    return rows >= QUERY_ROWS and copied <= MOST_COPIED_BYTES
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: Plan,
+    options: AttentionOptions,
+    out: Tensor | None,
+    *,
+    tails_are_zero: bool = False,
+    **where: Tensor | None,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    # What its public function calls; that one prepares for a backward pass, which takes 20 us on the host.
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    from fastattn.kernels.flash.adapt import adapt, nothing
+    from fastattn.kernels.triton.attention import repair
+    from fastattn.kernels.triton.run import with_scale_above_0
+
+    batch = plan.batch
+    if 0 in (query.shape[0], key.shape[0], batch.num_seqs):
+        return nothing(query, value.shape[-1])
+    left, right = plan.window
+    signed, scale = with_scale_above_0(query, options.softmax_scale)  # it masks before it scales
+    result, lse, *_ = _flash_attn_fwd(
+        signed,
+        key,
+        value,
+        cu_seqlens_q=_side_by_side(batch.cu_seqlens_q),
+        max_seqlen_q=batch.max_query_len,
+        max_seqlen_k=batch.max_seq_len,
+        softmax_scale=scale,
+        causal=plan.causal,
+        window_size_left=None if left < 0 else left,
+        window_size_right=None if right < 0 else right,
+        softcap=options.softcap,
+        return_lse=True,
+        out=out,
+        **where,
+    )
+    result, lse = adapt(result, lse, plan, options)
+    if not tails_are_zero:
+        repair(result, query, key, value, plan, options)
+    return result, lse
+
+
+def _side_by_side(lengths: Tensor) -> Tensor:
+    """Return lengths with a stride of 1, which it asks of a single one, too."""
+    return lengths if lengths.stride(0) == 1 else lengths.clone(memory_format=torch.contiguous_format)

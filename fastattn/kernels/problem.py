@@ -1,0 +1,121 @@
+"""What is asked of a kernel, as plain numbers: enough to say whether it can compute it, and whether it is fastest."""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import rms_norm
+
+from refattn.interface import AttentionOptions, Plan
+
+
+class Problem(NamedTuple):
+    """One operation on tensors of some sizes; no tensor is in it and none is read for it.
+
+    Attributes:
+        operation: what is to be computed, one of those that `fastattn.kernels.dispatch` lists.
+        device: where the tensors are.
+        dtype: the type of the queries, or of what is moved.
+        num_heads: query heads, `h`.
+        num_kv_heads: key heads, `hk`.
+        head_size: elements of a query and a key, `d`.
+        value_head_size: elements of a value, `dv`.
+        block_size: tokens in a block of the cache; None without a cache.
+        max_query_len: the most new tokens that a sequence has.
+        max_seq_len: the most keys that a sequence has.
+        num_seqs: sequences of the plan.
+        window: `(left, right)` in tokens, -1 for no limit; a causal mask is a right side of 0.
+        positions: query rows stand elsewhere than at the end of their sequence, and a mask or ALiBi depends on it.
+        softcap: scores are capped.
+        alibi: there are ALiBi slopes.
+        sinks: there are sinks.
+        batch_invariant: no bit of a row may depend on what else is in the batch.
+        aligned: the elements of each head lie side by side, from a multiple of 16 bytes on.
+        num_pairs: copies of blocks that are asked for.
+    """
+
+    operation: str
+    device: torch.device
+    dtype: torch.dtype
+    num_heads: int = 0
+    num_kv_heads: int = 0
+    head_size: int = 0
+    value_head_size: int = 0
+    block_size: int | None = None
+    max_query_len: int = 0
+    max_seq_len: int = 0
+    num_seqs: int = 0
+    window: tuple[int, int] = (-1, -1)
+    positions: bool = False
+    softcap: bool = False
+    alibi: bool = False
+    sinks: bool = False
+    batch_invariant: bool = False
+    aligned: bool = True
+    num_pairs: int = 0
+
+    @property
+    def is_attention(self) -> bool:
+        """Whether the operation computes attention; others move data, merge, or make tables."""
+        return self.num_heads > 0
+
+
+def attention_problem(
+    operation: str, query: Tensor, key: Tensor, value: Tensor, plan: Plan, options: AttentionOptions
+) -> Problem:
+    """Describe the attention of queries `[t, h, d]` over keys `[..., hk, d]` and values `[..., hk, dv]`."""
+    batch = plan.batch
+    return Problem(
+        operation,
+        query.device,
+        query.dtype,
+        query.shape[1],
+        key.shape[-2],
+        query.shape[2],
+        value.shape[-1],
+        plan.block_size,
+        batch.max_query_len,
+        batch.max_seq_len,
+        batch.num_seqs,
+        plan.window,
+        uses_positions(plan, options),
+        options.softcap > 0,
+        options.alibi_slopes is not None,
+        options.sinks is not None,
+        options.batch_invariant,
+        query.device.type != "cuda" or all(map(_is_aligned, (query, key, value))),
+    )
+
+
+def uses_positions(plan: Plan, options: AttentionOptions) -> bool:
+    """Return whether an answer depends on `plan.positions`: not if everyone sees everything and there is no ALiBi."""
+    return plan.positions is not None and (plan.window != (-1, -1) or options.alibi_slopes is not None)
+
+
+def _is_aligned(x: Tensor) -> bool:
+    """Return whether all heads of a tensor begin at multiples of 16 bytes, their elements side by side."""
+    *strides, last = x.stride()
+    size = x.element_size()
+    return last == 1 and not any(stride * size % 16 for stride in (*strides, x.data_ptr() // size))
+
+
+class Subtraction(NamedTuple):
+    """How the two answers of a pair become one: `factor * norm(first - lambda_full * second)`.
+
+    Attributes:
+        lambda_full: weight of the second answer.
+        norm_weight: learned factors of the norm; None where it has none.
+        norm_eps: keeps the norm of zeros at zero.
+        factor: of the normed difference.
+    """
+
+    lambda_full: Float[Tensor, ""]
+    norm_weight: Float[Tensor, "dv"] | None
+    norm_eps: float
+    factor: float
+
+    def finish(self, difference: Float[Tensor, "t half_h dv"]) -> Float[Tensor, "t half_h dv"]:
+        """Norm a difference."""
+        weight = None if self.norm_weight is None else self.norm_weight.to(difference.dtype)
+        return rms_norm(difference, difference.shape[-1:], weight, self.norm_eps).mul(self.factor)

@@ -1,0 +1,153 @@
+"""Plain torch: what goes with attention (partial answers, the cache, tables), on any device."""
+
+from collections.abc import Sequence
+
+import torch
+from einops import rearrange
+from jaxtyping import Float, Int32, Int64, Shaped
+from torch import Tensor
+
+from fastattn.kernels.problem import Problem
+from refattn.interface import Batch
+
+OPERATIONS = ("merge", "add_sinks", "write", "copy_blocks", "slot_mapping", "trim", "cut_chunks")
+
+
+def unsupported_reason(problem: Problem) -> str | None:
+    """Return why this kernel cannot compute a problem, or None: torch computes these operations everywhere."""
+    return None
+
+
+def merge(
+    outs: Sequence[Float[Tensor, "t h dv"]], lses: Sequence[Float[Tensor, "t h"]]
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Combine partial answers in one pass over their outputs; see `fastattn.merge.merge`."""
+    lse = lses[0]
+    for part_lse in lses[1:]:
+        lse = _log_add_exp(lse, part_lse)
+    total: Tensor | None = None
+    for part_out, part_lse in zip(outs, lses, strict=True):
+        # The output of a part that saw nothing may hold anything, NaN too, and 0 * NaN is NaN.
+        part = part_out * torch.exp(part_lse - lse)[..., None]
+        part.masked_fill_((part_lse == -torch.inf)[..., None], 0.0)
+        total = part if total is None else total.add_(part)
+    assert total is not None
+    return total.to(outs[0].dtype), lse
+
+
+def add_sinks(
+    out: Float[Tensor, "t h dv"], lse: Float[Tensor, "t h"], sinks: Float[Tensor, "h"]
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Give the sinks their share of answers that were computed without them; see `fastattn.merge.add_sinks`."""
+    sinks = sinks.to(lse.dtype)
+    share = torch.exp(sinks - lse).add_(1.0).reciprocal_()[..., None]  # exp(lse) / (exp(lse) + exp(sink))
+    out = (out * share).masked_fill_((lse == -torch.inf)[..., None], 0.0).to(out.dtype)
+    return out, _log_add_exp(lse, sinks.expand_as(lse))
+
+
+def _log_add_exp(first: Float[Tensor, "t h"], second: Float[Tensor, "t h"]) -> Float[Tensor, "t h"]:
+    """Return `log(exp(first) + exp(second))`, with the same bits wherever in the tensors the numbers stand.
+
+    `torch.logaddexp` and `torch.sigmoid` compute what is left after the last whole vector in another way.
+    """
+    gap = (first - second).abs_().masked_fill_(first == second, 0.0)  # two infinities have none
+    return torch.maximum(first, second) + gap.neg_().exp_().log1p_()
+
+
+def write(
+    key: Shaped[Tensor, "t hk d"],
+    value: Shaped[Tensor, "t hk dv"],
+    key_cache: Shaped[Tensor, "n p hk d"],
+    value_cache: Shaped[Tensor, "n p hk dv"],
+    slot_mapping: Int64[Tensor, "t"],
+) -> None:
+    """Write new tokens into the pool; see `fastattn.kv_cache.write`."""
+    real = slot_mapping >= 0
+    if not real.all():
+        key, value, slot_mapping = key[real], value[real], slot_mapping[real]
+    block_size = key_cache.shape[1]
+    blocks, rows = slot_mapping // block_size, slot_mapping % block_size
+    key_cache[blocks, rows] = key
+    value_cache[blocks, rows] = value
+
+
+def copy_blocks(cache: Shaped[Tensor, "n ..."], pairs: Int64[Tensor, "k 2"]) -> None:
+    """Copy blocks inside a pool; see `fastattn.kv_cache.copy_blocks`."""
+    blocks = cache.index_select(0, pairs[:, 0].to(cache.device))
+    cache.index_copy_(0, pairs[:, 1].to(cache.device), blocks)
+
+
+def slot_mapping(batch: Batch, num_tokens: int, block_size: int) -> Int64[Tensor, "t"]:
+    """Compute the slot of each new token; see `fastattn.metadata.slot_mapping`."""
+    assert batch.block_table is not None  # the path has checked it
+    sequence, place, padding = places(batch, num_tokens)
+    nowhere = padding | (place < 0)
+    place = place.masked_fill(nowhere, 0)
+    block = batch.block_table[sequence, place // block_size].long()
+    return (block * block_size + place % block_size).masked_fill(nowhere, -1)
+
+
+def places(batch: Batch, num_tokens: int) -> tuple[Int64[Tensor, "t"], Int64[Tensor, "t"], Shaped[Tensor, "t"]]:
+    """Return the sequence of each query row, its position in it, and whether the row is padding."""
+    rows = torch.arange(num_tokens, device=batch.device)
+    sequence = torch.searchsorted(batch.cu_seqlens_q[1:], rows, right=True).clamp(max=max(batch.num_seqs - 1, 0))
+    if batch.num_seqs == 0:
+        return rows, rows, torch.ones_like(rows, dtype=torch.bool)
+    place = rows + (batch.seq_lens - batch.cu_seqlens_q[1:])[sequence]
+    return sequence, place, rows >= batch.cu_seqlens_q[-1]
+
+
+def trim(
+    batch: Batch, left: int, block_size: int, columns: int
+) -> tuple[Int32[Tensor, "b"], Int32[Tensor, "b"], Int32[Tensor, "b columns"]]:
+    """Cut off the blocks that no query sees; see `fastattn.sliding_window.plan`.
+
+    Args:
+        batch: the lengths and the block table.
+        left: tokens that a query sees before itself.
+        block_size: tokens in a block.
+        columns: blocks that are left of a sequence, at most.
+
+    Returns:
+        The first key of each sequence that is left, its number of keys, and its blocks. Past its last block a row
+        repeats the last column of the table: no key is there.
+    """
+    assert batch.block_table is not None  # the path has checked it
+    cut = (batch.context_lens - left).clamp(min=0) // block_size  # [b], in blocks
+    used = rearrange(cut, "b -> b 1") + torch.arange(columns, device=batch.device)
+    table = batch.block_table.gather(1, used.clamp(max=batch.block_table.shape[1] - 1))
+    return cut * block_size, batch.seq_lens - cut * block_size, table
+
+
+def cut_chunks(
+    batch: Batch, chunk_size: int, block_size: int, num_chunks: int, columns: int
+) -> tuple[Int32[Tensor, "_"], Int32[Tensor, "v"], Int32[Tensor, "v"], Int32[Tensor, "v columns"]]:
+    """Cut each sequence into `num_chunks` virtual ones; see `fastattn.local.plan`.
+
+    Args:
+        batch: the lengths and the block table.
+        chunk_size: tokens in a chunk.
+        block_size: tokens in a block.
+        num_chunks: virtual sequences of each sequence.
+        columns: blocks of a virtual sequence.
+
+    Returns:
+        `cu_seqlens_q`, the first key, `seq_lens` and the block table of the virtual sequences.
+    """
+    assert batch.block_table is not None  # the path has checked it
+    # In 64 bits, as a chunk may end past the largest int32.
+    seq_lens, context_lens = (rearrange(x.long(), "b -> b 1") for x in (batch.seq_lens, batch.context_lens))
+    number = context_lens // chunk_size + torch.arange(num_chunks, device=batch.device)
+    begin = number * chunk_size  # [b, chunks], of each chunk; below 0 where there are more queries than keys
+    end = torch.minimum(begin + chunk_size, seq_lens)
+    first_key = begin.clamp(min=0)
+    rows_end = end + rearrange(batch.cu_seqlens_q[1:] - batch.seq_lens, "b -> b 1")  # query rows, left-over chunks too
+    # Past its last block a row repeats the sequence's last column: no key is there.
+    used = rearrange(first_key // block_size, "b chunks -> b chunks 1") + torch.arange(columns, device=batch.device)
+    used = rearrange(used.clamp(max=batch.block_table.shape[1] - 1), "b chunks columns -> b (chunks columns)")
+    return (
+        torch.cat([batch.cu_seqlens_q[:1], rearrange(rows_end.int(), "b chunks -> (b chunks)")]),
+        rearrange(first_key.int(), "b chunks -> (b chunks)"),
+        rearrange((end - first_key).clamp(min=0).int(), "b chunks -> (b chunks)"),
+        rearrange(batch.block_table.gather(1, used), "b (chunks columns) -> (b chunks) columns", chunks=num_chunks),
+    )

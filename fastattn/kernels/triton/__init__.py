@@ -1,0 +1,156 @@
+"""Our own Triton kernels: what no FlashAttention does well, short queries over any pages, every option, and tables."""
+
+import os
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Int32, Int64, Shaped
+from torch import Tensor
+
+from fastattn.kernels.device import cannot_import, cannot_interpret, capability
+from fastattn.kernels.problem import Problem, Subtraction
+from refattn.interface import AttentionOptions, Batch, Plan
+
+OPERATIONS = (
+    *("dense", "paged", "levels", "differential", "merge"),
+    *("write", "copy_blocks", "slot_mapping", "trim", "cut_chunks"),
+)
+LARGEST_HEAD = 256
+MAX_PAIRS = 1024  # copies of blocks that one program can hold
+
+
+def unsupported_reason(problem: Problem) -> str | None:
+    """Return why this kernel cannot compute a problem, or None."""
+    interpreted = problem.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    if problem.device.type != "cuda" and not interpreted:
+        return f"computes on CUDA, the tensors are on {problem.device.type} (TRITON_INTERPRET=1 runs it on the CPU)"
+    if not interpreted and capability(problem.device) < (8, 0):
+        return "needs a GPU of compute capability 8.0 or newer"
+    if problem.operation == "differential" and problem.positions:
+        return "subtracts the answers of query rows that are the last of their sequences, at no other positions"
+    if problem.operation == "merge" and problem.dtype != torch.float32:
+        return f"merges by log-sum-exps in float32, not {problem.dtype}"
+    if problem.operation == "copy_blocks" and not (problem.aligned and problem.num_pairs <= MAX_PAIRS):
+        return f"copies at most {MAX_PAIRS} blocks without gaps at once, not {problem.num_pairs}"
+    types = [torch.float16, torch.float32, torch.bfloat16]
+    if interpreted:
+        types.remove(torch.bfloat16)  # the interpreter multiplies matrices of it wrongly
+    if problem.is_attention and problem.dtype not in types:
+        return f"computes {', '.join(map(str, types))}, not {problem.dtype}"
+    if max(problem.head_size, problem.value_head_size) > LARGEST_HEAD:
+        return f"head sizes up to {LARGEST_HEAD}, not {problem.head_size} and {problem.value_head_size}"
+    return cannot_import("triton", "triton") or (cannot_interpret() if interpreted else None)
+
+
+# Triton is imported when a kernel is first called: it is not there on every machine. No file of this folder may have
+# the name of an operation: its first import would put the file in the place of the function.
+
+
+def dense(
+    query: Float[Tensor, "t h d"],
+    key: Float[Tensor, "s hk d"],
+    value: Float[Tensor, "s hk dv"],
+    plan: Plan,
+    options: AttentionOptions,
+    out: Float[Tensor, "t h dv"] | None,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend over ragged rows; see `fastattn.kernels.dispatch`."""
+    from fastattn.kernels.triton.attention import attend
+
+    return attend(query, key, value, plan, options, out)
+
+
+def paged(
+    query: Float[Tensor, "t h d"],
+    key_cache: Float[Tensor, "n p hk d"],
+    value_cache: Float[Tensor, "n p hk dv"],
+    plan: Plan,
+    options: AttentionOptions,
+    out: Float[Tensor, "t h dv"] | None,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend over pages; see `fastattn.kernels.dispatch`."""
+    from fastattn.kernels.triton.attention import attend
+
+    return attend(query, key_cache, value_cache, plan, options, out)
+
+
+def levels(
+    query: Float[Tensor, "t h d"],
+    key_cache: Float[Tensor, "n p hk d"],
+    value_cache: Float[Tensor, "n p hk dv"],
+    plans: Sequence[Plan],
+    options: AttentionOptions,
+    out: Float[Tensor, "t h dv"] | None,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend over the pages of several levels, merged; see `fastattn.kernels.dispatch`."""
+    from fastattn.kernels.triton.attention import attend_levels
+
+    return attend_levels(query, key_cache, value_cache, plans, options, out)
+
+
+def differential(
+    query: Float[Tensor, "t h d"],
+    cache: Float[Tensor, "2 2 n p pairs d"],
+    plan: Plan,
+    options: AttentionOptions,
+    subtraction: Subtraction,
+    out: Float[Tensor, "t h d"] | None,
+) -> tuple[Float[Tensor, "t h d"], Float[Tensor, "t h"]]:
+    """Attend twice over pages and subtract, in one launch; see `fastattn.kernels.dispatch`."""
+    from fastattn.kernels.triton.pairs import attend
+
+    return attend(query, cache, plan, options, subtraction, out)
+
+
+def merge(
+    outs: Sequence[Float[Tensor, "t h dv"]], lses: Sequence[Float[Tensor, "t h"]]
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Combine partial answers in one launch; see `fastattn.merge.merge`."""
+    from fastattn.kernels.triton.parts import merge_states
+
+    return merge_states(outs, lses)
+
+
+def write(
+    key: Shaped[Tensor, "t hk d"],
+    value: Shaped[Tensor, "t hk dv"],
+    key_cache: Shaped[Tensor, "n p hk d"],
+    value_cache: Shaped[Tensor, "n p hk dv"],
+    slot_mapping: Int64[Tensor, "t"],
+) -> None:
+    """Write new tokens into the pool, in one launch; see `fastattn.kv_cache.write`."""
+    from fastattn.kernels.triton import cache
+
+    cache.write(key, value, key_cache, value_cache, slot_mapping)
+
+
+def copy_blocks(pool: Shaped[Tensor, "n ..."], pairs: Int64[Tensor, "k 2"]) -> None:
+    """Copy blocks inside a pool without a buffer, in one launch; see `fastattn.kv_cache.copy_blocks`."""
+    from fastattn.kernels.triton import cache
+
+    cache.copy_blocks(pool, pairs)
+
+
+def slot_mapping(batch: Batch, num_tokens: int, block_size: int) -> Int64[Tensor, "t"]:
+    """Compute the slot of each new token, in one launch; see `fastattn.metadata.slot_mapping`."""
+    from fastattn.kernels.triton import tables
+
+    return tables.slot_mapping(batch, num_tokens, block_size=block_size)
+
+
+def trim(
+    batch: Batch, left: int, block_size: int, columns: int
+) -> tuple[Int32[Tensor, "b"], Int32[Tensor, "b"], Int32[Tensor, "b columns"]]:
+    """Cut off the blocks that no query sees, in one launch; see `fastattn.kernels.torch_ops.trim`."""
+    from fastattn.kernels.triton import tables
+
+    return tables.trim(batch, left, block_size=block_size, columns=columns)
+
+
+def cut_chunks(
+    batch: Batch, chunk_size: int, block_size: int, num_chunks: int, columns: int
+) -> tuple[Int32[Tensor, "_"], Int32[Tensor, "v"], Int32[Tensor, "v"], Int32[Tensor, "v columns"]]:
+    """Cut sequences at the ends of chunks, in one launch; see `fastattn.kernels.torch_ops.cut_chunks`."""
+    from fastattn.kernels.triton import tables
+
+    return tables.cut_chunks(batch, chunk_size, block_size=block_size, num_chunks=num_chunks, columns=columns)

@@ -1,0 +1,716 @@
+"""Attention over pages or rows in Triton: the keys split over programs, the parts merged by a second kernel.
+
+One program takes a tile of query rows of one sequence, one key head, and a run of the keys that the tile can see:
+
+                       keys  0        256       512       768  seq_len
+    sequence 0, key head 0   | split 0 | split 1 | split 2 | s3 |
+    sequence 1, key head 0   | split 0 | s1 |
+
+Every split gives the softmax over its own keys and its log-sum-exp; `_reduce_kernel` merges them. How many splits a
+sequence of average length gets is chosen on the host, from the number of tiles and multiprocessors; a longer one gets
+more, a shorter one fewer, by its share of all keys, which the device counts: a captured graph stays right and balanced
+when its sequences grow. All get the same number where the host knows that they are about as long.
+
+Under `batch_invariant` no bit of an answer may depend on the others, nor on how many tokens of its own sequence come
+with it. So a split is a fixed run of keys, whose place does not move, and parts are merged one after the other: then a
+part in which a query sees nothing changes nothing.
+
+Source: Dao et al. 2023, "Flash-Decoding"; the tiles of a ragged batch are found as in vLLM's Triton attention.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from fastattn.kernels.problem import uses_positions
+from fastattn.kernels.triton.run import (
+    CHANGING,
+    INTERPRETED,
+    Tuning,
+    answer,
+    attend_to_run,
+    can_overlap,
+    find_positions,
+    find_tile,
+    fit,
+    merge_parts,
+    multiprocessors,
+    pad,
+    store_rows,
+    visible_keys,
+    window_within_reach,
+    with_scale_above_0,
+)
+from refattn.interface import AttentionOptions, Batch, Plan
+
+FEWEST_KEYS = 256  # that are worth a program of their own
+MOST_KEYS = 2048  # of a sequence in one program: one much longer than the others must not run alone at the end
+MOST_PART_BYTES = 2**28  # that the parts of all splits may take
+TOO_FEW = {1: 1.1, 2: 1.03, 3: 1.03}  # how much longer so few programs take that a multiprocessor could hold more of
+EVEN = 1.25  # times the average is the longest sequence, at most, of some that need no balance
+INVARIANT_RUN = 2048  # keys of a split under `batch_invariant`
+BLOCK_SEQS = 128  # sequences that are counted at a time
+MERGED_AT_ONCE = 64  # parts, of one head or of several
+LARGEST_TILE = 512  # query rows and keys, together, of a tile of a kernel whose answers are repaired
+
+
+def attend(
+    query: Float[Tensor, "t h d"],
+    key: Float[Tensor, "s hk d"] | Float[Tensor, "n p hk d"],
+    value: Float[Tensor, "s hk dv"] | Float[Tensor, "n p hk dv"],
+    plan: Plan,
+    options: AttentionOptions,
+    out: Float[Tensor, "t h dv"] | None = None,
+    *,
+    last_mask: Bool[Tensor, "t last"] | None = None,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend over pages if `key` has four dimensions, else over ragged rows.
+
+    Args:
+        query: query rows of all sequences.
+        key: the pool of keys, or the key rows of all sequences; any strides.
+        value: the pool of values, or the value rows.
+        plan: the lengths, the block table for pages, and who may see whom.
+        options: what the layer fixes.
+        out: contiguous memory for the outputs; new memory if None.
+        last_mask: who may see whom among the last keys of a sequence, beside all other rules: true in column `c` where
+            the query may see key `seq_len - last + c` (a tree of drafts); None hides nothing.
+
+    Returns:
+        The outputs, and their log-sum-exps in float32.
+
+    Source: see the module.
+    """
+    return attend_levels(query, key, value, [plan], options, out, last_mask=last_mask)
+
+
+def attend_levels(
+    query: Float[Tensor, "t h d"],
+    key: Float[Tensor, "s hk d"] | Float[Tensor, "n p hk d"],
+    value: Float[Tensor, "s hk dv"] | Float[Tensor, "n p hk dv"],
+    levels: Sequence[Plan],
+    options: AttentionOptions,
+    out: Float[Tensor, "t h dv"] | None = None,
+    *,
+    last_mask: Bool[Tensor, "t last"] | None = None,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend to the keys of several levels, each with a plan of its own over the same query rows, as one softmax.
+
+    A level's splits are parts like any other, so all levels share one reduction; and a level need not wait for the one
+    before it, as long as the reduction waits for all.
+
+    Args:
+        query: query rows of all sequences.
+        key: as in `attend`.
+        value: as in `attend`.
+        levels: the plan of each level.
+        options: what the layer fixes; sinks count once.
+        out: as in `attend`.
+        last_mask: as in `attend`, of the last level.
+
+    Returns:
+        The outputs, and their log-sum-exps in float32.
+
+    Source: the module; levels of a cascade: Ye et al. 2024, "Cascade Inference".
+    """
+    num_tokens, num_heads = query.shape[:2]
+    value_head_size = value.shape[-1]
+    out = query.new_empty(num_tokens, num_heads, value_head_size) if out is None else out
+    lse = query.new_empty(num_tokens, num_heads, dtype=torch.float32)
+    batch = levels[-1].batch
+    if 0 in (num_tokens, num_heads, batch.num_seqs):
+        return out.zero_(), lse.fill_(-torch.inf)
+
+    row_bytes = max(pad(query.shape[2]), pad(value_head_size)) * query.element_size()  # in a program, of the longest
+    tunings = [tune(query, key, value, level, options, row_bytes) for level in levels]
+    if len(levels) > 1:
+        tunings = [_beside_others(tuning) for tuning in tunings]
+    tunings = [fit(tuning, query.device, row_bytes=row_bytes, key_bytes=2 * row_bytes) for tuning in tunings]
+    num_parts = sum(tuning.most_splits for tuning in tunings)
+    if num_parts == 1 and not options.batch_invariant:
+        _launch(query, key, value, levels[0], options, tunings[0], out, lse, last_mask=last_mask)
+        return out, lse
+
+    parts = query.new_empty(num_parts, *out.shape, dtype=torch.float32)
+    part_lses = query.new_empty(num_parts, *lse.shape, dtype=torch.float32)
+    overlap = can_overlap(query.device)
+    first = 0
+    for level, tuning in zip(levels, tunings, strict=True):
+        _launch(
+            query,
+            key,
+            value,
+            level,
+            options,
+            tuning,
+            parts[first:] if first else parts,  # a slice takes the host as long as an allocation
+            part_lses[first:] if first else part_lses,
+            last_mask=last_mask if level is levels[-1] else None,
+            overlap=overlap,
+            after=first > 0,
+        )
+        first += tuning.most_splits
+    block_splits = 1 if options.batch_invariant else min(MERGED_AT_ONCE, pad(num_parts))
+    block_heads = min(MERGED_AT_ONCE // block_splits, pad(num_heads))
+    _reduce_kernel[num_tokens, -(-num_heads // block_heads)](
+        parts,
+        part_lses,
+        out,
+        lse,
+        batch.cu_seqlens_q,
+        _side_by_side(options.sinks),
+        num_tokens,
+        batch.num_seqs,
+        num_parts,
+        NUM_HEADS=num_heads,
+        VALUE_HEAD_SIZE=value_head_size,
+        BLOCK_HEADS=block_heads,
+        BLOCK_SPLITS=block_splits,
+        OVERLAP=overlap,
+        num_warps=4,
+        **({"launch_pdl": True} if overlap else {}),
+    )
+    return out, lse
+
+
+def repair(
+    out: Float[Tensor, "t h dv"],
+    query: Float[Tensor, "t h d"],
+    key: Float[Tensor, "s hk d"] | Float[Tensor, "n p hk d"],
+    value: Float[Tensor, "s hk dv"] | Float[Tensor, "n p hk dv"],
+    plan: Plan,
+    options: AttentionOptions,
+) -> None:
+    """Compute again, in place, what another kernel answered with NaN because it multiplied memory that nobody sees.
+
+    A kernel that loads whole tiles gives a weight of 0 to values past a sequence's end, before a window, or of the
+    next sequence: harmless while they are finite, but 0 times NaN is NaN. The log-sum-exp does not suffer, as the
+    scores of such keys are replaced. A NaN that a query may see comes out again.
+
+    It costs a launch, and a look at the answers that a tile of at most `LARGEST_TILE` rows and keys can have spoilt:
+    those of the last queries of a sequence, and of all queries where there is a window or no causal mask.
+
+    Args:
+        out: the answers; rows side by side.
+        query: what they were computed from, and so on.
+        key: as in `attend`.
+        value: as in `attend`.
+        plan: the lengths, the block table for pages, and who may see whom.
+        options: what the layer fixes; the sinks are in `out` already.
+
+    Source: the module.
+    """
+    if 0 in (*query.shape[:2], plan.batch.num_seqs):
+        return
+    row_bytes = max(pad(query.shape[2]), pad(value.shape[-1])) * query.element_size()
+    tuning = Tuning(64, _fit(64, row_bytes), 4, 3, 1, 1)
+    tuning = fit(tuning, query.device, row_bytes=row_bytes, key_bytes=2 * row_bytes)
+    _launch(query, key, value, plan, options, tuning, out, None, last_mask=None)
+
+
+def _launch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: Plan,
+    options: AttentionOptions,
+    tuning: Tuning,
+    out: Tensor,
+    lse: Tensor | None,
+    *,
+    last_mask: Tensor | None,
+    overlap: bool | None = None,
+    after: bool = False,
+) -> None:
+    """Launch the kernel for one level.
+
+    Args:
+        query: as in `attend`, and what follows.
+        key: likewise.
+        value: likewise.
+        plan: likewise.
+        options: likewise.
+        tuning: the shape of the launch.
+        out: the answer, or the first of the parts.
+        lse: likewise; None to repair the answer.
+        last_mask: likewise.
+        overlap: whether the launch behind this one may begin early; None if this one gives the answer, not parts.
+        after: another level was launched before, that what follows has to wait for, too.
+    """
+    batch = plan.batch
+    num_tokens, num_heads, head_size = query.shape
+    num_kv_heads, value_head_size = value.shape[-2:]
+    group = num_heads // num_kv_heads
+    block_table = batch.block_table if key.ndim == 4 else None
+    left, right = window_within_reach(plan)
+    positions = plan.positions if uses_positions(plan, options) else None
+    query, scale = with_scale_above_0(query, options.softmax_scale)
+    one_tile = _is_one_tile(batch, group, tuning.block_m)
+    tiles = _count_tiles(batch, num_tokens, group, tuning.block_m)
+    _attend_kernel[tiles * num_kv_heads, tuning.most_splits](
+        query,
+        key,
+        value,
+        out,
+        lse,
+        block_table,
+        batch.cu_seqlens_q,
+        batch.cu_seqlens_k if block_table is None else None,
+        batch.seq_lens,
+        _side_by_side(positions),
+        None if positions is None else _side_by_side(plan.first_keys),
+        _side_by_side(options.alibi_slopes),
+        _side_by_side(options.sinks),
+        None if last_mask is None else last_mask.view(torch.uint8),
+        query.stride(),
+        key.stride(),
+        value.stride(),
+        (0, 0) if last_mask is None else last_mask.stride(),
+        0 if block_table is None else block_table.stride(0),
+        1 if block_table is None else block_table.stride(1),
+        num_tokens,
+        batch.num_seqs,
+        tuning.splits,
+        scale,
+        options.softcap,
+        left,
+        right,
+        0 if last_mask is None else last_mask.shape[1],
+        NUM_HEADS=num_heads,
+        GROUP=group,
+        HEAD_SIZE=head_size,
+        VALUE_HEAD_SIZE=value_head_size,
+        BLOCK_SIZE=0 if block_table is None else key.shape[1],
+        BLOCK_M=tuning.block_m,
+        BLOCK_N=tuning.block_n,
+        BLOCK_SEQS=BLOCK_SEQS,
+        SPLIT=overlap is not None,
+        RUN=tuning.run,
+        BALANCE=tuning.most_splits > tuning.splits,
+        ONE_TILE=one_tile,
+        SOFTCAP=options.softcap > 0,
+        LEFT=left >= 0,
+        RIGHT=right >= 0,
+        LARGEST_TILE=LARGEST_TILE,
+        OVERLAP=bool(overlap),
+        AFTER=bool(overlap and after),
+        num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages,
+        **({"launch_pdl": True} if overlap and after else {}),
+        **({"maxnreg": tuning.registers} if tuning.registers and not INTERPRETED else {}),
+    )
+
+
+def _side_by_side(per_head: Tensor | None) -> Tensor | None:
+    """Give numbers such that a pointer to the first leads to all of them."""
+    return None if per_head is None else per_head.contiguous()
+
+
+def _is_one_tile(batch: Batch, group: int, block_m: int) -> bool:
+    """Say whether a tile holds all query rows of any sequence."""
+    return batch.max_query_len * group <= block_m
+
+
+def _count_tiles(batch: Batch, num_tokens: int, group: int, block_m: int) -> int:
+    """Bound the number of tiles: one that is not full for each sequence, beside the full ones."""
+    if _is_one_tile(batch, group, block_m):
+        return batch.num_seqs
+    if batch.num_seqs == 1:
+        return -(-num_tokens * group // block_m)
+    return batch.num_seqs + num_tokens * group // block_m
+
+
+def tune(query: Tensor, key: Tensor, value: Tensor, plan: Plan, options: AttentionOptions, row_bytes: int) -> Tuning:
+    """Choose the shape of a launch from sizes that the host knows.
+
+    Under `batch_invariant` nothing depends on the batch: not the tile, not the step, and not where a split begins.
+    """
+    batch, num_kv_heads = plan.batch, key.shape[-2]
+    group = query.shape[1] // num_kv_heads
+    visible = _most_visible_keys(plan, options)
+    if options.batch_invariant:
+        may_begin_inside = plan.window[0] >= 0
+        splits = -(-visible // INVARIANT_RUN) + may_begin_inside
+        return Tuning(64, _fit(64, row_bytes), 4, 3, splits, splits, run=INVARIANT_RUN)
+    rows = batch.max_query_len * group
+    block_m = 16 if rows <= 16 else 64 if rows <= 64 or row_bytes > 256 else 128
+    tiles = _count_tiles(batch, query.shape[0], group, block_m)
+    tuning = _tune(block_m, row_bytes, tiles * num_kv_heads, visible, multiprocessors(query.device))
+    if batch.num_seqs == 1 or rows > block_m or _about_as_long(batch, visible):  # there is nothing to balance
+        return tuning
+    room = MOST_PART_BYTES // (4 * query.shape[0] * query.shape[1] * value.shape[-1])
+    return tuning._replace(most_splits=max(tuning.splits, min(room, -(-visible // MOST_KEYS))))
+
+
+def _about_as_long(batch: Batch, visible: int) -> bool:
+    """Say whether the sequences are known to have about as many keys each, of those that are visible."""
+    return batch.num_keys is not None and EVEN * batch.num_keys >= visible * batch.num_seqs
+
+
+@cache
+def _tune(block_m: int, row_bytes: int, programs: int, visible: int, num_multiprocessors: int) -> Tuning:
+    """Choose the splits that keep all multiprocessors busy to the end, and how a program works then.
+
+    As long as all programs run at once, the time is that of the multiprocessor with the most keys to read; it takes
+    about 100 KB on their way to it to keep the memory busy. More programs than fit come and go, at a small loss.
+
+    Source: measured on an NVIDIA H200 with bfloat16 and head size 128; wider rows get shorter steps.
+    """
+    at_once = {16: 4, 64: 2, 128: 1}[block_m]  # programs that a multiprocessor holds
+
+    def time(splits: int) -> float:
+        on_one = -(-programs * splits // num_multiprocessors)
+        if on_one > at_once:
+            return 1.05 * programs / num_multiprocessors
+        return on_one / splits * (TOO_FEW.get(on_one, 1.0) if at_once > 2 else 1.0)
+
+    splits = min(range(1, max(1, visible // FEWEST_KEYS) + 1), key=time)
+    on_one = -(-programs * splits // num_multiprocessors)
+    if block_m == 16 and on_one > 3:
+        return Tuning(16, _fit(64, row_bytes), 2, 2, splits, splits)
+    return Tuning(block_m, _fit(64, row_bytes), 8 if block_m == 128 else 4, 3, splits, splits)
+
+
+def _beside_others(tuning: Tuning) -> Tuning:
+    """Change a launch so that those of other levels have room beside it: one multiplies while the other reads.
+
+    Source: measured on an NVIDIA H200; with all registers or all multiprocessors taken, one level waits for the other.
+    8 warps with 160 registers a thread leave 4 warps 192; the compiler takes fewer by itself
+    (tests/kernels/test_compile.py).
+    """
+    if tuning.run:
+        return tuning  # which keys a split has must not depend on other levels either
+    if tuning.block_m == 16:
+        return tuning._replace(block_n=min(128, 4 * tuning.block_n), num_warps=4, num_stages=2)
+    splits = max(1, tuning.splits * 7 // 8)
+    registers = 160 if tuning.num_warps == 8 else None
+    return tuning._replace(splits=splits, most_splits=max(splits, tuning.most_splits * 7 // 8), registers=registers)
+
+
+def _fit(block_n: int, row_bytes: int) -> int:
+    """Give the keys of a step that are as many bytes as `block_n` keys of 256 bytes."""
+    return max(16, min(128, block_n * 256 // row_bytes))
+
+
+def _most_visible_keys(plan: Plan, options: AttentionOptions) -> int:
+    """Bound the keys that the queries of one sequence see, together; those at any positions may see all."""
+    batch, (left, right) = plan.batch, plan.window
+    visible = batch.max_seq_len
+    if not uses_positions(plan, options) and left >= 0 and right >= 0:
+        visible = min(visible, left + batch.max_query_len + right)
+    return visible
+
+
+# Triton's interpreter finds a function only if it stands above the one that calls it.
+
+
+@triton.jit
+@no_type_check
+def _count_steps(
+    cu_seqlens_q,
+    seq_lens,
+    num_seqs,
+    left,
+    right,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SEQS: tl.constexpr,
+):
+    """Count the steps of keys that the queries of all sequences see, one tile a sequence."""
+    total = 0
+    for first in range(0, num_seqs, BLOCK_SEQS):
+        sequence = first + tl.arange(0, BLOCK_SEQS)
+        is_sequence = sequence < num_seqs
+        query_len = tl.load(cu_seqlens_q + sequence + 1, is_sequence, 0) - tl.load(
+            cu_seqlens_q + sequence, is_sequence, 0
+        )
+        seq_len = tl.load(seq_lens + sequence, is_sequence, 0)
+        first_seen, last_key = visible_keys(seq_len - query_len, seq_len - 1, seq_len, left, right, LEFT, RIGHT)
+        first_key = first_seen // BLOCK_N * BLOCK_N
+        steps = tl.where((query_len > 0) & (last_key > first_key), tl.cdiv(last_key - first_key, BLOCK_N), 0)
+        total += tl.sum(steps, 0)
+    return total
+
+
+@triton.jit
+@no_type_check
+def _fill_padding_rows(
+    out,
+    lse,
+    cu_seqlens_q,
+    tile,
+    kv_head,
+    num_tokens,
+    num_seqs,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    VALUE_HEAD_SIZE: tl.constexpr,
+):
+    """Answer 0 and -inf in the rows behind the last sequence, which belong to no tile: each program takes a few."""
+    GROUP_PAD: tl.constexpr = triton.next_power_of_2(GROUP)
+    VALUE_PAD: tl.constexpr = triton.next_power_of_2(VALUE_HEAD_SIZE)
+    in_group = tl.arange(0, GROUP_PAD)
+    at_dv = tl.arange(0, VALUE_PAD)
+    tiles = tl.num_programs(0) // NUM_KV_HEADS
+    token = (tl.load(cu_seqlens_q + num_seqs) + tile).to(tl.int64)
+    while token < num_tokens:
+        places = (token * NUM_KV_HEADS + kv_head) * GROUP + in_group
+        nothing = tl.zeros([GROUP_PAD, VALUE_PAD], out.dtype.element_ty)
+        tl.store(
+            out + places[:, None] * VALUE_HEAD_SIZE + at_dv[None, :],
+            nothing,
+            mask=(in_group < GROUP)[:, None] & (at_dv < VALUE_HEAD_SIZE)[None, :],
+        )
+        tl.store(lse + places, tl.full([GROUP_PAD], float("-inf"), tl.float32), mask=in_group < GROUP)
+        token += tiles
+
+
+@triton.jit
+@no_type_check
+def _wait_for_level_before():
+    """End no earlier than the launch before: the reduction waits for ours alone, which is over when all programs are.
+
+    One program is enough, and the others make room. The last one is the last to be put in place.
+    """
+    if (tl.program_id(0) == tl.num_programs(0) - 1) & (tl.program_id(1) == tl.num_programs(1) - 1):
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit(do_not_specialize=CHANGING)
+@no_type_check
+def _attend_kernel(
+    query,
+    key,
+    value,
+    out,  # [t, h, dv] in the type of the query, or [splits, t, h, dv] in float32
+    lse,  # [t, h] or [splits, t, h]; None to repair `out`
+    block_table,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    seq_lens,
+    query_positions,
+    first_keys,
+    alibi_slopes,
+    sinks,
+    last_mask,
+    query_strides,
+    key_strides,
+    value_strides,
+    mask_strides,
+    table_row_stride,
+    table_stride,
+    num_tokens,
+    num_seqs,
+    splits,
+    scale,
+    softcap,
+    left,
+    right,
+    last,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    VALUE_HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SEQS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    RUN: tl.constexpr,
+    BALANCE: tl.constexpr,
+    ONE_TILE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    LARGEST_TILE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    AFTER: tl.constexpr,
+):
+    REPAIR: tl.constexpr = lse is None
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()  # the reduction may be put in place now; it waits for our results itself
+    LOG2E: tl.constexpr = 1.4426950408889634
+    NUM_KV_HEADS: tl.constexpr = NUM_HEADS // GROUP
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
+    tile = tl.program_id(0) // NUM_KV_HEADS
+    split = tl.program_id(1)
+
+    # Which rows of which sequence.
+    sequence, first_row = find_tile(cu_seqlens_q, tile, num_seqs, GROUP, BLOCK_M, ONE_TILE)
+    first_query = tl.load(cu_seqlens_q + sequence)
+    query_len = tl.load(cu_seqlens_q + sequence + 1) - first_query
+    seq_len = tl.load(seq_lens + sequence)
+    if first_row >= query_len * GROUP:
+        if not (SPLIT or REPAIR):
+            _fill_padding_rows(
+                out, lse, cu_seqlens_q, tile, kv_head, num_tokens, num_seqs, NUM_KV_HEADS, GROUP, VALUE_HEAD_SIZE
+            )
+        if AFTER:
+            _wait_for_level_before()
+        return
+    context = seq_len - query_len  # negative where a sequence has more queries than keys
+    rows = first_row + tl.arange(0, BLOCK_M)
+    is_row = rows < query_len * GROUP
+    tokens = (first_query + rows // GROUP).to(tl.int64)
+    heads = kv_head * GROUP + rows % GROUP
+    positions, first_position, last_position = find_positions(
+        query_positions, first_keys, sequence, tokens, rows, is_row, first_row, context, query_len, GROUP, BLOCK_M
+    )
+
+    # Which keys: those that some row sees, and of them the run of this split.
+    first_seen, last_key = visible_keys(first_position, last_position, seq_len, left, right, LEFT, RIGHT)
+    first_key = first_seen // BLOCK_N * BLOCK_N
+    places = split.to(tl.int64) * num_tokens * NUM_HEADS + tokens * NUM_HEADS + heads
+    if REPAIR:
+        VALUE_PAD: tl.constexpr = triton.next_power_of_2(VALUE_HEAD_SIZE)
+        at_dv = tl.arange(0, VALUE_PAD)
+        may_be_spoilt = is_row
+        if RIGHT and not LEFT:  # what is nobody's lies past the sequence's end, and only its last rows load that
+            may_be_spoilt &= positions + (right + LARGEST_TILE) >= seq_len
+        given = tl.load(
+            out + places[:, None] * VALUE_HEAD_SIZE + at_dv[None, :],
+            mask=may_be_spoilt[:, None] & (at_dv < VALUE_HEAD_SIZE)[None, :],
+            other=0.0,
+        )
+        if tl.max((given != given).to(tl.int32)) == 0:
+            return
+    if SPLIT:
+        if RUN > 0:
+            begin = first_key // RUN * RUN + split * RUN
+            first_key = tl.multiple_of(tl.maximum(first_key, begin), BLOCK_N)
+            last_key = tl.minimum(last_key, begin + RUN)
+        else:
+            steps = tl.cdiv(tl.maximum(last_key - first_key, 0), BLOCK_N)
+            if BALANCE:
+                KNOWN: tl.constexpr = query_positions is None  # else all keys are counted
+                all_steps = _count_steps(
+                    cu_seqlens_q,
+                    seq_lens,
+                    num_seqs,
+                    left,
+                    right,
+                    LEFT and KNOWN,
+                    RIGHT and KNOWN,
+                    BLOCK_N,
+                    BLOCK_SEQS,
+                )
+                share = steps.to(tl.float32) * num_seqs / tl.maximum(all_steps, 1).to(tl.float32)  # 1 is the average
+                splits = tl.minimum(tl.maximum((share * splits + 0.9).to(tl.int32), 1), tl.num_programs(1))
+            keys = tl.cdiv(steps, splits) * BLOCK_N
+            first_key += split * keys
+            last_key = tl.minimum(last_key, first_key + keys)
+        if first_key >= last_key:
+            tl.store(lse + places, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=is_row)
+            if AFTER:
+                _wait_for_level_before()
+            return
+
+    slopes = None
+    if alibi_slopes is not None:
+        slopes = tl.load(alibi_slopes + heads, mask=is_row, other=0.0).to(tl.float32) * LOG2E
+    mask_rows = None
+    if last_mask is not None:
+        mask_rows = last_mask + tokens * mask_strides[0]
+    highest, total, weighted = attend_to_run(
+        query + tokens * query_strides[0] + heads.to(tl.int64) * query_strides[1],
+        query_strides[2],
+        is_row,
+        positions,
+        first_position,
+        last_position,
+        key,
+        value,
+        block_table,
+        cu_seqlens_k,
+        sequence,
+        kv_head,
+        first_key,
+        first_seen,
+        last_key,
+        slopes,
+        mask_rows,
+        seq_len - last,
+        key_strides,
+        value_strides,
+        mask_strides[1],
+        table_row_stride,
+        table_stride,
+        scale,
+        softcap,
+        left,
+        right,
+        HEAD_SIZE,
+        VALUE_HEAD_SIZE,
+        BLOCK_SIZE,
+        BLOCK_M,
+        BLOCK_N,
+        SOFTCAP,
+        LEFT,
+        RIGHT,
+    )
+    sink = None
+    if sinks is not None and not SPLIT:
+        sink = tl.load(sinks + heads, mask=is_row, other=0.0).to(tl.float32)
+    values, logs = answer(highest, total, weighted, sink)
+    store_rows(values, logs, places, is_row, out, lse, VALUE_HEAD_SIZE)
+    if not (SPLIT or REPAIR):
+        _fill_padding_rows(
+            out, lse, cu_seqlens_q, tile, kv_head, num_tokens, num_seqs, NUM_KV_HEADS, GROUP, VALUE_HEAD_SIZE
+        )
+    if AFTER:
+        _wait_for_level_before()
+
+
+@triton.jit(do_not_specialize=CHANGING)
+@no_type_check
+def _reduce_kernel(
+    parts,  # [splits, t, h, dv]
+    part_lses,  # [splits, t, h]
+    out,
+    lse,
+    cu_seqlens_q,
+    sinks,
+    num_tokens,
+    num_seqs,
+    splits,
+    NUM_HEADS: tl.constexpr,
+    VALUE_HEAD_SIZE: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    is_head = heads < NUM_HEADS
+    is_query = token < tl.load(cu_seqlens_q + num_seqs)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    VALUE_PAD: tl.constexpr = triton.next_power_of_2(VALUE_HEAD_SIZE)
+    at_dv = tl.arange(0, VALUE_PAD)
+    places = token * NUM_HEADS + heads
+    highest = tl.full([BLOCK_HEADS], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_HEADS], tl.float32)
+    weighted = tl.zeros([BLOCK_HEADS, VALUE_PAD], tl.float32)
+    for first in range(0, splits, BLOCK_SPLITS):
+        split = first + tl.arange(0, BLOCK_SPLITS)[None, :]
+        part_places = split.to(tl.int64) * num_tokens * NUM_HEADS + places[:, None]
+        # No part of a padding row was written, and no value of a split without keys.
+        logs = tl.load(part_lses + part_places, is_head[:, None] & (split < splits) & is_query, float("-inf"))
+        values = tl.load(
+            parts + part_places[:, :, None] * VALUE_HEAD_SIZE + at_dv[None, None, :],
+            mask=(logs > float("-inf"))[:, :, None] & (at_dv < VALUE_HEAD_SIZE)[None, None, :],
+            other=0.0,
+        )
+        highest, total, weighted = merge_parts(highest, total, weighted, logs, values)
+    sink = None
+    if sinks is not None:
+        sink = tl.where(is_query, tl.load(sinks + heads, mask=is_head, other=0.0).to(tl.float32), float("-inf"))
+    values, logs = answer(highest, total, weighted, sink)
+    store_rows(values, logs, places, is_head, out, lse, VALUE_HEAD_SIZE)

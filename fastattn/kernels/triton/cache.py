@@ -1,0 +1,163 @@
+"""Move rows and blocks of the paged cache, each job in one launch; the kernel `triton` of `fastattn.kv_cache`.
+
+Source: Kwon et al. 2023, "PagedAttention": its cache kernels.
+"""
+
+from typing import no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Int64, Shaped
+from torch import Tensor
+
+BLOCK_ROWS = 16
+
+
+def write(
+    key: Shaped[Tensor, "t hk d"],
+    value: Shaped[Tensor, "t hk dv"],
+    key_cache: Shaped[Tensor, "n p hk d"],
+    value_cache: Shaped[Tensor, "n p hk dv"],
+    slot_mapping: Int64[Tensor, "t"],
+) -> None:
+    """Write new keys and values into the pool, in place; see `fastattn.kv_cache.write`.
+
+    Args:
+        key: the new keys; any strides, as all tensors here.
+        value: the new values.
+        key_cache: the pool of keys.
+        value_cache: the pool of values.
+        slot_mapping: the slot of each token; -1 is written nowhere.
+    """
+    num_tokens, num_kv_heads, head_size = key.shape
+    rows = num_tokens * num_kv_heads
+    if rows == 0:
+        return
+    key, value, key_cache, value_cache = (as_bytes(x) for x in (key, value, key_cache, value_cache))
+    _write_kernel[(-(-rows // BLOCK_ROWS),)](
+        key,
+        value,
+        key_cache,
+        value_cache,
+        slot_mapping,
+        key.stride(),
+        value.stride(),
+        key_cache.stride(),
+        value_cache.stride(),
+        slot_mapping.stride(0),
+        rows,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_SIZE=head_size,
+        VALUE_HEAD_SIZE=value.shape[-1],
+        BLOCK_SIZE=key_cache.shape[1],
+        BLOCK_ROWS=BLOCK_ROWS,
+    )
+
+
+def copy_blocks(cache: Shaped[Tensor, "n ..."], pairs: Int64[Tensor, "k 2"]) -> None:
+    """Copy whole blocks inside a pool, in place, every source as it was before; see `fastattn.kv_cache.copy_blocks`.
+
+    One program takes the same few elements of all blocks, reads them all and then writes them all, so that a block may
+    be a source and a destination.
+
+    Args:
+        cache: the pool, with the block as its first dimension.
+        pairs: source and destination block of each copy, on any device; each destination once. At most
+            `fastattn.kernels.triton.MAX_PAIRS` of them.
+    """
+    pairs, num_pairs = pairs.to(cache.device), pairs.shape[0]
+    if num_pairs == 0 or cache.numel() == 0:
+        return
+    cache = as_bytes(cache)
+    block_elements = cache[0].numel()
+    block_pairs = 1 << (num_pairs - 1).bit_length()
+    block = max(8, min(2048, 8192 // block_pairs))
+    _copy_kernel[(-(-block_elements // block),)](
+        cache,
+        pairs,
+        cache.stride(0),
+        pairs.stride(),
+        num_pairs,
+        block_elements,
+        BLOCK_PAIRS=block_pairs,
+        BLOCK=block,
+    )
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """See elements of one byte as bytes: an 8-bit float can be moved by GPUs that can't compute with it."""
+    return x.view(torch.uint8) if x.element_size() == 1 else x
+
+
+@triton.jit(do_not_specialize=["slot_mapping", "rows"])
+@no_type_check
+def _write_kernel(
+    key,
+    value,
+    key_cache,
+    value_cache,
+    slot_mapping,
+    key_strides,
+    value_strides,
+    key_cache_strides,
+    value_cache_strides,
+    slot_stride,
+    rows,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    VALUE_HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+):
+    # A row is a head of a token.
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    token, head = row // NUM_KV_HEADS, row % NUM_KV_HEADS
+    slot = tl.load(slot_mapping + token * slot_stride, row < rows, -1)
+    is_written = (slot >= 0)[:, None]
+    slot = tl.maximum(slot, 0)
+    block, place = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+    HEAD_PAD: tl.constexpr = triton.next_power_of_2(HEAD_SIZE)
+    VALUE_PAD: tl.constexpr = triton.next_power_of_2(VALUE_HEAD_SIZE)
+    at_d = tl.arange(0, HEAD_PAD)[None, :]
+    at_dv = tl.arange(0, VALUE_PAD)[None, :]
+
+    keys = tl.load(
+        key + (token * key_strides[0] + head * key_strides[1])[:, None] + at_d * key_strides[2],
+        is_written & (at_d < HEAD_SIZE),
+    )
+    values = tl.load(
+        value + (token * value_strides[0] + head * value_strides[1])[:, None] + at_dv * value_strides[2],
+        is_written & (at_dv < VALUE_HEAD_SIZE),
+    )
+    key_rows = block * key_cache_strides[0] + place * key_cache_strides[1] + head * key_cache_strides[2]
+    tl.store(key_cache + key_rows[:, None] + at_d * key_cache_strides[3], keys, is_written & (at_d < HEAD_SIZE))
+    value_rows = block * value_cache_strides[0] + place * value_cache_strides[1] + head * value_cache_strides[2]
+    tl.store(
+        value_cache + value_rows[:, None] + at_dv * value_cache_strides[3],
+        values,
+        is_written & (at_dv < VALUE_HEAD_SIZE),
+    )
+
+
+@triton.jit(do_not_specialize=["pairs", "num_pairs"])
+@no_type_check
+def _copy_kernel(
+    cache,
+    pairs,
+    block_stride,
+    pair_strides,
+    num_pairs,
+    block_elements,
+    BLOCK_PAIRS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    at_pair = tl.arange(0, BLOCK_PAIRS)
+    at = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    is_pair = at_pair < num_pairs
+    source = tl.load(pairs + at_pair * pair_strides[0], is_pair, 0)
+    destination = tl.load(pairs + at_pair * pair_strides[0] + pair_strides[1], is_pair, 0)
+    mask = is_pair[:, None] & (at < block_elements)
+    elements = tl.load(cache + source[:, None] * block_stride + at, mask)
+    tl.debug_barrier()  # all have read before the first writes
+    tl.store(cache + destination[:, None] * block_stride + at, elements, mask)

@@ -1,0 +1,500 @@
+"""What one Triton program does: attend from a tile of queries to a run of keys, a step of keys at a time.
+
+A tile's rows are the tokens of one sequence times the query heads that share a key head, so that all of them are rows
+of one matrix product: row `r` is token `r // GROUP`, head `r % GROUP` of the group.
+
+Source: Dao et al. 2022, "FlashAttention"; Kwon et al. 2023, "PagedAttention"; Ainslie et al. 2023, "GQA".
+"""
+
+from functools import cache
+from typing import NamedTuple, no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastattn.kernels import device as devices
+from refattn.interface import Plan
+
+INTERPRETED = triton.knobs.runtime.interpret  # kernels run in Python, on CPU tensors
+
+# What changes from batch to batch, which must not lead to another compilation.
+CHANGING = (
+    *("block_table", "cu_seqlens_q", "cu_seqlens_k", "seq_lens", "query_positions", "first_keys", "table_row_stride"),
+    *("num_tokens", "num_seqs", "splits", "left", "right", "last"),
+)
+
+
+SCRATCH_BYTES = 2048  # of shared memory that a program needs beside its tile and its steps
+FAR = 2**30  # tokens, to which a side of a window is cut: a position and it together fit into 32 bits
+
+
+class Tuning(NamedTuple):
+    """The shape of a launch.
+
+    Attributes:
+        block_m: rows of a tile.
+        block_n: keys of a step.
+        num_warps: warps of a program.
+        num_stages: steps in flight.
+        splits: into how many runs the keys of a sequence of average length are divided.
+        most_splits: and those of the longest, at most.
+        registers: most registers of a thread, so that programs of another launch fit beside it; None for any number.
+        run: keys of a split, if the splits are to begin at multiples of it whatever else there is; 0 to share the keys.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    splits: int
+    most_splits: int
+    registers: int | None = None
+    run: int = 0
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Give the number of multiprocessors; a few for the interpreter, so that its tests split keys too."""
+    return 4 if INTERPRETED else devices.num_multiprocessors(device)
+
+
+def fit(tuning: Tuning, device: torch.device, *, row_bytes: int, key_bytes: int) -> Tuning:
+    """Shrink a launch to the shared memory of a device: its steps in flight first, then their keys, then its rows.
+
+    Args:
+        tuning: the launch.
+        device: where it is to run.
+        row_bytes: bytes of a row of the tile.
+        key_bytes: bytes that a step reads for a key, those of its value included.
+
+    Source: compiled for compute capability 8.0, 8.9 and 9.0, no launch took more than is counted here.
+    """
+    return tuning if INTERPRETED else shrink(tuning, row_bytes, key_bytes, devices.shared_memory(device))
+
+
+@cache
+def shrink(tuning: Tuning, row_bytes: int, key_bytes: int, room: int) -> Tuning:
+    """Shrink a launch to `room` bytes, as `fit` does."""
+
+    def is_too_large() -> bool:
+        in_flight = tuning.num_stages * tuning.block_n * key_bytes
+        return tuning.block_m * row_bytes + in_flight + SCRATCH_BYTES > room
+
+    while is_too_large() and tuning.num_stages > 1:
+        tuning = tuning._replace(num_stages=tuning.num_stages - 1)
+    while is_too_large() and tuning.block_n > 16:
+        tuning = tuning._replace(block_n=tuning.block_n // 2)
+    while is_too_large() and tuning.block_m > 16:
+        tuning = tuning._replace(block_m=tuning.block_m // 2)
+    return tuning
+
+
+def can_overlap(device: torch.device) -> bool:
+    """Say whether a kernel can be put in place while the one before it ends (programmatic dependent launch)."""
+    return not INTERPRETED and devices.capability(device) >= (9, 0)
+
+
+def pad(size: int) -> int:
+    """Give the next power of two; Triton's own function is slow outside a kernel."""
+    return 1 << (size - 1).bit_length()
+
+
+def window_within_reach(plan: Plan) -> tuple[int, int]:
+    """Return the window of a plan, -1 for no limit, such that no sum with a position overflows."""
+    left, right = plan.window
+    return min(left, FAR), min(right, FAR)
+
+
+def with_scale_above_0(query: Tensor, softmax_scale: float | None) -> tuple[Tensor, float]:
+    """Give a query and a positive scale whose products are those asked for, to the bit."""
+    scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    if scale > 0:
+        return query, scale
+    return (-query, -scale) if scale < 0 else (torch.zeros_like(query), 1.0)
+
+
+# Triton's interpreter finds a function only if it stands above the one that calls it.
+
+
+@triton.jit
+@no_type_check
+def _first_tile(cu_seqlens_q, sequence, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Give a tile to begin a sequence with: those before it have room for one tile that is not full each."""
+    return tl.load(cu_seqlens_q + sequence) * GROUP // BLOCK_M + sequence
+
+
+@triton.jit
+@no_type_check
+def find_tile(cu_seqlens_q, tile, num_seqs, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, ONE_TILE: tl.constexpr):
+    """Give the sequence of a tile, and its first row there; behind the last row if the sequence needs fewer tiles.
+
+    The sequence is the last one whose first tile is not behind this one, found by halving.
+    """
+    sequence = tile
+    first_row = tile * 0
+    if not ONE_TILE:
+        sequence = tile * 0
+        high = num_seqs - 1
+        while sequence < high:
+            middle = (sequence + high + 1) // 2
+            if _first_tile(cu_seqlens_q, middle, GROUP, BLOCK_M) <= tile:
+                sequence = middle
+            else:
+                high = middle - 1
+        first_row = (tile - _first_tile(cu_seqlens_q, sequence, GROUP, BLOCK_M)) * BLOCK_M
+    return sequence, first_row
+
+
+@triton.jit
+@no_type_check
+def find_positions(
+    query_positions,
+    first_keys,
+    sequence,
+    tokens,
+    rows,
+    is_row,
+    first_row,
+    context,
+    query_len,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Give the position of each row of a tile, the least and the largest of them.
+
+    They are read from `query_positions`, by query row, and counted from the first key of the sequence; if that is None
+    they follow one another from `context` on.
+    """
+    if query_positions is None:
+        positions = context + rows // GROUP
+        first_position = context + first_row // GROUP
+        last_position = context + tl.minimum((first_row + BLOCK_M - 1) // GROUP, query_len - 1)
+    else:
+        positions = tl.load(query_positions + tokens, mask=is_row, other=0)
+        if first_keys is not None:
+            positions -= tl.load(first_keys + sequence)
+        first_position = tl.min(tl.where(is_row, positions, 2**31 - 1), 0)
+        last_position = tl.max(tl.where(is_row, positions, -(2**31)), 0)
+    return positions, first_position, last_position
+
+
+@triton.jit
+@no_type_check
+def visible_keys(
+    first_position,
+    last_position,
+    seq_len,
+    left,
+    right,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+):
+    """Bound the keys that some queries see, of those between two positions: the first of them, and the end of them.
+
+    The positions may be a tensor, one pair a sequence.
+    """
+    first_key = first_position * 0
+    last_key = seq_len
+    if RIGHT:
+        last_key = tl.minimum(last_key, last_position + right + 1)
+    if LEFT:
+        first_key = tl.maximum(first_key, first_position - left)
+    return first_key, last_key
+
+
+@triton.jit
+@no_type_check
+def _tanh(x):
+    size = tl.abs(x)
+    square = x * x
+    shrunk = tl.exp(-2.0 * size)
+    large = (1.0 - shrunk) / (1.0 + shrunk)
+    small = size * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0)))  # where 1 - shrunk would lose its digits
+    return tl.where(x < 0.0, -1.0, 1.0) * tl.where(size < 0.05, small, large)
+
+
+@triton.jit
+@no_type_check
+def finish_scores(
+    scores,
+    positions,
+    j,
+    is_key,
+    all_seen,
+    slopes,
+    scale,
+    softcap,
+    left,
+    right,
+    SOFTCAP: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+):
+    """Turn the products of queries at `positions` and keys at `j` into scores of what is visible, up to a factor.
+
+    `all_seen` says that every row sees every key of the step, so that nothing has to be compared. `weigh` multiplies by
+    the factor, next to its subtraction: were that done here, the compiler could join the two only where nothing is
+    compared, and a masked step would round otherwise. With slopes, those of ALiBi times log2(e), no factor is left, and
+    scores are in base 2.
+    """
+    LOG2E: tl.constexpr = 1.4426950408889634
+    factor = scale
+    if SOFTCAP:
+        scores = _tanh(scores * (scale / softcap))
+        factor = softcap
+    distance = positions[:, None] - j[None, :]
+    if slopes is not None:
+        scores = scores * (factor * LOG2E) - slopes[:, None] * tl.abs(distance)
+    if not all_seen:
+        visible = is_key[None, :]
+        if RIGHT:
+            visible = visible & (distance >= -right)
+        if LEFT:
+            visible = visible & (distance <= left)
+        scores = tl.where(visible, scores, float("-inf"))
+    return scores
+
+
+@triton.jit
+@no_type_check
+def hide_masked(scores, mask_rows, mask_stride, is_row, columns, is_key, all_seen):
+    """Take away the scores of keys that a mask over the last keys hides; its columns before 0 hide nothing."""
+    if not all_seen:
+        shown = tl.load(
+            mask_rows[:, None] + (columns * mask_stride)[None, :],
+            mask=is_row[:, None] & (is_key & (columns >= 0))[None, :],
+            other=1,
+        )
+        scores = tl.where(shown != 0, scores, float("-inf"))
+    return scores
+
+
+@triton.jit
+@no_type_check
+def weigh(scores, highest, total, factor, IN_BASE_2: tl.constexpr):
+    """Take a step of scores into the online softmax: its weights, and by how much what was summed so far shrinks.
+
+    `factor` is what `finish_scores` left out, above 0; `IN_BASE_2` says that it left nothing.
+    """
+    unit = 1.0 if IN_BASE_2 else factor * 1.4426950408889634
+    new_highest = tl.maximum(highest, tl.max(scores, 1) * unit)
+    base = tl.where(new_highest == float("-inf"), 0.0, new_highest)  # -inf - -inf would be NaN
+    weights = tl.exp2(scores * unit - base[:, None])
+    shrink = tl.exp2(highest - base)
+    return weights, shrink, new_highest, total * shrink + tl.sum(weights, 1)
+
+
+@triton.jit
+@no_type_check
+def phase_of_run(
+    PHASE: tl.constexpr, PHASES: tl.constexpr, first_key, last_key, all_from, all_to, BLOCK_N: tl.constexpr
+):
+    """Bound the steps of a phase: in phase 1 of 3 every row of the tile sees every key, before and behind it not.
+
+    A branch in the loop would keep the products of one step from overlapping with the softmax of another.
+    """
+    begin, end = first_key, last_key
+    if PHASES == 3:
+        full_from = first_key + tl.cdiv(tl.maximum(all_from - first_key, 0), BLOCK_N) * BLOCK_N
+        full_to = first_key + tl.maximum(all_to - first_key, 0) // BLOCK_N * BLOCK_N
+        if PHASE == 0:
+            end = tl.minimum(full_from, last_key)
+        elif PHASE == 1:
+            begin, end = full_from, full_to
+        else:
+            begin = tl.maximum(full_from, full_to)
+    return begin, end
+
+
+@triton.jit
+@no_type_check
+def seen_by_all(
+    first_key,
+    last_key,
+    first_position,
+    last_position,
+    left,
+    right,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+):
+    """Bound the keys that every row of a tile sees."""
+    if RIGHT:
+        last_key = tl.minimum(last_key, first_position + right + 1)
+    if LEFT:
+        first_key = tl.maximum(first_key, last_position - left)
+    return first_key, last_key
+
+
+@triton.jit
+@no_type_check
+def attend_to_run(
+    query_rows,
+    query_stride,
+    is_row,
+    positions,
+    first_position,
+    last_position,
+    key,
+    value,
+    block_table,
+    cu_seqlens_k,
+    sequence,
+    kv_head,
+    first_key,
+    first_seen,
+    last_key,
+    slopes,
+    mask_rows,
+    masked_from,
+    key_strides,
+    value_strides,
+    mask_stride,
+    table_row_stride,
+    table_stride,
+    scale,
+    softcap,
+    left,
+    right,
+    HEAD_SIZE: tl.constexpr,
+    VALUE_HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+):
+    """Attend from a tile to the keys from `first_key` up to `last_key` of a sequence, by an online softmax in base 2.
+
+    `first_key` is where a step begins, and `first_seen` the first key that some row sees: what lies before it may be
+    another's by now, or NaN, which no weight of 0 undoes, and is not read.
+
+    `query_rows` point to the queries of the rows that `is_row`; `positions` lie between the first and the last one.
+    `key` and `value` are pages that `block_table` leads to, or rows that `cu_seqlens_k` leads to (`BLOCK_SIZE` is 0).
+    `slopes` are those of ALiBi times log2(e), one a row, or None. `mask_rows` point to the mask of each row, over the
+    keys from `masked_from` to the sequence's end, or are None.
+
+    It returns the highest score of each row, the sum of the weights relative to it, and the weighted sum of the values.
+    """
+    if BLOCK_SIZE > 0:  # the table is read a step ahead, so that loads of keys do not wait for it
+        table = block_table + sequence.to(tl.int64) * table_row_stride
+        j = first_key + tl.arange(0, BLOCK_N)
+        is_key = (j >= first_seen) & (j < last_key)
+        next_blocks = tl.load(table + j // BLOCK_SIZE * table_stride, mask=is_key, other=0)
+    else:
+        first_key_row = tl.load(cu_seqlens_k + sequence).to(tl.int64)
+    head = kv_head.to(tl.int64)
+
+    all_from, all_to = seen_by_all(first_key, last_key, first_position, last_position, left, right, LEFT, RIGHT)
+    if mask_rows is not None:
+        all_to = tl.minimum(all_to, masked_from)
+    HEAD_PAD: tl.constexpr = triton.next_power_of_2(HEAD_SIZE) if HEAD_SIZE > 16 else 16  # the least of a product
+    VALUE_PAD: tl.constexpr = triton.next_power_of_2(VALUE_HEAD_SIZE)
+    at_d = tl.arange(0, HEAD_PAD)
+    at_dv = tl.arange(0, VALUE_PAD)
+    q = tl.load(
+        query_rows[:, None] + (at_d.to(tl.int64) * query_stride)[None, :],
+        mask=is_row[:, None] & (at_d < HEAD_SIZE)[None, :],
+        other=0.0,
+    )
+    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    weighted = tl.zeros([BLOCK_M, VALUE_PAD], tl.float32)
+    PHASES: tl.constexpr = 3 if BLOCK_M > 16 and (LEFT or RIGHT or mask_rows is not None) else 1
+    for phase in tl.static_range(PHASES):
+        begin, end = phase_of_run(phase, PHASES, first_key, last_key, all_from, all_to, BLOCK_N)
+        for start in range(begin, end, BLOCK_N):
+            j = start + tl.arange(0, BLOCK_N)
+            is_key = j < last_key  # nothing from there on is read: it may be NaN, or no block at all
+            if LEFT:
+                is_key &= j >= first_seen
+            if BLOCK_SIZE > 0:
+                blocks = next_blocks.to(tl.int64)
+                next_blocks = tl.load(
+                    table + (j + BLOCK_N) // BLOCK_SIZE * table_stride, mask=j + BLOCK_N < last_key, other=0
+                )
+                places = (j % BLOCK_SIZE).to(tl.int64)
+                key_rows = blocks * key_strides[0] + places * key_strides[1] + head * key_strides[2]
+                value_rows = blocks * value_strides[0] + places * value_strides[1] + head * value_strides[2]
+            else:
+                key_rows = (first_key_row + j) * key_strides[0] + head * key_strides[1]
+                value_rows = (first_key_row + j) * value_strides[0] + head * value_strides[1]
+
+            k = tl.load(
+                key + key_rows[None, :] + (at_d.to(tl.int64) * key_strides[-1])[:, None],
+                mask=is_key[None, :] & (at_d < HEAD_SIZE)[:, None],
+                other=0.0,
+            )  # [d, keys]
+            all_seen = phase == 1 if PHASES == 3 else (start >= all_from) & (start + BLOCK_N <= all_to)
+            scores = finish_scores(
+                tl.dot(q, k, input_precision="ieee"),
+                positions,
+                j,
+                is_key,
+                all_seen,
+                slopes,
+                scale,
+                softcap,
+                left,
+                right,
+                SOFTCAP,
+                LEFT,
+                RIGHT,
+            )
+            if mask_rows is not None:
+                scores = hide_masked(scores, mask_rows, mask_stride, is_row, j - masked_from, is_key, all_seen)
+            weights, shrink, highest, total = weigh(
+                scores, highest, total, softcap if SOFTCAP else scale, slopes is not None
+            )
+            v = tl.load(
+                value + value_rows[:, None] + (at_dv.to(tl.int64) * value_strides[-1])[None, :],
+                mask=is_key[:, None] & (at_dv < VALUE_HEAD_SIZE)[None, :],
+                other=0.0,
+            )  # [keys, dv]
+            weighted = tl.dot(weights.to(v.dtype), v, weighted * shrink[:, None], input_precision="ieee")
+    return highest, total, weighted
+
+
+@triton.jit
+@no_type_check
+def merge_parts(highest, total, weighted, logs, values):
+    """Take more parts, `logs [rows, parts]` and `values [rows, parts, dv]`, into what `attend_to_run` returns."""
+    LOG2E: tl.constexpr = 1.4426950408889634
+    new_highest = tl.maximum(highest, tl.max(logs, 1) * LOG2E)
+    base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+    weights = tl.exp2(logs * LOG2E - base[:, None])
+    shrink = tl.exp2(highest - base)
+    total = total * shrink + tl.sum(weights, 1)
+    weighted = weighted * shrink[:, None] + tl.sum(weights[:, :, None] * values, 1)
+    return new_highest, total, weighted
+
+
+@triton.jit
+@no_type_check
+def answer(highest, total, weighted, sink):
+    """Give the outputs and the log-sum-exps of what `attend_to_run` or `merge_parts` found, the sinks included."""
+    LOG2E: tl.constexpr = 1.4426950408889634
+    if sink is not None:
+        new_highest = tl.maximum(highest, sink * LOG2E)
+        base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+        weighted *= tl.exp2(highest - base)[:, None]
+        total = total * tl.exp2(highest - base) + tl.exp2(sink * LOG2E - base)
+        highest = new_highest
+    total = tl.where(total == 0.0, 1.0, total)  # a row that sees nothing: 0, and -inf by `highest`
+    return weighted / total[:, None], (highest + tl.log2(total)) / LOG2E
+
+
+@triton.jit
+@no_type_check
+def store_rows(values, logs, places, is_row, out, lse, VALUE_HEAD_SIZE: tl.constexpr):
+    """Store answers in rows of `out [.., dv]` and, unless it is None, of `lse [..]`."""
+    at_dv = tl.arange(0, values.shape[1])
+    tl.store(
+        out + places[:, None] * VALUE_HEAD_SIZE + at_dv[None, :],
+        values.to(out.dtype.element_ty),
+        mask=is_row[:, None] & (at_dv < VALUE_HEAD_SIZE)[None, :],
+    )
+    if lse is not None:
+        tl.store(lse + places, logs, mask=is_row)

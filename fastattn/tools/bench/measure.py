@@ -1,0 +1,193 @@
+"""Times, the two ceilings of a machine, and what the machine is.
+
+On a CPU the contenders of a row take turns, call by call, so that whatever else the machine does slows all of them.
+On a GPU each is timed alone with events (`triton.testing`), either call by call with the cache flushed in between, or
+as replays of a CUDA graph. Where a row's inputs fit into the cache, the calls go over several sets of inputs.
+"""
+
+import os
+import platform
+import random
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fastattn.kernels.device import package_version
+
+Call = Callable[..., Any]  # without arguments, or with `return_lse`
+
+MOST_SAMPLES = 200  # of a call; more don't move the median
+FEWEST_SAMPLES = 3  # of a call on a CPU, however long it takes
+FEW_SAMPLES = 5  # of a call that takes its own time
+CACHES = 3  # the input sets of a row together are at least this many times the last-level cache
+PACKAGES = ("twinattn", "torch", "triton", "numpy", "flash-attn", "flash-attn-4", "flashinfer-python", "transformers")
+
+
+class Timing(NamedTuple):
+    """How long a call takes, in seconds: the median, and between what a fifth and four fifths of the samples lie."""
+
+    median: float
+    low: float
+    high: float
+
+
+class Timed(NamedTuple):
+    """The answer of a call that looks at the clock itself, because only a part of it is to be timed."""
+
+    answer: Any
+    seconds: float
+
+
+class Ceilings(NamedTuple):
+    """What a machine reaches at best: bytes a second read and written by a copy, operations a second of a product."""
+
+    copy: float
+    product: float
+
+
+def take_turns(calls: dict[str, Sequence[Call]], *, seconds: float) -> dict[str, Timing]:
+    """Time the contenders of a row on a CPU, in turns.
+
+    Args:
+        calls: of each contender the same call over each set of inputs.
+        seconds: the time that each may use; whoever needs more for three calls gets three.
+
+    Returns:
+        The timing of each.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    turn = 0
+    while True:
+        waiting = [
+            name
+            for name, taken in samples.items()
+            if len(taken) < FEWEST_SAMPLES or (sum(taken) < seconds and len(taken) < MOST_SAMPLES)
+        ]
+        if not waiting:
+            return {name: _summary(torch.tensor(taken, dtype=torch.float64)) for name, taken in samples.items()}
+        random.shuffle(waiting)  # or the same one would always come behind the one that leaves the caches worst
+        for name in waiting:
+            turn += 1  # never the inputs that the one before has just brought into the cache
+            samples[name].append(_seconds(calls[name][turn % len(calls[name])]))
+
+
+def on_gpu(calls: Sequence[Call], *, clock: str, milliseconds: int) -> Timing:
+    """Time one contender on a GPU.
+
+    Args:
+        calls: the same call over each set of inputs.
+        clock: "events" (one call at a time, the cache flushed before it), "graph" (replays of a CUDA graph of all the
+            calls), "host" (until the call comes back, whatever the GPU has left to do) or "own" (the call's, see
+            `Timed`).
+        milliseconds: how long to measure.
+
+    Returns:
+        The timing of one call.
+    """
+    from triton import testing
+
+    quantiles = [0.5, 0.2, 0.8]
+    if clock in ("host", "own"):
+        return _on_host(calls[0], MOST_SAMPLES if clock == "host" else FEW_SAMPLES)
+    if clock == "events":
+        taken = testing.do_bench(calls[0], rep=milliseconds, quantiles=quantiles)
+        return Timing(*(1e-3 * t for t in taken))
+    taken = testing.do_bench_cudagraph(lambda: [call() for call in calls], rep=milliseconds, quantiles=quantiles)
+    return Timing(*(1e-3 * t / len(calls) for t in taken))
+
+
+def ceilings(device: torch.device, dtype: torch.dtype, *, quick: bool) -> Ceilings:
+    """Measure what the device reaches: a copy much larger than its caches, a square product of random numbers."""
+    cpu = device.type == "cpu"
+    size = (2**25 if quick else 2**28) if cpu else 2**32
+    source = torch.full((size,), 1, dtype=torch.uint8, device=device)
+    target = torch.full_like(source, 2)
+    n = (1024 if quick else 2048) if cpu else 8192
+    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    calls: dict[str, Call] = {"copy": lambda: target.copy_(source), "product": lambda: a @ b}
+    if cpu:
+        times = take_turns({name: [call] for name, call in calls.items()}, seconds=0.2 if quick else 1.5)
+    else:
+        times = {name: on_gpu([call], clock="events", milliseconds=100) for name, call in calls.items()}
+    return Ceilings(copy=2 * size / times["copy"].low, product=2 * n**3 / times["product"].low)  # undisturbed
+
+
+def input_sets(device: torch.device, bytes_of_one: int) -> int:
+    """Say how many sets of inputs together no longer fit into the cache."""
+    if device.type == "cuda":
+        cache = torch.cuda.get_device_properties(device).L2_cache_size
+    else:
+        sizes = (path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))
+        cache = max((int(size.removesuffix("K")) * 1024 for size in sizes if size.endswith("K")), default=2**25)
+    return max(1, min(64, -(-CACHES * cache // bytes_of_one)))
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """Describe the hardware."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return {
+            "name": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "multiprocessors": properties.multi_processor_count,
+            "memory_bytes": properties.total_memory,
+        }
+    return {
+        "name": _cpu_name(),
+        "cores": torch.get_num_threads(),
+        "vector_instructions": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def circumstances() -> dict[str, Any]:
+    """Say when this is measured, and with which versions of what."""
+    versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
+    versions |= {package: package_version(package) for package in PACKAGES}
+    return {"date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": _commit(), "versions": versions}
+
+
+def all_cores() -> int:
+    """Count the cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _on_host(call: Call, count: int) -> Timing:
+    samples = []
+    for _ in range(count):
+        torch.cuda.synchronize()  # or a full queue would make the host wait
+        samples.append(_seconds(call))
+    torch.cuda.synchronize()
+    return _summary(torch.tensor(samples, dtype=torch.float64))
+
+
+def _seconds(call: Call) -> float:
+    start = time.perf_counter()
+    answer = call()
+    return answer.seconds if isinstance(answer, Timed) else time.perf_counter() - start
+
+
+def _summary(samples: torch.Tensor) -> Timing:
+    quantiles = samples.quantile(torch.tensor([0.5, 0.2, 0.8], dtype=samples.dtype))
+    return Timing(*quantiles.tolist())
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
+    return names[0].partition(":")[2].strip() if names else platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    """Name the commit, with `-dirty` behind it if files have changed since; None outside a clone."""
+    try:
+        command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+        return subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None

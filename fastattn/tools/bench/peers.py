@@ -1,0 +1,625 @@
+"""Who computes a row: our twins, and the peers they are measured against, each called as its own users would.
+
+A contender prepares everything that a server has ready before a step (pages, tables, plans, compiled kernels) and gives
+the call that is timed. A peer that a machine does not have is reported as missing when it is prepared.
+"""
+
+import importlib
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+from einops import rearrange
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fastattn.tools.bench.measure import Call
+from fastattn.tools.bench.work import (
+    LAMBDA,
+    LAMBDA_INIT,
+    NORM_EPS,
+    Attention,
+    Inputs,
+    Judge,
+    Step,
+    Tokens,
+    normed_difference,
+)
+from refattn.conformance.call import prepare
+from refattn.interface import Batch, Prefix
+
+WORKSPACE = 2**27  # bytes that FlashInfer wants for its partial results
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to compute a row.
+
+    Attributes:
+        name: as the report shows it.
+        prepare: makes the call that is timed out of the inputs.
+        rows: einops pattern that turns the answer into `[t, h, dv]`, outside of the time.
+        lse: the call takes `return_lse=True`, and what it answers then is held to the rule too.
+        judge: replaces the row's own judge, for a yardstick that computes something else over the same bytes.
+    """
+
+    name: str
+    prepare: Callable[[Any], Call]
+    rows: str | None = None
+    lse: bool = False
+    judge: Callable[[Any], Judge] | None = field(default=None, repr=False)
+
+
+def twin(path: str, *, package: str = "fastattn", name: str | None = None, **arguments: Any) -> Contender:
+    """A path of ours over the paged cache; it plans once per step, before the time is taken."""
+
+    def prepare_call(inputs: Inputs) -> Call:
+        module = importlib.import_module(f"{package}.{path}")
+        return prepare(module, inputs.query, inputs.key_cache, inputs.value_cache, inputs.batch, **arguments)
+
+    return Contender(name or package, prepare_call, lse=True)
+
+
+def dense_twin(*, package: str = "fastattn", **arguments: Any) -> Contender:
+    """Our path without a cache."""
+
+    def prepare_call(inputs: Inputs) -> Call:
+        module = importlib.import_module(f"{package}.dense")
+        return prepare(module, inputs.query, inputs.key, inputs.value, inputs.batch, **arguments)
+
+    return Contender(package, prepare_call, lse=True)
+
+
+def cascade_twin(package: str = "fastattn") -> Contender:
+    """Our cascade over one prefix that all sequences share."""
+
+    def prepare_call(inputs: Inputs) -> Call:
+        module = importlib.import_module(f"{package}.cascade")
+        prefix = Prefix(first=0, last=len(inputs.work.lens), end=inputs.work.shared)
+        tensors = inputs.query, inputs.key_cache, inputs.value_cache
+        return prepare(module, *tensors, inputs.batch, prefixes=[prefix])
+
+    return Contender(package, prepare_call, lse=True)
+
+
+def differential_twin(package: str = "fastattn") -> Contender:
+    """Our differential attention."""
+
+    def prepare_call(inputs: Inputs) -> Call:
+        module = importlib.import_module(f"{package}.differential")
+        cache = _halves(inputs)
+        layer = dict(lambda_full=cache.new_tensor(LAMBDA, dtype=torch.float32), lambda_init=LAMBDA_INIT)
+        return prepare(module, inputs.query, cache, inputs.batch, norm_eps=NORM_EPS, **layer)
+
+    return Contender(package, prepare_call, lse=True)
+
+
+def plain_attention() -> Contender:
+    """A yardstick for differential attention: one plain attention that reads the same bytes."""
+
+    def judge(inputs: Inputs) -> Judge:
+        return Attention(**asdict(inputs.work)).judge(inputs)
+
+    return replace(twin("chunked_prefill", name="plain attention, same bytes"), judge=judge)
+
+
+# PyTorch's own. All of them get their keys as one rectangle, already gathered: less work than a twin has.
+
+
+def aten_cpu(*, grouped: bool = False) -> Contender:
+    """ATen's FlashAttention for CPU, called bare: with its causal mask, or with none for single queries.
+
+    Args:
+        grouped: hand over the query heads that share a key head as rows of one product (single queries only).
+    """
+
+    def prepare(inputs: Inputs) -> Call:
+        query, key, value = inputs.rectangles()
+        causal = inputs.work.causal and query.shape[2] > 1
+        if grouped:
+            query = rearrange(query, "b (hk g) 1 d -> b hk g d", hk=key.shape[1])
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return lambda: flash(query, key, value, 0.0, causal, scale=query.shape[-1] ** -0.5)[0]
+
+    name = "ATen call, heads grouped" if grouped else "ATen call"
+    return Contender(name, prepare, rows="b hk g d -> b (hk g) d" if grouped else "b h t d -> (b t) h d")
+
+
+def aten_cpu_gathered() -> Contender:
+    """ATen's FlashAttention for CPU behind a gather by hand: what it takes to call it over pages."""
+
+    def prepare(inputs: Inputs) -> Call:
+        table = inputs.batch.block_table
+        assert table is not None
+        b, flash = len(table), torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        query = rearrange(inputs.query, "(b t) h d -> b h t d", b=b).contiguous()
+        alone = query.shape[2] == 1  # then the query heads that share a key head are rows of one product
+        query = rearrange(query, "b (hk g) 1 d -> b hk g d", hk=inputs.key.shape[1]) if alone else query
+
+        def call() -> Tensor:
+            key, value = (
+                cache.index_select(0, table.flatten()).view(b, -1, *cache.shape[2:]).transpose(1, 2)
+                for cache in (inputs.key_cache, inputs.value_cache)
+            )
+            out = flash(query, key, value, 0.0, inputs.work.causal and not alone, scale=query.shape[-1] ** -0.5)[0]
+            return rearrange(out, "b hk g d -> b (hk g) d" if alone else "b h t d -> (b t) h d")
+
+        return call
+
+    return Contender("ATen call behind a gather", prepare)
+
+
+def aten_cpu_masked() -> Contender:
+    """ATen's FlashAttention for CPU with an explicit mask: how a chunk with context is one call."""
+
+    def prepare(inputs: Inputs) -> Call:
+        query, key, value = inputs.rectangles()
+        mask = torch.zeros(query.shape[2], key.shape[2]).masked_fill(~_picture(inputs), -torch.inf)
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return lambda: flash(query, key, value, 0.0, False, attn_mask=mask, scale=query.shape[-1] ** -0.5)[0]
+
+    return Contender("ATen call, masked", prepare, rows="b h t d -> (b t) h d")
+
+
+def aten_cpu_visible() -> Contender:
+    """ATen's FlashAttention for CPU over nothing but the keys that a window or a chunk shows to single queries."""
+
+    def prepare(inputs: Inputs) -> Call:
+        query, key, value = inputs.rectangles()
+        first, last = (int(bound) for bound in next(inputs.work.sight()))
+        key, value = (x[:, :, first : last + 1].contiguous() for x in (key, value))
+        query = rearrange(query, "b (hk g) 1 d -> b hk g d", hk=key.shape[1])
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return lambda: flash(query, key, value, 0.0, False, scale=query.shape[-1] ** -0.5)[0]
+
+    return Contender("ATen call on the visible keys", prepare, rows="b hk g d -> b (hk g) d")
+
+
+def aten_cpu_chunks() -> Contender:
+    """ATen's FlashAttention for CPU over the chunks of local attention, stacked as a batch: for whole chunks only."""
+
+    def prepare(inputs: Inputs) -> Call:
+        chunk = inputs.work.chunk
+        query, key, value = (rearrange(x, "1 h (c t) d -> c h t d", t=chunk).contiguous() for x in inputs.rectangles())
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return lambda: flash(query, key, value, 0.0, True, scale=query.shape[-1] ** -0.5)[0]
+
+    return Contender("ATen call on stacked chunks", prepare, rows="c h t d -> (c t) h d")
+
+
+def sdpa(backend: SDPBackend | None = None, *, masked: bool = False) -> Contender:
+    """`F.scaled_dot_product_attention`, of a backend, with its causal mask or with an explicit one."""
+
+    def prepare(inputs: Inputs) -> Call:
+        query, key, value = inputs.rectangles()
+        mask = _picture(inputs) if masked else None
+        causal = inputs.work.causal and query.shape[2] > 1 and not masked
+
+        def call() -> Tensor:
+            with sdpa_kernel(backend) if backend is not None else nullcontext():
+                return functional.scaled_dot_product_attention(
+                    query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=True
+                )
+
+        return call
+
+    of = "" if backend is None else f" {backend.name.removesuffix('_ATTENTION').lower()}"
+    return Contender(f"torch sdpa{of}{', masked' if masked else ''}", prepare, rows="b h t d -> (b t) h d")
+
+
+def flex() -> Contender:
+    """FlexAttention, compiled, with the block mask of the row."""
+
+    def prepare(inputs: Inputs) -> Call:
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        query, key, value = inputs.rectangles()
+        work, context = inputs.work, key.shape[2] - query.shape[2]
+
+        def sees(_batch: Tensor, _head: Tensor, row: Tensor, j: Tensor) -> Tensor:
+            i = row + context
+            visible = j <= i
+            if work.window:
+                visible = visible & (j > i - work.window)
+            if work.chunk:
+                visible = visible & (i // work.chunk == j // work.chunk)
+            return visible
+
+        # Not compiled, the mask is drawn whole before it becomes blocks: 4 GiB for 64k tokens.
+        make = torch.compile(create_block_mask) if key.is_cuda else create_block_mask
+        blocks = make(sees, None, None, query.shape[2], key.shape[2], device=key.device.type)
+        return partial(_compiled_flex(), query, key, value, block_mask=blocks, enable_gqa=True)
+
+    return Contender("FlexAttention, compiled", prepare, rows="b h t d -> (b t) h d")
+
+
+@cache
+def _compiled_flex() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention)
+
+
+def _picture(inputs: Inputs) -> Tensor:
+    """Draw which keys each query sees; all sequences are alike."""
+    first, last = next(inputs.work.sight())
+    j = torch.arange(inputs.work.lens[0][1])
+    return ((j >= first[:, None]) & (j <= last[:, None])).to(inputs.query.device)
+
+
+# FlashAttention, by hand
+
+
+def fa4(*, block_size: int | None = 16, name: str | None = None) -> Contender:
+    """The package `flash-attn-4`, over pages, or over ragged rows if `block_size` is None."""
+
+    def prepare(inputs: Inputs) -> Call:
+        from flash_attn.cute import flash_attn_varlen_func
+
+        where: dict[str, Tensor | None]
+        if block_size is None:
+            key, value, batch = inputs.key, inputs.value, inputs.batch
+            where = dict(cu_seqlens_k=batch.cu_seqlens_k)
+        else:
+            key, value, batch = inputs.paged(block_size)
+            where = dict(seqused_k=batch.seq_lens, page_table=batch.block_table)
+        return _first(
+            partial(
+                flash_attn_varlen_func,
+                inputs.query,
+                key,
+                value,
+                cu_seqlens_q=batch.cu_seqlens_q,
+                max_seqlen_q=batch.max_query_len,
+                max_seqlen_k=batch.max_seq_len,
+                causal=inputs.work.causal,
+                window_size=_window(inputs, None),
+                **where,
+            )
+        )
+
+    return Contender(name or ("FA4, rows" if block_size is None else f"FA4, blocks of {block_size}"), prepare)
+
+
+def fa4_chunks() -> Contender:
+    """The package `flash-attn-4` over virtual sequences, one a chunk of local attention, made beforehand."""
+
+    def prepare(inputs: Inputs) -> Call:
+        return fa4(name="").prepare(_whole_chunks(inputs))
+
+    return Contender("FA4 over virtual sequences", prepare)
+
+
+def fa4_cascade() -> Contender:
+    """The package `flash-attn-4` twice, over the shared blocks for all queries as one sequence, and over the rest."""
+
+    def prepare(inputs: Inputs) -> Call:
+        from flash_attn.cute import flash_attn_varlen_func
+
+        from fastattn.merge import merge
+
+        work, batch = inputs.work, inputs.batch
+        common, b = work.shared // work.block_size, len(work.lens)
+        arguments = (inputs.query, inputs.key_cache, inputs.value_cache)
+        assert batch.block_table is not None
+        prefix = partial(
+            flash_attn_varlen_func,
+            *arguments,
+            cu_seqlens_q=torch.tensor([0, b], dtype=torch.int32, device=batch.device),
+            max_seqlen_q=b,
+            max_seqlen_k=work.shared,
+            seqused_k=torch.tensor([work.shared], dtype=torch.int32, device=batch.device),
+            page_table=batch.block_table[:1, :common].contiguous(),
+            return_lse=True,
+        )
+        suffix = partial(
+            flash_attn_varlen_func,
+            *arguments,
+            cu_seqlens_q=batch.cu_seqlens_q,
+            max_seqlen_q=1,
+            max_seqlen_k=batch.max_seq_len - work.shared,
+            seqused_k=batch.seq_lens - work.shared,
+            page_table=batch.block_table[:, common:].contiguous(),
+            return_lse=True,
+        )
+
+        def call() -> Tensor:
+            (out, lse), (own_out, own_lse) = prefix(), suffix()
+            return merge([out, own_out], [lse.T.contiguous(), own_lse.T.contiguous()])[0]
+
+        return call
+
+    return Contender("FA4 twice, merged", prepare)
+
+
+def fa4_differential(*, wide: bool) -> Contender:
+    """The package `flash-attn-4` four times, once for each softmax and value, or twice with wide values; and the norm.
+
+    Args:
+        wide: keep the two values of a pair side by side in one pool, so that a softmax takes one call.
+    """
+
+    def prepare(inputs: Inputs) -> Call:
+        from flash_attn.cute import flash_attn_varlen_func
+
+        batch, cache = inputs.batch, _halves(inputs)
+        options = dict(
+            cu_seqlens_q=batch.cu_seqlens_q,
+            max_seqlen_q=batch.max_query_len,
+            max_seqlen_k=batch.max_seq_len,
+            seqused_k=batch.seq_lens,
+            page_table=batch.block_table,
+            causal=True,
+        )
+        values = [cache[0, 1], cache[1, 1]]
+        if wide:
+            values = [torch.cat(values, dim=-1)]
+        calls = [
+            [
+                _first(
+                    partial(flash_attn_varlen_func, inputs.query[:, half::2].contiguous(), cache[half, 0], v, **options)
+                )
+                for v in values
+            ]
+            for half in (0, 1)
+        ]
+
+        def call() -> Tensor:
+            first, second = (torch.cat([part().float() for part in half], dim=-1) for half in calls)
+            return normed_difference(first, second).to(inputs.query.dtype)
+
+        return call
+
+    return Contender(f"FA4 {'twice, wide values' if wide else 'four times'}, and the norm", prepare)
+
+
+def fa2(*, block_size: int | None = 256) -> Contender:
+    """The package `flash-attn`, over pages of a multiple of 256, or over ragged rows if `block_size` is None."""
+
+    def prepare(inputs: Inputs) -> Call:
+        from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+
+        options = dict(causal=inputs.work.causal, window_size=_window(inputs, -1))
+        if block_size is None:
+            batch = inputs.batch
+            return partial(
+                flash_attn_varlen_func,
+                inputs.query,
+                inputs.key,
+                inputs.value,
+                batch.cu_seqlens_q,
+                batch.cu_seqlens_k,
+                batch.max_query_len,
+                batch.max_seq_len,
+                **options,
+            )
+        key_cache, value_cache, batch = inputs.paged(block_size)
+        query = rearrange(inputs.query, "(b t) h d -> b t h d", b=batch.num_seqs)
+        return partial(
+            flash_attn_with_kvcache,
+            query,
+            key_cache,
+            value_cache,
+            cache_seqlens=batch.seq_lens,
+            block_table=batch.block_table,
+            **options,
+        )
+
+    name, rows = ("FA2, rows", None) if block_size is None else (f"FA2, blocks of {block_size}", "b t h d -> (b t) h d")
+    return Contender(name, prepare, rows=rows)
+
+
+def _whole_chunks(inputs: Inputs) -> Inputs:
+    """Make sequences of the chunks that local attention cuts one sequence length into; the last may be a decode."""
+    work, batch, chunk = inputs.work, inputs.batch, inputs.work.chunk
+    assert batch.block_table is not None
+    blocks = chunk // work.block_size
+    query_len, seq_len = work.lens[0]
+    if query_len == seq_len and seq_len % chunk == 0:  # prefill of one sequence: its chunks side by side
+        lens = ((chunk, chunk),) * (seq_len // chunk)
+        table = rearrange(batch.block_table, "1 (c m) -> c m", m=blocks)
+    else:  # decodes: what they have of their last chunk
+        first = (seq_len - 1) // chunk * chunk
+        lens = ((1, seq_len - first),) * len(work.lens)
+        table = batch.block_table[:, first // work.block_size :].contiguous()
+    virtual = replace(work, lens=lens, chunk=0)
+    return inputs._replace(work=virtual, batch=virtual.batch(table))
+
+
+def _halves(inputs: Inputs) -> Tensor:
+    """Lay the pages out as differential attention has them: `[half, key or value, n, p, hk/2, d]`."""
+    caches = inputs.key_cache, inputs.value_cache
+    return torch.stack([torch.stack([cache[:, :, half::2] for cache in caches]) for half in (0, 1)])
+
+
+def _window(inputs: Inputs, unlimited: int | None) -> tuple[int | None, int | None]:
+    """Write the window as `(left, right)`, in the package's word for unlimited."""
+    if inputs.work.window:
+        return inputs.work.window - 1, 0
+    return unlimited, unlimited
+
+
+def _first(call: Callable[[], Any]) -> Call:
+    """Take the output of a call that may answer with a log-sum-exp beside it."""
+
+    def first() -> Tensor:
+        answer = call()
+        return answer[0] if isinstance(answer, tuple) else answer
+
+    return first
+
+
+# FlashInfer
+
+
+def flashinfer_prefill() -> Contender:
+    """FlashInfer's paged prefill for Hopper."""
+
+    def prepare(inputs: Inputs) -> Call:
+        from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+        wrapper = BatchPrefillWithPagedKVCacheWrapper(_workspace(inputs), "NHD", backend="fa3")
+        wrapper.plan(
+            inputs.batch.cu_seqlens_q,
+            *_flat_table(inputs),
+            *_sizes(inputs),
+            causal=inputs.work.causal,
+            window_left=inputs.work.window - 1,
+            q_data_type=inputs.query.dtype,
+            kv_data_type=inputs.key_cache.dtype,
+        )
+        return partial(wrapper.run, inputs.query, (inputs.key_cache, inputs.value_cache))
+
+    return Contender("FlashInfer fa3", prepare)
+
+
+def flashinfer_decode() -> Contender:
+    """FlashInfer's paged decode, on tensor cores, as it is meant for grouped heads."""
+
+    def prepare(inputs: Inputs) -> Call:
+        from flashinfer import BatchDecodeWithPagedKVCacheWrapper
+
+        wrapper = BatchDecodeWithPagedKVCacheWrapper(_workspace(inputs), "NHD", use_tensor_cores=True)
+        wrapper.plan(
+            *_flat_table(inputs),
+            *_sizes(inputs),
+            window_left=inputs.work.window - 1,
+            q_data_type=inputs.query.dtype,
+            kv_data_type=inputs.key_cache.dtype,
+        )
+        return partial(wrapper.run, inputs.query, (inputs.key_cache, inputs.value_cache))
+
+    return Contender("FlashInfer", prepare)
+
+
+def flashinfer_cascade() -> Contender:
+    """FlashInfer's cascade of two levels."""
+
+    def prepare(inputs: Inputs) -> Call:
+        from flashinfer import MultiLevelCascadeAttentionWrapper
+
+        work, device = inputs.work, inputs.query.device
+        common, b = work.shared // work.block_size, len(work.lens)
+
+        def ints(*values: int) -> Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=device)
+
+        indptr, indices, last = _flat_table(inputs, skip=common)
+        assert inputs.batch.block_table is not None
+        wrapper = MultiLevelCascadeAttentionWrapper(2, _workspace(inputs), "NHD")
+        wrapper.plan(
+            [ints(0, b), inputs.batch.cu_seqlens_q],
+            [ints(0, common), indptr],
+            [inputs.batch.block_table[0, :common].contiguous(), indices],
+            [ints(work.block_size), last],
+            *_sizes(inputs),
+            causal=True,
+            q_data_type=inputs.query.dtype,
+            kv_data_type=inputs.key_cache.dtype,
+        )
+        return partial(wrapper.run, inputs.query, (inputs.key_cache, inputs.value_cache))
+
+    return Contender("FlashInfer cascade", prepare)
+
+
+def _workspace(inputs: Inputs) -> Tensor:
+    return torch.zeros(WORKSPACE, dtype=torch.uint8, device=inputs.query.device)
+
+
+def _sizes(inputs: Inputs) -> tuple[int, int, int, int]:
+    work = inputs.work
+    return (*work.heads, work.head_size, work.block_size)
+
+
+def _flat_table(inputs: Inputs, *, skip: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Write the block table as FlashInfer wants it: where each row begins, all blocks, tokens in each last block."""
+    work, table = inputs.work, inputs.batch.block_table
+    assert table is not None
+    counts = [-(-seq_len // work.block_size) for _, seq_len in work.lens]
+    indices = torch.cat([row[skip:count] for row, count in zip(table, counts, strict=True)])
+    indptr = torch.tensor([0, *(count - skip for count in counts)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    last = torch.tensor([(seq_len - 1) % work.block_size + 1 for _, seq_len in work.lens], dtype=torch.int32)
+    return indptr.to(table.device), indices, last.to(table.device)
+
+
+# Writing the cache
+
+
+def write_twin(package: str = "fastattn") -> Contender:
+    """Our write of new tokens into the pool."""
+
+    def prepare(inputs: Tokens) -> Call:
+        write = importlib.import_module(f"{package}.kv_cache").write
+        return partial(write, inputs.key, inputs.value, inputs.key_cache, inputs.value_cache, inputs.slots)
+
+    return Contender(package, prepare)
+
+
+def write_index_put() -> Contender:
+    """The write as an assignment to indexed rows of the pool."""
+
+    def prepare(inputs: Tokens) -> Call:
+        pools = [rearrange(pool, "n p hk d -> (n p) hk d") for pool in (inputs.key_cache, inputs.value_cache)]
+
+        def call() -> None:
+            for pool, rows in zip(pools, (inputs.key, inputs.value), strict=True):
+                pool[inputs.slots] = rows
+
+        return call
+
+    return Contender("torch index_put", prepare)
+
+
+# The tables of a step
+
+
+def virtual_batches_twin(package: str = "fastattn") -> Contender:
+    """Our virtual batches: the plan of local attention."""
+
+    def prepare_call(inputs: Step) -> Call:
+        plan = importlib.import_module(f"{package}.local").plan
+        sizes = dict(chunk_size=inputs.work.chunk, block_size=inputs.work.block_size)
+        return lambda: plan(inputs.batch, **sizes).batch
+
+    return Contender(package, prepare_call)
+
+
+def virtual_batches_numpy() -> Contender:
+    """Virtual batches of decodes by numpy, as servers make them: the lengths come to the host, the tables go back."""
+
+    def prepare(inputs: Step) -> Call:
+        work, batch = inputs.work, inputs.batch
+        assert batch.block_table is not None
+        device, table = batch.device, batch.block_table
+        columns = np.arange(work.chunk // work.block_size)
+
+        def call() -> Batch:
+            seq_lens = batch.seq_lens.cpu().numpy()
+            begin = (seq_lens - 1) // work.chunk * work.chunk
+            used = np.minimum(begin[:, None] // work.block_size + columns, table.shape[1] - 1)
+            return Batch(
+                cu_seqlens_q=batch.cu_seqlens_q,
+                seq_lens=torch.from_numpy(seq_lens - begin).to(device),
+                block_table=table.gather(1, torch.from_numpy(used).to(device, torch.int64)),
+                max_query_len=1,
+                max_seq_len=work.chunk,
+            )
+
+        return call
+
+    return Contender("numpy on the host", prepare)
+
+
+def slots_twin(package: str = "fastattn") -> Contender:
+    """Our slots of new tokens."""
+
+    def prepare(inputs: Step) -> Call:
+        slot_mapping = importlib.import_module(f"{package}.metadata").slot_mapping
+        return partial(slot_mapping, inputs.batch, inputs.work.num_seqs, block_size=inputs.work.block_size)
+
+    return Contender(package, prepare)

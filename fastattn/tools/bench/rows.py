@@ -1,0 +1,400 @@
+"""The rows of the benchmark: which work, computed by whom, and what is aimed for.
+
+The CPU rows are small enough for a laptop; the CUDA rows are the workloads of servers.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from torch.nn.attention import SDPBackend
+
+from fastattn.tools.bench import generation, peers
+from fastattn.tools.bench.generation import Generation
+from fastattn.tools.bench.peers import Contender, twin
+from fastattn.tools.bench.work import Attention, CacheWrite, Differential, Slots, VirtualBatches, Work
+
+
+@dataclass(frozen=True)
+class Row:
+    """One work, and who computes it.
+
+    Attributes:
+        path: the twin that is measured.
+        name: the workload in short.
+        work: what is computed.
+        contenders: the twin first, then its peers.
+        clock: on CUDA, what is timed: see `measure.on_gpu`.
+        aim: what the twin should reach, in words.
+        memory: measure the peak memory of a call too.
+    """
+
+    path: str
+    name: str
+    work: Work
+    contenders: tuple[Contender, ...]
+    clock: str = "events"
+    aim: str = ""
+    memory: bool = False
+
+    def __str__(self) -> str:
+        """Name the row, as `--rows` finds it."""
+        return f"{self.path}/{self.name}"
+
+
+def rows(device_type: str, *, quick: bool) -> list[Row]:
+    """List the rows for a device.
+
+    Args:
+        device_type: "cpu" or "cuda".
+        quick: an eighth of every length, to see that everything works.
+
+    Returns:
+        The rows, in the order of the report.
+    """
+    return list((_cpu if device_type == "cpu" else _cuda)(8 if quick else 1))
+
+
+def _cpu(shrink: int) -> Iterator[Row]:
+    work = partial(_work, shrink, heads=(8, 2), head_size=64)
+    reference = partial(twin, package="refattn")
+
+    prefill = work((4096, 4096))
+    yield Row(
+        "chunked_prefill",
+        f"prefill-{prefill.tokens}",
+        prefill,
+        (
+            twin("chunked_prefill"),
+            peers.aten_cpu_gathered(),
+            peers.aten_cpu(),
+            peers.flex(),
+            peers.sdpa(masked=True),
+            reference("chunked_prefill"),
+        ),
+        aim="1.15 of the ATen call over the same pages, ahead of FlexAttention, 5 x refattn",
+    )
+    chunk = work((512, 4096 + 512))
+    yield Row(
+        "chunked_prefill",
+        f"chunk-{chunk.lens[0][0]}-of-{chunk.tokens}",
+        chunk,
+        (
+            twin("chunked_prefill"),
+            peers.aten_cpu_masked(),
+            peers.flex(),
+            peers.sdpa(masked=True),
+            reference("chunked_prefill"),
+        ),
+        aim="1.15 of the ATen call",
+    )
+    for b in (1, 16):
+        decode = work(*[(1, 4096)] * b)
+        yield Row(
+            "chunked_prefill",
+            f"decode-{b}x{decode.tokens}",
+            decode,
+            (
+                twin("chunked_prefill"),
+                peers.aten_cpu_gathered(),
+                peers.aten_cpu(grouped=True),
+                peers.sdpa(),
+                reference("chunked_prefill"),
+            ),
+            aim="1.15 of the ATen call over the same pages",
+        )
+    encoder = work(*[(512, 512)] * 8, heads=(8, 8), causal=False)
+    yield Row(
+        "dense",
+        f"encoder-8x{encoder.lens[0][1]}",
+        encoder,
+        (
+            peers.dense_twin(causal=False),
+            peers.aten_cpu(),
+            peers.sdpa(),
+            peers.dense_twin(package="refattn", causal=False),
+        ),
+        aim="1.15 of the ATen call",
+    )
+    for length in (2048, 8192, 32768):
+        narrow = work((length, length), heads=(2, 1))
+        quadratic = (peers.sdpa(masked=True), reference("chunked_prefill")) if length <= 8192 else ()
+        yield Row(
+            "chunked_prefill",
+            f"memory-{narrow.tokens}",
+            narrow,
+            (twin("chunked_prefill"), peers.aten_cpu(), *quadratic),
+            aim="memory that grows with the tokens, not with their square",
+            memory=True,
+        )
+
+    window = 1024 // shrink
+    for length in (2048, 8192, 32768, 65536):
+        decode = work(*[(1, length)] * 4, window=1024)
+        window_size = (window - 1, 0)
+        yield Row(
+            "sliding_window",
+            f"decode-4x{decode.tokens}-window-{window}",
+            decode,
+            (
+                twin("sliding_window", window_size=window_size),
+                peers.aten_cpu_visible(),
+                peers.sdpa(masked=True),
+                reference("sliding_window", window_size=window_size),
+            ),
+            aim="the same at every length",
+        )
+    chunk_size = 1024 // shrink
+    for length in (2048, 8192, 32768):
+        prefill = work((length, length), chunk=1024)
+        quadratic = (peers.flex(), peers.sdpa(masked=True)) if length <= 2048 else ()
+        yield Row(
+            "local",
+            f"prefill-{prefill.tokens}-chunk-{chunk_size}",
+            prefill,
+            (
+                twin("local", chunk_size=chunk_size),
+                peers.aten_cpu_chunks(),
+                *quadratic,
+                *([reference("local", chunk_size=chunk_size)] if length <= 8192 else []),
+            ),
+            aim="linear in the length",
+        )
+    cascade = work(*[(1, 4096 + 64)] * 16, shared=4096)
+    yield Row(
+        "cascade",
+        f"decode-16-prefix-{cascade.shared}-own-{cascade.tokens - cascade.shared}",
+        cascade,
+        (
+            peers.cascade_twin(),
+            twin("chunked_prefill", name="without cascade"),
+            peers.cascade_twin("refattn"),
+        ),
+        aim="4 x without a cascade",
+    )
+    decode = work(*[(1, 4096)] * 16, heads=(8, 4), kind=Differential)
+    yield Row(
+        "differential",
+        f"decode-16x{decode.tokens}",
+        decode,
+        (peers.differential_twin(), peers.plain_attention(), peers.differential_twin("refattn")),
+        aim="1.2 of plain attention over the same bytes",
+    )
+    write = CacheWrite(16384 // shrink, num_kv_heads=2, head_size=64)
+    yield Row(
+        "kv_cache",
+        f"write-{write.num_tokens}",
+        write,
+        (peers.write_twin(), peers.write_index_put(), peers.write_twin("refattn")),
+        aim="as an index_put",
+    )
+    yield Row(
+        "local",
+        "virtual-batches-256",
+        VirtualBatches(256, 32768, 8192),
+        (peers.virtual_batches_twin(), peers.virtual_batches_numpy(), peers.virtual_batches_twin("refattn")),
+    )
+    yield Row("metadata", "slots-256", Slots(256, 32768, 8192), (peers.slots_twin(), peers.slots_twin("refattn")))
+    yield from _engine(shrink)
+
+
+def _cuda(shrink: int) -> Iterator[Row]:
+    work = partial(_work, shrink)
+    prefill = work(*[(8192, 8192)] * 2)
+    yield Row(
+        "chunked_prefill",
+        f"prefill-2x{prefill.tokens}",
+        prefill,
+        (
+            twin("chunked_prefill"),
+            peers.fa4(),
+            peers.fa4(block_size=128),
+            peers.fa4(block_size=None),
+            peers.flashinfer_prefill(),
+            peers.sdpa(SDPBackend.CUDNN_ATTENTION),
+            peers.sdpa(SDPBackend.FLASH_ATTENTION),
+            peers.flex(),
+            peers.fa2(),
+            peers.fa2(block_size=None),
+        ),
+        aim="FA4 by hand within 2 %, 1.1 ahead of FlashInfer",
+    )
+    yield Row(
+        "dense",
+        f"prefill-2x{prefill.tokens}",
+        prefill,
+        (
+            peers.dense_twin(),
+            peers.fa4(block_size=None),
+            peers.fa2(block_size=None),
+            peers.sdpa(SDPBackend.CUDNN_ATTENTION),
+        ),
+        aim="FA4 by hand within 2 %",
+    )
+    for b, length, aim in (
+        (64, 8192, "ahead of every peer"),
+        (1, 8192, "at most 11 us"),
+        (1, 131072, "at most 130 us"),
+        (8, 8192, "at most 68 us"),
+        (256, 1024, "at most 257 us"),
+    ):
+        decode = work(*[(1, length)] * b)
+        yield Row(
+            "chunked_prefill",
+            f"decode-{b}x{decode.tokens}",
+            decode,
+            (twin("chunked_prefill"), peers.flashinfer_decode(), peers.fa2(), peers.fa4(), peers.sdpa()),
+            clock="graph",
+            aim=aim,
+        )
+
+    window = 1024 // shrink
+    window_size = (window - 1, 0)
+    decode = work(*[(1, 16384)] * 64, window=1024)
+    yield Row(
+        "sliding_window",
+        f"decode-64x{decode.tokens}-window-{window}",
+        decode,
+        (twin("sliding_window", window_size=window_size), peers.fa4(), peers.fa2(), peers.flashinfer_decode()),
+        clock="graph",
+        aim="at most 70 us",
+    )
+    # Without FlashInfer, which compiles for minutes before its first prefill in a window.
+    prefill = work((16384, 16384), window=1024)
+    yield Row(
+        "sliding_window",
+        f"prefill-{prefill.tokens}-window-{window}",
+        prefill,
+        (
+            twin("sliding_window", window_size=window_size),
+            peers.fa4(),
+            peers.fa4(block_size=None),
+            peers.fa2(),
+            peers.flex(),
+        ),
+        aim="at most FA4's time",
+    )
+
+    chunk_size = 8192 // shrink
+    prefill = work((65536, 65536), chunk=8192)
+    yield Row(
+        "local",
+        f"prefill-{prefill.tokens}-chunk-{chunk_size}",
+        prefill,
+        (twin("local", chunk_size=chunk_size), peers.fa4_chunks(), peers.flex()),
+        aim="ahead of both",
+    )
+    decode = work(*[(1, 16384)] * 64, chunk=8192)
+    yield Row(
+        "local",
+        f"decode-64x{decode.tokens}-chunk-{chunk_size}",
+        decode,
+        (twin("local", chunk_size=chunk_size), peers.fa4_chunks()),
+        clock="graph",
+        aim="ahead of FA4",
+    )
+
+    cascade = work(*[(1, 8192 + 256)] * 64, shared=8192)
+    yield Row(
+        "cascade",
+        f"decode-64-prefix-{cascade.shared}-own-{cascade.tokens - cascade.shared}",
+        cascade,
+        (
+            peers.cascade_twin(),
+            peers.fa4_cascade(),
+            peers.flashinfer_cascade(),
+            twin("chunked_prefill", name="without cascade"),
+        ),
+        clock="graph",
+        aim="at most 45 us",
+    )
+
+    fa4_calls = (peers.fa4_differential(wide=False), peers.fa4_differential(wide=True))
+    decode = work(*[(1, 8192)] * 64, heads=(32, 8), head_size=64, kind=Differential)
+    yield Row(
+        "differential",
+        f"decode-64x{decode.tokens}",
+        decode,
+        (peers.differential_twin(), *fa4_calls, peers.plain_attention()),
+        clock="graph",
+        aim="at most 270 us",
+    )
+    prefill = work((8192, 8192), heads=(32, 32), head_size=64, kind=Differential)
+    yield Row(
+        "differential",
+        f"prefill-{prefill.tokens}",
+        prefill,
+        (peers.differential_twin(), *fa4_calls, peers.plain_attention()),
+        aim="at most 0.85 ms",
+    )
+
+    write = CacheWrite(65536 // shrink)
+    yield Row(
+        "kv_cache",
+        f"write-{write.num_tokens}",
+        write,
+        (peers.write_twin(), peers.write_index_put()),
+        aim="0.85 of the copy's speed",
+    )
+    step = work(*[(1, 1024)] * 8)
+    yield Row(
+        "chunked_prefill",
+        "host-time-of-a-call",
+        step,
+        (twin("chunked_prefill"), peers.fa4(), peers.fa2()),
+        clock="host",
+        aim="under 80 us",
+    )
+    for clock, aim in (("host", "under 50 us, without a synchronisation"), ("graph", "can be captured")):
+        # The peer waits for the device, which no graph can hold.
+        host_only = (peers.virtual_batches_numpy(),) if clock == "host" else ()
+        tables = VirtualBatches(256, 32768, 8192)
+        virtual = (peers.virtual_batches_twin(), *host_only)
+        yield Row("local", f"virtual-batches-256-{clock}", tables, virtual, clock=clock, aim=aim)
+        slots = Slots(256, 32768, 8192)
+        yield Row("metadata", f"slots-256-{clock}", slots, (peers.slots_twin(),), clock=clock, aim=aim)
+    yield from _engine_of_a_server(shrink)
+
+
+def _work(
+    shrink: int,
+    *lens: tuple[int, int],
+    heads: tuple[int, int] = (32, 8),
+    head_size: int = 128,
+    causal: bool = True,
+    window: int = 0,
+    chunk: int = 0,
+    shared: int = 0,
+    kind: type[Attention] = Attention,
+) -> Attention:
+    return kind(
+        tuple((max(1, query_len // shrink), seq_len // shrink) for query_len, seq_len in lens),
+        heads=heads,
+        head_size=head_size,
+        causal=causal,
+        window=window // shrink,
+        chunk=chunk // shrink,
+        shared=shared // shrink,
+    )
+
+
+def _engine(shrink: int) -> Iterator[Row]:
+    tokens = max(3, 24 // shrink)
+    for phase, work, aim in (
+        ("prefill", Generation(1, "prefill"), ""),
+        (f"decode-8x{tokens - 1}", Generation(tokens, "decode"), "1.3 of transformers"),
+    ):
+        contenders = (generation.engine(), generation.transformers())
+        yield Row("engine", phase, work, contenders, clock="own", aim=aim)
+
+
+def _engine_of_a_server(shrink: int) -> Iterator[Row]:
+    tokens, count, length = max(3, 65 // shrink), max(2, 32 // shrink), 256 // shrink
+    contenders = (generation.engine(), generation.transformers(), generation.continuous_batching())
+    for name, phase, max_tokens in (
+        (f"prefill-{count}x{length}", "prefill", 1),
+        (f"decode-{count}x{tokens - 1}", "decode", tokens),
+        (f"answers-{count}x{length}+{tokens}", "both", tokens),
+    ):
+        work = Generation(max_tokens, phase, num_prompts=count, prompt_tokens=length)
+        yield Row("engine", name, work, contenders, clock="own", aim="ahead of transformers")

@@ -1,0 +1,58 @@
+"""The command line: `fastattn demo`, `fastattn bench` and `fastattn doctor`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+main = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+@main.callback()
+def about() -> None:
+    """Attention for LLM serving, written twice: refattn to read, fastattn to run."""
+
+
+@main.command()
+def demo(
+    twin: Annotated[str, typer.Option(help="Which twin computes: refattn, fastattn, or both.")] = "both",
+    prompt: Annotated[list[str] | None, typer.Option(help="Your own prompt; may be given several times.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens in an answer.")] = 40,
+    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1 ...")] = "cpu",
+) -> None:
+    """Let a real model answer prompts through both twins, and compare their words with transformers' own."""
+    from fastattn.tools import demo as module  # late: `--help` does not need torch
+
+    try:
+        proven = module.run(twin, prompt, max_tokens=max_tokens, device=device)
+    except (module.MissingModelError, ValueError) as error:
+        typer.echo(error, err=True)
+        raise typer.Exit(2) from error
+    raise typer.Exit(0 if proven else 1)
+
+
+@main.command()
+def bench(
+    device: Annotated[str, typer.Option(help="What to measure: cpu, cuda, cuda:1 ...")] = "cpu",
+    rows: Annotated[list[str] | None, typer.Option(help="Part of a row's name; may be given several times.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the results.", show_default="docs/results")] = None,
+    quick: Annotated[bool, typer.Option(help="Small and few: to see that it works. Writes only to --out.")] = False,
+) -> None:
+    """Measure every path against its peers; an answer that is wrong has no speed."""
+    from fastattn.tools import bench as module
+
+    if out is None and not quick:
+        out = Path("docs/results")
+    try:
+        module.run(device, rows or (), out=out, quick=quick)
+    except ValueError as error:
+        typer.echo(error, err=True)
+        raise typer.Exit(2) from error
+
+
+@main.command()
+def doctor() -> None:
+    """Say which kernels run here, what they compute, and why not the rest."""
+    from fastattn.tools import doctor as module
+
+    module.run()

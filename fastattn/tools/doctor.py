@@ -1,0 +1,139 @@
+"""`fastattn doctor`: which kernels this machine can run, what each of them computes, and why not the rest."""
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fastattn.kernels.device import package_version
+from fastattn.kernels.dispatch import NAMES, choose, name_of, unsupported_reason
+from fastattn.kernels.problem import Problem
+
+PACKAGES = {
+    "cpu": "torch",
+    "torch": "torch",
+    "triton": "triton",
+    "fa4": "flash-attn-4",
+    "fa3": "flash-attn-3",
+    "fa2": "flash-attn",
+    "torch_flash": "torch",
+}
+
+
+def run(console: Console | None = None) -> None:
+    """Print a table of the kernels, and for each device a table of what they compute there.
+
+    Args:
+        console: where to print; standard output if None.
+    """
+    console = console or Console()
+    devices = [torch.device("cpu")]
+    devices += [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    problems = {device: _problems(device) for device in devices}
+
+    table = Table(title="Kernels")
+    for column in ("kernel", "package", "version", *map(_describe, devices)):
+        table.add_column(column)
+    for name in NAMES:
+        states = [_state(name, problems[device]) for device in devices]
+        table.add_row(name, PACKAGES[name], package_version(PACKAGES[name]) or "not installed", *states)
+    console.print(table)
+
+    for device in devices:
+        here = [name for name in NAMES if None in _reasons(name, problems[device])]
+        console.print(_features(device, here, problems[device]))
+
+
+def _features(device: torch.device, here: list[str], problems: dict[str, Problem]) -> Table:
+    """Make the table of features by kernels: the one that is taken, those that can too, and the reasons of the rest."""
+    table = Table(title=f"What runs on {_describe(device)}")
+    table.add_column("problem")
+    for name in here:
+        table.add_column(name, overflow="fold")
+    table.add_column("taken")
+    for feature, problem in problems.items():
+        try:
+            taken = name_of(choose(problem))
+        except NotImplementedError:
+            taken = "none"
+        table.add_row(feature, *(_cell(name, problem) for name in here), taken)
+    return table
+
+
+def _cell(name: str, problem: Problem) -> Text:
+    """Return whether a kernel computes a problem, or does so where there are no pages, or why not."""
+    reason = unsupported_reason(name, problem)
+    if reason is None:
+        return Text("yes", style="green")
+    over_rows = (
+        problem.operation == "paged"
+        and unsupported_reason(name, problem._replace(operation="dense", block_size=None)) is None
+    )
+    return Text("over rows only", style="yellow") if over_rows else Text(reason, style="dim")
+
+
+def _usual(device: torch.device) -> Problem:
+    """Describe a usual problem: a chunk of a prompt over pages of 16 tokens, with the heads of an 8B model."""
+    return Problem(
+        operation="paged",
+        device=device,
+        dtype=torch.float32 if device.type == "cpu" else torch.bfloat16,
+        num_heads=32,
+        num_kv_heads=8,
+        head_size=128,
+        value_head_size=128,
+        block_size=16,
+        max_query_len=512,
+        max_seq_len=4096,
+        num_seqs=4,
+        window=(-1, 0),
+    )
+
+
+def _problems(device: torch.device) -> dict[str, Problem]:
+    """Describe the usual problem first, then others that differ in one property, then what goes with attention."""
+    usual = _usual(device)
+    problems = {
+        "prefill, pages of 16": usual,
+        "prefill, pages of 256": usual._replace(block_size=256),
+        "prefill, no pages": usual._replace(operation="dense", block_size=None),
+        "decode": usual._replace(max_query_len=1),
+        "decode, pages of 256": usual._replace(max_query_len=1, block_size=256),
+        "head size 64": usual._replace(head_size=64, value_head_size=64),
+        "head size 256": usual._replace(head_size=256, value_head_size=256),
+        "keys of 192, values of 128": usual._replace(head_size=192),
+        "levels of a cascade": usual._replace(operation="levels"),
+        "differential": usual._replace(operation="differential"),
+    }
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        problems[str(dtype).removeprefix("torch.")] = usual._replace(dtype=dtype)
+    problems |= {
+        "not causal": usual._replace(window=(-1, -1)),
+        "window": usual._replace(window=(1023, 0)),
+        "softcap": usual._replace(softcap=True),
+        "ALiBi": usual._replace(alibi=True),
+        "sinks": usual._replace(sinks=True),
+        "batch invariant": usual._replace(batch_invariant=True),
+    }
+    for operation in ("merge", "add_sinks", "write", "copy_blocks", "slot_mapping", "trim", "cut_chunks"):
+        problems[operation] = Problem(operation, device, torch.float32)
+    return problems
+
+
+def _state(name: str, problems: dict[str, Problem]) -> Text:
+    """Return whether a kernel runs, by the usual problem; where it computes others only, what keeps it from that one."""
+    first, *others = _reasons(name, problems)
+    if first is None:
+        return Text("runs", style="green")
+    return Text(f"in part: {first}", style="yellow") if None in others else Text(f"no: {first}", style="dim")
+
+
+def _reasons(name: str, problems: dict[str, Problem]) -> list[str | None]:
+    """Return of each problem why a kernel can't compute it, or None."""
+    return [unsupported_reason(name, problem) for problem in problems.values()]
+
+
+def _describe(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "CPU"
+    return f"{device}, {torch.cuda.get_device_name(device)}"

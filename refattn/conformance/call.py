@@ -1,0 +1,45 @@
+"""Call a path in one line: plan, options and attention from one list of arguments, as a test or a lesson has them."""
+
+import inspect
+import itertools
+from collections.abc import Callable
+from dataclasses import fields
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from refattn.interface import AttentionOptions, Batch
+
+OPTIONS = tuple(field.name for field in fields(AttentionOptions))
+
+
+def prepare(path: ModuleType, *tensors_and_batch: Tensor | Batch, **arguments: Any) -> Callable[..., Any]:
+    """Plan a step, and return the call that attends in one layer of it.
+
+    Args:
+        path: a module with `plan` and `attention`, of any package.
+        tensors_and_batch: what `attention` takes before its plan, and the batch in the plan's place; or none, and all
+            of them by name.
+        arguments: those of `plan` (`causal`, `chunk_size`, ...), of `AttentionOptions` (`softcap`, ...) and of
+            `attention` (`return_lse`, ...), in any order. The block size is that of the cache.
+
+    Returns:
+        The call; it takes more keyword arguments of `attention`.
+    """
+    if not tensors_and_batch:
+        before_plan = itertools.takewhile(lambda name: name != "plan", inspect.signature(path.attention).parameters)
+        tensors_and_batch = tuple(arguments.pop(name) for name in (*before_plan, "batch"))
+    *tensors, batch = tensors_and_batch
+    takes = inspect.signature(path.plan).parameters
+    planned = {name: arguments.pop(name) for name in list(arguments) if name in takes}
+    if "block_size" in takes:
+        planned.setdefault("block_size", tensors[-1].shape[-3])  # [.., p, hk, d]
+    options = AttentionOptions(**{name: arguments.pop(name) for name in OPTIONS if name in arguments})
+    return partial(path.attention, *tensors, path.plan(batch, **planned), options, **arguments)
+
+
+def attend(path: ModuleType, *tensors_and_batch: Tensor | Batch, **arguments: Any) -> Any:
+    """Plan a step and attend in one layer of it; the arguments are those of `prepare`."""
+    return prepare(path, *tensors_and_batch, **arguments)()

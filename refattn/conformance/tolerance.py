@@ -1,0 +1,145 @@
+"""The one rule by which an answer equals the reference.
+
+`ref` is the reference on copies in a wider type (float32; float64 for float32 input), `low` the reference formula run
+in the input's own type, and `ulp` one unit in the last place at the size of `ref`:
+
+    max|out - ref| <= 2 * max|low - ref| + ulp        and        rms(out - ref) <= 2 * rms(low - ref) + ulp
+
+The LSE is held to the same rule by itself. An answer in float32 is allowed `FLOAT32_ROUNDINGS` ulp instead of one: two
+float32 answers differ by the roundings of their dot products, a random walk, and on a batch of a few numbers the larger
+of two such walks can be any multiple of the smaller.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+FLOAT32_ROUNDINGS = 16  # the square root of the largest head size, 256
+WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
+
+
+class Distance(NamedTuple):
+    """How far two tensors are apart: at most, and as a root mean square."""
+
+    max: float
+    rms: float
+
+
+def distance(out: Tensor, ref: Tensor) -> Distance:
+    """Return how far two tensors of finite numbers are apart."""
+    off = out.double() - ref.double()
+    return Distance(float(off.abs().max()), float(off.square().mean().sqrt())) if off.numel() else Distance(0.0, 0.0)
+
+
+def allowed(ref: Tensor, low: Tensor, dtype: torch.dtype) -> Distance:
+    """Return how far an answer of some type may be from `ref`.
+
+    Args:
+        ref: the reference in a wider type.
+        low: the reference formula in the type of the answer.
+        dtype: that type.
+    """
+    size = float(ref.abs().max()) if ref.numel() else 0.0
+    return bound(distance(low, ref), size, dtype)
+
+
+def bound(error_of_low: Distance, size: float, dtype: torch.dtype) -> Distance:
+    """Return how far an answer may be off, given the error of the reference in its type and the largest number."""
+    roundings = FLOAT32_ROUNDINGS if dtype == torch.float32 else 1
+    ulp = roundings * torch.finfo(dtype).eps * max(size, torch.finfo(torch.float32).tiny)
+    return Distance(2 * error_of_low.max + ulp, 2 * error_of_low.rms + ulp)
+
+
+def assert_close(out: Tensor, ref: Tensor, low: Tensor, *, name: str = "out") -> None:
+    """Hold one tensor to the rule; infinities must stand at the same places, and nothing may be NaN.
+
+    Raises:
+        AssertionError: saying by how much the tensor is off, and how much is allowed.
+    """
+    if out.shape != ref.shape:
+        raise AssertionError(f"{name}: shape {list(out.shape)}, expected {list(ref.shape)}")
+    if out.isnan().any():
+        raise AssertionError(f"{name}: NaN at {out.isnan().nonzero()[0].tolist()}")
+    dtype, infinite = out.dtype, ref.isinf()
+    if not torch.equal(out.isinf(), infinite):
+        raise AssertionError(f"{name}: infinite where the reference is not, or the other way round")
+    if not torch.equal(out[infinite].double(), ref[infinite].double()):
+        raise AssertionError(f"{name}: an infinity has the wrong sign")
+    out, ref, low = (x[~infinite] for x in (out, ref, low))
+    limits = allowed(ref, low, dtype)._asdict()
+    for measure, error in distance(out, ref)._asdict().items():
+        if not error <= limits[measure]:
+            raise AssertionError(f"{name}: {measure} error {error:.3e}, allowed {limits[measure]:.3e}")
+
+
+def assert_matches_reference(
+    out: Tensor, lse: Tensor, reference: Callable[..., tuple[Tensor, Tensor]], *arguments: Any, **options: Any
+) -> None:
+    """Hold an output and its LSE to the rule, given the reference and its arguments.
+
+    The reference computes on the CPU, whatever the device of the twin is.
+
+    Args:
+        out: the output, in the type of the query.
+        lse: its log-sum-exp, float32.
+        reference: called with the arguments and `return_lse=True`, in two types.
+        arguments: tensors and batches.
+        options: numbers and tensors.
+
+    Raises:
+        AssertionError: saying what is off.
+    """
+    dtype = out.dtype
+    arguments, options = _on_cpu(arguments), dict(zip(options, _on_cpu(tuple(options.values())), strict=True))
+    out, lse = out.cpu(), lse.cpu()
+    wide = WIDER[dtype]
+    ref_out, ref_lse = reference(
+        *(_cast(x, wide) for x in arguments), **{k: _cast(x, wide) for k, x in options.items()}, return_lse=True
+    )
+    with computing_in(dtype):
+        low_out, low_lse = reference(*arguments, **options, return_lse=True)
+    if lse.dtype != torch.float32:
+        raise AssertionError(f"lse: expected float32, got {lse.dtype}")
+    assert_close(out, ref_out, low_out, name="out")
+    assert_close(lse, ref_lse, low_lse, name="lse")
+
+
+def _on_cpu(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Move tensors and batches, and what a tuple or list holds of them, to the CPU."""
+    return tuple(_one_on_cpu(x) for x in values)
+
+
+def _one_on_cpu(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return x.cpu()
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        return dataclasses.replace(
+            x, **{f.name: _one_on_cpu(getattr(x, f.name)) for f in dataclasses.fields(x) if f.init}
+        )
+    if type(x) in (list, tuple):
+        return type(x)(_one_on_cpu(y) for y in x)
+    return x
+
+
+def _cast(x: Any, dtype: torch.dtype) -> Any:
+    return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+@contextmanager
+def computing_in(dtype: torch.dtype) -> Iterator[None]:
+    """Make the reference compute in some type instead of casting up."""
+    users = [module for name, module in sys.modules.items() if name.startswith("refattn.")]
+    patches = [mock.patch.object(m, "compute_dtype", lambda _: dtype) for m in users if hasattr(m, "compute_dtype")]
+    for patch in patches:
+        patch.start()
+    try:
+        yield
+    finally:
+        for patch in patches:
+            patch.stop()

@@ -1,0 +1,375 @@
+"""Checks of the arguments of a call: shapes, types, devices, and whether they fit the plan.
+
+They run in every layer, so they read no tensor that is on a device, and of the others only a few numbers per head.
+"""
+
+from collections.abc import Sequence
+from math import isfinite
+
+import torch
+from jaxtyping import Int32
+from torch import Tensor
+
+from refattn.interface.options import AttentionOptions
+from refattn.interface.plan import CascadePlan, Plan
+from refattn.interface.values import (
+    check_flag,
+    check_floating,
+    check_number,
+    check_per_head,
+    check_sizes,
+    describe,
+    expect,
+    is_int,
+    same_device,
+)
+
+QUERY_TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def check_dense(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: Plan,
+    options: AttentionOptions,
+    out: Tensor | None,
+    return_lse: bool,
+) -> None:
+    """Check a call of a path without a cache: query `[t, h, d]`, key `[s, hk, d]`, value `[s, hk, dv]`.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+    """
+    _check_tokens(query, key, value, ("key", "value"), ("s", "hk", "d"), plan, options)
+    if plan.block_size is not None:
+        raise ValueError(f"plan: expected one over rows, from dense.plan, got blocks of {plan.block_size} tokens")
+    _check_result(query, value.shape[-1], out, return_lse)
+    if plan.needs is not None and plan.needs.key_rows > key.shape[0]:
+        raise ValueError(
+            f"key: expected at least the {plan.needs.key_rows} rows that seq_lens adds up to, got {key.shape[0]}"
+        )
+
+
+def check_paged(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    plan: Plan,
+    options: AttentionOptions,
+    out: Tensor | None,
+    return_lse: bool,
+    *,
+    pool: str = "key_cache",
+) -> Int32[Tensor, "b m"]:
+    """Check a call over pages: query `[t, h, d]`, caches `[n, p, hk, d]` and `[n, p, hk, dv]`.
+
+    Errors call the pool by the name that its path has for it.
+
+    Returns:
+        The block table of the plan.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+    """
+    names, dims = ("key_cache", "value_cache"), ("n", "p", "hk", "d")
+    _check_tokens(query, key_cache, value_cache, names, dims, plan, options)
+    _check_result(query, value_cache.shape[-1], out, return_lse)
+    return _check_pool(pool, key_cache, plan)
+
+
+def check_cascade(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    plan: CascadePlan,
+    options: AttentionOptions,
+    out: Tensor | None,
+    return_lse: bool,
+) -> None:
+    """Check a call over the levels of a cascade, as `check_paged` does for one plan.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+    """
+    if not isinstance(plan, CascadePlan):
+        raise ValueError(f"plan: expected a CascadePlan, got {describe(plan)}")
+    check_paged(query, key_cache, value_cache, plan.levels[-1], options, out, return_lse)
+    for level in plan.levels[:-1]:
+        _check_pool("key_cache", key_cache, level)
+
+
+def check_differential(
+    query: Tensor,
+    cache: Tensor,
+    plan: Plan,
+    options: AttentionOptions,
+    out: Tensor | None,
+    return_lse: bool,
+    *,
+    lambda_full: Tensor,
+    lambda_init: float,
+    norm_weight: Tensor | None,
+    norm_eps: float,
+) -> Int32[Tensor, "b m"]:
+    """Check what differential attention asks for beside the shared options.
+
+    The query is `[t, h, d]` in pairs of heads, the cache `[2, 2, n, p, hk/2, d]`.
+
+    Returns:
+        The block table of the plan.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+    """
+    _check_query(query)
+    expect(cache, "cache", query.dtype, ("2", "2", "n", "p", "hk/2", "d"), (2, 2, None, None, None, query.shape[2]))
+    h, pairs = query.shape[1], cache.shape[4]
+    if h % 2 or pairs == 0 or (h // 2) % pairs:
+        raise ValueError(f"query: expected pairs of heads, in a number that hk/2={pairs} divides, got h={h}")
+    same_device(query=query, cache=cache)
+    expect(lambda_full, "lambda_full", None, (), ())
+    check_floating("lambda_full", lambda_full)
+    same_device(query=query, lambda_full=lambda_full)
+    if lambda_full.is_cpu and not isfinite(lambda_full.item()):
+        raise ValueError(f"lambda_full: expected a finite number, got {lambda_full.item()}")
+    check_number("lambda_init", lambda_init)
+    check_number("norm_eps", norm_eps, above=0.0)
+    if norm_weight is not None:
+        expect(norm_weight, "norm_weight", None, ("2 * d",), (2 * query.shape[2],))
+        check_floating("norm_weight", norm_weight)
+        same_device(query=query, norm_weight=norm_weight)
+    _check_options(options, query)
+    _check_result(query, query.shape[2], out, return_lse)
+    its_options = options.of_heads(slice(0, None, 2))
+    return check_paged(query[:, ::2], cache[0, 0], cache[0, 1], plan, its_options, None, return_lse, pool="cache")
+
+
+def check_lambdas(lambda_init: float, **vectors: Tensor) -> None:
+    """Check the learned vectors `[d]` that make the weight of differential attention's second softmax.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+    """
+    (first, one), *_ = vectors.items()
+    expect(one, first, None, ("d",), (None,))
+    for name, vector in vectors.items():
+        expect(vector, name, one.dtype, ("d",), one.shape)
+        check_floating(name, vector)
+    same_device(**vectors)
+    check_number("lambda_init", lambda_init)
+
+
+def check_pairs(cache: Tensor, **tokens: Tensor) -> None:
+    """Check new keys and values `[t, hk, d]` of differential attention, before either half of them is written.
+
+    Raises:
+        ValueError: naming the first that does not fit the cache `[2, 2, n, p, hk/2, d]`.
+    """
+    expect(cache, "cache", None, ("2", "2", "n", "p", "hk/2", "d"), (2, 2, None, None, None, None))
+    for name, tensor in tokens.items():
+        expect(tensor, name, cache.dtype, ("t", "hk", "d"), (None, 2 * cache.shape[4], cache.shape[5]))
+
+
+def check_halves(heads: Tensor) -> None:
+    """Check heads `[t, h, d]` whose first half is to be paired with the second.
+
+    Raises:
+        ValueError: if they are of another shape, or of an odd number.
+    """
+    expect(heads, "heads", None, ("t", "h", "d"), (None, None, None))
+    if heads.shape[1] % 2:
+        raise ValueError(f"heads: expected an even number of heads, got h={heads.shape[1]}")
+
+
+def check_slots(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Check a write of new tokens `[t, hk, d]` into the pool `[n, p, hk, d]` by slots `[t]`.
+
+    Raises:
+        ValueError: naming the argument; on a CPU also if a slot is outside the pool, or given twice.
+    """
+    expect(key_cache, "key_cache", None, ("n", "p", "hk", "d"), (None, None, None, None))
+    expect(value_cache, "value_cache", None, ("n", "p", "hk", "dv"), (*key_cache.shape[:3], None))
+    check_sizes(block_size=key_cache.shape[1])
+    expect(key, "key", key_cache.dtype, ("t", "hk", "d"), (None, *key_cache.shape[2:]))
+    expect(value, "value", value_cache.dtype, ("t", "hk", "dv"), (key.shape[0], *value_cache.shape[2:]))
+    expect(slot_mapping, "slot_mapping", torch.int64, ("t",), (key.shape[0],))
+    same_device(key=key, value=value, key_cache=key_cache, value_cache=value_cache, slot_mapping=slot_mapping)
+    if not slot_mapping.is_cpu or not slot_mapping.numel():
+        return
+    slots, uses = slot_mapping.unique(return_counts=True)
+    last = key_cache.shape[0] * key_cache.shape[1] - 1
+    if int(slots[0]) < -1 or int(slots[-1]) > last:
+        wrong = int(slots[0]) if int(slots[0]) < -1 else int(slots[-1])
+        raise ValueError(f"slot_mapping: expected slots in 0..{last}, or -1 for padding, got {wrong}")
+    twice = slots[(uses > 1) & (slots >= 0)]
+    if twice.numel():
+        raise ValueError(f"slot_mapping: expected each slot once, got slot {int(twice[0])} for several tokens")
+
+
+def check_block_pairs(
+    sources: Sequence[Tensor],
+    destinations: Sequence[Tensor],
+    pairs: Tensor,
+    *,
+    names: tuple[str, str] = ("sources", "destinations"),
+) -> None:
+    """Check a copy of whole blocks between caches whose first dimension is the block.
+
+    Raises:
+        ValueError: if the caches differ in number, block shape or type, and (where the pairs are on a CPU) if a block
+            is outside its pool, or is written twice.
+    """
+    for name, caches in zip(names, (sources, destinations), strict=True):
+        if not isinstance(caches, (list, tuple)):
+            raise ValueError(f"{name}: expected a list of caches, got {describe(caches)}")
+        for i, cache in enumerate(caches):
+            if not isinstance(cache, Tensor) or cache.ndim < 1:
+                raise ValueError(f"{name}[{i}]: expected a cache [n, ...], got {describe(cache)}")
+    if len(sources) != len(destinations):
+        raise ValueError(f"{names[1]}: expected {len(sources)} caches, as in sources, got {len(destinations)}")
+    for i, (source, destination) in enumerate(zip(sources, destinations, strict=True)):
+        if source.dtype != destination.dtype or source.shape[1:] != destination.shape[1:]:
+            raise ValueError(f"{names[1]}[{i}]: expected blocks as in {describe(source)}, got {describe(destination)}")
+    expect(pairs, "pairs", torch.int64, ("k", "2"), (None, 2))
+    if not pairs.is_cpu or not pairs.numel() or not sources:
+        return
+    for column, caches in ((0, sources), (1, destinations)):
+        n = min(cache.shape[0] for cache in caches)
+        if int(pairs[:, column].min()) < 0 or int(pairs[:, column].max()) >= n:
+            raise ValueError(f"pairs: expected blocks in 0..{n - 1}, got {pairs[:, column].tolist()}")
+    if pairs[:, 1].unique().numel() != pairs.shape[0]:
+        raise ValueError(f"pairs: expected each destination once, got {pairs[:, 1].tolist()}")
+
+
+def check_gather(cache: Tensor, blocks: Tensor, seq_len: int) -> None:
+    """Check that a row of a block table covers a sequence of `seq_len` tokens of a cache `[n, p, hk, d]`.
+
+    Raises:
+        ValueError: if there are too few blocks, and on a CPU if one is outside the pool.
+    """
+    expect(cache, "cache", None, ("n", "p", "hk", "d"), (None, None, None, None))
+    check_sizes(block_size=cache.shape[1])
+    expect(blocks, "blocks", torch.int32, ("m",), (None,))
+    same_device(cache=cache, blocks=blocks)
+    room = blocks.shape[0] * cache.shape[1]
+    if not is_int(seq_len) or not 0 <= seq_len <= room:
+        raise ValueError(f"seq_len: expected 0..{room} for {blocks.shape[0]} blocks, got {describe(seq_len)}")
+    needed = -(-seq_len // cache.shape[1])
+    if blocks.is_cpu and needed:
+        used = blocks[:needed]
+        if int(used.min()) < 0 or int(used.max()) >= cache.shape[0]:
+            raise ValueError(f"blocks: expected entries in 0..{cache.shape[0] - 1}, got {used.tolist()}")
+
+
+def check_partials(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
+    """Check the parts of a merge: outputs `[t, h, dv]`, all alike, and a log-sum-exp `[t, h]` for each.
+
+    Raises:
+        ValueError: naming the part, what was expected and what came.
+    """
+    for name, parts in (("outs", outs), ("lses", lses)):
+        if not isinstance(parts, (list, tuple)):
+            raise ValueError(f"{name}: expected a list of tensors, one for each part, got {describe(parts)}")
+    if not outs or len(outs) != len(lses):
+        raise ValueError(f"lses: expected one for each output, and at least one, got {len(lses)} for {len(outs)}")
+    expect(outs[0], "outs[0]", None, ("t", "h", "dv"), (None, None, None))
+    if not outs[0].is_floating_point():
+        raise ValueError(f"outs[0]: expected a floating point type, got {describe(outs[0])}")
+    shape, dtype, device = outs[0].shape, outs[0].dtype, outs[0].device
+    lse_dtype = lses[0].dtype if isinstance(lses[0], Tensor) else None
+    for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
+        expect(out, f"outs[{i}]", dtype, ("t", "h", "dv"), shape)
+        expect(lse, f"lses[{i}]", lse_dtype, ("t", "h"), shape[:2])
+        if lse.dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"lses[{i}]: expected float32 or float64, got {describe(lse)}")
+        for name, tensor in ((f"outs[{i}]", out), (f"lses[{i}]", lse)):
+            if tensor.device != device:
+                raise ValueError(f"{name}: expected {device}, where outs[0] is, got {tensor.device}")
+
+
+def check_sinks(out: Tensor, sinks: Tensor) -> None:
+    """Check sinks `[h]` that are to be added to outputs `[t, h, dv]`.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+    """
+    check_per_head("sinks", sinks, out.shape[1])
+    same_device(out=out, sinks=sinks)
+
+
+def _check_query(query: Tensor) -> tuple[int, ...]:
+    shape = expect(query, "query", None, ("t", "h", "d"), (None, None, None))
+    if query.dtype not in QUERY_TYPES:
+        types = "bfloat16, float16, float32 or float64"
+        raise ValueError(f"query: expected a floating point type ({types}), got {describe(query)}")
+    if not shape[1] or not shape[2]:
+        raise ValueError(f"query: expected at least one head, of a size of at least 1, got {describe(query)}")
+    return shape
+
+
+def _check_tokens(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    names: tuple[str, str],
+    key_dims: tuple[str, ...],
+    plan: Plan,
+    options: AttentionOptions,
+) -> None:
+    _, h, d = _check_query(query)
+    shape = expect(key, names[0], query.dtype, key_dims, (*(None,) * (len(key_dims) - 1), d))
+    if not expect(value, names[1], query.dtype, (*key_dims[:-1], "dv"), (*shape[:-1], None))[-1]:
+        raise ValueError(f"{names[1]}: expected a head size of at least 1, got {describe(value)}")
+    hk = shape[-2]
+    if not hk or h % hk:
+        raise ValueError(f"query: expected a number of heads that hk={hk} divides, got h={h}")
+    if not isinstance(plan, Plan):
+        raise ValueError(f"plan: expected a Plan, got {describe(plan)}")
+    _check_options(options, query)
+    device, lengths = query.device, plan.batch.seq_lens
+    if key.device != device or value.device != device or lengths.device != device:
+        same_device(query=query, **{names[0]: key, names[1]: value}, seq_lens=lengths)
+    if plan.needs is not None and plan.needs.query_rows > query.shape[0]:
+        raise ValueError(
+            f"query: expected at least {plan.needs.query_rows} rows, where cu_seqlens_q ends, got t={query.shape[0]}"
+        )
+
+
+def _check_pool(name: str, pool: Tensor, plan: Plan) -> Int32[Tensor, "b m"]:
+    """Check a pool against a plan: the block size, and the number of blocks."""
+    num_blocks, block_size = pool.shape[:2]
+    if plan.block_size is None:
+        raise ValueError("plan: expected one over pages, with a block size, got one over rows, from dense.plan")
+    if plan.block_size != block_size:
+        raise ValueError(f"{name}: expected blocks of {plan.block_size} tokens, as in the plan, got p={block_size}")
+    if plan.needs is not None and plan.needs.blocks > num_blocks:
+        raise ValueError(
+            f"{name}: expected at least {plan.needs.blocks} blocks, as the block table leads to block "
+            f"{plan.needs.blocks - 1}, got n={num_blocks}"
+        )
+    assert plan.batch.block_table is not None  # a plan with a block size has one
+    return plan.batch.block_table
+
+
+def _check_options(options: AttentionOptions, query: Tensor) -> None:
+    """Check the options with one number per head against the heads, and the device, of a query."""
+    if not isinstance(options, AttentionOptions):
+        raise ValueError(f"options: expected AttentionOptions, got {describe(options)}")
+    for name in ("alibi_slopes", "sinks"):
+        numbers = getattr(options, name)
+        if numbers is not None:
+            if numbers.shape[0] != query.shape[1]:
+                raise ValueError(f"{name}: expected floating point [h={query.shape[1]}], got {describe(numbers)}")
+            same_device(query=query, **{name: numbers})
+
+
+def _check_result(query: Tensor, value_head_size: int, out: Tensor | None, return_lse: bool) -> None:
+    """Check where an answer is to go."""
+    check_flag("return_lse", return_lse)
+    if out is not None:
+        expect(out, "out", query.dtype, ("t", "h", "dv"), (*query.shape[:2], value_head_size))
+        same_device(query=query, out=out)
+        strides = out.stride()
+        if 0 in strides and any(stride == 0 and size > 1 for stride, size in zip(strides, out.shape, strict=True)):
+            raise ValueError(f"out: expected memory for each element, got strides of {strides}")

@@ -1,0 +1,278 @@
+"""Checks of what lengths and tables hold. On a CPU they are read, once per step; on a device nothing waits for them."""
+
+from array import array
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Int32
+from torch import Tensor
+
+from refattn.interface.batch import Batch, Prefix
+from refattn.interface.values import (
+    LARGEST_INT32,
+    check_int,
+    check_list,
+    check_sizes,
+    describe,
+    expect,
+    is_int,
+    same_device,
+)
+
+
+def check_batch(batch: Batch) -> None:
+    """Check that a batch is one; its tensors were checked when it was made.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    if not isinstance(batch, Batch):
+        raise ValueError(f"batch: expected a Batch, got {describe(batch)}")
+
+
+def check_lengths(batch: Batch) -> None:
+    """Check on a CPU that the lengths of a batch are lengths, and that its maxima are not too small.
+
+    Raises:
+        ValueError: if `cu_seqlens_q` does not rise from 0; if a length is negative; if a sequence is longer than the
+            stated maximum.
+    """
+    check_batch(batch)
+    if not batch.seq_lens.is_cpu:
+        return
+    starts = batch.cu_seqlens_q
+    falls = bool((starts[1:] < starts[:-1]).any())  # the difference of two int32 might not be one
+    if int(starts[0]) != 0 or falls:
+        raise ValueError(f"cu_seqlens_q: expected to rise from 0, got {starts.tolist()}")
+    if (batch.seq_lens < 0).any():
+        raise ValueError(f"seq_lens: expected lengths of at least 0, got {batch.seq_lens.tolist()}")
+    for name, stated, lengths in (
+        ("max_query_len", batch.max_query_len, batch.query_lens),
+        ("max_seq_len", batch.max_seq_len, batch.seq_lens),
+    ):
+        if lengths.numel() and int(lengths.max()) > stated:
+            raise ValueError(f"{name}: expected at least {int(lengths.max())}, the longest, got {stated}")
+
+
+def check_block_table(batch: Batch, *, block_size: int, new_lens: Tensor | None = None) -> Int32[Tensor, "b m"]:
+    """Check that the table has a column for every block of every sequence; what is in them is read by `check_contents`.
+
+    Args:
+        batch: the lengths and the table; on a device they are not read.
+        block_size: tokens in a block, `p`.
+        new_lens: tokens by which each sequence is about to grow.
+
+    Returns:
+        The block table.
+
+    Raises:
+        ValueError: if the batch has no table, and on a CPU if it has too few columns.
+    """
+    check_batch(batch)
+    check_sizes(block_size=block_size)
+    if batch.block_table is None:
+        raise ValueError("block_table: expected int32 [b, m], got None: this path reads a paged cache")
+    b, m = batch.block_table.shape
+    if batch.seq_lens.is_cpu and b:
+        lengths = batch.seq_lens.long() if new_lens is None else batch.seq_lens.long() + new_lens
+        longest = int(lengths.argmax())
+        needed = -(-int(lengths[longest]) // block_size)
+        if needed > m:
+            raise ValueError(
+                f"block_table: expected at least {needed} columns for the {int(lengths[longest])} keys of sequence "
+                f"{longest} in blocks of {block_size}, got {m}"
+            )
+    return batch.block_table
+
+
+def check_contents(
+    batch: Batch, block_size: int | None, first_keys: Tensor | None = None
+) -> tuple[int, int, int] | None:
+    """Check what the tables of a batch hold, and find out what they ask of the tensors.
+
+    Args:
+        batch: the lengths, and the block table if there is a block size.
+        block_size: tokens in a block; None where keys lie in rows.
+        first_keys: the position of each sequence's first key, where the front of its table was cut off: errors count
+            the columns from position 0.
+
+    Returns:
+        The query rows, the key rows and the blocks that there have to be at least; None where the tables are on a
+        device and nobody reads them.
+
+    Raises:
+        ValueError: naming the table, what was expected and what came.
+    """
+    check_lengths(batch)
+    if block_size is not None:
+        block_table = check_block_table(batch, block_size=block_size)
+    if not batch.seq_lens.is_cpu:
+        return None
+    query_rows, key_rows, blocks = int(batch.cu_seqlens_q[-1]), int(batch.seq_lens.sum()), 0
+    if block_size is None:
+        if key_rows > LARGEST_INT32:  # where a sequence's keys begin is an int32
+            raise ValueError(f"seq_lens: expected at most {LARGEST_INT32} keys together, got {key_rows}")
+    elif block_table.numel():
+        used = torch.arange(block_table.shape[1]) < -(-batch.seq_lens.long() // block_size)[:, None]
+        lowest = int(block_table.masked_fill(~used, 0).min())
+        if lowest < 0:
+            i, column = (used & (block_table < 0)).nonzero()[0].tolist()
+            cut = 0 if first_keys is None else int(first_keys[i]) // block_size
+            raise ValueError(
+                f"block_table: expected entries of at least 0 for the blocks that sequence {i} uses, "
+                f"got {int(block_table[i, column])} in column {cut + column}"
+            )
+        blocks = int(block_table.masked_fill(~used, -1).max()) + 1
+    return query_rows, key_rows, blocks
+
+
+def check_num_tokens(num_tokens: int, batch: Batch) -> None:
+    """Check the number of query rows that a table is asked for: at least those of the batch, the rest is padding.
+
+    Raises:
+        ValueError: if it is no int of at least 0; on a CPU also if it is too small, or the lengths are none.
+    """
+    check_lengths(batch)
+    check_int("num_tokens", num_tokens)
+    if batch.seq_lens.is_cpu and num_tokens < int(batch.cu_seqlens_q[-1]):
+        raise ValueError(
+            f"num_tokens: expected at least {int(batch.cu_seqlens_q[-1])}, the query rows of the batch, "
+            f"got {num_tokens}"
+        )
+
+
+def check_advance(batch: Batch, slots: Tensor, *, block_size: int) -> Int32[Tensor, "b m"]:
+    """Check a step in place: the slots, and that the block table has room for the tokens that come.
+
+    Returns:
+        The block table.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+    """
+    check_batch(batch)
+    check_lengths(batch)
+    expect(slots, "slots", torch.int64, ("t",), (None,))
+    same_device(seq_lens=batch.seq_lens, slots=slots)
+    if batch.seq_lens.is_cpu and slots.shape[0] < int(batch.cu_seqlens_q[-1]):
+        raise ValueError(
+            f"slots: expected int64 [t], at least {int(batch.cu_seqlens_q[-1])} query rows, got {describe(slots)}"
+        )
+    return check_block_table(batch, block_size=block_size, new_lens=batch.query_lens)
+
+
+def check_split(batch: Batch, query_lens: Sequence[int], decode_len: int) -> None:
+    """Check the new tokens of each sequence of a batch, as its builder knows them.
+
+    Raises:
+        ValueError: if there are more or fewer of them than sequences; on a CPU also if the batch has others.
+    """
+    check_lengths(batch)
+    check_requests(query_lens, query_lens, None, num_seqs=batch.num_seqs)
+    check_int("decode_len", decode_len)
+    if batch.seq_lens.is_cpu and batch.query_lens.tolist() != list(query_lens):
+        raise ValueError(f"query_lens: expected {batch.query_lens.tolist()}, as in the batch, got {list(query_lens)}")
+
+
+def check_requests(
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    block_tables: Sequence[Sequence[int]] | None,
+    *,
+    num_seqs: int | None = None,
+    block_size: int | None = None,
+) -> None:
+    """Check what a scheduler says of its requests: as many lengths as sequences, none of them negative, and blocks.
+
+    Args:
+        query_lens: new tokens of each request.
+        seq_lens: tokens of each request.
+        block_tables: blocks of each request; None where they are not asked for.
+        num_seqs: how many requests there are; as many as `seq_lens` if None.
+        block_size: tokens in a block, where each request needs blocks for all its tokens.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+    """
+    for name, lengths in (("query_lens", query_lens), ("seq_lens", seq_lens)):
+        check_list(name, lengths, "lengths")
+    expected = len(seq_lens) if num_seqs is None else num_seqs
+    if len(query_lens) != expected:
+        raise ValueError(f"query_lens: expected {expected} lengths, one per sequence, got {len(query_lens)}")
+    for name, lengths in (("query_lens", query_lens), ("seq_lens", seq_lens)):
+        if not {*map(type, lengths)} <= {int}:
+            wrong = next(length for length in lengths if type(length) is not int)
+            raise ValueError(f"{name}: expected Python ints, got {describe(wrong)}")
+        if lengths and min(lengths) < 0:
+            raise ValueError(f"{name}: expected lengths of at least 0, got {list(lengths)}")
+        if lengths and max(lengths) > LARGEST_INT32:
+            raise ValueError(f"{name}: expected lengths of at most {LARGEST_INT32}, got {max(lengths)}")
+    if sum(query_lens) > LARGEST_INT32:
+        raise ValueError(f"query_lens: expected at most {LARGEST_INT32} tokens together, got {sum(query_lens)}")
+    if block_tables is None:
+        return
+    check_list("block_tables", block_tables, "lists of blocks")
+    if len(block_tables) != expected:
+        raise ValueError(f"block_tables: expected {expected} rows, one per sequence, got {len(block_tables)}")
+    for i, blocks in enumerate(block_tables):
+        check_list(f"block_tables[{i}]", blocks, "blocks")
+        try:
+            array("i", blocks)  # the quickest way to look at each of them
+        except (TypeError, OverflowError):
+            wrong = next(block for block in blocks if not isinstance(block, int) or abs(block) > LARGEST_INT32)
+            raise ValueError(f"block_tables[{i}]: expected int32 blocks, got {describe(wrong)}") from None
+        if block_size is not None and len(blocks) * block_size < seq_lens[i]:
+            needed = -(-seq_lens[i] // block_size)
+            raise ValueError(f"block_tables[{i}]: expected {needed} blocks for {seq_lens[i]} tokens, got {len(blocks)}")
+
+
+def check_prefixes(prefixes: Sequence[Prefix], batch: Batch, *, block_size: int) -> Int32[Tensor, "b m"]:
+    """Check the prefixes of a batch: whole blocks, apart or nested; on a CPU also the same ones, before any query.
+
+    Returns:
+        The block table.
+
+    Raises:
+        ValueError: naming the prefix, what was expected and what came.
+    """
+    check_contents(batch, block_size)
+    check_tree(prefixes)
+    block_table = check_block_table(batch, block_size=block_size)
+    is_read = batch.seq_lens.is_cpu
+    tables: list[list[int]] = block_table.tolist() if is_read else []
+    context_lens: list[int] = batch.context_lens.tolist() if is_read else []
+    room = block_table.shape[1] * block_size
+    for i, prefix in enumerate(prefixes):
+        first, last, end = prefix
+        if not 0 <= first < last <= batch.num_seqs:
+            raise ValueError(f"prefixes[{i}]: expected sequences in 0..{batch.num_seqs}, got {first}..{last}")
+        if end < 1 or end % block_size:
+            raise ValueError(f"prefixes[{i}]: expected a multiple of the block size {block_size}, got {end} keys")
+        for member in range(first, last) if is_read else ():
+            if end > context_lens[member]:
+                raise ValueError(
+                    f"prefixes[{i}]: expected to end before the first query of each sequence, "
+                    f"at {context_lens[member]} of sequence {member}, got {end} keys"
+                )
+            if tables[member][: end // block_size] != tables[first][: end // block_size]:
+                raise ValueError(f"prefixes[{i}]: expected sequences {first} and {member} to share {end} keys by block")
+        if end > room:
+            raise ValueError(f"prefixes[{i}]: expected at most {room} keys, as the block table holds, got {end}")
+        for other in prefixes[:i]:
+            apart = last <= other.first or other.last <= first
+            if not apart and not other.encloses(prefix) and not prefix.encloses(other):
+                raise ValueError(f"prefixes[{i}]: expected to be apart from {other} or nested with it, got {prefix}")
+    return block_table
+
+
+def check_tree(prefixes: Sequence[Prefix]) -> None:
+    """Check the types of some prefixes.
+
+    Raises:
+        ValueError: naming what is no list, or no `Prefix` of Python ints.
+    """
+    check_list("prefixes", prefixes, "prefixes")
+    for i, prefix in enumerate(prefixes):
+        if not isinstance(prefix, Prefix) or not all(map(is_int, prefix)):
+            came = repr(prefix) if isinstance(prefix, Prefix) else describe(prefix)
+            raise ValueError(f"prefixes[{i}]: expected a Prefix of Python ints, got {came}")

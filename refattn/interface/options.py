@@ -1,0 +1,62 @@
+"""What a layer fixes of its attention, beside its shapes: one definition for every path and every kernel."""
+
+from dataclasses import dataclass, replace
+
+from jaxtyping import Float
+from torch import Tensor
+
+from refattn.interface.values import check_flag, check_number, check_per_head
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionOptions:
+    """The options of a layer's attention.
+
+    For the score of a query at position `i` and a key at position `j`, in this order:
+
+        score = softmax_scale * query . key
+        score = softcap * tanh(score / softcap)                          if softcap
+        score = score - alibi_slopes[h] * |i - j|                        if alibi_slopes
+        the mask hides what may not be seen, then softmax over the keys  and the sink, if sinks
+
+    Attributes:
+        softmax_scale: factor on the dot products, any finite number; `d ** -0.5` if None.
+        softcap: bound on the scores, in units of the scaled score; 0 for no bound.
+        alibi_slopes: one slope per query head, `[h]`, of any floating type: the bias is computed in the compute type.
+        sinks: one extra logit per query head, `[h]`, in the denominator only: it takes its share and brings no value.
+        batch_invariant: return rows that do not change by a bit with what else is in the batch. The reference computes
+            sequence by sequence, so there it holds anyway.
+
+    Raises:
+        ValueError: naming the option, what was expected and what came.
+
+    Source: softcap: Gemma Team 2024, "Gemma 2"; ALiBi: Press et al. 2022, "Train Short, Test Long"; sinks: OpenAI 2025,
+        gpt-oss.
+    """
+
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+    alibi_slopes: Float[Tensor, "h"] | None = None
+    sinks: Float[Tensor, "h"] | None = None
+    batch_invariant: bool = False
+
+    def __post_init__(self) -> None:
+        """Check every option by itself; a path checks them against its tensors."""
+        if self.softmax_scale is not None:
+            check_number("softmax_scale", self.softmax_scale)
+        check_number("softcap", self.softcap, at_least=0.0)
+        for name in ("alibi_slopes", "sinks"):
+            if getattr(self, name) is not None:
+                check_per_head(name, getattr(self, name))
+        check_flag("batch_invariant", self.batch_invariant)
+
+    def of_heads(self, heads: slice) -> "AttentionOptions":
+        """Return the options of some of the heads; nothing is checked again where none has a number of its own."""
+        if self.alibi_slopes is None and self.sinks is None:
+            return self
+        slopes, sinks = (None if x is None else x[heads].contiguous() for x in (self.alibi_slopes, self.sinks))
+        return replace(self, alibi_slopes=slopes, sinks=sinks)
+
+    def without_sinks(self) -> "AttentionOptions":
+        """Return the options without sinks, for a part of the keys: they count once."""
+        return self if self.sinks is None else replace(self, sinks=None)

@@ -1,0 +1,182 @@
+"""The plan of a step: where the keys are and who may see whom, worked out once and used by every layer.
+
+    batch     what a scheduler knows: lengths, block table                    one per step
+    plan      what a path derives from it: tables, masks, positions           one per step and kind of layer
+    options   what a layer fixes: scale, softcap, slopes, sinks               one per layer
+
+A plan describes sequences of keys, each with some query rows. They may be those of the batch, or derived from them:
+
+    path              its sequences                              the first key of a sequence stands at
+    chunked prefill   those of the batch                         position 0
+    sliding window    without the blocks that nobody sees        the first block that is left
+    local             one for each chunk with new tokens         the beginning of the chunk
+    cascade           groups that share keys, level by level     the end of the level above
+"""
+
+import copy
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Int32
+from torch import Tensor
+
+from refattn.interface.batch import Batch
+from refattn.interface.contents import check_batch, check_contents, check_lengths
+from refattn.interface.values import check_flag, check_list, check_sizes, check_window, describe, expect, same_device
+
+
+class Needs(NamedTuple):
+    """How large the tensors of an attention call have to be, at least, for what a plan's tables hold.
+
+    Attributes:
+        query_rows: rows of the query.
+        key_rows: rows of keys and values, where there is no cache.
+        blocks: blocks of the pool.
+    """
+
+    query_rows: int
+    key_rows: int
+    blocks: int
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Sequences of keys, and which of them each query row may see.
+
+    Query row `i` of a sequence with `q` queries and `s` keys stands at `first_key + s - q + i`, or where `positions`
+    says. It sees key `j`, at `first_key + j`, as `causal` and `window_size` allow.
+
+    Attributes:
+        batch: the query rows of each sequence, its number of keys, and the blocks that hold them.
+        block_size: tokens in a block; None where keys lie in rows (`dense`).
+        causal: hide the keys after a query's own position.
+        window_size: `(left, right)` in tokens, both inclusive, -1 for no limit: a window of W tokens is `(W - 1, 0)`.
+        first_keys: the position of each sequence's first key; None if all are 0.
+        positions: the position of each query row; None where a sequence's queries are the last of its tokens. Rows of
+            padding may hold anything.
+        schedule: how a kernel shares out the work of this plan, if it prepares that once per step; None otherwise. It
+            changes no answer.
+        needs: how large the tensors have to be; None where the tables are on a device, where nobody reads them.
+
+    On a CPU the contents of the tables are checked here, once, and not when a layer attends: a table that is written to
+    afterwards takes a new plan.
+
+    Raises:
+        ValueError: naming the argument that does not fit.
+    """
+
+    batch: Batch
+    block_size: int | None = None
+    causal: bool = True
+    window_size: tuple[int, int] = (-1, -1)
+    first_keys: Int32[Tensor, "b"] | None = None
+    positions: Int32[Tensor, "t"] | None = None
+    schedule: Any = field(default=None, init=False, repr=False)
+    needs: Needs | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Check the arguments, and the contents of the tables where they are on the host."""
+        check_flag("causal", self.causal)
+        check_window(self.window_size)
+        if self.block_size is not None:
+            check_sizes(block_size=self.block_size)
+        check_batch(self.batch)
+        for name, numbers, size in (
+            ("first_keys", self.first_keys, self.batch.num_seqs),
+            ("positions", self.positions, None),
+        ):
+            if numbers is not None:
+                expect(numbers, name, torch.int32, ("b" if size is not None else "t",), (size,))
+                same_device(seq_lens=self.batch.seq_lens, **{name: numbers})
+        needs = check_contents(self.batch, self.block_size, self.first_keys)
+        if needs is not None and self.positions is not None and self.positions.shape[0] < needs[0]:
+            raise ValueError(
+                f"positions: expected at least {needs[0]}, one for each query row of the batch, "
+                f"got {self.positions.shape[0]}"
+            )
+        object.__setattr__(self, "needs", None if needs is None else Needs(*needs))
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """The window with `causal` as what it is: a right side of 0."""
+        left, right = self.window_size
+        return left, 0 if self.causal else right
+
+    def with_schedule(self, schedule: Any) -> "Plan":
+        """Return the same plan with a kernel's schedule; nothing is checked again."""
+        plan = copy.copy(self)
+        object.__setattr__(plan, "schedule", schedule)
+        return plan
+
+
+@dataclass(frozen=True, eq=False)
+class CascadePlan:
+    """Several plans over the same query rows, whose answers merge: the keys of a level come after those above it.
+
+    Attributes:
+        batch: the lengths and the block table, as without a cascade.
+        levels: the plans, the outermost prefixes first and what nobody shares last. A sequence of a level is a group of
+            neighbouring sequences of the batch; `positions` says where their queries stand.
+
+    Raises:
+        ValueError: if there is no level, or one that is no plan over pages of one size; on a CPU also if the levels are
+            of another batch, leave keys out or have some twice, or a shared one reaches into the queries.
+    """
+
+    batch: Batch
+    levels: tuple[Plan, ...]
+
+    def __post_init__(self) -> None:
+        """Check the types, and on a CPU that the levels hold every key of the batch once."""
+        check_batch(self.batch)
+        check_list("levels", self.levels, "plans")
+        if not self.levels:
+            raise ValueError("levels: expected at least one, the keys that nobody shares, got none")
+        for i, level in enumerate(self.levels):
+            if not isinstance(level, Plan) or level.block_size is None:
+                came = "one over rows" if isinstance(level, Plan) else describe(level)
+                raise ValueError(f"levels[{i}]: expected a Plan over pages, got {came}")
+            if level.block_size != self.levels[0].block_size:
+                size = self.levels[0].block_size
+                raise ValueError(f"levels[{i}]: expected blocks of {size} tokens, got {level.block_size}")
+            same_device(seq_lens=self.batch.seq_lens, **{f"levels[{i}]": level.batch.seq_lens})
+        if self.batch.seq_lens.is_cpu:
+            check_lengths(self.batch)
+            _check_levels(self.batch, self.levels)
+
+
+def _check_levels(batch: Batch, levels: tuple[Plan, ...]) -> None:
+    """Check that the levels of a cascade hold the keys of a batch: shared ones first, each sequence's own at last."""
+    starts, seq_lens = batch.cu_seqlens_q.tolist(), batch.seq_lens.tolist()
+    keys = [0] * len(seq_lens)  # of each sequence, in the levels so far
+    for i, level in enumerate(levels):
+        is_last = i == len(levels) - 1
+        edges, lengths = level.batch.cu_seqlens_q.tolist(), level.batch.seq_lens.tolist()
+        first_keys = [0] * len(lengths) if level.first_keys is None else level.first_keys.tolist()
+        if edges[-1] != starts[-1] or not set(edges) <= set(starts) or (is_last and edges != starts):
+            raise ValueError(f"levels[{i}]: expected groups of the sequences at query rows {starts}, got {edges}")
+        group = 0
+        for member, (start, end) in enumerate(pairwise(starts)):
+            if start == end:
+                continue  # a sequence without queries reads nothing, in whatever group it is
+            while edges[group + 1] <= start:
+                group += 1
+            if not lengths[group]:
+                continue
+            if first_keys[group] != keys[member]:
+                raise ValueError(
+                    f"levels[{i}].first_keys: expected {keys[member]} for sequence {member}, as the levels before hold "
+                    f"so many of its keys, got {first_keys[group]}"
+                )
+            keys[member] += lengths[group]
+            before = seq_lens[member] - (end - start)
+            if not is_last and keys[member] > before:
+                raise ValueError(
+                    f"levels[{i}]: expected to end before the first query of each sequence, at {before} of sequence "
+                    f"{member}, got {keys[member]} keys"
+                )
+    for member, (start, end) in enumerate(pairwise(starts)):
+        if end > start and keys[member] != seq_lens[member]:
+            raise ValueError(f"levels: expected the {seq_lens[member]} keys of sequence {member}, got {keys[member]}")

@@ -1,0 +1,210 @@
+"""Checks of single values: numbers, flags, windows, tensors of a shape. A `ValueError` names what came instead."""
+
+import sys
+from collections.abc import Sequence
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LARGEST_INT32 = 2**31 - 1
+
+
+def check_sizes(**sizes: int) -> None:
+    """Check that each of the named sizes is a positive int.
+
+    Raises:
+        ValueError: naming the first that is not.
+    """
+    for name, size in sizes.items():
+        if not is_int(size) or size < 1:
+            raise ValueError(f"{name}: expected a positive int, got {describe(size)}")
+
+
+def check_int(name: str, value: int, *, at_most: int | None = LARGEST_INT32) -> None:
+    """Check a length or a count: a Python int of at least 0, and one that an int32 can hold unless told otherwise.
+
+    Raises:
+        ValueError: naming it.
+    """
+    if not is_int(value) or value < 0:
+        raise ValueError(f"{name}: expected a Python int of at least 0, got {describe(value)}")
+    if at_most is not None and value > at_most:
+        raise ValueError(f"{name}: expected at most {at_most}, got {value}")
+
+
+def check_number(name: str, value: float, *, at_least: float | None = None, above: float | None = None) -> None:
+    """Check a finite Python number, and that it is not too small.
+
+    Raises:
+        ValueError: naming it.
+    """
+    is_number = isinstance(value, (float, int)) and not isinstance(value, bool)
+    finite = is_number and -sys.float_info.max <= value <= sys.float_info.max
+    if not finite or (at_least is not None and value < at_least) or (above is not None and value <= above):
+        bound = "" if at_least is None else f" of at least {at_least:g}"
+        bound = bound if above is None else f" above {above:g}"
+        raise ValueError(f"{name}: expected a finite number{bound}, got {describe(value)}")
+
+
+def check_flag(name: str, value: bool) -> None:
+    """Check a choice of yes or no.
+
+    Raises:
+        ValueError: naming it, if it is neither True nor False.
+    """
+    if value is not True and value is not False:
+        raise ValueError(f"{name}: expected True or False, got {describe(value)}")
+
+
+def check_window(window_size: tuple[int, int]) -> tuple[int, int]:
+    """Check a window, `(left, right)` in tokens, and return it.
+
+    Raises:
+        ValueError: if it is no pair of ints of at least -1 that an int32 can hold.
+    """
+    if type(window_size) is tuple and len(window_size) == 2:
+        left, right = window_size
+        if is_int(left) and is_int(right) and -1 <= left <= LARGEST_INT32 and -1 <= right <= LARGEST_INT32:
+            return left, right
+    raise ValueError(
+        f"window_size: expected (left, right), two ints, each at least -1 (no limit) and at most {LARGEST_INT32}, "
+        f"got {window_size!r}"
+    )
+
+
+def check_chunk(chunk_size: int, block_size: int) -> None:
+    """Check the chunks of local attention: whole blocks, so that each begins with one.
+
+    Raises:
+        ValueError: naming the size, what was expected and what came.
+    """
+    check_sizes(chunk_size=chunk_size, block_size=block_size)
+    if chunk_size % block_size:
+        raise ValueError(f"chunk_size: expected a multiple of block_size={block_size}, got {chunk_size}")
+
+
+def check_per_head(name: str, numbers: Tensor, size: int | None = None) -> None:
+    """Check an option with one number per head, `[h]`: any floating point type; on a CPU also that all are finite.
+
+    Args:
+        name: what errors call it.
+        numbers: what came.
+        size: how many heads there are; None for any number.
+
+    Raises:
+        ValueError: naming the option, what was expected and what came.
+    """
+    is_one = isinstance(numbers, Tensor) and numbers.ndim == 1 and numbers.is_floating_point()
+    if not is_one or (size is not None and numbers.shape[0] != size):
+        wanted = "[h]" if size is None else f"[h={size}]"
+        raise ValueError(f"{name}: expected floating point {wanted}, got {describe(numbers)}")
+    if numbers.is_cpu and not all(map(isfinite, numbers.tolist())):
+        raise ValueError(f"{name}: expected finite numbers, got {numbers.tolist()}")
+
+
+def check_memory(dtype: torch.dtype, device: torch.device | str) -> None:
+    """Check the type and the place of memory that is to be allocated.
+
+    Raises:
+        ValueError: if they are none that torch knows.
+    """
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype: expected a torch.dtype, got {describe(dtype)}")
+    check_device(device)
+
+
+def check_device(device: torch.device | str) -> None:
+    """Check the name of a device.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    if isinstance(device, torch.device):
+        return
+    try:
+        torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device: expected a torch.device or its name, got {describe(device)}") from None
+
+
+def same_device(**tensors: Tensor) -> None:
+    """Check that the named tensors are on one device.
+
+    Raises:
+        ValueError: naming the first tensor that is elsewhere.
+    """
+    (first, reference), *others = tensors.items()
+    for name, tensor in others:
+        if tensor.device != reference.device:
+            raise ValueError(f"{name}: expected {reference.device}, where {first} is, got {tensor.device}")
+
+
+def expect(
+    tensor: Tensor,
+    name: str,
+    dtype: torch.dtype | None,
+    dims: Sequence[str],
+    sizes: Sequence[int | None],
+) -> tuple[int, ...]:
+    """Check that something is a tensor of a type and a shape, and return that shape.
+
+    Args:
+        tensor: what came.
+        name: what errors call it.
+        dtype: its type; None for any.
+        dims: the names of its dimensions.
+        sizes: their sizes; None for any.
+
+    Raises:
+        ValueError: if it is no such tensor.
+    """
+    if isinstance(tensor, Tensor) and (dtype is None or tensor.dtype == dtype):
+        shape = tuple(tensor.shape)
+        if len(shape) == len(sizes):
+            for size, actual in zip(sizes, shape, strict=True):
+                if size is not None and size != actual:
+                    break
+            else:
+                return shape
+    wanted = ", ".join(
+        dim if size is None or dim == str(size) else f"{dim}={size}" for dim, size in zip(dims, sizes, strict=True)
+    )
+    kind = f"{str(dtype).removeprefix('torch.')} " if dtype is not None else ""
+    raise ValueError(f"{name}: expected {kind}[{wanted}], got {describe(tensor)}")
+
+
+def check_floating(name: str, tensor: Tensor) -> None:
+    """Check that a tensor has a floating point type.
+
+    Raises:
+        ValueError: naming it.
+    """
+    if not tensor.is_floating_point():
+        raise ValueError(f"{name}: expected a floating point type, got {describe(tensor)}")
+
+
+def check_list(name: str, values: Sequence[Any], what: str) -> None:
+    """Check that something is a list or a tuple.
+
+    Raises:
+        ValueError: naming it.
+    """
+    if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
+        raise ValueError(f"{name}: expected a list of {what}, got {describe(values)}")
+
+
+def is_int(value: object) -> bool:
+    """Return whether something is a Python int, and no bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def describe(value: object) -> str:
+    """Return what came instead of what was expected, in a few words."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return repr(value)
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"

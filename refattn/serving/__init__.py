@@ -1,0 +1,25 @@
+"""Serve requests with either twin: an engine that batches continuously, and what it is made of."""
+
+from refattn.serving.block_pool import BlockPool
+from refattn.serving.cost_model import CPU, H200, Machine
+from refattn.serving.engine import Engine, Step
+from refattn.serving.request import Event, Request
+from refattn.serving.sampling import SamplingParams, sample
+from refattn.serving.scheduler import Counters, Scheduler
+from refattn.serving.window_pool import WindowPool
+
+__all__ = [
+    "CPU",
+    "H200",
+    "BlockPool",
+    "Counters",
+    "Engine",
+    "Event",
+    "Machine",
+    "Request",
+    "SamplingParams",
+    "Scheduler",
+    "Step",
+    "WindowPool",
+    "sample",
+]

@@ -1,0 +1,103 @@
+"""The blocks of the pool: who uses them, and which of them hold the start of a prompt."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, eq=False)
+class BlockContent:
+    """What a full block holds: its tokens, behind those of all blocks before it.
+
+    A prefix is one object however many requests begin with it, so to compare a block and all before it takes the
+    block's own tokens and the identity of its parent.
+    """
+
+    parent: "BlockContent | None"
+    tokens: tuple[int, ...]
+    hash: int
+
+
+def _block_hash(parent: BlockContent | None, tokens: tuple[int, ...]) -> int:
+    """Hash the tokens of a block and, through the hash of its parent, all tokens before them."""
+    return hash((parent and parent.hash, tokens))
+
+
+class BlockPool:
+    """Hands out the blocks of the pool, and finds those again that hold the start of a prompt.
+
+    Any number of requests may use a block. One that nobody uses is free, but keeps what it holds until its turn comes
+    to be handed out: blocks that hold nothing of use go first, then the least recently used.
+
+    Args:
+        num_blocks: blocks in the pool.
+        block_size: tokens in a block.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.users = [0] * num_blocks
+        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # next to be handed out first
+        self.contents: dict[int, BlockContent] = {}  # of the blocks that can be found
+        self.block_of: dict[int, int] = {}  # those blocks, by hash
+
+    def find(self, tokens: Sequence[int]) -> list[int]:
+        """Find the blocks that hold the start of `tokens`, as far as there are any."""
+        blocks: list[int] = []
+        parent = None
+        for start in range(0, len(tokens) - self.block_size + 1, self.block_size):
+            block = self._look_up(parent, tuple(tokens[start : start + self.block_size]))
+            if block is None:
+                break
+            blocks.append(block)
+            parent = self.contents[block]
+        return blocks
+
+    def remember(self, block: int, parent: BlockContent | None, tokens: tuple[int, ...]) -> BlockContent:
+        """Let a block be found that is full now, unless another one holds the same; the content is the one of both."""
+        same = self._look_up(parent, tokens)
+        if same is not None:
+            return self.contents[same]
+        prefix = BlockContent(parent, tokens, _block_hash(parent, tokens))
+        if prefix.hash in self.block_of:  # other tokens with the same hash: the newer ones stay
+            del self.contents[self.block_of[prefix.hash]]
+        self.contents[block], self.block_of[prefix.hash] = prefix, block
+        return prefix
+
+    def _look_up(self, parent: BlockContent | None, tokens: tuple[int, ...]) -> int | None:
+        block = self.block_of.get(_block_hash(parent, tokens))
+        if block is None:
+            return None
+        prefix = self.contents[block]  # an equal hash is a hint, not a proof
+        return block if prefix.parent is parent and prefix.tokens == tokens else None
+
+    def share(self, blocks: Sequence[int]) -> None:
+        """Count one more user of blocks that were found."""
+        for block in blocks:
+            self.users[block] += 1
+            self.free.pop(block, None)
+
+    def allocate(self, count: int) -> list[int]:
+        """Hand out free blocks to write to, which are not found any more; there must be as many."""
+        blocks = [self.free.popitem(last=False)[0] for _ in range(count)]
+        for block in blocks:
+            self.users[block] = 1
+        self.forget(blocks)
+        return blocks
+
+    def forget(self, blocks: Sequence[int]) -> None:
+        """Let blocks not be found any more."""
+        for block in blocks:
+            if block in self.contents:
+                del self.block_of[self.contents.pop(block).hash]
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Count one user less of each block of a request, and free those that have none left.
+
+        The last block goes first, so that what a prefix is built on outlives it.
+        """
+        for block in reversed(blocks):
+            self.users[block] -= 1
+            if not self.users[block]:
+                self.free[block] = None
+                self.free.move_to_end(block, last=block in self.contents)

@@ -1,0 +1,547 @@
+"""Continuous batching: serve many requests of a transformers causal LM at once, over any twin's paged attention.
+
+A step is one forward pass over one flat row of tokens, at most `max_num_batched_tokens` of them. Decodes come first, and
+what is left of the budget goes to chunks of prompts. With a budget of 8, and prompts of 8 tokens (c) and 5 (d):
+
+    step 7    a17 | b5 | c0 c1 c2 c3 c4 c5
+    step 8    a18 | b6 | c6 c7 | d0 d1 d2 d3       the logits of c7 give c its first token
+    step 9    a19 | b7 | c8 | d4                   and those of d4 the first of d
+
+The model's own code runs. Only its attention is replaced: transformers hands the queries, keys and values of each layer
+to `models.paged_attention`, and the engine writes them into the pool and attends over it with the twin that it was given. It
+computes nothing itself. What a layer plans and attends stands in `layers`: windows go to `sliding_window`, chunks to
+`local`, pairs of softmaxes to `differential`, and all else to `chunked_prefill`, or to `cascade` in a step whose requests
+share so many blocks that reading them once is worth it.
+
+Source: Yu et al. 2022, "Orca" (batching by step); Kwon et al. 2023, "Efficient Memory Management for Large Language
+Model Serving with PagedAttention" (blocks, blocks shared by hash, preemption by recomputation); Agrawal et al. 2024,
+"Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve" (chunks of prompts beside decodes).
+"""
+
+import logging
+from collections import deque
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from einops import rearrange
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+import refattn
+from refattn.interface import AttentionOptions, Batch, CascadePlan, Plan, Prefix
+from refattn.serving import models
+from refattn.serving.block_pool import BlockPool
+from refattn.serving.cost_model import CPU, H200, Machine, saved_key_reads, worthwhile_prefixes
+from refattn.serving.layers import Layer, Twin
+from refattn.serving.request import Event, Request, token_ids
+from refattn.serving.sampling import GREEDY, SamplingParams, choose
+from refattn.serving.scheduler import Counters, Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step is for all layers of a model.
+
+    Attributes:
+        batch: the lengths and blocks of its requests.
+        slot_mapping: where the new tokens go.
+        plans: the plan of each kind of layer.
+    """
+
+    batch: Batch
+    slot_mapping: Int64[Tensor, "t"]
+    plans: dict[Layer, Plan | CascadePlan]
+
+
+@runtime_checkable
+class Runner(Protocol):
+    """Runs some steps in a way of its own."""
+
+    def run(self, engine: "Engine", scheduled: dict[Request, int]) -> Float[Tensor, "b v"] | None:
+        """Run the model over what is scheduled, and return its logits; None to let the engine run it."""
+
+
+class Engine:
+    """Serves requests on a model whose attention `twin` computes.
+
+    Args:
+        model: a causal LM of transformers, of one of the families in `models.VERIFIED`. Its attention is the engine's from now
+            on; `model.set_attn_implementation("sdpa")` gives it back.
+        num_blocks: blocks in the pool of each layer.
+        block_size: tokens in a block.
+        max_num_batched_tokens: most tokens in a step, so that no decode waits long for the prompts beside it.
+        max_num_seqs: most requests that run at once.
+        tokenizer: makes text of tokens, where text is wanted.
+        twin: the package that computes, `refattn` or `fastattn`.
+        machine: for which hardware to decide whether a shared prefix is worth a cascade; None for the one of
+            `cost_model` that stands for the kind of the model's device.
+        runner: runs some steps in a way of its own, as one that replays CUDA graphs; None runs the model.
+        batch_invariant: compute every row alike, whatever else is in the batch, at some cost.
+        trust_model: serve a model of another family too. Nobody has compared its answers with transformers' own: do
+            that before you rely on them.
+
+    Raises:
+        ValueError: naming the argument, for a size that is no int of at least 1, or a model that would be served
+            wrongly.
+        torch.OutOfMemoryError: if a GPU has no room for the pool.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        num_blocks: int,
+        block_size: int = 16,
+        max_num_batched_tokens: int = 256,
+        max_num_seqs: int = 64,
+        tokenizer: Any = None,
+        twin: Any = refattn,
+        machine: Machine | None = None,
+        runner: Runner | None = None,
+        batch_invariant: bool = False,
+        trust_model: bool = False,
+    ) -> None:
+        sizes = dict(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+        )
+        for name, size in sizes.items():
+            if type(size) is not int or size < 1:
+                raise ValueError(f"{name}: expected an int of at least 1, got {size!r}")
+        models.check_model(model, trust_model)
+        self.model, self.config, self.tokenizer = model.eval(), model.config.get_text_config(), tokenizer
+        self.block_size, self.max_num_batched_tokens, self.max_num_seqs = (
+            block_size,
+            max_num_batched_tokens,
+            max_num_seqs,
+        )
+        self.twin, self.runner, self.batch_invariant = Twin(twin), runner, batch_invariant
+        self.layers = models.layers_of(self.config, max(num_blocks * block_size, max_num_batched_tokens))
+        self.machine = machine or (CPU if model.device.type == "cpu" else H200)
+        self.vocab_size = min(self.config.vocab_size, len(model.get_input_embeddings().weight))
+        self.max_positions = models.max_positions(self.config)
+        self.end_token_ids = models.end_token_ids(model)
+        try:
+            self.caches = [
+                layer.allocate(self.twin, num_blocks, block_size, dtype=model.dtype, device=model.device)
+                for layer in self.layers
+            ]
+        except torch.OutOfMemoryError as error:
+            numbers = 2 * num_blocks * block_size * sum(layer.num_kv_heads * layer.head_size for layer in self.layers)
+            raise torch.OutOfMemoryError(
+                f"num_blocks: expected a pool that fits into the memory of {model.device}, got {num_blocks} blocks of "
+                f"{block_size} tokens, which are {numbers * model.dtype.itemsize / 2**30:.3g} GiB. {error}"
+            ) from error
+        self.scheduler = Scheduler(
+            num_blocks, block_size, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs
+        )
+        self._is_stepping = False
+        self._aborted: deque[Request] = deque()  # to be ended as soon as no step is under way
+        self._attended: list[int] = []  # the layers whose attention this pass has computed
+        self._try_model()
+
+    @property
+    def waiting(self) -> deque[Request]:
+        """Requests that wait, oldest first."""
+        return self.scheduler.waiting
+
+    @property
+    def running(self) -> list[Request]:
+        """Requests that run, oldest first."""
+        return self.scheduler.running
+
+    @property
+    def counters(self) -> Counters:
+        """What has been done so far."""
+        return self.scheduler.counters
+
+    @property
+    def pool(self) -> BlockPool:
+        """The blocks, and who uses them."""
+        return self.scheduler.pool
+
+    def generate(
+        self, prompts: Iterable[str | Iterable[int]], sampling: SamplingParams | Sequence[SamplingParams] = GREEDY
+    ) -> list[Request]:
+        """Answer all prompts together, and return their finished requests in order.
+
+        One that failed has a `finish_reason` of "error"; the others have their answers all the same. Arguments and
+        errors are those of `add`, with one `sampling` for all or one for each. If one prompt is in error, none is
+        queued.
+        """
+        events = self._events_of(prompts, sampling)
+        requests: list[Request] = next(events)
+        for _ in events:
+            pass
+        return requests
+
+    def stream(
+        self, prompts: Iterable[str | Iterable[int]], sampling: SamplingParams | Sequence[SamplingParams] = GREEDY
+    ) -> Generator[Event, None, None]:
+        """Answer all prompts together, as `generate` does, and yield every token as it comes.
+
+        Whether it is closed or only dropped, before its first token or after, what is not finished then is aborted.
+        """
+        events = self._events_of(prompts, sampling)
+        next(events)  # queues the requests; a generator that never began would end without its `finally`
+        return events
+
+    def add(self, prompt: str | Iterable[int], sampling: SamplingParams = GREEDY) -> Request:
+        """Queue a prompt: token ids, or text if the engine has a tokenizer.
+
+        Raises:
+            ValueError: naming the argument, if the prompt is empty, is not made of tokens that the model knows, or can
+                never fit into the pool, or into the model's positions, with `max_tokens` after it. Nothing is queued
+                then.
+        """
+        return self._add_all([prompt], sampling)[0]
+
+    def abort(self, request: Request) -> None:
+        """End a request where it is, and free its blocks; a finished one stays as it is.
+
+        During a step (from a hook of the model, say) it is ended right after the step.
+
+        Raises:
+            ValueError: if the request is one of another engine.
+        """
+        if not isinstance(request, Request):
+            raise ValueError(f"request: expected one that this engine's add returned, got {request!r}")
+        ours = self._is_stepping or request in self.running or request in self.waiting
+        if request.status != "finished" and not ours:
+            raise ValueError(f"request: expected one of this engine, got one of another, which is {request.status}")
+        self._abort_all([request])
+
+    @torch.no_grad()
+    def step(self) -> list[Event]:
+        """Run the model once over what is scheduled, and give each request with nothing left to compute a token.
+
+        A request that makes the model, the sampler or the tokenizer raise an exception, or whose logits are not finite,
+        ends with a `finish_reason` of "error", and the others get their tokens. Whatever else is raised, say by Ctrl-C,
+        is raised here, and then the step has not happened: its requests wait, with the tokens that they had.
+        """
+        unfinished = [*self.running, *self.waiting]
+        counted = vars(self.counters).copy()
+        before: dict[Request, tuple[int, tuple[int, int]]] = {}
+        try:
+            self._is_stepping = True
+            scheduled = self.scheduler.schedule()
+            before = {request: (len(request.output_ids), request.decoded) for request in scheduled}
+            if not scheduled:
+                return []
+            events = self._compute(scheduled)
+            for request, event in events.items():
+                self._commit(request, scheduled[request], event)
+            self.counters.steps += 1
+            return [event for event in events.values() if event]
+        except BaseException:
+            self.scheduler.undo(unfinished, before, counted)
+            raise
+        finally:
+            self._is_stepping = False
+            self._abort_all([])
+
+    def _add_all(
+        self, prompts: Iterable[str | Iterable[int]], sampling: SamplingParams | Sequence[SamplingParams]
+    ) -> list[Request]:
+        if isinstance(prompts, str) or not isinstance(prompts, Iterable):
+            raise ValueError(f"prompts: expected a list of prompts, got {prompts!r}")
+        prompts = list(prompts)
+        samplings = list(sampling) if isinstance(sampling, Iterable) else [sampling] * len(prompts)
+        if len(samplings) != len(prompts):
+            raise ValueError(f"sampling: expected one, or one for each of {len(prompts)} prompts, got {len(samplings)}")
+        requests = [self._make_request(*pair) for pair in zip(prompts, samplings, strict=True)]
+        self.waiting.extend(requests)
+        return requests
+
+    def _make_request(self, prompt: str | Iterable[int], sampling: SamplingParams) -> Request:
+        if not isinstance(sampling, SamplingParams):
+            raise ValueError(f"sampling: expected a SamplingParams, got {sampling!r}")
+        if isinstance(prompt, str) and self.tokenizer is None:
+            raise ValueError("prompt: expected token ids, as the engine has no tokenizer, got text")
+        tokens = token_ids(self.tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt)
+        if not tokens:
+            raise ValueError("prompt: expected at least one token, got none")
+        last_id = self.vocab_size - 1
+        if min(tokens) < 0 or max(tokens) > last_id:
+            raise ValueError(f"prompt: expected token ids in 0..{last_id}, got {min(tokens)}..{max(tokens)}")
+        # One less, as the last token of an answer never goes through the model.
+        length = len(tokens) + sampling.max_tokens - 1
+        needed, num_blocks = self.scheduler.blocks_for(length), len(self.pool.users)
+        asked = f"got {len(tokens)} tokens and max_tokens={sampling.max_tokens}, which need"
+        if needed > num_blocks:
+            raise ValueError(
+                f"prompt: expected to fit in the pool of {num_blocks} blocks of {self.block_size} tokens, "
+                f"{asked} {needed} blocks"
+            )
+        if length > self.max_positions:
+            raise ValueError(f"prompt: expected to fit in the model's {self.max_positions} positions, {asked} {length}")
+        return Request(tokens, len(tokens), sampling)
+
+    def _events_of(
+        self, prompts: Iterable[str | Iterable[int]], sampling: SamplingParams | Sequence[SamplingParams]
+    ) -> Generator[Any, None, None]:
+        """Queue some prompts, yield the list of their requests, then every token, whoever makes the steps."""
+        requests: list[Request] = []
+        try:
+            requests = self._add_all(prompts, sampling)
+            yield requests
+            shown = dict.fromkeys(requests, 0)
+            while shown:
+                for request in requests:
+                    if request not in shown:
+                        continue
+                    is_last, pieces = request.status == "finished", request.pieces[shown[request] :]
+                    for token, piece in zip(request.output_ids[shown[request] :], pieces, strict=True):
+                        yield Event(request, token, piece)
+                    shown[request] += len(pieces)
+                    if is_last:
+                        del shown[request]
+                        if request.error is not None:
+                            yield Event(request, error=request.error)
+                if shown:
+                    self.step()
+        finally:
+            self._abort_all(requests)
+
+    def _abort_all(self, requests: Iterable[Request]) -> None:
+        """End requests, and those whose end had to wait for a step to be over; what has finished stays as it is."""
+        self._aborted.extend(requests)
+        while self._aborted and not self._is_stepping:
+            unfinished = [*self.running, *self.waiting]
+            try:
+                if self._aborted[0] in unfinished:
+                    self.scheduler.finish(self._aborted[0], "abort")
+                self._aborted.popleft()
+            except BaseException:
+                self.scheduler.undo(unfinished)
+                raise
+
+    def _compute(self, scheduled: dict[Request, int]) -> dict[Request, Event | None]:
+        """Run the model over what is scheduled, and return what came of each request: no books are changed yet.
+
+        That is its next token, or that it failed; None if it has more to compute before it is due a token. A pass that
+        raises does not say which of its requests is at fault, so each of them goes through the model alone then, and
+        writes the same keys and values into the same slots.
+        """
+        due = [request for request, count in scheduled.items() if count == request.num_pending]
+        counted = vars(self.counters).copy()
+        try:
+            tokens = dict(zip(due, choose(self._forward(scheduled), due), strict=True))
+        except Exception as error:
+            logger.exception("a pass over %d requests failed", len(scheduled))
+            vars(self.counters).update(counted)
+            failure = _describe(error)  # in words: the exception itself would keep all tensors of the pass alive
+        else:
+            return {
+                request: self._next_event(request, tokens[request]) if request in tokens else None
+                for request in scheduled
+            }
+        if len(scheduled) == 1:
+            return {request: Event(request, error=failure) for request in scheduled}
+        outcomes: dict[Request, Event | None] = {}
+        for request, count in scheduled.items():
+            outcomes |= self._compute({request: count})
+        return outcomes
+
+    def _forward(self, scheduled: dict[Request, int]) -> Float[Tensor, "b v"]:
+        """Run the model over what is scheduled, and return the logits of each request with nothing left to compute."""
+        logits = None if self.runner is None else self.runner.run(self, scheduled)
+        if logits is None:
+            logits = self.run_model(self.make_inputs(scheduled, self.find_prefixes(scheduled, self.machine)))
+        return logits
+
+    def make_inputs(self, scheduled: dict[Request, int], prefixes: Sequence[Prefix] = ()) -> dict[str, Any]:
+        """Make what the model is called with: the batch of a step and its plans, once for all layers.
+
+        Args:
+            scheduled: the requests of the step, with their new tokens.
+            prefixes: what some of them share and a cascade is to read once.
+        """
+        device, metadata = self.model.device, self.twin.metadata
+        query_lens, seq_lens, input_ids = [], [], []
+        for request, count in scheduled.items():
+            query_lens.append(count)
+            seq_lens.append(request.num_computed_tokens + count)
+            input_ids += request.tokens[request.num_computed_tokens : request.num_computed_tokens + count]
+        block_tables = [request.blocks for request in scheduled]
+        batch = metadata.make_batch(query_lens, seq_lens, block_tables, device=device)
+        due = [
+            row - 1
+            for row, request, count in zip(accumulate(query_lens), scheduled, query_lens, strict=True)
+            if count == request.num_pending
+        ]
+        return dict(
+            input_ids=torch.tensor([input_ids], device=device),
+            position_ids=rearrange(metadata.positions(batch, len(input_ids)), "t -> 1 t"),
+            logits_to_keep=torch.tensor(due, dtype=torch.int64, device=device),
+            step=self.plan_step(batch, len(input_ids), prefixes),
+        )
+
+    def plan_step(self, batch: Batch, num_tokens: int, prefixes: Sequence[Prefix] = ()) -> "Step":
+        """Plan a step, once for all layers that are equal."""
+        plans: dict[Layer, Plan | CascadePlan] = {
+            layer: layer.plan(self.twin, batch, self.block_size) for layer in dict.fromkeys(self.layers)
+        }
+        if prefixes:
+            cascade = self.twin.cascade.plan(batch, prefixes=prefixes, block_size=self.block_size)
+            plans |= {layer: cascade for layer in plans if type(layer) is Layer}
+        slots = self.twin.metadata.slot_mapping(batch, num_tokens, block_size=self.block_size)
+        return Step(batch, slots, plans)
+
+    def find_prefixes(self, scheduled: dict[Request, int], machine: Machine) -> list[Prefix]:
+        """Return what the requests of a step share and is worth a cascade on a machine."""
+        query_lens = list(scheduled.values())
+        seq_lens = [request.num_computed_tokens + count for request, count in scheduled.items()]
+        block_tables = [request.blocks for request in scheduled]
+        self.counters.key_reads += sum(seq_lens)
+        full = next((layer for layer in self.layers if type(layer) is Layer), None)
+        if full is None:
+            return []
+        found = self.twin.cascade.find_prefixes(query_lens, seq_lens, block_tables, block_size=self.block_size)
+        prefixes = worthwhile_prefixes(
+            query_lens,
+            seq_lens,
+            found,
+            num_heads=self.config.num_attention_heads,
+            num_kv_heads=full.num_kv_heads,
+            head_size=full.head_size,
+            element_size=self.model.dtype.itemsize,
+            machine=machine,
+        )
+        self.counters.saved_key_reads += saved_key_reads(prefixes)
+        return prefixes
+
+    def run_model(self, inputs: dict[str, Any]) -> Float[Tensor, "b v"]:
+        """Run the model once; its keyword arguments reach `attend` in every layer."""
+        if self.config._attn_implementation != models.ATTENTION:
+            models.replace_attention(self.model)
+        self._attended.clear()
+        logits: Tensor = self.model(**inputs, engine=self, use_cache=False).logits[0]
+        if sorted(self._attended) != list(range(len(self.layers))):
+            raise ValueError(
+                f"model: expected every one of {len(self.layers)} layers to attend once, got layers {self._attended}"
+            )
+        return logits
+
+    def attend(
+        self,
+        module: Any,
+        query: Float[Tensor, "1 h t d"],
+        key: Float[Tensor, "1 hk t d"],
+        value: Float[Tensor, "1 hk t dv"],
+        *,
+        step: "Step",
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Float[Tensor, "h"] | None = None,
+        **others: Any,
+    ) -> Float[Tensor, "1 t h dv"]:
+        """Compute the attention of a layer: write its keys and values into its pool, and attend on its path.
+
+        Args:
+            module: the layer's attention in the model.
+            query: of all new tokens; transformers has the heads in front, and a batch of one.
+            key: of all new tokens.
+            value: of all new tokens.
+            step: the batch and the plans of the step.
+            scaling: the softmax scale.
+            sliding_window: how many tokens each one sees, itself included; None for all.
+            softcap: bound on the scores.
+            s_aux: the sinks.
+            others: what else transformers passes, of what is `models.HARMLESS`.
+
+        Returns:
+            The outputs as transformers wants them.
+
+        Raises:
+            ValueError: for an option that the engine does not know, or a window other than the layer's.
+        """
+        models.check_options(others)
+        index = module.layer_idx
+        self._attended.append(index)
+        layer = self.layers[index]
+        if (sliding_window or 0) != layer.window:
+            raise ValueError(
+                f"sliding_window: expected {layer.window or None} in layer {index}, a {type(layer).__name__}, "
+                f"got {sliding_window}"
+            )
+        scale = module.scaling if scaling is None else scaling
+        options = AttentionOptions(scale, softcap or 0.0, sinks=s_aux, batch_invariant=self.batch_invariant)
+        tokens = (rearrange(x, "1 h t d -> t h d") for x in (query, key, value))
+        plan = step.plans[layer]
+        out = layer.attend(self.twin, module, *tokens, self.caches[index], step.slot_mapping, plan, options)
+        return rearrange(out, "t h d -> 1 t h d").contiguous()  # as transformers' own: some models view it
+
+    def _try_model(self) -> None:
+        """Run the model over one token in the first block, so that one that cannot be served is refused at once."""
+        request = Request([0], 1, GREEDY, blocks=[0])
+        before = self.config._attn_implementation
+        try:
+            models.replace_attention(self.model)  # even if the config says so: another model may have the same config
+            with torch.no_grad():
+                self.run_model(self.make_inputs({request: 1}))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            self.model.set_attn_implementation(before)
+            raise ValueError(
+                f"model: expected one whose attention the engine can take over, got {type(self.model).__name__}, "
+                f"which fails over one token with {type(error).__name__}: {error}"
+            ) from error
+
+    def _next_event(self, request: Request, token: int | None) -> Event:
+        """Return the event of a request's next token, or of its failure if there is no token or no text of it."""
+        if token is None:
+            return Event(request, error="FloatingPointError: logits: expected finite numbers, got NaN or infinity")
+        try:
+            return Event(request, token, self._new_text(request, token) if self.tokenizer else "")
+        except Exception as error:
+            logger.exception("a request of %d tokens failed", len(request.tokens))
+            return Event(request, error=_describe(error))
+
+    def _new_text(self, request: Request, token: int) -> str:
+        """Return the text that comes with a token, but not half a character: its other bytes come with the next token.
+
+        Decoding starts one piece earlier, as a tokenizer may treat the first token of a text in its own way.
+        """
+        output_ids, (start, end) = [*request.output_ids, token], request.decoded
+        before = self.tokenizer.decode(output_ids[start:end], skip_special_tokens=True)
+        text = self.tokenizer.decode(output_ids[start:], skip_special_tokens=True)
+        if text.endswith("\N{REPLACEMENT CHARACTER}") and self._reason_to_end(request, token) is None:
+            return ""
+        request.decoded = end, len(output_ids)
+        return str(text[len(before) :])
+
+    def _reason_to_end(self, request: Request, token: int) -> str | None:
+        """Return the reason why a token is the last of its request, or None if it is not."""
+        stops = request.sampling.stop_token_ids
+        if token in (self.end_token_ids if stops is None else stops):
+            return "stop"
+        return "length" if len(request.output_ids) + 1 == request.sampling.max_tokens else None
+
+    def _commit(self, request: Request, count: int, event: Event | None) -> None:
+        """Enter into the books what came of a request."""
+        if event is not None and event.error is not None:
+            request.error = event.error
+            self.pool.forget(request.blocks)  # nobody can say what they hold
+            self.scheduler.finish(request, "error")
+            return
+        self.scheduler.keep(request, count)
+        if event is not None and event.token_id is not None:
+            reason = self._reason_to_end(request, event.token_id)
+            request.tokens.append(event.token_id)
+            request.pieces.append(event.text)
+            if reason:
+                self.scheduler.finish(request, reason)
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

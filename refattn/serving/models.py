@@ -1,0 +1,257 @@
+"""What ties the engine to transformers: which models it serves, what their layers are, and how it takes their attention."""
+
+import importlib
+from collections.abc import Mapping
+from functools import partial
+from inspect import signature
+from math import inf
+from typing import Any
+
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor
+
+from refattn.serving.layers import LAYERS, Layer
+
+ATTENTION = "twinattn"  # the name of `paged_attention` there
+# The families of models, by `config.model_type`, whose logits have been compared with those of transformers' own eager
+# attention. The test that does it, tests/test_engine_models.py, fails if this list is not what it compares.
+VERIFIED = tuple(  # a sentence reads better here than a list of its words
+    """
+    afmoe apertus arcee aria_text beam bert bert-generation biogpt bitnet cohere cohere2 cohere2_moe ctrl cwm
+    diffllama dots1 electra ernie ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3
+    gemma3_text glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa
+    granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax jais2 kolibri1 laguna llama llama4_text
+    mellum minimax_m2 ministral ministral3 mistral mixtral modernbert-decoder nanochat olmo olmo2 olmo3 olmoe opt
+    persimmon phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open starcoder2 vaultgemma
+    """.split()  # noqa: SIM905
+)
+
+# What some of the others do that the engine does not. Nothing but their own code would show it.
+UNSERVED = {
+    "bloom": "whose scores have an ALiBi bias, added outside of transformers' AttentionInterface",
+    "mpt": "whose scores have an ALiBi bias, added outside of transformers' AttentionInterface",
+    "gemma4": "whose layers have heads of different sizes",
+    "gemma4_text": "whose layers have heads of different sizes",
+    "nemotron": "whose attention is not passed the keyword arguments of its model",
+    "stablelm": "whose attention is not passed the keyword arguments of its model",
+}
+HARMLESS = {  # options of an attention that change nothing in a decoder that only infers
+    "dropout",  # 0 then
+    "encoder_hidden_states",  # None then
+    "output_attentions",
+    "output_router_logits",
+    "past_key_values",  # None then
+    "position_ids",  # the model itself has used them
+    "use_cache",
+}
+# Types of rotary positions whose frequencies are fixed, and those whose frequencies depend on the longest sequence in the
+# batch once it is longer than `max_positions`.
+STATIC_ROPE = ("default", "linear", "yarn", "llama3", "proportional")
+DYNAMIC_ROPE = ("dynamic", "longrope")
+
+
+def check_model(model: Any, trust_model: bool) -> None:
+    """Check that the engine serves a model as it is meant: a causal decoder whose positions are its `position_ids`.
+
+    Raises:
+        ValueError: saying what the model does that the engine does not, or that nobody has tried its family yet.
+    """
+    reason = _reason_to_refuse(model)
+    if reason:
+        raise ValueError(f"model: expected a causal decoder of transformers, got {type(model).__name__}, {reason}")
+    family = model.config.model_type
+    if family not in VERIFIED and not trust_model:
+        raise ValueError(
+            f"model: expected one of a family whose answers were compared with transformers' own, got {family}. To try "
+            "it, pass trust_model=True and compare its answers with those of model.generate; served are "
+            f"{', '.join(VERIFIED)}"
+        )
+
+
+def _reason_to_refuse(model: Any) -> str | None:
+    """Return what a model does that the engine would get wrong; None if nothing is known."""
+    configs = (model.config, model.config.get_text_config())
+    parameters = signature(model.forward).parameters
+    if model.config.is_encoder_decoder:
+        return "which has an encoder"
+    if model.config.model_type in UNSERVED:
+        return UNSERVED[model.config.model_type]
+    if not model._can_set_attn_implementation():
+        return "which is not built on transformers' AttentionInterface"
+    for name in ("position_ids", "logits_to_keep"):
+        if name not in parameters:
+            return f"whose forward takes no {name}"
+    for option in ("alibi", "add_cross_attention", "use_bidirectional_attention"):
+        if any(getattr(config, option, None) for config in configs):
+            return f"with {option}"
+    if any(getattr(config, "kv_lora_rank", None) for config in configs):
+        return "which has latent attention (MLA): its keys and values have heads of different sizes"
+    if any(getattr(config, "is_causal", True) is False for config in configs):
+        return "with is_causal=False"
+    for name, module in model.named_modules():
+        if hasattr(module, "layer_idx") and getattr(module, "is_causal", True) is False:
+            return f"whose attention {name} is not causal; a model that can be both needs is_decoder=True"
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            return f"whose positions begin past padding_idx={module.padding_idx}"
+    for rope_type in _rope_types(configs[-1]):
+        if rope_type not in STATIC_ROPE + DYNAMIC_ROPE:
+            return f"whose rotary positions are of type {rope_type}, not {', '.join(STATIC_ROPE + DYNAMIC_ROPE)}"
+    return None
+
+
+def _rope_types(config: Any) -> dict[str, Any]:
+    """Return the types of a model's rotary positions, with their settings: one for all layers, or for each kind."""
+    settings = getattr(config, "rope_parameters", None) or {}
+    by_kind = settings.values() if all(isinstance(value, dict) for value in settings.values()) else [settings]
+    return {one.get("rope_type") or "default": one for one in by_kind}
+
+
+def max_positions(config: Any) -> int | float:
+    """Return how many positions a model has, in tokens: infinity if it does not say.
+
+    Past them a table of positions ends, and dynamic rotary positions change for every request in the batch. "longrope"
+    does so earlier, past the length that the model was first trained with.
+    """
+    found = [getattr(config, "max_position_embeddings", None)]
+    for rope_type, settings in _rope_types(config).items():
+        if rope_type == "longrope":
+            found.append(settings["original_max_position_embeddings"])
+    return min((number for number in found if number), default=inf)
+
+
+def replace_attention(model: Any) -> None:
+    """Let the layers of a model call `paged_attention`.
+
+    Raises:
+        ValueError: if the code of the model does not let its attention be replaced.
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION, paged_attention)
+    model.set_attn_implementation(ATTENTION)
+    if model.config.get_text_config()._attn_implementation != ATTENTION:
+        raise ValueError(f"model: expected one built on transformers' AttentionInterface, got {type(model).__name__}")
+    for module in model.modules():
+        if type(module).__name__ == "DiffLlamaAttention":  # it subtracts and norms around two calls of the interface
+            module.forward = partial(differential_attention, module)
+
+
+def paged_attention(
+    module: Any,
+    query: Float[Tensor, "1 h t d"],
+    key: Float[Tensor, "1 hk t d"],
+    value: Float[Tensor, "1 hk t dv"],
+    attention_mask: Tensor | None,
+    *,
+    engine: Any = None,
+    **step: Any,
+) -> tuple[Float[Tensor, "1 t h dv"], None]:
+    """Hand the attention of a layer to the engine that runs the model; transformers calls this in place of its own.
+
+    Raises:
+        ValueError: if no engine runs the model, or the model has a mask of its own.
+    """
+    if engine is None:
+        raise ValueError(
+            'engine: expected one to run this model; model.set_attn_implementation("sdpa") frees it, got None'
+        )
+    if attention_mask is not None:
+        raise ValueError(f"attention_mask: expected None, as the batch says who sees whom, got {attention_mask.shape}")
+    return engine.attend(module, query, key, value, **step), None
+
+
+def differential_attention(
+    module: Any,
+    hidden_states: Float[Tensor, "1 t width"],
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None = None,
+    *,
+    engine: Any = None,
+    **step: Any,
+) -> tuple[Float[Tensor, "1 t width"], Tensor | None]:
+    """Hand a layer of DiffLlama to the engine between its projections; without an engine it is what it was."""
+    if engine is None:
+        return type(module).forward(module, hidden_states, position_embeddings, attention_mask, **step)
+    query, key, value = (
+        rearrange(projection(hidden_states), "1 t (h d) -> 1 h t d", d=module.head_dim)
+        for projection in (module.q_proj, module.k_proj, module.v_proj)
+    )
+    rotate = importlib.import_module(type(module).__module__).apply_rotary_pos_emb
+    query, key = rotate(query, key, *position_embeddings)
+    out = engine.attend(module, query, key, value, **step)
+    return module.o_proj(rearrange(out, "1 t h d -> 1 t (h d)")), None
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Check that an attention has no option that the engine would not honour.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    for name, value in options.items():
+        if name not in HARMLESS:
+            raise ValueError(f"{name}: expected no option of attention that the engine does not know, got {value!r}")
+    for name in ("dropout", "encoder_hidden_states", "past_key_values"):
+        if options.get(name):
+            raise ValueError(f"{name}: expected none in a decoder that only infers, got {options[name]!r}")
+
+
+def layers_of(config: Any, num_tokens: int) -> list[Layer]:
+    """Return the specification of every layer, where a sequence or a step has up to `num_tokens` tokens.
+
+    Args:
+        config: the configuration of a decoder.
+        num_tokens: the most tokens of a sequence, and of a step.
+
+    Raises:
+        ValueError: if the model has a kind of layer without a path, or sizes of heads that do not divide.
+    """
+    every_layer = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+    kinds = list(getattr(config, "layer_types", None) or [every_layer] * config.num_hidden_layers)
+    if config.model_type == "diffllama":  # does not say so, but calls attention twice per layer
+        kinds = ["differential_attention"] * len(kinds)
+    for kind in kinds:
+        if kind not in LAYERS:
+            raise ValueError(f"model: expected a decoder with layers of kind {' or '.join(LAYERS)}, got {kind}")
+    floor_scale = config.floor_scale if getattr(config, "attn_temperature_tuning", False) else num_tokens + 1
+    if num_tokens >= floor_scale:  # the model's own code takes the row of a token for its position there
+        raise ValueError(
+            f"model: expected sequences and steps below floor_scale={floor_scale} tokens with attn_temperature_tuning, "
+            f"got up to {num_tokens}"
+        )
+    sizes = _cache_heads(config)
+    return [LAYERS[kind](*sizes, **_arguments(kind, config)) for kind in kinds]
+
+
+def _arguments(kind: str, config: Any) -> dict[str, int]:
+    """Return what a layer's plan takes from the configuration."""
+    if kind == "chunked_attention":
+        return dict(chunk_size=config.attention_chunk_size)
+    if kind == "sliding_attention":
+        return dict(window=config.sliding_window or 0)
+    return {}
+
+
+def _cache_heads(config: Any) -> tuple[int, int]:
+    """Return the number of key heads, and their size.
+
+    Raises:
+        ValueError: if the query heads do not divide among the key heads, or the width among the query heads.
+    """
+    heads, width = config.num_attention_heads, config.hidden_size
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if heads % num_kv_heads:
+        raise ValueError(
+            f"model: expected num_attention_heads to be a multiple of {num_kv_heads} key heads, got {heads}"
+        )
+    head_size = getattr(config, "head_dim", None)
+    if head_size is None and width % heads:
+        raise ValueError(f"model: expected hidden_size to be a multiple of {heads} heads, got {width}")
+    return num_kv_heads, head_size or width // heads
+
+
+def end_token_ids(model: Any) -> tuple[int, ...]:
+    """Return the tokens that end an answer, by the model's own account."""
+    ends = getattr(model.generation_config, "eos_token_id", None)
+    return () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)

@@ -1,0 +1,88 @@
+"""A request on its way through the engine, and what is told of it."""
+
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, field
+from operator import index
+from typing import Any
+
+from refattn.serving.block_pool import BlockContent
+from refattn.serving.sampling import SamplingParams
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt on its way to an answer.
+
+    Attributes:
+        tokens: the prompt, then what was generated.
+        prompt_len: how many of them are the prompt.
+        sampling: how the next token is chosen.
+        status: "waiting", "running" or "finished".
+        finish_reason: of a finished request: "stop" (a stop token), "length" (max_tokens), "abort", or "error".
+        error: what went wrong, for a `finish_reason` of "error": the exception's type and message.
+        pieces: the text that came with each generated token; empty strings if the engine has no tokenizer.
+        decoded: which of the generated tokens the last piece was decoded from: the first one, and one past the last.
+        num_computed_tokens: how many of the tokens have their keys and values in the pool.
+        blocks: the blocks of the pool that hold them, in order.
+        contents: what those of the blocks hold that are full, in order.
+    """
+
+    tokens: list[int]
+    prompt_len: int
+    sampling: SamplingParams
+    status: str = "waiting"
+    finish_reason: str | None = None
+    error: str | None = None
+    pieces: list[str] = field(default_factory=list)
+    decoded: tuple[int, int] = (0, 0)
+    num_computed_tokens: int = 0
+    blocks: list[int] = field(default_factory=list)
+    contents: list[BlockContent] = field(default_factory=list)
+
+    @property
+    def output_ids(self) -> list[int]:
+        """The generated tokens, a stop token included."""
+        return self.tokens[self.prompt_len :]
+
+    @property
+    def text(self) -> str:
+        """The answer so far, if the engine has a tokenizer."""
+        return "".join(self.pieces)
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that have yet to go through the model: 1 for a decode, more for a prompt."""
+        return len(self.tokens) - self.num_computed_tokens
+
+
+@dataclass(frozen=True)
+class Event:
+    """A request got a token, or it failed.
+
+    Attributes:
+        request: the request.
+        token_id: the token; None if the request failed.
+        text: what can be shown since its last event: nothing that ends in half a character.
+        error: what went wrong if the request failed, as in `Request.error`.
+    """
+
+    request: Request
+    token_id: int | None = None
+    text: str = ""
+    error: str | None = None
+
+
+def token_ids(prompt: Iterable[int]) -> list[int]:
+    """Return a prompt's tokens as a list of ints, whatever holds them: a list, an array, a tensor.
+
+    Raises:
+        ValueError: if it does not hold ints, in one row.
+    """
+    tokens: Any = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if isinstance(tokens, (str, bytes, Mapping, Set)) or not isinstance(tokens, Iterable):
+        raise ValueError(f"prompt: expected token ids, got {prompt!r}")
+    tokens = list(tokens)
+    wrong = [token for token in tokens if isinstance(token, bool) or not hasattr(token, "__index__")]
+    if wrong:
+        raise ValueError(f"prompt: expected token ids, which are ints, got {wrong[0]!r}")
+    return [index(token) for token in tokens]

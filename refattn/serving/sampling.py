@@ -1,0 +1,119 @@
+"""How the next token of a request is chosen."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from random import Random
+from typing import TYPE_CHECKING
+
+import torch
+from einops import rearrange
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from refattn.serving.request import Request
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of a request are chosen, and when it ends.
+
+    Attributes:
+        max_tokens: most tokens to generate.
+        temperature: divides the logits; 0 takes the most likely token.
+        top_p: draw from the fewest, most likely tokens whose probabilities add up to this.
+        seed: of the request's own random numbers. Each of its tokens has its own, whatever else is in the batch.
+        stop_token_ids: tokens that end the answer, as its last; None for the end tokens that the model names.
+
+    Raises:
+        ValueError: naming the attribute that has another type or is out of range.
+    """
+
+    max_tokens: int = 64
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        stops = self.stop_token_ids
+        rules = dict(
+            max_tokens=(type(self.max_tokens) is int and self.max_tokens >= 1, "an int of at least 1"),
+            temperature=(
+                type(self.temperature) in (int, float) and 0 <= self.temperature < inf,
+                "0 (greedy) or more, and finite",
+            ),
+            top_p=(type(self.top_p) in (int, float) and 0 < self.top_p <= 1, "a probability above 0, at most 1"),
+            seed=(type(self.seed) is int, "an int"),
+            stop_token_ids=(
+                stops is None or (type(stops) is tuple and all(type(token) is int for token in stops)),
+                "a tuple of ints, or None",
+            ),
+        )
+        for name, (holds, expected) in rules.items():
+            if not holds:
+                raise ValueError(f"{name}: expected {expected}, got {getattr(self, name)!r}")
+
+
+GREEDY = SamplingParams()
+
+
+def choose(logits: Float[Tensor, "b v"], requests: Sequence["Request"]) -> list[int | None]:
+    """Choose the next token of each request, from its own row of logits and its own random numbers.
+
+    There is none in a row with NaN or `+inf`, or with nothing above `-inf`.
+    """
+    settings = [request.sampling for request in requests]
+    is_sound = logits.amax(-1).isfinite()
+    if all(setting.temperature == 0 for setting in settings):
+        tokens = logits.argmax(-1)
+    else:
+        uniform = [_uniform(request) for request in requests]
+        columns = ([s.temperature for s in settings], [s.top_p for s in settings], uniform)
+        tokens = sample(
+            logits.where(rearrange(is_sound, "b -> b 1"), 0.0),
+            *(torch.tensor(column, dtype=torch.float64, device=logits.device) for column in columns),
+        )
+    return [None if token < 0 else token for token in tokens.where(is_sound, -1).tolist()]
+
+
+def _uniform(request: "Request") -> float:
+    """Return the random number in [0, 1) of a request's next token.
+
+    It follows from the seed and the token's place alone, so a step that is run again, or a request that is computed
+    again, draws the same.
+    """
+    return Random(f"{request.sampling.seed}/{len(request.output_ids)}").random()
+
+
+def sample(
+    logits: Float[Tensor, "b v"],
+    temperature: Float[Tensor, "b"],
+    top_p: Float[Tensor, "b"],
+    uniform: Float[Tensor, "b"],
+) -> Int64[Tensor, "b"]:
+    """Draw a token from each row, with one random number of [0, 1) each.
+
+    The tokens of a row lie on a line by their probabilities, the most likely first. The line is cut behind the token
+    that reaches `top_p`, and the random number is a place on what remains:
+
+        |-------- the --------|---- a ----|-- one --|- my -|·····
+        0                                        top_p          1
+
+    Args:
+        logits: a row for each request, each with a finite largest one.
+        temperature: divides the logits; a row with 0 gives its most likely token.
+        top_p: where to cut the line.
+        uniform: the random numbers.
+
+    Source: Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration".
+    """
+    temperature, top_p, uniform = (rearrange(x, "b -> b 1") for x in (temperature, top_p, uniform))
+    # The largest is taken off first: divided by a very small temperature it would be infinite.
+    scaled = (logits.double() - logits.double().amax(-1, keepdim=True)) / temperature.where(temperature > 0, 1.0)
+    probabilities, token_ids = scaled.softmax(-1).sort(descending=True, stable=True)
+    ends = probabilities.cumsum(-1)  # [b, v], where each token ends on the line
+    length = ends.where(ends - probabilities < top_p, 0.0).amax(-1, keepdim=True)
+    drawn = token_ids.gather(-1, torch.searchsorted(ends, uniform * length, right=True))
+    return rearrange(drawn.where(temperature > 0, logits.argmax(-1, keepdim=True)), "b 1 -> b")

@@ -1,0 +1,164 @@
+"""Which tokens of which requests go into a step: decodes first, then chunks of prompts; who yields if room is short.
+
+Source: Yu et al. 2022, "Orca" (batching by step); Kwon et al. 2023, "PagedAttention" (preemption by recomputation);
+Agrawal et al. 2024, "Sarathi-Serve" (chunks of prompts beside decodes).
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from refattn.serving.block_pool import BlockPool
+from refattn.serving.request import Request
+
+
+@dataclass
+class Counters:
+    """What an engine has done so far.
+
+    Attributes:
+        steps: forward passes.
+        computed_tokens: tokens that went through the model.
+        chunks: pieces in which prompts, and requests to recompute, went through it.
+        cached_tokens: tokens that did not have to, as the pool still had their blocks.
+        cached_blocks: those blocks.
+        preemptions: times that a request lost its blocks to an older one.
+        key_reads: keys that the requests had in all steps, in tokens: what one full layer reads without a cascade.
+        saved_key_reads: those of them that a cascade did not have to read again.
+    """
+
+    steps: int = 0
+    computed_tokens: int = 0
+    chunks: int = 0
+    cached_tokens: int = 0
+    cached_blocks: int = 0
+    preemptions: int = 0
+    key_reads: int = 0
+    saved_key_reads: int = 0
+
+
+class Scheduler:
+    """Picks what goes into a step, and keeps the books of requests and blocks.
+
+    Attributes:
+        pool: the blocks.
+        waiting: requests that wait, oldest first, and all of them younger than those that run.
+        running: requests that run, oldest first.
+        counters: what has been done so far.
+
+    Args:
+        num_blocks: blocks in the pool of each layer.
+        block_size: tokens in a block.
+        max_num_batched_tokens: most tokens in a step.
+        max_num_seqs: most requests that run at once.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, *, max_num_batched_tokens: int, max_num_seqs: int) -> None:
+        self.block_size, self.max_num_batched_tokens, self.max_num_seqs = (
+            block_size,
+            max_num_batched_tokens,
+            max_num_seqs,
+        )
+        self.pool = BlockPool(num_blocks, block_size)
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.counters = Counters()
+
+    def schedule(self) -> dict[Request, int]:
+        """Pick how many tokens of which requests go into this step, and give them the blocks for those."""
+        scheduled: dict[Request, int] = {}
+        preemptions = self.counters.preemptions
+        for request in sorted(self.running, key=lambda request: request.num_pending > 1):  # decodes first, then by age
+            count = min(request.num_pending, self.max_num_batched_tokens - sum(scheduled.values()))
+            if request.status == "running" and count and self._allocate_or_preempt(request, count, scheduled):
+                scheduled[request] = count
+        while self.waiting and len(self.running) < self.max_num_seqs and self.counters.preemptions == preemptions:
+            count = self.max_num_batched_tokens - sum(scheduled.values())
+            if not count or not self._start(self.waiting[0]):
+                break
+            request = self.waiting.popleft()
+            scheduled[request] = min(request.num_pending, count)
+            self._allocate_or_preempt(request, scheduled[request], scheduled)
+        return dict(sorted(scheduled.items(), key=lambda item: item[0].blocks))  # who shares blocks stands together
+
+    def _allocate_or_preempt(self, request: Request, count: int, scheduled: dict[Request, int]) -> bool:
+        """Return a request the blocks for `count` more tokens, taking those of the youngest ones when none are left.
+
+        False if the youngest was the request itself. The oldest always gets its blocks, so there is always one that
+        goes on; and a preempted request loses its keys and values only, not its tokens or its random numbers.
+        """
+        needed = self.blocks_for(request.num_computed_tokens + count) - len(request.blocks)
+        while needed > len(self.pool.free):
+            youngest = self.running[-1]
+            scheduled.pop(youngest, None)
+            self._stop(youngest, "waiting")
+            self.waiting.appendleft(youngest)
+            self.counters.preemptions += 1
+            if youngest is request:
+                return False
+        request.blocks += self.pool.allocate(needed)
+        return True
+
+    def _start(self, request: Request) -> bool:
+        """Let a request run, behind what the pool still has of it, if there are blocks for all its tokens so far."""
+        cached = self.pool.find(request.tokens[:-1])  # the last token has to go through the model: for its logits
+        unused = sum(self.pool.users[block] == 0 for block in cached)  # free so far
+        if self.blocks_for(len(request.tokens)) - len(cached) > len(self.pool.free) - unused:
+            return False
+        self.pool.share(cached)
+        self.running.append(request)
+        request.status, request.blocks, request.num_computed_tokens = "running", cached, len(cached) * self.block_size
+        request.contents = [self.pool.contents[block] for block in cached]
+        self.counters.cached_blocks += len(cached)
+        self.counters.cached_tokens += request.num_computed_tokens
+        return True
+
+    def keep(self, request: Request, count: int) -> None:
+        """Count what a step computed of a request, and let its blocks be found that are full now."""
+        self.counters.computed_tokens += count
+        self.counters.chunks += request.num_pending > 1 or not request.output_ids
+        request.num_computed_tokens += count
+        for i in range(len(request.contents), request.num_computed_tokens // self.block_size):
+            tokens = tuple(request.tokens[i * self.block_size : (i + 1) * self.block_size])
+            parent = request.contents[-1] if request.contents else None
+            request.contents.append(self.pool.remember(request.blocks[i], parent, tokens))
+
+    def finish(self, request: Request, reason: str) -> None:
+        """End a request, for a reason that it keeps."""
+        request.finish_reason = reason
+        self._stop(request, "finished")
+
+    def _stop(self, request: Request, status: str) -> None:
+        """Take a request out of those that run or wait, and its blocks from it."""
+        (self.running if request.status == "running" else self.waiting).remove(request)
+        self.pool.release(request.blocks)
+        request.status, request.num_computed_tokens, request.blocks, request.contents = status, 0, [], []
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Return how many blocks so many tokens fill."""
+        return -(-num_tokens // self.block_size)
+
+    def undo(
+        self,
+        unfinished: Sequence[Request],
+        before: Mapping[Request, tuple[int, tuple[int, int]]] | None = None,
+        counted: Mapping[str, int] | None = None,
+    ) -> None:
+        """Make something whole of what was left half done, by believing nothing of it: all wait, no block is used.
+
+        Args:
+            unfinished: the requests that were not finished before, oldest first.
+            before: how many tokens some of them had, and which of them had been decoded last.
+            counted: the counters.
+        """
+        self.pool = BlockPool(len(self.pool.users), self.block_size)
+        for request, (num_tokens, decoded) in (before or {}).items():
+            del request.tokens[request.prompt_len + num_tokens :], request.pieces[num_tokens:]
+            request.decoded = decoded
+        known = set(unfinished)
+        new = [request for request in self.waiting if request not in known]  # added since
+        for request in unfinished:
+            request.status, request.finish_reason, request.error = "waiting", None, None
+            request.num_computed_tokens, request.blocks, request.contents = 0, [], []
+        self.running, self.waiting = [], deque([*unfinished, *new])
+        vars(self.counters).update(counted or {})

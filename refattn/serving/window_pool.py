@@ -1,0 +1,153 @@
+"""The blocks of window layers: a pool of their own that is smaller, as a block that no query can see comes back."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+
+import torch
+from jaxtyping import Int32, Int64
+from torch import Tensor
+
+from refattn.interface import Batch
+from refattn.interface.contents import check_block_table
+from refattn.interface.values import check_int, check_list, check_sizes, check_window, describe, expect, is_int
+
+
+class WindowPool:
+    """The blocks of window layers, in a pool of their own that is smaller, as a block that no query can see comes back.
+
+    A block of the full pool has one of the window pool to go with it while a sequence may look at it. One sequence
+    under a window of 4 tokens, in blocks of 2:
+
+        tokens          4        5          7
+        full pool       9 2      9 2 4      9 2 4 7
+        window pool     0 1      0 1 2      . 1 2 0      block 0 came back and is used again
+
+    A token keeps its row in its block, so its slot in the window pool follows from its slot in the full pool. All is
+    decided on the host: a step asks `hold` for each of its sequences, then translates its slots and its batch.
+
+    Attributes:
+        free: the blocks that nobody holds.
+
+    Args:
+        num_blocks: blocks in the window pool; a sequence holds at most those of `left + query_len + block_size - 1`
+            tokens.
+        num_full_blocks: blocks in the full pool.
+        window_size: `(left, right)` in tokens, of the layers that use the pool.
+        block_size: tokens in a block of either pool, `p`.
+
+    Raises:
+        ValueError: if a size is out of range.
+
+    Source: the hybrid caches of vLLM and SGLang.
+    """
+
+    def __init__(self, num_blocks: int, num_full_blocks: int, *, window_size: tuple[int, int], block_size: int) -> None:
+        check_window(window_size)
+        check_sizes(num_blocks=num_blocks, num_full_blocks=num_full_blocks, block_size=block_size)
+        self.left, self.block_size = window_size[0], block_size
+        self.free = list(range(num_blocks))
+        self.window_block = [-1] * num_full_blocks  # of each full block; -1 for none
+        self.users = [0] * num_full_blocks  # sequences that hold it: a shared prefix has several
+        self.held: dict[Hashable, set[int]] = {}  # full blocks of each sequence that have one here for it
+
+    def hold(self, sequence: Hashable, query_len: int, seq_len: int, blocks: Sequence[int]) -> None:
+        """Give back what fell out of a sequence's window, then take a block for each that its new tokens see or fill.
+
+        Args:
+            sequence: any name of the sequence.
+            query_len: its new tokens in this step, at least 1.
+            seq_len: its tokens, the new ones included.
+            blocks: its blocks in the full pool, in order.
+
+        Raises:
+            ValueError: if lengths or blocks do not fit, too few blocks are free, or the window reaches back to tokens
+                whose block was given back (a prefix found in the full pool only): compute those again. Nothing is taken
+                then.
+        """
+        _check_held(query_len, seq_len, blocks, block_size=self.block_size, num_full_blocks=len(self.users))
+        first = _first_block(query_len, seq_len, self.left, self.block_size)
+        seen = blocks[first : -(-seq_len // self.block_size)]
+        for place, block in enumerate(seen, start=first):
+            if self.window_block[block] < 0 and place * self.block_size < seq_len - query_len:
+                raise ValueError(
+                    f"blocks: expected block {block} in the window pool, with older tokens, it was given back"
+                )
+
+        before = self.held.pop(sequence, set())
+        self._give_back(before.difference(seen))
+        self.held[sequence] = before.intersection(seen)
+        new = [block for block in seen if block not in before]
+        needed = sum(self.window_block[block] < 0 for block in new)
+        if needed > len(self.free):
+            raise ValueError(f"blocks: expected at most {len(self.free)} new ones, as many as are free, got {needed}")
+        for block in new:
+            if self.window_block[block] < 0:
+                self.window_block[block] = self.free.pop()
+            self.users[block] += 1
+        self.held[sequence].update(new)
+
+    def release(self, sequence: Hashable) -> None:
+        """Give back all blocks of a sequence that is finished or preempted; a sequence that holds none is fine."""
+        self._give_back(self.held.pop(sequence, set()))
+
+    def translate_slots(self, slot_mapping: Int64[Tensor, "t"]) -> Int64[Tensor, "t"]:
+        """Turn slots of the full pool into slots of the window pool: -1 for padding and for blocks that have none."""
+        _check_translated(slot_mapping, num_slots=len(self.users) * self.block_size)
+        block = self._window_blocks(slot_mapping.device)[slot_mapping.clamp(min=0) // self.block_size]
+        slots = block * self.block_size + slot_mapping % self.block_size
+        return slots.masked_fill((block < 0) | (slot_mapping < 0), -1)
+
+    def translate_batch(self, batch: Batch) -> Batch:
+        """Turn the block table of the full pool into that of the window pool: -1 for blocks that have none."""
+        block_table = check_block_table(batch, block_size=self.block_size)
+        outside = (block_table < 0) | (block_table >= len(self.users))
+        translated = self._window_blocks(batch.device)[block_table.masked_fill(outside, 0)]
+        return replace(batch, block_table=translated.masked_fill(outside, -1))
+
+    def _window_blocks(self, device: torch.device) -> Int32[Tensor, "n"]:
+        """Return the map from full to window blocks, copied to a device without waiting for it."""
+        return torch.tensor(self.window_block, dtype=torch.int32).to(device, non_blocking=True)
+
+    def _give_back(self, blocks: set[int]) -> None:
+        for block in sorted(blocks):
+            self.users[block] -= 1
+            if self.users[block] == 0:
+                self.free.append(self.window_block[block])
+                self.window_block[block] = -1
+
+
+def _first_block(query_len: int, seq_len: int, left: int, block_size: int) -> int:
+    """Return the index of the block with the first key that the first query of a sequence sees."""
+    first_query = seq_len - query_len
+    return 0 if left < 0 else max(0, first_query - left) // block_size
+
+
+def _check_held(query_len: int, seq_len: int, blocks: Sequence[int], *, block_size: int, num_full_blocks: int) -> None:
+    """Check what a window pool is told of a sequence: its lengths in tokens, and its blocks in the full pool.
+
+    Raises:
+        ValueError: if there are no new tokens or more than tokens, or too few blocks, or one outside the pool.
+    """
+    check_int("seq_len", seq_len)
+    if not is_int(query_len) or not 1 <= query_len <= seq_len:
+        raise ValueError(f"query_len: expected 1..{seq_len}, the tokens of the sequence, got {describe(query_len)}")
+    check_list("blocks", blocks, "blocks")
+    if len(blocks) * block_size < seq_len:
+        raise ValueError(f"blocks: expected {-(-seq_len // block_size)} for {seq_len} tokens, got {len(blocks)}")
+    outside = [block for block in blocks if not is_int(block) or not 0 <= block < num_full_blocks]
+    if outside:
+        raise ValueError(f"blocks: expected entries in 0..{num_full_blocks - 1}, got {describe(outside[0])}")
+
+
+def _check_translated(slot_mapping: Tensor, *, num_slots: int) -> None:
+    """Check slots of one pool that are to become slots of another.
+
+    Raises:
+        ValueError: if they are no int64 `[t]`; on a CPU also if one is outside the pool, -1 for padding excepted.
+    """
+    expect(slot_mapping, "slot_mapping", torch.int64, ("t",), (None,))
+    if slot_mapping.is_cpu and slot_mapping.numel():
+        low, high = int(slot_mapping.min()), int(slot_mapping.max())
+        if low < -1 or high >= num_slots:
+            wrong = low if low < -1 else high
+            raise ValueError(f"slot_mapping: expected slots in 0..{num_slots - 1}, or -1 for padding, got {wrong}")

@@ -1,0 +1,138 @@
+"""Launch our GPU kernels on a GPU that is not there: `python tests/compile_kernels.py 9.0` says what each one takes.
+
+Triton is told of a GPU whose launches do nothing. So everything up to the launch runs as it would: the choice of its
+shape, the compiler, and ptxas. Values are never computed.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+
+import torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from fastattn.kernels import device as devices
+from fastattn.kernels.problem import Subtraction
+from fastattn.metadata import make_batch
+from refattn.interface import AttentionOptions, Plan
+
+SHARED_MEMORY = {(8, 9): 101376, (9, 0): 232448}  # bytes that a program may have
+
+
+class Launcher:
+    """What Triton makes of a compiled kernel, and calls to launch it."""
+
+    def __init__(self, source, metadata):
+        name = f"{source.fn.__module__}.{source.fn.__name__}"
+        self.about = {"kernel": name, "threads": 32 * metadata.num_warps}
+        Utils.launcher = self
+
+    def __call__(self, *args, **kwargs):
+        sys.stdout.write(json.dumps(self.about) + "\n")
+
+
+class Utils:
+    launcher = None
+
+    def load_binary(self, name, binary, shared, device):
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(binary)
+            file.flush()
+            command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+            usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        registers = int(re.search(r"REG:(\d+)", usage)[1])
+        self.launcher.about["registers"] = registers
+        return 1, 1, registers, 0, 1024  # module, function, registers, bytes of spills, most threads
+
+    def get_device_properties(self, device):
+        return {"max_shared_mem": devices.shared_memory(device), "max_num_regs": 65536, "warpSize": 32}
+
+
+class Driver:
+    """A GPU of some compute capability."""
+
+    utils = Utils()
+    launcher_cls = Launcher
+
+    def __init__(self, capability):
+        self.target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+
+    def get_current_target(self):
+        return self.target
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=None):
+        return 0
+
+
+def launch_all(capability):
+    devices.capability = lambda device: capability
+    devices.num_multiprocessors = lambda device: 100
+    devices.shared_memory = lambda device: SHARED_MEMORY[capability]
+    driver.set_active(Driver(capability))
+
+    from fastattn.kernels.flash.adapt import adapt
+    from fastattn.kernels.flash.repage import repage
+    from fastattn.kernels.triton import attention, cache, pairs, parts, tables
+
+    def batch(query_len, seq_len=1024, num_seqs=2):
+        blocks = [list(range(seq_len // 16))] * num_seqs
+        return make_batch([query_len] * num_seqs, [seq_len] * num_seqs, blocks)
+
+    def plan(query_len, seq_len=1024, num_seqs=2, **asked):
+        return Plan(batch(query_len, seq_len, num_seqs), 16, **asked)
+
+    def pool(heads, head_size, dtype):
+        return torch.zeros(64, 16, heads, head_size, dtype=dtype)
+
+    half, plain = torch.bfloat16, AttentionOptions()
+    query, keys = torch.zeros(64, 32, 128, dtype=half), pool(8, 128, half)  # first a cascade of 64 decodes
+    prefix = Plan(make_batch([64], [8192], [[0] * 512]), 16, causal=False)
+    attention.attend_levels(query, keys, keys, [prefix, plan(1, 256, num_seqs=64)], plain)
+    for dtype, head_size, query_len in ((half, 64, 1), (half, 64, 512), (half, 256, 512), (torch.float32, 256, 512)):
+        query = torch.zeros(2 * query_len, 8, head_size, dtype=dtype)
+        keys = pool(2, head_size, dtype)
+        attention.attend(query, keys, keys, plan(query_len), plain)
+    query, keys = torch.zeros(128, 8, 128, dtype=half), pool(2, 128, half)
+    attention.attend(query, keys, keys, plan(64), AttentionOptions(batch_invariant=True))
+    all_of_them = AttentionOptions(softcap=5.0, alibi_slopes=torch.ones(8), sinks=torch.ones(8))
+    attention.attend(query, keys, keys, plan(64, window_size=(100, 0)), all_of_them)
+    at, first_keys = torch.arange(128, dtype=torch.int32), torch.tensor([0, 64], dtype=torch.int32)
+    attention.attend(query, keys, keys, plan(64, positions=at), plain)
+    somewhere = plan(64, causal=False, window_size=(100, -1), positions=at, first_keys=first_keys)
+    attention.attend(query, keys, keys, somewhere, all_of_them)  # a shared level of a cascade
+    mask = torch.ones(128, 64, dtype=torch.bool)
+    attention.attend(query, keys, keys, plan(64), plain, last_mask=mask)
+    attention.repair(query, query, keys, keys, plan(64), plain)
+
+    subtraction = Subtraction(torch.tensor(0.5), torch.ones(128), 1e-5, 0.2)
+    for query_len, options, asked in (
+        (1, plain, {}),
+        (4096, plain, {}),
+        (4096, AttentionOptions(softcap=5.0), dict(window_size=(100, 0))),
+        (4096, AttentionOptions(sinks=torch.ones(64)), dict(causal=False)),
+    ):
+        query = torch.zeros(2 * query_len, 64, 64, dtype=half)
+        both = torch.zeros(2, 2, 64, 16, 16, 64, dtype=half)
+        pairs.attend(query, both, plan(query_len, 4096, **asked), options, subtraction)
+
+    keys, tokens = pool(2, 128, half), torch.zeros(5, 2, 128, dtype=half)
+    cache.write(tokens, tokens, keys, keys, torch.arange(5))
+    cache.copy_blocks(keys, torch.tensor([[0, 1], [2, 3]]))
+    repage(keys, batch(64), block_size=128)
+    for options in (plain, AttentionOptions(sinks=torch.ones(8))):
+        adapt(torch.zeros(128, 8, 64, dtype=half), torch.zeros(8, 128), plan(64), options)
+    parts.merge_states([torch.zeros(5, 8, 128, dtype=half)] * 3, [torch.zeros(5, 8)] * 3)
+    tables.slot_mapping(batch(1), 2, block_size=16)
+    tables.cut_chunks(batch(64), 128, block_size=16, num_chunks=2, columns=8)
+    tables.trim(batch(64), 100, block_size=16, columns=12)
+
+
+if __name__ == "__main__":
+    launch_all(tuple(int(number) for number in sys.argv[1].split(".")))

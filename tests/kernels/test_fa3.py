@@ -1,0 +1,528 @@
+"""FlashAttention-3: what it is asked, what it refuses, and what becomes of its answers.
+
+Where there is no GPU a double stands in for each build: the operator of vLLM's library under its own schema, the module
+of FlashAttention's own package by its signatures. They compute with the formula of the reference and answer as the
+library does, tiles and all. With `--device cuda` these tests run on the library itself.
+"""
+
+import importlib
+import math
+import os
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from batches import CASES, STALE, Case, build
+from einops import repeat
+from options import given
+from tolerance import assert_matches_reference
+from torch import Tensor
+
+import refattn.chunked_prefill
+import refattn.conformance
+import refattn.dense
+from fastattn.kernels import Problem, dispatch
+from fastattn.kernels import device as devices
+from fastattn.kernels.flash import fa3
+from refattn import masks
+from refattn.attention import attend
+from refattn.interface import Batch
+
+ARGUMENTS = """
+    Tensor! q, Tensor k, Tensor v, Tensor? k_new, Tensor? v_new, Tensor? q_v, Tensor!? out, Tensor? cu_seqlens_q,
+    Tensor? cu_seqlens_k, Tensor? cu_seqlens_k_new, Tensor? seqused_q, Tensor? seqused_k, int? max_seqlen_q,
+    int? max_seqlen_k, Tensor? page_table, Tensor? kv_batch_idx, Tensor? leftpad_k, Tensor? rotary_cos,
+    Tensor? rotary_sin, Tensor? seqlens_rotary, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale,
+    float softmax_scale, bool is_causal, int window_size_left, int window_size_right, float softcap,
+    bool is_rotary_interleaved, Tensor? scheduler_metadata, int num_splits, bool? pack_gqa, int sm_margin,
+    Tensor? s_aux, int cp_world_size, int cp_rank, Tensor? cp_tot_seqused_k
+"""  # of `_vllm_fa3_C::fwd` in the wheel vllm 0.33.0, as the library itself registers them
+NAMES = [argument.split()[-1] for argument in ARGUMENTS.split(",")]
+TILE = 128  # rows, and keys, of the doubles
+
+TENSORS = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table")  # tensors that a call may have
+
+ON_GPU = os.environ["TWINATTN_TEST_DEVICE"] == "cuda"
+OURS = [
+    Case(
+        "large-pages", ((60, 200), (1, 130), (130, 130), (0, 4), (3, 0)), heads=(4, 2), block_size=128, padding_rows=2
+    ),
+    Case("wide-values-256", ((5, 37), (1, 18), (20, 20)), head_size=64, value_head_size=256),
+    Case("mla-heads", ((5, 37), (1, 18), (20, 20)), head_size=192, value_head_size=128, heads=(2, 2)),
+    Case("odd-head-size", ((5, 37), (1, 18), (20, 20)), head_size=72, heads=(4, 1)),
+]
+LAYOUTS = ("more-queries-than-keys", "empty-rows", "mixed", "odd-blocks", "heads-first")  # all that a double can miss
+THEIRS = [case for case in CASES if case.name in LAYOUTS or (ON_GPU and case.name != "narrow-values")]
+# Windows that end within tiles of 64, 80, 96, 128 and 160 keys, and those that end with them.
+LONG_WINDOWS = [(355, 0), (100, 0), (63, 0), (127, 0), (0, 0), (200, 37), (-1, 37), (299, -1)]
+LONG_HEADS = [((2, 1), 64), ((4, 1), 128), ((2, 2), 128), ((2, 2), 192), ((2, 1), 256)]
+if not ON_GPU:
+    LONG_WINDOWS, LONG_HEADS = [(100, 0), (200, 37), (-1, 37)], LONG_HEADS[:1]
+each_way = pytest.mark.parametrize("over", ["pages", "rows"])
+MIXED = Case("mixed", ((4, 6), (1, 70), (10, 17), (0, 9), (40, 40), (5, 2)), heads=(6, 2), padding_rows=3)
+OPTIONS = {
+    "plain": {},
+    "scale": dict(softmax_scale=0.3),
+    "negative-scale": dict(softmax_scale=-0.3),
+    "no-scale": dict(softmax_scale=0.0),
+    "not-causal": dict(causal=False),
+    "window": dict(window_size=(20, 0)),
+    "window-of-one": dict(window_size=(0, 0)),
+    "two-sided-window": dict(causal=False, window_size=(7, 5)),
+    "right-window": dict(causal=False, window_size=(-1, 2)),
+    "softcap": dict(softcap=1.0),
+    "sinks": dict(sinks=True),
+    "large-sinks": dict(sinks=True, softmax_scale=0.01),
+}
+
+
+class Double:
+    """Answers as the library does, and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict] = []
+
+    def fwd(self, *arguments):
+        """Answer as `torch.ops._vllm_fa3_C.fwd`."""
+        asked = dict(zip(NAMES, arguments, strict=True))
+        self.calls.append(asked)
+        used = {*TENSORS, "max_seqlen_q", "max_seqlen_k", "softmax_scale", "is_causal", "softcap", "num_splits"}
+        used |= {
+            "window_size_left",
+            "window_size_right",
+            "is_rotary_interleaved",
+            "sm_margin",
+            "cp_world_size",
+            "cp_rank",
+        }
+        assert not [name for name in NAMES if name not in used and asked[name] is not None], "what we have no use for"
+        assert (asked["sm_margin"], asked["cp_world_size"], asked["cp_rank"]) == (0, 1, 0)
+        window = asked["window_size_left"], asked["window_size_right"]
+        tensors = {name: asked[name] for name in TENSORS}
+        lengths = asked["max_seqlen_q"], asked["max_seqlen_k"]
+        return self._answer(
+            **tensors, lengths=lengths, window=window, **{n: asked[n] for n in ("softmax_scale", "softcap")}
+        )
+
+    def flash_attn_varlen_func(
+        self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None,
+        softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1),
+        attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0,
+        return_attn_probs=False,
+    ):  # fmt: skip
+        """Answer as FlashAttention's own package over rows."""
+        assert return_attn_probs
+        self.calls.append(dict(causal=causal, num_splits=num_splits))
+        return self._answer(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, None, None, (max_seqlen_q, max_seqlen_k), window_size, softmax_scale,
+            softcap,
+        )[:2]  # fmt: skip
+
+    def flash_attn_with_kvcache(
+        self, q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
+        cache_batch_idx=None, cache_leftpad=None, page_table=None, cu_seqlens_q=None, cu_seqlens_k_new=None,
+        max_seqlen_q=None, rotary_seqlens=None, q_descale=None, k_descale=None, v_descale=None, softmax_scale=None,
+        causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True,
+        scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False,
+    ):  # fmt: skip
+        """Answer as FlashAttention's own package over pages."""
+        assert return_softmax_lse and k is None and v is None and cache_leftpad is None
+        self.calls.append(dict(causal=causal, num_splits=num_splits))
+        lengths = max_seqlen_q, page_table.shape[1] * k_cache.shape[1]
+        return self._answer(
+            q, k_cache, v_cache, cu_seqlens_q, None, cache_seqlens, page_table, lengths, window_size, softmax_scale,
+            softcap,
+        )  # fmt: skip
+
+    def _answer(
+        self, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, lengths, window, softmax_scale, softcap
+    ):
+        """Attend, with all that a tile touches; rows of no sequence are never written."""
+        assert softmax_scale > 0, "it looks for the largest score before it scales"
+        for x in (q, k, v):
+            assert x.stride(-1) == 1 and all(stride % 8 == 0 for stride in x.stride()[:-1]) and x.data_ptr() % 16 == 0
+        for x in (cu_seqlens_q, cu_seqlens_k, seqused_k):
+            assert x is None or (x.dtype == torch.int32 and x.is_contiguous())
+        assert page_table is None or page_table.stride(-1) == 1
+        max_seqlen_q, max_seqlen_k = lengths
+        left, right = (
+            side if side < most - 1 else -1 for side, most in zip(window, (max_seqlen_k, max_seqlen_q), strict=True)
+        )
+
+        out = q.new_full((*q.shape[:2], v.shape[-1]), math.nan)
+        lse = q.new_full((q.shape[1], q.shape[0]), math.nan, dtype=torch.float32)
+        for i, (first, last) in enumerate(cu_seqlens_q.unfold(0, 2, 1).tolist()):
+            if page_table is None:
+                start, end = cu_seqlens_k[i : i + 2].tolist()
+                s, key, value = end - start, k[start:], v[start:]
+                tile = value[s : -(-s // TILE) * TILE]
+            else:
+                s, p = int(seqused_k[i]), k.shape[1]
+                pages = page_table[i, : -(-s // p)].long()
+                key, value = (x[pages].flatten(0, 1) for x in (k, v))
+                tile = value[s:] if p % TILE == 0 and left < 0 else value[:0]
+            assert last - first <= max_seqlen_q and s <= max_seqlen_k
+            visible = masks.window(last - first, s, (left, right))
+            answer, logs = attend(
+                q[first:last], key[:s], value[:s], visible, softmax_scale=softmax_scale, softcap=softcap
+            )
+            touched = (0 * tile).sum(0)  # 0, or NaN
+            answer[(-TILE if right == 0 else 0) :] += repeat(touched, "hk dv -> (hk g) dv", g=q.shape[1] // k.shape[-2])
+            out[first:last] = torch.where((logs == -math.inf)[..., None], math.nan, answer)
+            lse[:, first:last] = torch.where(logs.isnan(), -math.inf, logs).T  # as it says where the sum is NaN
+        return [out, lse, q.new_empty(0), q.new_empty(0)]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_remembered():
+    """Let each test find out anew what is here."""
+    remembered = (fa3._cannot_load, fa3._refusal, devices.cannot_import)
+    for function in remembered:
+        function.cache_clear()
+    yield
+    for function in remembered:
+        function.cache_clear()
+
+
+@pytest.fixture
+def vllm(device):
+    """The library of vLLM: a double of it on a CPU, on a GPU the one that is there."""
+    if device == "cuda":
+        reason = fa3.unsupported_reason(usual(device=torch.device(device)))
+        if reason is not None:
+            pytest.skip(reason)
+        yield None
+        return
+    double = Double()
+    library = torch.library.Library(fa3.LIBRARY, "DEF")
+    library.define(f"fwd({ARGUMENTS}) -> Tensor[]")
+    library.impl("fwd", double.fwd, "CPU")
+    yield double
+    library._destroy()
+
+
+@pytest.fixture
+def interface(monkeypatch, device):
+    """The module of FlashAttention's own package: a double of it; there is none for the machines that we have."""
+    if device == "cuda":
+        pytest.skip("a double of it computes on a CPU")
+    double, module = Double(), ModuleType(fa3.INTERFACE)
+    module.flash_attn_varlen_func = double.flash_attn_varlen_func
+    module.flash_attn_with_kvcache = double.flash_attn_with_kvcache
+    monkeypatch.setitem(sys.modules, fa3.INTERFACE, module)
+    return double
+
+
+def usual(**changes) -> Problem:
+    """Describe a chunk of a prompt over pages of 16 tokens."""
+    problem = Problem("paged", torch.device("cuda"), torch.float16, 32, 8, 128, 128, 16, 512, 4096, 4, (-1, 0))
+    return problem._replace(**changes)
+
+
+def call(inputs, over: str, **options) -> tuple[Tensor, Tensor]:
+    """Call the kernel, past the choice."""
+    arguments = inputs.tensors if over == "pages" else inputs.rows
+    return (fa3.paged if over == "pages" else fa3.dense)(*given(*arguments, **options), None)
+
+
+def hold_to_the_reference(inputs, over: str, **options) -> None:
+    """Call the kernel, and hold its answers to the rule."""
+    out, lse = call(inputs, over, **options)
+    path = refattn.chunked_prefill if over == "pages" else refattn.dense
+    arguments = inputs.tensors if over == "pages" else inputs.rows
+    assert_matches_reference(out, lse, partial(refattn.conformance.attend, path), *arguments, **options)
+
+
+# --- its answers ---
+
+
+@each_way
+@pytest.mark.parametrize("name", ["plain", "negative-scale", "two-sided-window", "softcap"])
+def test_its_own_package_agrees_with_the_reference(name, over, interface, device):
+    hold_to_the_reference(build(MIXED, device=device, dtype=torch.float16), over, **OPTIONS[name])
+
+
+@each_way
+@pytest.mark.parametrize("case", [*OURS, *THEIRS], ids=str)
+def test_it_agrees_with_the_reference(case, over, vllm, device):
+    hold_to_the_reference(build(case, device=device, dtype=torch.float16), over)
+
+
+@each_way
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_every_option(options, over, vllm, device):
+    inputs = build(MIXED, device=device, dtype=torch.float16)
+    if "sinks" in options:
+        options = options | dict(sinks=torch.linspace(-2.0, 120.0, 6, device=device))
+    hold_to_the_reference(inputs, over, **options)
+
+
+@pytest.mark.parametrize("options", [{}, dict(causal=False), dict(window_size=(20, 0))], ids=str)
+@pytest.mark.parametrize("block_size", [16, 64, 128, 192] if ON_GPU else [128])
+def test_nan_that_a_page_holds_past_a_sequences_end_stays_there(block_size, options, vllm, device):
+    """An earlier request has left it."""
+    case = Case("ends", ((20, 140), (1, 130), (5, 40)), heads=(2, 1), block_size=block_size)
+    inputs = build(case, device=device, dtype=torch.float16)
+    pools = [torch.where(x == STALE, math.nan, x) for x in (inputs.key_cache, inputs.value_cache)]
+    hold_to_the_reference(replace(inputs, key_cache=pools[0], value_cache=pools[1]), "pages", **options)
+
+
+@pytest.mark.parametrize("options", [{}, dict(causal=False), dict(window_size=(20, 0))], ids=str)
+def test_nan_of_the_next_sequence_stays_there(options, vllm, device):
+    inputs = build(Case("rows", ((20, 140), (1, 130), (5, 40)), heads=(2, 1)), device=device, dtype=torch.float16)
+    clean, clean_lse = call(inputs, "rows", **options)
+    query, key, value, batch = inputs.rows
+    key[-40:] = value[-40:] = math.nan
+    out, lse = fa3.dense(*given(query, key, value, batch, **options), None)
+    assert out[-5:].isnan().all() and lse[-5:].isnan().all(), "a NaN that a query sees is hidden"
+    out[-5:], lse[-5:] = clean[-5:], clean_lse[-5:]
+    reference = partial(refattn.conformance.attend, refattn.dense)
+    assert_matches_reference(out, lse, reference, *inputs.rows, **options)
+
+
+@each_way
+@pytest.mark.parametrize("window", LONG_WINDOWS, ids=str)
+@pytest.mark.parametrize(("heads", "head_size"), LONG_HEADS, ids=str)
+def test_a_long_window_shows_exactly_its_keys(heads, head_size, window, over, vllm, device):
+    """With queries of zeros the log-sum-exp is the log of the number of visible keys; windows end within tiles."""
+    case = Case("long", ((640, 640), (1, 500), (70, 430)), heads=heads, head_size=head_size)
+    inputs = build(case, device=device, dtype=torch.float16)
+    inputs = replace(inputs, query=torch.zeros_like(inputs.query))
+    _, lse = call(inputs, over, window_size=window, causal=window[1] == 0)
+    counts = torch.cat([masks.window(q, s, window).sum(-1) for q, s in case.lens])
+    expected = repeat(counts.log(), "t -> t h", h=heads[0])
+    torch.testing.assert_close(lse.cpu(), expected, rtol=0, atol=1e-5)
+
+
+@each_way
+@pytest.mark.parametrize(
+    "lens", [((0, 5), (0, 0)), ((5, 0), (3, 0)), ()], ids=["no-queries", "no-keys", "no-sequences"]
+)
+def test_nothing_to_attend_to_asks_nothing(lens, over, vllm, device):
+    case = Case("nothing", lens or ((0, 0),), padding_rows=2)
+    inputs = build(case, device=device, dtype=torch.float16)
+    if not lens:
+        batch = inputs.batch
+        none = dict(cu_seqlens_q=batch.cu_seqlens_q[:1], seq_lens=batch.seq_lens[:0], block_table=batch.block_table[:0])
+        inputs = replace(inputs, batch=replace(batch, **none))
+    out, lse = call(inputs, over)
+    assert not out.any() and (lse == -math.inf).all() and out.shape[0] == lse.shape[0] == inputs.query.shape[0]
+    assert vllm is None or not vllm.calls
+
+
+def test_nan_that_a_query_sees_comes_out(vllm, device):
+    inputs = build(Case("nan", ((3, 9), (2, 20)), heads=(2, 1)), device=device, dtype=torch.float16)
+    inputs.query[0, 1] = math.nan
+    out, lse = call(inputs, "pages")
+    assert out[0, 1].isnan().all() and lse[0, 1].isnan()
+    assert out.isnan().sum() == out.shape[-1] and lse.isnan().sum() == 1
+
+
+# --- what it is asked ---
+
+
+def test_vllms_operator_is_asked_with_what_the_batch_says(vllm, device):
+    if vllm is None:
+        pytest.skip("the library does not say what it was asked")
+    case = Case("asked", ((4, 6), (1, 70), (0, 9)), heads=(4, 2), padding_rows=1)
+    inputs = build(case, device=device, dtype=torch.float16)
+    batch = replace(inputs.batch, max_query_len=7, max_seq_len=100)  # a graph may grow to that
+    on_pages = dict(window_size=(20, 5), softcap=2.0, sinks=torch.zeros(4))
+    fa3.paged(*given(*inputs.tensors[:3], batch, **on_pages), None)
+    on_rows = dict(causal=False, window_size=(3, 4), softmax_scale=-0.5)
+    fa3.dense(*given(*inputs.rows[:3], batch, **on_rows), None)
+    over_pages, over_rows = vllm.calls
+
+    assert over_pages["k"] is not None and over_pages["k"].data_ptr() == inputs.key_cache.data_ptr(), (
+        "a copy of the pool"
+    )
+    assert torch.equal(over_pages["seqused_k"], batch.seq_lens)
+    assert torch.equal(over_pages["page_table"], batch.block_table)
+    assert over_pages["cu_seqlens_k"] is None
+    assert over_pages["is_causal"] and (over_pages["window_size_left"], over_pages["window_size_right"]) == (20, 0)
+    assert (over_pages["softcap"], over_pages["softmax_scale"]) == (2.0, 64**-0.5)
+    assert over_pages["s_aux"] is None, "sinks are the adapter's"
+
+    assert over_rows["seqused_k"] is None and over_rows["page_table"] is None
+    assert over_rows["cu_seqlens_k"].tolist() == [0, 6, 76, 85]
+    assert not over_rows["is_causal"] and (over_rows["window_size_left"], over_rows["window_size_right"]) == (3, 4)
+    assert over_rows["softmax_scale"] == 0.5
+    torch.testing.assert_close(over_rows["q"], -inputs.query, rtol=0, atol=0, equal_nan=True)  # of padding rows
+    for asked in vllm.calls:
+        assert torch.equal(asked["cu_seqlens_q"], batch.cu_seqlens_q)
+        assert (asked["max_seqlen_q"], asked["max_seqlen_k"]) == (7, 100)
+        assert asked["num_splits"] == 0 and asked["pack_gqa"] is None
+
+
+@each_way
+def test_its_own_package_may_split_the_keys_too(over, interface, device):
+    call(build(CASES[2], device=device, dtype=torch.float16), over)
+    assert interface.calls == [dict(causal=True, num_splits=0)], "the package itself would not, over rows"
+
+
+def test_a_table_whose_columns_lie_apart_is_copied(vllm, device):
+    inputs = build(Case("table", ((4, 70), (1, 33)), heads=(2, 1)), device=device, dtype=torch.float16)
+    table = inputs.batch.block_table.T.contiguous().T
+    assert table.stride(-1) != 1
+    hold_to_the_reference(replace(inputs, batch=replace(inputs.batch, block_table=table)), "pages")
+
+
+@pytest.mark.parametrize(
+    ("block_size", "window", "repaired"), [(16, (-1, -1), False), (64, (-1, -1), True), (16, (20, 0), True)]
+)
+def test_small_pages_are_not_looked_at_again(block_size, window, repaired, vllm, device, monkeypatch):
+    """From pages smaller than any tile it loads row by row: there is nothing to repair, but before a window."""
+    looked = []
+    monkeypatch.setattr("fastattn.kernels.triton.attention.repair", lambda *arguments: looked.append(arguments))
+    case = Case("small", ((4, 70), (1, 33)), heads=(2, 1), block_size=block_size)
+    call(build(case, device=device, dtype=torch.float16), "pages", window_size=window)
+    assert bool(looked) == repaired
+
+
+# --- what it refuses ---
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A machine that it runs on."""
+    monkeypatch.setattr(fa3, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(fa3, "_cannot_load", lambda: None)
+    monkeypatch.setattr(fa3, "_refusal", lambda *_: None)
+
+
+def test_it_computes_what_it_says(hopper):
+    for dtype in (torch.float16, torch.bfloat16):
+        for sizes in ((8, 8), (64, 64), (72, 72), (96, 96), (128, 128), (192, 192), (256, 256), *fa3.UNEQUAL_HEADS):
+            for block_size in (None, 1, 16, 24, 128):
+                problem = usual(head_size=sizes[0], value_head_size=sizes[1], block_size=block_size, dtype=dtype)
+                problem = problem._replace(window=(3, 4), softcap=True, sinks=True)
+                assert fa3.unsupported_reason(problem) is None
+
+
+def test_it_is_taken_where_flash_attention_4_is_not(hopper, monkeypatch):
+    """And before FlashAttention-2; what short queries ask goes to our own kernel, which has split its keys."""
+    monkeypatch.setattr(dispatch, "num_multiprocessors", lambda device: 132)
+    names = dispatch.priorities(usual())
+    assert names.index("fa4") < names.index("fa3") < names.index("fa2") < names.index("triton")
+    names = dispatch.priorities(usual(max_query_len=1))
+    assert names.index("triton") < names.index("fa4") < names.index("fa3") < names.index("fa2")
+
+
+@pytest.mark.parametrize(
+    ("reason", "changes"),
+    [
+        ("computes on CUDA, the tensors are on cpu", dict(device=torch.device("cpu"))),
+        ("float16 and bfloat16, not torch.float32", dict(dtype=torch.float32)),
+        ("multiples of 8 up to 256, not 264", dict(head_size=264, value_head_size=264)),
+        ("multiples of 8 up to 256, not 60", dict(head_size=60, value_head_size=60)),
+        ("or 64 and 128, 64 and 256, 192 and 128, not 128 and 64", dict(value_head_size=64)),
+        ("not 64 and 512", dict(head_size=64, value_head_size=512)),
+        ("ALiBi: take fa2 or triton", dict(alibi=True)),
+        ("positions: take triton", dict(positions=True)),
+        ("tiles follow the longest query", dict(batch_invariant=True)),
+        ("16 bytes", dict(aligned=False)),
+    ],
+)
+def test_it_says_why_not(reason, changes, hopper):
+    assert reason in fa3.unsupported_reason(usual(**changes))
+
+
+@pytest.mark.parametrize("card", [(8, 0), (8, 9), (9, 1), (10, 0), (12, 0)], ids=str)
+def test_another_card_is_refused(card, hopper, monkeypatch):
+    monkeypatch.setattr(fa3, "capability", lambda device: card)
+    assert f"compute capability 9.0, not {card[0]}.{card[1]}" in fa3.unsupported_reason(usual())
+
+
+def test_a_build_is_asked_whether_it_has_a_head_size(vllm, device, monkeypatch):
+    device = torch.device(device)
+    assert fa3._refusal(128, 128, torch.float16, device) is None
+    fa3._refusal.cache_clear()
+
+    def refuse(*arguments, **options):
+        raise RuntimeError("This flash attention build does not support it.\nAt line 1")
+
+    monkeypatch.setattr(fa3, "_forward", refuse)
+    reason = fa3._refusal(256, 256, torch.float16, device)
+    assert (
+        reason
+        == "this build refuses head sizes 256 and 256, torch.float16: This flash attention build does not support it."
+    )
+
+
+# --- where it is found ---
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder on the path, with nothing of FlashAttention on the rest of it."""
+    for name in (fa3.INTERFACE, fa3.LIBRARY, "vllm"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *(p for p in sys.path if not has_it(p))])
+    importlib.invalidate_caches()
+    return tmp_path
+
+
+def has_it(folder: str) -> bool:
+    """Return whether a folder of the path has one of the builds."""
+    names = (f"{fa3.INTERFACE}.py", f"{fa3.LIBRARY}.abi3.so", "vllm")
+    return any(Path(folder, name).exists() for name in names)
+
+
+def test_without_it_both_ways_are_named(folder, monkeypatch):
+    monkeypatch.setattr(fa3, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(fa3.torch, "ops", ModuleType("ops"))
+    fa3.torch.ops._vllm_fa3_C = ModuleType("nothing")
+    reason = fa3.unsupported_reason(usual())
+    assert "flash_attn_3 can't be imported: No module named 'flash_attn_interface'" in reason
+    assert "no _vllm_fa3_C.abi3.so on the path or in the package vllm" in reason
+
+
+def test_vllm_is_searched_and_not_imported(folder):
+    library = folder / "vllm" / "vllm_flash_attn" / "_vllm_fa3_C.abi3.so"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    (folder / "vllm" / "__init__.py").write_text("raise AssertionError('vllm was imported')")
+    importlib.invalidate_caches()
+    assert fa3._find_library() == library
+
+
+def test_the_library_alone_is_found_on_the_path(folder):
+    assert fa3._find_library() is None
+    (folder / "vllm").mkdir()
+    (folder / "vllm" / "__init__.py").touch()  # without FlashAttention
+    library = folder / "_vllm_fa3_C.abi3.so"
+    library.touch()
+    importlib.invalidate_caches()
+    assert fa3._find_library() == library
+
+
+def test_a_library_that_cannot_be_loaded_says_so(folder, device):
+    if device == "cuda":
+        pytest.skip("it is loaded already")
+    (folder / "_vllm_fa3_C.abi3.so").write_bytes(b"no library")
+    importlib.invalidate_caches()
+    reason = fa3._cannot_load()
+    assert f"{folder / '_vllm_fa3_C.abi3.so'} can't be loaded: " in reason
+
+
+def test_what_vllm_has_loaded_is_not_loaded_again(folder, vllm):
+    assert fa3._cannot_load() is None
+
+
+def test_its_own_package_goes_first(interface, vllm, device):
+    assert fa3._cannot_load() is None
+    call(build(CASES[0], device=device, dtype=torch.float16), "pages")
+    assert interface.calls and not vllm.calls
+
+
+def test_a_batch_of_one_row_is_what_a_build_is_asked_with(vllm, device):
+    if vllm is None:
+        pytest.skip("the library does not say what it was asked")
+    assert fa3._refusal(192, 128, torch.float16, torch.device(device)) is None
+    (asked,) = vllm.calls
+    assert list(asked["k"].shape) == [1, 1, 192] and list(asked["v"].shape) == [1, 1, 128]
+    assert isinstance(Batch(asked["cu_seqlens_q"], asked["cu_seqlens_k"][1:], None, 1, 1), Batch)

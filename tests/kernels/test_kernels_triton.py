@@ -1,0 +1,880 @@
+"""Our Triton kernels, interpreted on a CPU and compiled on a GPU: what the paths' own tests do not reach."""
+
+import importlib
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from unittest import mock
+
+import hypothesis
+import interpreted
+import kernels_present  # noqa: F401 (quickens the interpreter)
+import numpy as np
+import pytest
+import torch
+from batches import CASES, Case, assert_same_masks, build, masks_by_hand, ragged_cases, read_masks
+from hypothesis import settings
+from hypothesis import strategies as st
+from options import OPTIONS, WINDOWS, given, per_head
+from tolerance import assert_close, assert_matches_reference
+
+import fastattn
+import fastattn.chunked_prefill
+import fastattn.kv_cache
+import fastattn.local
+import fastattn.merge
+import fastattn.metadata
+import refattn.attention
+import refattn.chunked_prefill
+import refattn.conformance
+import refattn.kv_cache
+import refattn.merge
+from fastattn.kernels import Problem, dispatch, triton
+from fastattn.kernels import device as devices
+from fastattn.kernels.flash.adapt import adapt
+from fastattn.kernels.flash.repage import repage
+from fastattn.kernels.problem import Subtraction
+from fastattn.kernels.triton import attention as triton_attention
+from fastattn.kernels.triton import cache as triton_cache
+from fastattn.kernels.triton import pairs as triton_pairs
+from fastattn.kernels.triton.attention import attend
+from fastattn.kernels.triton.parts import merge_states
+from fastattn.kernels.triton.run import SCRATCH_BYTES, Tuning, shrink
+from refattn.interface import AttentionOptions, Batch, Plan
+from refattn.metadata import make_batch
+
+MIXED = Case("mixed", ((4, 6), (1, 60), (10, 17), (0, 9), (5, 2)), heads=(3, 1), padding_rows=3)
+
+
+def launched_as(**changes):
+    """Change what is chosen for a launch."""
+    chosen = triton_attention.tune
+    return mock.patch.object(triton_attention, "tune", lambda *arguments: chosen(*arguments)._replace(**changes))
+
+
+# --- when it is taken ---
+
+
+@pytest.mark.parametrize(
+    ("taken", "lens", "heads", "options"),
+    [
+        (True, ((1, 8192),) * 64, (32, 8), {}),
+        (True, ((4096, 8192),) * 8, (32, 8), dict(batch_invariant=True)),
+        (True, ((256, 256),) * 32, (9, 3), {}),
+        (False, ((512, 512),) * 16, (32, 8), {}),
+        (True, ((8, 32768),) * 8, (32, 8), {}),
+        (False, ((8, 32768),) * 9, (32, 8), {}),
+        (True, ((512, 8704),), (9, 3), {}),
+        (False, ((512, 8704),), (32, 8), {}),
+        (False, ((8192, 8192),) * 2, (32, 8), {}),
+    ],
+    ids=[
+        *("decodes", "invariant", "short-prompts", "longer-prompts", "few-small-tiles", "more-small-tiles"),
+        *("few-tiles", "more-tiles", "long-prompts"),
+    ],
+)
+def test_it_is_taken_where_it_answers_first(taken, lens, heads, options, monkeypatch):
+    monkeypatch.setattr(dispatch, "num_multiprocessors", lambda device: 132)
+    problem = Problem(
+        "paged",
+        torch.device("cuda"),
+        torch.bfloat16,
+        *heads,
+        *(128, 128) if heads == (32, 8) else (64, 64),
+        block_size=16,
+        max_query_len=max(q for q, _ in lens),
+        max_seq_len=max(s for _, s in lens),
+        num_seqs=len(lens),
+        **options,
+    )
+    names = dispatch.priorities(problem)
+    for other in ("fa4", "fa3", "fa2", "torch_flash"):
+        assert (names.index("triton") < names.index(other)) == taken
+
+
+# --- attention ---
+
+
+by_reference = partial(refattn.conformance.attend, refattn.chunked_prefill)
+
+
+def assert_agrees(path, *arguments, **options):
+    """Hold one call of a twin on our kernel to the rule; what the paths' own tests show is not shown again."""
+    twin, reference = (
+        partial(refattn.conformance.attend, importlib.import_module(f"{package}.{path}"))
+        for package in ("fastattn", "refattn")
+    )
+    with fastattn.use_kernel("triton"):
+        out, lse = twin(*arguments, **options, return_lse=True)
+    assert_matches_reference(out, lse, reference, *arguments, **options)
+
+
+@pytest.mark.parametrize("name", ["mixed", "heads-first", "narrow-values", "wide-values", "head-size-256"])
+def test_pages_and_rows(name, device):
+    case = next(case for case in CASES if case.name == name)
+    inputs = build(case, device=device)
+    assert_agrees("chunked_prefill", *inputs.tensors, **per_head(OPTIONS["everything"], case, device))
+    assert_agrees("dense", *inputs.rows, **per_head(OPTIONS["everything"], case, device))
+
+
+@pytest.mark.parametrize("far", ["blocks", "places", "heads", "elements"])
+def test_tensors_of_more_elements_than_32_bits_count(far, device):
+    """Strides lead anywhere: to pages, rows of a page, heads, or the elements of a head."""
+    if device == "cpu":
+        pytest.skip("the interpreter would write all of the memory that is between")
+    inputs = build(Case("c", ((3, 5), (1, 3)), heads=(3, 3), head_size=32, block_size=3), device=device)
+    pools = []
+    for pool in (inputs.key_cache, inputs.value_cache):
+        n, p, hk, d = pool.shape
+        strides = dict(blocks=p * hk * d, places=hk * d, heads=d, elements=1)
+        strides[far] = -(-(2**31) // (dict(blocks=n, places=p, heads=hk, elements=d)[far] - 1)) + 64
+        size = sum(stride * (count - 1) for stride, count in zip(strides.values(), pool.shape, strict=True)) + 1
+        whole = torch.zeros(size, device=device)
+        pools.append(whole.as_strided(pool.shape, tuple(strides.values())).copy_(pool))
+    assert_agrees("chunked_prefill", inputs.query, *pools, inputs.batch)
+
+
+@pytest.mark.parametrize("layout", ["every-second-column", "columns-first"])
+def test_a_table_of_any_strides(layout, device):
+    inputs = build(MIXED, device=device)
+    table = inputs.batch.block_table
+    other = table.T.contiguous().T
+    if layout == "every-second-column":
+        other = torch.stack([table, torch.full_like(table, -1)], dim=2)[:, :, 0]
+    assert other.stride(1) != 1
+    assert_agrees("chunked_prefill", *inputs.tensors[:3], replace(inputs.batch, block_table=other))
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_every_option_over_balanced_splits(options, device):
+    inputs = build(MIXED, device=device, dtype=torch.float16)
+    with launched_as(splits=1, most_splits=3, block_n=16):
+        assert_agrees("chunked_prefill", *inputs.tensors, **per_head(options, MIXED, device))
+
+
+@pytest.mark.parametrize("splits", [(1, 1), (2, 2), (9, 9), (1, 9), (3, 9)], ids=str)
+def test_any_number_of_splits(splits, device):
+    """As many for each sequence, or up to as many for a long one."""
+    case = Case("few-rows", ((2, 6), (1, 90), (3, 17), (0, 9), (5, 2)), heads=(1, 1), padding_rows=3)
+    inputs = build(case, device=device)
+    with launched_as(splits=splits[0], most_splits=splits[1], block_n=16):
+        assert_agrees("chunked_prefill", *inputs.tensors, **per_head(OPTIONS["sinks"], case, device))
+
+
+def test_a_long_sequence_gets_more_splits_among_short_ones(device):
+    """By its share of all keys, of more sequences than are counted at a time; a silent one has no share."""
+    case = Case("long-one", ((1, 300), *[(1, 5)] * 9, (0, 500)), heads=(1, 1))
+    inputs = build(case, device=device)
+    reduce, noted = triton_attention._reduce_kernel, []
+
+    class NotesParts:
+        def __getitem__(self, grid):
+            def launch(parts, part_lses, *arguments, **options):
+                noted.append((part_lses > -torch.inf).sum(0))
+                reduce[grid](parts, part_lses, *arguments, **options)
+
+            return launch
+
+    with (
+        launched_as(splits=2, most_splits=9, block_n=16),
+        mock.patch.object(triton_attention, "BLOCK_SEQS", 4),
+        mock.patch.object(triton_attention, "_reduce_kernel", NotesParts()),
+    ):
+        attend(*given(*inputs.tensors))
+    assert noted[0].flatten().tolist() == [7, *[1] * 9], "19 steps of 28 in up to 9 runs of 3"
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.3, 2.0])
+def test_any_scale(scale, device):
+    inputs = build(MIXED, device=device)
+    assert_agrees("chunked_prefill", *inputs.tensors, softmax_scale=scale)
+
+
+# Two rows of the last query are in the second tile of 128 rows, or the tile is full.
+EDGE = Case("edge", ((65, 70), (64, 64), (0, 3), (63, 90), (2, 2)), heads=(2, 1), padding_rows=1)
+
+
+@pytest.mark.parametrize("launch", [dict(block_m=16), dict(block_m=64), dict(block_m=128, block_n=128)], ids=str)
+def test_any_tile(launch, device):
+    inputs = build(EDGE, device=device)
+    with launched_as(**launch):
+        assert_agrees("chunked_prefill", *inputs.tensors)
+        assert_agrees("chunked_prefill", *inputs.tensors, window_size=(9, 0), causal=False)
+
+
+SHARED_MEMORY = {"H200": 232448, "A100": 166912, "RTX 4090": 101376}  # bytes that a program may have
+
+
+@pytest.mark.parametrize("card", SHARED_MEMORY)
+@pytest.mark.parametrize("row_bytes", [128, 256, 512, 1024], ids=lambda size: f"rows-of-{size}")
+@pytest.mark.parametrize("block_m", [16, 64, 128])
+def test_a_launch_fits_into_the_shared_memory(card, row_bytes, block_m):
+    """A step of keys and its values, for each one in flight, beside the tile."""
+    chosen = triton_attention._tune(block_m, row_bytes, 64, 4096, 132)
+    room = SHARED_MEMORY[card]
+    fitted = shrink(chosen, row_bytes, 2 * row_bytes, room)
+
+    def needed(tuning):
+        return (tuning.block_m + 2 * tuning.block_n * tuning.num_stages) * row_bytes
+
+    assert needed(fitted) <= room
+    if fitted != chosen:
+        one_more = fitted._replace(num_stages=fitted.num_stages + 1)
+        assert needed(one_more) > room - SCRATCH_BYTES, "shrunk further than needed"
+    if card == "H200" and block_m * row_bytes <= 64 * 1024:
+        assert fitted == chosen, "what was measured there is another launch"
+
+
+def test_the_shared_memory_is_the_cards(monkeypatch):
+    cards = {0: SimpleNamespace(shared_memory_per_block_optin=232448), 1: SimpleNamespace()}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: cards[device.index])
+    devices.shared_memory.cache_clear()
+    assert devices.shared_memory(torch.device("cuda", 0)) == 232448
+    assert devices.shared_memory(torch.device("cuda", 1)) == 49152, "what every card has"
+    devices.shared_memory.cache_clear()
+
+
+def test_a_card_with_little_shared_memory(device):
+    case = Case("c", ((1, 70), (20, 40)), heads=(4, 2))
+    inputs = build(case, device=device)
+
+    launched = []
+
+    def fit(tuning, device, *, row_bytes, key_bytes):
+        launched.append(shrink(tuning, row_bytes, key_bytes, 20_000))
+        assert launched[-1] != tuning, "the card has room for all of it"
+        return launched[-1]
+
+    with mock.patch.object(triton_attention, "fit", fit), launched_as(block_m=64):
+        assert_agrees("chunked_prefill", *inputs.tensors)
+    assert launched
+
+
+@pytest.mark.parametrize(
+    ("window", "causal"), [*((window, False) for window in WINDOWS), ((-1, -1), True), ((2, 3), True)], ids=str
+)
+def test_a_window_shows_exactly_its_keys(window, causal, device):
+    case = Case("mixed", ((4, 6), (1, 64), (10, 17), (5, 2)), heads=(1, 1), padding_rows=2)
+    left, right = window
+
+    def sees(i, j):
+        return (left < 0 or j >= i - left) and (right < 0 or j <= i + right) and (not causal or j <= i)
+
+    attention = partial(refattn.conformance.attend, fastattn.chunked_prefill)
+    with fastattn.use_kernel("triton"), launched_as(splits=1, most_splits=3, block_n=16):
+        masks = read_masks(attention, case, device=device, window_size=window, causal=causal)
+    assert_same_masks(masks, masks_by_hand(case, sees))
+
+
+@pytest.mark.parametrize("chunk_size", [1, 7, 16, 8192])
+def test_a_chunk_shows_exactly_its_keys(chunk_size, device):
+    lens, block_size = ((4, 6), (1, 64), (20, 40), (1, 63)), min(chunk_size, 16)
+    case = Case("mixed", lens, heads=(1, 1), block_size=block_size, padding_rows=2)
+    attention = partial(refattn.conformance.attend, fastattn.local)
+    with fastattn.use_kernel("triton"), launched_as(splits=1, most_splits=3, block_n=16):
+        masks = read_masks(attention, case, device=device, chunk_size=chunk_size)
+    assert_same_masks(masks, masks_by_hand(case, lambda i, j: j <= i and i // chunk_size == j // chunk_size))
+
+
+@pytest.mark.parametrize(
+    ("launch", "window_size", "causal"),
+    [
+        (dict(block_m=64, block_n=16), (-1, -1), False),
+        (dict(block_m=64, block_n=16), (21, -1), False),
+        (dict(splits=3, most_splits=3, block_n=16), (-1, -1), True),
+    ],
+    ids=["plain", "window", "causal-over-splits"],
+)
+def test_a_mask_over_the_last_keys_hides_exactly_those(launch, window_size, causal, device):
+    """Drafts that do not see their siblings; the mask is wider than some sequences, and strided."""
+    case = Case("drafts", ((8, 60), (8, 8), (1, 33), (0, 5), (3, 2)), heads=(2, 1), padding_rows=2)
+    generator = torch.Generator().manual_seed(1)
+    last = torch.rand(22, 16, generator=generator)[:, ::2] < 0.5
+    row_of = {case.lens[i]: sum(q for q, _ in case.lens[:i]) for i in range(len(case.lens))}
+
+    def attention(query, key_cache, value_cache, batch, *, return_lse):
+        asked = given(query, key_cache, value_cache, batch, causal=causal, window_size=window_size)
+        return attend(*asked, last_mask=last.to(device))
+
+    with launched_as(**launch):
+        masks = read_masks(attention, case, device=device)
+    expected = []
+    for q, s in case.lens:
+        mask = torch.zeros(q, s, dtype=torch.bool)
+        for i in range(q):
+            for j in range(s):
+                position = s - q + i
+                sees = (window_size[0] < 0 or j >= position - window_size[0]) and (not causal or j <= position)
+                mask[i, j] = sees and (j < s - 8 or bool(last[row_of[q, s] + i, j - (s - 8)]))
+        expected.append(mask)
+    assert_same_masks(masks, expected)
+
+
+@settings(max_examples=6)
+@hypothesis.given(case=ragged_cases(), options=st.sampled_from(list(OPTIONS)), seed=st.integers(0, 2**16))
+def test_drawn_batches(case, options, seed, device):
+    inputs = build(case, device=device, seed=seed)
+    assert_agrees("chunked_prefill", *inputs.tensors, **per_head(OPTIONS[options], case, device))
+
+
+@pytest.mark.parametrize("sink", [1e4, 89.0, -1e4])
+def test_a_sink_far_from_every_score(sink, device):
+    inputs = build(Case("c", ((4, 6), (1, 40), (5, 2)), heads=(2, 2)), device=device)
+    for splits in (1, 3):
+        with launched_as(splits=splits, most_splits=splits, block_n=16):
+            assert_agrees("chunked_prefill", *inputs.tensors, sinks=torch.full((2,), sink, device=device))
+
+
+# --- queries at any positions ---
+
+GROUP = Case("group", ((5, 40), (3, 33), (30, 20), (0, 9), (1, 50), (2, 0)), heads=(4, 2), padding_rows=2)
+SOMEWHERE = [60, 12, 39, 200, 5, *(33, 34, 35), *(7 * i % 31 - 5 for i in range(30)), 49, 0, 1]
+POSITIONS = {
+    "causal": {},
+    "causal-bias": dict(alibi_slopes=True, softcap=5.0),
+    "bias": dict(causal=False, alibi_slopes=True, sinks=True),
+    "window": dict(window_size=(7, 0)),
+    "two-sided-window": dict(causal=False, window_size=(7, 5), alibi_slopes=True),
+}
+
+
+def answer_by_hand(inputs, case, dtype, positions, sees, options):
+    """Attend in each sequence from its queries, at `positions`, to the keys that `sees(i, j)` shows them."""
+    outs, lses, row = [], [], 0
+    for (q, s), keys, values in zip(case.lens, inputs.keys, inputs.values, strict=True):
+        i, j = torch.tensor(positions[row : row + q])[:, None], torch.arange(s)[None, :]
+        bias = None
+        if "alibi_slopes" in options:
+            bias = -options["alibi_slopes"].cpu().to(dtype)[:, None, None] * (i - j).abs()
+        out, lse = refattn.attention.attend(
+            *(x.cpu().to(dtype) for x in (inputs.query[row : row + q], keys, values)),
+            sees(i, j).expand(q, s),
+            softcap=options.get("softcap", 0.0),
+            bias=bias,
+            sinks=options["sinks"].cpu().to(dtype) if "sinks" in options else None,
+        )
+        outs.append(out)
+        lses.append(lse)
+        row += q
+    return torch.cat(outs), torch.cat(lses)
+
+
+def assert_right_at(positions, inputs, case, sees, options, first_keys=None):
+    """Hold our kernel to the rule, with the queries at some positions, and padding rows without an answer.
+
+    `positions` are counted from the first key of each sequence; what the kernel is told begins at `first_keys`.
+    """
+    device, absolute = inputs.query.device, list(positions)
+    if first_keys is not None:
+        owners = [i for i, (q, _) in enumerate(case.lens) for _ in range(q)]
+        absolute = [position + first_keys[i] for position, i in zip(positions, owners, strict=True)]
+        first_keys = torch.tensor(first_keys, dtype=torch.int32, device=device)
+    told = torch.tensor([*absolute, *[-7] * case.padding_rows], dtype=torch.int32, device=device)
+    out, lse = attend(*given(*inputs.tensors, positions=told, first_keys=first_keys, **options))
+    rows = len(positions)
+    assert not out[rows:].any() and (lse[rows:] == -torch.inf).all()
+    ref, ref_lse = answer_by_hand(inputs, case, torch.float64, positions, sees, options)
+    low, low_lse = answer_by_hand(inputs, case, inputs.query.dtype, positions, sees, options)
+    assert_close(out[:rows].cpu(), ref, low, name="out")
+    assert_close(lse[:rows].cpu(), ref_lse, low_lse, name="lse")
+
+
+@pytest.mark.parametrize("launch", [dict(block_m=64), dict(splits=1, most_splits=3, block_n=16)], ids=str)
+@pytest.mark.parametrize("options", POSITIONS.values(), ids=POSITIONS)
+@pytest.mark.parametrize("first_keys", [None, [0, 48, 1000, 5, 2**20, 16]], ids=["from-0", "from-somewhere"])
+def test_queries_at_any_positions(first_keys, options, launch, device):
+    """Past their keys, before them, in any order; a decode of each sequence would stand at its own."""
+    inputs = build(GROUP, device=device)
+    options = per_head(options, GROUP, device)
+    left, right = Plan(inputs.batch, **{k: v for k, v in options.items() if k in ("causal", "window_size")}).window
+
+    def sees(i, j):
+        return ((left < 0) | (j >= i - left)) & ((right < 0) | (j <= i + right))
+
+    with launched_as(**launch):
+        assert_right_at(SOMEWHERE, inputs, GROUP, sees, options, first_keys)
+
+
+@pytest.mark.parametrize("window_size", [(-1, -1), (70, 5)], ids=str)
+def test_fixed_runs_of_keys_for_queries_at_any_positions(window_size, device):
+    case = Case("far-apart", ((3, 200), (1, 130)), heads=(1, 1))
+    inputs = build(case, device=device)
+    options = dict(causal=False, window_size=window_size, batch_invariant=True)
+    left, right = window_size
+    with mock.patch.object(triton_attention, "INVARIANT_RUN", 64):
+        sees = (lambda i, j: (j >= i - left) & (j <= i + right)) if left >= 0 else (lambda i, j: j > -1)
+        assert_right_at([199, 20, 90, 140], inputs, case, sees, options)
+
+
+def test_levels_with_more_splits_than_one_of_average_length(device):
+    """The parts of a level lie after those of the one before it, as many as its longest sequence may have."""
+    case = Case("c", ((1, 200), (1, 170), (1, 20), (2, 40)), heads=(2, 1))
+    inputs = build(case, device=device)
+    query_lens, seq_lens = zip(*case.lens, strict=True)
+    tables = [row[: -(-s // 16)] for row, s in zip(inputs.batch.block_table.tolist(), seq_lens, strict=True)]
+    tables[1][:8] = tables[0][:8]
+    whole = make_batch(query_lens, seq_lens, tables, device=device)
+    shared = make_batch([2, 1, 2], [128, 0, 0], [tables[0][:8], [], []], device=device)
+    own = make_batch(query_lens, [72, 42, 20, 40], [tables[0][8:], tables[1][8:], *tables[2:]], device=device)
+    tensors = inputs.tensors[:3]
+    with launched_as(splits=1, most_splits=3, block_n=16):
+        levels = [Plan(shared, 16, causal=False), Plan(own, 16)]
+        out, lse = triton_attention.attend_levels(*tensors, levels, AttentionOptions())
+    assert_matches_reference(out, lse, by_reference, *tensors, whole)
+
+
+def test_levels_keep_their_fixed_runs_of_keys(device):
+    """Other levels must not change how many there are: the last ones would have no program."""
+    inputs = build(Case("c", ((2, 400),), heads=(1, 1)), device=device)
+    tables = [inputs.batch.block_table[0].tolist()[:25]]
+    shared = Plan(make_batch([2], [320], [tables[0][:20]], device=device), 16, causal=False)
+    own = Plan(make_batch([2], [80], [tables[0][20:]], device=device), 16)
+    options = AttentionOptions(batch_invariant=True)
+    with mock.patch.object(triton_attention, "INVARIANT_RUN", 64):
+        out, lse = triton_attention.attend_levels(*inputs.tensors[:3], [shared, own], options)
+    assert_matches_reference(out, lse, by_reference, *inputs.tensors)
+
+
+# --- ALiBi ---
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float64, "strided"], ids=str)
+def test_slopes_and_sinks_of_any_type_and_stride(kind, device):
+    inputs = build(MIXED, device=device)
+    numbers = torch.tensor([0.25, 0.5, 1.5], device=device)
+    others = torch.stack([numbers, -numbers], dim=1)[:, 0] if kind == "strided" else numbers.to(kind)
+    for splits in (1, 2):
+        with launched_as(splits=splits, most_splits=splits, block_n=16):
+            expected = attend(*given(*inputs.tensors, causal=False, alibi_slopes=numbers, sinks=numbers))
+            answer = attend(*given(*inputs.tensors, causal=False, alibi_slopes=others, sinks=others))
+        for one, other in zip(answer, expected, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+# --- memory that nobody may see ---
+
+
+def spoil(inputs, first_seen, with_what):
+    """Fill all that is before the first visible key of each sequence, and past its end, with something.
+
+    The table has nothing where all of a block is before it.
+    """
+    block_size = inputs.key_cache.shape[1]
+    pools = [inputs.key_cache.nan_to_num(with_what), inputs.value_cache.nan_to_num(with_what)]
+    table = inputs.batch.block_table.clone()
+    for blocks, first, keys in zip(table, first_seen, inputs.keys, strict=True):
+        seen = range(max(first, 0), len(keys))
+        for column in range(-(-len(keys) // block_size)):
+            for place in range(block_size):
+                if column * block_size + place not in seen:
+                    for pool in pools:
+                        pool[blocks[column], place] = with_what
+        blocks[: max(first, 0) // block_size] = 1_000_000
+    return replace(inputs, key_cache=pools[0], value_cache=pools[1], batch=replace(inputs.batch, block_table=table))
+
+
+HIDDEN = {
+    "past-the-end": (dict(), [0, 0, 0, 0], dict(block_m=64)),
+    "decodes": (dict(window_size=(21, 0)), [278, 50, 14, 0], dict(block_m=16)),
+    "phases": (dict(window_size=(21, 4), causal=False), [278, 50, 14, 0], dict(block_m=64)),
+    "splits": (dict(window_size=(21, 0)), [278, 50, 14, 0], dict(splits=3, most_splits=3, block_n=16)),
+    "fixed-runs": (dict(window_size=(21, 0), batch_invariant=True), [278, 50, 14, 0], {}),
+    "bias": (dict(window_size=(21, 0), alibi_slopes=True, softcap=3.0), [278, 50, 14, 0], dict(block_m=64)),
+}
+
+
+@pytest.mark.parametrize(("options", "first_seen", "launch"), HIDDEN.values(), ids=HIDDEN)
+def test_what_nobody_may_see_is_not_read(options, first_seen, launch, device):
+    """A weight of 0 does not undo NaN; and before a window the table may lead nowhere."""
+    case = Case("hidden", ((1, 300), (4, 75), (20, 55), (7, 2)), heads=(2, 1))
+    inputs = build(case, device=device)
+    options = per_head(options, case, device)
+    with launched_as(**launch):
+        clean = attend(*given(*spoil(inputs, first_seen, 0.0).tensors, **options))
+        spoilt = attend(*given(*spoil(inputs, first_seen, torch.nan).tensors, **options))
+    for one, other in zip(clean, spoilt, strict=True):
+        assert torch.equal(one, other)
+    assert torch.isfinite(clean[0]).all()
+
+
+def addresses_of(tensor):
+    """Give the address of each element of a tensor."""
+    places = sum(
+        torch.arange(size).mul(stride).view(-1, *[1] * (tensor.ndim - 1 - dim))
+        for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True))
+    )
+    return tensor.data_ptr() + tensor.element_size() * places
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [dict(block_m=64), dict(splits=2, most_splits=2, block_n=16), "fixed-runs", "differential", "split-differential"],
+    ids=str,
+)
+def test_no_table_entry_and_no_slot_is_read_that_no_query_sees(launch, device, monkeypatch):
+    """Address by address: a table may be as long as it has to be, and what lies around it is another's."""
+    if device != "cpu":
+        pytest.skip("the interpreter alone says what is read")
+    case = Case("read", ((1, 100), (4, 75), (20, 55), (7, 2)), heads=(2, 1), head_size=16)
+    inputs = build(case)
+    surroundings = torch.full((6, 12), -1, dtype=torch.int32)
+    table = surroundings[1:5, 2:9]  # as many columns as 100 keys need
+    table.copy_(inputs.batch.block_table[:, :7])
+    batch, options = replace(inputs.batch, block_table=table), dict(window_size=(21, 0))
+    noted = interpreted.note_reads(monkeypatch)
+    if isinstance(launch, str) and "differential" in launch:
+        splits = 1 if launch == "differential" else 2
+        monkeypatch.setattr(triton_pairs, "tune", lambda *_: Tuning(16, 16, 4, 2, splits, splits))
+        cache = torch.stack([torch.stack([inputs.key_cache, inputs.value_cache])] * 2)
+        subtraction = Subtraction(torch.tensor(0.5), None, 1e-5, 1.0)
+        triton_pairs.attend(*given(inputs.query, cache, batch, **options), subtraction)
+        pools = [cache.permute(2, 3, 0, 1, 4, 5)]  # the slot comes first
+    else:
+        options["batch_invariant"] = launch == "fixed-runs"
+        with launched_as(**({} if launch == "fixed-runs" else launch)):
+            attend(*given(*inputs.tensors[:3], batch, **options))
+        pools = [inputs.key_cache, inputs.value_cache]
+    read = torch.from_numpy(np.unique(np.concatenate([addresses.ravel() for addresses in noted])).astype(np.int64))
+
+    keys = [(i, j) for i, (q, s) in enumerate(case.lens) for j in range(max(s - q - 21, 0), s)]
+    entries = tuple(zip(*[(i, j // 16) for i, j in keys], strict=True))
+    slots = tuple(zip(*[(int(table[i, j // 16]), j % 16) for i, j in keys], strict=True))
+    for whole, part, seen in ((surroundings, table, entries), *((pool, pool, slots) for pool in pools)):
+        inside = read[(read >= whole.data_ptr()) & (read < whole.data_ptr() + whole.nbytes)]
+        assert torch.equal(inside, addresses_of(part)[seen].unique())
+
+
+def test_nothing_of_the_next_sequence_is_read(device):
+    case = Case("rows", ((20, 20), (3, 3), (30, 41)), heads=(2, 1))
+    query, key, value, batch = build(case, device=device).rows
+    clean, _ = attend(*given(query, key, value, batch, causal=False))
+    value[20:23], key[20:23] = torch.nan, torch.nan
+    spoilt, _ = attend(*given(query, key, value, batch, causal=False))
+    assert torch.equal(clean[:20], spoilt[:20]) and torch.equal(clean[23:], spoilt[23:])
+    assert spoilt[20:23].isnan().all(), "NaN that a query sees comes out"
+
+
+@pytest.mark.parametrize("what", [torch.nan, torch.inf], ids=str)
+@pytest.mark.parametrize("launch", [{}, dict(splits=3, most_splits=3, block_n=16)], ids=["whole", "splits"])
+def test_nan_that_a_query_sees_comes_out(what, launch, device):
+    """Of a key or of a value, also under a softcap, which does not bound it, and beside other splits."""
+    inputs = build(Case("seen", ((1, 40), (3, 20)), heads=(2, 1)), device=device)
+    for cache, options in ((0, dict(softcap=2.0)), (1, {})):
+        pools = [inputs.key_cache.clone(), inputs.value_cache.clone()]
+        pools[cache][inputs.batch.block_table[0, 1], 3] = what  # key 19 of the first sequence
+        with launched_as(**launch):
+            out, _ = attend(*given(inputs.query, *pools, inputs.batch, **options))
+        assert not torch.isfinite(out[0]).any() and torch.isfinite(out[1:]).all()
+
+
+# --- answers of other kernels, repaired ---
+
+
+REPAIRS = {  # of tiles of 32 queries: 0, 1 and 2 of the first sequence, 3 of the second
+    "nothing-spoilt": ({}, [], []),
+    "what-no-key-past-the-end-spoils": ({}, [5, 40, 61], []),
+    "last-rows": (dict(sinks=True, softcap=3.0), [5, 62, 71], [1, 3]),
+    "not-causal": (dict(causal=False, alibi_slopes=True), [5], [0]),
+    "right-window": (dict(causal=False, window_size=(-1, 3)), [5, 59], [1]),
+    "window": (dict(window_size=(9, 0)), [5, 69], [0, 2]),
+}
+
+
+@pytest.mark.parametrize(("options", "spoilt", "repaired"), REPAIRS.values(), ids=REPAIRS)
+@pytest.mark.parametrize("over", ["pages", "rows"])
+def test_repair_computes_again_what_is_nan(options, spoilt, repaired, over, device, monkeypatch):
+    """And nothing else: other tiles keep what they have, even if it is wrong."""
+    monkeypatch.setattr(triton_attention, "LARGEST_TILE", 8)
+    case = Case("c", ((70, 90), (0, 3), (4, 33)), heads=(2, 1), padding_rows=2)
+    inputs = build(case, device=device, dtype=torch.float16)
+    tensors = inputs.tensors if over == "pages" else inputs.rows
+    asked = given(*tensors, **per_head(options, case, device))
+    right, _ = attend(*asked)
+    out = torch.full_like(right, 7.0)
+    out[[*spoilt, 74, 75], 1, 5] = torch.nan  # padding rows are of no sequence
+    expected = out.clone()
+    for tile in repaired:
+        rows = (slice(0, 32), slice(32, 64), slice(64, 70), slice(70, 74))[tile]
+        expected[rows] = right[rows]
+    triton_attention.repair(out, *asked)
+    torch.testing.assert_close(out, expected, rtol=2e-3, atol=1e-3, equal_nan=True)
+
+
+def test_what_is_nan_rightly_stays_so(device):
+    inputs = build(Case("c", ((5, 40), (3, 20)), heads=(2, 1)), device=device, dtype=torch.float16)
+    inputs.value_cache[inputs.batch.block_table[0, 0], 3] = torch.nan
+    out = torch.full_like(inputs.query, torch.nan)
+    triton_attention.repair(out, *given(*inputs.tensors))
+    assert out[:5].isnan().all() and torch.isfinite(out[5:]).all()
+
+
+# --- batch invariance ---
+
+
+@pytest.fixture
+def fixed_products(device, monkeypatch):
+    """Let bits be those of the kernel: on a CPU the interpreter's own products change with a row's place."""
+    if device == "cpu":
+        interpreted.add_products_in_order(monkeypatch)
+
+
+INVARIANT = {
+    "plain": dict(batch_invariant=True),
+    "window": dict(batch_invariant=True, window_size=(70, 0)),
+    "sinks": dict(batch_invariant=True, sinks=torch.tensor([-2.0, 3.0]), softcap=5.0),
+    "slopes": dict(batch_invariant=True, alibi_slopes=torch.tensor([0.01, 0.5])),
+}
+each_invariant = pytest.mark.parametrize("options", INVARIANT.values(), ids=INVARIANT)
+
+
+def on(device, options):
+    """Give the options with their tensors on a device."""
+    return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+
+
+def attend_alone(inputs, options, rows, seq_len, sequence, device):
+    """Answer some query rows as the last tokens of a sequence of `seq_len` tokens, with nobody else in the batch."""
+    first, last = rows
+    batch = Batch(
+        torch.tensor([0, last - first], dtype=torch.int32, device=device),
+        torch.tensor([seq_len], dtype=torch.int32, device=device),
+        inputs.batch.block_table[sequence : sequence + 1],
+        last - first,
+        seq_len,
+    )
+    tensors = inputs.query[first:last], inputs.key_cache, inputs.value_cache, batch
+    return attend(*given(*tensors, **on(device, options)))
+
+
+@pytest.mark.usefixtures("fixed_products")
+@each_invariant
+def test_rows_do_not_change_with_the_company(options, device):
+    """Alone, a sequence has other tiles and fewer splits than beside a long one."""
+    case = Case("company", ((1, 150), (1, 260), (20, 70), (4, 44)), heads=(2, 1))
+    inputs = build(case, device=device)
+    with mock.patch.object(triton_attention, "INVARIANT_RUN", 128):
+        together, lse_together = attend(*given(*inputs.tensors, **on(device, options)))
+        row = 0
+        for i, (q, s) in enumerate(case.lens):
+            out, lse = attend_alone(inputs, options, (row, row + q), s, i, device)
+            assert torch.equal(out, together[row : row + q]) and torch.equal(lse, lse_together[row : row + q]), i
+            row += q
+
+
+@pytest.mark.usefixtures("fixed_products")
+@each_invariant
+def test_rows_do_not_change_with_the_chunk_they_come_in(options, device):
+    """The window of the first rows begins in another run of keys than that of the last ones."""
+    inputs = build(Case("chunk", ((12, 330), (3, 2)), heads=(2, 1)), device=device)
+    with mock.patch.object(triton_attention, "INVARIANT_RUN", 128):
+        expected, expected_lse = attend(*given(*inputs.tensors, **on(device, options)))
+        row = 0
+        for size in (5, 1, 1, 5):
+            out, lse = attend_alone(inputs, options, (row, row + size), 318 + row + size, 0, device)
+            assert torch.equal(out, expected[row : row + size]), f"rows from {row}"
+            assert torch.equal(lse, expected_lse[row : row + size]), f"rows from {row}"
+            row += size
+
+
+@each_invariant
+def test_what_does_not_change_is_right(options, device):
+    """So that two equally wrong answers are not taken for one that does not change."""
+    case = Case("long", ((33, 90), (1, 200), (0, 4), (5, 2)), heads=(2, 1), padding_rows=3)
+    inputs = build(case, device=device)
+    with mock.patch.object(triton_attention, "INVARIANT_RUN", 64):
+        assert_agrees("chunked_prefill", *inputs.tensors, **on(device, options))
+
+
+def test_a_batch_of_padding_rows_only(device):
+    inputs = build(Case("padding", ((0, 5), (0, 0)), padding_rows=4), device=device)
+    out, lse = attend(*given(*inputs.tensors, sinks=torch.zeros(4, device=device)))
+    assert not out.any() and (lse == -torch.inf).all()
+
+
+GOOD = Problem(
+    operation="paged",
+    device=torch.device("cpu"),
+    dtype=torch.float16,
+    num_heads=4,
+    num_kv_heads=2,
+    head_size=64,
+    value_head_size=64,
+    block_size=16,
+    max_query_len=1,
+    max_seq_len=9,
+    num_seqs=2,
+)
+
+
+def test_what_is_refused_says_why(device):
+    good = GOOD._replace(device=torch.device(device))
+    assert triton.unsupported_reason(good) is None
+    assert "float64" in triton.unsupported_reason(good._replace(dtype=torch.float64))
+    assert "576" in triton.unsupported_reason(good._replace(head_size=576))
+    assert "meta" in triton.unsupported_reason(good._replace(device=torch.device("meta")))
+    there = good._replace(positions=True)
+    assert triton.unsupported_reason(there) is None
+    assert "no other positions" in triton.unsupported_reason(there._replace(operation="differential"))
+
+
+def test_what_goes_with_attention_is_refused_by_its_own_reasons(device):
+    """Of a merge, whose log-sum-exps are added in float32, and of copies, which one program holds; not of types."""
+
+    def reason(operation, dtype=torch.float64, **asked):
+        return triton.unsupported_reason(Problem(operation, torch.device(device), dtype, **asked))
+
+    assert reason("merge", torch.float32) is None
+    assert "log-sum-exps in float32, not torch.float64" in reason("merge")
+    assert reason("copy_blocks", num_pairs=1024) is None
+    assert "at most 1024 blocks without gaps at once, not 1025" in reason("copy_blocks", num_pairs=1025)
+    assert "without gaps" in reason("copy_blocks", num_pairs=3, aligned=False)
+    for operation in ("write", "slot_mapping", "trim", "cut_chunks"):
+        assert reason(operation) is None
+    assert reason("write", torch.bfloat16) is None, "it is moved, not multiplied"
+
+
+@pytest.mark.parametrize(
+    ("versions", "works"),
+    [
+        ({"triton": "3.6.0", "numpy": "2.3.5"}, True),
+        ({"triton": "3.6.0", "numpy": "2.4.0"}, False),
+        ({"triton": "3.6.0+git1", "numpy": "3.0"}, False),
+        ({"triton": "3.7.1", "numpy": "2.5.5"}, True),
+    ],
+    ids=str,
+)
+def test_an_interpreter_that_fails_with_this_numpy_is_refused(monkeypatch, versions, works):
+    monkeypatch.setattr(devices, "package_version", versions.get)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    devices.cannot_interpret.cache_clear()
+    reason = triton.unsupported_reason(GOOD)
+    devices.cannot_interpret.cache_clear()
+    assert (reason is None) == works
+    assert works or "install numpy<2.4" in reason
+
+
+# --- the cache ---
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float8_e4m3fn, torch.int8], ids=str)
+def test_write_moves_every_bit(layout, dtype, device):
+    shape = dict(value_head_size=6, layout=layout, dtype=dtype, device=device)
+    ours, theirs = refattn.kv_cache.allocate(5, 3, 3, 8, **shape), refattn.kv_cache.allocate(5, 3, 3, 8, **shape)
+    fused = torch.randint(-9, 9, (40, 3, 14), device=device).to(dtype)
+    slots = torch.full((40,), -1, device=device)
+    slots[::3] = torch.randperm(15, device=device)[:14]
+    triton_cache.write(fused[..., :8], fused[..., 8:], *ours, slots)
+    refattn.kv_cache.write(fused[..., :8], fused[..., 8:], *theirs, slots)
+    for mine, expected in zip(ours, theirs, strict=True):
+        assert torch.equal(mine.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    [[[0, 4]], [[0, 1], [1, 2], [2, 0]], [[3, 5], [3, 6], [4, 3]], [], [[i, i + 33] for i in range(33)]],
+    ids=str,
+)
+@pytest.mark.parametrize("layout", ["NHD", "HND", "in-a-larger-pool"])
+def test_a_block_may_be_source_and_destination(pairs, layout, device):
+    pool = torch.randn(70, 2, 5, 3, 24, device=device)
+    pool = pool[:, 1] if layout == "in-a-larger-pool" else pool[:, 0].clone()
+    pool = pool.transpose(1, 2) if layout == "HND" else pool
+    pairs = torch.tensor(pairs, dtype=torch.int64, device=device).reshape(-1, 2)
+    expected = pool.clone()
+    refattn.kv_cache.copy_blocks([expected], pairs)
+    triton_cache.copy_blocks(pool, pairs)
+    assert torch.equal(pool, expected)
+
+
+@pytest.mark.parametrize("num_pairs", [3, triton.MAX_PAIRS + 1], ids=str)
+@pytest.mark.parametrize("gaps", [False, True], ids=["whole", "with-gaps"])
+def test_copies_take_the_kernel_where_it_can(num_pairs, gaps, device, monkeypatch):
+    """More copies than a program holds, and blocks with something of others between, go by way of a buffer."""
+    monkeypatch.setattr(dispatch, "priorities", lambda problem: ("triton", "torch"))  # as on a GPU
+    pool = torch.randn(2 * num_pairs, 2, 8, device=device)[..., : 5 if gaps else 8]
+    pairs = torch.randperm(2 * num_pairs, device=device).view(num_pairs, 2)
+    expected = pool.clone()
+    refattn.kv_cache.copy_blocks([expected], pairs)
+    with mock.patch.object(triton_cache, "copy_blocks", wraps=triton_cache.copy_blocks) as kernel:
+        fastattn.kv_cache.copy_blocks([pool], pairs)
+    assert torch.equal(pool, expected)
+    assert kernel.call_count == (num_pairs == 3 and not gaps)
+    if not kernel.call_count:
+        with fastattn.use_kernel("triton"), pytest.raises(NotImplementedError, match="copies at most 1024 blocks"):
+            fastattn.kv_cache.copy_blocks([pool], pairs)
+        assert torch.equal(pool, expected)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_repage_copies_all_tokens_in_order(layout, dtype, device):
+    case = Case("c", ((0, 9), (0, 0), (0, 130), (0, 32)), heads=(3, 3), head_size=24, block_size=24, layout=layout)
+    inputs = build(case, device=device, dtype=dtype)
+    pool, table = repage(inputs.key_cache, inputs.batch, block_size=32)
+    for keys, blocks, (_, seq_len) in zip(inputs.keys, table, case.lens, strict=True):
+        used = pool[blocks[: -(-seq_len // 32)].long()].flatten(0, 1)
+        assert torch.equal(used[:seq_len], keys) and not used[seq_len:].any()
+
+
+# --- merging ---
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_merge_states(num_parts, dtype, device):
+    outs = [torch.randn(4, 7, 24, device=device, dtype=dtype).transpose(0, 1) for _ in range(num_parts)]
+    lses = [torch.randn(7, 4, device=device) * 5 for _ in range(num_parts)]
+    for part in range(num_parts):
+        lses[part][part % 2], outs[part][part % 2] = -torch.inf, torch.nan
+        lses[part][4], outs[part][4] = -torch.inf, torch.inf
+    wide_outs = [out.double() for out in outs]
+    ref, ref_lse = refattn.merge.merge(wide_outs, [lse.double() for lse in lses])
+    low, low_lse = refattn.merge.merge(outs, lses)
+    out, lse = merge_states(outs, lses)
+    assert_close(out, ref, low, name="out")
+    assert_close(lse, ref_lse, low_lse, name="lse")
+
+
+ADAPTED = {
+    "plain": dict(causal=False),
+    "causal": {},
+    "window": dict(causal=False, window_size=(3, 2)),
+    "sinks": dict(sinks=torch.tensor([-1.0, 2.0, 300.0])),
+    "far-sinks": dict(sinks=torch.tensor([-1e4, 89.0, 1e4])),
+}
+
+
+@pytest.mark.parametrize("options", ADAPTED.values(), ids=ADAPTED)
+@pytest.mark.parametrize("nothing", [torch.inf, -torch.inf, torch.nan], ids=str)
+def test_adapt_sets_right_what_flash_attention_answers_otherwise(options, nothing, device):
+    """It may say anything where nothing is seen, and its `inf` where NaN is seen is no reason to answer 0."""
+    query_lens = [3, 0, 40, 2, *[1] * 70, 5, 4]
+    seq_lens = [9, 6, 0, 2, *[i % 2 for i in range(70)], 0, 2]
+    batch = make_batch(query_lens, seq_lens, [[]] * len(seq_lens), device=device)
+    plan, options = given(torch.zeros(0), batch, **on(device, options))[1:]
+    left, right = plan.window
+    sees = []
+    for q, s in zip(query_lens, seq_lens, strict=True):
+        for i in range(s - q, s):
+            sees.append(any((left < 0 or j >= i - left) and (right < 0 or j <= i + right) for j in range(s)))
+    sees = torch.tensor(sees)
+    rows, num_tokens = len(sees), len(sees) + 9
+    out = torch.randn(num_tokens, 3, 24, device=device)
+    lse = torch.randn(3, num_tokens, device=device) * 3
+    ref, ref_lse = refattn.merge.add_sinks(
+        out.double(),
+        lse.T.double(),
+        torch.full((3,), -1e30).double() if options.sinks is None else options.sinks.double(),
+    )
+    nowhere = torch.arange(num_tokens) >= rows
+    ref[nowhere], ref_lse[nowhere] = 0.0, -torch.inf
+    blind = torch.cat([~sees, torch.zeros(9, dtype=torch.bool)])
+    ref[blind], ref_lse[blind] = 0.0, -torch.inf if options.sinks is None else options.sinks.double()
+    out[blind | nowhere], lse[:, blind | nowhere] = torch.nan, nothing
+    out[1, 2], lse[2, 1] = torch.nan, nothing  # saw NaN
+    got, got_lse = adapt(out, lse, plan, options)
+    assert got[1, 2].isnan().all() and got_lse[1, 2].isnan()
+    got[1, 2], got_lse[1, 2] = ref[1, 2], ref_lse[1, 2]
+    assert_close(got, ref, ref.float())
+    assert_close(got_lse, ref_lse, ref_lse.float(), name="lse")

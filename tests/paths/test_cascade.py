@@ -1,0 +1,698 @@
+"""Cascade attention: shared prefixes attended once, level by level."""
+
+import dataclasses
+from functools import partial
+from types import ModuleType
+
+import pytest
+import torch
+from batches import Case, assert_same_masks, attend, build, masks_by_hand, read_masks
+from hypothesis import given
+from hypothesis import strategies as st
+from kernels_present import each_kernel
+from options import per_head
+from tolerance import assert_matches_reference, assert_twins_agree
+from torch.nn import functional
+
+import fastattn.cascade
+import fastattn.chunked_prefill
+import refattn.cascade
+import refattn.chunked_prefill
+from fastattn.kernels import dispatch
+from fastattn.kernels.cpu import attention as cpu
+from fastattn.kernels.triton import attention as triton_attention
+from refattn.interface import Batch, CascadePlan, Plan, Prefix
+from refattn.metadata import make_batch
+
+each_twin = pytest.mark.parametrize("twin", [refattn.cascade, fastattn.cascade], ids=["ref", "fast"])
+
+# Each with its prefixes: sequences first to last - 1 share their first `end` keys.
+SHARED = {
+    "one-prefix": (Case("c", ((1, 70), (1, 49), (1, 66), (1, 130)), heads=(8, 2)), [(0, 4, 48)]),
+    "tree": (
+        Case("c", ((1, 80), (1, 66), (1, 35), (1, 7), (1, 60), (1, 90)), heads=(6, 3)),
+        [(0, 3, 32), (0, 2, 64), (4, 6, 48)],
+    ),
+    "three-levels": (
+        Case("c", ((1, 70), (1, 65), (1, 52), (1, 40), (1, 17)), heads=(4, 1)),
+        [(0, 5, 16), (0, 4, 32), (0, 2, 64)],
+    ),
+    "prefills-and-decodes": (
+        Case("c", ((20, 90), (1, 65), (7, 71), (33, 33), (5, 64)), heads=(4, 4), padding_rows=3),
+        [(0, 3, 64)],
+    ),
+    "ends-at-the-first-query": (Case("c", ((16, 48), (1, 33), (4, 36)), heads=(4, 2)), [(0, 3, 32)]),
+    "silent-and-empty": (
+        Case("c", ((0, 50), (1, 40), (0, 0), (0, 70), (2, 66), (5, 2)), heads=(4, 2), padding_rows=1),
+        [(0, 2, 32), (3, 5, 64)],
+    ),
+    "odd-blocks": (Case("c", ((1, 80), (3, 60), (9, 58), (1, 49)), block_size=24), [(0, 4, 48)]),
+    "heads-first": (Case("c", ((1, 40), (2, 50), (1, 33)), layout="HND", heads=(6, 2)), [(0, 3, 32)]),
+    "narrow-values": (Case("c", ((1, 40), (2, 50)), head_size=96, value_head_size=64), [(0, 2, 32)]),
+    "group-of-one": (Case("c", ((1, 40), (2, 50)), heads=(2, 2)), [(0, 1, 32), (1, 2, 48)]),
+    "nobody-shares": (Case("c", ((1, 40), (2, 50)), heads=(2, 1)), []),
+    "many-rows-short-prefix": (Case("c", tuple((3, 19 + i) for i in range(12)), heads=(4, 2)), [(0, 12, 16)]),
+}
+OPTIONS = {
+    "plain": {},
+    "scale": dict(softmax_scale=0.3),
+    "softcap": dict(softcap=1.0),
+    "alibi": dict(alibi_slopes=True),
+    "sinks": dict(sinks=True),
+    "window": dict(window_size=(40, 0)),
+    "window-of-one": dict(window_size=(0, 0)),
+    "everything": dict(softmax_scale=0.2, softcap=5.0, alibi_slopes=True, sinks=True),
+    "alibi-in-a-window": dict(alibi_slopes=True, window_size=(40, 0)),
+    "everything-in-a-window": dict(softmax_scale=0.2, softcap=5.0, alibi_slopes=True, sinks=True, window_size=(50, 3)),
+}
+WINDOWS = [(0, 0), (5, 0), (40, 0), (47, -1), (60, 3), (-1, 0)]
+each_sharing = pytest.mark.parametrize("sharing", SHARED.values(), ids=SHARED)
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A batch whose sequences share blocks, as tensors and as what a scheduler knows of it."""
+
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, Batch]
+    requests: tuple[list[int], list[int], list[list[int]]]  # query lengths, sequence lengths, block tables
+    prefixes: list[Prefix]
+    block_size: int
+
+    def plan(self, twin, **options) -> CascadePlan:
+        """Plan the step with a twin."""
+        return twin.plan(self.tensors[3], prefixes=self.prefixes, block_size=self.block_size, **options)
+
+
+def share(query, key_cache, value_cache, batch, prefixes) -> Step:
+    """Give the members of each prefix the blocks of its first sequence, and put NaN into those that nobody has then."""
+    block_size, table = key_cache.shape[1], batch.block_table.clone()
+    before = set(used_blocks(batch, block_size))
+    for first, last, end in prefixes:
+        table[first:last, : end // block_size] = table[first, : end // block_size].clone()
+    batch = dataclasses.replace(batch, block_table=table)
+    for block in before - set(used_blocks(batch, block_size)):
+        key_cache[block], value_cache[block] = float("nan"), float("nan")
+    requests = batch.query_lens.tolist(), batch.seq_lens.tolist(), table.tolist()
+    return Step((query, key_cache, value_cache, batch), requests, [Prefix(*p) for p in prefixes], block_size)
+
+
+def used_blocks(batch, block_size) -> list[int]:
+    rows = zip(batch.block_table.tolist(), batch.seq_lens.tolist(), strict=True)
+    return [block for blocks, seq_len in rows for block in blocks[: -(-seq_len // block_size)]]
+
+
+def used(level: Plan) -> list[list[int]]:
+    """List the blocks that each group of a level reads."""
+    rows = zip(level.batch.block_table.tolist(), level.batch.seq_lens.tolist(), strict=True)
+    return [blocks[: -(-seq_len // level.block_size)] for blocks, seq_len in rows]
+
+
+def lay_out(sharing, **options) -> Step:
+    case, prefixes = sharing
+    return share(*build(case, **options).tensors, prefixes)
+
+
+def filled(options: dict, step: Step, device: str) -> dict:
+    """Fill in the prefixes of a step, and the options that have one number a head."""
+    case = Case("heads", (), heads=(step.tensors[0].shape[1], 1))
+    return dict(prefixes=step.prefixes, **per_head(options, case, device))
+
+
+# --- the mask, read out ---
+
+
+@each_twin
+@each_sharing
+def test_every_query_sees_the_keys_up_to_its_position_once(twin, sharing, device):
+    case = dataclasses.replace(sharing[0], head_size=64, value_head_size=64)
+
+    def attention(*tensors, **options):
+        step = share(*tensors, sharing[1])
+        return attend(twin, *step.tensors, prefixes=step.prefixes, **options)
+
+    assert_same_masks(read_masks(attention, case, device=device), masks_by_hand(case, lambda i, j: j <= i))
+
+
+@each_twin
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("name", ["tree", "three-levels", "prefills-and-decodes", "silent-and-empty"])
+def test_windows_stand_at_absolute_positions(twin, window, name, device):
+    """The sequences of a group have other lengths, so each sees other keys of what they share."""
+    case, prefixes = SHARED[name]
+
+    def attention(*tensors, **options):
+        step = share(*tensors, prefixes)
+        return attend(twin, *step.tensors, prefixes=step.prefixes, window_size=window, **options)
+
+    masks = read_masks(attention, case, device=device)
+    assert_same_masks(masks, masks_by_hand(case, lambda i, j: j <= i and (window[0] < 0 or i - window[0] <= j)))
+
+
+# --- arithmetic that shares no code with the reference ---
+
+
+@each_sharing
+def test_reference_equals_torch_sdpa_with_a_mask(sharing, device):
+    """Softcap aside, which sdpa has not: scale, ALiBi and a window in one explicit bias, over keys read by hand."""
+    step = lay_out(sharing, device=device, dtype=torch.float64)
+    query, key_cache, value_cache, batch = step.tensors
+    h, p = query.shape[1], key_cache.shape[1]
+    slopes = torch.tensor([2.0 ** -(i + 1) for i in range(h)], dtype=torch.float64, device=device)
+    options = dict(prefixes=step.prefixes, window_size=(50, 0), softmax_scale=0.3)
+    out = attend(refattn.cascade, *step.tensors, **options, alibi_slopes=slopes)
+    row = 0
+    for query_len, seq_len, blocks in zip(*step.requests, strict=True):
+        key, value = (
+            torch.stack([cache[blocks[j // p], j % p] for j in range(seq_len)], dim=1) if seq_len else None
+            for cache in (key_cache, value_cache)
+        )  # [hk, s, d]
+        for i in range(query_len):
+            position = seq_len - query_len + i
+            distance = position - torch.arange(seq_len, device=device)
+            bias = (-slopes[:, None, None] * distance).masked_fill((distance < 0) | (distance > 50), -torch.inf)
+            mine = out[row + i]
+            if position < 0:
+                assert not mine.any()
+                continue
+            expected = functional.scaled_dot_product_attention(
+                query[row + i][:, None], key, value, attn_mask=bias, scale=0.3, enable_gqa=True
+            )
+            torch.testing.assert_close(mine, expected[:, 0], rtol=1e-12, atol=1e-12)
+        row += query_len
+    assert not out[row:].any()
+
+
+@each_sharing
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_split_equals_whole(sharing, options, device):
+    """With levels and without: the same answer and the same LSE, so every sink is counted once."""
+    step = lay_out(sharing, device=device, dtype=torch.float64)
+    options = filled(options, step, device)
+    split = attend(refattn.cascade, *step.tensors, **options, return_lse=True)
+    del options["prefixes"]
+    whole = attend(refattn.chunked_prefill, *step.tensors, **options, return_lse=True)
+    for one, other in zip(split, whole, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+# --- the twin against the reference ---
+
+
+@each_kernel
+@each_sharing
+@pytest.mark.parametrize("options", ["plain", "everything-in-a-window"])
+def test_twins_agree(sharing, options, kernel, device):
+    step = lay_out(sharing, device=device, dtype=kernel.dtypes[0])
+    options = filled(OPTIONS[options], step, device)
+    with kernel.asked_for():
+        kernel.check(assert_twins_agree, "cascade", *step.tensors, **options)
+
+
+@each_kernel
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_twins_agree_in_every_type(options, kernel, device):
+    for dtype in kernel.dtypes:
+        step = lay_out(SHARED["tree"], device=device, dtype=dtype)
+        with kernel.asked_for():
+            kernel.check(assert_twins_agree, "cascade", *step.tensors, **filled(options, step, device))
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[Case, list[tuple[int, int, int]]]:
+    """Draw groups of sequences with a common prefix, some of them with a longer one inside."""
+    p = draw(st.sampled_from((1, 16, 24)))
+    lens, prefixes = [], []
+    for _ in range(draw(st.integers(1, 3))):
+        blocks, members, first = draw(st.integers(0, 3)), draw(st.integers(1, 4)), len(lens)
+        inner = draw(st.integers(0, 2)) if blocks and members > 2 else 0
+        for i in range(members):
+            query_len = draw(st.integers(0, 20))
+            shared = blocks + (inner if i < 2 else 0)
+            lens.append((query_len, shared * p + query_len + draw(st.integers(0, 30))))
+        if blocks:
+            prefixes.append((first, first + members, blocks * p))
+        if inner:
+            prefixes.append((first, first + 2, (blocks + inner) * p))
+    hk = draw(st.integers(1, 3))
+    heads = (hk * draw(st.integers(1, 4)), hk)
+    layout, padding = draw(st.sampled_from(("NHD", "HND"))), draw(st.integers(0, 3))
+    return Case("drawn", tuple(lens), heads=heads, block_size=p, layout=layout, padding_rows=padding), prefixes
+
+
+@given(sharing=steps(), options=st.sampled_from(list(OPTIONS)), seed=st.integers(0, 2**16))
+def test_twins_agree_on_drawn_batches(sharing, options, seed, device):
+    step = lay_out(sharing, device=device, seed=seed)
+    options = filled(OPTIONS[options], step, device)
+    assert_twins_agree("cascade", *step.tensors, **options)
+
+
+@each_kernel
+def test_a_long_prefix_and_a_short_suffix(kernel, device):
+    """3072 and 64 tokens: an LSE of another base than the merge's shows where one part outweighs the other."""
+    sharing = Case("c", ((1, 3136), (1, 3100)), heads=(2, 1)), [(0, 2, 3072)]
+    step = lay_out(sharing, device=device, dtype=kernel.dtypes[0])
+
+    def assert_equals_no_cascade():
+        out, lse = attend(fastattn.cascade, *step.tensors, prefixes=step.prefixes, return_lse=True)
+        assert_matches_reference(out, lse, partial(attend, refattn.chunked_prefill), *step.tensors)
+
+    with kernel.asked_for():
+        kernel.check(assert_equals_no_cascade)
+
+
+@pytest.mark.parametrize("size", [1, 2**11, 2**13], ids=str)
+def test_shared_keys_go_through_a_buffer_of_any_size(size, monkeypatch):
+    """The CPU kernel gathers what every query sees some blocks at a time; the last of them may be half full."""
+    monkeypatch.setattr(cpu, "BUFFER", size)
+    step = lay_out(SHARED["tree"])
+    assert_twins_agree("cascade", *step.tensors, prefixes=step.prefixes)
+    inputs = build(Case("c", ((5, 77), (3, 40), (40, 97)), heads=(4, 2)))
+    assert_twins_agree("chunked_prefill", *inputs.tensors, causal=False)
+
+
+@pytest.mark.parametrize("splits", [(1, 4), (2, 7), (3, 3)], ids=str)
+@pytest.mark.parametrize("options", ["sinks", "everything-in-a-window"])
+def test_levels_with_more_splits_than_their_number(splits, options, monkeypatch, device):
+    """A long sequence may get more splits than the tuning's number: the next level's parts lie past all of them."""
+    choose = triton_attention.tune
+    chosen = dict(splits=splits[0], most_splits=splits[1], block_n=16)
+    monkeypatch.setattr(triton_attention, "tune", lambda *arguments: choose(*arguments)._replace(**chosen))
+    step = lay_out((Case("c", ((1, 150), (2, 113), (1, 97)), heads=(2, 1)), [(0, 3, 48), (0, 2, 96)]), device=device)
+    with fastattn.use_kernel("triton"):
+        assert_twins_agree("cascade", *step.tensors, **filled(OPTIONS[options], step, device))
+
+
+@each_kernel
+def test_caches_and_queries_with_padded_strides(kernel, device):
+    step = lay_out(SHARED["three-levels"], device=device, dtype=kernel.dtypes[0])
+    query, key_cache, value_cache, batch = step.tensors
+    query = functional.pad(query, (0, 8, 0, 1))[:, :-1, :-8]
+    key_cache = functional.pad(key_cache, (0, 8, 0, 2, 0, 1))[:, :-1, :-2, :-8]
+    value_cache = functional.pad(value_cache, (0, 16, 0, 1))[:, :, :-1, :-16]
+    with kernel.asked_for():
+        kernel.check(assert_twins_agree, "cascade", query, key_cache, value_cache, batch, prefixes=step.prefixes)
+
+
+@each_twin
+@pytest.mark.parametrize("sink", [40.0, -40.0], ids=["far-above-every-score", "far-below"])
+def test_a_sink_is_counted_once(twin, sink, device):
+    step = lay_out(SHARED["three-levels"], device=device)
+    sinks = torch.full((4,), sink, device=device)
+    out, lse = attend(twin, *step.tensors, prefixes=step.prefixes, sinks=sinks, return_lse=True)
+    assert_matches_reference(out, lse, partial(attend, refattn.chunked_prefill), *step.tensors, sinks=sinks)
+
+
+@each_twin
+def test_padding_rows_have_no_sink(twin, device):
+    step = lay_out(SHARED["prefills-and-decodes"], device=device)
+    sinks = torch.zeros(4, device=device)
+    out, lse = attend(twin, *step.tensors, prefixes=step.prefixes, sinks=sinks, return_lse=True)
+    assert not out[-3:].any() and (lse[-3:] == -torch.inf).all()
+
+
+@each_kernel
+def test_levels_that_are_advanced_in_place_are_read_again(kernel, device):
+    """As in a CUDA graph: the next step has longer sequences in the same tensors, and the same prefixes.
+
+    A batch that is written to takes a new plan. On a device the tables of a plan may be written to as well: they are
+    read when a layer attends, and the maxima say how long sequences may get.
+    """
+    step = lay_out((Case("c", ((1, 70), (1, 49), (2, 66)), heads=(4, 2)), [(0, 3, 32)]), device=device)
+    *tensors, batch = (x.to(kernel.dtypes[0]) if x is not step.tensors[3] else x for x in step.tensors)
+    batch.seq_lens.sub_(1)
+    plan = step.plan(fastattn.cascade)
+
+    def assert_read_again():
+        out, lse = fastattn.cascade.attention(*tensors, plan, return_lse=True)
+        assert_matches_reference(out, lse, partial(attend, refattn.chunked_prefill), *tensors, batch)
+
+    for _ in range(2):
+        with kernel.asked_for():
+            kernel.check(assert_twins_agree, "cascade", *tensors, batch, prefixes=step.prefixes)
+            if kernel.name != "cpu":  # whose plan says how the work is shared out, by the lengths as they were
+                kernel.check(assert_read_again)
+        batch.seq_lens.add_(1)
+        plan.levels[-1].batch.seq_lens.add_(1)
+
+
+@each_kernel
+@pytest.mark.parametrize("window", [(3, 0), (40, -1), (88, 0), (89, 0), (5000, -1), (-1, 7)], ids=str)
+def test_twins_agree_on_a_window(window, kernel, device):
+    """The first hides all that is shared, the fourth nothing: the longest sequence has 90 tokens."""
+    step = lay_out(SHARED["tree"], device=device, dtype=kernel.dtypes[0])
+    with kernel.asked_for():
+        kernel.check(assert_twins_agree, "cascade", *step.tensors, prefixes=step.prefixes, window_size=window)
+
+
+@each_kernel
+@pytest.mark.parametrize("junk", [float("nan"), float("inf"), 1e4], ids=str)
+def test_keys_before_every_window_may_hold_anything(junk, kernel, device):
+    """A shared key that is before the window of each query, and own keys that are."""
+    case, prefixes = Case("c", ((1, 90), (3, 73), (1, 70)), heads=(4, 2)), [(0, 3, 32), (1, 3, 64)]
+    step = lay_out((case, prefixes), device=device, dtype=kernel.dtypes[0])
+    query, key_cache, value_cache, batch = step.tensors
+    left = 30
+
+    def call():
+        return attend(
+            fastattn.cascade,
+            query,
+            key_cache,
+            value_cache,
+            batch,
+            prefixes=step.prefixes,
+            window_size=(left, 0),
+            return_lse=True,
+        )
+
+    def assert_unchanged():
+        before = call()
+        seen: dict[tuple[int, int], bool] = {}
+        for (query_len, seq_len), blocks in zip(case.lens, batch.block_table.tolist(), strict=True):
+            for j in range(seq_len):
+                place = blocks[j // case.block_size], j % case.block_size
+                seen[place] = seen.get(place, False) or j >= seq_len - query_len - left
+        for place, is_seen in seen.items():
+            if not is_seen:
+                key_cache[place], value_cache[place] = junk, junk
+        assert not all(seen.values())
+        assert all(torch.equal(*pair) for pair in zip(before, call(), strict=True))
+        assert_twins_agree("cascade", *step.tensors, prefixes=step.prefixes, window_size=(left, 0))
+
+    with kernel.asked_for():
+        kernel.check(assert_unchanged)
+
+
+@pytest.mark.parametrize(
+    ("options", "positions"),
+    [
+        ({}, None),
+        (dict(softcap=2.0, window_size=(89, 0)), None),
+        (dict(window_size=(88, 0)), [79, 65, 34, 6, 59, 89]),
+        (dict(alibi_slopes=True), [79, 65, 34, 6, 59, 89]),
+    ],
+    ids=["plain", "a-window-of-all", "window", "alibi"],
+)
+def test_a_kernel_is_told_positions_where_they_matter(options, positions, monkeypatch, device):
+    """They cost some launches and leave fewer kernels, so a level without a need for them comes without."""
+    step, asked, given = lay_out(SHARED["tree"], device=device), [], []
+    choose, levels = dispatch.choose, dispatch.levels
+
+    def note_problem(problem):
+        asked.append(problem)
+        return choose(problem)
+
+    def note_plan(*arguments):
+        given.append(arguments[3])
+        return levels(*arguments)
+
+    monkeypatch.setattr(dispatch, "choose", note_problem)
+    monkeypatch.setattr(dispatch, "levels", note_plan)
+    attend(fastattn.cascade, *step.tensors, **filled(options, step, device))
+    (plan,) = given
+    *shared, own = (problem for problem in asked if problem.operation == "paged")
+    firsts = ([0] * 6, [32, 32, 32, 0, 48, 48])
+    for problem, level, first_keys in zip(shared, plan.levels[:-1], firsts, strict=True):
+        assert problem.window[1] == -1 and not level.causal and not problem.sinks
+        assert problem.positions == (positions is not None)
+        if positions is None:
+            assert problem.window == (-1, -1)
+        else:
+            assert level.positions.dtype == torch.int32
+            assert level.positions.tolist() == positions
+            assert level.first_keys.repeat_interleave(level.batch.query_lens).tolist() == first_keys
+    assert not own.positions and plan.levels[-1].positions is None and plan.levels[-1].causal
+
+
+def test_levels_are_planned_without_asking_the_device():
+    """Tensors without contents are enough, so nothing waits for them."""
+    for name in ("prefills-and-decodes", "three-levels", "nobody-shares"):
+        step = lay_out(SHARED[name])
+        batch = step.tensors[3]
+        tables = ("cu_seqlens_q", "seq_lens", "block_table")
+        unknown = dataclasses.replace(batch, **{table: getattr(batch, table).to("meta") for table in tables})
+        shapes = dataclasses.replace(step, tensors=(*step.tensors[:3], unknown)).plan(fastattn.cascade)
+        for level, known in zip(shapes.levels, step.plan(fastattn.cascade).levels, strict=True):
+            for table in tables:
+                assert getattr(level.batch, table).is_meta
+                assert getattr(level.batch, table).shape == getattr(known.batch, table).shape
+            assert level.first_keys.shape == known.first_keys.shape
+            assert level.batch.max_query_len == known.batch.max_query_len
+            assert level.batch.max_seq_len == known.batch.max_seq_len
+        for level in shapes.levels[:-1]:
+            assert level.positions.shape == (sum(step.requests[0]),)
+
+
+def test_a_window_without_a_shared_level(device):
+    step = lay_out(SHARED["nobody-shares"], device=device)
+    assert_twins_agree("cascade", *step.tensors, prefixes=step.prefixes, window_size=(20, 0))
+
+
+@each_kernel
+@pytest.mark.parametrize("options", ["plain", "window", "alibi-in-a-window"])
+def test_a_plan_of_one_twin_serves_the_other(options, kernel, device):
+    step = lay_out(SHARED["tree"], device=device, dtype=kernel.dtypes[0])
+    options = filled(OPTIONS[options], step, device)
+
+    def assert_served():
+        for plans, attends in ((refattn.cascade, fastattn.cascade), (fastattn.cascade, refattn.cascade)):
+            mixed = ModuleType("mixed")
+            mixed.plan, mixed.attention = plans.plan, attends.attention
+            out, lse = attend(mixed, *step.tensors, **options, return_lse=True)
+            assert_matches_reference(out, lse, partial(attend, refattn.cascade), *step.tensors, **options)
+
+    with kernel.asked_for():
+        kernel.check(assert_served)
+
+
+# --- who shares what ---
+
+DRAWING = ([1, 1, 1, 1], [13, 18, 11, 7], [[7, 3, 5, 9], [7, 3, 5, 2, 8], [7, 3, 4], [6, 1]])
+
+
+@each_twin
+def test_the_prefixes_of_the_drawing(twin):
+    assert twin.find_prefixes(*DRAWING, block_size=4) == [Prefix(0, 3, 8), Prefix(0, 2, 12)]
+
+
+@each_twin
+def test_the_levels_of_the_drawing(twin):
+    plan = twin.plan(make_batch(*DRAWING), prefixes=[Prefix(0, 2, 12), Prefix(0, 3, 8)], block_size=4)
+    levels = plan.levels
+    assert [level.batch.cu_seqlens_q.tolist() for level in levels] == [[0, 3, 4], [0, 2, 3, 4], [0, 1, 2, 3, 4]]
+    assert [level.batch.seq_lens.tolist() for level in levels] == [[8, 0], [4, 0, 0], [1, 6, 3, 7]]
+    assert [level.first_keys.tolist() for level in levels] == [[0, 0], [8, 8, 0], [12, 12, 8, 0]]
+    assert list(map(used, levels)) == [[[7, 3], []], [[5], [], []], [[9], [2, 8], [4], [6, 1]]]
+    assert [level.causal for level in levels] == [False, False, True]
+    assert [level.positions.tolist() for level in levels[:-1]] == [[12, 17, 10, 6]] * 2
+    assert levels[-1].positions is None
+
+
+@each_twin
+def test_equal_content_in_other_blocks_is_not_shared(twin):
+    """The second request has the same tokens, computed again into blocks of its own."""
+    assert twin.find_prefixes([1, 1], [9, 9], [[0, 1, 2], [3, 4, 5]], block_size=4) == []
+
+
+@each_twin
+def test_only_the_beginning_is_a_prefix(twin):
+    assert twin.find_prefixes([1, 1], [13, 13], [[9, 1, 2, 3], [8, 1, 2, 4]], block_size=4) == []
+
+
+@each_twin
+@pytest.mark.parametrize(
+    ("query_len", "end"), [(1, 8), (3, 8), (4, 8), (5, 4), (8, 4), (9, 0), (13, 0)], ids=lambda x: f"{x}"
+)
+def test_a_prefix_ends_before_the_first_query_of_everyone(twin, query_len, end):
+    """12 keys in 3 blocks, all shared: a block counts only if all its keys lie before the longest chunk."""
+    found = twin.find_prefixes([1, query_len], [13, 12], [[0, 1, 2, 3], [0, 1, 2]], block_size=4)
+    assert found == ([Prefix(0, 2, end)] if end else [])
+
+
+@each_twin
+def test_sharing_requests_must_be_neighbours_and_sorting_makes_them(twin):
+    tables = [[1, 2], [5, 6], [1, 3], [5, 7]]
+    assert twin.find_prefixes([1] * 4, [6] * 4, tables, block_size=4) == []
+    assert twin.find_prefixes([1] * 4, [6] * 4, sorted(tables), block_size=4) == [Prefix(0, 2, 4), Prefix(2, 4, 4)]
+
+
+@each_twin
+def test_no_request_and_one_request_share_nothing(twin):
+    assert twin.find_prefixes([], [], [], block_size=4) == []
+    assert twin.find_prefixes([1], [9], [[0, 1, 2]], block_size=4) == []
+
+
+tables_drawn = st.lists(
+    st.tuples(st.integers(0, 6), st.lists(st.integers(0, 1), min_size=4, max_size=4)), min_size=0, max_size=7
+)
+
+
+@given(drawn=tables_drawn)
+def test_find_prefixes_by_definition(drawn):
+    """Each maximal run of neighbours with what all of them share, found by trying every run."""
+    p, tables = 2, [[10 * j + block for j, block in enumerate(blocks)] for _, blocks in drawn]
+    query_lens, seq_lens = [q for q, _ in drawn], [8] * len(drawn)
+
+    def shared(first, last):
+        count = 0
+        while all(8 - q >= (count + 1) * p for q in query_lens[first:last]) and (
+            len({table[count] for table in tables[first:last]}) == 1
+        ):
+            count += 1
+        return count
+
+    expected = []
+    for first in range(len(drawn)):
+        for last in range(first + 2, len(drawn) + 1):
+            count = shared(first, last)
+            grows_left = first > 0 and shared(first - 1, last) == count
+            grows_right = last < len(drawn) and shared(first, last + 1) == count
+            if count and not grows_left and not grows_right:
+                expected.append(Prefix(first, last, count * p))
+    expected.sort(key=lambda x: (x.first, -x.last, x.end))
+    for twin in (refattn.cascade, fastattn.cascade):
+        assert twin.find_prefixes(query_lens, seq_lens, tables, block_size=p) == expected
+
+
+@given(sharing=steps(), window=st.sampled_from([(-1, -1), (20, 0), (5, 3)]))
+def test_levels_hold_every_key_once_and_both_twins_make_the_same(sharing, window):
+    step = lay_out(sharing)
+    ours, theirs = (step.plan(twin, window_size=window).levels for twin in (refattn.cascade, fastattn.cascade))
+    assert len(ours) == len(theirs)
+    for level, other in zip(ours, theirs, strict=True):
+        assert torch.equal(level.first_keys, other.first_keys)
+        for field in ("cu_seqlens_q", "seq_lens"):
+            assert torch.equal(getattr(level.batch, field), getattr(other.batch, field)), field
+        assert used(level) == used(other)
+        assert (level.block_size, level.causal) == (other.block_size, other.causal)
+        assert level.batch.max_query_len <= other.batch.max_query_len
+        assert level.batch.max_seq_len <= other.batch.max_seq_len
+        last = level is ours[-1]
+        assert level.causal == last and (level.positions is None) == last and (other.positions is None) == last
+        assert last or torch.equal(level.positions, other.positions)
+    keys = sum(int(level.batch.seq_lens.sum()) for level in ours)
+    saved = 0
+    for first, last, end in step.prefixes:
+        begin = max((p.end for p in step.prefixes if p.encloses(Prefix(first, last, end))), default=0)
+        saved += (last - first - 1) * (end - begin)
+    assert keys == sum(step.requests[1]) - saved
+
+
+# --- bad input ---
+
+BAD_PREFIXES = {
+    "reaches-into-the-queries": (
+        [(0, 2, 48)],
+        r"prefixes\[0\]: expected to end before the first query of each sequence, at 40 of sequence 1, got 48 keys",
+    ),
+    "no-multiple-of-the-block-size": ([(0, 2, 40)], r"prefixes\[0\]: expected a multiple of the block size 16, got 40"),
+    "no-keys": ([(0, 2, 0)], r"prefixes\[0\]: expected a multiple of the block size 16, got 0 keys"),
+    "other-blocks": ([(0, 2, 16), (1, 3, 16)], r"prefixes\[1\]: expected sequences 1 and 2 to share 16 keys by block"),
+    "outside-the-batch": ([(1, 4, 16)], r"prefixes\[0\]: expected sequences in 0\.\.3, got 1\.\.4"),
+    "empty-group": ([(1, 1, 16)], r"prefixes\[0\]: expected sequences in 0\.\.3, got 1\.\.1"),
+    "twice": ([(0, 2, 16), (0, 2, 16)], r"prefixes\[1\]: expected to be apart from .* or nested"),
+}
+
+
+@each_twin
+@pytest.mark.parametrize(("prefixes", "message"), BAD_PREFIXES.values(), ids=BAD_PREFIXES)
+def test_bad_prefixes_are_named(twin, prefixes, message):
+    requests = [1, 5, 1], [60, 45, 60], [[1, 2, 3, 4], [1, 2, 3], [5, 6, 7, 8]]
+    with pytest.raises(ValueError, match=message):
+        twin.plan(make_batch(*requests), prefixes=[Prefix(*p) for p in prefixes], block_size=16)
+
+
+@each_twin
+def test_prefixes_that_overlap_are_named(twin):
+    requests = [1] * 3, [60] * 3, [[1, 2, 3, 4]] * 3
+    with pytest.raises(ValueError, match=r"prefixes\[1\]: expected to be apart"):
+        twin.plan(make_batch(*requests), prefixes=[Prefix(0, 2, 16), Prefix(1, 3, 32)], block_size=16)
+
+
+def other(level: Plan, *, first_keys: torch.Tensor | None = None, **tensors) -> Plan:
+    """Make a level anew, with some of its tensors changed."""
+    batch = dataclasses.replace(level.batch, **tensors)
+    first_keys = level.first_keys if first_keys is None else first_keys
+    return Plan(batch, level.block_size, level.causal, first_keys=first_keys)
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+BAD_LEVELS = {
+    "none": (lambda levels: [], "levels: expected at least one"),
+    "of-the-step-before": (
+        lambda levels: [levels[0], other(levels[1], seq_lens=levels[1].batch.seq_lens - 1)],
+        "levels: expected the 70 keys of sequence 0, got 69",
+    ),
+    "a-level-is-missing": (lambda levels: levels[1:], r"levels\[0\]\.first_keys: expected 0 for sequence 0.* got 48"),
+    "the-last-is-missing": (lambda levels: levels[:1], r"levels\[0\]: expected groups of the sequences"),
+    "of-another-batch": (
+        lambda levels: [other(levels[0], cu_seqlens_q=ints(0, 5), max_query_len=5), levels[1]],
+        r"levels\[0\]: expected groups of the sequences at query rows \[0, 1, 2, 3, 4\], got \[0, 5\]",
+    ),
+    "reaches-into-the-queries": (
+        lambda levels: [
+            other(levels[0], seq_lens=ints(64), max_seq_len=64, block_table=ints(*range(4))[None]),
+            other(levels[1], first_keys=levels[1].first_keys + 16, seq_lens=ints(6, 1, 2, 66)),
+        ],
+        r"levels\[0\]: expected to end before the first query of each sequence, at 48 of sequence 1, got 64 keys",
+    ),
+    "a-key-twice": (
+        lambda levels: [levels[0], other(levels[1], first_keys=levels[1].first_keys - 16)],
+        r"levels\[1\]\.first_keys: expected 48 for sequence 0",
+    ),
+    "first-keys-of-another-type": (
+        lambda levels: [other(levels[0], first_keys=levels[0].first_keys.long()), levels[1]],
+        r"first_keys: expected int32 \[b=1\], got int64 \[1\]",
+    ),
+    "no-block-table": (
+        lambda levels: [other(levels[0], block_table=None), levels[1]],
+        r"block_table: expected int32 \[b, m\], got None",
+    ),
+    "too-few-blocks": (
+        lambda levels: [other(levels[0], block_table=levels[0].batch.block_table[:, :2]), levels[1]],
+        "block_table: expected at least 3 columns for the 48 keys of sequence 0 in blocks of 16, got 2",
+    ),
+    "a-block-outside-the-pool": (
+        lambda levels: [other(levels[0], block_table=ints(0, 99, 1)[None]), levels[1]],
+        "key_cache: expected at least 100 blocks, as the block table leads to block 99",
+    ),
+}
+
+
+@each_twin
+@pytest.mark.usefixtures("shapes_unchecked")
+@pytest.mark.parametrize(("change", "message"), BAD_LEVELS.values(), ids=BAD_LEVELS)
+def test_bad_levels_are_named(twin, change, message):
+    step = lay_out(SHARED["one-prefix"])
+    plan = step.plan(twin)
+    with pytest.raises(ValueError, match=message):
+        twin.attention(*step.tensors[:3], CascadePlan(plan.batch, tuple(change(plan.levels))))
+
+
+@each_twin
+@pytest.mark.usefixtures("shapes_unchecked")
+@pytest.mark.parametrize("change", [lambda plan: plan.levels[-1], lambda plan: list(plan.levels)], ids=["plan", "list"])
+def test_what_is_no_plan_of_levels_is_named(twin, change):
+    step = lay_out(SHARED["one-prefix"])
+    with pytest.raises(ValueError, match="plan: expected a CascadePlan, got"):
+        twin.attention(*step.tensors[:3], change(step.plan(twin)))
+
+
+@each_twin
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_bad_tensors_and_options_are_named(twin):
+    step = lay_out(SHARED["one-prefix"])
+    query, key_cache, value_cache, batch = step.tensors
+    with pytest.raises(ValueError, match="key_cache: expected float32"):
+        attend(twin, query, key_cache.half(), value_cache, batch, prefixes=step.prefixes)
+    with pytest.raises(ValueError, match="softcap: expected"):
+        attend(twin, *step.tensors, prefixes=step.prefixes, softcap=-1.0)
+    with pytest.raises(ValueError, match=r"sinks: expected floating point \[h=8\]"):
+        attend(twin, *step.tensors, prefixes=step.prefixes, sinks=torch.zeros(3))
+    with pytest.raises(ValueError, match="block_size: expected a positive int, got 0"):
+        twin.find_prefixes([1], [1], [[0]], block_size=0)
+    with pytest.raises(ValueError, match="block_tables: expected 1 rows"):
+        twin.find_prefixes([1], [1], [], block_size=16)

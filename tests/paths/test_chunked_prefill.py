@@ -1,0 +1,604 @@
+"""Prefill chunks and decodes in one batch over the paged cache."""
+
+import dataclasses
+import math
+import os
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+from batches import CASES, Case, assert_same_masks, attend, build, each_case, masks_by_hand, ragged_cases, read_masks
+from einops import rearrange
+from hypothesis import given
+from hypothesis import strategies as st
+from kernels_present import PRESENT, each_kernel
+from tolerance import assert_matches_reference, assert_twins_agree
+from torch.nn import functional
+
+import fastattn.chunked_prefill
+import fastattn.dense
+import refattn.chunked_prefill
+import refattn.dense
+from fastattn.kernels import cpu as cpu_kernel
+from fastattn.kernels import dispatch
+from fastattn.kernels.cpu import attention as cpu
+from fastattn.kernels.flash import fa4, repage
+from refattn.attention import attend as attend_once
+from refattn.interface import AttentionOptions, Batch, Plan
+
+each_twin = pytest.mark.parametrize("twin", [refattn.chunked_prefill, fastattn.chunked_prefill], ids=["ref", "fast"])
+WINDOWS = [(-1, -1), (-1, 0), (0, 0), (3, 0), (16, 0), (5000, 0), (2, 3), (-1, 2), (4, -1), (0, 16)]
+
+SMALL = [case for case in CASES if max(s for _, s in case.lens) < 300]
+OPTIONS = {
+    "plain": {},
+    "scale": dict(softmax_scale=0.3),
+    "negative-scale": dict(softmax_scale=-0.3),
+    "not-causal": dict(causal=False),
+    "window": dict(window_size=(20, 0)),
+    "window-of-one": dict(window_size=(0, 0)),
+    "two-sided-window": dict(causal=False, window_size=(7, 5)),
+    "softcap": dict(softcap=1.0),
+    "alibi": dict(alibi_slopes=True),
+    "alibi-both-ways": dict(causal=False, alibi_slopes=True),
+    "sinks": dict(sinks=True),
+    "everything": dict(softmax_scale=0.2, window_size=(30, 0), softcap=5.0, alibi_slopes=True, sinks=True),
+}
+
+
+BAD_INPUT = {
+    "two-dimensional-query": (r"query: expected \[t, h, d\]", lambda a: a | {"query": a["query"][0]}),
+    "heads-do-not-divide": (
+        "query: expected a number of heads that hk=2 divides, got h=3",
+        lambda a: a | {"query": a["query"][:, :3]},
+    ),
+    "another-type": ("key_cache: expected float32", lambda a: a | {"key_cache": a["key_cache"].half()}),
+    "another-head-size": ("key_cache: .* d=64", lambda a: a | {"key_cache": a["key_cache"][..., :32]}),
+    "pools-differ": ("value_cache: expected", lambda a: a | {"value_cache": a["value_cache"][:-1]}),
+    "window-below-minus-one": ("window_size: expected", lambda a: a | {"window_size": (-2, 0)}),
+    "negative-softcap": ("softcap: expected", lambda a: a | {"softcap": -1.0}),
+    "too-few-sinks": (r"sinks: expected floating point \[h=4\]", lambda a: a | {"sinks": torch.zeros(3)}),
+    "integer-slopes": (
+        "alibi_slopes: expected",
+        lambda a: a | {"alibi_slopes": torch.zeros(4, dtype=torch.int32)},
+    ),
+}
+
+
+# Triton's interpreter is slow: it gets all options with these cases, and with the others those that hold most of them.
+ALL_OPTIONS = ("mixed", "more-queries-than-keys", "decodes-ragged", "one-token-in-last-block")
+each_kernel_case_and_option = pytest.mark.parametrize(
+    ("kernel", "case", "options"),
+    [
+        pytest.param(kernel, case, OPTIONS[name], id=f"{case}-{name}-{kernel.name}")
+        for kernel in PRESENT
+        for case in CASES
+        for name in OPTIONS
+        if os.environ["TWINATTN_TEST_DEVICE"] != "cpu"
+        or kernel.name != "triton"
+        or case.name in ALL_OPTIONS
+        or name in ("plain", "everything")
+    ],
+)
+
+
+def per_head(options: dict, case: Case, device: str) -> dict:
+    """Fill in the options that have one number a head."""
+    h = case.heads[0]
+    filled = dict(options)
+    if "alibi_slopes" in options:
+        filled["alibi_slopes"] = torch.tensor([2.0 ** -(i + 1) for i in range(h)], device=device)
+    if "sinks" in options:
+        filled["sinks"] = torch.linspace(-2.0, 3.0, h, device=device)
+    return filled
+
+
+# --- the mask, read out ---
+
+
+@each_twin
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_every_query_sees_the_keys_up_to_its_position(twin, case, device):
+    case = Case(**{**case.__dict__, "head_size": 64, "value_head_size": 64})
+    assert_same_masks(read_masks(partial(attend, twin), case, device=device), masks_by_hand(case, lambda i, j: j <= i))
+
+
+@each_twin
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both-ways"])
+def test_a_window_shows_exactly_its_keys(twin, window, causal, device):
+    case = Case("mixed", ((4, 6), (1, 70), (10, 17), (40, 40), (5, 2), (1, 64)), heads=(2, 1), padding_rows=2)
+    left, right = window
+
+    def sees(i, j):
+        return (left < 0 or j >= i - left) and (right < 0 or j <= i + right) and (not causal or j <= i)
+
+    masks = read_masks(partial(attend, twin), case, device=device, window_size=window, causal=causal)
+    assert_same_masks(masks, masks_by_hand(case, sees))
+
+
+@each_twin
+def test_a_softcap_does_not_unmask(twin, device):
+    case = Case("softcap", ((10, 17), (1, 9), (6, 6)), heads=(2, 1))
+    masks = read_masks(partial(attend, twin), case, device=device, softcap=1.0, window_size=(3, 0))
+    assert_same_masks(masks, masks_by_hand(case, lambda i, j: i - 3 <= j <= i))
+
+
+# --- arithmetic that shares no code with the reference ---
+
+
+@each_case
+def test_reference_equals_torch_sdpa_with_a_mask(case, device):
+    inputs = build(case, device=device, dtype=torch.float64)
+    out = attend(refattn.chunked_prefill, *inputs.tensors)
+    row = 0
+    for (q, s), key, value in zip(case.lens, inputs.keys, inputs.values, strict=True):
+        mine = out[row : row + q]
+        seeing = max(q - s, 0)  # the queries before it see nothing, which sdpa answers with NaN
+        assert not mine[:seeing].any()
+        if q and s:
+            mask = torch.ones(q, s, dtype=torch.bool, device=device).tril(s - q)[seeing:]
+            expected = functional.scaled_dot_product_attention(
+                inputs.query[row + seeing : row + q].transpose(0, 1),
+                key.transpose(0, 1),
+                value.transpose(0, 1),
+                attn_mask=mask,
+                enable_gqa=True,
+            )
+            torch.testing.assert_close(mine[seeing:], expected.transpose(0, 1), rtol=1e-12, atol=1e-12)
+        row += q
+    assert not out[row:].any()
+
+
+def test_reference_equals_a_sum_by_hand():
+    """One query, three keys, every option, in plain Python floats."""
+    case = Case("by-hand", ((1, 3),), heads=(1, 1), head_size=2, block_size=2)
+    inputs = build(case, dtype=torch.float64)
+    scale, cap, slope, sink = 0.7, 1.5, 0.25, 0.4
+    scores = []
+    for j in range(3):
+        dot = sum(float(inputs.query[0, 0, c]) * float(inputs.keys[0][j, 0, c]) for c in range(2))
+        scores.append(cap * math.tanh(scale * dot / cap) - slope * (2 - j))
+    total = sum(math.exp(score) for score in scores) + math.exp(sink)
+    expected = [sum(math.exp(s) * float(inputs.values[0][j, 0, c]) for j, s in enumerate(scores)) for c in range(2)]
+    out, lse = attend(
+        refattn.chunked_prefill,
+        *inputs.tensors,
+        softmax_scale=scale,
+        softcap=cap,
+        alibi_slopes=torch.tensor([slope], dtype=torch.float64),
+        sinks=torch.tensor([sink], dtype=torch.float64),
+        return_lse=True,
+    )
+    assert out[0, 0].tolist() == pytest.approx([x / total for x in expected], rel=1e-13)
+    assert float(lse) == pytest.approx(math.log(total), rel=1e-13)
+
+
+# --- the twin against the reference ---
+
+
+@each_kernel_case_and_option
+def test_twins_agree(case, options, kernel, device):
+    inputs = build(case, device=device, dtype=kernel.dtypes[0])
+    with kernel.asked_for():
+        kernel.check(assert_twins_agree, "chunked_prefill", *inputs.tensors, **per_head(options, case, device))
+
+
+@each_kernel
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_twins_agree_in_every_type(options, kernel, device):
+    case = Case("mixed", ((40, 60), (1, 170), (10, 17), (1, 64), (33, 33)), heads=(6, 3), padding_rows=3)
+    for dtype in kernel.dtypes:
+        inputs = build(case, device=device, dtype=dtype)
+        with kernel.asked_for():
+            kernel.check(assert_twins_agree, "chunked_prefill", *inputs.tensors, **per_head(options, case, device))
+
+
+@given(case=ragged_cases(), options=st.sampled_from(list(OPTIONS)), seed=st.integers(0, 2**16))
+def test_twins_agree_on_drawn_batches(case, options, seed, device):
+    inputs = build(case, device=device, seed=seed)
+    assert_twins_agree("chunked_prefill", *inputs.tensors, **per_head(OPTIONS[options], case, device))
+
+
+# --- bits that do not depend on the rest of the batch ---
+
+# Some numbers of sinks, of queries and of keys are no multiple of a vector of any processor.
+INVARIANT = {
+    "plain": {},
+    "sinks": dict(sinks=True),
+    "not-causal": dict(causal=False, sinks=True),
+    "window": dict(window_size=(37, 0), sinks=True),
+    "two-sided-window": dict(causal=False, window_size=(20, 9), alibi_slopes=True),
+    "softcap": dict(softcap=2.0, sinks=True),
+}
+
+
+def only(batch: Batch, sequence: int, query_len: int, seq_len: int) -> Batch:
+    """Return the first `seq_len` keys of one sequence of a batch, with the last `query_len` of them as queries."""
+    cu_seqlens_q, seq_lens = (torch.tensor(x, dtype=torch.int32) for x in ([0, query_len], [seq_len]))
+    table = batch.block_table[sequence : sequence + 1].clone()
+    return Batch(cu_seqlens_q.to(batch.device), seq_lens.to(batch.device), table, query_len, seq_len)
+
+
+def assert_rows_do_not_change(attention, inputs, case: Case, options: dict, answer) -> None:
+    """Hold the rows of each sequence to those that it has alone, and with its last queries alone."""
+    row = 0
+    for i, (q, s) in enumerate(case.lens):
+        for count in {q, q // 3 + 1} if q else {}:
+            rows = slice(row + q - count, row + q)
+            alone = only(inputs.batch, i, count, s)
+            again = attention(inputs.query[rows], inputs.key_cache, inputs.value_cache, alone, **options)
+            for one, other in zip(again, answer, strict=True):
+                assert torch.equal(one, other[rows]), f"the last {count} of {q} rows of sequence {i} changed"
+        row += q
+
+
+@pytest.mark.parametrize("options", INVARIANT.values(), ids=INVARIANT)
+def test_rows_do_not_change_with_the_rest_of_the_batch(options, device):
+    """Nor with other queries of their own sequence; and they are right."""
+    lens = ((1, 300), (1, 290), (30, 100), (1, 7), (0, 40), (5, 2), (4, 44), (19, 531))
+    case = Case("company", lens, heads=(9, 3), padding_rows=2)
+    inputs = build(case, device=device)
+    filled = per_head(options, case, device) | dict(batch_invariant=True, return_lse=True)
+    answer = attend(fastattn.chunked_prefill, *inputs.tensors, **filled)
+    assert_rows_do_not_change(partial(attend, fastattn.chunked_prefill), inputs, case, filled, answer)
+    filled.pop("return_lse")
+    assert_matches_reference(*answer, partial(attend, refattn.chunked_prefill), *inputs.tensors, **filled)
+
+
+@given(case=ragged_cases(), options=st.sampled_from(list(INVARIANT)), seed=st.integers(0, 2**16))
+def test_rows_of_drawn_batches_do_not_change(case, options, seed):
+    inputs = build(case, seed=seed)
+    filled = per_head(INVARIANT[options], case, "cpu") | dict(batch_invariant=True, return_lse=True)
+    answer = attend(fastattn.chunked_prefill, *inputs.tensors, **filled)
+    assert_rows_do_not_change(partial(attend, fastattn.chunked_prefill), inputs, case, filled, answer)
+
+
+@pytest.mark.parametrize("options", ["plain", "window", "softcap"])
+def test_rows_do_not_change_with_the_chunk_they_come_in(options, device):
+    """A prompt of 90 tokens whole, and in chunks that end in the middle of a tile, as a decode, and at the end."""
+    case = Case("chunks", ((90, 90),), heads=(9, 3))
+    inputs = build(case, device=device)
+    filled = per_head(INVARIANT[options], case, device) | dict(batch_invariant=True)
+    whole = attend(fastattn.chunked_prefill, *inputs.tensors, **filled)
+    for begin, end in ((0, 37), (37, 38), (38, 90)):
+        chunk = only(inputs.batch, 0, end - begin, end)
+        out = attend(
+            fastattn.chunked_prefill, inputs.query[begin:end], inputs.key_cache, inputs.value_cache, chunk, **filled
+        )
+        assert torch.equal(out, whole[begin:end])
+
+
+def test_rows_of_the_reference_do_not_change_with_the_rest_of_the_batch(device):
+    case = Case("company", ((1, 300), (30, 100), (4, 44)), heads=(4, 2))
+    inputs = build(case, device=device)
+    answer = attend(refattn.chunked_prefill, *inputs.tensors, batch_invariant=True)
+    row = 0
+    for i, (q, s) in enumerate(case.lens):
+        rows, alone = slice(row, row + q), only(inputs.batch, i, q, s)
+        out = attend(refattn.chunked_prefill, inputs.query[rows], inputs.key_cache, inputs.value_cache, alone)
+        assert torch.equal(out, answer[rows])
+        row += q
+
+
+# --- queries at other positions than the last of their sequences ---
+
+POSITIONS = {
+    "plain": {},
+    "not-causal": dict(causal=False),
+    "alibi": dict(causal=False, alibi_slopes=True),
+    "window": dict(causal=False, window_size=(12, -1)),
+    "two-sided-window": dict(causal=False, window_size=(12, 4), sinks=True),
+    "right-window": dict(causal=False, window_size=(-1, 2)),
+    "everything": dict(window_size=(30, 0), alibi_slopes=True, softcap=3.0, sinks=True, softmax_scale=-0.2),
+}
+SOMEWHERE = [25, 40, 2, 33, 16, 15, 90, -3, 16, 100, 41, 0]  # past the keys, before them, twice, in any order
+GROUPS = Case("groups", ((3, 20), (1, 33), (5, 17), (2, 70), (0, 9), (1, 1)), heads=(4, 2), padding_rows=2)
+
+
+def seen_from(positions: list[int], num_keys: int, window: tuple[int, int]) -> torch.Tensor:
+    """Draw which of some keys are seen from some positions, one pair at a time."""
+    left, right = window
+    rows = [[(left < 0 or j >= i - left) and (right < 0 or j <= i + right) for j in range(num_keys)] for i in positions]
+    return torch.tensor(rows, dtype=torch.bool).reshape(len(positions), num_keys)
+
+
+def answer_by_hand(query, keys, values, batch, *, positions, window, options, return_lse):
+    """Attend in each sequence with a picture drawn from positions; the keys of a sequence are an entry of a list."""
+    out = query.new_zeros(*query.shape[:2], values[0].shape[-1])
+    lse = query.new_full(query.shape[:2], -torch.inf, dtype=torch.promote_types(query.dtype, torch.float32))
+    for (q0, q1), key, value in zip(batch.query_rows(), keys, values, strict=True):
+        distance = torch.tensor(positions[q0:q1])[:, None] - torch.arange(len(key))
+        slopes, sinks = (None if x is None else x.cpu() for x in (options.alibi_slopes, options.sinks))
+        bias = None if slopes is None else -rearrange(slopes.to(lse.dtype), "h -> h 1 1") * distance.abs()
+        out[q0:q1], lse[q0:q1] = attend_once(
+            query[q0:q1],
+            key.to(query.dtype),
+            value.to(query.dtype),
+            seen_from(positions[q0:q1], len(key), window),
+            softmax_scale=options.softmax_scale,
+            softcap=options.softcap,
+            bias=bias,
+            sinks=sinks,
+        )
+    return out, lse
+
+
+@each_kernel
+@pytest.mark.parametrize("options", POSITIONS.values(), ids=POSITIONS)
+@pytest.mark.parametrize("over", ["pages", "rows"])
+def test_queries_at_any_positions(over, options, kernel, device):
+    """With NaN where nobody looks; on a CPU between two windows, too, which no path asks of a kernel."""
+    filled = per_head(options, GROUPS, device)
+    mask = dict(causal=filled.pop("causal", True), window_size=filled.pop("window_size", (-1, -1)))
+    options = AttentionOptions(**filled)
+    inputs = build(GROUPS, device=device, dtype=kernel.dtypes[0])
+    window = Plan(inputs.batch, **mask).window
+    row = 0
+    for i, (q, s) in enumerate(GROUPS.lens):
+        places = SOMEWHERE[row : row + q]
+        if kernel.name != "cpu" and places:
+            places = list(range(min(places), max(places) + 1))
+        seen = seen_from(places, s, window).any(0)
+        for j in (~seen).nonzero()[:, 0].tolist():
+            block, place = inputs.batch.block_table[i, j // GROUPS.block_size], j % GROUPS.block_size
+            for cache, lists in ((inputs.key_cache, inputs.keys), (inputs.value_cache, inputs.values)):
+                cache[block, place] = lists[i][j] = torch.nan
+        row += q
+    rows = torch.tensor([*SOMEWHERE, 7, 7], dtype=torch.int32, device=device)
+    attention = dispatch.paged if over == "pages" else dispatch.dense
+    *arguments, batch = inputs.tensors if over == "pages" else inputs.rows
+    block_size = GROUPS.block_size if over == "pages" else None
+    begins = torch.arange(0, 100 * batch.num_seqs, 100, dtype=torch.int32, device=device)  # positions count from there
+    offsets = [begin for begin, (q, _) in zip(begins.tolist(), GROUPS.lens, strict=True) for _ in range(q)]
+    rows[: len(offsets)] += torch.tensor(offsets, dtype=torch.int32, device=device)
+    plan = dispatch.prepare(Plan(batch, block_size, **mask, first_keys=begins, positions=rows))
+
+    def assert_right():
+        out, lse = attention(*arguments, plan, options)
+        assert_matches_reference(
+            out,
+            lse,
+            answer_by_hand,
+            inputs.query,
+            inputs.keys,
+            inputs.values,
+            inputs.batch,
+            positions=[*SOMEWHERE, 7, 7],
+            window=window,
+            options=options,
+        )
+
+    with kernel.asked_for():
+        kernel.check(assert_right)
+
+
+# --- scales, and what is kept of a batch ---
+
+
+@each_kernel
+@pytest.mark.parametrize("softcap", [0.0, 2.0], ids=["no-cap", "cap"])
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_any_scale(scale, softcap, kernel, device):
+    """Of causal prompts that are short and that are not, a chunk with context, and decodes."""
+    case = Case("scale", ((5, 5), (17, 17), (9, 37), (1, 33), (1, 30)), heads=(2, 1))
+    inputs = build(case, device=device, dtype=kernel.dtypes[0])
+    with kernel.asked_for():
+        options = dict(softmax_scale=scale, softcap=softcap)
+        kernel.check(assert_twins_agree, "chunked_prefill", *inputs.tensors, **options)
+
+
+@pytest.mark.parametrize("scale", [-1e-42, 1e-320, -40.0])
+def test_a_scale_that_is_hardly_a_number_and_a_large_one(scale):
+    """ATen's call takes the scale in float32, where the first two are 0, or are taken for it."""
+    inputs = build(Case("scale", ((5, 5), (17, 17), (9, 37), (1, 33), (1, 30)), heads=(2, 1)))
+    assert_twins_agree("chunked_prefill", *inputs.tensors, softmax_scale=scale)
+
+
+@each_kernel
+def test_one_batch_with_other_options_in_turn(kernel, device):
+    """Layers with and without a window, a softcap or a bias share the batch of a step."""
+    case = Case("layers", ((1, 40), (1, 33), (3, 27), (1, 38)), heads=(2, 1))
+    inputs = build(case, device=device, dtype=kernel.dtypes[0])
+    turns = [
+        {},
+        dict(window_size=(4, 0)),
+        dict(window_size=(20, 0)),
+        dict(causal=False, window_size=(20, 1)),
+        dict(causal=False, window_size=(20, -1)),
+        dict(softcap=2.0),
+        dict(alibi_slopes=True),
+        dict(batch_invariant=True, window_size=(4, 0)),
+        {},
+    ]
+    with kernel.asked_for():
+        for options in turns if kernel.name == "cpu" else turns[:3]:  # others make no plan
+            filled = per_head(options, case, device)
+            kernel.check(assert_twins_agree, "chunked_prefill", *inputs.tensors, **filled)
+
+
+# --- where the CPU kernel cuts ---
+
+
+@pytest.mark.parametrize("options", ["plain", "window", "window-of-one", "alibi", "sinks"])
+@pytest.mark.parametrize("columns", [1, 2, 5])
+def test_decodes_through_a_buffer_of_any_size(columns, options, monkeypatch):
+    """Shorter sequences see nothing in the last columns, where longer ones do; some end with a block."""
+    case = Case("buffer", ((1, 90), (1, 65), (1, 64), (1, 83), (1, 61), (1, 80)), heads=(4, 2))
+    monkeypatch.setattr(cpu, "BUFFER", columns * len(case.lens) * case.block_size * case.heads[1] * case.head_size)
+    inputs = build(case)
+    assert_twins_agree("chunked_prefill", *inputs.tensors, **per_head(OPTIONS[options], case, "cpu"))
+
+
+TILES = {  # of queries, of keys, of the queries of a band, of both under `batch_invariant`
+    "small": dict(TILE=8, SLAB=16, BAND_TILE=4, INVARIANT_TILE=4, INVARIANT_SLAB=16),
+    "odd": dict(TILE=13, SLAB=65, BAND_TILE=5, INVARIANT_TILE=16, INVARIANT_SLAB=65),
+    "as-long-as-a-sequence": dict(TILE=65, SLAB=129, BAND_TILE=65, INVARIANT_TILE=1, INVARIANT_SLAB=129),
+}
+
+
+EDGES = OPTIONS | {
+    "right-window": dict(causal=False, window_size=(-1, 3)),
+    "invariant": dict(batch_invariant=True, window_size=(70, 0), sinks=True),
+}
+
+
+@pytest.mark.parametrize("options", EDGES.values(), ids=EDGES)
+@pytest.mark.parametrize("sizes", TILES.values(), ids=TILES)
+def test_queries_and_keys_on_either_side_of_the_end_of_a_tile(sizes, options, monkeypatch):
+    for name, size in sizes.items():
+        monkeypatch.setattr(cpu, name, size)
+    case = Case("edges", ((65, 129), (64, 128), (66, 65), (2, 130), (13, 13), (1, 66)), heads=(4, 2))
+    assert_twins_agree("chunked_prefill", *build(case).tensors, **per_head(options, case, "cpu"))
+
+
+@pytest.mark.parametrize("options", ["alibi", "softcap", "window"])
+def test_one_query_and_one_key_more_than_a_tile_holds(options):
+    case = Case("long", ((cpu.TILE + 1, cpu.SLAB + 1),), heads=(2, 1))
+    assert_twins_agree("chunked_prefill", *build(case).tensors, **per_head(OPTIONS[options], case, "cpu"))
+
+
+@pytest.mark.parametrize("over", ["pages", "rows"])
+def test_no_heads_and_no_queries_have_an_empty_answer(over):
+    """ATen's call would divide by the number of heads."""
+    inputs = build(Case("none", ((2, 5), (1, 20))))
+    query, *stores, batch = inputs.tensors if over == "pages" else inputs.rows
+    nobody = dataclasses.replace(batch, cu_seqlens_q=torch.zeros_like(batch.cu_seqlens_q))
+    attention = cpu.paged if over == "pages" else cpu.dense
+    block_size = stores[0].shape[1] if over == "pages" else None
+    for rows, those in ((query[:, :0], batch), (query[:0], nobody)):
+        out, lse = attention(rows, *stores, Plan(those, block_size), AttentionOptions())
+        assert out.shape == (*rows.shape[:2], 64) and lse.shape == rows.shape[:2]
+
+
+# --- adapters ---
+
+
+@pytest.mark.parametrize(
+    ("kernel", "case", "options"),
+    [
+        pytest.param(kernel, case, options, id=f"{case}-{options}-{kernel.name}")
+        for kernel in PRESENT
+        for case in SMALL
+        for options in ("plain", "sinks")
+        if case.head_size <= 128 and (kernel.name == "fa4" or (case.name, options) == ("empty-rows", "sinks"))
+    ],
+)
+def test_pages_that_are_copied_into_larger_ones(case, options, kernel, device, monkeypatch):
+    """As flash-attn-4 does before long prefills, and here before all."""
+    monkeypatch.setattr(fa4, "QUERY_ROWS", 0)
+    copies = mock.Mock(wraps=repage.repage)
+    monkeypatch.setattr(repage, "repage", copies)
+    inputs = build(case, device=device, dtype=kernel.dtypes[0])
+    with kernel.asked_for():
+        kernel.check(assert_twins_agree, "chunked_prefill", *inputs.tensors, **per_head(OPTIONS[options], case, device))
+    assert copies.called == (kernel.name == "fa4")
+
+
+LONG_PROMPTS = dict(lens=((8192, 8192),) * 2, heads=(32, 8), head_size=128, block_size=16, left=-1)
+
+
+@pytest.mark.parametrize(
+    ("change", "copies"),
+    [
+        ({}, True),
+        (dict(left=1023), False),
+        (dict(block_size=128), False),
+        (dict(head_size=256), False),
+        (dict(lens=((1024, 8192),) * 2), False),
+        (dict(lens=((8192, 2**17),) * 2), False),
+        (dict(lens=()), False),
+    ],
+    ids=["long", "window", "large-pages", "large-heads", "few-queries", "many-keys", "nobody"],
+)
+def test_pages_are_copied_where_it_pays(change, copies):
+    """From sizes alone; tensors on `meta` have no contents to read."""
+    lens, (h, hk), d, p, left = (LONG_PROMPTS | change).values()
+    longest = max((s for _, s in lens), default=0)
+    batch = Batch(
+        torch.empty(len(lens) + 1, dtype=torch.int32, device="meta"),
+        torch.empty(len(lens), dtype=torch.int32, device="meta"),
+        torch.empty(len(lens), -(-longest // p), dtype=torch.int32, device="meta"),
+        max((q for q, _ in lens), default=0),
+        longest,
+    )
+    query = torch.empty(sum(q for q, _ in lens), h, d, dtype=torch.bfloat16, device="meta")
+    pool = torch.empty(8, p, hk, d, dtype=torch.bfloat16, device="meta")
+    assert fa4._should_copy(query, pool, pool, Plan(batch, p, window_size=(left, 0))) == copies
+
+
+@each_kernel
+def test_a_batch_that_is_advanced_in_place_is_read_again(kernel, device):
+    """Nothing that a twin keeps of a batch may outlive a write to its tensors."""
+    inputs = build(Case("steps", ((1, 40), (1, 20), (3, 47)), heads=(4, 2)), device=device, dtype=kernel.dtypes[0])
+    query, key_cache, value_cache, batch = inputs.tensors
+    key_cache, value_cache = key_cache.nan_to_num(0.5), value_cache.nan_to_num(0.5)
+    with kernel.asked_for():
+        kernel.check(assert_twins_agree, "chunked_prefill", query, key_cache, value_cache, batch)
+        batch.seq_lens.sub_(1)
+        kernel.check(assert_twins_agree, "chunked_prefill", query, key_cache, value_cache, batch)
+        batch.block_table[0, 0] = batch.block_table[1, 0]
+        kernel.check(assert_twins_agree, "chunked_prefill", query, key_cache, value_cache, batch)
+
+
+@each_kernel
+def test_one_length_may_have_any_stride(kernel, device):
+    """A single length out of a table of the scheduler, whose stride means nothing but is looked at."""
+    inputs = build(Case("column", ((30, 40),), heads=(4, 2)), device=device, dtype=kernel.dtypes[0])
+    query, key_cache, value_cache, batch = inputs.tensors
+    column = torch.stack([batch.seq_lens, batch.seq_lens], dim=1)[:, 0]
+    assert column.stride() == (2,)
+    with kernel.asked_for():
+        one = dataclasses.replace(batch, seq_lens=column)
+        kernel.check(assert_twins_agree, "chunked_prefill", query, key_cache, value_cache, one)
+
+
+# --- bad input ---
+
+
+@each_twin
+@pytest.mark.usefixtures("shapes_unchecked")
+@pytest.mark.parametrize(("message", "change"), BAD_INPUT.values(), ids=BAD_INPUT)
+def test_bad_input_is_named(twin, message, change, device):
+    inputs = build(Case("small", ((2, 5), (1, 20))), device=device)
+    good = dict(query=inputs.query, key_cache=inputs.key_cache, value_cache=inputs.value_cache, batch=inputs.batch)
+    with pytest.raises(ValueError, match=message):
+        attend(twin, **change(good))
+
+
+@each_twin
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_a_block_outside_the_pool_is_named(twin):
+    inputs = build(Case("small", ((2, 5), (1, 20))))
+    inputs.batch.block_table[1, 1] = 99
+    with pytest.raises(
+        ValueError, match="key_cache: expected at least 100 blocks, as the block table leads to block 99"
+    ):
+        attend(twin, *inputs.tensors)
+    inputs.batch.block_table[1, 1] = -1
+    with pytest.raises(ValueError, match="expected entries of at least 0 for the blocks that sequence 1 uses, got -1"):
+        attend(twin, *inputs.tensors)
+
+
+@pytest.mark.parametrize("twin", [refattn.chunked_prefill, fastattn.chunked_prefill], ids=["ref", "fast"])
+def test_what_was_written_to_is_checked_by_the_next_plan(twin):
+    inputs = build(Case("decodes", ((1, 20), (1, 9))))
+    attend(twin, *inputs.tensors)
+    kept = inputs.batch.block_table.clone()
+    inputs.batch.block_table[1, 0] = 10**6
+    with pytest.raises(ValueError, match="key_cache: expected at least 1000001 blocks"):
+        attend(twin, *inputs.tensors)
+    inputs.batch.block_table.copy_(kept)
+    inputs.batch.seq_lens[0] = 10**6
+    with pytest.raises(ValueError, match="max_seq_len: expected at least 1000000"):
+        attend(twin, *inputs.tensors)
+
+
+def test_a_kernel_without_memory_says_what_helps(monkeypatch):
+    inputs = build(Case("c", ((2, 6),)))
+    monkeypatch.setattr(
+        cpu_kernel, "paged", mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried 9 GiB"))
+    )
+    with pytest.raises(torch.OutOfMemoryError, match=r"query: .* max_num_batched_tokens.*num_blocks\). CUDA .* 9 GiB"):
+        attend(fastattn.chunked_prefill, *inputs.tensors)

@@ -1,0 +1,106 @@
+"""Ragged attention without a cache: encoder, cross attention, plain prefill."""
+
+from functools import partial
+
+import pytest
+import torch
+from batches import CASES, Case, assert_same_masks, attend, build, each_case, masks_by_hand, ragged_cases, read_masks
+from hypothesis import given
+from hypothesis import strategies as st
+from kernels_present import each_kernel
+from test_chunked_prefill import OPTIONS, SMALL, WINDOWS, each_kernel_case_and_option, per_head
+from tolerance import assert_twins_agree
+from torch.nn import functional
+
+import fastattn.dense
+import refattn.chunked_prefill
+import refattn.dense
+
+each_twin = pytest.mark.parametrize("twin", [refattn.dense, fastattn.dense], ids=["ref", "fast"])
+
+
+@each_twin
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "encoder"])
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_masks(twin, causal, case, device):
+    case = Case(**{**case.__dict__, "head_size": 64, "value_head_size": 64})
+    masks = read_masks(partial(attend, twin), case, paged=False, device=device, causal=causal)
+    assert_same_masks(masks, masks_by_hand(case, lambda i, j: j <= i or not causal))
+
+
+@each_twin
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_an_encoder_window_counts_both_sides(twin, window, device):
+    case = Case("encoders", ((40, 40), (7, 7), (5, 20), (1, 1)), heads=(2, 1))
+    left, right = window
+    masks = read_masks(partial(attend, twin), case, paged=False, device=device, window_size=window, causal=False)
+    sees = masks_by_hand(case, lambda i, j: (left < 0 or j >= i - left) and (right < 0 or j <= i + right))
+    assert_same_masks(masks, sees)
+
+
+@each_twin
+def test_cross_attention_over_encoders_of_different_lengths(twin, device):
+    """Several decoder tokens each, and one encoder of length 0, whose queries see nothing."""
+    case = Case("cross", ((3, 11), (1, 0), (2, 40), (4, 1)), heads=(4, 2))
+    inputs = build(case, device=device)
+    out, lse = attend(twin, *inputs.rows, causal=False, return_lse=True)
+    row = 0
+    for (q, s), key, value in zip(case.lens, inputs.keys, inputs.values, strict=True):
+        mine = slice(row, row + q)
+        if s:
+            expected = functional.scaled_dot_product_attention(
+                inputs.query[mine].double().transpose(0, 1),
+                key.double().transpose(0, 1),
+                value.double().transpose(0, 1),
+                enable_gqa=True,
+            )
+            torch.testing.assert_close(out[mine].double(), expected.transpose(0, 1), rtol=1e-5, atol=1e-6)
+        else:
+            assert not out[mine].any() and (lse[mine] == -torch.inf).all()
+        row += q
+
+
+@each_case
+def test_the_cache_changes_nothing(case, device):
+    """The same tokens in a pool and in plain rows answer alike, to the bit."""
+    inputs = build(case, device=device)
+    assert torch.equal(attend(refattn.dense, *inputs.rows), attend(refattn.chunked_prefill, *inputs.tensors))
+
+
+@each_kernel_case_and_option
+def test_twins_agree(case, options, kernel, device):
+    inputs = build(case, device=device, dtype=kernel.dtypes[0])
+    with kernel.asked_for():
+        kernel.check(assert_twins_agree, "dense", *inputs.rows, **per_head(options, case, device))
+
+
+@each_kernel
+def test_twins_agree_in_every_type(kernel, device):
+    case = Case("encoders", ((40, 40), (7, 7), (5, 20), (1, 1)), heads=(6, 2))
+    for dtype in kernel.dtypes:
+        inputs = build(case, device=device, dtype=dtype)
+        with kernel.asked_for():
+            kernel.check(assert_twins_agree, "dense", *inputs.rows, causal=False)
+
+
+@given(case=ragged_cases(), options=st.sampled_from(list(OPTIONS)), seed=st.integers(0, 2**16))
+def test_twins_agree_on_drawn_batches(case, options, seed, device):
+    inputs = build(case, device=device, seed=seed)
+    assert_twins_agree("dense", *inputs.rows, **per_head(OPTIONS[options], case, device))
+
+
+@each_twin
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_bad_input_is_named(twin):
+    inputs = build(Case("small", ((2, 5), (1, 20))))
+    query, key, value, batch = inputs.rows
+    with pytest.raises(ValueError, match="key: expected at least the 25 rows that seq_lens adds up to, got 24"):
+        attend(twin, query, key[:24], value[:24], batch)
+    with pytest.raises(ValueError, match=r"value: expected float32 \[s=25, hk=2, dv\], got float32 \[24, 2, 64\]"):
+        attend(twin, query, key, value[:24], batch)
+    with pytest.raises(ValueError, match="cu_seqlens_q: expected to rise from 0 to at most t=2 rows"):
+        attend(twin, query[:2], key, value, batch)
+
+
+def test_the_shared_list_is_used():
+    assert len(SMALL) == len(CASES) - 2

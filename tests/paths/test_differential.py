@@ -1,0 +1,603 @@
+"""Differential attention: two softmaxes over a cache of two halves, one subtracted."""
+
+import dataclasses
+import math
+from types import ModuleType
+
+import pytest
+import torch
+from batches import CASES, Case, assert_same_masks, attend, build, masks_by_hand, ragged_cases, read_masks
+from einops import rearrange, repeat
+from hypothesis import given
+from hypothesis import strategies as st
+from kernels_present import each_kernel
+from tolerance import assert_matches_reference, assert_twins_agree
+from torch.nn import functional
+
+import fastattn
+import fastattn.differential
+import fastattn.kv_cache
+import refattn.differential
+import refattn.kv_cache
+import refattn.metadata
+from fastattn.kernels.cpu import pairs as cpu_pairs
+
+each_twin = pytest.mark.parametrize("twin", [refattn.differential, fastattn.differential], ids=["ref", "fast"])
+
+SMALL = [case for case in CASES if max(s for _, s in case.lens) < 300]
+WINDOWS = [(-1, -1), (-1, 0), (0, 0), (3, 0), (16, 0), (5000, 0), (2, 3), (-1, 2), (4, -1)]
+LAMBDA = dict(lambda_full=torch.tensor(0.35), lambda_init=0.2)
+OPTIONS = {
+    "plain": {},
+    "norm": dict(norm_weight=True, norm_eps=1e-2),
+    "negative-lambda": dict(lambda_full=torch.tensor(-0.6), lambda_init=0.8),
+    "scale": dict(softmax_scale=0.3),
+    "negative-scale": dict(softmax_scale=-0.3),
+    "not-causal": dict(causal=False),
+    "window": dict(window_size=(20, 0)),
+    "window-of-one": dict(window_size=(0, 0)),
+    "two-sided-window": dict(causal=False, window_size=(7, 5)),
+    "softcap": dict(softcap=1.0),
+    "alibi": dict(alibi_slopes=True),
+    "alibi-both-ways": dict(causal=False, alibi_slopes=True),
+    "sinks": dict(sinks=True),
+    "everything": dict(
+        softmax_scale=0.2, window_size=(30, 0), softcap=5.0, alibi_slopes=True, sinks=True, norm_weight=True
+    ),
+}
+
+
+def in_pairs(case: Case) -> Case:
+    """Twice the heads, so that there is an even number of them; values are as wide as keys here."""
+    h, hk = case.heads
+    return dataclasses.replace(case, heads=(2 * h, 2 * hk), value_head_size=None)
+
+
+def two_halves(key_cache: torch.Tensor, value_cache: torch.Tensor) -> torch.Tensor:
+    """Turn ordinary pools, with their poison, into a pool of two halves: heads 0, 2, ... and heads 1, 3, ..."""
+    return torch.stack(
+        [torch.stack([key_cache[:, :, half::2], value_cache[:, :, half::2]]) for half in (0, 1)]
+    )  # [half, key or value, n, p, hk/2, d]
+
+
+def lay_out(case: Case, **options):
+    """Give the positional arguments of the path, and the keys and values in plain rows."""
+    inputs = build(case, **options)
+    return (inputs.query, two_halves(inputs.key_cache, inputs.value_cache), inputs.batch), inputs
+
+
+def filled(options: dict, case: Case, device: str) -> dict:
+    """Fill in lambda, and the options that have one number a head or an element."""
+    result = {**LAMBDA, **options}
+    h, d = case.heads[0], case.head_size
+    if "alibi_slopes" in options:
+        result["alibi_slopes"] = torch.tensor([2.0 ** -(i / 2 + 1) for i in range(h)], device=device)
+    if "sinks" in options:
+        result["sinks"] = torch.linspace(-2.0, 3.0, h, device=device)
+    if "norm_weight" in options:
+        result["norm_weight"] = torch.linspace(0.5, 2.0, 2 * d, device=device)
+    result["lambda_full"] = result["lambda_full"].to(device)
+    return result
+
+
+# --- the mask, read out ---
+
+
+def softmaxes_read_out(twin, weight_of_second: float):
+    """Call a twin as attention with values of `2 * d`: the same softmax twice, and a norm that changes nothing.
+
+    An eps that dwarfs every mean square makes the norm a division by its root. A lambda of 0 shows the first softmax
+    alone; a lambda of -1 adds the second to it.
+    """
+    root = 1e15
+
+    def attention(query, key_cache, value_cache, batch, **options):
+        keys = (key_cache, key_cache)
+        values = value_cache.chunk(2, dim=-1)
+        cache = torch.stack([torch.stack(pair) for pair in zip(keys, values, strict=True)])
+        weight = torch.tensor(-weight_of_second, device=query.device)
+        out, lse = attend(
+            twin,
+            repeat(query, "t pairs d -> t (pairs two) d", two=2),
+            cache,
+            batch,
+            lambda_full=weight,
+            lambda_init=0.0,
+            norm_eps=root**2,
+            **options,
+        )
+        assert torch.equal(lse[:, ::2], lse[:, 1::2]), "the softmaxes differ"
+        out = rearrange(out, "t (pairs two) d -> t pairs (two d)", two=2) * (root / (1 + weight_of_second))
+        return out, lse[:, ::2]
+
+    return attention
+
+
+@each_twin
+@pytest.mark.parametrize("weight_of_second", [0.0, 1.0], ids=["first", "both"])
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_every_query_sees_the_keys_up_to_its_position(twin, weight_of_second, case, device):
+    case = dataclasses.replace(case, head_size=64, value_head_size=128)
+    masks = read_masks(softmaxes_read_out(twin, weight_of_second), case, device=device)
+    assert_same_masks(masks, masks_by_hand(case, lambda i, j: j <= i))
+
+
+@each_twin
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both-ways"])
+def test_a_window_shows_exactly_its_keys(twin, window, causal, device):
+    case = Case(
+        "mixed",
+        ((4, 6), (1, 70), (10, 17), (40, 40), (5, 2), (1, 64)),
+        heads=(2, 1),
+        value_head_size=128,
+        padding_rows=2,
+    )
+    left, right = window
+
+    def sees(i, j):
+        return (left < 0 or j >= i - left) and (right < 0 or j <= i + right) and (not causal or j <= i)
+
+    attention = softmaxes_read_out(twin, 1.0)
+    masks = read_masks(attention, case, device=device, window_size=window, causal=causal)
+    assert_same_masks(masks, masks_by_hand(case, sees))
+
+
+# --- arithmetic that shares no code with the reference ---
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_reference_equals_torch_sdpa_and_a_formula(case, device):
+    """Both softmaxes by PyTorch with an explicit mask, the rest by hand in float64."""
+    case = in_pairs(case)
+    arguments, inputs = lay_out(case, device=device, dtype=torch.float64)
+    d, weight = case.head_size, torch.linspace(0.5, 2.0, 2 * case.head_size, dtype=torch.float64, device=device)
+    lambda_full = torch.tensor(0.35, dtype=torch.float64, device=device)
+    out = attend(
+        refattn.differential, *arguments, lambda_full=lambda_full, lambda_init=0.2, norm_weight=weight, norm_eps=1e-3
+    )
+    row = 0
+    for (q, s), key, value in zip(case.lens, inputs.keys, inputs.values, strict=True):
+        seeing = max(q - s, 0)  # the queries before it see nothing, which sdpa answers with NaN
+        mine = out[row : row + q]
+        assert not mine[:seeing].any()
+        if q and s:
+            mask = torch.ones(q, s, dtype=torch.bool, device=device).tril(s - q)[seeing:]
+            values = torch.cat([value[:, 0::2], value[:, 1::2]], dim=-1)  # [s, pairs, 2 * d]
+            first, second = (
+                functional.scaled_dot_product_attention(
+                    inputs.query[row + seeing : row + q, half::2].transpose(0, 1),
+                    key[:, half::2].transpose(0, 1),
+                    values.transpose(0, 1),
+                    attn_mask=mask,
+                    enable_gqa=True,
+                )
+                for half in (0, 1)
+            )  # [pairs, t, 2 * d]
+            difference = first - 0.35 * second
+            norm = (difference.pow(2).sum(-1, keepdim=True) / (2 * d) + 1e-3).sqrt()
+            expected = (0.8 * weight * difference / norm).transpose(0, 1).reshape(q - seeing, -1, d)
+            torch.testing.assert_close(mine[seeing:], expected, rtol=1e-11, atol=1e-11)
+        row += q
+    assert not out[row:].any()
+
+
+def test_reference_equals_a_sum_by_hand():
+    """One query, two keys, one pair, every option, in plain Python floats."""
+    case = Case("by-hand", ((1, 2),), heads=(2, 2), head_size=2, block_size=2)
+    arguments, inputs = lay_out(case, dtype=torch.float64)
+    scale, cap, slopes, sinks, lambda_full, lambda_init, eps = 0.7, 1.5, (0.25, 0.5), (0.4, -0.3), 0.6, 0.3, 0.01
+    maps, lses = [], []
+    for half in (0, 1):
+        scores = []
+        for j in (0, 1):
+            dot = sum(float(inputs.query[0, half, c] * inputs.keys[0][j, half, c]) for c in (0, 1))
+            scores.append(cap * math.tanh(scale * dot / cap) - slopes[half] * (1 - j))
+        total = sum(math.exp(score) for score in scores) + math.exp(sinks[half])
+        maps.append([math.exp(score) / total for score in scores])
+        lses.append(math.log(total))
+    values = [[float(inputs.values[0][j, half, c]) for half in (0, 1) for c in (0, 1)] for j in (0, 1)]  # [v1; v2]
+    weights = [maps[0][j] - lambda_full * maps[1][j] for j in (0, 1)]
+    difference = [weights[0] * values[0][c] + weights[1] * values[1][c] for c in range(4)]
+    root = math.sqrt(sum(x * x for x in difference) / 4 + eps)
+    out, lse = attend(
+        refattn.differential,
+        *arguments,
+        lambda_full=torch.tensor(lambda_full, dtype=torch.float64),
+        lambda_init=lambda_init,
+        norm_eps=eps,
+        softmax_scale=scale,
+        softcap=cap,
+        alibi_slopes=torch.tensor(slopes, dtype=torch.float64),
+        sinks=torch.tensor(sinks, dtype=torch.float64),
+        return_lse=True,
+    )
+    assert out[0].flatten().tolist() == pytest.approx([(1 - lambda_init) * x / root for x in difference], rel=1e-13)
+    assert lse[0].tolist() == pytest.approx(lses, rel=1e-13)
+
+
+@each_twin
+@pytest.mark.parametrize("lens", [((23, 23),), ((1, 23),), ((7, 23),)], ids=["prefill", "decode", "chunk"])
+def test_equals_the_eager_attention_of_diffllama(twin, lens, device):
+    """The engine serves DiffLlama by this path: heads through `interleave_halves`, outputs as they are."""
+    from transformers import DiffLlamaConfig
+    from transformers.models.diffllama import modeling_diffllama as diffllama
+
+    config = DiffLlamaConfig(
+        hidden_size=96,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=16,
+        lambda_std_dev=0.4,
+        attn_implementation="eager",
+    )
+    torch.manual_seed(0)
+    layer = diffllama.DiffLlamaAttention(config, layer_idx=3).double()
+    ((query_len, seq_len),) = lens
+    hidden = torch.randn(1, seq_len, 96, dtype=torch.float64)
+    cos, sin = (x.double() for x in diffllama.DiffLlamaRotaryEmbedding(config)(hidden, torch.arange(seq_len)[None]))
+    mask = torch.full((seq_len, seq_len), -torch.inf, dtype=torch.float64).triu(1)[None, None]
+    with torch.no_grad():
+        expected, _ = layer(hidden, (cos, sin), mask)
+        query, key, value = (
+            rearrange(project(hidden), "1 t (h d) -> 1 h t d", d=16)
+            for project in (layer.q_proj, layer.k_proj, layer.v_proj)
+        )
+        query, key = diffllama.apply_rotary_pos_emb(query, key, cos, sin)
+        query, key, value = (
+            twin.interleave_halves(rearrange(x, "1 h t d -> t h d")).to(device, torch.float32)
+            for x in (query, key, value)
+        )
+        vectors = [getattr(layer, f"lambda_{name}") for name in ("q1", "k1", "q2", "k2")]
+        lambda_full = twin.compute_lambda(*vectors, lambda_init=layer.lambda_init).to(device)
+
+        cache = twin.allocate(4, 16, 4, 16, device=device)
+        batch = refattn.metadata.make_batch([seq_len], [seq_len], [[2, 1]], device=device)
+        slots = refattn.metadata.slot_mapping(batch, seq_len, block_size=16)
+        twin.write(key, value, cache, slots)
+        batch = refattn.metadata.make_batch([query_len], [seq_len], [[2, 1]], device=device)
+        out = attend(
+            twin,
+            query[-query_len:],
+            cache,
+            batch,
+            lambda_full=lambda_full,
+            lambda_init=layer.lambda_init,
+            norm_eps=layer.groupnorm.eps,
+        )
+        mine = layer.o_proj(rearrange(out, "t h d -> t (h d)").double().cpu())
+    # transformers computes its softmax in float32, whatever the model is in.
+    torch.testing.assert_close(mine, expected[0, -query_len:], rtol=1e-5, atol=1e-6)
+
+
+@each_twin
+def test_the_norm_comes_after_the_subtraction_and_over_both_halves(twin, device):
+    """So the mean square of a pair's output is that of the norm, whatever the lambda; of a head alone it is not."""
+    case = Case("norm", ((5, 30), (1, 12)), heads=(4, 2))
+    (query, cache, batch), _ = lay_out(case, device=device)
+    for weight in (0.1, 0.9, 2.0):
+        lambda_full = torch.tensor(weight, device=device)
+        out = attend(twin, query, cache, batch, lambda_full=lambda_full, lambda_init=0.3, norm_eps=1e-12)
+        pairs = rearrange(out, "t (pairs two) d -> t pairs (two d)", two=2).square().mean(-1)
+        torch.testing.assert_close(pairs, torch.full_like(pairs, 0.7**2), rtol=1e-5, atol=0)
+        heads = out.square().mean(-1)
+        assert not torch.allclose(heads, torch.full_like(heads, 0.7**2), rtol=1e-2)
+
+
+@each_twin
+def test_what_both_softmaxes_weigh_alike_cancels(twin, device):
+    """With equal halves and a lambda of 1 nothing is left, and the norm of nothing is nothing."""
+    case = Case("same", ((3, 20),), heads=(2, 2))
+    (query, cache, batch), _ = lay_out(case, device=device)
+    query = query[:, :1].repeat(1, 2, 1)
+    cache[1, 0] = cache[0, 0]
+    out, lse = attend(
+        twin, query, cache, batch, lambda_full=torch.tensor(1.0, device=device), lambda_init=0.2, return_lse=True
+    )
+    torch.testing.assert_close(out, torch.zeros_like(out), rtol=0, atol=1e-3)
+    assert torch.equal(lse[:, 0], lse[:, 1])
+
+
+@each_twin
+def test_lambda_is_a_difference_of_exponentials(twin):
+    vectors = [torch.tensor(x) for x in ([0.1, 0.2], [0.3, 0.4], [0.5, -0.2], [0.1, 0.6])]
+    expected = math.exp(0.1 * 0.3 + 0.2 * 0.4) - math.exp(0.5 * 0.1 - 0.2 * 0.6) + 0.8
+    assert float(twin.compute_lambda(*vectors, lambda_init=0.8)) == pytest.approx(expected, rel=1e-6)
+    halves = [vector.bfloat16() for vector in vectors]
+    result = twin.compute_lambda(*halves, lambda_init=0.8)
+    wide = twin.compute_lambda(*(vector.double() for vector in halves), lambda_init=0.8)
+    assert result.dtype == torch.float32
+    assert wide.dtype == torch.float64
+    assert float(result) == pytest.approx(float(wide), rel=1e-6)
+
+
+@each_twin
+def test_halves_are_interleaved(twin):
+    names = torch.tensor([11, 12, 13, 21, 22, 23]).reshape(1, 6, 1)
+    assert twin.interleave_halves(names).flatten().tolist() == [11, 21, 12, 22, 13, 23]
+
+
+# --- the twin against the reference ---
+
+
+@pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["everything"]], ids=["plain", "everything"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_twins_agree(case, options, device):
+    case = in_pairs(case)
+    arguments, _ = lay_out(case, device=device, dtype=torch.float32 if device == "cpu" else torch.bfloat16)
+    assert_twins_agree("differential", *arguments, **filled(options, case, device))
+
+
+@each_kernel
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_twins_agree_in_every_type(options, kernel, device):
+    case = Case("mixed", ((40, 60), (1, 90), (10, 17), (1, 64), (3, 2)), heads=(8, 4), padding_rows=3)
+    for dtype in kernel.dtypes:
+        arguments, _ = lay_out(case, device=device, dtype=dtype)
+        with kernel.asked_for():
+            kernel.check(assert_twins_agree, "differential", *arguments, **filled(options, case, device))
+
+
+@given(case=ragged_cases(head_sizes=(64, 96)), options=st.sampled_from(list(OPTIONS)), seed=st.integers(0, 2**16))
+def test_twins_agree_on_drawn_batches(case, options, seed, device):
+    case = in_pairs(case)
+    arguments, _ = lay_out(case, device=device, seed=seed)
+    assert_twins_agree("differential", *arguments, **filled(OPTIONS[options], case, device))
+
+
+@pytest.mark.parametrize("options", ["plain", "window", "window-of-one", "two-sided-window", "everything"])
+@pytest.mark.parametrize("sizes", [(8, 2**23, 2**9), (64, 2**11, 2**12), (64, 2**23, 2**14), (1, 2**23, 1)], ids=str)
+def test_tiles_groups_and_slabs_of_any_size(sizes, options, monkeypatch):
+    """Long chunks in several tiles, and one query more than a tile holds; decodes of several groups, where shorter ones
+    see nothing in the last of the columns that go through a buffer, which may be of one block.
+    """
+    for name, size in zip(("TILE", "SCORES", "BUFFER"), sizes, strict=True):
+        monkeypatch.setattr(cpu_pairs, name, size)
+    lens = ((70, 100), (1, 90), (1, 80), (1, 3), (9, 40), (1, 64), (5, 2), (1, 200), (65, 129), (64, 64), (1, 66))
+    case = Case("sizes", lens, heads=(4, 2), padding_rows=2)
+    arguments, _ = lay_out(case)
+    assert_twins_agree("differential", *arguments, **filled(OPTIONS[options], case, "cpu"))
+
+
+# Queries of several tiles, groups of one and of three; a sequence without queries, and one that sees too few keys.
+LONG = {
+    "groups": Case("groups", ((150, 290), (0, 40), (70, 70), (1, 90), (65, 60)), heads=(6, 2), padding_rows=3),
+    "pairs": Case("pairs", ((200, 200), (1, 300)), heads=(4, 4), block_size=48, layout="HND"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *(("groups", options) for options in OPTIONS if options not in ("norm", "negative-lambda", "scale")),
+        *(("pairs", options) for options in ("plain", "two-sided-window", "everything")),
+    ],
+)
+def test_long_queries_in_one_run_of_keys(name, options, device, monkeypatch):
+    """Our Triton kernel, with the difference in the program that attends, as where a batch has many tiles."""
+    case = LONG[name]
+    from fastattn.kernels.triton import pairs
+    from fastattn.kernels.triton.run import Tuning
+
+    whole = Tuning(block_m=64, block_n=64, num_warps=4, num_stages=2, splits=1, most_splits=1)
+    monkeypatch.setattr(pairs, "tune", lambda *_: whole)
+    for dtype in (torch.float16, torch.bfloat16) if device == "cuda" else (torch.float16,):
+        arguments, _ = lay_out(case, device=device, dtype=dtype)
+        with fastattn.use_kernel("triton"):
+            assert_twins_agree("differential", *arguments, **filled(OPTIONS[options], case, device))
+
+
+@each_kernel
+def test_a_layer_without_keys_of_its_own(kernel, device):
+    """You-Only-Cache-Once: queries over the cache of another layer, prefills and decodes mixed, and nothing written."""
+    case = Case("yoco", ((20, 20), (1, 50), (7, 33), (1, 18)), heads=(8, 4))
+    (_, cache, batch), _ = lay_out(case, device=device, dtype=kernel.dtypes[0])
+    before = cache.clone()
+    generator = torch.Generator().manual_seed(7)
+    for heads in (8, 16):  # the other layer may have more query heads, too
+        query = torch.randn(29, heads, 64, generator=generator).to(device, kernel.dtypes[0])
+        with kernel.asked_for():
+            kernel.check(assert_twins_agree, "differential", query, cache, batch, **filled({}, case, device))
+    assert torch.equal(cache.nan_to_num(7.0), before.nan_to_num(7.0))
+
+
+@each_kernel
+def test_caches_of_any_strides(kernel, device):
+    """Halves innermost, or heads outside tokens: the index order counts, the order in memory does not."""
+    case = Case("strides", ((5, 37), (1, 18), (20, 20)), heads=(8, 4))
+    (query, cache, batch), _ = lay_out(case, device=device, dtype=kernel.dtypes[0])
+    halves_inside = cache.permute(1, 2, 3, 4, 0, 5).contiguous().permute(4, 0, 1, 2, 3, 5)
+    heads_outside = cache.transpose(3, 4).contiguous().transpose(3, 4)
+    padded = functional.pad(cache, (0, 8, 0, 1))[..., :-1, :-8]
+    for other in (halves_inside, heads_outside, padded):
+        with kernel.asked_for():
+            kernel.check(assert_twins_agree, "differential", query, other, batch, **filled({}, case, device))
+
+
+@each_kernel
+def test_a_batch_that_is_advanced_in_place_is_read_again(kernel, device):
+    case = Case("steps", ((1, 40), (1, 20), (3, 47)), heads=(4, 2))
+    (query, cache, batch), _ = lay_out(case, device=device, dtype=kernel.dtypes[0])
+    cache = cache.nan_to_num(0.5)
+    with kernel.asked_for():
+        kernel.check(assert_twins_agree, "differential", query, cache, batch, **filled({}, case, device))
+        batch.seq_lens.sub_(1)
+        kernel.check(assert_twins_agree, "differential", query, cache, batch, **filled({}, case, device))
+
+
+@each_kernel
+def test_one_batch_with_other_options_in_turn(kernel, device):
+    """Layers with and without a window share the batch of a step."""
+    case = Case("layers", ((1, 40), (3, 27), (1, 38)), heads=(4, 2))
+    (query, cache, batch), _ = lay_out(case, device=device, dtype=kernel.dtypes[0])
+    turns = [
+        {},
+        dict(window_size=(4, 0)),
+        dict(window_size=(20, 0)),
+        dict(causal=False, window_size=(20, 1)),
+        dict(causal=False, window_size=(20, -1)),
+        dict(alibi_slopes=True),
+        {},
+    ]
+    with kernel.asked_for():
+        for options in turns if kernel.name == "cpu" else turns[:2]:  # others make no plan
+            kernel.check(assert_twins_agree, "differential", query, cache, batch, **filled(options, case, device))
+
+
+def test_one_batch_with_caches_of_other_shapes_in_turn(device):
+    """Layers with other heads, and a table that is right for blocks of either size."""
+    batch = refattn.metadata.make_batch([1, 3, 1], [40, 27, 38], torch.randperm(15).view(3, 5).tolist(), device=device)
+    generator = torch.Generator().manual_seed(0)
+    for heads, block_size in ((4, 16), (4, 8), (12, 8), (4, 16)):
+        query = torch.randn(5, heads, 64, generator=generator).to(device)
+        cache = torch.randn(2, 2, 15, block_size, 2, 64, generator=generator).to(device)
+        assert_twins_agree("differential", query, cache, batch, **filled({}, Case("c", (), heads=(heads, 4)), device))
+
+
+@each_kernel
+@pytest.mark.parametrize("options", ["plain", "window"])
+def test_a_plan_of_one_twin_serves_the_other(options, kernel, device):
+    case = Case("mixed", ((4, 6), (1, 70), (10, 17), (1, 64), (0, 9), (5, 2)), heads=(8, 4), padding_rows=2)
+    arguments, _ = lay_out(case, device=device, dtype=kernel.dtypes[0])
+    options = filled(OPTIONS[options], case, device)
+    twins = refattn.differential, fastattn.differential
+
+    def by_reference(*arguments, **options):
+        return attend(refattn.differential, *arguments, **options)
+
+    def assert_served():
+        for plans, attends in (twins, twins[::-1]):
+            mixed = ModuleType("mixed")
+            mixed.plan, mixed.attention = plans.plan, attends.attention
+            out, lse = attend(mixed, *arguments, **options, return_lse=True)
+            assert_matches_reference(out, lse, by_reference, *arguments, **options)
+
+    with kernel.asked_for():
+        kernel.check(assert_served)
+
+
+# --- the cache: moving data is bit-exact ---
+
+
+@each_twin
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_write_puts_each_head_into_its_half(twin, dtype, device):
+    cache = twin.allocate(3, 4, 6, 8, dtype=dtype, device=device)
+    assert cache.shape == (2, 2, 3, 4, 3, 8)
+    assert not cache.any()
+    key, value = (torch.randn(4, 6, 8).to(device, dtype) for _ in range(2))
+    slots = torch.tensor([5, -1, 11, 0], device=device)
+    twin.write(key, value, cache, slots)
+    expected = torch.zeros_like(cache)
+    for token, slot in ((0, 5), (2, 11), (3, 0)):
+        for head in range(6):
+            for kind, source in ((0, key), (1, value)):
+                expected[head % 2, kind, slot // 4, slot % 4, head // 2] = source[token, head]
+    assert torch.equal(cache, expected)
+
+
+@pytest.mark.parametrize("moves", [refattn.kv_cache, fastattn.kv_cache], ids=["ref", "fast"])
+@each_twin
+def test_blocks_are_copied_and_swapped_in_all_four_pools(twin, moves, device):
+    """Copy a sequence's blocks inside the pool, swap it out to a smaller one and back: the same answer to the bit."""
+    case = Case("moved", ((1, 40), (9, 30)), heads=(4, 2))
+    (query, cache, batch), _ = lay_out(case, device=device)
+    before = attend(twin, query, cache, batch, **filled({}, case, device))
+    n, blocks = cache.shape[2], batch.block_table[0, :3].tolist()
+
+    cache = torch.cat([cache, torch.full_like(cache[:, :, :4], torch.nan)], dim=2)
+    moves.copy_blocks(twin.pools(cache), torch.tensor([[block, n + i] for i, block in enumerate(blocks)]))
+    cache[:, :, blocks] = torch.nan
+    moved = batch.block_table.clone()
+    moved[0, :3] = torch.tensor([n, n + 1, n + 2])
+    batch = dataclasses.replace(batch, block_table=moved)
+    assert torch.equal(attend(twin, query, cache, batch, **filled({}, case, device)), before)
+
+    host = torch.full((2, 2, 3, *cache.shape[3:]), torch.nan)
+    out_and_back = torch.tensor([[n + i, 2 - i] for i in range(3)])
+    moves.swap_blocks(twin.pools(cache), twin.pools(host), out_and_back)
+    cache[:, :, n : n + 3] = torch.nan
+    moves.swap_blocks(twin.pools(host), twin.pools(cache), out_and_back.flip(1))
+    assert torch.equal(attend(twin, query, cache, batch, **filled({}, case, device)), before)
+
+
+@each_twin
+def test_pools_are_views_of_any_cache(twin):
+    cache = torch.zeros(3, 4, 2, 2, 8, 2).permute(3, 5, 0, 1, 2, 4)  # [2, 2, 3, 4, 2, 8], every stride odd
+    for i, pool in enumerate(twin.pools(cache)):
+        pool.fill_(i)
+    assert cache[:, :, 0, 0, 0, 0].tolist() == [[0, 1], [2, 3]]
+
+
+# --- bad input ---
+
+BAD_INPUT = {
+    "odd-number-of-heads": (
+        "query: expected pairs of heads, in a number that hk/2=1 divides, got h=3",
+        lambda a: a | {"query": a["query"][:, :3]},
+    ),
+    "heads-do-not-divide": (
+        "query: expected pairs of heads, in a number that hk/2=2 divides, got h=6",
+        lambda a: a | {"query": torch.zeros(3, 6, 64), "cache": torch.zeros(2, 2, 8, 16, 2, 64)},
+    ),
+    "halves-are-missing": (
+        r"cache: expected float32 \[2, 2, n, p, hk/2, d=64\], got float32 \[2, 6, 16, 1, 64\]",
+        lambda a: a | {"cache": a["cache"][0]},
+    ),
+    "one-half": (r"cache: expected float32 \[2, 2, .*got float32 \[1, 2", lambda a: a | {"cache": a["cache"][:1]}),
+    "another-type": ("cache: expected float32", lambda a: a | {"cache": a["cache"].half()}),
+    "another-head-size": ("cache: expected .* d=64", lambda a: a | {"cache": a["cache"][..., :32]}),
+    "lambda-a-head": (
+        r"lambda_full: expected \[\], got float32 \[4\]",
+        lambda a: a | {"lambda_full": torch.zeros(4)},
+    ),
+    "norm-of-one-half": (
+        r"norm_weight: expected \[2 \* d=128\], got float32 \[64\]",
+        lambda a: a | {"norm_weight": torch.ones(64)},
+    ),
+    "window-below-minus-one": ("window_size: expected", lambda a: a | {"window_size": (-2, 0)}),
+    "negative-softcap": ("softcap: expected", lambda a: a | {"softcap": -1.0}),
+    "sinks-a-pair": (r"sinks: expected floating point \[h=4\]", lambda a: a | {"sinks": torch.zeros(2)}),
+}
+
+
+@each_twin
+@pytest.mark.usefixtures("shapes_unchecked")
+@pytest.mark.parametrize(("message", "change"), BAD_INPUT.values(), ids=BAD_INPUT)
+def test_bad_input_is_named(twin, message, change):
+    (query, cache, batch), _ = lay_out(Case("small", ((2, 5), (1, 20)), heads=(4, 2)))
+    good = dict(query=query, cache=cache, batch=batch, **LAMBDA)
+    with pytest.raises(ValueError, match=message):
+        attend(twin, **change(good))
+
+
+BAD_WRITE = {
+    "odd-number-of-heads": (r"key: expected float32 \[t, hk=4, d=8\], got", lambda a: a | {"key": a["key"][:, :3]}),
+    "values-of-one-half": (r"value: expected float32 \[t, hk=4, d=8\]", lambda a: a | {"value": a["value"][:, ::2]}),
+    "another-type": ("key: expected float32", lambda a: a | {"key": a["key"].half()}),
+    "not-a-cache-of-halves": (
+        r"cache: expected \[2, 2, n, p, hk/2, d\], got float32 \[2, 3",
+        lambda a: a | {"cache": a["cache"][0]},
+    ),
+    "slot-outside": ("slot_mapping: expected slots in", lambda a: a | {"slot_mapping": torch.tensor([0, 12])}),
+    "slot-twice": ("slot_mapping: expected each slot once", lambda a: a | {"slot_mapping": torch.tensor([3, 3])}),
+}
+
+
+@each_twin
+@pytest.mark.usefixtures("shapes_unchecked")
+@pytest.mark.parametrize(("message", "change"), BAD_WRITE.values(), ids=BAD_WRITE)
+def test_a_bad_write_is_named_and_writes_nothing(twin, message, change):
+    cache = twin.allocate(3, 4, 4, 8)
+    good = dict(key=torch.ones(2, 4, 8), value=torch.ones(2, 4, 8), cache=cache, slot_mapping=torch.tensor([1, 2]))
+    with pytest.raises(ValueError, match=message):
+        twin.write(**change(good))
+    assert not cache.any()
+
+
+@each_twin
+def test_a_pool_of_no_pairs_is_named(twin):
+    with pytest.raises(ValueError, match="num_kv_heads: expected pairs, an even number, got 3"):
+        twin.allocate(4, 16, 3, 64)
+    with pytest.raises(ValueError, match="block_size: expected a positive int, got 0"):
+        twin.allocate(4, 0, 2, 64)

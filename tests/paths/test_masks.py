@@ -1,0 +1,156 @@
+"""Who may see whom, and the ALiBi bias: drawn by hand, and read out of every path."""
+
+import dataclasses
+import importlib
+
+import pytest
+import torch
+from batches import Case, attend, build
+from kernels_present import each_kernel
+
+import refattn.attention
+from refattn import masks
+
+PATHS = {  # where ALiBi is an option, with what each shows besides: a rule on positions
+    "dense": ({}, lambda i, j: j <= i),
+    "dense-both-ways": (dict(causal=False), lambda i, j: True),
+    "chunked_prefill": ({}, lambda i, j: j <= i),
+    "chunked_prefill-both-ways": (dict(causal=False), lambda i, j: True),
+    "chunked_prefill-window": (dict(causal=False, window_size=(6, 3)), lambda i, j: i - 6 <= j <= i + 3),
+    "sliding_window": (dict(window_size=(9, 0)), lambda i, j: i - 9 <= j <= i),
+    "sliding_window-both-ways": (dict(causal=False, window_size=(9, 2)), lambda i, j: i - 9 <= j <= i + 2),
+    "sliding_window-no-left-side": (dict(causal=False, window_size=(-1, 5)), lambda i, j: j <= i + 5),
+    "local": (dict(chunk_size=8), lambda i, j: j <= i and i // 8 == j // 8),
+    "cascade": ({}, lambda i, j: j <= i),
+    "cascade-window": (dict(window_size=(12, 0)), lambda i, j: i - 12 <= j <= i),
+    "differential": ({}, lambda i, j: j <= i),
+    "differential-both-ways": (dict(causal=False), lambda i, j: True),
+}
+each_path = pytest.mark.parametrize("path", PATHS)
+each_type = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+CASE = Case("alibi", ((3, 7), (1, 23), (9, 21), (6, 2), (4, 4)), heads=(4, 2), block_size=4)
+SLOPES = [0.0625, 0.30078125, -0.10009765625, 1.0]  # that bfloat16 has
+
+
+def expected_lse(case: Case, sees, slopes: list[float]) -> torch.Tensor:
+    """Sum `exp(-slope * |i - j|)` over the visible keys of each query, one pair at a time, in float64."""
+    rows = []
+    for q, s in case.lens:
+        for i in range(s - q, s):
+            distances = torch.tensor([abs(i - j) for j in range(s) if sees(i, j)], dtype=torch.float64)
+            rows.append(torch.stack([(-slope * distances).logsumexp(0) for slope in slopes]))
+    return torch.stack(rows)
+
+
+def call(package: str, path: str, inputs, slopes, **options):
+    """Call a path with zero queries, so that the scores are the bias alone."""
+    name = path.partition("-")[0]
+    module = importlib.import_module(f"{package}.{name}")
+    query, key_cache, value_cache, batch = inputs.tensors
+    query, options = torch.zeros_like(query), {**options, "alibi_slopes": slopes, "return_lse": True}
+    if name == "dense":
+        return attend(module, query, *inputs.rows[1:], **options)
+    if name == "differential":
+        cache = torch.stack([torch.stack([pool[:, :, :1], pool[:, :, 1:]]) for pool in (key_cache, value_cache)], 1)
+        return attend(module, query, cache, batch, lambda_full=query.new_tensor(0.5), lambda_init=0.2, **options)
+    if name == "cascade":
+        table = batch.block_table.clone()
+        table[1:3, :3] = table[1, :3].clone()  # 12 keys of sequences 1 and 2
+        batch = dataclasses.replace(batch, block_table=table)
+        requests = batch.query_lens.tolist(), batch.seq_lens.tolist(), table.tolist()
+        prefixes = module.find_prefixes(*requests, block_size=4)
+        assert prefixes == [(1, 3, 12)]
+        options["prefixes"] = prefixes
+    return attend(module, query, key_cache, value_cache, batch, **options)
+
+
+# --- drawn by hand ---
+
+
+def test_the_pictures_of_the_docstring():
+    """3 queries of 5 tokens."""
+    for picture, rows in (
+        (masks.causal(3, 5), ["11100", "11110", "11111"]),
+        (masks.window(3, 5, (1, 0)), ["01100", "00110", "00011"]),
+        (masks.chunk(3, 5, 2), ["00100", "00110", "00001"]),
+        (masks.full(3, 5), ["11111", "11111", "11111"]),
+        (masks.visible_keys(3, 5, causal=False, window_size=(0, 1)), ["00110", "00011", "00001"]),
+        (masks.visible_keys(3, 5, causal=True, window_size=(0, 1)), ["00100", "00010", "00001"]),
+    ):
+        assert picture.int().tolist() == [[int(mark) for mark in row] for row in rows]
+
+
+def test_the_bias_of_the_docstring():
+    bias = masks.alibi(torch.tensor([1.0, 0.5]), 2, 4, dtype=torch.float32)
+    assert bias.tolist() == [[[-2, -1, 0, -1], [-3, -2, -1, 0]], [[-1, -0.5, 0, -0.5], [-1.5, -1, -0.5, 0]]]
+
+
+def test_later_keys_get_no_bonus_and_neither_do_those_of_a_query_before_the_first_key():
+    bias = masks.alibi(torch.tensor([2.0]), 3, 1, dtype=torch.float32)  # positions -2, -1, 0
+    assert bias.tolist() == [[[-4], [-2], [0]]]
+
+
+@each_type
+def test_the_bias_is_computed_in_the_type_of_the_scores(dtype):
+    """In bfloat16 a distance of 4095 would be 4096, and a slope times it would lose its last digits."""
+    slope = torch.tensor([0.30078125], dtype=dtype)
+    for compute in (torch.float32, torch.float64):
+        bias = masks.alibi(slope, 1, 4096, dtype=compute)
+        assert bias.dtype == compute
+        assert bias[0, 0].tolist() == [-0.30078125 * (4095 - j) for j in range(4096)]  # float32 has all of these
+
+
+# --- read out of the paths ---
+
+
+@pytest.mark.parametrize("package", ["refattn", "fastattn"], ids=["ref", "fast"])
+@each_path
+@each_type
+def test_scores_are_minus_the_slope_times_the_distance(package, path, dtype, device):
+    options, sees = PATHS[path]
+    slopes = torch.tensor(SLOPES, dtype=dtype, device=device)
+    _, lse = call(package, path, build(CASE, device=device), slopes, **options)
+    torch.testing.assert_close(lse.double().cpu(), expected_lse(CASE, sees, SLOPES), rtol=1e-6, atol=1e-6)
+
+
+@each_kernel
+@each_path
+def test_each_kernel_takes_slopes_of_any_type(kernel, path, device):
+    """The slopes are numbers that bfloat16 has, so their type must not change a bit; later keys are penalised."""
+    options, sees = PATHS[path]
+    inputs = build(CASE, device=device, dtype=kernel.dtypes[0])
+
+    def assert_right():
+        slopes = torch.tensor(SLOPES, device=device)
+        (out, lse), (same_out, same_lse) = (
+            call("fastattn", path, inputs, x, **options) for x in (slopes, slopes.bfloat16())
+        )
+        torch.testing.assert_close(lse.double().cpu(), expected_lse(CASE, sees, SLOPES), rtol=1e-5, atol=1e-5)
+        assert torch.equal(out, same_out) and torch.equal(lse, same_lse)
+
+    with kernel.asked_for():
+        kernel.check(assert_right)
+
+
+# --- memory that nobody may see ---
+
+
+@pytest.mark.parametrize("junk", [float("nan"), float("inf"), 1e30], ids=str)
+def test_a_key_that_no_query_sees_may_hold_anything(junk):
+    query, key, value = torch.randn(3, 2, 4), torch.randn(6, 1, 4), torch.randn(6, 1, 4)
+    visible = masks.window(3, 6, (1, 0))  # keys 0 and 1 are out of every window
+    expected = refattn.attention.attend(query, key, value, visible)
+    key[:2], value[:2] = junk, junk
+    for one, other in zip(refattn.attention.attend(query, key, value, visible), expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_nan_that_a_query_sees_comes_out():
+    query, key, value = torch.randn(3, 2, 4), torch.randn(6, 1, 4), torch.randn(6, 1, 4)
+    value[5] = float("nan")
+    out, _ = refattn.attention.attend(query, key, value, masks.window(3, 6, (1, 0)), softcap=1.0)
+    assert out[2].isnan().all()
+    key[2] = float("nan")
+    out, _ = refattn.attention.attend(query, key, value, masks.window(3, 6, (1, 0)), softcap=1.0)
+    assert out[0].isnan().all()

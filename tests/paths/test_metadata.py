@@ -1,0 +1,263 @@
+"""From requests to a batch: positions, slots, parts, the next step."""
+
+import re
+
+import pytest
+import torch
+from batches import CASES, build, each_case, ragged_cases
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fastattn.metadata
+import refattn.metadata
+
+each_twin = pytest.mark.parametrize("twin", [refattn.metadata, fastattn.metadata], ids=["ref", "fast"])
+
+
+def same(a, b) -> bool:
+    """Compare two batches by their contents."""
+    tables = [x.block_table for x in (a, b)]
+    return (
+        torch.equal(a.cu_seqlens_q, b.cu_seqlens_q)
+        and torch.equal(a.seq_lens, b.seq_lens)
+        and (tables[0] is tables[1] is None or torch.equal(*tables))
+        and (a.max_query_len, a.max_seq_len) == (b.max_query_len, b.max_seq_len)
+        and (a.num_keys, a.num_tokens) == (b.num_keys, b.num_tokens)
+    )
+
+
+@each_twin
+def test_the_example_of_the_docstring(twin, device):
+    batch = twin.make_batch([2, 1], [5, 7], [[9, 2], [4, 7]], device=device)
+    assert batch.cu_seqlens_q.tolist() == [0, 2, 3]
+    assert batch.seq_lens.tolist() == [5, 7]
+    assert batch.block_table.tolist() == [[9, 2], [4, 7]]
+    assert (batch.max_query_len, batch.max_seq_len) == (2, 7)
+    assert (batch.num_tokens, batch.num_keys) == (3, 12)
+    assert batch.context_lens.tolist() == [3, 6]
+    assert twin.positions(batch, 4).tolist() == [3, 4, 6, 0]
+    assert twin.slot_mapping(batch, 4, block_size=4).tolist() == [39, 8, 30, -1]
+
+
+@each_twin
+def test_rows_of_different_length_are_filled_up(twin, device):
+    batch = twin.make_batch([0, 1, 1], [0, 9, 3], [[], [5, 6, 7], [1]], device=device)
+    assert batch.block_table.tolist() == [[-1, -1, -1], [5, 6, 7], [1, -1, -1]]
+
+
+@each_twin
+def test_no_requests_and_no_cache(twin, device):
+    batch = twin.make_batch([], [], device=device)
+    assert batch.num_seqs == 0 and batch.block_table is None and batch.cu_seqlens_q.tolist() == [0]
+    assert twin.positions(batch, 2).tolist() == [0, 0]
+    empty = twin.make_batch([], [], [], device=device)
+    assert twin.slot_mapping(empty, 2, block_size=4).tolist() == [-1, -1]
+
+
+@each_twin
+@each_case
+def test_slots_lead_back_to_the_keys(twin, case, device):
+    """What the slot mapping says of a new token is where the pool has its key."""
+    inputs = build(case, device=device)
+    t = inputs.query.shape[0]
+    slots, positions = twin.slot_mapping(inputs.batch, t, block_size=case.block_size), twin.positions(inputs.batch, t)
+    row = 0
+    for i, (q, s) in enumerate(case.lens):
+        for j in range(s - q, s):
+            assert int(positions[row]) == j
+            if j < 0:
+                assert int(slots[row]) == -1
+            else:
+                block, offset = divmod(int(slots[row]), case.block_size)
+                assert torch.equal(inputs.key_cache[block, offset], inputs.keys[i][j])
+            row += 1
+    assert (slots[row:] == -1).all() and not positions[row:].any()
+
+
+@given(case=ragged_cases(), seed=st.integers(0, 999))
+def test_twins_give_the_same_tables(case, seed, device):
+    inputs = build(case, seed=seed, device=device)
+    t, args = inputs.query.shape[0], ([q for q, _ in case.lens], [s for _, s in case.lens])
+    blocks = [list(range(i, i + s)) for i, (_, s) in enumerate(case.lens)]
+    assert same(refattn.metadata.make_batch(*args, blocks), fastattn.metadata.make_batch(*args, blocks))
+    for name, options in (("positions", {}), ("slot_mapping", dict(block_size=case.block_size))):
+        ref, fast = (getattr(twin, name)(inputs.batch, t, **options) for twin in (refattn.metadata, fastattn.metadata))
+        assert ref.dtype == fast.dtype == torch.int64 and torch.equal(ref, fast)
+
+
+@each_twin
+@pytest.mark.parametrize(
+    ("query_lens", "decode_len", "decodes", "prefills"),
+    [
+        ([1, 1, 5, 3], 1, [0, 1], [2, 3]),
+        ([5, 3, 1, 1], 1, [2, 3], [0, 1]),
+        ([1, 1], 1, [0, 1], []),
+        ([4, 2], 1, [], [0, 1]),
+        ([1, 4, 2, 9], 4, [0, 1, 2], [3]),
+        ([0, 1, 7], 1, [0, 1], [2]),
+        ([], 1, [], []),
+    ],
+    ids=["decodes-first", "prefills-first", "only-decodes", "only-prefills", "verification", "silent", "nothing"],
+)
+def test_split(twin, query_lens, decode_len, decodes, prefills, device):
+    seq_lens = [length + 10 for length in query_lens]
+    batch = twin.make_batch(query_lens, seq_lens, [[i] * 2 for i in range(len(seq_lens))], device=device)
+    rows = [0]
+    for length in query_lens:
+        rows.append(rows[-1] + length)
+    for part, members in zip(
+        twin.split_decodes_and_prefills(batch, query_lens, decode_len=decode_len), (decodes, prefills), strict=True
+    ):
+        assert part.batch.seq_lens.tolist() == [seq_lens[i] for i in members]
+        assert part.batch.query_lens.tolist() == [query_lens[i] for i in members]
+        assert part.batch.cu_seqlens_q[0] == 0
+        assert part.batch.block_table.tolist() == [[i] * 2 for i in members]
+        assert part.batch.max_query_len == max((query_lens[i] for i in members), default=0)
+        assert part.batch.num_tokens == sum(query_lens[i] for i in members)
+        assert list(range(len(query_lens) and rows[-1]))[part.tokens] == [
+            row for i in members for row in range(rows[i], rows[i + 1])
+        ]
+
+
+@given(lens=st.lists(st.integers(0, 6), max_size=6), decode_len=st.integers(1, 3))
+def test_twins_split_alike(lens, decode_len):
+    batch = refattn.metadata.make_batch(lens, lens)
+    answers = []
+    for twin in (refattn.metadata, fastattn.metadata):
+        try:
+            answers.append(twin.split_decodes_and_prefills(batch, lens, decode_len=decode_len))
+        except ValueError as error:
+            answers.append(str(error))
+    if isinstance(answers[0], str):
+        assert answers[0] == answers[1]
+    else:
+        for ref, fast in zip(*answers, strict=True):
+            assert same(ref.batch, fast.batch) and ref.tokens == fast.tokens
+
+
+@each_twin
+def test_advance_goes_one_step_in_place(twin, device):
+    """Decodes, a verification of two tokens, and a padding sequence that must stay as it is."""
+    batch = twin.make_batch([1, 2, 0, 1], [3, 6, 0, 8], [[7, 1], [3, 4], [], [5, 6, 0]], device=device)
+    slots = twin.slot_mapping(batch, 5, block_size=4)
+    assert slots.tolist() == [30, 16, 17, 27, -1]
+    kept = batch.seq_lens.data_ptr(), slots.data_ptr()
+    longer = twin.advance(batch, slots, block_size=4)
+    assert longer.seq_lens.tolist() == batch.seq_lens.tolist() == [4, 8, 0, 9]
+    assert slots.tolist() == [31, 18, 19, 0, -1]
+    assert (longer.seq_lens.data_ptr(), slots.data_ptr()) == kept
+    assert longer.max_seq_len == 10 and longer.max_query_len == 2
+
+
+@each_twin
+def test_advance_past_the_table_changes_nothing(twin):
+    batch = twin.make_batch([1, 1], [3, 4], [[7], [3]])
+    slots = twin.slot_mapping(batch, 2, block_size=4)
+    with pytest.raises(ValueError, match="block_table: expected at least 2 columns for the 5 keys of sequence 1"):
+        twin.advance(batch, slots, block_size=4)
+    assert batch.seq_lens.tolist() == [3, 4] and slots.tolist() == [30, 15]
+
+
+@each_twin
+def test_the_table_of_another_group(twin, device):
+    batch = twin.make_batch([1, 2], [5, 6], [[0, 1], [2, 3]], device=device)
+    table = torch.tensor([[9, 8], [7, 6]], dtype=torch.int32, device=device)
+    other = twin.update_block_table(batch, table)
+    assert other.block_table is table and other.seq_lens is batch.seq_lens
+    assert twin.slot_mapping(other, 3, block_size=4).tolist() == [32, 24, 25]
+    assert twin.slot_mapping(batch, 3, block_size=4).tolist() == [4, 12, 13]
+
+
+@each_twin
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_bad_input_is_named(twin):
+    table = torch.zeros(2, 1, dtype=torch.int32)
+    batch = twin.make_batch([1, 1], [1, 9], [[0], [1]])
+    for call, message in (
+        (lambda: twin.make_batch([1], [1, 2]), "query_lens: expected 2 lengths, one per sequence, got 1"),
+        (lambda: twin.make_batch([1, 1], [1, 2], [[0]]), "block_tables: expected 2 rows, one per sequence, got 1"),
+        (lambda: twin.make_batch([1, -1], [1, 2]), "query_lens: expected lengths of at least 0, got [1, -1]"),
+        (lambda: twin.make_batch([1, 1], [1, -2]), "seq_lens: expected lengths of at least 0, got [1, -2]"),
+        (lambda: twin.split_decodes_and_prefills(batch, [1]), "query_lens: expected 2 lengths"),
+        (
+            lambda: twin.split_decodes_and_prefills(twin.make_batch([1, 2, 1], [1, 2, 1]), [1, 2, 1]),
+            "expected all decodes (at most 1 tokens)",
+        ),
+        (lambda: twin.slot_mapping(batch, 2, block_size=4), "block_table: expected at least 3 columns for the 9 keys"),
+        (lambda: twin.slot_mapping(batch, 2, block_size=0), "block_size: expected a positive int, got 0"),
+        (
+            lambda: twin.slot_mapping(twin.make_batch([1], [1]), 1, block_size=4),
+            "block_table: expected int32 [b, m], got None",
+        ),
+        (
+            lambda: twin.update_block_table(batch, table.long()),
+            "block_table: expected int32 [b=2, m], got int64 [2, 1]",
+        ),
+        (lambda: twin.update_block_table(batch, table[:1]), "block_table: expected int32 [b=2, m], got int32 [1, 1]"),
+        (
+            lambda: type(batch)(batch.cu_seqlens_q, batch.seq_lens[:1], None, 1, 9),
+            "cu_seqlens_q: expected int32 [b + 1=2]",
+        ),
+        (
+            lambda: type(batch)(batch.cu_seqlens_q, torch.tensor([[1, 7], [9, 7]]).int()[:, 0], None, 1, 9),
+            "seq_lens: expected its entries side by side, got a stride of 2",
+        ),
+        (lambda: type(batch)(batch.cu_seqlens_q, batch.seq_lens, None, 1, table), "max_seq_len: expected a Python int"),
+        (
+            lambda: type(batch)([0, 1, 2], batch.seq_lens, None, 1, 9),
+            "cu_seqlens_q: expected int32 [b + 1=3], got list",
+        ),
+        (lambda: type(batch)(batch.cu_seqlens_q, None, None, 1, 9), "seq_lens: expected int32 [b], got None"),
+        (lambda: type(batch)(batch.cu_seqlens_q, batch.seq_lens, [[1]], 1, 9), "block_table: expected int32 [b=2, m],"),
+        (
+            lambda: type(batch)(batch.cu_seqlens_q.to("meta"), batch.seq_lens, None, 1, 9),
+            "cu_seqlens_q: expected cpu, where seq_lens is, got meta",
+        ),
+        (
+            lambda: type(batch)(batch.cu_seqlens_q, batch.seq_lens, table.to("meta"), 1, 9),
+            "block_table: expected cpu, where seq_lens is, got meta",
+        ),
+        (
+            lambda: type(batch)(torch.tensor([[0, 9], [1, 9], [2, 9]]).int()[:, 0], batch.seq_lens, None, 1, 9),
+            "cu_seqlens_q: expected its entries side by side, got a stride of 2",
+        ),
+        (
+            lambda: type(batch)(batch.cu_seqlens_q, batch.seq_lens, None, -1, 9),
+            "max_query_len: expected a Python int of",
+        ),
+        (
+            lambda: type(batch)(batch.cu_seqlens_q, batch.seq_lens, None, True, 9),
+            "max_query_len: expected a Python int",
+        ),
+        (
+            lambda: type(batch)(batch.cu_seqlens_q, batch.seq_lens, None, 1, 9.0),
+            "max_seq_len: expected a Python int of",
+        ),
+        (
+            lambda: type(batch)(batch.cu_seqlens_q, batch.seq_lens, None, 1, 2**31),
+            "max_seq_len: expected at most 2147483647, got 2147483648",
+        ),
+        (
+            lambda: type(batch)(batch.cu_seqlens_q, batch.seq_lens, None, 1, 9, 2.5),
+            "num_keys: expected a Python int of at least 0, got 2.5",
+        ),
+        (
+            lambda: type(batch)(batch.cu_seqlens_q, batch.seq_lens, None, 1, 9, 10, 2.5),
+            "num_tokens: expected a Python int of at least 0, got 2.5",
+        ),
+        (
+            lambda: type(batch)(batch.cu_seqlens_q, batch.seq_lens, None, 1, 9, 10, -1),
+            "num_tokens: expected a Python int of at least 0, got -1",
+        ),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            call()
+
+
+def test_cases_are_what_their_names_say():
+    """The list of batches keeps its awkward members."""
+    lens = [pair for case in CASES for pair in case.lens]
+    assert {(1, 1), (1, 4097), (113, 203), (239, 1), (0, 5), (5, 0)} <= set(lens)
+    assert {case.block_size for case in CASES} >= {16, 24, 64}
+    assert {case.heads[0] // case.heads[1] for case in CASES} >= {1, 2, 4}
+    assert {case.head_size for case in CASES} >= {64, 96, 256}

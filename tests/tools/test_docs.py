@@ -1,0 +1,274 @@
+"""The site builds without a warning, its links lead somewhere, and every block of code on it does what it says."""
+
+import contextlib
+import importlib
+import io
+import json
+import re
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass, field
+from html.parser import HTMLParser
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from urllib.parse import unquote, urldefrag
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(
+    r"^(?P<indent> *)```(?P<language>\w+)(?: title=\"(?P<title>[^\"]*)\")?[^\n]*\n(?P<code>.*?)^(?P=indent)```$",
+    re.MULTILINE | re.DOTALL,
+)
+SWAP = re.compile(r"from refattn import (.*)  # or: from fastattn.*")
+MAKE_TARGETS = re.findall(r"^([a-z]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+# --- the code on the pages ---
+
+
+@dataclass
+class Block:
+    """A block of code, where it stands, the file that it is, if any, and the output that the page shows below it."""
+
+    language: str
+    code: str
+    line: int
+    title: str | None = None
+    output: str = ""
+
+
+def blocks_of(page: Path) -> list[Block]:
+    text = page.read_text()
+    blocks: list[Block] = []
+    end = 0
+    for match in FENCE.finditer(text):
+        code, line = textwrap.dedent(match["code"]), text[: match.start()].count("\n") + 1
+        if match["language"] == "text" and blocks and not text[end : match.start()].strip():
+            blocks[-1].output = code
+        else:
+            blocks.append(Block(match["language"], code, line, match["title"]))
+        end = match.end()
+    return blocks
+
+
+def run_python(page: Path, blocks: list[Block], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the blocks of a page one after the other, as a reader who types them would, and compare what they print.
+
+    A block whose title is a file's name is that file: a module, which later blocks import.
+    """
+    names = {"__name__": page.stem}
+    for block in blocks:
+        printed = io.StringIO()
+        # Lines are counted as on the page, so that an error names the right one.
+        code = compile("\n" * block.line + block.code, str(page), "exec")
+        with contextlib.redirect_stdout(printed):
+            exec(code, names if block.title is None else new_module(block.title, monkeypatch))
+        assert tidy(printed.getvalue()) == tidy(block.output), f"{page.name}:{block.line} prints something else"
+
+
+def new_module(file: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Return the names of a new module, `refattn.skip` for `refattn/skip.py`, that can be imported in this test."""
+    package, name = Path(file).parent.name, Path(file).stem
+    assert not (ROOT / file).exists(), f"{file} is there already"
+    module = ModuleType(f"{package}.{name}")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(importlib.import_module(package), name, module, raising=False)
+    return vars(module)
+
+
+def tidy(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip().splitlines()]
+
+
+@each_page
+def test_python_on_a_page_does_what_it_says(page, monkeypatch):
+    run_python(page, [block for block in blocks_of(page) if block.language == "python"], monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if SWAP.search(page.read_text())], ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_the_other_twin_can_be_imported_instead(page, monkeypatch):
+    blocks = [block for block in blocks_of(page) if block.language == "python"]
+    for block in blocks:
+        block.code = SWAP.sub(r"from fastattn import \1", block.code)
+    run_python(page, blocks, monkeypatch)
+
+
+@each_page
+def test_commands_on_a_page_exist(page):
+    for block in blocks_of(page):
+        if block.language not in ("console", "sh", "bash"):
+            continue
+        for line in block.code.splitlines():
+            command = line.removeprefix("$ ").split("  #")[0].split()
+            if command and command[0] == "make":
+                assert command[1] in MAKE_TARGETS, f"{page.name}:{block.line} has no such target: {line}"
+            elif command and command[0] == "python":
+                subprocess.run([sys.executable, *command[1:]], cwd=ROOT, check=True, capture_output=True)
+
+
+# --- the site ---
+
+
+@dataclass
+class Html(HTMLParser):
+    """What a built page has: ids, links, things that a browser fetches, pictures and formulas."""
+
+    ids: set[str] = field(default_factory=set)
+    links: list[str] = field(default_factory=list)
+    fetched: list[str] = field(default_factory=list)
+    pictures: list[dict[str, str | None]] = field(default_factory=list)
+    formulas: int = 0
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        self.ids |= {values[key] for key in ("id", "name") if values.get(key)}
+        if tag == "a" and values.get("href"):
+            self.links.append(values["href"])
+        if tag in ("script", "img", "iframe") and values.get("src"):
+            self.fetched.append(values["src"])
+        if tag == "link" and values.get("rel") in ("stylesheet", "icon", "preconnect", "preload"):
+            self.fetched.append(values["href"])
+        if tag == "img":
+            self.pictures.append(values)
+        self.formulas += tag == "math"
+
+
+of_the_site = pytest.mark.xdist_group("site")  # in one process, which builds it once
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> dict[Path, Html]:
+    """Build the site, and read all its pages."""
+    folder = tmp_path_factory.mktemp("site")
+    # Without --quiet, which hides warnings from --strict.
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    pages = {}
+    for path in folder.rglob("*.html"):
+        pages[path] = Html()
+        pages[path].feed(path.read_text())
+    return pages
+
+
+@of_the_site
+def test_links_lead_somewhere(site):
+    broken = []
+    for path, page in site.items():
+        for link in page.links:
+            url, anchor = urldefrag(unquote(link))
+            if re.match(r"[a-z]+:", url) or path.name == "404.html":
+                continue
+            target = (path.parent / url).resolve() if url else path
+            if not target.is_file():
+                broken.append(f"{path.name}: {link} is not there")
+            elif anchor and target in site and anchor not in site[target].ids:
+                broken.append(f"{path.name}: {link} has no such place")
+    assert not broken, "\n".join(sorted(set(broken)))
+
+
+@of_the_site
+def test_nothing_is_fetched_from_elsewhere(site):
+    for path, page in site.items():
+        elsewhere = [url for url in page.fetched if re.match(r"(https?:)?//", url)]
+        assert not elsewhere, f"{path.name} fetches {elsewhere}"
+        if path.name != "404.html":
+            missing = [url for url in page.fetched if not (path.parent / url.split("?")[0]).is_file()]
+            assert not missing, f"{path.name} lacks {missing}"
+    for sheet in next(iter(site)).parent.rglob("*.css"):
+        assert not re.search(r"(@import|url\()\s*[\"']?https?:", sheet.read_text()), sheet.name
+
+
+@of_the_site
+def test_nothing_is_left_unmade(site):
+    """Formulas are MathML, inserts are filled in, and every picture says what it is."""
+    assert sum(page.formulas for page in site.values()) > 20
+    for path, page in site.items():
+        if "source" not in path.parts:
+            html = path.read_text()
+            assert "arithmatex" not in html and "{{ " not in html, path.name
+        assert all(picture.get("alt") for picture in page.pictures), f"{path.name} has a picture without a description"
+
+
+def test_letters_of_formulas_are_in_the_glossary():
+    glossary = (ROOT / "docs/glossary.md").read_text()
+    known = names_in(formulas_in(glossary)) | set(re.findall(r"`(\w+)`", glossary))
+    for page in [*PAGES, *sorted((ROOT / "notebooks").glob("*.ipynb"))]:
+        used = names_in(formulas_in(text_of(page)))
+        assert used <= known, f"{page.name} uses {sorted(used - known)}, which the glossary does not explain"
+
+
+def text_of(page: Path) -> str:
+    """Return what a page or a notebook says, without its code."""
+    if page.suffix == ".md":
+        return FENCE.sub("", page.read_text())
+    cells = json.loads(page.read_text())["cells"]
+    return "\n".join(FENCE.sub("", "".join(cell["source"])) for cell in cells if cell["cell_type"] == "markdown")
+
+
+def formulas_in(text: str) -> str:
+    return " ".join(a or b for a, b in re.findall(r"\$\$(.+?)\$\$|\$([^$\n]+?)\$", text, re.DOTALL))
+
+
+def names_in(formulas: str) -> set[str]:
+    """Return the letters, the words and the Greek letters of some formulas."""
+    words = set(re.findall(r"\\text\{([^}]*)\}", formulas))
+    rest = re.sub(r"\\text\{[^}]*\}", " ", formulas)
+    greek = set(re.findall(r"\\(lambda|alpha|beta)", rest))
+    letters = set(re.findall(r"[A-Za-z]", re.sub(r"\\[a-zA-Z]+", " ", rest)))
+    return {word.strip() for word in words} | greek | letters
+
+
+FRONT = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]  # what people meet first, on a code host
+LINKED_FROM_FRONT = sorted(
+    {
+        (page.parent / link).resolve()
+        for page in FRONT
+        for link in re.findall(r"\]\(([^)\s:#]+\.md)\)", page.read_text())
+    }
+    - set(FRONT)
+)
+FILES_WITH_LINKS = [*FRONT, *LINKED_FROM_FRONT, *sorted((ROOT / "notebooks").glob("*.ipynb"))]
+
+
+@pytest.mark.parametrize("page", FILES_WITH_LINKS, ids=lambda page: page.name)
+def test_links_between_files_lead_somewhere(page):
+    """What is read in the repository, and not on the site, links to files of the repository."""
+    for link in re.findall(r"\]\(([^)\s]+)\)", text_of(page)):
+        if not re.match(r"[a-z]+:|#", link):
+            assert (page.parent / urldefrag(link).url).exists(), f"{page.name} links to {link}"
+
+
+@pytest.mark.parametrize("page", [*FRONT, *LINKED_FROM_FRONT], ids=lambda page: page.name)
+def test_what_is_met_first_can_be_read_as_it_is(page):
+    """A page that the README links to is plain Markdown: no marks that only the site fills in."""
+    assert not re.search(r"\{\{ |^ *(!!!|===) ", page.read_text(), re.MULTILINE)
+
+
+def test_the_readme_shows_the_committed_measurements(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    tables = importlib.import_module("readme").tables()
+    assert tables.count("\n") > 8
+    assert tables in (ROOT / "README.md").read_text(), "`make readme` writes them"
+
+
+@of_the_site
+def test_the_newcomers_way(site):
+    """From the README to notebook 1, from there or from the start page to a path, and on it is the reference."""
+    assert "(notebooks/01_ragged_batch.ipynb)" in (ROOT / "README.md").read_text()
+    start = next(path for path in site if path.name == "index.html" and (path.parent / "notebooks").is_dir())
+    first = (start.parent / "notebooks/01_ragged_batch.html").resolve()
+    assert "notebooks/01_ragged_batch.html" in site[start].links
+    assert any((first.parent / link).resolve() == start.parent / "paths/metadata.html" for link in site[first].links)
+    assert "refattn/metadata.py" in (start.parent / "paths/metadata.html").read_text()

@@ -1,0 +1,55 @@
+"""Every notebook runs from top to bottom in under a minute, and prints what is stored in it."""
+
+import importlib.util
+from pathlib import Path
+
+import nbformat
+import pytest
+
+NOTEBOOKS = Path(__file__).parent.parent.parent / "notebooks"
+SPEC = importlib.util.spec_from_file_location("notebooks_run", NOTEBOOKS / "run.py")
+run = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(run)
+
+each_notebook = pytest.mark.parametrize("path", run.notebooks(), ids=lambda path: path.stem)
+
+
+def read(path):
+    return nbformat.read(path, as_version=4)
+
+
+def code_cells(path):
+    return [cell for cell in read(path).cells if cell.cell_type == "code"]
+
+
+def test_they_are_numbered_from_one():
+    assert [path.name[:3] for path in run.notebooks()] == [f"{i:02}_" for i in range(1, len(run.notebooks()) + 1)]
+
+
+@each_notebook
+def test_it_prints_what_it_stores(path):
+    executed, seconds = run.execute(path)
+    assert run.compare(read(path), executed) == [], f"`make notebooks ARGS='{path.name[:2]} --inplace'` stores it"
+    assert seconds < run.LIMIT
+
+
+@each_notebook
+def test_it_teaches_as_the_others_do(path):
+    """It opens with a question, has small cells, pictures and hidden answers, and last the twins agree."""
+    cells = read(path).cells
+    text = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    assert "?" in cells[0].source, "no question to open with"
+    assert "<details>" in text and "Your turn" in text, "no exercise with a hidden answer"
+    assert "image/" in str([cell.outputs for cell in code_cells(path)]), "no picture"
+    last = code_cells(path)[-1]
+    assert "the twins agree" in str(last.outputs) and "assert" in last.source, "no proof that the twins agree"
+    for cell in code_cells(path):
+        assert len(cell.source.splitlines()) <= 16, f"a long cell: {cell.source.splitlines()[0]}"
+
+
+@each_notebook
+def test_outputs_are_stored_and_errors_are_not(path):
+    outputs = [output for cell in code_cells(path) for output in cell.outputs]
+    assert len(outputs) >= len(code_cells(path)) / 2
+    assert not [output for output in outputs if output.output_type == "error"]
+    assert not [output for output in outputs if output.get("name") == "stderr"]
