@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fastattn import chunked_prefill, kv_cache
 from fastattn.kernels import dispatch
-from fastattn.kernels.dispatch import Subtraction
+from fastattn.kernels.problem import Subtraction
 from refattn.interface import AttentionOptions, Batch, Plan
 from refattn.interface.checks import check_differential, check_halves, check_lambdas, check_pairs
 from refattn.interface.values import check_memory, check_sizes

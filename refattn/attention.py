@@ -108,16 +108,15 @@ def attend_sequences(
         where = None  # the queries are the last tokens of their sequence
         if plan.positions is not None:
             where = plan.positions[q0:q1].long() - (0 if plan.first_keys is None else plan.first_keys[i].long())
-        place = dict(query_len=q1 - q0, seq_len=len(key), positions=where, device=query.device)
-        slopes = options.alibi_slopes
+        lens, device, slopes = (q1 - q0, len(key)), query.device, options.alibi_slopes
         out[q0:q1], lse[q0:q1] = attend(
             query[q0:q1].to(compute),
             key,
             value,
-            masks.visible_keys(**place, causal=plan.causal, window_size=plan.window_size),
+            masks.visible_keys(*lens, causal=plan.causal, window_size=plan.window_size, positions=where, device=device),
             softmax_scale=options.softmax_scale,
             softcap=options.softcap,
-            bias=None if slopes is None else masks.alibi(slopes, **place, dtype=compute),
+            bias=None if slopes is None else masks.alibi(slopes, *lens, dtype=compute, positions=where, device=device),
             sinks=options.sinks,
         )
     return out, lse

@@ -115,9 +115,11 @@ def attention(
     check_cascade(query, key_cache, value_cache, plan, options, out, return_lse)
     parts = []
     for level in plan.levels:
+        tables, seq_lens = level.batch.block_table, level.batch.seq_lens.tolist()
+        assert tables is not None  # it is a plan over pages
         sequences = (
             (gather(key_cache, blocks, seq_len), gather(value_cache, blocks, seq_len))
-            for blocks, seq_len in zip(level.batch.block_table, level.batch.seq_lens.tolist(), strict=True)
+            for blocks, seq_len in zip(tables, seq_lens, strict=True)
         )
         its_options = options if level is plan.levels[-1] else options.without_sinks()  # they count once
         parts.append(attend_sequences(query, sequences, level, its_options, value_head_size=value_cache.shape[-1]))

@@ -52,7 +52,7 @@ def bench(
 
 @main.command()
 def doctor() -> None:
-    """Say which kernels run here, what they compute, and why not the rest."""
+    """List the kernels that run here, what they compute, and why they do not compute the rest."""
     from fastattn.tools import doctor as module
 
     module.run()

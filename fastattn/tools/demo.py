@@ -31,7 +31,6 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-import fastattn
 from fastattn import kv_cache, metadata
 from fastattn.serving import CudaGraphs
 from refattn.conformance.tolerance import FLOAT32_ROUNDINGS, Distance, bound
@@ -329,7 +328,7 @@ class Answers:
         for question, request in zip(self.work.questions, requests, strict=True):
             state = {"waiting": "waiting", "running": "answers", "finished": "done"}[request.status]
             if request.status == "running" and request.num_pending > 1:
-                state = f"reads {request.num_computed}/{len(request.tokens)}"
+                state = f"reads {request.num_computed_tokens}/{len(request.tokens)}"
             table.add_row(state, Text.assemble((question, "bold"), "\n", request.text.replace("\n", " ")))
         return table
 
@@ -429,8 +428,8 @@ class Comparison:
         return (
             f"Largest difference between the twins over every layer and step ({count:,} outputs): {errors.fast:.2e}, "
             f"in layer {layer}, where {errors.tolerance:.2e} is allowed: twice the error that refattn has itself in "
-            f"float32, measured against float64, and {FLOAT32_ROUNDINGS} units in the last place. No layer uses more than {nearest:.0%} "
-            f"of its tolerance: {verdict}."
+            f"float32, measured against float64, and {FLOAT32_ROUNDINGS} units in the last place. No layer uses more "
+            f"than {nearest:.0%} of its tolerance: {verdict}."
         )
 
 

@@ -121,7 +121,7 @@ def _problems(device: torch.device) -> dict[str, Problem]:
 
 
 def _state(name: str, problems: dict[str, Problem]) -> Text:
-    """Return whether a kernel runs, by the usual problem; where it computes others only, what keeps it from that one."""
+    """Return whether a kernel runs, judged by the usual problem; if it computes others only, why not that one."""
     first, *others = _reasons(name, problems)
     if first is None:
         return Text("runs", style="green")

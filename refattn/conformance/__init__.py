@@ -1,4 +1,4 @@
-"""Prove anybody's attention: ragged cases, poisoned memory, the mask read out, one tolerance. Our tests use it first."""
+"""Prove anybody's attention: ragged cases, poisoned memory, the mask read out, one tolerance. Our tests use it too."""
 
 from refattn.conformance.call import attend, prepare
 from refattn.conformance.cases import CASES, HARMLESS, POISON, Case, Paged, build, poisoned

@@ -8,14 +8,12 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from torch import Tensor
-
-from refattn.interface import AttentionOptions, Batch
+from refattn.interface import AttentionOptions
 
 OPTIONS = tuple(field.name for field in fields(AttentionOptions))
 
 
-def prepare(path: ModuleType, *tensors_and_batch: Tensor | Batch, **arguments: Any) -> Callable[..., Any]:
+def prepare(path: ModuleType, *tensors_and_batch: Any, **arguments: Any) -> Callable[..., Any]:
     """Plan a step, and return the call that attends in one layer of it.
 
     Args:
@@ -23,7 +21,7 @@ def prepare(path: ModuleType, *tensors_and_batch: Tensor | Batch, **arguments: A
         tensors_and_batch: what `attention` takes before its plan, and the batch in the plan's place; or none, and all
             of them by name.
         arguments: those of `plan` (`causal`, `chunk_size`, ...), of `AttentionOptions` (`softcap`, ...) and of
-            `attention` (`return_lse`, ...), in any order. The block size is that of the cache.
+            `attention` (`return_lse`, ...), in any order. Without a block size, that of the cache is taken.
 
     Returns:
         The call; it takes more keyword arguments of `attention`.
@@ -34,12 +32,12 @@ def prepare(path: ModuleType, *tensors_and_batch: Tensor | Batch, **arguments: A
     *tensors, batch = tensors_and_batch
     takes = inspect.signature(path.plan).parameters
     planned = {name: arguments.pop(name) for name in list(arguments) if name in takes}
-    if "block_size" in takes:
-        planned.setdefault("block_size", tensors[-1].shape[-3])  # [.., p, hk, d]
+    if "block_size" in takes and "block_size" not in planned:
+        planned["block_size"] = tensors[-1].shape[-3]  # [.., p, hk, d]
     options = AttentionOptions(**{name: arguments.pop(name) for name in OPTIONS if name in arguments})
     return partial(path.attention, *tensors, path.plan(batch, **planned), options, **arguments)
 
 
-def attend(path: ModuleType, *tensors_and_batch: Tensor | Batch, **arguments: Any) -> Any:
+def attend(path: ModuleType, *tensors_and_batch: Any, **arguments: Any) -> Any:
     """Plan a step and attend in one layer of it; the arguments are those of `prepare`."""
     return prepare(path, *tensors_and_batch, **arguments)()

@@ -24,7 +24,8 @@ def read_masks(
     here. Values name 64 keys at a time, so that head size 64 is enough for any length.
 
     Args:
-        attention: called as `attention(query, key_cache, value_cache, batch, return_lse=True, **options)`, or over rows.
+        attention: called as `attention(query, key_cache, value_cache, batch, return_lse=True, **options)`; with `key`
+            and `value` in the place of the caches where it reads rows.
         case: the batch.
         paged: whether it reads pages, else rows.
         device: where it computes.

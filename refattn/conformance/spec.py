@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from refattn.conformance.call import attend
-from refattn.conformance.cases import HARMLESS, Case, build
+from refattn.conformance.cases import HARMLESS, POISON, Case, build
 from refattn.conformance.readout import assert_same_masks, masks_by_hand, read_masks
 from refattn.conformance.tolerance import assert_matches_reference
 
@@ -76,8 +76,8 @@ class PathSpec:
             AssertionError: if an output or an LSE changed.
         """
         answers = []
-        for poison in ({}, dict(poison=HARMLESS)):
-            inputs = build(case, device=device, dtype=dtype, **poison)
+        for poison in (POISON, HARMLESS):
+            inputs = build(case, device=device, dtype=dtype, poison=poison)
             answers.append(self.call(package, *(inputs.tensors if self.paged else inputs.rows), return_lse=True))
         for name, poisoned, clean in zip(("out", "lse"), *answers, strict=True):
             if not torch.equal(poisoned, clean):

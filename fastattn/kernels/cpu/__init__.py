@@ -3,8 +3,7 @@
 from jaxtyping import Float
 from torch import Tensor
 
-from fastattn.kernels.cpu import attention
-from fastattn.kernels.cpu import differential as pairs
+from fastattn.kernels.cpu import attention, pairs
 from fastattn.kernels.cpu.schedule import Schedule
 from fastattn.kernels.problem import Problem, Subtraction
 from refattn.interface import AttentionOptions, Plan

@@ -107,8 +107,7 @@ def engine(package: str = "fastattn") -> Contender:
         tokens = sum(map(len, inputs.prompts)) + len(inputs.prompts) * (inputs.work.max_tokens + 16)
         sampling = SamplingParams(max_tokens=inputs.work.max_tokens, stop_token_ids=())
         graphs = CudaGraphs() if package == "fastattn" and inputs.model.device.type == "cuda" else None
-        sizes = dict(num_blocks=tokens // 16, max_num_batched_tokens=tokens)
-        server = Engine(inputs.model, **sizes, twin=twin, runner=graphs)
+        server = Engine(inputs.model, num_blocks=tokens // 16, max_num_batched_tokens=tokens, twin=twin, runner=graphs)
 
         def call() -> Timed:
             server.scheduler.pool = BlockPool(tokens // 16, server.block_size)  # it knows no prompt any more

@@ -1,8 +1,8 @@
 """What a row of the benchmark computes: a ragged batch to attend over, the least work it takes, and its right answer.
 
 The right answer is drawn here from the plain formula in float64, on a sample of the query rows, and shares no code with
-`refattn` or with any kernel. An answer counts when it keeps the rule of the tests (`refattn.conformance.tolerance`), with
-the formula in the type of the input as `low`.
+`refattn` or with any kernel. An answer counts when it keeps the rule of the tests (`refattn.conformance.tolerance`),
+with the formula in the type of the input as `low`.
 """
 
 from collections.abc import Callable, Iterator
