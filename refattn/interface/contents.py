@@ -150,7 +150,6 @@ def check_advance(batch: Batch, slots: Tensor, *, block_size: int) -> Int32[Tens
     Raises:
         ValueError: naming the argument, what was expected and what came.
     """
-    check_batch(batch)
     check_lengths(batch)
     expect(slots, "slots", torch.int64, ("t",), (None,))
     same_device(seq_lens=batch.seq_lens, slots=slots)
@@ -219,8 +218,9 @@ def check_requests(
         try:
             array("i", blocks)  # the quickest way to look at each of them
         except (TypeError, OverflowError):
-            wrong = next(block for block in blocks if not isinstance(block, int) or abs(block) > LARGEST_INT32)
-            raise ValueError(f"block_tables[{i}]: expected int32 blocks, got {describe(wrong)}") from None
+            fits = range(-LARGEST_INT32 - 1, LARGEST_INT32 + 1)
+            bad: object = next((block for block in blocks if not isinstance(block, int) or block not in fits), blocks)
+            raise ValueError(f"block_tables[{i}]: expected int32 blocks, got {describe(bad)}") from None
         if block_size is not None and len(blocks) * block_size < seq_lens[i]:
             needed = -(-seq_lens[i] // block_size)
             raise ValueError(f"block_tables[{i}]: expected {needed} blocks for {seq_lens[i]} tokens, got {len(blocks)}")

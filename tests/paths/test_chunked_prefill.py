@@ -210,7 +210,7 @@ INVARIANT = {
     "not-causal": dict(causal=False, sinks=True),
     "window": dict(window_size=(37, 0), sinks=True),
     "two-sided-window": dict(causal=False, window_size=(20, 9), alibi_slopes=True),
-    "softcap": dict(softcap=2.0, sinks=True),
+    "softcap": dict(softcap=2.0, sinks=True, window_size=(70, 0)),
 }
 
 
@@ -270,6 +270,36 @@ def test_rows_do_not_change_with_the_chunk_they_come_in(options, device):
         assert torch.equal(out, whole[begin:end])
 
 
+@pytest.mark.parametrize("window_size", [(-1, -1), (37, 0)], ids=str)
+def test_a_row_stands_where_its_position_says_in_products_of_one_shape(window_size, monkeypatch):
+    """On the CPU, where most processors multiply alike in all places of a matrix, but none has to."""
+    monkeypatch.setattr(cpu, "INVARIANT_SLAB", 64)
+    seen = []
+
+    def rectangle(query, key, value, bias, options):
+        shapes = query.shape[0], key.shape[0], value.shape[0], bias.shape[1:]
+        assert shapes == (cpu.INVARIANT_TILE, 64, 64, (cpu.INVARIANT_TILE, 64))
+        assert query.is_contiguous() and key.is_contiguous() and value.is_contiguous()
+        for rows in (query, key):
+            positions = rows[:, 0, 0].int()
+            there = positions.nonzero()[:, 0]
+            assert torch.equal(there, positions[there] % len(rows))
+            seen.append(positions[there])
+        return query.new_zeros(query.shape), query.new_zeros(query.shape[:2])
+
+    monkeypatch.setattr(cpu, "_rectangle", rectangle)
+    inputs = build(Case("places", ((30, 200), (1, 90), (17, 17)), heads=(2, 1)))
+    query = torch.cat([torch.arange(s - q, s) for q, s in ((30, 200), (1, 90), (17, 17))])
+    for i, s in enumerate((200, 90, 17)):  # queries, keys and values are their own positions
+        for j in range(s):
+            for cache in (inputs.key_cache, inputs.value_cache):
+                cache[inputs.batch.block_table[i, j // 16], j % 16] = float(j)
+    query = query.float()[:, None, None].expand(-1, 2, 128)[..., ::2]
+    options = dict(batch_invariant=True, window_size=window_size)
+    attend(fastattn.chunked_prefill, query, inputs.key_cache, inputs.value_cache, inputs.batch, **options)
+    assert set(range(1, 17)) | {89} | set(range(170, 200)) <= set(torch.cat(seen).tolist())
+
+
 def test_rows_of_the_reference_do_not_change_with_the_rest_of_the_batch(device):
     case = Case("company", ((1, 300), (30, 100), (4, 44)), heads=(4, 2))
     inputs = build(case, device=device)
@@ -292,6 +322,8 @@ POSITIONS = {
     "two-sided-window": dict(causal=False, window_size=(12, 4), sinks=True),
     "right-window": dict(causal=False, window_size=(-1, 2)),
     "everything": dict(window_size=(30, 0), alibi_slopes=True, softcap=3.0, sinks=True, softmax_scale=-0.2),
+    "invariant": dict(causal=False, window_size=(12, 4), batch_invariant=True),
+    "invariant-softcap": dict(causal=False, window_size=(12, 4), batch_invariant=True, softcap=3.0),
 }
 SOMEWHERE = [25, 40, 2, 33, 16, 15, 90, -3, 16, 100, 41, 0]  # past the keys, before them, twice, in any order
 GROUPS = Case("groups", ((3, 20), (1, 33), (5, 17), (2, 70), (0, 9), (1, 1)), heads=(4, 2), padding_rows=2)

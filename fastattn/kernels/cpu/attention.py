@@ -254,9 +254,6 @@ def _tiles(
             k1 = min(k0 + SLAB, end)
             bias = _bias(positions[:, None] - torch.arange(k0, k1), query.dtype, view.window, options)
             k, v = (x[k0 - view.first_key : k1 - view.first_key] for x in (key, value))
-            if not view.consecutive:  # between two windows are keys that nobody sees
-                unseen = (bias == -torch.inf).all(0).all(0)[:, None, None]
-                k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
             parts.append(_rectangle(query[q0:q1], k, v, bias, options))
         if parts:
             out[q0:q1], lse[q0:q1] = _merge(*parts)
@@ -273,15 +270,15 @@ def _aligned_tiles(
     """Attend in tiles of one shape, where the place of a query and of a key follows from its position alone.
 
     The last bits of a product depend on its shape, and on where in it a row stands. So the bits of a query are the
-    same whatever other queries there are, of its own sequence too. Places without a query or a key hold zeros.
+    same whatever other queries there are, of its own sequence too. Places without a query or a key hold zeros, and
+    such a query stands where the nearest one does, so that it sees nothing that nobody sees.
     """
     out, lse = _empty_answer(query, value.shape[-1])
     t, offset = query.shape[0], int(view.positions[0]) if view.consecutive else 0
     for q0 in range(-(offset % INVARIANT_TILE), t, INVARIANT_TILE):
         rows = slice(max(0, q0), min(q0 + INVARIANT_TILE, t))
         places = slice(rows.start - q0, rows.stop - q0)
-        positions = torch.zeros(INVARIANT_TILE, dtype=torch.int64)
-        positions[places] = view.positions[rows]
+        positions = view.positions[torch.arange(q0, q0 + INVARIANT_TILE).clamp(rows.start, rows.stop - 1)]
         tile = _take(query, q0, INVARIANT_TILE)
         parts = []
         begin, end = _seen_by(view.positions[rows], view)
@@ -317,6 +314,10 @@ def _rectangle(
     bias: Float[Tensor, "#h t s"],
     options: AttentionOptions,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend over some keys with a bias; those that it hides from every query may hold anything, NaN too."""
+    unseen = (bias[0] == -torch.inf).all(0)  # what hides a key hides it from every head
+    if unseen.any():
+        key, value = (x.masked_fill(unseen[:, None, None], 0.0) for x in (key, value))
     if options.softcap:
         return _capped(query, key, value, bias, options)
     return _flash(query, key, value, options.softmax_scale, bias=bias)
