@@ -7,7 +7,7 @@ In a page, `{{ name argument ... }}` is replaced by what the function of that na
     {{ says fastattn.cascade }}            what a file says of itself, after its first sentence
     {{ kernels }}                          the kernels, and what each is
     {{ measured local }}                   the measured rows of a path
-    {{ tested }}                           the results of the tests on other machines
+    {{ tested }}                           the results of the tests, on other machines and as on others
     {{ api refattn }}                      what the docstrings of a package say
 
 A notebook becomes a page of its own, and so does every source file. A page links to the file in the repository, so that
@@ -156,7 +156,7 @@ def measured(page: Page, config: MkDocsConfig, files: Files, path: str = "") -> 
 
 
 def tested(page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Show the results of the tests on machines that few readers have."""
+    """Show the results of the tests on machines that few readers have, and as on other processors."""
     return "\n\n".join(outcomes(json.loads(path.read_text())) for path in sorted(RESULTS.glob("tests/*.json")))
 
 
@@ -223,7 +223,9 @@ def machine(page: Page, file: Path, run: dict[str, Any], is_first: bool) -> str:
 
 
 def outcomes(results: dict[str, Any]) -> str:
-    """Show a file of `pytest --results`, or the summaries of its runs under compute-sanitizer."""
+    """Show a file of `pytest --results` or of `make matrix`, or the summaries of runs under compute-sanitizer."""
+    if "cells" in results:
+        return environments(results)
     versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items() if number)
     ran = f"{results['machine']['name']}, {results['date'][:16].replace('T', ', ')} UTC, commit {results['commit']}"
     if "memcheck" in results:
@@ -241,6 +243,38 @@ def outcomes(results: dict[str, Any]) -> str:
     names = "".join(f" Not passed: `{name}`." for name in results["not_passed"])
     where = "GPU" if results["device"] == "cuda" else "CPU"
     return f"### Answers on the {where}\n\n{ran}; {versions}. {counts}{unfinished}.{names}\n\n" + "\n".join(lines)
+
+
+def environments(results: dict[str, Any]) -> str:
+    """Show a file of `make matrix`, a row per cell: what it ran as, how many tests passed, and how long they took."""
+    cells = results["cells"].values()
+    dates = sorted({cell["date"][:10] for cell in cells if cell["date"]})
+    when = " to ".join(dict.fromkeys([*dates[:1], *dates[-1:]]))
+    ran = f"{results['machine']['name']}, {results['machine']['cores']} cores, {when}"
+    lines = ["| BLAS | ATen | threads | Python | commit | passed | minutes |", "|---|---|--:|---|---|--:|--:|"]
+    for cell in cells:
+        taken = [_taken(cell, name) for name in ("blas", "aten", "threads")]
+        about = [cell["found"]["python"], cell["commit"] or "unknown"]
+        lines.append(f"| {' | '.join([*taken, *about, _passed(cell), format(cell['seconds'] / 60, '.1f')])} |")
+    failed = dict.fromkeys(name for cell in cells for name in cell["not_passed"] or ())
+    failures = "".join(f" Not passed: `{name}`." for name in failed)
+    left_out = sorted({file for cell in cells for file in cell["left_out"]})
+    reasons = "; ".join(f"`{file}`, which {results['unaffected'][file]}" for file in left_out)
+    some = f" Runs in several threads leave out what no processor changes: {reasons}." if left_out else ""
+    return f"### As on other processors\n\n{ran}.{failures}{some}\n\n" + "\n".join(lines)
+
+
+def _taken(cell: dict[str, Any], name: str) -> str:
+    """Write what a cell asked for, and after it what the library says that it took, if that is something else."""
+    asked, found = str(cell["asked"][name]), str(cell["found"][name])
+    return asked if asked.lower() == found.lower() else f"{asked} ({found})"
+
+
+def _passed(cell: dict[str, Any]) -> str:
+    """Write how many tests of a cell passed, of how many, and which part of the tests was asked for."""
+    counts = cell["counts"]
+    passed = f"{counts.get('passed', 0)} of {sum(counts.values())}" if counts else f"none: exit {cell['exit_status']}"
+    return f"{passed}<br>`{' '.join(cell['arguments'])}`" if cell.get("arguments") else passed
 
 
 def duration(seconds: float) -> str:

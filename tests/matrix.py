@@ -13,7 +13,8 @@ Nine cells have every pair of values of these four, so that whatever fails by tw
 
 Where there are fewer Pythons, those that there are take all places; a fourth one gets a cell of its own. With one
 thread, as `make test` has, all tests run; the other cells leave out the files of `UNAFFECTED`, whose answers no
-processor changes. Results are written after each cell, so that `--cells 3,4` can run these two again.
+processor changes. Results are written after each cell, so that `--cells 3,4` can run these two again. A file keeps the
+results of one processor and one set of Pythons: `--output` names another one for others.
 """
 
 import argparse
@@ -32,10 +33,11 @@ BLAS = ("Haswell", "Zen", "SkylakeX")
 ATEN = {"default": {"ONEDNN_MAX_CPU_ISA": "SSE41"}, "avx2": {"ONEDNN_MAX_CPU_ISA": "AVX2"}, "avx512": {}}
 THREADS = (1, 2, 8)
 UNAFFECTED = {  # files, and why no processor changes what they find
-    "test_compile.py": "compiles for GPUs",
-    "test_drawing.py": "draws",
-    "test_time_limit.py": "lets tests hang",
-    "test_twins.py": "reads signatures",
+    "tests/kernels/test_compile.py": "compiles for GPUs",
+    "tests/tools/test_drawing.py": "draws",
+    "tests/tools/test_matrix.py": "runs nothing",
+    "tests/tools/test_time_limit.py": "lets tests hang",
+    "tests/tools/test_twins.py": "reads signatures",
 }
 PROBE = """
 import ctypes, json, platform
@@ -67,6 +69,11 @@ class Cell:
     python: Path
 
     @property
+    def asked(self) -> dict[str, str | int]:
+        """What the libraries are to take."""
+        return {"blas": self.blas, "aten": self.aten, "threads": self.threads}
+
+    @property
     def environment(self) -> dict[str, str]:
         """The variables that make it so. There may be more threads than cores, so those that wait sleep."""
         return {
@@ -90,25 +97,32 @@ def covering(pythons: list[Path]) -> list[Cell]:
 
 
 def find_pythons() -> list[Path]:
-    """Find the Python of `.venv` and those of `.venv-3.12` and the like beside it, one of each version."""
-    own = Path(sys.executable)
+    """Find the Python that runs this, and those of `.venv-3.12` and the like beside it, one of each version."""
     others = (folder / "bin/python" for folder in sorted(ROOT.glob(".venv-3.*"), key=lambda folder: folder.suffix))
-    return [own, *(python for python in others if python.exists())]
+    found: dict[str, Path] = {}
+    for python in (Path(sys.executable), *(python for python in others if python.exists())):
+        found.setdefault(version(python), python)
+    return list(found.values())
+
+
+def version(python: Path) -> str:
+    """Return the version of a Python, as "3.12"."""
+    command = [python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def run(cell: Cell, jobs: int, arguments: list[str]) -> dict:
     """Run the tests of a cell, and return what came of them; their output goes to the terminal."""
     environment = {name: value for name, value in os.environ.items() if name != "ONEDNN_MAX_CPU_ISA"} | cell.environment
     probe = subprocess.run([cell.python, "-c", PROBE], env=environment, capture_output=True, text=True, check=True)
-    asked = {"blas": cell.blas, "aten": cell.aten, "threads": cell.threads}
-    left_out = [] if cell.threads == 1 else sorted(UNAFFECTED)
+    left_out = [] if cell.threads == 1 else [file for file in UNAFFECTED if file not in arguments]
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.json"
         command = [cell.python, "-m", "pytest", "-n", str(jobs), "--dist", "loadgroup", "--results", results, "-q"]
         limits = ["--timeout=600", "-o", "faulthandler_timeout=900"]  # more threads than cores take longer
         start = time.perf_counter()
         status = subprocess.run(
-            [*command, *limits, *(f"--ignore-glob=**/{file}" for file in left_out), *arguments],
+            [*command, *limits, *(f"--ignore={file}" for file in left_out), *arguments],
             cwd=ROOT,
             env=environment,
             check=False,
@@ -116,7 +130,7 @@ def run(cell: Cell, jobs: int, arguments: list[str]) -> dict:
         seconds = time.perf_counter() - start
         found = json.loads(results.read_text()) if results.exists() else {}
     return {
-        "asked": asked,
+        "asked": cell.asked,
         "found": json.loads(probe.stdout),
         "arguments": arguments,
         "left_out": left_out,
@@ -128,6 +142,11 @@ def run(cell: Cell, jobs: int, arguments: list[str]) -> dict:
         "exit_status": status,
         "seconds": round(seconds),
     }
+
+
+def is_of(cell: Cell, result: dict) -> bool:
+    """Return whether a result is one of this cell, from an earlier run."""
+    return result["asked"] == cell.asked and result["found"]["python"].startswith(version(cell.python) + ".")
 
 
 def machine() -> dict:
@@ -150,12 +169,13 @@ def main() -> None:
     slug = re.sub(r"[^a-z0-9]+", "-", machine()["name"].lower()).strip("-")
     file = options.output or ROOT / f"docs/results/tests/matrix-{slug}.json"
     written = json.loads(file.read_text())["cells"] if file.exists() else {}
-    written = {name: cell for name, cell in written.items() if int(name) < len(cells)}
+    chosen = {i: cell for i, cell in enumerate(cells) if not options.cells or str(i) in options.cells.split(",")}
+    others = [i for i, cell in chosen.items() if str(i) in written and not is_of(cell, written[str(i)])]
+    if others and not options.list:
+        parser.error(f"{file} has results of other Pythons for cells {others}: name another file with --output")
     failed = False
-    for number, cell in enumerate(cells):
-        head = f"cell {number}: {cell.blas}, {cell.aten}, threads: {cell.threads}, {cell.python.relative_to(ROOT)}"
-        if options.cells and str(number) not in options.cells.split(","):
-            continue
+    for number, cell in chosen.items():
+        head = f"cell {number}: {cell.blas}, {cell.aten}, threads: {cell.threads}, Python {version(cell.python)}"
         sys.stdout.write(head + "\n")
         sys.stdout.flush()
         if options.list:

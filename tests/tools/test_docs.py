@@ -263,6 +263,67 @@ def test_the_readme_shows_the_committed_measurements(monkeypatch):
     assert tables in (ROOT / "README.md").read_text(), "`make readme` writes them"
 
 
+def matrix_cell(**changes) -> dict[str, Any]:
+    """Make a result of a cell of `make matrix`."""
+    cell = dict(
+        asked=dict(blas="Zen", aten="avx2", threads=8),
+        found=dict(python="3.12.1", blas="Haswell", aten="AVX2", threads=2),
+        arguments=[],
+        left_out=["tests/tools/test_twins.py"],
+        date="2026-01-02T03:04:05+00:00",
+        commit="0123456789ab",
+        versions=dict(python="3.12.1", torch="2.11.0"),
+        counts=dict(passed=11, failed=1, skipped=2),
+        not_passed=["tests/paths/test_merge.py::test_one"],
+        exit_status=1,
+        seconds=90,
+    )
+    return cell | changes
+
+
+def test_a_matrix_of_environments_is_a_table(monkeypatch):
+    """A row per cell: what it ran as, and how many tests passed of how many; a run that was cut short says so."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    alike = dict(python="3.11.7", blas="SkylakeX", aten="AVX512", threads=1)
+    plain = dict(
+        asked=dict(blas="SkylakeX", aten="avx512", threads=1), found=alike, left_out=[], counts=dict(passed=20)
+    )
+    crashed = dict(date=None, commit=None, versions=None, counts=None, not_passed=None, exit_status=3)
+    results = dict(
+        what="The tests in environments.",
+        unaffected={"tests/tools/test_twins.py": "reads signatures"},
+        machine=dict(name="A Processor", cores=2),
+        cells={
+            "0": matrix_cell(**plain, not_passed=[], exit_status=0, date="2026-01-01T00:00:00+00:00"),
+            "4": matrix_cell(),
+            "5": matrix_cell(**crashed),
+            "6": matrix_cell(arguments=["-k", "merge"]),
+        },
+    )
+    shown = importlib.import_module("hooks").outcomes(json.loads(json.dumps(results)))
+    rows = [line.strip("| ").split(" | ") for line in shown.splitlines() if line.startswith("|")][2:]
+    assert rows == [
+        ["SkylakeX", "avx512", "1", "3.11.7", "0123456789ab", "20 of 20", "1.5"],
+        ["Zen (Haswell)", "avx2", "8 (2)", "3.12.1", "0123456789ab", "11 of 14", "1.5"],
+        ["Zen (Haswell)", "avx2", "8 (2)", "3.12.1", "unknown", "none: exit 3", "1.5"],
+        ["Zen (Haswell)", "avx2", "8 (2)", "3.12.1", "0123456789ab", "11 of 14<br>`-k merge`", "1.5"],
+    ]
+    assert "A Processor, 2 cores, 2026-01-01 to 2026-01-02." in shown
+    assert shown.count("`tests/paths/test_merge.py::test_one`") == 1
+    assert "`tests/tools/test_twins.py`, which reads signatures" in shown
+
+
+def test_every_result_of_the_tests_is_shown(monkeypatch):
+    """Whatever kinds of files lie in docs/results/tests, and more than one of a kind."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    hooks = importlib.import_module("hooks")
+    files = sorted(hooks.RESULTS.glob("tests/*.json"))
+    assert files
+    shown = hooks.tested(None, None, None)
+    for file in files:
+        assert hooks.outcomes(json.loads(file.read_text())) in shown
+
+
 @of_the_site
 def test_the_newcomers_way(site):
     """From the README to notebook 1, from there or from the start page to a path, and on it is the reference."""
