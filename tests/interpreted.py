@@ -2,10 +2,21 @@
 
 import numpy as np
 import pytest
+from triton.language import core
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
+
+OPERATIONS = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
 
 def quicken() -> None:
+    """Take from Triton's interpreter what it does over and over again, and let an overflow be an error."""
+    _patch_functions_once()
+    _find_overflows_at_once()
+    _make_types_once()
+
+
+def _patch_functions_once() -> None:
     """Let a function that kernels call patch Triton's language once, and not at each call.
 
     The interpreter does so each time, which takes a third of its own. What a kernel's launch has patched is there, and
@@ -23,6 +34,55 @@ def quicken() -> None:
             raise interpreter.InterpreterError(repr(error)) from error
 
     interpreter.InterpretedFunction.__call__ = call
+
+
+def _find_overflows_at_once() -> None:
+    """Find out by one operation whether a sum, a difference or a product of integers overflows.
+
+    The interpreter takes ten operations of its own, and lets what overflows pass all the same. Here it is an error.
+    """
+
+    def refuse_overflow(self, lhs, rhs, binary_op):
+        kind = lhs.type.scalar
+        if kind.int_bitwidth < 64:
+            exact = OPERATIONS[binary_op.__name__](lhs.handle.data, rhs.handle.data, dtype=np.int64)
+            fits = kind.get_int_min_value() <= exact.min() and exact.max() <= kind.get_int_max_value()
+            assert fits, f"{kind} overflow detected for operation {binary_op.__name__}"
+
+    TritonSemantic.binary_op_sanitize_overflow_impl = refuse_overflow
+
+
+def _make_types_once() -> None:
+    """Make the type of a block and the shape of a value once, and not for each value anew: nothing writes to them."""
+    blocks, values, in_numpy = {}, {}, {}
+    make_block, make_value = core.block_type.__init__, core.tensor.__init__
+    find_in_numpy, broadcast = interpreter._get_np_dtype, TritonSemantic.broadcast_impl_value
+
+    def block(self, element_ty, shape):
+        sizes = tuple(size.value if isinstance(size, core.constexpr) else size for size in shape)
+        name = sizes, element_ty.name
+        if name not in blocks:
+            make_block(self, element_ty, shape)
+            blocks[name] = vars(self).copy()
+        vars(self).update(blocks[name], element_ty=element_ty)
+
+    def value(self, handle, type):
+        if type.name not in values:
+            make_value(self, handle, type)
+            values[type.name] = vars(self).copy()
+        vars(self).update(values[type.name], handle=handle, type=type, dtype=type.scalar)
+
+    def numpy_type(type):
+        if type.name not in in_numpy:
+            in_numpy[type.name] = find_in_numpy(type)
+        return in_numpy[type.name]
+
+    def broadcast_if_need_be(self, lhs, rhs):
+        have_one_shape = lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape.values == rhs.type.shape.values
+        return (lhs, rhs) if have_one_shape else broadcast(self, lhs, rhs)
+
+    core.block_type.__init__, core.tensor.__init__ = block, value
+    interpreter._get_np_dtype, TritonSemantic.broadcast_impl_value = numpy_type, broadcast_if_need_be
 
 
 def add_products_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
