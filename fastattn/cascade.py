@@ -56,7 +56,7 @@ def plan(
         num_keys=None,
     )
     levels.append(Plan(own_keys, block_size, True, (left, right), first_keys=first_keys))
-    return CascadePlan(batch, tuple(dispatch.prepare(level) for level in levels))
+    return CascadePlan(batch, tuple(levels))
 
 
 def attention(

@@ -9,11 +9,8 @@ from refattn.interface.checks import check_paged
 
 
 def plan(batch: Batch, *, block_size: int, causal: bool = True, window_size: tuple[int, int] = (-1, -1)) -> Plan:
-    """Plan attention over all tokens of each sequence in the cache; the twin of `refattn.chunked_prefill.plan`.
-
-    On a CPU the plan also holds how the kernel shares out its work.
-    """
-    return dispatch.prepare(Plan(batch, block_size, causal, window_size))
+    """Plan attention over all tokens of each sequence in the cache; the twin of `refattn.chunked_prefill.plan`."""
+    return Plan(batch, block_size, causal, window_size)
 
 
 def attention(

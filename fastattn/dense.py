@@ -10,7 +10,7 @@ from refattn.interface.checks import check_dense
 
 def plan(batch: Batch, *, causal: bool = True, window_size: tuple[int, int] = (-1, -1)) -> Plan:
     """Plan attention over rows of keys; the twin of `refattn.dense.plan`."""
-    return dispatch.prepare(Plan(batch, None, causal, window_size))
+    return Plan(batch, None, causal, window_size)
 
 
 def attention(

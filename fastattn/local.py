@@ -21,7 +21,7 @@ def plan(batch: Batch, *, chunk_size: int, block_size: int) -> Plan:
     block_table = check_block_table(batch, block_size=block_size)
     check_lengths(batch)
     if batch.max_seq_len <= chunk_size:  # one chunk holds every sequence
-        return dispatch.prepare(Plan(batch, block_size))
+        return Plan(batch, block_size)
     # The most that `max_query_len` neighbours can touch is when the first of them ends a chunk.
     num_chunks = (max(batch.max_query_len, 1) + chunk_size - 2) // chunk_size + 1
     columns = min(chunk_size // block_size, block_table.shape[1])
@@ -30,7 +30,7 @@ def plan(batch: Batch, *, chunk_size: int, block_size: int) -> Plan:
     )
     longest_query = min(batch.max_query_len, chunk_size)
     chunks = Batch(cu_seqlens_q, seq_lens, virtual_table, longest_query, chunk_size, num_tokens=batch.num_tokens)
-    return dispatch.prepare(Plan(chunks, block_size, first_keys=first_keys))
+    return Plan(chunks, block_size, first_keys=first_keys)
 
 
 def attention(

@@ -21,13 +21,13 @@ def plan(batch: Batch, *, window_size: tuple[int, int], block_size: int, causal:
     block_table = check_block_table(batch, block_size=block_size)
     check_lengths(batch)
     if left < 0 or batch.max_seq_len <= left + block_size:  # every query sees a key of the first block
-        return dispatch.prepare(Plan(batch, block_size, causal, window_size))
+        return Plan(batch, block_size, causal, window_size)
     # The keys that the queries of a sequence can see, and before them at most a block but one key.
     longest = min(batch.max_seq_len, left + batch.max_query_len + block_size - 1)
     columns = min(-(-longest // block_size), block_table.shape[1])
     first_keys, seq_lens, trimmed_table = dispatch.trim(batch, left, block_size=block_size, columns=columns)
     trimmed = replace(batch, seq_lens=seq_lens, block_table=trimmed_table, max_seq_len=longest, num_keys=None)
-    return dispatch.prepare(Plan(trimmed, block_size, causal, window_size, first_keys=first_keys))
+    return Plan(trimmed, block_size, causal, window_size, first_keys=first_keys)
 
 
 def attention(

@@ -200,13 +200,6 @@ def _says_what_helps(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-def prepare(plan: Plan) -> Plan:
-    """Return a plan with the schedule of the kernel that will compute it, if that kernel makes one once per step."""
-    if plan.batch.device.type == "cpu":
-        return plan.with_schedule(_load("cpu").schedule(plan))
-    return plan
-
-
 @_says_what_helps
 def dense(
     query: Float[Tensor, "t h d"],

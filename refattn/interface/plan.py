@@ -13,7 +13,7 @@ A plan describes sequences of keys, each with some query rows. They may be those
     cascade           groups that share keys, level by level     the end of the level above
 """
 
-import copy
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -56,9 +56,9 @@ class Plan:
         first_keys: the position of each sequence's first key; None if all are 0.
         positions: the position of each query row; None where a sequence's queries are the last of its tokens. Rows of
             padding may hold anything.
-        schedule: how a kernel shares out the work of this plan, if it prepares that once per step; None otherwise. It
-            changes no answer.
         needs: how large the tensors have to be; None where the tables are on a device, where nobody reads them.
+        kept: what kernels keep from one layer to the next, each under its own name: how they share out the work,
+            launches to be made again. It changes no answer.
 
     On a CPU the contents of the tables are checked here, once, and not when a layer attends: a table that is written to
     afterwards takes a new plan.
@@ -73,8 +73,8 @@ class Plan:
     window_size: tuple[int, int] = (-1, -1)
     first_keys: Int32[Tensor, "b"] | None = None
     positions: Int32[Tensor, "t"] | None = None
-    schedule: Any = field(default=None, init=False, repr=False)
     needs: Needs | None = field(default=None, init=False, repr=False)
+    kept: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Check the arguments, and the contents of the tables where they are on the host."""
@@ -103,12 +103,6 @@ class Plan:
         """The window with `causal` as what it is: a right side of 0."""
         left, right = self.window_size
         return left, 0 if self.causal else right
-
-    def with_schedule(self, schedule: Any) -> "Plan":
-        """Return the same plan with a kernel's schedule; nothing is checked again."""
-        plan = copy.copy(self)
-        object.__setattr__(plan, "schedule", schedule)
-        return plan
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,7 +4,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fastattn.kernels.cpu import attention, pairs
-from fastattn.kernels.cpu.schedule import Schedule
 from fastattn.kernels.problem import Problem, Subtraction
 from refattn.interface import AttentionOptions, Plan
 
@@ -18,11 +17,6 @@ def unsupported_reason(problem: Problem) -> str | None:
     if problem.operation == "differential" and problem.positions:
         return "subtracts the answers of query rows that are the last of their sequences, at no other positions"
     return None
-
-
-def schedule(plan: Plan) -> Schedule:
-    """Return how the work of a plan is shared out, once per step for every layer."""
-    return Schedule(plan)
 
 
 def dense(

@@ -29,7 +29,9 @@ class Schedule:
     """
 
     def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+        # Not the plan itself, which keeps this: neither would be freed before Python looks for cycles.
+        self.batch, self.block_size, self.window = plan.batch, plan.block_size, plan.window
+        self.positions, self.first_keys = plan.positions, plan.first_keys
         self._apart: dict[bool, list[Apart]] = {}
         self._views: dict[bool, list[tuple[slice, int, View]]] = {}
         self._kept: dict[Hashable, Any] = {}
@@ -37,10 +39,9 @@ class Schedule:
     @cached_property
     def lengths(self) -> list[tuple[slice, int]]:
         """The query rows and the number of keys of each sequence."""
-        batch = self.plan.batch
         return [
             (slice(q0, q1), seq_len)
-            for (q0, q1), seq_len in zip(batch.query_rows(), batch.seq_lens.tolist(), strict=True)
+            for (q0, q1), seq_len in zip(self.batch.query_rows(), self.batch.seq_lens.tolist(), strict=True)
         ]
 
     def once(self, name: Hashable, make: Callable[[], T]) -> T:
@@ -69,7 +70,7 @@ class Schedule:
     @cached_property
     def together(self) -> list["Decodes | Apart"]:
         """The decodes of like lengths in groups, and all other sequences one by one."""
-        batch, block_size = self.plan.batch, self.plan.block_size
+        batch, block_size = self.batch, self.block_size
         assert batch.block_table is not None and block_size is not None  # a plan over pages has them
         decodes = [i for i, (rows, seq_len) in enumerate(self.lengths) if rows.stop - rows.start == 1 and seq_len]
         pieces: list[Decodes | Apart] = []
@@ -79,11 +80,11 @@ class Schedule:
             neighbours = begins[-1] - begins[0] == len(begins) - 1
             rows = slice(begins[0], begins[-1] + 1) if neighbours else torch.tensor(begins)
             seen = batch.seq_lens[members], batch.block_table[members]
-            pieces.append(_read_together(rows, *seen, block_size, self.plan.window[0]))
+            pieces.append(_read_together(rows, *seen, block_size, self.window[0]))
         return pieces + self._one_by_one([i for i in range(len(self.lengths)) if i not in set(decodes)], False)
 
     def _one_by_one(self, sequences: "range | list[int]", positions: bool) -> list["Apart"]:
-        batch, block_size = self.plan.batch, self.plan.block_size
+        batch, block_size = self.batch, self.block_size
         assert batch.block_table is not None and block_size is not None  # a plan over pages has them
         pieces = []
         for i in sequences:
@@ -98,15 +99,18 @@ class Schedule:
         rows, seq_len = self.lengths[sequence]
         given = None
         if positions:
-            assert self.plan.positions is not None
-            first_keys = self.plan.first_keys
-            given = self.plan.positions[rows].long() - (0 if first_keys is None else int(first_keys[sequence]))
-        return _view(rows, seq_len, self.plan.window, given)
+            assert self.positions is not None
+            first_key = 0 if self.first_keys is None else int(self.first_keys[sequence])
+            given = self.positions[rows].long() - first_key
+        return _view(rows, seq_len, self.window, given)
 
 
 def schedule_of(plan: Plan) -> Schedule:
-    """Return how the work of a plan is shared out; a plan of `refattn` does not say."""
-    return plan.schedule if isinstance(plan.schedule, Schedule) else Schedule(plan)
+    """Return how the work of a plan is shared out, which the plan keeps for the layers that follow."""
+    if "cpu" not in plan.kept:
+        plan.kept["cpu"] = Schedule(plan)
+    schedule: Schedule = plan.kept["cpu"]
+    return schedule
 
 
 @dataclass(frozen=True)

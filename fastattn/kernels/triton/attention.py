@@ -20,7 +20,7 @@ Source: Dao et al. 2023, "Flash-Decoding"; the tiles of a ragged batch are found
 
 from collections.abc import Sequence
 from functools import cache
-from typing import no_type_check
+from typing import NamedTuple, no_type_check
 
 import torch
 import triton
@@ -29,6 +29,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fastattn.kernels.problem import uses_positions
+from fastattn.kernels.triton.launch import Launch, is_aligned
 from fastattn.kernels.triton.run import (
     CHANGING,
     INTERPRETED,
@@ -121,11 +122,14 @@ def attend_levels(
     """
     num_tokens, num_heads = query.shape[:2]
     value_head_size = value.shape[-1]
+    name = _name_of_launches(query, key, value, options, out) if len(levels) == 1 and last_mask is None else None
     out = query.new_empty(num_tokens, num_heads, value_head_size) if out is None else out
     lse = query.new_empty(num_tokens, num_heads, dtype=torch.float32)
     batch = levels[-1].batch
     if 0 in (num_tokens, num_heads, batch.num_seqs):
         return out.zero_(), lse.fill_(-torch.inf)
+    if name in levels[0].kept:
+        return levels[0].kept[name].again(query, key, value, options, out, lse)
 
     row_bytes = max(pad(query.shape[2]), pad(value_head_size)) * query.element_size()  # in a program, of the longest
     tunings = [tune(query, key, value, level, options, row_bytes) for level in levels]
@@ -134,7 +138,9 @@ def attend_levels(
     tunings = [fit(tuning, query.device, row_bytes=row_bytes, key_bytes=2 * row_bytes) for tuning in tunings]
     num_parts = sum(tuning.most_splits for tuning in tunings)
     if num_parts == 1 and not options.batch_invariant:
-        _launch(query, key, value, levels[0], options, tunings[0], out, lse, last_mask=last_mask)
+        launch = _launch(query, key, value, levels[0], options, tunings[0], out, lse, last_mask=last_mask)
+        if name is not None:
+            levels[0].kept[name] = _Launches(1, launch, None)
         return out, lse
 
     parts = query.new_empty(num_parts, *out.shape, dtype=torch.float32)
@@ -142,7 +148,7 @@ def attend_levels(
     overlap = can_overlap(query.device)
     first = 0
     for level, tuning in zip(levels, tunings, strict=True):
-        _launch(
+        launch = _launch(
             query,
             key,
             value,
@@ -158,25 +164,83 @@ def attend_levels(
         first += tuning.most_splits
     block_splits = 1 if options.batch_invariant else min(MERGED_AT_ONCE, pad(num_parts))
     block_heads = min(MERGED_AT_ONCE // block_splits, pad(num_heads))
-    _reduce_kernel[num_tokens, -(-num_heads // block_heads)](
-        parts,
-        part_lses,
-        out,
-        lse,
-        batch.cu_seqlens_q,
-        _side_by_side(options.sinks),
-        num_tokens,
-        batch.num_seqs,
-        num_parts,
-        NUM_HEADS=num_heads,
-        VALUE_HEAD_SIZE=value_head_size,
-        BLOCK_HEADS=block_heads,
-        BLOCK_SPLITS=block_splits,
-        OVERLAP=overlap,
-        num_warps=4,
-        **({"launch_pdl": True} if overlap else {}),
+    reduction = Launch(
+        _reduce_kernel,
+        (num_tokens, -(-num_heads // block_heads)),
+        dict(parts=parts, part_lses=part_lses, out=out, lse=lse, sinks=_side_by_side(options.sinks)),
+        dict(
+            cu_seqlens_q=batch.cu_seqlens_q,
+            num_tokens=num_tokens,
+            num_seqs=batch.num_seqs,
+            splits=num_parts,
+            NUM_HEADS=num_heads,
+            VALUE_HEAD_SIZE=value_head_size,
+            BLOCK_HEADS=block_heads,
+            BLOCK_SPLITS=block_splits,
+            OVERLAP=overlap,
+        ),
+        dict(num_warps=4) | ({"launch_pdl": True} if overlap else {}),
     )
+    if name is not None:
+        levels[0].kept[name] = _Launches(num_parts, launch, reduction)
     return out, lse
+
+
+class _Launches(NamedTuple):
+    """The launches that compute a plan, to be made again in other layers.
+
+    Attributes:
+        num_parts: into how many parts the keys are split.
+        attend: the launch that attends.
+        reduce: the one that merges the parts; None if the first gives the answer.
+    """
+
+    num_parts: int
+    attend: Launch
+    reduce: Launch | None
+
+    def again(
+        self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, out: Tensor, lse: Tensor
+    ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+        """Attend with other tensors of the same shapes."""
+        slopes, sinks = _side_by_side(options.alibi_slopes), _side_by_side(options.sinks)
+        if self.reduce is None:
+            self.attend.again(query, key, value, out, lse, slopes, sinks)
+            return out, lse
+        parts = query.new_empty(self.num_parts, *out.shape, dtype=torch.float32)
+        part_lses = query.new_empty(self.num_parts, *lse.shape, dtype=torch.float32)
+        self.attend.again(query, key, value, parts, part_lses, slopes, sinks)
+        self.reduce.again(parts, part_lses, out, lse, sinks)
+        return out, lse
+
+
+def _name_of_launches(
+    query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, out: Tensor | None
+) -> tuple[object, ...] | None:
+    """Return what a plan keeps launches under: all that they depend on besides the plan; None where they can't be kept.
+
+    Those of a scale that is not positive change the query first.
+    """
+    slopes, sinks = options.alibi_slopes, options.sinks
+    if options.softmax_scale is not None and options.softmax_scale <= 0:
+        return None
+    if not is_aligned((query, key, value, out, slopes, sinks)):
+        return None
+    return (
+        "triton",
+        query.dtype,
+        query.shape,
+        query.stride(),
+        key.shape,
+        key.stride(),
+        value.shape,
+        value.stride(),
+        options.softmax_scale,
+        options.softcap,
+        options.batch_invariant,
+        None if slopes is None else slopes.dtype,
+        None if sinks is None else sinks.dtype,
+    )
 
 
 def repair(
@@ -227,8 +291,8 @@ def _launch(
     last_mask: Tensor | None,
     overlap: bool | None = None,
     after: bool = False,
-) -> None:
-    """Launch the kernel for one level.
+) -> Launch:
+    """Launch the kernel for one level, and return what can be launched again with other tensors of the same shapes.
 
     Args:
         query: as in `attend`, and what follows.
@@ -253,57 +317,62 @@ def _launch(
     query, scale = with_scale_above_0(query, options.softmax_scale)
     one_tile = _is_one_tile(batch, group, tuning.block_m)
     tiles = _count_tiles(batch, num_tokens, group, tuning.block_m)
-    _attend_kernel[tiles * num_kv_heads, tuning.most_splits](
-        query,
-        key,
-        value,
-        out,
-        lse,
-        block_table,
-        batch.cu_seqlens_q,
-        batch.cu_seqlens_k if block_table is None else None,
-        batch.seq_lens,
-        _side_by_side(positions),
-        None if positions is None else _side_by_side(plan.first_keys),
-        _side_by_side(options.alibi_slopes),
-        _side_by_side(options.sinks),
-        None if last_mask is None else last_mask.view(torch.uint8),
-        query.stride(),
-        key.stride(),
-        value.stride(),
-        (0, 0) if last_mask is None else last_mask.stride(),
-        0 if block_table is None else block_table.stride(0),
-        1 if block_table is None else block_table.stride(1),
-        num_tokens,
-        batch.num_seqs,
-        tuning.splits,
-        scale,
-        options.softcap,
-        left,
-        right,
-        0 if last_mask is None else last_mask.shape[1],
-        NUM_HEADS=num_heads,
-        GROUP=group,
-        HEAD_SIZE=head_size,
-        VALUE_HEAD_SIZE=value_head_size,
-        BLOCK_SIZE=0 if block_table is None else key.shape[1],
-        BLOCK_M=tuning.block_m,
-        BLOCK_N=tuning.block_n,
-        BLOCK_SEQS=BLOCK_SEQS,
-        SPLIT=overlap is not None,
-        RUN=tuning.run,
-        BALANCE=tuning.most_splits > tuning.splits,
-        ONE_TILE=one_tile,
-        SOFTCAP=options.softcap > 0,
-        LEFT=left >= 0,
-        RIGHT=right >= 0,
-        LARGEST_TILE=LARGEST_TILE,
-        OVERLAP=bool(overlap),
-        AFTER=bool(overlap and after),
-        num_warps=tuning.num_warps,
-        num_stages=tuning.num_stages,
-        **({"launch_pdl": True} if overlap and after else {}),
-        **({"maxnreg": tuning.registers} if tuning.registers and not INTERPRETED else {}),
+    return Launch(
+        _attend_kernel,
+        (tiles * num_kv_heads, tuning.most_splits),
+        dict(
+            query=query,
+            key=key,
+            value=value,
+            out=out,
+            lse=lse,
+            alibi_slopes=_side_by_side(options.alibi_slopes),
+            sinks=_side_by_side(options.sinks),
+        ),
+        dict(
+            block_table=block_table,
+            cu_seqlens_q=batch.cu_seqlens_q,
+            cu_seqlens_k=batch.cu_seqlens_k if block_table is None else None,
+            seq_lens=batch.seq_lens,
+            query_positions=_side_by_side(positions),
+            first_keys=None if positions is None else _side_by_side(plan.first_keys),
+            last_mask=None if last_mask is None else last_mask.view(torch.uint8),
+            query_strides=query.stride(),
+            key_strides=key.stride(),
+            value_strides=value.stride(),
+            mask_strides=(0, 0) if last_mask is None else last_mask.stride(),
+            table_row_stride=0 if block_table is None else block_table.stride(0),
+            table_stride=1 if block_table is None else block_table.stride(1),
+            num_tokens=num_tokens,
+            num_seqs=batch.num_seqs,
+            splits=tuning.splits,
+            scale=scale,
+            softcap=options.softcap,
+            left=left,
+            right=right,
+            last=0 if last_mask is None else last_mask.shape[1],
+            NUM_HEADS=num_heads,
+            GROUP=group,
+            HEAD_SIZE=head_size,
+            VALUE_HEAD_SIZE=value_head_size,
+            BLOCK_SIZE=0 if block_table is None else key.shape[1],
+            BLOCK_M=tuning.block_m,
+            BLOCK_N=tuning.block_n,
+            BLOCK_SEQS=BLOCK_SEQS,
+            SPLIT=overlap is not None,
+            RUN=tuning.run,
+            BALANCE=tuning.most_splits > tuning.splits,
+            ONE_TILE=one_tile,
+            SOFTCAP=options.softcap > 0,
+            LEFT=left >= 0,
+            RIGHT=right >= 0,
+            LARGEST_TILE=LARGEST_TILE,
+            OVERLAP=bool(overlap),
+            AFTER=bool(overlap and after),
+        ),
+        dict(num_warps=tuning.num_warps, num_stages=tuning.num_stages)
+        | ({"launch_pdl": True} if overlap and after else {})
+        | ({"maxnreg": tuning.registers} if tuning.registers and not INTERPRETED else {}),
     )
 
 

@@ -479,8 +479,9 @@ def answer(highest, total, weighted, sink):
     if sink is not None:
         new_highest = tl.maximum(highest, sink * LOG2E)
         base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-        weighted *= tl.exp2(highest - base)[:, None]
-        total = total * tl.exp2(highest - base) + tl.exp2(sink * LOG2E - base)
+        shrink = tl.exp2((highest - base) * 0.5)  # twice: a GPU takes a share below 1e-38 for 0, whatever it is of
+        weighted = weighted * shrink[:, None] * shrink[:, None]
+        total = total * shrink * shrink + tl.exp2(sink * LOG2E - base)
         highest = new_highest
     total = tl.where(total == 0.0, 1.0, total)  # a row that sees nothing: 0, and -inf by `highest`
     return weighted / total[:, None], (highest + tl.log2(total)) / LOG2E
