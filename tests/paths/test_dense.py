@@ -98,7 +98,7 @@ def test_bad_input_is_named(twin):
         attend(twin, query, key[:24], value[:24], batch)
     with pytest.raises(ValueError, match=r"value: expected float32 \[s=25, hk=2, dv\], got float32 \[24, 2, 64\]"):
         attend(twin, query, key, value[:24], batch)
-    with pytest.raises(ValueError, match="cu_seqlens_q: expected to rise from 0 to at most t=2 rows"):
+    with pytest.raises(ValueError, match="query: expected at least 3 rows, where cu_seqlens_q ends, got t=2"):
         attend(twin, query[:2], key, value, batch)
 
 

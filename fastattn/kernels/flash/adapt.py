@@ -120,9 +120,11 @@ def _adapt_kernel(
     tl.store(out + places, rows.to(out.dtype.element_ty), mask=(sees_nothing | is_odd)[:, None] & in_value)
     if sinks is not None:
         sink = tl.load(sinks + head).to(tl.float32)
-        share = 1.0 / (1.0 + tl.exp(sink - logs))  # exp(lse) / (exp(lse) + exp(sink)); 0 where that overflows
+        # exp(lse) / (exp(lse) + exp(sink)), as a product: a GPU takes a share below 1e-38 for 0, whatever it is of.
+        root = tl.exp(tl.minimum(logs - sink, 0.0) * 0.5)
+        share = root / (1.0 + tl.exp(-tl.abs(logs - sink)))
         some = (is_query & (logs > float("-inf")))[:, None] & in_value
-        values = tl.load(out + places, mask=some, other=0.0).to(tl.float32) * share[:, None]
+        values = tl.load(out + places, mask=some, other=0.0).to(tl.float32) * share[:, None] * root[:, None]
         tl.store(out + places, values.to(out.dtype.element_ty), mask=some)
         higher = tl.maximum(logs, sink)
         with_sink = higher + tl.log(tl.exp(logs - higher) + tl.exp(sink - higher))
