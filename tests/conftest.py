@@ -1,6 +1,5 @@
 """Shapes are checked, memory that nobody wrote is NaN, and one option says which device everything runs on."""
 
-import ctypes
 import itertools
 import json
 import os
@@ -40,18 +39,8 @@ def pytest_configure(config):
     if config.getoption("--device") == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
     torch.manual_seed(0)
-    _keep_memory()
     # Every annotated shape is checked on every call, except in Triton's own language.
     jaxtyping.install_import_hook(["refattn", "fastattn"], "beartype.beartype")
-
-
-def _keep_memory() -> None:
-    """Let glibc keep what is freed: a third of the time goes into pages that are given back and faulted in again."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:
-        trim_threshold, mmap_threshold = -1, -3  # as in malloc.h
-        mallopt(mmap_threshold, 2**25)  # the most that it takes
-        mallopt(trim_threshold, 2**30)
 
 
 def pytest_collection_modifyitems(config, items):

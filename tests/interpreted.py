@@ -14,6 +14,7 @@ def quicken() -> None:
     _patch_functions_once()
     _find_overflows_at_once()
     _make_types_once()
+    _run_in_one_piece_of_stack()
 
 
 def _patch_functions_once() -> None:
@@ -83,6 +84,22 @@ def _make_types_once() -> None:
 
     core.block_type.__init__, core.tensor.__init__ = block, value
     interpreter._get_np_dtype, TritonSemantic.broadcast_impl_value = numpy_type, broadcast_if_need_be
+
+
+def _run_in_one_piece_of_stack() -> None:
+    """Give each launch a stack of its own that all its calls fit on.
+
+    Python's stack grows by pieces of 16 KiB, which are given back at once. Where a loop's calls cross the end of one,
+    each of them asks the system for memory and returns it.
+    """
+    launch = interpreter.GridExecutor.__call__
+
+    def launch_on_a_large_frame(self, *arguments, **options):
+        return launch(self, *arguments, **options)
+
+    code = launch_on_a_large_frame.__code__  # a piece is twice as large as the frame that it begins with
+    launch_on_a_large_frame.__code__ = code.replace(co_stacksize=2**16)
+    interpreter.GridExecutor.__call__ = launch_on_a_large_frame
 
 
 def add_products_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
