@@ -4,8 +4,8 @@ On a GPU a small model waits for its host: a step of one token per request is so
 faster done than asked for. So such a step is recorded, once for each number of rows, and replayed as one launch:
 
     rows           1, 2, 4, 8, 16, 24, ..: a step with fewer requests has padding rows, which see and write nothing
-    what changes   tokens, lengths and blocks are in buffers that the recording reads, filled anew for each step; plans
-                   are derived from them on the device, once per step
+    what changes   tokens, lengths, blocks and the maps of window pools are in buffers that the recording reads, filled
+                   anew for each step; plans are derived from them on the device, once per step
     capacity       a power of two; a step with a longer sequence makes a recording of its own, for twice the length
 
 A model whose own code synchronizes with the device cannot be recorded. Its decodes run launch by launch, and a warning
@@ -24,6 +24,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+import fastattn
 from refattn.interface import Batch
 from refattn.serving import Engine, Request
 
@@ -37,15 +38,31 @@ class CudaGraphs:
     """Records steps of single tokens and replays them; one runner serves one engine, whose twin is `fastattn`.
 
     Attributes:
-        records: whether such steps are recorded; where the model is on CUDA, until it turns out that it cannot be.
+        records: whether such steps are recorded: what `can_record` says, until it turns out that the model cannot be.
+            None before the first step.
     """
 
     def __init__(self) -> None:
-        self.records = torch.cuda.is_available()
+        self.records: bool | None = None
+        self._engine: Engine | None = None
         self._decodes: dict[tuple[int, int], _Decode] = {}
 
+    @staticmethod
+    def can_record(engine: Engine) -> bool:
+        """Return whether all that computes is `fastattn`, on CUDA: another twin may synchronize with the device."""
+        return engine.model.device.type == "cuda" and engine.twin.package is fastattn
+
     def run(self, engine: Engine, scheduled: dict[Request, int]) -> Float[Tensor, "b v"] | None:
-        """Run a step of single tokens, and return its logits; None for any other step."""
+        """Run a step of single tokens, and return its logits; None for any other step.
+
+        Raises:
+            ValueError: if the runner has served another engine.
+        """
+        if self._engine not in (None, engine):
+            raise ValueError("engine: expected the one that this runner served before, got another")
+        self._engine = engine
+        if self.records is None:
+            self.records = self.can_record(engine)
         if not (self.records and all(request.num_pending == 1 for request in scheduled)):
             return None
         machine = replace(engine.machine, launch_seconds=max(LAYER_SECONDS, engine.machine.launch_seconds))
@@ -116,6 +133,8 @@ class _Decode:
         columns = max(len(request.blocks) for request in scheduled)
         table = [request.blocks + [-1] * (columns - len(request.blocks)) for request in scheduled]
         self.block_table[:count, :columns] = torch.tensor(table, dtype=torch.int32)
+        for pool in self.server.window_pools.values():
+            pool.refresh(self.block_table.device)
 
     def _step(self) -> Float[Tensor, "rows v"]:
         """Make the rest of what the model is called with on the device, and run it."""

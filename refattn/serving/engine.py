@@ -1,17 +1,20 @@
 """Continuous batching: serve many requests of a transformers causal LM at once, over any twin's paged attention.
 
-A step is one forward pass over one flat row of tokens, at most `max_num_batched_tokens` of them. Decodes come first, and
-what is left of the budget goes to chunks of prompts. With a budget of 8, and prompts of 8 tokens (c) and 5 (d):
+A step is one forward pass over one flat row of tokens, at most `max_num_batched_tokens` of them. Decodes come first,
+and what is left of the budget goes to chunks of prompts. With a budget of 8, and prompts of 8 tokens (c) and 5 (d):
 
     step 7    a17 | b5 | c0 c1 c2 c3 c4 c5
     step 8    a18 | b6 | c6 c7 | d0 d1 d2 d3       the logits of c7 give c its first token
     step 9    a19 | b7 | c8 | d4                   and those of d4 the first of d
 
-The model's own code runs. Only its attention is replaced: transformers hands the queries, keys and values of each layer
-to `models.paged_attention`, and the engine writes them into the pool and attends over it with the twin that it was given. It
-computes nothing itself. What a layer plans and attends stands in `layers`: windows go to `sliding_window`, chunks to
-`local`, pairs of softmaxes to `differential`, and all else to `chunked_prefill`, or to `cascade` in a step whose requests
-share so many blocks that reading them once is worth it.
+The model's own code runs. Only its attention is replaced: transformers passes the queries, keys and values of each
+layer to `models.paged_attention`, and the engine writes them into the pool and attends over it with the twin that it
+was given. It computes nothing itself. What a layer plans and attends stands in `layers`: windows go to
+`sliding_window`, chunks to `local`, pairs of softmaxes to `differential`, and all else to `chunked_prefill`, or to
+`cascade` in a step whose requests share so many blocks that reading them once is worth it.
+
+A layer with a window has a smaller pool (`WindowPool`) where no step can need all blocks of it: a block comes back as
+soon as no token to come can see it.
 
 Source: Yu et al. 2022, "Orca" (batching by step); Kwon et al. 2023, "Efficient Memory Management for Large Language
 Model Serving with PagedAttention" (blocks, blocks shared by hash, preemption by recomputation); Agrawal et al. 2024,
@@ -39,6 +42,7 @@ from refattn.serving.layers import Layer, Twin
 from refattn.serving.request import Event, Request, token_ids
 from refattn.serving.sampling import GREEDY, SamplingParams, choose
 from refattn.serving.scheduler import Counters, Scheduler
+from refattn.serving.window_pool import WindowPool
 
 logger = logging.getLogger(__name__)
 
@@ -49,12 +53,12 @@ class Step:
 
     Attributes:
         batch: the lengths and blocks of its requests.
-        slot_mapping: where the new tokens go.
+        slot_mappings: where the new tokens go, in the pool of each kind of layer.
         plans: the plan of each kind of layer.
     """
 
     batch: Batch
-    slot_mapping: Int64[Tensor, "t"]
+    slot_mappings: dict[Layer, Int64[Tensor, "t"]]
     plans: dict[Layer, Plan | CascadePlan]
 
 
@@ -70,9 +74,9 @@ class Engine:
     """Serves requests on a model whose attention `twin` computes.
 
     Args:
-        model: a causal LM of transformers, of one of the families in `models.VERIFIED`. Its attention is the engine's from now
-            on; `model.set_attn_implementation("sdpa")` gives it back.
-        num_blocks: blocks in the pool of each layer.
+        model: a causal LM of transformers, of one of the families in `models.VERIFIED`. Its attention is the engine's
+            from now on; `model.set_attn_implementation("sdpa")` gives it back.
+        num_blocks: blocks in the pool of each layer; a layer with a window has fewer where no step can need so many.
         block_size: tokens in a block.
         max_num_batched_tokens: most tokens in a step, so that no decode waits long for the prompts beside it.
         max_num_seqs: most requests that run at once.
@@ -81,7 +85,8 @@ class Engine:
         machine: for which hardware to decide whether a shared prefix is worth a cascade; None for the one of
             `cost_model` that stands for the kind of the model's device.
         runner: runs some steps in a way of its own, as one that replays CUDA graphs; None runs the model.
-        batch_invariant: compute every row alike, whatever else is in the batch, at some cost.
+        batch_invariant: compute the attention of every row alike, to the bit, whatever else is in the batch; there is
+            no cascade then, as who shares a prefix is chance. The model's own matrix products are as they are.
         trust_model: serve a model of another family too. Nobody has compared its answers with transformers' own: do
             that before you rely on them.
 
@@ -117,31 +122,34 @@ class Engine:
                 raise ValueError(f"{name}: expected an int of at least 1, got {size!r}")
         models.check_model(model, trust_model)
         self.model, self.config, self.tokenizer = model.eval(), model.config.get_text_config(), tokenizer
-        self.block_size, self.max_num_batched_tokens, self.max_num_seqs = (
-            block_size,
-            max_num_batched_tokens,
-            max_num_seqs,
-        )
+        self.block_size, self.max_num_batched_tokens = block_size, max_num_batched_tokens
+        self.max_num_seqs = max_num_seqs
         self.twin, self.runner, self.batch_invariant = Twin(twin), runner, batch_invariant
         self.layers = models.layers_of(self.config, max(num_blocks * block_size, max_num_batched_tokens))
         self.machine = machine or (CPU if model.device.type == "cpu" else H200)
         self.vocab_size = min(self.config.vocab_size, len(model.get_input_embeddings().weight))
         self.max_positions = models.max_positions(self.config)
         self.end_token_ids = models.end_token_ids(model)
+        limits = dict(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
+        pool_blocks = {layer: layer.pool_blocks(num_blocks, block_size, **limits) for layer in self.layers}
+        self.window_pools = {
+            layer: WindowPool(count, num_blocks, window_size=(layer.window - 1, 0), block_size=block_size)
+            for layer, count in pool_blocks.items()
+            if count < num_blocks
+        }
         try:
             self.caches = [
-                layer.allocate(self.twin, num_blocks, block_size, dtype=model.dtype, device=model.device)
+                layer.allocate(self.twin, pool_blocks[layer], block_size, dtype=model.dtype, device=model.device)
                 for layer in self.layers
             ]
         except torch.OutOfMemoryError as error:
-            numbers = 2 * num_blocks * block_size * sum(layer.num_kv_heads * layer.head_size for layer in self.layers)
+            slots = [2 * block_size * pool_blocks[layer] * layer.num_kv_heads for layer in self.layers]
+            numbers = sum(count * layer.head_size for count, layer in zip(slots, self.layers, strict=True))
             raise torch.OutOfMemoryError(
                 f"num_blocks: expected a pool that fits into the memory of {model.device}, got {num_blocks} blocks of "
                 f"{block_size} tokens, which are {numbers * model.dtype.itemsize / 2**30:.3g} GiB. {error}"
             ) from error
-        self.scheduler = Scheduler(
-            num_blocks, block_size, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs
-        )
+        self.scheduler = Scheduler(num_blocks, block_size, **limits, window_pools=self.window_pools.values())
         self._is_stepping = False
         self._aborted: deque[Request] = deque()  # to be ended as soon as no step is under way
         self._attended: list[int] = []  # the layers whose attention this pass has computed
@@ -386,14 +394,17 @@ class Engine:
 
     def plan_step(self, batch: Batch, num_tokens: int, prefixes: Sequence[Prefix] = ()) -> "Step":
         """Plan a step, once for all layers that are equal."""
-        plans: dict[Layer, Plan | CascadePlan] = {
-            layer: layer.plan(self.twin, batch, self.block_size) for layer in dict.fromkeys(self.layers)
-        }
+        slots = self.twin.metadata.slot_mapping(batch, num_tokens, block_size=self.block_size)
+        step = Step(batch, {}, {})
+        for layer in dict.fromkeys(self.layers):
+            pool = self.window_pools.get(layer)
+            step.slot_mappings[layer] = slots if pool is None else pool.translate_slots(slots)
+            where = batch if pool is None else pool.translate_batch(batch)
+            step.plans[layer] = layer.plan(self.twin, where, self.block_size)
         if prefixes:
             cascade = self.twin.cascade.plan(batch, prefixes=prefixes, block_size=self.block_size)
-            plans |= {layer: cascade for layer in plans if type(layer) is Layer}
-        slots = self.twin.metadata.slot_mapping(batch, num_tokens, block_size=self.block_size)
-        return Step(batch, slots, plans)
+            step.plans.update({layer: cascade for layer in step.plans if type(layer) is Layer})
+        return step
 
     def find_prefixes(self, scheduled: dict[Request, int], machine: Machine) -> list[Prefix]:
         """Return what the requests of a step share and is worth a cascade on a machine."""
@@ -402,7 +413,7 @@ class Engine:
         block_tables = [request.blocks for request in scheduled]
         self.counters.key_reads += sum(seq_lens)
         full = next((layer for layer in self.layers if type(layer) is Layer), None)
-        if full is None:
+        if full is None or self.batch_invariant:
             return []
         found = self.twin.cascade.find_prefixes(query_lens, seq_lens, block_tables, block_size=self.block_size)
         prefixes = worthwhile_prefixes(
@@ -420,10 +431,10 @@ class Engine:
 
     def run_model(self, inputs: dict[str, Any]) -> Float[Tensor, "b v"]:
         """Run the model once; its keyword arguments reach `attend` in every layer."""
-        if self.config._attn_implementation != models.ATTENTION:
+        if not models.is_replaced(self.model):
             models.replace_attention(self.model)
         self._attended.clear()
-        logits: Tensor = self.model(**inputs, engine=self, use_cache=False).logits[0]
+        logits = models.run(self.model, inputs, self)
         if sorted(self._attended) != list(range(len(self.layers))):
             raise ValueError(
                 f"model: expected every one of {len(self.layers)} layers to attend once, got layers {self._attended}"
@@ -442,6 +453,7 @@ class Engine:
         sliding_window: int | None = None,
         softcap: float | None = None,
         s_aux: Float[Tensor, "h"] | None = None,
+        alibi_slopes: Float[Tensor, "h"] | None = None,
         **others: Any,
     ) -> Float[Tensor, "1 t h dv"]:
         """Compute the attention of a layer: write its keys and values into its pool, and attend on its path.
@@ -456,6 +468,7 @@ class Engine:
             sliding_window: how many tokens each one sees, itself included; None for all.
             softcap: bound on the scores.
             s_aux: the sinks.
+            alibi_slopes: one per query head; None for no ALiBi.
             others: what else transformers passes, of what is `models.HARMLESS`.
 
         Returns:
@@ -474,10 +487,10 @@ class Engine:
                 f"got {sliding_window}"
             )
         scale = module.scaling if scaling is None else scaling
-        options = AttentionOptions(scale, softcap or 0.0, sinks=s_aux, batch_invariant=self.batch_invariant)
+        options = AttentionOptions(scale, softcap or 0.0, alibi_slopes, s_aux, self.batch_invariant)
         tokens = (rearrange(x, "1 h t d -> t h d") for x in (query, key, value))
-        plan = step.plans[layer]
-        out = layer.attend(self.twin, module, *tokens, self.caches[index], step.slot_mapping, plan, options)
+        slots, plan = step.slot_mappings[layer], step.plans[layer]
+        out = layer.attend(self.twin, module, *tokens, self.caches[index], slots, plan, options)
         return rearrange(out, "t h d -> 1 t h d").contiguous()  # as transformers' own: some models view it
 
     def _try_model(self) -> None:
@@ -485,17 +498,22 @@ class Engine:
         request = Request([0], 1, GREEDY, blocks=[0])
         before = self.config._attn_implementation
         try:
+            for pool in self.window_pools.values():
+                pool.hold(request, 1, 1, request.blocks)
             models.replace_attention(self.model)  # even if the config says so: another model may have the same config
             with torch.no_grad():
                 self.run_model(self.make_inputs({request: 1}))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            self.model.set_attn_implementation(before)
+            if self.config._attn_implementation != before:
+                self.model.set_attn_implementation(before)
             raise ValueError(
                 f"model: expected one whose attention the engine can take over, got {type(self.model).__name__}, "
                 f"which fails over one token with {type(error).__name__}: {error}"
             ) from error
+        for pool in self.window_pools.values():
+            pool.reset()
 
     def _next_event(self, request: Request, token: int | None) -> Event:
         """Return the event of a request's next token, or of its failure if there is no token or no text of it."""

@@ -48,6 +48,13 @@ class Layer:
         """Tokens that a query sees, itself included; 0 for all."""
         return 0
 
+    def pool_blocks(self, num_blocks: int, block_size: int, *, max_num_batched_tokens: int, max_num_seqs: int) -> int:
+        """Return how many blocks the layer's pool needs, where the sequences of a server have `num_blocks`.
+
+        With fewer than those, the layer has a `WindowPool` of its own.
+        """
+        return num_blocks
+
     def allocate(
         self, twin: Twin, num_blocks: int, block_size: int, *, dtype: torch.dtype, device: torch.device
     ) -> Any:
@@ -97,6 +104,16 @@ class WindowLayer(Layer):
         """
         if self.window < 1:
             raise ValueError(f"model: expected a sliding_window of at least 1 token in such layers, got {self.window}")
+
+    def pool_blocks(self, num_blocks: int, block_size: int, *, max_num_batched_tokens: int, max_num_seqs: int) -> int:
+        """Return how many blocks hold what the tokens of any step see and are themselves.
+
+        `q` new tokens see the `window - 1` before them. So many tokens in a row touch at most
+        `(window - 1 + q + 2 * block_size - 2) / block_size` blocks, and a step has at most `max_num_batched_tokens` of
+        them, of at most `max_num_seqs` sequences.
+        """
+        seen = min(max_num_seqs, num_blocks) * (self.window - 1 + 2 * block_size - 2)
+        return min(num_blocks, (seen + max_num_batched_tokens) // block_size)
 
     def plan(self, twin: Twin, batch: Batch, block_size: int) -> Plan:
         """Plan a step over trimmed tables."""

@@ -1,12 +1,19 @@
-"""What ties the engine to transformers: which models it serves, what their layers are, and how it takes their attention."""
+"""What ties the engine to transformers: which models it serves, what their layers are, how it takes their attention.
+
+Most models call their attention through transformers' `AttentionInterface` and pass it the keyword arguments that they
+are called with: there the engine is one of them. Where a family computes its attention in a module of its own, that
+module's `forward` is replaced (`REPLACED`), and what is under way stands in a context variable meanwhile.
+"""
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from functools import partial
 from inspect import signature
 from math import inf
 from typing import Any
 
+import torch
 from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
@@ -15,22 +22,22 @@ from refattn.serving.layers import LAYERS, Layer
 
 ATTENTION = "twinattn"  # the name of `paged_attention` there
 # The families of models, by `config.model_type`, whose logits have been compared with those of transformers' own eager
-# attention. The test that does it, tests/test_engine_models.py, fails if this list is not what it compares.
+# attention. The test that does it, tests/serving/test_engine_models.py, fails if this list is not what it compares.
 VERIFIED = tuple(  # a sentence reads better here than a list of its words
     """
-    afmoe apertus arcee aria_text beam bert bert-generation biogpt bitnet cohere cohere2 cohere2_moe ctrl cwm
-    diffllama dots1 electra ernie ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3
+    afmoe apertus arcee aria_text beam bert bert-generation biogpt bitnet bloom cohere cohere2 cohere2_moe ctrl cwm
+    diffllama dots1 electra ernie ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon flex_olmo flint gemma gemma2 gemma3
     gemma3_text glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa
     granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax jais2 kolibri1 laguna llama llama4_text
-    mellum minimax_m2 ministral ministral3 mistral mixtral modernbert-decoder nanochat olmo olmo2 olmo3 olmoe opt
+    mellum minimax_m2 ministral ministral3 mistral mixtral modernbert-decoder mpt nanochat olmo olmo2 olmo3 olmoe opt
     persimmon phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open starcoder2 vaultgemma
     """.split()  # noqa: SIM905
 )
 
+# Those of them whose attention is not called through transformers' AttentionInterface; ALiBi is no part of that.
+OUTSIDE = ("bloom", "falcon", "mpt")
 # What some of the others do that the engine does not. Nothing but their own code would show it.
 UNSERVED = {
-    "bloom": "whose scores have an ALiBi bias, added outside of transformers' AttentionInterface",
-    "mpt": "whose scores have an ALiBi bias, added outside of transformers' AttentionInterface",
     "gemma4": "whose layers have heads of different sizes",
     "gemma4_text": "whose layers have heads of different sizes",
     "nemotron": "whose attention is not passed the keyword arguments of its model",
@@ -39,14 +46,15 @@ UNSERVED = {
 HARMLESS = {  # options of an attention that change nothing in a decoder that only infers
     "dropout",  # 0 then
     "encoder_hidden_states",  # None then
+    "layer_past",  # None then
     "output_attentions",
     "output_router_logits",
     "past_key_values",  # None then
     "position_ids",  # the model itself has used them
     "use_cache",
 }
-# Types of rotary positions whose frequencies are fixed, and those whose frequencies depend on the longest sequence in the
-# batch once it is longer than `max_positions`.
+# Types of rotary positions whose frequencies are fixed, and those whose frequencies depend on the longest sequence in
+# the batch once it is longer than `max_positions`.
 STATIC_ROPE = ("default", "linear", "yarn", "llama3", "proportional")
 DYNAMIC_ROPE = ("dynamic", "longrope")
 
@@ -77,13 +85,14 @@ def _reason_to_refuse(model: Any) -> str | None:
         return "which has an encoder"
     if model.config.model_type in UNSERVED:
         return UNSERVED[model.config.model_type]
-    if not model._can_set_attn_implementation():
+    is_outside = model.config.model_type in OUTSIDE
+    if not is_outside and not model._can_set_attn_implementation():
         return "which is not built on transformers' AttentionInterface"
     for name in ("position_ids", "logits_to_keep"):
-        if name not in parameters:
+        if name not in parameters and not is_outside:  # ALiBi needs no positions
             return f"whose forward takes no {name}"
     for option in ("alibi", "add_cross_attention", "use_bidirectional_attention"):
-        if any(getattr(config, option, None) for config in configs):
+        if any(getattr(config, option, None) for config in configs) and not is_outside:
             return f"with {option}"
     if any(getattr(config, "kv_lora_rank", None) for config in configs):
         return "which has latent attention (MLA): its keys and values have heads of different sizes"
@@ -113,7 +122,7 @@ def max_positions(config: Any) -> int | float:
     Past them a table of positions ends, and dynamic rotary positions change for every request in the batch. "longrope"
     does so earlier, past the length that the model was first trained with.
     """
-    found = [getattr(config, "max_position_embeddings", None)]
+    found = [getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len")]
     for rope_type, settings in _rope_types(config).items():
         if rope_type == "longrope":
             found.append(settings["original_max_position_embeddings"])
@@ -121,20 +130,58 @@ def max_positions(config: Any) -> int | float:
 
 
 def replace_attention(model: Any) -> None:
-    """Let the layers of a model call `paged_attention`.
+    """Let the layers of a model call `paged_attention`, or what is in `REPLACED`.
 
     Raises:
         ValueError: if the code of the model does not let its attention be replaced.
     """
     from transformers import AttentionInterface
 
-    AttentionInterface.register(ATTENTION, paged_attention)
-    model.set_attn_implementation(ATTENTION)
-    if model.config.get_text_config()._attn_implementation != ATTENTION:
-        raise ValueError(f"model: expected one built on transformers' AttentionInterface, got {type(model).__name__}")
+    if model.config.model_type not in OUTSIDE:
+        AttentionInterface.register(ATTENTION, paged_attention)
+        model.set_attn_implementation(ATTENTION)
+        if not is_replaced(model):
+            raise ValueError(
+                f"model: expected one built on transformers' AttentionInterface, got {type(model).__name__}"
+            )
     for module in model.modules():
-        if type(module).__name__ == "DiffLlamaAttention":  # it subtracts and norms around two calls of the interface
-            module.forward = partial(differential_attention, module)
+        for base in type(module).__mro__:
+            if base.__name__ in REPLACED:
+                module.forward = partial(_forward, module, REPLACED[base.__name__](module))
+
+
+def is_replaced(model: Any) -> bool:
+    """Return whether the engine's attention is in a model; nobody takes it out again of those in `OUTSIDE`.
+
+    Their modules are what they were as long as no engine runs the model.
+    """
+    config = model.config.get_text_config()
+    return model.config.model_type in OUTSIDE or config._attn_implementation == ATTENTION
+
+
+# The engine that runs a model, and its step: for attentions that are not passed what their model is called with.
+_UNDER_WAY: ContextVar[tuple[Any, Any] | None] = ContextVar("_UNDER_WAY", default=None)
+
+
+def run(model: Any, inputs: Mapping[str, Any], engine: Any) -> Float[Tensor, "b v"]:
+    """Run a model once, so that each of its layers calls `engine.attend`, and return the logits.
+
+    Args:
+        model: the model, whose attention is replaced.
+        inputs: what to call it with, and the step.
+        engine: whose step it is.
+    """
+    if model.config.model_type not in OUTSIDE:
+        logits: Tensor = model(**inputs, engine=engine, use_cache=False).logits[0]
+        return logits
+    known = signature(model.forward).parameters
+    inputs = {name: value for name, value in inputs.items() if name != "position_ids" or name in known}
+    before = _UNDER_WAY.set((engine, inputs.pop("step")))
+    try:
+        logits = model(**inputs, use_cache=False).logits[0]
+    finally:
+        _UNDER_WAY.reset(before)
+    return logits
 
 
 def paged_attention(
@@ -161,26 +208,141 @@ def paged_attention(
     return engine.attend(module, query, key, value, **step), None
 
 
-def differential_attention(
-    module: Any,
-    hidden_states: Float[Tensor, "1 t width"],
-    position_embeddings: tuple[Tensor, Tensor],
-    attention_mask: Tensor | None = None,
-    *,
-    engine: Any = None,
-    **step: Any,
-) -> tuple[Float[Tensor, "1 t width"], Tensor | None]:
-    """Hand a layer of DiffLlama to the engine between its projections; without an engine it is what it was."""
-    if engine is None:
-        return type(module).forward(module, hidden_states, position_embeddings, attention_mask, **step)
-    query, key, value = (
-        rearrange(projection(hidden_states), "1 t (h d) -> 1 h t d", d=module.head_dim)
-        for projection in (module.q_proj, module.k_proj, module.v_proj)
+def _forward(module: Any, attention: Callable[..., Any], hidden_states: Tensor, *args: Any, **options: Any) -> Any:
+    """Call a module's attention in place of its own `forward`, if an engine runs it; without one it is what it was."""
+    under_way = _UNDER_WAY.get()
+    if "engine" in options:
+        under_way = options.pop("engine"), options.pop("step")
+    if under_way is None:
+        return type(module).forward(module, hidden_states, *args, **options)
+    engine, step = under_way
+    return attention(partial(engine.attend, module, step=step), hidden_states, *args, **options), None
+
+
+def _split_heads(x: Float[Tensor, "1 t width"], head_size: int) -> Float[Tensor, "1 h t d"]:
+    return rearrange(x, "1 t (h d) -> 1 h t d", d=head_size)
+
+
+def _rotate(module: Any, *tokens: Tensor, cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys as the code of the module does."""
+    rotated: tuple[Tensor, Tensor] = importlib.import_module(type(module).__module__).apply_rotary_pos_emb(
+        *tokens, *cos_sin
     )
-    rotate = importlib.import_module(type(module).__module__).apply_rotary_pos_emb
-    query, key = rotate(query, key, *position_embeddings)
-    out = engine.attend(module, query, key, value, **step)
-    return module.o_proj(rearrange(out, "1 t h d -> 1 t (h d)")), None
+    return rotated
+
+
+def _differential_attention(module: Any) -> Callable[..., Tensor]:
+    """Take DiffLlama between its projections: it subtracts and norms around two calls of the interface."""
+
+    def attention(
+        attend: Callable[..., Tensor],
+        hidden_states: Float[Tensor, "1 t width"],
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        **options: Any,
+    ) -> Float[Tensor, "1 t width"]:
+        projections = (module.q_proj, module.k_proj, module.v_proj)
+        query, key, value = (_split_heads(project(hidden_states), module.head_dim) for project in projections)
+        query, key = _rotate(module, query, key, cos_sin=position_embeddings)
+        out: Tensor = module.o_proj(rearrange(attend(query, key, value, **options), "1 t h d -> 1 t (h d)"))
+        return out
+
+    return attention
+
+
+def _bloom_attention(module: Any) -> Callable[..., Tensor]:
+    """Take Bloom, whose bias is `slope * key position`: a constant more for each query, so the same softmax."""
+    slopes = _bloom_slopes(module, module.dense.weight.device)
+
+    def attention(
+        attend: Callable[..., Tensor],
+        hidden_states: Float[Tensor, "1 t width"],
+        residual: Float[Tensor, "1 t width"],
+        *,
+        alibi: Tensor,
+        attention_mask: Tensor | None,
+        **options: Any,
+    ) -> Float[Tensor, "1 t width"]:
+        tokens = module._reshape(module.query_key_value(hidden_states))
+        dropout = max(module.attention_dropout.p, module.hidden_dropout) if module.training else 0.0
+        options |= dict(scaling=module.inv_norm_factor, alibi_slopes=slopes, dropout=dropout)
+        out: Tensor = module.dense(rearrange(attend(*tokens, **options), "1 t h d -> 1 t (h d)"))
+        return out + residual
+
+    return attention
+
+
+def _mpt_attention(module: Any) -> Callable[..., Tensor]:
+    """Take MPT, whose bias is `slope * (key position - last position)`: the same softmax too."""
+    code = importlib.import_module(type(module).__module__)
+    bias = code.build_mpt_alibi_tensor(module.n_heads, 2, device=module.out_proj.weight.device)  # of keys -1 and 0
+    slopes = -bias[:, 0, 0]
+
+    def attention(
+        attend: Callable[..., Tensor],
+        hidden_states: Float[Tensor, "1 t width"],
+        *,
+        position_bias: Tensor,
+        attention_mask: Tensor | None,
+        **options: Any,
+    ) -> Float[Tensor, "1 t width"]:
+        fused = module.Wqkv(hidden_states)
+        if module.clip_qkv:
+            fused = fused.clamp(min=-module.clip_qkv, max=module.clip_qkv)
+        tokens = (_split_heads(x, module.head_dim) for x in fused.chunk(3, dim=2))
+        dropout = module.attn_dropout_p if module.training else 0.0
+        options |= dict(scaling=module.softmax_scale, alibi_slopes=slopes, dropout=dropout)
+        out: Tensor = module.out_proj(rearrange(attend(*tokens, **options), "1 t h d -> 1 t (h d)"))
+        return out
+
+    return attention
+
+
+def _falcon_attention(module: Any) -> Callable[..., Tensor]:
+    """Take Falcon, with rotary positions or with ALiBi, whose bias is divided by `sqrt(d)` as the scores are.
+
+    Its code rounds a bias to bfloat16: here the slopes are rounded so, but not their products with positions past 256.
+    """
+    slopes = None
+    if module.config.alibi:
+        slopes = _bloom_slopes(module, module.dense.weight.device).bfloat16().float() * module.inv_norm_factor
+
+    def attention(
+        attend: Callable[..., Tensor],
+        hidden_states: Float[Tensor, "1 t width"],
+        *,
+        alibi: Tensor | None,
+        attention_mask: Tensor | None,
+        position_embeddings: tuple[Tensor, Tensor],
+        **options: Any,
+    ) -> Float[Tensor, "1 t width"]:
+        fused = module.query_key_value(hidden_states)
+        query, key, value = (rearrange(x, "1 t h d -> 1 h t d") for x in module._split_heads(fused))
+        if module.new_decoder_architecture:  # repeats each key head for its query heads
+            key, value = (x[:, :: module.num_heads // module.num_kv_heads] for x in (key, value))
+        if slopes is None:
+            query, key = _rotate(module, query, key, cos_sin=position_embeddings)
+        dropout = module.attention_dropout.p if module.training else 0.0
+        options |= dict(scaling=module.inv_norm_factor, alibi_slopes=slopes, dropout=dropout)
+        out: Tensor = module.dense(rearrange(attend(query, key, value, **options), "1 t h d -> 1 t (h d)"))
+        return out
+
+    return attention
+
+
+def _bloom_slopes(module: Any, device: torch.device) -> Float[Tensor, "h"]:
+    """Return the slopes of ALiBi in the code of Bloom or Falcon: what it adds to the scores of a key at position 1."""
+    build = importlib.import_module(type(module).__module__).build_alibi_tensor
+    bias: Tensor = build(torch.ones(1, 2, dtype=torch.int64, device=device), module.num_heads, torch.float32)
+    return bias[:, 0, 1]
+
+
+REPLACED = {  # modules that compute attention themselves, by the name of their class
+    "DiffLlamaAttention": _differential_attention,
+    "BloomAttention": _bloom_attention,
+    "MptAttention": _mpt_attention,
+    "FalconAttention": _falcon_attention,
+}
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -192,7 +354,7 @@ def check_options(options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         if name not in HARMLESS:
             raise ValueError(f"{name}: expected no option of attention that the engine does not know, got {value!r}")
-    for name in ("dropout", "encoder_hidden_states", "past_key_values"):
+    for name in ("dropout", "encoder_hidden_states", "layer_past", "past_key_values"):
         if options.get(name):
             raise ValueError(f"{name}: expected none in a decoder that only infers, got {options[name]!r}")
 
@@ -241,6 +403,8 @@ def _cache_heads(config: Any) -> tuple[int, int]:
     """
     heads, width = config.num_attention_heads, config.hidden_size
     num_kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if config.model_type == "falcon":
+        num_kv_heads = config.num_kv_heads if config.new_decoder_architecture else 1 if config.multi_query else heads
     if heads % num_kv_heads:
         raise ValueError(
             f"model: expected num_attention_heads to be a multiple of {num_kv_heads} key heads, got {heads}"

@@ -5,11 +5,12 @@ Agrawal et al. 2024, "Sarathi-Serve" (chunks of prompts beside decodes).
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from refattn.serving.block_pool import BlockPool
 from refattn.serving.request import Request
+from refattn.serving.window_pool import WindowPool
 
 
 @dataclass
@@ -40,8 +41,12 @@ class Counters:
 class Scheduler:
     """Picks what goes into a step, and keeps the books of requests and blocks.
 
+    A request has its blocks in the pool, and of those that its window shows also one in each window pool. So a prefix
+    that is found is as long as its last window is still there, in all of them.
+
     Attributes:
         pool: the blocks.
+        window_pools: the blocks of layers with a smaller pool.
         waiting: requests that wait, oldest first, and all of them younger than those that run.
         running: requests that run, oldest first.
         counters: what has been done so far.
@@ -51,14 +56,20 @@ class Scheduler:
         block_size: tokens in a block.
         max_num_batched_tokens: most tokens in a step.
         max_num_seqs: most requests that run at once.
+        window_pools: pools that have room for what any step sees of them.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, max_num_batched_tokens: int, max_num_seqs: int) -> None:
-        self.block_size, self.max_num_batched_tokens, self.max_num_seqs = (
-            block_size,
-            max_num_batched_tokens,
-            max_num_seqs,
-        )
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        window_pools: Iterable[WindowPool] = (),
+    ) -> None:
+        self.block_size, self.max_num_batched_tokens = block_size, max_num_batched_tokens
+        self.max_num_seqs, self.window_pools = max_num_seqs, tuple(window_pools)
         self.pool = BlockPool(num_blocks, block_size)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -68,6 +79,9 @@ class Scheduler:
         """Pick how many tokens of which requests go into this step, and give them the blocks for those."""
         scheduled: dict[Request, int] = {}
         preemptions = self.counters.preemptions
+        for pool in self.window_pools:
+            for request in self.running:
+                pool.trim(request, request.num_computed_tokens, request.blocks)
         for request in sorted(self.running, key=lambda request: request.num_pending > 1):  # decodes first, then by age
             count = min(request.num_pending, self.max_num_batched_tokens - sum(scheduled.values()))
             if request.status == "running" and count and self._allocate_or_preempt(request, count, scheduled):
@@ -97,21 +111,35 @@ class Scheduler:
             if youngest is request:
                 return False
         request.blocks += self.pool.allocate(needed)
+        for pool in self.window_pools:
+            pool.hold(request, count, request.num_computed_tokens + count, request.blocks)
         return True
 
     def _start(self, request: Request) -> bool:
         """Let a request run, behind what the pool still has of it, if there are blocks for all its tokens so far."""
-        cached = self.pool.find(request.tokens[:-1])  # the last token has to go through the model: for its logits
+        cached = self._find(request.tokens[:-1])  # the last token has to go through the model: for its logits
         unused = sum(self.pool.users[block] == 0 for block in cached)  # free so far
         if self.blocks_for(len(request.tokens)) - len(cached) > len(self.pool.free) - unused:
             return False
         self.pool.share(cached)
+        for pool in self.window_pools:
+            pool.share(request, cached)
         self.running.append(request)
         request.status, request.blocks, request.num_computed_tokens = "running", cached, len(cached) * self.block_size
         request.contents = [self.pool.contents[block] for block in cached]
         self.counters.cached_blocks += len(cached)
         self.counters.cached_tokens += request.num_computed_tokens
         return True
+
+    def _find(self, tokens: Sequence[int]) -> list[int]:
+        """Find the blocks that hold the start of `tokens`, as far as all pools still have what comes after it sees."""
+        found = self.pool.find(tokens)
+        count = None
+        while count != len(found):
+            count = len(found)
+            for pool in self.window_pools:
+                found = found[: pool.usable(found)]
+        return found
 
     def keep(self, request: Request, count: int) -> None:
         """Count what a step computed of a request, and let its blocks be found that are full now."""
@@ -132,6 +160,8 @@ class Scheduler:
         """Take a request out of those that run or wait, and its blocks from it."""
         (self.running if request.status == "running" else self.waiting).remove(request)
         self.pool.release(request.blocks)
+        for pool in self.window_pools:
+            pool.release(request)
         request.status, request.num_computed_tokens, request.blocks, request.contents = status, 0, [], []
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -152,6 +182,8 @@ class Scheduler:
             counted: the counters.
         """
         self.pool = BlockPool(len(self.pool.users), self.block_size)
+        for pool in self.window_pools:
+            pool.reset()
         for request, (num_tokens, decoded) in (before or {}).items():
             del request.tokens[request.prompt_len + num_tokens :], request.pieces[num_tokens:]
             request.decoded = decoded

@@ -1,5 +1,7 @@
 """The blocks of window layers: a pool of their own that is smaller, as a block that no query can see comes back."""
 
+from array import array
+from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
@@ -25,8 +27,9 @@ class WindowPool:
     A token keeps its row in its block, so its slot in the window pool follows from its slot in the full pool. All is
     decided on the host: a step asks `hold` for each of its sequences, then translates its slots and its batch.
 
-    Attributes:
-        free: the blocks that nobody holds.
+    A block that came back keeps its keys until it is used again, the one that came back first. So a prefix that is
+    found in the full pool can be shared here too, as long as the blocks of its last window are still there: the tokens
+    after it see no others. `usable` says how much of it that is, and `share` takes those blocks.
 
     Args:
         num_blocks: blocks in the window pool; a sequence holds at most those of `left + query_len + block_size - 1`
@@ -44,11 +47,24 @@ class WindowPool:
     def __init__(self, num_blocks: int, num_full_blocks: int, *, window_size: tuple[int, int], block_size: int) -> None:
         check_window(window_size)
         check_sizes(num_blocks=num_blocks, num_full_blocks=num_full_blocks, block_size=block_size)
-        self.left, self.block_size = window_size[0], block_size
-        self.free = list(range(num_blocks))
-        self.window_block = [-1] * num_full_blocks  # of each full block; -1 for none
-        self.users = [0] * num_full_blocks  # sequences that hold it: a shared prefix has several
+        self.left, self.block_size, self.num_blocks = window_size[0], block_size, num_blocks
+        self.window_block = array("i", [-1]) * num_full_blocks  # of each full block that is held; -1 for none
+        self._map: Int32[Tensor, "n"] | None = None  # the same on the device where slots and batches are translated
+        self.reset()
+
+    @property
+    def free(self) -> list[int]:
+        """The blocks that nobody holds, the next one to be used first."""
+        return list(self._free)
+
+    def reset(self) -> None:
+        """Let nobody hold a block, and believe nothing of what is in them."""
+        self._free: OrderedDict[int, int] = OrderedDict.fromkeys(range(self.num_blocks), -1)  # and whose keys are there
+        self._kept: dict[int, int] = {}  # full blocks that nobody holds here, but whose keys still are, and where
+        self.users = [0] * len(self.window_block)  # sequences that hold it: a shared prefix has several
         self.held: dict[Hashable, set[int]] = {}  # full blocks of each sequence that have one here for it
+        self.window_block[:] = array("i", [-1]) * len(self.window_block)
+        self._is_current = False
 
     def hold(self, sequence: Hashable, query_len: int, seq_len: int, blocks: Sequence[int]) -> None:
         """Give back what fell out of a sequence's window, then take a block for each that its new tokens see or fill.
@@ -65,7 +81,7 @@ class WindowPool:
                 then.
         """
         _check_held(query_len, seq_len, blocks, block_size=self.block_size, num_full_blocks=len(self.users))
-        first = _first_block(query_len, seq_len, self.left, self.block_size)
+        first = _first_block(seq_len - query_len, self.left, self.block_size)
         seen = blocks[first : -(-seq_len // self.block_size)]
         for place, block in enumerate(seen, start=first):
             if self.window_block[block] < 0 and place * self.block_size < seq_len - query_len:
@@ -78,13 +94,49 @@ class WindowPool:
         self.held[sequence] = before.intersection(seen)
         new = [block for block in seen if block not in before]
         needed = sum(self.window_block[block] < 0 for block in new)
-        if needed > len(self.free):
-            raise ValueError(f"blocks: expected at most {len(self.free)} new ones, as many as are free, got {needed}")
+        if needed > len(self._free):
+            raise ValueError(f"blocks: expected at most {len(self._free)} new ones, as many as are free, got {needed}")
         for block in new:
             if self.window_block[block] < 0:
-                self.window_block[block] = self.free.pop()
+                self._kept.pop(block, None)  # it gets other tokens
+                taken, last = self._free.popitem(last=False)
+                if self._kept.get(last) == taken:
+                    del self._kept[last]
+                self.window_block[block] = taken
+                self._is_current = False
             self.users[block] += 1
         self.held[sequence].update(new)
+
+    def trim(self, sequence: Hashable, num_tokens: int, blocks: Sequence[int]) -> None:
+        """Give back what no token of a sequence after its first `num_tokens` can see."""
+        first = _first_block(num_tokens, self.left, self.block_size)
+        held = self.held.get(sequence, set())
+        self._give_back(held.difference(blocks[first:]))
+        held.intersection_update(blocks[first:])
+
+    def usable(self, blocks: Sequence[int]) -> int:
+        """Return behind how many of some full blocks a sequence can begin: those of its window then are still here.
+
+        Args:
+            blocks: full blocks that hold the start of the sequence, in order.
+        """
+        result = run = 0  # blocks up to here that are in the window pool, without a gap
+        for count, block in enumerate(blocks, 1):
+            run = run + 1 if self.window_block[block] >= 0 or block in self._kept else 0
+            if run >= count - _first_block(count * self.block_size, self.left, self.block_size):
+                result = count
+        return result
+
+    def share(self, sequence: Hashable, blocks: Sequence[int]) -> None:
+        """Hold for a new sequence what it sees of the blocks that it begins behind, as many as are `usable`."""
+        seen = blocks[_first_block(len(blocks) * self.block_size, self.left, self.block_size) :]
+        for block in seen:
+            if self.window_block[block] < 0:
+                self.window_block[block] = self._kept.pop(block)
+                del self._free[self.window_block[block]]
+                self._is_current = False
+            self.users[block] += 1
+        self.held[sequence] = set(seen)
 
     def release(self, sequence: Hashable) -> None:
         """Give back all blocks of a sequence that is finished or preempted; a sequence that holds none is fine."""
@@ -93,7 +145,7 @@ class WindowPool:
     def translate_slots(self, slot_mapping: Int64[Tensor, "t"]) -> Int64[Tensor, "t"]:
         """Turn slots of the full pool into slots of the window pool: -1 for padding and for blocks that have none."""
         _check_translated(slot_mapping, num_slots=len(self.users) * self.block_size)
-        block = self._window_blocks(slot_mapping.device)[slot_mapping.clamp(min=0) // self.block_size]
+        block = self.refresh(slot_mapping.device)[slot_mapping.clamp(min=0) // self.block_size].long()
         slots = block * self.block_size + slot_mapping % self.block_size
         return slots.masked_fill((block < 0) | (slot_mapping < 0), -1)
 
@@ -101,25 +153,34 @@ class WindowPool:
         """Turn the block table of the full pool into that of the window pool: -1 for blocks that have none."""
         block_table = check_block_table(batch, block_size=self.block_size)
         outside = (block_table < 0) | (block_table >= len(self.users))
-        translated = self._window_blocks(batch.device)[block_table.masked_fill(outside, 0)]
+        translated = self.refresh(batch.device)[block_table.masked_fill(outside, 0)]
         return replace(batch, block_table=translated.masked_fill(outside, -1))
 
-    def _window_blocks(self, device: torch.device) -> Int32[Tensor, "n"]:
-        """Return the map from full to window blocks, copied to a device without waiting for it."""
-        return torch.tensor(self.window_block, dtype=torch.int32).to(device, non_blocking=True)
+    def refresh(self, device: torch.device) -> Int32[Tensor, "n"]:
+        """Bring the map from full to window blocks up to date on a device, without waiting for it, and return it.
+
+        It is the same tensor every time, so that a CUDA graph that translates reads what was brought last.
+        """
+        if self._map is None or self._map.device != device:
+            self._map, self._is_current = torch.empty(len(self.window_block), dtype=torch.int32, device=device), False
+        if not self._is_current:
+            self._map.copy_(torch.frombuffer(self.window_block, dtype=torch.int32), non_blocking=True)
+            self._is_current = True
+        return self._map
 
     def _give_back(self, blocks: set[int]) -> None:
         for block in sorted(blocks):
             self.users[block] -= 1
             if self.users[block] == 0:
-                self.free.append(self.window_block[block])
+                self._kept[block] = self.window_block[block]
+                self._free[self.window_block[block]] = block
                 self.window_block[block] = -1
+                self._is_current = False
 
 
-def _first_block(query_len: int, seq_len: int, left: int, block_size: int) -> int:
-    """Return the index of the block with the first key that the first query of a sequence sees."""
-    first_query = seq_len - query_len
-    return 0 if left < 0 else max(0, first_query - left) // block_size
+def _first_block(position: int, left: int, block_size: int) -> int:
+    """Return the index of the block with the first key that a query at a position sees."""
+    return 0 if left < 0 else max(0, position - left) // block_size
 
 
 def _check_held(query_len: int, seq_len: int, blocks: Sequence[int], *, block_size: int, num_full_blocks: int) -> None:

@@ -120,6 +120,76 @@ def test_greedy_is_generate_for_other_layers(kind, twin, device):
     assert outputs(make_engine(model, twin, max_num_batched_tokens=11, num_blocks=20), PROMPTS) == expected
 
 
+WINDOWED = ("window", "window and full, softcap, scale")
+SMALL = dict(
+    max_num_seqs=2, max_num_batched_tokens=7
+)  # two sequences that see four tokens of theirs and seven new ones
+
+
+@pytest.mark.parametrize("twin", TWINS)
+@pytest.mark.parametrize("num_blocks", [64, 9])
+@pytest.mark.parametrize("kind", WINDOWED)
+def test_layers_with_a_window_have_a_smaller_pool(kind, num_blocks, twin, device):
+    """Prompts in chunks, decodes, shared prefixes and preemptions, with blocks that come back."""
+    model = make_model(*MODELS[kind], device)
+    window = model.config.sliding_window
+    expected = transformers_outputs(model, PROMPTS, attention="eager")
+    engine = make_engine(model, twin, num_blocks=num_blocks, **SMALL)
+    small = (2 * (window - 1 + 2 * 4 - 2) + 7) // 4
+    assert {cache[0].shape[0] for cache in engine.caches} == ({small} if kind == "window" else {small, num_blocks})
+    assert outputs(engine, PROMPTS) == expected
+    assert outputs(engine, PROMPTS) == expected, "and with what it still has of them"
+    assert (engine.counters.preemptions > 0) == (num_blocks == 9)
+    assert_nothing_is_held(engine)
+
+
+def test_a_window_that_any_step_may_need_has_the_whole_pool(device):
+    model = make_model(*MODELS["window"], device)
+    engine = make_engine(model, num_blocks=12, max_num_seqs=64)
+    assert not engine.window_pools and {cache[0].shape[0] for cache in engine.caches} == {12}
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_a_prefix_is_found_as_long_as_its_last_window_is_there(twin, device):
+    """One answer after the other: the blocks of the window come back, but are used again only when others need them."""
+    model = make_model(*MODELS["window"], device)
+    prompt = [*SYSTEM, *SYSTEM, 7, 8]  # seven blocks, less what goes through the model for its logits: six full ones
+    (expected,) = transformers_outputs(model, [prompt], attention="eager")
+    engine = make_engine(model, twin, max_num_seqs=1, max_num_batched_tokens=7)
+    assert outputs(engine, [prompt], SamplingParams(max_tokens=1)) == [expected[:1]]
+    ((_, pool),) = engine.window_pools.items()
+    found = []
+    for others in ([], [], [[90] * 5], [[91] * 40]):
+        engine.generate(others, SamplingParams(max_tokens=1))
+        cached = engine.counters.cached_blocks
+        assert outputs(engine, [prompt], SamplingParams(max_tokens=1)) == [expected[:1]]
+        found.append(engine.counters.cached_blocks - cached)
+    assert len(engine.pool.find(prompt)) == 7
+    assert found[:2] == [6, 6], "all of it"
+    assert found[-1] == 0, "the pool of the window holds another one's tokens; the blocks of the full pool do not do"
+    assert outputs(engine, [prompt]) == [expected]
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_batch_invariance_reaches_every_layer(twin, llama, expected, monkeypatch):
+    """And nobody's answer is computed in a cascade, which depends on who else begins with the same blocks."""
+    path = importlib.import_module(f"{twin}.chunked_prefill")
+    attention, seen = path.attention, []
+
+    def watched(query, key_cache, value_cache, plan, options, **others):
+        seen.append(options.batch_invariant)
+        return attention(query, key_cache, value_cache, plan, options, **others)
+
+    monkeypatch.setattr(path, "attention", watched)
+    for batch_invariant in (True, False):
+        free = replace(CPU, launch_seconds=0.0, workers=1, tile_keys=4)
+        engine = make_engine(llama, twin, batch_invariant=batch_invariant, machine=free)
+        assert outputs(engine, PROMPTS) == expected
+        assert set(seen) == {batch_invariant}
+        assert (engine.counters.saved_key_reads == 0) == batch_invariant
+        seen.clear()
+
+
 @pytest.mark.parametrize("twin", TWINS)
 def test_sinks_reach_the_path(llama, twin):
     """Sinks above every score leave nothing of the values."""
@@ -251,12 +321,35 @@ def test_a_second_model_of_the_same_config_is_served_too(device):
     assert outputs(make_engine(second), PROMPTS[:2]) == outputs(make_engine(first), PROMPTS[:2])
 
 
-def test_nothing_is_recorded_without_a_gpu(llama):
-    """Where there is no CUDA a runner leaves every step to the engine."""
-    runner = CudaGraphs()
-    assert runner.records == torch.cuda.is_available()
-    runner.records = False
-    assert runner.run(make_engine(llama, "fastattn"), {}) is None
+def test_only_what_fastattn_computes_on_cuda_is_recorded(llama):
+    """The demo's comparison answers as `fastattn` does, but looks at every answer, which a recording cannot do."""
+    engines = [make_engine(llama, "fastattn"), make_engine(llama, "refattn")]
+    comparison = fastattn.tools.demo.Comparison()
+    engines.append(Engine(llama, num_blocks=20, block_size=4, twin=comparison))
+    is_on_cuda = llama.device.type == "cuda"
+    assert [CudaGraphs.can_record(engine) for engine in engines] == [is_on_cuda, False, False]
+    for engine in engines[not is_on_cuda :]:
+        runner = CudaGraphs()
+        assert runner.run(engine, {engine.add([1]): 1}) is None
+        assert not runner.records
+
+
+def test_a_runner_serves_one_engine(llama, recording_engine):
+    """What it has recorded reads the pools of that engine."""
+    first, second = recording_engine(llama), make_engine(llama, "fastattn")
+    outputs(first, PROMPTS[:1])
+    with pytest.raises(ValueError, match="engine: expected the one that this runner served before"):
+        first.runner.run(second, {second.add([1]): 1})
+
+
+@pytest.mark.parametrize("kind", WINDOWED)
+def test_recorded_decodes_have_window_pools(kind, recording_engine, device):
+    model = make_model(*MODELS[kind], device)
+    expected = transformers_outputs(model, PROMPTS, attention="eager")
+    engine = recording_engine(model, **SMALL)
+    assert engine.window_pools
+    assert outputs(engine, PROMPTS) == expected
+    assert engine.runner._decodes
 
 
 def test_padding_rows_of_a_recording_write_nothing(llama, recording_engine):

@@ -27,7 +27,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from test_engine import MODELS
-from tiny_models import make_llama, make_model
+from tiny_models import SIZES, make_llama, make_model
+from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
 
 import fastattn
 import fastattn.serving.cuda_graphs
@@ -114,12 +115,30 @@ def assert_the_books_are_right(engine):
             ]
     assert all(request.num_computed_tokens == 0 and request.blocks == [] for request in engine.waiting)
     assert {prefix.hash: block for block, prefix in allocator.contents.items()} == allocator.block_of
+    for pool in engine.scheduler.window_pools:
+        assert_the_window_pool_is_right(engine, pool)
+
+
+def assert_the_window_pool_is_right(engine, pool):
+    """Check that who runs holds what its next token sees, that nobody else holds a block, and that none is lost."""
+    assert {request for request, blocks in pool.held.items() if blocks} <= set(engine.running)
+    users = Counter(block for blocks in pool.held.values() for block in blocks)
+    assert pool.users == [users[block] for block in range(len(pool.users))]
+    mapped = {block: window for block, window in enumerate(pool.window_block) if window >= 0}
+    assert set(mapped) == set(users)
+    assert sorted([*mapped.values(), *pool.free]) == list(range(pool.num_blocks)), "none is lost, none has two users"
+    assert all(pool._free[window] == block for block, window in pool._kept.items())
+    for request in engine.running:
+        first = max(0, request.num_computed_tokens - pool.left) // pool.block_size
+        last = -(-request.num_computed_tokens // pool.block_size)
+        assert set(request.blocks[first:last]) <= pool.held[request] <= set(request.blocks)
 
 
 def assert_nothing_is_held(engine):
     assert_the_books_are_right(engine)
     assert not engine.running and not engine.waiting
     assert len(engine.pool.free) == len(engine.pool.users)
+    assert all(len(pool.free) == pool.num_blocks for pool in engine.scheduler.window_pools)
 
 
 def ends(requests):
@@ -416,10 +435,10 @@ class Scripted(Engine):
 class Interrupt:
     """Raise KeyboardInterrupt at the n-th line of the engine's files that is run, but not where it cleans up itself."""
 
-    CLEANS = ("undo",)
+    CLEANS = ("undo", "reset")
     FILES = tuple(
         importlib.import_module(f"refattn.serving.{name}").__file__
-        for name in ("engine", "scheduler", "block_pool", "request", "sampling")
+        for name in ("engine", "scheduler", "block_pool", "window_pool", "request", "sampling")
     )
 
     def __init__(self, nth):
@@ -446,8 +465,8 @@ class Interrupt:
 
 
 @cache
-def scripted_model():
-    return make_llama()
+def scripted_model(window=0):
+    return make_model(MistralForCausalLM, MistralConfig(**SIZES, sliding_window=window)) if window else make_llama()
 
 
 @cache
@@ -461,10 +480,11 @@ def scripted_answers():
     num_blocks=st.integers(5, 12),
     max_num_batched_tokens=st.integers(3, 20),
     max_num_seqs=st.integers(1, 5),
+    window=st.sampled_from([0, 2]),
 )
-def test_an_interrupt_at_any_line_loses_nothing(interrupts, num_blocks, max_num_batched_tokens, max_num_seqs):
+def test_an_interrupt_at_any_line_loses_nothing(interrupts, num_blocks, max_num_batched_tokens, max_num_seqs, window):
     engine = Scripted(
-        scripted_model(),
+        scripted_model(window),
         num_blocks=num_blocks,
         block_size=4,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -622,26 +642,30 @@ ERRORS = (RuntimeError("planted"), torch.OutOfMemoryError("planted"), ValueError
 
 
 @cache
-def tiny_model():
+def tiny_model(window):
+    """Make a model of full layers, or of a full one and one with a window of so many tokens."""
     model = make_llama(**TINY)
+    if window:
+        layers = dict(num_hidden_layers=2, sliding_window=window, layer_types=["full_attention", "sliding_attention"])
+        model = make_model(Gemma2ForCausalLM, Gemma2Config(**SIZES | TINY | layers))
     with torch.no_grad():
         model.get_input_embeddings().weight[TINY_NAN] = torch.nan
     return model
 
 
 @cache
-def alone_in_an_engine(prompt, sampling):
+def alone_in_an_engine(window, prompt, sampling):
     """Answer a prompt with nothing else in the engine and no faults."""
-    (request,) = Engine(tiny_model(), num_blocks=20, block_size=2).generate([prompt], sampling)
+    (request,) = Engine(tiny_model(window), num_blocks=20, block_size=2).generate([prompt], sampling)
     return request.output_ids, request.finish_reason
 
 
 @cache
-def keys_alone(tokens):
-    """Compute the keys of some tokens with nothing else in the engine."""
-    engine = Engine(tiny_model(), num_blocks=1, block_size=len(tokens))
+def keys_alone(window, tokens):
+    """Compute the keys of some tokens in each layer, with nothing else in the engine."""
+    engine = Engine(tiny_model(window), num_blocks=1, block_size=len(tokens))
     engine.generate([tokens], SamplingParams(max_tokens=1))
-    return engine.caches[0][0][0].clone()
+    return [keys[0].clone() for keys, _ in engine.caches]
 
 
 class Faults:
@@ -703,6 +727,7 @@ def faulty_twin(package, faults):
         kv_cache=FaultyModule(modules["kv_cache"], faults, write="write"),
         metadata=FaultyModule(modules["metadata"], faults, make_batch="make_batch"),
         chunked_prefill=FaultyModule(modules["chunked_prefill"], faults, attention="attention"),
+        sliding_window=importlib.import_module(f"{package}.sliding_window"),
         cascade=importlib.import_module(f"{package}.cascade"),
     )
 
@@ -756,6 +781,7 @@ class EngineMachine(RuleBasedStateMachine):
     """The life of an engine."""
 
     package = "refattn"
+    window = 0
 
     def __init__(self):
         super().__init__()
@@ -781,7 +807,7 @@ class EngineMachine(RuleBasedStateMachine):
         runner = CudaGraphs() if self.package == "fastattn" else None
         self.engine = faulty_engine_class(Engine, self.faults)(
             runner=runner,
-            model=tiny_model(),
+            model=tiny_model(self.window),
             num_blocks=-(-LONGEST // block_size) + spare_blocks,
             block_size=block_size,
             max_num_seqs=max_num_seqs,
@@ -934,13 +960,18 @@ class EngineMachine(RuleBasedStateMachine):
 
     @invariant()
     def blocks_hold_what_they_are_found_by(self):
-        (key_cache, _), *_ = self.engine.caches
+        (key_cache, _), *others = self.engine.caches
         for block, prefix in self.engine.pool.contents.items():
             tokens = ()
             while prefix is not None:
                 tokens, prefix = (*prefix.tokens, *tokens), prefix.parent
-            expected = keys_alone(tokens)[-self.engine.block_size :]
-            torch.testing.assert_close(key_cache[block], expected, rtol=1e-4, atol=1e-4, equal_nan=True)
+            expected = [keys[-self.engine.block_size :] for keys in keys_alone(self.window, tokens)]
+            found = [key_cache[block]]
+            for pool in self.engine.scheduler.window_pools:
+                window_block = max(pool.window_block[block], pool._kept.get(block, -1))
+                found += [others[0][0][window_block]] if window_block >= 0 else []
+            for keys, right in zip(found, expected, strict=False):
+                torch.testing.assert_close(keys, right, rtol=1e-4, atol=1e-4, equal_nan=True)
 
     def teardown(self):
         try:
@@ -957,7 +988,8 @@ class EngineMachine(RuleBasedStateMachine):
             self.engine.step()
         assert_nothing_is_held(self.engine)
         for request in self.requests:
-            tokens, reason = alone_in_an_engine(tuple(request.tokens[: request.prompt_len]), request.sampling)
+            prompt = tuple(request.tokens[: request.prompt_len])
+            tokens, reason = alone_in_an_engine(self.window, prompt, request.sampling)
             assert request.text == Letters().decode(request.output_ids, True)
             if request in self.faults.blamed or (request in self.aborted and request.finish_reason == "abort"):
                 assert request.output_ids == tokens[: len(request.output_ids)]
@@ -970,6 +1002,14 @@ class FastEngineMachine(EngineMachine):
     package = "fastattn"
 
 
-@pytest.mark.parametrize("machine", [EngineMachine, FastEngineMachine], ids=TWINS)
+class WindowMachine(FastEngineMachine):
+    """An engine with a layer whose pool is smaller."""
+
+    window = 3
+
+
+@pytest.mark.parametrize(
+    "machine", [EngineMachine, FastEngineMachine, WindowMachine], ids=[*TWINS, "fastattn, window pool"]
+)
 def test_whatever_happens_everybody_gets_the_answer_that_he_gets_alone(machine):
     run_state_machine_as_test(machine, settings=settings(stateful_step_count=20))

@@ -5,6 +5,7 @@ tokens have to be those that the model computes for each prompt alone.
 """
 
 import importlib
+from dataclasses import replace
 from functools import partial
 from unittest import mock
 
@@ -17,7 +18,7 @@ import refattn.serving.block_pool
 import refattn.serving.engine
 import refattn.serving.sampling
 import refattn.serving.scheduler
-from refattn.serving import Engine, Request, SamplingParams
+from refattn.serving import CPU, Engine, Request, SamplingParams
 from refattn.serving.models import VERIFIED
 
 TWINS = ("refattn", "fastattn")
@@ -36,6 +37,7 @@ CHANGES = {  # what the tiny model of a family needs besides the sizes, or has i
     **dict.fromkeys(("qwen2", "qwen3", "smollm3"), dict(use_sliding_window=True) | WINDOWS),
     "dots1": dict(n_shared_experts=1) | WINDOWS,
     "ernie4_5_moe": dict(moe_k=2),
+    "falcon": dict(new_decoder_architecture=True, num_kv_heads=2),
     "gemma3": dict(text_config=FAMILY_SIZES | WINDOWS, vision_config=VISION),
     "helium": dict(head_dim=8),  # hidden_size / num_attention_heads
     "hunyuan_v1_dense": dict(rope_parameters=dict(rope_type="dynamic", alpha=100.0, factor=1.0, rope_theta=1e4)),
@@ -48,9 +50,15 @@ CHANGES = {  # what the tiny model of a family needs besides the sizes, or has i
 }
 
 
-def eager_logits(model):
+def set_implementation(model, name):
+    """Let a model compute its attention by itself again."""
+    model.set_attn_implementation(name)
+    model.config._attn_implementation = name  # which the former leaves as it is in models outside of the interface
+
+
+def eager_logits(model, implementation="eager"):
     """Compute the logits after each prompt alone, by the model's own code."""
-    model.set_attn_implementation("eager")
+    set_implementation(model, implementation)
     with torch.no_grad():
         rows = [model(torch.tensor([p], device=model.device), use_cache=False).logits[0, -1] for p in PROMPTS]
     return torch.stack(rows)
@@ -72,6 +80,65 @@ def engine_logits(model, monkeypatch, twin="refattn", **options):
     assert [request.error for request in requests] == [None, None]
     assert engine.counters.chunks > len(PROMPTS), "a prompt should come in chunks"
     return torch.stack([rows[request] for request in requests])
+
+
+VARIANTS = {  # other ways in which a family of the list computes its attention, and the code that is right there
+    "falcon with ALiBi": ("falcon", dict(alibi=True), "sdpa"),  # its eager code adds the bias twice
+    "falcon with ALiBi and groups": ("falcon", dict(alibi=True) | CHANGES["falcon"], "sdpa"),
+    "falcon with one key head": ("falcon", dict(multi_query=True), "eager"),
+    "falcon with all key heads": ("falcon", dict(multi_query=False), "eager"),
+    "mpt with a clip and a scale": ("mpt", dict(attn_config=dict(clip_qkv=0.5, softmax_scale=0.4)), "eager"),
+    "bloom, 8 heads": ("bloom", dict(n_head=8), "eager"),
+    "mpt, 8 heads": ("mpt", dict(n_heads=8), "eager"),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_variant_has_the_logits_of_transformers(name, device, monkeypatch):
+    family, changes, implementation = VARIANTS[name]
+    model = make_family(family, device, **changes)
+    expected = eager_logits(model, implementation)
+    for twin in TWINS:
+        logits = engine_logits(model, monkeypatch, twin)
+        torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5 * float(expected.std()))
+
+
+@pytest.mark.parametrize("twin", TWINS)
+@pytest.mark.parametrize("family", ["bloom", "mpt", "falcon"])
+def test_alibi_decodes_with_a_cascade_as_the_model_alone(family, twin, device):
+    """Slopes reach every path: prompts in chunks, decodes, and a prefix that is read once."""
+    model = make_family(family, device, **dict(alibi=True) if family == "falcon" else {})
+    set_implementation(model, "sdpa" if family == "falcon" else "eager")
+    prompts = [PROMPTS[0] * 2 + [i] for i in range(3)]
+    expected = []
+    for prompt in prompts:
+        tokens = list(prompt)
+        for _ in range(6):
+            with torch.no_grad():
+                logits = model(torch.tensor([tokens], device=device), use_cache=False).logits
+            tokens.append(int(logits[0, -1].argmax()))
+        expected.append(tokens[len(prompt) :])
+    engine = Engine(
+        model,
+        twin=importlib.import_module(twin),
+        num_blocks=60,
+        block_size=4,
+        machine=replace(CPU, launch_seconds=0.0, workers=1, tile_keys=4),
+    )
+    engine.generate(prompts[:1], ONE)
+    answers = engine.generate(prompts, SamplingParams(max_tokens=6, stop_token_ids=()))
+    assert [answer.output_ids for answer in answers] == expected
+    assert engine.counters.saved_key_reads > 0
+
+
+def test_a_model_that_no_engine_runs_is_what_it_was(device):
+    """Nothing has to be given back of those whose attention is a module of its own; one engine follows another."""
+    model = make_family("bloom", device)
+    expected = eager_logits(model)
+    engines = [Engine(model, num_blocks=8, block_size=4) for _ in range(2)]
+    torch.testing.assert_close(eager_logits(model), expected, rtol=0, atol=0)
+    answers = [engine.generate(PROMPTS, ONE)[0].output_ids for engine in engines]
+    assert answers[0] == answers[1] == [int(expected[0].argmax())]
 
 
 @pytest.mark.parametrize("family", VERIFIED)
@@ -102,8 +169,8 @@ REFUSED = {
     "cross attention": ("bert", dict(add_cross_attention=True), "with add_cross_attention"),
     "not causal": ("llama", dict(is_causal=False), "with is_causal=False"),
     # These failed too, but in the first step, or without a word of why.
-    "bloom": ("bloom", {}, "BloomForCausalLM, whose scores have an ALiBi bias"),
-    "falcon": ("falcon", {}, "not built on transformers' AttentionInterface"),
+    "codegen": ("codegen", {}, "not built on transformers' AttentionInterface"),
+    "alibi elsewhere": ("llama", dict(alibi=True), "with alibi"),
     "deepseek v2": ("deepseek_v2", LATENT | dict(head_dim=None), "which has latent attention"),
     "deepseek v3": ("deepseek_v3", LATENT | dict(head_dim=None), "which has latent attention"),
     "stablelm": ("stablelm", {}, "whose attention is not passed the keyword arguments"),
@@ -189,9 +256,18 @@ def test_options_that_the_engine_does_not_know(llama, option, value, shapes_unch
         engine.attend(llama.model.layers[0].self_attn, query, key, value_states, step=inputs["step"], **{option: value})
 
 
-def test_a_model_in_training(device):
+DROPOUTS = {
+    "llama": dict(attention_dropout=0.5),
+    "bloom": dict(hidden_dropout=0.5),
+    "falcon": dict(attention_dropout=0.5),
+    "mpt": dict(attn_config=dict(attn_pdrop=1)),
+}
+
+
+@pytest.mark.parametrize("family", DROPOUTS)
+def test_a_model_in_training(device, family):
     """Its dropout would answer at random; the engine takes it out of training, and sees it if somebody puts it back."""
-    model = make_llama(device, attention_dropout=0.5).train()
+    model = make_family(family, device, **DROPOUTS[family]).train()
     engine = Engine(model, num_blocks=8, block_size=4)
     assert engine.generate([[1, 2, 3]], ONE)[0].error is None
     model.train()
