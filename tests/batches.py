@@ -16,10 +16,11 @@ from refattn.conformance import (
     poisoned,
     read_masks,
 )
-from refattn.conformance.cases import GARBAGE, STALE
+from refattn.conformance.cases import FINITE_POISON, GARBAGE, STALE
 
 __all__ = [
     "CASES",
+    "FINITE_POISON",
     "GARBAGE",
     "HARMLESS",
     "POISON",

@@ -11,6 +11,7 @@ from refattn.interface import Batch
 
 STALE = 1e4  # a large number moves an answer a little
 POISON = (float("nan"), float("inf"), -float("inf"), STALE)  # what memory that nobody may see holds, in turn
+FINITE_POISON = (STALE, -STALE)  # what stays out of an answer even where it is multiplied by 0
 HARMLESS = (0.5,)  # what it holds where answers are compared bit for bit with those over poison
 GARBAGE = (-1, 1_000_000)  # what a table holds past a sequence's last block
 
