@@ -75,6 +75,21 @@ class MissingModelError(FileNotFoundError):
     """The model is not installed; the message is the command that installs it."""
 
 
+class RequestError(RuntimeError):
+    """An engine could not answer a request; the message is what went wrong, as the request has it."""
+
+
+def check_answered(requests: Sequence[Request]) -> None:
+    """Check that no request failed: what it has got is no answer, and is not to be shown or timed as one.
+
+    Raises:
+        RequestError: with the error of the first that did.
+    """
+    for request in requests:
+        if request.error is not None:
+            raise RequestError(f"request of {request.prompt_len} tokens: {request.error}")
+
+
 def run(
     twin: str = "both",
     questions: Sequence[str] | None = None,
@@ -97,6 +112,7 @@ def run(
 
     Raises:
         MissingModelError: if the model is not installed.
+        RequestError: if an engine could not answer a prompt.
         ValueError: naming the argument, if the twin or the device is not there or a question is empty.
     """
     if twin not in ("both", *TWINS):
@@ -274,6 +290,7 @@ def serve(work: Work, name: str, console: Console) -> Run:
             if engine.counters.chunks == chunks:
                 decode_seconds += elapsed
                 decode_tokens += len(events)
+            check_answered(requests)
             answers.show(requests)
     outputs = [request.output_ids for request in requests]
     return Run(name, outputs, seconds, decode_seconds, decode_tokens, engine.counters, memory.peak_bytes)
@@ -285,11 +302,11 @@ def warm_up(work: Work, name: str, console: Console) -> None:
     Which of them the work needs shows when it is done, so there all of it is done once before it is timed.
     """
     if name != "fastattn" or work.model.device.type == "cpu":
-        work.engine(name).generate(work.prompts[:2], SamplingParams(max_tokens=2))
+        check_answered(work.engine(name).generate(work.prompts[:2], SamplingParams(max_tokens=2)))
         return
     start = time.perf_counter()
     with console.status("fastattn compiles its kernels for this GPU"):
-        work.engine(name).generate(work.prompts, work.sampling)
+        check_answered(work.engine(name).generate(work.prompts, work.sampling))
     seconds = time.perf_counter() - start
     console.print(f"Everything ran once before, to compile fastattn's kernels: {seconds:.0f} s, not counted below.")
 
@@ -374,10 +391,10 @@ def compare(work: Work, console: Console, num_tokens: int) -> "Comparison":
     comparison = Comparison()
     engine = work.engine("fastattn", twin=comparison)
     with stages(console) as progress:
-        for _ in progress.track(
+        for event in progress.track(
             engine.stream(work.prompts, work.sampling), num_tokens, description="Both twins on every layer and step"
         ):
-            pass
+            check_answered([event.request])
     return comparison
 
 

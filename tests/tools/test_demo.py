@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 
 import fastattn.chunked_prefill
 from fastattn.tools import demo
+from fastattn.tools.bench import generation
 from fastattn.tools.cli import main
-from fastattn.engine import Sampling
+from refattn.serving import SamplingParams
 
 GUIDE = "You are a guide. "
 QUESTIONS = [GUIDE + "Why?", "Count to ten, and then back to one.", GUIDE + "How?", "Hm", GUIDE + "When and where?"]
@@ -36,7 +37,7 @@ def tiny(monkeypatch):
     """Let the demo serve a tiny model that is there at once."""
     model = make_llama(vocab_size=257, eos_token_id=256)
     prompts = [list(question.encode()) for question in QUESTIONS]
-    work = demo.Work(model, byte_tokenizer(), QUESTIONS, prompts, Sampling(max_tokens=20), num_blocks=6)
+    work = demo.Work(model, byte_tokenizer(), QUESTIONS, prompts, SamplingParams(max_tokens=20), num_blocks=6)
     monkeypatch.setattr(demo, "prepare", lambda *_: work)
     monkeypatch.setattr(demo, "TOKEN_BUDGET", 24)
 
@@ -73,7 +74,7 @@ def test_demo_proves_both_twins(tiny, terminal):
 
 
 def test_one_token_each_leaves_nothing_to_decode(tiny, monkeypatch):
-    work = dataclasses.replace(demo.prepare(), sampling=Sampling(max_tokens=1))
+    work = dataclasses.replace(demo.prepare(), sampling=SamplingParams(max_tokens=1))
     monkeypatch.setattr(demo, "prepare", lambda *_: work)
     proven, text = run()
     assert proven
@@ -89,6 +90,45 @@ def test_demo_sees_wrong_words(tiny, monkeypatch):
     assert row(text, QUESTIONS[1])[-2:] == ["yes", "yes"]
 
 
+@pytest.fixture
+def broken(tiny):
+    """Let the model fail over one prompt of the demo, and over no other."""
+
+    def refuse(module, arguments):
+        if (arguments[0] == ord("C")).any():
+            raise RuntimeError("no such row")
+
+    work = demo.prepare()
+    with_hook = work.model.get_input_embeddings().register_forward_pre_hook(refuse)
+    yield work
+    with_hook.remove()
+
+
+MESSAGE = r"request of \d+ tokens: RuntimeError: no such row"
+
+
+def test_demo_shows_no_half_answers(broken):
+    """A request that failed has some tokens or none; neither is an answer, and no speed is that of the others."""
+    with pytest.raises(demo.RequestError, match=MESSAGE):
+        run()
+    console = Console(file=StringIO(), width=100)
+    with pytest.raises(demo.RequestError, match=MESSAGE):
+        demo.warm_up(dataclasses.replace(broken, prompts=broken.prompts[1:]), "refattn", console)
+    late = dataclasses.replace(broken, prompts=[broken.prompts[0], broken.prompts[2], broken.prompts[1]])
+    late = dataclasses.replace(late, questions=[QUESTIONS[0], QUESTIONS[2], QUESTIONS[1]])
+    with pytest.raises(demo.RequestError, match=MESSAGE):
+        demo.serve(late, "fastattn", console)
+    with pytest.raises(demo.RequestError, match=MESSAGE):
+        demo.compare(late, console, num_tokens=60)
+
+
+def test_a_failed_answer_has_no_time_in_the_benchmark(broken):
+    work = generation.Generation(max_tokens=3, phase="both", num_prompts=5)
+    call = generation.engine("refattn").prepare(generation.Prompts(work, broken.model, broken.prompts))
+    with pytest.raises(demo.RequestError, match=MESSAGE):
+        call()
+
+
 @pytest.mark.parametrize("wrong", [1e-4, torch.nan])
 def test_demo_sees_a_wrong_layer(tiny, monkeypatch, wrong):
     attention, calls = fastattn.chunked_prefill.attention, []
@@ -99,7 +139,8 @@ def test_demo_sees_a_wrong_layer(tiny, monkeypatch, wrong):
         return out + wrong if len(calls) == 7 else out
 
     comparison = demo.Comparison()
-    monkeypatch.setattr(comparison.chunked_prefill, "fast", SimpleNamespace(attention=wrong_once))
+    path = SimpleNamespace(plan=fastattn.chunked_prefill.plan, attention=wrong_once)
+    monkeypatch.setattr(comparison.chunked_prefill, "fast", path)
     monkeypatch.setattr(demo, "Comparison", lambda: comparison)
     work = demo.prepare()
     work.engine("fastattn", twin=comparison).generate(work.prompts, work.sampling)
@@ -117,7 +158,7 @@ def test_kernels_are_compiled_before_anything_is_timed(tiny, monkeypatch, device
     monkeypatch.setattr(
         demo.Work,
         "engine",
-        lambda self, package: SimpleNamespace(generate=lambda *args: served.append((package, *args))),
+        lambda self, package: SimpleNamespace(generate=lambda *args: served.append((package, *args)) or []),
     )
     work = dataclasses.replace(demo.prepare(), model=SimpleNamespace(device=torch.device(device)))
     console = Console(file=StringIO(), width=100)
@@ -126,7 +167,7 @@ def test_kernels_are_compiled_before_anything_is_timed(tiny, monkeypatch, device
         assert served == [(name, work.prompts, work.sampling)]
         assert "to compile fastattn's kernels: 0 s, not counted below." in console.file.getvalue()
     else:
-        assert served == [(name, work.prompts[:2], Sampling(max_tokens=2))]
+        assert served == [(name, work.prompts[:2], SamplingParams(max_tokens=2))]
         assert not console.file.getvalue()
 
 

@@ -116,6 +116,7 @@ def engine(package: str = "fastattn") -> Contender:
             while server.running or server.waiting:
                 server.step()
                 stamps.append(_now(inputs))
+            demo.check_answered(requests)
             return _timed(inputs, [request.output_ids for request in requests], stamps)
 
         return call
