@@ -229,13 +229,15 @@ def test_any_scale(scale, device):
     assert_agrees("chunked_prefill", *inputs.tensors, softmax_scale=scale)
 
 
-# Two rows of the last query are in the second tile of 128 rows, or the tile is full.
-EDGE = Case("edge", ((65, 70), (64, 64), (0, 3), (63, 90), (2, 2)), heads=(2, 1), padding_rows=1)
+# The rows of a tile end with a token, or inside one; with two heads a tile of 128 is one token too small for 65.
+EDGE = Case("edge", ((65, 70), (64, 64), (0, 3), (43, 90), (2, 2)), padding_rows=1)
 
 
-@pytest.mark.parametrize("launch", [dict(block_m=16), dict(block_m=64), dict(block_m=128, block_n=128)], ids=str)
-def test_any_tile(launch, device):
-    inputs = build(EDGE, device=device)
+@pytest.mark.parametrize(
+    ("launch", "group"), [(dict(block_m=16), 3), (dict(block_m=64), 3), (dict(block_m=128, block_n=128), 2)], ids=str
+)
+def test_any_tile(launch, group, device):
+    inputs = build(replace(EDGE, heads=(group, 1)), device=device)
     with launched_as(**launch):
         assert_agrees("chunked_prefill", *inputs.tensors)
         assert_agrees("chunked_prefill", *inputs.tensors, window_size=(9, 0), causal=False)
@@ -549,7 +551,10 @@ def addresses_of(tensor):
 
 @pytest.mark.parametrize(
     "launch",
-    [dict(block_m=64), dict(splits=2, most_splits=2, block_n=16), "fixed-runs", "differential", "split-differential"],
+    [
+        *(dict(block_m=64), dict(splits=2, most_splits=2, block_n=16)),
+        *("fixed-runs", "positions", "differential", "split-differential"),
+    ],
     ids=str,
 )
 def test_no_table_entry_and_no_slot_is_read_that_no_query_sees(launch, device, monkeypatch):
@@ -562,6 +567,11 @@ def test_no_table_entry_and_no_slot_is_read_that_no_query_sees(launch, device, m
     table = surroundings[1:5, 2:9]  # as many columns as 100 keys need
     table.copy_(inputs.batch.block_table[:, :7])
     batch, options = replace(inputs.batch, block_table=table), dict(window_size=(21, 0))
+    keys = [(i, j) for i, (q, s) in enumerate(case.lens) for j in range(max(s - q - 21, 0), s)]
+    if launch == "positions":  # those that the rows have anyway, but the last sequence stands before its keys
+        positions = [*(range(s - q, s) for q, s in case.lens[:3]), range(-9, -2)]
+        options["positions"] = torch.tensor([i for rows in positions for i in rows], dtype=torch.int32)
+        keys = [(i, j) for i, j in keys if i < 3]
     noted = interpreted.note_reads(monkeypatch)
     if isinstance(launch, str) and "differential" in launch:
         splits = 1 if launch == "differential" else 2
@@ -572,12 +582,11 @@ def test_no_table_entry_and_no_slot_is_read_that_no_query_sees(launch, device, m
         pools = [cache.permute(2, 3, 0, 1, 4, 5)]  # the slot comes first
     else:
         options["batch_invariant"] = launch == "fixed-runs"
-        with launched_as(**({} if launch == "fixed-runs" else launch)):
+        with launched_as(**(launch if isinstance(launch, dict) else {})):
             attend(*given(*inputs.tensors[:3], batch, **options))
         pools = [inputs.key_cache, inputs.value_cache]
     read = torch.from_numpy(np.unique(np.concatenate([addresses.ravel() for addresses in noted])).astype(np.int64))
 
-    keys = [(i, j) for i, (q, s) in enumerate(case.lens) for j in range(max(s - q - 21, 0), s)]
     entries = tuple(zip(*[(i, j // 16) for i, j in keys], strict=True))
     slots = tuple(zip(*[(int(table[i, j // 16]), j % 16) for i, j in keys], strict=True))
     for whole, part, seen in ((surroundings, table, entries), *((pool, pool, slots) for pool in pools)):
@@ -710,7 +719,7 @@ def test_rows_do_not_change_with_the_chunk_they_come_in(options, device):
     with mock.patch.object(triton_attention, "INVARIANT_RUN", 128):
         expected, expected_lse = attend(*given(*inputs.tensors, **on(device, options)))
         row = 0
-        for size in (5, 1, 1, 5):
+        for size in (5, 1, 3, 1, 2):  # that of 1 at last begins a step of keys after the first ones
             out, lse = attend_alone(inputs, options, (row, row + size), 318 + row + size, 0, device)
             assert torch.equal(out, expected[row : row + size]), f"rows from {row}"
             assert torch.equal(lse, expected_lse[row : row + size]), f"rows from {row}"
@@ -900,21 +909,17 @@ def test_adapt_sets_right_what_flash_attention_answers_otherwise(options, nothin
         for i in range(s - q, s):
             sees.append(any((left < 0 or j >= i - left) and (right < 0 or j <= i + right) for j in range(s)))
     sees = torch.tensor(sees)
-    rows, num_tokens = len(sees), len(sees) + 9
-    out = torch.randn(num_tokens, 3, 24, device=device)
-    lse = torch.randn(3, num_tokens, device=device) * 3
-    ref, ref_lse = refattn.merge.add_sinks(
-        out.double(),
-        lse.T.double(),
-        torch.full((3,), -1e30, device=device).double() if options.sinks is None else options.sinks.double(),
-    )
-    nowhere = torch.arange(num_tokens) >= rows
-    ref[nowhere], ref_lse[nowhere] = 0.0, -torch.inf
-    blind = torch.cat([~sees, torch.zeros(9, dtype=torch.bool)])
-    ref[blind], ref_lse[blind] = 0.0, -torch.inf if options.sinks is None else options.sinks.double()
-    out[blind | nowhere], lse[:, blind | nowhere] = torch.nan, nothing
+    is_query = torch.arange(len(sees) + 9) < len(sees)
+    blind = torch.cat([~sees, torch.ones(9, dtype=torch.bool)])
+    out, lse = torch.randn(len(blind), 3, 24), torch.randn(3, len(blind)) * 3
+    ref, ref_lse = out.double(), lse.T.double()
+    ref[blind], ref_lse[blind] = 0.0, -torch.inf
+    if options.sinks is not None:
+        sinks = options.sinks.cpu().double()
+        ref[is_query], ref_lse[is_query] = refattn.merge.add_sinks(ref[is_query], ref_lse[is_query], sinks)
+    out[blind], lse[:, blind] = torch.nan, nothing
     out[1, 2], lse[2, 1] = torch.nan, nothing  # saw NaN
-    got, got_lse = adapt(out, lse, plan, options)
+    got, got_lse = (x.cpu() for x in adapt(out.to(device), lse.to(device), plan, options))
     assert got[1, 2].isnan().all() and got_lse[1, 2].isnan()
     got[1, 2], got_lse[1, 2] = ref[1, 2], ref_lse[1, 2]
     assert_close(got, ref, ref.float())
