@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -19,7 +20,8 @@ def merge(
         lses: their log-sum-exps: natural log, float32 or float64, without sinks (see `add_sinks`).
 
     Returns:
-        The output in the type of the first part, and its log-sum-exp. Where no part saw anything: 0 and `-inf`.
+        The output in the type of the first part, and its log-sum-exp in the type of theirs; both are computed in
+        float64 if one of them is float64. Where no part saw anything: 0 and `-inf`.
 
     Raises:
         ValueError: if there is no part, or the parts differ in number, shape or device.
@@ -27,7 +29,9 @@ def merge(
     Source: `refattn.merge.merge`.
     """
     check_partials(outs, lses)
-    return dispatch.merge(outs, lses)
+    wider = torch.promote_types(outs[0].dtype, lses[0].dtype)
+    out, lse = dispatch.merge(outs, [part.to(wider) for part in lses])
+    return out, lse.to(lses[0].dtype)
 
 
 def add_sinks(
@@ -41,7 +45,7 @@ def add_sinks(
         sinks: one logit a head.
 
     Returns:
-        The smaller outputs, in the type of `out`, and the log-sum-exps with the sinks included.
+        The smaller outputs and the log-sum-exps with the sinks included, in the types of `out` and `lse`.
 
     Raises:
         ValueError: if the shapes or devices do not match.
@@ -50,4 +54,5 @@ def add_sinks(
     """
     check_partials([out], [lse])
     check_sinks(out, sinks)
-    return dispatch.add_sinks(out, lse, sinks)
+    share, total = dispatch.add_sinks(out, lse.to(torch.promote_types(out.dtype, lse.dtype)), sinks)
+    return share, total.to(lse.dtype)

@@ -32,7 +32,8 @@ def merge(
         lses: their log-sum-exps: natural log, float32 or float64, without sinks (see `add_sinks`).
 
     Returns:
-        The output in the type of the first part, and its log-sum-exp.
+        The output in the type of the first part, and its log-sum-exp in the type of theirs; both are computed in
+        float64 if one of them is float64.
 
     Raises:
         ValueError: if there is no part, or the parts differ in number, shape or device.
@@ -40,7 +41,7 @@ def merge(
     Source: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; Ye et al. 2025, "FlashInfer".
     """
     check_partials(outs, lses)
-    compute = compute_dtype(outs[0].dtype)
+    compute = torch.float64 if lses[0].dtype == torch.float64 else compute_dtype(outs[0].dtype)
     lse_parts = torch.stack([lse.to(compute) for lse in lses])  # [parts, t, h]
     lse = lse_parts.logsumexp(0)  # [t, h]
     out = torch.zeros_like(outs[0], dtype=compute)
@@ -48,7 +49,7 @@ def merge(
         saw_nothing = rearrange(part_lse == -torch.inf, "t h -> t h 1")
         weight = rearrange(torch.exp(part_lse - lse), "t h -> t h 1")
         out = out + (weight * part_out.to(compute)).masked_fill(saw_nothing, 0.0)
-    return out.to(outs[0].dtype), lse
+    return out.to(outs[0].dtype), lse.to(lses[0].dtype)
 
 
 def add_sinks(
@@ -65,7 +66,7 @@ def add_sinks(
         sinks: one logit a head.
 
     Returns:
-        The smaller outputs, in the type of `out`, and the log-sum-exps with the sinks included.
+        The smaller outputs and the log-sum-exps with the sinks included, in the types of `out` and `lse`.
 
     Raises:
         ValueError: if the shapes or devices do not match.

@@ -113,7 +113,8 @@ def trim(
         repeats the last column of the table: no key is there.
     """
     assert batch.block_table is not None  # the path has checked it
-    cut = (batch.context_lens - left).clamp(min=0) // block_size  # [b], in blocks
+    # In 64 bits, as a window may begin before the smallest int32.
+    cut = ((batch.context_lens.long() - left).clamp(min=0) // block_size).int()  # [b], in blocks
     used = rearrange(cut, "b -> b 1") + torch.arange(columns, device=batch.device)
     table = batch.block_table.gather(1, used.clamp(max=batch.block_table.shape[1] - 1))
     return cut * block_size, batch.seq_lens - cut * block_size, table

@@ -291,18 +291,22 @@ def test_a_batch_without_queries_has_no_virtual_sequence_with_some(twin, chunk_s
     assert twin.plan(replace(nobody, max_seq_len=9), chunk_size=chunk_size, block_size=1).batch.num_seqs == 0
 
 
-@each_twin
 @pytest.mark.parametrize("chunk_size", [2**20, 2**30], ids=["chunk=2**20", "chunk=2**30"])
-def test_as_many_keys_as_an_int32_counts(twin, chunk_size):
-    """The last chunk ends past the largest int32."""
+@pytest.mark.parametrize("kernel", ["ref", "torch", "triton"])
+def test_as_many_keys_as_an_int32_counts(kernel, chunk_size):
+    """The last chunk ends past the largest int32, also that of queries without keys."""
+    twin = refattn.local if kernel == "ref" else fastattn.local
     keys, p = 2**31 - 1, 2**20
-    batch = refattn.metadata.make_batch([3, 1], [keys, keys - 5], [range(2048), range(2048, 4096)])
+    lens = [3, 1, 2], [keys, keys - 5, 0]
+    batch = refattn.metadata.make_batch(*lens, [range(2048), range(2048, 4096), []])
     last = chunk_size // p
     expected = [
         (q, s - 2**31 + chunk_size, blocks[-last:])
         for q, s, blocks in ((3, keys, [*range(2048)]), (1, keys - 5, [*range(2048, 4096)]))
     ]
-    assert real(twin.plan(batch, chunk_size=chunk_size, block_size=p).batch, p) == expected
+    with fastattn.use_kernel("torch" if kernel == "ref" else kernel):
+        plan = twin.plan(batch, chunk_size=chunk_size, block_size=p)
+    assert real(plan.batch, p) == [*expected, (2, 0, [])]
 
 
 def test_captured_with_a_short_sequence_replayed_past_a_chunk(device):

@@ -168,6 +168,30 @@ def test_halves_are_rounded_once(twin, dtype, parts, device):
 
 
 @each_twin
+@pytest.mark.parametrize("of_lse", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("of_out", [torch.float16, torch.float32, torch.float64], ids=str)
+def test_outputs_and_log_sum_exps_keep_their_types(twin, of_out, of_lse, device):
+    """Whichever is the wider, both are computed in it: each answer is the one in float64, rounded once to its type."""
+    generator = torch.Generator().manual_seed(0)
+    outs = [torch.randn(5, 4, 16, generator=generator, dtype=torch.float64).to(device, of_out) for _ in range(3)]
+    lses = [torch.randn(5, 4, generator=generator, dtype=torch.float64).to(device, of_lse) for _ in range(3)]
+    sinks = torch.randn(4, generator=generator, dtype=torch.float64).to(device, of_lse)
+    weights = torch.stack([lse.double().exp() for lse in lses])
+    whole = sum(w[..., None] * out.double() for w, out in zip(weights, outs, strict=True)) / weights.sum(0)[..., None]
+    share = 1 / (1 + torch.exp(sinks.double() - lses[0].double()))
+    exact = torch.float64 in (of_out, of_lse)
+    for (out, lse), expected, expected_lse in (
+        (twin.merge(outs, lses), whole, weights.sum(0).log()),
+        (twin.add_sinks(outs[0], lses[0], sinks), outs[0].double() * share[..., None], lses[0].double() - share.log()),
+    ):
+        assert out.dtype == of_out and lse.dtype == of_lse
+        for one, other in ((out, expected), (lse, expected_lse)):
+            rounding = torch.finfo(one.dtype).eps / 2
+            tolerance = rounding + (1e-14 if exact else 1e-6)
+            torch.testing.assert_close(one.double(), other, rtol=tolerance, atol=0.1 * tolerance)
+
+
+@each_twin
 @pytest.mark.usefixtures("shapes_unchecked")
 def test_bad_input_is_named(twin):
     out, lse = torch.zeros(2, 3, 4), torch.zeros(2, 3)

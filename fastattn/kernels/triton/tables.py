@@ -124,9 +124,9 @@ def slot_mapping(batch: Batch, num_tokens: int, *, block_size: int) -> Int64[Ten
 @triton.jit
 @no_type_check
 def _copy_row(row, new_row, stride, first, last, columns, BLOCK_COLUMNS: tl.constexpr):
-    """Copy `columns` entries from `first` on; behind `last` that entry again, where no key is."""
+    """Copy `columns` entries from `first` on; past `last` that entry again, where no key is."""
     for begin in range(0, columns, BLOCK_COLUMNS):
-        column = begin + tl.arange(0, BLOCK_COLUMNS)
+        column = begin + tl.arange(0, BLOCK_COLUMNS).to(tl.int64)
         blocks = tl.load(row + tl.minimum(first + column, last) * stride, mask=column < columns)
         tl.store(new_row + column, blocks, mask=column < columns)
 
@@ -148,12 +148,15 @@ def _cut_chunks_kernel(
     block_size,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """Make one virtual sequence, of one chunk of one sequence."""
+    """Make one virtual sequence, of one chunk of one sequence.
+
+    In 64 bits, as a chunk may end past the largest int32.
+    """
     sequence = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     first_row = tl.load(cu_seqlens_q + sequence)
     last_row = tl.load(cu_seqlens_q + sequence + 1)
-    seq_len = tl.load(seq_lens + sequence)
+    seq_len = tl.load(seq_lens + sequence).to(tl.int64)
     context_len = seq_len - (last_row - first_row)
     # Division rounds towards 0 here, and the chunk of a negative position is the one below.
     first_chunk = (context_len - tl.where(context_len < 0, chunk_size - 1, 0)) // chunk_size
@@ -188,9 +191,12 @@ def _trim_kernel(
     block_size,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """Trim one sequence."""
+    """Trim one sequence.
+
+    In 64 bits, as a window may begin before the smallest int32.
+    """
     sequence = tl.program_id(0).to(tl.int64)
-    seq_len = tl.load(seq_lens + sequence)
+    seq_len = tl.load(seq_lens + sequence).to(tl.int64)
     query_len = tl.load(cu_seqlens_q + sequence + 1) - tl.load(cu_seqlens_q + sequence)
     cut = tl.maximum(seq_len - query_len - left, 0) // block_size
     tl.store(new_first_keys + sequence, cut * block_size)
@@ -225,7 +231,8 @@ def _slots_kernel(
         low = tl.where(before, middle + 1, low)
         high = tl.where(before, high, middle)
     real = (low < num_seqs) & (row < num_tokens)
-    position = tl.load(seq_lens + low, mask=real, other=0) - tl.load(cu_seqlens_q + low + 1, mask=real, other=0) + row
+    position = tl.load(seq_lens + low, mask=real, other=0).to(tl.int64) + row
+    position -= tl.load(cu_seqlens_q + low + 1, mask=real, other=0)
     real &= position >= 0
     block = tl.load(
         block_table + low * table_strides[0] + position // block_size * table_strides[1], mask=real, other=0
