@@ -231,15 +231,18 @@ def cascade(batch: Batch, *, block_size: int, words: Words | None = None) -> Dra
     return Drawing([[Grid(cells, _query_labels(seqs), columns, spans)]], note=note)
 
 
-def schedule(steps: Sequence[Mapping[str, int]], *, budget: int) -> Drawing:
+def schedule(
+    steps: Sequence[Mapping[str, int]], *, budget: int, num_cached: Mapping[str, int] | None = None
+) -> Drawing:
     """Draw what an engine computes in each step: the tokens of each request, in the order of the mapping.
 
     Args:
         steps: for each step, the number of new tokens of each request, by its name.
         budget: the largest number of tokens in a step.
+        num_cached: the number of tokens that a request begins behind, as they were found in the pool; 0 if not named.
     """
     names = sorted({name for each in steps for name in each})
-    num_computed = dict.fromkeys(names, 0)
+    num_computed = dict.fromkeys(names, 0) | dict(num_cached or {})
     cells = []
     for each in steps:
         row = []
