@@ -289,7 +289,8 @@ def test_nan_of_the_next_sequence_stays_there(options, vllm, device):
 @pytest.mark.parametrize(("heads", "head_size"), LONG_HEADS, ids=str)
 def test_a_long_window_shows_exactly_its_keys(heads, head_size, window, over, vllm, device):
     """With queries of zeros the log-sum-exp is the log of the number of visible keys; windows end within tiles."""
-    case = Case("long", ((640, 640), (1, 500), (70, 430)), heads=heads, head_size=head_size)
+    lens = ((1, 640), (1, 500), (1, 430)) if window[0] >= 0 else ((640, 640), (1, 500), (70, 430))
+    case = Case("long", lens, heads=heads, head_size=head_size)
     inputs = build(case, device=device, dtype=torch.float16)
     inputs = replace(inputs, query=torch.zeros_like(inputs.query))
     _, lse = call(inputs, over, window_size=window, causal=window[1] == 0)
@@ -399,8 +400,9 @@ def test_it_computes_what_it_says(hopper):
         for sizes in ((8, 8), (64, 64), (72, 72), (96, 96), (128, 128), (192, 192), (256, 256), *fa3.UNEQUAL_HEADS):
             for block_size in (None, 1, 16, 24, 128):
                 problem = usual(head_size=sizes[0], value_head_size=sizes[1], block_size=block_size, dtype=dtype)
-                problem = problem._replace(window=(3, 4), softcap=True, sinks=True)
-                assert fa3.unsupported_reason(problem) is None
+                for window, queries in (((-1, 4), 8192), ((3, 4), 1)):
+                    problem = problem._replace(window=window, max_query_len=queries, softcap=True, sinks=True)
+                    assert fa3.unsupported_reason(problem) is None
 
 
 def test_it_is_taken_where_flash_attention_4_is_not(hopper, monkeypatch):
@@ -417,6 +419,7 @@ def test_it_is_taken_where_flash_attention_4_is_not(hopper, monkeypatch):
     [
         ("computes on CUDA, the tensors are on cpu", dict(device=torch.device("cpu"))),
         ("float16 and bfloat16, not torch.float32", dict(dtype=torch.float32)),
+        ("keys before the window", dict(window=(355, 0), max_query_len=2)),
         ("multiples of 8 up to 256, not 264", dict(head_size=264, value_head_size=264)),
         ("multiples of 8 up to 256, not 60", dict(head_size=60, value_head_size=60)),
         ("or 64 and 128, 64 and 256, 192 and 128, not 128 and 64", dict(value_head_size=64)),
