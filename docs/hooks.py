@@ -4,6 +4,7 @@ In a page, `{{ name argument ... }}` is replaced by what the function of that na
 
     {{ picture local "Caption." }}         an example of refattn.drawing, drawn when the site is built
     {{ code refattn.local.attention }}     a function as it stands in its file, without its docstring
+    {{ code refattn.local.plan whole }}    and with it
     {{ says fastattn.cascade }}            what a file says of itself, after its first sentence
     {{ kernels }}                          the kernels, and what each is
     {{ measured local }}                   the measured rows of a path
@@ -94,12 +95,12 @@ def on_page_content(content: str, *, page: Page, config: MkDocsConfig, files: Fi
 # --- inserts ---
 
 
-def code(page: Page, config: MkDocsConfig, files: Files, name: str) -> str:
-    """Show a function as it stands in its file, less its docstring."""
+def code(page: Page, config: MkDocsConfig, files: Files, name: str, extent: str = "") -> str:
+    """Show a function as it stands in its file, less its docstring unless it is to be whole."""
     path, function = module_file(name), name.split(".")[-1]
     lines = path.read_text().splitlines()
     node = definition(path, function)
-    body = node.body[1:] if ast.get_docstring(node) else node.body
+    body = node.body[1:] if ast.get_docstring(node) and extent != "whole" else node.body
     shown = lines[node.lineno - 1 : node.body[0].lineno - 1] + lines[body[0].lineno - 1 : node.end_lineno]
     source = textwrap.dedent("\n".join(shown))
     return f'```{{.python title="{path.relative_to(ROOT).as_posix()}"}}\n{source}\n```'
@@ -250,7 +251,7 @@ def environments(results: dict[str, Any]) -> str:
     cells = results["cells"].values()
     dates = sorted({cell["date"][:10] for cell in cells if cell["date"]})
     when = " to ".join(dict.fromkeys([*dates[:1], *dates[-1:]]))
-    ran = f"{results['machine']['name']}, {results['machine']['cores']} cores, {when}"
+    ran = f"On {results['machine']['cores']} cores, {when}"
     lines = ["| BLAS | ATen | threads | Python | commit | passed | minutes |", "|---|---|--:|---|---|--:|--:|"]
     for cell in cells:
         taken = [_taken(cell, name) for name in ("blas", "aten", "threads")]
@@ -261,7 +262,8 @@ def environments(results: dict[str, Any]) -> str:
     left_out = sorted({file for cell in cells for file in cell["left_out"]})
     reasons = "; ".join(f"`{file}`, which {results['unaffected'][file]}" for file in left_out)
     some = f" Runs in several threads leave out what no processor changes: {reasons}." if left_out else ""
-    return f"### As on other processors\n\n{ran}.{failures}{some}\n\n" + "\n".join(lines)
+    head = f"### As on other processors, run by {results['machine']['name']}"
+    return f"{head}\n\n{ran}.{failures}{some}\n\n" + "\n".join(lines)
 
 
 def _taken(cell: dict[str, Any], name: str) -> str:

@@ -308,7 +308,7 @@ def test_a_matrix_of_environments_is_a_table(monkeypatch):
         ["Zen (Haswell)", "avx2", "8 (2)", "3.12.1", "unknown", "none: exit 3", "1.5"],
         ["Zen (Haswell)", "avx2", "8 (2)", "3.12.1", "0123456789ab", "11 of 14<br>`-k merge`", "1.5"],
     ]
-    assert "A Processor, 2 cores, 2026-01-01 to 2026-01-02." in shown
+    assert "A Processor\n\nOn 2 cores, 2026-01-01 to 2026-01-02." in shown
     assert shown.count("`tests/paths/test_merge.py::test_one`") == 1
     assert "`tests/tools/test_twins.py`, which reads signatures" in shown
 
