@@ -36,7 +36,7 @@ from refattn.interface import AttentionOptions, Plan
 TILE = 256  # queries of a masked tile
 SLAB = 2048  # keys of a masked tile
 BAND_TILE = 32  # queries of a tile of a window: small, as it reads that many keys beside its window
-BUFFER = 2**19  # elements of the keys of decodes that are gathered at a time: 2 MiB in float32
+BUFFER = 2**20  # elements of the keys of decodes that are gathered at a time: 4 MiB in float32
 SHORT = 16  # with at most this many queries, the heads of a group are rows of one call
 FEW = 16  # keys, less than which ATen's call compares one by one, and overlooks NaN
 INVARIANT_TILE = 16  # queries of a tile under `batch_invariant`; at most SHORT
