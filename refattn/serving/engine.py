@@ -38,7 +38,7 @@ from refattn.interface import AttentionOptions, Batch, CascadePlan, Plan, Prefix
 from refattn.serving import models
 from refattn.serving.block_pool import BlockPool
 from refattn.serving.cost_model import CPU, H200, Machine, saved_key_reads, worthwhile_prefixes
-from refattn.serving.layers import Layer, Twin
+from refattn.serving.layers import Layer, LocalLayer, LocalPlan, Twin
 from refattn.serving.request import Event, Request, token_ids
 from refattn.serving.sampling import GREEDY, SamplingParams, choose
 from refattn.serving.scheduler import Counters, Scheduler
@@ -59,7 +59,7 @@ class Step:
 
     batch: Batch
     slot_mappings: dict[Layer, Int64[Tensor, "t"]]
-    plans: dict[Layer, Plan | CascadePlan]
+    plans: dict[Layer, Plan | CascadePlan | LocalPlan]
 
 
 @runtime_checkable
@@ -240,6 +240,8 @@ class Engine:
         try:
             self._is_stepping = True
             scheduled = self.scheduler.schedule()
+            if any(isinstance(layer, LocalLayer) for layer in self.layers):  # which plans decodes and prefills apart
+                scheduled = dict(sorted(scheduled.items(), key=lambda item: item[1] > 1))
             before = {request: (len(request.output_ids), request.decoded) for request in scheduled}
             if not scheduled:
                 return []
@@ -389,18 +391,31 @@ class Engine:
             input_ids=torch.tensor([input_ids], device=device),
             position_ids=rearrange(metadata.positions(batch, len(input_ids)), "t -> 1 t"),
             logits_to_keep=torch.tensor(due, dtype=torch.int64, device=device),
-            step=self.plan_step(batch, len(input_ids), prefixes),
+            step=self.plan_step(batch, len(input_ids), prefixes, query_lens),
         )
 
-    def plan_step(self, batch: Batch, num_tokens: int, prefixes: Sequence[Prefix] = ()) -> "Step":
-        """Plan a step, once for all layers that are equal."""
+    def plan_step(
+        self,
+        batch: Batch,
+        num_tokens: int,
+        prefixes: Sequence[Prefix] = (),
+        query_lens: Sequence[int] | None = None,
+    ) -> "Step":
+        """Plan a step, once for all layers that are equal.
+
+        Args:
+            batch: the lengths and blocks of the requests.
+            num_tokens: query rows, padding included.
+            prefixes: what some of them share and a cascade is to read once.
+            query_lens: the new tokens of each request; None if there is padding, or only the device knows.
+        """
         slots = self.twin.metadata.slot_mapping(batch, num_tokens, block_size=self.block_size)
         step = Step(batch, {}, {})
         for layer in dict.fromkeys(self.layers):
             pool = self.window_pools.get(layer)
             step.slot_mappings[layer] = slots if pool is None else pool.translate_slots(slots)
             where = batch if pool is None else pool.translate_batch(batch)
-            step.plans[layer] = layer.plan(self.twin, where, self.block_size)
+            step.plans[layer] = layer.plan(self.twin, where, self.block_size, query_lens)
         if prefixes:
             cascade = self.twin.cascade.plan(batch, prefixes=prefixes, block_size=self.block_size)
             step.plans.update({layer: cascade for layer in step.plans if type(layer) is Layer})

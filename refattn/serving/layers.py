@@ -4,14 +4,15 @@ A layer is known by its path and by what its plan takes, so layers that are equa
 """
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from refattn.interface import AttentionOptions, Batch, CascadePlan, Plan
+from refattn.interface import AttentionOptions, Batch, CascadePlan, Part, Plan
 
 
 class Twin:
@@ -62,8 +63,15 @@ class Layer:
         sizes = (num_blocks, block_size, self.num_kv_heads, self.head_size)
         return twin.kv_cache.allocate(*sizes, dtype=dtype, device=device)
 
-    def plan(self, twin: Twin, batch: Batch, block_size: int) -> Plan:
-        """Plan a step, for all layers that are equal to this one."""
+    def plan(self, twin: Twin, batch: Batch, block_size: int, query_lens: Sequence[int] | None = None) -> Plan:
+        """Plan a step, for all layers that are equal to this one.
+
+        Args:
+            twin: the package that computes.
+            batch: the lengths and blocks of the step.
+            block_size: tokens in a block.
+            query_lens: the new tokens of each request, decodes before prefills; None where only the device knows.
+        """
         plan: Plan = twin.chunked_prefill.plan(batch, block_size=block_size)
         return plan
 
@@ -115,15 +123,24 @@ class WindowLayer(Layer):
         seen = min(max_num_seqs, num_blocks) * (self.window - 1 + 2 * block_size - 2)
         return min(num_blocks, (seen + max_num_batched_tokens) // block_size)
 
-    def plan(self, twin: Twin, batch: Batch, block_size: int) -> Plan:
+    def plan(self, twin: Twin, batch: Batch, block_size: int, query_lens: Sequence[int] | None = None) -> Plan:
         """Plan a step over trimmed tables."""
         plan: Plan = twin.sliding_window.plan(batch, window_size=(self.window - 1, 0), block_size=block_size)
         return plan
 
 
+class LocalPlan(NamedTuple):
+    """The plans of a step's decodes and of its prefills, and the query rows of each."""
+
+    parts: tuple[tuple[slice, Plan], ...]
+
+
 @dataclass(frozen=True)
 class LocalLayer(Layer):
     """A layer whose tokens see their own chunk only.
+
+    The decodes of a step and its prefills are planned apart: a plan has as many virtual sequences for each request as
+    its longest prefill needs, and its kernel is one for many query rows.
 
     Attributes:
         chunk_size: tokens in a chunk.
@@ -131,10 +148,32 @@ class LocalLayer(Layer):
 
     chunk_size: int = 0
 
-    def plan(self, twin: Twin, batch: Batch, block_size: int) -> Plan:
+    def plan(  # type: ignore[override]  # attended by this class alone
+        self, twin: Twin, batch: Batch, block_size: int, query_lens: Sequence[int] | None = None
+    ) -> LocalPlan:
         """Plan a step over virtual sequences."""
-        plan: Plan = twin.local.plan(batch, chunk_size=self.chunk_size, block_size=block_size)
-        return plan
+        parts = [Part(batch, slice(None))]
+        if query_lens is not None and 1 in query_lens and max(query_lens) > 1:
+            parts = twin.metadata.split_decodes_and_prefills(batch, query_lens)
+        sizes = dict(chunk_size=self.chunk_size, block_size=block_size)
+        return LocalPlan(tuple((part.tokens, twin.local.plan(part.batch, **sizes)) for part in parts))
+
+    def attend(  # type: ignore[override]
+        self,
+        twin: Twin,
+        module: Any,
+        query: Float[Tensor, "t h d"],
+        key: Float[Tensor, "t hk d"],
+        value: Float[Tensor, "t hk dv"],
+        cache: Any,
+        slot_mapping: Int64[Tensor, "t"],
+        plan: LocalPlan,
+        options: AttentionOptions,
+    ) -> Float[Tensor, "t h dv"]:
+        """Write the new keys and values into the pool, and attend over it, decodes and prefills apart."""
+        twin.kv_cache.write(key, value, *cache, slot_mapping)
+        outs = [twin.local.attention(query[tokens], *cache, part, options) for tokens, part in plan.parts]
+        return torch.cat(outs)
 
 
 @dataclass(frozen=True)
@@ -148,7 +187,7 @@ class DifferentialLayer(Layer):
         sizes = (num_blocks, block_size, self.num_kv_heads, self.head_size)
         return twin.differential.allocate(*sizes, dtype=dtype, device=device)
 
-    def plan(self, twin: Twin, batch: Batch, block_size: int) -> Plan:
+    def plan(self, twin: Twin, batch: Batch, block_size: int, query_lens: Sequence[int] | None = None) -> Plan:
         """Plan a step over all tokens."""
         plan: Plan = twin.differential.plan(batch, block_size=block_size)
         return plan

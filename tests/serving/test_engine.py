@@ -189,6 +189,24 @@ def test_batch_invariance_reaches_every_layer(twin, llama, expected, monkeypatch
 
 
 @pytest.mark.parametrize("twin", TWINS)
+def test_local_layers_plan_decodes_and_prefills_apart(twin, device, monkeypatch):
+    model = make_model(*MODELS["chunks and full"], device)
+    expected = transformers_outputs(model, PROMPTS, attention="eager")
+    path = importlib.import_module(f"{twin}.local")
+    plan, planned = path.plan, []
+
+    def watched(batch, **sizes):
+        planned.append(sorted(batch.query_lens.tolist()))
+        return plan(batch, **sizes)
+
+    monkeypatch.setattr(path, "plan", watched)
+    assert outputs(make_engine(model, twin, max_num_batched_tokens=16), PROMPTS) == expected
+    assert not any(1 in lengths and max(lengths) > 1 for lengths in planned)
+    assert any(len(lengths) > 1 and max(lengths) == 1 for lengths in planned)
+    assert any(max(lengths) > 1 for lengths in planned)
+
+
+@pytest.mark.parametrize("twin", TWINS)
 def test_sinks_reach_the_path(llama, twin):
     """Sinks above every score leave nothing of the values."""
     engine = make_engine(llama, twin)
