@@ -17,9 +17,12 @@ from fastattn.tools.bench.peers import Contender, twin
 from fastattn.tools.bench.rows import Row, rows
 from fastattn.tools.bench.work import Attention, CacheWrite, Differential, Slots, VirtualBatches, WrongAnswerError
 from fastattn.tools.cli import main
-from fastattn.kernels import NAMES, fa2, fa4, machine, triton
+from fastattn.kernels import NAMES, dispatch
+from fastattn.kernels import device as devices
 from fastattn.kernels.device import package_version
+from fastattn.kernels.flash import fa2, fa3, fa4
 from refattn import attention, chunked_prefill, kv_cache, masks
+from refattn.conformance import attend
 
 CPU = torch.device("cpu")
 SMALL = dict(heads=(4, 2), head_size=16, block_size=4)
@@ -88,9 +91,8 @@ def test_the_judge_rejects(mistake, dtype):
     wrong[1, 30] = wrong[1, 29]  # one stale page in the window of one sequence
     batch = replace(inputs.batch, block_table=wrong) if mistake == "page" else inputs.batch
     left = 400 if mistake == "window" else 399
-    out, lse = chunked_prefill.attention(
-        inputs.query, inputs.key_cache, inputs.value_cache, batch, window_size=(left, 0), return_lse=True
-    )
+    tensors = inputs.query, inputs.key_cache, inputs.value_cache
+    out, lse = attend(chunked_prefill, *tensors, batch, window_size=(left, 0), return_lse=True)
     if mistake == "unwritten":
         out[123, 0, 0] = torch.nan
     if mistake == "lse":
@@ -104,7 +106,7 @@ def test_the_judge_rejects(mistake, dtype):
 def test_an_accepted_answer_is_not_left_in_memory():
     work = WORKS["causal"]
     inputs = work.draw(CPU, torch.float32, seed=0)
-    out = chunked_prefill.attention(inputs.query, inputs.key_cache, inputs.value_cache, inputs.batch)
+    out = attend(chunked_prefill, inputs.query, inputs.key_cache, inputs.value_cache, inputs.batch)
     work.judge(inputs)(out)
     assert out.isnan().all()
 
@@ -177,7 +179,7 @@ def test_contenders_compute_their_row(work, contender, monkeypatch):
 
 def shifted(inputs, by):
     """A peer that answers too much, by a fixed amount."""
-    return chunked_prefill.attention(inputs.query, inputs.key_cache, inputs.value_cache, inputs.batch) + by
+    return attend(chunked_prefill, inputs.query, inputs.key_cache, inputs.value_cache, inputs.batch) + by
 
 
 def broken(_):
@@ -202,7 +204,7 @@ def test_only_right_answers_have_a_speed():
     assert ours["ratio"] == 1 and ours["low"] <= ours["median"] <= ours["high"]
     assert right["ratio"] == pytest.approx(right["median"] / ours["median"])
     assert record["share_of_floor"] == pytest.approx(record["floor"] / ours["median"])
-    assert "WrongAnswerError: out: max error 1.0e-03" in wrong["error"] and "median" not in wrong
+    assert "WrongAnswerError: out: max error 1.000e-03" in wrong["error"] and "median" not in wrong
     assert missing["error"] == "OSError: no compiler and a second line" and "median" not in missing
     assert right["peak_bytes"] is None or right["peak_bytes"] >= 0
 
@@ -276,16 +278,17 @@ def test_the_doctor_shows_what_runs_in_part(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Hopper")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(triton, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(dispatch, "num_multiprocessors", lambda device: 132)
     for module in (fa2, fa4):
         monkeypatch.setattr(module, "cannot_import", lambda name, package: f"the package {package} can't be imported")
-    machine.capability.cache_clear()
+    monkeypatch.setattr(fa3, "_cannot_load", lambda: "there is no library")
+    devices.capability.cache_clear()
     result = CliRunner().invoke(main, ["doctor"], env={"COLUMNS": "150"})
-    machine.capability.cache_clear()
+    devices.capability.cache_clear()
     assert result.exit_code == 0, result.output
     kernels, _, features = result.output.partition("What runs on cuda:0, Hopper")
     (state,) = [line for line in kernels.splitlines() if "│ torch_flash" in line]
-    assert "in part: reads ragged rows only" in state
+    assert "in part: has no operation paged" in state
     taken = {line.split("│")[1].strip(): line.split("│")[-2].strip() for line in features.splitlines() if "│" in line}
     assert taken["prefill, no pages"] == "torch_flash" and taken["prefill, pages of 16"] == "triton"
     assert taken["decode"] == "triton" and taken["float64"] == "none"
