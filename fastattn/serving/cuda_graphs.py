@@ -1,24 +1,28 @@
-"""Decodes replayed as CUDA graphs: a runner for `refattn.serving.Engine`.
+"""Steps replayed as CUDA graphs: a runner for `refattn.serving.Engine`.
 
-On a GPU a small model waits for its host: a step of one token per request is some twenty launches per layer, each
-faster done than asked for. So such a step is recorded, once for each number of rows, and replayed as one launch:
+On a GPU a small model waits for its host: a step is some twenty launches per layer, each faster done than asked for. So
+a step is recorded, once for each shape, and replayed as one launch:
 
-    rows           1, 2, 4, 8, 16, 24, ..: a step with fewer requests has padding rows, which see and write nothing
+    requests       1, 2, 4, 8, 16, 24, ..: a step with fewer has padding rows, which see and write nothing
+    tokens         one per request in a decode; else rounded up by less than an eighth, with padding rows likewise
     what changes   tokens, lengths, blocks and the maps of window pools are in buffers that the recording reads, filled
                    anew for each step; plans are derived from them on the device, once per step
     capacity       a power of two; a step with a longer sequence makes a recording of its own, for twice the length
 
-A model whose own code synchronizes with the device cannot be recorded. Its decodes run launch by launch, and a warning
-says so.
+A decode is recorded at once, as more of its shape follow. A step with prompts is recorded when its shape comes again,
+and only if the host takes longer for it than the GPU. A model whose own code synchronizes with the device cannot be
+recorded: its steps run launch by launch, and a warning says so.
 
 Source: CUDA graphs over a paged cache as in vLLM and SGLang, which pad to recorded sizes too.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -34,18 +38,35 @@ FEWEST_TOKENS = 1024  # that a recording has room for, in each sequence
 LAYER_SECONDS = 3e-4  # what a layer that is not replayed costs the host, so what a cascade has to save
 
 
-class CudaGraphs:
-    """Records steps of single tokens and replays them; one runner serves one engine, whose twin is `fastattn`.
+class Shape(NamedTuple):
+    """The room of a recording.
 
     Attributes:
-        records: whether such steps are recorded: what `can_record` says, until it turns out that the model cannot be.
-            None before the first step.
+        rows: requests.
+        columns: blocks of each.
+        tokens: new tokens of all requests together.
+        queries: new tokens of each, at most.
+    """
+
+    rows: int
+    columns: int
+    tokens: int
+    queries: int
+
+
+class CudaGraphs:
+    """Records steps and replays them; one runner serves one engine, whose twin is `fastattn`.
+
+    Attributes:
+        records: whether steps are recorded: what `can_record` says, until it turns out that the model cannot be. None
+            before the first step.
     """
 
     def __init__(self) -> None:
         self.records: bool | None = None
         self._engine: Engine | None = None
-        self._decodes: dict[tuple[int, int], _Decode] = {}
+        self._steps: dict[Shape, _Step] = {}
+        self._seen: Counter[Shape] = Counter()  # steps with prompts, by shape
 
     @staticmethod
     def can_record(engine: Engine) -> bool:
@@ -53,7 +74,7 @@ class CudaGraphs:
         return engine.model.device.type == "cuda" and engine.twin.package is fastattn
 
     def run(self, engine: Engine, scheduled: dict[Request, int]) -> Float[Tensor, "b v"] | None:
-        """Run a step of single tokens, and return its logits; None for any other step.
+        """Run a step and return the logits of the requests with nothing left to compute; None if it is not recorded.
 
         Raises:
             ValueError: if the runner has served another engine.
@@ -63,23 +84,34 @@ class CudaGraphs:
         self._engine = engine
         if self.records is None:
             self.records = self.can_record(engine)
-        if not (self.records and all(request.num_pending == 1 for request in scheduled)):
+        if not self.records:
+            return None
+        shape = _shape_of(engine, scheduled)
+        if shape.queries > 1 and not self._is_worth_recording(engine, shape):
             return None
         machine = replace(engine.machine, launch_seconds=max(LAYER_SECONDS, engine.machine.launch_seconds))
         prefixes = engine.find_prefixes(scheduled, machine)
         if prefixes:
             return engine.run_model(engine.make_inputs(scheduled, prefixes))
-        rows = _rounded_up(len(scheduled))
-        longest = max(request.num_computed_tokens + 1 for request in scheduled)
-        columns = 1 << (engine.scheduler.blocks_for(max(longest, FEWEST_TOKENS)) - 1).bit_length()
-        if (rows, columns) not in self._decodes:
-            self._decodes[rows, columns] = _Decode(engine, self, rows, columns)
+        if shape not in self._steps:
+            self._steps[shape] = _Step(engine, self, shape)
         try:
-            return self._decodes[rows, columns].run(scheduled)
+            return self._steps[shape].run(scheduled)
         except _RecordingError as error:
-            logger.warning("%s: its decodes are not recorded any more", error, exc_info=True)
+            logger.warning("%s: its steps are not recorded any more", error, exc_info=True)
             self.records = False
             return engine.run_model(engine.make_inputs(scheduled))
+
+    def _is_worth_recording(self, engine: Engine, shape: Shape) -> bool:
+        """Return whether a step with prompts takes the host longer than the GPU, and is not the first of its shape."""
+        self._seen[shape] += 1
+        on_gpu = 2 * self._parameters * shape.tokens / engine.machine.flops_per_second
+        return self._seen[shape] > 1 and on_gpu < LAYER_SECONDS * len(engine.layers)
+
+    @cached_property
+    def _parameters(self) -> int:
+        assert self._engine is not None  # a step has come
+        return sum(weight.numel() for weight in self._engine.model.parameters())
 
     @cached_property
     def memory(self) -> Any:
@@ -91,61 +123,84 @@ class _RecordingError(RuntimeError):
     """A step runs, but it cannot be recorded as a CUDA graph."""
 
 
-class _Decode:
-    """A step of one token for each of up to `rows` requests, recorded when it is first run.
+class _Step:
+    """A step of some shape, recorded when it is first run.
 
     Args:
         server: the engine that runs the model.
         runner: whose recordings share their memory.
-        rows: how many requests it has room for.
-        columns: how many blocks of each.
+        shape: what it has room for.
     """
 
-    def __init__(self, server: Engine, runner: CudaGraphs, rows: int, columns: int) -> None:
-        self.server, self.runner, self.rows = server, runner, rows
+    def __init__(self, server: Engine, runner: CudaGraphs, shape: Shape) -> None:
+        self.server, self.runner, self.shape = server, runner, shape
+        rows, columns, tokens, queries = shape
         device = server.model.device
-        self.numbers = torch.zeros(3 * rows + 1, dtype=torch.int32, device=device)
+        self.numbers = torch.zeros(tokens + 3 * rows + 1, dtype=torch.int32, device=device)
+        self.input_ids, cu_seqlens_q, seq_lens, self.last_rows = self.numbers.split([tokens, rows + 1, rows, rows])
         self.block_table = torch.full((rows, columns), -1, dtype=torch.int32, device=device)
         self.batch = Batch(
-            cu_seqlens_q=self.numbers[rows : 2 * rows + 1],
-            seq_lens=self.numbers[2 * rows + 1 :],
+            cu_seqlens_q=cu_seqlens_q,
+            seq_lens=seq_lens,
             block_table=self.block_table,
-            max_query_len=1,
+            max_query_len=queries,
             max_seq_len=columns * server.block_size,
         )
         self.replay: Callable[[], Tensor] | None = None
 
     def run(self, scheduled: dict[Request, int]) -> Float[Tensor, "b v"]:
-        """Run the model over the next token of each request, and return its logits."""
+        """Run the model over the next tokens of each request, and return the logits of those that are complete."""
         self._fill(scheduled)
         if self.replay is None:
             self.replay = _record(self._step, self.runner, type(self.server.model).__name__)
-        return self.replay()[: len(scheduled)]
+        logits = self.replay()
+        due = [row for row, (request, count) in enumerate(scheduled.items()) if count == request.num_pending]
+        return logits[: len(due)] if len(due) == len(scheduled) else logits[due]
 
     def _fill(self, scheduled: dict[Request, int]) -> None:
         """Write what a step has to know where the recording reads it; rows without a request have no query."""
-        count = len(scheduled)
-        unused = [0] * (self.rows - count)
-        token_ids = [request.tokens[request.num_computed_tokens] for request in scheduled]
-        seq_lens = [request.num_computed_tokens + 1 for request in scheduled]
-        begins = [*range(count + 1), *(count for _ in unused)]
-        self.numbers.copy_(torch.tensor([*token_ids, *unused, *begins, *seq_lens, *unused], dtype=torch.int32))
+        rows, _, tokens, _ = self.shape
+        unused = [0] * (rows - len(scheduled))
+        new = [r.tokens[r.num_computed_tokens : r.num_computed_tokens + count] for r, count in scheduled.items()]
+        input_ids = [token for some in new for token in some]
+        ends = list(accumulate(scheduled.values()))
+        seq_lens = [request.num_computed_tokens + count for request, count in scheduled.items()]
+        numbers = [
+            *(*input_ids, *[0] * (tokens - len(input_ids))),
+            *(0, *ends, *[ends[-1]] * len(unused)),
+            *(*seq_lens, *unused),
+            *(*(end - 1 for end in ends), *unused),
+        ]
+        self.numbers.copy_(torch.tensor(numbers, dtype=torch.int32))
         columns = max(len(request.blocks) for request in scheduled)
         table = [request.blocks + [-1] * (columns - len(request.blocks)) for request in scheduled]
-        self.block_table[:count, :columns] = torch.tensor(table, dtype=torch.int32)
+        self.block_table[: len(scheduled), :columns] = torch.tensor(table, dtype=torch.int32)
         for pool in self.server.window_pools.values():
             pool.refresh(self.block_table.device)
 
     def _step(self) -> Float[Tensor, "rows v"]:
         """Make the rest of what the model is called with on the device, and run it."""
-        server = self.server
+        server, tokens = self.server, self.shape.tokens
         return server.run_model(
             dict(
-                input_ids=self.numbers[None, : self.rows],
-                position_ids=server.twin.metadata.positions(self.batch, self.rows)[None],
-                step=server.plan_step(self.batch, self.rows),
+                input_ids=self.input_ids[None],
+                position_ids=server.twin.metadata.positions(self.batch, tokens)[None],
+                logits_to_keep=self.last_rows.long(),
+                step=server.plan_step(self.batch, tokens),
             )
         )
+
+
+def _shape_of(engine: Engine, scheduled: dict[Request, int]) -> Shape:
+    """Return the room for a step."""
+    longest = max(request.num_computed_tokens + count for request, count in scheduled.items())
+    columns = _power_of_2(engine.scheduler.blocks_for(max(longest, FEWEST_TOKENS)))
+    rows, queries = _rounded_up(len(scheduled)), _power_of_2(max(scheduled.values()))
+    if queries == 1:
+        return Shape(rows, columns, rows, 1)
+    tokens = sum(scheduled.values())
+    unit = max(1, _power_of_2(tokens) // 16)
+    return Shape(rows, columns, -(-tokens // unit) * unit, queries)
 
 
 def _record(step: Callable[[], Tensor], runner: CudaGraphs, name: str) -> Callable[[], Tensor]:
@@ -177,4 +232,9 @@ def _record(step: Callable[[], Tensor], runner: CudaGraphs, name: str) -> Callab
 
 def _rounded_up(count: int) -> int:
     """Return the number of rows that a step of `count` requests is recorded with."""
-    return 1 << (count - 1).bit_length() if count <= 8 else -(-count // 8) * 8
+    return _power_of_2(count) if count <= 8 else -(-count // 8) * 8
+
+
+def _power_of_2(number: int) -> int:
+    """Return the smallest power of two that is no less."""
+    return 1 << (number - 1).bit_length()

@@ -316,10 +316,30 @@ def test_recorded_decodes_change_nothing(llama, expected, recording_engine, monk
     engine = recording_engine(llama, num_blocks=15, max_num_batched_tokens=10)
     assert outputs(engine, PROMPTS) == expected
     assert engine.counters.preemptions > 0
-    recorded = dict(engine.runner._decodes)
-    assert {rows for rows, _ in recorded} <= {1, 2, 4, 8} and len({columns for _, columns in recorded}) > 1
+    recorded = dict(engine.runner._steps)
+    assert {shape.rows for shape in recorded if shape.queries == 1} <= {1, 2, 4, 8} and len(
+        {shape.columns for shape in recorded}
+    ) > 1
     assert outputs(engine, PROMPTS) == expected
-    assert all(engine.runner._decodes[size] is decode for size, decode in recorded.items()), "recorded twice"
+    assert all(engine.runner._steps[size] is decode for size, decode in recorded.items()), "recorded twice"
+
+
+def test_recorded_prompts_change_nothing(llama, expected, recording_engine):
+    """In chunks that are not all complete, beside decodes, with padding tokens, once their shapes have come twice."""
+    engine = recording_engine(llama, max_num_batched_tokens=10)
+    for _ in range(3):  # from the second time on the starts of prompts are in the pool, and the shapes are others
+        assert outputs(engine, PROMPTS) == expected
+    recorded = [shape for shape in engine.runner._steps if shape.queries > 1]
+    assert any(shape.rows > 1 for shape in recorded) and len(recorded) < len(engine.runner._seen)
+    assert all(count > 1 for shape, count in engine.runner._seen.items() if shape in recorded)
+
+
+def test_prompts_that_keep_a_gpu_busy_are_not_recorded(llama, expected, recording_engine):
+    slow = replace(CPU, flops_per_second=1e6)
+    engine = recording_engine(llama, machine=slow)
+    for _ in range(3):
+        assert outputs(engine, PROMPTS) == expected
+    assert {shape.queries for shape in engine.runner._steps} == {1}
 
 
 def test_a_recording_serves_longer_sequences(llama, recording_engine):
@@ -327,7 +347,7 @@ def test_a_recording_serves_longer_sequences(llama, recording_engine):
     assert outputs(engine, [[7, 3] * 10], SamplingParams(max_tokens=100)) == transformers_outputs(
         llama, [[7, 3] * 10], 100
     )
-    assert list(engine.runner._decodes) == [(1, 256)]
+    assert [shape for shape in engine.runner._steps if shape.queries == 1] == [(1, 256, 1, 1)]
 
 
 def test_a_second_model_of_the_same_config_is_served_too(device):
@@ -365,14 +385,14 @@ def test_recorded_decodes_have_window_pools(kind, recording_engine, device):
     engine = recording_engine(model, **SMALL)
     assert engine.window_pools
     assert outputs(engine, PROMPTS) == expected
-    assert engine.runner._decodes
+    assert engine.runner._steps
 
 
 def test_padding_rows_of_a_recording_write_nothing(llama, recording_engine):
     engine = recording_engine(llama)
     prompts = [[11], [7, 3] * 10, [5, 9, 2]]  # three requests in four rows
     outputs(engine, prompts)
-    assert (4, 256) in engine.runner._decodes
+    assert (4, 256, 4, 1) in engine.runner._steps
     for key_cache, _ in engine.caches:
         written = key_cache.flatten(1).any(1).sum()
         assert written == sum(-(-(len(prompt) + 8) // 4) for prompt in prompts)
