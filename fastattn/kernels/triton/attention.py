@@ -272,10 +272,17 @@ def repair(
     """
     if 0 in (*query.shape[:2], plan.batch.num_seqs):
         return
+    name = ("repair", _name_of_launches(query, key, value, options, out))
+    if name in plan.kept:
+        slopes, sinks = _side_by_side(options.alibi_slopes), _side_by_side(options.sinks)
+        plan.kept[name].again(query, key, value, out, None, slopes, sinks)
+        return
     row_bytes = max(pad(query.shape[2]), pad(value.shape[-1])) * query.element_size()
     tuning = Tuning(64, _fit(64, row_bytes), 4, 3, 1, 1)
     tuning = fit(tuning, query.device, row_bytes=row_bytes, key_bytes=2 * row_bytes)
-    _launch(query, key, value, plan, options, tuning, out, None, last_mask=None)
+    launch = _launch(query, key, value, plan, options, tuning, out, None, last_mask=None)
+    if name[1] is not None:
+        plan.kept[name] = launch
 
 
 def _launch(
