@@ -10,8 +10,11 @@ from refattn.conformance import assert_close, assert_matches_reference, attend
 __all__ = ["assert_close", "assert_matches_reference", "assert_twins_agree"]
 
 
-def assert_twins_agree(path: str, *tensors_and_batch: Any, **arguments: Any) -> None:
-    """Plan and attend with `refattn.<path>` and `fastattn.<path>` alike, and hold outputs and LSE to the rule."""
+def assert_twins_agree(path: str, *tensors_and_batch: Any, again: bool = True, **arguments: Any) -> None:
+    """Plan and attend with `refattn.<path>` and `fastattn.<path>` alike, and hold outputs and LSE to the rule.
+
+    And `again` without `return_lse`, and into memory that is given, for the same output to the bit.
+    """
     twin, reference = (importlib.import_module(f"{package}.{path}") for package in ("fastattn", "refattn"))
     out, lse = attend(twin, *tensors_and_batch, **arguments, return_lse=True)
 
@@ -19,6 +22,8 @@ def assert_twins_agree(path: str, *tensors_and_batch: Any, **arguments: Any) -> 
         return attend(reference, *tensors_and_batch, **arguments)
 
     assert_matches_reference(out, lse, attend_by_reference, *tensors_and_batch, **arguments)
+    if not again:
+        return
     alone = attend(twin, *tensors_and_batch, **arguments)
     assert torch.equal(alone, out), "the output without return_lse is another one"
     memory = torch.full_like(out, torch.nan)

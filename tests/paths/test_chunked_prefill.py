@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import os
 from functools import partial
 from unittest import mock
 
@@ -66,21 +65,21 @@ BAD_INPUT = {
 }
 
 
-# Triton's interpreter is slow: it gets all options with these cases, and with the others those that hold most of them.
-ALL_OPTIONS = ("mixed", "more-queries-than-keys", "decodes-ragged", "one-token-in-last-block")
-each_kernel_case_and_option = pytest.mark.parametrize(
-    ("kernel", "case", "options"),
-    [
-        pytest.param(kernel, case, OPTIONS[name], id=f"{case}-{name}-{kernel.name}")
-        for kernel in PRESENT
-        for case in CASES
-        for name in OPTIONS
-        if os.environ["TWINATTN_TEST_DEVICE"] != "cpu"
-        or kernel.name != "triton"
-        or case.name in ALL_OPTIONS
-        or name in ("plain", "everything")
-    ],
-)
+def each_kernel_case_and_option(all_options, some_options=("plain", "everything")):
+    """Parametrize with each kernel, case and option, but for Triton's interpreter, which is slow.
+
+    It gets all options with the cases `all_options`, and with the others those that hold most of them.
+    """
+    return pytest.mark.parametrize(
+        ("kernel", "case", "options"),
+        [
+            pytest.param(kernel, case, OPTIONS[name], id=f"{case}-{name}-{kernel.name}")
+            for kernel in PRESENT
+            for case in CASES
+            for name in OPTIONS
+            if not kernel.is_interpreted or case.name in all_options or name in some_options
+        ],
+    )
 
 
 def per_head(options: dict, case: Case, device: str) -> dict:
@@ -178,7 +177,7 @@ def test_reference_equals_a_sum_by_hand():
 # --- the twin against the reference ---
 
 
-@each_kernel_case_and_option
+@each_kernel_case_and_option(("mixed", "more-queries-than-keys", "decodes-ragged", "one-token-in-last-block"))
 def test_twins_agree(case, options, kernel, device):
     inputs = build(case, device=device, dtype=kernel.dtypes[0])
     with kernel.asked_for():
@@ -428,26 +427,44 @@ def test_a_scale_that_is_hardly_a_number_and_a_large_one(scale):
     assert_twins_agree("chunked_prefill", *inputs.tensors, softmax_scale=scale)
 
 
-@each_kernel
-def test_one_batch_with_other_options_in_turn(kernel, device):
-    """Layers with and without a window, a softcap or a bias share the batch of a step."""
-    case = Case("layers", ((1, 40), (1, 33), (3, 27), (1, 38)), heads=(2, 1))
-    inputs = build(case, device=device, dtype=kernel.dtypes[0])
-    turns = [
-        {},
-        dict(window_size=(4, 0)),
-        dict(window_size=(20, 0)),
-        dict(causal=False, window_size=(20, 1)),
-        dict(causal=False, window_size=(20, -1)),
-        dict(softcap=2.0),
-        dict(alibi_slopes=True),
-        dict(batch_invariant=True, window_size=(4, 0)),
-        {},
-    ]
+LAYERS = [  # query heads over two key heads, and what else a layer fixes
+    *((2, {}), (6, {}), (2, dict(softcap=2.0)), (2, {}), (6, dict(alibi_slopes=True)), (2, dict(batch_invariant=True))),
+    *((2, dict(softcap=2.0, alibi_slopes=True)), (6, dict(sinks=True)), (2, {})),
+]
+
+
+@pytest.mark.parametrize("kernel", [kernel for kernel in PRESENT if not kernel.is_interpreted], ids=lambda x: x.name)
+@pytest.mark.parametrize("over", ["pages", "rows"])
+@pytest.mark.parametrize(
+    "planned",
+    [{}, dict(window_size=(4, 0)), dict(window_size=(20, 0)), dict(causal=False, window_size=(20, -1))],
+    ids=["causal", "window", "wider-window", "later-keys"],
+)
+def test_layers_of_one_plan(planned, over, kernel, device):
+    """With other options and heads in turn: nothing that one of them keeps is taken for what another asks.
+
+    What our Triton kernel keeps has a test of its own.
+    """
+    reference, twin = (
+        (refattn.chunked_prefill, fastattn.chunked_prefill) if over == "pages" else (refattn.dense, fastattn.dense)
+    )
+
+    def lay_out(heads):
+        case = Case("layers", ((1, 40), (1, 33), (3, 27), (1, 38)), heads=(heads, 2))
+        inputs = build(case, device=device, dtype=kernel.dtypes[0])
+        return case, *(inputs.tensors if over == "pages" else inputs.rows)
+
+    *_, batch = lay_out(2)
+    plan = twin.plan(batch, **planned, **(dict(block_size=16) if over == "pages" else {}))
+
+    def assert_right(tensors, options):
+        answer = twin.attention(*tensors, plan, AttentionOptions(**options), return_lse=True)
+        assert_matches_reference(*answer, partial(attend, reference), *tensors, batch, **planned, **options)
+
     with kernel.asked_for():
-        for options in turns if kernel.name == "cpu" else turns[:3]:  # others make no plan
-            filled = per_head(options, case, device)
-            kernel.check(assert_twins_agree, "chunked_prefill", *inputs.tensors, **filled)
+        for heads, options in LAYERS:
+            case, *tensors, _ = lay_out(heads)
+            kernel.check(assert_right, tensors, per_head(options, case, device))
 
 
 # --- where the CPU kernel cuts ---

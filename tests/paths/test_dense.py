@@ -67,7 +67,7 @@ def test_the_cache_changes_nothing(case, device):
     assert torch.equal(attend(refattn.dense, *inputs.rows), attend(refattn.chunked_prefill, *inputs.tensors))
 
 
-@each_kernel_case_and_option
+@each_kernel_case_and_option(("mixed",), ("everything",))  # rows are found otherwise than pages, and that is all
 def test_twins_agree(case, options, kernel, device):
     inputs = build(case, device=device, dtype=kernel.dtypes[0])
     with kernel.asked_for():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from functools import partial
 from types import ModuleType
 
 import pytest
@@ -21,6 +22,7 @@ import refattn.differential
 import refattn.kv_cache
 import refattn.metadata
 from fastattn.kernels.cpu import pairs as cpu_pairs
+from refattn.interface import AttentionOptions
 
 each_twin = pytest.mark.parametrize("twin", [refattn.differential, fastattn.differential], ids=["ref", "fast"])
 
@@ -384,7 +386,7 @@ def test_long_queries_in_one_run_of_keys(name, options, device, monkeypatch):
     for dtype in (torch.float16, torch.bfloat16) if device == "cuda" else (torch.float16,):
         arguments, _ = lay_out(case, device=device, dtype=dtype)
         with fastattn.use_kernel("triton"):
-            assert_twins_agree("differential", *arguments, **filled(OPTIONS[options], case, device))
+            assert_twins_agree("differential", *arguments, again=False, **filled(OPTIONS[options], case, device))
 
 
 @each_kernel
@@ -425,33 +427,25 @@ def test_a_batch_that_is_advanced_in_place_is_read_again(kernel, device):
         kernel.check(assert_twins_agree, "differential", query, cache, batch, **filled({}, case, device))
 
 
-@each_kernel
-def test_one_batch_with_other_options_in_turn(kernel, device):
-    """Layers with and without a window share the batch of a step."""
-    case = Case("layers", ((1, 40), (3, 27), (1, 38)), heads=(4, 2))
-    (query, cache, batch), _ = lay_out(case, device=device, dtype=kernel.dtypes[0])
-    turns = [
-        {},
-        dict(window_size=(4, 0)),
-        dict(window_size=(20, 0)),
-        dict(causal=False, window_size=(20, 1)),
-        dict(causal=False, window_size=(20, -1)),
-        dict(alibi_slopes=True),
-        {},
-    ]
-    with kernel.asked_for():
-        for options in turns if kernel.name == "cpu" else turns[:2]:  # others make no plan
-            kernel.check(assert_twins_agree, "differential", query, cache, batch, **filled(options, case, device))
-
-
-def test_one_batch_with_caches_of_other_shapes_in_turn(device):
-    """Layers with other heads, and a table that is right for blocks of either size."""
-    batch = refattn.metadata.make_batch([1, 3, 1], [40, 27, 38], torch.randperm(15).view(3, 5).tolist(), device=device)
-    generator = torch.Generator().manual_seed(0)
-    for heads, block_size in ((4, 16), (4, 8), (12, 8), (4, 16)):
-        query = torch.randn(5, heads, 64, generator=generator).to(device)
-        cache = torch.randn(2, 2, 15, block_size, 2, 64, generator=generator).to(device)
-        assert_twins_agree("differential", query, cache, batch, **filled({}, Case("c", (), heads=(heads, 4)), device))
+@pytest.mark.parametrize(
+    "planned",
+    [{}, dict(window_size=(4, 0)), dict(window_size=(20, 0)), dict(causal=False, window_size=(20, 1))],
+    ids=["causal", "window", "wider-window", "later-keys"],
+)
+def test_layers_of_one_plan(planned, device):
+    """With other options and heads in turn: nothing that one of them keeps is taken for what another asks."""
+    *_, batch = lay_out(Case("layers", ((1, 40), (3, 27), (1, 38)), heads=(4, 4)), device=device)[0]
+    plan = fastattn.differential.plan(batch, block_size=16, **planned)
+    for heads, options in ((4, {}), (12, {}), (4, dict(softcap=2.0)), (12, dict(alibi_slopes=True)), (4, {})):
+        case = Case("layers", ((1, 40), (3, 27), (1, 38)), heads=(heads, 4))
+        query, cache, _ = lay_out(case, device=device)[0]
+        given = filled(options, case, device)
+        fixed = {name: given.pop(name) for name in options}
+        answer = fastattn.differential.attention(
+            query, cache, plan, AttentionOptions(**fixed), **given, return_lse=True
+        )
+        reference = partial(attend, refattn.differential)
+        assert_matches_reference(*answer, reference, query, cache, batch, **planned, **fixed, **given)
 
 
 @each_kernel
