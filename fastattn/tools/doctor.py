@@ -65,11 +65,13 @@ def _cell(name: str, problem: Problem) -> Text:
     reason = unsupported_reason(name, problem)
     if reason is None:
         return Text("yes", style="green")
-    over_rows = (
-        problem.operation == "paged"
-        and unsupported_reason(name, problem._replace(operation="dense", block_size=None)) is None
-    )
-    return Text("over rows only", style="yellow") if over_rows else Text(reason, style="dim")
+    if problem.operation == "paged":
+        over_rows = unsupported_reason(name, problem._replace(operation="dense", block_size=None))
+        if over_rows is None:
+            return Text("over rows only", style="yellow")
+        if reason == "has no operation paged" and over_rows != "has no operation dense":
+            reason = over_rows  # which says more of a kernel for rows
+    return Text(reason, style="dim")
 
 
 def _usual(device: torch.device) -> Problem:

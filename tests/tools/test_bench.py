@@ -12,15 +12,15 @@ import torch
 from typer.testing import CliRunner
 
 import fastattn.tools.bench
+from fastattn.kernels import NAMES, dispatch
+from fastattn.kernels import device as devices
+from fastattn.kernels.device import package_version
+from fastattn.kernels.flash import fa2, fa3, fa4
 from fastattn.tools.bench import Bench, in_rows, measure, peers, report
 from fastattn.tools.bench.peers import Contender, twin
 from fastattn.tools.bench.rows import Row, rows
 from fastattn.tools.bench.work import Attention, CacheWrite, Differential, Slots, VirtualBatches, WrongAnswerError
 from fastattn.tools.cli import main
-from fastattn.kernels import NAMES, dispatch
-from fastattn.kernels import device as devices
-from fastattn.kernels.device import package_version
-from fastattn.kernels.flash import fa2, fa3, fa4
 from refattn import attention, chunked_prefill, kv_cache, masks
 from refattn.conformance import attend
 
