@@ -410,6 +410,10 @@ def test_it_is_taken_where_flash_attention_4_is_not(hopper, monkeypatch):
     monkeypatch.setattr(dispatch, "num_multiprocessors", lambda device: 132)
     names = dispatch.priorities(usual())
     assert names.index("fa4") < names.index("fa3") < names.index("fa2") < names.index("triton")
+    names = dispatch.priorities(usual(block_size=128))
+    assert names.index("fa3") < names.index("fa4"), "from pages of its tile it loads faster"
+    names = dispatch.priorities(usual(block_size=128, window=(-1, -1)))
+    assert names.index("fa4") < names.index("fa3"), "whose tile is another without a causal mask"
     names = dispatch.priorities(usual(max_query_len=1))
     assert names.index("triton") < names.index("fa4") < names.index("fa3") < names.index("fa2")
 
