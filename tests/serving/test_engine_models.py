@@ -13,6 +13,8 @@ import pytest
 import torch
 from tiny_models import FAMILY_SIZES, make_family, make_llama, make_model
 from transformers import T5Config, T5ForConditionalGeneration
+from transformers.models.bloom import modeling_bloom
+from transformers.models.falcon import modeling_falcon
 
 import refattn.serving.block_pool
 import refattn.serving.engine
@@ -75,7 +77,8 @@ def engine_logits(model, monkeypatch, twin="refattn", **options):
     with monkeypatch.context() as watched:
         watched.setattr(refattn.serving.engine, "choose", partial(watch, refattn.serving.engine.choose))
         package = importlib.import_module(twin)
-        engine = Engine(model, twin=package, num_blocks=20, block_size=4, max_num_batched_tokens=9, **options)
+        sizes = dict(num_blocks=20, block_size=4, max_num_batched_tokens=9)
+        engine = Engine(model, twin=package, **sizes | options)
         requests = engine.generate(PROMPTS, ONE)
     assert [request.error for request in requests] == [None, None]
     assert engine.counters.chunks > len(PROMPTS), "a prompt should come in chunks"
@@ -129,6 +132,19 @@ def test_alibi_decodes_with_a_cascade_as_the_model_alone(family, twin, device):
     answers = engine.generate(prompts, SamplingParams(max_tokens=6, stop_token_ids=()))
     assert [answer.output_ids for answer in answers] == expected
     assert engine.counters.saved_key_reads > 0
+
+
+def test_the_bias_of_a_long_falcon_is_exact(device, monkeypatch):
+    """Its own code rounds a bias to bfloat16, which past 256 tokens moves keys; with the exact one it is ours."""
+    monkeypatch.setattr(f"{__name__}.PROMPTS", [[i % 89 + 3 for i in range(350)], PROMPTS[1]])
+    model = make_family("falcon", device, alibi=True, max_position_embeddings=512)
+    rounded = eager_logits(model, "sdpa")
+    monkeypatch.setattr(modeling_falcon, "build_alibi_tensor", modeling_bloom.build_alibi_tensor)
+    expected = eager_logits(model, "sdpa")
+    tolerance = 2e-5 * float(expected.std())
+    assert float((rounded - expected)[0].abs().max()) > 10 * tolerance
+    logits = engine_logits(model, monkeypatch, num_blocks=100)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=tolerance)
 
 
 def test_a_model_that_no_engine_runs_is_what_it_was(device):
@@ -277,8 +293,9 @@ def test_a_model_in_training(device, family):
 # Positions.
 
 
-def test_a_request_ends_where_the_models_positions_end(device):
-    engine = Engine(make_family("gpt2", device, n_positions=20), num_blocks=64, block_size=4)  # a table of 20 positions
+@pytest.mark.parametrize(("family", "name"), [("gpt2", "n_positions"), ("mpt", "max_seq_len")])
+def test_a_request_ends_where_the_models_positions_end(family, name, device):
+    engine = Engine(make_family(family, device, **{name: 20}), num_blocks=64, block_size=4)  # a table of 20 positions
     with pytest.raises(ValueError, match=r"prompt: expected to fit in the model's 20 positions, .* which need 21"):
         engine.add([1] * 17, SamplingParams(max_tokens=5))
     assert len(engine.generate([[1] * 17], SamplingParams(max_tokens=4))[0].output_ids) == 4

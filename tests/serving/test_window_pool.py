@@ -161,6 +161,58 @@ def test_no_block_is_lost_over_drawn_steps(left, block_size, steps):
         assert pool.translate_slots(slots).tolist() == expected
 
 
+def test_what_came_back_can_be_shared_until_it_is_used_again():
+    """Three blocks of 2 tokens and a window of 4: a token at position 6 sees those from 3 on."""
+    pool = WindowPool(3, 20, window_size=(3, 0), block_size=2)
+    pool.hold("a", 6, 6, [5, 6, 7])
+    where = [pool.window_block[block] for block in (5, 6, 7)]
+    assert pool.usable([5, 6, 7]) == 3, "held by another sequence"
+    pool.release("a")
+    assert [pool.window_block[block] for block in (5, 6, 7)] == [-1, -1, -1]
+    assert [pool.usable([5, 6, 7][:count]) for count in range(4)] == [0, 1, 2, 3]
+    pool.hold("b", 2, 2, [8])  # takes the block that came back first
+    assert pool.window_block[8] == where[0]
+    assert pool.usable([5, 6, 7]) == 3, "nobody at position 6 sees the first one"
+    assert pool.usable([5, 6]) == pool.usable([5]) == 0, "but at position 4 and at 2"
+    pool.share("c", [5, 6, 7])
+    assert [pool.window_block[block] for block in (5, 6, 7)] == [-1, *where[1:]]
+    assert pool.free == [] and pool.held["c"] == {6, 7}
+    pool.share("d", [5, 6, 7])
+    pool.release("d")
+    assert pool.free == [], "still held by the other"
+    pool.trim("c", 7, [5, 6, 7])
+    assert pool.held["c"] == {7} and pool.usable([5, 6, 7]) == 3, "given back, but not used again"
+    pool.hold("b", 1, 3, [8, 6])  # the full pool has handed its block 6 to others: other tokens
+    assert pool.window_block[6] == where[1] and pool.usable([8, 6]) == 2
+    pool.reset()
+    assert pool.free == [0, 1, 2] and not pool.held and pool.usable([5, 6, 7]) == 0
+
+
+@pytest.mark.parametrize("left", [-1, 0])
+def test_what_can_be_shared_without_a_window_or_under_one_of_one_token(left):
+    pool = WindowPool(3, 20, window_size=(left, 0), block_size=2)
+    pool.hold("a", 4, 4, [5, 6])
+    pool.trim("a", 4, [5, 6])
+    assert len(pool.free) == (1 if left < 0 else 3), "under a window of one token the next sees itself only"
+    pool.release("a")
+    pool.hold("b", 4, 4, [8, 9])
+    pool.hold("c", 2, 2, [10])
+    assert pool.usable([5, 6]) == (0 if left < 0 else 2)
+
+
+def test_the_map_on_a_device_is_one_tensor(device):
+    """A recorded graph reads it where it was when it was recorded."""
+    pool = WindowPool(3, 20, window_size=(3, 0), block_size=2)
+    first = pool.refresh(torch.empty(0, device=device).device)
+    assert first.tolist() == [-1] * 20
+    pool.hold("a", 4, 4, [5, 6])
+    assert pool.refresh(first.device) is first
+    assert first.tolist() == list(pool.window_block)
+    pool.release("a")
+    pool.translate_slots(torch.zeros(1, dtype=torch.int64, device=first.device))
+    assert first.tolist() == [-1] * 20
+
+
 BAD_HOLDS = {
     "no-new-tokens": ("query_len: expected 1..4", (0, 4, [5, 6])),
     "more-new-tokens-than-tokens": ("query_len: expected 1..4", (5, 4, [5, 6])),
