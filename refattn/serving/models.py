@@ -147,7 +147,8 @@ def replace_attention(model: Any) -> None:
     for module in model.modules():
         for base in type(module).__mro__:
             if base.__name__ in REPLACED:
-                module.forward = partial(_forward, module, REPLACED[base.__name__](module))
+                attention, alibi_slopes = REPLACED[base.__name__]
+                module.forward = partial(_forward, module, attention, alibi_slopes(module))
 
 
 def is_replaced(model: Any) -> bool:
@@ -208,140 +209,150 @@ def paged_attention(
     return engine.attend(module, query, key, value, **step), None
 
 
-def _forward(module: Any, attention: Callable[..., Any], hidden_states: Tensor, *args: Any, **options: Any) -> Any:
-    """Call a module's attention in place of its own `forward`, if an engine runs it; without one it is what it was."""
+def _forward(
+    module: Any,
+    attention: Callable[..., Tensor],
+    alibi_slopes: Float[Tensor, "h"] | None,
+    hidden_states: Float[Tensor, "..."],
+    *args: Any,
+    **options: Any,
+) -> Any:
+    """Call an attention of `REPLACED` in place of a `forward`, if an engine runs the model; else it is what it was."""
     under_way = _UNDER_WAY.get()
     if "engine" in options:
         under_way = options.pop("engine"), options.pop("step")
     if under_way is None:
         return type(module).forward(module, hidden_states, *args, **options)
     engine, step = under_way
-    return attention(partial(engine.attend, module, step=step), hidden_states, *args, **options), None
+    attend = partial(engine.attend, module, step=step, alibi_slopes=alibi_slopes)
+    return attention(module, attend, hidden_states, *args, **options), None
 
 
 def _split_heads(x: Float[Tensor, "1 t width"], head_size: int) -> Float[Tensor, "1 h t d"]:
     return rearrange(x, "1 t (h d) -> 1 h t d", d=head_size)
 
 
-def _rotate(module: Any, *tokens: Tensor, cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys as the code of the module does."""
-    rotated: tuple[Tensor, Tensor] = importlib.import_module(type(module).__module__).apply_rotary_pos_emb(
-        *tokens, *cos_sin
-    )
-    return rotated
+def _merge_heads(x: Float[Tensor, "1 t h d"]) -> Float[Tensor, "1 t width"]:
+    return rearrange(x, "1 t h d -> 1 t (h d)")
 
 
-def _differential_attention(module: Any) -> Callable[..., Tensor]:
+def _code(module: Any) -> Any:
+    """Return the Python module that a module's class stands in."""
+    return importlib.import_module(type(module).__module__)
+
+
+def _differential_attention(
+    module: Any,
+    attend: Callable[..., Tensor],
+    hidden_states: Float[Tensor, "1 t width"],
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None = None,
+    **options: Any,
+) -> Float[Tensor, "1 t width"]:
     """Take DiffLlama between its projections: it subtracts and norms around two calls of the interface."""
-
-    def attention(
-        attend: Callable[..., Tensor],
-        hidden_states: Float[Tensor, "1 t width"],
-        position_embeddings: tuple[Tensor, Tensor],
-        attention_mask: Tensor | None = None,
-        **options: Any,
-    ) -> Float[Tensor, "1 t width"]:
-        projections = (module.q_proj, module.k_proj, module.v_proj)
-        query, key, value = (_split_heads(project(hidden_states), module.head_dim) for project in projections)
-        query, key = _rotate(module, query, key, cos_sin=position_embeddings)
-        out: Tensor = module.o_proj(rearrange(attend(query, key, value, **options), "1 t h d -> 1 t (h d)"))
-        return out
-
-    return attention
+    projections = (module.q_proj, module.k_proj, module.v_proj)
+    query, key, value = (_split_heads(project(hidden_states), module.head_dim) for project in projections)
+    query, key = _code(module).apply_rotary_pos_emb(query, key, *position_embeddings)
+    out: Tensor = module.o_proj(_merge_heads(attend(query, key, value, **options)))
+    return out
 
 
-def _bloom_attention(module: Any) -> Callable[..., Tensor]:
+def _bloom_attention(
+    module: Any,
+    attend: Callable[..., Tensor],
+    hidden_states: Float[Tensor, "1 t width"],
+    residual: Float[Tensor, "1 t width"],
+    *,
+    alibi: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> Float[Tensor, "1 t width"]:
     """Take Bloom, whose bias is `slope * key position`: a constant more for each query, so the same softmax."""
-    slopes = _bloom_slopes(module, module.dense.weight.device)
-
-    def attention(
-        attend: Callable[..., Tensor],
-        hidden_states: Float[Tensor, "1 t width"],
-        residual: Float[Tensor, "1 t width"],
-        *,
-        alibi: Tensor,
-        attention_mask: Tensor | None,
-        **options: Any,
-    ) -> Float[Tensor, "1 t width"]:
-        tokens = module._reshape(module.query_key_value(hidden_states))
-        dropout = max(module.attention_dropout.p, module.hidden_dropout) if module.training else 0.0
-        options |= dict(scaling=module.inv_norm_factor, alibi_slopes=slopes, dropout=dropout)
-        out: Tensor = module.dense(rearrange(attend(*tokens, **options), "1 t h d -> 1 t (h d)"))
-        return out + residual
-
-    return attention
+    tokens = module._reshape(module.query_key_value(hidden_states))
+    dropout = max(module.attention_dropout.p, module.hidden_dropout) if module.training else 0.0
+    out: Tensor = module.dense(
+        _merge_heads(attend(*tokens, scaling=module.inv_norm_factor, dropout=dropout, **options))
+    )
+    return out + residual
 
 
-def _mpt_attention(module: Any) -> Callable[..., Tensor]:
+def _mpt_attention(
+    module: Any,
+    attend: Callable[..., Tensor],
+    hidden_states: Float[Tensor, "1 t width"],
+    *,
+    position_bias: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> Float[Tensor, "1 t width"]:
     """Take MPT, whose bias is `slope * (key position - last position)`: the same softmax too."""
-    code = importlib.import_module(type(module).__module__)
-    bias = code.build_mpt_alibi_tensor(module.n_heads, 2, device=module.out_proj.weight.device)  # of keys -1 and 0
-    slopes = -bias[:, 0, 0]
-
-    def attention(
-        attend: Callable[..., Tensor],
-        hidden_states: Float[Tensor, "1 t width"],
-        *,
-        position_bias: Tensor,
-        attention_mask: Tensor | None,
-        **options: Any,
-    ) -> Float[Tensor, "1 t width"]:
-        fused = module.Wqkv(hidden_states)
-        if module.clip_qkv:
-            fused = fused.clamp(min=-module.clip_qkv, max=module.clip_qkv)
-        tokens = (_split_heads(x, module.head_dim) for x in fused.chunk(3, dim=2))
-        dropout = module.attn_dropout_p if module.training else 0.0
-        options |= dict(scaling=module.softmax_scale, alibi_slopes=slopes, dropout=dropout)
-        out: Tensor = module.out_proj(rearrange(attend(*tokens, **options), "1 t h d -> 1 t (h d)"))
-        return out
-
-    return attention
+    fused = module.Wqkv(hidden_states)
+    if module.clip_qkv:
+        fused = fused.clamp(min=-module.clip_qkv, max=module.clip_qkv)
+    tokens = (_split_heads(x, module.head_dim) for x in fused.chunk(3, dim=2))
+    dropout = module.attn_dropout_p if module.training else 0.0
+    out: Tensor = module.out_proj(
+        _merge_heads(attend(*tokens, scaling=module.softmax_scale, dropout=dropout, **options))
+    )
+    return out
 
 
-def _falcon_attention(module: Any) -> Callable[..., Tensor]:
-    """Take Falcon, with rotary positions or with ALiBi, whose bias is divided by `sqrt(d)` as the scores are.
-
-    Its code rounds a bias to bfloat16: here the slopes are rounded so, but not their products with positions past 256.
-    """
-    slopes = None
-    if module.config.alibi:
-        slopes = _bloom_slopes(module, module.dense.weight.device).bfloat16().float() * module.inv_norm_factor
-
-    def attention(
-        attend: Callable[..., Tensor],
-        hidden_states: Float[Tensor, "1 t width"],
-        *,
-        alibi: Tensor | None,
-        attention_mask: Tensor | None,
-        position_embeddings: tuple[Tensor, Tensor],
-        **options: Any,
-    ) -> Float[Tensor, "1 t width"]:
-        fused = module.query_key_value(hidden_states)
-        query, key, value = (rearrange(x, "1 t h d -> 1 h t d") for x in module._split_heads(fused))
-        if module.new_decoder_architecture:  # repeats each key head for its query heads
-            key, value = (x[:, :: module.num_heads // module.num_kv_heads] for x in (key, value))
-        if slopes is None:
-            query, key = _rotate(module, query, key, cos_sin=position_embeddings)
-        dropout = module.attention_dropout.p if module.training else 0.0
-        options |= dict(scaling=module.inv_norm_factor, alibi_slopes=slopes, dropout=dropout)
-        out: Tensor = module.dense(rearrange(attend(query, key, value, **options), "1 t h d -> 1 t (h d)"))
-        return out
-
-    return attention
+def _falcon_attention(
+    module: Any,
+    attend: Callable[..., Tensor],
+    hidden_states: Float[Tensor, "1 t width"],
+    *,
+    alibi: Tensor | None,
+    attention_mask: Tensor | None,
+    position_embeddings: tuple[Tensor, Tensor],
+    **options: Any,
+) -> Float[Tensor, "1 t width"]:
+    """Take Falcon, with rotary positions or with ALiBi."""
+    fused = module.query_key_value(hidden_states)
+    query, key, value = (rearrange(x, "1 t h d -> 1 h t d") for x in module._split_heads(fused))
+    if module.new_decoder_architecture:  # repeats each key head for its query heads
+        key, value = (x[:, :: module.num_heads // module.num_kv_heads] for x in (key, value))
+    if alibi is None:
+        query, key = _code(module).apply_rotary_pos_emb(query, key, *position_embeddings)
+    dropout = module.attention_dropout.p if module.training else 0.0
+    options |= dict(scaling=module.inv_norm_factor, dropout=dropout)
+    out: Tensor = module.dense(_merge_heads(attend(query, key, value, **options)))
+    return out
 
 
-def _bloom_slopes(module: Any, device: torch.device) -> Float[Tensor, "h"]:
-    """Return the slopes of ALiBi in the code of Bloom or Falcon: what it adds to the scores of a key at position 1."""
-    build = importlib.import_module(type(module).__module__).build_alibi_tensor
-    bias: Tensor = build(torch.ones(1, 2, dtype=torch.int64, device=device), module.num_heads, torch.float32)
+def _no_slopes(module: Any) -> None:
+    """Return None, where there is no ALiBi."""
+
+
+def _bloom_slopes(module: Any) -> Float[Tensor, "h"]:
+    """Return the slopes of ALiBi in Bloom's code: what it adds to the score of a key at position 1."""
+    mask = torch.ones(1, 2, dtype=torch.int64, device=module.dense.weight.device)
+    bias: Tensor = _code(module).build_alibi_tensor(mask, module.num_heads, torch.float32)
     return bias[:, 0, 1]
 
 
-REPLACED = {  # modules that compute attention themselves, by the name of their class
-    "DiffLlamaAttention": _differential_attention,
-    "BloomAttention": _bloom_attention,
-    "MptAttention": _mpt_attention,
-    "FalconAttention": _falcon_attention,
+def _mpt_slopes(module: Any) -> Float[Tensor, "h"]:
+    """Return the slopes of ALiBi in MPT's code: what it takes off the score of the last key but one."""
+    bias: Tensor = _code(module).build_mpt_alibi_tensor(module.n_heads, 2, device=module.out_proj.weight.device)
+    return -bias[:, 0, 0]
+
+
+def _falcon_slopes(module: Any) -> Float[Tensor, "h"] | None:
+    """Return the slopes of a Falcon with ALiBi, whose bias is divided by `sqrt(d)` as the scores are.
+
+    Its code rounds a bias to bfloat16: here the slopes are rounded so, but not their products with positions past 256.
+    """
+    if not module.config.alibi:
+        return None
+    return _bloom_slopes(module).bfloat16().float() * module.inv_norm_factor
+
+
+REPLACED: dict[str, tuple[Callable[..., Tensor], Callable[[Any], Tensor | None]]] = {
+    # Modules that compute attention themselves, by the name of their class: what to call instead, and their slopes.
+    "DiffLlamaAttention": (_differential_attention, _no_slopes),
+    "BloomAttention": (_bloom_attention, _bloom_slopes),
+    "MptAttention": (_mpt_attention, _mpt_slopes),
+    "FalconAttention": (_falcon_attention, _falcon_slopes),
 }
 
 
