@@ -1012,4 +1012,6 @@ class WindowMachine(FastEngineMachine):
     "machine", [EngineMachine, FastEngineMachine, WindowMachine], ids=[*TWINS, "fastattn, window pool"]
 )
 def test_whatever_happens_everybody_gets_the_answer_that_he_gets_alone(machine):
-    run_state_machine_as_test(machine, settings=settings(stateful_step_count=20))
+    """An example is a whole life of an engine, so there are few of them; the profile `search` runs more."""
+    examples = settings.default.max_examples // 4
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=20))
