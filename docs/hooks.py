@@ -195,6 +195,7 @@ def machine(page: Page, file: Path, run: dict[str, Any], is_first: bool) -> str:
     """Show all rows of a run; before the first of a file, what it ran on and the picture of all its runs."""
     versions = ", ".join(f"{name} {number}" for name, number in run["versions"].items() if number)
     ceilings = run["ceilings"]
+    read = f"read {ceilings['read'] / 1e9:,.4g} GB/s, " if "read" in ceilings else ""  # earlier runs have none
     parts = []
     if is_first:
         parts.append(f"## {run['machine']['name']}, {run['dtype']}")
@@ -202,8 +203,8 @@ def machine(page: Page, file: Path, run: dict[str, Any], is_first: bool) -> str:
             caption = "Further left is faster; the dashed line is the floor. Filled: fastattn. Rings: its peers."
             parts.append(figure(to(page, f"results/{file.stem}.svg"), caption))
     parts.append(
-        f"{run['date'][:16].replace('T', ', ')} UTC; {versions}. Ceilings of the run: copy "
-        f"{ceilings['copy'] / 1e9:,.4g} GB/s, matrix product {ceilings['product'] / 1e12:.3g} TFLOP/s."
+        f"{run['date'][:16].replace('T', ', ')} UTC; {versions}. Ceilings of the run: "
+        f"{read}copy {ceilings['copy'] / 1e9:,.4g} GB/s, matrix product {ceilings['product'] / 1e12:.3g} TFLOP/s."
     )
     parts += [
         "| workload | | time | of the floor | times fastattn |",
