@@ -1,7 +1,9 @@
 """The benchmark counts the least work right, gives no speed to a wrong answer, and survives whoever fails."""
 
 import csv
+import itertools
 import json
+import os
 import sys
 from dataclasses import replace
 from functools import partial
@@ -16,7 +18,8 @@ from fastattn.kernels import NAMES, dispatch
 from fastattn.kernels import device as devices
 from fastattn.kernels.device import package_version
 from fastattn.kernels.flash import fa2, fa3, fa4
-from fastattn.tools.bench import Bench, in_rows, measure, peers, report
+from fastattn.tools.bench import Bench, in_rows, measure, peers, reading, report
+from fastattn.tools.bench.measure import Ceilings
 from fastattn.tools.bench.peers import Contender, twin
 from fastattn.tools.bench.rows import Row, rows
 from fastattn.tools.bench.work import Attention, CacheWrite, Differential, Slots, VirtualBatches, WrongAnswerError
@@ -55,7 +58,36 @@ def test_floors_count_each_visible_pair_and_each_visible_key_once(work):
         keys += int(visible.any(0)[work.shared if i else 0 :].sum())
     queries = sum(query_len for query_len, _ in work.lens)
     assert work.flops() == pairs * 4 * (2 + 2) * 16
-    assert work.bytes(2) == 2 * 16 * (2 * queries * 4 + 2 * keys * 2)
+    assert work.reads(2) == 2 * 16 * (queries * 4 + 2 * keys * 2)
+    assert work.writes(2) == 2 * 16 * queries * 4
+
+
+def test_bytes_pass_as_in_a_copy_while_as_many_are_written_as_read():
+    ceilings = Ceilings(copy=2.0, product=1.0, read=4.0)
+    assert ceilings.seconds(reads=100, writes=100) == 200 / 2
+    assert ceilings.seconds(reads=100, writes=0) == 100 / 4
+    assert ceilings.seconds(reads=100, writes=20) == 40 / 2 + 80 / 4
+    assert ceilings.seconds(reads=0, writes=20) == 20 / 2
+
+
+@pytest.mark.parametrize("shape", reading.SHAPES, ids=str)
+def test_what_measures_reading_reads_every_number(shape):
+    """On a GPU every shape, on a CPU in Triton's interpreter."""
+    device = os.environ["TWINATTN_TEST_DEVICE"]
+    numbers = torch.arange(3 * shape[0] * shape[1], dtype=torch.float32, device=device) % 7
+    numbers[-1] = 1000.0
+    assert reading.sums(numbers, shape).tolist() == numbers.view(3, -1).sum(1).tolist()
+
+
+def test_a_machine_reads_at_least_as_fast_as_it_copies():
+    found = measure.ceilings(CPU, torch.float32, quick=True)
+    assert found.read >= found.copy > 1e8 and found.product > 1e8
+
+
+def test_a_sum_that_is_wrong_is_no_ceiling(monkeypatch):
+    monkeypatch.setattr(measure, "_reads", lambda source: {"half of it": source[::2].sum})
+    with pytest.raises(RuntimeError, match="half of it: expected a sum of 8388608, got 4194304"):
+        measure.ceilings(CPU, torch.float32, quick=True)
 
 
 @each_work
@@ -209,6 +241,18 @@ def test_only_right_answers_have_a_speed():
     assert right["peak_bytes"] is None or right["peak_bytes"] >= 0
 
 
+def test_an_answer_that_turns_wrong_later_has_no_speed():
+    def prepare(inputs):
+        calls = itertools.count()
+        return lambda: shifted(inputs, 0.0 if next(calls) < 1 else 1e-3)
+
+    peers_ = (twin("chunked_prefill"), Contender("worn", prepare))
+    record = Bench(CPU, torch.float32, quick=True).measure(Row("chunked_prefill", "small", WORKS["causal"], peers_))
+    ours, worn = record["contenders"]
+    assert ours["ratio"] == 1
+    assert "WrongAnswerError: out: max error 1.000e-03" in worn["error"] and not {"median", "ratio"} & {*worn}
+
+
 def test_a_row_that_fails_does_not_end_the_run(monkeypatch):
     row = Row("chunked_prefill", "small", WORKS["causal"], (twin("chunked_prefill"),))
     monkeypatch.setattr(Attention, "draw", broken)
@@ -230,7 +274,7 @@ def test_rows_have_names_of_their_own(device_type, quick):
     for row in listed:
         names = [contender.name for contender in row.contenders]
         assert names[0] == "fastattn" and len({*names}) == len(names), row
-        assert row.work.bytes(2) > 0
+        assert row.work.reads(2) > 0 and row.work.writes(2) >= 0
 
 
 def test_results_are_written_and_rows_of_other_runs_are_kept(tmp_path, monkeypatch):
@@ -241,7 +285,11 @@ def test_results_are_written_and_rows_of_other_runs_are_kept(tmp_path, monkeypat
     first, second = json.loads(file.read_text())["runs"]
     assert [record["workload"] for record in first["rows"]] == ["decode-1x512"]
     assert [record["path"] for record in second["rows"]] == ["kv_cache"]
-    assert torch.__version__.startswith(first["versions"]["torch"]) and first["ceilings"]["copy"] > 1e8
+    assert torch.__version__.startswith(first["versions"]["torch"]) and {*first["ceilings"]} == {
+        "copy",
+        "product",
+        "read",
+    }
     with file.with_suffix(".csv").open() as lines:
         table = list(csv.DictReader(lines))
     assert {line["contender"] for line in table if line["path"] == "kv_cache"} == {

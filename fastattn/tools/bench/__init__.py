@@ -16,6 +16,7 @@ from fastattn.tools.bench import measure, report
 from fastattn.tools.bench.measure import Call, Ceilings, Timing
 from fastattn.tools.bench.peers import Contender
 from fastattn.tools.bench.rows import Row, rows
+from fastattn.tools.bench.work import Judge
 from fastattn.tools.demo import PeakMemory
 
 SECONDS = 1.0  # of measuring for a contender on a CPU
@@ -99,8 +100,9 @@ class Bench:
 
     def measure(self, row: Row) -> dict[str, Any]:
         """Measure one row; what goes wrong in it, or in one contender of it, is reported and ends nothing else."""
+        reads, writes = row.work.reads(self.dtype.itemsize), row.work.writes(self.dtype.itemsize)
         limits = {
-            "bytes": row.work.bytes(self.dtype.itemsize) / self.ceilings.copy,
+            "bytes": self.ceilings.seconds(reads=reads, writes=writes),
             "operations": row.work.flops() / self.ceilings.product,
         }
         limit = max(limits, key=lambda name: limits[name])
@@ -121,10 +123,12 @@ class Bench:
 
     def _measure(self, row: Row, record: dict[str, Any]) -> None:
         sets = 1 if row.clock != "graph" and self.device.type == "cuda" else None
-        sets = sets or measure.input_sets(self.device, row.work.bytes(self.dtype.itemsize))
+        moved = row.work.reads(self.dtype.itemsize) + row.work.writes(self.dtype.itemsize)
+        sets = sets or measure.input_sets(self.device, moved)
         inputs = [row.work.draw(self.device, self.dtype, seed) for seed in range(sets)]
         judge = row.work.judge(inputs[0])
         calls: dict[str, Sequence[Call]] = {}
+        judges: dict[str, Judge] = {}
         for contender, entry in zip(row.contenders, record["contenders"], strict=True):
             with _failures_in(entry):
                 prepared = [contender.prepare(one) for one in inputs]
@@ -132,16 +136,18 @@ class Bench:
                     out = prepared[0]()
                 if row.memory:
                     entry["peak_bytes"] = memory.peak_bytes
-                accept = judge if contender.judge is None else contender.judge(inputs[0])
+                accept = judges[contender.name] = contender.judge(inputs[0]) if contender.judge else judge
                 accept(in_rows(contender, out))
                 if contender.lse:
                     out, lse = prepared[0](return_lse=True)
                     accept(in_rows(contender, out), lse)
                 calls[contender.name] = prepared
         timings = self._time(row, record, calls)
-        for entry in record["contenders"]:
-            if entry["name"] in timings:
-                entry.update(timings[entry["name"]]._asdict())
+        for contender, entry in zip(row.contenders, record["contenders"], strict=True):
+            if contender.name in timings:
+                with _failures_in(entry):  # once more: a plan keeps what its first call found, and later ones use it
+                    judges[contender.name](in_rows(contender, calls[contender.name][0]()))
+                    entry.update(timings[contender.name]._asdict())
         twin = record["contenders"][0].get("median", math.nan)
         record["share_of_floor"] = None if math.isnan(twin) else record["floor"] / twin
         for entry in record["contenders"]:

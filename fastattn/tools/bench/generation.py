@@ -49,10 +49,14 @@ class Generation:
         tokens = {"prefill": self.prompt_tokens, "decode": self.max_tokens - 1}
         return 2 * PARAMETERS * self.num_prompts * tokens.get(self.phase, sum(tokens.values()))
 
-    def bytes(self, itemsize: int) -> int:
+    def reads(self, itemsize: int) -> int:
         """Count each parameter once a step."""
         steps = {"prefill": 1, "decode": self.max_tokens - 1}
         return itemsize * PARAMETERS * steps.get(self.phase, self.max_tokens)
+
+    def writes(self, itemsize: int) -> int:
+        """Count none: the new keys and values are small beside the parameters."""
+        return 0
 
     def draw(self, device: torch.device, dtype: torch.dtype, seed: int) -> "Prompts":
         """Load the model; the prompts are always the same."""
@@ -72,7 +76,7 @@ class Generation:
 
         @cache
         def lag(prompt: tuple[int, ...], answer: tuple[int, ...]) -> tuple[float, float]:
-            """Say how far the worst token lies below the best one, and how far it may."""
+            """Return how far the worst token lies below the best one, and how far it may."""
             for one in (model, wider):
                 one.set_attn_implementation("sdpa")
             tokens = torch.tensor([prompt + answer], device=model.device)

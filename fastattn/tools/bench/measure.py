@@ -1,10 +1,11 @@
-"""Times, the two ceilings of a machine, and what the machine is.
+"""Times, the ceilings of a machine, and what the machine is.
 
 On a CPU the contenders of a row take turns, call by call, so that whatever else the machine does slows all of them.
 On a GPU each is timed alone with events (`triton.testing`), either call by call with the cache flushed in between, or
 as replays of a CUDA graph. Where a row's inputs fit into the cache, the calls go over several sets of inputs.
 """
 
+import math
 import os
 import platform
 import random
@@ -12,6 +13,7 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +27,18 @@ MOST_SAMPLES = 200  # of a call; more don't move the median
 FEWEST_SAMPLES = 3  # of a call on a CPU, however long it takes
 FEW_SAMPLES = 5  # of a call that takes its own time
 CACHES = 3  # the input sets of a row together are at least this many times the last-level cache
-PACKAGES = ("twinattn", "torch", "triton", "numpy", "flash-attn", "flash-attn-4", "flashinfer-python", "transformers")
+PACKAGES = (
+    "twinattn",
+    "torch",
+    "triton",
+    "numpy",
+    "flash-attn",
+    "flash-attn-3",
+    "flash-attn-4",
+    "vllm",
+    "flashinfer-python",
+    "transformers",
+)
 
 
 class Timing(NamedTuple):
@@ -44,10 +57,22 @@ class Timed(NamedTuple):
 
 
 class Ceilings(NamedTuple):
-    """What a machine reaches at best: bytes a second read and written by a copy, operations a second of a product."""
+    """What a machine reaches at best, measured in the same run; nothing says that a kernel cannot pass them.
+
+    Attributes:
+        copy: bytes per second, read and written, by a copy.
+        product: operations per second of a matrix product.
+        read: bytes per second of memory that is read, and hardly any written; at least those of the copy.
+    """
 
     copy: float
     product: float
+    read: float
+
+    def seconds(self, *, reads: int, writes: int) -> float:
+        """Return how long bytes take: those read and as many written as in a copy, further ones read as in a sum."""
+        copied = min(reads, writes) + writes
+        return copied / self.copy + max(reads - writes, 0) / self.read
 
 
 def take_turns(calls: dict[str, Sequence[Call]], *, seconds: float) -> dict[str, Timing]:
@@ -102,23 +127,43 @@ def on_gpu(calls: Sequence[Call], *, clock: str, milliseconds: int) -> Timing:
 
 
 def ceilings(device: torch.device, dtype: torch.dtype, *, quick: bool) -> Ceilings:
-    """Measure what the device reaches: a copy much larger than its caches, a square product of random numbers."""
+    """Measure what the device reaches, over memory much larger than its caches, and in a product of random numbers."""
     cpu = device.type == "cpu"
     size = (2**25 if quick else 2**28) if cpu else 2**32
-    source = torch.full((size,), 1, dtype=torch.uint8, device=device)
+    source = torch.ones(size // 4, device=device)
     target = torch.full_like(source, 2)
     n = (1024 if quick else 2048) if cpu else 8192
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     calls: dict[str, Call] = {"copy": lambda: target.copy_(source), "product": lambda: a @ b}
+    reads = _reads(source)
+    for name, read in reads.items():
+        total = float(read().sum())
+        if not math.isclose(total, source.numel(), rel_tol=1e-6):
+            raise RuntimeError(f"{name}: expected a sum of {source.numel()}, got {total}")
     if cpu:
-        times = take_turns({name: [call] for name, call in calls.items()}, seconds=0.2 if quick else 1.5)
-    else:
-        times = {name: on_gpu([call], clock="events", milliseconds=100) for name, call in calls.items()}
-    return Ceilings(copy=2 * size / times["copy"].low, product=2 * n**3 / times["product"].low)  # undisturbed
+        times = take_turns({name: [call] for name, call in (calls | reads).items()}, seconds=0.2 if quick else 1.5)
+    else:  # replays for what only moves bytes: to flush the cache leaves it full of what has to be written back first
+        times = {"product": on_gpu([calls["product"]], clock="events", milliseconds=100)}
+        for name, call in (calls | reads).items():
+            times.setdefault(name, on_gpu([call], clock="graph", milliseconds=100))
+    copied = 2 * size / times["copy"].low  # undisturbed
+    summed = max(size / times[name].low for name in reads)
+    # A CPU may copy more than it adds up; the lower of two roofs would be passed.
+    return Ceilings(copy=copied, product=2 * n**3 / times["product"].low, read=max(copied, summed))
+
+
+def _reads(source: torch.Tensor) -> dict[str, Call]:
+    """Return ways to read numbers and write next to nothing: a sum by torch, on a GPU also by kernels of ours."""
+    reads: dict[str, Call] = {"read by torch.sum": source.sum}
+    if source.is_cuda:
+        from fastattn.tools.bench import reading
+
+        reads |= {f"read by {shape}": partial(reading.sums, source, shape) for shape in reading.SHAPES}
+    return reads
 
 
 def input_sets(device: torch.device, bytes_of_one: int) -> int:
-    """Say how many sets of inputs together no longer fit into the cache."""
+    """Return how many sets of inputs together no longer fit into the cache."""
     if device.type == "cuda":
         cache = torch.cuda.get_device_properties(device).L2_cache_size
     else:
@@ -145,7 +190,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def circumstances() -> dict[str, Any]:
-    """Say when this is measured, and with which versions of what."""
+    """Return the date, the commit and the versions of a measurement."""
     versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
     versions |= {package: package_version(package) for package in PACKAGES}
     return {"date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": _commit(), "versions": versions}

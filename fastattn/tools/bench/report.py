@@ -31,13 +31,16 @@ PEERS = {  # colour and marker, by how a contender's name begins
 
 
 def print_head(console: Console, head: dict[str, Any]) -> None:
-    """Say on what is measured."""
+    """Describe the machine."""
     versions = ", ".join(f"{name} {number}" for name, number in head["versions"].items() if number)
-    copy, product = head["ceilings"]["copy"], head["ceilings"]["product"]
+    copy, read, product = (head["ceilings"][name] for name in ("copy", "read", "product"))
     console.print(f"{head['machine']['name']}, {head['dtype']}; {versions}")
-    console.print(f"Ceilings in this run: copy {copy / 1e9:.4g} GB/s, matrix product {product / 1e12:.3g} TFLOP/s")
     console.print(
-        "The floor is what these allow; a ratio above 1 says how many times longer a peer takes than fastattn."
+        f"Ceilings in this run: read {read / 1e9:.4g} GB/s, copy {copy / 1e9:.4g} GB/s, "
+        f"matrix product {product / 1e12:.3g} TFLOP/s"
+    )
+    console.print(
+        "The floor is the time at these rates; a ratio above 1 says how many times longer a peer takes than fastattn."
     )
 
 
@@ -69,7 +72,7 @@ def print_row(console: Console, record: dict[str, Any]) -> None:
 
 
 def print_summary(console: Console, records: Sequence[dict[str, Any]], seconds: float) -> None:
-    """Say in a line how many rows there are, and in how many of them the twin is ahead."""
+    """Print in a line how many rows there are, and in how many of them the twin is ahead."""
     measured = [record for record in records if "median" in record["contenders"][0]]
     ahead = sum(all(entry.get("ratio", 1) >= 1 for entry in record["contenders"]) for record in measured)
     wrong = sum("WrongAnswer" in entry.get("error", "") for record in records for entry in record["contenders"])

@@ -1,4 +1,4 @@
-"""What a row of the benchmark computes: a ragged batch to attend over, the least work it takes, and its right answer.
+"""What a row of the benchmark computes: a ragged batch to attend over, the least that it takes, and the right answer.
 
 The right answer is drawn here from the plain formula in float64, on a sample of the query rows, and shares no code with
 `refattn` or with any kernel. An answer counts when it keeps the rule of the tests (`refattn.conformance.tolerance`),
@@ -35,8 +35,11 @@ class Work(Protocol):
     def flops(self) -> int:
         """Count the floating-point operations that it takes at least."""
 
-    def bytes(self, itemsize: int) -> int:
-        """Count the bytes that have to be read and written at least."""
+    def reads(self, itemsize: int) -> int:
+        """Count the bytes that have to be read at least."""
+
+    def writes(self, itemsize: int) -> int:
+        """Count the bytes that have to be written at least."""
 
     def draw(self, device: torch.device, dtype: torch.dtype, seed: int) -> Any:
         """Draw random inputs."""
@@ -79,15 +82,18 @@ class Attention:
         pairs = sum(int((last - first + 1).sum()) for first, last in self.sight())
         return 4 * self.head_size * self.heads[0] * pairs
 
-    def bytes(self, itemsize: int) -> int:
-        """Count queries and outputs once, and each key and value once that some query sees."""
+    def reads(self, itemsize: int) -> int:
+        """Count the queries once, and each key and value once that some query sees."""
         keys = sum(int(last.max() - first.min()) + 1 for first, last in self.sight())
         keys -= self.shared * (len(self.lens) - 1)
-        rows = sum(query_len for query_len, _ in self.lens)
-        return 2 * itemsize * self.head_size * (rows * self.heads[0] + keys * self.heads[1])
+        return self.writes(itemsize) + 2 * itemsize * self.head_size * keys * self.heads[1]
+
+    def writes(self, itemsize: int) -> int:
+        """Count the outputs once; they are as large as the queries."""
+        return itemsize * self.head_size * self.heads[0] * sum(query_len for query_len, _ in self.lens)
 
     def sight(self) -> Iterator[tuple[Int64[Tensor, "t"], Int64[Tensor, "t"]]]:
-        """Give the first and the last key that each query sees, one sequence after the other."""
+        """Return the first and the last key that each query sees, one sequence after the other."""
         for query_len, seq_len in self.lens:
             position = torch.arange(seq_len - query_len, seq_len)
             first = torch.zeros_like(position)
@@ -148,11 +154,11 @@ class Attention:
         )
 
     def key_rows(self) -> list[tuple[int, int]]:
-        """Give the first key row of each sequence, and the row behind its last one."""
+        """Return the first key row of each sequence, and the row past its last one."""
         return list(pairwise(accumulate((seq_len for _, seq_len in self.lens), initial=0)))
 
     def query_rows(self) -> list[tuple[int, int]]:
-        """Give the first query row of each sequence, and the row behind its last one."""
+        """Return the first query row of each sequence, and the row past its last one."""
         return list(pairwise(accumulate((query_len for query_len, _ in self.lens), initial=0)))
 
     def judge(self, inputs: "Inputs") -> Judge:
@@ -214,13 +220,13 @@ class Inputs(NamedTuple):
     batch: Batch
 
     def paged(self, block_size: int) -> tuple[Tensor, Tensor, Batch]:
-        """Give the same keys and values in pages of some size."""
+        """Return the same keys and values in pages of some size."""
         if block_size == self.work.block_size:
             return self.key_cache, self.value_cache, self.batch
         return self.work.pages(self.key, self.value, block_size)
 
     def rectangles(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Give query, key and value as contiguous `[b, heads, length, d]`, for sequences of one length."""
+        """Return query, key and value as contiguous `[b, heads, length, d]`, for sequences of one length."""
         query, key, value = (
             rearrange(rows, "(b s) h d -> b h s d", b=len(self.work.lens)).contiguous()
             for rows in (self.query, self.key, self.value)
@@ -298,9 +304,13 @@ class CacheWrite:
         """Count none."""
         return 0
 
-    def bytes(self, itemsize: int) -> int:
-        """Count each key and value read once and written once."""
-        return 4 * itemsize * self.num_tokens * self.num_kv_heads * self.head_size
+    def reads(self, itemsize: int) -> int:
+        """Count each new key and value once."""
+        return 2 * itemsize * self.num_tokens * self.num_kv_heads * self.head_size
+
+    def writes(self, itemsize: int) -> int:
+        """Count them once more, in the pool."""
+        return self.reads(itemsize)
 
     def draw(self, device: torch.device, dtype: torch.dtype, seed: int) -> "Tokens":
         """Draw tokens, an empty pool twice their size, and a slot for each."""
@@ -359,9 +369,13 @@ class Decodes:
         """Count none."""
         return 0
 
-    def bytes(self, itemsize: int) -> int:
-        """Count the lengths, read and written, and one block of each sequence."""
-        return 4 * self.num_seqs * 5
+    def reads(self, itemsize: int) -> int:
+        """Count both lengths and one block of each sequence."""
+        return 4 * self.num_seqs * 3
+
+    def writes(self, itemsize: int) -> int:
+        """Count two lengths of each sequence, or one slot in 64 bits."""
+        return 4 * self.num_seqs * 2
 
     def draw(self, device: torch.device, dtype: torch.dtype, seed: int) -> "Step":
         """Draw lengths and a block table."""
@@ -393,9 +407,16 @@ class Step(NamedTuple):
 class VirtualBatches(Decodes):
     """The virtual batches of local attention: for a decode the chunk that its token is in."""
 
-    def bytes(self, itemsize: int) -> int:
-        """Count the blocks of a chunk of each sequence besides, read and written."""
-        return super().bytes(itemsize) + 8 * self.num_seqs * self.chunk // self.block_size
+    def reads(self, itemsize: int) -> int:
+        """Count the blocks of a chunk of each sequence besides."""
+        return super().reads(itemsize) + self._blocks()
+
+    def writes(self, itemsize: int) -> int:
+        """Count them in the new table too."""
+        return super().writes(itemsize) + self._blocks()
+
+    def _blocks(self) -> int:
+        return 4 * self.num_seqs * self.chunk // self.block_size
 
     def judge(self, inputs: Step) -> Judge:
         """Expect one virtual sequence with a query for each sequence, over the blocks of its last chunk."""
