@@ -11,7 +11,7 @@ from torch.torch_version import TorchVersion
 
 @cache
 def cannot_import(module: str, package: str) -> str | None:
-    """Say why a module of a package can't be used, or None: it is not installed, or it is broken."""
+    """Return why a module of a package can't be used, or None: it is not installed, or it is broken."""
     try:
         importlib.import_module(module)
     except (ImportError, OSError) as error:
@@ -20,7 +20,7 @@ def cannot_import(module: str, package: str) -> str | None:
 
 
 def package_version(package: str) -> str | None:
-    """Give the version of a package, as it is installed or as the module itself says; None if there is none."""
+    """Return the version of a package, as it is installed or as the module itself says; None if there is none."""
     try:
         return version(package)
     except PackageNotFoundError:  # a build that nobody installed may still be found and imported
@@ -30,7 +30,7 @@ def package_version(package: str) -> str | None:
 
 @cache
 def cannot_interpret() -> str | None:
-    """Say why Triton's interpreter can't run kernels here, or None: that of Triton 3.6 needs a numpy older than 2.4."""
+    """Return why Triton's interpreter can't run here, or None: that of Triton 3.6 needs a numpy older than 2.4."""
     triton, numpy = (TorchVersion(package_version(name)) for name in ("triton", "numpy"))
     if triton < "3.7" and numpy >= "2.4":
         return "the interpreter of Triton 3.6 fails with numpy 2.4 or later: install numpy<2.4, or Triton 3.7"
@@ -39,17 +39,17 @@ def cannot_interpret() -> str | None:
 
 @cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """Give the compute capability of a CUDA device, (9, 0) for Hopper."""
+    """Return the compute capability of a CUDA device, (9, 0) for Hopper."""
     return torch.cuda.get_device_capability(device)
 
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    """Give the bytes of shared memory that a program may have on a CUDA device, or what all have if torch is silent."""
+    """Return the bytes of shared memory that a program may have on a CUDA device; what all have if torch is silent."""
     return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 48 * 1024)
 
 
 @cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Give the number of multiprocessors of a CUDA device."""
+    """Return the number of multiprocessors of a CUDA device."""
     return torch.cuda.get_device_properties(device).multi_processor_count

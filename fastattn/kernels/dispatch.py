@@ -328,7 +328,7 @@ def merge(
 def add_sinks(
     out: Float[Tensor, "t h dv"], lse: Float[Tensor, "t h"], sinks: Float[Tensor, "h"]
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Give the sinks their share; arguments are those of `fastattn.merge.add_sinks`."""
+    """Add sinks to the softmax of an answer; arguments are those of `fastattn.merge.add_sinks`."""
     return choose(Problem("add_sinks", out.device, lse.dtype)).add_sinks(out, lse, sinks)
 
 

@@ -38,7 +38,7 @@ def merge(
 def add_sinks(
     out: Float[Tensor, "t h dv"], lse: Float[Tensor, "t h"], sinks: Float[Tensor, "h"]
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Give the sinks their share of answers that were computed without them; see `fastattn.merge.add_sinks`."""
+    """Add sinks to the softmax of answers that were computed without them; see `fastattn.merge.add_sinks`."""
     sinks = sinks.to(lse.dtype)
     share = torch.exp(sinks - lse).add_(1.0).reciprocal_()[..., None]  # exp(lse) / (exp(lse) + exp(sink))
     out = (out * share).masked_fill_((lse == -torch.inf)[..., None], 0.0).to(out.dtype)

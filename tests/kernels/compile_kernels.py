@@ -107,8 +107,6 @@ def launch_all(capability):
     attention.attend(query, keys, keys, plan(64, positions=at), plain)
     somewhere = plan(64, causal=False, window_size=(100, -1), positions=at, first_keys=first_keys)
     attention.attend(query, keys, keys, somewhere, all_of_them)  # a shared level of a cascade
-    mask = torch.ones(128, 64, dtype=torch.bool)
-    attention.attend(query, keys, keys, plan(64), plain, last_mask=mask)
     attention.repair(query, query, keys, keys, plan(64), plain)
 
     subtraction = Subtraction(torch.tensor(0.5), torch.ones(128), 1e-5, 0.2)

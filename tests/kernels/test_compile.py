@@ -25,7 +25,7 @@ def our_kernels() -> set[str]:
 
 
 def launches(capability: str) -> list[dict]:
-    """Give all launches for a GPU: the kernel, and its registers and threads. Triton refuses too much shared memory."""
+    """Return all launches for a GPU: the kernel, its registers and threads. Triton refuses too much shared memory."""
     script = Path(__file__).with_name("compile_kernels.py")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(

@@ -814,7 +814,7 @@ RAGGED = Case("ragged", ((4, 6), (1, 70), (10, 17), (0, 9), (5, 2), (3, 0), (33,
 
 
 def with_strided_table(batch):
-    """Give the table as every second column of another."""
+    """Return the table as every second column of another."""
     table = torch.stack([batch.block_table, torch.full_like(batch.block_table, -1)], dim=2)[:, :, 0]
     assert table.stride(1) == 2
     return replace(batch, block_table=table)

@@ -317,40 +317,6 @@ def test_a_chunk_shows_exactly_its_keys(chunk_size, device):
     assert_same_masks(masks, masks_by_hand(case, lambda i, j: j <= i and i // chunk_size == j // chunk_size))
 
 
-@pytest.mark.parametrize(
-    ("launch", "window_size", "causal"),
-    [
-        (dict(block_m=64, block_n=16), (-1, -1), False),
-        (dict(block_m=64, block_n=16), (21, -1), False),
-        (dict(splits=3, most_splits=3, block_n=16), (-1, -1), True),
-    ],
-    ids=["plain", "window", "causal-over-splits"],
-)
-def test_a_mask_over_the_last_keys_hides_exactly_those(launch, window_size, causal, device):
-    """Drafts that do not see their siblings; the mask is wider than some sequences, and strided."""
-    case = Case("drafts", ((8, 60), (8, 8), (1, 33), (0, 5), (3, 2)), heads=(2, 1), padding_rows=2)
-    generator = torch.Generator().manual_seed(1)
-    last = torch.rand(22, 16, generator=generator)[:, ::2] < 0.5
-    row_of = {case.lens[i]: sum(q for q, _ in case.lens[:i]) for i in range(len(case.lens))}
-
-    def attention(query, key_cache, value_cache, batch, *, return_lse):
-        asked = given(query, key_cache, value_cache, batch, causal=causal, window_size=window_size)
-        return attend(*asked, last_mask=last.to(device))
-
-    with launched_as(**launch):
-        masks = read_masks(attention, case, device=device)
-    expected = []
-    for q, s in case.lens:
-        mask = torch.zeros(q, s, dtype=torch.bool)
-        for i in range(q):
-            for j in range(s):
-                position = s - q + i
-                sees = (window_size[0] < 0 or j >= position - window_size[0]) and (not causal or j <= position)
-                mask[i, j] = sees and (j < s - 8 or bool(last[row_of[q, s] + i, j - (s - 8)]))
-        expected.append(mask)
-    assert_same_masks(masks, expected)
-
-
 @settings(max_examples=6)
 @hypothesis.given(case=ragged_cases(), options=st.sampled_from(list(OPTIONS)), seed=st.integers(0, 2**16))
 def test_drawn_batches(case, options, seed, device):
@@ -541,7 +507,7 @@ def test_what_nobody_may_see_is_not_read(options, first_seen, launch, device):
 
 
 def addresses_of(tensor):
-    """Give the address of each element of a tensor."""
+    """Return the address of each element of a tensor."""
     places = sum(
         torch.arange(size).mul(stride).view(-1, *[1] * (tensor.ndim - 1 - dim))
         for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True))
@@ -678,7 +644,7 @@ each_invariant = pytest.mark.parametrize("options", INVARIANT.values(), ids=INVA
 
 
 def on(device, options):
-    """Give the options with their tensors on a device."""
+    """Return the options with their tensors on a device."""
     return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
 
 

@@ -18,7 +18,7 @@ from refattn.interface import AttentionOptions, Plan
 
 PAGE = 256  # its pages are a multiple of this
 OPERATIONS = ("dense", "paged")
-CHUNKS = "over pages it takes one query a sequence; with more, it writes LSEs out of place where a query sees nothing"
+CHUNKS = "over pages it takes one query per sequence; with more, it writes LSEs out of place where a query sees nothing"
 
 
 def unsupported_reason(problem: Problem) -> str | None:
@@ -94,9 +94,9 @@ def paged(
     options: AttentionOptions,
     out: Float[Tensor, "t h dv"] | None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over pages from at most one query a sequence; see `fastattn.kernels.dispatch`.
+    """Attend over pages from at most one query per sequence; see `fastattn.kernels.dispatch`.
 
-    Its split over keys wants exactly one query a sequence: the rows are laid out so, and the answers taken back.
+    Its split over keys wants exactly one query per sequence: the rows are laid out so, and the answers taken back.
     """
     from flash_attn import flash_attn_with_kvcache
 
@@ -112,7 +112,7 @@ def paged(
     rows = torch.arange(query.shape[0], device=query.device, dtype=torch.int32)
     sequences = torch.searchsorted(batch.cu_seqlens_q[1:], rows, right=True).clamp_(max=batch.num_seqs - 1)
     query_of_sequence = batch.cu_seqlens_q[:-1].clamp(max=query.shape[0] - 1)
-    left = plan.window[0]  # no key lies behind the one query
+    left = plan.window[0]  # no key lies after the one query
     longest = batch.block_table.shape[1] * key_cache.shape[1]
     if options.alibi_slopes is not None and not 0 <= left < longest:
         left = longest - 1  # see `window_for_flash`

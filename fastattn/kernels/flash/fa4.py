@@ -42,7 +42,7 @@ def unsupported_reason(problem: Problem) -> str | None:
             f"head sizes over {where} that are multiples of {multiple} up to {largest}, not {sizes[0]} and {sizes[1]}"
         )
     if problem.block_size is not None and 64 < sizes[0] <= 96 and problem.window[1] != 0:
-        return f"answers wrongly over pages with head size {sizes[0]} where keys behind a query are visible"
+        return f"answers wrongly over pages with head size {sizes[0]} where later keys are visible"
     if problem.alibi:
         return "has no ALiBi: take fa2 or triton"
     if problem.batch_invariant:

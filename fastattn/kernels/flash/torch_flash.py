@@ -78,7 +78,7 @@ def dense(
 
 
 def window_for_flash(plan: Plan, options: AttentionOptions) -> tuple[bool, tuple[int, int], int]:
-    """Say a window so that FlashAttention-2 understands what we mean.
+    """Write a window so that FlashAttention-2 understands what we mean.
 
     It takes a side that is at least its `max_seqlen_k` for no limit, and a missing right side next to a left one for
     `max_seqlen_k`; with more queries than keys both are wrong. A `max_seqlen_k` that no distance reaches makes both

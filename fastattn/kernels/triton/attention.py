@@ -25,7 +25,7 @@ from typing import NamedTuple, no_type_check
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from fastattn.kernels.problem import uses_positions
@@ -34,7 +34,6 @@ from fastattn.kernels.triton.run import (
     CHANGING,
     INTERPRETED,
     Tuning,
-    answer,
     attend_to_run,
     can_overlap,
     find_positions,
@@ -42,6 +41,7 @@ from fastattn.kernels.triton.run import (
     fit,
     merge_parts,
     multiprocessors,
+    normalize,
     pad,
     store_rows,
     visible_keys,
@@ -68,8 +68,6 @@ def attend(
     plan: Plan,
     options: AttentionOptions,
     out: Float[Tensor, "t h dv"] | None = None,
-    *,
-    last_mask: Bool[Tensor, "t last"] | None = None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend over pages if `key` has four dimensions, else over ragged rows.
 
@@ -80,15 +78,13 @@ def attend(
         plan: the lengths, the block table for pages, and who may see whom.
         options: what the layer fixes.
         out: contiguous memory for the outputs; new memory if None.
-        last_mask: who may see whom among the last keys of a sequence, beside all other rules: true in column `c` where
-            the query may see key `seq_len - last + c` (a tree of drafts); None hides nothing.
 
     Returns:
         The outputs, and their log-sum-exps in float32.
 
     Source: see the module.
     """
-    return attend_levels(query, key, value, [plan], options, out, last_mask=last_mask)
+    return attend_levels(query, key, value, [plan], options, out)
 
 
 def attend_levels(
@@ -98,8 +94,6 @@ def attend_levels(
     levels: Sequence[Plan],
     options: AttentionOptions,
     out: Float[Tensor, "t h dv"] | None = None,
-    *,
-    last_mask: Bool[Tensor, "t last"] | None = None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend to the keys of several levels, each with a plan of its own over the same query rows, as one softmax.
 
@@ -113,7 +107,6 @@ def attend_levels(
         levels: the plan of each level.
         options: what the layer fixes; sinks count once.
         out: as in `attend`.
-        last_mask: as in `attend`, of the last level.
 
     Returns:
         The outputs, and their log-sum-exps in float32.
@@ -122,7 +115,7 @@ def attend_levels(
     """
     num_tokens, num_heads = query.shape[:2]
     value_head_size = value.shape[-1]
-    name = _name_of_launches(query, key, value, options, out) if len(levels) == 1 and last_mask is None else None
+    name = _name_of_launches(query, key, value, options, out) if len(levels) == 1 else None
     out = query.new_empty(num_tokens, num_heads, value_head_size) if out is None else out
     lse = query.new_empty(num_tokens, num_heads, dtype=torch.float32)
     batch = levels[-1].batch
@@ -138,7 +131,7 @@ def attend_levels(
     tunings = [fit(tuning, query.device, row_bytes=row_bytes, key_bytes=2 * row_bytes) for tuning in tunings]
     num_parts = sum(tuning.most_splits for tuning in tunings)
     if num_parts == 1 and not options.batch_invariant:
-        launch = _launch(query, key, value, levels[0], options, tunings[0], out, lse, last_mask=last_mask)
+        launch = _launch(query, key, value, levels[0], options, tunings[0], out, lse)
         if name is not None:
             levels[0].kept[name] = _Launches(1, launch, None)
         return out, lse
@@ -157,7 +150,6 @@ def attend_levels(
             tuning,
             parts[first:] if first else parts,  # a slice takes the host as long as an allocation
             part_lses[first:] if first else part_lses,
-            last_mask=last_mask if level is levels[-1] else None,
             overlap=overlap,
             after=first > 0,
         )
@@ -280,7 +272,7 @@ def repair(
     row_bytes = max(pad(query.shape[2]), pad(value.shape[-1])) * query.element_size()
     tuning = Tuning(64, _fit(64, row_bytes), 4, 3, 1, 1)
     tuning = fit(tuning, query.device, row_bytes=row_bytes, key_bytes=2 * row_bytes)
-    launch = _launch(query, key, value, plan, options, tuning, out, None, last_mask=None)
+    launch = _launch(query, key, value, plan, options, tuning, out, None)
     if name[1] is not None:
         plan.kept[name] = launch
 
@@ -295,7 +287,6 @@ def _launch(
     out: Tensor,
     lse: Tensor | None,
     *,
-    last_mask: Tensor | None,
     overlap: bool | None = None,
     after: bool = False,
 ) -> Launch:
@@ -310,8 +301,7 @@ def _launch(
         tuning: the shape of the launch.
         out: the answer, or the first of the parts.
         lse: likewise; None to repair the answer.
-        last_mask: likewise.
-        overlap: whether the launch behind this one may begin early; None if this one gives the answer, not parts.
+        overlap: whether the launch after this one may begin early; None if this one gives the answer, not parts.
         after: another level was launched before, that what follows has to wait for, too.
     """
     batch = plan.batch
@@ -343,11 +333,9 @@ def _launch(
             seq_lens=batch.seq_lens,
             query_positions=_side_by_side(positions),
             first_keys=None if positions is None else _side_by_side(plan.first_keys),
-            last_mask=None if last_mask is None else last_mask.view(torch.uint8),
             query_strides=query.stride(),
             key_strides=key.stride(),
             value_strides=value.stride(),
-            mask_strides=(0, 0) if last_mask is None else last_mask.stride(),
             table_row_stride=0 if block_table is None else block_table.stride(0),
             table_stride=1 if block_table is None else block_table.stride(1),
             num_tokens=num_tokens,
@@ -357,7 +345,6 @@ def _launch(
             softcap=options.softcap,
             left=left,
             right=right,
-            last=0 if last_mask is None else last_mask.shape[1],
             NUM_HEADS=num_heads,
             GROUP=group,
             HEAD_SIZE=head_size,
@@ -384,12 +371,12 @@ def _launch(
 
 
 def _side_by_side(per_head: Tensor | None) -> Tensor | None:
-    """Give numbers such that a pointer to the first leads to all of them."""
+    """Return numbers such that a pointer to the first leads to all of them."""
     return None if per_head is None else per_head.contiguous()
 
 
 def _is_one_tile(batch: Batch, group: int, block_m: int) -> bool:
-    """Say whether a tile holds all query rows of any sequence."""
+    """Return whether a tile holds all query rows of any sequence."""
     return batch.max_query_len * group <= block_m
 
 
@@ -425,7 +412,7 @@ def tune(query: Tensor, key: Tensor, value: Tensor, plan: Plan, options: Attenti
 
 
 def _about_as_long(batch: Batch, visible: int) -> bool:
-    """Say whether the sequences are known to have about as many keys each, of those that are visible."""
+    """Return whether the sequences are known to have about as many keys each, of those that are visible."""
     return batch.num_keys is not None and EVEN * batch.num_keys >= visible * batch.num_seqs
 
 
@@ -470,7 +457,7 @@ def _beside_others(tuning: Tuning) -> Tuning:
 
 
 def _fit(block_n: int, row_bytes: int) -> int:
-    """Give the keys of a step that are as many bytes as `block_n` keys of 256 bytes."""
+    """Return the keys of a step that are as many bytes as `block_n` keys of 256 bytes."""
     return max(16, min(128, block_n * 256 // row_bytes))
 
 
@@ -499,7 +486,7 @@ def _count_steps(
     BLOCK_N: tl.constexpr,
     BLOCK_SEQS: tl.constexpr,
 ):
-    """Count the steps of keys that the queries of all sequences see, one tile a sequence."""
+    """Count the steps of keys that the queries of all sequences see, one tile per sequence."""
     total = 0
     for first in range(0, num_seqs, BLOCK_SEQS):
         sequence = first + tl.arange(0, BLOCK_SEQS)
@@ -529,7 +516,7 @@ def _fill_padding_rows(
     GROUP: tl.constexpr,
     VALUE_HEAD_SIZE: tl.constexpr,
 ):
-    """Answer 0 and -inf in the rows behind the last sequence, which belong to no tile: each program takes a few."""
+    """Write 0 and -inf into the rows past the last sequence, which belong to no tile: each program takes a few."""
     GROUP_PAD: tl.constexpr = triton.next_power_of_2(GROUP)
     VALUE_PAD: tl.constexpr = triton.next_power_of_2(VALUE_HEAD_SIZE)
     in_group = tl.arange(0, GROUP_PAD)
@@ -575,11 +562,9 @@ def _attend_kernel(
     first_keys,
     alibi_slopes,
     sinks,
-    last_mask,
     query_strides,
     key_strides,
     value_strides,
-    mask_strides,
     table_row_stride,
     table_stride,
     num_tokens,
@@ -589,7 +574,6 @@ def _attend_kernel(
     softcap,
     left,
     right,
-    last,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -691,10 +675,7 @@ def _attend_kernel(
     slopes = None
     if alibi_slopes is not None:
         slopes = tl.load(alibi_slopes + heads, mask=is_row, other=0.0).to(tl.float32) * LOG2E
-    mask_rows = None
-    if last_mask is not None:
-        mask_rows = last_mask + tokens * mask_strides[0]
-    highest, total, weighted = attend_to_run(
+    row_max, row_sum, acc = attend_to_run(
         query + tokens * query_strides[0] + heads.to(tl.int64) * query_strides[1],
         query_strides[2],
         is_row,
@@ -711,11 +692,8 @@ def _attend_kernel(
         first_seen,
         last_key,
         slopes,
-        mask_rows,
-        seq_len - last,
         key_strides,
         value_strides,
-        mask_strides[1],
         table_row_stride,
         table_stride,
         scale,
@@ -734,7 +712,7 @@ def _attend_kernel(
     sink = None
     if sinks is not None and not SPLIT:
         sink = tl.load(sinks + heads, mask=is_row, other=0.0).to(tl.float32)
-    values, logs = answer(highest, total, weighted, sink)
+    values, logs = normalize(row_max, row_sum, acc, sink)
     store_rows(values, logs, places, is_row, out, lse, VALUE_HEAD_SIZE)
     if not (SPLIT or REPAIR):
         _fill_padding_rows(
@@ -771,9 +749,9 @@ def _reduce_kernel(
     VALUE_PAD: tl.constexpr = triton.next_power_of_2(VALUE_HEAD_SIZE)
     at_dv = tl.arange(0, VALUE_PAD)
     places = token * NUM_HEADS + heads
-    highest = tl.full([BLOCK_HEADS], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_HEADS], tl.float32)
-    weighted = tl.zeros([BLOCK_HEADS, VALUE_PAD], tl.float32)
+    row_max = tl.full([BLOCK_HEADS], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_HEADS], tl.float32)
+    acc = tl.zeros([BLOCK_HEADS, VALUE_PAD], tl.float32)
     for first in range(0, splits, BLOCK_SPLITS):
         split = first + tl.arange(0, BLOCK_SPLITS)[None, :]
         part_places = split.to(tl.int64) * num_tokens * NUM_HEADS + places[:, None]
@@ -784,9 +762,9 @@ def _reduce_kernel(
             mask=(logs > float("-inf"))[:, :, None] & (at_dv < VALUE_HEAD_SIZE)[None, None, :],
             other=0.0,
         )
-        highest, total, weighted = merge_parts(highest, total, weighted, logs, values)
+        row_max, row_sum, acc = merge_parts(row_max, row_sum, acc, logs, values)
     sink = None
     if sinks is not None:
         sink = tl.where(is_query, tl.load(sinks + heads, mask=is_head, other=0.0).to(tl.float32), float("-inf"))
-    values, logs = answer(highest, total, weighted, sink)
+    values, logs = normalize(row_max, row_sum, acc, sink)
     store_rows(values, logs, places, is_head, out, lse, VALUE_HEAD_SIZE)

@@ -24,18 +24,18 @@ from fastattn.kernels.problem import Subtraction
 from fastattn.kernels.triton.run import (
     CHANGING,
     Tuning,
-    answer,
     can_overlap,
     find_tile,
     finish_scores,
     fit,
     merge_parts,
     multiprocessors,
+    normalize,
     pad,
     phase_of_run,
     seen_by_all,
+    update_softmax,
     visible_keys,
-    weigh,
     window_within_reach,
     with_scale_above_0,
 )
@@ -319,12 +319,12 @@ def _attend_kernel(
     is_key = (j >= first_seen) & (j < last_key)
     next_blocks = tl.load(table + j // BLOCK_SIZE * table_strides[1], mask=is_key, other=0)
 
-    highest1 = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    highest2 = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total1 = tl.zeros([BLOCK_M], tl.float32)
-    total2 = tl.zeros([BLOCK_M], tl.float32)
-    weighted1 = tl.zeros([BLOCK_M, VALUE_PAD], tl.float32)
-    weighted2 = tl.zeros([BLOCK_M, VALUE_PAD], tl.float32)
+    row_max1 = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_max2 = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum1 = tl.zeros([BLOCK_M], tl.float32)
+    row_sum2 = tl.zeros([BLOCK_M], tl.float32)
+    acc1 = tl.zeros([BLOCK_M, VALUE_PAD], tl.float32)
+    acc2 = tl.zeros([BLOCK_M, VALUE_PAD], tl.float32)
     PHASES: tl.constexpr = 3 if BLOCK_M > 16 and (LEFT or RIGHT) else 1
     for phase in tl.static_range(PHASES):
         begin, end = phase_of_run(phase, PHASES, first_key, last_key, all_from, all_to, BLOCK_N)
@@ -373,23 +373,23 @@ def _attend_kernel(
                 LEFT,
                 RIGHT,
             )
-            weights1, shrink1, highest1, total1 = weigh(
-                scores1, highest1, total1, softcap if SOFTCAP else scale, slopes1 is not None
+            weights1, shrink1, row_max1, row_sum1 = update_softmax(
+                scores1, row_max1, row_sum1, softcap if SOFTCAP else scale, slopes1 is not None
             )
-            weights2, shrink2, highest2, total2 = weigh(
-                scores2, highest2, total2, softcap if SOFTCAP else scale, slopes1 is not None
+            weights2, shrink2, row_max2, row_sum2 = update_softmax(
+                scores2, row_max2, row_sum2, softcap if SOFTCAP else scale, slopes1 is not None
             )
             v = tl.load(
                 value + rows_of_keys[:, None] + value_columns[None, :],
                 mask=is_key[:, None] & (at_dv < VALUE_SIZE)[None, :],
                 other=0.0,
             )
-            weighted1 = tl.dot(weights1.to(v.dtype), v, weighted1 * shrink1[:, None], input_precision="ieee")
-            weighted2 = tl.dot(weights2.to(v.dtype), v, weighted2 * shrink2[:, None], input_precision="ieee")
+            acc1 = tl.dot(weights1.to(v.dtype), v, acc1 * shrink1[:, None], input_precision="ieee")
+            acc2 = tl.dot(weights2.to(v.dtype), v, acc2 * shrink2[:, None], input_precision="ieee")
 
     if SPLIT:
-        first, logs1 = answer(highest1, total1, weighted1, None)
-        second, logs2 = answer(highest2, total2, weighted2, None)
+        first, logs1 = normalize(row_max1, row_sum1, acc1, None)
+        second, logs2 = normalize(row_max2, row_sum2, acc2, None)
         is_value = is_row[:, None] & (at_dv < VALUE_SIZE)[None, :]
         at_value = 2 * places[:, None] * VALUE_SIZE + at_dv[None, :]
         tl.store(out + at_value, first, mask=is_value)
@@ -400,8 +400,8 @@ def _attend_kernel(
         if sinks is not None:
             sink1 = tl.load(sinks + 2 * pairs, mask=is_row, other=0.0).to(tl.float32)
             sink2 = tl.load(sinks + 2 * pairs + 1, mask=is_row, other=0.0).to(tl.float32)
-        first, logs1 = answer(highest1, total1, weighted1, sink1)
-        second, logs2 = answer(highest2, total2, weighted2, sink2)
+        first, logs1 = normalize(row_max1, row_sum1, acc1, sink1)
+        second, logs2 = normalize(row_max2, row_sum2, acc2, sink2)
         _store_difference(first, second, lambda_full, norm_weight, norm_eps, factor, places, is_row, out, VALUE_SIZE)
     tl.store(lse + 2 * places, logs1, mask=is_row)
     tl.store(lse + 2 * places + 1, logs2, mask=is_row)
@@ -439,9 +439,9 @@ def _reduce_kernel(
     at_dv = tl.arange(0, VALUE_PAD)
     heads = 2 * pair + tl.arange(0, 2)
     places = token * 2 * PAIRS + heads
-    highest = tl.full([2], float("-inf"), tl.float32)
-    total = tl.zeros([2], tl.float32)
-    weighted = tl.zeros([2, VALUE_PAD], tl.float32)
+    row_max = tl.full([2], float("-inf"), tl.float32)
+    row_sum = tl.zeros([2], tl.float32)
+    acc = tl.zeros([2, VALUE_PAD], tl.float32)
     for first_split in range(0, splits, BLOCK_SPLITS):
         split = first_split + tl.arange(0, BLOCK_SPLITS)[None, :]
         part_places = split.to(tl.int64) * num_tokens * 2 * PAIRS + places[:, None]
@@ -451,11 +451,11 @@ def _reduce_kernel(
             mask=(logs > float("-inf"))[:, :, None] & (at_dv < VALUE_SIZE)[None, None, :],
             other=0.0,
         )
-        highest, total, weighted = merge_parts(highest, total, weighted, logs, values)
+        row_max, row_sum, acc = merge_parts(row_max, row_sum, acc, logs, values)
     sink = None
     if sinks is not None:
         sink = tl.where(is_query, tl.load(sinks + heads).to(tl.float32), float("-inf"))
-    values, logs = answer(highest, total, weighted, sink)
+    values, logs = normalize(row_max, row_sum, acc, sink)
     first, second = tl.split(tl.trans(values))
     place = token * PAIRS + pair + tl.zeros([1], tl.int64)
     _store_difference(

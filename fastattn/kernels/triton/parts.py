@@ -70,13 +70,13 @@ def _merge_kernel(
     at_dv = tl.arange(0, VALUE_PAD)
     in_value = (at_dv < VALUE_HEAD_SIZE)[None, :]
 
-    highest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+    row_max = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     for part in tl.static_range(NUM_PARTS):
         logs = tl.load(lses[part] + token * lse_strides[part][0] + head * lse_strides[part][1], is_row, float("-inf"))
-        highest = tl.maximum(highest, logs)
-    base = tl.where(highest == float("-inf"), 0.0, highest)  # -inf - -inf would be NaN
-    total = tl.zeros([BLOCK_ROWS], tl.float32)
-    weighted = tl.zeros([BLOCK_ROWS, VALUE_PAD], tl.float32)
+        row_max = tl.maximum(row_max, logs)
+    base = tl.where(row_max == float("-inf"), 0.0, row_max)  # -inf - -inf would be NaN
+    row_sum = tl.zeros([BLOCK_ROWS], tl.float32)
+    acc = tl.zeros([BLOCK_ROWS, VALUE_PAD], tl.float32)
     for part in tl.static_range(NUM_PARTS):
         logs = tl.load(lses[part] + token * lse_strides[part][0] + head * lse_strides[part][1], is_row, float("-inf"))
         values = tl.load(
@@ -87,12 +87,12 @@ def _merge_kernel(
             0.0,
         )
         weights = tl.exp(logs - base)
-        total += weights
-        weighted += weights[:, None] * values.to(tl.float32)
-    total = tl.where(total == 0.0, 1.0, total)
+        row_sum += weights
+        acc += weights[:, None] * values.to(tl.float32)
+    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
     tl.store(
         out + row[:, None] * VALUE_HEAD_SIZE + at_dv[None, :],
-        (weighted / total[:, None]).to(out.dtype.element_ty),
+        (acc / row_sum[:, None]).to(out.dtype.element_ty),
         is_row[:, None] & in_value,
     )
-    tl.store(lse + row, highest + tl.log(total), is_row)
+    tl.store(lse + row, row_max + tl.log(row_sum), is_row)

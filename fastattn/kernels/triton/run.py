@@ -22,7 +22,7 @@ INTERPRETED = triton.knobs.runtime.interpret  # kernels run in Python, on CPU te
 # What changes from batch to batch, which must not lead to another compilation.
 CHANGING = (
     *("block_table", "cu_seqlens_q", "cu_seqlens_k", "seq_lens", "query_positions", "first_keys", "table_row_stride"),
-    *("num_tokens", "num_seqs", "splits", "left", "right", "last"),
+    *("num_tokens", "num_seqs", "splits", "left", "right"),
 )
 
 
@@ -55,7 +55,7 @@ class Tuning(NamedTuple):
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Give the number of multiprocessors; a few for the interpreter, so that its tests split keys too."""
+    """Return the number of multiprocessors; a few for the interpreter, so that its tests split keys too."""
     return 4 if INTERPRETED else devices.num_multiprocessors(device)
 
 
@@ -91,12 +91,12 @@ def shrink(tuning: Tuning, row_bytes: int, key_bytes: int, room: int) -> Tuning:
 
 
 def can_overlap(device: torch.device) -> bool:
-    """Say whether a kernel can be put in place while the one before it ends (programmatic dependent launch)."""
+    """Return whether a kernel can be put in place while the one before it ends (programmatic dependent launch)."""
     return not INTERPRETED and devices.capability(device) >= (9, 0)
 
 
 def pad(size: int) -> int:
-    """Give the next power of two; Triton's own function is slow outside a kernel."""
+    """Return the next power of two; Triton's own function is slow outside a kernel."""
     return 1 << (size - 1).bit_length()
 
 
@@ -107,7 +107,7 @@ def window_within_reach(plan: Plan) -> tuple[int, int]:
 
 
 def with_scale_above_0(query: Tensor, softmax_scale: float | None) -> tuple[Tensor, float]:
-    """Give a query and a positive scale whose products are those asked for, to the bit."""
+    """Return a query and a positive scale whose products are those asked for, to the bit."""
     scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     if scale > 0:
         return query, scale
@@ -120,16 +120,16 @@ def with_scale_above_0(query: Tensor, softmax_scale: float | None) -> tuple[Tens
 @triton.jit
 @no_type_check
 def _first_tile(cu_seqlens_q, sequence, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Give a tile to begin a sequence with: those before it have room for one tile that is not full each."""
+    """Return a tile to begin a sequence with: those before it have room for one tile that is not full each."""
     return tl.load(cu_seqlens_q + sequence) * GROUP // BLOCK_M + sequence
 
 
 @triton.jit
 @no_type_check
 def find_tile(cu_seqlens_q, tile, num_seqs, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, ONE_TILE: tl.constexpr):
-    """Give the sequence of a tile, and its first row there; behind the last row if the sequence needs fewer tiles.
+    """Return the sequence of a tile, and its first row there; past the last row if the sequence needs fewer tiles.
 
-    The sequence is the last one whose first tile is not behind this one, found by halving.
+    The sequence is the last one whose first tile is not after this one, found by halving.
     """
     sequence = tile
     first_row = tile * 0
@@ -161,7 +161,7 @@ def find_positions(
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Give the position of each row of a tile, the least and the largest of them.
+    """Return the position of each row of a tile, the least and the largest of them.
 
     They are read from `query_positions`, by query row, and counted from the first key of the sequence; if that is None
     they follow one another from `context` on.
@@ -192,7 +192,7 @@ def visible_keys(
 ):
     """Bound the keys that some queries see, of those between two positions: the first of them, and the end of them.
 
-    The positions may be a tensor, one pair a sequence.
+    The positions may be a tensor, one pair per sequence.
     """
     first_key = first_position * 0
     last_key = seq_len
@@ -233,10 +233,10 @@ def finish_scores(
 ):
     """Turn the products of queries at `positions` and keys at `j` into scores of what is visible, up to a factor.
 
-    `all_seen` says that every row sees every key of the step, so that nothing has to be compared. `weigh` multiplies by
-    the factor, next to its subtraction: were that done here, the compiler could join the two only where nothing is
-    compared, and a masked step would round otherwise. With slopes, those of ALiBi times log2(e), no factor is left, and
-    scores are in base 2.
+    `all_seen` says that every row sees every key of the step, so that nothing has to be compared. `update_softmax`
+    multiplies by the factor, next to its subtraction: were that done here, the compiler could join the two only where
+    nothing is compared, and a masked step would round otherwise. With slopes, those of ALiBi times log2(e), no factor is
+    left, and scores are in base 2.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     factor = scale
@@ -258,31 +258,17 @@ def finish_scores(
 
 @triton.jit
 @no_type_check
-def hide_masked(scores, mask_rows, mask_stride, is_row, columns, is_key, all_seen):
-    """Take away the scores of keys that a mask over the last keys hides; its columns before 0 hide nothing."""
-    if not all_seen:
-        shown = tl.load(
-            mask_rows[:, None] + (columns * mask_stride)[None, :],
-            mask=is_row[:, None] & (is_key & (columns >= 0))[None, :],
-            other=1,
-        )
-        scores = tl.where(shown != 0, scores, float("-inf"))
-    return scores
-
-
-@triton.jit
-@no_type_check
-def weigh(scores, highest, total, factor, IN_BASE_2: tl.constexpr):
+def update_softmax(scores, row_max, row_sum, factor, IN_BASE_2: tl.constexpr):
     """Take a step of scores into the online softmax: its weights, and by how much what was summed so far shrinks.
 
     `factor` is what `finish_scores` left out, above 0; `IN_BASE_2` says that it left nothing.
     """
     unit = 1.0 if IN_BASE_2 else factor * 1.4426950408889634
-    new_highest = tl.maximum(highest, tl.max(scores, 1) * unit)
-    base = tl.where(new_highest == float("-inf"), 0.0, new_highest)  # -inf - -inf would be NaN
+    new_row_max = tl.maximum(row_max, tl.max(scores, 1) * unit)
+    base = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)  # -inf - -inf would be NaN
     weights = tl.exp2(scores * unit - base[:, None])
-    shrink = tl.exp2(highest - base)
-    return weights, shrink, new_highest, total * shrink + tl.sum(weights, 1)
+    shrink = tl.exp2(row_max - base)
+    return weights, shrink, new_row_max, row_sum * shrink + tl.sum(weights, 1)
 
 
 @triton.jit
@@ -290,7 +276,7 @@ def weigh(scores, highest, total, factor, IN_BASE_2: tl.constexpr):
 def phase_of_run(
     PHASE: tl.constexpr, PHASES: tl.constexpr, first_key, last_key, all_from, all_to, BLOCK_N: tl.constexpr
 ):
-    """Bound the steps of a phase: in phase 1 of 3 every row of the tile sees every key, before and behind it not.
+    """Bound the steps of a phase: in phase 1 of 3 every row of the tile sees every key, before and after it not.
 
     A branch in the loop would keep the products of one step from overlapping with the softmax of another.
     """
@@ -346,11 +332,8 @@ def attend_to_run(
     first_seen,
     last_key,
     slopes,
-    mask_rows,
-    masked_from,
     key_strides,
     value_strides,
-    mask_stride,
     table_row_stride,
     table_stride,
     scale,
@@ -373,8 +356,7 @@ def attend_to_run(
 
     `query_rows` point to the queries of the rows that `is_row`; `positions` lie between the first and the last one.
     `key` and `value` are pages that `block_table` leads to, or rows that `cu_seqlens_k` leads to (`BLOCK_SIZE` is 0).
-    `slopes` are those of ALiBi times log2(e), one a row, or None. `mask_rows` point to the mask of each row, over the
-    keys from `masked_from` to the sequence's end, or are None.
+    `slopes` are those of ALiBi times log2(e), one per row, or None.
 
     It returns the highest score of each row, the sum of the weights relative to it, and the weighted sum of the values.
     """
@@ -388,8 +370,6 @@ def attend_to_run(
     head = kv_head.to(tl.int64)
 
     all_from, all_to = seen_by_all(first_key, last_key, first_position, last_position, left, right, LEFT, RIGHT)
-    if mask_rows is not None:
-        all_to = tl.minimum(all_to, masked_from)
     HEAD_PAD: tl.constexpr = triton.next_power_of_2(HEAD_SIZE) if HEAD_SIZE > 16 else 16  # the least of a product
     VALUE_PAD: tl.constexpr = triton.next_power_of_2(VALUE_HEAD_SIZE)
     at_d = tl.arange(0, HEAD_PAD)
@@ -399,10 +379,10 @@ def attend_to_run(
         mask=is_row[:, None] & (at_d < HEAD_SIZE)[None, :],
         other=0.0,
     )
-    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    weighted = tl.zeros([BLOCK_M, VALUE_PAD], tl.float32)
-    PHASES: tl.constexpr = 3 if BLOCK_M > 16 and (LEFT or RIGHT or mask_rows is not None) else 1
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, VALUE_PAD], tl.float32)
+    PHASES: tl.constexpr = 3 if BLOCK_M > 16 and (LEFT or RIGHT) else 1
     for phase in tl.static_range(PHASES):
         begin, end = phase_of_run(phase, PHASES, first_key, last_key, all_from, all_to, BLOCK_N)
         for start in range(begin, end, BLOCK_N):
@@ -443,48 +423,46 @@ def attend_to_run(
                 LEFT,
                 RIGHT,
             )
-            if mask_rows is not None:
-                scores = hide_masked(scores, mask_rows, mask_stride, is_row, j - masked_from, is_key, all_seen)
-            weights, shrink, highest, total = weigh(
-                scores, highest, total, softcap if SOFTCAP else scale, slopes is not None
+            weights, shrink, row_max, row_sum = update_softmax(
+                scores, row_max, row_sum, softcap if SOFTCAP else scale, slopes is not None
             )
             v = tl.load(
                 value + value_rows[:, None] + (at_dv.to(tl.int64) * value_strides[-1])[None, :],
                 mask=is_key[:, None] & (at_dv < VALUE_HEAD_SIZE)[None, :],
                 other=0.0,
             )  # [keys, dv]
-            weighted = tl.dot(weights.to(v.dtype), v, weighted * shrink[:, None], input_precision="ieee")
-    return highest, total, weighted
+            acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return row_max, row_sum, acc
 
 
 @triton.jit
 @no_type_check
-def merge_parts(highest, total, weighted, logs, values):
+def merge_parts(row_max, row_sum, acc, logs, values):
     """Take more parts, `logs [rows, parts]` and `values [rows, parts, dv]`, into what `attend_to_run` returns."""
     LOG2E: tl.constexpr = 1.4426950408889634
-    new_highest = tl.maximum(highest, tl.max(logs, 1) * LOG2E)
-    base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+    new_row_max = tl.maximum(row_max, tl.max(logs, 1) * LOG2E)
+    base = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
     weights = tl.exp2(logs * LOG2E - base[:, None])
-    shrink = tl.exp2(highest - base)
-    total = total * shrink + tl.sum(weights, 1)
-    weighted = weighted * shrink[:, None] + tl.sum(weights[:, :, None] * values, 1)
-    return new_highest, total, weighted
+    shrink = tl.exp2(row_max - base)
+    row_sum = row_sum * shrink + tl.sum(weights, 1)
+    acc = acc * shrink[:, None] + tl.sum(weights[:, :, None] * values, 1)
+    return new_row_max, row_sum, acc
 
 
 @triton.jit
 @no_type_check
-def answer(highest, total, weighted, sink):
-    """Give the outputs and the log-sum-exps of what `attend_to_run` or `merge_parts` found, the sinks included."""
+def normalize(row_max, row_sum, acc, sink):
+    """Return the outputs and the log-sum-exps of what `attend_to_run` or `merge_parts` found, the sinks included."""
     LOG2E: tl.constexpr = 1.4426950408889634
     if sink is not None:
-        new_highest = tl.maximum(highest, sink * LOG2E)
-        base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-        shrink = tl.exp2((highest - base) * 0.5)  # twice: a GPU takes a share below 1e-38 for 0, whatever it is of
-        weighted = weighted * shrink[:, None] * shrink[:, None]
-        total = total * shrink * shrink + tl.exp2(sink * LOG2E - base)
-        highest = new_highest
-    total = tl.where(total == 0.0, 1.0, total)  # a row that sees nothing: 0, and -inf by `highest`
-    return weighted / total[:, None], (highest + tl.log2(total)) / LOG2E
+        new_row_max = tl.maximum(row_max, sink * LOG2E)
+        base = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
+        shrink = tl.exp2((row_max - base) * 0.5)  # twice: a GPU takes a share below 1e-38 for 0, whatever it is of
+        acc = acc * shrink[:, None] * shrink[:, None]
+        row_sum = row_sum * shrink * shrink + tl.exp2(sink * LOG2E - base)
+        row_max = new_row_max
+    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # a row that sees nothing: 0, and -inf by `row_max`
+    return acc / row_sum[:, None], (row_max + tl.log2(row_sum)) / LOG2E
 
 
 @triton.jit

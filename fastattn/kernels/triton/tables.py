@@ -93,7 +93,7 @@ def trim(
 
 
 def slot_mapping(batch: Batch, num_tokens: int, *, block_size: int) -> Int64[Tensor, "t"]:
-    """Give the slot that each new token is written to; see `fastattn.metadata.slot_mapping`.
+    """Return the slot that each new token is written to; see `fastattn.metadata.slot_mapping`.
 
     Args:
         batch: the lengths and the block table.
