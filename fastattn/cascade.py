@@ -165,7 +165,7 @@ def _on_device(numbers: Sequence[int], batch: Batch) -> Int32[Tensor, "_"]:
 
 
 def _common_length(blocks: Sequence[int], others: Sequence[int], limit: int) -> int:
-    """Give how many of the first `limit` blocks are the same: by bisection, as whole slices compare fastest."""
+    """Return how many of the first `limit` blocks are the same: by bisection, as whole slices compare fastest."""
     low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2
@@ -177,7 +177,7 @@ def _common_length(blocks: Sequence[int], others: Sequence[int], limit: int) -> 
 
 
 def _tree(prefixes: Sequence[Prefix]) -> list[tuple[int, int, Prefix]]:
-    """Give each prefix with its level and its first key that no other encloses, outer ones before what they enclose."""
+    """Return each prefix with its level and its first key that no other encloses, outer ones first."""
     tree: list[tuple[int, int, Prefix]] = []
     above: list[Prefix] = []
     for prefix in sorted(prefixes, key=_outside_in):

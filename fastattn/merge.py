@@ -37,7 +37,7 @@ def merge(
 def add_sinks(
     out: Float[Tensor, "t h dv"], lse: Float[Tensor, "t h"], sinks: Float[Tensor, "h"]
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Give the sinks their share of answers that were computed without them.
+    """Add sinks to the softmax of answers that were computed without them.
 
     Args:
         out: the outputs over all keys.

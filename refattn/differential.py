@@ -134,7 +134,7 @@ def compute_lambda(
     *,
     lambda_init: float,
 ) -> Float[Tensor, ""]:
-    """Give the weight of the second softmax, `exp(q1 . k1) - exp(q2 . k2) + lambda_init`, in float32.
+    """Return the weight of the second softmax, `exp(q1 . k1) - exp(q2 . k2) + lambda_init`, in float32.
 
     Args:
         lambda_q1: learned, as are the other three.
@@ -237,7 +237,7 @@ def write(
 
 
 def pools(cache: Shaped[Tensor, "2 2 n p pairs d"]) -> list[Shaped[Tensor, "n p pairs d"]]:
-    """Give the four pools of a cache, views with the block as first dimension.
+    """Return the four pools of a cache, views with the block as first dimension.
 
     `kv_cache.copy_blocks` and `kv_cache.swap_blocks` take them as they are: a block is copied in all four.
 

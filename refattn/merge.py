@@ -55,7 +55,7 @@ def merge(
 def add_sinks(
     out: Float[Tensor, "t h dv"], lse: Float[Tensor, "t h"], sinks: Float[Tensor, "h"]
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Give the sinks their share of answers that were computed without them.
+    """Add sinks to the softmax of answers that were computed without them.
 
     A sink is one more logit in the denominator: a part that holds no value. Adding it after the merge counts it once,
     however the keys were split.

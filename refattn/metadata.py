@@ -68,7 +68,7 @@ def make_batch(
 
 
 def positions(batch: Batch, num_tokens: int) -> Int64[Tensor, "t"]:
-    """Give the position of each query row in its sequence, in tokens; 0 for padding rows.
+    """Return the position of each query row in its sequence, in tokens; 0 for padding rows.
 
     Args:
         batch: the lengths.
@@ -89,7 +89,7 @@ def positions(batch: Batch, num_tokens: int) -> Int64[Tensor, "t"]:
 
 
 def slot_mapping(batch: Batch, num_tokens: int, *, block_size: int) -> Int64[Tensor, "t"]:
-    """Give the slot that each new token is written to; -1 for padding rows and for positions below 0.
+    """Return the slot that each new token is written to; -1 for padding rows and for positions below 0.
 
     Args:
         batch: the lengths and the block table.
@@ -175,7 +175,7 @@ def advance(batch: Batch, slots: Int64[Tensor, "t"], *, block_size: int) -> Batc
 
 
 def update_block_table(batch: Batch, block_table: Int32[Tensor, "b m"]) -> Batch:
-    """Give the same batch with the block table of another cache group (layers with a pool of their own).
+    """Return the same batch with the block table of another cache group (layers with a pool of their own).
 
     Args:
         batch: the batch of one group.

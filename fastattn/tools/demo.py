@@ -510,7 +510,7 @@ def stages(console: Console) -> Progress:
 
 
 def answers_table(work: Work, runs: Sequence[Run], expected: Sequence[Sequence[int]]) -> Table:
-    """Say of each prompt whether the twins gave the tokens that transformers gave."""
+    """Return for each prompt whether the twins gave the tokens that transformers gave."""
     table = Table(title="The same tokens as transformers' generate?")
     table.add_column("prompt", no_wrap=True, overflow="ellipsis", max_width=36)
     table.add_column("tokens", justify="right")

@@ -17,7 +17,7 @@ TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
-    """Give the bytes of a tensor, so that NaN equals NaN and -0 differs from 0."""
+    """Return the bytes of a tensor, so that NaN equals NaN and -0 differs from 0."""
     return x.contiguous().view(torch.uint8)
 
 

@@ -61,7 +61,7 @@ LOCAL_OPTIONS = {
 
 
 def sees(chunk_size: int):
-    """Say in words of one pair of positions who sees whom."""
+    """Return, for one pair of positions, whether it is seen."""
     return lambda i, j: j <= i and i // chunk_size == j // chunk_size
 
 

@@ -64,7 +64,7 @@ WINDOW_OPTIONS = {
 
 
 def sees(window: tuple[int, int], causal: bool = True):
-    """Say in words of one pair of positions who sees whom."""
+    """Return, for one pair of positions, whether it is seen."""
     left, right = window
     return lambda i, j: (left < 0 or j >= i - left) and (right < 0 or j <= i + right) and (not causal or j <= i)
 
@@ -91,7 +91,7 @@ def evict(inputs: Paged, left: int, *, block_size: int, stale: float = STALE) ->
 
 
 def used(batch, block_size: int) -> list[list[int]]:
-    """Give the blocks that each sequence of a batch uses."""
+    """Return the blocks that each sequence of a batch uses."""
     rows = zip(batch.block_table.tolist(), batch.seq_lens.tolist(), strict=True)
     return [row[: -(-seq_len // block_size)] for row, seq_len in rows]
 
