@@ -63,7 +63,7 @@ def two_halves(key_cache: torch.Tensor, value_cache: torch.Tensor) -> torch.Tens
 
 
 def lay_out(case: Case, **options):
-    """Give the positional arguments of the path, and the keys and values in plain rows."""
+    """Return the positional arguments of the path, and the keys and values in plain rows."""
     inputs = build(case, **options)
     return (inputs.query, two_halves(inputs.key_cache, inputs.value_cache), inputs.batch), inputs
 
