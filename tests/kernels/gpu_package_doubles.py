@@ -4,6 +4,8 @@ With them, what a peer is handed (tables, lengths, plans) is checked where there
 """
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 
 import pytest
@@ -12,6 +14,24 @@ from torch import Tensor
 
 from refattn import masks, merge
 from refattn.attention import attend
+
+# Of the wheel vllm 0.33.0, as its library registers them.
+FA3 = "_vllm_fa3_C"
+FA3_FORWARD = """
+    Tensor! q, Tensor k, Tensor v, Tensor? k_new, Tensor? v_new, Tensor? q_v, Tensor!? out, Tensor? cu_seqlens_q,
+    Tensor? cu_seqlens_k, Tensor? cu_seqlens_k_new, Tensor? seqused_q, Tensor? seqused_k, int? max_seqlen_q,
+    int? max_seqlen_k, Tensor? page_table, Tensor? kv_batch_idx, Tensor? leftpad_k, Tensor? rotary_cos,
+    Tensor? rotary_sin, Tensor? seqlens_rotary, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale,
+    float softmax_scale, bool is_causal, int window_size_left, int window_size_right, float softcap,
+    bool is_rotary_interleaved, Tensor? scheduler_metadata, int num_splits, bool? pack_gqa, int sm_margin,
+    Tensor? s_aux, int cp_world_size, int cp_rank, Tensor? cp_tot_seqused_k
+"""
+FA3_SCHEDULE = """
+    int batch_size, int max_seqlen_q, int max_seqlen_k, int num_heads, int num_heads_k, int headdim, int headdim_v,
+    ScalarType qkv_dtype, Tensor seqused_k, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? cu_seqlens_k_new,
+    Tensor? seqused_q, Tensor? leftpad_k, int? page_size, int max_seqlen_k_new, bool is_causal, int window_size_left,
+    int window_size_right, bool has_softcap, int num_splits, bool? pack_gqa, int sm_margin
+"""
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,6 +94,70 @@ def fa2_with_kvcache(q, k_cache, v_cache, *, cache_seqlens, block_table, causal,
     keys, values = (from_pages(x, block_table, cache_seqlens) for x in (k_cache, v_cache))
     cu_seqlens_q = torch.arange(len(q) + 1) * q.shape[1]
     return over_rows(q.flatten(0, 1), cu_seqlens_q, keys, values, causal, window_size)[0].view_as(q)
+
+
+@contextmanager
+def fa3_library() -> Iterator[None]:
+    """Let the operators of FlashAttention-3 in vLLM's library be these, under their own schemas."""
+    library = torch.library.Library(FA3, "DEF")
+    library.define(f"fwd({FA3_FORWARD}) -> Tensor[]")
+    library.define(f"get_scheduler_metadata({FA3_SCHEDULE}) -> Tensor")
+    library.impl("fwd", lambda *values: fa3_forward(**by_name(FA3_FORWARD, values)), "CPU")
+    library.impl("get_scheduler_metadata", lambda *values: fa3_schedule(**by_name(FA3_SCHEDULE, values)), "CPU")
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+def by_name(arguments: str, values: tuple) -> dict:
+    return dict(zip([argument.split()[-1] for argument in arguments.split(",")], values, strict=True))
+
+
+def fa3_forward(
+    *, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k, page_table, softmax_scale, is_causal,
+    window_size_left, window_size_right, softcap, scheduler_metadata, num_splits, **others,
+):  # fmt: skip
+    assert softmax_scale == q.shape[-1] ** -0.5 and not softcap
+    others |= dict(is_rotary_interleaved=None) if others["is_rotary_interleaved"] else {}
+    assert others.pop("cp_world_size") == 1 and not any(others.values()), "what the benchmark has no use for"
+    window_size = window_size_left, window_size_right
+    if scheduler_metadata is not None:
+        assert scheduler_metadata.tolist() == [
+            *(len(seqused_k), max_seqlen_q, max_seqlen_k, q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]),
+            *(int(seqused_k.sum()), int(cu_seqlens_q[-1]), k.shape[1], is_causal, *window_size, num_splits),
+        ]
+    out, lse = fa4_varlen(
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_k=seqused_k,
+        page_table=page_table,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        causal=is_causal,
+        window_size=window_size,
+        return_lse=True,
+    )
+    return [out, lse, q.new_empty(0), q.new_empty(0)]
+
+
+def fa3_schedule(
+    *, batch_size, max_seqlen_q, max_seqlen_k, num_heads, num_heads_k, headdim, headdim_v, qkv_dtype, seqused_k,
+    cu_seqlens_q, page_size, is_causal, window_size_left, window_size_right, num_splits, **others,
+):  # fmt: skip
+    """Write down what it was asked, for `fa3_forward` to compare with what it is asked."""
+    assert not any(others.values())
+    return torch.tensor(
+        [
+            *(batch_size, max_seqlen_q, max_seqlen_k, num_heads, num_heads_k, headdim, headdim_v),
+            *(int(seqused_k.sum()), int(cu_seqlens_q[-1]), page_size, is_causal, window_size_left, window_size_right),
+            num_splits,
+        ],
+        dtype=torch.int32,
+    )
 
 
 class Prefill:

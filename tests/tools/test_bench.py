@@ -1,18 +1,22 @@
 """The benchmark counts the least work right, gives no speed to a wrong answer, and survives whoever fails."""
 
 import csv
+import io
 import itertools
 import json
 import os
 import sys
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 
 import gpu_package_doubles
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
+import fastattn.sliding_window
 import fastattn.tools.bench
 from fastattn.kernels import NAMES, dispatch
 from fastattn.kernels import device as devices
@@ -22,7 +26,15 @@ from fastattn.tools.bench import Bench, in_rows, measure, peers, reading, report
 from fastattn.tools.bench.measure import Ceilings
 from fastattn.tools.bench.peers import Contender, twin
 from fastattn.tools.bench.rows import Row, rows
-from fastattn.tools.bench.work import Attention, CacheWrite, Differential, Slots, VirtualBatches, WrongAnswerError
+from fastattn.tools.bench.work import (
+    Attention,
+    CacheWrite,
+    Differential,
+    Layers,
+    Slots,
+    VirtualBatches,
+    WrongAnswerError,
+)
 from fastattn.tools.cli import main
 from refattn import attention, chunked_prefill, kv_cache, masks
 from refattn.conformance import attend
@@ -162,6 +174,7 @@ PREFILL, DECODE = ((256, 256),) * 2, ((1, 300),) * 3
 WINDOW = Attention(((256, 256),), window=70, **SIZES)
 CHUNKS, LAST_CHUNK = Attention(((256, 256),), chunk=64, **SIZES), Attention(((1, 200),) * 3, chunk=64, **SIZES)
 PREFIX = Attention(((1, 96 + 40),) * 3, shared=96, **SIZES)
+NEW_TOKENS = Attention(((16, 16 + 120),) * 3, **SIZES)
 PAIRS = Differential(((1, 300),) * 3, **SIZES)
 CONTENDERS = [
     *(
@@ -171,6 +184,19 @@ CONTENDERS = [
     *(
         (Attention(PREFILL, **SIZES), peer)
         for peer in (peers.fa2(), peers.fa2(block_size=None), peers.flashinfer_prefill())
+    ),
+    *(
+        (Attention(PREFILL, **SIZES), peer)
+        for peer in (peers.fa3(), peers.fa3(block_size=128), peers.fa3(block_size=None), peers.fa3(is_scheduled=True))
+    ),
+    *((replace(WINDOW, lens=DECODE), peer) for peer in (peers.fa3(), peers.fa3(block_size=64, is_scheduled=True))),
+    *((NEW_TOKENS, peer) for peer in (peers.fa3(), peers.fa3(is_scheduled=True), peers.flashinfer_prefill("fa2"))),
+    *((work, peers.fa3_chunks()) for work in (CHUNKS, LAST_CHUNK)),
+    (Attention(DECODE, **SIZES), twin("chunked_prefill", kernel="cpu")),
+    (Attention(PREFILL, **SIZES), peers.dense_twin(kernel="cpu")),
+    *(
+        (Layers(replace(WINDOW, lens=DECODE), 3), peers.layers("sliding_window", count=3, window_size=(69, 0), **how))
+        for how in ({}, dict(plan_in_each=True))
     ),
     *((Attention(PREFILL, **SIZES), peer) for peer in (peers.aten_cpu(), peers.sdpa(), peers.sdpa(masked=True))),
     *(
@@ -196,10 +222,19 @@ CONTENDERS = [
 ]
 
 
+@pytest.fixture
+def fa3_library():
+    """Let a double of FlashAttention-3 be there, and be found."""
+    fa3._cannot_load.cache_clear()
+    with gpu_package_doubles.fa3_library():
+        yield
+    fa3._cannot_load.cache_clear()
+
+
 @pytest.mark.parametrize(
     ("work", "contender"), CONTENDERS, ids=[f"{i}-{contender.name}" for i, (_, contender) in enumerate(CONTENDERS)]
 )
-def test_contenders_compute_their_row(work, contender, monkeypatch):
+def test_contenders_compute_their_row(work, contender, fa3_library, monkeypatch):
     gpu_package_doubles.install(monkeypatch)
     inputs = work.draw(CPU, torch.float32, seed=1)
     judge = (contender.judge or work.judge)(inputs)
@@ -207,6 +242,46 @@ def test_contenders_compute_their_row(work, contender, monkeypatch):
     judge(in_rows(contender, call()))
     if contender.lse:
         judge(*call(return_lse=True))
+
+
+def test_a_library_that_is_not_there_has_no_speed(monkeypatch):
+    monkeypatch.setattr(fa3, "_cannot_load", lambda: "there is no library")
+    row = Row("chunked_prefill", "small", WORKS["causal"], (twin("chunked_prefill"), peers.fa3()))
+    ours, missing = Bench(CPU, torch.float32, quick=True).measure(row)["contenders"]
+    assert ours["median"] > 0 and missing["error"] == "ImportError: there is no library"
+
+
+@pytest.mark.parametrize("contender", [twin("chunked_prefill", kernel="fa4"), peers.dense_twin(kernel="fa4")])
+def test_a_kernel_that_is_asked_for_is_the_one(contender):
+    inputs = WORKS["causal"].draw(CPU, torch.float32, seed=0)
+    with pytest.raises(NotImplementedError, match="fa4: computes on CUDA"):
+        contender.prepare(inputs)()
+    assert contender.name == "fastattn, fa4"
+
+
+@pytest.mark.parametrize(("plan_in_each", "plans"), [(False, 1), (True, 5)])
+def test_a_step_plans_once_or_in_each_layer(plan_in_each, plans, monkeypatch):
+    made, attended = [], []
+    for name, calls in (("plan", made), ("attention", attended)):
+        function = getattr(fastattn.sliding_window, name)
+
+        def count(*arguments, function=function, calls=calls, **options):
+            calls.append(options)
+            return function(*arguments, **options)
+
+        monkeypatch.setattr(fastattn.sliding_window, name, count)
+    inputs = replace(WINDOW, lens=DECODE).draw(CPU, torch.float32, seed=0)
+    peers.layers("sliding_window", count=5, plan_in_each=plan_in_each, window_size=(69, 0)).prepare(inputs)()
+    assert (len(made), len(attended)) == (plans, 5)
+
+
+def test_a_layer_that_makes_tables_is_found(monkeypatch):
+    monkeypatch.setattr(measure, "launches", lambda call: Counter(call()))
+    peers.check_no_tables(lambda: ["trim"], lambda: ["attend", "reduce"])
+    with pytest.raises(RuntimeError, match="expected no kernels of a plan in a layer, got trim"):
+        peers.check_no_tables(lambda: ["trim"], lambda: ["attend", "trim"])
+    with pytest.raises(RuntimeError, match="the profiler saw Counter"):
+        peers.check_no_tables(lambda: [], lambda: ["attend"])
 
 
 def shifted(inputs, by):
@@ -299,6 +374,23 @@ def test_results_are_written_and_rows_of_other_runs_are_kept(tmp_path, monkeypat
     }
     assert all(float(line["median"]) > 0 for line in table)
     assert file.with_suffix(".svg").read_text().count("<svg") == 1
+
+
+def test_what_is_measured_besides_the_time_is_shown():
+    timing = dict(median=2e-3, low=1e-3, high=3e-3, ratio=1.0)
+    record = dict(path="local", workload="step", floor=1e-3, limit="bytes", aim="")
+    ours = dict(name="fastattn", launches=dict(trim=1, attend=32), **timing)
+    faster = dict(name="fastattn, fa3", launches=dict(attend=31), **timing | dict(ratio=0.9))
+    peer = dict(name="FA3, rows", peak_bytes=3 * 2**20, **timing | dict(ratio=1.5))
+    console = Console(record=True, width=120, file=io.StringIO())
+    report.print_row(console, record | dict(contenders=[ours, faster]))
+    report.print_row(console, record | dict(contenders=[ours, peer]))
+    report.print_summary(console, [record | dict(contenders=[ours, faster, peer])], 1.0)
+    shown = console.export_text().splitlines()
+    assert next(line for line in shown if "launches" in line) and any(line.split()[-1:] == ["33"] for line in shown)
+    assert any("3 MiB" in line for line in shown)
+    assert "1 of 1 rows measured in 1 s; fastattn ahead of all its peers in 1; " in shown[-2]
+    assert shown[-1] == "Faster than what was chosen in local/step: fastattn, fa3, 0.9 of its time."
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(2.5, "2.5 s"), (1.234e-3, "1.23 ms"), (11e-6, "11 us"), (0.0, "0 us")])

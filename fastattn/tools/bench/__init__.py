@@ -141,6 +141,8 @@ class Bench:
                 if contender.lse:
                     out, lse = prepared[0](return_lse=True)
                     accept(in_rows(contender, out), lse)
+                if row.launches and self.device.type == "cuda":
+                    entry["launches"] = dict(measure.launches(prepared[0]))
                 calls[contender.name] = prepared
         timings = self._time(row, record, calls)
         for contender, entry in zip(row.contenders, record["contenders"], strict=True):

@@ -11,6 +11,7 @@ import platform
 import random
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
@@ -124,6 +125,22 @@ def on_gpu(calls: Sequence[Call], *, clock: str, milliseconds: int) -> Timing:
         return Timing(*(1e-3 * t for t in taken))
     taken = testing.do_bench_cudagraph(lambda: [call() for call in calls], rep=milliseconds, quantiles=quantiles)
     return Timing(*(1e-3 * t / len(calls) for t in taken))
+
+
+def launches(call: Call) -> Counter[str]:
+    """Count the kernels, copies and fills that a call launches on a GPU, by name.
+
+    Args:
+        call: it is made once before, for what a first call compiles and finds out.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        call()
+        torch.cuda.synchronize()
+    return Counter(event.name for event in profiler.events() or () if event.device_type.name == "CUDA")
 
 
 def ceilings(device: torch.device, dtype: torch.dtype, *, quick: bool) -> Ceilings:

@@ -18,6 +18,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fastattn.kernels import use_kernel
+from fastattn.kernels.flash import fa3 as fa3_adapter
+from fastattn.tools.bench import measure
 from fastattn.tools.bench.measure import Call
 from fastattn.tools.bench.work import (
     LAMBDA,
@@ -55,24 +58,85 @@ class Contender:
     judge: Callable[[Any], Judge] | None = field(default=None, repr=False)
 
 
-def twin(path: str, *, package: str = "fastattn", name: str | None = None, **arguments: Any) -> Contender:
-    """A path of ours over the paged cache; it plans once per step, before the time is taken."""
+def twin(
+    path: str, *, package: str = "fastattn", name: str | None = None, kernel: str | None = None, **arguments: Any
+) -> Contender:
+    """A path of ours over the paged cache; it plans once per step, before the time is taken.
+
+    Args:
+        path: which.
+        package: "fastattn" or "refattn".
+        name: as the report shows it; the package, and the kernel if one is asked for, if None.
+        kernel: ask for this kernel, to see whether the chosen one is the fastest.
+        arguments: of the plan, the options and the call.
+    """
 
     def prepare_call(inputs: Inputs) -> Call:
         module = importlib.import_module(f"{package}.{path}")
-        return prepare(module, inputs.query, inputs.key_cache, inputs.value_cache, inputs.batch, **arguments)
+        call = prepare(module, inputs.query, inputs.key_cache, inputs.value_cache, inputs.batch, **arguments)
+        return call if kernel is None else partial(_call_with, kernel, call)
 
-    return Contender(name or package, prepare_call, lse=True)
+    return Contender(name or ", ".join(filter(None, (package, kernel))), prepare_call, lse=True)
 
 
-def dense_twin(*, package: str = "fastattn", **arguments: Any) -> Contender:
-    """Our path without a cache."""
+def dense_twin(*, package: str = "fastattn", kernel: str | None = None, **arguments: Any) -> Contender:
+    """Our path without a cache; arguments as for `twin`."""
 
     def prepare_call(inputs: Inputs) -> Call:
         module = importlib.import_module(f"{package}.dense")
-        return prepare(module, inputs.query, inputs.key, inputs.value, inputs.batch, **arguments)
+        call = prepare(module, inputs.query, inputs.key, inputs.value, inputs.batch, **arguments)
+        return call if kernel is None else partial(_call_with, kernel, call)
 
-    return Contender(package, prepare_call, lse=True)
+    return Contender(", ".join(filter(None, (package, kernel))), prepare_call, lse=True)
+
+
+def _call_with(kernel: str, call: Call, **options: Any) -> Any:
+    with use_kernel(kernel):
+        return call(**options)
+
+
+def layers(path: str, *, count: int, plan_in_each: bool = False, **arguments: Any) -> Contender:
+    """A step of a model: a plan, and attention in each of its layers, over the same keys.
+
+    On a GPU it fails if a layer launches a kernel that the plan launches too, as then a layer makes tables.
+
+    Args:
+        path: of the attention.
+        count: layers.
+        plan_in_each: plan in each layer instead, as if there were no plan to keep.
+        arguments: of the plan.
+    """
+
+    def prepare_call(inputs: Inputs) -> Call:
+        module = importlib.import_module(f"fastattn.{path}")
+        make_plan = partial(module.plan, inputs.batch, block_size=inputs.work.block_size, **arguments)
+        attend = partial(module.attention, inputs.query, inputs.key_cache, inputs.value_cache)
+
+        def call() -> Tensor:
+            plan = make_plan()
+            for i in range(count):
+                out: Tensor = attend(make_plan() if plan_in_each and i else plan)
+            return out
+
+        if inputs.query.is_cuda and not plan_in_each:
+            check_no_tables(make_plan, partial(attend, make_plan()))
+        return call
+
+    return Contender("fastattn, a plan in each layer" if plan_in_each else "fastattn", prepare_call)
+
+
+def check_no_tables(make_plan: Call, attend: Call) -> None:
+    """Check that attention launches none of the kernels that make a plan.
+
+    Raises:
+        RuntimeError: naming those that it launches, or where the plan launches none, so that nothing is shown.
+    """
+    planned, attended = measure.launches(make_plan), measure.launches(attend)
+    if not planned or not attended:
+        raise RuntimeError(f"expected kernels of a plan and of a layer, the profiler saw {planned} and {attended}")
+    both = sorted(planned.keys() & attended.keys())
+    if both:
+        raise RuntimeError(f"expected no kernels of a plan in a layer, got {', '.join(both)}")
 
 
 def cascade_twin(package: str = "fastattn") -> Contender:
@@ -378,6 +442,70 @@ def fa4_differential(*, wide: bool) -> Contender:
     return Contender(f"FA4 {'twice, wide values' if wide else 'four times'}, and the norm", prepare)
 
 
+def fa3(*, block_size: int | None = 16, is_scheduled: bool = False) -> Contender:
+    """FlashAttention-3 in vLLM's library, over pages, or over ragged rows if `block_size` is None.
+
+    Args:
+        block_size: tokens in a page.
+        is_scheduled: share out the work before the step, as vLLM does, and not in the call (over pages).
+    """
+
+    def prepare(inputs: Inputs) -> Call:
+        reason = fa3_adapter._cannot_load()
+        if reason is not None:
+            raise ImportError(reason)
+        library = getattr(torch.ops, fa3_adapter.LIBRARY)
+        where: dict[str, Tensor | None]
+        if block_size is None:
+            key, value, batch = inputs.key, inputs.value, inputs.batch
+            where = dict(cu_seqlens_k=batch.cu_seqlens_k)
+        else:
+            key, value, batch = inputs.paged(block_size)
+            where = dict(seqused_k=batch.seq_lens, page_table=batch.block_table)
+        window = _window(inputs, -1)
+        asked = dict(
+            cu_seqlens_q=batch.cu_seqlens_q,
+            max_seqlen_q=batch.max_query_len,
+            max_seqlen_k=batch.max_seq_len,
+            is_causal=inputs.work.causal,
+            window_size_left=window[0],
+            window_size_right=window[1],
+            num_splits=fa3_adapter.SPLITS,
+        )
+        if is_scheduled:
+            where["scheduler_metadata"] = library.get_scheduler_metadata(
+                batch_size=batch.num_seqs,
+                num_heads=inputs.work.heads[0],
+                num_heads_k=inputs.work.heads[1],
+                headdim=inputs.work.head_size,
+                headdim_v=inputs.work.head_size,
+                qkv_dtype=inputs.query.dtype,
+                seqused_k=batch.seq_lens,
+                page_size=block_size,
+                max_seqlen_k_new=0,
+                has_softcap=False,
+                pack_gqa=None,
+                sm_margin=0,
+                **dict.fromkeys(("cu_seqlens_k", "cu_seqlens_k_new", "seqused_q", "leftpad_k")),
+                **asked,
+            )
+        scale = inputs.query.shape[-1] ** -0.5
+        options = fa3_adapter.UNUSED | asked | where | dict(softmax_scale=scale, softcap=0.0)
+        return _first(partial(library.fwd, q=inputs.query, k=key, v=value, **options))
+
+    name = "FA3, rows" if block_size is None else f"FA3, blocks of {block_size}"
+    return Contender(f"{name}, scheduled before" if is_scheduled else name, prepare)
+
+
+def fa3_chunks() -> Contender:
+    """FlashAttention-3 over virtual sequences, one per chunk of local attention, made beforehand."""
+
+    def prepare(inputs: Inputs) -> Call:
+        return fa3().prepare(_whole_chunks(inputs))
+
+    return Contender("FA3 over virtual sequences", prepare)
+
+
 def fa2(*, block_size: int | None = 256) -> Contender:
     """The package `flash-attn`, over pages of a multiple of 256, or over ragged rows if `block_size` is None."""
 
@@ -449,7 +577,7 @@ def _first(call: Callable[[], Any]) -> Call:
 
     def first() -> Tensor:
         answer = call()
-        return answer[0] if isinstance(answer, tuple) else answer
+        return answer[0] if isinstance(answer, tuple | list) else answer
 
     return first
 
@@ -457,13 +585,13 @@ def _first(call: Callable[[], Any]) -> Call:
 # FlashInfer
 
 
-def flashinfer_prefill() -> Contender:
-    """FlashInfer's paged prefill for Hopper."""
+def flashinfer_prefill(backend: str = "fa3") -> Contender:
+    """FlashInfer's paged prefill: "fa3" for Hopper, or "fa2"."""
 
     def prepare(inputs: Inputs) -> Call:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
-        wrapper = BatchPrefillWithPagedKVCacheWrapper(_workspace(inputs), "NHD", backend="fa3")
+        wrapper = BatchPrefillWithPagedKVCacheWrapper(_workspace(inputs), "NHD", backend=backend)
         wrapper.plan(
             inputs.batch.cu_seqlens_q,
             *_flat_table(inputs),
@@ -475,7 +603,7 @@ def flashinfer_prefill() -> Contender:
         )
         return partial(wrapper.run, inputs.query, (inputs.key_cache, inputs.value_cache))
 
-    return Contender("FlashInfer fa3", prepare)
+    return Contender(f"FlashInfer {backend}", prepare)
 
 
 def flashinfer_decode() -> Contender:

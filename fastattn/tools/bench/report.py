@@ -12,11 +12,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+OURS_ASKED_FOR = "fastattn, "  # how the name of a contender begins that is fastattn by a kernel that was asked for
+NOTABLY_FASTER = 0.98  # of the time of the chosen kernel
 NO_FLOOR = 1e-6  # seconds; below it a row is about launches, and the floor says nothing
 INK = "#808080"  # reads on white and on black
 OURS = "#e4572e"
 PEERS = {  # colour and marker, by how a contender's name begins
     "FA4": ("#4c8bf5", "o"),
+    "FA3": ("#8e6bd8", "<"),
     "FA2": ("#00a6c7", "s"),
     "FlashInfer": ("#c99700", "^"),
     "ATen": ("#4c8bf5", "s"),
@@ -50,8 +53,8 @@ def print_row(console: Console, record: dict[str, Any]) -> None:
     table.add_column(f"{record['path']}  {record['workload']}", min_width=48, no_wrap=True)
     for column in ("time", "spread", "ratio", "of floor"):
         table.add_column(column, justify="right", min_width=8, no_wrap=True)
-    memory = any("peak_bytes" in entry for entry in record["contenders"])
-    table.add_column("memory" if memory else "", justify="right")
+    besides = {name for entry in record["contenders"] for name in ("peak_bytes", "launches") if name in entry}
+    table.add_column("memory" if "peak_bytes" in besides else "launches" if besides else "", justify="right")
     table.add_column("", overflow="fold", style="red")
     for entry in record["contenders"]:
         if "median" not in entry:
@@ -63,7 +66,7 @@ def print_row(console: Console, record: dict[str, Any]) -> None:
             f"{(entry['high'] - entry['low']) / entry['median']:.0%}",
             f"{entry['ratio']:.3g}" if "ratio" in entry else "",
             f"{record['floor'] / entry['median']:.1%}",
-            f"{entry['peak_bytes'] / 2**20:.0f} MiB" if entry.get("peak_bytes") is not None else "",
+            _besides(entry),
         )
     console.print(table)
     aim = f"; aim: {record['aim']}" if record["aim"] else ""
@@ -71,15 +74,34 @@ def print_row(console: Console, record: dict[str, Any]) -> None:
     console.print()
 
 
+def _besides(entry: dict[str, Any]) -> str:
+    """Write what was measured of a contender besides its time: peak memory, or the number of launches."""
+    if entry.get("peak_bytes") is not None:
+        return f"{entry['peak_bytes'] / 2**20:.0f} MiB"
+    return str(sum(entry["launches"].values())) if "launches" in entry else ""
+
+
 def print_summary(console: Console, records: Sequence[dict[str, Any]], seconds: float) -> None:
     """Print in a line how many rows there are, and in how many of them the twin is ahead."""
     measured = [record for record in records if "median" in record["contenders"][0]]
-    ahead = sum(all(entry.get("ratio", 1) >= 1 for entry in record["contenders"]) for record in measured)
+    ahead = sum(all(entry.get("ratio", 1) >= 1 for entry in _peers(record)) for record in measured)
     wrong = sum("WrongAnswer" in entry.get("error", "") for record in records for entry in record["contenders"])
     console.print(
         f"{len(measured)} of {len(records)} rows measured in {seconds:.0f} s; fastattn ahead of all its peers in "
         f"{ahead}; {wrong} answers outside the tolerance, which have no speed."
     )
+    for record in measured:
+        for entry in record["contenders"][1:]:
+            if entry["name"].startswith(OURS_ASKED_FOR) and entry.get("ratio", 1) < NOTABLY_FASTER:
+                row = f"{record['path']}/{record['workload']}"
+                console.print(
+                    f"Faster than what was chosen in {row}: {entry['name']}, {entry['ratio']:.3g} of its time."
+                )
+
+
+def _peers(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the contenders of a row that are not fastattn, by whichever kernel."""
+    return [entry for entry in record["contenders"][1:] if not entry["name"].startswith(OURS_ASKED_FOR)]
 
 
 def duration(seconds: float) -> str:

@@ -257,6 +257,39 @@ def hold(out: Tensor, exact: Tensor, low: Tensor, *, name: str) -> None:
         raise WrongAnswerError(str(error)) from error
 
 
+@dataclass(frozen=True)
+class Layers:
+    """The same attention in each layer of a step, over the same keys.
+
+    Attributes:
+        work: of a layer.
+        count: layers.
+    """
+
+    work: Attention
+    count: int
+
+    def flops(self) -> int:
+        """Count those of all layers."""
+        return self.count * self.work.flops()
+
+    def reads(self, itemsize: int) -> int:
+        """Count those of all layers; keys that no cache holds are read in each."""
+        return self.count * self.work.reads(itemsize)
+
+    def writes(self, itemsize: int) -> int:
+        """Count those of all layers."""
+        return self.count * self.work.writes(itemsize)
+
+    def draw(self, device: torch.device, dtype: torch.dtype, seed: int) -> Inputs:
+        """Draw the inputs of a layer."""
+        return self.work.draw(device, dtype, seed)
+
+    def judge(self, inputs: Inputs) -> Judge:
+        """Judge the answer of a layer."""
+        return self.work.judge(inputs)
+
+
 LAMBDA, LAMBDA_INIT, NORM_EPS = 0.6, 0.4, 1e-5  # of a differential layer
 
 
