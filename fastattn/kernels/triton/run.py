@@ -235,8 +235,8 @@ def finish_scores(
 
     `all_seen` says that every row sees every key of the step, so that nothing has to be compared. `update_softmax`
     multiplies by the factor, next to its subtraction: were that done here, the compiler could join the two only where
-    nothing is compared, and a masked step would round otherwise. With slopes, those of ALiBi times log2(e), no factor is
-    left, and scores are in base 2.
+    nothing is compared, and a masked step would round otherwise. With slopes, those of ALiBi times log2(e), no factor
+    is left, and scores are in base 2.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     factor = scale
