@@ -90,7 +90,7 @@ def gather(cache: Shaped[Tensor, "n p hk d"], blocks: Int32[Tensor, "m"], seq_le
 
     Args:
         cache: the pool.
-        blocks: the sequence's row of the block table; entries behind its last block are not read.
+        blocks: the sequence's row of the block table; entries past its last block are not read.
         seq_len: how many tokens the sequence has, `s`.
 
     Returns:

@@ -63,7 +63,7 @@ def add_sinks(
     Args:
         out: the outputs over all keys.
         lse: their log-sum-exps, natural log.
-        sinks: one logit a head.
+        sinks: one logit per head.
 
     Returns:
         The smaller outputs and the log-sum-exps with the sinks included, in the types of `out` and `lse`.

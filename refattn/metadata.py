@@ -119,7 +119,7 @@ def split_decodes_and_prefills(batch: Batch, query_lens: Sequence[int], *, decod
     """Split a batch into its decodes and its prefills, which have kernels of their own.
 
     Args:
-        batch: a batch with all its decodes before all its prefills, or behind them.
+        batch: a batch with all its decodes before all its prefills, or after them.
         query_lens: the new tokens of each sequence, known to whoever built the batch, so that no device is asked.
         decode_len: a sequence with at most this many new tokens is a decode (above 1 with speculative decoding).
 

@@ -42,7 +42,7 @@ each_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 @st.composite
 def ragged_cases(draw: st.DrawFn, *, head_sizes: tuple[int, ...] = (64, 96, 128)) -> Case:
-    """Draw a whole ragged batch: any mix of first chunks, later chunks, decodes, silent and empty sequences."""
+    """Draw a whole ragged batch: any mix of first chunks, later chunks, decodes, sequences without queries or keys."""
     lens = draw(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 90)), min_size=1, max_size=6))
     hk = draw(st.integers(1, 3))
     return Case(

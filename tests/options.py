@@ -27,7 +27,7 @@ OPTIONS = {
 
 
 def per_head(options: dict, case: Case, device: str) -> dict:
-    """Fill in the options that have one number a head."""
+    """Fill in the options that have one number per head."""
     h = case.heads[0]
     filled = dict(options)
     if "alibi_slopes" in options:

@@ -25,6 +25,9 @@ def demo(
 
     try:
         proven = module.run(twin, prompt, max_tokens=max_tokens, device=device)
+    except module.RequestError as error:
+        typer.echo(error, err=True)
+        raise typer.Exit(1) from error
     except (module.MissingModelError, ValueError) as error:
         typer.echo(error, err=True)
         raise typer.Exit(2) from error

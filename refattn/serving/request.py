@@ -1,4 +1,4 @@
-"""A request on its way through the engine, and what is told of it."""
+"""A request on its way through the engine, and the events that report on it."""
 
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field

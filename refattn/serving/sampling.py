@@ -95,7 +95,7 @@ def sample(
 ) -> Int64[Tensor, "b"]:
     """Draw a token from each row, with one random number of [0, 1) each.
 
-    The tokens of a row lie on a line by their probabilities, the most likely first. The line is cut behind the token
+    The tokens of a row lie on a line by their probabilities, the most likely first. The line is cut after the token
     that reaches `top_p`, and the random number is a place on what remains:
 
         |-------- the --------|---- a ----|-- one --|- my -|·····

@@ -184,7 +184,7 @@ def _first_block(position: int, left: int, block_size: int) -> int:
 
 
 def _check_held(query_len: int, seq_len: int, blocks: Sequence[int], *, block_size: int, num_full_blocks: int) -> None:
-    """Check what a window pool is told of a sequence: its lengths in tokens, and its blocks in the full pool.
+    """Check what a window pool takes for a sequence: its lengths in tokens, and its blocks in the full pool.
 
     Raises:
         ValueError: if there are no new tokens or more than tokens, or too few blocks, or one outside the pool.

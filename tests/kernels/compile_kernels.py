@@ -1,6 +1,6 @@
 """Launch our GPU kernels on a GPU that is not there: `python tests/compile_kernels.py 9.0` says what each one takes.
 
-Triton is told of a GPU whose launches do nothing. So everything up to the launch runs as it would: the choice of its
+Triton sees a GPU whose launches do nothing. So everything up to the launch runs as it would: the choice of its
 shape, the compiler, and ptxas. Values are never computed.
 """
 

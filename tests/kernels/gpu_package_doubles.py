@@ -1,6 +1,6 @@
 """Stand-ins for packages that need a GPU: their signatures, as far as the benchmark goes, and the reference inside.
 
-With them, what a peer is handed (tables, lengths, plans) is checked where there is no GPU.
+With them, what a peer gets (tables, lengths, plans) is checked where there is no GPU.
 """
 
 import sys

@@ -290,7 +290,7 @@ def test_what_runs_is_what_the_choice_says(asked, call, device):
 
 
 def in_two_levels(inputs, case):
-    """Split a batch of decodes behind its first 32 keys, which none of them shares."""
+    """Split a batch of decodes after its first 32 keys, which none of them shares."""
     batch = inputs.batch
     above = replace(batch, seq_lens=torch.full_like(batch.seq_lens, 32), block_table=batch.block_table[:, :2])
     below = replace(batch, seq_lens=batch.seq_lens - 32, block_table=batch.block_table[:, 2:])

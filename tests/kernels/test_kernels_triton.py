@@ -199,7 +199,7 @@ def test_any_number_of_splits(splits, device):
 
 
 def test_a_long_sequence_gets_more_splits_among_short_ones(device):
-    """By its share of all keys, of more sequences than are counted at a time; a silent one has no share."""
+    """By its share of all keys, of more sequences than are counted at a time; one with no queries has no share."""
     case = Case("long-one", ((1, 300), *[(1, 5)] * 9, (0, 500)), heads=(1, 1))
     inputs = build(case, device=device)
     reduce, noted = triton_attention._reduce_kernel, []
@@ -664,7 +664,7 @@ def attend_alone(inputs, options, rows, seq_len, sequence, device):
 
 @pytest.mark.usefixtures("fixed_products")
 @each_invariant
-def test_rows_do_not_change_with_the_company(options, device):
+def test_rows_do_not_change_with_the_rest_of_the_batch(options, device):
     """Alone, a sequence has other tiles and fewer splits than beside a long one."""
     case = Case("company", ((1, 150), (1, 260), (20, 70), (4, 44)), heads=(2, 1))
     inputs = build(case, device=device)
@@ -863,7 +863,7 @@ ADAPTED = {
 
 @pytest.mark.parametrize("options", ADAPTED.values(), ids=ADAPTED)
 @pytest.mark.parametrize("nothing", [torch.inf, -torch.inf, torch.nan], ids=str)
-def test_adapt_sets_right_what_flash_attention_answers_otherwise(options, nothing, device):
+def test_adapt_fixes_up_what_flash_attention_returns_otherwise(options, nothing, device):
     """It may say anything where nothing is seen, and its `inf` where NaN is seen is no reason to answer 0."""
     query_lens = [3, 0, 40, 2, *[1] * 70, 5, 4]
     seq_lens = [9, 6, 0, 2, *[i % 2 for i in range(70)], 0, 2]

@@ -113,7 +113,7 @@ def lay_out(sharing, **options) -> Step:
 
 
 def filled(options: dict, step: Step, device: str) -> dict:
-    """Fill in the prefixes of a step, and the options that have one number a head."""
+    """Fill in the prefixes of a step, and the options that have one number per head."""
     case = Case("heads", (), heads=(step.tensors[0].shape[1], 1))
     return dict(prefixes=step.prefixes, **per_head(options, case, device))
 

@@ -83,7 +83,7 @@ def each_kernel_case_and_option(all_options, some_options=("plain", "everything"
 
 
 def per_head(options: dict, case: Case, device: str) -> dict:
-    """Fill in the options that have one number a head."""
+    """Fill in the options that have one number per head."""
     h = case.heads[0]
     filled = dict(options)
     if "alibi_slopes" in options:

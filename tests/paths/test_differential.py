@@ -69,7 +69,7 @@ def lay_out(case: Case, **options):
 
 
 def filled(options: dict, case: Case, device: str) -> dict:
-    """Fill in lambda, and the options that have one number a head or an element."""
+    """Fill in lambda, and the options that have one number per head or per element."""
     result = {**LAMBDA, **options}
     h, d = case.heads[0], case.head_size
     if "alibi_slopes" in options:

@@ -424,7 +424,7 @@ def test_twins_agree_on_drawn_batches(case, blocks, options, seed, device):
 
 
 @each_twin
-def test_rows_do_not_change_with_the_company(twin, device):
+def test_rows_do_not_change_with_the_rest_of_the_batch(twin, device):
     """Alone, a sequence may fit into one chunk; beside longer ones it is cut like them."""
     case = Case("company", ((1, 300), (1, 36), (30, 100), (1, 32), (4, 34), (20, 20)), heads=(4, 2))
     inputs = build(case, device=device)

@@ -18,7 +18,7 @@ NOTHING = -math.inf
 
 
 def halves(device, *, t=7, h=4, s=40, cut=15, d=16, dtype=torch.float64):
-    """Draw one attention, and the same over the keys before and behind a cut."""
+    """Draw one attention, and the same over the keys before and after a cut."""
     generator = torch.Generator().manual_seed(t * s)
     q, k, v = (torch.randn(n, h, d, generator=generator).to(device, dtype) for n in (t, s, s))
     everything = torch.ones(t, s, dtype=torch.bool, device=device)

@@ -403,7 +403,7 @@ def test_twins_agree_on_drawn_batches(case, left, right, options, seed, device):
 
 
 @each_twin
-def test_rows_do_not_change_with_the_company(twin, device):
+def test_rows_do_not_change_with_the_rest_of_the_batch(twin, device):
     """Alone, a sequence that is not longer than its window is not trimmed; beside longer ones it is."""
     case = Case("company", ((1, 300), (1, 36), (30, 100), (1, 32), (4, 44), (1, 33)), heads=(4, 2))
     inputs = build(case, device=device)

@@ -252,6 +252,14 @@ def test_wrong_words_are_an_exit_code(monkeypatch):
     assert command()[0] == 1
 
 
+def test_a_request_that_fails_says_why(monkeypatch):
+    def fail(*_, **__):
+        raise demo.RequestError("no such row")
+
+    monkeypatch.setattr(demo, "run", fail)
+    assert command() == (1, "no such row\n")
+
+
 def test_the_real_model_answers():
     """The whole demo, but for one short prompt and a few tokens."""
     code, output = command("--prompt", "Name three colours.", "--max-tokens", "4")

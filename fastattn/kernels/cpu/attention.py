@@ -12,7 +12,7 @@ becomes pieces, and the pieces of one query merge by their log-sum-exp:
 
 Memory grows with the tokens: a tile never holds more than `TILE` queries times `SLAB` keys.
 
-ATen's call is handed no key that no query of the sequence sees, as those may hold anything: a mask adds `-inf` to their
+ATen's call gets no key that no query of the sequence sees, as those may hold anything: a mask adds `-inf` to their
 scores, and NaN stays NaN. What else it gets wrong is put right in front of it, in `_readable` and `_call`.
 
 Source: PyTorch, `aten::_scaled_dot_product_flash_attention_for_cpu`; the decomposition follows Dao 2023,

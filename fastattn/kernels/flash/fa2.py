@@ -71,7 +71,7 @@ def dense(
         value,
         batch.cu_seqlens_q,
         batch.cu_seqlens_k,
-        max(batch.max_query_len, 2),  # with 1 it takes row `i` for sequence `i`, which a silent sequence breaks
+        max(batch.max_query_len, 2),  # with 1 it takes row `i` for sequence `i`, which one with no queries breaks
         longest,
         softmax_scale=scale,
         causal=causal,

@@ -245,7 +245,7 @@ def _cpu_name() -> str:
 
 
 def _commit() -> str | None:
-    """Name the commit, with `-dirty` behind it if files have changed since; None outside a clone."""
+    """Name the commit, with `-dirty` after it if files have changed since; None outside a clone."""
     try:
         command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
         return subprocess.run(

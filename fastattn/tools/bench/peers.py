@@ -195,7 +195,7 @@ def aten_cpu(*, grouped: bool = False) -> Contender:
 
 
 def aten_cpu_gathered() -> Contender:
-    """ATen's FlashAttention for CPU behind a gather by hand: what it takes to call it over pages."""
+    """ATen's FlashAttention for CPU after a gather by hand: what it takes to call it over pages."""
 
     def prepare(inputs: Inputs) -> Call:
         table = inputs.batch.block_table
