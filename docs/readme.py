@@ -9,6 +9,7 @@ MARKS = ("<!-- measured: made by docs/readme.py -->", "<!-- end of measured -->"
 SHOWN = {  # rows of the benchmark, by device, and what to call them
     "cuda": {
         ("chunked_prefill", "prefill-2x8192"): "two prompts of 8192 tokens",
+        ("chunked_prefill", "chunk-4x512-of-16896"): "4 chunks of 512 tokens, 16384 tokens of context",
         ("chunked_prefill", "decode-64x8192"): "64 decodes, 8192 tokens of context",
         ("chunked_prefill", "decode-256x1024"): "256 decodes, 1024 tokens of context",
         ("sliding_window", "decode-64x16384-window-1024"): "64 decodes, a window of 1024 in 16384 tokens",
