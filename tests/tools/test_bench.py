@@ -25,7 +25,7 @@ from fastattn.kernels.flash import fa2, fa3, fa4
 from fastattn.tools.bench import Bench, in_rows, measure, peers, reading, report
 from fastattn.tools.bench.measure import Ceilings
 from fastattn.tools.bench.peers import Contender, twin
-from fastattn.tools.bench.rows import Row, rows
+from fastattn.tools.bench.rows import Row, _cuda, rows
 from fastattn.tools.bench.work import (
     Attention,
     CacheWrite,
@@ -350,6 +350,24 @@ def test_rows_have_names_of_their_own(device_type, quick):
         names = [contender.name for contender in row.contenders]
         assert names[0] == "fastattn" and len({*names}) == len(names), row
         assert row.work.reads(2) > 0 and row.work.writes(2) >= 0
+
+
+FEW = 8  # sequences; with more it takes long, and their contenders are those of other rows
+ROWS = [row for row in _cuda(64) if row.path != "engine" and len(getattr(row.work, "lens", ())) <= FEW]
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if not row.name.endswith("-graph")], ids=str)
+def test_contenders_of_a_gpu_fit_their_rows(row, fa3_library, monkeypatch):
+    """In small, on a CPU, with doubles of the packages that need a GPU."""
+    gpu_package_doubles.install(monkeypatch)
+    inputs = row.work.draw(CPU, torch.float32, seed=0)
+    judge = row.work.judge(inputs)
+    for contender in row.contenders:
+        if contender.name in {f"fastattn, {kernel}" for kernel in NAMES}:
+            continue  # kernels for a GPU
+        if contender.name.startswith(("FlexAttention", "torch sdpa cudnn", "torch sdpa flash")):
+            continue  # they compile for long, or are on a GPU alone
+        (contender.judge(inputs) if contender.judge else judge)(in_rows(contender, contender.prepare(inputs)()))
 
 
 def test_results_are_written_and_rows_of_other_runs_are_kept(tmp_path, monkeypatch):

@@ -345,6 +345,7 @@ def _cuda(shrink: int) -> Iterator[Row]:
         prefill,
         (
             twin("sliding_window", window_size=window_size),
+            *(twin("sliding_window", window_size=window_size, kernel=kernel) for kernel in ("triton", "fa4")),
             peers.fa4(),
             peers.fa4(block_size=None),
             peers.fa2(),
@@ -354,12 +355,13 @@ def _cuda(shrink: int) -> Iterator[Row]:
     )
 
     chunk_size = 8192 // shrink
+    asked_for = [twin("local", chunk_size=chunk_size, kernel=kernel) for kernel in KERNELS]
     prefill = work((65536, 65536), chunk=8192)
     yield Row(
         "local",
         f"prefill-{prefill.tokens}-chunk-{chunk_size}",
         prefill,
-        (twin("local", chunk_size=chunk_size), peers.fa4_chunks(), peers.fa3_chunks(), peers.flex()),
+        (twin("local", chunk_size=chunk_size), *asked_for, peers.fa4_chunks(), peers.fa3_chunks(), peers.flex()),
         aim="ahead of both",
     )
     decode = work(*[(1, 16384)] * 64, chunk=8192)
@@ -367,7 +369,7 @@ def _cuda(shrink: int) -> Iterator[Row]:
         "local",
         f"decode-64x{decode.tokens}-chunk-{chunk_size}",
         decode,
-        (twin("local", chunk_size=chunk_size), peers.fa4_chunks(), peers.fa3_chunks()),
+        (twin("local", chunk_size=chunk_size), *asked_for, peers.fa4_chunks(), peers.fa3_chunks()),
         clock="graph",
         aim="ahead of both",
     )
