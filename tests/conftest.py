@@ -1,5 +1,6 @@
 """Shapes are checked, memory that nobody wrote is NaN, and one option says which device everything runs on."""
 
+import gc
 import itertools
 import json
 import os
@@ -63,6 +64,7 @@ def pytest_xdist_node_collection_finished(node, ids):
 
 def pytest_collection_finish(session):
     session.config.stash[COLLECTED] = len(session.items)
+    gc.freeze()  # torch, transformers and the tests stay, and nobody has to look through them for garbage again
 
 
 def pytest_terminal_summary(terminalreporter, config):

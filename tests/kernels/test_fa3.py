@@ -414,6 +414,8 @@ def test_it_is_taken_where_flash_attention_4_is_not(hopper, monkeypatch):
     assert names.index("fa3") < names.index("fa4"), "from pages of its tile it loads faster"
     names = dispatch.priorities(usual(block_size=128, window=(-1, -1)))
     assert names.index("fa4") < names.index("fa3"), "whose tile is another without a causal mask"
+    names = dispatch.priorities(usual(max_query_len=16, num_seqs=64, max_seq_len=8208))
+    assert names.index("fa3") < names.index("triton") < names.index("fa4"), "drafted tokens of many sequences"
     names = dispatch.priorities(usual(max_query_len=1))
     assert names.index("triton") < names.index("fa4") < names.index("fa3") < names.index("fa2")
 

@@ -293,12 +293,12 @@ def test_a_batch_without_queries_has_no_virtual_sequence_with_some(twin, chunk_s
 
 @pytest.mark.parametrize("chunk_size", [2**20, 2**30], ids=["chunk=2**20", "chunk=2**30"])
 @pytest.mark.parametrize("kernel", ["ref", "torch", "triton"])
-def test_as_many_keys_as_an_int32_counts(kernel, chunk_size):
+def test_as_many_keys_as_an_int32_counts(kernel, chunk_size, device):
     """The last chunk ends past the largest int32, also that of queries without keys."""
     twin = refattn.local if kernel == "ref" else fastattn.local
     keys, p = 2**31 - 1, 2**20
     lens = [3, 1, 2], [keys, keys - 5, 0]
-    batch = refattn.metadata.make_batch(*lens, [range(2048), range(2048, 4096), []])
+    batch = refattn.metadata.make_batch(*lens, [range(2048), range(2048, 4096), []], device=device)
     last = chunk_size // p
     expected = [
         (q, s - 2**31 + chunk_size, blocks[-last:])

@@ -239,10 +239,10 @@ def test_one_launch_trims_the_same(case, left, device):
 
 
 @pytest.mark.parametrize("kernel", ["ref", "torch", "triton"])
-def test_as_many_keys_as_an_int32_counts(kernel):
+def test_as_many_keys_as_an_int32_counts(kernel, device):
     """The window of queries without keys begins before the smallest int32."""
     p, keys, blocks = 2**20, 2**31 - 1, range(2048)
-    batch = refattn.metadata.make_batch([1, p + 5], [keys, 0], [blocks, []])
+    batch = refattn.metadata.make_batch([1, p + 5], [keys, 0], [blocks, []], device=device)
     twin = refattn.sliding_window if kernel == "ref" else fastattn.sliding_window
     with fastattn.use_kernel("torch" if kernel == "ref" else kernel):
         plan = twin.plan(batch, window_size=(keys - 1 - p, 0), block_size=p)

@@ -364,7 +364,7 @@ def test_only_what_fastattn_computes_on_cuda_is_recorded(llama):
     engines.append(Engine(llama, num_blocks=20, block_size=4, twin=comparison))
     is_on_cuda = llama.device.type == "cuda"
     assert [CudaGraphs.can_record(engine) for engine in engines] == [is_on_cuda, False, False]
-    for engine in engines[not is_on_cuda :]:
+    for engine in engines[is_on_cuda:]:
         runner = CudaGraphs()
         assert runner.run(engine, {engine.add([1]): 1}) is None
         assert not runner.records

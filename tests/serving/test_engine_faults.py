@@ -374,7 +374,7 @@ def test_a_model_that_cannot_be_recorded_is_served_all_the_same(llama, alone, mo
     engine.runner.records = True
     assert [request.output_ids for request in engine.generate(PROMPTS, MIXED)] == alone
     assert not engine.runner.records
-    assert caplog.text.count("its decodes are not recorded any more") == 1
+    assert caplog.text.count("its steps are not recorded any more") == 1
 
 
 @pytest.mark.parametrize("token", [NAN, 77], ids=["nan", "raises"])
