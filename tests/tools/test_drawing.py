@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 import torch
 from batches import ragged_cases
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from refattn import drawing, masks
@@ -166,6 +166,7 @@ def test_a_difference_may_go_below_zero():
     assert "-0.10 \n" in drawing.Drawing([[bars]]).text() + "\n"
 
 
+@settings(max_examples=15)  # each of them is a picture
 @given(case=ragged_cases(), left=st.integers(0, 50))
 def test_any_batch_can_be_drawn(case, left):
     """Also sequences without queries or keys, with more queries than keys, and garbage in the table."""
