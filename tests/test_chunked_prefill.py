@@ -405,6 +405,18 @@ def test_one_batch_with_other_options_in_turn(kernel, device):
             kernel.check(assert_twins_agree, "chunked_prefill", *inputs.tensors, **filled)
 
 
+def test_one_batch_with_caches_of_other_shapes_in_turn(device):
+    """Layers with other heads, and a table that is right for blocks of either size."""
+    table = torch.randperm(15).view(3, 5).int().to(device)
+    lens = torch.tensor([0, 1, 4, 5], dtype=torch.int32), torch.tensor([40, 27, 38], dtype=torch.int32)
+    batch = Batch(*(x.to(device) for x in lens), table, 3, 40)
+    generator = torch.Generator().manual_seed(0)
+    for heads, block_size in ((2, 16), (2, 8), (6, 8), (2, 16)):
+        query = torch.randn(5, heads, 64, generator=generator).to(device)
+        pools = (torch.randn(15, block_size, 2, 64, generator=generator).to(device) for _ in range(2))
+        assert_twins_agree("chunked_prefill", query, *pools, batch)
+
+
 # --- where the CPU kernel cuts ---
 
 

@@ -31,12 +31,14 @@ OPTIONS = {
     "norm": dict(norm_weight=True, norm_eps=1e-2),
     "negative-lambda": dict(lambda_full=torch.tensor(-0.6), lambda_init=0.8),
     "scale": dict(softmax_scale=0.3),
+    "negative-scale": dict(softmax_scale=-0.3),
     "not-causal": dict(causal=False),
     "window": dict(window_size=(20, 0)),
     "window-of-one": dict(window_size=(0, 0)),
     "two-sided-window": dict(causal=False, window_size=(7, 5)),
     "softcap": dict(softcap=1.0),
     "alibi": dict(alibi_slopes=True),
+    "alibi-both-ways": dict(causal=False, alibi_slopes=True),
     "sinks": dict(sinks=True),
     "everything": dict(
         softmax_scale=0.2, window_size=(30, 0), softcap=5.0, alibi_slopes=True, sinks=True, norm_weight=True
@@ -339,13 +341,15 @@ def test_twins_agree_on_drawn_batches(case, options, seed, device):
     assert_twins_agree("differential", *arguments, **filled(OPTIONS[options], case, device))
 
 
-@pytest.mark.parametrize("options", ["plain", "window", "two-sided-window", "everything"])
-@pytest.mark.parametrize("sizes", [(8, 2**23, 2**9), (64, 2**11, 2**12), (1, 2**23, 1)], ids=str)
+@pytest.mark.parametrize("options", ["plain", "window", "window-of-one", "two-sided-window", "everything"])
+@pytest.mark.parametrize("sizes", [(8, 2**23, 2**9), (64, 2**11, 2**12), (64, 2**23, 2**14), (1, 2**23, 1)], ids=str)
 def test_tiles_groups_and_slabs_of_any_size(sizes, options, monkeypatch):
-    """Long chunks in several tiles, decodes of several groups, keys through a buffer of one block."""
+    """Long chunks in several tiles, and one query more than a tile holds; decodes of several groups, where shorter ones
+    see nothing in the last of the columns that go through a buffer, which may be of one block.
+    """
     for name, size in zip(("TILE", "SCORES", "BUFFER"), sizes, strict=True):
         monkeypatch.setattr(cpu_differential, name, size)
-    lens = ((70, 100), (1, 90), (1, 80), (1, 3), (9, 40), (1, 70), (5, 2), (1, 200))
+    lens = ((70, 100), (1, 90), (1, 80), (1, 3), (9, 40), (1, 64), (5, 2), (1, 200), (65, 129), (64, 64), (1, 66))
     case = Case("sizes", lens, heads=(4, 2), padding_rows=2)
     arguments, _ = lay_out(case)
     assert_twins_agree("differential", *arguments, **filled(OPTIONS[options], case, "cpu"))
@@ -358,10 +362,16 @@ LONG = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("case", LONG.values(), ids=LONG)
-def test_long_queries_in_one_run_of_keys(case, options, device, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *(("groups", options) for options in OPTIONS if options not in ("norm", "negative-lambda", "scale")),
+        *(("pairs", options) for options in ("plain", "two-sided-window", "everything")),
+    ],
+)
+def test_long_queries_in_one_run_of_keys(name, options, device, monkeypatch):
     """Our Triton kernel, with the difference in the program that attends, as where a batch has many tiles."""
+    case = LONG[name]
     from fastattn.kernels import triton_differential
 
     whole = triton_differential.Tuning(block_m=64, block_n=64, num_warps=4, num_stages=2, splits=1, most_splits=1)
@@ -408,6 +418,35 @@ def test_a_batch_that_is_advanced_in_place_is_read_again(kernel, device):
         kernel.check(assert_twins_agree, "differential", query, cache, batch, **filled({}, case, device))
         batch.seq_lens.sub_(1)
         kernel.check(assert_twins_agree, "differential", query, cache, batch, **filled({}, case, device))
+
+
+@each_kernel
+def test_one_batch_with_other_options_in_turn(kernel, device):
+    """Layers with and without a window share the batch of a step."""
+    case = Case("layers", ((1, 40), (3, 27), (1, 38)), heads=(4, 2))
+    (query, cache, batch), _ = lay_out(case, device=device, dtype=kernel.dtypes[0])
+    turns = [
+        {},
+        dict(window_size=(4, 0)),
+        dict(window_size=(20, 0)),
+        dict(causal=False, window_size=(20, 1)),
+        dict(causal=False, window_size=(20, -1)),
+        dict(alibi_slopes=True),
+        {},
+    ]
+    with kernel.asked_for():
+        for options in turns if kernel.name == "cpu" else turns[:2]:  # others make no plan
+            kernel.check(assert_twins_agree, "differential", query, cache, batch, **filled(options, case, device))
+
+
+def test_one_batch_with_caches_of_other_shapes_in_turn(device):
+    """Layers with other heads, and a table that is right for blocks of either size."""
+    batch = refattn.metadata.make_batch([1, 3, 1], [40, 27, 38], torch.randperm(15).view(3, 5).tolist(), device=device)
+    generator = torch.Generator().manual_seed(0)
+    for heads, block_size in ((4, 16), (4, 8), (12, 8), (4, 16)):
+        query = torch.randn(5, heads, 64, generator=generator).to(device)
+        cache = torch.randn(2, 2, 15, block_size, 2, 64, generator=generator).to(device)
+        assert_twins_agree("differential", query, cache, batch, **filled({}, Case("c", (), heads=(heads, 4)), device))
 
 
 # --- the cache: moving data is bit-exact ---
