@@ -16,7 +16,7 @@ from batches import HARMLESS, POISON, Case, build, poisoned
 from kernels_present import PRESENT, each_kernel
 from tolerance import assert_matches_reference, assert_twins_agree
 
-from refattn.batch import Batch
+from refattn.batch import Batch, Level
 
 # Decodes that end in the middle of a block, at its end and after one token of it; keys of somebody who does not ask.
 CASE = Case(
@@ -259,3 +259,31 @@ def test_tensors_of_any_strides(path, change, kernel, device):
     arguments = *(change(x) for x in (query, *pools)), replace(batch, block_table=table)
     with kernel.asked_for():
         kernel.check(assert_twins_agree, path, *arguments, **options)
+
+
+# --- nobody to answer ---
+
+
+@pytest.mark.parametrize("twin", TWINS, ids=lambda twin: twin.name)
+@pytest.mark.parametrize("path", ["chunked_prefill", "dense", "sliding_window", "local", "cascade", "differential"])
+def test_without_sequences_all_rows_are_padding(path, twin, device):
+    """Also without rows: the answer is as empty as the question. The memory holds poison."""
+    options = {"sliding_window": dict(window_size=(3, 0)), "local": dict(chunk_size=16)}.get(path, {})
+    table = torch.zeros(0, 2, dtype=torch.int32, device=device)
+    cu_seqlens_q, seq_lens = (torch.zeros(size, dtype=torch.int32, device=device) for size in (1, 0))
+    batch = Batch(cu_seqlens_q, seq_lens, table, 0, 0)
+    query, *rows = (poisoned(count, heads, 64).to(device, twin.dtype) for count, heads in ((3, 4), (32, 2), (32, 2)))
+    stores = rows if path == "dense" else [x.view(2, 16, 2, 64) for x in rows]
+    if path == "cascade":
+        options = dict(levels=[Level(batch, seq_lens)])
+    if path == "differential":
+        stores = [torch.stack([torch.stack([pool[:, :, half::2] for pool in stores]) for half in (0, 1)])]
+        options = DIFFERENTIAL | dict(lambda_full=DIFFERENTIAL["lambda_full"].to(device))
+
+    def assert_empty():
+        for t in (0, 3):
+            out, lse = twin.call(path, query[:t], *stores, batch, **options)
+            assert out.shape == (t, 4, 64) and not out.any()
+            assert lse.shape == (t, 4) and (lse == -torch.inf).all()
+
+    twin.check(assert_empty)
