@@ -130,6 +130,7 @@ class _View:
 
     @property
     def num_keys(self) -> int:
+        """Keys from the first to the last that a query sees."""
         return max(0, self.end_key - self.first_key)
 
 
@@ -199,12 +200,8 @@ def _plan(batch: Batch, block_size: int, options: Options) -> list[_Decodes | _A
     """Plan what is computed together and which blocks are read, once a step for every layer."""
     assert batch.block_table is not None  # the path has checked it
     one_by_one = options.batch_invariant or bool(options.softcap) or options.positions is not None
-    question = (
-        block_size,
-        options.window,
-        one_by_one,
-        batch.version,
-    )  # one that was advanced in place gets another plan
+    # All that a plan depends on; a batch that was advanced in place gets another.
+    question = (block_size, options.window, one_by_one, batch.version)
     known, pieces = _plans.get(batch, (None, []))
     keep = batch.version is not None and options.positions is None
     if known == question and keep:
@@ -217,8 +214,8 @@ def _plan(batch: Batch, block_size: int, options: Options) -> list[_Decodes | _A
     for group in _of_like_length(decodes, seq_lens):
         members = torch.tensor(sorted(group))
         begins = [query_rows[i][0] for i in sorted(group)]
-        side_by_side = begins[-1] - begins[0] == len(begins) - 1
-        rows = slice(begins[0], begins[-1] + 1) if side_by_side else torch.tensor(begins)
+        are_neighbours = begins[-1] - begins[0] == len(begins) - 1
+        rows = slice(begins[0], begins[-1] + 1) if are_neighbours else torch.tensor(begins)
         seen = batch.seq_lens[members], batch.block_table[members]
         pieces.append(_read_together(rows, *seen, block_size, options.window[0]))
     for i in busy:
