@@ -497,7 +497,10 @@ def addresses_of(tensor):
 
 @pytest.mark.parametrize(
     "launch",
-    [dict(block_m=64), dict(splits=2, most_splits=2, block_n=16), "fixed-runs", "differential", "split-differential"],
+    [
+        *(dict(block_m=64), dict(splits=2, most_splits=2, block_n=16)),
+        *("fixed-runs", "positions", "differential", "split-differential"),
+    ],
     ids=str,
 )
 def test_no_table_entry_and_no_slot_is_read_that_no_query_sees(launch, device, monkeypatch):
@@ -510,6 +513,13 @@ def test_no_table_entry_and_no_slot_is_read_that_no_query_sees(launch, device, m
     table = surroundings[1:5, 2:9]  # as many columns as 100 keys need
     table.copy_(inputs.batch.block_table[:, :7])
     batch, options = replace(inputs.batch, block_table=table), Options(window_size=(21, 0))
+    keys = [(i, j) for i, (q, s) in enumerate(case.lens) for j in range(max(s - q - 21, 0), s)]
+    if (
+        launch == "positions"
+    ):  # those that the rows have anyway, but for the last sequence, which stands before its keys
+        positions = [*(range(s - q, s) for q, s in case.lens[:3]), range(-9, -2)]
+        options = replace(options, positions=torch.tensor([i for rows in positions for i in rows], dtype=torch.int32))
+        keys = [(i, j) for i, j in keys if i < 3]
     noted = interpreted.note_reads(monkeypatch)
     if isinstance(launch, str) and "differential" in launch:
         splits = 1 if launch == "differential" else 2
@@ -520,12 +530,11 @@ def test_no_table_entry_and_no_slot_is_read_that_no_query_sees(launch, device, m
         pools = [cache.permute(2, 3, 0, 1, 4, 5)]  # the slot comes first
     else:
         options = replace(options, batch_invariant=launch == "fixed-runs")
-        with launched_as(**({} if launch == "fixed-runs" else launch)):
+        with launched_as(**(launch if isinstance(launch, dict) else {})):
             attend(*inputs.tensors[:3], batch, options)
         pools = [inputs.key_cache, inputs.value_cache]
     read = torch.from_numpy(np.unique(np.concatenate([addresses.ravel() for addresses in noted])).astype(np.int64))
 
-    keys = [(i, j) for i, (q, s) in enumerate(case.lens) for j in range(max(s - q - 21, 0), s)]
     entries = tuple(zip(*[(i, j // 16) for i, j in keys], strict=True))
     slots = tuple(zip(*[(int(table[i, j // 16]), j % 16) for i, j in keys], strict=True))
     for whole, part, seen in ((surroundings, table, entries), *((pool, pool, slots) for pool in pools)):
