@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-REFERENCE_ONLY = {"__init__", "attention", "masks", "batch", "picture"}
+REFERENCE_ONLY = {"__init__", "attention", "masks", "batch"}
 FAST_ONLY = {"__init__", "__main__", "cli", "demo", "doctor"}
 
 
