@@ -49,29 +49,6 @@ def hopper(monkeypatch):
 # --- the choice ---
 
 
-def test_a_kernel_is_asked_for_inside_its_block_only():
-    def asked():
-        problem = replace(ON_GPU, device=torch.device("cpu"), dtype=torch.float16)
-        return kernels.choose(problem).__name__.rpartition(".")[2]
-
-    assert asked() == "cpu"
-    with fastattn.use_kernel("triton"):
-        assert asked() == "triton"
-        with fastattn.use_kernel("cpu"):
-            assert asked() == "cpu"
-        assert asked() == "triton"
-        with pytest.raises(KeyError), fastattn.use_kernel("cpu"):
-            raise KeyError
-        assert asked() == "triton"
-        with (
-            pytest.raises(ValueError, match="name: expected one of cpu, triton, .*, got 'fa5'"),
-            fastattn.use_kernel("fa5"),
-        ):
-            pass
-        assert asked() == "triton"
-    assert asked() == "cpu"
-
-
 def of_kernels(monkeypatch, **described):
     """Let these be the kernels: each of a reason or None, whether it suits, and functions besides `paged`."""
     modules = {}
@@ -82,6 +59,27 @@ def of_kernels(monkeypatch, **described):
         vars(modules[name]).update(dict.fromkeys(functions))
     monkeypatch.setattr(kernels, "NAMES", tuple(described))
     monkeypatch.setattr(kernels, "_load", modules.__getitem__)
+
+
+def test_a_kernel_is_asked_for_inside_its_block_only(monkeypatch):
+    of_kernels(monkeypatch, a=(None, True), b=(None, True))
+
+    def asked():
+        return kernels.choose(ON_GPU).__name__
+
+    assert asked() == "kernels.a"
+    with fastattn.use_kernel("b"):
+        assert asked() == "kernels.b"
+        with fastattn.use_kernel("a"):
+            assert asked() == "kernels.a"
+        assert asked() == "kernels.b"
+        with pytest.raises(KeyError), fastattn.use_kernel("a"):
+            raise KeyError
+        assert asked() == "kernels.b"
+        with pytest.raises(ValueError, match="name: expected one of a, b, got 'c'"), fastattn.use_kernel("c"):
+            pass
+        assert asked() == "kernels.b"
+    assert asked() == "kernels.a"
 
 
 @pytest.mark.parametrize(

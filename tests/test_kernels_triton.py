@@ -834,21 +834,17 @@ def test_adapt_sets_right_what_flash_attention_answers_otherwise(options, nothin
         for i in range(s - q, s):
             sees.append(any((left < 0 or j >= i - left) and (right < 0 or j <= i + right) for j in range(s)))
     sees = torch.tensor(sees)
-    rows, num_tokens = len(sees), len(sees) + 9
-    out = torch.randn(num_tokens, 3, 24, device=device)
-    lse = torch.randn(3, num_tokens, device=device) * 3
-    ref, ref_lse = refattn.merge.add_sinks(
-        out.double(),
-        lse.T.double(),
-        torch.full((3,), -1e30).double() if options.sinks is None else options.sinks.double(),
-    )
-    nowhere = torch.arange(num_tokens) >= rows
-    ref[nowhere], ref_lse[nowhere] = 0.0, -torch.inf
-    blind = torch.cat([~sees, torch.zeros(9, dtype=torch.bool)])
-    ref[blind], ref_lse[blind] = 0.0, -torch.inf if options.sinks is None else options.sinks.double()
-    out[blind | nowhere], lse[:, blind | nowhere] = torch.nan, nothing
+    is_query = torch.arange(len(sees) + 9) < len(sees)
+    blind = torch.cat([~sees, torch.ones(9, dtype=torch.bool)])
+    out, lse = torch.randn(len(blind), 3, 24), torch.randn(3, len(blind)) * 3
+    ref, ref_lse = out.double(), lse.T.double()
+    ref[blind], ref_lse[blind] = 0.0, -torch.inf
+    if options.sinks is not None:
+        sinks = options.sinks.cpu().double()
+        ref[is_query], ref_lse[is_query] = refattn.merge.add_sinks(ref[is_query], ref_lse[is_query], sinks)
+    out[blind], lse[:, blind] = torch.nan, nothing
     out[1, 2], lse[2, 1] = torch.nan, nothing  # saw NaN
-    got, got_lse = adapt(out, lse, batch, options)
+    got, got_lse = (x.cpu() for x in adapt(out.to(device), lse.to(device), batch, options))
     assert got[1, 2].isnan().all() and got_lse[1, 2].isnan()
     got[1, 2], got_lse[1, 2] = ref[1, 2], ref_lse[1, 2]
     assert_close(got, ref, ref.float())
