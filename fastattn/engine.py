@@ -8,9 +8,13 @@ recorded, once for each number of rows, as a CUDA graph, and replayed as one lau
     what changes   tokens, lengths and blocks are in buffers that the recording reads, filled anew for each step
     capacity       a power of two; a step with a longer sequence makes a recording of its own, for twice the length
 
+A model whose own code synchronizes with the device cannot be recorded. Its decodes run launch by launch, and a warning
+says so.
+
 Source: CUDA graphs over a paged cache as in vLLM and SGLang, which pad to recorded sizes too.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
@@ -37,6 +41,8 @@ __all__ = [
     "sample",
 ]
 
+logger = logging.getLogger(__name__)
+
 FEWEST_TOKENS = 1024  # that a recording has room for, in each sequence
 LAYER_SECONDS = 3e-4  # what a layer that is not replayed costs the host, so what a cascade has to save
 
@@ -45,8 +51,8 @@ class Engine(engine.Engine):
     """Serves requests on a model whose attention `fastattn` computes; see `refattn.engine.Engine`.
 
     Attributes:
-        records: whether steps of single tokens are recorded and replayed; by default where the model is on CUDA. Set it
-            to False for a model whose own code asks the device and cannot be recorded.
+        records: whether steps of single tokens are recorded and replayed; by default where the model is on CUDA, until
+            it turns out that the model cannot be recorded.
     """
 
     package = "fastattn"
@@ -74,7 +80,12 @@ class Engine(engine.Engine):
         columns = 1 << (self._blocks_for(max(longest, FEWEST_TOKENS)) - 1).bit_length()
         if (rows, columns) not in self._decodes:
             self._decodes[rows, columns] = _Decode(self, rows, columns)
-        return self._decodes[rows, columns].run(scheduled)
+        try:
+            return self._decodes[rows, columns].run(scheduled)
+        except _RecordingError as error:
+            logger.warning("%s: its decodes are not recorded any more", error, exc_info=True)
+            self.records = False
+            return self._run_model(self._make_inputs(scheduled))
 
     @cached_property
     def _decodes(self) -> "dict[tuple[int, int], _Decode]":
@@ -84,6 +95,10 @@ class Engine(engine.Engine):
     def _memory(self) -> Any:
         """The pool of memory that all recordings share, as one is replayed at a time."""
         return torch.cuda.graph_pool_handle()
+
+
+class _RecordingError(RuntimeError):
+    """A step runs, but it cannot be recorded as a CUDA graph."""
 
 
 class _Decode:
@@ -110,7 +125,7 @@ class _Decode:
         self.replay: Callable[[], Tensor] | None = None
 
     def run(self, scheduled: dict[Request, int]) -> Float[Tensor, "b v"]:
-        """Run the model over the next token of each request, and give its logits."""
+        """Run the model over the next token of each request, and return its logits."""
         self._fill(scheduled)
         if self.replay is None:
             self.replay = _record(self._step, self.server)
@@ -142,7 +157,11 @@ class _Decode:
 
 
 def _record(step: Callable[[], Tensor], server: Engine) -> Callable[[], Tensor]:
-    """Record what a step launches, and give the function that launches it again and returns the same tensor."""
+    """Record what a step launches, and return the function that launches it again and returns the same tensor.
+
+    Raises:
+        _RecordingError: if the step runs, but its recording fails.
+    """
     here = torch.cuda.current_stream()
     aside = torch.cuda.Stream()
     aside.wait_stream(here)
@@ -150,8 +169,12 @@ def _record(step: Callable[[], Tensor], server: Engine) -> Callable[[], Tensor]:
         step()
     here.wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=server._memory):
-        logits = step()
+    try:
+        with torch.cuda.graph(graph, pool=server._memory):
+            logits = step()
+    except Exception as error:
+        torch.cuda.set_stream(here)  # a recording that fails may leave its own stream behind
+        raise _RecordingError(f"{type(server.model).__name__} cannot be recorded") from error
 
     def replay() -> Tensor:
         graph.replay()
@@ -161,5 +184,5 @@ def _record(step: Callable[[], Tensor], server: Engine) -> Callable[[], Tensor]:
 
 
 def _rounded_up(count: int) -> int:
-    """Give the number of rows that a step of `count` requests is recorded with."""
+    """Return the number of rows that a step of `count` requests is recorded with."""
     return 1 << (count - 1).bit_length() if count <= 8 else -(-count // 8) * 8

@@ -19,11 +19,16 @@ Model Serving with PagedAttention" (blocks, blocks shared by hash, preemption by
 """
 
 import importlib
+import logging
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
+from inspect import signature
 from itertools import accumulate
+from math import inf
+from operator import index
+from random import Random
 from typing import Any
 
 import torch
@@ -32,6 +37,8 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from refattn.batch import Batch, Level, Machine
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -42,11 +49,11 @@ class Sampling:
         max_tokens: most tokens to generate.
         temperature: divides the logits; 0 takes the most likely token.
         top_p: draw from the fewest, most likely tokens whose probabilities add up to this.
-        seed: of the request's own random numbers. It uses one a token, so its company in the batch changes nothing.
+        seed: of the request's own random numbers. Each of its tokens has its own, whatever else is in the batch.
         stop_token_ids: tokens that end the answer, as its last; None for the end tokens that the model names.
 
     Raises:
-        ValueError: naming the attribute that is out of range.
+        ValueError: naming the attribute that has another type or is out of range.
     """
 
     max_tokens: int = 64
@@ -56,12 +63,23 @@ class Sampling:
     stop_token_ids: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens: expected at least 1, got {self.max_tokens}")
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature: expected 0 (greedy) or more, got {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p: expected a probability above 0, at most 1, got {self.top_p}")
+        stops = self.stop_token_ids
+        rules = dict(
+            max_tokens=(type(self.max_tokens) is int and self.max_tokens >= 1, "an int of at least 1"),
+            temperature=(
+                type(self.temperature) in (int, float) and 0 <= self.temperature < inf,
+                "0 (greedy) or more, and finite",
+            ),
+            top_p=(type(self.top_p) in (int, float) and 0 < self.top_p <= 1, "a probability above 0, at most 1"),
+            seed=(type(self.seed) is int, "an int"),
+            stop_token_ids=(
+                stops is None or (type(stops) is tuple and all(type(token) is int for token in stops)),
+                "a tuple of ints, or None",
+            ),
+        )
+        for name, (holds, expected) in rules.items():
+            if not holds:
+                raise ValueError(f"{name}: expected {expected}, got {getattr(self, name)!r}")
 
 
 GREEDY = Sampling()
@@ -72,14 +90,14 @@ class Request:
     """A prompt on its way to an answer.
 
     Attributes:
-        tokens: the prompt, and behind it what was generated.
+        tokens: the prompt, then what was generated.
         prompt_len: how many of them are the prompt.
         sampling: how the next token is chosen.
-        generator: the request's own random numbers.
         status: "waiting", "running" or "finished".
-        finish_reason: of a finished request: "stop" (a stop token), "length" (max_tokens) or "abort".
-        text: the answer so far, if the engine has a tokenizer.
-        decoded: the generated tokens behind the last piece of `text`: the first one, and the one after the last.
+        finish_reason: of a finished request: "stop" (a stop token), "length" (max_tokens), "abort", or "error".
+        error: what went wrong, for a `finish_reason` of "error": the exception's type and message.
+        pieces: the text that came with each generated token; empty strings if the engine has no tokenizer.
+        decoded: which of the generated tokens the last piece was decoded from: the first one, and one past the last.
         num_computed: how many of the tokens have their keys and values in the pool.
         blocks: the blocks of the pool that hold them, in order.
         prefixes: what those of the blocks hold that are full, in order.
@@ -88,10 +106,10 @@ class Request:
     tokens: list[int]
     prompt_len: int
     sampling: Sampling
-    generator: torch.Generator
     status: str = "waiting"
     finish_reason: str | None = None
-    text: str = ""
+    error: str | None = None
+    pieces: list[str] = field(default_factory=list)
     decoded: tuple[int, int] = (0, 0)
     num_computed: int = 0
     blocks: list[int] = field(default_factory=list)
@@ -103,6 +121,11 @@ class Request:
         return self.tokens[self.prompt_len :]
 
     @property
+    def text(self) -> str:
+        """The answer so far, if the engine has a tokenizer."""
+        return "".join(self.pieces)
+
+    @property
     def num_pending(self) -> int:
         """Tokens that have yet to go through the model: 1 for a decode, more for a prompt."""
         return len(self.tokens) - self.num_computed
@@ -110,11 +133,19 @@ class Request:
 
 @dataclass(frozen=True)
 class Event:
-    """A request got a token, and `text` is what can be shown since: nothing after half a character."""
+    """A request got a token, or it failed.
+
+    Attributes:
+        request: the request.
+        token_id: the token; None if the request failed.
+        text: what can be shown since its last event: nothing that ends in half a character.
+        error: what went wrong if the request failed, as in `Request.error`.
+    """
 
     request: Request
-    token_id: int
-    text: str
+    token_id: int | None = None
+    text: str = ""
+    error: str | None = None
 
 
 @dataclass
@@ -146,8 +177,8 @@ class Engine:
     """Serves requests on a model whose attention `twin` computes.
 
     Args:
-        model: a causal LM of transformers. Its attention is the engine's from the first step on;
-            `model.set_attn_implementation("sdpa")` gives it back.
+        model: a causal LM of transformers, of one of the families in `VERIFIED`. Its attention is the engine's from now
+            on; `model.set_attn_implementation("sdpa")` gives it back.
         num_blocks: blocks in the pool of each layer.
         block_size: tokens in a block.
         token_budget: most tokens in a step, so that no decode waits long for the prompts beside it.
@@ -157,9 +188,12 @@ class Engine:
             take; None for the package that the engine is imported from.
         machine: for which hardware to decide whether a shared prefix is worth a cascade; None for the one of `cascade`
             that stands for the kind of the model's device.
+        trust_model: serve a model of another family too. Nobody has compared its answers with transformers' own: do
+            that before you rely on them.
 
     Raises:
-        ValueError: naming the argument, for a size below 1 or a model with layers that no path of the engine computes.
+        ValueError: naming the argument, for a size that is no int of at least 1, or a model that would be served
+            wrongly.
         torch.OutOfMemoryError: if a GPU has no room for the pool.
     """
 
@@ -176,11 +210,13 @@ class Engine:
         tokenizer: Any = None,
         twin: Any = None,
         machine: Machine | None = None,
+        trust_model: bool = False,
     ) -> None:
         sizes = dict(num_blocks=num_blocks, block_size=block_size, token_budget=token_budget, max_seqs=max_seqs)
         for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"{name}: expected at least 1, got {size}")
+            if type(size) is not int or size < 1:
+                raise ValueError(f"{name}: expected an int of at least 1, got {size!r}")
+        _check_model(model, trust_model)
         self.model, self.config, self.tokenizer = model.eval(), model.config.get_text_config(), tokenizer
         self.block_size, self.token_budget, self.max_seqs = block_size, token_budget, max_seqs
         twin = twin or importlib.import_module(self.package)
@@ -192,6 +228,9 @@ class Engine:
         if self.cascade:
             self.machine = machine or (self.cascade.CPU if model.device.type == "cpu" else self.cascade.H200)
         self.num_kv_heads, self.head_size = _cache_heads(self.config)
+        self.vocab_size = min(self.config.vocab_size, len(model.get_input_embeddings().weight))
+        self.max_positions = _max_positions(self.config)
+        self.end_token_ids = _end_token_ids(model)
         try:
             self.caches = [
                 (self.paths[kind] if kind == "differential_attention" else self.kv_cache).allocate(
@@ -209,93 +248,193 @@ class Engine:
         self.waiting: deque[Request] = deque()  # oldest first, and all of them younger than those that run
         self.running: list[Request] = []  # oldest first
         self.counters = Counters()
+        self._is_stepping = False
+        self._aborted: deque[Request] = deque()  # to be ended as soon as no step is under way
+        self._attended: list[int] = []  # the layers whose attention this pass has computed
+        self._try_model()
 
     def generate(
-        self, prompts: Sequence[str | Sequence[int]], sampling: Sampling | Sequence[Sampling] = GREEDY
+        self, prompts: Iterable[str | Iterable[int]], sampling: Sampling | Sequence[Sampling] = GREEDY
     ) -> list[Request]:
-        """Answer all prompts together, and give their finished requests in order.
+        """Answer all prompts together, and return their finished requests in order.
 
-        Arguments and errors are those of `add`, with one `sampling` for all or one for each. If one prompt is in error,
-        none is queued.
+        One that failed has a `finish_reason` of "error"; the others have their answers all the same. Arguments and
+        errors are those of `add`, with one `sampling` for all or one for each. If one prompt is in error, none is
+        queued.
         """
-        requests = self._add_all(prompts, sampling)
-        for _ in self._events_of(requests):
+        events = self._events_of(prompts, sampling)
+        requests: list[Request] = next(events)
+        for _ in events:
             pass
         return requests
 
     def stream(
-        self, prompts: Sequence[str | Sequence[int]], sampling: Sampling | Sequence[Sampling] = GREEDY
-    ) -> Iterator[Event]:
-        """Answer all prompts together, as `generate` does, and give every token as it comes.
+        self, prompts: Iterable[str | Iterable[int]], sampling: Sampling | Sequence[Sampling] = GREEDY
+    ) -> Generator[Event, None, None]:
+        """Answer all prompts together, as `generate` does, and yield every token as it comes.
 
-        Closing the iterator early aborts what is not finished.
+        Whether it is closed or only dropped, before its first token or after, what is not finished then is aborted.
         """
-        return self._events_of(self._add_all(prompts, sampling))
+        events = self._events_of(prompts, sampling)
+        next(events)  # queues the requests; a generator that never began would end without its `finally`
+        return events
 
-    def add(self, prompt: str | Sequence[int], sampling: Sampling = GREEDY) -> Request:
+    def add(self, prompt: str | Iterable[int], sampling: Sampling = GREEDY) -> Request:
         """Queue a prompt: token ids, or text if the engine has a tokenizer.
 
         Raises:
-            ValueError: naming the argument, if the prompt is empty, has a token that the model does not know, or can
-                never fit into the pool with `max_tokens` behind it. Nothing is queued then.
+            ValueError: naming the argument, if the prompt is empty, is not made of tokens that the model knows, or can
+                never fit into the pool, or into the model's positions, with `max_tokens` after it. Nothing is queued
+                then.
         """
         return self._add_all([prompt], sampling)[0]
 
     def abort(self, request: Request) -> None:
-        """End a request where it is, and free its blocks; a finished one stays as it is."""
-        if request.status == "waiting":
-            self.waiting.remove(request)
-        if request.status != "finished":
-            self._finish(request, "abort")
+        """End a request where it is, and free its blocks; a finished one stays as it is.
+
+        During a step (from a hook of the model, say) it is ended right after the step.
+
+        Raises:
+            ValueError: if the request is one of another engine.
+        """
+        if not isinstance(request, Request):
+            raise ValueError(f"request: expected one that this engine's add returned, got {request!r}")
+        ours = self._is_stepping or request in self.running or request in self.waiting
+        if request.status != "finished" and not ours:
+            raise ValueError(f"request: expected one of this engine, got one of another, which is {request.status}")
+        self._abort_all([request])
 
     @torch.no_grad()
     def step(self) -> list[Event]:
-        """Run the model once over what is scheduled, and give each request with nothing left to compute a token."""
-        scheduled = self._schedule()
-        if not scheduled:
-            return []
-        logits = self._forward(scheduled)
-        self._keep(scheduled)
-        due = [request for request in scheduled if request.num_pending == 0]
-        return [self._take(request, token) for request, token in zip(due, _choose(logits, due), strict=True)]
+        """Run the model once over what is scheduled, and give each request with nothing left to compute a token.
+
+        A request that makes the model, the sampler or the tokenizer raise an exception, or whose logits are not finite,
+        ends with a `finish_reason` of "error", and the others get their tokens. Whatever else is raised, say by Ctrl-C,
+        is raised here, and then the step has not happened: its requests wait, with the tokens that they had.
+        """
+        unfinished = [*self.running, *self.waiting]
+        counted = vars(self.counters).copy()
+        before: dict[Request, tuple[int, tuple[int, int]]] = {}
+        try:
+            self._is_stepping = True
+            scheduled = self._schedule()
+            before = {request: (len(request.output_ids), request.decoded) for request in scheduled}
+            if not scheduled:
+                return []
+            events = self._compute(scheduled)
+            for request, event in events.items():
+                self._commit(request, scheduled[request], event)
+            self.counters.steps += 1
+            return [event for event in events.values() if event]
+        except BaseException:
+            self._undo(unfinished, before, counted)
+            raise
+        finally:
+            self._is_stepping = False
+            self._abort_all([])
 
     def _add_all(
-        self, prompts: Sequence[str | Sequence[int]], sampling: Sampling | Sequence[Sampling]
+        self, prompts: Iterable[str | Iterable[int]], sampling: Sampling | Sequence[Sampling]
     ) -> list[Request]:
-        samplings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else sampling
+        if isinstance(prompts, str) or not isinstance(prompts, Iterable):
+            raise ValueError(f"prompts: expected a list of prompts, got {prompts!r}")
+        prompts = list(prompts)
+        samplings = list(sampling) if isinstance(sampling, Iterable) else [sampling] * len(prompts)
         if len(samplings) != len(prompts):
             raise ValueError(f"sampling: expected one, or one for each of {len(prompts)} prompts, got {len(samplings)}")
         requests = [self._make_request(*pair) for pair in zip(prompts, samplings, strict=True)]
         self.waiting.extend(requests)
         return requests
 
-    def _make_request(self, prompt: str | Sequence[int], sampling: Sampling) -> Request:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("prompt: expected token ids, as the engine has no tokenizer, got text")
-            prompt = self.tokenizer(prompt).input_ids
-        tokens = [int(token) for token in prompt]
+    def _make_request(self, prompt: str | Iterable[int], sampling: Sampling) -> Request:
+        if not isinstance(sampling, Sampling):
+            raise ValueError(f"sampling: expected a Sampling, got {sampling!r}")
+        if isinstance(prompt, str) and self.tokenizer is None:
+            raise ValueError("prompt: expected token ids, as the engine has no tokenizer, got text")
+        tokens = _token_ids(self.tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt)
         if not tokens:
             raise ValueError("prompt: expected at least one token, got none")
-        last_id = self.config.vocab_size - 1
+        last_id = self.vocab_size - 1
         if min(tokens) < 0 or max(tokens) > last_id:
             raise ValueError(f"prompt: expected token ids in 0..{last_id}, got {min(tokens)}..{max(tokens)}")
         # One less, as the last token of an answer never goes through the model.
-        needed, num_blocks = self._blocks_for(len(tokens) + sampling.max_tokens - 1), len(self.allocator.users)
+        length = len(tokens) + sampling.max_tokens - 1
+        needed, num_blocks = self._blocks_for(length), len(self.allocator.users)
+        asked = f"got {len(tokens)} tokens and max_tokens={sampling.max_tokens}, which need"
         if needed > num_blocks:
             raise ValueError(
                 f"prompt: expected to fit in the pool of {num_blocks} blocks of {self.block_size} tokens, "
-                f"got {len(tokens)} tokens and max_tokens={sampling.max_tokens}, which need {needed} blocks"
+                f"{asked} {needed} blocks"
             )
-        return Request(tokens, len(tokens), sampling, torch.Generator().manual_seed(sampling.seed))
+        if length > self.max_positions:
+            raise ValueError(f"prompt: expected to fit in the model's {self.max_positions} positions, {asked} {length}")
+        return Request(tokens, len(tokens), sampling)
 
-    def _events_of(self, requests: Sequence[Request]) -> Iterator[Event]:
+    def _events_of(
+        self, prompts: Iterable[str | Iterable[int]], sampling: Sampling | Sequence[Sampling]
+    ) -> Generator[Any, None, None]:
+        """Queue some prompts, yield the list of their requests, then every token, whoever makes the steps."""
+        requests: list[Request] = []
         try:
-            while any(request.status != "finished" for request in requests):
-                yield from (event for event in self.step() if event.request in requests)
+            requests = self._add_all(prompts, sampling)
+            yield requests
+            shown = dict.fromkeys(requests, 0)
+            while shown:
+                for request in requests:
+                    if request not in shown:
+                        continue
+                    is_last, pieces = request.status == "finished", request.pieces[shown[request] :]
+                    for token, piece in zip(request.output_ids[shown[request] :], pieces, strict=True):
+                        yield Event(request, token, piece)
+                    shown[request] += len(pieces)
+                    if is_last:
+                        del shown[request]
+                        if request.error is not None:
+                            yield Event(request, error=request.error)
+                if shown:
+                    self.step()
         finally:
-            for request in requests:
-                self.abort(request)
+            self._abort_all(requests)
+
+    def _abort_all(self, requests: Iterable[Request]) -> None:
+        """End requests, and those whose end had to wait for a step to be over; what has finished stays as it is."""
+        self._aborted.extend(requests)
+        while self._aborted and not self._is_stepping:
+            unfinished = [*self.running, *self.waiting]
+            try:
+                if self._aborted[0] in unfinished:
+                    self._finish(self._aborted[0], "abort")
+                self._aborted.popleft()
+            except BaseException:
+                self._undo(unfinished)
+                raise
+
+    def _undo(
+        self,
+        unfinished: Sequence[Request],
+        before: Mapping[Request, tuple[int, tuple[int, int]]] | None = None,
+        counted: Mapping[str, int] | None = None,
+    ) -> None:
+        """Go back to before something that an exception has left half done: all requests wait, with no blocks.
+
+        What is in the pool is not trusted any more, so they are computed again, as after a preemption.
+
+        Args:
+            unfinished: the requests that were not finished before, oldest first.
+            before: of those that may have got a token since: the length of their output, and their `decoded`.
+            counted: the counters.
+        """
+        self.allocator = BlockAllocator(len(self.allocator.users), self.block_size)
+        for request, (num_tokens, decoded) in (before or {}).items():
+            del request.tokens[request.prompt_len + num_tokens :], request.pieces[num_tokens:]
+            request.decoded = decoded
+        known = set(unfinished)
+        new = [request for request in self.waiting if request not in known]  # added since
+        for request in unfinished:
+            request.status, request.finish_reason, request.error = "waiting", None, None
+            request.num_computed, request.blocks, request.prefixes = 0, [], []
+        self.running, self.waiting = [], deque([*unfinished, *new])
+        vars(self.counters).update(counted or {})
 
     def _schedule(self) -> dict[Request, int]:
         """Pick how many tokens of which requests go into this step, and give them the blocks for those."""
@@ -346,8 +485,35 @@ class Engine:
         self.counters.cached_tokens += request.num_computed
         return True
 
+    def _compute(self, scheduled: dict[Request, int]) -> dict[Request, Event | None]:
+        """Run the model over what is scheduled, and return what came of each request: no books are changed yet.
+
+        That is its next token, or that it failed; None if it has more to compute before it is due a token. A pass that
+        raises does not say which of its requests is at fault, so each of them goes through the model alone then, and
+        writes the same keys and values into the same slots.
+        """
+        due = [request for request, count in scheduled.items() if count == request.num_pending]
+        counted = vars(self.counters).copy()
+        try:
+            tokens = dict(zip(due, _choose(self._forward(scheduled), due), strict=True))
+        except Exception as error:
+            logger.exception("a pass over %d requests failed", len(scheduled))
+            vars(self.counters).update(counted)
+            failure = _describe(error)  # in words: the exception itself would keep all tensors of the pass alive
+        else:
+            return {
+                request: self._next_event(request, tokens[request]) if request in tokens else None
+                for request in scheduled
+            }
+        if len(scheduled) == 1:
+            return {request: Event(request, error=failure) for request in scheduled}
+        outcomes: dict[Request, Event | None] = {}
+        for request, count in scheduled.items():
+            outcomes |= self._compute({request: count})
+        return outcomes
+
     def _forward(self, scheduled: dict[Request, int]) -> Float[Tensor, "b v"]:
-        """Run the model over what is scheduled, and give the logits of each request with nothing left to compute."""
+        """Run the model over what is scheduled, and return the logits of each request with nothing left to compute."""
         return self._run_model(self._make_inputs(scheduled, self._make_levels(scheduled, self.machine)))
 
     def _make_inputs(self, scheduled: dict[Request, int], levels: list[Level] | None = None) -> dict[str, Any]:
@@ -409,9 +575,32 @@ class Engine:
 
     def _run_model(self, inputs: dict[str, Any]) -> Float[Tensor, "b v"]:
         """Run the model once; its keyword arguments reach `attend` in every layer."""
-        if not self.counters.steps or self.config._attn_implementation != ATTENTION:
-            _replace_attention(self.model)  # another model may have the same config, so what that says is not enough
-        return self.model(**inputs, engine=self, use_cache=False).logits[0]
+        if self.config._attn_implementation != ATTENTION:
+            _replace_attention(self.model)
+        self._attended.clear()
+        logits = self.model(**inputs, engine=self, use_cache=False).logits[0]
+        if sorted(self._attended) != list(range(len(self.kinds))):
+            raise ValueError(
+                f"model: expected every one of {len(self.kinds)} layers to attend once, got layers {self._attended}"
+            )
+        return logits
+
+    def _try_model(self) -> None:
+        """Run the model over one token in the first block, so that one that cannot be served is refused at once."""
+        request = Request([0], 1, GREEDY, blocks=[0])
+        before = self.config._attn_implementation
+        try:
+            _replace_attention(self.model)  # even if the config says so: another model may have the same config
+            with torch.no_grad():
+                self._run_model(self._make_inputs({request: 1}))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            self.model.set_attn_implementation(before)
+            raise ValueError(
+                f"model: expected one whose attention the engine can take over, got {type(self.model).__name__}, "
+                f"which fails over one token with {type(error).__name__}: {error}"
+            ) from error
 
     def attend(
         self,
@@ -427,7 +616,7 @@ class Engine:
         sliding_window: int | None = None,
         softcap: float | None = None,
         s_aux: Float[Tensor, "h"] | None = None,
-        **_: Any,
+        **others: Any,
     ) -> Float[Tensor, "1 t h dv"]:
         """Compute the attention of a layer: write its keys and values into its pool, and attend on its path.
 
@@ -443,24 +632,34 @@ class Engine:
             sliding_window: how many tokens each one sees, itself included; None for all.
             softcap: bound on the scores.
             s_aux: the sinks.
-            _: what else transformers hands over, which does not change the attention of a decoder that only infers.
+            others: what else transformers passes, of what is `HARMLESS`.
 
         Returns:
             The outputs as transformers wants them.
+
+        Raises:
+            ValueError: for an option that the engine does not know, or a window where the layer's kind has none.
         """
+        _check_options(others)
+        window, kind = sliding_window or 0, self.kinds[layer]
+        if (window > 0) != (kind == "sliding_attention"):
+            raise ValueError(
+                f"sliding_window: expected a window in layers of kind sliding_attention and in no other, "
+                f"got {sliding_window} in layer {layer} of kind {kind}"
+            )
         key_cache, value_cache = self.caches[layer]
         query, key, value = (rearrange(x, "1 h t d -> t h d") for x in (query, key, value))
         self.kv_cache.write(key, value, key_cache, value_cache, slot_mapping)
-        path, where = self.paths[self.kinds[layer]], {}
-        if self.kinds[layer] == "chunked_attention":
+        path, where = self.paths[kind], {}
+        if kind == "chunked_attention":
             where = dict(chunk_size=self.config.attention_chunk_size)
-        elif self.kinds[layer] == "sliding_attention":
-            where = dict(window_size=(sliding_window - 1, 0) if sliding_window else (-1, -1))
+        elif kind == "sliding_attention":
+            where = dict(window_size=(window - 1, 0))
         elif levels:
             path, where = self.cascade, dict(levels=levels)
         options = dict(softmax_scale=scaling, softcap=softcap or 0.0, sinks=s_aux)
         out = path.attention(query, key_cache, value_cache, batch, **where, **options)
-        return rearrange(out, "t h d -> 1 t h d")
+        return rearrange(out, "t h d -> 1 t h d").contiguous()  # as transformers' own: some models view it
 
     def attend_differential(
         self,
@@ -470,9 +669,11 @@ class Engine:
         value: Float[Tensor, "1 hk t d"],
         batch: Batch,
         slot_mapping: Int64[Tensor, "t"],
-        **_: Any,
+        levels: None = None,
+        **others: Any,
     ) -> Float[Tensor, "1 t h d"]:
         """Compute the attention of a layer of DiffLlama, as `attend` does of others; it ends with the layer's norm."""
+        _check_options(others)
         path, cache = self.paths["differential_attention"], self.caches[module.layer_idx]
         query, key, value = (path.interleave_halves(rearrange(x, "1 h t d -> t h d")) for x in (query, key, value))
         path.write(key, value, cache, slot_mapping)
@@ -489,51 +690,68 @@ class Engine:
         )
         return rearrange(out, "t h d -> 1 t h d")
 
-    def _keep(self, scheduled: dict[Request, int]) -> None:
-        """Count what the step computed, and let the blocks be found that are full now."""
-        self.counters.steps += 1
-        for request, count in scheduled.items():
-            self.counters.computed_tokens += count
-            self.counters.chunks += request.num_pending > 1 or not request.output_ids
-            request.num_computed += count
-            for i in range(len(request.prefixes), request.num_computed // self.block_size):
-                tokens = tuple(request.tokens[i * self.block_size : (i + 1) * self.block_size])
-                parent = request.prefixes[-1] if request.prefixes else None
-                request.prefixes.append(self.allocator.remember(request.blocks[i], parent, tokens))
+    def _next_event(self, request: Request, token: int | None) -> Event:
+        """Return the event of a request's next token, or of its failure if there is no token or no text of it."""
+        if token is None:
+            return Event(request, error="FloatingPointError: logits: expected finite numbers, got NaN or infinity")
+        try:
+            return Event(request, token, self._new_text(request, token) if self.tokenizer else "")
+        except Exception as error:
+            logger.exception("a request of %d tokens failed", len(request.tokens))
+            return Event(request, error=_describe(error))
 
-    def _take(self, request: Request, token: int) -> Event:
-        """Give a request its next token, and end it if that was its last."""
-        request.tokens.append(token)
-        stops = request.sampling.stop_token_ids
-        if token in (_end_token_ids(self.model) if stops is None else stops):
-            self._finish(request, "stop")
-        elif len(request.output_ids) == request.sampling.max_tokens:
-            self._finish(request, "length")
-        piece = self._new_text(request) if self.tokenizer else ""
-        request.text += piece
-        return Event(request, token, piece)
-
-    def _new_text(self, request: Request) -> str:
-        """Give the text that was not there yet, but not half a character: its other bytes come with the next token.
+    def _new_text(self, request: Request, token: int) -> str:
+        """Return the text that comes with a token, but not half a character: its other bytes come with the next token.
 
         Decoding starts one piece earlier, as a tokenizer may treat the first token of a text in its own way.
         """
-        output_ids, (start, end) = request.output_ids, request.decoded
+        output_ids, (start, end) = [*request.output_ids, token], request.decoded
         before = self.tokenizer.decode(output_ids[start:end], skip_special_tokens=True)
         text = self.tokenizer.decode(output_ids[start:], skip_special_tokens=True)
-        if text.endswith("\N{REPLACEMENT CHARACTER}") and request.status != "finished":
+        if text.endswith("\N{REPLACEMENT CHARACTER}") and self._reason_to_end(request, token) is None:
             return ""
         request.decoded = end, len(output_ids)
-        return text[len(before) :]
+        return str(text[len(before) :])
+
+    def _reason_to_end(self, request: Request, token: int) -> str | None:
+        """Return the reason why a token is the last of its request, or None if it is not."""
+        stops = request.sampling.stop_token_ids
+        if token in (self.end_token_ids if stops is None else stops):
+            return "stop"
+        return "length" if len(request.output_ids) + 1 == request.sampling.max_tokens else None
+
+    def _commit(self, request: Request, count: int, event: Event | None) -> None:
+        """Enter into the books what came of a request."""
+        if event is not None and event.error is not None:
+            request.error = event.error
+            self.allocator.forget(request.blocks)  # nobody can say what they hold
+            self._finish(request, "error")
+            return
+        self._keep(request, count)
+        if event is not None and event.token_id is not None:
+            reason = self._reason_to_end(request, event.token_id)
+            request.tokens.append(event.token_id)
+            request.pieces.append(event.text)
+            if reason:
+                self._finish(request, reason)
+
+    def _keep(self, request: Request, count: int) -> None:
+        """Count what a step computed of a request, and let its blocks be found that are full now."""
+        self.counters.computed_tokens += count
+        self.counters.chunks += request.num_pending > 1 or not request.output_ids
+        request.num_computed += count
+        for i in range(len(request.prefixes), request.num_computed // self.block_size):
+            tokens = tuple(request.tokens[i * self.block_size : (i + 1) * self.block_size])
+            parent = request.prefixes[-1] if request.prefixes else None
+            request.prefixes.append(self.allocator.remember(request.blocks[i], parent, tokens))
 
     def _finish(self, request: Request, reason: str) -> None:
         request.finish_reason = reason
         self._stop(request, "finished")
 
     def _stop(self, request: Request, status: str) -> None:
-        """Take a request out of those that run, and its blocks from it."""
-        if request.status == "running":
-            self.running.remove(request)
+        """Take a request out of those that run or wait, and its blocks from it."""
+        (self.running if request.status == "running" else self.waiting).remove(request)
         self.allocator.release(request.blocks)
         request.status, request.num_computed, request.blocks, request.prefixes = status, 0, [], []
 
@@ -614,13 +832,18 @@ class BlockAllocator:
             self.free.pop(block, None)
 
     def allocate(self, count: int) -> list[int]:
-        """Hand out free blocks to write to; there must be as many."""
+        """Hand out free blocks to write to, which are not found any more; there must be as many."""
         blocks = [self.free.popitem(last=False)[0] for _ in range(count)]
         for block in blocks:
             self.users[block] = 1
+        self.forget(blocks)
+        return blocks
+
+    def forget(self, blocks: Sequence[int]) -> None:
+        """Let blocks not be found any more."""
+        for block in blocks:
             if block in self.prefixes:
                 del self.block_of[self.prefixes.pop(block).hash]
-        return blocks
 
     def release(self, blocks: Sequence[int]) -> None:
         """Count one user less of each block of a request, and free those that have none left.
@@ -634,16 +857,32 @@ class BlockAllocator:
                 self.free.move_to_end(block, last=block in self.prefixes)
 
 
-def _choose(logits: Float[Tensor, "b v"], requests: Sequence[Request]) -> list[int]:
-    """Choose the next token of each request, from its own row of logits and its own random numbers."""
+def _choose(logits: Float[Tensor, "b v"], requests: Sequence[Request]) -> list[int | None]:
+    """Choose the next token of each request, from its own row of logits and its own random numbers.
+
+    There is none in a row with NaN or `+inf`, or with nothing above `-inf`.
+    """
     settings = [request.sampling for request in requests]
+    is_sound = logits.amax(-1).isfinite()
     if all(setting.temperature == 0 for setting in settings):
-        return logits.argmax(-1).tolist()
-    uniform = [torch.rand((), generator=request.generator, dtype=torch.float64) for request in requests]
-    columns = ([s.temperature for s in settings], [s.top_p for s in settings], uniform)
-    return sample(
-        logits, *(torch.tensor(column, dtype=torch.float64, device=logits.device) for column in columns)
-    ).tolist()
+        tokens = logits.argmax(-1)
+    else:
+        uniform = [_uniform(request) for request in requests]
+        columns = ([s.temperature for s in settings], [s.top_p for s in settings], uniform)
+        tokens = sample(
+            logits.where(rearrange(is_sound, "b -> b 1"), 0.0),
+            *(torch.tensor(column, dtype=torch.float64, device=logits.device) for column in columns),
+        )
+    return [None if token < 0 else token for token in tokens.where(is_sound, -1).tolist()]
+
+
+def _uniform(request: Request) -> float:
+    """Return the random number in [0, 1) of a request's next token.
+
+    It follows from the seed and the token's place alone, so a step that is run again, or a request that is computed
+    again, draws the same.
+    """
+    return Random(f"{request.sampling.seed}/{len(request.output_ids)}").random()
 
 
 def sample(
@@ -661,7 +900,7 @@ def sample(
         0                                        top_p          1
 
     Args:
-        logits: a row for each request.
+        logits: a row for each request, each with a finite largest one.
         temperature: divides the logits; a row with 0 gives its most likely token.
         top_p: where to cut the line.
         uniform: the random numbers.
@@ -669,10 +908,11 @@ def sample(
     Source: Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration".
     """
     temperature, top_p, uniform = (rearrange(x, "b -> b 1") for x in (temperature, top_p, uniform))
-    scaled = logits.double() / temperature.where(temperature > 0, 1.0)
+    # The largest is taken off first: divided by a very small temperature it would be infinite.
+    scaled = (logits.double() - logits.double().amax(-1, keepdim=True)) / temperature.where(temperature > 0, 1.0)
     probabilities, token_ids = scaled.softmax(-1).sort(descending=True, stable=True)
     ends = probabilities.cumsum(-1)  # [b, v], where each token ends on the line
-    length = (probabilities * (ends - probabilities < top_p)).sum(-1, keepdim=True)
+    length = ends.where(ends - probabilities < top_p, 0.0).amax(-1, keepdim=True)
     drawn = token_ids.gather(-1, torch.searchsorted(ends, uniform * length, right=True))
     return rearrange(drawn.where(temperature > 0, logits.argmax(-1, keepdim=True)), "b 1 -> b")
 
@@ -686,6 +926,112 @@ PATHS = {  # of each kind of layer
     "chunked_attention": "local",
     "differential_attention": "differential",
 }
+
+
+# The families of models, by `config.model_type`, whose logits have been compared with those of transformers' own eager
+# attention. The test that does it, tests/test_engine_models.py, fails if this list is not what it compares.
+VERIFIED = tuple(  # a sentence reads better here than a list of its words
+    """
+    afmoe apertus arcee aria_text beam bert bert-generation biogpt bitnet cohere cohere2 cohere2_moe ctrl cwm
+    diffllama dots1 electra ernie ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3
+    gemma3_text glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa
+    granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax jais2 kolibri1 laguna llama llama4_text
+    mellum minimax_m2 ministral ministral3 mistral mixtral modernbert-decoder nanochat olmo olmo2 olmo3 olmoe opt
+    persimmon phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open starcoder2 vaultgemma
+    """.split()  # noqa: SIM905
+)
+
+# What some of the others do that the engine does not. Nothing but their own code would show it.
+UNSERVED = {
+    "bloom": "whose scores have an ALiBi bias, added outside of transformers' AttentionInterface",
+    "mpt": "whose scores have an ALiBi bias, added outside of transformers' AttentionInterface",
+    "gemma4": "whose layers have heads of different sizes",
+    "gemma4_text": "whose layers have heads of different sizes",
+    "nemotron": "whose attention is not passed the keyword arguments of its model",
+    "stablelm": "whose attention is not passed the keyword arguments of its model",
+}
+HARMLESS = {  # options of an attention that change nothing in a decoder that only infers
+    "dropout",  # 0 then
+    "encoder_hidden_states",  # None then
+    "output_attentions",
+    "output_router_logits",
+    "past_key_values",  # None then
+    "position_ids",  # the model itself has used them
+    "use_cache",
+}
+# Rotary positions whose frequencies are fixed, and those where they depend on the longest sequence of the batch, once that
+# is longer than `_max_positions`.
+STATIC_ROPE = ("default", "linear", "yarn", "llama3", "proportional")
+DYNAMIC_ROPE = ("dynamic", "longrope")
+
+
+def _check_model(model: Any, trust_model: bool) -> None:
+    """Check that the engine serves a model as it is meant: a causal decoder whose positions are its `position_ids`.
+
+    Raises:
+        ValueError: saying what the model does that the engine does not, or that nobody has tried its family yet.
+    """
+    reason = _reason_to_refuse(model)
+    if reason:
+        raise ValueError(f"model: expected a causal decoder of transformers, got {type(model).__name__}, {reason}")
+    family = model.config.model_type
+    if family not in VERIFIED and not trust_model:
+        raise ValueError(
+            f"model: expected one of a family whose answers were compared with transformers' own, got {family}. To try "
+            "it, pass trust_model=True and compare its answers with those of model.generate; served are "
+            f"{', '.join(VERIFIED)}"
+        )
+
+
+def _reason_to_refuse(model: Any) -> str | None:
+    """Return what a model does that the engine would get wrong; None if nothing is known."""
+    configs = (model.config, model.config.get_text_config())
+    parameters = signature(model.forward).parameters
+    if model.config.is_encoder_decoder:
+        return "which has an encoder"
+    if model.config.model_type in UNSERVED:
+        return UNSERVED[model.config.model_type]
+    if not model._can_set_attn_implementation():
+        return "which is not built on transformers' AttentionInterface"
+    for name in ("position_ids", "logits_to_keep"):
+        if name not in parameters:
+            return f"whose forward takes no {name}"
+    for option in ("alibi", "add_cross_attention", "use_bidirectional_attention"):
+        if any(getattr(config, option, None) for config in configs):
+            return f"with {option}"
+    if any(getattr(config, "kv_lora_rank", None) for config in configs):
+        return "which has latent attention (MLA): its keys and values have heads of different sizes"
+    if any(getattr(config, "is_causal", True) is False for config in configs):
+        return "with is_causal=False"
+    for name, module in model.named_modules():
+        if hasattr(module, "layer_idx") and getattr(module, "is_causal", True) is False:
+            return f"whose attention {name} is not causal; a model that can be both needs is_decoder=True"
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            return f"whose positions begin past padding_idx={module.padding_idx}"
+    for rope_type in _rope_types(configs[-1]):
+        if rope_type not in STATIC_ROPE + DYNAMIC_ROPE:
+            return f"whose rotary positions are of type {rope_type}, not {', '.join(STATIC_ROPE + DYNAMIC_ROPE)}"
+    return None
+
+
+def _rope_types(config: Any) -> dict[str, Any]:
+    """Return the types of a model's rotary positions, with their settings: one for all layers, or for each kind."""
+    settings = getattr(config, "rope_parameters", None) or {}
+    by_kind = settings.values() if all(isinstance(value, dict) for value in settings.values()) else [settings]
+    return {one.get("rope_type") or "default": one for one in by_kind}
+
+
+def _max_positions(config: Any) -> int | float:
+    """Return how many positions a model has, in tokens: infinity if it does not say.
+
+    Past them a table of positions ends, and dynamic rotary positions change for every request in the batch. "longrope"
+    does so earlier, past the length that the model was first trained with.
+    """
+    found = [getattr(config, "max_position_embeddings", None)]
+    for rope_type, settings in _rope_types(config).items():
+        if rope_type == "longrope":
+            found.append(settings["original_max_position_embeddings"])
+    return min((number for number in found if number), default=inf)
 
 
 def _replace_attention(model: Any) -> None:
@@ -726,6 +1072,7 @@ def paged_attention(
         )
     if attention_mask is not None:
         raise ValueError(f"attention_mask: expected None, as the batch says who sees whom, got {attention_mask.shape}")
+    engine._attended.append(module.layer_idx)
     return engine.attend(module.layer_idx, query, key, value, **step), None
 
 
@@ -747,22 +1094,35 @@ def _differential_attention(
     )
     rotate = importlib.import_module(type(module).__module__).apply_rotary_pos_emb
     query, key = rotate(query, key, *position_embeddings)
+    engine._attended.append(module.layer_idx)
     out = engine.attend_differential(module, query, key, value, **step)
     return module.o_proj(rearrange(out, "1 t h d -> 1 t (h d)")), None
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Check that an attention has no option that the engine would not honour.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    for name, value in options.items():
+        if name not in HARMLESS:
+            raise ValueError(f"{name}: expected no option of attention that the engine does not know, got {value!r}")
+    for name in ("dropout", "encoder_hidden_states", "past_key_values"):
+        if options.get(name):
+            raise ValueError(f"{name}: expected none in a decoder that only infers, got {options[name]!r}")
 
 
 def _layer_kinds(config: Any, num_tokens: int) -> list[str]:
     """Give the kind of every layer, in transformers' words, where a sequence or a step has up to `num_tokens` tokens.
 
     Raises:
-        ValueError: if the model is no decoder, or has a kind of layer without a path.
+        ValueError: if the model has a kind of layer without a path.
     """
     every_layer = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
     kinds = list(getattr(config, "layer_types", None) or [every_layer] * config.num_hidden_layers)
     if config.model_type == "diffllama":  # does not say so, but calls attention twice a layer
         kinds = ["differential_attention"] * len(kinds)
-    if config.is_encoder_decoder:
-        kinds = ["encoder_decoder"]
     for kind in kinds:
         if kind not in PATHS:
             raise ValueError(f"model: expected a decoder with layers of kind {' or '.join(PATHS)}, got {kind}")
@@ -795,7 +1155,7 @@ def _cache_heads(config: Any) -> tuple[int, int]:
 
 def _end_token_ids(model: Any) -> tuple[int, ...]:
     """Give the tokens that end an answer, by the model's own account."""
-    ends = model.generation_config.eos_token_id
+    ends = getattr(model.generation_config, "eos_token_id", None)
     return () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
 
 
@@ -805,3 +1165,23 @@ def _load(twin: Any, module: str) -> Any:
     By name, and not before it is needed: `fastattn.engine` builds on this file, and must not bring the oracle along.
     """
     return getattr(twin, module, None) or importlib.import_module(f"{twin.__name__}.{module}")
+
+
+def _token_ids(prompt: Iterable[int]) -> list[int]:
+    """Return a prompt's tokens as a list of ints, whatever holds them: a list, an array, a tensor.
+
+    Raises:
+        ValueError: if it does not hold ints, in one row.
+    """
+    tokens: Any = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if isinstance(tokens, (str, bytes, Mapping, Set)) or not isinstance(tokens, Iterable):
+        raise ValueError(f"prompt: expected token ids, got {prompt!r}")
+    tokens = list(tokens)
+    wrong = [token for token in tokens if isinstance(token, bool) or not hasattr(token, "__index__")]
+    if wrong:
+        raise ValueError(f"prompt: expected token ids, which are ints, got {wrong[0]!r}")
+    return [index(token) for token in tokens]
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import replace
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,8 +20,6 @@ from transformers import (
     Llama4TextConfig,
     MistralConfig,
     MistralForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
 )
 
 import fastattn.demo
@@ -306,20 +305,6 @@ def test_what_others_left_in_the_pool_is_not_read(llama, expected, twin):
     assert outputs(engine, PROMPTS) == expected
 
 
-def test_a_step_that_fails_loses_nothing(llama, expected, monkeypatch):
-    engine = make_engine(llama, token_budget=10)
-    requests = [engine.add(prompt, GREEDY) for prompt in PROMPTS]
-    for _ in range(4):
-        engine.step()
-    with monkeypatch.context() as broken:
-        broken.setattr(refattn.chunked_prefill, "attention", lambda *_, **__: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            engine.step()
-    while engine.running or engine.waiting:
-        engine.step()
-    assert [request.output_ids for request in requests] == expected
-
-
 # The prefix cache.
 
 
@@ -390,6 +375,36 @@ def test_saved_key_reads_are_those_of_the_blocks_shared(llama):
         assert engine.counters.saved_key_reads == 12 * steps
     assert all(request.status == "finished" for request in requests)
     assert engine.counters.key_reads == sum(2 * (14 + step) for step in range(3))
+
+
+def test_blocks_are_found_by_all_that_comes_before_them():
+    """Two prompts whose second blocks hold the same tokens: a hash without the parent's keeps one of the two only."""
+    allocator = BlockAllocator(4, 2)
+    chains = {(1, 2, 9, 9): allocator.allocate(2), (3, 4, 9, 9): allocator.allocate(2)}
+    for tokens, blocks in chains.items():
+        parent = allocator.remember(blocks[0], None, tokens[:2])
+        allocator.remember(blocks[1], parent, tokens[2:])
+    for tokens, blocks in chains.items():
+        assert allocator.find(tokens) == blocks
+    assert allocator.find([9, 9]) == [], "no prompt begins like this"
+    assert allocator.find([1, 2, 9, 9, 9, 9]) == chains[1, 2, 9, 9]
+
+
+def test_forgotten_blocks_are_not_found_and_their_users_keep_them():
+    allocator = BlockAllocator(4, 2)
+    blocks = allocator.allocate(2)
+    parent = allocator.remember(blocks[0], None, (1, 2))
+    allocator.remember(blocks[1], parent, (3, 4))
+    allocator.share(blocks)
+    allocator.forget(blocks[:1])
+    assert allocator.find([1, 2, 3, 4]) == [], "nobody knows what the second block continues"
+    assert [allocator.users[block] for block in blocks] == [2, 2]
+    again = allocator.allocate(1)
+    allocator.remember(again[0], None, (1, 2))
+    assert allocator.find([1, 2, 3, 4]) == again, "the old second block is none of a new first one"
+    allocator.release(blocks)
+    allocator.release(blocks)
+    assert set(allocator.free) == set(range(4)) - set(again)
 
 
 def test_equal_hashes_are_not_mistaken_for_one_another(monkeypatch):
@@ -463,6 +478,15 @@ def test_tokens_are_drawn_by_their_probability(temperature, top_p, shares):
     uniform = (torch.arange(n, dtype=torch.float64) + 0.5) / n
     drawn = sample(logits, temperature * column, top_p * column, uniform)
     assert (drawn.bincount(minlength=4) / n).tolist() == pytest.approx(shares, abs=2 / n)
+
+
+def test_the_ends_of_what_can_be_drawn():
+    """The smallest and the largest random number, temperatures that divide to infinity, and tokens that cannot come."""
+    logits = torch.tensor([[80.0, -torch.inf, 81.0, 3.0]]).expand(4, 4)
+    temperature = torch.tensor([1.0, 1.0, 1e-310, 1e300], dtype=torch.float64)
+    top_p = torch.tensor([1.0, 0.7, 1.0, 1.0], dtype=torch.float64)
+    uniform = torch.tensor([0.0, 1 - 2**-53, 1 - 2**-53, 1 - 2**-53], dtype=torch.float64)
+    assert sample(logits, temperature, top_p, uniform).tolist() == [2, 2, 2, 3]
 
 
 # The end, and the text.
@@ -566,11 +590,23 @@ BAD_REQUESTS = {
     "too long": (list(range(80)), Sampling(max_tokens=2), r"prompt: .* 20 blocks of 4 .* need 21 blocks"),
     "too long with its answer": ([1], Sampling(max_tokens=81), r"prompt: .* max_tokens=81, which need 21 blocks"),
     "text without a tokenizer": ("hello", GREEDY, r"prompt: expected token ids"),
+    "fractions": ([1, 1.5], GREEDY, r"prompt: expected token ids, which are ints, got 1\.5"),
+    "a mask": ([True, False], GREEDY, r"prompt: expected token ids, which are ints, got True"),
+    "texts": (["a"], GREEDY, r"prompt: expected token ids, which are ints, got 'a'"),
+    "a row of rows": (torch.tensor([[1, 2]]), GREEDY, r"prompt: expected token ids, which are ints, got \[1, 2\]"),
+    "floats": (torch.ones(2), GREEDY, r"prompt: expected token ids, which are ints, got 1\.0"),
+    "one id": (5, GREEDY, r"prompt: expected token ids, got 5"),
+    "one id in a tensor": (torch.tensor(5), GREEDY, r"prompt: expected token ids, got tensor\(5\)"),
+    "bytes": (b"ab", GREEDY, r"prompt: expected token ids, got b'ab'"),
+    "what a tokenizer returns": ({"input_ids": [1]}, GREEDY, r"prompt: expected token ids, got {'input_ids'"),
+    "nothing": (None, GREEDY, r"prompt: expected token ids, got None"),
+    "another sampling": ([1], dict(max_tokens=3), r"sampling: expected a Sampling, got"),
+    "no sampling": ([1], None, r"sampling: expected a Sampling, got None"),
 }
 
 
 @pytest.mark.parametrize("bad", BAD_REQUESTS)
-def test_bad_requests_leave_the_others_alone(llama, expected, bad):
+def test_bad_requests_leave_the_others_alone(llama, expected, bad, shapes_unchecked):
     prompt, sampling, message = BAD_REQUESTS[bad]
     engine = make_engine(llama, num_blocks=20, token_budget=10)
     good = [engine.add(p, GREEDY) for p in PROMPTS]
@@ -581,6 +617,8 @@ def test_bad_requests_leave_the_others_alone(llama, expected, bad):
         engine.add(prompt, sampling)
     with pytest.raises(ValueError, match=message):
         engine.generate([PROMPTS[0], prompt], [GREEDY, sampling])
+    with pytest.raises(ValueError, match=message):
+        engine.stream([PROMPTS[0], prompt], [GREEDY, sampling])
     assert [*engine.running, *engine.waiting] == [request for request in good if request.status != "finished"]
     assert all(map(torch.equal, caches, [cache for layer in engine.caches for cache in layer]))
     while engine.running or engine.waiting:
@@ -594,26 +632,55 @@ def test_the_largest_request_that_fits_is_served(llama):
     assert len(outputs(engine, [[1]], Sampling(max_tokens=80))[0]) == 80
 
 
-def test_number_of_samplings(llama):
+ROWS = {"tuple": tuple, "iterator": iter, "tensor": torch.tensor, "array": numpy.array, "list of tensors": torch.tensor}
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_prompts_may_be_any_row_of_ints(llama, expected, kind, shapes_unchecked):
+    row = ROWS[kind](PROMPTS[1])
+    (request,) = make_engine(llama).generate([list(row) if kind == "list of tensors" else row], GREEDY)
+    assert request.output_ids == expected[1]
+    assert all(type(token) is int for token in request.tokens)
+    first, second = make_engine(llama).generate(torch.tensor([PROMPTS[0], PROMPTS[0]]), [GREEDY, GREEDY])
+    assert first.output_ids == second.output_ids == expected[0]
+
+
+def test_number_of_samplings(llama, shapes_unchecked):
     with pytest.raises(ValueError, match="sampling: expected one, or one for each of 2 prompts, got 3"):
         make_engine(llama).generate([[1], [2]], [GREEDY] * 3)
+    with pytest.raises(ValueError, match="sampling: expected a Sampling, got 5"):
+        make_engine(llama).generate([[1], [2]], 5)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [dict(max_tokens=0), dict(temperature=-1.0), dict(temperature=float("nan")), dict(top_p=0.0), dict(top_p=1.5)],
-    ids=str,
-)
-def test_bad_sampling(options):
-    (name,) = options
-    with pytest.raises(ValueError, match=f"{name}: expected"):
-        Sampling(**options)
+@pytest.mark.parametrize("prompts", ["hello", 5, None])
+def test_one_prompt_in_place_of_several(llama, prompts, shapes_unchecked):
+    """Each letter of a text would be a prompt."""
+    with pytest.raises(ValueError, match=f"prompts: expected a list of prompts, got {prompts!r}"):
+        make_engine(llama).generate(prompts)
+
+
+BAD_SAMPLINGS = {
+    "max_tokens": (0, -3, 1.5, 2.0, True, "9", None),
+    "temperature": (-1.0, float("nan"), float("inf"), "1", None, True),
+    "top_p": (0.0, 1.5, -0.5, float("nan"), "1", None, True),
+    "seed": (1.5, "a", None, True),
+    "stop_token_ids": ([3], 3, (1.5,), ("a",), (True,), "ab", {3}),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SAMPLINGS)
+def test_bad_sampling(name, shapes_unchecked):
+    for value in BAD_SAMPLINGS[name]:
+        with pytest.raises(ValueError, match=f"{name}: expected .*, got") as error:
+            Sampling(**{name: value})
+        assert str(error.value).endswith(f"got {value!r}")
 
 
 @pytest.mark.parametrize("name", ["num_blocks", "block_size", "token_budget", "max_seqs"])
-def test_bad_sizes(llama, name):
-    with pytest.raises(ValueError, match=f"{name}: expected at least 1, got 0"):
-        make_engine(llama, **{name: 0})
+def test_bad_sizes(llama, name, shapes_unchecked):
+    for size in (0, -1, 1.5, True, None):
+        with pytest.raises(ValueError, match=f"{name}: expected an int of at least 1, got {size}"):
+            make_engine(llama, **{name: size})
 
 
 @pytest.mark.parametrize("twin", TWINS)
@@ -638,14 +705,6 @@ def test_heads_that_do_not_divide(bad, llama, monkeypatch):
         monkeypatch.setattr(llama.config, name, value)
     with pytest.raises(ValueError, match=f"model: expected {message}"):
         make_engine(llama)
-
-
-def test_layers_without_a_path():
-    t5 = make_model(
-        T5ForConditionalGeneration, T5Config(vocab_size=9, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
-    )
-    with pytest.raises(ValueError, match="model: expected a decoder .*, got encoder_decoder"):
-        make_engine(t5)
 
 
 def test_the_model_is_the_engines_until_it_is_given_back(llama, expected):

@@ -2,7 +2,7 @@
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 SIZES = dict(
@@ -18,6 +18,53 @@ SIZES = dict(
     eos_token_id=None,
     pad_token_id=0,
 )
+
+
+# The same sizes under the names that other families have for them, and small numbers of experts.
+FAMILY_SIZES = SIZES | dict(
+    max_position_embeddings=128,
+    sliding_window=5,
+    is_decoder=True,
+    d_model=48,
+    encoder_layers=2,
+    encoder_attention_heads=6,
+    encoder_ffn_dim=64,
+    decoder_layers=2,
+    decoder_attention_heads=6,
+    decoder_ffn_dim=64,
+    n_positions=128,
+    n_embd=48,
+    n_layer=2,
+    n_head=6,
+    n_inner=64,
+    dff=64,
+    ffn_dim=64,
+    embedding_size=48,
+    word_embed_proj_dim=48,
+    moe_intermediate_size=32,
+    shared_expert_intermediate_size=32,
+    num_experts=4,
+    num_local_experts=4,
+    moe_num_experts=4,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    n_group=1,
+    topk_group=1,
+)
+
+
+def make_family(family, device="cpu", **changes):
+    """Make a tiny model of a family, by its `config.model_type`, in which every parameter matters."""
+    config_class = CONFIG_MAPPING[family]
+    known = {name for base in config_class.__mro__ for name in getattr(base, "__annotations__", {})}
+    known -= {*config_class.attribute_map, "bos_token_id", "eos_token_id", "initializer_range"}
+    config = config_class(**{name: size for name, size in FAMILY_SIZES.items() if name in known} | changes)
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # sinks, norms and biases begin as 0 or 1
+            parameter.add_(0.15 * torch.randn_like(parameter))
+    return model.to(device)
 
 
 def make_model(model_class, config, device="cpu"):

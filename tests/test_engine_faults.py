@@ -1,0 +1,950 @@
+"""One bad request changes nobody else's answer, and an exception anywhere leaves an engine that goes on.
+
+Whatever goes wrong, each request gets the answer that it gets alone, or it is one that something went wrong with, and
+then it says so; and every block is free or counted for those who use it.
+"""
+
+import gc
+import importlib
+import sys
+from collections import Counter
+from contextlib import suppress
+from functools import cache, partial
+from types import SimpleNamespace
+from weakref import ref
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from test_engine import MODELS
+from tiny_models import make_llama, make_model
+
+import fastattn.engine
+import refattn.engine
+from refattn.engine import BlockAllocator, Engine, Event, Request, Sampling
+
+TWINS = ("refattn", "fastattn")
+NAN = 96  # a token whose embedding is NaN, and so are the keys, values and logits of whoever sees it
+SYSTEM = [5, 9, 2, 6, 5, 3, 5, 8, 9]
+PROMPTS = [[11], [*SYSTEM, 40, 41], [7, 3] * 7, [*SYSTEM, 50], [*SYSTEM, 40, 41, 42]]
+BAD = [*SYSTEM, NAN, 41]
+GREEDY = Sampling(max_tokens=6)
+WARM = Sampling(max_tokens=6, temperature=1.0, top_p=0.9, seed=4)
+SHORT = Sampling(max_tokens=3)
+MIXED = [GREEDY, WARM, GREEDY, WARM, GREEDY]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Threads cost more than they bring at these sizes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def with_nan(model):
+    with torch.no_grad():
+        model.get_input_embeddings().weight[NAN] = torch.nan
+    return model
+
+
+@pytest.fixture(scope="module")
+def llama(device):
+    return with_nan(make_llama(device))
+
+
+def make_engine(model, twin="refattn", **options):
+    sizes = dict(num_blocks=40, block_size=4, token_budget=64) | options
+    return importlib.import_module(f"{twin}.engine").Engine(model, **sizes)
+
+
+def answers_alone(model, prompts=PROMPTS, samplings=MIXED):
+    """Answer each prompt in an engine of its own."""
+    return [
+        make_engine(model).generate([prompt], sampling)[0].output_ids
+        for prompt, sampling in zip(prompts, samplings, strict=True)
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(llama):
+    return answers_alone(llama)
+
+
+def finish(engine):
+    while engine.running or engine.waiting:
+        engine.step()
+        assert_the_books_are_right(engine)
+
+
+def assert_the_books_are_right(engine):
+    """Check all that has to be true between two calls of an engine."""
+    allocator, block_size = engine.allocator, engine.block_size
+    users = Counter(block for request in engine.running for block in request.blocks)
+    assert allocator.users == [users[block] for block in range(len(allocator.users))]
+    assert sorted(allocator.free) == [block for block, count in enumerate(allocator.users) if not count]
+    assert not engine._is_stepping and not engine._aborted
+    assert not set(engine.running) & set(engine.waiting)
+    for status, requests in (("running", engine.running), ("waiting", engine.waiting)):
+        assert len(set(requests)) == len(requests)
+        for request in requests:
+            assert (request.status, request.finish_reason, request.error) == (status, None, None)
+            assert request.num_pending > 0, "it would never get another token"
+            assert len(request.output_ids) == len(request.pieces) < request.sampling.max_tokens
+            assert len(set(request.blocks)) == len(request.blocks) >= -(-request.num_computed // block_size)
+            assert len(request.prefixes) == request.num_computed // block_size
+            assert [token for prefix in request.prefixes for token in prefix.tokens] == request.tokens[
+                : len(request.prefixes) * block_size
+            ]
+    assert all(request.num_computed == 0 and request.blocks == [] for request in engine.waiting)
+    assert {prefix.hash: block for block, prefix in allocator.prefixes.items()} == allocator.block_of
+
+
+def assert_nothing_is_held(engine):
+    assert_the_books_are_right(engine)
+    assert not engine.running and not engine.waiting
+    assert len(engine.allocator.free) == len(engine.allocator.users)
+
+
+def ends(requests):
+    return [request.finish_reason for request in requests]
+
+
+# A request whose numbers are not finite.
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("twin", TWINS)
+def test_logits_that_are_not_finite_fail_their_request_only(llama, alone, twin, sampling, caplog):
+    engine = make_engine(llama, twin)
+    requests = engine.generate([BAD, *PROMPTS], [sampling, *MIXED])
+    assert [request.output_ids for request in requests] == [[], *alone]
+    assert ends(requests) == ["error", *["length"] * len(PROMPTS)]
+    assert requests[0].error == "FloatingPointError: logits: expected finite numbers, got NaN or infinity"
+    assert_nothing_is_held(engine)
+
+
+@pytest.mark.parametrize(
+    ("value", "is_bad"), [(torch.nan, True), (torch.inf, True), (-torch.inf, False)], ids=["nan", "inf", "-inf"]
+)
+@pytest.mark.parametrize("everywhere", [False, True], ids=["one token", "every token"])
+def test_which_logits_are_an_error(value, is_bad, everywhere):
+    """A token that cannot come has a logit of -inf; a request whose every token cannot come is an error."""
+    requests = [Request([1], 1, sampling) for sampling in (GREEDY, WARM, GREEDY, WARM)]
+    logits = torch.arange(5.0).expand(4, 5).clone()
+    logits[:2, slice(None) if everywhere else 4] = value
+    good = refattn.engine._choose(torch.arange(5.0).expand(4, 5), requests)
+    chosen = refattn.engine._choose(logits, requests)
+    assert chosen[2:] == good[2:]
+    if is_bad or everywhere:
+        assert chosen[:2] == [None, None]
+    else:
+        assert chosen[0] == 3 and chosen[1] in range(4)
+
+
+@pytest.mark.parametrize("twin", TWINS)
+@pytest.mark.parametrize("kind", ["full", *MODELS])
+def test_what_a_bad_request_leaves_in_the_pool_is_not_read(kind, twin, device):
+    """Its NaN is in blocks that the others get next, and past their own keys in the last of them."""
+    model = with_nan(make_llama(device) if kind == "full" else make_model(*MODELS[kind], device))
+    expected = [request.output_ids for request in make_engine(model).generate(PROMPTS, SHORT)]
+    for block_size, num_blocks in ((4, 9), (8, 5)):
+        engine = make_engine(model, twin, num_blocks=num_blocks, block_size=block_size, token_budget=30)
+        assert ends(engine.generate([[3, *[NAN] * 32]], SHORT)) == ["error"]
+        assert all(cache[..., -1].isnan().any() for cache in engine.caches[0])
+        assert [request.output_ids for request in engine.generate(PROMPTS, SHORT)] == expected
+
+
+@pytest.mark.parametrize("twin", TWINS)
+@pytest.mark.parametrize("rubbish", [torch.nan, torch.inf, -torch.inf])
+def test_what_anybody_left_in_the_pool_is_not_read(llama, alone, twin, rubbish):
+    engine = make_engine(llama, twin, num_blocks=12, token_budget=11)
+    for key_cache, value_cache in engine.caches:
+        key_cache.fill_(rubbish)
+        value_cache.fill_(rubbish)
+    assert [request.output_ids for request in engine.generate(PROMPTS, MIXED)] == alone
+
+
+def test_blocks_of_a_failed_request_are_not_found(llama, alone):
+    """Others that use them keep them, and what was there before the failure is computed again."""
+    engine = make_engine(llama)
+    first = engine.add(PROMPTS[1], WARM)
+    engine.step()
+    assert len(engine.allocator.find(SYSTEM)) == 2
+    bad = engine.add(BAD, GREEDY)
+    engine.step()
+    assert (bad.finish_reason, engine.counters.cached_blocks) == ("error", 2), "it had found the first two blocks"
+    assert engine.allocator.find(SYSTEM) == []
+    second = engine.add(PROMPTS[3], WARM)
+    finish(engine)
+    assert [first.output_ids, second.output_ids] == [alone[1], alone[3]]
+    assert engine.counters.cached_blocks == 2, "nobody found what the bad one had used"
+    assert_nothing_is_held(engine)
+
+
+# A request that makes something raise.
+
+
+def raising_over(model, token, error, *, only_with_others=False):
+    """Let the model raise over every batch with a token in it."""
+
+    def check(_module, arguments):
+        if (arguments[0] == token).any() and (not only_with_others or arguments[0].shape[1] > 1):
+            raise error
+
+    return model.get_input_embeddings().register_forward_pre_hook(check)
+
+
+@pytest.fixture
+def hooks():
+    """Hooks of a model that are taken out after the test."""
+    added = []
+    yield added
+    for hook in added:
+        hook.remove()
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("no such row"), torch.OutOfMemoryError("CUDA out of memory."), AssertionError()], ids=repr
+)
+@pytest.mark.parametrize("twin", TWINS)
+def test_a_pass_that_raises_fails_only_who_raises_alone(llama, alone, twin, error, hooks, caplog):
+    engine = make_engine(llama, twin, token_budget=20)
+    hooks.append(raising_over(llama, 77, error))
+    requests = engine.generate([*PROMPTS[:2], [77, 1, 2], *PROMPTS[2:]], [*MIXED[:2], GREEDY, *MIXED[2:]])
+    bad = requests.pop(2)
+    assert (bad.finish_reason, bad.error, bad.output_ids) == ("error", f"{type(error).__name__}: {error}", [])
+    assert [request.output_ids for request in requests] == alone
+    assert "a pass over 1 requests failed" in caplog.text and type(error).__name__ in caplog.text
+    assert_nothing_is_held(engine)
+
+
+def test_a_step_that_is_too_large_is_run_in_pieces(llama, hooks, monkeypatch):
+    """No request is at fault where each of them runs alone, and the counters count what was computed, once."""
+    prompts = [[77, 1, 2], [3, 77]]
+    expected = make_engine(llama)
+    answers = [request.output_ids for request in expected.generate(prompts, GREEDY)]
+    engine = make_engine(llama)
+    run = engine._run_model
+
+    def run_some(inputs):
+        if inputs["batch"].num_seqs > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return run(inputs)
+
+    monkeypatch.setattr(engine, "_run_model", run_some)
+    requests = engine.generate(prompts, GREEDY)
+    assert [request.output_ids for request in requests] == answers
+    assert engine.counters == expected.counters
+
+
+def test_a_pass_that_failed_holds_no_memory_when_it_is_run_again(llama, hooks, monkeypatch):
+    """What it had allocated is gone, or the second try would be out of memory too."""
+    monkeypatch.setattr(refattn.engine.logger, "disabled", True)  # pytest keeps what is logged, with all its frames
+    large = []
+
+    def allocate(_module, arguments):
+        assert not large or large[-1]() is None
+        mine = torch.zeros(1000)
+        large.append(ref(mine))
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    engine = make_engine(llama)
+    hooks.append(llama.get_input_embeddings().register_forward_pre_hook(allocate))
+    assert ends(engine.generate(PROMPTS, MIXED)) == ["error"] * len(PROMPTS)
+    assert len(large) == len(PROMPTS) + 1
+
+
+def test_where_everything_fails_everybody_is_told_and_the_engine_goes_on(llama, alone, monkeypatch):
+    engine = make_engine(llama, token_budget=10)
+    requests = [engine.add(prompt, sampling) for prompt, sampling in zip(PROMPTS, MIXED, strict=True)]
+    engine.step()
+    with monkeypatch.context() as broken:
+        broken.setattr(refattn.chunked_prefill, "attention", lambda *_, **__: 1 / 0)
+        events = engine.step()
+    failed = {event.request for event in events}
+    assert {(event.token_id, event.error) for event in events} == {(None, "ZeroDivisionError: division by zero")}
+    assert failed == {request for request in requests if request.error == "ZeroDivisionError: division by zero"}
+    assert 1 < len(failed) < len(requests) and not engine.running
+    finish(engine)
+    for request, answer in zip(requests, alone, strict=True):
+        assert request.output_ids == (answer[: len(request.output_ids)] if request in failed else answer)
+        assert request.finish_reason == ("error" if request in failed else "length")
+    assert_nothing_is_held(engine)
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_a_sampler_that_raises_fails_only_who_raises_alone(llama, alone, twin, monkeypatch):
+    sample = refattn.engine.sample
+
+    def picky(logits, temperature, top_p, uniform):
+        if (temperature == 5.0).any():
+            raise RuntimeError("too hot")
+        return sample(logits, temperature, top_p, uniform)
+
+    monkeypatch.setattr(refattn.engine, "sample", picky)
+    engine = make_engine(llama, twin)
+    requests = engine.generate([[1, 2], *PROMPTS], [Sampling(temperature=5.0), *MIXED])
+    assert requests[0].error == "RuntimeError: too hot"
+    assert [request.output_ids for request in requests] == [[], *alone]
+    assert_nothing_is_held(engine)
+
+
+class Letters:
+    """A tokenizer with a letter for each token; some it cannot decode."""
+
+    def __init__(self, *unknown):
+        self.unknown = set(unknown)
+
+    def __call__(self, text):
+        return SimpleNamespace(input_ids=[ord(letter) - 256 for letter in text])
+
+    def decode(self, tokens, skip_special_tokens):
+        if self.unknown & set(tokens):
+            raise KeyError("no such letter")
+        return "".join(chr(256 + token) for token in tokens)
+
+
+def test_a_tokenizer_that_raises_fails_the_request_it_raised_for(llama, alone):
+    unknown = alone[2][3]
+    engine = make_engine(llama, tokenizer=Letters(unknown))
+    requests = engine.generate(PROMPTS, MIXED)
+    for request, answer in zip(requests, alone, strict=True):
+        if unknown in answer:
+            assert (request.finish_reason, request.error) == ("error", "KeyError: 'no such letter'")
+            answer = answer[: answer.index(unknown)]
+        assert request.output_ids == answer
+        assert request.text == Letters().decode(answer, True)
+    assert len(set(ends(requests))) == 2, "some should fail, and some not"
+    assert_nothing_is_held(engine)
+
+
+def test_a_stream_says_what_failed(llama, alone):
+    engine = make_engine(llama)
+    events = list(engine.stream([PROMPTS[0], BAD], GREEDY))
+    assert [event.token_id for event in events if event.error is None] == alone[0]
+    (failed,) = (event for event in events if event.error is not None)
+    assert failed == Event(failed.request, None, "", failed.request.error)
+    assert failed.request.tokens == BAD
+
+
+def test_a_model_that_cannot_be_recorded_is_served_all_the_same(llama, alone, monkeypatch, caplog):
+    def refuse(step, server):
+        raise fastattn.engine._RecordingError("LlamaForCausalLM cannot be recorded")
+
+    monkeypatch.setattr(fastattn.engine, "_record", refuse)
+    engine = make_engine(llama, "fastattn")
+    engine.records = True
+    assert [request.output_ids for request in engine.generate(PROMPTS, MIXED)] == alone
+    assert not engine.records
+    assert caplog.text.count("its decodes are not recorded any more") == 1
+
+
+@pytest.mark.parametrize("token", [NAN, 77], ids=["nan", "raises"])
+def test_recorded_decodes_fail_alone_too(llama, alone, token, monkeypatch, hooks, device):
+    if device == "cpu":
+        monkeypatch.setattr(fastattn.engine, "_record", lambda step, server: step)
+    engine = make_engine(llama, "fastattn")
+    engine.records = True
+    requests = [engine.add(prompt, sampling) for prompt, sampling in zip(PROMPTS, MIXED, strict=True)]
+    engine.step()
+    assert all(request.num_pending == 1 for request in requests)
+    requests[2].tokens[-1] = token  # as if it had been its first token
+    if token == 77:
+        hooks.append(raising_over(llama, 77, RuntimeError("no such row")))
+        engine.records = device == "cpu"  # a hook that looks at the tokens cannot be recorded
+    finish(engine)
+    bad, answer = requests.pop(2), [*alone[:2], *alone[3:]]
+    assert bad.finish_reason == "error"
+    assert [request.output_ids for request in requests] == answer
+    assert_nothing_is_held(engine)
+
+
+# What ends a step from outside.
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_a_step_that_is_interrupted_loses_nothing(llama, alone, twin, monkeypatch):
+    """Ctrl-C in the middle of the model; then on as if nothing had been."""
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    engine = make_engine(llama, twin, token_budget=10)
+    requests = [engine.add(prompt, sampling) for prompt, sampling in zip(PROMPTS, MIXED, strict=True)]
+    for _ in range(4):
+        engine.step()
+        outputs = [request.output_ids for request in requests]
+        with monkeypatch.context() as broken:
+            broken.setattr(importlib.import_module(f"{twin}.chunked_prefill"), "attention", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                engine.step()
+        assert_the_books_are_right(engine)
+        assert [request.output_ids for request in requests] == outputs
+    finish(engine)
+    assert [request.output_ids for request in requests] == alone
+
+
+class Scripted(Engine):
+    """An engine whose next token follows from the tokens before it, without the model: for what happens around it."""
+
+    def _forward(self, scheduled):
+        due = [request.tokens for request, count in scheduled.items() if count == request.num_pending]
+        rows = [[(i * sum(tokens) + len(tokens)) % 97 for i in range(97)] for tokens in due]
+        return torch.tensor(rows, dtype=torch.float32).reshape(-1, 97)
+
+
+class Interrupt:
+    """Raise KeyboardInterrupt at the n-th line of the engine's file that is run, but not where it cleans up itself."""
+
+    CLEANS = ("_undo",)
+    FILE = refattn.engine.__file__
+
+    def __init__(self, nth):
+        self.left = nth
+        with open(self.FILE) as file:
+            lines = list(enumerate(file, 1))
+        self.spared = {number for number, line in lines if line.strip() == "self._is_stepping = False"}
+
+    def __enter__(self):
+        sys.settrace(self.trace)
+        return self
+
+    def __exit__(self, *_):
+        sys.settrace(None)
+
+    def trace(self, frame, event, _):
+        if frame.f_code.co_filename != self.FILE or frame.f_code.co_name in self.CLEANS:
+            return None
+        if event == "line" and frame.f_lineno not in self.spared:
+            self.left -= 1
+            if self.left == -1:
+                raise KeyboardInterrupt(f"line {frame.f_lineno}")
+        return self.trace
+
+
+@cache
+def scripted_model():
+    return make_llama()
+
+
+@cache
+def scripted_answers():
+    engine = Scripted(scripted_model(), num_blocks=40, block_size=4)
+    return [engine.generate([pair[0]], pair[1])[0].output_ids for pair in zip(PROMPTS, MIXED, strict=True)]
+
+
+@given(
+    interrupts=st.lists(st.integers(0, 500), min_size=1, max_size=8),
+    num_blocks=st.integers(5, 12),
+    token_budget=st.integers(3, 20),
+    max_seqs=st.integers(1, 5),
+)
+def test_an_interrupt_at_any_line_loses_nothing(interrupts, num_blocks, token_budget, max_seqs):
+    engine = Scripted(
+        scripted_model(),
+        num_blocks=num_blocks,
+        block_size=4,
+        token_budget=token_budget,
+        max_seqs=max_seqs,
+        tokenizer=Letters(),
+    )
+    requests = [engine.add(prompt, sampling) for prompt, sampling in zip(PROMPTS, MIXED, strict=True)]
+    gone = engine.add([1, 2, 3], GREEDY)
+    for nth in interrupts:
+        engine.step()
+        with suppress(KeyboardInterrupt), Interrupt(nth):
+            engine.step()
+        assert_the_books_are_right(engine)
+        if gone.status != "finished":
+            with suppress(KeyboardInterrupt), Interrupt(nth % 50):
+                engine.abort(gone)
+            engine.abort(gone)  # once more, if it was not
+        assert_the_books_are_right(engine)
+    finish(engine)
+    assert [request.output_ids for request in requests] == scripted_answers()
+    assert [request.text for request in requests] == [Letters().decode(answer, True) for answer in scripted_answers()]
+    assert_nothing_is_held(engine)
+
+
+# Streams that nobody reads to the end, and requests that somebody ends in a step.
+
+
+@pytest.mark.parametrize("reads", [0, 1, 7])
+@pytest.mark.parametrize("how", ["close", "drop"])
+def test_a_stream_that_is_left_frees_its_blocks(llama, alone, reads, how):
+    engine = make_engine(llama, token_budget=10)
+    kept = engine.add(PROMPTS[4], MIXED[4])
+    stream = engine.stream(PROMPTS[:4], MIXED[:4])
+    started = [*engine.running, *engine.waiting][1:]
+    assert len(started) == 4
+    for _ in range(reads):
+        next(stream)
+    if how == "close":
+        stream.close()
+    del stream
+    assert [request.status for request in started] == ["finished"] * 4
+    assert [*engine.running, *engine.waiting] == [kept]
+    assert_the_books_are_right(engine)
+    finish(engine)
+    assert kept.output_ids == alone[4]
+    assert_nothing_is_held(engine)
+
+
+def test_two_streams_get_all_their_tokens(llama, alone):
+    """Each of them makes steps for both."""
+    engine = make_engine(llama)
+    streams = [engine.stream(PROMPTS[:2], MIXED[:2]), engine.stream(PROMPTS[2:], MIXED[2:])]
+    texts = {}
+    for _ in range(40):
+        for stream in streams:
+            for event in [event for event in [next(stream, None)] if event]:
+                texts.setdefault(event.request, []).append(event.token_id)
+    assert sorted(texts.values()) == sorted(alone)
+    assert_nothing_is_held(engine)
+
+
+def during_a_step(engine, monkeypatch, action):
+    """Do something in the middle of the next step, while the model runs."""
+    run = engine._run_model
+
+    def run_and_act(inputs):
+        monkeypatch.setattr(engine, "_run_model", run)
+        action()
+        return run(inputs)
+
+    monkeypatch.setattr(engine, "_run_model", run_and_act)
+    engine.step()
+
+
+@pytest.mark.parametrize("place", ["running", "waiting", "last token"])
+def test_a_request_aborted_during_a_step_ends_after_it(llama, alone, place, monkeypatch):
+    engine = make_engine(llama, token_budget=12)
+    requests = [engine.add(prompt, sampling) for prompt, sampling in zip(PROMPTS, MIXED, strict=True)]
+    while len(requests[0].output_ids) < (5 if place == "last token" else 1):
+        engine.step()
+    gone = engine.waiting[-1] if place == "waiting" else requests[0]
+    statuses = []
+    during_a_step(engine, monkeypatch, lambda: statuses.append((engine.abort(gone), gone.status)))
+    assert statuses == [(None, "waiting" if place == "waiting" else "running")], "its blocks are in use"
+    assert gone.finish_reason == ("length" if place == "last token" else "abort")
+    finish(engine)
+    for request, answer in zip(requests, alone, strict=True):
+        assert request.output_ids == (answer[: len(request.output_ids)] if request is gone else answer)
+    assert_nothing_is_held(engine)
+
+
+def test_a_stream_that_is_collected_during_a_step(llama, alone, monkeypatch):
+    """The garbage collector runs when it likes."""
+    engine = make_engine(llama, token_budget=12)
+    kept = engine.add(PROMPTS[4], MIXED[4])
+    holder = SimpleNamespace(stream=engine.stream(PROMPTS[:4], MIXED[:4]))
+    holder.itself = holder
+    next(holder.stream)
+    del holder
+    during_a_step(engine, monkeypatch, gc.collect)
+    assert [*engine.running, *engine.waiting] == [kept]
+    finish(engine)
+    assert kept.output_ids == alone[4]
+    assert_nothing_is_held(engine)
+
+
+@pytest.mark.parametrize("status", ["waiting", "running"])
+def test_a_request_of_another_engine(llama, status, shapes_unchecked):
+    ours, theirs = make_engine(llama), make_engine(llama)
+    mine, request = ours.add([1, 2]), theirs.add([1, 2])
+    for _ in range(status == "running"):
+        ours.step()
+        theirs.step()
+    with pytest.raises(
+        ValueError, match=f"request: expected one of this engine, got one of another, which is {status}"
+    ):
+        ours.abort(request)
+    with pytest.raises(ValueError, match="request: expected one that this engine's add returned, got 3"):
+        ours.abort(3)
+    assert (mine.status, request.status) == (status, status)
+    assert_the_books_are_right(ours)
+    assert_the_books_are_right(theirs)
+
+
+# All of it together: requests come and go, are listened to and left, and something fails, anywhere in a step.
+
+TINY = dict(
+    vocab_size=23,
+    hidden_size=16,
+    intermediate_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+)
+TINY_NAN = 22
+TINY_PROMPTS = (
+    (1,),
+    (3, 4, 5, 6, 7),
+    (3, 4, 5, 6, 8, 9),
+    (3, 4, 5, 6, 7, 8, 9, 10),
+    (12,) * 7,
+    (3, 4, TINY_NAN, 6),
+    (2, 3),
+)
+TINY_SAMPLINGS = (
+    Sampling(max_tokens=1),
+    Sampling(max_tokens=5),
+    Sampling(max_tokens=4, temperature=1.5, seed=1),
+    Sampling(max_tokens=6, stop_token_ids=(2, 5, 11, 17)),
+)
+PASS = ("make_batch", "model", "attention", "write", "sampler")  # sites of one pass over some requests
+BOOKS = ("allocate", "share", "find", "remember", "release", "forget")  # sites of the allocator
+ERRORS = (RuntimeError("planted"), torch.OutOfMemoryError("planted"), ValueError("planted"), MemoryError("planted"))
+
+
+@cache
+def tiny_model():
+    model = make_llama(**TINY)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[TINY_NAN] = torch.nan
+    return model
+
+
+@cache
+def alone_in_an_engine(prompt, sampling):
+    """Answer a prompt with nothing else in the engine and no faults."""
+    (request,) = Engine(tiny_model(), num_blocks=20, block_size=2).generate([prompt], sampling)
+    return request.output_ids, request.finish_reason
+
+
+@cache
+def keys_alone(tokens):
+    """Compute the keys of some tokens with nothing else in the engine."""
+    engine = Engine(tiny_model(), num_blocks=1, block_size=len(tokens))
+    engine.generate([tokens], Sampling(max_tokens=1))
+    return engine.caches[0][0][0].clone()
+
+
+class Faults:
+    """What is to go wrong, and whom to blame for it.
+
+    Attributes:
+        site: where.
+        left: how often the site is passed before it does.
+        action: what happens then: an exception to raise, or a function to call.
+        culprit: it goes wrong wherever this request is; None for once only.
+        current: the requests that the pass under way is over.
+        blamed: the requests that have to fail.
+    """
+
+    def __init__(self):
+        self.plan()
+        self.current, self.blamed = (), set()
+
+    def plan(self, site=None, left=0, action=None, culprit=None):
+        self.site, self.left, self.action, self.culprit = site, left, action, culprit
+
+    def is_due(self, site, requests):
+        """Return whether it goes wrong here and now."""
+        if site != self.site or (self.culprit is not None and self.culprit not in requests):
+            return False
+        self.left -= self.culprit is None
+        return self.left == -1 or self.culprit is not None
+
+    def passed(self, site, requests=None):
+        """Let it go wrong if it is to."""
+        requests = self.current if requests is None else requests
+        if not self.is_due(site, requests):
+            return
+        if callable(self.action):
+            return self.action()
+        if isinstance(self.action, Exception) and site not in BOOKS and len(requests) == 1:
+            self.blamed.update(requests)
+        raise self.action
+
+
+class FaultyModule:
+    """A module of a twin some of whose functions can go wrong."""
+
+    def __init__(self, module, faults, **sites):
+        self.module, self.faults, self.sites = module, faults, sites
+
+    def __getattr__(self, name):
+        function = getattr(self.module, name)
+        if name not in self.sites:
+            return function
+        return lambda *args, **kwargs: (self.faults.passed(self.sites[name]), function(*args, **kwargs))[1]
+
+
+def faulty_twin(package, faults):
+    modules = {
+        name: importlib.import_module(f"{package}.{name}") for name in ("kv_cache", "metadata", "chunked_prefill")
+    }
+    return SimpleNamespace(
+        kv_cache=FaultyModule(modules["kv_cache"], faults, write="write"),
+        metadata=FaultyModule(modules["metadata"], faults, make_batch="make_batch"),
+        chunked_prefill=FaultyModule(modules["chunked_prefill"], faults, attention="attention"),
+        cascade=importlib.import_module(f"{package}.cascade"),
+    )
+
+
+def faulty_engine_class(base, faults):
+    """Make a class of engines that pass the faults on their way."""
+
+    class FaultyEngine(base):
+        def _compute(self, scheduled):
+            faults.current = tuple(scheduled)
+            return super()._compute(scheduled)
+
+        def _forward(self, scheduled):
+            logits = super()._forward(scheduled)
+            due = [request for request, count in scheduled.items() if count == request.num_pending]
+            for row, request in enumerate(due):
+                if faults.is_due("logits", [request]):
+                    faults.blamed.add(request)
+                    logits = logits.clone()
+                    logits[row, row % 23] = faults.action
+            return logits
+
+        def _run_model(self, inputs):
+            faults.passed("model")
+            return super()._run_model(inputs)
+
+        def _new_text(self, request, token):
+            faults.passed("tokenizer", [request])
+            return super()._new_text(request, token)
+
+    return FaultyEngine
+
+
+def faulty_allocator_class(faults):
+    class FaultyAllocator(BlockAllocator):
+        pass
+
+    def guard(name):
+        def guarded(self, *args):
+            faults.passed(name)
+            return getattr(BlockAllocator, name)(self, *args)
+
+        return guarded
+
+    for name in BOOKS:
+        setattr(FaultyAllocator, name, guard(name))
+    return FaultyAllocator
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """The life of an engine."""
+
+    package = "refattn"
+
+    def __init__(self):
+        super().__init__()
+        self.faults = Faults()
+        self.patches = pytest.MonkeyPatch()
+        self.patches.setattr(refattn.engine, "BlockAllocator", faulty_allocator_class(self.faults))
+        choose = refattn.engine._choose
+        self.patches.setattr(refattn.engine, "_choose", lambda *args: (self.faults.passed("sampler"), choose(*args))[1])
+        self.patches.setattr(refattn.engine.logger, "disabled", True)
+        self.patches.setattr(fastattn.engine, "_record", lambda step, server: step)
+        self.requests, self.aborted, self.streams = [], set(), []
+
+    @initialize(
+        num_blocks=st.integers(7, 14), max_seqs=st.integers(1, 4), token_budget=st.integers(2, 12), data=st.booleans()
+    )
+    def build(self, num_blocks, max_seqs, token_budget, data):
+        base = importlib.import_module(f"{self.package}.engine").Engine
+        self.engine = faulty_engine_class(base, self.faults)(
+            tiny_model(),
+            num_blocks=num_blocks,
+            block_size=2,
+            max_seqs=max_seqs,
+            token_budget=token_budget,
+            tokenizer=Letters(),
+            twin=faulty_twin(self.package, self.faults),
+        )
+        self.engine.records = data
+
+    def live(self):
+        return [request for request in self.requests if request.status != "finished"]
+
+    def attempt(self, fault, call, heard=()):
+        """Call something that makes a step in which something may go wrong, and check what came of it.
+
+        A stream may make several steps, and an exception ends it, and so the requests that are heard by it.
+        """
+        before = {request: request.output_ids for request in self.live()}
+        if fault is not None:
+            site, left, action, blames = fault
+            if isinstance(action, str):
+                action = partial(getattr(self, action), left)
+            culprit = self.live()[left % len(before)] if before and blames and site not in BOOKS else None
+            self.faults.plan(site, left, action, culprit)
+        try:
+            return call()
+        except BaseException as error:
+            if error is not self.faults.action:
+                raise
+            assert self.faults.site in BOOKS or isinstance(error, KeyboardInterrupt), "it is for one request to fail"
+            self.aborted.update(request for request in heard if request.finish_reason == "abort")
+            for request in set(before) - self.aborted:
+                if heard:
+                    assert request.status != "running"
+                else:
+                    assert (request.status, request.output_ids) == ("waiting", before[request]), "it did not happen"
+        finally:
+            self.faults.plan()
+            for request in self.faults.blamed:
+                assert request.finish_reason == "error" and request.error, "somebody has to be told"
+
+    def remember_those_of(self, stream):
+        self.aborted.update(request for request in stream.requests if request.status != "finished")
+
+    # What may be done in the middle of a step.
+
+    def abort_one(self, i):
+        if self.live():
+            request = self.live()[i % len(self.live())]
+            self.aborted.add(request)
+            self.engine.abort(request)
+
+    def leave_one(self, i):
+        if self.streams:
+            stream = self.streams.pop(i % len(self.streams))
+            if not stream.events.gi_running:
+                self.remember_those_of(stream)
+            del stream
+
+    def add_one(self, i):
+        self.add(TINY_PROMPTS[i % len(TINY_PROMPTS)], TINY_SAMPLINGS[i % len(TINY_SAMPLINGS)])
+
+    SITES = (*PASS, *BOOKS, "tokenizer")
+    FAULTS = (
+        st.tuples(st.sampled_from(SITES), st.integers(0, 5), st.sampled_from(ERRORS), st.booleans())
+        | st.tuples(st.sampled_from(SITES), st.integers(0, 5), st.builds(KeyboardInterrupt), st.booleans())
+        | st.tuples(st.just("logits"), st.integers(0, 3), st.sampled_from([torch.nan, torch.inf]), st.booleans())
+        | st.tuples(
+            st.sampled_from(SITES),
+            st.integers(0, 5),
+            st.sampled_from(["abort_one", "leave_one", "add_one"]),
+            st.just(False),
+        )
+    )
+
+    @rule(prompt=st.sampled_from(TINY_PROMPTS), sampling=st.sampled_from(TINY_SAMPLINGS))
+    def add(self, prompt, sampling):
+        self.requests.append(self.engine.add(list(prompt), sampling))
+
+    @rule(prompt=st.sampled_from([[], [23], [1] * 40, "\N{SNOWMAN}"]))
+    def add_what_is_no_prompt(self, prompt):
+        with pytest.raises(ValueError, match="prompt: expected"):
+            self.engine.add(prompt, TINY_SAMPLINGS[1])
+
+    @rule(fault=st.none() | FAULTS)
+    def step(self, fault):
+        computed, live = self.engine.counters.computed_tokens, self.live()
+        self.attempt(fault, self.engine.step)
+        if fault is None and live:
+            failed = any(request.error for request in live)
+            assert failed or self.engine.counters.computed_tokens > computed, "somebody goes on"
+
+    @precondition(lambda self: self.live())
+    @rule(i=st.integers(0, 9))
+    def abort(self, i):
+        self.abort_one(i)
+
+    @precondition(lambda self: self.requests)
+    @rule(i=st.integers(0, 99))
+    def abort_again(self, i):
+        request = self.requests[i % len(self.requests)]
+        if request.status == "finished":
+            reason = request.finish_reason
+            self.engine.abort(request)
+            assert request.finish_reason == reason
+
+    @rule(prompts=st.lists(st.sampled_from(TINY_PROMPTS), max_size=3), sampling=st.sampled_from(TINY_SAMPLINGS))
+    def open_stream(self, prompts, sampling):
+        events = self.engine.stream(prompts, sampling)
+        requests = list(self.engine.waiting)[len(self.engine.waiting) - len(prompts) :]
+        self.requests += requests
+        self.streams.append(SimpleNamespace(events=events, requests=requests, got={r: [] for r in requests}))
+
+    @precondition(lambda self: self.streams)
+    @rule(i=st.integers(0, 9), fault=st.none() | FAULTS)
+    def read(self, i, fault):
+        stream = self.streams[i % len(self.streams)]
+        event = self.attempt(fault, lambda: next(stream.events, None), stream.requests)
+        if stream not in self.streams:  # somebody left it in the middle of the step
+            self.remember_those_of(stream)
+        if event is not None:
+            stream.got[event.request].append(event)
+        elif stream in self.streams:
+            self.streams.remove(stream)
+            assert all(request.status == "finished" for request in stream.requests)
+            for request, events in stream.got.items():
+                if request not in self.aborted:
+                    assert [event.token_id for event in events if event.error is None] == request.output_ids
+                    assert [event.error for event in events if event.error] == [request.error] * bool(request.error)
+
+    @precondition(lambda self: self.streams)
+    @rule(i=st.integers(0, 9), closes=st.booleans())
+    def leave(self, i, closes):
+        stream = self.streams.pop(i % len(self.streams))
+        self.remember_those_of(stream)
+        if closes:
+            stream.events.close()
+        requests = stream.requests
+        del stream
+        assert all(request.status == "finished" for request in requests)
+
+    @invariant()
+    def the_books_are_right(self):
+        assert_the_books_are_right(self.engine)
+        assert [*self.engine.running, *self.engine.waiting] == self.live(), "the oldest first"
+
+    @invariant()
+    def blocks_hold_what_they_are_found_by(self):
+        (key_cache, _), *_ = self.engine.caches
+        for block, prefix in self.engine.allocator.prefixes.items():
+            tokens = ()
+            while prefix is not None:
+                tokens, prefix = (*prefix.tokens, *tokens), prefix.parent
+            torch.testing.assert_close(key_cache[block], keys_alone(tokens)[-2:], rtol=1e-4, atol=1e-4, equal_nan=True)
+
+    def teardown(self):
+        try:
+            self.finish_everything()
+        finally:
+            self.patches.undo()
+
+    def finish_everything(self):
+        if not hasattr(self, "engine"):
+            return
+        for _ in range(1000):
+            if not self.live():
+                break
+            self.engine.step()
+        assert_nothing_is_held(self.engine)
+        for request in self.requests:
+            tokens, reason = alone_in_an_engine(tuple(request.tokens[: request.prompt_len]), request.sampling)
+            assert request.text == Letters().decode(request.output_ids, True)
+            if request in self.faults.blamed or (request in self.aborted and request.finish_reason == "abort"):
+                assert request.output_ids == tokens[: len(request.output_ids)]
+                assert request.finish_reason == ("error" if request in self.faults.blamed else "abort")
+            else:
+                assert (request.output_ids, request.finish_reason) == (tokens, reason)
+
+
+class FastEngineMachine(EngineMachine):
+    package = "fastattn"
+
+
+@pytest.mark.parametrize("machine", [EngineMachine, FastEngineMachine], ids=TWINS)
+def test_whatever_happens_everybody_gets_the_answer_that_he_gets_alone(machine):
+    run_state_machine_as_test(machine, settings=settings(stateful_step_count=20))
