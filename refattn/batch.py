@@ -350,7 +350,6 @@ def check_advance(batch: Batch, slots: Tensor, *, block_size: int) -> Int32[Tens
     Raises:
         ValueError: naming the argument, what was expected and what came.
     """
-    check_batch(batch)
     check_lengths(batch)
     _expect(slots, "slots", torch.int64, ("t",), (None,))
     same_device(seq_lens=batch.seq_lens, slots=slots)

@@ -17,6 +17,7 @@ from batches import Case, build
 from torch import Tensor
 
 import refattn.metadata
+from refattn import batch as checks
 from refattn.batch import Batch, Level, Machine, Prefix
 
 each_twin = pytest.mark.parametrize("package", ["refattn", "fastattn"], ids=["ref", "fast"])
@@ -489,6 +490,9 @@ BAD = {
         *OF_PAGES,
         ("chunk_size", "of broken blocks", 6, "chunk_size: expected a multiple of block_size=4, got 6"),
         ("chunk_size", "a fraction", 8.0, "chunk_size: expected a positive int, got 8.0"),
+        ("chunk_size", "zero", 0, "chunk_size: expected a positive int, got 0"),
+        ("chunk_size", "None", None, "chunk_size: expected a positive int, got None"),
+        ("chunk_size", "a string", "8", "chunk_size: expected a positive int, got '8'"),
     ],
     "cascade.attention": [*(row for row in OF_PAGES if row[1] != "a negative length"), *LEVELS],
     "differential.attention": [
@@ -629,7 +633,12 @@ BAD = {
         ("lses", "None", [None, None], "lses[0]: expected [t=3, h=4], got None"),
         ("lses", "elsewhere", lambda x: [x[0], meta(x[1])], "lses[1]: expected cpu, where outs[0] is, got meta"),
     ],
-    "merge.add_sinks": rows("sinks", NUMBERS),
+    "merge.add_sinks": [
+        ("out", "a list", [], "outs[0]: expected [t, h, dv], got list"),
+        ("lse", "None", None, "lses[0]: expected [t=3, h=4], got None"),
+        ("lse", "halves", Tensor.half, "lses[0]: expected float32 or float64, got float16 [3, 4]"),
+        *rows("sinks", NUMBERS),
+    ],
     "cascade.find_prefixes": [*REQUESTS_BAD, *BLOCKS_BAD, *A_BLOCK_SIZE],
     "cascade.make_levels": [*REQUESTS_BAD, *BLOCKS_BAD, *A_BLOCK_SIZE, *PREFIXES, *A_DEVICE],
     "cascade.estimate_seconds": [
@@ -742,10 +751,15 @@ def test_blocks_are_those_of_the_pool(package, path, block, good):
 
 
 @each_twin
-@pytest.mark.parametrize("path", ["sliding_window", "local"])
-def test_blocks_before_what_is_seen_are_not_looked_at(package, path):
-    """Sequence 1 decodes at position 19: a window of (3, 0) and a chunk of 8 begin with the keys of its block 4."""
-    arguments = of_attention(path)
+@pytest.mark.parametrize(
+    ("path", "option"),
+    [("sliding_window", {"window_size": window}) for window in ((3, 0), (0, 0), (2, -1))]
+    + [("local", {"chunk_size": chunk_size}) for chunk_size in (4, 8, 16)],
+    ids=str,
+)
+def test_blocks_before_what_is_seen_are_not_looked_at(package, path, option):
+    """Sequence 1 decodes at position 19: those windows and chunks begin with the keys of its column 4."""
+    arguments = {**of_attention(path), **option}
     for column in range(4):
         arguments["batch"] = entry(1, column, -1)(arguments["batch"])
     function_of(package, f"{path}.attention")(**arguments)
@@ -784,6 +798,40 @@ def test_windows_as_wide_as_an_int32_counts(package, path, window):
 def test_a_block_table_may_hold_any_int32_where_nobody_looks(package):
     batch = function_of(package, "metadata.make_batch")([1], [4], [[3, -(2**31), MOST]])
     assert batch.block_table.tolist() == [[3, -(2**31), MOST]]
+
+
+# --- on a device ---
+
+
+def test_the_checks_read_nothing_on_a_device():
+    """Tensors without contents pass them, so nothing waits for a device."""
+
+    def nowhere(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    lengths = dict(dtype=torch.int32)
+    whole = Batch(nowhere(3, **lengths), nowhere(2, **lengths), nowhere(2, 7, **lengths), 2, 20)
+    shared = Batch(nowhere(2, **lengths), nowhere(1, **lengths), nowhere(1, 2, **lengths), 3, 8)
+    levels = [Level(shared, nowhere(1, **lengths)), Level(whole, nowhere(2, **lengths))]
+    query, pool, per_head = nowhere(3, 4, 8), nowhere(10, 4, 2, 8), nowhere(4)
+    slots = nowhere(3, dtype=torch.int64)
+    checks.check_dense(query, nowhere(25, 2, 8), nowhere(25, 2, 8), whole)
+    checks.check_paged(query, pool, pool, whole)
+    checks.check_paged(query, pool, pool, whole, window_size=(3, 0))
+    checks.check_paged(query, pool, pool, whole, chunk_size=8)
+    checks.check_options(query, alibi_slopes=per_head, sinks=per_head)
+    checks.check_levels(whole, levels, block_size=4, num_blocks=10)
+    checks.check_num_tokens(0, whole)
+    checks.check_split(whole, [2, 1], 1)
+    checks.check_advance(whole, slots, block_size=4)
+    checks.check_slots(nowhere(3, 2, 8), nowhere(3, 2, 8), pool, pool, slots)
+    checks.check_translated(slots, num_slots=1)
+    checks.check_block_pairs([pool], [pool], nowhere(2, 2, dtype=torch.int64))
+    checks.check_gather(pool, nowhere(2, **lengths), 8)
+    checks.check_partials([query, query], [nowhere(3, 4)] * 2)
+    cache, lambda_full = nowhere(2, 2, 10, 4, 1, 8), nowhere()
+    lambdas = dict(lambda_full=lambda_full, lambda_init=0.2, norm_weight=nowhere(16), norm_eps=1e-5)
+    checks.check_differential(query, cache, whole, **lambdas)
 
 
 # --- what has passed once ---
