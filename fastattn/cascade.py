@@ -1,10 +1,11 @@
 """Cascade attention: a level is a batch of its own for a paged kernel; the twin of `refattn.cascade`.
 
-Any kernel computes it: the shared levels without a causal mask, as every query is behind every key there, and the last
+Any kernel computes it: the shared levels without a causal mask, as every query is past every key there, and the last
 level as ever. Our Triton kernel reduces the parts of all levels at once; the answers of another are merged.
 
-The sequences of a group need not be of the same length, so the rows of a shared level are not the last of its keys.
-ALiBi and a window depend on where a query stands, and the kernel gets the position of each row with them.
+The sequences of a group need not be of one length, so the query rows of a shared level do not stand at the end of its
+keys. Where ALiBi or a window depends on where they stand, the kernel gets their positions, and one that cannot take
+them refuses.
 """
 
 from collections.abc import Sequence
