@@ -959,8 +959,8 @@ HARMLESS = {  # options of an attention that change nothing in a decoder that on
     "position_ids",  # the model itself has used them
     "use_cache",
 }
-# Rotary positions whose frequencies are fixed, and those where they depend on the longest sequence of the batch, once that
-# is longer than `_max_positions`.
+# Types of rotary positions with fixed frequencies, and types whose frequencies change with the longest sequence in the
+# batch once it is longer than `_max_positions`.
 STATIC_ROPE = ("default", "linear", "yarn", "llama3", "proportional")
 DYNAMIC_ROPE = ("dynamic", "longrope")
 
