@@ -147,6 +147,7 @@ def test_bad_input_is_named_and_nothing_is_written(twin):
         ),
         ((key, value[:1], key_cache, value_cache, good), "value: expected float32 [t=2, hk=2, dv=6]"),
         ((key, value, key_cache, value_cache[:3], good), "value_cache: expected [n=5, p=4, hk=2, dv], got float32 [3,"),
+        ((key, value, key_cache[:, :0], value_cache[:, :0], -good), "block_size: expected a positive int, got 0"),
         ((key, value, key_cache, value_cache, good.int()), "slot_mapping: expected int64 [t=2], got int32 [2]"),
         ((key, value, key_cache, value_cache, good[:1]), "slot_mapping: expected int64 [t=2], got int64 [1]"),
         ((key, value, key_cache, value_cache, torch.tensor([0, 20])), "slots in 0..19, or -1 for padding, got 20"),
