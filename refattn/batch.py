@@ -543,7 +543,8 @@ def check_requests(
         try:
             array("i", blocks)  # the quickest way to look at each of them
         except (TypeError, OverflowError):
-            wrong = next(block for block in blocks if not isinstance(block, int) or abs(block) > LARGEST_INT32)
+            fits = range(-LARGEST_INT32 - 1, LARGEST_INT32 + 1)
+            wrong = next((block for block in blocks if not isinstance(block, int) or block not in fits), blocks)
             raise ValueError(f"block_tables[{i}]: expected int32 blocks, got {_describe(wrong)}") from None
         if block_size is not None and len(blocks) * block_size < seq_lens[i]:
             needed = -(-seq_lens[i] // block_size)

@@ -433,6 +433,13 @@ BLOCKS_BAD = [
     ("block_tables", "a string", [[1, 2], ["3"]], "block_tables[1]: expected int32 blocks, got '3'"),
     ("block_tables", "no int32", [[1, 2], [2**31]], f"block_tables[1]: expected int32 blocks, got {2**31}"),
     ("block_tables", "nested", [[1, 2], [[3]]], "block_tables[1]: expected int32 blocks, got list"),
+    (
+        "block_tables",
+        "below int32",
+        [[-(2**31), -(2**31) - 1], []],
+        "block_tables[0]: expected int32 blocks, got -21474836",
+    ),
+    ("block_tables", "past int32", [[MOST, 2**31], []], f"block_tables[0]: expected int32 blocks, got {2**31}"),
 ]
 A_BLOCK_SIZE = [
     ("block_size", "zero", 0, "block_size: expected a positive int, got 0"),
@@ -606,6 +613,18 @@ BAD = {
         ("sources", "one tensor", lambda x: x[0], "sources: expected a list of caches, got float32 [5, 4]"),
         ("destinations", "None", None, "destinations: expected a list of caches, got None"),
         ("destinations", "none", [], "destinations: expected 1 caches, as in sources, got 0"),
+        (
+            "destinations",
+            "of another type",
+            lambda x: [x[0].double()],
+            "destinations[0]: expected blocks as in float32 [5, 4], got float64 [3, 4]",
+        ),
+        (
+            "destinations",
+            "of other blocks",
+            lambda x: [x[0][:, :3]],
+            "destinations[0]: expected blocks as in float32 [5, 4], got float32 [3, 3]",
+        ),
         ("pairs", "to block n", torch.tensor([[4, 3]]), "pairs: expected blocks in 0..2, got [3]"),
     ],
     "merge.merge": [

@@ -1,6 +1,7 @@
 """Sliding windows: exactly their keys, only their blocks, and a pool that is no larger than they are."""
 
 import random
+import re
 from dataclasses import replace
 from itertools import pairwise
 
@@ -606,16 +607,42 @@ BAD_HOLDS = {
     "more-new-tokens-than-tokens": ("query_len: expected 1..4", (5, 4, [5, 6])),
     "too-few-blocks": ("blocks: expected 3 for 5 tokens, got 2", (1, 5, [5, 6])),
     "a-block-outside": (r"blocks: expected entries in 0..9, got 10", (4, 4, [5, 10])),
+    "block--1": (r"blocks: expected entries in 0..9, got -1", (4, 4, [5, -1])),
+    "a-fraction": (r"blocks: expected entries in 0..9, got 0.5", (4, 4, [5, 0.5])),
+    "a-tensor": (r"blocks: expected a list of blocks, got int64", (4, 4, torch.tensor([5, 6]))),
+    "half-a-token": ("query_len: expected 1..4, .* got 0.5", (0.5, 4, [5, 6])),
+    "a-length-of-another-type": ("seq_len: expected a Python int of at least 0, got '4'", (1, "4", [5, 6])),
 }
 
 
 @each_twin
+@pytest.mark.usefixtures("shapes_unchecked")
 @pytest.mark.parametrize(("message", "arguments"), BAD_HOLDS.values(), ids=BAD_HOLDS)
 def test_a_bad_hold_is_named_and_takes_nothing(twin, message, arguments):
     pool = twin.WindowPool(4, 10, window_size=(3, 0), block_size=2)
     with pytest.raises(ValueError, match=message):
         pool.hold("a", *arguments)
     assert len(pool.free) == 4 and not pool.held
+
+
+BAD_SLOTS = {
+    "a-list": ([0, 1], "slot_mapping: expected int64 [t], got list"),
+    "int32": (torch.zeros(2, dtype=torch.int32), "slot_mapping: expected int64 [t], got int32 [2]"),
+    "slot-n": (torch.tensor([0, 20]), "slot_mapping: expected slots in 0..19, or -1 for padding, got 20"),
+    "slot--2": (torch.tensor([0, -2]), "slot_mapping: expected slots in 0..19, or -1 for padding, got -2"),
+    "both": (torch.tensor([20, -1]), "slot_mapping: expected slots in 0..19, or -1 for padding, got 20"),
+}
+
+
+@each_twin
+@pytest.mark.usefixtures("shapes_unchecked")
+@pytest.mark.parametrize(("slots", "message"), BAD_SLOTS.values(), ids=BAD_SLOTS)
+def test_bad_slots_are_named(twin, slots, message):
+    pool = twin.WindowPool(4, 10, window_size=(3, 0), block_size=2)
+    assert pool.translate_slots(torch.tensor([19, 0, -1])).tolist() == [-1, -1, -1]
+    assert pool.translate_slots(torch.tensor([], dtype=torch.int64)).tolist() == []
+    with pytest.raises(ValueError, match=re.escape(message)):
+        pool.translate_slots(slots)
 
 
 @each_twin
