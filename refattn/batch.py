@@ -544,8 +544,8 @@ def check_requests(
             array("i", blocks)  # the quickest way to look at each of them
         except (TypeError, OverflowError):
             fits = range(-LARGEST_INT32 - 1, LARGEST_INT32 + 1)
-            wrong = next((block for block in blocks if not isinstance(block, int) or block not in fits), blocks)
-            raise ValueError(f"block_tables[{i}]: expected int32 blocks, got {_describe(wrong)}") from None
+            bad: object = next((block for block in blocks if not isinstance(block, int) or block not in fits), blocks)
+            raise ValueError(f"block_tables[{i}]: expected int32 blocks, got {_describe(bad)}") from None
         if block_size is not None and len(blocks) * block_size < seq_lens[i]:
             needed = -(-seq_lens[i] // block_size)
             raise ValueError(f"block_tables[{i}]: expected {needed} blocks for {seq_lens[i]} tokens, got {len(blocks)}")
