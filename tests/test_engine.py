@@ -1,15 +1,12 @@
 """The engine against transformers' `generate`, on tiny random models: whatever the scheduler does, the words stay."""
 
 import importlib
-from collections import Counter
 from dataclasses import replace
 from unittest import mock
 
 import numpy
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tiny_models import SIZES, byte_tokenizer, make_llama, make_model
 from transformers import (
     DiffLlamaConfig,
@@ -25,7 +22,7 @@ from transformers import (
 import fastattn.demo
 import fastattn.engine
 import refattn.engine
-from refattn.engine import BlockAllocator, Counters, Engine, Sampling, sample
+from refattn.engine import BlockAllocator, Counters, Engine, Request, Sampling, sample
 
 TWINS = ("refattn", "fastattn")
 SYSTEM = [5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2]
@@ -161,36 +158,6 @@ def test_preemption_keeps_the_random_numbers(llama, twin):
     engine = make_engine(llama, twin, **SCHEDULES["smallest pool, short steps"])
     assert outputs(engine, PROMPTS, TEMPERED) == expected
     assert engine.counters.preemptions > 0
-
-
-@given(
-    lengths=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 12)), min_size=1, max_size=6),
-    block_size=st.integers(1, 6),
-    spare_blocks=st.integers(0, 8),
-    token_budget=st.integers(1, 24),
-    max_seqs=st.integers(1, 5),
-)
-@settings(max_examples=12)
-def test_every_step_keeps_the_books(llama, lengths, block_size, spare_blocks, token_budget, max_seqs):
-    prompts = [[(3 * i + j) % 97 if j > 5 else j for j in range(length)] for i, (length, _) in enumerate(lengths)]
-    samplings = [Sampling(max_tokens=max_tokens) for _, max_tokens in lengths]
-    num_blocks = max(-(-sum(pair) // block_size) for pair in lengths) + spare_blocks
-    engine = make_engine(
-        llama, num_blocks=num_blocks, block_size=block_size, token_budget=token_budget, max_seqs=max_seqs
-    )
-    requests = [engine.add(*pair) for pair in zip(prompts, samplings, strict=True)]
-    while engine.running or engine.waiting:
-        computed = engine.counters.computed_tokens
-        engine.step()
-        assert 0 < engine.counters.computed_tokens - computed <= token_budget
-        assert len(engine.running) <= max_seqs
-        by_age = [*engine.running, *engine.waiting]
-        assert by_age == [request for request in requests if request.status != "finished"]
-        users = Counter(block for request in engine.running for block in request.blocks)
-        assert engine.allocator.users == [users[block] for block in range(num_blocks)]
-        assert set(engine.allocator.free) == set(range(num_blocks)) - set(users)
-    assert_nothing_is_held(engine)
-    assert [request.output_ids for request in requests] == outputs(make_engine(llama), prompts, samplings)
 
 
 def test_long_prompts_go_in_chunks_beside_decodes(llama):
@@ -454,6 +421,19 @@ def test_sampled_tokens_depend_on_the_request_alone(llama):
     assert together != outputs(make_engine(llama), PROMPTS, Sampling(max_tokens=9, temperature=1.0, seed=77))
 
 
+def test_every_token_has_a_random_number_of_its_own():
+    requests = [
+        Request([5] * length, 2, Sampling(seed=seed), status="running")
+        for seed in (-1, 0, 1)
+        for length in range(2, 402)
+    ]
+    drawn = torch.tensor([refattn.engine._uniform(request) for request in requests], dtype=torch.float64)
+    assert len(drawn.unique()) == len(requests)
+    # 1200 numbers in ten bins: 120 in each, give or take four standard deviations.
+    assert ((drawn * 10).long().bincount(minlength=10) - 120).abs().max() < 4 * (1200 * 0.1 * 0.9) ** 0.5
+    assert [refattn.engine._uniform(request) for request in requests] == drawn.tolist(), "the same when asked again"
+
+
 def test_greedy_and_sampled_requests_go_together(llama, expected):
     samplings = [GREEDY, TEMPERED] * 3
     mixed = outputs(make_engine(llama), PROMPTS, samplings)
@@ -590,6 +570,8 @@ BAD_REQUESTS = {
     "too long": (list(range(80)), Sampling(max_tokens=2), r"prompt: .* 20 blocks of 4 .* need 21 blocks"),
     "too long with its answer": ([1], Sampling(max_tokens=81), r"prompt: .* max_tokens=81, which need 21 blocks"),
     "text without a tokenizer": ("hello", GREEDY, r"prompt: expected token ids"),
+}
+NO_REQUESTS = {
     "fractions": ([1, 1.5], GREEDY, r"prompt: expected token ids, which are ints, got 1\.5"),
     "a mask": ([True, False], GREEDY, r"prompt: expected token ids, which are ints, got True"),
     "texts": (["a"], GREEDY, r"prompt: expected token ids, which are ints, got 'a'"),
@@ -605,6 +587,17 @@ BAD_REQUESTS = {
 }
 
 
+@pytest.mark.parametrize("bad", NO_REQUESTS)
+def test_what_is_no_request_is_not_queued(llama, bad, shapes_unchecked):
+    prompt, sampling, message = NO_REQUESTS[bad]
+    engine = make_engine(llama, num_blocks=20)
+    with pytest.raises(ValueError, match=message):
+        engine.add(prompt, sampling)
+    with pytest.raises(ValueError, match=message):
+        engine.stream([PROMPTS[0], prompt], [GREEDY, sampling])
+    assert_nothing_is_held(engine)
+
+
 @pytest.mark.parametrize("bad", BAD_REQUESTS)
 def test_bad_requests_leave_the_others_alone(llama, expected, bad, shapes_unchecked):
     prompt, sampling, message = BAD_REQUESTS[bad]
@@ -617,8 +610,6 @@ def test_bad_requests_leave_the_others_alone(llama, expected, bad, shapes_unchec
         engine.add(prompt, sampling)
     with pytest.raises(ValueError, match=message):
         engine.generate([PROMPTS[0], prompt], [GREEDY, sampling])
-    with pytest.raises(ValueError, match=message):
-        engine.stream([PROMPTS[0], prompt], [GREEDY, sampling])
     assert [*engine.running, *engine.waiting] == [request for request in good if request.status != "finished"]
     assert all(map(torch.equal, caches, [cache for layer in engine.caches for cache in layer]))
     while engine.running or engine.waiting:

@@ -9,6 +9,7 @@ import importlib
 import sys
 from collections import Counter
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache, partial
 from types import SimpleNamespace
 from weakref import ref
@@ -384,13 +385,14 @@ def test_a_step_that_is_interrupted_loses_nothing(llama, alone, twin, monkeypatc
     requests = [engine.add(prompt, sampling) for prompt, sampling in zip(PROMPTS, MIXED, strict=True)]
     for _ in range(4):
         engine.step()
-        outputs = [request.output_ids for request in requests]
+        outputs, counters = [request.output_ids for request in requests], replace(engine.counters)
         with monkeypatch.context() as broken:
             broken.setattr(importlib.import_module(f"{twin}.chunked_prefill"), "attention", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 engine.step()
         assert_the_books_are_right(engine)
         assert [request.output_ids for request in requests] == outputs
+        assert engine.counters == counters
     finish(engine)
     assert [request.output_ids for request in requests] == alone
 
@@ -603,6 +605,7 @@ TINY_SAMPLINGS = (
     Sampling(max_tokens=4, temperature=1.5, seed=1),
     Sampling(max_tokens=6, stop_token_ids=(2, 5, 11, 17)),
 )
+LONGEST = 8 + 6 - 1  # most tokens that a request has in the pool
 PASS = ("make_batch", "model", "attention", "write", "sampler")  # sites of one pass over some requests
 BOOKS = ("allocate", "share", "find", "remember", "release", "forget")  # sites of the allocator
 ERRORS = (RuntimeError("planted"), torch.OutOfMemoryError("planted"), ValueError("planted"), MemoryError("planted"))
@@ -756,20 +759,24 @@ class EngineMachine(RuleBasedStateMachine):
         self.requests, self.aborted, self.streams = [], set(), []
 
     @initialize(
-        num_blocks=st.integers(7, 14), max_seqs=st.integers(1, 4), token_budget=st.integers(2, 12), data=st.booleans()
+        block_size=st.integers(1, 4),
+        spare_blocks=st.integers(0, 7),
+        max_seqs=st.integers(1, 4),
+        token_budget=st.integers(1, 12),
+        records=st.booleans(),
     )
-    def build(self, num_blocks, max_seqs, token_budget, data):
+    def build(self, block_size, spare_blocks, max_seqs, token_budget, records):
         base = importlib.import_module(f"{self.package}.engine").Engine
         self.engine = faulty_engine_class(base, self.faults)(
             tiny_model(),
-            num_blocks=num_blocks,
-            block_size=2,
+            num_blocks=-(-LONGEST // block_size) + spare_blocks,
+            block_size=block_size,
             max_seqs=max_seqs,
             token_budget=token_budget,
             tokenizer=Letters(),
             twin=faulty_twin(self.package, self.faults),
         )
-        self.engine.records = data
+        self.engine.records = records
 
     def live(self):
         return [request for request in self.requests if request.status != "finished"]
@@ -779,7 +786,7 @@ class EngineMachine(RuleBasedStateMachine):
 
         A stream may make several steps, and an exception ends it, and so the requests that are heard by it.
         """
-        before = {request: request.output_ids for request in self.live()}
+        before, counters = {request: request.output_ids for request in self.live()}, replace(self.engine.counters)
         if fault is not None:
             site, left, action, blames = fault
             if isinstance(action, str):
@@ -798,6 +805,7 @@ class EngineMachine(RuleBasedStateMachine):
                     assert request.status != "running"
                 else:
                     assert (request.status, request.output_ids) == ("waiting", before[request]), "it did not happen"
+                    assert self.engine.counters == counters
         finally:
             self.faults.plan()
             for request in self.faults.blamed:
@@ -841,7 +849,7 @@ class EngineMachine(RuleBasedStateMachine):
     def add(self, prompt, sampling):
         self.requests.append(self.engine.add(list(prompt), sampling))
 
-    @rule(prompt=st.sampled_from([[], [23], [1] * 40, "\N{SNOWMAN}"]))
+    @rule(prompt=st.sampled_from([[], [23], [1] * 60, "\N{SNOWMAN}"]))
     def add_what_is_no_prompt(self, prompt):
         with pytest.raises(ValueError, match="prompt: expected"):
             self.engine.add(prompt, TINY_SAMPLINGS[1])
@@ -850,9 +858,10 @@ class EngineMachine(RuleBasedStateMachine):
     def step(self, fault):
         computed, live = self.engine.counters.computed_tokens, self.live()
         self.attempt(fault, self.engine.step)
+        computed = self.engine.counters.computed_tokens - computed
+        assert computed <= self.engine.token_budget
         if fault is None and live:
-            failed = any(request.error for request in live)
-            assert failed or self.engine.counters.computed_tokens > computed, "somebody goes on"
+            assert computed or any(request.error for request in live), "somebody goes on"
 
     @precondition(lambda self: self.live())
     @rule(i=st.integers(0, 9))
@@ -906,6 +915,7 @@ class EngineMachine(RuleBasedStateMachine):
     @invariant()
     def the_books_are_right(self):
         assert_the_books_are_right(self.engine)
+        assert len(self.engine.running) <= self.engine.max_seqs
         assert [*self.engine.running, *self.engine.waiting] == self.live(), "the oldest first"
 
     @invariant()
@@ -915,7 +925,8 @@ class EngineMachine(RuleBasedStateMachine):
             tokens = ()
             while prefix is not None:
                 tokens, prefix = (*prefix.tokens, *tokens), prefix.parent
-            torch.testing.assert_close(key_cache[block], keys_alone(tokens)[-2:], rtol=1e-4, atol=1e-4, equal_nan=True)
+            expected = keys_alone(tokens)[-self.engine.block_size :]
+            torch.testing.assert_close(key_cache[block], expected, rtol=1e-4, atol=1e-4, equal_nan=True)
 
     def teardown(self):
         try:
