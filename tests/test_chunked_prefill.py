@@ -206,7 +206,7 @@ INVARIANT = {
     "not-causal": dict(causal=False, sinks=True),
     "window": dict(window_size=(37, 0), sinks=True),
     "two-sided-window": dict(causal=False, window_size=(20, 9), alibi_slopes=True),
-    "softcap": dict(softcap=2.0, sinks=True),
+    "softcap": dict(softcap=2.0, sinks=True, window_size=(70, 0)),
 }
 
 
@@ -264,6 +264,36 @@ def test_rows_do_not_change_with_the_chunk_they_come_in(options, device):
             inputs.query[begin:end], inputs.key_cache, inputs.value_cache, chunk, **filled
         )
         assert torch.equal(out, whole[begin:end])
+
+
+@pytest.mark.parametrize("window_size", [(-1, -1), (37, 0)], ids=str)
+def test_a_row_stands_where_its_position_says_in_products_of_one_shape(window_size, monkeypatch):
+    """On the CPU, where most processors multiply alike in all places of a matrix, but none has to."""
+    monkeypatch.setattr(cpu, "INVARIANT_SLAB", 64)
+    seen = []
+
+    def rectangle(query, key, value, bias, options):
+        shapes = query.shape[0], key.shape[0], value.shape[0], bias.shape[1:]
+        assert shapes == (cpu.INVARIANT_TILE, 64, 64, (cpu.INVARIANT_TILE, 64))
+        assert query.is_contiguous() and key.is_contiguous() and value.is_contiguous()
+        for rows in (query, key):
+            positions = rows[:, 0, 0].int()
+            there = positions.nonzero()[:, 0]
+            assert torch.equal(there, positions[there] % len(rows))
+            seen.append(positions[there])
+        return query.new_zeros(query.shape), query.new_zeros(query.shape[:2])
+
+    monkeypatch.setattr(cpu, "_rectangle", rectangle)
+    inputs = build(Case("places", ((30, 200), (1, 90), (17, 17)), heads=(2, 1)))
+    query = torch.cat([torch.arange(s - q, s) for q, s in ((30, 200), (1, 90), (17, 17))])
+    for i, s in enumerate((200, 90, 17)):  # queries, keys and values are their own positions
+        for j in range(s):
+            for cache in (inputs.key_cache, inputs.value_cache):
+                cache[inputs.batch.block_table[i, j // 16], j % 16] = float(j)
+    query = query.float()[:, None, None].expand(-1, 2, 128)[..., ::2]
+    options = dict(batch_invariant=True, window_size=window_size)
+    fastattn.chunked_prefill.attention(query, inputs.key_cache, inputs.value_cache, inputs.batch, **options)
+    assert set(range(1, 17)) | {89} | set(range(170, 200)) <= set(torch.cat(seen).tolist())
 
 
 def test_rows_of_the_reference_do_not_change_with_the_rest_of_the_batch(device):
@@ -384,17 +414,17 @@ def test_one_batch_with_other_options_in_turn(kernel, device):
     inputs = build(case, device=device, dtype=kernel.dtypes[0])
     turns = [
         {},
+        dict(softcap=2.0),
+        {},
         dict(window_size=(4, 0)),
         dict(window_size=(20, 0)),
         dict(causal=False, window_size=(20, 1)),
         dict(causal=False, window_size=(20, -1)),
-        dict(softcap=2.0),
+        dict(softcap=2.0, causal=False, window_size=(20, -1)),
         dict(alibi_slopes=True),
-        dict(batch_invariant=True, window_size=(4, 0)),
-        {},
     ]
     with kernel.asked_for():
-        for options in turns if kernel.name == "cpu" else turns[:3]:  # others make no plan
+        for options in turns if kernel.name == "cpu" else turns[2:4]:  # others make no plan
             filled = per_head(options, case, device)
             kernel.check(assert_twins_agree, "chunked_prefill", *inputs.tensors, **filled)
 
