@@ -182,13 +182,15 @@ def test_any_scale(scale, device):
     assert_agrees("chunked_prefill", *inputs.tensors, softmax_scale=scale)
 
 
-# Two rows of the last query are in the second tile of 128 rows, or the tile is full.
-EDGE = Case("edge", ((65, 70), (64, 64), (0, 3), (63, 90), (2, 2)), heads=(2, 1), padding_rows=1)
+# The rows of a tile end with a token, or inside one; with two heads a tile of 128 is one token too small for 65.
+EDGE = Case("edge", ((65, 70), (64, 64), (0, 3), (43, 90), (2, 2)), padding_rows=1)
 
 
-@pytest.mark.parametrize("launch", [dict(block_m=16), dict(block_m=64), dict(block_m=128, block_n=128)], ids=str)
-def test_any_tile(launch, device):
-    inputs = build(EDGE, device=device)
+@pytest.mark.parametrize(
+    ("launch", "group"), [(dict(block_m=16), 3), (dict(block_m=64), 3), (dict(block_m=128, block_n=128), 2)], ids=str
+)
+def test_any_tile(launch, group, device):
+    inputs = build(replace(EDGE, heads=(group, 1)), device=device)
     with launched_as(**launch):
         assert_agrees("chunked_prefill", *inputs.tensors)
         assert_agrees("chunked_prefill", *inputs.tensors, window_size=(9, 0), causal=False)
