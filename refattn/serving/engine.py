@@ -249,7 +249,7 @@ class Engine:
             for request, event in events.items():
                 self._commit(request, scheduled[request], event)
             self.counters.steps += 1
-            return [event for event in events.values() if event]
+            return list(filter(None, events.values()))
         except BaseException:
             self.scheduler.undo(unfinished, before, counted)
             raise
@@ -579,7 +579,7 @@ class Engine:
 def _progress(requests: Iterable[Request]) -> dict[Request, tuple[int, tuple[int, int]]]:
     """Return how far the outputs and the texts of requests are.
 
-    Not in `step`: Python 3.13 may miss a `finally` where an interrupt comes inside of a comprehension.
+    Not in `step`: from Python 3.12 on, `except` and `finally` may miss an interrupt inside of a comprehension.
     """
     return {request: (len(request.output_ids), request.decoded) for request in requests}
 
