@@ -460,3 +460,18 @@ def test_a_package_that_nobody_installed_has_the_version_that_it_says(monkeypatc
     assert package_version("built-by-hand") == "2.8.3.post2"
     assert torch.__version__.startswith(package_version("torch"))  # which need not say for which CUDA it was built
     assert package_version("no-such-package") is None
+
+
+def test_no_picture_holds_the_hosts_time_to_a_floor_of_the_gpu(tmp_path, monkeypatch):
+    """A call comes back before the GPU is done, so it would stand far left of the floor."""
+    contenders = [{"name": "fastattn", "median": 2e-3}]
+    rows = [
+        dict(path="local", workload=f"step-{clock}", clock=clock, floor=1e-3, contenders=contenders)
+        for clock in ("host", "graph")
+    ]
+    file = tmp_path / "cuda.json"
+    file.write_text(json.dumps({"runs": [{"rows": rows}]}))
+    drawn = []
+    monkeypatch.setattr("matplotlib.axes.Axes.set_yticks", lambda _, ticks, labels: drawn.extend(labels))
+    report.draw(file)
+    assert drawn == ["local  step-graph"]

@@ -139,7 +139,9 @@ def write(folder: Path, head: dict[str, Any], records: Sequence[dict[str, Any]],
 
 
 def draw(file: Path) -> Path:
-    """Draw the picture of a results file: how many times the floor each contender takes, a line a row.
+    """Draw the picture of a results file: how many times the floor each contender takes, a line per row.
+
+    Rows of the host's time are left out: a call comes back before the GPU is done, which is what the floor is of.
 
     It is an SVG without a background, in tones that read on white and on black.
 
@@ -154,6 +156,7 @@ def draw(file: Path) -> Path:
 
     rows = [record for run in json.loads(file.read_text())["runs"] for record in run["rows"]]
     rows = [record for record in rows if "median" in record["contenders"][0] and record["floor"] > NO_FLOOR]
+    rows = [record for record in rows if record.get("clock") != "host"]
     rows.sort(key=_name)  # a path's rows side by side, whenever they were measured
     with matplotlib.rc_context({"svg.hashsalt": "twinattn", "text.color": INK, "axes.labelcolor": INK}):
         figure = Figure(figsize=(9, 1.5 + 0.32 * len(rows)), layout="constrained")
