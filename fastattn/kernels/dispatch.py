@@ -11,6 +11,7 @@ and its operations are called as
     paged(query, key_cache, value_cache, plan, options, out)         attend over pages
     levels(query, key_cache, value_cache, plans, options, out)       attend to the levels of a cascade, and merge
     differential(query, cache, plan, options, subtraction, out)      attend to pairs of keys and values, and subtract
+    mla(query, cache, plan, options, latent_rank, out)               attend to latents, keys and values in one
     merge(outs, lses)                                                combine partial answers
     add_sinks(out, lse, sinks)                                       give sinks their share of an answer
     write(key, value, key_cache, value_cache, slot_mapping)          write new tokens into the pool
@@ -299,6 +300,21 @@ def differential(
         answers.append(torch.cat(parts, dim=-1))
     difference = answers[0] - subtraction.lambda_full.to(lse.dtype) * answers[1]
     return _into(out, subtraction.finish(difference).to(query.dtype).view(query.shape), lse)
+
+
+@_says_what_helps
+def mla(
+    query: Float[Tensor, "t h d"],
+    cache: Float[Tensor, "n p c"],
+    plan: Plan,
+    options: AttentionOptions,
+    latent_rank: int,
+    out: Float[Tensor, "t h {latent_rank}"] | None = None,
+) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
+    """Attend to latents; arguments and errors are those of `fastattn.mla.attention`."""
+    pages = cache[:, :, None, : query.shape[2]]
+    kernel = choose(attention_problem("mla", query, pages, pages[..., :latent_rank], plan, options))
+    return _into(out, *kernel.mla(query, cache, plan, options, latent_rank, _memory(out)))
 
 
 @lru_cache(maxsize=4096)

@@ -2,6 +2,16 @@
 
 from refattn.interface.batch import Batch, Part, Prefix
 from refattn.interface.options import AttentionOptions
-from refattn.interface.plan import CascadePlan, Needs, Plan
+from refattn.interface.plan import CascadePlan, ContextChunk, Needs, Plan, PrefillPlan
 
-__all__ = ["AttentionOptions", "Batch", "CascadePlan", "Needs", "Part", "Plan", "Prefix"]
+__all__ = [
+    "AttentionOptions",
+    "Batch",
+    "CascadePlan",
+    "ContextChunk",
+    "Needs",
+    "Part",
+    "Plan",
+    "PrefillPlan",
+    "Prefix",
+]

@@ -11,7 +11,7 @@ from jaxtyping import Int32
 from torch import Tensor
 
 from refattn.interface.options import AttentionOptions
-from refattn.interface.plan import CascadePlan, Plan
+from refattn.interface.plan import CascadePlan, Plan, PrefillPlan
 from refattn.interface.values import (
     check_flag,
     check_floating,
@@ -97,6 +97,129 @@ def check_cascade(
     check_paged(query, key_cache, value_cache, plan.levels[-1], options, out, return_lse)
     for level in plan.levels[:-1]:
         _check_pool("key_cache", key_cache, level)
+
+
+def check_latent(
+    query: Tensor,
+    cache: Tensor,
+    plan: Plan,
+    options: AttentionOptions,
+    out: Tensor | None,
+    return_lse: bool,
+    *,
+    latent_rank: int,
+) -> Int32[Tensor, "b m"]:
+    """Check a call over latents: an absorbed query `[t, h, r + rope]`, a cache `[n, p, c]` with `c` at least that.
+
+    Returns:
+        The block table of the plan.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+    """
+    _, _, size = _check_query(query)
+    check_sizes(latent_rank=latent_rank)
+    if latent_rank > size:
+        raise ValueError(f"latent_rank: expected at most the query's head size of {size}, got {latent_rank}")
+    _check_latents(cache, query, size)
+    _check_scale(options)
+    pages = cache[:, :, None]
+    return check_paged(query, pages[..., :size], pages[..., :latent_rank], plan, options, out, return_lse, pool="cache")
+
+
+def check_latent_prefill(
+    query: Tensor,
+    latent: Tensor,
+    rope_key: Tensor,
+    cache: Tensor,
+    plan: PrefillPlan,
+    options: AttentionOptions,
+    out: Tensor | None,
+    return_lse: bool,
+    *,
+    key_projection: Tensor,
+    value_projection: Tensor,
+) -> None:
+    """Check a prefill over latents: query `[t, h, nope + rope]`, new latents `[t, r]`, rotary keys `[t, rope]`.
+
+    The projections are `[h, nope, r]` and `[h, dv, r]`.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+    """
+    t, h, size = _check_query(query)
+    _, rank = expect(latent, "latent", query.dtype, ("t", "r"), (t, None))
+    _, rope = expect(rope_key, "rope_key", query.dtype, ("t", "rope"), (t, None))
+    expect(key_projection, "key_projection", query.dtype, ("h", "nope", "r"), (h, size - rope, rank))
+    expect(value_projection, "value_projection", query.dtype, ("h", "dv", "r"), (h, None, rank))
+    _check_latents(cache, query, rank + rope)
+    _check_scale(options)
+    same_device(
+        query=query,
+        latent=latent,
+        rope_key=rope_key,
+        cache=cache,
+        key_projection=key_projection,
+        value_projection=value_projection,
+    )
+    if not isinstance(plan, PrefillPlan):
+        raise ValueError(f"plan: expected a PrefillPlan, from plan_prefill, got {describe(plan)}")
+    if cache.shape[1] != plan.block_size:
+        raise ValueError(f"cache: expected blocks of {plan.block_size} tokens, as in the plan, got p={cache.shape[1]}")
+    if plan.blocks is not None and plan.blocks > cache.shape[0]:
+        raise ValueError(
+            f"cache: expected at least {plan.blocks} blocks, as in the block table, got n={cache.shape[0]}"
+        )
+    needs, device = plan.own.needs, plan.own.batch.device
+    if device != query.device:
+        raise ValueError(f"plan: expected one on {query.device}, where the query is, got {device}")
+    if needs is not None and needs.query_rows > t:
+        raise ValueError(f"query: expected at least {needs.query_rows} rows, where cu_seqlens_q ends, got t={t}")
+    _check_options(options, query)
+    _check_result(query, value_projection.shape[1], out, return_lse)
+
+
+def check_latent_slots(latent: Tensor, rope_key: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+    """Check a write of new latents `[t, r]` and rotary keys `[t, rope]` into the cache `[n, p, c]` by slots `[t]`.
+
+    Raises:
+        ValueError: naming the argument; on a CPU also if a slot is outside the pool, or given twice.
+    """
+    expect(cache, "cache", None, ("n", "p", "c"), (None, None, None))
+    t, rank = expect(latent, "latent", cache.dtype, ("t", "r"), (None, None))
+    _, rope = expect(rope_key, "rope_key", cache.dtype, ("t", "rope"), (t, None))
+    if rank + rope > cache.shape[2]:
+        raise ValueError(f"cache: expected rows of at least r + rope = {rank + rope} elements, got c={cache.shape[2]}")
+    pages = cache[:, :, None]
+    check_slots(latent[:, None], rope_key[:, None], pages[..., :rank], pages[..., rank : rank + rope], slot_mapping)
+
+
+def check_projection(x: Tensor, name: str, projection: Tensor, projection_name: str, dims: tuple[str, ...]) -> None:
+    """Check queries `[t, h, nope + rope]` for `[h, nope, r]`, or latents `[t, h, r]` for `[h, dv, r]`.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+    """
+    _, h, size = _check_query(x) if name == "query" else expect(x, name, None, ("t", "h", "r"), (None, None, None))
+    check_floating(name, x)
+    rank = None if name == "query" else size
+    _, inner, _ = expect(projection, projection_name, x.dtype, dims, (h, None, rank))
+    if name == "query" and inner > size:
+        raise ValueError(f"{projection_name}: expected at most the {size} elements of a query, got nope={inner}")
+    same_device(**{name: x, projection_name: projection})
+
+
+def _check_latents(cache: Tensor, query: Tensor, size: int) -> None:
+    expect(cache, "cache", query.dtype, ("n", "p", "c"), (None, None, None))
+    if cache.shape[2] < size:
+        raise ValueError(f"cache: expected rows of at least r + rope = {size} elements, got c={cache.shape[2]}")
+
+
+def _check_scale(options: AttentionOptions) -> None:
+    if isinstance(options, AttentionOptions) and options.softmax_scale is None:
+        raise ValueError(
+            "softmax_scale: expected a number, as nothing here tells the head size it comes from, got None"
+        )
 
 
 def check_differential(

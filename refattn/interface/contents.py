@@ -265,6 +265,22 @@ def check_prefixes(prefixes: Sequence[Prefix], batch: Batch, *, block_size: int)
     return block_table
 
 
+def check_workspace(batch: Batch, workspace: int) -> None:
+    """Check the room for the context of a prefill: a token for each sequence at least, each with its new tokens.
+
+    Raises:
+        ValueError: naming what does not fit; the lengths are read on a CPU only.
+    """
+    check_lengths(batch)
+    check_sizes(workspace=workspace)
+    if workspace < batch.num_seqs:
+        raise ValueError(f"workspace: expected a token for each of {batch.num_seqs} sequences, got {workspace}")
+    if batch.seq_lens.is_cpu and (batch.context_lens < 0).any():
+        raise ValueError(
+            f"seq_lens: expected the new tokens in them, {batch.query_lens.tolist()}, got {batch.seq_lens.tolist()}"
+        )
+
+
 def check_tree(prefixes: Sequence[Prefix]) -> None:
     """Check the types of some prefixes.
 

@@ -19,7 +19,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Int32
+from jaxtyping import Int32, Int64
 from torch import Tensor
 
 from refattn.interface.batch import Batch
@@ -139,6 +139,36 @@ class CascadePlan:
         if self.batch.seq_lens.is_cpu:
             check_lengths(self.batch)
             _check_levels(self.batch, self.levels)
+
+
+@dataclass(frozen=True, eq=False)
+class ContextChunk:
+    """Some keys of the context of each sequence, to be read into rows.
+
+    Attributes:
+        plan: over those rows, without a causal mask: a sequence may have no key in it.
+        slots: where in the pool each row comes from, one sequence after the other; -1 in rows after the last one.
+    """
+
+    plan: Plan
+    slots: Int64[Tensor, "_"]
+
+
+@dataclass(frozen=True, eq=False)
+class PrefillPlan:
+    """New tokens that attend among themselves, and to their context in the cache some keys at a time.
+
+    Attributes:
+        own: over the rows of the new tokens, causal.
+        chunks: of the context, in order; all of one size, so the last ones may be empty.
+        block_size: tokens in a block of the cache.
+        blocks: of the pool, that there have to be at least; None where the tables are on a device.
+    """
+
+    own: Plan
+    chunks: tuple[ContextChunk, ...]
+    block_size: int
+    blocks: int | None
 
 
 def _check_levels(batch: Batch, levels: tuple[Plan, ...]) -> None:

@@ -7,7 +7,7 @@ from fastattn.kernels.cpu import attention, pairs
 from fastattn.kernels.problem import Problem, Subtraction
 from refattn.interface import AttentionOptions, Plan
 
-OPERATIONS = ("dense", "paged", "differential")
+OPERATIONS = ("dense", "paged", "differential", "mla")
 
 
 def unsupported_reason(problem: Problem) -> str | None:
@@ -53,3 +53,20 @@ def differential(
 ) -> tuple[Float[Tensor, "t half_h 2*d"], Float[Tensor, "t h"]]:
     """Attend twice over pages and subtract; see `fastattn.kernels.dispatch`."""
     return pairs.differential(query, cache, plan, options, subtraction)
+
+
+def mla(
+    query: Float[Tensor, "t h d"],
+    cache: Float[Tensor, "n p c"],
+    plan: Plan,
+    options: AttentionOptions,
+    latent_rank: int,
+    out: Float[Tensor, "t h {latent_rank}"] | None,
+) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
+    """Attend to latents; see `fastattn.kernels.dispatch`.
+
+    Values are the keys, so that they are gathered once and of one size; what their rotary part adds is cut off.
+    """
+    pages = cache[:, :, None, : query.shape[2]]
+    answer, lse = attention.paged(query, pages, pages, plan, options)
+    return answer[..., :latent_rank].contiguous(), lse

@@ -147,11 +147,11 @@ def _decodes(
     for column in range(0, m, step):
         some = table[:, column : column + step].flatten()
         gathered = []
-        for cache, buffer in zip((key_cache, value_cache), buffers, strict=True):
+        for cache, buffer in zip((key_cache, value_cache)[: len(buffers)], buffers, strict=True):
             rows = torch.index_select(cache, 0, some, out=buffer[: len(some)]).flatten(0, 1)
             decodes.blocks.clear_stale(rows, column, step)
             gathered.append(rows.unflatten(0, (b, -1)).transpose(1, 2))  # [b, hk, s, d]
-        key, value = gathered
+        key, value = gathered[0], gathered[-1]
         begin = column * block_size
         keys = slice(max(0, decodes.keys.start - begin), decodes.keys.stop - begin)
         seen = slice(begin + keys.start, min(begin + key.shape[2], decodes.keys.stop))
@@ -177,10 +177,12 @@ class _Memory(threading.local):
 _memory = _Memory()
 
 
-def _buffers(count: int, *caches: Float[Tensor, "n p hk _"]) -> list[Float[Tensor, "m p hk _"]]:
-    """Return room for `count` blocks of each cache."""
+def _buffers(
+    count: int, key_cache: Float[Tensor, "n p hk d"], value_cache: Float[Tensor, "n p hk dv"]
+) -> list[Float[Tensor, "m p hk _"]]:
+    """Return room for `count` blocks of each cache: one where values are the keys."""
     buffers = []
-    for i, cache in enumerate(caches):
+    for i, cache in enumerate([key_cache] if value_cache is key_cache else [key_cache, value_cache]):
         size = count * cache[0].numel()
         kept = _memory.of.get((i, cache.dtype))
         if kept is None or len(kept) < size:
@@ -202,11 +204,11 @@ def _slabs(
     buffers = _buffers(min(step, len(blocks)), key_cache, value_cache)
     for column in range(0, len(blocks), step):
         some = blocks[column : column + step]
-        key, value = (
+        gathered = [
             torch.index_select(cache, 0, some, out=buffer[: len(some)]).flatten(0, 1)[: num_keys - column * block_size]
-            for cache, buffer in zip((key_cache, value_cache), buffers, strict=True)
-        )
-        yield key, value
+            for cache, buffer in zip((key_cache, value_cache)[: len(buffers)], buffers, strict=True)
+        ]
+        yield gathered[0], gathered[-1]
 
 
 def _sequence(

@@ -1,0 +1,170 @@
+"""Multi-head latent attention by the fastest kernel; the twin of `refattn.mla`.
+
+A prefill makes keys and values of latents by one product each, and attends over rows; `attention` hands the pool to a
+kernel that reads each latent once, as key and as value.
+"""
+
+import torch
+from einops import rearrange
+from jaxtyping import Float, Int64, Shaped
+from torch import Tensor
+
+from fastattn import kv_cache
+from fastattn.kernels import dispatch
+from fastattn.metadata import positions, slot_mapping
+from refattn.interface import AttentionOptions, Batch, ContextChunk, Plan, PrefillPlan
+from refattn.interface.checks import check_latent, check_latent_prefill, check_latent_slots, check_projection
+from refattn.interface.contents import check_workspace
+from refattn.interface.values import check_memory, check_sizes
+
+
+def plan(batch: Batch, *, block_size: int) -> Plan:
+    """Plan `attention`: all tokens of each sequence in the cache, causal; the twin of `refattn.mla.plan`."""
+    return Plan(batch, block_size)
+
+
+def attention(
+    query: Float[Tensor, "t h d"],
+    cache: Float[Tensor, "n p c"],
+    plan: Plan,
+    options: AttentionOptions,
+    *,
+    latent_rank: int,
+    return_lse: bool = False,
+    out: Float[Tensor, "t h {latent_rank}"] | None = None,
+) -> Float[Tensor, "t h {latent_rank}"] | tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
+    """Attend from absorbed queries to the latents of each sequence; the twin of `refattn.mla.attention`.
+
+    Arguments, results and errors are those of `refattn.mla.attention`.
+
+    Raises:
+        NotImplementedError: if no kernel computes the combination, with the reason of each.
+    """
+    check_latent(query, cache, plan, options, out, return_lse, latent_rank=latent_rank)
+    out, lse = dispatch.mla(query, cache, plan, options, latent_rank, out)
+    return (out, lse) if return_lse else out
+
+
+def plan_prefill(batch: Batch, *, block_size: int, workspace: int) -> PrefillPlan:
+    """Plan `prefill`: new tokens among themselves, and their context in chunks; the twin of `refattn.mla.plan_prefill`.
+
+    All sizes follow from Python ints, so nothing synchronizes with a device. ALiBi needs the position of each query: a
+    batch on a device has to say how many query rows it has for it (`num_tokens`).
+    """
+    whole = Plan(batch, block_size)
+    check_workspace(batch, workspace)
+    num_tokens = int(batch.cu_seqlens_q[-1]) if batch.device.type == "cpu" else batch.num_tokens
+    where = None if num_tokens is None else positions(batch, num_tokens).int()
+    contexts = batch.context_lens
+
+    def rows(lengths: Tensor, longest: int, first_keys: Tensor, *, causal: bool) -> Plan:
+        keys = Batch(batch.cu_seqlens_q, lengths, None, batch.max_query_len, longest, num_tokens=batch.num_tokens)
+        return Plan(keys, None, causal, first_keys=first_keys, positions=where)
+
+    chunks = []
+    size = max(1, min(workspace // max(1, batch.num_seqs), batch.max_seq_len - 1))
+    for start in range(0, max(0, batch.max_seq_len - 1), size):
+        counts = (contexts - start).clamp(0, size)
+        begins = torch.full_like(counts, start)
+        ends = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+        reads = Batch(ends, (begins + counts).clamp(max=batch.max_seq_len), batch.block_table, size, batch.max_seq_len)
+        slots = slot_mapping(reads, batch.num_seqs * size, block_size=block_size)
+        chunks.append(ContextChunk(rows(counts, size, begins, causal=False), slots))
+    own = rows(batch.query_lens, batch.max_query_len, contexts, causal=True)
+    return PrefillPlan(own, tuple(chunks), block_size, None if whole.needs is None else whole.needs.blocks)
+
+
+def prefill(
+    query: Float[Tensor, "t h d"],
+    latent: Float[Tensor, "t r"],
+    rope_key: Float[Tensor, "t rope"],
+    cache: Float[Tensor, "n p c"],
+    plan: PrefillPlan,
+    options: AttentionOptions,
+    *,
+    key_projection: Float[Tensor, "h nope r"],
+    value_projection: Float[Tensor, "h dv r"],
+    return_lse: bool = False,
+    out: Float[Tensor, "t h dv"] | None = None,
+) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend from new tokens to themselves and to their context; the twin of `refattn.mla.prefill`.
+
+    No more keys and values are made at a time than those of the new tokens, or of a workspace. Arguments, results and
+    errors are those of `refattn.mla.prefill`.
+
+    Raises:
+        NotImplementedError: if no kernel computes the combination, with the reason of each.
+    """
+    projections = dict(key_projection=key_projection, value_projection=value_projection)
+    check_latent_prefill(query, latent, rope_key, cache, plan, options, out, return_lse, **projections)
+    rank, rope = latent.shape[1], rope_key.shape[1]
+    own = dispatch.dense(query, *_keys_and_values(latent, rope_key, **projections), plan.own, options)
+    answers = [own]
+    rows = cache[..., : rank + rope]
+    for chunk in plan.chunks:
+        blocks, places = chunk.slots.clamp(min=0) // cache.shape[1], chunk.slots.clamp(min=0) % cache.shape[1]
+        read = rows[blocks, places]
+        key, value = _keys_and_values(read[:, :rank], read[:, rank:], **projections)
+        answers.append(dispatch.dense(query, key, value, chunk.plan, options.without_sinks()))
+    answer, lse = dispatch.merge(*zip(*answers, strict=True)) if plan.chunks else own
+    out = answer if out is None else out.copy_(answer)
+    return (out, lse) if return_lse else out
+
+
+def _keys_and_values(
+    latent: Float[Tensor, "s r"],
+    rope_key: Float[Tensor, "s rope"],
+    *,
+    key_projection: Float[Tensor, "h nope r"],
+    value_projection: Float[Tensor, "h dv r"],
+) -> tuple[Float[Tensor, "s h d"], Float[Tensor, "s h dv"]]:
+    """Make the keys and values of every head, by one product each."""
+    h, nope, _ = key_projection.shape
+    key = latent.new_empty(latent.shape[0], h, nope + rope_key.shape[1])
+    key[..., :nope] = (latent @ key_projection.flatten(0, 1).mT).unflatten(1, (h, nope))
+    key[..., nope:] = rope_key[:, None]
+    return key, (latent @ value_projection.flatten(0, 1).mT).unflatten(1, (h, -1))
+
+
+def absorb(query: Float[Tensor, "t h d"], key_projection: Float[Tensor, "h nope r"]) -> Float[Tensor, "t h absorbed"]:
+    """Turn queries into those that `attention` takes, by one product per head; the twin of `refattn.mla.absorb`."""
+    check_projection(query, "query", key_projection, "key_projection", ("h", "nope", "r"))
+    nope, rank = key_projection.shape[1:]
+    absorbed = query.new_empty(*query.shape[:2], rank + query.shape[2] - nope)
+    absorbed[..., :rank] = rearrange(query[..., :nope], "t h nope -> h t nope").matmul(key_projection).transpose(0, 1)
+    absorbed[..., rank:] = query[..., nope:]
+    return absorbed
+
+
+def project(latent: Float[Tensor, "t h r"], value_projection: Float[Tensor, "h dv r"]) -> Float[Tensor, "t h dv"]:
+    """Turn the latents that `attention` returns into the outputs of the heads; the twin of `refattn.mla.project`."""
+    check_projection(latent, "latent", value_projection, "value_projection", ("h", "dv", "r"))
+    return latent.transpose(0, 1).matmul(value_projection.mT).transpose(0, 1)
+
+
+def allocate(
+    num_blocks: int,
+    block_size: int,
+    latent_rank: int,
+    rope_size: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Shaped[Tensor, "n p c"]:
+    """Make an empty pool of latents; the twin of `refattn.mla.allocate`."""
+    check_sizes(num_blocks=num_blocks, block_size=block_size, latent_rank=latent_rank, rope_size=rope_size)
+    check_memory(dtype, device)
+    return torch.zeros(num_blocks, block_size, latent_rank + rope_size, dtype=dtype, device=device)
+
+
+def write(
+    latent: Shaped[Tensor, "t r"],
+    rope_key: Shaped[Tensor, "t rope"],
+    cache: Shaped[Tensor, "n p c"],
+    slot_mapping: Int64[Tensor, "t"],
+) -> None:
+    """Write new latents and rotary keys into the pool, in place, in one launch; the twin of `refattn.mla.write`."""
+    check_latent_slots(latent, rope_key, cache, slot_mapping)
+    rank, width = latent.shape[1], latent.shape[1] + rope_key.shape[1]
+    pages = cache[:, :, None]
+    kv_cache.write(latent[:, None], rope_key[:, None], pages[..., :rank], pages[..., rank:width], slot_mapping)

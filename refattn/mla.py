@@ -1,0 +1,306 @@
+"""Multi-head latent attention: a token leaves one short vector in the cache, from which every head makes its own key.
+
+A token's latent `c` and its rotary key are all that is kept, `r + rope` numbers (512 + 64 in DeepSeek-V2 and V3):
+
+    key of head h      [ W_k[h] c | rotary key ]        nope + rope numbers, the second part shared by all heads
+    value of head h      W_v[h] c                       dv numbers
+
+Two ways to the same answer:
+
+    prefill     make keys and values of the latents, then attend: many queries share what was made
+    attention   let the query go to the latent: q . (W_k c) = (W_k^T q) . c, so heads read the cache as it is, and what
+                comes out is a latent, too, which `project` turns into the head's output: nothing is made per key
+
+The second is one key head of size `r + rope` for all query heads, whose values are the first `r` numbers of its keys.
+"""
+
+import torch
+from einops import einsum, rearrange, repeat
+from jaxtyping import Float, Int64, Shaped
+from torch import Tensor
+
+from refattn.attention import attend_sequences, compute_dtype, hand_over
+from refattn.interface import AttentionOptions, Batch, ContextChunk, Plan, PrefillPlan
+from refattn.interface.checks import check_latent, check_latent_prefill, check_latent_slots, check_projection
+from refattn.interface.contents import check_workspace
+from refattn.interface.values import check_memory, check_sizes
+from refattn.kv_cache import gather
+from refattn.merge import merge
+from refattn.metadata import positions
+
+
+def plan(batch: Batch, *, block_size: int) -> Plan:
+    """Plan `attention`: all tokens of each sequence in the cache, causal.
+
+    Args:
+        batch: the lengths and the block table.
+        block_size: tokens in a block, `p`.
+
+    Returns:
+        A plan for every layer of this step.
+
+    Raises:
+        ValueError: naming the argument that does not fit; the contents of the batch are checked on a CPU.
+    """
+    return Plan(batch, block_size)
+
+
+def attention(
+    query: Float[Tensor, "t h d"],
+    cache: Float[Tensor, "n p c"],
+    plan: Plan,
+    options: AttentionOptions,
+    *,
+    latent_rank: int,
+    return_lse: bool = False,
+    out: Float[Tensor, "t h {latent_rank}"] | None = None,
+) -> Float[Tensor, "t h {latent_rank}"] | tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
+    """Attend from absorbed queries to the latents of each sequence, the new ones included.
+
+        score[j] = softmax_scale * (query[:r] . c[j] + query[r:] . rotary key[j])
+        out      = sum_j softmax(score)[j] * c[j]
+
+    Write the new latents first (`write`). For decodes, for drafted tokens, and wherever few queries read many keys.
+
+    Args:
+        query: absorbed queries of the new tokens (`absorb`), with `d = r + rope`.
+        cache: the pool of latents, `c >= r + rope`: elements after those are never read.
+        plan: from `plan`, once per step.
+        options: what the layer fixes. It has to say `softmax_scale`: it comes from the head size before absorption.
+        latent_rank: elements of a latent, `r`.
+        return_lse: also return the log-sum-exp.
+        out: where to write the outputs; a new tensor if None.
+
+    Returns:
+        Latents, which `project` turns into the outputs of the heads; with `return_lse` also the natural log-sum-exp.
+
+    Raises:
+        ValueError: naming the argument that does not fit. Nothing is written then.
+
+    Source: DeepSeek-AI 2024, "DeepSeek-V2", section 2.1 and appendix C.
+    """
+    block_table = check_latent(query, cache, plan, options, out, return_lse, latent_rank=latent_rank)
+    pages = rearrange(cache[..., : query.shape[2]], "n p d -> n p 1 d")
+    keys = (
+        gather(pages, blocks, seq_len)
+        for blocks, seq_len in zip(block_table, plan.batch.seq_lens.tolist(), strict=True)
+    )
+    sequences = ((key, key[..., :latent_rank]) for key in keys)
+    result, lse = attend_sequences(query, sequences, plan, options, value_head_size=latent_rank)
+    return hand_over(result, lse, query, return_lse=return_lse, out=out)
+
+
+def plan_prefill(batch: Batch, *, block_size: int, workspace: int) -> PrefillPlan:
+    """Plan `prefill`: the new tokens among themselves, and their context in chunks that fit into a workspace.
+
+    Each chunk has the same number of tokens of every sequence, `workspace // b`, less where a context ends:
+
+        context of a    0 1 2 3 4 5 6        workspace 6, two sequences: 3 tokens each
+        context of b    0 1                  chunk 0: a 0 1 2, b 0 1 | chunk 1: a 3 4 5 | chunk 2: a 6
+
+    Args:
+        batch: the lengths and the block table; every sequence has its new tokens among its keys.
+        block_size: tokens in a block, `p`.
+        workspace: the most tokens whose keys and values are made at a time, at least one for each sequence.
+
+    Returns:
+        A plan for every layer of this step.
+
+    Raises:
+        ValueError: naming the argument that does not fit; the contents of the batch are checked on a CPU.
+    """
+    whole = Plan(batch, block_size)
+    check_workspace(batch, workspace)
+    assert batch.block_table is not None  # a plan over pages has checked it
+    query_lens, contexts = batch.query_lens.tolist(), batch.context_lens.tolist()
+    where = positions(batch, sum(query_lens)).int()
+
+    def rows(lengths: list[int], longest: int, first_keys: list[int], *, causal: bool) -> Plan:
+        seq_lens, first = (torch.tensor(x, dtype=torch.int32, device=batch.device) for x in (lengths, first_keys))
+        keys = Batch(batch.cu_seqlens_q, seq_lens, None, batch.max_query_len, longest, num_tokens=batch.num_tokens)
+        return Plan(keys, None, causal, first_keys=first, positions=where)
+
+    chunks = []
+    size = max(1, min(workspace // max(1, batch.num_seqs), batch.max_seq_len - 1))
+    for start in range(0, max(0, batch.max_seq_len - 1), size):
+        counts = [max(0, min(size, context - start)) for context in contexts]
+        slots = torch.full((batch.num_seqs * size,), -1, dtype=torch.int64, device=batch.device)
+        row = 0
+        for sequence, count in enumerate(counts):
+            for j in range(start, start + count):
+                slots[row] = batch.block_table[sequence, j // block_size] * block_size + j % block_size
+                row += 1
+        chunks.append(ContextChunk(rows(counts, size, [start] * batch.num_seqs, causal=False), slots))
+    own = rows(query_lens, batch.max_query_len, contexts, causal=True)
+    return PrefillPlan(own, tuple(chunks), block_size, None if whole.needs is None else whole.needs.blocks)
+
+
+def prefill(
+    query: Float[Tensor, "t h d"],
+    latent: Float[Tensor, "t r"],
+    rope_key: Float[Tensor, "t rope"],
+    cache: Float[Tensor, "n p c"],
+    plan: PrefillPlan,
+    options: AttentionOptions,
+    *,
+    key_projection: Float[Tensor, "h nope r"],
+    value_projection: Float[Tensor, "h dv r"],
+    return_lse: bool = False,
+    out: Float[Tensor, "t h dv"] | None = None,
+) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend from new tokens to themselves and to their context, over the keys and values that each head makes of them.
+
+    The new tokens need not be in the cache; their context is. Each part is a softmax over its own keys, and they merge.
+
+    Args:
+        query: new tokens, `d = nope + rope`: not absorbed.
+        latent: of the new tokens.
+        rope_key: rotary keys of the new tokens, shared by all heads.
+        cache: the pool of latents, `c >= r + rope`: elements after those are never read.
+        plan: from `plan_prefill`, once per step.
+        options: what the layer fixes, `softmax_scale` among it; sinks count once.
+        key_projection: makes the keys of each head, `W_k`.
+        value_projection: makes its values, `W_v`.
+        return_lse: also return the log-sum-exp.
+        out: where to write the outputs; a new tensor if None.
+
+    Returns:
+        The outputs of the heads; with `return_lse` also the natural log-sum-exp.
+
+    Raises:
+        ValueError: naming the argument that does not fit. Nothing is written then.
+
+    Source: DeepSeek-AI 2024, "DeepSeek-V2"; context in chunks of a workspace: vLLM's MLA backends.
+    """
+    projections = dict(key_projection=key_projection, value_projection=value_projection)
+    check_latent_prefill(query, latent, rope_key, cache, plan, options, out, return_lse, **projections)
+    rank, rope = latent.shape[1], rope_key.shape[1]
+    rows = rearrange(cache[..., : rank + rope], "n p d -> (n p) d")
+
+    def part(latent: Tensor, rope_key: Tensor, plan: Plan, options: AttentionOptions) -> tuple[Tensor, Tensor]:
+        sequences = (
+            _keys_and_values(latent[first:last], rope_key[first:last], **projections)
+            for first, last in plan.batch.key_rows()
+        )
+        return attend_sequences(query, sequences, plan, options, value_head_size=value_projection.shape[1])
+
+    answers = [part(latent, rope_key, plan.own, options)]
+    for chunk in plan.chunks:
+        read = rows[chunk.slots.clamp(min=0)]  # rows after the last sequence are nobody's, whatever they hold
+        answers.append(part(read[:, :rank], read[:, rank:], chunk.plan, options.without_sinks()))
+    result, lse = merge(*zip(*answers, strict=True))
+    return hand_over(result, lse, query, return_lse=return_lse, out=out)
+
+
+def _keys_and_values(
+    latent: Float[Tensor, "s r"],
+    rope_key: Float[Tensor, "s rope"],
+    *,
+    key_projection: Float[Tensor, "h nope r"],
+    value_projection: Float[Tensor, "h dv r"],
+) -> tuple[Float[Tensor, "s h d"], Float[Tensor, "s h dv"]]:
+    """Make the keys and the values of every head, in the compute type."""
+    compute = compute_dtype(latent.dtype)
+    c, to_key, to_value = (x.to(compute) for x in (latent, key_projection, value_projection))
+    shared = repeat(rope_key.to(compute), "s rope -> s h rope", h=len(to_key))
+    key = torch.cat([einsum(c, to_key, "s r, h nope r -> s h nope"), shared], dim=-1)
+    return key, einsum(c, to_value, "s r, h dv r -> s h dv")
+
+
+def absorb(query: Float[Tensor, "t h d"], key_projection: Float[Tensor, "h nope r"]) -> Float[Tensor, "t h absorbed"]:
+    """Turn queries into those that `attention` takes: `W_k[h]^T q` in place of the part that meets the latent.
+
+    Args:
+        query: `d = nope + rope`, the rotary part last.
+        key_projection: makes keys of latents, `W_k`.
+
+    Returns:
+        Queries of `r + rope` elements, in the type of `query`.
+
+    Raises:
+        ValueError: if the heads or sizes do not fit.
+
+    Source: DeepSeek-AI 2024, "DeepSeek-V2", section 2.1.2.
+    """
+    check_projection(query, "query", key_projection, "key_projection", ("h", "nope", "r"))
+    compute, nope = compute_dtype(query.dtype), key_projection.shape[1]
+    latent = einsum(query[..., :nope].to(compute), key_projection.to(compute), "t h nope, h nope r -> t h r")
+    return torch.cat([latent.to(query.dtype), query[..., nope:]], dim=-1)
+
+
+def project(latent: Float[Tensor, "t h r"], value_projection: Float[Tensor, "h dv r"]) -> Float[Tensor, "t h dv"]:
+    """Turn the latents that `attention` returns into the outputs of the heads, `W_v[h] latent`.
+
+    Args:
+        latent: one for each query and head.
+        value_projection: makes values of latents, `W_v`.
+
+    Returns:
+        The outputs, in the type of `latent`.
+
+    Raises:
+        ValueError: if the heads or sizes do not fit.
+
+    Source: DeepSeek-AI 2024, "DeepSeek-V2", section 2.1.2.
+    """
+    check_projection(latent, "latent", value_projection, "value_projection", ("h", "dv", "r"))
+    compute = compute_dtype(latent.dtype)
+    out = einsum(latent.to(compute), value_projection.to(compute), "t h r, h dv r -> t h dv")
+    return out.to(latent.dtype)
+
+
+def allocate(
+    num_blocks: int,
+    block_size: int,
+    latent_rank: int,
+    rope_size: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Shaped[Tensor, "n p c"]:
+    """Make an empty pool of latents: there is none of values.
+
+    Args:
+        num_blocks: blocks in the pool, `n`.
+        block_size: tokens in a block, `p`.
+        latent_rank: elements of a latent, `r`.
+        rope_size: elements of a rotary key, `rope`.
+        dtype: type of an element.
+        device: where the pool is.
+
+    Returns:
+        The pool, `c = r + rope`, filled with zeros.
+
+    Raises:
+        ValueError: if a size is not positive, or there is no such type or device.
+    """
+    check_sizes(num_blocks=num_blocks, block_size=block_size, latent_rank=latent_rank, rope_size=rope_size)
+    check_memory(dtype, device)
+    return torch.zeros(num_blocks, block_size, latent_rank + rope_size, dtype=dtype, device=device)
+
+
+def write(
+    latent: Shaped[Tensor, "t r"],
+    rope_key: Shaped[Tensor, "t rope"],
+    cache: Shaped[Tensor, "n p c"],
+    slot_mapping: Int64[Tensor, "t"],
+) -> None:
+    """Write new latents and rotary keys into the pool, in place, side by side; slot -1 is padding.
+
+    Args:
+        latent: of the new tokens.
+        rope_key: their rotary keys.
+        cache: the pool, changed in place in the first `r + rope` elements of a row.
+        slot_mapping: the slot of each token, each at most once; -1 is written nowhere.
+
+    Raises:
+        ValueError: if types, shapes or devices do not match; on a CPU also if a slot is outside the pool or comes
+            twice. Nothing is written then.
+    """
+    check_latent_slots(latent, rope_key, cache, slot_mapping)
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if slot == -1:
+            continue
+        block, row = divmod(slot, cache.shape[1])
+        cache[block, row, : latent.shape[1]] = latent[token]
+        cache[block, row, latent.shape[1] : latent.shape[1] + rope_key.shape[1]] = rope_key[token]

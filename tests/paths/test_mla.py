@@ -1,0 +1,525 @@
+"""Latent attention: one pool for keys and values, two ways to the same answer, and transformers' own layers."""
+
+import importlib
+import math
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from batches import CASES, HARMLESS, POISON, Case, build, masks_by_hand, poisoned, ragged_cases
+from einops import rearrange
+from hypothesis import given
+from hypothesis import strategies as st
+from kernels_present import PRESENT
+from tolerance import assert_matches_reference
+from transformers import AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Config
+
+import fastattn.mla
+import refattn.dense
+import refattn.mla
+from refattn.interface import AttentionOptions, Batch
+from refattn.metadata import make_batch, slot_mapping
+
+RANK, ROPE, NOPE, VALUE = 32, 8, 16, 24  # elements of a latent, of a rotary key, of the rest of a key, of a value
+SPARE = 3  # columns of the pool that nobody uses
+SCALE = (NOPE + ROPE) ** -0.5
+FEW = ("mixed", "odd-blocks", "one-token-in-last-block")  # which get every option and size of a chunk
+PREFILLS = [case for case in CASES if all(q <= s for q, s in case.lens)]  # whose new tokens are in their sequences
+OPTIONS = {
+    "plain": {},
+    "negative-scale": dict(softmax_scale=-0.3),
+    "softcap": dict(softcap=1.0),
+    "sinks": dict(sinks=True),
+    "alibi": dict(alibi_slopes=True),
+    "invariant": dict(batch_invariant=True),
+    "everything": dict(softcap=5.0, alibi_slopes=True, sinks=True),
+}
+MLA_KERNELS = [kernel for kernel in PRESENT if kernel.name == "cpu"]
+each_twin = pytest.mark.parametrize("twin", [refattn.mla, fastattn.mla], ids=["ref", "fast"])
+each_kernel = pytest.mark.parametrize("kernel", MLA_KERNELS, ids=lambda kernel: kernel.name)
+
+
+class Latents:
+    """A case as latents: the pool with poison in all that nobody may see, the new tokens, and the projections."""
+
+    def __init__(self, case: Case, *, dtype=torch.float32, device="cpu", seed=0, poison=POISON):
+        heads = case.heads[0]
+        one_head = replace(case, heads=(heads, 1), head_size=RANK + ROPE, value_head_size=1)
+        inputs = build(one_head, dtype=dtype, device=device, seed=seed, poison=poison)
+        n, p = inputs.key_cache.shape[:2]
+        spare = poisoned(n * p, 1, SPARE, poison).view(n, p, SPARE).to(inputs.key_cache)
+        self.cache = torch.cat([rearrange(inputs.key_cache, "n p 1 d -> n p d"), spare], dim=-1)
+        self.batch, self.keys = inputs.batch, [rearrange(key, "s 1 d -> s d") for key in inputs.keys]
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw(*shape):
+            return torch.randn(*shape, generator=generator).to(dtype).to(device)
+
+        t = len(inputs.query)
+        self.query = draw(t, heads, NOPE + ROPE)
+        self.query[t - case.padding_rows :] = poisoned(case.padding_rows, heads, NOPE + ROPE, poison).to(self.query)
+        self.projections = dict(
+            key_projection=draw(heads, NOPE, RANK) / 4, value_projection=draw(heads, VALUE, RANK) / 4
+        )
+        new = [key[s - q :] for (q, s), key in zip(case.lens, self.keys, strict=True)]
+        padding = rearrange(poisoned(case.padding_rows, 1, RANK + ROPE, poison), "t 1 d -> t d").to(self.cache)
+        self.new = torch.cat([*new, padding])
+        self.block_size = p
+
+    @property
+    def absorbed(self):
+        """The queries that meet the latents."""
+        return refattn.mla.absorb(self.query, self.projections["key_projection"])
+
+
+def filled(options, heads, device):
+    """Fill in the options with one number per head, and the scale."""
+    slopes, sinks = torch.linspace(0.5, 0.01, heads, device=device), torch.linspace(-2.0, 3.0, heads, device=device)
+    return (
+        dict(softmax_scale=SCALE)
+        | options
+        | (dict(alibi_slopes=slopes) if "alibi_slopes" in options else {})
+        | (dict(sinks=sinks) if "sinks" in options else {})
+    )
+
+
+def attend(twin, query, cache, batch, *, return_lse=True, out=None, **options):
+    plan = twin.plan(batch, block_size=cache.shape[1])
+    return twin.attention(
+        query, cache, plan, AttentionOptions(**options), latent_rank=RANK, return_lse=return_lse, out=out
+    )
+
+
+def prefill(
+    twin,
+    query,
+    new,
+    cache,
+    key_projection,
+    value_projection,
+    batch,
+    *,
+    workspace,
+    return_lse=True,
+    out=None,
+    **options,
+):
+    plan = twin.plan_prefill(batch, block_size=cache.shape[1], workspace=workspace)
+    return twin.prefill(
+        query,
+        new[:, :RANK],
+        new[:, RANK:],
+        cache,
+        plan,
+        AttentionOptions(**options),
+        key_projection=key_projection,
+        value_projection=value_projection,
+        return_lse=return_lse,
+        out=out,
+    )
+
+
+def by_reference(function, **fixed):
+    return lambda *arguments, **options: function(refattn.mla, *arguments, **fixed, **options)
+
+
+# --- the mask, read out ---
+
+
+@each_twin
+@pytest.mark.parametrize("case", [case for case in CASES if max(s for _, s in case.lens) <= 128], ids=str)
+def test_every_query_sees_the_latents_up_to_its_position(twin, case, device):
+    """With queries of zeros and latents of one-hot rows, what comes out is the mask over its row count."""
+    lens, p = case.lens, case.block_size
+    longest = max(s for _, s in lens)
+    cache = torch.full((sum(-(-s // p) for _, s in lens) + 1, p, longest + 2), math.nan)
+    tables, free = [], iter(range(len(cache), 0, -1))
+    for _, s in lens:
+        tables.append([next(free) - 1 for _ in range(-(-s // p))])
+        for j in range(s):
+            cache[tables[-1][j // p], j % p] = torch.eye(longest + 2)[j]
+    batch = make_batch([q for q, _ in lens], [s for _, s in lens], tables, device=device)
+    query = torch.zeros(sum(q for q, _ in lens), case.heads[0], longest + 2, device=device)
+    plan = twin.plan(batch, block_size=p)
+    options = AttentionOptions(softmax_scale=1.0)
+    out, lse = twin.attention(query, cache.to(device), plan, options, latent_rank=longest, return_lse=True)
+    row = 0
+    for (q, s), mask in zip(lens, masks_by_hand(case, lambda i, j: j <= i), strict=True):
+        counts = mask.sum(-1).float()
+        expected = (mask / counts.clamp(min=1)[:, None])[:, None].expand(-1, case.heads[0], -1)
+        torch.testing.assert_close(out[row : row + q, :, :s].cpu(), expected.float(), rtol=1e-6, atol=1e-7)
+        assert not out[row : row + q, :, s:].any()
+        torch.testing.assert_close(lse[row : row + q, 0].cpu(), counts.log(), rtol=1e-6, atol=1e-6)
+        row += q
+
+
+# --- memory that nobody may see ---
+
+
+@each_twin
+@pytest.mark.parametrize("case", PREFILLS, ids=str)
+def test_no_bit_depends_on_what_nobody_may_see(twin, case, device):
+    """Blocks and slots of others, columns that nobody uses, rows of padding."""
+    answers = []
+    for poison in (POISON, HARMLESS):
+        given = Latents(case, device=device, poison=poison)
+        absorbed = attend(twin, given.absorbed, given.cache, given.batch, softmax_scale=SCALE)
+        made = prefill(
+            twin,
+            *(given.query, given.new, given.cache),
+            **given.projections,
+            batch=given.batch,
+            workspace=40 * given.batch.num_seqs,
+            softmax_scale=SCALE,
+        )
+        answers.append([*absorbed, *made])
+    for poisonous, harmless in zip(*answers, strict=True):
+        assert torch.equal(poisonous, harmless)
+
+
+# --- the reference against arithmetic that is not its own ---
+
+
+@pytest.mark.parametrize(
+    ("case", "workspace"),
+    [(case, size) for case in PREFILLS for size in (1, 5, 40, 10**6) if case.name in FEW or size > 5],
+    ids=str,
+)
+def test_both_ways_give_one_answer_at_every_size_of_a_chunk(case, workspace):
+    given = Latents(case, dtype=torch.float64)
+    options = filled(OPTIONS["everything"], case.heads[0], "cpu")
+    latent, lse = attend(refattn.mla, given.absorbed, given.cache, given.batch, **options)
+    whole = refattn.mla.project(latent, given.projections["value_projection"])
+    workspace = workspace * given.batch.num_seqs if case.name != "decode-long" else workspace + 1000
+    tensors = given.query, given.new, given.cache, *given.projections.values(), given.batch
+    made, made_lse = prefill(refattn.mla, *tensors, workspace=workspace, **options)
+    torch.testing.assert_close(made, whole, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(made_lse, lse, rtol=1e-11, atol=1e-11)
+
+
+def test_a_prefill_is_attention_over_the_keys_and_values_that_it_makes():
+    case = Case("c", ((3, 9), (1, 17), (5, 5)), heads=(3, 1), block_size=4)
+    given = Latents(case, dtype=torch.float64)
+    to_key, to_value = given.projections.values()
+    keys, values = [], []
+    for tokens in given.keys:
+        latent, rope = tokens[:, :RANK], tokens[:, RANK:]
+        keys.append(torch.stack([torch.cat([latent @ head.T, rope], -1) for head in to_key], 1))
+        values.append(torch.stack([latent @ head.T for head in to_value], 1))
+    options = AttentionOptions(softmax_scale=SCALE)
+    expected = refattn.dense.attention(
+        given.query, torch.cat(keys), torch.cat(values), refattn.dense.plan(given.batch), options
+    )
+    tensors = given.query, given.new, given.cache, to_key, to_value, given.batch
+    made, _ = prefill(refattn.mla, *tensors, workspace=12, softmax_scale=SCALE)
+    torch.testing.assert_close(made, expected, rtol=1e-12, atol=1e-12)
+
+
+SIZES = dict(
+    vocab_size=31,
+    hidden_size=48,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    kv_lora_rank=RANK,
+    qk_rope_head_dim=ROPE,
+    qk_nope_head_dim=NOPE,
+    v_head_dim=VALUE,
+    max_position_embeddings=256,
+    initializer_range=0.3,
+)
+YARN = dict(
+    rope_type="yarn",
+    rope_theta=10000.0,
+    factor=4.0,
+    mscale=1.0,
+    mscale_all_dim=0.7,
+    original_max_position_embeddings=64,
+    beta_fast=32,
+    beta_slow=1,
+)
+DEEPSEEK = {
+    "v2": DeepseekV2Config(**SIZES, q_lora_rank=None, first_k_dense_replace=2),
+    "v3": DeepseekV3Config(**SIZES, q_lora_rank=20, first_k_dense_replace=2),
+    "v3-yarn": DeepseekV3Config(**SIZES, q_lora_rank=20, first_k_dense_replace=2, rope_parameters=YARN),
+}
+
+
+@each_twin
+@pytest.mark.parametrize("config", DEEPSEEK.values(), ids=DEEPSEEK)
+def test_equals_the_layers_of_deepseek(twin, config):
+    """Of transformers: their keys, values and latents are noted, and their answers are ours, either way."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").double().eval()
+    layer, noted = model.model.layers[1].self_attn, {}
+
+    class Noted:
+        """A cache that keeps nothing: it notes the latents and the rotary keys of a layer."""
+
+        def __init__(self):
+            self.latents = {}
+
+        def update(self, latent, rope_key, layer_idx, *_):
+            self.latents[layer_idx] = latent, rope_key
+            return latent, rope_key
+
+        def __getattr__(self, name):
+            raise AttributeError(name)
+
+    code = importlib.import_module(type(layer).__module__)
+    eager = code.eager_attention_forward
+
+    def note(module, query, key, value, mask, **options):
+        answer = eager(module, query, key, value, mask, **options)
+        if module is layer:
+            noted.update(query=query, out=answer[0], scaling=options["scaling"])
+        return answer
+
+    cache, length = Noted(), 23
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(code, "eager_attention_forward", note)
+        ids = torch.randint(31, (1, length), generator=torch.Generator().manual_seed(1))
+        positions = torch.arange(length)[None]
+        hidden = model.model.embed_tokens(ids)
+        rope = model.model.rotary_emb(hidden, positions)
+        mask = torch.full((length, length), -torch.inf, dtype=torch.float64).triu(1)[None, None]
+        for block in model.model.layers:
+            hidden = block(hidden, attention_mask=mask, position_embeddings=rope, past_key_values=cache)
+    latent, rope_key = (x[0, 0] for x in cache.latents[1])
+    weights = layer.kv_b_proj.weight.detach().view(4, NOPE + VALUE, RANK)
+    projections = dict(key_projection=weights[:, :NOPE], value_projection=weights[:, NOPE:])
+    pool = torch.full((8, 4, RANK + ROPE), math.nan, dtype=torch.float64)
+    table = [[6, 0, 3, 7, 1, 4]]
+    twin.write(latent, rope_key, pool, slot_mapping(make_batch([length], [length], table), length, block_size=4))
+    query, new = rearrange(noted["query"], "1 h t d -> t h d"), slice(14, length)
+    batch = make_batch([9], [length], table)
+    options = dict(softmax_scale=noted["scaling"])
+    absorbed, _ = attend(twin, twin.absorb(query[new], projections["key_projection"]), pool, batch, **options)
+    expected = noted["out"][0, new]
+    close = dict(rtol=1e-4, atol=2e-6)  # its softmax is in float32
+    torch.testing.assert_close(twin.project(absorbed, projections["value_projection"]), expected, **close)
+    tokens = torch.cat([latent, rope_key], -1)[new]
+    made, _ = prefill(twin, query[new], tokens, pool, **projections, batch=batch, workspace=5, **options)
+    torch.testing.assert_close(made, expected, **close)
+
+
+# --- the twin against the reference ---
+
+
+@each_kernel
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [pytest.param(c, o, id=f"{c}-{n}") for c in CASES for n, o in OPTIONS.items() if c.name in FEW or n == "plain"],
+)
+def test_twins_agree(case, options, kernel, device):
+    given = Latents(case, device=device, dtype=kernel.dtypes[0])
+    options = filled(options, case.heads[0], device)
+    arguments = given.absorbed, given.cache, given.batch
+    with kernel.asked_for():
+        out, lse = attend(fastattn.mla, *arguments, **options)
+        assert_matches_reference(out, lse, by_reference(attend), *arguments, **options)
+        memory = torch.full_like(out, math.nan)
+        assert attend(fastattn.mla, *arguments, return_lse=False, out=memory, **options) is memory
+    assert torch.equal(memory, out)
+
+
+@each_kernel
+@pytest.mark.parametrize(
+    ("case", "options", "workspace"),
+    [
+        pytest.param(case, options, workspace, id=f"{case}-{name}-{workspace}")
+        for case in PREFILLS
+        for name, options in OPTIONS.items()
+        for workspace in (7, 10**6)
+        if case.name in FEW or (name == "plain" and workspace > 7)
+    ],
+)
+def test_prefills_agree(case, options, workspace, kernel, device):
+    given = Latents(case, device=device, dtype=kernel.dtypes[0])
+    options = filled(options, case.heads[0], device)
+    arguments = given.query, given.new, given.cache, *given.projections.values(), given.batch
+    fixed = dict(workspace=workspace * given.batch.num_seqs)
+    with kernel.asked_for():
+        out, lse = prefill(fastattn.mla, *arguments, **fixed, **options)
+        assert_matches_reference(out, lse, by_reference(prefill, **fixed), *arguments, **options)
+        memory = torch.full_like(out, math.nan)
+        assert prefill(fastattn.mla, *arguments, **fixed, return_lse=False, out=memory, **options) is memory
+    assert torch.equal(memory, out)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype"),
+    [pytest.param(kernel, dtype, id=f"{kernel.name}-{dtype}") for kernel in MLA_KERNELS for dtype in kernel.dtypes],
+)
+def test_twins_agree_in_every_type(kernel, dtype, device):
+    case = Case("types", ((4, 60), (1, 33), (20, 20)), heads=(4, 1), padding_rows=2)
+    given = Latents(case, device=device, dtype=dtype)
+    options = filled(OPTIONS["everything"], 4, device)
+    with kernel.asked_for():
+        arguments = given.absorbed, given.cache, given.batch
+        assert_matches_reference(
+            *attend(fastattn.mla, *arguments, **options), by_reference(attend), *arguments, **options
+        )
+        arguments = given.query, given.new, given.cache, *given.projections.values(), given.batch
+        answer = prefill(fastattn.mla, *arguments, workspace=45, **options)
+        assert_matches_reference(*answer, by_reference(prefill, workspace=45), *arguments, **options)
+        for function, tensors in (
+            ("absorb", (given.query[:25], given.projections["key_projection"])),
+            ("project", (given.absorbed[:25, :, :RANK], given.projections["value_projection"])),
+        ):
+            reference, twin = (getattr(module, function)(*tensors) for module in (refattn.mla, fastattn.mla))
+            torch.testing.assert_close(twin, reference)
+
+
+@given(case=ragged_cases(), options=st.sampled_from(list(OPTIONS)), seed=st.integers(0, 2**16))
+def test_twins_agree_on_drawn_batches(case, options, seed):
+    given = Latents(case, seed=seed)
+    options = filled(OPTIONS[options], case.heads[0], "cpu")
+    arguments = given.absorbed, given.cache, given.batch
+    out, lse = attend(fastattn.mla, *arguments, **options)
+    assert_matches_reference(out, lse, by_reference(attend), *arguments, **options)
+
+
+@given(case=ragged_cases(), workspace=st.integers(1, 300))
+def test_both_twins_make_the_same_chunks(case, workspace):
+    lens = tuple((min(q, s), s) for q, s in case.lens)
+    given = Latents(replace(case, lens=lens))
+    workspace = max(workspace, len(lens))
+    plans = [
+        twin.plan_prefill(given.batch, block_size=case.block_size, workspace=workspace)
+        for twin in (refattn.mla, fastattn.mla)
+    ]
+    assert len(plans[0].chunks) == len(plans[1].chunks)
+    assert (plans[0].block_size, plans[0].blocks) == (plans[1].block_size, plans[1].blocks)
+    read = [0] * len(lens)
+    for one, other in zip(plans[0].chunks, plans[1].chunks, strict=True):
+        assert torch.equal(one.slots, other.slots) and len(one.slots) <= workspace
+        read = [sum(pair) for pair in zip(read, one.plan.batch.seq_lens.tolist(), strict=True)]
+    assert read == [s - q for q, s in lens], "every token of a context is in one chunk"
+    pairs = [(plans[0].own, plans[1].own)]
+    pairs += [(one.plan, other.plan) for one, other in zip(plans[0].chunks, plans[1].chunks, strict=True)]
+    for one, other in pairs:
+        for name in ("cu_seqlens_q", "seq_lens"):
+            assert torch.equal(getattr(one.batch, name), getattr(other.batch, name))
+        assert (one.batch.max_query_len, one.batch.max_seq_len) == (other.batch.max_query_len, other.batch.max_seq_len)
+        assert torch.equal(one.first_keys, other.first_keys) and torch.equal(one.positions, other.positions)
+        assert (one.causal, one.window_size, one.block_size) == (other.causal, other.window_size, other.block_size)
+
+
+# --- writing ---
+
+
+@each_twin
+def test_latents_and_rotary_keys_lie_side_by_side(twin, device):
+    cache = torch.full((5, 4, RANK + ROPE + SPARE), math.nan, device=device)
+    before = cache.clone()
+    latent, rope_key = torch.randn(3, RANK, device=device), torch.randn(3, ROPE, device=device)
+    twin.write(latent, rope_key, cache, torch.tensor([17, -1, 2], device=device))
+    for token, (block, row) in ((0, (4, 1)), (2, (0, 2))):
+        assert torch.equal(cache[block, row, : RANK + ROPE], torch.cat([latent[token], rope_key[token]]))
+        cache[block, row, : RANK + ROPE] = math.nan
+    assert torch.equal(cache.nan_to_num(7.0), before.nan_to_num(7.0)), "something else was written"
+
+
+@each_twin
+def test_a_pool_has_no_values(twin):
+    pool = twin.allocate(3, 16, RANK, ROPE, dtype=torch.float16)
+    assert pool.shape == (3, 16, RANK + ROPE) and pool.dtype == torch.float16 and not pool.any()
+
+
+# --- bad input ---
+
+
+CASE = Case("small", ((2, 5), (1, 20)), heads=(4, 1))
+BAD_ATTENTION = {
+    "softmax_scale: expected a number": dict(softmax_scale=None),
+    "latent_rank: expected a positive int": dict(latent_rank=0),
+    "latent_rank: expected at most the query's head size of 40, got 41": dict(latent_rank=41),
+    "cache: expected rows of at least r + rope = 40 elements, got c=39": dict(cache=lambda x: x[..., :39]),
+    "cache: expected float32 [n, p, c], got float32": dict(cache=lambda x: x[:, :, None]),
+    "cache: expected blocks of 16 tokens, as in the plan, got p=8": dict(cache=lambda x: x[:, :8]),
+    "query: expected at least 3 rows": dict(query=lambda x: x[:2]),
+    "out: expected float32 [t=3, h=4, dv=32]": dict(out=torch.zeros(3, 4, 40)),
+    "sinks: expected floating point [h=4]": dict(sinks=torch.zeros(3)),
+}
+BAD_PREFILL = {
+    "softmax_scale: expected a number": dict(softmax_scale=None),
+    "latent: expected float32 [t=3, r]": dict(latent=lambda x: x[:2]),
+    "rope_key: expected float32 [t=3, rope]": dict(rope_key=lambda x: x.double()),
+    "key_projection: expected float32 [h=4, nope=16, r=32]": dict(key_projection=lambda x: x[:, :15]),
+    "value_projection: expected float32 [h=4, dv, r=32]": dict(value_projection=lambda x: x[..., :31]),
+    "cache: expected rows of at least r + rope = 40": dict(cache=lambda x: x[..., :39]),
+    "cache: expected at least": dict(cache=lambda x: x[:2]),
+    "out: expected float32 [t=3, h=4, dv=24]": dict(out=torch.zeros(3, 4, 32)),
+    "plan: expected a PrefillPlan": dict(plan=None),
+}
+
+
+@each_twin
+@pytest.mark.usefixtures("shapes_unchecked")
+@pytest.mark.parametrize(("message", "changes"), BAD_ATTENTION.items(), ids=BAD_ATTENTION)
+def test_bad_input_of_attention_is_named(twin, message, changes):
+    given = Latents(CASE, poison=HARMLESS)
+    arguments = dict(query=given.absorbed, cache=given.cache, latent_rank=RANK, softmax_scale=SCALE)
+    arguments |= {name: change(arguments[name]) if callable(change) else change for name, change in changes.items()}
+    options = AttentionOptions(
+        **{name: arguments.pop(name) for name in ("softmax_scale", "sinks") if name in arguments}
+    )
+    plan = twin.plan(given.batch, block_size=16)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        twin.attention(plan=plan, options=options, **arguments)
+
+
+@each_twin
+@pytest.mark.usefixtures("shapes_unchecked")
+@pytest.mark.parametrize(("message", "changes"), BAD_PREFILL.items(), ids=BAD_PREFILL)
+def test_bad_input_of_a_prefill_is_named(twin, message, changes):
+    given = Latents(CASE, poison=HARMLESS)
+    arguments = dict(
+        query=given.query,
+        latent=given.new[:, :RANK],
+        rope_key=given.new[:, RANK:],
+        cache=given.cache,
+        plan=twin.plan_prefill(given.batch, block_size=16, workspace=8),
+        softmax_scale=SCALE,
+        **given.projections,
+    )
+    arguments |= {name: change(arguments[name]) if callable(change) else change for name, change in changes.items()}
+    options = AttentionOptions(softmax_scale=arguments.pop("softmax_scale"))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        twin.prefill(options=options, **arguments)
+
+
+@each_twin
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_a_bad_plan_or_write_is_named_and_nothing_is_written(twin):
+    batch = Latents(CASE).batch
+    for message, arguments in {
+        "workspace: expected a token for each of 2 sequences, got 1": dict(workspace=1),
+        "workspace: expected a positive int": dict(workspace=0),
+        "block_size: expected a positive int": dict(block_size=0),
+    }.items():
+        with pytest.raises(ValueError, match=re.escape(message)):
+            twin.plan_prefill(batch, **(dict(block_size=16, workspace=8) | arguments))
+    short = Batch(
+        torch.tensor([0, 3], dtype=torch.int32), *[torch.tensor(x, dtype=torch.int32) for x in ([2], [[1]])], 3, 3
+    )
+    with pytest.raises(ValueError, match=re.escape("seq_lens: expected the new tokens in them, [3], got [2]")):
+        twin.plan_prefill(short, block_size=16, workspace=8)
+    cache, latent, rope_key = torch.zeros(2, 4, RANK + ROPE), torch.ones(2, RANK), torch.ones(2, ROPE)
+    good = torch.tensor([1, 2])
+    for message, arguments in {
+        "cache: expected rows of at least r + rope = 40": (latent, rope_key, cache[..., :39], good),
+        "rope_key: expected float32 [t=2, rope]": (latent, rope_key[:1], cache, good),
+        "slot_mapping: expected slots in 0..7": (latent, rope_key, cache, torch.tensor([1, 8])),
+        "slot_mapping: expected each slot once": (latent, rope_key, cache, torch.tensor([1, 1])),
+    }.items():
+        with pytest.raises(ValueError, match=re.escape(message)):
+            twin.write(*arguments)
+        assert not cache.any()
+    with pytest.raises(ValueError, match=re.escape("key_projection: expected float32 [h=4, nope, r]")):
+        twin.absorb(torch.zeros(2, 4, 24), torch.zeros(3, 16, 32))
+    with pytest.raises(ValueError, match=re.escape("value_projection: expected float32 [h=4, dv, r=32]")):
+        twin.project(torch.zeros(2, 4, 32), torch.zeros(4, 24, 31))
