@@ -12,10 +12,12 @@ from fastattn.kernels.problem import Problem, Subtraction
 from refattn.interface import AttentionOptions, Batch, Plan
 
 OPERATIONS = (
-    *("dense", "paged", "levels", "differential", "merge"),
+    *("dense", "paged", "levels", "differential", "mla", "merge"),
     *("write", "copy_blocks", "slot_mapping", "trim", "cut_chunks"),
 )
 LARGEST_HEAD = 256
+LARGEST_LATENT = 512
+LARGEST_ROPE = 128
 MAX_PAIRS = 1024  # copies of blocks that one program can hold
 
 
@@ -37,7 +39,12 @@ def unsupported_reason(problem: Problem) -> str | None:
         types.remove(torch.bfloat16)  # the interpreter multiplies matrices of it wrongly
     if problem.is_attention and problem.dtype not in types:
         return f"computes {', '.join(map(str, types))}, not {problem.dtype}"
-    if max(problem.head_size, problem.value_head_size) > LARGEST_HEAD:
+    rope = problem.head_size - problem.value_head_size
+    if problem.operation == "mla":
+        if problem.value_head_size > LARGEST_LATENT or rope > LARGEST_ROPE:
+            sizes = f"{problem.value_head_size} and {rope}"
+            return f"latents of up to {LARGEST_LATENT} and rotary keys of up to {LARGEST_ROPE} elements, not {sizes}"
+    elif max(problem.head_size, problem.value_head_size) > LARGEST_HEAD:
         return f"head sizes up to {LARGEST_HEAD}, not {problem.head_size} and {problem.value_head_size}"
     return cannot_import("triton", "triton") or (cannot_interpret() if interpreted else None)
 
@@ -100,6 +107,21 @@ def differential(
     from fastattn.kernels.triton.pairs import attend
 
     return attend(query, cache, plan, options, subtraction, out)
+
+
+def mla(
+    query: Float[Tensor, "t h d"],
+    cache: Float[Tensor, "n p c"],
+    plan: Plan,
+    options: AttentionOptions,
+    latent_rank: int,
+    out: Float[Tensor, "t h {latent_rank}"] | None,
+) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
+    """Attend to latents, each loaded once, as key and as value; see `fastattn.kernels.dispatch`."""
+    from fastattn.kernels.triton.attention import attend
+
+    pages = cache[:, :, None, : query.shape[2]]
+    return attend(query, pages, pages[..., :latent_rank], plan, options, out, shared=True)
 
 
 def merge(

@@ -58,6 +58,7 @@ EVEN = 1.25  # times the average is the longest sequence, at most, of some that 
 INVARIANT_RUN = 2048  # keys of a split under `batch_invariant`
 BLOCK_SEQS = 128  # sequences that are counted at a time
 MERGED_AT_ONCE = 64  # parts, of one head or of several
+MERGED_ELEMENTS = 8192  # and elements of them, at most
 LARGEST_TILE = 512  # query rows and keys, together, of a tile of a kernel whose answers are repaired
 
 
@@ -68,6 +69,8 @@ def attend(
     plan: Plan,
     options: AttentionOptions,
     out: Float[Tensor, "t h dv"] | None = None,
+    *,
+    shared: bool = False,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend over pages if `key` has four dimensions, else over ragged rows.
 
@@ -78,13 +81,14 @@ def attend(
         plan: the lengths, the block table for pages, and who may see whom.
         options: what the layer fixes.
         out: contiguous memory for the outputs; new memory if None.
+        shared: `value` is a view of the first elements of each key: load them once, as key and as value.
 
     Returns:
         The outputs, and their log-sum-exps in float32.
 
     Source: see the module.
     """
-    return attend_levels(query, key, value, [plan], options, out)
+    return attend_levels(query, key, value, [plan], options, out, shared=shared)
 
 
 def attend_levels(
@@ -94,6 +98,8 @@ def attend_levels(
     levels: Sequence[Plan],
     options: AttentionOptions,
     out: Float[Tensor, "t h dv"] | None = None,
+    *,
+    shared: bool = False,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend to the keys of several levels, each with a plan of its own over the same query rows, as one softmax.
 
@@ -107,6 +113,7 @@ def attend_levels(
         levels: the plan of each level.
         options: what the layer fixes; sinks count once.
         out: as in `attend`.
+        shared: as in `attend`.
 
     Returns:
         The outputs, and their log-sum-exps in float32.
@@ -115,23 +122,23 @@ def attend_levels(
     """
     num_tokens, num_heads = query.shape[:2]
     value_head_size = value.shape[-1]
-    name = _name_of_launches(query, key, value, options, out) if len(levels) == 1 else None
+    name = _name_of_launches(query, key, value, options, out, shared) if len(levels) == 1 else None
     out = query.new_empty(num_tokens, num_heads, value_head_size) if out is None else out
     lse = query.new_empty(num_tokens, num_heads, dtype=torch.float32)
     batch = levels[-1].batch
     if 0 in (num_tokens, num_heads, batch.num_seqs):
         return out.zero_(), lse.fill_(-torch.inf)
     if name in levels[0].kept:
-        return levels[0].kept[name].again(query, key, value, options, out, lse)
+        return levels[0].kept[name].again(query, key, None if shared else value, options, out, lse)
 
-    row_bytes = max(pad(query.shape[2]), pad(value_head_size)) * query.element_size()  # in a program, of the longest
-    tunings = [tune(query, key, value, level, options, row_bytes) for level in levels]
+    row_bytes, key_bytes = _bytes_of_a_program(query, value, shared)
+    tunings = [tune(query, key, value, level, options, row_bytes, shared) for level in levels]
     if len(levels) > 1:
         tunings = [_beside_others(tuning) for tuning in tunings]
-    tunings = [fit(tuning, query.device, row_bytes=row_bytes, key_bytes=2 * row_bytes) for tuning in tunings]
+    tunings = [fit(tuning, query.device, row_bytes=row_bytes, key_bytes=key_bytes) for tuning in tunings]
     num_parts = sum(tuning.most_splits for tuning in tunings)
     if num_parts == 1 and not options.batch_invariant:
-        launch = _launch(query, key, value, levels[0], options, tunings[0], out, lse)
+        launch = _launch(query, key, value, levels[0], options, tunings[0], out, lse, shared=shared)
         if name is not None:
             levels[0].kept[name] = _Launches(1, launch, None)
         return out, lse
@@ -152,10 +159,12 @@ def attend_levels(
             part_lses[first:] if first else part_lses,
             overlap=overlap,
             after=first > 0,
+            shared=shared,
         )
         first += tuning.most_splits
-    block_splits = 1 if options.batch_invariant else min(MERGED_AT_ONCE, pad(num_parts))
-    block_heads = min(MERGED_AT_ONCE // block_splits, pad(num_heads))
+    at_once = max(1, min(MERGED_AT_ONCE, MERGED_ELEMENTS // pad(value_head_size)))
+    block_splits = 1 if options.batch_invariant else min(at_once, pad(num_parts))
+    block_heads = min(at_once // block_splits, pad(num_heads))
     reduction = Launch(
         _reduce_kernel,
         (num_tokens, -(-num_heads // block_heads)),
@@ -192,7 +201,7 @@ class _Launches(NamedTuple):
     reduce: Launch | None
 
     def again(
-        self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, out: Tensor, lse: Tensor
+        self, query: Tensor, key: Tensor, value: Tensor | None, options: AttentionOptions, out: Tensor, lse: Tensor
     ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
         """Attend with other tensors of the same shapes."""
         slopes, sinks = _side_by_side(options.alibi_slopes), _side_by_side(options.sinks)
@@ -207,7 +216,7 @@ class _Launches(NamedTuple):
 
 
 def _name_of_launches(
-    query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, out: Tensor | None
+    query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, out: Tensor | None, shared: bool
 ) -> tuple[object, ...] | None:
     """Return what a plan keeps launches under: all that they depend on besides the plan; None where they can't be kept.
 
@@ -232,7 +241,18 @@ def _name_of_launches(
         options.batch_invariant,
         None if slopes is None else slopes.dtype,
         None if sinks is None else sinks.dtype,
+        shared,
     )
+
+
+def _bytes_of_a_program(query: Tensor, value: Tensor, shared: bool) -> tuple[int, int]:
+    """Return the bytes of a row of a tile, the longer of query and value, and of a key of a step with its value."""
+    head_size, value_head_size = query.shape[2], value.shape[-1]
+    if shared:
+        row_bytes = (pad(head_size - value_head_size) + pad(value_head_size)) * query.element_size()
+        return row_bytes, row_bytes
+    row_bytes = max(pad(head_size), pad(value_head_size)) * query.element_size()
+    return row_bytes, 2 * row_bytes
 
 
 def repair(
@@ -242,6 +262,8 @@ def repair(
     value: Float[Tensor, "s hk dv"] | Float[Tensor, "n p hk dv"],
     plan: Plan,
     options: AttentionOptions,
+    *,
+    shared: bool = False,
 ) -> None:
     """Compute again, in place, what another kernel answered with NaN because it multiplied memory that nobody sees.
 
@@ -259,22 +281,39 @@ def repair(
         value: as in `attend`.
         plan: the lengths, the block table for pages, and who may see whom.
         options: what the layer fixes; the sinks are in `out` already.
+        shared: as in `attend`.
 
     Source: the module.
     """
     if 0 in (*query.shape[:2], plan.batch.num_seqs):
         return
-    name = ("repair", _name_of_launches(query, key, value, options, out))
+    name = ("repair", _name_of_launches(query, key, value, options, out, shared))
     if name in plan.kept:
         slopes, sinks = _side_by_side(options.alibi_slopes), _side_by_side(options.sinks)
-        plan.kept[name].again(query, key, value, out, None, slopes, sinks)
+        plan.kept[name].again(query, key, None if shared else value, out, None, slopes, sinks)
         return
-    row_bytes = max(pad(query.shape[2]), pad(value.shape[-1])) * query.element_size()
-    tuning = Tuning(64, _fit(64, row_bytes), 4, 3, 1, 1)
-    tuning = fit(tuning, query.device, row_bytes=row_bytes, key_bytes=2 * row_bytes)
-    launch = _launch(query, key, value, plan, options, tuning, out, None)
+    row_bytes, key_bytes = _bytes_of_a_program(query, value, shared)
+    tuning = Tuning(64, _fit(64, row_bytes), 8 if shared else 4, 3, 1, 1)
+    tuning = fit(tuning, query.device, row_bytes=row_bytes, key_bytes=key_bytes)
+    launch = _launch(query, key, value, plan, options, tuning, out, None, shared=shared)
     if name[1] is not None:
         plan.kept[name] = launch
+
+
+def repair_latents(
+    out: Float[Tensor, "t h r"],
+    query: Float[Tensor, "t h d"],
+    cache: Float[Tensor, "n p c"],
+    plan: Plan,
+    options: AttentionOptions,
+    latent_rank: int,
+) -> None:
+    """Do the same for what a kernel answered over latents; see `repair` and `fastattn.mla.attention`.
+
+    Source: the module.
+    """
+    pages = cache[:, :, None, : query.shape[2]]
+    repair(out, query, pages, pages[..., :latent_rank], plan, options, shared=True)
 
 
 def _launch(
@@ -289,6 +328,7 @@ def _launch(
     *,
     overlap: bool | None = None,
     after: bool = False,
+    shared: bool = False,
 ) -> Launch:
     """Launch the kernel for one level, and return what can be launched again with other tensors of the same shapes.
 
@@ -303,6 +343,7 @@ def _launch(
         lse: likewise; None to repair the answer.
         overlap: whether the launch after this one may begin early; None if this one gives the answer, not parts.
         after: another level was launched before, that what follows has to wait for, too.
+        shared: as in `attend`.
     """
     batch = plan.batch
     num_tokens, num_heads, head_size = query.shape
@@ -320,7 +361,7 @@ def _launch(
         dict(
             query=query,
             key=key,
-            value=value,
+            value=None if shared else value,
             out=out,
             lse=lse,
             alibi_slopes=_side_by_side(options.alibi_slopes),
@@ -389,7 +430,15 @@ def _count_tiles(batch: Batch, num_tokens: int, group: int, block_m: int) -> int
     return batch.num_seqs + num_tokens * group // block_m
 
 
-def tune(query: Tensor, key: Tensor, value: Tensor, plan: Plan, options: AttentionOptions, row_bytes: int) -> Tuning:
+def tune(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: Plan,
+    options: AttentionOptions,
+    row_bytes: int,
+    shared: bool = False,
+) -> Tuning:
     """Choose the shape of a launch from sizes that the host knows.
 
     Under `batch_invariant` nothing depends on the batch: not the tile, not the step, and not where a split begins.
@@ -400,11 +449,14 @@ def tune(query: Tensor, key: Tensor, value: Tensor, plan: Plan, options: Attenti
     if options.batch_invariant:
         may_begin_inside = plan.window[0] >= 0
         splits = -(-visible // INVARIANT_RUN) + may_begin_inside
+        if shared:
+            return _LATENT_64._replace(splits=splits, most_splits=splits, run=INVARIANT_RUN)
         return Tuning(64, _fit(64, row_bytes), 4, 3, splits, splits, run=INVARIANT_RUN)
     rows = batch.max_query_len * group
     block_m = 16 if rows <= 16 else 64 if rows <= 64 or row_bytes > 256 else 128
     tiles = _count_tiles(batch, query.shape[0], group, block_m)
-    tuning = _tune(block_m, row_bytes, tiles * num_kv_heads, visible, multiprocessors(query.device))
+    tune_tiles = _tune_latents if shared else _tune
+    tuning = tune_tiles(block_m, row_bytes, tiles * num_kv_heads, visible, multiprocessors(query.device))
     if batch.num_seqs == 1 or rows > block_m or _about_as_long(batch, visible):  # there is nothing to balance
         return tuning
     room = MOST_PART_BYTES // (4 * query.shape[0] * query.shape[1] * value.shape[-1])
@@ -438,6 +490,25 @@ def _tune(block_m: int, row_bytes: int, programs: int, visible: int, num_multipr
     if block_m == 16 and on_one > 3:
         return Tuning(16, _fit(64, row_bytes), 2, 2, splits, splits)
     return Tuning(block_m, _fit(64, row_bytes), 8 if block_m == 128 else 4, 3, splits, splits)
+
+
+_LATENT_16 = Tuning(16, 64, 4, 2, 1, 1)
+_LATENT_64 = Tuning(64, 64, 8, 2, 1, 1)
+_LATENT_AT_ONCE = {16: 1, 64: 1}
+
+
+@cache
+def _tune_latents(block_m: int, row_bytes: int, programs: int, visible: int, num_multiprocessors: int) -> Tuning:
+    """Choose how often to split the keys where each is a value, too, and how a program works then."""
+    at_once = _LATENT_AT_ONCE[block_m]
+
+    def time(splits: int) -> float:
+        on_one = -(-programs * splits // num_multiprocessors)
+        return on_one / splits if on_one <= at_once else 1.05 * programs / num_multiprocessors
+
+    splits = min(range(1, max(1, visible // FEWEST_KEYS) + 1), key=time)
+    tuning = _LATENT_16 if block_m == 16 else _LATENT_64
+    return tuning._replace(splits=splits, most_splits=splits)
 
 
 def _beside_others(tuning: Tuning) -> Tuning:

@@ -356,6 +356,7 @@ def attend_to_run(
 
     `query_rows` point to the queries of the rows that `is_row`; `positions` lie between the first and the last one.
     `key` and `value` are pages that `block_table` leads to, or rows that `cu_seqlens_k` leads to (`BLOCK_SIZE` is 0).
+    If `value` is None, a value is the first `VALUE_HEAD_SIZE` elements of its key, which are loaded once for both.
     `slopes` are those of ALiBi times log2(e), one per row, or None.
 
     It returns the highest score of each row, the sum of the weights relative to it, and the weighted sum of the values.
@@ -370,13 +371,23 @@ def attend_to_run(
     head = kv_head.to(tl.int64)
 
     all_from, all_to = seen_by_all(first_key, last_key, first_position, last_position, left, right, LEFT, RIGHT)
-    HEAD_PAD: tl.constexpr = triton.next_power_of_2(HEAD_SIZE) if HEAD_SIZE > 16 else 16  # the least of a product
+    SHARED: tl.constexpr = value is None
+    KEY_SIZE: tl.constexpr = HEAD_SIZE - VALUE_HEAD_SIZE if SHARED else HEAD_SIZE  # of what is no value
+    KEY_PAD: tl.constexpr = triton.next_power_of_2(KEY_SIZE) if KEY_SIZE > 16 else 16  # the least of a product
     VALUE_PAD: tl.constexpr = triton.next_power_of_2(VALUE_HEAD_SIZE)
-    at_d = tl.arange(0, HEAD_PAD)
     at_dv = tl.arange(0, VALUE_PAD)
+    at_d = tl.arange(0, KEY_PAD)
+    in_key = at_d < KEY_SIZE
+    if SHARED:
+        at_d += VALUE_HEAD_SIZE
+        query_values = tl.load(
+            query_rows[:, None] + (at_dv.to(tl.int64) * query_stride)[None, :],
+            mask=is_row[:, None] & (at_dv < VALUE_HEAD_SIZE)[None, :],
+            other=0.0,
+        )
     q = tl.load(
         query_rows[:, None] + (at_d.to(tl.int64) * query_stride)[None, :],
-        mask=is_row[:, None] & (at_d < HEAD_SIZE)[None, :],
+        mask=is_row[:, None] & in_key[None, :],
         other=0.0,
     )
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -402,14 +413,21 @@ def attend_to_run(
                 key_rows = (first_key_row + j) * key_strides[0] + head * key_strides[1]
                 value_rows = (first_key_row + j) * value_strides[0] + head * value_strides[1]
 
+            in_value = is_key[:, None] & (at_dv < VALUE_HEAD_SIZE)[None, :]
+            if SHARED:
+                at_value = key + value_rows[:, None] + (at_dv.to(tl.int64) * value_strides[-1])[None, :]
+                v = tl.load(at_value, mask=in_value, other=0.0)  # [keys, dv]
             k = tl.load(
                 key + key_rows[None, :] + (at_d.to(tl.int64) * key_strides[-1])[:, None],
-                mask=is_key[None, :] & (at_d < HEAD_SIZE)[:, None],
+                mask=is_key[None, :] & in_key[:, None],
                 other=0.0,
-            )  # [d, keys]
+            )  # [d, keys], without what is in the values
+            products = tl.dot(q, k, input_precision="ieee")
+            if SHARED:
+                products = tl.dot(query_values, tl.trans(v), products, input_precision="ieee")
             all_seen = phase == 1 if PHASES == 3 else (start >= all_from) & (start + BLOCK_N <= all_to)
             scores = finish_scores(
-                tl.dot(q, k, input_precision="ieee"),
+                products,
                 positions,
                 j,
                 is_key,
@@ -426,11 +444,9 @@ def attend_to_run(
             weights, shrink, row_max, row_sum = update_softmax(
                 scores, row_max, row_sum, softcap if SOFTCAP else scale, slopes is not None
             )
-            v = tl.load(
-                value + value_rows[:, None] + (at_dv.to(tl.int64) * value_strides[-1])[None, :],
-                mask=is_key[:, None] & (at_dv < VALUE_HEAD_SIZE)[None, :],
-                other=0.0,
-            )  # [keys, dv]
+            if not SHARED:
+                at_value = value + value_rows[:, None] + (at_dv.to(tl.int64) * value_strides[-1])[None, :]
+                v = tl.load(at_value, mask=in_value, other=0.0)  # [keys, dv]
             acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
     return row_max, row_sum, acc
 
