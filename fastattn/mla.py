@@ -45,14 +45,14 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def plan_prefill(batch: Batch, *, block_size: int, workspace: int) -> PrefillPlan:
+def plan_prefill(batch: Batch, *, block_size: int, workspace: int, max_context_len: int | None = None) -> PrefillPlan:
     """Plan `prefill`: new tokens among themselves, and their context in chunks; the twin of `refattn.mla.plan_prefill`.
 
     All sizes follow from Python ints, so nothing synchronizes with a device. ALiBi needs the position of each query: a
     batch on a device has to say how many query rows it has for it (`num_tokens`).
     """
     whole = Plan(batch, block_size)
-    check_workspace(batch, workspace)
+    longest = check_workspace(batch, workspace, max_context_len)
     num_tokens = int(batch.cu_seqlens_q[-1]) if batch.device.type == "cpu" else batch.num_tokens
     where = None if num_tokens is None else positions(batch, num_tokens).int()
     contexts = batch.context_lens
@@ -62,8 +62,8 @@ def plan_prefill(batch: Batch, *, block_size: int, workspace: int) -> PrefillPla
         return Plan(keys, None, causal, first_keys=first_keys, positions=where)
 
     chunks = []
-    size = max(1, min(workspace // max(1, batch.num_seqs), batch.max_seq_len - 1))
-    for start in range(0, max(0, batch.max_seq_len - 1), size):
+    size = max(1, min(workspace // max(1, batch.num_seqs), longest))
+    for start in range(0, longest, size):
         counts = (contexts - start).clamp(0, size)
         begins = torch.full_like(counts, start)
         ends = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
@@ -98,6 +98,7 @@ def prefill(
     projections = dict(key_projection=key_projection, value_projection=value_projection)
     check_latent_prefill(query, latent, rope_key, cache, plan, options, out, return_lse, **projections)
     rank, rope = latent.shape[1], rope_key.shape[1]
+    projections = {name: projection.contiguous() for name, projection in projections.items()}  # once for all parts
     own = dispatch.dense(query, *_keys_and_values(latent, rope_key, **projections), plan.own, options)
     answers = [own]
     rows = cache[..., : rank + rope]

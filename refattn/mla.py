@@ -90,7 +90,7 @@ def attention(
     return hand_over(result, lse, query, return_lse=return_lse, out=out)
 
 
-def plan_prefill(batch: Batch, *, block_size: int, workspace: int) -> PrefillPlan:
+def plan_prefill(batch: Batch, *, block_size: int, workspace: int, max_context_len: int | None = None) -> PrefillPlan:
     """Plan `prefill`: the new tokens among themselves, and their context in chunks that fit into a workspace.
 
     Each chunk has the same number of tokens of every sequence, `workspace // b`, less where a context ends:
@@ -102,6 +102,8 @@ def plan_prefill(batch: Batch, *, block_size: int, workspace: int) -> PrefillPla
         batch: the lengths and the block table; every sequence has its new tokens among its keys.
         block_size: tokens in a block, `p`.
         workspace: the most tokens whose keys and values are made at a time, at least one for each sequence.
+        max_context_len: tokens of the longest context, for which there are chunks. None: the longest that there is, or
+            on a device, where nothing can be read, one token less than the longest sequence.
 
     Returns:
         A plan for every layer of this step.
@@ -110,7 +112,7 @@ def plan_prefill(batch: Batch, *, block_size: int, workspace: int) -> PrefillPla
         ValueError: naming the argument that does not fit; the contents of the batch are checked on a CPU.
     """
     whole = Plan(batch, block_size)
-    check_workspace(batch, workspace)
+    longest = check_workspace(batch, workspace, max_context_len)
     assert batch.block_table is not None  # a plan over pages has checked it
     query_lens, contexts = batch.query_lens.tolist(), batch.context_lens.tolist()
     where = positions(batch, sum(query_lens)).int()
@@ -121,8 +123,8 @@ def plan_prefill(batch: Batch, *, block_size: int, workspace: int) -> PrefillPla
         return Plan(keys, None, causal, first_keys=first, positions=where)
 
     chunks = []
-    size = max(1, min(workspace // max(1, batch.num_seqs), batch.max_seq_len - 1))
-    for start in range(0, max(0, batch.max_seq_len - 1), size):
+    size = max(1, min(workspace // max(1, batch.num_seqs), longest))
+    for start in range(0, longest, size):
         counts = [max(0, min(size, context - start)) for context in contexts]
         slots = torch.full((batch.num_seqs * size,), -1, dtype=torch.int64, device=batch.device)
         row = 0

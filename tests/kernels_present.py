@@ -24,6 +24,8 @@ def has_to_compute(name: str, problem: Problem) -> bool:
     """
     if name in ("cpu", "triton"):
         return True
+    if problem.operation == "mla":
+        return has_to_attend_to_latents(name, problem)
     over_pages = problem.block_size is not None
     sizes = {problem.head_size, problem.value_head_size}
     if problem.dtype not in HALVES or problem.positions or not problem.aligned:
@@ -45,6 +47,17 @@ def has_to_compute(name: str, problem: Problem) -> bool:
     return size_fits and not over_pages and not problem.softcap and not problem.alibi
 
 
+def has_to_attend_to_latents(name: str, problem: Problem) -> bool:
+    """Whether a FlashAttention or FlashMLA may not refuse latents: those of DeepSeek's size, and no option but few."""
+    if problem.dtype not in HALVES or problem.positions or not problem.aligned:
+        return False
+    if (problem.head_size, problem.value_head_size) != (576, 512) or problem.alibi or problem.batch_invariant:
+        return False
+    if name == "flash_mla":
+        return problem.block_size == 64 and problem.uniform and not problem.softcap
+    return name == "fa3"
+
+
 @dataclass(frozen=True)
 class Kernel:
     """A kernel by name, and the types that it is tested in."""
@@ -55,7 +68,7 @@ class Kernel:
     @property
     def repaired(self) -> bool:
         """Whether it multiplies whole tiles, keys that nobody sees by 0, and ours repairs what NaN has spoilt there."""
-        return self.name in ("fa2", "fa3", "fa4")
+        return self.name in ("fa2", "fa3", "fa4", "flash_mla")
 
     @property
     def is_interpreted(self) -> bool:
@@ -118,5 +131,15 @@ def _present(device: str) -> list[Kernel]:
     return present
 
 
+def _present_for_latents(device: str) -> list[Kernel]:
+    """List the kernels that attend to latents; FlashMLA does nothing else."""
+    present = [kernel for kernel in PRESENT if kernel.name in ("cpu", "triton", "fa3")]
+    is_hopper = device == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    if is_hopper and _is_installed("flash_mla"):
+        present.insert(0, Kernel("flash_mla", HALVES))
+    return present
+
+
 PRESENT = _present(os.environ["TWINATTN_TEST_DEVICE"])
+PRESENT_FOR_LATENTS = _present_for_latents(os.environ["TWINATTN_TEST_DEVICE"])
 each_kernel = pytest.mark.parametrize("kernel", PRESENT, ids=lambda kernel: kernel.name)

@@ -51,6 +51,7 @@ MODULES = {
     "triton": "fastattn.kernels.triton",
     "fa4": "fastattn.kernels.flash.fa4",
     "fa3": "fastattn.kernels.flash.fa3",
+    "flash_mla": "fastattn.kernels.flash.flash_mla",
     "fa2": "fastattn.kernels.flash.fa2",
     "torch_flash": "fastattn.kernels.flash.torch_flash",
 }
@@ -81,6 +82,9 @@ def priorities(problem: Problem) -> tuple[str, ...]:
         return "cpu", "torch", "triton"
     if not problem.is_attention:
         return "triton", "torch"
+    if problem.operation == "mla":
+        few = problem.batch_invariant or _rows(problem) <= 16
+        return ("triton", "flash_mla", "fa3") if few else ("flash_mla", "fa3", "triton")
     if _pays_to_split(problem):
         return "triton", "fa4", "fa3", "fa2", "torch_flash"
     if problem.operation == "paged" and problem.window == (-1, 0) and _rows(problem) <= 64:

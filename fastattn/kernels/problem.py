@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-from refattn.interface import AttentionOptions, Plan
+from refattn.interface import AttentionOptions, Batch, Plan
 
 
 class Problem(NamedTuple):
@@ -33,6 +33,7 @@ class Problem(NamedTuple):
         batch_invariant: no bit of a row may depend on what else is in the batch.
         aligned: the elements of each head lie side by side, from a multiple of 16 bytes on.
         num_pairs: copies of blocks that are asked for.
+        uniform: the host knows that every sequence has `max_query_len` new tokens.
     """
 
     operation: str
@@ -54,6 +55,7 @@ class Problem(NamedTuple):
     batch_invariant: bool = False
     aligned: bool = True
     num_pairs: int = 0
+    uniform: bool = False
 
     @property
     def is_attention(self) -> bool:
@@ -85,12 +87,18 @@ def attention_problem(
         options.sinks is not None,
         options.batch_invariant,
         query.device.type != "cuda" or all(map(_is_aligned, (query, key, value))),
+        uniform=_is_uniform(batch) and query.shape[0] >= batch.num_seqs * batch.max_query_len,
     )
 
 
 def uses_positions(plan: Plan, options: AttentionOptions) -> bool:
     """Return whether an answer depends on `plan.positions`: not if everyone sees everything and there is no ALiBi."""
     return plan.positions is not None and (plan.window != (-1, -1) or options.alibi_slopes is not None)
+
+
+def _is_uniform(batch: Batch) -> bool:
+    """Return whether all sequences have as many new tokens, by what the host knows: their sum, and the most of each."""
+    return batch.num_tokens is not None and batch.num_tokens == batch.num_seqs * batch.max_query_len
 
 
 def _is_aligned(x: Tensor) -> bool:

@@ -15,6 +15,7 @@ PACKAGES = {
     "triton": "triton",
     "fa4": "flash-attn-4",
     "fa3": "flash-attn-3",
+    "flash_mla": "sgl-flash-mla",
     "fa2": "flash-attn",
     "torch_flash": "torch",
 }
@@ -106,6 +107,16 @@ def _problems(device: torch.device) -> dict[str, Problem]:
         "keys of 192, values of 128": usual._replace(head_size=192),
         "levels of a cascade": usual._replace(operation="levels"),
         "differential": usual._replace(operation="differential"),
+        "latents": usual._replace(
+            operation="mla",
+            num_heads=128,
+            num_kv_heads=1,
+            head_size=512 + 64,
+            value_head_size=512,
+            block_size=64,
+            max_query_len=1,
+            uniform=True,
+        ),
     }
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         problems[str(dtype).removeprefix("torch.")] = usual._replace(dtype=dtype)
@@ -127,7 +138,11 @@ def _state(name: str, problems: dict[str, Problem]) -> Text:
     first, *others = _reasons(name, problems)
     if first is None:
         return Text("runs", style="green")
-    return Text(f"in part: {first}", style="yellow") if None in others else Text(f"no: {first}", style="dim")
+    if None in others:
+        return Text(f"in part: {first}", style="yellow")
+    of_its_own = [reason for reason in others if reason is not None and not reason.startswith("has no operation")]
+    reason = of_its_own[0] if first.startswith("has no operation") and of_its_own else first
+    return Text(f"no: {reason}", style="dim")
 
 
 def _reasons(name: str, problems: dict[str, Problem]) -> list[str | None]:

@@ -1,4 +1,4 @@
-"""Drawings of what the paths compute: masks, block tables, virtual batches, what a cascade shares, a merge.
+"""Drawings of what the paths compute: masks, block tables, virtual batches, chunks, what a cascade shares, a merge.
 
     python -m refattn.drawing local --chunk 4 --lens 4,6 10,17 5,9 --output local.svg
 
@@ -21,6 +21,7 @@ from refattn.drawing.panels import Bars, Cell, Grid, Span
 from refattn.drawing.pictures import (
     block_table,
     cascade,
+    context_chunks,
     difference,
     mask,
     merge,
@@ -43,6 +44,7 @@ __all__ = [
     "Span",
     "block_table",
     "cascade",
+    "context_chunks",
     "difference",
     "example",
     "mask",

@@ -136,6 +136,13 @@ def _differential(settings: Settings) -> Drawing:
     return pictures.difference(first, second, 0.6, words=WORDS[1])
 
 
+def _context_chunks(settings: Settings) -> Drawing:
+    batch, words = settings.batch()
+    longest = max(batch.context_lens.tolist(), default=0)
+    workspace = max(1, batch.num_seqs * -(-longest // 3))  # three chunks
+    return pictures.context_chunks(batch, block_size=settings.block_size, workspace=workspace, words=words)
+
+
 def _engine(settings: Settings) -> Drawing:
     num_pending, budget, steps = {"a": 9, "b": 5, "c": 7}, 6, []
     for _ in range(7):
@@ -160,5 +167,6 @@ EXAMPLES: dict[str, Callable[[Settings], Drawing]] = {
     "batch": _step,
     "dense": _dense,
     "differential": _differential,
+    "mla": _context_chunks,
     "engine": _engine,
 }

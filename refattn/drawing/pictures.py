@@ -1,6 +1,6 @@
 """One function per idea: masks, batches, block tables, windows, chunks, cascades, schedules, and merged weights.
 
-The only modules of paths that these drawings call are `sliding_window` and `local`, each in one place.
+The only modules of paths that these drawings call are `sliding_window`, `local` and `mla`, each in one place.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from refattn import local, masks, sliding_window
+from refattn import local, masks, mla, sliding_window
 from refattn.drawing.drawing import Drawing
 from refattn.drawing.figure import cell_width
 from refattn.drawing.panels import SHARED, Bars, Cell, Grid, Span
@@ -74,12 +74,7 @@ def ragged(batch: Batch, rule: Rule = masks.causal, *, words: Words | None = Non
         words: the tokens of each sequence; numbers if None.
     """
     seqs = _host_sequences(batch, words)
-    num_keys, before, cells = sum(seq.seq_len for seq in seqs), 0, []
-    for seq in seqs:
-        for row in _mask_cells(rule(seq.query_len, seq.seq_len), seq.group):
-            cells.append([*[Cell()] * before, *row, *[Cell()] * (num_keys - before - seq.seq_len)])
-        before += seq.seq_len
-    return Drawing([[Grid(cells, _query_labels(seqs), [word for seq in seqs for word in seq.words])]])
+    return Drawing([[_diagonal_grid(seqs, [seq.words for seq in seqs], rule)]])
 
 
 # --- batches ---
@@ -231,6 +226,29 @@ def cascade(batch: Batch, *, block_size: int, words: Words | None = None) -> Dra
     return Drawing([[Grid(cells, _query_labels(seqs), columns, spans)]], note=note)
 
 
+def context_chunks(batch: Batch, *, block_size: int, workspace: int, words: Words | None = None) -> Drawing:
+    """Draw the prefill of latent attention: a mask for each chunk of the contexts, and one for the new tokens.
+
+    Args:
+        batch: the lengths and the block table.
+        block_size: tokens in a block, `p`.
+        workspace: the most tokens of the contexts whose keys and values are made at a time.
+        words: the tokens of each sequence; numbers if None.
+    """
+    seqs = _host_sequences(batch, words)
+    plan = mla.plan_prefill(batch, block_size=block_size, workspace=workspace)
+    panels: list[Grid] = []
+    for chunk in plan.chunks:
+        assert chunk.plan.first_keys is not None
+        starts, counts = chunk.plan.first_keys.tolist(), chunk.plan.batch.seq_lens.tolist()
+        read = [seq.words[start : start + count] for seq, start, count in zip(seqs, starts, counts, strict=True)]
+        if any(read):
+            panels.append(_diagonal_grid(seqs, read, masks.full, f"chunk {len(panels)}"))
+    most = max((len(panel.columns) for panel in panels), default=0)
+    own = _diagonal_grid(seqs, [seq.query_words for seq in seqs], masks.causal, "new tokens")
+    return Drawing([[*panels, own]], note=f"at most {most} tokens of context at a time, in {len(panels)} chunks")
+
+
 def schedule(
     steps: Sequence[Mapping[str, int]], *, budget: int, num_cached: Mapping[str, int] | None = None
 ) -> Drawing:
@@ -365,6 +383,16 @@ def _mask_grid(
     cuts = range(chunk_size, seq.seq_len, chunk_size) if chunk_size else ()
     cells = _mask_cells(rule(seq.query_len, seq.seq_len), seq.group)
     return Grid(cells, seq.query_words, seq.words, spans, cuts, seq.name)
+
+
+def _diagonal_grid(seqs: Sequence[_HostSequence], keys: Words, rule: Rule, title: str = "") -> Grid:
+    """Draw the masks of all sequences over some keys of each in one grid, blocks on its diagonal."""
+    num_keys, before, cells = sum(map(len, keys)), 0, []
+    for seq, own in zip(seqs, keys, strict=True):
+        for row in _mask_cells(rule(seq.query_len, len(own)), seq.group):
+            cells.append([*[Cell()] * before, *row, *[Cell()] * (num_keys - before - len(own))])
+        before += len(own)
+    return Grid(cells, _query_labels(seqs), [word for own in keys for word in own], title=title)
 
 
 def _mask_cells(visible: Bool[Tensor, "t s"], group: int) -> list[list[Cell]]:

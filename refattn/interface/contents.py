@@ -265,8 +265,11 @@ def check_prefixes(prefixes: Sequence[Prefix], batch: Batch, *, block_size: int)
     return block_table
 
 
-def check_workspace(batch: Batch, workspace: int) -> None:
+def check_workspace(batch: Batch, workspace: int, max_context_len: int | None) -> int:
     """Check the room for the context of a prefill: a token for each sequence at least, each with its new tokens.
+
+    Returns:
+        A bound of the longest context of a sequence with new tokens: `max_context_len`, if it is given.
 
     Raises:
         ValueError: naming what does not fit; the lengths are read on a CPU only.
@@ -275,10 +278,18 @@ def check_workspace(batch: Batch, workspace: int) -> None:
     check_sizes(workspace=workspace)
     if workspace < batch.num_seqs:
         raise ValueError(f"workspace: expected a token for each of {batch.num_seqs} sequences, got {workspace}")
-    if batch.seq_lens.is_cpu and (batch.context_lens < 0).any():
+    if max_context_len is not None:
+        check_int("max_context_len", max_context_len)
+    if not batch.seq_lens.is_cpu:
+        return max(0, batch.max_seq_len - 1) if max_context_len is None else max_context_len
+    if (batch.context_lens < 0).any():
         raise ValueError(
             f"seq_lens: expected the new tokens in them, {batch.query_lens.tolist()}, got {batch.seq_lens.tolist()}"
         )
+    longest = int(batch.context_lens[batch.query_lens > 0].amax()) if (batch.query_lens > 0).any() else 0
+    if max_context_len is not None and max_context_len < longest:
+        raise ValueError(f"max_context_len: expected at least {longest}, the longest context, got {max_context_len}")
+    return longest if max_context_len is None else max_context_len
 
 
 def check_tree(prefixes: Sequence[Prefix]) -> None:

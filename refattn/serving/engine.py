@@ -10,8 +10,8 @@ and what is left of the budget goes to chunks of prompts. With a budget of 8, an
 The model's own code runs. Only its attention is replaced: transformers passes the queries, keys and values of each
 layer to `models.paged_attention`, and the engine writes them into the pool and attends over it with the twin that it
 was given. It computes nothing itself. What a layer plans and attends stands in `layers`: windows go to
-`sliding_window`, chunks to `local`, pairs of softmaxes to `differential`, and all else to `chunked_prefill`, or to
-`cascade` in a step whose requests share so many blocks that reading them once is worth it.
+`sliding_window`, chunks to `local`, pairs of softmaxes to `differential`, latents to `mla`, and all else to
+`chunked_prefill`, or to `cascade` in a step whose requests share so many blocks that reading them once is worth it.
 
 A layer with a window has a smaller pool (`WindowPool`) where no step can need all blocks of it: a block comes back as
 soon as no token to come can see it.
@@ -38,7 +38,7 @@ from refattn.interface import AttentionOptions, Batch, CascadePlan, Plan, Prefix
 from refattn.serving import models
 from refattn.serving.block_pool import BlockPool
 from refattn.serving.cost_model import CPU, H200, Machine, saved_key_reads, worthwhile_prefixes
-from refattn.serving.layers import Layer, LocalLayer, LocalPlan, Twin
+from refattn.serving.layers import Layer, SplitPlan, Twin
 from refattn.serving.request import Event, Request, token_ids
 from refattn.serving.sampling import GREEDY, SamplingParams, choose
 from refattn.serving.scheduler import Counters, Scheduler
@@ -59,7 +59,7 @@ class Step:
 
     batch: Batch
     slot_mappings: dict[Layer, Int64[Tensor, "t"]]
-    plans: dict[Layer, Plan | CascadePlan | LocalPlan]
+    plans: dict[Layer, Plan | CascadePlan | SplitPlan]
 
 
 @runtime_checkable
@@ -125,7 +125,8 @@ class Engine:
         self.block_size, self.max_num_batched_tokens = block_size, max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
         self.twin, self.runner, self.batch_invariant = Twin(twin), runner, batch_invariant
-        self.layers = models.layers_of(self.config, max(num_blocks * block_size, max_num_batched_tokens))
+        most_tokens = max(num_blocks * block_size, max_num_batched_tokens)
+        self.layers = models.layers_of(self.config, most_tokens, batch_invariant=batch_invariant)
         self.machine = machine or (CPU if model.device.type == "cpu" else H200)
         self.vocab_size = min(self.config.vocab_size, len(model.get_input_embeddings().weight))
         self.max_positions = models.max_positions(self.config)
@@ -143,8 +144,7 @@ class Engine:
                 for layer in self.layers
             ]
         except torch.OutOfMemoryError as error:
-            slots = [2 * block_size * pool_blocks[layer] * layer.num_kv_heads for layer in self.layers]
-            numbers = sum(count * layer.head_size for count, layer in zip(slots, self.layers, strict=True))
+            numbers = sum(block_size * pool_blocks[layer] * layer.elements_per_token for layer in self.layers)
             raise torch.OutOfMemoryError(
                 f"num_blocks: expected a pool that fits into the memory of {model.device}, got {num_blocks} blocks of "
                 f"{block_size} tokens, which are {numbers * model.dtype.itemsize / 2**30:.3g} GiB. {error}"
@@ -240,7 +240,7 @@ class Engine:
         try:
             self._is_stepping = True
             scheduled = self.scheduler.schedule()
-            if any(isinstance(layer, LocalLayer) for layer in self.layers):  # which plans decodes and prefills apart
+            if any(layer.splits_decodes for layer in self.layers):
                 scheduled = dict(sorted(scheduled.items(), key=lambda item: item[1] > 1))
             before = _progress(scheduled)
             if not scheduled:
@@ -381,6 +381,7 @@ class Engine:
             seq_lens.append(request.num_computed_tokens + count)
             input_ids += request.tokens[request.num_computed_tokens : request.num_computed_tokens + count]
         block_tables = [request.blocks for request in scheduled]
+        context_lens = [request.num_computed_tokens for request in scheduled]
         batch = metadata.make_batch(query_lens, seq_lens, block_tables, device=device)
         due = [
             row - 1
@@ -391,7 +392,7 @@ class Engine:
             input_ids=torch.tensor([input_ids], device=device),
             position_ids=rearrange(metadata.positions(batch, len(input_ids)), "t -> 1 t"),
             logits_to_keep=torch.tensor(due, dtype=torch.int64, device=device),
-            step=self.plan_step(batch, len(input_ids), prefixes, query_lens),
+            step=self.plan_step(batch, len(input_ids), prefixes, query_lens, context_lens),
         )
 
     def plan_step(
@@ -400,6 +401,7 @@ class Engine:
         num_tokens: int,
         prefixes: Sequence[Prefix] = (),
         query_lens: Sequence[int] | None = None,
+        context_lens: Sequence[int] | None = None,
     ) -> "Step":
         """Plan a step, once for all layers that are equal.
 
@@ -408,6 +410,7 @@ class Engine:
             num_tokens: query rows, padding included.
             prefixes: what some of them share and a cascade is to read once.
             query_lens: the new tokens of each request; None if there is padding, or only the device knows.
+            context_lens: the tokens of each request before those; None likewise.
         """
         slots = self.twin.metadata.slot_mapping(batch, num_tokens, block_size=self.block_size)
         step = Step(batch, {}, {})
@@ -415,7 +418,7 @@ class Engine:
             pool = self.window_pools.get(layer)
             step.slot_mappings[layer] = slots if pool is None else pool.translate_slots(slots)
             where = batch if pool is None else pool.translate_batch(batch)
-            step.plans[layer] = layer.plan(self.twin, where, self.block_size, query_lens)
+            step.plans[layer] = layer.plan(self.twin, where, self.block_size, query_lens, context_lens)
         if prefixes:
             cascade = self.twin.cascade.plan(batch, prefixes=prefixes, block_size=self.block_size)
             step.plans.update({layer: cascade for layer in step.plans if type(layer) is Layer})
@@ -460,7 +463,7 @@ class Engine:
         self,
         module: Any,
         query: Float[Tensor, "1 h t d"],
-        key: Float[Tensor, "1 hk t d"],
+        key: Float[Tensor, "1 hk t dk"],
         value: Float[Tensor, "1 hk t dv"],
         *,
         step: "Step",
@@ -470,14 +473,16 @@ class Engine:
         s_aux: Float[Tensor, "h"] | None = None,
         alibi_slopes: Float[Tensor, "h"] | None = None,
         **others: Any,
-    ) -> Float[Tensor, "1 t h dv"]:
+    ) -> Float[Tensor, "1 t h dout"]:
         """Compute the attention of a layer: write its keys and values into its pool, and attend on its path.
+
+        Which sizes belong together is the layer's to say: each checks its own.
 
         Args:
             module: the layer's attention in the model.
             query: of all new tokens; transformers has the heads in front, and a batch of one.
-            key: of all new tokens.
-            value: of all new tokens.
+            key: of all new tokens; of a latent layer their latents, as one head.
+            value: of all new tokens; of a latent layer their rotary keys, as one head.
             step: the batch and the plans of the step.
             scaling: the softmax scale.
             sliding_window: how many tokens each one sees, itself included; None for all.

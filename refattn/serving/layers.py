@@ -6,13 +6,18 @@ A layer is known by its path and by what its plan takes, so layers that are equa
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+from einops import rearrange
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from refattn.interface import AttentionOptions, Batch, CascadePlan, Part, Plan
+from refattn.interface import AttentionOptions, Batch, CascadePlan, Part, Plan, PrefillPlan
+
+WORKSPACE = (
+    16384  # context tokens whose keys and values are made at a time: 1.25 GiB in bfloat16 at DeepSeek-V3's sizes
+)
 
 
 class Twin:
@@ -37,10 +42,12 @@ class Layer:
     """A layer that attends to all tokens before it, over the paged cache.
 
     Attributes:
+        splits_decodes: whether a step's decodes are planned apart from its prefills, and so have to come first in it.
         num_kv_heads: key heads, `hk`.
         head_size: elements of a key and of a value, `d`.
     """
 
+    splits_decodes: ClassVar[bool] = False
     num_kv_heads: int
     head_size: int
 
@@ -48,6 +55,11 @@ class Layer:
     def window(self) -> int:
         """Tokens that a query sees, itself included; 0 for all."""
         return 0
+
+    @property
+    def elements_per_token(self) -> int:
+        """Elements that a token has in the layer's pool."""
+        return 2 * self.num_kv_heads * self.head_size
 
     def pool_blocks(self, num_blocks: int, block_size: int, *, max_num_batched_tokens: int, max_num_seqs: int) -> int:
         """Return how many blocks the layer's pool needs, where the sequences of a server have `num_blocks`.
@@ -63,7 +75,14 @@ class Layer:
         sizes = (num_blocks, block_size, self.num_kv_heads, self.head_size)
         return twin.kv_cache.allocate(*sizes, dtype=dtype, device=device)
 
-    def plan(self, twin: Twin, batch: Batch, block_size: int, query_lens: Sequence[int] | None = None) -> Plan:
+    def plan(
+        self,
+        twin: Twin,
+        batch: Batch,
+        block_size: int,
+        query_lens: Sequence[int] | None = None,
+        context_lens: Sequence[int] | None = None,
+    ) -> Plan:
         """Plan a step, for all layers that are equal to this one.
 
         Args:
@@ -71,6 +90,7 @@ class Layer:
             batch: the lengths and blocks of the step.
             block_size: tokens in a block.
             query_lens: the new tokens of each request, decodes before prefills; None where only the device knows.
+            context_lens: the tokens of each request before those; None likewise.
         """
         plan: Plan = twin.chunked_prefill.plan(batch, block_size=block_size)
         return plan
@@ -123,16 +143,31 @@ class WindowLayer(Layer):
         seen = min(max_num_seqs, num_blocks) * (self.window - 1 + 2 * block_size - 2)
         return min(num_blocks, (seen + max_num_batched_tokens) // block_size)
 
-    def plan(self, twin: Twin, batch: Batch, block_size: int, query_lens: Sequence[int] | None = None) -> Plan:
+    def plan(
+        self,
+        twin: Twin,
+        batch: Batch,
+        block_size: int,
+        query_lens: Sequence[int] | None = None,
+        context_lens: Sequence[int] | None = None,
+    ) -> Plan:
         """Plan a step over trimmed tables."""
         plan: Plan = twin.sliding_window.plan(batch, window_size=(self.window - 1, 0), block_size=block_size)
         return plan
 
 
-class LocalPlan(NamedTuple):
+class SplitPlan(NamedTuple):
     """The plans of a step's decodes and of its prefills, and the query rows of each."""
 
-    parts: tuple[tuple[slice, Plan], ...]
+    parts: tuple[tuple[slice, Plan | PrefillPlan], ...]
+
+
+def _decodes_and_prefills(twin: Twin, batch: Batch, query_lens: Sequence[int] | None) -> Sequence[Part]:
+    """Return the decodes and the prefills of a step that has both; else, or where nobody knows, all of it."""
+    if query_lens is not None and 1 in query_lens and max(query_lens) > 1:
+        parts: Sequence[Part] = twin.metadata.split_decodes_and_prefills(batch, query_lens)
+        return parts
+    return [Part(batch, slice(None))]
 
 
 @dataclass(frozen=True)
@@ -146,17 +181,21 @@ class LocalLayer(Layer):
         chunk_size: tokens in a chunk.
     """
 
+    splits_decodes: ClassVar[bool] = True
     chunk_size: int = 0
 
     def plan(  # type: ignore[override]  # attended by this class alone
-        self, twin: Twin, batch: Batch, block_size: int, query_lens: Sequence[int] | None = None
-    ) -> LocalPlan:
+        self,
+        twin: Twin,
+        batch: Batch,
+        block_size: int,
+        query_lens: Sequence[int] | None = None,
+        context_lens: Sequence[int] | None = None,
+    ) -> SplitPlan:
         """Plan a step over virtual sequences."""
-        parts = [Part(batch, slice(None))]
-        if query_lens is not None and 1 in query_lens and max(query_lens) > 1:
-            parts = twin.metadata.split_decodes_and_prefills(batch, query_lens)
+        parts = _decodes_and_prefills(twin, batch, query_lens)
         sizes = dict(chunk_size=self.chunk_size, block_size=block_size)
-        return LocalPlan(tuple((part.tokens, twin.local.plan(part.batch, **sizes)) for part in parts))
+        return SplitPlan(tuple((part.tokens, twin.local.plan(part.batch, **sizes)) for part in parts))
 
     def attend(  # type: ignore[override]
         self,
@@ -167,7 +206,7 @@ class LocalLayer(Layer):
         value: Float[Tensor, "t hk dv"],
         cache: Any,
         slot_mapping: Int64[Tensor, "t"],
-        plan: LocalPlan,
+        plan: SplitPlan,
         options: AttentionOptions,
     ) -> Float[Tensor, "t h dv"]:
         """Write the new keys and values into the pool, and attend over it, decodes and prefills apart."""
@@ -187,7 +226,14 @@ class DifferentialLayer(Layer):
         sizes = (num_blocks, block_size, self.num_kv_heads, self.head_size)
         return twin.differential.allocate(*sizes, dtype=dtype, device=device)
 
-    def plan(self, twin: Twin, batch: Batch, block_size: int, query_lens: Sequence[int] | None = None) -> Plan:
+    def plan(
+        self,
+        twin: Twin,
+        batch: Batch,
+        block_size: int,
+        query_lens: Sequence[int] | None = None,
+        context_lens: Sequence[int] | None = None,
+    ) -> Plan:
         """Plan a step over all tokens."""
         plan: Plan = twin.differential.plan(batch, block_size=block_size)
         return plan
@@ -222,9 +268,112 @@ class DifferentialLayer(Layer):
         return out
 
 
-LAYERS: dict[str, type[Layer]] = {  # by their names in transformers
+@dataclass(frozen=True)
+class LatentLayer(Layer):
+    """A layer with latent attention (MLA): its pool holds a latent and a rotary key of each token, and no values.
+
+    Decodes absorb the projection of keys into their queries and read the latents as they are. Prefills make keys and
+    values of the latents, of their context `WORKSPACE` tokens at a time. Both give the same answers, but not to the
+    bit, and how many tokens are made at a time depends on how many sequences share the workspace. So everything is
+    absorbed under `batch_invariant`, as it is where only the device knows which sequences decode.
+
+    Attributes:
+        num_kv_heads: 1, which all query heads share.
+        head_size: elements of a latent and of a rotary key, `r + rope`.
+        latent_rank: elements of a latent, `r`.
+        batch_invariant: whether no bit of a row may depend on what else is in the batch. Absorption and projection are
+            products with a matrix of the model's, and as they are.
+    """
+
+    splits_decodes: ClassVar[bool] = True
+    latent_rank: int
+    batch_invariant: bool = False
+
+    @property
+    def elements_per_token(self) -> int:
+        """Elements that a token has in the layer's pool."""
+        return self.head_size
+
+    def allocate(
+        self, twin: Twin, num_blocks: int, block_size: int, *, dtype: torch.dtype, device: torch.device
+    ) -> Any:
+        """Make the layer's pool of latents."""
+        sizes = (num_blocks, block_size, self.latent_rank, self.head_size - self.latent_rank)
+        return twin.mla.allocate(*sizes, dtype=dtype, device=device)
+
+    def plan(  # type: ignore[override]  # attended by this class alone
+        self,
+        twin: Twin,
+        batch: Batch,
+        block_size: int,
+        query_lens: Sequence[int] | None = None,
+        context_lens: Sequence[int] | None = None,
+    ) -> SplitPlan:
+        """Plan a step: absorbed, or its prefills in chunks of the workspace."""
+        if query_lens is None or self.batch_invariant:
+            return SplitPlan(((slice(None), twin.mla.plan(batch, block_size=block_size)),))
+
+        longest = None
+        if context_lens is not None:
+            both = zip(context_lens, query_lens, strict=True)
+            longest = max((context for context, new in both if new > 1), default=0)
+
+        def plan_part(part: Batch) -> Plan | PrefillPlan:
+            if part.max_query_len <= 1:
+                absorbed: Plan = twin.mla.plan(part, block_size=block_size)
+                return absorbed
+            sizes = dict(block_size=block_size, workspace=max(WORKSPACE, part.num_seqs), max_context_len=longest)
+            prefill: PrefillPlan = twin.mla.plan_prefill(part, **sizes)
+            return prefill
+
+        parts = _decodes_and_prefills(twin, batch, query_lens)
+        return SplitPlan(tuple((part.tokens, plan_part(part.batch)) for part in parts))
+
+    def attend(  # type: ignore[override]
+        self,
+        twin: Twin,
+        module: Any,
+        query: Float[Tensor, "t h d"],
+        latent: Float[Tensor, "t 1 r"],
+        rope_key: Float[Tensor, "t 1 rope"],
+        cache: Float[Tensor, "n p c"],
+        slot_mapping: Int64[Tensor, "t"],
+        plan: SplitPlan,
+        options: AttentionOptions,
+    ) -> Float[Tensor, "t h dv"]:
+        """Write the new latents and rotary keys into the pool, and attend over it, decodes and prefills apart.
+
+        Raises:
+            ValueError: if the module's keys and values are more than a matrix times a latent.
+        """
+        path, num_heads, rope_size = twin.mla, query.shape[1], rope_key.shape[2]
+        made_by = module.kv_b_proj
+        if type(made_by) is not torch.nn.Linear or made_by.bias is not None:  # an adapter or a type of fewer bits, say
+            raise ValueError(f"model: expected a kv_b_proj that is a Linear without a bias, got {made_by}")
+        weight = rearrange(made_by.weight, "(h made) r -> h made r", h=num_heads)  # a view, so always up to date
+        key_projection, value_projection = weight.tensor_split([query.shape[2] - rope_size], dim=1)
+        latent, rope_key = latent[:, 0], rope_key[:, 0]
+        path.write(latent, rope_key, cache, slot_mapping)
+
+        def attend_part(tokens: slice, plan: Plan | PrefillPlan) -> Tensor:
+            if isinstance(plan, PrefillPlan):
+                new = (query[tokens], latent[tokens], rope_key[tokens])
+                projections = dict(key_projection=key_projection, value_projection=value_projection)
+                out: Tensor = path.prefill(*new, cache, plan, options, **projections)
+                return out
+            absorbed = path.absorb(query[tokens], key_projection)
+            out = path.project(
+                path.attention(absorbed, cache, plan, options, latent_rank=self.latent_rank), value_projection
+            )
+            return out
+
+        return torch.cat([attend_part(*part) for part in plan.parts])
+
+
+LAYERS: dict[str, type[Layer]] = {  # by their names in transformers, which has none for the last two
     "full_attention": Layer,
     "sliding_attention": WindowLayer,
     "chunked_attention": LocalLayer,
     "differential_attention": DifferentialLayer,
+    "latent_attention": LatentLayer,
 }

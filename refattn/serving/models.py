@@ -2,7 +2,8 @@
 
 Most models call their attention through transformers' `AttentionInterface` and pass it the keyword arguments that they
 are called with: there the engine is one of them. Where a family computes its attention in a module of its own, that
-module's `forward` is replaced (`REPLACED`), and what is under way stands in a context variable meanwhile.
+module's `forward` is replaced (`REPLACED`), and what is under way stands in a context variable meanwhile. Latent
+attention is called through the interface, too; there only the method is replaced that makes keys and values of latents.
 """
 
 import importlib
@@ -25,17 +26,29 @@ ATTENTION = "twinattn"  # the name of `paged_attention` there
 # attention. The test that does it, tests/serving/test_engine_models.py, fails if this list is not what it compares.
 VERIFIED = tuple(  # a sentence reads better here than a list of its words
     """
-    afmoe apertus arcee aria_text beam bert bert-generation biogpt bitnet bloom cohere cohere2 cohere2_moe ctrl cwm
-    diffllama dots1 electra ernie ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon flex_olmo flint gemma gemma2 gemma3
-    gemma3_text glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa
-    granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax jais2 kolibri1 laguna llama llama4_text
-    mellum minimax_m2 ministral ministral3 mistral mixtral modernbert-decoder mpt nanochat olmo olmo2 olmo3 olmoe opt
-    persimmon phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open starcoder2 vaultgemma
+    afmoe apertus arcee aria_text axk1 beam bert bert-generation biogpt bitnet bloom cohere cohere2 cohere2_moe ctrl cwm
+    deepseek_v2 deepseek_v3 diffllama dots1 electra ernie ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon flex_olmo
+    flint gemma gemma2 gemma3 gemma3_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox gpt_oss granite
+    granite_swa granitemoe granitemoe_swa granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax
+    jais2 kolibri1 laguna llama llama4_text longcat_flash mellum minicpm3 minimax_m2 ministral ministral3 mistral
+    mistral4 mixtral modernbert-decoder mpt nanochat olmo olmo2 olmo3 olmoe opt persimmon phi phi3 qwen2 qwen2_moe qwen3
+    qwen3_moe seed_oss smollm3 solar_open starcoder2 vaultgemma youtu
     """.split()  # noqa: SIM905
 )
 
 # Those of them whose attention is not called through transformers' AttentionInterface; ALiBi is no part of that.
 OUTSIDE = ("bloom", "falcon", "mpt")
+# Those of them whose layers keep latents (MLA).
+LATENT = (
+    "axk1",
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe_lite",
+    "longcat_flash",
+    "minicpm3",
+    "mistral4",
+    "youtu",
+)
 # What some of the others do that the engine does not. Nothing but their own code would show it.
 UNSERVED = {
     "gemma4": "whose layers have heads of different sizes",
@@ -94,8 +107,8 @@ def _reason_to_refuse(model: Any) -> str | None:
     for option in ("alibi", "add_cross_attention", "use_bidirectional_attention"):
         if any(getattr(config, option, None) for config in configs) and not is_outside:
             return f"with {option}"
-    if any(getattr(config, "kv_lora_rank", None) for config in configs):
-        return "which has latent attention (MLA): its keys and values have heads of different sizes"
+    if any(getattr(config, "kv_lora_rank", None) for config in configs) and model.config.model_type not in LATENT:
+        return f"which has latent attention (MLA) of the family {model.config.model_type}, not of {', '.join(LATENT)}"
     if any(getattr(config, "is_causal", True) is False for config in configs):
         return "with is_causal=False"
     for name, module in model.named_modules():
@@ -149,6 +162,8 @@ def replace_attention(model: Any) -> None:
             if base.__name__ in REPLACED:
                 attention, alibi_slopes = REPLACED[base.__name__]
                 module.forward = partial(_forward, module, attention, alibi_slopes(module))
+        if model.config.model_type in LATENT and hasattr(module, "expand_kv"):
+            module.expand_kv = partial(_expand_latents, module)
 
 
 def is_replaced(model: Any) -> bool:
@@ -188,13 +203,13 @@ def run(model: Any, inputs: Mapping[str, Any], engine: Any) -> Float[Tensor, "b 
 def paged_attention(
     module: Any,
     query: Float[Tensor, "1 h t d"],
-    key: Float[Tensor, "1 hk t d"],
+    key: Float[Tensor, "1 hk t dk"],
     value: Float[Tensor, "1 hk t dv"],
     attention_mask: Tensor | None,
     *,
     engine: Any = None,
     **step: Any,
-) -> tuple[Float[Tensor, "1 t h dv"], None]:
+) -> tuple[Float[Tensor, "1 t h dout"], None]:
     """Hand the attention of a layer to the engine that runs the model; transformers calls this in place of its own.
 
     Raises:
@@ -207,6 +222,19 @@ def paged_attention(
     if attention_mask is not None:
         raise ValueError(f"attention_mask: expected None, as the batch says who sees whom, got {attention_mask.shape}")
     return engine.attend(module, query, key, value, **step), None
+
+
+def _expand_latents(
+    module: Any, latent: Float[Tensor, "b 1 t r"], rope_key: Float[Tensor, "b 1 t rope"]
+) -> tuple[Float[Tensor, "b hk t dk"], Float[Tensor, "b hk t dv"]]:
+    """Leave latents and rotary keys as they are where the engine has the attention, which takes them for key and value.
+
+    All else is the model's own: its norms, its rotary positions, what it multiplies queries or latents with.
+    """
+    if module.config._attn_implementation == ATTENTION:
+        return latent, rope_key
+    keys_and_values: tuple[Tensor, Tensor] = type(module).expand_kv(module, latent, rope_key)
+    return keys_and_values
 
 
 def _forward(
@@ -370,12 +398,13 @@ def check_options(options: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}: expected none in a decoder that only infers, got {options[name]!r}")
 
 
-def layers_of(config: Any, num_tokens: int) -> list[Layer]:
+def layers_of(config: Any, num_tokens: int, *, batch_invariant: bool = False) -> list[Layer]:
     """Return the specification of every layer, where a sequence or a step has up to `num_tokens` tokens.
 
     Args:
         config: the configuration of a decoder.
         num_tokens: the most tokens of a sequence, and of a step.
+        batch_invariant: whether no bit of a row may depend on what else is in the batch.
 
     Raises:
         ValueError: if the model has a kind of layer without a path, or sizes of heads that do not divide.
@@ -384,6 +413,8 @@ def layers_of(config: Any, num_tokens: int) -> list[Layer]:
     kinds = list(getattr(config, "layer_types", None) or [every_layer] * config.num_hidden_layers)
     if config.model_type == "diffllama":  # does not say so, but calls attention twice per layer
         kinds = ["differential_attention"] * len(kinds)
+    if config.model_type in LATENT:
+        kinds = ["latent_attention" if kind == "full_attention" else kind for kind in kinds]
     for kind in kinds:
         if kind not in LAYERS:
             raise ValueError(f"model: expected a decoder with layers of kind {' or '.join(LAYERS)}, got {kind}")
@@ -394,11 +425,13 @@ def layers_of(config: Any, num_tokens: int) -> list[Layer]:
             f"got up to {num_tokens}"
         )
     sizes = _cache_heads(config)
-    return [LAYERS[kind](*sizes, **_arguments(kind, config)) for kind in kinds]
+    return [LAYERS[kind](*sizes, **_arguments(kind, config, batch_invariant)) for kind in kinds]
 
 
-def _arguments(kind: str, config: Any) -> dict[str, int]:
-    """Return what a layer's plan takes from the configuration."""
+def _arguments(kind: str, config: Any, batch_invariant: bool) -> dict[str, int]:
+    """Return what a layer's plan takes from the configuration, or from the engine."""
+    if kind == "latent_attention":
+        return dict(latent_rank=config.kv_lora_rank, batch_invariant=batch_invariant)
     if kind == "chunked_attention":
         return dict(chunk_size=config.attention_chunk_size)
     if kind == "sliding_attention":
@@ -412,6 +445,8 @@ def _cache_heads(config: Any) -> tuple[int, int]:
     Raises:
         ValueError: if the query heads do not divide among the key heads, or the width among the query heads.
     """
+    if config.model_type in LATENT:
+        return 1, config.kv_lora_rank + config.qk_rope_head_dim
     heads, width = config.num_attention_heads, config.hidden_size
     num_kv_heads = getattr(config, "num_key_value_heads", None) or heads
     if config.model_type == "falcon":

@@ -126,6 +126,7 @@ def launch_all(capability):
     repage(keys, batch(64), block_size=128)
     for options in (plain, AttentionOptions(sinks=torch.ones(8))):
         adapt(torch.zeros(128, 8, 64, dtype=half), torch.zeros(8, 128), plan(64), options)
+        adapt(torch.zeros(128, 8, 512, dtype=half), torch.zeros(8, 128), plan(64), options)
     parts.merge_states([torch.zeros(5, 8, 128, dtype=half)] * 3, [torch.zeros(5, 8)] * 3)
     tables.slot_mapping(batch(1), 2, block_size=16)
     tables.cut_chunks(batch(64), 128, block_size=16, num_chunks=2, columns=8)

@@ -35,15 +35,19 @@ FA3_SCHEDULE = """
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `flash_attn`, `flash_attn.cute` and `flashinfer` be these."""
+    """Let `flash_attn`, `flash_attn.cute`, `flashinfer` and `flash_mla` be these."""
     fa2, fa4, flashinfer = (ModuleType(name) for name in ("flash_attn", "flash_attn.cute", "flashinfer"))
-    fa2.__path__ = []
+    flashinfer_mla, flash_mla = ModuleType("flashinfer.mla"), ModuleType("flash_mla")
+    fa2.__path__ = flashinfer.__path__ = []
+    flashinfer_mla.BatchMLAPagedAttentionWrapper = Latents
+    flash_mla.flash_mla_with_kvcache = flash_mla_with_kvcache
+    flash_mla.get_mla_metadata = lambda: (FlashMLASchedMeta(), None)
     fa2.flash_attn_varlen_func, fa2.flash_attn_with_kvcache = fa2_varlen, fa2_with_kvcache
     fa4.flash_attn_varlen_func = fa4_varlen
     flashinfer.BatchPrefillWithPagedKVCacheWrapper = Prefill
     flashinfer.BatchDecodeWithPagedKVCacheWrapper = Decode
     flashinfer.MultiLevelCascadeAttentionWrapper = Cascade
-    for module in (fa2, fa4, flashinfer):
+    for module in (fa2, fa4, flashinfer, flashinfer_mla, flash_mla):
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
@@ -59,7 +63,9 @@ def over_rows(query, cu_seqlens_q, keys, values, causal, window_size) -> tuple[T
 
 
 def from_pages(cache, tables, lengths) -> list[Tensor]:
-    return [cache[table.long()].flatten(0, 1)[:length] for table, length in zip(tables, lengths, strict=True)]
+    """Gather the rows of each sequence; what its table has past its last block is not looked at."""
+    pages = [table[: -(-int(length) // cache.shape[1])].long() for table, length in zip(tables, lengths, strict=True)]
+    return [cache[table].flatten(0, 1)[:length] for table, length in zip(pages, lengths, strict=True)]
 
 
 def fa4_varlen(
@@ -96,6 +102,40 @@ def fa2_with_kvcache(q, k_cache, v_cache, *, cache_seqlens, block_table, causal,
     return over_rows(q.flatten(0, 1), cu_seqlens_q, keys, values, causal, window_size)[0].view_as(q)
 
 
+def over_latents(query, cache, rank, cu_seqlens_q, tables, lengths, softmax_scale, *, causal=True):
+    """Attend from rows `[t, h, d]` to pages `[n, p, d]` whose rows begin with the values."""
+    answers = []
+    for (q0, q1), key in zip(cu_seqlens_q.unfold(0, 2, 1).tolist(), from_pages(cache, tables, lengths), strict=True):
+        visible = (masks.causal if causal else masks.full)(q1 - q0, len(key))
+        answers.append(attend(query[q0:q1], key[:, None], key[:, None, :rank], visible, softmax_scale=softmax_scale))
+    outs, lses = zip(*answers, strict=True)
+    return torch.cat(outs), torch.cat(lses)
+
+
+class FlashMLASchedMeta:
+    """FlashMLA's schedule: empty until its first call, and then of the lengths that it has found."""
+
+    tile_scheduler_metadata = num_splits = None
+
+
+def flash_mla_with_kvcache(
+    q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits=None, softmax_scale=None,
+    causal=False, *, use_legacy=False,
+):  # fmt: skip
+    """Attend as FlashMLA does on Hopper: `q` is `[b, s, h, d]`, the log-sum-exp `[b, h, s]`."""
+    assert use_legacy and num_splits is None and k_cache.shape[2] == 1 and k_cache.shape[1] == 64
+    assert q.stride(-1) == k_cache.stride(-1) == block_table.stride(-1) == 1 and softmax_scale > 0
+    schedule = tile_scheduler_metadata
+    if schedule.num_splits is None:
+        schedule.num_splits, schedule.tile_scheduler_metadata = cache_seqlens.clone(), q.shape[1:3]
+    assert torch.equal(schedule.num_splits, cache_seqlens), "the schedule is of other lengths"
+    assert schedule.tile_scheduler_metadata == q.shape[1:3], "the schedule is of other queries"
+    b, s = q.shape[:2]
+    where = (torch.arange(b + 1) * s, block_table, cache_seqlens)
+    out, lse = over_latents(q.flatten(0, 1), k_cache[:, :, 0], head_dim_v, *where, softmax_scale, causal=causal)
+    return out.unflatten(0, (b, s)), lse.unflatten(0, (b, s)).transpose(1, 2).contiguous()
+
+
 @contextmanager
 def fa3_library() -> Iterator[None]:
     """Let the operators of FlashAttention-3 in vLLM's library be these, under their own schemas."""
@@ -115,10 +155,17 @@ def by_name(arguments: str, values: tuple) -> dict:
 
 
 def fa3_forward(
-    *, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k, page_table, softmax_scale, is_causal,
-    window_size_left, window_size_right, softcap, scheduler_metadata, num_splits, **others,
+    *, q, k, v, q_v, cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k, page_table, softmax_scale,
+    is_causal, window_size_left, window_size_right, softcap, scheduler_metadata, num_splits, **others,
 ):  # fmt: skip
-    assert softmax_scale == q.shape[-1] ** -0.5 and not softcap
+    assert not softcap
+    if q_v is not None:
+        assert is_causal and window_size_left == -1 and max_seqlen_q >= cu_seqlens_q.diff().max()
+        rows, pages = torch.cat([q_v, q], -1), torch.cat([v, k], -1).squeeze(2)
+        where = (cu_seqlens_q, page_table, seqused_k)
+        out, lse = over_latents(rows, pages, v.shape[-1], *where, softmax_scale)
+        return [out, lse.T.contiguous(), q.new_empty(0), q.new_empty(0)]
+    assert softmax_scale == q.shape[-1] ** -0.5
     others |= dict(is_rotary_interleaved=None) if others["is_rotary_interleaved"] else {}
     assert others.pop("cp_world_size") == 1 and not any(others.values()), "what the benchmark has no use for"
     window_size = window_size_left, window_size_right
@@ -187,6 +234,24 @@ class Decode(Prefill):
     def plan(self, indptr, indices, last_page_len, *sizes, **options):
         rows = torch.arange(len(indptr))
         super().plan(rows, indptr, indices, last_page_len, *sizes, causal=True, **options)
+
+
+class Latents:
+    def __init__(self, workspace, *, backend):
+        pass
+
+    def plan(
+        self, *, qo_indptr, kv_indptr, kv_indices, kv_len_arr, num_heads, head_dim_ckv, head_dim_kpe, page_size, causal,
+        sm_scale, q_data_type, kv_data_type,
+    ):  # fmt: skip
+        assert causal
+        self.sizes = num_heads, head_dim_ckv, head_dim_kpe, page_size
+        self.where = qo_indptr, kv_indices.split(kv_indptr.diff().tolist()), kv_len_arr, sm_scale
+
+    def run(self, *, q_nope, q_pe, ckv_cache, kpe_cache):
+        assert self.sizes == (q_nope.shape[1], q_nope.shape[2], q_pe.shape[2], ckv_cache.shape[1])
+        query, pages = torch.cat([q_nope, q_pe], -1), torch.cat([ckv_cache, kpe_cache], -1)
+        return over_latents(query, pages, q_nope.shape[-1], *self.where)[0]
 
 
 class Cascade:

@@ -392,7 +392,7 @@ def hopper(monkeypatch):
     """A machine that it runs on."""
     monkeypatch.setattr(fa3, "capability", lambda device: (9, 0))
     monkeypatch.setattr(fa3, "_cannot_load", lambda: None)
-    monkeypatch.setattr(fa3, "_refusal", lambda *_: None)
+    monkeypatch.setattr(fa3, "_refusal", lambda *_, **__: None)
 
 
 def test_it_computes_what_it_says(hopper):

@@ -34,7 +34,7 @@ import refattn.dense
 import refattn.differential
 import refattn.metadata
 from fastattn.kernels import Problem, cpu, dispatch, problem, triton
-from fastattn.kernels.flash import fa2, fa3, fa4, torch_flash
+from fastattn.kernels.flash import fa2, fa3, fa4, flash_mla, torch_flash
 from fastattn.kernels.problem import Subtraction
 from fastattn.kernels.triton import attention as triton_attention
 from fastattn.kernels.triton import cache as triton_cache
@@ -63,13 +63,14 @@ by_pages, by_rows = partial(attend, refattn.chunked_prefill), partial(attend, re
 @pytest.fixture
 def hopper(monkeypatch):
     """Let there be a Hopper with all packages, for what only asks."""
-    for module in (triton, fa4, fa3, fa2, torch_flash):
+    for module in (triton, fa4, fa3, flash_mla, fa2, torch_flash):
         monkeypatch.setattr(module, "capability", lambda device: (9, 0))
         monkeypatch.setattr(module, "cannot_import", lambda name, package: None, raising=False)
     monkeypatch.setattr(dispatch, "num_multiprocessors", lambda device: 132)
     monkeypatch.setattr(fa2, "_refusal", lambda *asked: None)
-    monkeypatch.setattr(fa3, "_cannot_load", lambda: None)
-    monkeypatch.setattr(fa3, "_refusal", lambda *asked: None)
+    for module in (fa3, flash_mla):
+        monkeypatch.setattr(module, "_cannot_load", lambda: None)
+    monkeypatch.setattr(fa3, "_refusal", lambda *asked, **options: None)
 
 
 # --- the choice ---
@@ -166,6 +167,8 @@ def test_nobody_can(monkeypatch):
 @pytest.mark.usefixtures("hopper")
 def test_what_a_kernel_lacks_is_chosen_as_ever():
     """FlashAttention writes no cache and makes no table; over pairs of heads it is called four times."""
+    with fastattn.use_kernel("flash_mla"):
+        assert dispatch.name_of(dispatch.choose(ON_GPU)) == dispatch.priorities(ON_GPU)[0], "it has latents alone"
     for name in ("fa4", "fa3", "fa2", "torch_flash"):
         with fastattn.use_kernel(name):
             assert dispatch.name_of(dispatch.choose(ON_GPU)) == name
@@ -358,7 +361,11 @@ def test_our_kernel_writes_where_it_is_told_to(way, device, monkeypatch):
 MAY_IMPORT = {
     "cpu": {"fastattn.kernels.torch_ops"},
     "triton": set(),
-    "flash": {"fastattn.kernels.triton.attention.repair", "fastattn.kernels.triton.run.with_scale_above_0"},
+    "flash": {
+        "fastattn.kernels.triton.attention.repair",
+        "fastattn.kernels.triton.attention.repair_latents",
+        "fastattn.kernels.triton.run.with_scale_above_0",
+    },
 }
 
 

@@ -4,6 +4,7 @@ import importlib
 import math
 import re
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from batches import CASES, HARMLESS, POISON, Case, build, masks_by_hand, poisone
 from einops import rearrange
 from hypothesis import given
 from hypothesis import strategies as st
-from kernels_present import PRESENT
+from kernels_present import PRESENT, PRESENT_FOR_LATENTS
 from tolerance import assert_matches_reference
 from transformers import AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Config
 
@@ -35,21 +36,60 @@ OPTIONS = {
     "invariant": dict(batch_invariant=True),
     "everything": dict(softcap=5.0, alibi_slopes=True, sinks=True),
 }
-MLA_KERNELS = [kernel for kernel in PRESENT if kernel.name == "cpu"]
+
+
+class Sizes(NamedTuple):
+    """Elements of a latent, a rotary key, the rest of a key, a value, and columns of the pool that nobody uses."""
+
+    rank: int = RANK
+    rope: int = ROPE
+    nope: int = NOPE
+    value: int = VALUE
+    spare: int = SPARE
+
+
+SMALL, REAL = Sizes(), Sizes(512, 64, 128, 128, 8)  # DeepSeek's: FlashAttention-3 and FlashMLA have no others
+REAL_CASES = [
+    Case("decodes", ((1, 5), (1, 33), (1, 0), (1, 16), (1, 700), (1, 64)), heads=(16, 1), block_size=64),
+    Case("many-heads", ((1, 4097), (1, 65)), heads=(128, 1), block_size=64),
+    Case("drafts", ((3, 70), (3, 3), (3, 200), (3, 1)), heads=(20, 1), block_size=64, padding_rows=2),
+    Case("prompts", ((40, 130), (40, 40)), heads=(4, 1), block_size=64),
+    Case("ragged", ((4, 60), (1, 33), (20, 20), (0, 5), (2, 0)), heads=(5, 1), block_size=16, padding_rows=2),
+    Case("large-blocks", ((4, 60), (1, 233), (70, 90)), heads=(16, 1), block_size=128),
+]
+REAL_OPTIONS = ("plain", "negative-scale", "softcap", "sinks")
+ON_GPU = [kernel for kernel in PRESENT_FOR_LATENTS if kernel.name != "cpu" and not kernel.is_interpreted]
+
+
+def twins_to_agree():
+    """List what each kernel is held to: small latents where it has them, and those of DeepSeek's size."""
+    for kernel in PRESENT_FOR_LATENTS:
+        if kernel.name in ("cpu", "triton"):
+            for case in CASES:
+                many = case.name in FEW and (not kernel.is_interpreted or case.name == FEW[0])
+                for name in OPTIONS if many else ["plain"]:
+                    if many or not kernel.is_interpreted or max(s for _, s in case.lens) <= 128:
+                        yield pytest.param(kernel, SMALL, case, OPTIONS[name], id=f"{kernel.name}-{case}-{name}")
+        if kernel in ON_GPU:
+            for case in REAL_CASES:
+                for name in REAL_OPTIONS if case.name in ("drafts", "ragged") else ["plain"]:
+                    yield pytest.param(kernel, REAL, case, OPTIONS[name], id=f"{kernel.name}-real-{case}-{name}")
+
+
+MLA_KERNELS = [kernel for kernel in PRESENT_FOR_LATENTS if kernel.name in ("cpu", "triton")]
 each_twin = pytest.mark.parametrize("twin", [refattn.mla, fastattn.mla], ids=["ref", "fast"])
-each_kernel = pytest.mark.parametrize("kernel", MLA_KERNELS, ids=lambda kernel: kernel.name)
 
 
 class Latents:
     """A case as latents: the pool with poison in all that nobody may see, the new tokens, and the projections."""
 
-    def __init__(self, case: Case, *, dtype=torch.float32, device="cpu", seed=0, poison=POISON):
-        heads = case.heads[0]
-        one_head = replace(case, heads=(heads, 1), head_size=RANK + ROPE, value_head_size=1)
+    def __init__(self, case: Case, *, dtype=torch.float32, device="cpu", seed=0, poison=POISON, sizes=SMALL):
+        heads, rank, rope, nope, value, spare = case.heads[0], *sizes
+        one_head = replace(case, heads=(heads, 1), head_size=rank + rope, value_head_size=1)
         inputs = build(one_head, dtype=dtype, device=device, seed=seed, poison=poison)
         n, p = inputs.key_cache.shape[:2]
-        spare = poisoned(n * p, 1, SPARE, poison).view(n, p, SPARE).to(inputs.key_cache)
-        self.cache = torch.cat([rearrange(inputs.key_cache, "n p 1 d -> n p d"), spare], dim=-1)
+        unused = poisoned(n * p, 1, spare, poison).view(n, p, spare).to(inputs.key_cache)
+        self.cache = torch.cat([rearrange(inputs.key_cache, "n p 1 d -> n p d"), unused], dim=-1)
         self.batch, self.keys = inputs.batch, [rearrange(key, "s 1 d -> s d") for key in inputs.keys]
         generator = torch.Generator().manual_seed(seed)
 
@@ -57,15 +97,16 @@ class Latents:
             return torch.randn(*shape, generator=generator).to(dtype).to(device)
 
         t = len(inputs.query)
-        self.query = draw(t, heads, NOPE + ROPE)
-        self.query[t - case.padding_rows :] = poisoned(case.padding_rows, heads, NOPE + ROPE, poison).to(self.query)
+        self.query = draw(t, heads, nope + rope)
+        self.query[t - case.padding_rows :] = poisoned(case.padding_rows, heads, nope + rope, poison).to(self.query)
+        small = 1.4 * rank**-0.5
         self.projections = dict(
-            key_projection=draw(heads, NOPE, RANK) / 4, value_projection=draw(heads, VALUE, RANK) / 4
+            key_projection=draw(heads, nope, rank) * small, value_projection=draw(heads, value, rank) * small
         )
         new = [key[s - q :] for (q, s), key in zip(case.lens, self.keys, strict=True)]
-        padding = rearrange(poisoned(case.padding_rows, 1, RANK + ROPE, poison), "t 1 d -> t d").to(self.cache)
+        padding = rearrange(poisoned(case.padding_rows, 1, rank + rope, poison), "t 1 d -> t d").to(self.cache)
         self.new = torch.cat([*new, padding])
-        self.block_size = p
+        self.block_size, self.rope = p, rope
 
     @property
     def absorbed(self):
@@ -84,10 +125,10 @@ def filled(options, heads, device):
     )
 
 
-def attend(twin, query, cache, batch, *, return_lse=True, out=None, **options):
+def attend(twin, query, cache, batch, *, latent_rank=RANK, return_lse=True, out=None, **options):
     plan = twin.plan(batch, block_size=cache.shape[1])
     return twin.attention(
-        query, cache, plan, AttentionOptions(**options), latent_rank=RANK, return_lse=return_lse, out=out
+        query, cache, plan, AttentionOptions(**options), latent_rank=latent_rank, return_lse=return_lse, out=out
     )
 
 
@@ -106,10 +147,11 @@ def prefill(
     **options,
 ):
     plan = twin.plan_prefill(batch, block_size=cache.shape[1], workspace=workspace)
+    rank = key_projection.shape[-1]
     return twin.prefill(
         query,
-        new[:, :RANK],
-        new[:, RANK:],
+        new[:, :rank],
+        new[:, rank:],
         cache,
         plan,
         AttentionOptions(**options),
@@ -308,45 +350,111 @@ def test_equals_the_layers_of_deepseek(twin, config):
 # --- the twin against the reference ---
 
 
-@each_kernel
-@pytest.mark.parametrize(
-    ("case", "options"),
-    [pytest.param(c, o, id=f"{c}-{n}") for c in CASES for n, o in OPTIONS.items() if c.name in FEW or n == "plain"],
-)
-def test_twins_agree(case, options, kernel, device):
-    given = Latents(case, device=device, dtype=kernel.dtypes[0])
+@pytest.mark.parametrize(("kernel", "sizes", "case", "options"), list(twins_to_agree()))
+def test_twins_agree(kernel, sizes, case, options, device):
+    given = Latents(case, device=device, dtype=kernel.dtypes[0], sizes=sizes)
     options = filled(options, case.heads[0], device)
     arguments = given.absorbed, given.cache, given.batch
-    with kernel.asked_for():
-        out, lse = attend(fastattn.mla, *arguments, **options)
-        assert_matches_reference(out, lse, by_reference(attend), *arguments, **options)
+    rank = dict(latent_rank=sizes.rank)
+
+    def hold():
+        out, lse = attend(fastattn.mla, *arguments, **rank, **options)
+        assert_matches_reference(out, lse, by_reference(attend, **rank), *arguments, **options)
         memory = torch.full_like(out, math.nan)
-        assert attend(fastattn.mla, *arguments, return_lse=False, out=memory, **options) is memory
-    assert torch.equal(memory, out)
+        assert attend(fastattn.mla, *arguments, **rank, return_lse=False, out=memory, **options) is memory
+        assert torch.equal(memory, out)
+
+    with kernel.asked_for():
+        kernel.check(hold)
 
 
-@each_kernel
+@pytest.mark.parametrize("kernel", PRESENT_FOR_LATENTS, ids=lambda kernel: kernel.name)
+def test_nan_that_a_query_sees_comes_out(kernel, device):
+    """In a query, and in a latent that all queries of a sequence see."""
+    case = Case("nan", ((2, 20), (2, 100)), heads=(3, 1), block_size=64)
+    given = Latents(case, device=device, dtype=kernel.dtypes[0], sizes=SMALL if device == "cpu" else REAL)
+    query, batch = given.absorbed, given.batch
+    query[0, 1] = math.nan
+    given.cache[batch.block_table[1, 0], 35] = math.nan
+    with kernel.asked_for():
+        out, lse = attend(
+            fastattn.mla, query, given.cache, batch, latent_rank=query.shape[2] - given.rope, **filled({}, 3, device)
+        )
+    expected = torch.zeros(4, 3, dtype=torch.bool)
+    expected[0, 1] = expected[2:] = True
+    assert torch.equal(lse.isnan().cpu(), expected)
+    assert torch.equal(out.isnan().cpu(), expected[..., None].expand_as(out))
+
+
+@pytest.mark.parametrize("kernel", ON_GPU, ids=lambda kernel: kernel.name)
+def test_a_graph_stays_right_when_its_sequences_grow(kernel, device):
+    """Captured twice with one plan, and the first graph is never replayed: each makes what depends on the lengths."""
+    case = Case("graph", ((1, 900), (1, 300), (1, 2100)), heads=(16, 1), block_size=64)
+    given = Latents(case, device=device, dtype=kernel.dtypes[0], sizes=REAL, poison=HARMLESS)
+    lengths = given.batch.seq_lens.clone()
+    given.batch.seq_lens.copy_(torch.tensor([5, 70, 1]))
+    plan = fastattn.mla.plan(given.batch, block_size=64)
+    options = AttentionOptions(softmax_scale=SCALE)
+    call = (given.absorbed, given.cache, plan, options)
+    graphs, answers = [torch.cuda.CUDAGraph() for _ in range(2)], []
+    with kernel.asked_for():
+        fastattn.mla.attention(*call, latent_rank=REAL.rank)
+        torch.cuda.synchronize()
+        for graph in graphs:
+            with torch.cuda.graph(graph):
+                first = fastattn.mla.attention(*call, latent_rank=REAL.rank, return_lse=True)
+                answers.append((first, fastattn.mla.attention(*call, latent_rank=REAL.rank, return_lse=True)))
+        given.batch.seq_lens.copy_(lengths)
+        graphs[1].replay()
+        again = fastattn.mla.attention(*call, latent_rank=REAL.rank, return_lse=True)
+    reference = by_reference(attend, latent_rank=REAL.rank)
+    for out, lse in (*answers[1], again):
+        assert_matches_reference(out, lse, reference, given.absorbed, given.cache, given.batch, softmax_scale=SCALE)
+
+
 @pytest.mark.parametrize(
-    ("case", "options", "workspace"),
+    ("kernel", "case", "options", "workspace"),
     [
-        pytest.param(case, options, workspace, id=f"{case}-{name}-{workspace}")
+        pytest.param(kernel, case, options, workspace, id=f"{kernel.name}-{case}-{name}-{workspace}")
+        for kernel in PRESENT
+        if kernel.name == "cpu" or kernel in ON_GPU
         for case in PREFILLS
         for name, options in OPTIONS.items()
         for workspace in (7, 10**6)
         if case.name in FEW or (name == "plain" and workspace > 7)
     ],
 )
-def test_prefills_agree(case, options, workspace, kernel, device):
+def test_prefills_agree(kernel, case, options, workspace, device):
     given = Latents(case, device=device, dtype=kernel.dtypes[0])
     options = filled(options, case.heads[0], device)
     arguments = given.query, given.new, given.cache, *given.projections.values(), given.batch
     fixed = dict(workspace=workspace * given.batch.num_seqs)
-    with kernel.asked_for():
+
+    def hold():
         out, lse = prefill(fastattn.mla, *arguments, **fixed, **options)
         assert_matches_reference(out, lse, by_reference(prefill, **fixed), *arguments, **options)
         memory = torch.full_like(out, math.nan)
         assert prefill(fastattn.mla, *arguments, **fixed, return_lse=False, out=memory, **options) is memory
-    assert torch.equal(memory, out)
+        assert torch.equal(memory, out)
+
+    with kernel.asked_for():
+        kernel.check(hold)
+
+
+@pytest.mark.parametrize("kernel", [kernel for kernel in PRESENT if not kernel.is_interpreted], ids=lambda x: x.name)
+def test_prefills_of_deepseeks_size_agree(kernel, device):
+    """Keys of 192 and values of 128 elements, which FlashAttention has kernels for."""
+    case = Case("real", ((20, 150), (1, 70), (30, 30)), heads=(2, 1), padding_rows=2)
+    given = Latents(case, device=device, dtype=kernel.dtypes[0], sizes=REAL)
+    arguments = given.query, given.new, given.cache, *given.projections.values(), given.batch
+    options = dict(softmax_scale=192**-0.5)
+
+    def hold():
+        answer = prefill(fastattn.mla, *arguments, workspace=200, **options)
+        assert_matches_reference(*answer, by_reference(prefill, workspace=200), *arguments, **options)
+
+    with kernel.asked_for():
+        kernel.check(hold)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,11 @@ from unittest import mock
 import numpy
 import pytest
 import torch
-from tiny_models import SIZES, byte_tokenizer, make_llama, make_model
+from tiny_models import LATENT_SIZES, SIZES, YARN, byte_tokenizer, make_llama, make_model
 from torch.nn import functional
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     DiffLlamaConfig,
     DiffLlamaForCausalLM,
     Gemma2Config,
@@ -109,6 +111,12 @@ MODELS = {
         ),
     ),
     "differential": (DiffLlamaForCausalLM, DiffLlamaConfig(**SIZES | dict(num_attention_heads=4), lambda_std_dev=0.5)),
+    "latents": (
+        DeepseekV3ForCausalLM,
+        DeepseekV3Config(
+            **SIZES | LATENT_SIZES | dict(first_k_dense_replace=2), max_position_embeddings=128, rope_parameters=YARN
+        ),
+    ),
 }
 
 

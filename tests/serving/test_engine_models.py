@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from tiny_models import FAMILY_SIZES, make_family, make_llama, make_model
+from tiny_models import FAMILY_SIZES, LATENT_SIZES, YARN, make_family, make_llama, make_model
 from transformers import T5Config, T5ForConditionalGeneration
 from transformers.models.bloom import modeling_bloom
 from transformers.models.falcon import modeling_falcon
@@ -21,7 +21,7 @@ import refattn.serving.engine
 import refattn.serving.sampling
 import refattn.serving.scheduler
 from refattn.serving import CPU, Engine, Request, SamplingParams
-from refattn.serving.models import VERIFIED
+from refattn.serving.models import LATENT, VERIFIED
 
 TWINS = ("refattn", "fastattn")
 PROMPTS = [[3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26, 43], [27, 18, 28, 18, 28, 45, 90]]
@@ -37,6 +37,7 @@ CHANGES = {  # what the tiny model of a family needs besides the sizes, or has i
         WINDOWS,
     ),
     **dict.fromkeys(("qwen2", "qwen3", "smollm3"), dict(use_sliding_window=True) | WINDOWS),
+    **dict.fromkeys(LATENT, LATENT_SIZES),
     "dots1": dict(n_shared_experts=1) | WINDOWS,
     "ernie4_5_moe": dict(moe_k=2),
     "falcon": dict(new_decoder_architecture=True, num_kv_heads=2),
@@ -49,6 +50,9 @@ CHANGES = {  # what the tiny model of a family needs besides the sizes, or has i
         attention_chunk_size=8,
         intermediate_size_mlp=64,
     ),
+    "longcat_flash": LATENT_SIZES
+    | dict(num_layers=1, ffn_hidden_size=64, expert_ffn_hidden_size=32, zero_expert_num=2, moe_topk=2),
+    "mistral4": LATENT_SIZES | dict(head_dim=20, rope_parameters=YARN | dict(llama_4_scaling_beta=0.1)),
 }
 
 
@@ -91,6 +95,12 @@ VARIANTS = {  # other ways in which a family of the list computes its attention,
     "falcon with one key head": ("falcon", dict(multi_query=True), "eager"),
     "falcon with all key heads": ("falcon", dict(multi_query=False), "eager"),
     "mpt with a clip and a scale": ("mpt", dict(attn_config=dict(clip_qkv=0.5, softmax_scale=0.4)), "eager"),
+    **{
+        f"{family} with {what}": (family, LATENT_SIZES | changes, "eager")
+        for what, changes in {"YaRN": dict(rope_parameters=YARN), "whole queries": dict(q_lora_rank=None)}.items()
+        for family in ("deepseek_v2", "deepseek_v3", "minicpm3")
+    },
+    "deepseek_v3 with rotary halves": ("deepseek_v3", LATENT_SIZES | dict(rope_interleave=False), "eager"),
     "bloom, 8 heads": ("bloom", dict(n_head=8), "eager"),
     "mpt, 8 heads": ("mpt", dict(n_heads=8), "eager"),
 }
@@ -168,12 +178,11 @@ def test_a_verified_family_has_the_logits_of_transformers(family, device, monkey
 
 
 def test_the_changes_are_of_verified_families():
-    assert set(CHANGES) <= set(VERIFIED) and sorted(set(VERIFIED)) == list(VERIFIED)
+    assert set(CHANGES) | set(LATENT) <= set(VERIFIED) and sorted(set(VERIFIED)) == list(VERIFIED)
 
 
 # What the engine knows that it would get wrong, it refuses when it is built, whoever trusts the model.
 
-LATENT = dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16)
 REFUSED = {
     # Served, the first logits of these were off by 0.5 to 4 where the logits themselves are about 1.
     "bart": ("bart", {}, "BartForCausalLM, whose forward takes no position_ids"),
@@ -187,8 +196,8 @@ REFUSED = {
     # These failed too, but in the first step, or without a word of why.
     "codegen": ("codegen", {}, "not built on transformers' AttentionInterface"),
     "alibi elsewhere": ("llama", dict(alibi=True), "with alibi"),
-    "deepseek v2": ("deepseek_v2", LATENT | dict(head_dim=None), "which has latent attention"),
-    "deepseek v3": ("deepseek_v3", LATENT | dict(head_dim=None), "which has latent attention"),
+    "latents, some of them": ("deepseek_v32", LATENT_SIZES, "which has latent attention .* of the family deepseek_v32"),
+    "latents and a state": ("kimi_linear", LATENT_SIZES, "which has latent attention .* of the family kimi_linear"),
     "stablelm": ("stablelm", {}, "whose attention is not passed the keyword arguments"),
     "gemma 4": ("gemma4_text", dict(vocab_size_per_layer_input=97), "whose layers have heads of different sizes"),
 }

@@ -2,7 +2,14 @@
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Mistral4ForCausalLM,
+    PreTrainedTokenizerFast,
+)
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 SIZES = dict(
@@ -55,6 +62,29 @@ FAMILY_SIZES = SIZES | dict(
     topk_group=1,
 )
 
+# Sizes of latent attention, all different, and YaRN from the eighth position on: a factor in the softmax scale, too.
+LATENT_SIZES = dict(
+    num_key_value_heads=6,
+    q_lora_rank=20,
+    kv_lora_rank=24,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=12,
+    v_head_dim=10,
+    head_dim=8,
+    first_k_dense_replace=1,
+    n_shared_experts=1,
+)
+YARN = dict(
+    rope_type="yarn",
+    rope_theta=1e4,
+    factor=16.0,
+    original_max_position_embeddings=8,
+    beta_fast=32.0,
+    beta_slow=1.0,
+    mscale=1.0,
+    mscale_all_dim=1.0,
+)
+
 
 def make_family(family, device="cpu", **changes):
     """Make a tiny model of a family, by its `config.model_type`, in which every parameter matters."""
@@ -63,7 +93,8 @@ def make_family(family, device="cpu", **changes):
     known -= {*config_class.attribute_map, "bos_token_id", "eos_token_id", "initializer_range"}
     config = config_class(**{name: size for name, size in FAMILY_SIZES.items() if name in known} | changes)
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    make = Mistral4ForCausalLM._from_config if family == "mistral4" else AutoModelForCausalLM.from_config  # no "auto"
+    model = make(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in model.parameters():  # sinks, norms and biases begin as 0 or 1
             parameter.add_(0.15 * torch.randn_like(parameter))

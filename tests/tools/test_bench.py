@@ -30,6 +30,8 @@ from fastattn.tools.bench.work import (
     Attention,
     CacheWrite,
     Differential,
+    LatentPrefill,
+    Latents,
     Layers,
     Slots,
     VirtualBatches,
@@ -72,6 +74,25 @@ def test_floors_count_each_visible_pair_and_each_visible_key_once(work):
     assert work.flops() == pairs * 4 * (2 + 2) * 16
     assert work.reads(2) == 2 * 16 * (queries * 4 + 2 * keys * 2)
     assert work.writes(2) == 2 * 16 * queries * 4
+
+
+def test_floors_of_latents_count_each_once():
+    """A latent is key and value in one; keys and values made of it are not read, but made."""
+    work = Latents(((2, 20), (1, 33)), heads=(4, 1), head_size=24, value_head_size=16)
+    pairs, keys = 19 + 20 + 33, 20 + 33
+    assert work.flops() == 2 * pairs * 4 * (24 + 16)
+    assert work.reads(2) == 2 * 24 * (3 * 4 + keys) and work.writes(2) == 2 * 3 * 4 * 16
+    work = LatentPrefill(
+        ((2, 20), (1, 33)), heads=(4, 4), head_size=12, value_head_size=6, latent_rank=16, rope_size=8, workspace=20
+    )
+    assert work.flops() == 2 * pairs * 4 * (12 + 6) + 2 * keys * 16 * 4 * (4 + 6)
+    assert work.reads(2) == 2 * (3 * 4 * 12 + keys * 24 + 16 * 4 * (4 + 6)) and work.writes(2) == 2 * 3 * 4 * 6
+
+
+def test_floors_know_the_size_of_values():
+    work = Attention(((2, 20),), heads=(4, 2), head_size=12, value_head_size=6)
+    assert work.flops() == 2 * (19 + 20) * 4 * (12 + 6)
+    assert work.reads(2) == 2 * (2 * 4 * 12 + 20 * 2 * (12 + 6)) and work.writes(2) == 2 * 2 * 4 * 6
 
 
 def test_bytes_pass_as_in_a_copy_while_as_many_are_written_as_read():
@@ -147,6 +168,19 @@ def test_the_judge_rejects(mistake, dtype):
         work.judge(inputs)(out, lse)
 
 
+def test_the_judge_of_latents_rejects_another_scale():
+    """One made of the size after absorption; and it accepts the right one in the same type."""
+    inputs = LATENTS.draw(CPU, torch.bfloat16, seed=0)
+    for scale_of, is_right in ((24, True), (40, False)):
+        asked = inputs._replace(work=replace(LATENTS, size_before=scale_of))
+        out, lse = peers.mla_twin("refattn").prepare(asked)(return_lse=True)
+        if is_right:
+            LATENTS.judge(inputs)(out, lse)
+            continue
+        with pytest.raises(WrongAnswerError):
+            LATENTS.judge(inputs)(out, lse)
+
+
 def test_an_accepted_answer_is_not_left_in_memory():
     work = WORKS["causal"]
     inputs = work.draw(CPU, torch.float32, seed=0)
@@ -176,6 +210,11 @@ CHUNKS, LAST_CHUNK = Attention(((256, 256),), chunk=64, **SIZES), Attention(((1,
 PREFIX = Attention(((1, 96 + 40),) * 3, shared=96, **SIZES)
 NEW_TOKENS = Attention(((16, 16 + 120),) * 3, **SIZES)
 PAIRS = Differential(((1, 300),) * 3, **SIZES)
+LATENTS = Latents(((1, 300), (1, 70)), heads=(4, 1), head_size=40, value_head_size=32, size_before=24)
+DRAFTS = replace(LATENTS, lens=((3, 200), (3, 65)))
+PROMPTS = LatentPrefill(
+    ((20, 150), (5, 70)), heads=(4, 4), head_size=24, value_head_size=24, latent_rank=32, rope_size=8, workspace=50
+)
 CONTENDERS = [
     *(
         (Attention(PREFILL, **SIZES), peer)
@@ -214,6 +253,21 @@ CONTENDERS = [
         for peer in (peers.differential_twin(), peers.differential_twin("refattn"), peers.plain_attention())
     ),
     *((PAIRS, peer) for peer in (peers.fa4_differential(wide=False), peers.fa4_differential(wide=True))),
+    *(
+        (work, peer)
+        for work in (LATENTS, DRAFTS)
+        for peer in (
+            *(peers.mla_twin(), peers.mla_twin("refattn"), peers.mla_twin(kernel="cpu")),
+            *(peers.flash_mla(), peers.fa3_latents(), peers.flashinfer_latents(), peers.flashinfer_latents("fa2")),
+        )
+    ),
+    (replace(LATENTS, lens=((1, 256),) * 3), peers.aten_cpu_latents()),
+    *(
+        (PROMPTS, peer)
+        for peer in (peers.mla_prefill_twin(), peers.mla_prefill_twin("refattn"), peers.latents_by_hand())
+    ),
+    (replace(PROMPTS, lens=((20, 20), (5, 5))), peers.latents_by_hand()),
+    (replace(PROMPTS, lens=((20, 150),)), peers.aten_cpu_latent_prefill()),
     (VirtualBatches(5, 256, 64), peers.virtual_batches_twin()),
     (VirtualBatches(5, 256, 64), peers.virtual_batches_numpy()),
     (Slots(5, 256, 64), peers.slots_twin()),

@@ -153,6 +153,17 @@ def test_a_pool_that_lacks_blocks_of_the_table_is_refused():
         drawing.block_table(make_batch([1], [5], [[9, 2]]), block_size=4, num_blocks=9)
 
 
+def test_chunks_of_a_context_take_the_same_number_of_tokens_of_every_sequence():
+    drawn = drawing.context_chunks(make_batch([2, 1], [6, 2], [[3, 1], [0]]), block_size=4, workspace=5)
+    assert [(panel.title, list(panel.columns)) for panel in drawn.lines[0]] == [
+        ("chunk 0", ["0", "1", "0"]),
+        ("chunk 1", ["2", "3"]),
+        ("new tokens", ["4", "5", "1"]),
+    ]
+    assert drawn.text().splitlines()[:4] == ["chunk 0", "a 4   1 1", "a 5   1 1", "b 1       1"]
+    assert drawn.note == "at most 3 tokens of context at a time, in 2 chunks"
+
+
 def test_the_shares_of_a_merge_are_those_of_one_softmax():
     scores = torch.randn(9, generator=torch.Generator().manual_seed(0))
     drawn = drawing.merge(scores.split([4, 2, 3]))
@@ -180,6 +191,8 @@ def test_any_batch_can_be_drawn(case, left):
     assert filled(drawing.cascade(batch, block_size=p)) == seen["causal"]
     assert filled(drawing.window(batch, (left, 0), block_size=p)) == seen["window"]
     assert filled(drawing.virtual_batches(batch, 2 * p, block_size=p)) == 2 * seen["chunk"]
+    if all(q <= s for q, s in case.lens):  # a prefill over latents has every new token among the keys
+        assert filled(drawing.context_chunks(batch, block_size=p, workspace=3 * len(case.lens))) == seen["causal"]
     drawings = [
         drawing.step(batch),
         drawing.block_table(batch, block_size=p),

@@ -55,7 +55,7 @@ def adapt(
         VALUE_HEAD_SIZE=value_head_size,
         BLOCK_TOKENS=BLOCK_TOKENS,
         BLOCK_SEQS=BLOCK_SEQS,
-        num_warps=4 if sinks is not None else 1,
+        num_warps=4 if sinks is not None or value_head_size > 256 else 1,
     )
     return out, lse.T
 
@@ -116,8 +116,9 @@ def _adapt_kernel(
     at_dv = tl.arange(0, VALUE_PAD)
     places = (tokens * out_token_stride + head * out_head_stride)[:, None] + (at_dv * out_stride)[None, :]
     in_value = (at_dv < VALUE_HEAD_SIZE)[None, :]
-    rows = tl.where(sees_nothing, 0.0, float("nan"))[:, None] + tl.zeros([BLOCK_TOKENS, VALUE_PAD], tl.float32)
-    tl.store(out + places, rows.to(out.dtype.element_ty), mask=(sees_nothing | is_odd)[:, None] & in_value)
+    if tl.max((sees_nothing | is_odd).to(tl.int32), 0) > 0:
+        rows = tl.where(sees_nothing, 0.0, float("nan"))[:, None] + tl.zeros([BLOCK_TOKENS, VALUE_PAD], tl.float32)
+        tl.store(out + places, rows.to(out.dtype.element_ty), mask=(sees_nothing | is_odd)[:, None] & in_value)
     if sinks is not None:
         sink = tl.load(sinks + head).to(tl.float32)
         # exp(lse) / (exp(lse) + exp(sink)), as a product: a GPU takes a share below 1e-38 for 0, whatever it is of.

@@ -7,6 +7,9 @@ Over rows, and over pages whose size is a multiple of its tile, it loads whole t
 of 0 for what lies past a sequence's end: NaN that comes of it is repaired. From other pages it loads row by row, and
 fills with zeros what is past the end.
 
+Over latents its second query `q_v` meets the values: a score is `q . k + q_v . v`, with rotary keys of 64 elements for
+keys and the latents themselves for values. The pool is read where it is, as two views of its rows.
+
 Its windows are for decodes. With more queries, the library in vLLM 0.33.0 hides too few of the keys before a window of
 some hundred tokens: of 640 queries with a window of 356, row 384 sees 384 keys (NVIDIA H200, head size 128).
 
@@ -28,17 +31,18 @@ from fastattn.kernels.flash import NO_POSITIONS, NOT_ALIGNED
 from fastattn.kernels.problem import Problem
 from refattn.interface import AttentionOptions, Batch, Plan
 
-OPERATIONS = ("dense", "paged")
+OPERATIONS = ("dense", "paged", "mla")
 INTERFACE = "flash_attn_interface"  # the module of FlashAttention's own package for Hopper
 LIBRARY = "_vllm_fa3_C"  # vLLM's: `_vllm_fa3_C.abi3.so`, and the namespace of its operators
 LARGEST_HEAD = 256
 UNEQUAL_HEADS = ((64, 128), (64, 256), (192, 128))  # sizes of keys and of values that it has kernels for
+LATENT = (64, 512)  # sizes of rotary keys and of latents that it has kernels for
 SMALLEST_TILE = 64  # keys: smaller pages are never loaded as whole tiles
 SPLITS = 0  # of a sequence's keys: as many as it finds best; one whose scores are NaN it leaves out of the sum
 
-# What vLLM's operator takes besides: new keys to append, rotary embedding, scales of fp8, the second query of MLA, a
-# schedule made before, context parallelism. Sinks (`s_aux`) have to be bfloat16 there, of at most 64 heads: the adapter
-# adds them instead.
+# What vLLM's operator takes besides: new keys to append, rotary embedding, scales of fp8, the second query of latents
+# (`mla` has one), a schedule made before, context parallelism. Sinks (`s_aux`) have to be bfloat16 there, of at most 64
+# heads: the adapter adds them instead.
 UNUSED: dict[str, Any] = dict.fromkeys(
     (
         *("k_new", "v_new", "q_v", "out", "cu_seqlens_k_new", "seqused_q", "kv_batch_idx", "leftpad_k"),
@@ -59,7 +63,11 @@ def unsupported_reason(problem: Problem) -> str | None:
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"computes float16 and bfloat16, not {problem.dtype}"
     sizes = (problem.head_size, problem.value_head_size)
-    if sizes[0] != sizes[1] and sizes not in UNEQUAL_HEADS:
+    if problem.operation == "mla":
+        sizes = (sizes[0] - sizes[1], sizes[1])
+        if sizes != LATENT:
+            return f"latents of {LATENT[1]} elements and rotary keys of {LATENT[0]}, not {sizes[1]} and {sizes[0]}"
+    elif sizes[0] != sizes[1] and sizes not in UNEQUAL_HEADS:
         pairs = ", ".join(f"{d} and {dv}" for d, dv in UNEQUAL_HEADS)
         return f"one head size for keys and values, or {pairs}, not {sizes[0]} and {sizes[1]}"
     if sizes[0] > LARGEST_HEAD or sizes[0] % 8:
@@ -74,7 +82,7 @@ def unsupported_reason(problem: Problem) -> str | None:
         return "its tiles follow the longest query of the batch, and the bits of its answers with them: take triton"
     if not problem.aligned:
         return NOT_ALIGNED
-    return _cannot_load() or _refusal(*sizes, problem.dtype, problem.device)
+    return _cannot_load() or _refusal(*sizes, problem.dtype, problem.device, latents=problem.operation == "mla")
 
 
 def dense(
@@ -105,6 +113,31 @@ def paged(
     return _attend(query, key_cache, value_cache, plan, options, where, loads_tiles=loads_tiles)
 
 
+def mla(
+    query: Float[Tensor, "t h d"],
+    cache: Float[Tensor, "n p c"],
+    plan: Plan,
+    options: AttentionOptions,
+    latent_rank: int,
+    out: Float[Tensor, "t h {latent_rank}"] | None,
+) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
+    """Attend to latents; see `fastattn.kernels.dispatch`."""
+    from fastattn.kernels.flash.adapt import adapt, nothing
+    from fastattn.kernels.triton.attention import repair_latents
+
+    table = plan.batch.block_table
+    assert table is not None  # the path has checked it
+    if _is_empty(query, cache, plan):
+        return nothing(query, latent_rank)
+    where = dict(seqused_k=plan.batch.seq_lens, page_table=table if table.stride(-1) == 1 else table.contiguous())
+    pages = cache[:, :, None, : query.shape[2]]
+    parts = (query[..., latent_rank:], pages[..., latent_rank:], pages[..., :latent_rank])
+    out, lse = adapt(*_forward(*parts, plan, options, where, query[..., :latent_rank]), plan, options)
+    if cache.shape[1] >= SMALLEST_TILE:
+        repair_latents(out, query, cache, plan, options, latent_rank)
+    return out, lse
+
+
 def _attend(
     query: Tensor,
     key: Tensor,
@@ -118,9 +151,7 @@ def _attend(
     from fastattn.kernels.flash.adapt import adapt, nothing
     from fastattn.kernels.triton.attention import repair
 
-    batch = plan.batch
-    columns = where["page_table"].shape[1] if "page_table" in where else 1
-    if 0 in (query.numel(), key.numel(), batch.num_seqs, batch.max_query_len, batch.max_seq_len, columns):
+    if _is_empty(query, key, plan):
         return nothing(query, value.shape[-1])
     out, lse = _forward(query, key, value, plan, options, where)
     out, lse = adapt(out, lse, plan, options)
@@ -129,8 +160,21 @@ def _attend(
     return out, lse
 
 
+def _is_empty(query: Tensor, key: Tensor, plan: Plan) -> bool:
+    """Return whether nothing can be seen, for want of a sequence, a query row, a key or a block."""
+    batch = plan.batch
+    columns = 1 if batch.block_table is None or plan.block_size is None else batch.block_table.shape[1]
+    return 0 in (query.numel(), key.numel(), batch.num_seqs, batch.max_query_len, batch.max_seq_len, columns)
+
+
 def _forward(
-    query: Tensor, key: Tensor, value: Tensor, plan: Plan, options: AttentionOptions, where: dict[str, Tensor]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: Plan,
+    options: AttentionOptions,
+    where: dict[str, Tensor],
+    value_query: Tensor | None = None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "h t"]]:
     """Call the library that is here, without sinks.
 
@@ -141,6 +185,7 @@ def _forward(
         plan: the lengths, and who may see whom.
         options: what the layer fixes.
         where: `cu_seqlens_k`, or `seqused_k` and `page_table`.
+        value_query: the part of each query that meets the values, if there is one; the scale is given then.
 
     Returns:
         The outputs, and the log-sum-exps with heads first: natural log, `-inf` where a query sees nothing.
@@ -148,10 +193,11 @@ def _forward(
     batch = plan.batch
     scale = query.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale
     if scale <= 0:  # it masks scores, and looks for the largest, before it scales them
-        query, scale = (-query, -scale) if scale else (query * 0, 1.0)
+        factor, scale = (-1, -scale) if scale else (0, 1.0)
+        query, value_query = query * factor, None if value_query is None else value_query * factor
     asked = dict(max_seqlen_q=batch.max_query_len, softmax_scale=scale, softcap=options.softcap, num_splits=SPLITS)
     if _has_interface():
-        out, lse, *_ = _call_interface(query, key, value, plan, where, asked)
+        out, lse, *_ = _call_interface(query, key, value, plan, where, asked, value_query)
     else:
         # All arguments of the operator have to be given; their names are a part of it.
         out, lse, *_ = getattr(torch.ops, LIBRARY).fwd(
@@ -163,7 +209,7 @@ def _forward(
             is_causal=plan.causal,
             window_size_left=plan.window[0],
             window_size_right=plan.window[1],
-            **{**UNUSED, **where},
+            **{**UNUSED, **where, "q_v": value_query},
             **asked,
         )
     return out, lse
@@ -176,10 +222,11 @@ def _call_interface(
     plan: Plan,
     where: dict[str, Tensor],
     asked: dict[str, Any],
+    value_query: Tensor | None,
 ) -> Any:
     """Call FlashAttention's own package; over pages it takes `m * p` for the longest sequence."""
     module, batch = importlib.import_module(INTERFACE), plan.batch
-    asked = asked | dict(cu_seqlens_q=batch.cu_seqlens_q, causal=plan.causal, window_size=plan.window)
+    asked = asked | dict(cu_seqlens_q=batch.cu_seqlens_q, causal=plan.causal, window_size=plan.window, qv=value_query)
     if "page_table" in where:
         seqused_k, page_table = where["seqused_k"], where["page_table"]
         return module.flash_attn_with_kvcache(
@@ -222,13 +269,20 @@ def _find_library() -> Path | None:
 
 
 @cache
-def _refusal(head_size: int, value_head_size: int, dtype: torch.dtype, device: torch.device) -> str | None:
+def _refusal(
+    head_size: int, value_head_size: int, dtype: torch.dtype, device: torch.device, *, latents: bool = False
+) -> str | None:
     """Ask the build by a tiny call, and return why it refuses: not every build has every head size."""
     query, value = (torch.zeros(1, 1, size, dtype=dtype, device=device) for size in (head_size, value_head_size))
     ends = torch.arange(2, dtype=torch.int32, device=device)
-    batch = Batch(ends, ends[1:], None, max_query_len=1, max_seq_len=1)
+    table = ends[None, :1] if latents else None
+    batch = Batch(ends, ends[1:], table, max_query_len=1, max_seq_len=1)
     try:
-        _forward(query, query, value, Plan(batch), AttentionOptions(), dict(cu_seqlens_k=ends))
+        if table is None:
+            _forward(query, query, value, Plan(batch), AttentionOptions(), dict(cu_seqlens_k=ends))
+        else:
+            where = dict(seqused_k=batch.seq_lens, page_table=table)
+            _forward(query, query[None], value[None], Plan(batch, 1), AttentionOptions(), where, value)
     except RuntimeError as error:
         return f"this build refuses head sizes {head_size} and {value_head_size}, {dtype}: {str(error).splitlines()[0]}"
     return None

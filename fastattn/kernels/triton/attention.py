@@ -453,7 +453,7 @@ def tune(
             return _LATENT_64._replace(splits=splits, most_splits=splits, run=INVARIANT_RUN)
         return Tuning(64, _fit(64, row_bytes), 4, 3, splits, splits, run=INVARIANT_RUN)
     rows = batch.max_query_len * group
-    block_m = 16 if rows <= 16 else 64 if rows <= 64 or row_bytes > 256 else 128
+    block_m = 16 if rows <= 16 else 64 if rows <= 64 or row_bytes > 256 or shared else 128
     tiles = _count_tiles(batch, query.shape[0], group, block_m)
     tune_tiles = _tune_latents if shared else _tune
     tuning = tune_tiles(block_m, row_bytes, tiles * num_kv_heads, visible, multiprocessors(query.device))

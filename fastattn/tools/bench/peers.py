@@ -5,7 +5,7 @@ the call that is timed. A peer that a machine does not have is reported as missi
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
@@ -29,12 +29,15 @@ from fastattn.tools.bench.work import (
     Attention,
     Inputs,
     Judge,
+    LatentInputs,
+    LatentPrefillInputs,
     Step,
     Tokens,
+    made_of_latents,
     normed_difference,
 )
 from refattn.conformance.call import prepare
-from refattn.interface import Batch, Prefix
+from refattn.interface import AttentionOptions, Batch, Prefix
 
 WORKSPACE = 2**27  # bytes that FlashInfer wants for its partial results
 
@@ -172,6 +175,55 @@ def plain_attention() -> Contender:
     return replace(twin("chunked_prefill", name="plain attention, same bytes"), judge=judge)
 
 
+def mla_twin(package: str = "fastattn", *, kernel: str | None = None) -> Contender:
+    """Our latent attention with absorbed queries.
+
+    Args:
+        package: "fastattn" or "refattn".
+        kernel: ask for this kernel, to see whether the chosen one is the fastest.
+    """
+
+    def prepare_call(inputs: LatentInputs) -> Call:
+        module = importlib.import_module(f"{package}.mla")
+        call = prepare(
+            module,
+            inputs.query,
+            inputs.cache,
+            inputs.batch,
+            block_size=inputs.work.block_size,
+            softmax_scale=inputs.work.softmax_scale,
+            latent_rank=inputs.work.value_size,
+        )
+        return call if kernel is None else partial(_call_with, kernel, call)
+
+    return Contender(", ".join(filter(None, (package, kernel))), prepare_call, lse=True)
+
+
+def mla_prefill_twin(package: str = "fastattn") -> Contender:
+    """Our prefill of latent attention: keys and values made, the new tokens and the chunks of their context merged."""
+
+    def prepare_call(inputs: LatentPrefillInputs) -> Call:
+        module, work = importlib.import_module(f"{package}.mla"), inputs.work
+        return partial(
+            module.prefill,
+            inputs.query,
+            inputs.latent,
+            inputs.rope_key,
+            inputs.cache,
+            module.plan_prefill(
+                inputs.batch,
+                block_size=work.block_size,
+                workspace=work.workspace,
+                max_context_len=max(seq_len - query_len for query_len, seq_len in work.lens),
+            ),
+            AttentionOptions(softmax_scale=work.head_size**-0.5),
+            key_projection=inputs.key_projection,
+            value_projection=inputs.value_projection,
+        )
+
+    return Contender(package, prepare_call, lse=True)
+
+
 # PyTorch's own. All of them get their keys as one rectangle, already gathered: less work than a twin has.
 
 
@@ -216,6 +268,53 @@ def aten_cpu_gathered() -> Contender:
         return call
 
     return Contender("ATen call behind a gather", prepare)
+
+
+def aten_cpu_latents() -> Contender:
+    """ATen's FlashAttention for CPU over gathered latents, for one new token of each sequence.
+
+    It has one size for keys and values: values are the keys, and what their rotary part adds is cut off.
+    """
+
+    def prepare(inputs: LatentInputs) -> Call:
+        table, work = inputs.batch.block_table, inputs.work
+        assert table is not None
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        query = inputs.query[:, None]  # the heads are rows of one product
+
+        def call() -> Tensor:
+            key = inputs.cache.index_select(0, table.flatten()).view(len(table), 1, -1, work.head_size)
+            out: Tensor = flash(query, key, key, 0.0, False, scale=work.softmax_scale)[0][..., : work.value_size]
+            return out
+
+        return call
+
+    return Contender("ATen call behind a gather", prepare, rows="b 1 h r -> b h r")
+
+
+def aten_cpu_latent_prefill() -> Contender:
+    """ATen's FlashAttention for CPU with a mask, over keys and values made of all latents of one sequence at once."""
+
+    def prepare(inputs: LatentPrefillInputs) -> Call:
+        table, query_len, seq_len = inputs.batch.block_table, *inputs.work.lens[0]
+        assert table is not None
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        sees = torch.ones(query_len, seq_len, dtype=torch.bool).tril(seq_len - query_len)
+        mask = torch.zeros(query_len, seq_len).masked_fill(~sees, -torch.inf)
+        query = rearrange(inputs.query, "t h d -> 1 h t d").contiguous()
+
+        def call() -> Tensor:
+            rows = inputs.cache[table[0]].flatten(0, 1)[:seq_len]
+            key, value = (
+                rearrange(x, "s h d -> 1 h s d")
+                for x in made_of_latents(rows, inputs.key_projection, inputs.value_projection)
+            )
+            out: Tensor = flash(query, key, value, 0.0, False, attn_mask=mask, scale=query.shape[-1] ** -0.5)[0]
+            return out
+
+        return call
+
+    return Contender("ATen call, masked, behind a gather", prepare, rows="1 h t d -> t h d")
 
 
 def aten_cpu_masked() -> Contender:
@@ -506,6 +605,110 @@ def fa3_chunks() -> Contender:
     return Contender("FA3 over virtual sequences", prepare)
 
 
+def fa3_latents() -> Contender:
+    """FlashAttention-3 in vLLM's library over latents: its second query (`qv` in its own package) meets the values."""
+
+    def prepare(inputs: LatentInputs) -> Call:
+        reason = fa3_adapter._cannot_load()
+        if reason is not None:
+            raise ImportError(reason)
+        work, batch, pages = inputs.work, inputs.batch, inputs.cache[:, :, None]
+        rank = work.value_size
+        options = fa3_adapter.UNUSED | dict(
+            q=inputs.query[..., rank:],
+            k=pages[..., rank:],
+            v=pages[..., :rank],
+            q_v=inputs.query[..., :rank],
+            cu_seqlens_q=batch.cu_seqlens_q,
+            seqused_k=batch.seq_lens,
+            page_table=batch.block_table,
+            max_seqlen_q=batch.max_query_len,
+            max_seqlen_k=batch.max_seq_len,
+            softmax_scale=work.softmax_scale,
+            is_causal=work.causal,
+            window_size_left=-1,
+            window_size_right=-1,
+            softcap=0.0,
+            num_splits=fa3_adapter.SPLITS,
+        )
+        return _first(partial(getattr(torch.ops, fa3_adapter.LIBRARY).fwd, **options))
+
+    return Contender("FA3, second query", prepare)
+
+
+def flash_mla() -> Contender:
+    """DeepSeek's FlashMLA, its half for Hopper; it shares out the work in its first call, before the time is taken."""
+
+    def prepare(inputs: LatentInputs) -> Call:
+        from flash_mla import flash_mla_with_kvcache, get_mla_metadata
+
+        work, batch = inputs.work, inputs.batch
+        schedule, _ = get_mla_metadata()
+        return _first(
+            partial(
+                flash_mla_with_kvcache,
+                rearrange(inputs.query, "(b t) h d -> b t h d", b=batch.num_seqs),
+                inputs.cache[:, :, None],
+                batch.block_table,
+                batch.seq_lens,
+                work.value_size,
+                schedule,
+                softmax_scale=work.softmax_scale,
+                causal=work.causal,
+                use_legacy=True,
+            )
+        )
+
+    return Contender("FlashMLA", prepare, rows="b t h r -> (b t) h r")
+
+
+def latents_by_hand() -> Contender:
+    """A prefill over latents by hand: products, the package `flash-attn-4`, chunk by chunk, and a merge."""
+
+    def prepare(inputs: LatentPrefillInputs) -> Call:
+        from flash_attn.cute import flash_attn_varlen_func
+
+        from fastattn.merge import merge
+
+        work, batch = inputs.work, inputs.batch
+        chunks, size = [], work.workspace // batch.num_seqs
+        for start in range(0, max(seq_len - query_len for query_len, seq_len in work.lens), size):
+            counts = [max(0, min(size, seq_len - query_len - start)) for query_len, seq_len in work.lens]
+            chunks.append((_slots(inputs, start, counts), *_ends(counts, batch.device)))
+        projections = inputs.key_projection, inputs.value_projection
+        new = torch.cat([inputs.latent, inputs.rope_key], dim=-1)
+        asked = dict(cu_seqlens_q=batch.cu_seqlens_q, max_seqlen_q=batch.max_query_len, return_lse=True)
+        own = dict(cu_seqlens_k=batch.cu_seqlens_q, max_seqlen_k=batch.max_query_len, causal=True)
+
+        def call() -> Tensor:
+            answers = [flash_attn_varlen_func(inputs.query, *made_of_latents(new, *projections), **own, **asked)]
+            for slots, ends, longest in chunks:
+                made = made_of_latents(inputs.cache.flatten(0, 1)[slots], *projections)
+                where = dict(cu_seqlens_k=ends, max_seqlen_k=longest, causal=False)
+                answers.append(flash_attn_varlen_func(inputs.query, *made, **where, **asked))
+            if len(answers) == 1:
+                return answers[0][0]
+            outs, lses = zip(*answers, strict=True)
+            return merge(list(outs), [lse.T.contiguous() for lse in lses])[0]
+
+        return call
+
+    return Contender("FA4 behind products", prepare)
+
+
+def _slots(inputs: LatentPrefillInputs, start: int, counts: Sequence[int]) -> Tensor:
+    """List the pool's rows of a chunk: of each sequence some tokens from `start` on."""
+    table, p = inputs.batch.block_table, inputs.work.block_size
+    assert table is not None
+    tokens = [torch.arange(start, start + count, device=table.device) for count in counts]
+    return torch.cat([row[x // p].long() * p + x % p for row, x in zip(table, tokens, strict=True)])
+
+
+def _ends(counts: Sequence[int], device: torch.device) -> tuple[Tensor, int]:
+    """Return where the rows of each sequence begin, and the most of them."""
+    return torch.tensor([0, *counts], device=device).cumsum(0, dtype=torch.int32), max(counts)
+
+
 def fa2(*, block_size: int | None = 256) -> Contender:
     """The package `flash-attn`, over pages of a multiple of 256, or over ragged rows if `block_size` is None."""
 
@@ -625,6 +828,35 @@ def flashinfer_decode() -> Contender:
     return Contender("FlashInfer", prepare)
 
 
+def flashinfer_latents(backend: str = "fa3") -> Contender:
+    """FlashInfer's latent attention: "fa3" for Hopper, or "fa2"."""
+
+    def prepare(inputs: LatentInputs) -> Call:
+        from flashinfer.mla import BatchMLAPagedAttentionWrapper
+
+        work, batch, rank = inputs.work, inputs.batch, inputs.work.value_size
+        indptr, indices, _ = _flat_table(inputs)
+        wrapper = BatchMLAPagedAttentionWrapper(_workspace(inputs), backend=backend)
+        wrapper.plan(
+            qo_indptr=batch.cu_seqlens_q,
+            kv_indptr=indptr,
+            kv_indices=indices,
+            kv_len_arr=batch.seq_lens,
+            num_heads=work.heads[0],
+            head_dim_ckv=rank,
+            head_dim_kpe=work.head_size - rank,
+            page_size=work.block_size,
+            causal=work.causal,
+            sm_scale=work.softmax_scale,
+            q_data_type=inputs.query.dtype,
+            kv_data_type=inputs.cache.dtype,
+        )
+        query = dict(q_nope=inputs.query[..., :rank], q_pe=inputs.query[..., rank:])
+        return partial(wrapper.run, **query, ckv_cache=inputs.cache[..., :rank], kpe_cache=inputs.cache[..., rank:])
+
+    return Contender(f"FlashInfer {backend}", prepare)
+
+
 def flashinfer_cascade() -> Contender:
     """FlashInfer's cascade of two levels."""
 
@@ -655,7 +887,7 @@ def flashinfer_cascade() -> Contender:
     return Contender("FlashInfer cascade", prepare)
 
 
-def _workspace(inputs: Inputs) -> Tensor:
+def _workspace(inputs: Inputs | LatentInputs) -> Tensor:
     return torch.zeros(WORKSPACE, dtype=torch.uint8, device=inputs.query.device)
 
 
@@ -664,7 +896,7 @@ def _sizes(inputs: Inputs) -> tuple[int, int, int, int]:
     return (*work.heads, work.head_size, work.block_size)
 
 
-def _flat_table(inputs: Inputs, *, skip: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def _flat_table(inputs: Inputs | LatentInputs, *, skip: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """Write the block table as FlashInfer wants it: where each row begins, all blocks, tokens in each last block."""
     work, table = inputs.work, inputs.batch.block_table
     assert table is not None

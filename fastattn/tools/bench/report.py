@@ -22,6 +22,7 @@ PEERS = {  # colour and marker, by how a contender's name begins
     "FA3": ("#8e6bd8", "<"),
     "FA2": ("#00a6c7", "s"),
     "FlashInfer": ("#c99700", "^"),
+    "FlashMLA": ("#b4436c", ">"),
     "ATen": ("#4c8bf5", "s"),
     "torch": ("#2ca58d", "v"),
     "FlexAttention": ("#b07aa1", "P"),

@@ -12,9 +12,20 @@ from torch.nn.attention import SDPBackend
 from fastattn.tools.bench import generation, peers
 from fastattn.tools.bench.generation import Generation
 from fastattn.tools.bench.peers import Contender, twin
-from fastattn.tools.bench.work import Attention, CacheWrite, Differential, Layers, Slots, VirtualBatches, Work
+from fastattn.tools.bench.work import (
+    Attention,
+    CacheWrite,
+    Differential,
+    LatentPrefill,
+    Latents,
+    Layers,
+    Slots,
+    VirtualBatches,
+    Work,
+)
 
 KERNELS = ("triton", "fa4", "fa3")  # asked for, to see whether the chosen one is the fastest
+MLA_KERNELS = ("triton", "fa3", "flash_mla")
 LAYERS = 32  # of a model, in the rows of a step
 
 
@@ -184,6 +195,34 @@ def _cpu(shrink: int) -> Iterator[Row]:
         decode,
         (peers.differential_twin(), peers.plain_attention(), peers.differential_twin("refattn")),
         aim="1.2 of plain attention over the same bytes",
+    )
+    latents = Latents(
+        ((1, 2048 // shrink),) * 8, heads=(8, 1), head_size=128 + 32, value_head_size=128, block_size=16, size_before=96
+    )
+    yield Row(
+        "mla",
+        f"decode-8x{latents.tokens}",
+        latents,
+        (peers.mla_twin(), peers.aten_cpu_latents(), peers.mla_twin("refattn")),
+        aim="1.15 of the ATen call over the same pages",
+    )
+    new, context = 1024 // shrink, 3072 // shrink
+    prompt = LatentPrefill(
+        ((new, context + new),),
+        heads=(8, 8),
+        head_size=64 + 32,
+        value_head_size=96,
+        block_size=16,
+        latent_rank=128,
+        rope_size=32,
+        workspace=context // 3,
+    )
+    yield Row(
+        "mla",
+        f"prefill-{new}-of-{prompt.tokens}",
+        prompt,
+        (peers.mla_prefill_twin(), peers.aten_cpu_latent_prefill(), peers.mla_prefill_twin("refattn")),
+        aim="1.15 of the ATen call",
     )
     write = CacheWrite(16384 // shrink, num_kv_heads=2, head_size=64)
     yield Row(
@@ -408,6 +447,8 @@ def _cuda(shrink: int) -> Iterator[Row]:
         aim="at most 0.85 ms",
     )
 
+    yield from _latents_of_a_server(shrink)
+
     write = CacheWrite(65536 // shrink)
     yield Row(
         "kv_cache",
@@ -454,11 +495,72 @@ def _cuda(shrink: int) -> Iterator[Row]:
     yield from _engine_of_a_server(shrink)
 
 
+def _latents_of_a_server(shrink: int) -> Iterator[Row]:
+    """With the sizes of DeepSeek-V3: latents of 512, rotary keys of 64, before absorption 192 and 128."""
+    asked_for = [peers.mla_twin(kernel=kernel) for kernel in MLA_KERNELS]
+    by_hand = (
+        peers.flash_mla(),
+        peers.fa3_latents(),
+        peers.flashinfer_latents(),
+        peers.flashinfer_latents("fa2"),
+    )
+    for b, length, heads, aim in (
+        (64, 8192, 128, "at most the best peer"),
+        (64, 8192, 16, "at most 152 us"),
+        (1, 131072, 128, "at most 81 us"),
+        (128, 2048, 16, "at most 78 us"),
+    ):
+        decode = Latents(((1, length // shrink),) * b, heads=(heads, 1))
+        yield Row(
+            "mla",
+            f"decode-{b}x{decode.tokens}-heads-{heads}",
+            decode,
+            (peers.mla_twin(), *asked_for, *by_hand),
+            clock="graph",
+            aim=aim,
+        )
+    tokens = 2  # of each sequence, whatever the lengths are divided by
+    drafts = Latents(((tokens, 8192 // shrink + tokens),) * 32)
+    yield Row(
+        "mla",
+        f"decode-32x{drafts.tokens}-tokens-{tokens}-heads-128",
+        drafts,
+        (peers.mla_twin(), *asked_for, *by_hand),
+        clock="graph",
+        aim="at most the best peer",
+    )
+    made = _work(shrink, *[(8192, 8192)] * 2, heads=(16, 16), head_size=192, value_head_size=128)
+    yield Row(
+        "dense",
+        f"prefill-2x{made.tokens}-heads-192-128",
+        made,
+        (
+            peers.dense_twin(),
+            *(peers.dense_twin(kernel=kernel) for kernel in ("fa4", "fa3")),
+            peers.fa4(block_size=None),
+            peers.fa3(block_size=None),
+        ),
+        aim="FA4 by hand within 2 %",
+    )
+    workspace = 16384 // shrink
+    for query_len, seq_len in ((8192, 8192), (1024, 32768 + 1024)):
+        prompts = LatentPrefill(((query_len // shrink, seq_len // shrink),) * 2, workspace=workspace)
+        yield Row(
+            "mla",
+            f"prefill-2x{prompts.lens[0][0]}-of-{prompts.tokens}",
+            prompts,
+            (peers.mla_prefill_twin(), peers.latents_by_hand()),
+            aim="ahead of FA4 by hand",
+            memory=query_len < seq_len,
+        )
+
+
 def _work(
     shrink: int,
     *lens: tuple[int, int],
     heads: tuple[int, int] = (32, 8),
     head_size: int = 128,
+    value_head_size: int = 0,
     causal: bool = True,
     window: int = 0,
     chunk: int = 0,
@@ -470,6 +572,7 @@ def _work(
         tuple((max(1, query_len // shrink), seq_len // shrink) for query_len, seq_len in lens),
         heads=heads,
         head_size=head_size,
+        value_head_size=value_head_size,
         block_size=block_size,
         causal=causal,
         window=window // shrink,

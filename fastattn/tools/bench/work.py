@@ -56,6 +56,7 @@ class Attention:
         lens: new tokens and keys of each sequence.
         heads: query heads and key heads.
         head_size: elements of a query, a key and a value.
+        value_head_size: elements of a value, where that is another number; 0 where it is not.
         block_size: tokens in a block.
         causal: a query sees the keys up to its own position, else all of its sequence.
         window: the most keys that a query sees, its own included; 0 for all.
@@ -71,6 +72,12 @@ class Attention:
     window: int = 0
     chunk: int = 0
     shared: int = 0
+    value_head_size: int = 0
+
+    @property
+    def value_size(self) -> int:
+        """Elements of a value."""
+        return self.value_head_size or self.head_size
 
     @property
     def tokens(self) -> int:
@@ -78,19 +85,27 @@ class Attention:
         return self.lens[0][1]
 
     def flops(self) -> int:
-        """Count two products of `2 d` operations for each pair of a query and a key that it sees."""
+        """Count two products, of `2 d` and `2 dv` operations, for each pair of a query and a key that it sees."""
         pairs = sum(int((last - first + 1).sum()) for first, last in self.sight())
-        return 4 * self.head_size * self.heads[0] * pairs
+        return 2 * (self.head_size + self.value_size) * self.heads[0] * pairs
 
     def reads(self, itemsize: int) -> int:
         """Count the queries once, and each key and value once that some query sees."""
-        keys = sum(int(last.max() - first.min()) + 1 for first, last in self.sight())
-        keys -= self.shared * (len(self.lens) - 1)
-        return self.writes(itemsize) + 2 * itemsize * self.head_size * keys * self.heads[1]
+        of_keys = (self.head_size + self.value_size) * self.visible_keys() * self.heads[1]
+        return itemsize * (self.head_size * self.heads[0] * self.new_tokens() + of_keys)
 
     def writes(self, itemsize: int) -> int:
-        """Count the outputs once; they are as large as the queries."""
-        return itemsize * self.head_size * self.heads[0] * sum(query_len for query_len, _ in self.lens)
+        """Count the outputs once."""
+        return itemsize * self.value_size * self.heads[0] * self.new_tokens()
+
+    def new_tokens(self) -> int:
+        """Count the queries of all sequences."""
+        return sum(query_len for query_len, _ in self.lens)
+
+    def visible_keys(self) -> int:
+        """Count the keys that some query sees, those once that sequences share."""
+        keys = sum(int(last.max() - first.min()) + 1 for first, last in self.sight())
+        return keys - self.shared * (len(self.lens) - 1)
 
     def sight(self) -> Iterator[tuple[Int64[Tensor, "t"], Int64[Tensor, "t"]]]:
         """Return the first and the last key that each query sees, one sequence after the other."""
@@ -103,16 +118,16 @@ class Attention:
                 first = position // self.chunk * self.chunk
             yield first, position if self.causal else torch.full_like(position, seq_len - 1)
 
-    def draw(self, device: torch.device, dtype: torch.dtype, seed: int) -> "Inputs":
+    def draw(self, device: torch.device, dtype: torch.dtype, seed: int) -> Any:
         """Draw queries, keys and values, and lay the keys and values out in pages."""
         generator = torch.Generator(device).manual_seed(seed)
 
-        def normal(rows: int, heads: int) -> Tensor:
-            return torch.randn(rows, heads, self.head_size, dtype=dtype, device=device, generator=generator)
+        def normal(rows: int, heads: int, size: int) -> Tensor:
+            return torch.randn(rows, heads, size, dtype=dtype, device=device, generator=generator)
 
-        query = normal(sum(query_len for query_len, _ in self.lens), self.heads[0])
+        query = normal(self.new_tokens(), self.heads[0], self.head_size)
         total = sum(seq_len for _, seq_len in self.lens)
-        key, value = normal(total, self.heads[1]), normal(total, self.heads[1])
+        key, value = (normal(total, self.heads[1], size) for size in (self.head_size, self.value_size))
         for rows in (key, value):
             for begin, _ in self.key_rows():
                 rows[begin : begin + self.shared] = rows[: self.shared]
@@ -161,18 +176,21 @@ class Attention:
         """Return the first query row of each sequence, and the row past its last one."""
         return list(pairwise(accumulate((query_len for query_len, _ in self.lens), initial=0)))
 
-    def judge(self, inputs: "Inputs") -> Judge:
+    def judge(self, inputs: Any) -> Judge:
         """Compute the right answer of a sample of the queries of each sequence."""
-        rows, exact, low = [], [], []
+        rows: list[Tensor] = []
+        exact: list[tuple[Tensor, Tensor]] = []
+        low: list[tuple[Tensor, Tensor]] = []
         for (q0, _), (k0, k1), sight in zip(self.query_rows(), self.key_rows(), self.sight(), strict=True):
             first, last = sight
             sample = self.sample(len(first))
             position = torch.arange(k1 - k0)
             visible = (position >= first[sample, None]) & (position <= last[sample, None])
             rows.append(sample + q0)
-            pieces = inputs.query[sample + q0], inputs.key[k0:k1], inputs.value[k0:k1], visible.to(inputs.query.device)
-            exact.append(self.formula(*(x.double() if x.is_floating_point() else x for x in pieces)))
-            low.append(self.formula(*pieces))
+            visible = visible.to(inputs.query.device)
+            for answers, dtype in ((exact, torch.float64), (low, inputs.query.dtype)):
+                query = inputs.query[sample + q0].to(dtype)
+                answers.append(self.formula(query, *self.keys_and_values(inputs, slice(k0, k1), dtype), visible))
 
         def judge(out: Tensor, lse: Tensor | None = None) -> None:
             sampled = torch.cat(rows).to(out.device)
@@ -192,6 +210,10 @@ class Attention:
             out.fill_(torch.nan)  # the next answer may get this memory, and must not pass for having written it
 
         return judge
+
+    def keys_and_values(self, inputs: Any, rows: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of a sequence in some type."""
+        return inputs.key[rows].to(dtype), inputs.value[rows].to(dtype)
 
     def sample(self, query_len: int) -> Int64[Tensor, "n"]:
         """Choose queries to check: the ends, both sides of each boundary of a chunk, and an even spread of the rest."""
@@ -214,9 +236,9 @@ class Inputs(NamedTuple):
     work: Attention
     query: Float[Tensor, "t h d"]
     key: Float[Tensor, "s hk d"]
-    value: Float[Tensor, "s hk d"]
+    value: Float[Tensor, "s hk dv"]
     key_cache: Float[Tensor, "n p hk d"]
-    value_cache: Float[Tensor, "n p hk d"]
+    value_cache: Float[Tensor, "n p hk dv"]
     batch: Batch
 
     def paged(self, block_size: int) -> tuple[Tensor, Tensor, Batch]:
@@ -235,10 +257,26 @@ class Inputs(NamedTuple):
 
 
 def attend(
-    query: Float[Tensor, "t h d"], key: Float[Tensor, "s hk d"], value: Tensor, visible: Bool[Tensor, "t s"]
+    query: Float[Tensor, "t h d"],
+    key: Float[Tensor, "s hk d"],
+    value: Tensor,
+    visible: Bool[Tensor, "t s"],
+    softmax_scale: float | None = None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Compute `exp(query key / sqrt(d) - lse) value` over the visible keys, in the type of the inputs."""
-    grouped = rearrange(query * query.shape[-1] ** -0.5, "t (hk g) d -> hk g t d", hk=key.shape[1])
+    """Compute `exp(scale query key - lse) value` over the visible keys, in the type of the inputs.
+
+    Args:
+        query: of one sequence.
+        key: of the sequence.
+        value: likewise.
+        visible: which keys each query sees.
+        softmax_scale: of the scores; `1 / sqrt(d)` if None.
+
+    Returns:
+        The outputs, and their log-sum-exps.
+    """
+    scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    grouped = rearrange(query * scale, "t (hk g) d -> hk g t d", hk=key.shape[1])
     scores = einsum(grouped, key, "hk g t d, s hk d -> hk g t s").masked_fill(~visible, -torch.inf)
     lse = scores.logsumexp(-1)
     out = einsum(torch.exp(scores - lse[..., None]), value, "hk g t s, s hk dv -> t hk g dv")
@@ -315,6 +353,138 @@ def normed_difference(first: Float[Tensor, "t pairs dv"], second: Float[Tensor, 
     difference = first - LAMBDA * second
     normed = difference * torch.rsqrt(difference.square().mean(-1, keepdim=True) + NORM_EPS)
     return rearrange((1 - LAMBDA_INIT) * normed, "t pairs (two d) -> t (pairs two) d", two=2)
+
+
+@dataclass(frozen=True)
+class Latents(Attention):
+    """Latent attention with absorbed queries: one key head, whose values are the first elements of its keys.
+
+    Attributes:
+        size_before: elements of a query before absorption, which the scale is made of.
+    """
+
+    heads: tuple[int, int] = (128, 1)
+    head_size: int = 512 + 64
+    value_head_size: int = 512
+    block_size: int = 64
+    size_before: int = 128 + 64
+
+    @property
+    def softmax_scale(self) -> float:
+        """The scale of the scores."""
+        return self.size_before**-0.5
+
+    def reads(self, itemsize: int) -> int:
+        """Count the queries once, and each latent and rotary key once that some query sees."""
+        return itemsize * self.head_size * (self.heads[0] * self.new_tokens() + self.visible_keys())
+
+    def draw(self, device: torch.device, dtype: torch.dtype, seed: int) -> "LatentInputs":
+        """Draw absorbed queries and latents, and lay the latents out in pages."""
+        generator = torch.Generator(device).manual_seed(seed)
+        shapes = (self.new_tokens(), self.heads[0]), (sum(seq_len for _, seq_len in self.lens), 1)
+        query, rows = (
+            torch.randn(*shape, self.head_size, dtype=dtype, device=device, generator=generator) for shape in shapes
+        )
+        cache, _, batch = self.pages(rows, rows[..., :0], self.block_size)
+        return LatentInputs(self, query, rows, rows[..., : self.value_size], cache.squeeze(2), batch)
+
+    def formula(
+        self, query: Float[Tensor, "t h d"], key: Float[Tensor, "s hk d"], value: Tensor, visible: Bool[Tensor, "t s"]
+    ) -> tuple[Tensor, Tensor]:
+        """Compute outputs and log-sum-exps in the type of the inputs."""
+        return attend(query, key, value, visible, self.softmax_scale)
+
+
+class LatentInputs(NamedTuple):
+    """The inputs of absorbed latent attention: the same latents as rows, one sequence after the other, and as pages."""
+
+    work: Latents
+    query: Float[Tensor, "t h d"]
+    key: Float[Tensor, "s 1 d"]
+    value: Float[Tensor, "s 1 r"]
+    cache: Float[Tensor, "n p d"]
+    batch: Batch
+
+
+@dataclass(frozen=True)
+class LatentPrefill(Attention):
+    """Latent attention of new tokens, whose keys and values are made of latents, as are those of their context.
+
+    Attributes:
+        latent_rank: elements of a latent.
+        rope_size: elements of a query and a key that are rotary.
+        workspace: the most tokens of the context whose keys and values are made at a time.
+    """
+
+    heads: tuple[int, int] = (16, 16)
+    head_size: int = 128 + 64
+    value_head_size: int = 128
+    block_size: int = 64
+    latent_rank: int = 512
+    rope_size: int = 64
+    workspace: int = 16384
+
+    @property
+    def made_size(self) -> int:
+        """Elements of a key and a value of one head that are made of a latent."""
+        return self.head_size - self.rope_size + self.value_size
+
+    def flops(self) -> int:
+        """Count the products that make keys and values besides, once for each."""
+        return super().flops() + 2 * self.latent_rank * self.heads[0] * self.made_size * self.visible_keys()
+
+    def reads(self, itemsize: int) -> int:
+        """Count the queries, each latent and rotary key, and the projections once."""
+        queries = self.head_size * self.heads[0] * self.new_tokens()
+        latents = (self.latent_rank + self.rope_size) * self.visible_keys()
+        return itemsize * (queries + latents + self.latent_rank * self.heads[0] * self.made_size)
+
+    def draw(self, device: torch.device, dtype: torch.dtype, seed: int) -> "LatentPrefillInputs":
+        """Draw queries, latents and projections, and lay the latents out in pages."""
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, dtype=dtype, device=device, generator=generator)
+
+        h, rank = self.heads[0], self.latent_rank
+        query = normal(self.new_tokens(), h, self.head_size)
+        rows = normal(sum(seq_len for _, seq_len in self.lens), rank + self.rope_size)
+        key_projection = normal(h, self.head_size - self.rope_size, rank) * rank**-0.5
+        value_projection = normal(h, self.value_size, rank) * rank**-0.5
+        cache, _, batch = self.pages(rows[:, None], rows[:, None, :0], self.block_size)
+        new = torch.cat([rows[end - q : end] for (q, _), (_, end) in zip(self.lens, self.key_rows(), strict=True)])
+        return LatentPrefillInputs(
+            self, query, rows, new[:, :rank], new[:, rank:], cache.squeeze(2), batch, key_projection, value_projection
+        )
+
+    def keys_and_values(self, inputs: Any, rows: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Make the keys and values of a sequence in some type."""
+        to_key, to_value = (x.to(dtype) for x in (inputs.key_projection, inputs.value_projection))
+        return made_of_latents(inputs.rows[rows].to(dtype), to_key, to_value)
+
+
+class LatentPrefillInputs(NamedTuple):
+    """The inputs of a prefill over latents: all of them as rows, the new ones, and all of them as pages."""
+
+    work: LatentPrefill
+    query: Float[Tensor, "t h d"]
+    rows: Float[Tensor, "s c"]
+    latent: Float[Tensor, "t r"]
+    rope_key: Float[Tensor, "t rope"]
+    cache: Float[Tensor, "n p c"]
+    batch: Batch
+    key_projection: Float[Tensor, "h nope r"]
+    value_projection: Float[Tensor, "h dv r"]
+
+
+def made_of_latents(
+    rows: Float[Tensor, "s c"], key_projection: Float[Tensor, "h nope r"], value_projection: Float[Tensor, "h dv r"]
+) -> tuple[Float[Tensor, "s h d"], Float[Tensor, "s h dv"]]:
+    """Make the keys and values of every head of rows `[latent, rotary key]`, by one product each."""
+    h, _, rank = key_projection.shape
+    latent, rope_key = rows[:, :rank], rows[:, None, rank:].expand(-1, h, -1)
+    key, value = ((latent @ x.flatten(0, 1).mT).unflatten(1, (h, -1)) for x in (key_projection, value_projection))
+    return torch.cat([key, rope_key], dim=-1), value
 
 
 @dataclass(frozen=True)

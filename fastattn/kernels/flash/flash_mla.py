@@ -1,0 +1,149 @@
+"""FlashMLA: attention to latents on Hopper, from DeepSeek's kernels as the wheel `sgl-flash-mla` has them.
+
+It takes a rectangle of queries, as many new tokens of every sequence, over pages of 64 tokens, for latents of 512
+elements and rotary keys of 64. A tile is 64 rows of `tokens x heads`; the keys are split over all multiprocessors by a
+schedule that a kernel of its own makes of the lengths. A plan keeps the schedule, so that one is made per step.
+
+It loads whole pages, with a weight of 0 for what lies past a sequence's end: NaN that comes of it is repaired.
+
+Source: DeepSeek-AI 2025, "FlashMLA"; github.com/deepseek-ai/FlashMLA.
+"""
+
+import ctypes
+import importlib
+from collections.abc import Hashable
+from functools import cache
+from typing import Any
+
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fastattn.kernels.device import cannot_import, capability
+from fastattn.kernels.flash import NO_POSITIONS, NOT_ALIGNED
+from fastattn.kernels.problem import Problem
+from refattn.interface import AttentionOptions, Plan
+
+OPERATIONS = ("mla",)
+INTERFACE = "flash_mla.flash_mla_interface"
+PACKAGE = "sgl-flash-mla"
+LATENT = (64, 512)  # sizes of rotary keys and of latents
+BLOCK_SIZE = 64  # tokens in a page
+
+
+def unsupported_reason(problem: Problem) -> str | None:
+    """Return why this kernel can't compute a problem, or None."""
+    if problem.device.type != "cuda":
+        return f"computes on CUDA, the tensors are on {problem.device.type}"
+    major, minor = capability(problem.device)
+    if (major, minor) != (9, 0):
+        return f"needs a GPU of compute capability 9.0, not {major}.{minor}"
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"computes float16 and bfloat16, not {problem.dtype}"
+    sizes = (problem.head_size - problem.value_head_size, problem.value_head_size)
+    if sizes != LATENT:
+        return f"latents of {LATENT[1]} elements and rotary keys of {LATENT[0]}, not {sizes[1]} and {sizes[0]}"
+    if problem.block_size != BLOCK_SIZE:
+        return f"pages of {BLOCK_SIZE} tokens, not {problem.block_size}: take fa3 or triton"
+    if problem.softcap or problem.alibi:
+        return f"has no {'softcap' if problem.softcap else 'ALiBi'}: take triton"
+    if problem.window not in ((-1, -1), (-1, 0)):
+        return f"has no windows, not even {problem.window}"
+    if problem.positions:
+        return NO_POSITIONS
+    if problem.batch_invariant:
+        return "splits the keys of a sequence by the lengths of all: take triton"
+    if not problem.uniform:
+        return "takes as many new tokens of every sequence, known on the host (`num_tokens`): take fa3 or triton"
+    if not problem.aligned:
+        return NOT_ALIGNED
+    return _cannot_load()
+
+
+def mla(
+    query: Float[Tensor, "t h d"],
+    cache: Float[Tensor, "n p c"],
+    plan: Plan,
+    options: AttentionOptions,
+    latent_rank: int,
+    out: Float[Tensor, "t h {latent_rank}"] | None,
+) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
+    """Attend to latents; see `fastattn.kernels.dispatch`."""
+    from fastattn.kernels.flash.adapt import adapt, nothing
+    from fastattn.kernels.triton.attention import repair_latents
+    from fastattn.kernels.triton.run import with_scale_above_0
+
+    batch, table = plan.batch, plan.batch.block_table
+    assert table is not None  # the path has checked it
+    if 0 in (query.numel(), cache.numel(), batch.num_seqs, batch.max_query_len, batch.max_seq_len, table.shape[1]):
+        return nothing(query, latent_rank)
+    num_rows = batch.num_seqs * batch.max_query_len
+    # It masks scores, and looks for the largest, before it scales them.
+    rows, scale = with_scale_above_0(query[:num_rows], options.softmax_scale)
+    result, logs = importlib.import_module(INTERFACE).flash_mla_with_kvcache(
+        rearrange(rows, "(b t) h d -> b t h d", b=batch.num_seqs),
+        cache[:, :, None, : query.shape[2]],
+        table if table.stride(-1) == 1 else table.contiguous(),
+        batch.seq_lens,
+        latent_rank,
+        _schedule(plan, query.shape[1]),
+        softmax_scale=scale,
+        causal=plan.causal,
+        use_legacy=True,  # the half of the wheel for Hopper
+    )
+    result, lse = rearrange(result, "b t h r -> (b t) h r"), rearrange(logs, "b h t -> h (b t)")
+    num_padding = query.shape[0] - num_rows
+    if num_padding:
+        result, lse = pad(result, (0, 0, 0, 0, 0, num_padding)), pad(lse, (0, num_padding))
+    result, lse = adapt(result, lse, plan, options)
+    repair_latents(result, query, cache, plan, options, latent_rank)
+    return result, lse
+
+
+def _schedule(plan: Plan, num_heads: int) -> Any:
+    """Return how the keys are split: an empty schedule to be filled by the first call, or the one that it has filled.
+
+    The lengths of a plan may be advanced in place and a captured graph replayed: the schedule of a graph is made inside
+    of it, so a plan keeps one for each capture, and one for each version of its lengths outside.
+    """
+    batch = plan.batch
+    version: Hashable
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        version = _capture()
+        if version is None:
+            return _empty_schedule()
+    else:
+        version = None if batch.seq_lens.is_inference() else batch.seq_lens._version
+    name = ("flash_mla", num_heads, batch.max_query_len, version)
+    if name not in plan.kept:
+        plan.kept[name] = _empty_schedule()
+    return plan.kept[name]
+
+
+def _empty_schedule() -> Any:
+    return importlib.import_module(INTERFACE).FlashMLASchedMeta()
+
+
+def _capture() -> tuple[str, int] | None:
+    """Return what tells the capture that is under way from all others of the process; None if the driver is silent."""
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    try:
+        ask = ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2
+    except (OSError, AttributeError):
+        return None
+    error = ask(stream, ctypes.byref(status), ctypes.byref(number), None, None, None)
+    return None if error or not number.value else ("capture", number.value)
+
+
+@cache
+def _cannot_load() -> str | None:
+    """Return why there is no FlashMLA here, or that its half for Hopper is missing; None once it is loaded."""
+    reason = cannot_import(INTERFACE, PACKAGE)
+    if reason is not None:
+        return reason
+    if not importlib.import_module("flash_mla").has_legacy():
+        return f"the package {PACKAGE} has no kernels for Hopper: it was built without its legacy half"
+    return None

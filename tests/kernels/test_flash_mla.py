@@ -1,0 +1,330 @@
+"""Latents by FlashMLA and by FlashAttention-3's second query: what they are asked, what they refuse, what they answer.
+
+Where there is no GPU, doubles stand in for both. They compute with the formula of the reference and answer as the
+packages do: whole pages are multiplied, and rows that see nothing have a log-sum-exp of `+inf`.
+"""
+
+import math
+import sys
+from dataclasses import replace
+from types import ModuleType
+
+import gpu_package_doubles
+import pytest
+import torch
+from batches import Case, build, poisoned
+from tolerance import assert_matches_reference
+
+import refattn.mla
+from fastattn.kernels import Problem, attention_problem, dispatch
+from fastattn.kernels.flash import fa3, flash_mla
+from refattn.interface import AttentionOptions, Batch, Plan
+
+RANK, ROPE, SPARE = 512, 64, 8
+UNIFORM = [
+    Case("decodes", ((1, 5), (1, 33), (1, 0), (1, 130)), heads=(4, 1), block_size=64),
+    Case("drafts", ((3, 70), (3, 3), (3, 1)), heads=(2, 1), block_size=64, padding_rows=2),
+]
+RAGGED = Case("ragged", ((4, 60), (1, 33), (0, 5), (2, 0)), heads=(2, 1), block_size=64, padding_rows=2)
+OPTIONS = {
+    "plain": {},
+    "negative-scale": dict(softmax_scale=-0.05),
+    "no-scale": dict(softmax_scale=0.0),
+    "sinks": dict(sinks=True),
+}
+USUAL = Problem(
+    "mla", torch.device("cuda"), torch.bfloat16, 128, 1, RANK + ROPE, RANK, 64, 1, 4096, 4, (-1, 0), uniform=True
+)
+
+
+def with_whole_pages(out, cache, rank, tables, lengths, queries):
+    """Multiply what lies past each sequence's end in its last page by a weight of 0, where pages are whole tiles."""
+    for i, (table, length) in enumerate(zip(tables, lengths.tolist(), strict=True)):
+        if cache.shape[1] >= fa3.SMALLEST_TILE and length % cache.shape[1]:
+            past = cache[table[length // cache.shape[1]], length % cache.shape[1] :, :rank]
+            out[queries == i] += (0 * past.float()).sum(0).to(out)
+    return out
+
+
+class FlashMLA:
+    """Answers as the package does on Hopper, and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict] = []
+        self.schedules = 0
+
+    def make_schedule(self):
+        self.schedules += 1
+        return gpu_package_doubles.FlashMLASchedMeta()
+
+    def flash_mla_with_kvcache(self, q, k_cache, block_table, cache_seqlens, head_dim_v, schedule, **options):
+        self.calls.append(dict(q=q, k_cache=k_cache, block_table=block_table, schedule=schedule, **options))
+        for x in (q, k_cache):
+            assert x.stride(-1) == 1 and all(stride % 8 == 0 for stride in x.stride()[:-1]) and x.data_ptr() % 16 == 0
+        assert q.shape[-1] == k_cache.shape[-1] == RANK + ROPE and head_dim_v == RANK
+        assert block_table.dtype == cache_seqlens.dtype == torch.int32 and cache_seqlens.is_contiguous()
+        out, lse = gpu_package_doubles.flash_mla_with_kvcache(
+            q, k_cache, block_table, cache_seqlens, head_dim_v, schedule, **options
+        )
+        out = with_whole_pages(out, k_cache[:, :, 0], RANK, block_table, cache_seqlens, torch.arange(len(q)))
+        return out, torch.where(lse == -math.inf, math.inf, lse)
+
+
+class SecondQuery:
+    """Answers as FlashAttention-3's operator does over latents."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict] = []
+
+    def fwd(self, *arguments):
+        asked = gpu_package_doubles.by_name(gpu_package_doubles.FA3_FORWARD, arguments)
+        self.calls.append(asked)
+        q, k, v, q_v = (asked[name] for name in ("q", "k", "v", "q_v"))
+        for x in (q, k, v, q_v):
+            assert x.stride(-1) == 1 and all(stride % 8 == 0 for stride in x.stride()[:-1]) and x.data_ptr() % 16 == 0
+        assert [x.shape[-1] for x in (q, k, v, q_v)] == [ROPE, ROPE, RANK, RANK]
+        assert asked["is_causal"] and (asked["window_size_left"], asked["window_size_right"]) == (-1, 0)
+        assert asked["softmax_scale"] > 0 and asked["page_table"].stride(-1) == 1
+        ends, table, lengths = asked["cu_seqlens_q"], asked["page_table"], asked["seqused_k"]
+        cache = torch.cat([v, k], -1).squeeze(2)
+        rows = torch.cat([q_v, q], -1)
+        out, lse = gpu_package_doubles.over_latents(rows, cache, RANK, ends, table, lengths, asked["softmax_scale"])
+        queries = torch.repeat_interleave(torch.arange(len(lengths)), ends.diff())
+        answer = q.new_full((*q.shape[:2], RANK), math.nan)
+        answer[: len(out)] = with_whole_pages(out, cache, RANK, table, lengths, queries)
+        logs = torch.full((q.shape[1], q.shape[0]), math.nan)
+        logs[:, : len(lse)] = torch.where(lse == -math.inf, math.inf, lse).T
+        return [answer, logs, q.new_empty(0), q.new_empty(0)]
+
+
+@pytest.fixture
+def flash_mla_package(monkeypatch, device):
+    """A double of the package."""
+    if device == "cuda":
+        pytest.skip("a double of it computes on a CPU; tests/paths/test_mla.py runs the package itself")
+    double, package, module = FlashMLA(), ModuleType("flash_mla"), ModuleType(flash_mla.INTERFACE)
+    package.__path__, package.has_legacy = [], lambda: True
+    module.flash_mla_with_kvcache = double.flash_mla_with_kvcache
+    module.FlashMLASchedMeta = double.make_schedule
+    monkeypatch.setitem(sys.modules, "flash_mla", package)
+    monkeypatch.setitem(sys.modules, flash_mla.INTERFACE, module)
+    return double
+
+
+@pytest.fixture
+def fa3_library(device):
+    """A double of vLLM's library."""
+    if device == "cuda":
+        pytest.skip("a double of it computes on a CPU; tests/paths/test_mla.py runs the library itself")
+    double = SecondQuery()
+    fa3._cannot_load.cache_clear()
+    library = torch.library.Library(fa3.LIBRARY, "DEF")
+    library.define(f"fwd({gpu_package_doubles.FA3_FORWARD}) -> Tensor[]")
+    library.impl("fwd", double.fwd, "CPU")
+    yield double
+    library._destroy()
+    fa3._cannot_load.cache_clear()
+
+
+def latents(case: Case) -> tuple[torch.Tensor, torch.Tensor, Batch]:
+    """Lay a case out as queries, a pool with columns that nobody uses, and a batch, with poison all around."""
+    inputs = build(replace(case, head_size=RANK + ROPE, value_head_size=1), dtype=torch.float16)
+    n, p = inputs.key_cache.shape[:2]
+    unused = poisoned(n * p, 1, SPARE).view(n, p, SPARE).half()
+    return inputs.query, torch.cat([inputs.key_cache[:, :, 0], unused], -1), inputs.batch
+
+
+def filled(options: dict, heads: int) -> AttentionOptions:
+    sinks = dict(sinks=torch.linspace(-2.0, 30.0, heads)) if "sinks" in options else {}
+    return AttentionOptions(**(dict(softmax_scale=0.05) | options | sinks))
+
+
+def hold_to_the_reference(kernel: ModuleType, case: Case, options: dict) -> None:
+    """Call a kernel, past the choice, and hold its answers to the rule."""
+    query, cache, batch = latents(case)
+    options = filled(options, case.heads[0])
+
+    def by_reference(query, cache, batch, **asked):
+        plan = refattn.mla.plan(batch, block_size=case.block_size)
+        return refattn.mla.attention(query, cache, plan, options, latent_rank=RANK, **asked)
+
+    out, lse = kernel.mla(query, cache, Plan(batch, case.block_size), options, RANK, None)
+    assert_matches_reference(out, lse, by_reference, query, cache, batch)
+
+
+# --- their answers ---
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("case", UNIFORM, ids=str)
+def test_flash_mla_agrees_with_the_reference(case, options, flash_mla_package):
+    hold_to_the_reference(flash_mla, case, options)
+    (asked,) = flash_mla_package.calls
+    assert asked["use_legacy"] and asked["causal"] and asked["q"].shape[:2] == (len(case.lens), case.lens[0][0])
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("case", [*UNIFORM, RAGGED, replace(RAGGED, name="small-pages", block_size=16)], ids=str)
+def test_a_second_query_agrees_with_the_reference(case, options, fa3_library):
+    hold_to_the_reference(fa3, case, options)
+
+
+def test_no_pool_is_copied(flash_mla_package, fa3_library):
+    query, cache, batch = latents(UNIFORM[0])
+    for kernel in (flash_mla, fa3):
+        kernel.mla(query, cache, Plan(batch, 64), filled({}, 4), RANK, None)
+    (mla,), (second,) = flash_mla_package.calls, fa3_library.calls
+    assert mla["k_cache"].data_ptr() == second["v"].data_ptr() == cache.data_ptr()
+    assert second["k"].data_ptr() == cache[..., RANK:].data_ptr()
+    assert mla["q"].data_ptr() == second["q_v"].data_ptr() == query.data_ptr()
+    assert mla["softmax_scale"] == second["softmax_scale"] == 0.05
+
+
+def test_a_table_whose_columns_lie_apart_is_copied(flash_mla_package, fa3_library):
+    query, cache, batch = latents(UNIFORM[0])
+    apart = replace(batch, block_table=batch.block_table.T.contiguous().T)
+    for kernel in (flash_mla, fa3):
+        both = [kernel.mla(query, cache, Plan(x, 64), filled({}, 4), RANK, None)[0] for x in (batch, apart)]
+        assert torch.equal(*both)
+
+
+@pytest.mark.parametrize("kernel", [flash_mla, fa3], ids=["flash_mla", "fa3"])
+@pytest.mark.parametrize("lens", [((0, 5), (0, 0)), ((5, 0), (5, 0))], ids=["no-queries", "no-keys"])
+def test_nothing_to_attend_to_asks_nothing(lens, kernel, flash_mla_package, fa3_library):
+    query, cache, batch = latents(Case("nothing", lens, heads=(2, 1), block_size=64, padding_rows=2))
+    out, lse = kernel.mla(query, cache, Plan(batch, 64), filled({}, 2), RANK, None)
+    assert out.shape == (*query.shape[:2], RANK) and not out.any() and (lse == -math.inf).all()
+    assert not flash_mla_package.calls and not fa3_library.calls
+
+
+# --- the schedule ---
+
+
+def test_a_plan_keeps_the_schedule_of_its_step(flash_mla_package):
+    """Layers share it; other lengths, also those written in place, other heads and another plan have another."""
+    query, cache, batch = latents(UNIFORM[0])
+    plan, options = Plan(batch, 64), filled({}, 4)
+    for _ in range(3):
+        flash_mla.mla(query, cache, plan, options, RANK, None)
+    assert flash_mla_package.schedules == 1
+    flash_mla.mla(query[:, :2], cache, plan, options, RANK, None)
+    flash_mla.mla(query, cache, Plan(batch, 64), options, RANK, None)
+    assert flash_mla_package.schedules == 3
+    batch.seq_lens[1] += 1
+    flash_mla.mla(query, cache, plan, options, RANK, None)  # the double refuses a schedule of other lengths
+    assert flash_mla_package.schedules == 4
+
+
+def test_each_capture_has_a_schedule_of_its_own(flash_mla_package, monkeypatch):
+    """One that a graph has made is made anew when that graph is replayed, and then only."""
+    query, cache, batch = latents(UNIFORM[0])
+    arguments = query, cache, Plan(batch, 64), filled({}, 4), RANK, None
+    flash_mla.mla(*arguments)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for capture, schedules in ((7, 2), (7, 2), (8, 3), (None, 4), (None, 5)):
+        monkeypatch.setattr(flash_mla, "_capture", lambda capture=capture: capture and ("capture", capture))
+        flash_mla.mla(*arguments)
+        assert flash_mla_package.schedules == schedules
+
+
+# --- what they refuse ---
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A machine that both run on."""
+    for module in (flash_mla, fa3):
+        monkeypatch.setattr(module, "capability", lambda device: (9, 0))
+        monkeypatch.setattr(module, "_cannot_load", lambda: None)
+    monkeypatch.setattr(fa3, "_refusal", lambda *_, **__: None)
+
+
+@pytest.mark.parametrize("name", ["flash_mla", "fa3"])
+def test_what_they_compute(name, hopper):
+    for dtype in (torch.bfloat16, torch.float16):
+        for changes in ({}, dict(sinks=True), dict(max_query_len=3), dict(num_heads=16), dict(window=(-1, -1))):
+            assert dispatch.unsupported_reason(name, USUAL._replace(dtype=dtype, **changes)) is None
+    softcap = USUAL._replace(softcap=True)
+    assert (dispatch.unsupported_reason(name, softcap) is None) == (name == "fa3")
+
+
+BOTH = [
+    ("computes on CUDA, the tensors are on cpu", dict(device=torch.device("cpu"))),
+    ("float16 and bfloat16, not torch.float32", dict(dtype=torch.float32)),
+    ("latents of 512 elements and rotary keys of 64, not 256 and 64", dict(head_size=320, value_head_size=256)),
+    ("latents of 512 elements and rotary keys of 64, not 512 and 32", dict(head_size=544)),
+    ("has no ALiBi", dict(alibi=True)),
+    ("positions: take triton", dict(positions=True)),
+    ("take triton", dict(batch_invariant=True)),
+    ("16 bytes", dict(aligned=False)),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "changes"),
+    [
+        *((name, *refusal) for name in ("flash_mla", "fa3") for refusal in BOTH),
+        ("flash_mla", "pages of 64 tokens, not 16", dict(block_size=16)),
+        ("flash_mla", "has no softcap", dict(softcap=True)),
+        ("flash_mla", "has no windows", dict(window=(20, 0))),
+        ("flash_mla", "as many new tokens of every sequence", dict(uniform=False)),
+        ("flash_mla", "has no operation paged", dict(operation="paged")),
+    ],
+)
+def test_they_say_why_not(name, reason, changes, hopper):
+    assert reason in dispatch.unsupported_reason(name, USUAL._replace(**changes))
+
+
+@pytest.mark.parametrize("card", [(8, 0), (10, 0), (12, 0)], ids=str)
+def test_another_card_is_refused(card, hopper, monkeypatch):
+    monkeypatch.setattr(flash_mla, "capability", lambda device: card)
+    assert f"compute capability 9.0, not {card[0]}.{card[1]}" in flash_mla.unsupported_reason(USUAL)
+
+
+def test_a_package_without_its_half_for_hopper_is_refused(flash_mla_package, monkeypatch):
+    flash_mla._cannot_load.cache_clear()
+    monkeypatch.setattr(flash_mla, "cannot_import", lambda *_: None)
+    monkeypatch.setattr(sys.modules["flash_mla"], "has_legacy", lambda: False)
+    assert "without its legacy half" in flash_mla._cannot_load()
+    flash_mla._cannot_load.cache_clear()
+    monkeypatch.setattr(flash_mla, "cannot_import", lambda *_: "there is no such package")
+    assert flash_mla._cannot_load() == "there is no such package"
+    flash_mla._cannot_load.cache_clear()
+
+
+def test_a_build_is_asked_whether_it_has_latents(fa3_library, monkeypatch):
+    cpu = torch.device("cpu")
+    fa3._refusal.cache_clear()
+    monkeypatch.setattr(gpu_package_doubles, "over_latents", lambda q, *_: (q[..., :RANK], q[..., 0].float()))
+    assert fa3._refusal(ROPE, RANK, torch.float16, cpu, latents=True) is None
+    (asked,) = fa3_library.calls
+    assert list(asked["q_v"].shape) == [1, 1, RANK] and list(asked["k"].shape) == [1, 1, 1, ROPE]
+    fa3._refusal.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("lens", "num_tokens", "uniform"),
+    [
+        (((1, 5), (1, 9)), 2, True),
+        (((3, 5), (3, 9)), 6, True),
+        (((3, 5), (2, 9)), 5, False),
+        (((1, 5), (0, 9)), 1, False),
+        (((1, 5), (1, 9)), None, False),
+        (((1, 5), (1, 9)), 3, False),
+    ],
+)
+def test_a_batch_is_uniform_where_the_host_knows_it(lens, num_tokens, uniform):
+    inputs = build(Case("uniform", lens, heads=(2, 1)))
+    batch = replace(inputs.batch, num_tokens=num_tokens)
+    tensors = inputs.query, inputs.key_cache, inputs.value_cache
+    assert attention_problem("mla", *tensors, Plan(batch, 16), AttentionOptions()).uniform == uniform
+    larger = replace(batch, max_query_len=batch.max_query_len + 1)  # a graph may grow to that
+    assert not attention_problem("mla", *tensors, Plan(larger, 16), AttentionOptions()).uniform
+
+
+def test_their_order(hopper):
+    assert dispatch.priorities(USUAL) == ("flash_mla", "fa3", "triton")
+    for few in (dict(num_heads=16), dict(batch_invariant=True)):
+        assert dispatch.priorities(USUAL._replace(**few)) == ("triton", "flash_mla", "fa3")
+    assert dispatch.priorities(USUAL._replace(device=torch.device("cpu")))[0] == "cpu"

@@ -1,0 +1,259 @@
+"""Layers with latent attention in the engine: one pool of latents, decodes absorbed, prompts in chunks of a workspace.
+
+`test_engine_models.py` compares the logits of every family, and `test_engine.py` records the decodes of one.
+"""
+
+import importlib
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from tiny_models import LATENT_SIZES, YARN, make_family
+
+import fastattn.serving.cuda_graphs
+import refattn.serving.layers
+from fastattn.serving import CudaGraphs
+from refattn.interface import AttentionOptions
+from refattn.serving import CPU, Engine, SamplingParams
+from refattn.serving.layers import LatentLayer, Twin
+
+TWINS = ("refattn", "fastattn")
+RANK, ROPE = LATENT_SIZES["kv_lora_rank"], LATENT_SIZES["qk_rope_head_dim"]
+SYSTEM = [5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2]
+PROMPTS = [[11], [*SYSTEM, 40, 41], [7, 3] * 10, [*SYSTEM, 50], list(range(60, 93)), [*SYSTEM, 40, 41, 42]]
+GREEDY = SamplingParams(max_tokens=6, stop_token_ids=())
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Threads cost more than they bring at these sizes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def make_deepseek(device):
+    """Make a model without experts, which could not be recorded."""
+    changes = dict(first_k_dense_replace=2, rope_parameters=YARN, eos_token_id=None)
+    return make_family("deepseek_v3", device, **LATENT_SIZES | changes)
+
+
+@pytest.fixture(scope="module")
+def deepseek(device):
+    return make_deepseek(device)
+
+
+def transformers_outputs(model, prompts):
+    model.set_attn_implementation("eager")
+    rows = [torch.tensor([prompt], device=model.device) for prompt in prompts]
+    return [model.generate(row, max_new_tokens=6, do_sample=False)[0, row.shape[1] :].tolist() for row in rows]
+
+
+@pytest.fixture(scope="module")
+def expected(deepseek):
+    answers = transformers_outputs(deepseek, PROMPTS)
+    assert len(set(map(tuple, answers))) == len(PROMPTS), "the model should not always say the same"
+    return answers
+
+
+def make_engine(model, twin="refattn", **options):
+    sizes = dict(num_blocks=64, block_size=4, max_num_batched_tokens=64) | options
+    return Engine(model, twin=importlib.import_module(twin), **sizes)
+
+
+def outputs(engine, prompts=PROMPTS):
+    return [request.output_ids for request in engine.generate(prompts, GREEDY)]
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Note the new tokens of each sequence that either twin's paths plan, by the function that does."""
+    noted = []
+
+    def watch(path, name):
+        function = getattr(path, name)
+
+        def watched(batch, **arguments):
+            noted.append((name, batch.query_lens.tolist(), arguments))
+            return function(batch, **arguments)
+
+        monkeypatch.setattr(path, name, watched)
+
+    for twin in TWINS:
+        path = importlib.import_module(f"{twin}.mla")
+        watch(path, "plan")
+        watch(path, "plan_prefill")
+    return noted
+
+
+SCHEDULES = {
+    "all at once": {},
+    "short steps": dict(max_num_batched_tokens=7, max_num_seqs=3),
+    "small workspace": dict(max_num_batched_tokens=11, workspace=5),
+    "smallest pool, small workspace": dict(num_blocks=10, max_num_batched_tokens=7, workspace=1),
+    "odd blocks": dict(block_size=7, num_blocks=8, max_num_batched_tokens=9, workspace=4),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("twin", TWINS)
+def test_greedy_is_generate(deepseek, expected, twin, schedule, monkeypatch, calls):
+    """Prompts in chunks over their context in chunks, decodes, preemptions, and shared prefixes the second time."""
+    sizes = dict(SCHEDULES[schedule])
+    workspace = sizes.pop("workspace", refattn.serving.layers.WORKSPACE)
+    monkeypatch.setattr(refattn.serving.layers, "WORKSPACE", workspace)
+    engine = make_engine(deepseek, twin, **sizes)
+    assert outputs(engine) == expected
+    cached = engine.counters.cached_blocks
+    assert outputs(engine, PROMPTS[1:4]) == expected[1:4]
+    assert engine.counters.cached_blocks > cached
+    assert engine.counters.preemptions or not schedule.startswith("smallest pool")
+    rooms = {(arguments["workspace"], len(lengths)) for name, lengths, arguments in calls if name == "plan_prefill"}
+    assert rooms and all(room == max(workspace, sequences) for room, sequences in rooms)
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_decodes_are_absorbed_and_prompts_are_not(deepseek, expected, twin, calls):
+    """Each once per step for all layers, and no prefix goes through a cascade, even where that would be free."""
+    free = replace(CPU, launch_seconds=0.0, workers=1, tile_keys=4)
+    engine = make_engine(deepseek, twin, max_num_batched_tokens=16, machine=free)
+    calls.clear()
+    assert outputs(engine) == expected
+    assert engine.counters.saved_key_reads == 0
+    for name, lengths, _ in calls:
+        assert (set(lengths) == {1}) if name == "plan" else (min(lengths) > 1)
+    names = [name for name, _, _ in calls]
+    assert max(names.count("plan"), names.count("plan_prefill")) <= engine.counters.steps < len(names)
+
+
+def test_layers_keep_latents_and_no_values(deepseek, monkeypatch):
+    engine = make_engine(deepseek, num_blocks=20)
+    assert set(engine.layers) == {LatentLayer(1, RANK + ROPE, RANK)}
+    assert [cache.shape for cache in engine.caches] == [(20, 4, RANK + ROPE)] * 2
+    monkeypatch.setattr(refattn.mla, "allocate", mock.Mock(side_effect=torch.OutOfMemoryError("out of memory.")))
+    # 2 layers of 2**22 blocks of 4 tokens with 32 numbers of 4 bytes: 4 GiB.
+    with pytest.raises(torch.OutOfMemoryError, match=r"num_blocks: .* 4194304 blocks .* are 4 GiB. out of memory."):
+        make_engine(deepseek, num_blocks=2**22)
+
+
+def test_the_scale_is_the_modules(deepseek, monkeypatch):
+    """With the factor of YaRN in it, and not what the sizes of a latent or of a head would give."""
+    seen = []
+    attention = refattn.mla.attention
+
+    def watched(query, cache, plan, options, **sizes):
+        seen.append(options.softmax_scale)
+        return attention(query, cache, plan, options, **sizes)
+
+    monkeypatch.setattr(refattn.mla, "attention", watched)
+    outputs(make_engine(deepseek), PROMPTS[:1])
+    module = deepseek.model.layers[0].self_attn
+    assert set(seen) == {module.scaling} and module.scaling > 1.5 * module.qk_head_dim**-0.5
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_what_others_left_in_the_pool_is_not_read(deepseek, expected, twin):
+    engine = make_engine(deepseek, twin, num_blocks=15, max_num_batched_tokens=10)
+    for cache in engine.caches:
+        cache.fill_(torch.nan)
+    assert outputs(engine) == expected
+
+
+def test_recorded_steps_are_absorbed(deepseek, expected, monkeypatch, device, calls):
+    """Decodes and prompts alike: a recording has to serve steps of other lengths."""
+    if device == "cpu":  # a recording is the step itself there, run again
+        monkeypatch.setattr(fastattn.serving.cuda_graphs, "_record", lambda step, memory, name: step)
+    monkeypatch.setattr(fastattn.serving.cuda_graphs, "FEWEST_TOKENS", 16)
+    engine = make_engine(deepseek, "fastattn", runner=CudaGraphs(), num_blocks=15, max_num_batched_tokens=10)
+    engine.runner.records = True
+    monkeypatch.setattr(engine.runner, "_is_worth_recording", lambda engine, shape: True)
+    calls.clear()
+    for _ in range(2):
+        assert outputs(engine) == expected
+    assert engine.counters.preemptions > 0
+    assert {name for name, _, _ in calls} == {"plan"}
+    assert {shape.queries > 1 for shape in engine.runner._steps} == {False, True}
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_everything_is_absorbed_under_batch_invariance(deepseek, expected, twin, calls):
+    """How many keys and values are made at a time would depend on who else is in the batch."""
+    engine = make_engine(deepseek, twin, max_num_batched_tokens=16, batch_invariant=True)
+    assert all(layer.batch_invariant for layer in engine.layers)
+    assert outputs(engine) == expected
+    assert {name for name, _, _ in calls} == {"plan"}
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_batch_invariance_is_to_the_bit(twin, device, monkeypatch):
+    """A prompt alone, beside decodes, and beside another prompt; its products with the weights are exact here."""
+    monkeypatch.setattr(refattn.serving.layers, "WORKSPACE", 8)
+    rank, rope, nope, value, heads = 16, 8, 16, 12, 2
+    made_by = torch.nn.Linear(rank, heads * (nope + value), bias=False, device=device)
+    torch.manual_seed(0)
+    with torch.no_grad():  # one number of the latent each
+        chosen = torch.randint(rank, (heads * (nope + value),), device=device)
+        made_by.weight.copy_(torch.nn.functional.one_hot(chosen, rank))
+    layer = LatentLayer(1, rank + rope, rank, batch_invariant=True)
+    package = Twin(importlib.import_module(twin))
+    options = AttentionOptions(0.2, batch_invariant=True)
+    cache = layer.allocate(package, 40, 4, dtype=torch.float32, device=torch.device(device))
+    cache.normal_()
+    lengths = {"decode": (1, 21), "prompt": (7, 19), "other": (9, 9), "first": (1, 1)}  # new tokens, and all
+    blocks = {name: list(range(10 * i, 10 * i + 6)) for i, name in enumerate(lengths)}
+    new = {
+        name: [torch.randn(count, h, d, device=device) for h, d in ((heads, nope + rope), (1, rank), (1, rope))]
+        for name, (count, _) in lengths.items()
+    }
+
+    def attend(*names):
+        query_lens, seq_lens = zip(*(lengths[name] for name in names), strict=True)
+        tables = [blocks[name] for name in names]
+        batch = package.metadata.make_batch(query_lens, seq_lens, tables, device=device)
+        slots = package.metadata.slot_mapping(batch, sum(query_lens), block_size=4)
+        plan = layer.plan(package, batch, 4, query_lens)
+        rows = [torch.cat(x) for x in zip(*(new[name] for name in names), strict=True)]
+        with torch.no_grad():
+            out = layer.attend(package, SimpleNamespace(kv_b_proj=made_by), *rows, cache, slots, plan, options)
+        return dict(zip(names, out.split(query_lens), strict=True))
+
+    alone = {name: attend(name)[name] for name in lengths}
+    for company in (("decode", "first", "prompt", "other"), ("prompt", "other"), ("decode", "other"), ("other",)):
+        for name, out in attend(*company).items():
+            assert torch.equal(out, alone[name]), (name, company)
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_weights_may_change(twin, device):
+    """Nothing is copied from them, and without an engine the model is what it was."""
+    model = make_deepseek(device)
+    engine = make_engine(model, twin)
+    before = outputs(engine, PROMPTS[:3])
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.kv_b_proj.weight.mul_(-1.5)
+    expected = transformers_outputs(model, PROMPTS[:3])
+    assert expected != before
+    assert outputs(make_engine(model, twin), PROMPTS[:3]) == expected
+    engine.pool.forget(list(range(64)))
+    assert outputs(engine, PROMPTS[:3]) == expected
+
+
+def test_what_makes_keys_and_values_has_to_be_one_matrix(device):
+    """Whatever else it does, as an adapter or a quantised type would, is in no view of its weight."""
+
+    class Adapted(torch.nn.Linear):
+        """A Linear that does more."""
+
+    model = make_deepseek(device)
+    engine = make_engine(model)
+    attention = model.model.layers[1].self_attn
+    sizes = attention.kv_b_proj.in_features, attention.kv_b_proj.out_features
+    for made_by in (Adapted(*sizes, bias=False), torch.nn.Linear(*sizes, bias=True)):
+        attention.kv_b_proj = made_by.to(device)
+        assert "kv_b_proj that is a Linear without a bias" in engine.generate(PROMPTS[:1], GREEDY)[0].error
+        with pytest.raises(ValueError, match=r"model: expected one whose .* kv_b_proj that is a Linear without a bias"):
+            make_engine(model)
