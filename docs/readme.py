@@ -16,12 +16,15 @@ SHOWN = {  # rows of the benchmark, by device, and what to call them
         ("local", "prefill-65536-chunk-8192"): "a prompt of 65536 tokens in local chunks of 8192",
         ("cascade", "decode-64-prefix-8192-own-256"): "64 decodes, 8192 tokens shared and 256 of their own",
         ("differential", "decode-64x8192"): "64 differential decodes, 8192 tokens of context",
+        ("mla", "decode-64x8192-heads-128"): "64 MLA decodes of 128 heads, 8192 tokens of context",
+        ("mla", "prefill-2x1024-of-33792"): "2 MLA chunks of 1024 tokens, 32768 tokens of context",
         ("engine", "decode-32x64"): "SmolLM2-135M, 64 tokens for each of 32 prompts",
     },
     "cpu": {
         ("chunked_prefill", "prefill-4096"): "a prompt of 4096 tokens",
         ("chunked_prefill", "decode-16x4096"): "16 decodes, 4096 tokens of context",
         ("cascade", "decode-16-prefix-4096-own-64"): "16 decodes, 4096 tokens shared and 64 of their own",
+        ("mla", "decode-8x2048"): "8 MLA decodes, 2048 tokens of context",
         ("engine", "decode-8x23"): "SmolLM2-135M, 23 tokens for each of 8 prompts",
     },
 }
