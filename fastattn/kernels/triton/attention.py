@@ -492,9 +492,9 @@ def _tune(block_m: int, row_bytes: int, programs: int, visible: int, num_multipr
     return Tuning(block_m, _fit(64, row_bytes), 8 if block_m == 128 else 4, 3, splits, splits)
 
 
-_LATENT_16 = Tuning(16, 64, 4, 2, 1, 1)
+_LATENT_16 = Tuning(16, 32, 4, 3, 1, 1)
 _LATENT_64 = Tuning(64, 64, 8, 2, 1, 1)
-_LATENT_AT_ONCE = {16: 1, 64: 1}
+_LATENT_AT_ONCE = {16: 2, 64: 1}
 
 
 @cache
