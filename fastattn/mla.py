@@ -59,7 +59,7 @@ def plan_prefill(batch: Batch, *, block_size: int, workspace: int, max_context_l
 
     def rows(lengths: Tensor, longest: int, first_keys: Tensor, *, causal: bool) -> Plan:
         keys = Batch(batch.cu_seqlens_q, lengths, None, batch.max_query_len, longest, num_tokens=batch.num_tokens)
-        return Plan(keys, None, causal, first_keys=first_keys, positions=where)
+        return Plan(keys, None, causal, first_keys=first_keys, positions=None if causal else where)
 
     chunks = []
     size = max(1, min(workspace // max(1, batch.num_seqs), longest))

@@ -120,7 +120,7 @@ def plan_prefill(batch: Batch, *, block_size: int, workspace: int, max_context_l
     def rows(lengths: list[int], longest: int, first_keys: list[int], *, causal: bool) -> Plan:
         seq_lens, first = (torch.tensor(x, dtype=torch.int32, device=batch.device) for x in (lengths, first_keys))
         keys = Batch(batch.cu_seqlens_q, seq_lens, None, batch.max_query_len, longest, num_tokens=batch.num_tokens)
-        return Plan(keys, None, causal, first_keys=first, positions=where)
+        return Plan(keys, None, causal, first_keys=first, positions=None if causal else where)
 
     chunks = []
     size = max(1, min(workspace // max(1, batch.num_seqs), longest))

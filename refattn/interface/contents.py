@@ -269,7 +269,7 @@ def check_workspace(batch: Batch, workspace: int, max_context_len: int | None) -
     """Check the room for the context of a prefill: a token for each sequence at least, each with its new tokens.
 
     Returns:
-        A bound of the longest context of a sequence with new tokens: `max_context_len`, if it is given.
+        A bound of the longest context: `max_context_len`, if it is given.
 
     Raises:
         ValueError: naming what does not fit; the lengths are read on a CPU only.
@@ -286,7 +286,7 @@ def check_workspace(batch: Batch, workspace: int, max_context_len: int | None) -
         raise ValueError(
             f"seq_lens: expected the new tokens in them, {batch.query_lens.tolist()}, got {batch.seq_lens.tolist()}"
         )
-    longest = int(batch.context_lens[batch.query_lens > 0].amax()) if (batch.query_lens > 0).any() else 0
+    longest = max(batch.context_lens.tolist(), default=0)
     if max_context_len is not None and max_context_len < longest:
         raise ValueError(f"max_context_len: expected at least {longest}, the longest context, got {max_context_len}")
     return longest if max_context_len is None else max_context_len

@@ -12,7 +12,7 @@ from batches import CASES, HARMLESS, POISON, Case, build, masks_by_hand, poisone
 from einops import rearrange
 from hypothesis import given
 from hypothesis import strategies as st
-from kernels_present import PRESENT, PRESENT_FOR_LATENTS
+from kernels_present import HALVES, PRESENT, PRESENT_FOR_LATENTS
 from tolerance import assert_matches_reference
 from transformers import AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Config
 
@@ -240,6 +240,17 @@ def test_both_ways_give_one_answer_at_every_size_of_a_chunk(case, workspace):
     torch.testing.assert_close(made_lse, lse, rtol=1e-11, atol=1e-11)
 
 
+@each_twin
+def test_chunks_are_planned_for_the_longest_context(twin):
+    """A prompt without a context has none, and a bound that is too large makes empty ones only."""
+    batch = make_batch([3, 2], [3, 8], [[0], [1, 2]])
+    sizes = dict(block_size=4, workspace=4)
+    exact, wide = (twin.plan_prefill(batch, **sizes, max_context_len=length) for length in (6, 9))
+    assert len(twin.plan_prefill(batch, **sizes).chunks) == len(exact.chunks) == 3
+    assert [chunk.plan.batch.seq_lens.tolist() for chunk in wide.chunks] == [[0, 2], [0, 2], [0, 2], [0, 0], [0, 0]]
+    assert twin.plan_prefill(make_batch([3], [3], [[0]]), **sizes).chunks == ()
+
+
 def test_a_prefill_is_attention_over_the_keys_and_values_that_it_makes():
     case = Case("c", ((3, 9), (1, 17), (5, 5)), heads=(3, 1), block_size=4)
     given = Latents(case, dtype=torch.float64)
@@ -425,6 +436,8 @@ def test_a_graph_stays_right_when_its_sequences_grow(kernel, device):
     ],
 )
 def test_prefills_agree(kernel, case, options, workspace, device):
+    if kernel.dtypes[0] in HALVES:  # what rounding a key does to a single score is chance: many, for a fair comparison
+        case = replace(case, heads=(64, 1))
     given = Latents(case, device=device, dtype=kernel.dtypes[0])
     options = filled(options, case.heads[0], device)
     arguments = given.query, given.new, given.cache, *given.projections.values(), given.batch
@@ -512,7 +525,9 @@ def test_both_twins_make_the_same_chunks(case, workspace):
         for name in ("cu_seqlens_q", "seq_lens"):
             assert torch.equal(getattr(one.batch, name), getattr(other.batch, name))
         assert (one.batch.max_query_len, one.batch.max_seq_len) == (other.batch.max_query_len, other.batch.max_seq_len)
-        assert torch.equal(one.first_keys, other.first_keys) and torch.equal(one.positions, other.positions)
+        assert torch.equal(one.first_keys, other.first_keys)
+        assert one.causal == (one.positions is None) and one.causal == (other.positions is None)
+        assert one.causal or torch.equal(one.positions, other.positions)
         assert (one.causal, one.window_size, one.block_size) == (other.causal, other.window_size, other.block_size)
 
 
@@ -607,6 +622,8 @@ def test_a_bad_plan_or_write_is_named_and_nothing_is_written(twin):
     for message, arguments in {
         "workspace: expected a token for each of 2 sequences, got 1": dict(workspace=1),
         "workspace: expected a positive int": dict(workspace=0),
+        "max_context_len: expected at least 19, the longest context, got 18": dict(workspace=9, max_context_len=18),
+        "max_context_len: expected a Python int": dict(workspace=9, max_context_len=4.0),
         "block_size: expected a positive int": dict(block_size=0),
     }.items():
         with pytest.raises(ValueError, match=re.escape(message)):

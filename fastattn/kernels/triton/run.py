@@ -374,7 +374,7 @@ def attend_to_run(
     SHARED: tl.constexpr = value is None
     KEY_SIZE: tl.constexpr = HEAD_SIZE - VALUE_HEAD_SIZE if SHARED else HEAD_SIZE  # of what is no value
     KEY_PAD: tl.constexpr = triton.next_power_of_2(KEY_SIZE) if KEY_SIZE > 16 else 16  # the least of a product
-    VALUE_PAD: tl.constexpr = triton.next_power_of_2(VALUE_HEAD_SIZE)
+    VALUE_PAD: tl.constexpr = triton.next_power_of_2(VALUE_HEAD_SIZE) if VALUE_HEAD_SIZE > 16 or not SHARED else 16
     at_dv = tl.arange(0, VALUE_PAD)
     at_d = tl.arange(0, KEY_PAD)
     in_key = at_d < KEY_SIZE
