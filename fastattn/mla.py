@@ -68,7 +68,7 @@ def plan_prefill(batch: Batch, *, block_size: int, workspace: int, max_context_l
         begins = torch.full_like(counts, start)
         ends = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
         reads = Batch(ends, (begins + counts).clamp(max=batch.max_seq_len), batch.block_table, size, batch.max_seq_len)
-        slots = slot_mapping(reads, batch.num_seqs * size, block_size=block_size)
+        slots = slot_mapping(reads, batch.num_seqs * size, block_size=block_size).clamp(min=0)
         chunks.append(ContextChunk(rows(counts, size, begins, causal=False), slots))
     own = rows(batch.query_lens, batch.max_query_len, contexts, causal=True)
     return PrefillPlan(own, tuple(chunks), block_size, None if whole.needs is None else whole.needs.blocks)
@@ -101,15 +101,21 @@ def prefill(
     projections = {name: projection.contiguous() for name, projection in projections.items()}  # once for all parts
     own = dispatch.dense(query, *_keys_and_values(latent, rope_key, **projections), plan.own, options)
     answers = [own]
-    rows = cache[..., : rank + rope]
     for chunk in plan.chunks:
-        blocks, places = chunk.slots.clamp(min=0) // cache.shape[1], chunk.slots.clamp(min=0) % cache.shape[1]
-        read = rows[blocks, places]
+        read = _read(cache, chunk.slots)[:, : rank + rope]
         key, value = _keys_and_values(read[:, :rank], read[:, rank:], **projections)
         answers.append(dispatch.dense(query, key, value, chunk.plan, options.without_sinks()))
     answer, lse = dispatch.merge(*zip(*answers, strict=True)) if plan.chunks else own
     out = answer if out is None else out.copy_(answer)
     return (out, lse) if return_lse else out
+
+
+def _read(cache: Float[Tensor, "n p c"], slots: Int64[Tensor, "s"]) -> Float[Tensor, "s c"]:
+    """Read rows of the pool, by one index where its blocks lie side by side."""
+    block_size = cache.shape[1]
+    if cache.stride(0) == block_size * cache.stride(1):
+        return cache.flatten(0, 1).index_select(0, slots)
+    return cache[slots // block_size, slots % block_size]
 
 
 def _keys_and_values(

@@ -126,7 +126,7 @@ def plan_prefill(batch: Batch, *, block_size: int, workspace: int, max_context_l
     size = max(1, min(workspace // max(1, batch.num_seqs), longest))
     for start in range(0, longest, size):
         counts = [max(0, min(size, context - start)) for context in contexts]
-        slots = torch.full((batch.num_seqs * size,), -1, dtype=torch.int64, device=batch.device)
+        slots = torch.zeros(batch.num_seqs * size, dtype=torch.int64, device=batch.device)
         row = 0
         for sequence, count in enumerate(counts):
             for j in range(start, start + count):
@@ -188,7 +188,7 @@ def prefill(
 
     answers = [part(latent, rope_key, plan.own, options)]
     for chunk in plan.chunks:
-        read = rows[chunk.slots.clamp(min=0)]  # rows after the last sequence are nobody's, whatever they hold
+        read = rows[chunk.slots]
         answers.append(part(read[:, :rank], read[:, rank:], chunk.plan, options.without_sinks()))
     result, lse = merge(*zip(*answers, strict=True))
     return hand_over(result, lse, query, return_lse=return_lse, out=out)

@@ -83,8 +83,7 @@ def priorities(problem: Problem) -> tuple[str, ...]:
     if not problem.is_attention:
         return "triton", "torch"
     if problem.operation == "mla":
-        few = problem.batch_invariant or _rows(problem) <= 16
-        return ("flash_mla", "triton", "fa3") if few else ("flash_mla", "fa3", "triton")
+        return ("flash_mla", "triton", "fa3") if _rows(problem) <= 16 else ("flash_mla", "fa3", "triton")
     if _pays_to_split(problem):
         return "triton", "fa4", "fa3", "fa2", "torch_flash"
     if problem.operation == "paged" and problem.window == (-1, 0) and _rows(problem) <= 64:

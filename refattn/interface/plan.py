@@ -147,7 +147,7 @@ class ContextChunk:
 
     Attributes:
         plan: over those rows, without a causal mask: a sequence may have no key in it.
-        slots: where in the pool each row comes from, one sequence after the other; -1 in rows after the last one.
+        slots: where in the pool each row comes from, one sequence after the other; 0 past the last, where nobody looks.
     """
 
     plan: Plan

@@ -395,6 +395,31 @@ def test_a_slow_contender_is_timed_at_least_once():
     assert timings["slow"].median > timings["quick"].median > 0
 
 
+def test_contenders_of_a_gpu_take_turns(monkeypatch):
+    """A card that has rested is fast for a round: the first contender must not win by it. One that fails is left."""
+    calls = {"first": [lambda: None], "second": [lambda: None], "broken": [lambda: None]}
+    turns = []
+
+    def on_gpu(its_calls, *, clock, milliseconds):
+        turns.append(next(name for name, some in calls.items() if some is its_calls))
+        if turns[-1] == "broken":
+            raise RuntimeError("out of registers")
+        return [1.0 if len(turns) == 1 else 2.0] * 5
+
+    monkeypatch.setattr(measure, "on_gpu", on_gpu)
+    bench = Bench(CPU, torch.float32, quick=True)
+    bench.device = torch.device("cuda")
+    row = Row("chunked_prefill", "small", WORKS["causal"], ())
+    record = {"contenders": [{"name": name} for name in calls]}
+    timings = bench._time(row, record, calls)
+    assert turns == ["first", "second", "broken", "first", "second", "first", "second"]
+    assert {name: timing.median for name, timing in timings.items()} == {"first": 2.0, "second": 2.0}
+    assert record["contenders"][2]["error"] == "RuntimeError: out of registers"
+    turns.clear()
+    bench._time(replace(row, clock="own"), {"contenders": [{"name": "second"}]}, calls)
+    assert turns == ["second"]
+
+
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 @pytest.mark.parametrize("quick", [False, True], ids=["full", "quick"])
 def test_rows_have_names_of_their_own(device_type, quick):

@@ -12,6 +12,7 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
+from fastattn.kernels.triton.launch import Launch, is_aligned
 from refattn.interface import AttentionOptions, Plan
 
 BLOCK_TOKENS = 32
@@ -38,25 +39,38 @@ def adapt(
         The same tensors, the log-sum-exps with tokens first.
     """
     num_tokens, num_heads, value_head_size = out.shape
-    batch, sinks = plan.batch, options.sinks
+    batch, sinks = plan.batch, None if options.sinks is None else options.sinks.contiguous()
+    name = None
+    if is_aligned((out, lse, sinks)):
+        name = ("adapt", out.dtype, out.shape, out.stride(), lse.stride(), None if sinks is None else sinks.dtype)
+    if name in plan.kept:
+        plan.kept[name].again(out, lse, sinks)
+        return out, lse.T
     left, right = plan.window
-    _adapt_kernel[-(-num_tokens // BLOCK_TOKENS), num_heads](
-        out,
-        lse,
-        batch.cu_seqlens_q,
-        batch.seq_lens,
-        None if sinks is None else sinks.contiguous(),
-        *out.stride(),
-        *lse.stride(),
-        num_tokens,
-        batch.num_seqs,
-        min(left, batch.max_seq_len + batch.max_query_len),  # no sum with a position overflows then
-        min(right, batch.max_seq_len + batch.max_query_len),
-        VALUE_HEAD_SIZE=value_head_size,
-        BLOCK_TOKENS=BLOCK_TOKENS,
-        BLOCK_SEQS=BLOCK_SEQS,
-        num_warps=4 if sinks is not None or value_head_size > 256 else 1,
+    launch = Launch(
+        _adapt_kernel,
+        (-(-num_tokens // BLOCK_TOKENS), num_heads),
+        dict(out=out, lse=lse, sinks=sinks),
+        dict(
+            cu_seqlens_q=batch.cu_seqlens_q,
+            seq_lens=batch.seq_lens,
+            out_token_stride=out.stride(0),
+            out_head_stride=out.stride(1),
+            out_stride=out.stride(2),
+            lse_head_stride=lse.stride(0),
+            lse_token_stride=lse.stride(1),
+            num_tokens=num_tokens,
+            num_seqs=batch.num_seqs,
+            left=min(left, batch.max_seq_len + batch.max_query_len),  # no sum with a position overflows then
+            right=min(right, batch.max_seq_len + batch.max_query_len),
+            VALUE_HEAD_SIZE=value_head_size,
+            BLOCK_TOKENS=BLOCK_TOKENS,
+            BLOCK_SEQS=BLOCK_SEQS,
+        ),
+        dict(num_warps=4 if sinks is not None or value_head_size > 256 else 1),
     )
+    if name is not None:
+        plan.kept[name] = launch
     return out, lse.T
 
 

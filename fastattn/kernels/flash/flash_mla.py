@@ -4,7 +4,8 @@ It takes a rectangle of queries, as many new tokens of every sequence, over page
 elements and rotary keys of 64. A tile is 64 rows of `tokens x heads`; the keys are split over all multiprocessors by a
 schedule that a kernel of its own makes of the lengths. A plan keeps the schedule, so that one is made per step.
 
-It loads whole pages, with a weight of 0 for what lies past a sequence's end: NaN that comes of it is repaired.
+It loads whole pages, with a weight of 0 for what lies past a sequence's end: NaN that comes of it is repaired. A split
+whose scores are NaN it leaves out of the sum, so NaN in one latent is seen only where a sequence is not split.
 
 Source: DeepSeek-AI 2025, "FlashMLA"; github.com/deepseek-ai/FlashMLA.
 """

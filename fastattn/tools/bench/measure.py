@@ -97,18 +97,15 @@ def take_turns(calls: dict[str, Sequence[Call]], *, seconds: float) -> dict[str,
             if len(taken) < FEWEST_SAMPLES or (sum(taken) < seconds and len(taken) < MOST_SAMPLES)
         ]
         if not waiting:
-            return {name: _summary(torch.tensor(taken, dtype=torch.float64)) for name, taken in samples.items()}
+            return {name: summarize(taken) for name, taken in samples.items()}
         random.shuffle(waiting)  # or the same one would always come behind the one that leaves the caches worst
         for name in waiting:
             turn += 1  # never the inputs that the one before has just brought into the cache
             samples[name].append(_seconds(calls[name][turn % len(calls[name])]))
 
 
-def on_gpu(calls: Sequence[Call], *, clock: str, milliseconds: int) -> Timing:
+def on_gpu(calls: Sequence[Call], *, clock: str, milliseconds: int) -> list[float]:
     """Time one contender on a GPU, after it has run for a while.
-
-    The first contender after a pause would be up to 12 % faster than the others: a card that was idle may draw more
-    power for a moment.
 
     Args:
         calls: the same call over each set of inputs.
@@ -118,11 +115,10 @@ def on_gpu(calls: Sequence[Call], *, clock: str, milliseconds: int) -> Timing:
         milliseconds: how long to measure.
 
     Returns:
-        The timing of one call.
+        The seconds of single calls.
     """
     from triton import testing
 
-    quantiles = [0.5, 0.2, 0.8]
     if clock == "own":
         calls[0]()  # the first call was to be judged, the second may record what later ones replay
         return _on_host(calls[0], FEW_SAMPLES)
@@ -130,10 +126,9 @@ def on_gpu(calls: Sequence[Call], *, clock: str, milliseconds: int) -> Timing:
         return _on_host(calls[0], MOST_SAMPLES)
     _warm_up(calls)
     if clock == "events":
-        taken = testing.do_bench(calls[0], rep=milliseconds, quantiles=quantiles)
-        return Timing(*(1e-3 * t for t in taken))
-    taken = testing.do_bench_cudagraph(lambda: [call() for call in calls], rep=milliseconds, quantiles=quantiles)
-    return Timing(*(1e-3 * t / len(calls) for t in taken))
+        return [1e-3 * taken for taken in testing.do_bench(calls[0], rep=milliseconds, return_mode="all")]
+    taken = testing.do_bench_cudagraph(lambda: [call() for call in calls], rep=milliseconds, return_mode="all")
+    return [1e-3 * one / len(calls) for one in taken]
 
 
 def launches(call: Call) -> Counter[str]:
@@ -170,8 +165,8 @@ def ceilings(device: torch.device, dtype: torch.dtype, *, quick: bool) -> Ceilin
         times = take_turns({name: [call] for name, call in (calls | reads).items()}, seconds=0.2 if quick else 1.5)
     else:  # replays for what reads: to flush the cache leaves it full of what has to be written back first. Not for the
         # copy, which a recording hands to another engine of the GPU, at two thirds of the speed.
-        times = {name: on_gpu([call], clock="events", milliseconds=100) for name, call in calls.items()}
-        times |= {name: on_gpu([call], clock="graph", milliseconds=100) for name, call in reads.items()}
+        times = {name: summarize(on_gpu([call], clock="events", milliseconds=100)) for name, call in calls.items()}
+        times |= {name: summarize(on_gpu([call], clock="graph", milliseconds=100)) for name, call in reads.items()}
     copied = 2 * size / times["copy"].low  # undisturbed
     summed = max(size / times[name].low for name in reads)
     # A CPU may copy more than it adds up; the lower of two roofs would be passed.
@@ -235,13 +230,13 @@ def _warm_up(calls: Sequence[Call]) -> None:
         torch.cuda.synchronize()
 
 
-def _on_host(call: Call, count: int) -> Timing:
+def _on_host(call: Call, count: int) -> list[float]:
     samples = []
     for _ in range(count):
         torch.cuda.synchronize()  # or a full queue would make the host wait
         samples.append(_seconds(call))
     torch.cuda.synchronize()
-    return _summary(torch.tensor(samples, dtype=torch.float64))
+    return samples
 
 
 def _seconds(call: Call) -> float:
@@ -250,9 +245,10 @@ def _seconds(call: Call) -> float:
     return answer.seconds if isinstance(answer, Timed) else time.perf_counter() - start
 
 
-def _summary(samples: torch.Tensor) -> Timing:
-    quantiles = samples.quantile(torch.tensor([0.5, 0.2, 0.8], dtype=samples.dtype))
-    return Timing(*quantiles.tolist())
+def summarize(samples: Sequence[float]) -> Timing:
+    """Return the median of some seconds, and between what three fifths of them lie."""
+    quantiles = torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64)
+    return Timing(*torch.tensor(samples, dtype=torch.float64).quantile(quantiles).tolist())
 
 
 def _cpu_name() -> str:
