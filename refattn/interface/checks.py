@@ -4,6 +4,7 @@ They run in every layer, so they read no tensor that is on a device, and of the 
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from math import isfinite
 
 import torch
@@ -25,6 +26,7 @@ from refattn.interface.values import (
 )
 
 QUERY_TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+FEW_SLOTS = 512  # up to which Python sorts them sooner than torch
 
 
 def check_dense(
@@ -320,14 +322,19 @@ def check_slots(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tens
     same_device(key=key, value=value, key_cache=key_cache, value_cache=value_cache, slot_mapping=slot_mapping)
     if not slot_mapping.is_cpu or not slot_mapping.numel():
         return
-    slots, uses = slot_mapping.unique(return_counts=True)
     last = key_cache.shape[0] * key_cache.shape[1] - 1
-    if int(slots[0]) < -1 or int(slots[-1]) > last:
-        wrong = int(slots[0]) if int(slots[0]) < -1 else int(slots[-1])
+    if slot_mapping.numel() <= FEW_SLOTS:
+        slots = sorted(slot_mapping.tolist())
+        twice = [slot for slot, following in pairwise(slots) if slot == following >= 0]
+    else:
+        ordered = slot_mapping.sort().values
+        slots = [int(ordered[0]), int(ordered[-1])]
+        twice = ordered[1:][(ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)][:1].tolist()
+    if slots[0] < -1 or slots[-1] > last:
+        wrong = slots[0] if slots[0] < -1 else slots[-1]
         raise ValueError(f"slot_mapping: expected slots in 0..{last}, or -1 for padding, got {wrong}")
-    twice = slots[(uses > 1) & (slots >= 0)]
-    if twice.numel():
-        raise ValueError(f"slot_mapping: expected each slot once, got slot {int(twice[0])} for several tokens")
+    if twice:
+        raise ValueError(f"slot_mapping: expected each slot once, got slot {twice[0]} for several tokens")
 
 
 def check_block_pairs(

@@ -140,6 +140,18 @@ def test_bad_input_is_named_and_nothing_is_written(twin):
     key_cache, value_cache = poisoned_pool(twin, "NHD", "cpu")
     key, value = torch.zeros(2, 2, 8), torch.zeros(2, 2, 6)
     good = torch.tensor([0, 1])
+
+    def many(token=0, slot=0):
+        slots = torch.arange(600)
+        slots[token] = slot
+        return (
+            torch.zeros(600, 1, 1),
+            torch.zeros(600, 1, 1),
+            torch.zeros(500, 4, 1, 1),
+            torch.zeros(500, 4, 1, 1),
+            slots,
+        )
+
     for arguments, message in (
         (
             (key.half(), value, key_cache, value_cache, good),
@@ -153,7 +165,15 @@ def test_bad_input_is_named_and_nothing_is_written(twin):
         ((key, value, key_cache, value_cache, torch.tensor([0, 20])), "slots in 0..19, or -1 for padding, got 20"),
         ((key, value, key_cache, value_cache, torch.tensor([0, -2])), "slots in 0..19, or -1 for padding, got -2"),
         ((key, value, key_cache, value_cache, torch.tensor([7, 7])), "expected each slot once, got slot 7"),
+        (many(), None),
+        (many(599, 3), "slot_mapping: expected each slot once, got slot 3"),
+        (many(599, -1), None),
+        (many(599, 2000), "slot_mapping: expected slots in 0..1999, or -1 for padding, got 2000"),
+        (many(0, -2), "slot_mapping: expected slots in 0..1999, or -1 for padding, got -2"),
     ):
+        if message is None:
+            twin.write(*arguments)
+            continue
         with pytest.raises(ValueError, match=re.escape(message)):
             twin.write(*arguments)
     for pairs, message in (

@@ -28,6 +28,7 @@ from fastattn.kernels.triton.run import (
     find_tile,
     finish_scores,
     fit,
+    is_wide,
     merge_parts,
     multiprocessors,
     normalize,
@@ -113,6 +114,7 @@ def attend(
         **common,
         GROUP=group,
         BLOCK_SIZE=block_size,
+        WIDE=is_wide(block_size, cache.stride(3)),
         BLOCK_M=tuning.block_m,
         BLOCK_N=tuning.block_n,
         SPLIT=split,
@@ -244,6 +246,7 @@ def _attend_kernel(
     OVERLAP: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    WIDE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -333,8 +336,10 @@ def _attend_kernel(
             is_key = j < last_key  # nothing from there on is read, and nothing before the first key that a row sees
             if LEFT:
                 is_key &= j >= first_seen
-            at_place = (j % BLOCK_SIZE).to(tl.int64) * cache_strides[3]
-            rows_of_keys = next_blocks.to(tl.int64) * cache_strides[2] + at_place
+            in_block = j % BLOCK_SIZE
+            if WIDE:
+                in_block = in_block.to(tl.int64)
+            rows_of_keys = next_blocks.to(tl.int64) * cache_strides[2] + in_block * cache_strides[3]
             next_blocks = tl.load(
                 table + (j + BLOCK_N) // BLOCK_SIZE * table_strides[1], mask=j + BLOCK_N < last_key, other=0
             )

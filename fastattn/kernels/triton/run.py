@@ -114,6 +114,11 @@ def with_scale_above_0(query: Tensor, softmax_scale: float | None) -> tuple[Tens
     return (-query, -scale) if scale < 0 else (torch.zeros_like(query), 1.0)
 
 
+def is_wide(block_size: int, *token_strides: int) -> bool:
+    """Return whether tokens of a block may be so far apart that 32 bits don't hold the distance."""
+    return any(block_size * abs(stride) >= 2**31 for stride in token_strides)
+
+
 # Triton's interpreter finds a function only if it stands above the one that calls it.
 
 
@@ -343,6 +348,7 @@ def attend_to_run(
     HEAD_SIZE: tl.constexpr,
     VALUE_HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    WIDE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -356,8 +362,9 @@ def attend_to_run(
 
     `query_rows` point to the queries of the rows that `is_row`; `positions` lie between the first and the last one.
     `key` and `value` are pages that `block_table` leads to, or rows that `cu_seqlens_k` leads to (`BLOCK_SIZE` is 0).
-    If `value` is None, a value is the first `VALUE_HEAD_SIZE` elements of its key, which are loaded once for both.
-    `slopes` are those of ALiBi times log2(e), one per row, or None.
+    `WIDE` says that the last token of a block may be 2**31 elements or more from its first one: 64 bits for each key of
+    a step take registers. If `value` is None, a value is the first `VALUE_HEAD_SIZE` elements of its key, which are
+    loaded once for both. `slopes` are those of ALiBi times log2(e), one per row, or None.
 
     It returns the highest score of each row, the sum of the weights relative to it, and the weighted sum of the values.
     """
@@ -406,7 +413,9 @@ def attend_to_run(
                 next_blocks = tl.load(
                     table + (j + BLOCK_N) // BLOCK_SIZE * table_stride, mask=j + BLOCK_N < last_key, other=0
                 )
-                places = (j % BLOCK_SIZE).to(tl.int64)
+                places = j % BLOCK_SIZE
+                if WIDE:
+                    places = places.to(tl.int64)
                 key_rows = blocks * key_strides[0] + places * key_strides[1] + head * key_strides[2]
                 value_rows = blocks * value_strides[0] + places * value_strides[1] + head * value_strides[2]
             else:
