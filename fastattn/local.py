@@ -1,5 +1,6 @@
 """Local attention by the fastest kernel over virtual sequences made on the device; the twin of `refattn.local`."""
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -30,7 +31,8 @@ def plan(batch: Batch, *, chunk_size: int, block_size: int) -> Plan:
     )
     longest_query = min(batch.max_query_len, chunk_size)
     chunks = Batch(cu_seqlens_q, seq_lens, virtual_table, longest_query, chunk_size, num_tokens=batch.num_tokens)
-    return Plan(chunks, block_size, first_keys=first_keys)
+    members = torch.arange(batch.num_seqs, dtype=torch.int32, device=batch.device).repeat_interleave(num_chunks)
+    return Plan(chunks, block_size, first_keys=first_keys, sequences=members)
 
 
 def attention(

@@ -42,8 +42,8 @@ def plan(batch: Batch, *, chunk_size: int, block_size: int) -> Plan:
 
     Returns:
         A plan with the same query rows and a sequence for each chunk that has some of them; `first_keys` says where the
-        chunk begins. It may have more sequences, without queries. Take the slots and rotary positions of new tokens
-        from `batch`.
+        chunk begins, `sequences` whose it is. It may have more sequences, without queries. Take the slots and rotary
+        positions of new tokens from `batch`.
 
     Raises:
         ValueError: if the block size does not divide the chunk, or the batch has no block table or (on a CPU) too few
@@ -52,9 +52,9 @@ def plan(batch: Batch, *, chunk_size: int, block_size: int) -> Plan:
     check_chunk(chunk_size, block_size)
     block_table = check_block_table(batch, block_size=block_size)
     check_lengths(batch)
-    query_lens, seq_lens, tables, first_keys = [], [], [], []
-    for query_len, seq_len, blocks in zip(
-        batch.query_lens.tolist(), batch.seq_lens.tolist(), block_table.tolist(), strict=True
+    query_lens, seq_lens, tables, first_keys, sequences = [], [], [], [], []
+    for sequence, (query_len, seq_len, blocks) in enumerate(
+        zip(batch.query_lens.tolist(), batch.seq_lens.tolist(), block_table.tolist(), strict=True)
     ):
         position = seq_len - query_len  # of the next query; below 0 where there are more queries than keys
         while position < seq_len:
@@ -64,11 +64,12 @@ def plan(batch: Batch, *, chunk_size: int, block_size: int) -> Plan:
             query_lens.append(end - position)
             seq_lens.append(len(keys))
             first_keys.append(keys.start)
+            sequences.append(sequence)
             tables.append(blocks[keys.start // block_size : -(-keys.stop // block_size)])
             position = end
     chunks = make_batch(query_lens, seq_lens, tables, device=batch.device)
-    starts = torch.tensor(first_keys, dtype=torch.int32, device=batch.device)
-    return Plan(chunks, block_size, causal=True, first_keys=starts)
+    starts, members = (torch.tensor(x, dtype=torch.int32, device=batch.device) for x in (first_keys, sequences))
+    return Plan(chunks, block_size, causal=True, first_keys=starts, sequences=members)
 
 
 def attention(

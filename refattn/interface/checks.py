@@ -13,9 +13,12 @@ from torch import Tensor
 
 from refattn.interface.options import AttentionOptions
 from refattn.interface.plan import CascadePlan, Plan, PrefillPlan
+from refattn.interface.scales import Fp8Scales, Int8Scales
 from refattn.interface.values import (
     check_flag,
     check_floating,
+    check_list,
+    check_memory,
     check_number,
     check_per_head,
     check_sizes,
@@ -63,10 +66,11 @@ def check_paged(
     return_lse: bool,
     *,
     pool: str = "key_cache",
+    types: tuple[torch.dtype, torch.dtype] | None = None,
 ) -> Int32[Tensor, "b m"]:
     """Check a call over pages: query `[t, h, d]`, caches `[n, p, hk, d]` and `[n, p, hk, dv]`.
 
-    Errors call the pool by the name that its path has for it.
+    Errors call the pool by the name that its path has for it. Caches have the type of the query, or those given.
 
     Returns:
         The block table of the plan.
@@ -75,7 +79,7 @@ def check_paged(
         ValueError: naming the argument, what was expected and what came.
     """
     names, dims = ("key_cache", "value_cache"), ("n", "p", "hk", "d")
-    _check_tokens(query, key_cache, value_cache, names, dims, plan, options)
+    _check_tokens(query, key_cache, value_cache, names, dims, plan, options, types)
     _check_result(query, value_cache.shape[-1], out, return_lse)
     return _check_pool(pool, key_cache, plan)
 
@@ -307,8 +311,190 @@ def check_halves(heads: Tensor) -> None:
         raise ValueError(f"heads: expected an even number of heads, got h={heads.shape[1]}")
 
 
-def check_slots(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+def check_quantized(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    plan: Plan,
+    options: AttentionOptions,
+    scales: Fp8Scales | Int8Scales,
+    out: Tensor | None,
+    return_lse: bool,
+) -> Int32[Tensor, "b m"]:
+    """Check a call over quantised pages: as `check_paged`, and that the scales fit them.
+
+    Returns:
+        The block table of the plan.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+    """
+    types = _stored_types(key_cache, value_cache, scales)
+    block_table = check_paged(query, key_cache, value_cache, plan, options, out, return_lse, types=types)
+    num_seqs: int | None = plan.batch.num_seqs
+    if plan.sequences is not None:
+        is_known = plan.sequences.is_cpu and plan.sequences.numel()
+        num_seqs = int(plan.sequences.max()) + 1 if is_known else None
+    _check_scales(scales, key_cache, value_cache, num_seqs, at_least=plan.sequences is not None)
+    return block_table
+
+
+def check_quantized_slots(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    scales: Fp8Scales | Int8Scales,
+) -> None:
+    """Check a quantising write of new tokens `[t, hk, d]` into the pool `[n, p, hk, d]` by slots `[t]`.
+
+    Raises:
+        ValueError: naming the argument; on a CPU also if a slot is outside the pool, or given twice.
+    """
+    stored = _stored_types(key_cache, value_cache, scales)
+    for name, cache, kind in (("key_cache", key_cache, stored[0]), ("value_cache", value_cache, stored[1])):
+        expect(cache, name, kind, ("n", "p", "hk", "d" if name == "key_cache" else "dv"), (None,) * 4)
+    for name, tensor in (("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor) or tensor.dtype not in QUERY_TYPES:
+            types = "bfloat16, float16, float32 or float64"
+            raise ValueError(f"{name}: expected a floating point type ({types}), got {describe(tensor)}")
+    kept_as_it_is = isinstance(scales, Int8Scales) and scales.value is None
+    check_slots(
+        key,
+        value,
+        key_cache,
+        value_cache,
+        slot_mapping,
+        types=(key.dtype, value_cache.dtype if kept_as_it_is else key.dtype),
+    )
+    for name, scale in scales.by_name().items() if isinstance(scales, Fp8Scales) else ():
+        if name != "query" and isinstance(scale, Tensor) and scale.ndim == 2:
+            raise ValueError(
+                f"scales.{name}: expected a number or float32 [hk={key_cache.shape[2]}], as a token that is written "
+                f"knows no sequence, got {describe(scale)}"
+            )
+    _check_scales(scales, key_cache, value_cache, None, at_least=False)
+
+
+def check_int8_pools(
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_size: int,
+    value_head_size: int,
+    layout: str,
+    value_dtype: torch.dtype,
+    device: torch.device | str,
+) -> None:
+    """Check the sizes, the layout, the type of values and the place of int8 pools that share one buffer.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+    """
+    check_sizes(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        value_head_size=value_head_size,
+    )
+    check_memory(value_dtype, device, name="value_dtype")
+    if value_dtype != torch.int8 and value_dtype not in QUERY_TYPES:
+        kind = str(value_dtype).removeprefix("torch.")
+        raise ValueError(f"value_dtype: expected int8, bfloat16, float16, float32 or float64, got {kind}")
+    if layout not in ("NHD", "HND"):
+        raise ValueError(f'layout: expected "NHD" or "HND", got {layout!r}')
+    key_bytes = num_blocks * block_size * num_kv_heads * head_size
+    if key_bytes % value_dtype.itemsize:
+        raise ValueError(
+            f"head_size: expected keys of a multiple of {value_dtype.itemsize} bytes in all, as a value of that size "
+            f"begins where they end, got {key_bytes}"
+        )
+
+
+def check_values(values: Sequence[Tensor]) -> None:
+    """Check values `[t, hk, dv]` that a scale is to be calibrated over; on a CPU also that all are finite.
+
+    Raises:
+        ValueError: naming the tensor, what was expected and what came.
+    """
+    check_list("values", values, "tensors [t, hk, dv]")
+    if not values:
+        raise ValueError("values: expected at least one tensor [t, hk, dv], got none")
+    for i, value in enumerate(values):
+        sizes = (None, None, None) if i == 0 else (None, *values[0].shape[1:])
+        expect(value, f"values[{i}]", None, ("t", "hk", "dv"), sizes)
+        check_floating(f"values[{i}]", value)
+        same_device(**{"values[0]": values[0], f"values[{i}]": value})
+        if value.is_cpu and not value.isfinite().all():
+            raise ValueError(f"values[{i}]: expected finite numbers, got others")
+
+
+def _stored_types(
+    key_cache: Tensor, value_cache: Tensor, scales: Fp8Scales | Int8Scales
+) -> tuple[torch.dtype, torch.dtype]:
+    """Return the types that the pools have to have."""
+    if isinstance(scales, Fp8Scales):
+        is_bytes = isinstance(key_cache, Tensor) and key_cache.dtype == torch.uint8
+        kind = torch.uint8 if is_bytes else scales.format
+        return kind, kind
+    if not isinstance(scales, Int8Scales):
+        raise ValueError(f"scales: expected Fp8Scales or Int8Scales, got {describe(scales)}")
+    if scales.value is not None:
+        return torch.int8, torch.int8
+    if not isinstance(value_cache, Tensor) or value_cache.dtype not in QUERY_TYPES:
+        types = "bfloat16, float16, float32 or float64"
+        raise ValueError(
+            f"value_cache: expected a floating point type ({types}), as there is no scales.value, "
+            f"got {describe(value_cache)}"
+        )
+    return torch.int8, value_cache.dtype
+
+
+def _check_scales(
+    scales: Fp8Scales | Int8Scales,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    num_seqs: int | None,
+    *,
+    at_least: bool,
+) -> None:
+    """Check scales against pools, and those of fp8 against a number of sequences, if it is known."""
+    n, p, hk, _ = key_cache.shape
+    if isinstance(scales, Int8Scales):
+        expect(scales.key, "scales.key", torch.float32, ("n", "p", "hk"), (n, p, hk))
+        same_device(key_cache=key_cache, **{"scales.key": scales.key})
+        if scales.value is not None:
+            expect(scales.value, "scales.value", torch.float32, ("hk", "dv"), (hk, value_cache.shape[-1]))
+            same_device(key_cache=key_cache, **{"scales.value": scales.value})
+        return
+    for name, scale in scales.by_name().items():
+        if not isinstance(scale, Tensor):
+            continue
+        fits = scale.ndim == 1 or num_seqs is None or scale.shape[0] == num_seqs
+        if num_seqs is not None and at_least:
+            fits = fits or scale.shape[0] > num_seqs
+        if scale.shape[-1] != hk or not fits:
+            b = "b" if num_seqs is None else f"b>={num_seqs}" if at_least else f"b={num_seqs}"
+            raise ValueError(
+                f"scales.{name}: expected a number or float32 [hk={hk}] or [{b}, hk={hk}], got {describe(scale)}"
+            )
+        same_device(key_cache=key_cache, **{f"scales.{name}": scale})
+
+
+def check_slots(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    types: tuple[torch.dtype, torch.dtype] | None = None,
+) -> None:
     """Check a write of new tokens `[t, hk, d]` into the pool `[n, p, hk, d]` by slots `[t]`.
+
+    Tokens have the types of the caches, or those given.
 
     Raises:
         ValueError: naming the argument; on a CPU also if a slot is outside the pool, or given twice.
@@ -316,8 +502,9 @@ def check_slots(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tens
     expect(key_cache, "key_cache", None, ("n", "p", "hk", "d"), (None, None, None, None))
     expect(value_cache, "value_cache", None, ("n", "p", "hk", "dv"), (*key_cache.shape[:3], None))
     check_sizes(block_size=key_cache.shape[1])
-    expect(key, "key", key_cache.dtype, ("t", "hk", "d"), (None, *key_cache.shape[2:]))
-    expect(value, "value", value_cache.dtype, ("t", "hk", "dv"), (key.shape[0], *value_cache.shape[2:]))
+    key_type, value_type = types or (key_cache.dtype, value_cache.dtype)
+    expect(key, "key", key_type, ("t", "hk", "d"), (None, *key_cache.shape[2:]))
+    expect(value, "value", value_type, ("t", "hk", "dv"), (key.shape[0], *value_cache.shape[2:]))
     expect(slot_mapping, "slot_mapping", torch.int64, ("t",), (key.shape[0],))
     same_device(key=key, value=value, key_cache=key_cache, value_cache=value_cache, slot_mapping=slot_mapping)
     if not slot_mapping.is_cpu or not slot_mapping.numel():
@@ -446,10 +633,12 @@ def _check_tokens(
     key_dims: tuple[str, ...],
     plan: Plan,
     options: AttentionOptions,
+    types: tuple[torch.dtype, torch.dtype] | None = None,
 ) -> None:
     _, h, d = _check_query(query)
-    shape = expect(key, names[0], query.dtype, key_dims, (*(None,) * (len(key_dims) - 1), d))
-    if not expect(value, names[1], query.dtype, (*key_dims[:-1], "dv"), (*shape[:-1], None))[-1]:
+    key_type, value_type = types or (query.dtype, query.dtype)
+    shape = expect(key, names[0], key_type, key_dims, (*(None,) * (len(key_dims) - 1), d))
+    if not expect(value, names[1], value_type, (*key_dims[:-1], "dv"), (*shape[:-1], None))[-1]:
         raise ValueError(f"{names[1]}: expected a head size of at least 1, got {describe(value)}")
     hk = shape[-2]
     if not hk or h % hk:

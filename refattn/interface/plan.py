@@ -56,6 +56,8 @@ class Plan:
         first_keys: the position of each sequence's first key; None if all are 0.
         positions: the position of each query row; None where a sequence's queries are the last of its tokens. Rows of
             padding may hold anything.
+        sequences: the sequence of the batch that each sequence of the plan is a part of, for what there is one of per
+            sequence of the batch; None where they are the same.
         needs: how large the tensors have to be; None where the tables are on a device, where nobody reads them.
         kept: what kernels keep from one layer to the next, each under its own name: how they share out the work,
             launches to be made again. It changes no answer.
@@ -73,6 +75,7 @@ class Plan:
     window_size: tuple[int, int] = (-1, -1)
     first_keys: Int32[Tensor, "b"] | None = None
     positions: Int32[Tensor, "t"] | None = None
+    sequences: Int32[Tensor, "b"] | None = None
     needs: Needs | None = field(default=None, init=False, repr=False)
     kept: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
@@ -86,6 +89,7 @@ class Plan:
         for name, numbers, size in (
             ("first_keys", self.first_keys, self.batch.num_seqs),
             ("positions", self.positions, None),
+            ("sequences", self.sequences, self.batch.num_seqs),
         ):
             if numbers is not None:
                 expect(numbers, name, torch.int32, ("b" if size is not None else "t",), (size,))

@@ -104,14 +104,14 @@ def check_per_head(name: str, numbers: Tensor, size: int | None = None) -> None:
         raise ValueError(f"{name}: expected finite numbers, got {numbers.tolist()}")
 
 
-def check_memory(dtype: torch.dtype, device: torch.device | str) -> None:
-    """Check the type and the place of memory that is to be allocated.
+def check_memory(dtype: torch.dtype, device: torch.device | str, *, name: str = "dtype") -> None:
+    """Check the type, which errors call by its name, and the place of memory that is to be allocated.
 
     Raises:
         ValueError: if they are none that torch knows.
     """
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"dtype: expected a torch.dtype, got {describe(dtype)}")
+        raise ValueError(f"{name}: expected a torch.dtype, got {describe(dtype)}")
     check_device(device)
 
 

@@ -364,6 +364,7 @@ MAY_IMPORT = {
     "flash": {
         "fastattn.kernels.triton.attention.repair",
         "fastattn.kernels.triton.attention.repair_latents",
+        "fastattn.kernels.triton.launch",
         "fastattn.kernels.triton.run.with_scale_above_0",
     },
 }

@@ -343,7 +343,7 @@ def elsewhere(plan):
     """Move a plan to another device."""
     if isinstance(plan, CascadePlan):
         return CascadePlan(elsewhere_batch(plan.batch), tuple(map(elsewhere, plan.levels)))
-    tensors = {name: getattr(plan, name) for name in ("first_keys", "positions")}
+    tensors = {name: getattr(plan, name) for name in ("first_keys", "positions", "sequences")}
     moved = {name: None if tensor is None else meta(tensor) for name, tensor in tensors.items()}
     return dataclasses.replace(plan, batch=elsewhere_batch(plan.batch), **moved)
 

@@ -1,13 +1,14 @@
 """The CPU kernel: ATen's FlashAttention, called on pieces of a batch that it can compute."""
 
-from jaxtyping import Float
+from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 from fastattn.kernels.cpu import attention, pairs
+from fastattn.kernels.cpu import quantized as over_codes
 from fastattn.kernels.problem import Problem, Subtraction
-from refattn.interface import AttentionOptions, Plan
+from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales, Plan
 
-OPERATIONS = ("dense", "paged", "differential", "mla")
+OPERATIONS = ("dense", "paged", "differential", "mla", "quantized", "write_quantized")
 
 
 def unsupported_reason(problem: Problem) -> str | None:
@@ -70,3 +71,28 @@ def mla(
     pages = cache[:, :, None, : query.shape[2]]
     answer, lse = attention.paged(query, pages, pages, plan, options)
     return answer[..., :latent_rank].contiguous(), lse
+
+
+def quantized(
+    query: Float[Tensor, "t h d"],
+    key_cache: Shaped[Tensor, "n p hk d"],
+    value_cache: Shaped[Tensor, "n p hk dv"],
+    plan: Plan,
+    options: AttentionOptions,
+    scales: Fp8Scales | Int8Scales,
+    out: Float[Tensor, "t h dv"] | None,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend over quantised pages; see `fastattn.kernels.dispatch`."""
+    return over_codes.attention(query, key_cache, value_cache, plan, options, scales)
+
+
+def write_quantized(
+    key: Float[Tensor, "t hk d"],
+    value: Float[Tensor, "t hk dv"],
+    key_cache: Shaped[Tensor, "n p hk d"],
+    value_cache: Shaped[Tensor, "n p hk dv"],
+    slot_mapping: Int64[Tensor, "t"],
+    scales: Fp8Scales | Int8Scales,
+) -> None:
+    """Quantise new tokens and write them into the pool; see `fastattn.quantized.write`."""
+    over_codes.write(key, value, key_cache, value_cache, slot_mapping, scales)

@@ -28,6 +28,7 @@ from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 from torch.nn import functional
 
+from fastattn.kernels.cpu.codes import Codes, read_blocks
 from fastattn.kernels.cpu.schedule import Apart, Decodes, View, schedule_of
 from fastattn.kernels.problem import uses_positions
 from fastattn.kernels.torch_ops import add_sinks, merge
@@ -64,8 +65,8 @@ def dense(
 
 def paged(
     query: Float[Tensor, "t h d"],
-    key_cache: Float[Tensor, "n p hk d"],
-    value_cache: Float[Tensor, "n p hk dv"],
+    key_cache: Float[Tensor, "n p hk d"] | Codes,
+    value_cache: Float[Tensor, "n p hk dv"] | Codes,
     plan: Plan,
     options: AttentionOptions,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
@@ -101,8 +102,8 @@ def _is_plain(options: AttentionOptions) -> bool:
 
 def _piece(
     query: Float[Tensor, "t h d"],
-    key_cache: Float[Tensor, "n p hk d"],
-    value_cache: Float[Tensor, "n p hk dv"],
+    key_cache: Float[Tensor, "n p hk d"] | Codes,
+    value_cache: Float[Tensor, "n p hk dv"] | Codes,
     piece: Decodes | Apart,
     options: AttentionOptions,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
@@ -114,7 +115,7 @@ def _piece(
         return _merge(*(_flash(query, k, v, options.softmax_scale) for k, v in slabs))
     first_row = piece.view.first_key % key_cache.shape[1]
     key, value = (
-        cache.index_select(0, piece.blocks).flatten(0, 1)[first_row : first_row + piece.view.num_keys]
+        read_blocks(cache, piece.blocks).flatten(0, 1)[first_row : first_row + piece.view.num_keys]
         for cache in (key_cache, value_cache)
     )
     return _sequence(query, key, value, piece.view, options)
@@ -122,8 +123,8 @@ def _piece(
 
 def _decodes(
     query: Float[Tensor, "b h d"],
-    key_cache: Float[Tensor, "n p hk d"],
-    value_cache: Float[Tensor, "n p hk dv"],
+    key_cache: Float[Tensor, "n p hk d"] | Codes,
+    value_cache: Float[Tensor, "n p hk dv"] | Codes,
     decodes: Decodes,
     options: AttentionOptions,
 ) -> tuple[Float[Tensor, "b h dv"], Float[Tensor, "b h"]]:
@@ -141,14 +142,14 @@ def _decodes(
         slopes = options.alibi_slopes.to(compute).unflatten(0, (hk, -1))
         distance = slopes[..., None] * decodes.distance[:, None, None]  # no key that is seen lies after the query
         bias = -distance if bias is None else bias - distance
-    step = max(1, BUFFER // (b * key_cache[0].numel()))  # columns at a time
+    step = max(1, BUFFER // (b * key_cache.shape[1:].numel()))  # columns at a time
     buffers = _buffers(min(step, m) * b, key_cache, value_cache)
     parts = []
     for column in range(0, m, step):
         some = table[:, column : column + step].flatten()
         gathered = []
         for cache, buffer in zip((key_cache, value_cache)[: len(buffers)], buffers, strict=True):
-            rows = torch.index_select(cache, 0, some, out=buffer[: len(some)]).flatten(0, 1)
+            rows = read_blocks(cache, some, buffer[: len(some)]).flatten(0, 1)
             decodes.blocks.clear_stale(rows, column, step)
             gathered.append(rows.unflatten(0, (b, -1)).transpose(1, 2))  # [b, hk, s, d]
         key, value = gathered[0], gathered[-1]
@@ -178,12 +179,12 @@ _memory = _Memory()
 
 
 def _buffers(
-    count: int, key_cache: Float[Tensor, "n p hk d"], value_cache: Float[Tensor, "n p hk dv"]
+    count: int, key_cache: Float[Tensor, "n p hk d"] | Codes, value_cache: Float[Tensor, "n p hk dv"] | Codes
 ) -> list[Float[Tensor, "m p hk _"]]:
     """Return room for `count` blocks of each cache: one where values are the keys."""
     buffers = []
     for i, cache in enumerate([key_cache] if value_cache is key_cache else [key_cache, value_cache]):
-        size = count * cache[0].numel()
+        size = count * cache.shape[1:].numel()
         kept = _memory.of.get((i, cache.dtype))
         if kept is None or len(kept) < size:
             with torch.inference_mode(False):  # or it could be used in inference mode only
@@ -193,19 +194,19 @@ def _buffers(
 
 
 def _slabs(
-    key_cache: Float[Tensor, "n p hk d"],
-    value_cache: Float[Tensor, "n p hk dv"],
+    key_cache: Float[Tensor, "n p hk d"] | Codes,
+    value_cache: Float[Tensor, "n p hk dv"] | Codes,
     blocks: Int32[Tensor, "m"],
     num_keys: int,
 ) -> Iterator[tuple[Float[Tensor, "s hk d"], Float[Tensor, "s hk dv"]]]:
     """Gather the first keys of a sequence, some blocks at a time through a small buffer, as `_decodes` does."""
     block_size = key_cache.shape[1]
-    step = max(1, BUFFER // key_cache[0].numel())
+    step = max(1, BUFFER // key_cache.shape[1:].numel())
     buffers = _buffers(min(step, len(blocks)), key_cache, value_cache)
     for column in range(0, len(blocks), step):
         some = blocks[column : column + step]
         gathered = [
-            torch.index_select(cache, 0, some, out=buffer[: len(some)]).flatten(0, 1)[: num_keys - column * block_size]
+            read_blocks(cache, some, buffer[: len(some)]).flatten(0, 1)[: num_keys - column * block_size]
             for cache, buffer in zip((key_cache, value_cache)[: len(buffers)], buffers, strict=True)
         ]
         yield gathered[0], gathered[-1]

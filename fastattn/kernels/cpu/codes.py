@@ -1,0 +1,73 @@
+"""Pools of codes, whose blocks come out as numbers: what attention gathers a slab at a time is turned back there.
+
+torch converts fp8 to float32 one element at a time. The bits of a code are moved into those of a float16 instead, as
+all of fp8 is in it, and that conversion is a vector's:
+
+    e5m2    s eeeee mm           ->  s eeeee mm 00000000       the upper half of a float16
+    e4m3    s eeee mmm           ->  s 0 eeee mmm 0000000      its exponent is 8 too small: 1 / 256 of the number
+
+The factor of 256 is left to whoever scales the query or the answer. NaN of e4m3 has no such bits, and is put in.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Float32, Int8, Int32, Shaped
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Codes:
+    """A pool of codes, or of floating point numbers of another type, that is read as numbers.
+
+    Attributes:
+        pool: fp8, int8 or floating point; any strides.
+        dtype: what the numbers are read as: float32 or float64.
+        scale: of each token and head, which the numbers are multiplied with; None for none.
+    """
+
+    pool: Shaped[Tensor, "n p hk d"]
+    dtype: torch.dtype
+    scale: Float32[Tensor, "n p hk"] | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the pool."""
+        return self.pool.shape
+
+    @property
+    def factor(self) -> float:
+        """What the numbers that are read are still to be multiplied with."""
+        return 256.0 if self.pool.dtype == torch.float8_e4m3fn else 1.0
+
+    def read(self, blocks: Int32[Tensor, "m"], out: Float[Tensor, "m p hk d"]) -> Float[Tensor, "m p hk d"]:
+        """Gather some blocks as numbers into `out`, and return it."""
+        if self.pool.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+            codes = self.pool.view(torch.int8).index_select(0, blocks)
+            _from_fp8(codes, self.pool.dtype, out)
+        else:
+            out.copy_(self.pool.index_select(0, blocks))
+        return out if self.scale is None else out.mul_(self.scale.index_select(0, blocks)[..., None])
+
+
+def read_blocks(
+    pool: Float[Tensor, "n p hk d"] | Codes,
+    blocks: Int32[Tensor, "m"],
+    out: Float[Tensor, "m p hk d"] | None = None,
+) -> Float[Tensor, "m p hk d"]:
+    """Gather some blocks of a pool into `out`, or into new memory if that is None."""
+    if isinstance(pool, Tensor):
+        return pool.index_select(0, blocks) if out is None else torch.index_select(pool, 0, blocks, out=out)
+    return pool.read(blocks, torch.empty(len(blocks), *pool.shape[1:], dtype=pool.dtype) if out is None else out)
+
+
+def _from_fp8(codes: Int8[Tensor, "m p hk d"], kind: torch.dtype, out: Float[Tensor, "m p hk d"]) -> None:
+    is_e4m3 = kind == torch.float8_e4m3fn
+    bits = codes.to(torch.int16).bitwise_left_shift_(7 if is_e4m3 else 8)
+    if is_e4m3:
+        bits.bitwise_and_(-1 - 2**14)  # the sign, which the shift left in both
+    out.copy_(bits.view(torch.float16))
+    if is_e4m3:
+        magnitudes = codes.bitwise_and_(127)
+        if magnitudes.numel() and magnitudes.max() == 127:
+            out.masked_fill_(magnitudes == 127, torch.nan)

@@ -1,0 +1,118 @@
+"""Attention over quantised pages on the CPU: the kernel over pages, on queries that carry the scales of their keys.
+
+    fp8     (key scale * query) . code        a scale is one number per sequence and head, so a query carries it
+    int8    query . (scale * code)            one number per key: multiplied in when its block is gathered
+    out     value scale * (weights . code)    per sequence and head, or per head and channel: the answer carries it
+
+So blocks are turned into numbers only where they are gathered, a slab at a time, and nothing else is made of them.
+Everything is computed in float32, float64 for float64 queries.
+"""
+
+import torch
+from jaxtyping import Float, Float32, Int8, Int64, Shaped
+from torch import Tensor
+
+from fastattn.kernels.cpu.attention import paged
+from fastattn.kernels.cpu.codes import Codes
+from fastattn.kernels.cpu.schedule import schedule_of
+from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales, Plan
+
+
+def attention(
+    query: Float[Tensor, "t h d"],
+    key_cache: Shaped[Tensor, "n p hk d"],
+    value_cache: Shaped[Tensor, "n p hk dv"],
+    plan: Plan,
+    options: AttentionOptions,
+    scales: Fp8Scales | Int8Scales,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend over quantised pages; see `fastattn.kernels.dispatch`."""
+    compute = torch.float64 if query.dtype == torch.float64 else torch.float32
+    group = query.shape[1] // key_cache.shape[2]
+    if isinstance(scales, Fp8Scales):
+        keys, values = (Codes(cache.view(scales.format), compute) for cache in (key_cache, value_cache))
+        rounded = query.to(compute)
+        if scales.query is not None:
+            of_query = _per_row(scales.query, plan, query.shape[0], group)
+            rounded = to_fp8(query, of_query, scales.format).to(compute) * of_query.to(compute)
+        of_key, of_value = (_per_row(scale, plan, query.shape[0], group) for scale in (scales.key, scales.value))
+        rounded = rounded * of_key.mul(keys.factor).to(compute)
+        after: Tensor | None = of_value.mul(values.factor)
+    else:
+        keys, values = Codes(key_cache, compute, scales.key), Codes(value_cache, compute)
+        of_query = row_scale(query)
+        rounded = to_int8(query, of_query).to(compute) * of_query.to(compute)
+        after = None if scales.value is None else scales.value.repeat_interleave(group, 0)
+    out, lse = paged(rounded, keys, values, plan, options)
+    if after is not None:
+        out = out * after.to(compute)
+    return out.to(query.dtype), lse
+
+
+def _per_row(
+    scale: float | Float32[Tensor, "..."], plan: Plan, rows: int, group: int
+) -> Float32[Tensor, "#rows #heads 1"]:
+    """Return the scale of each query row and query head; rows of padding get a 1."""
+    if not isinstance(scale, Tensor):
+        return torch.full((1, 1, 1), scale)
+    scale = scale.repeat_interleave(group, -1)
+    if scale.ndim == 1:
+        return scale[None, :, None]
+    sequences: Int64[Tensor, "_"] = schedule_of(plan).once("sequence of each row", lambda: _sequences(plan))
+    of_rows = scale.new_ones(rows, scale.shape[1])
+    of_rows[: len(sequences)] = scale.index_select(0, sequences)
+    return of_rows[..., None]
+
+
+def _sequences(plan: Plan) -> Int64[Tensor, "_"]:
+    batch = plan.batch
+    numbers = torch.arange(batch.num_seqs) if plan.sequences is None else plan.sequences.long()
+    return numbers.repeat_interleave(batch.query_lens.long())
+
+
+def write(
+    key: Float[Tensor, "t hk d"],
+    value: Float[Tensor, "t hk dv"],
+    key_cache: Shaped[Tensor, "n p hk d"],
+    value_cache: Shaped[Tensor, "n p hk dv"],
+    slot_mapping: Int64[Tensor, "t"],
+    scales: Fp8Scales | Int8Scales,
+) -> None:
+    """Quantise new tokens and write them into the pool; see `fastattn.quantized.write`."""
+    real = slot_mapping >= 0
+    if not real.all():
+        key, value, slot_mapping = key[real], value[real], slot_mapping[real]
+    blocks, rows = slot_mapping // key_cache.shape[1], slot_mapping % key_cache.shape[1]
+    if isinstance(scales, Fp8Scales):
+        for x, cache, scale in ((key, key_cache, scales.key), (value, value_cache, scales.value)):
+            divisor = scale[:, None] if isinstance(scale, Tensor) else torch.full((1, 1), scale)
+            cache.view(torch.uint8)[blocks, rows] = to_fp8(x, divisor, scales.format).view(torch.uint8)
+        return
+    scale = row_scale(key)
+    key_cache[blocks, rows] = to_int8(key, scale)
+    if scales.value is not None:
+        scale = scale.masked_fill(value.isnan().any(-1, keepdim=True), torch.nan)
+        value = to_int8(value, scales.value)
+    value_cache[blocks, rows] = value
+    scales.key[blocks, rows] = scale[..., 0]
+
+
+def to_fp8(
+    x: Float[Tensor, "t heads size"], scale: Float32[Tensor, "*#rows #heads 1"], kind: torch.dtype
+) -> Shaped[Tensor, "t heads size"]:
+    """Round to fp8, saturating, under a scale for each head."""
+    largest = torch.finfo(kind).max
+    return x.float().div(scale).clamp_(-largest, largest).to(kind)
+
+
+def to_int8(
+    x: Float[Tensor, "t heads size"], scale: Float32[Tensor, "*#rows heads #size"]
+) -> Int8[Tensor, "t heads size"]:
+    """Round to int8, saturating, under a scale for each row or for each channel; NaN becomes 0."""
+    return x.float().div(scale).round_().clamp_(-127, 127).nan_to_num_(0.0).to(torch.int8)
+
+
+def row_scale(x: Float[Tensor, "t heads size"]) -> Float32[Tensor, "t heads 1"]:
+    """Return the scale by which the largest element of each row becomes 127; 1 for a row of zeros."""
+    scale = x.float().abs().amax(-1, keepdim=True).div_(127)
+    return scale.masked_fill_(scale == 0, 1.0)

@@ -1,0 +1,93 @@
+"""Attention over a quantised cache by the fastest kernel; the twin of `refattn.quantized`."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Float32, Int8, Int64, Shaped
+from torch import Tensor
+
+from fastattn.kernels import dispatch
+from refattn.interface import AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan
+from refattn.interface.checks import check_int8_pools, check_quantized, check_quantized_slots, check_values
+
+
+def plan(batch: Batch, *, block_size: int, causal: bool = True, window_size: tuple[int, int] = (-1, -1)) -> Plan:
+    """Plan attention over all tokens of each sequence in the cache; the twin of `refattn.quantized.plan`."""
+    return Plan(batch, block_size, causal, window_size)
+
+
+def attention(
+    query: Float[Tensor, "t h d"],
+    key_cache: Shaped[Tensor, "n p hk d"],
+    value_cache: Shaped[Tensor, "n p hk dv"],
+    plan: Plan,
+    options: AttentionOptions = AttentionOptions(),
+    *,
+    scales: Fp8Scales | Int8Scales,
+    return_lse: bool = False,
+    out: Float[Tensor, "t h dv"] | None = None,
+) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend from the new tokens of each sequence to its tokens in a quantised cache; the twin of `refattn.quantized`.
+
+    Arguments, results and errors are those of `refattn.quantized.attention`.
+
+    Raises:
+        NotImplementedError: if no kernel computes the combination, with the reason of each; on a GPU none does so far.
+    """
+    check_quantized(query, key_cache, value_cache, plan, options, scales, out, return_lse)
+    out, lse = dispatch.quantized(query, key_cache, value_cache, plan, options, scales, out)
+    return (out, lse) if return_lse else out
+
+
+def write(
+    key: Float[Tensor, "t hk d"],
+    value: Float[Tensor, "t hk dv"],
+    key_cache: Shaped[Tensor, "n p hk d"],
+    value_cache: Shaped[Tensor, "n p hk dv"],
+    slot_mapping: Int64[Tensor, "t"],
+    *,
+    scales: Fp8Scales | Int8Scales,
+) -> None:
+    """Quantise new tokens and write them into the pool, all at once; the twin of `refattn.quantized.write`.
+
+    Raises:
+        NotImplementedError: if no kernel computes the combination, with the reason of each; on a GPU none does so far.
+    """
+    check_quantized_slots(key, value, key_cache, value_cache, slot_mapping, scales)
+    dispatch.write_quantized(key, value, key_cache, value_cache, slot_mapping, scales)
+
+
+def allocate_int8(
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_size: int,
+    *,
+    value_head_size: int | None = None,
+    layout: str = "NHD",
+    value_dtype: torch.dtype = torch.int8,
+    device: torch.device | str = "cpu",
+) -> tuple[Int8[Tensor, "n p hk d"], Shaped[Tensor, "n p hk dv"], Float32[Tensor, "n p hk"]]:
+    """Make empty pools of int8 keys and their values in one buffer, and one of scales; see `refattn.quantized`."""
+    sizes = (head_size, head_size if value_head_size is None else value_head_size)
+    check_int8_pools(num_blocks, block_size, num_kv_heads, *sizes, layout, value_dtype, device)
+    inner = (block_size, num_kv_heads) if layout == "NHD" else (num_kv_heads, block_size)
+    rows = num_blocks * block_size * num_kv_heads
+    lengths = [rows * sizes[0], rows * sizes[1] * value_dtype.itemsize]
+    keys, values = torch.zeros(sum(lengths), dtype=torch.int8, device=device).split(lengths)
+    key_cache, value_cache = keys.view(num_blocks, *inner, -1), values.view(value_dtype).view(num_blocks, *inner, -1)
+    scales = torch.ones(num_blocks, *inner, device=device)
+    if layout == "NHD":
+        return key_cache, value_cache, scales
+    return key_cache.transpose(1, 2), value_cache.transpose(1, 2), scales.transpose(1, 2)
+
+
+def calibrate(values: Sequence[Float[Tensor, "_ hk dv"]]) -> Float32[Tensor, "hk dv"]:
+    """Return the scale of int8 values per KV head and channel; the twin of `refattn.quantized.calibrate`."""
+    check_values(values)
+    largest = values[0].new_zeros(values[0].shape[1:], dtype=torch.float32)
+    for value in values:
+        if len(value):
+            largest = torch.maximum(largest, value.float().abs().amax(0))
+    scale = largest / 127
+    return scale.masked_fill_(scale == 0, 1.0)

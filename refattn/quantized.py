@@ -1,0 +1,309 @@
+"""Attention over a quantised cache: keys and values of 8 bits each, and the scales that turn them back into numbers.
+
+    write        code = round(x / scale), within the range of the format
+    attention    x' = scale * code, then attention over x' as ever
+
+    format    a code is                                 scale of a key         scale of a value       of a query
+    fp8       a float of 8 bits: e4m3 up to 448,        fixed: one, per        likewise               likewise, or the
+              e5m2 up to 57344                          head, per sequence                            query stays
+    int8      a whole number from -127 to 127           its own largest        fixed: per head and    its own largest
+                                                        element / 127          channel; or the        element / 127
+                                                                               value stays
+
+The scales of int8 keys are worked out by the write, one for each token and KV head, and lie beside the pool
+(`allocate_int8`). Nothing lies beside a pool of fp8: `kv_cache.allocate` makes one of `dtype=torch.float8_e4m3fn`.
+`kv_cache.copy_blocks` and `swap_blocks` move blocks of either, those of int8 with their scales as one more cache.
+
+All rounding is computed in float32, to the nearest code, and to the even one of two. What is too large for a format
+becomes its largest number, infinity too: a cast alone would make it NaN (e4m3) or infinity (e5m2). NaN stays NaN. Int8
+has no code for it, so a key's scale is NaN where the key or an int8 value of that token and head is, and the answer of
+whoever sees the token is. A row with its own scale has no largest number: one with infinity comes out as NaN, too.
+
+Source: Micikevicius et al. 2022, "FP8 Formats for Deep Learning"; Shah et al. 2024, "FlashAttention-3"; 8-bit integers
+    with a scale for each row: Dettmers et al. 2022, "LLM.int8()".
+"""
+
+from collections.abc import Sequence
+
+import torch
+from einops import rearrange, repeat
+from jaxtyping import Float, Float32, Int8, Int64, Shaped
+from torch import Tensor
+
+from refattn import kv_cache
+from refattn.attention import attend_sequences, compute_dtype, hand_over
+from refattn.interface import AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan
+from refattn.interface.checks import check_int8_pools, check_quantized, check_quantized_slots, check_values
+
+
+def plan(batch: Batch, *, block_size: int, causal: bool = True, window_size: tuple[int, int] = (-1, -1)) -> Plan:
+    """Plan attention over all tokens of each sequence in the cache, as `chunked_prefill.plan` does.
+
+    A plan says where keys are, and not what they are made of: one of `sliding_window` or `local` is as good here.
+
+    Args:
+        batch: the lengths and the block table.
+        block_size: tokens in a block, `p`.
+        causal: hide the keys after a query's own position; False shows every key of the sequence.
+        window_size: `(left, right)` in tokens, both inclusive, -1 for no limit.
+
+    Returns:
+        A plan for every layer of this step.
+
+    Raises:
+        ValueError: naming the argument that does not fit; the contents of the batch are checked on a CPU.
+    """
+    return Plan(batch, block_size, causal, window_size)
+
+
+def attention(
+    query: Float[Tensor, "t h d"],
+    key_cache: Shaped[Tensor, "n p hk d"],
+    value_cache: Shaped[Tensor, "n p hk dv"],
+    plan: Plan,
+    options: AttentionOptions = AttentionOptions(),
+    *,
+    scales: Fp8Scales | Int8Scales,
+    return_lse: bool = False,
+    out: Float[Tensor, "t h dv"] | None = None,
+) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend from the new tokens of each sequence to its tokens in a quantised cache, the new ones included.
+
+        key'[j]   = key scale * key code[j]          value'[j] = value scale * value code[j]
+        query'    = query scale * query code         for int8, and for fp8 if there is a scale for it
+        out       = attention(query', key', value')
+
+    Write the new keys and values first (`write`).
+
+    Args:
+        query: new tokens of all sequences, not quantised; rows after the last sequence are padding.
+        key_cache: the pool of keys; any strides. fp8 as its own type or as bytes (`torch.uint8`), or int8.
+        value_cache: the pool of values, of the same type; floating point under int8 keys without `scales.value`.
+        plan: from `plan`, or of another path over pages, once per step.
+        options: what the layer fixes.
+        scales: what the layer's codes are multiplied with. Scales per sequence are those of the batch, in a plan of
+            virtual sequences, too.
+        return_lse: also return the log-sum-exp.
+        out: where to write the outputs; a new tensor if None.
+
+    Returns:
+        As `chunked_prefill.attention`, in the type of `query`.
+
+    Raises:
+        ValueError: naming the argument that does not fit. Nothing is written then.
+
+    Source: the descales of Shah et al. 2024, "FlashAttention-3".
+    """
+    block_table = check_quantized(query, key_cache, value_cache, plan, options, scales, out, return_lse)
+    compute = compute_dtype(query.dtype)
+    rounded, sequences = query.to(compute, copy=True), []
+    for i, ((q0, q1), blocks, seq_len) in enumerate(
+        zip(plan.batch.query_rows(), block_table, plan.batch.seq_lens.tolist(), strict=True)
+    ):
+        key, value = (kv_cache.gather(cache, blocks, seq_len) for cache in (key_cache, value_cache))
+        if isinstance(scales, Fp8Scales):
+            member = i if plan.sequences is None else int(plan.sequences[i])
+            read = _read_fp8(query[q0:q1], key, value, scales, member, compute)
+        else:
+            of_key = kv_cache.gather(rearrange(scales.key, "n p hk -> n p hk 1"), blocks, seq_len)
+            read = _read_int8(query[q0:q1], key, value, of_key, scales.value, compute)
+        rounded[q0:q1], key, value = read
+        sequences.append((key, value))
+    result, lse = attend_sequences(rounded, sequences, plan, options, value_head_size=value_cache.shape[-1])
+    return hand_over(result, lse, query, return_lse=return_lse, out=out)
+
+
+def write(
+    key: Float[Tensor, "t hk d"],
+    value: Float[Tensor, "t hk dv"],
+    key_cache: Shaped[Tensor, "n p hk d"],
+    value_cache: Shaped[Tensor, "n p hk dv"],
+    slot_mapping: Int64[Tensor, "t"],
+    *,
+    scales: Fp8Scales | Int8Scales,
+) -> None:
+    """Quantise new tokens and write them into the pool, in place, with the scales that are worked out for them.
+
+        fp8     code = cast(clamp(x / scale, -largest, largest))
+        int8    code = clamp(round(x / scale), -127, 127)         scale of a key = max |x| / 127, or 1 if that is 0
+
+    A key of zeros so comes back as zeros. Int8 values without a `scales.value` are written as they are.
+
+    Args:
+        key: the new keys, of any floating point type.
+        value: the new values.
+        key_cache: the pool of keys, changed in place.
+        value_cache: the pool of values, changed in place.
+        slot_mapping: the slot of each token, each at most once; -1 is padding and is written nowhere.
+        scales: as in `attention`; `scales.key` of int8 is changed in place. Scales per sequence are refused.
+
+    Raises:
+        ValueError: if types, shapes or devices do not match; on a CPU also if a slot is outside the pool or comes
+            twice. Nothing is written then.
+
+    Source: the write of vLLM's `reshape_and_cache_flash`, which divides by fixed scales.
+    """
+    check_quantized_slots(key, value, key_cache, value_cache, slot_mapping, scales)
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if slot == -1:
+            continue
+        block, row = divmod(slot, key_cache.shape[1])
+        if isinstance(scales, Fp8Scales):
+            for x, cache, scale in ((key, key_cache, scales.key), (value, value_cache, scales.value)):
+                per_head = _per_head(scale, key.shape[1], 0).to(key.device)
+                cache.view(scales.format)[block, row] = _to_fp8(x[token], per_head, scales.format)
+            continue
+        scale = _row_scale(key[token])
+        key_cache[block, row] = _to_int8(key[token], scale)
+        scales.key[block, row] = rearrange(scale, "hk 1 -> hk")
+        if scales.value is None:
+            value_cache[block, row] = value[token]
+        else:
+            value_cache[block, row] = _to_int8(value[token], scales.value)
+            scales.key[block, row].masked_fill_(value[token].isnan().any(-1), torch.nan)
+
+
+def allocate_int8(
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_size: int,
+    *,
+    value_head_size: int | None = None,
+    layout: str = "NHD",
+    value_dtype: torch.dtype = torch.int8,
+    device: torch.device | str = "cpu",
+) -> tuple[Int8[Tensor, "n p hk d"], Shaped[Tensor, "n p hk dv"], Float32[Tensor, "n p hk"]]:
+    """Make empty pools of int8 keys and of their values as views of one buffer, and one of the keys' scales.
+
+        int8 values      | keys | values |          two equal parts, if d = dv
+        16-bit values    | keys | values        |   a byte for each element of a key, two for each of a value
+
+    The values are what lies after all the keys, and not a plane of each block: blocks are copied by the views.
+
+    Args:
+        num_blocks: blocks in the pool, `n`.
+        block_size: tokens in a block, `p`.
+        num_kv_heads: key heads, `hk`.
+        head_size: elements of a key, `d`.
+        value_head_size: elements of a value, `dv`; as `head_size` if None.
+        layout: "NHD" (tokens outside heads) or "HND" (heads outside tokens); the index order is the same.
+        value_dtype: `torch.int8`, or a floating point type for values that stay as they are.
+        device: where the pools are.
+
+    Returns:
+        `key_cache` and `value_cache`, filled with zeros, and the scales of the keys, filled with ones: what
+        `Int8Scales.key` takes.
+
+    Raises:
+        ValueError: if a size is not positive, keys end where no value can begin, or there is no such layout, type or
+            device.
+    """
+    value_head_size = head_size if value_head_size is None else value_head_size
+    check_int8_pools(num_blocks, block_size, num_kv_heads, head_size, value_head_size, layout, value_dtype, device)
+    heads_and_tokens = dict(n=num_blocks, p=block_size, hk=num_kv_heads)
+    to_pool = "(n p hk d) -> n p hk d" if layout == "NHD" else "(n hk p d) -> n p hk d"
+    rows = num_blocks * block_size * num_kv_heads
+    key_bytes, value_bytes = rows * head_size, rows * value_head_size * value_dtype.itemsize
+    buffer = torch.zeros(key_bytes + value_bytes, dtype=torch.int8, device=device)
+    key_cache = rearrange(buffer[:key_bytes], to_pool, **heads_and_tokens)
+    value_cache = rearrange(buffer[key_bytes:].view(value_dtype), to_pool, **heads_and_tokens)
+    scales = torch.ones(rows, dtype=torch.float32, device=device)
+    return key_cache, value_cache, rearrange(scales, to_pool.replace(" d", ""), **heads_and_tokens)
+
+
+def calibrate(values: Sequence[Float[Tensor, "_ hk dv"]]) -> Float32[Tensor, "hk dv"]:
+    """Return the scale of int8 values per KV head and channel, from values that a model has computed.
+
+        scale[h, c] = max over all tokens of |value[t, h, c]| / 127, or 1 if that is 0
+
+    Args:
+        values: those of one layer, as many tensors as there are: each batch of a data set.
+
+    Returns:
+        The scales, for `Int8Scales.value`. What is larger than all that was seen here saturates.
+
+    Raises:
+        ValueError: if there are no tensors, or they differ in heads or sizes; on a CPU also if a number is not finite.
+    """
+    check_values(values)
+    largest = torch.stack([_largest(value) for value in values]).amax(0)
+    return _scale_of(largest)
+
+
+# --- codes into numbers ---
+
+
+def _read_fp8(
+    query: Float[Tensor, "t h d"],
+    key: Shaped[Tensor, "s hk d"],
+    value: Shaped[Tensor, "s hk dv"],
+    scales: Fp8Scales,
+    sequence: int,
+    compute: torch.dtype,
+) -> tuple[Float[Tensor, "t h d"], Float[Tensor, "s hk d"], Float[Tensor, "s hk dv"]]:
+    """Return the queries, keys and values of one sequence that its codes stand for."""
+    hk = key.shape[1]
+    key, value = (
+        codes.view(scales.format).to(compute) * _per_head(scale, hk, sequence).to(query.device, compute)
+        for codes, scale in ((key, scales.key), (value, scales.value))
+    )
+    if scales.query is None:
+        return query.to(compute), key, value
+    per_kv_head = _per_head(scales.query, hk, sequence).to(query.device)
+    of_query = repeat(per_kv_head, "hk 1 -> (hk g) 1", g=query.shape[1] // hk)
+    return _to_fp8(query, of_query, scales.format).to(compute) * of_query.to(compute), key, value
+
+
+def _read_int8(
+    query: Float[Tensor, "t h d"],
+    key: Int8[Tensor, "s hk d"],
+    value: Shaped[Tensor, "s hk dv"],
+    of_key: Float32[Tensor, "s hk 1"],
+    of_value: Float32[Tensor, "hk dv"] | None,
+    compute: torch.dtype,
+) -> tuple[Float[Tensor, "t h d"], Float[Tensor, "s hk d"], Float[Tensor, "s hk dv"]]:
+    """Return the queries, keys and values of one sequence that its codes stand for."""
+    of_query = _row_scale(query)
+    return (
+        _to_int8(query, of_query).to(compute) * of_query.to(compute),
+        key.to(compute) * of_key.to(compute),
+        value.to(compute) * (1.0 if of_value is None else of_value.to(compute)),
+    )
+
+
+# --- numbers into codes ---
+
+
+def _to_fp8(x: Float[Tensor, "*rows heads size"], scale: Float32[Tensor, "heads 1"], kind: torch.dtype) -> Tensor:
+    largest = torch.finfo(kind).max
+    return (x.float() / scale).clamp(-largest, largest).to(kind)
+
+
+def _to_int8(
+    x: Float[Tensor, "*rows heads size"], scale: Float32[Tensor, "*rows2 heads #size"]
+) -> Int8[Tensor, "*rows heads size"]:
+    """Round to the nearest, of two to the even; NaN, for which there is no code, becomes 0 under a scale of NaN."""
+    return (x.float() / scale).round().clamp(-127, 127).nan_to_num(0.0).to(torch.int8)
+
+
+def _row_scale(x: Float[Tensor, "*rows heads size"]) -> Float32[Tensor, "*rows heads 1"]:
+    return _scale_of(x.float().abs().amax(-1, keepdim=True))
+
+
+def _scale_of(largest: Float32[Tensor, "..."]) -> Float32[Tensor, "..."]:
+    """Return the scale by which the largest number becomes 127; 1 if it is 0, or too small to be divided."""
+    scale = largest / 127
+    return scale.masked_fill(scale == 0, 1.0)
+
+
+def _largest(value: Float[Tensor, "t hk dv"]) -> Float32[Tensor, "hk dv"]:
+    zeros = torch.zeros(1, *value.shape[1:], device=value.device)  # no token at all is a tensor, too
+    return torch.cat([value.float().abs(), zeros]).amax(0)
+
+
+def _per_head(scale: float | Float32[Tensor, "..."], num_kv_heads: int, sequence: int) -> Float32[Tensor, "hk 1"]:
+    """Return the scale of each KV head for one sequence of the batch."""
+    numbers = torch.as_tensor(scale, dtype=torch.float32)
+    numbers = numbers[sequence] if numbers.ndim == 2 else numbers
+    return rearrange(numbers.expand(num_kv_heads), "hk -> hk 1")

@@ -1,0 +1,994 @@
+"""Quantised caches: the bytes that are written, what is read of them, and who may see whom as in any other cache."""
+
+import importlib
+import math
+import re
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from batches import HARMLESS, POISON, Case, assert_same_masks, attend, build, masks_by_hand, ragged_cases, read_masks
+from hypothesis import given
+from hypothesis import strategies as st
+from options import OPTIONS, per_head
+from specs import CHUNK, LEFT, ODD, is_causal
+from tolerance import assert_matches_reference
+
+import fastattn.kv_cache
+import fastattn.quantized
+import refattn.kv_cache
+import refattn.local
+import refattn.quantized
+from fastattn.kernels import dispatch
+from fastattn.kernels.problem import Problem
+from refattn.interface import AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan, Prefix, checks
+from refattn.metadata import make_batch
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+KINDS = {"e4m3": E4M3, "e5m2": E5M2, "int8": torch.int8, "int8-half": torch.float16}  # the last: int8 keys only
+PLANS = {  # of any path over pages, and which key a query sees
+    "causal": ("quantized", {}, is_causal),
+    "window": ("sliding_window", dict(window_size=(LEFT, 0)), lambda i, j: i - LEFT <= j <= i),
+    "local": ("local", dict(chunk_size=CHUNK), lambda i, j: j <= i and i // CHUNK == j // CHUNK),
+    "all": ("quantized", dict(causal=False), lambda i, j: True),
+}
+FEW = [ODD[0], ODD[1]]
+PAIRS = [("causal", kind) for kind in KINDS] + [
+    (plan, kind) for plan in PLANS if plan != "causal" for kind in ("e4m3", "int8")
+]
+each_pair = pytest.mark.parametrize(("plan", "kind"), PAIRS, ids=["-".join(pair) for pair in PAIRS])
+each_twin = pytest.mark.parametrize("twin", [refattn.quantized, fastattn.quantized], ids=["ref", "fast"])
+each_package = pytest.mark.parametrize("package", ["refattn", "fastattn"], ids=["ref", "fast"])
+each_kind = pytest.mark.parametrize("kind", KINDS)
+each_format = pytest.mark.parametrize("kind", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+each_odd = pytest.mark.parametrize("case", ODD, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def only_on_cpu(device):
+    if device != "cpu":
+        pytest.skip("no kernel on a GPU has quantised caches so far")
+
+
+def path(package: str, plan: str = "causal") -> tuple[ModuleType, dict]:
+    """Return `quantized.attention` with the plan of some path, and the arguments of that."""
+    name, arguments, _ = PLANS[plan]
+    mixed = ModuleType(f"{package}.{plan}")
+    mixed.plan = importlib.import_module(f"{package}.{name}").plan
+    mixed.attention = importlib.import_module(f"{package}.quantized").attention
+    return mixed, arguments
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+# --- codes by hand ---
+
+
+@lru_cache
+def decoded(kind: torch.dtype) -> torch.Tensor:
+    """Return the numbers of all 256 codes, from what the formats say: sign, exponent, mantissa."""
+    exponent_bits, mantissa_bits = (4, 3) if kind == E4M3 else (5, 2)
+    bias, steps = 2 ** (exponent_bits - 1) - 1, 2**mantissa_bits
+    numbers = []
+    for code in range(256):
+        exponent, mantissa = divmod(code % 128, steps)
+        number = (
+            mantissa / steps * 2.0 ** (1 - bias) if exponent == 0 else (1 + mantissa / steps) * 2.0 ** (exponent - bias)
+        )
+        if kind == E4M3 and code % 128 == 127:
+            number = math.nan
+        if kind == E5M2 and exponent == 31:
+            number = math.nan if mantissa else math.inf
+        numbers.append(math.copysign(number, -1.0 if code >= 128 else 1.0))
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
+def nearest(x: float, kind: torch.dtype) -> int:
+    """Return the code of a finite number: the nearest of all, the even one of two, the largest of what is larger."""
+    numbers = decoded(kind)
+    half = 128 if math.copysign(1.0, x) < 0 else 0
+    distances = (numbers[half : half + 128] - x).abs().nan_to_num(math.inf, posinf=math.inf)
+    best = (distances == distances.min()).nonzero()[:, 0].tolist()
+    return half + next((code for code in best if code % 2 == 0), best[0])
+
+
+def numbers_of(codes: torch.Tensor) -> torch.Tensor:
+    """Return what codes stand for, before any scale, in float64."""
+    if codes.dtype in (E4M3, E5M2):
+        return decoded(codes.dtype)[codes.contiguous().view(torch.uint8).long()]
+    return codes.double()
+
+
+# --- a case as codes ---
+
+
+@dataclass
+class Stored:
+    """A case in a quantised pool, with garbage where nobody may look, and what its sequences read there, in float64."""
+
+    query: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    batch: object
+    scales: Fp8Scales | Int8Scales
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+
+    @property
+    def tensors(self):
+        return self.query, self.key_cache, self.value_cache, self.batch
+
+
+def in_scales(*shape: int, seed: int) -> torch.Tensor:
+    """Draw scales that all differ, none of them 1."""
+    numbers = torch.linspace(0.31, 1.87, math.prod(shape)) + 0.013 * seed
+    order = torch.randperm(len(numbers), generator=torch.Generator().manual_seed(seed))
+    return numbers[order].reshape(shape)
+
+
+def store(case, kind, *, dtype=torch.float32, seed=0, poison=POISON, per="sequence", round_query=True, spread=False):
+    """Lay a case out in codes; `per`: scales of fp8 per sequence, per head, or one number."""
+    inputs = build(case, dtype=torch.float32, seed=seed, poison=poison)
+    n, p, hk, d = inputs.key_cache.shape
+    dv, b, lengths, table = inputs.value_cache.shape[3], len(case.lens), inputs.batch.seq_lens, inputs.batch.block_table
+    slots = [[int(table[i, j // p]) * p + j % p for j in range(s)] for i, (_, s) in enumerate(case.lens)]
+    owned = torch.zeros(n * p, dtype=torch.bool)
+    owned[[slot for some in slots for slot in some]] = True
+    garbage = ~owned.view(n, p, 1)
+    harmless = poison is HARMLESS
+    if kind in ("e4m3", "e5m2"):
+        pools = [x.to(KINDS[kind]) for x in (inputs.key_cache, inputs.value_cache)]  # 1e4 and inf: NaN or inf
+        shape = {"sequence": (b, hk), "head": (hk,), "number": ()}[per]
+        numbers = [in_scales(*shape, seed=i) for i in range(3)]
+        key_scale, value_scale, query_scale = numbers if shape else map(float, (0.7, 1.3, 0.4))
+        scales = Fp8Scales(key_scale, value_scale, query_scale if round_query else None, KINDS[kind])
+        by_sequence = [torch.as_tensor(x).double().expand(b, hk)[..., None] for x in (key_scale, value_scale)]
+        of_key, of_value = ([x[i] for i in range(b)] for x in by_sequence)
+    else:
+        # Garbage of int8 is a number like any other; of its scales, NaN and infinity.
+        pools = [
+            torch.where(garbage[..., None], 1.0 if harmless else 119.0, (x * 37).nan_to_num())
+            .round()
+            .clamp(-127, 127)
+            .to(torch.int8)
+            for x in (inputs.key_cache, inputs.value_cache)
+        ]
+        if kind == "int8-half":
+            pools[1] = inputs.value_cache.half()
+        key_scale = torch.where(garbage, inputs.key_cache[..., 0], in_scales(n, p, hk, seed=3) / 37)
+        value_scale = in_scales(hk, dv, seed=4) / 37 if kind == "int8" else None
+        scales = Int8Scales(key_scale, value_scale)
+        of_key = [key_scale.double().reshape(n * p, hk, 1)[some] for some in slots]
+        of_value = [torch.ones(()) if value_scale is None else value_scale.double()] * b
+    keys, values = (
+        [numbers_of(pool.flatten(0, 1)[some]) * scale for some, scale in zip(slots, of_them, strict=True)]
+        for pool, of_them in ((pools[0], of_key), (pools[1], of_value))
+    )
+    if spread:
+        pools = [apart(x) for x in pools]
+        if isinstance(scales, Int8Scales):
+            scales = Int8Scales(apart(scales.key), None if scales.value is None else apart(scales.value))
+    assert lengths.tolist() == [len(some) for some in slots]
+    return Stored(inputs.query.to(dtype), *pools, inputs.batch, scales, keys, values)
+
+
+def apart(x: torch.Tensor) -> torch.Tensor:
+    """Return a copy with room after every dimension but the last, so that no stride is a product of sizes."""
+    room = (
+        torch.full([size + 1 + i for i, size in enumerate(x.shape)], 119, dtype=torch.uint8)
+        .to(torch.float32)
+        .to(x.dtype)
+    )
+    view = room[tuple(slice(size) for size in x.shape)]
+    view.copy_(x)
+    return view
+
+
+def rounded_by_hand(query: torch.Tensor, stored: Stored) -> torch.Tensor:
+    """Round queries as the scales say, one number at a time, in float64."""
+    scales, group = stored.scales, query.shape[1] // stored.key_cache.shape[2]
+    result, row = query.double().clone(), 0
+    for i, query_len in enumerate(stored.batch.query_lens.tolist()):
+        for t in range(row, row + query_len):
+            for head in range(query.shape[1]):
+                x = query[t, head].float().numpy()
+                if isinstance(scales, Int8Scales):
+                    scale = np.float32(np.abs(x).max() / np.float32(127))
+                    codes = np.clip(np.rint(x / scale), -127, 127)
+                elif scales.query is None:
+                    continue
+                else:
+                    numbers = (
+                        torch.as_tensor(scales.query).expand(i + 1, stored.key_cache.shape[2])
+                        if torch.as_tensor(scales.query).ndim < 2
+                        else scales.query
+                    )
+                    scale = np.float32(numbers[i, head // group])
+                    codes = decoded(scales.format)[[nearest(float(y), scales.format) for y in x / scale]].numpy()
+                result[t, head] = torch.from_numpy(codes.astype(np.float64) * np.float64(scale))
+        row += query_len
+    return result
+
+
+def attended_by_hand(query: torch.Tensor, stored: Stored, case: Case, sees) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax in float64 over what the codes stand for, one head of one sequence at a time."""
+    h, group = query.shape[1], case.heads[0] // case.heads[1]
+    out = torch.zeros(len(query), h, stored.value_cache.shape[3], dtype=torch.float64)
+    lse = torch.full((len(query), h), -math.inf, dtype=torch.float64)
+    row = 0
+    for (q, _), key, value, mask in zip(case.lens, stored.keys, stored.values, masks_by_hand(case, sees), strict=True):
+        for head in range(h):
+            weights = (query[row : row + q, head] @ key[:, head // group].T * query.shape[2] ** -0.5).exp() * mask
+            total = weights.sum(-1)
+            out[row : row + q, head] = weights @ value[:, head // group].double() / total.clamp(min=1e-300)[:, None]
+            lse[row : row + q, head] = total.log()
+        row += q
+    return out, lse
+
+
+# --- who sees whom, and memory that nobody may see ---
+
+
+@each_package
+@each_odd
+@each_pair
+def test_mask(package, case, kind, plan):
+    """Values of 1 as codes under scales other than 1, so that a value that is read without its scale shows, too."""
+    case = replace(case, head_size=64, value_head_size=64)
+    mixed, arguments = path(package, plan)
+
+    def attention(query, key_cache, value_cache, batch, **options):
+        if kind in ("e4m3", "e5m2"):
+            pools = key_cache.to(KINDS[kind]), (value_cache * 4).to(KINDS[kind])
+            scales = Fp8Scales(0.7, 0.25, format=KINDS[kind])
+        else:
+            codes = [(x * 64).nan_to_num(119.0).clamp(-127, 127).to(torch.int8) for x in (key_cache, value_cache)]
+            pools = codes[0], codes[1] if kind == "int8" else value_cache.half()
+            value_scale = torch.full((case.heads[1], 64), 1 / 64)
+            scales = Int8Scales(key_cache[..., 0].contiguous(), value_scale if kind == "int8" else None)
+        return attend(mixed, query, *pools, batch, **arguments, scales=scales, **options)
+
+    assert_same_masks(read_masks(attention, case), masks_by_hand(case, PLANS[plan][2]))
+
+
+@each_package
+@each_odd
+@each_pair
+def test_poison(package, case, kind, plan):
+    """Codes of NaN, scales of NaN, infinity and 1e4 in slots that nobody owns change no bit."""
+    mixed, arguments = path(package, plan)
+    answers = []
+    for poison in (HARMLESS, POISON):
+        stored = store(case, kind, poison=poison)
+        answers.append(attend(mixed, *stored.tensors, **arguments, scales=stored.scales, return_lse=True))
+    for clean, dirty in zip(*answers, strict=True):
+        assert torch.equal(clean, dirty)
+
+
+# --- the formula ---
+
+
+@each_pair
+@each_odd
+def test_formula(case, kind, plan):
+    stored = store(replace(case, head_size=16, value_head_size=24), kind, dtype=torch.float64)
+    assert_is_by_hand(stored, replace(case, head_size=16), plan)
+
+
+@pytest.mark.parametrize("per", ["number", "head", "sequence"])
+@pytest.mark.parametrize("round_query", [False, True], ids=["query-as-it-is", "query-rounded"])
+@each_kind
+def test_scales(kind, per, round_query):
+    case = Case("scales", ((4, 6), (1, 37), (9, 17), (0, 5), (3, 2)), heads=(6, 3), head_size=16, padding_rows=2)
+    stored = store(case, kind, dtype=torch.float64, per=per, round_query=round_query)
+    assert_is_by_hand(stored, case, "causal")
+
+
+def assert_is_by_hand(stored: Stored, case: Case, plan: str) -> None:
+    expected = attended_by_hand(rounded_by_hand(stored.query, stored), stored, case, PLANS[plan][2])
+    for package in ("refattn", "fastattn"):
+        mixed, arguments = path(package, plan)
+        answer = attend(mixed, *stored.tensors, **arguments, scales=stored.scales, return_lse=True)
+        for one, other in zip(answer, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+# --- the twins ---
+
+
+def assert_twins_agree(stored: Stored, plan: str = "causal", **options) -> None:
+    """Hold the twin to the reference over the same bytes, by the one tolerance; and into memory, and alone."""
+    mixed, arguments = path("fastattn", plan)
+    pools = [x.view(torch.uint8) if x.dtype in (E4M3, E5M2) else x for x in (stored.key_cache, stored.value_cache)]
+    tensors = (stored.query, *pools, stored.batch)  # as bytes, which a cast of the test leaves alone
+    call = partial(attend, mixed, *tensors, **arguments, **options, scales=stored.scales)
+    out, lse = call(return_lse=True)
+    reference, _ = path("refattn", plan)
+    assert_matches_reference(
+        out, lse, partial(attend, reference), *tensors, **arguments, **options, scales=stored.scales
+    )
+    memory = torch.full_like(out, torch.nan)
+    assert call(out=memory) is memory and torch.equal(memory, out) and torch.equal(call(), out)
+
+
+@each_pair
+@each_odd
+def test_twins(case, kind, plan):
+    assert_twins_agree(store(case, kind), plan)
+
+
+@each_kind
+@pytest.mark.parametrize("case", FEW, ids=str)
+@pytest.mark.parametrize("options", [name for name in OPTIONS if name != "plain"])
+def test_twins_with_options(case, kind, options):
+    options = per_head(OPTIONS[options], case, "cpu")
+    plan = "window" if options.pop("window_size", None) else "causal"
+    options.pop("causal", None)
+    assert_twins_agree(store(case, kind), plan, **options)
+
+
+@each_kind
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("spread", [False, True], ids=["dense", "padded"])
+def test_twins_of_half_types_over_padded_pools(kind, dtype, spread):
+    """Page strides that are not the product of the sizes, of the pools and of the scales beside them."""
+    case = Case("mixed", ((4, 6), (1, 70), (10, 33), (1, 65), (0, 9), (5, 2)), heads=(6, 3), padding_rows=2)
+    assert_twins_agree(store(case, kind, dtype=dtype, spread=spread))
+    assert_twins_agree(store(case, kind, dtype=dtype, spread=spread), "local", sinks=torch.randn(6))
+
+
+@given(case=ragged_cases(head_sizes=(16, 64)), kind=st.sampled_from(list(KINDS)), plan=st.sampled_from(list(PLANS)))
+def test_twins_of_drawn_batches(case, kind, plan):
+    case = replace(case, block_size=16 if plan == "local" else case.block_size)
+    assert_twins_agree(store(case, kind), plan)
+
+
+def test_scales_of_sequences_go_with_virtual_ones():
+    """A sequence without queries has no virtual one, and one with many has several (SGLang 37785)."""
+    case = Case("virtual", ((0, 60), (70, 130), (1, 49), (0, 9), (2, 97)), heads=(4, 2), head_size=16)
+    stored = store(case, "e4m3", dtype=torch.float64)
+    expected, _ = attended_by_hand(rounded_by_hand(stored.query, stored), stored, case, PLANS["local"][2])
+    for plans in ("refattn", "fastattn"):
+        for attends in ("refattn", "fastattn"):
+            mixed, arguments = path(plans, "local")
+            mixed.attention = importlib.import_module(f"{attends}.quantized").attention
+            out = attend(mixed, *stored.tensors, **arguments, scales=stored.scales)
+            torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
+
+
+@each_package
+@each_kind
+def test_levels_of_a_cascade_merge(package, kind):
+    """Each level of its plan, one by one, over the same bytes: together they are attention over all keys."""
+    cascade, merge, module = (
+        importlib.import_module(f"{package}.{name}") for name in ("cascade", "merge", "quantized")
+    )
+    case = Case("", ((2, 70), (1, 50), (3, 35)), heads=(4, 2), head_size=16)
+    stored = store(case, kind, per="head")
+    table = stored.batch.block_table.clone()
+    table[1:, :2] = table[0, :2]  # 32 keys are everybody's
+    batch = replace(stored.batch, block_table=table)
+    call = partial(module.attention, *stored.tensors[:3], scales=stored.scales, return_lse=True)
+    levels = cascade.plan(batch, prefixes=[Prefix(0, 3, 32)], block_size=16).levels
+    assert len(levels) == 2
+    merged = merge.merge(*zip(*map(call, levels), strict=True))
+    for one, other in zip(merged, call(module.plan(batch, block_size=16)), strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6)
+
+
+@each_kind
+@each_package
+def test_decodes_and_prefills_agree(package, kind):
+    """The same bytes, read by one query and by many, from 88 to 256 keys (vLLM 54035: from 97 keys on they did not)."""
+    module = importlib.import_module(f"{package}.quantized")
+    for s in (88, 96, 97, 113, 128, 129, 200, 256):
+        case = Case("", ((s, s),), heads=(4, 2), head_size=32)
+        stored = store(case, kind)
+        one = make_batch([1], [s], [stored.batch.block_table[0, : -(-s // 16)].tolist()])
+        call = partial(attend, module, scales=stored.scales, return_lse=True)
+        many = call(*stored.tensors)
+        alone = call(stored.query[-1:], *stored.tensors[1:3], one)
+        for row, rows in zip(alone, many, strict=True):
+            torch.testing.assert_close(row[0], rows[-1], rtol=2e-6, atol=2e-6)
+        for few in (1, 7, 40):
+            batch = make_batch([few], [s], [stored.batch.block_table[0, : -(-s // 16)].tolist()])
+            invariant = [
+                call(query, *stored.tensors[1:3], batch, batch_invariant=True)
+                for query, batch in ((stored.query[-few:], batch), (stored.query, stored.batch))
+            ]
+            if package == "fastattn":
+                for row, rows in zip(*invariant, strict=True):
+                    assert torch.equal(row, rows[-few:])
+
+
+def test_128k_keys():
+    """With queries of zero the answer is the mean value, and the LSE the logarithm of the number of keys."""
+    n, p = 131072 // 128, 128
+    key_cache, value_cache = fastattn.kv_cache.allocate(n, p, 1, 16, dtype=E4M3)
+    value_cache.view(torch.uint8).copy_(torch.randint(0, 120, value_cache.shape))
+    batch = make_batch([1], [n * p], [torch.randperm(n).tolist()])
+    scales = Fp8Scales(0.3, 1.7)
+    out, lse = attend(
+        fastattn.quantized, torch.zeros(1, 2, 16), key_cache, value_cache, batch, scales=scales, return_lse=True
+    )
+    expected = decoded(E4M3)[value_cache.view(torch.uint8).long()].mean((0, 1)) * 1.7
+    torch.testing.assert_close(out[0].double(), expected.expand(2, -1), rtol=1e-4, atol=0)
+    torch.testing.assert_close(lse, torch.full((1, 2), math.log(n * p)), rtol=1e-6, atol=0)
+
+
+# --- what is written ---
+
+
+def pools(twin, kind, *, n=5, p=4, hk=2, d=8, dv=6, layout="NHD", scale=None):
+    """Make pools full of garbage, and scales for a write."""
+    cache = importlib.import_module(f"{twin.__name__.partition('.')[0]}.kv_cache")
+    if kind in ("e4m3", "e5m2"):
+        key_cache, value_cache = cache.allocate(n, p, hk, d, value_head_size=dv, layout=layout, dtype=KINDS[kind])
+        scales = Fp8Scales(in_scales(hk, seed=5), in_scales(hk, seed=6), format=KINDS[kind])
+        scales = scales if scale is None else Fp8Scales(scale, scale, format=KINDS[kind])
+    else:
+        key_cache, value_cache, key_scale = twin.allocate_int8(
+            n, p, hk, d, value_head_size=dv, layout=layout, value_dtype=KINDS[kind]
+        )
+        scales = Int8Scales(key_scale.fill_(-7.0), in_scales(hk, dv, seed=7) / 40 if kind == "int8" else None)
+    for x in (key_cache, value_cache):
+        x.fill_(torch.nan if x.is_floating_point() else 99)
+    return key_cache, value_cache, scales
+
+
+@each_twin
+@each_format
+def test_every_code_is_written_and_read_back(twin, kind):
+    """Under a scale that is a power of two; -0.0, subnormals and NaN among them. Infinity becomes the largest."""
+    numbers = decoded(kind).float()
+    key = numbers.view(4, 8, 8) * 2.0**-3
+    key_cache, value_cache = (torch.full((1, 4, 8, 8), 99, dtype=torch.uint8) for _ in range(2))
+    scales = Fp8Scales(2.0**-3, 2.0**-3, format=kind)
+    twin.write(key, key, key_cache, value_cache, torch.arange(4), scales=scales)
+    codes = torch.arange(256)
+    codes = torch.where(numbers.isinf(), codes - 1, codes)
+    for cache in (key_cache, value_cache):
+        read = decoded(kind)[cache.flatten().long()]
+        assert torch.equal(read.isnan(), numbers.isnan())
+        assert torch.equal(cache.flatten()[~numbers.isnan()], codes[~numbers.isnan()].to(torch.uint8))
+
+
+@each_twin
+@each_format
+def test_every_code_is_read(twin, kind):
+    """Each code as the one key, the one value, of a sequence: its value comes out, its score is the LSE."""
+    codes = torch.arange(256, dtype=torch.uint8).view(256, 1, 1, 1)
+    finite = decoded(kind).isfinite()
+    batch = make_batch([1] * 256, [1] * 256, [[i] for i in range(256)])
+    query, options = torch.full((256, 1, 1), 0.5), dict(softmax_scale=1.0, return_lse=True)
+    for cache in (codes, codes.view(kind)):
+        out, lse = attend(twin, query, cache, cache, batch, scales=Fp8Scales(0.5, 3.0, format=kind), **options)
+        assert torch.equal(out[finite].flatten().double(), decoded(kind)[finite] * 3)
+        assert torch.equal(lse[finite].flatten().double(), decoded(kind)[finite] / 4)
+        assert out[~finite].isnan().all()
+
+
+@each_twin
+@each_format
+def test_fp8_rounds_to_the_nearest_and_saturates(twin, kind):
+    largest, smallest = torch.finfo(kind).max, torch.finfo(kind).smallest_normal
+    x = torch.cat(
+        [
+            torch.tensor([0.0, -0.0, largest, largest * 1.03, largest * 2, -largest * 1e3, 3e38, math.inf, -math.inf]),
+            torch.tensor([1.0625, 1.1875, 1.125, 1.375, smallest / 2, smallest / 3, smallest * 1e-3, 1e-45]),
+            torch.randn(39) * 10,
+        ]
+    )
+    for scale in (1.0, 0.7):
+        given = x * scale
+        key_cache, value_cache = torch.zeros(2, 1, 1, 1, 56, dtype=torch.uint8)
+        twin.write(
+            given.view(1, 1, 56),
+            given.view(1, 1, 56),
+            key_cache,
+            value_cache,
+            torch.zeros(1).long(),
+            scales=Fp8Scales(scale, scale, format=kind),
+        )
+        divided = (given.numpy() / np.float32(scale)).clip(-largest, largest)
+        assert key_cache.flatten().tolist() == [nearest(float(y), kind) for y in divided]
+        assert torch.equal(key_cache, value_cache)
+
+
+@each_twin
+@each_kind
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("spread", [False, True], ids=["dense", "padded"])
+def test_write_by_hand(twin, kind, layout, spread):
+    key_cache, value_cache, scales = pools(twin, kind, layout=layout)
+    if spread:
+        key_cache, value_cache = apart(key_cache), apart(value_cache)
+        if isinstance(scales, Int8Scales):
+            scales = Int8Scales(apart(scales.key), scales.value)
+    before = [x.clone() for x in (key_cache, value_cache)]
+    fused = torch.randn(4, 2, 14) * 3  # keys and values out of one projection
+    key, value = fused[..., :8], fused[..., 8:]
+    key[0, 1] = 0.0
+    value[2, 0] = 1e4 if kind == "int8" else 0.0
+    value = value.half() if kind == "int8-half" else value
+    slots = [17, -1, 0, 6]
+    twin.write(key, value, key_cache, value_cache, torch.tensor(slots), scales=scales)
+    places = {slot: t for t, slot in enumerate(slots) if slot >= 0}
+    for block in range(5):
+        for row in range(4):
+            t = places.get(block * 4 + row)
+            for head in range(2):
+                stored = key_cache[block, row, head], value_cache[block, row, head]
+                if t is None:
+                    for one, old in zip(stored, before, strict=True):
+                        assert torch.equal(bits(one), bits(old[block, row, head])), "written where nobody asked"
+                    assert not isinstance(scales, Int8Scales) or scales.key[block, row, head] == -7
+                    continue
+                x, y = key[t, head].numpy(), value[t, head].numpy()
+                if isinstance(scales, Fp8Scales):
+                    expected = [
+                        [nearest(float(z), scales.format) for z in numbers / scale[head].numpy()]
+                        for numbers, scale in ((x, scales.key), (y, scales.value))
+                    ]
+                    assert [bits(one).tolist() for one in stored] == expected
+                    continue
+                scale = np.abs(x).max() / np.float32(127) or np.float32(1)
+                assert scales.key[block, row, head].item() == scale
+                assert stored[0].tolist() == np.rint(x / scale).tolist()
+                if kind == "int8":
+                    y = np.clip(np.rint(y / scales.value[head].numpy()), -127, 127)
+                assert stored[1].tolist() == y.tolist()
+
+
+@each_twin
+def test_int8_rounds_to_even_and_zeros_come_back_as_zeros(twin):
+    key_cache, value_cache, scales = pools(twin, "int8-half", n=1, p=3, hk=1, d=6, dv=2)
+    key = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -3.5], [0.0, -0.0, 0.0, 0.0, 0.0, 0.0], [1e-45] * 6])[:, None]
+    value = torch.ones(3, 1, 2, dtype=torch.float16)
+    twin.write(key, value, key_cache, value_cache, torch.arange(3), scales=scales)
+    assert key_cache[0, 0, 0].tolist() == [127, 0, 2, 2, 0, -4]
+    assert not key_cache[0, 1:].any()
+    assert scales.key[0, :, 0].tolist() == [1.0, 1.0, 1.0]
+
+
+@each_twin
+@each_kind
+@pytest.mark.parametrize("of", ["key", "value", "infinite key"])
+def test_what_is_no_number_comes_out_as_nan(twin, kind, of):
+    """NaN has no code in int8: the scale of the token's key has it. Of an infinite key, fp8 has the largest number."""
+    key_cache, value_cache, scales = pools(twin, kind, n=2, d=8, dv=8)
+    tokens = dict(key=torch.randn(6, 2, 8), value=torch.randn(6, 2, 8))
+    tokens[of.split()[-1]][3, 1, 5] = torch.inf if "infinite" in of else torch.nan
+    value = tokens["value"].half() if kind == "int8-half" else tokens["value"]
+    twin.write(tokens["key"], value, key_cache, value_cache, torch.arange(6), scales=scales)
+    batch = make_batch([1, 1], [6, 3], [[0, 1], [0]])  # the second does not see that token, in its own last block
+    out = attend(twin, torch.randn(2, 4, 8), key_cache, value_cache, batch, scales=scales)
+    assert out[1].isfinite().all() and out[0, :2].isfinite().all()
+    assert out[0, 2:, 5].isnan().all() == (of != "infinite key" or kind.startswith("int8"))
+
+
+@given(data=st.data(), kind=st.sampled_from(list(KINDS)), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+def test_twins_write_the_same_bits(data, kind, dtype):
+    slots = data.draw(st.lists(st.integers(-1, 19), unique=True, max_size=20))
+    key, value = torch.randn(len(slots), 2, 8).to(dtype), torch.randn(len(slots), 2, 6).to(dtype)
+    value = value.half() if kind == "int8-half" else value
+    written = []
+    for twin in (refattn.quantized, fastattn.quantized):
+        *both, scales = pools(twin, kind, layout=data.draw(st.sampled_from(["NHD", "HND"])))
+        twin.write(key, value, *both, torch.tensor(slots, dtype=torch.int64), scales=scales)
+        written.append([*both, *([scales.key] if isinstance(scales, Int8Scales) else [])])
+    for ours, theirs in zip(*written, strict=True):
+        assert torch.equal(bits(ours), bits(theirs))
+
+
+# --- pools, scales ---
+
+
+@each_twin
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("value_dtype", [torch.int8, torch.float16, torch.bfloat16], ids=str)
+def test_int8_pools_share_one_buffer(twin, layout, value_dtype):
+    """Keys first, and what is left of the buffer is values: two thirds of it in 16 bits, in a flat order."""
+    n, p, hk, d = 3, 4, 2, 8
+    key_cache, value_cache, scales = twin.allocate_int8(n, p, hk, d, layout=layout, value_dtype=value_dtype)
+    assert key_cache.shape == value_cache.shape == (n, p, hk, d) and scales.shape == (n, p, hk)
+    assert key_cache.untyped_storage().data_ptr() == value_cache.untyped_storage().data_ptr()
+    size = n * p * hk * d
+    assert key_cache.untyped_storage().nbytes() == size * (1 + value_dtype.itemsize)
+    strides = (p * hk * d, hk * d, d, 1) if layout == "NHD" else (p * hk * d, d, p * d, 1)
+    assert key_cache.stride() == value_cache.stride() == strides
+    assert value_cache.storage_offset() * value_dtype.itemsize == size and key_cache.storage_offset() == 0
+    assert scales.stride() == tuple(stride // d for stride in strides[:3])
+    assert not key_cache.any() and not value_cache.any() and (scales == 1).all()
+
+
+@each_twin
+@pytest.mark.parametrize("kind", ["int8", "int8-half"])
+def test_copied_and_swapped_blocks_take_their_scales_along(twin, kind):
+    cache = importlib.import_module(f"{twin.__name__.partition('.')[0]}.kv_cache")
+    key_cache, value_cache, scales = pools(twin, kind, n=4, dv=8)
+    key, value = torch.randn(8, 2, 8), torch.randn(8, 2, 8)
+    value = value.half() if kind == "int8-half" else value
+    twin.write(key, value, key_cache, value_cache, torch.arange(8), scales=scales)
+    call = partial(attend, twin, torch.randn(8, 4, 8), key_cache, value_cache, scales=scales)
+    before = call(make_batch([8], [8], [[0, 1]]))
+    caches = [key_cache, value_cache, scales.key]
+    cache.copy_blocks(caches, torch.tensor([[0, 3]]))
+    assert torch.equal(call(make_batch([8], [8], [[3, 1]])), before)
+    host = [torch.zeros_like(x) for x in caches]
+    cache.swap_blocks(caches, host, torch.tensor([[1, 0], [3, 2]]))
+    cache.swap_blocks(host, caches, torch.tensor([[0, 2], [2, 1]]))
+    assert torch.equal(call(make_batch([8], [8], [[1, 2]])), before)
+
+
+@each_twin
+def test_values_are_calibrated_per_channel(twin):
+    values = [torch.randn(5, 2, 6), torch.randn(0, 2, 6), 3 * torch.randn(9, 2, 6)]
+    for value in values:
+        value[:, 1, 2] = 0.0
+    largest = np.abs(torch.cat(values).numpy()).max(0)
+    expected = np.where(largest == 0, np.float32(1), largest / np.float32(127))
+    assert np.array_equal(twin.calibrate(values).numpy(), expected)
+    assert torch.equal(twin.calibrate([x.bfloat16() for x in values[:2]]), twin.calibrate([values[0].bfloat16()]))
+    assert torch.equal(twin.calibrate([values[1]]), torch.ones(2, 6))
+
+
+# --- what quantisation adds ---
+
+
+def test_the_error_of_each_format_is_that_of_its_steps():
+    """Of Gaussian numbers. Rounding moves a number by half a step at most, and by step / sqrt(12) in the mean square.
+
+    The steps: 2^-3 (e4m3) or 2^-2 (e5m2) of the power of two below a number, the smallest normal one at least; for
+    int8 one 127th of the largest of a row (keys) or of a channel (values).
+    """
+    key, value = torch.randn(2, 512, 2, 128)
+    for kind in KINDS:
+        key_cache, value_cache, scales = pools(fastattn.quantized, kind, n=32, p=16, d=128, dv=128, scale=0.02)
+        if kind == "int8":
+            scales = Int8Scales(scales.key, fastattn.quantized.calibrate([value]))
+        tokens = value.half() if kind == "int8-half" else value
+        fastattn.quantized.write(key, tokens, key_cache, value_cache, torch.arange(512), scales=scales)
+        for x, cache in ((key, key_cache), (value, value_cache)):
+            read = numbers_of(cache.flatten(0, 1))
+            if isinstance(scales, Fp8Scales):
+                read = read * np.float32(0.02).item()
+                unit = (x.abs().double() / np.float32(0.02).item()).clamp(
+                    min=torch.finfo(scales.format).smallest_normal
+                )
+                step = 2.0 ** unit.log2().floor() * torch.finfo(scales.format).eps * np.float32(0.02).item()
+            elif cache is key_cache:
+                step = scales.key.flatten(0, 1)[..., None].double()
+                read = read * step
+            elif kind == "int8":
+                step = scales.value.double()
+                read = read * step
+            else:
+                step = x.abs().double().clamp(min=torch.finfo(torch.float16).smallest_normal)
+                step = 2.0 ** step.log2().floor() * torch.finfo(torch.float16).eps
+            error, step = read - x.double(), step.expand(x.shape)
+            assert (error.abs() <= step / 2 * (1 + 1e-4)).all(), kind
+            rms = error.square().mean().sqrt() / step.square().mean().sqrt()
+            assert abs(rms * math.sqrt(12) - 1) < 0.05, kind
+            if isinstance(scales, Fp8Scales):
+                assert (error.abs() <= x.abs() * torch.finfo(scales.format).eps / 2 + 1e-4).all(), kind
+
+
+@each_kind
+def test_the_error_of_an_answer_is_bounded_by_those_of_its_keys_and_values(kind):
+    """Scores off by `a` at most change a weight by a factor of exp(2 a) at most; values off by `b`, an answer by b."""
+    s, d = 200, 64
+    key, value, query = torch.randn(s, 2, d), torch.randn(s, 2, d), torch.randn(s, 4, d)
+    key_cache, value_cache, scales = pools(refattn.quantized, kind, n=13, p=16, d=d, dv=d, scale=0.02)
+    if kind == "int8":
+        scales = Int8Scales(scales.key, refattn.quantized.calibrate([value]))
+    tokens = value.half() if kind == "int8-half" else value
+    refattn.quantized.write(key, tokens, key_cache, value_cache, torch.arange(s), scales=scales)
+    plain = build(Case("", ((s, s),)), keys=[key], values=[value])
+    out, lse = attend(
+        fastattn.quantized,
+        query,
+        key_cache,
+        value_cache,
+        make_batch([s], [s], [list(range(13))]),
+        scales=scales,
+        return_lse=True,
+    )
+    exact, exact_lse = attend(
+        importlib.import_module("refattn.chunked_prefill"), query, *plain.tensors[1:], return_lse=True
+    )
+    # Half a step, of the format or of 127 to the largest element of a row; of the query, too, for int8.
+    half_step = {"e4m3": 2.0**-4, "e5m2": 2.0**-3}.get(kind)
+
+    def off(x, largest):
+        return x.abs() * half_step + 1e-4 if half_step else (largest / 254).expand(x.shape)
+
+    q, k = query.unflatten(1, (2, 2)), key
+    key_off = off(k, k.abs().amax(-1, keepdim=True))
+    query_off = torch.zeros_like(q) if half_step else off(q, q.abs().amax(-1, keepdim=True))
+    score_off = torch.einsum("thgd,shd->thgs", q.abs() + query_off, key_off) + torch.einsum(
+        "thgd,shd->thgs", query_off, k.abs()
+    )
+    a = score_off.amax(-1).flatten(1) * d**-0.5  # [t, h]
+    b = off(value, value.abs().amax(0)).amax((0, 2)) if kind != "int8-half" else torch.full((2,), 4 * 2.0**-11)
+    b = b.repeat_interleave(2)[None, :]
+    largest = value.abs().amax((0, 2)).repeat_interleave(2)[None, :]
+    assert ((lse - exact_lse).abs() <= a * 1.001 + 1e-5).all()
+    bound = (torch.exp(2 * a) - 1) * largest + b
+    assert ((out - exact).abs().amax(-1) <= bound * 1.001 + 1e-5).all()
+
+
+# --- bad input ---
+
+
+def good(kind: str) -> dict:
+    query = torch.randn(3, 4, 8)
+    key_cache, value_cache, scales = pools(refattn.quantized, kind)
+    for x in (key_cache, value_cache):
+        x.copy_(torch.zeros(x.shape))
+    batch = make_batch([2, 1], [5, 3], [[1, 2], [4]])
+    return dict(query=query, key_cache=key_cache, value_cache=value_cache, batch=batch, scales=scales)
+
+
+def int8(key=(5, 4, 2), value=(2, 6)):
+    return Int8Scales(torch.ones(key), None if value is None else torch.ones(value))
+
+
+BAD_ATTENTION = {
+    "scales: expected Fp8Scales or Int8Scales, got None": ("e4m3", dict(scales=None)),
+    "key_cache: expected float8_e4m3fn [n, p, hk, d=8], got float8_e5m2": (
+        "e4m3",
+        dict(key_cache=torch.zeros(5, 4, 2, 8, dtype=E5M2)),
+    ),
+    "key_cache: expected float8_e4m3fn [n, p, hk, d=8], got float32": ("e4m3", dict(key_cache=torch.zeros(5, 4, 2, 8))),
+    "value_cache: expected float8_e4m3fn [n=5, p=4, hk=2, dv], got uint8": (
+        "e4m3",
+        dict(value_cache=torch.zeros(5, 4, 2, 6, dtype=torch.uint8)),
+    ),
+    "key_cache: expected int8 [n, p, hk, d=8], got uint8": (
+        "int8",
+        dict(key_cache=torch.zeros(5, 4, 2, 8, dtype=torch.uint8)),
+    ),
+    "value_cache: expected int8 [n=5, p=4, hk=2, dv], got float16": (
+        "int8",
+        dict(value_cache=torch.zeros(5, 4, 2, 6).half()),
+    ),
+    "value_cache: expected a floating point type (bfloat16, float16, float32 or float64), as there is no scales.va": (
+        "int8",
+        dict(scales=int8(value=None)),
+    ),
+    "scales.key: expected a number or float32 [hk=2] or [b=2, hk=2], got float32 [3]": (
+        "e4m3",
+        dict(scales=Fp8Scales(torch.ones(3), 1.0)),
+    ),
+    "scales.value: expected a number or float32 [hk=2] or [b=2, hk=2], got float32 [3, 2]": (
+        "e4m3",
+        dict(scales=Fp8Scales(1.0, torch.ones(3, 2))),
+    ),
+    "scales.query: expected a number or float32 [hk=2] or [b=2, hk=2], got float32 [2, 4]": (
+        "e4m3",
+        dict(scales=Fp8Scales(1.0, 1.0, torch.ones(2, 4))),
+    ),
+    "scales.key: expected float32 [n=5, p=4, hk=2], got float32 [5, 4, 3]": (
+        "int8",
+        dict(scales=int8(key=(5, 4, 3), value=(3, 6))),
+    ),
+    "scales.value: expected float32 [hk=2, dv=6], got float32 [2, 8]": ("int8", dict(scales=int8(value=(2, 8)))),
+    "scales.key: expected cpu, where key_cache is, got meta": (
+        "e4m3",
+        dict(scales=Fp8Scales(torch.ones(2, device="meta"), 1.0)),
+    ),
+    "scales.value: expected cpu, where key_cache is, got meta": (
+        "int8",
+        dict(scales=Int8Scales(torch.ones(5, 4, 2), torch.ones(2, 6, device="meta"))),
+    ),
+    "query: expected a floating point type": ("e4m3", dict(query=torch.zeros(3, 4, 8).to(E4M3))),
+    "query: expected a number of heads that hk=2 divides": ("int8", dict(query=torch.zeros(3, 3, 8))),
+    "sinks: expected floating point [h=4]": ("e4m3", dict(sinks=torch.zeros(3))),
+    "out: expected float32 [t=3, h=4, dv=6]": ("int8", dict(out=torch.zeros(3, 4, 8))),
+    "key_cache: expected blocks of 8 tokens, as in the plan, got p=4": ("e4m3", dict(block_size=8)),
+}
+
+
+@each_twin
+@pytest.mark.parametrize("message", BAD_ATTENTION)
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_bad_arguments_of_attention(twin, message):
+    kind, bad = BAD_ATTENTION[message]
+    arguments = good(kind)
+    attend(twin, **good(kind))
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        attend(twin, **{**arguments, **bad})
+
+
+BAD_WRITES = {
+    "key: expected a floating point type (bfloat16, float16, float32 or float64), got int8": (
+        "int8",
+        dict(key=torch.zeros(2, 2, 8, dtype=torch.int8)),
+    ),
+    "value: expected float32 [t=2, hk=2, dv=6], got bfloat16": ("e4m3", dict(value=torch.zeros(2, 2, 6).bfloat16())),
+    "value: expected float16 [t=2, hk=2, dv=6], got float32": ("int8-half", dict(value=torch.zeros(2, 2, 6))),
+    "key: expected float32 [t, hk=2, d=8], got float32 [2, 2, 4]": ("e5m2", dict(key=torch.zeros(2, 2, 4))),
+    "slot_mapping: expected int64 [t=2], got int32": ("e4m3", dict(slot_mapping=torch.zeros(2, dtype=torch.int32))),
+    "slot_mapping: expected slots in 0..19, or -1 for padding, got 20": (
+        "int8",
+        dict(slot_mapping=torch.tensor([3, 20])),
+    ),
+    "slot_mapping: expected each slot once, got slot 7": ("e4m3", dict(slot_mapping=torch.tensor([7, 7]))),
+    "scales.key: expected a number or float32 [hk=2], as a token that is written knows no sequence, got float32": (
+        "e4m3",
+        dict(scales=Fp8Scales(torch.ones(2, 2), 1.0)),
+    ),
+    "scales.value: expected a number or float32 [hk=2]": ("e4m3", dict(scales=Fp8Scales(1.0, torch.ones(5)))),
+    "scales.key: expected float32 [n=5, p=4, hk=2], got float32 [5, 2, 4]": (
+        "int8",
+        dict(scales=int8(key=(5, 2, 4), value=(4, 6))),
+    ),
+    "key_cache: expected float8_e5m2 [n, p, hk, d], got float8_e4m3fn": (
+        "e4m3",
+        dict(scales=Fp8Scales(1.0, 1.0, format=E5M2)),
+    ),
+    "key_cache: expected int8 [n, p, hk, d], got float8_e4m3fn": ("e4m3", dict(scales=int8())),
+    "value_cache: expected [n=5, p=4, hk=2, dv], got float8_e4m3fn [3,": (
+        "e4m3",
+        dict(value_cache=torch.zeros(3, 4, 2, 6).to(E4M3)),
+    ),
+}
+
+
+@each_twin
+@pytest.mark.parametrize("message", BAD_WRITES)
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_bad_writes_are_named_and_nothing_is_written(twin, message):
+    kind, bad = BAD_WRITES[message]
+    key_cache, value_cache, scales = pools(twin, kind)
+    value = torch.randn(2, 2, 6)
+    arguments = dict(
+        key=torch.randn(2, 2, 8),
+        value=value.half() if kind == "int8-half" else value,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        slot_mapping=torch.tensor([3, 5]),
+        scales=scales,
+    )
+    given = {**arguments, **bad}
+    memory = [given["key_cache"], given["value_cache"]]
+    memory += [given["scales"].key] if isinstance(given["scales"], Int8Scales) else []
+    before = [bits(x).clone() for x in memory]
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        twin.write(**given)
+    assert all(torch.equal(bits(x), old) for x, old in zip(memory, before, strict=True))
+    twin.write(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Fp8Scales(0.0, 1.0), "scales.key: expected a finite number above 0, got 0.0"),
+        (lambda: Fp8Scales(1.0, math.nan), "scales.value: expected a finite number above 0, got nan"),
+        (lambda: Fp8Scales(1.0, 1.0, math.inf), "scales.query: expected a finite number above 0, got inf"),
+        (lambda: Fp8Scales(None, 1.0), "scales.key: expected a finite number above 0, got None"),
+        (lambda: Fp8Scales(torch.tensor([1.0, -1.0]), 1.0), "scales.key: expected finite numbers above 0, got -1.0"),
+        (lambda: Fp8Scales(1.0, torch.tensor([[math.inf]])), "scales.value: expected finite numbers above 0, got inf"),
+        (
+            lambda: Fp8Scales(torch.ones(2).half(), 1.0),
+            "scales.key: expected a number or float32 [hk] or [b, hk], got float16",
+        ),
+        (
+            lambda: Fp8Scales(torch.ones(()), 1.0),
+            "scales.key: expected a number or float32 [hk] or [b, hk], got float32 []",
+        ),
+        (
+            lambda: Fp8Scales(1.0, 1.0, format=torch.int8),
+            "scales.format: expected float8_e4m3fn or float8_e5m2, got int8",
+        ),
+        (lambda: Int8Scales(torch.ones(5, 4)), "scales.key: expected float32 [n, p, hk], got float32 [5, 4]"),
+        (lambda: Int8Scales(torch.ones(5, 4, 2).half()), "scales.key: expected float32 [n, p, hk], got float16"),
+        (lambda: int8(value=(2,)), "scales.value: expected float32 [hk, dv], got float32 [2]"),
+        (
+            lambda: Int8Scales(torch.ones(5, 4, 2), torch.zeros(2, 6)),
+            "scales.value: expected finite numbers above 0, got 0.0",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_bad_scales_are_named(make, message):
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        make()
+
+
+@each_twin
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_bad_sizes_and_values_are_named(twin):
+    for sizes, options, message in (
+        ((0, 4, 2, 8), {}, "num_blocks: expected a positive int, got 0"),
+        ((5, 4, 2, 8), dict(value_head_size=2.5), "value_head_size: expected a positive int, got 2.5"),
+        ((5, 4, 2, 8), dict(layout="DHN"), 'layout: expected "NHD" or "HND"'),
+        ((5, 4, 2, 8), dict(value_dtype="int8"), "value_dtype: expected a torch.dtype, got 'int8'"),
+        ((5, 4, 2, 8), dict(value_dtype=torch.int32), "value_dtype: expected int8, bfloat16, float16, float32"),
+        ((5, 4, 2, 8), dict(device="nowhere"), "device: expected a torch.device or its name"),
+        ((1, 1, 1, 3), dict(value_dtype=torch.float16), "head_size: expected keys of a multiple of 2 bytes in all"),
+    ):
+        with pytest.raises(ValueError, match="^" + re.escape(message)):
+            twin.allocate_int8(*sizes, **options)
+    for values, message in (
+        ([], "values: expected at least one tensor [t, hk, dv], got none"),
+        (torch.zeros(3, 2, 6), "values: expected a list of tensors [t, hk, dv], got float32 [3, 2, 6]"),
+        ([torch.zeros(3, 2)], "values[0]: expected [t, hk, dv], got float32 [3, 2]"),
+        ([torch.zeros(3, 2, 6), torch.zeros(3, 2, 7)], "values[1]: expected [t, hk=2, dv=6], got float32 [3, 2, 7]"),
+        ([torch.zeros(3, 2, 6, dtype=torch.int8)], "values[0]: expected a floating point type, got int8"),
+        ([torch.full((3, 2, 6), math.inf)], "values[0]: expected finite numbers"),
+    ):
+        with pytest.raises(ValueError, match="^" + re.escape(message)):
+            twin.calibrate(values)
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_scales_of_sequences_fit_the_batch_of_a_plan():
+    """A plan of virtual sequences has no number of those of the batch, so it needs as many as it has parts of."""
+    case = Case("", ((1, 60), (1, 130)), heads=(4, 2), head_size=16)
+    stored = store(case, "e4m3")
+    plan = refattn.local.plan(stored.batch, chunk_size=CHUNK, block_size=16)
+    assert plan.sequences.tolist() == [0, 1]
+    for rows, fits in ((1, False), (2, True), (3, True)):
+        scales = Fp8Scales(torch.ones(rows, 2), 1.0)
+        for twin in (refattn.quantized, fastattn.quantized):
+            call = partial(twin.attention, *stored.tensors[:3], plan, scales=scales)
+            if fits:
+                call()
+                continue
+            with pytest.raises(
+                ValueError, match=r"^scales.key: expected a number or float32 \[hk=2\] or \[b>=2, hk=2\]"
+            ):
+                call()
+    with pytest.raises(ValueError, match=r"^sequences: expected int32 \[b=2\], got int64 \[2\]"):
+        replace(plan, sequences=plan.sequences.long())
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_the_checks_read_nothing_on_a_device():
+    """Tensors without contents pass them, so nothing waits for a device."""
+    nowhere = partial(torch.empty, device="meta")
+    ints = partial(nowhere, dtype=torch.int32)
+    batch = Batch(ints(3), ints(2), ints(2, 7), 2, 20)
+    query, slots = nowhere(3, 4, 8), nowhere(3, dtype=torch.int64)
+    for kind in (E4M3, torch.int8):
+        pool = nowhere(10, 4, 2, 8).to(kind)
+        if kind == E4M3:
+            scales = Fp8Scales(nowhere(2, 2), nowhere(2), nowhere(2, 2))
+            written = Fp8Scales(nowhere(2), nowhere(2), nowhere(2, 2))
+        else:
+            scales = written = Int8Scales(nowhere(10, 4, 2), nowhere(2, 8))
+        for plan in (Plan(batch, 4), Plan(batch, 4, sequences=ints(2))):
+            checks.check_quantized(query, pool, pool, plan, AttentionOptions(), scales, None, False)
+        checks.check_quantized_slots(query[:, :2], query[:, :2], pool, pool, slots, written)
+    checks.check_values([query])
+
+
+def test_nothing_on_a_gpu_takes_the_place_of_a_kernel():
+    """Until a kernel has it, a quantised cache on a GPU is refused by name."""
+    gpu = torch.device("cuda")
+    for problem in (
+        Problem("quantized", gpu, torch.bfloat16, 4, 2, 64, 64, 16, 1, 100, 3),
+        Problem("write_quantized", gpu, torch.bfloat16),
+    ):
+        with pytest.raises(
+            NotImplementedError, match=f"^no kernel computes this {problem.operation} operation: triton: "
+        ):
+            dispatch.choose(problem)
+        on_cpu = dispatch.choose(problem._replace(device=torch.device("cpu")))
+        assert dispatch.name_of(on_cpu) == "cpu"
+
+
+def test_a_query_is_not_changed():
+    for kind in KINDS:
+        stored = store(ODD[0], kind)
+        before = stored.query.clone()
+        for package in ("refattn", "fastattn"):
+            attend(path(package)[0], *stored.tensors, scales=stored.scales)
+        assert torch.equal(bits(stored.query), bits(before))
