@@ -38,7 +38,7 @@ from refattn.interface import AttentionOptions, Batch, CascadePlan, Plan, Prefix
 from refattn.serving import models
 from refattn.serving.block_pool import BlockPool
 from refattn.serving.cost_model import CPU, H200, Machine, saved_key_reads, worthwhile_prefixes
-from refattn.serving.layers import Layer, SplitPlan, Twin
+from refattn.serving.layers import Layer, Lens, SplitPlan, Twin
 from refattn.serving.request import Event, Request, token_ids
 from refattn.serving.sampling import GREEDY, SamplingParams, choose
 from refattn.serving.scheduler import Counters, Scheduler
@@ -381,7 +381,6 @@ class Engine:
             seq_lens.append(request.num_computed_tokens + count)
             input_ids += request.tokens[request.num_computed_tokens : request.num_computed_tokens + count]
         block_tables = [request.blocks for request in scheduled]
-        context_lens = [request.num_computed_tokens for request in scheduled]
         batch = metadata.make_batch(query_lens, seq_lens, block_tables, device=device)
         due = [
             row - 1
@@ -392,7 +391,7 @@ class Engine:
             input_ids=torch.tensor([input_ids], device=device),
             position_ids=rearrange(metadata.positions(batch, len(input_ids)), "t -> 1 t"),
             logits_to_keep=torch.tensor(due, dtype=torch.int64, device=device),
-            step=self.plan_step(batch, len(input_ids), prefixes, query_lens, context_lens),
+            step=self.plan_step(batch, len(input_ids), prefixes, list(zip(query_lens, seq_lens, strict=True))),
         )
 
     def plan_step(
@@ -400,8 +399,7 @@ class Engine:
         batch: Batch,
         num_tokens: int,
         prefixes: Sequence[Prefix] = (),
-        query_lens: Sequence[int] | None = None,
-        context_lens: Sequence[int] | None = None,
+        lens: Lens | None = None,
     ) -> "Step":
         """Plan a step, once for all layers that are equal.
 
@@ -409,8 +407,7 @@ class Engine:
             batch: the lengths and blocks of the requests.
             num_tokens: query rows, padding included.
             prefixes: what some of them share and a cascade is to read once.
-            query_lens: the new tokens of each request; None if there is padding, or only the device knows.
-            context_lens: the tokens of each request before those; None likewise.
+            lens: the new tokens and all tokens of each request; None if there is padding, or only the device knows.
         """
         slots = self.twin.metadata.slot_mapping(batch, num_tokens, block_size=self.block_size)
         step = Step(batch, {}, {})
@@ -418,7 +415,7 @@ class Engine:
             pool = self.window_pools.get(layer)
             step.slot_mappings[layer] = slots if pool is None else pool.translate_slots(slots)
             where = batch if pool is None else pool.translate_batch(batch)
-            step.plans[layer] = layer.plan(self.twin, where, self.block_size, query_lens, context_lens)
+            step.plans[layer] = layer.plan(self.twin, where, self.block_size, lens)
         if prefixes:
             cascade = self.twin.cascade.plan(batch, prefixes=prefixes, block_size=self.block_size)
             step.plans.update({layer: cascade for layer in step.plans if type(layer) is Layer})

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from refattn.interface import AttentionOptions, Batch, CascadePlan, Part, Plan, PrefillPlan
 
-WORKSPACE = (
-    16384  # context tokens whose keys and values are made at a time: 1.25 GiB in bfloat16 at DeepSeek-V3's sizes
-)
+WORKSPACE = 16384  # context tokens whose keys and values are made at a time: 1.25 GiB in DeepSeek-V3's sizes, bfloat16
+Lens = Sequence[tuple[int, int]]  # of each request its new tokens, and all its tokens
 
 
 class Twin:
@@ -75,22 +74,15 @@ class Layer:
         sizes = (num_blocks, block_size, self.num_kv_heads, self.head_size)
         return twin.kv_cache.allocate(*sizes, dtype=dtype, device=device)
 
-    def plan(
-        self,
-        twin: Twin,
-        batch: Batch,
-        block_size: int,
-        query_lens: Sequence[int] | None = None,
-        context_lens: Sequence[int] | None = None,
-    ) -> Plan:
+    def plan(self, twin: Twin, batch: Batch, block_size: int, lens: Lens | None = None) -> Plan:
         """Plan a step, for all layers that are equal to this one.
 
         Args:
             twin: the package that computes.
             batch: the lengths and blocks of the step.
             block_size: tokens in a block.
-            query_lens: the new tokens of each request, decodes before prefills; None where only the device knows.
-            context_lens: the tokens of each request before those; None likewise.
+            lens: the new tokens and all tokens of each request, decodes before prefills; None where only the device
+                knows.
         """
         plan: Plan = twin.chunked_prefill.plan(batch, block_size=block_size)
         return plan
@@ -143,14 +135,7 @@ class WindowLayer(Layer):
         seen = min(max_num_seqs, num_blocks) * (self.window - 1 + 2 * block_size - 2)
         return min(num_blocks, (seen + max_num_batched_tokens) // block_size)
 
-    def plan(
-        self,
-        twin: Twin,
-        batch: Batch,
-        block_size: int,
-        query_lens: Sequence[int] | None = None,
-        context_lens: Sequence[int] | None = None,
-    ) -> Plan:
+    def plan(self, twin: Twin, batch: Batch, block_size: int, lens: Lens | None = None) -> Plan:
         """Plan a step over trimmed tables."""
         plan: Plan = twin.sliding_window.plan(batch, window_size=(self.window - 1, 0), block_size=block_size)
         return plan
@@ -162,9 +147,10 @@ class SplitPlan(NamedTuple):
     parts: tuple[tuple[slice, Plan | PrefillPlan], ...]
 
 
-def _decodes_and_prefills(twin: Twin, batch: Batch, query_lens: Sequence[int] | None) -> Sequence[Part]:
+def _decodes_and_prefills(twin: Twin, batch: Batch, lens: Lens | None) -> Sequence[Part]:
     """Return the decodes and the prefills of a step that has both; else, or where nobody knows, all of it."""
-    if query_lens is not None and 1 in query_lens and max(query_lens) > 1:
+    query_lens = [query_len for query_len, _ in lens or ()]
+    if 1 in query_lens and max(query_lens) > 1:
         parts: Sequence[Part] = twin.metadata.split_decodes_and_prefills(batch, query_lens)
         return parts
     return [Part(batch, slice(None))]
@@ -185,15 +171,10 @@ class LocalLayer(Layer):
     chunk_size: int = 0
 
     def plan(  # type: ignore[override]  # attended by this class alone
-        self,
-        twin: Twin,
-        batch: Batch,
-        block_size: int,
-        query_lens: Sequence[int] | None = None,
-        context_lens: Sequence[int] | None = None,
+        self, twin: Twin, batch: Batch, block_size: int, lens: Lens | None = None
     ) -> SplitPlan:
         """Plan a step over virtual sequences."""
-        parts = _decodes_and_prefills(twin, batch, query_lens)
+        parts = _decodes_and_prefills(twin, batch, lens)
         sizes = dict(chunk_size=self.chunk_size, block_size=block_size)
         return SplitPlan(tuple((part.tokens, twin.local.plan(part.batch, **sizes)) for part in parts))
 
@@ -226,14 +207,7 @@ class DifferentialLayer(Layer):
         sizes = (num_blocks, block_size, self.num_kv_heads, self.head_size)
         return twin.differential.allocate(*sizes, dtype=dtype, device=device)
 
-    def plan(
-        self,
-        twin: Twin,
-        batch: Batch,
-        block_size: int,
-        query_lens: Sequence[int] | None = None,
-        context_lens: Sequence[int] | None = None,
-    ) -> Plan:
+    def plan(self, twin: Twin, batch: Batch, block_size: int, lens: Lens | None = None) -> Plan:
         """Plan a step over all tokens."""
         plan: Plan = twin.differential.plan(batch, block_size=block_size)
         return plan
@@ -302,21 +276,13 @@ class LatentLayer(Layer):
         return twin.mla.allocate(*sizes, dtype=dtype, device=device)
 
     def plan(  # type: ignore[override]  # attended by this class alone
-        self,
-        twin: Twin,
-        batch: Batch,
-        block_size: int,
-        query_lens: Sequence[int] | None = None,
-        context_lens: Sequence[int] | None = None,
+        self, twin: Twin, batch: Batch, block_size: int, lens: Lens | None = None
     ) -> SplitPlan:
         """Plan a step: absorbed, or its prefills in chunks of the workspace."""
-        if query_lens is None or self.batch_invariant:
+        if lens is None or self.batch_invariant:
             return SplitPlan(((slice(None), twin.mla.plan(batch, block_size=block_size)),))
 
-        longest = None
-        if context_lens is not None:
-            both = zip(context_lens, query_lens, strict=True)
-            longest = max((context for context, new in both if new > 1), default=0)
+        longest = max((seq_len - query_len for query_len, seq_len in lens if query_len > 1), default=0)
 
         def plan_part(part: Batch) -> Plan | PrefillPlan:
             if part.max_query_len <= 1:
@@ -326,7 +292,7 @@ class LatentLayer(Layer):
             prefill: PrefillPlan = twin.mla.plan_prefill(part, **sizes)
             return prefill
 
-        parts = _decodes_and_prefills(twin, batch, query_lens)
+        parts = _decodes_and_prefills(twin, batch, lens)
         return SplitPlan(tuple((part.tokens, plan_part(part.batch)) for part in parts))
 
     def attend(  # type: ignore[override]

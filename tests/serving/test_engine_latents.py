@@ -214,7 +214,7 @@ def test_batch_invariance_is_to_the_bit(twin, device, monkeypatch):
         tables = [blocks[name] for name in names]
         batch = package.metadata.make_batch(query_lens, seq_lens, tables, device=device)
         slots = package.metadata.slot_mapping(batch, sum(query_lens), block_size=4)
-        plan = layer.plan(package, batch, 4, query_lens)
+        plan = layer.plan(package, batch, 4, [lengths[name] for name in names])
         rows = [torch.cat(x) for x in zip(*(new[name] for name in names), strict=True)]
         with torch.no_grad():
             out = layer.attend(package, SimpleNamespace(kv_b_proj=made_by), *rows, cache, slots, plan, options)
