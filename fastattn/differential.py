@@ -62,7 +62,9 @@ def compute_lambda(
     *,
     lambda_init: float,
 ) -> Float[Tensor, ""]:
-    """Return the weight of the second softmax, `exp(q1 . k1) - exp(q2 . k2) + lambda_init`, in float32.
+    """Return the weight of the second softmax, in float32.
+
+        exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init
 
     Args:
         lambda_q1: learned, as are the other three.

@@ -2,8 +2,8 @@
 
     python -m refattn.drawing local --chunk 4 --lens 4,6 10,17 5,9 --output local.svg
 
-prints a drawing as text and writes it as an image. In Python a drawing is made from a batch or a tensor, and displays
-itself in a notebook. Its text says the same:
+prints a drawing as text, and writes it as an image if there is an `--output`. In Python a drawing is made from a batch
+or a tensor, and displays itself in a notebook. Its text says the same:
 
     >>> from refattn import drawing, masks
     >>> print(drawing.mask(masks.causal(2, 5)).text())
@@ -16,7 +16,7 @@ the lines are grey, so a drawing can be read on a light page and on a dark one. 
 """
 
 from refattn.drawing.drawing import Drawing
-from refattn.drawing.examples import EXAMPLES, Settings, example
+from refattn.drawing.examples import EXAMPLES, USES, Settings, example
 from refattn.drawing.panels import Bars, Cell, Grid, Span
 from refattn.drawing.pictures import (
     block_table,
@@ -24,6 +24,7 @@ from refattn.drawing.pictures import (
     context_chunks,
     difference,
     mask,
+    memory,
     merge,
     ragged,
     schedule,
@@ -41,6 +42,7 @@ __all__ = [
     "Drawing",
     "Grid",
     "Settings",
+    "USES",
     "Span",
     "block_table",
     "cascade",
@@ -48,6 +50,7 @@ __all__ = [
     "difference",
     "example",
     "mask",
+    "memory",
     "merge",
     "ragged",
     "schedule",

@@ -1,41 +1,59 @@
-"""The command: `python -m refattn.drawing NAME` prints a drawing as text and writes it as an image."""
+"""The command: `python -m refattn.drawing NAME` prints a drawing as text, and writes it as an image where asked to."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from refattn.drawing.examples import EXAMPLES, Settings, example
+from refattn.drawing.examples import EXAMPLES, USES, Settings, example
+
+HELP = {
+    "window": "tokens in a sliding window",
+    "chunk": "tokens in a chunk of local attention",
+    "block_size": "tokens in a block",
+    "lens": "new tokens and all tokens of each sequence",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print a drawing, and write it as an image.
+    """Print a drawing, and write it as an image if there is an `--output`.
 
     Args:
         arguments: of the command line; those of the process if None.
     """
-    parser = argparse.ArgumentParser(prog="python -m refattn.drawing", description="Draw what a path computes.")
-    parser.add_argument("name", choices=EXAMPLES)
-    parser.add_argument("--window", type=int, default=Settings.window, help="tokens in a sliding window")
-    parser.add_argument("--chunk", type=int, default=Settings.chunk, help="tokens in a chunk of local attention")
-    parser.add_argument("--block-size", type=int, default=Settings.block_size, help="tokens in a block")
-    parser.add_argument(
-        "--lens", type=_pair, nargs="+", metavar="Q,S", help="new tokens and all tokens of each sequence"
+    parser = argparse.ArgumentParser(
+        prog="python -m refattn.drawing", description="Draw what a path computes.", allow_abbrev=False
     )
-    parser.add_argument("--output", type=Path, help="a PNG or an SVG; NAME.png by default, - for none")
-    options = parser.parse_args(arguments)
-    output = options.output or Path(f"{options.name}.png")
+    parser.add_argument("name", choices=EXAMPLES)
+    for name, explanation in HELP.items():
+        of = ", ".join(example for example, names in USES.items() if name in names)
+        kind = dict(type=_lens, nargs="+", metavar="Q,S") if name == "lens" else dict(type=int)
+        parser.add_argument(_option(name), default=argparse.SUPPRESS, help=f"{explanation}; of {of}", **kind)
+    parser.add_argument("--output", type=Path, help="a PNG or an SVG to write; nothing is written without")
+    options, unknown = parser.parse_known_args(arguments)
+    chosen = {name: value for name, value in vars(options).items() if name in HELP}
+    unused = [*unknown, *(_option(name) for name in chosen if name not in USES[options.name])]
+    if unused:
+        choices = ", ".join([*map(_option, USES[options.name]), "--output"])
+        parser.error(f"{unused[0]} is no option of {options.name}: expected one of {choices}")
     try:
-        drawing = example(options.name, Settings(options.window, options.chunk, options.block_size, options.lens))
-        if str(output) != "-":
-            drawing.save(output)
+        drawing = example(options.name, Settings(**chosen))
+        if options.output:
+            drawing.save(options.output)
     except ValueError as error:
         parser.error(str(error))
     sys.stdout.write(drawing.text() + "\n")
 
 
-def _pair(text: str) -> tuple[int, int]:
-    query_len, seq_len = map(int, text.split(","))
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _lens(text: str) -> tuple[int, int]:
+    try:
+        query_len, seq_len = map(int, text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected two numbers, as in 4,6, got {text!r}") from error
     return query_len, seq_len
 
 

@@ -110,7 +110,8 @@ def _merge(settings: Settings) -> Drawing:
     scores = torch.tensor([0.3, 0.0, 2.2, 0.4, 1.6, 0.5, 0.2])
     block_size = settings.block_size
     words = [WORDS[1][i : i + block_size] for i in range(0, 7, block_size)]
-    return pictures.merge(scores.split(block_size), words=words)
+    names = [f"block {block}" for block in TABLES[1]] if block_size == 4 else None  # those of request b
+    return pictures.merge(scores.split(block_size), words=words, names=names)
 
 
 def _block_table(settings: Settings) -> Drawing:
@@ -169,4 +170,19 @@ EXAMPLES: dict[str, Callable[[Settings], Drawing]] = {
     "differential": _differential,
     "mla": _context_chunks,
     "engine": _engine,
+}
+
+USES: dict[str, tuple[str, ...]] = {  # the settings that each example takes
+    "pictures": ("window", "chunk"),
+    "causal": ("lens",),
+    "window": ("window", "block_size", "lens"),
+    "local": ("chunk", "block_size", "lens"),
+    "cascade": ("block_size", "lens"),
+    "merge": ("block_size",),
+    "table": ("block_size", "lens"),
+    "batch": ("lens",),
+    "dense": ("lens",),
+    "differential": (),
+    "mla": ("lens",),
+    "engine": (),
 }

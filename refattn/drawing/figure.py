@@ -190,6 +190,16 @@ class _Canvas:
             colour = INK
         self.rectangle(x + 0.06, y + 0.06, width - 0.12, height - 0.12, **style)
         self.text(x + width / 2, y + height / 2, cell.text, color=colour)
+        if cell.kind == "gone":
+            self.cross(x + width / 2, y + height / 2, width / 2 - 0.06, height / 2 - 0.06)
+
+    def cross(self, x: float, y: float, half_width: float, half_height: float) -> None:
+        """Cross out a box around (x, y), but for a text in its middle if it is wide enough."""
+        start = 0.6 / half_width if half_width > 1 else 0.0
+        for right in (-half_width, half_width):
+            for down in (-half_height, half_height):
+                ends = [x + start * right, x + right], [y + start * down, y + down]
+                self.axes.plot(*ends, color=INK, lw=0.7, alpha=0.8, clip_on=False)
 
     def labels(self, labels: Sequence[str], x: float, y: float, step: float, *, above: bool) -> None:
         """Write the labels of columns, above or below them: numbers upright, words slanted."""

@@ -11,7 +11,7 @@ class Cell:
     """One cell of a grid.
 
     Attributes:
-        kind: "filled" (in the colour of its group), "outlined", "gone" (dashed), or "" for no cell.
+        kind: "filled" (in the colour of its group), "outlined", "gone" (dashed and crossed out), or "" for no cell.
         text: what is written in it.
         group: selects its colour: the index of a sequence, or `SHARED`.
     """

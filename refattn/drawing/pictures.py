@@ -21,6 +21,7 @@ from refattn.interface.contents import check_block_table
 
 Rule = Callable[[int, int], Bool[Tensor, "t s"]]  # returns the mask of a sequence from its query_len and seq_len
 Words = Sequence[Sequence[str]]  # the tokens of each sequence
+FIRST_OF_PARTS = 3  # the colour of what is no request: the three requests of the notebooks have the first three
 
 
 # --- masks ---
@@ -52,6 +53,21 @@ def side_by_side(**drawings: Drawing) -> Drawing:
     return Drawing(
         [[replace(panel, title=name) for name, each in drawings.items() for line in each.lines for panel in line]]
     )
+
+
+def memory(levels: Mapping[str, Sequence[str]]) -> Drawing:
+    """Draw a memory hierarchy: one row per level, with what a kernel keeps there.
+
+    Args:
+        levels: the names of what each level holds, the smallest and fastest level first.
+    """
+    width = cell_width(name for names in levels.values() for name in names)
+    groups = [FIRST_OF_PARTS + i for i in range(len(levels) - 1)] + [SHARED]
+    cells = [
+        [Cell("filled", name, group) for name in names] for group, names in zip(groups, levels.values(), strict=True)
+    ]
+    note = "every level is larger than the one above it, and slower"
+    return Drawing([[Grid(cells, list(levels), width=width)]], note=note)
 
 
 def sequences(batch: Batch, rule: Rule = masks.causal, *, words: Words | None = None) -> Drawing:
@@ -103,7 +119,14 @@ def step(batch: Batch, *, words: Words | None = None) -> Drawing:
     return Drawing([[tokens], [Grid([row], [" "], title="query rows", width=width)]])
 
 
-def block_table(batch: Batch, *, block_size: int, num_blocks: int | None = None, words: Words | None = None) -> Drawing:
+def block_table(
+    batch: Batch,
+    *,
+    block_size: int,
+    num_blocks: int | None = None,
+    words: Words | None = None,
+    names: str = ascii_lowercase,
+) -> Drawing:
     """Draw the block table of a batch, and the pool with the tokens in it.
 
     Args:
@@ -111,11 +134,12 @@ def block_table(batch: Batch, *, block_size: int, num_blocks: int | None = None,
         block_size: tokens in a block, `p`.
         num_blocks: blocks in the pool, `n`; as many as the table needs if None.
         words: the tokens of each sequence; numbers if None.
+        names: a letter for each sequence, which selects its colour: "b" draws request b alone as it is among others.
 
     Raises:
         ValueError: if the table names a block that the pool does not have.
     """
-    seqs = _host_sequences(batch, words, block_size)
+    seqs = _host_sequences(batch, words, block_size, names)
     columns = max((len(seq.blocks) for seq in seqs), default=0)
     table = [
         [Cell("filled", str(block), seq.group) for block in seq.blocks]
@@ -136,7 +160,7 @@ def block_table(batch: Batch, *, block_size: int, num_blocks: int | None = None,
 
 
 def window(batch: Batch, window_size: tuple[int, int], *, block_size: int, words: Words | None = None) -> Drawing:
-    """Draw a sliding window over each sequence, with the blocks above the keys; blocks that are cut off are dashed.
+    """Draw a sliding window over each sequence, the blocks above its keys; those that are cut off are crossed out.
 
     Args:
         batch: the lengths and the block table.
@@ -153,8 +177,11 @@ def window(batch: Batch, window_size: tuple[int, int], *, block_size: int, words
         _mask_grid(seq, rule, block_size=block_size, num_trimmed=number)
         for seq, number in zip(seqs, num_trimmed, strict=True)
     ]
-    kinds = [span.cell.kind for panel in panels for span in panel.spans]
-    return Drawing([panels], note=f"{kinds.count('filled')} of {len(kinds)} blocks are read, × is cut off")
+    blocks = [span.cell for panel in panels for span in panel.spans]
+    num_read = sum(cell.kind == "filled" for cell in blocks)
+    unread = [cell.text for cell in blocks if cell.kind == "gone"]
+    crossed_out = f"; crossed out: {', '.join(unread)}" if unread else ""
+    return Drawing([panels], note=f"{num_read} of {len(blocks)} blocks are read{crossed_out}")
 
 
 def virtual_batches(batch: Batch, chunk_size: int, *, block_size: int, words: Words | None = None) -> Drawing:
@@ -257,7 +284,7 @@ def schedule(
     Args:
         steps: for each step, the number of new tokens of each request, by its name.
         budget: the largest number of tokens in a step.
-        num_cached: the number of tokens that a request begins behind, as they were found in the pool; 0 if not named.
+        num_cached: the tokens of a request that were in the pool before the first step drawn; 0 if it is not named.
     """
     names = sorted({name for each in steps for name in each})
     num_computed = dict.fromkeys(names, 0) | dict(num_cached or {})
@@ -274,28 +301,32 @@ def schedule(
 # --- weights ---
 
 
-def merge(parts: Sequence[Float[Tensor, "_"]], *, words: Words | None = None) -> Drawing:
+def merge(
+    parts: Sequence[Float[Tensor, "_"]], *, words: Words | None = None, names: Sequence[str] | None = None
+) -> Drawing:
     """Draw how partial answers of one query merge: the weights within each part, and the weights of the whole.
 
     Args:
         parts: the scores of the keys of each part.
         words: the keys of each part; numbers if None.
+        names: of the parts; part 1, part 2 and so on if None.
     """
     lses = torch.stack([scores.logsumexp(0) for scores in parts])
     shares = (lses - lses.logsumexp(0)).exp().tolist()
     labels = [_numbers(len(scores)) for scores in parts] if words is None else words
+    titles = [f"part {i + 1}" for i in range(len(parts))] if names is None else names
     alone = [
         Bars(
             labels[i],
             scores.softmax(0).tolist(),
-            [i] * len(scores),
-            f"part {ascii_lowercase[i]}, LSE {float(lses[i]):.2f}",
+            [FIRST_OF_PARTS + i] * len(scores),
+            f"{titles[i]}, LSE {float(lses[i]):.2f}",
         )
         for i, scores in enumerate(parts)
     ]
     weights = [share * weight for share, bars in zip(shares, alone, strict=True) for weight in bars.values]
     groups = [group for bars in alone for group in bars.groups]
-    title = "merged: " + " + ".join(f"{share:.2f} of {ascii_lowercase[i]}" for i, share in enumerate(shares))
+    title = "merged: " + " + ".join(f"{share:.2f} of {name}" for share, name in zip(shares, titles, strict=True))
     return Drawing([alone, [Bars([word for part in labels for word in part], weights, groups, title)]])
 
 
@@ -316,7 +347,7 @@ def difference(
     return Drawing(
         [
             [
-                Bars(labels, weights.tolist(), [i] * len(labels), title)
+                Bars(labels, weights.tolist(), [FIRST_OF_PARTS + i] * len(labels), title)
                 for i, (title, weights) in enumerate(weights_by_title.items())
             ]
         ]
@@ -348,15 +379,17 @@ class _HostSequence:
         return _HostSequence(name, self.group, query_len, stop - start, self.words[start:stop], blocks)
 
 
-def _host_sequences(batch: Batch, words: Words | None, block_size: int | None = None) -> list[_HostSequence]:
+def _host_sequences(
+    batch: Batch, words: Words | None, block_size: int | None = None, names: str = ascii_lowercase
+) -> list[_HostSequence]:
     """Return the sequences of a batch; without their blocks if there is no block size."""
     tables: list[list[int]] = [[]] * batch.num_seqs
     if block_size is not None:
         tables = check_block_table(batch, block_size=block_size).tolist()
     return [
         _HostSequence(
-            ascii_lowercase[i % 26],
-            i,
+            names[i % len(names)],
+            ascii_lowercase.index(names[i % len(names)]),
             query_len,
             seq_len,
             _numbers(seq_len) if words is None else words[i],
@@ -374,11 +407,11 @@ def _mask_grid(
     num_trimmed: int = 0,
     chunk_size: int | None = None,
 ) -> Grid:
-    """Draw the mask of a sequence, its blocks above it, the first `num_trimmed` of them dashed."""
+    """Draw the mask of a sequence, its blocks above it, the first `num_trimmed` of them crossed out."""
     spans = []
     if block_size is not None:
         for i, block in enumerate(seq.blocks):
-            cell = Cell("gone", f"×{block}", seq.group) if i < num_trimmed else Cell("filled", str(block), seq.group)
+            cell = Cell("gone" if i < num_trimmed else "filled", str(block), seq.group)
             spans.append(Span(i * block_size, min((i + 1) * block_size, seq.seq_len), cell))
     cuts = range(chunk_size, seq.seq_len, chunk_size) if chunk_size else ()
     cells = _mask_cells(rule(seq.query_len, seq.seq_len), seq.group)

@@ -34,6 +34,8 @@ def _cell_text(cell: Cell) -> str:
 
 def _span_text(span: Span, size: int) -> str:
     text = span.cell.text
+    if span.cell.kind == "gone":  # crossed out
+        return f"[{text:-^{size - 2}}]" if size > len(text) + 3 else f"{'×':{size}}"
     return f"[{text:^{size - 2}}]" if size > len(text) + 1 else f"{text:{size}}"
 
 

@@ -53,7 +53,7 @@ sky    . 1 1 1 .
 blue   . . 1 1 1
 
 b
-       [ ×4  ] [ 7 ]
+       [--4--] [ 7 ]
 like   . . . . 1 1 1
 
 c
@@ -62,7 +62,7 @@ Name      1 . .
 three     1 1 .
 colours   1 1 1
 
-4 of 5 blocks are read, × is cut off""",
+4 of 5 blocks are read; crossed out: 4""",
     "cascade": """\
             [  5  ] [  0  ] [  9  ] 2 [  4  ] [ 7 ] [ 1 ]
 a sky       # # # # # # # # 1 1 1 1 .
@@ -91,18 +91,18 @@ block 7   ?       They    like    .
 block 8   .       .       .       .
 block 9   Why     is      the     sky""",
     "merge": """\
-part a, LSE 2.55
+block 4, LSE 2.55
 Why    0.10 ####
 do     0.08 ###
 cats   0.70 ############################
 purr   0.12 #####
 
-part b, LSE 2.06
+block 7, LSE 2.06
 ?      0.63 #########################
 They   0.21 ########
 like   0.16 ######
 
-merged: 0.62 of a + 0.38 of b
+merged: 0.62 of block 4 + 0.38 of block 7
 Why    0.07 ###
 do     0.05 ##
 cats   0.44 #################
@@ -168,7 +168,30 @@ def test_the_shares_of_a_merge_are_those_of_one_softmax():
     scores = torch.randn(9, generator=torch.Generator().manual_seed(0))
     drawn = drawing.merge(scores.split([4, 2, 3]))
     assert drawn.lines[1][0].values == pytest.approx(scores.softmax(0).tolist(), rel=1e-5)
-    assert [bars.groups[0] for bars in drawn.lines[0]] == [0, 1, 2]
+    assert [bars.title.split(",")[0] for bars in drawn.lines[0]] == ["part 1", "part 2", "part 3"]
+    assert [bars.groups[0] for bars in drawn.lines[0]] == [3, 4, 5], "parts of one request, in the colours of others"
+
+
+def test_a_request_alone_has_the_name_and_the_colour_that_it_has_among_others():
+    alone = drawing.block_table(make_batch([1], [7], [[4, 7]]), block_size=4, names="b")
+    among = drawing.block_table(make_batch([1, 1], [1, 7], [[0], [4, 7]]), block_size=4)
+    assert alone.lines[0][0].rows == ["b"]
+    assert alone.lines[0][0].cells[0] == among.lines[0][0].cells[1]
+    assert alone.lines[0][1].cells[4] == among.lines[0][1].cells[4]
+
+
+def test_a_block_that_is_cut_off_is_crossed_out_and_named():
+    drawn = drawing.window(make_batch([1], [3], [[5, 6, 7]]), (0, 0), block_size=1)
+    assert drawn.text().splitlines()[1:3] == ["    × × 7", "2   . . 1"]
+    assert drawn.note == "1 of 3 blocks are read; crossed out: 5, 6"
+    assert drawing.window(make_batch([1], [3], [[5]]), (0, 0), block_size=4).note == "1 of 1 blocks are read"
+
+
+def test_a_memory_hierarchy_names_its_levels_and_what_they_hold():
+    drawn = drawing.memory({"registers": ["scores"], "HBM": ["query", "key"]})
+    lines = drawn.text().splitlines()
+    assert lines[:2] == ["registers   scores", "HBM         query  key"]
+    assert drawn.note == "every level is larger than the one above it, and slower"
 
 
 def test_a_difference_may_go_below_zero():
@@ -286,23 +309,57 @@ def test_the_command_prints_and_writes(name, tmp_path, capsys):
     assert output.read_text() == drawing.example(name)._repr_svg_()
 
 
-def test_the_command_writes_a_png_of_its_name(tmp_path, monkeypatch, capsys):
+def test_the_command_writes_nothing_that_nobody_asked_for(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     main(["window", "--window", "2"])
-    assert [path.name for path in tmp_path.iterdir()] == ["window.png"]
+    assert not list(tmp_path.iterdir())
     assert "like   . . . . . 1 1" in capsys.readouterr().out
 
 
-def test_the_command_can_print_only(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    main(["local", "--chunk", "4", "--lens", "4,6", "10,17", "5,9", "--output", "-"])
-    assert not list(tmp_path.iterdir())
+OTHER_SETTINGS = {"window": 2, "chunk": 2, "block_size": 2, "lens": [(4, 6), (10, 17)]}
+OTHER_ARGUMENTS = {
+    "window": ["--window", "2"],
+    "chunk": ["--chunk", "2"],
+    "block_size": ["--block-size", "2"],
+    "lens": ["--lens", "4,6", "10,17"],
+}
+
+
+@each_example
+@pytest.mark.parametrize("option", OTHER_SETTINGS)
+def test_an_option_changes_the_drawing_or_is_refused(name, option, capsys):
+    changes = {option: OTHER_SETTINGS[option]} | ({"block_size": 2} if option == "chunk" else {})
+    same = drawing.example(name, drawing.Settings(**changes | {option: getattr(drawing.Settings, option)}))
+    changed = drawing.example(name, drawing.Settings(**changes))
+    assert (changed.text() != same.text()) == (option in drawing.USES[name])
+    arguments = [
+        name,
+        *OTHER_ARGUMENTS[option],
+        *(["--block-size", "2"] if (name, option) == ("local", "chunk") else []),
+    ]
+    if option in drawing.USES[name]:
+        main(arguments)
+        assert changed.text() in capsys.readouterr().out
+        return
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    error = capsys.readouterr().err
+    assert f"{OTHER_ARGUMENTS[option][0]} is no option of {name}: expected one of" in error
+    assert all(f"--{each.replace('_', '-')}" in error.split("expected")[1] for each in drawing.USES[name])
 
 
 BAD_COMMANDS = {
     "no-such-drawing": (["circle"], "invalid choice: 'circle'"),
     "a-chunk-of-broken-blocks": (["local", "--chunk", "6"], "chunk_size: expected a multiple of block_size=4, got 6"),
-    "lens-without-a-comma": (["causal", "--lens", "4"], "invalid _pair value: '4'"),
+    "no-such-option": (
+        ["window", "--mask", "slding"],
+        "--mask is no option of window: expected one of --window, --block",
+    ),
+    "half-an-option": (
+        ["window", "--win", "3"],
+        "--win is no option of window: expected one of --window, --block-size",
+    ),
+    "lens-without-a-comma": (["causal", "--lens", "4"], "expected two numbers, as in 4,6, got '4'"),
     "a-window-of-no-tokens": (["window", "--window", "0"], "window: expected at least 1, got 0"),
     "a-chunk-of-no-tokens": (["pictures", "--chunk", "0"], "chunk: expected at least 1, got 0"),
     "a-block-of-no-tokens": (["table", "--block-size", "0"], "block_size: expected at least 1, got 0"),
@@ -331,6 +388,6 @@ def test_an_unknown_example_is_named():
 def test_text_needs_no_matplotlib():
     """Refattn runs with torch, einops and jaxtyping alone."""
     hide = "import sys; sys.modules['matplotlib'] = None"
-    program = f"{hide}; from refattn.drawing.__main__ import main; main(['local', '--output', '-'])"
+    program = f"{hide}; from refattn.drawing.__main__ import main; main(['local'])"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert "virtual 3 of c" in run.stdout

@@ -47,6 +47,15 @@ def test_it_teaches_as_the_others_do(path):
         assert len(cell.source.splitlines()) <= 16, f"a long cell: {cell.source.splitlines()[0]}"
 
 
+def test_every_picture_says_what_it_shows():
+    """The metadata of a cell that draws has an `alt`, which describes its picture to those who do not see it."""
+    drawing = [cell for path in run.notebooks() for cell in code_cells(path) if "image/" in str(cell.outputs)]
+    alts = [cell.metadata.get("alt", "") for cell in drawing]
+    assert all(len(alt) > 40 for alt in alts), [cell.source for cell, alt in zip(drawing, alts, strict=True) if not alt]
+    pictures = {(alt, str(cell.outputs[-1].data)) for alt, cell in zip(alts, drawing, strict=True)}
+    assert len(pictures) == len(set(alts)), "two pictures have one description"
+
+
 @each_notebook
 def test_outputs_are_stored_and_errors_are_not(path):
     outputs = [output for cell in code_cells(path) for output in cell.outputs]
