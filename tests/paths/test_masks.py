@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import re
 
 import pytest
 import torch
@@ -154,3 +155,13 @@ def test_a_nan_that_a_query_sees_comes_out():
     key[2] = float("nan")
     out, _ = refattn.attention.attend(query, key, value, masks.window(3, 6, (1, 0)), softcap=1.0)
     assert out[0].isnan().all()
+
+
+@pytest.mark.parametrize("window_size", [3, None, (3,), [3, 0], (-2, 0), (3.0, 0), (True, 0), "30"], ids=repr)
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_a_window_that_is_no_pair_is_named(window_size):
+    message = r"window_size: expected \(left, right\), two ints, .*, got " + re.escape(repr(window_size))
+    with pytest.raises(ValueError, match=message):
+        masks.window(2, 3, window_size)
+    with pytest.raises(ValueError, match=message):
+        masks.visible_keys(2, 3, causal=True, window_size=window_size)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 from io import StringIO
 from types import SimpleNamespace
 
@@ -60,10 +61,13 @@ def test_demo_proves_both_twins(tiny, terminal):
     assert proven
     for question in QUESTIONS:
         assert row(text, question)[-2:] == ["yes", "yes"]
-    assert "computed by refattn, and once more by fastattn." in " ".join(text.split())
+    assert "computed by fastattn, and once more by refattn." in " ".join(text.split())
+    stages = [line.strip("─ ") for line in text.splitlines() if " of 4: " in line]
+    assert [stage.split(": ")[1].rsplit(", about")[0] for stage in stages] == list(demo.TIMES_FASTATTN)
+    assert all(re.search(r", about \d+ (s|minutes)$", stage) for stage in stages)
     assert "its tolerance: all are within" in " ".join(text.split())
     counts = {name: row(text, name) for name in ("steps", "chunks of prompts", "prefix cache hits", "preemptions")}
-    assert all(reference == fast for reference, fast in counts.values()), "the scheduler does not know its twin"
+    assert all(fast == reference for fast, reference in counts.values()), "the scheduler does not know its twin"
     assert int(counts["chunks of prompts"][0]) > len(QUESTIONS)
     assert int(counts["prefix cache hits"][0].removesuffix(" blocks")) > 0
     assert int(counts["preemptions"][0]) > 0
@@ -207,7 +211,7 @@ def test_missing_file_says_what_to_type(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--twin", "evil"], "twin: expected both, refattn or fastattn, got 'evil'"),
+        (["--twin", "evil"], "twin: expected both, fastattn or refattn, got 'evil'"),
         (["--prompt", " "], "prompt: expected some text"),
         (["--device", "abacus"], "device: expected one of cpu"),
     ],

@@ -26,6 +26,8 @@ FENCE = re.compile(
 SWAP = re.compile(r"from refattn import (.*)  # or: from fastattn.*")
 MAKE_TARGETS = re.findall(r"^([a-z]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
+MARK = re.compile(r"<!-- (?P<name>api|code|kernels|measured|picture|says|tested)\b(?P<arguments>[^:]*?) -->")
+
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
@@ -197,7 +199,7 @@ def test_nothing_is_left_unmade(site):
     for path, page in site.items():
         if "source" not in path.parts:
             html = path.read_text()
-            assert "arithmatex" not in html and "{{ " not in html, path.name
+            assert "arithmatex" not in html and not MARK.search(html), path.name
         assert all(picture.get("alt") for picture in page.pictures), f"{path.name} has a picture without a description"
 
 
@@ -250,10 +252,22 @@ def test_links_between_files_lead_somewhere(page):
             assert (page.parent / urldefrag(link).url).exists(), f"{page.name} links to {link}"
 
 
-@pytest.mark.parametrize("page", [*FRONT, *LINKED_FROM_FRONT], ids=lambda page: page.name)
-def test_what_is_met_first_can_be_read_as_it_is(page):
-    """A page that the README links to is plain Markdown: no marks that only the site fills in."""
-    assert not re.search(r"\{\{ |^ *(!!!|===) ", page.read_text(), re.MULTILINE)
+@each_page
+def test_a_page_can_be_read_on_a_code_host(page):
+    """A page is plain Markdown: no syntax that only the site knows, and beside each mark a link or a caption."""
+    text = page.read_text()
+    assert not re.search(r"\{\{|\{%|^ *(!!!|\?\?\?|===) ", text, re.MULTILINE)
+    for mark in MARK.finditer(text):
+        line = text[text.rfind("\n", 0, mark.start()) + 1 : mark.start()].strip()
+        arguments = mark["arguments"].split()
+        if mark["name"] == "picture":
+            assert re.fullmatch(rf"\*.+\* \(`python -m refattn.drawing {arguments[0]}` draws it\.\)", line), mark[0]
+            continue
+        (link,) = re.findall(r"\]\(([^)\s]+)\)", line)
+        assert (page.parent / link).exists(), f"{page.name} links to {link}"
+        if mark["name"] in ("code", "says"):
+            module = link.removeprefix("../" * link.count("../")).removesuffix(".py").replace("/", ".")
+            assert f"{arguments[0]}.".startswith(f"{module}."), f"{page.name}: {link} is not the file of {arguments[0]}"
 
 
 def test_the_readme_shows_the_committed_measurements(monkeypatch):
@@ -319,9 +333,43 @@ def test_every_result_of_the_tests_is_shown(monkeypatch):
     hooks = importlib.import_module("hooks")
     files = sorted(hooks.RESULTS.glob("tests/*.json"))
     assert files
-    shown = hooks.tested(None, None, None)
+    shown = hooks.tested(None, "")
     for file in files:
-        assert hooks.outcomes(json.loads(file.read_text())) in shown
+        text, table = hooks.outcomes(json.loads(file.read_text())).rsplit("\n\n", 1)
+        assert f"{text}\n\n" in shown
+        assert textwrap.indent(table, "    ") in shown
+
+
+@of_the_site
+def test_every_word_of_the_glossary_can_be_found_without_a_server(site):
+    """The index of a site that is opened as a file is a script, and each word is an entry of its own."""
+    root = next(path for path in site if path.name == "404.html").parent
+    index = json.loads((root / "search/search_index.js").read_text().removeprefix("var __index = "))
+    titles = {entry["title"] for entry in index["docs"] if entry["location"].startswith("glossary.html#")}
+    words = re.findall(r'<h4 id="[^"]+">(.+?)</h4>', (ROOT / "docs/glossary.md").read_text())
+    assert len(words) > 40
+    assert set(words) <= titles
+    assert {
+        "GQA",
+        "MQA",
+        "MLA",
+        "RoPE",
+        "HBM",
+        "arithmetic intensity",
+        "continuous batching",
+        "flash decoding",
+    } <= titles
+    start = site[root / "index.html"].fetched
+    worker = next(i for i, url in enumerate(start) if url == "assets/iframe-worker.js")
+    assert any("bundle" in url for url in start[worker:]), "the theme starts its search before there is a worker"
+
+
+@of_the_site
+def test_no_signature_is_wider_than_a_page(site):
+    for page in (path for path in site if path.parent.name == "reference"):
+        signatures = re.findall(r'<div class="[^"]*doc-signature[^"]*".*?</pre>', page.read_text(), re.DOTALL)
+        lines = [line for each in signatures for line in re.sub("<[^>]+>", "", each).splitlines()]
+        assert max(map(len, lines), default=0) <= 130, page.name
 
 
 @of_the_site
