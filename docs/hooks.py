@@ -239,7 +239,7 @@ def _when(run: dict[str, Any]) -> str:
 
 
 def _beside_peers(rows: list[dict[str, Any]]) -> str:
-    """Say how long fastattn takes beside the fastest peer of each row, where there are both."""
+    """Return the range of fastattn's time over that of the fastest peer, over the rows that have both."""
     pairs = [(row["contenders"][0], fastest_peer(row)) for row in rows]
     shares = [twin["median"] / peer["median"] for twin, peer in pairs if peer and "median" in twin]
     if not shares:

@@ -178,7 +178,7 @@ class LocalLayer(Layer):
         sizes = dict(chunk_size=self.chunk_size, block_size=block_size)
         return SplitPlan(tuple((part.tokens, twin.local.plan(part.batch, **sizes)) for part in parts))
 
-    def attend(  # type: ignore[override]
+    def attend(  # type: ignore[override]  # with the plan of this class
         self,
         twin: Twin,
         module: Any,
@@ -295,7 +295,7 @@ class LatentLayer(Layer):
         parts = _decodes_and_prefills(twin, batch, lens)
         return SplitPlan(tuple((part.tokens, plan_part(part.batch)) for part in parts))
 
-    def attend(  # type: ignore[override]
+    def attend(  # type: ignore[override]  # with the plan of this class
         self,
         twin: Twin,
         module: Any,

@@ -39,7 +39,7 @@ from fastattn.kernels.triton import cache as triton_cache
 from fastattn.kernels.triton import pairs as triton_pairs
 from fastattn.kernels.triton.attention import attend
 from fastattn.kernels.triton.parts import merge_states
-from fastattn.kernels.triton.run import SCRATCH_BYTES, Tuning, shrink
+from fastattn.kernels.triton.run import SCRATCH_BYTES, Tuning, is_wide, shrink
 from refattn.interface import AttentionOptions, Batch, Plan
 from refattn.metadata import make_batch
 
@@ -144,6 +144,40 @@ def test_layers_of_a_step_are_launched_alike(splits, device):
             in_memory = torch.full_like(answer[0], torch.nan)
             assert attend(*tensors, plan, AttentionOptions(**options), in_memory)[0] is in_memory
             assert torch.equal(in_memory, answer[0])
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_values_that_are_keys_have_launches_of_their_own(splits, device):
+    """The same tensors, values read apart and read with their keys: a plan must not take one launch for the other."""
+    inputs = build(Case("latents", ((2, 40), (1, 60)), heads=(2, 1)), device=device)
+    query, key_cache, _, plan, options = given(*inputs.tensors)
+    values = key_cache[..., :48]
+    with launched_as(splits=splits, most_splits=splits, block_n=16):
+        answers = [attend(query, key_cache, values, plan, options, shared=shared) for shared in (False, True) * 2]
+    assert len(plan.kept) == 2
+    for answer, again in zip(answers, answers[2:], strict=False):
+        assert all(map(torch.equal, answer, again))
+    torch.testing.assert_close(answers[0], answers[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("stride", "wide"), [(2**27 - 1, False), (2**27, True)])
+def test_tokens_of_a_block_that_32_bits_do_not_reach(stride, wide):
+    assert is_wide(16, 1, stride) is is_wide(16, stride, 1) is wide
+
+
+@pytest.mark.parametrize(
+    ("tune", "programs", "visible", "expected"),
+    [
+        ("_tune", 8, 131072, (33, 4)),  # one sequence: two programs for each multiprocessor
+        ("_tune", 64, 8192, (8, 2)),  # eight of them: four
+        ("_tune_latents", 64, 8192, (4, 4)),  # 64 decodes of 16 heads
+        ("_tune_latents", 128, 2048, (2, 4)),
+    ],
+)
+def test_splits_that_were_measured(tune, programs, visible, expected):
+    """On an H200 of 132 multiprocessors, with tiles of 16 rows: how many splits, and the warps of a program."""
+    chosen = getattr(triton_attention, tune)(16, 256 if tune == "_tune" else 1152, programs, visible, 132)
+    assert (chosen.splits, chosen.num_warps) == expected
 
 
 @pytest.mark.parametrize("name", ["mixed", "heads-first", "narrow-values", "wide-values", "head-size-256"])

@@ -188,6 +188,24 @@ def test_everything_is_absorbed_under_batch_invariance(deepseek, expected, twin,
 
 
 @pytest.mark.parametrize("twin", TWINS)
+def test_chunks_are_planned_for_the_contexts_of_prompts(twin, monkeypatch):
+    """Not for a prompt without one, nor for the long context of a decode beside it."""
+    monkeypatch.setattr(refattn.serving.layers, "WORKSPACE", 8)
+    package, layer = Twin(importlib.import_module(twin)), LatentLayer(1, 24, 16)
+
+    def chunks(*lens):
+        tables = [list(range(10 * i, 10 * i + 10)) for i in range(len(lens))]
+        batch = package.metadata.make_batch(*zip(*lens, strict=True), tables)
+        plans = [plan for _, plan in layer.plan(package, batch, 4, lens).parts]
+        return [len(plan.chunks) for plan in plans if hasattr(plan, "chunks")]
+
+    assert chunks((9, 9)) == [0]
+    assert chunks((1, 40), (9, 9), (7, 7)) == [0]
+    assert chunks((1, 40), (9, 22)) == [2]
+    assert chunks((1, 40)) == []
+
+
+@pytest.mark.parametrize("twin", TWINS)
 def test_batch_invariance_is_to_the_bit(twin, device, monkeypatch):
     """A prompt alone, beside decodes, and beside another prompt; its products with the weights are exact here."""
     monkeypatch.setattr(refattn.serving.layers, "WORKSPACE", 8)
