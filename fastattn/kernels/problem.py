@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-from refattn.interface import AttentionOptions, Batch, Plan
+from refattn.interface import AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan
 
 
 class Problem(NamedTuple):
@@ -34,6 +34,8 @@ class Problem(NamedTuple):
         aligned: the elements of each head lie side by side, from a multiple of 16 bytes on.
         num_pairs: copies of blocks that are asked for.
         uniform: the host knows that every sequence has `max_query_len` new tokens.
+        stored: the types of the codes, or numbers, that keys and values are in a quantised cache; None in any other.
+        rounds_query: queries are rounded as keys are.
     """
 
     operation: str
@@ -56,6 +58,8 @@ class Problem(NamedTuple):
     aligned: bool = True
     num_pairs: int = 0
     uniform: bool = False
+    stored: tuple[torch.dtype, torch.dtype] | None = None
+    rounds_query: bool = False
 
     @property
     def is_attention(self) -> bool:
@@ -64,7 +68,13 @@ class Problem(NamedTuple):
 
 
 def attention_problem(
-    operation: str, query: Tensor, key: Tensor, value: Tensor, plan: Plan, options: AttentionOptions
+    operation: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: Plan,
+    options: AttentionOptions,
+    scales: Fp8Scales | Int8Scales | None = None,
 ) -> Problem:
     """Describe the attention of queries `[t, h, d]` over keys `[..., hk, d]` and values `[..., hk, dv]`."""
     batch = plan.batch
@@ -88,7 +98,14 @@ def attention_problem(
         options.batch_invariant,
         query.device.type != "cuda" or all(map(_is_aligned, (query, key, value))),
         uniform=_is_uniform(batch) and query.shape[0] >= batch.num_seqs * batch.max_query_len,
+        stored=None if scales is None else stored_types(scales, value),
+        rounds_query=scales is not None and (isinstance(scales, Int8Scales) or scales.query is not None),
     )
+
+
+def stored_types(scales: Fp8Scales | Int8Scales, value: Tensor) -> tuple[torch.dtype, torch.dtype]:
+    """Return the types of keys and values in a quantised cache, be it of bytes or not."""
+    return (scales.format, scales.format) if isinstance(scales, Fp8Scales) else (torch.int8, value.dtype)
 
 
 def uses_positions(plan: Plan, options: AttentionOptions) -> bool:
