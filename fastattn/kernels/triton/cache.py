@@ -80,10 +80,10 @@ def write_quantized(
     rows = num_tokens * num_kv_heads
     if rows == 0:
         return
-    is_int8 = isinstance(scales, Int8Scales)
+    kind = FORMATS[scales.format] if isinstance(scales, Fp8Scales) else "int8"
     numbers = [1.0 if isinstance(x, Tensor) or x is None else x for x in (scales.key, scales.value)]
     tensors = [x if isinstance(x, Tensor) else None for x in (scales.key, scales.value)]
-    pools = [x if is_int8 else x.view(torch.uint8) for x in (key_cache, value_cache)]
+    pools = [x if kind == "int8" else x.view(torch.uint8) for x in (key_cache, value_cache)]
     _quantize_kernel[(-(-rows // BLOCK_ROWS),)](
         key,
         value,
@@ -103,7 +103,7 @@ def write_quantized(
         VALUE_HEAD_SIZE=value.shape[-1],
         BLOCK_SIZE=key_cache.shape[1],
         BLOCK_ROWS=BLOCK_ROWS,
-        CODES="int8" if is_int8 else FORMATS[scales.format],
+        CODES=kind,
     )
 
 

@@ -73,6 +73,52 @@ def size_of(value: Tensor) -> int:
     return 2 * size if are_pairs(value) else size
 
 
+# Instructions for two pairs of codes, the first of each pair and the second; and for four codes of int8, of which each
+# is the last byte of 1024 + 128 + code in float16.
+PAIRS_OF_E4M3 = tl.constexpr("""
+    {
+        .reg .b16 low, high;
+        .reg .b32 two, others;
+        mov.b32 {low, high}, $2;
+        cvt.rn.f16x2.e4m3x2 two, low;
+        cvt.rn.f16x2.e4m3x2 others, high;
+        prmt.b32 $0, two, others, 0x5410;
+        prmt.b32 $1, two, others, 0x7632;
+    }
+""")
+PAIRS_OF_E5M2 = tl.constexpr("""
+    {
+        .reg .b32 first;
+        shl.b32 first, $2, 8;
+        and.b32 $0, first, 0xff00ff00;
+        and.b32 $1, $2, 0xff00ff00;
+    }
+""")
+PAIRS_OF_INT8 = tl.constexpr("""
+    {
+        .reg .b32 codes, magic;
+        xor.b32 codes, $2, 0x80808080;
+        mov.b32 magic, 0x64646464;
+        prmt.b32 $0, codes, magic, 0x4240;
+        prmt.b32 $1, codes, magic, 0x4341;
+        mov.b32 magic, 0x64806480;
+        sub.f16x2 $0, $0, magic;
+        sub.f16x2 $1, $1, magic;
+    }
+""")
+FOUR_OF_INT8 = tl.constexpr("""
+    {
+        .reg .b32 codes, magic;
+        xor.b32 codes, $2, 0x80808080;
+        mov.b32 magic, 0x64646464;
+        prmt.b32 $0, codes, magic, 0x4140;
+        prmt.b32 $1, codes, magic, 0x4342;
+        mov.b32 magic, 0x64806480;
+        sub.f16x2 $0, $0, magic;
+        sub.f16x2 $1, $1, magic;
+    }
+""")
+
 # Triton's interpreter finds a function only if it stands above the one that calls it.
 
 
@@ -99,19 +145,8 @@ def from_codes(codes, CODES: tl.constexpr, HARDWARE: tl.constexpr):
     if CODES == "int8":
         if HARDWARE:  # 1024 + 128 + code, by its bits, and 1152 less: four codes at a time
             numbers = tl.inline_asm_elementwise(
-                """
-                {
-                    .reg .b32 codes, magic;
-                    xor.b32 codes, $2, 0x80808080;
-                    mov.b32 magic, 0x64646464;
-                    prmt.b32 $0, codes, magic, 0x4140;
-                    prmt.b32 $1, codes, magic, 0x4342;
-                    mov.b32 magic, 0x64806480;
-                    sub.f16x2 $0, $0, magic;
-                    sub.f16x2 $1, $1, magic;
-                }
-                """,
-                "=r,=r,r",
+                FOUR_OF_INT8,
+                "=&r,=&r,r",
                 [codes],
                 dtype=tl.float16,
                 is_pure=True,
@@ -139,42 +174,10 @@ def from_pairs(pairs, CODES: tl.constexpr, HARDWARE: tl.constexpr):
     read byte by byte. Two pairs are taken at a time, as four bytes.
     """
     if HARDWARE:
-        if CODES == "e4m3":
-            ASM: tl.constexpr = """
-                {
-                    .reg .b16 low, high;
-                    .reg .b32 two, others;
-                    mov.b32 {low, high}, $2;
-                    cvt.rn.f16x2.e4m3x2 two, low;
-                    cvt.rn.f16x2.e4m3x2 others, high;
-                    prmt.b32 $0, two, others, 0x5410;
-                    prmt.b32 $1, two, others, 0x7632;
-                }
-                """
-        elif CODES == "e5m2":
-            ASM: tl.constexpr = """
-                {
-                    .reg .b32 first;
-                    shl.b32 first, $2, 8;
-                    and.b32 $0, first, 0xff00ff00;
-                    and.b32 $1, $2, 0xff00ff00;
-                }
-                """
-        else:
-            ASM: tl.constexpr = """
-                {
-                    .reg .b32 codes, magic;
-                    xor.b32 codes, $2, 0x80808080;
-                    mov.b32 magic, 0x64646464;
-                    prmt.b32 $0, codes, magic, 0x4240;
-                    prmt.b32 $1, codes, magic, 0x4341;
-                    mov.b32 magic, 0x64806480;
-                    sub.f16x2 $0, $0, magic;
-                    sub.f16x2 $1, $1, magic;
-                }
-                """
+        OTHER: tl.constexpr = PAIRS_OF_E5M2 if CODES == "e5m2" else PAIRS_OF_INT8
+        ASM: tl.constexpr = PAIRS_OF_E4M3 if CODES == "e4m3" else OTHER
         first, second = tl.inline_asm_elementwise(
-            ASM, "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+            ASM, "=&r,=&r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
         )
     else:
         KIND: tl.constexpr = tl.int8 if CODES == "int8" else tl.uint8
