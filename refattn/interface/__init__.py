@@ -4,8 +4,10 @@ from refattn.interface.batch import Batch, Part, Prefix
 from refattn.interface.options import AttentionOptions
 from refattn.interface.plan import CascadePlan, ContextChunk, Needs, Plan, PrefillPlan
 from refattn.interface.scales import Fp8Scales, Int8Scales
+from refattn.interface.trees import Accepted, TreePlan, Trees
 
 __all__ = [
+    "Accepted",
     "AttentionOptions",
     "Batch",
     "CascadePlan",
@@ -17,4 +19,6 @@ __all__ = [
     "Plan",
     "PrefillPlan",
     "Prefix",
+    "TreePlan",
+    "Trees",
 ]
