@@ -215,15 +215,17 @@ def attention(
         zip(whole.batch.query_rows(), whole.batch.seq_lens.tolist(), _lists(plan.trees), strict=True)
     ):
         first_node = s - len(parents)
-        key_positions = torch.arange(s, device=query.device)
-        key_positions[first_node:] = first_node + plan.depths[i, : len(parents)]
-        where = dict(
-            positions=whole.positions[q0:q1].long() - (0 if whole.first_keys is None else whole.first_keys[i].long()),
-            key_positions=key_positions,
-            device=query.device,
-        )
-        visible = masks.window(q1 - q0, s, whole.window_size, **where)
+        first_key = 0 if whole.first_keys is None else whole.first_keys[i].long()
+        where = whole.positions[q0:q1].long() - first_key
+        keys = torch.arange(s, device=query.device)
+        keys[first_node:] = first_node + plan.depths[i, : len(parents)]  # the positions of siblings are the same
+        visible = masks.window(q1 - q0, s, whole.window_size, positions=where, key_positions=keys, device=query.device)
         visible[:, first_node:] &= masks.tree(parents)[len(parents) - (q1 - q0) :].to(query.device)
+        bias = None
+        if slopes is not None:
+            bias = masks.alibi(
+                slopes, q1 - q0, s, dtype=compute, positions=where, key_positions=keys, device=query.device
+            )
         result[q0:q1], lse[q0:q1] = attend(
             query[q0:q1].to(compute),
             gather(key_cache, block_table[i], s),
@@ -231,7 +233,7 @@ def attention(
             visible,
             softmax_scale=options.softmax_scale,
             softcap=options.softcap,
-            bias=None if slopes is None else masks.alibi(slopes, q1 - q0, s, dtype=compute, **where),
+            bias=bias,
             sinks=options.sinks,
         )
     return hand_over(result, lse, query, return_lse=return_lse, out=out)
@@ -311,10 +313,14 @@ def accept_sampled(
     """
     check_drafts(batch, trees, drafts=drafts)
     check_probabilities(drafts, target_probs, uniforms, draft_probs)
-    paths, next_tokens = [], []
+    paths: list[list[int]] = []
+    next_tokens: list[int] = []
     for (q0, _), parents in zip(batch.query_rows(), _lists(trees), strict=True):
-        path, next_token = [0] if parents else [], -1
-        left = target_probs[q0].double() if parents else None  # of the distribution after the last accepted node
+        if not parents:
+            paths.append([])
+            next_tokens.append(-1)
+            continue
+        path, left = [0], target_probs[q0].double()  # what is left of the distribution after the last accepted node
         for node in range(1, len(parents)):
             if parents[node] != path[-1]:
                 continue
@@ -330,11 +336,9 @@ def accept_sampled(
             else:
                 rest = (left - drawn_from).clamp(min=0.0)
                 left = rest / rest.sum() if rest.sum() > 0 else left  # nothing left is rounding: p and q are equal
-        if left is not None:
-            ends = left.cumsum(0)
-            next_token = int(torch.searchsorted(ends, uniforms[q0].double() * ends[-1], right=True))
+        ends = left.cumsum(0)
         paths.append(path)
-        next_tokens.append(next_token)
+        next_tokens.append(int(torch.searchsorted(ends, uniforms[q0].double() * ends[-1], right=True)))
     return _accepted(paths, next_tokens, trees)
 
 
@@ -368,8 +372,8 @@ def compact(
             moves.append(((tables[i][from_block], from_row), (tables[i][to_block], to_row)))
     for cache in caches:
         tokens = [cache[source].clone() for source, _ in moves]  # all are read before one is written
-        for token, (_, target) in zip(tokens, moves, strict=True):
-            cache[target] = token
+        for token, (_, destination) in zip(tokens, moves, strict=True):
+            cache[destination] = token
 
 
 def accepted_batch(batch: Batch, trees: Trees, lens: Int32[Tensor, "b"]) -> Batch:

@@ -157,13 +157,13 @@ def check_trees(batch: Batch, trees: Trees) -> None:
     same_device(seq_lens=batch.seq_lens, tree_lens=trees.lens)
     if not batch.seq_lens.is_cpu:
         return
-    rows = zip(batch.query_lens.tolist(), trees.lens.tolist(), batch.seq_lens.tolist(), strict=True)
-    for i, (query_len, nodes, seq_len) in enumerate(rows):
-        if not query_len <= nodes <= seq_len:
-            raise ValueError(
-                f"tree_lens: expected at least the {query_len} query rows of sequence {i}, and at most its {seq_len} "
-                f"keys, got {nodes} nodes"
-            )
+    wrong = (batch.query_lens > trees.lens) | (trees.lens > batch.seq_lens)
+    if wrong.any():
+        i = int(wrong.int().argmax())
+        raise ValueError(
+            f"tree_lens: expected at least the {int(batch.query_lens[i])} query rows of sequence {i}, and at most its "
+            f"{int(batch.seq_lens[i])} keys, got {int(trees.lens[i])} nodes"
+        )
 
 
 def check_parents(parents: Sequence[Sequence[int]]) -> None:

@@ -229,7 +229,7 @@ def attend_to_nodes(
     row_bytes, key_bytes = _bytes_of_a_program(query, value, False)
     rows = plan.whole.batch.max_query_len * (query.shape[1] // key.shape[-2])
     block_m = 16 if rows <= 16 else 64
-    block_n = min(_fit(64, row_bytes), max(16, pad(plan.trees.max_len)))
+    block_n = max(16, min(_fit(32, row_bytes), pad(plan.trees.max_len)))
     tuning = fit(Tuning(block_m, block_n, 4, 2, 1, 1), query.device, row_bytes=row_bytes, key_bytes=key_bytes)
     launch = _launch(query, key, value, plan.whole, options, tuning, out, lse, tree=plan, prefix_lse=prefix_lse)
     if name[1] is not None:
