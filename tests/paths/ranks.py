@@ -1,8 +1,10 @@
 """Deal the keys of a case out to ranks, each with a pool of its own, and attend there, in one process or in several."""
 
 import random
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,10 +48,10 @@ def deal(cache: Tensor, batch: Batch, shard: Shard, *, seed: int) -> tuple[Tenso
     return pool, table.to(cache.device)
 
 
-def attend_on_rank(
+def prepare_rank(
     package: str, group: Group, tensors: tuple, *, interleave: int, window_size: tuple[int, int] = (-1, -1), **options
-) -> tuple[Tensor, Tensor]:
-    """Attend on one rank to its share of a whole batch, with its share of the heads."""
+) -> Callable[[], Any]:
+    """Deal out a whole batch, and return the call that plans and attends on one rank, with its share of the heads."""
     query, key_cache, value_cache, batch = tensors
     path, shard = import_module(f"{package}.context_parallel"), Shard(group.rank, group.size, interleave)
     new_keys, new_values = (_new_rows(cache, batch, len(query)) for cache in (key_cache, value_cache))
@@ -63,20 +65,24 @@ def attend_on_rank(
         num_tokens=batch.num_tokens,
     )
     block_size = options.pop("block_size", key_cache.shape[1])
-    plan = path.plan(own_batch, shard=shard, block_size=block_size, window_size=window_size)
     heads = slice(group.rank * query.shape[1] // group.size, (group.rank + 1) * query.shape[1] // group.size)
     fixed = {name: options.pop(name) for name in OPTIONS if name in options}
     fixed |= {name: fixed[name][heads] for name in PER_HEAD if isinstance(fixed.get(name), Tensor)}
     if isinstance(options.get("out"), Tensor):
         options["out"] = options["out"][:, heads]
-    tensors = query[:, heads], new_keys, new_values, keys, values, plan, AttentionOptions(**fixed)
-    return path.attention(*tensors, group=group, **options)
+    rows = query[:, heads], new_keys, new_values, keys, values
+
+    def call() -> Any:
+        plan = path.plan(own_batch, shard=shard, block_size=block_size, window_size=window_size)
+        return path.attention(*rows, plan, AttentionOptions(**fixed), group=group, **options)
+
+    return call
 
 
 def attend_on_all(package: str, num_ranks: int, *tensors, return_lse: bool = False, **options):
     """Attend on simulated ranks, and put their heads side by side, as a path in one process returns them."""
     answers = simulate_ranks(
-        num_ranks, lambda group: attend_on_rank(package, group, tensors, return_lse=return_lse, **options)
+        num_ranks, lambda group: prepare_rank(package, group, tensors, return_lse=return_lse, **options)()
     )
     if isinstance(options.get("out"), Tensor):
         return options["out"]
@@ -91,6 +97,24 @@ def _new_rows(cache: Tensor, batch: Batch, num_rows: int) -> Tensor:
     for (q0, q1), blocks, seq_len in zip(batch.query_rows(), batch.block_table, batch.seq_lens.tolist(), strict=True):
         rows[q0:q1] = gather(cache, blocks, seq_len)[seq_len - (q1 - q0) :]
     return rows
+
+
+def replay(call: Callable[[], Any], seq_lens: Tensor, shortest: Tensor) -> Any:
+    """Capture a step without any context in a CUDA graph, collectives and all, and replay it over the real one."""
+    real = seq_lens.clone()
+    seq_lens.copy_(shortest)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        answer = call()
+    seq_lens.copy_(real)
+    graph.replay()
+    torch.cuda.synchronize()
+    return answer
 
 
 def run_process(rank: int, size: int, folder: str, backend: str, calls: list[tuple[Case, torch.dtype, dict]]) -> None:
@@ -113,7 +137,8 @@ def run_process(rank: int, size: int, folder: str, backend: str, calls: list[tup
             b.max_seq_len,
             num_tokens=b.num_tokens,
         )
-        answer = attend_on_rank("fastattn", DistributedGroup(), (*tensors, batch), return_lse=True, **options)
+        call = prepare_rank("fastattn", DistributedGroup(), (*tensors, batch), return_lse=True, **options)
+        answer = call() if backend == "gloo" else replay(call, batch.seq_lens, batch.query_lens)
         answers.append(tuple(x.cpu() for x in answer))
     torch.save(answers, Path(folder, f"{rank}.pt"))
     torch.distributed.destroy_process_group()
