@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.spawn import spawn
 
 from fastattn import chunked_prefill, context_parallel
 from fastattn.tools.bench.measure import Call, Timed
@@ -68,14 +69,14 @@ def run_ranks(work: Attention, dtype: torch.dtype, device_type: str, num_ranks: 
     if device_type == "cuda":
         torch.cuda.empty_cache()  # the first of them has the GPU of this process
     with TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_run_rank, (num_ranks, folder, work, dtype, device_type), nprocs=num_ranks)
+        spawn(_run_rank, (num_ranks, folder, work, dtype, device_type), nprocs=num_ranks)
         answers = [torch.load(Path(folder, f"{rank}.pt")) for rank in range(num_ranks)]
     return torch.cat([answer for answer, _ in answers], 1), answers[0][1]
 
 
 def _run_rank(rank: int, num_ranks: int, folder: str, work: Attention, dtype: torch.dtype, device_type: str) -> None:
-    device = torch.device(device_type, rank if device_type == "cuda" else None)
-    if device_type == "cuda":
+    device = torch.device(f"cuda:{rank}" if device_type == "cuda" else "cpu")
+    if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "nccl" if device_type == "cuda" else "gloo"
     torch.distributed.init_process_group(backend, f"file://{folder}/store", rank=rank, world_size=num_ranks)
