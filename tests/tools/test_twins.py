@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 REFERENCE_ONLY = {"attention", "masks", "interface", "serving", "drawing", "conformance"}
-FAST_ONLY = {"__main__", "kernels", "serving", "tools", "integrations"}
+FAST_ONLY = {"__main__", "kernels", "serving", "tools", "ops", "integrations"}
 BESIDES = {"kv_cache", "merge", "metadata"}  # twins that are no paths, but go with them
 
 
