@@ -243,14 +243,7 @@ def _attention(
             "attention_mask: expected [b, s] of zeros and ones or a boolean [b, 1, q, kv], got "
             f"{kind} {list(attention_mask.shape)}; neither twin adds masks of numbers, or has one for each head"
         )
-    about = (query.shape[0], key.shape[2], cu_seq_lens_q, cu_seq_lens_k)
-    before, layout = getattr(attention_mask, "layout_of_rows", ((), None))
-    if not before or before[:2] != about[:2] or any(x is not y for x, y in zip(before[2:], about[2:], strict=True)):
-        seen = attention_mask[:, 0].expand(query.shape[0], -1, -1)
-        if cu_seq_lens_q is not None:
-            seen = _in_documents(seen, key.shape[2], cu_seq_lens_q, cu_seq_lens_k)
-        layout = _lay_out(seen, key.shape[2], twin[1])
-        attention_mask.layout_of_rows = (about, layout)  # type: ignore[attr-defined]  # for the next layer
+    layout = _layout(attention_mask, query.shape[0], key.shape[2], (cu_seq_lens_q, cu_seq_lens_k), twin[1])
     options = AttentionOptions(scaling, softcap or 0.0, sinks=s_aux)
     return _without_gradients(partial(_attend, twin[0], layout, options), query, key, value), None
 
@@ -363,13 +356,32 @@ def _without_mask(query: Tensor, key: Tensor, causal: bool, sliding_window: int 
     return torch.stack([first, end], dim=-1).int().to(query.device).expand(b, 1, q, 2)
 
 
+def _layout(
+    mask: Int32[Tensor, "_ 1 q 2"],
+    batch_size: int,
+    num_keys: int,
+    edges: tuple[Tensor | None, Tensor | None],
+    metadata: ModuleType,
+) -> Layout:
+    """Return the layout of a mask: the one that an earlier layer left with it, if it is of the same batch."""
+    before: tuple[int, int, Any, Any, Layout] | None = getattr(mask, "layout_of_rows", None)
+    if before is not None and before[:2] == (batch_size, num_keys) and before[2] is edges[0] and before[3] is edges[1]:
+        return before[-1]
+    seen = mask[:, 0].expand(batch_size, -1, -1)
+    if edges[0] is not None:
+        seen = _in_documents(seen, num_keys, edges[0], edges[1])
+    layout = _lay_out(seen, num_keys, metadata)
+    mask.layout_of_rows = (batch_size, num_keys, *edges, layout)  # type: ignore[attr-defined]
+    return layout
+
+
 def _in_documents(
-    seen: Int32[Tensor, "b q 2"], kv: int, cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor | None
+    seen: Int32[Tensor, "b q 2"], num_keys: int, cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor | None
 ) -> Int32[Tensor, "b q 2"]:
     """Keep what a query sees of its own packed sequence."""
     edges, q = cu_seq_lens_q.cpu().long(), seen.shape[1]
     same = cu_seq_lens_k is None or torch.equal(edges, cu_seq_lens_k.cpu().long())
-    if seen.shape[0] != 1 or q != kv or not same or int(edges[0]) != 0 or int(edges[-1]) != q:
+    if seen.shape[0] != 1 or q != num_keys or not same or int(edges[0]) != 0 or int(edges[-1]) != q:
         raise NotImplementedError(
             "cu_seq_lens_q: expected the edges of sequences packed into one row without a cache, from 0 to "
             f"{q}, the same for keys, got {edges.tolist()}"

@@ -269,10 +269,10 @@ def test_a_mask_as_rows_is_the_mask(name, padding, device):
             out, _ = integration._attention(twin, module, query, key, value, seen)
             wanted = expected.transpose(1, 2).masked_fill(dropped[..., None, None], 0.0)
             torch.testing.assert_close(out.double(), wanted, rtol=1e-4, atol=2e-6)
-            assert seen.layout_of_rows[1].plan is not None
+            assert seen.layout_of_rows[-1].plan is not None
     plain = name in ("causal", "window", "chunks", "later-queries", "one-query", "packed", "packed-windows")
     if plain and padding != "right":
-        assert seen.layout_of_rows[1].plan.positions is None, "FlashAttention would not compute this"
+        assert seen.layout_of_rows[-1].plan.positions is None, "FlashAttention would not compute this"
 
 
 def test_padding_of_plain_masks_is_neither_read_nor_computed():
