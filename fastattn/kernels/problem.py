@@ -3,11 +3,13 @@
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int32
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from refattn.interface import AttentionOptions, Batch, Plan
+
+CU_SEQLENS_K = "cu_seqlens_k"  # the name in `Plan.kept` of where keys begin that lie in rows
 
 
 class Problem(NamedTuple):
@@ -106,6 +108,15 @@ def _is_aligned(x: Tensor) -> bool:
     *strides, last = x.stride()
     size = x.element_size()
     return last == 1 and not any(stride * size % 16 for stride in (*strides, x.data_ptr() // size))
+
+
+def key_starts(plan: Plan) -> Int32[Tensor, "_"]:
+    """Return where the keys of each sequence begin in rows: as the path has laid it by, or summed from the lengths.
+
+    The plans of `dense` and `mla` lay it by in `plan.kept[CU_SEQLENS_K]`, so that no layer launches the sum anew.
+    """
+    starts: Tensor | None = plan.kept.get(CU_SEQLENS_K)
+    return plan.batch.cu_seqlens_k if starts is None else starts
 
 
 class Subtraction(NamedTuple):

@@ -8,6 +8,7 @@ from jaxtyping import Int32
 from torch import Tensor
 
 from refattn.interface.batch import Batch, Prefix
+from refattn.interface.parallel import Shard
 from refattn.interface.values import (
     LARGEST_INT32,
     check_int,
@@ -282,14 +283,45 @@ def check_workspace(batch: Batch, workspace: int, max_context_len: int | None) -
         check_int("max_context_len", max_context_len)
     if not batch.seq_lens.is_cpu:
         return max(0, batch.max_seq_len - 1) if max_context_len is None else max_context_len
-    if (batch.context_lens < 0).any():
-        raise ValueError(
-            f"seq_lens: expected the new tokens in them, {batch.query_lens.tolist()}, got {batch.seq_lens.tolist()}"
-        )
+    check_contexts(batch)
     longest = max(batch.context_lens.tolist(), default=0)
     if max_context_len is not None and max_context_len < longest:
         raise ValueError(f"max_context_len: expected at least {longest}, the longest context, got {max_context_len}")
     return longest if max_context_len is None else max_context_len
+
+
+def check_contexts(batch: Batch) -> None:
+    """Check on a CPU that every sequence has its new tokens among its keys.
+
+    Raises:
+        ValueError: if one has more queries than keys.
+    """
+    if batch.seq_lens.is_cpu and (batch.context_lens < 0).any():
+        raise ValueError(
+            f"seq_lens: expected the new tokens in them, {batch.query_lens.tolist()}, got {batch.seq_lens.tolist()}"
+        )
+
+
+def check_shard(batch: Batch, shard: Shard, *, block_size: int) -> Int32[Tensor, "b m"]:
+    """Check the share of a rank, and a batch with the rank's own block table, whose columns are checked with a plan.
+
+    Returns:
+        The block table.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+    """
+    if not isinstance(shard, Shard):
+        raise ValueError(f"shard: expected a Shard, got {describe(shard)}")
+    check_lengths(batch)
+    check_sizes(block_size=block_size)
+    if shard.interleave > block_size:
+        raise ValueError(
+            f"shard: expected runs of at most block_size={block_size} tokens, got interleave={shard.interleave}"
+        )
+    if batch.block_table is None:
+        raise ValueError("block_table: expected int32 [b, m], got None: this path reads a paged cache")
+    return batch.block_table
 
 
 def check_tree(prefixes: Sequence[Prefix]) -> None:

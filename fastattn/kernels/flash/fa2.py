@@ -13,7 +13,7 @@ from torch import Tensor
 from fastattn.kernels.device import cannot_import, capability
 from fastattn.kernels.flash import NO_POSITIONS, NOT_ALIGNED
 from fastattn.kernels.flash.torch_flash import window_for_flash
-from fastattn.kernels.problem import Problem
+from fastattn.kernels.problem import Problem, key_starts
 from refattn.interface import AttentionOptions, Plan
 
 PAGE = 256  # its pages are a multiple of this
@@ -70,7 +70,7 @@ def dense(
         key,
         value,
         batch.cu_seqlens_q,
-        batch.cu_seqlens_k,
+        key_starts(plan),
         max(batch.max_query_len, 2),  # with 1 it takes row `i` for sequence `i`, which one with no queries breaks
         longest,
         softmax_scale=scale,

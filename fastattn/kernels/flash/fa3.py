@@ -30,7 +30,7 @@ from torch import Tensor
 
 from fastattn.kernels.device import cannot_import, capability
 from fastattn.kernels.flash import NO_POSITIONS, NOT_ALIGNED
-from fastattn.kernels.problem import Problem
+from fastattn.kernels.problem import Problem, key_starts
 from refattn.interface import AttentionOptions, Batch, Plan, TreePlan
 
 OPERATIONS = ("dense", "paged", "tree", "mla")
@@ -98,7 +98,7 @@ def dense(
     out: Float[Tensor, "t h dv"] | None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend over ragged rows; see `fastattn.kernels.dispatch`."""
-    return _attend(query, key, value, plan, options, dict(cu_seqlens_k=plan.batch.cu_seqlens_k), loads_tiles=True)
+    return _attend(query, key, value, plan, options, dict(cu_seqlens_k=key_starts(plan)), loads_tiles=True)
 
 
 def paged(

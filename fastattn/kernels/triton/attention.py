@@ -28,7 +28,7 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from fastattn.kernels.problem import uses_positions
+from fastattn.kernels.problem import key_starts, uses_positions
 from fastattn.kernels.triton.launch import Launch, is_aligned
 from fastattn.kernels.triton.run import (
     CHANGING,
@@ -426,7 +426,7 @@ def _launch(
         dict(
             block_table=block_table,
             cu_seqlens_q=batch.cu_seqlens_q,
-            cu_seqlens_k=batch.cu_seqlens_k if block_table is None else None,
+            cu_seqlens_k=key_starts(plan) if block_table is None else None,
             seq_lens=batch.seq_lens,
             query_positions=_side_by_side(positions),
             first_keys=None if positions is None else _side_by_side(plan.first_keys),

@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend
 from fastattn.tools.bench import generation, peers
 from fastattn.tools.bench.generation import Generation
 from fastattn.tools.bench.peers import Contender, twin
+from fastattn.tools.bench.ranks import Shared, ranks
 from fastattn.tools.bench.work import (
     Attention,
     CacheWrite,
@@ -541,6 +542,15 @@ def _latents_of_a_server(shrink: int) -> Iterator[Row]:
             peers.fa3(block_size=None),
         ),
         aim="FA4 by hand within 2 %",
+    )
+    million = _work(shrink, (1, 1048576), kind=Shared)
+    yield Row(
+        "context_parallel",
+        f"decode-1x{million.tokens}",
+        million,
+        (ranks(2), ranks(1)),
+        clock="own",
+        aim="at most 0.6 of one GPU",
     )
     workspace = 16384 // shrink
     for query_len, seq_len in ((8192, 8192), (1024, 32768 + 1024)):
