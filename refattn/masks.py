@@ -100,6 +100,7 @@ def alibi(
     seq_len: int,
     *,
     dtype: torch.dtype,
+    sqrt: bool = False,
     positions: Int64[Tensor, "t"] | None = None,
     device: torch.device | None = None,
 ) -> Float[Tensor, "h t s"]:
@@ -116,13 +117,15 @@ def alibi(
         query_len: new tokens of the sequence.
         seq_len: tokens of the sequence.
         dtype: the type that the bias is computed in, which is that of the scores and not that of the slopes.
+        sqrt: take the root of the distance instead of the distance.
         positions: those of the queries, if they are not the last tokens of the sequence.
         device: where the bias is to be.
 
     Source: Press et al. 2022, "Train Short, Test Long"; the absolute value is FlashAttention's, for later keys.
     """
     i, j = _grid(query_len, seq_len, device, positions)
-    return -rearrange(slopes.to(dtype), "h -> h 1 1") * (i - j).abs()
+    distance = (i - j).abs()
+    return -rearrange(slopes.to(dtype), "h -> h 1 1") * (distance.to(dtype).sqrt() if sqrt else distance)
 
 
 def _grid(

@@ -1,0 +1,174 @@
+"""The command: `python -m refattn.check` lists the exercises, `python -m refattn.check 3` checks the third.
+
+python -m refattn.check                what there is, and how far you are
+python -m refattn.check 3              check exercise 3; p3 is puzzle 3; the name does as well
+python -m refattn.check 3 --hint       and show a hint; --hint --hint shows two
+python -m refattn.check 3 --watch      check again whenever its file is saved
+python -m refattn.check --serve        let SmolLM2 answer a question with your functions
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from refattn.check import learner, report
+from refattn.check.exercise import Exercise, Outcome, check, describe, is_to_do
+
+COMMAND = "python -m refattn.check"
+
+
+@dataclass(frozen=True)
+class Task:
+    """An exercise, with the file that somebody writes it in."""
+
+    number: str
+    exercise: Exercise
+    file: Path
+
+    @property
+    def title(self) -> str:
+        """What it is about."""
+        return learner.title(self.file)
+
+    def check(self) -> Outcome:
+        """Import the file as it is now, and check its function."""
+        name = self.exercise.name
+        try:
+            function = getattr(learner.load(self.file), name, None)
+        except Exception as error:  # noqa: BLE001  # somebody's file may raise anything
+            return Outcome("to do") if is_to_do(error) else Outcome("wrong", reason=describe(error, self.file))
+        if function is None:
+            return Outcome("wrong", reason=f"{self.file.name} has no function {name}")
+        return check(self.exercise, function, self.file)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        arguments: of the command line; those of the process if None.
+
+    Returns:
+        The exit status: 0 if what was checked is right.
+    """
+    parser = argparse.ArgumentParser(
+        prog=COMMAND, description="Write a serving engine's attention yourself.", allow_abbrev=False
+    )
+    parser.add_argument("which", nargs="?", help="number or name; all if left out")
+    parser.add_argument("--hint", action="count", default=0, help="show a hint; twice for two")
+    parser.add_argument("--watch", action="store_true", help="check again whenever the file is saved")
+    parser.add_argument("--serve", action="store_true", help="let SmolLM2 answer with your functions")
+    parser.add_argument("--folder", type=Path, default=learner.FOLDER, help="yours; ./exercises if left out")
+    options = parser.parse_args(arguments)
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
+    console = Console(highlight=False)
+    try:
+        tasks = all_tasks(options.folder)
+        if options.which is None:
+            return show_all(console, tasks)
+        task = find(tasks, options.which)
+    except learner.FolderError as error:
+        parser.error(str(error))
+    if options.watch:
+        watch(console, task, tasks)
+        return 0
+    return show(console, task, tasks, hints=options.hint)
+
+
+def all_tasks(folder: Path) -> list[Task]:
+    """Return the exercises, with their files in a folder.
+
+    Raises:
+        FolderError: if a file is missing.
+    """
+    from refattn.check.exercises import EXERCISES
+
+    learner.files(folder)
+    return [
+        Task(str(number), exercise, learner.file_of(folder, exercise.name))
+        for number, exercise in enumerate(EXERCISES, 1)
+    ]
+
+
+def find(tasks: Sequence[Task], which: str) -> Task:
+    """Return a task by its number or name.
+
+    Raises:
+        FolderError: if there is none.
+    """
+    wanted = which.lstrip("0").lower()
+    for task in tasks:
+        if wanted in (task.number, task.exercise.name):
+            return task
+    raise learner.FolderError(f"{which}: expected a number from 1 to {len(tasks)}, or a name; `{COMMAND}` lists them")
+
+
+def show_all(console: Console, tasks: Sequence[Task]) -> int:
+    """Check everything, list it, and say what comes next."""
+    states = {task.number: task.check().state for task in tasks}
+    console.print("[bold]Write a serving engine's attention yourself[/bold], a function at a time.\n")
+    console.print(
+        report.list_table({task.number: (states[task.number], task.exercise.name, task.title) for task in tasks})
+    )
+    done = sum(state == "done" for state in states.values())
+    console.print("\n", report.progress_bar(done, len(tasks)), sep="")
+    following = next((task for task in tasks if states[task.number] != "done"), None)
+    show_next(console, following)
+    return 0
+
+
+def show(console: Console, task: Task, tasks: Sequence[Task], *, hints: int = 0) -> int:
+    """Check one task, and show what came of it and what comes next."""
+    outcome = task.check()
+    mark, style = report.MARKS[outcome.state]
+    console.print(Text.assemble((f"{mark} {task.number} · {task.exercise.name}", f"bold {style}"), f"  {task.title}"))
+    if outcome.state == "wrong":
+        console.print()
+        report.show_wrong(console, task.exercise.name, outcome)
+    elif outcome.state == "to do":
+        console.print(f"\nTo do: open [bold]{task.file}[/bold], and write {task.exercise.name} where it says raise.")
+    for i, hint in enumerate(task.exercise.hints[:hints], 1):
+        console.print(Text.assemble((f"Hint {i} of {len(task.exercise.hints)}: ", "bold"), hint))
+    if outcome.state == "done":
+        console.print(f"All {outcome.trials} trials are right.")
+        show_next(
+            console, next((other for other in tasks[tasks.index(task) + 1 :] if other.check().state != "done"), None)
+        )
+    elif hints < len(task.exercise.hints):
+        console.print(f"A hint: {COMMAND} {task.number}{' --hint' * (hints + 1)}", style="dim")
+    return int(outcome.state == "wrong")
+
+
+def show_next(console: Console, task: Task | None) -> None:
+    """Say what comes next."""
+    if task is None:
+        console.print("\nNothing is left to write.")
+        return
+    console.print(f"\nNext: [bold]{task.file}[/bold]  {task.title}\n      {COMMAND} {task.number}")
+
+
+def watch(console: Console, task: Task, tasks: Sequence[Task]) -> None:
+    """Check whenever the file is saved, until Ctrl-C."""
+    seen = None
+    try:
+        while True:
+            saved = task.file.stat().st_mtime_ns
+            if saved != seen:
+                seen = saved
+                console.clear()
+                show(console, task, tasks)
+                console.print(f"\nWatching {task.file}; Ctrl-C ends.", style="dim")
+            time.sleep(0.2)
+    except KeyboardInterrupt:
+        console.print()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
