@@ -109,24 +109,28 @@ def slot_mapping(batch: Batch, num_tokens: int, *, block_size: int) -> Int64[Ten
     return dispatch.slot_mapping(batch, num_tokens, block_size=block_size)
 
 
-def split_decodes_and_prefills(batch: Batch, query_lens: Sequence[int], *, decode_len: int = 1) -> tuple[Part, Part]:
+def split_decodes_and_prefills(
+    batch: Batch, query_lens: Sequence[int], *, decode_len: int = 1, seq_lens: Sequence[int] | None = None
+) -> tuple[Part, Part]:
     """Split a batch into its decodes and its prefills, which have kernels of their own.
 
     Args:
         batch: a batch with all its decodes before all its prefills, or after them.
         query_lens: the new tokens of each sequence, known to whoever built the batch, so that no device is asked.
         decode_len: a sequence with at most this many new tokens is a decode (above 1 with speculative decoding).
+        seq_lens: tokens of each sequence, where they are known, too: each part then says how long its own longest
+            sequence is, and how many keys it has. Without them, as in a batch that grows, the maximum of the whole.
 
     Returns:
         The decodes and the prefills, each a `Part(batch, tokens)`; `tokens` is its slice of the query rows.
 
     Raises:
-        ValueError: if decodes and prefills are mixed, or `query_lens` has another length than the batch, or (on a CPU)
-            other lengths.
+        ValueError: if decodes and prefills are mixed, or `query_lens` or `seq_lens` has another length than the batch,
+            or (on a CPU) other lengths.
 
     Source: `refattn.metadata.split_decodes_and_prefills`.
     """
-    check_split(batch, query_lens, decode_len)
+    check_split(batch, query_lens, decode_len, seq_lens)
     kinds = [length <= decode_len for length in query_lens]
     changes = [i for i in range(1, len(kinds)) if kinds[i] != kinds[i - 1]]
     if len(changes) > 1:
@@ -136,7 +140,7 @@ def split_decodes_and_prefills(batch: Batch, query_lens: Sequence[int], *, decod
         )
     decodes_first = kinds[:1] == [True] or not changes
     cut = sum(kinds) if decodes_first else changes[0]
-    head, tail = _part(batch, query_lens, 0, cut), _part(batch, query_lens, cut, len(kinds))
+    head, tail = _part(batch, query_lens, seq_lens, 0, cut), _part(batch, query_lens, seq_lens, cut, len(kinds))
     return (head, tail) if decodes_first else (tail, head)
 
 
@@ -184,14 +188,15 @@ def update_block_table(batch: Batch, block_table: Int32[Tensor, "b m"]) -> Batch
     return dataclasses.replace(batch, block_table=block_table)
 
 
-def _part(batch: Batch, query_lens: Sequence[int], first: int, last: int) -> Part:
+def _part(batch: Batch, query_lens: Sequence[int], seq_lens: Sequence[int] | None, first: int, last: int) -> Part:
     begin, end = sum(query_lens[:first]), sum(query_lens[:last])
     part = Batch(
         cu_seqlens_q=batch.cu_seqlens_q[first : last + 1] - begin,
         seq_lens=batch.seq_lens[first:last],
         block_table=None if batch.block_table is None else batch.block_table[first:last],
         max_query_len=max(query_lens[first:last], default=0),
-        max_seq_len=batch.max_seq_len,
+        max_seq_len=batch.max_seq_len if seq_lens is None else max(seq_lens[first:last], default=0),
+        num_keys=None if seq_lens is None else sum(seq_lens[first:last]),
         num_tokens=sum(query_lens[first:last]),
     )
     return Part(part, slice(begin, end))

@@ -103,6 +103,7 @@ def alibi(
     seq_len: int,
     *,
     dtype: torch.dtype,
+    sqrt: bool = False,
     positions: Int64[Tensor, "t"] | None = None,
     key_positions: Int64[Tensor, "s"] | None = None,
     device: torch.device | None = None,
@@ -120,6 +121,7 @@ def alibi(
         query_len: new tokens of the sequence.
         seq_len: tokens of the sequence.
         dtype: the type that the bias is computed in, which is that of the scores and not that of the slopes.
+        sqrt: take the root of the distance instead of the distance.
         positions: those of the queries, if they are not the last tokens of the sequence.
         key_positions: those of the keys, if they do not follow one another from 0 on.
         device: where the bias is to be.
@@ -127,7 +129,8 @@ def alibi(
     Source: Press et al. 2022, "Train Short, Test Long"; the absolute value is FlashAttention's, for later keys.
     """
     i, j = _grid(query_len, seq_len, device, positions, key_positions)
-    return -rearrange(slopes.to(dtype), "h -> h 1 1") * (i - j).abs()
+    distance = (i - j).abs()
+    return -rearrange(slopes.to(dtype), "h -> h 1 1") * (distance.to(dtype).sqrt() if sqrt else distance)
 
 
 def tree(parents: Sequence[int]) -> Bool[Tensor, "w w"]:

@@ -224,7 +224,14 @@ def attention(
         bias = None
         if slopes is not None:
             bias = masks.alibi(
-                slopes, q1 - q0, s, dtype=compute, positions=where, key_positions=keys, device=query.device
+                slopes,
+                q1 - q0,
+                s,
+                dtype=compute,
+                sqrt=options.alibi_sqrt,
+                positions=where,
+                key_positions=keys,
+                device=query.device,
             )
         result[q0:q1], lse[q0:q1] = attend(
             query[q0:q1].to(compute),

@@ -216,6 +216,7 @@ OPTIONS = {
     "plain": {},
     "sinks": dict(sinks=True),
     "alibi": dict(alibi_slopes=True),
+    "alibi-by-the-root": dict(alibi_slopes=True, alibi_sqrt=True),
     "window-with-alibi": dict(window_size=(9, 0), alibi_slopes=True),
     "softcap": dict(softcap=3.0, softmax_scale=-0.4),
     "invariant": dict(batch_invariant=True),
@@ -253,7 +254,9 @@ def test_the_reference_is_softmax_over_branches(name):
                 if "softcap" in options:
                     scores = options["softcap"] * torch.tanh(scores / options["softcap"])
                 if "alibi_slopes" in options:
-                    scores = scores - options["alibi_slopes"][head] * torch.arange(len(branch) - 1, -1, -1)
+                    distance = torch.arange(len(branch) - 1, -1, -1, dtype=torch.float64)
+                    distance = distance.sqrt() if "alibi_sqrt" in options else distance
+                    scores = scores - options["alibi_slopes"][head] * distance
                 weights = scores.exp()
                 total = weights.sum() + (options["sinks"][head].double().exp() if "sinks" in options else 0.0)
                 torch.testing.assert_close(out[row, head], weights @ values[branch, head // 2] / total)
@@ -322,6 +325,10 @@ def test_the_twin_answers_as_the_reference_does(kernel, name, shape, device):
     inputs = build(case, dtype=kernel.dtypes[0], device=device)
     made, options = fastattn.speculative.make_trees(trees, device=device), options_of(name, case.heads[0], device)
     with kernel.asked_for():
+        if "alibi_sqrt" in options and kernel.name != "cpu":
+            with pytest.raises(NotImplementedError, match="multiplies the slopes|has no ALiBi|has no operation tree"):
+                attend(fastattn.speculative, *inputs.tensors, trees=made, **options)
+            return
         kernel.check(assert_twins_agree, "speculative", *inputs.tensors, trees=made, **options)
 
 

@@ -164,7 +164,9 @@ def _decodes(
     bias = None if decodes.bias is None else decodes.bias.to(compute)
     if options.alibi_slopes is not None:
         slopes = options.alibi_slopes.to(compute).unflatten(0, (hk, -1))
-        distance = slopes[..., None] * decodes.distance[:, None, None]  # no key that is seen lies after the query
+        distance = decodes.distance.to(compute)
+        distance = distance.clamp(min=0).sqrt() if options.alibi_sqrt else distance
+        distance = slopes[..., None] * distance[:, None, None]  # no key that is seen lies after the query
         bias = -distance if bias is None else bias - distance
     step = max(1, BUFFER // (b * key_cache.shape[1:].numel()))  # columns at a time
     buffers = _buffers(min(step, m) * b, key_cache, value_cache)
@@ -366,7 +368,8 @@ def _bias(
         hidden |= distance < -right
     bias = torch.zeros(1, *distance.shape, dtype=_compute_dtype(dtype))
     if options.alibi_slopes is not None:
-        bias = -rearrange(options.alibi_slopes.to(bias.dtype), "h -> h 1 1") * distance.abs()
+        distance = distance.abs().to(bias.dtype).sqrt() if options.alibi_sqrt else distance.abs()
+        bias = -rearrange(options.alibi_slopes.to(bias.dtype), "h -> h 1 1") * distance
     return bias.masked_fill(hidden, -torch.inf)
 
 
