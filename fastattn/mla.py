@@ -96,10 +96,15 @@ def prefill(
     errors are those of `refattn.mla.prefill`.
 
     Raises:
-        NotImplementedError: if no kernel computes the combination, with the reason of each.
+        NotImplementedError: for `batch_invariant`; and if no kernel computes the combination, with the reason of each.
     """
     projections = dict(key_projection=key_projection, value_projection=value_projection)
     check_latent_prefill(query, latent, rope_key, cache, plan, options, out, return_lse, **projections)
+    if options.batch_invariant:
+        raise NotImplementedError(
+            "batch_invariant: keys and values of latents are made by one product, whose bits depend on how many there "
+            "are; attention absorbs, and makes none"
+        )
     rank, rope = latent.shape[1], rope_key.shape[1]
     projections = {name: projection.contiguous() for name, projection in projections.items()}  # once for all parts
     own = dispatch.dense(query, *_keys_and_values(latent, rope_key, **projections), plan.own, options)

@@ -48,7 +48,9 @@ from refattn.interface import (
 
 PAGES = "Tensor query, Tensor key_cache, Tensor value_cache"
 PLAN = "Tensor?[] tables, SymInt[] sizes"
-OPTIONS = "float? softmax_scale, float softcap, Tensor? alibi_slopes, Tensor? sinks, bool batch_invariant"
+OPTIONS = (
+    "float? softmax_scale, float softcap, Tensor? alibi_slopes, Tensor? sinks, bool batch_invariant, bool alibi_sqrt"
+)
 SCALES = "Tensor?[] scales, float[] scale_numbers, ScalarType? scale_format"
 ANSWER = "(Tensor, Tensor)"
 
@@ -337,9 +339,11 @@ def _with_first(first: int, others: Iterator[int]) -> Iterator[int]:
     yield from others
 
 
-def _options_list(options: AttentionOptions) -> tuple[float | None, float, Tensor | None, Tensor | None, bool]:
+def _options_list(
+    options: AttentionOptions,
+) -> tuple[float | None, float, Tensor | None, Tensor | None, bool, bool]:
     biases = (options.alibi_slopes, options.sinks)
-    return options.softmax_scale, options.softcap, *biases, options.batch_invariant
+    return options.softmax_scale, options.softcap, *biases, options.batch_invariant, options.alibi_sqrt
 
 
 def _scales_lists(scales: Fp8Scales | Int8Scales) -> tuple[list[Tensor | None], list[float], torch.dtype | None]:

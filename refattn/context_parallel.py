@@ -147,7 +147,7 @@ def _attend_to_own_context(
         j = rearrange(own_positions(context_len, plan.shard).to(query.device), "s -> 1 s")
         i = rearrange(places[q0:q1], "t -> t 1")
         keys, values = (gather(cache, blocks, j.shape[1]) for cache in (key_cache, value_cache))
-        distance = (i - j).to(compute)
+        distance = (i - j).to(compute).sqrt() if options.alibi_sqrt else (i - j).to(compute)
         out[q0:q1], lse[q0:q1] = attend(
             query[q0:q1].to(compute),
             keys,

@@ -31,6 +31,16 @@ var explorer = (() => {
     query: [1, 0], // the query that is looked at: its request, and its row there
     step: 0, // how far its online softmax has come, in tiles
   }
+  const PRESETS = {
+    "three requests": "",
+    "window": "mask=window",
+    "chunks": "mask=chunk",
+    "shared prefix": "lens=2,13;1,15;3,11&shared=8",
+    "split keys": "lens=1,24&splits=3&query=0,0",
+    "drafted tree": "lens=4,9;4,13&mask=tree&query=0,3",
+    "long prompt": "lens=8192,8192&block=16&query=0,0",
+    "long decodes": "lens=1,8192;1,20000;1,32768&block=16&splits=8",
+  }
   const MOST = { requests: 6, queries: 8192, keys: 32768, draft: 12 }
 
   // --- settings, and the text after the # of an address ---
@@ -52,7 +62,8 @@ var explorer = (() => {
     s.dtype = s.dtype in DTYPES ? s.dtype : DEFAULTS.dtype
     s.block = number("block", 1, 256)
     s.window = number("window", 1, MOST.keys)
-    s.chunk = Math.ceil(number("chunk", 1, MOST.keys) / s.block) * s.block
+    s.chunk = number("chunk", 1, MOST.keys)
+    if (s.mask === "chunk") s.chunk = Math.ceil(s.chunk / s.block) * s.block
     s.shared = number("shared", 0, MOST.keys)
     s.splits = number("splits", 1, 16)
     s.kv = number("kv", 1, 128)
@@ -395,7 +406,7 @@ var explorer = (() => {
   }
 
   return {
-    DEFAULTS, DTYPES, MASKS, MOST, TOY,
+    DEFAULTS, DTYPES, MASKS, MOST, PRESETS, TOY,
     legal, toHash, fromHash, everything, floor, runs, sees, answer, keyAt, valueAt, queryAt, slotOf,
   }
 })()

@@ -31,6 +31,7 @@ class Problem(NamedTuple):
         positions: query rows stand elsewhere than at the end of their sequence, and a mask or ALiBi depends on it.
         softcap: scores are capped.
         alibi: there are ALiBi slopes.
+        alibi_sqrt: they multiply the root of the distance.
         sinks: there are sinks.
         batch_invariant: no bit of a row may depend on what else is in the batch.
         aligned: the elements of each head lie side by side, from a multiple of 16 bytes on.
@@ -58,6 +59,7 @@ class Problem(NamedTuple):
     aligned: bool = True
     num_pairs: int = 0
     uniform: bool = False
+    alibi_sqrt: bool = False
 
     @property
     def is_attention(self) -> bool:
@@ -90,6 +92,7 @@ def attention_problem(
         options.batch_invariant,
         query.device.type != "cuda" or all(map(_is_aligned, (query, key, value))),
         uniform=_is_uniform(batch) and query.shape[0] >= batch.num_seqs * batch.max_query_len,
+        alibi_sqrt=options.alibi_sqrt,
     )
 
 

@@ -15,6 +15,7 @@ from refattn.interface.options import AttentionOptions
 from refattn.interface.parallel import Group
 from refattn.interface.plan import CascadePlan, ContextParallelPlan, Plan, PrefillPlan
 from refattn.interface.scales import Fp8Scales, Int8Scales
+from refattn.interface.trees import TreePlan
 from refattn.interface.values import (
     check_flag,
     check_floating,
@@ -104,6 +105,28 @@ def check_cascade(
     check_paged(query, key_cache, value_cache, plan.levels[-1], options, out, return_lse)
     for level in plan.levels[:-1]:
         _check_pool("key_cache", key_cache, level)
+
+
+def check_tree(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    plan: TreePlan,
+    options: AttentionOptions,
+    out: Tensor | None,
+    return_lse: bool,
+) -> Int32[Tensor, "b m"]:
+    """Check a call over drafted trees, as `check_paged` does for one plan.
+
+    Returns:
+        The block table of the plan.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+    """
+    if not isinstance(plan, TreePlan):
+        raise ValueError(f"plan: expected a Plan or a TreePlan, from speculative.plan, got {describe(plan)}")
+    return check_paged(query, key_cache, value_cache, plan.whole, options, out, return_lse)
 
 
 def check_context_parallel(
@@ -571,6 +594,14 @@ def check_slots(
         raise ValueError(f"slot_mapping: expected slots in 0..{last}, or -1 for padding, got {wrong}")
     if twice:
         raise ValueError(f"slot_mapping: expected each slot once, got slot {twice[0]} for several tokens")
+
+
+def rows_with_slots(key: Tensor, value: Tensor, slot_mapping: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rows of new keys and values that have a slot, if there are more rows: what is left is padding."""
+    tensors = (key, value, slot_mapping)
+    if all(isinstance(x, Tensor) and x.ndim for x in tensors) and key.shape[0] == value.shape[0] > len(slot_mapping):
+        return key[: len(slot_mapping)], value[: len(slot_mapping)]
+    return key, value
 
 
 def check_block_pairs(

@@ -161,8 +161,10 @@ def check_advance(batch: Batch, slots: Tensor, *, block_size: int) -> Int32[Tens
     return check_block_table(batch, block_size=block_size, new_lens=batch.query_lens)
 
 
-def check_split(batch: Batch, query_lens: Sequence[int], decode_len: int) -> None:
-    """Check the new tokens of each sequence of a batch, as its builder knows them.
+def check_split(
+    batch: Batch, query_lens: Sequence[int], decode_len: int, seq_lens: Sequence[int] | None = None
+) -> None:
+    """Check the new tokens of each sequence of a batch, and all its tokens if given, as its builder knows them.
 
     Raises:
         ValueError: if there are more or fewer of them than sequences; on a CPU also if the batch has others.
@@ -170,8 +172,50 @@ def check_split(batch: Batch, query_lens: Sequence[int], decode_len: int) -> Non
     check_lengths(batch)
     check_requests(query_lens, query_lens, None, num_seqs=batch.num_seqs)
     check_int("decode_len", decode_len)
+    if seq_lens is not None:
+        check_list("seq_lens", seq_lens, "lengths")
+        if len(seq_lens) != batch.num_seqs:
+            raise ValueError(f"seq_lens: expected {batch.num_seqs} lengths, one per sequence, got {len(seq_lens)}")
+        check_requests(query_lens, seq_lens, None)
+        if batch.seq_lens.is_cpu and batch.seq_lens.tolist() != list(seq_lens):
+            raise ValueError(f"seq_lens: expected {batch.seq_lens.tolist()}, as in the batch, got {list(seq_lens)}")
     if batch.seq_lens.is_cpu and batch.query_lens.tolist() != list(query_lens):
         raise ValueError(f"query_lens: expected {batch.query_lens.tolist()}, as in the batch, got {list(query_lens)}")
+
+
+def check_encoder_lens(batch: Batch, encoder_lens: Sequence[int]) -> None:
+    """Check how many tokens the encoder has of each sequence of a decoder's batch.
+
+    Raises:
+        ValueError: naming what is no length, or if there are more or fewer than sequences.
+    """
+    check_batch(batch)
+    check_list("encoder_lens", encoder_lens, "lengths")
+    if len(encoder_lens) != batch.num_seqs:
+        raise ValueError(f"encoder_lens: expected {batch.num_seqs}, one per sequence, got {len(encoder_lens)}")
+    for length in encoder_lens:
+        check_int("encoder_lens", length)
+
+
+def check_encoder(batch: Batch, encoder_lens: Sequence[int], *, block_size: int) -> Int32[Tensor, "b m"]:
+    """Check sequences that begin with their encoder's tokens, in whole blocks.
+
+    Returns:
+        The block table.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+    """
+    block_table = check_block_table(batch, block_size=block_size)
+    check_encoder_lens(batch, encoder_lens)
+    for length in encoder_lens:
+        if length % block_size:
+            raise ValueError(f"encoder_lens: expected multiples of the block size {block_size}, got {length}")
+    if batch.seq_lens.is_cpu:
+        for i, (length, seq_len) in enumerate(zip(encoder_lens, batch.seq_lens.tolist(), strict=True)):
+            if length > seq_len:
+                raise ValueError(f"encoder_lens: expected at most the {seq_len} tokens of sequence {i}, got {length}")
+    return block_table
 
 
 def check_requests(

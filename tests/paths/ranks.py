@@ -84,11 +84,10 @@ def attend_on_all(package: str, num_ranks: int, *tensors, return_lse: bool = Fal
     answers = simulate_ranks(
         num_ranks, lambda group: prepare_rank(package, group, tensors, return_lse=return_lse, **options)()
     )
-    if isinstance(options.get("out"), Tensor):
-        return options["out"]
-    if not return_lse:
-        return torch.cat(answers, 1)
-    return tuple(torch.cat(parts, 1) for parts in zip(*answers, strict=True))
+    outs, lses = zip(*answers, strict=True) if return_lse else (answers, None)
+    given = options.get("out")
+    out = given if isinstance(given, Tensor) else torch.cat(outs, 1)
+    return (out, torch.cat(lses, 1)) if return_lse else out
 
 
 def _new_rows(cache: Tensor, batch: Batch, num_rows: int) -> Tensor:

@@ -1,5 +1,6 @@
 """The explorer computes what refattn computes: its logic runs in V8, for hundreds of random settings."""
 
+import importlib
 import json
 import random
 import re
@@ -368,16 +369,32 @@ def test_an_address_holds_the_settings(explorer, drawn):
     assert explorer("toHash", explorer("legal", {})) == ""
 
 
+def test_presets_and_links_are_addresses(explorer):
+    """What the page offers, and what pages and notebooks link to, is a state as the explorer writes it."""
+    pages = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "notebooks").glob("*.ipynb"), ROOT / "README.md"]
+    links = [link for page in pages for link in re.findall(r"explorer/index\.md#([^)\s]+)\)", page.read_text())]
+    presets = explorer.evaluate("Object.values(explorer.PRESETS)")
+    assert len(presets) > 5
+    for hash in [*links, *presets]:
+        assert explorer("toHash", explorer("fromHash", hash)) == hash
+
+
+def test_the_machines_are_those_of_the_benchmark(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    machines = importlib.import_module("readme").machines()
+    assert (ROOT / "docs/explorer/machines.js").read_text() == machines, "`make readme` writes it"
+
+
 @pytest.mark.parametrize(
     "hash",
-    ["", "#", "lens=", "lens=1,2;x", "lens=99999,1", "block=0&chunk=5", "mask=none&dtype=int3", "tree=5,5&query=9,9",
+    ["", "#", "lens=", "lens=1,2;x", "lens=99999,1", "block=3&mask=chunk&chunk=5", "block=0&chunk=0", "mask=none&dtype=int3", "tree=5,5&query=9,9",
      "heads=7&kv=8", "splits=1e9", "block", "unknown=3&window=-1", "query=1", "%6Cens=2,5"],
 )  # fmt: skip
 def test_nonsense_in_an_address_becomes_legal_settings(explorer, hash):
     shown = explorer("everything", explorer("fromHash", hash))
     settings = shown["settings"]
     assert explorer("legal", settings) == settings
-    assert settings["chunk"] % settings["block"] == 0
+    assert settings["mask"] != "chunk" or settings["chunk"] % settings["block"] == 0
     assert settings["heads"] % settings["kv"] == 0
     assert all(-1 <= parent < node for node, parent in enumerate(settings["tree"]))
     request, row = settings["query"]

@@ -35,6 +35,8 @@ def unsupported_reason(problem: Problem) -> str | None:
         return f"head sizes that are multiples of 8 up to 256, not {problem.head_size}"
     if problem.block_size is not None and problem.block_size % PAGE:
         return f"pages of a multiple of {PAGE} tokens, not {problem.block_size}"
+    if problem.alibi_sqrt:
+        return "multiplies the slopes of ALiBi by the distance, not by its root"
     if problem.positions:
         return NO_POSITIONS
     if not problem.aligned:
