@@ -5,8 +5,10 @@ from refattn.interface.options import AttentionOptions
 from refattn.interface.parallel import DistributedGroup, Group, Shard, simulate_ranks
 from refattn.interface.plan import CascadePlan, ContextChunk, ContextParallelPlan, Needs, Plan, PrefillPlan
 from refattn.interface.scales import Fp8Scales, Int8Scales
+from refattn.interface.trees import Accepted, TreePlan, Trees
 
 __all__ = [
+    "Accepted",
     "AttentionOptions",
     "Batch",
     "CascadePlan",
@@ -22,5 +24,7 @@ __all__ = [
     "PrefillPlan",
     "Prefix",
     "Shard",
+    "TreePlan",
+    "Trees",
     "simulate_ranks",
 ]

@@ -15,6 +15,7 @@ from refattn.interface.options import AttentionOptions
 from refattn.interface.parallel import Group
 from refattn.interface.plan import CascadePlan, ContextParallelPlan, Plan, PrefillPlan
 from refattn.interface.scales import Fp8Scales, Int8Scales
+from refattn.interface.trees import TreePlan
 from refattn.interface.values import (
     check_flag,
     check_floating,
@@ -104,6 +105,28 @@ def check_cascade(
     check_paged(query, key_cache, value_cache, plan.levels[-1], options, out, return_lse)
     for level in plan.levels[:-1]:
         _check_pool("key_cache", key_cache, level)
+
+
+def check_tree(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    plan: TreePlan,
+    options: AttentionOptions,
+    out: Tensor | None,
+    return_lse: bool,
+) -> Int32[Tensor, "b m"]:
+    """Check a call over drafted trees, as `check_paged` does for one plan.
+
+    Returns:
+        The block table of the plan.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+    """
+    if not isinstance(plan, TreePlan):
+        raise ValueError(f"plan: expected a Plan or a TreePlan, from speculative.plan, got {describe(plan)}")
+    return check_paged(query, key_cache, value_cache, plan.whole, options, out, return_lse)
 
 
 def check_context_parallel(

@@ -183,6 +183,41 @@ def check_split(
         raise ValueError(f"query_lens: expected {batch.query_lens.tolist()}, as in the batch, got {list(query_lens)}")
 
 
+def check_encoder_lens(batch: Batch, encoder_lens: Sequence[int]) -> None:
+    """Check how many tokens the encoder has of each sequence of a decoder's batch.
+
+    Raises:
+        ValueError: naming what is no length, or if there are more or fewer than sequences.
+    """
+    check_batch(batch)
+    check_list("encoder_lens", encoder_lens, "lengths")
+    if len(encoder_lens) != batch.num_seqs:
+        raise ValueError(f"encoder_lens: expected {batch.num_seqs}, one per sequence, got {len(encoder_lens)}")
+    for length in encoder_lens:
+        check_int("encoder_lens", length)
+
+
+def check_encoder(batch: Batch, encoder_lens: Sequence[int], *, block_size: int) -> Int32[Tensor, "b m"]:
+    """Check sequences that begin with their encoder's tokens, in whole blocks.
+
+    Returns:
+        The block table.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+    """
+    block_table = check_block_table(batch, block_size=block_size)
+    check_encoder_lens(batch, encoder_lens)
+    for length in encoder_lens:
+        if length % block_size:
+            raise ValueError(f"encoder_lens: expected multiples of the block size {block_size}, got {length}")
+    if batch.seq_lens.is_cpu:
+        for i, (length, seq_len) in enumerate(zip(encoder_lens, batch.seq_lens.tolist(), strict=True)):
+            if length > seq_len:
+                raise ValueError(f"encoder_lens: expected at most the {seq_len} tokens of sequence {i}, got {length}")
+    return block_table
+
+
 def check_requests(
     query_lens: Sequence[int],
     seq_lens: Sequence[int],

@@ -49,7 +49,7 @@ from fastattn.kernels.triton.run import (
     window_within_reach,
     with_scale_above_0,
 )
-from refattn.interface import AttentionOptions, Batch, Plan
+from refattn.interface import AttentionOptions, Batch, Plan, TreePlan
 
 FEWEST_KEYS = 256  # that are worth a program of their own
 MOST_KEYS = 2048  # of a sequence in one program: one much longer than the others must not run alone at the end
@@ -102,6 +102,7 @@ def attend_levels(
     out: Float[Tensor, "t h dv"] | None = None,
     *,
     shared: bool = False,
+    tree: TreePlan | None = None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend to the keys of several levels, each with a plan of its own over the same query rows, as one softmax.
 
@@ -116,6 +117,7 @@ def attend_levels(
         options: what the layer fixes; sinks count once.
         out: as in `attend`.
         shared: as in `attend`.
+        tree: the trees at the end of the sequences, of the only level.
 
     Returns:
         The outputs, and their log-sum-exps in float32.
@@ -140,7 +142,7 @@ def attend_levels(
     tunings = [fit(tuning, query.device, row_bytes=row_bytes, key_bytes=key_bytes) for tuning in tunings]
     num_parts = sum(tuning.most_splits for tuning in tunings)
     if num_parts == 1 and not options.batch_invariant:
-        launch = _launch(query, key, value, levels[0], options, tunings[0], out, lse, shared=shared)
+        launch = _launch(query, key, value, levels[0], options, tunings[0], out, lse, shared=shared, tree=tree)
         if name is not None:
             levels[0].kept[name] = _Launches(1, launch, None)
         return out, lse
@@ -162,6 +164,7 @@ def attend_levels(
             overlap=overlap,
             after=first > 0,
             shared=shared,
+            tree=tree,
         )
         first += tuning.most_splits
     at_once = max(1, min(MERGED_AT_ONCE, MERGED_ELEMENTS // pad(value_head_size)))
@@ -189,6 +192,51 @@ def attend_levels(
     return out, lse
 
 
+def attend_to_nodes(
+    query: Float[Tensor, "t h d"],
+    key: Float[Tensor, "n p hk d"],
+    value: Float[Tensor, "n p hk dv"],
+    plan: TreePlan,
+    options: AttentionOptions,
+    out: Float[Tensor, "t h dv"],
+    prefix_lse: Float[Tensor, "h t"],
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend to the nodes of trees, and take in what another kernel answered over the keys before them.
+
+    One launch over few keys, which writes where it reads; the sinks count here.
+
+    Args:
+        query: query rows of all sequences.
+        key: the pool of keys.
+        value: the pool of values.
+        plan: the trees.
+        options: what the layer fixes.
+        out: the answers over the keys before the trees, changed in place; rows side by side. Padding rows may hold
+            anything, and so may rows whose tree has no key before it.
+        prefix_lse: their log-sum-exps, natural log; infinite, of either sign, for NaN.
+
+    Returns:
+        The outputs, and their log-sum-exps in float32.
+
+    Source: the module.
+    """
+    lse = query.new_empty(query.shape[:2], dtype=torch.float32)
+    name = ("nodes", _name_of_launches(query, key, value, options, out, False), prefix_lse.stride())
+    if name in plan.whole.kept:
+        slopes, sinks = _side_by_side(options.alibi_slopes), _side_by_side(options.sinks)
+        plan.whole.kept[name].again(query, key, value, out, lse, slopes, sinks, prefix_lse)
+        return out, lse
+    row_bytes, key_bytes = _bytes_of_a_program(query, value, False)
+    rows = plan.whole.batch.max_query_len * (query.shape[1] // key.shape[-2])
+    block_m = 16 if rows <= 16 else 64
+    block_n = max(16, min(_fit(32, row_bytes), pad(plan.trees.max_len)))
+    tuning = fit(Tuning(block_m, block_n, 4, 2, 1, 1), query.device, row_bytes=row_bytes, key_bytes=key_bytes)
+    launch = _launch(query, key, value, plan.whole, options, tuning, out, lse, tree=plan, prefix_lse=prefix_lse)
+    if name[1] is not None:
+        plan.whole.kept[name] = launch
+    return out, lse
+
+
 class _Launches(NamedTuple):
     """The launches that compute a plan, to be made again in other layers.
 
@@ -208,11 +256,11 @@ class _Launches(NamedTuple):
         """Attend with other tensors of the same shapes."""
         slopes, sinks = _side_by_side(options.alibi_slopes), _side_by_side(options.sinks)
         if self.reduce is None:
-            self.attend.again(query, key, value, out, lse, slopes, sinks)
+            self.attend.again(query, key, value, out, lse, slopes, sinks, None)
             return out, lse
         parts = query.new_empty(self.num_parts, *out.shape, dtype=torch.float32)
         part_lses = query.new_empty(self.num_parts, *lse.shape, dtype=torch.float32)
-        self.attend.again(query, key, value, parts, part_lses, slopes, sinks)
+        self.attend.again(query, key, value, parts, part_lses, slopes, sinks, None)
         self.reduce.again(parts, part_lses, out, lse, sinks)
         return out, lse
 
@@ -292,7 +340,7 @@ def repair(
     name = ("repair", _name_of_launches(query, key, value, options, out, shared))
     if name in plan.kept:
         slopes, sinks = _side_by_side(options.alibi_slopes), _side_by_side(options.sinks)
-        plan.kept[name].again(query, key, None if shared else value, out, None, slopes, sinks)
+        plan.kept[name].again(query, key, None if shared else value, out, None, slopes, sinks, None)
         return
     row_bytes, key_bytes = _bytes_of_a_program(query, value, shared)
     tuning = _LATENT_16 if shared else Tuning(64, _fit(64, row_bytes), 4, 3, 1, 1)
@@ -331,6 +379,8 @@ def _launch(
     overlap: bool | None = None,
     after: bool = False,
     shared: bool = False,
+    tree: TreePlan | None = None,
+    prefix_lse: Tensor | None = None,
 ) -> Launch:
     """Launch the kernel for one level, and return what can be launched again with other tensors of the same shapes.
 
@@ -346,6 +396,9 @@ def _launch(
         overlap: whether the launch after this one may begin early; None if this one gives the answer, not parts.
         after: another level was launched before, that what follows has to wait for, too.
         shared: as in `attend`.
+        tree: the trees at the end of the sequences, whose plan this is.
+        prefix_lse: the log-sum-exps `[h, t]` of what `out` holds already, the answer over the keys before the trees;
+            None to attend to all keys.
     """
     batch = plan.batch
     num_tokens, num_heads, head_size = query.shape
@@ -368,6 +421,7 @@ def _launch(
             lse=lse,
             alibi_slopes=_side_by_side(options.alibi_slopes),
             sinks=_side_by_side(options.sinks),
+            prefix_lse=prefix_lse,
         ),
         dict(
             block_table=block_table,
@@ -376,6 +430,11 @@ def _launch(
             seq_lens=batch.seq_lens,
             query_positions=_side_by_side(positions),
             first_keys=None if positions is None else _side_by_side(plan.first_keys),
+            tree_lens=None if tree is None else _side_by_side(tree.trees.lens),
+            depths=None if tree is None else _side_by_side(tree.depths),
+            ancestors=None if tree is None else _side_by_side(tree.ancestors),
+            tree_width=0 if tree is None else tree.trees.max_len,
+            prefix_lse_head_stride=0 if prefix_lse is None else prefix_lse.stride(0),
             query_strides=query.stride(),
             key_strides=key.stride(),
             value_strides=value.stride(),
@@ -407,6 +466,7 @@ def _launch(
             LARGEST_TILE=LARGEST_TILE,
             OVERLAP=bool(overlap),
             AFTER=bool(overlap and after),
+            WORDS=0 if tree is None else tree.trees.num_words,
         ),
         dict(num_warps=tuning.num_warps, num_stages=tuning.num_stages)
         | ({"launch_pdl": True} if overlap and after else {})
@@ -414,9 +474,9 @@ def _launch(
     )
 
 
-def _side_by_side(per_head: Tensor | None) -> Tensor | None:
+def _side_by_side(numbers: Tensor | None) -> Tensor | None:
     """Return numbers such that a pointer to the first leads to all of them."""
-    return None if per_head is None else per_head.contiguous()
+    return None if numbers is None else numbers.contiguous()
 
 
 def _is_one_tile(batch: Batch, group: int, block_m: int) -> bool:
@@ -629,6 +689,41 @@ def _wait_for_level_before():
         tl.extra.cuda.gdc_wait()
 
 
+@triton.jit
+@no_type_check
+def _take_prefix(
+    row_max,
+    row_sum,
+    acc,
+    out,
+    prefix_lse,
+    prefix_lse_head_stride,
+    places,
+    tokens,
+    heads,
+    has_prefix,
+    VALUE_HEAD_SIZE: tl.constexpr,
+):
+    """Take what another kernel answered over the keys before a tree into the softmax over its nodes.
+
+    Its log-sum-exp is infinite, of either sign, where it saw NaN; where it saw no key nothing of it counts.
+    """
+    LOG2E: tl.constexpr = 1.4426950408889634
+    at_dv = tl.arange(0, acc.shape[1])
+    logs = tl.load(prefix_lse + heads * prefix_lse_head_stride + tokens, mask=has_prefix, other=float("-inf"))
+    logs = tl.where(has_prefix & (tl.abs(logs) == float("inf")), float("nan"), logs)
+    values = tl.load(
+        out + places[:, None] * VALUE_HEAD_SIZE + at_dv[None, :],
+        mask=has_prefix[:, None] & (at_dv < VALUE_HEAD_SIZE)[None, :],
+        other=0.0,
+    )
+    new_row_max = tl.maximum(row_max, logs * LOG2E)
+    base = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
+    shrink, weight = tl.exp2(row_max - base), tl.exp2(logs * LOG2E - base)
+    acc = acc * shrink[:, None] + weight[:, None] * values.to(tl.float32)
+    return new_row_max, row_sum * shrink + weight, acc
+
+
 @triton.jit(do_not_specialize=CHANGING)
 @no_type_check
 def _attend_kernel(
@@ -643,6 +738,12 @@ def _attend_kernel(
     seq_lens,
     query_positions,
     first_keys,
+    tree_lens,
+    depths,  # [b, w]
+    ancestors,  # [b, w, WORDS]
+    tree_width,
+    prefix_lse,  # [h, t]; None but where `out` holds the answer over the keys before a tree
+    prefix_lse_head_stride,
     alibi_slopes,
     sinks,
     query_strides,
@@ -676,6 +777,7 @@ def _attend_kernel(
     LARGEST_TILE: tl.constexpr,
     OVERLAP: tl.constexpr,
     AFTER: tl.constexpr,
+    WORDS: tl.constexpr,
 ):
     REPAIR: tl.constexpr = lse is None
     if OVERLAP:
@@ -710,7 +812,18 @@ def _attend_kernel(
 
     # Which keys: those that some row sees, and of them the run of this split.
     first_seen, last_key = visible_keys(first_position, last_position, seq_len, left, right, LEFT, RIGHT)
+    tree_start, node_depths, row_ancestors = None, None, None
+    if WORDS > 0:
+        tree_len = tl.load(tree_lens + sequence)
+        tree_start = seq_len - tree_len
+        nodes = sequence.to(tl.int64) * tree_width + tree_len - query_len + rows // GROUP  # of the rows
+        node_depths = depths + sequence.to(tl.int64) * tree_width
+        row_ancestors = ancestors + nodes * WORDS
+        if prefix_lse is not None:
+            first_seen = tl.maximum(first_seen, tree_start)
     first_key = first_seen // BLOCK_N * BLOCK_N
+    if prefix_lse is not None:
+        first_key = first_seen  # no other row has to begin its steps there
     places = split.to(tl.int64) * num_tokens * NUM_HEADS + tokens * NUM_HEADS + heads
     if REPAIR:
         VALUE_PAD: tl.constexpr = triton.next_power_of_2(VALUE_HEAD_SIZE)
@@ -793,7 +906,25 @@ def _attend_kernel(
         SOFTCAP,
         LEFT,
         RIGHT,
+        tree_start,
+        node_depths,
+        row_ancestors,
+        WORDS,
     )
+    if prefix_lse is not None:
+        row_max, row_sum, acc = _take_prefix(
+            row_max,
+            row_sum,
+            acc,
+            out,
+            prefix_lse,
+            prefix_lse_head_stride,
+            places,
+            tokens,
+            heads,
+            is_row & (tree_start > 0),
+            VALUE_HEAD_SIZE,
+        )
     sink = None
     if sinks is not None and not SPLIT:
         sink = tl.load(sinks + heads, mask=is_row, other=0.0).to(tl.float32)
