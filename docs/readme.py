@@ -1,8 +1,10 @@
-"""Write the measured tables of the README from the files in docs/results, between its two marks; `make readme`."""
+"""Write what docs/results says into the README, between its two marks, and into the explorer; `make readme`."""
 
 import json
 from pathlib import Path
 from typing import Any
+
+from fastattn.tools.bench import roofline
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs/results"
@@ -75,8 +77,27 @@ def duration(seconds: float) -> str:
     return f"{seconds / size:.3g}\u00a0{unit}"
 
 
+def machines() -> str:
+    """Write a script of the rates of the measured machines, and the rows under their roofs, for the explorer."""
+    found = [
+        {
+            "name": machine.name,
+            "dtype": machine.dtype,
+            "read": float(f"{machine.read:.4g}"),
+            "product": float(f"{machine.product:.4g}"),
+            "points": [[row, float(f"{x:.4g}"), float(f"{rate:.4g}")] for row, x, rate in machine.points],
+        }
+        for machine in reversed(roofline.measured(RESULTS).machines)  # the GPU first
+    ]
+    return (
+        "// Made by docs/readme.py from docs/results: rates per second, and of each row its operations\n"
+        f"// per byte and per second.\nvar machines = {json.dumps(found, indent=1)}\n"
+    )
+
+
 def main() -> None:
-    """Put the tables into the README."""
+    """Put the tables into the README, and the machines beside the explorer."""
+    (ROOT / "docs/explorer/machines.js").write_text(machines())
     readme = ROOT / "README.md"
     before, _, rest = readme.read_text().partition(MARKS[0])
     _, _, after = rest.partition(MARKS[1])

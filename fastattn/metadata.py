@@ -16,6 +16,8 @@ from refattn.interface.contents import (
     check_advance,
     check_batch,
     check_block_table,
+    check_encoder,
+    check_encoder_lens,
     check_num_tokens,
     check_requests,
     check_split,
@@ -109,24 +111,28 @@ def slot_mapping(batch: Batch, num_tokens: int, *, block_size: int) -> Int64[Ten
     return dispatch.slot_mapping(batch, num_tokens, block_size=block_size)
 
 
-def split_decodes_and_prefills(batch: Batch, query_lens: Sequence[int], *, decode_len: int = 1) -> tuple[Part, Part]:
+def split_decodes_and_prefills(
+    batch: Batch, query_lens: Sequence[int], *, decode_len: int = 1, seq_lens: Sequence[int] | None = None
+) -> tuple[Part, Part]:
     """Split a batch into its decodes and its prefills, which have kernels of their own.
 
     Args:
         batch: a batch with all its decodes before all its prefills, or after them.
         query_lens: the new tokens of each sequence, known to whoever built the batch, so that no device is asked.
         decode_len: a sequence with at most this many new tokens is a decode (above 1 with speculative decoding).
+        seq_lens: tokens of each sequence, where they are known, too: each part then says how long its own longest
+            sequence is, and how many keys it has. Without them, as in a batch that grows, the maximum of the whole.
 
     Returns:
         The decodes and the prefills, each a `Part(batch, tokens)`; `tokens` is its slice of the query rows.
 
     Raises:
-        ValueError: if decodes and prefills are mixed, or `query_lens` has another length than the batch, or (on a CPU)
-            other lengths.
+        ValueError: if decodes and prefills are mixed, or `query_lens` or `seq_lens` has another length than the batch,
+            or (on a CPU) other lengths.
 
     Source: `refattn.metadata.split_decodes_and_prefills`.
     """
-    check_split(batch, query_lens, decode_len)
+    check_split(batch, query_lens, decode_len, seq_lens)
     kinds = [length <= decode_len for length in query_lens]
     changes = [i for i in range(1, len(kinds)) if kinds[i] != kinds[i - 1]]
     if len(changes) > 1:
@@ -136,7 +142,7 @@ def split_decodes_and_prefills(batch: Batch, query_lens: Sequence[int], *, decod
         )
     decodes_first = kinds[:1] == [True] or not changes
     cut = sum(kinds) if decodes_first else changes[0]
-    head, tail = _part(batch, query_lens, 0, cut), _part(batch, query_lens, cut, len(kinds))
+    head, tail = _part(batch, query_lens, seq_lens, 0, cut), _part(batch, query_lens, seq_lens, cut, len(kinds))
     return (head, tail) if decodes_first else (tail, head)
 
 
@@ -184,14 +190,85 @@ def update_block_table(batch: Batch, block_table: Int32[Tensor, "b m"]) -> Batch
     return dataclasses.replace(batch, block_table=block_table)
 
 
-def _part(batch: Batch, query_lens: Sequence[int], first: int, last: int) -> Part:
+def make_cross_batch(
+    batch: Batch, encoder_lens: Sequence[int], block_tables: Sequence[Sequence[int]] | None = None
+) -> Batch:
+    """Return the batch of cross attention: the query rows of a decoder's batch, and the keys of its encoder.
+
+    Plan it without a causal mask: `chunked_prefill.plan(cross, block_size=p, causal=False)`, or `dense.plan` over rows.
+    The encoder's keys are in pages of their own, and are written once, when its tokens are there: their slots are
+    those of `make_batch(encoder_lens, encoder_lens, block_tables)`.
+
+    Args:
+        batch: of the decoder in this step.
+        encoder_lens: tokens that the encoder has of each request; 0 where there is none.
+        block_tables: the blocks of each request's encoder tokens; None where there is no cache.
+
+    Returns:
+        A batch with as many sequences, whose keys are the encoder's.
+
+    Raises:
+        ValueError: if the arguments differ in length, a length is negative, or a length or a block is no int32.
+
+    Source: `refattn.metadata.make_cross_batch`.
+    """
+    check_encoder_lens(batch, encoder_lens)
+    keys = make_batch(encoder_lens, encoder_lens, block_tables, device=batch.device)
+    return dataclasses.replace(
+        batch,
+        seq_lens=keys.seq_lens,
+        block_table=keys.block_table,
+        max_seq_len=keys.max_seq_len,
+        num_keys=keys.num_keys,
+    )
+
+
+def split_encoder(batch: Batch, encoder_lens: Sequence[int], *, block_size: int) -> tuple[Batch, Batch]:
+    """Split sequences that begin with their encoder's tokens into what cross attention and self-attention read.
+
+        row of request a    e e e e e e e e | d d d d d      8 tokens of the encoder, 5 of the decoder, blocks of 4
+        block table         7       2         9       1      cross attention: 7 2, self-attention: 9 1
+
+    Args:
+        batch: both kinds of tokens in one row of the block table, the encoder's first, in whole blocks; `seq_lens`
+            counts both.
+        encoder_lens: tokens of each request's encoder.
+        block_size: tokens in a block, `p`.
+
+    Returns:
+        The batch of cross attention, to be planned without a causal mask, and that of the decoder's self-attention.
+
+    Raises:
+        ValueError: if there are more or fewer lengths than sequences, if one ends inside of a block, or (on a CPU) past
+            its sequence.
+
+    Source: `refattn.metadata.split_encoder`.
+    """
+    block_table = check_encoder(batch, encoder_lens, block_size=block_size)
+    lens = torch.frombuffer(array("i", encoder_lens or [0]), dtype=torch.int32)[: batch.num_seqs].to(batch.device)
+    shortest, num_encoder = min(encoder_lens, default=0), sum(encoder_lens)
+    m = block_table.shape[1]
+    column = torch.arange(m - shortest // block_size, device=batch.device) + lens[:, None] // block_size
+    own_blocks = block_table.gather(1, column.clamp(max=max(m - 1, 0))).masked_fill_(column >= m, -1)
+    cross = dataclasses.replace(batch, seq_lens=lens, max_seq_len=max(encoder_lens, default=0), num_keys=num_encoder)
+    return cross, dataclasses.replace(
+        batch,
+        seq_lens=batch.seq_lens - lens,
+        block_table=own_blocks,
+        max_seq_len=batch.max_seq_len - shortest,
+        num_keys=None if batch.num_keys is None else batch.num_keys - num_encoder,
+    )
+
+
+def _part(batch: Batch, query_lens: Sequence[int], seq_lens: Sequence[int] | None, first: int, last: int) -> Part:
     begin, end = sum(query_lens[:first]), sum(query_lens[:last])
     part = Batch(
         cu_seqlens_q=batch.cu_seqlens_q[first : last + 1] - begin,
         seq_lens=batch.seq_lens[first:last],
         block_table=None if batch.block_table is None else batch.block_table[first:last],
         max_query_len=max(query_lens[first:last], default=0),
-        max_seq_len=batch.max_seq_len,
+        max_seq_len=batch.max_seq_len if seq_lens is None else max(seq_lens[first:last], default=0),
+        num_keys=None if seq_lens is None else sum(seq_lens[first:last]),
         num_tokens=sum(query_lens[first:last]),
     )
     return Part(part, slice(begin, end))

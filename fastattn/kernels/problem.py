@@ -3,11 +3,13 @@
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int32
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from refattn.interface import AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan
+
+CU_SEQLENS_K = "cu_seqlens_k"  # the name in `Plan.kept` of where keys begin that lie in rows
 
 
 class Problem(NamedTuple):
@@ -29,6 +31,7 @@ class Problem(NamedTuple):
         positions: query rows stand elsewhere than at the end of their sequence, and a mask or ALiBi depends on it.
         softcap: scores are capped.
         alibi: there are ALiBi slopes.
+        alibi_sqrt: they multiply the root of the distance.
         sinks: there are sinks.
         batch_invariant: no bit of a row may depend on what else is in the batch.
         aligned: the elements of each head lie side by side, from a multiple of 16 bytes on.
@@ -60,6 +63,7 @@ class Problem(NamedTuple):
     uniform: bool = False
     stored: tuple[torch.dtype, torch.dtype] | None = None
     rounds_query: bool = False
+    alibi_sqrt: bool = False
 
     @property
     def is_attention(self) -> bool:
@@ -100,6 +104,7 @@ def attention_problem(
         uniform=_is_uniform(batch) and query.shape[0] >= batch.num_seqs * batch.max_query_len,
         stored=None if scales is None else stored_types(scales, value),
         rounds_query=scales is not None and (isinstance(scales, Int8Scales) or scales.query is not None),
+        alibi_sqrt=options.alibi_sqrt,
     )
 
 
@@ -123,6 +128,15 @@ def _is_aligned(x: Tensor) -> bool:
     *strides, last = x.stride()
     size = x.element_size()
     return last == 1 and not any(stride * size % 16 for stride in (*strides, x.data_ptr() // size))
+
+
+def key_starts(plan: Plan) -> Int32[Tensor, "_"]:
+    """Return where the keys of each sequence begin in rows: as the path has laid it by, or summed from the lengths.
+
+    The plans of `dense` and `mla` lay it by in `plan.kept[CU_SEQLENS_K]`, so that no layer launches the sum anew.
+    """
+    starts: Tensor | None = plan.kept.get(CU_SEQLENS_K)
+    return plan.batch.cu_seqlens_k if starts is None else starts
 
 
 class Subtraction(NamedTuple):

@@ -22,13 +22,14 @@ def demo(
 ) -> None:
     """Let a real model answer prompts through both twins, and compare their words with transformers' own."""
     from fastattn.tools import demo as module  # late: `--help` does not need torch
+    from refattn.serving.demo_model import MissingModelError
 
     try:
         proven = module.run(twin, prompt, max_tokens=max_tokens, device=device)
     except module.RequestError as error:
         typer.echo(error, err=True)
         raise typer.Exit(1) from error
-    except (module.MissingModelError, ValueError) as error:
+    except (MissingModelError, ValueError) as error:
         typer.echo(error, err=True)
         raise typer.Exit(2) from error
     raise typer.Exit(0 if proven else 1)

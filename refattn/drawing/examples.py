@@ -144,6 +144,11 @@ def _context_chunks(settings: Settings) -> Drawing:
     return pictures.context_chunks(batch, block_size=settings.block_size, workspace=workspace, words=words)
 
 
+def _ranks(settings: Settings) -> Drawing:
+    batch, words = settings.batch()
+    return pictures.ranks(batch, 2, interleave=2, words=words)
+
+
 def _engine(settings: Settings) -> Drawing:
     num_pending, budget, steps = {"a": 9, "b": 5, "c": 7}, 6, []
     for _ in range(7):
@@ -169,6 +174,7 @@ EXAMPLES: dict[str, Callable[[Settings], Drawing]] = {
     "dense": _dense,
     "differential": _differential,
     "mla": _context_chunks,
+    "context_parallel": _ranks,
     "engine": _engine,
 }
 
@@ -184,5 +190,6 @@ USES: dict[str, tuple[str, ...]] = {  # the settings that each example takes
     "dense": ("lens",),
     "differential": (),
     "mla": ("lens",),
+    "context_parallel": ("lens",),
     "engine": (),
 }

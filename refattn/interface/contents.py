@@ -8,6 +8,7 @@ from jaxtyping import Int32
 from torch import Tensor
 
 from refattn.interface.batch import Batch, Prefix
+from refattn.interface.parallel import Shard
 from refattn.interface.values import (
     LARGEST_INT32,
     check_int,
@@ -160,8 +161,10 @@ def check_advance(batch: Batch, slots: Tensor, *, block_size: int) -> Int32[Tens
     return check_block_table(batch, block_size=block_size, new_lens=batch.query_lens)
 
 
-def check_split(batch: Batch, query_lens: Sequence[int], decode_len: int) -> None:
-    """Check the new tokens of each sequence of a batch, as its builder knows them.
+def check_split(
+    batch: Batch, query_lens: Sequence[int], decode_len: int, seq_lens: Sequence[int] | None = None
+) -> None:
+    """Check the new tokens of each sequence of a batch, and all its tokens if given, as its builder knows them.
 
     Raises:
         ValueError: if there are more or fewer of them than sequences; on a CPU also if the batch has others.
@@ -169,8 +172,50 @@ def check_split(batch: Batch, query_lens: Sequence[int], decode_len: int) -> Non
     check_lengths(batch)
     check_requests(query_lens, query_lens, None, num_seqs=batch.num_seqs)
     check_int("decode_len", decode_len)
+    if seq_lens is not None:
+        check_list("seq_lens", seq_lens, "lengths")
+        if len(seq_lens) != batch.num_seqs:
+            raise ValueError(f"seq_lens: expected {batch.num_seqs} lengths, one per sequence, got {len(seq_lens)}")
+        check_requests(query_lens, seq_lens, None)
+        if batch.seq_lens.is_cpu and batch.seq_lens.tolist() != list(seq_lens):
+            raise ValueError(f"seq_lens: expected {batch.seq_lens.tolist()}, as in the batch, got {list(seq_lens)}")
     if batch.seq_lens.is_cpu and batch.query_lens.tolist() != list(query_lens):
         raise ValueError(f"query_lens: expected {batch.query_lens.tolist()}, as in the batch, got {list(query_lens)}")
+
+
+def check_encoder_lens(batch: Batch, encoder_lens: Sequence[int]) -> None:
+    """Check how many tokens the encoder has of each sequence of a decoder's batch.
+
+    Raises:
+        ValueError: naming what is no length, or if there are more or fewer than sequences.
+    """
+    check_batch(batch)
+    check_list("encoder_lens", encoder_lens, "lengths")
+    if len(encoder_lens) != batch.num_seqs:
+        raise ValueError(f"encoder_lens: expected {batch.num_seqs}, one per sequence, got {len(encoder_lens)}")
+    for length in encoder_lens:
+        check_int("encoder_lens", length)
+
+
+def check_encoder(batch: Batch, encoder_lens: Sequence[int], *, block_size: int) -> Int32[Tensor, "b m"]:
+    """Check sequences that begin with their encoder's tokens, in whole blocks.
+
+    Returns:
+        The block table.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+    """
+    block_table = check_block_table(batch, block_size=block_size)
+    check_encoder_lens(batch, encoder_lens)
+    for length in encoder_lens:
+        if length % block_size:
+            raise ValueError(f"encoder_lens: expected multiples of the block size {block_size}, got {length}")
+    if batch.seq_lens.is_cpu:
+        for i, (length, seq_len) in enumerate(zip(encoder_lens, batch.seq_lens.tolist(), strict=True)):
+            if length > seq_len:
+                raise ValueError(f"encoder_lens: expected at most the {seq_len} tokens of sequence {i}, got {length}")
+    return block_table
 
 
 def check_requests(
@@ -282,14 +327,45 @@ def check_workspace(batch: Batch, workspace: int, max_context_len: int | None) -
         check_int("max_context_len", max_context_len)
     if not batch.seq_lens.is_cpu:
         return max(0, batch.max_seq_len - 1) if max_context_len is None else max_context_len
-    if (batch.context_lens < 0).any():
-        raise ValueError(
-            f"seq_lens: expected the new tokens in them, {batch.query_lens.tolist()}, got {batch.seq_lens.tolist()}"
-        )
+    check_contexts(batch)
     longest = max(batch.context_lens.tolist(), default=0)
     if max_context_len is not None and max_context_len < longest:
         raise ValueError(f"max_context_len: expected at least {longest}, the longest context, got {max_context_len}")
     return longest if max_context_len is None else max_context_len
+
+
+def check_contexts(batch: Batch) -> None:
+    """Check on a CPU that every sequence has its new tokens among its keys.
+
+    Raises:
+        ValueError: if one has more queries than keys.
+    """
+    if batch.seq_lens.is_cpu and (batch.context_lens < 0).any():
+        raise ValueError(
+            f"seq_lens: expected the new tokens in them, {batch.query_lens.tolist()}, got {batch.seq_lens.tolist()}"
+        )
+
+
+def check_shard(batch: Batch, shard: Shard, *, block_size: int) -> Int32[Tensor, "b m"]:
+    """Check the share of a rank, and a batch with the rank's own block table, whose columns are checked with a plan.
+
+    Returns:
+        The block table.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+    """
+    if not isinstance(shard, Shard):
+        raise ValueError(f"shard: expected a Shard, got {describe(shard)}")
+    check_lengths(batch)
+    check_sizes(block_size=block_size)
+    if shard.interleave > block_size:
+        raise ValueError(
+            f"shard: expected runs of at most block_size={block_size} tokens, got interleave={shard.interleave}"
+        )
+    if batch.block_table is None:
+        raise ValueError("block_table: expected int32 [b, m], got None: this path reads a paged cache")
+    return batch.block_table
 
 
 def check_tree(prefixes: Sequence[Prefix]) -> None:

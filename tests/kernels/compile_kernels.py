@@ -15,6 +15,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from fastattn import speculative
 from fastattn.kernels import device as devices
 from fastattn.kernels.problem import Subtraction
 from fastattn.metadata import make_batch
@@ -126,6 +127,12 @@ def launch_all(capability):
     for kind in (half, torch.float32):
         query = torch.zeros(128, 8, 256, dtype=kind)
         attention.attend(query, pages, pages, plan(64), all_of_them, codes=rounded)
+    for nodes, tree_options, window_size in ((4, plain, (-1, -1)), (64, plain, (-1, -1)), (96, all_of_them, (100, 0))):
+        trees = speculative.make_trees([[-1, *range(nodes - 1)]] * 2)
+        drafts = speculative.plan(batch(nodes), block_size=16, trees=trees, window_size=window_size)
+        query = torch.zeros(2 * nodes, 8, 128, dtype=half)
+        attention.attend_levels(query, keys, keys, [drafts.whole], tree_options, tree=drafts)
+        attention.attend_to_nodes(query, keys, keys, drafts, tree_options, query, torch.zeros(8, 2 * nodes))
 
     subtraction = Subtraction(torch.tensor(0.5), torch.ones(128), 1e-5, 0.2)
     for query_len, options, asked in (
@@ -145,6 +152,8 @@ def launch_all(capability):
         cache.write_quantized(tokens, tokens, pool(2, 128, kind), pool(2, 128, kind), torch.arange(5), scales)
     cache.copy_blocks(keys, torch.tensor([[0, 1], [2, 3]]))
     repage(keys, batch(64), block_size=128)
+    accepted = speculative.accept(batch(96), trees, torch.zeros(192).long(), torch.zeros(192).long())
+    cache.compact(keys, batch(96), trees, accepted)
     for options in (plain, AttentionOptions(sinks=torch.ones(8))):
         adapt(torch.zeros(128, 8, 64, dtype=half), torch.zeros(8, 128), plan(64), options)
         adapt(torch.zeros(128, 8, 512, dtype=half), torch.zeros(8, 128), plan(64), options)
@@ -152,6 +161,7 @@ def launch_all(capability):
     tables.slot_mapping(batch(1), 2, block_size=16)
     tables.cut_chunks(batch(64), 128, block_size=16, num_chunks=2, columns=8)
     tables.trim(batch(64), 100, block_size=16, columns=12)
+    tables.draw_trees(batch(96), trees, 192)
 
 
 if __name__ == "__main__":

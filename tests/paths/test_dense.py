@@ -15,6 +15,7 @@ from torch.nn import functional
 import fastattn.dense
 import refattn.chunked_prefill
 import refattn.dense
+from refattn.interface import Batch
 
 each_twin = pytest.mark.parametrize("twin", [refattn.dense, fastattn.dense], ids=["ref", "fast"])
 
@@ -87,6 +88,19 @@ def test_twins_agree_in_every_type(kernel, device):
 def test_twins_agree_on_drawn_batches(case, options, seed, device):
     inputs = build(case, device=device, seed=seed)
     assert_twins_agree("dense", *inputs.rows, **per_head(OPTIONS[options], case, device))
+
+
+@each_kernel
+def test_no_layer_sums_the_lengths_anew(kernel, device, monkeypatch):
+    inputs = build(Case("encoders", ((40, 40), (7, 7), (5, 20), (1, 1)), heads=(6, 2)), device=device)
+    query, key, value = (x.to(kernel.dtypes[0]) for x in inputs.rows[:3])
+    plan = fastattn.dense.plan(inputs.rows[3], causal=False)
+    with kernel.asked_for():
+        first = fastattn.dense.attention(query, key, value, plan)
+        if kernel.name != "cpu":  # it reads the lengths on the host
+            monkeypatch.setattr(Batch, "cu_seqlens_k", property(lambda batch: pytest.fail("summed in a layer")))
+        second = fastattn.dense.attention(query, key, value, plan)
+    assert torch.equal(first, second)
 
 
 @each_twin

@@ -8,8 +8,11 @@ from batches import Case, build
 from hypothesis import given
 from hypothesis import strategies as st
 
+import fastattn.chunked_prefill
 import fastattn.kv_cache
 import refattn.kv_cache
+from refattn import chunked_prefill
+from refattn.metadata import make_batch, slot_mapping
 
 each_twin = pytest.mark.parametrize("twin", [refattn.kv_cache, fastattn.kv_cache], ids=["ref", "fast"])
 each_layout = pytest.mark.parametrize("layout", ["NHD", "HND"])
@@ -161,7 +164,10 @@ def test_bad_input_is_named_and_nothing_is_written(twin):
         ((key, value, key_cache, value_cache[:3], good), "value_cache: expected [n=5, p=4, hk=2, dv], got float32 [3,"),
         ((key, value, key_cache[:, :0], value_cache[:, :0], -good), "block_size: expected a positive int, got 0"),
         ((key, value, key_cache, value_cache, good.int()), "slot_mapping: expected int64 [t=2], got int32 [2]"),
-        ((key, value, key_cache, value_cache, good[:1]), "slot_mapping: expected int64 [t=2], got int64 [1]"),
+        (
+            (key, value, key_cache, value_cache, torch.tensor([0, 1, 2])),
+            "slot_mapping: expected int64 [t=2], got int64 [3]",
+        ),
         ((key, value, key_cache, value_cache, torch.tensor([0, 20])), "slots in 0..19, or -1 for padding, got 20"),
         ((key, value, key_cache, value_cache, torch.tensor([0, -2])), "slots in 0..19, or -1 for padding, got -2"),
         ((key, value, key_cache, value_cache, torch.tensor([7, 7])), "expected each slot once, got slot 7"),
@@ -225,3 +231,47 @@ def test_slots_that_have_passed_are_checked_again_once_they_are_written_to(twin)
     with pytest.raises(ValueError, match="slot_mapping: expected slots in 0..15"):
         twin.write(tokens, tokens, key_cache, value_cache, slots)
     assert torch.equal(key_cache, before)
+
+
+@each_twin
+def test_rows_after_the_last_slot_are_padding(twin, device):
+    """A server pads keys and values to a size that was captured, and knows by the slots how many are real."""
+    key, value = torch.randn(5, 2, 8, device=device), torch.randn(5, 2, 6, device=device)
+    key[3:], value[3:] = torch.nan, torch.nan
+    pools = twin.allocate(2, 4, 2, 8, value_head_size=6, device=device)
+    twin.write(key, value, *pools, torch.tensor([6, 1, -1], device=device))
+    for tokens, pool in zip((key, value), pools, strict=True):
+        assert torch.equal(pool.flatten(0, 1)[[6, 1]], tokens[:2])
+        assert int(pool.any(-1).any(-1).sum()) == 2  # of the others, nothing
+
+
+@each_twin
+@pytest.mark.parametrize("order", ["layers-first", "keys-first"])
+def test_layers_inside_of_a_block(twin, order, device):
+    """One pool for all layers, so that a block moves with one copy: each layer has a strided view of it."""
+    n, layers, p, hk, d = 6, 3, 4, 2, 16
+    shape = (n, layers, 2, p, hk, d) if order == "layers-first" else (n, 2, layers, hk, p, d)
+    buffer = torch.full(shape, torch.nan, device=device)
+
+    def pools(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if order == "layers-first":
+            return buffer[:, layer, 0], buffer[:, layer, 1]
+        return buffer[:, 0, layer].transpose(1, 2), buffer[:, 1, layer].transpose(1, 2)  # heads outside of tokens
+
+    batch = make_batch([7], [7], [[4, 1]], device=device)
+    slots = slot_mapping(batch, 7, block_size=p)
+    query, *tokens = (torch.randn(7, h, d, device=device) for h in (4, *[hk] * 2 * layers))
+    path = chunked_prefill if twin is refattn.kv_cache else fastattn.chunked_prefill
+    answers = []
+    for layer in range(layers):
+        twin.write(*tokens[2 * layer : 2 * layer + 2], *pools(layer), slots)
+    for table in ([4, 1], [0, 5]):
+        plan = path.plan(make_batch([7], [7], [table], device=device), block_size=p)
+        answers.append([path.attention(query, *pools(layer), plan) for layer in range(layers)])
+        twin.copy_blocks([buffer], torch.tensor([[4, 0], [1, 5]]))  # of all layers at once
+    for layer in range(layers):
+        alone = twin.allocate(6, p, hk, d, device=device)
+        twin.write(*tokens[2 * layer : 2 * layer + 2], *alone, slots)
+        expected = path.attention(query, *alone, path.plan(batch, block_size=p))
+        for answer in answers:
+            torch.testing.assert_close(answer[layer], expected)

@@ -119,6 +119,21 @@ def test_split(twin, query_lens, decode_len, decodes, prefills, device):
         ]
 
 
+@each_twin
+def test_parts_have_their_own_maxima(twin, device):
+    """Of decodes beside a long prompt a kernel is asked for their own keys, where the host knows how many there are."""
+    batch = twin.make_batch([1, 1, 90], [20, 33, 700], [[0] * 3, [1] * 3, [2] * 44], device=device)
+    parts = twin.split_decodes_and_prefills(batch, [1, 1, 90], seq_lens=[20, 33, 700])
+    assert [(part.batch.max_seq_len, part.batch.num_keys) for part in parts] == [(33, 53), (700, 700)]
+    parts = twin.split_decodes_and_prefills(batch, [1, 1, 90])
+    assert [part.batch.max_seq_len for part in parts] == [700, 700]
+    with pytest.raises(ValueError, match=r"seq_lens: expected 3 lengths, one per sequence, got 2"):
+        twin.split_decodes_and_prefills(batch, [1, 1, 90], seq_lens=[20, 33])
+    if device == "cpu":
+        with pytest.raises(ValueError, match=r"seq_lens: expected \[20, 33, 700\], as in the batch"):
+            twin.split_decodes_and_prefills(batch, [1, 1, 90], seq_lens=[20, 34, 700])
+
+
 @given(lens=st.lists(st.integers(0, 6), max_size=6), decode_len=st.integers(1, 3))
 def test_twins_split_alike(lens, decode_len):
     batch = refattn.metadata.make_batch(lens, lens)

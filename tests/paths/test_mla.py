@@ -439,6 +439,7 @@ def test_a_graph_stays_right_when_its_sequences_grow(kernel, device):
         for case in PREFILLS
         for name, options in OPTIONS.items()
         for workspace in (7, 10**6)
+        if name != "invariant"  # refused: test_options_on_every_path
         if case.name in FEW or (name == "plain" and workspace > 7)
     ],
 )

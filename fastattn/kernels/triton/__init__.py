@@ -9,11 +9,11 @@ from torch import Tensor
 
 from fastattn.kernels.device import cannot_import, cannot_interpret, capability
 from fastattn.kernels.problem import Problem, Subtraction
-from refattn.interface import AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan
+from refattn.interface import Accepted, AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan, TreePlan, Trees
 
 OPERATIONS = (
-    *("dense", "paged", "levels", "differential", "mla", "quantized", "merge"),
-    *("write", "write_quantized", "copy_blocks", "slot_mapping", "trim", "cut_chunks"),
+    *("dense", "paged", "levels", "tree", "differential", "mla", "quantized", "merge"),
+    *("write", "write_quantized", "copy_blocks", "compact", "slot_mapping", "trim", "cut_chunks", "draw_trees"),
 )
 LARGEST_HEAD = 256
 LARGEST_LATENT = 512
@@ -30,10 +30,14 @@ def unsupported_reason(problem: Problem) -> str | None:
         return "needs a GPU of compute capability 8.0 or newer"
     if problem.operation == "differential" and problem.positions:
         return "subtracts the answers of query rows that are the last of their sequences, at no other positions"
+    if problem.alibi_sqrt:
+        return "multiplies the slopes of ALiBi by the distance, not by its root"
     if problem.operation == "merge" and problem.dtype != torch.float32:
         return f"merges by log-sum-exps in float32, not {problem.dtype}"
     if problem.operation == "copy_blocks" and not (problem.aligned and problem.num_pairs <= MAX_PAIRS):
         return f"copies at most {MAX_PAIRS} blocks without gaps at once, not {problem.num_pairs}"
+    if problem.operation == "compact" and not problem.aligned:
+        return "moves tokens of pools of at most four dimensions"
     types = [torch.float16, torch.float32, torch.bfloat16]
     if interpreted:
         types.remove(torch.bfloat16)  # the interpreter multiplies matrices of it wrongly
@@ -95,6 +99,20 @@ def levels(
     from fastattn.kernels.triton.attention import attend_levels
 
     return attend_levels(query, key_cache, value_cache, plans, options, out)
+
+
+def tree(
+    query: Float[Tensor, "t h d"],
+    key_cache: Float[Tensor, "n p hk d"],
+    value_cache: Float[Tensor, "n p hk dv"],
+    plan: TreePlan,
+    options: AttentionOptions,
+    out: Float[Tensor, "t h dv"] | None,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend over pages that end with a tree, as one softmax; see `fastattn.kernels.dispatch`."""
+    from fastattn.kernels.triton.attention import attend_levels
+
+    return attend_levels(query, key_cache, value_cache, [plan.whole], options, out, tree=plan)
 
 
 def differential(
@@ -187,6 +205,13 @@ def copy_blocks(pool: Shaped[Tensor, "n ..."], pairs: Int64[Tensor, "k 2"]) -> N
     cache.copy_blocks(pool, pairs)
 
 
+def compact(pool: Shaped[Tensor, "n p ..."], batch: Batch, trees: Trees, accepted: Accepted, block_size: int) -> None:
+    """Move accepted nodes to the first slots of their trees, in one launch; see `fastattn.speculative.compact`."""
+    from fastattn.kernels.triton import cache
+
+    cache.compact(pool, batch, trees, accepted)
+
+
 def slot_mapping(batch: Batch, num_tokens: int, block_size: int) -> Int64[Tensor, "t"]:
     """Compute the slot of each new token, in one launch; see `fastattn.metadata.slot_mapping`."""
     from fastattn.kernels.triton import tables
@@ -210,3 +235,12 @@ def cut_chunks(
     from fastattn.kernels.triton import tables
 
     return tables.cut_chunks(batch, chunk_size, block_size=block_size, num_chunks=num_chunks, columns=columns)
+
+
+def draw_trees(
+    batch: Batch, trees: Trees, num_tokens: int
+) -> tuple[Int32[Tensor, "b w"], Int64[Tensor, "b w words"], Int32[Tensor, "t"]]:
+    """Find the depths, the ancestors and the positions of nodes, in one launch; see `fastattn.kernels.torch_ops`."""
+    from fastattn.kernels.triton import tables
+
+    return tables.draw_trees(batch, trees, num_tokens)

@@ -28,7 +28,7 @@ import triton.language as tl
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from fastattn.kernels.problem import uses_positions
+from fastattn.kernels.problem import key_starts, uses_positions
 from fastattn.kernels.triton.codes import NO_CODES, Codes, size_of
 from fastattn.kernels.triton.launch import Launch, is_aligned
 from fastattn.kernels.triton.run import (
@@ -51,7 +51,7 @@ from fastattn.kernels.triton.run import (
     window_within_reach,
     with_scale_above_0,
 )
-from refattn.interface import AttentionOptions, Batch, Plan
+from refattn.interface import AttentionOptions, Batch, Plan, TreePlan
 
 FEWEST_KEYS = 256  # that are worth a program of their own
 MOST_KEYS = 2048  # of a sequence in one program: one much longer than the others must not run alone at the end
@@ -108,6 +108,7 @@ def attend_levels(
     *,
     shared: bool = False,
     codes: Codes = NO_CODES,
+    tree: TreePlan | None = None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend to the keys of several levels, each with a plan of its own over the same query rows, as one softmax.
 
@@ -123,6 +124,7 @@ def attend_levels(
         out: as in `attend`.
         shared: as in `attend`.
         codes: as in `attend`.
+        tree: the trees at the end of the sequences, of the only level.
 
     Returns:
         The outputs, and their log-sum-exps in float32.
@@ -147,7 +149,9 @@ def attend_levels(
     tunings = [fit(tuning, query.device, row_bytes=row_bytes, key_bytes=key_bytes) for tuning in tunings]
     num_parts = sum(tuning.most_splits for tuning in tunings)
     if num_parts == 1 and not options.batch_invariant:
-        launch = _launch(query, key, value, levels[0], options, tunings[0], out, lse, shared=shared, codes=codes)
+        launch = _launch(
+            query, key, value, levels[0], options, tunings[0], out, lse, shared=shared, codes=codes, tree=tree
+        )
         if name is not None:
             levels[0].kept[name] = _Launches(1, launch, None)
         return out, lse
@@ -170,6 +174,7 @@ def attend_levels(
             after=first > 0,
             shared=shared,
             codes=codes,
+            tree=tree,
         )
         first += tuning.most_splits
     at_once = max(1, min(MERGED_AT_ONCE, MERGED_ELEMENTS // pad(value_head_size)))
@@ -194,6 +199,52 @@ def attend_levels(
     )
     if name is not None:
         levels[0].kept[name] = _Launches(num_parts, launch, reduction)
+    return out, lse
+
+
+def attend_to_nodes(
+    query: Float[Tensor, "t h d"],
+    key: Float[Tensor, "n p hk d"],
+    value: Float[Tensor, "n p hk dv"],
+    plan: TreePlan,
+    options: AttentionOptions,
+    out: Float[Tensor, "t h dv"],
+    prefix_lse: Float[Tensor, "h t"],
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend to the nodes of trees, and take in what another kernel answered over the keys before them.
+
+    One launch over few keys, which writes where it reads; the sinks count here.
+
+    Args:
+        query: query rows of all sequences.
+        key: the pool of keys.
+        value: the pool of values.
+        plan: the trees.
+        options: what the layer fixes.
+        out: the answers over the keys before the trees, changed in place; rows side by side. Padding rows may hold
+            anything, and so may rows whose tree has no key before it.
+        prefix_lse: their log-sum-exps, natural log; infinite, of either sign, for NaN.
+
+    Returns:
+        The outputs, and their log-sum-exps in float32.
+
+    Source: the module.
+    """
+    lse = query.new_empty(query.shape[:2], dtype=torch.float32)
+    name = ("nodes", _name_of_launches(query, key, value, options, out, False, NO_CODES), prefix_lse.stride())
+    if name in plan.whole.kept:
+        slopes, sinks = _side_by_side(options.alibi_slopes), _side_by_side(options.sinks)
+        of_codes = _what_codes_change(query, options, NO_CODES)
+        plan.whole.kept[name].again(query, key, value, out, lse, slopes, sinks, *of_codes, prefix_lse)
+        return out, lse
+    row_bytes, key_bytes = _bytes_of_a_program(query, key, value, False)
+    rows = plan.whole.batch.max_query_len * (query.shape[1] // key.shape[-2])
+    block_m = 16 if rows <= 16 else 64
+    block_n = max(16, min(_fit(32, row_bytes), pad(plan.trees.max_len)))
+    tuning = fit(Tuning(block_m, block_n, 4, 2, 1, 1), query.device, row_bytes=row_bytes, key_bytes=key_bytes)
+    launch = _launch(query, key, value, plan.whole, options, tuning, out, lse, tree=plan, prefix_lse=prefix_lse)
+    if name[1] is not None:
+        plan.whole.kept[name] = launch
     return out, lse
 
 
@@ -224,11 +275,11 @@ class _Launches(NamedTuple):
         slopes, sinks = _side_by_side(options.alibi_slopes), _side_by_side(options.sinks)
         of_codes = _what_codes_change(query, options, codes)
         if self.reduce is None:
-            self.attend.again(query, key, value, out, lse, slopes, sinks, *of_codes)
+            self.attend.again(query, key, value, out, lse, slopes, sinks, *of_codes, None)
             return out, lse
         parts = query.new_empty(self.num_parts, *out.shape, dtype=torch.float32)
         part_lses = query.new_empty(self.num_parts, *lse.shape, dtype=torch.float32)
-        self.attend.again(query, key, value, parts, part_lses, slopes, sinks, *of_codes)
+        self.attend.again(query, key, value, parts, part_lses, slopes, sinks, *of_codes, None)
         self.reduce.again(parts, part_lses, out, lse, sinks)
         return out, lse
 
@@ -334,7 +385,7 @@ def repair(
     if name in plan.kept:
         slopes, sinks = _side_by_side(options.alibi_slopes), _side_by_side(options.sinks)
         of_codes = _what_codes_change(query, options, NO_CODES)
-        plan.kept[name].again(query, key, None if shared else value, out, None, slopes, sinks, *of_codes)
+        plan.kept[name].again(query, key, None if shared else value, out, None, slopes, sinks, *of_codes, None)
         return
     row_bytes, key_bytes = _bytes_of_a_program(query, key, value, shared)
     tuning = _LATENT_16 if shared else Tuning(64, _fit(64, row_bytes), 4, 3, 1, 1)
@@ -374,6 +425,8 @@ def _launch(
     after: bool = False,
     shared: bool = False,
     codes: Codes = NO_CODES,
+    tree: TreePlan | None = None,
+    prefix_lse: Tensor | None = None,
 ) -> Launch:
     """Launch the kernel for one level, and return what can be launched again with other tensors of the same shapes.
 
@@ -390,6 +443,9 @@ def _launch(
         after: another level was launched before, that what follows has to wait for, too.
         shared: as in `attend`.
         codes: as in `attend`.
+        tree: the trees at the end of the sequences, whose plan this is.
+        prefix_lse: the log-sum-exps `[h, t]` of what `out` holds already, the answer over the keys before the trees;
+            None to attend to all keys.
     """
     batch = plan.batch
     num_tokens, num_heads, head_size = query.shape
@@ -421,14 +477,20 @@ def _launch(
             query_scales=query_scales,
             key_scales=key_scales,
             value_scales=value_scales,
+            prefix_lse=prefix_lse,
         ),
         dict(
             block_table=block_table,
             cu_seqlens_q=batch.cu_seqlens_q,
-            cu_seqlens_k=batch.cu_seqlens_k if block_table is None else None,
+            cu_seqlens_k=key_starts(plan) if block_table is None else None,
             seq_lens=batch.seq_lens,
             query_positions=_side_by_side(positions),
             first_keys=None if positions is None else _side_by_side(plan.first_keys),
+            tree_lens=None if tree is None else _side_by_side(tree.trees.lens),
+            depths=None if tree is None else _side_by_side(tree.depths),
+            ancestors=None if tree is None else _side_by_side(tree.ancestors),
+            tree_width=0 if tree is None else tree.trees.max_len,
+            prefix_lse_head_stride=0 if prefix_lse is None else prefix_lse.stride(0),
             query_strides=query.stride(),
             key_strides=key.stride(),
             value_strides=value.stride(),
@@ -466,6 +528,7 @@ def _launch(
             CODES=codes.kind,
             ROUND_QUERY=codes.rounds_query,
             HARDWARE=converts_fp8(query.device),
+            WORDS=0 if tree is None else tree.trees.num_words,
         ),
         dict(num_warps=tuning.num_warps, num_stages=tuning.num_stages)
         | ({"launch_pdl": True} if overlap and after else {})
@@ -480,9 +543,9 @@ def _strides_by_head(scales: Tensor | None) -> tuple[int, ...]:
     return (0, *scales.stride()) if scales.ndim == 1 else scales.stride()
 
 
-def _side_by_side(per_head: Tensor | None) -> Tensor | None:
+def _side_by_side(numbers: Tensor | None) -> Tensor | None:
     """Return numbers such that a pointer to the first leads to all of them."""
-    return None if per_head is None else per_head.contiguous()
+    return None if numbers is None else numbers.contiguous()
 
 
 def _is_one_tile(batch: Batch, group: int, block_m: int) -> bool:
@@ -697,6 +760,41 @@ def _wait_for_level_before():
         tl.extra.cuda.gdc_wait()
 
 
+@triton.jit
+@no_type_check
+def _take_prefix(
+    row_max,
+    row_sum,
+    acc,
+    out,
+    prefix_lse,
+    prefix_lse_head_stride,
+    places,
+    tokens,
+    heads,
+    has_prefix,
+    VALUE_HEAD_SIZE: tl.constexpr,
+):
+    """Take what another kernel answered over the keys before a tree into the softmax over its nodes.
+
+    Its log-sum-exp is infinite, of either sign, where it saw NaN; where it saw no key nothing of it counts.
+    """
+    LOG2E: tl.constexpr = 1.4426950408889634
+    at_dv = tl.arange(0, acc.shape[1])
+    logs = tl.load(prefix_lse + heads * prefix_lse_head_stride + tokens, mask=has_prefix, other=float("-inf"))
+    logs = tl.where(has_prefix & (tl.abs(logs) == float("inf")), float("nan"), logs)
+    values = tl.load(
+        out + places[:, None] * VALUE_HEAD_SIZE + at_dv[None, :],
+        mask=has_prefix[:, None] & (at_dv < VALUE_HEAD_SIZE)[None, :],
+        other=0.0,
+    )
+    new_row_max = tl.maximum(row_max, logs * LOG2E)
+    base = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
+    shrink, weight = tl.exp2(row_max - base), tl.exp2(logs * LOG2E - base)
+    acc = acc * shrink[:, None] + weight[:, None] * values.to(tl.float32)
+    return new_row_max, row_sum * shrink + weight, acc
+
+
 @triton.jit(do_not_specialize=CHANGING)
 @no_type_check
 def _attend_kernel(
@@ -711,6 +809,12 @@ def _attend_kernel(
     seq_lens,
     query_positions,
     first_keys,
+    tree_lens,
+    depths,  # [b, w]
+    ancestors,  # [b, w, WORDS]
+    tree_width,
+    prefix_lse,  # [h, t]; None but where `out` holds the answer over the keys before a tree
+    prefix_lse_head_stride,
     alibi_slopes,
     sinks,
     query_strides,
@@ -756,6 +860,7 @@ def _attend_kernel(
     CODES: tl.constexpr,
     ROUND_QUERY: tl.constexpr,
     HARDWARE: tl.constexpr,
+    WORDS: tl.constexpr,
 ):
     REPAIR: tl.constexpr = lse is None
     if OVERLAP:
@@ -790,7 +895,18 @@ def _attend_kernel(
 
     # Which keys: those that some row sees, and of them the run of this split.
     first_seen, last_key = visible_keys(first_position, last_position, seq_len, left, right, LEFT, RIGHT)
+    tree_start, node_depths, row_ancestors = None, None, None
+    if WORDS > 0:
+        tree_len = tl.load(tree_lens + sequence)
+        tree_start = seq_len - tree_len
+        nodes = sequence.to(tl.int64) * tree_width + tree_len - query_len + rows // GROUP  # of the rows
+        node_depths = depths + sequence.to(tl.int64) * tree_width
+        row_ancestors = ancestors + nodes * WORDS
+        if prefix_lse is not None:
+            first_seen = tl.maximum(first_seen, tree_start)
     first_key = first_seen // BLOCK_N * BLOCK_N
+    if prefix_lse is not None:
+        first_key = first_seen  # no other row has to begin its steps there
     places = split.to(tl.int64) * num_tokens * NUM_HEADS + tokens * NUM_HEADS + heads
     if REPAIR:
         VALUE_PAD: tl.constexpr = triton.next_power_of_2(VALUE_HEAD_SIZE)
@@ -890,7 +1006,25 @@ def _attend_kernel(
         CODES,
         ROUND_QUERY,
         HARDWARE,
+        tree_start,
+        node_depths,
+        row_ancestors,
+        WORDS,
     )
+    if prefix_lse is not None:
+        row_max, row_sum, acc = _take_prefix(
+            row_max,
+            row_sum,
+            acc,
+            out,
+            prefix_lse,
+            prefix_lse_head_stride,
+            places,
+            tokens,
+            heads,
+            is_row & (tree_start > 0),
+            VALUE_HEAD_SIZE,
+        )
     sink = None
     if sinks is not None and not SPLIT:
         sink = tl.load(sinks + heads, mask=is_row, other=0.0).to(tl.float32)

@@ -12,9 +12,10 @@ from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 from fastattn.kernels.triton.codes import FORMATS, row_scale, to_fp8, to_int8
-from refattn.interface import Fp8Scales, Int8Scales
+from refattn.interface import Accepted, Batch, Fp8Scales, Int8Scales, Trees
 
 BLOCK_ROWS = 16
+BLOCK_ELEMENTS = 256
 
 
 def write(
@@ -134,6 +135,43 @@ def copy_blocks(cache: Shaped[Tensor, "n ..."], pairs: Int64[Tensor, "k 2"]) -> 
         block_elements,
         BLOCK_PAIRS=block_pairs,
         BLOCK=block,
+    )
+
+
+def compact(cache: Shaped[Tensor, "n p ..."], batch: Batch, trees: Trees, accepted: Accepted) -> None:
+    """Move accepted nodes to the first slots of their trees, in place; see `fastattn.speculative.compact`.
+
+    One program takes the same few elements of all nodes of a tree, in their order. A node only ever moves to a slot
+    that comes before its own, and whose own node has moved by then if it was to.
+
+    Args:
+        cache: the pool, with blocks and their tokens as its first dimensions, of at most four.
+        batch: the lengths and the block table.
+        trees: the trees.
+        accepted: the nodes to keep.
+    """
+    assert batch.block_table is not None  # the path has checked it
+    if 0 in (cache.numel(), batch.num_seqs, trees.max_len):
+        return
+    cache = as_bytes(cache)
+    while cache.ndim < 4:
+        cache = cache.unsqueeze(-1)
+    elements = cache.shape[2] * cache.shape[3]
+    nodes, lens = accepted.nodes.contiguous(), accepted.lens.contiguous()
+    _compact_kernel[batch.num_seqs, -(-elements // BLOCK_ELEMENTS)](
+        cache,
+        batch.block_table,
+        batch.seq_lens,
+        trees.lens.contiguous(),
+        nodes,
+        lens,
+        cache.stride(),
+        batch.block_table.stride(),
+        trees.max_len,
+        ELEMENTS=elements,
+        INNER=cache.shape[3],
+        BLOCK_SIZE=cache.shape[1],
+        BLOCK=BLOCK_ELEMENTS,
     )
 
 
@@ -287,3 +325,37 @@ def _copy_kernel(
     elements = tl.load(cache + source[:, None] * block_stride + at, mask)
     tl.debug_barrier()  # all have read before the first writes
     tl.store(cache + destination[:, None] * block_stride + at, elements, mask)
+
+
+@triton.jit(do_not_specialize=["block_table", "seq_lens", "tree_lens", "nodes", "lens", "tree_width"])
+@no_type_check
+def _compact_kernel(
+    cache,
+    block_table,
+    seq_lens,
+    tree_lens,
+    nodes,
+    lens,
+    cache_strides,
+    table_strides,
+    tree_width,
+    ELEMENTS: tl.constexpr,
+    INNER: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    sequence = tl.program_id(0).to(tl.int64)
+    element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_element = element < ELEMENTS
+    places = (element // INNER).to(tl.int64) * cache_strides[2] + (element % INNER).to(tl.int64) * cache_strides[3]
+    first = tl.load(seq_lens + sequence) - tl.load(tree_lens + sequence)
+    table = block_table + sequence * table_strides[0]
+    for target in range(0, tl.load(lens + sequence)):
+        node = tl.load(nodes + sequence * tree_width + target)
+        if node != target:
+            block = tl.load(table + (first + node) // BLOCK_SIZE * table_strides[1]).to(tl.int64)
+            row = ((first + node) % BLOCK_SIZE).to(tl.int64)
+            moved = tl.load(cache + block * cache_strides[0] + row * cache_strides[1] + places, mask=is_element)
+            block = tl.load(table + (first + target) // BLOCK_SIZE * table_strides[1]).to(tl.int64)
+            row = ((first + target) % BLOCK_SIZE).to(tl.int64)
+            tl.store(cache + block * cache_strides[0] + row * cache_strides[1] + places, moved, mask=is_element)

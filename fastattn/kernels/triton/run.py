@@ -24,6 +24,7 @@ INTERPRETED = triton.knobs.runtime.interpret  # kernels run in Python, on CPU te
 CHANGING = (
     *("block_table", "cu_seqlens_q", "cu_seqlens_k", "seq_lens", "query_positions", "first_keys", "table_row_stride"),
     *("num_tokens", "num_seqs", "splits", "left", "right"),
+    *("tree_lens", "depths", "ancestors", "tree_width", "prefix_lse_head_stride"),
 )
 
 
@@ -241,10 +242,12 @@ def finish_scores(
     SOFTCAP: tl.constexpr,
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
+    seen=None,
 ):
     """Turn the products of queries at `positions` and keys at `j` into scores of what is visible, up to a factor.
 
-    `all_seen` says that every row sees every key of the step, so that nothing has to be compared. `update_softmax`
+    `all_seen` says that every row sees every key of the step, so that nothing has to be compared; `seen`, if it is not
+    None, hides keys besides. `update_softmax`
     multiplies by the factor, next to its subtraction: were that done here, the compiler could join the two only where
     nothing is compared, and a masked step would round otherwise. With slopes, those of ALiBi times log2(e), no factor
     is left, and scores are in base 2.
@@ -263,6 +266,8 @@ def finish_scores(
             visible = visible & (distance >= -right)
         if LEFT:
             visible = visible & (distance <= left)
+        if seen is not None:
+            visible = visible & seen
         scores = tl.where(visible, scores, float("-inf"))
     return scores
 
@@ -326,6 +331,24 @@ def seen_by_all(
 
 @triton.jit
 @no_type_check
+def see_in_tree(row_ancestors, words_of_rows, is_row, node, in_tree, WORDS: tl.constexpr):
+    """Return which rows see which keys, `[rows, keys]`: of a tree by the ancestor mask of the row, all others.
+
+    `node` is the place of a key in the tree, `in_tree` whether it has one. One word of a mask is loaded once for all
+    steps, `words_of_rows`; several are looked up where `row_ancestors` point to.
+    """
+    if WORDS == 1:
+        words = words_of_rows[:, None]
+    else:
+        words = tl.load(
+            row_ancestors[:, None] + (node // 64)[None, :], mask=is_row[:, None] & in_tree[None, :], other=0
+        )
+    bit = (words >> (node % 64).to(tl.int64)[None, :]) & 1
+    return (bit != 0) | ~in_tree[None, :]
+
+
+@triton.jit
+@no_type_check
 def attend_to_run(
     query_rows,
     query_stride,
@@ -366,6 +389,10 @@ def attend_to_run(
     CODES: tl.constexpr,
     ROUND_QUERY: tl.constexpr,
     HARDWARE: tl.constexpr,
+    tree_start=None,
+    node_depths=None,
+    row_ancestors=None,
+    WORDS: tl.constexpr = 0,
 ):
     """Attend from a tile to the keys from `first_key` up to `last_key` of a sequence, by an online softmax in base 2.
 
@@ -382,6 +409,9 @@ def attend_to_run(
     left to the caller. `key_scales` leads to one scale for each key of a page and head, or is None. Codes of values are
     read two at a time, side by side, if `value` points to 16 bits.
 
+    With `WORDS` the keys from `tree_start` on are nodes of a tree: they stand by `node_depths` after its root, and a
+    row sees those whose bits `row_ancestors` point to. Only steps with such keys look at that.
+
     It returns the highest score of each row, the sum of the weights relative to it, and the weighted sum of the values.
     """
     if BLOCK_SIZE > 0:  # the table is read a step ahead, so that loads of keys do not wait for it
@@ -394,6 +424,11 @@ def attend_to_run(
     head = kv_head.to(tl.int64)
 
     all_from, all_to = seen_by_all(first_key, last_key, first_position, last_position, left, right, LEFT, RIGHT)
+    if WORDS > 0:
+        all_to = tl.minimum(all_to, tree_start)
+        words_of_rows = None
+        if WORDS == 1:
+            words_of_rows = tl.load(row_ancestors, mask=is_row, other=0)
     SHARED: tl.constexpr = value is None
     KEY_SIZE: tl.constexpr = HEAD_SIZE - VALUE_HEAD_SIZE if SHARED else HEAD_SIZE  # of what is no value
     LEAST: tl.constexpr = 32 if CODES == "int8" else 16  # of a product
@@ -434,7 +469,7 @@ def attend_to_run(
         acc_of_second = tl.zeros([BLOCK_M, VALUE_PAD // 2], tl.float32)
     else:
         acc = tl.zeros([BLOCK_M, VALUE_PAD], tl.float32)
-    PHASES: tl.constexpr = 3 if BLOCK_M > 16 and (LEFT or RIGHT) else 1
+    PHASES: tl.constexpr = 3 if WORDS > 0 or (BLOCK_M > 16 and (LEFT or RIGHT)) else 1
     for phase in tl.static_range(PHASES):
         begin, end = phase_of_run(phase, PHASES, first_key, last_key, all_from, all_to, BLOCK_N)
         for start in range(begin, end, BLOCK_N):
@@ -442,6 +477,16 @@ def attend_to_run(
             is_key = j < last_key  # nothing from there on is read: it may be NaN, or no block at all
             if LEFT:
                 is_key &= j >= first_seen
+            key_positions = j
+            seen = None
+            if WORDS > 0 and phase != 1:
+                node = j - tree_start
+                in_tree = (node >= 0) & is_key
+                seen = see_in_tree(row_ancestors, words_of_rows, is_row, tl.where(in_tree, node, 0), in_tree, WORDS)
+                is_key &= tl.max(seen.to(tl.int32), 0) > 0  # what no row sees is not read either
+                if LEFT or slopes is not None:
+                    depth = tl.load(node_depths + node, mask=in_tree, other=0)
+                    key_positions = tl.where(in_tree, tree_start + depth, j)
             if BLOCK_SIZE > 0:
                 blocks = next_blocks.to(tl.int64)
                 next_blocks = tl.load(
@@ -482,7 +527,7 @@ def attend_to_run(
             scores = finish_scores(
                 products,
                 positions,
-                j,
+                key_positions,
                 is_key,
                 all_seen,
                 slopes,
@@ -493,6 +538,7 @@ def attend_to_run(
                 SOFTCAP,
                 LEFT,
                 RIGHT,
+                seen,
             )
             weights, shrink, row_max, row_sum = update_softmax(
                 scores, row_max, row_sum, softcap if SOFTCAP else scale, slopes is not None

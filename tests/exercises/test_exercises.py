@@ -1,0 +1,98 @@
+"""Every exercise can be solved, its check fails for the stub and for wrong answers, and it says what is wrong."""
+
+import inspect
+import shutil
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from wrong_answers import WRONG
+
+from refattn.check import __main__ as command
+from refattn.check import learner, report
+from refattn.check.exercise import check
+from refattn.check.exercises import EXERCISES
+
+ROOT = Path(__file__).parent.parent.parent
+STUBS, SOLUTIONS = ROOT / "exercises", Path(__file__).parent / "solutions"
+
+each_exercise = pytest.mark.parametrize("exercise", EXERCISES, ids=lambda exercise: exercise.name)
+each_wrong_answer = pytest.mark.parametrize(
+    ("name", "number"), [(name, i) for name, answers in WRONG.items() for i in range(len(answers))]
+)
+
+
+@pytest.fixture(autouse=True)
+def as_a_learner_runs_them(shapes_unchecked):
+    """Shapes are not checked there: an answer of the wrong shape is for the check to refuse."""
+
+
+def run(exercise, folder):
+    file = learner.file_of(folder, exercise.name)
+    return command.Task("1", exercise, file).check()
+
+
+def drawn(exercise, outcome, width=80):
+    console = Console(file=StringIO(), width=width, highlight=False)
+    report.show_wrong(console, exercise.name, outcome)
+    return console.file.getvalue()
+
+
+@each_exercise
+def test_the_solution_passes(exercise):
+    outcome = run(exercise, SOLUTIONS)
+    assert outcome.state == "done", outcome.reason
+    assert outcome.trials >= 3
+
+
+@each_exercise
+def test_the_stub_is_to_do(exercise):
+    assert run(exercise, STUBS).state == "to do"
+
+
+@each_exercise
+def test_the_stub_and_the_reference_have_one_signature(exercise):
+    stub = getattr(learner.load(learner.file_of(STUBS, exercise.name)), exercise.name)
+    for trial in exercise.trials():
+        assert list(inspect.signature(stub).parameters) == list(trial.arguments)
+
+
+@each_wrong_answer
+def test_a_wrong_answer_is_named(name, number, tmp_path):
+    exercise = next(exercise for exercise in EXERCISES if exercise.name == name)
+    old, new, says = WRONG[name][number]
+    file = tmp_path / learner.file_of(SOLUTIONS, name).name
+    source = learner.file_of(SOLUTIONS, name).read_text()
+    assert old in source
+    file.write_text(source.replace(old, new))
+    outcome = run(exercise, tmp_path)
+    assert outcome.state == "wrong"
+    assert says in outcome.reason + outcome.mistake
+    text = drawn(exercise, outcome)
+    assert "Tried: " in text and "Wrong: " in text and max(map(len, text.splitlines())) <= 80
+
+
+def test_every_exercise_has_wrong_answers():
+    assert list(WRONG) == [exercise.name for exercise in EXERCISES]
+    assert all(len(answers) >= 2 for answers in WRONG.values())
+
+
+@each_exercise
+def test_known_mistakes_are_named(exercise):
+    for says, mistake in exercise.mistakes.items():
+        outcome = check(exercise, mistake)
+        assert outcome.state == "wrong" and outcome.mistake == says, outcome.reason
+
+
+def test_files_are_numbered_in_the_order_of_the_exercises():
+    names = [f"{i:02}_{exercise.name}" for i, exercise in enumerate(EXERCISES, 1)]
+    assert [file.stem for file in learner.files(STUBS)] == names
+    assert [file.stem for file in learner.files(SOLUTIONS)] == names
+
+
+def test_nothing_of_the_learner_is_changed_by_a_check(tmp_path):
+    shutil.copytree(STUBS, tmp_path / "mine")
+    before = {file: file.read_text() for file in (tmp_path / "mine").glob("*.py")}
+    command.main(["--folder", str(tmp_path / "mine")])
+    assert {file: file.read_text() for file in (tmp_path / "mine").glob("*.py")} == before
