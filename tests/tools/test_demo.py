@@ -43,9 +43,9 @@ def tiny(monkeypatch):
     monkeypatch.setattr(demo, "TOKEN_BUDGET", 24)
 
 
-def run(**options):
+def run(kv_cache_dtype="auto", **options):
     console = Console(file=StringIO(), width=100, **options)
-    return demo.run(console=console), console.file.getvalue()
+    return demo.run(kv_cache_dtype=kv_cache_dtype, console=console), console.file.getvalue()
 
 
 def row(text, name):
