@@ -11,6 +11,7 @@ stands before the comment is for those who read the page on a code host, which h
     ... <!-- measured local -->                             the measured rows of a path
     ... <!-- tested -->                                     the results of the tests on other machines and processors
     ... <!-- api refattn -->                                what the docstrings of a package say
+    ... <!-- exercises puzzles -->                          the exercises, or the puzzles
 
 A notebook becomes a page of its own, and so does every source file. A page links to the file in the repository, so that
 the link leads somewhere on a code host too; the site turns it into one to the file's page. A link whose text names a
@@ -40,6 +41,7 @@ from readme import RESULTS, ROOT, duration, fastest_peer, tables
 
 from fastattn.kernels import dispatch
 from refattn import drawing
+from refattn.check import learner
 
 INSERT = re.compile(r"^(?P<instead>.+) <!-- (?P<name>\w+)(?P<arguments>.*?) -->$", re.MULTILINE)
 CAPTION = re.compile(r"\*(.+?)\* ")
@@ -50,7 +52,7 @@ FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>',
 SOURCE_OF_IDEA = re.compile(
     r'<details class="source" open>\s*<summary>(.*?)</summary>\s*(?:<p>(.*?)</p>)?\s*</details>', re.DOTALL
 )
-SOURCES = ("refattn/**/*.py", "fastattn/**/*.py", "tests/**/*.py")
+SOURCES = ("refattn/**/*.py", "fastattn/**/*.py", "tests/**/*.py", "exercises/**/*.py")
 
 
 # --- what mkdocs calls ---
@@ -124,6 +126,15 @@ def kernels(page: Page, instead: str) -> str:
     return "\n".join(lines)
 
 
+def exercises(page: Page, instead: str, folder: str = "") -> str:
+    """List the exercises or the puzzles, with the title of each file."""
+    number = "p{}" if folder else "{}"
+    lines = ["| | function | what it is about |", "|--:|---|---|"]
+    for i, path in enumerate(learner.files(ROOT / "exercises" / folder), 1):
+        lines.append(f"| {number.format(i)} | [`{path.stem[3:]}`]({to(page, page_of(path))}) | {learner.title(path)} |")
+    return "\n".join(lines)
+
+
 def api(page: Page, instead: str, package: str) -> str:
     """Describe a package from its docstrings: its modules, and of a folder that exports names those names."""
     folder = ROOT / package
@@ -168,7 +179,7 @@ def tested(page: Page, instead: str) -> str:
     return "\n\n".join(f"{text}\n\n{folded('The numbers', [table])}" for text, table in shown)
 
 
-INSERTS = {insert.__name__: insert for insert in (api, code, kernels, measured, picture, says, tested)}
+INSERTS = {insert.__name__: insert for insert in (api, code, exercises, kernels, measured, picture, says, tested)}
 
 
 def figure(url: str, caption: str) -> str:

@@ -16,16 +16,15 @@ from refattn.drawing import Cell, Drawing, Grid
 
 COLUMNS = 6  # numbers of a row that are shown
 CELLS = 24  # columns of a mask that are shown
-MARKS = {"done": ("✓", "green"), "to do": ("·", "dim"), "wrong": ("✗", "red")}
+MARKS = {"done": ("✓", "green"), "to do": ("·", "dim"), "wrong": ("✗", "red"), "found": ("◐", "yellow")}
 
 
 def show_wrong(console: Console, name: str, outcome: Outcome) -> None:
     """Show the trial that went wrong: what was asked, what was expected, what came, what is probably the cause."""
-    trial = outcome.trial
-    assert trial is not None  # something was tried
-    console.print(Text.assemble(("Tried: ", "bold"), trial.says))
-    arguments = ", ".join(f"{name}={_short(value)}" for name, value in trial.arguments.items())
-    console.print(_indented(Text(f"{name}({arguments})", style="dim")))
+    if outcome.trial is not None:
+        console.print(Text.assemble(("Tried: ", "bold"), outcome.trial.says))
+        arguments = ", ".join(f"{name}={_short(value)}" for name, value in outcome.trial.arguments.items())
+        console.print(_indented(Text(f"{name}({arguments})", style="dim")))
     console.print(Text.assemble(("Wrong: ", "bold red"), outcome.reason.removeprefix(f"{ALONE}: ")))
     for part, expected in outcome.expected.items():
         drawn = _difference(part, expected, outcome.got[part]) if outcome.got else _expected(part, expected)

@@ -1,6 +1,7 @@
 """Every exercise can be solved, its check fails for the stub and for wrong answers, and it says what is wrong."""
 
 import inspect
+import re
 import shutil
 from io import StringIO
 from pathlib import Path
@@ -96,3 +97,15 @@ def test_nothing_of_the_learner_is_changed_by_a_check(tmp_path):
     before = {file: file.read_text() for file in (tmp_path / "mine").glob("*.py")}
     command.main(["--folder", str(tmp_path / "mine")])
     assert {file: file.read_text() for file in (tmp_path / "mine").glob("*.py")} == before
+
+
+def test_the_page_shows_what_the_command_prints(tmp_path, monkeypatch, capsys):
+    page = (ROOT / "docs" / "exercises.md").read_text()
+    answer = re.search(r"says of `(return .*?)`", page)[1]
+    shutil.copytree(STUBS, tmp_path / "exercises")
+    file = tmp_path / "exercises" / "01_slot.py"
+    file.write_text(file.read_text().replace("raise NotImplementedError", answer))
+    monkeypatch.setenv("COLUMNS", "80")
+    assert command.main(["1", "--folder", str(tmp_path / "exercises")]) == 1
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert re.search(r"```text\n(.*?)```", page, re.DOTALL)[1].splitlines() == printed
