@@ -141,6 +141,7 @@ def test_no_path_is_left_out():
 # --- out ---
 
 
+@pytest.mark.covers("A16")
 @each_package
 @each_path
 def test_out_is_written_and_nothing_beside_it(path, package, device):
@@ -168,6 +169,7 @@ def test_out_is_written_and_nothing_beside_it(path, package, device):
 # --- batch_invariant ---
 
 
+@pytest.mark.covers("B73", "D128", "E176")
 @pytest.mark.parametrize("sequence", range(3))
 @pytest.mark.parametrize(
     ("package", "path"),
@@ -212,6 +214,7 @@ def test_rows_do_not_change_with_the_rest_of_the_batch(path, sequence, package, 
 # --- ALiBi by the root ---
 
 
+@pytest.mark.covers("B58")
 @each_package
 @each_path
 def test_the_root_of_the_distance(path, package, device):
@@ -236,6 +239,7 @@ def test_the_root_of_the_distance(path, package, device):
             row += 1
 
 
+@pytest.mark.covers("B58")
 @pytest.mark.parametrize(
     ("kernel", "path"),
     [

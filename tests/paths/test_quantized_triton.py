@@ -350,6 +350,7 @@ def test_divisions_are_rounded_as_they_should_be(device):
 # --- which kernel ---
 
 
+@pytest.mark.covers("A17")
 def test_a_gpu_computes_it_by_our_kernel_and_by_no_other():
     gpu = torch.device("cuda")
     problem = Problem("quantized", gpu, torch.bfloat16, 4, 2, 64, 64, 16, 1, 100, 3, stored=(E4M3, E4M3))
