@@ -34,6 +34,9 @@ test: $(VENV)/.test $(VENV)/.model  ## the tests
 vllm-test: .venv-vllm/.ready  ## the backend inside vLLM on a CPU, in an environment of its own
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/integrations/vllm_engine.py $(ARGS)
 
+site-test: $(VENV)/.site  ## the site in headless Chromium; ARGS="--screenshots FOLDER" leaves pictures of its pages
+	$(BIN)/python -m pytest tests/browser/built_site.py $(ARGS)
+
 matrix: $(VENV)/.test $(VENV)/.model  ## the tests as on other processors, with more threads, by the Pythons of .venv-3.*
 	$(BIN)/python tests/matrix.py --jobs $(JOBS) $(ARGS)
 

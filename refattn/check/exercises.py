@@ -29,7 +29,8 @@ def _draw(*shape: int, seed: int = 0) -> Tensor:
 # --- where are the keys ---
 
 
-def _slot(position: int, blocks: list[int], block_size: int) -> int:
+def slot(position: int, blocks: list[int], block_size: int) -> int:
+    """Return the slot of a token."""
     return blocks[position // block_size] * block_size + position % block_size
 
 
@@ -433,9 +434,10 @@ def _trim_trials() -> Iterator[Trial]:
         yield Trial(says, dict(query_len=query_len, seq_len=seq_len, blocks=blocks, **sizes))
 
 
-def _virtual_batches(
+def virtual_batches(
     query_lens: list[int], seq_lens: list[int], block_tables: list[list[int]], chunk_size: int, block_size: int
 ) -> tuple[list[int], list[int], list[list[int]]]:
+    """Return the lengths and the blocks of each chunk that has new tokens."""
     batch = local.plan(
         metadata.make_batch(query_lens, seq_lens, block_tables), chunk_size=chunk_size, block_size=block_size
     ).batch
@@ -447,12 +449,12 @@ def _virtual_batches(
 
 def _chunks_from_first_query(query_lens: list[int], seq_lens: list[int], **rest: Any) -> Any:
     """Cut as if the first new token began a chunk."""
-    return _virtual_batches(query_lens, query_lens, **rest)
+    return virtual_batches(query_lens, query_lens, **rest)
 
 
 def _chunks_with_whole_tables(block_tables: list[list[int]], block_size: int, **rest: Any) -> Any:
     """Give each piece the beginning of its sequence's table."""
-    queries, lens, _ = _virtual_batches(block_tables=block_tables, block_size=block_size, **rest)
+    queries, lens, _ = virtual_batches(block_tables=block_tables, block_size=block_size, **rest)
     whole = [[[blocks[0]] * len(blocks), blocks] for blocks in block_tables]
     owner = [i for i, (q, s) in enumerate(zip(rest["query_lens"], rest["seq_lens"], strict=True))
              for _ in range((s - q) // rest["chunk_size"], ceil(s / rest["chunk_size"])) if q]  # fmt: skip
@@ -461,7 +463,7 @@ def _chunks_with_whole_tables(block_tables: list[list[int]], block_size: int, **
 
 def _chunks_filled(**arguments: Any) -> Any:
     """Let a piece have all tokens of its chunk, also those that are not there yet."""
-    queries, lens, tables = _virtual_batches(**arguments)
+    queries, lens, tables = virtual_batches(**arguments)
     return queries, [arguments["chunk_size"]] * len(lens), tables
 
 
@@ -480,7 +482,8 @@ def _virtual_trials() -> Iterator[Trial]:
         query_lens=[1], seq_lens=[9], block_tables=[[5, 1, 6]], chunk_size=8, block_size=4))  # fmt: skip
 
 
-def _shared(query_lens: list[int], seq_lens: list[int], block_tables: list[list[int]], block_size: int) -> int:
+def shared_prefix(query_lens: list[int], seq_lens: list[int], block_tables: list[list[int]], block_size: int) -> int:
+    """Return how many tokens all sequences share before any of their new ones."""
     rest = dict(block_size=block_size)
     found = cascade.find_prefixes(query_lens, seq_lens, block_tables, **rest)
     return max((end for first, last, end in found if (first, last) == (0, len(seq_lens))), default=0)
@@ -656,7 +659,8 @@ def _tree_trials() -> Iterator[Trial]:
         yield Trial(says, dict(parents=parents))
 
 
-def _local_len(seq_len: int, rank: int, num_ranks: int, interleave: int) -> int:
+def local_len(seq_len: int, rank: int, num_ranks: int, interleave: int) -> int:
+    """Return how many tokens of a sequence a rank has."""
     return sum(j // interleave % num_ranks == rank for j in range(seq_len))
 
 
@@ -703,7 +707,7 @@ ROWS = "The queries are the last tokens of the sequence: query row i stands at p
 EXERCISES = (
     Exercise(
         "slot",
-        _slot,
+        slot,
         _slot_trials,
         {
             "the block of a token is blocks[position // block_size], and not always the first": (
@@ -741,7 +745,7 @@ EXERCISES = (
             ),
             "each position is one too high: the last token stands at seq_len - 1": (
                 lambda query_lens, seq_lens, block_tables, block_size: [
-                    _slot(position, [*blocks, -1], block_size)
+                    slot(position, [*blocks, -1], block_size)
                     for q, s, blocks in zip(query_lens, seq_lens, block_tables, strict=True)
                     for position in range(s - q + 1, s + 1)
                 ]
@@ -1006,7 +1010,7 @@ EXERCISES = (
     ),
     Exercise(
         "virtual_batches",
-        _virtual_batches,
+        virtual_batches,
         _virtual_trials,
         {
             "these chunks begin at the first new token; they begin at position 0 of the sequence": (
@@ -1025,11 +1029,11 @@ EXERCISES = (
     ),
     Exercise(
         "shared_prefix",
-        _shared,
+        shared_prefix,
         _shared_trials,
         {
             "the prefix reaches into the new tokens of a sequence, which then see later keys": (
-                lambda query_lens, seq_lens, block_tables, block_size: _shared(
+                lambda query_lens, seq_lens, block_tables, block_size: shared_prefix(
                     [0] * len(seq_lens), seq_lens, block_tables, block_size
                 )
             ),
@@ -1046,7 +1050,7 @@ EXERCISES = (
             ),
             "that is the number of blocks; the prefix is counted in tokens": (
                 lambda query_lens, seq_lens, block_tables, block_size: (
-                    _shared(query_lens, seq_lens, block_tables, block_size) // block_size
+                    shared_prefix(query_lens, seq_lens, block_tables, block_size) // block_size
                 )
             ),
         },
@@ -1141,7 +1145,7 @@ EXERCISES = (
     ),
     Exercise(
         "local_len",
-        _local_len,
+        local_len,
         _local_len_trials,
         {
             "tokens are dealt out in runs, and the last run may be cut short": (

@@ -60,3 +60,8 @@ def title(file: Path) -> str:
     """Return the title of an exercise or puzzle: the first line of its file, without number and point."""
     first = documentation(file).partition("\n")[0]
     return first.partition(" · ")[2].removesuffix(".") or file.stem[3:]
+
+
+def story(file: Path) -> str:
+    """Return what a puzzle tells: the paragraphs after its title."""
+    return documentation(file).partition("\n\n")[2]

@@ -11,21 +11,20 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from refattn.check.exercise import ALONE, Outcome, kind
+from refattn.check.exercise import ALONE, Once, Outcome, kind
 from refattn.drawing import Cell, Drawing, Grid
 
 COLUMNS = 6  # numbers of a row that are shown
 CELLS = 24  # columns of a mask that are shown
-MARKS = {"done": ("✓", "green"), "to do": ("·", "dim"), "wrong": ("✗", "red")}
+MARKS = {"done": ("✓", "green"), "to do": ("·", "dim"), "wrong": ("✗", "red"), "found": ("◐", "yellow")}
 
 
 def show_wrong(console: Console, name: str, outcome: Outcome) -> None:
     """Show the trial that went wrong: what was asked, what was expected, what came, what is probably the cause."""
-    trial = outcome.trial
-    assert trial is not None  # something was tried
-    console.print(Text.assemble(("Tried: ", "bold"), trial.says))
-    arguments = ", ".join(f"{name}={_short(value)}" for name, value in trial.arguments.items())
-    console.print(_indented(Text(f"{name}({arguments})", style="dim")))
+    if outcome.trial is not None:
+        console.print(Text.assemble(("Tried: ", "bold"), outcome.trial.says))
+        arguments = ", ".join(f"{name}={_short(value)}" for name, value in outcome.trial.arguments.items())
+        console.print(_indented(Text(f"{name}({arguments})", style="dim")))
     console.print(Text.assemble(("Wrong: ", "bold red"), outcome.reason.removeprefix(f"{ALONE}: ")))
     for part, expected in outcome.expected.items():
         drawn = _difference(part, expected, outcome.got[part]) if outcome.got else _expected(part, expected)
@@ -43,7 +42,10 @@ def _indented(drawn: RenderableType, *, above: int = 0) -> Padding:
 def _difference(part: str, expected: Any, got: Any) -> RenderableType | None:
     """Draw expected against got; nothing where they are equal or cannot be drawn together."""
     if isinstance(expected, Tensor):
-        got = torch.as_tensor(got)
+        try:
+            got = torch.as_tensor(got)
+        except (TypeError, ValueError, RuntimeError):  # it is something else
+            return None
         if got.shape != expected.shape:
             return None
         if expected.dtype == torch.bool:
@@ -123,8 +125,10 @@ def _short(value: Any) -> str:
         return (
             str(value.tolist()) if value.numel() <= 8 and value.ndim <= 1 else kind(value).removeprefix("a tensor of ")
         )
-    if isinstance(value, list | tuple) and any(isinstance(each, Tensor | tuple) for each in list(value)[:1]):
-        return f"{len(value)} of them"
+    if isinstance(value, Once):
+        return f"{len(value.items)} tiles"
+    if isinstance(value, list | tuple) and value and isinstance(value[0], Tensor):
+        return f"{len(value)} tensors"
     return str(value)
 
 

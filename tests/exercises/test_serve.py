@@ -17,7 +17,7 @@ PROMPT = list(range(40))
 
 
 def functions(*names):
-    tasks = {task.exercise.name: task for task in command.all_tasks(FOLDER)}
+    tasks = {task.name: task for task in command.all_tasks(FOLDER)}
     return {name: tasks[name].function() for name in names}
 
 

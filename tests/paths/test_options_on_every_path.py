@@ -87,11 +87,19 @@ def quantized(kind: str) -> Callable[..., Any]:
             scales: Any = Fp8Scales(0.5, 0.25)
             codes = [(pool / scale).to(scales.format) for pool, scale in zip(pools, (0.5, 0.25), strict=True)]
         else:
-            scales = Int8Scales(torch.full(pools[0].shape[:3], 0.1), torch.full((2, 64), 0.1))
+            scales = Int8Scales(*(torch.full(size, 0.1) for size in (pools[0].shape[:3], (2, 64))))
             codes = [(pool / 0.1).round().to(torch.int8) for pool in pools]
         return attend(path, inputs.query, *codes, inputs.batch, scales=scales, **options)
 
     return call
+
+
+def trees(package: str, inputs: Any, **options: Any) -> Any:
+    """The new tokens as trees without a branch, which see what causal chunks see."""
+    path = importlib.import_module(f"{package}.speculative")
+    parents = [list(range(-1, length - 1)) for length in inputs.batch.query_lens.tolist()]
+    forest = path.make_trees(parents, device=inputs.query.device)
+    return attend(path, *inputs.tensors, trees=forest, **options)
 
 
 def over_ranks(package: str, inputs: Any, **options: Any) -> Any:
@@ -110,8 +118,16 @@ PATHS = {
     "mla-prefill": latent_prefill,
     "quantized-fp8": quantized("fp8"),
     "quantized-int8": quantized("int8"),
+    "speculative": trees,
     "context_parallel": over_ranks,
 }
+
+
+def lay_out(path: str, device: str, padding_rows: int = 2) -> Any:
+    """Lay the case out; codes on a CPU, as their kernels for a GPU have types of their own to be tested in."""
+    return build(replace(CASE, padding_rows=padding_rows), device="cpu" if path.startswith("quantized") else device)
+
+
 each_path = pytest.mark.parametrize("path", PATHS)
 each_package = pytest.mark.parametrize("package", ["refattn", "fastattn"])
 
@@ -125,18 +141,21 @@ def test_no_path_is_left_out():
 # --- out ---
 
 
+@pytest.mark.covers("A16")
 @each_package
 @each_path
-def test_out_is_written_and_nothing_beside_it(path, package):
+def test_out_is_written_and_nothing_beside_it(path, package, device):
     """Into a view of a larger buffer, whose elements do not lie side by side; padding rows become 0, as ever."""
-    inputs = build(CASE)
+    inputs = lay_out(path, device)
     expected, lse = PATHS[path](package, inputs, return_lse=True)
     t, h, dv = expected.shape
-    for buffer, out in (
-        ((flat := torch.full((t + 4, h, dv), 7.0)), flat[2:-2]),  # the rows of a layer's larger buffer
-        ((wide := torch.full((t, h + 2, 2 * dv), 7.0)), wide[:, 1:-1, ::2]),
-        ((turned := torch.full((h, t, dv), 7.0)), turned.transpose(0, 1)),
+    for shape, view in (
+        ((t + 4, h, dv), lambda x: x[2:-2]),  # the rows of a layer's larger buffer
+        ((t, h + 2, 2 * dv), lambda x: x[:, 1:-1, ::2]),
+        ((h, t, dv), lambda x: x.transpose(0, 1)),
     ):
+        buffer = torch.full(shape, 7.0, device=expected.device)
+        out = view(buffer)
         given = PATHS[path](package, inputs, out=out)
         assert given is out
         assert torch.equal(out, expected)
@@ -150,6 +169,7 @@ def test_out_is_written_and_nothing_beside_it(path, package):
 # --- batch_invariant ---
 
 
+@pytest.mark.covers("B73", "D128", "E176")
 @pytest.mark.parametrize("sequence", range(3))
 @pytest.mark.parametrize(
     ("package", "path"),
@@ -159,16 +179,17 @@ def test_out_is_written_and_nothing_beside_it(path, package):
     ],
     ids="-".join,
 )
-def test_rows_do_not_change_with_the_rest_of_the_batch(path, sequence, package):
-    inputs = build(replace(CASE, padding_rows=0))
+def test_rows_do_not_change_with_the_rest_of_the_batch(path, sequence, package, device):
+    inputs = lay_out(path, device, padding_rows=0)
     begin, end = inputs.batch.query_rows()[sequence]
     query_len, seq_len = LENS[sequence]
     alone = Batch(
-        torch.tensor([0, query_len], dtype=torch.int32),
+        torch.tensor([0, query_len], dtype=torch.int32, device=inputs.batch.device),
         inputs.batch.seq_lens[sequence : sequence + 1],
         inputs.batch.block_table[sequence : sequence + 1],
         query_len,
         seq_len,
+        num_tokens=query_len,
     )
     one = replace(
         inputs,
@@ -193,18 +214,20 @@ def test_rows_do_not_change_with_the_rest_of_the_batch(path, sequence, package):
 # --- ALiBi by the root ---
 
 
+@pytest.mark.covers("B58")
 @each_package
 @each_path
-def test_the_root_of_the_distance(path, package):
+def test_the_root_of_the_distance(path, package, device):
     """One key at a distance: with queries of zeros and one slope, the weights are those of the bias alone."""
-    inputs = build(CASE)
+    inputs = lay_out(path, device)
     inputs.query.zero_()
     call = partial(PATHS[path], package, inputs, return_lse=True)
-    if (package, path) == ("fastattn", "context_parallel"):
-        with pytest.raises(NotImplementedError, match="no kernel computes ALiBi"):
-            call(alibi_slopes=BIAS, alibi_sqrt=True)
+    slopes = BIAS.to(inputs.query.device)
+    if package == "fastattn" and (path == "context_parallel" or inputs.query.is_cuda):
+        with pytest.raises(NotImplementedError, match="no kernel computes"):
+            call(alibi_slopes=slopes, alibi_sqrt=True)
         return
-    _, lse = call(alibi_slopes=BIAS, alibi_sqrt=True)
+    _, lse = call(alibi_slopes=slopes, alibi_sqrt=True)
     row = 0
     for q, s in LENS:
         for i in range(s - q, s):
@@ -212,10 +235,11 @@ def test_the_root_of_the_distance(path, package):
             far = (i - torch.arange(first, i + 1)).double()
             expected = torch.logsumexp(-BIAS[:, None].double() * far.sqrt(), -1)
             if path != "differential":  # there the answer has no LSE of one softmax per head
-                torch.testing.assert_close(lse[row].double(), expected, rtol=1e-5, atol=1e-5)
+                torch.testing.assert_close(lse[row].cpu().double(), expected, rtol=1e-5, atol=1e-5)
             row += 1
 
 
+@pytest.mark.covers("B58")
 @pytest.mark.parametrize(
     ("kernel", "path"),
     [

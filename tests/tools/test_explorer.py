@@ -387,9 +387,24 @@ def test_the_machines_are_those_of_the_benchmark(monkeypatch):
 
 @pytest.mark.parametrize(
     "hash",
-    ["", "#", "lens=", "lens=1,2;x", "lens=99999,1", "block=3&mask=chunk&chunk=5", "block=0&chunk=0", "mask=none&dtype=int3", "tree=5,5&query=9,9",
-     "heads=7&kv=8", "splits=1e9", "block", "unknown=3&window=-1", "query=1", "%6Cens=2,5"],
-)  # fmt: skip
+    [
+        "",
+        "#",
+        "lens=",
+        "lens=1,2;x",
+        "lens=99999,1",
+        "block=3&mask=chunk&chunk=5",
+        "block=0&chunk=0",
+        "mask=none&dtype=int3",
+        "tree=5,5&query=9,9",
+        "heads=7&kv=8",
+        "splits=1e9",
+        "block",
+        "unknown=3&window=-1",
+        "query=1",
+        "%6Cens=2,5",
+    ],
+)
 def test_nonsense_in_an_address_becomes_legal_settings(explorer, hash):
     shown = explorer("everything", explorer("fromHash", hash))
     settings = shown["settings"]

@@ -136,22 +136,14 @@ def tree(
     num_tokens, num_heads = query.shape[:2]
     if _is_empty(query, key_cache, plan.prefix):  # nothing is before the trees
         answer = query.new_zeros(num_tokens, num_heads, value_cache.shape[-1])
-        return attend_to_nodes(
-            query,
-            key_cache,
-            value_cache,
-            plan,
-            options,
-            answer,
-            query.new_full((num_heads, num_tokens), -torch.inf, dtype=torch.float32),
-        )
-    where = dict(
-        seqused_k=plan.prefix.batch.seq_lens, page_table=table if table.stride(-1) == 1 else table.contiguous()
-    )
+        nothing = query.new_full((num_heads, num_tokens), -torch.inf, dtype=torch.float32)
+        return attend_to_nodes(query, key_cache, value_cache, plan, options, answer, nothing)
+    lens, contiguous = plan.prefix.batch.seq_lens, table if table.stride(-1) == 1 else table.contiguous()
+    where = dict(seqused_k=lens, page_table=contiguous)
     answer, lse = _forward(query, key_cache, value_cache, plan.prefix, options, where)
     if key_cache.shape[1] >= SMALLEST_TILE:
         repair(answer, query, key_cache, value_cache, plan.prefix, options)
-    return attend_to_nodes(query, key_cache, value_cache, plan, options, answer, lse)
+    return attend_to_nodes(query, key_cache, value_cache, plan, options, answer, lse.contiguous())
 
 
 def mla(

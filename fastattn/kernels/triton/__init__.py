@@ -9,11 +9,11 @@ from torch import Tensor
 
 from fastattn.kernels.device import cannot_import, cannot_interpret, capability
 from fastattn.kernels.problem import Problem, Subtraction
-from refattn.interface import Accepted, AttentionOptions, Batch, Plan, TreePlan, Trees
+from refattn.interface import Accepted, AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan, TreePlan, Trees
 
 OPERATIONS = (
-    *("dense", "paged", "levels", "tree", "differential", "mla", "merge"),
-    *("write", "copy_blocks", "compact", "slot_mapping", "trim", "cut_chunks", "draw_trees"),
+    *("dense", "paged", "levels", "tree", "differential", "mla", "quantized", "merge"),
+    *("write", "write_quantized", "copy_blocks", "compact", "slot_mapping", "trim", "cut_chunks", "draw_trees"),
 )
 LARGEST_HEAD = 256
 LARGEST_LATENT = 512
@@ -43,6 +43,8 @@ def unsupported_reason(problem: Problem) -> str | None:
         types.remove(torch.bfloat16)  # the interpreter multiplies matrices of it wrongly
     if problem.is_attention and problem.dtype not in types:
         return f"computes {', '.join(map(str, types))}, not {problem.dtype}"
+    if problem.stored is not None and torch.float64 in problem.stored and problem.is_attention:
+        return "multiplies values of up to 32 bits, not those of float64"
     rope = problem.head_size - problem.value_head_size
     if problem.operation == "mla":
         if problem.value_head_size > LARGEST_LATENT or rope > LARGEST_ROPE:
@@ -142,6 +144,24 @@ def mla(
     return attend(query, pages, pages[..., :latent_rank], plan, options, out, shared=True)
 
 
+def quantized(
+    query: Float[Tensor, "t h d"],
+    key_cache: Shaped[Tensor, "n p hk d"],
+    value_cache: Shaped[Tensor, "n p hk dv"],
+    plan: Plan,
+    options: AttentionOptions,
+    scales: Fp8Scales | Int8Scales,
+    out: Float[Tensor, "t h dv"] | None,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend over pages of codes, which become numbers in registers; see `fastattn.kernels.dispatch`."""
+    from fastattn.kernels.triton.attention import attend
+    from fastattn.kernels.triton.codes import codes_of, in_pairs
+
+    if isinstance(scales, Fp8Scales):
+        key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
+    return attend(query, key_cache, in_pairs(value_cache), plan, options, out, codes=codes_of(scales))
+
+
 def merge(
     outs: Sequence[Float[Tensor, "t h dv"]], lses: Sequence[Float[Tensor, "t h"]]
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
@@ -162,6 +182,20 @@ def write(
     from fastattn.kernels.triton import cache
 
     cache.write(key, value, key_cache, value_cache, slot_mapping)
+
+
+def write_quantized(
+    key: Float[Tensor, "t hk d"],
+    value: Float[Tensor, "t hk dv"],
+    key_cache: Shaped[Tensor, "n p hk d"],
+    value_cache: Shaped[Tensor, "n p hk dv"],
+    slot_mapping: Int64[Tensor, "t"],
+    scales: Fp8Scales | Int8Scales,
+) -> None:
+    """Quantise new tokens and write them into the pool, in one launch; see `fastattn.quantized.write`."""
+    from fastattn.kernels.triton import cache
+
+    cache.write_quantized(key, value, key_cache, value_cache, slot_mapping, scales)
 
 
 def copy_blocks(pool: Shaped[Tensor, "n ..."], pairs: Int64[Tensor, "k 2"]) -> None:

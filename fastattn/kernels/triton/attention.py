@@ -25,10 +25,11 @@ from typing import NamedTuple, no_type_check
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from fastattn.kernels.problem import key_starts, uses_positions
+from fastattn.kernels.triton.codes import NO_CODES, Codes, size_of
 from fastattn.kernels.triton.launch import Launch, is_aligned
 from fastattn.kernels.triton.run import (
     CHANGING,
@@ -36,6 +37,7 @@ from fastattn.kernels.triton.run import (
     Tuning,
     attend_to_run,
     can_overlap,
+    converts_fp8,
     find_positions,
     find_tile,
     fit,
@@ -66,13 +68,14 @@ LARGEST_TILE = 512  # query rows and keys, together, of a tile of a kernel whose
 
 def attend(
     query: Float[Tensor, "t h d"],
-    key: Float[Tensor, "s hk d"] | Float[Tensor, "n p hk d"],
-    value: Float[Tensor, "s hk dv"] | Float[Tensor, "n p hk dv"],
+    key: Float[Tensor, "s hk d"] | Shaped[Tensor, "n p hk d"],
+    value: Float[Tensor, "s hk dv"] | Shaped[Tensor, "n p hk _"],
     plan: Plan,
     options: AttentionOptions,
     out: Float[Tensor, "t h dv"] | None = None,
     *,
     shared: bool = False,
+    codes: Codes = NO_CODES,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend over pages if `key` has four dimensions, else over ragged rows.
 
@@ -84,24 +87,27 @@ def attend(
         options: what the layer fixes.
         out: contiguous memory for the outputs; new memory if None.
         shared: `value` is a view of the first elements of each key: load them once, as key and as value.
+        codes: what the pools hold, if it is codes; those of fp8 are seen as bytes, those of values as pairs of bytes,
+            if they lie so (`fastattn.kernels.triton.codes.in_pairs`).
 
     Returns:
         The outputs, and their log-sum-exps in float32.
 
     Source: see the module.
     """
-    return attend_levels(query, key, value, [plan], options, out, shared=shared)
+    return attend_levels(query, key, value, [plan], options, out, shared=shared, codes=codes)
 
 
 def attend_levels(
     query: Float[Tensor, "t h d"],
-    key: Float[Tensor, "s hk d"] | Float[Tensor, "n p hk d"],
-    value: Float[Tensor, "s hk dv"] | Float[Tensor, "n p hk dv"],
+    key: Float[Tensor, "s hk d"] | Shaped[Tensor, "n p hk d"],
+    value: Float[Tensor, "s hk dv"] | Shaped[Tensor, "n p hk _"],
     levels: Sequence[Plan],
     options: AttentionOptions,
     out: Float[Tensor, "t h dv"] | None = None,
     *,
     shared: bool = False,
+    codes: Codes = NO_CODES,
     tree: TreePlan | None = None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend to the keys of several levels, each with a plan of its own over the same query rows, as one softmax.
@@ -117,6 +123,7 @@ def attend_levels(
         options: what the layer fixes; sinks count once.
         out: as in `attend`.
         shared: as in `attend`.
+        codes: as in `attend`.
         tree: the trees at the end of the sequences, of the only level.
 
     Returns:
@@ -125,24 +132,26 @@ def attend_levels(
     Source: the module; levels of a cascade: Ye et al. 2024, "Cascade Inference".
     """
     num_tokens, num_heads = query.shape[:2]
-    value_head_size = value.shape[-1]
-    name = _name_of_launches(query, key, value, options, out, shared) if len(levels) == 1 else None
+    value_head_size = size_of(value)
+    name = _name_of_launches(query, key, value, options, out, shared, codes) if len(levels) == 1 else None
     out = query.new_empty(num_tokens, num_heads, value_head_size) if out is None else out
     lse = query.new_empty(num_tokens, num_heads, dtype=torch.float32)
     batch = levels[-1].batch
     if 0 in (num_tokens, num_heads, batch.num_seqs):
         return out.zero_(), lse.fill_(-torch.inf)
     if name in levels[0].kept:
-        return levels[0].kept[name].again(query, key, None if shared else value, options, out, lse)
+        return levels[0].kept[name].again(query, key, None if shared else value, options, out, lse, codes)
 
-    row_bytes, key_bytes = _bytes_of_a_program(query, value, shared)
+    row_bytes, key_bytes = _bytes_of_a_program(query, key, value, shared)
     tunings = [tune(query, key, value, level, options, row_bytes, shared) for level in levels]
     if len(levels) > 1:
         tunings = [_beside_others(tuning) for tuning in tunings]
     tunings = [fit(tuning, query.device, row_bytes=row_bytes, key_bytes=key_bytes) for tuning in tunings]
     num_parts = sum(tuning.most_splits for tuning in tunings)
     if num_parts == 1 and not options.batch_invariant:
-        launch = _launch(query, key, value, levels[0], options, tunings[0], out, lse, shared=shared, tree=tree)
+        launch = _launch(
+            query, key, value, levels[0], options, tunings[0], out, lse, shared=shared, codes=codes, tree=tree
+        )
         if name is not None:
             levels[0].kept[name] = _Launches(1, launch, None)
         return out, lse
@@ -164,6 +173,7 @@ def attend_levels(
             overlap=overlap,
             after=first > 0,
             shared=shared,
+            codes=codes,
             tree=tree,
         )
         first += tuning.most_splits
@@ -221,12 +231,13 @@ def attend_to_nodes(
     Source: the module.
     """
     lse = query.new_empty(query.shape[:2], dtype=torch.float32)
-    name = ("nodes", _name_of_launches(query, key, value, options, out, False), prefix_lse.stride())
+    name = ("nodes", _name_of_launches(query, key, value, options, out, False, NO_CODES), prefix_lse.stride())
     if name in plan.whole.kept:
         slopes, sinks = _side_by_side(options.alibi_slopes), _side_by_side(options.sinks)
-        plan.whole.kept[name].again(query, key, value, out, lse, slopes, sinks, prefix_lse)
+        of_codes = _what_codes_change(query, options, NO_CODES)
+        plan.whole.kept[name].again(query, key, value, out, lse, slopes, sinks, *of_codes, prefix_lse)
         return out, lse
-    row_bytes, key_bytes = _bytes_of_a_program(query, value, False)
+    row_bytes, key_bytes = _bytes_of_a_program(query, key, value, False)
     rows = plan.whole.batch.max_query_len * (query.shape[1] // key.shape[-2])
     block_m = 16 if rows <= 16 else 64
     block_n = max(16, min(_fit(32, row_bytes), pad(plan.trees.max_len)))
@@ -251,22 +262,45 @@ class _Launches(NamedTuple):
     reduce: Launch | None
 
     def again(
-        self, query: Tensor, key: Tensor, value: Tensor | None, options: AttentionOptions, out: Tensor, lse: Tensor
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor | None,
+        options: AttentionOptions,
+        out: Tensor,
+        lse: Tensor,
+        codes: Codes,
     ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-        """Attend with other tensors of the same shapes."""
+        """Attend with other tensors of the same shapes, and other scales of codes."""
         slopes, sinks = _side_by_side(options.alibi_slopes), _side_by_side(options.sinks)
+        of_codes = _what_codes_change(query, options, codes)
         if self.reduce is None:
-            self.attend.again(query, key, value, out, lse, slopes, sinks, None)
+            self.attend.again(query, key, value, out, lse, slopes, sinks, *of_codes, None)
             return out, lse
         parts = query.new_empty(self.num_parts, *out.shape, dtype=torch.float32)
         part_lses = query.new_empty(self.num_parts, *lse.shape, dtype=torch.float32)
-        self.attend.again(query, key, value, parts, part_lses, slopes, sinks, None)
+        self.attend.again(query, key, value, parts, part_lses, slopes, sinks, *of_codes, None)
         self.reduce.again(parts, part_lses, out, lse, sinks)
         return out, lse
 
 
+def _what_codes_change(
+    query: Tensor, options: AttentionOptions, codes: Codes
+) -> tuple[float, float, float, Tensor | None, Tensor | None, Tensor | None]:
+    """Return the scale of the scores with those of the codes in it, above 0; their other numbers; and their tensors."""
+    of_query, of_key, of_value = codes.numbers
+    scale = query.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale
+    return (abs(scale) or 1.0) * of_key * of_query, of_query, of_value, codes.query, codes.key, codes.value
+
+
 def _name_of_launches(
-    query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, out: Tensor | None, shared: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: AttentionOptions,
+    out: Tensor | None,
+    shared: bool,
+    codes: Codes,
 ) -> tuple[object, ...] | None:
     """Return what a plan keeps launches under: all that they depend on besides the plan; None where they can't be kept.
 
@@ -275,7 +309,7 @@ def _name_of_launches(
     slopes, sinks = options.alibi_slopes, options.sinks
     if options.softmax_scale is not None and options.softmax_scale <= 0:
         return None
-    if not is_aligned((query, key, value, out, slopes, sinks)):
+    if not is_aligned((query, key, value, out, slopes, sinks, codes.query, codes.key, codes.value)):
         return None
     return (
         "triton",
@@ -284,6 +318,7 @@ def _name_of_launches(
         query.stride(),
         key.shape,
         key.stride(),
+        value.dtype,
         value.shape,
         value.stride(),
         options.softmax_scale,
@@ -292,17 +327,26 @@ def _name_of_launches(
         None if slopes is None else slopes.dtype,
         None if sinks is None else sinks.dtype,
         shared,
+        (codes.kind, codes.rounds_query),
+        *(None if x is None else x.stride() for x in (codes.query, codes.key, codes.value)),
     )
 
 
-def _bytes_of_a_program(query: Tensor, value: Tensor, shared: bool) -> tuple[int, int]:
+def _bytes_of_a_program(query: Tensor, key: Tensor, value: Tensor, shared: bool) -> tuple[int, int]:
     """Return the bytes of a row of a tile, the longer of query and value, and of a key of a step with its value."""
-    head_size, value_head_size = query.shape[2], value.shape[-1]
+    head_size, value_head_size = query.shape[2], size_of(value)
     if shared:
         row_bytes = (pad(head_size - value_head_size) + pad(value_head_size)) * query.element_size()
         return row_bytes, row_bytes
     row_bytes = max(pad(head_size), pad(value_head_size)) * query.element_size()
+    if key.dtype != query.dtype:  # codes, and a place where they become numbers
+        return row_bytes, 2 * row_bytes + _row_bytes(key) + _row_bytes(value)
     return row_bytes, 2 * row_bytes
+
+
+def _row_bytes(x: Tensor) -> int:
+    """Return the bytes that a tile has for a key or a value."""
+    return pad(x.shape[-1]) * x.element_size()
 
 
 def repair(
@@ -337,12 +381,13 @@ def repair(
     """
     if 0 in (*query.shape[:2], plan.batch.num_seqs):
         return
-    name = ("repair", _name_of_launches(query, key, value, options, out, shared))
+    name = ("repair", _name_of_launches(query, key, value, options, out, shared, NO_CODES))
     if name in plan.kept:
         slopes, sinks = _side_by_side(options.alibi_slopes), _side_by_side(options.sinks)
-        plan.kept[name].again(query, key, None if shared else value, out, None, slopes, sinks, None)
+        of_codes = _what_codes_change(query, options, NO_CODES)
+        plan.kept[name].again(query, key, None if shared else value, out, None, slopes, sinks, *of_codes, None)
         return
-    row_bytes, key_bytes = _bytes_of_a_program(query, value, shared)
+    row_bytes, key_bytes = _bytes_of_a_program(query, key, value, shared)
     tuning = _LATENT_16 if shared else Tuning(64, _fit(64, row_bytes), 4, 3, 1, 1)
     tuning = fit(tuning, query.device, row_bytes=row_bytes, key_bytes=key_bytes)
     launch = _launch(query, key, value, plan, options, tuning, out, None, shared=shared)
@@ -379,6 +424,7 @@ def _launch(
     overlap: bool | None = None,
     after: bool = False,
     shared: bool = False,
+    codes: Codes = NO_CODES,
     tree: TreePlan | None = None,
     prefix_lse: Tensor | None = None,
 ) -> Launch:
@@ -396,18 +442,22 @@ def _launch(
         overlap: whether the launch after this one may begin early; None if this one gives the answer, not parts.
         after: another level was launched before, that what follows has to wait for, too.
         shared: as in `attend`.
+        codes: as in `attend`.
         tree: the trees at the end of the sequences, whose plan this is.
         prefix_lse: the log-sum-exps `[h, t]` of what `out` holds already, the answer over the keys before the trees;
             None to attend to all keys.
     """
     batch = plan.batch
     num_tokens, num_heads, head_size = query.shape
-    num_kv_heads, value_head_size = value.shape[-2:]
+    num_kv_heads, value_head_size = value.shape[-2], size_of(value)
     group = num_heads // num_kv_heads
     block_table = batch.block_table if key.ndim == 4 else None
     left, right = window_within_reach(plan)
     positions = plan.positions if uses_positions(plan, options) else None
-    query, scale = with_scale_above_0(query, options.softmax_scale)
+    query, _ = with_scale_above_0(query, options.softmax_scale)
+    scale, query_number, value_number, query_scales, key_scales, value_scales = _what_codes_change(
+        query, options, codes
+    )
     one_tile = _is_one_tile(batch, group, tuning.block_m)
     tiles = _count_tiles(batch, num_tokens, group, tuning.block_m)
     return Launch(
@@ -421,6 +471,12 @@ def _launch(
             lse=lse,
             alibi_slopes=_side_by_side(options.alibi_slopes),
             sinks=_side_by_side(options.sinks),
+            scale=scale,
+            query_number=query_number,
+            value_number=value_number,
+            query_scales=query_scales,
+            key_scales=key_scales,
+            value_scales=value_scales,
             prefix_lse=prefix_lse,
         ),
         dict(
@@ -438,12 +494,15 @@ def _launch(
             query_strides=query.stride(),
             key_strides=key.stride(),
             value_strides=value.stride(),
+            query_scale_strides=_strides_by_head(query_scales),
+            key_scale_strides=_strides_by_head(key_scales),
+            value_scale_strides=_strides_by_head(value_scales),
+            sequences=plan.sequences if codes.kind else None,
             table_row_stride=0 if block_table is None else block_table.stride(0),
             table_stride=1 if block_table is None else block_table.stride(1),
             num_tokens=num_tokens,
             num_seqs=batch.num_seqs,
             splits=tuning.splits,
-            scale=scale,
             softcap=options.softcap,
             left=left,
             right=right,
@@ -466,12 +525,22 @@ def _launch(
             LARGEST_TILE=LARGEST_TILE,
             OVERLAP=bool(overlap),
             AFTER=bool(overlap and after),
+            CODES=codes.kind,
+            ROUND_QUERY=codes.rounds_query,
+            HARDWARE=converts_fp8(query.device),
             WORDS=0 if tree is None else tree.trees.num_words,
         ),
         dict(num_warps=tuning.num_warps, num_stages=tuning.num_stages)
         | ({"launch_pdl": True} if overlap and after else {})
         | ({"maxnreg": tuning.registers} if tuning.registers and not INTERPRETED else {}),
     )
+
+
+def _strides_by_head(scales: Tensor | None) -> tuple[int, ...]:
+    """Return the strides of scales, with one of 0 for the sequences where there is one for each head only."""
+    if scales is None:
+        return ()
+    return (0, *scales.stride()) if scales.ndim == 1 else scales.stride()
 
 
 def _side_by_side(numbers: Tensor | None) -> Tensor | None:
@@ -519,10 +588,12 @@ def tune(
     block_m = 16 if rows <= 16 else 64 if rows <= 64 or row_bytes > 256 or shared else 128
     tiles = _count_tiles(batch, query.shape[0], group, block_m)
     tune_tiles = _tune_latents if shared else _tune
+    if block_m == 16 and key.dtype != query.dtype != torch.float32:  # steps of as many bytes, be they codes
+        row_bytes = max(_row_bytes(key), _row_bytes(value))
     tuning = tune_tiles(block_m, row_bytes, tiles * num_kv_heads, visible, multiprocessors(query.device))
     if batch.num_seqs == 1 or rows > block_m or _about_as_long(batch, visible):  # there is nothing to balance
         return tuning
-    room = MOST_PART_BYTES // (4 * query.shape[0] * query.shape[1] * value.shape[-1])
+    room = MOST_PART_BYTES // (4 * query.shape[0] * query.shape[1] * size_of(value))
     return tuning._replace(most_splits=max(tuning.splits, min(room, -(-visible // MOST_KEYS))))
 
 
@@ -758,6 +829,15 @@ def _attend_kernel(
     softcap,
     left,
     right,
+    query_number,  # of codes: their scales, and the sequences of the batch that those are of
+    value_number,
+    query_scales,
+    key_scales,
+    value_scales,
+    query_scale_strides,
+    key_scale_strides,
+    value_scale_strides,
+    sequences,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -777,6 +857,9 @@ def _attend_kernel(
     LARGEST_TILE: tl.constexpr,
     OVERLAP: tl.constexpr,
     AFTER: tl.constexpr,
+    CODES: tl.constexpr,
+    ROUND_QUERY: tl.constexpr,
+    HARDWARE: tl.constexpr,
     WORDS: tl.constexpr,
 ):
     REPAIR: tl.constexpr = lse is None
@@ -872,6 +955,17 @@ def _attend_kernel(
     slopes = None
     if alibi_slopes is not None:
         slopes = tl.load(alibi_slopes + heads, mask=is_row, other=0.0).to(tl.float32) * LOG2E
+    if CODES == "e4m3" or CODES == "e5m2":  # what is the same for all keys of a head goes to the scores, or the answer
+        member = sequence
+        if sequences is not None:
+            member = tl.load(sequences + sequence)
+        if query_scales is not None:
+            query_number = tl.load(query_scales + member * query_scale_strides[0] + kv_head * query_scale_strides[1])
+            scale *= query_number
+        if key_scales is not None:
+            scale *= tl.load(key_scales + member * key_scale_strides[0] + kv_head * key_scale_strides[1])
+        if value_scales is not None:
+            value_number = tl.load(value_scales + member * value_scale_strides[0] + kv_head * value_scale_strides[1])
     row_max, row_sum, acc = attend_to_run(
         query + tokens * query_strides[0] + heads.to(tl.int64) * query_strides[1],
         query_strides[2],
@@ -889,8 +983,11 @@ def _attend_kernel(
         first_seen,
         last_key,
         slopes,
+        query_number,
+        key_scales if CODES == "int8" else None,
         key_strides,
         value_strides,
+        key_scale_strides,
         table_row_stride,
         table_stride,
         scale,
@@ -906,6 +1003,9 @@ def _attend_kernel(
         SOFTCAP,
         LEFT,
         RIGHT,
+        CODES,
+        ROUND_QUERY,
+        HARDWARE,
         tree_start,
         node_depths,
         row_ancestors,
@@ -929,6 +1029,12 @@ def _attend_kernel(
     if sinks is not None and not SPLIT:
         sink = tl.load(sinks + heads, mask=is_row, other=0.0).to(tl.float32)
     values, logs = normalize(row_max, row_sum, acc, sink)
+    if CODES == "int8" and value_scales is not None:
+        at_dv = tl.arange(0, values.shape[1])
+        at_scale = kv_head * value_scale_strides[0] + at_dv * value_scale_strides[1]
+        values *= tl.load(value_scales + at_scale, mask=at_dv < VALUE_HEAD_SIZE, other=0.0)[None, :]
+    elif CODES != "":
+        values *= value_number
     store_rows(values, logs, places, is_row, out, lse, VALUE_HEAD_SIZE)
     if not (SPLIT or REPAIR):
         _fill_padding_rows(

@@ -17,6 +17,7 @@ from fastattn.tools.bench.work import (
     Attention,
     CacheWrite,
     Differential,
+    Drafts,
     LatentPrefill,
     Latents,
     Layers,
@@ -225,6 +226,15 @@ def _cpu(shrink: int) -> Iterator[Row]:
         (peers.mla_prefill_twin(), peers.aten_cpu_latent_prefill(), peers.mla_prefill_twin("refattn")),
         aim="1.15 of the ATen call",
     )
+    nodes = 16
+    drafts = Drafts(((nodes, 4096 // shrink + nodes),) * 4, heads=(8, 2), head_size=64)
+    yield Row(
+        "speculative",
+        f"tree-4x{4096 // shrink}-drafts-{nodes}",
+        drafts,
+        (peers.tree_twin(), peers.as_chain(twin("chunked_prefill")), peers.tree_twin("refattn")),
+        aim="1.15 of a chain",
+    )
     write = CacheWrite(16384 // shrink, num_kv_heads=2, head_size=64)
     yield Row(
         "kv_cache",
@@ -357,6 +367,25 @@ def _cuda(shrink: int) -> Iterator[Row]:
         clock="graph",
         aim="at most 515 us",
     )
+
+    for b, nodes, aim in ((64, 16, "at most 530 us"), (8, 64, "at most 150 us"), (1, 64, "at most 32 us")):
+        keys = 8192 // shrink
+        yield Row(
+            "speculative",
+            f"tree-{b}x{keys}-drafts-{nodes}",
+            Drafts(((nodes, keys + nodes),) * b),
+            (
+                peers.tree_twin(),
+                *(peers.tree_twin(kernel=kernel) for kernel in ("triton", "fa3")),
+                peers.flashinfer_tree(),
+                peers.as_chain(peers.fa3()),
+                peers.as_chain(twin("chunked_prefill")),
+                peers.as_chain(peers.flashinfer_prefill("fa2")),
+                peers.as_chain(peers.fa4()),
+            ),
+            clock="graph",
+            aim=aim,
+        )
 
     window = 1024 // shrink
     window_size = (window - 1, 0)
