@@ -515,7 +515,6 @@ def test_one_query_and_one_key_more_than_a_tile_holds(options):
     assert_twins_agree("chunked_prefill", *build(case).tensors, **per_head(OPTIONS[options], case, "cpu"))
 
 
-@pytest.mark.covers("B60")
 @pytest.mark.parametrize("over", ["pages", "rows"])
 def test_no_heads_and_no_queries_have_an_empty_answer(over):
     """ATen's call would divide by the number of heads."""

@@ -437,7 +437,6 @@ def test_a_batch_that_is_advanced_in_place_is_read_again(kernel, device):
         kernel.check(assert_twins_agree, "differential", query, cache, batch, **filled({}, case, device))
 
 
-@pytest.mark.covers("C113")
 @pytest.mark.parametrize(
     "planned",
     [{}, dict(window_size=(4, 0)), dict(window_size=(20, 0)), dict(causal=False, window_size=(20, 1))],

@@ -141,7 +141,7 @@ def test_no_path_is_left_out():
 # --- out ---
 
 
-@pytest.mark.covers("A16")
+@pytest.mark.covers("A16", "B60")
 @each_package
 @each_path
 def test_out_is_written_and_nothing_beside_it(path, package, device):

@@ -117,7 +117,7 @@ def test_windows_deep_in_the_context(twin, case, left, device):
     assert_same_masks(masks, masks_by_hand(case, sees((left, 0))))
 
 
-@pytest.mark.covers("A9")
+@pytest.mark.covers("A9", "D124")
 @each_twin
 @pytest.mark.parametrize("tokens", [1, 2, 16, 17, 32, 33, 64, 99, 100, 101, 5000], ids=lambda w: f"W={w}")
 def test_a_window_of_W_tokens_shows_exactly_W_keys(twin, tokens, device):
@@ -165,7 +165,6 @@ def test_an_encoder_window_is_symmetric(dense, reach, device):
 # --- only the blocks that a query can see ---
 
 
-@pytest.mark.covers("D124")
 @each_twin
 def test_the_example_of_the_docstring(twin, device):
     batch = refattn.metadata.make_batch([1], [14], [[9, 2, 4, 7]], device=device)

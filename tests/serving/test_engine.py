@@ -217,7 +217,7 @@ def test_local_layers_plan_decodes_and_prefills_apart(twin, device, monkeypatch)
     assert any(max(lengths) > 1 for lengths in planned)
 
 
-@pytest.mark.covers("B57")
+@pytest.mark.covers("B57", "D127")
 @pytest.mark.parametrize("twin", TWINS)
 def test_sinks_reach_the_path(llama, twin):
     """Sinks above every score leave nothing of the values."""

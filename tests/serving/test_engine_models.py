@@ -141,7 +141,7 @@ def test_a_layer_that_shares_a_cache_owns_and_writes_nothing(twin, device, monke
     assert len({*written}) == 3 and len(written) == 3 * engine.counters.steps
 
 
-@pytest.mark.covers("C115")
+@pytest.mark.covers("C115", "C113")
 @pytest.mark.parametrize("twin", TWINS)
 def test_a_differential_layer_may_share_a_cache_too(twin):
     """Queries of a prompt and of a decode over the pairs that another layer has written."""
