@@ -1,4 +1,4 @@
-"""The command line: `fastattn demo`, `fastattn bench` and `fastattn doctor`."""
+"""The command line: `fastattn demo`, `fastattn compare`, `fastattn bench` and `fastattn doctor`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -30,6 +30,22 @@ def demo(
         typer.echo(error, err=True)
         raise typer.Exit(1) from error
     except (MissingModelError, ValueError) as error:
+        typer.echo(error, err=True)
+        raise typer.Exit(2) from error
+    raise typer.Exit(0 if proven else 1)
+
+
+@main.command()
+def compare(
+    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1 ...")] = "cpu",
+    quick: Annotated[bool, typer.Option(help="A sixteenth of every length: to see that it works.")] = False,
+) -> None:
+    """Compute every path with both twins here: error, what is allowed, time, memory."""
+    from fastattn.tools import compare as module
+
+    try:
+        proven = module.run(device, quick=quick)
+    except ValueError as error:
         typer.echo(error, err=True)
         raise typer.Exit(2) from error
     raise typer.Exit(0 if proven else 1)
