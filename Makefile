@@ -49,8 +49,9 @@ check: $(VENV)/.dev  ## format, lint, types, import rules
 bench: $(VENV)/.bench $(VENV)/.model  ## every path measured against its peers
 	$(BIN)/python -m fastattn bench $(ARGS)
 
-readme: $(VENV)/.docs  ## the README's measurements, from docs/results
+readme: $(VENV)/.docs  ## the README's measurements, from docs/results, and the page of what is covered
 	$(BIN)/python docs/readme.py
+	$(BIN)/python docs/coverage_rows.py
 
 docs: $(VENV)/.docs  ## the site, into site/
 	$(BIN)/mkdocs build --strict $(ARGS)

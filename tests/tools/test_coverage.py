@@ -42,7 +42,7 @@ def test_every_mark_names_a_row(coverage):
 
 
 def test_the_page_is_made_of_them(coverage):
-    assert coverage.page() == coverage.PAGE.read_text(), "python docs/coverage_rows.py writes it"
+    assert coverage.page() == coverage.PAGE.read_text(), "`make readme` writes it"
 
 
 def test_a_row_without_a_test_is_found(coverage, monkeypatch):
