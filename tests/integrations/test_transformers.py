@@ -333,6 +333,16 @@ def test_what_no_twin_computes_is_refused_by_name(message):
         REFUSED[message]()
 
 
+def test_a_mask_of_other_sizes_is_an_error():
+    for mask, message in (
+        (integration.visible_keys(2, 4, 5), r"2 rows of 5 queries, got \[2, 1, 4, 2\]"),
+        (integration.visible_keys(3, 5, 5), r"2 rows of 5 queries, got \[3, 1, 5, 2\]"),
+        (integration.visible_keys(2, 5, 9, q_offset=4), "expected one for 5 keys, got 9 that are seen"),
+    ):
+        with pytest.raises(ValueError, match=f"attention_mask: expected .*{message}" if "rows" in message else message):
+            attention(mask)
+
+
 def test_a_model_is_refused_what_the_twins_do_not_do():
     model = make_family("llama", attention_dropout=0.5)
     model.set_attn_implementation("fastattn")
