@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -108,6 +109,14 @@ def test_the_same_tokens_as_stock(name, tmp_path):
     assert ours["most"] <= BUDGET < max(map(len, PROMPTS)), "prompts come in chunks"
     assert ours["counts"][0] >= prompt_tokens and ours["counts"][1] < ours["counts"][0], "a prefix is found again"
     assert ours["windows"] == ([0] if name == "llama" else [0, 11])
+
+
+@pytest.mark.timeout(300)
+def test_the_block_on_the_page_runs():
+    page = Path(__file__).parents[2] / "docs/integrations/vllm.md"
+    code = page.read_text().split("```py\n")[1].split("```")[0]
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=280)
+    assert done.stdout.split()[-1:] == ["5"], done.stderr[-3000:]
 
 
 def test_the_doubles_are_like_vllms_classes():

@@ -91,7 +91,8 @@ def tidy(text: str) -> list[str]:
 
 
 @each_page
-def test_python_on_a_page_does_what_it_says(page, monkeypatch):
+def test_python_on_a_page_does_what_it_says(page, monkeypatch, shapes_unchecked):
+    """As a reader runs it: without our checks of shapes, which no compiler looks through."""
     run_python(page, [block for block in blocks_of(page) if block.language == "python"], monkeypatch)
 
 
