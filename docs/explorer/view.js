@@ -137,7 +137,7 @@
         }),
         el("span", {}, MASK_NAMES[mask])))
     const tree = el("input", {
-      "aria-label": "the parent of each drafted token; −1 is the token before them", "data-key": "tree",
+      "aria-label": "the node that each node of the tree follows, −1 for a root", "data-key": "tree",
       onchange: () => set({ tree: (tree.value.match(/-?\d+/g) ?? []).map(Number) }),
     })
     refreshers.push(() => {
@@ -148,7 +148,7 @@
       causal: () => el("p", { class: "field note" }, "itself, and what came before"),
       window: () => size("window", "keys in a window", explorer.MOST.keys),
       chunk: () => size("chunk", "tokens in a chunk", explorer.MOST.keys, { step: () => state.block }),
-      tree: () => el("div", { class: "field" }, el("span", { "aria-hidden": "true" }, "parents in the draft"), tree),
+      tree: () => el("div", { class: "field" }, el("span", { "aria-hidden": "true" }, "parents of nodes"), tree),
       full: () => el("p", { class: "field note" }, "every key of its request"),
     }[state.mask]
     const group = (title, ...children) => el("fieldset", {}, el("legend", {}, title), children)

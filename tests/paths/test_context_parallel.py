@@ -267,7 +267,6 @@ def test_a_table_too_narrow_for_the_new_tokens_is_named(package):
         PACKAGES[package].slot_mapping(batch, 1, shard=Shard(0, 2), block_size=16)
 
 
-@pytest.mark.covers("B85")
 @each_shard
 @pytest.mark.parametrize("window_size", [(-1, -1), (LEFT, 0)], ids=str)
 def test_twins_make_the_same_plans(num_ranks, interleave, window_size, device):
@@ -284,6 +283,24 @@ def test_twins_make_the_same_plans(num_ranks, interleave, window_size, device):
                 assert torch.equal(getattr(one.batch, name), getattr(other.batch, name))
             assert (one.positions is None) == (other.positions is None)
             assert one.positions is None or torch.equal(one.positions, other.positions)
+
+
+@pytest.mark.covers("B85")
+@pytest.mark.parametrize("window_size", [(-1, -1), (LEFT, 0)], ids=str)
+def test_the_twin_plans_without_asking_the_device(window_size):
+    """Tensors without contents are enough, so nothing waits for them, and a CUDA graph captures it."""
+    batch, shard, path = build(CASES[0]).batch, Shard(1, 2, 3), fastattn.context_parallel
+    tables = ("cu_seqlens_q", "seq_lens", "block_table")
+    unknown = replace(batch, **{name: getattr(batch, name).to("meta") for name in tables})
+    plans = [path.plan(one, shard=shard, block_size=16, window_size=window_size) for one in (batch, unknown)]
+    for known, shapes in zip(*([plan.context, plan.own] for plan in plans), strict=True):
+        assert known.batch.max_seq_len == shapes.batch.max_seq_len
+        assert known.batch.seq_lens.shape == shapes.batch.seq_lens.shape
+        assert (known.positions is None) or known.positions.shape == shapes.positions.shape
+    slots = path.slot_mapping(unknown, 20, shard=shard, block_size=16)
+    assert slots.shape == (20,) and slots.is_meta
+    with pytest.raises(ValueError, match="num_tokens: expected the number of query rows, which a window needs"):
+        path.plan(replace(unknown, num_tokens=None), shard=shard, block_size=16, window_size=(3, 0))
 
 
 # --- groups ---
