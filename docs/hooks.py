@@ -185,8 +185,7 @@ def honoured(page: Page, instead: str) -> str:
 
 
 INSERTS = {
-    insert.__name__: insert
-    for insert in (api, code, contract, honoured, kernels, measured, picture, says, tested)
+    insert.__name__: insert for insert in (api, code, contract, honoured, kernels, measured, picture, says, tested)
 }
 
 

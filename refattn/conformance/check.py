@@ -23,8 +23,8 @@ from refattn.conformance.kernel import BadKernelError, Kernel
 from refattn.conformance.tolerance import bound, distance, on_cpu
 
 FAILED = ("wrong", "raises", "crashed", "hung")  # outcomes that break the contract
-EVIDENCE = 8  # more batches, to tell mistakes apart
-SHRINKING = 10.0  # seconds, at most
+EVIDENCE = 6  # more batches, to tell mistakes apart
+SHRINKING = 10.0  # seconds, at most; 0: no failure shrinks
 PROBABLE = 0.75  # of the failures, that a mistake has to explain
 
 
@@ -222,7 +222,7 @@ class _Search:
             derandomize=True,
             deadline=None,
             database=None,
-            phases=(Phase.generate, Phase.shrink),
+            phases=(Phase.generate, Phase.shrink) if SHRINKING else (Phase.generate,),
             suppress_health_check=list(HealthCheck),
             report_multiple_bugs=False,
             print_blob=False,
@@ -357,6 +357,7 @@ def probable(smallest: Example, trials: Sequence[_Trial], *, most: int = 3) -> l
     nothing_wrong = mistakes.without_mistake(smallest.path)
     failing = [evidence for trial, evidence in calls if trial.failed][:EVIDENCE]
     failing = [evidence for evidence in failing if not evidence.agrees(nothing_wrong)]
+    failing.sort(key=lambda evidence: sum(q * s for q, s in evidence.example.lens))  # the cheapest first
     passing = [evidence for trial, evidence in calls if not trial.failed][: EVIDENCE // 2]
     if not failing:
         return []

@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
@@ -29,6 +28,7 @@ from refattn.conformance.kernel import BadKernelError
 
 STARTS = 60.0  # seconds that a process may take to import what it needs
 LOOK = 0.1  # seconds between two looks at a process
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # several kernels may be checked at a time
 CANNOT_GO_ON = 70  # exit status of a process whose device does not answer any more
 
 
@@ -111,41 +111,35 @@ def check_apart(
 
 def _watch(task: dict[str, Any], log: Path, patience: float, seconds: float) -> tuple[str, str]:
     """Run a task in a process, and return how it ended: "" if well, else "crashed" or "hung", and in words."""
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "refattn.conformance.isolate", str(log)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        env=environment,
-        text=True,
-    )
-    assert process.stdin is not None and process.stderr is not None
-    with ThreadPoolExecutor(1) as reader:
-        said = reader.submit(process.stderr.read)
-        try:
-            process.stdin.write(json.dumps(task))
-            process.stdin.close()
-            size, since, began = -1, time.monotonic(), time.monotonic()
-            while process.poll() is None:
-                now = log.stat().st_size if log.exists() else 0
-                if now != size:
-                    size, since = now, time.monotonic()
-                silent = time.monotonic() - since
-                if silent > (patience if size > 0 else max(patience, STARTS)) or time.monotonic() - began > seconds:
-                    return "hung", f"no answer in {silent:.0f} s"
-                time.sleep(LOOK)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            words = (said.result().strip().splitlines() or [""])[-1]
-            process.stderr.close()
-        if process.returncode == 0:
-            return "", ""
+    said = log.with_name("stderr")
+    with said.open("w") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "refattn.conformance.isolate", str(log), json.dumps(task)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            start_new_session=True,
+            env={**ONE_THREAD, **os.environ},
+        )
+    size, began = 0, time.monotonic()
+    since = began
+    try:
+        while process.poll() is None:
+            now, before = time.monotonic(), size
+            size = log.stat().st_size if log.exists() else 0
+            since = now if size != before else since
+            if now - since > (patience if size else max(patience, STARTS)) or now - began > seconds:
+                return "hung", f"no answer in {now - since:.0f} s"
+            time.sleep(LOOK)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if process.returncode == 0:
+        return "", ""
     if process.returncode < 0:
         return "crashed", f"its process ended with {signal.Signals(-process.returncode).name}"
+    words = (said.read_text().strip().splitlines() or [""])[-1]
     return "crashed", f"its process ended with status {process.returncode}: {words}"
 
 
@@ -159,10 +153,9 @@ def finding_of(values: dict[str, Any]) -> Finding:
 
 
 def main() -> None:
-    """Do the task that stands in the input, and write what happens to the file that is named."""
-    task = json.loads(sys.stdin.read())
+    """Do the task that is the second argument, and write what happens to the file that the first one names."""
     with Path(sys.argv[1]).open("w", buffering=1) as log:
-        sys.exit(_do(task, log))
+        sys.exit(_do(json.loads(sys.argv[2]), log))
 
 
 def _do(task: dict[str, Any], log: TextIO) -> int:
