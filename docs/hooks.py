@@ -13,6 +13,7 @@ stands before the comment is for those who read the page on a code host, which h
     ... <!-- contract -->                                   the properties that a kernel is checked for
     ... <!-- honoured -->                                   which kernels of the field honour which of them
     ... <!-- api refattn -->                                what the docstrings of a package say
+    ... <!-- exercises puzzles -->                          the exercises, or the puzzles
 
 A notebook becomes a page of its own, and so does every source file. A page links to the file in the repository, so that
 the link leads somewhere on a code host too; the site turns it into one to the file's page. A link whose text names a
@@ -42,17 +43,20 @@ from readme import RESULTS, ROOT, duration, fastest_peer, tables
 
 from fastattn.kernels import dispatch
 from refattn import drawing
+from refattn.check import learner
 from refattn.conformance import field
 from refattn.conformance.contract import PROPERTIES
 
 INSERT = re.compile(r"^(?P<instead>.+) <!-- (?P<name>\w+)(?P<arguments>.*?) -->$", re.MULTILINE)
 CAPTION = re.compile(r"\*(.+?)\* ")
 LINK_TO_SOURCE = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<path>[^)\s]+\.py)\)")
+LINK_TO_EXPLORER = re.compile(r"\[([^\]]*)\]\(((?:\.\./)*)explorer/index\.md(#[^)\s]+)\)")  # in some state
+ANSWER = "What do you think? Open the answer"
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 SOURCE_OF_IDEA = re.compile(
     r'<details class="source" open>\s*<summary>(.*?)</summary>\s*(?:<p>(.*?)</p>)?\s*</details>', re.DOTALL
 )
-SOURCES = ("refattn/**/*.py", "fastattn/**/*.py", "tests/**/*.py")
+SOURCES = ("refattn/**/*.py", "fastattn/**/*.py", "tests/**/*.py", "exercises/**/*.py")
 
 
 # --- what mkdocs calls ---
@@ -82,7 +86,8 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
     if page.file.src_uri.startswith(("source/", "notebooks/")):  # whose links are turned where the pages are made
         return markdown
-    return INSERT.sub(insert, LINK_TO_SOURCE.sub(lambda match: link(page, **match.groupdict()), markdown))
+    markdown = LINK_TO_SOURCE.sub(lambda match: link(page, **match.groupdict()), markdown)
+    return INSERT.sub(insert, LINK_TO_EXPLORER.sub(r'<a href="\2explorer/index.html\3">\1</a>', markdown))
 
 
 def on_page_content(content: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -125,6 +130,15 @@ def kernels(page: Page, instead: str) -> str:
     return "\n".join(lines)
 
 
+def exercises(page: Page, instead: str, folder: str = "") -> str:
+    """List the exercises or the puzzles, with the title of each file."""
+    number = "p{}" if folder else "{}"
+    lines = ["| | function | what it is about |", "|--:|---|---|"]
+    for i, path in enumerate(learner.files(ROOT / "exercises" / folder), 1):
+        lines.append(f"| {number.format(i)} | [`{path.stem[3:]}`]({to(page, page_of(path))}) | {learner.title(path)} |")
+    return "\n".join(lines)
+
+
 def api(page: Page, instead: str, package: str) -> str:
     """Describe a package from its docstrings: its modules, and of a folder that exports names those names."""
     folder = ROOT / package
@@ -150,8 +164,12 @@ def measured(page: Page, instead: str, path: str = "") -> str:
     results = {file: json.loads(file.read_text())["runs"] for file in sorted(RESULTS.glob("*.json"))}
     if not path:
         return "\n\n".join(["## In short", tables(), *(machine(page, *item) for item in results.items())])
-    runs = [(run, [row for row in run["rows"] if row["path"] == path]) for runs in results.values() for run in runs]
-    shown = "\n\n".join(f"*{run['machine']['name']}, {run['dtype']}*\n\n{in_short(rows)}" for run, rows in runs if rows)
+    rows: dict[str, list[dict[str, Any]]] = {}  # of each machine
+    for run in (run for runs in results.values() for run in runs):
+        rows.setdefault(f"{run['machine']['name']}, {run['dtype']}", []).extend(
+            row for row in run["rows"] if row["path"] == path
+        )
+    shown = "\n\n".join(f"*{name}*\n\n{in_short(some)}" for name, some in rows.items() if some)
     return (
         f"## Measured\n\n{shown}\n\nAll of it, and how it was measured: [benchmark](../proof/benchmark.md)."
         if shown
@@ -185,7 +203,8 @@ def honoured(page: Page, instead: str) -> str:
 
 
 INSERTS = {
-    insert.__name__: insert for insert in (api, code, contract, honoured, kernels, measured, picture, says, tested)
+    insert.__name__: insert
+    for insert in (api, code, contract, exercises, honoured, kernels, measured, picture, says, tested)
 }
 
 
@@ -254,9 +273,9 @@ def contenders(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def folded(title: str, parts: list[str]) -> str:
+def folded(title: str, parts: list[str], *, kind: str = "note") -> str:
     """Make a part of a page that is closed until the reader opens it."""
-    return f'??? note "{title}"\n\n' + textwrap.indent("\n\n".join(parts), "    ")
+    return f'??? {kind} "{title}"\n\n' + textwrap.indent("\n\n".join(parts), "    ")
 
 
 def _when(run: dict[str, Any]) -> str:
@@ -399,21 +418,20 @@ def to(page: Page, target: str) -> str:
 
 
 def notebook_files(path: Path) -> Iterator[tuple[str, str | bytes]]:
-    """Make a page of a notebook, and a file of each of its pictures."""
-    parts = []
+    """Make a page of a notebook, and a file of each of its pictures. Answers are closed until the reader opens them.
+
+    The tag `answer` makes an answer of a cell: of what code prints, of Markdown as a whole. `answer-code` closes the
+    code as well, where it gives the answer away. Neighbouring cells with the tag are one answer.
+    """
+    parts: list[str] = []
+    answer: list[str] = []
     pictures = 0
     for cell in json.loads(path.read_text())["cells"]:
+        tags = cell["metadata"].get("tags", ())
         source = "".join(cell["source"])
-        if cell["cell_type"] == "markdown":
-            source = (
-                source.replace("<details>", '<details markdown="1">')
-                .replace(".ipynb", ".md")
-                .replace("](../docs/", "](../")
-            )
-            parts.append(re.sub(r"\]\(\.\./((?:refattn|fastattn|tests)/[\w/]+\.py)", r"](../source/\1.md", source))
-            continue
-        parts.append(f"```python\n{source}\n```")
-        for output in cell["outputs"]:
+        source = f"```python\n{source}\n```" if cell["cell_type"] == "code" else text_of_notebook(path, source)
+        shown = []
+        for output in cell.get("outputs", ()):
             data = output.get("data", {})
             text = output.get("text") or data.get("text/plain", "")
             kind = next((kind for kind in ("image/svg+xml", "image/png") if kind in data), None)
@@ -423,7 +441,24 @@ def notebook_files(path: Path) -> Iterator[tuple[str, str | bytes]]:
                 drawn = "".join(data[kind])
                 yield f"notebooks/{name}", drawn if kind == "image/svg+xml" else base64.b64decode(drawn)
                 described = cell["metadata"].get("alt", "what the cell above draws")
-                parts.append(f"![{described}]({name}){{ .drawn }}")
+                shown.append(f"![{described}]({name}){{ .drawn }}")
             elif text:
-                parts.append(f"```{{.text .output}}\n{''.join(text).rstrip()}\n```")
+                shown.append(f"```{{.text .output}}\n{''.join(text).rstrip()}\n```")
+        if "answer" not in tags and answer:
+            parts.append(folded(ANSWER, answer, kind="question"))
+            answer = []
+        asks = (
+            cell["cell_type"] == "code" and "answer-code" not in tags and not answer
+        )  # its code belongs to the question
+        for part in [source, *shown]:
+            (parts if "answer" not in tags or (asks and part is source) else answer).append(part)
     yield f"notebooks/{path.stem}.md", "\n\n".join(parts)
+
+
+def text_of_notebook(path: Path, source: str) -> str:
+    """Turn the links of a Markdown cell into those of the site."""
+    source = (
+        source.replace("<details>", '<details markdown="1">').replace(".ipynb", ".md").replace("](../docs/", "](../")
+    )
+    source = re.sub(r"\]\(\.\./((?:refattn|fastattn|tests)/[\w/]+\.py)", r"](../source/\1.md", source)
+    return LINK_TO_EXPLORER.sub(r'<a href="\2explorer/index.html\3">\1</a>', source)

@@ -4,13 +4,19 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fastattn.kernels import dispatch
+from fastattn.kernels.problem import CU_SEQLENS_K
 from refattn.interface import AttentionOptions, Batch, Plan
 from refattn.interface.checks import check_dense
 
 
 def plan(batch: Batch, *, causal: bool = True, window_size: tuple[int, int] = (-1, -1)) -> Plan:
-    """Plan attention over rows of keys; the twin of `refattn.dense.plan`."""
-    return Plan(batch, None, causal, window_size)
+    """Plan attention over rows of keys; the twin of `refattn.dense.plan`.
+
+    Where the keys of each sequence begin is summed here, and not in every layer: other lengths take another plan.
+    """
+    plan = Plan(batch, None, causal, window_size)
+    plan.kept[CU_SEQLENS_K] = batch.cu_seqlens_k
+    return plan
 
 
 def attention(

@@ -8,7 +8,7 @@ from jaxtyping import Int32, Int64, Shaped
 from torch import Tensor
 
 from fastattn.kernels import dispatch
-from refattn.interface.checks import check_block_pairs, check_gather, check_slots
+from refattn.interface.checks import check_block_pairs, check_gather, check_slots, rows_with_slots
 from refattn.interface.values import check_memory, check_sizes
 
 
@@ -60,8 +60,8 @@ def allocate(
 
 
 def write(
-    key: Shaped[Tensor, "t hk d"],
-    value: Shaped[Tensor, "t hk dv"],
+    key: Shaped[Tensor, "rows hk d"],
+    value: Shaped[Tensor, "rows hk dv"],
     key_cache: Shaped[Tensor, "n p hk d"],
     value_cache: Shaped[Tensor, "n p hk dv"],
     slot_mapping: Int64[Tensor, "t"],
@@ -69,7 +69,7 @@ def write(
     """Write new tokens into the pool, in place: token `t` goes to row `slot % p` of block `slot // p`.
 
     Args:
-        key: the new keys.
+        key: the new keys; rows after the last slot are padding.
         value: the new values.
         key_cache: the pool of keys, changed in place.
         value_cache: the pool of values, changed in place.
@@ -81,6 +81,7 @@ def write(
 
     Source: `refattn.kv_cache.write`.
     """
+    key, value = rows_with_slots(key, value, slot_mapping)
     check_slots(key, value, key_cache, value_cache, slot_mapping)
     dispatch.write(key, value, key_cache, value_cache, slot_mapping)
 

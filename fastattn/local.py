@@ -11,7 +11,7 @@ from refattn.interface.contents import check_block_table, check_lengths
 from refattn.interface.values import check_chunk
 
 
-def plan(batch: Batch, *, chunk_size: int, block_size: int) -> Plan:
+def plan(batch: Batch, *, chunk_size: int, block_size: int, window_size: tuple[int, int] = (-1, -1)) -> Plan:
     """Cut each sequence at the ends of its chunks, into virtual sequences; the twin of `refattn.local.plan`.
 
     Every sequence gets as many of them as `max_query_len` queries can touch, so that all sizes follow from Python ints;
@@ -22,7 +22,7 @@ def plan(batch: Batch, *, chunk_size: int, block_size: int) -> Plan:
     block_table = check_block_table(batch, block_size=block_size)
     check_lengths(batch)
     if batch.max_seq_len <= chunk_size:  # one chunk holds every sequence
-        return Plan(batch, block_size)
+        return Plan(batch, block_size, window_size=window_size)
     # The most that `max_query_len` neighbours can touch is when the first of them ends a chunk.
     num_chunks = (max(batch.max_query_len, 1) + chunk_size - 2) // chunk_size + 1
     columns = min(chunk_size // block_size, block_table.shape[1])
@@ -32,7 +32,7 @@ def plan(batch: Batch, *, chunk_size: int, block_size: int) -> Plan:
     longest_query = min(batch.max_query_len, chunk_size)
     chunks = Batch(cu_seqlens_q, seq_lens, virtual_table, longest_query, chunk_size, num_tokens=batch.num_tokens)
     members = torch.arange(batch.num_seqs, dtype=torch.int32, device=batch.device).repeat_interleave(num_chunks)
-    return Plan(chunks, block_size, first_keys=first_keys, sequences=members)
+    return Plan(chunks, block_size, window_size=window_size, first_keys=first_keys, sequences=members)
 
 
 def attention(

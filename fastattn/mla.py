@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastattn import kv_cache
 from fastattn.kernels import dispatch
+from fastattn.kernels.problem import CU_SEQLENS_K
 from fastattn.metadata import positions, slot_mapping
 from refattn.interface import AttentionOptions, Batch, ContextChunk, Plan, PrefillPlan
 from refattn.interface.checks import check_latent, check_latent_prefill, check_latent_slots, check_projection
@@ -57,9 +58,11 @@ def plan_prefill(batch: Batch, *, block_size: int, workspace: int, max_context_l
     where = None if num_tokens is None else positions(batch, num_tokens).int()
     contexts = batch.context_lens
 
-    def rows(lengths: Tensor, longest: int, first_keys: Tensor, *, causal: bool) -> Plan:
+    def rows(lengths: Tensor, ends: Tensor, longest: int, first_keys: Tensor, *, causal: bool) -> Plan:
         keys = Batch(batch.cu_seqlens_q, lengths, None, batch.max_query_len, longest, num_tokens=batch.num_tokens)
-        return Plan(keys, None, causal, first_keys=first_keys, positions=None if causal else where)
+        plan = Plan(keys, None, causal, first_keys=first_keys, positions=None if causal else where)
+        plan.kept[CU_SEQLENS_K] = ends  # or every layer would sum the lengths anew
+        return plan
 
     chunks = []
     size = max(1, min(workspace // max(1, batch.num_seqs), longest))
@@ -69,8 +72,8 @@ def plan_prefill(batch: Batch, *, block_size: int, workspace: int, max_context_l
         ends = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
         reads = Batch(ends, (begins + counts).clamp(max=batch.max_seq_len), batch.block_table, size, batch.max_seq_len)
         slots = slot_mapping(reads, batch.num_seqs * size, block_size=block_size).clamp(min=0)
-        chunks.append(ContextChunk(rows(counts, size, begins, causal=False), slots))
-    own = rows(batch.query_lens, batch.max_query_len, contexts, causal=True)
+        chunks.append(ContextChunk(rows(counts, ends, size, begins, causal=False), slots))
+    own = rows(batch.query_lens, batch.cu_seqlens_q, batch.max_query_len, contexts, causal=True)
     return PrefillPlan(own, tuple(chunks), block_size, None if whole.needs is None else whole.needs.blocks)
 
 
@@ -93,10 +96,15 @@ def prefill(
     errors are those of `refattn.mla.prefill`.
 
     Raises:
-        NotImplementedError: if no kernel computes the combination, with the reason of each.
+        NotImplementedError: for `batch_invariant`; and if no kernel computes the combination, with the reason of each.
     """
     projections = dict(key_projection=key_projection, value_projection=value_projection)
     check_latent_prefill(query, latent, rope_key, cache, plan, options, out, return_lse, **projections)
+    if options.batch_invariant:
+        raise NotImplementedError(
+            "batch_invariant: keys and values of latents are made by one product, whose bits depend on how many there "
+            "are; attention absorbs, and makes none"
+        )
     rank, rope = latent.shape[1], rope_key.shape[1]
     projections = {name: projection.contiguous() for name, projection in projections.items()}  # once for all parts
     own = dispatch.dense(query, *_keys_and_values(latent, rope_key, **projections), plan.own, options)
@@ -128,7 +136,8 @@ def _keys_and_values(
     """Make the keys and values of every head, by one product each."""
     h, nope, _ = key_projection.shape
     key = latent.new_empty(latent.shape[0], h, nope + rope_key.shape[1])
-    key[..., :nope] = (latent @ key_projection.flatten(0, 1).mT).unflatten(1, (h, nope))
+    per_head = (latent.detach().expand(h, -1, -1), key_projection.detach().mT)
+    torch.bmm(*per_head, out=key[..., :nope].transpose(0, 1))  # to its place, which takes no copy
     key[..., nope:] = rope_key[:, None]
     return key, (latent @ value_projection.flatten(0, 1).mT).unflatten(1, (h, -1))
 

@@ -32,7 +32,7 @@ def attention(
     Arguments, results and errors are those of `refattn.quantized.attention`.
 
     Raises:
-        NotImplementedError: if no kernel computes the combination, with the reason of each; on a GPU none does so far.
+        NotImplementedError: if no kernel computes the combination, with the reason of each.
     """
     check_quantized(query, key_cache, value_cache, plan, options, scales, out, return_lse)
     out, lse = dispatch.quantized(query, key_cache, value_cache, plan, options, scales, out)
@@ -50,8 +50,7 @@ def write(
 ) -> None:
     """Quantise new tokens and write them into the pool, all at once; the twin of `refattn.quantized.write`.
 
-    Raises:
-        NotImplementedError: if no kernel computes the combination, with the reason of each; on a GPU none does so far.
+    Arguments and errors are those of `refattn.quantized.write`.
     """
     check_quantized_slots(key, value, key_cache, value_cache, slot_mapping, scales)
     dispatch.write_quantized(key, value, key_cache, value_cache, slot_mapping, scales)

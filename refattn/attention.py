@@ -108,7 +108,9 @@ def attend_sequences(
         where = None  # the queries are the last tokens of their sequence
         if plan.positions is not None:
             where = plan.positions[q0:q1].long() - (0 if plan.first_keys is None else plan.first_keys[i].long())
-        lens, device, slopes = (q1 - q0, len(key)), query.device, options.alibi_slopes
+        lens, device, slopes, bias = (q1 - q0, len(key)), query.device, options.alibi_slopes, None
+        if slopes is not None:
+            bias = masks.alibi(slopes, *lens, dtype=compute, sqrt=options.alibi_sqrt, positions=where, device=device)
         out[q0:q1], lse[q0:q1] = attend(
             query[q0:q1].to(compute),
             key,
@@ -116,7 +118,7 @@ def attend_sequences(
             masks.visible_keys(*lens, causal=plan.causal, window_size=plan.window_size, positions=where, device=device),
             softmax_scale=options.softmax_scale,
             softcap=options.softcap,
-            bias=None if slopes is None else masks.alibi(slopes, *lens, dtype=compute, positions=where, device=device),
+            bias=bias,
             sinks=options.sinks,
         )
     return out, lse

@@ -19,7 +19,7 @@ from einops import rearrange
 from jaxtyping import Int32, Int64, Shaped
 from torch import Tensor
 
-from refattn.interface.checks import check_block_pairs, check_gather, check_slots
+from refattn.interface.checks import check_block_pairs, check_gather, check_slots, rows_with_slots
 from refattn.interface.values import check_memory, check_sizes
 
 
@@ -74,8 +74,8 @@ def allocate(
 
 
 def write(
-    key: Shaped[Tensor, "t hk d"],
-    value: Shaped[Tensor, "t hk dv"],
+    key: Shaped[Tensor, "rows hk d"],
+    value: Shaped[Tensor, "rows hk dv"],
     key_cache: Shaped[Tensor, "n p hk d"],
     value_cache: Shaped[Tensor, "n p hk dv"],
     slot_mapping: Int64[Tensor, "t"],
@@ -83,7 +83,7 @@ def write(
     """Write new tokens into the pool, in place: token `t` goes to row `slot % p` of block `slot // p`.
 
     Args:
-        key: the new keys.
+        key: the new keys; rows after the last slot are padding.
         value: the new values.
         key_cache: the pool of keys, changed in place.
         value_cache: the pool of values, changed in place.
@@ -93,6 +93,7 @@ def write(
         ValueError: if types, shapes or devices do not match; on a CPU also if a slot is outside the pool or comes
             twice. Nothing is written then.
     """
+    key, value = rows_with_slots(key, value, slot_mapping)
     check_slots(key, value, key_cache, value_cache, slot_mapping)
     for token, slot in enumerate(slot_mapping.tolist()):
         if slot == -1:

@@ -25,7 +25,7 @@ from refattn.interface.values import check_chunk
 from refattn.metadata import make_batch
 
 
-def plan(batch: Batch, *, chunk_size: int, block_size: int) -> Plan:
+def plan(batch: Batch, *, chunk_size: int, block_size: int, window_size: tuple[int, int] = (-1, -1)) -> Plan:
     """Cut each sequence at the ends of its chunks, into virtual sequences that follow one another.
 
     Query lengths 4, 10, 5 and sequence lengths 6, 17, 9 in chunks of 4, where `|` ends a chunk and the new tokens are
@@ -39,6 +39,8 @@ def plan(batch: Batch, *, chunk_size: int, block_size: int) -> Plan:
         batch: the lengths and the block table; entries of chunks without new tokens may hold anything.
         chunk_size: tokens in a chunk, a multiple of the block size; the first chunk begins at position 0.
         block_size: tokens in a block, `p`.
+        window_size: `(left, right)` in tokens, both inclusive, -1 for no limit: a token sees what lies in its window
+            and in its chunk.
 
     Returns:
         A plan with the same query rows and a sequence for each chunk that has some of them; `first_keys` says where the
@@ -69,7 +71,7 @@ def plan(batch: Batch, *, chunk_size: int, block_size: int) -> Plan:
             position = end
     chunks = make_batch(query_lens, seq_lens, tables, device=batch.device)
     starts, members = (torch.tensor(x, dtype=torch.int32, device=batch.device) for x in (first_keys, sequences))
-    return Plan(chunks, block_size, causal=True, first_keys=starts, sequences=members)
+    return Plan(chunks, block_size, causal=True, window_size=window_size, first_keys=starts, sequences=members)
 
 
 def attention(

@@ -11,6 +11,8 @@ A sequence of `seq_len` keys ends with its `query_len` new tokens, so query `i` 
 Pictures combine with `&`.
 """
 
+from collections.abc import Sequence
+
 import torch
 from einops import rearrange
 from jaxtyping import Bool, Float, Int64
@@ -45,12 +47,13 @@ def window(
     window_size: tuple[int, int],
     *,
     positions: Int64[Tensor, "t"] | None = None,
+    key_positions: Int64[Tensor, "s"] | None = None,
     device: torch.device | None = None,
 ) -> Bool[Tensor, "t s"]:
     """Show each query the keys from `left` before it to `right` after it, both ends included; -1 is no limit.
 
     A window of W tokens is `(W - 1, 0)` and shows exactly W keys. `positions` are those of the queries, if they are not
-    the last tokens of the sequence.
+    the last tokens of the sequence, and `key_positions` those of the keys, if they do not follow one another from 0 on.
 
     Raises:
         ValueError: naming `window_size`, if it is no pair of ints of at least -1.
@@ -58,7 +61,7 @@ def window(
     Source: Beltagy et al. 2020, "Longformer"; Jiang et al. 2023, "Mistral 7B".
     """
     left, right = check_window(window_size)
-    i, j = _grid(query_len, seq_len, device, positions)
+    i, j = _grid(query_len, seq_len, device, positions, key_positions)
     visible = full(query_len, seq_len, device=device)
     if left >= 0:
         visible = visible & (j >= i - left)
@@ -100,7 +103,9 @@ def alibi(
     seq_len: int,
     *,
     dtype: torch.dtype,
+    sqrt: bool = False,
     positions: Int64[Tensor, "t"] | None = None,
+    key_positions: Int64[Tensor, "s"] | None = None,
     device: torch.device | None = None,
 ) -> Float[Tensor, "h t s"]:
     """Return the ALiBi bias `-slope * abs(query position - key position)`. With a slope of 1, 2 queries and 4 keys:
@@ -116,18 +121,47 @@ def alibi(
         query_len: new tokens of the sequence.
         seq_len: tokens of the sequence.
         dtype: the type that the bias is computed in, which is that of the scores and not that of the slopes.
+        sqrt: take the root of the distance instead of the distance.
         positions: those of the queries, if they are not the last tokens of the sequence.
+        key_positions: those of the keys, if they do not follow one another from 0 on.
         device: where the bias is to be.
 
     Source: Press et al. 2022, "Train Short, Test Long"; the absolute value is FlashAttention's, for later keys.
     """
-    i, j = _grid(query_len, seq_len, device, positions)
-    return -rearrange(slopes.to(dtype), "h -> h 1 1") * (i - j).abs()
+    i, j = _grid(query_len, seq_len, device, positions, key_positions)
+    distance = (i - j).abs()
+    return -rearrange(slopes.to(dtype), "h -> h 1 1") * (distance.to(dtype).sqrt() if sqrt else distance)
+
+
+def tree(parents: Sequence[int]) -> Bool[Tensor, "w w"]:
+    """Show each node of a tree its ancestors and itself: `parents` has the node that each one follows, -1 for a root.
+
+    With the parents `-1 0 0 1`, node 3 follows 1, and 1 and 2 are siblings:
+
+        1 0 0 0
+        1 1 0 0
+        1 0 1 0
+        1 1 0 1
+
+    Source: Miao et al. 2024, "SpecInfer"; Cai et al. 2024, "Medusa".
+    """
+    visible = torch.zeros(len(parents), len(parents), dtype=torch.bool)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            visible[node] = visible[parent]
+        visible[node, node] = True
+    return visible
 
 
 def _grid(
-    query_len: int, seq_len: int, device: torch.device | None, positions: Int64[Tensor, "t"] | None = None
+    query_len: int,
+    seq_len: int,
+    device: torch.device | None,
+    positions: Int64[Tensor, "t"] | None = None,
+    key_positions: Int64[Tensor, "s"] | None = None,
 ) -> tuple[Int64[Tensor, "t 1"], Int64[Tensor, "1 s"]]:
     if positions is None:
         positions = query_positions(query_len, seq_len, device=device)
-    return rearrange(positions, "t -> t 1"), rearrange(torch.arange(seq_len, device=device), "s -> 1 s")
+    if key_positions is None:
+        key_positions = torch.arange(seq_len, device=device)
+    return rearrange(positions, "t -> t 1"), rearrange(key_positions, "s -> 1 s")

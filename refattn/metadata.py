@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
-from jaxtyping import Int32, Int64
+from jaxtyping import Int32, Int64, Shaped
 from torch import Tensor
 
 from refattn.interface import Batch, Part
@@ -19,11 +19,17 @@ from refattn.interface.contents import (
     check_advance,
     check_batch,
     check_block_table,
+    check_encoder,
+    check_encoder_lens,
+    check_lengths,
+    check_next_inputs,
     check_num_tokens,
+    check_refill,
     check_requests,
+    check_slot_table,
     check_split,
 )
-from refattn.interface.values import check_device
+from refattn.interface.values import check_device, check_int, check_sizes
 
 
 def make_batch(
@@ -88,13 +94,15 @@ def positions(batch: Batch, num_tokens: int) -> Int64[Tensor, "t"]:
     return result
 
 
-def slot_mapping(batch: Batch, num_tokens: int, *, block_size: int) -> Int64[Tensor, "t"]:
+def slot_mapping(batch: Batch, num_tokens: int, *, block_size: int, window: int | None = None) -> Int64[Tensor, "t"]:
     """Return the slot that each new token is written to; -1 for padding rows and for positions below 0.
 
     Args:
         batch: the lengths and the block table.
         num_tokens: query rows, `t`, the padding rows included.
         block_size: tokens in a block, `p`.
+        window: write the last so many tokens of each sequence only, as no later query sees those before them. For a
+            prefill that attends to its new tokens where they are (`dense`), before decodes under a window.
 
     Returns:
         `block * p + row` for the token's place in the pool.
@@ -105,72 +113,100 @@ def slot_mapping(batch: Batch, num_tokens: int, *, block_size: int) -> Int64[Ten
     """
     check_num_tokens(num_tokens, batch)
     block_table = check_block_table(batch, block_size=block_size)
+    if window is not None:
+        check_sizes(window=window)
     result = torch.full((num_tokens,), -1, dtype=torch.int64, device=batch.device)
     place = positions(batch, num_tokens)
     for (q0, q1), blocks in zip(batch.query_rows(), block_table, strict=True):
         for row in range(q0, q1):
-            if place[row] >= 0:
+            if place[row] >= 0 and (window is None or place[row] >= place[q1 - 1] + 1 - window):
                 block = blocks[place[row] // block_size]
                 result[row] = block * block_size + place[row] % block_size
     return result
 
 
-def split_decodes_and_prefills(batch: Batch, query_lens: Sequence[int], *, decode_len: int = 1) -> tuple[Part, Part]:
+def split_decodes_and_prefills(
+    batch: Batch, query_lens: Sequence[int], *, decode_len: int = 1, seq_lens: Sequence[int] | None = None
+) -> tuple[Part, Part]:
     """Split a batch into its decodes and its prefills, which have kernels of their own.
 
     Args:
         batch: a batch with all its decodes before all its prefills, or after them.
         query_lens: the new tokens of each sequence, known to whoever built the batch, so that no device is asked.
         decode_len: a sequence with at most this many new tokens is a decode (above 1 with speculative decoding).
+        seq_lens: tokens of each sequence, where they are known, too: each part then says how long its own longest
+            sequence is, and how many keys it has. Without them, as in a batch that grows, the maximum of the whole.
 
     Returns:
         The decodes and the prefills, each a `Part(batch, tokens)`; `tokens` is its slice of the query rows.
 
     Raises:
-        ValueError: if decodes and prefills are mixed, or `query_lens` has another length than the batch, or (on a CPU)
-            other lengths.
+        ValueError: if decodes and prefills are mixed, or `query_lens` or `seq_lens` has another length than the batch,
+            or (on a CPU) other lengths.
 
     Source: the reordered batches of vLLM (decodes first since V1, prefills first in V0).
     """
-    check_split(batch, query_lens, decode_len)
+    check_split(batch, query_lens, decode_len, seq_lens)
     is_decode = [length <= decode_len for length in query_lens]
     decodes = sum(is_decode)
     if is_decode == sorted(is_decode, reverse=True):
-        return _part(batch, query_lens, 0, decodes), _part(batch, query_lens, decodes, batch.num_seqs)
+        return _part(batch, query_lens, seq_lens, 0, decodes), _part(
+            batch, query_lens, seq_lens, decodes, batch.num_seqs
+        )
     if is_decode == sorted(is_decode):
         prefills = batch.num_seqs - decodes
-        return _part(batch, query_lens, prefills, batch.num_seqs), _part(batch, query_lens, 0, prefills)
+        return _part(batch, query_lens, seq_lens, prefills, batch.num_seqs), _part(
+            batch, query_lens, seq_lens, 0, prefills
+        )
     raise ValueError(
         f"query_lens: expected all decodes (at most {decode_len} tokens) before or behind all prefills, "
         f"got {list(query_lens)}"
     )
 
 
-def advance(batch: Batch, slots: Int64[Tensor, "t"], *, block_size: int) -> Batch:
+def advance(
+    batch: Batch,
+    slots: Int64[Tensor, "t"],
+    *,
+    block_size: int,
+    sampled_ids: Int64[Tensor, "b"] | None = None,
+    input_ids: Int64[Tensor, "t"] | None = None,
+    positions: Int64[Tensor, "t"] | None = None,
+) -> Batch:
     """Go to the next step in place: each sequence keeps its number of new tokens and is that much longer.
 
-    `seq_lens` and `slots` are overwritten where they are, so that a captured CUDA graph sees the new values.
-    A padding sequence (no new tokens) stays as it is.
+    `seq_lens` and `slots` are overwritten where they are, so that a captured CUDA graph sees the new values, and so are
+    the inputs of the model, if they are given. A padding sequence (no new tokens) stays as it is.
 
     Args:
         batch: the batch of the step before, whose block table has blocks for the new tokens already.
         slots: the slots of the step before, overwritten.
         block_size: tokens in a block, `p`.
+        sampled_ids: the token that was sampled for each sequence, which has one new token per step.
+        input_ids: the inputs of the step before, overwritten by the sampled tokens; padding rows stay.
+        positions: the positions of the step before, overwritten; 0 for padding rows.
 
     Returns:
         A batch of the same tensors, with `max_seq_len` raised as far as the block table allows.
 
     Raises:
-        ValueError: if the slots are no int64 `[t]` where the batch is; on a CPU also if there are fewer of them than
-            query rows, or a sequence outgrows the block table. Nothing is changed then.
+        ValueError: if the slots are no int64 `[t]` where the batch is; if a sequence has several new tokens and one was
+            sampled; on a CPU also if there are fewer rows than query rows, or a sequence outgrows the block table.
+            Nothing is changed then.
 
     Source: vLLM's multi-step decoding.
     """
     block_table = check_advance(batch, slots, block_size=block_size)
+    check_next_inputs(batch, sampled_ids, input_ids, positions)
     batch.seq_lens.add_(batch.query_lens)
     capacity = block_table.shape[1] * block_size
     longer = dataclasses.replace(batch, max_seq_len=min(batch.max_seq_len + batch.max_query_len, capacity))
     slots.copy_(slot_mapping(longer, slots.shape[0], block_size=block_size))
+    if positions is not None:
+        positions.copy_(_positions(longer, positions.shape[0]))
+    if input_ids is not None and sampled_ids is not None:
+        for (q0, q1), token in zip(batch.query_rows(), sampled_ids, strict=True):
+            input_ids[q0:q1] = token
     return longer
 
 
@@ -191,14 +227,198 @@ def update_block_table(batch: Batch, block_table: Int32[Tensor, "b m"]) -> Batch
     return dataclasses.replace(batch, block_table=block_table)
 
 
-def _part(batch: Batch, query_lens: Sequence[int], first: int, last: int) -> Part:
+def make_cross_batch(
+    batch: Batch, encoder_lens: Sequence[int], block_tables: Sequence[Sequence[int]] | None = None
+) -> Batch:
+    """Return the batch of cross attention: the query rows of a decoder's batch, and the keys of its encoder.
+
+    Plan it without a causal mask: `chunked_prefill.plan(cross, block_size=p, causal=False)`, or `dense.plan` over rows.
+    The encoder's keys are in pages of their own, and are written once, when its tokens are there: their slots are
+    those of `make_batch(encoder_lens, encoder_lens, block_tables)`.
+
+    Args:
+        batch: of the decoder in this step.
+        encoder_lens: tokens that the encoder has of each request; 0 where there is none.
+        block_tables: the blocks of each request's encoder tokens; None where there is no cache.
+
+    Returns:
+        A batch with as many sequences, whose keys are the encoder's.
+
+    Raises:
+        ValueError: if the arguments differ in length, a length is negative, or a length or a block is no int32.
+    """
+    check_encoder_lens(batch, encoder_lens)
+    keys = make_batch(encoder_lens, encoder_lens, block_tables, device=batch.device)
+    return dataclasses.replace(
+        batch,
+        seq_lens=keys.seq_lens,
+        block_table=keys.block_table,
+        max_seq_len=keys.max_seq_len,
+        num_keys=keys.num_keys,
+    )
+
+
+def split_encoder(batch: Batch, encoder_lens: Sequence[int], *, block_size: int) -> tuple[Batch, Batch]:
+    """Split sequences that begin with their encoder's tokens into what cross attention and self-attention read.
+
+        row of request a    e e e e e e e e | d d d d d      8 tokens of the encoder, 5 of the decoder, blocks of 4
+        block table         7       2         9       1      cross attention: 7 2, self-attention: 9 1
+
+    Args:
+        batch: both kinds of tokens in one row of the block table, the encoder's first, in whole blocks; `seq_lens`
+            counts both.
+        encoder_lens: tokens of each request's encoder.
+        block_size: tokens in a block, `p`.
+
+    Returns:
+        The batch of cross attention, to be planned without a causal mask, and that of the decoder's self-attention.
+
+    Raises:
+        ValueError: if there are more or fewer lengths than sequences, if one ends inside of a block, or (on a CPU) past
+            its sequence.
+
+    Source: SGLang's rows of `req_to_token`, whose encoder tokens come first.
+    """
+    block_table = check_encoder(batch, encoder_lens, block_size=block_size)
+    cut = [length // block_size for length in encoder_lens]  # in blocks
+    columns = block_table.shape[1] - min(cut, default=0)
+    own_blocks = torch.full((batch.num_seqs, columns), -1, dtype=torch.int32, device=batch.device)
+    for i, blocks in enumerate(block_table):
+        own_blocks[i, : len(blocks) - cut[i]] = blocks[cut[i] :]
+    lens = torch.tensor(encoder_lens, dtype=torch.int32, device=batch.device)
+    longest, num_encoder = max(encoder_lens, default=0), sum(encoder_lens)
+    cross = dataclasses.replace(batch, seq_lens=lens, max_seq_len=longest, num_keys=num_encoder)
+    return cross, dataclasses.replace(
+        batch,
+        seq_lens=batch.seq_lens - lens,
+        block_table=own_blocks,
+        max_seq_len=batch.max_seq_len - min(encoder_lens, default=0),
+        num_keys=None if batch.num_keys is None else batch.num_keys - num_encoder,
+    )
+
+
+def turn_prefills_into_decodes(batch: Batch) -> Batch:
+    """Return the batch with one new token per sequence, the last: after a step with prefills each of them decodes.
+
+    A sequence with no new token keeps none. `advance` goes on from there, by the token that was sampled for each.
+
+    Args:
+        batch: the batch of a step, prefills among its sequences.
+
+    Returns:
+        A batch that shares `seq_lens` and the block table.
+
+    Source: the first of several steps without the scheduler in vLLM V0, with chunked prefills in it.
+    """
+    check_lengths(batch)
+    query_lens = [min(query_len, 1) for query_len in batch.query_lens.tolist()]
+    cu_seqlens_q = torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32, device=batch.device)
+    return dataclasses.replace(
+        batch, cu_seqlens_q=cu_seqlens_q, max_query_len=min(1, batch.max_query_len), num_tokens=None
+    )
+
+
+def block_table_from_slots(
+    token_slots: Shaped[Tensor, "r s"],
+    requests: Int64[Tensor, "b"],
+    seq_lens: Int32[Tensor, "b"],
+    *,
+    block_size: int,
+    columns: int,
+) -> Int32[Tensor, "b {columns}"]:
+    """Return the block table of some requests from a map of each token to its slot, for any block size.
+
+    Args:
+        token_slots: the slot of each token of every request that a server knows, int32 or int64; past a request's last
+            token anything.
+        requests: the rows of it that are in the batch.
+        seq_lens: tokens of each of those.
+        block_size: tokens in a block, `p`; with 1 a block is a slot.
+        columns: of the table, `m`.
+
+    Returns:
+        `slot // p` of the first token of each block; 0 past a request's last block.
+
+    Raises:
+        ValueError: naming the argument that does not fit; on a CPU also if the tokens of a block do not lie one after
+            the other, from its first row on.
+
+    Source: SGLang's `req_to_token`, of which it takes every `p`-th column.
+    """
+    check_slot_table(token_slots, requests, seq_lens, block_size=block_size, columns=columns)
+    table = torch.zeros(len(requests), columns, dtype=torch.int32, device=requests.device)
+    for i, (request, seq_len) in enumerate(zip(requests.tolist(), seq_lens.tolist(), strict=True)):
+        for column in range(-(-seq_len // block_size)):
+            table[i, column] = token_slots[request, column * block_size] // block_size
+    return table
+
+
+def make_buffers(
+    num_seqs: int, *, columns: int | None, max_query_len: int, max_seq_len: int, device: torch.device | str = "cpu"
+) -> Batch:
+    """Make a batch of padding, whose tensors stay where they are while `refill` brings them step after step.
+
+    What is planned of it on a device is planned anew whenever a captured graph is replayed; how the work is shared out
+    follows from the maxima, and so is the same for every step.
+
+    Args:
+        num_seqs: sequences that it has room for, `b`.
+        columns: of the block table, `m`; None for a batch without a cache.
+        max_query_len: most new tokens of a sequence, in any step.
+        max_seq_len: most keys of a sequence, in any step.
+        device: where the tensors are to be.
+
+    Returns:
+        A batch of sequences without queries and without keys.
+
+    Raises:
+        ValueError: if a size is negative.
+    """
+    for name, size in (("num_seqs", num_seqs), ("columns", 0 if columns is None else columns)):
+        check_int(name, size)
+    check_device(device)
+    zeros = torch.zeros(2 * num_seqs + 1, dtype=torch.int32, device=device)
+    table = None
+    if columns is not None:
+        table = torch.zeros(num_seqs, columns, dtype=torch.int32, device=device)
+    return Batch(zeros[: num_seqs + 1], zeros[num_seqs + 1 :], table, max_query_len, max_seq_len)
+
+
+def refill(buffers: Batch, batch: Batch) -> None:
+    """Write a step into the buffers of a captured graph, in place; sequences past its last have no query and no key.
+
+    Args:
+        buffers: from `make_buffers`.
+        batch: the step: any number of sequences up to that of the buffers, of any lengths up to their maxima.
+
+    Raises:
+        ValueError: if the step does not fit. Nothing is written then.
+
+    Source: the metadata of captured decodes in vLLM and SGLang.
+    """
+    check_refill(buffers, batch)
+    b = batch.num_seqs
+    if batch.block_table is not None and buffers.block_table is not None:
+        columns = min(batch.block_table.shape[1], buffers.block_table.shape[1])  # further ones lead to no key
+        buffers.block_table[:b, :columns].copy_(batch.block_table[:, :columns])
+    buffers.cu_seqlens_q[: b + 1].copy_(batch.cu_seqlens_q)
+    buffers.cu_seqlens_q[b + 1 :].copy_(batch.cu_seqlens_q[-1:].expand(buffers.num_seqs - b))
+    buffers.seq_lens[:b].copy_(batch.seq_lens)
+    buffers.seq_lens[b:].zero_()
+
+
+def _part(batch: Batch, query_lens: Sequence[int], seq_lens: Sequence[int] | None, first: int, last: int) -> Part:
     rows = [0, *accumulate(query_lens)]
     part = Batch(
         cu_seqlens_q=batch.cu_seqlens_q[first : last + 1] - rows[first],
         seq_lens=batch.seq_lens[first:last],
         block_table=None if batch.block_table is None else batch.block_table[first:last],
         max_query_len=max(query_lens[first:last], default=0),
-        max_seq_len=batch.max_seq_len,
+        max_seq_len=batch.max_seq_len if seq_lens is None else max(seq_lens[first:last], default=0),
+        num_keys=None if seq_lens is None else sum(seq_lens[first:last]),
         num_tokens=sum(query_lens[first:last]),
     )
     return Part(part, slice(rows[first], rows[last]))
+
+
+_positions = positions  # by another name, where an argument has its own

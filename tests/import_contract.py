@@ -6,11 +6,11 @@ A twin that calls its own oracle proves nothing. A server and the tools stand ab
 from grimp import ImportGraph
 from importlinter import Contract, ContractCheck, output
 
-BOTH = ("fastattn.serving", "fastattn.tools", "fastattn.__main__")
+BOTH = ("fastattn.serving", "fastattn.integrations", "fastattn.tools", "fastattn.__main__")
 
 
 class TwinsStayApart(Contract):
-    """Every module of `fastattn`, but for those of a server and of the tools, imports `refattn.interface` alone."""
+    """Every module of `fastattn`, but for those of servers and of the tools, imports `refattn.interface` alone."""
 
     type_name = "twins_stay_apart"
 

@@ -10,6 +10,7 @@ and its operations are called as
     dense(query, key, value, plan, options, out)                     attend over ragged rows
     paged(query, key_cache, value_cache, plan, options, out)         attend over pages
     levels(query, key_cache, value_cache, plans, options, out)       attend to the levels of a cascade, and merge
+    tree(query, key_cache, value_cache, plan, options, out)          attend over pages that end with a drafted tree
     differential(query, cache, plan, options, subtraction, out)      attend to pairs of keys and values, and subtract
     mla(query, cache, plan, options, latent_rank, out)               attend to latents, keys and values in one
     quantized(query, key_cache, value_cache, plan, options, scales, out)     attend over pages of codes
@@ -18,9 +19,11 @@ and its operations are called as
     write(key, value, key_cache, value_cache, slot_mapping)          write new tokens into the pool
     write_quantized(key, value, key_cache, value_cache, slot_mapping, scales)    write them as codes
     copy_blocks(cache, pairs)                                        copy blocks inside a pool
+    compact(cache, batch, trees, accepted, block_size)               move accepted nodes to the front of their trees
     slot_mapping(batch, num_tokens, block_size)                      where each new token is written
     trim(batch, left, block_size, columns)                           lengths and tables of a window
     cut_chunks(batch, chunk_size, block_size, num_chunks, columns)   lengths and tables of virtual sequences
+    draw_trees(batch, trees, num_tokens)                             depths, ancestors and positions of nodes
 
 Attention returns `(out [t, h, dv], lse [t, h])` under the conventions of the project: natural log, float32 (float64 for
 float64), 0 and `-inf` for a fully masked query. A kernel that does otherwise is adapted in its own file. `out`, if not
@@ -41,8 +44,18 @@ from jaxtyping import Float, Int32, Int64, Shaped
 from torch import Tensor
 
 from fastattn.kernels.device import num_multiprocessors
-from fastattn.kernels.problem import Problem, Subtraction, attention_problem
-from refattn.interface import AttentionOptions, Batch, CascadePlan, Fp8Scales, Int8Scales, Plan
+from fastattn.kernels.problem import Problem, Subtraction, attention_problem, stored_types
+from refattn.interface import (
+    Accepted,
+    AttentionOptions,
+    Batch,
+    CascadePlan,
+    Fp8Scales,
+    Int8Scales,
+    Plan,
+    TreePlan,
+    Trees,
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -83,6 +96,12 @@ def priorities(problem: Problem) -> tuple[str, ...]:
     Over latents FlashMLA is fastest: 64 decodes of 128 heads over 8192 keys take it 0.27 ms, FlashAttention-3 0.29 and
     ours 0.58; of 16 heads 0.159, 0.169 and 0.171; and 128 of 16 heads over 2048 keys 84, 94 and 91 us.
 
+    Over codes there is ours alone: FlashAttention-3 rounds the weights to fp8, too, before they meet the values, which
+    costs more than the one tolerance lets pass.
+
+    A tree after thousands of keys is a chunk to all but its last keys: FlashAttention-3 reads the keys before it,
+    without a mask, and ours its few nodes, in one launch that takes in the answer of the other.
+
     Source: measured on an NVIDIA H200 against flash-attn-4, over prompts and chunks of 64 to 2048 tokens. What ours
     takes for its few operations alone, flash-attn-4 would compute up to 1.6 times as fast: in 13 us less at most.
     """
@@ -90,6 +109,10 @@ def priorities(problem: Problem) -> tuple[str, ...]:
         return "cpu", "torch", "triton"
     if not problem.is_attention:
         return "triton", "torch"
+    if problem.operation == "quantized":
+        return ("triton",)
+    if problem.operation == "tree":
+        return ("triton", "fa3") if _rows(problem) <= 16 else ("fa3", "triton")
     if problem.operation == "mla":
         return ("flash_mla", "triton", "fa3") if _rows(problem) <= 16 else ("flash_mla", "fa3", "triton")
     if problem.operation == "dense" and problem.window[0] >= 0:
@@ -283,6 +306,20 @@ def levels(
 
 
 @_says_what_helps
+def tree(
+    query: Float[Tensor, "t h d"],
+    key_cache: Float[Tensor, "n p hk d"],
+    value_cache: Float[Tensor, "n p hk dv"],
+    plan: TreePlan,
+    options: AttentionOptions,
+    out: Float[Tensor, "t h dv"] | None = None,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend over pages that end with a tree; arguments and errors are those of `fastattn.speculative.attention`."""
+    kernel = choose(attention_problem("tree", query, key_cache, value_cache, plan.whole, options))
+    return _into(out, *kernel.tree(query, key_cache, value_cache, plan, options, _memory(out)))
+
+
+@_says_what_helps
 def differential(
     query: Float[Tensor, "t h d"],
     cache: Float[Tensor, "2 2 n p pairs d"],
@@ -341,7 +378,7 @@ def quantized(
     out: Float[Tensor, "t h dv"] | None = None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend over pages of codes; arguments and errors are those of `fastattn.quantized.attention`."""
-    kernel = choose(attention_problem("quantized", query, key_cache, value_cache, plan, options))
+    kernel = choose(attention_problem("quantized", query, key_cache, value_cache, plan, options, scales))
     return _into(out, *kernel.quantized(query, key_cache, value_cache, plan, options, scales, _memory(out)))
 
 
@@ -405,7 +442,7 @@ def write_quantized(
     scales: Fp8Scales | Int8Scales,
 ) -> None:
     """Quantise new tokens and write them into the pool; arguments are those of `fastattn.quantized.write`."""
-    kernel = choose(Problem("write_quantized", key.device, key.dtype))
+    kernel = choose(Problem("write_quantized", key.device, key.dtype, stored=stored_types(scales, value_cache)))
     kernel.write_quantized(key, value, key_cache, value_cache, slot_mapping, scales)
 
 
@@ -415,6 +452,14 @@ def copy_blocks(cache: Shaped[Tensor, "n ..."], pairs: Int64[Tensor, "k 2"]) -> 
     side_by_side = last == cache.shape[1:].numel() - 1
     problem = Problem("copy_blocks", cache.device, cache.dtype, aligned=side_by_side, num_pairs=len(pairs))
     choose(problem).copy_blocks(cache, pairs)
+
+
+def compact(
+    cache: Shaped[Tensor, "n p ..."], batch: Batch, trees: Trees, accepted: Accepted, *, block_size: int
+) -> None:
+    """Move accepted nodes inside a pool; arguments are those of `fastattn.speculative.compact`, for one pool."""
+    problem = Problem("compact", cache.device, cache.dtype, aligned=cache.ndim <= 4)
+    choose(problem).compact(cache, batch, trees, accepted, block_size)
 
 
 def slot_mapping(batch: Batch, num_tokens: int, *, block_size: int) -> Int64[Tensor, "t"]:
@@ -435,3 +480,10 @@ def cut_chunks(
     """Cut sequences at the ends of chunks; returns query rows, first keys, lengths and tables of virtual sequences."""
     kernel = choose(Problem("cut_chunks", batch.device, torch.int32))
     return kernel.cut_chunks(batch, chunk_size, block_size, num_chunks, columns)
+
+
+def draw_trees(
+    batch: Batch, trees: Trees, num_tokens: int
+) -> tuple[Int32[Tensor, "b w"], Int64[Tensor, "b w words"], Int32[Tensor, "t"]]:
+    """Find the depths and the ancestors of nodes, and the positions of query rows; see `torch_ops.draw_trees`."""
+    return choose(Problem("draw_trees", batch.device, torch.int32)).draw_trees(batch, trees, num_tokens)

@@ -3,11 +3,13 @@
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int32
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-from refattn.interface import AttentionOptions, Batch, Plan
+from refattn.interface import AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan
+
+CU_SEQLENS_K = "cu_seqlens_k"  # the name in `Plan.kept` of where keys begin that lie in rows
 
 
 class Problem(NamedTuple):
@@ -29,11 +31,14 @@ class Problem(NamedTuple):
         positions: query rows stand elsewhere than at the end of their sequence, and a mask or ALiBi depends on it.
         softcap: scores are capped.
         alibi: there are ALiBi slopes.
+        alibi_sqrt: they multiply the root of the distance.
         sinks: there are sinks.
         batch_invariant: no bit of a row may depend on what else is in the batch.
         aligned: the elements of each head lie side by side, from a multiple of 16 bytes on.
         num_pairs: copies of blocks that are asked for.
         uniform: the host knows that every sequence has `max_query_len` new tokens.
+        stored: the types of the codes, or numbers, that keys and values are in a quantised cache; None in any other.
+        rounds_query: queries are rounded as keys are.
     """
 
     operation: str
@@ -56,6 +61,9 @@ class Problem(NamedTuple):
     aligned: bool = True
     num_pairs: int = 0
     uniform: bool = False
+    stored: tuple[torch.dtype, torch.dtype] | None = None
+    rounds_query: bool = False
+    alibi_sqrt: bool = False
 
     @property
     def is_attention(self) -> bool:
@@ -64,7 +72,13 @@ class Problem(NamedTuple):
 
 
 def attention_problem(
-    operation: str, query: Tensor, key: Tensor, value: Tensor, plan: Plan, options: AttentionOptions
+    operation: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: Plan,
+    options: AttentionOptions,
+    scales: Fp8Scales | Int8Scales | None = None,
 ) -> Problem:
     """Describe the attention of queries `[t, h, d]` over keys `[..., hk, d]` and values `[..., hk, dv]`."""
     batch = plan.batch
@@ -88,7 +102,15 @@ def attention_problem(
         options.batch_invariant,
         query.device.type != "cuda" or all(map(_is_aligned, (query, key, value))),
         uniform=_is_uniform(batch) and query.shape[0] >= batch.num_seqs * batch.max_query_len,
+        stored=None if scales is None else stored_types(scales, value),
+        rounds_query=scales is not None and (isinstance(scales, Int8Scales) or scales.query is not None),
+        alibi_sqrt=options.alibi_sqrt,
     )
+
+
+def stored_types(scales: Fp8Scales | Int8Scales, value: Tensor) -> tuple[torch.dtype, torch.dtype]:
+    """Return the types of keys and values in a quantised cache, be it of bytes or not."""
+    return (scales.format, scales.format) if isinstance(scales, Fp8Scales) else (torch.int8, value.dtype)
 
 
 def uses_positions(plan: Plan, options: AttentionOptions) -> bool:
@@ -106,6 +128,15 @@ def _is_aligned(x: Tensor) -> bool:
     *strides, last = x.stride()
     size = x.element_size()
     return last == 1 and not any(stride * size % 16 for stride in (*strides, x.data_ptr() // size))
+
+
+def key_starts(plan: Plan) -> Int32[Tensor, "_"]:
+    """Return where the keys of each sequence begin in rows: as the path has laid it by, or summed from the lengths.
+
+    The plans of `dense` and `mla` lay it by in `plan.kept[CU_SEQLENS_K]`, so that no layer launches the sum anew.
+    """
+    starts: Tensor | None = plan.kept.get(CU_SEQLENS_K)
+    return plan.batch.cu_seqlens_k if starts is None else starts
 
 
 class Subtraction(NamedTuple):

@@ -8,9 +8,12 @@ from jaxtyping import Float, Int32, Int64, Shaped
 from torch import Tensor
 
 from fastattn.kernels.problem import Problem
-from refattn.interface import Batch
+from refattn.interface import Accepted, Batch, Trees
 
-OPERATIONS = ("merge", "add_sinks", "write", "copy_blocks", "slot_mapping", "trim", "cut_chunks")
+OPERATIONS = (
+    *("merge", "add_sinks", "write", "copy_blocks", "compact"),
+    *("slot_mapping", "trim", "cut_chunks", "draw_trees"),
+)
 
 
 def unsupported_reason(problem: Problem) -> str | None:
@@ -75,6 +78,17 @@ def copy_blocks(cache: Shaped[Tensor, "n ..."], pairs: Int64[Tensor, "k 2"]) -> 
     """Copy blocks inside a pool; see `fastattn.kv_cache.copy_blocks`."""
     blocks = cache.index_select(0, pairs[:, 0].to(cache.device))
     cache.index_copy_(0, pairs[:, 1].to(cache.device), blocks)
+
+
+def compact(cache: Shaped[Tensor, "n p ..."], batch: Batch, trees: Trees, accepted: Accepted, block_size: int) -> None:
+    """Move accepted nodes to the first slots of their trees; see `fastattn.speculative.compact`."""
+    assert batch.block_table is not None  # the path has checked it
+    target = torch.arange(trees.max_len, device=batch.device)
+    sequence, target = ((target < accepted.lens[:, None]) & (accepted.nodes != target)).nonzero(as_tuple=True)
+    first = (batch.seq_lens - trees.lens)[sequence]
+    sources, targets = first + accepted.nodes[sequence, target], first + target
+    blocks = [batch.block_table[sequence, place // block_size].long() for place in (sources, targets)]
+    cache[blocks[1], targets % block_size] = cache[blocks[0], sources % block_size]  # all are read before
 
 
 def slot_mapping(batch: Batch, num_tokens: int, block_size: int) -> Int64[Tensor, "t"]:
@@ -152,3 +166,40 @@ def cut_chunks(
         rearrange((end - first_key).clamp(min=0).int(), "b chunks -> (b chunks)"),
         rearrange(batch.block_table.gather(1, used), "b (chunks columns) -> (b chunks) columns", chunks=num_chunks),
     )
+
+
+def draw_trees(
+    batch: Batch, trees: Trees, num_tokens: int
+) -> tuple[Int32[Tensor, "b w"], Int64[Tensor, "b w words"], Int32[Tensor, "t"]]:
+    """Find who is above whom in each tree, and where its query rows stand; see `fastattn.speculative.plan`.
+
+    Every node jumps up, twice as far each time, and takes along what those have found that it lands on.
+
+    Args:
+        batch: the lengths; the query rows of a sequence are the last nodes of its tree.
+        trees: the trees.
+        num_tokens: query rows, padding included.
+
+    Returns:
+        The depth of each node, the mask of what it sees, both 0 past a tree's last node, and the position of each query
+        row, 0 for padding.
+    """
+    b, w = trees.parents.shape
+    node = torch.arange(w, device=batch.device)
+    is_node = node < trees.lens[:, None]  # [b, w]
+    above = torch.minimum(trees.parents.long(), node - 1).where(is_node, -1)  # past the last node anything stands
+    depth = (above >= 0).int()
+    above = torch.where(above >= 0, above, node)  # a root stays where it is
+    word = torch.arange(trees.num_words, device=batch.device)
+    ancestors = torch.where(node[:, None] // 64 == word, torch.ones_like(word) << node[:, None] % 64, 0)
+    ancestors = ancestors.where(is_node[..., None], 0)  # [b, w, words]
+    for _ in range((w - 1).bit_length()):
+        ancestors = ancestors | ancestors.gather(1, above[..., None].expand_as(ancestors))
+        depth = depth + depth.gather(1, above)
+        above = above.gather(1, above)
+    if b == 0 or w == 0:
+        return depth, ancestors, trees.lens.new_zeros(num_tokens)
+    sequence, place, padding = places(batch, num_tokens)
+    first = (batch.seq_lens - trees.lens)[sequence]
+    mine = (place - first).masked_fill(padding, 0).clamp(0, w - 1)
+    return depth, ancestors, (first + depth[sequence, mine]).int().masked_fill(padding, 0)

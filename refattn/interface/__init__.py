@@ -1,20 +1,30 @@
-"""What both twins take and return beside tensors: batches, plans, options, scales. Nothing here computes attention."""
+"""What both twins take and return beside tensors: batches, plans, options, scales, groups. No attention is computed."""
 
 from refattn.interface.batch import Batch, Part, Prefix
 from refattn.interface.options import AttentionOptions
-from refattn.interface.plan import CascadePlan, ContextChunk, Needs, Plan, PrefillPlan
+from refattn.interface.parallel import DistributedGroup, Group, Shard, simulate_ranks
+from refattn.interface.plan import CascadePlan, ContextChunk, ContextParallelPlan, Needs, Plan, PrefillPlan
 from refattn.interface.scales import Fp8Scales, Int8Scales
+from refattn.interface.trees import Accepted, TreePlan, Trees
 
 __all__ = [
+    "Accepted",
     "AttentionOptions",
     "Batch",
     "CascadePlan",
     "ContextChunk",
+    "ContextParallelPlan",
+    "DistributedGroup",
     "Fp8Scales",
+    "Group",
     "Int8Scales",
     "Needs",
     "Part",
     "Plan",
     "PrefillPlan",
     "Prefix",
+    "Shard",
+    "TreePlan",
+    "Trees",
+    "simulate_ranks",
 ]

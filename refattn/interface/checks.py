@@ -12,8 +12,10 @@ from jaxtyping import Int32
 from torch import Tensor
 
 from refattn.interface.options import AttentionOptions
-from refattn.interface.plan import CascadePlan, Plan, PrefillPlan
+from refattn.interface.parallel import Group
+from refattn.interface.plan import CascadePlan, ContextParallelPlan, Plan, PrefillPlan
 from refattn.interface.scales import Fp8Scales, Int8Scales
+from refattn.interface.trees import TreePlan
 from refattn.interface.values import (
     check_flag,
     check_floating,
@@ -103,6 +105,76 @@ def check_cascade(
     check_paged(query, key_cache, value_cache, plan.levels[-1], options, out, return_lse)
     for level in plan.levels[:-1]:
         _check_pool("key_cache", key_cache, level)
+
+
+def check_tree(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    plan: TreePlan,
+    options: AttentionOptions,
+    out: Tensor | None,
+    return_lse: bool,
+) -> Int32[Tensor, "b m"]:
+    """Check a call over drafted trees, as `check_paged` does for one plan.
+
+    Returns:
+        The block table of the plan.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+    """
+    if not isinstance(plan, TreePlan):
+        raise ValueError(f"plan: expected a Plan or a TreePlan, from speculative.plan, got {describe(plan)}")
+    return check_paged(query, key_cache, value_cache, plan.whole, options, out, return_lse)
+
+
+def check_context_parallel(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    plan: ContextParallelPlan,
+    options: AttentionOptions,
+    out: Tensor | None,
+    return_lse: bool,
+    *,
+    group: Group,
+) -> slice:
+    """Check a call on a rank: its query heads `[t, h, d]`, new keys `[t, hk, d]`, its caches `[n, p, hk, d]`.
+
+    Returns:
+        The key heads that the rank's query heads read.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+    """
+    t, h, d = _check_query(query)
+    shape = expect(key_cache, "key_cache", query.dtype, ("n", "p", "hk", "d"), (None, None, None, d))
+    values = expect(value_cache, "value_cache", query.dtype, ("n", "p", "hk", "dv"), (*shape[:-1], None))
+    expect(key, "key", query.dtype, ("t", "hk", "d"), (t, shape[2], d))
+    expect(value, "value", query.dtype, ("t", "hk", "dv"), (t, shape[2], values[-1]))
+    if not isinstance(plan, ContextParallelPlan):
+        raise ValueError(f"plan: expected a ContextParallelPlan, got {describe(plan)}")
+    if not isinstance(group, Group) or (group.rank, group.size) != (plan.shard.rank, plan.shard.num_ranks):
+        came = f"rank {group.rank} of {group.size}" if isinstance(group, Group) else describe(group)
+        raise ValueError(
+            f"group: expected rank {plan.shard.rank} of {plan.shard.num_ranks}, as in the plan, got {came}"
+        )
+    hk, heads = shape[2], h * group.size
+    per_key = heads // hk if hk and heads % hk == 0 else 0
+    if not per_key or (h % per_key and per_key % h):
+        raise ValueError(
+            f"query: expected heads of each of {group.size} ranks that read whole key heads of hk={hk}, or a part of "
+            f"one, got h={h}"
+        )
+    first = group.rank * h // per_key
+    own = slice(first, first + max(1, h // per_key))
+    same_device(query=query, key=key, value=value, key_cache=key_cache, value_cache=value_cache)
+    check_dense(query, key[:, own], value[:, own], plan.own, options, out, return_lse)
+    _check_pool("key_cache", key_cache, plan.context)
+    return own
 
 
 def check_latent(
@@ -522,6 +594,14 @@ def check_slots(
         raise ValueError(f"slot_mapping: expected slots in 0..{last}, or -1 for padding, got {wrong}")
     if twice:
         raise ValueError(f"slot_mapping: expected each slot once, got slot {twice[0]} for several tokens")
+
+
+def rows_with_slots(key: Tensor, value: Tensor, slot_mapping: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rows of new keys and values that have a slot, if there are more rows: what is left is padding."""
+    tensors = (key, value, slot_mapping)
+    if all(isinstance(x, Tensor) and x.ndim for x in tensors) and key.shape[0] == value.shape[0] > len(slot_mapping):
+        return key[: len(slot_mapping)], value[: len(slot_mapping)]
+    return key, value
 
 
 def check_block_pairs(

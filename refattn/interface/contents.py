@@ -8,6 +8,7 @@ from jaxtyping import Int32
 from torch import Tensor
 
 from refattn.interface.batch import Batch, Prefix
+from refattn.interface.parallel import Shard
 from refattn.interface.values import (
     LARGEST_INT32,
     check_int,
@@ -160,8 +161,97 @@ def check_advance(batch: Batch, slots: Tensor, *, block_size: int) -> Int32[Tens
     return check_block_table(batch, block_size=block_size, new_lens=batch.query_lens)
 
 
-def check_split(batch: Batch, query_lens: Sequence[int], decode_len: int) -> None:
-    """Check the new tokens of each sequence of a batch, as its builder knows them.
+def check_next_inputs(
+    batch: Batch, sampled_ids: Tensor | None, input_ids: Tensor | None, positions: Tensor | None
+) -> None:
+    """Check what a step in place writes besides slots: inputs `[t]` and positions `[t]`, by sampled tokens `[b]`.
+
+    Raises:
+        ValueError: if there are inputs without samples, or samples without inputs, if they do not fit, or a sequence
+            has more new tokens than the one that was sampled.
+    """
+    if (sampled_ids is None) != (input_ids is None):
+        raise ValueError("sampled_ids: expected with input_ids, which they are written to, got one without the other")
+    if sampled_ids is not None:
+        expect(sampled_ids, "sampled_ids", torch.int64, ("b",), (batch.num_seqs,))
+        if batch.max_query_len > 1:
+            raise ValueError(
+                f"sampled_ids: expected sequences with one new token, from turn_prefills_into_decodes, got up to "
+                f"{batch.max_query_len}"
+            )
+    for name, tensor in (("input_ids", input_ids), ("positions", positions)):
+        if tensor is not None:
+            (rows,) = expect(tensor, name, torch.int64, ("t",), (None,))
+            same_device(seq_lens=batch.seq_lens, **{name: tensor})
+            if batch.seq_lens.is_cpu and rows < int(batch.cu_seqlens_q[-1]):
+                raise ValueError(
+                    f"{name}: expected int64 [t], at least {int(batch.cu_seqlens_q[-1])} query rows, "
+                    f"got {describe(tensor)}"
+                )
+
+
+def check_slot_table(token_slots: Tensor, requests: Tensor, seq_lens: Tensor, *, block_size: int, columns: int) -> None:
+    """Check a map `[r, s]` from tokens to slots of which some requests `[b]` are to be a block table.
+
+    Raises:
+        ValueError: naming what does not fit; on a CPU also if a block's tokens do not lie one after the other.
+    """
+    check_sizes(block_size=block_size)
+    check_int("columns", columns)
+    if not isinstance(token_slots, Tensor) or token_slots.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"token_slots: expected int32 or int64 [r, s], got {describe(token_slots)}")
+    expect(token_slots, "token_slots", None, ("r", "s"), (None, None))
+    (b,) = expect(requests, "requests", torch.int64, ("b",), (None,))
+    expect(seq_lens, "seq_lens", torch.int32, ("b",), (b,))
+    same_device(token_slots=token_slots, requests=requests, seq_lens=seq_lens)
+    if columns * block_size > token_slots.shape[1] + block_size - 1:
+        raise ValueError(
+            f"columns: expected at most {-(-token_slots.shape[1] // block_size)}, for {token_slots.shape[1]} tokens in "
+            f"blocks of {block_size}, got {columns}"
+        )
+    if not token_slots.is_cpu or not b:
+        return
+    if int(requests.min()) < 0 or int(requests.max()) >= len(token_slots):
+        raise ValueError(f"requests: expected rows in 0..{len(token_slots) - 1}, got {requests.tolist()}")
+    if int(seq_lens.min()) < 0 or int(seq_lens.max()) > columns * block_size:
+        raise ValueError(f"seq_lens: expected 0..{columns * block_size} tokens, got {seq_lens.tolist()}")
+    place = torch.arange(token_slots.shape[1])
+    slots = token_slots[requests].long()
+    wrong = (place < seq_lens[:, None]) & (slots != slots[:, place // block_size * block_size] + place % block_size)
+    wrong |= (place < seq_lens[:, None]) & (place % block_size == 0) & (slots % block_size != 0)
+    if wrong.any():
+        i, j = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"token_slots: expected blocks of {block_size} slots one after the other, got slot {int(slots[i, j])} for "
+            f"token {j} of request {int(requests[i])}"
+        )
+
+
+def check_refill(buffers: Batch, batch: Batch) -> None:
+    """Check that a batch fits into the buffers of another.
+
+    Raises:
+        ValueError: if it has more sequences or columns, larger maxima, is elsewhere, or only one of them has a table.
+    """
+    check_batch(buffers)
+    check_lengths(batch)
+    has_table = batch.block_table is not None
+    if has_table != (buffers.block_table is not None):
+        raise ValueError(f"batch: expected {'no ' if has_table else 'a '}block table, as in the buffers, got another")
+    sizes = [
+        ("num_seqs", batch.num_seqs, buffers.num_seqs),
+        ("max_query_len", batch.max_query_len, buffers.max_query_len),
+        ("max_seq_len", batch.max_seq_len, buffers.max_seq_len),
+    ]
+    for name, asked, room in sizes:
+        if asked > room:
+            raise ValueError(f"batch: expected a {name} of at most {room}, what the buffers have room for, got {asked}")
+
+
+def check_split(
+    batch: Batch, query_lens: Sequence[int], decode_len: int, seq_lens: Sequence[int] | None = None
+) -> None:
+    """Check the new tokens of each sequence of a batch, and all its tokens if given, as its builder knows them.
 
     Raises:
         ValueError: if there are more or fewer of them than sequences; on a CPU also if the batch has others.
@@ -169,8 +259,50 @@ def check_split(batch: Batch, query_lens: Sequence[int], decode_len: int) -> Non
     check_lengths(batch)
     check_requests(query_lens, query_lens, None, num_seqs=batch.num_seqs)
     check_int("decode_len", decode_len)
+    if seq_lens is not None:
+        check_list("seq_lens", seq_lens, "lengths")
+        if len(seq_lens) != batch.num_seqs:
+            raise ValueError(f"seq_lens: expected {batch.num_seqs} lengths, one per sequence, got {len(seq_lens)}")
+        check_requests(query_lens, seq_lens, None)
+        if batch.seq_lens.is_cpu and batch.seq_lens.tolist() != list(seq_lens):
+            raise ValueError(f"seq_lens: expected {batch.seq_lens.tolist()}, as in the batch, got {list(seq_lens)}")
     if batch.seq_lens.is_cpu and batch.query_lens.tolist() != list(query_lens):
         raise ValueError(f"query_lens: expected {batch.query_lens.tolist()}, as in the batch, got {list(query_lens)}")
+
+
+def check_encoder_lens(batch: Batch, encoder_lens: Sequence[int]) -> None:
+    """Check how many tokens the encoder has of each sequence of a decoder's batch.
+
+    Raises:
+        ValueError: naming what is no length, or if there are more or fewer than sequences.
+    """
+    check_batch(batch)
+    check_list("encoder_lens", encoder_lens, "lengths")
+    if len(encoder_lens) != batch.num_seqs:
+        raise ValueError(f"encoder_lens: expected {batch.num_seqs}, one per sequence, got {len(encoder_lens)}")
+    for length in encoder_lens:
+        check_int("encoder_lens", length)
+
+
+def check_encoder(batch: Batch, encoder_lens: Sequence[int], *, block_size: int) -> Int32[Tensor, "b m"]:
+    """Check sequences that begin with their encoder's tokens, in whole blocks.
+
+    Returns:
+        The block table.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+    """
+    block_table = check_block_table(batch, block_size=block_size)
+    check_encoder_lens(batch, encoder_lens)
+    for length in encoder_lens:
+        if length % block_size:
+            raise ValueError(f"encoder_lens: expected multiples of the block size {block_size}, got {length}")
+    if batch.seq_lens.is_cpu:
+        for i, (length, seq_len) in enumerate(zip(encoder_lens, batch.seq_lens.tolist(), strict=True)):
+            if length > seq_len:
+                raise ValueError(f"encoder_lens: expected at most the {seq_len} tokens of sequence {i}, got {length}")
+    return block_table
 
 
 def check_requests(
@@ -282,14 +414,45 @@ def check_workspace(batch: Batch, workspace: int, max_context_len: int | None) -
         check_int("max_context_len", max_context_len)
     if not batch.seq_lens.is_cpu:
         return max(0, batch.max_seq_len - 1) if max_context_len is None else max_context_len
-    if (batch.context_lens < 0).any():
-        raise ValueError(
-            f"seq_lens: expected the new tokens in them, {batch.query_lens.tolist()}, got {batch.seq_lens.tolist()}"
-        )
+    check_contexts(batch)
     longest = max(batch.context_lens.tolist(), default=0)
     if max_context_len is not None and max_context_len < longest:
         raise ValueError(f"max_context_len: expected at least {longest}, the longest context, got {max_context_len}")
     return longest if max_context_len is None else max_context_len
+
+
+def check_contexts(batch: Batch) -> None:
+    """Check on a CPU that every sequence has its new tokens among its keys.
+
+    Raises:
+        ValueError: if one has more queries than keys.
+    """
+    if batch.seq_lens.is_cpu and (batch.context_lens < 0).any():
+        raise ValueError(
+            f"seq_lens: expected the new tokens in them, {batch.query_lens.tolist()}, got {batch.seq_lens.tolist()}"
+        )
+
+
+def check_shard(batch: Batch, shard: Shard, *, block_size: int) -> Int32[Tensor, "b m"]:
+    """Check the share of a rank, and a batch with the rank's own block table, whose columns are checked with a plan.
+
+    Returns:
+        The block table.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+    """
+    if not isinstance(shard, Shard):
+        raise ValueError(f"shard: expected a Shard, got {describe(shard)}")
+    check_lengths(batch)
+    check_sizes(block_size=block_size)
+    if shard.interleave > block_size:
+        raise ValueError(
+            f"shard: expected runs of at most block_size={block_size} tokens, got interleave={shard.interleave}"
+        )
+    if batch.block_table is None:
+        raise ValueError("block_table: expected int32 [b, m], got None: this path reads a paged cache")
+    return batch.block_table
 
 
 def check_tree(prefixes: Sequence[Prefix]) -> None:

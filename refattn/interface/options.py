@@ -16,7 +16,7 @@ class AttentionOptions:
 
         score = softmax_scale * query . key
         score = softcap * tanh(score / softcap)                          if softcap
-        score = score - alibi_slopes[h] * |i - j|                        if alibi_slopes
+        score = score - alibi_slopes[h] * |i - j|                        if alibi_slopes; its root with alibi_sqrt
         the mask hides what may not be seen, then softmax over the keys  and the sink, if sinks
 
     Attributes:
@@ -25,7 +25,8 @@ class AttentionOptions:
         alibi_slopes: one slope per query head, `[h]`, of any floating type: the bias is computed in the compute type.
         sinks: one extra logit per query head, `[h]`, in the denominator only: it takes its share and brings no value.
         batch_invariant: return rows that do not change by a bit with what else is in the batch. The reference computes
-            sequence by sequence, so there it holds anyway.
+            sequence by sequence, so there it holds anyway, except in a cascade, where a group of sequences is one.
+        alibi_sqrt: let ALiBi grow with the root of the distance, `-slope * |i - j| ** 0.5`.
 
     Raises:
         ValueError: naming the option, what was expected and what came.
@@ -39,6 +40,7 @@ class AttentionOptions:
     alibi_slopes: Float[Tensor, "h"] | None = None
     sinks: Float[Tensor, "h"] | None = None
     batch_invariant: bool = False
+    alibi_sqrt: bool = False
 
     def __post_init__(self) -> None:
         """Check every option by itself; a path checks them against its tensors."""
@@ -49,6 +51,9 @@ class AttentionOptions:
             if getattr(self, name) is not None:
                 check_per_head(name, getattr(self, name))
         check_flag("batch_invariant", self.batch_invariant)
+        check_flag("alibi_sqrt", self.alibi_sqrt)
+        if self.alibi_sqrt and self.alibi_slopes is None:
+            raise ValueError("alibi_sqrt: expected alibi_slopes with it, got none")
 
     def of_heads(self, heads: slice) -> "AttentionOptions":
         """Return the options of some of the heads; nothing is checked again where none has a number of its own."""

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from refattn.interface.batch import Batch
 from refattn.interface.contents import check_batch, check_contents, check_lengths
+from refattn.interface.parallel import Shard
 from refattn.interface.values import check_flag, check_list, check_sizes, check_window, describe, expect, same_device
 
 
@@ -173,6 +174,24 @@ class PrefillPlan:
     chunks: tuple[ContextChunk, ...]
     block_size: int
     blocks: int | None
+
+
+@dataclass(frozen=True, eq=False)
+class ContextParallelPlan:
+    """New tokens that attend among themselves, and to the share that a rank has of their context.
+
+    Attributes:
+        batch: the lengths as all ranks know them, and the rank's own block table.
+        shard: which rank this is, and which tokens are its own.
+        context: over the pages of the rank, without a causal mask: keys are counted as they lie there, and with a
+            window `positions` are what the window leaves when it is counted so.
+        own: over the rows of the new tokens, causal.
+    """
+
+    batch: Batch
+    shard: Shard
+    context: Plan
+    own: Plan
 
 
 def _check_levels(batch: Batch, levels: tuple[Plan, ...]) -> None:

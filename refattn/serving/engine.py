@@ -127,6 +127,7 @@ class Engine:
         self.twin, self.runner, self.batch_invariant = Twin(twin), runner, batch_invariant
         most_tokens = max(num_blocks * block_size, max_num_batched_tokens)
         self.layers = models.layers_of(self.config, most_tokens, batch_invariant=batch_invariant)
+        self.owners = models.owners_of(self.config)  # of each layer, the one whose pool it reads
         self.machine = machine or (CPU if model.device.type == "cpu" else H200)
         self.vocab_size = min(self.config.vocab_size, len(model.get_input_embeddings().weight))
         self.max_positions = models.max_positions(self.config)
@@ -139,12 +140,16 @@ class Engine:
             if count < num_blocks
         }
         try:
-            self.caches = [
-                layer.allocate(self.twin, pool_blocks[layer], block_size, dtype=model.dtype, device=model.device)
-                for layer in self.layers
-            ]
+            self.caches: list[Any] = []
+            for owner, layer in zip(self.owners, self.layers, strict=True):
+                where = dict(dtype=model.dtype, device=model.device)
+                own = owner == len(self.caches)
+                self.caches.append(
+                    layer.allocate(self.twin, pool_blocks[layer], block_size, **where) if own else self.caches[owner]
+                )
         except torch.OutOfMemoryError as error:
-            numbers = sum(block_size * pool_blocks[layer] * layer.elements_per_token for layer in self.layers)
+            owning = [self.layers[owner] for owner in sorted({*self.owners})]
+            numbers = sum(block_size * pool_blocks[layer] * layer.elements_per_token for layer in owning)
             raise torch.OutOfMemoryError(
                 f"num_blocks: expected a pool that fits into the memory of {model.device}, got {num_blocks} blocks of "
                 f"{block_size} tokens, which are {numbers * model.dtype.itemsize / 2**30:.3g} GiB. {error}"
@@ -505,7 +510,9 @@ class Engine:
             )
         scale = module.scaling if scaling is None else scaling
         options = AttentionOptions(scale, softcap or 0.0, alibi_slopes, s_aux, self.batch_invariant)
-        tokens = (rearrange(x, "1 h t d -> t h d") for x in (query, key, value))
+        tokens: list[Tensor | None] = [rearrange(x, "1 h t d -> t h d") for x in (query, key, value)]
+        if self.owners[index] != index:  # its keys are those of an earlier layer, which has written them
+            tokens[1:] = [None, None]
         slots, plan = step.slot_mappings[layer], step.plans[layer]
         out = layer.attend(self.twin, module, *tokens, self.caches[index], slots, plan, options)
         return rearrange(out, "t h d -> 1 t h d").contiguous()  # as transformers' own: some models view it

@@ -92,15 +92,16 @@ class Layer:
         twin: Twin,
         module: Any,
         query: Float[Tensor, "t h d"],
-        key: Float[Tensor, "t hk d"],
-        value: Float[Tensor, "t hk dv"],
+        key: Float[Tensor, "t hk d"] | None,
+        value: Float[Tensor, "t hk dv"] | None,
         cache: Any,
         slot_mapping: Int64[Tensor, "t"],
         plan: Plan | CascadePlan,
         options: AttentionOptions,
     ) -> Float[Tensor, "t h dv"]:
-        """Write the new keys and values into the pool, and attend over it."""
-        twin.kv_cache.write(key, value, *cache, slot_mapping)
+        """Write the new keys and values into the pool, if they are the layer's own and not None, and attend over it."""
+        if key is not None:
+            twin.kv_cache.write(key, value, *cache, slot_mapping)
         path = twin.cascade if isinstance(plan, CascadePlan) else twin.chunked_prefill
         out: Tensor = path.attention(query, *cache, plan, options)
         return out
@@ -183,15 +184,16 @@ class LocalLayer(Layer):
         twin: Twin,
         module: Any,
         query: Float[Tensor, "t h d"],
-        key: Float[Tensor, "t hk d"],
-        value: Float[Tensor, "t hk dv"],
+        key: Float[Tensor, "t hk d"] | None,
+        value: Float[Tensor, "t hk dv"] | None,
         cache: Any,
         slot_mapping: Int64[Tensor, "t"],
         plan: SplitPlan,
         options: AttentionOptions,
     ) -> Float[Tensor, "t h dv"]:
-        """Write the new keys and values into the pool, and attend over it, decodes and prefills apart."""
-        twin.kv_cache.write(key, value, *cache, slot_mapping)
+        """Write the new keys and values into the pool, if there are any, and attend, decodes and prefills apart."""
+        if key is not None:
+            twin.kv_cache.write(key, value, *cache, slot_mapping)
         outs = [twin.local.attention(query[tokens], *cache, part, options) for tokens, part in plan.parts]
         return torch.cat(outs)
 
@@ -217,17 +219,18 @@ class DifferentialLayer(Layer):
         twin: Twin,
         module: Any,
         query: Float[Tensor, "t h d"],
-        key: Float[Tensor, "t hk d"],
-        value: Float[Tensor, "t hk d"],
+        key: Float[Tensor, "t hk d"] | None,
+        value: Float[Tensor, "t hk d"] | None,
         cache: Any,
         slot_mapping: Int64[Tensor, "t"],
         plan: Plan | CascadePlan,
         options: AttentionOptions,
     ) -> Float[Tensor, "t h d"]:
-        """Write the new pairs into the pool, and attend over it; the answer ends with the layer's norm."""
+        """Write the new pairs into the pool, if there are any, and attend; the answer ends with the layer's norm."""
         path = twin.differential
-        query, key, value = (path.interleave_halves(x) for x in (query, key, value))
-        path.write(key, value, cache, slot_mapping)
+        if key is not None:
+            path.write(*map(path.interleave_halves, (key, value)), cache, slot_mapping)
+        query = path.interleave_halves(query)
         vectors = (module.lambda_q1, module.lambda_k1, module.lambda_q2, module.lambda_k2)
         out: Tensor = path.attention(
             query,

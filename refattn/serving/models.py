@@ -26,13 +26,13 @@ ATTENTION = "twinattn"  # the name of `paged_attention` there
 # attention. The test that does it, tests/serving/test_engine_models.py, fails if this list is not what it compares.
 VERIFIED = tuple(  # a sentence reads better here than a list of its words
     """
-    afmoe apertus arcee aria_text axk1 beam bert bert-generation biogpt bitnet bloom cohere cohere2 cohere2_moe ctrl cwm
-    deepseek_v2 deepseek_v3 diffllama dots1 electra ernie ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon flex_olmo
-    flint gemma gemma2 gemma3 gemma3_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox gpt_oss granite
-    granite_swa granitemoe granitemoe_swa granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax
-    jais2 kolibri1 laguna llama llama4_text longcat_flash mellum minicpm3 minimax_m2 ministral ministral3 mistral
-    mistral4 mixtral modernbert-decoder mpt nanochat olmo olmo2 olmo3 olmoe opt persimmon phi phi3 qwen2 qwen2_moe qwen3
-    qwen3_moe seed_oss smollm3 solar_open starcoder2 vaultgemma youtu
+    afmoe apertus arcee aria_text axk1 beam bert bert-generation biogpt bitnet bloom cohere cohere2 cohere2_moe ctrl
+    cwm deepseek_v2 deepseek_v3 diffllama dots1 electra ernie ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon flex_olmo
+    flint gemma gemma2 gemma3 gemma3_text gemma3n_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox
+    gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3
+    hyperclovax jais2 kolibri1 laguna llama llama4_text longcat_flash mellum minicpm3 minimax_m2 ministral ministral3
+    mistral mistral4 mixtral modernbert-decoder mpt nanochat olmo olmo2 olmo3 olmoe opt persimmon phi phi3 qwen2
+    qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open starcoder2 vaultgemma youtu
     """.split()  # noqa: SIM905
 )
 
@@ -409,8 +409,7 @@ def layers_of(config: Any, num_tokens: int, *, batch_invariant: bool = False) ->
     Raises:
         ValueError: if the model has a kind of layer without a path, or sizes of heads that do not divide.
     """
-    every_layer = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
-    kinds = list(getattr(config, "layer_types", None) or [every_layer] * config.num_hidden_layers)
+    kinds = _kinds(config)
     if config.model_type == "diffllama":  # does not say so, but calls attention twice per layer
         kinds = ["differential_attention"] * len(kinds)
     if config.model_type in LATENT:
@@ -426,6 +425,26 @@ def layers_of(config: Any, num_tokens: int, *, batch_invariant: bool = False) ->
         )
     sizes = _cache_heads(config)
     return [LAYERS[kind](*sizes, **_arguments(kind, config, batch_invariant)) for kind in kinds]
+
+
+def owners_of(config: Any) -> list[int]:
+    """Return for each layer the one whose pool it reads: itself, or an earlier one of its kind, whose keys it shares.
+
+    Source: Gemma 3n, whose last layers attend to keys of the last layer of their kind before them; Sun et al. 2024,
+        "You Only Cache Once".
+    """
+    modes = getattr(config, "kv_sharing_modes", None) or [None] * len(_kinds(config))
+    producers = {kind: i for i, (kind, mode) in enumerate(zip(_kinds(config), modes, strict=True)) if mode == "store"}
+    return [
+        producers[kind] if mode == "reuse" else i
+        for i, (kind, mode) in enumerate(zip(_kinds(config), modes, strict=True))
+    ]
+
+
+def _kinds(config: Any) -> list[str]:
+    """Return the kind of each layer by its name in transformers."""
+    every_layer = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+    return list(getattr(config, "layer_types", None) or [every_layer] * config.num_hidden_layers)
 
 
 def _arguments(kind: str, config: Any, batch_invariant: bool) -> dict[str, int]:

@@ -15,10 +15,11 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from fastattn import speculative
 from fastattn.kernels import device as devices
 from fastattn.kernels.problem import Subtraction
 from fastattn.metadata import make_batch
-from refattn.interface import AttentionOptions, Plan
+from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales, Plan
 
 SHARED_MEMORY = {(8, 9): 101376, (9, 0): 232448}  # bytes that a program may have
 
@@ -79,7 +80,7 @@ def launch_all(capability):
 
     from fastattn.kernels.flash.adapt import adapt
     from fastattn.kernels.flash.repage import repage
-    from fastattn.kernels.triton import attention, cache, pairs, parts, tables
+    from fastattn.kernels.triton import attention, cache, codes, pairs, parts, tables
 
     def batch(query_len, seq_len=1024, num_seqs=2):
         blocks = [list(range(seq_len // 16))] * num_seqs
@@ -108,6 +109,30 @@ def launch_all(capability):
     somewhere = plan(64, causal=False, window_size=(100, -1), positions=at, first_keys=first_keys)
     attention.attend(query, keys, keys, somewhere, all_of_them)  # a shared level of a cascade
     attention.repair(query, query, keys, keys, plan(64), plain)
+    ones = torch.ones(64, 16, 2), torch.ones(2, 128)
+    for kind, key_dtype, value_dtype in (
+        ("e4m3", torch.uint8, torch.uint8),
+        ("e5m2", torch.uint8, torch.uint8),
+        ("int8", torch.int8, torch.int8),
+        ("int8", torch.int8, half),
+    ):
+        of_key, of_value = (ones[0], ones[1] if value_dtype == torch.int8 else None) if kind == "int8" else (None, None)
+        held = codes.Codes(kind, key=of_key, value=of_value)
+        for query_len, options in ((1, plain), (16, plain), (512, plain), (64, AttentionOptions(batch_invariant=True))):
+            query = torch.zeros(2 * query_len, 8, 128, dtype=half)
+            values = codes.in_pairs(pool(2, 128, value_dtype))
+            attention.attend(query, pool(2, 128, key_dtype), values, plan(query_len), options, codes=held)
+    rounded = codes.Codes("e4m3", query=torch.ones(2), key=torch.ones(2, 2), value=torch.ones(2), rounds_query=True)
+    pages = torch.zeros(64, 16, 2, 256, dtype=torch.uint8)
+    for kind in (half, torch.float32):
+        query = torch.zeros(128, 8, 256, dtype=kind)
+        attention.attend(query, pages, pages, plan(64), all_of_them, codes=rounded)
+    for nodes, tree_options, window_size in ((4, plain, (-1, -1)), (64, plain, (-1, -1)), (96, all_of_them, (100, 0))):
+        trees = speculative.make_trees([[-1, *range(nodes - 1)]] * 2)
+        drafts = speculative.plan(batch(nodes), block_size=16, trees=trees, window_size=window_size)
+        query = torch.zeros(2 * nodes, 8, 128, dtype=half)
+        attention.attend_levels(query, keys, keys, [drafts.whole], tree_options, tree=drafts)
+        attention.attend_to_nodes(query, keys, keys, drafts, tree_options, query, torch.zeros(8, 2 * nodes))
 
     subtraction = Subtraction(torch.tensor(0.5), torch.ones(128), 1e-5, 0.2)
     for query_len, options, asked in (
@@ -122,8 +147,13 @@ def launch_all(capability):
 
     keys, tokens = pool(2, 128, half), torch.zeros(5, 2, 128, dtype=half)
     cache.write(tokens, tokens, keys, keys, torch.arange(5))
+    for scales in (Fp8Scales(0.5, torch.ones(2)), Int8Scales(torch.ones(64, 16, 2), torch.ones(2, 128))):
+        kind = scales.format if isinstance(scales, Fp8Scales) else torch.int8
+        cache.write_quantized(tokens, tokens, pool(2, 128, kind), pool(2, 128, kind), torch.arange(5), scales)
     cache.copy_blocks(keys, torch.tensor([[0, 1], [2, 3]]))
     repage(keys, batch(64), block_size=128)
+    accepted = speculative.accept(batch(96), trees, torch.zeros(192).long(), torch.zeros(192).long())
+    cache.compact(keys, batch(96), trees, accepted)
     for options in (plain, AttentionOptions(sinks=torch.ones(8))):
         adapt(torch.zeros(128, 8, 64, dtype=half), torch.zeros(8, 128), plan(64), options)
         adapt(torch.zeros(128, 8, 512, dtype=half), torch.zeros(8, 128), plan(64), options)
@@ -131,6 +161,7 @@ def launch_all(capability):
     tables.slot_mapping(batch(1), 2, block_size=16)
     tables.cut_chunks(batch(64), 128, block_size=16, num_chunks=2, columns=8)
     tables.trim(batch(64), 100, block_size=16, columns=12)
+    tables.draw_trees(batch(96), trees, 192)
 
 
 if __name__ == "__main__":

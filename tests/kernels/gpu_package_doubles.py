@@ -231,15 +231,25 @@ class Prefill:
 
     def plan(
         self, qo_indptr, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim_qk, page_size,
-        *, causal, window_left=-1, sm_scale=None, logits_soft_cap=None, q_data_type, kv_data_type,
+        *, causal=False, window_left=-1, custom_mask=None, sm_scale=None, logits_soft_cap=None, q_data_type,
+        kv_data_type,
     ):  # fmt: skip
         assert sm_scale is None and logits_soft_cap is None
         self.cu_seqlens_q, self.causal, self.window_left = qo_indptr, causal, window_left
         self.tables = indices.split(indptr.diff().tolist())
         self.lengths = ((indptr.diff() - 1) * page_size + last_page_len).tolist()
+        self.masks = None
+        if custom_mask is not None:
+            sizes = list(zip(qo_indptr.diff().tolist(), self.lengths, strict=True))
+            flat = custom_mask.split([query_len * length for query_len, length in sizes])
+            self.masks = [mask.view(size) for mask, size in zip(flat, sizes, strict=True)]
 
     def answer(self, q, paged_kv_cache):
         keys, values = (from_pages(x, self.tables, self.lengths) for x in paged_kv_cache)
+        if self.masks is not None:
+            queries = q.split(self.cu_seqlens_q.diff().tolist())
+            answers = zip(*(attend(*some) for some in zip(queries, keys, values, self.masks, strict=True)), strict=True)
+            return tuple(map(torch.cat, answers))
         return over_rows(q, self.cu_seqlens_q, keys, values, self.causal, (self.window_left, None))
 
     def run(self, q, paged_kv_cache, *, return_lse=False):

@@ -25,12 +25,14 @@ from torch import Tensor
 import refattn.chunked_prefill
 import refattn.conformance
 import refattn.dense
+import refattn.speculative
+from fastattn import speculative
 from fastattn.kernels import Problem, dispatch
 from fastattn.kernels import device as devices
 from fastattn.kernels.flash import fa3
 from refattn import masks
 from refattn.attention import attend
-from refattn.interface import Batch
+from refattn.interface import AttentionOptions, Batch
 
 ARGUMENTS = """
     Tensor! q, Tensor k, Tensor v, Tensor? k_new, Tensor? v_new, Tensor? q_v, Tensor!? out, Tensor? cu_seqlens_q,
@@ -246,6 +248,7 @@ def test_its_own_package_agrees_with_the_reference(name, over, interface, device
     hold_to_the_reference(build(MIXED, device=device, dtype=torch.float16), over, **OPTIONS[name])
 
 
+@pytest.mark.covers("D129")
 @each_way
 @pytest.mark.parametrize("case", [*OURS, *THEIRS], ids=str)
 def test_it_agrees_with_the_reference(case, over, vllm, device):
@@ -321,6 +324,55 @@ def test_nan_that_a_query_sees_comes_out(vllm, device):
     out, lse = call(inputs, "pages")
     assert out[0, 1].isnan().all() and lse[0, 1].isnan()
     assert out.isnan().sum() == out.shape[-1] and lse.isnan().sum() == 1
+
+
+TREES = [(-1, 0, 0, 1, 2, 2), (-1,), (-1, 0, 1, 0), (-1, *range(19)), ()]
+TREE_LENS = ((6, 150), (1, 33), (4, 4), (20, 84), (0, 9))  # one without a context, and one without a tree
+
+
+def verify(inputs, **options) -> tuple[Tensor, Tensor]:
+    """Call the kernel over pages that end with trees, past the choice."""
+    trees = speculative.make_trees(TREES, device=str(inputs.query.device))
+    plan = speculative.plan(inputs.batch, block_size=inputs.key_cache.shape[1], trees=trees)
+    asked = (inputs.query, inputs.key_cache, inputs.value_cache, plan, AttentionOptions(**options), None)
+    out, lse = fa3.tree(*asked)
+    again = fa3.tree(*asked)  # by what the plan keeps
+    assert torch.equal(out.nan_to_num(7.0), again[0].nan_to_num(7.0))
+    assert torch.equal(lse.nan_to_num(7.0), again[1].nan_to_num(7.0))
+    return out, lse
+
+
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize("name", ["plain", "negative-scale", "softcap", "sinks"])
+def test_it_reads_what_is_before_a_tree_and_ours_takes_in_its_answer(name, block_size, vllm, device):
+    """Without a mask, and the sinks once; poison lies past each end, and in the pages of whoever has no tree."""
+    options = dict(sinks=torch.linspace(-2.0, 120.0, 4, device=device)) if name == "sinks" else OPTIONS[name]
+    case = Case("trees", TREE_LENS, heads=(4, 2), block_size=block_size, padding_rows=3)
+    inputs = build(case, device=device, dtype=torch.float16)
+    out, lse = verify(inputs, **options)
+    trees = refattn.speculative.make_trees(TREES, device=device)
+    reference = partial(refattn.conformance.attend, refattn.speculative)
+    assert_matches_reference(out, lse, reference, *inputs.tensors, trees=trees, **options)
+    if vllm is not None:
+        asked = vllm.calls[0]
+        assert not asked["is_causal"] and asked["seqused_k"].tolist() == [144, 32, 0, 64, 9]
+        assert (asked["window_size_left"], asked["window_size_right"]) == (-1, -1)
+
+
+def test_nan_before_a_tree_comes_out_of_every_node(vllm, device):
+    inputs = build(Case("trees", TREE_LENS, heads=(2, 1)), device=device, dtype=torch.float16)
+    inputs.key_cache[inputs.batch.block_table[0, 0], 3] = math.nan
+    out, lse = verify(inputs)
+    assert out[:6].isnan().all() and lse[:6].isnan().all()
+    assert not out[6:].isnan().any() and not lse[6:].isnan().any()
+
+
+def test_trees_without_anything_before_them(vllm, device):
+    case = Case("trees", tuple((len(tree), len(tree)) for tree in TREES), heads=(2, 1), padding_rows=1)
+    inputs = build(case, device=device, dtype=torch.float16)
+    trees = refattn.speculative.make_trees(TREES, device=device)
+    reference = partial(refattn.conformance.attend, refattn.speculative)
+    assert_matches_reference(*verify(inputs), reference, *inputs.tensors, trees=trees)
 
 
 # --- what it is asked ---
@@ -405,6 +457,7 @@ def test_it_computes_what_it_says(hopper):
                     assert fa3.unsupported_reason(problem) is None
 
 
+@pytest.mark.covers("A14")
 def test_it_is_taken_where_flash_attention_4_is_not(hopper, monkeypatch):
     """And before FlashAttention-2; what short queries ask goes to our own kernel, which has split its keys."""
     monkeypatch.setattr(dispatch, "num_multiprocessors", lambda device: 132)
@@ -481,6 +534,7 @@ def has_it(folder: str) -> bool:
     return any(Path(folder, name).exists() for name in names)
 
 
+@pytest.mark.covers("E178")
 def test_without_it_both_ways_are_named(folder, monkeypatch):
     monkeypatch.setattr(fa3, "capability", lambda device: (9, 0))
     monkeypatch.setattr(fa3.torch, "ops", ModuleType("ops"))

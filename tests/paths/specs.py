@@ -50,7 +50,13 @@ SPECS = [
             "block_size: expected a positive int": dict(block_size=0),
             "key_cache: expected blocks": dict(block_size=24),
             "chunk_size: expected a multiple of block_size=16, got 24": dict(chunk_size=24),
-        },
+        }
+        | BAD_WINDOW,
+    ),
+    PathSpec(
+        "local",
+        lambda i, j: i - LEFT <= j <= i and i // CHUNK == j // CHUNK,
+        dict(chunk_size=CHUNK, window_size=(LEFT, 0)),
     ),
     PathSpec("dense", is_causal, paged=False, bad_arguments=BAD_OPTIONS | BAD_WINDOW),
     PathSpec("dense", lambda i, j: True, dict(causal=False), paged=False),

@@ -15,10 +15,12 @@ from torch.nn import functional
 import fastattn.dense
 import refattn.chunked_prefill
 import refattn.dense
+from refattn.interface import Batch
 
 each_twin = pytest.mark.parametrize("twin", [refattn.dense, fastattn.dense], ids=["ref", "fast"])
 
 
+@pytest.mark.covers("A25", "A29", "B50")
 @each_twin
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "encoder"])
 @pytest.mark.parametrize("case", SMALL, ids=str)
@@ -28,6 +30,7 @@ def test_masks(twin, causal, case, device):
     assert_same_masks(masks, masks_by_hand(case, lambda i, j: j <= i or not causal))
 
 
+@pytest.mark.covers("A30")
 @each_twin
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 def test_an_encoder_window_counts_both_sides(twin, window, device):
@@ -38,6 +41,7 @@ def test_an_encoder_window_counts_both_sides(twin, window, device):
     assert_same_masks(masks, sees)
 
 
+@pytest.mark.covers("A31")
 @each_twin
 def test_cross_attention_over_encoders_of_different_lengths(twin, device):
     """Several decoder tokens each, and one encoder of length 0, whose queries see nothing."""
@@ -67,6 +71,7 @@ def test_the_cache_changes_nothing(case, device):
     assert torch.equal(attend(refattn.dense, *inputs.rows), attend(refattn.chunked_prefill, *inputs.tensors))
 
 
+@pytest.mark.covers("A7", "B61")
 @each_kernel_case_and_option(("mixed",), ("everything",))  # rows are found otherwise than pages, and that is all
 def test_twins_agree(case, options, kernel, device):
     inputs = build(case, device=device, dtype=kernel.dtypes[0])
@@ -87,6 +92,19 @@ def test_twins_agree_in_every_type(kernel, device):
 def test_twins_agree_on_drawn_batches(case, options, seed, device):
     inputs = build(case, device=device, seed=seed)
     assert_twins_agree("dense", *inputs.rows, **per_head(OPTIONS[options], case, device))
+
+
+@each_kernel
+def test_no_layer_sums_the_lengths_anew(kernel, device, monkeypatch):
+    inputs = build(Case("encoders", ((40, 40), (7, 7), (5, 20), (1, 1)), heads=(6, 2)), device=device)
+    query, key, value = (x.to(kernel.dtypes[0]) for x in inputs.rows[:3])
+    plan = fastattn.dense.plan(inputs.rows[3], causal=False)
+    with kernel.asked_for():
+        first = fastattn.dense.attention(query, key, value, plan)
+        if kernel.name != "cpu":  # it reads the lengths on the host
+            monkeypatch.setattr(Batch, "cu_seqlens_k", property(lambda batch: pytest.fail("summed in a layer")))
+        second = fastattn.dense.attention(query, key, value, plan)
+    assert torch.equal(first, second)
 
 
 @each_twin

@@ -8,8 +8,11 @@ from batches import Case, build
 from hypothesis import given
 from hypothesis import strategies as st
 
+import fastattn.chunked_prefill
 import fastattn.kv_cache
 import refattn.kv_cache
+from refattn import chunked_prefill
+from refattn.metadata import make_batch, slot_mapping
 
 each_twin = pytest.mark.parametrize("twin", [refattn.kv_cache, fastattn.kv_cache], ids=["ref", "fast"])
 each_layout = pytest.mark.parametrize("layout", ["NHD", "HND"])
@@ -28,6 +31,7 @@ def poisoned_pool(twin, layout, device, *, n=5, p=4, hk=2, d=8, dv=6, dtype=torc
     return key_cache, value_cache
 
 
+@pytest.mark.covers("B48")
 @each_twin
 def test_layouts_differ_in_memory_and_not_in_index(twin, device):
     tokens_first, _ = twin.allocate(3, 4, 2, 8, device=device)
@@ -38,6 +42,7 @@ def test_layouts_differ_in_memory_and_not_in_index(twin, device):
     assert not tokens_first.any() and not heads_first.any()
 
 
+@pytest.mark.covers("A4", "B53")
 @each_twin
 @each_layout
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -52,6 +57,7 @@ def test_write_puts_each_token_in_its_slot(twin, layout, dtype, device):
         assert torch.equal(bits(cache), bits(expected))
 
 
+@pytest.mark.covers("A4")
 @each_twin
 @each_layout
 def test_padding_does_not_write_the_last_slot(twin, layout, device):
@@ -82,6 +88,7 @@ def test_gather_reads_a_sequence_back(twin, layout, block_size, seq_len, device)
     assert torch.equal(got, inputs.keys[1])
 
 
+@pytest.mark.covers("A3")
 @each_twin
 @each_layout
 def test_copied_blocks(twin, layout, device):
@@ -93,6 +100,7 @@ def test_copied_blocks(twin, layout, device):
         assert torch.equal(cache[[0, 1, 2, 3, 4]], old[[0, 0, 1, 3, 4]])
 
 
+@pytest.mark.covers("A1")
 @each_twin
 @pytest.mark.parametrize("blocks_first", [True, False], ids=["n-2-p-h-d", "2-n-p-h-d"])
 def test_pools_of_keys_and_values_in_one_tensor(twin, blocks_first, device):
@@ -104,6 +112,7 @@ def test_pools_of_keys_and_values_in_one_tensor(twin, blocks_first, device):
     assert torch.equal(copied, source) and torch.equal(left, rest)
 
 
+@pytest.mark.covers("A2")
 @each_twin
 def test_swapped_out_and_in_again(twin, device):
     caches = [torch.randn_like(cache) for cache in poisoned_pool(twin, "NHD", device)]
@@ -161,7 +170,10 @@ def test_bad_input_is_named_and_nothing_is_written(twin):
         ((key, value, key_cache, value_cache[:3], good), "value_cache: expected [n=5, p=4, hk=2, dv], got float32 [3,"),
         ((key, value, key_cache[:, :0], value_cache[:, :0], -good), "block_size: expected a positive int, got 0"),
         ((key, value, key_cache, value_cache, good.int()), "slot_mapping: expected int64 [t=2], got int32 [2]"),
-        ((key, value, key_cache, value_cache, good[:1]), "slot_mapping: expected int64 [t=2], got int64 [1]"),
+        (
+            (key, value, key_cache, value_cache, torch.tensor([0, 1, 2])),
+            "slot_mapping: expected int64 [t=2], got int64 [3]",
+        ),
         ((key, value, key_cache, value_cache, torch.tensor([0, 20])), "slots in 0..19, or -1 for padding, got 20"),
         ((key, value, key_cache, value_cache, torch.tensor([0, -2])), "slots in 0..19, or -1 for padding, got -2"),
         ((key, value, key_cache, value_cache, torch.tensor([7, 7])), "expected each slot once, got slot 7"),
@@ -225,3 +237,49 @@ def test_slots_that_have_passed_are_checked_again_once_they_are_written_to(twin)
     with pytest.raises(ValueError, match="slot_mapping: expected slots in 0..15"):
         twin.write(tokens, tokens, key_cache, value_cache, slots)
     assert torch.equal(key_cache, before)
+
+
+@pytest.mark.covers("B54")
+@each_twin
+def test_rows_after_the_last_slot_are_padding(twin, device):
+    """A server pads keys and values to a size that was captured, and knows by the slots how many are real."""
+    key, value = torch.randn(5, 2, 8, device=device), torch.randn(5, 2, 6, device=device)
+    key[3:], value[3:] = torch.nan, torch.nan
+    pools = twin.allocate(2, 4, 2, 8, value_head_size=6, device=device)
+    twin.write(key, value, *pools, torch.tensor([6, 1, -1], device=device))
+    for tokens, pool in zip((key, value), pools, strict=True):
+        assert torch.equal(pool.flatten(0, 1)[[6, 1]], tokens[:2])
+        assert int(pool.any(-1).any(-1).sum()) == 2  # of the others, nothing
+
+
+@pytest.mark.covers("B49")
+@each_twin
+@pytest.mark.parametrize("order", ["layers-first", "keys-first"])
+def test_layers_inside_of_a_block(twin, order, device):
+    """One pool for all layers, so that a block moves with one copy: each layer has a strided view of it."""
+    n, layers, p, hk, d = 6, 3, 4, 2, 16
+    shape = (n, layers, 2, p, hk, d) if order == "layers-first" else (n, 2, layers, hk, p, d)
+    buffer = torch.full(shape, torch.nan, device=device)
+
+    def pools(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if order == "layers-first":
+            return buffer[:, layer, 0], buffer[:, layer, 1]
+        return buffer[:, 0, layer].transpose(1, 2), buffer[:, 1, layer].transpose(1, 2)  # heads outside of tokens
+
+    batch = make_batch([7], [7], [[4, 1]], device=device)
+    slots = slot_mapping(batch, 7, block_size=p)
+    query, *tokens = (torch.randn(7, h, d, device=device) for h in (4, *[hk] * 2 * layers))
+    path = chunked_prefill if twin is refattn.kv_cache else fastattn.chunked_prefill
+    answers = []
+    for layer in range(layers):
+        twin.write(*tokens[2 * layer : 2 * layer + 2], *pools(layer), slots)
+    for table in ([4, 1], [0, 5]):
+        plan = path.plan(make_batch([7], [7], [table], device=device), block_size=p)
+        answers.append([path.attention(query, *pools(layer), plan) for layer in range(layers)])
+        twin.copy_blocks([buffer], torch.tensor([[4, 0], [1, 5]]))  # of all layers at once
+    for layer in range(layers):
+        alone = twin.allocate(6, p, hk, d, device=device)
+        twin.write(*tokens[2 * layer : 2 * layer + 2], *alone, slots)
+        expected = path.attention(query, *alone, path.plan(batch, block_size=p))
+        for answer in answers:
+            torch.testing.assert_close(answer[layer], expected)

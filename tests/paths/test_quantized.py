@@ -3,8 +3,8 @@
 import importlib
 import math
 import re
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from dataclasses import replace
+from functools import partial
 from types import ModuleType
 
 import numpy as np
@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from options import OPTIONS, per_head
 from specs import CHUNK, LEFT, ODD, is_causal
+from stored import E4M3, E5M2, KINDS, Stored, apart, bits, decoded, in_scales, nearest, numbers_of, store
 from tolerance import assert_matches_reference
 
 import fastattn.kv_cache
@@ -22,13 +23,9 @@ import fastattn.quantized
 import refattn.kv_cache
 import refattn.local
 import refattn.quantized
-from fastattn.kernels import dispatch
-from fastattn.kernels.problem import Problem
 from refattn.interface import AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan, Prefix, checks
 from refattn.metadata import make_batch
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-KINDS = {"e4m3": E4M3, "e5m2": E5M2, "int8": torch.int8, "int8-half": torch.float16}  # the last: int8 keys only
 PLANS = {  # of any path over pages, and which key a query sees
     "causal": ("quantized", {}, is_causal),
     "window": ("sliding_window", dict(window_size=(LEFT, 0)), lambda i, j: i - LEFT <= j <= i),
@@ -50,7 +47,7 @@ each_odd = pytest.mark.parametrize("case", ODD, ids=str)
 @pytest.fixture(autouse=True)
 def only_on_cpu(device):
     if device != "cpu":
-        pytest.skip("no kernel on a GPU has quantised caches so far")
+        pytest.skip("what a GPU computes is shown in test_quantized_triton.py")
 
 
 def path(package: str, plan: str = "causal") -> tuple[ModuleType, dict]:
@@ -60,133 +57,6 @@ def path(package: str, plan: str = "causal") -> tuple[ModuleType, dict]:
     mixed.plan = importlib.import_module(f"{package}.{name}").plan
     mixed.attention = importlib.import_module(f"{package}.quantized").attention
     return mixed, arguments
-
-
-def bits(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous().view(torch.uint8)
-
-
-# --- codes by hand ---
-
-
-@lru_cache
-def decoded(kind: torch.dtype) -> torch.Tensor:
-    """Return the numbers of all 256 codes, from what the formats say: sign, exponent, mantissa."""
-    exponent_bits, mantissa_bits = (4, 3) if kind == E4M3 else (5, 2)
-    bias, steps = 2 ** (exponent_bits - 1) - 1, 2**mantissa_bits
-    numbers = []
-    for code in range(256):
-        exponent, mantissa = divmod(code % 128, steps)
-        number = (
-            mantissa / steps * 2.0 ** (1 - bias) if exponent == 0 else (1 + mantissa / steps) * 2.0 ** (exponent - bias)
-        )
-        if kind == E4M3 and code % 128 == 127:
-            number = math.nan
-        if kind == E5M2 and exponent == 31:
-            number = math.nan if mantissa else math.inf
-        numbers.append(math.copysign(number, -1.0 if code >= 128 else 1.0))
-    return torch.tensor(numbers, dtype=torch.float64)
-
-
-def nearest(x: float, kind: torch.dtype) -> int:
-    """Return the code of a finite number: the nearest of all, the even one of two, the largest of what is larger."""
-    numbers = decoded(kind)
-    half = 128 if math.copysign(1.0, x) < 0 else 0
-    distances = (numbers[half : half + 128] - x).abs().nan_to_num(math.inf, posinf=math.inf)
-    best = (distances == distances.min()).nonzero()[:, 0].tolist()
-    return half + next((code for code in best if code % 2 == 0), best[0])
-
-
-def numbers_of(codes: torch.Tensor) -> torch.Tensor:
-    """Return what codes stand for, before any scale, in float64."""
-    if codes.dtype in (E4M3, E5M2):
-        return decoded(codes.dtype)[codes.contiguous().view(torch.uint8).long()]
-    return codes.double()
-
-
-# --- a case as codes ---
-
-
-@dataclass
-class Stored:
-    """A case in a quantised pool, with garbage where nobody may look, and what its sequences read there, in float64."""
-
-    query: torch.Tensor
-    key_cache: torch.Tensor
-    value_cache: torch.Tensor
-    batch: object
-    scales: Fp8Scales | Int8Scales
-    keys: list[torch.Tensor]
-    values: list[torch.Tensor]
-
-    @property
-    def tensors(self):
-        return self.query, self.key_cache, self.value_cache, self.batch
-
-
-def in_scales(*shape: int, seed: int) -> torch.Tensor:
-    """Draw scales that all differ, none of them 1."""
-    numbers = torch.linspace(0.31, 1.87, math.prod(shape)) + 0.013 * seed
-    order = torch.randperm(len(numbers), generator=torch.Generator().manual_seed(seed))
-    return numbers[order].reshape(shape)
-
-
-def store(case, kind, *, dtype=torch.float32, seed=0, poison=POISON, per="sequence", round_query=True, spread=False):
-    """Lay a case out in codes; `per`: scales of fp8 per sequence, per head, or one number."""
-    inputs = build(case, dtype=torch.float32, seed=seed, poison=poison)
-    n, p, hk, d = inputs.key_cache.shape
-    dv, b, lengths, table = inputs.value_cache.shape[3], len(case.lens), inputs.batch.seq_lens, inputs.batch.block_table
-    slots = [[int(table[i, j // p]) * p + j % p for j in range(s)] for i, (_, s) in enumerate(case.lens)]
-    owned = torch.zeros(n * p, dtype=torch.bool)
-    owned[[slot for some in slots for slot in some]] = True
-    garbage = ~owned.view(n, p, 1)
-    harmless = poison is HARMLESS
-    if kind in ("e4m3", "e5m2"):
-        pools = [x.to(KINDS[kind]) for x in (inputs.key_cache, inputs.value_cache)]  # 1e4 and inf: NaN or inf
-        shape = {"sequence": (b, hk), "head": (hk,), "number": ()}[per]
-        numbers = [in_scales(*shape, seed=i) for i in range(3)]
-        key_scale, value_scale, query_scale = numbers if shape else map(float, (0.7, 1.3, 0.4))
-        scales = Fp8Scales(key_scale, value_scale, query_scale if round_query else None, KINDS[kind])
-        by_sequence = [torch.as_tensor(x).double().expand(b, hk)[..., None] for x in (key_scale, value_scale)]
-        of_key, of_value = ([x[i] for i in range(b)] for x in by_sequence)
-    else:
-        # Garbage of int8 is a number like any other; of its scales, NaN and infinity.
-        pools = [
-            torch.where(garbage[..., None], 1.0 if harmless else 119.0, (x * 37).nan_to_num())
-            .round()
-            .clamp(-127, 127)
-            .to(torch.int8)
-            for x in (inputs.key_cache, inputs.value_cache)
-        ]
-        if kind == "int8-half":
-            pools[1] = inputs.value_cache.half()
-        key_scale = torch.where(garbage, inputs.key_cache[..., 0], in_scales(n, p, hk, seed=3) / 37)
-        value_scale = in_scales(hk, dv, seed=4) / 37 if kind == "int8" else None
-        scales = Int8Scales(key_scale, value_scale)
-        of_key = [key_scale.double().reshape(n * p, hk, 1)[some] for some in slots]
-        of_value = [torch.ones(()) if value_scale is None else value_scale.double()] * b
-    keys, values = (
-        [numbers_of(pool.flatten(0, 1)[some]) * scale for some, scale in zip(slots, of_them, strict=True)]
-        for pool, of_them in ((pools[0], of_key), (pools[1], of_value))
-    )
-    if spread:
-        pools = [apart(x) for x in pools]
-        if isinstance(scales, Int8Scales):
-            scales = Int8Scales(apart(scales.key), None if scales.value is None else apart(scales.value))
-    assert lengths.tolist() == [len(some) for some in slots]
-    return Stored(inputs.query.to(dtype), *pools, inputs.batch, scales, keys, values)
-
-
-def apart(x: torch.Tensor) -> torch.Tensor:
-    """Return a copy with room after every dimension but the last, so that no stride is a product of sizes."""
-    room = (
-        torch.full([size + 1 + i for i, size in enumerate(x.shape)], 119, dtype=torch.uint8)
-        .to(torch.float32)
-        .to(x.dtype)
-    )
-    view = room[tuple(slice(size) for size in x.shape)]
-    view.copy_(x)
-    return view
 
 
 def rounded_by_hand(query: torch.Tensor, stored: Stored) -> torch.Tensor:
@@ -280,6 +150,7 @@ def test_formula(case, kind, plan):
     assert_is_by_hand(stored, replace(case, head_size=16), plan)
 
 
+@pytest.mark.covers("A18", "B51")
 @pytest.mark.parametrize("per", ["number", "head", "sequence"])
 @pytest.mark.parametrize("round_query", [False, True], ids=["query-as-it-is", "query-rounded"])
 @each_kind
@@ -316,12 +187,14 @@ def assert_twins_agree(stored: Stored, plan: str = "causal", **options) -> None:
     assert call(out=memory) is memory and torch.equal(memory, out) and torch.equal(call(), out)
 
 
+@pytest.mark.covers("A22", "B93")
 @each_pair
 @each_odd
 def test_twins(case, kind, plan):
     assert_twins_agree(store(case, kind), plan)
 
 
+@pytest.mark.covers("B92")
 @each_kind
 @pytest.mark.parametrize("case", FEW, ids=str)
 @pytest.mark.parametrize("options", [name for name in OPTIONS if name != "plain"])
@@ -348,6 +221,7 @@ def test_twins_of_drawn_batches(case, kind, plan):
     assert_twins_agree(store(case, kind), plan)
 
 
+@pytest.mark.covers("D126")
 def test_scales_of_sequences_go_with_virtual_ones():
     """A sequence without queries has no virtual one, and one with many has several (SGLang 37785)."""
     case = Case("virtual", ((0, 60), (70, 130), (1, 49), (0, 9), (2, 97)), heads=(4, 2), head_size=16)
@@ -361,6 +235,7 @@ def test_scales_of_sequences_go_with_virtual_ones():
             torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.covers("B83")
 @each_package
 @each_kind
 def test_levels_of_a_cascade_merge(package, kind):
@@ -381,6 +256,7 @@ def test_levels_of_a_cascade_merge(package, kind):
         torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.covers("B98", "B100")
 @each_kind
 @each_package
 def test_decodes_and_prefills_agree(package, kind):
@@ -441,6 +317,7 @@ def pools(twin, kind, *, n=5, p=4, hk=2, d=8, dv=6, layout="NHD", scale=None):
     return key_cache, value_cache, scales
 
 
+@pytest.mark.covers("B101")
 @each_twin
 @each_format
 def test_every_code_is_written_and_read_back(twin, kind):
@@ -458,6 +335,7 @@ def test_every_code_is_written_and_read_back(twin, kind):
         assert torch.equal(cache.flatten()[~numbers.isnan()], codes[~numbers.isnan()].to(torch.uint8))
 
 
+@pytest.mark.covers("A20")
 @each_twin
 @each_format
 def test_every_code_is_read(twin, kind):
@@ -473,6 +351,7 @@ def test_every_code_is_read(twin, kind):
         assert out[~finite].isnan().all()
 
 
+@pytest.mark.covers("A19")
 @each_twin
 @each_format
 def test_fp8_rounds_to_the_nearest_and_saturates(twin, kind):
@@ -500,6 +379,7 @@ def test_fp8_rounds_to_the_nearest_and_saturates(twin, kind):
         assert torch.equal(key_cache, value_cache)
 
 
+@pytest.mark.covers("A19")
 @each_twin
 @each_kind
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
@@ -545,6 +425,7 @@ def test_write_by_hand(twin, kind, layout, spread):
                 assert stored[1].tolist() == y.tolist()
 
 
+@pytest.mark.covers("B95")
 @each_twin
 def test_int8_rounds_to_even_and_zeros_come_back_as_zeros(twin):
     key_cache, value_cache, scales = pools(twin, "int8-half", n=1, p=3, hk=1, d=6, dv=2)
@@ -572,6 +453,7 @@ def test_what_is_no_number_comes_out_as_nan(twin, kind, of):
     assert out[0, 2:, 5].isnan().all() == (of != "infinite key" or kind.startswith("int8"))
 
 
+@pytest.mark.covers("B97")
 @given(data=st.data(), kind=st.sampled_from(list(KINDS)), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
 def test_twins_write_the_same_bits(data, kind, dtype):
     slots = data.draw(st.lists(st.integers(-1, 19), unique=True, max_size=20))
@@ -589,6 +471,7 @@ def test_twins_write_the_same_bits(data, kind, dtype):
 # --- pools, scales ---
 
 
+@pytest.mark.covers("B48", "B94")
 @each_twin
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("value_dtype", [torch.int8, torch.float16, torch.bfloat16], ids=str)
@@ -626,6 +509,7 @@ def test_copied_and_swapped_blocks_take_their_scales_along(twin, kind):
     assert torch.equal(call(make_batch([8], [8], [[1, 2]])), before)
 
 
+@pytest.mark.covers("B96")
 @each_twin
 def test_values_are_calibrated_per_channel(twin):
     values = [torch.randn(5, 2, 6), torch.randn(0, 2, 6), 3 * torch.randn(9, 2, 6)]
@@ -928,6 +812,7 @@ def test_bad_sizes_and_values_are_named(twin):
             twin.calibrate(values)
 
 
+@pytest.mark.covers("A23")
 @pytest.mark.usefixtures("shapes_unchecked")
 def test_scales_of_sequences_fit_the_batch_of_a_plan():
     """A plan of virtual sequences has no number of those of the batch, so it needs as many as it has parts of."""
@@ -970,21 +855,7 @@ def test_the_checks_read_nothing_on_a_device():
     checks.check_values([query])
 
 
-def test_nothing_on_a_gpu_takes_the_place_of_a_kernel():
-    """Until a kernel has it, a quantised cache on a GPU is refused by name."""
-    gpu = torch.device("cuda")
-    for problem in (
-        Problem("quantized", gpu, torch.bfloat16, 4, 2, 64, 64, 16, 1, 100, 3),
-        Problem("write_quantized", gpu, torch.bfloat16),
-    ):
-        with pytest.raises(
-            NotImplementedError, match=f"^no kernel computes this {problem.operation} operation: triton: "
-        ):
-            dispatch.choose(problem)
-        on_cpu = dispatch.choose(problem._replace(device=torch.device("cpu")))
-        assert dispatch.name_of(on_cpu) == "cpu"
-
-
+@pytest.mark.covers("A21")
 def test_a_query_is_not_changed():
     for kind in KINDS:
         stored = store(ODD[0], kind)

@@ -11,16 +11,19 @@ from unittest import mock
 
 import pytest
 import torch
-from tiny_models import FAMILY_SIZES, LATENT_SIZES, YARN, make_family, make_llama, make_model
-from transformers import T5Config, T5ForConditionalGeneration
+from tiny_models import FAMILY_SIZES, LATENT_SIZES, SHARED_CACHES, SIZES, YARN, make_family, make_llama, make_model
+from transformers import DiffLlamaConfig, T5Config, T5ForConditionalGeneration
 from transformers.models.bloom import modeling_bloom
+from transformers.models.diffllama.modeling_diffllama import DiffLlamaAttention
 from transformers.models.falcon import modeling_falcon
 
 import refattn.serving.block_pool
 import refattn.serving.engine
 import refattn.serving.sampling
 import refattn.serving.scheduler
+from refattn.interface import AttentionOptions
 from refattn.serving import CPU, Engine, Request, SamplingParams
+from refattn.serving.layers import DifferentialLayer, Twin
 from refattn.serving.models import LATENT, VERIFIED
 
 TWINS = ("refattn", "fastattn")
@@ -42,6 +45,7 @@ CHANGES = {  # what the tiny model of a family needs besides the sizes, or has i
     "ernie4_5_moe": dict(moe_k=2),
     "falcon": dict(new_decoder_architecture=True, num_kv_heads=2),
     "gemma3": dict(text_config=FAMILY_SIZES | WINDOWS, vision_config=VISION),
+    "gemma3n_text": SHARED_CACHES,
     "helium": dict(head_dim=8),  # hidden_size / num_attention_heads
     "hunyuan_v1_dense": dict(rope_parameters=dict(rope_type="dynamic", alpha=100.0, factor=1.0, rope_theta=1e4)),
     "llama4_text": dict(
@@ -114,6 +118,44 @@ def test_a_variant_has_the_logits_of_transformers(name, device, monkeypatch):
     for twin in TWINS:
         logits = engine_logits(model, monkeypatch, twin)
         torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5 * float(expected.std()))
+
+
+@pytest.mark.covers("B55", "C115")
+@pytest.mark.parametrize("twin", TWINS)
+def test_a_layer_that_shares_a_cache_owns_and_writes_nothing(twin, device, monkeypatch):
+    """Gemma 3n's last layers read the pool of the last layer of their kind, beside prompts and decodes of others."""
+    model = make_family("gemma3n_text", device, **CHANGES["gemma3n_text"])
+    set_implementation(model, "eager")
+    expected = [
+        model.generate(torch.tensor([p], device=device), max_new_tokens=6, do_sample=False)[0, len(p) :].tolist()
+        for p in PROMPTS
+    ]
+    package = importlib.import_module(twin)
+    engine = Engine(model, twin=package, num_blocks=20, block_size=4, max_num_batched_tokens=9)
+    assert engine.owners == [0, 1, 2, 0, 2]
+    assert engine.caches[3] is engine.caches[0] and engine.caches[4] is engine.caches[2]
+    written, write = [], engine.twin.kv_cache.write
+    monkeypatch.setattr(engine.twin.kv_cache, "write", lambda *a: (written.append(id(a[2])), write(*a)))
+    requests = engine.generate(PROMPTS, SamplingParams(max_tokens=6))
+    assert [request.output_ids for request in requests] == expected
+    assert len({*written}) == 3 and len(written) == 3 * engine.counters.steps
+
+
+@pytest.mark.covers("C115", "C113")
+@pytest.mark.parametrize("twin", TWINS)
+def test_a_differential_layer_may_share_a_cache_too(twin):
+    """Queries of a prompt and of a decode over the pairs that another layer has written."""
+    package = Twin(importlib.import_module(twin))
+    layer, module = DifferentialLayer(2, 8), DiffLlamaAttention(DiffLlamaConfig(**SIZES | dict(head_dim=8)), 0)
+    cache = layer.allocate(package, 6, 4, dtype=torch.float32, device=torch.device("cpu"))
+    batch = package.metadata.make_batch([3, 1], [3, 6], [[5], [2, 0]])
+    plan, slots = layer.plan(package, batch, 4), package.metadata.slot_mapping(batch, 4, block_size=4)
+    query, key, value = (torch.randn(4, heads, 8) for heads in (4, 2, 2))
+    with torch.no_grad():
+        wrote = layer.attend(package, module, query, key, value, cache, slots, plan, AttentionOptions())
+        before = cache.clone()
+        shared = layer.attend(package, module, query, None, None, cache, slots, plan, AttentionOptions())
+    assert torch.equal(shared, wrote) and torch.equal(cache, before)
 
 
 @pytest.mark.parametrize("twin", TWINS)

@@ -30,6 +30,7 @@ from fastattn.tools.bench.work import (
     Attention,
     CacheWrite,
     Differential,
+    Drafts,
     LatentPrefill,
     Latents,
     Layers,
@@ -181,6 +182,26 @@ def test_the_judge_of_latents_rejects_another_scale():
             LATENTS.judge(inputs)(out, lse)
 
 
+def test_the_judge_of_trees_rejects_a_chain():
+    inputs = TREES.draw(CPU, torch.float32, seed=0)
+    out = attend(chunked_prefill, inputs.query, inputs.key_cache, inputs.value_cache, inputs.batch)
+    with pytest.raises(WrongAnswerError, match="out"):
+        TREES.judge(inputs)(out)
+
+
+def test_the_floor_of_a_tree_counts_branches():
+    """A node sees the keys before its tree and its branch; and every key is read once."""
+    work = Drafts(((3, 10), (4, 4)), heads=(2, 1), head_size=16)
+    depths = 0
+    for parents in work.parents():
+        assert parents[0] == -1 and all(0 <= parent < node for node, parent in enumerate(parents) if node)
+        for node in range(len(parents)):
+            while node >= 0:
+                node, depths = parents[node], depths + 1
+    assert work.flops() == 4 * 16 * 2 * (3 * 7 + depths)
+    assert work.reads(2) == Attention(work.lens, heads=(2, 1), head_size=16).reads(2)
+
+
 def test_an_accepted_answer_is_not_left_in_memory():
     work = WORKS["causal"]
     inputs = work.draw(CPU, torch.float32, seed=0)
@@ -212,6 +233,7 @@ NEW_TOKENS = Attention(((16, 16 + 120),) * 3, **SIZES)
 PAIRS = Differential(((1, 300),) * 3, **SIZES)
 LATENTS = Latents(((1, 300), (1, 70)), heads=(4, 1), head_size=40, value_head_size=32, size_before=24)
 DRAFTS = replace(LATENTS, lens=((3, 200), (3, 65)))
+TREES = Drafts(((6, 200), (20, 65), (1, 33)), **SIZES)
 PROMPTS = LatentPrefill(
     ((20, 150), (5, 70)), heads=(4, 4), head_size=24, value_head_size=24, latent_rank=32, rope_size=8, workspace=50
 )
@@ -262,6 +284,13 @@ CONTENDERS = [
         )
     ),
     (replace(LATENTS, lens=((1, 256),) * 3), peers.aten_cpu_latents()),
+    *(
+        (TREES, peer)
+        for peer in (
+            *(peers.tree_twin(), peers.tree_twin("refattn"), peers.tree_twin(kernel="cpu"), peers.flashinfer_tree()),
+            *(peers.as_chain(peer) for peer in (peers.fa3(), peers.fa4(), twin("chunked_prefill"))),
+        )
+    ),
     *(
         (PROMPTS, peer)
         for peer in (peers.mla_prefill_twin(), peers.mla_prefill_twin("refattn"), peers.latents_by_hand())
@@ -503,6 +532,7 @@ def test_the_command_names_what_is_wrong(monkeypatch):
     assert missing.exit_code == 2 and "device: expected cpu, or cuda where torch finds a GPU" in missing.output
 
 
+@pytest.mark.covers("B52")
 def test_the_doctor_knows_every_kernel():
     result = CliRunner().invoke(main, ["doctor"])
     assert result.exit_code == 0, result.output

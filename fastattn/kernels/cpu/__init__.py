@@ -6,9 +6,9 @@ from torch import Tensor
 from fastattn.kernels.cpu import attention, pairs
 from fastattn.kernels.cpu import quantized as over_codes
 from fastattn.kernels.problem import Problem, Subtraction
-from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales, Plan
+from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales, Plan, TreePlan
 
-OPERATIONS = ("dense", "paged", "differential", "mla", "quantized", "write_quantized")
+OPERATIONS = ("dense", "paged", "tree", "differential", "mla", "quantized", "write_quantized")
 
 
 def unsupported_reason(problem: Problem) -> str | None:
@@ -42,6 +42,18 @@ def paged(
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend over pages; see `fastattn.kernels.dispatch`."""
     return attention.paged(query, key_cache, value_cache, plan, options)
+
+
+def tree(
+    query: Float[Tensor, "t h d"],
+    key_cache: Float[Tensor, "n p hk d"],
+    value_cache: Float[Tensor, "n p hk dv"],
+    plan: TreePlan,
+    options: AttentionOptions,
+    out: Float[Tensor, "t h dv"] | None,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend over pages that end with a tree; see `fastattn.kernels.dispatch`."""
+    return attention.tree(query, key_cache, value_cache, plan, options)
 
 
 def differential(

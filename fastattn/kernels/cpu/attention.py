@@ -6,6 +6,7 @@ becomes pieces, and the pieces of one query merge by their log-sum-exp:
     a chunk with context     full part | causal part         (keys before the chunk | the chunk itself)
     a window                 small tiles of queries in one call, each over the band of keys that it can see, with a mask
     ALiBi, edges, positions  larger tiles one by one, over some keys at a time, with a mask
+    a drafted tree           full part | its nodes, with a mask
     a softcap                those tiles by our own matrix products: ATen's call has no softcap
     decodes                  all sequences in one call, the query heads of a group as rows, a mask for their lengths
     batch invariance         tiles and runs of keys of one size, which begin at multiples of it
@@ -29,10 +30,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from fastattn.kernels.cpu.codes import Codes, read_blocks
-from fastattn.kernels.cpu.schedule import Apart, Decodes, View, schedule_of
+from fastattn.kernels.cpu.schedule import Apart, Decodes, View, branches_of, schedule_of
 from fastattn.kernels.problem import uses_positions
 from fastattn.kernels.torch_ops import add_sinks, merge
-from refattn.interface import AttentionOptions, Plan
+from refattn.interface import AttentionOptions, Plan, TreePlan
 
 TILE = 256  # queries of a masked tile
 SLAB = 2048  # keys of a masked tile
@@ -84,6 +85,29 @@ def paged(
         rows = piece.rows
         out[rows], lse[rows] = _piece(query[rows], key_cache, value_cache, piece, options)
     return _with_sinks(out, lse, options.sinks, plan)
+
+
+def tree(
+    query: Float[Tensor, "t h d"],
+    key_cache: Float[Tensor, "n p hk d"],
+    value_cache: Float[Tensor, "n p hk dv"],
+    plan: TreePlan,
+    options: AttentionOptions,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend over pages that end with a tree; see `fastattn.kernels.dispatch`."""
+    before = paged(query, key_cache, value_cache, plan.prefix, options.without_sinks())
+    out, lse = _empty_answer(query, value_cache.shape[-1])
+    query = _readable(query)
+    for branches in schedule_of(plan.whole).once("branches", lambda: list(branches_of(plan))):
+        num_nodes = branches.seen.shape[1]
+        key, value = (
+            read_blocks(cache, branches.blocks).flatten(0, 1)[branches.first_row :][:num_nodes]
+            for cache in (key_cache, value_cache)
+        )
+        bias = _bias(branches.distance, query.dtype, plan.whole.window, options)
+        bias = bias.masked_fill_(~branches.seen, -torch.inf)
+        out[branches.rows], lse[branches.rows] = _rectangle(query[branches.rows], key, value, bias, options)
+    return _with_sinks(*_merge(before, (out, lse)), options.sinks, plan.whole)
 
 
 def _readable(x: Float[Tensor, "rows heads size"]) -> Float[Tensor, "rows heads size"]:
@@ -140,7 +164,9 @@ def _decodes(
     bias = None if decodes.bias is None else decodes.bias.to(compute)
     if options.alibi_slopes is not None:
         slopes = options.alibi_slopes.to(compute).unflatten(0, (hk, -1))
-        distance = slopes[..., None] * decodes.distance[:, None, None]  # no key that is seen lies after the query
+        distance = decodes.distance.to(compute)
+        distance = distance.clamp(min=0).sqrt() if options.alibi_sqrt else distance
+        distance = slopes[..., None] * distance[:, None, None]  # no key that is seen lies after the query
         bias = -distance if bias is None else bias - distance
     step = max(1, BUFFER // (b * key_cache.shape[1:].numel()))  # columns at a time
     buffers = _buffers(min(step, m) * b, key_cache, value_cache)
@@ -342,7 +368,8 @@ def _bias(
         hidden |= distance < -right
     bias = torch.zeros(1, *distance.shape, dtype=_compute_dtype(dtype))
     if options.alibi_slopes is not None:
-        bias = -rearrange(options.alibi_slopes.to(bias.dtype), "h -> h 1 1") * distance.abs()
+        distance = distance.abs().to(bias.dtype).sqrt() if options.alibi_sqrt else distance.abs()
+        bias = -rearrange(options.alibi_slopes.to(bias.dtype), "h -> h 1 1") * distance
     return bias.masked_fill(hidden, -torch.inf)
 
 

@@ -209,7 +209,8 @@ def _hide(scores: Float[Tensor, "two b pairs g t s"], piece: _Piece, options: At
     if options.alibi_slopes is not None:
         slopes = options.alibi_slopes.to(scores.dtype)
         slopes = rearrange(slopes, "(pairs g two) -> two 1 pairs g 1 1", pairs=scores.shape[2], two=2)
-        scores -= slopes * rearrange(distance.abs(), "b t s -> b 1 1 t s")
+        apart = distance.abs().to(scores.dtype).sqrt() if options.alibi_sqrt else distance.abs()
+        scores -= slopes * rearrange(apart, "b t s -> b 1 1 t s")
     hidden = (keys >= end).expand_as(distance)
     if left >= 0:
         hidden = hidden | (distance > left)

@@ -9,11 +9,11 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
-from jaxtyping import Float, Int32, Int64
+from jaxtyping import Bool, Float, Int32, Int64
 from torch import Tensor
 
 from fastattn.kernels.cpu.blocks import Blocks, side_by_side
-from refattn.interface import Plan
+from refattn.interface import Plan, TreePlan
 
 WASTE = 1.5  # decodes go into one call while that reads at most this many times the keys there are
 
@@ -171,6 +171,38 @@ class Apart:
     rows: slice
     blocks: Int32[Tensor, "m"]  # those with a key that a query sees
     view: View
+
+
+@dataclass(frozen=True)
+class Branches:
+    """The nodes of one tree, and who of its query rows sees whom."""
+
+    rows: slice
+    blocks: Int32[Tensor, "m"]  # those that hold the nodes
+    first_row: int  # of the nodes, in those blocks
+    seen: Bool[Tensor, "t nodes"]
+    distance: Int64[Tensor, "t nodes"]  # how far each node lies before the query along a branch: negative after it
+
+
+def branches_of(plan: TreePlan) -> Iterator[Branches]:
+    """Find the nodes of each tree that has query rows."""
+    whole, block_size = plan.whole.batch, plan.whole.block_size
+    assert whole.block_table is not None and block_size is not None  # a plan over pages has them
+    rows = zip(whole.query_rows(), whole.seq_lens.tolist(), plan.trees.lens.tolist(), strict=True)
+    for i, ((q0, q1), seq_len, num_nodes) in enumerate(rows):
+        if q0 == q1:
+            continue
+        first, node = seq_len - num_nodes, torch.arange(num_nodes)
+        mine = slice(num_nodes - (q1 - q0), num_nodes)
+        words = plan.ancestors[i, mine][:, node // 64]
+        depths = plan.depths[i, :num_nodes].long()
+        yield Branches(
+            slice(q0, q1),
+            whole.block_table[i, first // block_size : -(-seq_len // block_size)],
+            first % block_size,
+            (words >> node % 64 & 1).bool(),
+            depths[mine, None] - depths,
+        )
 
 
 def _of_like_length(decodes: list[int], seq_lens: list[int]) -> Iterator[list[int]]:

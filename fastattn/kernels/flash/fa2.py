@@ -13,7 +13,7 @@ from torch import Tensor
 from fastattn.kernels.device import cannot_import, capability
 from fastattn.kernels.flash import NO_POSITIONS, NOT_ALIGNED
 from fastattn.kernels.flash.torch_flash import window_for_flash
-from fastattn.kernels.problem import Problem
+from fastattn.kernels.problem import Problem, key_starts
 from refattn.interface import AttentionOptions, Plan
 
 PAGE = 256  # its pages are a multiple of this
@@ -35,6 +35,8 @@ def unsupported_reason(problem: Problem) -> str | None:
         return f"head sizes that are multiples of 8 up to 256, not {problem.head_size}"
     if problem.block_size is not None and problem.block_size % PAGE:
         return f"pages of a multiple of {PAGE} tokens, not {problem.block_size}"
+    if problem.alibi_sqrt:
+        return "multiplies the slopes of ALiBi by the distance, not by its root"
     if problem.positions:
         return NO_POSITIONS
     if not problem.aligned:
@@ -70,7 +72,7 @@ def dense(
         key,
         value,
         batch.cu_seqlens_q,
-        batch.cu_seqlens_k,
+        key_starts(plan),
         max(batch.max_query_len, 2),  # with 1 it takes row `i` for sequence `i`, which one with no queries breaks
         longest,
         softmax_scale=scale,

@@ -13,6 +13,8 @@ keys and the latents themselves for values. The pool is read where it is, as two
 Its windows are for decodes. With more queries, the library in vLLM 0.33.0 hides too few of the keys before a window of
 some hundred tokens: of 640 queries with a window of 356, row 384 sees 384 keys (NVIDIA H200, head size 128).
 
+Of a sequence that ends with a drafted tree it reads the keys before the tree, which every node sees.
+
 Source: Shah et al. 2024, "FlashAttention-3".
 """
 
@@ -28,10 +30,10 @@ from torch import Tensor
 
 from fastattn.kernels.device import cannot_import, capability
 from fastattn.kernels.flash import NO_POSITIONS, NOT_ALIGNED
-from fastattn.kernels.problem import Problem
-from refattn.interface import AttentionOptions, Batch, Plan
+from fastattn.kernels.problem import Problem, key_starts
+from refattn.interface import AttentionOptions, Batch, Plan, TreePlan
 
-OPERATIONS = ("dense", "paged", "mla")
+OPERATIONS = ("dense", "paged", "tree", "mla")
 INTERFACE = "flash_attn_interface"  # the module of FlashAttention's own package for Hopper
 LIBRARY = "_vllm_fa3_C"  # vLLM's: `_vllm_fa3_C.abi3.so`, and the namespace of its operators
 LARGEST_HEAD = 256
@@ -74,6 +76,8 @@ def unsupported_reason(problem: Problem) -> str | None:
         return f"head sizes that are multiples of 8 up to {LARGEST_HEAD}, not {sizes[0]}"
     if problem.alibi:
         return "has no ALiBi: take fa2 or triton"
+    if problem.operation == "tree" and problem.positions:
+        return "reads the keys before a tree without a mask, not those of a window"
     if problem.window[0] >= 0 and problem.max_query_len > 1:
         return "shows keys before the window where a tile of queries reaches over more than a tile of keys: take fa4"
     if problem.positions:
@@ -94,7 +98,7 @@ def dense(
     out: Float[Tensor, "t h dv"] | None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend over ragged rows; see `fastattn.kernels.dispatch`."""
-    return _attend(query, key, value, plan, options, dict(cu_seqlens_k=plan.batch.cu_seqlens_k), loads_tiles=True)
+    return _attend(query, key, value, plan, options, dict(cu_seqlens_k=key_starts(plan)), loads_tiles=True)
 
 
 def paged(
@@ -111,6 +115,35 @@ def paged(
     where = dict(seqused_k=plan.batch.seq_lens, page_table=table if table.stride(-1) == 1 else table.contiguous())
     loads_tiles = key_cache.shape[1] >= SMALLEST_TILE
     return _attend(query, key_cache, value_cache, plan, options, where, loads_tiles=loads_tiles)
+
+
+def tree(
+    query: Float[Tensor, "t h d"],
+    key_cache: Float[Tensor, "n p hk d"],
+    value_cache: Float[Tensor, "n p hk dv"],
+    plan: TreePlan,
+    options: AttentionOptions,
+    out: Float[Tensor, "t h dv"] | None,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend over pages that end with a tree: this library to the keys before it, without a mask, and ours to the rest.
+
+    See `fastattn.kernels.dispatch`.
+    """
+    from fastattn.kernels.triton.attention import attend_to_nodes, repair
+
+    table = plan.prefix.batch.block_table
+    assert table is not None  # the path has checked it
+    num_tokens, num_heads = query.shape[:2]
+    if _is_empty(query, key_cache, plan.prefix):  # nothing is before the trees
+        answer = query.new_zeros(num_tokens, num_heads, value_cache.shape[-1])
+        nothing = query.new_full((num_heads, num_tokens), -torch.inf, dtype=torch.float32)
+        return attend_to_nodes(query, key_cache, value_cache, plan, options, answer, nothing)
+    lens, contiguous = plan.prefix.batch.seq_lens, table if table.stride(-1) == 1 else table.contiguous()
+    where = dict(seqused_k=lens, page_table=contiguous)
+    answer, lse = _forward(query, key_cache, value_cache, plan.prefix, options, where)
+    if key_cache.shape[1] >= SMALLEST_TILE:
+        repair(answer, query, key_cache, value_cache, plan.prefix, options)
+    return attend_to_nodes(query, key_cache, value_cache, plan, options, answer, lse.contiguous())
 
 
 def mla(

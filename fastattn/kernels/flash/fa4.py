@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastattn.kernels.device import cannot_import, capability
 from fastattn.kernels.flash import NO_POSITIONS, NOT_ALIGNED
-from fastattn.kernels.problem import Problem
+from fastattn.kernels.problem import Problem, key_starts
 from refattn.interface import AttentionOptions, Plan
 
 OPERATIONS = ("dense", "paged")
@@ -63,7 +63,7 @@ def dense(
     out: Float[Tensor, "t h dv"] | None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend over ragged rows; see `fastattn.kernels.dispatch`."""
-    return _attend(query, key, value, plan, options, out, cu_seqlens_k=plan.batch.cu_seqlens_k)
+    return _attend(query, key, value, plan, options, out, cu_seqlens_k=key_starts(plan))
 
 
 def paged(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastattn.kernels.device import capability
 from fastattn.kernels.flash import NO_POSITIONS, NOT_ALIGNED
-from fastattn.kernels.problem import Problem
+from fastattn.kernels.problem import Problem, key_starts
 from refattn.interface import AttentionOptions, Plan
 
 OPERATIONS = ("dense",)
@@ -61,7 +61,7 @@ def dense(
         key,
         value,
         batch.cu_seqlens_q,
-        batch.cu_seqlens_k,
+        key_starts(plan),
         max(batch.max_query_len, 2),  # with 1 it takes row `i` for sequence `i`, which one with no queries breaks
         longest,
         0.0,

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from fastattn.kernels.device import cannot_import, cannot_interpret, capability
 from fastattn.kernels.problem import Problem, Subtraction
-from refattn.interface import AttentionOptions, Batch, Plan
+from refattn.interface import Accepted, AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan, TreePlan, Trees
 
 OPERATIONS = (
-    *("dense", "paged", "levels", "differential", "mla", "merge"),
-    *("write", "copy_blocks", "slot_mapping", "trim", "cut_chunks"),
+    *("dense", "paged", "levels", "tree", "differential", "mla", "quantized", "merge"),
+    *("write", "write_quantized", "copy_blocks", "compact", "slot_mapping", "trim", "cut_chunks", "draw_trees"),
 )
 LARGEST_HEAD = 256
 LARGEST_LATENT = 512
@@ -30,15 +30,21 @@ def unsupported_reason(problem: Problem) -> str | None:
         return "needs a GPU of compute capability 8.0 or newer"
     if problem.operation == "differential" and problem.positions:
         return "subtracts the answers of query rows that are the last of their sequences, at no other positions"
+    if problem.alibi_sqrt:
+        return "multiplies the slopes of ALiBi by the distance, not by its root"
     if problem.operation == "merge" and problem.dtype != torch.float32:
         return f"merges by log-sum-exps in float32, not {problem.dtype}"
     if problem.operation == "copy_blocks" and not (problem.aligned and problem.num_pairs <= MAX_PAIRS):
         return f"copies at most {MAX_PAIRS} blocks without gaps at once, not {problem.num_pairs}"
+    if problem.operation == "compact" and not problem.aligned:
+        return "moves tokens of pools of at most four dimensions"
     types = [torch.float16, torch.float32, torch.bfloat16]
     if interpreted:
         types.remove(torch.bfloat16)  # the interpreter multiplies matrices of it wrongly
     if problem.is_attention and problem.dtype not in types:
         return f"computes {', '.join(map(str, types))}, not {problem.dtype}"
+    if problem.stored is not None and torch.float64 in problem.stored and problem.is_attention:
+        return "multiplies values of up to 32 bits, not those of float64"
     rope = problem.head_size - problem.value_head_size
     if problem.operation == "mla":
         if problem.value_head_size > LARGEST_LATENT or rope > LARGEST_ROPE:
@@ -95,6 +101,20 @@ def levels(
     return attend_levels(query, key_cache, value_cache, plans, options, out)
 
 
+def tree(
+    query: Float[Tensor, "t h d"],
+    key_cache: Float[Tensor, "n p hk d"],
+    value_cache: Float[Tensor, "n p hk dv"],
+    plan: TreePlan,
+    options: AttentionOptions,
+    out: Float[Tensor, "t h dv"] | None,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend over pages that end with a tree, as one softmax; see `fastattn.kernels.dispatch`."""
+    from fastattn.kernels.triton.attention import attend_levels
+
+    return attend_levels(query, key_cache, value_cache, [plan.whole], options, out, tree=plan)
+
+
 def differential(
     query: Float[Tensor, "t h d"],
     cache: Float[Tensor, "2 2 n p pairs d"],
@@ -124,6 +144,24 @@ def mla(
     return attend(query, pages, pages[..., :latent_rank], plan, options, out, shared=True)
 
 
+def quantized(
+    query: Float[Tensor, "t h d"],
+    key_cache: Shaped[Tensor, "n p hk d"],
+    value_cache: Shaped[Tensor, "n p hk dv"],
+    plan: Plan,
+    options: AttentionOptions,
+    scales: Fp8Scales | Int8Scales,
+    out: Float[Tensor, "t h dv"] | None,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend over pages of codes, which become numbers in registers; see `fastattn.kernels.dispatch`."""
+    from fastattn.kernels.triton.attention import attend
+    from fastattn.kernels.triton.codes import codes_of, in_pairs
+
+    if isinstance(scales, Fp8Scales):
+        key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
+    return attend(query, key_cache, in_pairs(value_cache), plan, options, out, codes=codes_of(scales))
+
+
 def merge(
     outs: Sequence[Float[Tensor, "t h dv"]], lses: Sequence[Float[Tensor, "t h"]]
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
@@ -146,11 +184,32 @@ def write(
     cache.write(key, value, key_cache, value_cache, slot_mapping)
 
 
+def write_quantized(
+    key: Float[Tensor, "t hk d"],
+    value: Float[Tensor, "t hk dv"],
+    key_cache: Shaped[Tensor, "n p hk d"],
+    value_cache: Shaped[Tensor, "n p hk dv"],
+    slot_mapping: Int64[Tensor, "t"],
+    scales: Fp8Scales | Int8Scales,
+) -> None:
+    """Quantise new tokens and write them into the pool, in one launch; see `fastattn.quantized.write`."""
+    from fastattn.kernels.triton import cache
+
+    cache.write_quantized(key, value, key_cache, value_cache, slot_mapping, scales)
+
+
 def copy_blocks(pool: Shaped[Tensor, "n ..."], pairs: Int64[Tensor, "k 2"]) -> None:
     """Copy blocks inside a pool without a buffer, in one launch; see `fastattn.kv_cache.copy_blocks`."""
     from fastattn.kernels.triton import cache
 
     cache.copy_blocks(pool, pairs)
+
+
+def compact(pool: Shaped[Tensor, "n p ..."], batch: Batch, trees: Trees, accepted: Accepted, block_size: int) -> None:
+    """Move accepted nodes to the first slots of their trees, in one launch; see `fastattn.speculative.compact`."""
+    from fastattn.kernels.triton import cache
+
+    cache.compact(pool, batch, trees, accepted)
 
 
 def slot_mapping(batch: Batch, num_tokens: int, block_size: int) -> Int64[Tensor, "t"]:
@@ -176,3 +235,12 @@ def cut_chunks(
     from fastattn.kernels.triton import tables
 
     return tables.cut_chunks(batch, chunk_size, block_size=block_size, num_chunks=num_chunks, columns=columns)
+
+
+def draw_trees(
+    batch: Batch, trees: Trees, num_tokens: int
+) -> tuple[Int32[Tensor, "b w"], Int64[Tensor, "b w words"], Int32[Tensor, "t"]]:
+    """Find the depths, the ancestors and the positions of nodes, in one launch; see `fastattn.kernels.torch_ops`."""
+    from fastattn.kernels.triton import tables
+
+    return tables.draw_trees(batch, trees, num_tokens)

@@ -25,10 +25,11 @@ from typing import NamedTuple, no_type_check
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from fastattn.kernels.problem import uses_positions
+from fastattn.kernels.problem import key_starts, uses_positions
+from fastattn.kernels.triton.codes import NO_CODES, Codes, size_of
 from fastattn.kernels.triton.launch import Launch, is_aligned
 from fastattn.kernels.triton.run import (
     CHANGING,
@@ -36,6 +37,7 @@ from fastattn.kernels.triton.run import (
     Tuning,
     attend_to_run,
     can_overlap,
+    converts_fp8,
     find_positions,
     find_tile,
     fit,
@@ -49,7 +51,7 @@ from fastattn.kernels.triton.run import (
     window_within_reach,
     with_scale_above_0,
 )
-from refattn.interface import AttentionOptions, Batch, Plan
+from refattn.interface import AttentionOptions, Batch, Plan, TreePlan
 
 FEWEST_KEYS = 256  # that are worth a program of their own
 MOST_KEYS = 2048  # of a sequence in one program: one much longer than the others must not run alone at the end
@@ -66,13 +68,14 @@ LARGEST_TILE = 512  # query rows and keys, together, of a tile of a kernel whose
 
 def attend(
     query: Float[Tensor, "t h d"],
-    key: Float[Tensor, "s hk d"] | Float[Tensor, "n p hk d"],
-    value: Float[Tensor, "s hk dv"] | Float[Tensor, "n p hk dv"],
+    key: Float[Tensor, "s hk d"] | Shaped[Tensor, "n p hk d"],
+    value: Float[Tensor, "s hk dv"] | Shaped[Tensor, "n p hk _"],
     plan: Plan,
     options: AttentionOptions,
     out: Float[Tensor, "t h dv"] | None = None,
     *,
     shared: bool = False,
+    codes: Codes = NO_CODES,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend over pages if `key` has four dimensions, else over ragged rows.
 
@@ -84,24 +87,28 @@ def attend(
         options: what the layer fixes.
         out: contiguous memory for the outputs; new memory if None.
         shared: `value` is a view of the first elements of each key: load them once, as key and as value.
+        codes: what the pools hold, if it is codes; those of fp8 are seen as bytes, those of values as pairs of bytes,
+            if they lie so (`fastattn.kernels.triton.codes.in_pairs`).
 
     Returns:
         The outputs, and their log-sum-exps in float32.
 
     Source: see the module.
     """
-    return attend_levels(query, key, value, [plan], options, out, shared=shared)
+    return attend_levels(query, key, value, [plan], options, out, shared=shared, codes=codes)
 
 
 def attend_levels(
     query: Float[Tensor, "t h d"],
-    key: Float[Tensor, "s hk d"] | Float[Tensor, "n p hk d"],
-    value: Float[Tensor, "s hk dv"] | Float[Tensor, "n p hk dv"],
+    key: Float[Tensor, "s hk d"] | Shaped[Tensor, "n p hk d"],
+    value: Float[Tensor, "s hk dv"] | Shaped[Tensor, "n p hk _"],
     levels: Sequence[Plan],
     options: AttentionOptions,
     out: Float[Tensor, "t h dv"] | None = None,
     *,
     shared: bool = False,
+    codes: Codes = NO_CODES,
+    tree: TreePlan | None = None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend to the keys of several levels, each with a plan of its own over the same query rows, as one softmax.
 
@@ -116,6 +123,8 @@ def attend_levels(
         options: what the layer fixes; sinks count once.
         out: as in `attend`.
         shared: as in `attend`.
+        codes: as in `attend`.
+        tree: the trees at the end of the sequences, of the only level.
 
     Returns:
         The outputs, and their log-sum-exps in float32.
@@ -123,24 +132,26 @@ def attend_levels(
     Source: the module; levels of a cascade: Ye et al. 2024, "Cascade Inference".
     """
     num_tokens, num_heads = query.shape[:2]
-    value_head_size = value.shape[-1]
-    name = _name_of_launches(query, key, value, options, out, shared) if len(levels) == 1 else None
+    value_head_size = size_of(value)
+    name = _name_of_launches(query, key, value, options, out, shared, codes) if len(levels) == 1 else None
     out = query.new_empty(num_tokens, num_heads, value_head_size) if out is None else out
     lse = query.new_empty(num_tokens, num_heads, dtype=torch.float32)
     batch = levels[-1].batch
     if 0 in (num_tokens, num_heads, batch.num_seqs):
         return out.zero_(), lse.fill_(-torch.inf)
     if name in levels[0].kept:
-        return levels[0].kept[name].again(query, key, None if shared else value, options, out, lse)
+        return levels[0].kept[name].again(query, key, None if shared else value, options, out, lse, codes)
 
-    row_bytes, key_bytes = _bytes_of_a_program(query, value, shared)
+    row_bytes, key_bytes = _bytes_of_a_program(query, key, value, shared)
     tunings = [tune(query, key, value, level, options, row_bytes, shared) for level in levels]
     if len(levels) > 1:
         tunings = [_beside_others(tuning) for tuning in tunings]
     tunings = [fit(tuning, query.device, row_bytes=row_bytes, key_bytes=key_bytes) for tuning in tunings]
     num_parts = sum(tuning.most_splits for tuning in tunings)
     if num_parts == 1 and not options.batch_invariant:
-        launch = _launch(query, key, value, levels[0], options, tunings[0], out, lse, shared=shared)
+        launch = _launch(
+            query, key, value, levels[0], options, tunings[0], out, lse, shared=shared, codes=codes, tree=tree
+        )
         if name is not None:
             levels[0].kept[name] = _Launches(1, launch, None)
         return out, lse
@@ -162,6 +173,8 @@ def attend_levels(
             overlap=overlap,
             after=first > 0,
             shared=shared,
+            codes=codes,
+            tree=tree,
         )
         first += tuning.most_splits
     at_once = max(1, min(MERGED_AT_ONCE, MERGED_ELEMENTS // pad(value_head_size)))
@@ -189,6 +202,52 @@ def attend_levels(
     return out, lse
 
 
+def attend_to_nodes(
+    query: Float[Tensor, "t h d"],
+    key: Float[Tensor, "n p hk d"],
+    value: Float[Tensor, "n p hk dv"],
+    plan: TreePlan,
+    options: AttentionOptions,
+    out: Float[Tensor, "t h dv"],
+    prefix_lse: Float[Tensor, "h t"],
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend to the nodes of trees, and take in what another kernel answered over the keys before them.
+
+    One launch over few keys, which writes where it reads; the sinks count here.
+
+    Args:
+        query: query rows of all sequences.
+        key: the pool of keys.
+        value: the pool of values.
+        plan: the trees.
+        options: what the layer fixes.
+        out: the answers over the keys before the trees, changed in place; rows side by side. Padding rows may hold
+            anything, and so may rows whose tree has no key before it.
+        prefix_lse: their log-sum-exps, natural log; infinite, of either sign, for NaN.
+
+    Returns:
+        The outputs, and their log-sum-exps in float32.
+
+    Source: the module.
+    """
+    lse = query.new_empty(query.shape[:2], dtype=torch.float32)
+    name = ("nodes", _name_of_launches(query, key, value, options, out, False, NO_CODES), prefix_lse.stride())
+    if name in plan.whole.kept:
+        slopes, sinks = _side_by_side(options.alibi_slopes), _side_by_side(options.sinks)
+        of_codes = _what_codes_change(query, options, NO_CODES)
+        plan.whole.kept[name].again(query, key, value, out, lse, slopes, sinks, *of_codes, prefix_lse)
+        return out, lse
+    row_bytes, key_bytes = _bytes_of_a_program(query, key, value, False)
+    rows = plan.whole.batch.max_query_len * (query.shape[1] // key.shape[-2])
+    block_m = 16 if rows <= 16 else 64
+    block_n = max(16, min(_fit(32, row_bytes), pad(plan.trees.max_len)))
+    tuning = fit(Tuning(block_m, block_n, 4, 2, 1, 1), query.device, row_bytes=row_bytes, key_bytes=key_bytes)
+    launch = _launch(query, key, value, plan.whole, options, tuning, out, lse, tree=plan, prefix_lse=prefix_lse)
+    if name[1] is not None:
+        plan.whole.kept[name] = launch
+    return out, lse
+
+
 class _Launches(NamedTuple):
     """The launches that compute a plan, to be made again in other layers.
 
@@ -203,22 +262,45 @@ class _Launches(NamedTuple):
     reduce: Launch | None
 
     def again(
-        self, query: Tensor, key: Tensor, value: Tensor | None, options: AttentionOptions, out: Tensor, lse: Tensor
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor | None,
+        options: AttentionOptions,
+        out: Tensor,
+        lse: Tensor,
+        codes: Codes,
     ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-        """Attend with other tensors of the same shapes."""
+        """Attend with other tensors of the same shapes, and other scales of codes."""
         slopes, sinks = _side_by_side(options.alibi_slopes), _side_by_side(options.sinks)
+        of_codes = _what_codes_change(query, options, codes)
         if self.reduce is None:
-            self.attend.again(query, key, value, out, lse, slopes, sinks)
+            self.attend.again(query, key, value, out, lse, slopes, sinks, *of_codes, None)
             return out, lse
         parts = query.new_empty(self.num_parts, *out.shape, dtype=torch.float32)
         part_lses = query.new_empty(self.num_parts, *lse.shape, dtype=torch.float32)
-        self.attend.again(query, key, value, parts, part_lses, slopes, sinks)
+        self.attend.again(query, key, value, parts, part_lses, slopes, sinks, *of_codes, None)
         self.reduce.again(parts, part_lses, out, lse, sinks)
         return out, lse
 
 
+def _what_codes_change(
+    query: Tensor, options: AttentionOptions, codes: Codes
+) -> tuple[float, float, float, Tensor | None, Tensor | None, Tensor | None]:
+    """Return the scale of the scores with those of the codes in it, above 0; their other numbers; and their tensors."""
+    of_query, of_key, of_value = codes.numbers
+    scale = query.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale
+    return (abs(scale) or 1.0) * of_key * of_query, of_query, of_value, codes.query, codes.key, codes.value
+
+
 def _name_of_launches(
-    query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, out: Tensor | None, shared: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: AttentionOptions,
+    out: Tensor | None,
+    shared: bool,
+    codes: Codes,
 ) -> tuple[object, ...] | None:
     """Return what a plan keeps launches under: all that they depend on besides the plan; None where they can't be kept.
 
@@ -227,7 +309,7 @@ def _name_of_launches(
     slopes, sinks = options.alibi_slopes, options.sinks
     if options.softmax_scale is not None and options.softmax_scale <= 0:
         return None
-    if not is_aligned((query, key, value, out, slopes, sinks)):
+    if not is_aligned((query, key, value, out, slopes, sinks, codes.query, codes.key, codes.value)):
         return None
     return (
         "triton",
@@ -236,6 +318,7 @@ def _name_of_launches(
         query.stride(),
         key.shape,
         key.stride(),
+        value.dtype,
         value.shape,
         value.stride(),
         options.softmax_scale,
@@ -244,17 +327,26 @@ def _name_of_launches(
         None if slopes is None else slopes.dtype,
         None if sinks is None else sinks.dtype,
         shared,
+        (codes.kind, codes.rounds_query),
+        *(None if x is None else x.stride() for x in (codes.query, codes.key, codes.value)),
     )
 
 
-def _bytes_of_a_program(query: Tensor, value: Tensor, shared: bool) -> tuple[int, int]:
+def _bytes_of_a_program(query: Tensor, key: Tensor, value: Tensor, shared: bool) -> tuple[int, int]:
     """Return the bytes of a row of a tile, the longer of query and value, and of a key of a step with its value."""
-    head_size, value_head_size = query.shape[2], value.shape[-1]
+    head_size, value_head_size = query.shape[2], size_of(value)
     if shared:
         row_bytes = (pad(head_size - value_head_size) + pad(value_head_size)) * query.element_size()
         return row_bytes, row_bytes
     row_bytes = max(pad(head_size), pad(value_head_size)) * query.element_size()
+    if key.dtype != query.dtype:  # codes, and a place where they become numbers
+        return row_bytes, 2 * row_bytes + _row_bytes(key) + _row_bytes(value)
     return row_bytes, 2 * row_bytes
+
+
+def _row_bytes(x: Tensor) -> int:
+    """Return the bytes that a tile has for a key or a value."""
+    return pad(x.shape[-1]) * x.element_size()
 
 
 def repair(
@@ -289,12 +381,13 @@ def repair(
     """
     if 0 in (*query.shape[:2], plan.batch.num_seqs):
         return
-    name = ("repair", _name_of_launches(query, key, value, options, out, shared))
+    name = ("repair", _name_of_launches(query, key, value, options, out, shared, NO_CODES))
     if name in plan.kept:
         slopes, sinks = _side_by_side(options.alibi_slopes), _side_by_side(options.sinks)
-        plan.kept[name].again(query, key, None if shared else value, out, None, slopes, sinks)
+        of_codes = _what_codes_change(query, options, NO_CODES)
+        plan.kept[name].again(query, key, None if shared else value, out, None, slopes, sinks, *of_codes, None)
         return
-    row_bytes, key_bytes = _bytes_of_a_program(query, value, shared)
+    row_bytes, key_bytes = _bytes_of_a_program(query, key, value, shared)
     tuning = _LATENT_16 if shared else Tuning(64, _fit(64, row_bytes), 4, 3, 1, 1)
     tuning = fit(tuning, query.device, row_bytes=row_bytes, key_bytes=key_bytes)
     launch = _launch(query, key, value, plan, options, tuning, out, None, shared=shared)
@@ -331,6 +424,9 @@ def _launch(
     overlap: bool | None = None,
     after: bool = False,
     shared: bool = False,
+    codes: Codes = NO_CODES,
+    tree: TreePlan | None = None,
+    prefix_lse: Tensor | None = None,
 ) -> Launch:
     """Launch the kernel for one level, and return what can be launched again with other tensors of the same shapes.
 
@@ -346,15 +442,22 @@ def _launch(
         overlap: whether the launch after this one may begin early; None if this one gives the answer, not parts.
         after: another level was launched before, that what follows has to wait for, too.
         shared: as in `attend`.
+        codes: as in `attend`.
+        tree: the trees at the end of the sequences, whose plan this is.
+        prefix_lse: the log-sum-exps `[h, t]` of what `out` holds already, the answer over the keys before the trees;
+            None to attend to all keys.
     """
     batch = plan.batch
     num_tokens, num_heads, head_size = query.shape
-    num_kv_heads, value_head_size = value.shape[-2:]
+    num_kv_heads, value_head_size = value.shape[-2], size_of(value)
     group = num_heads // num_kv_heads
     block_table = batch.block_table if key.ndim == 4 else None
     left, right = window_within_reach(plan)
     positions = plan.positions if uses_positions(plan, options) else None
-    query, scale = with_scale_above_0(query, options.softmax_scale)
+    query, _ = with_scale_above_0(query, options.softmax_scale)
+    scale, query_number, value_number, query_scales, key_scales, value_scales = _what_codes_change(
+        query, options, codes
+    )
     one_tile = _is_one_tile(batch, group, tuning.block_m)
     tiles = _count_tiles(batch, num_tokens, group, tuning.block_m)
     return Launch(
@@ -368,23 +471,38 @@ def _launch(
             lse=lse,
             alibi_slopes=_side_by_side(options.alibi_slopes),
             sinks=_side_by_side(options.sinks),
+            scale=scale,
+            query_number=query_number,
+            value_number=value_number,
+            query_scales=query_scales,
+            key_scales=key_scales,
+            value_scales=value_scales,
+            prefix_lse=prefix_lse,
         ),
         dict(
             block_table=block_table,
             cu_seqlens_q=batch.cu_seqlens_q,
-            cu_seqlens_k=batch.cu_seqlens_k if block_table is None else None,
+            cu_seqlens_k=key_starts(plan) if block_table is None else None,
             seq_lens=batch.seq_lens,
             query_positions=_side_by_side(positions),
             first_keys=None if positions is None else _side_by_side(plan.first_keys),
+            tree_lens=None if tree is None else _side_by_side(tree.trees.lens),
+            depths=None if tree is None else _side_by_side(tree.depths),
+            ancestors=None if tree is None else _side_by_side(tree.ancestors),
+            tree_width=0 if tree is None else tree.trees.max_len,
+            prefix_lse_head_stride=0 if prefix_lse is None else prefix_lse.stride(0),
             query_strides=query.stride(),
             key_strides=key.stride(),
             value_strides=value.stride(),
+            query_scale_strides=_strides_by_head(query_scales),
+            key_scale_strides=_strides_by_head(key_scales),
+            value_scale_strides=_strides_by_head(value_scales),
+            sequences=plan.sequences if codes.kind else None,
             table_row_stride=0 if block_table is None else block_table.stride(0),
             table_stride=1 if block_table is None else block_table.stride(1),
             num_tokens=num_tokens,
             num_seqs=batch.num_seqs,
             splits=tuning.splits,
-            scale=scale,
             softcap=options.softcap,
             left=left,
             right=right,
@@ -407,6 +525,10 @@ def _launch(
             LARGEST_TILE=LARGEST_TILE,
             OVERLAP=bool(overlap),
             AFTER=bool(overlap and after),
+            CODES=codes.kind,
+            ROUND_QUERY=codes.rounds_query,
+            HARDWARE=converts_fp8(query.device),
+            WORDS=0 if tree is None else tree.trees.num_words,
         ),
         dict(num_warps=tuning.num_warps, num_stages=tuning.num_stages)
         | ({"launch_pdl": True} if overlap and after else {})
@@ -414,9 +536,16 @@ def _launch(
     )
 
 
-def _side_by_side(per_head: Tensor | None) -> Tensor | None:
+def _strides_by_head(scales: Tensor | None) -> tuple[int, ...]:
+    """Return the strides of scales, with one of 0 for the sequences where there is one for each head only."""
+    if scales is None:
+        return ()
+    return (0, *scales.stride()) if scales.ndim == 1 else scales.stride()
+
+
+def _side_by_side(numbers: Tensor | None) -> Tensor | None:
     """Return numbers such that a pointer to the first leads to all of them."""
-    return None if per_head is None else per_head.contiguous()
+    return None if numbers is None else numbers.contiguous()
 
 
 def _is_one_tile(batch: Batch, group: int, block_m: int) -> bool:
@@ -459,10 +588,12 @@ def tune(
     block_m = 16 if rows <= 16 else 64 if rows <= 64 or row_bytes > 256 or shared else 128
     tiles = _count_tiles(batch, query.shape[0], group, block_m)
     tune_tiles = _tune_latents if shared else _tune
+    if block_m == 16 and key.dtype != query.dtype != torch.float32:  # steps of as many bytes, be they codes
+        row_bytes = max(_row_bytes(key), _row_bytes(value))
     tuning = tune_tiles(block_m, row_bytes, tiles * num_kv_heads, visible, multiprocessors(query.device))
     if batch.num_seqs == 1 or rows > block_m or _about_as_long(batch, visible):  # there is nothing to balance
         return tuning
-    room = MOST_PART_BYTES // (4 * query.shape[0] * query.shape[1] * value.shape[-1])
+    room = MOST_PART_BYTES // (4 * query.shape[0] * query.shape[1] * size_of(value))
     return tuning._replace(most_splits=max(tuning.splits, min(room, -(-visible // MOST_KEYS))))
 
 
@@ -629,6 +760,41 @@ def _wait_for_level_before():
         tl.extra.cuda.gdc_wait()
 
 
+@triton.jit
+@no_type_check
+def _take_prefix(
+    row_max,
+    row_sum,
+    acc,
+    out,
+    prefix_lse,
+    prefix_lse_head_stride,
+    places,
+    tokens,
+    heads,
+    has_prefix,
+    VALUE_HEAD_SIZE: tl.constexpr,
+):
+    """Take what another kernel answered over the keys before a tree into the softmax over its nodes.
+
+    Its log-sum-exp is infinite, of either sign, where it saw NaN; where it saw no key nothing of it counts.
+    """
+    LOG2E: tl.constexpr = 1.4426950408889634
+    at_dv = tl.arange(0, acc.shape[1])
+    logs = tl.load(prefix_lse + heads * prefix_lse_head_stride + tokens, mask=has_prefix, other=float("-inf"))
+    logs = tl.where(has_prefix & (tl.abs(logs) == float("inf")), float("nan"), logs)
+    values = tl.load(
+        out + places[:, None] * VALUE_HEAD_SIZE + at_dv[None, :],
+        mask=has_prefix[:, None] & (at_dv < VALUE_HEAD_SIZE)[None, :],
+        other=0.0,
+    )
+    new_row_max = tl.maximum(row_max, logs * LOG2E)
+    base = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
+    shrink, weight = tl.exp2(row_max - base), tl.exp2(logs * LOG2E - base)
+    acc = acc * shrink[:, None] + weight[:, None] * values.to(tl.float32)
+    return new_row_max, row_sum * shrink + weight, acc
+
+
 @triton.jit(do_not_specialize=CHANGING)
 @no_type_check
 def _attend_kernel(
@@ -643,6 +809,12 @@ def _attend_kernel(
     seq_lens,
     query_positions,
     first_keys,
+    tree_lens,
+    depths,  # [b, w]
+    ancestors,  # [b, w, WORDS]
+    tree_width,
+    prefix_lse,  # [h, t]; None but where `out` holds the answer over the keys before a tree
+    prefix_lse_head_stride,
     alibi_slopes,
     sinks,
     query_strides,
@@ -657,6 +829,15 @@ def _attend_kernel(
     softcap,
     left,
     right,
+    query_number,  # of codes: their scales, and the sequences of the batch that those are of
+    value_number,
+    query_scales,
+    key_scales,
+    value_scales,
+    query_scale_strides,
+    key_scale_strides,
+    value_scale_strides,
+    sequences,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -676,6 +857,10 @@ def _attend_kernel(
     LARGEST_TILE: tl.constexpr,
     OVERLAP: tl.constexpr,
     AFTER: tl.constexpr,
+    CODES: tl.constexpr,
+    ROUND_QUERY: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    WORDS: tl.constexpr,
 ):
     REPAIR: tl.constexpr = lse is None
     if OVERLAP:
@@ -710,7 +895,18 @@ def _attend_kernel(
 
     # Which keys: those that some row sees, and of them the run of this split.
     first_seen, last_key = visible_keys(first_position, last_position, seq_len, left, right, LEFT, RIGHT)
+    tree_start, node_depths, row_ancestors = None, None, None
+    if WORDS > 0:
+        tree_len = tl.load(tree_lens + sequence)
+        tree_start = seq_len - tree_len
+        nodes = sequence.to(tl.int64) * tree_width + tree_len - query_len + rows // GROUP  # of the rows
+        node_depths = depths + sequence.to(tl.int64) * tree_width
+        row_ancestors = ancestors + nodes * WORDS
+        if prefix_lse is not None:
+            first_seen = tl.maximum(first_seen, tree_start)
     first_key = first_seen // BLOCK_N * BLOCK_N
+    if prefix_lse is not None:
+        first_key = first_seen  # no other row has to begin its steps there
     places = split.to(tl.int64) * num_tokens * NUM_HEADS + tokens * NUM_HEADS + heads
     if REPAIR:
         VALUE_PAD: tl.constexpr = triton.next_power_of_2(VALUE_HEAD_SIZE)
@@ -759,6 +955,17 @@ def _attend_kernel(
     slopes = None
     if alibi_slopes is not None:
         slopes = tl.load(alibi_slopes + heads, mask=is_row, other=0.0).to(tl.float32) * LOG2E
+    if CODES == "e4m3" or CODES == "e5m2":  # what is the same for all keys of a head goes to the scores, or the answer
+        member = sequence
+        if sequences is not None:
+            member = tl.load(sequences + sequence)
+        if query_scales is not None:
+            query_number = tl.load(query_scales + member * query_scale_strides[0] + kv_head * query_scale_strides[1])
+            scale *= query_number
+        if key_scales is not None:
+            scale *= tl.load(key_scales + member * key_scale_strides[0] + kv_head * key_scale_strides[1])
+        if value_scales is not None:
+            value_number = tl.load(value_scales + member * value_scale_strides[0] + kv_head * value_scale_strides[1])
     row_max, row_sum, acc = attend_to_run(
         query + tokens * query_strides[0] + heads.to(tl.int64) * query_strides[1],
         query_strides[2],
@@ -776,8 +983,11 @@ def _attend_kernel(
         first_seen,
         last_key,
         slopes,
+        query_number,
+        key_scales if CODES == "int8" else None,
         key_strides,
         value_strides,
+        key_scale_strides,
         table_row_stride,
         table_stride,
         scale,
@@ -793,11 +1003,38 @@ def _attend_kernel(
         SOFTCAP,
         LEFT,
         RIGHT,
+        CODES,
+        ROUND_QUERY,
+        HARDWARE,
+        tree_start,
+        node_depths,
+        row_ancestors,
+        WORDS,
     )
+    if prefix_lse is not None:
+        row_max, row_sum, acc = _take_prefix(
+            row_max,
+            row_sum,
+            acc,
+            out,
+            prefix_lse,
+            prefix_lse_head_stride,
+            places,
+            tokens,
+            heads,
+            is_row & (tree_start > 0),
+            VALUE_HEAD_SIZE,
+        )
     sink = None
     if sinks is not None and not SPLIT:
         sink = tl.load(sinks + heads, mask=is_row, other=0.0).to(tl.float32)
     values, logs = normalize(row_max, row_sum, acc, sink)
+    if CODES == "int8" and value_scales is not None:
+        at_dv = tl.arange(0, values.shape[1])
+        at_scale = kv_head * value_scale_strides[0] + at_dv * value_scale_strides[1]
+        values *= tl.load(value_scales + at_scale, mask=at_dv < VALUE_HEAD_SIZE, other=0.0)[None, :]
+    elif CODES != "":
+        values *= value_number
     store_rows(values, logs, places, is_row, out, lse, VALUE_HEAD_SIZE)
     if not (SPLIT or REPAIR):
         _fill_padding_rows(

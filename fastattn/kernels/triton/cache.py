@@ -8,10 +8,14 @@ from typing import no_type_check
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Int64, Shaped
+from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
+from fastattn.kernels.triton.codes import FORMATS, row_scale, to_fp8, to_int8
+from refattn.interface import Accepted, Batch, Fp8Scales, Int8Scales, Trees
+
 BLOCK_ROWS = 16
+BLOCK_ELEMENTS = 256
 
 
 def write(
@@ -55,6 +59,55 @@ def write(
     )
 
 
+def write_quantized(
+    key: Float[Tensor, "t hk d"],
+    value: Float[Tensor, "t hk dv"],
+    key_cache: Shaped[Tensor, "n p hk d"],
+    value_cache: Shaped[Tensor, "n p hk dv"],
+    slot_mapping: Int64[Tensor, "t"],
+    scales: Fp8Scales | Int8Scales,
+) -> None:
+    """Quantise new keys and values and write them into the pool, in place; see `fastattn.quantized.write`.
+
+    Args:
+        key: the new keys; any strides, as all tensors here.
+        value: the new values.
+        key_cache: the pool of keys.
+        value_cache: the pool of values.
+        slot_mapping: the slot of each token; -1 is written nowhere.
+        scales: fixed ones, by head, or those beside the pool, which are written.
+    """
+    num_tokens, num_kv_heads, head_size = key.shape
+    rows = num_tokens * num_kv_heads
+    if rows == 0:
+        return
+    kind = FORMATS[scales.format] if isinstance(scales, Fp8Scales) else "int8"
+    numbers = [1.0 if isinstance(x, Tensor) or x is None else x for x in (scales.key, scales.value)]
+    tensors = [x if isinstance(x, Tensor) else None for x in (scales.key, scales.value)]
+    pools = [x if kind == "int8" else x.view(torch.uint8) for x in (key_cache, value_cache)]
+    _quantize_kernel[(-(-rows // BLOCK_ROWS),)](
+        key,
+        value,
+        *pools,
+        slot_mapping,
+        *tensors,
+        *numbers,
+        key.stride(),
+        value.stride(),
+        key_cache.stride(),
+        value_cache.stride(),
+        *(() if x is None else x.stride() for x in tensors),
+        slot_mapping.stride(0),
+        rows,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_SIZE=head_size,
+        VALUE_HEAD_SIZE=value.shape[-1],
+        BLOCK_SIZE=key_cache.shape[1],
+        BLOCK_ROWS=BLOCK_ROWS,
+        CODES=kind,
+    )
+
+
 def copy_blocks(cache: Shaped[Tensor, "n ..."], pairs: Int64[Tensor, "k 2"]) -> None:
     """Copy whole blocks inside a pool, in place, every source as it was before; see `fastattn.kv_cache.copy_blocks`.
 
@@ -82,6 +135,43 @@ def copy_blocks(cache: Shaped[Tensor, "n ..."], pairs: Int64[Tensor, "k 2"]) -> 
         block_elements,
         BLOCK_PAIRS=block_pairs,
         BLOCK=block,
+    )
+
+
+def compact(cache: Shaped[Tensor, "n p ..."], batch: Batch, trees: Trees, accepted: Accepted) -> None:
+    """Move accepted nodes to the first slots of their trees, in place; see `fastattn.speculative.compact`.
+
+    One program takes the same few elements of all nodes of a tree, in their order. A node only ever moves to a slot
+    that comes before its own, and whose own node has moved by then if it was to.
+
+    Args:
+        cache: the pool, with blocks and their tokens as its first dimensions, of at most four.
+        batch: the lengths and the block table.
+        trees: the trees.
+        accepted: the nodes to keep.
+    """
+    assert batch.block_table is not None  # the path has checked it
+    if 0 in (cache.numel(), batch.num_seqs, trees.max_len):
+        return
+    cache = as_bytes(cache)
+    while cache.ndim < 4:
+        cache = cache.unsqueeze(-1)
+    elements = cache.shape[2] * cache.shape[3]
+    nodes, lens = accepted.nodes.contiguous(), accepted.lens.contiguous()
+    _compact_kernel[batch.num_seqs, -(-elements // BLOCK_ELEMENTS)](
+        cache,
+        batch.block_table,
+        batch.seq_lens,
+        trees.lens.contiguous(),
+        nodes,
+        lens,
+        cache.stride(),
+        batch.block_table.stride(),
+        trees.max_len,
+        ELEMENTS=elements,
+        INNER=cache.shape[3],
+        BLOCK_SIZE=cache.shape[1],
+        BLOCK=BLOCK_ELEMENTS,
     )
 
 
@@ -140,6 +230,80 @@ def _write_kernel(
     )
 
 
+@triton.jit(do_not_specialize=["slot_mapping", "rows"])
+@no_type_check
+def _quantize_kernel(
+    key,
+    value,
+    key_cache,
+    value_cache,
+    slot_mapping,
+    key_scales,  # of fp8 by head [hk], or of int8 beside the pool [n, p, hk], and written
+    value_scales,  # of fp8 by head [hk], or of int8 by head and channel [hk, dv]; None for one number, or for none
+    key_number,
+    value_number,
+    key_strides,
+    value_strides,
+    key_cache_strides,
+    value_cache_strides,
+    key_scale_strides,
+    value_scale_strides,
+    slot_stride,
+    rows,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    VALUE_HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    CODES: tl.constexpr,
+):
+    # A row is a head of a token, as in `_write_kernel`.
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    token, head = row // NUM_KV_HEADS, row % NUM_KV_HEADS
+    slot = tl.load(slot_mapping + token * slot_stride, row < rows, -1)
+    is_row = slot >= 0
+    slot = tl.maximum(slot, 0)
+    block, place = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+    HEAD_PAD: tl.constexpr = triton.next_power_of_2(HEAD_SIZE)
+    VALUE_PAD: tl.constexpr = triton.next_power_of_2(VALUE_HEAD_SIZE)
+    at_d = tl.arange(0, HEAD_PAD)[None, :]
+    at_dv = tl.arange(0, VALUE_PAD)[None, :]
+    in_key = is_row[:, None] & (at_d < HEAD_SIZE)
+    in_value = is_row[:, None] & (at_dv < VALUE_HEAD_SIZE)
+
+    keys = tl.load(
+        key + (token * key_strides[0] + head * key_strides[1])[:, None] + at_d * key_strides[2], in_key, 0.0
+    ).to(tl.float32)
+    values = tl.load(
+        value + (token * value_strides[0] + head * value_strides[1])[:, None] + at_dv * value_strides[2], in_value, 0.0
+    )
+    if CODES == "int8":
+        key_scale = row_scale(keys)
+        keys = to_int8(tl.div_rn(keys, tl.broadcast_to(key_scale[:, None], keys.shape)))
+        if value_scales is not None:
+            values = values.to(tl.float32)
+            is_nan = tl.max((values != values).to(tl.int32), 1) > 0  # which no code says
+            key_scale = tl.where(is_nan, float("nan"), key_scale)
+            at_scale = head[:, None] * value_scale_strides[0] + at_dv * value_scale_strides[1]
+            values = to_int8(tl.div_rn(values, tl.load(value_scales + at_scale, in_value, 1.0)))
+        at_scale = block * key_scale_strides[0] + place * key_scale_strides[1] + head * key_scale_strides[2]
+        tl.store(key_scales + at_scale, key_scale, is_row)
+    else:
+        ones = tl.full([BLOCK_ROWS], 1.0, tl.float32)
+        key_scale, value_scale = ones * key_number, ones * value_number
+        if key_scales is not None:
+            key_scale = tl.load(key_scales + head * key_scale_strides[0])
+        if value_scales is not None:
+            value_scale = tl.load(value_scales + head * value_scale_strides[0])
+        keys = to_fp8(tl.div_rn(keys, tl.broadcast_to(key_scale[:, None], keys.shape)), CODES)
+        values = values.to(tl.float32)
+        values = to_fp8(tl.div_rn(values, tl.broadcast_to(value_scale[:, None], values.shape)), CODES)
+    key_rows = block * key_cache_strides[0] + place * key_cache_strides[1] + head * key_cache_strides[2]
+    tl.store(key_cache + key_rows[:, None] + at_d * key_cache_strides[3], keys, in_key)
+    value_rows = block * value_cache_strides[0] + place * value_cache_strides[1] + head * value_cache_strides[2]
+    tl.store(value_cache + value_rows[:, None] + at_dv * value_cache_strides[3], values, in_value)
+
+
 @triton.jit(do_not_specialize=["pairs", "num_pairs"])
 @no_type_check
 def _copy_kernel(
@@ -161,3 +325,37 @@ def _copy_kernel(
     elements = tl.load(cache + source[:, None] * block_stride + at, mask)
     tl.debug_barrier()  # all have read before the first writes
     tl.store(cache + destination[:, None] * block_stride + at, elements, mask)
+
+
+@triton.jit(do_not_specialize=["block_table", "seq_lens", "tree_lens", "nodes", "lens", "tree_width"])
+@no_type_check
+def _compact_kernel(
+    cache,
+    block_table,
+    seq_lens,
+    tree_lens,
+    nodes,
+    lens,
+    cache_strides,
+    table_strides,
+    tree_width,
+    ELEMENTS: tl.constexpr,
+    INNER: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    sequence = tl.program_id(0).to(tl.int64)
+    element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_element = element < ELEMENTS
+    places = (element // INNER).to(tl.int64) * cache_strides[2] + (element % INNER).to(tl.int64) * cache_strides[3]
+    first = tl.load(seq_lens + sequence) - tl.load(tree_lens + sequence)
+    table = block_table + sequence * table_strides[0]
+    for target in range(0, tl.load(lens + sequence)):
+        node = tl.load(nodes + sequence * tree_width + target)
+        if node != target:
+            block = tl.load(table + (first + node) // BLOCK_SIZE * table_strides[1]).to(tl.int64)
+            row = ((first + node) % BLOCK_SIZE).to(tl.int64)
+            moved = tl.load(cache + block * cache_strides[0] + row * cache_strides[1] + places, mask=is_element)
+            block = tl.load(table + (first + target) // BLOCK_SIZE * table_strides[1]).to(tl.int64)
+            row = ((first + target) % BLOCK_SIZE).to(tl.int64)
+            tl.store(cache + block * cache_strides[0] + row * cache_strides[1] + places, moved, mask=is_element)

@@ -20,8 +20,8 @@ class Launch:
     Args:
         kernel: a function of `triton.jit`.
         grid: how many programs, in one or two dimensions.
-        tensors: the arguments that change, by name. Those that come later have to be of the same type, to be aligned
-            as `is_aligned` says if these are, and None where these are.
+        tensors: the arguments that change, by name; a float may be among them. Those that come later have to be of the
+            same type, to be aligned as `is_aligned` says if these are, and None where these are.
         arguments: all others, by name.
         options: warps, stages, and what else is not an argument.
     """
@@ -30,7 +30,7 @@ class Launch:
         self,
         kernel: Any,
         grid: tuple[int, ...],
-        tensors: Mapping[str, Tensor | None],
+        tensors: Mapping[str, Tensor | float | None],
         arguments: Mapping[str, Any],
         options: Mapping[str, Any],
     ) -> None:
@@ -40,7 +40,7 @@ class Launch:
         self._places = [names.index(name) for name in tensors]
         self._launch = kernel[grid] if INTERPRETED else compiled[(*grid, 1, 1)[:3]]
 
-    def again(self, *tensors: Tensor | None) -> None:
+    def again(self, *tensors: Tensor | float | None) -> None:
         """Launch with other tensors, in the order in which they were given first."""
         arguments = self._arguments.copy()
         for place, tensor in zip(self._places, tensors, strict=True):

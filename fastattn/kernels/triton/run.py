@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastattn.kernels import device as devices
+from fastattn.kernels.triton.codes import from_codes, from_pairs, power_of_two, prepare_query, row_scale, value_type
 from refattn.interface import Plan
 
 INTERPRETED = triton.knobs.runtime.interpret  # kernels run in Python, on CPU tensors
@@ -23,6 +24,7 @@ INTERPRETED = triton.knobs.runtime.interpret  # kernels run in Python, on CPU te
 CHANGING = (
     *("block_table", "cu_seqlens_q", "cu_seqlens_k", "seq_lens", "query_positions", "first_keys", "table_row_stride"),
     *("num_tokens", "num_seqs", "splits", "left", "right"),
+    *("tree_lens", "depths", "ancestors", "tree_width", "prefix_lse_head_stride"),
 )
 
 
@@ -104,6 +106,11 @@ def window_within_reach(plan: Plan) -> tuple[int, int]:
     """Return the window of a plan, -1 for no limit, such that no sum with a position overflows."""
     left, right = plan.window
     return min(left, FAR), min(right, FAR)
+
+
+def converts_fp8(device: torch.device) -> bool:
+    """Return whether a GPU has instructions that turn fp8 into float16."""
+    return not INTERPRETED and devices.capability(device) >= (8, 9)
 
 
 def with_scale_above_0(query: Tensor, softmax_scale: float | None) -> tuple[Tensor, float]:
@@ -235,10 +242,12 @@ def finish_scores(
     SOFTCAP: tl.constexpr,
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
+    seen=None,
 ):
     """Turn the products of queries at `positions` and keys at `j` into scores of what is visible, up to a factor.
 
-    `all_seen` says that every row sees every key of the step, so that nothing has to be compared. `update_softmax`
+    `all_seen` says that every row sees every key of the step, so that nothing has to be compared; `seen`, if it is not
+    None, hides keys besides. `update_softmax`
     multiplies by the factor, next to its subtraction: were that done here, the compiler could join the two only where
     nothing is compared, and a masked step would round otherwise. With slopes, those of ALiBi times log2(e), no factor
     is left, and scores are in base 2.
@@ -257,6 +266,8 @@ def finish_scores(
             visible = visible & (distance >= -right)
         if LEFT:
             visible = visible & (distance <= left)
+        if seen is not None:
+            visible = visible & seen
         scores = tl.where(visible, scores, float("-inf"))
     return scores
 
@@ -320,6 +331,24 @@ def seen_by_all(
 
 @triton.jit
 @no_type_check
+def see_in_tree(row_ancestors, words_of_rows, is_row, node, in_tree, WORDS: tl.constexpr):
+    """Return which rows see which keys, `[rows, keys]`: of a tree by the ancestor mask of the row, all others.
+
+    `node` is the place of a key in the tree, `in_tree` whether it has one. One word of a mask is loaded once for all
+    steps, `words_of_rows`; several are looked up where `row_ancestors` point to.
+    """
+    if WORDS == 1:
+        words = words_of_rows[:, None]
+    else:
+        words = tl.load(
+            row_ancestors[:, None] + (node // 64)[None, :], mask=is_row[:, None] & in_tree[None, :], other=0
+        )
+    bit = (words >> (node % 64).to(tl.int64)[None, :]) & 1
+    return (bit != 0) | ~in_tree[None, :]
+
+
+@triton.jit
+@no_type_check
 def attend_to_run(
     query_rows,
     query_stride,
@@ -337,8 +366,11 @@ def attend_to_run(
     first_seen,
     last_key,
     slopes,
+    query_scale,
+    key_scales,
     key_strides,
     value_strides,
+    key_scale_strides,
     table_row_stride,
     table_stride,
     scale,
@@ -354,6 +386,13 @@ def attend_to_run(
     SOFTCAP: tl.constexpr,
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
+    CODES: tl.constexpr,
+    ROUND_QUERY: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    tree_start=None,
+    node_depths=None,
+    row_ancestors=None,
+    WORDS: tl.constexpr = 0,
 ):
     """Attend from a tile to the keys from `first_key` up to `last_key` of a sequence, by an online softmax in base 2.
 
@@ -365,6 +404,13 @@ def attend_to_run(
     `WIDE` says that the last token of a block may be 2**31 elements or more from its first one: 64 bits for each key of
     a step take registers. If `value` is None, a value is the first `VALUE_HEAD_SIZE` elements of its key, which are
     loaded once for both. `slopes` are those of ALiBi times log2(e), one per row, or None.
+
+    `CODES` says what the pools hold: numbers (""), or codes of a format, whose scales by head are in `scale` already or
+    left to the caller. `key_scales` leads to one scale for each key of a page and head, or is None. Codes of values are
+    read two at a time, side by side, if `value` points to 16 bits.
+
+    With `WORDS` the keys from `tree_start` on are nodes of a tree: they stand by `node_depths` after its root, and a
+    row sees those whose bits `row_ancestors` point to. Only steps with such keys look at that.
 
     It returns the highest score of each row, the sum of the weights relative to it, and the weighted sum of the values.
     """
@@ -378,9 +424,15 @@ def attend_to_run(
     head = kv_head.to(tl.int64)
 
     all_from, all_to = seen_by_all(first_key, last_key, first_position, last_position, left, right, LEFT, RIGHT)
+    if WORDS > 0:
+        all_to = tl.minimum(all_to, tree_start)
+        words_of_rows = None
+        if WORDS == 1:
+            words_of_rows = tl.load(row_ancestors, mask=is_row, other=0)
     SHARED: tl.constexpr = value is None
     KEY_SIZE: tl.constexpr = HEAD_SIZE - VALUE_HEAD_SIZE if SHARED else HEAD_SIZE  # of what is no value
-    KEY_PAD: tl.constexpr = triton.next_power_of_2(KEY_SIZE) if KEY_SIZE > 16 else 16  # the least of a product
+    LEAST: tl.constexpr = 32 if CODES == "int8" else 16  # of a product
+    KEY_PAD: tl.constexpr = triton.next_power_of_2(KEY_SIZE) if KEY_SIZE > LEAST else LEAST
     VALUE_PAD: tl.constexpr = triton.next_power_of_2(VALUE_HEAD_SIZE) if VALUE_HEAD_SIZE > 16 or not SHARED else 16
     at_dv = tl.arange(0, VALUE_PAD)
     at_d = tl.arange(0, KEY_PAD)
@@ -397,10 +449,27 @@ def attend_to_run(
         mask=is_row[:, None] & in_key[None, :],
         other=0.0,
     )
+    query_factors = None
+    if CODES != "":
+        VALUE_TYPE: tl.constexpr = value_type(q.dtype, value.dtype.element_ty)
+        if CODES == "int8":
+            query_factors = row_scale(q.to(tl.float32))
+        elif not ROUND_QUERY and q.dtype == tl.bfloat16:
+            query_factors = power_of_two(q.to(tl.float32))
+        if query_factors is not None:
+            q = prepare_query(q, query_factors[:, None], CODES, ROUND_QUERY, HARDWARE)
+        elif ROUND_QUERY:
+            q = prepare_query(q, query_scale, CODES, ROUND_QUERY, HARDWARE)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, VALUE_PAD], tl.float32)
-    PHASES: tl.constexpr = 3 if BLOCK_M > 16 and (LEFT or RIGHT) else 1
+    PAIRS: tl.constexpr = not SHARED and value.dtype.element_ty == tl.uint16
+    if PAIRS:
+        at_pair = tl.arange(0, VALUE_PAD // 2)
+        acc = tl.zeros([BLOCK_M, VALUE_PAD // 2], tl.float32)  # of the first of each pair
+        acc_of_second = tl.zeros([BLOCK_M, VALUE_PAD // 2], tl.float32)
+    else:
+        acc = tl.zeros([BLOCK_M, VALUE_PAD], tl.float32)
+    PHASES: tl.constexpr = 3 if WORDS > 0 or (BLOCK_M > 16 and (LEFT or RIGHT)) else 1
     for phase in tl.static_range(PHASES):
         begin, end = phase_of_run(phase, PHASES, first_key, last_key, all_from, all_to, BLOCK_N)
         for start in range(begin, end, BLOCK_N):
@@ -408,6 +477,16 @@ def attend_to_run(
             is_key = j < last_key  # nothing from there on is read: it may be NaN, or no block at all
             if LEFT:
                 is_key &= j >= first_seen
+            key_positions = j
+            seen = None
+            if WORDS > 0 and phase != 1:
+                node = j - tree_start
+                in_tree = (node >= 0) & is_key
+                seen = see_in_tree(row_ancestors, words_of_rows, is_row, tl.where(in_tree, node, 0), in_tree, WORDS)
+                is_key &= tl.max(seen.to(tl.int32), 0) > 0  # what no row sees is not read either
+                if LEFT or slopes is not None:
+                    depth = tl.load(node_depths + node, mask=in_tree, other=0)
+                    key_positions = tl.where(in_tree, tree_start + depth, j)
             if BLOCK_SIZE > 0:
                 blocks = next_blocks.to(tl.int64)
                 next_blocks = tl.load(
@@ -431,14 +510,24 @@ def attend_to_run(
                 mask=is_key[None, :] & in_key[:, None],
                 other=0.0,
             )  # [d, keys], without what is in the values
-            products = tl.dot(q, k, input_precision="ieee")
+            if CODES == "":
+                products = tl.dot(q, k, input_precision="ieee")
+            elif CODES == "int8":
+                products = tl.dot(q, k).to(tl.float32)
+            else:
+                products = tl.dot(q, from_codes(k, CODES, HARDWARE).to(q.dtype), input_precision="ieee")
+            if query_factors is not None:
+                products = products * query_factors[:, None]
+            if key_scales is not None:
+                at_scale = blocks * key_scale_strides[0] + places * key_scale_strides[1] + head * key_scale_strides[2]
+                products = products * tl.load(key_scales + at_scale, mask=is_key, other=0.0)[None, :]
             if SHARED:
                 products = tl.dot(query_values, tl.trans(v), products, input_precision="ieee")
             all_seen = phase == 1 if PHASES == 3 else (start >= all_from) & (start + BLOCK_N <= all_to)
             scores = finish_scores(
                 products,
                 positions,
-                j,
+                key_positions,
                 is_key,
                 all_seen,
                 slopes,
@@ -449,14 +538,32 @@ def attend_to_run(
                 SOFTCAP,
                 LEFT,
                 RIGHT,
+                seen,
             )
             weights, shrink, row_max, row_sum = update_softmax(
                 scores, row_max, row_sum, softcap if SOFTCAP else scale, slopes is not None
             )
-            if not SHARED:
+            if PAIRS:
+                pairs = tl.load(
+                    value + value_rows[:, None] + at_pair[None, :],
+                    mask=is_key[:, None] & (at_pair < VALUE_HEAD_SIZE // 2)[None, :],
+                    other=0,
+                )
+                v, second = from_pairs(pairs, CODES, HARDWARE)
+                second = second.to(VALUE_TYPE)
+                acc_of_second = tl.dot(
+                    weights.to(VALUE_TYPE), second, acc_of_second * shrink[:, None], input_precision="ieee"
+                )
+            elif not SHARED:
                 at_value = value + value_rows[:, None] + (at_dv.to(tl.int64) * value_strides[-1])[None, :]
                 v = tl.load(at_value, mask=in_value, other=0.0)  # [keys, dv]
+            if CODES != "":
+                if v.dtype == tl.int8 or v.dtype == tl.uint8:
+                    v = from_codes(v, CODES, HARDWARE)
+                v = v.to(VALUE_TYPE)
             acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    if PAIRS:
+        acc = tl.reshape(tl.join(acc, acc_of_second), [BLOCK_M, VALUE_PAD])
     return row_max, row_sum, acc
 
 

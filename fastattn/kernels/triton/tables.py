@@ -11,10 +11,11 @@ import triton.language as tl
 from jaxtyping import Int32, Int64
 from torch import Tensor
 
-from refattn.interface import Batch
+from refattn.interface import Batch, Trees
 
 BLOCK_COLUMNS = 256
 BLOCK_TOKENS = 128
+BLOCK_NODES = 64
 
 
 def cut_chunks(
@@ -119,6 +120,45 @@ def slot_mapping(batch: Batch, num_tokens: int, *, block_size: int) -> Int64[Ten
             BLOCK_TOKENS=BLOCK_TOKENS,
         )
     return slots
+
+
+def draw_trees(
+    batch: Batch, trees: Trees, num_tokens: int
+) -> tuple[Int32[Tensor, "b w"], Int64[Tensor, "b w words"], Int32[Tensor, "t"]]:
+    """Find the depths, the ancestors and the positions of nodes; see `fastattn.kernels.torch_ops.draw_trees`.
+
+    Every node goes up to its root by itself, so it takes as many steps as the deepest branch of its program has nodes.
+
+    Args:
+        batch: the lengths.
+        trees: the trees.
+        num_tokens: query rows, padding included.
+
+    Returns:
+        The depths, the ancestor masks, and the positions of the query rows, 0 for padding.
+    """
+    b, w = trees.parents.shape
+    depths = trees.parents.new_empty(b, w)
+    ancestors = torch.empty(b, w, trees.num_words, dtype=torch.int64, device=batch.device)
+    positions = trees.parents.new_zeros(num_tokens)
+    if b and w:
+        _draw_trees_kernel[(b, triton.cdiv(w, BLOCK_NODES))](
+            trees.parents,
+            trees.lens,
+            batch.cu_seqlens_q,
+            batch.seq_lens,
+            depths,
+            ancestors,
+            positions,
+            trees.parents.stride(),
+            trees.lens.stride(0),
+            w,
+            num_tokens,
+            WORDS=trees.num_words,
+            WORDS_PAD=triton.next_power_of_2(trees.num_words),
+            BLOCK_NODES=BLOCK_NODES,
+        )
+    return depths, ancestors, positions
 
 
 @triton.jit
@@ -239,3 +279,44 @@ def _slots_kernel(
     )
     slot = block.to(tl.int64) * block_size + position % block_size
     tl.store(slots + row, tl.where(real, slot, -1), mask=row < num_tokens)
+
+
+@triton.jit(do_not_specialize=["parents", "tree_lens", "cu_seqlens_q", "seq_lens", "tree_width", "num_tokens"])
+@no_type_check
+def _draw_trees_kernel(
+    parents,
+    tree_lens,
+    cu_seqlens_q,
+    seq_lens,
+    depths,
+    ancestors,
+    positions,
+    parent_strides,
+    lens_stride,
+    tree_width,
+    num_tokens,
+    WORDS: tl.constexpr,
+    WORDS_PAD: tl.constexpr,
+    BLOCK_NODES: tl.constexpr,
+):
+    sequence = tl.program_id(0).to(tl.int64)
+    node = tl.program_id(1) * BLOCK_NODES + tl.arange(0, BLOCK_NODES)
+    tree_len = tl.load(tree_lens + sequence * lens_stride)
+    is_node = node < tree_len
+    word = tl.arange(0, WORDS_PAD)[None, :]
+    mask = tl.zeros([BLOCK_NODES, WORDS_PAD], tl.int64)
+    depth = tl.zeros([BLOCK_NODES], tl.int32)
+    at = tl.where(is_node, node, -1)
+    one = tl.full([BLOCK_NODES, WORDS_PAD], 1, tl.int64)
+    while tl.max(at, 0) >= 0:
+        seen = (at >= 0)[:, None] & (at[:, None] // 64 == word)
+        mask |= tl.where(seen, one << (tl.where(at >= 0, at, 0) % 64).to(tl.int64)[:, None], 0)
+        parent = tl.load(parents + sequence * parent_strides[0] + at * parent_strides[1], mask=at >= 0, other=-1)
+        at = tl.minimum(parent, at - 1)  # whatever is there, it ends
+        depth += (at >= 0).to(tl.int32)
+    places = sequence * tree_width + node
+    tl.store(depths + places, depth, mask=node < tree_width)
+    tl.store(ancestors + places[:, None] * WORDS + word, mask, mask=(node < tree_width)[:, None] & (word < WORDS))
+    row = tl.load(cu_seqlens_q + sequence + 1) - tree_len + node  # the query rows are the last nodes
+    is_row = is_node & (row >= tl.load(cu_seqlens_q + sequence)) & (row < num_tokens)
+    tl.store(positions + row, tl.load(seq_lens + sequence) - tree_len + depth, mask=is_row)

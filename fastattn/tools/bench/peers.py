@@ -27,6 +27,7 @@ from fastattn.tools.bench.work import (
     LAMBDA_INIT,
     NORM_EPS,
     Attention,
+    Drafts,
     Inputs,
     Judge,
     LatentInputs,
@@ -152,6 +153,37 @@ def cascade_twin(package: str = "fastattn") -> Contender:
         return prepare(module, *tensors, inputs.batch, prefixes=[prefix])
 
     return Contender(package, prepare_call, lse=True)
+
+
+def tree_twin(package: str = "fastattn", *, kernel: str | None = None) -> Contender:
+    """Our verification of a drafted tree in each sequence.
+
+    Args:
+        package: "fastattn" or "refattn".
+        kernel: ask for this kernel, to see whether the chosen one is the fastest.
+    """
+
+    def prepare_call(inputs: Inputs) -> Call:
+        module = importlib.import_module(f"{package}.speculative")
+        assert isinstance(inputs.work, Drafts)
+        trees = module.make_trees(inputs.work.parents(), device=inputs.query.device)
+        call = prepare(module, inputs.query, inputs.key_cache, inputs.value_cache, inputs.batch, trees=trees)
+        return call if kernel is None else partial(_call_with, kernel, call)
+
+    return Contender(", ".join(filter(None, (package, kernel))), prepare_call, lse=True)
+
+
+def as_chain(contender: Contender) -> Contender:
+    """A yardstick for drafted trees: the same tokens as a chain, whose mask is causal, over the same bytes.
+
+    Args:
+        contender: who computes it.
+    """
+
+    def judge(inputs: Inputs) -> Judge:
+        return Attention(**asdict(inputs.work)).judge(inputs)
+
+    return replace(contender, name=f"a chain: {contender.name}", judge=judge)
 
 
 def differential_twin(package: str = "fastattn") -> Contender:
@@ -807,6 +839,28 @@ def flashinfer_prefill(backend: str = "fa3") -> Contender:
         return partial(wrapper.run, inputs.query, (inputs.key_cache, inputs.value_cache))
 
     return Contender(f"FlashInfer {backend}", prepare)
+
+
+def flashinfer_tree() -> Contender:
+    """FlashInfer's paged prefill with a mask for every pair of a query and a key, which only its "fa2" takes."""
+
+    def prepare(inputs: Inputs) -> Call:
+        from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+        work = inputs.work
+        masks = [picture(torch.arange(q)) for (q, _), picture in zip(work.lens, work.pictures(), strict=True)]
+        wrapper = BatchPrefillWithPagedKVCacheWrapper(_workspace(inputs), "NHD", backend="fa2")
+        wrapper.plan(
+            inputs.batch.cu_seqlens_q,
+            *_flat_table(inputs),
+            *_sizes(inputs),
+            custom_mask=torch.cat([mask.flatten() for mask in masks]).to(inputs.query.device),
+            q_data_type=inputs.query.dtype,
+            kv_data_type=inputs.key_cache.dtype,
+        )
+        return partial(wrapper.run, inputs.query, (inputs.key_cache, inputs.value_cache))
+
+    return Contender("FlashInfer, custom mask", prepare)
 
 
 def flashinfer_decode() -> Contender:

@@ -12,10 +12,12 @@ from torch.nn.attention import SDPBackend
 from fastattn.tools.bench import generation, peers
 from fastattn.tools.bench.generation import Generation
 from fastattn.tools.bench.peers import Contender, twin
+from fastattn.tools.bench.ranks import Shared, ranks
 from fastattn.tools.bench.work import (
     Attention,
     CacheWrite,
     Differential,
+    Drafts,
     LatentPrefill,
     Latents,
     Layers,
@@ -224,6 +226,15 @@ def _cpu(shrink: int) -> Iterator[Row]:
         (peers.mla_prefill_twin(), peers.aten_cpu_latent_prefill(), peers.mla_prefill_twin("refattn")),
         aim="1.15 of the ATen call",
     )
+    nodes = 16
+    drafts = Drafts(((nodes, 4096 // shrink + nodes),) * 4, heads=(8, 2), head_size=64)
+    yield Row(
+        "speculative",
+        f"tree-4x{4096 // shrink}-drafts-{nodes}",
+        drafts,
+        (peers.tree_twin(), peers.as_chain(twin("chunked_prefill")), peers.tree_twin("refattn")),
+        aim="1.15 of a chain",
+    )
     write = CacheWrite(16384 // shrink, num_kv_heads=2, head_size=64)
     yield Row(
         "kv_cache",
@@ -356,6 +367,25 @@ def _cuda(shrink: int) -> Iterator[Row]:
         clock="graph",
         aim="at most 515 us",
     )
+
+    for b, nodes, aim in ((64, 16, "at most 530 us"), (8, 64, "at most 150 us"), (1, 64, "at most 32 us")):
+        keys = 8192 // shrink
+        yield Row(
+            "speculative",
+            f"tree-{b}x{keys}-drafts-{nodes}",
+            Drafts(((nodes, keys + nodes),) * b),
+            (
+                peers.tree_twin(),
+                *(peers.tree_twin(kernel=kernel) for kernel in ("triton", "fa3")),
+                peers.flashinfer_tree(),
+                peers.as_chain(peers.fa3()),
+                peers.as_chain(twin("chunked_prefill")),
+                peers.as_chain(peers.flashinfer_prefill("fa2")),
+                peers.as_chain(peers.fa4()),
+            ),
+            clock="graph",
+            aim=aim,
+        )
 
     window = 1024 // shrink
     window_size = (window - 1, 0)
@@ -541,6 +571,15 @@ def _latents_of_a_server(shrink: int) -> Iterator[Row]:
             peers.fa3(block_size=None),
         ),
         aim="FA4 by hand within 2 %",
+    )
+    million = _work(shrink, (1, 1048576), kind=Shared)
+    yield Row(
+        "context_parallel",
+        f"decode-1x{million.tokens}",
+        million,
+        (ranks(2), ranks(1)),
+        clock="own",
+        aim="at most 0.6 of one GPU",
     )
     workspace = 16384 // shrink
     for query_len, seq_len in ((8192, 8192), (1024, 32768 + 1024)):

@@ -7,7 +7,9 @@ with the formula in the type of the input as `low`.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
+from random import Random
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -118,6 +120,11 @@ class Attention:
                 first = position // self.chunk * self.chunk
             yield first, position if self.causal else torch.full_like(position, seq_len - 1)
 
+    def pictures(self) -> Iterator[Callable[[Int64[Tensor, "n"]], Bool[Tensor, "n s"]]]:
+        """Return what draws the mask of some queries of a sequence, one sequence after the other."""
+        for (first, last), (_, seq_len) in zip(self.sight(), self.lens, strict=True):
+            yield partial(_between, first, last, seq_len)
+
     def draw(self, device: torch.device, dtype: torch.dtype, seed: int) -> Any:
         """Draw queries, keys and values, and lay the keys and values out in pages."""
         generator = torch.Generator(device).manual_seed(seed)
@@ -181,13 +188,11 @@ class Attention:
         rows: list[Tensor] = []
         exact: list[tuple[Tensor, Tensor]] = []
         low: list[tuple[Tensor, Tensor]] = []
-        for (q0, _), (k0, k1), sight in zip(self.query_rows(), self.key_rows(), self.sight(), strict=True):
-            first, last = sight
-            sample = self.sample(len(first))
-            position = torch.arange(k1 - k0)
-            visible = (position >= first[sample, None]) & (position <= last[sample, None])
+        pictures = zip(self.query_rows(), self.key_rows(), self.pictures(), strict=True)
+        for (q0, q1), (k0, k1), picture in pictures:
+            sample = self.sample(q1 - q0)
             rows.append(sample + q0)
-            visible = visible.to(inputs.query.device)
+            visible = picture(sample).to(inputs.query.device)
             for answers, dtype in ((exact, torch.float64), (low, inputs.query.dtype)):
                 query = inputs.query[sample + q0].to(dtype)
                 answers.append(self.formula(query, *self.keys_and_values(inputs, slice(k0, k1), dtype), visible))
@@ -228,6 +233,37 @@ class Attention:
     ) -> tuple[Tensor, Tensor]:
         """Compute outputs and log-sum-exps in the type of the inputs."""
         return attend(query, key, value, visible)
+
+
+def _between(first: Tensor, last: Tensor, seq_len: int, sample: Tensor) -> Bool[Tensor, "n s"]:
+    position = torch.arange(seq_len)
+    return (position >= first[sample, None]) & (position <= last[sample, None])
+
+
+@dataclass(frozen=True)
+class Drafts(Attention):
+    """The verification of a drafted tree in each sequence: its new tokens are the nodes, each after a drawn one."""
+
+    def parents(self) -> list[tuple[int, ...]]:
+        """Return the node that each node follows, -1 for the root, tree by tree."""
+        return [(-1, *map(Random(i).randrange, range(1, query_len))) for i, (query_len, _) in enumerate(self.lens)]
+
+    def flops(self) -> int:
+        """Count two products for each pair of a node and a key that it sees: those before the tree, and a branch."""
+        pairs = sum(
+            int(picture(torch.arange(q)).sum()) for (q, _), picture in zip(self.lens, self.pictures(), strict=True)
+        )
+        return 2 * (self.head_size + self.value_size) * self.heads[0] * pairs
+
+    def pictures(self) -> Iterator[Callable[[Int64[Tensor, "n"]], Bool[Tensor, "n s"]]]:
+        """Return what draws the mask of some nodes of a tree, one sequence after the other."""
+        for parents, (query_len, seq_len) in zip(self.parents(), self.lens, strict=True):
+            visible = torch.ones(query_len, seq_len, dtype=torch.bool)
+            visible[:, seq_len - query_len :] = torch.eye(query_len, dtype=torch.bool)
+            for node, parent in enumerate(parents):
+                if parent >= 0:
+                    visible[node] |= visible[parent]
+            yield visible.__getitem__
 
 
 class Inputs(NamedTuple):

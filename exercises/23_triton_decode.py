@@ -1,0 +1,30 @@
+"""23 · A decode in Triton, which runs here under its interpreter."""
+
+from typing import no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float
+from torch import Tensor
+
+
+@triton.jit
+@no_type_check
+def decode_kernel(query, key, value, out, seq_len, scale, head_stride, D: tl.constexpr, TILE: tl.constexpr):
+    """Attend with one query head to all its keys, a tile of keys at a time, with exercise 10's running softmax.
+
+    Program h computes head h. Its query begins at `query + h * D`, its output at `out + h * D`; the key of token j
+    begins at `key + j * head_stride + h * D`, and its value likewise. The last tile may have fewer than TILE keys.
+    """
+    raise NotImplementedError
+
+
+def triton_decode(
+    query: Float[Tensor, "h d"], key: Float[Tensor, "s h d"], value: Float[Tensor, "s h d"]
+) -> Float[Tensor, "h d"]:
+    """Launch the kernel, one program per head; everything is contiguous, and `d` is a power of two."""
+    heads, size = query.shape
+    out = torch.empty_like(query)
+    decode_kernel[(heads,)](query, key, value, out, len(key), size**-0.5, heads * size, D=size, TILE=16)
+    return out

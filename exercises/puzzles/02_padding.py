@@ -1,0 +1,31 @@
+"""2 · Padding that writes.
+
+A request ends in nonsense, rarely, and only where steps are padded to a fixed size for CUDA graphs.
+
+Reported: vLLM 43810: https://github.com/vllm-project/vllm/issues/43810
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def broken(pool: Tensor, new: Tensor, slots: list[int]) -> Tensor:
+    """Return the pool with each new row written to its slot; the slot -1 is padding, written nowhere."""
+    pool = pool.clone()
+    pool[torch.tensor(slots, dtype=torch.long)] = new
+    return pool
+
+
+def failing_case() -> dict[str, Any]:
+    """Return a small case that `broken` gets wrong.
+
+    dict(num_slots=..., slots=[...]): the rows of the pool, and a slot for each new row.
+    """
+    raise NotImplementedError
+
+
+def mended(pool: Tensor, new: Tensor, slots: list[int]) -> Tensor:
+    """Do what `broken` should do."""
+    raise NotImplementedError

@@ -1,0 +1,121 @@
+"""Context parallelism by the fastest kernel for each part; the twin of `refattn.context_parallel`.
+
+The parts of the ranks cross the wire in float32, as they are added there; nothing synchronizes with the host, and a
+CUDA graph captures the collectives with the kernels where the group is one of NCCL.
+"""
+
+import torch
+from jaxtyping import Float, Int32, Int64
+from torch import Tensor
+
+from fastattn.kernels import dispatch
+from fastattn.kernels.torch_ops import places
+from fastattn.metadata import positions
+from refattn.interface import AttentionOptions, Batch, ContextParallelPlan, Group, Plan, Shard
+from refattn.interface.checks import check_context_parallel
+from refattn.interface.contents import check_block_table, check_contexts, check_num_tokens, check_shard
+from refattn.interface.values import check_window
+
+
+def plan(
+    batch: Batch, *, shard: Shard, block_size: int, window_size: tuple[int, int] = (-1, -1)
+) -> ContextParallelPlan:
+    """Plan the part of one rank; the twin of `refattn.context_parallel.plan`.
+
+    For a window, which needs the position of each query, a batch on a device has to say how many query rows it has
+    (`num_tokens`).
+    """
+    block_table = check_shard(batch, shard, block_size=block_size)
+    check_contexts(batch)
+    left, _ = check_window(window_size)
+    longest = -(-batch.max_seq_len // (shard.num_ranks * shard.interleave)) * shard.interleave
+    query_len, num_tokens = batch.max_query_len, batch.num_tokens
+    keys = Batch(
+        batch.cu_seqlens_q,
+        local_lens(batch.context_lens, shard),
+        block_table,
+        query_len,
+        longest,
+        num_tokens=num_tokens,
+    )
+    where = None
+    if left >= 0:
+        rows = int(batch.cu_seqlens_q[-1]) if batch.device.type == "cpu" else num_tokens
+        if rows is None:
+            raise ValueError("num_tokens: expected the number of query rows, which a window needs, got None")
+        where = local_lens((positions(batch, rows) - left).clamp(min=0).int(), shard) + left
+    context = Plan(keys, block_size, causal=False, window_size=(left, -1), positions=where)
+    new = Batch(batch.cu_seqlens_q, batch.query_lens, None, query_len, query_len, num_tokens=num_tokens)
+    return ContextParallelPlan(batch, shard, context, Plan(new, causal=True, window_size=window_size))
+
+
+def attention(
+    query: Float[Tensor, "t h d"],
+    key: Float[Tensor, "t hk d"],
+    value: Float[Tensor, "t hk dv"],
+    key_cache: Float[Tensor, "n p hk d"],
+    value_cache: Float[Tensor, "n p hk dv"],
+    plan: ContextParallelPlan,
+    options: AttentionOptions = AttentionOptions(),
+    *,
+    group: Group,
+    return_lse: bool = False,
+    out: Float[Tensor, "t h dv"] | None = None,
+) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend with the heads of this rank to all tokens of each sequence; the twin of `refattn.context_parallel`.
+
+    Arguments, results and errors are those of `refattn.context_parallel.attention`.
+
+    Raises:
+        NotImplementedError: for ALiBi, as no kernel knows the distance to keys of which others lie elsewhere; and if no
+            kernel computes the combination, with the reason of each.
+    """
+    key_heads = check_context_parallel(
+        query, key, value, key_cache, value_cache, plan, options, out, return_lse, group=group
+    )
+    if options.alibi_slopes is not None:
+        raise NotImplementedError("no kernel computes ALiBi over the keys of a rank: others lie between them")
+    all_heads = group.all_gather(query, dim=1)
+    part, lse = dispatch.paged(all_heads, key_cache, value_cache, plan.context, options.without_sinks())
+
+    total = group.all_gather(lse[None], dim=0).logsumexp(0)  # [t, h of all ranks]
+    weight = (lse - total).exp_()[..., None]  # NaN where no rank has a key: such a part counts for nothing in the merge
+    context = group.reduce_scatter(part * weight, dim=1)  # float32: the parts are added once more
+    context_lse = total.chunk(group.size, dim=1)[group.rank].contiguous()
+
+    new, new_lse = dispatch.dense(query, key[:, key_heads], value[:, key_heads], plan.own, options)
+    answer, lse = dispatch.merge([context, new.to(context.dtype)], [context_lse, new_lse])
+    out = answer.to(query.dtype) if out is None else out.copy_(answer)
+    return (out, lse) if return_lse else out
+
+
+def own_positions(length: int, shard: Shard) -> Int64[Tensor, "s"]:
+    """Return the positions of a sequence that a rank has; the twin of `refattn.context_parallel.own_positions`."""
+    place = torch.arange(int(local_lens(torch.tensor([length], dtype=torch.int32), shard)))
+    turns, in_run = place // shard.interleave, place % shard.interleave
+    return turns * shard.num_ranks * shard.interleave + shard.rank * shard.interleave + in_run
+
+
+def local_lens(lens: Int32[Tensor, "b"], shard: Shard) -> Int32[Tensor, "b"]:
+    """Return how many of the first tokens of each sequence a rank has; the twin of `refattn.context_parallel`."""
+    period = shard.num_ranks * shard.interleave
+    last_round = (lens % period - shard.rank * shard.interleave).clamp(0, shard.interleave)
+    return lens // period * shard.interleave + last_round
+
+
+def slot_mapping(batch: Batch, num_tokens: int, *, shard: Shard, block_size: int) -> Int64[Tensor, "t"]:
+    """Return the slot that this rank writes each new token to; the twin of `refattn.context_parallel.slot_mapping`."""
+    check_num_tokens(num_tokens, batch)
+    block_table = check_shard(batch, shard, block_size=block_size)
+    seq_lens = local_lens(batch.seq_lens, shard)
+    check_block_table(
+        Batch(batch.cu_seqlens_q, seq_lens, block_table, batch.max_query_len, batch.max_seq_len), block_size=block_size
+    )
+    if not block_table.numel():
+        return torch.full((num_tokens,), -1, dtype=torch.int64, device=batch.device)
+    sequence, place, padding = places(batch, num_tokens)
+    elsewhere = padding | (place < 0) | (place // shard.interleave % shard.num_ranks != shard.rank)
+    period = shard.num_ranks * shard.interleave
+    local = (place // period * shard.interleave + place % shard.interleave).masked_fill(elsewhere, 0)
+    block = block_table[sequence, local // block_size].long()
+    return (block * block_size + local % block_size).masked_fill(elsewhere, -1)

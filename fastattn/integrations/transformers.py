@@ -1,0 +1,476 @@
+"""Attention of transformers' models by either twin, over the caches that transformers keeps.
+
+    from fastattn.integrations import transformers as integration
+
+    integration.register()
+    model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="fastattn")      # or "refattn"
+
+transformers says with a function who may see whom: causal, a window, a chunk, padding, packed sequences, or any of
+them together. Here that function is read out, once per forward: of each query the first key that it sees and the one
+after the last, int32 `[b, 1, q, 2]`. That tensor goes to the layers as their mask.
+
+    keys       0 1 2 3 4 5 6                the first layer makes a plan of it: queries that see
+    query 0    . . 1 . . . .     2, 3       keys from the same one on are a sequence, and the
+    query 1    . . 1 1 . . .     2, 4       plan has its positions and its window. The next
+    query 2    . . . 1 1 . .     3, 5       layers find the plan with the mask.
+
+So padding, packed sequences and chunks all become sequences of a ragged batch, for `dense`: their keys are laid in rows
+where the cache has gaps, and padding is neither read nor computed; queries of padding return 0. What a query may see
+has to be one run of keys, and anything that neither twin computes is an error that names it.
+
+`generate_batch`, the continuous batching of transformers, is entered with `use_in_generate_batch`. A server with a
+paged cache that the twins read where it lies is `refattn.serving.Engine`.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from einops import rearrange
+from jaxtyping import Bool, Float, Int32, Int64
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+import fastattn.dense
+import fastattn.metadata
+import refattn.dense
+import refattn.metadata
+from refattn.interface import AttentionOptions, Batch, Plan
+from refattn.serving.models import HARMLESS
+
+TWINS = {"refattn": (refattn.dense, refattn.metadata), "fastattn": (fastattn.dense, fastattn.metadata)}
+PAGED_PREFIX = "flash_"  # `generate_batch` takes a name with "flash" in it, and draws no mask for it
+ENTRIES = 1 << 24  # of the mask that are drawn at a time
+COPIES = 4  # of the cache's keys at most, where sequences share some
+OF_THE_STEP = (  # of `generate_batch`
+    "block_table",
+    "cu_seq_lens_k",
+    "cu_seq_lens_q",
+    "logits_indices",
+    "logits_processor_args",
+    "max_length_k",
+    "max_length_q",
+    "read_index",
+    "write_index",
+)
+# What transformers passes along that asks nothing of an attention.
+IGNORED = HARMLESS | {"is_causal", "layer_idx", "attention_mask", "logits_to_keep", "cache_position", "return_dict"}
+
+
+def register() -> None:
+    """Make `attn_implementation="refattn"` and `"fastattn"` known to transformers; to do so again changes nothing."""
+    for name, twin in TWINS.items():
+        AttentionInterface.register(name, partial(_attention, twin))
+        AttentionMaskInterface.register(name, visible_keys)
+        AttentionInterface.register(PAGED_PREFIX + name, partial(_paged_attention, twin))
+        AttentionMaskInterface.register(PAGED_PREFIX + name, _no_mask)
+
+
+def use_in_generate_batch(model: Any, name: str) -> None:
+    """Let a model compute with a twin in `generate_batch`, the continuous batching of transformers.
+
+    `model.set_attn_implementation(...)` gives it another attention again. There, transformers would look for a kernel
+    of that name to download, so here the name is set in the configuration.
+
+    Args:
+        model: a model of transformers, for nothing but `generate_batch` from here on.
+        name: "refattn" or "fastattn".
+
+    Raises:
+        ValueError: if there is no twin of that name, or the model's attention cannot be replaced.
+    """
+    if name not in TWINS:
+        raise ValueError(f"name: expected one of {', '.join(TWINS)}, got {name!r}")
+    if not model._can_set_attn_implementation():
+        raise ValueError(f"model: expected one built on AttentionInterface, got {type(model).__name__}")
+    register()
+    model.config._attn_implementation = PAGED_PREFIX + name
+
+
+@torch.compiler.disable
+def visible_keys(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Tensor] = causal_mask_function,
+    attention_mask: Bool[Tensor, "b _"] | None = None,
+    *,
+    allow_is_causal_skip: bool = True,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **others: Any,
+) -> Int32[Tensor, "b 1 q 2"]:
+    """Return of each query the first key that it sees, and the one after the last; twice 0 if it sees none.
+
+    Args:
+        batch_size: rows of the batch.
+        q_length: queries of each.
+        kv_length: keys of each, in the cache.
+        q_offset: position of the first query.
+        kv_offset: position of the first key.
+        mask_function: who sees whom, by positions.
+        attention_mask: which positions are no padding.
+        allow_is_causal_skip: whether the function is one of transformers' own, without additions: a query at a position
+            of padding is then padding, too, and sees nothing.
+        use_vmap: how to call the function.
+        device: where the mask is to be.
+        others: what else transformers passes to all masks.
+
+    Raises:
+        NotImplementedError: if a query sees keys with gaps between them.
+    """
+    chunk = max(1, ENTRIES // max(1, batch_size * kv_length))
+    parts = []
+    for first in range(0, q_length, chunk):
+        visible = sdpa_mask(
+            batch_size=batch_size,
+            q_length=min(chunk, q_length - first),
+            kv_length=kv_length,
+            q_offset=q_offset + first,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            allow_is_causal_skip=False,
+            allow_is_bidirectional_skip=False,
+            use_vmap=use_vmap,
+            device=device,
+        )
+        parts.append(_runs(visible))
+    seen = torch.cat(parts, dim=2)
+    if allow_is_causal_skip and attention_mask is not None:
+        positions = torch.arange(q_length, device=seen.device) + q_offset
+        real = attention_mask.to(seen.device)[:, positions.clamp(max=attention_mask.shape[1] - 1)]
+        seen = seen * rearrange(real, "b q -> b 1 q 1")
+    return seen
+
+
+def _no_mask(*args: Any, attention_mask: Tensor | None = None, **others: Any) -> None:
+    """Draw nothing where `generate_batch` says by lengths who sees whom."""
+    if attention_mask is not None:
+        raise NotImplementedError(
+            f"attn_implementation: the names that begin with {PAGED_PREFIX!r} are for generate_batch, which has no "
+            "padding; elsewhere leave that out"
+        )
+
+
+def _runs(visible: Bool[Tensor, "b heads q kv"]) -> Int32[Tensor, "b heads q 2"]:
+    """Return where the visible keys of each query begin and end."""
+    count, marks = visible.sum(-1), visible.byte()
+    first = marks.argmax(-1) * (count > 0)
+    end = (visible.shape[-1] - marks.flip(-1).argmax(-1)) * (count > 0)
+    if not torch.equal(end - first, count):
+        raise NotImplementedError(
+            "attention_mask: expected the keys that a query sees to be one run, got one with a gap; neither twin "
+            'computes arbitrary masks over rows, attn_implementation="sdpa" does'
+        )
+    return torch.stack([first, end], dim=-1).int()
+
+
+# --- the attention of a layer ---
+
+
+class Layout(NamedTuple):
+    """A mask as a ragged batch.
+
+    Attributes:
+        plan: over the rows.
+        query_rows: of all `b q` query rows, those that see a key, in the order of the plan; None for all.
+        key_rows: of all `b kv` key rows, those of the plan's sequences, one after the other.
+    """
+
+    plan: Plan
+    query_rows: Int64[Tensor, "t"] | None
+    key_rows: Int64[Tensor, "s"] | slice
+
+
+@torch.compiler.disable
+def _attention(
+    twin: tuple[ModuleType, ModuleType],
+    module: Any,
+    query: Float[Tensor, "b h q d"],
+    key: Float[Tensor, "b hk kv d"],
+    value: Float[Tensor, "b hk kv dv"],
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Float[Tensor, "h"] | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    **others: Any,
+) -> tuple[Float[Tensor, "b q h dv"], None]:
+    """Compute the attention of a layer; transformers calls this in place of its own.
+
+    Args:
+        twin: the module of the path and the module of its tables.
+        module: the layer's attention in the model.
+        query: of the new tokens.
+        key: of all tokens in the cache, as it is.
+        value: likewise.
+        attention_mask: `visible_keys`; a mask of a user's own, boolean, `[b, 1, q, kv]`; or None.
+        scaling: the softmax scale.
+        softcap: bound on the scores.
+        s_aux: the sinks.
+        sliding_window: read where there is no mask; else the mask has it already.
+        is_causal: likewise, in place of the layer's own.
+        cu_seq_lens_q: where packed sequences begin and end, in a batch of one without a cache.
+        cu_seq_lens_k: the same once more.
+        max_length_q: not needed.
+        max_length_k: not needed.
+        others: what else the model was called with.
+
+    Raises:
+        NotImplementedError: naming what neither twin computes.
+    """
+    _check_others(others)
+    if attention_mask is None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        attention_mask = _without_mask(query, key, bool(causal), sliding_window)
+    elif attention_mask.dtype == torch.bool and attention_mask.ndim == 4 and attention_mask.shape[1] == 1:
+        attention_mask = _runs(attention_mask)
+    elif attention_mask.dtype != torch.int32 or attention_mask.ndim != 4 or attention_mask.shape[1::2] != (1, 2):
+        kind = str(attention_mask.dtype).removeprefix("torch.")
+        raise NotImplementedError(
+            "attention_mask: expected [b, s] of zeros and ones or a boolean [b, 1, q, kv], got "
+            f"{kind} {list(attention_mask.shape)}; neither twin adds masks of numbers, or has one for each head"
+        )
+    layout = _layout(attention_mask, query.shape[0], key.shape[2], (cu_seq_lens_q, cu_seq_lens_k), twin[1])
+    options = AttentionOptions(scaling, softcap or 0.0, sinks=s_aux)
+    return _without_gradients(partial(_attend, twin[0], layout, options), query, key, value), None
+
+
+def _attend(
+    path: ModuleType,
+    layout: Layout,
+    options: AttentionOptions,
+    query: Float[Tensor, "b h q d"],
+    key: Float[Tensor, "b hk kv d"],
+    value: Float[Tensor, "b hk kv dv"],
+) -> Float[Tensor, "b q h dv"]:
+    rows = rearrange(query, "b h q d -> (b q) h d")
+    if layout.query_rows is not None:
+        rows = rows[layout.query_rows]
+    keys, values = (rearrange(x, "b hk kv d -> (b kv) hk d")[layout.key_rows] for x in (key, value))
+    out = path.attention(rows, keys, values, layout.plan, options)
+    if layout.query_rows is not None:
+        every_row = out.new_zeros(query.shape[0] * query.shape[2], *out.shape[1:])
+        out = every_row.index_copy_(0, layout.query_rows, out)
+    return rearrange(out, "(b q) h dv -> b q h dv", b=query.shape[0])
+
+
+@torch.compiler.disable
+def _paged_attention(
+    twin: tuple[ModuleType, ModuleType],
+    module: Any,
+    query: Float[Tensor, "b h t d"],
+    key: Float[Tensor, "b hk t d"],
+    value: Float[Tensor, "b hk t dv"],
+    attention_mask: None,
+    *,
+    cache: Any = None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Float[Tensor, "h"] | None = None,
+    sliding_window: int | None = None,
+    **step: Any,
+) -> tuple[Float[Tensor, "b t h dv"], None]:
+    """Compute the attention of a layer in `generate_batch`, which writes the cache and reads it into rows.
+
+    Raises:
+        NotImplementedError: naming what neither twin computes; without a cache of `generate_batch`.
+    """
+    if cache is None:
+        raise NotImplementedError(
+            f"attn_implementation: the names that begin with {PAGED_PREFIX!r} are for generate_batch, which has a "
+            "paged cache; elsewhere leave that out"
+        )
+    if step.get("block_table") is not None:
+        raise NotImplementedError("max_blocks_per_request: expected 0, as the cache writes its keys, got block tables")
+    _check_others({name: x for name, x in step.items() if name not in OF_THE_STEP})
+    key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=step)
+    starts, ends = step["cu_seq_lens_q"].int(), step["cu_seq_lens_k"].int()
+    batch = Batch(starts, ends.diff(), None, int(step["max_length_q"]), int(step["max_length_k"]))
+    left = -1 if sliding_window is None else sliding_window - 1
+    layout = Layout(Plan(batch, None, True, (left, 0) if left >= 0 else (-1, -1)), None, slice(None))
+    options = AttentionOptions(scaling, softcap or 0.0, sinks=s_aux)
+    return _without_gradients(partial(_attend, twin[0], layout, options), query, key, value), None
+
+
+def _check_others(others: dict[str, Any]) -> None:
+    """Refuse what an attention would have to do and neither twin does.
+
+    Raises:
+        NotImplementedError: naming it.
+    """
+    for name, value in others.items():
+        if name in ("dropout", "output_attentions"):
+            if value:
+                what = "computes dropout" if name == "dropout" else "has weights of its softmax to return"
+                raise NotImplementedError(f'{name}: neither twin {what}, got {value}; attn_implementation="eager" does')
+        elif name not in IGNORED and value is not None and value is not False:
+            raise NotImplementedError(
+                f"{name}: expected no option of attention that the twins do not know, got {value!r}"
+            )
+
+
+class _Forward(torch.autograd.Function):
+    """A forward without a backward, whatever the parameters of a model say about gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        return compute(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise NotImplementedError('backward: the twins have no gradients; attn_implementation="sdpa" has')
+
+
+def _without_gradients(compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        out: Tensor = _Forward.apply(compute, *tensors)
+        return out
+    return compute(*tensors)
+
+
+# --- from a mask to rows ---
+
+
+def _without_mask(query: Tensor, key: Tensor, causal: bool, sliding_window: int | None) -> Int32[Tensor, "b 1 q 2"]:
+    """Return `visible_keys` where a model draws no mask: all keys, or up to a query's own."""
+    b, q, kv = query.shape[0], query.shape[2], key.shape[2]
+    if causal and 1 < q != kv:
+        raise NotImplementedError(f"attention_mask: expected one for {q} queries over {kv} keys, got None")
+    if sliding_window is not None and sliding_window < kv and not causal:
+        raise NotImplementedError("attention_mask: expected one with the window of a bidirectional layer, got None")
+    end = torch.arange(kv - q, kv) + 1 if causal else torch.full((q,), kv)
+    first = torch.zeros_like(end) if sliding_window is None else (end - sliding_window).clamp(min=0)
+    return torch.stack([first, end], dim=-1).int().to(query.device).expand(b, 1, q, 2)
+
+
+def _layout(
+    mask: Int32[Tensor, "_ 1 q 2"],
+    batch_size: int,
+    num_keys: int,
+    edges: tuple[Tensor | None, Tensor | None],
+    metadata: ModuleType,
+) -> Layout:
+    """Return the layout of a mask: the one that an earlier layer left with it, if it is of the same batch."""
+    before: tuple[int, int, Any, Any, Layout] | None = getattr(mask, "layout_of_rows", None)
+    if before is not None and before[:2] == (batch_size, num_keys) and before[2] is edges[0] and before[3] is edges[1]:
+        return before[-1]
+    seen = mask[:, 0].expand(batch_size, -1, -1)
+    if edges[0] is not None:
+        seen = _in_documents(seen, num_keys, edges[0], edges[1])
+    layout = _lay_out(seen, num_keys, metadata)
+    mask.layout_of_rows = (batch_size, num_keys, *edges, layout)  # type: ignore[attr-defined]
+    return layout
+
+
+def _in_documents(
+    seen: Int32[Tensor, "b q 2"], num_keys: int, cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor | None
+) -> Int32[Tensor, "b q 2"]:
+    """Keep what a query sees of its own packed sequence."""
+    edges, q = cu_seq_lens_q.cpu().long(), seen.shape[1]
+    same = cu_seq_lens_k is None or torch.equal(edges, cu_seq_lens_k.cpu().long())
+    if seen.shape[0] != 1 or q != num_keys or not same or int(edges[0]) != 0 or int(edges[-1]) != q:
+        raise NotImplementedError(
+            "cu_seq_lens_q: expected the edges of sequences packed into one row without a cache, from 0 to "
+            f"{q}, the same for keys, got {edges.tolist()}"
+        )
+    number = torch.searchsorted(edges[1:], torch.arange(q), right=True)
+    begin, end = edges[number], edges[number + 1]
+    first, after = seen[0].cpu().long().unbind(-1)
+    first, after = torch.maximum(first, begin), torch.minimum(after, end)
+    return torch.stack([first, torch.maximum(first, after)], dim=-1)[None].int().to(seen.device)
+
+
+def _lay_out(seen: Int32[Tensor, "b q 2"], num_keys: int, metadata: ModuleType) -> Layout:
+    """Make a ragged batch of a mask.
+
+    Neighbouring queries are one sequence while what they see goes on: from the same first key, or in a window that
+    moves with them. A sequence's keys are those that any of its queries sees. Where its queries are not the last of
+    them, or do not stand one after the other, the plan has their positions.
+
+    Raises:
+        NotImplementedError: if no window and no positions describe the mask, or its sequences share most of their keys.
+    """
+    first, end = seen.cpu().long().unbind(-1)  # [b, q]
+    some = end > first
+    window = _window_of(first, end)
+    starts = some & ~torch.nn.functional.pad(_goes_on(first, end, window), (1, 0))
+    number = starts.flatten().cumsum(0)[some.flatten()] - 1  # of its sequence, for each row that sees something
+    first, end = first[some], end[some]
+    begin = first[starts[some]]  # the first key of each sequence
+    after = torch.zeros_like(begin).scatter_reduce_(0, number, end, "amax")
+    query_lens, seq_lens = number.bincount(minlength=len(begin)), after - begin
+    positions, everything = _positions(first - begin[number], end - begin[number], seq_lens[number], window)
+    followers = torch.arange(len(number)) - query_lens.cumsum(0)[number]  # -1 for the last query of a sequence
+    as_they_follow = everything or torch.equal(positions, seq_lens[number] + followers)
+
+    total, held = int(seq_lens.sum()), seen.shape[0] * num_keys
+    if total > COPIES * held:
+        raise NotImplementedError(
+            f"attention_mask: expected sequences that share few keys, got {total} keys of the {held} in the cache"
+        )
+    begin += starts.nonzero()[:, 0] * num_keys  # as a row of the whole cache
+    key_rows = torch.arange(total) + (begin - seq_lens.cumsum(0) + seq_lens).repeat_interleave(seq_lens)
+    plan = Plan(
+        metadata.make_batch(query_lens.tolist(), seq_lens.tolist(), device=seen.device),
+        None,
+        not everything,
+        (-1, -1) if window is None or everything else (window - 1, 0),
+        positions=None if as_they_follow else positions.int().to(seen.device),
+    )
+    query_rows = None if bool(some.all()) else some.flatten().nonzero()[:, 0].to(seen.device)
+    one_run = total > 0 and torch.equal(key_rows, torch.arange(total) + key_rows[0])
+    run = slice(int(key_rows[0]), int(key_rows[0]) + total) if one_run else key_rows.to(seen.device)
+    return Layout(plan, query_rows, run)
+
+
+def _window_of(first: Int64[Tensor, "b q"], end: Int64[Tensor, "b q"]) -> int | None:
+    """Return how many keys a query sees where what it sees moves by one; None if another sees more: it is no window."""
+    count = end - first
+    moved = (first.diff() == 1) & (end.diff() == 1) & (count[:, 1:] > 0)
+    width = int((count[:, 1:] * moved).max()) if moved.numel() else 0
+    return width if width and width == int(count.max()) else None
+
+
+def _goes_on(first: Int64[Tensor, "b q"], end: Int64[Tensor, "b q"], window: int | None) -> Bool[Tensor, "b r"]:
+    """Return of each query but the first whether it belongs to the sequence of the one before it."""
+    step, count = first.diff(), end - first
+    on = (step == 0) & (end.diff() >= 0)
+    if window is not None:
+        full = (end.diff() == 1) & (count[:, 1:] == window)
+        on |= (step == 1) & (full | ((end.diff() == 0) & (count[:, 1:] < window)))
+    return on & (count[:, 1:] > 0) & (count[:, :-1] > 0)
+
+
+def _positions(
+    first: Int64[Tensor, "t"], end: Int64[Tensor, "t"], seq_lens: Int64[Tensor, "t"], window: int | None
+) -> tuple[Int64[Tensor, "t"], bool]:
+    """Return where each query stands among the keys of its sequence, and whether all of them see all of those.
+
+    Past the last key a window says it; else the last key that a query sees is its own.
+
+    Raises:
+        NotImplementedError: if a query there would see something else.
+    """
+    everything = bool(((first == 0) & (end == seq_lens)).all())
+    positions = end - 1
+    if window is not None:
+        positions = torch.where((end == seq_lens) & (first > 0), first + window - 1, positions)
+        sees = torch.stack([(positions - window + 1).clamp(min=0), (positions + 1).minimum(seq_lens)])
+    else:
+        sees = torch.stack([torch.zeros_like(first), end])
+    if not torch.equal(sees, torch.stack([first, end])):
+        raise NotImplementedError("attention_mask: expected one window for all queries, or none, got several")
+    return positions, everything

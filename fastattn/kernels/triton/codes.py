@@ -1,0 +1,259 @@
+"""Codes of a quantised pool inside of a kernel: turned into numbers where they are multiplied, and rounded to.
+
+    fp8      scores * (query scale * key scale * softmax scale)        a scale of a head is the same for all its keys
+    int8     scores * query scale * key scale of each key              products of whole numbers are exact
+    both     (weights . codes of values) * value scale                 per head, or per head and channel
+
+Codes become float16, which holds them all, or float32 beside queries of that type. Queries in bfloat16 become float16,
+each divided by a power of two. Weights are rounded to 16 bits, as over a plain cache, and never to codes.
+"""
+
+from typing import NamedTuple, no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from refattn.interface import Fp8Scales, Int8Scales
+
+
+class Codes(NamedTuple):
+    """What turns pools of codes into keys and values, as kernels take it: `x = number * tensor * code`.
+
+    Attributes:
+        kind: what the codes are, "e4m3", "e5m2" or "int8".
+        numbers: of the queries, the keys and the values; 1 where a tensor says it.
+        query: of the queries, per head `[hk]`, or per sequence and head `[b, hk]`.
+        key: of the keys, likewise; for int8 per token of the pool and head, `[n, p, hk]`.
+        value: of the values, as `query`; for int8 per head and channel, `[hk, dv]`.
+        rounds_query: queries are rounded to fp8, too.
+    """
+
+    kind: str
+    numbers: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    query: Tensor | None = None
+    key: Tensor | None = None
+    value: Tensor | None = None
+    rounds_query: bool = False
+
+
+NO_CODES = Codes("")
+FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+
+
+def codes_of(scales: Fp8Scales | Int8Scales) -> Codes:
+    """Return scales as kernels take them."""
+    if isinstance(scales, Int8Scales):
+        return Codes("int8", key=scales.key, value=scales.value)
+    given = scales.query, scales.key, scales.value
+    of_query, of_key, of_value = (x if isinstance(x, (int, float)) else 1.0 for x in given)
+    query, key, value = (x if isinstance(x, Tensor) else None for x in given)
+    numbers = of_query, of_key, of_value
+    return Codes(FORMATS[scales.format], numbers, query, key, value, rounds_query=scales.query is not None)
+
+
+def in_pairs(value_cache: Tensor) -> Tensor:
+    """Return codes of values as pairs, to be read two at a time, if they lie so; else as they are."""
+    *strides, last = value_cache.stride()
+    numbers = (*strides, value_cache.shape[-1], value_cache.data_ptr())
+    if value_cache.itemsize != 1 or last != 1 or any(number % 2 for number in numbers):
+        return value_cache
+    return value_cache.view(torch.uint16)
+
+
+def are_pairs(value: Tensor) -> bool:
+    """Return whether values are pairs of codes."""
+    return value.dtype == torch.uint16
+
+
+def size_of(value: Tensor) -> int:
+    """Return the elements of a value."""
+    size = value.shape[-1]
+    return 2 * size if are_pairs(value) else size
+
+
+# Instructions for two pairs of codes, the first of each pair and the second; and for four codes of int8, of which each
+# is the last byte of 1024 + 128 + code in float16.
+PAIRS_OF_E4M3 = tl.constexpr("""
+    {
+        .reg .b16 low, high;
+        .reg .b32 two, others;
+        mov.b32 {low, high}, $2;
+        cvt.rn.f16x2.e4m3x2 two, low;
+        cvt.rn.f16x2.e4m3x2 others, high;
+        prmt.b32 $0, two, others, 0x5410;
+        prmt.b32 $1, two, others, 0x7632;
+    }
+""")
+PAIRS_OF_E5M2 = tl.constexpr("""
+    {
+        .reg .b32 first;
+        shl.b32 first, $2, 8;
+        and.b32 $0, first, 0xff00ff00;
+        and.b32 $1, $2, 0xff00ff00;
+    }
+""")
+PAIRS_OF_INT8 = tl.constexpr("""
+    {
+        .reg .b32 codes, magic;
+        xor.b32 codes, $2, 0x80808080;
+        mov.b32 magic, 0x64646464;
+        prmt.b32 $0, codes, magic, 0x4240;
+        prmt.b32 $1, codes, magic, 0x4341;
+        mov.b32 magic, 0x64806480;
+        sub.f16x2 $0, $0, magic;
+        sub.f16x2 $1, $1, magic;
+    }
+""")
+FOUR_OF_INT8 = tl.constexpr("""
+    {
+        .reg .b32 codes, magic;
+        xor.b32 codes, $2, 0x80808080;
+        mov.b32 magic, 0x64646464;
+        prmt.b32 $0, codes, magic, 0x4140;
+        prmt.b32 $1, codes, magic, 0x4342;
+        mov.b32 magic, 0x64806480;
+        sub.f16x2 $0, $0, magic;
+        sub.f16x2 $1, $1, magic;
+    }
+""")
+
+# Triton's interpreter finds a function only if it stands above the one that calls it.
+
+
+@triton.constexpr_function
+def value_type(query_type: tl.dtype, stored: tl.dtype) -> tl.dtype:
+    """Return the type in which weights meet values: one that loses nothing that the type of the query would show."""
+    if query_type == tl.float32 or stored == tl.float32:
+        return tl.float32
+    if stored == tl.bfloat16:
+        return tl.bfloat16 if query_type == tl.bfloat16 else tl.float32
+    return tl.float16  # of float16 and of any code
+
+
+@triton.jit
+@no_type_check
+def from_codes(codes, CODES: tl.constexpr, HARDWARE: tl.constexpr):
+    """Turn codes into the numbers that they stand for, exactly, in float16.
+
+    Without `HARDWARE`, which stands for instructions that a GPU has and the interpreter lacks, it is done by the bits:
+
+        e5m2    s eeeee mm   ->  s eeeee mm 00000000       the upper half of a float16
+        e4m3    s eeee mmm   ->  s 0 eeee mmm 0000000      1 / 256 of the number, as its exponent is 8 too small
+    """
+    if CODES == "int8":
+        if HARDWARE:  # 1024 + 128 + code, by its bits, and 1152 less: four codes at a time
+            numbers = tl.inline_asm_elementwise(
+                FOUR_OF_INT8,
+                "=&r,=&r,r",
+                [codes],
+                dtype=tl.float16,
+                is_pure=True,
+                pack=4,
+            )
+        else:
+            numbers = codes.to(tl.float16)
+    elif HARDWARE:
+        numbers = codes.to(tl.float8e4nv if CODES == "e4m3" else tl.float8e5, bitcast=True).to(tl.float16)
+    elif CODES == "e5m2":
+        numbers = (codes.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
+    else:
+        bits = codes.to(tl.uint16)
+        numbers = ((bits & 0x80) * 256 + (bits & 0x7F) * 128).to(tl.float16, bitcast=True) * 256.0
+        numbers = tl.where((bits & 0x7F) == 0x7F, float("nan"), numbers)
+    return numbers
+
+
+@triton.jit
+@no_type_check
+def from_pairs(pairs, CODES: tl.constexpr, HARDWARE: tl.constexpr):
+    """Turn pairs of codes, 16 bits each, into the numbers of the first ones and those of the second ones, in float16.
+
+    A matrix of 16 bits is turned on its way out of shared memory by an instruction of its own; one of bytes would be
+    read byte by byte. Two pairs are taken at a time, as four bytes.
+    """
+    if HARDWARE:
+        OTHER: tl.constexpr = PAIRS_OF_E5M2 if CODES == "e5m2" else PAIRS_OF_INT8
+        ASM: tl.constexpr = PAIRS_OF_E4M3 if CODES == "e4m3" else OTHER
+        first, second = tl.inline_asm_elementwise(
+            ASM, "=&r,=&r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
+    else:
+        KIND: tl.constexpr = tl.int8 if CODES == "int8" else tl.uint8
+        first = from_codes((pairs & 0xFF).to(tl.uint8).to(KIND, bitcast=True), CODES, HARDWARE)
+        second = from_codes((pairs >> 8).to(tl.uint8).to(KIND, bitcast=True), CODES, HARDWARE)
+    return first, second
+
+
+@triton.jit
+@no_type_check
+def to_fp8(numbers, CODES: tl.constexpr):
+    """Round float32 to the nearest code of fp8, the even one of two; what is too large becomes the largest.
+
+    A normal number loses bits of its mantissa, and what is added before carries where it has to. A smaller one is
+    counted in steps: the sum with a number whose last bit is worth a step.
+    """
+    MANTISSA: tl.constexpr = 3 if CODES == "e4m3" else 2
+    BIAS: tl.constexpr = 7 if CODES == "e4m3" else 15
+    LARGEST: tl.constexpr = 448.0 if CODES == "e4m3" else 57344.0
+    LOST: tl.constexpr = 23 - MANTISSA
+    SMALLEST: tl.constexpr = 0.015625 if CODES == "e4m3" else 0.00006103515625  # normal number, 2**(1 - BIAS)
+    STEPS: tl.constexpr = 16384.0 if CODES == "e4m3" else 128.0  # 2**(24 - BIAS - MANTISSA)
+    bits = numbers.to(tl.uint32, bitcast=True)
+    size = tl.minimum(tl.abs(numbers), LARGEST)
+    size_bits = size.to(tl.uint32, bitcast=True)
+    normal = (size_bits + ((1 << (LOST - 1)) - 1) + ((size_bits >> LOST) & 1)) >> LOST
+    normal = tl.maximum(normal.to(tl.int32) - ((127 - BIAS) << MANTISSA), 0)
+    small = (size + STEPS).to(tl.int32, bitcast=True) & 0xFF
+    code = tl.where(size < SMALLEST, small, normal)
+    code = tl.where(numbers != numbers, 0x7F, code)
+    return (code | (bits >> 24 & 0x80).to(tl.int32)).to(tl.uint8)
+
+
+@triton.jit
+@no_type_check
+def to_int8(numbers):
+    """Round float32 to the nearest whole number from -127 to 127, the even one of two; NaN becomes 0."""
+    MAGIC: tl.constexpr = 12582912.0  # 1.5 * 2**23, to which the last bit is worth 1
+    small = tl.minimum(tl.maximum(numbers, -127.0), 127.0)  # either may return what is no NaN of the two
+    codes = (small + MAGIC) - MAGIC
+    return tl.where(numbers != numbers, 0.0, codes).to(tl.int8)
+
+
+@triton.jit
+@no_type_check
+def row_scale(numbers):
+    """Return the scale by which the largest element of each row becomes 127: NaN if there is one, 1 for zeros."""
+    largest = tl.max(tl.abs(numbers), 1)
+    scale = tl.div_rn(largest, tl.full(largest.shape, 127.0, tl.float32))
+    scale = tl.where(scale == 0.0, 1.0, scale)
+    return tl.where(tl.max((numbers != numbers).to(tl.int32), 1) > 0, float("nan"), scale)
+
+
+@triton.jit
+@no_type_check
+def power_of_two(numbers):
+    """Return the power of two at the largest element of each row, or 1: divided by it, all lie below 2."""
+    largest = tl.max(tl.abs(numbers), 1)
+    power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return tl.where(power == 0.0, 1.0, power)
+
+
+@triton.jit
+@no_type_check
+def prepare_query(q, divisor, CODES: tl.constexpr, ROUND_QUERY: tl.constexpr, HARDWARE: tl.constexpr):
+    """Return a tile of queries as it meets codes of keys, divided by `divisor`, a number or one for each row.
+
+    For int8 it becomes codes, for fp8 what its codes stand for. What is not rounded becomes float16: of a row below 2
+    nothing is lost there that a score would show.
+    """
+    numbers = tl.div_rn(q.to(tl.float32), tl.zeros(q.shape, tl.float32) + divisor)
+    if CODES == "int8":
+        prepared = to_int8(numbers)
+    elif ROUND_QUERY:
+        prepared = from_codes(to_fp8(numbers, CODES), CODES, HARDWARE)
+        prepared = prepared.to(tl.float32 if q.dtype == tl.float32 else tl.float16)
+    else:
+        prepared = numbers.to(tl.float16)
+    return prepared

@@ -1,0 +1,237 @@
+"""Speculative decoding by the fastest kernel; the twin of `refattn.speculative`.
+
+A tree costs what a causal chunk does: the mask of a node is one word for 64 nodes, loaded once for each row, and only
+the few steps that hold drafted keys look at it. The tables of a tree are made on the device, so a CUDA graph captures a
+whole verification and replays it with other trees.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+
+import torch
+from jaxtyping import Bool, Float, Int32, Int64, Shaped
+from torch import Tensor
+
+from fastattn import chunked_prefill, sliding_window
+from fastattn.kernels import dispatch
+from refattn.interface import Accepted, AttentionOptions, Batch, Plan, TreePlan, Trees
+from refattn.interface.checks import check_tree
+from refattn.interface.contents import check_block_table, check_num_tokens
+from refattn.interface.trees import (
+    check_accepted,
+    check_accepted_lens,
+    check_caches,
+    check_drafts,
+    check_parents,
+    check_probabilities,
+    check_tree_mask,
+    check_trees,
+)
+from refattn.interface.values import check_device, check_flag, check_window
+
+
+def make_trees(parents: Sequence[Sequence[int]], *, device: torch.device | str = "cpu") -> Trees:
+    """Build the trees of some sequences; the twin of `refattn.speculative.make_trees`."""
+    check_parents(parents)
+    check_device(device)
+    b, w = len(parents), max(map(len, parents), default=0)
+    padded = ((*nodes, *[-1] * (w - len(nodes))) for nodes in parents)
+    numbers = [*map(len, parents), *chain.from_iterable(padded)]
+    packed = torch.tensor(numbers, dtype=torch.int32).to(device)  # one copy to the device instead of two
+    return Trees(packed[b:].view(b, w), packed[:b])
+
+
+def parents_from_mask(visible: Bool[Tensor, "w w"]) -> list[int]:
+    """Return the parents of the nodes of a tree from its mask; the twin of `refattn.speculative.parents_from_mask`."""
+    check_tree_mask(visible)
+    w = len(visible)
+    node = torch.arange(w, device=visible.device)
+    above = visible.tril(-1)
+    parents = torch.where(above, node, -1).amax(-1) if w else node
+    of_parent = torch.where((parents >= 0)[:, None], visible[parents.clamp(min=0)], False)
+    if not torch.equal(of_parent | (node == node[:, None]), visible):
+        raise ValueError("visible: expected the mask of a tree, each node with its ancestors and itself, got another")
+    return parents.tolist()
+
+
+def positions(batch: Batch, trees: Trees, num_tokens: int) -> Int64[Tensor, "t"]:
+    """Return the position of each query row, by its depth; the twin of `refattn.speculative.positions`."""
+    check_trees(batch, trees)
+    check_num_tokens(num_tokens, batch)
+    return dispatch.draw_trees(batch, trees, num_tokens)[2].long()
+
+
+def plan(
+    batch: Batch,
+    *,
+    block_size: int,
+    trees: Trees | None = None,
+    causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+) -> Plan | TreePlan:
+    """Plan attention of drafted tokens; the twin of `refattn.speculative.plan`.
+
+    All sizes follow from Python ints, so nothing synchronizes with a device.
+    """
+    left, _ = check_window(window_size)
+    check_flag("causal", causal)
+    if trees is None:
+        return chunked_prefill.plan(batch, block_size=block_size, causal=causal, window_size=window_size)
+    if not causal:
+        raise ValueError("causal: expected True with trees, whose nodes see their ancestors only, got False")
+    check_trees(batch, trees)
+    check_block_table(batch, block_size=block_size)
+    if batch.device.type == "cpu":
+        num_tokens = int(batch.cu_seqlens_q[-1])
+    else:
+        num_tokens = batch.num_seqs * batch.max_query_len if batch.num_tokens is None else batch.num_tokens
+    depths, ancestors, where = dispatch.draw_trees(batch, trees, num_tokens)
+    keys, first_keys = batch, None
+    if left >= 0:  # every node is new to the window, whichever of them are query rows
+        nodes = torch.nn.functional.pad(trees.lens.cumsum(0, dtype=torch.int32), (1, 0))
+        all_nodes = replace(batch, cu_seqlens_q=nodes, max_query_len=trees.max_len, num_tokens=None)
+        trimmed = sliding_window.plan(all_nodes, window_size=(left, 0), block_size=block_size)
+        keys, first_keys = trimmed.batch, trimmed.first_keys
+        keys = replace(
+            keys, cu_seqlens_q=batch.cu_seqlens_q, max_query_len=batch.max_query_len, num_tokens=batch.num_tokens
+        )
+
+    def level(batch: Batch) -> Plan:
+        return Plan(batch, block_size, False, (left, -1), first_keys=first_keys, positions=where)
+
+    prefix = replace(keys, seq_lens=keys.seq_lens - trees.lens)
+    return TreePlan(level(keys), level(prefix), trees, depths, ancestors)
+
+
+def attention(
+    query: Float[Tensor, "t h d"],
+    key_cache: Float[Tensor, "n p hk d"],
+    value_cache: Float[Tensor, "n p hk dv"],
+    plan: Plan | TreePlan,
+    options: AttentionOptions = AttentionOptions(),
+    *,
+    return_lse: bool = False,
+    out: Float[Tensor, "t h dv"] | None = None,
+) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend from drafted tokens to the keys before their tree, and to their ancestors and themselves in it.
+
+    Arguments, results and errors are those of `refattn.speculative.attention`.
+
+    Raises:
+        NotImplementedError: if no kernel computes the combination, with the reason of each.
+    """
+    if isinstance(plan, Plan):
+        return chunked_prefill.attention(query, key_cache, value_cache, plan, options, return_lse=return_lse, out=out)
+    check_tree(query, key_cache, value_cache, plan, options, out, return_lse)
+    out, lse = dispatch.tree(query, key_cache, value_cache, plan, options, out)
+    return (out, lse) if return_lse else out
+
+
+def accept(batch: Batch, trees: Trees, drafts: Int64[Tensor, "t"], chosen: Int64[Tensor, "t"]) -> Accepted:
+    """Accept the longest branch whose every token the model chose; the twin of `refattn.speculative.accept`.
+
+    A node is right if it agrees with its parent, and so do all above it: its ancestor mask holds none of the others.
+    """
+    check_drafts(batch, trees, drafts=drafts, chosen=chosen)
+    b, w = trees.parents.shape
+    if b == 0 or w == 0 or len(drafts) == 0:
+        nothing = torch.zeros_like(trees.lens)
+        return Accepted(torch.full_like(trees.parents, -1), nothing, nothing.long() - 1)
+    node, rows, above = _nodes(batch, trees, len(drafts))
+    depths, ancestors, _ = dispatch.draw_trees(batch, trees, 0)
+    differs = (above >= 0) & (drafts[rows] != chosen[rows].gather(1, above.clamp(min=0)))
+    bits = differs.long() << node % 64
+    wrong = torch.nn.functional.pad(bits, (0, -w % 64)).unflatten(1, (-1, 64)).sum(-1)  # bits of a word never carry
+    is_right = ((ancestors & wrong[:, None]) == 0).all(-1) & (node < trees.lens[:, None])
+    lens = torch.where(is_right, depths + 1, 0)
+    best = (lens * (w + 1) - node).argmax(-1, keepdim=True)  # the longest, of several the first
+    lens = lens.gather(1, best)[:, 0]
+    branch = ancestors.gather(1, best[..., None].expand(-1, -1, trees.num_words))[:, 0]  # [b, words]
+    is_on_branch = (branch.gather(1, (node // 64).expand(b, -1)) >> node % 64) & 1
+    return _accepted(is_on_branch.bool() & (lens > 0)[:, None], chosen[rows].gather(1, best)[:, 0])
+
+
+def accept_sampled(
+    batch: Batch,
+    trees: Trees,
+    drafts: Int64[Tensor, "t"],
+    target_probs: Float[Tensor, "t v"],
+    uniforms: Float[Tensor, "t"],
+    draft_probs: Float[Tensor, "t v"] | None = None,
+) -> Accepted:
+    """Accept by rejection sampling, node by node for all trees; the twin of `refattn.speculative.accept_sampled`."""
+    check_drafts(batch, trees, drafts=drafts)
+    check_probabilities(drafts, target_probs, uniforms, draft_probs)
+    b, w = trees.parents.shape
+    if b == 0 or w == 0 or len(drafts) == 0:
+        nothing = torch.zeros_like(trees.lens)
+        return Accepted(torch.full_like(trees.parents, -1), nothing, nothing.long() - 1)
+    node, rows, above = _nodes(batch, trees, len(drafts))
+    is_node = node < trees.lens[:, None]
+    last = torch.zeros_like(rows[:, 0])  # the last accepted node of each sequence
+    left = target_probs[rows[:, 0]].double()  # of the distribution after it
+    accepted = is_node & (node == 0)
+    for k in range(1, w):
+        row = rows[:, k]
+        token = drafts[row][:, None]
+        if draft_probs is None:
+            drawn_from = torch.zeros_like(left).scatter_(1, token, 1.0)
+        else:
+            drawn_from = draft_probs[row].double()
+        is_tried = is_node[:, k] & (above[:, k] == last)
+        goes_on = is_tried & (uniforms[row].double() * drawn_from.gather(1, token)[:, 0] < left.gather(1, token)[:, 0])
+        rest = (left - drawn_from).clamp(min=0.0)
+        total = rest.sum(-1, keepdim=True)
+        rest = torch.where(total > 0, rest / total, left)
+        left = torch.where(is_tried[:, None], rest, left)
+        left = torch.where(goes_on[:, None], target_probs[row].double(), left)
+        last = torch.where(goes_on, k, last)
+        accepted[:, k] = goes_on
+    ends = left.cumsum(-1)
+    drawn = torch.searchsorted(ends, uniforms[rows[:, :1]].double() * ends[:, -1:], right=True)[:, 0]
+    return _accepted(accepted, drawn)
+
+
+def compact(
+    caches: Sequence[Shaped[Tensor, "n p ..."]], batch: Batch, trees: Trees, accepted: Accepted, *, block_size: int
+) -> None:
+    """Move the keys and values of accepted nodes to the first slots of their tree, in place, each pool in one launch.
+
+    The twin of `refattn.speculative.compact`.
+    """
+    check_accepted(batch, trees, accepted)
+    check_caches(caches, batch, block_size=block_size)
+    for cache in caches:
+        dispatch.compact(cache, batch, trees, accepted, block_size=block_size)
+
+
+def accepted_batch(batch: Batch, trees: Trees, lens: Int32[Tensor, "b"]) -> Batch:
+    """Return the step of a draft model over what was accepted; the twin of `refattn.speculative.accepted_batch`."""
+    check_accepted_lens(batch, trees, lens)
+    return replace(
+        batch,
+        cu_seqlens_q=torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0)),
+        seq_lens=batch.seq_lens - trees.lens + lens,
+        max_query_len=trees.max_len,
+        num_keys=None,
+        num_tokens=None,
+    )
+
+
+def _nodes(
+    batch: Batch, trees: Trees, num_tokens: int
+) -> tuple[Int64[Tensor, "w"], Int64[Tensor, "b w"], Int64[Tensor, "b w"]]:
+    """Return the nodes of a tree, the query row of each of every sequence, and its parent; past the last any row."""
+    node = torch.arange(trees.max_len, device=batch.device)
+    rows = (batch.cu_seqlens_q[:-1, None] + node).clamp(max=num_tokens - 1)
+    return node, rows, torch.minimum(trees.parents.long(), node - 1)
+
+
+def _accepted(is_accepted: Bool[Tensor, "b w"], next_tokens: Int64[Tensor, "b"]) -> Accepted:
+    """Bring accepted nodes together."""
+    lens = is_accepted.sum(-1, dtype=torch.int32)
+    w = is_accepted.shape[1]
+    node = torch.arange(w, device=is_accepted.device)
+    nodes = torch.where(is_accepted, node, w).sort(-1).values  # those that are not go to the end
+    return Accepted(nodes.masked_fill(nodes == w, -1).int(), lens, next_tokens.masked_fill(lens == 0, -1))

@@ -1,0 +1,99 @@
+"""Time the kernel of notebook 10 on a GPU, from one program to many, beside the kernel of `fastattn`.
+
+    python notebooks/kernel_times.py
+
+writes notebooks/10_kernel.json, which the notebook shows. The kernel is the notebook's own: its functions are read from
+its cells and compiled. A time is written only for an answer that is that of `refattn`.
+"""
+
+import ast
+import importlib.util
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+import fastattn.chunked_prefill
+from fastattn.tools.bench import measure
+from refattn import kv_cache, metadata
+from refattn.attention import attend
+from refattn.conformance import tolerance
+from refattn.masks import full
+from refattn.merge import merge
+
+NOTEBOOK = Path(__file__).with_name("10_kernel.ipynb")
+RESULT = Path(__file__).with_name("10_kernel.json")
+KEYS, BLOCK, SIZE = 16384, 16, 128  # of one request with one head
+DEVICE = "cuda"
+PROGRAMS = (1, 4, 16, 64, 256)
+
+
+def main() -> None:
+    """Measure, and write the file."""
+    device = torch.device(DEVICE)
+    torch.manual_seed(0)
+    query = torch.randn(1, 1, SIZE)
+    key, value = torch.randn(2, KEYS, 1, SIZE)
+    blocks = torch.randperm(KEYS // BLOCK).tolist()
+    prompt = metadata.make_batch([KEYS], [KEYS], [blocks])
+    pools = kv_cache.allocate(len(blocks), BLOCK, 1, SIZE)
+    kv_cache.write(key, value, *pools, metadata.slot_mapping(prompt, KEYS, block_size=BLOCK))
+    batch = metadata.make_batch([1], [KEYS], [blocks], device=device)
+    q, key_cache, value_cache = (x.to(device) for x in (query, *pools))
+
+    low = attend(query, key, value, full(1, KEYS))
+    exact = attend(*(x.double() for x in (query, key, value)), full(1, KEYS))
+    kernels = kernels_of(NOTEBOOK)
+    rows = []
+    for programs in PROGRAMS:
+        outs = torch.empty(programs, 1, 1, SIZE, device=device)
+        lses = torch.empty(programs, 1, 1, device=device)
+
+        def launch(programs: int = programs, outs: torch.Tensor = outs, lses: torch.Tensor = lses) -> None:
+            arguments = (q, key_cache, value_cache, batch.block_table, outs, lses, KEYS)
+            kernels.decode_in_parts[programs,](*arguments, RUN=KEYS // programs, P=BLOCK, D=SIZE)
+
+        launch()
+        out, lse = merge(outs.unbind(), lses.unbind())
+        for came, expected, plain in zip((out, lse), exact, low, strict=True):
+            tolerance.assert_close(came.cpu(), expected, plain)
+        rows.append({"programs": programs, "seconds": seconds(launch)})
+
+    plan = fastattn.chunked_prefill.plan(batch, block_size=BLOCK)
+    with fastattn.use_kernel("triton"):
+        out = fastattn.chunked_prefill.attention(q, key_cache, value_cache, plan)
+        tolerance.assert_close(out.cpu(), exact[0], low[0])
+        ours = seconds(lambda: fastattn.chunked_prefill.attention(q, key_cache, value_cache, plan))
+    about = {"machine": measure.machine(device), **measure.circumstances()}
+    result = {**about, "keys": KEYS, "head_size": SIZE, "dtype": "float32", "rows": rows, "fastattn": ours}
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """Return the median time of a call on the GPU, replayed in a CUDA graph."""
+    return measure.summarize(measure.on_gpu([call], clock="graph", milliseconds=200)).median
+
+
+def kernels_of(notebook: Path) -> ModuleType:
+    """Make a module of the functions of a notebook that Triton compiles, in their order."""
+    cells = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
+    sources = ["import triton\nimport triton.language as tl\n"]
+    for source in ("".join(cell["source"]) for cell in cells):
+        lines = source.splitlines()
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.FunctionDef) and node.decorator_list:
+                sources.append("\n".join(lines[node.decorator_list[0].lineno - 1 : node.end_lineno]))
+    file = Path(tempfile.mkdtemp()) / "kernels_of_the_notebook.py"  # Triton reads the source of what it compiles
+    file.write_text("\n\n\n".join(sources) + "\n")
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+"""Context parallelism: the keys of a sequence lie on several machines, each attends to its own, and the parts merge.
+
+Two ranks, a sequence of 9 tokens of which the last 2 are new, runs of 2 tokens:
+
+    position      0 1 2 3 4 5 6 | 7 8
+    rank 0        0 1 . . 4 5 . | . 8      has its keys in its own pool, and the heads of its half
+    rank 1        . . 2 3 . . 6 | 7 .
+
+    1. every rank gathers the queries of all heads          all_gather(query)
+    2. and attends to its own part of the context           no mask: every key is before every new token
+    3. the parts of all ranks merge by their LSE            all_gather(lse), then reduce_scatter(weight * part)
+    4. what comes back are the rank's own heads, to which it adds the new tokens: those every rank has
+
+A rank that has none of a context gives 0 with an LSE of `-inf`, which counts for nothing.
+"""
+
+import torch
+from einops import rearrange
+from jaxtyping import Float, Int32, Int64
+from torch import Tensor
+
+from refattn.attention import attend, attend_sequences, compute_dtype, hand_over
+from refattn.interface import AttentionOptions, Batch, ContextParallelPlan, Group, Plan, Shard
+from refattn.interface.checks import check_context_parallel
+from refattn.interface.contents import check_block_table, check_contexts, check_num_tokens, check_shard
+from refattn.interface.values import check_window
+from refattn.kv_cache import gather
+from refattn.merge import merge
+from refattn.metadata import positions
+
+
+def plan(
+    batch: Batch, *, shard: Shard, block_size: int, window_size: tuple[int, int] = (-1, -1)
+) -> ContextParallelPlan:
+    """Plan the part of one rank: its share of each context, and the new tokens among themselves.
+
+    A window that begins at position `i - left` begins on the rank at its first key from there on. So it is a window
+    over the keys as they lie there, and only the positions of the queries are others.
+
+    Args:
+        batch: the lengths, the same on all ranks, and the rank's own block table: it has blocks for the rank's tokens.
+        shard: which rank this is, and which tokens are its own.
+        block_size: tokens in a block, `p`.
+        window_size: `(left, right)` in tokens of the whole sequence, both inclusive, -1 for no limit.
+
+    Returns:
+        A plan for every layer of this step.
+
+    Raises:
+        ValueError: naming the argument that does not fit; the contents of the batch are checked on a CPU.
+    """
+    block_table = check_shard(batch, shard, block_size=block_size)
+    check_contexts(batch)
+    left, _ = check_window(window_size)
+    seq_lens = local_lens(batch.context_lens, shard)
+    longest = -(-batch.max_seq_len // (shard.num_ranks * shard.interleave)) * shard.interleave
+    keys = Batch(batch.cu_seqlens_q, seq_lens, block_table, batch.max_query_len, longest, num_tokens=batch.num_tokens)
+    where = None
+    if left >= 0:
+        begins = positions(batch, int(batch.cu_seqlens_q[-1])) - left
+        where = local_lens(begins.clamp(min=0).int(), shard) + left
+    context = Plan(keys, block_size, causal=False, window_size=(left, -1), positions=where)
+    query_lens = batch.query_lens
+    new = Batch(
+        batch.cu_seqlens_q, query_lens, None, batch.max_query_len, batch.max_query_len, num_tokens=batch.num_tokens
+    )
+    return ContextParallelPlan(batch, shard, context, Plan(new, causal=True, window_size=window_size))
+
+
+def attention(
+    query: Float[Tensor, "t h d"],
+    key: Float[Tensor, "t hk d"],
+    value: Float[Tensor, "t hk dv"],
+    key_cache: Float[Tensor, "n p hk d"],
+    value_cache: Float[Tensor, "n p hk dv"],
+    plan: ContextParallelPlan,
+    options: AttentionOptions = AttentionOptions(),
+    *,
+    group: Group,
+    return_lse: bool = False,
+    out: Float[Tensor, "t h dv"] | None = None,
+) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend with the heads of this rank to all tokens of each sequence, wherever their keys lie.
+
+    The heads of the ranks, one after the other, are those of the model; each rank has all `hk` key heads of its tokens.
+    The new tokens need not be in the caches: their rows are here.
+
+    Args:
+        query: new tokens of all sequences, the heads of this rank; rows after the last sequence are padding.
+        key: keys of the new tokens, all key heads.
+        value: values of the new tokens.
+        key_cache: the rank's own pool of keys; any strides.
+        value_cache: the rank's own pool of values.
+        plan: from `plan`, once per step.
+        options: what the layer fixes, for the heads of this rank; sinks count once.
+        group: the ranks; `plan.shard` is this one's.
+        return_lse: also return the log-sum-exp.
+        out: where to write the outputs; a new tensor if None.
+
+    Returns:
+        The outputs of this rank's heads; with `return_lse` also the natural log-sum-exp.
+
+    Raises:
+        ValueError: naming the argument that does not fit. Nothing is written and nothing exchanged then.
+
+    Source: decode context parallelism of vLLM; Yang et al. 2024, "Context Parallelism for Scalable Million-Token
+        Inference".
+    """
+    key_heads = check_context_parallel(
+        query, key, value, key_cache, value_cache, plan, options, out, return_lse, group=group
+    )
+    all_heads = group.all_gather(query, dim=1)
+    slopes = None if options.alibi_slopes is None else group.all_gather(options.alibi_slopes, dim=0)
+    part, lse = _attend_to_own_context(all_heads, key_cache, value_cache, plan, options, slopes)
+
+    lse_of_ranks = group.all_gather(rearrange(lse, "t h -> 1 t h"), dim=0)
+    total = lse_of_ranks.logsumexp(0)  # [t, h of all ranks]
+    weight = torch.exp(lse - total).masked_fill(lse == -torch.inf, 0.0).to(part.dtype)
+    context = group.reduce_scatter(rearrange(weight, "t h -> t h 1") * part, dim=1)  # [t, h, dv]
+    context_lse = total.chunk(group.size, dim=1)[group.rank]
+
+    rows = plan.own.batch.key_rows()
+    sequences = ((key[first:last, key_heads], value[first:last, key_heads]) for first, last in rows)
+    new, new_lse = attend_sequences(query, sequences, plan.own, options, value_head_size=value.shape[-1])
+    result, lse = merge([context, new], [context_lse, new_lse])
+    return hand_over(result, lse, query, return_lse=return_lse, out=out)
+
+
+def _attend_to_own_context(
+    query: Float[Tensor, "t all_h d"],
+    key_cache: Float[Tensor, "n p hk d"],
+    value_cache: Float[Tensor, "n p hk dv"],
+    plan: ContextParallelPlan,
+    options: AttentionOptions,
+    slopes: Float[Tensor, "all_h"] | None,
+) -> tuple[Float[Tensor, "t all_h dv"], Float[Tensor, "t all_h"]]:
+    """Attend with all heads to the keys of this rank, each of which has a position in the whole sequence."""
+    compute = compute_dtype(query.dtype)
+    out = query.new_zeros(*query.shape[:2], value_cache.shape[-1], dtype=compute)
+    lse = query.new_full(query.shape[:2], -torch.inf, dtype=torch.promote_types(compute, torch.float32))
+    left, _ = plan.own.window_size
+    places = positions(plan.batch, len(query))
+    assert plan.batch.block_table is not None  # a plan over pages has checked it
+    for (q0, q1), context_len, blocks in zip(
+        plan.batch.query_rows(), plan.batch.context_lens.tolist(), plan.batch.block_table, strict=True
+    ):
+        j = rearrange(own_positions(context_len, plan.shard).to(query.device), "s -> 1 s")
+        i = rearrange(places[q0:q1], "t -> t 1")
+        keys, values = (gather(cache, blocks, j.shape[1]) for cache in (key_cache, value_cache))
+        distance = (i - j).to(compute).sqrt() if options.alibi_sqrt else (i - j).to(compute)
+        out[q0:q1], lse[q0:q1] = attend(
+            query[q0:q1].to(compute),
+            keys,
+            values,
+            j >= i - left if left >= 0 else j < i,  # every key of the context is before every new token
+            softmax_scale=options.softmax_scale,
+            softcap=options.softcap,
+            bias=None if slopes is None else -rearrange(slopes.to(compute), "h -> h 1 1") * distance,
+        )
+    return out, lse
+
+
+def own_positions(length: int, shard: Shard) -> Int64[Tensor, "s"]:
+    """Return the positions of a sequence that a rank has, in the order in which they lie in its cache.
+
+    Args:
+        length: tokens of the sequence.
+        shard: which rank, and how tokens are dealt out.
+
+    Returns:
+        The position of each token of the rank: run `r` of `interleave` tokens belongs to rank `r % num_ranks`.
+    """
+    place = torch.arange(length)
+    return place[place // shard.interleave % shard.num_ranks == shard.rank]
+
+
+def local_lens(lens: Int32[Tensor, "b"], shard: Shard) -> Int32[Tensor, "b"]:
+    """Return how many of the first tokens of each sequence a rank has.
+
+    Take them of the context, not of the whole sequence less the new tokens: `local(a - b)` is not
+    `local(a) - local(b)`, let alone `local(a) - b`.
+
+    Args:
+        lens: tokens of each sequence, counted from its first one.
+        shard: which rank, and how tokens are dealt out.
+
+    Returns:
+        The rank's tokens among them.
+    """
+    counts = [len(own_positions(length, shard)) for length in lens.tolist()]
+    return torch.tensor(counts, dtype=torch.int32, device=lens.device)
+
+
+def slot_mapping(batch: Batch, num_tokens: int, *, shard: Shard, block_size: int) -> Int64[Tensor, "t"]:
+    """Return the slot that this rank writes each new token to; -1 for tokens of other ranks and for padding rows.
+
+    Args:
+        batch: the lengths, and the rank's own block table.
+        num_tokens: query rows, `t`, the padding rows included.
+        shard: which rank this is, and which tokens are its own.
+        block_size: tokens in a block, `p`.
+
+    Returns:
+        `block * p + row` for the token's place in the rank's pool.
+
+    Raises:
+        ValueError: naming the argument that does not fit; the contents of the batch are read on a CPU.
+    """
+    check_num_tokens(num_tokens, batch)
+    block_table = check_shard(batch, shard, block_size=block_size)
+    seq_lens = local_lens(batch.seq_lens, shard)
+    check_block_table(
+        Batch(batch.cu_seqlens_q, seq_lens, block_table, batch.max_query_len, batch.max_seq_len), block_size=block_size
+    )
+    result = torch.full((num_tokens,), -1, dtype=torch.int64, device=batch.device)
+    place = positions(batch, num_tokens)
+    for (q0, q1), seq_len, blocks in zip(batch.query_rows(), batch.seq_lens.tolist(), block_table, strict=True):
+        local = {position: i for i, position in enumerate(own_positions(seq_len, shard).tolist())}
+        for row in range(q0, q1):
+            i = local.get(int(place[row]))
+            if i is not None:
+                result[row] = blocks[i // block_size] * block_size + i % block_size
+    return result

@@ -1,0 +1,296 @@
+"""Drafted tokens as trees, and the plan of attention over them.
+
+A tree of six nodes: node 0 is the last token that is sure, 1 and 2 are two candidates to follow it.
+
+    0 -- 1 -- 3            parents   -1  0  0  1  1  4        a node comes after its parent; -1 is a root
+     ·    ·-- 4 -- 5       depths     0  1  1  2  2  3        how far its position lies after the root's
+     ·-- 2
+                           node 0     1 . . . . .             a node sees its ancestors and itself,
+                           node 1     1 1 . . . .             and all keys before the tree
+                           node 2     1 . 1 . . .
+                           node 3     1 1 . 1 . .
+                           node 4     1 1 . . 1 .
+                           node 5     1 1 . . 1 1
+
+The nodes of a tree are the last tokens of their sequence: they have slots one after the other, in the order of the
+tree, while the positions of siblings are the same.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Int32, Int64
+from torch import Tensor
+
+from refattn.interface.batch import Batch
+from refattn.interface.contents import check_batch, check_block_table, check_lengths
+from refattn.interface.plan import Plan
+from refattn.interface.values import check_floating, check_list, describe, expect, is_int, same_device
+
+WORD = 64  # nodes that one word of an ancestor mask tells of
+MOST_NODES = 1024  # of a tree
+
+
+@dataclass(frozen=True, eq=False)
+class Trees:
+    """The drafted tokens of each sequence, as a tree: a chain is one whose every node follows the node before it.
+
+    Attributes:
+        parents: of each node of a tree the node that it follows, -1 for a root; past a tree's last node anything.
+        lens: nodes of each tree: the last tokens of its sequence.
+
+    Raises:
+        ValueError: if a tensor has another type, shape or device; on a CPU also if a tree is longer than there are
+            columns, or a node does not come after its parent.
+    """
+
+    parents: Int32[Tensor, "b w"]
+    lens: Int32[Tensor, "b"]
+
+    def __post_init__(self) -> None:
+        """Check the types and shapes, and what the tensors hold where they are on the host."""
+        b, w = expect(self.parents, "parents", torch.int32, ("b", "w"), (None, None))
+        expect(self.lens, "tree_lens", torch.int32, ("b",), (b,))
+        same_device(parents=self.parents, tree_lens=self.lens)
+        if w > MOST_NODES:
+            raise ValueError(f"parents: expected trees of at most {MOST_NODES} nodes, got {w} columns")
+        if not self.lens.is_cpu or not b:
+            return
+        if int(self.lens.min()) < 0 or int(self.lens.max()) > w:
+            raise ValueError(f"tree_lens: expected 0..{w} nodes, as parents has columns, got {self.lens.tolist()}")
+        node = torch.arange(w)
+        is_node = node < self.lens[:, None]
+        wrong = is_node & ((self.parents >= node) | (self.parents < -1))
+        if wrong.any():
+            i, k = wrong.nonzero()[0].tolist()
+            raise ValueError(
+                f"parents: expected a node before it, or -1, for node {k} of sequence {i}, "
+                f"got {int(self.parents[i, k])}"
+            )
+
+    @property
+    def max_len(self) -> int:
+        """The most nodes that a tree may have, `w`."""
+        return self.parents.shape[1]
+
+    @property
+    def num_words(self) -> int:
+        """Words of 64 bits in the ancestor mask of a node."""
+        return -(-self.max_len // WORD)
+
+
+@dataclass(frozen=True, eq=False)
+class TreePlan:
+    """Attention of drafted tokens to the keys before their tree, and in the tree to their ancestors and themselves.
+
+    The query rows of a sequence are the last of its nodes: all of them in a verification, the newest ones where a draft
+    model grows the tree.
+
+    Attributes:
+        whole: all keys of each sequence, those of its tree included; `positions` are those of the query rows, by depth.
+        prefix: the keys before the tree, for the same rows.
+        trees: the trees.
+        depths: of each node, how many ancestors it has; past a tree's last node 0.
+        ancestors: of each node a mask of the nodes that it sees: bit `k % 64` of word `k // 64` is node `k`; past a
+            tree's last node 0.
+
+    Raises:
+        ValueError: if a plan is none over pages, or a tensor has another type, shape or device; on a CPU also if a
+            sequence has fewer keys than nodes, fewer nodes than query rows, or keys left out before its tree.
+    """
+
+    whole: Plan
+    prefix: Plan
+    trees: Trees
+    depths: Int32[Tensor, "b w"]
+    ancestors: Int64[Tensor, "b w words"]
+
+    def __post_init__(self) -> None:
+        """Check the types and shapes, and the lengths where they are on the host."""
+        for name in ("whole", "prefix"):
+            level = getattr(self, name)
+            if not isinstance(level, Plan) or level.block_size is None or level.positions is None:
+                raise ValueError(f"{name}: expected a Plan over pages with positions, got {describe(level)}")
+        if not isinstance(self.trees, Trees):
+            raise ValueError(f"trees: expected Trees, got {describe(self.trees)}")
+        check_trees(self.whole.batch, self.trees)
+        b, w = self.trees.parents.shape
+        expect(self.depths, "depths", torch.int32, ("b", "w"), (b, w))
+        words = self.trees.num_words
+        expect(self.ancestors, "ancestors", torch.int64, ("b", "w", "words"), (b, w, words))
+        same_device(seq_lens=self.whole.batch.seq_lens, depths=self.depths, ancestors=self.ancestors)
+        whole, prefix = self.whole.batch.seq_lens, self.prefix.batch.seq_lens
+        if whole.is_cpu and not torch.equal(whole - self.trees.lens, prefix):
+            raise ValueError(
+                f"prefix: expected the {(whole - self.trees.lens).tolist()} keys before the trees, "
+                f"got {prefix.tolist()}"
+            )
+
+
+class Accepted(NamedTuple):
+    """What a verification keeps of each tree: a branch from its root on, and the token after that.
+
+    Attributes:
+        nodes: the accepted nodes, rising; -1 past the last.
+        lens: how many they are, the root included; 0 for a sequence without a tree.
+        next_tokens: the token that follows the last of them, which the model chose; -1 for a sequence without a tree.
+    """
+
+    nodes: Int32[Tensor, "b w"]
+    lens: Int32[Tensor, "b"]
+    next_tokens: Int64[Tensor, "b"]
+
+
+def check_trees(batch: Batch, trees: Trees) -> None:
+    """Check that trees are those of a batch.
+
+    Raises:
+        ValueError: if there are more or fewer of them than sequences, or they are elsewhere; on a CPU also if a
+            sequence has fewer keys than nodes, or fewer nodes than query rows.
+    """
+    check_batch(batch)
+    if not isinstance(trees, Trees):
+        raise ValueError(f"trees: expected Trees, from make_trees, got {describe(trees)}")
+    expect(trees.lens, "tree_lens", torch.int32, ("b",), (batch.num_seqs,))
+    same_device(seq_lens=batch.seq_lens, tree_lens=trees.lens)
+    if not batch.seq_lens.is_cpu:
+        return
+    wrong = (batch.query_lens > trees.lens) | (trees.lens > batch.seq_lens)
+    if wrong.any():
+        i = int(wrong.int().argmax())
+        raise ValueError(
+            f"tree_lens: expected at least the {int(batch.query_lens[i])} query rows of sequence {i}, and at most its "
+            f"{int(batch.seq_lens[i])} keys, got {int(trees.lens[i])} nodes"
+        )
+
+
+def check_parents(parents: Sequence[Sequence[int]]) -> None:
+    """Check the parents of the nodes of some trees, as Python lists; `Trees` checks their order.
+
+    Raises:
+        ValueError: naming what is no list, or no int.
+    """
+    check_list("parents", parents, "trees, each a list of parents")
+    for i, nodes in enumerate(parents):
+        check_list(f"parents[{i}]", nodes, "parents")
+        for parent in nodes:
+            if not is_int(parent):
+                raise ValueError(f"parents[{i}]: expected Python ints, got {describe(parent)}")
+
+
+def check_tree_mask(visible: Tensor) -> None:
+    """Check the type and the shape of a mask of nodes over nodes.
+
+    Raises:
+        ValueError: if it is no bool `[w, w]`.
+    """
+    expect(visible, "visible", torch.bool, ("w", "w"), (None, None))
+    expect(visible, "visible", torch.bool, ("w", "w"), (len(visible), len(visible)))
+
+
+def check_drafts(batch: Batch, trees: Trees, **tokens: Tensor) -> None:
+    """Check a verification: every node is a query row, node 0 is the only root, and there is a token for each row.
+
+    Raises:
+        ValueError: naming what does not fit; lengths and parents are read on a CPU only.
+    """
+    check_lengths(batch)
+    check_trees(batch, trees)
+    rows = None
+    for name, tensor in tokens.items():
+        (rows,) = expect(tensor, name, torch.int64, ("t",), (rows,))
+        same_device(seq_lens=batch.seq_lens, **{name: tensor})
+    if not trees.lens.is_cpu:
+        return
+    if not torch.equal(batch.query_lens, trees.lens):
+        raise ValueError(
+            f"tree_lens: expected {batch.query_lens.tolist()}, as every node is a query row, got {trees.lens.tolist()}"
+        )
+    if rows is not None and rows < int(batch.cu_seqlens_q[-1]):
+        name = next(iter(tokens))
+        raise ValueError(f"{name}: expected at least the {int(batch.cu_seqlens_q[-1])} query rows, got t={rows}")
+    is_node = torch.arange(trees.max_len) < trees.lens[:, None]
+    roots = (is_node & (trees.parents == -1)).sum(-1)
+    if (roots > 1).any():
+        i = int(roots.argmax())
+        raise ValueError(f"parents: expected node 0 as the only root of sequence {i}, got {int(roots[i])} roots")
+
+
+def check_probabilities(drafts: Tensor, target_probs: Tensor, uniforms: Tensor, draft_probs: Tensor | None) -> None:
+    """Check distributions `[t, v]` and random numbers `[t]` for tokens `[t]`; on a CPU also the tokens.
+
+    Raises:
+        ValueError: naming what does not fit.
+    """
+    t = len(drafts)
+    _, v = expect(target_probs, "target_probs", None, ("t", "v"), (t, None))
+    expect(uniforms, "uniforms", None, ("t",), (t,))
+    named = dict(target_probs=target_probs, uniforms=uniforms)
+    if draft_probs is not None:
+        expect(draft_probs, "draft_probs", None, ("t", "v"), (t, v))
+        named["draft_probs"] = draft_probs
+    for name, tensor in named.items():
+        check_floating(name, tensor)
+    same_device(drafts=drafts, **named)
+    if drafts.is_cpu and t and not 0 <= int(drafts.min()) <= int(drafts.max()) < v:
+        raise ValueError(f"drafts: expected tokens in 0..{v - 1}, got {int(drafts.min())}..{int(drafts.max())}")
+
+
+def check_accepted(batch: Batch, trees: Trees, accepted: Accepted) -> None:
+    """Check that what was accepted are nodes of the trees of a batch, rising.
+
+    Raises:
+        ValueError: naming what does not fit; nodes are read on a CPU only.
+    """
+    check_trees(batch, trees)
+    if not isinstance(accepted, Accepted):
+        raise ValueError(f"accepted: expected an Accepted, got {describe(accepted)}")
+    check_accepted_lens(batch, trees, accepted.lens)
+    expect(accepted.nodes, "accepted.nodes", torch.int32, ("b", "w"), trees.parents.shape)
+    same_device(tree_lens=trees.lens, **{"accepted.nodes": accepted.nodes})
+    if not trees.lens.is_cpu:
+        return
+    for i, (nodes, count, tree_len) in enumerate(
+        zip(accepted.nodes.tolist(), accepted.lens.tolist(), trees.lens.tolist(), strict=True)
+    ):
+        path = nodes[:count]
+        if path != sorted(set(path)) or (path and not 0 <= path[0] <= path[-1] < tree_len):
+            raise ValueError(f"accepted.nodes: expected rising nodes in 0..{tree_len - 1} of sequence {i}, got {path}")
+
+
+def check_accepted_lens(batch: Batch, trees: Trees, lens: Tensor) -> None:
+    """Check how many nodes were accepted of each tree.
+
+    Raises:
+        ValueError: if that is no int32 `[b]`; on a CPU also if it is more than the tree has.
+    """
+    check_trees(batch, trees)
+    expect(lens, "accepted.lens", torch.int32, ("b",), (batch.num_seqs,))
+    same_device(tree_lens=trees.lens, **{"accepted.lens": lens})
+    if lens.is_cpu and ((lens < 0) | (lens > trees.lens)).any():
+        raise ValueError(f"accepted.lens: expected at most {trees.lens.tolist()} nodes, got {lens.tolist()}")
+
+
+def check_caches(caches: Sequence[Tensor], batch: Batch, *, block_size: int) -> Int32[Tensor, "b m"]:
+    """Check pools `[n, p, ...]` that share the block table of a batch.
+
+    Returns:
+        The block table.
+
+    Raises:
+        ValueError: naming the pool, what was expected and what came; the table is read on a CPU only.
+    """
+    block_table = check_block_table(batch, block_size=block_size)
+    needs = Plan(batch, block_size).needs
+    check_list("caches", caches, "pools")
+    for i, cache in enumerate(caches):
+        if not isinstance(cache, Tensor) or cache.ndim < 2 or cache.shape[1] != block_size:
+            raise ValueError(f"caches[{i}]: expected a pool [n, p={block_size}, ...], got {describe(cache)}")
+        same_device(seq_lens=batch.seq_lens, **{f"caches[{i}]": cache})
+        if needs is not None and needs.blocks > len(cache):
+            raise ValueError(
+                f"caches[{i}]: expected at least {needs.blocks} blocks, as in the block table, got n={len(cache)}"
+            )
+    return block_table

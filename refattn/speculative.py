@@ -1,0 +1,425 @@
+"""Speculative decoding: many drafted tokens go through the model at once, and it says which of them it keeps.
+
+A draft is a chain, or a tree of several candidates. Here is one after two keys of context, with the mask of its nodes.
+They have slots one after the other, but a position is a depth, so siblings stand at the same one:
+
+    0 -- 1 -- 3            node 0   1 1 1 . . . .     position 2        accepted: 0, 2 and 4, where the model agrees
+     ·-- 2 -- 4            node 1   1 1 1 1 . . .              3        then node 2 moves to the slot of node 1,
+                           node 2   1 1 1 . 1 . .              3        and node 4 to that of node 2:
+                           node 3   1 1 1 1 . 1 .              4
+                           node 4   1 1 1 . 1 . 1              4        slots   . . 0 1 2 3 4   ->   . . 0 2 4
+
+    plan, attention     verification of chains and trees; and each step of a draft that grows a tree
+    accept              where the model chose the same tokens: greedy, or drawn before
+    accept_sampled      rejection sampling: the tokens have the model's own distribution, whatever was drafted
+    compact             moves what was accepted to where the next step looks for it, in the caches of all layers
+    accepted_batch      the step of a draft model over what was accepted
+
+A chain is an ordinary causal chunk, and a block that a drafter fills all at once is one without a causal mask.
+
+Source: Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding"; Miao et al. 2024,
+"SpecInfer"; Li et al. 2024, "EAGLE-2".
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from jaxtyping import Bool, Float, Int32, Int64, Shaped
+from torch import Tensor
+
+from refattn import chunked_prefill, masks
+from refattn.attention import attend, compute_dtype, hand_over
+from refattn.interface import Accepted, AttentionOptions, Batch, Plan, TreePlan, Trees
+from refattn.interface.checks import check_tree
+from refattn.interface.contents import check_block_table, check_num_tokens
+from refattn.interface.trees import (
+    WORD,
+    check_accepted,
+    check_accepted_lens,
+    check_caches,
+    check_drafts,
+    check_parents,
+    check_probabilities,
+    check_tree_mask,
+    check_trees,
+)
+from refattn.interface.values import check_device, check_flag, check_window
+from refattn.kv_cache import gather
+from refattn.metadata import make_batch
+
+
+def make_trees(parents: Sequence[Sequence[int]], *, device: torch.device | str = "cpu") -> Trees:
+    """Build the trees of some sequences.
+
+    Args:
+        parents: for each sequence, the node that each of its nodes follows, -1 for a root; a chain is `[-1, 0, 1, ..]`.
+        device: where the tensors are to be.
+
+    Returns:
+        The trees; shorter rows are filled up with -1.
+
+    Raises:
+        ValueError: if a node does not come after its parent.
+    """
+    check_parents(parents)
+    check_device(device)
+    table = torch.full((len(parents), max(map(len, parents), default=0)), -1, dtype=torch.int32)
+    for i, nodes in enumerate(parents):
+        table[i, : len(nodes)] = torch.tensor(nodes, dtype=torch.int32)
+    return Trees(table.to(device), torch.tensor([len(nodes) for nodes in parents], dtype=torch.int32, device=device))
+
+
+def parents_from_mask(visible: Bool[Tensor, "w w"]) -> list[int]:
+    """Return the parents of the nodes of a tree from a mask of who sees whom, as other servers hand them over.
+
+    Args:
+        visible: of each node, which nodes it sees: its ancestors and itself.
+
+    Raises:
+        ValueError: if that is the mask of no tree whose nodes come after their parents.
+    """
+    check_tree_mask(visible)
+    parents = []
+    for node, row in enumerate(visible.tolist()):
+        seen = [other for other in range(node) if row[other]]
+        parents.append(max(seen, default=-1))  # the nearest ancestor comes last
+    if not torch.equal(masks.tree(parents), visible.cpu()):
+        raise ValueError("visible: expected the mask of a tree, each node with its ancestors and itself, got another")
+    return parents
+
+
+def positions(batch: Batch, trees: Trees, num_tokens: int) -> Int64[Tensor, "t"]:
+    """Return the position of each query row, by its depth in its tree; 0 for padding rows.
+
+    Args:
+        batch: the lengths; the query rows of a sequence are the last nodes of its tree.
+        trees: the trees.
+        num_tokens: query rows, `t`, the padding rows included.
+
+    Returns:
+        `seq_len - nodes + depth`, for rotary embeddings, windows and ALiBi.
+
+    Raises:
+        ValueError: if the trees are not those of the batch, or (on a CPU) `num_tokens` is too small.
+    """
+    check_trees(batch, trees)
+    check_num_tokens(num_tokens, batch)
+    result = torch.zeros(num_tokens, dtype=torch.int64, device=batch.device)
+    for (q0, q1), seq_len, parents in zip(batch.query_rows(), batch.seq_lens.tolist(), _lists(trees), strict=True):
+        depths = masks.tree(parents).sum(-1) - 1
+        result[q0:q1] = (seq_len - len(parents) + depths)[len(parents) - (q1 - q0) :]
+    return result
+
+
+def plan(
+    batch: Batch,
+    *,
+    block_size: int,
+    trees: Trees | None = None,
+    causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+) -> Plan | TreePlan:
+    """Plan attention of drafted tokens.
+
+    Args:
+        batch: the lengths and the block table. The nodes of a tree are the last tokens of its sequence, and the query
+            rows the last of its nodes: all of them in a verification, the newest where a draft grows.
+        block_size: tokens in a block, `p`.
+        trees: the trees; None for chains, which are causal chunks.
+        causal: hide later drafts; False for a block whose tokens are drafted together and see one another.
+        window_size: `(left, right)` in tokens, both inclusive, -1 for no limit; counted along the branch. Blocks that
+            no query sees are cut off. The right side counts where there is no causal mask.
+
+    Returns:
+        A plan for every layer of this step.
+
+    Raises:
+        ValueError: naming the argument that does not fit: trees that are not those of the batch, or that are not
+            causal.
+    """
+    left, _ = check_window(window_size)
+    check_flag("causal", causal)
+    if trees is None:
+        return chunked_prefill.plan(batch, block_size=block_size, causal=causal, window_size=window_size)
+    if not causal:
+        raise ValueError("causal: expected True with trees, whose nodes see their ancestors only, got False")
+    check_trees(batch, trees)
+    block_table = check_block_table(batch, block_size=block_size)
+
+    depths = torch.zeros(trees.parents.shape, dtype=torch.int32)
+    ancestors = torch.zeros(*trees.parents.shape, trees.num_words, dtype=torch.int64)
+    for i, parents in enumerate(_lists(trees)):
+        for node, seen in enumerate(masks.tree(parents)):
+            depths[i, node] = seen.sum() - 1
+            for other in seen.nonzero().flatten().tolist():
+                ancestors[i, node, other // WORD] |= 1 << other % WORD if other % WORD < WORD - 1 else -(1 << WORD - 1)
+
+    query_lens, lens = batch.query_lens.tolist(), trees.lens.tolist()
+    firsts, seq_lens, tables = [], [], []
+    for nodes, seq_len, blocks in zip(lens, batch.seq_lens.tolist(), block_table.tolist(), strict=True):
+        cut = 0 if left < 0 else max(0, seq_len - nodes - left) // block_size  # blocks that not even the root sees
+        firsts.append(cut * block_size)
+        seq_lens.append(seq_len - cut * block_size)
+        tables.append(blocks[cut : -(-seq_len // block_size)])
+    where = positions(batch, trees, sum(query_lens)).int()
+    first_keys = None if left < 0 else torch.tensor(firsts, dtype=torch.int32, device=batch.device)
+
+    def level(keys: list[int]) -> Plan:
+        sequences = make_batch(query_lens, keys, tables, device=batch.device)
+        return Plan(sequences, block_size, False, (left, -1), first_keys=first_keys, positions=where)
+
+    prefix = level([seq_len - nodes for seq_len, nodes in zip(seq_lens, lens, strict=True)])
+    return TreePlan(level(seq_lens), prefix, trees, depths.to(batch.device), ancestors.to(batch.device))
+
+
+def attention(
+    query: Float[Tensor, "t h d"],
+    key_cache: Float[Tensor, "n p hk d"],
+    value_cache: Float[Tensor, "n p hk dv"],
+    plan: Plan | TreePlan,
+    options: AttentionOptions = AttentionOptions(),
+    *,
+    return_lse: bool = False,
+    out: Float[Tensor, "t h dv"] | None = None,
+) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend from drafted tokens to the keys before their tree, and in the tree to their ancestors and themselves.
+
+    Write the new keys and values first (`kv_cache.write`).
+
+    Args:
+        query: the drafted tokens of all sequences, one after the other; rows after the last sequence are padding.
+        key_cache: the pool of keys; any strides.
+        value_cache: the pool of values.
+        plan: from `plan`, once per step.
+        options: what the layer fixes; the sinks are counted once.
+        return_lse: also return the log-sum-exp.
+        out: where to write the outputs; a new tensor if None.
+
+    Returns:
+        As `chunked_prefill.attention`.
+
+    Raises:
+        ValueError: naming the argument that does not fit. Nothing is written then.
+
+    Source: Miao et al. 2024, "SpecInfer" (a mask of ancestors); Cai et al. 2024, "Medusa".
+    """
+    if isinstance(plan, Plan):
+        return chunked_prefill.attention(query, key_cache, value_cache, plan, options, return_lse=return_lse, out=out)
+    block_table = check_tree(query, key_cache, value_cache, plan, options, out, return_lse)
+    whole, compute, slopes = plan.whole, compute_dtype(query.dtype), options.alibi_slopes
+    assert whole.positions is not None  # a plan of trees has them
+    result = query.new_zeros(*query.shape[:2], value_cache.shape[-1], dtype=compute)
+    lse = query.new_full(query.shape[:2], -torch.inf, dtype=compute)
+    for i, ((q0, q1), s, parents) in enumerate(
+        zip(whole.batch.query_rows(), whole.batch.seq_lens.tolist(), _lists(plan.trees), strict=True)
+    ):
+        first_node = s - len(parents)
+        first_key = 0 if whole.first_keys is None else whole.first_keys[i].long()
+        where = whole.positions[q0:q1].long() - first_key
+        keys = torch.arange(s, device=query.device)
+        keys[first_node:] = first_node + plan.depths[i, : len(parents)]  # the positions of siblings are the same
+        visible = masks.window(q1 - q0, s, whole.window_size, positions=where, key_positions=keys, device=query.device)
+        visible[:, first_node:] &= masks.tree(parents)[len(parents) - (q1 - q0) :].to(query.device)
+        bias = None
+        if slopes is not None:
+            bias = masks.alibi(
+                slopes,
+                q1 - q0,
+                s,
+                dtype=compute,
+                sqrt=options.alibi_sqrt,
+                positions=where,
+                key_positions=keys,
+                device=query.device,
+            )
+        result[q0:q1], lse[q0:q1] = attend(
+            query[q0:q1].to(compute),
+            gather(key_cache, block_table[i], s),
+            gather(value_cache, block_table[i], s),
+            visible,
+            softmax_scale=options.softmax_scale,
+            softcap=options.softcap,
+            bias=bias,
+            sinks=options.sinks,
+        )
+    return hand_over(result, lse, query, return_lse=return_lse, out=out)
+
+
+def accept(batch: Batch, trees: Trees, drafts: Int64[Tensor, "t"], chosen: Int64[Tensor, "t"]) -> Accepted:
+    """Accept what the model would have said itself: the longest branch whose every token it chose.
+
+    Token by token: after the root the model chose `chosen[root]`. If a child of the root is that token, the child is
+    right, and what the model chose after it counts; and so on. With the most likely tokens for `chosen` the answer is
+    that of greedy decoding. With tokens drawn from the model's distribution, one after each node, the answer has that
+    distribution: what was drafted only decides how many of its tokens come out of one step.
+
+    Args:
+        batch: the lengths; every node is a query row.
+        trees: the trees. Node 0 is their only root, and a token that is sure.
+        drafts: the token of each node.
+        chosen: the token that the model chose after each node.
+
+    Returns:
+        The accepted nodes, how many, and the token that follows them. Of two branches that are equally long the one
+        whose last node comes first; of a sequence without a tree nothing, and the token -1.
+
+    Raises:
+        ValueError: if the trees are not those of the batch, or (on a CPU) have more than one root, or nodes that are no
+            query rows.
+    """
+    check_drafts(batch, trees, drafts=drafts, chosen=chosen)
+    paths, next_tokens = [], []
+    for (q0, q1), parents in zip(batch.query_rows(), _lists(trees), strict=True):
+        tokens, wanted = drafts[q0:q1].tolist(), chosen[q0:q1].tolist()
+        branches: list[list[int]] = []  # to each node, empty where it is not accepted
+        for node, parent in enumerate(parents):
+            if parent < 0:
+                branches.append([node])
+            else:
+                agrees = branches[parent] and tokens[node] == wanted[parent]
+                branches.append([*branches[parent], node] if agrees else [])
+        paths.append(max(branches, key=len, default=[]))
+        next_tokens.append(wanted[paths[-1][-1]] if paths[-1] else -1)
+    return _accepted(paths, next_tokens, trees)
+
+
+def accept_sampled(
+    batch: Batch,
+    trees: Trees,
+    drafts: Int64[Tensor, "t"],
+    target_probs: Float[Tensor, "t v"],
+    uniforms: Float[Tensor, "t"],
+    draft_probs: Float[Tensor, "t v"] | None = None,
+) -> Accepted:
+    """Accept by rejection sampling: every token has the distribution of the model, whoever drafted it.
+
+    After a node the model's distribution is `p`. Its children are tried in order; one with the token `x`, drawn from
+    `q`, is accepted with the probability `min(1, p[x] / q[x])`. If it is not, what is left takes the place of `p`:
+
+        p = max(p - q, 0) / sum(max(p - q, 0))
+
+    and the next child is tried with that. If none is accepted, the next token is drawn from what is left.
+
+    Args:
+        batch: the lengths; every node is a query row.
+        trees: the trees. Node 0 is their only root, and a token that is sure.
+        drafts: the token of each node.
+        target_probs: the model's distribution after each node.
+        uniforms: a random number in [0, 1) for each node: a root's draws the token that follows, another's accepts it.
+        draft_probs: the distribution that each node was drawn from, given its siblings before it; None where drafts are
+            not drawn, as those that a look-up found.
+
+    Returns:
+        As `accept`.
+
+    Raises:
+        ValueError: as `accept`; and if probabilities or random numbers have another shape.
+
+    Source: Leviathan et al. 2023; several children: Miao et al. 2024, "SpecInfer", algorithm 2.
+    """
+    check_drafts(batch, trees, drafts=drafts)
+    check_probabilities(drafts, target_probs, uniforms, draft_probs)
+    paths: list[list[int]] = []
+    next_tokens: list[int] = []
+    for (q0, _), parents in zip(batch.query_rows(), _lists(trees), strict=True):
+        if not parents:
+            paths.append([])
+            next_tokens.append(-1)
+            continue
+        path, left = [0], target_probs[q0].double()  # what is left of the distribution after the last accepted node
+        for node in range(1, len(parents)):
+            if parents[node] != path[-1]:
+                continue
+            token, row = int(drafts[q0 + node]), q0 + node
+            if draft_probs is None:
+                drawn_from = torch.zeros_like(left)
+                drawn_from[token] = 1.0
+            else:
+                drawn_from = draft_probs[row].double()
+            if uniforms[row].double() * drawn_from[token] < left[token]:
+                path.append(node)
+                left = target_probs[row].double()
+            else:
+                rest = (left - drawn_from).clamp(min=0.0)
+                left = rest / rest.sum() if rest.sum() > 0 else left  # nothing left is rounding: p and q are equal
+        ends = left.cumsum(0)
+        paths.append(path)
+        next_tokens.append(int(torch.searchsorted(ends, uniforms[q0].double() * ends[-1], right=True)))
+    return _accepted(paths, next_tokens, trees)
+
+
+def compact(
+    caches: Sequence[Shaped[Tensor, "n p ..."]], batch: Batch, trees: Trees, accepted: Accepted, *, block_size: int
+) -> None:
+    """Move the keys and values of accepted nodes to the first slots of their tree, in place.
+
+    What was rejected stays behind them, and the next step writes over it. Call it once per step, with the caches of all
+    layers that share a block table.
+
+    Args:
+        caches: pools with blocks and their tokens as first dimensions: keys, values, latents, scales.
+        batch: the batch of the step, with its block table.
+        trees: the trees of the step.
+        accepted: from `accept` or `accept_sampled`.
+        block_size: tokens in a block, `p`.
+
+    Raises:
+        ValueError: if the caches are no pools of that block size; on a CPU also if a node is none of its tree, they do
+            not rise, or a block is outside the pool. Nothing is written then.
+    """
+    check_accepted(batch, trees, accepted)
+    tables = check_caches(caches, batch, block_size=block_size).tolist()
+    moves: list[tuple[tuple[int, int], tuple[int, int]]] = []  # (block, row) from where, and to where
+    rows = zip(accepted.nodes.tolist(), accepted.lens.tolist(), trees.lens.tolist(), strict=True)
+    for i, (nodes, count, tree_len) in enumerate(rows):
+        first = int(batch.seq_lens[i]) - tree_len
+        for target, node in enumerate(nodes[:count]):
+            (from_block, from_row), (to_block, to_row) = (divmod(first + k, block_size) for k in (node, target))
+            moves.append(((tables[i][from_block], from_row), (tables[i][to_block], to_row)))
+    for cache in caches:
+        tokens = [cache[source].clone() for source, _ in moves]  # all are read before one is written
+        for token, (_, destination) in zip(tokens, moves, strict=True):
+            cache[destination] = token
+
+
+def accepted_batch(batch: Batch, trees: Trees, lens: Int32[Tensor, "b"]) -> Batch:
+    """Return the step of a draft model over what was accepted, for its own cache: a causal chunk of each sequence.
+
+    The rows of such a step are the accepted nodes, in order, and every sequence has as many as were accepted of it: its
+    `cu_seqlens_q` is never that of the verification.
+
+    Args:
+        batch: the batch of the verification.
+        trees: its trees.
+        lens: nodes that were accepted of each sequence, `Accepted.lens`.
+
+    Returns:
+        A batch with as many sequences, whose maxima are bounds.
+
+    Raises:
+        ValueError: if the trees are not those of the batch; on a CPU also if more was accepted than there are nodes.
+    """
+    check_accepted_lens(batch, trees, lens)
+    return replace(
+        batch,
+        cu_seqlens_q=torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0)),
+        seq_lens=batch.seq_lens - trees.lens + lens,
+        max_query_len=trees.max_len,
+        num_keys=None,
+        num_tokens=None,
+    )
+
+
+def _lists(trees: Trees) -> list[list[int]]:
+    """Return the parents of the nodes of each tree."""
+    return [nodes[:count] for nodes, count in zip(trees.parents.tolist(), trees.lens.tolist(), strict=True)]
+
+
+def _accepted(paths: Sequence[Sequence[int]], next_tokens: Sequence[int], trees: Trees) -> Accepted:
+    device = trees.lens.device
+    nodes = torch.full(trees.parents.shape, -1, dtype=torch.int32)
+    for i, path in enumerate(paths):
+        nodes[i, : len(path)] = torch.tensor(path, dtype=torch.int32)
+    lens = torch.tensor([len(path) for path in paths], dtype=torch.int32)
+    return Accepted(nodes.to(device), lens.to(device), torch.tensor(next_tokens, dtype=torch.int64, device=device))

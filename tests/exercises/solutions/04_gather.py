@@ -1,0 +1,14 @@
+"""4 · Read a sequence back."""
+
+from jaxtyping import Float, Int32
+from torch import Tensor
+
+
+def gather(cache: Float[Tensor, "n p hk d"], blocks: Int32[Tensor, "m"], seq_len: int) -> Float[Tensor, "s hk d"]:
+    """Return the first `seq_len` tokens of a sequence, in order, from the blocks that it owns.
+
+    `blocks` may be longer than needed; what stands after the last block is no block (-1, or anything).
+    seq_len 5 with blocks [9, 2, -1] of 4 tokens: the four rows of block 9, and row 0 of block 2.
+    """
+    num_blocks = -(-seq_len // cache.shape[1])
+    return cache[blocks[:num_blocks].long()].flatten(0, 1)[:seq_len]

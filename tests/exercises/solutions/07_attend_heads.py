@@ -1,0 +1,25 @@
+"""7 · Attention, for all heads: fewer key heads than query heads (GQA)."""
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+
+def attend_heads(
+    query: Float[Tensor, "t h d"],
+    key: Float[Tensor, "s hk d"],
+    value: Float[Tensor, "s hk dv"],
+    visible: Bool[Tensor, "t s"],
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Return the outputs and the log-sum-exps of exercise 6 for every query head.
+
+    There are g = h / hk query heads per key head, and neighbours share one: query head i reads key head i // g.
+    4 query heads and 2 key heads: the query heads 0 and 1 read key head 0, and 2 and 3 read key head 1.
+    """
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+    scores = torch.einsum("thd,shd->hts", query, key) / query.shape[2] ** 0.5
+    scores = scores.masked_fill(~visible, -torch.inf)
+    lse = scores.logsumexp(-1)
+    weights = torch.exp(scores - lse[..., None]).masked_fill(~visible, 0.0)
+    return torch.einsum("hts,shd->thd", weights, value), lse.T

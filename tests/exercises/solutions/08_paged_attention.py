@@ -1,0 +1,33 @@
+"""8 · A step of a server: prompts and decodes in one batch, over the pool."""
+
+import torch
+from jaxtyping import Float, Int32
+from torch import Tensor
+
+from refattn import masks
+from refattn.attention import attend
+from refattn.kv_cache import gather
+
+
+def paged_attention(
+    query: Float[Tensor, "t h d"],
+    key_cache: Float[Tensor, "n p hk d"],
+    value_cache: Float[Tensor, "n p hk dv"],
+    cu_seqlens_q: Int32[Tensor, "b+1"],
+    seq_lens: Int32[Tensor, "b"],
+    block_table: Int32[Tensor, "b m"],
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Return causal attention of each sequence's new tokens over all its tokens in the pool: outputs, log-sum-exps.
+
+    Sequence i has the query rows from cu_seqlens_q[i] to before cu_seqlens_q[i + 1], and seq_lens[i] keys in the blocks
+    of block_table[i]. cu_seqlens_q [0, 2, 3] and seq_lens [5, 7]: rows 0 and 1 stand at 3 and 4 of the first sequence.
+    """
+    out = query.new_zeros(*query.shape[:2], value_cache.shape[3])
+    lse = query.new_full(query.shape[:2], -torch.inf)
+    for i, blocks in enumerate(block_table):
+        first, last = cu_seqlens_q[i : i + 2].tolist()
+        seq_len = int(seq_lens[i])
+        key, value = gather(key_cache, blocks, seq_len), gather(value_cache, blocks, seq_len)
+        visible = masks.causal(last - first, seq_len)
+        out[first:last], lse[first:last] = attend(query[first:last], key, value, visible)
+    return out, lse

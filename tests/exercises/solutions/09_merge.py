@@ -1,0 +1,23 @@
+"""9 · Merge partial answers."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+def merge(
+    outs: Sequence[Float[Tensor, "t h d"]], lses: Sequence[Float[Tensor, "t h"]]
+) -> tuple[Float[Tensor, "t h d"], Float[Tensor, "t h"]]:
+    """Combine the answers of the same queries over disjoint keys into the answer over all of them, with its LSE.
+
+    Each part is the output and the log-sum-exp over its own keys; a part that saw nothing has the LSE -inf.
+    outs 2 and 5 with LSEs log(2) and log(1), from 2 keys and 1 key of equal weight: out 3, LSE log(3).
+    """
+    lse = torch.stack(list(lses)).logsumexp(0)
+    out = torch.zeros_like(outs[0])
+    for part, part_lse in zip(outs, lses, strict=True):
+        share = torch.exp(part_lse - lse)[..., None]
+        out = out + (share * part).masked_fill((part_lse == -torch.inf)[..., None], 0.0)
+    return out, lse

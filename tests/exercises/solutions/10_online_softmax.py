@@ -1,0 +1,28 @@
+"""10 · Softmax in one pass: the idea of FlashAttention."""
+
+from collections.abc import Iterable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+def online_softmax(
+    tiles: Iterable[tuple[Float[Tensor, "k"], Float[Tensor, "k d"]]],
+) -> tuple[Float[Tensor, "d"], Float[Tensor, ""]]:
+    """Return the answer of one query over all its keys, and its LSE; the keys come tile by tile, and each only once.
+
+    A tile is the scores of some keys and their values. Scores may be large (exp(1000) is inf), or -inf for hidden keys.
+    Tiles ([0, 0], [1, 3]) and ([0], [5]): out 3, LSE log(3).
+    """
+    row_max, row_sum, acc = torch.tensor(-torch.inf), torch.tensor(0.0), torch.tensor(0.0)
+    for scores, values in tiles:
+        new_max = torch.maximum(row_max, scores.max())
+        if new_max == -torch.inf:
+            continue
+        rescale = torch.exp(row_max - new_max)
+        weights = torch.exp(scores - new_max)
+        row_sum = row_sum * rescale + weights.sum()
+        acc = acc * rescale + weights @ values
+        row_max = new_max
+    return acc / row_sum, row_max + row_sum.log()

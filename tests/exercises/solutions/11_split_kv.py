@@ -1,0 +1,27 @@
+"""11 · Split-KV: one query, its keys shared out to many workers (flash decoding)."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+def split_kv(
+    query: Float[Tensor, "h d"],
+    key: Float[Tensor, "s h d"],
+    value: Float[Tensor, "s h d"],
+    num_splits: int,
+) -> tuple[Float[Tensor, "splits h d"], Float[Tensor, "splits h"]]:
+    """Return the partial answers of the splits: outputs and log-sum-exps, each over its own keys.
+
+    Split i has the keys from i * size to before (i + 1) * size, with size = ceil(s / num_splits); the last splits may
+    have fewer, or none: then 0 and -inf. 5 keys in 4 splits: the keys 0 1 | 2 3 | 4 | none.
+    """
+    size = -(-len(key) // num_splits)
+    outs, lses = [], []
+    for i in range(num_splits):
+        keys = slice(i * size, (i + 1) * size)
+        scores = torch.einsum("hd,shd->hs", query, key[keys]) / query.shape[1] ** 0.5
+        lse = scores.logsumexp(-1)
+        outs.append(torch.einsum("hs,shd->hd", torch.exp(scores - lse[:, None]), value[keys]))
+        lses.append(lse)
+    return torch.stack(outs), torch.stack(lses)

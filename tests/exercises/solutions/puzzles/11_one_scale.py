@@ -1,0 +1,27 @@
+"""11 · One scale for two.
+
+An fp8 cache is fine with the default scales. With calibrated ones the model is worse than without.
+
+Reported: vLLM 42580: https://github.com/vllm-project/vllm/issues/42580
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+
+def broken(query: Tensor, key_codes: Tensor, value_codes: Tensor, key_scale: float, value_scale: float) -> Tensor:
+    """Return the answer of one query over quantised keys and values [s, d]; a number is its scale times its code."""
+    scores = key_codes.to(query.dtype) @ query * key_scale / len(query) ** 0.5
+    return scores.softmax(0) @ value_codes.to(query.dtype) * key_scale
+
+
+def failing_case() -> dict[str, Any]:
+    """Return a small case that `broken` gets wrong: dict(key_scale=..., value_scale=...)."""
+    return dict(key_scale=0.5, value_scale=0.25)
+
+
+def mended(query: Tensor, key_codes: Tensor, value_codes: Tensor, key_scale: float, value_scale: float) -> Tensor:
+    """Do what `broken` should do."""
+    scores = key_codes.to(query.dtype) @ query * key_scale / len(query) ** 0.5
+    return scores.softmax(0) @ value_codes.to(query.dtype) * value_scale

@@ -1,0 +1,161 @@
+"""Wrong answers, as changes of the solutions: what is replaced, by what, and what the check has to say of it."""
+
+I = "i = torch.arange(seq_len - query_len, seq_len)[:, None]"  # noqa: E741
+TOP_LEFT = "i = torch.arange(query_len)[:, None]"
+
+WRONG = {
+    "slot": [
+        ("blocks[position // block_size]", "blocks[0]", "not always the first"),
+        ("* block_size +", "+", "begins at slot b * block_size"),
+        ("position % block_size\n", "position // block_size\n", "not the expected number"),
+    ],
+    "slot_mapping": [
+        ("range(seq_len - query_len, seq_len)", "range(query_len)", "the slots of its first ones"),
+        ("range(seq_len - query_len, seq_len)", "range(seq_len)", "only the new ones are written"),
+        ("return slots", "slots", "is there a `return`?"),
+    ],
+    "write": [
+        ("if slot < 0:", "if slot < -1:", "Python counts -1 from the end"),
+        ("        value_cache[block, row] = value[token]\n", "", "the values were not written"),
+        ("key_cache[block, row]", "key_cache.clone()[block, row]", "key_cache"),
+        ("[block, row] =", "[row % 3, block] =", "key_cache: max error"),
+    ],
+    "gather": [
+        ("[:seq_len]", "", "these are whole blocks"),
+        ("[blocks[:num_blocks].long()]", "", "the first slots of the pool"),
+        ("blocks[:num_blocks]", "blocks[:num_blocks].sort().values", "the order of the tokens"),
+        ("blocks[:num_blocks]", "blocks", "IndexError"),
+    ],
+    "causal_mask": [
+        (I, TOP_LEFT, "aligned at the top left"),
+        ("<= i", "< i", "a token sees itself"),
+        ("<= i", "<= seq_len + 0 * i", "after its own position"),
+    ],
+    "attend": [
+        (" / query.shape[1] ** 0.5", "", "not divided by the square root"),
+        (".masked_fill(~visible, 0.0)", "", "is NaN; its answer has to be 0"),
+        ("scores.logsumexp(-1)", "scores.exp().sum(-1).log()", "exp of a large score is inf"),
+        ("return weights @ value, lse", "return weights @ value, lse / 0.6931471805599453", "natural log"),
+        ("    scores = scores.masked_fill(~visible, -torch.inf)\n", "", "a share of the denominator"),
+    ],
+    "attend_heads": [
+        (".repeat_interleave(group, dim=1)", ".repeat(1, group, 1)", "neighbours share a key head"),
+        (
+            "return torch.einsum",
+            "return torch.einsum('hts->ths', weights), torch.einsum",
+            "expected (out, lse), got 3 things",
+        ),
+        (", lse.T", ", lse", "expected the shape [1, 4], got [4, 1]"),
+    ],
+    "paged_attention": [
+        ("masks.causal(", "masks.full(", "the queries see later keys"),
+        ("masks.causal(last - first, seq_len)", "masks.causal(seq_len, seq_len)[: last - first]", "top left"),
+        ("first, last = cu_seqlens_q[i : i + 2].tolist()", "first, last = i, i + 1", "was taken for sequence i"),
+        ("gather(value_cache, blocks", "gather(value_cache, block_table[0]", "the first sequence"),
+    ],
+    "merge": [
+        (".masked_fill((part_lse == -torch.inf)[..., None], 0.0)", "", "is NaN, and so is 0 * NaN"),
+        ("torch.exp(part_lse - lse)[..., None]", "1 / len(outs)", "the parts count alike"),
+        ("return out, lse", "return out, lse * 1.4426950408889634", "lse: max error"),
+    ],
+    "online_softmax": [
+        ("acc * rescale", "acc", "the values were not rescaled"),
+        ("row_sum * rescale", "row_sum", "the sum was not rescaled"),
+        ("        if new_max == -torch.inf:\n            continue\n", "", "leaves the maximum at -inf"),
+        ("    for scores", "    tiles = list(tiles) + list(tiles)\n    for scores", "gone through twice"),
+    ],
+    "split_kv": [
+        ("-(-len(key) // num_splits)", "len(key) // num_splits", "the last keys are lost"),
+        ("torch.stack(lses)", "torch.stack(lses).logsumexp(0).expand(num_splits, -1)", "the LSE of the whole"),
+    ],
+    "window_mask": [
+        ("(j > i - window)", "(j >= i - window)", "shows W + 1 keys"),
+        ("(j <= i) & ", "", "after its own position"),
+        (I, TOP_LEFT, "aligned at the top left"),
+    ],
+    "trim_window": [
+        ("seq_len - query_len -", "seq_len - 1 -", "sees furthest back"),
+        (
+            "return cut * block_size, seq_len - cut * block_size",
+            "return first_visible, seq_len - first_visible",
+            "whole",
+        ),
+        ("(window - 1)", "window", "one token too long"),
+    ],
+    "chunk_mask": [
+        ("(j // chunk_size == i // chunk_size)", "(j > i - chunk_size)", "that is a window"),
+        ("(j <= i) & ", "", "after its own position"),
+        ("i // chunk_size)", "(i - i[0]) // chunk_size)", "cells of the mask wrong"),
+    ],
+    "virtual_batches": [
+        ("position = seq_len - query_len", "seq_len = query_len; position = 0", "begin at the first new token"),
+        ("lens.append(end - begin)", "lens.append(chunk_size)", "even if its chunk has room"),
+        ("blocks[begin // block_size :", "blocks[0 :", "not the expected list"),
+        (
+            "blocks[begin // block_size : -(-end // block_size)]",
+            "blocks[: -(-(end - begin) // block_size)]",
+            "own chunk",
+        ),
+    ],
+    "shared_prefix": [
+        ("min(s - q for", "min(s for", "reaches into the new tokens"),
+        ("count * block_size", "count", "the number of blocks"),
+        (
+            "    while count < columns and len({blocks[count] for blocks in block_tables}) == 1:\n        count += 1\n",
+            "    for i in range(columns):\n        count += len({blocks[i] for blocks in block_tables}) == 1\n",
+            "ends at the first block that differs",
+        ),
+    ],
+    "cascade": [
+        ("causal=False", "causal=True", "the prefix is hidden from some queries"),
+        ("merge([prefix[0], own[0]], [prefix[1], own[1]])", "own", "the prefix is left out"),
+        ("    return merge(", "    prefix = prefix[0], own[1]\n    return merge(", "out: max error"),
+    ],
+    "add_sinks": [
+        ("out * torch.exp(lse - total)[..., None], total", "out, total", "takes its share of the output"),
+        ("[..., None], total", "[..., None], lse", "only the output was changed"),
+        ("torch.logaddexp(lse,", "torch.logaddexp(torch.logaddexp(lse, sinks.expand_as(lse)),", "counted twice"),
+    ],
+    "quantize": [
+        ("torch.round(x / scale[..., None])", "(x / scale[..., None])", "round first"),
+        ("x.abs().amax(-1) / 127", "(x.abs().max() / 127).expand(x.shape[:2])", "one scale for the whole tensor"),
+        ("/ 127", "/ 128", "the largest code is 127"),
+        ("    scale = torch.where(scale == 0, 1.0, scale)\n", "", "scale"),
+    ],
+    "mla_decode": [
+        (" + query[:, nope:] @ rope_key.T", "", "has not met the rotary keys"),
+        ("* softmax_scale", "/ (latent.shape[1] + rope_key.shape[1]) ** 0.5", "before absorption"),
+        (
+            "(absorbed @ latent.T +",
+            '(torch.einsum("hn,shn->hs", query[:, :nope], torch.einsum("sr,hnr->shn", latent, key_projection)) +',
+            "a tensor of 64,000 numbers was made",
+        ),
+    ],
+    "tree_mask": [
+        (
+            "torch.eye(len(parents), dtype=torch.bool)",
+            "torch.ones(len(parents), len(parents)).tril().bool()",
+            "siblings",
+        ),
+        ("|= visible[parent]", "= visible[i] | (torch.arange(len(parents)) == parent)", "not only the parent"),
+        ("        if parent >= 0:\n            visible", "        visible", "Python counts -1 from the end"),
+    ],
+    "local_len": [
+        (
+            "    return rounds",
+            "    return -(-seq_len // num_ranks)\n    return rounds",
+            "the last run may be cut short",
+        ),
+        (" + min(max(rest - rank * interleave, 0), interleave)", "", "only whole rounds were counted"),
+    ],
+    "triton_decode": [
+        ("acc * rescale", "acc", "max error"),
+        ("range(0, seq_len, TILE)", "range(0, seq_len // TILE * TILE, TILE)", "the last keys are missing"),
+        (
+            'tl.where(there, tl.sum(keys * q[None, :], axis=1) * scale, -float("inf"))',
+            "tl.sum(keys * q[None, :], axis=1) * scale",
+            "lanes after the last key",
+        ),
+        (" * scale", "", "not multiplied by `scale`"),
+    ],
+}

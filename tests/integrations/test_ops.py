@@ -1,0 +1,290 @@
+"""Every path as an operator: the same answers and errors, `opcheck`, and one graph under `torch.compile`."""
+
+import dataclasses
+import inspect
+import shutil
+from importlib import import_module
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from fastattn import (
+    cascade,
+    chunked_prefill,
+    dense,
+    differential,
+    kv_cache,
+    local,
+    merge,
+    metadata,
+    mla,
+    ops,
+    quantized,
+    sliding_window,
+    speculative,
+)
+from refattn.conformance import HARMLESS, Case, build
+from refattn.interface import AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan, Prefix, Trees
+
+BATCH = build(Case("mixed", ((4, 20), (1, 33), (10, 17)), heads=(4, 2), head_size=16, padding_rows=1), poison=HARMLESS)
+P = 16  # tokens in a block
+OPTIONS = AttentionOptions(
+    softmax_scale=0.3, softcap=4.0, alibi_slopes=torch.rand(4), sinks=torch.randn(4), batch_invariant=True
+)
+# The function of a path that each operator is, where it is not `attention` of the path of the same name.
+OTHERS = {
+    "mla_prefill": mla.prefill,
+    "merge": merge.merge,
+    "add_sinks": merge.add_sinks,
+    "write": kv_cache.write,
+    "write_differential": differential.write,
+    "write_latents": mla.write,
+    "write_quantized": quantized.write,
+}
+
+
+def draw(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def shared_batch():
+    """Make a batch of two decodes that share their first two blocks, and of a prompt of its own."""
+    return metadata.make_batch([1, 1, 3], [40, 45, 3], [[0, 1, 2], [0, 1, 3], [4]])
+
+
+def calls():
+    """Yield operator, positional arguments and keyword arguments; what an operator writes to is made anew."""
+    query, key_cache, value_cache, batch = BATCH.tensors
+    pages = (query, key_cache, value_cache)
+    slots = metadata.slot_mapping(batch, len(query), block_size=P)
+    tokens = (draw(len(query), 2, 16), draw(len(query), 2, 16))
+    yield "dense", (*BATCH.rows[:3], dense.plan(batch), OPTIONS), {}
+    yield "dense", (*(x.double() for x in BATCH.rows[:3]), dense.plan(batch, causal=False)), {}
+    yield "chunked_prefill", (*pages, chunked_prefill.plan(batch, block_size=P), OPTIONS), {}
+    yield "sliding_window", (*pages, sliding_window.plan(batch, window_size=(7, 0), block_size=P), OPTIONS), {}
+    yield "local", (*pages, local.plan(batch, chunk_size=P, block_size=P)), {}
+    levels = cascade.plan(shared_batch(), prefixes=[Prefix(0, 2, 32)], block_size=P, window_size=(40, 0))
+    yield "cascade", (draw(5, 4, 16), key_cache, value_cache, levels, OPTIONS), {}
+    parents = torch.tensor([[-1, 0, 0, 1], [-1, 0, 1, 2], [-1, -1, 0, 2]], dtype=torch.int32)
+    trees = Trees(parents, torch.tensor([4, 3, 4], dtype=torch.int32))
+    drafts = metadata.make_batch([4, 3, 4], [20, 33, 17], [[0, 1], [2, 3, 4], [5, 6]])
+    for given in (trees, None):
+        tree_plan = speculative.plan(drafts, block_size=P, trees=given)
+        yield "speculative", (draw(11, 4, 16), key_cache, value_cache, tree_plan, OPTIONS), {}
+    pairs = draw(2, 2, *key_cache.shape[:2], 1, 16)
+    subtraction = dict(lambda_full=torch.tensor(0.4), lambda_init=0.2, norm_weight=draw(32), norm_eps=1e-3)
+    yield "differential", (query, pairs, differential.plan(batch, block_size=P)), subtraction
+    latents, scale = draw(key_cache.shape[0], P, 24), AttentionOptions(softmax_scale=0.2)
+    yield "mla", (draw(len(query), 4, 24), latents, mla.plan(batch, block_size=P), scale), dict(latent_rank=20)
+    prefill_plan = mla.plan_prefill(batch, block_size=P, workspace=24)
+    projections = dict(key_projection=draw(4, 12, 20), value_projection=draw(4, 10, 20))
+    new = (draw(len(query), 4, 16), draw(len(query), 20), draw(len(query), 4))
+    yield "mla_prefill", (*new, latents, prefill_plan, scale), projections
+    for scales, caches in quantized_caches(key_cache.shape[0]):
+        quantized.write(*tokens, *caches, slots, scales=scales)
+        plan = quantized.plan(batch, block_size=P)
+        yield "quantized", (query, *caches, plan, AttentionOptions(softcap=3.0)), dict(scales=scales)
+    for scales, caches in quantized_caches(key_cache.shape[0]):
+        yield "write_quantized", (*tokens, *caches, slots), dict(scales=scales)
+    yield "merge", ([draw(5, 4, 16), draw(5, 4, 16) + 1], [draw(5, 4), draw(5, 4) + 1]), {}
+    yield "merge", ([draw(5, 4, 16)], [draw(5, 4)]), {}
+    yield "add_sinks", (draw(5, 4, 16), draw(5, 4), draw(4)), {}
+    yield "write", (*tokens, key_cache.clone(), value_cache.clone(), slots), {}
+    yield "write_differential", (*tokens, pairs.clone(), slots), {}
+    yield "write_latents", (*new[1:], latents.clone(), slots), {}
+
+
+def quantized_caches(num_blocks):
+    """Yield scales, and pools to write to, of each kind of quantised cache."""
+    key, value, token_scales = quantized.allocate_int8(num_blocks, P, 2, 16)
+    yield Int8Scales(token_scales, torch.rand(2, 16) + 0.1), (key, value)
+    for scales in (Fp8Scales(0.5, 0.25, 0.75), Fp8Scales(torch.rand(2) + 0.1, 0.5)):
+        yield scales, tuple(torch.zeros(num_blocks, P, 2, 16, dtype=torch.uint8) for _ in range(2))
+
+
+CALLS = [pytest.param(*call, id=f"{call[0]}-{i}") for i, call in enumerate(calls())]
+
+
+def path_of(name):
+    return OTHERS.get(name) or import_module(f"fastattn.{name}").attention
+
+
+def memory(values):
+    """Copy arguments, with the tensors in them, so that two calls may write."""
+
+    def copy(x):
+        if isinstance(x, torch.Tensor):
+            return x.clone()
+        if isinstance(x, Int8Scales):
+            return dataclasses.replace(x, key=x.key.clone())
+        return x
+
+    return {name: copy(x) for name, x in values.items()} if isinstance(values, dict) else tuple(map(copy, values))
+
+
+def written(arguments, keywords):
+    """Return the tensors that a write may have changed."""
+    scales = keywords.get("scales")
+    return [*arguments, *([scales.key] if isinstance(scales, Int8Scales) else [])]
+
+
+@pytest.mark.parametrize(("name", "arguments", "keywords"), CALLS)
+def test_an_operator_is_its_path(name, arguments, keywords):
+    ours, theirs = (memory(arguments), memory(keywords)), (memory(arguments), memory(keywords))
+    both = dict(return_lse=True) if "return_lse" in inspect.signature(path_of(name)).parameters else {}
+    answer = getattr(ops, name)(*ours[0], **ours[1], **both)
+    expected = path_of(name)(*theirs[0], **theirs[1], **both)
+    if name.startswith("write"):
+        assert answer is None
+        answer, expected = ([x for x in written(*call) if isinstance(x, torch.Tensor)] for call in (ours, theirs))
+    else:
+        alone = getattr(ops, name)(*ours[0], **ours[1])
+        assert torch.equal(alone[0] if name in ("merge", "add_sinks") else alone, answer[0])
+    assert len(answer) == len(expected) >= 2
+    assert all(torch.equal(one, other) for one, other in zip(answer, expected, strict=True))
+
+
+@pytest.mark.parametrize(("name", "arguments", "keywords"), CALLS)
+def test_opcheck(name, arguments, keywords, monkeypatch):
+    """PyTorch's own check: the schema says what is written to, and the compiler's rule gives the right shapes."""
+    operator, seen = getattr(torch.ops.fastattn, name), []
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.ops.fastattn, name, lambda *flat: seen.append(flat) or operator(*flat))
+        getattr(ops, name)(*memory(arguments), **memory(keywords))
+    (flat,) = seen
+    results = torch.library.opcheck(operator.default, flat)
+    assert set(results.values()) == {"SUCCESS"} and len(results) >= 3
+
+
+@pytest.mark.parametrize(("name", "arguments", "keywords"), CALLS)
+def test_one_graph(name, arguments, keywords, shapes_unchecked):
+    torch._dynamo.reset()
+    compiled = torch.compile(getattr(ops, name), fullgraph=True, backend="aot_eager")
+    ours, theirs = (memory(arguments), memory(keywords)), (memory(arguments), memory(keywords))
+    answer, expected = compiled(*ours[0], **ours[1]), getattr(ops, name)(*theirs[0], **theirs[1])
+    pairs = zip(written(*ours), written(*theirs), strict=True) if answer is None else [(answer, expected)]
+    for one, other in pairs:
+        if isinstance(one, tuple):
+            assert all(map(torch.equal, one, other))
+        elif isinstance(one, torch.Tensor):
+            assert torch.equal(one, other)
+
+
+class Layer(nn.Module):
+    """A layer of a model over a paged cache: a window or all of it."""
+
+    def __init__(self, window):
+        super().__init__()
+        self.attend = ops.chunked_prefill if window is None else ops.sliding_window
+        self.options = AttentionOptions(softcap=5.0, sinks=draw(6))
+        self.qkv, self.out = nn.Linear(48, 160), nn.Linear(96, 48)
+
+    def forward(self, x, caches, plan, slots):
+        query, key, value = (y.unflatten(-1, (-1, 16)) for y in self.qkv(x).split([96, 32, 32], -1))
+        ops.write(key, value, *caches, slots)
+        return x + self.out(self.attend(query, *caches, plan, self.options).flatten(1))
+
+
+class Model(nn.Module):
+    """Two layers, each with a cache and a plan of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(None), Layer(5)])
+
+    def forward(self, x, caches, plans, slots):
+        for layer, pools, plan in zip(self.layers, caches, plans, strict=True):
+            x = layer(x, pools, plan, slots)
+        return x
+
+
+BACKENDS = [
+    "aot_eager",
+    pytest.param("inductor", marks=pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@torch.no_grad()
+def test_a_model_is_one_graph_over_steps_of_other_lengths(backend, shapes_unchecked):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Model()
+    graphs = CompileCounterWithBackend(backend)
+    compiled = torch.compile(model, fullgraph=True, backend=graphs)
+    ours, theirs = ([kv_cache.allocate(8, 4, 2, 16) for _ in range(2)] for _ in range(2))
+    # In the third step the window leaves blocks behind, so its plan has tables that it did not have before.
+    steps = [
+        ([3, 1], [3, 6]),
+        ([2, 2], [5, 8]),
+        ([1, 1], [6, 9]),
+        ([2, 3], [8, 12]),
+        ([1, 1], [9, 13]),
+        ([3, 2], [12, 15]),
+    ]
+    for i, (query_lens, seq_lens) in enumerate(steps[: 6 if backend == "aot_eager" else 2]):
+        batch = metadata.make_batch(query_lens, seq_lens, [[5, 1, 0, 3], [2, 7, 4, 6]])
+        slots = metadata.slot_mapping(batch, sum(query_lens), block_size=4)
+        window = sliding_window.plan(batch, window_size=(4, 0), block_size=4)
+        plans = [chunked_prefill.plan(batch, block_size=4), window]
+        x = draw(sum(query_lens), 48)
+        answer, expected = compiled(x, ours, plans, slots), model(x, theirs, plans, slots)
+        torch.testing.assert_close(answer, expected, rtol=1e-5, atol=1e-5)  # inductor may sum in another order
+        if backend == "aot_eager":
+            assert torch.equal(answer, expected)
+            pools = (both for layer in zip(ours, theirs, strict=True) for both in zip(*layer, strict=True))
+            assert all(torch.equal(one, other) for one, other in pools)
+        if i == 3:
+            before = graphs.frame_count
+    if backend == "aot_eager":
+        assert graphs.frame_count == before, "a step of other lengths was compiled anew"
+
+
+def test_every_field_of_a_plan_crosses():
+    """A field that is added to a plan has to be added to what crosses; else an operator would ignore it."""
+    batch = dataclasses.replace(BATCH.batch, num_keys=70)
+    rows = batch.num_tokens
+    plan = Plan(
+        batch,
+        P,
+        False,
+        (3, 2),
+        first_keys=torch.tensor([0, 16, 32], dtype=torch.int32),
+        positions=torch.arange(rows, dtype=torch.int32),
+        sequences=torch.tensor([0, 0, 1], dtype=torch.int32),
+    )
+    tables, sizes = ops._plan_lists(plan)
+    again = ops._plan(iter(tables), iter(sizes))
+    fields = [(kind, field.name) for kind in (Batch, Plan) for field in dataclasses.fields(kind) if field.init]
+    for kind, name in fields:
+        if name == "batch":
+            continue
+        value, other = (getattr(x if kind is Plan else x.batch, name) for x in (plan, again))
+        default = next(f.default for f in dataclasses.fields(kind) if f.name == name)
+        assert value is not default and value != default if not isinstance(value, torch.Tensor) else True, name
+        assert value is other if isinstance(value, torch.Tensor) else value == other, name
+    assert ops._plan_lists(again)[1] == sizes
+
+
+def test_errors_are_those_of_the_path():
+    query, key_cache, value_cache, batch = BATCH.tensors
+    plan = chunked_prefill.plan(batch, block_size=P)
+    with pytest.raises(ValueError, match=r"sinks: expected floating point \[h=4\]"):
+        ops.chunked_prefill(query, key_cache, value_cache, plan, AttentionOptions(sinks=torch.zeros(3)))
+    with pytest.raises(ValueError, match="slot_mapping"):
+        ops.write(draw(2, 2, 16), draw(2, 2, 16), key_cache, value_cache, torch.tensor([3, 3]))
+    with pytest.raises(RuntimeError, match="no autograd|backward|autograd"):
+        ops.chunked_prefill(query.clone().requires_grad_(), key_cache, value_cache, plan).sum().backward()
+
+
+def test_every_path_has_an_operator():
+    """But for those of a rank among others, which talk to those others."""
+    named = {name for name, value in vars(ops).items() if inspect.isfunction(value) and not name.startswith("_")}
+    assert named == {call.values[0] for call in CALLS}, "an operator is not tested"
+    for name in named:
+        takes = inspect.signature(path_of(name)).parameters
+        assert [x for x in takes if x != "out" or name == "add_sinks"] == list(
+            inspect.signature(getattr(ops, name)).parameters
+        ), name

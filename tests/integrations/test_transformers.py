@@ -1,0 +1,374 @@
+"""Models of transformers with the attention of either twin: the logits and the tokens of eager, for every mask."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from test_engine_models import CHANGES
+from tiny_models import make_family, make_model
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    ContinuousBatchingConfig,
+    DynamicCache,
+    GenerationConfig,
+    StaticCache,
+)
+from transformers.masking_utils import (
+    chunked_causal_mask_function,
+    packed_sequence_compatibility_function,
+    sliding_window_bidirectional_mask_function,
+    sliding_window_causal_mask_function,
+)
+
+import fastattn.dense
+import refattn.dense
+from fastattn.integrations import transformers as integration
+
+TWINS = ("refattn", "fastattn")
+FAMILIES = tuple(  # a sentence reads better here than a list of its words
+    """
+    bert cohere2 deepseek_v3 gemma2 gemma3_text glm4 gpt2 gpt_neox gpt_oss granite llama llama4_text longcat_flash
+    mistral mixtral modernbert-decoder olmo2 persimmon phi3 qwen2 qwen3_moe starcoder2
+    """.split()  # noqa: SIM905
+)
+TOKENS = torch.randint(1, 97, (3, 17), generator=torch.Generator().manual_seed(0))
+PADDINGS = {"none": [[0, 0]] * 3, "left": [[5, 0], [1, 0], [0, 0]], "right": [[0, 5], [0, 1], [0, 0]]}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered():
+    integration.register()
+    integration.register()  # again changes nothing
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Count the calls of either twin, so that a test knows which one computed."""
+    counted = dict.fromkeys(TWINS, 0)
+    for name, module in (("refattn", refattn.dense), ("fastattn", fastattn.dense)):
+        attention = module.attention
+
+        def counting(*args, name=name, attention=attention, **options):
+            counted[name] += 1
+            return attention(*args, **options)
+
+        monkeypatch.setattr(module, "attention", counting)
+    return counted
+
+
+def padded(padding):
+    """Make the attention mask with some padding to the left and to the right in each row."""
+    mask = torch.ones_like(TOKENS)
+    for row, (left, right) in zip(mask, PADDINGS[padding], strict=True):
+        row[:left], row[len(row) - right :] = 0, 0
+    return mask
+
+
+def outputs(model, name):
+    """Compute logits under each padding, and generate with caches that grow and caches of a fixed size."""
+    model.set_attn_implementation(name)
+    device = model.device
+    tokens = TOKENS.to(device)
+    with torch.no_grad():
+        logits = []
+        for padding in PADDINGS:
+            mask = padded(padding).to(device)
+            logits.append(model(tokens, attention_mask=mask, use_cache=False).logits[mask.bool()])
+        greedy = dict(attention_mask=padded("left").to(device), max_new_tokens=6, do_sample=False)
+        words = [model.generate(tokens, **greedy, **cache) for cache in ({}, dict(cache_implementation="static"))]
+    return torch.cat(logits), torch.stack(words)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_has_the_logits_and_tokens_of_eager(family, device, calls):
+    model = make_family(family, device, **CHANGES.get(family, {}))
+    logits, words = outputs(model, "eager")
+    assert calls == dict.fromkeys(TWINS, 0)
+    for twin in TWINS:
+        before = dict(calls)
+        twin_logits, twin_words = outputs(model, twin)
+        torch.testing.assert_close(twin_logits, logits, rtol=0, atol=2e-5 * float(logits.std()))
+        assert torch.equal(twin_words, words)
+        assert [name for name in TWINS if calls[name] > before[name]] == [twin]
+
+
+def test_at_least_fifteen_architectures_are_compared():
+    assert len(set(FAMILIES)) >= 15
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_an_encoder_and_a_decoder_with_cross_attention(twin, device, calls):
+    sizes = dict(encoder_layers=2, decoder_layers=2, encoder_ffn_dim=32, decoder_ffn_dim=32)
+    heads = dict(encoder_attention_heads=4, decoder_attention_heads=4, vocab_size=97, d_model=32, init_std=0.4)
+    ends = dict(pad_token_id=0, bos_token_id=1, eos_token_id=96, decoder_start_token_id=1, forced_eos_token_id=None)
+    config = BartConfig(**sizes, **heads, **ends, max_position_embeddings=64)
+    model = make_model(BartForConditionalGeneration, config, device)
+    results = []
+    for name in ("eager", twin):
+        model.set_attn_implementation(name)
+        inputs = dict(input_ids=TOKENS.to(device), attention_mask=padded("right").to(device))
+        with torch.no_grad():
+            logits = model(**inputs, decoder_input_ids=TOKENS[:, :5].to(device)).logits
+            results.append((logits, model.generate(**inputs, max_new_tokens=5, do_sample=False, num_beams=2)))
+    (logits, words), (twin_logits, twin_words) = results
+    torch.testing.assert_close(twin_logits, logits, rtol=0, atol=2e-5 * float(logits.std()))
+    assert torch.equal(twin_words, words) and calls[twin] > 0
+
+
+# --- caches and packed sequences ---
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("twin", TWINS)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "llama4_text"])
+@torch.no_grad()
+def test_a_prompt_in_chunks_through_a_cache(family, twin, cache, device):
+    model = make_family(family, device, **CHANGES.get(family, {}))
+    tokens, mask = TOKENS.to(device), padded("left").to(device)
+
+    def through_a_cache():
+        past = DynamicCache(config=model.config) if cache == "dynamic" else StaticCache(model.config, max_cache_len=24)
+        positions, logits = (mask.cumsum(-1) - 1).clamp(min=0), []
+        for first, last in ((0, 7), (7, 16), (16, 17)):
+            step = dict(attention_mask=mask[:, :last], position_ids=positions[:, first:last], past_key_values=past)
+            logits.append(model(tokens[:, first:last], **step).logits)
+        return torch.cat(logits, dim=1)[mask.bool()]
+
+    expected = through_a_cache()
+    model.set_attn_implementation(twin)
+    torch.testing.assert_close(through_a_cache(), expected, rtol=0, atol=2e-5 * float(expected.std()))
+
+
+@pytest.mark.parametrize("how", ["position_ids", "cu_seq_lens"])
+@pytest.mark.parametrize("twin", TWINS)
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+@torch.no_grad()
+def test_packed_sequences_do_not_see_each_other(family, twin, how, device):
+    """Each sequence has the logits that it has alone."""
+    model = make_family(family, device, **CHANGES.get(family, {}))
+    lens = [1, 9, 1, 1, 5]
+    parts = TOKENS.to(device).flatten()[: sum(lens)].split(lens)
+    expected = torch.cat([model(part[None], use_cache=False).logits[0] for part in parts])
+    model.set_attn_implementation(twin)
+    positions = torch.cat([torch.arange(n, device=device) for n in lens])[None]
+    edges = torch.tensor([0, *lens], device=device).cumsum(0).int()
+    kwargs = dict(cu_seq_lens_q=edges, cu_seq_lens_k=edges, max_length_q=9, max_length_k=9)
+    packed = dict(position_ids=positions, use_cache=False, **(kwargs if how == "cu_seq_lens" else {}))
+    logits = model(torch.cat(parts)[None], **packed).logits[0]
+    torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5 * float(expected.std()))
+
+
+@torch.no_grad()
+def test_lengths_alone_part_packed_sequences(device):
+    """Where the model was called without positions that say so, the first layer sees to it by the lengths."""
+    module, options = torch.nn.Module(), dict(scaling=0.25, sliding_window=None)
+    query, key, value = (draw(1, 2, 9, 16, device=device) for _ in range(3))
+    edges = torch.tensor([0, 4, 5, 9], dtype=torch.int32, device=device)
+    seen = integration.visible_keys(1, 9, 9, device=device)
+    out, _ = integration._attention(
+        integration.TWINS["fastattn"],
+        module,
+        query,
+        key,
+        value,
+        seen,
+        cu_seq_lens_q=edges,
+        cu_seq_lens_k=edges,
+        **options,
+    )
+    for first, last in pairwise(edges.tolist()):
+        part = (x[:, :, first:last] for x in (query, key, value))
+        expected = F.scaled_dot_product_attention(*part, is_causal=True, scale=0.25)
+        torch.testing.assert_close(out[:, first:last].transpose(1, 2), expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(NotImplementedError, match="cu_seq_lens_q: expected the edges .* from 0 to 9"):
+        integration._attention(
+            integration.TWINS["fastattn"], module, query, key, value, seen, cu_seq_lens_q=edges[:-1], **options
+        )
+
+
+# --- every mask that transformers draws ---
+
+
+def draw(*shape, device="cpu"):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(device)
+
+
+def causal(b, h, i, j):
+    return j <= i
+
+
+def everything(b, h, i, j):
+    return j >= 0
+
+
+def prefix_of_four(b, h, i, j):
+    return (j <= i) | (j < 4)
+
+
+def packed(rule):
+    positions = torch.tensor([[0, 0, 1, 2, 3, 4, 5, 0, 0, 0, 1, 2, 3]])
+    number = (positions == 0).cumsum(-1)
+    return packed_sequence_compatibility_function(rule, positions.expand(2, -1), number.expand(2, -1))
+
+
+NO_PADDING = torch.zeros(2, dtype=torch.long)
+MASKS = {
+    "causal": (causal, {}),
+    "window": (sliding_window_causal_mask_function(4), {}),
+    "window-of-one": (sliding_window_causal_mask_function(1), {}),
+    "wide-window": (sliding_window_causal_mask_function(40), {}),
+    "chunks": (chunked_causal_mask_function(5, NO_PADDING), {}),
+    "chunks-of-one": (chunked_causal_mask_function(1, NO_PADDING), {}),
+    "bidirectional": (everything, {}),
+    "bidirectional-window": (sliding_window_bidirectional_mask_function(3), {}),
+    "prefix": (prefix_of_four, {}),
+    "packed": (packed(causal), {}),
+    "packed-windows": (packed(sliding_window_causal_mask_function(3)), {}),
+    "packed-chunks": (packed(chunked_causal_mask_function(2, NO_PADDING)), {}),
+    "later-queries": (causal, dict(q_length=3, q_offset=10)),
+    "one-query": (sliding_window_causal_mask_function(4), dict(q_length=1, q_offset=12)),
+    "room-behind": (causal, dict(q_length=4, q_offset=5)),
+    "window-and-room-behind": (sliding_window_causal_mask_function(4), dict(q_length=6, q_offset=3)),
+    "keys-begin-later": (sliding_window_causal_mask_function(6), dict(q_length=5, q_offset=12, kv_offset=4)),
+}
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_as_rows_is_the_mask(name, padding, device):
+    """The plan of a mask shows each query what the mask does; what nobody sees may hold anything."""
+    rule, sizes = MASKS[name]
+    sizes = dict(batch_size=2, q_length=13, kv_length=13, q_offset=0, kv_offset=0) | sizes
+    mask = torch.ones(2, sizes["kv_length"] + sizes["kv_offset"], dtype=torch.bool)
+    if padding == "left":
+        mask[0, :3] = False
+    if padding == "right":
+        mask[0, 9:] = False
+    arguments = dict(**sizes, mask_function=rule, attention_mask=mask.to(device), device=device)
+    if name.startswith(("packed", "chunks")) and device != "cpu":
+        pytest.skip("these functions have their positions on the CPU")
+    visible = integration.sdpa_mask(**arguments, allow_is_causal_skip=False)[:, 0]  # [b, q, kv]
+    query = draw(2, 4, sizes["q_length"], 16, device=device)
+    key, value = (draw(2, 2, sizes["kv_length"], 16, device=device) + i for i in (0, 1))
+    unseen = ~visible.any(1)
+    clean = [x.clone() for x in (key, value)]
+    for x in (key, value):
+        x.masked_fill_(rearrange(unseen, "b kv -> b 1 kv 1"), torch.nan)
+    expected = F.scaled_dot_product_attention(
+        query.double(), *(x.double().repeat_interleave(2, 1) for x in clean), attn_mask=visible[:, None]
+    ).nan_to_num()
+    module = torch.nn.Module()
+    for skip in (False, True):
+        seen = integration.visible_keys(**arguments, allow_is_causal_skip=skip)
+        dropped = (seen[:, 0, :, 0] == seen[:, 0, :, 1]) if skip else ~visible.any(-1)
+        assert skip or not dropped[visible.any(-1)].any()
+        for twin in integration.TWINS.values():
+            out, _ = integration._attention(twin, module, query, key, value, seen)
+            wanted = expected.transpose(1, 2).masked_fill(dropped[..., None, None], 0.0)
+            torch.testing.assert_close(out.double(), wanted, rtol=1e-4, atol=2e-6)
+            assert seen.layout_of_rows[-1].plan is not None
+    plain = name in ("causal", "window", "chunks", "later-queries", "one-query", "packed", "packed-windows")
+    if plain and padding != "right":
+        assert seen.layout_of_rows[-1].plan.positions is None, "FlashAttention would not compute this"
+
+
+def test_padding_of_plain_masks_is_neither_read_nor_computed():
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    mask[0, :4], mask[1, 7:] = False, False
+    for rule in (causal, sliding_window_causal_mask_function(3)):
+        seen = integration.visible_keys(2, 9, 9, mask_function=rule, attention_mask=mask)
+        assert torch.equal((seen[:, 0, :, 1] > 0), mask)
+        layout = integration._lay_out(seen[:, 0], 9, integration.TWINS["fastattn"][1])
+        assert layout.plan.positions is None and len(layout.query_rows) == 12
+        assert layout.plan.batch.seq_lens.tolist() == [5, 7]
+
+
+def test_a_long_mask_is_read_in_parts(monkeypatch):
+    rule = sliding_window_causal_mask_function(4)
+    whole = integration.visible_keys(2, 50, 50, mask_function=rule)
+    monkeypatch.setattr(integration, "ENTRIES", 700)
+    assert torch.equal(integration.visible_keys(2, 50, 50, mask_function=rule), whole)
+
+
+# --- what is refused ---
+
+
+def attention(mask=None, module=None, **options):
+    query, key, value = draw(2, 4, 5, 16), draw(2, 2, 5, 16), draw(2, 2, 5, 16)
+    twin = integration.TWINS["fastattn"]
+    return integration._attention(twin, module or torch.nn.Module(), query, key, value, mask, **options)[0]
+
+
+def gap(b, h, i, j):
+    return (j <= i) & (j != 1)
+
+
+def two_windows(b, h, i, j):
+    return (j <= i) & (i - j < 2 + 2 * (i > 6))
+
+
+REFUSED = {
+    "dropout: neither twin computes dropout, got 0.5": lambda: attention(dropout=0.5),
+    "output_attentions: neither twin has": lambda: attention(output_attentions=True),
+    "attention_mask: expected .*, got float32 [2, 1, 5, 5]": lambda: attention(torch.zeros(2, 1, 5, 5)),
+    "attention_mask: expected .*, got bool [2, 4, 5, 5]": lambda: attention(torch.ones(2, 4, 5, 5) > 0),
+    "position_bias: expected no option": lambda: attention(position_bias=torch.zeros(1, 4, 5, 5)),
+    "attention_mask: expected the keys that a query sees to be one run": lambda: integration.visible_keys(
+        1, 5, 5, mask_function=gap
+    ),
+    "attention_mask: expected one window for all": lambda: integration._lay_out(
+        torch.tensor([[[0, 2], [1, 3], [2, 3], [2, 4]]], dtype=torch.int32), 5, integration.TWINS["fastattn"][1]
+    ),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_no_twin_computes_is_refused_by_name(message):
+    pattern = message.replace("[", r"\[").replace("]", r"\]")
+    with pytest.raises(NotImplementedError, match=pattern):
+        REFUSED[message]()
+
+
+def test_a_model_is_refused_what_the_twins_do_not_do():
+    model = make_family("llama", attention_dropout=0.5)
+    model.set_attn_implementation("fastattn")
+    with pytest.raises(NotImplementedError, match="dropout: "):
+        model.train()(TOKENS)
+    logits = model.eval()(TOKENS).logits  # parameters want gradients, and nobody asks for them
+    with pytest.raises(NotImplementedError, match="backward: the twins have no gradients"):
+        logits.sum().backward()
+    with pytest.raises((NotImplementedError, ValueError), match="attentions"):
+        model(TOKENS, output_attentions=True)
+    with pytest.raises(NotImplementedError, match="attention_mask: expected"):
+        model(TOKENS, attention_mask=torch.zeros(3, 1, 17, 17))
+    own = torch.ones(17, 17).tril().bool().expand(3, 1, 17, 17)
+    torch.testing.assert_close(model(TOKENS, attention_mask=own).logits, logits)
+
+
+# --- continuous batching ---
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_continuous_batching_gives_the_tokens_of_eager(family, device, calls):
+    model = make_family(family, device, **CHANGES.get(family, {}))
+    model.generation_config.eos_token_id = 10**6
+    greedy = dict(max_new_tokens=6, do_sample=False)
+    prompts = [TOKENS.flatten()[:n].tolist() for n in (5, 19, 3)]
+    expected = [model.generate(torch.tensor([p], device=device), **greedy)[0, len(p) :].tolist() for p in prompts]
+    small = dict(page_size=8, num_blocks=48, max_batch_tokens=12, max_requests_per_batch=8, use_async_batching=False)
+    for twin in TWINS:
+        integration.use_in_generate_batch(model, twin)
+        config = GenerationConfig(**greedy, eos_token_id=10**6, pad_token_id=0)
+        batching = ContinuousBatchingConfig(**small, use_cuda_graph=False)
+        answers = model.generate_batch(
+            prompts, generation_config=config, continuous_batching_config=batching, progress_bar=False
+        )
+        assert [answer.generated_tokens for answer in answers.values()] == expected
+        assert calls[twin] > 0
+    with pytest.raises(NotImplementedError, match="names that begin with 'flash_' are for generate_batch"):
+        model(TOKENS.to(device))
+    with pytest.raises(ValueError, match="name: expected one of refattn, fastattn, got 'sdpa'"):
+        integration.use_in_generate_batch(model, "sdpa")

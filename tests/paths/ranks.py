@@ -1,0 +1,143 @@
+"""Deal the keys of a case out to ranks, each with a pool of its own, and attend there, in one process or in several."""
+
+import random
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from refattn.conformance import Case, build
+from refattn.conformance.call import OPTIONS
+from refattn.interface import AttentionOptions, Batch, DistributedGroup, Group, Shard, simulate_ranks
+from refattn.kv_cache import gather
+
+PER_HEAD = ("alibi_slopes", "sinks")
+
+
+def deal(cache: Tensor, batch: Batch, shard: Shard, *, seed: int) -> tuple[Tensor, Tensor]:
+    """Lay a rank's share of every context into a pool of its own; all other memory holds what nobody's blocks held.
+
+    The new tokens are nowhere in it. What the rank has follows from counting here, not from the path.
+    """
+    n, p = cache.shape[:2]
+    used = {
+        block
+        for blocks, length in zip(batch.block_table.tolist(), batch.seq_lens.tolist(), strict=True)
+        for block in blocks[: -(-length // p)]
+    }
+    nobodys = cache[min(set(range(n)) - used)]  # a block, of poison
+    shares = []
+    for blocks, seq_len, context in zip(
+        batch.block_table, batch.seq_lens.tolist(), batch.context_lens.tolist(), strict=True
+    ):
+        mine = [j for j in range(context) if j // shard.interleave % shard.num_ranks == shard.rank]
+        shares.append(gather(cache, blocks, seq_len)[mine])
+    needed = [-(-len(share) // p) + 1 for share in shares]  # and one for new tokens
+    free = list(range(sum(needed) + 2))
+    random.Random(seed).shuffle(free)
+    pool = nobodys.expand(len(free), *nobodys.shape).clone()
+    table = torch.full((len(shares), max(needed) + 1), -1, dtype=torch.int32)
+    for i, share in enumerate(shares):
+        for column in range(needed[i]):
+            table[i, column] = free.pop()
+        for column, rows in enumerate(share.split(p) if len(share) else ()):
+            pool[table[i, column], : len(rows)] = rows
+    return pool, table.to(cache.device)
+
+
+def prepare_rank(
+    package: str, group: Group, tensors: tuple, *, interleave: int, window_size: tuple[int, int] = (-1, -1), **options
+) -> Callable[[], Any]:
+    """Deal out a whole batch, and return the call that plans and attends on one rank, with its share of the heads."""
+    query, key_cache, value_cache, batch = tensors
+    path, shard = import_module(f"{package}.context_parallel"), Shard(group.rank, group.size, interleave)
+    new_keys, new_values = (_new_rows(cache, batch, len(query)) for cache in (key_cache, value_cache))
+    (keys, table), (values, _) = (deal(cache, batch, shard, seed=group.rank) for cache in (key_cache, value_cache))
+    own_batch = Batch(
+        batch.cu_seqlens_q,
+        batch.seq_lens,
+        table,
+        batch.max_query_len,
+        batch.max_seq_len,
+        num_tokens=batch.num_tokens,
+    )
+    block_size = options.pop("block_size", key_cache.shape[1])
+    heads = slice(group.rank * query.shape[1] // group.size, (group.rank + 1) * query.shape[1] // group.size)
+    fixed = {name: options.pop(name) for name in OPTIONS if name in options}
+    fixed |= {name: fixed[name][heads] for name in PER_HEAD if isinstance(fixed.get(name), Tensor)}
+    if isinstance(options.get("out"), Tensor):
+        options["out"] = options["out"][:, heads]
+    rows = query[:, heads], new_keys, new_values, keys, values
+
+    def call() -> Any:
+        plan = path.plan(own_batch, shard=shard, block_size=block_size, window_size=window_size)
+        return path.attention(*rows, plan, AttentionOptions(**fixed), group=group, **options)
+
+    return call
+
+
+def attend_on_all(package: str, num_ranks: int, *tensors, return_lse: bool = False, **options):
+    """Attend on simulated ranks, and put their heads side by side, as a path in one process returns them."""
+    answers = simulate_ranks(
+        num_ranks, lambda group: prepare_rank(package, group, tensors, return_lse=return_lse, **options)()
+    )
+    outs, lses = zip(*answers, strict=True) if return_lse else (answers, None)
+    given = options.get("out")
+    out = given if isinstance(given, Tensor) else torch.cat(outs, 1)
+    return (out, torch.cat(lses, 1)) if return_lse else out
+
+
+def _new_rows(cache: Tensor, batch: Batch, num_rows: int) -> Tensor:
+    """Read the keys of the new tokens out of a whole pool; padding rows hold NaN."""
+    rows = cache.new_full((num_rows, *cache.shape[2:]), torch.nan)
+    for (q0, q1), blocks, seq_len in zip(batch.query_rows(), batch.block_table, batch.seq_lens.tolist(), strict=True):
+        rows[q0:q1] = gather(cache, blocks, seq_len)[seq_len - (q1 - q0) :]
+    return rows
+
+
+def replay(call: Callable[[], Any], seq_lens: Tensor, shortest: Tensor) -> Any:
+    """Capture a step without any context in a CUDA graph, collectives and all, and replay it over the real one."""
+    real = seq_lens.clone()
+    seq_lens.copy_(shortest)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        answer = call()
+    seq_lens.copy_(real)
+    graph.replay()
+    torch.cuda.synchronize()
+    return answer
+
+
+def run_process(rank: int, size: int, folder: str, backend: str, calls: list[tuple[Case, torch.dtype, dict]]) -> None:
+    """Be one of several processes: attend in every case, and leave the answers in a folder."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(backend, f"file://{folder}/store", rank=rank, world_size=size)
+    device = "cpu" if backend == "gloo" else f"cuda:{rank}"
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    answers = []
+    for case, dtype, options in calls:
+        inputs = build(case, dtype=dtype)
+        tensors = tuple(x.to(device) for x in inputs.tensors[:3])
+        b = inputs.batch
+        batch = Batch(
+            b.cu_seqlens_q.to(device),
+            b.seq_lens.to(device),
+            b.block_table.to(device),
+            b.max_query_len,
+            b.max_seq_len,
+            num_tokens=b.num_tokens,
+        )
+        call = prepare_rank("fastattn", DistributedGroup(), (*tensors, batch), return_lse=True, **options)
+        answer = call() if backend == "gloo" else replay(call, batch.seq_lens, batch.query_lens)
+        answers.append(tuple(x.cpu() for x in answer))
+    torch.save(answers, Path(folder, f"{rank}.pt"))
+    torch.distributed.destroy_process_group()

@@ -1,0 +1,371 @@
+"""Keys of a sequence on several ranks: the answer is that of one machine, however they are dealt out."""
+
+import re
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from batches import Case, build
+from kernels_present import each_kernel
+from ranks import attend_on_all, run_process
+from tolerance import assert_matches_reference
+
+import fastattn.context_parallel
+import refattn.context_parallel
+from refattn import chunked_prefill, metadata
+from refattn.conformance import PathSpec, attend
+from refattn.interface import DistributedGroup, Group, Shard, simulate_ranks
+
+LEFT = 19
+PACKAGES = {"refattn": refattn.context_parallel, "fastattn": fastattn.context_parallel}
+
+
+@dataclass(frozen=True)
+class OverRanks(PathSpec):
+    """A path whose batch is dealt out to simulated ranks, and whose answer is put together again."""
+
+    num_ranks: int = 2
+
+    def __str__(self) -> str:
+        return f"{self.num_ranks}-ranks-{super().__str__()}"
+
+    def call(self, package, *tensors, **options):
+        return attend_on_all(package, self.num_ranks, *tensors, **{**self.arguments, **options})
+
+
+def is_causal(i: int, j: int) -> bool:
+    return j <= i
+
+
+SPECS = [
+    OverRanks("context_parallel", is_causal, dict(interleave=1), num_ranks=2),
+    OverRanks("context_parallel", is_causal, dict(interleave=16), num_ranks=4),
+    OverRanks(
+        "context_parallel", lambda i, j: i - LEFT <= j <= i, dict(interleave=3, window_size=(LEFT, 0)), num_ranks=4
+    ),
+]
+CASES = [  # sequences shorter than the ranks are many, without a context, without new tokens
+    Case("padded", ((4, 6), (1, 70), (10, 17), (0, 9), (1, 1), (1, 2)), heads=(4, 1), padding_rows=2),
+    Case("odd-blocks", ((7, 50), (1, 49), (33, 33)), (8, 4), head_size=96, value_head_size=64, block_size=24),
+    Case("heads-first", ((0, 0), (2, 97), (1, 130)), (4, 4), value_head_size=128, layout="HND", padding_rows=1),
+]
+each_spec = pytest.mark.parametrize("spec", SPECS, ids=str)
+each_case = pytest.mark.parametrize("case", CASES, ids=str)
+each_package = pytest.mark.parametrize("package", PACKAGES)
+each_shard = pytest.mark.parametrize("num_ranks, interleave", [(1, 1), (2, 1), (2, 16), (3, 2), (4, 5)])
+
+
+# --- five proofs ---
+
+
+@pytest.mark.covers("B87")
+@each_package
+@each_case
+@each_spec
+def test_mask(spec, case, package, device):
+    spec.check_mask(package, case, device=device)
+
+
+@each_package
+@each_case
+@each_spec
+def test_poison(spec, case, package, device):
+    dtype = torch.float16 if device == "cuda" else torch.float32
+    with fastattn.use_kernel("triton" if device == "cuda" else "cpu"):
+        spec.check_poison(package, case, device=device, dtype=dtype)
+
+
+@pytest.mark.covers("B87")
+@each_case
+@each_spec
+def test_formula(spec, case):
+    spec.check_formula(case)
+
+
+@pytest.mark.covers("B90")
+@each_kernel
+@each_case
+@each_spec
+def test_twins(spec, case, kernel, device):
+    with kernel.asked_for():
+        kernel.check(spec.check_twins, case, device=device, dtype=kernel.dtypes[0])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [dict(softcap=2.0, softmax_scale=0.3), dict(sinks=torch.linspace(-2.0, 3.0, 4)), dict(window_size=(5, 0))],
+    ids=["softcap", "sinks", "window"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_twins_with_options(options, dtype, device):
+    options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    SPECS[0].check_twins(CASES[0], device=device, dtype=dtype, **options)
+
+
+@each_package
+@pytest.mark.usefixtures("shapes_unchecked")
+@pytest.mark.parametrize(
+    "bad, message",
+    [
+        (dict(interleave=17), "shard: expected runs of at most block_size=16 tokens, got interleave=17"),
+        (dict(interleave=0), "interleave: expected a positive int"),
+        (dict(block_size=0), "block_size: expected a positive int"),
+        (dict(block_size=8), "key_cache: expected blocks of 8 tokens"),
+        (dict(window_size=(-2, 0)), "window_size: expected (left, right)"),
+        (dict(sinks=torch.zeros(3)), "sinks: expected floating point [h=2]"),
+        (dict(out=torch.zeros(2, 4, 64)), "out: expected float32 [t=3, h=2, dv=64]"),
+        (dict(return_lse=None), "return_lse: expected True or False"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_bad_arguments(package, bad, message):
+    inputs = build(Case("small", ((2, 5), (1, 20))))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        attend_on_all(package, 2, *inputs.tensors, **{"interleave": 1, **bad})
+
+
+@each_package
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_a_group_that_is_not_that_of_the_plan_is_named(package):
+    path = PACKAGES[package]
+    batch = metadata.make_batch([1], [9], [[0, 1]])
+    query, cache = torch.zeros(1, 2, 8), torch.zeros(2, 4, 2, 8)
+    plan = path.plan(batch, shard=Shard(1, 2), block_size=4)
+    rows = query, query, query, cache, cache
+    for group, came in ((None, "None"), (simulate_ranks(2, lambda group: group)[0], "rank 0 of 2")):
+        with pytest.raises(ValueError, match=f"group: expected rank 1 of 2, as in the plan, got {came}"):
+            path.attention(*rows, plan, group=group)
+    with pytest.raises(ValueError, match="plan: expected a ContextParallelPlan, got refattn.interface.plan.Plan"):
+        path.attention(*rows, plan.context, group=simulate_ranks(2, lambda group: group)[1])
+    three, pool = torch.zeros(1, 3, 8), torch.zeros(2, 4, 3, 8)  # 6 heads in pairs, and a pair on two ranks
+    with pytest.raises(ValueError, match="query: expected heads of each of 2 ranks that read whole key heads of hk=3"):
+        path.attention(three, three, three, pool, pool, plan, group=_Alone(1, 2))
+
+
+@dataclass
+class _Alone:
+    """A group that must not be asked for anything."""
+
+    rank: int
+    size: int
+
+    def all_gather(self, part, dim):
+        raise AssertionError("asked before the arguments were checked")
+
+    reduce_scatter = all_gather
+
+
+@each_package
+def test_more_new_tokens_than_keys_are_named(package):
+    with pytest.raises(ValueError, match=r"seq_lens: expected the new tokens in them, \[5\], got \[2\]"):
+        PACKAGES[package].plan(metadata.make_batch([5], [2], [[0]]), shard=Shard(0, 2), block_size=4)
+
+
+# --- against the whole ---
+
+
+@pytest.mark.covers("B86", "B89")
+@pytest.mark.parametrize("kind", ["plain", "window", "alibi", "sinks", "everything"])
+@each_shard
+def test_the_answer_is_that_of_one_machine(kind, num_ranks, interleave):
+    """In float64, so that only a wrong mask, position or weight makes a difference."""
+    case = replace(CASES[0], heads=(12, 3 if num_ranks == 3 else 1))
+    options = {}
+    if kind in ("window", "everything"):
+        options["window_size"] = (LEFT, 0)
+    if kind in ("alibi", "everything"):
+        options["alibi_slopes"] = torch.linspace(0.1, 1.0, 12, dtype=torch.float64)
+    if kind in ("sinks", "everything"):
+        options["sinks"] = torch.linspace(-2.0, 3.0, 12, dtype=torch.float64)
+    tensors = build(case, dtype=torch.float64).tensors
+    whole = attend(chunked_prefill, *tensors, **options, return_lse=True)
+    parts = attend_on_all("refattn", num_ranks, *tensors, interleave=interleave, **options, return_lse=True)
+    for one, other in zip(parts, whole, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
+
+
+def test_the_twin_refuses_alibi_by_name():
+    with pytest.raises(NotImplementedError, match="no kernel computes ALiBi over the keys of a rank"):
+        attend_on_all("fastattn", 2, *build(CASES[0]).tensors, interleave=1, alibi_slopes=torch.ones(4))
+
+
+@each_package
+def test_rows_do_not_change_with_the_rest_of_the_batch(package):
+    case = Case("invariant", ((3, 40), (1, 7), (1, 90)), heads=(4, 2))
+    alone = Case("alone", case.lens[:1], heads=(4, 2))
+    inputs = build(case)
+    few = build(alone, keys=inputs.keys[:1], values=inputs.values[:1])
+    few.query[:] = inputs.query[:3]
+    options = dict(interleave=1, batch_invariant=True, return_lse=True)
+    many = attend_on_all(package, 2, *inputs.tensors, **options)
+    for one, other in zip(attend_on_all(package, 2, *few.tensors, **options), many, strict=True):
+        assert torch.equal(one, other[:3])
+
+
+# --- who has what ---
+
+
+@pytest.mark.covers("B84")
+@each_package
+@each_shard
+def test_every_token_lies_on_one_rank(package, num_ranks, interleave):
+    path = PACKAGES[package]
+    for length in (0, 1, 5, 16, 33, 64):
+        places = [path.own_positions(length, Shard(rank, num_ranks, interleave)).tolist() for rank in range(num_ranks)]
+        assert sorted(sum(places, [])) == list(range(length))
+        for rank, own in enumerate(places):
+            # the formula of a position, from its place on the rank
+            turn = num_ranks * interleave
+            assert own == [k // interleave * turn + rank * interleave + k % interleave for k in range(len(own))]
+            count = path.local_lens(torch.tensor([length], dtype=torch.int32), Shard(rank, num_ranks, interleave))
+            assert count.tolist() == [len(own)]
+
+
+@pytest.mark.covers("B84")
+@each_package
+def test_local_lengths_of_a_difference(package):
+    """2 of 9 tokens are new: of the 7 before them rank 0 has 4, though it has 5 of 9 and of 2 it would have 1 or 2."""
+    shard = Shard(0, 2, 2)
+    whole, context, new = torch.tensor([9, 7, 2], dtype=torch.int32).split(1)
+    local = PACKAGES[package].local_lens
+    assert [int(local(x, shard)) for x in (whole, context, new)] == [5, 4, 2]
+
+
+@pytest.mark.covers("B91")
+@each_shard
+def test_slots_lead_back_to_the_keys(num_ranks, interleave):
+    """Tokens written by the slots of each rank, in steps, lie where its share of them is read."""
+    block_size, lens = 16, [(5, 40), (1, 1), (33, 33), (2, 71)]
+    tables = [[3, 9, 11, 4, 14], [2], [7, 1, 12], [0, 5, 13, 6, 8]]
+    batch = metadata.make_batch(*zip(*lens, strict=True), tables)
+    whole = metadata.make_batch([s for _, s in lens], [s for _, s in lens], tables)  # as if all tokens were new
+    num_rows = sum(s for _, s in lens)
+    for rank in range(num_ranks):
+        shard = Shard(rank, num_ranks, interleave)
+        slots, twins = (
+            path.slot_mapping(whole, num_rows + 2, shard=shard, block_size=block_size) for path in PACKAGES.values()
+        )
+        assert torch.equal(slots, twins)
+        rows = 0
+        for (_, length), blocks in zip(lens, tables, strict=True):
+            written = slots[rows : rows + length]
+            own = refattn.context_parallel.own_positions(length, shard)
+            expected = [blocks[k // block_size] * block_size + k % block_size for k in range(len(own))]
+            assert written[own].tolist() == expected
+            assert (written >= 0).sum() == len(own)
+            rows += length
+        assert slots[rows:].tolist() == [-1, -1]
+        few = PACKAGES["fastattn"].slot_mapping(batch, 41, shard=shard, block_size=block_size)
+        assert torch.equal(few, refattn.context_parallel.slot_mapping(batch, 41, shard=shard, block_size=block_size))
+        assert few[:5].tolist() == slots[35:40].tolist()
+
+
+@each_package
+def test_a_table_too_narrow_for_the_new_tokens_is_named(package):
+    batch = metadata.make_batch([1], [33], [[0]])
+    with pytest.raises(ValueError, match="block_table: expected at least 2 columns for the 17 keys of sequence 0"):
+        PACKAGES[package].slot_mapping(batch, 1, shard=Shard(0, 2), block_size=16)
+
+
+@each_shard
+@pytest.mark.parametrize("window_size", [(-1, -1), (LEFT, 0)], ids=str)
+def test_twins_make_the_same_plans(num_ranks, interleave, window_size, device):
+    inputs = build(CASES[0], device=device)
+    for rank in range(num_ranks):
+        shard = Shard(rank, num_ranks, interleave)
+        plans = [
+            path.plan(inputs.batch, shard=shard, block_size=16, window_size=window_size) for path in PACKAGES.values()
+        ]
+        for one, other in zip(*([plan.context, plan.own] for plan in plans), strict=True):
+            assert (one.window, one.block_size) == (other.window, other.block_size)
+            assert one.batch.max_seq_len == other.batch.max_seq_len >= int(one.batch.seq_lens.max())
+            for name in ("cu_seqlens_q", "seq_lens"):
+                assert torch.equal(getattr(one.batch, name), getattr(other.batch, name))
+            assert (one.positions is None) == (other.positions is None)
+            assert one.positions is None or torch.equal(one.positions, other.positions)
+
+
+@pytest.mark.covers("B85")
+@pytest.mark.parametrize("window_size", [(-1, -1), (LEFT, 0)], ids=str)
+def test_the_twin_plans_without_asking_the_device(window_size):
+    """Tensors without contents are enough, so nothing waits for them, and a CUDA graph captures it."""
+    batch, shard, path = build(CASES[0]).batch, Shard(1, 2, 3), fastattn.context_parallel
+    tables = ("cu_seqlens_q", "seq_lens", "block_table")
+    unknown = replace(batch, **{name: getattr(batch, name).to("meta") for name in tables})
+    plans = [path.plan(one, shard=shard, block_size=16, window_size=window_size) for one in (batch, unknown)]
+    for known, shapes in zip(*([plan.context, plan.own] for plan in plans), strict=True):
+        assert known.batch.max_seq_len == shapes.batch.max_seq_len
+        assert known.batch.seq_lens.shape == shapes.batch.seq_lens.shape
+        assert (known.positions is None) or known.positions.shape == shapes.positions.shape
+    slots = path.slot_mapping(unknown, 20, shard=shard, block_size=16)
+    assert slots.shape == (20,) and slots.is_meta
+    with pytest.raises(ValueError, match="num_tokens: expected the number of query rows, which a window needs"):
+        path.plan(replace(unknown, num_tokens=None), shard=shard, block_size=16, window_size=(3, 0))
+
+
+# --- groups ---
+
+
+@pytest.mark.covers("B86")
+def test_simulated_ranks_exchange():
+    def exchange(group):
+        part = torch.arange(4.0) + 10 * group.rank
+        return group.all_gather(part, dim=0).tolist(), group.reduce_scatter(part, dim=0).tolist()
+
+    assert simulate_ranks(2, exchange) == [
+        ([0, 1, 2, 3, 10, 11, 12, 13], [10, 12]),
+        ([0, 1, 2, 3, 10, 11, 12, 13], [14, 16]),
+    ]
+    assert isinstance(simulate_ranks(1, lambda group: group)[0], Group)
+
+
+@pytest.mark.timeout(20)
+def test_a_rank_that_fails_ends_the_others():
+    def fail_on_one(group):
+        if group.rank == 1:
+            raise KeyError("one")
+        return group.all_gather(torch.zeros(1), dim=0)
+
+    with pytest.raises(KeyError, match="one"):
+        simulate_ranks(3, fail_on_one)
+    with pytest.raises(RuntimeError, match="waits for ranks that are done"):
+        simulate_ranks(2, lambda group: None if group.rank else group.all_gather(torch.zeros(1), dim=0))
+
+
+def test_a_group_needs_torch_distributed():
+    with pytest.raises(ValueError, match="process_group: expected torch.distributed to be initialised"):
+        DistributedGroup()
+
+
+CALLS = [
+    (CASES[0], torch.float32, dict(interleave=1)),
+    (CASES[1], torch.bfloat16, dict(interleave=24, softcap=5.0)),
+    (CASES[2], torch.float16, dict(interleave=2, window_size=(LEFT, 0))),
+]
+
+
+def check_processes(num_ranks, backend, calls, folder):
+    """Run a process per rank, and hold what they answer to the reference of one machine."""
+    torch.multiprocessing.spawn(run_process, (num_ranks, str(folder), backend, calls), nprocs=num_ranks)
+    answers = [torch.load(folder / f"{rank}.pt") for rank in range(num_ranks)]
+    for i, (case, dtype, options) in enumerate(calls):
+        out, lse = (torch.cat([answer[i][part] for answer in answers], 1) for part in (0, 1))
+
+        def reference(*tensors, **options):
+            return attend_on_all("refattn", num_ranks, *tensors, **options)
+
+        assert_matches_reference(out, lse, reference, *build(case, dtype=dtype).tensors, **options)
+
+
+@pytest.mark.covers("B88")
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_processes_of_torch_distributed(num_ranks, tmp_path):
+    check_processes(num_ranks, "gloo", CALLS, tmp_path)
+
+
+@pytest.mark.covers("B88")
+def test_two_gpus(tmp_path):
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs two GPUs and NCCL; this machine has {torch.cuda.device_count()}")
+    halves = [(case, torch.bfloat16, options) for case, _, options in CALLS]
+    check_processes(2, "nccl", halves, tmp_path)

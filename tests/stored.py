@@ -1,0 +1,148 @@
+"""Batches in a quantised pool, and codes as the numbers that they stand for, by arithmetic of its own."""
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from batches import HARMLESS, POISON, build
+
+from refattn.interface import Fp8Scales, Int8Scales
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+KINDS = {"e4m3": E4M3, "e5m2": E5M2, "int8": torch.int8, "int8-half": torch.float16}  # the last: int8 keys only
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+@lru_cache
+def decoded(kind: torch.dtype) -> torch.Tensor:
+    """Return the numbers of all 256 codes, from what the formats say: sign, exponent, mantissa."""
+    exponent_bits, mantissa_bits = (4, 3) if kind == E4M3 else (5, 2)
+    bias, steps = 2 ** (exponent_bits - 1) - 1, 2**mantissa_bits
+    numbers = []
+    for code in range(256):
+        exponent, mantissa = divmod(code % 128, steps)
+        number = (
+            mantissa / steps * 2.0 ** (1 - bias) if exponent == 0 else (1 + mantissa / steps) * 2.0 ** (exponent - bias)
+        )
+        if kind == E4M3 and code % 128 == 127:
+            number = math.nan
+        if kind == E5M2 and exponent == 31:
+            number = math.nan if mantissa else math.inf
+        numbers.append(math.copysign(number, -1.0 if code >= 128 else 1.0))
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
+def nearest(x: float, kind: torch.dtype) -> int:
+    """Return the code of a finite number: the nearest of all, the even one of two, the largest of what is larger."""
+    numbers = decoded(kind)
+    half = 128 if math.copysign(1.0, x) < 0 else 0
+    distances = (numbers[half : half + 128] - x).abs().nan_to_num(math.inf, posinf=math.inf)
+    best = (distances == distances.min()).nonzero()[:, 0].tolist()
+    return half + next((code for code in best if code % 2 == 0), best[0])
+
+
+def numbers_of(codes: torch.Tensor) -> torch.Tensor:
+    """Return what codes stand for, before any scale, in float64."""
+    if codes.dtype in (E4M3, E5M2):
+        return decoded(codes.dtype)[codes.contiguous().view(torch.uint8).long()]
+    return codes.double()
+
+
+@dataclass
+class Stored:
+    """A case in a quantised pool, with garbage where nobody may look, and what its sequences read there, in float64."""
+
+    query: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    batch: object
+    scales: Fp8Scales | Int8Scales
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+
+    @property
+    def tensors(self):
+        return self.query, self.key_cache, self.value_cache, self.batch
+
+
+def in_scales(*shape: int, seed: int) -> torch.Tensor:
+    """Draw scales that all differ, none of them 1."""
+    numbers = torch.linspace(0.31, 1.87, math.prod(shape)) + 0.013 * seed
+    order = torch.randperm(len(numbers), generator=torch.Generator().manual_seed(seed))
+    return numbers[order].reshape(shape)
+
+
+def store(
+    case,
+    kind,
+    *,
+    dtype=torch.float32,
+    seed=0,
+    poison=POISON,
+    per="sequence",
+    round_query=True,
+    spread=False,
+    device="cpu",
+):
+    """Lay a case out in codes; `per`: scales of fp8 per sequence, per head, or one number."""
+    inputs = build(case, dtype=torch.float32, seed=seed, poison=poison)
+    n, p, hk, d = inputs.key_cache.shape
+    dv, b, lengths, table = inputs.value_cache.shape[3], len(case.lens), inputs.batch.seq_lens, inputs.batch.block_table
+    slots = [[int(table[i, j // p]) * p + j % p for j in range(s)] for i, (_, s) in enumerate(case.lens)]
+    owned = torch.zeros(n * p, dtype=torch.bool)
+    owned[[slot for some in slots for slot in some]] = True
+    garbage = ~owned.view(n, p, 1)
+    harmless = poison is HARMLESS
+    if kind in ("e4m3", "e5m2"):
+        pools = [x.to(KINDS[kind]) for x in (inputs.key_cache, inputs.value_cache)]  # 1e4 and inf: NaN or inf
+        shape = {"sequence": (b, hk), "head": (hk,), "number": ()}[per]
+        numbers = [in_scales(*shape, seed=i) for i in range(3)]
+        key_scale, value_scale, query_scale = numbers if shape else map(float, (0.7, 1.3, 0.4))
+        scales = Fp8Scales(key_scale, value_scale, query_scale if round_query else None, KINDS[kind])
+        by_sequence = [torch.as_tensor(x).double().expand(b, hk)[..., None] for x in (key_scale, value_scale)]
+        of_key, of_value = ([x[i] for i in range(b)] for x in by_sequence)
+    else:
+        # Garbage of int8 is a number like any other; of its scales, NaN and infinity.
+        pools = [
+            torch.where(garbage[..., None], 1.0 if harmless else 119.0, (x * 37).nan_to_num())
+            .round()
+            .clamp(-127, 127)
+            .to(torch.int8)
+            for x in (inputs.key_cache, inputs.value_cache)
+        ]
+        if kind == "int8-half":
+            pools[1] = inputs.value_cache.half()
+        key_scale = torch.where(garbage, inputs.key_cache[..., 0], in_scales(n, p, hk, seed=3) / 37)
+        value_scale = in_scales(hk, dv, seed=4) / 37 if kind == "int8" else None
+        scales = Int8Scales(key_scale, value_scale)
+        of_key = [key_scale.double().reshape(n * p, hk, 1)[some] for some in slots]
+        of_value = [torch.ones(()) if value_scale is None else value_scale.double()] * b
+    keys, values = (
+        [numbers_of(pool.flatten(0, 1)[some]) * scale for some, scale in zip(slots, of_them, strict=True)]
+        for pool, of_them in ((pools[0], of_key), (pools[1], of_value))
+    )
+    pools = [x.to(device) for x in pools]
+    scales = replace(scales, **{name: x.to(device) for name, x in vars(scales).items() if isinstance(x, torch.Tensor)})
+    if spread:
+        pools = [apart(x) for x in pools]
+        if isinstance(scales, Int8Scales):
+            scales = Int8Scales(apart(scales.key), None if scales.value is None else apart(scales.value))
+    assert lengths.tolist() == [len(some) for some in slots]
+    batch = build(case, dtype=torch.float32, seed=seed, device=device).batch
+    return Stored(inputs.query.to(device, dtype), *pools, batch, scales, keys, values)
+
+
+def apart(x: torch.Tensor) -> torch.Tensor:
+    """Return a copy with room after every dimension but the last, so that no stride is a product of sizes."""
+    room = (
+        torch.full([size + 1 + i for i, size in enumerate(x.shape)], 119, dtype=torch.uint8, device=x.device)
+        .to(torch.float32)
+        .to(x.dtype)
+    )
+    view = room[tuple(slice(size) for size in x.shape)]
+    view.copy_(x)
+    return view
