@@ -132,10 +132,10 @@ def kernels(page: Page, instead: str) -> str:
 
 def exercises(page: Page, instead: str, folder: str = "") -> str:
     """List the exercises or the puzzles, with the title of each file."""
-    number = "p{}" if folder else "{}"
-    lines = ["| | function | what it is about |", "|--:|---|---|"]
+    letter = "p" * bool(folder)
+    lines = [f"| {'puzzle' if folder else 'function'} | what it is about |", "|---|---|"]
     for i, path in enumerate(learner.files(ROOT / "exercises" / folder), 1):
-        lines.append(f"| {number.format(i)} | [`{path.stem[3:]}`]({to(page, page_of(path))}) | {learner.title(path)} |")
+        lines.append(f"| {letter}{i} · [`{path.stem[3:]}`]({to(page, page_of(path))}) | {learner.title(path)} |")
     return "\n".join(lines)
 
 

@@ -109,13 +109,13 @@ class FastAttentionMetadataBuilder(AttentionMetadataBuilder[FastAttentionMetadat
         common = common_attn_metadata
         if common.causal is not True:
             raise NotImplementedError(f"causal: expected True, got {common.causal}; this backend declares no other")
+        # Not how many tokens there are: vLLM may count padding, and kernels would take all sequences for equally long.
         batch = Batch(
             cu_seqlens_q=common.query_start_loc,
             seq_lens=common.seq_lens,
             block_table=common.block_table_tensor,
             max_query_len=common.max_query_len,
             max_seq_len=common.max_seq_len,
-            num_tokens=common.num_actual_tokens,
         )
         return FastAttentionMetadata(batch, self.block_size, common.num_actual_tokens)
 

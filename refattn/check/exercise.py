@@ -312,3 +312,8 @@ def _same(one: Any, other: Any) -> bool:
 
 def _plain(value: Any) -> Any:
     return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    """Draw random numbers, the same every time."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))

@@ -1,6 +1,7 @@
 """Every exercise can be solved, its check fails for the stub and for wrong answers, and it says what is wrong."""
 
 import inspect
+import os
 import re
 import shutil
 from io import StringIO
@@ -162,3 +163,21 @@ def test_hints_come_one_by_one(capsys):
     command.main(["slot", "--hint", "--hint", "--folder", str(STUBS)])
     two = capsys.readouterr().out
     assert "Hint 1 of 2" in one and "Hint 2 of 2" not in one and "Hint 2 of 2" in two
+
+
+def test_watching_checks_again_when_the_file_is_saved(tmp_path, monkeypatch, capsys):
+    shutil.copytree(STUBS, tmp_path / "mine")
+    file = tmp_path / "mine" / "01_slot.py"
+
+    naps = iter(range(3))
+
+    def nap(seconds):
+        if next(naps) == 2:
+            raise KeyboardInterrupt
+        file.write_text((SOLUTIONS / "01_slot.py").read_text())
+        os.utime(file, ns=(1, 1))  # another time than before, whatever the clock's resolution
+
+    monkeypatch.setattr(command.time, "sleep", nap)
+    assert command.main(["1", "--watch", "--folder", str(tmp_path / "mine")]) == 0
+    printed = capsys.readouterr().out
+    assert printed.index("To do: ") < printed.index("All 6 trials are right")

@@ -11,7 +11,7 @@ from batches import CASES, Case, assert_same_masks, attend, build, masks_by_hand
 from einops import rearrange, repeat
 from hypothesis import given
 from hypothesis import strategies as st
-from kernels_present import each_kernel
+from kernels_present import PRESENT, each_kernel
 from tolerance import assert_matches_reference, assert_twins_agree
 from torch.nn import functional
 
@@ -22,7 +22,7 @@ import refattn.differential
 import refattn.kv_cache
 import refattn.metadata
 from fastattn.kernels.cpu import pairs as cpu_pairs
-from refattn.interface import AttentionOptions
+from refattn.interface import AttentionOptions, Batch
 
 each_twin = pytest.mark.parametrize("twin", [refattn.differential, fastattn.differential], ids=["ref", "fast"])
 
@@ -347,6 +347,25 @@ def test_twins_agree_in_every_type(options, kernel, device):
         arguments, _ = lay_out(case, device=device, dtype=dtype)
         with kernel.asked_for():
             kernel.check(assert_twins_agree, "differential", *arguments, **filled(options, case, device))
+
+
+@pytest.mark.parametrize(
+    "kernel", [kernel for kernel in PRESENT if kernel.name in ("cpu", "triton")], ids=lambda kernel: kernel.name
+)
+def test_rows_do_not_change_with_the_rest_of_the_batch(kernel, device):
+    """A long sequence is not split, alone or among short ones, and a decode has the tile of a chunk."""
+    case = Case("invariant", ((1, 700), (40, 60), (1, 9), (1, 300)), heads=(8, 4))
+    (query, cache, batch), _ = lay_out(case, device=device)
+    options = filled(OPTIONS["norm"], case, device) | dict(batch_invariant=True, return_lse=True)
+    with kernel.asked_for():
+        together = attend(fastattn.differential, query, cache, batch, **options)
+        for i, (first, last) in enumerate(batch.query_rows()):
+            lens = [torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, last - first], [case.lens[i][1]])]
+            alone = Batch(*lens, batch.block_table[i : i + 1], last - first, case.lens[i][1])
+            for whole, part in zip(
+                together, attend(fastattn.differential, query[first:last], cache, alone, **options), strict=True
+            ):
+                assert torch.equal(whole[first:last], part)
 
 
 @given(case=ragged_cases(head_sizes=(64, 96)), options=st.sampled_from(list(OPTIONS)), seed=st.integers(0, 2**16))

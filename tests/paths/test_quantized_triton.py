@@ -294,7 +294,12 @@ def test_all_numbers_of_16_bits_are_rounded_as_the_reference_rounds(kind, scale,
     slots = torch.arange(32, device=device)
     fastattn.quantized.write(x.to(device), x.to(device), *cache, slots, scales=Fp8Scales(scale, scale, format=kind))
     for pool in cache.cpu().view(2, 32, 2, 1024):
-        assert torch.equal(pool, expected)
+        assert torch.equal(without_sign_of_nan(pool, kind), without_sign_of_nan(expected, kind))
+
+
+def without_sign_of_nan(codes: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+    """Return codes with one NaN instead of two: a GPU forgets its sign as soon as it divides."""
+    return torch.where(codes.view(kind).float().isnan(), codes & 0x7F, codes)
 
 
 @each_type
