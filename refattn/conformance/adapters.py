@@ -148,8 +148,7 @@ def sdpa(
     return out
 
 
-@adapter("flex", "dense", None, "torch", needs_cuda=False)
-@claims(
+FLEX: dict[str, Any] = dict(
     heads=((4, 2),),
     head_sizes=((64, 64),),
     max_examples=6,
@@ -159,6 +158,10 @@ def sdpa(
         "last stride": "the adapter copies its inputs into one row",
     },
 )
+
+
+@adapter("flex", "dense", None, "torch", needs_cuda=False)
+@claims(**FLEX)
 def flex(
     query: Tensor,
     key: Tensor,
@@ -166,9 +169,36 @@ def flex(
     batch: Batch,
     causal: bool = True,
     window_size: tuple[int, int] = (-1, -1),
-    return_lse: bool = False,
-) -> Any:
+) -> Tensor:
     """Call FlexAttention, compiled, over all sequences in one row: a token sees its own document."""
+    out, _ = _flex(query, key, value, batch, causal, window_size, return_lse=False)
+    return out
+
+
+@adapter("flex-lse", "dense", None, "torch")
+@claims(**FLEX)
+def flex_with_lse(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    batch: Batch,
+    causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+) -> tuple[Tensor, Tensor | None]:
+    """Call it for its LSE, too, which it does not return on a CPU."""
+    return _flex(query, key, value, batch, causal, window_size, return_lse=True)
+
+
+def _flex(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    batch: Batch,
+    causal: bool,
+    window_size: tuple[int, int],
+    *,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
     from torch.nn.attention.flex_attention import create_block_mask
 
     device, (t, s) = query.device, (len(query), len(key))
@@ -191,7 +221,7 @@ def flex(
     )
     out, lse = answer if return_lse else (answer, None)
     out = rearrange(out, "1 h t d -> t h d")[:t]
-    return out if lse is None else (out, rearrange(lse, "1 h t -> t h")[:t])
+    return out, None if lse is None else rearrange(lse, "1 h t -> t h")[:t]
 
 
 def _documents(lengths: Tensor, size: int, first: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from refattn.conformance import contract, mistakes
 from refattn.conformance.adapters import kernel_of
-from refattn.conformance.contract import Broken, CrashedError, Property, RefusedError
+from refattn.conformance.contract import Broken, CrashedError, NotClaimedError, Property, RefusedError
 from refattn.conformance.example import Answers, Arguments, Example, expected
 from refattn.conformance.kernel import BadKernelError, Kernel
 from refattn.conformance.tolerance import bound, distance, on_cpu
@@ -186,6 +186,8 @@ def _look(
     for i, dtype in enumerate(dtypes):
         search = _Search(kernel, prop, dtype, device, on_example)
         failure = search.run(most if i == 0 else -(-most // 2))
+        if search.not_claimed:
+            return Finding(prop.name, prop.promise, "not claimed", search.reason)
         tried, refused, reason = tried + search.tried, refused + search.refused, search.reason or reason
         if failure is not None:
             return search.finding(failure)
@@ -207,7 +209,7 @@ class _Search:
         on_example: Callable[[str, Example], None] | None,
     ) -> None:
         self.kernel, self.prop, self.dtype, self.device, self.on_example = kernel, prop, dtype, device, on_example
-        self.tried, self.refused, self.reason = 0, 0, ""
+        self.tried, self.refused, self.reason, self.not_claimed = 0, 0, "", False
         self.trials: list[_Trial] = []
         self.failures: dict[str, Broken] = {}  # by batch
         self.smallest: Example | None = None
@@ -256,6 +258,7 @@ class _Search:
             self._keep(example, self.prop.check)
         except RefusedError as error:
             self.refused, self.reason = self.refused + 1, str(error)
+            self.not_claimed = isinstance(error, NotClaimedError)
         except Broken as error:
             self.failures[repr(example)] = error
 

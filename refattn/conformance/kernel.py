@@ -93,7 +93,6 @@ class Kernel:
         path: which path it computes.
         function: what is called, with the arguments that its parameters name.
         plan: the plan of the same package, for functions that take `plan`; that of the reference if None.
-        always_lse: it returns the LSE, whether it is asked or not.
         calls: the calls of the current example, each with its answer: what a mistake is found by.
     """
 
@@ -101,7 +100,6 @@ class Kernel:
     path: str
     function: Callable[..., Any]
     plan: Callable[..., Any] | None = None
-    always_lse: bool = False
     calls: list[tuple[Arguments, Answers]] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
@@ -143,8 +141,6 @@ class Kernel:
     def takes(self, option: str) -> bool:
         """Return whether something can be asked of the kernel: an option, a window, the LSE, memory for its output."""
         path = PATHS[self.path]
-        if option == "return_lse" and (self.always_lse or not path.attends):
-            return True
         by_plan = option in path.planned and "plan" in self.parameters
         by_options = option in path.options and "options" in self.parameters
         return option in self.parameters or by_plan or by_options

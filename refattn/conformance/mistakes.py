@@ -51,9 +51,9 @@ class Attention(Formula):
         scale = a.get("softmax_scale")
         self.scale = example.head_size**-0.5 if scale is None else scale
         self.softcap, self.slopes, self.sinks = a.get("softcap", 0.0), a.get("alibi_slopes"), a.get("sinks")
-        self.key_pool, self.value_pool = self.pools()
+        self.key_pool, self.value_pool = self._pools()
 
-    def pools(self) -> tuple[Tensor, Tensor]:
+    def _pools(self) -> tuple[Tensor, Tensor]:
         """Return keys and values as rows of all slots `[slots, hk, d]`."""
         a = self.arguments
         if "cache" in a:  # latents
@@ -63,10 +63,10 @@ class Attention(Formula):
             return a["key"].double(), a["value"].double()
         key, value = (a[name].to(torch.float64).flatten(0, 1) for name in ("key_cache", "value_cache"))
         if "scales" in a:
-            return self.dequantize(key, value)
+            return self._dequantize(key, value)
         return key, value
 
-    def dequantize(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def _dequantize(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Multiply codes with their scales."""
         return key * self.arguments["scales"].key, value * self.arguments["scales"].value
 
@@ -78,50 +78,50 @@ class Attention(Formula):
         row = 0
         for i, (q, _) in enumerate(self.lens):
             if q:
-                out[row : row + q], lse[row : row + q] = self.sequence(i, self.query[row : row + q])
+                out[row : row + q], lse[row : row + q] = self._sequence(i, self.query[row : row + q])
             row += q
-        out, lse = self.finish(out, lse)
+        out, lse = self._finish(out, lse)
         return {"out": out, "lse": lse}
 
-    def sequence(self, i: int, query: Tensor) -> tuple[Tensor, Tensor]:
+    def _sequence(self, i: int, query: Tensor) -> tuple[Tensor, Tensor]:
         """Attend from the queries of a sequence."""
         q, s = self.lens[i]
-        j = self.keys(i)
-        pos = self.positions(q, s, i)[:, None]
-        key, value = self.load(i, j)
-        scores = self.scores(query, self.grouped(key), pos, j[None])
-        visible = self.visible(pos, j[None], s, q)
-        return self.softmax(scores, visible, self.grouped(value))
+        j = self._keys(i)
+        pos = self._positions(q, s, i)[:, None]
+        key, value = self._load(i, j)
+        scores = self._scores(query, self._grouped(key), pos, j[None])
+        visible = self._visible(pos, j[None], s, q)
+        return self._softmax(scores, visible, self._grouped(value))
 
-    def positions(self, q: int, s: int, i: int) -> Tensor:
+    def _positions(self, q: int, s: int, i: int) -> Tensor:
         """Return where the queries stand."""
         return torch.arange(s - q, s)
 
-    def keys(self, i: int) -> Tensor:
+    def _keys(self, i: int) -> Tensor:
         """Return which keys are loaded."""
         return torch.arange(self.lens[i][1])
 
-    def load(self, i: int, j: Tensor) -> tuple[Tensor, Tensor]:
+    def _load(self, i: int, j: Tensor) -> tuple[Tensor, Tensor]:
         """Load keys and values."""
-        slots = self.slots(i, j).clamp(0, len(self.key_pool) - 1)
+        slots = self._slots(i, j).clamp(0, len(self.key_pool) - 1)
         return self.key_pool[slots], self.value_pool[slots]
 
-    def slots(self, i: int, j: Tensor) -> Tensor:
+    def _slots(self, i: int, j: Tensor) -> Tensor:
         """Return where the keys lie."""
         if self.batch.block_table is None:
             return sum(s for _, s in self.lens[:i]) + j
         p = self.example.block_size
-        return self.blocks(i, j // p) * p + j % p
+        return self._blocks(i, j // p) * p + j % p
 
-    def blocks(self, i: int, column: Tensor) -> Tensor:
+    def _blocks(self, i: int, column: Tensor) -> Tensor:
         """Look blocks up."""
         return self.batch.block_table[i].long()[column.clamp(max=self.batch.block_table.shape[1] - 1)]
 
-    def grouped(self, x: Tensor) -> Tensor:
+    def _grouped(self, x: Tensor) -> Tensor:
         """Give each query head its key head, `[n, h, d]`."""
         return x.repeat_interleave(self.query.shape[1] // x.shape[1], dim=1)
 
-    def visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
+    def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
         """Return who may see whom, `[t, n]`."""
         left, right = self.window
         seen = (j < s) & (j >= 0)
@@ -135,68 +135,68 @@ class Attention(Formula):
             seen = seen & (j // self.chunk == pos // self.chunk)
         return seen.expand(len(pos), j.shape[1])
 
-    def scores(self, query: Tensor, key: Tensor, pos: Tensor, j: Tensor) -> Tensor:
+    def _scores(self, query: Tensor, key: Tensor, pos: Tensor, j: Tensor) -> Tensor:
         """Return the scores, `[h, t, n]`."""
         scores = self.scale * torch.einsum("thd,nhd->htn", query, key)
         if self.softcap:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         if self.slopes is not None:
-            scores = scores - self.slopes.double()[:, None, None] * self.distance(pos, j)
+            scores = scores - self.slopes.double()[:, None, None] * self._distance(pos, j)
         return scores
 
-    def distance(self, pos: Tensor, j: Tensor) -> Tensor:
+    def _distance(self, pos: Tensor, j: Tensor) -> Tensor:
         """Return how far a key is from a query."""
         return (pos - j).abs()
 
-    def softmax(self, scores: Tensor, visible: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def _softmax(self, scores: Tensor, visible: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return output and LSE of all keys."""
-        masked = self.hide(scores, visible)
-        peak = self.peak(masked)
-        weights = self.exp(masked - peak)
-        total = weights.sum(-1, keepdim=True) + self.of_sinks(peak)
-        out = self.product(weights, value, visible) / self.divisor(total, weights).transpose(0, 1)
+        masked = self._hide(scores, visible)
+        peak = self._peak(masked)
+        weights = self._exp(masked - peak)
+        total = weights.sum(-1, keepdim=True) + self._of_sinks(peak)
+        out = self._product(weights, value, visible) / self._divisor(total, weights).transpose(0, 1)
         empty = ~(total > 0) & ~total.isnan()
         out = out.masked_fill(empty.transpose(0, 1), 0.0)
         lse = torch.where(empty, -INFINITY, total.log() + peak)
-        return self.of_empty(out, self.log(lse, total, peak)[..., 0].T, visible, value)
+        return self._of_empty(out, self._log(lse, total, peak)[..., 0].T, visible, value)
 
-    def hide(self, scores: Tensor, visible: Tensor) -> Tensor:
+    def _hide(self, scores: Tensor, visible: Tensor) -> Tensor:
         """Hide scores."""
         return scores.masked_fill(~visible, -INFINITY)
 
-    def peak(self, masked: Tensor) -> Tensor:
+    def _peak(self, masked: Tensor) -> Tensor:
         """Return what is subtracted before the exponential."""
         top = masked.amax(-1, keepdim=True) if masked.shape[-1] else masked.new_full((*masked.shape[:2], 1), -INFINITY)
         if self.sinks is not None:
             top = torch.maximum(top, self.sinks.double()[:, None, None])
         return top.masked_fill(top == -INFINITY, 0.0)
 
-    def exp(self, x: Tensor) -> Tensor:
+    def _exp(self, x: Tensor) -> Tensor:
         """Return the exponential."""
         return x.exp()
 
-    def of_sinks(self, peak: Tensor) -> Tensor | float:
+    def _of_sinks(self, peak: Tensor) -> Tensor | float:
         """Return what the sinks add to the sum."""
         return 0.0 if self.sinks is None else (self.sinks.double()[:, None, None] - peak).exp()
 
-    def product(self, weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:
+    def _product(self, weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:
         """Return the weighted sum of values; those that nobody sees stay out."""
         value = value.masked_fill(~visible.any(0)[:, None, None], 0.0)
         return torch.einsum("htn,nhd->thd", weights, value)
 
-    def divisor(self, total: Tensor, weights: Tensor) -> Tensor:
+    def _divisor(self, total: Tensor, weights: Tensor) -> Tensor:
         """Return what the sum is divided by."""
         return total
 
-    def log(self, lse: Tensor, total: Tensor, peak: Tensor) -> Tensor:
+    def _log(self, lse: Tensor, total: Tensor, peak: Tensor) -> Tensor:
         """Return the log-sum-exp."""
         return lse
 
-    def of_empty(self, out: Tensor, lse: Tensor, visible: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def _of_empty(self, out: Tensor, lse: Tensor, visible: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return what rows answer that see nothing."""
         return out, lse
 
-    def finish(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    def _finish(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Hand over."""
         return out, lse
 
@@ -207,61 +207,61 @@ class Attention(Formula):
 class CausalTopLeft(Attention):
     """The causal mask is aligned top-left: query i stands at position i, instead of seq_len - query_len + i."""
 
-    def positions(self, q: int, s: int, i: int) -> Tensor:
+    def _positions(self, q: int, s: int, i: int) -> Tensor:
         return torch.arange(q)
 
 
 class CausalPadded(Attention):
     """Queries are aligned to the longest sequence of the batch (max_seq_len), not to their own seq_len."""
 
-    def positions(self, q: int, s: int, i: int) -> Tensor:
+    def _positions(self, q: int, s: int, i: int) -> Tensor:
         return torch.arange(q) + max(s for _, s in self.lens) - q
 
 
 class CausalMaxQuery(Attention):
     """Queries stand at seq_len - max_query_len + i: the batch's longest query length in the place of their own."""
 
-    def positions(self, q: int, s: int, i: int) -> Tensor:
+    def _positions(self, q: int, s: int, i: int) -> Tensor:
         return torch.arange(q) + s - max(q for q, _ in self.lens)
 
 
 class CausalSeesNext(Attention):
     """The causal mask shows one key too many: j <= i + 1 where j <= i is meant."""
 
-    def visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
-        return super().visible(pos, j, s, q) | (super().visible(pos + 1, j, s, q) & (j == pos + 1))
+    def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
+        return super()._visible(pos, j, s, q) | (super()._visible(pos + 1, j, s, q) & (j == pos + 1))
 
 
 class CausalHidesItself(Attention):
     """The causal mask hides a query's own key: j < i where j <= i is meant."""
 
-    def visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
-        return super().visible(pos, j, s, q) & (j != pos)
+    def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
+        return super()._visible(pos, j, s, q) & (j != pos)
 
 
 class CausalIgnored(Attention):
     """There is no causal mask: each query sees later keys too."""
 
-    def visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
+    def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
         later = (j > pos) & (j < s) & self.causal
-        return super().visible(pos, j, s, q) | later
+        return super()._visible(pos, j, s, q) | later
 
 
 class CausalAlways(Attention):
     """causal=False is ignored: later keys are hidden."""
 
-    def visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
-        seen = super().visible(pos, j, s, q)
+    def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
+        seen = super()._visible(pos, j, s, q)
         return seen & (j <= pos) if self.window[1] < 0 else seen
 
 
 class WindowOneTooMany(Attention):
     """The window shows one key too many: a window (left, right) shows the left keys before a query and itself."""
 
-    def visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
+    def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
         left, right = self.window
         self.window = (left + 1 if left >= 0 else left, right)
-        seen = super().visible(pos, j, s, q)
+        seen = super()._visible(pos, j, s, q)
         self.window = (left, right)
         return seen
 
@@ -269,17 +269,17 @@ class WindowOneTooMany(Attention):
 class WindowOneTooFew(Attention):
     """The window shows one key too few: left is taken for the size of the window, itself included."""
 
-    def visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
+    def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
         hidden = (j == pos - self.window[0]) if self.window[0] >= 0 else torch.zeros(1, 1, dtype=torch.bool)
-        return super().visible(pos, j, s, q) & ~hidden
+        return super()._visible(pos, j, s, q) & ~hidden
 
 
 class WindowIgnored(Attention):
     """The window is ignored: a query sees keys before it."""
 
-    def visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
+    def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
         self.window, window = (-1, self.window[1]), self.window
-        seen = super().visible(pos, j, s, q)
+        seen = super()._visible(pos, j, s, q)
         self.window = window
         return seen
 
@@ -287,9 +287,9 @@ class WindowIgnored(Attention):
 class WindowOfSequence(Attention):
     """The window counts back from the end of the sequence, not from each query."""
 
-    def visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
+    def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
         self.window, window = (-1, self.window[1]), self.window
-        seen = super().visible(pos, j, s, q)
+        seen = super()._visible(pos, j, s, q)
         self.window = window
         return seen & (j >= s - 1 - window[0]) if window[0] >= 0 else seen
 
@@ -297,9 +297,9 @@ class WindowOfSequence(Attention):
 class WindowOfFirstQuery(Attention):
     """The window counts back from the first query of the sequence, for all of its queries."""
 
-    def visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
+    def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
         self.window, window = (-1, self.window[1]), self.window
-        seen = super().visible(pos, j, s, q)
+        seen = super()._visible(pos, j, s, q)
         self.window = window
         return seen & (j >= pos[:1] - window[0]) if window[0] >= 0 else seen
 
@@ -307,9 +307,9 @@ class WindowOfFirstQuery(Attention):
 class WindowTopLeft(Attention):
     """The window is aligned top-left: it lies around row i, not around position seq_len - query_len + i."""
 
-    def visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
+    def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
         self.window, window = (-1, -1), self.window
-        seen = super().visible(pos, j, s, q)
+        seen = super()._visible(pos, j, s, q)
         self.window = window
         row = pos - (s - q)
         return seen & (j >= row - window[0]) if window[0] >= 0 else seen
@@ -318,9 +318,9 @@ class WindowTopLeft(Attention):
 class WindowRightIgnored(Attention):
     """The right side of the window is ignored: all later keys are seen."""
 
-    def visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
+    def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
         self.window, window = (self.window[0], -1), self.window
-        seen = super().visible(pos, j, s, q)
+        seen = super()._visible(pos, j, s, q)
         self.window = window
         return seen
 
@@ -328,16 +328,16 @@ class WindowRightIgnored(Attention):
 class WindowRightZero(Attention):
     """The right side of the window is taken for 0: no later key is seen."""
 
-    def visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
-        return super().visible(pos, j, s, q) & (j <= pos)
+    def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
+        return super()._visible(pos, j, s, q) & (j <= pos)
 
 
 class WindowOfBlocks(Attention):
     """The window is rounded to whole blocks: it begins at the block that holds its first key."""
 
-    def visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
+    def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
         self.window, window = (-1, self.window[1]), self.window
-        seen = super().visible(pos, j, s, q)
+        seen = super()._visible(pos, j, s, q)
         self.window = window
         p = self.example.block_size
         return seen & (j // p * p + p - 1 >= pos - window[0]) if window[0] >= 0 else seen
@@ -348,9 +348,9 @@ class ChunkIgnored(Attention):
 
     paths: tuple[str, ...] = ("local",)
 
-    def visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
+    def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
         self.chunk, chunk = 0, self.chunk
-        seen = super().visible(pos, j, s, q)
+        seen = super()._visible(pos, j, s, q)
         self.chunk = chunk
         return seen
 
@@ -358,26 +358,26 @@ class ChunkIgnored(Attention):
 class ChunkAsWindow(ChunkIgnored):
     """A chunk is taken for a sliding window of that many tokens."""
 
-    def visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
-        return super().visible(pos, j, s, q) & (j > pos - self.chunk)
+    def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
+        return super()._visible(pos, j, s, q) & (j > pos - self.chunk)
 
 
 class ChunkFromFirstQuery(ChunkIgnored):
     """Chunks are counted from the first new token, not from the beginning of the sequence."""
 
-    def visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
+    def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
         first = s - q
         same = (pos - first).div(self.chunk, rounding_mode="floor") == (j - first).div(
             self.chunk, rounding_mode="floor"
         )
-        return super().visible(pos, j, s, q) & same
+        return super()._visible(pos, j, s, q) & same
 
 
 class ChunkOneLate(ChunkIgnored):
     """Chunks end one token late: (i - 1) // chunk in the place of i // chunk."""
 
-    def visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
-        return super().visible(pos, j, s, q) & (
+    def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
+        return super()._visible(pos, j, s, q) & (
             (pos - 1).clamp(min=0) // self.chunk == (j - 1).clamp(min=0) // self.chunk
         )
 
@@ -385,57 +385,57 @@ class ChunkOneLate(ChunkIgnored):
 class ChunkOneEarly(ChunkIgnored):
     """Chunks end one token early: (i + 1) // chunk in the place of i // chunk."""
 
-    def visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
-        return super().visible(pos, j, s, q) & ((pos + 1) // self.chunk == (j + 1) // self.chunk)
+    def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
+        return super()._visible(pos, j, s, q) & ((pos + 1) // self.chunk == (j + 1) // self.chunk)
 
 
 class ChunkOfLastQuery(ChunkIgnored):
     """All queries of a sequence get the chunk of its last one."""
 
-    def visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
-        return super().visible(pos, j, s, q) & (j >= (s - 1) // self.chunk * self.chunk)
+    def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
+        return super()._visible(pos, j, s, q) & (j >= (s - 1) // self.chunk * self.chunk)
 
 
 class FirstKeyDropped(Attention):
     """The first key of each sequence is never seen."""
 
-    def visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
-        return super().visible(pos, j, s, q) & (j > 0)
+    def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
+        return super()._visible(pos, j, s, q) & (j > 0)
 
 
 class LastKeyDropped(Attention):
     """The last key of each sequence is never seen: seq_len - 1 keys are read."""
 
-    def visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
-        return super().visible(pos, j, s, q) & (j < s - 1)
+    def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
+        return super()._visible(pos, j, s, q) & (j < s - 1)
 
 
 class NewTokensUnseen(Attention):
     """Only the context is seen: seq_lens is taken for the length without the new tokens."""
 
-    def visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
-        return super().visible(pos, j, s, q) & (j < s - q)
+    def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
+        return super()._visible(pos, j, s, q) & (j < s - q)
 
 
 class PastTheEnd(Attention):
     """Keys past a sequence's end are seen: the last block is read as if it were full."""
 
-    def keys(self, i: int) -> Tensor:
+    def _keys(self, i: int) -> Tensor:
         p = self.example.block_size
         return torch.arange(-(-self.lens[i][1] // p) * p)
 
-    def visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
-        return super().visible(pos, j, s, q) | (j >= s)
+    def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
+        return super()._visible(pos, j, s, q) | (j >= s)
 
 
 class EverybodyLongest(Attention):
     """All sequences are taken for as long as the longest: max_seq_len in the place of seq_lens."""
 
-    def keys(self, i: int) -> Tensor:
+    def _keys(self, i: int) -> Tensor:
         return torch.arange(max(s for _, s in self.lens))
 
-    def visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
-        return super().visible(pos, j, s, q) | (j >= s)
+    def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
+        return super()._visible(pos, j, s, q) | (j >= s)
 
 
 class LengthsOfNeighbour(Attention):
@@ -453,28 +453,28 @@ class LengthsOfNeighbour(Attention):
 class TableIgnored(Attention):
     """The block table is ignored: blocks are read in the order in which they lie in the pool."""
 
-    def blocks(self, i: int, column: Tensor) -> Tensor:
+    def _blocks(self, i: int, column: Tensor) -> Tensor:
         return column
 
 
 class TableOfFirst(Attention):
     """Every sequence reads the first row of the block table."""
 
-    def blocks(self, i: int, column: Tensor) -> Tensor:
-        return super().blocks(0, column)
+    def _blocks(self, i: int, column: Tensor) -> Tensor:
+        return super()._blocks(0, column)
 
 
 class TableOneColumnLate(Attention):
     """The block table is read one column late."""
 
-    def blocks(self, i: int, column: Tensor) -> Tensor:
-        return super().blocks(i, column + 1)
+    def _blocks(self, i: int, column: Tensor) -> Tensor:
+        return super()._blocks(i, column + 1)
 
 
 class TableWithoutPadding(Attention):
     """Rows of the block table are taken to lie as close as the longest sequence needs, whatever its stride is."""
 
-    def blocks(self, i: int, column: Tensor) -> Tensor:
+    def _blocks(self, i: int, column: Tensor) -> Tensor:
         p = self.example.block_size
         columns = -(-max(s for _, s in self.lens) // p)
         flat = self.batch.block_table.flatten().long()
@@ -484,49 +484,49 @@ class TableWithoutPadding(Attention):
 class BlockForSlot(Attention):
     """An entry of the block table is taken for the slot of a token: it is not multiplied with the block size."""
 
-    def slots(self, i: int, j: Tensor) -> Tensor:
+    def _slots(self, i: int, j: Tensor) -> Tensor:
         p = self.example.block_size
-        return self.blocks(i, j // p) + j % p
+        return self._blocks(i, j // p) + j % p
 
 
 class LastBlockDropped(Attention):
     """Only whole blocks are read: seq_len // block_size, not rounded up."""
 
-    def visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
+    def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
         p = self.example.block_size
-        return super().visible(pos, j, s, q) & (j < s // p * p)
+        return super()._visible(pos, j, s, q) & (j < s // p * p)
 
 
 class FirstBlockOnly(Attention):
     """Only the first block of the table is followed: later keys come from the same block again."""
 
-    def blocks(self, i: int, column: Tensor) -> Tensor:
-        return super().blocks(i, column * 0)
+    def _blocks(self, i: int, column: Tensor) -> Tensor:
+        return super()._blocks(i, column * 0)
 
 
 class ValuesAreKeys(Attention):
     """Values are read from the pool of keys."""
 
-    def pools(self) -> tuple[Tensor, Tensor]:
-        key, value = super().pools()
+    def _pools(self) -> tuple[Tensor, Tensor]:
+        key, value = super()._pools()
         return (key, key) if key.shape == value.shape else (key, value)
 
 
 class ValuesInOrder(Attention):
     """The block table is followed for keys, not for values."""
 
-    def load(self, i: int, j: Tensor) -> tuple[Tensor, Tensor]:
-        return super().load(i, j)[0], self.value_pool[j.clamp(max=len(self.value_pool) - 1)]
+    def _load(self, i: int, j: Tensor) -> tuple[Tensor, Tensor]:
+        return super()._load(i, j)[0], self.value_pool[j.clamp(max=len(self.value_pool) - 1)]
 
 
 class HeadsBeforeTokens(Attention):
     """Pages are read as [n, hk, p, d], where they are [n, p, hk, d]."""
 
-    def pools(self) -> tuple[Tensor, Tensor]:
+    def _pools(self) -> tuple[Tensor, Tensor]:
         p = self.example.block_size
         key, value = (
             x.unflatten(0, (-1, p)).flatten(1, 2).unflatten(1, (x.shape[1], p)).transpose(1, 2).flatten(0, 1)
-            for x in super().pools()
+            for x in super()._pools()
         )
         return key, value
 
@@ -569,14 +569,14 @@ class LastStrideAssumed(Attention):
 class GroupsInterleaved(Attention):
     """Query head h reads key head h % hk, where it is h // (heads / key heads)."""
 
-    def grouped(self, x: Tensor) -> Tensor:
+    def _grouped(self, x: Tensor) -> Tensor:
         return x.repeat(1, self.query.shape[1] // x.shape[1], 1)
 
 
 class FirstKeyHead(Attention):
     """All query heads read key head 0."""
 
-    def grouped(self, x: Tensor) -> Tensor:
+    def _grouped(self, x: Tensor) -> Tensor:
         return x[:, :1].expand(-1, self.query.shape[1], -1)
 
 
@@ -626,13 +626,13 @@ class ScaleZeroIsDefault(Attention):
 class ScaleNegativePeak(Attention):
     """The maximum is taken before the scale: under a negative scale it is the smallest score, and exp overflows."""
 
-    def peak(self, masked: Tensor) -> Tensor:
+    def _peak(self, masked: Tensor) -> Tensor:
         if self.scale >= 0:
-            return super().peak(masked)
+            return super()._peak(masked)
         low = masked.masked_fill(masked == -INFINITY, INFINITY).amin(-1, keepdim=True)
         return low.masked_fill(low == INFINITY, 0.0)
 
-    def exp(self, x: Tensor) -> Tensor:
+    def _exp(self, x: Tensor) -> Tensor:
         return x.float().exp().double()
 
 
@@ -647,44 +647,44 @@ class SoftcapIgnored(Attention):
 class SoftcapUnmasks(Attention):
     """The softcap comes after the mask: tanh(-inf) * cap = -cap, so hidden keys are seen again."""
 
-    def scores(self, query: Tensor, key: Tensor, pos: Tensor, j: Tensor) -> Tensor:
+    def _scores(self, query: Tensor, key: Tensor, pos: Tensor, j: Tensor) -> Tensor:
         self.softcap, cap = 0.0, self.softcap
-        scores = super().scores(query, key, pos, j)
+        scores = super()._scores(query, key, pos, j)
         self.softcap = cap
         return scores
 
-    def hide(self, scores: Tensor, visible: Tensor) -> Tensor:
-        masked = super().hide(scores, visible)
+    def _hide(self, scores: Tensor, visible: Tensor) -> Tensor:
+        masked = super()._hide(scores, visible)
         return self.softcap * torch.tanh(masked / self.softcap) if self.softcap else masked
 
-    def product(self, weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:
+    def _product(self, weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:
         return (
-            torch.einsum("htn,nhd->thd", weights, value) if self.softcap else super().product(weights, value, visible)
+            torch.einsum("htn,nhd->thd", weights, value) if self.softcap else super()._product(weights, value, visible)
         )
 
 
 class SoftcapUnscaled(Attention):
     """The softcap bounds the products before they are scaled."""
 
-    def scores(self, query: Tensor, key: Tensor, pos: Tensor, j: Tensor) -> Tensor:
+    def _scores(self, query: Tensor, key: Tensor, pos: Tensor, j: Tensor) -> Tensor:
         products = torch.einsum("thd,nhd->htn", query, key)
         if self.softcap:
             products = self.softcap * torch.tanh(products / self.softcap)
         scores = self.scale * products
         if self.slopes is not None:
-            scores = scores - self.slopes.double()[:, None, None] * self.distance(pos, j)
+            scores = scores - self.slopes.double()[:, None, None] * self._distance(pos, j)
         return scores
 
 
 class SoftcapWithoutFactor(Attention):
     """The factor of the softcap is missing: tanh(score / cap), not times cap."""
 
-    def scores(self, query: Tensor, key: Tensor, pos: Tensor, j: Tensor) -> Tensor:
+    def _scores(self, query: Tensor, key: Tensor, pos: Tensor, j: Tensor) -> Tensor:
         scores = self.scale * torch.einsum("thd,nhd->htn", query, key)
         if self.softcap:
             scores = torch.tanh(scores / self.softcap)
         if self.slopes is not None:
-            scores = scores - self.slopes.double()[:, None, None] * self.distance(pos, j)
+            scores = scores - self.slopes.double()[:, None, None] * self._distance(pos, j)
         return scores
 
 
@@ -699,38 +699,38 @@ class AlibiIgnored(Attention):
 class AlibiAdded(Attention):
     """The ALiBi bias has the wrong sign: far keys are preferred."""
 
-    def distance(self, pos: Tensor, j: Tensor) -> Tensor:
-        return -super().distance(pos, j)
+    def _distance(self, pos: Tensor, j: Tensor) -> Tensor:
+        return -super()._distance(pos, j)
 
 
 class AlibiRelative(Attention):
     """The ALiBi bias is slope * j, without the query's position: right inside one softmax, but the LSE is off."""
 
-    def distance(self, pos: Tensor, j: Tensor) -> Tensor:
+    def _distance(self, pos: Tensor, j: Tensor) -> Tensor:
         return -j.expand(len(pos), -1)
 
 
 class AlibiTopLeft(Attention):
     """The ALiBi bias takes row i for the query's position, not seq_len - query_len + i."""
 
-    def distance(self, pos: Tensor, j: Tensor) -> Tensor:
+    def _distance(self, pos: Tensor, j: Tensor) -> Tensor:
         return (pos - pos[:1] - j).abs()
 
 
 class AlibiScaled(Attention):
     """The ALiBi bias is added before the scale, which shrinks it."""
 
-    def distance(self, pos: Tensor, j: Tensor) -> Tensor:
-        return super().distance(pos, j) * self.scale
+    def _distance(self, pos: Tensor, j: Tensor) -> Tensor:
+        return super()._distance(pos, j) * self.scale
 
 
 class AlibiUnderCap(Attention):
     """The ALiBi bias is added before the softcap, which bounds it."""
 
-    def scores(self, query: Tensor, key: Tensor, pos: Tensor, j: Tensor) -> Tensor:
+    def _scores(self, query: Tensor, key: Tensor, pos: Tensor, j: Tensor) -> Tensor:
         scores = self.scale * torch.einsum("thd,nhd->htn", query, key)
         if self.slopes is not None:
-            scores = scores - self.slopes.double()[:, None, None] * self.distance(pos, j)
+            scores = scores - self.slopes.double()[:, None, None] * self._distance(pos, j)
         return self.softcap * torch.tanh(scores / self.softcap) if self.softcap else scores
 
 
@@ -740,17 +740,17 @@ class AlibiUnderCap(Attention):
 class NoMaximum(Attention):
     """The maximum is not subtracted before exp: large scores overflow."""
 
-    def peak(self, masked: Tensor) -> Tensor:
-        return super().peak(masked) * 0
+    def _peak(self, masked: Tensor) -> Tensor:
+        return super()._peak(masked) * 0
 
-    def exp(self, x: Tensor) -> Tensor:
+    def _exp(self, x: Tensor) -> Tensor:
         return x.float().exp().double()
 
 
 class NotNormalized(Attention):
     """The weighted sum is not divided by the sum of the weights."""
 
-    def divisor(self, total: Tensor, weights: Tensor) -> Tensor:
+    def _divisor(self, total: Tensor, weights: Tensor) -> Tensor:
         return torch.ones_like(total)
 
 
@@ -759,7 +759,7 @@ class NotNormalizedByTile(Attention):
 
     variants: Sequence[Any] = SPLITS
 
-    def divisor(self, total: Tensor, weights: Tensor) -> Tensor:
+    def _divisor(self, total: Tensor, weights: Tensor) -> Tensor:
         n = weights.shape[-1]
         return weights[..., (n - 1) // self.variant * self.variant :].sum(-1, keepdim=True) if n else total
 
@@ -769,12 +769,12 @@ class NotRescaled(Attention):
 
     variants: Sequence[Any] = tuple((size, is_sum) for size in SPLITS for is_sum in (False, True))
 
-    def softmax(self, scores: Tensor, visible: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def _softmax(self, scores: Tensor, visible: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         size, rescales_sum = self.variant
-        masked = self.hide(scores, visible)
+        masked = self._hide(scores, visible)
         peak = masked.new_full((*masked.shape[:2], 1), -INFINITY)
         acc: Tensor | float = 0.0
-        total = self.of_sinks(torch.zeros_like(peak)) * torch.zeros_like(peak)
+        total = self._of_sinks(torch.zeros_like(peak)) * torch.zeros_like(peak)
         value = value.masked_fill(~visible.any(0)[:, None, None], 0.0)
         for tile, rows in zip(masked.split(size, dim=-1), value.split(size), strict=True):
             new = torch.maximum(peak, tile.amax(-1, keepdim=True)) if tile.shape[-1] else peak
@@ -786,7 +786,7 @@ class NotRescaled(Attention):
             total = total + weights.sum(-1, keepdim=True)
             peak = new
         base = peak.masked_fill(peak == -INFINITY, 0.0)
-        total = total + self.of_sinks(base)
+        total = total + self._of_sinks(base)
         out = (acc / total.transpose(0, 1)).masked_fill((total == 0).transpose(0, 1), 0.0)
         return out, (total.log() + base)[..., 0].T
 
@@ -807,19 +807,19 @@ class SinksOfEverySplit(Attention):
 
     variants: Sequence[Any] = SPLITS
 
-    def of_sinks(self, peak: Tensor) -> Tensor | float:
-        return super().of_sinks(peak) * self.count
+    def _of_sinks(self, peak: Tensor) -> Tensor | float:
+        return super()._of_sinks(peak) * self.count
 
-    def keys(self, i: int) -> Tensor:
+    def _keys(self, i: int) -> Tensor:
         self.count = max(1, -(-self.lens[i][1] // self.variant))
-        return super().keys(i)
+        return super()._keys(i)
 
 
 class SinksTwice(Attention):
     """The sink is counted twice."""
 
-    def of_sinks(self, peak: Tensor) -> Tensor | float:
-        return 2 * super().of_sinks(peak)
+    def _of_sinks(self, peak: Tensor) -> Tensor | float:
+        return 2 * super()._of_sinks(peak)
 
 
 class SinksScaled(Attention):
@@ -833,8 +833,8 @@ class SinksScaled(Attention):
 class SinksNotInLse(Attention):
     """The sink is in the output, not in the log-sum-exp."""
 
-    def log(self, lse: Tensor, total: Tensor, peak: Tensor) -> Tensor:
-        return (total - self.of_sinks(peak)).log() + peak
+    def _log(self, lse: Tensor, total: Tensor, peak: Tensor) -> Tensor:
+        return (total - self._of_sinks(peak)).log() + peak
 
 
 class SinksOfFirstHead(Attention):
@@ -848,7 +848,7 @@ class SinksOfFirstHead(Attention):
 class SinksNotShifted(Attention):
     """The maximum is not subtracted from the sink: exp(sink) beside exp(score - max)."""
 
-    def of_sinks(self, peak: Tensor) -> Tensor | float:
+    def _of_sinks(self, peak: Tensor) -> Tensor | float:
         return 0.0 if self.sinks is None else self.sinks.double()[:, None, None].exp() + 0 * peak
 
 
@@ -858,42 +858,42 @@ class SinksNotShifted(Attention):
 class LseBaseTwo(Attention):
     """The log-sum-exp is to the base 2; it should be natural (times ln 2)."""
 
-    def finish(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    def _finish(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         return out, lse / math.log(2)
 
 
 class LseOfBaseTwoScores(Attention):
     """The log-sum-exp is multiplied with ln 2 once too often."""
 
-    def finish(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    def _finish(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         return out, lse * math.log(2)
 
 
 class LseTransposed(Attention):
     """The log-sum-exp lies in memory as [h, t] where [t, h] is expected."""
 
-    def finish(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    def _finish(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         return out, lse.T.reshape(lse.shape)
 
 
 class LseWithoutMaximum(Attention):
     """The log-sum-exp lacks the maximum that was subtracted."""
 
-    def log(self, lse: Tensor, total: Tensor, peak: Tensor) -> Tensor:
+    def _log(self, lse: Tensor, total: Tensor, peak: Tensor) -> Tensor:
         return total.log()
 
 
 class LseIsMaximum(Attention):
     """The largest score is returned in the place of the log-sum-exp."""
 
-    def log(self, lse: Tensor, total: Tensor, peak: Tensor) -> Tensor:
+    def _log(self, lse: Tensor, total: Tensor, peak: Tensor) -> Tensor:
         return peak
 
 
 class LseIsSum(Attention):
     """The sum of the weights is returned in the place of its logarithm."""
 
-    def log(self, lse: Tensor, total: Tensor, peak: Tensor) -> Tensor:
+    def _log(self, lse: Tensor, total: Tensor, peak: Tensor) -> Tensor:
         return total
 
 
@@ -902,10 +902,10 @@ class LseOfLastTile(Attention):
 
     variants: Sequence[Any] = SPLITS
 
-    def softmax(self, scores: Tensor, visible: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        out, _ = super().softmax(scores, visible, value)
+    def _softmax(self, scores: Tensor, visible: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        out, _ = super()._softmax(scores, visible, value)
         first = max(0, visible.shape[-1] - 1) // self.variant * self.variant
-        return out, super().softmax(scores[..., first:], visible[:, first:], value[first:])[1]
+        return out, super()._softmax(scores[..., first:], visible[:, first:], value[first:])[1]
 
 
 # --- rows that see nothing ---
@@ -914,7 +914,7 @@ class LseOfLastTile(Attention):
 class EmptyIsNan(Attention):
     """A query that sees nothing returns NaN: 0 / 0."""
 
-    def of_empty(self, out: Tensor, lse: Tensor, visible: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def _of_empty(self, out: Tensor, lse: Tensor, visible: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         nothing = ~visible.any(-1)
         return out.masked_fill(nothing[:, None, None], torch.nan), lse.masked_fill(nothing[:, None], self.variant)
 
@@ -926,7 +926,7 @@ class EmptyIsMean(Attention):
 
     variants: Sequence[Any] = ("sequence",)
 
-    def of_empty(self, out: Tensor, lse: Tensor, visible: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def _of_empty(self, out: Tensor, lse: Tensor, visible: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         nothing = ~visible.any(-1)
         if len(value) and nothing.any():
             out = torch.where(nothing[:, None, None], value.mean(0), out)
@@ -938,14 +938,14 @@ class EmptyLse(Attention):
 
     variants: Sequence[Any] = (0.0, INFINITY, -1e30, -1e9, -1e4, -1e5, -3.4028234663852886e38)
 
-    def of_empty(self, out: Tensor, lse: Tensor, visible: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def _of_empty(self, out: Tensor, lse: Tensor, visible: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         return out, lse.masked_fill(~visible.any(-1)[:, None], self.variant)
 
 
 class EmptyUnwritten(Attention):
     """Rows of a sequence without keys are not written: they hold what was in memory before."""
 
-    def of_empty(self, out: Tensor, lse: Tensor, visible: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def _of_empty(self, out: Tensor, lse: Tensor, visible: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         return (out, lse) if visible.shape[-1] else (out * torch.nan, lse * torch.nan)
 
 
@@ -957,18 +957,18 @@ class Split(Attention):
 
     variants: Sequence[Any] = SPLITS
 
-    def softmax(self, scores: Tensor, visible: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def _softmax(self, scores: Tensor, visible: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         sizes = range(0, max(1, visible.shape[-1]), self.variant)
         parts = [
-            super(Split, self).softmax(
+            super(Split, self)._softmax(
                 scores[..., n : n + self.variant], visible[:, n : n + self.variant], value[n : n + self.variant]
             )
             for n in sizes
         ]
         outs, lses = (torch.stack(x) for x in zip(*parts, strict=True))
-        return self.merged(outs, lses)
+        return self._merged(outs, lses)
 
-    def merged(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    def _merged(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
         """Merge the parts, `[parts, t, h, dv]` and `[parts, t, h]`."""
         lse = lses.logsumexp(0)
         weights = (lses - lse).exp().masked_fill(lses == -INFINITY, 0.0)
@@ -978,22 +978,22 @@ class Split(Attention):
 class SplitsAveraged(Split):
     """The answers of the splits of the keys are averaged, not weighted by their log-sum-exp."""
 
-    def merged(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    def _merged(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
         return outs.mean(0), lses.logsumexp(0)
 
 
 class SplitsAdded(Split):
     """The answers of the splits of the keys are added up, not weighted."""
 
-    def merged(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    def _merged(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
         return outs.sum(0), lses.logsumexp(0)
 
 
 class LastSplitDropped(Split):
     """The last split of the keys is left out of the merge."""
 
-    def merged(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-        return super().merged(outs[:-1], lses[:-1]) if len(outs) > 1 else super().merged(outs, lses)
+    def _merged(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+        return super()._merged(outs[:-1], lses[:-1]) if len(outs) > 1 else super()._merged(outs, lses)
 
 
 class SplitsMergedBaseTwo(Split):
@@ -1005,8 +1005,8 @@ class SplitsMergedBaseTwo(Split):
         super().__init__(example, arguments, variant[0])
         self.factor = variant[1]
 
-    def merged(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = super().merged(outs, lses * self.factor)
+    def _merged(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = super()._merged(outs, lses * self.factor)
         return out, lse / self.factor if len(outs) > 1 else lses[0]
 
 
@@ -1016,38 +1016,38 @@ class SplitsMergedBaseTwo(Split):
 class HiddenTimesNan(Attention):
     """Values that a window or a chunk hides are multiplied with a weight of 0: NaN there comes out as NaN."""
 
-    def product(self, weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:
+    def _product(self, weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:
         return torch.einsum("htn,nhd->thd", weights, value)
 
 
 class ZeroTimesNan(PastTheEnd):
     """Values past a sequence's end are multiplied with a weight of 0: NaN and infinity there come out as NaN."""
 
-    def visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
-        return Attention.visible(self, pos, j, s, q)
+    def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
+        return Attention._visible(self, pos, j, s, q)
 
-    def product(self, weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:
+    def _product(self, weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:
         return torch.einsum("htn,nhd->thd", weights, value)
 
 
 class MaskAdded(PastTheEnd):
     """The mask is added to the scores: a NaN or infinite key past a sequence's end makes a score of NaN."""
 
-    def visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
-        return Attention.visible(self, pos, j, s, q)
+    def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
+        return Attention._visible(self, pos, j, s, q)
 
-    def hide(self, scores: Tensor, visible: Tensor) -> Tensor:
+    def _hide(self, scores: Tensor, visible: Tensor) -> Tensor:
         return scores + torch.zeros_like(scores).masked_fill(~visible, -INFINITY)
 
-    def product(self, weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:
+    def _product(self, weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:
         return torch.einsum("htn,nhd->thd", weights, value)
 
 
 class WholePoolTimesNan(Attention):
     """Every block of the pool is multiplied with a weight of 0: NaN in blocks that nobody owns comes out as NaN."""
 
-    def product(self, weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:
-        return super().product(weights, value, visible) + 0 * self.grouped(self.value_pool.sum(0, keepdim=True))
+    def _product(self, weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:
+        return super()._product(weights, value, visible) + 0 * self._grouped(self.value_pool.sum(0, keepdim=True))
 
 
 class FiniteSentinel(Attention):
@@ -1055,10 +1055,10 @@ class FiniteSentinel(Attention):
 
     variants: Sequence[Any] = (-1e4, -65504.0, -1e9, -1e30)
 
-    def hide(self, scores: Tensor, visible: Tensor) -> Tensor:
+    def _hide(self, scores: Tensor, visible: Tensor) -> Tensor:
         return scores.masked_fill(~visible, self.variant)
 
-    def product(self, weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:
+    def _product(self, weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:
         return torch.einsum("htn,nhd->thd", weights, value)
 
 
@@ -1066,12 +1066,13 @@ class PaddingComputed(Attention):
     """Rows after the last sequence are computed as if they belonged to it."""
 
     def answers(self) -> Answers:
+        """Compute the answers."""
         answers = super().answers()
         rows = self.query[self.example.num_tokens :]
         if len(rows):
             q, s = self.lens[-1]
             self.lens = (*self.lens[:-1], (len(rows), s))
-            out, lse = self.sequence(len(self.lens) - 1, rows)
+            out, lse = self._sequence(len(self.lens) - 1, rows)
             answers["out"][self.example.num_tokens :], answers["lse"][self.example.num_tokens :] = out, lse
         return answers
 
@@ -1079,7 +1080,7 @@ class PaddingComputed(Attention):
 class PaddingUnwritten(Attention):
     """Rows after the last sequence are not written: they hold what was in memory before."""
 
-    def finish(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    def _finish(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         out[self.example.num_tokens :] = torch.nan
         lse[self.example.num_tokens :] = self.variant
         return out, lse
@@ -1092,18 +1093,18 @@ class NanHidden(Attention):
 
     variants: Sequence[Any] = (0.0,)
 
-    def finish(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    def _finish(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         return out.nan_to_num(self.variant), lse
 
 
 class NanKeySkipped(Attention):
     """A key whose score is NaN is left out of the sum, as if nobody saw it."""
 
-    def hide(self, scores: Tensor, visible: Tensor) -> Tensor:
-        return super().hide(scores, visible).nan_to_num(-INFINITY, posinf=INFINITY, neginf=-INFINITY)
+    def _hide(self, scores: Tensor, visible: Tensor) -> Tensor:
+        return super()._hide(scores, visible).nan_to_num(-INFINITY, posinf=INFINITY, neginf=-INFINITY)
 
-    def product(self, weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:
-        return super().product(weights, value.nan_to_num(0.0), visible)
+    def _product(self, weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:
+        return super()._product(weights, value.nan_to_num(0.0), visible)
 
 
 # --- cascade ---
@@ -1114,10 +1115,10 @@ class PrefixTwice(Attention):
 
     paths: tuple[str, ...] = ("cascade",)
 
-    def keys(self, i: int) -> Tensor:
+    def _keys(self, i: int) -> Tensor:
         prefixes = self.arguments.get("prefixes") or []
         end = prefixes[0].end if prefixes else 0
-        return torch.cat([torch.arange(end), super().keys(i)])
+        return torch.cat([torch.arange(end), super()._keys(i)])
 
 
 class PrefixDropped(Attention):
@@ -1125,7 +1126,7 @@ class PrefixDropped(Attention):
 
     paths: tuple[str, ...] = ("cascade",)
 
-    def keys(self, i: int) -> Tensor:
+    def _keys(self, i: int) -> Tensor:
         prefixes = self.arguments.get("prefixes") or []
         return torch.arange(prefixes[0].end if prefixes else 0, self.lens[i][1])
 
@@ -1135,9 +1136,9 @@ class OwnKeysDropped(Attention):
 
     paths: tuple[str, ...] = ("cascade",)
 
-    def keys(self, i: int) -> Tensor:
+    def _keys(self, i: int) -> Tensor:
         prefixes = self.arguments.get("prefixes") or []
-        return torch.arange(prefixes[0].end) if prefixes else super().keys(i)
+        return torch.arange(prefixes[0].end) if prefixes else super()._keys(i)
 
 
 class Levels(Split):
@@ -1146,25 +1147,25 @@ class Levels(Split):
     variants: Sequence[Any] = (None,)
     paths: tuple[str, ...] = ("cascade",)
 
-    def softmax(self, scores: Tensor, visible: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def _softmax(self, scores: Tensor, visible: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         prefixes = self.arguments.get("prefixes") or []
         end = prefixes[0].end if prefixes else 0
         if not end:
-            return Attention.softmax(self, scores, visible, value)
+            return Attention._softmax(self, scores, visible, value)
         cuts = [(0, end), (end, visible.shape[-1])]
         sinks = self.sinks
         parts = []
         for first, last in cuts:
             self.sinks = sinks if first else None
-            parts.append(Attention.softmax(self, scores[..., first:last], visible[:, first:last], value[first:last]))
+            parts.append(Attention._softmax(self, scores[..., first:last], visible[:, first:last], value[first:last]))
         outs, lses = (torch.stack(x) for x in zip(*parts, strict=True))
-        return self.merged(outs, lses)
+        return self._merged(outs, lses)
 
 
 class LevelsAveraged(Levels):
     """The answers over shared and own keys are averaged, not weighted by their log-sum-exp."""
 
-    def merged(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    def _merged(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
         return outs.mean(0), lses.logsumexp(0)
 
 
@@ -1173,8 +1174,8 @@ class LevelsMergedBaseTwo(Levels):
 
     variants: Sequence[Any] = (math.log(2), 1 / math.log(2))
 
-    def merged(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = super().merged(outs, lses * self.variant)
+    def _merged(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = super()._merged(outs, lses * self.variant)
         return out, lse / self.variant
 
 
@@ -1186,9 +1187,9 @@ class RotaryDropped(Attention):
 
     paths: tuple[str, ...] = ("mla",)
 
-    def scores(self, query: Tensor, key: Tensor, pos: Tensor, j: Tensor) -> Tensor:
+    def _scores(self, query: Tensor, key: Tensor, pos: Tensor, j: Tensor) -> Tensor:
         rank = self.arguments["latent_rank"]
-        return super().scores(query[..., :rank], key[..., :rank], pos, j)
+        return super()._scores(query[..., :rank], key[..., :rank], pos, j)
 
 
 class RotaryOnly(Attention):
@@ -1196,9 +1197,9 @@ class RotaryOnly(Attention):
 
     paths: tuple[str, ...] = ("mla",)
 
-    def scores(self, query: Tensor, key: Tensor, pos: Tensor, j: Tensor) -> Tensor:
+    def _scores(self, query: Tensor, key: Tensor, pos: Tensor, j: Tensor) -> Tensor:
         rank = self.arguments["latent_rank"]
-        return super().scores(query[..., rank:], key[..., rank:], pos, j)
+        return super()._scores(query[..., rank:], key[..., rank:], pos, j)
 
 
 class ValuesFromTheEnd(Attention):
@@ -1206,8 +1207,8 @@ class ValuesFromTheEnd(Attention):
 
     paths: tuple[str, ...] = ("mla",)
 
-    def pools(self) -> tuple[Tensor, Tensor]:
-        key, value = super().pools()
+    def _pools(self) -> tuple[Tensor, Tensor]:
+        key, value = super()._pools()
         return key, key[..., -value.shape[-1] :]
 
 
@@ -1219,7 +1220,7 @@ class KeyScaleIgnored(Attention):
 
     paths: tuple[str, ...] = ("quantized",)
 
-    def dequantize(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def _dequantize(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         return key, value * self.arguments["scales"].value
 
 
@@ -1228,7 +1229,7 @@ class ValueScaleIgnored(Attention):
 
     paths: tuple[str, ...] = ("quantized",)
 
-    def dequantize(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def _dequantize(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         return key * self.arguments["scales"].key, value
 
 
@@ -1237,7 +1238,7 @@ class ScalesSwapped(Attention):
 
     paths: tuple[str, ...] = ("quantized",)
 
-    def dequantize(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def _dequantize(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         return key * self.arguments["scales"].value, value * self.arguments["scales"].key
 
 
@@ -1246,7 +1247,7 @@ class KeyScaleForBoth(Attention):
 
     paths: tuple[str, ...] = ("quantized",)
 
-    def dequantize(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def _dequantize(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         return key * self.arguments["scales"].key, value * self.arguments["scales"].key
 
 
@@ -1255,7 +1256,7 @@ class ScalesInverted(Attention):
 
     paths: tuple[str, ...] = ("quantized",)
 
-    def dequantize(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def _dequantize(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         return key / self.arguments["scales"].key, value / self.arguments["scales"].value
 
 
@@ -1271,43 +1272,43 @@ class Differential(Formula):
     def answers(self) -> Answers:
         """Attend twice, subtract, norm."""
         a, outs, lses = self.arguments, [], []
-        values = [self.value_of(i) for i in (0, 1)]
+        values = [self._value_of(i) for i in (0, 1)]
         for half in (0, 1):
             its = {
                 name: a[name] for name in a if name in ("batch", "causal", "window_size", "softmax_scale", "softcap")
             }
             its |= {name: a[name][half::2] for name in ("alibi_slopes", "sinks") if name in a}
-            its |= dict(query=self.heads_of(a["query"], half), key_cache=a["cache"][half, 0])
+            its |= dict(query=self._heads_of(a["query"], half), key_cache=a["cache"][half, 0])
             its |= dict(value_cache=torch.cat(values, dim=-1))
             answers = self.attention(self.example, its, self.variant).answers()
             outs.append(answers["out"])
             lses.append(answers["lse"])
-        out = self.normed(self.difference(*outs))
+        out = self._normed(self._difference(*outs))
         t = len(out)
         return {
-            "out": self.joined(out).reshape(t, -1, self.example.head_size),
+            "out": self._joined(out).reshape(t, -1, self.example.head_size),
             "lse": torch.stack(lses, dim=-1).reshape(t, -1),
         }
 
-    def value_of(self, half: int) -> Tensor:
+    def _value_of(self, half: int) -> Tensor:
         """Return the values of one half of the pairs."""
         return self.arguments["cache"][half, 1]
 
-    def heads_of(self, query: Tensor, half: int) -> Tensor:
+    def _heads_of(self, query: Tensor, half: int) -> Tensor:
         """Return the first or the second head of each pair."""
         return query[:, half::2]
 
-    def difference(self, first: Tensor, second: Tensor) -> Tensor:
+    def _difference(self, first: Tensor, second: Tensor) -> Tensor:
         """Subtract."""
         return first - self.arguments["lambda_full"].double() * second
 
-    def normed(self, x: Tensor) -> Tensor:
+    def _normed(self, x: Tensor) -> Tensor:
         """Norm over both halves of the value."""
         a = self.arguments
         factor = a["norm_weight"].double() * (1 - a["lambda_init"])
         return factor * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + a["norm_eps"])
 
-    def joined(self, x: Tensor) -> Tensor:
+    def _joined(self, x: Tensor) -> Tensor:
         """Cut a pair's output into its two heads."""
         return x
 
@@ -1315,53 +1316,53 @@ class Differential(Formula):
 class NotSubtracted(Differential):
     """The second softmax is not subtracted."""
 
-    def difference(self, first: Tensor, second: Tensor) -> Tensor:
+    def _difference(self, first: Tensor, second: Tensor) -> Tensor:
         return first
 
 
 class LambdaIgnored(Differential):
     """The second softmax is subtracted whole, without lambda."""
 
-    def difference(self, first: Tensor, second: Tensor) -> Tensor:
+    def _difference(self, first: Tensor, second: Tensor) -> Tensor:
         return first - second
 
 
 class LambdaAdded(Differential):
     """The second softmax is added, not subtracted."""
 
-    def difference(self, first: Tensor, second: Tensor) -> Tensor:
+    def _difference(self, first: Tensor, second: Tensor) -> Tensor:
         return first + self.arguments["lambda_full"].double() * second
 
 
 class LambdaInitForLambda(Differential):
     """lambda_init is taken for lambda_full."""
 
-    def difference(self, first: Tensor, second: Tensor) -> Tensor:
+    def _difference(self, first: Tensor, second: Tensor) -> Tensor:
         return first - self.arguments["lambda_init"] * second
 
 
 class NormBeforeDifference(Differential):
     """The norm comes before the subtraction."""
 
-    def difference(self, first: Tensor, second: Tensor) -> Tensor:
-        first, second = (super(NormBeforeDifference, self).normed(x) for x in (first, second))
+    def _difference(self, first: Tensor, second: Tensor) -> Tensor:
+        first, second = (super(NormBeforeDifference, self)._normed(x) for x in (first, second))
         return first - self.arguments["lambda_full"].double() * second
 
-    def normed(self, x: Tensor) -> Tensor:
+    def _normed(self, x: Tensor) -> Tensor:
         return x
 
 
 class NotNormed(Differential):
     """The difference is not normed."""
 
-    def normed(self, x: Tensor) -> Tensor:
+    def _normed(self, x: Tensor) -> Tensor:
         return self.arguments["norm_weight"].double() * (1 - self.arguments["lambda_init"]) * x
 
 
 class NormOfEachHalf(Differential):
     """The norm is over each head by itself, not over both halves of the value."""
 
-    def normed(self, x: Tensor) -> Tensor:
+    def _normed(self, x: Tensor) -> Tensor:
         a = self.arguments
         halves = x.unflatten(-1, (2, -1))
         normed = halves * torch.rsqrt(halves.square().mean(-1, keepdim=True) + a["norm_eps"])
@@ -1371,28 +1372,28 @@ class NormOfEachHalf(Differential):
 class FactorMissing(Differential):
     """The factor 1 - lambda_init is missing."""
 
-    def normed(self, x: Tensor) -> Tensor:
-        return super().normed(x) / (1 - self.arguments["lambda_init"])
+    def _normed(self, x: Tensor) -> Tensor:
+        return super()._normed(x) / (1 - self.arguments["lambda_init"])
 
 
 class NormWeightIgnored(Differential):
     """The weight of the norm is ignored."""
 
-    def normed(self, x: Tensor) -> Tensor:
-        return super().normed(x) / self.arguments["norm_weight"].double()
+    def _normed(self, x: Tensor) -> Tensor:
+        return super()._normed(x) / self.arguments["norm_weight"].double()
 
 
 class PairsAreHalves(Differential):
     """Pairs are taken for heads i and i + h/2; they are heads 2i and 2i + 1."""
 
-    def heads_of(self, query: Tensor, half: int) -> Tensor:
+    def _heads_of(self, query: Tensor, half: int) -> Tensor:
         return query.chunk(2, dim=1)[half]
 
 
 class ValueOfFirstHalf(Differential):
     """Both halves of the value are those of the first head."""
 
-    def value_of(self, half: int) -> Tensor:
+    def _value_of(self, half: int) -> Tensor:
         return self.arguments["cache"][0, 1]
 
 
@@ -1408,10 +1409,10 @@ class Merge(Formula):
         """Merge."""
         outs = torch.stack([x.double() for x in self.arguments["outs"]])
         lses = torch.stack([x.double() for x in self.arguments["lses"]])
-        out, lse = self.merged(outs, lses)
+        out, lse = self._merged(outs, lses)
         return {"out": out, "lse": lse}
 
-    def merged(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    def _merged(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
         """Merge parts, `[parts, t, h, dv]`."""
         lse = lses.logsumexp(0)
         weights = (lses - lse).exp()
@@ -1424,8 +1425,8 @@ class MergeBaseTwo(Merge):
 
     variants: Sequence[Any] = ("everywhere", "in the weights")
 
-    def merged(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = super().merged(outs, lses * math.log(2))
+    def _merged(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = super()._merged(outs, lses * math.log(2))
         if self.variant == "everywhere":
             return out, lse / math.log(2)
         top = lses.amax(0)
@@ -1435,28 +1436,28 @@ class MergeBaseTwo(Merge):
 class MergeAverages(Merge):
     """The parts are averaged."""
 
-    def merged(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-        return outs.mean(0), super().merged(outs, lses)[1]
+    def _merged(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+        return outs.mean(0), super()._merged(outs, lses)[1]
 
 
 class MergeSwapsWeights(Merge):
     """Each part has the weight of the other one."""
 
-    def merged(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-        return super().merged(outs.flip(0), lses)[0], super().merged(outs, lses)[1]
+    def _merged(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+        return super()._merged(outs.flip(0), lses)[0], super()._merged(outs, lses)[1]
 
 
 class MergeWeighsByLse(Merge):
     """The parts are weighted by their log-sum-exp itself, not by its exponential."""
 
-    def merged(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-        return (lses / lses.sum(0))[..., None].mul(outs).sum(0), super().merged(outs, lses)[1]
+    def _merged(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+        return (lses / lses.sum(0))[..., None].mul(outs).sum(0), super()._merged(outs, lses)[1]
 
 
 class MergeNotNormalized(Merge):
     """The weighted parts are not divided by the sum of their weights."""
 
-    def merged(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    def _merged(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
         weights = (lses - lses.amax(0)).exp()
         return (weights[..., None] * outs).masked_fill((lses == -INFINITY)[..., None], 0.0).sum(0), lses.logsumexp(0)
 
@@ -1464,8 +1465,8 @@ class MergeNotNormalized(Merge):
 class MergeEmptyIsNan(Merge):
     """Where no part saw anything, -inf - -inf makes NaN."""
 
-    def merged(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = super().merged(outs, lses)
+    def _merged(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = super()._merged(outs, lses)
         nothing = lse == -INFINITY
         return out.masked_fill(nothing[..., None], torch.nan), lse.masked_fill(nothing, self.variant)
 
@@ -1475,7 +1476,7 @@ class MergeEmptyIsNan(Merge):
 class MergeGarbageTimesZero(Merge):
     """The output of a part that saw nothing is multiplied with 0: NaN in it comes out."""
 
-    def merged(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    def _merged(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
         lse = lses.logsumexp(0)
         weights = (lses - lse).exp().masked_fill(lses == -INFINITY, 0.0)
         return (weights[..., None] * outs).sum(0), lse
@@ -1484,21 +1485,21 @@ class MergeGarbageTimesZero(Merge):
 class MergeLseIsMaximum(Merge):
     """The LSE of the merge is the largest of the parts."""
 
-    def merged(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-        return super().merged(outs, lses)[0], lses.amax(0)
+    def _merged(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+        return super()._merged(outs, lses)[0], lses.amax(0)
 
 
 class MergeLseAdds(Merge):
     """The LSE of the merge is the sum of those of the parts."""
 
-    def merged(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-        return super().merged(outs, lses)[0], lses.sum(0)
+    def _merged(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+        return super()._merged(outs, lses)[0], lses.sum(0)
 
 
 class MergeOverflows(Merge):
     """The maximum is not subtracted before exp: large log-sum-exps overflow."""
 
-    def merged(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    def _merged(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
         weights = lses.float().exp().double()
         total = weights.sum(0)
         return (weights[..., None] * outs).sum(0) / total[..., None], total.log()
@@ -1507,14 +1508,15 @@ class MergeOverflows(Merge):
 class MergeTwoParts(Merge):
     """Parts after the second are left out."""
 
-    def merged(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-        return super().merged(outs[:2], lses[:2])
+    def _merged(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+        return super()._merged(outs[:2], lses[:2])
 
 
 class MergeStridesAssumed(Merge):
     """The log-sum-exps are taken to be contiguous: their strides are ignored."""
 
     def answers(self) -> Answers:
+        """Compute the answers."""
         self.arguments = self.arguments | dict(lses=[_as_contiguous(x) for x in self.arguments["lses"]])
         return super().answers()
 
@@ -1532,15 +1534,15 @@ class Write(Formula):
         a = self.arguments
         pools = {name: a[name].clone() for name in ("key_cache", "value_cache")}
         for token, slot in enumerate(a["slot_mapping"].tolist()):
-            self.put(pools, token, slot)
+            self._put(pools, token, slot)
         return pools
 
-    def put(self, pools: Answers, token: int, slot: int) -> None:
+    def _put(self, pools: Answers, token: int, slot: int) -> None:
         """Write one token."""
         if slot >= 0:
-            self.store(pools, token, *divmod(slot, self.example.block_size))
+            self._store(pools, token, *divmod(slot, self.example.block_size))
 
-    def store(self, pools: Answers, token: int, block: int, row: int) -> None:
+    def _store(self, pools: Answers, token: int, block: int, row: int) -> None:
         """Store one token."""
         pools["key_cache"][block, row] = self.arguments["key"][token]
         pools["value_cache"][block, row] = self.arguments["value"][token]
@@ -1549,21 +1551,21 @@ class Write(Formula):
 class PaddingWritesLast(Write):
     """A slot of -1 is taken for an index from the end: padding overwrites the last slot of the pool."""
 
-    def put(self, pools: Answers, token: int, slot: int) -> None:
-        super().put(pools, token, slot if slot >= 0 else pools["key_cache"].shape[0] * self.example.block_size - 1)
+    def _put(self, pools: Answers, token: int, slot: int) -> None:
+        super()._put(pools, token, slot if slot >= 0 else pools["key_cache"].shape[0] * self.example.block_size - 1)
 
 
 class PaddingWritesFirst(Write):
     """A slot of -1 is clamped to 0: padding overwrites the first slot of the pool."""
 
-    def put(self, pools: Answers, token: int, slot: int) -> None:
-        super().put(pools, token, max(slot, 0))
+    def _put(self, pools: Answers, token: int, slot: int) -> None:
+        super()._put(pools, token, max(slot, 0))
 
 
 class KeysForValues(Write):
     """Keys are written into both pools."""
 
-    def store(self, pools: Answers, token: int, block: int, row: int) -> None:
+    def _store(self, pools: Answers, token: int, block: int, row: int) -> None:
         pools["key_cache"][block, row] = self.arguments["key"][token]
         pools["value_cache"][block, row] = self.arguments["key"][token]
 
@@ -1571,7 +1573,7 @@ class KeysForValues(Write):
 class PoolsSwapped(Write):
     """Keys are written into the pool of values, and values into that of keys."""
 
-    def store(self, pools: Answers, token: int, block: int, row: int) -> None:
+    def _store(self, pools: Answers, token: int, block: int, row: int) -> None:
         pools["key_cache"][block, row] = self.arguments["value"][token]
         pools["value_cache"][block, row] = self.arguments["key"][token]
 
@@ -1579,30 +1581,30 @@ class PoolsSwapped(Write):
 class ValuesUnwritten(Write):
     """Values are not written."""
 
-    def store(self, pools: Answers, token: int, block: int, row: int) -> None:
+    def _store(self, pools: Answers, token: int, block: int, row: int) -> None:
         pools["key_cache"][block, row] = self.arguments["key"][token]
 
 
 class SlotOneLate(Write):
     """Tokens are written one slot late."""
 
-    def put(self, pools: Answers, token: int, slot: int) -> None:
+    def _put(self, pools: Answers, token: int, slot: int) -> None:
         slots = pools["key_cache"].shape[0] * self.example.block_size
-        super().put(pools, token, min(slot + 1, slots - 1) if slot >= 0 else slot)
+        super()._put(pools, token, min(slot + 1, slots - 1) if slot >= 0 else slot)
 
 
 class LastTokenUnwritten(Write):
     """The last token is not written."""
 
-    def put(self, pools: Answers, token: int, slot: int) -> None:
+    def _put(self, pools: Answers, token: int, slot: int) -> None:
         if token < self.example.num_tokens - 1:
-            super().put(pools, token, slot)
+            super()._put(pools, token, slot)
 
 
 class FirstHeadOnly(Write):
     """Only the first key head is written."""
 
-    def store(self, pools: Answers, token: int, block: int, row: int) -> None:
+    def _store(self, pools: Answers, token: int, block: int, row: int) -> None:
         pools["key_cache"][block, row, 0] = self.arguments["key"][token, 0]
         pools["value_cache"][block, row, 0] = self.arguments["value"][token, 0]
 
@@ -1610,10 +1612,10 @@ class FirstHeadOnly(Write):
 class RowForBlock(Write):
     """Block and row are swapped: slot % n and slot // n, with the number of blocks for their size."""
 
-    def put(self, pools: Answers, token: int, slot: int) -> None:
+    def _put(self, pools: Answers, token: int, slot: int) -> None:
         n = pools["key_cache"].shape[0]
         if slot >= 0 and slot // n < self.example.block_size:
-            self.store(pools, token, slot % n, slot // n)
+            self._store(pools, token, slot % n, slot // n)
 
 
 # --- how they are found ---

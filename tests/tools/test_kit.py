@@ -166,7 +166,7 @@ def test_what_a_kernel_does_not_claim_is_listed():
     assert not report.failures, as_text(report)
     reasons = {finding.property: finding.detail for finding in report.findings if finding.outcome == "not claimed"}
     assert reasons["softcap"] == "has no parameter softcap"
-    assert reasons["lse"] == "has no parameter return_lse"
+    assert reasons["lse"] == "returns no log-sum-exp"
     assert reasons["nan"] == "its documentation says so"
 
 
@@ -302,7 +302,7 @@ def test_flex(monkeypatch):
     from torch.nn.attention import flex_attention
 
     monkeypatch.setattr("refattn.conformance.adapters._compiled_flex", lambda: flex_attention.flex_attention)
-    report = check("flex", only=["mask", "answer", "window", "lse"], examples=1, dtypes=[torch.float32])
+    report = check("flex-lse", only=["mask", "answer", "window", "lse"], examples=1, dtypes=[torch.float32])
     assert [finding.outcome for finding in report.findings] == ["honoured"] * 4, as_text(report)
 
 
