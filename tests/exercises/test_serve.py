@@ -1,6 +1,7 @@
 """A learner's functions serve a model in the engine, and whose function computed is said truly."""
 
 from dataclasses import replace
+from functools import cache
 from io import StringIO
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from rich.console import Console
 from tiny_models import byte_tokenizer, make_llama
 
+import refattn
 from refattn.check import __main__ as command
 from refattn.check import serve
 from refattn.serving import Engine, SamplingParams
@@ -27,6 +29,11 @@ def outputs(twin):
     prompts = [[*PROMPT, 1, 2], [*PROMPT, 3]]
     requests = engine.generate(prompts, SamplingParams(max_tokens=4))
     return [request.output_ids for request in requests], engine.counters
+
+
+@cache
+def by_reference():
+    return outputs(refattn)
 
 
 @pytest.mark.parametrize(
