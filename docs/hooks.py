@@ -10,6 +10,8 @@ stands before the comment is for those who read the page on a code host, which h
     ... <!-- kernels -->                                    the kernels, and what each is
     ... <!-- measured local -->                             the measured rows of a path
     ... <!-- tested -->                                     the results of the tests on other machines and processors
+    ... <!-- contract -->                                   the properties that a kernel is checked for
+    ... <!-- honoured -->                                   which kernels of the field honour which of them
     ... <!-- api refattn -->                                what the docstrings of a package say
     ... <!-- exercises puzzles -->                          the exercises, or the puzzles
 
@@ -42,6 +44,8 @@ from readme import RESULTS, ROOT, duration, fastest_peer, tables
 from fastattn.kernels import dispatch
 from refattn import drawing
 from refattn.check import learner
+from refattn.conformance import field
+from refattn.conformance.contract import PROPERTIES
 
 INSERT = re.compile(r"^(?P<instead>.+) <!-- (?P<name>\w+)(?P<arguments>.*?) -->$", re.MULTILINE)
 CAPTION = re.compile(r"\*(.+?)\* ")
@@ -128,10 +132,10 @@ def kernels(page: Page, instead: str) -> str:
 
 def exercises(page: Page, instead: str, folder: str = "") -> str:
     """List the exercises or the puzzles, with the title of each file."""
-    number = "p{}" if folder else "{}"
-    lines = ["| | function | what it is about |", "|--:|---|---|"]
+    letter = "p" * bool(folder)
+    lines = [f"| {'puzzle' if folder else 'function'} | what it is about |", "|---|---|"]
     for i, path in enumerate(learner.files(ROOT / "exercises" / folder), 1):
-        lines.append(f"| {number.format(i)} | [`{path.stem[3:]}`]({to(page, page_of(path))}) | {learner.title(path)} |")
+        lines.append(f"| {letter}{i} · [`{path.stem[3:]}`]({to(page, page_of(path))}) | {learner.title(path)} |")
     return "\n".join(lines)
 
 
@@ -160,8 +164,12 @@ def measured(page: Page, instead: str, path: str = "") -> str:
     results = {file: json.loads(file.read_text())["runs"] for file in sorted(RESULTS.glob("*.json"))}
     if not path:
         return "\n\n".join(["## In short", tables(), *(machine(page, *item) for item in results.items())])
-    runs = [(run, [row for row in run["rows"] if row["path"] == path]) for runs in results.values() for run in runs]
-    shown = "\n\n".join(f"*{run['machine']['name']}, {run['dtype']}*\n\n{in_short(rows)}" for run, rows in runs if rows)
+    rows: dict[str, list[dict[str, Any]]] = {}  # of each machine
+    for run in (run for runs in results.values() for run in runs):
+        rows.setdefault(f"{run['machine']['name']}, {run['dtype']}", []).extend(
+            row for row in run["rows"] if row["path"] == path
+        )
+    shown = "\n\n".join(f"*{name}*\n\n{in_short(some)}" for name, some in rows.items() if some)
     return (
         f"## Measured\n\n{shown}\n\nAll of it, and how it was measured: [benchmark](../proof/benchmark.md)."
         if shown
@@ -175,7 +183,29 @@ def tested(page: Page, instead: str) -> str:
     return "\n\n".join(f"{text}\n\n{folded('The numbers', [table])}" for text, table in shown)
 
 
-INSERTS = {insert.__name__: insert for insert in (api, code, exercises, kernels, measured, picture, says, tested)}
+def contract(page: Page, instead: str) -> str:
+    """List the properties that a kernel is checked for, and on which paths."""
+    lines = ["| property | promise | on |", "|---|---|---|"]
+    for found in PROPERTIES:
+        paths = "all paths" if not found.paths else ", ".join(found.paths)
+        lines.append(f"| {found.name} | {found.promise} | {paths} |")
+    return "\n".join(lines)
+
+
+def honoured(page: Page, instead: str) -> str:
+    """Show what the kernels of each machine honour, and fold what they do not with the smallest batches."""
+    parts = []
+    for file in sorted(RESULTS.glob("conformance/*.json")):
+        found = json.loads(file.read_text())
+        title = "Where, and on which batch" if list(field.failures(found)) else "Nothing is broken"
+        parts.append(f"## {found['machine']}\n\n{field.tables(found)}\n\n{folded(title, [field.list_failures(found)])}")
+    return "\n\n".join(parts)
+
+
+INSERTS = {
+    insert.__name__: insert
+    for insert in (api, code, contract, exercises, honoured, kernels, measured, picture, says, tested)
+}
 
 
 def figure(url: str, caption: str) -> str:

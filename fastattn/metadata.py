@@ -282,7 +282,7 @@ def split_encoder(batch: Batch, encoder_lens: Sequence[int], *, block_size: int)
     shortest, num_encoder = min(encoder_lens, default=0), sum(encoder_lens)
     m = block_table.shape[1]
     column = torch.arange(m - shortest // block_size, device=batch.device) + lens[:, None] // block_size
-    own_blocks = block_table.gather(1, column.clamp(max=max(m - 1, 0))).masked_fill_(column >= m, -1)
+    own_blocks = block_table.gather(1, column.clamp(max=max(m - 1, 0)))  # past a row's last block: no key is there
     cross = dataclasses.replace(batch, seq_lens=lens, max_seq_len=max(encoder_lens, default=0), num_keys=num_encoder)
     return cross, dataclasses.replace(
         batch,

@@ -1,4 +1,4 @@
-"""The command line: `fastattn demo`, `fastattn bench` and `fastattn doctor`."""
+"""The command line: `fastattn demo`, `compare`, `bench`, `doctor` and `conformance`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -37,6 +37,22 @@ def demo(
 
 
 @main.command()
+def compare(
+    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1 ...")] = "cpu",
+    quick: Annotated[bool, typer.Option(help="A sixteenth of every length: to see that it works.")] = False,
+) -> None:
+    """Compute every path with both twins here: error, what is allowed, time, memory."""
+    from fastattn.tools import compare as module
+
+    try:
+        proven = module.run(device, quick=quick)
+    except ValueError as error:
+        typer.echo(error, err=True)
+        raise typer.Exit(2) from error
+    raise typer.Exit(0 if proven else 1)
+
+
+@main.command()
 def bench(
     device: Annotated[str, typer.Option(help="What to measure: cpu, cuda, cuda:1 ...")] = "cpu",
     rows: Annotated[list[str] | None, typer.Option(help="Part of a row's name; may be given several times.")] = None,
@@ -61,3 +77,11 @@ def doctor() -> None:
     from fastattn.tools import doctor as module
 
     module.run()
+
+
+@main.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def conformance(context: typer.Context) -> None:
+    """Prove an attention kernel, anybody's: the same as `python -m refattn.conformance`."""
+    from refattn.conformance import __main__ as module
+
+    raise typer.Exit(module.main(context.args))
