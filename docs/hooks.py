@@ -10,6 +10,8 @@ stands before the comment is for those who read the page on a code host, which h
     ... <!-- kernels -->                                    the kernels, and what each is
     ... <!-- measured local -->                             the measured rows of a path
     ... <!-- tested -->                                     the results of the tests on other machines and processors
+    ... <!-- contract -->                                   the properties that a kernel is checked for
+    ... <!-- honoured -->                                   which kernels of the field honour which of them
     ... <!-- api refattn -->                                what the docstrings of a package say
     ... <!-- exercises puzzles -->                          the exercises, or the puzzles
 
@@ -42,6 +44,8 @@ from readme import RESULTS, ROOT, duration, fastest_peer, tables
 from fastattn.kernels import dispatch
 from refattn import drawing
 from refattn.check import learner
+from refattn.conformance import field
+from refattn.conformance.contract import PROPERTIES
 
 INSERT = re.compile(r"^(?P<instead>.+) <!-- (?P<name>\w+)(?P<arguments>.*?) -->$", re.MULTILINE)
 CAPTION = re.compile(r"\*(.+?)\* ")
@@ -179,7 +183,29 @@ def tested(page: Page, instead: str) -> str:
     return "\n\n".join(f"{text}\n\n{folded('The numbers', [table])}" for text, table in shown)
 
 
-INSERTS = {insert.__name__: insert for insert in (api, code, exercises, kernels, measured, picture, says, tested)}
+def contract(page: Page, instead: str) -> str:
+    """List the properties that a kernel is checked for, and on which paths."""
+    lines = ["| property | promise | on |", "|---|---|---|"]
+    for found in PROPERTIES:
+        paths = "all paths" if not found.paths else ", ".join(found.paths)
+        lines.append(f"| {found.name} | {found.promise} | {paths} |")
+    return "\n".join(lines)
+
+
+def honoured(page: Page, instead: str) -> str:
+    """Show what the kernels of each machine honour, and fold what they do not with the smallest batches."""
+    parts = []
+    for file in sorted(RESULTS.glob("conformance/*.json")):
+        found = json.loads(file.read_text())
+        title = "Where, and on which batch" if list(field.failures(found)) else "Nothing is broken"
+        parts.append(f"## {found['machine']}\n\n{field.tables(found)}\n\n{folded(title, [field.list_failures(found)])}")
+    return "\n\n".join(parts)
+
+
+INSERTS = {
+    insert.__name__: insert
+    for insert in (api, code, contract, exercises, honoured, kernels, measured, picture, says, tested)
+}
 
 
 def figure(url: str, caption: str) -> str:

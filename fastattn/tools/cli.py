@@ -1,4 +1,4 @@
-"""The command line: `fastattn demo`, `fastattn compare`, `fastattn bench` and `fastattn doctor`."""
+"""The command line: `fastattn demo`, `compare`, `bench`, `doctor` and `conformance`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -76,3 +76,11 @@ def doctor() -> None:
     from fastattn.tools import doctor as module
 
     module.run()
+
+
+@main.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def conformance(context: typer.Context) -> None:
+    """Prove an attention kernel, anybody's: the same as `python -m refattn.conformance`."""
+    from refattn.conformance import __main__ as module
+
+    raise typer.Exit(module.main(context.args))

@@ -206,6 +206,9 @@ def _call(exercise: Exercise, trial: Trial, function: Function, arguments: Mappi
     if parts and not (isinstance(answer, tuple | list) and len(answer) == len(parts)):
         raise WrongAnswerError(f"expected ({', '.join(parts)}), got {kind(answer)}")
     if trial.view is not None:
+        for name, each in zip(parts, answer, strict=True):
+            if not isinstance(each, Tensor):
+                raise WrongAnswerError(f"{name}: expected a tensor, got {kind(each)}")
         answer, parts = trial.view(answer), trial.parts
     return dict(zip(parts, answer, strict=True)) if parts else {ALONE: answer}
 
