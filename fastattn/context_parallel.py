@@ -79,7 +79,7 @@ def attention(
     part, lse = dispatch.paged(all_heads, key_cache, value_cache, plan.context, options.without_sinks())
 
     total = group.all_gather(lse[None], dim=0).logsumexp(0)  # [t, h of all ranks]
-    weight = (lse - total).exp_().masked_fill_(lse == -torch.inf, 0.0)[..., None]
+    weight = (lse - total).exp_()[..., None]  # NaN where no rank has a key: such a part counts for nothing in the merge
     context = group.reduce_scatter(part * weight, dim=1)  # float32: the parts are added once more
     context_lse = total.chunk(group.size, dim=1)[group.rank].contiguous()
 

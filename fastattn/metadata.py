@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
-from jaxtyping import Int32, Int64
+from jaxtyping import Int32, Int64, Shaped
 from torch import Tensor
 
 from fastattn.kernels import dispatch
@@ -18,11 +18,15 @@ from refattn.interface.contents import (
     check_block_table,
     check_encoder,
     check_encoder_lens,
+    check_lengths,
+    check_next_inputs,
     check_num_tokens,
+    check_refill,
     check_requests,
+    check_slot_table,
     check_split,
 )
-from refattn.interface.values import check_device
+from refattn.interface.values import check_device, check_int, check_sizes
 
 
 def make_batch(
@@ -87,13 +91,15 @@ def positions(batch: Batch, num_tokens: int) -> Int64[Tensor, "t"]:
     return place.masked_fill(padding, 0)
 
 
-def slot_mapping(batch: Batch, num_tokens: int, *, block_size: int) -> Int64[Tensor, "t"]:
+def slot_mapping(batch: Batch, num_tokens: int, *, block_size: int, window: int | None = None) -> Int64[Tensor, "t"]:
     """Return the slot that each new token is written to; -1 for padding rows and for positions below 0.
 
     Args:
         batch: the lengths and the block table.
         num_tokens: query rows, `t`, the padding rows included.
         block_size: tokens in a block, `p`.
+        window: write the last so many tokens of each sequence only, as no later query sees those before them. For a
+            prefill that attends to its new tokens where they are (`dense`), before decodes under a window.
 
     Returns:
         `block * p + row` for the token's place in the pool.
@@ -106,9 +112,15 @@ def slot_mapping(batch: Batch, num_tokens: int, *, block_size: int) -> Int64[Ten
     """
     check_num_tokens(num_tokens, batch)
     block_table = check_block_table(batch, block_size=block_size)
+    if window is not None:
+        check_sizes(window=window)
     if block_table.numel() == 0:
         return torch.full((num_tokens,), -1, dtype=torch.int64, device=batch.device)
-    return dispatch.slot_mapping(batch, num_tokens, block_size=block_size)
+    slots = dispatch.slot_mapping(batch, num_tokens, block_size=block_size)
+    if window is None:
+        return slots
+    sequence, place, _ = places(batch, num_tokens)
+    return slots.masked_fill(place < (batch.seq_lens - window)[sequence], -1)
 
 
 def split_decodes_and_prefills(
@@ -146,28 +158,49 @@ def split_decodes_and_prefills(
     return (head, tail) if decodes_first else (tail, head)
 
 
-def advance(batch: Batch, slots: Int64[Tensor, "t"], *, block_size: int) -> Batch:
+def advance(
+    batch: Batch,
+    slots: Int64[Tensor, "t"],
+    *,
+    block_size: int,
+    sampled_ids: Int64[Tensor, "b"] | None = None,
+    input_ids: Int64[Tensor, "t"] | None = None,
+    input_positions: Int64[Tensor, "t"] | None = None,
+) -> Batch:
     """Go to the next step in place: each sequence keeps its number of new tokens and is that much longer.
+
+    `seq_lens` and `slots` are overwritten where they are, so that a captured CUDA graph sees the new values, and so are
+    the inputs of the model, if they are given. A padding sequence (no new tokens) stays as it is.
 
     Args:
         batch: the batch of the step before, whose block table has blocks for the new tokens already.
         slots: the slots of the step before, overwritten.
         block_size: tokens in a block, `p`.
+        sampled_ids: the token that was sampled for each sequence, which has one new token per step.
+        input_ids: the inputs of the step before, overwritten by the sampled tokens; padding rows stay.
+        input_positions: the positions of the step before, overwritten; 0 for padding rows.
 
     Returns:
         A batch of the same tensors, with `max_seq_len` raised as far as the block table allows.
 
     Raises:
-        ValueError: if the slots are no int64 `[t]` where the batch is; on a CPU also if there are fewer of them than
-            query rows, or a sequence outgrows the block table. Nothing is changed then.
+        ValueError: if the slots are no int64 `[t]` where the batch is; if a sequence has several new tokens and one was
+            sampled; on a CPU also if there are fewer rows than query rows, or a sequence outgrows the block table.
+            Nothing is changed then.
 
     Source: `refattn.metadata.advance`.
     """
     block_table = check_advance(batch, slots, block_size=block_size)
+    check_next_inputs(batch, sampled_ids, input_ids, input_positions)
     batch.seq_lens.add_(batch.query_lens)
     capacity = block_table.shape[1] * block_size
     longer = dataclasses.replace(batch, max_seq_len=min(batch.max_seq_len + batch.max_query_len, capacity))
     slots.copy_(slot_mapping(longer, slots.shape[0], block_size=block_size))
+    if input_positions is not None:
+        input_positions.copy_(positions(longer, input_positions.shape[0]))
+    if input_ids is not None and sampled_ids is not None and batch.num_seqs:
+        sequence, _, padding = places(longer, input_ids.shape[0])
+        input_ids.copy_(torch.where(padding, input_ids, sampled_ids[sequence]))
     return longer
 
 
@@ -249,7 +282,7 @@ def split_encoder(batch: Batch, encoder_lens: Sequence[int], *, block_size: int)
     shortest, num_encoder = min(encoder_lens, default=0), sum(encoder_lens)
     m = block_table.shape[1]
     column = torch.arange(m - shortest // block_size, device=batch.device) + lens[:, None] // block_size
-    own_blocks = block_table.gather(1, column.clamp(max=max(m - 1, 0))).masked_fill_(column >= m, -1)
+    own_blocks = block_table.gather(1, column.clamp(max=max(m - 1, 0)))  # past a row's last block: no key is there
     cross = dataclasses.replace(batch, seq_lens=lens, max_seq_len=max(encoder_lens, default=0), num_keys=num_encoder)
     return cross, dataclasses.replace(
         batch,
@@ -258,6 +291,58 @@ def split_encoder(batch: Batch, encoder_lens: Sequence[int], *, block_size: int)
         max_seq_len=batch.max_seq_len - shortest,
         num_keys=None if batch.num_keys is None else batch.num_keys - num_encoder,
     )
+
+
+def turn_prefills_into_decodes(batch: Batch) -> Batch:
+    """Return the batch with one new token per sequence; the twin of `refattn.metadata.turn_prefills_into_decodes`."""
+    check_lengths(batch)
+    has_query = batch.query_lens.clamp(max=1).cumsum(0, dtype=torch.int32)
+    cu_seqlens_q = torch.nn.functional.pad(has_query, (1, 0))
+    return dataclasses.replace(
+        batch, cu_seqlens_q=cu_seqlens_q, max_query_len=min(1, batch.max_query_len), num_tokens=None
+    )
+
+
+def block_table_from_slots(
+    token_slots: Shaped[Tensor, "r s"],
+    requests: Int64[Tensor, "b"],
+    seq_lens: Int32[Tensor, "b"],
+    *,
+    block_size: int,
+    columns: int,
+) -> Int32[Tensor, "b {columns}"]:
+    """Return a block table from slots of tokens; the twin of `refattn.metadata.block_table_from_slots`."""
+    check_slot_table(token_slots, requests, seq_lens, block_size=block_size, columns=columns)
+    first = torch.arange(0, columns * block_size, block_size, device=requests.device)
+    table = (token_slots[requests[:, None], first] // block_size).int()
+    return table.masked_fill(first >= seq_lens[:, None], 0)
+
+
+def make_buffers(
+    num_seqs: int, *, columns: int | None, max_query_len: int, max_seq_len: int, device: torch.device | str = "cpu"
+) -> Batch:
+    """Make a batch of padding, which `refill` fills; the twin of `refattn.metadata.make_buffers`."""
+    for name, size in (("num_seqs", num_seqs), ("columns", 0 if columns is None else columns)):
+        check_int(name, size)
+    check_device(device)
+    zeros = torch.zeros(2 * num_seqs + 1, dtype=torch.int32, device=device)
+    table = None
+    if columns is not None:
+        table = torch.zeros(num_seqs, columns, dtype=torch.int32, device=device)
+    return Batch(zeros[: num_seqs + 1], zeros[num_seqs + 1 :], table, max_query_len, max_seq_len)
+
+
+def refill(buffers: Batch, batch: Batch) -> None:
+    """Write a step into the buffers of a captured graph, in place; the twin of `refattn.metadata.refill`."""
+    check_refill(buffers, batch)
+    b = batch.num_seqs
+    if batch.block_table is not None and buffers.block_table is not None:
+        columns = min(batch.block_table.shape[1], buffers.block_table.shape[1])  # further ones lead to no key
+        buffers.block_table[:b, :columns].copy_(batch.block_table[:, :columns])
+    buffers.cu_seqlens_q[: b + 1].copy_(batch.cu_seqlens_q)
+    buffers.cu_seqlens_q[b + 1 :].copy_(batch.cu_seqlens_q[-1:].expand(buffers.num_seqs - b))
+    buffers.seq_lens[:b].copy_(batch.seq_lens)
+    buffers.seq_lens[b:].zero_()
 
 
 def _part(batch: Batch, query_lens: Sequence[int], seq_lens: Sequence[int] | None, first: int, last: int) -> Part:

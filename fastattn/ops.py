@@ -8,7 +8,7 @@ An operator takes tensors, numbers, and lists of them. Plans and options are tak
 behind it:
 
     plan      `tables`, its tensors, and `sizes`, its whole numbers, in the order of its fields; -1 stands for None
-    levels    the batch of a cascade, and then plan after plan in the same two lists
+    levels    the batch of a cascade, and then plan after plan in the same two lists; trees and chunks likewise
     options   an argument each
     scales    `scales`, the tensors, and `scale_numbers`, where 0 stands for none; `scale_format` is None for int8
 
@@ -35,6 +35,7 @@ from fastattn import merge as merge_path
 from fastattn import mla as mla_path
 from fastattn import quantized as quantized_path
 from fastattn import sliding_window as sliding_window_path
+from fastattn import speculative as speculative_path
 from refattn.interface import (
     AttentionOptions,
     Batch,
@@ -44,6 +45,8 @@ from refattn.interface import (
     Int8Scales,
     Plan,
     PrefillPlan,
+    TreePlan,
+    Trees,
 )
 
 PAGES = "Tensor query, Tensor key_cache, Tensor value_cache"
@@ -133,6 +136,25 @@ def cascade(
     pages = (query, key_cache, value_cache)
     lists = _join(_batch_lists(plan.batch), *map(_plan_lists, plan.levels))
     return _with_lse(torch.ops.fastattn.cascade(*pages, *lists, *_options_list(options)), return_lse)
+
+
+def speculative(
+    query: Float[Tensor, "t h d"],
+    key_cache: Float[Tensor, "n p hk d"],
+    value_cache: Float[Tensor, "n p hk dv"],
+    plan: Plan | TreePlan,
+    options: AttentionOptions = AttentionOptions(),
+    *,
+    return_lse: bool = False,
+) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend from drafted tokens to their ancestors; the operator of `fastattn.speculative.attention`."""
+    pages = (query, key_cache, value_cache)
+    if isinstance(plan, TreePlan):
+        trees: list[Tensor | None] = [plan.trees.parents, plan.trees.lens, plan.depths, plan.ancestors]
+        lists = _join(_plan_lists(plan.whole), _plan_lists(plan.prefix), (trees, []))
+    else:
+        lists = _plan_lists(plan)
+    return _with_lse(torch.ops.fastattn.speculative(*pages, *lists, *_options_list(options)), return_lse)
 
 
 def differential(
@@ -323,6 +345,16 @@ def _cascade_plan(tables: Iterator[Tensor | None], sizes: Iterator[int]) -> Casc
     return CascadePlan(batch, tuple(levels))
 
 
+def _tree_plan(tables: Iterator[Tensor | None], sizes: Iterator[int]) -> Plan | TreePlan:
+    whole = _plan(tables, sizes)
+    for first in sizes:  # nothing more of a plan without trees
+        prefix = _plan(tables, _with_first(first, sizes))
+        parents, lens, depths, ancestors = tables
+        assert parents is not None and lens is not None and depths is not None and ancestors is not None
+        return TreePlan(whole, prefix, Trees(parents, lens), depths, ancestors)
+    return whole
+
+
 def _prefill_plan(tables: Iterator[Tensor | None], sizes: Iterator[int]) -> PrefillPlan:
     block_size, blocks = islice(sizes, 2)
     own, chunks = _plan(tables, sizes), []
@@ -412,6 +444,7 @@ _define_path("dense", "Tensor query, Tensor key, Tensor value", dense_path.atten
 _define_path("chunked_prefill", PAGES, chunked_prefill_path.attention, _plan, _value_width)
 _define_path("sliding_window", PAGES, sliding_window_path.attention, _plan, _value_width)
 _define_path("local", PAGES, local_path.attention, _plan, _value_width)
+_define_path("speculative", PAGES, speculative_path.attention, _tree_plan, _value_width)
 _define_path("cascade", PAGES, cascade_path.attention, _cascade_plan, _value_width)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
-from jaxtyping import Int32, Int64
+from jaxtyping import Int32, Int64, Shaped
 from torch import Tensor
 
 from refattn.interface import Batch, Part
@@ -21,11 +21,15 @@ from refattn.interface.contents import (
     check_block_table,
     check_encoder,
     check_encoder_lens,
+    check_lengths,
+    check_next_inputs,
     check_num_tokens,
+    check_refill,
     check_requests,
+    check_slot_table,
     check_split,
 )
-from refattn.interface.values import check_device
+from refattn.interface.values import check_device, check_int, check_sizes
 
 
 def make_batch(
@@ -90,13 +94,15 @@ def positions(batch: Batch, num_tokens: int) -> Int64[Tensor, "t"]:
     return result
 
 
-def slot_mapping(batch: Batch, num_tokens: int, *, block_size: int) -> Int64[Tensor, "t"]:
+def slot_mapping(batch: Batch, num_tokens: int, *, block_size: int, window: int | None = None) -> Int64[Tensor, "t"]:
     """Return the slot that each new token is written to; -1 for padding rows and for positions below 0.
 
     Args:
         batch: the lengths and the block table.
         num_tokens: query rows, `t`, the padding rows included.
         block_size: tokens in a block, `p`.
+        window: write the last so many tokens of each sequence only, as no later query sees those before them. For a
+            prefill that attends to its new tokens where they are (`dense`), before decodes under a window.
 
     Returns:
         `block * p + row` for the token's place in the pool.
@@ -107,11 +113,13 @@ def slot_mapping(batch: Batch, num_tokens: int, *, block_size: int) -> Int64[Ten
     """
     check_num_tokens(num_tokens, batch)
     block_table = check_block_table(batch, block_size=block_size)
+    if window is not None:
+        check_sizes(window=window)
     result = torch.full((num_tokens,), -1, dtype=torch.int64, device=batch.device)
     place = positions(batch, num_tokens)
     for (q0, q1), blocks in zip(batch.query_rows(), block_table, strict=True):
         for row in range(q0, q1):
-            if place[row] >= 0:
+            if place[row] >= 0 and (window is None or place[row] >= place[q1 - 1] + 1 - window):
                 block = blocks[place[row] // block_size]
                 result[row] = block * block_size + place[row] % block_size
     return result
@@ -156,31 +164,49 @@ def split_decodes_and_prefills(
     )
 
 
-def advance(batch: Batch, slots: Int64[Tensor, "t"], *, block_size: int) -> Batch:
+def advance(
+    batch: Batch,
+    slots: Int64[Tensor, "t"],
+    *,
+    block_size: int,
+    sampled_ids: Int64[Tensor, "b"] | None = None,
+    input_ids: Int64[Tensor, "t"] | None = None,
+    input_positions: Int64[Tensor, "t"] | None = None,
+) -> Batch:
     """Go to the next step in place: each sequence keeps its number of new tokens and is that much longer.
 
-    `seq_lens` and `slots` are overwritten where they are, so that a captured CUDA graph sees the new values.
-    A padding sequence (no new tokens) stays as it is.
+    `seq_lens` and `slots` are overwritten where they are, so that a captured CUDA graph sees the new values, and so are
+    the inputs of the model, if they are given. A padding sequence (no new tokens) stays as it is.
 
     Args:
         batch: the batch of the step before, whose block table has blocks for the new tokens already.
         slots: the slots of the step before, overwritten.
         block_size: tokens in a block, `p`.
+        sampled_ids: the token that was sampled for each sequence, which has one new token per step.
+        input_ids: the inputs of the step before, overwritten by the sampled tokens; padding rows stay.
+        input_positions: the positions of the step before, overwritten; 0 for padding rows.
 
     Returns:
         A batch of the same tensors, with `max_seq_len` raised as far as the block table allows.
 
     Raises:
-        ValueError: if the slots are no int64 `[t]` where the batch is; on a CPU also if there are fewer of them than
-            query rows, or a sequence outgrows the block table. Nothing is changed then.
+        ValueError: if the slots are no int64 `[t]` where the batch is; if a sequence has several new tokens and one was
+            sampled; on a CPU also if there are fewer rows than query rows, or a sequence outgrows the block table.
+            Nothing is changed then.
 
     Source: vLLM's multi-step decoding.
     """
     block_table = check_advance(batch, slots, block_size=block_size)
+    check_next_inputs(batch, sampled_ids, input_ids, input_positions)
     batch.seq_lens.add_(batch.query_lens)
     capacity = block_table.shape[1] * block_size
     longer = dataclasses.replace(batch, max_seq_len=min(batch.max_seq_len + batch.max_query_len, capacity))
     slots.copy_(slot_mapping(longer, slots.shape[0], block_size=block_size))
+    if input_positions is not None:
+        input_positions.copy_(positions(longer, input_positions.shape[0]))
+    if input_ids is not None and sampled_ids is not None:
+        for (q0, q1), token in zip(batch.query_rows(), sampled_ids, strict=True):
+            input_ids[q0:q1] = token
     return longer
 
 
@@ -269,6 +295,116 @@ def split_encoder(batch: Batch, encoder_lens: Sequence[int], *, block_size: int)
         max_seq_len=batch.max_seq_len - min(encoder_lens, default=0),
         num_keys=None if batch.num_keys is None else batch.num_keys - num_encoder,
     )
+
+
+def turn_prefills_into_decodes(batch: Batch) -> Batch:
+    """Return the batch with one new token per sequence, the last: after a step with prefills each of them decodes.
+
+    A sequence with no new token keeps none. `advance` goes on from there, by the token that was sampled for each.
+
+    Args:
+        batch: the batch of a step, prefills among its sequences.
+
+    Returns:
+        A batch that shares `seq_lens` and the block table.
+
+    Source: the first of several steps without the scheduler in vLLM V0, with chunked prefills in it.
+    """
+    check_lengths(batch)
+    query_lens = [min(query_len, 1) for query_len in batch.query_lens.tolist()]
+    cu_seqlens_q = torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32, device=batch.device)
+    return dataclasses.replace(
+        batch, cu_seqlens_q=cu_seqlens_q, max_query_len=min(1, batch.max_query_len), num_tokens=None
+    )
+
+
+def block_table_from_slots(
+    token_slots: Shaped[Tensor, "r s"],
+    requests: Int64[Tensor, "b"],
+    seq_lens: Int32[Tensor, "b"],
+    *,
+    block_size: int,
+    columns: int,
+) -> Int32[Tensor, "b {columns}"]:
+    """Return the block table of some requests from a map of each token to its slot, for any block size.
+
+    Args:
+        token_slots: the slot of each token of every request that a server knows, int32 or int64; past a request's last
+            token anything.
+        requests: the rows of it that are in the batch.
+        seq_lens: tokens of each of those.
+        block_size: tokens in a block, `p`; with 1 a block is a slot.
+        columns: of the table, `m`.
+
+    Returns:
+        `slot // p` of the first token of each block; 0 past a request's last block.
+
+    Raises:
+        ValueError: naming the argument that does not fit; on a CPU also if the tokens of a block do not lie one after
+            the other, from its first row on.
+
+    Source: SGLang's `req_to_token`, of which it takes every `p`-th column.
+    """
+    check_slot_table(token_slots, requests, seq_lens, block_size=block_size, columns=columns)
+    table = torch.zeros(len(requests), columns, dtype=torch.int32, device=requests.device)
+    for i, (request, seq_len) in enumerate(zip(requests.tolist(), seq_lens.tolist(), strict=True)):
+        for column in range(-(-seq_len // block_size)):
+            table[i, column] = token_slots[request, column * block_size] // block_size
+    return table
+
+
+def make_buffers(
+    num_seqs: int, *, columns: int | None, max_query_len: int, max_seq_len: int, device: torch.device | str = "cpu"
+) -> Batch:
+    """Make a batch of padding, whose tensors stay where they are while `refill` brings them step after step.
+
+    What is planned of it on a device is planned anew whenever a captured graph is replayed; how the work is shared out
+    follows from the maxima, and so is the same for every step.
+
+    Args:
+        num_seqs: sequences that it has room for, `b`.
+        columns: of the block table, `m`; None for a batch without a cache.
+        max_query_len: most new tokens of a sequence, in any step.
+        max_seq_len: most keys of a sequence, in any step.
+        device: where the tensors are to be.
+
+    Returns:
+        A batch of sequences without queries and without keys.
+
+    Raises:
+        ValueError: if a size is negative.
+    """
+    for name, size in (("num_seqs", num_seqs), ("columns", 0 if columns is None else columns)):
+        check_int(name, size)
+    check_device(device)
+    zeros = torch.zeros(2 * num_seqs + 1, dtype=torch.int32, device=device)
+    table = None
+    if columns is not None:
+        table = torch.zeros(num_seqs, columns, dtype=torch.int32, device=device)
+    return Batch(zeros[: num_seqs + 1], zeros[num_seqs + 1 :], table, max_query_len, max_seq_len)
+
+
+def refill(buffers: Batch, batch: Batch) -> None:
+    """Write a step into the buffers of a captured graph, in place; sequences past its last have no query and no key.
+
+    Args:
+        buffers: from `make_buffers`.
+        batch: the step: any number of sequences up to that of the buffers, of any lengths up to their maxima.
+
+    Raises:
+        ValueError: if the step does not fit. Nothing is written then.
+
+    Source: the metadata of captured decodes in vLLM and SGLang.
+    """
+    check_refill(buffers, batch)
+    b = batch.num_seqs
+    if batch.block_table is not None and buffers.block_table is not None:
+        columns = min(batch.block_table.shape[1], buffers.block_table.shape[1])  # further ones lead to no key
+        buffers.block_table[:b, :columns].copy_(batch.block_table[:, :columns])
+    buffers.cu_seqlens_q[: b + 1].copy_(batch.cu_seqlens_q)
+    buffers.cu_seqlens_q[b + 1 :].copy_(batch.cu_seqlens_q[-1:].expand(buffers.num_seqs - b))
+    buffers.seq_lens[:b].copy_(batch.seq_lens)
+    buffers.seq_lens[b:].zero_()
 
 
 def _part(batch: Batch, query_lens: Sequence[int], seq_lens: Sequence[int] | None, first: int, last: int) -> Part:

@@ -20,7 +20,7 @@ var explorer = (() => {
     mask: "causal", // one of MASKS
     window: 3, // keys that a query sees at most, with mask "window"
     chunk: 4, // tokens in a chunk, with mask "chunk": a multiple of `block`
-    tree: [-1, -1, 0], // with mask "tree", the parent of each drafted token; -1 is the last token before the draft
+    tree: [-1, 0, 0, 1], // with mask "tree", the node that each node follows; -1 for a root
     block: 4, // tokens in a block of the pool
     shared: 0, // leading tokens that requests have in the same blocks, as far as these are full and old
     splits: 1, // parts that the keys of a query are cut into
@@ -137,8 +137,8 @@ var explorer = (() => {
 
   // --- who may see whom? ---
 
-  /** Return whether the last tokens of a request are a drafted tree: it needs the token that the tree hangs on. */
-  const drafts = (s, [queries, keys]) => s.mask === "tree" && Math.min(queries, keys) > s.tree.length
+  /** Return whether the last tokens of a request are the nodes of a tree: it has to have as many. */
+  const drafts = (s, [, keys]) => s.mask === "tree" && keys >= s.tree.length
 
   /** Return the keys that query i of a request sees, as runs [begin, end): a window is one run, a branch has several. */
   function runs(s, [queries, keys], i) {
@@ -171,12 +171,12 @@ var explorer = (() => {
 
   /** Return the position of each query of a request, for its rotary embedding: in a tree its depth counts. */
   function positions(s, [queries, keys]) {
-    const result = Array.from({ length: queries }, (_, i) => keys - queries + i)
-    if (drafts(s, [queries, keys])) {
-      const first = queries - s.tree.length
-      s.tree.forEach((parent, node) => (result[first + node] = result[parent < 0 ? first - 1 : first + parent] + 1))
-    }
-    return result
+    const depths = []
+    for (const parent of s.tree) depths.push(parent < 0 ? 0 : depths[parent] + 1)
+    return range(0, queries).map((i) => {
+      const node = i - (queries - s.tree.length)
+      return drafts(s, [queries, keys]) && node >= 0 ? keys - s.tree.length + depths[node] : keys - queries + i
+    })
   }
 
   // --- what a plan makes of it ---

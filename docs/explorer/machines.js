@@ -4,7 +4,7 @@ var machines = [
  {
   "name": "NVIDIA H200",
   "dtype": "bfloat16",
-  "read": 4604000000000.0,
+  "read": 4704000000000.0,
   "product": 783700000000000.0,
   "points": [
    [
@@ -31,51 +31,6 @@ var machines = [
     "differential/prefill-8192",
     3072.0,
     386900000000000.0
-   ],
-   [
-    "chunked_prefill/prefill-2x8192",
-    3277.0,
-    601400000000000.0
-   ],
-   [
-    "dense/prefill-2x8192",
-    3277.0,
-    642400000000000.0
-   ],
-   [
-    "chunked_prefill/decode-64x8192",
-    3.998,
-    17590000000000.0
-   ],
-   [
-    "chunked_prefill/decode-1x8192",
-    3.998,
-    8855000000000.0
-   ],
-   [
-    "chunked_prefill/decode-8x8192",
-    3.998,
-    15540000000000.0
-   ],
-   [
-    "chunked_prefill/decode-256x1024",
-    3.984,
-    16980000000000.0
-   ],
-   [
-    "chunked_prefill/chunk-4x512-of-16896",
-    1799.0,
-    575300000000000.0
-   ],
-   [
-    "chunked_prefill/chunk-4x512-of-16896-blocks-128",
-    1799.0,
-    625600000000000.0
-   ],
-   [
-    "chunked_prefill/decode-1x131072",
-    4.0,
-    15820000000000.0
    ],
    [
     "chunked_prefill/decode-64x8208-tokens-16",
@@ -131,6 +86,56 @@ var machines = [
     "mla/prefill-2x1024-of-33792",
     9526.0,
     254300000000000.0
+   ],
+   [
+    "chunked_prefill/prefill-2x8192",
+    3277.0,
+    604100000000000.0
+   ],
+   [
+    "dense/prefill-2x8192",
+    3277.0,
+    589900000000000.0
+   ],
+   [
+    "chunked_prefill/prefill-2x8192-blocks-128",
+    3277.0,
+    590700000000000.0
+   ],
+   [
+    "chunked_prefill/chunk-4x512-of-16896",
+    1799.0,
+    562400000000000.0
+   ],
+   [
+    "chunked_prefill/chunk-4x512-of-16896-blocks-128",
+    1799.0,
+    616500000000000.0
+   ],
+   [
+    "chunked_prefill/decode-64x8192",
+    3.998,
+    18030000000000.0
+   ],
+   [
+    "chunked_prefill/decode-1x8192",
+    3.998,
+    8618000000000.0
+   ],
+   [
+    "chunked_prefill/decode-1x131072",
+    4.0,
+    16290000000000.0
+   ],
+   [
+    "chunked_prefill/decode-8x8192",
+    3.998,
+    15890000000000.0
+   ],
+   [
+    "chunked_prefill/decode-256x1024",
+    3.984,
+    17510000000000.0
    ]
   ]
  },

@@ -36,6 +36,7 @@
 
   const chip = (request) => el("span", { class: "chip", style: paint(request) }, NAMES[request])
   const paint = (request) => `--fill: ${COLOURS[request]}; --on: ${ON_COLOURS[request]}`
+  const paintBlock = (readers) => (readers.length > 1 ? `--fill: ${SHARED}; --on: #000` : paint(readers[0]))
   const range = (count) => Array.from({ length: count }, (_, i) => i)
 
   /** Return the token at a position of a request: a word, while it has some, else a number. */
@@ -67,6 +68,7 @@
   addEventListener("hashchange", () => {
     state = explorer.fromHash(location.hash)
     draw()
+    if (root.getBoundingClientRect().bottom < innerHeight) root.scrollIntoView() // the link stands below the explorer
   })
 
   // --- controls ---
@@ -136,7 +138,7 @@
         }),
         el("span", {}, MASK_NAMES[mask])))
     const tree = el("input", {
-      "aria-label": "the parent of each drafted token; −1 is the token before them", "data-key": "tree",
+      "aria-label": "the node that each node of the tree follows, −1 for a root", "data-key": "tree",
       onchange: () => set({ tree: (tree.value.match(/-?\d+/g) ?? []).map(Number) }),
     })
     refreshers.push(() => {
@@ -147,7 +149,7 @@
       causal: () => el("p", { class: "field note" }, "itself, and what came before"),
       window: () => size("window", "keys in a window", explorer.MOST.keys),
       chunk: () => size("chunk", "tokens in a chunk", explorer.MOST.keys, { step: () => state.block }),
-      tree: () => el("div", { class: "field" }, el("span", { "aria-hidden": "true" }, "parents in the draft"), tree),
+      tree: () => el("div", { class: "field" }, el("span", { "aria-hidden": "true" }, "parents of nodes"), tree),
       full: () => el("p", { class: "field note" }, "every key of its request"),
     }[state.mask]
     const group = (title, ...children) => el("fieldset", {}, el("legend", {}, title), children)
@@ -168,17 +170,20 @@
 
   // --- where are the keys? ---
 
-  function where() {
-    const sharedBlocks = new Set()
+  /** Return the requests that have each block. */
+  function readersOf() {
     const readers = new Map()
     shown.tables.forEach((blocks, i) => blocks.forEach((block) => readers.set(block, [...(readers.get(block) ?? []), i])))
-    for (const [block, all] of readers) if (all.length > 1) sharedBlocks.add(block)
-    const colours = (block, request) => (sharedBlocks.has(block) ? `--fill: ${SHARED}; --on: #000` : paint(request))
+    return readers
+  }
+
+  function where() {
+    const readers = readersOf()
     const first = state.mask === "window" ? shown.sequences.map((each) => each.first / state.block) : []
     const rows = shown.tables.map((blocks, request) =>
       el("tr", {}, el("th", { scope: "row" }, chip(request)),
         el("td", { class: "blocks" }, blocks.slice(0, 12).map((block, k) =>
-          el("span", { class: k < (first[request] ?? 0) ? "block gone" : "block", style: colours(block, request) }, String(block))),
+          el("span", { class: k < (first[request] ?? 0) ? "block gone" : "block", style: paintBlock(readers.get(block)) }, String(block))),
         blocks.length > 12 ? ` … ${count(blocks.length, "block")}` : ""),
         el("td", { class: "numbers" }, list(shown.slots[request]))))
     return [
@@ -186,7 +191,7 @@
       scroller("block tables", el("table", { class: "table" },
         el("thead", {}, el("tr", {}, ["", "block table", "slots written in this step"].map((t) => el("th", { scope: "col" }, t)))),
         el("tbody", {}, rows))),
-      pool(readers, colours),
+      pool(readers),
       ...runsOver(),
     ]
   }
@@ -199,7 +204,7 @@
   }
 
   /** The pool, a row per block; new tokens have a bold frame, and their slot as a title. */
-  function pool(readers, colours) {
+  function pool(readers) {
     if (shown.pool > LARGE.blocks || state.block > 16) return el("p", { class: "note" }, `A pool of ${count(shown.pool, "block")} is not drawn.`)
     return el("div", { class: "pool", role: "img", "aria-label": `the pool: ${poolLine()}` },
       range(shown.pool).map((block) => {
@@ -210,7 +215,7 @@
           if (request === undefined || position >= state.lens[request][1]) return el("span", { class: "cell" })
           const slot = block * state.block + row
           const isNew = shown.slots[request].includes(slot)
-          return el("span", { class: isNew ? "cell taken new" : "cell taken", style: colours(block, request), title: `slot ${slot}` },
+          return el("span", { class: isNew ? "cell taken new" : "cell taken", style: paintBlock(readers.get(block)), title: `slot ${slot}` },
             token(request, position))
         })
         return el("div", { class: "row" }, el("span", { class: "name" }, String(block)), cells)
@@ -283,11 +288,13 @@
     const label = 8 + 8 * Math.max(3, ...range(queries).map((i) => token(request, keys - queries + i).length))
     const top = 46
     const cut = state.mask === "window" ? shown.sequences[request].first / state.block : 0
+    const readers = readersOf()
     const boxes = shown.tables[request].map((block, k) => {
+      const style = paintBlock(readers.get(block))
       const width = (Math.min((k + 1) * state.block, keys) - k * state.block) * CELL
       return el("g", { transform: `translate(${label + k * state.block * CELL} 22)` },
-        el("rect", { class: k < cut ? "box gone" : "box", width: width - 2, height: CELL - 2, rx: 2, style: paint(request) }),
-        el("text", { class: k < cut ? "quiet" : "on", x: width / 2 - 1, y: 14, style: paint(request) }, String(block)))
+        el("rect", { class: k < cut ? "box gone" : "box", width: width - 2, height: CELL - 2, rx: 2, style }),
+        el("text", { class: k < cut ? "quiet" : "on", x: width / 2 - 1, y: 14, style }, String(block)))
     })
     const rows = range(queries).map((i) => {
       const runs = explorer.runs(state, [queries, keys], i)
@@ -316,7 +323,7 @@
     const numbers = range(keys).map((key) => el("text", { class: "column", x: label + (key + 0.5) * CELL - 1, y: 14 }, String(key)))
     const [width, height] = [label + keys * CELL + 2, top + queries * CELL + 2]
     return el("div", { class: "mask", role: "group", "aria-label": `request ${NAMES[request]}` }, chip(request),
-      el("div", { class: "scroller" }, el("svg", { width, height, viewBox: `0 0 ${width} ${height}` }, numbers, boxes, rows, cuts)))
+      el("div", { class: "scroller", role: "presentation" }, el("svg", { role: "presentation", width, height, viewBox: `0 0 ${width} ${height}` }, numbers, boxes, rows, cuts)))
   }
 
   /** A mask too large for cells: sampled rows, and the whole to scale. */
@@ -415,7 +422,7 @@
     if (!tile.keys.some((key) => key.visible)) return el("p", { class: "says numbers" }, "No key of this tile is seen: nothing changes.")
     const text = t && before?.p === p && before.tile.sum
       ? `row_sum ${number(before.tile.sum)} × ${number(tile.rescale)} + ${number(tile.weights.reduce((a, b) => a + b, 0))} = ${number(tile.sum)}, as the largest score went from ${number(before.tile.max, 2)} to ${number(tile.max, 2)}`
-      : `row_sum ${number(tile.sum)}: the sum of exp(score − ${number(tile.max, 2)})`
+      : `row_sum ${number(tile.sum)}: the sum of exp(score − ${tile.max < 0 ? `(${number(tile.max, 2)})` : number(tile.max, 2)})`
     return el("p", { class: "says numbers" }, text)
   }
 
@@ -441,7 +448,7 @@
         el("select", { "aria-label": "machine", "data-key": "machine", onchange: (event) => { machine = Number(event.target.value); draw() } },
           machines.map((each, i) => el("option", { value: i, selected: i === machine ? "" : null }, `${each.name}, ${each.dtype}`)))),
       el("p", { class: "floor" }, el("strong", {}, seconds(floor.seconds)), ` at least, for ${floor.limit}: `,
-        `${seconds(floor.memory)} to move ${bytes(shown.cost.moved)}, ${seconds(floor.arithmetic)} for ${unit(flops, ["", "k", "M", "G", "T", "P"]).trim()} operations. `,
+        `${seconds(floor.memory)} to move ${bytes(shown.cost.moved)} as fast as memory is read, ${seconds(floor.arithmetic)} for ${unit(flops, ["", "k", "M", "G", "T", "P"]).trim()} operations. `,
         `That is ${number(intensity, intensity < 10 ? 1 : 0)} operations per byte.`),
       roofline(at, intensity),
       el("p", { class: "note" }, `Roofs are the rates that the benchmark measured, products in ${at.dtype}; small marks are its rows. Nothing here is a measurement of this step.`),
@@ -451,7 +458,7 @@
   /** The roofline of a machine: its measured rows, and the dot of this step on the roof. */
   function roofline({ read, product, points, name }, intensity) {
     const [width, height] = [520, 240]
-    const x = (v) => 46 + (Math.log10(Math.min(Math.max(v, 0.1), 1e4)) + 1) * ((width - 76) / 5)
+    const x = (v) => 62 + (Math.log10(Math.min(Math.max(v, 0.1), 1e4)) + 1) * ((width - 92) / 5)
     const top = Math.ceil(Math.log10(product))
     const y = (v) => 12 + (top - Math.log10(v)) * ((height - 50) / 5)
     const roof = (v) => Math.min(v * read, product)
@@ -464,7 +471,7 @@
     },
     ticks.map((tick) => el("g", {}, el("line", { class: "grid", x1: x(tick), x2: x(tick), y1: 12, y2: height - 38 }),
       el("text", { class: "tick", x: x(tick), y: height - 22 }, tick < 1 ? String(tick) : tick.toLocaleString("en")))),
-    range(6).map((k) => el("text", { class: "tick left", x: 40, y: y(10 ** (top - k)) + 4 }, unit(10 ** (top - k), ["", "k", "M", "G", "T", "P"]))),
+    range(6).map((k) => el("text", { class: "tick left", x: 56, y: y(10 ** (top - k)) + 4 }, unit(10 ** (top - k), ["", "k", "M", "G", "T", "P"]))),
     el("path", { class: "roof", d: `M${x(start)} ${y(roof(start))}L${x(product / read)} ${y(product)}L${x(1e4)} ${y(product)}` }),
     points.filter(([, each, rate]) => rate > floor && each >= 0.1).map(([row, each, rate]) => el("circle", { class: "row", cx: x(each), cy: y(rate), r: 2.5 }, el("title", {}, row))),
     el("text", { class: "tick", x: width / 2, y: height - 4 }, "operations per byte, and per second"),

@@ -57,7 +57,7 @@ OF_THE_STEP = (  # of `generate_batch`
     "write_index",
 )
 # What transformers passes along that asks nothing of an attention.
-IGNORED = HARMLESS | {"is_causal", "layer_idx", "attention_mask", "logits_to_keep", "cache_position", "return_dict"}
+IGNORED = HARMLESS | {"is_causal", "layer_idx", "logits_to_keep", "cache_position", "return_dict"}
 
 
 def register() -> None:
@@ -230,6 +230,7 @@ def _attention(
 
     Raises:
         NotImplementedError: naming what neither twin computes.
+        ValueError: if the mask is one for other queries or keys.
     """
     _check_others(others)
     if attention_mask is None:
@@ -243,6 +244,9 @@ def _attention(
             "attention_mask: expected [b, s] of zeros and ones or a boolean [b, 1, q, kv], got "
             f"{kind} {list(attention_mask.shape)}; neither twin adds masks of numbers, or has one for each head"
         )
+    if attention_mask.shape[0] not in (1, query.shape[0]) or attention_mask.shape[2] != query.shape[2]:
+        b, q, came = query.shape[0], query.shape[2], list(attention_mask.shape)
+        raise ValueError(f"attention_mask: expected one for {b} rows of {q} queries, got {came}")
     layout = _layout(attention_mask, query.shape[0], key.shape[2], (cu_seq_lens_q, cu_seq_lens_k), twin[1])
     options = AttentionOptions(scaling, softcap or 0.0, sinks=s_aux)
     return _without_gradients(partial(_attend, twin[0], layout, options), query, key, value), None
@@ -402,8 +406,11 @@ def _lay_out(seen: Int32[Tensor, "b q 2"], num_keys: int, metadata: ModuleType) 
 
     Raises:
         NotImplementedError: if no window and no positions describe the mask, or its sequences share most of their keys.
+        ValueError: if a query sees keys that are not there.
     """
     first, end = seen.cpu().long().unbind(-1)  # [b, q]
+    if seen.numel() and int(end.max()) > num_keys:
+        raise ValueError(f"attention_mask: expected one for {num_keys} keys, got {int(end.max())} that are seen")
     some = end > first
     window = _window_of(first, end)
     starts = some & ~torch.nn.functional.pad(_goes_on(first, end, window), (1, 0))

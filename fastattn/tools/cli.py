@@ -1,4 +1,4 @@
-"""The command line: `fastattn demo`, `fastattn bench` and `fastattn doctor`."""
+"""The command line: `fastattn demo`, `compare`, `bench`, `doctor` and `conformance`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -19,6 +19,7 @@ def demo(
     prompt: Annotated[list[str] | None, typer.Option(help="Your own prompt; may be given several times.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens in an answer.")] = 40,
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1 ...")] = "cpu",
+    speculate: Annotated[str | None, typer.Option(help="Draft tokens of texts to repeat: chain or tree.")] = None,
     kv_cache_dtype: Annotated[
         str, typer.Option(help="What the cache holds: auto, or codes: fp8_e4m3, fp8_e5m2, int8.")
     ] = "auto",
@@ -28,11 +29,34 @@ def demo(
     from refattn.serving.demo_model import MissingModelError
 
     try:
-        proven = module.run(twin, prompt, max_tokens=max_tokens, device=device, kv_cache_dtype=kv_cache_dtype)
+        proven = module.run(
+            twin,
+            prompt,
+            max_tokens=max_tokens,
+            device=device,
+            speculate=speculate,
+            kv_cache_dtype=kv_cache_dtype,
+        )
     except module.RequestError as error:
         typer.echo(error, err=True)
         raise typer.Exit(1) from error
     except (MissingModelError, ValueError) as error:
+        typer.echo(error, err=True)
+        raise typer.Exit(2) from error
+    raise typer.Exit(0 if proven else 1)
+
+
+@main.command()
+def compare(
+    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1 ...")] = "cpu",
+    quick: Annotated[bool, typer.Option(help="A sixteenth of every length: to see that it works.")] = False,
+) -> None:
+    """Compute every path with both twins here: error, what is allowed, time, memory."""
+    from fastattn.tools import compare as module
+
+    try:
+        proven = module.run(device, quick=quick)
+    except ValueError as error:
         typer.echo(error, err=True)
         raise typer.Exit(2) from error
     raise typer.Exit(0 if proven else 1)
@@ -63,3 +87,11 @@ def doctor() -> None:
     from fastattn.tools import doctor as module
 
     module.run()
+
+
+@main.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def conformance(context: typer.Context) -> None:
+    """Prove an attention kernel, anybody's: the same as `python -m refattn.conformance`."""
+    from refattn.conformance import __main__ as module
+
+    raise typer.Exit(module.main(context.args))

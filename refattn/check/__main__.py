@@ -28,6 +28,11 @@ from refattn.check.puzzles import describe as describe_case
 COMMAND = "python -m refattn.check"
 
 
+def to_type(arguments: str) -> str:
+    """Return the command with some arguments, as somebody types it who runs this by make or by itself."""
+    return f'make exercises ARGS="{arguments}"' if "MAKELEVEL" in os.environ else f"{COMMAND} {arguments}"
+
+
 @dataclass(frozen=True)
 class Task:
     """An exercise, with the file that somebody writes it in."""
@@ -161,14 +166,14 @@ def all_tasks(folder: Path) -> list[Task | PuzzleTask]:
 
 
 def find(tasks: Sequence[Task | PuzzleTask], which: str) -> Task | PuzzleTask:
-    """Return a task by its number or name.
+    """Return a task by its number, its name or its file.
 
     Raises:
         FolderError: if there is none.
     """
-    wanted = which.lstrip("0").lower()
+    wanted = Path(which).stem.lower()
     for task in tasks:
-        if wanted in (task.number, task.name):
+        if wanted.lstrip("0") in (task.number, task.name) or wanted == task.file.stem:
             return task
     numbers = f"a number from 1 to {len(EXERCISES)}, p1 to p{len(PUZZLES)}"
     raise learner.FolderError(f"{which}: expected {numbers}, or a name; `{COMMAND}` lists them")
@@ -212,7 +217,7 @@ def show(console: Console, task: Task | PuzzleTask, tasks: Sequence[Task | Puzzl
         later = tasks[tasks.index(task) + 1 :]
         show_next(console, next((other for other in later if other.check().state != "done"), None))
     elif hints < len(task.hints):
-        console.print(f"A hint: {COMMAND} {task.number}{' --hint' * (hints + 1)}", style="dim")
+        console.print(f"A hint: {to_type(task.number + ' --hint' * (hints + 1))}", style="dim")
     return int(outcome.state == "wrong")
 
 
@@ -221,7 +226,7 @@ def show_next(console: Console, task: Task | PuzzleTask | None) -> None:
     if task is None:
         console.print("\nNothing is left to write.")
         return
-    console.print(f"\nNext: [bold]{task.file}[/bold]  {task.title}\n      {COMMAND} {task.number}")
+    console.print(f"\nNext: [bold]{task.file}[/bold]  {task.title}\n      {to_type(task.number)}")
 
 
 def serve(console: Console, tasks: Sequence[Task | PuzzleTask]) -> int:

@@ -159,10 +159,15 @@ def is_to_do(error: BaseException | None) -> bool:
 
 
 def describe(error: BaseException, file: Path | None) -> str:
-    """Say what was raised, and in which line of somebody's file."""
-    said = f"{type(error).__name__}: {error}"
-    lines = [frame for frame in traceback.extract_tb(error.__traceback__) if file and Path(frame.filename) == file]
-    return f"line {lines[-1].lineno}, `{lines[-1].line}`: {said}" if lines else said
+    """Say what was raised, and in which line of somebody's file, also from within Triton's interpreter."""
+    causes = [error]
+    while causes[-1].__cause__ is not None:
+        causes.append(causes[-1].__cause__)
+    for cause in reversed(causes):
+        for frame in reversed(traceback.extract_tb(cause.__traceback__)):
+            if file and Path(frame.filename).resolve() == file.resolve():
+                return f"line {frame.lineno}, `{frame.line}`: {type(cause).__name__}: {cause}"
+    return f"{type(causes[-1]).__name__}: {causes[-1]}"
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
@@ -199,8 +204,11 @@ def _call(exercise: Exercise, trial: Trial, function: Function, arguments: Mappi
         raise WrongAnswerError("it returned None: is there a `return`?")
     parts = exercise.changes or exercise.parts
     if parts and not (isinstance(answer, tuple | list) and len(answer) == len(parts)):
-        raise WrongAnswerError(f"expected {len(parts)} things, {', '.join(parts)}; got {kind(answer)}")
+        raise WrongAnswerError(f"expected ({', '.join(parts)}), got {kind(answer)}")
     if trial.view is not None:
+        for name, each in zip(parts, answer, strict=True):
+            if not isinstance(each, Tensor):
+                raise WrongAnswerError(f"{name}: expected a tensor, got {kind(each)}")
         answer, parts = trial.view(answer), trial.parts
     return dict(zip(parts, answer, strict=True)) if parts else {ALONE: answer}
 
@@ -220,7 +228,10 @@ def compare(got: Mapping[str, Any], expected: Mapping[str, Any], low: Mapping[st
             if _plain(mine) != _plain(want):
                 raise WrongAnswerError(f"{name}: not the expected {kind(want)}")
             continue
-        mine = torch.as_tensor(mine)
+        try:
+            mine = torch.as_tensor(mine)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise WrongAnswerError(f"{name}: expected {kind(want)}, got {kind(mine)}") from error
         if mine.shape != want.shape:
             raise WrongAnswerError(f"{name}: expected the shape {list(want.shape)}, got {list(mine.shape)}")
         if not want.is_floating_point():
@@ -245,6 +256,8 @@ def kind(value: Any) -> str:
     """Name the type of a value, and the shape of a tensor."""
     if isinstance(value, Tensor):
         return f"a tensor of {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    if isinstance(value, tuple):
+        return f"{len(value)} things"
     return {"int": "number", "NoneType": "None"}.get(type(value).__name__, type(value).__name__)
 
 
@@ -302,3 +315,8 @@ def _same(one: Any, other: Any) -> bool:
 
 def _plain(value: Any) -> Any:
     return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    """Draw random numbers, the same every time."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))

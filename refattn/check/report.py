@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from refattn.check.exercise import ALONE, Outcome, kind
+from refattn.check.exercise import ALONE, Once, Outcome, kind
 from refattn.drawing import Cell, Drawing, Grid
 
 COLUMNS = 6  # numbers of a row that are shown
@@ -42,7 +42,10 @@ def _indented(drawn: RenderableType, *, above: int = 0) -> Padding:
 def _difference(part: str, expected: Any, got: Any) -> RenderableType | None:
     """Draw expected against got; nothing where they are equal or cannot be drawn together."""
     if isinstance(expected, Tensor):
-        got = torch.as_tensor(got)
+        try:
+            got = torch.as_tensor(got)
+        except (TypeError, ValueError, RuntimeError):  # it is something else
+            return None
         if got.shape != expected.shape:
             return None
         if expected.dtype == torch.bool:
@@ -122,8 +125,10 @@ def _short(value: Any) -> str:
         return (
             str(value.tolist()) if value.numel() <= 8 and value.ndim <= 1 else kind(value).removeprefix("a tensor of ")
         )
-    if isinstance(value, list | tuple) and any(isinstance(each, Tensor | tuple) for each in list(value)[:1]):
-        return f"{len(value)} of them"
+    if isinstance(value, Once):
+        return f"{len(value.items)} tiles"
+    if isinstance(value, list | tuple) and value and isinstance(value[0], Tensor):
+        return f"{len(value)} tensors"
     return str(value)
 
 

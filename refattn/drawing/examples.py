@@ -17,6 +17,7 @@ WORDS = [text.split() for text in ("Why is the sky blue", "Why do cats purr ? Th
 LENS = ((2, 5), (1, 7), (3, 3))  # query_len and seq_len of each
 TABLES = ((9, 2), (4, 7), (1,))
 NUM_BLOCKS = 10  # in the pool, or more if the blocks are so small that the requests need more
+SCORES = (0.3, 0.0, 2.2, 0.4, 1.6, 0.5, 0.2)  # of the newest query of b over its keys, made up
 SYSTEM_WORDS = ["You", "are", "a", "kind", "and", "patient", "museum", "guide"]  # a prompt that all three may share
 SYSTEM_BLOCKS = (5, 0)
 
@@ -107,7 +108,7 @@ def _cascade(settings: Settings) -> Drawing:
 
 
 def _merge(settings: Settings) -> Drawing:
-    scores = torch.tensor([0.3, 0.0, 2.2, 0.4, 1.6, 0.5, 0.2])
+    scores = torch.tensor(SCORES)
     block_size = settings.block_size
     words = [WORDS[1][i : i + block_size] for i in range(0, 7, block_size)]
     names = [f"block {block}" for block in TABLES[1]] if block_size == 4 else None  # those of request b

@@ -183,7 +183,7 @@ class _Canvas:
         if cell.kind == "filled":
             fill = _group_colour(cell.group)
             style: dict[str, Any] = dict(facecolor=fill)
-            colour = _text_colour(fill)
+            colour = text_colour(fill)
         else:
             line = (0, (3, 2)) if cell.kind == "gone" else "-"
             style = dict(facecolor="none", edgecolor=INK, linewidth=0.7, linestyle=line, alpha=0.8)
@@ -234,7 +234,7 @@ def _group_colour(group: int) -> str:
     return SHARED_COLOUR if group == SHARED else COLOURS[group % len(COLOURS)]
 
 
-def _text_colour(fill: str) -> str:
+def text_colour(fill: str) -> str:
     """Return the colour, black or white, that is legible on a fill."""
     red, green, blue = (int(fill[i : i + 2], 16) for i in (1, 3, 5))
     return "white" if 0.3 * red + 0.59 * green + 0.11 * blue < 100 else "black"

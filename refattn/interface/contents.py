@@ -161,6 +161,93 @@ def check_advance(batch: Batch, slots: Tensor, *, block_size: int) -> Int32[Tens
     return check_block_table(batch, block_size=block_size, new_lens=batch.query_lens)
 
 
+def check_next_inputs(
+    batch: Batch, sampled_ids: Tensor | None, input_ids: Tensor | None, input_positions: Tensor | None
+) -> None:
+    """Check what a step in place writes besides slots: inputs `[t]` and positions `[t]`, by sampled tokens `[b]`.
+
+    Raises:
+        ValueError: if there are inputs without samples, or samples without inputs, if they do not fit, or a sequence
+            has more new tokens than the one that was sampled.
+    """
+    if (sampled_ids is None) != (input_ids is None):
+        raise ValueError("sampled_ids: expected with input_ids, which they are written to, got one without the other")
+    if sampled_ids is not None:
+        expect(sampled_ids, "sampled_ids", torch.int64, ("b",), (batch.num_seqs,))
+        if batch.max_query_len > 1:
+            raise ValueError(
+                f"sampled_ids: expected sequences with one new token, from turn_prefills_into_decodes, got up to "
+                f"{batch.max_query_len}"
+            )
+    for name, tensor in (("input_ids", input_ids), ("input_positions", input_positions)):
+        if tensor is not None:
+            (rows,) = expect(tensor, name, torch.int64, ("t",), (None,))
+            same_device(seq_lens=batch.seq_lens, **{name: tensor})
+            if batch.seq_lens.is_cpu and rows < int(batch.cu_seqlens_q[-1]):
+                raise ValueError(
+                    f"{name}: expected int64 [t], at least {int(batch.cu_seqlens_q[-1])} query rows, "
+                    f"got {describe(tensor)}"
+                )
+
+
+def check_slot_table(token_slots: Tensor, requests: Tensor, seq_lens: Tensor, *, block_size: int, columns: int) -> None:
+    """Check a map `[r, s]` from tokens to slots of which some requests `[b]` are to be a block table.
+
+    Raises:
+        ValueError: naming what does not fit; on a CPU also if a block's tokens do not lie one after the other.
+    """
+    check_sizes(block_size=block_size)
+    check_int("columns", columns)
+    if not isinstance(token_slots, Tensor) or token_slots.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"token_slots: expected int32 or int64 [r, s], got {describe(token_slots)}")
+    expect(token_slots, "token_slots", None, ("r", "s"), (None, None))
+    (b,) = expect(requests, "requests", torch.int64, ("b",), (None,))
+    expect(seq_lens, "seq_lens", torch.int32, ("b",), (b,))
+    same_device(token_slots=token_slots, requests=requests, seq_lens=seq_lens)
+    if columns * block_size > token_slots.shape[1] + block_size - 1:
+        raise ValueError(
+            f"columns: expected at most {-(-token_slots.shape[1] // block_size)}, for {token_slots.shape[1]} tokens in "
+            f"blocks of {block_size}, got {columns}"
+        )
+    if not token_slots.is_cpu or not b:
+        return
+    if int(requests.min()) < 0 or int(requests.max()) >= len(token_slots):
+        raise ValueError(f"requests: expected rows in 0..{len(token_slots) - 1}, got {requests.tolist()}")
+    if int(seq_lens.min()) < 0 or int(seq_lens.max()) > columns * block_size:
+        raise ValueError(f"seq_lens: expected 0..{columns * block_size} tokens, got {seq_lens.tolist()}")
+    place = torch.arange(token_slots.shape[1])
+    slots = token_slots[requests].long()
+    wrong = (place < seq_lens[:, None]) & (slots != slots[:, place // block_size * block_size] + place % block_size)
+    wrong |= (place < seq_lens[:, None]) & (place % block_size == 0) & (slots % block_size != 0)
+    if wrong.any():
+        i, j = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"token_slots: expected blocks of {block_size} slots one after the other, got slot {int(slots[i, j])} for "
+            f"token {j} of request {int(requests[i])}"
+        )
+
+
+def check_refill(buffers: Batch, batch: Batch) -> None:
+    """Check that a batch fits into the buffers of another.
+
+    Raises:
+        ValueError: if it has more sequences or columns, larger maxima, is elsewhere, or only one of them has a table.
+    """
+    check_batch(buffers)
+    check_lengths(batch)
+    has_table = batch.block_table is not None
+    if has_table != (buffers.block_table is not None):
+        raise ValueError(f"batch: expected {'no ' if has_table else 'a '}block table, as in the buffers, got another")
+    sizes = [
+        ("num_seqs", batch.num_seqs, buffers.num_seqs),
+        ("max_query_len", batch.max_query_len, buffers.max_query_len),
+        ("max_seq_len", batch.max_seq_len, buffers.max_seq_len),
+    ]
+    for name, asked, room in sizes:
+        if asked > room:
+            raise ValueError(f"batch: expected a {name} of at most {room}, what the buffers have room for, got {asked}")
+
+
 def check_split(
     batch: Batch, query_lens: Sequence[int], decode_len: int, seq_lens: Sequence[int] | None = None
 ) -> None:

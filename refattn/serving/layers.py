@@ -6,14 +6,25 @@ A layer is known by its path and by what its plan takes, so layers that are equa
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from einops import rearrange
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from refattn.interface import AttentionOptions, Batch, CascadePlan, Fp8Scales, Int8Scales, Part, Plan, PrefillPlan
+from refattn.interface import (
+    AttentionOptions,
+    Batch,
+    CascadePlan,
+    Fp8Scales,
+    Int8Scales,
+    Part,
+    Plan,
+    PrefillPlan,
+    TreePlan,
+    Trees,
+)
 
 WORKSPACE = 16384  # context tokens whose keys and values are made at a time: 1.25 GiB in DeepSeek-V3's sizes, bfloat16
 Lens = Sequence[tuple[int, int]]  # of each request its new tokens, and all its tokens
@@ -41,10 +52,12 @@ class Layer:
     """A layer that attends to all tokens before it, over the paged cache.
 
     Attributes:
+        takes_trees: whether it has a mask for drafted trees; all layers take chains.
         num_kv_heads: key heads, `hk`.
         head_size: elements of a key and of a value, `d`.
     """
 
+    takes_trees: ClassVar[bool] = True
     num_kv_heads: int
     head_size: int
 
@@ -89,6 +102,12 @@ class Layer:
         plan: Plan = twin.chunked_prefill.plan(batch, block_size=block_size)
         return plan
 
+    def plan_trees(self, twin: Twin, batch: Batch, trees: Trees, block_size: int) -> TreePlan:
+        """Plan a step whose new tokens are drafted trees, those of a prompt as a chain."""
+        window_size = (self.window - 1, 0) if self.window else (-1, -1)
+        plan: TreePlan = twin.speculative.plan(batch, block_size=block_size, trees=trees, window_size=window_size)
+        return plan
+
     def attend(
         self,
         twin: Twin,
@@ -98,13 +117,15 @@ class Layer:
         value: Float[Tensor, "t hk dv"] | None,
         cache: Any,
         slot_mapping: Int64[Tensor, "t"],
-        plan: Plan | CascadePlan,
+        plan: Plan | CascadePlan | TreePlan,
         options: AttentionOptions,
     ) -> Float[Tensor, "t h dv"]:
         """Write the new keys and values into the pool, if they are the layer's own and not None, and attend over it."""
         if key is not None:
             twin.kv_cache.write(key, value, *cache, slot_mapping)
-        path = twin.cascade if isinstance(plan, CascadePlan) else twin.chunked_prefill
+        path = twin.chunked_prefill
+        if isinstance(plan, CascadePlan | TreePlan):
+            path = twin.cascade if isinstance(plan, CascadePlan) else twin.speculative
         out: Tensor = path.attention(query, *cache, plan, options)
         return out
 
@@ -170,6 +191,7 @@ class LocalLayer(Layer):
         chunk_size: tokens in a chunk.
     """
 
+    takes_trees: ClassVar[bool] = False
     chunk_size: int = 0
 
     @property
@@ -208,6 +230,8 @@ class LocalLayer(Layer):
 class DifferentialLayer(Layer):
     """A layer of DiffLlama: two softmaxes, one subtracted, and a norm; its heads come in halves there."""
 
+    takes_trees: ClassVar[bool] = False
+
     def allocate(
         self, twin: Twin, num_blocks: int, block_size: int, *, dtype: torch.dtype, device: torch.device
     ) -> Any:
@@ -220,7 +244,7 @@ class DifferentialLayer(Layer):
         plan: Plan = twin.differential.plan(batch, block_size=block_size)
         return plan
 
-    def attend(
+    def attend(  # type: ignore[override]  # with the plan of this class
         self,
         twin: Twin,
         module: Any,
@@ -229,7 +253,7 @@ class DifferentialLayer(Layer):
         value: Float[Tensor, "t hk d"] | None,
         cache: Any,
         slot_mapping: Int64[Tensor, "t"],
-        plan: Plan | CascadePlan,
+        plan: Plan,
         options: AttentionOptions,
     ) -> Float[Tensor, "t h d"]:
         """Write the new pairs into the pool, if there are any, and attend; the answer ends with the layer's norm."""
@@ -268,6 +292,7 @@ class LatentLayer(Layer):
             products with a matrix of the model's, and as they are.
     """
 
+    takes_trees: ClassVar[bool] = False
     latent_rank: int
     batch_invariant: bool = False
 
@@ -363,6 +388,7 @@ class QuantizedLayer(Layer):
         kv_cache_dtype: what the codes are, a name of `KV_CACHE_DTYPES`.
     """
 
+    takes_trees: ClassVar[bool] = False
     layer: Layer
     kv_cache_dtype: str
 

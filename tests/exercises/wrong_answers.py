@@ -40,7 +40,11 @@ WRONG = {
     ],
     "attend_heads": [
         (".repeat_interleave(group, dim=1)", ".repeat(1, group, 1)", "neighbours share a key head"),
-        ("return torch.einsum", "return torch.einsum('hts->ths', weights), torch.einsum", "expected 2 things"),
+        (
+            "return torch.einsum",
+            "return torch.einsum('hts->ths', weights), torch.einsum",
+            "expected (out, lse), got 3 things",
+        ),
         (", lse.T", ", lse", "expected the shape [1, 4], got [4, 1]"),
     ],
     "paged_attention": [

@@ -23,9 +23,10 @@ from fastattn import (
     ops,
     quantized,
     sliding_window,
+    speculative,
 )
 from refattn.conformance import HARMLESS, Case, build
-from refattn.interface import AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan, Prefix
+from refattn.interface import AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan, Prefix, Trees
 
 BATCH = build(Case("mixed", ((4, 20), (1, 33), (10, 17)), heads=(4, 2), head_size=16, padding_rows=1), poison=HARMLESS)
 P = 16  # tokens in a block
@@ -66,6 +67,12 @@ def calls():
     yield "local", (*pages, local.plan(batch, chunk_size=P, block_size=P)), {}
     levels = cascade.plan(shared_batch(), prefixes=[Prefix(0, 2, 32)], block_size=P, window_size=(40, 0))
     yield "cascade", (draw(5, 4, 16), key_cache, value_cache, levels, OPTIONS), {}
+    parents = torch.tensor([[-1, 0, 0, 1], [-1, 0, 1, 2], [-1, -1, 0, 2]], dtype=torch.int32)
+    trees = Trees(parents, torch.tensor([4, 3, 4], dtype=torch.int32))
+    drafts = metadata.make_batch([4, 3, 4], [20, 33, 17], [[0, 1], [2, 3, 4], [5, 6]])
+    for given in (trees, None):
+        tree_plan = speculative.plan(drafts, block_size=P, trees=given)
+        yield "speculative", (draw(11, 4, 16), key_cache, value_cache, tree_plan, OPTIONS), {}
     pairs = draw(2, 2, *key_cache.shape[:2], 1, 16)
     subtraction = dict(lambda_full=torch.tensor(0.4), lambda_init=0.2, norm_weight=draw(32), norm_eps=1e-3)
     yield "differential", (query, pairs, differential.plan(batch, block_size=P)), subtraction
@@ -273,6 +280,7 @@ def test_errors_are_those_of_the_path():
 
 
 def test_every_path_has_an_operator():
+    """But for those of a rank among others, which talk to those others."""
     named = {name for name, value in vars(ops).items() if inspect.isfunction(value) and not name.startswith("_")}
     assert named == {call.values[0] for call in CALLS}, "an operator is not tested"
     for name in named:

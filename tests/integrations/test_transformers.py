@@ -26,6 +26,7 @@ from transformers.masking_utils import (
 import fastattn.dense
 import refattn.dense
 from fastattn.integrations import transformers as integration
+from refattn.serving import demo_model
 
 TWINS = ("refattn", "fastattn")
 FAMILIES = tuple(  # a sentence reads better here than a list of its words
@@ -332,6 +333,16 @@ def test_what_no_twin_computes_is_refused_by_name(message):
         REFUSED[message]()
 
 
+def test_a_mask_of_other_sizes_is_an_error():
+    for mask, message in (
+        (integration.visible_keys(2, 4, 5), r"2 rows of 5 queries, got \[2, 1, 4, 2\]"),
+        (integration.visible_keys(3, 5, 5), r"2 rows of 5 queries, got \[3, 1, 5, 2\]"),
+        (integration.visible_keys(2, 5, 9, q_offset=4), "expected one for 5 keys, got 9 that are seen"),
+    ):
+        with pytest.raises(ValueError, match=f"attention_mask: expected .*{message}" if "rows" in message else message):
+            attention(mask)
+
+
 def test_a_model_is_refused_what_the_twins_do_not_do():
     model = make_family("llama", attention_dropout=0.5)
     model.set_attn_implementation("fastattn")
@@ -346,6 +357,28 @@ def test_a_model_is_refused_what_the_twins_do_not_do():
         model(TOKENS, attention_mask=torch.zeros(3, 1, 17, 17))
     own = torch.ones(17, 17).tril().bool().expand(3, 1, 17, 17)
     torch.testing.assert_close(model(TOKENS, attention_mask=own).logits, logits)
+
+
+# --- a real model ---
+
+
+def test_a_real_model_gives_the_words_of_eager(calls):
+    """SmolLM2, from the GGUF file of the demo: two questions of different lengths, padded on the left."""
+    model, tokenizer = demo_model.load(demo_model.model_file())
+    questions = ("Name three colours.", "Why is the sky blue? Answer a child of five, in one short sentence.")
+    texts = [
+        tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False)
+        for text in questions
+    ]
+    inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
+    assert not inputs["attention_mask"].all()
+    answers = {}
+    for name in ("eager", "fastattn"):
+        model.set_attn_implementation(name)
+        answers[name] = model.generate(**inputs, max_new_tokens=6, do_sample=False)
+    assert torch.equal(answers["fastattn"], answers["eager"])
+    assert calls["fastattn"] == 6 * model.config.num_hidden_layers
+    assert "Red" in tokenizer.decode(answers["fastattn"][0])
 
 
 # --- continuous batching ---

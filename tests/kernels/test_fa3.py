@@ -248,6 +248,7 @@ def test_its_own_package_agrees_with_the_reference(name, over, interface, device
     hold_to_the_reference(build(MIXED, device=device, dtype=torch.float16), over, **OPTIONS[name])
 
 
+@pytest.mark.covers("D129")
 @each_way
 @pytest.mark.parametrize("case", [*OURS, *THEIRS], ids=str)
 def test_it_agrees_with_the_reference(case, over, vllm, device):
@@ -456,6 +457,7 @@ def test_it_computes_what_it_says(hopper):
                     assert fa3.unsupported_reason(problem) is None
 
 
+@pytest.mark.covers("A14")
 def test_it_is_taken_where_flash_attention_4_is_not(hopper, monkeypatch):
     """And before FlashAttention-2; what short queries ask goes to our own kernel, which has split its keys."""
     monkeypatch.setattr(dispatch, "num_multiprocessors", lambda device: 132)
@@ -532,6 +534,7 @@ def has_it(folder: str) -> bool:
     return any(Path(folder, name).exists() for name in names)
 
 
+@pytest.mark.covers("E178")
 def test_without_it_both_ways_are_named(folder, monkeypatch):
     monkeypatch.setattr(fa3, "capability", lambda device: (9, 0))
     monkeypatch.setattr(fa3.torch, "ops", ModuleType("ops"))

@@ -200,6 +200,7 @@ def test_nothing_to_attend_to_asks_nothing(lens, kernel, flash_mla_package, fa3_
 # --- the schedule ---
 
 
+@pytest.mark.covers("B70")
 def test_a_plan_keeps_the_schedule_of_its_step(flash_mla_package):
     """Layers share it; other lengths, also those written in place, other heads and another plan have another."""
     query, cache, batch = latents(UNIFORM[0])

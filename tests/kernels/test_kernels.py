@@ -114,6 +114,7 @@ def of_kernels(monkeypatch, order, **described):
     monkeypatch.setattr(dispatch, "priorities", lambda problem: tuple(order))
 
 
+@pytest.mark.covers("A14")
 @pytest.mark.parametrize(
     ("order", "described", "chosen"),
     [
@@ -261,6 +262,7 @@ BESIDE_ATTENTION = {
 }
 
 
+@pytest.mark.covers("D129")
 @pytest.mark.parametrize("call", BESIDE_ATTENTION, ids=lambda call: call.__name__)
 @pytest.mark.parametrize("asked", [None, *dispatch.NAMES])
 def test_what_runs_is_what_the_choice_says(asked, call, device):
@@ -303,6 +305,7 @@ def in_two_levels(inputs, case):
     )
 
 
+@pytest.mark.covers("A16")
 @each_kernel
 @pytest.mark.parametrize("layout", ["side-by-side", "with-gaps"])
 @pytest.mark.parametrize("way", ["dense", "paged", "levels", "differential"])
@@ -534,6 +537,7 @@ ASKED = {
 }
 
 
+@pytest.mark.covers("E173")
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("name", ["triton", "fa4", "fa3", "fa2", "torch_flash"])
 def test_each_kernel_refuses_nothing_that_it_has_to_compute(name):
@@ -838,6 +842,7 @@ def poison(inputs):
             inputs.value_cache[block, place % inputs.key_cache.shape[1]] = torch.nan
 
 
+@pytest.mark.covers("E175")
 @pytest.mark.skipif("PRESENT[0].name != 'cpu'", reason="the kernels themselves are there")
 @pytest.mark.parametrize(
     ("name", "over", "options"),

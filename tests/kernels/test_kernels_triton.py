@@ -109,6 +109,7 @@ def assert_agrees(path, *arguments, **options):
     assert_matches_reference(out, lse, reference, *arguments, **options)
 
 
+@pytest.mark.covers("B70")
 @pytest.mark.parametrize("splits", [1, 3])
 def test_layers_of_a_step_are_launched_alike(splits, device):
     """The first layer finds out how, and what another has for itself is what it is answered by."""
@@ -223,6 +224,7 @@ def test_every_option_over_balanced_splits(options, device):
         assert_agrees("chunked_prefill", *inputs.tensors, **per_head(options, MIXED, device))
 
 
+@pytest.mark.covers("B72")
 @pytest.mark.parametrize("splits", [(1, 1), (2, 2), (9, 9), (1, 9), (3, 9)], ids=str)
 def test_any_number_of_splits(splits, device):
     """As many for each sequence, or up to as many for a long one."""
@@ -756,6 +758,7 @@ GOOD = Problem(
 )
 
 
+@pytest.mark.covers("A13")
 def test_what_is_refused_says_why(device):
     good = GOOD._replace(device=torch.device(device))
     assert triton.unsupported_reason(good) is None
@@ -820,6 +823,7 @@ def test_write_moves_every_bit(layout, dtype, device):
         assert torch.equal(mine.view(torch.uint8), expected.view(torch.uint8))
 
 
+@pytest.mark.covers("A3")
 @pytest.mark.parametrize(
     "pairs",
     [[[0, 4]], [[0, 1], [1, 2], [2, 0]], [[3, 5], [3, 6], [4, 3]], [], [[i, i + 33] for i in range(33)]],

@@ -121,6 +121,7 @@ def filled(options: dict, step: Step, device: str) -> dict:
 # --- the mask, read out ---
 
 
+@pytest.mark.covers("B76")
 @each_twin
 @each_sharing
 def test_every_query_sees_the_keys_up_to_its_position_once(twin, sharing, device):
@@ -182,6 +183,7 @@ def test_reference_equals_torch_sdpa_with_a_mask(sharing, device):
     assert not out[row:].any()
 
 
+@pytest.mark.covers("B77")
 @each_sharing
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_split_equals_whole(sharing, options, device):
@@ -270,6 +272,7 @@ def test_shared_keys_go_through_a_buffer_of_any_size(size, monkeypatch):
     assert_twins_agree("chunked_prefill", *inputs.tensors, causal=False)
 
 
+@pytest.mark.covers("B82")
 @pytest.mark.parametrize("splits", [(1, 4), (2, 7), (3, 3)], ids=str)
 @pytest.mark.parametrize("options", ["sinks", "everything-in-a-window"])
 def test_levels_with_more_splits_than_their_number(splits, options, monkeypatch, device):
@@ -293,6 +296,7 @@ def test_caches_and_queries_with_padded_strides(kernel, device):
         kernel.check(assert_twins_agree, "cascade", query, key_cache, value_cache, batch, prefixes=step.prefixes)
 
 
+@pytest.mark.covers("B80")
 @each_twin
 @pytest.mark.parametrize("sink", [40.0, -40.0], ids=["far-above-every-score", "far-below"])
 def test_a_sink_is_counted_once(twin, sink, device):
@@ -335,6 +339,7 @@ def test_levels_that_are_advanced_in_place_are_read_again(kernel, device):
         plan.levels[-1].batch.seq_lens.add_(1)
 
 
+@pytest.mark.covers("B79")
 @each_kernel
 @pytest.mark.parametrize("window", [(3, 0), (40, -1), (88, 0), (89, 0), (5000, -1), (-1, 7)], ids=str)
 def test_twins_agree_on_a_window(window, kernel, device):
@@ -554,6 +559,7 @@ def test_find_prefixes_by_definition(drawn):
         assert twin.find_prefixes(query_lens, seq_lens, tables, block_size=p) == expected
 
 
+@pytest.mark.covers("B75")
 @given(sharing=steps(), window=st.sampled_from([(-1, -1), (20, 0), (5, 3)]))
 def test_levels_hold_every_key_once_and_both_twins_make_the_same(sharing, window):
     step = lay_out(sharing)
@@ -594,6 +600,7 @@ BAD_PREFIXES = {
 }
 
 
+@pytest.mark.covers("B79")
 @each_twin
 @pytest.mark.parametrize(("prefixes", "message"), BAD_PREFIXES.values(), ids=BAD_PREFIXES)
 def test_bad_prefixes_are_named(twin, prefixes, message):

@@ -96,6 +96,7 @@ def per_head(options: dict, case: Case, device: str) -> dict:
 # --- the mask, read out ---
 
 
+@pytest.mark.covers("A28", "D121")
 @each_twin
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_every_query_sees_the_keys_up_to_its_position(twin, case, device):
@@ -117,6 +118,7 @@ def test_a_window_shows_exactly_its_keys(twin, window, causal, device):
     assert_same_masks(masks, masks_by_hand(case, sees))
 
 
+@pytest.mark.covers("A10")
 @each_twin
 def test_a_softcap_does_not_unmask(twin, device):
     case = Case("softcap", ((10, 17), (1, 9), (6, 6)), heads=(2, 1))
@@ -127,6 +129,7 @@ def test_a_softcap_does_not_unmask(twin, device):
 # --- arithmetic that shares no code with the reference ---
 
 
+@pytest.mark.covers("A26")
 @each_case
 def test_reference_equals_torch_sdpa_with_a_mask(case, device):
     inputs = build(case, device=device, dtype=torch.float64)
@@ -150,6 +153,7 @@ def test_reference_equals_torch_sdpa_with_a_mask(case, device):
     assert not out[row:].any()
 
 
+@pytest.mark.covers("A12")
 def test_reference_equals_a_sum_by_hand():
     """One query, three keys, every option, in plain Python floats."""
     case = Case("by-hand", ((1, 3),), heads=(1, 1), head_size=2, block_size=2)
@@ -177,6 +181,7 @@ def test_reference_equals_a_sum_by_hand():
 # --- the twin against the reference ---
 
 
+@pytest.mark.covers("A26", "A27", "D122", "E177")
 @each_kernel_case_and_option(("mixed", "more-queries-than-keys", "decodes-ragged", "one-token-in-last-block"))
 def test_twins_agree(case, options, kernel, device):
     inputs = build(case, device=device, dtype=kernel.dtypes[0])
@@ -233,6 +238,7 @@ def assert_rows_do_not_change(attention, inputs, case: Case, options: dict, answ
         row += q
 
 
+@pytest.mark.covers("B73")
 @pytest.mark.parametrize("options", INVARIANT.values(), ids=INVARIANT)
 def test_rows_do_not_change_with_the_rest_of_the_batch(options, device):
     """Nor with other queries of their own sequence; and they are right."""
@@ -408,6 +414,7 @@ def test_queries_at_any_positions(over, options, kernel, device):
 # --- scales, and what is kept of a batch ---
 
 
+@pytest.mark.covers("A11")
 @each_kernel
 @pytest.mark.parametrize("softcap", [0.0, 2.0], ids=["no-cap", "cap"])
 @pytest.mark.parametrize("scale", [-0.3, 0.0])

@@ -58,6 +58,7 @@ each_shard = pytest.mark.parametrize("num_ranks, interleave", [(1, 1), (2, 1), (
 # --- five proofs ---
 
 
+@pytest.mark.covers("B87")
 @each_package
 @each_case
 @each_spec
@@ -74,12 +75,14 @@ def test_poison(spec, case, package, device):
         spec.check_poison(package, case, device=device, dtype=dtype)
 
 
+@pytest.mark.covers("B87")
 @each_case
 @each_spec
 def test_formula(spec, case):
     spec.check_formula(case)
 
 
+@pytest.mark.covers("B90")
 @each_kernel
 @each_case
 @each_spec
@@ -161,6 +164,7 @@ def test_more_new_tokens_than_keys_are_named(package):
 # --- against the whole ---
 
 
+@pytest.mark.covers("B86", "B89")
 @pytest.mark.parametrize("kind", ["plain", "window", "alibi", "sinks", "everything"])
 @each_shard
 def test_the_answer_is_that_of_one_machine(kind, num_ranks, interleave):
@@ -201,6 +205,7 @@ def test_rows_do_not_change_with_the_rest_of_the_batch(package):
 # --- who has what ---
 
 
+@pytest.mark.covers("B84")
 @each_package
 @each_shard
 def test_every_token_lies_on_one_rank(package, num_ranks, interleave):
@@ -216,6 +221,7 @@ def test_every_token_lies_on_one_rank(package, num_ranks, interleave):
             assert count.tolist() == [len(own)]
 
 
+@pytest.mark.covers("B84")
 @each_package
 def test_local_lengths_of_a_difference(package):
     """2 of 9 tokens are new: of the 7 before them rank 0 has 4, though it has 5 of 9 and of 2 it would have 1 or 2."""
@@ -225,6 +231,7 @@ def test_local_lengths_of_a_difference(package):
     assert [int(local(x, shard)) for x in (whole, context, new)] == [5, 4, 2]
 
 
+@pytest.mark.covers("B91")
 @each_shard
 def test_slots_lead_back_to_the_keys(num_ranks, interleave):
     """Tokens written by the slots of each rank, in steps, lie where its share of them is read."""
@@ -278,9 +285,28 @@ def test_twins_make_the_same_plans(num_ranks, interleave, window_size, device):
             assert one.positions is None or torch.equal(one.positions, other.positions)
 
 
+@pytest.mark.covers("B85")
+@pytest.mark.parametrize("window_size", [(-1, -1), (LEFT, 0)], ids=str)
+def test_the_twin_plans_without_asking_the_device(window_size):
+    """Tensors without contents are enough, so nothing waits for them, and a CUDA graph captures it."""
+    batch, shard, path = build(CASES[0]).batch, Shard(1, 2, 3), fastattn.context_parallel
+    tables = ("cu_seqlens_q", "seq_lens", "block_table")
+    unknown = replace(batch, **{name: getattr(batch, name).to("meta") for name in tables})
+    plans = [path.plan(one, shard=shard, block_size=16, window_size=window_size) for one in (batch, unknown)]
+    for known, shapes in zip(*([plan.context, plan.own] for plan in plans), strict=True):
+        assert known.batch.max_seq_len == shapes.batch.max_seq_len
+        assert known.batch.seq_lens.shape == shapes.batch.seq_lens.shape
+        assert (known.positions is None) or known.positions.shape == shapes.positions.shape
+    slots = path.slot_mapping(unknown, 20, shard=shard, block_size=16)
+    assert slots.shape == (20,) and slots.is_meta
+    with pytest.raises(ValueError, match="num_tokens: expected the number of query rows, which a window needs"):
+        path.plan(replace(unknown, num_tokens=None), shard=shard, block_size=16, window_size=(3, 0))
+
+
 # --- groups ---
 
 
+@pytest.mark.covers("B86")
 def test_simulated_ranks_exchange():
     def exchange(group):
         part = torch.arange(4.0) + 10 * group.rank
@@ -331,11 +357,13 @@ def check_processes(num_ranks, backend, calls, folder):
         assert_matches_reference(out, lse, reference, *build(case, dtype=dtype).tensors, **options)
 
 
+@pytest.mark.covers("B88")
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_processes_of_torch_distributed(num_ranks, tmp_path):
     check_processes(num_ranks, "gloo", CALLS, tmp_path)
 
 
+@pytest.mark.covers("B88")
 def test_two_gpus(tmp_path):
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs two GPUs and NCCL; this machine has {torch.cuda.device_count()}")

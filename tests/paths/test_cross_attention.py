@@ -6,6 +6,7 @@ from batches import Case, attend, build
 from kernels_present import each_kernel
 from tolerance import assert_twins_agree
 
+import fastattn.chunked_prefill
 import fastattn.metadata
 import refattn.metadata
 from refattn import chunked_prefill, dense
@@ -28,6 +29,7 @@ def cross_batch(twin, inputs):
     return twin.make_cross_batch(step, [s for _, s in CASE.lens], tables)
 
 
+@pytest.mark.covers("A37")
 @each_twin
 def test_the_batch_has_the_decoders_queries_and_the_encoders_keys(twin, device):
     inputs = build(CASE, device=device)
@@ -39,6 +41,7 @@ def test_the_batch_has_the_decoders_queries_and_the_encoders_keys(twin, device):
     assert rows.block_table is None and rows.seq_lens.tolist() == [4, 0]
 
 
+@pytest.mark.covers("A6", "D123")
 @each_twin
 def test_encoder_tokens_are_written_to_pages_of_their_own(twin, device):
     """Once, with the slots of the encoder's own batch: of 3 and of 5 tokens, of blocks of 4."""
@@ -47,9 +50,10 @@ def test_encoder_tokens_are_written_to_pages_of_their_own(twin, device):
     assert slots.tolist() == [24, 25, 26, 8, 9, 10, 11, 36]
 
 
+@pytest.mark.covers("A32")
 @pytest.mark.parametrize("package", ["refattn", "fastattn"])
 def test_every_query_sees_its_whole_encoder(package, device):
-    path = chunked_prefill if package == "refattn" else __import__("fastattn.chunked_prefill").chunked_prefill
+    path = chunked_prefill if package == "refattn" else fastattn.chunked_prefill
 
     def call(query, key_cache, value_cache, batch, **options):
         whole = cross_batch(TWINS[package], inputs)
@@ -78,6 +82,7 @@ def test_pages_change_nothing(device):
             torch.testing.assert_close(out[q0:q1], expected.transpose(0, 1), rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.covers("A32")
 @each_kernel
 @pytest.mark.parametrize("options", [{}, dict(softcap=2.0)], ids=["plain", "softcap"])
 def test_twins_agree(kernel, options, device):
@@ -94,6 +99,7 @@ ROWS = Case("rows", ((2, 37), (1, 50), (3, 5), (1, 16)), heads=(4, 2))
 ENCODER_LENS = [32, 16, 0, 16]
 
 
+@pytest.mark.covers("D125")
 @each_twin
 def test_encoder_tokens_before_those_of_the_decoder(twin, device):
     """What each half reads, out of one row, is what it reads of pages of its own."""

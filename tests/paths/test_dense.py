@@ -20,6 +20,7 @@ from refattn.interface import Batch
 each_twin = pytest.mark.parametrize("twin", [refattn.dense, fastattn.dense], ids=["ref", "fast"])
 
 
+@pytest.mark.covers("A25", "A29", "B50")
 @each_twin
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "encoder"])
 @pytest.mark.parametrize("case", SMALL, ids=str)
@@ -29,6 +30,7 @@ def test_masks(twin, causal, case, device):
     assert_same_masks(masks, masks_by_hand(case, lambda i, j: j <= i or not causal))
 
 
+@pytest.mark.covers("A30")
 @each_twin
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 def test_an_encoder_window_counts_both_sides(twin, window, device):
@@ -39,6 +41,7 @@ def test_an_encoder_window_counts_both_sides(twin, window, device):
     assert_same_masks(masks, sees)
 
 
+@pytest.mark.covers("A31")
 @each_twin
 def test_cross_attention_over_encoders_of_different_lengths(twin, device):
     """Several decoder tokens each, and one encoder of length 0, whose queries see nothing."""
@@ -68,6 +71,7 @@ def test_the_cache_changes_nothing(case, device):
     assert torch.equal(attend(refattn.dense, *inputs.rows), attend(refattn.chunked_prefill, *inputs.tensors))
 
 
+@pytest.mark.covers("A7", "B61")
 @each_kernel_case_and_option(("mixed",), ("everything",))  # rows are found otherwise than pages, and that is all
 def test_twins_agree(case, options, kernel, device):
     inputs = build(case, device=device, dtype=kernel.dtypes[0])

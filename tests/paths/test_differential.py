@@ -11,7 +11,7 @@ from batches import CASES, Case, assert_same_masks, attend, build, masks_by_hand
 from einops import rearrange, repeat
 from hypothesis import given
 from hypothesis import strategies as st
-from kernels_present import each_kernel
+from kernels_present import PRESENT, each_kernel
 from tolerance import assert_matches_reference, assert_twins_agree
 from torch.nn import functional
 
@@ -22,7 +22,7 @@ import refattn.differential
 import refattn.kv_cache
 import refattn.metadata
 from fastattn.kernels.cpu import pairs as cpu_pairs
-from refattn.interface import AttentionOptions
+from refattn.interface import AttentionOptions, Batch
 
 each_twin = pytest.mark.parametrize("twin", [refattn.differential, fastattn.differential], ids=["ref", "fast"])
 
@@ -115,6 +115,7 @@ def softmaxes_read_out(twin, weight_of_second: float):
     return attention
 
 
+@pytest.mark.covers("C111")
 @each_twin
 @pytest.mark.parametrize("weight_of_second", [0.0, 1.0], ids=["first", "both"])
 @pytest.mark.parametrize("case", SMALL, ids=str)
@@ -124,6 +125,7 @@ def test_every_query_sees_the_keys_up_to_its_position(twin, weight_of_second, ca
     assert_same_masks(masks, masks_by_hand(case, lambda i, j: j <= i))
 
 
+@pytest.mark.covers("C117")
 @each_twin
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both-ways"])
@@ -148,6 +150,7 @@ def test_a_window_shows_exactly_its_keys(twin, window, causal, device):
 # --- arithmetic that shares no code with the reference ---
 
 
+@pytest.mark.covers("C104")
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_reference_equals_torch_sdpa_and_a_formula(case, device):
     """Both softmaxes by PyTorch with an explicit mask, the rest by hand in float64."""
@@ -184,6 +187,7 @@ def test_reference_equals_torch_sdpa_and_a_formula(case, device):
     assert not out[row:].any()
 
 
+@pytest.mark.covers("C108")
 def test_reference_equals_a_sum_by_hand():
     """One query, two keys, one pair, every option, in plain Python floats."""
     case = Case("by-hand", ((1, 2),), heads=(2, 2), head_size=2, block_size=2)
@@ -218,6 +222,7 @@ def test_reference_equals_a_sum_by_hand():
     assert lse[0].tolist() == pytest.approx(lses, rel=1e-13)
 
 
+@pytest.mark.covers("C109")
 @each_twin
 @pytest.mark.parametrize("lens", [((23, 23),), ((1, 23),), ((7, 23),)], ids=["prefill", "decode", "chunk"])
 def test_equals_the_eager_attention_of_diffllama(twin, lens, device):
@@ -272,6 +277,7 @@ def test_equals_the_eager_attention_of_diffllama(twin, lens, device):
     torch.testing.assert_close(mine, expected[0, -query_len:], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.covers("C109")
 @each_twin
 def test_the_norm_comes_after_the_subtraction_and_over_both_halves(twin, device):
     """So the mean square of a pair's output is that of the norm, whatever the lambda; of a head alone it is not."""
@@ -300,6 +306,7 @@ def test_what_both_softmaxes_weigh_alike_cancels(twin, device):
     assert torch.equal(lse[:, 0], lse[:, 1])
 
 
+@pytest.mark.covers("C106", "C107")
 @each_twin
 def test_lambda_is_a_difference_of_exponentials(twin):
     vectors = [torch.tensor(x) for x in ([0.1, 0.2], [0.3, 0.4], [0.5, -0.2], [0.1, 0.6])]
@@ -313,6 +320,7 @@ def test_lambda_is_a_difference_of_exponentials(twin):
     assert float(result) == pytest.approx(float(wide), rel=1e-6)
 
 
+@pytest.mark.covers("C110")
 @each_twin
 def test_halves_are_interleaved(twin):
     names = torch.tensor([11, 12, 13, 21, 22, 23]).reshape(1, 6, 1)
@@ -322,6 +330,7 @@ def test_halves_are_interleaved(twin):
 # --- the twin against the reference ---
 
 
+@pytest.mark.covers("C117")
 @pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["everything"]], ids=["plain", "everything"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_twins_agree(case, options, device):
@@ -338,6 +347,25 @@ def test_twins_agree_in_every_type(options, kernel, device):
         arguments, _ = lay_out(case, device=device, dtype=dtype)
         with kernel.asked_for():
             kernel.check(assert_twins_agree, "differential", *arguments, **filled(options, case, device))
+
+
+@pytest.mark.parametrize(
+    "kernel", [kernel for kernel in PRESENT if kernel.name in ("cpu", "triton")], ids=lambda kernel: kernel.name
+)
+def test_rows_do_not_change_with_the_rest_of_the_batch(kernel, device):
+    """A long sequence is not split, alone or among short ones, and a decode has the tile of a chunk."""
+    case = Case("invariant", ((1, 700), (40, 60), (1, 9), (1, 300)), heads=(8, 4))
+    (query, cache, batch), _ = lay_out(case, device=device)
+    options = filled(OPTIONS["norm"], case, device) | dict(batch_invariant=True, return_lse=True)
+    with kernel.asked_for():
+        together = attend(fastattn.differential, query, cache, batch, **options)
+        for i, (first, last) in enumerate(batch.query_rows()):
+            lens = [torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, last - first], [case.lens[i][1]])]
+            alone = Batch(*lens, batch.block_table[i : i + 1], last - first, case.lens[i][1])
+            for whole, part in zip(
+                together, attend(fastattn.differential, query[first:last], cache, alone, **options), strict=True
+            ):
+                assert torch.equal(whole[first:last], part)
 
 
 @given(case=ragged_cases(head_sizes=(64, 96)), options=st.sampled_from(list(OPTIONS)), seed=st.integers(0, 2**16))
@@ -389,6 +417,7 @@ def test_long_queries_in_one_run_of_keys(name, options, device, monkeypatch):
             assert_twins_agree("differential", *arguments, again=False, **filled(OPTIONS[options], case, device))
 
 
+@pytest.mark.covers("A5", "C112")
 @each_kernel
 def test_a_layer_without_keys_of_its_own(kernel, device):
     """You-Only-Cache-Once: queries over the cache of another layer, prefills and decodes mixed, and nothing written."""
@@ -473,6 +502,7 @@ def test_a_plan_of_one_twin_serves_the_other(options, kernel, device):
 # --- the cache: moving data is bit-exact ---
 
 
+@pytest.mark.covers("C102", "C105")
 @each_twin
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_write_puts_each_head_into_its_half(twin, dtype, device):
@@ -490,6 +520,7 @@ def test_write_puts_each_head_into_its_half(twin, dtype, device):
     assert torch.equal(cache, expected)
 
 
+@pytest.mark.covers("C103")
 @pytest.mark.parametrize("moves", [refattn.kv_cache, fastattn.kv_cache], ids=["ref", "fast"])
 @each_twin
 def test_blocks_are_copied_and_swapped_in_all_four_pools(twin, moves, device):
@@ -595,3 +626,13 @@ def test_a_pool_of_no_pairs_is_named(twin):
         twin.allocate(4, 16, 3, 64)
     with pytest.raises(ValueError, match="block_size: expected a positive int, got 0"):
         twin.allocate(4, 0, 2, 64)
+
+
+@pytest.mark.covers("C118")
+@each_twin
+def test_a_cache_of_codes_is_refused(twin):
+    """Pairs have no scales: quantised caches are for keys and values in two pools."""
+    batch = refattn.metadata.make_batch([1], [3], [[0]])
+    codes = torch.zeros(2, 2, 1, 16, 1, 8, dtype=torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"cache: expected float32 \[2, 2, n, p, hk/2, d=8\], got float8_e4m3fn"):
+        attend(twin, torch.zeros(1, 2, 8), codes, batch, lambda_full=torch.tensor(0.3), lambda_init=0.2)

@@ -31,6 +31,7 @@ def poisoned_pool(twin, layout, device, *, n=5, p=4, hk=2, d=8, dv=6, dtype=torc
     return key_cache, value_cache
 
 
+@pytest.mark.covers("B48")
 @each_twin
 def test_layouts_differ_in_memory_and_not_in_index(twin, device):
     tokens_first, _ = twin.allocate(3, 4, 2, 8, device=device)
@@ -41,6 +42,7 @@ def test_layouts_differ_in_memory_and_not_in_index(twin, device):
     assert not tokens_first.any() and not heads_first.any()
 
 
+@pytest.mark.covers("A4", "B53")
 @each_twin
 @each_layout
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -55,6 +57,7 @@ def test_write_puts_each_token_in_its_slot(twin, layout, dtype, device):
         assert torch.equal(bits(cache), bits(expected))
 
 
+@pytest.mark.covers("A4")
 @each_twin
 @each_layout
 def test_padding_does_not_write_the_last_slot(twin, layout, device):
@@ -85,6 +88,7 @@ def test_gather_reads_a_sequence_back(twin, layout, block_size, seq_len, device)
     assert torch.equal(got, inputs.keys[1])
 
 
+@pytest.mark.covers("A3")
 @each_twin
 @each_layout
 def test_copied_blocks(twin, layout, device):
@@ -96,6 +100,7 @@ def test_copied_blocks(twin, layout, device):
         assert torch.equal(cache[[0, 1, 2, 3, 4]], old[[0, 0, 1, 3, 4]])
 
 
+@pytest.mark.covers("A1")
 @each_twin
 @pytest.mark.parametrize("blocks_first", [True, False], ids=["n-2-p-h-d", "2-n-p-h-d"])
 def test_pools_of_keys_and_values_in_one_tensor(twin, blocks_first, device):
@@ -107,6 +112,7 @@ def test_pools_of_keys_and_values_in_one_tensor(twin, blocks_first, device):
     assert torch.equal(copied, source) and torch.equal(left, rest)
 
 
+@pytest.mark.covers("A2")
 @each_twin
 def test_swapped_out_and_in_again(twin, device):
     caches = [torch.randn_like(cache) for cache in poisoned_pool(twin, "NHD", device)]
@@ -233,6 +239,7 @@ def test_slots_that_have_passed_are_checked_again_once_they_are_written_to(twin)
     assert torch.equal(key_cache, before)
 
 
+@pytest.mark.covers("B54")
 @each_twin
 def test_rows_after_the_last_slot_are_padding(twin, device):
     """A server pads keys and values to a size that was captured, and knows by the slots how many are real."""
@@ -245,6 +252,7 @@ def test_rows_after_the_last_slot_are_padding(twin, device):
         assert int(pool.any(-1).any(-1).sum()) == 2  # of the others, nothing
 
 
+@pytest.mark.covers("B49")
 @each_twin
 @pytest.mark.parametrize("order", ["layers-first", "keys-first"])
 def test_layers_inside_of_a_block(twin, order, device):

@@ -92,6 +92,7 @@ def forget(inputs: Paged, chunk_size: int, block_size: int) -> Paged:
 # --- the mask, read out ---
 
 
+@pytest.mark.covers("D136")
 @each_twin
 @each_chunked
 @each_chunk_size
@@ -117,6 +118,7 @@ def test_a_sequence_one_longer_than_the_chunk(twin, device):
     assert lse[:, 0].exp().tolist() == pytest.approx([8192, 1, 8192, 8192, 1, 2], rel=1e-5)
 
 
+@pytest.mark.covers("D131")
 @each_twin
 @pytest.mark.parametrize("chunk_size", [4096, 1_000_000_000 // 16 * 16])
 def test_a_chunk_larger_than_every_sequence_is_causal_attention(twin, chunk_size, device):
@@ -128,6 +130,7 @@ def test_a_chunk_larger_than_every_sequence_is_causal_attention(twin, chunk_size
     torch.testing.assert_close(out, attend(refattn.chunked_prefill, *inputs.tensors), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.covers("D132")
 @each_twin
 @each_chunked
 def test_chunks_that_are_over_are_never_read(twin, case, device):
@@ -145,6 +148,7 @@ def test_chunks_that_are_over_are_never_read(twin, case, device):
 # --- virtual batches ---
 
 
+@pytest.mark.covers("D130")
 @each_twin
 def test_the_worked_example(twin, device):
     """Query lengths 4, 10, 5 and sequence lengths 6, 17, 9, chunk 4, blocks of 2."""
@@ -309,6 +313,7 @@ def test_as_many_keys_as_an_int32_counts(kernel, chunk_size, device):
     assert real(plan.batch, p) == [*expected, (2, 0, [])]
 
 
+@pytest.mark.covers("D138")
 def test_captured_with_a_short_sequence_replayed_past_a_chunk(device):
     """Sizes depend on the stated maxima only, so what was captured for 5 tokens serves 500 (S#6162)."""
     tables = [list(range(32)), list(range(32, 64))]
@@ -323,6 +328,7 @@ def test_captured_with_a_short_sequence_replayed_past_a_chunk(device):
     assert real(replayed, 16) == [(1, 52, [28, 29, 30, 31]), (1, 1, [40])]
 
 
+@pytest.mark.covers("D137")
 def test_the_twin_makes_virtual_batches_without_asking_the_device():
     """Tensors without contents are enough, so nothing waits for them."""
     batch = build(CHUNKED[2]).batch
@@ -360,6 +366,7 @@ def test_reference_equals_torch_sdpa_with_a_mask_and_a_bias(case, chunk_size, de
             row += 1
 
 
+@pytest.mark.covers("D130")
 @each_twin
 @each_chunked
 @each_chunk_size
@@ -390,6 +397,17 @@ def test_twins_agree(case, options, kernel, device):
     filled = per_head(options, case, device)
     with kernel.asked_for():
         kernel.check(assert_twins_agree, "local", *inputs.tensors, chunk_size=32, **filled)
+
+
+@pytest.mark.covers("D135")
+@each_kernel
+@pytest.mark.parametrize("case", CHUNKED[1:3], ids=str)
+def test_twins_agree_with_a_window_in_a_chunk(case, kernel, device):
+    """Extending layers of SGLang hand both over: a token sees what is in its window and in its chunk."""
+    inputs = build(case, device=device, dtype=kernel.dtypes[0])
+    options = per_head(dict(sinks=True), case, device)
+    with kernel.asked_for():
+        kernel.check(assert_twins_agree, "local", *inputs.tensors, chunk_size=32, window_size=(11, 0), **options)
 
 
 @each_kernel

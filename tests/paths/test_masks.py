@@ -105,6 +105,7 @@ def test_the_bias_is_computed_in_the_type_of_the_scores(dtype):
 # --- read out of the paths ---
 
 
+@pytest.mark.covers("A8")
 @pytest.mark.parametrize("package", ["refattn", "fastattn"], ids=["ref", "fast"])
 @each_path
 @each_type

@@ -27,6 +27,7 @@ def halves(device, *, t=7, h=4, s=40, cut=15, d=16, dtype=torch.float64):
     return whole, *zip(*parts, strict=True)
 
 
+@pytest.mark.covers("B78")
 @each_twin
 def test_two_parts_of_the_keys_give_the_whole(twin, device):
     (out, lse), outs, lses = halves(device)
@@ -45,6 +46,7 @@ def test_a_long_prefix_and_a_short_suffix(twin, device):
     assert (wrong - out).abs().max() > 1e-3, "the case is too easy to show a wrong base"
 
 
+@pytest.mark.covers("D159")
 @each_twin
 def test_numbers_by_hand(twin, device):
     """Weights 1 and 3 give (1 * 2 + 3 * 6) / 4 = 5 and an LSE of log 4."""
@@ -96,6 +98,7 @@ def test_strided_parts(twin, device):
     torch.testing.assert_close(merged_lse, lse, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.covers("B57")
 @each_twin
 @pytest.mark.parametrize("sink", [-3.0, 0.0, 2.5, 1e4], ids=str)
 def test_a_sink_is_one_more_key_without_a_value(twin, sink, device):

@@ -26,6 +26,7 @@ def same(a, b) -> bool:
     )
 
 
+@pytest.mark.covers("A35")
 @each_twin
 def test_the_example_of_the_docstring(twin, device):
     batch = twin.make_batch([2, 1], [5, 7], [[9, 2], [4, 7]], device=device)
@@ -45,6 +46,7 @@ def test_rows_of_different_length_are_filled_up(twin, device):
     assert batch.block_table.tolist() == [[-1, -1, -1], [5, 6, 7], [1, -1, -1]]
 
 
+@pytest.mark.covers("A42")
 @each_twin
 def test_no_requests_and_no_cache(twin, device):
     batch = twin.make_batch([], [], device=device)
@@ -54,6 +56,7 @@ def test_no_requests_and_no_cache(twin, device):
     assert twin.slot_mapping(empty, 2, block_size=4).tolist() == [-1, -1]
 
 
+@pytest.mark.covers("A38")
 @each_twin
 @each_case
 def test_slots_lead_back_to_the_keys(twin, case, device):
@@ -74,6 +77,7 @@ def test_slots_lead_back_to_the_keys(twin, case, device):
     assert (slots[row:] == -1).all() and not positions[row:].any()
 
 
+@pytest.mark.covers("A38")
 @given(case=ragged_cases(), seed=st.integers(0, 999))
 def test_twins_give_the_same_tables(case, seed, device):
     inputs = build(case, seed=seed, device=device)
@@ -85,6 +89,7 @@ def test_twins_give_the_same_tables(case, seed, device):
         assert ref.dtype == fast.dtype == torch.int64 and torch.equal(ref, fast)
 
 
+@pytest.mark.covers("A24", "B63", "B65")
 @each_twin
 @pytest.mark.parametrize(
     ("query_lens", "decode_len", "decodes", "prefills"),
@@ -119,6 +124,7 @@ def test_split(twin, query_lens, decode_len, decodes, prefills, device):
         ]
 
 
+@pytest.mark.covers("A36", "B66")
 @each_twin
 def test_parts_have_their_own_maxima(twin, device):
     """Of decodes beside a long prompt a kernel is asked for their own keys, where the host knows how many there are."""
@@ -150,6 +156,7 @@ def test_twins_split_alike(lens, decode_len):
             assert same(ref.batch, fast.batch) and ref.tokens == fast.tokens
 
 
+@pytest.mark.covers("A46")
 @each_twin
 def test_advance_goes_one_step_in_place(twin, device):
     """Decodes, a verification of two tokens, and a padding sequence that must stay as it is."""
@@ -173,6 +180,7 @@ def test_advance_past_the_table_changes_nothing(twin):
     assert batch.seq_lens.tolist() == [3, 4] and slots.tolist() == [30, 15]
 
 
+@pytest.mark.covers("B67")
 @each_twin
 def test_the_table_of_another_group(twin, device):
     batch = twin.make_batch([1, 2], [5, 6], [[0, 1], [2, 3]], device=device)

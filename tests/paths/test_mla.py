@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Confi
 import fastattn.mla
 import refattn.dense
 import refattn.mla
+import refattn.speculative
 from refattn.interface import AttentionOptions, Batch
 from refattn.metadata import make_batch, slot_mapping
 
@@ -169,6 +170,7 @@ def by_reference(function, **fixed):
 # --- the mask, read out ---
 
 
+@pytest.mark.covers("D154")
 @each_twin
 @pytest.mark.parametrize("case", [case for case in CASES if max(s for _, s in case.lens) <= 128], ids=str)
 def test_every_query_sees_the_latents_up_to_its_position(twin, case, device):
@@ -223,6 +225,7 @@ def test_no_bit_depends_on_what_nobody_may_see(twin, case, device):
 # --- the reference against arithmetic that is not its own ---
 
 
+@pytest.mark.covers("D155")
 @pytest.mark.parametrize(
     ("case", "workspace"),
     [(case, size) for case in PREFILLS for size in (1, 5, 40, 10**6) if case.name in FEW or size > 5],
@@ -240,6 +243,7 @@ def test_both_ways_give_one_answer_at_every_size_of_a_chunk(case, workspace):
     torch.testing.assert_close(made_lse, lse, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.covers("D157")
 @each_twin
 def test_chunks_are_planned_for_the_longest_context(twin):
     """A prompt without a context has none, and a bound that is too large makes empty ones only."""
@@ -251,6 +255,7 @@ def test_chunks_are_planned_for_the_longest_context(twin):
     assert twin.plan_prefill(make_batch([3], [3], [[0]]), **sizes).chunks == ()
 
 
+@pytest.mark.covers("D158")
 def test_a_prefill_is_attention_over_the_keys_and_values_that_it_makes():
     case = Case("c", ((3, 9), (1, 17), (5, 5)), heads=(3, 1), block_size=4)
     given = Latents(case, dtype=torch.float64)
@@ -361,6 +366,7 @@ def test_equals_the_layers_of_deepseek(twin, config):
 # --- the twin against the reference ---
 
 
+@pytest.mark.covers("D154", "D127")
 @pytest.mark.parametrize(("kernel", "sizes", "case", "options"), list(twins_to_agree()))
 def test_twins_agree(kernel, sizes, case, options, device):
     given = Latents(case, device=device, dtype=kernel.dtypes[0], sizes=sizes)
@@ -462,6 +468,7 @@ def test_prefills_agree(kernel, case, options, workspace, device):
         kernel.check(hold)
 
 
+@pytest.mark.covers("E171", "E174")
 @pytest.mark.parametrize("kernel", [kernel for kernel in PRESENT if not kernel.is_interpreted], ids=lambda x: x.name)
 def test_prefills_of_deepseeks_size_agree(kernel, device):
     """Keys of 192 and values of 128 elements, which FlashAttention has kernels for."""
@@ -511,6 +518,7 @@ def test_twins_agree_on_drawn_batches(case, options, seed):
     assert_matches_reference(out, lse, by_reference(attend), *arguments, **options)
 
 
+@pytest.mark.covers("E172")
 @given(case=ragged_cases(), workspace=st.integers(1, 300))
 def test_both_twins_make_the_same_chunks(case, workspace):
     lens = tuple((min(q, s), s) for q, s in case.lens)
@@ -542,6 +550,7 @@ def test_both_twins_make_the_same_chunks(case, workspace):
 # --- writing ---
 
 
+@pytest.mark.covers("D153")
 @each_twin
 def test_latents_and_rotary_keys_lie_side_by_side(twin, device):
     cache = torch.full((5, 4, RANK + ROPE + SPARE), math.nan, device=device)
@@ -656,3 +665,17 @@ def test_a_bad_plan_or_write_is_named_and_nothing_is_written(twin):
         twin.absorb(torch.zeros(2, 4, 24), torch.zeros(3, 16, 32))
     with pytest.raises(ValueError, match=re.escape("value_projection: expected float32 [h=4, dv, r=32]")):
         twin.project(torch.zeros(2, 4, 32), torch.zeros(4, 24, 31))
+
+
+@pytest.mark.covers("D156")
+@each_twin
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_trees_over_latents_are_refused(twin):
+    """Drafted chains are causal chunks and served; a tree's mask has no kernel over latents."""
+    given = Latents(CASE)
+    trees = [list(range(-1, q - 1)) for q, _ in CASE.lens]
+    path = refattn.speculative
+    plan = path.plan(given.batch, block_size=given.cache.shape[1], trees=path.make_trees(trees))
+    options = AttentionOptions(softmax_scale=SCALE)
+    with pytest.raises(ValueError, match="plan: expected a Plan, got .*TreePlan"):
+        twin.attention(given.absorbed, given.cache, plan, options, latent_rank=RANK)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from batches import Case, attend, build
 from ranks import attend_on_all
+from tolerance import assert_close
 
 import fastattn
 from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales, Prefix
@@ -141,6 +142,7 @@ def test_no_path_is_left_out():
 # --- out ---
 
 
+@pytest.mark.covers("A16", "B60")
 @each_package
 @each_path
 def test_out_is_written_and_nothing_beside_it(path, package, device):
@@ -168,6 +170,7 @@ def test_out_is_written_and_nothing_beside_it(path, package, device):
 # --- batch_invariant ---
 
 
+@pytest.mark.covers("B73", "D128", "E176")
 @pytest.mark.parametrize("sequence", range(3))
 @pytest.mark.parametrize(
     ("package", "path"),
@@ -212,6 +215,7 @@ def test_rows_do_not_change_with_the_rest_of_the_batch(path, sequence, package, 
 # --- ALiBi by the root ---
 
 
+@pytest.mark.covers("B58")
 @each_package
 @each_path
 def test_the_root_of_the_distance(path, package, device):
@@ -224,18 +228,28 @@ def test_the_root_of_the_distance(path, package, device):
         with pytest.raises(NotImplementedError, match="no kernel computes"):
             call(alibi_slopes=slopes, alibi_sqrt=True)
         return
-    _, lse = call(alibi_slopes=slopes, alibi_sqrt=True)
+    out, lse = call(alibi_slopes=slopes, alibi_sqrt=True)
+    if path == "differential":  # its answer has no LSE of one softmax per head
+        wide = replace(
+            inputs, **{name: getattr(inputs, name).double() for name in ("query", "key_cache", "value_cache")}
+        )
+        exact, low = (
+            PATHS[path]("refattn", some, alibi_slopes=slopes, alibi_sqrt=True, return_lse=True)[0]
+            for some in (wide, inputs)
+        )
+        assert_close(out, exact, low)
+        return
     row = 0
     for q, s in LENS:
         for i in range(s - q, s):
             first = {"sliding_window": max(0, i - 20), "local": i // 32 * 32}.get(path, 0)
             far = (i - torch.arange(first, i + 1)).double()
             expected = torch.logsumexp(-BIAS[:, None].double() * far.sqrt(), -1)
-            if path != "differential":  # there the answer has no LSE of one softmax per head
-                torch.testing.assert_close(lse[row].cpu().double(), expected, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(lse[row].cpu().double(), expected, rtol=1e-5, atol=1e-5)
             row += 1
 
 
+@pytest.mark.covers("B58")
 @pytest.mark.parametrize(
     ("kernel", "path"),
     [

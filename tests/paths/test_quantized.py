@@ -150,6 +150,7 @@ def test_formula(case, kind, plan):
     assert_is_by_hand(stored, replace(case, head_size=16), plan)
 
 
+@pytest.mark.covers("A18", "B51")
 @pytest.mark.parametrize("per", ["number", "head", "sequence"])
 @pytest.mark.parametrize("round_query", [False, True], ids=["query-as-it-is", "query-rounded"])
 @each_kind
@@ -186,12 +187,14 @@ def assert_twins_agree(stored: Stored, plan: str = "causal", **options) -> None:
     assert call(out=memory) is memory and torch.equal(memory, out) and torch.equal(call(), out)
 
 
+@pytest.mark.covers("A22", "B93")
 @each_pair
 @each_odd
 def test_twins(case, kind, plan):
     assert_twins_agree(store(case, kind), plan)
 
 
+@pytest.mark.covers("B92")
 @each_kind
 @pytest.mark.parametrize("case", FEW, ids=str)
 @pytest.mark.parametrize("options", [name for name in OPTIONS if name != "plain"])
@@ -218,6 +221,7 @@ def test_twins_of_drawn_batches(case, kind, plan):
     assert_twins_agree(store(case, kind), plan)
 
 
+@pytest.mark.covers("D126")
 def test_scales_of_sequences_go_with_virtual_ones():
     """A sequence without queries has no virtual one, and one with many has several (SGLang 37785)."""
     case = Case("virtual", ((0, 60), (70, 130), (1, 49), (0, 9), (2, 97)), heads=(4, 2), head_size=16)
@@ -231,6 +235,7 @@ def test_scales_of_sequences_go_with_virtual_ones():
             torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.covers("B83")
 @each_package
 @each_kind
 def test_levels_of_a_cascade_merge(package, kind):
@@ -251,6 +256,7 @@ def test_levels_of_a_cascade_merge(package, kind):
         torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.covers("B98", "B100")
 @each_kind
 @each_package
 def test_decodes_and_prefills_agree(package, kind):
@@ -311,6 +317,7 @@ def pools(twin, kind, *, n=5, p=4, hk=2, d=8, dv=6, layout="NHD", scale=None):
     return key_cache, value_cache, scales
 
 
+@pytest.mark.covers("B101")
 @each_twin
 @each_format
 def test_every_code_is_written_and_read_back(twin, kind):
@@ -328,6 +335,7 @@ def test_every_code_is_written_and_read_back(twin, kind):
         assert torch.equal(cache.flatten()[~numbers.isnan()], codes[~numbers.isnan()].to(torch.uint8))
 
 
+@pytest.mark.covers("A20")
 @each_twin
 @each_format
 def test_every_code_is_read(twin, kind):
@@ -343,6 +351,7 @@ def test_every_code_is_read(twin, kind):
         assert out[~finite].isnan().all()
 
 
+@pytest.mark.covers("A19")
 @each_twin
 @each_format
 def test_fp8_rounds_to_the_nearest_and_saturates(twin, kind):
@@ -370,6 +379,7 @@ def test_fp8_rounds_to_the_nearest_and_saturates(twin, kind):
         assert torch.equal(key_cache, value_cache)
 
 
+@pytest.mark.covers("A19")
 @each_twin
 @each_kind
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
@@ -415,6 +425,7 @@ def test_write_by_hand(twin, kind, layout, spread):
                 assert stored[1].tolist() == y.tolist()
 
 
+@pytest.mark.covers("B95")
 @each_twin
 def test_int8_rounds_to_even_and_zeros_come_back_as_zeros(twin):
     key_cache, value_cache, scales = pools(twin, "int8-half", n=1, p=3, hk=1, d=6, dv=2)
@@ -442,6 +453,7 @@ def test_what_is_no_number_comes_out_as_nan(twin, kind, of):
     assert out[0, 2:, 5].isnan().all() == (of != "infinite key" or kind.startswith("int8"))
 
 
+@pytest.mark.covers("B97")
 @given(data=st.data(), kind=st.sampled_from(list(KINDS)), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
 def test_twins_write_the_same_bits(data, kind, dtype):
     slots = data.draw(st.lists(st.integers(-1, 19), unique=True, max_size=20))
@@ -459,6 +471,7 @@ def test_twins_write_the_same_bits(data, kind, dtype):
 # --- pools, scales ---
 
 
+@pytest.mark.covers("B48", "B94")
 @each_twin
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("value_dtype", [torch.int8, torch.float16, torch.bfloat16], ids=str)
@@ -496,6 +509,7 @@ def test_copied_and_swapped_blocks_take_their_scales_along(twin, kind):
     assert torch.equal(call(make_batch([8], [8], [[1, 2]])), before)
 
 
+@pytest.mark.covers("B96")
 @each_twin
 def test_values_are_calibrated_per_channel(twin):
     values = [torch.randn(5, 2, 6), torch.randn(0, 2, 6), 3 * torch.randn(9, 2, 6)]
@@ -798,6 +812,7 @@ def test_bad_sizes_and_values_are_named(twin):
             twin.calibrate(values)
 
 
+@pytest.mark.covers("A23")
 @pytest.mark.usefixtures("shapes_unchecked")
 def test_scales_of_sequences_fit_the_batch_of_a_plan():
     """A plan of virtual sequences has no number of those of the batch, so it needs as many as it has parts of."""
@@ -840,6 +855,7 @@ def test_the_checks_read_nothing_on_a_device():
     checks.check_values([query])
 
 
+@pytest.mark.covers("A21")
 def test_a_query_is_not_changed():
     for kind in KINDS:
         stored = store(ODD[0], kind)

@@ -294,7 +294,12 @@ def test_all_numbers_of_16_bits_are_rounded_as_the_reference_rounds(kind, scale,
     slots = torch.arange(32, device=device)
     fastattn.quantized.write(x.to(device), x.to(device), *cache, slots, scales=Fp8Scales(scale, scale, format=kind))
     for pool in cache.cpu().view(2, 32, 2, 1024):
-        assert torch.equal(pool, expected)
+        assert torch.equal(without_sign_of_nan(pool, kind), without_sign_of_nan(expected, kind))
+
+
+def without_sign_of_nan(codes: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+    """Return codes with one NaN instead of two: a GPU forgets its sign as soon as it divides."""
+    return torch.where(codes.view(kind).float().isnan(), codes & 0x7F, codes)
 
 
 @each_type
@@ -350,6 +355,7 @@ def test_divisions_are_rounded_as_they_should_be(device):
 # --- which kernel ---
 
 
+@pytest.mark.covers("A17")
 def test_a_gpu_computes_it_by_our_kernel_and_by_no_other():
     gpu = torch.device("cuda")
     problem = Problem("quantized", gpu, torch.bfloat16, 4, 2, 64, 64, 16, 1, 100, 3, stored=(E4M3, E4M3))

@@ -117,6 +117,7 @@ def test_windows_deep_in_the_context(twin, case, left, device):
     assert_same_masks(masks, masks_by_hand(case, sees((left, 0))))
 
 
+@pytest.mark.covers("A9", "D124")
 @each_twin
 @pytest.mark.parametrize("tokens", [1, 2, 16, 17, 32, 33, 64, 99, 100, 101, 5000], ids=lambda w: f"W={w}")
 def test_a_window_of_W_tokens_shows_exactly_W_keys(twin, tokens, device):
@@ -149,6 +150,7 @@ def test_a_right_window_larger_than_a_sequence_with_more_queries_than_keys(twin,
     assert_same_masks(masks, masks_by_hand(case, sees(window, causal=False)))
 
 
+@pytest.mark.covers("B56")
 @each_dense
 @pytest.mark.parametrize("reach", [0, 1, 5, 16, 100])
 def test_an_encoder_window_is_symmetric(dense, reach, device):
@@ -172,6 +174,7 @@ def test_the_example_of_the_docstring(twin, device):
     assert trimmed.query_lens.tolist() == [1]
 
 
+@pytest.mark.covers("A39")
 @each_twin
 @each_trimmed
 @pytest.mark.parametrize("left", [0, 15, 16, 100])
@@ -277,6 +280,7 @@ def test_a_batch_without_sequences_has_nothing_to_trim(twin, device):
     assert twin.plan(nobody, window_size=(7, 0), block_size=16).batch.num_seqs == 0
 
 
+@pytest.mark.covers("B68", "D139")
 @each_twin
 def test_layers_with_different_windows_share_one_batch(twin, device):
     """Each trims for itself, and none changes what the others see (V#54374)."""

@@ -77,6 +77,7 @@ WORTH_IT = {
 }
 
 
+@pytest.mark.covers("B81")
 @pytest.mark.parametrize("machine", ["H200", "CPU"])
 @pytest.mark.parametrize(("requests", "worth_it"), WORTH_IT.values(), ids=WORTH_IT)
 def test_a_cascade_is_used_where_it_is_worth_it(machine, requests, worth_it):
@@ -203,6 +204,7 @@ def test_the_good_arguments_are_good(function):
 VLLM = dict(num_heads=32, num_kv_heads=8, num_sms=132)
 
 
+@pytest.mark.covers("B81")
 @pytest.mark.parametrize(
     ("query_lens", "prefix", "options", "expected"),
     [
@@ -222,6 +224,7 @@ def test_the_rule_of_vllm(query_lens, prefix, options, expected):
     assert cost_model.vllm_use_cascade(query_lens, prefix, **{**VLLM, **options}) is expected
 
 
+@pytest.mark.covers("B81")
 def test_where_the_rule_of_vllm_and_ours_differ():
     """Ours knows neither 256 tokens nor 8 requests; it compares seconds, also those of a launch."""
     for count, shared, vllm, ours in (

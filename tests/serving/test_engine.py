@@ -7,7 +7,7 @@ from unittest import mock
 import numpy
 import pytest
 import torch
-from tiny_models import LATENT_SIZES, SIZES, YARN, byte_tokenizer, make_llama, make_model
+from tiny_models import LATENT_SIZES, SHARED_CACHES, SIZES, YARN, byte_tokenizer, make_family, make_llama, make_model
 from torch.nn import functional
 from transformers import (
     DeepseekV3Config,
@@ -120,6 +120,7 @@ MODELS = {
 }
 
 
+@pytest.mark.covers("D134")
 @pytest.mark.parametrize("twin", TWINS)
 @pytest.mark.parametrize("kind", MODELS)
 def test_greedy_is_generate_for_other_layers(kind, twin, device):
@@ -132,6 +133,7 @@ WINDOWED = ("window", "window and full, softcap, scale")
 SMALL = dict(max_num_seqs=3, max_num_batched_tokens=7)
 
 
+@pytest.mark.covers("D140")
 @pytest.mark.parametrize("twin", TWINS)
 @pytest.mark.parametrize("num_blocks", [64, 11])
 @pytest.mark.parametrize("kind", WINDOWED)
@@ -176,6 +178,7 @@ def test_a_prefix_is_found_as_long_as_its_last_window_is_there(twin, device):
     assert outputs(engine, [prompt]) == [expected]
 
 
+@pytest.mark.covers("D128")
 @pytest.mark.parametrize("twin", TWINS)
 def test_batch_invariance_reaches_every_layer(twin, llama, expected, monkeypatch):
     """And nobody's answer is computed in a cascade, which depends on who else begins with the same blocks."""
@@ -214,6 +217,7 @@ def test_local_layers_plan_decodes_and_prefills_apart(twin, device, monkeypatch)
     assert any(max(lengths) > 1 for lengths in planned)
 
 
+@pytest.mark.covers("B57", "D127")
 @pytest.mark.parametrize("twin", TWINS)
 def test_sinks_reach_the_path(llama, twin):
     """Sinks above every score leave nothing of the values."""
@@ -289,6 +293,7 @@ def test_the_youngest_is_preempted_and_its_answer_stays(llama):
     assert [request.output_ids for request in requests] == transformers_outputs(llama, prompts)
 
 
+@pytest.mark.covers("A34")
 @pytest.mark.parametrize("twin", TWINS)
 def test_padding_rows_change_nothing(llama, expected, twin):
     class PaddedEngine(Engine):
@@ -318,6 +323,7 @@ def recording_engine(monkeypatch, device):
     return make
 
 
+@pytest.mark.covers("A44", "D160")
 def test_recorded_decodes_change_nothing(llama, expected, recording_engine, monkeypatch):
     """With more and fewer requests than rows, past a capacity, through preemptions, and once more."""
     monkeypatch.setattr(fastattn.serving.cuda_graphs, "FEWEST_TOKENS", 16)
@@ -350,6 +356,7 @@ def test_prompts_that_keep_a_gpu_busy_are_not_recorded(llama, expected, recordin
     assert {shape.queries for shape in engine.runner._steps} == {1}
 
 
+@pytest.mark.covers("D167")
 def test_a_recording_serves_longer_sequences(llama, recording_engine):
     engine = recording_engine(llama)
     assert outputs(engine, [[7, 3] * 10], SamplingParams(max_tokens=100)) == transformers_outputs(
@@ -365,6 +372,7 @@ def test_a_second_model_of_the_same_config_is_served_too(device):
     assert outputs(make_engine(second), PROMPTS[:2]) == outputs(make_engine(first), PROMPTS[:2])
 
 
+@pytest.mark.covers("B69")
 def test_only_what_fastattn_computes_on_cuda_is_recorded(llama):
     """The demo's comparison answers as `fastattn` does, but looks at every answer, which a recording cannot do."""
     engines = [make_engine(llama, "fastattn"), make_engine(llama, "refattn")]
@@ -396,6 +404,7 @@ def test_recorded_decodes_have_window_pools(kind, recording_engine, device):
     assert engine.runner._steps
 
 
+@pytest.mark.covers("A45", "D169")
 def test_padding_rows_of_a_recording_write_nothing(llama, recording_engine):
     engine = recording_engine(llama)
     prompts = [[11], [7, 3] * 10, [5, 9, 2]]  # three requests in four rows
@@ -413,6 +422,16 @@ def test_recorded_decodes_of_other_layers(kind, recording_engine, device):
     assert outputs(recording_engine(model), PROMPTS) == expected
 
 
+@pytest.mark.covers("C114")
+def test_recorded_decodes_of_layers_that_share_a_cache(recording_engine, device):
+    """Gemma 3n: one plan and one table serve the layer that writes and those that read its pool."""
+    model = make_family("gemma3n_text", device, **SHARED_CACHES)
+    expected = transformers_outputs(model, PROMPTS, attention="eager")
+    engine = recording_engine(model)
+    assert outputs(engine, PROMPTS) == expected
+    assert engine.runner._steps and engine.owners == [0, 1, 2, 0, 2]
+
+
 @pytest.mark.parametrize("twin", TWINS)
 def test_what_others_left_in_the_pool_is_not_read(llama, expected, twin):
     engine = make_engine(llama, twin, num_blocks=15, max_num_batched_tokens=10)
@@ -425,6 +444,7 @@ def test_what_others_left_in_the_pool_is_not_read(llama, expected, twin):
 # The prefix cache.
 
 
+@pytest.mark.covers("A41")
 @pytest.mark.parametrize("twin", TWINS)
 def test_prefix_is_computed_once(llama, expected, twin):
     engine = make_engine(llama, twin)
@@ -449,6 +469,7 @@ def test_running_requests_share_blocks(llama, expected):
     assert [first.output_ids, second.output_ids] == [expected[1], expected[3]]
 
 
+@pytest.mark.covers("A41")
 def test_a_prompt_that_is_all_there_still_computes_its_last_token(llama):
     engine = make_engine(llama)
     prompt = list(range(1, 9))  # two blocks, full to the last token

@@ -178,6 +178,7 @@ def test_recorded_steps_are_absorbed(deepseek, expected, monkeypatch, device, ca
     assert {shape.queries > 1 for shape in engine.runner._steps} == {False, True}
 
 
+@pytest.mark.covers("E176")
 @pytest.mark.parametrize("twin", TWINS)
 def test_everything_is_absorbed_under_batch_invariance(deepseek, expected, twin, calls):
     """How many keys and values are made at a time would depend on who else is in the batch."""

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from tiny_models import FAMILY_SIZES, LATENT_SIZES, SIZES, YARN, make_family, make_llama, make_model
+from tiny_models import FAMILY_SIZES, LATENT_SIZES, SHARED_CACHES, SIZES, YARN, make_family, make_llama, make_model
 from transformers import DiffLlamaConfig, T5Config, T5ForConditionalGeneration
 from transformers.models.bloom import modeling_bloom
 from transformers.models.diffllama.modeling_diffllama import DiffLlamaAttention
@@ -45,14 +45,7 @@ CHANGES = {  # what the tiny model of a family needs besides the sizes, or has i
     "ernie4_5_moe": dict(moe_k=2),
     "falcon": dict(new_decoder_architecture=True, num_kv_heads=2),
     "gemma3": dict(text_config=FAMILY_SIZES | WINDOWS, vision_config=VISION),
-    "gemma3n_text": dict(
-        num_hidden_layers=5,
-        layer_types=["sliding_attention", "full_attention", "full_attention", "sliding_attention", "full_attention"],
-        num_kv_shared_layers=2,
-        hidden_size_per_layer_input=8,
-        vocab_size_per_layer_input=97,
-        laurel_rank=4,
-    ),
+    "gemma3n_text": SHARED_CACHES,
     "helium": dict(head_dim=8),  # hidden_size / num_attention_heads
     "hunyuan_v1_dense": dict(rope_parameters=dict(rope_type="dynamic", alpha=100.0, factor=1.0, rope_theta=1e4)),
     "llama4_text": dict(
@@ -127,6 +120,7 @@ def test_a_variant_has_the_logits_of_transformers(name, device, monkeypatch):
         torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5 * float(expected.std()))
 
 
+@pytest.mark.covers("B55", "C115")
 @pytest.mark.parametrize("twin", TWINS)
 def test_a_layer_that_shares_a_cache_owns_and_writes_nothing(twin, device, monkeypatch):
     """Gemma 3n's last layers read the pool of the last layer of their kind, beside prompts and decodes of others."""
@@ -147,6 +141,7 @@ def test_a_layer_that_shares_a_cache_owns_and_writes_nothing(twin, device, monke
     assert len({*written}) == 3 and len(written) == 3 * engine.counters.steps
 
 
+@pytest.mark.covers("C115", "C113")
 @pytest.mark.parametrize("twin", TWINS)
 def test_a_differential_layer_may_share_a_cache_too(twin):
     """Queries of a prompt and of a decode over the pairs that another layer has written."""

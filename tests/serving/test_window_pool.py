@@ -1,5 +1,6 @@
 """The blocks of window layers, in a pool of their own."""
 
+import importlib
 import random
 
 import pytest
@@ -27,6 +28,7 @@ def test_the_pool_of_the_docstring():
     assert seen[3] == [-1, *seen[1][1:3], seen[0][0]], "the block that came back is used again"
 
 
+@pytest.mark.covers("D140")
 @pytest.mark.parametrize("block_size", [1, 2, 16, 24])
 def test_locations_are_translated_and_not_block_ids(block_size, device):
     """A slot of the full pool is a slot of the window pool, whatever the block size (S#16267)."""
@@ -102,6 +104,31 @@ def test_a_small_pool_serves_long_sequences(block_size, device):
                 pool.release(name)
     assert sorted(pool.free) == list(range(num_blocks)), "all blocks came back"
     assert num_blocks < num_full_blocks or block_size == 16
+
+
+@pytest.mark.covers("D133")
+@pytest.mark.parametrize("twin", ["refattn", "fastattn"])
+def test_local_chunks_over_a_translated_table(twin, device):
+    """A chunk is no longer than a window, so layers with chunks of 8 live in a pool for windows of 8."""
+    path, block_size, chunk_size = importlib.import_module(f"{twin}.local"), 2, 8
+    query, key, value = torch.randn(3, 30, 2, 8, device=device)
+    small, full = (refattn.kv_cache.allocate(n, block_size, 2, 8, device=device) for n in (9, 15))
+    pool, blocks, done = WindowPool(9, 15, window_size=(chunk_size - 1, 0), block_size=block_size), list(range(15)), 0
+    for count in (10, 5, *[1] * 9, 6):
+        before = set(pool.free)
+        pool.hold("a", count, done + count, blocks)
+        for cache in small:
+            cache[list(set(pool.free) - before)] = float("nan")
+        batch = refattn.metadata.make_batch([count], [done + count], [blocks], device=device)
+        slots = refattn.metadata.slot_mapping(batch, count, block_size=block_size)
+        new = slice(done, done + count)
+        refattn.kv_cache.write(key[new], value[new], *full, slots)
+        refattn.kv_cache.write(key[new], value[new], *small, pool.translate_slots(slots))
+        sizes = dict(chunk_size=chunk_size)
+        expected = attend(path, query[new], *full, batch, **sizes)
+        assert torch.equal(attend(path, query[new], *small, pool.translate_batch(batch), **sizes), expected)
+        done += count
+    assert done == len(query) and len(pool.free) > 0
 
 
 def test_a_shared_prefix_stays_until_its_last_reader_has_passed():

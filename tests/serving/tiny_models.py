@@ -85,6 +85,16 @@ YARN = dict(
     mscale_all_dim=1.0,
 )
 
+# Gemma 3n: the last two layers read the pool of the last layer of their kind before them.
+SHARED_CACHES = dict(
+    num_hidden_layers=5,
+    layer_types=["sliding_attention", "full_attention", "full_attention", "sliding_attention", "full_attention"],
+    num_kv_shared_layers=2,
+    hidden_size_per_layer_input=8,
+    vocab_size_per_layer_input=97,
+    laurel_rank=4,
+)
+
 
 def make_family(family, device="cpu", **changes):
     """Make a tiny model of a family, by its `config.model_type`, in which every parameter matters."""

@@ -532,6 +532,7 @@ def test_the_command_names_what_is_wrong(monkeypatch):
     assert missing.exit_code == 2 and "device: expected cpu, or cuda where torch finds a GPU" in missing.output
 
 
+@pytest.mark.covers("B52")
 def test_the_doctor_knows_every_kernel():
     result = CliRunner().invoke(main, ["doctor"])
     assert result.exit_code == 0, result.output

@@ -17,6 +17,8 @@ from urllib.parse import unquote, urldefrag
 
 import pytest
 
+from refattn.drawing import animation
+
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(
@@ -24,9 +26,12 @@ FENCE = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 SWAP = re.compile(r"from refattn import (.*)  # or: from fastattn.*")
-MAKE_TARGETS = re.findall(r"^([a-z]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
+MAKE_TARGETS = re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
-MARK = re.compile(r"<!-- (?P<name>api|code|kernels|measured|picture|says|tested)\b(?P<arguments>[^:]*?) -->")
+MARK = re.compile(
+    r"<!-- (?P<name>api|code|contract|exercises|honoured|kernels|measured|picture|says|tested)\b"
+    r"(?P<arguments>[^:]*?) -->"
+)
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -89,7 +94,8 @@ def tidy(text: str) -> list[str]:
 
 
 @each_page
-def test_python_on_a_page_does_what_it_says(page, monkeypatch):
+def test_python_on_a_page_does_what_it_says(page, monkeypatch, shapes_unchecked):
+    """As a reader runs it: without our checks of shapes, which no compiler looks through."""
     run_python(page, [block for block in blocks_of(page) if block.language == "python"], monkeypatch)
 
 
@@ -296,6 +302,22 @@ def test_the_readme_shows_the_committed_measurements(monkeypatch):
     tables = importlib.import_module("readme").tables()
     assert tables.count("\n") > 8
     assert tables in (ROOT / "README.md").read_text(), "`make readme` writes them"
+
+
+def test_the_readme_says_which_paths_were_measured():
+    readme = (ROOT / "README.md").read_text()
+    table = re.search(r"^\| path \|.*?\n\n", readme, re.MULTILINE | re.DOTALL)[0]
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.strip().splitlines()[2:]]
+    results = json.loads((ROOT / "docs/results/cuda-nvidia-h200.json").read_text())
+    measured = {row["path"] for run in results["runs"] for row in run["rows"]}
+    for name, _, reference, _, state, *_ in rows:
+        path = Path(re.search(r"\((.*)\)", reference)[1]).stem
+        path = {"serving": "engine"}.get(path, path)
+        assert (state == "measured") == (path in measured), f"{name}: {state}"
+
+
+def test_the_moving_picture_is_that_of_the_code():
+    assert (ROOT / "docs/assets/step.svg").read_text() == animation.animation(), "`make readme` writes it"
 
 
 def matrix_cell(**changes) -> dict[str, Any]:

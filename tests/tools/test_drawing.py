@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from refattn import drawing, masks
 from refattn.conformance import build
 from refattn.drawing.__main__ import main
-from refattn.drawing.figure import COLOURS, INK, LINE_WIDTH, SHARED_COLOUR, UNIT, _text_colour
+from refattn.drawing.figure import COLOURS, INK, LINE_WIDTH, SHARED_COLOUR, UNIT, text_colour
 from refattn.metadata import make_batch
 
 each_example = pytest.mark.parametrize("name", drawing.EXAMPLES)
@@ -294,7 +294,7 @@ def test_ink_can_be_read_on_light_and_dark_pages():
 
 @pytest.mark.parametrize("colour", [*COLOURS, SHARED_COLOUR])
 def test_letters_on_colours_can_be_read(colour):
-    ink = {"white": "#ffffff", "black": "#000000"}[_text_colour(colour)]
+    ink = {"white": "#ffffff", "black": "#000000"}[text_colour(colour)]
     assert contrast(ink, colour) > 4.5
 
 

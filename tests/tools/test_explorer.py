@@ -15,7 +15,7 @@ from einops import rearrange
 from py_mini_racer import MiniRacer
 
 from fastattn.tools.bench.work import Attention
-from refattn import cascade, chunked_prefill, kv_cache, local, masks, metadata, sliding_window
+from refattn import cascade, chunked_prefill, kv_cache, local, masks, metadata, sliding_window, speculative
 from refattn.attention import attend
 from refattn.drawing import examples
 from refattn.interface import Batch, Plan
@@ -116,16 +116,13 @@ def plan_of(settings: dict[str, Any], batch: Batch) -> tuple[ModuleType, Plan]:
 
 
 def tree_mask(query_len: int, seq_len: int, parents: list[int]) -> torch.Tensor:
-    """Draw a tree by its definition: a drafted token sees what is before the draft, and every node on its way up."""
-    visible = masks.causal(query_len, seq_len)
-    if min(query_len, seq_len) <= len(parents):
-        return visible
-    first = seq_len - len(parents)
-    for node, parent in enumerate(parents):
-        row = query_len - len(parents) + node
-        above = visible[row - node + parent] if parent >= 0 else torch.arange(seq_len) < first
-        visible[row] = above | (torch.arange(seq_len) == first + node)
-    return visible
+    """Draw a tree over the last tokens of a sequence: a node sees what is before the tree, its ancestors and itself."""
+    nodes = len(parents)
+    if seq_len < nodes:
+        return masks.causal(query_len, seq_len)
+    visible = masks.causal(max(query_len, nodes), seq_len)
+    visible[len(visible) - nodes :, seq_len - nodes :] = masks.tree(parents)
+    return visible[len(visible) - query_len :]
 
 
 def mask_of(settings: dict[str, Any], query_len: int, seq_len: int) -> torch.Tensor:
@@ -230,9 +227,24 @@ def test_masks(explorer, drawn):
                 assert shown["positions"][request] == masks.query_positions(query_len, seq_len).tolist()
 
 
-def test_the_position_of_a_drafted_token_is_its_depth(explorer):
-    shown = explorer("everything", {"lens": [[6, 10]], "mask": "tree", "tree": [-1, -1, 0, 2, 1]})
-    assert shown["positions"] == [[4, 5, 5, 6, 7, 6]]
+def test_a_tree_is_that_of_speculative(explorer):
+    """Masks, positions and answers are those of `speculative`, where all query rows are nodes."""
+    num_trees = 0
+    for settings, shown, _ in settings_of(explorer, "tree"):
+        request, row = settings["query"]
+        query_len, seq_len = settings["lens"][request]
+        if not 0 < query_len <= len(settings["tree"]) <= seq_len:
+            continue
+        num_trees += 1
+        alone = metadata.make_batch([query_len], [seq_len], [shown["tables"][request]])
+        trees = speculative.make_trees([settings["tree"]])
+        assert shown["positions"][request] == speculative.positions(alone, trees, query_len).tolist()
+        query = torch.zeros(query_len, 1, 4, dtype=torch.float64)
+        query[row, 0] = torch.tensor(shown["answer"]["query"], dtype=torch.float64)
+        plan = speculative.plan(alone, block_size=settings["block"], trees=trees)
+        out = speculative.attention(query, *pool_of(explorer, settings, shown), plan)
+        assert shown["answer"]["out"] == pytest.approx(out[row, 0].tolist(), abs=1e-12)
+    assert num_trees > 10
 
 
 # --- how do partial answers combine? ---

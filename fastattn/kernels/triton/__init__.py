@@ -159,7 +159,11 @@ def quantized(
 
     if isinstance(scales, Fp8Scales):
         key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
-    return attend(query, key_cache, in_pairs(value_cache), plan, options, out, codes=codes_of(scales))
+    # Few rows wait for memory, and gain by pairs. With 64 rows Triton 3.6 compiles pairs to code that reads memory
+    # which is not its own, on an NVIDIA H200 with two accumulators of 32 columns.
+    rows = plan.batch.max_query_len * (query.shape[1] // key_cache.shape[2])
+    value = in_pairs(value_cache) if rows <= 16 and not options.batch_invariant else value_cache
+    return attend(query, key_cache, value, plan, options, out, codes=codes_of(scales))
 
 
 def merge(

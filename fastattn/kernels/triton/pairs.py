@@ -73,7 +73,7 @@ def attend(
         None if x is None else x.contiguous() for x in (subtraction.norm_weight, options.alibi_slopes, options.sinks)
     )
     row_bytes = pad(head_size) * query.element_size()  # a key here has two halves, and so has its value
-    tuning = fit(tune(query, cache, plan), query.device, row_bytes=2 * row_bytes, key_bytes=4 * row_bytes)
+    tuning = fit(tune(query, cache, plan, options), query.device, row_bytes=2 * row_bytes, key_bytes=4 * row_bytes)
     one_tile = batch.max_query_len * group <= tuning.block_m
     tiles = batch.num_seqs if one_tile else batch.num_seqs + num_tokens * group // tuning.block_m
     parts, part_lses = out, lse
@@ -148,8 +148,11 @@ def attend(
     return out, lse
 
 
-def tune(query: Tensor, cache: Tensor, plan: Plan) -> Tuning:
-    """Choose the shape of a launch from sizes that the host knows."""
+def tune(query: Tensor, cache: Tensor, plan: Plan, options: AttentionOptions) -> Tuning:
+    """Choose the shape of a launch from sizes that the host knows.
+
+    Under `batch_invariant` nothing depends on the batch: one tile for all, and no sequence is split.
+    """
     batch, head_size, num_pairs = plan.batch, query.shape[2], cache.shape[4]
     group = query.shape[1] // 2 // num_pairs
     rows = batch.max_query_len * group
@@ -157,11 +160,13 @@ def tune(query: Tensor, cache: Tensor, plan: Plan) -> Tuning:
     visible = batch.max_seq_len
     if left >= 0 and right >= 0:
         visible = min(visible, left + batch.max_query_len + right)
-    block_m = 16 if rows <= 16 or head_size > 128 else 64  # the answers of a tile have to fit into registers, twice
+    is_narrow = rows <= 16 and not options.batch_invariant
+    block_m = 16 if is_narrow or head_size > 128 else 64  # the answers of a tile have to fit into registers, twice
     tiles = batch.num_seqs if rows <= block_m else batch.num_seqs + query.shape[0] * group // block_m
-    return _tune(
+    tuning = _tune(
         block_m, pad(head_size) * query.element_size(), tiles * num_pairs, visible, multiprocessors(query.device)
     )
+    return tuning._replace(splits=1, most_splits=1) if options.batch_invariant else tuning
 
 
 @cache

@@ -1,0 +1,267 @@
+"""An attention backend for vLLM, over the paged paths of `fastattn`.
+
+    vllm serve MODEL --attention-backend FASTATTN            on a GPU
+    FASTATTN_REPLACES_CPU_ATTN=1 vllm serve MODEL            on a CPU, where vLLM takes its own backend for any other
+
+vLLM finds `register` by the entry point `vllm.general_plugins` of this package, in every process that it starts. Its
+scheduler, its block pool and its tensor parallelism stay as they are; what is computed here is a layer:
+
+    once a step     the builder makes a `Batch` of vLLM's tables, and a plan for each width of window in the group
+    in each layer   the new keys and values are written, and the queries attend, to where the answer is wanted
+
+vLLM keeps keys and values side by side, `[n, hk, p, 2 d]` in any order of memory; a view of each, `[n, p, hk, d]`, is a
+pool as the paths know it. What is declared here is what a validation of vLLM lets through; anything else it refuses by
+name before it loads a model. Full CUDA graphs are not declared: vLLM then replays what lies between the attentions of
+its layers, and calls those.
+
+Written against vLLM 0.32 (its CPU wheel) and 0.33.
+"""
+
+import os
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm import envs
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    MultipleOf,
+)
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+from fastattn import chunked_prefill
+from fastattn.kv_cache import write
+from refattn.interface import AttentionOptions, Batch, Plan
+
+NAME = "FASTATTN"
+BACKEND = "fastattn.integrations.vllm.FastAttentionBackend"
+ON_CPU = "FASTATTN_REPLACES_CPU_ATTN"
+LARGEST_HEAD = 256
+
+
+def register() -> None:
+    """Make the backend known to vLLM, which calls this in every process; to do so again changes nothing.
+
+    On a CPU vLLM has one backend, CPU_ATTN, and goes on with it whatever is asked for. Where the environment variable
+    `FASTATTN_REPLACES_CPU_ATTN` is 1, this one stands in its place.
+    """
+    if NAME not in AttentionBackendEnum.__members__:
+        register_backend(NAME, BACKEND)
+    if current_platform.is_cpu() and os.environ.get(ON_CPU) == "1":
+        register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)
+
+
+@dataclass
+class FastAttentionMetadata:
+    """What the layers of a step share.
+
+    Attributes:
+        batch: vLLM's tables.
+        block_size: tokens in a block.
+        num_actual_tokens: query rows, without those that only pad.
+        plans: those of the step so far, by window.
+    """
+
+    batch: Batch
+    block_size: int
+    num_actual_tokens: int
+    plans: dict[int | None, Plan] = field(default_factory=dict)
+
+    def plan(self, sliding_window: int | None) -> Plan:
+        """Return the plan of a window, in tokens; None for no window. The layers of a group may differ in theirs."""
+        if sliding_window not in self.plans:
+            window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
+            self.plans[sliding_window] = chunked_prefill.plan(
+                self.batch, block_size=self.block_size, window_size=window
+            )
+        return self.plans[sliding_window]
+
+
+class FastAttentionMetadataBuilder(AttentionMetadataBuilder[FastAttentionMetadata]):
+    """Makes the metadata of a step from vLLM's tables, which it takes as they are: nothing is read or copied."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.block_size: int = kv_cache_spec.block_size
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> FastAttentionMetadata:
+        """Make the metadata of a step.
+
+        Args:
+            common_prefix_len: not used; vLLM has it 0.
+            common_attn_metadata: lengths and tables of the step.
+            fast_build: not used, as nothing here takes long.
+
+        Raises:
+            NotImplementedError: if queries are to see later keys.
+        """
+        common = common_attn_metadata
+        if common.causal is not True:
+            raise NotImplementedError(f"causal: expected True, got {common.causal}; this backend declares no other")
+        # Not how many tokens there are: vLLM may count padding, and kernels would take all sequences for equally long.
+        batch = Batch(
+            cu_seqlens_q=common.query_start_loc,
+            seq_lens=common.seq_lens,
+            block_table=common.block_table_tensor,
+            max_query_len=common.max_query_len,
+            max_seq_len=common.max_seq_len,
+        )
+        return FastAttentionMetadata(batch, self.block_size, common.num_actual_tokens)
+
+
+class FastAttentionImpl(AttentionImpl[FastAttentionMetadata]):
+    """The attention of a layer."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        if attn_type != AttentionType.DECODER:
+            kind = AttentionType(attn_type).value
+            raise NotImplementedError(f"attn_type: expected {AttentionType.DECODER.value}, got {kind}")
+        if not FastAttentionBackend.supports_kv_cache_dtype(kv_cache_dtype):
+            names = ", ".join(FastAttentionBackend.supported_kv_cache_dtypes)
+            raise NotImplementedError(f"kv_cache_dtype: expected one of {names}, got {kv_cache_dtype}")
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.sliding_window, self.kv_cache_dtype = sliding_window, kv_cache_dtype
+        self.softcap = logits_soft_cap or 0.0
+        self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        self.sinks = sinks
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+
+    @cached_property
+    def options(self) -> AttentionOptions:
+        """The options of the layer: made by its first step, as sinks are weights, which a model loads later."""
+        return AttentionOptions(self.scale, self.softcap, self.alibi_slopes, self.sinks, envs.VLLM_BATCH_INVARIANT)
+
+    def do_kv_cache_update(
+        self, layer: torch.nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Write new keys and values; vLLM does not call this in a layer that shares the cache of another.
+
+        Args:
+            layer: not used.
+            key: of the new tokens `[t, hk, d]`, or of more, for padding.
+            value: likewise.
+            kv_cache: the pool, `[n, hk, p, 2 d]`.
+            slot_mapping: where each token goes, `[t]`; -1 for padding.
+        """
+        tokens = slot_mapping.shape[0]
+        write(key[:tokens], value[:tokens], *self._pools(kv_cache), slot_mapping)
+
+    def forward(
+        self,
+        layer: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: FastAttentionMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attend from the new tokens to those in the pool.
+
+        Args:
+            layer: not used.
+            query: of the new tokens `[t, h, d]`, and of padding.
+            key: not used; it is in the pool.
+            value: likewise.
+            kv_cache: the pool, `[n, hk, p, 2 d]`.
+            attn_metadata: of the step; None while vLLM measures memory.
+            output: where the answer goes, `[t, h, d]`.
+            output_scale: of a quantised answer, which this backend does not declare.
+            output_block_scale: likewise.
+
+        Raises:
+            NotImplementedError: for a quantised answer.
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("output_scale: expected none, as this backend does not quantise its answer")
+        if attn_metadata is None:
+            return output.fill_(0)
+        tokens = attn_metadata.num_actual_tokens
+        pools, plan = self._pools(kv_cache), attn_metadata.plan(self.sliding_window)
+        chunked_prefill.attention(query[:tokens], *pools, plan, self.options, out=output[:tokens])
+        return output
+
+    def _pools(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and the values of a pool as views `[n, p, hk, d]`."""
+        key_cache, value_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        return key_cache, value_cache
+
+
+class FastAttentionBackend(AttentionBackend):
+    """What vLLM asks before it takes a backend."""
+
+    forward_includes_kv_cache_update: bool = False
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
+
+    @staticmethod
+    def get_name() -> str:
+        """Return the name that vLLM's flag takes."""
+        return NAME
+
+    @staticmethod
+    def get_impl_cls() -> type[FastAttentionImpl]:
+        """Return the class of a layer's attention."""
+        return FastAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[FastAttentionMetadataBuilder]:
+        """Return the class that makes the metadata of a step."""
+        return FastAttentionMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        """Return the sizes of blocks, in tokens."""
+        return [MultipleOf(16)]
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        """Return whether a head of this size is computed."""
+        return head_size % 8 == 0 and head_size <= LARGEST_HEAD
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """Return whether attention sinks are computed."""
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        """Return whether windows are computed."""
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """Return whether a row can be computed alike whatever else is in the batch."""
+        return True
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        """Return whether a GPU is new enough."""
+        return bool(capability.major >= 8)

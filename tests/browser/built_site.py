@@ -1,0 +1,267 @@
+"""The built site in a browser: the explorer by clicks, keys and touch, on a desk and on a phone, light and dark.
+
+`make site-test` builds the site and runs this file, whose name keeps it out of `make test`: it needs Chromium. With
+`--screenshots FOLDER` it leaves a picture of each page that it looks at.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page, expect, sync_playwright
+
+ROOT = Path(__file__).parent.parent.parent
+CHROMIUM = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
+HOW_TO_INSTALL = (
+    "no Chromium: `apt install chromium` on Debian, `snap install chromium` on Ubuntu, `brew install chromium` on "
+    "a Mac, or say CHROMIUM=/path/to/it"
+)
+PHONE = dict(viewport={"width": 360, "height": 740}, has_touch=True, is_mobile=True, device_scale_factor=2)
+DESK = dict(viewport={"width": 1280, "height": 900})
+SCREENS = {"desk-light": DESK, "desk-dark": DESK, "phone-light": PHONE, "phone-dark": PHONE}
+PAGES = {  # with some of each kind
+    "home": "index.html",
+    "explorer": "explorer/index.html",
+    "cascade": "explorer/index.html#lens=2,13;1,15;3,11&shared=8",
+    "path": "paths/sliding_window.html",
+    "notebook": "notebooks/05_sliding_window.html",
+    "benchmark": "proof/benchmark.html",
+}
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", folder]
+    subprocess.run(command, cwd=ROOT, check=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def browser():
+    assert CHROMIUM, HOW_TO_INSTALL
+    with sync_playwright() as playwright:
+        # --no-sandbox: in a container, root has no other way; the pages are our own.
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(params=["desk-light", "phone-dark"])
+def page(request, browser, site):
+    """Open a page on a desk or a phone, light or dark; nothing may be wrong in its console when the test is over."""
+    context = browser.new_context(
+        **SCREENS[request.param], color_scheme=request.param.split("-")[1], reduced_motion="reduce", offline=True
+    )
+    page = context.new_page()
+    page.set_default_timeout(20_000)
+    wrong: list[str] = []
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
+    yield page
+    context.close()
+    assert not wrong
+
+
+def look(page: Page, site: Path, address: str) -> None:
+    page.goto("about:blank")  # or an address that differs after its # alone would not be opened anew
+    page.goto(f"{site.as_uri()}/{address}")
+
+
+def press(page: Page, name: str, role: str = "button") -> None:
+    """Press a button with a finger on a phone, and with a mouse on a desk."""
+    button = page.get_by_role(role, name=name, exact=True)
+    button.tap() if page.viewport_size["width"] < 600 else button.click()
+
+
+def address(page: Page) -> str:
+    return page.url.partition("#")[2]
+
+
+@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("page", SCREENS, indirect=True)
+def test_a_page_fits_its_screen(page, site, name, request):
+    look(page, site, PAGES[name])
+    page.wait_for_timeout(200)
+    width = page.viewport_size["width"]
+    assert page.evaluate("document.documentElement.scrollWidth") <= width, "it scrolls to the side"
+    folder = request.config.getoption("--screenshots")
+    if folder:
+        page.screenshot(path=Path(folder) / f"{name}-{request.node.callspec.params['page']}.png", full_page=True)
+
+
+def test_three_requests_are_what_it_begins_with(page, site):
+    look(page, site, "explorer/index.html")
+    expect(page.locator(".where tbody tr").first).to_contain_text("39 8")
+    expect(page.locator(".who .says")).to_have_text("b, query “like” at position 6, sees 7 of 7 keys: 0 to 6.")
+    expect(page.locator(".how .says")).to_contain_text("row_sum")
+    expect(page.locator(".cost .floor")).to_contain_text("for memory")
+    assert address(page) == ""
+
+
+def test_a_preset_changes_everything_at_once(page, site):
+    look(page, site, "explorer/index.html")
+    before = [page.locator(f".{name}").inner_text() for name in ("where", "who", "how", "cost")]
+    press(page, "chunks", role="link")
+    expect(page.locator(".where")).to_contain_text("Virtual batches")
+    assert all(
+        page.locator(f".{name}").inner_text() != old
+        for name, old in zip(("where", "who", "how", "cost"), before, strict=True)
+    )
+    assert address(page) == "mask=chunk"
+    page.go_back()
+    expect(page.locator(".where")).not_to_contain_text("Virtual batches")
+
+
+def test_a_question_below_sets_what_it_asks_about(page, site):
+    look(page, site, "explorer/index.html")
+    press(page, "A window of three", role="link")
+    assert address(page) == "mask=window"
+    expect(page.locator(".presets")).to_be_in_viewport()
+
+
+def test_numbers_are_changed_by_buttons_and_by_typing(page, site):
+    look(page, site, "explorer/index.html")
+    press(page, "more: tokens in a block")
+    assert address(page) == "block=5"
+    expect(page.locator(".who .says")).to_contain_text("sees 7 of 7")
+    block = page.get_by_role("spinbutton", name="tokens in a block")
+    block.fill("2")
+    block.press("Tab")  # leaves the field, which takes what is in it, and goes on to the next
+    assert address(page) == "block=2"
+    expect(page.get_by_role("button", name="more: tokens in a block")).to_be_focused()
+    block.fill("")
+    block.press("Enter")
+    expect(block).to_have_value("1")
+
+
+def test_a_request_comes_and_goes(page, site):
+    look(page, site, "explorer/index.html")
+    press(page, "+ a request")
+    expect(page.locator(".masks [role=group]")).to_have_count(4)
+    press(page, "remove request a")
+    assert address(page) == "lens=1,7;3,3;1,6"
+    expect(page.get_by_role("spinbutton", name="all tokens of a")).to_have_value("7")
+
+
+def test_a_query_is_chosen_by_a_click_and_by_keys(page, site):
+    look(page, site, "explorer/index.html")
+    row = page.locator(".masks").get_by_role("option").nth(0)
+    row.tap(force=True) if page.viewport_size["width"] < 600 else row.click()
+    expect(page.locator(".who .says")).to_contain_text("a, query “sky”")
+    assert address(page) == "query=0,0"
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowDown")
+    assert address(page) == "", "the one that it begins with"
+    expect(page.locator(".masks").get_by_role("option", selected=True)).to_be_focused()
+    expect(page.locator(".how")).to_contain_text("Query “like”")
+
+
+def test_a_mask_takes_its_number(page, site):
+    look(page, site, "explorer/index.html")
+    page.get_by_role("radio", name="window").check(force=True)
+    window = page.get_by_role("spinbutton", name="keys in a window")
+    expect(window).to_have_value("3")
+    expect(page.locator(".who .says")).to_contain_text("sees 3 of 7 keys: 4 to 6")
+    page.get_by_role("radio", name="window").press("ArrowRight")
+    expect(page.get_by_role("radio", name="chunks")).to_be_focused()
+    assert address(page) == "mask=chunk"
+
+
+def test_a_tree_is_typed(page, site):
+    look(page, site, "explorer/index.html#lens=4,9&mask=tree&query=0,3")
+    expect(page.locator(".who .says")).to_contain_text("0 to 6 and 8")
+    tree = page.get_by_role("textbox", name="the node that each node")
+    tree.fill("-1 0 1 2")
+    tree.press("Enter")
+    expect(page.locator(".who .says")).to_contain_text("sees 9 of 9 keys: 0 to 8")
+
+
+def test_an_online_softmax_goes_step_by_step(page, site):
+    look(page, site, "explorer/index.html#lens=1,24&splits=3&query=0,0")
+    expect(page.locator(".how .merge tbody tr")).to_have_count(4)
+    first = page.locator(".how .bars").inner_text()
+    press(page, "next tile")
+    expect(page.locator(".how output")).to_have_text("tile 2 of 6")
+    assert page.locator(".how .bars").inner_text() != first
+    expect(page.locator(".how .says")).to_contain_text("row_sum")
+    slider = page.get_by_role("slider")
+    slider.focus()
+    slider.press("End")
+    expect(page.locator(".how output")).to_have_text("tile 6 of 6")
+    expect(slider).to_be_focused()
+    assert address(page).endswith("step=5")
+
+
+def test_nothing_jumps(page, site):
+    """What is above the change stays where it is, and a step of the softmax moves nothing at all."""
+    look(page, site, "explorer/index.html#lens=1,24&splits=3&query=0,0")
+    places = (
+        "[...document.querySelectorAll('.explorer .pane')].map((pane) => pane.getBoundingClientRect().top + scrollY)"
+    )
+    before = page.evaluate(places)
+    for _ in range(5):
+        press(page, "next tile")
+        assert page.evaluate(places) == before
+
+
+def test_large_steps_are_drawn_in_time(page, site):
+    look(page, site, "explorer/index.html#lens=8192,32768;1,32768&block=16&splits=8")
+    expect(page.locator(".cost .floor")).to_contain_text("for arithmetic")
+    taken = page.evaluate(
+        """() => {
+          const start = performance.now()
+          document.querySelector("[data-key='splits more:']").click()
+          return performance.now() - start
+        }"""
+    )
+    assert taken < 1500, "milliseconds"
+
+
+def test_the_floor_is_of_the_machine_that_is_chosen(page, site):
+    look(page, site, "explorer/index.html#lens=1,8192;1,20000;1,32768&block=16&splits=8")
+    fast = page.locator(".cost .floor strong").inner_text()
+    page.get_by_role("combobox", name="machine").select_option(index=1)
+    assert page.locator(".cost .floor strong").inner_text() != fast
+
+
+def test_every_control_has_a_name(page, site):
+    look(page, site, "explorer/index.html#mask=tree")
+    nameless = page.evaluate(
+        """() => [...document.querySelectorAll(".explorer :is(input, button, select, svg[role=img])")]
+          .filter((each) => !(each.ariaLabel || each.textContent.trim() || each.closest("label")))
+          .map((each) => each.outerHTML)"""
+    )
+    assert nameless == []
+
+
+def test_it_opens_from_a_clone_without_a_site(page, site):
+    page.goto(f"{(ROOT / 'docs/explorer/explorer.html').as_uri()}#mask=window")
+    expect(page.locator(".where")).to_contain_text("Trimmed tables")
+    assert page.evaluate("document.documentElement.scrollWidth") <= page.viewport_size["width"]
+
+
+def test_a_path_leads_into_the_explorer_in_its_state(page, site):
+    look(page, site, "paths/sliding_window.html")
+    press(page, "a window of three, in the explorer", role="link")
+    expect(page.locator(".where")).to_contain_text("Trimmed tables")
+
+
+def test_an_answer_is_closed_until_it_is_opened(page, site):
+    look(page, site, "notebooks/05_sliding_window.html")
+    answer = page.locator("details.question").first
+    expect(answer.locator(".output")).to_be_hidden()
+    summary = answer.locator("summary")
+    summary.tap() if page.viewport_size["width"] < 600 else summary.click()
+    expect(answer.locator(".output")).to_be_visible()
+
+
+def test_the_search_works_from_a_file(page, site):
+    look(page, site, "index.html")
+    if page.viewport_size["width"] < 1200:
+        page.locator("header label.md-header__button[for=__search]").tap()
+    page.get_by_role("textbox", name="Search").press_sequentially("explorer")
+    expect(page.locator(".md-search-result__item").first).to_contain_text("Explorer", ignore_case=True)

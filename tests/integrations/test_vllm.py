@@ -1,0 +1,174 @@
+"""The backend for vLLM over doubles of vLLM's classes: tables to plans, pools to views, options to answers.
+
+`make vllm-test` runs the same backend inside vLLM (`vllm_engine.py`).
+"""
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+import vllm_doubles
+from tolerance import assert_matches_reference
+
+from refattn import chunked_prefill
+from refattn.conformance import HARMLESS, Case, attend, build
+
+CASE = Case("mixed", ((4, 20), (1, 33), (10, 17), (0, 0)), heads=(4, 2), head_size=32, padding_rows=3)
+SOFTCAP_AND_SINKS = dict(logits_soft_cap=5.0, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]))
+VARIANTS = {
+    "plain": ({}, {}),
+    "window": (dict(sliding_window=7), dict(window_size=(6, 0))),
+    "softcap-sinks": (SOFTCAP_AND_SINKS, dict(softcap=5.0, sinks=SOFTCAP_AND_SINKS["sinks"])),
+    "alibi": (dict(alibi_slopes=[0.5, 0.25, 0.1, 0.0]), dict(alibi_slopes=torch.tensor([0.5, 0.25, 0.1, 0.0]))),
+}
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    return vllm_doubles.install(monkeypatch)
+
+
+def vllm_pool(inputs, layout):
+    """Lay keys and values side by side as vLLM does: `[n, hk, p, 2 d]`, in the order of memory of a layout."""
+    pool = torch.cat([inputs.key_cache, inputs.value_cache], dim=-1)  # [n, p, hk, 2 d], LBNHC
+    return pool.transpose(1, 2) if layout == "LBNHC" else pool.transpose(1, 2).contiguous()
+
+
+def common_metadata(batch, query_rows, **changes):
+    slots = torch.full((query_rows,), -1, device=batch.device)
+    arguments = dict(
+        query_start_loc=batch.cu_seqlens_q,
+        query_start_loc_cpu=batch.cu_seqlens_q.cpu(),
+        seq_lens=batch.seq_lens,
+        num_reqs=batch.num_seqs,
+        num_actual_tokens=batch.num_tokens,
+        max_query_len=batch.max_query_len,
+        max_seq_len=batch.max_seq_len,
+        block_table_tensor=batch.block_table,
+        slot_mapping=slots,
+    )
+    return vllm_doubles.CommonAttentionMetadata(**arguments | changes)
+
+
+def make_builder(backend, device, block_size=16):
+    return backend.FastAttentionMetadataBuilder(SimpleNamespace(block_size=block_size), ["0"], None, device)
+
+
+@pytest.mark.parametrize("layout", ["LBNHC", "LBHNC"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_layer_gives_what_the_reference_gives(backend, variant, layout, device):
+    of_vllm, of_ours = VARIANTS[variant]
+    of_vllm = {k: x.to(device) if isinstance(x, torch.Tensor) else x for k, x in of_vllm.items()}
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    inputs = build(CASE, device=device, dtype=dtype, poison=HARMLESS)
+    metadata = make_builder(backend, device).build(0, common_metadata(inputs.batch, len(inputs.query)))
+    with torch.device(device):  # as vLLM makes its layers
+        layer = backend.FastAttentionImpl(4, 32, 0.2, num_kv_heads=2, **of_vllm)
+    output = torch.full_like(inputs.query, 7.0)
+    nothing = torch.nn.Module()
+    answer = layer.forward(nothing, inputs.query, None, None, vllm_pool(inputs, layout), metadata, output)
+    assert answer is output and (output[-CASE.padding_rows :] == 7.0).all(), "padding is not written"
+    rows = slice(0, inputs.batch.num_tokens)
+    of_ours = {k: x.to(device) if isinstance(x, torch.Tensor) else x for k, x in of_ours.items()}
+    lse = attend(chunked_prefill, *inputs.tensors, softmax_scale=0.2, **of_ours, return_lse=True)[1]
+    assert_matches_reference(
+        output[rows],
+        lse[rows],
+        partial(attend, chunked_prefill),
+        inputs.query[rows],
+        *inputs.tensors[1:],
+        softmax_scale=0.2,
+        **of_ours,
+    )
+    assert list(metadata.plans) == [of_vllm.get("sliding_window")]
+    assert metadata.plan(of_vllm.get("sliding_window")) is metadata.plan(of_vllm.get("sliding_window"))
+
+
+def test_padding_is_not_taken_for_tokens(backend, device):
+    """Two sequences of 2 and 1 new tokens, padded to 4: as many as if both had 2."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    case = Case("padded", ((2, 20), (1, 33)), heads=(4, 2), head_size=32, padding_rows=1)
+    inputs = build(case, device=device, dtype=dtype, poison=HARMLESS)
+    layer, builder = backend.FastAttentionImpl(4, 32, 0.2, num_kv_heads=2), make_builder(backend, device)
+    outputs = []
+    for tokens in (3, 4):
+        metadata = builder.build(0, common_metadata(inputs.batch, 4, num_actual_tokens=tokens))
+        output, pool = torch.zeros_like(inputs.query), vllm_pool(inputs, "LBNHC")
+        outputs.append(layer.forward(torch.nn.Module(), inputs.query, None, None, pool, metadata, output)[:3])
+    assert metadata.batch.num_tokens is None
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-6 if device == "cpu" else 1e-2)
+
+
+@pytest.mark.parametrize("layout", ["LBNHC", "LBHNC"])
+def test_new_tokens_are_written(backend, layout, device):
+    inputs = build(CASE, device=device, poison=HARMLESS)
+    pool, layer = vllm_pool(inputs, layout), backend.FastAttentionImpl(4, 32, 0.2, num_kv_heads=2)
+    before = pool.clone()
+    key, value = (torch.randn(6, 2, 32, device=device) for _ in range(2))
+    slots = torch.tensor([17, -1, 3, 40], device=device)  # and two rows of padding that have none
+    layer.do_kv_cache_update(torch.nn.Module(), key, value, pool, slots)
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            before[slot // 16, :, slot % 16] = torch.cat([key[token], value[token]], dim=-1)
+    assert torch.equal(pool, before)
+
+
+def test_a_run_that_measures_memory_returns_zeros(backend):
+    layer, output = backend.FastAttentionImpl(4, 32, 0.2, num_kv_heads=2), torch.ones(3, 4, 32)
+    assert layer.forward(torch.nn.Module(), None, None, None, None, None, output) is output
+    assert not output.any()
+
+
+def test_nothing_is_read_or_copied_to_make_a_step(backend):
+    """The plan has vLLM's own tables, so that a step costs no synchronisation and no copy."""
+    inputs = build(CASE, poison=HARMLESS)
+    common = common_metadata(inputs.batch, len(inputs.query))
+    plan = make_builder(backend, "cpu").build(0, common).plan(5)
+    assert plan.batch.block_table is common.block_table_tensor and plan.batch.seq_lens is common.seq_lens
+    assert plan.batch.cu_seqlens_q is common.query_start_loc and plan.window_size == (4, 0) and plan.causal
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+@pytest.mark.parametrize("asked", [True, False])
+def test_it_registers_under_a_name_of_its_own(monkeypatch, on_cpu, asked):
+    backend = vllm_doubles.install(monkeypatch, on_cpu=on_cpu)
+    if asked:
+        monkeypatch.setenv("FASTATTN_REPLACES_CPU_ATTN", "1")
+    backend.register()
+    backend.register()
+    path = "fastattn.integrations.vllm.FastAttentionBackend"
+    assert backend.AttentionBackendEnum.__members__ == {"FASTATTN": path} | (
+        {"CPU_ATTN": path} if on_cpu and asked else {}
+    )
+    assert backend.FastAttentionBackend.get_name() == "FASTATTN"
+    assert path == f"{backend.FastAttentionBackend.__module__}.{backend.FastAttentionBackend.__qualname__}"
+
+
+def test_what_is_declared(backend):
+    kind = backend.FastAttentionBackend
+    assert kind.get_impl_cls() is backend.FastAttentionImpl
+    assert kind.get_builder_cls() is backend.FastAttentionMetadataBuilder
+    assert [size for size in (8, 60, 64, 96, 256, 264) if kind.supports_head_size(size)] == [8, 64, 96, 256]
+    assert kind.supports_sink() and kind.supports_sliding_window() and kind.supports_batch_invariance()
+    assert not kind.forward_includes_kv_cache_update
+    assert not kind.supports_kv_cache_dtype("fp8")
+    assert [major for major in (7, 8, 9) if kind.supports_compute_capability(SimpleNamespace(major=major))] == [8, 9]
+
+
+def test_what_is_not_declared_is_refused(backend):
+    inputs = build(CASE, poison=HARMLESS)
+    builder, layer = make_builder(backend, "cpu"), backend.FastAttentionImpl(4, 32, 0.2, num_kv_heads=2)
+    with pytest.raises(NotImplementedError, match="causal: expected True, got False"):
+        builder.build(0, common_metadata(inputs.batch, 3, causal=False))
+    with pytest.raises(NotImplementedError, match="attn_type: expected .*decoder"):
+        backend.FastAttentionImpl(4, 32, 0.2, attn_type=vllm_doubles.AttentionType.ENCODER_ONLY)
+    with pytest.raises(NotImplementedError, match="kv_cache_dtype: expected one of auto, .*, got fp8"):
+        backend.FastAttentionImpl(4, 32, 0.2, kv_cache_dtype="fp8")
+    with pytest.raises(NotImplementedError, match="output_scale: expected none"):
+        layer.forward(torch.nn.Module(), None, None, None, None, None, torch.ones(3), output_scale=torch.ones(1))
+
+
+def test_batch_invariance_is_vllms_variable(backend, monkeypatch):
+    monkeypatch.setattr(backend.envs, "VLLM_BATCH_INVARIANT", True)
+    assert backend.FastAttentionImpl(4, 32, 0.2).options.batch_invariant

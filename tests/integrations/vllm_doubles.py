@@ -1,0 +1,105 @@
+"""Doubles of what the backend takes from vLLM, as vLLM 0.33 has it, for environments without vLLM.
+
+`vllm_engine.py` runs the backend in vLLM itself and compares these with the real ones.
+"""
+
+import enum
+import sys
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Generic, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class AttentionType(enum.StrEnum):
+    DECODER = "decoder"
+    ENCODER_ONLY = "encoder_only"
+
+
+@dataclass(frozen=True)
+class MultipleOf:
+    base: int
+
+
+class AttentionCGSupport(enum.Enum):
+    NEVER = 0
+
+
+@dataclass
+class CommonAttentionMetadata:
+    query_start_loc: torch.Tensor
+    query_start_loc_cpu: torch.Tensor
+    seq_lens: torch.Tensor
+    num_reqs: int
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    block_table_tensor: torch.Tensor
+    slot_mapping: torch.Tensor
+    causal: bool | torch.Tensor = True
+
+
+class AttentionBackend:
+    supported_kv_cache_dtypes = ["auto"]
+
+    @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype):
+        return kv_cache_dtype is None or kv_cache_dtype in cls.supported_kv_cache_dtypes
+
+
+class AttentionImpl(Generic[T]):
+    pass
+
+
+class AttentionMetadataBuilder(Generic[T]):
+    def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
+        self.kv_cache_spec, self.layer_names, self.vllm_config = kv_cache_spec, layer_names, vllm_config
+        self.device = device
+
+
+def modules(on_cpu: bool) -> dict[str, ModuleType]:
+    """Make the modules of vLLM that the backend imports."""
+    registered = {}
+
+    class AttentionBackendEnum:
+        CPU_ATTN = "CPU_ATTN"
+        __members__ = registered
+
+    registry = ModuleType("vllm.v1.attention.backends.registry")
+    registry.AttentionBackendEnum = AttentionBackendEnum
+    registry.register_backend = registered.__setitem__
+    backend = ModuleType("vllm.v1.attention.backend")
+    for kind in (
+        AttentionType,
+        MultipleOf,
+        AttentionCGSupport,
+        CommonAttentionMetadata,
+        AttentionBackend,
+        AttentionImpl,
+        AttentionMetadataBuilder,
+    ):
+        setattr(backend, kind.__name__, kind)
+    platforms = ModuleType("vllm.platforms")
+    platforms.current_platform = SimpleNamespace(is_cpu=lambda: on_cpu)
+    envs = ModuleType("vllm.envs")
+    envs.VLLM_BATCH_INVARIANT = False
+    vllm = ModuleType("vllm")
+    vllm.envs = envs
+    made = [vllm, envs, platforms, backend, registry]
+    made += [ModuleType(name) for name in ("vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends")]
+    return {module.__name__: module for module in made}
+
+
+def install(monkeypatch, *, on_cpu: bool = True) -> ModuleType:
+    """Import the backend over the doubles, until a test ends."""
+    for name, module in modules(on_cpu).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "fastattn.integrations.vllm", raising=False)
+    import fastattn.integrations.vllm as backend
+
+    monkeypatch.delattr("fastattn.integrations.vllm", raising=False)
+    monkeypatch.setitem(sys.modules, "fastattn.integrations.vllm", backend)
+    return backend

@@ -1,0 +1,144 @@
+"""The backend inside vLLM on a CPU, against vLLM's own: chunked prefill, prefix caching, windows, the same tokens.
+
+Not a part of `make test`: `make vllm-test` makes an environment with vLLM's CPU wheel and runs this file. Each engine
+is a process of its own, as vLLM keeps its choice of backend for as long as a process lives.
+"""
+
+import dataclasses
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import vllm_doubles
+from tiny_models import SIZES
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+
+SMALL = SIZES | dict(num_attention_heads=4, head_dim=32, max_position_embeddings=256)  # a head of 32, for CPU_ATTN
+MODELS = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL)),
+    "gemma2": lambda: Gemma2ForCausalLM(
+        Gemma2Config(**SMALL, sliding_window=11, query_pre_attn_scalar=32, attn_logit_softcapping=2.0)
+    ),
+}
+TOKENS = torch.randint(3, 97, (60,), generator=torch.Generator().manual_seed(0)).tolist()
+PROMPTS = [TOKENS[:50], [*TOKENS[:45], 5, 6, 7], [9, 8, 7], TOKENS[:20]]
+BUDGET = 32  # tokens of a step, so that long prompts come in chunks
+
+
+def serve(path, prompts):
+    """Answer the prompts twice in this process, and print the tokens and what the backend saw."""
+    from vllm import LLM, SamplingParams
+    from vllm.plugins import load_general_plugins
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    load_general_plugins()  # as vLLM does when it begins: through the entry point of this package
+    kind, steps = AttentionBackendEnum.CPU_ATTN.get_class(), []
+    ours = kind.__module__.startswith("fastattn")
+    if ours:
+        build = kind.get_builder_cls().build
+
+        def watch(self, common_prefix_len, common_attn_metadata, fast_build=False):
+            metadata = build(self, common_prefix_len, common_attn_metadata, fast_build)
+            steps.append(metadata)
+            return metadata
+
+        kind.get_builder_cls().build = watch
+    engine = LLM(
+        model=path,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        dtype="float32",
+        max_model_len=128,
+        max_num_batched_tokens=BUDGET,
+        max_num_seqs=8,
+        block_size=32,
+        enable_prefix_caching=True,
+        **dict(attention_backend="FASTATTN") if ours else {},
+    )
+    steps.clear()  # of the run that measures memory
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
+    words, counts = [], []
+    for _ in range(2):
+        done = len(steps)
+        answers = engine.generate([dict(prompt_token_ids=prompt) for prompt in prompts], greedy, use_tqdm=False)
+        words.append([list(answer.outputs[0].token_ids) for answer in answers])
+        counts.append(sum(step.num_actual_tokens for step in steps[done:]))
+    windows = sorted({window or 0 for step in steps for window in step.plans})
+    most = max((step.num_actual_tokens for step in steps), default=0)
+    report = dict(backend=kind.__name__, words=words, counts=counts, most=most, windows=windows, steps=len(steps))
+    sys.stdout.write("REPORT " + json.dumps(report) + "\n")
+
+
+def run(path, prompts, **environment):
+    """Serve in a process of its own."""
+    own = dict(
+        PYTHONPATH=os.pathsep.join(sys.path),
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_CPU_KVCACHE_SPACE="1",
+        VLLM_LOGGING_LEVEL="ERROR",
+    )
+    arguments = [sys.executable, __file__, str(path), json.dumps(prompts)]
+    done = subprocess.run(
+        arguments, env=os.environ | own | environment, check=False, capture_output=True, text=True, timeout=280
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("REPORT ")]
+    assert lines, done.stderr[-3000:]
+    return json.loads(lines[0].removeprefix("REPORT "))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_tokens_as_stock(name, tmp_path):
+    torch.manual_seed(1)
+    model = MODELS[name]()
+    with torch.no_grad():
+        for parameter in model.parameters():  # norms begin as 0 or 1
+            parameter.add_(0.15 * torch.randn_like(parameter))
+        model.get_input_embeddings().weight.mul_(0.05)  # or each word would be followed by itself
+    model.save_pretrained(tmp_path)
+    stock, ours = run(tmp_path, PROMPTS), run(tmp_path, PROMPTS, FASTATTN_REPLACES_CPU_ATTN="1")
+    assert (stock["backend"], ours["backend"]) == ("CPUAttentionBackend", "FastAttentionBackend")
+    assert ours["words"] == stock["words"]
+    assert len({tuple(words) for words in ours["words"][0]}) == len(PROMPTS)
+    prompt_tokens = sum(map(len, PROMPTS))
+    assert ours["most"] <= BUDGET < max(map(len, PROMPTS)), "prompts come in chunks"
+    assert ours["counts"][0] >= prompt_tokens and ours["counts"][1] < ours["counts"][0], "a prefix is found again"
+    assert ours["windows"] == ([0] if name == "llama" else [0, 11])
+
+
+@pytest.mark.timeout(300)
+def test_the_block_on_the_page_runs():
+    page = Path(__file__).parents[2] / "docs/integrations/vllm.md"
+    code = page.read_text().split("```py\n")[1].split("```")[0]
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=280)
+    assert done.stdout.split()[-1:] == ["5"], done.stderr[-3000:]
+
+
+def test_the_doubles_are_like_vllms_classes():
+    """What the backend reads and defines has the names that vLLM has."""
+    from vllm.v1.attention import backend as real
+
+    from fastattn.integrations import vllm as integration
+
+    fields = {field.name for field in dataclasses.fields(real.CommonAttentionMetadata)}
+    assert {field.name for field in dataclasses.fields(vllm_doubles.CommonAttentionMetadata)} <= fields
+    for ours, base, names in (
+        (integration.FastAttentionImpl, real.AttentionImpl, ("forward",)),
+        (integration.FastAttentionMetadataBuilder, real.AttentionMetadataBuilder, ("__init__", "build")),
+    ):
+        for name in names:
+            mine, theirs = (list(inspect.signature(getattr(kind, name)).parameters) for kind in (ours, base))
+            assert mine == theirs, name
+    takes = inspect.signature(real.AttentionImpl.__init__).parameters
+    assert list(takes) == list(inspect.signature(integration.FastAttentionImpl.__init__).parameters)[: len(takes)]
+    for name in vars(integration.FastAttentionBackend):
+        assert name.startswith(("__", "_abc")) or hasattr(real.AttentionBackend, name), f"vLLM does not ask for {name}"
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], json.loads(sys.argv[2]))
