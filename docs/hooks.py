@@ -10,6 +10,8 @@ stands before the comment is for those who read the page on a code host, which h
     ... <!-- kernels -->                                    the kernels, and what each is
     ... <!-- measured local -->                             the measured rows of a path
     ... <!-- tested -->                                     the results of the tests on other machines and processors
+    ... <!-- contract -->                                   the properties that a kernel is checked for
+    ... <!-- honoured -->                                   which kernels of the field honour which of them
     ... <!-- api refattn -->                                what the docstrings of a package say
     ... <!-- exercises puzzles -->                          the exercises, or the puzzles
 
@@ -42,11 +44,13 @@ from readme import RESULTS, ROOT, duration, fastest_peer, tables
 from fastattn.kernels import dispatch
 from refattn import drawing
 from refattn.check import learner
+from refattn.conformance import field
+from refattn.conformance.contract import PROPERTIES
 
 INSERT = re.compile(r"^(?P<instead>.+) <!-- (?P<name>\w+)(?P<arguments>.*?) -->$", re.MULTILINE)
 CAPTION = re.compile(r"\*(.+?)\* ")
 LINK_TO_SOURCE = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<path>[^)\s]+\.py)\)")
-LINK_TO_EXPLORER = re.compile(r"\[([^\]]*)\]\(((?:\.\./)*)explorer/index\.md(#[^)\s]+)\)")  # in some state
+LINK_TO_EXPLORER = re.compile(r"\[([^\]]*)\]\(((?:\.\./)*explorer/)index\.md(#[^)\s]+)\)")  # in some state
 ANSWER = "What do you think? Open the answer"
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 SOURCE_OF_IDEA = re.compile(
@@ -83,7 +87,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     if page.file.src_uri.startswith(("source/", "notebooks/")):  # whose links are turned where the pages are made
         return markdown
     markdown = LINK_TO_SOURCE.sub(lambda match: link(page, **match.groupdict()), markdown)
-    return INSERT.sub(insert, LINK_TO_EXPLORER.sub(r'<a href="\2explorer/index.html\3">\1</a>', markdown))
+    return INSERT.sub(insert, LINK_TO_EXPLORER.sub(r'<a href="\2index.html\3">\1</a>', markdown))
 
 
 def on_page_content(content: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -128,10 +132,10 @@ def kernels(page: Page, instead: str) -> str:
 
 def exercises(page: Page, instead: str, folder: str = "") -> str:
     """List the exercises or the puzzles, with the title of each file."""
-    number = "p{}" if folder else "{}"
-    lines = ["| | function | what it is about |", "|--:|---|---|"]
+    letter = "p" * bool(folder)
+    lines = [f"| {'puzzle' if folder else 'function'} | what it is about |", "|---|---|"]
     for i, path in enumerate(learner.files(ROOT / "exercises" / folder), 1):
-        lines.append(f"| {number.format(i)} | [`{path.stem[3:]}`]({to(page, page_of(path))}) | {learner.title(path)} |")
+        lines.append(f"| {letter}{i} · [`{path.stem[3:]}`]({to(page, page_of(path))}) | {learner.title(path)} |")
     return "\n".join(lines)
 
 
@@ -179,7 +183,29 @@ def tested(page: Page, instead: str) -> str:
     return "\n\n".join(f"{text}\n\n{folded('The numbers', [table])}" for text, table in shown)
 
 
-INSERTS = {insert.__name__: insert for insert in (api, code, exercises, kernels, measured, picture, says, tested)}
+def contract(page: Page, instead: str) -> str:
+    """List the properties that a kernel is checked for, and on which paths."""
+    lines = ["| property | promise | on |", "|---|---|---|"]
+    for found in PROPERTIES:
+        paths = "all paths" if not found.paths else ", ".join(found.paths)
+        lines.append(f"| {found.name} | {found.promise} | {paths} |")
+    return "\n".join(lines)
+
+
+def honoured(page: Page, instead: str) -> str:
+    """Show what the kernels of each machine honour, and fold what they do not with the smallest batches."""
+    parts = []
+    for file in sorted(RESULTS.glob("conformance/*.json")):
+        found = json.loads(file.read_text())
+        title = "Where, and on which batch" if list(field.failures(found)) else "Nothing is broken"
+        parts.append(f"## {found['machine']}\n\n{field.tables(found)}\n\n{folded(title, [field.list_failures(found)])}")
+    return "\n\n".join(parts)
+
+
+INSERTS = {
+    insert.__name__: insert
+    for insert in (api, code, contract, exercises, honoured, kernels, measured, picture, says, tested)
+}
 
 
 def figure(url: str, caption: str) -> str:
@@ -435,4 +461,4 @@ def text_of_notebook(path: Path, source: str) -> str:
         source.replace("<details>", '<details markdown="1">').replace(".ipynb", ".md").replace("](../docs/", "](../")
     )
     source = re.sub(r"\]\(\.\./((?:refattn|fastattn|tests)/[\w/]+\.py)", r"](../source/\1.md", source)
-    return LINK_TO_EXPLORER.sub(r'<a href="\2explorer/index.html\3">\1</a>', source)
+    return LINK_TO_EXPLORER.sub(r'<a href="\2index.html\3">\1</a>', source)

@@ -1,4 +1,4 @@
-"""The command line: `fastattn demo`, `fastattn compare`, `fastattn bench` and `fastattn doctor`."""
+"""The command line: `fastattn demo`, `compare`, `bench`, `doctor` and `conformance`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -19,13 +19,14 @@ def demo(
     prompt: Annotated[list[str] | None, typer.Option(help="Your own prompt; may be given several times.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens in an answer.")] = 40,
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1 ...")] = "cpu",
+    speculate: Annotated[str | None, typer.Option(help="Draft tokens of texts to repeat: chain or tree.")] = None,
 ) -> None:
     """Let a real model answer prompts through both twins, and compare their words with transformers' own."""
     from fastattn.tools import demo as module  # late: `--help` does not need torch
     from refattn.serving.demo_model import MissingModelError
 
     try:
-        proven = module.run(twin, prompt, max_tokens=max_tokens, device=device)
+        proven = module.run(twin, prompt, max_tokens=max_tokens, device=device, speculate=speculate)
     except module.RequestError as error:
         typer.echo(error, err=True)
         raise typer.Exit(1) from error
@@ -76,3 +77,11 @@ def doctor() -> None:
     from fastattn.tools import doctor as module
 
     module.run()
+
+
+@main.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def conformance(context: typer.Context) -> None:
+    """Prove an attention kernel, anybody's: the same as `python -m refattn.conformance`."""
+    from refattn.conformance import __main__ as module
+
+    raise typer.Exit(module.main(context.args))

@@ -206,6 +206,9 @@ def _call(exercise: Exercise, trial: Trial, function: Function, arguments: Mappi
     if parts and not (isinstance(answer, tuple | list) and len(answer) == len(parts)):
         raise WrongAnswerError(f"expected ({', '.join(parts)}), got {kind(answer)}")
     if trial.view is not None:
+        for name, each in zip(parts, answer, strict=True):
+            if not isinstance(each, Tensor):
+                raise WrongAnswerError(f"{name}: expected a tensor, got {kind(each)}")
         answer, parts = trial.view(answer), trial.parts
     return dict(zip(parts, answer, strict=True)) if parts else {ALONE: answer}
 
@@ -312,3 +315,8 @@ def _same(one: Any, other: Any) -> bool:
 
 def _plain(value: Any) -> Any:
     return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    """Draw random numbers, the same every time."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from refattn import masks
 from refattn.attention import attend
-from refattn.check import exercises
-from refattn.check.exercise import Exercise, Function, Trial
+from refattn.check.exercise import Exercise, Function, Trial, draw
+from refattn.check.exercises.cache import local_len, slot
+from refattn.check.exercises.merging import shared_prefix
+from refattn.check.exercises.visibility import virtual_batches
 
 Case = Mapping[str, Any]
 
@@ -60,10 +62,6 @@ def _grid(**sizes: Sequence[Any]) -> list[Case]:
     return [dict(zip(sizes, values, strict=True)) for values in product(*sizes.values())]
 
 
-def _draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 def _expect(**conditions: bool) -> None:
     """Check a case.
 
@@ -84,7 +82,7 @@ def _padding(num_slots: int, slots: list[int]) -> dict[str, Any]:
     inside = all(-1 <= slot < num_slots for slot in slots)
     real = [slot for slot in slots if slot >= 0]
     _expect(a_slot_is_outside_of_the_pool=inside, a_slot_comes_twice=len(set(real)) == len(real))
-    return dict(pool=torch.zeros(num_slots, 2), new=1 + _draw(len(slots), 2).abs(), slots=slots)
+    return dict(pool=torch.zeros(num_slots, 2), new=1 + draw(len(slots), 2).abs(), slots=slots)
 
 
 def _write(pool: Tensor, new: Tensor, slots: list[int]) -> Tensor:
@@ -96,7 +94,7 @@ def _empty_parts(lses: list[list[float]]) -> dict[str, Any]:
     _expect(there_is_no_part=len(lses) > 0, parts_differ_in_their_queries=len(set(map(len, lses))) == 1)
     numbers = torch.tensor(lses, dtype=torch.float32)
     _expect(an_LSE_is_neither_a_number_nor_minus_infinity=bool((numbers < torch.inf).all()))
-    return dict(outs=_draw(*numbers.shape).masked_fill(numbers == -torch.inf, 0.0), lses=numbers)
+    return dict(outs=draw(*numbers.shape).masked_fill(numbers == -torch.inf, 0.0), lses=numbers)
 
 
 def _merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,7 +105,7 @@ def _merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
 
 def _log_base(prefix_len: int, suffix_len: int) -> dict[str, Any]:
     _expect(a_length_is_less_than_1=min(prefix_len, suffix_len) >= 1)
-    return dict(prefix=_draw(prefix_len, 2), suffix=_draw(suffix_len, 2, seed=1))
+    return dict(prefix=draw(prefix_len, 2), suffix=draw(suffix_len, 2, seed=1))
 
 
 def _silent_rows(query_lens: list[int]) -> dict[str, Any]:
@@ -122,11 +120,11 @@ def _stale_memory(seq_len: int, block_size: int, stale: float) -> dict[str, Any]
     pools = []
     for seed in (1, 2):
         pool = torch.full((num_blocks + 2, block_size, 4), float(stale))
-        rows = _draw(seq_len, 4, seed=seed)
+        rows = draw(seq_len, 4, seed=seed)
         for j in range(seq_len):
             pool[blocks[j // block_size], j % block_size] = rows[j]
         pools.append(pool)
-    return dict(query=_draw(4), key_cache=pools[0], value_cache=pools[1], blocks=blocks, seq_len=seq_len)
+    return dict(query=draw(4), key_cache=pools[0], value_cache=pools[1], blocks=blocks, seq_len=seq_len)
 
 
 def _read(query: Tensor, key_cache: Tensor, value_cache: Tensor, blocks: list[int], seq_len: int) -> Tensor:
@@ -142,7 +140,7 @@ def _chunk_ends(query_len: int, seq_len: int, chunk_size: int) -> dict[str, Any]
 
 def _pieces(query_len: int, seq_len: int, chunk_size: int) -> list[tuple[int, int]]:
     blocks = list(range(-(-seq_len // chunk_size)))
-    queries, keys, _ = exercises.virtual_batches([query_len], [seq_len], [blocks], chunk_size, chunk_size)
+    queries, keys, _ = virtual_batches([query_len], [seq_len], [blocks], chunk_size, chunk_size)
     return list(zip(queries, keys, strict=True))
 
 
@@ -163,7 +161,7 @@ def _sink_per_split(num_keys: int, num_splits: int, sink: float) -> dict[str, An
         a_size_is_less_than_1=min(num_keys, num_splits) >= 1, there_are_more_splits_than_keys=num_splits <= num_keys
     )
     return dict(
-        scores=_draw(num_keys), values=_draw(num_keys, seed=1), sink=torch.tensor(float(sink)), num_splits=num_splits
+        scores=draw(num_keys), values=draw(num_keys, seed=1), sink=torch.tensor(float(sink)), num_splits=num_splits
     )
 
 
@@ -174,7 +172,7 @@ def _with_sink(scores: Tensor, values: Tensor, sink: Tensor, num_splits: int) ->
 
 def _softcap_order(query_len: int, seq_len: int, softcap: float) -> dict[str, Any]:
     _expect(query_len_is_not_between_1_and_seq_len=1 <= query_len <= seq_len, softcap_is_not_positive=softcap > 0)
-    return dict(scores=_draw(query_len, seq_len), visible=masks.causal(query_len, seq_len), softcap=softcap)
+    return dict(scores=draw(query_len, seq_len), visible=masks.causal(query_len, seq_len), softcap=softcap)
 
 
 def _capped(scores: Tensor, visible: Tensor, softcap: float) -> Tensor:
@@ -183,8 +181,8 @@ def _capped(scores: Tensor, visible: Tensor, softcap: float) -> Tensor:
 
 def _one_scale(key_scale: float, value_scale: float) -> dict[str, Any]:
     _expect(a_scale_is_not_positive=min(key_scale, value_scale) > 0)
-    codes = [(_draw(5, 4, seed=seed) * 40).round().to(torch.int8) for seed in (1, 2)]
-    return dict(query=_draw(4), key_codes=codes[0], value_codes=codes[1], key_scale=key_scale, value_scale=value_scale)
+    codes = [(draw(5, 4, seed=seed) * 40).round().to(torch.int8) for seed in (1, 2)]
+    return dict(query=draw(4), key_codes=codes[0], value_codes=codes[1], key_scale=key_scale, value_scale=value_scale)
 
 
 def _dequantised(query: Tensor, key_codes: Tensor, value_codes: Tensor, key_scale: float, value_scale: float) -> Tensor:
@@ -276,7 +274,7 @@ PUZZLES = (
     ),
     Puzzle(
         "prefix_reach",
-        exercises.shared_prefix,
+        shared_prefix,
         _prefix_reach,
         [
             dict(query_lens=q, seq_lens=s, block_tables=tables, block_size=4)
@@ -318,7 +316,7 @@ PUZZLES = (
     Puzzle(
         "rank_lengths",
         lambda context_len, new_len, **where: (
-            exercises.local_len(context_len + new_len, **where) - exercises.local_len(context_len, **where)
+            local_len(context_len + new_len, **where) - local_len(context_len, **where)
         ),
         _rank_lengths,
         _grid(context_len=[0, 1, 5, 16], new_len=[0, 1, 3, 7], rank=[0, 1], num_ranks=[2], interleave=[1, 2, 4]),
@@ -326,7 +324,7 @@ PUZZLES = (
     ),
     Puzzle(
         "block_or_slot",
-        lambda blocks, seq_len, block_size: [exercises.slot(j, blocks, block_size) for j in range(seq_len)],
+        lambda blocks, seq_len, block_size: [slot(j, blocks, block_size) for j in range(seq_len)],
         _block_or_slot,
         _grid(blocks=[[3, 1, 0]], seq_len=[0, 1, 3], block_size=[1, 2, 16]),
         ("With which block size is a block a slot?",),

@@ -1,7 +1,15 @@
-"""Prove anybody's attention: ragged cases, poisoned memory, the mask read out, one tolerance. Our tests use it too."""
+"""Prove anybody's attention: the contract, property by property; ragged cases, poison, masks read out, one tolerance.
+
+    python -m refattn.conformance my_package:my_attention --path chunked_prefill
+
+checks a kernel of yours (`conformance.check`, `conformance.testing` for pytest). What is imported here needs torch
+alone; the search for failing batches needs the extra `conformance`.
+"""
 
 from refattn.conformance.call import attend, prepare
 from refattn.conformance.cases import CASES, HARMLESS, POISON, Case, Paged, build, poisoned
+from refattn.conformance.example import Example
+from refattn.conformance.kernel import claims
 from refattn.conformance.readout import assert_same_masks, masks_by_hand, read_masks
 from refattn.conformance.spec import PathSpec
 from refattn.conformance.tolerance import assert_close, assert_matches_reference
@@ -11,6 +19,7 @@ __all__ = [
     "HARMLESS",
     "POISON",
     "Case",
+    "Example",
     "Paged",
     "PathSpec",
     "assert_close",
@@ -18,6 +27,7 @@ __all__ = [
     "assert_same_masks",
     "attend",
     "build",
+    "claims",
     "masks_by_hand",
     "poisoned",
     "prepare",

@@ -37,16 +37,17 @@ def distance(out: Tensor, ref: Tensor) -> Distance:
     return Distance(float(off.abs().max()), float(off.square().mean().sqrt())) if off.numel() else Distance(0.0, 0.0)
 
 
-def allowed(ref: Tensor, low: Tensor, dtype: torch.dtype) -> Distance:
+def allowed(ref: Tensor, low: Tensor, dtype: torch.dtype, largest_score: float = 1.0) -> Distance:
     """Return how far an answer of some type may be from `ref`.
 
     Args:
         ref: the reference in a wider type.
         low: the reference formula in the type of the answer.
         dtype: that type.
+        largest_score: where scores are large, as a weight is off by the rounding of its score.
     """
     size = float(ref.abs().max()) if ref.numel() else 0.0
-    return bound(distance(low, ref), size, dtype)
+    return bound(distance(low, ref), size * max(1.0, largest_score), dtype)
 
 
 def bound(error_of_low: Distance, size: float, dtype: torch.dtype) -> Distance:
@@ -56,8 +57,10 @@ def bound(error_of_low: Distance, size: float, dtype: torch.dtype) -> Distance:
     return Distance(2 * error_of_low.max + ulp, 2 * error_of_low.rms + ulp)
 
 
-def assert_close(out: Tensor, ref: Tensor, low: Tensor, *, name: str = "out") -> None:
+def assert_close(out: Tensor, ref: Tensor, low: Tensor, *, name: str = "out", largest_score: float = 1.0) -> None:
     """Hold one tensor to the rule; infinities must stand at the same places, and nothing may be NaN.
+
+    `largest_score` is that of `allowed`.
 
     Raises:
         AssertionError: saying by how much the tensor is off, and how much is allowed.
@@ -72,7 +75,7 @@ def assert_close(out: Tensor, ref: Tensor, low: Tensor, *, name: str = "out") ->
     if not torch.equal(out[infinite].double(), ref[infinite].double()):
         raise AssertionError(f"{name}: an infinity has the wrong sign")
     out, ref, low = (x[~infinite] for x in (out, ref, low))
-    limits = allowed(ref, low, dtype)._asdict()
+    limits = allowed(ref, low, dtype, largest_score)._asdict()
     for measure, error in distance(out, ref)._asdict().items():
         if not error <= limits[measure]:
             raise AssertionError(f"{name}: {measure} error {error:.3e}, allowed {limits[measure]:.3e}")
@@ -96,7 +99,7 @@ def assert_matches_reference(
         AssertionError: saying what is off.
     """
     dtype = out.dtype
-    arguments, options = _on_cpu(arguments), dict(zip(options, _on_cpu(tuple(options.values())), strict=True))
+    arguments, options = on_cpu(arguments), on_cpu(options)
     out, lse = out.cpu(), lse.cpu()
     wide = WIDER[dtype]
     ref_out, ref_lse = reference(
@@ -110,20 +113,18 @@ def assert_matches_reference(
     assert_close(lse, ref_lse, low_lse, name="lse")
 
 
-def _on_cpu(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Move tensors and batches, and what a tuple or list holds of them, to the CPU."""
-    return tuple(_one_on_cpu(x) for x in values)
-
-
-def _one_on_cpu(x: Any) -> Any:
+def on_cpu(x: Any, device: str = "cpu") -> Any:
+    """Move a tensor, and what tuples, lists, dicts and dataclasses hold of them, to the CPU, or to another device."""
     if isinstance(x, Tensor):
-        return x.cpu()
+        return x.to(device)
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
         return dataclasses.replace(
-            x, **{f.name: _one_on_cpu(getattr(x, f.name)) for f in dataclasses.fields(x) if f.init}
+            x, **{f.name: on_cpu(getattr(x, f.name), device) for f in dataclasses.fields(x) if f.init}
         )
+    if type(x) is dict:
+        return {name: on_cpu(value, device) for name, value in x.items()}
     if type(x) in (list, tuple):
-        return type(x)(_one_on_cpu(y) for y in x)
+        return type(x)(on_cpu(y, device) for y in x)
     return x
 
 

@@ -1,6 +1,7 @@
 """Every exercise can be solved, its check fails for the stub and for wrong answers, and it says what is wrong."""
 
 import inspect
+import os
 import re
 import shutil
 from io import StringIO
@@ -118,13 +119,14 @@ def test_the_page_shows_what_the_command_prints(tmp_path, monkeypatch, capsys):
         ("slot", "return blocks[position / block_size]", "line 10, `return blocks[position / block_size]`: TypeError"),
         ("merge", "return outs[0], None", "out: max error"),
         ("merge", "return outs[0] + 1, None", "lse: expected a tensor of float32 [1, 1], got None"),
+        ("paged_attention", "return [], []", "out: expected a tensor, got list"),
         ("attend", "return query", "expected (out, lse), got a tensor of float32 [1, 4]"),
         ("gather", "return cache.flatten(0, 1)[:seq_len].double()", "expected a tensor of float32"),
         ("merge", "outs[0].zero_(); return outs[0], lses[0]", "the argument outs was changed"),
         ("triton_decode", "return tl.load(nothing)", "`return tl.load(nothing)`: NameError"),
         ("tree_mask", "return 'a mask'", "answer: expected a tensor of bool [3, 3], got str"),
     ],
-    ids=range(8),
+    ids=range(9),
 )
 def test_what_goes_wrong_is_said_and_shown(name, body, says, tmp_path):
     exercise = next(exercise for exercise in EXERCISES if exercise.name == name)
@@ -162,3 +164,29 @@ def test_hints_come_one_by_one(capsys):
     command.main(["slot", "--hint", "--hint", "--folder", str(STUBS)])
     two = capsys.readouterr().out
     assert "Hint 1 of 2" in one and "Hint 2 of 2" not in one and "Hint 2 of 2" in two
+
+
+def test_watching_checks_again_when_the_file_is_saved(tmp_path, monkeypatch, capsys):
+    shutil.copytree(STUBS, tmp_path / "mine")
+    file = tmp_path / "mine" / "01_slot.py"
+
+    naps = iter(range(3))
+
+    def nap(seconds):
+        if next(naps) == 2:
+            raise KeyboardInterrupt
+        file.write_text((SOLUTIONS / "01_slot.py").read_text())
+        os.utime(file, ns=(1, 1))  # another time than before, whatever the clock's resolution
+
+    monkeypatch.setattr(command.time, "sleep", nap)
+    assert command.main(["1", "--watch", "--folder", str(tmp_path / "mine")]) == 0
+    printed = capsys.readouterr().out
+    assert printed.index("To do: ") < printed.index("All 6 trials are right")
+
+
+def test_a_task_is_found_by_number_name_and_file():
+    tasks = command.all_tasks(STUBS)
+    for which in ("3", "03", "write", "03_write", "exercises/03_write.py"):
+        assert command.find(tasks, which).exercise is EXERCISES[2]
+    for which in ("p2", "P2", "padding", "exercises/puzzles/02_padding.py"):
+        assert command.find(tasks, which).puzzle.name == "padding"

@@ -1,6 +1,7 @@
 """A learner's functions serve a model in the engine, and whose function computed is said truly."""
 
 from dataclasses import replace
+from functools import cache
 from io import StringIO
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from rich.console import Console
 from tiny_models import byte_tokenizer, make_llama
 
+import refattn
 from refattn.check import __main__ as command
 from refattn.check import serve
 from refattn.serving import Engine, SamplingParams
@@ -29,26 +31,27 @@ def outputs(twin):
     return [request.output_ids for request in requests], engine.counters
 
 
+@cache
+def by_reference():
+    return outputs(refattn)
+
+
 @pytest.mark.parametrize(
     "names", [serve.USED, ("write", "gather"), ("causal_mask", "attend_heads", "merge"), ()], ids=len
 )
 def test_the_answers_are_those_of_the_reference(names, shapes_unchecked):
-    import refattn
-
     twin = serve.LearnersTwin(functions(*names))
     answers, counters = outputs(twin)
-    assert (answers, counters) == outputs(refattn)
+    assert (answers, counters) == by_reference()
     assert counters.saved_key_reads > 0, "no cascade, so no merge was tried"
     unused = {"causal_mask", "attend_heads"} if "paged_attention" in names else set()
     assert {name for name in serve.USED if not twin.calls[name]} == unused
 
 
 def test_a_wrong_function_gives_other_words(shapes_unchecked):
-    import refattn
-
     right = functions("slot_mapping")["slot_mapping"]
     twin = serve.LearnersTwin({"slot_mapping": lambda *arguments: [slot ^ 1 for slot in right(*arguments)]})
-    assert outputs(twin)[0] != outputs(refattn)[0]
+    assert outputs(twin)[0] != by_reference()[0]
 
 
 def test_the_command_shows_both_answers(monkeypatch, tmp_path, shapes_unchecked):

@@ -3,6 +3,7 @@
 With them, what a peer gets (tables, lengths, plans) is checked where there is no GPU.
 """
 
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,6 +48,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     flashinfer.BatchPrefillWithPagedKVCacheWrapper = Prefill
     flashinfer.BatchDecodeWithPagedKVCacheWrapper = Decode
     flashinfer.MultiLevelCascadeAttentionWrapper = Cascade
+    flashinfer.merge_states = merge_states
     for module in (fa2, fa4, flashinfer, flashinfer_mla, flash_mla):
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
@@ -70,8 +72,9 @@ def from_pages(cache, tables, lengths) -> list[Tensor]:
 
 def fa4_varlen(
     q, k, v, *, cu_seqlens_q, max_seqlen_q, max_seqlen_k, cu_seqlens_k=None, seqused_k=None, page_table=None,
-    causal=False, window_size=(None, None), return_lse=False,
+    causal=False, window_size=(None, None), softmax_scale=None, softcap=0.0, return_lse=False,
 ):  # fmt: skip
+    assert softmax_scale is None and not softcap
     if page_table is None:
         keys, values = (x.split(cu_seqlens_k.diff().tolist()) for x in (k, v))
     else:
@@ -81,25 +84,40 @@ def fa4_varlen(
     return out, lse.T.contiguous() if return_lse else None
 
 
-def fa2_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, causal, window_size):
-    return fa4_varlen(
+def fa2_varlen(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, causal=False, window_size=(-1, -1),
+    softmax_scale=None, softcap=0.0, alibi_slopes=None, return_attn_probs=False, block_table=None,
+):  # fmt: skip
+    assert alibi_slopes is None
+    pages = dict(seqused_k=cu_seqlens_k.diff(), page_table=block_table)
+    out, lse = fa4_varlen(
         q,
         k,
         v,
         cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
         causal=causal,
         window_size=window_size,
-    )[0]
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        return_lse=True,
+        **(dict(cu_seqlens_k=cu_seqlens_k) if block_table is None else pages),
+    )
+    return (out, lse, None) if return_attn_probs else out
 
 
-def fa2_with_kvcache(q, k_cache, v_cache, *, cache_seqlens, block_table, causal, window_size):
+def fa2_with_kvcache(
+    q, k_cache, v_cache, *, cache_seqlens, block_table, causal=False, window_size=(-1, -1), softmax_scale=None,
+    softcap=0.0, alibi_slopes=None, return_softmax_lse=False,
+):  # fmt: skip
     assert k_cache.shape[1] % 256 == 0, "FA2 has pages of a multiple of 256"
+    assert softmax_scale is None and not softcap and alibi_slopes is None
     keys, values = (from_pages(x, block_table, cache_seqlens) for x in (k_cache, v_cache))
     cu_seqlens_q = torch.arange(len(q) + 1) * q.shape[1]
-    return over_rows(q.flatten(0, 1), cu_seqlens_q, keys, values, causal, window_size)[0].view_as(q)
+    out, lse = over_rows(q.flatten(0, 1), cu_seqlens_q, keys, values, causal, window_size)
+    lse = lse.unflatten(0, q.shape[:2]).transpose(1, 2)  # [b, h, t]
+    return (out.view_as(q), lse) if return_softmax_lse else out.view_as(q)
 
 
 def over_latents(query, cache, rank, cu_seqlens_q, tables, lengths, softmax_scale, *, causal=True):
@@ -208,13 +226,15 @@ def fa3_schedule(
 
 
 class Prefill:
-    def __init__(self, workspace, kv_layout, *, backend):
+    def __init__(self, workspace, kv_layout, *, backend="auto"):
         assert kv_layout == "NHD"
 
     def plan(
         self, qo_indptr, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim_qk, page_size,
-        *, causal=False, window_left=-1, custom_mask=None, q_data_type, kv_data_type,
+        *, causal=False, window_left=-1, custom_mask=None, sm_scale=None, logits_soft_cap=None, q_data_type,
+        kv_data_type,
     ):  # fmt: skip
+        assert sm_scale is None and logits_soft_cap is None
         self.cu_seqlens_q, self.causal, self.window_left = qo_indptr, causal, window_left
         self.tables = indices.split(indptr.diff().tolist())
         self.lengths = ((indptr.diff() - 1) * page_size + last_page_len).tolist()
@@ -232,8 +252,9 @@ class Prefill:
             return tuple(map(torch.cat, answers))
         return over_rows(q, self.cu_seqlens_q, keys, values, self.causal, (self.window_left, None))
 
-    def run(self, q, paged_kv_cache):
-        return self.answer(q, paged_kv_cache)[0]
+    def run(self, q, paged_kv_cache, *, return_lse=False):
+        out, lse = self.answer(q, paged_kv_cache)
+        return (out, lse / math.log(2)) if return_lse else out  # to the base 2
 
 
 class Decode(Prefill):
@@ -246,7 +267,7 @@ class Decode(Prefill):
 
 
 class Latents:
-    def __init__(self, workspace, *, backend):
+    def __init__(self, workspace, *, backend="auto"):
         pass
 
     def plan(
@@ -257,10 +278,11 @@ class Latents:
         self.sizes = num_heads, head_dim_ckv, head_dim_kpe, page_size
         self.where = qo_indptr, kv_indices.split(kv_indptr.diff().tolist()), kv_len_arr, sm_scale
 
-    def run(self, *, q_nope, q_pe, ckv_cache, kpe_cache):
+    def run(self, *, q_nope, q_pe, ckv_cache, kpe_cache, return_lse=False):
         assert self.sizes == (q_nope.shape[1], q_nope.shape[2], q_pe.shape[2], ckv_cache.shape[1])
         query, pages = torch.cat([q_nope, q_pe], -1), torch.cat([ckv_cache, kpe_cache], -1)
-        return over_latents(query, pages, q_nope.shape[-1], *self.where)[0]
+        out, lse = over_latents(query, pages, q_nope.shape[-1], *self.where)
+        return (out, lse / math.log(2)) if return_lse else out
 
 
 class Cascade:
@@ -275,3 +297,9 @@ class Cascade:
     def run(self, q, paged_kv_cache):
         outs, lses = zip(*(level.answer(q, paged_kv_cache) for level in self.levels), strict=True)
         return merge.merge(outs, lses)[0]
+
+
+def merge_states(v, s):
+    """Merge as FlashInfer does: parts in the second dimension, log-sum-exps to the base 2."""
+    out, lse = merge.merge(list(v.unbind(1)), [x * math.log(2) for x in s.unbind(1)])
+    return out, lse / math.log(2)

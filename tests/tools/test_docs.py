@@ -28,7 +28,10 @@ FENCE = re.compile(
 SWAP = re.compile(r"from refattn import (.*)  # or: from fastattn.*")
 MAKE_TARGETS = re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
-MARK = re.compile(r"<!-- (?P<name>api|code|exercises|kernels|measured|picture|says|tested)\b(?P<arguments>[^:]*?) -->")
+MARK = re.compile(
+    r"<!-- (?P<name>api|code|contract|exercises|honoured|kernels|measured|picture|says|tested)\b"
+    r"(?P<arguments>[^:]*?) -->"
+)
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 

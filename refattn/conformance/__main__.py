@@ -1,0 +1,126 @@
+"""`python -m refattn.conformance my_package:my_attention --path chunked_prefill`: say what a kernel honours.
+
+Exit status: 0 if it honours all that it claims, 1 if not, 2 if it cannot be called.
+"""
+
+import argparse
+import json
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from refattn.conformance import field
+from refattn.conformance.adapters import ADAPTERS
+from refattn.conformance.check import Finding, Report
+from refattn.conformance.contract import of_path
+from refattn.conformance.example import PATHS
+from refattn.conformance.isolate import check_apart
+from refattn.conformance.kernel import BadKernelError
+from refattn.conformance.report import STYLES, as_html, lines, mark
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Check what the command line names."""
+    parser = argparse.ArgumentParser(prog="python -m refattn.conformance", description="Prove an attention kernel.")
+    parser.add_argument("kernel", nargs="?", help="module:function, a module of a path, or the name of an adapter")
+    parser.add_argument("--path", choices=list(PATHS), help="what it computes")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1 ...")
+    parser.add_argument("--property", action="append", dest="only", help="one of them; may be given several times")
+    parser.add_argument("--dtype", action="append", default=[], help="float32, float16 or bfloat16; several times")
+    parser.add_argument("--examples", type=int, default=20, help="batches per property and type (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=600.0, help="for one kernel, at most (%(default)s)")
+    parser.add_argument("--patience", type=float, default=60.0, help="seconds to wait for one answer (%(default)s)")
+    parser.add_argument("--json", type=Path, help="file for the report")
+    parser.add_argument("--html", type=Path, help="file for the report, as one page")
+    parser.add_argument("--list", action="store_true", help="list the adapters, and why some do not run here")
+    parser.add_argument("--all-installed", action="store_true", help="check every adapter that runs here")
+    parser.add_argument("--adapter", action="append", help="with --all-installed: part of a name; several times")
+    parser.add_argument(
+        "--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 4), help="with --all-installed: at a time"
+    )
+    parser.add_argument("--out", type=Path, help="with --all-installed: file for the results")
+    asked = parser.parse_args(arguments)
+    console = Console(highlight=False, soft_wrap=True)
+    if asked.list:
+        for adapter in ADAPTERS.values():
+            reason = adapter.why_not(asked.device)
+            console.print(Text(f"{adapter.name:24} {adapter.path:16} {'runs here' if reason is None else reason}"))
+        return 0
+    options: dict[str, Any] = dict(
+        device=asked.device,
+        dtypes=asked.dtype,
+        examples=asked.examples,
+        only=asked.only,
+        seconds=asked.seconds,
+        patience=asked.patience,
+    )
+    if asked.all_installed:
+        return _all(asked, options, console)
+    if asked.kernel is None:
+        parser.error("which kernel? module:function, or --list")
+    try:
+        report = check_apart(asked.kernel, asked.path, **options)
+    except BadKernelError as error:
+        print(error, file=sys.stderr)  # noqa: T201
+        return 2
+    show(report, console)
+    if asked.json:
+        asked.json.write_text(json.dumps(report.as_dict(), indent=1) + "\n")
+    if asked.html:
+        asked.html.write_text(as_html([report]))
+    return 1 if report.failures else 0
+
+
+def show(report: Report, console: Console) -> None:
+    """Print a report."""
+    for style, text in lines(report):
+        console.print(Text(text, style=style))
+
+
+def _all(asked: argparse.Namespace, options: dict[str, Any], console: Console) -> int:
+    """Check every adapter that runs here, some at a time, and write the results."""
+    parts = asked.adapter
+    chosen = [
+        x for x in ADAPTERS.values() if (any(part in x.name for part in parts) if parts else x.package != "refattn")
+    ]  # the reference is what they are held to
+    chosen = [x for x in chosen if asked.path in (None, x.path)]
+    missing = {x.name: reason for x in chosen if (reason := x.why_not(asked.device)) is not None}
+    for name, reason in missing.items():
+        console.print(Text(f"· {name}: {reason}", style="dim"))
+
+    def run(name: str) -> Report:
+        try:
+            only = options["only"]
+            if only is not None:
+                only = [x.name for x in of_path(ADAPTERS[name].path) if x.name in only]
+            report = check_apart(name, **options | dict(only=only))
+        except BadKernelError as error:
+            report = Report(name, ADAPTERS[name].path, asked.device)
+            report.findings = [Finding("call", "It can be called.", "crashed", str(error))]
+        sign = mark("wrong" if report.failures else "honoured")
+        count = sum(finding.outcome == "honoured" for finding in report.findings)
+        failed = ", ".join(f"{finding.property} ({finding.outcome})" for finding in report.failures)
+        console.print(
+            Text(f"{sign} {name}: {count} honoured; {failed or 'none failed'}; {report.seconds:.0f} s", STYLES[sign])
+        )
+        return report
+
+    reports = []
+    with ThreadPoolExecutor(asked.jobs) as pool:
+        for report in pool.map(run, [x.name for x in chosen if x.name not in missing]):
+            reports.append(report)
+            if asked.out:  # each time: what there is should last, whatever ends this process
+                asked.out.parent.mkdir(parents=True, exist_ok=True)
+                asked.out.write_text(json.dumps(field.results(reports, missing, asked.device), indent=1) + "\n")
+    if asked.html:
+        asked.html.write_text(as_html(reports))
+    return 1 if any(report.failures for report in reports) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

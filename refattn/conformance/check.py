@@ -1,0 +1,431 @@
+"""Check a kernel: every property that it claims, on drawn batches; a failure shrinks, and gets a probable cause."""
+
+import ast
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
+from hypothesis import strategies as st
+from hypothesis.errors import Flaky
+from torch import Tensor
+
+from refattn.conformance import contract, mistakes
+from refattn.conformance.adapters import kernel_of
+from refattn.conformance.contract import Broken, CrashedError, NotClaimedError, Property, RefusedError
+from refattn.conformance.example import Answers, Arguments, Example, expected
+from refattn.conformance.kernel import BadKernelError, Kernel
+from refattn.conformance.tolerance import bound, distance, on_cpu
+
+FAILED = ("wrong", "raises", "crashed", "hung")  # outcomes that break the contract
+EVIDENCE = 6  # more batches, to tell mistakes apart
+SHRINKING = 10.0  # seconds, at most; 0: no failure shrinks
+PROBABLE = 0.75  # of the failures, that a mistake has to explain
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What came of one property.
+
+    Attributes:
+        property: its name.
+        promise: what it says.
+        outcome: "honoured"; "wrong", "raises", "crashed", "hung"; "refused", "not claimed", "not reached".
+        detail: what is wrong, or why it was not asked.
+        examples: how many batches were tried.
+        refused: how many of them the kernel refused.
+        example: the smallest batch that fails, as code.
+        dtype: in which it fails.
+        mistakes: what is probably wrong: names and sentences, the most probable first.
+        expected: the masks of the batch's sequences, as rows of 0 and 1.
+        seen: those read out of the kernel's answers.
+        code: a line that reproduces it.
+    """
+
+    property: str
+    promise: str
+    outcome: str
+    detail: str = ""
+    examples: int = 0
+    refused: int = 0
+    example: str = ""
+    dtype: str = ""
+    mistakes: tuple[tuple[str, str], ...] = ()
+    expected: tuple[tuple[str, ...], ...] = ()
+    seen: tuple[tuple[str, ...], ...] = ()
+    code: str = ""
+
+
+@dataclass
+class Report:
+    """What a kernel honours, property by property."""
+
+    kernel: str
+    path: str
+    device: str
+    findings: list[Finding] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def failures(self) -> list[Finding]:
+        """Where the contract is broken."""
+        return [finding for finding in self.findings if finding.outcome in FAILED]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as JSON has it."""
+        return asdict(self)
+
+
+def check(
+    target: str | Callable[..., Any] | ModuleType | Kernel,
+    path: str | None = None,
+    *,
+    device: str = "cpu",
+    dtypes: Sequence[torch.dtype] | None = None,
+    examples: int = 20,
+    only: Iterable[str] | None = None,
+    seconds: float = math.inf,
+    stop_at_first: bool = False,
+    on_finding: Callable[[Finding], None] | None = None,
+    on_example: Callable[[str, Example], None] | None = None,
+) -> Report:
+    """Check a kernel against the contract of its path.
+
+    Args:
+        target: the kernel, as `refattn.conformance.kernel.find` takes it.
+        path: which path it computes.
+        device: where the tensors are.
+        dtypes: of them; those that the kernel claims if None.
+        examples: batches per property and type.
+        only: names of properties; all if None.
+        seconds: after which no other property is begun.
+        stop_at_first: end with the first failure.
+        on_finding: called with every finding, as it is made.
+        on_example: called with the property and the batch before the kernel is.
+
+    Returns:
+        The report.
+
+    Raises:
+        BadKernelError: if the kernel cannot be called at all.
+    """
+    kernel = kernel_of(target, path)
+    report = Report(kernel.name, kernel.path, device)
+    began = time.monotonic()
+    chosen = contract.of_path(kernel.path)
+    if only is not None:
+        only = list(only)
+        unknown = set(only) - {x.name for x in chosen}
+        if unknown:
+            names = ", ".join(x.name for x in chosen)
+            raise BadKernelError(f"{kernel.path} has no property {sorted(unknown)[0]!r}; there are {names}")
+        chosen = [x for x in chosen if x.name in only]
+    kinds = [dtype for dtype in dtypes or kernel.claims.dtypes if dtype in kernel.claims.dtypes]
+    if not kinds:
+        raise BadKernelError(f"{kernel.name} claims none of the types asked for")
+    for prop in chosen:
+        why = prop.not_asked(kernel, device)
+        if why is not None:
+            finding = Finding(prop.name, prop.promise, "not claimed", why)
+        elif time.monotonic() - began > seconds:
+            finding = Finding(prop.name, prop.promise, "not reached", "the time was over")
+        else:
+            finding = _look(kernel, prop, kinds, device, examples, on_example)
+        report.findings.append(finding)
+        if on_finding is not None:
+            on_finding(finding)
+        if stop_at_first and finding.outcome in FAILED:
+            break
+    report.seconds = round(time.monotonic() - began, 1)
+    return report
+
+
+def reproduce(
+    target: str | Callable[..., Any] | ModuleType,
+    name: str,
+    example: Example,
+    *,
+    dtype: str = "float32",
+    device: str = "cpu",
+) -> None:
+    """Check one property of a kernel on one batch.
+
+    Raises:
+        Broken: if it does not hold.
+    """
+    kernel = kernel_of(target, example.path)
+    prop = next(x for x in contract.of_path(example.path) if x.name == name)
+    prop.check(kernel, example, getattr(torch, dtype), device)
+
+
+@dataclass
+class _Trial:
+    """The calls of an example, and whether it failed."""
+
+    example: Example
+    calls: list[tuple[Arguments, Answers]]
+    failed: bool
+
+
+def _look(
+    kernel: Kernel,
+    prop: Property,
+    dtypes: Sequence[torch.dtype],
+    device: str,
+    examples: int,
+    on_example: Callable[[str, Example], None] | None,
+) -> Finding:
+    """Search batches on which a property does not hold, one type after the other."""
+    tried, refused, reason = 0, 0, ""
+    most = min(examples, prop.examples or examples, kernel.claims.max_examples or examples)
+    for i, dtype in enumerate(dtypes):
+        search = _Search(kernel, prop, dtype, device, on_example)
+        failure = search.run(most if i == 0 else -(-most // 2))
+        if search.not_claimed:
+            return Finding(prop.name, prop.promise, "not claimed", search.reason)
+        tried, refused, reason = tried + search.tried, refused + search.refused, search.reason or reason
+        if failure is not None:
+            return search.finding(failure)
+    if tried and refused == tried:
+        return Finding(prop.name, prop.promise, "refused", reason, tried, refused)
+    detail = f"{refused} of {tried} batches refused: {reason}" if refused else ""
+    return Finding(prop.name, prop.promise, "honoured", detail, tried, refused)
+
+
+class _Search:
+    """A search for a batch on which a property does not hold, in one type."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        prop: Property,
+        dtype: torch.dtype,
+        device: str,
+        on_example: Callable[[str, Example], None] | None,
+    ) -> None:
+        self.kernel, self.prop, self.dtype, self.device, self.on_example = kernel, prop, dtype, device, on_example
+        self.tried, self.refused, self.reason, self.not_claimed = 0, 0, "", False
+        self.trials: list[_Trial] = []
+        self.failures: dict[str, Broken] = {}  # by batch
+        self.smallest: Example | None = None
+        self.ends = math.inf
+        self.batches = st.composite(lambda draw: prop.draw(draw, kernel))()
+
+    def run(self, examples: int) -> Broken | None:
+        """Draw batches until one fails, and shrink that one."""
+        test = given(self.batches)(self._try_and_raise)
+        run = settings(
+            max_examples=examples,
+            derandomize=True,
+            deadline=None,
+            database=None,
+            phases=(Phase.generate, Phase.shrink) if SHRINKING else (Phase.generate,),
+            suppress_health_check=list(HealthCheck),
+            report_multiple_bugs=False,
+            print_blob=False,
+            verbosity=Verbosity.quiet,
+        )(test)
+        try:
+            run()
+        except (Broken, Flaky):
+            assert self.smallest is not None
+            return self.failures[repr(self.smallest)]
+        return None
+
+    def _try_and_raise(self, example: Example) -> None:
+        if time.monotonic() > self.ends:  # long enough: only the smallest so far fails still
+            if example == self.smallest:
+                raise self.failures[repr(example)]
+            return
+        self._try(example)
+        if repr(example) in self.failures:
+            if self.ends == math.inf:
+                self.ends = time.monotonic() + SHRINKING
+            self.smallest = example
+            raise self.failures[repr(example)]
+
+    def _try(self, example: Example) -> None:
+        """Check the property on a batch, and keep what the kernel was asked and answered."""
+        self.tried += 1
+        if self.on_example is not None:
+            self.on_example(self.prop.name, example)
+        try:
+            self._keep(example, self.prop.check)
+        except RefusedError as error:
+            self.refused, self.reason = self.refused + 1, str(error)
+            self.not_claimed = isinstance(error, NotClaimedError)
+        except Broken as error:
+            self.failures[repr(example)] = error
+
+    def _keep(self, example: Example, check: contract.Check) -> None:
+        self.kernel.calls.clear()
+        failed = False
+        try:
+            check(self.kernel, example, self.dtype, self.device)
+        except Broken:
+            failed = True
+            raise
+        finally:
+            self.trials.append(_Trial(example, list(self.kernel.calls), failed))
+
+    def finding(self, failure: Broken) -> Finding:
+        """Describe a failure: its masks, and what is probably wrong."""
+        example = self.smallest
+        assert example is not None
+        self._gather()
+        name, where = (
+            str(self.dtype).removeprefix("torch."),
+            "" if self.device == "cpu" else f", device={self.device!r}",
+        )
+        return Finding(
+            self.prop.name,
+            self.prop.promise,
+            "raises" if str(failure).startswith("raised ") else "wrong",
+            str(failure),
+            self.tried,
+            self.refused,
+            repr(example),
+            name,
+            tuple((mistake.name, mistake.says) for mistake in probable(example, self.trials)),
+            *self._masks(example),
+            f"from refattn.conformance.check import Example, reproduce; "
+            f"reproduce({self.kernel.name!r}, {self.prop.name!r}, {example!r}, dtype={name!r}{where})",
+        )
+
+    def _gather(self) -> None:
+        """Try some more batches as evidence, large ones too; where a mask failed, also with random numbers."""
+        run = settings(
+            max_examples=EVIDENCE,
+            deadline=None,
+            database=None,
+            phases=(Phase.generate,),
+            suppress_health_check=list(HealthCheck),
+            verbosity=Verbosity.quiet,
+        )(seed(0)(given(self.batches)(self._try)))
+        self.trials = self.trials[-2 * EVIDENCE :] + self.trials[:EVIDENCE]
+        before = len(self.trials)
+        run()
+        if self.prop.check is contract.mask:
+            for trial in self.trials[before:]:
+                with suppress(Broken, RefusedError):
+                    self._keep(trial.example, contract.everything)
+
+    def _masks(self, example: Example) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]]:
+        """Return the masks of a batch and those that the kernel shows, where they can be read out and differ."""
+        if example.path not in contract.READ_OUT or max((s for _, s in example.lens), default=0) > 64:
+            return (), ()
+        try:
+            weights = contract.seen_masks(self.kernel, example, self.dtype, self.device)
+        except (Broken, RefusedError, CrashedError, KeyError):
+            return (), ()
+        want = example.masks()
+        heads = [
+            [(w[:, head, : m.shape[1]] != 0) for w, m in zip(weights, want, strict=True)]
+            for head in range(example.heads[0])
+        ]
+        wrong = next((got for got in heads if any(not torch.equal(x, y) for x, y in zip(got, want, strict=True))), None)
+        return ((), ()) if wrong is None else (_rows(want), _rows(wrong))
+
+
+def _rows(drawn: Sequence[Tensor]) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple("".join("1" if x else "0" for x in row) for row in mask.tolist()) for mask in drawn)
+
+
+# --- what is probably wrong ---
+
+
+def probable(smallest: Example, trials: Sequence[_Trial], *, most: int = 3) -> list[mistakes.Mistake]:
+    """Find the known mistakes that give the answers of a kernel, on the same inputs.
+
+    Args:
+        smallest: the smallest batch that fails.
+        trials: batches, with what the kernel was asked and answered.
+        most: how many are named.
+
+    Returns:
+        Those that explain most, one of a name; none if none explains most of the failures.
+    """
+    newest = [trial for trial in reversed(trials) if trial.calls]
+    ordered = sorted(newest, key=lambda trial: (not trial.failed, trial.example != smallest))
+    seen, calls = set(), []
+    for trial in ordered:
+        if (repr(trial.example), len(trial.calls)) not in seen:
+            seen.add((repr(trial.example), len(trial.calls)))
+            calls.append((trial, _Evidence(trial.example, *trial.calls[-1])))
+    nothing_wrong = mistakes.without_mistake(smallest.path)
+    failing = [evidence for trial, evidence in calls if trial.failed][:EVIDENCE]
+    failing = [evidence for evidence in failing if not evidence.agrees(nothing_wrong)]
+    failing.sort(key=lambda evidence: sum(q * s for q, s in evidence.example.lens))  # the cheapest first
+    passing = [evidence for trial, evidence in calls if not trial.failed][: EVIDENCE // 2]
+    if not failing:
+        return []
+    scores: dict[str, tuple[float, mistakes.Mistake]] = {}
+    for mistake in mistakes.of_path(smallest.path):
+        missed = 0
+        for evidence in failing:
+            missed += not evidence.agrees(mistake)
+            if missed > (1 - PROBABLE) * len(failing):
+                break
+        else:
+            score = len(failing) - missed + sum(evidence.agrees(mistake) for evidence in passing)
+            if score > scores.get(mistake.name, (0.0, mistake))[0]:
+                scores[mistake.name] = score, mistake
+    best = max((score for score, _ in scores.values()), default=0)
+    return [mistake for score, mistake in scores.values() if score == best][:most]
+
+
+class _Evidence:
+    """A call of the kernel: what it answered, and how far an answer may be from a right one."""
+
+    def __init__(self, example: Example, arguments: Arguments, answers: Answers) -> None:
+        self.example, self.arguments = example, on_cpu(arguments)
+        self.answers = {name: x.detach().cpu() for name, x in answers.items()}
+        self.wide, self.low = expected(example, self.arguments)
+
+    def agrees(self, mistake: mistakes.Mistake) -> bool:
+        """Return whether a mistake gives these answers."""
+        try:
+            given = mistake.answers(self.example, self.arguments)
+        except (IndexError, RuntimeError, ValueError, KeyError, TypeError, AssertionError):
+            return False  # the mistake cannot be made on this batch
+        return all(self._alike(name, came, given[name]) for name, came in self.answers.items() if name in given)
+
+    def _alike(self, name: str, came: Tensor, given: Tensor) -> bool:
+        if came.shape != given.shape:
+            return came.numel() == given.numel() and self._alike(name, came.reshape(given.shape), given)
+        if self.example.path == "kv_cache":
+            return torch.equal(came.double(), given.double())
+        given = given.to(came.dtype).double()
+        came = came.double()
+        if not torch.equal(came.isnan(), given.isnan()) or not torch.equal(came.isinf(), given.isinf()):
+            return False
+        infinite = given.isinf()
+        if not torch.equal(came[infinite], given[infinite]):
+            return False
+        finite = given.isfinite()
+        right = self.wide[name].isfinite() & self.low[name].isfinite()
+        size = float(given[finite].abs().max()) if finite.any() else 0.0
+        error = distance(self.low[name][right], self.wide[name][right])
+        return (
+            float((came - given)[finite].abs().max()) <= 4 * bound(error, size, self.answers[name].dtype).max
+            if finite.any()
+            else True
+        )
+
+
+def parse_example(text: str) -> Example:
+    """Read an example as it prints: `Example('local', lens=((1, 5),), options={'chunk_size': 16})`.
+
+    Raises:
+        ValueError: if it is something else.
+    """
+    node = ast.parse(text.strip(), mode="eval").body
+    if not isinstance(node, ast.Call) or getattr(node.func, "id", "") != "Example" or len(node.args) != 1:
+        raise ValueError(f"example: expected Example('path', lens=...), got {text}")
+    named = {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords if keyword.arg}
+    return Example(ast.literal_eval(node.args[0]), **named)

@@ -1,0 +1,706 @@
+"""The contract of a kernel, property by property: what is asked of it, and on which batches.
+
+A property draws a batch and calls the kernel. It returns nothing, or raises `Broken` with what was seen and expected.
+"""
+
+import mmap
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from refattn.conformance.example import PATHS, Answers, Arguments, Example, expected, poison
+from refattn.conformance.kernel import Kernel
+from refattn.conformance.tolerance import assert_close
+
+Draw = st.DrawFn
+Check = Callable[[Kernel, Example, torch.dtype, str], None]
+LARGE = 2**31  # elements: offsets beyond do not fit into 32 bits
+LOUD = 100.0  # factor on the queries, at which exp(score) overflows
+
+
+class Broken(AssertionError):
+    """A property that does not hold: what was seen, and where."""
+
+
+class RefusedError(Exception):
+    """The kernel raised NotImplementedError: it says itself that it does not compute this."""
+
+
+class NotClaimedError(RefusedError):
+    """The kernel returns nothing that this could be asked of."""
+
+
+class CrashedError(BaseException):
+    """The device does not answer any more: nothing else can be tried in this process."""
+
+
+@dataclass(frozen=True)
+class Property:
+    """One thing that a kernel promises.
+
+    Attributes:
+        name: in a word or two.
+        promise: in a sentence.
+        draw: draws a batch for a kernel.
+        check: calls the kernel on it, and raises `Broken`.
+        needs: what the kernel must take, for this to be asked.
+        paths: where it is asked; everywhere if empty.
+        examples: the most batches; as many as are asked for if None.
+        cuda: whether it is asked on a GPU only.
+    """
+
+    name: str
+    promise: str
+    draw: Callable[[Draw, Kernel], Example]
+    check: Check
+    needs: tuple[str, ...] = ()
+    paths: tuple[str, ...] = ()
+    examples: int | None = None
+    cuda: bool = False
+
+    def not_asked(self, kernel: Kernel, device: str) -> str | None:
+        """Return why this is not asked of a kernel, or None if it is."""
+        if self.name in kernel.claims.not_claimed:
+            return kernel.claims.not_claimed[self.name]
+        for option in self.needs:
+            if not kernel.takes(option):
+                return f"has no parameter {option}"
+        if self.cuda and not device.startswith("cuda"):
+            return "is of a GPU"
+        return None
+
+
+# --- batches ---
+
+
+def draw_example(
+    draw: Draw, kernel: Kernel, lens: Any = None, *, options: Arguments | None = None, **more: Any
+) -> Example:
+    """Draw a batch that a kernel claims, with options that its path must have."""
+    claims, path = kernel.claims, kernel.path
+    head_size, value_head_size = draw(st.sampled_from(claims.head_sizes))
+    block_size = draw(st.sampled_from(claims.block_sizes))
+    options = dict(options or {})
+    pairs = list(draw(sequences(kernel) if lens is None else lens))
+    if path == "sliding_window" and "window_size" not in options:
+        options["window_size"] = (draw(st.integers(0, 20)), 0)
+    if path == "local":
+        options["chunk_size"] = block_size * draw(st.integers(1, 2))
+    if path == "cascade":
+        shared = options["shared"] = draw(st.integers(0, 2))
+        pairs = [(q, max(q, s) + shared * block_size) for q, s in pairs]
+    if path == "merge":
+        options["parts"] = draw(st.sampled_from(claims.parts))
+    return Example(
+        path,
+        tuple(pairs),
+        draw(st.sampled_from(claims.heads)),
+        head_size,
+        None if value_head_size == head_size else value_head_size,
+        block_size,
+        options=options,
+        seed=draw(st.integers(0, 3)),
+        **more,
+    )
+
+
+def sequences(kernel: Kernel, *, longest: int = 50, most: int = 3) -> Any:
+    """Return a strategy for lengths: decodes, whole prompts, and chunks of them."""
+    queries = min(12, kernel.claims.max_query_len or 12)
+    least = max(1, kernel.claims.min_seq_len)
+    decodes = st.tuples(st.just(1), st.integers(least, longest))
+    chunks = st.tuples(st.integers(1, queries), st.integers(0, longest - queries)).map(
+        lambda pair: (pair[0], max(least, pair[0] + pair[1]))
+    )
+    prompts = st.integers(max(1, kernel.claims.min_seq_len), longest).map(lambda s: (s, s))
+    kinds = (decodes, chunks, prompts) if kernel.claims.max_query_len is None else (decodes, chunks)
+    return st.lists(st.one_of(*kinds), min_size=1, max_size=most)
+
+
+def plain(draw: Draw, kernel: Kernel) -> Example:
+    """Draw a batch without options."""
+    return draw_example(draw, kernel)
+
+
+def with_options(*names: str) -> Callable[[Draw, Kernel], Example]:
+    """Return what draws batches with these options, each with a number that changes the answer."""
+
+    def drawn(draw: Draw, kernel: Kernel) -> Example:
+        numbers = {
+            "softmax_scale": st.sampled_from((0.3, 1.0, 0.0, -0.3)),
+            "softcap": st.sampled_from((1.0, 5.0)),
+            "alibi_slopes": st.just(True),
+            "sinks": st.just(True),
+            "causal": st.just(False),
+            "window_size": st.tuples(st.integers(0, 20), st.just(0)),
+            "scales": st.sampled_from(((0.5, 0.25), (2.0, 1.0), (1.0, 0.5))),
+        }
+        chosen = {name: draw(numbers[name]) for name in names if name == "scales" or kernel.takes(name)}
+        if len(names) > 1:  # a mixture: the cap and the scale at numbers at which a wrong order shows
+            chosen = {name: value for name, value in chosen.items() if name != "softmax_scale"} | (
+                {"softmax_scale": 0.3} if "softmax_scale" in chosen else {}
+            )
+        return draw_example(draw, kernel, options=chosen)
+
+    return drawn
+
+
+def windowed(draw: Draw, kernel: Kernel) -> Example:
+    """Draw a window, on the left and, where a mask need not be causal, on both sides."""
+    options: Arguments = {"window_size": (draw(st.integers(0, 20)), 0)}
+    if kernel.takes("causal") and kernel.path != "cascade" and draw(st.booleans()):
+        options = {"window_size": (options["window_size"][0], draw(st.integers(0, 9))), "causal": False}
+    return draw_example(draw, kernel, options=options)
+
+
+def hidden_behind(draw: Draw, kernel: Kernel) -> Example:
+    """Draw decodes and chunks with keys that a window or a chunk hides from all queries."""
+    queries = min(4, kernel.claims.max_query_len or 4)
+    pairs = st.lists(st.tuples(st.integers(1, queries), st.integers(30, 60)), min_size=1, max_size=2)
+    options = {} if kernel.path == "local" else {"window_size": (draw(st.integers(0, 12)), 0)}
+    return draw_example(draw, kernel, pairs, options=options)
+
+
+def odd_lengths(draw: Draw, kernel: Kernel) -> Example:
+    """Draw sequences without queries, without keys, and with more queries than keys."""
+    pairs = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 20)), min_size=1, max_size=3)
+    odd = draw(st.sampled_from(((0, 3), (2, 0), (3, 1))))
+    most = kernel.claims.max_query_len or 6
+
+    def insert(drawn: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        return [(min(q, most), s) for q, s in [*drawn[:1], odd, *drawn[1:]]]
+
+    return draw_example(draw, kernel, pairs.map(insert))
+
+
+def many_keys(draw: Draw, kernel: Kernel) -> Example:
+    """Draw decodes over many keys, which kernels split, with sinks where there are some."""
+    pairs = st.lists(st.tuples(st.just(1), st.sampled_from((300, 513, 1100))), min_size=1, max_size=2)
+    options = {"window_size": (700, 0)} if kernel.path == "sliding_window" else {}
+    return draw_example(draw, kernel, pairs, options=options)
+
+
+def sinks_over_many_keys(draw: Draw, kernel: Kernel) -> Example:
+    """Draw sinks: over few keys, and over many, which kernels split."""
+    pairs = st.one_of(
+        sequences(kernel), st.lists(st.tuples(st.just(1), st.sampled_from((300, 700))), min_size=1, max_size=1)
+    )
+    options: Arguments = {"sinks": True} | ({"window_size": (700, 0)} if kernel.path == "sliding_window" else {})
+    return draw_example(draw, kernel, pairs, options=options)
+
+
+def padded(draw: Draw, kernel: Kernel) -> Example:
+    """Draw rows after the last sequence."""
+    return draw_example(draw, kernel, padding_rows=draw(st.integers(1, 3)))
+
+
+def empty_parts(draw: Draw, kernel: Kernel) -> Example:
+    """Draw parts in which some queries saw nothing, with garbage in the place of an output."""
+    garbage = draw(st.sampled_from((0.0, 1e4, float("nan"))))
+    return draw_example(draw, kernel, options={"empty": True, "garbage": garbage})
+
+
+# --- checks ---
+
+
+def ask(kernel: Kernel, example: Example, arguments: Arguments, **more: Any) -> Answers:
+    """Call the kernel, and turn what it raises into what it means."""
+    try:
+        return kernel(example, arguments, **more)
+    except NotImplementedError as error:
+        raise RefusedError(str(error)) from error
+    except Exception as error:  # a stranger's kernel raises what it likes
+        says = (str(error).strip().splitlines() or [""])[0]
+        if "CUDA error" in str(error) or type(error).__name__ == "AcceleratorError":
+            raise CrashedError(f"{type(error).__name__}: {says}") from error
+        raise Broken(f"raised {type(error).__name__}: {says}") from error
+
+
+def hold(
+    example: Example, arguments: Arguments, answers: Answers, *, only: Iterable[str] = (), is_loud: bool = False
+) -> None:
+    """Hold the answers of a kernel to those of the reference, by the one tolerance; a write to the bit.
+
+    A query whose scores are in the hundreds has an LSE of that size, and each weight is off by the rounding of a score.
+    """
+    wide, low = expected(example, arguments)
+    rows = None if example.path in ("merge", "kv_cache") else example.num_tokens
+    for name in wide:
+        if name not in answers or (only and name not in only):
+            continue
+        came = answers[name].detach().cpu()
+        want = wide[name]
+        if name == "lse":
+            if came.shape != want.shape:
+                raise Broken(f"lse: shape {list(came.shape)}, expected {list(want.shape)}: one per query row and head")
+            if came.dtype not in (torch.float32, torch.float64):
+                raise Broken(f"lse: expected float32, got {str(came.dtype).removeprefix('torch.')}")
+        if example.path == "kv_cache":
+            different = (came != want).flatten(2).any(-1).nonzero()
+            if len(different):
+                block, row = different[0].tolist()
+                raise Broken(f"{name}: {len(different)} slots differ; the first is row {row} of block {block}")
+            continue
+        if name == "out" and came.dtype != low[name].dtype:
+            raise Broken(f"out: {str(came.dtype).removeprefix('torch.')}, expected the type of the query")
+        if rows is not None and came.shape[:1] != want.shape[:1]:
+            raise Broken(f"{name}: {came.shape[0]} rows, expected {want.shape[0]}")
+        try:
+            score = float(wide["lse"].abs().nan_to_num(0.0, posinf=0.0).max()) if is_loud and want.numel() else 1.0
+            assert_close(came, want, low[name], name=name, largest_score=score if name == "out" else 1.0)
+        except AssertionError as error:
+            raise Broken(str(error)) from None
+
+
+def answer(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare the output, or what was written, with the reference."""
+    arguments = example.tensors(dtype, device)
+    answers = ask(kernel, example, arguments)
+    hold(example, arguments, answers, only=() if not PATHS[example.path].attends else ("out",))
+
+
+def lse(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare the log-sum-exp alone."""
+    arguments = example.tensors(dtype, device)
+    answers = ask(kernel, example, arguments)
+    if "lse" not in answers and kernel.takes("return_lse"):
+        raise Broken("there is no lse, though the kernel takes return_lse=True")
+    if "lse" not in answers:
+        raise NotClaimedError("returns no log-sum-exp")
+    hold(example, arguments, answers, only=("lse",))
+
+
+def everything(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare the output and the log-sum-exp with the reference."""
+    arguments = example.tensors(dtype, device)
+    hold(example, arguments, ask(kernel, example, arguments))
+
+
+def loud(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare where scores are in the hundreds."""
+    arguments = example.tensors(dtype, device)
+    if example.path == "merge":
+        arguments["lses"] = [x * 60 for x in arguments["lses"]]
+    else:
+        arguments["query"] = arguments["query"] * LOUD
+    hold(example, arguments, ask(kernel, example, arguments), is_loud=True)
+
+
+def mask(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Read the mask out: with zero queries and one-hot values the output is the mask, divided by its row count."""
+    seen = seen_masks(kernel, example, dtype, device)
+    row = 0
+    for i, (want, weights) in enumerate(zip(example.masks(), seen, strict=True)):
+        got = weights != 0  # NaN is
+        for head in range(weights.shape[1]):
+            wrong = (got[:, head, : want.shape[1]] != want).nonzero()
+            if len(wrong):
+                t, s = wrong[0].tolist()
+                should = "" if want[t, s] else "not "
+                raise Broken(f"sequence {i}, head {head}: query row {t} should {should}see key {s}")
+            if got[:, head, want.shape[1] :].any():
+                raise Broken(f"sequence {i}, head {head}: weight on a key that does not exist")
+        share = want / want.sum(-1, keepdim=True).clamp(min=1)
+        off = (weights[..., : want.shape[1]] - share[:, None]).abs().max() if weights.numel() else torch.tensor(0.0)
+        if not off <= 4 * torch.finfo(dtype).eps:
+            raise Broken(f"sequence {i}: the visible keys do not weigh alike, though all their scores are 0")
+        row += len(want)
+
+
+def seen_masks(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> list[Tensor]:
+    """Read out of the output which weights each query of each sequence gave to the keys, `[t, h, columns]`."""
+    width = example.value_head_size or example.head_size
+    rows, pieces = example.num_tokens, []
+    for first in range(0, max(1, max(s for _, s in example.lens)), width):
+        out = ask(kernel, example, one_hot(example, dtype, device, first))["out"].detach().float().cpu()
+        if out.shape[:1] != (rows + example.padding_rows,):
+            raise Broken(f"out: shape {list(out.shape)}, expected {rows} rows")
+        pieces.append(out[:rows])
+    return list(torch.cat(pieces, dim=-1).split([q for q, _ in example.lens]))
+
+
+def one_hot(example: Example, dtype: torch.dtype, device: str, first: int = 0) -> Arguments:
+    """Make the arguments with zero queries, and values that name their keys, from some key on."""
+    width = example.value_head_size or example.head_size
+    keys = torch.arange(first, first + width)
+    values = [
+        (torch.arange(s)[:, None] == keys).float()[:, None].repeat(1, example.heads[1], 1) for _, s in example.lens
+    ]
+    arguments = example.tensors(dtype, device, values=values)
+    return arguments | dict(query=torch.zeros_like(arguments["query"]))
+
+
+def poisoned(name: str) -> Check:
+    """Return a check of answers over poison in a part of the memory that nobody may see."""
+
+    def check(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+        arguments = poison(example, example.tensors(dtype, device), name)
+        hold(example, arguments, ask(kernel, example, arguments))
+
+    return check
+
+
+def strides(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare over views: heads outside tokens, pages with a gap after each, queries cut out of a fused projection."""
+    arguments = example.tensors(dtype, device)
+    words = ("query", "key", "value", "key_cache", "value_cache", "cache")
+    for word in words:
+        if word in arguments:
+            arguments[word] = with_gap(arguments[word]) if example.seed % 2 else outside_in(arguments[word])
+    if "lses" in arguments:
+        arguments["lses"] = [x.T.contiguous().T for x in arguments["lses"]]
+        arguments["outs"] = [with_gap(x) for x in arguments["outs"]]
+    hold(example, arguments, ask(kernel, example, arguments))
+
+
+def outside_in(x: Tensor) -> Tensor:
+    """Lay a tensor out with heads outside tokens, seen through a view of the same shape."""
+    return x.transpose(-3, -2).contiguous().transpose(-3, -2) if x.ndim > 3 else with_gap(x)
+
+
+def with_gap(x: Tensor) -> Tensor:
+    """Lay a tensor out with a gap after each of its rows or pages, and after each head."""
+    return torch.cat([x, torch.full_like(x, 0.5)], dim=-2 if x.ndim != 3 else 1).narrow(
+        -2 if x.ndim != 3 else 1, 0, x.shape[-2]
+    )
+
+
+def last_stride(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare over tensors whose elements do not lie side by side."""
+    arguments = example.tensors(dtype, device)
+    for word in ("query", "key", "value", "key_cache", "value_cache", "cache"):
+        if word in arguments:
+            x = arguments[word]
+            arguments[word] = torch.stack([x, torch.full_like(x, 0.5)], dim=-1)[..., 0]
+    hold(example, arguments, ask(kernel, example, arguments))
+
+
+def offsets(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare over pages that lie more than 2^31 elements apart, in memory that is hardly touched."""
+    arguments = example.tensors(dtype, device)
+    (first, before), *_ = pools = PATHS[example.path].pools
+    n = arguments[first].shape[before]
+    stride = LARGE // (n - 1) + 4096
+    memory = untouched(stride * n, arguments[first].dtype, device)
+    begin = 0
+    for word, _ in pools:
+        pool = arguments[word]
+        view = memory[begin:].as_strided(pool.shape, (stride, *pool.stride()[1:]))
+        view.copy_(pool)
+        arguments[word] = view
+        begin += 2**18
+    hold(example, arguments, ask(kernel, example, arguments))
+    kernel.calls.clear()
+
+
+def untouched(elements: int, dtype: torch.dtype, device: str) -> Tensor:
+    """Allocate memory that is not written, so that on a CPU it takes no room until it is."""
+    if device != "cpu":
+        return torch.zeros(elements, dtype=dtype, device=device)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    return torch.frombuffer(mmap.mmap(-1, elements * dtype.itemsize, flags=flags), dtype=dtype)
+
+
+def decode_is_prefill(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare the last query of each sequence, alone, with the same query among the others."""
+    arguments = example.tensors(dtype, device)
+    whole = ask(kernel, example, arguments)
+    last = torch.tensor([q for q, _ in example.lens]).cumsum(0) - 1
+    alone = replace(example, lens=tuple((1, s) for _, s in example.lens))
+    batch = alone.tensors(dtype, device)["batch"]
+    if arguments["batch"].block_table is not None:
+        batch = replace(batch, block_table=arguments["batch"].block_table)
+    of_last = arguments | dict(query=arguments["query"][last.to(arguments["query"].device)], batch=batch)
+    decoded = ask(kernel, alone, of_last)
+    wide, low = expected(alone, of_last)
+    for name in decoded:
+        rows = whole[name].cpu()[last]
+        error = (wide[name] - low[name]).abs().max()
+        allowed = 4 * error + 64 * torch.finfo(dtype).eps * wide[name].abs().max()
+        if not (rows - decoded[name].cpu()).abs().max() <= allowed:
+            raise Broken(f"{name}: the last query of a sequence gets another answer alone than among the others")
+
+
+def invariance(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare each sequence alone with the same one among others, to the bit."""
+    example = replace(example, options={**example.options, "batch_invariant": True})
+    arguments = example.tensors(dtype, device)
+    whole = ask(kernel, example, arguments)
+    row = 0
+    for i, (q, s) in enumerate(example.lens):
+        alone = replace(example, lens=((q, s),))
+        batch = alone.tensors(dtype, device)["batch"]
+        mine = arguments | dict(query=arguments["query"][row : row + q])
+        if arguments["batch"].block_table is not None:
+            batch = replace(batch, block_table=arguments["batch"].block_table[i : i + 1])
+        else:
+            first = sum(s for _, s in example.lens[:i])
+            mine |= {word: arguments[word][first : first + s] for word in ("key", "value")}
+        answers = ask(kernel, alone, mine | dict(batch=batch))
+        for name, came in answers.items():
+            if not torch.equal(came, whole[name][row : row + q]):
+                raise Broken(f"{name}: sequence {i} gets other bits alone than among the others")
+        row += q
+
+
+def again(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare a second call, after one over other and more sequences, with the reference."""
+    other = replace(example, lens=(*example.lens, *((q, s + 7) for q, s in example.lens)), seed=example.seed + 1)
+    arguments = example.tensors(dtype, device)
+    ask(kernel, example, arguments)
+    ask(kernel, other, other.tensors(dtype, device))
+    try:
+        hold(example, arguments, ask(kernel, example, arguments))
+    except Broken as error:
+        raise Broken(f"in the second call, {error}") from None
+
+
+def nan(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Put NaN where queries may see it: into the first key, or value, of the first sequence.
+
+    Queries of the same sequence that do not see it may answer anything: it is in their tile.
+    """
+    arguments = example.tensors(dtype, device)
+    words = [word for word in ("value_cache", "key_cache", "value", "key", "cache") if word in arguments]
+    word = words[example.seed % min(2, len(words))]
+    x = arguments[word] = arguments[word].clone()
+    if word in ("key", "value"):
+        x[0] = torch.nan
+    else:
+        x[arguments["batch"].block_table[0, 0].long(), 0] = torch.nan
+    out = ask(kernel, example, arguments)["out"].cpu()
+    wide, low = expected(example, arguments)
+    row = 0
+    for i, ((q, _), visible) in enumerate(zip(example.lens, example.masks(), strict=True)):
+        rows = slice(row, row + q)
+        row += q
+        if i == 0 or example.options.get("shared"):
+            hidden = (visible[:, :1, None] & ~out[rows].isnan()).nonzero()
+            if len(hidden):
+                t, head, _ = hidden[0].tolist()
+                raise Broken(f"out: a number in row {t} of sequence {i}, head {head}, which sees a NaN in {word}")
+        else:
+            try:
+                assert_close(*(x[rows] for x in (out, wide["out"], low["out"])), name=f"out of sequence {i}")
+            except AssertionError as error:
+                raise Broken(f"with a NaN in sequence 0, {error}") from None
+
+
+def writes(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare what came in before and after: a call changes its output alone."""
+    arguments = example.tensors(dtype, device)
+    inputs = ["key", "value", "slot_mapping"]
+    if example.path != "kv_cache":
+        inputs += ["query", "key_cache", "value_cache", "cache", "outs", "lses"]
+    before = {word: _copied(arguments[word]) for word in inputs if word in arguments}
+    ask(kernel, example, arguments)
+    for word, old in before.items():
+        news = arguments[word] if isinstance(old, list) else [arguments[word]]
+        for x, y in zip(news, old if isinstance(old, list) else [old], strict=True):
+            if not torch.equal(x.float(), y.float()):
+                raise Broken(f"{word}: changed at {(x.float() != y.float()).nonzero()[0].tolist()}")
+
+
+def _copied(x: Any) -> Any:
+    return [y.clone() for y in x] if isinstance(x, list) else x.clone()
+
+
+def out_memory(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Give memory for the output, in the middle of a larger piece: it is written, and nothing around it."""
+    arguments = example.tensors(dtype, device)
+    t, (h, _), dv = example.num_tokens, example.heads, example.value_head_size or example.head_size
+    memory = torch.full((t + 2, h, dv), 7.0, dtype=dtype, device=device)
+    answers = ask(kernel, example, arguments, out=memory[1:-1])
+    if not (memory[0] == 7).all() or not (memory[-1] == 7).all():
+        raise Broken("out: memory before or after the given one was written")
+    hold(example, arguments, answers | dict(out=memory[1:-1]), only=("out",))
+    if answers["out"].data_ptr() != memory[1:-1].data_ptr():
+        raise Broken("out: the output that is returned is not the memory that was given")
+
+
+def graph(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Capture a CUDA graph with one key per query, and replay it with as many as the batch has."""
+    arguments = example.tensors(dtype, device)
+    batch = arguments["batch"]
+    long = batch.seq_lens.clone()
+    arguments = arguments | dict(batch=replace(batch, seq_lens=batch.query_lens.contiguous()))
+    ask(kernel, example, arguments)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    try:
+        with torch.cuda.stream(stream):
+            kernel.function(**kernel.asked(example, arguments))
+        torch.cuda.current_stream().wait_stream(stream)
+        recording = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(recording):
+            answers = kernel.named(kernel.function(**kernel.asked(example, arguments)))
+    except NotImplementedError as error:
+        raise RefusedError(str(error)) from error
+    except Exception as error:  # a stranger's kernel raises what it likes
+        raise CrashedError(f"cannot be captured: {(str(error).splitlines() or [''])[0]}") from error
+    arguments["batch"].seq_lens.copy_(long)
+    recording.replay()
+    torch.cuda.synchronize()
+    kernel.calls.append((arguments, answers))
+    try:
+        hold(example, arguments, answers)
+    except Broken as error:
+        raise Broken(f"captured short and replayed long, {error}") from None
+
+
+ATTENDS = tuple(path.name for path in PATHS.values() if path.attends)
+LOUDLY = (*(name for name in ATTENDS if name != "differential"), "merge")  # whose norm magnifies rounding
+READ_OUT = tuple(name for name in ATTENDS if name not in ("differential", "quantized"))  # whose output is the mask
+PAGED = tuple(path.name for path in PATHS.values() if path.pools and path.attends)
+MIXTURE = ("softmax_scale", "softcap", "alibi_slopes", "sinks")
+
+PROPERTIES = (
+    Property("mask", "Each query sees exactly the keys that it may see, all alike.", plain, mask, paths=READ_OUT),
+    Property("answer", "The output is that of the formula, within twice the error of its own type.", plain, answer),
+    Property(
+        "not causal",
+        "causal=False shows every key of the sequence.",
+        with_options("causal"),
+        mask,
+        ("causal",),
+        ("dense", "chunked_prefill"),
+    ),
+    Property(
+        "window",
+        "A window (left, right) shows left + 1 + right keys, both ends included.",
+        windowed,
+        mask,
+        ("window_size",),
+        ("dense", "chunked_prefill", "sliding_window"),
+    ),
+    Property(
+        "lse",
+        "The log-sum-exp is natural, float32, [t, h], of all visible scores.",
+        plain,
+        lse,
+        paths=ATTENDS,
+    ),
+    Property(
+        "empty rows",
+        "No query, no key, more queries than keys: what sees nothing is 0 with an LSE of -inf.",
+        odd_lengths,
+        everything,
+        paths=ATTENDS,
+    ),
+    Property("empty parts", "A part that saw nothing counts for nothing.", empty_parts, everything, paths=("merge",)),
+    Property("many keys", "Keys that a kernel splits merge right.", many_keys, everything, paths=ATTENDS, examples=4),
+    Property("range", "Scores in the hundreds do not overflow.", plain, loud, paths=LOUDLY),
+    Property("blocks", "Blocks that nobody owns may hold anything.", plain, poisoned("blocks"), paths=PAGED),
+    Property("tail", "Slots past a sequence's end may hold anything.", plain, poisoned("tail"), paths=PAGED),
+    Property(
+        "behind the window",
+        "Keys that no query may see may hold anything.",
+        hidden_behind,
+        poisoned("window"),
+        ("window_size",),
+        ("chunked_prefill", "sliding_window"),
+    ),
+    Property(
+        "outside the chunk",
+        "Keys that no query may see may hold anything.",
+        hidden_behind,
+        poisoned("window"),
+        paths=("local",),
+    ),
+    Property(
+        "table", "Entries past a sequence's last block are never followed.", plain, poisoned("table"), paths=PAGED
+    ),
+    Property(
+        "padding", "Rows after the last sequence are 0, and change nothing.", padded, poisoned("padding"), paths=ATTENDS
+    ),
+    Property("padding", "A token of slot -1 is written nowhere.", padded, answer, paths=("kv_cache",)),
+    Property("strides", "Tensors may be views: other layouts, gaps between rows and pages.", plain, strides),
+    Property(
+        "last stride",
+        "Elements need not lie side by side.",
+        plain,
+        last_stride,
+        paths=(*ATTENDS, "kv_cache"),
+    ),
+    Property(
+        "offsets",
+        "Offsets beyond 32 bits reach the right page.",
+        plain,
+        offsets,
+        paths=tuple(name for name in PAGED if name not in ("differential",)),
+        examples=2,
+    ),
+    Property(
+        "scale",
+        "Any finite softmax_scale is honoured.",
+        with_options("softmax_scale"),
+        everything,
+        ("softmax_scale",),
+        ATTENDS,
+    ),
+    Property(
+        "softcap",
+        "The cap bounds scaled scores, before the mask.",
+        with_options("softcap"),
+        everything,
+        ("softcap",),
+        ATTENDS,
+    ),
+    Property(
+        "alibi",
+        "ALiBi is -slope * |distance|, after the scale.",
+        with_options("alibi_slopes"),
+        everything,
+        ("alibi_slopes",),
+        ATTENDS,
+    ),
+    Property(
+        "sinks",
+        "A sink is one more logit in the denominator, counted once.",
+        sinks_over_many_keys,
+        everything,
+        ("sinks",),
+        ATTENDS,
+    ),
+    Property("together", "Options compose.", with_options(*MIXTURE), everything, paths=ATTENDS),
+    Property(
+        "scales", "Keys and values have scales of their own.", with_options("scales"), everything, paths=("quantized",)
+    ),
+    Property(
+        "decode is prefill",
+        "The last query gets the same answer alone and among others.",
+        plain,
+        decode_is_prefill,
+        paths=("chunked_prefill", "sliding_window", "local", "mla", "quantized"),
+    ),
+    Property(
+        "batch invariance",
+        "batch_invariant=True: the same bits, whatever else is in the batch.",
+        plain,
+        invariance,
+        ("batch_invariant",),
+        ("dense", "chunked_prefill", "sliding_window", "local", "mla"),
+    ),
+    Property("again", "A call leaves nothing behind that changes the next.", plain, again),
+    Property("nan", "A NaN that a query may see comes out, and no other.", plain, nan, paths=READ_OUT),
+    Property("writes", "What comes in is not changed.", plain, writes),
+    Property("out", "out= is written, nothing around it, and returned.", plain, out_memory, ("out",), ATTENDS),
+    Property(
+        "graph",
+        "Captured short and replayed long, the answer is that of the long batch.",
+        plain,
+        graph,
+        paths=("chunked_prefill", "sliding_window", "local", "mla"),
+        examples=3,
+        cuda=True,
+    ),
+)
+
+
+def of_path(path: str) -> list[Property]:
+    """List the properties of a path, in the order in which they are asked."""
+    return [x for x in PROPERTIES if not x.paths or path in x.paths]

@@ -1,0 +1,387 @@
+"""An example: one batch of a path in plain numbers. It prints as a line of code, shrinks, and becomes tensors.
+
+    Example("chunked_prefill", lens=((1, 5), (3, 20)), heads=(4, 2), options={"window_size": (3, 0)})
+
+The tensors are a dict with the names that the path's `plan`, `AttentionOptions` and `attention` give them.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from refattn import masks
+from refattn.conformance.call import attend
+from refattn.conformance.cases import HARMLESS, Case, build, poisoned
+from refattn.conformance.tolerance import WIDER, computing_in, on_cpu
+from refattn.interface import Batch, Fp8Scales, Prefix
+from refattn.metadata import slot_mapping
+
+Arguments = dict[str, Any]
+Answers = dict[str, Tensor]
+LAMBDA, LAMBDA_INIT = 0.3, 0.2  # of differential attention: neither 0, nor alike
+
+
+@dataclass(frozen=True)
+class Example:
+    """A batch, and how its path is called.
+
+    Attributes:
+        path: the path's file in `refattn`.
+        lens: `(query_len, seq_len)` of each sequence.
+        heads: query heads and key heads.
+        head_size: elements of a query and a key.
+        value_head_size: elements of a value; as `head_size` if None. Of `mla`, the rank of a latent.
+        block_size: tokens in a block.
+        padding_rows: query rows after the last sequence; of `kv_cache`, tokens whose slot is -1.
+        options: of the plan and of `AttentionOptions`, by name; True for slopes and sinks, which are then made. Of
+            `cascade`, `shared`: blocks that all sequences share. Of `merge`, `parts`, and `empty`: whether rows are. Of
+            `quantized`, `scales` of keys and values.
+        seed: of the numbers and of where the blocks lie.
+    """
+
+    path: str
+    lens: tuple[tuple[int, int], ...] = ((1, 1),)
+    heads: tuple[int, int] = (1, 1)
+    head_size: int = 64
+    value_head_size: int | None = None
+    block_size: int = 16
+    padding_rows: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+
+    def __repr__(self) -> str:
+        shown = [
+            f"{f.name}={getattr(self, f.name)!r}" for f in fields(self)[1:] if getattr(self, f.name) != _default(f)
+        ]
+        return f"Example({', '.join([repr(self.path), *shown])})"
+
+    @property
+    def case(self) -> Case:
+        """The batch alone."""
+        sizes = (self.heads, self.head_size, self.value_head_size, self.block_size)
+        return Case("drawn", self.lens, *sizes, padding_rows=self.padding_rows)
+
+    @property
+    def num_tokens(self) -> int:
+        """Query rows of all sequences."""
+        return sum(q for q, _ in self.lens)
+
+    def masks(self) -> list[Tensor]:
+        """Draw which keys each query of each sequence should see, `[t, s]`."""
+        drawn = []
+        for q, s in self.lens:
+            visible = masks.visible_keys(
+                q, s, causal=self.options.get("causal", True), window_size=self.options.get("window_size", (-1, -1))
+            )
+            if self.path == "local":
+                visible = masks.chunk(q, s, self.options["chunk_size"])
+            drawn.append(visible)
+        return drawn
+
+    def tensors(self, dtype: torch.dtype, device: str = "cpu", **changed: Any) -> Arguments:
+        """Make the arguments of the path; memory that nobody may see holds harmless numbers.
+
+        Args:
+            dtype: of queries, keys and values.
+            device: where they are.
+            changed: `values`, a list of tensors `[s, hk, dv]`, and `query`, in the place of random numbers.
+        """
+        return moved(PATHS[self.path].build(self, dtype, changed), device)
+
+
+@dataclass(frozen=True)
+class Path:
+    """What the kit has to know of a path.
+
+    Attributes:
+        name: its file in both packages.
+        function: what is called.
+        words: the tensors that it takes, by name.
+        planned: the arguments of its plan, beside the batch and the block size.
+        pools: those of its tensors that are paged, and the number of dimensions before the blocks.
+        build: makes the arguments of an example.
+        options: of `AttentionOptions`, that it may take.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    build: Callable[[Example, torch.dtype, Mapping[str, Any]], Arguments]
+    function: str = "attention"
+    planned: tuple[str, ...] = ()
+    pools: tuple[tuple[str, int], ...] = ()
+    options: tuple[str, ...] = ("softmax_scale", "softcap", "alibi_slopes", "sinks", "batch_invariant")
+
+    @property
+    def module(self) -> ModuleType:
+        """The reference."""
+        return import_module(f"refattn.{self.name}")
+
+    @property
+    def attends(self) -> bool:
+        """Whether it is attention, and no merge or write."""
+        return self.function == "attention"
+
+
+def expected(example: Example, arguments: Arguments) -> tuple[Answers, Answers]:
+    """Return the answers of the reference in a wider type, and those of its formula in the type of the arguments.
+
+    It computes on the CPU, whatever the device of the arguments is. A write has one answer, to the bit: the pools.
+    """
+    path, arguments = PATHS[example.path], on_cpu(arguments)
+    if path.function == "write":
+        pools = {name: arguments[name].clone() for name in ("key_cache", "value_cache")}
+        path.module.write(**{**arguments, **pools})
+        return pools, pools
+
+    def by_reference(arguments: Arguments) -> Answers:
+        if path.function == "merge":
+            out, lse = path.module.merge(**arguments)
+        else:
+            of_pages = dict(block_size=example.block_size) if path.pools else {}
+            out, lse = attend(path.module, **arguments, **of_pages, return_lse=True)
+        return {"out": out, "lse": lse}
+
+    dtype = (arguments["outs"][0] if path.function == "merge" else arguments["query"]).dtype
+    wide = by_reference({name: _wider(value, WIDER[dtype]) for name, value in arguments.items()})
+    with computing_in(dtype):
+        return wide, by_reference(arguments)
+
+
+def moved(arguments: Arguments, device: str) -> Arguments:
+    """Move all tensors of some arguments to a device."""
+    return arguments if device == "cpu" else on_cpu(arguments, device)
+
+
+# --- memory that nobody may see ---
+
+
+def region(example: Example, name: str, arguments: Arguments) -> Tensor:
+    """Return a mask over the slots of the pool `[n, p]`, of what nobody may see.
+
+    Args:
+        example: whose batch it is.
+        name: "blocks", that no sequence has; "tail", past a sequence's end in its last block; "window", the keys of a
+            sequence that none of its queries may see.
+        arguments: with the batch and the pools.
+    """
+    pool, before = PATHS[example.path].pools[0]
+    sizes = arguments[pool].shape[before : before + 2]
+    table, p = arguments["batch"].block_table.cpu(), example.block_size
+    owned, seen, held = (torch.zeros(sizes[0] * sizes[1], dtype=torch.bool) for _ in range(3))
+    for (_, s), row, mask in zip(example.lens, table, example.masks(), strict=True):
+        j = torch.arange(-(-s // p) * p)
+        slots = row[j // p].long() * p + j % p
+        owned[slots] = True
+        held[slots[:s]] = True
+        seen[slots[:s][mask.any(0)]] = True
+    chosen = {"blocks": ~owned, "tail": owned & ~held, "window": held & ~seen}[name]
+    return rearrange(chosen, "(n p) -> n p", p=p)
+
+
+def poison(example: Example, arguments: Arguments, name: str) -> Arguments:
+    """Return the arguments with NaN, infinities and huge numbers in a part of the memory that nobody may see.
+
+    Args:
+        example: whose arguments they are.
+        arguments: what they are; left alone.
+        name: of a `region`; "table" for the entries past a sequence's last block; "padding" for query rows after the
+            last sequence, and in `dense` key rows.
+    """
+    changed = dict(arguments)
+    if name == "table":
+        changed["batch"] = replace(arguments["batch"], block_table=_table(example, arguments["batch"], (-1, 1_000_000)))
+    elif name == "padding":
+        for word in ("query", "key", "value"):
+            if word in changed and example.padding_rows:
+                rows = changed[word] = changed[word].clone()
+                shape = (example.padding_rows, *rows.shape[1:])
+                rows[-example.padding_rows :] = poisoned(*shape, first=word == "value").to(rows)
+    else:
+        chosen = region(example, name, arguments)
+        for kind, (word, before) in enumerate(PATHS[example.path].pools):
+            pool = changed[word] = changed[word].clone()
+            views = pool.flatten(0, before - 1) if before else pool[None]
+            for view in views:
+                rows = view[chosen.to(view.device)]  # [slots, ...]
+                if len(rows):
+                    heads = rows[0].numel() // rows.shape[-1]
+                    numbers = poisoned(len(rows), heads, rows.shape[-1], first=kind)
+                    view[chosen.to(view.device)] = numbers.to(view).reshape(rows.shape)
+    return changed
+
+
+# --- how the arguments of each path are made ---
+
+
+def _paged(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> Arguments:
+    """Lay the batch out in a shuffled pool; spare entries of the table name a block that nobody owns."""
+    drawn = build(example.case, dtype=dtype, seed=example.seed, poison=HARMLESS, values=changed.get("values"))
+    batch = replace(drawn.batch, num_tokens=example.num_tokens)
+    options = _options(example)
+    if example.path == "cascade":
+        batch, options = _sharing(example, batch, options)
+    batch = replace(batch, block_table=_table(example, batch, _unowned(drawn.key_cache, example, batch)))
+    query = changed.get("query", drawn.query)
+    return dict(query=query, key_cache=drawn.key_cache, value_cache=drawn.value_cache, batch=batch, **options)
+
+
+def _dense(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> Arguments:
+    drawn = build(example.case, dtype=dtype, seed=example.seed, poison=HARMLESS, values=changed.get("values"))
+    query, key, value, batch = drawn.rows
+    batch = replace(batch, block_table=None)
+    return dict(query=changed.get("query", query), key=key, value=value, batch=batch, **_options(example))
+
+
+def _latents(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> Arguments:
+    """Put latents into the pool, with some columns after them that nobody uses."""
+    rank = example.value_head_size or example.head_size
+    case = replace(example.case, heads=(example.heads[0], 1), value_head_size=None)
+    keys = changed.get("values")
+    if keys is not None:  # a latent is key and value at once
+        keys = [torch.nn.functional.pad(x[:, :1].float(), (0, example.head_size - rank)) for x in keys]
+    drawn = build(case, dtype=dtype, seed=example.seed, poison=HARMLESS, keys=keys)
+    cache = torch.cat([drawn.key_cache[:, :, 0], torch.full_like(drawn.key_cache[:, :, 0, :8], 0.5)], dim=-1)
+    batch = replace(drawn.batch, block_table=_table(example, drawn.batch, _unowned(cache, example, drawn.batch)))
+    options = {"softmax_scale": 0.1, **_options(example)}
+    return dict(query=changed.get("query", drawn.query), cache=cache, batch=batch, latent_rank=rank, **options)
+
+
+def _pairs(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> Arguments:
+    """Lay the heads out as differential attention has them: `[half, key or value, n, p, hk/2, d]`."""
+    arguments = _paged(example, dtype, changed)
+    caches = arguments.pop("key_cache"), arguments.pop("value_cache")
+    cache = torch.stack([torch.stack([pool[:, :, half::2] for pool in caches]) for half in (0, 1)])
+    weight = torch.linspace(0.5, 1.5, 2 * example.head_size).to(dtype)
+    layer = dict(lambda_full=torch.tensor(LAMBDA), lambda_init=LAMBDA_INIT, norm_weight=weight, norm_eps=1e-5)
+    return {"query": arguments.pop("query"), "cache": cache, **arguments, **layer}
+
+
+def _fp8(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> Arguments:
+    """Quantise the pools under a scale of keys and one of values."""
+    arguments = _paged(example, dtype, changed)
+    scales = arguments.pop("scales", (1.0, 1.0))
+    for name, scale in zip(("key_cache", "value_cache"), scales, strict=True):
+        arguments[name] = (arguments[name].float() / scale).to(torch.float8_e4m3fn)
+    return arguments | dict(scales=Fp8Scales(*scales))
+
+
+def _partials(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> Arguments:
+    """Make partial answers of the same queries; where a part is empty, its output is garbage or 0."""
+    generator = torch.Generator().manual_seed(example.seed)
+    shape = (example.num_tokens, example.heads[0])
+    outs, lses = [], []
+    for part in range(example.options.get("parts", 2)):
+        outs.append(torch.randn(*shape, example.head_size, generator=generator).to(dtype))
+        lses.append(torch.randn(shape, generator=generator) * 2 + 3 * (part % 2))
+        if example.options.get("empty"):
+            nothing = torch.rand(shape, generator=generator) < 0.5
+            lses[-1][nothing] = -torch.inf
+            outs[-1][nothing] = example.options.get("garbage", 0.0)
+    return dict(outs=outs, lses=lses)
+
+
+def _new_tokens(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> Arguments:
+    """Draw new keys and values, a pool with numbers in it, and the slots that the tokens go to."""
+    generator = torch.Generator().manual_seed(example.seed)
+    drawn = build(example.case, dtype=dtype, seed=example.seed, poison=HARMLESS)
+    t = example.num_tokens
+    slots = slot_mapping(drawn.batch, t + example.padding_rows, block_size=example.block_size)
+    pools = {
+        name: torch.randn(pool.shape, generator=generator).to(dtype)
+        for name, pool in (("key_cache", drawn.key_cache), ("value_cache", drawn.value_cache))
+    }
+    rows = {
+        name: torch.randn(t + example.padding_rows, *pools[f"{name}_cache"].shape[2:], generator=generator).to(dtype)
+        for name in ("key", "value")
+    }
+    return dict(**rows, **pools, slot_mapping=slots)
+
+
+def _options(example: Example) -> Arguments:
+    """Fill in the options that have one number per head."""
+    h, options = example.heads[0], dict(example.options)
+    if options.get("alibi_slopes") is True:
+        options["alibi_slopes"] = 2.0 ** -torch.arange(1, h + 1)
+    if options.get("sinks") is True:
+        options["sinks"] = torch.linspace(-1.0, 3.0, h) if h > 1 else torch.ones(1)
+    return options
+
+
+def _sharing(example: Example, batch: Batch, options: Arguments) -> tuple[Batch, Arguments]:
+    """Let all sequences have the first blocks of the first one."""
+    shared = options.pop("shared")
+    assert batch.block_table is not None
+    table = batch.block_table.clone()
+    table[:, :shared] = table[:1, :shared]
+    prefixes = [Prefix(0, batch.num_seqs, shared * example.block_size)] if shared and batch.num_seqs > 1 else []
+    return replace(batch, block_table=table), options | dict(prefixes=prefixes)
+
+
+def _unowned(pool: Tensor, example: Example, batch: Batch) -> tuple[int, ...]:
+    """Return a block of the pool that no sequence has."""
+    assert batch.block_table is not None
+    used = {
+        block
+        for (_, s), row in zip(example.lens, batch.block_table.tolist(), strict=True)
+        for block in row[: -(-s // example.block_size)]
+    }
+    return (min(set(range(len(pool))) - used),)
+
+
+def _table(example: Example, batch: Batch, spare: tuple[int, ...]) -> Tensor:
+    """Return the block table with other entries past each sequence's last block."""
+    assert batch.block_table is not None
+    table = batch.block_table.clone()
+    for i, (_, s) in enumerate(example.lens):
+        past = table[i, -(-s // example.block_size) :]
+        past.copy_(torch.tensor(spare, dtype=torch.int32)[torch.arange(len(past)) % len(spare)])
+    return table
+
+
+def _wider(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, list):
+        return [_wider(x, dtype) for x in value]
+    is_code = isinstance(value, Tensor) and value.dtype.itemsize == 1
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() and not is_code else value
+
+
+def _default(of: Any) -> Any:
+    return of.default_factory() if callable(of.default_factory) else of.default
+
+
+POOLS = (("key_cache", 0), ("value_cache", 0))
+ROWS_AND_PAGES = ("query", "key_cache", "value_cache")
+PATHS = {
+    path.name: path
+    for path in (
+        Path("dense", ("query", "key", "value"), _dense, planned=("causal", "window_size")),
+        Path("chunked_prefill", ROWS_AND_PAGES, _paged, planned=("causal", "window_size"), pools=POOLS),
+        Path("sliding_window", ROWS_AND_PAGES, _paged, planned=("causal", "window_size"), pools=POOLS),
+        Path("local", ROWS_AND_PAGES, _paged, planned=("chunk_size",), pools=POOLS),
+        Path("cascade", ROWS_AND_PAGES, _paged, planned=("prefixes", "window_size"), pools=POOLS),
+        Path(
+            "differential",
+            ("query", "cache", "lambda_full", "lambda_init", "norm_weight", "norm_eps"),
+            _pairs,
+            planned=("causal", "window_size"),
+            pools=(("cache", 2),),
+        ),
+        Path("mla", ("query", "cache", "latent_rank"), _latents, pools=(("cache", 0),)),
+        Path("quantized", (*ROWS_AND_PAGES, "scales"), _fp8, planned=("causal", "window_size"), pools=POOLS),
+        Path("merge", ("outs", "lses"), _partials, function="merge", options=()),
+        Path(
+            "kv_cache",
+            ("key", "value", "key_cache", "value_cache", "slot_mapping"),
+            _new_tokens,
+            function="write",
+            pools=POOLS,
+            options=(),
+        ),
+    )
+}

@@ -1,0 +1,99 @@
+"""Results of many kernels on one machine, as a file; and tables of what each honours, made from such a file."""
+
+import platform
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from refattn.conformance.adapters import ADAPTERS
+from refattn.conformance.check import FAILED, Report
+from refattn.conformance.report import mark
+
+NOTES = "✓ honoured · ✗ broken · ! crashed, or did not answer · – refused · empty: not claimed · ? not reached"
+
+
+def results(reports: Sequence[Report], missing: dict[str, str], device: str) -> dict[str, Any]:
+    """Gather what was found, with when, on which machine and with which versions."""
+    distributions = sorted({ADAPTERS[report.kernel].distribution for report in reports} | {"torch", "triton"})
+    versions = {name: _version(name) for name in distributions}
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": _machine(device),
+        "device": device,
+        "versions": {"python": platform.python_version(), "cuda": torch.version.cuda, **versions},
+        "missing": missing,
+        "reports": [_compact(report.as_dict()) for report in reports],
+    }
+
+
+def _compact(report: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what is empty, and what the contract says itself."""
+    report["findings"] = [
+        {name: value for name, value in finding.items() if value and name != "promise"}
+        for finding in report["findings"]
+    ]
+    return report
+
+
+def tables(found: dict[str, Any]) -> str:
+    """Write a table per path: a row per property, a column per kernel."""
+    versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items() if number)
+    parts = [f"{found['machine']}, {found['date'][:16].replace('T', ', ')} UTC; {versions}.", NOTES]
+    for path in dict.fromkeys(report["path"] for report in found["reports"]):
+        reports = [report for report in found["reports"] if report["path"] == path]
+        names = list(dict.fromkeys(finding["property"] for report in reports for finding in report["findings"]))
+        shown = [f"`{report['kernel'].removesuffix(f'.{path}')}`" for report in reports]
+        lines = [f"### {path}", "", f"| | {' | '.join(shown)} |", f"|---|{':-:|' * len(shown)}"]
+        for name in names:
+            cells = [_cell(report, name) for report in reports]
+            if any(cells):
+                lines.append(f"| {name} | {' | '.join(cells)} |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def failures(found: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yield the reports and findings where a kernel breaks the contract."""
+    for report in found["reports"]:
+        for finding in report["findings"]:
+            if finding["outcome"] in FAILED:
+                yield report, finding
+
+
+def list_failures(found: dict[str, Any]) -> str:
+    """Write each break of the contract with its smallest batch."""
+    parts = []
+    for report, finding in failures(found):
+        batch = f" `{finding['example']}`" if "example" in finding else ""
+        kind = f", {finding['dtype']}" if "dtype" in finding else ""
+        causes = " ".join(says for _, says in finding.get("mistakes", ())[:1])
+        cause = f" Probably: {causes}" if causes else ""
+        parts.append(f"- `{report['kernel']}`, {finding['property']}{kind}: {finding.get('detail', '')}.{batch}{cause}")
+    return "\n".join(parts) or "None."
+
+
+def _cell(report: dict[str, Any], name: str) -> str:
+    for finding in report["findings"]:
+        if finding["property"] == name:
+            outcome = finding["outcome"]
+            return "" if outcome == "not claimed" else "!" if outcome in ("crashed", "hung") else mark(outcome)
+    return ""
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _machine(device: str) -> str:
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
+    return names[0].partition(":")[2].strip() if names else platform.processor() or platform.machine()

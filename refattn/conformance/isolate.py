@@ -1,0 +1,197 @@
+"""Check kernels in processes of their own: one that crashes, hangs or spoils its device takes no other with it.
+
+A process writes what it does to a file, line by line: each batch before the kernel gets it, each finding when it is
+made. If it dies, or says nothing for too long, the file names the property and the batch; it is ended, and another
+process goes on with the properties that are left.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from refattn.conformance import contract
+from refattn.conformance.adapters import kernel_of
+from refattn.conformance.check import Finding, Report, check
+from refattn.conformance.contract import CrashedError
+from refattn.conformance.example import Example
+from refattn.conformance.kernel import BadKernelError
+
+STARTS = 60.0  # seconds that a process may take to import what it needs
+LOOK = 0.1  # seconds between two looks at a process
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # several kernels may be checked at a time
+CANNOT_GO_ON = 70  # exit status of a process whose device does not answer any more
+
+
+def check_apart(
+    target: str,
+    path: str | None = None,
+    *,
+    device: str = "cpu",
+    dtypes: Sequence[str] = (),
+    examples: int = 20,
+    only: Sequence[str] | None = None,
+    seconds: float = 600.0,
+    patience: float = 60.0,
+    on_finding: Callable[[Finding], None] | None = None,
+) -> Report:
+    """Check a kernel in a process of its own; the arguments are those of `check`.
+
+    Args:
+        target: `module:function`, a module of a path, or the name of an adapter.
+        path: which path it computes.
+        device: where the tensors are.
+        dtypes: their names; those that the kernel claims if none.
+        examples: batches per property and type.
+        only: names of properties.
+        seconds: for all properties; what is not reached then is reported so.
+        patience: seconds without a sign of life, after which the process is ended.
+        on_finding: called with every finding.
+
+    Raises:
+        BadKernelError: if the kernel cannot be called at all.
+    """
+    began = time.monotonic()
+    found: dict[str, Finding] = {}
+    report = Report(target, path or "", device)
+    left = list(only) if only is not None else None
+    while True:
+        rest = seconds - (time.monotonic() - began)
+        with tempfile.TemporaryDirectory() as folder:
+            log = Path(folder, "log")
+            task = dict(target=target, path=path, device=device, dtypes=list(dtypes), examples=examples, only=left)
+            outcome, status = _watch(task | dict(seconds=rest), log, patience, rest + patience)
+            events = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+        names, last = None, None
+        for event in events:
+            if "error" in event:
+                raise BadKernelError(event["error"])
+            if "properties" in event:
+                names, report.kernel, report.path = event["properties"], event["kernel"], event["path"]
+            elif "finding" in event:
+                finding = finding_of(event["finding"])
+                found[finding.property], last = finding, None
+                if on_finding is not None:
+                    on_finding(finding)
+            else:
+                last = event
+        if names is None:
+            raise BadKernelError(f"{target}: its process ended before the first property: {status}")
+        if last is not None and "crashed" in last:
+            outcome, status = "crashed", last["crashed"]
+        left = [name for name in names if name not in found]
+        if not left or not outcome:
+            break
+        name = last["property"] if last is not None else left[0]
+        prop = next(x for x in contract.of_path(report.path) if x.name == name)
+        finding = Finding(name, prop.promise, outcome, status, 0, 0, (last or {}).get("example", ""))
+        found[name] = finding
+        if on_finding is not None:
+            on_finding(finding)
+        left.remove(name)
+        if not left or time.monotonic() - began > seconds:
+            break
+    for name in left or ():
+        prop = next(x for x in contract.of_path(report.path) if x.name == name)
+        found[name] = Finding(name, prop.promise, "not reached", "the time was over")
+    order = [x.name for x in contract.of_path(report.path)]
+    report.findings = sorted(found.values(), key=lambda finding: order.index(finding.property))
+    report.seconds = round(time.monotonic() - began, 1)
+    return report
+
+
+def _watch(task: dict[str, Any], log: Path, patience: float, seconds: float) -> tuple[str, str]:
+    """Run a task in a process, and return how it ended: "" if well, else "crashed" or "hung", and in words."""
+    said = log.with_name("stderr")
+    with said.open("w") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "refattn.conformance.isolate", str(log), json.dumps(task)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            start_new_session=True,
+            env={**ONE_THREAD, **os.environ},
+        )
+    size, began = 0, time.monotonic()
+    since = began
+    try:
+        while process.poll() is None:
+            now, before = time.monotonic(), size
+            size = log.stat().st_size if log.exists() else 0
+            since = now if size != before else since
+            if now - since > (patience if size else max(patience, STARTS)) or now - began > seconds:
+                return "hung", f"no answer in {now - since:.0f} s"
+            time.sleep(LOOK)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if process.returncode == 0:
+        return "", ""
+    if process.returncode < 0:
+        return "crashed", f"its process ended with {signal.Signals(-process.returncode).name}"
+    words = (said.read_text().strip().splitlines() or [""])[-1]
+    return "crashed", f"its process ended with status {process.returncode}: {words}"
+
+
+def finding_of(values: dict[str, Any]) -> Finding:
+    """Make a finding of what JSON says of it."""
+
+    def tuples(x: Any) -> Any:
+        return tuple(map(tuples, x)) if isinstance(x, list) else x
+
+    return Finding(**{name: tuples(value) for name, value in values.items()})
+
+
+def main() -> None:
+    """Do the task that is the second argument, and write what happens to the file that the first one names."""
+    with Path(sys.argv[1]).open("w", buffering=1) as log:
+        sys.exit(_do(json.loads(sys.argv[2]), log))
+
+
+def _do(task: dict[str, Any], log: TextIO) -> int:
+    current: dict[str, str] = {}
+
+    def say(**event: Any) -> None:
+        log.write(json.dumps(event) + "\n")
+
+    def on_example(name: str, example: Example) -> None:
+        current.update(property=name, example=repr(example))
+        say(**current)
+
+    try:
+        kernel = kernel_of(task["target"], task["path"])
+        names = [x.name for x in contract.of_path(kernel.path)]
+        chosen = names if task["only"] is None else task["only"]
+        say(kernel=task["target"], path=kernel.path, properties=[name for name in names if name in chosen])
+        dtypes = [getattr(torch, name) for name in task["dtypes"]] or None
+        check(
+            kernel,
+            device=task["device"],
+            dtypes=dtypes,
+            examples=task["examples"],
+            only=task["only"],
+            seconds=task["seconds"],
+            on_finding=lambda finding: say(finding=asdict(finding)),
+            on_example=on_example,
+        )
+    except BadKernelError as error:
+        say(error=str(error))
+        return 2
+    except CrashedError as error:
+        say(**current, crashed=str(error))
+        return CANNOT_GO_ON
+    return 0
+
+
+if __name__ == "__main__":
+    main()

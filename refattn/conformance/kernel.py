@@ -1,0 +1,265 @@
+"""Anybody's kernel: it takes what its parameters name, and claims no more than that.
+
+    def my_attention(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, softmax_scale=None): ...
+
+is called with just these. It has no parameter `softcap`, so no softcap is asked of it, and the report says so.
+"""
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from refattn.conformance.example import PATHS, Answers, Arguments, Example
+from refattn.interface import AttentionOptions
+
+OF_BATCH = ("cu_seqlens_q", "seq_lens", "block_table", "max_query_len", "max_seq_len", "query_lens", "context_lens")
+NEUTRAL = {
+    "causal": True,
+    "window_size": (-1, -1),
+    "softcap": 0.0,
+    "alibi_slopes": None,
+    "sinks": None,
+    "batch_invariant": False,
+    "return_lse": False,
+    "out": None,
+    "prefixes": (),
+    "common_prefix_len": 0,
+}  # what a parameter without a default gets where nothing is asked of it
+HALVES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Claims:
+    """What a kernel claims beside its parameters; `claims` puts it on a function.
+
+    Attributes:
+        dtypes: of queries, keys and values.
+        heads: numbers of query heads and key heads.
+        head_sizes: of keys and values, in pairs.
+        block_sizes: tokens in a block.
+        max_query_len: the most queries of a sequence; 1 for a decode kernel.
+        min_seq_len: the fewest keys of a sequence.
+        parts: numbers of parts that a merge takes.
+        not_claimed: names of properties, each with the reason, in the words of its documentation.
+        max_examples: the most batches per property, for a kernel that compiles for every shape.
+    """
+
+    dtypes: tuple[torch.dtype, ...] = HALVES
+    heads: tuple[tuple[int, int], ...] = ((1, 1), (2, 1), (4, 2), (3, 3), (8, 2))
+    head_sizes: tuple[tuple[int, int], ...] = ((64, 64), (128, 128))
+    block_sizes: tuple[int, ...] = (16, 32, 64)
+    max_query_len: int | None = None
+    min_seq_len: int = 0
+    parts: tuple[int, ...] = (2, 3, 5)
+    not_claimed: Mapping[str, str] = field(default_factory=dict)
+    max_examples: int | None = None
+
+
+OF_PATH = {
+    "mla": Claims(heads=((1, 1), (4, 1), (16, 1)), head_sizes=((96, 64), (80, 64))),
+    "differential": Claims(heads=((2, 2), (4, 2), (8, 4)), head_sizes=((64, 64), (128, 128))),
+    "quantized": Claims(dtypes=(torch.float32, torch.bfloat16)),
+}  # what a function without claims is taken to claim
+
+
+def claims(**limits: Any) -> Callable[[Callable], Callable]:
+    """Say what a kernel claims, where that is less or more than a path asks: `@claims(block_sizes=(256,))`."""
+
+    def decorate(function: Callable) -> Callable:
+        function.__claims__ = limits  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
+class BadKernelError(Exception):
+    """A function that the kit cannot call, with the reason."""
+
+
+@dataclass
+class Kernel:
+    """A function that computes a path, and how the kit calls it.
+
+    Attributes:
+        name: for the report, and for `python -m refattn.conformance`.
+        path: which path it computes.
+        function: what is called, with the arguments that its parameters name.
+        plan: the plan of the same package, for functions that take `plan`; that of the reference if None.
+        calls: the calls of the current example, each with its answer: what a mistake is found by.
+    """
+
+    name: str
+    path: str
+    function: Callable[..., Any]
+    plan: Callable[..., Any] | None = None
+    calls: list[tuple[Arguments, Answers]] = field(default_factory=list, repr=False)
+
+    def __post_init__(self) -> None:
+        """Check that the path is known, and that every required parameter is a word of it."""
+        if self.path not in PATHS:
+            raise BadKernelError(f"path: expected one of {', '.join(PATHS)}, got {self.path!r}")
+        self.parameters = inspect.signature(self.function).parameters
+        words = self.words()
+        for name, parameter in self.parameters.items():
+            is_required = parameter.default is parameter.empty and parameter.kind not in (
+                parameter.VAR_POSITIONAL,
+                parameter.VAR_KEYWORD,
+            )
+            if is_required and name not in words:
+                close = get_close_matches(name, words, 1)
+                hint = f"; did you mean {close[0]}?" if close else ""
+                raise BadKernelError(
+                    f"{self.name} has a parameter {name!r} that {self.path} has no argument for{hint}\n"
+                    f"Arguments are passed by name: {', '.join(words)}.\n"
+                    "A function of a few lines with these names can call yours in any other way."
+                )
+        limits = getattr(self.function, "__claims__", {})
+        self.claims = Claims(**{**{f.name: getattr(self._usual, f.name) for f in fields(Claims)}, **limits})
+
+    @property
+    def _usual(self) -> Claims:
+        return OF_PATH.get(self.path, Claims())
+
+    def words(self) -> list[str]:
+        """List the names that a parameter may have."""
+        path = PATHS[self.path]
+        if not path.attends:
+            return [*path.words, "block_size"] if path.function == "write" else [*path.words]
+        of_batch = [word for word in OF_BATCH if path.pools or word != "block_table"]
+        words = [*path.words, "batch", *of_batch, *path.planned, *path.options, "plan", "options", "return_lse", "out"]
+        extra = {"dense": ["cu_seqlens_k"], "cascade": ["common_prefix_len"]}
+        return [*words, *extra.get(self.path, ()), *(["block_size"] if path.pools else [])]
+
+    def takes(self, option: str) -> bool:
+        """Return whether something can be asked of the kernel: an option, a window, the LSE, memory for its output."""
+        path = PATHS[self.path]
+        by_plan = option in path.planned and "plan" in self.parameters
+        by_options = option in path.options and "options" in self.parameters
+        return option in self.parameters or by_plan or by_options
+
+    def __call__(self, example: Example, arguments: Arguments, **more: Any) -> Answers:
+        """Call the function with the words that it names, and return its answers by name.
+
+        Args:
+            example: what the arguments are of.
+            arguments: of the path.
+            more: `out`.
+        """
+        path = PATHS[self.path]
+        if path.function == "write":
+            pools = {name: preserving_clone(arguments[name]) for name in ("key_cache", "value_cache")}
+            arguments = {**arguments, **pools}
+        with filled_memory():
+            came = self.function(**self.asked(example, {**arguments, **more}))
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+        answers: Answers = pools if path.function == "write" else self.named(came)
+        self.calls.append((arguments, answers))
+        return answers
+
+    def named(self, came: Any) -> Answers:
+        """Name what the function returned."""
+        if isinstance(came, Tensor):
+            return {"out": came}
+        if isinstance(came, tuple | list) and len(came) >= 2 and all(isinstance(x, Tensor) for x in came[:2]):
+            return {"out": came[0], "lse": came[1]}
+        if came is None and "out" in self.parameters:
+            raise TypeError("expected the output, got None: return the memory that came as out=")
+        raise TypeError(f"expected an output, or an output and its log-sum-exp, got {type(came).__name__}")
+
+    def asked(self, example: Example, arguments: Arguments) -> Arguments:
+        """Make what the parameters name out of the arguments of a path; what nobody asks for keeps its default."""
+        path, asked = PATHS[self.path], {}
+        for name, parameter in self.parameters.items():
+            if name in arguments:
+                asked[name] = arguments[name]
+            elif name == "return_lse":
+                asked[name] = True
+            elif name == "plan":
+                asked[name] = self._plan(example, arguments)
+            elif name == "options":
+                asked[name] = AttentionOptions(**{x: arguments[x] for x in path.options if x in arguments})
+            elif name == "block_size":
+                asked[name] = example.block_size
+            elif name == "cu_seqlens_k" or (name in OF_BATCH and "batch" in arguments):
+                asked[name] = getattr(arguments["batch"], name)
+            elif name == "common_prefix_len":
+                asked[name] = arguments["prefixes"][0].end if arguments.get("prefixes") else 0
+            elif parameter.default is parameter.empty and parameter.kind not in (
+                parameter.VAR_POSITIONAL,
+                parameter.VAR_KEYWORD,
+            ):
+                asked[name] = example.head_size**-0.5 if name == "softmax_scale" else NEUTRAL[name]
+        return asked
+
+    def _plan(self, example: Example, arguments: Arguments) -> Any:
+        make = self.plan or PATHS[self.path].module.plan
+        takes = inspect.signature(make).parameters
+        planned = {name: arguments[name] for name in takes if name in arguments and name != "batch"}
+        if "block_size" in takes:
+            planned["block_size"] = example.block_size
+        return make(arguments["batch"], **planned)
+
+
+@contextmanager
+def filled_memory() -> Iterator[None]:
+    """Let `torch.empty` give NaN, so that what is returned before it is written shows."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def preserving_clone(x: Tensor) -> Tensor:
+    """Clone a tensor with its strides, whatever they are."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+    memory = x.as_strided((span,), (1,)).clone()
+    return memory.as_strided(x.shape, x.stride())
+
+
+def find(target: str | Callable[..., Any] | ModuleType, path: str | None = None) -> Kernel:
+    """Find a kernel: a function, a module of a path, or where one is, `package.module:function` or `package.module`.
+
+    Args:
+        target: what it is, or where.
+        path: which path it computes; may be left out for a module that has a path's name.
+
+    Raises:
+        BadKernelError: if there is none, or it cannot be called; it says why.
+    """
+    name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+    if not isinstance(target, str) and not isinstance(target, ModuleType):
+        name = f"{target.__module__}:{getattr(target, '__qualname__', name)}"
+    if isinstance(target, str):
+        module_name, _, function = target.partition(":")
+        try:
+            target = importlib.import_module(module_name)
+        except ImportError as error:
+            raise BadKernelError(f"{module_name} cannot be imported: {error}") from error
+        for part in filter(None, function.split(".")):
+            if not hasattr(target, part):
+                raise BadKernelError(f"{module_name} has no {function}")
+            target = getattr(target, part)
+    if isinstance(target, ModuleType):
+        path = path or target.__name__.rpartition(".")[2]
+        if path not in PATHS:
+            raise BadKernelError(f"{name}: say which path it computes, with --path: one of {', '.join(PATHS)}")
+        function_name = PATHS[path].function
+        if not hasattr(target, function_name):
+            raise BadKernelError(f"{name} has no function {function_name!r}")
+        return Kernel(name, path, getattr(target, function_name), getattr(target, "plan", None))
+    if path is None:
+        raise BadKernelError(f"{name}: say which path it computes, with --path: one of {', '.join(PATHS)}")
+    if not callable(target):
+        raise BadKernelError(f"{name}: expected a function, got {type(target).__name__}")
+    return Kernel(name, path, target)

@@ -1,0 +1,156 @@
+"""A report for a person: which property failed, on which batch, what was seen, what is probably wrong."""
+
+import html
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+from typing import Any
+
+from refattn.conformance.check import FAILED, Finding, Report
+
+MARKS = {"honoured": "✓", "refused": "–", "not claimed": "·", "not reached": "?"}  # the others failed
+STYLES = {"✓": "green", "✗": "bold red", "–": "yellow", "·": "dim", "?": "yellow"}
+MOST_ROWS = 12  # of a mask
+
+
+def mark(outcome: str) -> str:
+    """Return the sign of an outcome."""
+    return MARKS.get(outcome, "✗")
+
+
+def as_text(report: Report) -> str:
+    """Write a report as plain text."""
+    return "\n".join(text for _, text in lines(report))
+
+
+def lines(report: Report) -> Iterator[tuple[str, str]]:
+    """Yield the lines of a report, each with its style."""
+    counts = dict.fromkeys(("honoured", "failed", "refused", "not claimed", "not reached"), 0)
+    for finding in report.findings:
+        counts["failed" if finding.outcome in FAILED else finding.outcome] += 1
+    yield "bold", f"{report.kernel} as {report.path} on {report.device}"
+    yield (
+        "",
+        ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count) + f", {report.seconds:.0f} s",
+    )
+    width = max((len(finding.property) for finding in report.findings), default=0)
+    for finding in report.findings:
+        sign = mark(finding.outcome)
+        says = finding.promise if sign in "✓✗" else f"{finding.outcome}: {finding.detail}"
+        yield STYLES[sign], f"{sign} {finding.property:{width}}  {says}"
+    for finding in report.failures:
+        yield "", ""
+        yield from of_failure(finding)
+
+
+def of_failure(finding: Finding) -> Iterator[tuple[str, str]]:
+    """Yield the lines about one failure."""
+    yield "bold red", f"✗ {finding.property}: {finding.promise}"
+    yield "", f"  {finding.detail}"
+    if finding.example:
+        yield (
+            "",
+            f"  smallest batch, {finding.dtype}: {finding.example}" if finding.dtype else f"  on {finding.example}",
+        )
+    for i, (want, got) in enumerate(zip(finding.expected, finding.seen, strict=True)):
+        if want != got:
+            yield "", f"  who sees whom in sequence {i} (X: sees what it should not, o: does not see what it should)"
+            for text in side_by_side(want, got):
+                yield "", f"    {text}"
+    for i, (name, says) in enumerate(finding.mistakes):
+        yield "bold yellow", f"  {'probably' if not i else 'or'} {name}: {says}"
+    if not finding.mistakes and finding.outcome == "wrong":
+        yield "yellow", "  no known mistake gives these numbers"
+    if finding.code:
+        yield "dim", f"  {finding.code}"
+
+
+def side_by_side(want: Sequence[str], got: Sequence[str]) -> Iterator[str]:
+    """Yield the rows of two masks, what is expected beside what is seen."""
+    width = max(len("expected"), 2 * max(map(len, want), default=0))
+    yield f"{'expected':{width}}   seen"
+    for row, (expected, seen) in enumerate(zip_longest(want, got, fillvalue="")):
+        if row == MOST_ROWS:
+            yield f"... {len(want) - row} more rows"
+            return
+        left = " ".join("1" if x == "1" else "." for x in expected)
+        right = " ".join(_cell(x, y) for x, y in zip_longest(expected, seen, fillvalue="0"))
+        yield f"{left:{width}}   {right}".rstrip()
+
+
+def _cell(want: str, got: str) -> str:
+    if want == got:
+        return "1" if got == "1" else "."
+    return "X" if got == "1" else "o"
+
+
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<style>
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; background: #fff; }}
+table {{ border-collapse: collapse; width: 100%; }} td, th {{ text-align: left; padding: .25rem .6rem; border-bottom: 1px solid #ddd; vertical-align: top; }}
+.ok {{ color: #00694f; }} .bad {{ color: #b00020; font-weight: 600; }} .none {{ color: #777; }}
+.masks {{ display: flex; gap: 2rem; flex-wrap: wrap; }} .mask td {{ width: 1.1rem; height: 1.1rem; padding: 0; border: 1px solid #bbb; }} .mask {{ width: auto; }}
+.one {{ background: #0072b2; }} .extra {{ background: #d55e00; }} .missing {{ background: #fff; outline: 3px solid #d55e00; outline-offset: -3px; }}
+pre {{ background: #f4f4f4; padding: .6rem; overflow-x: auto; }} section {{ margin: 2rem 0; }}
+</style></head><body>
+{body}
+</body></html>
+"""
+
+
+def as_html(reports: Sequence[Report], about: dict[str, Any] | None = None) -> str:
+    """Write reports as one page that needs nothing else."""
+    parts = []
+    for report in reports:
+        counts = f"{sum(x.outcome == 'honoured' for x in report.findings)} honoured, {len(report.failures)} failed"
+        parts.append(
+            f"<h1>{_safe(report.kernel)}</h1><p>{_safe(report.path)} on {_safe(report.device)}: {counts}</p><table>"
+        )
+        for finding in report.findings:
+            kind = {"✓": "ok", "✗": "bad"}.get(mark(finding.outcome), "none")
+            says = finding.promise if kind != "none" else f"{finding.outcome}: {finding.detail}"
+            parts.append(
+                f'<tr class="{kind}"><td>{mark(finding.outcome)}</td><td>{_safe(finding.property)}</td><td>{_safe(says)}</td></tr>'
+            )
+        parts.append("</table>")
+        parts += [_section(finding) for finding in report.failures]
+    for name, value in (about or {}).items():
+        parts.append(f'<p class="none">{_safe(name)}: {_safe(value)}</p>')
+    title = ", ".join(report.kernel for report in reports)
+    return PAGE.format(title=_safe(title), body="\n".join(parts))
+
+
+def _section(finding: Finding) -> str:
+    parts = [f'<section><h2 class="bad">{_safe(finding.property)}</h2><p>{_safe(finding.promise)}</p>']
+    parts.append(f"<p>{_safe(finding.detail)}</p>")
+    for i, (name, says) in enumerate(finding.mistakes):
+        parts.append(
+            f"<p><strong>{'Probably' if not i else 'Or'}:</strong> {_safe(says)} <code>{_safe(name)}</code></p>"
+        )
+    for want, got in zip(finding.expected, finding.seen, strict=True):
+        if want != got:
+            masks = "".join(
+                f"<div><p>{name}</p>{_mask(want, rows)}</div>" for name, rows in (("expected", want), ("seen", got))
+            )
+            parts.append(f'<div class="masks">{masks}</div>')
+    if finding.example:
+        parts.append(
+            f"<p>The smallest batch that fails ({_safe(finding.dtype)}):</p><pre>{_safe(finding.example)}</pre>"
+        )
+    if finding.code:
+        parts.append(f"<p>To see it again:</p><pre>{_safe(finding.code)}</pre>")
+    return "".join([*parts, "</section>"])
+
+
+def _mask(want: Sequence[str], rows: Sequence[str]) -> str:
+    kinds = {"1": "one", ".": "", "X": "extra", "o": "missing"}
+    cells = [
+        "".join(f'<td class="{kinds[_cell(x, y)]}"></td>' for x, y in zip_longest(a, b, fillvalue="0"))
+        for a, b in zip_longest(want, rows, fillvalue="")
+    ]
+    return f'<table class="mask">{"".join(f"<tr>{row}</tr>" for row in cells)}</table>'
+
+
+def _safe(text: Any) -> str:
+    return html.escape(str(text))

@@ -1,0 +1,53 @@
+"""Prove a kernel with pytest: a test per property.
+
+    from refattn.conformance.testing import properties
+
+    test_contract = properties("my_package:my_attention", path="chunked_prefill")
+
+pytest finds `test_contract` and runs it once for each property of the path. One that the kernel breaks fails with the
+report; one that it does not claim is skipped, with the reason.
+"""
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from refattn.conformance import contract
+from refattn.conformance.adapters import kernel_of
+from refattn.conformance.check import check
+from refattn.conformance.kernel import Kernel
+from refattn.conformance.report import of_failure
+
+
+def properties(
+    target: str | Callable[..., Any] | ModuleType, *, path: str | None = None, device: str = "cpu", **options: Any
+) -> Callable[..., None]:
+    """Make a test of a kernel, with a parameter per property.
+
+    Args:
+        target: the kernel, as `refattn.conformance.check.check` takes it.
+        path: which path it computes.
+        device: where the tensors are.
+        options: of `check`: `dtypes`, `examples`.
+
+    Raises:
+        BadKernelError: if there is no such kernel, or it cannot be called.
+    """
+    kernel = kernel_of(target, path)
+
+    @pytest.mark.parametrize("name", [x.name for x in contract.of_path(kernel.path)])
+    def test(name: str) -> None:
+        _check(kernel, name, device=device, **options)
+
+    return test
+
+
+def _check(kernel: Kernel, name: str, **options: Any) -> None:
+    report = check(kernel, only=[name], **options)
+    (finding,) = report.findings
+    if report.failures:
+        pytest.fail("\n".join(text for _, text in of_failure(finding)), pytrace=False)
+    if finding.outcome != "honoured":
+        pytest.skip(f"{finding.outcome}: {finding.detail}")

@@ -1,0 +1,219 @@
+"""Kernels by hand, as a stranger writes them: tile by tile, split by split, sharing no code with any twin.
+
+They are right. `test_conformance_mistakes.py` plants a mistake by replacing a line of this file.
+"""
+
+import math
+
+import torch
+
+TILE = 16  # keys at a time
+SPLIT = 64  # keys of a part, merged at the end
+
+
+def paged(
+    query,
+    key_cache,
+    value_cache,
+    cu_seqlens_q,
+    seq_lens,
+    block_table,
+    max_query_len,
+    max_seq_len,
+    softmax_scale=None,
+    causal=True,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    sinks=None,
+    return_lse=False,
+    out=None,
+    *,
+    chunk_size=0,
+    value_scale=1.0,
+    key_scale=1.0,
+):
+    """Attention over pages: prefill chunks and decodes."""
+    t, h, d = query.shape
+    p, hk, dv = key_cache.shape[1], key_cache.shape[2], value_cache.shape[-1]
+    scale = d**-0.5 if softmax_scale is None else softmax_scale
+    if out is None:
+        out = query.new_empty(t, h, dv)
+    lse = torch.empty(t, h)
+    out[int(cu_seqlens_q[-1]) :] = 0
+    lse[int(cu_seqlens_q[-1]) :] = -torch.inf
+    starts, lengths = cu_seqlens_q.tolist(), seq_lens.tolist()
+    for b in range(len(lengths)):
+        first, last, s = starts[b], starts[b + 1], lengths[b]
+        n = last - first
+        if n == 0:
+            continue
+        q = query[first:last].float()
+        pos = torch.arange(s - n, s)[:, None]
+        parts = []
+        for begin in range(0, max(s, 1), SPLIT):
+            top = torch.full((h, n), -torch.inf)
+            total = torch.zeros(h, n)
+            acc = torch.zeros(h, n, dv)
+            for tile in range(begin, min(begin + SPLIT, s), TILE):
+                end = min(tile + TILE, s, begin + SPLIT)
+                j = torch.arange(tile, end)
+                block = block_table[b, j // p].long()
+                k = key_cache[block, j % p].float() * key_scale
+                v = value_cache[block, j % p].float() * value_scale
+                k = k.repeat_interleave(h // hk, dim=1)
+                v = v.repeat_interleave(h // hk, dim=1)
+                scores = torch.einsum("thd,jhd->htj", q, k) * scale
+                if softcap:
+                    scores = softcap * torch.tanh(scores / softcap)
+                if alibi_slopes is not None:
+                    scores = scores - alibi_slopes[:, None, None] * (pos - j).abs()
+                see = torch.ones(n, len(j), dtype=torch.bool)
+                if causal:
+                    see = see & (j <= pos)
+                if window_size[0] >= 0:
+                    see = see & (j >= pos - window_size[0])
+                if window_size[1] >= 0 and not causal:
+                    see = see & (j <= pos + window_size[1])
+                if chunk_size:
+                    see = see & (j // chunk_size == pos // chunk_size)
+                v = v.masked_fill(~see.any(0)[:, None, None], 0.0)
+                scores = scores.masked_fill(~see, -torch.inf)
+                new = torch.maximum(top, scores.amax(-1))
+                safe = torch.where(new == -torch.inf, 0.0, new)
+                weights = torch.exp(scores - safe[..., None])
+                shrink = torch.exp(top - safe)
+                total = total * shrink + weights.sum(-1)
+                acc = acc * shrink[..., None] + torch.einsum("htj,jhd->htd", weights, v)
+                top = new
+            parts.append((acc, total, top))
+        whole = torch.stack([part[2] for part in parts]).amax(0)
+        if sinks is not None:
+            whole = torch.maximum(whole, sinks.float()[:, None].expand_as(whole))
+        whole = torch.where(whole == -torch.inf, 0.0, whole)
+        acc = sum(part[0] * torch.exp(part[2] - whole)[..., None] for part in parts)
+        total = sum(part[1] * torch.exp(part[2] - whole) for part in parts)
+        if sinks is not None:
+            total = total + torch.exp(sinks.float()[:, None] - whole)
+        empty = total == 0
+        answer = torch.where(empty[..., None], 0.0, acc / total[..., None])
+        out[first:last] = answer.transpose(0, 1).to(query.dtype)
+        lse[first:last] = torch.where(empty, -torch.inf, torch.log(total) + whole).T
+    return (out, lse) if return_lse else out
+
+
+def dense(query, key, value, cu_seqlens_q, cu_seqlens_k, softmax_scale=None, causal=True, return_lse=False):
+    """Attention over rows, a sequence at a time."""
+    h, group = query.shape[1], query.shape[1] // key.shape[1]
+    out, lse = query.new_zeros(*query.shape[:2], value.shape[-1]), torch.full(query.shape[:2], -torch.inf)
+    scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    edges_q, edges_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    for b in range(len(edges_q) - 1):
+        rows, keys = slice(edges_q[b], edges_q[b + 1]), slice(edges_k[b], edges_k[b + 1])
+        q, k, v = query[rows].float(), key[keys].float(), value[keys].float()
+        if not len(q) or not len(k):
+            continue
+        see = torch.ones(len(q), len(k), dtype=torch.bool)
+        if causal:
+            see = see.tril(len(k) - len(q))
+        for head in range(h):
+            scores = scale * q[:, head] @ k[:, head // group].T
+            scores[~see] = -torch.inf
+            sums = scores.logsumexp(-1)
+            weights = torch.exp(scores - sums[:, None]).nan_to_num(0.0) if not scores.isnan().any() else scores
+            values = v[:, head // group]
+            out[rows, head] = (weights.masked_fill(~see, 0.0) @ values.masked_fill(~see.any(0)[:, None], 0.0)).to(
+                out.dtype
+            )
+            lse[rows, head] = sums
+    return (out, lse) if return_lse else out
+
+
+def local(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, chunk_size, return_lse=False):
+    """Attention inside chunks."""
+    batch = (cu_seqlens_q, seq_lens, block_table, 0, 0)
+    return paged(query, key_cache, value_cache, *batch, chunk_size=chunk_size, return_lse=return_lse)
+
+
+def sliding_window(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, window_size, return_lse=False):
+    """Attention to the last keys."""
+    batch = (cu_seqlens_q, seq_lens, block_table, 0, 0)
+    return paged(query, key_cache, value_cache, *batch, window_size=window_size, return_lse=return_lse)
+
+
+def quantized(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, scales, return_lse=False):
+    """Attention over codes of 8 bits."""
+    batch = (cu_seqlens_q, seq_lens, block_table, 0, 0)
+    k_scale, v_scale = scales.key, scales.value
+    return paged(query, key_cache, value_cache, *batch, key_scale=k_scale, value_scale=v_scale, return_lse=return_lse)
+
+
+def mla(query, cache, cu_seqlens_q, seq_lens, block_table, latent_rank, softmax_scale, return_lse=False):
+    """Attention over latents."""
+    keys = cache[..., : query.shape[-1]].unsqueeze(2)
+    values = cache[..., :latent_rank].unsqueeze(2)
+    batch = (cu_seqlens_q, seq_lens, block_table, 0, 0)
+    return paged(query, keys, values, *batch, softmax_scale=softmax_scale, return_lse=return_lse)
+
+
+def cascade(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, common_prefix_len, return_lse=False):
+    """Attention over shared keys, over a sequence's own, and a merge."""
+    common, blocks = common_prefix_len, common_prefix_len // key_cache.shape[1]
+    own = paged(
+        *(query, key_cache, value_cache, cu_seqlens_q, seq_lens - common, block_table[:, blocks:], 0, 0),
+        return_lse=True,
+    )
+    if not common:
+        return own if return_lse else own[0]
+    everybody = torch.tensor([0, int(cu_seqlens_q[-1])])
+    shared = paged(
+        *(query, key_cache, value_cache, everybody, torch.tensor([common]), block_table[:1], 0, 0),
+        causal=False,
+        return_lse=True,
+    )
+    out, lse = merge([shared[0].float(), own[0].float()], [shared[1], own[1]])
+    out = out.to(query.dtype)
+    return (out, lse) if return_lse else out
+
+
+def differential(
+    query, cache, cu_seqlens_q, seq_lens, block_table, lambda_full, lambda_init, norm_weight, norm_eps, return_lse=False
+):
+    """Two attentions, one subtracted from the other, and a norm."""
+    wide = torch.cat([cache[0, 1], cache[1, 1]], dim=-1)
+    batch = (cu_seqlens_q, seq_lens, block_table, 0, 0)
+    queries = query.float()
+    first, lse1 = paged(queries[:, 0::2], cache[0, 0], wide, *batch, return_lse=True)
+    second, lse2 = paged(queries[:, 1::2], cache[1, 0], wide, *batch, return_lse=True)
+    x = first - lambda_full * second
+    x = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + norm_eps)
+    x = x * norm_weight.float()
+    x = x * (1 - lambda_init)
+    out = x.reshape(query.shape).to(query.dtype)
+    return (out, torch.stack([lse1, lse2], dim=-1).flatten(1)) if return_lse else out
+
+
+def merge(outs, lses):
+    """Merge partial answers."""
+    top = torch.stack(list(lses)).amax(0)
+    base = torch.where(top == -torch.inf, 0.0, top)
+    total = torch.zeros_like(base)
+    acc = torch.zeros(outs[0].shape)
+    for out, lse in zip(outs, lses, strict=True):
+        weight = torch.exp(lse - base)
+        total = total + weight
+        acc = acc + torch.where((weight == 0)[..., None], 0.0, out.float() * weight[..., None])
+    safe = torch.where(total == 0, 1.0, total)
+    return (acc / safe[..., None]).to(outs[0].dtype), torch.log(total) + base
+
+
+def write(key, value, key_cache, value_cache, slot_mapping):
+    """Write new tokens into the pools."""
+    p = key_cache.shape[1]
+    keep = slot_mapping >= 0
+    slots = slot_mapping[keep]
+    key_cache[slots // p, slots % p] = key[keep]
+    value_cache[slots // p, slots % p] = value[keep]
+
+
+LOG2E = math.log2(math.e)

@@ -1,0 +1,323 @@
+"""The kit that proves anybody's kernel: it finds planted mistakes, names them, and leaves right kernels alone."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import by_hand
+import pytest
+import torch
+from gpu_package_doubles import fa3_library, install
+from planted import PLANTED
+
+from refattn.conformance import Example, claims
+from refattn.conformance import __main__ as command
+from refattn.conformance import check as checking
+from refattn.conformance.adapters import ADAPTERS
+from refattn.conformance.check import check, reproduce
+from refattn.conformance.contract import PROPERTIES, Broken
+from refattn.conformance.example import PATHS
+from refattn.conformance.field import list_failures, results, tables
+from refattn.conformance.isolate import check_apart
+from refattn.conformance.kernel import BadKernelError, find
+from refattn.conformance.report import as_html, as_text
+
+pytestmark = [
+    pytest.mark.usefixtures("shapes_unchecked"),  # which takes as long as all the rest
+    pytest.mark.filterwarnings("ignore:.*random:hypothesis.errors.HypothesisDeprecationWarning"),  # of beartype's
+    pytest.mark.filterwarnings("ignore:.*(flex_attention|return_lse)"),
+]
+
+SOURCE = Path(by_hand.__file__).read_text()
+BY_HAND = {"paged": "chunked_prefill", "write": "kv_cache"} | {
+    name: name for name in ("dense", "local", "sliding_window", "quantized", "mla", "cascade", "differential", "merge")
+}
+BLAMED_OTHERWISE = ()  # of which another mistake gives the same numbers
+
+
+def plant(name, old, new):
+    """Return a kernel by hand with some of its lines replaced."""
+    source = SOURCE
+    for before, after in zip(*((x,) if isinstance(x, str) else x for x in (old, new)), strict=True):
+        assert before in source, f"by_hand.py has no {before!r}"
+        source = source.replace(before, after)
+    names = {"__name__": "planted"}
+    exec(compile(source, "planted", "exec"), names)
+    return names[name]
+
+
+@pytest.fixture
+def no_shrinking(monkeypatch):
+    monkeypatch.setattr(checking, "SHRINKING", 0.0)
+
+
+@pytest.mark.parametrize(("kernel", "mistake", "name", "old", "new"), PLANTED, ids=[f"{x[0]}-{x[1]}" for x in PLANTED])
+@pytest.mark.usefixtures("no_shrinking")
+def test_planted(kernel, mistake, name, old, new):
+    """Each is caught, and called by its name."""
+    report = check(plant(kernel, old, new), BY_HAND[kernel], examples=6, dtypes=[torch.float32], only=[name])
+    assert report.failures, "nothing was found"
+    if mistake not in BLAMED_OTHERWISE:
+        assert [says for says, _ in report.failures[0].mistakes][:1] == [mistake]
+
+
+def test_how_many_are_planted():
+    assert len(PLANTED) >= 60
+    assert len({x[2:] for x in PLANTED}) == len(PLANTED)
+    assert sum(x[1] in BLAMED_OTHERWISE for x in PLANTED) <= len(PLANTED) / 10
+
+
+@pytest.mark.parametrize("package", ["by_hand", "fastattn"])
+def test_no_complaint(package):
+    """Right kernels, on more than 500 batches in three types, of all paths: two kinds of kernels make a thousand."""
+    tried = 0
+    for name, path in BY_HAND.items():
+        target = getattr(by_hand, name) if package == "by_hand" else f"fastattn.{path}"
+        report = check(target, path, examples=2 if package == "by_hand" else 1)
+        assert not report.failures, as_text(report)
+        tried += sum(finding.examples for finding in report.findings)
+    assert tried > 500
+
+
+def test_the_reference_of_a_path_passes_its_own_contract():
+    report = check("refattn.chunked_prefill", examples=1, dtypes=[torch.float32])
+    assert not report.failures, as_text(report)
+    assert {finding.property for finding in report.findings if finding.outcome == "not claimed"} == {"graph"}
+
+
+# --- what a failure says ---
+
+WINDOW = ("paged", "j >= pos - window_size[0]", "j >= pos - window_size[0] - 1")
+
+
+def test_a_failure_shrinks_and_is_drawn():
+    kernel = plant(*WINDOW)
+    report = check(kernel, "chunked_prefill", only=["window"], dtypes=[torch.float32])
+    (finding,) = report.failures
+    assert finding.example == repr(Example("chunked_prefill", lens=((1, 2),), options={"window_size": (0, 0)}))
+    assert (finding.expected, finding.seen) == ((("01",),), (("11",),))
+    text = as_text(report)
+    assert "expected   seen\n    . 1        X 1" in text
+    assert "probably window-one-too-many" in text
+    page = as_html([report])
+    assert "window-one-too-many" in page and 'class="extra"' in page and "http" not in page
+    with pytest.raises(Broken, match="query row 0 should not see key 0"):
+        reproduce(kernel, "window", checking.parse_example(finding.example))
+
+
+def test_an_exception_is_a_failure_with_its_message():
+    def raises(query, key_cache, value_cache, batch):
+        raise IndexError("out of range")
+
+    report = check(raises, "chunked_prefill", only=["answer"], examples=1, dtypes=[torch.float32])
+    assert report.failures[0].detail == "raised IndexError: out of range"
+    assert report.failures[0].outcome == "raises"
+
+
+def test_a_kernel_that_answers_zeros_is_found():
+    def zeros(query, key_cache, value_cache, batch):
+        return torch.zeros_like(query)
+
+    report = check(zeros, "chunked_prefill", only=["mask", "answer"], examples=1, dtypes=[torch.float32])
+    assert [finding.outcome for finding in report.findings] == ["wrong", "wrong"]
+
+
+def test_a_kernel_that_writes_its_inputs_is_found():
+    def scales_in_place(query, key, value, cu_seqlens_q, cu_seqlens_k, softmax_scale=None):
+        return by_hand.dense(query.mul_(query.shape[-1] ** -0.5), key, value, cu_seqlens_q, cu_seqlens_k, 1.0)
+
+    report = check(scales_in_place, "dense", only=["writes"], examples=1, dtypes=[torch.float32])
+    assert report.failures[0].detail.startswith("query: changed at [0, 0, 0]")
+
+
+def test_a_kernel_that_remembers_is_found():
+    sums = []
+
+    def remembers(outs, lses):
+        sums.append(len(outs[0]))
+        out, lse = by_hand.merge(outs, lses)
+        return (out + 1 if len(sums) % 3 == 0 else out), lse
+
+    report = check(remembers, "merge", only=["again"], examples=1, dtypes=[torch.float32])
+    assert report.failures[0].detail.startswith("in the second call, out: max error")
+
+
+def test_offsets_of_32_bits_are_found():
+    def overflows(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table):
+        far = (block_table.long() * key_cache.stride(0)) >= 2**31
+        return by_hand.paged(
+            query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table.masked_fill(far, 0), 0, 0
+        )
+
+    report = check(overflows, "chunked_prefill", only=["answer", "offsets"], examples=6, dtypes=[torch.float16])
+    assert [finding.outcome for finding in report.findings] == ["honoured", "wrong"]
+
+
+# --- what is asked of a kernel ---
+
+
+def test_what_a_kernel_does_not_claim_is_listed():
+    @claims(dtypes=(torch.float32,), block_sizes=(16,), not_claimed={"nan": "its documentation says so"})
+    def small(query, key_cache, value_cache, batch):
+        return by_hand.paged(query, key_cache, value_cache, batch.cu_seqlens_q, batch.seq_lens, batch.block_table, 0, 0)
+
+    report = check(small, "chunked_prefill", examples=1)
+    assert not report.failures, as_text(report)
+    reasons = {finding.property: finding.detail for finding in report.findings if finding.outcome == "not claimed"}
+    assert reasons["softcap"] == "has no parameter softcap"
+    assert reasons["lse"] == "returns no log-sum-exp"
+    assert reasons["nan"] == "its documentation says so"
+
+
+def test_what_a_kernel_refuses_is_no_failure():
+    def refuses(query, key_cache, value_cache, batch, softcap=0.0):
+        if softcap:
+            raise NotImplementedError("no softcap on this card")
+        return by_hand.paged(query, key_cache, value_cache, batch.cu_seqlens_q, batch.seq_lens, batch.block_table, 0, 0)
+
+    report = check(refuses, "chunked_prefill", only=["softcap"], examples=2, dtypes=[torch.float32])
+    assert [(x.outcome, x.detail) for x in report.findings] == [("refused", "no softcap on this card")]
+
+
+@pytest.mark.parametrize(
+    ("target", "path", "message"),
+    [
+        ("no_such_module:f", "merge", "no_such_module cannot be imported"),
+        ("refattn.merge:f", "merge", "refattn.merge has no f"),
+        ("refattn.merge:merge", "fusion", "path: expected one of dense"),
+        ("refattn.merge:merge", None, "say which path"),
+        ("refattn.masks", None, "say which path"),
+        (lambda query, key, value, seqlens_q: query, "dense", "did you mean cu_seqlens_q"),
+    ],
+    ids=["module", "function", "path", "no-path", "module-of-no-path", "parameter"],
+)
+def test_what_cannot_be_called_is_named(target, path, message):
+    with pytest.raises(BadKernelError, match=message):
+        find(target, path)
+
+
+def test_every_path_has_properties_and_every_property_a_path():
+    for path in PATHS:
+        assert len([x for x in PROPERTIES if not x.paths or path in x.paths]) >= 6
+    assert all(set(x.paths) <= set(PATHS) for x in PROPERTIES)
+
+
+def test_an_example_is_code():
+    example = Example("local", ((1, 5), (3, 3)), (4, 2), options={"chunk_size": 16})
+    assert checking.parse_example(repr(example)) == example
+    with pytest.raises(ValueError, match="example: expected Example"):
+        checking.parse_example("print('no')")
+
+
+# --- kernels in processes of their own ---
+
+STRANGER = """
+import os, time
+from refattn.conformance import attend
+from refattn import merge as right
+
+def dies(outs, lses):
+    if len(outs) > 2:
+        os.abort()
+    return right.merge(outs, lses)
+
+def hangs(outs, lses):
+    if len(outs) > 2:
+        time.sleep(600)
+    return right.merge(outs, lses)
+"""
+
+
+@pytest.fixture
+def stranger(tmp_path, monkeypatch):
+    (tmp_path / "stranger.py").write_text(STRANGER)
+    root = Path(command.__file__).parents[2]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(root)]))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("function", "outcome", "detail"), [("dies", "crashed", "SIGABRT"), ("hangs", "hung", "no answer in")]
+)
+def test_a_kernel_that_takes_its_process_with_it(stranger, function, outcome, detail):
+    asked = dict(examples=8, dtypes=["float32"], only=["answer"], patience=10.0)
+    report = check_apart(f"stranger:{function}", "merge", **asked)
+    (finding,) = report.failures
+    assert finding.outcome == outcome and detail in finding.detail
+    assert checking.parse_example(finding.example).options["parts"] > 2
+
+
+def test_the_command(stranger, capsys):
+    written = [f"--json={stranger / 'a.json'}", f"--html={stranger / 'a.html'}"]
+    status = command.main(["refattn.merge", "--examples=2", "--property=answer", "--dtype=float32", *written])
+    assert status == 0
+    assert "✓ answer" in capsys.readouterr().out
+    assert json.loads((stranger / "a.json").read_text())["findings"][0]["outcome"] == "honoured"
+    assert (stranger / "a.html").read_text().startswith("<!doctype html>")
+
+
+def test_the_command_says_what_cannot_be_called(stranger, capsys):
+    assert command.main(["stranger:nobody", "--path=merge"]) == 2
+    assert "stranger has no nobody" in capsys.readouterr().err
+
+
+def test_the_command_lists_adapters(capsys):
+    assert command.main(["--list"]) == 0
+    out = capsys.readouterr().out
+    assert "sdpa" in out and "flashinfer is not installed" in out
+
+
+# --- adapters ---
+
+
+WITH_DOUBLES = [
+    *("fa2", "fa2-pages", "fa2-decode", "fa3", "fa3-pages", "fa3-latents", "fa4", "fa4-pages"),
+    *("flashinfer", "flashinfer-decode", "flashinfer-latents", "flashinfer-merge", "flash_mla"),
+]
+
+
+@pytest.mark.parametrize("name", WITH_DOUBLES)
+def test_adapters_call_their_packages_rightly(name, monkeypatch):
+    """With stand-ins of the packages' signatures, which compute rightly."""
+    install(monkeypatch)
+    kernel = ADAPTERS[name].kernel()
+    with fa3_library():
+        report = check(kernel, only=_asked(kernel), examples=1, dtypes=[torch.bfloat16])
+    assert not report.failures, as_text(report)
+
+
+def _asked(kernel):
+    names = ("mask", "answer", "lse", "window")
+    return [x.name for x in PROPERTIES if x.name in names and (not x.paths or kernel.path in x.paths)]
+
+
+def test_sdpa():
+    report = check("sdpa", only=["mask", "answer", "range", "strides"], examples=2, dtypes=[torch.float32])
+    assert not report.failures, as_text(report)
+
+
+def test_flex(monkeypatch):
+    """Not compiled here, which takes longer than the rest of this file."""
+    from torch.nn.attention import flex_attention
+
+    monkeypatch.setattr("refattn.conformance.adapters._compiled_flex", lambda: flex_attention.flex_attention)
+    report = check("flex-lse", only=["mask", "answer", "window", "lse"], examples=1, dtypes=[torch.float32])
+    assert [finding.outcome for finding in report.findings] == ["honoured"] * 4, as_text(report)
+
+
+def test_the_tables_of_the_field():
+    report = check(by_hand.merge, "merge", examples=1, dtypes=[torch.float32])
+    report.kernel = "fastattn.merge"
+    broken = check(lambda outs, lses: (outs[0], lses[0]), "merge", only=["answer"], examples=1)
+    broken.kernel = "sglang-merge"
+    found = json.loads(json.dumps(results([report, broken], {"fa2": "is not installed"}, "cpu")))
+    assert "| answer | ✓ | ✗ |" in tables(found)
+    assert "`sglang-merge`, answer" in list_failures(found)
+
+
+def test_a_search_has_an_end():
+    """The time that shrinking may take is bounded."""
+    began = time.monotonic()
+    check(plant(*WINDOW), "chunked_prefill", only=["behind the window"], dtypes=[torch.float32])
+    assert time.monotonic() - began < 6 * checking.SHRINKING
