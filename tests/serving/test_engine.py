@@ -372,6 +372,7 @@ def test_a_second_model_of_the_same_config_is_served_too(device):
     assert outputs(make_engine(second), PROMPTS[:2]) == outputs(make_engine(first), PROMPTS[:2])
 
 
+@pytest.mark.covers("B69")
 def test_only_what_fastattn_computes_on_cuda_is_recorded(llama):
     """The demo's comparison answers as `fastattn` does, but looks at every answer, which a recording cannot do."""
     engines = [make_engine(llama, "fastattn"), make_engine(llama, "refattn")]
