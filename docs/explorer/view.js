@@ -68,6 +68,7 @@
   addEventListener("hashchange", () => {
     state = explorer.fromHash(location.hash)
     draw()
+    if (root.getBoundingClientRect().bottom < innerHeight) root.scrollIntoView() // the link stands below the explorer
   })
 
   // --- controls ---
@@ -322,7 +323,7 @@
     const numbers = range(keys).map((key) => el("text", { class: "column", x: label + (key + 0.5) * CELL - 1, y: 14 }, String(key)))
     const [width, height] = [label + keys * CELL + 2, top + queries * CELL + 2]
     return el("div", { class: "mask", role: "group", "aria-label": `request ${NAMES[request]}` }, chip(request),
-      el("div", { class: "scroller" }, el("svg", { width, height, viewBox: `0 0 ${width} ${height}` }, numbers, boxes, rows, cuts)))
+      el("div", { class: "scroller", role: "presentation" }, el("svg", { role: "presentation", width, height, viewBox: `0 0 ${width} ${height}` }, numbers, boxes, rows, cuts)))
   }
 
   /** A mask too large for cells: sampled rows, and the whole to scale. */
@@ -447,7 +448,7 @@
         el("select", { "aria-label": "machine", "data-key": "machine", onchange: (event) => { machine = Number(event.target.value); draw() } },
           machines.map((each, i) => el("option", { value: i, selected: i === machine ? "" : null }, `${each.name}, ${each.dtype}`)))),
       el("p", { class: "floor" }, el("strong", {}, seconds(floor.seconds)), ` at least, for ${floor.limit}: `,
-        `${seconds(floor.memory)} to move ${bytes(shown.cost.moved)}, ${seconds(floor.arithmetic)} for ${unit(flops, ["", "k", "M", "G", "T", "P"]).trim()} operations. `,
+        `${seconds(floor.memory)} to move ${bytes(shown.cost.moved)} as fast as memory is read, ${seconds(floor.arithmetic)} for ${unit(flops, ["", "k", "M", "G", "T", "P"]).trim()} operations. `,
         `That is ${number(intensity, intensity < 10 ? 1 : 0)} operations per byte.`),
       roofline(at, intensity),
       el("p", { class: "note" }, `Roofs are the rates that the benchmark measured, products in ${at.dtype}; small marks are its rows. Nothing here is a measurement of this step.`),

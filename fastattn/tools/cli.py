@@ -19,13 +19,14 @@ def demo(
     prompt: Annotated[list[str] | None, typer.Option(help="Your own prompt; may be given several times.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens in an answer.")] = 40,
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1 ...")] = "cpu",
+    speculate: Annotated[str | None, typer.Option(help="Draft tokens of texts to repeat: chain or tree.")] = None,
 ) -> None:
     """Let a real model answer prompts through both twins, and compare their words with transformers' own."""
     from fastattn.tools import demo as module  # late: `--help` does not need torch
     from refattn.serving.demo_model import MissingModelError
 
     try:
-        proven = module.run(twin, prompt, max_tokens=max_tokens, device=device)
+        proven = module.run(twin, prompt, max_tokens=max_tokens, device=device, speculate=speculate)
     except module.RequestError as error:
         typer.echo(error, err=True)
         raise typer.Exit(1) from error

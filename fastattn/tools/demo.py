@@ -6,6 +6,9 @@ and their largest difference is kept. Then transformers' `generate` answers the 
 compared. Each stage says how long it may take.
 
 The pool is too small for all prompts and the steps are short, so prompts run in chunks, share blocks and are preempted.
+
+With `speculate` each twin serves its prompts twice, once with drafts. They are texts to repeat, as drafts come from a
+look-up.
 """
 
 import ctypes
@@ -32,11 +35,13 @@ from fastattn import kv_cache, metadata
 from fastattn.serving import CudaGraphs
 from refattn.conformance.tolerance import FLOAT32_ROUNDINGS, Distance, bound
 from refattn.interface import AttentionOptions, CascadePlan, Plan
-from refattn.serving import CPU, Counters, Engine, Request, SamplingParams
+from refattn.serving import CPU, Counters, Engine, NGram, Request, SamplingParams
 from refattn.serving.demo_model import MODEL, load, model_file
 
 TWINS = ("fastattn", "refattn")  # in the order in which they serve
 COMPARISON, TRANSFORMERS = "both twins on every layer and step", "transformers' generate, one by one"
+DRAFTS = ", with drafts"
+SPECULATION = {"chain": NGram(max_drafts=5), "tree": NGram(max_drafts=5, max_branches=3)}
 FASTATTN_RATE = 16  # tokens per second on two cores of a CPU, to announce a time
 # How long a stage takes on a CPU, as a multiple of fastattn's.
 TIMES_FASTATTN = {"fastattn": 1, "refattn": 1.5, COMPARISON: 1.5, TRANSFORMERS: 1}
@@ -71,6 +76,13 @@ PROMPTS = (  # the system prompt, or None for the model's own, and the question
 )
 
 
+TO_REPEAT = (
+    "Repeat this text word for word: " + DIARY.split("\n\n")[1].split(" In the afternoon")[0],
+    "Write this list once more, and add nothing: apples, pears, plums, apples, figs, pears, apples, plums, figs.",
+    "Say this three times: the tide comes in and the tide goes out.",
+)
+
+
 class RequestError(RuntimeError):
     """An engine could not answer a request; the message is what went wrong, as the request has it."""
 
@@ -92,6 +104,7 @@ def run(
     *,
     max_tokens: int = 40,
     device: str = "cpu",
+    speculate: str | None = None,
     console: Console | None = None,
 ) -> bool:
     """Serve the prompts, compare, and print it all.
@@ -101,6 +114,7 @@ def run(
         questions: what to ask instead of the demo's own eight.
         max_tokens: most tokens in an answer.
         device: where to run.
+        speculate: serve texts to repeat, without drafts and with them: "chain" or "tree"; None for no drafts.
         console: where to print; standard output if None.
 
     Returns:
@@ -109,28 +123,34 @@ def run(
     Raises:
         refattn.serving.demo_model.MissingModelError: if the model is not installed.
         RequestError: if an engine could not answer a prompt.
-        ValueError: naming the argument, if the twin or the device is not there or a question is empty.
+        ValueError: naming the argument, if the twin, the device or the kind of draft is not there, or a question is
+            empty.
     """
     if twin not in ("both", *TWINS):
         raise ValueError(f"twin: expected both, {' or '.join(TWINS)}, got {twin!r}")
     if not all(question.strip() for question in questions or ()):
         raise ValueError("prompt: expected some text, got none")
     check_device(device)
+    if speculate not in (None, *SPECULATION):
+        raise ValueError(f"speculate: expected {' or '.join(SPECULATION)}, got {speculate!r}")
     console = console or Console()
-    names = TWINS if twin == "both" else (twin,)
+    names: tuple[str, ...] = TWINS if twin == "both" else (twin,)
+    if speculate is not None:
+        names, questions = tuple(name + suffix for name in names for suffix in ("", DRAFTS)), questions or TO_REPEAT
     console.print(
         f"{MODEL} answers prompts over a paged cache, its attention computed by {', and once more by '.join(names)}. "
         "Then its words are compared with transformers' own.",
         highlight=False,
     )
-    work = prepare(console, questions, max_tokens, device)
-    announced = Stages([*names, *[COMPARISON] * (twin == "both"), TRANSFORMERS], work, console)
+    work = replace(prepare(console, questions, max_tokens, device), speculate=speculate)
+    compares = twin == "both" and speculate is None
+    announced = Stages([*names, *[COMPARISON] * compares, TRANSFORMERS], work, console)
     runs: list[Run] = []
     for name in names:
         announced.next(runs)
         runs.append(serve(work, name, console))
     comparison = None
-    if twin == "both":
+    if compares:
         announced.next(runs)
         comparison = compare(work, console, num_tokens=sum(map(len, runs[0].outputs)))
     announced.next(runs)
@@ -158,7 +178,7 @@ class Stages:
         first, name = self.names[0], self.names[self.number]
         num_tokens = len(self.work.prompts) * self.work.sampling.max_tokens
         seconds = runs[0].seconds if runs else num_tokens / FASTATTN_RATE * TIMES_FASTATTN[first]
-        seconds *= TIMES_FASTATTN[name] / TIMES_FASTATTN[first]
+        seconds *= TIMES_FASTATTN[name.removesuffix(DRAFTS)] / TIMES_FASTATTN[first]
         expected = f"{max(seconds, 1):.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
         on_cpu = self.work.model.device.type == "cpu"
         self.number += 1
@@ -188,6 +208,7 @@ class Work:
         prompts: the token ids of each prompt.
         sampling: greedy, up to the most tokens of an answer.
         num_blocks: blocks in the pool.
+        speculate: how a run with drafts drafts.
     """
 
     model: Any
@@ -196,9 +217,11 @@ class Work:
     prompts: list[list[int]]
     sampling: SamplingParams
     num_blocks: int
+    speculate: str | None = None
 
-    def engine(self, package: str, twin: Any = None) -> Any:
-        """Make the engine of a package for this work."""
+    def engine(self, name: str, twin: Any = None) -> Any:
+        """Make the engine of a package for this work, with drafts if its name says so."""
+        package = name.removesuffix(DRAFTS)
         on_gpu = self.model.device.type == "cuda"
         return Engine(
             self.model,
@@ -210,6 +233,7 @@ class Work:
             # A prefix as short as the demo's is hardly worth another launch; shown here as if launches were free.
             machine=replace(CPU, launch_seconds=0.0),
             runner=CudaGraphs() if on_gpu and twin is None and package == "fastattn" else None,
+            speculation=SPECULATION[self.speculate] if self.speculate and name.endswith(DRAFTS) else None,
         )
 
 
@@ -291,7 +315,7 @@ def warm_up(work: Work, name: str, console: Console) -> None:
 
     Which kernels the work needs shows only when it runs, so on a GPU all of it runs once before it is timed.
     """
-    if name != "fastattn" or work.model.device.type == "cpu":
+    if not name.startswith("fastattn") or work.model.device.type == "cpu":
         check_answered(work.engine(name).generate(work.prompts[:2], SamplingParams(max_tokens=2)))
         return
     start = time.perf_counter()
@@ -525,6 +549,9 @@ def runs_table(work: Work, runs: Sequence[Run]) -> Table:
             "not measured here" if run.peak_bytes is None else f"{run.peak_bytes / 2**20:.0f} MiB"
         ),
         "steps": lambda run: f"{run.counters.steps}",
+        "drafts accepted": lambda run: (
+            f"{run.counters.accepted_tokens} of {run.counters.drafted_tokens}" if run.name.endswith(DRAFTS) else "-"
+        ),
         "chunks of prompts": lambda run: f"{run.counters.chunks}",
         "prefix cache hits": lambda run: f"{run.counters.cached_blocks} blocks",
         "preemptions": lambda run: f"{run.counters.preemptions}",
@@ -532,6 +559,8 @@ def runs_table(work: Work, runs: Sequence[Run]) -> Table:
             f"{run.counters.saved_key_reads / run.counters.key_reads:.0%} of {run.counters.key_reads:,}"
         ),
     }
+    if not any(run.name.endswith(DRAFTS) for run in runs):
+        del rows["drafts accepted"]
     for name, show in rows.items():
         table.add_row(name, *(show(run) for run in runs))
     return table

@@ -13,7 +13,7 @@ from einops import rearrange
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from refattn.interface import AttentionOptions, Batch, CascadePlan, Part, Plan, PrefillPlan
+from refattn.interface import AttentionOptions, Batch, CascadePlan, Part, Plan, PrefillPlan, TreePlan, Trees
 
 WORKSPACE = 16384  # context tokens whose keys and values are made at a time: 1.25 GiB in DeepSeek-V3's sizes, bfloat16
 Lens = Sequence[tuple[int, int]]  # of each request its new tokens, and all its tokens
@@ -42,11 +42,13 @@ class Layer:
 
     Attributes:
         splits_decodes: whether a step's decodes are planned apart from its prefills, and so have to come first in it.
+        takes_trees: whether it has a mask for drafted trees; all layers take chains.
         num_kv_heads: key heads, `hk`.
         head_size: elements of a key and of a value, `d`.
     """
 
     splits_decodes: ClassVar[bool] = False
+    takes_trees: ClassVar[bool] = True
     num_kv_heads: int
     head_size: int
 
@@ -87,6 +89,12 @@ class Layer:
         plan: Plan = twin.chunked_prefill.plan(batch, block_size=block_size)
         return plan
 
+    def plan_trees(self, twin: Twin, batch: Batch, trees: Trees, block_size: int) -> TreePlan:
+        """Plan a step whose new tokens are drafted trees, those of a prompt as a chain."""
+        window_size = (self.window - 1, 0) if self.window else (-1, -1)
+        plan: TreePlan = twin.speculative.plan(batch, block_size=block_size, trees=trees, window_size=window_size)
+        return plan
+
     def attend(
         self,
         twin: Twin,
@@ -96,13 +104,15 @@ class Layer:
         value: Float[Tensor, "t hk dv"] | None,
         cache: Any,
         slot_mapping: Int64[Tensor, "t"],
-        plan: Plan | CascadePlan,
+        plan: Plan | CascadePlan | TreePlan,
         options: AttentionOptions,
     ) -> Float[Tensor, "t h dv"]:
         """Write the new keys and values into the pool, if they are the layer's own and not None, and attend over it."""
         if key is not None:
             twin.kv_cache.write(key, value, *cache, slot_mapping)
-        path = twin.cascade if isinstance(plan, CascadePlan) else twin.chunked_prefill
+        path = twin.chunked_prefill
+        if isinstance(plan, CascadePlan | TreePlan):
+            path = twin.cascade if isinstance(plan, CascadePlan) else twin.speculative
         out: Tensor = path.attention(query, *cache, plan, options)
         return out
 
@@ -169,6 +179,7 @@ class LocalLayer(Layer):
     """
 
     splits_decodes: ClassVar[bool] = True
+    takes_trees: ClassVar[bool] = False
     chunk_size: int = 0
 
     def plan(  # type: ignore[override]  # attended by this class alone
@@ -202,6 +213,8 @@ class LocalLayer(Layer):
 class DifferentialLayer(Layer):
     """A layer of DiffLlama: two softmaxes, one subtracted, and a norm; its heads come in halves there."""
 
+    takes_trees: ClassVar[bool] = False
+
     def allocate(
         self, twin: Twin, num_blocks: int, block_size: int, *, dtype: torch.dtype, device: torch.device
     ) -> Any:
@@ -214,7 +227,7 @@ class DifferentialLayer(Layer):
         plan: Plan = twin.differential.plan(batch, block_size=block_size)
         return plan
 
-    def attend(
+    def attend(  # type: ignore[override]  # with the plan of this class
         self,
         twin: Twin,
         module: Any,
@@ -223,7 +236,7 @@ class DifferentialLayer(Layer):
         value: Float[Tensor, "t hk d"] | None,
         cache: Any,
         slot_mapping: Int64[Tensor, "t"],
-        plan: Plan | CascadePlan,
+        plan: Plan,
         options: AttentionOptions,
     ) -> Float[Tensor, "t h d"]:
         """Write the new pairs into the pool, if there are any, and attend; the answer ends with the layer's norm."""
@@ -263,6 +276,7 @@ class LatentLayer(Layer):
     """
 
     splits_decodes: ClassVar[bool] = True
+    takes_trees: ClassVar[bool] = False
     latent_rank: int
     batch_invariant: bool = False
 

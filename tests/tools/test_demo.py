@@ -48,11 +48,36 @@ def run(**options):
     return demo.run(console=console), console.file.getvalue()
 
 
+def run_with(**arguments):
+    console = Console(file=StringIO(), width=100)
+    return demo.run(console=console, **arguments), console.file.getvalue()
+
+
 def row(text, name):
     """Read the cells of a table's row."""
     rows = ([cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│"))
     ((_, *cells),) = (cells for cells in rows if cells[0] == name)
     return cells
+
+
+@pytest.mark.parametrize("speculate", ["chain", "tree"])
+def test_demo_with_drafts_gives_the_same_answers_in_no_more_steps(tiny, speculate):
+    proven, text = run_with(speculate=speculate, twin="fastattn")
+    assert proven
+    for question in QUESTIONS:
+        assert row(text, question)[-2:] == ["yes", "yes"]
+    plain, drafting = map(int, row(text, "steps"))
+    assert drafting <= plain
+    without, accepted = row(text, "drafts accepted")
+    assert without == "-" and int(accepted.split(" of ")[1]) > 0
+    assert [line.split(": ")[1].rsplit(", about")[0] for line in text.splitlines() if " of 3: " in line] == [
+        *("fastattn", "fastattn, with drafts", demo.TRANSFORMERS)
+    ]
+
+
+def test_demo_refuses_drafts_that_it_does_not_know(tiny):
+    with pytest.raises(ValueError, match="speculate: expected chain or tree, got 'ngram'"):
+        demo.run(speculate="ngram")
 
 
 @pytest.mark.parametrize("terminal", [False, True], ids=["file", "terminal"])
