@@ -1,4 +1,4 @@
-"""The command line: `fastattn demo`, `compare`, `bench`, `doctor` and `conformance`."""
+"""The command line: `fastattn demo`, `compare`, `bench`, `doctor`, `conformance` and `quantization`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -95,3 +95,13 @@ def conformance(context: typer.Context) -> None:
     from refattn.conformance import __main__ as module
 
     raise typer.Exit(module.main(context.args))
+
+
+@main.command()
+def quantization(
+    out: Annotated[Path, typer.Option(help="Folder for the result.")] = Path("docs/results/quantization"),
+) -> None:
+    """Measure how far 8 bits move Gaussian keys and values, and those of a real model."""
+    from fastattn.tools import quantization_error as module
+
+    module.run(out)
