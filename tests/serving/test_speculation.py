@@ -91,6 +91,7 @@ def llama(request):
     return make_model(LlamaForCausalLM, LlamaConfig(**SIZES), request.config.getoption("--device"))
 
 
+@pytest.mark.covers("D152")
 @pytest.mark.parametrize("twin", TWINS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("temperature", [0.0, 1.2])
@@ -125,6 +126,7 @@ class Oracle(NGram):
         return Draft(tuple(drafted), tuple(parents))
 
 
+@pytest.mark.covers("D152")
 @pytest.mark.parametrize("twin", TWINS)
 @pytest.mark.parametrize("branches", [1, 3])
 @pytest.mark.parametrize("kind", ["plain", "window"])
