@@ -222,7 +222,7 @@ def show(console: Console, task: Task | PuzzleTask, tasks: Sequence[Task | Puzzl
 
 
 def show_next(console: Console, task: Task | PuzzleTask | None) -> None:
-    """Say what comes next."""
+    """Show what comes next."""
     if task is None:
         console.print("\nNothing is left to write.")
         return

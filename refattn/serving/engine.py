@@ -41,7 +41,7 @@ from refattn.interface.trees import MOST_NODES
 from refattn.serving import models
 from refattn.serving.block_pool import BlockPool
 from refattn.serving.cost_model import CPU, H200, Machine, saved_key_reads, worthwhile_prefixes
-from refattn.serving.layers import Layer, Lens, SplitPlan, Twin
+from refattn.serving.layers import Layer, Lens, SplitPlan, Twin, quantize
 from refattn.serving.request import Event, Request, token_ids
 from refattn.serving.sampling import GREEDY, SamplingParams, choose
 from refattn.serving.scheduler import Counters, Scheduler
@@ -93,12 +93,16 @@ class Engine:
             no cascade then, as who shares a prefix is chance. The model's own matrix products are as they are.
         speculation: how to draft tokens, which the model verifies beside those that are sure; None drafts nothing. More
             than one branch needs layers that take trees: full ones, and those with a window.
+        kv_cache_dtype: what the pools hold: "auto", the model's own type; or codes of 8 bits, "fp8_e4m3", "fp8_e5m2" or
+            "int8", for twice as many tokens in the same memory (int8: keys only) and answers that may differ. There is
+            no cascade then.
         trust_model: serve a model of another family too. Nobody has compared its answers with transformers' own: do
             that before you rely on them.
 
     Raises:
-        ValueError: naming the argument, for a size that is no int of at least 1, or a model that would be served
-            wrongly.
+        ValueError: naming the argument, for a size that is no int of at least 1, a type of cache that is not there, or
+            a model that would be served wrongly.
+        NotImplementedError: if the model has layers that no path reads from such a cache.
         torch.OutOfMemoryError: if a GPU has no room for the pool.
     """
 
@@ -116,6 +120,7 @@ class Engine:
         runner: Runner | None = None,
         batch_invariant: bool = False,
         speculation: NGram | None = None,
+        kv_cache_dtype: str = "auto",
         trust_model: bool = False,
     ) -> None:
         sizes = dict(
@@ -135,7 +140,8 @@ class Engine:
         self.max_num_seqs = max_num_seqs
         self.twin, self.runner, self.batch_invariant = Twin(twin), runner, batch_invariant
         most_tokens = max(num_blocks * block_size, max_num_batched_tokens)
-        self.layers = models.layers_of(self.config, most_tokens, batch_invariant=batch_invariant)
+        layers = models.layers_of(self.config, most_tokens, batch_invariant=batch_invariant)
+        self.layers = quantize(layers, kv_cache_dtype)
         self.speculation = speculation
         without = [layer for layer in self.layers if not layer.takes_trees]
         if speculation is not None and speculation.max_branches > 1 and without:
@@ -165,10 +171,10 @@ class Engine:
                 )
         except torch.OutOfMemoryError as error:
             owning = [self.layers[owner] for owner in sorted({*self.owners})]
-            numbers = sum(block_size * pool_blocks[layer] * layer.elements_per_token for layer in owning)
+            size = sum(block_size * pool_blocks[layer] * layer.bytes_per_token(model.dtype) for layer in owning)
             raise torch.OutOfMemoryError(
                 f"num_blocks: expected a pool that fits into the memory of {model.device}, got {num_blocks} blocks of "
-                f"{block_size} tokens, which are {numbers * model.dtype.itemsize / 2**30:.3g} GiB. {error}"
+                f"{block_size} tokens, which are {size / 2**30:.3g} GiB. {error}"
             ) from error
         self.scheduler = Scheduler(num_blocks, block_size, **limits, window_pools=self.window_pools.values())
         self._is_stepping = False
@@ -190,6 +196,12 @@ class Engine:
     def counters(self) -> Counters:
         """What has been done so far."""
         return self.scheduler.counters
+
+    @property
+    def pool_bytes(self) -> int:
+        """The bytes of all layers' pools, scales included, as the tensors have them."""
+        tensors = [x for cache in self.caches for x in (cache if isinstance(cache, tuple) else (cache,))]
+        return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
 
     @property
     def pool(self) -> BlockPool:

@@ -156,7 +156,7 @@ def check_steps(path: str, steps, arguments: dict, device: str, of_step: Callabl
         assert not out[len(inputs.query) :].any(), "a padding row holds something"
 
 
-@pytest.mark.covers("B64", "B69", "D162", "D163", "D166", "D168")
+@pytest.mark.covers("B64", "B69", "D163", "D166", "D168", "D162")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_is_captured_once_and_replayed_for_any_other(kind, device):
     """With shorter and longer sequences, more of them and fewer; NaN in every slot that is nobody's."""

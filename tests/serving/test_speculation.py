@@ -214,6 +214,7 @@ def test_a_request_whose_logits_are_not_finite_fails_alone(llama, twin, monkeypa
     assert_nothing_is_held(engine)
 
 
+@pytest.mark.covers("D162")
 @pytest.mark.parametrize("kind", KINDS)
 def test_recorded_verifications_change_nothing(llama, kind, monkeypatch, device):
     """Steps with drafts come from the buffers of a recording; on a CPU it runs the step itself."""
