@@ -98,7 +98,7 @@ def llama(request):
 def test_answers_are_those_without_drafts(llama, twin, kind, temperature):
     """Greedy ones, and drawn ones too: a token has its random number, whoever drafted it."""
     sampling = [
-        SamplingParams(max_tokens=14, temperature=temperature, top_p=0.9, seed=i) for i in range(len(REPEATING))
+        SamplingParams(max_tokens=10, temperature=temperature, top_p=0.9, seed=i) for i in range(len(REPEATING))
     ]
     plain, drafting = make_engine(llama, twin), make_engine(llama, twin, speculation=KINDS[kind])
     expected = [request.output_ids for request in plain.generate(REPEATING, sampling)]
@@ -126,9 +126,9 @@ class Oracle(NGram):
         return Draft(tuple(drafted), tuple(parents))
 
 
+@pytest.mark.covers("D152")
 @pytest.mark.parametrize("twin", TWINS)
-@pytest.mark.parametrize("branches", [1, 3])
-@pytest.mark.parametrize("kind", ["plain", "window"])
+@pytest.mark.parametrize(("kind", "branches"), [("plain", 1), ("window", 3)])
 def test_right_drafts_save_steps(llama, kind, branches, twin, device):
     """All of them are accepted: 13 tokens after the first come out of 4 steps, and the cache is that of a plain run."""
     model = llama if kind == "plain" else make_model(*MODELS[kind], device)
