@@ -863,3 +863,28 @@ def test_a_query_is_not_changed():
         for package in ("refattn", "fastattn"):
             attend(path(package)[0], *stored.tensors, scales=stored.scales)
         assert torch.equal(bits(stored.query), bits(before))
+
+
+@each_package
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_what_reads_no_codes_says_so(package):
+    """Levels go one by one; a pool of pairs or of latents, and every path of a plain cache, refuses codes by name."""
+    cascade, differential, mla, plain, module = (
+        importlib.import_module(f"{package}.{name}")
+        for name in ("cascade", "differential", "mla", "chunked_prefill", "quantized")
+    )
+    key_cache, value_cache, scales = pools(module, "e4m3", dv=8)
+    batch = make_batch([1, 1], [5, 6], [[1, 2], [1, 3]])
+    query, levels = torch.randn(2, 4, 8), cascade.plan(batch, prefixes=[Prefix(0, 2, 4)], block_size=4)
+    with pytest.raises(ValueError, match="^plan: expected a Plan"):
+        module.attention(query, key_cache, value_cache, levels, scales=scales)
+    with pytest.raises(ValueError, match=r"^key_cache: expected float32 .*, got float8_e4m3fn"):
+        plain.attention(query, key_cache, value_cache, plain.plan(batch, block_size=4))
+    with pytest.raises(ValueError, match=r"^cache: expected float32 .*, got float8_e4m3fn"):
+        latents = torch.zeros(5, 4, 8).to(E4M3)
+        options = AttentionOptions(softmax_scale=1.0)
+        mla.attention(query, latents, mla.plan(batch, block_size=4), options, latent_rank=6)
+    with pytest.raises(ValueError, match=r"^cache: expected float32 .*, got float8_e4m3fn"):
+        pairs = torch.zeros(2, 2, 5, 4, 1, 8).to(E4M3)
+        arguments = dict(lambda_full=torch.tensor(0.5), lambda_init=0.5)
+        differential.attention(query, pairs, differential.plan(batch, block_size=4), **arguments)
