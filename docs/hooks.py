@@ -50,7 +50,7 @@ from refattn.conformance.contract import PROPERTIES
 INSERT = re.compile(r"^(?P<instead>.+) <!-- (?P<name>\w+)(?P<arguments>.*?) -->$", re.MULTILINE)
 CAPTION = re.compile(r"\*(.+?)\* ")
 LINK_TO_SOURCE = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<path>[^)\s]+\.py)\)")
-LINK_TO_EXPLORER = re.compile(r"\[([^\]]*)\]\(((?:\.\./)*)explorer/index\.md(#[^)\s]+)\)")  # in some state
+LINK_TO_EXPLORER = re.compile(r"\[([^\]]*)\]\(((?:\.\./)*explorer/)index\.md(#[^)\s]+)\)")  # in some state
 ANSWER = "What do you think? Open the answer"
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 SOURCE_OF_IDEA = re.compile(
@@ -87,7 +87,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     if page.file.src_uri.startswith(("source/", "notebooks/")):  # whose links are turned where the pages are made
         return markdown
     markdown = LINK_TO_SOURCE.sub(lambda match: link(page, **match.groupdict()), markdown)
-    return INSERT.sub(insert, LINK_TO_EXPLORER.sub(r'<a href="\2explorer/index.html\3">\1</a>', markdown))
+    return INSERT.sub(insert, LINK_TO_EXPLORER.sub(r'<a href="\2index.html\3">\1</a>', markdown))
 
 
 def on_page_content(content: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -461,4 +461,4 @@ def text_of_notebook(path: Path, source: str) -> str:
         source.replace("<details>", '<details markdown="1">').replace(".ipynb", ".md").replace("](../docs/", "](../")
     )
     source = re.sub(r"\]\(\.\./((?:refattn|fastattn|tests)/[\w/]+\.py)", r"](../source/\1.md", source)
-    return LINK_TO_EXPLORER.sub(r'<a href="\2explorer/index.html\3">\1</a>', source)
+    return LINK_TO_EXPLORER.sub(r'<a href="\2index.html\3">\1</a>', source)

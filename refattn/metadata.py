@@ -171,7 +171,7 @@ def advance(
     block_size: int,
     sampled_ids: Int64[Tensor, "b"] | None = None,
     input_ids: Int64[Tensor, "t"] | None = None,
-    positions: Int64[Tensor, "t"] | None = None,
+    input_positions: Int64[Tensor, "t"] | None = None,
 ) -> Batch:
     """Go to the next step in place: each sequence keeps its number of new tokens and is that much longer.
 
@@ -184,7 +184,7 @@ def advance(
         block_size: tokens in a block, `p`.
         sampled_ids: the token that was sampled for each sequence, which has one new token per step.
         input_ids: the inputs of the step before, overwritten by the sampled tokens; padding rows stay.
-        positions: the positions of the step before, overwritten; 0 for padding rows.
+        input_positions: the positions of the step before, overwritten; 0 for padding rows.
 
     Returns:
         A batch of the same tensors, with `max_seq_len` raised as far as the block table allows.
@@ -197,13 +197,13 @@ def advance(
     Source: vLLM's multi-step decoding.
     """
     block_table = check_advance(batch, slots, block_size=block_size)
-    check_next_inputs(batch, sampled_ids, input_ids, positions)
+    check_next_inputs(batch, sampled_ids, input_ids, input_positions)
     batch.seq_lens.add_(batch.query_lens)
     capacity = block_table.shape[1] * block_size
     longer = dataclasses.replace(batch, max_seq_len=min(batch.max_seq_len + batch.max_query_len, capacity))
     slots.copy_(slot_mapping(longer, slots.shape[0], block_size=block_size))
-    if positions is not None:
-        positions.copy_(_positions(longer, positions.shape[0]))
+    if input_positions is not None:
+        input_positions.copy_(positions(longer, input_positions.shape[0]))
     if input_ids is not None and sampled_ids is not None:
         for (q0, q1), token in zip(batch.query_rows(), sampled_ids, strict=True):
             input_ids[q0:q1] = token
@@ -419,6 +419,3 @@ def _part(batch: Batch, query_lens: Sequence[int], seq_lens: Sequence[int] | Non
         num_tokens=sum(query_lens[first:last]),
     )
     return Part(part, slice(rows[first], rows[last]))
-
-
-_positions = positions  # by another name, where an argument has its own

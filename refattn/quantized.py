@@ -293,7 +293,7 @@ def _row_scale(x: Float[Tensor, "*rows heads size"]) -> Float32[Tensor, "*rows h
 
 def _scale_of(largest: Float32[Tensor, "..."]) -> Float32[Tensor, "..."]:
     """Return the scale by which the largest number becomes 127; 1 if it is 0, or too small to be divided."""
-    scale = largest / 127
+    scale = largest / torch.full_like(largest, 127.0)  # a GPU divides by a number as it multiplies by its reciprocal
     return scale.masked_fill(scale == 0, 1.0)
 
 

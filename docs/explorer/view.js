@@ -68,6 +68,7 @@
   addEventListener("hashchange", () => {
     state = explorer.fromHash(location.hash)
     draw()
+    if (root.getBoundingClientRect().bottom < innerHeight) root.scrollIntoView() // the link stands below the explorer
   })
 
   // --- controls ---
@@ -317,12 +318,16 @@
           style: paint(request), "data-column": key,
         })))
     })
-    const cuts = state.mask === "chunk" ? range(Math.ceil(keys / state.chunk)).slice(1).map((k) =>
-      el("line", { class: "cut", x1: label + k * state.chunk * CELL - 1, x2: label + k * state.chunk * CELL - 1, y1: 20, y2: top + queries * CELL })) : []
+    const ends = state.mask === "chunk" ? range(Math.ceil(keys / state.chunk)).slice(1) : []
+    const cuts = ends.map((k) => {
+      const x = label + k * state.chunk * CELL - 1
+      return el("line", { class: "cut", x1: x, x2: x, y1: 20, y2: top + queries * CELL })
+    })
     const numbers = range(keys).map((key) => el("text", { class: "column", x: label + (key + 0.5) * CELL - 1, y: 14 }, String(key)))
     const [width, height] = [label + keys * CELL + 2, top + queries * CELL + 2]
     return el("div", { class: "mask", role: "group", "aria-label": `request ${NAMES[request]}` }, chip(request),
-      el("div", { class: "scroller" }, el("svg", { width, height, viewBox: `0 0 ${width} ${height}` }, numbers, boxes, rows, cuts)))
+      el("div", { class: "scroller", role: "presentation" },
+        el("svg", { role: "presentation", width, height, viewBox: `0 0 ${width} ${height}` }, numbers, boxes, rows, cuts)))
   }
 
   /** A mask too large for cells: sampled rows, and the whole to scale. */
@@ -332,7 +337,8 @@
     const scale = width / Math.max(1, keys)
     const lines = range(queries ? height : 0).map((y) => {
       const row = Math.min(queries - 1, Math.floor((y * queries) / height))
-      return explorer.runs(state, [queries, keys], row).map(([begin, end]) => `M${begin * scale} ${y}h${(end - begin) * scale}v1h${-(end - begin) * scale}z`).join("")
+      const bar = ([begin, end]) => `M${begin * scale} ${y}h${(end - begin) * scale}v1h${-(end - begin) * scale}z`
+      return explorer.runs(state, [queries, keys], row).map(bar).join("")
     })
     const chosen = state.query[0] === request
     const choose = (event) => {
@@ -358,7 +364,11 @@
     const tiles = parts.flatMap((part, p) => part.tiles.map((tile, t) => ({ part, p, tile, t })))
     const at = Math.min(state.step, tiles.length - 1)
     const word = token(request, state.lens[request][1] - state.lens[request][0] + row)
-    const name = (part, p) => (shown.levels.length > 1 ? `level ${part.level}${state.splits > 1 ? `, split ${(p % state.splits) + 1}` : ""}` : state.splits > 1 ? `split ${p + 1}` : "all keys")
+    const name = (part, p) => {
+      const names = shown.levels.length > 1 ? [`level ${part.level}`] : []
+      if (state.splits > 1) names.push(`split ${(p % state.splits) + 1}`)
+      return names.join(", ") || "all keys"
+    }
     const vector = (x) => x.map((v) => number(v)).join("  ")
     const keysOf = ({ begin, end }) => (begin < end ? `${begin} to ${end - 1}` : "none")
     const head = (...titles) => el("thead", {}, el("tr", {}, titles.map((title) => el("th", { scope: "col" }, title))))
@@ -376,14 +386,20 @@
     stepBar.show(at, tiles.length)
     const merged = parts.slice(0, 24).map((part, p) =>
       el("tr", {}, el("td", {}, name(part, p)), cells([keysOf(part), number(part.lse), vector(part.out), number(shares[p])])))
+    const total = number(shares.reduce((a, b) => a + b, 0))
+    const whole = parts.length > 1
+      ? el("tr", { class: "total" }, el("td", {}, "merged"), cells(["", number(lse), vector(out), total]))
+      : null
     return [
-      el("p", {}, `Query “${word}” of ${NAMES[request]} is [${query.map((v) => number(v, 1)).join(", ")}]. Toy keys have four numbers, values two; a tile is a block of keys. An online softmax takes one tile after the other.`),
+      el("p", {}, `Query “${word}” of ${NAMES[request]} is [${query.map((v) => number(v, 1)).join(", ")}]. `,
+        "Toy keys have four numbers, values two; a tile is a block of keys. An online softmax takes one tile after the other."),
       now ? bars(now.tile, request) : el("p", {}, "No key, no tile: the answer is 0, its log-sum-exp −∞."),
       now ? formula(now, tiles[at - 1]) : null,
-      scroller("online softmax", el("table", { class: "table softmax" }, head(parts.length > 1 ? "part" : "", "keys", "row_max", "rescale", "row_sum", "acc"), el("tbody", {}, softmax))),
+      scroller("online softmax", el("table", { class: "table softmax" },
+        head(parts.length > 1 ? "part" : "", "keys", "row_max", "rescale", "row_sum", "acc"), el("tbody", {}, softmax))),
       el("h4", {}, parts.length > 1 ? `${parts.length} partial answers, merged` : "The answer"),
-      scroller("merge", el("table", { class: "table merge" }, head("part", "keys", "LSE", "out = acc / row_sum", "share = exp(LSE − all)"), el("tbody", {}, merged,
-        parts.length > 1 ? el("tr", { class: "total" }, el("td", {}, "merged"), cells(["", number(lse), vector(out), number(shares.reduce((a, b) => a + b, 0))])) : null))),
+      scroller("merge", el("table", { class: "table merge" },
+        head("part", "keys", "LSE", "out = acc / row_sum", "share = exp(LSE − all)"), el("tbody", {}, merged, whole))),
     ]
   }
 
@@ -419,8 +435,10 @@
 
   function formula({ tile, t, p }, before) {
     if (!tile.keys.some((key) => key.visible)) return el("p", { class: "says numbers" }, "No key of this tile is seen: nothing changes.")
+    const added = number(tile.weights.reduce((a, b) => a + b, 0))
     const text = t && before?.p === p && before.tile.sum
-      ? `row_sum ${number(before.tile.sum)} × ${number(tile.rescale)} + ${number(tile.weights.reduce((a, b) => a + b, 0))} = ${number(tile.sum)}, as the largest score went from ${number(before.tile.max, 2)} to ${number(tile.max, 2)}`
+      ? `row_sum ${number(before.tile.sum)} × ${number(tile.rescale)} + ${added} = ${number(tile.sum)}, ` +
+        `as the largest score went from ${number(before.tile.max, 2)} to ${number(tile.max, 2)}`
       : `row_sum ${number(tile.sum)}: the sum of exp(score − ${tile.max < 0 ? `(${number(tile.max, 2)})` : number(tile.max, 2)})`
     return el("p", { class: "says numbers" }, text)
   }
@@ -447,10 +465,12 @@
         el("select", { "aria-label": "machine", "data-key": "machine", onchange: (event) => { machine = Number(event.target.value); draw() } },
           machines.map((each, i) => el("option", { value: i, selected: i === machine ? "" : null }, `${each.name}, ${each.dtype}`)))),
       el("p", { class: "floor" }, el("strong", {}, seconds(floor.seconds)), ` at least, for ${floor.limit}: `,
-        `${seconds(floor.memory)} to move ${bytes(shown.cost.moved)}, ${seconds(floor.arithmetic)} for ${unit(flops, ["", "k", "M", "G", "T", "P"]).trim()} operations. `,
+        `${seconds(floor.memory)} to move ${bytes(shown.cost.moved)} as fast as memory is read, `,
+        `${seconds(floor.arithmetic)} for ${unit(flops, ["", "k", "M", "G", "T", "P"]).trim()} operations. `,
         `That is ${number(intensity, intensity < 10 ? 1 : 0)} operations per byte.`),
       roofline(at, intensity),
-      el("p", { class: "note" }, `Roofs are the rates that the benchmark measured, products in ${at.dtype}; small marks are its rows. Nothing here is a measurement of this step.`),
+      el("p", { class: "note" }, `Roofs are the rates that the benchmark measured, products in ${at.dtype}; small marks are its rows. `,
+        "Nothing here is a measurement of this step."),
     ]
   }
 
@@ -466,13 +486,15 @@
     const ticks = range(6).map((k) => 10 ** (k - 1))
     return el("svg", {
       class: "roofline", viewBox: `0 0 ${width} ${height}`, role: "img",
-      "aria-label": `roofline of ${name}: ${number(intensity, 1)} operations per byte, at most ${unit(roof(intensity), ["", "k", "M", "G", "T"])} operations per second; the ridge is at ${Math.round(product / read)}`,
+      "aria-label": `roofline of ${name}: ${number(intensity, 1)} operations per byte, at most ` +
+        `${unit(roof(intensity), ["", "k", "M", "G", "T"])} operations per second; the ridge is at ${Math.round(product / read)}`,
     },
     ticks.map((tick) => el("g", {}, el("line", { class: "grid", x1: x(tick), x2: x(tick), y1: 12, y2: height - 38 }),
       el("text", { class: "tick", x: x(tick), y: height - 22 }, tick < 1 ? String(tick) : tick.toLocaleString("en")))),
     range(6).map((k) => el("text", { class: "tick left", x: 56, y: y(10 ** (top - k)) + 4 }, unit(10 ** (top - k), ["", "k", "M", "G", "T", "P"]))),
     el("path", { class: "roof", d: `M${x(start)} ${y(roof(start))}L${x(product / read)} ${y(product)}L${x(1e4)} ${y(product)}` }),
-    points.filter(([, each, rate]) => rate > floor && each >= 0.1).map(([row, each, rate]) => el("circle", { class: "row", cx: x(each), cy: y(rate), r: 2.5 }, el("title", {}, row))),
+    points.filter(([, each, rate]) => rate > floor && each >= 0.1).map(([row, each, rate]) =>
+      el("circle", { class: "row", cx: x(each), cy: y(rate), r: 2.5 }, el("title", {}, row))),
     el("text", { class: "tick", x: width / 2, y: height - 4 }, "operations per byte, and per second"),
     intensity ? el("circle", { class: "dot", r: 7, cx: x(intensity), cy: y(Math.max(floor, roof(Math.max(intensity, start)))) }) : null)
   }

@@ -5,6 +5,7 @@ a step is recorded, once for each shape, and replayed as one launch:
 
     requests       1, 2, 4, 8, 16, 24, ..: a step with fewer has padding rows, which see and write nothing
     tokens         one per request in a decode; else rounded up by less than an eighth, with padding rows likewise
+    drafts         trees of any shape, whose parents are in buffers, too; each of their nodes has logits
     what changes   tokens, lengths, blocks and the maps of window pools are in buffers that the recording reads, filled
                    anew for each step; plans are derived from them on the device, once per step
     capacity       a power of two; a step with a longer sequence makes a recording of its own, for twice the length
@@ -29,8 +30,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 import fastattn
-from refattn.interface import Batch
+from refattn.interface import Batch, Trees
 from refattn.serving import Engine, Request
+from refattn.serving.engine import has_trees, new_tokens, parents_of
 
 logger = logging.getLogger(__name__)
 
@@ -46,12 +48,14 @@ class Shape(NamedTuple):
         columns: blocks of each.
         tokens: new tokens of all requests together.
         queries: new tokens of each, at most.
+        trees: whether drafts are more than chains.
     """
 
     rows: int
     columns: int
     tokens: int
     queries: int
+    trees: bool = False
 
 
 class CudaGraphs:
@@ -134,10 +138,14 @@ class _Step:
 
     def __init__(self, server: Engine, runner: CudaGraphs, shape: Shape) -> None:
         self.server, self.runner, self.shape = server, runner, shape
-        rows, columns, tokens, queries = shape
+        rows, columns, tokens, queries, has_trees = shape
         device = server.model.device
-        self.numbers = torch.zeros(tokens + 3 * rows + 1, dtype=torch.int32, device=device)
-        self.input_ids, cu_seqlens_q, seq_lens, self.last_rows = self.numbers.split([tokens, rows + 1, rows, rows])
+        self.logits_rows = rows if server.speculation is None else tokens  # every node of a draft has some
+        nodes = queries if has_trees else 0
+        sizes = [tokens, rows + 1, rows, self.logits_rows, rows, rows * nodes]
+        self.numbers = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        self.input_ids, cu_seqlens_q, seq_lens, self.last_rows, tree_lens, parents = self.numbers.split(sizes)
+        self.trees = Trees(parents.view(rows, nodes), tree_lens) if has_trees else None
         self.block_table = torch.full((rows, columns), -1, dtype=torch.int32, device=device)
         self.batch = Batch(
             cu_seqlens_q=cu_seqlens_q,
@@ -154,23 +162,37 @@ class _Step:
         if self.replay is None:
             self.replay = _record(self._step, self.runner, type(self.server.model).__name__)
         logits = self.replay()
-        due = [row for row, (request, count) in enumerate(scheduled.items()) if count == request.num_pending]
-        return logits[: len(due)] if len(due) == len(scheduled) else logits[due]
+        due: list[int] = []
+        row = 0
+        for request, count in scheduled.items():
+            rows = 1 if request.draft is None else count
+            due += range(row, row + rows) if count >= request.num_pending else ()
+            row += rows
+        return logits[: len(due)] if len(due) == row else logits[due]
 
     def _fill(self, scheduled: dict[Request, int]) -> None:
         """Write what a step has to know where the recording reads it; rows without a request have no query."""
-        rows, _, tokens, _ = self.shape
+        rows, _, tokens, nodes, _ = self.shape
         unused = [0] * (rows - len(scheduled))
-        new = [r.tokens[r.num_computed_tokens : r.num_computed_tokens + count] for r, count in scheduled.items()]
-        input_ids = [token for some in new for token in some]
+        input_ids = [token for request, count in scheduled.items() for token in new_tokens(request, count)]
         ends = list(accumulate(scheduled.values()))
         seq_lens = [request.num_computed_tokens + count for request, count in scheduled.items()]
+        last_rows = [
+            row
+            for end, (request, count) in zip(ends, scheduled.items(), strict=True)
+            for row in range(end - (1 if request.draft is None else count), end)
+        ]
         numbers = [
             *(*input_ids, *[0] * (tokens - len(input_ids))),
             *(0, *ends, *[ends[-1]] * len(unused)),
             *(*seq_lens, *unused),
-            *(*(end - 1 for end in ends), *unused),
+            *(*last_rows, *[0] * (self.logits_rows - len(last_rows))),
+            *(*scheduled.values(), *unused),
         ]
+        if self.trees is not None:
+            for parents in parents_of(scheduled):
+                numbers += [*parents, *[-1] * (nodes - len(parents))]
+            numbers += [-1] * (nodes * len(unused))
         self.numbers.copy_(torch.tensor(numbers, dtype=torch.int32))
         columns = max(len(request.blocks) for request in scheduled)
         table = [request.blocks + [-1] * (columns - len(request.blocks)) for request in scheduled]
@@ -184,9 +206,9 @@ class _Step:
         return server.run_model(
             dict(
                 input_ids=self.input_ids[None],
-                position_ids=server.twin.metadata.positions(self.batch, tokens)[None],
+                position_ids=server.positions(self.batch, tokens, self.trees)[None],
                 logits_to_keep=self.last_rows.long(),
-                step=server.plan_step(self.batch, tokens),
+                step=server.plan_step(self.batch, tokens, trees=self.trees),
             )
         )
 
@@ -200,7 +222,7 @@ def _shape_of(engine: Engine, scheduled: dict[Request, int]) -> Shape:
         return Shape(rows, columns, rows, 1)
     tokens = sum(scheduled.values())
     unit = max(1, _power_of_2(tokens) // 16)
-    return Shape(rows, columns, -(-tokens // unit) * unit, queries)
+    return Shape(rows, columns, -(-tokens // unit) * unit, queries, has_trees(scheduled))
 
 
 def _record(step: Callable[[], Tensor], runner: CudaGraphs, name: str) -> Callable[[], Tensor]:

@@ -1,4 +1,4 @@
-"""The command line: `fastattn demo`, `compare`, `bench`, `doctor` and `conformance`."""
+"""The command line: `fastattn demo`, `compare`, `bench`, `doctor`, `conformance` and `quantization`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -19,13 +19,24 @@ def demo(
     prompt: Annotated[list[str] | None, typer.Option(help="Your own prompt; may be given several times.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens in an answer.")] = 40,
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1 ...")] = "cpu",
+    speculate: Annotated[str | None, typer.Option(help="Draft tokens of texts to repeat: chain or tree.")] = None,
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="What the cache holds: auto, or codes: fp8_e4m3, fp8_e5m2, int8.")
+    ] = "auto",
 ) -> None:
     """Let a real model answer prompts through both twins, and compare their words with transformers' own."""
     from fastattn.tools import demo as module  # late: `--help` does not need torch
     from refattn.serving.demo_model import MissingModelError
 
     try:
-        proven = module.run(twin, prompt, max_tokens=max_tokens, device=device)
+        proven = module.run(
+            twin,
+            prompt,
+            max_tokens=max_tokens,
+            device=device,
+            speculate=speculate,
+            kv_cache_dtype=kv_cache_dtype,
+        )
     except module.RequestError as error:
         typer.echo(error, err=True)
         raise typer.Exit(1) from error
@@ -84,3 +95,13 @@ def conformance(context: typer.Context) -> None:
     from refattn.conformance import __main__ as module
 
     raise typer.Exit(module.main(context.args))
+
+
+@main.command()
+def quantization(
+    out: Annotated[Path, typer.Option(help="Folder for the result.")] = Path("docs/results/quantization"),
+) -> None:
+    """Measure how far 8 bits move Gaussian keys and values, and those of a real model."""
+    from fastattn.tools import quantization_error as module
+
+    module.run(out)

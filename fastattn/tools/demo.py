@@ -6,6 +6,12 @@ and their largest difference is kept. Then transformers' `generate` answers the 
 compared. Each stage says how long it may take.
 
 The pool is too small for all prompts and the steps are short, so prompts run in chunks, share blocks and are preempted.
+
+With `speculate` each twin serves its prompts twice, once with drafts. They are texts to repeat, as drafts come from a
+look-up.
+
+With a quantised cache the words may be others. `fastattn` answers once more with a plain cache then, and what the codes
+save and cost stands side by side: the memory of the pool, the tokens that stayed the same, the perplexity.
 """
 
 import ctypes
@@ -27,19 +33,24 @@ from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from fastattn import kv_cache, metadata
 from fastattn.serving import CudaGraphs
 from refattn.conformance.tolerance import FLOAT32_ROUNDINGS, Distance, bound
 from refattn.interface import AttentionOptions, CascadePlan, Plan
-from refattn.serving import CPU, Counters, Engine, Request, SamplingParams
+from refattn.serving import CPU, Counters, Engine, NGram, Request, SamplingParams
 from refattn.serving.demo_model import MODEL, load, model_file
+from refattn.serving.layers import KV_CACHE_DTYPES
 
 TWINS = ("fastattn", "refattn")  # in the order in which they serve
 COMPARISON, TRANSFORMERS = "both twins on every layer and step", "transformers' generate, one by one"
+DRAFTS = ", with drafts"
+SPECULATION = {"chain": NGram(max_drafts=5), "tree": NGram(max_drafts=5, max_branches=3)}
+PLAIN = "fastattn with a plain cache"
 FASTATTN_RATE = 16  # tokens per second on two cores of a CPU, to announce a time
 # How long a stage takes on a CPU, as a multiple of fastattn's.
-TIMES_FASTATTN = {"fastattn": 1, "refattn": 1.5, COMPARISON: 1.5, TRANSFORMERS: 1}
+TIMES_FASTATTN = {"fastattn": 1, "refattn": 1.5, COMPARISON: 1.5, TRANSFORMERS: 1, PLAIN: 1}
 BLOCK_SIZE = 16
 TOKEN_BUDGET = 96
 
@@ -71,6 +82,13 @@ PROMPTS = (  # the system prompt, or None for the model's own, and the question
 )
 
 
+TO_REPEAT = (
+    "Repeat this text word for word: " + DIARY.split("\n\n")[1].split(" In the afternoon")[0],
+    "Write this list once more, and add nothing: apples, pears, plums, apples, figs, pears, apples, plums, figs.",
+    "Say this three times: the tide comes in and the tide goes out.",
+)
+
+
 class RequestError(RuntimeError):
     """An engine could not answer a request; the message is what went wrong, as the request has it."""
 
@@ -92,6 +110,8 @@ def run(
     *,
     max_tokens: int = 40,
     device: str = "cpu",
+    speculate: str | None = None,
+    kv_cache_dtype: str = "auto",
     console: Console | None = None,
 ) -> bool:
     """Serve the prompts, compare, and print it all.
@@ -101,46 +121,71 @@ def run(
         questions: what to ask instead of the demo's own eight.
         max_tokens: most tokens in an answer.
         device: where to run.
+        speculate: serve texts to repeat, without drafts and with them: "chain" or "tree"; None for no drafts.
+        kv_cache_dtype: what the pools of keys and values hold, as in `refattn.serving.Engine`.
         console: where to print; standard output if None.
 
     Returns:
-        Whether every answer is the one of transformers, and every difference within its tolerance.
+        Whether every answer is the one of transformers, if the cache is a plain one, and every difference of the twins
+        within its tolerance.
 
     Raises:
         refattn.serving.demo_model.MissingModelError: if the model is not installed.
         RequestError: if an engine could not answer a prompt.
-        ValueError: naming the argument, if the twin or the device is not there or a question is empty.
+        ValueError: naming the argument, if the twin, the device, the kind of draft or the type is not there, or a
+            question is empty.
     """
     if twin not in ("both", *TWINS):
         raise ValueError(f"twin: expected both, {' or '.join(TWINS)}, got {twin!r}")
     if not all(question.strip() for question in questions or ()):
         raise ValueError("prompt: expected some text, got none")
     check_device(device)
+    if speculate not in (None, *SPECULATION):
+        raise ValueError(f"speculate: expected {' or '.join(SPECULATION)}, got {speculate!r}")
+    if kv_cache_dtype not in ("auto", *KV_CACHE_DTYPES):
+        raise ValueError(f"kv_cache_dtype: expected auto, {', '.join(KV_CACHE_DTYPES)}, got {kv_cache_dtype!r}")
+    is_plain = kv_cache_dtype == "auto"
+    if speculate is not None and not is_plain:
+        raise ValueError(f"kv_cache_dtype: expected auto beside speculate, got {kv_cache_dtype!r}")
     console = console or Console()
-    names = TWINS if twin == "both" else (twin,)
+    names: tuple[str, ...] = TWINS if twin == "both" else (twin,)
+    if speculate is not None:
+        names, questions = tuple(name + suffix for name in names for suffix in ("", DRAFTS)), questions or TO_REPEAT
+    cache, others = "a paged cache", "transformers' own"
+    if not is_plain:
+        cache, others = f"a paged cache of {kv_cache_dtype}", "those over a plain cache"
     console.print(
-        f"{MODEL} answers prompts over a paged cache, its attention computed by {', and once more by '.join(names)}. "
-        "Then its words are compared with transformers' own.",
+        f"{MODEL} answers prompts over {cache}, its attention computed by {', and once more by '.join(names)}. "
+        f"Then its words are compared with {others}.",
         highlight=False,
     )
     work = prepare(console, questions, max_tokens, device)
-    announced = Stages([*names, *[COMPARISON] * (twin == "both"), TRANSFORMERS], work, console)
+    work = replace(work, speculate=speculate, kv_cache_dtype=kv_cache_dtype)
+    compares = twin == "both" and speculate is None
+    announced = Stages([*names, *[COMPARISON] * compares, TRANSFORMERS if is_plain else PLAIN], work, console)
     runs: list[Run] = []
     for name in names:
         announced.next(runs)
         runs.append(serve(work, name, console))
     comparison = None
-    if twin == "both":
+    if compares:
         announced.next(runs)
         comparison = compare(work, console, num_tokens=sum(map(len, runs[0].outputs)))
     announced.next(runs)
-    expected = generate(work, console)
-
-    console.print(answers_table(work, runs, expected))
-    console.print(runs_table(work, runs))
+    twins_agree = comparison is None or comparison.holds()
+    if is_plain:
+        expected = generate(work, console)
+        console.print(answers_table(work, runs, expected))
+        console.print(runs_table(work, runs))
+        twins_agree &= all(run.outputs == expected for run in runs)
+    else:
+        plain = replace(work, kv_cache_dtype="auto")
+        runs.append(replace(serve(plain, "fastattn", console), name="plain"))
+        console.print(runs_table(work, runs))
+        console.print(losses_table(work, plain, runs[0], runs[-1]))
     if comparison is not None:
         console.print(comparison.summary(), highlight=False)
-    return all(run.outputs == expected for run in runs) and (comparison is None or comparison.holds())
+    return twins_agree
 
 
 class Stages:
@@ -158,7 +203,7 @@ class Stages:
         first, name = self.names[0], self.names[self.number]
         num_tokens = len(self.work.prompts) * self.work.sampling.max_tokens
         seconds = runs[0].seconds if runs else num_tokens / FASTATTN_RATE * TIMES_FASTATTN[first]
-        seconds *= TIMES_FASTATTN[name] / TIMES_FASTATTN[first]
+        seconds *= TIMES_FASTATTN[name.removesuffix(DRAFTS)] / TIMES_FASTATTN[first]
         expected = f"{max(seconds, 1):.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
         on_cpu = self.work.model.device.type == "cpu"
         self.number += 1
@@ -188,6 +233,8 @@ class Work:
         prompts: the token ids of each prompt.
         sampling: greedy, up to the most tokens of an answer.
         num_blocks: blocks in the pool.
+        speculate: how a run with drafts drafts.
+        kv_cache_dtype: what the pool holds.
     """
 
     model: Any
@@ -196,20 +243,25 @@ class Work:
     prompts: list[list[int]]
     sampling: SamplingParams
     num_blocks: int
+    speculate: str | None = None
+    kv_cache_dtype: str = "auto"
 
-    def engine(self, package: str, twin: Any = None) -> Any:
-        """Make the engine of a package for this work."""
+    def engine(self, name: str, twin: Any = None) -> Any:
+        """Make the engine of a package for this work, with drafts if its name says so."""
+        package = name.removesuffix(DRAFTS)
         on_gpu = self.model.device.type == "cuda"
         return Engine(
             self.model,
             num_blocks=self.num_blocks,
             block_size=BLOCK_SIZE,
             max_num_batched_tokens=TOKEN_BUDGET,
+            kv_cache_dtype=self.kv_cache_dtype,
             tokenizer=self.tokenizer,
             twin=importlib.import_module(package) if twin is None else twin,
             # A prefix as short as the demo's is hardly worth another launch; shown here as if launches were free.
             machine=replace(CPU, launch_seconds=0.0),
             runner=CudaGraphs() if on_gpu and twin is None and package == "fastattn" else None,
+            speculation=SPECULATION[self.speculate] if self.speculate and name.endswith(DRAFTS) else None,
         )
 
 
@@ -253,6 +305,7 @@ class Run:
         decode_tokens: the tokens that those steps generated.
         counters: of the engine.
         peak_bytes: most memory at a time, above the model's; None where that can't be measured.
+        pool_bytes: the pools of all layers.
     """
 
     name: str
@@ -262,6 +315,7 @@ class Run:
     decode_tokens: int
     counters: Counters
     peak_bytes: int | None
+    pool_bytes: int
 
 
 def serve(work: Work, name: str, console: Console) -> Run:
@@ -283,7 +337,8 @@ def serve(work: Work, name: str, console: Console) -> Run:
             check_answered(requests)
             answers.show(requests)
     outputs = [request.output_ids for request in requests]
-    return Run(name, outputs, seconds, decode_seconds, decode_tokens, engine.counters, memory.peak_bytes)
+    counted = engine.counters, memory.peak_bytes, engine.pool_bytes
+    return Run(name, outputs, seconds, decode_seconds, decode_tokens, *counted)
 
 
 def warm_up(work: Work, name: str, console: Console) -> None:
@@ -291,7 +346,7 @@ def warm_up(work: Work, name: str, console: Console) -> None:
 
     Which kernels the work needs shows only when it runs, so on a GPU all of it runs once before it is timed.
     """
-    if name != "fastattn" or work.model.device.type == "cpu":
+    if not name.startswith("fastattn") or work.model.device.type == "cpu":
         check_answered(work.engine(name).generate(work.prompts[:2], SamplingParams(max_tokens=2)))
         return
     start = time.perf_counter()
@@ -418,6 +473,7 @@ class Comparison:
         self.layers: dict[int, Errors] = {}  # a layer is known by its pool
         self.chunked_prefill = Compared("chunked_prefill", self.layers)
         self.cascade = Compared("cascade", self.layers)
+        self.quantized = Compared("quantized", self.layers)
 
     def holds(self) -> bool:
         """Return whether every layer is within its tolerance."""
@@ -455,11 +511,13 @@ class Compared:
         value_cache: Tensor,
         plan: Plan | CascadePlan,
         options: AttentionOptions,
+        **scales: Any,
     ) -> Tensor:
-        """Attend with `fastattn`, after comparing with `refattn` in the same type and in float64."""
-        out: Tensor = self.fast.attention(query, key_cache, value_cache, plan, options)
-        low = self.reference.attention(query, key_cache, value_cache, plan, options)
-        exact = self.reference.attention(query.double(), key_cache.double(), value_cache.double(), plan, options)
+        """Attend with `fastattn`, after comparing with `refattn` in the same type and in float64; codes stay codes."""
+        out: Tensor = self.fast.attention(query, key_cache, value_cache, plan, options, **scales)
+        low = self.reference.attention(query, key_cache, value_cache, plan, options, **scales)
+        wide = (key_cache, value_cache) if scales else (key_cache.double(), value_cache.double())
+        exact = self.reference.attention(query.double(), *wide, plan, options, **scales)
         errors = self.layers.setdefault(key_cache.data_ptr(), Errors())
         errors.fast = max(errors.fast, _largest(out - exact))
         errors.low = max(errors.low, _largest(low - exact))
@@ -525,6 +583,9 @@ def runs_table(work: Work, runs: Sequence[Run]) -> Table:
             "not measured here" if run.peak_bytes is None else f"{run.peak_bytes / 2**20:.0f} MiB"
         ),
         "steps": lambda run: f"{run.counters.steps}",
+        "drafts accepted": lambda run: (
+            f"{run.counters.accepted_tokens} of {run.counters.drafted_tokens}" if run.name.endswith(DRAFTS) else "-"
+        ),
         "chunks of prompts": lambda run: f"{run.counters.chunks}",
         "prefix cache hits": lambda run: f"{run.counters.cached_blocks} blocks",
         "preemptions": lambda run: f"{run.counters.preemptions}",
@@ -532,6 +593,44 @@ def runs_table(work: Work, runs: Sequence[Run]) -> Table:
             f"{run.counters.saved_key_reads / run.counters.key_reads:.0%} of {run.counters.key_reads:,}"
         ),
     }
+    if not any(run.name.endswith(DRAFTS) for run in runs):
+        del rows["drafts accepted"]
     for name, show in rows.items():
         table.add_row(name, *(show(run) for run in runs))
     return table
+
+
+def losses_table(work: Work, plain: Work, coded: Run, uncoded: Run) -> Table:
+    """Return what codes save and what they cost, beside a plain cache."""
+    table = Table(title=f"What {work.kv_cache_dtype} saves and costs")
+    table.add_column()
+    table.add_column(work.kv_cache_dtype, justify="right")
+    table.add_column("plain", justify="right")
+    answers = list(zip(coded.outputs, uncoded.outputs, strict=True))
+    kept = sum(_common_length(*pair) for pair in answers)
+    same = sum(one == other for one, other in answers)
+    table.add_row("the pool", *(f"{run.pool_bytes / 2**20:.2f} MiB" for run in (coded, uncoded)))
+    table.add_row("tokens per second", *(f"{sum(map(len, run.outputs)) / run.seconds:.1f}" for run in (coded, uncoded)))
+    table.add_row("answers that stayed the same", f"{same} of {len(answers)}", "")
+    total = sum(len(output) for output in uncoded.outputs)
+    table.add_row("tokens before an answer changed", f"{kept} of {total}", "")
+    table.add_row("perplexity of the prompts", *(f"{perplexity(one):.3f}" for one in (work, plain)))
+    return table
+
+
+def _common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (token, expected) in enumerate(pairs) if token != expected), min(len(one), len(other)))
+
+
+@torch.no_grad()
+def perplexity(work: Work) -> float:
+    """Return how many tokens the model hesitates between on average, reading the prompts out of the cache."""
+    engine, losses = work.engine("fastattn"), []
+    for prompt in work.prompts:
+        request = Request(prompt, len(prompt), work.sampling, blocks=list(range(-(-len(prompt) // BLOCK_SIZE))))
+        inputs = engine.make_inputs({request: len(prompt)})
+        inputs["logits_to_keep"] = torch.arange(len(prompt) - 1, device=work.model.device)
+        next_tokens = torch.tensor(prompt[1:], device=work.model.device)
+        losses.append(cross_entropy(engine.run_model(inputs).float(), next_tokens, reduction="none"))
+    return float(torch.cat(losses).mean().exp())

@@ -166,14 +166,14 @@ def all_tasks(folder: Path) -> list[Task | PuzzleTask]:
 
 
 def find(tasks: Sequence[Task | PuzzleTask], which: str) -> Task | PuzzleTask:
-    """Return a task by its number or name.
+    """Return a task by its number, its name or its file.
 
     Raises:
         FolderError: if there is none.
     """
-    wanted = which.lstrip("0").lower()
+    wanted = Path(which).stem.lower()
     for task in tasks:
-        if wanted in (task.number, task.name):
+        if wanted.lstrip("0") in (task.number, task.name) or wanted == task.file.stem:
             return task
     numbers = f"a number from 1 to {len(EXERCISES)}, p1 to p{len(PUZZLES)}"
     raise learner.FolderError(f"{which}: expected {numbers}, or a name; `{COMMAND}` lists them")
@@ -222,7 +222,7 @@ def show(console: Console, task: Task | PuzzleTask, tasks: Sequence[Task | Puzzl
 
 
 def show_next(console: Console, task: Task | PuzzleTask | None) -> None:
-    """Say what comes next."""
+    """Show what comes next."""
     if task is None:
         console.print("\nNothing is left to write.")
         return

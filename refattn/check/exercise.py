@@ -159,7 +159,7 @@ def is_to_do(error: BaseException | None) -> bool:
 
 
 def describe(error: BaseException, file: Path | None) -> str:
-    """Say what was raised, and in which line of somebody's file, also from within Triton's interpreter."""
+    """Return in words what was raised, and in which line of somebody's file, also within Triton's interpreter."""
     causes = [error]
     while causes[-1].__cause__ is not None:
         causes.append(causes[-1].__cause__)
@@ -206,6 +206,9 @@ def _call(exercise: Exercise, trial: Trial, function: Function, arguments: Mappi
     if parts and not (isinstance(answer, tuple | list) and len(answer) == len(parts)):
         raise WrongAnswerError(f"expected ({', '.join(parts)}), got {kind(answer)}")
     if trial.view is not None:
+        for name, each in zip(parts, answer, strict=True):
+            if not isinstance(each, Tensor):
+                raise WrongAnswerError(f"{name}: expected a tensor, got {kind(each)}")
         answer, parts = trial.view(answer), trial.parts
     return dict(zip(parts, answer, strict=True)) if parts else {ALONE: answer}
 
@@ -250,7 +253,7 @@ def compare(got: Mapping[str, Any], expected: Mapping[str, Any], low: Mapping[st
 
 
 def kind(value: Any) -> str:
-    """Name the type of a value, and the shape of a tensor."""
+    """Return the type of a value in words, and the shape of a tensor."""
     if isinstance(value, Tensor):
         return f"a tensor of {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     if isinstance(value, tuple):

@@ -162,7 +162,7 @@ def check_advance(batch: Batch, slots: Tensor, *, block_size: int) -> Int32[Tens
 
 
 def check_next_inputs(
-    batch: Batch, sampled_ids: Tensor | None, input_ids: Tensor | None, positions: Tensor | None
+    batch: Batch, sampled_ids: Tensor | None, input_ids: Tensor | None, input_positions: Tensor | None
 ) -> None:
     """Check what a step in place writes besides slots: inputs `[t]` and positions `[t]`, by sampled tokens `[b]`.
 
@@ -179,7 +179,7 @@ def check_next_inputs(
                 f"sampled_ids: expected sequences with one new token, from turn_prefills_into_decodes, got up to "
                 f"{batch.max_query_len}"
             )
-    for name, tensor in (("input_ids", input_ids), ("positions", positions)):
+    for name, tensor in (("input_ids", input_ids), ("input_positions", input_positions)):
         if tensor is not None:
             (rows,) = expect(tensor, name, torch.int64, ("t",), (None,))
             same_device(seq_lens=batch.seq_lens, **{name: tensor})

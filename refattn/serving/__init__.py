@@ -6,6 +6,7 @@ from refattn.serving.engine import Engine, Step
 from refattn.serving.request import Event, Request
 from refattn.serving.sampling import SamplingParams, sample
 from refattn.serving.scheduler import Counters, Scheduler
+from refattn.serving.speculation import Draft, NGram
 from refattn.serving.window_pool import WindowPool
 
 __all__ = [
@@ -13,9 +14,11 @@ __all__ = [
     "H200",
     "BlockPool",
     "Counters",
+    "Draft",
     "Engine",
     "Event",
     "Machine",
+    "NGram",
     "Request",
     "SamplingParams",
     "Scheduler",

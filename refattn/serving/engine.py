@@ -16,6 +16,9 @@ was given. It computes nothing itself. What a layer plans and attends stands in 
 A layer with a window has a smaller pool (`WindowPool`) where no step can need all blocks of it: a block comes back as
 soon as no token to come can see it.
 
+With `speculation` a decode takes along what may follow its token. A draft is right where the model chooses the same
+token, with the random number that the token has anyway: so the answers are those without drafts, only in fewer steps.
+
 Source: Yu et al. 2022, "Orca" (batching by step); Kwon et al. 2023, "Efficient Memory Management for Large Language
 Model Serving with PagedAttention" (blocks, blocks shared by hash, preemption by recomputation); Agrawal et al. 2024,
 "Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve" (chunks of prompts beside decodes).
@@ -25,7 +28,6 @@ import logging
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -34,14 +36,16 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 import refattn
-from refattn.interface import AttentionOptions, Batch, CascadePlan, Plan, Prefix
+from refattn.interface import Accepted, AttentionOptions, Batch, CascadePlan, Plan, Prefix, TreePlan, Trees
+from refattn.interface.trees import MOST_NODES
 from refattn.serving import models
 from refattn.serving.block_pool import BlockPool
 from refattn.serving.cost_model import CPU, H200, Machine, saved_key_reads, worthwhile_prefixes
-from refattn.serving.layers import Layer, Lens, SplitPlan, Twin
+from refattn.serving.layers import Layer, Lens, SplitPlan, Twin, quantize
 from refattn.serving.request import Event, Request, token_ids
 from refattn.serving.sampling import GREEDY, SamplingParams, choose
 from refattn.serving.scheduler import Counters, Scheduler
+from refattn.serving.speculation import Draft, NGram
 from refattn.serving.window_pool import WindowPool
 
 logger = logging.getLogger(__name__)
@@ -59,7 +63,7 @@ class Step:
 
     batch: Batch
     slot_mappings: dict[Layer, Int64[Tensor, "t"]]
-    plans: dict[Layer, Plan | CascadePlan | SplitPlan]
+    plans: dict[Layer, Plan | CascadePlan | SplitPlan | TreePlan]
 
 
 @runtime_checkable
@@ -87,12 +91,18 @@ class Engine:
         runner: runs some steps in a way of its own, as one that replays CUDA graphs; None runs the model.
         batch_invariant: compute the attention of every row alike, to the bit, whatever else is in the batch; there is
             no cascade then, as who shares a prefix is chance. The model's own matrix products are as they are.
+        speculation: how to draft tokens, which the model verifies beside those that are sure; None drafts nothing. More
+            than one branch needs layers that take trees: full ones, and those with a window.
+        kv_cache_dtype: what the pools hold: "auto", the model's own type; or codes of 8 bits, "fp8_e4m3", "fp8_e5m2" or
+            "int8", for twice as many tokens in the same memory (int8: keys only) and answers that may differ. There is
+            no cascade then.
         trust_model: serve a model of another family too. Nobody has compared its answers with transformers' own: do
             that before you rely on them.
 
     Raises:
-        ValueError: naming the argument, for a size that is no int of at least 1, or a model that would be served
-            wrongly.
+        ValueError: naming the argument, for a size that is no int of at least 1, a type of cache that is not there, or
+            a model that would be served wrongly.
+        NotImplementedError: if the model has layers that no path reads from such a cache.
         torch.OutOfMemoryError: if a GPU has no room for the pool.
     """
 
@@ -109,6 +119,8 @@ class Engine:
         machine: Machine | None = None,
         runner: Runner | None = None,
         batch_invariant: bool = False,
+        speculation: NGram | None = None,
+        kv_cache_dtype: str = "auto",
         trust_model: bool = False,
     ) -> None:
         sizes = dict(
@@ -120,13 +132,23 @@ class Engine:
         for name, size in sizes.items():
             if type(size) is not int or size < 1:
                 raise ValueError(f"{name}: expected an int of at least 1, got {size!r}")
+        if speculation is not None and not isinstance(speculation, NGram):
+            raise ValueError(f"speculation: expected an NGram, or None, got {speculation!r}")
         models.check_model(model, trust_model)
         self.model, self.config, self.tokenizer = model.eval(), model.config.get_text_config(), tokenizer
         self.block_size, self.max_num_batched_tokens = block_size, max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
         self.twin, self.runner, self.batch_invariant = Twin(twin), runner, batch_invariant
         most_tokens = max(num_blocks * block_size, max_num_batched_tokens)
-        self.layers = models.layers_of(self.config, most_tokens, batch_invariant=batch_invariant)
+        layers = models.layers_of(self.config, most_tokens, batch_invariant=batch_invariant)
+        self.layers = quantize(layers, kv_cache_dtype)
+        self.speculation = speculation
+        without = [layer for layer in self.layers if not layer.takes_trees]
+        if speculation is not None and speculation.max_branches > 1 and without:
+            raise ValueError(
+                f"speculation: expected max_branches=1, as a {type(without[0]).__name__} has no mask for trees, "
+                f"got {speculation.max_branches}"
+            )
         self.owners = models.owners_of(self.config)  # of each layer, the one whose pool it reads
         self.machine = machine or (CPU if model.device.type == "cpu" else H200)
         self.vocab_size = min(self.config.vocab_size, len(model.get_input_embeddings().weight))
@@ -149,10 +171,10 @@ class Engine:
                 )
         except torch.OutOfMemoryError as error:
             owning = [self.layers[owner] for owner in sorted({*self.owners})]
-            numbers = sum(block_size * pool_blocks[layer] * layer.elements_per_token for layer in owning)
+            size = sum(block_size * pool_blocks[layer] * layer.bytes_per_token(model.dtype) for layer in owning)
             raise torch.OutOfMemoryError(
                 f"num_blocks: expected a pool that fits into the memory of {model.device}, got {num_blocks} blocks of "
-                f"{block_size} tokens, which are {numbers * model.dtype.itemsize / 2**30:.3g} GiB. {error}"
+                f"{block_size} tokens, which are {size / 2**30:.3g} GiB. {error}"
             ) from error
         self.scheduler = Scheduler(num_blocks, block_size, **limits, window_pools=self.window_pools.values())
         self._is_stepping = False
@@ -174,6 +196,12 @@ class Engine:
     def counters(self) -> Counters:
         """What has been done so far."""
         return self.scheduler.counters
+
+    @property
+    def pool_bytes(self) -> int:
+        """The bytes of all layers' pools, scales included, as the tensors have them."""
+        tensors = [x for cache in self.caches for x in (cache if isinstance(cache, tuple) else (cache,))]
+        return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
 
     @property
     def pool(self) -> BlockPool:
@@ -244,17 +272,17 @@ class Engine:
         before: dict[Request, tuple[int, tuple[int, int]]] = {}
         try:
             self._is_stepping = True
-            scheduled = self.scheduler.schedule()
+            scheduled = self._add_drafts(self.scheduler.schedule())
             if any(layer.splits_decodes for layer in self.layers):
                 scheduled = dict(sorted(scheduled.items(), key=lambda item: item[1] > 1))
             before = _progress(scheduled)
             if not scheduled:
                 return []
             events = self._compute(scheduled)
-            for request, event in events.items():
-                self._commit(request, scheduled[request], event)
+            for request, its_events in events.items():
+                self._commit(request, scheduled[request], its_events)
             self.counters.steps += 1
-            return list(filter(None, events.values()))
+            return [event for its_events in events.values() for event in its_events]
         except BaseException:
             self.scheduler.undo(unfinished, before, counted)
             raise
@@ -338,35 +366,92 @@ class Engine:
                 self.scheduler.undo(unfinished)
                 raise
 
-    def _compute(self, scheduled: dict[Request, int]) -> dict[Request, Event | None]:
+    def _add_drafts(self, scheduled: dict[Request, int]) -> dict[Request, int]:
+        """Let decodes take along what may follow their tokens, as far as step, pool and answer have room."""
+        if self.speculation is None:
+            return scheduled
+        room = self.max_num_batched_tokens - sum(scheduled.values())
+        branches = None if max(scheduled.values(), default=0) <= MOST_NODES else 1
+        for request, count in scheduled.items():
+            request.draft, request.accepted = None, []
+            depth = request.sampling.max_tokens - len(request.output_ids) - 1
+            if count != 1 or request.num_pending != 1 or depth < 1 or room < 1:
+                continue
+            nodes = min(room, MOST_NODES - 1)
+            draft = self.speculation.propose(request.tokens, depth=depth, nodes=nodes, branches=branches)
+            if draft is not None and self.scheduler.allocate_drafts(request, 1 + len(draft.tokens)):
+                request.draft, scheduled[request] = draft, 1 + len(draft.tokens)
+                room -= len(draft.tokens)
+        return scheduled
+
+    def _compute(self, scheduled: dict[Request, int]) -> dict[Request, list[Event]]:
         """Run the model over what is scheduled, and return what came of each request: no books are changed yet.
 
-        That is its next token, or that it failed; None if it has more to compute before it is due a token. A pass that
-        raises does not say which of its requests is at fault, so each of them goes through the model alone then, and
-        writes the same keys and values into the same slots.
+        That is its next token, or several if drafts were right, or that it failed; nothing if it has more to compute
+        before it is due a token. A pass that raises does not say which of its requests is at fault, so each of them
+        goes through the model alone then, and writes the same keys and values into the same slots.
         """
-        due = [request for request, count in scheduled.items() if count == request.num_pending]
+        due = [request for request, count in scheduled.items() if count >= request.num_pending]
         counted = vars(self.counters).copy()
         try:
-            tokens = dict(zip(due, choose(self._forward(scheduled), due), strict=True))
+            tokens = self._choose(self._forward(scheduled), due)
         except Exception as error:
             logger.exception("a pass over %d requests failed", len(scheduled))
             vars(self.counters).update(counted)
             failure = _describe(error)  # in words: the exception itself would keep all tensors of the pass alive
         else:
-            return {
-                request: self._next_event(request, tokens[request]) if request in tokens else None
-                for request in scheduled
-            }
+            return {request: self._next_events(request, tokens.get(request, [])) for request in scheduled}
         if len(scheduled) == 1:
-            return {request: Event(request, error=failure) for request in scheduled}
-        outcomes: dict[Request, Event | None] = {}
+            return {request: [Event(request, error=failure)] for request in scheduled}
+        outcomes: dict[Request, list[Event]] = {}
         for request, count in scheduled.items():
             outcomes |= self._compute({request: count})
         return outcomes
 
+    def _choose(self, logits: Float[Tensor, "rows v"], due: Sequence[Request]) -> dict[Request, list[int | None]]:
+        """Choose the next tokens of requests: one, or those of the drafts that the model chose, too, and one more."""
+        if not any(request.draft for request in due):
+            return {request: [token] for request, token in zip(due, choose(logits, due), strict=True)}
+        drafts = [request.draft or Draft((), (-1,)) for request in due]
+        rows = [request for request, draft in zip(due, drafts, strict=True) for _ in draft.parents]
+        chosen = choose(logits, rows, [depth for draft in drafts for depth in draft.depths])
+        path, metadata = self.twin.speculative, self.twin.metadata
+        trees = path.make_trees([draft.parents for draft in drafts])
+        sizes = [len(draft.parents) for draft in drafts]
+        seq_lens = [request.num_computed_tokens + size for request, size in zip(due, sizes, strict=True)]
+        accepted = path.accept(
+            metadata.make_batch(sizes, seq_lens),
+            trees,
+            torch.tensor([token for draft in drafts for token in (0, *draft.tokens)]),
+            torch.tensor([-1 if token is None else token for token in chosen]),
+        )
+        blocks = [request.blocks for request in due]
+        self._compact(metadata.make_batch(sizes, seq_lens, blocks, device=self.model.device), trees, accepted)
+        nodes, next_tokens = accepted.nodes.tolist(), accepted.next_tokens.tolist()
+        return {
+            request: [*(draft.tokens[node - 1] for node in path if node > 0), token if token >= 0 else None]
+            for request, draft, path, token in zip(due, drafts, nodes, next_tokens, strict=True)
+        }
+
+    def _compact(self, batch: Batch, trees: Trees, accepted: Accepted) -> None:
+        """Move what was accepted to where the next step looks for it; of chains it is there already."""
+        node = torch.arange(trees.max_len)
+        if bool(((accepted.nodes < 0) | (accepted.nodes == node)).all()):
+            return
+        here = Trees(trees.parents.to(batch.device), trees.lens.to(batch.device))
+        there = Accepted(*(tensor.to(batch.device) for tensor in accepted))
+        for layer in dict.fromkeys(self.layers):
+            pool = self.window_pools.get(layer)
+            owned = [i for i, own in enumerate(self.layers) if own == layer and self.owners[i] == i]
+            caches = [cache for i in owned for cache in self.caches[i]]
+            where = batch if pool is None else pool.translate_batch(batch)
+            self.twin.speculative.compact(caches, where, here, there, block_size=self.block_size)
+
     def _forward(self, scheduled: dict[Request, int]) -> Float[Tensor, "b v"]:
-        """Run the model over what is scheduled, and return the logits of each request with nothing left to compute."""
+        """Run the model over what is scheduled, and return the logits of each request with nothing left to compute.
+
+        A request with a draft has a row for each of its nodes.
+        """
         logits = None if self.runner is None else self.runner.run(self, scheduled)
         if logits is None:
             logits = self.run_model(self.make_inputs(scheduled, self.find_prefixes(scheduled, self.machine)))
@@ -380,24 +465,34 @@ class Engine:
             prefixes: what some of them share and a cascade is to read once.
         """
         device, metadata = self.model.device, self.twin.metadata
-        query_lens, seq_lens, input_ids = [], [], []
+        query_lens, seq_lens = list(scheduled.values()), []
+        input_ids: list[int] = []
+        due: list[int] = []  # rows whose logits are wanted
         for request, count in scheduled.items():
-            query_lens.append(count)
             seq_lens.append(request.num_computed_tokens + count)
-            input_ids += request.tokens[request.num_computed_tokens : request.num_computed_tokens + count]
+            input_ids += new_tokens(request, count)
+            if count >= request.num_pending:
+                due += range(len(input_ids) - (1 if request.draft is None else count), len(input_ids))
         block_tables = [request.blocks for request in scheduled]
         batch = metadata.make_batch(query_lens, seq_lens, block_tables, device=device)
-        due = [
-            row - 1
-            for row, request, count in zip(accumulate(query_lens), scheduled, query_lens, strict=True)
-            if count == request.num_pending
-        ]
+        trees = None
+        if has_trees(scheduled):
+            trees = self.twin.speculative.make_trees(parents_of(scheduled), device=device)
+        lens = list(zip(query_lens, seq_lens, strict=True))
         return dict(
             input_ids=torch.tensor([input_ids], device=device),
-            position_ids=rearrange(metadata.positions(batch, len(input_ids)), "t -> 1 t"),
+            position_ids=rearrange(self.positions(batch, len(input_ids), trees), "t -> 1 t"),
             logits_to_keep=torch.tensor(due, dtype=torch.int64, device=device),
-            step=self.plan_step(batch, len(input_ids), prefixes, list(zip(query_lens, seq_lens, strict=True))),
+            step=self.plan_step(batch, len(input_ids), prefixes, lens, trees),
         )
+
+    def positions(self, batch: Batch, num_tokens: int, trees: Trees | None) -> Int64[Tensor, "t"]:
+        """Return where each query row stands: in a drafted tree, by its depth."""
+        if trees is None:
+            places: Tensor = self.twin.metadata.positions(batch, num_tokens)
+        else:
+            places = self.twin.speculative.positions(batch, trees, num_tokens)
+        return places
 
     def plan_step(
         self,
@@ -405,6 +500,7 @@ class Engine:
         num_tokens: int,
         prefixes: Sequence[Prefix] = (),
         lens: Lens | None = None,
+        trees: Trees | None = None,
     ) -> "Step":
         """Plan a step, once for all layers that are equal.
 
@@ -413,6 +509,7 @@ class Engine:
             num_tokens: query rows, padding included.
             prefixes: what some of them share and a cascade is to read once.
             lens: the new tokens and all tokens of each request; None if there is padding, or only the device knows.
+            trees: the new tokens of all requests as trees; None where none of them is drafted as more than a chain.
         """
         slots = self.twin.metadata.slot_mapping(batch, num_tokens, block_size=self.block_size)
         step = Step(batch, {}, {})
@@ -420,7 +517,10 @@ class Engine:
             pool = self.window_pools.get(layer)
             step.slot_mappings[layer] = slots if pool is None else pool.translate_slots(slots)
             where = batch if pool is None else pool.translate_batch(batch)
-            step.plans[layer] = layer.plan(self.twin, where, self.block_size, lens)
+            if trees is None:
+                step.plans[layer] = layer.plan(self.twin, where, self.block_size, lens)
+            else:
+                step.plans[layer] = layer.plan_trees(self.twin, where, trees, self.block_size)
         if prefixes:
             cascade = self.twin.cascade.plan(batch, prefixes=prefixes, block_size=self.block_size)
             step.plans.update({layer: cascade for layer in step.plans if type(layer) is Layer})
@@ -433,7 +533,7 @@ class Engine:
         block_tables = [request.blocks for request in scheduled]
         self.counters.key_reads += sum(seq_lens)
         full = next((layer for layer in self.layers if type(layer) is Layer), None)
-        if full is None or self.batch_invariant:
+        if full is None or self.batch_invariant or has_trees(scheduled):
             return []
         found = self.twin.cascade.find_prefixes(query_lens, seq_lens, block_tables, block_size=self.block_size)
         prefixes = worthwhile_prefixes(
@@ -539,6 +639,17 @@ class Engine:
         for pool in self.window_pools.values():
             pool.reset()
 
+    def _next_events(self, request: Request, tokens: Sequence[int | None]) -> list[Event]:
+        """Return the events of a request's next tokens, up to the one that ends it."""
+        events = []
+        for token in tokens:
+            events.append(self._next_event(request, token))
+            if events[-1].token_id is None or self._reason_to_end(request, events[-1].token_id):
+                break
+            request.accepted.append(events[-1].token_id)
+        request.accepted = []
+        return events
+
     def _next_event(self, request: Request, token: int | None) -> Event:
         """Return the event of a request's next token, or of its failure if there is no token or no text of it."""
         if token is None:
@@ -554,7 +665,7 @@ class Engine:
 
         Decoding starts one piece earlier, as a tokenizer may treat the first token of a text in its own way.
         """
-        output_ids, (start, end) = [*request.output_ids, token], request.decoded
+        output_ids, (start, end) = [*request.output_ids, *request.accepted, token], request.decoded
         before = self.tokenizer.decode(output_ids[start:end], skip_special_tokens=True)
         text = self.tokenizer.decode(output_ids[start:], skip_special_tokens=True)
         if text.endswith("\N{REPLACEMENT CHARACTER}") and self._reason_to_end(request, token) is None:
@@ -567,22 +678,48 @@ class Engine:
         stops = request.sampling.stop_token_ids
         if token in (self.end_token_ids if stops is None else stops):
             return "stop"
-        return "length" if len(request.output_ids) + 1 == request.sampling.max_tokens else None
+        length = len(request.output_ids) + len(request.accepted) + 1
+        return "length" if length == request.sampling.max_tokens else None
 
-    def _commit(self, request: Request, count: int, event: Event | None) -> None:
+    def _commit(self, request: Request, count: int, events: Sequence[Event]) -> None:
         """Enter into the books what came of a request."""
-        if event is not None and event.error is not None:
-            request.error = event.error
-            self.pool.forget(request.blocks)  # nobody can say what they hold
-            self.scheduler.finish(request, "error")
-            return
-        self.scheduler.keep(request, count)
-        if event is not None and event.token_id is not None:
+        if request.draft is not None:
+            count = 1  # of its tokens so far; the drafts are none of them yet
+        tokens, failure = [event for event in events if event.error is None], events[-1:]
+        if tokens or not events:
+            self.scheduler.keep(request, count)
+        for event in tokens:
+            assert event.token_id is not None  # it is no failure
             reason = self._reason_to_end(request, event.token_id)
             request.tokens.append(event.token_id)
             request.pieces.append(event.text)
             if reason:
-                self.scheduler.finish(request, reason)
+                failure = []
+        if request.draft is not None and tokens:
+            self.scheduler.keep_drafts(request, len(tokens) - 1)
+        request.draft = None
+        if failure and failure[0].error is not None:
+            request.error = failure[0].error
+            self.pool.forget(request.blocks)  # nobody can say what they hold
+            self.scheduler.finish(request, "error")
+        elif tokens and reason:
+            self.scheduler.finish(request, reason)
+
+
+def new_tokens(request: Request, count: int) -> list[int]:
+    """Return the next tokens of a request that go through the model: those that are sure, then its draft."""
+    drafted = () if request.draft is None else request.draft.tokens
+    return [*request.tokens[request.num_computed_tokens :][: count - len(drafted)], *drafted]
+
+
+def has_trees(scheduled: Iterable[Request]) -> bool:
+    """Return whether a request of a step has a draft that is no chain."""
+    return any(request.draft is not None and not request.draft.is_chain for request in scheduled)
+
+
+def parents_of(scheduled: dict[Request, int]) -> list[Sequence[int]]:
+    """Return the new tokens of each request as a tree: what is not drafted is a chain."""
+    return [range(-1, count - 1) if r.draft is None else r.draft.parents for r, count in scheduled.items()]
 
 
 def _progress(requests: Iterable[Request]) -> dict[Request, tuple[int, tuple[int, int]]]:

@@ -13,7 +13,18 @@ from einops import rearrange
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from refattn.interface import AttentionOptions, Batch, CascadePlan, Part, Plan, PrefillPlan
+from refattn.interface import (
+    AttentionOptions,
+    Batch,
+    CascadePlan,
+    Fp8Scales,
+    Int8Scales,
+    Part,
+    Plan,
+    PrefillPlan,
+    TreePlan,
+    Trees,
+)
 
 WORKSPACE = 16384  # context tokens whose keys and values are made at a time: 1.25 GiB in DeepSeek-V3's sizes, bfloat16
 Lens = Sequence[tuple[int, int]]  # of each request its new tokens, and all its tokens
@@ -41,12 +52,12 @@ class Layer:
     """A layer that attends to all tokens before it, over the paged cache.
 
     Attributes:
-        splits_decodes: whether a step's decodes are planned apart from its prefills, and so have to come first in it.
+        takes_trees: whether it has a mask for drafted trees; all layers take chains.
         num_kv_heads: key heads, `hk`.
         head_size: elements of a key and of a value, `d`.
     """
 
-    splits_decodes: ClassVar[bool] = False
+    takes_trees: ClassVar[bool] = True
     num_kv_heads: int
     head_size: int
 
@@ -56,9 +67,13 @@ class Layer:
         return 0
 
     @property
-    def elements_per_token(self) -> int:
-        """Elements that a token has in the layer's pool."""
-        return 2 * self.num_kv_heads * self.head_size
+    def splits_decodes(self) -> bool:
+        """Whether a step's decodes are planned apart from its prefills, and so have to come first in it."""
+        return False
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Return the bytes that a token takes in the layer's pool."""
+        return 2 * self.num_kv_heads * self.head_size * dtype.itemsize
 
     def pool_blocks(self, num_blocks: int, block_size: int, *, max_num_batched_tokens: int, max_num_seqs: int) -> int:
         """Return how many blocks the layer's pool needs, where the sequences of a server have `num_blocks`.
@@ -87,6 +102,12 @@ class Layer:
         plan: Plan = twin.chunked_prefill.plan(batch, block_size=block_size)
         return plan
 
+    def plan_trees(self, twin: Twin, batch: Batch, trees: Trees, block_size: int) -> TreePlan:
+        """Plan a step whose new tokens are drafted trees, those of a prompt as a chain."""
+        window_size = (self.window - 1, 0) if self.window else (-1, -1)
+        plan: TreePlan = twin.speculative.plan(batch, block_size=block_size, trees=trees, window_size=window_size)
+        return plan
+
     def attend(
         self,
         twin: Twin,
@@ -96,13 +117,15 @@ class Layer:
         value: Float[Tensor, "t hk dv"] | None,
         cache: Any,
         slot_mapping: Int64[Tensor, "t"],
-        plan: Plan | CascadePlan,
+        plan: Plan | CascadePlan | TreePlan,
         options: AttentionOptions,
     ) -> Float[Tensor, "t h dv"]:
         """Write the new keys and values into the pool, if they are the layer's own and not None, and attend over it."""
         if key is not None:
             twin.kv_cache.write(key, value, *cache, slot_mapping)
-        path = twin.cascade if isinstance(plan, CascadePlan) else twin.chunked_prefill
+        path = twin.chunked_prefill
+        if isinstance(plan, CascadePlan | TreePlan):
+            path = twin.cascade if isinstance(plan, CascadePlan) else twin.speculative
         out: Tensor = path.attention(query, *cache, plan, options)
         return out
 
@@ -168,8 +191,13 @@ class LocalLayer(Layer):
         chunk_size: tokens in a chunk.
     """
 
-    splits_decodes: ClassVar[bool] = True
+    takes_trees: ClassVar[bool] = False
     chunk_size: int = 0
+
+    @property
+    def splits_decodes(self) -> bool:
+        """Whether a step's decodes are planned apart from its prefills, and so have to come first in it."""
+        return True
 
     def plan(  # type: ignore[override]  # attended by this class alone
         self, twin: Twin, batch: Batch, block_size: int, lens: Lens | None = None
@@ -202,6 +230,8 @@ class LocalLayer(Layer):
 class DifferentialLayer(Layer):
     """A layer of DiffLlama: two softmaxes, one subtracted, and a norm; its heads come in halves there."""
 
+    takes_trees: ClassVar[bool] = False
+
     def allocate(
         self, twin: Twin, num_blocks: int, block_size: int, *, dtype: torch.dtype, device: torch.device
     ) -> Any:
@@ -214,7 +244,7 @@ class DifferentialLayer(Layer):
         plan: Plan = twin.differential.plan(batch, block_size=block_size)
         return plan
 
-    def attend(
+    def attend(  # type: ignore[override]  # with the plan of this class
         self,
         twin: Twin,
         module: Any,
@@ -223,7 +253,7 @@ class DifferentialLayer(Layer):
         value: Float[Tensor, "t hk d"] | None,
         cache: Any,
         slot_mapping: Int64[Tensor, "t"],
-        plan: Plan | CascadePlan,
+        plan: Plan,
         options: AttentionOptions,
     ) -> Float[Tensor, "t h d"]:
         """Write the new pairs into the pool, if there are any, and attend; the answer ends with the layer's norm."""
@@ -262,14 +292,18 @@ class LatentLayer(Layer):
             products with a matrix of the model's, and as they are.
     """
 
-    splits_decodes: ClassVar[bool] = True
+    takes_trees: ClassVar[bool] = False
     latent_rank: int
     batch_invariant: bool = False
 
     @property
-    def elements_per_token(self) -> int:
-        """Elements that a token has in the layer's pool."""
-        return self.head_size
+    def splits_decodes(self) -> bool:
+        """Whether a step's decodes are planned apart from its prefills, and so have to come first in it."""
+        return True
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Return the bytes that a token takes in the layer's pool."""
+        return self.head_size * dtype.itemsize
 
     def allocate(
         self, twin: Twin, num_blocks: int, block_size: int, *, dtype: torch.dtype, device: torch.device
@@ -337,6 +371,103 @@ class LatentLayer(Layer):
             return out
 
         return torch.cat([attend_part(*part) for part in plan.parts])
+
+
+KV_CACHE_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8}
+
+
+@dataclass(frozen=True)
+class QuantizedLayer(Layer):
+    """A layer whose pool holds codes of 8 bits; who sees whom in it is another kind's to say.
+
+    The scales of fp8 are 1: its codes have exponents of their own. An int8 key has its own scale, which lies beside the
+    pool, and values stay in the model's type, as their scales would have to be calibrated beforehand.
+
+    Attributes:
+        layer: the kind whose plan it has.
+        kv_cache_dtype: what the codes are, a name of `KV_CACHE_DTYPES`.
+    """
+
+    takes_trees: ClassVar[bool] = False
+    layer: Layer
+    kv_cache_dtype: str
+
+    @property
+    def window(self) -> int:
+        """Tokens that a query sees, itself included; 0 for all."""
+        return self.layer.window
+
+    @property
+    def splits_decodes(self) -> bool:
+        """Whether a step's decodes are planned apart from its prefills, and so have to come first in it."""
+        return self.layer.splits_decodes
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Return the bytes that a token takes in the layer's pool, the scale of an int8 key included."""
+        of_int8 = self.head_size + torch.float32.itemsize + self.head_size * dtype.itemsize
+        return self.num_kv_heads * (of_int8 if self.kv_cache_dtype == "int8" else 2 * self.head_size)
+
+    def pool_blocks(self, num_blocks: int, block_size: int, *, max_num_batched_tokens: int, max_num_seqs: int) -> int:
+        """Return how many blocks the layer's pool needs: as many as without codes."""
+        limits = dict(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
+        return self.layer.pool_blocks(num_blocks, block_size, **limits)
+
+    def allocate(
+        self, twin: Twin, num_blocks: int, block_size: int, *, dtype: torch.dtype, device: torch.device
+    ) -> Any:
+        """Make the layer's pools of codes, and for int8 one of the keys' scales."""
+        sizes = (num_blocks, block_size, self.num_kv_heads, self.head_size)
+        if self.kv_cache_dtype == "int8":
+            return twin.quantized.allocate_int8(*sizes, value_dtype=dtype, device=device)
+        return twin.kv_cache.allocate(*sizes, dtype=KV_CACHE_DTYPES[self.kv_cache_dtype], device=device)
+
+    def plan(self, twin: Twin, batch: Batch, block_size: int, lens: Lens | None = None) -> Any:
+        """Plan a step as the other kind does."""
+        return self.layer.plan(twin, batch, block_size, lens)
+
+    def attend(
+        self,
+        twin: Twin,
+        module: Any,
+        query: Float[Tensor, "t h d"],
+        key: Float[Tensor, "t hk d"] | None,
+        value: Float[Tensor, "t hk dv"] | None,
+        cache: Any,
+        slot_mapping: Int64[Tensor, "t"],
+        plan: Any,
+        options: AttentionOptions,
+    ) -> Float[Tensor, "t h dv"]:
+        """Quantise and write the new keys and values, if there are any, and attend to what can be read of them."""
+        *pools, last = cache
+        if self.kv_cache_dtype == "int8":
+            scales: Int8Scales | Fp8Scales = Int8Scales(key=last)
+        else:
+            pools, scales = cache, Fp8Scales(1.0, 1.0, format=KV_CACHE_DTYPES[self.kv_cache_dtype])
+        if key is not None:
+            twin.quantized.write(key, value, *pools, slot_mapping, scales=scales)
+        parts = plan.parts if isinstance(plan, SplitPlan) else ((slice(None), plan),)
+        outs = [twin.quantized.attention(query[rows], *pools, part, options, scales=scales) for rows, part in parts]
+        return torch.cat(outs)
+
+
+def quantize(layers: Sequence[Layer], kv_cache_dtype: str) -> list[Layer]:
+    """Return layers with pools of a type: those given for "auto", else with codes instead of numbers.
+
+    Raises:
+        ValueError: if there is no such type.
+        NotImplementedError: if a kind of layer has no pool of codes.
+    """
+    if kv_cache_dtype == "auto":
+        return list(layers)
+    if kv_cache_dtype not in KV_CACHE_DTYPES:
+        raise ValueError(f"kv_cache_dtype: expected auto, {', '.join(KV_CACHE_DTYPES)}, got {kv_cache_dtype!r}")
+    for layer in layers:
+        if isinstance(layer, (DifferentialLayer, LatentLayer)):
+            kind = "pairs" if isinstance(layer, DifferentialLayer) else "latents"
+            raise NotImplementedError(
+                f"kv_cache_dtype: no path reads {kind} from a pool of {kv_cache_dtype}, only of auto"
+            )
+    return [QuantizedLayer(layer.num_kv_heads, layer.head_size, layer, kv_cache_dtype) for layer in layers]
 
 
 LAYERS: dict[str, type[Layer]] = {  # by their names in transformers, which has none for the last two

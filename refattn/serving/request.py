@@ -7,6 +7,7 @@ from typing import Any
 
 from refattn.serving.block_pool import BlockContent
 from refattn.serving.sampling import SamplingParams
+from refattn.serving.speculation import Draft
 
 
 @dataclass(eq=False)
@@ -25,6 +26,8 @@ class Request:
         num_computed_tokens: how many of the tokens have their keys and values in the pool.
         blocks: the blocks of the pool that hold them, in order.
         contents: what those of the blocks hold that are full, in order.
+        draft: what may follow the last token, in the step that is under way; None where nothing is drafted.
+        accepted: tokens of that step that are accepted, but not in the books yet.
     """
 
     tokens: list[int]
@@ -38,6 +41,8 @@ class Request:
     num_computed_tokens: int = 0
     blocks: list[int] = field(default_factory=list)
     contents: list[BlockContent] = field(default_factory=list)
+    draft: Draft | None = None
+    accepted: list[int] = field(default_factory=list)
 
     @property
     def output_ids(self) -> list[int]:

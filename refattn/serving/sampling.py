@@ -59,17 +59,21 @@ class SamplingParams:
 GREEDY = SamplingParams()
 
 
-def choose(logits: Float[Tensor, "b v"], requests: Sequence["Request"]) -> list[int | None]:
+def choose(
+    logits: Float[Tensor, "b v"], requests: Sequence["Request"], ahead: Sequence[int] | None = None
+) -> list[int | None]:
     """Choose the next token of each request, from its own row of logits and its own random numbers.
 
-    There is none in a row with NaN or `+inf`, or with nothing above `-inf`.
+    There is none in a row with NaN or `+inf`, or with nothing above `-inf`. A request may have several rows, after
+    drafted tokens: `ahead` says how many of them. Each is chosen as it will be if those are accepted.
     """
     settings = [request.sampling for request in requests]
     is_sound = logits.amax(-1).isfinite()
     if all(setting.temperature == 0 for setting in settings):
         tokens = logits.argmax(-1)
     else:
-        uniform = [_uniform(request) for request in requests]
+        steps = [0] * len(requests) if ahead is None else ahead
+        uniform = [_uniform(*row) for row in zip(requests, steps, strict=True)]
         columns = ([s.temperature for s in settings], [s.top_p for s in settings], uniform)
         tokens = sample(
             logits.where(rearrange(is_sound, "b -> b 1"), 0.0),
@@ -78,13 +82,13 @@ def choose(logits: Float[Tensor, "b v"], requests: Sequence["Request"]) -> list[
     return [None if token < 0 else token for token in tokens.where(is_sound, -1).tolist()]
 
 
-def _uniform(request: "Request") -> float:
-    """Return the random number in [0, 1) of a request's next token.
+def _uniform(request: "Request", ahead: int = 0) -> float:
+    """Return the random number in [0, 1) of a request's next token, or of one that comes later.
 
     It follows from the seed and the token's place alone, so a step that is run again, or a request that is computed
     again, draws the same.
     """
-    return Random(f"{request.sampling.seed}/{len(request.output_ids)}").random()
+    return Random(f"{request.sampling.seed}/{len(request.output_ids) + ahead}").random()
 
 
 def sample(

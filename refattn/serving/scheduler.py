@@ -26,6 +26,8 @@ class Counters:
         preemptions: times that a request lost its blocks to an older one.
         key_reads: keys that the requests had in all steps, in tokens: what one full layer reads without a cascade.
         saved_key_reads: those of them that a cascade did not have to read again.
+        drafted_tokens: tokens that were drafted, and went through the model beside those that are sure.
+        accepted_tokens: those of them that were accepted.
     """
 
     steps: int = 0
@@ -36,6 +38,8 @@ class Counters:
     preemptions: int = 0
     key_reads: int = 0
     saved_key_reads: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class Scheduler:
@@ -115,6 +119,16 @@ class Scheduler:
             pool.hold(request, count, request.num_computed_tokens + count, request.blocks)
         return True
 
+    def allocate_drafts(self, request: Request, count: int) -> bool:
+        """Return a request the blocks for `count` new tokens, drafts among them; False if so many are not free."""
+        needed = self.blocks_for(request.num_computed_tokens + count) - len(request.blocks)
+        if needed > len(self.pool.free):
+            return False
+        request.blocks += self.pool.allocate(needed)
+        for pool in self.window_pools:
+            pool.hold(request, count, request.num_computed_tokens + count, request.blocks)
+        return True
+
     def _start(self, request: Request) -> bool:
         """Let a request run, behind what the pool still has of it, if there are blocks for all its tokens so far."""
         cached = self._find(request.tokens[:-1])  # the last token has to go through the model: for its logits
@@ -145,6 +159,18 @@ class Scheduler:
         """Count what a step computed of a request, and let its blocks be found that are full now."""
         self.counters.computed_tokens += count
         self.counters.chunks += request.num_pending > 1 or not request.output_ids
+        self._advance(request, count)
+
+    def keep_drafts(self, request: Request, count: int) -> None:
+        """Count the drafts that a request has accepted, which are among its tokens now."""
+        assert request.draft is not None
+        self.counters.computed_tokens += len(request.draft.tokens)
+        self.counters.drafted_tokens += len(request.draft.tokens)
+        self.counters.accepted_tokens += count
+        self._advance(request, count)
+
+    def _advance(self, request: Request, count: int) -> None:
+        """Let more tokens of a request have their keys in the pool, and its blocks be found that are full now."""
         request.num_computed_tokens += count
         for i in range(len(request.contents), request.num_computed_tokens // self.block_size):
             tokens = tuple(request.tokens[i * self.block_size : (i + 1) * self.block_size])
@@ -192,5 +218,6 @@ class Scheduler:
         for request in unfinished:
             request.status, request.finish_reason, request.error = "waiting", None, None
             request.num_computed_tokens, request.blocks, request.contents = 0, [], []
+            request.draft, request.accepted = None, []
         self.running, self.waiting = [], deque([*unfinished, *new])
         vars(self.counters).update(counted or {})

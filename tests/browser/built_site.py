@@ -57,7 +57,7 @@ def page(request, browser, site):
         **SCREENS[request.param], color_scheme=request.param.split("-")[1], reduced_motion="reduce", offline=True
     )
     page = context.new_page()
-    page.set_default_timeout(5000)
+    page.set_default_timeout(20_000)
     wrong: list[str] = []
     page.on("pageerror", lambda error: wrong.append(str(error)))
     page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
@@ -114,6 +114,13 @@ def test_a_preset_changes_everything_at_once(page, site):
     assert address(page) == "mask=chunk"
     page.go_back()
     expect(page.locator(".where")).not_to_contain_text("Virtual batches")
+
+
+def test_a_question_below_sets_what_it_asks_about(page, site):
+    look(page, site, "explorer/index.html")
+    press(page, "A window of three", role="link")
+    assert address(page) == "mask=window"
+    expect(page.locator(".presets")).to_be_in_viewport()
 
 
 def test_numbers_are_changed_by_buttons_and_by_typing(page, site):

@@ -109,19 +109,20 @@ def launch_all(capability):
     somewhere = plan(64, causal=False, window_size=(100, -1), positions=at, first_keys=first_keys)
     attention.attend(query, keys, keys, somewhere, all_of_them)  # a shared level of a cascade
     attention.repair(query, query, keys, keys, plan(64), plain)
-    ones = torch.ones(64, 16, 2), torch.ones(2, 128)
-    for kind, key_dtype, value_dtype in (
-        ("e4m3", torch.uint8, torch.uint8),
-        ("e5m2", torch.uint8, torch.uint8),
-        ("int8", torch.int8, torch.int8),
-        ("int8", torch.int8, half),
+    of_keys, of_values = torch.ones(64, 16, 2), torch.ones(2, 128)
+    invariant = AttentionOptions(batch_invariant=True)
+    for query_len, options, held, value_dtype in (  # products of 16 rows, of 64 and of 128
+        (1, plain, codes.Codes("e4m3"), torch.uint8),
+        (512, plain, codes.Codes("e4m3"), torch.uint8),
+        (1, plain, codes.Codes("e5m2"), torch.uint8),
+        (1, plain, codes.Codes("int8", key=of_keys, value=of_values), torch.int8),
+        (512, plain, codes.Codes("int8", key=of_keys, value=of_values), torch.int8),
+        (64, invariant, codes.Codes("int8", key=of_keys), half),
     ):
-        of_key, of_value = (ones[0], ones[1] if value_dtype == torch.int8 else None) if kind == "int8" else (None, None)
-        held = codes.Codes(kind, key=of_key, value=of_value)
-        for query_len, options in ((1, plain), (16, plain), (512, plain), (64, AttentionOptions(batch_invariant=True))):
-            query = torch.zeros(2 * query_len, 8, 128, dtype=half)
-            values = codes.in_pairs(pool(2, 128, value_dtype))
-            attention.attend(query, pool(2, 128, key_dtype), values, plan(query_len), options, codes=held)
+        query = torch.zeros(2 * query_len, 8, 128, dtype=half)
+        keys_of_codes = pool(2, 128, torch.int8 if held.kind == "int8" else torch.uint8)
+        values = codes.in_pairs(pool(2, 128, value_dtype))
+        attention.attend(query, keys_of_codes, values, plan(query_len), options, codes=held)
     rounded = codes.Codes("e4m3", query=torch.ones(2), key=torch.ones(2, 2), value=torch.ones(2), rounds_query=True)
     pages = torch.zeros(64, 16, 2, 256, dtype=torch.uint8)
     for kind in (half, torch.float32):

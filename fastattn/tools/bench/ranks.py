@@ -1,13 +1,14 @@
 """Several processes, each with a GPU, that share the keys of a work: the row of context parallelism.
 
 The processes draw the same inputs, keep their shares, and take the time themselves: on GPUs that of replays of a CUDA
-graph with the collectives in it. One process alone attends to its own pages as ever.
+graph with the collectives in it. Beside them, this process alone attends to all pages, and is timed alike.
 """
 
 import itertools
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -38,10 +39,13 @@ class Shared(Attention):
 
 
 def ranks(num_ranks: int) -> Contender:
-    """Our path on some processes, which run once, when it is prepared; a call then gives one of the times they took."""
+    """Our path on some processes, or alone; it runs when it is prepared, and a call gives one of the times it took."""
 
     def prepare_call(inputs: Inputs) -> Call:
-        answer, seconds = run_ranks(inputs.work, inputs.query.dtype, inputs.query.device.type, num_ranks)
+        if num_ranks == 1:
+            answer, seconds = _measured(_alone(inputs), inputs.query.device)
+        else:
+            answer, seconds = run_ranks(inputs.work, inputs.query.dtype, inputs.query.device.type, num_ranks)
         samples = itertools.cycle(seconds)
         return lambda: Timed(answer.to(inputs.query.device, copy=True), next(samples))
 
@@ -81,18 +85,20 @@ def _run_rank(rank: int, num_ranks: int, folder: str, work: Attention, dtype: to
     backend = "nccl" if device_type == "cuda" else "gloo"
     torch.distributed.init_process_group(backend, f"file://{folder}/store", rank=rank, world_size=num_ranks)
     with torch.no_grad():
-        call = _share(work.draw(device, dtype, 0), DistributedGroup())
-        answer, seconds = _replayed(call) if device_type == "cuda" else _timed(call)
+        answer, seconds = _measured(_share(work.draw(device, dtype, 0), DistributedGroup()), device)
     torch.save((answer.cpu(), seconds), Path(folder, f"{rank}.pt"))
     torch.distributed.destroy_process_group()
+
+
+def _alone(inputs: Inputs) -> Call:
+    """Return the call of one process that has all keys."""
+    plan = chunked_prefill.plan(inputs.batch, block_size=inputs.work.block_size)
+    return partial(chunked_prefill.attention, inputs.query, inputs.key_cache, inputs.value_cache, plan)
 
 
 def _share(inputs: Inputs, group: DistributedGroup) -> Call:
     """Return the call of a rank, over a pool with its share of the contexts."""
     work, batch = inputs.work, inputs.batch
-    if group.size == 1:
-        whole = chunked_prefill.plan(batch, block_size=work.block_size)
-        return lambda: chunked_prefill.attention(inputs.query, inputs.key_cache, inputs.value_cache, whole)
     shard = Shard(group.rank, group.size)
     mine, new = [], []
     for (query_len, _), (begin, end) in zip(work.lens, work.key_rows(), strict=True):
@@ -131,6 +137,9 @@ def _replayed(call: Call) -> tuple[Tensor, list[float]]:
     return answer, seconds[10:]
 
 
-def _timed(call: Call) -> tuple[Tensor, list[float]]:
+def _measured(call: Call, device: torch.device) -> tuple[Tensor, list[float]]:
+    """Return an answer and how long it takes: replays on a GPU, one call on a CPU."""
+    if device.type == "cuda":
+        return _replayed(call)
     begin = time.perf_counter()
     return call(), [time.perf_counter() - begin]

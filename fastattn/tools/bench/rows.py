@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 from torch.nn.attention import SDPBackend
 
 from fastattn.tools.bench import generation, peers
@@ -16,6 +17,8 @@ from fastattn.tools.bench.ranks import Shared, ranks
 from fastattn.tools.bench.work import (
     Attention,
     CacheWrite,
+    Coded,
+    CodedWrite,
     Differential,
     Drafts,
     LatentPrefill,
@@ -226,6 +229,15 @@ def _cpu(shrink: int) -> Iterator[Row]:
         (peers.mla_prefill_twin(), peers.aten_cpu_latent_prefill(), peers.mla_prefill_twin("refattn")),
         aim="1.15 of the ATen call",
     )
+    for stored, name in ((torch.float8_e4m3fn, "fp8"), (torch.int8, "int8")):
+        decode = Coded(((1, 4096 // shrink),) * 16, heads=(8, 2), head_size=64, stored=stored)
+        yield Row(
+            "quantized",
+            f"decode-16x{decode.tokens}-{name}",
+            decode,
+            (peers.coded_twin(), peers.uncoded(twin("chunked_prefill")), peers.coded_twin("refattn")),
+            aim="at most the plain cache's time",
+        )
     nodes = 16
     drafts = Drafts(((nodes, 4096 // shrink + nodes),) * 4, heads=(8, 2), head_size=64)
     yield Row(
@@ -478,6 +490,7 @@ def _cuda(shrink: int) -> Iterator[Row]:
     )
 
     yield from _latents_of_a_server(shrink)
+    yield from _codes_of_a_server(shrink)
 
     write = CacheWrite(65536 // shrink)
     yield Row(
@@ -523,6 +536,32 @@ def _cuda(shrink: int) -> Iterator[Row]:
         slots = Slots(256, 32768, 8192)
         yield Row("metadata", f"slots-256-{clock}", slots, (peers.slots_twin(),), clock=clock, aim=aim)
     yield from _engine_of_a_server(shrink)
+
+
+def _codes_of_a_server(shrink: int) -> Iterator[Row]:
+    """Over fp8 and int8, beside our own rows over a plain cache."""
+    plain = peers.uncoded(twin("chunked_prefill"))
+    for b, length, stored, aim in (
+        (64, 8192, torch.float8_e4m3fn, "at most 285 us"),
+        (8, 8192, torch.float8_e4m3fn, "at most 38 us"),
+        (1, 131072, torch.float8_e4m3fn, "at most 72 us"),
+        (64, 8192, torch.float8_e5m2, "as e4m3"),
+        (64, 8192, torch.int8, "at most 290 us"),
+    ):
+        decode = Coded(((1, length // shrink),) * b, stored=stored)
+        name = {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "e5m2", torch.int8: "int8"}[stored]
+        by_hand = (peers.fa3_coded(), peers.flashinfer_coded()) if name == "fp8" else ()
+        contenders = (peers.coded_twin(), *by_hand, plain)
+        yield Row("quantized", f"decode-{b}x{decode.tokens}-{name}", decode, contenders, clock="graph", aim=aim)
+    chunk = Coded(((512 // shrink, (16384 + 512) // shrink),) * 4)
+    contenders = (peers.coded_twin(), peers.fa3_coded(), plain)
+    yield Row(
+        "quantized", f"chunk-4x{chunk.lens[0][0]}-of-{chunk.tokens}-fp8", chunk, contenders, aim="as a plain cache"
+    )
+    write = CodedWrite(65536 // shrink)
+    yield Row(
+        "quantized", f"write-{write.num_tokens}-fp8", write, (peers.coded_write_twin(),), aim="0.85 of the copy's speed"
+    )
 
 
 def _latents_of_a_server(shrink: int) -> Iterator[Row]:

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from einops import einsum, rearrange
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
 from refattn.conformance.tolerance import assert_close
-from refattn.interface import Batch
+from refattn.interface import Batch, Fp8Scales, Int8Scales
 
 SAMPLED_ROWS = 32  # queries of a sequence whose answer is checked
 
@@ -392,6 +392,92 @@ def normed_difference(first: Float[Tensor, "t pairs dv"], second: Float[Tensor, 
 
 
 @dataclass(frozen=True)
+class Coded(Attention):
+    """Attention over pages of codes: the right answer is that of the numbers that the codes stand for.
+
+    Attributes:
+        stored: `torch.float8_e4m3fn`, or `torch.int8` for keys with their own scales and values with one per channel.
+    """
+
+    stored: torch.dtype = torch.float8_e4m3fn
+
+    def reads(self, itemsize: int) -> int:
+        """Count a byte for each element of a key and a value, the scales of int8 keys, and the queries."""
+        of_keys = self.head_size + self.value_size + (4 if self.stored == torch.int8 else 0)
+        of_queries = itemsize * self.head_size * self.heads[0] * self.new_tokens()
+        return of_queries + of_keys * self.visible_keys() * self.heads[1]
+
+    def draw(self, device: torch.device, dtype: torch.dtype, seed: int) -> "CodedInputs":
+        """Draw queries, keys and values, round keys and values to codes, and lay the codes out in pages."""
+        plain = super().draw(device, dtype, seed)
+        of_value = torch.linspace(0.5, 2.0, self.heads[1], device=device)
+        if self.stored != torch.int8:
+            scales: Fp8Scales | Int8Scales = Fp8Scales(0.7, of_value, format=self.stored)
+            key = (plain.key.float() / 0.7).to(self.stored)
+            value = (plain.value.float() / of_value[:, None]).to(self.stored)
+            pages = self.pages(key.view(torch.uint8), value.view(torch.uint8), self.block_size)
+            numbers = key.float() * 0.7, value.float() * of_value[:, None]
+        else:
+            of_key = plain.key.float().abs().amax(-1, keepdim=True) / 127
+            of_channel = plain.value.float().abs().amax(0) / 127
+            key, value = (
+                (x.float() / scale).round().to(torch.int8)
+                for x, scale in ((plain.key, of_key), (plain.value, of_channel))
+            )
+            pages = self.pages(key, value, self.block_size)
+            at_pages, _, _ = self.pages(of_key, of_key[..., :0], self.block_size)
+            scales = Int8Scales(at_pages[..., 0].contiguous(), of_channel)
+            numbers = key * of_key, value * of_channel
+        key_cache, value_cache, batch = pages
+        return CodedInputs(self, plain.query, *numbers, key_cache, value_cache, batch, scales, plain)
+
+    def formula(
+        self, query: Float[Tensor, "t h d"], key: Float[Tensor, "s hk d"], value: Tensor, visible: Bool[Tensor, "t s"]
+    ) -> tuple[Tensor, Tensor]:
+        """Compute outputs and log-sum-exps in the type of the inputs; over int8 keys, of rounded queries."""
+        if self.stored == torch.int8:
+            scale = query.float().abs().amax(-1, keepdim=True) / 127
+            query = ((query.float() / scale).round().to(query.dtype)) * scale.to(query.dtype)
+        return attend(query, key, value, visible)
+
+
+class CodedWeights(Coded):
+    """The same as FlashAttention-3 computes it: queries are rounded to fp8, too, and weights, times 256."""
+
+    def formula(
+        self, query: Float[Tensor, "t h d"], key: Float[Tensor, "s hk d"], value: Tensor, visible: Bool[Tensor, "t s"]
+    ) -> tuple[Tensor, Tensor]:
+        """Compute it in float64 without, and in any other type with rounded weights: what the tolerance is twice of."""
+        query = query.to(self.stored).to(torch.float64)
+        out, lse = attend(query, key.to(torch.float64), value.to(torch.float64), visible)
+        if value.dtype == torch.float64:
+            return out, lse
+        group = query.shape[1] // key.shape[1]
+        scores = (
+            einsum(query, key.double().repeat_interleave(group, 1), "t h d, s h d -> t h s") * query.shape[2] ** -0.5
+        )
+        scores = scores.masked_fill(~visible[:, None], -torch.inf)
+        weights = ((scores - scores.amax(-1, keepdim=True)).exp() * 256).float().to(self.stored).double() / 256
+        weights = weights * (scores.amax(-1) - lse).exp()[..., None]
+        out = einsum(weights, value.double().repeat_interleave(group, 1), "t h s, s h d -> t h d")
+        return out.to(value.dtype), lse
+
+
+class CodedInputs(NamedTuple):
+    """The inputs of attention over codes: what they stand for in rows, in float32, and the codes in pages."""
+
+    work: Coded
+    query: Float[Tensor, "t h d"]
+    key: Float[Tensor, "s hk d"]
+    value: Float[Tensor, "s hk dv"]
+    key_cache: Shaped[Tensor, "n p hk d"]
+    value_cache: Shaped[Tensor, "n p hk dv"]
+    batch: Batch
+    scales: Fp8Scales | Int8Scales
+    plain: "Inputs"
+
+
+@dataclass(frozen=True)
 class Latents(Attention):
     """Latent attention with absorbed queries: one key head, whose values are the first elements of its keys.
 
@@ -578,13 +664,41 @@ class CacheWrite:
         return judge
 
 
+class CodedWrite(CacheWrite):
+    """The same into a pool of fp8, each head under a scale of its own."""
+
+    def writes(self, itemsize: int) -> int:
+        """Count a byte for each element in the pool."""
+        return self.reads(1)
+
+    def draw(self, device: torch.device, dtype: torch.dtype, seed: int) -> "Tokens":
+        """Draw tokens, an empty pool of codes twice their size, and a slot for each."""
+        key, value, *pools, slots = super().draw(device, dtype, seed)
+        key_cache, value_cache = (pool.to(torch.uint8) for pool in pools)
+        return Tokens(key, value, key_cache, value_cache, slots)
+
+    def scales(self, device: torch.device) -> tuple[Float[Tensor, "hk"], Float[Tensor, "hk"]]:
+        """Return the scales of keys and of values, by head."""
+        by_head = torch.linspace(0.3, 1.7, self.num_kv_heads, device=device)
+        return by_head, by_head.flip(0).contiguous()
+
+    def judge(self, inputs: "Tokens") -> Judge:
+        """Expect the code of each token at its slot, bit by bit, and zeros everywhere else."""
+        scales = self.scales(inputs.key.device)
+        coded = [
+            (x.float() / scale[:, None]).to(torch.float8_e4m3fn).view(torch.uint8)
+            for x, scale in zip((inputs.key, inputs.value), scales, strict=True)
+        ]
+        return super().judge(inputs._replace(key=coded[0], value=coded[1]))
+
+
 class Tokens(NamedTuple):
     """The inputs of a cache write."""
 
     key: Float[Tensor, "t hk d"]
     value: Float[Tensor, "t hk d"]
-    key_cache: Float[Tensor, "n p hk d"]
-    value_cache: Float[Tensor, "n p hk d"]
+    key_cache: Shaped[Tensor, "n p hk d"]
+    value_cache: Shaped[Tensor, "n p hk d"]
     slots: Int64[Tensor, "t"]
 
 

@@ -1,0 +1,112 @@
+"""Drafts without a draft model: what followed the last tokens when they stood in the same text before (look-up).
+
+    tokens      the cat sat on the mat . the cat        the last two stood here before: "the cat"
+    drafts                                sat on the mat
+
+Text that quotes itself (summaries, code that is edited, answers that repeat their question) is drafted well, and what
+is drafted wrongly costs a few rows of a step that waits for memory anyway. Several occurrences give several branches,
+whose common beginnings are one: a tree.
+
+Source: Saxena 2023, "Prompt Lookup Decoding"; the n-gram drafts of vLLM; trees: Miao et al. 2024, "SpecInfer".
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from refattn.interface.values import check_sizes
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Drafted tokens, as a tree after the last token that is sure.
+
+    Attributes:
+        tokens: of each node but the root, node 0.
+        parents: of each node, the root included: the node that it follows.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+
+    @property
+    def depths(self) -> list[int]:
+        """How many nodes are above each node, the root included."""
+        depths = [0]
+        for parent in self.parents[1:]:
+            depths.append(depths[parent] + 1)
+        return depths
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every node follows the one before it, so that a causal mask shows what it may see."""
+        return self.parents == tuple(range(-1, len(self.tokens)))
+
+
+@dataclass(frozen=True)
+class NGram:
+    """Drafts by look-up of the last tokens.
+
+    Attributes:
+        max_drafts: most tokens of a branch.
+        max_branches: most branches; with 1 a draft is a chain.
+        max_ngram: how many of the last tokens have to stood there before, at first.
+        min_ngram: and at least, where more of them have not.
+
+    Raises:
+        ValueError: naming the attribute that is no int of at least 1, or a `min_ngram` above `max_ngram`.
+    """
+
+    max_drafts: int = 4
+    max_branches: int = 1
+    max_ngram: int = 3
+    min_ngram: int = 1
+
+    def __post_init__(self) -> None:
+        """Check the sizes."""
+        check_sizes(
+            max_drafts=self.max_drafts,
+            max_branches=self.max_branches,
+            max_ngram=self.max_ngram,
+            min_ngram=self.min_ngram,
+        )
+        if self.min_ngram > self.max_ngram:
+            raise ValueError(f"min_ngram: expected at most max_ngram={self.max_ngram}, got {self.min_ngram}")
+
+    def propose(self, tokens: Sequence[int], *, depth: int, nodes: int, branches: int | None = None) -> Draft | None:
+        """Draft what may follow some tokens; None if their end has not stood there before.
+
+        Args:
+            tokens: the prompt and what was generated.
+            depth: most tokens of a branch, if that is fewer than `max_drafts`.
+            nodes: most tokens of all branches.
+            branches: most branches, if that is fewer than `max_branches`.
+        """
+        depth = min(depth, self.max_drafts)
+        branches = self.max_branches if branches is None else min(branches, self.max_branches)
+        found: list[Sequence[int]] = []
+        for length in range(min(self.max_ngram, len(tokens) - 1), self.min_ngram - 1, -1):
+            end = tokens[len(tokens) - length :]
+            for start in range(len(tokens) - length - 1, -1, -1):  # the latest first
+                if len(found) < branches and tokens[start] == end[0] and tokens[start : start + length] == end:
+                    branch = tokens[start + length : start + length + depth]
+                    if not any(list(other[: len(branch)]) == list(branch) for other in found):
+                        found.append(branch)
+        return _merge(found, nodes)
+
+
+def _merge(branches: Sequence[Sequence[int]], nodes: int) -> Draft | None:
+    """Make a tree of branches, the beginnings that they share once; a branch that has no room ends early."""
+    tokens: list[int] = []
+    parents = [-1]
+    children: dict[tuple[int, int], int] = {}
+    for branch in branches:
+        at = 0
+        for token in branch:
+            if (at, token) not in children:
+                if len(tokens) == nodes:
+                    break
+                tokens.append(token)
+                parents.append(at)
+                children[at, token] = len(tokens)
+            at = children[at, token]
+    return Draft(tuple(tokens), tuple(parents)) if tokens else None

@@ -1,0 +1,237 @@
+"""Drafts by look-up: the answers are those without them, whatever is drafted, in fewer steps where text repeats."""
+
+import pytest
+import torch
+from test_engine import MODELS, PROMPTS, SIZES, TWINS, assert_nothing_is_held, make_engine, outputs
+from tiny_models import make_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import fastattn.serving.cuda_graphs
+import refattn.serving
+from fastattn.serving import CudaGraphs
+from refattn.serving import Draft, NGram, SamplingParams
+
+CHAIN = NGram(max_drafts=4)
+TREE = NGram(max_drafts=3, max_branches=3, max_ngram=2)
+KINDS = {"chain": CHAIN, "tree": TREE}
+REPEATING = [[5, 6, 7, 8] * 3, [9, 3, 9, 3, 9, 4, 9, 3], [1, 2, 3, 1, 2, 4, 1, 2, 5, 1, 2], PROMPTS[0]]
+
+
+class Wild(NGram):
+    """Drafts at random: trees of any shape, right now and then, as there are few tokens to choose from."""
+
+    def propose(self, tokens, *, depth, nodes, branches=None):
+        seed = torch.Generator().manual_seed(len(tokens) * 1000 + sum(tokens) % 997)
+        count = int(torch.randint(1, 9, (), generator=seed))
+        drafted, parents, depths = [], [-1], [0]
+        for node in range(1, min(count, nodes) + 1):
+            allowed = [k for k in range(node) if depths[k] < min(depth, self.max_drafts)]
+            parent = allowed[int(torch.randint(len(allowed), (), generator=seed))]
+            parents.append(node - 1 if branches == 1 else parent)
+            depths.append(depths[parents[-1]] + 1)
+            drafted.append(int(torch.randint(SIZES["vocab_size"], (), generator=seed)))
+        if max(depths) > depth:
+            return None
+        return Draft(tuple(drafted), tuple(parents))
+
+
+# --- what is drafted ---
+
+
+@pytest.mark.parametrize(
+    ("settings", "tokens", "drafted", "parents"),
+    [
+        (NGram(), [1, 2, 3, 9, 1, 2], (3, 9, 1, 2), (-1, 0, 1, 2, 3)),
+        (NGram(max_drafts=2), [1, 2, 3, 9, 1, 2], (3, 9), (-1, 0, 1)),
+        (NGram(), [7, 1, 2, 4, 1, 2, 5, 8, 1, 2], (5, 8, 1, 2), (-1, 0, 1, 2, 3)),  # the latest
+        (NGram(max_ngram=3), [1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3], (4, 9, 2, 3), (-1, 0, 1, 2, 3)),  # the longest match
+        (NGram(min_ngram=2), [1, 2, 3, 2], None, None),
+        (NGram(), [1, 2, 3, 4], None, None),
+        (NGram(), [1], None, None),
+        (
+            NGram(max_drafts=2, max_branches=3),
+            [1, 2, 6, 1, 2, 5, 1, 2, 6, 7, 1, 2],
+            (6, 7, 5, 1, 1),
+            (-1, 0, 1, 0, 3, 1),
+        ),
+    ],
+    ids=str,
+)
+def test_what_followed_the_last_tokens_is_drafted(settings, tokens, drafted, parents):
+    draft = settings.propose(tokens, depth=10, nodes=100)
+    assert draft == (None if drafted is None else Draft(drafted, parents))
+
+
+def test_a_draft_has_the_room_that_there_is():
+    tokens = [1, 2, 6, 1, 2, 5, 1, 2, 6, 7, 1, 2]
+    settings = NGram(max_drafts=3, max_branches=3)
+    assert settings.propose(tokens, depth=1, nodes=100) == Draft((6, 5), (-1, 0, 0))
+    assert settings.propose(tokens, depth=3, nodes=2) == Draft((6, 7), (-1, 0, 1))
+    assert settings.propose(tokens, depth=3, nodes=9, branches=1) == Draft((6, 7, 1), (-1, 0, 1, 2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(max_drafts=0), "max_drafts: expected a positive int, got 0"),
+        (dict(max_branches=-1), "max_branches: expected a positive int, got -1"),
+        (dict(min_ngram=4), "min_ngram: expected at most max_ngram=3, got 4"),
+    ],
+)
+def test_bad_settings_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        NGram(**changes)
+
+
+# --- the answers ---
+
+
+@pytest.fixture(scope="module")
+def llama(request):
+    return make_model(LlamaForCausalLM, LlamaConfig(**SIZES), request.config.getoption("--device"))
+
+
+@pytest.mark.covers("D152")
+@pytest.mark.parametrize("twin", TWINS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("temperature", [0.0, 1.2])
+def test_answers_are_those_without_drafts(llama, twin, kind, temperature):
+    """Greedy ones, and drawn ones too: a token has its random number, whoever drafted it."""
+    sampling = [
+        SamplingParams(max_tokens=10, temperature=temperature, top_p=0.9, seed=i) for i in range(len(REPEATING))
+    ]
+    plain, drafting = make_engine(llama, twin), make_engine(llama, twin, speculation=KINDS[kind])
+    expected = [request.output_ids for request in plain.generate(REPEATING, sampling)]
+    found = drafting.generate(REPEATING, sampling)
+    assert [request.output_ids for request in found] == expected
+    assert [request.finish_reason for request in found] == ["length"] * len(found)
+    counters = drafting.counters
+    assert counters.drafted_tokens > 0
+    assert counters.steps <= plain.counters.steps
+    assert_nothing_is_held(drafting)
+
+
+class Oracle(NGram):
+    """Drafts what will be said, behind wrong tokens that come first: so what is accepted has to move."""
+
+    def propose(self, tokens, *, depth, nodes, branches=None):
+        answer = next(answer for answer in self.answers if answer[: len(tokens)] == tokens)
+        right = answer[len(tokens) :][: min(depth, self.max_drafts)]
+        drafted, parents, at = [], [-1], 0
+        for token in right:
+            wrong = [(token + 1) % SIZES["vocab_size"], (token + 2) % SIZES["vocab_size"]][: self.max_branches - 1]
+            drafted += [*wrong, token]
+            parents += [at] * (len(wrong) + 1)
+            at = len(drafted)
+        return Draft(tuple(drafted), tuple(parents))
+
+
+@pytest.mark.covers("D152")
+@pytest.mark.parametrize("twin", TWINS)
+@pytest.mark.parametrize(("kind", "branches"), [("plain", 1), ("window", 3)])
+def test_right_drafts_save_steps(llama, kind, branches, twin, device):
+    """All of them are accepted: 13 tokens after the first come out of 4 steps, and the cache is that of a plain run."""
+    model = llama if kind == "plain" else make_model(*MODELS[kind], device)
+    sampling = SamplingParams(max_tokens=14)
+    plain = make_engine(model, twin)
+    whole = [request.tokens for request in plain.generate(PROMPTS, sampling)]
+    drafts = Oracle(max_drafts=3, max_branches=branches)
+    object.__setattr__(drafts, "answers", whole)
+    engine = make_engine(model, twin, speculation=drafts)
+    assert [request.tokens for request in engine.generate(PROMPTS, sampling)] == whole
+    assert engine.counters.accepted_tokens * branches == engine.counters.drafted_tokens
+    assert engine.counters.steps <= plain.counters.steps - 9
+
+
+@pytest.mark.parametrize(
+    ("kind", "twin"),
+    [("plain", "refattn"), ("window", "refattn"), *((kind, "fastattn") for kind in ("plain", *MODELS))],
+)
+def test_wild_drafts_change_no_answer(llama, kind, twin, device):
+    """Whatever the layers: windows in smaller pools, chunks, pairs, latents, with chains where there are no trees."""
+    model = llama if kind == "plain" else make_model(*MODELS[kind], device)
+    takes_trees = kind in ("plain", "window", "window and full, softcap, scale")
+    wild = Wild(max_drafts=3, max_branches=3 if takes_trees else 1)
+    if not takes_trees:
+        with pytest.raises(
+            ValueError, match="speculation: expected max_branches=1, as a .*Layer has no mask for trees"
+        ):
+            make_engine(model, twin, speculation=Wild(max_branches=2))
+        wild = NGram(max_drafts=3)
+    sizes = dict(max_num_batched_tokens=13, num_blocks=30)
+    expected = outputs(make_engine(model, twin, **sizes), REPEATING)
+    engine = make_engine(model, twin, **sizes, speculation=wild)
+    assert outputs(engine, REPEATING) == expected
+    assert engine.counters.drafted_tokens > 0
+    assert_nothing_is_held(engine)
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_drafts_yield_where_blocks_are_short_and_prefixes_are_shared(llama, twin):
+    """With preemptions, and with blocks that a later request finds: none of them holds what was rejected."""
+    sizes = dict(num_blocks=12, max_num_seqs=3)
+    expected = outputs(make_engine(llama, twin, num_blocks=64), REPEATING)
+    engine = make_engine(llama, twin, **sizes, speculation=Wild(max_drafts=3, max_branches=3))
+    for _ in range(2):
+        assert outputs(engine, REPEATING) == expected
+    assert engine.counters.preemptions > 0 and engine.counters.cached_blocks > 0
+    assert_nothing_is_held(engine)
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_an_answer_ends_at_a_stop_token_inside_of_a_draft(llama, twin):
+    plain = make_engine(llama, twin).generate([REPEATING[0]], SamplingParams(max_tokens=14))[0].output_ids
+    for stop in plain[2:5]:
+        sampling = SamplingParams(max_tokens=14, stop_token_ids=(stop,))
+        engine = make_engine(llama, twin, speculation=CHAIN)
+        events = list(engine.stream([REPEATING[0]], sampling))
+        expected = plain[: plain.index(stop) + 1]
+        assert [event.token_id for event in events] == expected
+        assert events[0].request.finish_reason == "stop"
+        assert_nothing_is_held(engine)
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_a_request_whose_logits_are_not_finite_fails_alone(llama, twin, monkeypatch):
+    """After tokens of the same step that were still right."""
+    choose, seen = refattn.serving.engine.choose, []
+
+    def spoil(logits, requests, *ahead):
+        seen.append(len(requests))
+        if ahead and max(ahead[0]) >= 1:
+            logits = logits.clone()
+            last = max(range(len(requests)), key=lambda row: ahead[0][row])
+            logits[last] = float("nan")
+        return choose(logits, requests, *ahead)
+
+    monkeypatch.setattr(refattn.serving.engine, "choose", spoil)
+    engine = make_engine(llama, twin, speculation=CHAIN)
+    requests = engine.generate(REPEATING, SamplingParams(max_tokens=14))
+    expected = make_engine(llama, twin).generate(REPEATING, SamplingParams(max_tokens=14))
+    for request, whole in zip(requests, expected, strict=True):
+        assert request.output_ids == whole.output_ids[: len(request.output_ids)]
+        assert request.finish_reason in ("length", "error")
+    assert_nothing_is_held(engine)
+
+
+@pytest.mark.covers("D162")
+@pytest.mark.parametrize("kind", KINDS)
+def test_recorded_verifications_change_nothing(llama, kind, monkeypatch, device):
+    """Steps with drafts come from the buffers of a recording; on a CPU it runs the step itself."""
+    expected = outputs(make_engine(llama, "fastattn"), REPEATING)
+    runner = CudaGraphs()
+    if device != "cuda":
+        monkeypatch.setattr(CudaGraphs, "can_record", staticmethod(lambda engine: True))
+        monkeypatch.setattr(fastattn.serving.cuda_graphs, "_record", lambda step, memory, name: step)
+    monkeypatch.setattr(CudaGraphs, "_is_worth_recording", lambda self, engine, shape: True)
+    engine = make_engine(llama, "fastattn", runner=runner, speculation=KINDS[kind])
+    assert outputs(engine, REPEATING) == expected
+    assert engine.counters.drafted_tokens > 0
+    shapes = list(runner._steps)
+    assert any(1 < shape.queries < 8 for shape in shapes), "no verification was recorded"
+    assert any(shape.trees for shape in shapes) == (kind == "tree")
+
+
+def test_bad_speculation_is_refused(llama):
+    with pytest.raises(ValueError, match="speculation: expected an NGram, or None, got 'ngram'"):
+        make_engine(llama, "refattn", speculation="ngram")

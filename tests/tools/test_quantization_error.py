@@ -1,0 +1,41 @@
+"""How far 8 bits move numbers: the measure, and the table of the page that shows it."""
+
+import json
+from pathlib import Path
+
+import torch
+
+from fastattn.tools import quantization_error
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_errors_are_those_of_the_steps():
+    """Numbers that are codes already have none; beside one large element, int8 loses all the others."""
+    whole = torch.randint(-8, 9, (40, 2, 16)).float()
+    whole[..., 0] = 127.0
+    found = quantization_error.errors_of([(whole, whole)])
+    assert found["int8"]["key"] == 0 and found["fp8_e4m3"]["key"] < 0.01
+    outlier = torch.randn(40, 2, 16) * 0.01
+    outlier[..., 3] = 100.0
+    key, _ = quantization_error._errors(outlier, outlier, torch.int8)
+    rest = (outlier[..., :3].square().mean() / outlier.square().mean()).sqrt()
+    assert key > rest * 0.9, "all of the small elements become 0"
+    assert found["fp8_e5m2"]["worst_value"] >= found["fp8_e5m2"]["value"]
+
+
+def test_the_page_shows_the_committed_result():
+    found = json.loads((ROOT / "docs/results/quantization/error.json").read_text())
+    page = (ROOT / "docs/paths/quantized.md").read_text()
+    for kind in quantization_error.FORMATS:
+        cells = [f"{found[data][kind][x]:.2%}".replace("%", " %") for data in found for x in ("key", "value")]
+        assert f"| {kind} | {' | '.join(cells)} |" in page
+
+
+def test_gaussian_numbers_are_measured_again():
+    generator = torch.Generator().manual_seed(0)
+    layers = [tuple(torch.randn(2, 1024, 8, 128, generator=generator))]
+    committed = json.loads((ROOT / "docs/results/quantization/error.json").read_text())["gaussian"]
+    for kind, errors in quantization_error.errors_of(layers).items():
+        for name, error in errors.items():
+            assert abs(error / committed[kind][name] - 1) < 1e-3
