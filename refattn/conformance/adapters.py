@@ -78,7 +78,7 @@ def _module() -> None:
 def _is_installed(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ImportError:  # a parent package is missing
+    except Exception:  # noqa: BLE001  looking imports the parent package, which may be missing, or broken in any way
         return False
 
 

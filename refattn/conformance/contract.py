@@ -110,14 +110,15 @@ def draw_example(
 
 def sequences(kernel: Kernel, *, longest: int = 50, most: int = 3) -> Any:
     """Return a strategy for lengths: decodes, whole prompts, and chunks of them."""
-    queries = min(12, kernel.claims.max_query_len or 12)
+    queries = min(8 if kernel.path == "speculative" else 12, kernel.claims.max_query_len or 12)
     least = max(1, kernel.claims.min_seq_len)
     decodes = st.tuples(st.just(1), st.integers(least, longest))
     chunks = st.tuples(st.integers(1, queries), st.integers(0, longest - queries)).map(
         lambda pair: (pair[0], max(least, pair[0] + pair[1]))
     )
     prompts = st.integers(max(1, kernel.claims.min_seq_len), longest).map(lambda s: (s, s))
-    kinds = (decodes, chunks, prompts) if kernel.claims.max_query_len is None else (decodes, chunks)
+    short = kernel.claims.max_query_len is not None or kernel.path == "speculative"
+    kinds = (decodes, chunks) if short else (decodes, chunks, prompts)
     return st.lists(st.one_of(*kinds), min_size=1, max_size=most)
 
 
@@ -589,7 +590,7 @@ PROPERTIES = (
         "No query, no key, more queries than keys: what sees nothing is 0 with an LSE of -inf.",
         odd_lengths,
         everything,
-        paths=ATTENDS,
+        paths=tuple(name for name in ATTENDS if name != "speculative"),  # whose trees are among their keys
     ),
     Property("empty parts", "A part that saw nothing counts for nothing.", empty_parts, everything, paths=("merge",)),
     Property("many keys", "Keys that a kernel splits merge right.", many_keys, everything, paths=ATTENDS, examples=4),

@@ -5,6 +5,7 @@
 The tensors are a dict with the names that the path's `plan`, `AttentionOptions` and `attention` give them.
 """
 
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
@@ -21,6 +22,7 @@ from refattn.conformance.cases import HARMLESS, Case, build, poisoned
 from refattn.conformance.tolerance import WIDER, computing_in, on_cpu
 from refattn.interface import Batch, Fp8Scales, Prefix
 from refattn.metadata import slot_mapping
+from refattn.speculative import make_trees
 
 Arguments = dict[str, Any]
 Answers = dict[str, Tensor]
@@ -81,8 +83,15 @@ class Example:
             )
             if self.path == "local":
                 visible = masks.chunk(q, s, self.options["chunk_size"])
+            if self.path == "speculative":
+                visible = torch.cat([visible[:, : s - q], masks.tree(self.parents(q))], dim=-1)
             drawn.append(visible)
         return drawn
+
+    def parents(self, nodes: int) -> list[int]:
+        """Return the parents of the nodes of a tree of `speculative`: they follow from their number and the seed."""
+        chosen = random.Random(1000 * self.seed + nodes)
+        return [chosen.randint(-1, node - 1) for node in range(nodes)]
 
     def tensors(self, dtype: torch.dtype, device: str = "cpu", **changed: Any) -> Arguments:
         """Make the arguments of the path; memory that nobody may see holds harmless numbers.
@@ -224,6 +233,8 @@ def _paged(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> 
     drawn = build(example.case, dtype=dtype, seed=example.seed, poison=HARMLESS, values=changed.get("values"))
     batch = replace(drawn.batch, num_tokens=example.num_tokens)
     options = _options(example)
+    if example.path == "speculative":
+        options["trees"] = make_trees([example.parents(q) for q, _ in example.lens])
     if example.path == "cascade":
         batch, options = _sharing(example, batch, options)
     batch = replace(batch, block_table=_table(example, batch, _unowned(drawn.key_cache, example, batch)))
@@ -365,6 +376,7 @@ PATHS = {
         Path("sliding_window", ROWS_AND_PAGES, _paged, planned=("causal", "window_size"), pools=POOLS),
         Path("local", ROWS_AND_PAGES, _paged, planned=("chunk_size",), pools=POOLS),
         Path("cascade", ROWS_AND_PAGES, _paged, planned=("prefixes", "window_size"), pools=POOLS),
+        Path("speculative", ROWS_AND_PAGES, _paged, planned=("trees", "window_size"), pools=POOLS),
         Path(
             "differential",
             ("query", "cache", "lambda_full", "lambda_init", "norm_weight", "norm_eps"),

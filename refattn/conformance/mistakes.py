@@ -37,7 +37,9 @@ class Formula:
 class Attention(Formula):
     """Attention over pages, rows or latents, one sequence at a time."""
 
-    paths: tuple[str, ...] = ("dense", "chunked_prefill", "sliding_window", "local", "cascade", "mla", "quantized")
+    paths: tuple[str, ...] = (
+        *("dense", "chunked_prefill", "sliding_window", "local", "cascade", "mla", "quantized", "speculative"),
+    )
 
     def __init__(self, example: Example, arguments: Arguments, variant: Any = None) -> None:
         """Take the inputs of a call, on the CPU."""
@@ -91,10 +93,23 @@ class Attention(Formula):
         key, value = self._load(i, j)
         scores = self._scores(query, self._grouped(key), pos, j[None])
         visible = self._visible(pos, j[None], s, q)
+        if "trees" in self.arguments:
+            visible = self._in_tree(visible, self.example.masks()[i])
         return self._softmax(scores, visible, self._grouped(value))
+
+    def _in_tree(self, visible: Tensor, mask: Tensor) -> Tensor:
+        """Return who may see whom where the queries are nodes of a tree; more keys may be loaded than there are."""
+        s = mask.shape[1]
+        return torch.cat([visible[:, :s] & mask, visible[:, s:]], dim=-1)
 
     def _positions(self, q: int, s: int, i: int) -> Tensor:
         """Return where the queries stand."""
+        if "trees" in self.arguments:
+            parents = self.example.parents(q)
+            depths: list[int] = []
+            for parent in parents:
+                depths.append(depths[parent] + 1 if parent >= 0 else 0)
+            self.depths = torch.tensor(depths)
         return torch.arange(s - q, s)
 
     def _keys(self, i: int) -> Tensor:
@@ -145,8 +160,14 @@ class Attention(Formula):
         return scores
 
     def _distance(self, pos: Tensor, j: Tensor) -> Tensor:
-        """Return how far a key is from a query."""
-        return (pos - j).abs()
+        """Return how far a key is from a query; of a tree, by depth."""
+        if "trees" not in self.arguments:
+            return (pos - j).abs()
+        first = int(pos[0])
+        at = j.clone()
+        inside = (j >= first) & (j < first + len(self.depths))
+        at[inside] = first + self.depths[(j[inside] - first).long()]
+        return (first + self.depths[:, None] - at).abs()
 
     def _softmax(self, scores: Tensor, visible: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return output and LSE of all keys."""
@@ -1177,6 +1198,28 @@ class LevelsMergedBaseTwo(Levels):
     def _merged(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
         out, lse = super()._merged(outs, lses * self.variant)
         return out, lse / self.variant
+
+
+# --- trees ---
+
+
+class TreeIgnored(Attention):
+    """The tree is ignored: a node sees all nodes before it, siblings among them."""
+
+    paths: tuple[str, ...] = ("speculative",)
+
+    def _in_tree(self, visible: Tensor, mask: Tensor) -> Tensor:
+        return visible
+
+
+class BranchHidden(Attention):
+    """A node sees no ancestor but those before the tree: its own branch is hidden, but for itself."""
+
+    paths: tuple[str, ...] = ("speculative",)
+
+    def _in_tree(self, visible: Tensor, mask: Tensor) -> Tensor:
+        q, s = mask.shape
+        return visible & torch.cat([mask[:, : s - q], torch.eye(q, dtype=torch.bool)], dim=-1)
 
 
 # --- latents ---

@@ -33,7 +33,8 @@ SOURCE = Path(by_hand.__file__).read_text()
 BY_HAND = {"paged": "chunked_prefill", "write": "kv_cache"} | {
     name: name for name in ("dense", "local", "sliding_window", "quantized", "mla", "cascade", "differential", "merge")
 }
-BLAMED_OTHERWISE = ()  # of which another mistake gives the same numbers
+# Not called by their names: of several tokens of padding, which one stays in the last slot is up to the machine.
+BLAMED_OTHERWISE = ("padding-writes-last",)
 
 
 def plant(name, old, new):
@@ -49,7 +50,9 @@ def plant(name, old, new):
 
 @pytest.fixture
 def no_shrinking(monkeypatch):
+    """Take less time than a person would give it."""
     monkeypatch.setattr(checking, "SHRINKING", 0.0)
+    monkeypatch.setattr(checking, "EVIDENCE", 4)
 
 
 @pytest.mark.parametrize(("kernel", "mistake", "name", "old", "new"), PLANTED, ids=[f"{x[0]}-{x[1]}" for x in PLANTED])
@@ -104,6 +107,15 @@ def test_a_failure_shrinks_and_is_drawn():
     assert "window-one-too-many" in page and 'class="extra"' in page and "http" not in page
     with pytest.raises(Broken, match="query row 0 should not see key 0"):
         reproduce(kernel, "window", checking.parse_example(finding.example))
+
+
+def test_a_tree_that_is_ignored_is_named():
+    def flat(query, key_cache, value_cache, batch):
+        return by_hand.paged(query, key_cache, value_cache, batch.cu_seqlens_q, batch.seq_lens, batch.block_table, 0, 0)
+
+    report = check(flat, "speculative", only=["mask"], dtypes=[torch.float32])
+    assert report.failures[0].mistakes[0][0] == "tree-ignored"
+    assert not check("fastattn.speculative", examples=1, dtypes=[torch.float32]).failures
 
 
 def test_an_exception_is_a_failure_with_its_message():
