@@ -213,8 +213,8 @@ def test_batch_invariance_is_to_the_bit(twin, device, monkeypatch):
     rank, rope, nope, value, heads = 16, 8, 16, 12, 2
     made_by = torch.nn.Linear(rank, heads * (nope + value), bias=False, device=device)
     torch.manual_seed(0)
-    with torch.no_grad():  # one number of the latent each
-        chosen = torch.randint(rank, (heads * (nope + value),), device=device)
+    with torch.no_grad():  # one number of the latent each, and of the query for each of the latent
+        chosen = torch.cat([torch.randperm(rank)[:size] for _ in range(heads) for size in (nope, value)])
         made_by.weight.copy_(torch.nn.functional.one_hot(chosen, rank))
     layer = LatentLayer(1, rank + rope, rank, batch_invariant=True)
     package = Twin(importlib.import_module(twin))
