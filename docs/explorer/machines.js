@@ -38,11 +38,6 @@ var machines = [
     266600000000000.0
    ],
    [
-    "sliding_window/decode-64x16384-window-1024",
-    3.984,
-    15850000000000.0
-   ],
-   [
     "cascade/decode-64-prefix-8192-own-256",
     87.09,
     185100000000000.0
@@ -136,6 +131,31 @@ var machines = [
     "chunked_prefill/decode-256x1024",
     3.984,
     17510000000000.0
+   ],
+   [
+    "speculative/tree-64x8192-drafts-16",
+    63.41,
+    267400000000000.0
+   ],
+   [
+    "speculative/tree-8x8192-drafts-64",
+    246.5,
+    465500000000000.0
+   ],
+   [
+    "speculative/tree-1x8192-drafts-64",
+    246.5,
+    219400000000000.0
+   ],
+   [
+    "sliding_window/decode-64x16384-window-1024",
+    3.984,
+    16310000000000.0
+   ],
+   [
+    "context_parallel/decode-1x1048576",
+    4.0,
+    15050000000000.0
    ]
   ]
  },

@@ -443,6 +443,7 @@ def _fa3(
             *("cu_seqlens_k", "seqused_k", "page_table"),
         )
     ) | dict(is_rotary_interleaved=True, sm_margin=0, cp_world_size=1, cp_rank=0)
+    _no_fa3()  # loads the library, once in each process
     out, lse, *_ = getattr(torch.ops, FA3_LIBRARY).fwd(
         **{
             **unused,

@@ -1,5 +1,6 @@
 """Results of many kernels on one machine, as a file; and tables of what each honours, made from such a file."""
 
+import importlib
 import platform
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
@@ -18,8 +19,9 @@ NOTES = "✓ honoured · ✗ broken · ! crashed, or did not answer · – refus
 
 def results(reports: Sequence[Report], missing: dict[str, str], device: str) -> dict[str, Any]:
     """Gather what was found, with when, on which machine and with which versions."""
-    distributions = sorted({ADAPTERS[report.kernel].distribution for report in reports} | {"torch", "triton"})
-    versions = {name: _version(name) for name in distributions}
+    asked = [ADAPTERS[report.kernel] for report in reports]
+    packages = {"torch": None, "triton": None} | {adapter.distribution: adapter.package for adapter in asked}
+    versions = {name: _version(name, packages[name]) for name in sorted(packages)}
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": _machine(device),
@@ -84,11 +86,15 @@ def _cell(report: dict[str, Any], name: str) -> str:
     return ""
 
 
-def _version(name: str) -> str | None:
+def _version(distribution: str, package: str | None) -> str | None:
+    """Return the version of a distribution, or what its package says of itself where it lies without one."""
     try:
-        return version(name)
+        return version(distribution)
     except PackageNotFoundError:
-        return None
+        try:
+            return getattr(importlib.import_module(package), "__version__", None) if package else None
+        except ImportError:
+            return None
 
 
 def _machine(device: str) -> str:
