@@ -185,8 +185,14 @@ def fa3_forward(
         return [out, lse.T.contiguous(), q.new_empty(0), q.new_empty(0)]
     assert softmax_scale == q.shape[-1] ** -0.5
     others |= dict(is_rotary_interleaved=None) if others["is_rotary_interleaved"] else {}
+    of_codes = [others.pop(name) for name in ("q_descale", "k_descale", "v_descale")]
     assert others.pop("cp_world_size") == 1 and not any(others.values()), "what the benchmark has no use for"
     window_size = window_size_left, window_size_right
+    if q.dtype == torch.float8_e4m3fn:  # scales [b, hk], the same for all sequences here
+        assert all((scale == scale[0]).all() for scale in of_codes) and (of_codes[0] == 1).all()
+        q, k, v = q.float(), k.float() * of_codes[1][0][:, None], v.float() * of_codes[2][0][:, None]
+    else:
+        assert of_codes == [None] * 3
     if scheduler_metadata is not None:
         assert scheduler_metadata.tolist() == [
             *(len(seqused_k), max_seqlen_q, max_seqlen_k, q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]),
@@ -252,7 +258,12 @@ class Prefill:
             return tuple(map(torch.cat, answers))
         return over_rows(q, self.cu_seqlens_q, keys, values, self.causal, (self.window_left, None))
 
-    def run(self, q, paged_kv_cache, *, return_lse=False):
+    def run(self, q, paged_kv_cache, *, k_scale=1.0, return_lse=False):
+        if paged_kv_cache[0].itemsize == 1:
+            keys, values = (pool.to(q.dtype) for pool in paged_kv_cache)
+            paged_kv_cache = keys * k_scale, values
+        else:
+            assert k_scale == 1.0
         out, lse = self.answer(q, paged_kv_cache)
         return (out, lse / math.log(2)) if return_lse else out  # to the base 2
 
