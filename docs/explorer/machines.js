@@ -259,6 +259,21 @@ var machines = [
     "chunked_prefill/decode-16x4096",
     1.998,
     14950000000.0
+   ],
+   [
+    "quantized/decode-16x4096-fp8",
+    7.969,
+    17910000000.0
+   ],
+   [
+    "quantized/decode-16x4096-int8",
+    7.728,
+    17950000000.0
+   ],
+   [
+    "speculative/tree-4x4096-drafts-16",
+    31.41,
+    69660000000.0
    ]
   ]
  }
