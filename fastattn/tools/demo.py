@@ -557,7 +557,7 @@ def stages(console: Console) -> Progress:
 def answers_table(work: Work, runs: Sequence[Run], expected: Sequence[Sequence[int]]) -> Table:
     """Return for each prompt whether the twins gave the tokens that transformers gave."""
     table = Table(title="The same tokens as transformers' generate?")
-    table.add_column("prompt", no_wrap=True, overflow="ellipsis", max_width=36)
+    table.add_column("prompt", no_wrap=True, overflow="ellipsis", max_width=36 if len(runs) < 3 else 12)
     table.add_column("tokens", justify="right")
     table.add_column("answer", justify="right")
     for run in runs:
