@@ -24,6 +24,8 @@ SHOWN = {  # rows of the benchmark, by device, and what to call them
         ("differential", "decode-64x8192"): "64 differential decodes, 8192 tokens of context",
         ("mla", "decode-64x8192-heads-128"): "64 MLA decodes of 128 heads, 8192 tokens of context",
         ("mla", "prefill-2x1024-of-33792"): "2 MLA chunks of 1024 tokens, 32768 tokens of context",
+        ("speculative", "tree-64x8192-drafts-16"): "64 trees of 16 drafted tokens, 8192 tokens of context",
+        ("context_parallel", "decode-1x1048576"): "a decode of 1048576 tokens of context, on two GPUs",
         ("engine", "decode-32x64"): "SmolLM2-135M, 64 tokens for each of 32 prompts",
     },
     "cpu": {
@@ -31,6 +33,8 @@ SHOWN = {  # rows of the benchmark, by device, and what to call them
         ("chunked_prefill", "decode-16x4096"): "16 decodes, 4096 tokens of context",
         ("cascade", "decode-16-prefix-4096-own-64"): "16 decodes, 4096 tokens shared and 64 of their own",
         ("mla", "decode-8x2048"): "8 MLA decodes, 2048 tokens of context",
+        ("quantized", "decode-16x4096-fp8"): "16 decodes, 4096 tokens of context in fp8",
+        ("speculative", "tree-4x4096-drafts-16"): "4 trees of 16 drafted tokens, 4096 tokens of context",
         ("engine", "decode-8x23"): "SmolLM2-135M, 23 tokens for each of 8 prompts",
     },
 }
@@ -76,7 +80,7 @@ def reference(row: dict[str, Any]) -> str:
 def fastest_peer(row: dict[str, Any]) -> dict[str, Any] | None:
     """Return the fastest contender of a row that is not ours, or None."""
     timed = [entry for entry in row["contenders"] if "median" in entry]
-    peers = [entry for entry in timed if not entry["name"].startswith((*TWINS, "without", "plain"))]
+    peers = [entry for entry in timed if not entry["name"].startswith((*TWINS, "without", "plain", "a chain"))]
     return min(peers, key=lambda entry: entry["median"], default=None)
 
 
