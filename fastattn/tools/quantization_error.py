@@ -9,10 +9,12 @@ from pathlib import Path
 
 import torch
 from einops import rearrange
+from rich.console import Console
 from torch import Tensor
 
 from fastattn import quantized
 from fastattn.tools import demo
+from fastattn.tools.bench.measure import circumstances, machine
 from refattn.interface import Fp8Scales, Int8Scales
 from refattn.serving import Engine, SamplingParams
 from refattn.serving.demo_model import load, model_file
@@ -76,9 +78,12 @@ def _errors(key: Tensor, value: Tensor, kind: torch.dtype) -> tuple[Tensor, Tens
 
 
 def run(out: Path) -> None:
-    """Measure, and write `error.json` into a folder."""
+    """Measure, and write `error.json` into a folder: the errors, and when, where and with what they were measured."""
     found = measure()
-    (out / "error.json").write_text(json.dumps(found, indent=1) + "\n")
+    head = circumstances() | {"machine": machine(torch.device("cpu"))}
+    (out / "error.json").write_text(json.dumps(head | {"errors": found}, indent=1) + "\n")
+    console = Console()
     for data, formats in found.items():
         for name, errors in formats.items():
-            print(f"{data:9} {name:9}" + "".join(f"  {tensor} {error:.3%}" for tensor, error in errors.items()))  # noqa: T201
+            numbers = "".join(f"  {tensor} {error:.3%}" for tensor, error in errors.items())
+            console.print(f"{data:9} {name:9}{numbers}", highlight=False)
