@@ -82,7 +82,7 @@ def run(out: Path) -> None:
     found = measure()
     head = circumstances() | {"machine": machine(torch.device("cpu"))}
     (out / "error.json").write_text(json.dumps(head | {"errors": found}, indent=1) + "\n")
-    console = Console()
+    console = Console(soft_wrap=True)
     for data, formats in found.items():
         for name, errors in formats.items():
             numbers = "".join(f"  {tensor} {error:.3%}" for tensor, error in errors.items())
