@@ -21,8 +21,8 @@ STATES = {
 HEAD = """\
 # Coverage
 
-> **The idea.** The project began with five attention backends of servers. Each of their features is one row here: either done, with
-> the tests that prove it, or refused by name, with the reason. A test fails if a row loses its last test.
+> **The idea.** The project began with five attention backends of servers. Each of their features is a row here, either
+> done, with the tests that prove it, or refused by name, with the reason. A test fails if a row loses its last test.
 
 """
 
