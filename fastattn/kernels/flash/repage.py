@@ -12,10 +12,11 @@ from jaxtyping import Float32, Int32, Shaped
 from torch import Tensor
 
 from fastattn.kernels.triton.codes import from_codes
-from fastattn.kernels.triton.run import converts_fp8
+from fastattn.kernels.triton.run import converts_fp8, pad
 from refattn.interface import Batch
 
 BLOCK_ROWS = 16
+MOST_ELEMENTS = 16384  # of a program: with more of them, registers run out
 
 
 def repage(
@@ -59,7 +60,8 @@ def repage(
     strides = (
         () if scales is None else (0, *scales.stride()) if per == "sequence" and scales.ndim == 1 else scales.stride()
     )
-    _repage_kernel[len(pool) * block_size // BLOCK_ROWS,](
+    rows = min(BLOCK_ROWS, max(1, MOST_ELEMENTS // (pad(num_kv_heads) * pad(head_size))))
+    _repage_kernel[len(pool) * block_size // rows,](
         cache,
         pool,
         table,
@@ -76,7 +78,7 @@ def repage(
         HEAD_SIZE=head_size,
         OLD_BLOCK_SIZE=old_block_size,
         BLOCK_SIZE=block_size,
-        BLOCK_ROWS=BLOCK_ROWS,
+        BLOCK_ROWS=rows,
         CODES=codes,
         PER=per,
         HARDWARE=converts_fp8(cache.device),
@@ -133,8 +135,12 @@ def _repage_kernel(
     rows = tl.load(cache + source[:, None] + within[None, :], mask, 0)
     if CODES != "":
         if PER == "token":
+            at_head = tl.arange(0, HEADS_PAD)
             of_tokens = block * scale_strides[0] + place * scale_strides[1]
-            scale = tl.load(scales + of_tokens[:, None] + (head * scale_strides[2])[None, :], mask, 0.0)
+            at_scale = of_tokens[:, None] + (at_head * scale_strides[2])[None, :]
+            of_heads = tl.load(scales + at_scale, is_token[:, None] & (at_head < NUM_KV_HEADS)[None, :], 0.0)
+            scale = tl.broadcast_to(of_heads[:, :, None], [BLOCK_ROWS, HEADS_PAD, HEAD_PAD])
+            scale = tl.reshape(scale, [BLOCK_ROWS, HEADS_PAD * HEAD_PAD])
         elif PER == "channel":
             scale = tl.load(scales + head * scale_strides[0] + at_d * scale_strides[1], is_column, 0.0)[None, :]
         elif PER == "sequence":
