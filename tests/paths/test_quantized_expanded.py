@@ -177,6 +177,7 @@ def test_queries_are_rounded_to_the_bit(kind, per, dtype, device):
 # --- attention ---
 
 
+@pytest.mark.covers("A22", "B98")
 @each_kernel
 @each_type
 @each_kind

@@ -56,10 +56,7 @@ def repage(
     table = batch.block_table.new_empty(batch.num_seqs, columns) if table is None else table
     if not len(pool):
         return pool, table
-    per = "number" if scales is None else "token" if scales.ndim == 3 else "channel" if codes == "int8" else "sequence"
-    strides = (
-        () if scales is None else (0, *scales.stride()) if per == "sequence" and scales.ndim == 1 else scales.stride()
-    )
+    per, strides = _layout_of(scales, codes)
     rows = min(BLOCK_ROWS, max(1, MOST_ELEMENTS // (pad(num_kv_heads) * pad(head_size))))
     _repage_kernel[len(pool) * block_size // rows,](
         cache,
@@ -84,6 +81,15 @@ def repage(
         HARDWARE=converts_fp8(cache.device),
     )
     return pool, table
+
+
+def _layout_of(scales: Tensor | None, codes: str) -> tuple[str, tuple[int, ...]]:
+    """Return what there is a scale for, and the strides; one of 0 for the sequences where all have the same."""
+    if scales is None:
+        return "number", ()
+    if codes == "int8":
+        return "token" if scales.ndim == 3 else "channel", scales.stride()
+    return "sequence", (0, *scales.stride()) if scales.ndim == 1 else scales.stride()
 
 
 @triton.jit(do_not_specialize=["table", "block_table", "seq_lens", "columns"])
