@@ -39,7 +39,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache, lru_cache, wraps
 from types import ModuleType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from jaxtyping import Float, Int32, Int64, Shaped
@@ -238,13 +238,21 @@ def _load(name: str) -> ModuleType:
 # --- attention ---
 
 
-def _says_what_helps(function: Callable[P, T]) -> Callable[P, T]:
-    """Let a function that runs out of memory on a GPU say what would help."""
+def _launches(function: Callable[P, T]) -> Callable[P, T]:
+    """Let a function launch on the GPU of its first argument, and say what helps where memory runs out.
+
+    A launch goes to the current GPU, whichever one the tensors are on.
+    """
 
     @wraps(function)
     def call(*arguments: P.args, **options: P.kwargs) -> T:
+        first: Any = arguments[0]
+        device = (first[0] if isinstance(first, list | tuple) else first).device
         try:
-            return function(*arguments, **options)
+            if device.type != "cuda" or device.index == torch.cuda.current_device():
+                return function(*arguments, **options)
+            with torch.cuda.device(device):
+                return function(*arguments, **options)
         except torch.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(
                 "query: expected few enough rows for the memory that is left; take fewer at a time (an engine: "
@@ -254,7 +262,7 @@ def _says_what_helps(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-@_says_what_helps
+@_launches
 def dense(
     query: Float[Tensor, "t h d"],
     key: Float[Tensor, "s hk d"],
@@ -268,7 +276,7 @@ def dense(
     return _into(out, *kernel.dense(query, key, value, plan, options, _memory(out)))
 
 
-@_says_what_helps
+@_launches
 def paged(
     query: Float[Tensor, "t h d"],
     key_cache: Float[Tensor, "n p hk d"],
@@ -282,7 +290,7 @@ def paged(
     return _into(out, *kernel.paged(query, key_cache, value_cache, plan, options, _memory(out)))
 
 
-@_says_what_helps
+@_launches
 def levels(
     query: Float[Tensor, "t h d"],
     key_cache: Float[Tensor, "n p hk d"],
@@ -308,7 +316,7 @@ def levels(
     return _into(out, *(merge(*zip(*parts, strict=True)) if shared else parts[0]))
 
 
-@_says_what_helps
+@_launches
 def tree(
     query: Float[Tensor, "t h d"],
     key_cache: Float[Tensor, "n p hk d"],
@@ -322,7 +330,7 @@ def tree(
     return _into(out, *kernel.tree(query, key_cache, value_cache, plan, options, _memory(out)))
 
 
-@_says_what_helps
+@_launches
 def differential(
     query: Float[Tensor, "t h d"],
     cache: Float[Tensor, "2 2 n p pairs d"],
@@ -355,7 +363,7 @@ def differential(
     return _into(out, subtraction.finish(difference).to(query.dtype).view(query.shape), lse)
 
 
-@_says_what_helps
+@_launches
 def mla(
     query: Float[Tensor, "t h d"],
     cache: Float[Tensor, "n p c"],
@@ -370,7 +378,7 @@ def mla(
     return _into(out, *kernel.mla(query, cache, plan, options, latent_rank, _memory(out)))
 
 
-@_says_what_helps
+@_launches
 def quantized(
     query: Float[Tensor, "t h d"],
     key_cache: Shaped[Tensor, "n p hk d"],
@@ -418,6 +426,7 @@ def _into(out: Tensor | None, answer: Tensor, lse: Tensor) -> tuple[Tensor, Tens
 # --- what goes with it: partial answers, the cache, tables ---
 
 
+@_launches
 def merge(
     outs: Sequence[Float[Tensor, "t h dv"]], lses: Sequence[Float[Tensor, "t h"]]
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
@@ -425,6 +434,7 @@ def merge(
     return choose(Problem("merge", outs[0].device, lses[0].dtype)).merge(outs, lses)
 
 
+@_launches
 def add_sinks(
     out: Float[Tensor, "t h dv"], lse: Float[Tensor, "t h"], sinks: Float[Tensor, "h"]
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
@@ -432,6 +442,7 @@ def add_sinks(
     return choose(Problem("add_sinks", out.device, lse.dtype)).add_sinks(out, lse, sinks)
 
 
+@_launches
 def write(
     key: Shaped[Tensor, "t hk d"],
     value: Shaped[Tensor, "t hk dv"],
@@ -443,6 +454,7 @@ def write(
     choose(Problem("write", key.device, key.dtype)).write(key, value, key_cache, value_cache, slot_mapping)
 
 
+@_launches
 def write_quantized(
     key: Float[Tensor, "t hk d"],
     value: Float[Tensor, "t hk dv"],
@@ -456,6 +468,7 @@ def write_quantized(
     kernel.write_quantized(key, value, key_cache, value_cache, slot_mapping, scales)
 
 
+@_launches
 def copy_blocks(cache: Shaped[Tensor, "n ..."], pairs: Int64[Tensor, "k 2"]) -> None:
     """Copy blocks inside a pool; arguments are those of `fastattn.kv_cache.copy_blocks`, for one pool."""
     last = sum(stride * (size - 1) for stride, size in zip(cache.stride()[1:], cache.shape[1:], strict=True))
@@ -464,6 +477,7 @@ def copy_blocks(cache: Shaped[Tensor, "n ..."], pairs: Int64[Tensor, "k 2"]) -> 
     choose(problem).copy_blocks(cache, pairs)
 
 
+@_launches
 def compact(
     cache: Shaped[Tensor, "n p ..."], batch: Batch, trees: Trees, accepted: Accepted, *, block_size: int
 ) -> None:
@@ -472,11 +486,13 @@ def compact(
     choose(problem).compact(cache, batch, trees, accepted, block_size)
 
 
+@_launches
 def slot_mapping(batch: Batch, num_tokens: int, *, block_size: int) -> Int64[Tensor, "t"]:
     """Compute the slot of each new token; arguments are those of `fastattn.metadata.slot_mapping`."""
     return choose(Problem("slot_mapping", batch.device, torch.int64)).slot_mapping(batch, num_tokens, block_size)
 
 
+@_launches
 def trim(
     batch: Batch, left: int, *, block_size: int, columns: int
 ) -> tuple[Int32[Tensor, "b"], Int32[Tensor, "b"], Int32[Tensor, "b columns"]]:
@@ -484,6 +500,7 @@ def trim(
     return choose(Problem("trim", batch.device, torch.int32)).trim(batch, left, block_size, columns)
 
 
+@_launches
 def cut_chunks(
     batch: Batch, chunk_size: int, *, block_size: int, num_chunks: int, columns: int
 ) -> tuple[Int32[Tensor, "_"], Int32[Tensor, "v"], Int32[Tensor, "v"], Int32[Tensor, "v columns"]]:
@@ -492,6 +509,7 @@ def cut_chunks(
     return kernel.cut_chunks(batch, chunk_size, block_size, num_chunks, columns)
 
 
+@_launches
 def draw_trees(
     batch: Batch, trees: Trees, num_tokens: int
 ) -> tuple[Int32[Tensor, "b w"], Int64[Tensor, "b w words"], Int32[Tensor, "t"]]:
