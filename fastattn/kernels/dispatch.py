@@ -98,8 +98,10 @@ def priorities(problem: Problem) -> tuple[str, ...]:
     Over latents FlashMLA is fastest: 64 decodes of 128 heads over 8192 keys take it 0.27 ms, FlashAttention-3 0.29 and
     ours 0.58; of 16 heads 0.159, 0.169 and 0.171; and 128 of 16 heads over 2048 keys 84, 94 and 91 us.
 
-    Over codes there is ours alone: FlashAttention-3 rounds the weights to fp8, too, before they meet the values, which
-    costs more than the one tolerance lets pass.
+    Over codes ours turns them into numbers in registers, for each tile of queries anew. Where a key meets many queries,
+    they are expanded into memory once, for a kernel of numbers; flash-attn-4 comes first, as it splits no keys and so
+    shows NaN in any. FlashAttention-3 is not asked for its own product of codes: it rounds the weights to fp8, too,
+    before they meet the values, which costs more than the one tolerance lets pass.
 
     A tree after thousands of keys is a chunk to all but its last keys: FlashAttention-3 reads the keys before it,
     without a mask, and ours its few nodes, in one launch that takes in the answer of the other: 64 trees of 16 nodes
@@ -112,6 +114,9 @@ def priorities(problem: Problem) -> tuple[str, ...]:
         return "cpu", "torch", "triton"
     if not problem.is_attention:
         return "triton", "torch"
+    if problem.operation == "quantized":
+        pays_to_expand = _rows_per_key(problem) >= ROWS_TO_EXPAND and not _pays_to_split(problem)
+        return ("fa4", "fa3", "triton") if pays_to_expand else ("triton",)
     if problem.operation.startswith("quantized"):
         return ("triton",)
     if problem.operation == "tree":
@@ -130,6 +135,7 @@ def priorities(problem: Problem) -> tuple[str, ...]:
 
 
 FA3_PAGE = 128  # tokens in a page: prompts of 2 x 8192 tokens take FlashAttention-3 1.78 ms there, flash-attn-4 1.82
+ROWS_TO_EXPAND = 512  # that meet a key, on average, from which on its codes become numbers in memory first
 FEW_OPERATIONS = 8e9  # of all products, at most, so that they are over before the host has launched others
 
 
@@ -149,6 +155,14 @@ def _pays_to_split(problem: Problem) -> bool:
 def _rows(problem: Problem) -> int:
     """Return the most rows of the products with one key head of a sequence."""
     return problem.max_query_len * (problem.num_heads // problem.num_kv_heads)
+
+
+def _rows_per_key(problem: Problem) -> float:
+    """Return how many rows meet a key, at most on average: less than all, if most of the keys are outside a window."""
+    left, right = problem.window
+    visible = problem.max_seq_len if min(left, right) < 0 else min(problem.max_seq_len, left + 1 + right)
+    rows = problem.num_tokens * (problem.num_heads // problem.num_kv_heads) / max(1, problem.num_seqs)
+    return rows * visible / max(1, problem.max_seq_len)
 
 
 @contextmanager
