@@ -372,14 +372,17 @@ def test_after_compaction_the_next_step_answers_as_if_nothing_had_been_drafted(w
     for written, drafted in zip(pools_of(in_order), pools_of(stored), strict=True):
         for target, node in enumerate(kept):
             written[slot(first_node + target)] = drafted[slot(first_node + node)]
-    query, answers = stored.query[kept], []
+    query = stored.query[kept]
     speculative.compact(pools_of(stored), stored.batch, trees, accepted, block_size=16)
     for cache in (stored, in_order):
         cache.query = query
         cache.batch = speculative.accepted_batch(step.store(kind, device=device).batch, trees, accepted.lens)
         spoil(cache, masks_by_hand(after.case, lambda i, j: j <= i))
-        with context:
-            answers.append(attend(path(package, after), *cache.tensors, scales=cache.scales, return_lse=True))
+    with context:
+        answers = [
+            attend(path(package, after), *cache.tensors, scales=cache.scales, return_lse=True)
+            for cache in (stored, in_order)
+        ]
     for one, other in zip(*answers, strict=True):
         assert one.isfinite().all() and torch.equal(one, other)
 
