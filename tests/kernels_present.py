@@ -27,7 +27,7 @@ def has_to_compute(name: str, problem: Problem) -> bool:
     if problem.operation == "mla":
         return has_to_attend_to_latents(name, problem)
     if problem.operation == "quantized":
-        if problem.stored[1] not in (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, problem.dtype):
+        if problem.stored[1] not in (problem.stored[0], problem.dtype):
             return False
         problem = expanded(problem)
     over_pages = problem.block_size is not None

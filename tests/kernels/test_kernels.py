@@ -254,7 +254,7 @@ def test_codes_are_expanded_or_refused_where_it_is_asked_for():
             for reason, change in (
                 ("at most 512 MiB of them, not 2080", dict(num_seqs=65)),
                 (
-                    "values of the type of the queries, .*bfloat16, or codes, not .*float16",
+                    "values of the type of the keys or of the queries, .*bfloat16, not .*float16",
                     dict(stored=(torch.int8, torch.float16)),
                 ),
                 ("ALiBi", dict(alibi=True)),

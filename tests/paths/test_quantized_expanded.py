@@ -131,8 +131,9 @@ def test_pages_hold_scales_times_codes_to_the_bit(kind, per, dtype, device):
         for exact, blocks, (_, s) in zip(rows, table, case.lens, strict=True):
             used = pages[blocks[: -(-s // 64)].long()].flatten(0, 1).cpu()
             assert torch.equal(used[:s], exact.float().to(dtype)) and not used[s:].any()
-        other, same = repage(pool, batch, table=table, **asked)
-        assert same is table and other.dtype == dtype
+        before = table.clone()
+        _, same = repage(pool, batch, table=table.fill_(-1), **asked)
+        assert same is table and torch.equal(table, before), "a kept table is not written anew"
 
 
 @each_type
@@ -176,6 +177,7 @@ def test_queries_are_rounded_to_the_bit(kind, per, dtype, device):
 # --- attention ---
 
 
+@pytest.mark.covers("A22", "B98")
 @each_kernel
 @each_type
 @each_kind
@@ -232,6 +234,32 @@ def test_poison(kind, plan, kernel, device):
             kernel.check(answer, store_for(MIXED, kind, TYPES[0], poison=poison, device=device))
     for clean, dirty in zip(*answers, strict=True) if answers else ():
         assert torch.equal(clean, dirty)
+
+
+@each_kernel
+@pytest.mark.parametrize("kind", ["e4m3", "int8"])
+def test_what_is_before_every_window_may_be_nan(kind, kernel, device):
+    """In pages that are expanded all the same, beside keys that are seen."""
+    case = Case("before", ((9, 165), (70, 170)), heads=(4, 2), head_size=64)
+    stored = store_for(case, kind, TYPES[0], device=device)
+    twin, arguments = path("fastattn", "untrimmed-window")
+    reference, _ = path("refattn", "untrimmed-window")
+    clean = [x.clone() for x in in_bytes(stored)[:3]]
+    scales = stored.scales if kind == "e4m3" else replace(stored.scales, key=stored.scales.key.clone())
+    for i, (q, s) in enumerate(case.lens):
+        for j in range(s - q - LEFT):
+            place = stored.batch.block_table[i, j // 16], j % 16
+            if kind == "e4m3":
+                stored.key_cache.view(torch.uint8)[place] = stored.value_cache.view(torch.uint8)[place] = 0x7F
+            else:
+                stored.scales.key[place] = torch.nan
+
+    def assert_right():
+        out, lse = attend(twin, *in_bytes(stored), **arguments, scales=stored.scales, return_lse=True)
+        assert_matches_reference(out, lse, partial(attend, reference), *clean, stored.batch, **arguments, scales=scales)
+
+    with kernel.asked_for():
+        kernel.check(assert_right)
 
 
 @each_kernel

@@ -13,9 +13,9 @@ def cannot_expand(problem: Problem) -> str | None:
     The memory is that of sequences as long as the longest, which is all that the host knows.
     """
     assert problem.stored is not None  # it is over codes
-    values = problem.stored[1]
-    if values.itemsize > 1 and values != problem.dtype:
-        return f"reads values of the type of the queries, {problem.dtype}, or codes, not {values}"
+    codes, values = problem.stored
+    if values not in (codes, problem.dtype):
+        return f"reads values of the type of the keys or of the queries, {problem.dtype}, not {values}"
     columns = -(-problem.max_seq_len // EXPANDED_BLOCK)
     elements = problem.num_seqs * columns * EXPANDED_BLOCK * problem.num_kv_heads
     size = elements * (problem.head_size + problem.value_head_size) * problem.dtype.itemsize

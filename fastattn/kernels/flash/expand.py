@@ -60,19 +60,19 @@ def attend(
     codes = codes_of(scales)
     if isinstance(scales, Fp8Scales):
         key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
-    before = plan.kept.get("expanded")  # a plan over the same new pages, which an earlier layer has laid by
-    table = None if before is None else before.batch.block_table
+    over_pages = plan.kept.get("expanded")  # laid by in an earlier layer; what its table holds is written anew
+    table = None if over_pages is None else over_pages.batch.block_table
     _, of_key, of_value = codes.numbers
     expand = partial(repage, batch=plan.batch, block_size=EXPANDED_BLOCK, dtype=query.dtype, sequences=plan.sequences)
     keys, table = expand(key_cache, table=table, codes=codes.kind, number=of_key, scales=codes.key)
-    kind = codes.kind if value_cache.itemsize == 1 else ""
+    kind = "" if value_cache.is_floating_point() else codes.kind
     values, _ = expand(value_cache, table=table, codes=kind, number=of_value, scales=codes.value)
-    if before is None:
+    if over_pages is None:
         batch = replace(plan.batch, block_table=table)
-        before = plan.kept["expanded"] = replace(plan, batch=batch, block_size=EXPANDED_BLOCK)
+        over_pages = plan.kept["expanded"] = replace(plan, batch=batch, block_size=EXPANDED_BLOCK)
     if codes.kind == "int8" or codes.rounds_query:
         query = round_queries(query, plan, codes)
-    return paged(query, keys, values, before, options, out)
+    return paged(query, keys, values, over_pages, options, out)
 
 
 def round_queries(query: Float[Tensor, "t h d"], plan: Plan, codes: Codes) -> Float[Tensor, "t h d"]:

@@ -13,7 +13,8 @@ keys and the latents themselves for values. The pool is read where it is, as two
 Its windows are for decodes. With more queries, the library in vLLM 0.33.0 hides too few of the keys before a window of
 some hundred tokens: of 640 queries with a window of 356, row 384 sees 384 keys (NVIDIA H200, head size 128).
 
-Of a sequence that ends with a drafted tree it reads the keys before the tree, which every node sees.
+Of a sequence that ends with a drafted tree it reads the keys before the tree, which every node sees. Codes of a
+quantised cache become pages of numbers first, as its own product of them rounds the weights to fp8, too.
 
 Source: Shah et al. 2024, "FlashAttention-3".
 """

@@ -1,7 +1,7 @@
 """The package `flash-attn-4`: FlashAttention for Hopper and Blackwell, over ragged rows and pages of any size.
 
 On Hopper it does not split keys, so it is for long queries. Pages of 128 tokens (`d` up to 128) load fastest; where
-queries are many it pays to copy smaller pages into such first.
+queries are many it pays to copy smaller pages into such first. Codes of a quantised cache become such pages.
 
 It loads whole tiles, with a weight of 0 for what lies past a sequence's end: NaN that comes of it is repaired.
 

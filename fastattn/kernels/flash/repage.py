@@ -12,10 +12,11 @@ from jaxtyping import Float32, Int32, Shaped
 from torch import Tensor
 
 from fastattn.kernels.triton.codes import from_codes
-from fastattn.kernels.triton.run import converts_fp8
+from fastattn.kernels.triton.run import converts_fp8, pad
 from refattn.interface import Batch
 
 BLOCK_ROWS = 16
+MOST_ELEMENTS = 16384  # of a program: with more of them, registers run out
 
 
 def repage(
@@ -55,11 +56,9 @@ def repage(
     table = batch.block_table.new_empty(batch.num_seqs, columns) if table is None else table
     if not len(pool):
         return pool, table
-    per = "number" if scales is None else "token" if scales.ndim == 3 else "channel" if codes == "int8" else "sequence"
-    strides = (
-        () if scales is None else (0, *scales.stride()) if per == "sequence" and scales.ndim == 1 else scales.stride()
-    )
-    _repage_kernel[len(pool) * block_size // BLOCK_ROWS,](
+    per, strides = _layout_of(scales, codes)
+    rows = min(BLOCK_ROWS, max(1, MOST_ELEMENTS // (pad(num_kv_heads) * pad(head_size))))
+    _repage_kernel[len(pool) * block_size // rows,](
         cache,
         pool,
         table,
@@ -76,12 +75,21 @@ def repage(
         HEAD_SIZE=head_size,
         OLD_BLOCK_SIZE=old_block_size,
         BLOCK_SIZE=block_size,
-        BLOCK_ROWS=BLOCK_ROWS,
+        BLOCK_ROWS=rows,
         CODES=codes,
         PER=per,
         HARDWARE=converts_fp8(cache.device),
     )
     return pool, table
+
+
+def _layout_of(scales: Tensor | None, codes: str) -> tuple[str, tuple[int, ...]]:
+    """Return what there is a scale for, and the strides; one of 0 for the sequences where all have the same."""
+    if scales is None:
+        return "number", ()
+    if codes == "int8":
+        return "token" if scales.ndim == 3 else "channel", scales.stride()
+    return "sequence", (0, *scales.stride()) if scales.ndim == 1 else scales.stride()
 
 
 @triton.jit(do_not_specialize=["table", "block_table", "seq_lens", "columns"])
@@ -133,8 +141,12 @@ def _repage_kernel(
     rows = tl.load(cache + source[:, None] + within[None, :], mask, 0)
     if CODES != "":
         if PER == "token":
+            at_head = tl.arange(0, HEADS_PAD)
             of_tokens = block * scale_strides[0] + place * scale_strides[1]
-            scale = tl.load(scales + of_tokens[:, None] + (head * scale_strides[2])[None, :], mask, 0.0)
+            at_scale = of_tokens[:, None] + (at_head * scale_strides[2])[None, :]
+            of_heads = tl.load(scales + at_scale, is_token[:, None] & (at_head < NUM_KV_HEADS)[None, :], 0.0)
+            scale = tl.broadcast_to(of_heads[:, :, None], [BLOCK_ROWS, HEADS_PAD, HEAD_PAD])
+            scale = tl.reshape(scale, [BLOCK_ROWS, HEADS_PAD * HEAD_PAD])
         elif PER == "channel":
             scale = tl.load(scales + head * scale_strides[0] + at_d * scale_strides[1], is_column, 0.0)[None, :]
         elif PER == "sequence":
