@@ -14,6 +14,8 @@ and its operations are called as
     differential(query, cache, plan, options, subtraction, out)      attend to pairs of keys and values, and subtract
     mla(query, cache, plan, options, latent_rank, out)               attend to latents, keys and values in one
     quantized(query, key_cache, value_cache, plan, options, scales, out)     attend over pages of codes
+    quantized_levels(query, key_cache, value_cache, plans, options, scales, out)     attend to the levels of a cascade
+    quantized_tree(query, key_cache, value_cache, plan, options, scales, out)        attend over pages before a tree
     merge(outs, lses)                                                combine partial answers
     add_sinks(out, lse, sinks)                                       give sinks their share of an answer
     write(key, value, key_cache, value_cache, slot_mapping)          write new tokens into the pool
@@ -96,8 +98,10 @@ def priorities(problem: Problem) -> tuple[str, ...]:
     Over latents FlashMLA is fastest: 64 decodes of 128 heads over 8192 keys take it 0.27 ms, FlashAttention-3 0.29 and
     ours 0.58; of 16 heads 0.159, 0.169 and 0.171; and 128 of 16 heads over 2048 keys 84, 94 and 91 us.
 
-    Over codes there is ours alone: FlashAttention-3 rounds the weights to fp8, too, before they meet the values, which
-    costs more than the one tolerance lets pass.
+    Over codes ours turns them into numbers in registers, for each tile of queries anew. Where a key meets many queries,
+    they are expanded into memory once, for a kernel of numbers; flash-attn-4 comes first, as it splits no keys and so
+    shows NaN in any. FlashAttention-3 is not asked for its own product of codes: it rounds the weights to fp8, too,
+    before they meet the values, which costs more than the one tolerance lets pass.
 
     A tree after thousands of keys is a chunk to all but its last keys: FlashAttention-3 reads the keys before it,
     without a mask, and ours its few nodes, in one launch that takes in the answer of the other: 64 trees of 16 nodes
@@ -111,6 +115,9 @@ def priorities(problem: Problem) -> tuple[str, ...]:
     if not problem.is_attention:
         return "triton", "torch"
     if problem.operation == "quantized":
+        pays_to_expand = _rows_per_key(problem) >= ROWS_TO_EXPAND and not _pays_to_split(problem)
+        return ("fa4", "fa3", "triton") if pays_to_expand else ("triton",)
+    if problem.operation.startswith("quantized"):
         return ("triton",)
     if problem.operation == "tree":
         return ("triton", "fa3") if _rows(problem) <= 16 else ("fa3", "triton")
@@ -128,6 +135,7 @@ def priorities(problem: Problem) -> tuple[str, ...]:
 
 
 FA3_PAGE = 128  # tokens in a page: prompts of 2 x 8192 tokens take FlashAttention-3 1.78 ms there, flash-attn-4 1.82
+ROWS_TO_EXPAND = 512  # that meet a key, on average, from which on its codes become numbers in memory first
 FEW_OPERATIONS = 8e9  # of all products, at most, so that they are over before the host has launched others
 
 
@@ -147,6 +155,14 @@ def _pays_to_split(problem: Problem) -> bool:
 def _rows(problem: Problem) -> int:
     """Return the most rows of the products with one key head of a sequence."""
     return problem.max_query_len * (problem.num_heads // problem.num_kv_heads)
+
+
+def _rows_per_key(problem: Problem) -> float:
+    """Return how many rows meet a key, at most on average: less than all, if most of the keys are outside a window."""
+    left, right = problem.window
+    visible = problem.max_seq_len if min(left, right) < 0 else min(problem.max_seq_len, left + 1 + right)
+    rows = problem.num_tokens * (problem.num_heads // problem.num_kv_heads) / max(1, problem.num_seqs)
+    return rows * visible / max(1, problem.max_seq_len)
 
 
 @contextmanager
@@ -381,14 +397,21 @@ def quantized(
     query: Float[Tensor, "t h d"],
     key_cache: Shaped[Tensor, "n p hk d"],
     value_cache: Shaped[Tensor, "n p hk dv"],
-    plan: Plan,
+    plan: Plan | CascadePlan | TreePlan,
     options: AttentionOptions,
     scales: Fp8Scales | Int8Scales,
     out: Float[Tensor, "t h dv"] | None = None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend over pages of codes; arguments and errors are those of `fastattn.quantized.attention`."""
-    kernel = choose(attention_problem("quantized", query, key_cache, value_cache, plan, options, scales))
-    return _into(out, *kernel.quantized(query, key_cache, value_cache, plan, options, scales, _memory(out)))
+    tensors, memory = (query, key_cache, value_cache), _memory(out)
+    if isinstance(plan, CascadePlan):
+        kernel = choose(attention_problem("quantized_levels", *tensors, plan.levels[-1], options, scales))
+        return _into(out, *kernel.quantized_levels(*tensors, plan.levels, options, scales, memory))
+    if isinstance(plan, TreePlan):
+        kernel = choose(attention_problem("quantized_tree", *tensors, plan.whole, options, scales))
+        return _into(out, *kernel.quantized_tree(*tensors, plan, options, scales, memory))
+    kernel = choose(attention_problem("quantized", *tensors, plan, options, scales))
+    return _into(out, *kernel.quantized(*tensors, plan, options, scales, memory))
 
 
 @lru_cache(maxsize=4096)

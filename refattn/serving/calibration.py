@@ -52,8 +52,8 @@ def calibrate(
     Raises:
         ValueError: if there are no prompts, one of them is in error, or keys or values are not finite; or as `Engine`.
 
-    Source: the static calibration of Jacob et al. 2018, "Quantization and Training of Neural Networks for Efficient
-        Integer-Arithmetic-Only Inference", by the largest magnitude.
+    Source: calibration by the largest magnitude, as in Wu et al. 2020, "Integer Quantization for Deep Learning
+        Inference: Principles and Empirical Evaluation".
     """
     if isinstance(prompts, str) or not isinstance(prompts, Iterable):
         raise ValueError(f"prompts: expected a list of prompts, got {prompts!r}")

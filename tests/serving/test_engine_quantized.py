@@ -138,7 +138,7 @@ def rounding_twin(calibration, kind):
         amax = calibration[seen.setdefault(key_cache.data_ptr(), len(seen))] if calibration else None
         if kind == "int8":
             key = by_row(key)
-            value = value if amax is None else rounded(value, amax.value.to(value.device) / 127)
+            value = value if amax is None else rounded(value, (amax.value / 127).to(value.device))
         else:
             largest = torch.finfo(KV_CACHE_DTYPES[kind]).max
             ones = [torch.ones(key.shape[1])] * 2
@@ -153,7 +153,8 @@ def rounding_twin(calibration, kind):
         return (x / scale).round().clamp(-127, 127) * scale
 
     def by_row(x):
-        return rounded(x, x.abs().amax(-1, keepdim=True) / 127)
+        largest = x.abs().amax(-1, keepdim=True)
+        return rounded(x, largest / torch.full_like(largest, 127.0))  # a GPU divides by a number in a way of its own
 
     twin = ModuleType("refattn")
     twin.kv_cache = ModuleType("kv_cache")
@@ -232,7 +233,7 @@ def test_a_calibration_is_the_largest_of_what_transformers_computes(models, fami
     for amax, owner in zip(found, owners, strict=True):
         assert isinstance(amax, Amax)
         for one, other in zip(amax, largest[owner], strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(one, other, rtol=0, atol=2e-5 * float(other.max()))
     assert len({float(amax.value.max()) for amax in found}) == len(set(owners))
 
 
