@@ -14,6 +14,8 @@ and its operations are called as
     differential(query, cache, plan, options, subtraction, out)      attend to pairs of keys and values, and subtract
     mla(query, cache, plan, options, latent_rank, out)               attend to latents, keys and values in one
     quantized(query, key_cache, value_cache, plan, options, scales, out)     attend over pages of codes
+    quantized_levels(query, key_cache, value_cache, plans, options, scales, out)     attend to the levels of a cascade
+    quantized_tree(query, key_cache, value_cache, plan, options, scales, out)        attend over pages before a tree
     merge(outs, lses)                                                combine partial answers
     add_sinks(out, lse, sinks)                                       give sinks their share of an answer
     write(key, value, key_cache, value_cache, slot_mapping)          write new tokens into the pool
@@ -115,6 +117,8 @@ def priorities(problem: Problem) -> tuple[str, ...]:
     if problem.operation == "quantized":
         pays_to_expand = _rows_per_key(problem) >= ROWS_TO_EXPAND and not _pays_to_split(problem)
         return ("fa4", "fa3", "triton") if pays_to_expand else ("triton",)
+    if problem.operation.startswith("quantized"):
+        return ("triton",)
     if problem.operation == "tree":
         return ("triton", "fa3") if _rows(problem) <= 16 else ("fa3", "triton")
     if problem.operation == "mla":
@@ -393,14 +397,21 @@ def quantized(
     query: Float[Tensor, "t h d"],
     key_cache: Shaped[Tensor, "n p hk d"],
     value_cache: Shaped[Tensor, "n p hk dv"],
-    plan: Plan,
+    plan: Plan | CascadePlan | TreePlan,
     options: AttentionOptions,
     scales: Fp8Scales | Int8Scales,
     out: Float[Tensor, "t h dv"] | None = None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend over pages of codes; arguments and errors are those of `fastattn.quantized.attention`."""
-    kernel = choose(attention_problem("quantized", query, key_cache, value_cache, plan, options, scales))
-    return _into(out, *kernel.quantized(query, key_cache, value_cache, plan, options, scales, _memory(out)))
+    tensors, memory = (query, key_cache, value_cache), _memory(out)
+    if isinstance(plan, CascadePlan):
+        kernel = choose(attention_problem("quantized_levels", *tensors, plan.levels[-1], options, scales))
+        return _into(out, *kernel.quantized_levels(*tensors, plan.levels, options, scales, memory))
+    if isinstance(plan, TreePlan):
+        kernel = choose(attention_problem("quantized_tree", *tensors, plan.whole, options, scales))
+        return _into(out, *kernel.quantized_tree(*tensors, plan, options, scales, memory))
+    kernel = choose(attention_problem("quantized", *tensors, plan, options, scales))
+    return _into(out, *kernel.quantized(*tensors, plan, options, scales, memory))
 
 
 @lru_cache(maxsize=4096)

@@ -12,7 +12,8 @@ from fastattn.kernels.problem import Problem, Subtraction
 from refattn.interface import Accepted, AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan, TreePlan, Trees
 
 OPERATIONS = (
-    *("dense", "paged", "levels", "tree", "differential", "mla", "quantized", "merge"),
+    *("dense", "paged", "levels", "tree", "differential", "mla", "merge"),
+    *("quantized", "quantized_levels", "quantized_tree"),
     *("write", "write_quantized", "copy_blocks", "compact", "slot_mapping", "trim", "cut_chunks", "draw_trees"),
 )
 LARGEST_HEAD = 256
@@ -154,16 +155,56 @@ def quantized(
     out: Float[Tensor, "t h dv"] | None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend over pages of codes, which become numbers in registers; see `fastattn.kernels.dispatch`."""
-    from fastattn.kernels.triton.attention import attend
+    return _attend_to_codes(query, key_cache, value_cache, [plan], options, scales, out)
+
+
+def quantized_levels(
+    query: Float[Tensor, "t h d"],
+    key_cache: Shaped[Tensor, "n p hk d"],
+    value_cache: Shaped[Tensor, "n p hk dv"],
+    plans: Sequence[Plan],
+    options: AttentionOptions,
+    scales: Fp8Scales | Int8Scales,
+    out: Float[Tensor, "t h dv"] | None,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend over the pages of codes of several levels, merged; see `fastattn.kernels.dispatch`."""
+    return _attend_to_codes(query, key_cache, value_cache, plans, options, scales, out)
+
+
+def quantized_tree(
+    query: Float[Tensor, "t h d"],
+    key_cache: Shaped[Tensor, "n p hk d"],
+    value_cache: Shaped[Tensor, "n p hk dv"],
+    plan: TreePlan,
+    options: AttentionOptions,
+    scales: Fp8Scales | Int8Scales,
+    out: Float[Tensor, "t h dv"] | None,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend over pages of codes that end with a tree, as one softmax; see `fastattn.kernels.dispatch`."""
+    return _attend_to_codes(query, key_cache, value_cache, [plan.whole], options, scales, out, tree=plan)
+
+
+def _attend_to_codes(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    plans: Sequence[Plan],
+    options: AttentionOptions,
+    scales: Fp8Scales | Int8Scales,
+    out: Tensor | None,
+    *,
+    tree: TreePlan | None = None,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    from fastattn.kernels.triton.attention import attend_levels
     from fastattn.kernels.triton.codes import codes_of, in_pairs
 
     if isinstance(scales, Fp8Scales):
         key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
     # Few rows wait for memory, and gain by pairs. With 64 rows Triton 3.6 compiles pairs to code that reads memory
-    # which is not its own, on an NVIDIA H200 with two accumulators of 32 columns.
-    rows = plan.batch.max_query_len * (query.shape[1] // key_cache.shape[2])
+    # which is not its own, on an NVIDIA H200 with two accumulators of 32 columns; a level that is shared has many rows.
+    rows = max(plan.batch.max_query_len for plan in plans) * (query.shape[1] // key_cache.shape[2])
     value = in_pairs(value_cache) if rows <= 16 and not options.batch_invariant else value_cache
-    return attend(query, key_cache, value, plan, options, out, codes=codes_of(scales))
+    return attend_levels(query, key_cache, value, plans, options, out, codes=codes_of(scales), tree=tree)
 
 
 def merge(
