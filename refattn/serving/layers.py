@@ -1,6 +1,6 @@
-"""Kinds of layers: what each allocates, writes, plans and attends, on the paths of whichever twin computes.
+"""Kinds of layers: how each allocates its pool, writes, plans and attends, with the paths of either twin.
 
-A layer is known by its path and by what its plan takes, so layers that are equal share one plan per step.
+A layer is identified by its path and the arguments of its plan, so equal layers share one plan per step.
 """
 
 import importlib
