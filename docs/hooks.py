@@ -171,7 +171,8 @@ def measured(page: Page, instead: str, path: str = "") -> str:
         )
     shown = "\n\n".join(f"*{name}*\n\n{in_short(some)}" for name, some in rows.items() if some)
     return (
-        f"## Measured\n\n{shown}\n\nAll of it, and how it was measured: [benchmark](../proof/benchmark.md)."
+        f"## Measured\n\n{shown}\n\n*Floor* is the least time that the work takes at the rates of that machine. "
+        "What was measured, and how: [benchmark](../proof/benchmark.md)."
         if shown
         else ""
     )
@@ -188,7 +189,8 @@ def contract(page: Page, instead: str) -> str:
     lines = ["| property | promise | on |", "|---|---|---|"]
     for found in PROPERTIES:
         paths = "all paths" if not found.paths else ", ".join(found.paths)
-        lines.append(f"| {found.name} | {found.promise} | {paths} |")
+        promise = found.promise.replace("|", r"\|")
+        lines.append(f"| {found.name} | {promise} | {paths} |")
     return "\n".join(lines)
 
 

@@ -14,10 +14,11 @@ The scales of int8 keys are worked out by the write, one for each token and KV h
 (`allocate_int8`). Nothing lies beside a pool of fp8: `kv_cache.allocate` makes one of `dtype=torch.float8_e4m3fn`.
 `kv_cache.copy_blocks` and `swap_blocks` move blocks of either, those of int8 with their scales as one more cache.
 
-All rounding is computed in float32, to the nearest code, and to the even one of two. What is too large for a format
-becomes its largest number, infinity too: a cast alone would make it NaN (e4m3) or infinity (e5m2). NaN stays NaN. Int8
-has no code for it, so a key's scale is NaN where the key or an int8 value of that token and head is, and the answer of
-whoever sees the token is. A row with its own scale has no largest number: one with infinity comes out as NaN, too.
+All rounding is computed in float32, to the nearest code, ties to even. A number that is too large for a format becomes
+its largest number, infinity too; a cast alone would give infinity for e5m2, and NaN for e4m3 before PyTorch 2.12. NaN
+stays NaN. Int8 has no code for it, so the scale of a key is NaN if the key or an int8 value of that token and head has
+one, and every answer that sees the token is NaN. A row with its own scale has no largest number, so infinity in it
+comes out as NaN, too.
 
 Source: Micikevicius et al. 2022, "FP8 Formats for Deep Learning"; Shah et al. 2024, "FlashAttention-3"; 8-bit integers
     with a scale for each row: Dettmers et al. 2022, "LLM.int8()".

@@ -31,7 +31,13 @@ OTHERS = [[17, 4, 88, 23, 51], list(range(95, 3, -2))]  # to calibrate on
 GREEDY = SamplingParams(max_tokens=4, stop_token_ids=())
 SIZES = dict(num_blocks=14, block_size=4, max_num_batched_tokens=24)  # small: prompts in chunks, and shared prefixes
 SCARCE = dict(num_blocks=10, max_num_batched_tokens=19)  # and preemptions
-FAMILIES = {"llama": {}, "mistral": {}, "llama4_text": {}, "gemma3n_text": SHARED_CACHES}
+CHUNKS = dict(
+    layer_types=["chunked_attention", "full_attention"],
+    no_rope_layers=[1, 0],
+    attention_chunk_size=8,
+    intermediate_size_mlp=64,
+)
+FAMILIES = {"llama": {}, "mistral": {}, "llama4_text": CHUNKS, "gemma3n_text": SHARED_CACHES}
 KINDS = {"mistral": WindowLayer, "llama4_text": LocalLayer, "gemma3n_text": WindowLayer}
 WAYS = [("fp8_e4m3", False), ("fp8_e4m3", True), ("fp8_e5m2", True), ("int8", False), ("int8", True)]
 ON_CPU = os.environ["TWINATTN_TEST_DEVICE"] == "cpu"
@@ -179,6 +185,16 @@ def test_a_plain_cache_of_rounded_numbers_answers_the_same(models, calibrations,
     got, engine = answers(models[family], kv_cache_dtype=kind, calibration=calibration)
     assert got == expected
     assert engine.counters.chunks > len(PROMPTS)
+
+
+@pytest.mark.parametrize("kind", ["fp8_e4m3", "int8"])
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "bloom"], ids=["softcap", "sinks", "alibi"])
+def test_what_a_layer_fixes_reaches_it_over_codes(family, kind, device):
+    model = make_family(family, device)
+    calibration = calibrate(model, OTHERS)
+    expected, _ = answers(model, twin=rounding_twin(calibration, kind))
+    for twin in (refattn, fastattn):
+        assert answers(model, kv_cache_dtype=kind, calibration=calibration, twin=twin)[0] == expected
 
 
 @pytest.mark.parametrize("package", ["refattn", "fastattn"])

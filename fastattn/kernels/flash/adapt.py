@@ -75,11 +75,15 @@ def adapt(
 
 
 def nothing(
-    query: Float[Tensor, "t h d"], value_head_size: int
+    query: Float[Tensor, "t h d"], value_head_size: int, plan: Plan, options: AttentionOptions
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Answer for a batch without a sequence, a query row or a key."""
+    """Answer for a batch without a sequence, a query row or a key: 0, and the sinks alone in the softmax."""
     out = query.new_zeros(*query.shape[:2], value_head_size)
-    return out, query.new_full(query.shape[:2], -torch.inf, dtype=torch.float32)
+    lse = query.new_full(query.shape[:2], -torch.inf, dtype=torch.float32)
+    if options.sinks is not None:
+        is_query = torch.arange(len(query), device=query.device) < plan.batch.cu_seqlens_q[-1]
+        lse = torch.where(is_query[:, None], options.sinks.float(), lse)
+    return out, lse
 
 
 @triton.jit(

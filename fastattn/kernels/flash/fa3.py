@@ -179,7 +179,7 @@ def mla(
     table = plan.batch.block_table
     assert table is not None  # the path has checked it
     if _is_empty(query, cache, plan):
-        return nothing(query, latent_rank)
+        return nothing(query, latent_rank, plan, options)
     where = dict(seqused_k=plan.batch.seq_lens, page_table=table if table.stride(-1) == 1 else table.contiguous())
     pages = cache[:, :, None, : query.shape[2]]
     parts = (query[..., latent_rank:], pages[..., latent_rank:], pages[..., :latent_rank])
@@ -203,7 +203,7 @@ def _attend(
     from fastattn.kernels.triton.attention import repair
 
     if _is_empty(query, key, plan):
-        return nothing(query, value.shape[-1])
+        return nothing(query, value.shape[-1], plan, options)
     out, lse = _forward(query, key, value, plan, options, where)
     out, lse = adapt(out, lse, plan, options)
     if loads_tiles or plan.window[0] >= 0:  # what is before a window it may read too, from any page

@@ -139,7 +139,7 @@ def _attend(
 
     batch = plan.batch
     if 0 in (query.shape[0], key.shape[0], batch.num_seqs):
-        return nothing(query, value.shape[-1])
+        return nothing(query, value.shape[-1], plan, options)
     left, right = plan.window
     signed, scale = with_scale_above_0(query, options.softmax_scale)  # it masks before it scales
     result, lse, *_ = _flash_attn_fwd(

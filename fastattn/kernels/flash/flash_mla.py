@@ -79,7 +79,7 @@ def mla(
     batch, table = plan.batch, plan.batch.block_table
     assert table is not None  # the path has checked it
     if 0 in (query.numel(), cache.numel(), batch.num_seqs, batch.max_query_len, batch.max_seq_len, table.shape[1]):
-        return nothing(query, latent_rank)
+        return nothing(query, latent_rank, plan, options)
     num_rows = batch.num_seqs * batch.max_query_len
     # It masks scores, and looks for the largest, before it scales them.
     rows, scale = with_scale_above_0(query[:num_rows], options.softmax_scale)
