@@ -29,6 +29,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from math import ceil
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -95,7 +96,7 @@ class Engine:
         speculation: how to draft tokens, which the model verifies beside those that are sure; None drafts nothing. More
             than one branch needs layers that take trees: full ones, and those with a window.
         kv_cache_dtype: what the pools hold: "auto", the model's own type; or codes of 8 bits, "fp8_e4m3", "fp8_e5m2" or
-            "int8", for twice as many tokens in the same memory and answers that may differ. There is no cascade then.
+            "int8", for twice as many tokens in the same memory and answers that may differ.
         calibration: how large keys and values become, from `calibrate`, for the scales of the codes. None: fp8 has
             scales of 1, and saturates at its largest number; of int8 only the keys are codes, and values stay as they
             are.
@@ -528,7 +529,7 @@ class Engine:
                 step.plans[layer] = layer.plan_trees(self.twin, where, trees, self.block_size)
         if prefixes:
             cascade = self.twin.cascade.plan(batch, prefixes=prefixes, block_size=self.block_size)
-            step.plans.update({layer: cascade for layer in step.plans if type(layer) is Layer})
+            step.plans.update({layer: cascade for layer in step.plans if layer.takes_cascades})
         return step
 
     def find_prefixes(self, scheduled: dict[Request, int], machine: Machine) -> list[Prefix]:
@@ -537,7 +538,7 @@ class Engine:
         seq_lens = [request.num_computed_tokens + count for request, count in scheduled.items()]
         block_tables = [request.blocks for request in scheduled]
         self.counters.key_reads += sum(seq_lens)
-        full = next((layer for layer in self.layers if type(layer) is Layer), None)
+        full = next((layer for layer in self.layers if layer.takes_cascades), None)
         if full is None or self.batch_invariant or has_trees(scheduled):
             return []
         found = self.twin.cascade.find_prefixes(query_lens, seq_lens, block_tables, block_size=self.block_size)
@@ -548,7 +549,7 @@ class Engine:
             num_heads=self.config.num_attention_heads,
             num_kv_heads=full.num_kv_heads,
             head_size=full.head_size,
-            element_size=self.model.dtype.itemsize,
+            element_size=ceil(full.bytes_per_token(self.model.dtype) / (2 * full.num_kv_heads * full.head_size)),
             machine=machine,
         )
         self.counters.saved_key_reads += saved_key_reads(prefixes)
