@@ -48,7 +48,7 @@ def attention(
         key: key rows of all sequences, one after the other: `seq_lens` says how many each has.
         value: the values that belong to the keys.
         plan: from `plan`, once per step.
-        options: what the layer fixes.
+        options: those of the layer.
         return_lse: also return the log-sum-exp.
         out: where to write the outputs; a new tensor if None.
 

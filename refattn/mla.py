@@ -66,7 +66,7 @@ def attention(
         query: absorbed queries of the new tokens (`absorb`), with `d = r + rope`.
         cache: the pool of latents, `c >= r + rope`: elements after those are never read.
         plan: from `plan`, once per step.
-        options: what the layer fixes. It has to say `softmax_scale`: it comes from the head size before absorption.
+        options: those of the layer. It has to say `softmax_scale`: it comes from the head size before absorption.
         latent_rank: elements of a latent, `r`.
         return_lse: also return the log-sum-exp.
         out: where to write the outputs; a new tensor if None.
@@ -160,7 +160,7 @@ def prefill(
         rope_key: rotary keys of the new tokens, shared by all heads.
         cache: the pool of latents, `c >= r + rope`: elements after those are never read.
         plan: from `plan_prefill`, once per step.
-        options: what the layer fixes, `softmax_scale` among it; sinks count once.
+        options: those of the layer, `softmax_scale` among it; sinks count once.
         key_projection: makes the keys of each head, `W_k`.
         value_projection: makes its values, `W_v`.
         return_lse: also return the log-sum-exp.
@@ -296,7 +296,7 @@ def write(
         slot_mapping: the slot of each token, each at most once; -1 is written nowhere.
 
     Raises:
-        ValueError: if types, shapes or devices do not match; on a CPU also if a slot is outside the pool or comes
+        ValueError: if types, shapes or devices do not match; on a CPU also if a slot is outside the pool or is given
             twice. Nothing is written then.
     """
     check_latent_slots(latent, rope_key, cache, slot_mapping)

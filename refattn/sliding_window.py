@@ -26,7 +26,7 @@ from refattn.metadata import make_batch
 def plan(batch: Batch, *, window_size: tuple[int, int], block_size: int, causal: bool = True) -> Plan:
     """Cut the blocks off the front of each sequence that none of its queries can see.
 
-    Nothing is cut at the end: the last query stands at the last key.
+    Nothing is cut at the end, where the last query is at the last key.
 
     Args:
         batch: the lengths and the block table; entries that are cut off may hold anything.
@@ -82,7 +82,7 @@ def attention(
         key_cache: the pool of keys; any strides.
         value_cache: the pool of values.
         plan: from `plan`, once per step.
-        options: what the layer fixes.
+        options: those of the layer.
         return_lse: also return the log-sum-exp.
         out: where to write the outputs; a new tensor if None.
 

@@ -192,7 +192,7 @@ def attention(
         key_cache: the pool of keys; any strides.
         value_cache: the pool of values.
         plan: from `plan`, once per step.
-        options: what the layer fixes; the sinks are counted once.
+        options: those of the layer; the sinks are counted once.
         return_lse: also return the log-sum-exp.
         out: where to write the outputs; a new tensor if None.
 
@@ -225,7 +225,7 @@ def accept(batch: Batch, trees: Trees, drafts: Int64[Tensor, "t"], chosen: Int64
 
     Args:
         batch: the lengths; every node is a query row.
-        trees: the trees. Node 0 is their only root, and a token that is sure.
+        trees: the trees. Node 0 is their only root, and a confirmed token.
         drafts: the token of each node.
         chosen: the token that the model chose after each node.
 
@@ -272,7 +272,7 @@ def accept_sampled(
 
     Args:
         batch: the lengths; every node is a query row.
-        trees: the trees. Node 0 is their only root, and a token that is sure.
+        trees: the trees. Node 0 is their only root, and a confirmed token.
         drafts: the token of each node.
         target_probs: the model's distribution after each node.
         uniforms: a random number in [0, 1) for each node: a root's draws the token that follows, another's accepts it.
@@ -323,7 +323,7 @@ def compact(
 ) -> None:
     """Move the keys and values of accepted nodes to the first slots of their tree, in place.
 
-    What was rejected stays behind them, and the next step writes over it. Call it once per step, with the caches of all
+    Rejected nodes stay after them, and the next step overwrites it. Call it once per step, with the caches of all
     layers that share a block table.
 
     Args:

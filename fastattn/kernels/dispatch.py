@@ -170,7 +170,7 @@ def use_kernel(name: str) -> Iterator[None]:
     """Ask for one kernel inside a `with` block; a problem that it cannot compute raises, nothing takes its place.
 
     It is asked for the operations that it has: a FlashAttention package has none that writes a cache or makes a table,
-    and those are chosen as ever.
+    and those are chosen as usual.
 
     Args:
         name: one of `fastattn.kernels.NAMES`.

@@ -1,7 +1,8 @@
 """The puzzles, in order: bugs that servers had, each planted in a few lines that otherwise work.
 
-A puzzle's file has `broken`, which stays as it is, `failing_case`, which returns a small case that it gets wrong, and
-`mended`. A case is some sizes; `arguments` makes of them what the functions take. The reference decides who is right.
+A puzzle's file has `broken`, which must not be changed, `failing_case`, which returns a small case that it gets wrong,
+and `mended`. A case is a few sizes; `arguments` makes the arguments of the functions from them. The reference decides
+which answer is right.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -268,7 +268,7 @@ def check_accepted_lens(batch: Batch, trees: Trees, lens: Tensor) -> None:
     """Check how many nodes were accepted of each tree.
 
     Raises:
-        ValueError: if that is no int32 `[b]`; on a CPU also if it is more than the tree has.
+        ValueError: if that is not an int32 `[b]`; on a CPU also if it is more than the tree has.
     """
     check_trees(batch, trees)
     expect(lens, "accepted.lens", torch.int32, ("b",), (batch.num_seqs,))

@@ -62,7 +62,7 @@ def check_window(window_size: tuple[int, int]) -> tuple[int, int]:
     """Check a window, `(left, right)` in tokens, and return it.
 
     Raises:
-        ValueError: if it is no pair of ints of at least -1 that an int32 can hold.
+        ValueError: if it is not a pair of ints of at least -1 that an int32 can hold.
     """
     if type(window_size) is tuple and len(window_size) == 2:
         left, right = window_size

@@ -253,7 +253,7 @@ class Engine:
         return self._add_all([prompt], sampling)[0]
 
     def abort(self, request: Request) -> None:
-        """End a request where it is, and free its blocks; a finished one stays as it is.
+        """End a request where it is, and free its blocks; a finished one is not changed.
 
         During a step (from a hook of the model, say) it is ended right after the step.
 
@@ -360,7 +360,7 @@ class Engine:
             self._abort_all(requests)
 
     def _abort_all(self, requests: Iterable[Request]) -> None:
-        """End requests, and those whose end had to wait for a step to be over; what has finished stays as it is."""
+        """End requests, and those whose end had to wait for a step to be over; what has finished is not changed."""
         self._aborted.extend(requests)
         while self._aborted and not self._is_stepping:
             unfinished = [*self.running, *self.waiting]

@@ -76,7 +76,7 @@ def check_model(model: Any, trust_model: bool) -> None:
     """Check that the engine serves a model as it is meant: a causal decoder whose positions are its `position_ids`.
 
     Raises:
-        ValueError: saying what the model does that the engine does not, or that nobody has tried its family yet.
+        ValueError: naming what the model does that the engine does not support, or that its family is not verified.
     """
     reason = _reason_to_refuse(model)
     if reason:

@@ -54,7 +54,7 @@ class WindowPool:
 
     @property
     def free(self) -> list[int]:
-        """The blocks that nobody holds, the next one to be used first."""
+        """The free blocks, the next one to be used first."""
         return list(self._free)
 
     def reset(self) -> None:

@@ -52,7 +52,7 @@ class Schedule:
         return kept
 
     def rows(self, positions: bool) -> list[tuple[slice, int, "View"]]:
-        """Return the query rows, the first key row and the view of each sequence, where keys lie in rows."""
+        """Return the query rows, the first key row and the view of each sequence, where keys are in contiguous rows."""
         if positions not in self._views:
             first, views = 0, []
             for i, (rows, seq_len) in enumerate(self.lengths):

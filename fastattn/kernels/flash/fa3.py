@@ -234,7 +234,7 @@ def _forward(
         key: rows or pages.
         value: likewise.
         plan: the lengths, and who may see whom.
-        options: what the layer fixes.
+        options: those of the layer.
         where: `cu_seqlens_k`, or `seqused_k` and `page_table`.
         value_query: the part of each query that meets the values, if there is one; the scale is given then.
 
