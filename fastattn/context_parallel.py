@@ -74,7 +74,7 @@ def attention(
         query, key, value, key_cache, value_cache, plan, options, out, return_lse, group=group
     )
     if options.alibi_slopes is not None:
-        raise NotImplementedError("no kernel computes ALiBi over the keys of a rank: others lie between them")
+        raise NotImplementedError("no kernel computes ALiBi over the keys of a rank, as they are not consecutive")
     all_heads = group.all_gather(query, dim=1)
     part, lse = dispatch.paged(all_heads, key_cache, value_cache, plan.context, options.without_sinks())
 

@@ -149,7 +149,7 @@ def split_decodes_and_prefills(
     changes = [i for i in range(1, len(kinds)) if kinds[i] != kinds[i - 1]]
     if len(changes) > 1:
         raise ValueError(
-            f"query_lens: expected all decodes (at most {decode_len} tokens) before or behind all prefills, "
+            f"query_lens: expected all decodes (at most {decode_len} tokens) before or after all prefills, "
             f"got {list(query_lens)}"
         )
     decodes_first = kinds[:1] == [True] or not changes

@@ -102,8 +102,8 @@ def prefill(
     check_latent_prefill(query, latent, rope_key, cache, plan, options, out, return_lse, **projections)
     if options.batch_invariant:
         raise NotImplementedError(
-            "batch_invariant: keys and values of latents are made by one product, whose bits depend on how many there "
-            "are; attention absorbs, and makes none"
+            "batch_invariant: prefill computes keys and values by one matrix product, whose bits depend on their "
+            "number; use attention, which absorbs and computes none"
         )
     rank, rope = latent.shape[1], rope_key.shape[1]
     projections = {name: projection.contiguous() for name, projection in projections.items()}  # once for all parts

@@ -159,7 +159,7 @@ def split_decodes_and_prefills(
             batch, query_lens, seq_lens, 0, prefills
         )
     raise ValueError(
-        f"query_lens: expected all decodes (at most {decode_len} tokens) before or behind all prefills, "
+        f"query_lens: expected all decodes (at most {decode_len} tokens) before or after all prefills, "
         f"got {list(query_lens)}"
     )
 

@@ -242,7 +242,7 @@ def _attention(
         kind = str(attention_mask.dtype).removeprefix("torch.")
         raise NotImplementedError(
             "attention_mask: expected [b, s] of zeros and ones or a boolean [b, 1, q, kv], got "
-            f"{kind} {list(attention_mask.shape)}; neither twin adds masks of numbers, or has one for each head"
+            f"{kind} {list(attention_mask.shape)}; neither twin supports float masks, or one mask per head"
         )
     if attention_mask.shape[0] not in (1, query.shape[0]) or attention_mask.shape[2] != query.shape[2]:
         b, q, came = query.shape[0], query.shape[2], list(attention_mask.shape)

@@ -71,7 +71,7 @@ def _expect(**conditions: bool) -> None:
     """
     for name, holds in conditions.items():
         if not holds:
-            raise ValueError(f"that is no case: {name.replace('_', ' ')}")
+            raise ValueError(f"not a valid case: {name.replace('_', ' ')}")
 
 
 def _window(query_len: int, seq_len: int, window: int) -> dict[str, Any]:

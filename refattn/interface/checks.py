@@ -296,7 +296,7 @@ def _check_latents(cache: Tensor, query: Tensor, size: int) -> None:
 def _check_scale(options: AttentionOptions) -> None:
     if isinstance(options, AttentionOptions) and options.softmax_scale is None:
         raise ValueError(
-            "softmax_scale: expected a number, as nothing here tells the head size it comes from, got None"
+            "softmax_scale: expected a number, as the head size before absorption is unknown here, got None"
         )
 
 

@@ -132,7 +132,7 @@ class CascadePlan:
         check_batch(self.batch)
         check_list("levels", self.levels, "plans")
         if not self.levels:
-            raise ValueError("levels: expected at least one, the keys that nobody shares, got none")
+            raise ValueError("levels: expected at least one, the keys not shared, got none")
         for i, level in enumerate(self.levels):
             if not isinstance(level, Plan) or level.block_size is None:
                 came = "one over rows" if isinstance(level, Plan) else describe(level)
