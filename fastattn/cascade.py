@@ -1,8 +1,8 @@
-"""Cascade attention: a level is a plan of its own for a paged kernel; the twin of `refattn.cascade`.
+"""Cascade attention: each level is a plan for a paged kernel; the twin of `refattn.cascade`.
 
-Any kernel computes it: the shared levels without a causal mask, as every query comes after every key there, and the
-last level as ever. Our Triton kernel reduces the parts of all levels at once; the answers of another are merged. Where
-a window or ALiBi depends on where a query stands, the plan has its position.
+Any paged kernel can compute it: the shared levels without a causal mask, because every query comes after every key
+there, and the last level as usual. Our Triton kernel merges the parts of all levels in one launch; the answers of other
+kernels are merged afterwards. The plan holds the positions of the queries, on which windows and ALiBi depend.
 """
 
 from collections.abc import Sequence

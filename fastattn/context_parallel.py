@@ -1,7 +1,7 @@
 """Context parallelism by the fastest kernel for each part; the twin of `refattn.context_parallel`.
 
-The parts of the ranks cross the wire in float32, as they are added there; nothing synchronizes with the host, and a
-CUDA graph captures the collectives with the kernels where the group is one of NCCL.
+Partial answers are sent and summed in float32. Nothing synchronizes with the host. With an NCCL group, a CUDA graph
+captures the collectives together with the kernels.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Differential attention, every key and value read once where a kernel can; the twin of `refattn.differential`."""
+"""Differential attention, with each key and value read once where possible; the twin of `refattn.differential`."""
 
 import torch
 from jaxtyping import Float, Int64, Shaped

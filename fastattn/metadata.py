@@ -1,4 +1,4 @@
-"""From requests to a `Batch`, for all tokens at once and without asking the device; the twin of `refattn.metadata`."""
+"""From requests to a `Batch`, for all tokens at once and without synchronizing; the twin of `refattn.metadata`."""
 
 import dataclasses
 from array import array

@@ -1,6 +1,6 @@
 """Multi-head latent attention by the fastest kernel; the twin of `refattn.mla`.
 
-A prefill makes keys and values of latents by one product each, and attends over rows; `attention` hands the pool to a
+`prefill` computes keys and values from latents with one matrix product each, and attends over rows. `attention` uses a
 kernel that reads each latent once, as key and as value.
 """
 

@@ -1,4 +1,4 @@
-"""Cascade attention: keys that sequences share are attended once, by the queries of all of them, and the parts merge.
+"""Cascade attention: attend to shared keys once, with the queries of all sequences that share them, and merge.
 
 Four sequences and their blocks; three share the first two blocks, and two of those a third one:
 
@@ -8,8 +8,8 @@ Four sequences and their blocks; three share the first two blocks, and two of th
     c  7 3 4       (                       4
     d  6 1                                 6 1          ( one group: its keys are read once
 
-A level is a plan itself, whose "sequences" are groups of neighbouring sequences: the queries of a, b and c lie one
-after the other, so they are the queries of one long sequence that has the keys of blocks 7 and 3.
+Each level has its own plan, whose "sequences" are groups of neighbouring sequences: the queries of a, b and c lie one
+after the other, so they can be treated as the queries of one long sequence with the keys of blocks 7 and 3.
 """
 
 from collections.abc import Sequence

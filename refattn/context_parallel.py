@@ -1,4 +1,4 @@
-"""Context parallelism: the keys of a sequence lie on several machines, each attends to its own, and the parts merge.
+"""Context parallelism: the keys of a sequence are on several ranks, each attends to its own keys, and the parts merge.
 
 Two ranks, a sequence of 9 tokens of which the last 2 are new, runs of 2 tokens:
 
@@ -9,9 +9,9 @@ Two ranks, a sequence of 9 tokens of which the last 2 are new, runs of 2 tokens:
     1. every rank gathers the queries of all heads          all_gather(query)
     2. and attends to its own part of the context           no mask: every key is before every new token
     3. the parts of all ranks merge by their LSE            all_gather(lse), then reduce_scatter(weight * part)
-    4. what comes back are the rank's own heads, to which it adds the new tokens: those every rank has
+    4. each rank gets its own heads back, and merges in the new tokens, which every rank has
 
-A rank that has none of a context gives 0 with an LSE of `-inf`, which counts for nothing.
+A rank without any key of a context contributes 0 with an LSE of `-inf`, which has no weight.
 """
 
 import torch

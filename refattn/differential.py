@@ -1,12 +1,12 @@
 """Differential attention: two softmaxes over the same values, and the second subtracted from the first.
 
-What both weigh alike is noise, and cancels. One query, six keys:
+Weight that both softmaxes give to a key is noise, and cancels. One query, six keys:
 
       softmax(q1 k1)             .1 .2 .1 .4 .1 .1
     - lambda * softmax(q2 k2)    .1 .2 .1 .0 .1 .1      (softmax 2 times a lambda of 0.6)
     = weights                    .0 .0 .0 .4 .0 .0      of [v1; v2], both halves of a pair's value
 
-Heads come in pairs, interleaved, and the pool has a half for each side of the pairs:
+Heads come in pairs, interleaved, and the pool has one half for each member of the pairs:
 
     query, key, value    head  0  1 | 2  3 | ...         1 and 2 of pair 0 | 1 and 2 of pair 1 | ...
     cache                [half, key or value, n, p, hk/2, d]

@@ -6,8 +6,8 @@
     block 2   token 0  token 1                slot = block * p + row = 3 * 2 + 0 = 6
     block 3   token 4  (free)
 
-A cache is indexed `[n, p, hk, d]` whatever its layout in memory is: NHD is that order, HND keeps the tokens of one head
-together and is seen through a strided view.
+A cache is always indexed `[n, p, hk, d]`, whatever its layout in memory: NHD is that order; HND keeps the tokens of one
+head together and is accessed through a strided view.
 
 Source: Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with PagedAttention".
 """

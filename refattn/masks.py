@@ -1,14 +1,14 @@
 """Who may see whom: boolean pictures `visible[t, s]` of one sequence, and the ALiBi bias that goes with positions.
 
-A sequence of `seq_len` keys ends with its `query_len` new tokens, so query `i` stands at position
-`seq_len - query_len + i`, and key `j` at position `j`. With `query_len = 3` and `seq_len = 5`:
+A sequence of `seq_len` keys ends with its `query_len` new tokens, so query `i` has position `seq_len - query_len + i`
+and key `j` has position `j`. With `query_len = 3` and `seq_len = 5`:
 
     causal      window (1, 0)   chunk of 2      full
     1 1 1 0 0   0 1 1 0 0       0 0 1 0 0       1 1 1 1 1
     1 1 1 1 0   0 0 1 1 0       0 0 1 1 0       1 1 1 1 1
     1 1 1 1 1   0 0 0 1 1       0 0 0 0 1       1 1 1 1 1
 
-Pictures combine with `&`.
+Masks combine with `&`.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""From requests to a `Batch`: where each token stands, which slot it is written to, and the batch of the next step.
+"""From requests to a `Batch`: the position of each token, the slot it is written to, and the batch of the next step.
 
 request   tokens so far   new now   blocks          query rows   positions   slots (blocks of 4)
 a         3               2         9, 2            0 1          3 4         39 8

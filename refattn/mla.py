@@ -1,17 +1,17 @@
-"""Multi-head latent attention: a token leaves one short vector in the cache, from which every head makes its own key.
+"""Multi-head latent attention: a token caches one short vector, from which every head computes its key and value.
 
-A token's latent `c` and its rotary key are all that is kept, `r + rope` numbers (512 + 64 in DeepSeek-V2 and V3):
+Only a token's latent `c` and its rotary key are cached, `r + rope` numbers (512 + 64 in DeepSeek-V2 and V3):
 
     key of head h      [ W_k[h] c | rotary key ]        nope + rope numbers, the second part shared by all heads
     value of head h      W_v[h] c                       dv numbers
 
 Two ways to the same answer:
 
-    prefill     make keys and values of the latents, then attend: many queries share what was made
-    attention   let the query go to the latent: q . (W_k c) = (W_k^T q) . c, so heads read the cache as it is, and what
-                comes out is a latent, too, which `project` turns into the head's output: nothing is made per key
+    prefill     compute keys and values from the latents, then attend: many queries share the result
+    attention   apply the matrix to the query: q . (W_k c) = (W_k^T q) . c, so heads read the cache as it is; the output
+                is a latent, too, which `project` turns into the head's output: nothing is computed per key
 
-The second is one key head of size `r + rope` for all query heads, whose values are the first `r` numbers of its keys.
+The second has one key head of size `r + rope` for all query heads, whose values are the first `r` numbers of its keys.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Checks of the arguments of a call: shapes, types, devices, and whether they fit the plan.
 
-They run in every layer, so they read no tensor that is on a device, and of the others only a few numbers per head.
+They run in every layer, so they never read a tensor on a device, and only a few numbers per head of tensors on the CPU.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Checks of what lengths and tables hold. On a CPU they are read, once per step; on a device nothing waits for them."""
+"""Checks of the contents of lengths and tables: once per step, on a CPU only, as reading a device would synchronize."""
 
 from array import array
 from collections.abc import Sequence

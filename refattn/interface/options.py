@@ -1,4 +1,4 @@
-"""What a layer fixes of its attention, beside its shapes: one definition for every path and every kernel."""
+"""The options of attention that are fixed for a layer: one definition for every path and every kernel."""
 
 from dataclasses import dataclass, replace
 

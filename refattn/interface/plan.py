@@ -2,15 +2,15 @@
 
     batch     what a scheduler knows: lengths, block table                    one per step
     plan      what a path derives from it: tables, masks, positions           one per step and kind of layer
-    options   what a layer fixes: scale, softcap, slopes, sinks               one per layer
+    options   what is fixed for a layer: scale, softcap, slopes, sinks        one per layer
 
 A plan describes sequences of keys, each with some query rows. They may be those of the batch, or derived from them:
 
-    path              its sequences                              the first key of a sequence stands at
-    chunked prefill   those of the batch                         position 0
-    sliding window    without the blocks that nobody sees        the first block that is left
-    local             one for each chunk with new tokens         the beginning of the chunk
-    cascade           groups that share keys, level by level     the end of the level above
+    path              its sequences                              position of a sequence's first key
+    chunked prefill   those of the batch                         0
+    sliding window    without the blocks that no query sees      start of the first block that is left
+    local             one for each chunk with new tokens         start of the chunk
+    cascade           groups that share keys, level by level     end of the level above
 """
 
 from collections.abc import Hashable

@@ -1,4 +1,4 @@
-"""Checks of single values: numbers, flags, windows, tensors of a shape. A `ValueError` names what came instead."""
+"""Checks of single values: numbers, flags, windows, shapes of tensors. A `ValueError` says what was passed instead."""
 
 import sys
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The blocks of the pool: who uses them, and which of them hold the start of a prompt."""
+"""The blocks of the pool: which requests use them, and prefix caching (which of them hold the start of a prompt)."""
 
 from collections import OrderedDict
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The blocks of window layers: a pool of their own that is smaller, as a block that no query can see comes back."""
+"""The blocks of window layers: a separate, smaller pool, in which blocks that no query can see are freed."""
 
 from array import array
 from collections import OrderedDict

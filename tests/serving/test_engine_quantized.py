@@ -3,10 +3,12 @@
 import copy
 import importlib
 import os
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
 import torch
+from test_speculation import Oracle, Wild
 from tiny_models import LATENT_SIZES, SHARED_CACHES, byte_tokenizer, make_family, make_llama
 from tolerance import assert_matches_reference
 from transformers import AutoModelForSeq2SeqLM, BartConfig
@@ -20,7 +22,7 @@ import refattn.quantized
 from fastattn.serving import CudaGraphs
 from refattn.conformance.tolerance import on_cpu
 from refattn.interface import Fp8Scales
-from refattn.serving import Amax, Engine, SamplingParams, calibrate
+from refattn.serving import CPU, Amax, Engine, NGram, SamplingParams, calibrate
 from refattn.serving.layers import KV_CACHE_DTYPES, LocalLayer, QuantizedLayer, WindowLayer
 
 SYSTEM = [5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2]
@@ -221,6 +223,73 @@ def test_recorded_decodes_change_nothing(models, calibrations, kind, device, mon
     got, _ = answers(models["llama"], **options, runner=runner)
     assert got == expected
     assert runner.records
+
+
+@pytest.mark.parametrize("package", ["refattn", "fastattn"])
+@each_way
+def test_a_cascade_reads_shared_codes_once_and_changes_nothing(models, calibrations, kind, calibrated, package):
+    """Where a launch costs nothing a cascade is always worth it; on this machine it never is for so few keys."""
+    options = dict(kv_cache_dtype=kind, calibration=calibrations["llama"] if calibrated else None)
+    options |= dict(twin=importlib.import_module(package))
+    expected, plain = answers(models["llama"], **options)
+    got, engine = answers(models["llama"], **options, machine=replace(CPU, launch_seconds=0.0, tile_keys=4))
+    assert got == expected
+    assert 0 < engine.counters.saved_key_reads < engine.counters.key_reads == plain.counters.key_reads
+    assert plain.counters.saved_key_reads == 0
+
+
+def test_a_cascade_over_codes_is_chosen_by_their_bytes(models, calibrations, monkeypatch):
+    """A byte for an element of fp8; of int8 keys with a scale, and values in float32, two and a half: rounded up."""
+    asked = []
+    choose = refattn.serving.engine.worthwhile_prefixes
+    monkeypatch.setattr(
+        refattn.serving.engine,
+        "worthwhile_prefixes",
+        lambda *lens, **sizes: asked.append(sizes["element_size"]) or choose(*lens, **sizes),
+    )
+    for kind, calibrated, size in (("auto", False, 4), ("fp8_e4m3", True, 1), ("int8", True, 2), ("int8", False, 3)):
+        asked.clear()
+        calibration = calibrations["llama"] if calibrated else None
+        answers(models["llama"], PROMPTS[:2], kv_cache_dtype=kind, calibration=calibration)
+        assert {*asked} == {size}
+
+
+@pytest.mark.parametrize("package", ["refattn", "fastattn"])
+@pytest.mark.parametrize(("kind", "calibrated"), [("fp8_e4m3", True), ("int8", True), ("int8", False)])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_drafts_over_codes_change_nothing(models, calibrations, family, kind, calibrated, package):
+    """Trees with wrong tokens before the right ones: the codes of those that are accepted move, and their scales."""
+    options = dict(kv_cache_dtype=kind, calibration=calibrations[family] if calibrated else None, num_blocks=30)
+    options |= dict(twin=importlib.import_module(package))
+    sampling = SamplingParams(max_tokens=14, stop_token_ids=())
+    plain = Engine(models[family], **SIZES | options)
+    whole = [request.tokens for request in plain.generate(PROMPTS, sampling)]
+    drafts = Oracle(max_drafts=3, max_branches=3)
+    object.__setattr__(drafts, "answers", whole)
+    engine = Engine(models[family], **SIZES | options, speculation=drafts)
+    assert [request.tokens for request in engine.generate(PROMPTS, sampling)] == whole
+    assert 0 < engine.counters.accepted_tokens < engine.counters.drafted_tokens
+    assert engine.counters.steps < plain.counters.steps
+
+
+def test_trees_over_codes_are_for_layers_that_take_trees(models):
+    with pytest.raises(ValueError, match="^speculation: expected max_branches=1, as a QuantizedLayer has no mask for"):
+        Engine(models["llama4_text"], **SIZES, kv_cache_dtype="int8", speculation=NGram(max_branches=2))
+
+
+@pytest.mark.parametrize("kind", ["fp8_e4m3", "int8"])
+def test_recorded_verifications_over_codes_change_nothing(models, calibrations, kind, device, monkeypatch):
+    """As the recorded decodes above, with trees, whose parents are in the buffers of a recording, too."""
+    if device == "cpu":
+        monkeypatch.setattr(fastattn.serving.cuda_graphs, "_record", lambda step, memory, name: step)
+    monkeypatch.setattr(CudaGraphs, "_is_worth_recording", lambda self, engine, shape: True)
+    runner, drafts = CudaGraphs(), Wild(max_drafts=3, max_branches=3)
+    runner.records = True
+    options = dict(kv_cache_dtype=kind, calibration=calibrations["llama"], twin=fastattn)
+    expected, _ = answers(models["llama"], **options)
+    got, engine = answers(models["llama"], **options, runner=runner, speculation=drafts)
+    assert got == expected and engine.counters.drafted_tokens > 0
+    assert runner.records and any(shape.trees for shape in runner._steps)
 
 
 # --- calibration ---
