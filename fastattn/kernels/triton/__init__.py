@@ -136,12 +136,15 @@ def mla(
     options: AttentionOptions,
     latent_rank: int,
     out: Float[Tensor, "t h {latent_rank}"] | None,
+    scales: Fp8Scales | None = None,
 ) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
     """Attend to latents, each loaded once, as key and as value; see `fastattn.kernels.dispatch`."""
     from fastattn.kernels.triton.attention import attend
+    from fastattn.kernels.triton.codes import NO_CODES, codes_of
 
-    pages = cache[:, :, None, : query.shape[2]]
-    return attend(query, pages, pages[..., :latent_rank], plan, options, out, shared=True)
+    pages = (cache if scales is None else cache.view(torch.uint8))[:, :, None, : query.shape[2]]
+    codes = NO_CODES if scales is None else codes_of(scales)
+    return attend(query, pages, pages[..., :latent_rank], plan, options, out, shared=True, codes=codes)
 
 
 def quantized(

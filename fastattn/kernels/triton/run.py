@@ -451,13 +451,18 @@ def attend_to_run(
     )
     query_factors = None
     if CODES != "":
-        VALUE_TYPE: tl.constexpr = value_type(q.dtype, value.dtype.element_ty)
+        VALUE_TYPE: tl.constexpr = value_type(q.dtype, key.dtype.element_ty if SHARED else value.dtype.element_ty)
         if CODES == "int8":
             query_factors = row_scale(q.to(tl.float32))
         elif not ROUND_QUERY and q.dtype == tl.bfloat16:
-            query_factors = power_of_two(q.to(tl.float32))
+            largest = tl.max(tl.abs(q.to(tl.float32)), 1)
+            if SHARED:
+                largest = tl.maximum(largest, tl.max(tl.abs(query_values.to(tl.float32)), 1))
+            query_factors = power_of_two(largest)
         if query_factors is not None:
             q = prepare_query(q, query_factors[:, None], CODES, ROUND_QUERY, HARDWARE)
+            if SHARED:
+                query_values = prepare_query(query_values, query_factors[:, None], CODES, ROUND_QUERY, HARDWARE)
         elif ROUND_QUERY:
             q = prepare_query(q, query_scale, CODES, ROUND_QUERY, HARDWARE)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -505,6 +510,8 @@ def attend_to_run(
             if SHARED:
                 at_value = key + value_rows[:, None] + (at_dv.to(tl.int64) * value_strides[-1])[None, :]
                 v = tl.load(at_value, mask=in_value, other=0.0)  # [keys, dv]
+                if CODES != "":
+                    v = from_codes(v, CODES, HARDWARE).to(VALUE_TYPE)
             k = tl.load(
                 key + key_rows[None, :] + (at_d.to(tl.int64) * key_strides[-1])[:, None],
                 mask=is_key[None, :] & in_key[:, None],
@@ -516,13 +523,13 @@ def attend_to_run(
                 products = tl.dot(q, k).to(tl.float32)
             else:
                 products = tl.dot(q, from_codes(k, CODES, HARDWARE).to(q.dtype), input_precision="ieee")
+            if SHARED:
+                products = tl.dot(query_values, tl.trans(v), products, input_precision="ieee")
             if query_factors is not None:
                 products = products * query_factors[:, None]
             if key_scales is not None:
                 at_scale = blocks * key_scale_strides[0] + places * key_scale_strides[1] + head * key_scale_strides[2]
                 products = products * tl.load(key_scales + at_scale, mask=is_key, other=0.0)[None, :]
-            if SHARED:
-                products = tl.dot(query_values, tl.trans(v), products, input_precision="ieee")
             all_seen = phase == 1 if PHASES == 3 else (start >= all_from) & (start + BLOCK_N <= all_to)
             scores = finish_scores(
                 products,
@@ -557,7 +564,7 @@ def attend_to_run(
             elif not SHARED:
                 at_value = value + value_rows[:, None] + (at_dv.to(tl.int64) * value_strides[-1])[None, :]
                 v = tl.load(at_value, mask=in_value, other=0.0)  # [keys, dv]
-            if CODES != "":
+            if CODES != "" and not SHARED:
                 if v.dtype == tl.int8 or v.dtype == tl.uint8:
                     v = from_codes(v, CODES, HARDWARE)
                 v = v.to(VALUE_TYPE)
