@@ -140,11 +140,14 @@ def mla(
 ) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
     """Attend to latents, each loaded once, as key and as value; see `fastattn.kernels.dispatch`."""
     from fastattn.kernels.triton.attention import attend
-    from fastattn.kernels.triton.codes import NO_CODES, codes_of
+    from fastattn.kernels.triton.codes import codes_of
 
-    pages = (cache if scales is None else cache.view(torch.uint8))[:, :, None, : query.shape[2]]
-    codes = NO_CODES if scales is None else codes_of(scales)
-    return attend(query, pages, pages[..., :latent_rank], plan, options, out, shared=True, codes=codes)
+    pages = cache[:, :, None, : query.shape[2]]
+    if scales is None:
+        return attend(query, pages, pages[..., :latent_rank], plan, options, out, shared=True)
+    pages, codes = pages.view(torch.uint8), codes_of(scales)
+    value = _in_pairs_where_it_pays(query, pages[..., :latent_rank], plan, options)
+    return attend(query, pages, value, plan, options, out, shared=True, codes=codes)
 
 
 def quantized(
@@ -158,15 +161,27 @@ def quantized(
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend over pages of codes, which become numbers in registers; see `fastattn.kernels.dispatch`."""
     from fastattn.kernels.triton.attention import attend
-    from fastattn.kernels.triton.codes import codes_of, in_pairs
+    from fastattn.kernels.triton.codes import codes_of
 
     if isinstance(scales, Fp8Scales):
         key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
-    # Few rows wait for memory, and gain by pairs. With 64 rows Triton 3.6 compiles pairs to code that reads memory
-    # which is not its own, on an NVIDIA H200 with two accumulators of 32 columns.
-    rows = plan.batch.max_query_len * (query.shape[1] // key_cache.shape[2])
-    value = in_pairs(value_cache) if rows <= 16 and not options.batch_invariant else value_cache
+    value = _in_pairs_where_it_pays(query, value_cache, plan, options)
     return attend(query, key_cache, value, plan, options, out, codes=codes_of(scales))
+
+
+def _in_pairs_where_it_pays(
+    query: Float[Tensor, "t h d"], value_cache: Shaped[Tensor, "n p hk dv"], plan: Plan, options: AttentionOptions
+) -> Shaped[Tensor, "n p hk _"]:
+    """Return codes of values as pairs, if they lie so and there are few rows: those wait for memory.
+
+    Beside queries in float32 pairs are turned in local memory. With 64 rows Triton 3.6 compiles pairs to code that reads memory which is not its own, on an NVIDIA H200 with two
+    accumulators of 32 columns.
+    """
+    from fastattn.kernels.triton.codes import in_pairs
+
+    rows = plan.batch.max_query_len * (query.shape[1] // value_cache.shape[2])
+    pays = rows <= 16 and query.element_size() == 2 and not options.batch_invariant
+    return in_pairs(value_cache) if pays else value_cache
 
 
 def merge(
