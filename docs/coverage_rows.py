@@ -16,13 +16,13 @@ STATES = {
     "done": "computed, and proven by the tests named",
     "refused": "refused by name, with the reason",
     "open": "not there yet",
-    "outside": "of no concern here, with the reason",
+    "outside": "out of scope, with the reason",
 }
 HEAD = """\
 # Coverage
 
-> **The idea.** The project began with five attention backends of servers. Each of their features is a row here: done,
-> with the tests that prove it, or refused by name, with the reason. A test fails when a row loses its last test.
+> **The idea.** The project began with five attention backends of servers. Each of their features is a row here, either
+> done, with the tests that prove it, or refused by name, with the reason. A test fails if a row loses its last test.
 
 """
 

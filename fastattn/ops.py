@@ -134,8 +134,8 @@ def cascade(
 ) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend level by level; the operator of `fastattn.cascade.attention`."""
     pages = (query, key_cache, value_cache)
-    lists = _join(_batch_lists(plan.batch), *map(_plan_lists, plan.levels))
-    return _with_lse(torch.ops.fastattn.cascade(*pages, *lists, *_options_list(options)), return_lse)
+    answer = torch.ops.fastattn.cascade(*pages, *_cascade_lists(plan), *_options_list(options))
+    return _with_lse(answer, return_lse)
 
 
 def speculative(
@@ -149,12 +149,8 @@ def speculative(
 ) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend from drafted tokens to their ancestors; the operator of `fastattn.speculative.attention`."""
     pages = (query, key_cache, value_cache)
-    if isinstance(plan, TreePlan):
-        trees: list[Tensor | None] = [plan.trees.parents, plan.trees.lens, plan.depths, plan.ancestors]
-        lists = _join(_plan_lists(plan.whole), _plan_lists(plan.prefix), (trees, []))
-    else:
-        lists = _plan_lists(plan)
-    return _with_lse(torch.ops.fastattn.speculative(*pages, *lists, *_options_list(options)), return_lse)
+    answer = torch.ops.fastattn.speculative(*pages, *_tree_lists(plan), *_options_list(options))
+    return _with_lse(answer, return_lse)
 
 
 def differential(
@@ -216,7 +212,7 @@ def quantized(
     query: Float[Tensor, "t h d"],
     key_cache: Shaped[Tensor, "n p hk d"],
     value_cache: Shaped[Tensor, "n p hk dv"],
-    plan: Plan,
+    plan: Plan | CascadePlan | TreePlan,
     options: AttentionOptions = AttentionOptions(),
     *,
     scales: Fp8Scales | Int8Scales,
@@ -224,7 +220,9 @@ def quantized(
 ) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend over pages of codes; the operator of `fastattn.quantized.attention`."""
     pages = (query, key_cache, value_cache)
-    crossing = (*_plan_lists(plan), *_options_list(options), *_scales_lists(scales))
+    of_plan = _cascade_lists(plan) if isinstance(plan, CascadePlan) else _tree_lists(plan)
+    lists = _join(([], [int(isinstance(plan, CascadePlan))]), of_plan)
+    crossing = (*lists, *_options_list(options), *_scales_lists(scales))
     return _with_lse(torch.ops.fastattn.quantized(*pages, *crossing), return_lse)
 
 
@@ -327,6 +325,17 @@ def _plan_lists(plan: Plan) -> Lists:
     tables: list[Tensor | None] = [plan.first_keys, plan.positions, plan.sequences]
     left, right = plan.window_size
     return _join(_batch_lists(plan.batch), (tables, [_or_minus_one(plan.block_size), int(plan.causal), left, right]))
+
+
+def _cascade_lists(plan: CascadePlan) -> Lists:
+    return _join(_batch_lists(plan.batch), *map(_plan_lists, plan.levels))
+
+
+def _tree_lists(plan: Plan | TreePlan) -> Lists:
+    if isinstance(plan, Plan):
+        return _plan_lists(plan)
+    trees: list[Tensor | None] = [plan.trees.parents, plan.trees.lens, plan.depths, plan.ancestors]
+    return _join(_plan_lists(plan.whole), _plan_lists(plan.prefix), (trees, []))
 
 
 def _batch(tables: Iterator[Tensor | None], sizes: Iterator[int]) -> Batch:
@@ -535,11 +544,13 @@ def _quantized(
     *options_and_scales: Any,
 ) -> Any:
     *options, tensors, numbers, kind = options_and_scales
+    is_cascade, *others = sizes
+    make_plan = _cascade_plan if is_cascade else _tree_plan
     return quantized_path.attention(
         query,
         key_cache,
         value_cache,
-        _plan(iter(tables), iter(sizes)),
+        make_plan(iter(tables), iter(others)),
         AttentionOptions(*options),
         scales=_scales(tensors, numbers, kind),
         return_lse=True,

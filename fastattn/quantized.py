@@ -7,7 +7,7 @@ from jaxtyping import Float, Float32, Int8, Int64, Shaped
 from torch import Tensor
 
 from fastattn.kernels import dispatch
-from refattn.interface import AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan
+from refattn.interface import AttentionOptions, Batch, CascadePlan, Fp8Scales, Int8Scales, Plan, TreePlan
 from refattn.interface.checks import check_int8_pools, check_quantized, check_quantized_slots, check_values
 
 
@@ -20,7 +20,7 @@ def attention(
     query: Float[Tensor, "t h d"],
     key_cache: Shaped[Tensor, "n p hk d"],
     value_cache: Shaped[Tensor, "n p hk dv"],
-    plan: Plan,
+    plan: Plan | CascadePlan | TreePlan,
     options: AttentionOptions = AttentionOptions(),
     *,
     scales: Fp8Scales | Int8Scales,

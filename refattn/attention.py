@@ -1,9 +1,11 @@
 """The one formula: softmax attention of some queries over some keys, under a mask of who may see whom.
 
-`attend` is the formula, for one sequence; `attend_sequences` draws the mask of each sequence of a plan and applies it.
+`attend` is the formula, for one sequence; `attend_sequences` draws the mask of each sequence of a plan and applies it,
+and `attend_trees` that of sequences which end with a drafted tree.
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from einops import einsum, rearrange, repeat
@@ -11,7 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from refattn import masks
-from refattn.interface import AttentionOptions, Plan
+from refattn.interface import AttentionOptions, Plan, TreePlan
 
 
 def attend(
@@ -116,6 +118,57 @@ def attend_sequences(
             key,
             value,
             masks.visible_keys(*lens, causal=plan.causal, window_size=plan.window_size, positions=where, device=device),
+            softmax_scale=options.softmax_scale,
+            softcap=options.softcap,
+            bias=bias,
+            sinks=options.sinks,
+        )
+    return out, lse
+
+
+def attend_trees(
+    query: Float[Tensor, "t h d"],
+    sequences: Iterable[tuple[Float[Tensor, "_ hk d"], Float[Tensor, "_ hk dv"]]],
+    plan: TreePlan,
+    options: AttentionOptions,
+    *,
+    value_head_size: int,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend from the nodes of each tree to the keys before it, and in the tree to their ancestors and themselves.
+
+    Args:
+        query: query rows of all sequences, the last nodes of each tree; rows after the last sequence are padding.
+        sequences: the keys and the values of each sequence, those of its tree last.
+        plan: the trees, and where their nodes stand.
+        options: scale, softcap, slopes, sinks.
+        value_head_size: elements of a value, `dv`.
+
+    Returns:
+        As `attend_sequences`.
+    """
+    whole, compute, slopes, device = plan.whole, compute_dtype(query.dtype), options.alibi_slopes, query.device
+    assert whole.positions is not None  # a plan of trees has them
+    out = query.new_zeros(*query.shape[:2], value_head_size, dtype=compute)
+    lse = query.new_full(query.shape[:2], -torch.inf, dtype=compute)
+    rows = zip(whole.batch.query_rows(), sequences, plan.trees.to_lists(), strict=True)
+    for i, ((q0, q1), (key, value), parents) in enumerate(rows):
+        t, s = q1 - q0, len(key)
+        first_node = s - len(parents)
+        first_key = 0 if whole.first_keys is None else whole.first_keys[i].long()
+        where = whole.positions[q0:q1].long() - first_key
+        keys = torch.arange(s, device=device)
+        keys[first_node:] = first_node + plan.depths[i, : len(parents)]  # the positions of siblings are the same
+        stand: dict[str, Any] = dict(positions=where, key_positions=keys, device=device)
+        visible = masks.window(t, s, whole.window_size, **stand)
+        visible[:, first_node:] &= masks.tree(parents)[len(parents) - t :].to(device)
+        bias = None
+        if slopes is not None:
+            bias = masks.alibi(slopes, t, s, dtype=compute, sqrt=options.alibi_sqrt, **stand)
+        out[q0:q1], lse[q0:q1] = attend(
+            query[q0:q1].to(compute),
+            key,
+            value,
+            visible,
             softmax_scale=options.softmax_scale,
             softcap=options.softcap,
             bias=bias,

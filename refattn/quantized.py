@@ -14,10 +14,11 @@ The scales of int8 keys are worked out by the write, one for each token and KV h
 (`allocate_int8`). Nothing lies beside a pool of fp8: `kv_cache.allocate` makes one of `dtype=torch.float8_e4m3fn`.
 `kv_cache.copy_blocks` and `swap_blocks` move blocks of either, those of int8 with their scales as one more cache.
 
-All rounding is computed in float32, to the nearest code, and to the even one of two. What is too large for a format
-becomes its largest number, infinity too: a cast alone would make it NaN (e4m3) or infinity (e5m2). NaN stays NaN. Int8
-has no code for it, so a key's scale is NaN where the key or an int8 value of that token and head is, and the answer of
-whoever sees the token is. A row with its own scale has no largest number: one with infinity comes out as NaN, too.
+All rounding is computed in float32, to the nearest code, ties to even. A number that is too large for a format becomes
+its largest number, infinity too; a cast alone would give infinity for e5m2, and NaN for e4m3 before PyTorch 2.12. NaN
+stays NaN. Int8 has no code for it, so the scale of a key is NaN if the key or an int8 value of that token and head has
+one, and every answer that sees the token is NaN. A row with its own scale has no largest number, so infinity in it
+comes out as NaN, too.
 
 Source: Micikevicius et al. 2022, "FP8 Formats for Deep Learning"; Shah et al. 2024, "FlashAttention-3"; 8-bit integers
     with a scale for each row: Dettmers et al. 2022, "LLM.int8()".
@@ -31,15 +32,17 @@ from jaxtyping import Float, Float32, Int8, Int64, Shaped
 from torch import Tensor
 
 from refattn import kv_cache
-from refattn.attention import attend_sequences, compute_dtype, hand_over
-from refattn.interface import AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan
+from refattn.attention import attend_sequences, attend_trees, compute_dtype, hand_over
+from refattn.interface import AttentionOptions, Batch, CascadePlan, Fp8Scales, Int8Scales, Plan, TreePlan
 from refattn.interface.checks import check_int8_pools, check_quantized, check_quantized_slots, check_values
+from refattn.merge import merge
 
 
 def plan(batch: Batch, *, block_size: int, causal: bool = True, window_size: tuple[int, int] = (-1, -1)) -> Plan:
     """Plan attention over all tokens of each sequence in the cache, as `chunked_prefill.plan` does.
 
-    A plan says where keys are, and not what they are made of: one of `sliding_window` or `local` is as good here.
+    A plan says where keys are, and not what they are made of: one of `sliding_window`, `local`, `cascade` or
+    `speculative` is as good here.
 
     Args:
         batch: the lengths and the block table.
@@ -60,7 +63,7 @@ def attention(
     query: Float[Tensor, "t h d"],
     key_cache: Shaped[Tensor, "n p hk d"],
     value_cache: Shaped[Tensor, "n p hk dv"],
-    plan: Plan,
+    plan: Plan | CascadePlan | TreePlan,
     options: AttentionOptions = AttentionOptions(),
     *,
     scales: Fp8Scales | Int8Scales,
@@ -71,7 +74,7 @@ def attention(
 
         key'[j]   = key scale * key code[j]          value'[j] = value scale * value code[j]
         query'    = query scale * query code         for int8, and for fp8 if there is a scale for it
-        out       = attention(query', key', value')
+        out       = attention(query', key', value')            of the path that the plan is of
 
     Write the new keys and values first (`write`).
 
@@ -79,10 +82,10 @@ def attention(
         query: new tokens of all sequences, not quantised; rows after the last sequence are padding.
         key_cache: the pool of keys; any strides. fp8 as its own type or as bytes (`torch.uint8`), or int8.
         value_cache: the pool of values, of the same type; floating point under int8 keys without `scales.value`.
-        plan: from `plan`, or of another path over pages, once per step.
-        options: what the layer fixes.
+        plan: from `plan`, or of another path over pages, once per step; levels of a cascade and drafted trees, too.
+        options: what the layer fixes; the sinks are counted once.
         scales: what the layer's codes are multiplied with. Scales per sequence are those of the batch, in a plan of
-            virtual sequences, too.
+            virtual sequences, too. A cascade takes none per sequence: what several share was written under one scale.
         return_lse: also return the log-sum-exp.
         out: where to write the outputs; a new tensor if None.
 
@@ -94,22 +97,16 @@ def attention(
 
     Source: the descales of Shah et al. 2024, "FlashAttention-3".
     """
-    block_table = check_quantized(query, key_cache, value_cache, plan, options, scales, out, return_lse)
-    compute = compute_dtype(query.dtype)
-    rounded, sequences = query.to(compute, copy=True), []
-    for i, ((q0, q1), blocks, seq_len) in enumerate(
-        zip(plan.batch.query_rows(), block_table, plan.batch.seq_lens.tolist(), strict=True)
-    ):
-        key, value = (kv_cache.gather(cache, blocks, seq_len) for cache in (key_cache, value_cache))
-        if isinstance(scales, Fp8Scales):
-            member = i if plan.sequences is None else int(plan.sequences[i])
-            read = _read_fp8(query[q0:q1], key, value, scales, member, compute)
+    check_quantized(query, key_cache, value_cache, plan, options, scales, out, return_lse)
+    levels, size, parts = plan.levels if isinstance(plan, CascadePlan) else (plan,), value_cache.shape[-1], []
+    for level in levels:
+        rounded, sequences = _read(query, key_cache, value_cache, level, scales)
+        its_options = options if level is levels[-1] else options.without_sinks()  # they count once
+        if isinstance(level, TreePlan):
+            parts.append(attend_trees(rounded, sequences, level, its_options, value_head_size=size))
         else:
-            of_key = kv_cache.gather(rearrange(scales.key, "n p hk -> n p hk 1"), blocks, seq_len)
-            read = _read_int8(query[q0:q1], key, value, of_key, scales.value, compute)
-        rounded[q0:q1], key, value = read
-        sequences.append((key, value))
-    result, lse = attend_sequences(rounded, sequences, plan, options, value_head_size=value_cache.shape[-1])
+            parts.append(attend_sequences(rounded, sequences, level, its_options, value_head_size=size))
+    result, lse = merge(*zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
     return hand_over(result, lse, query, return_lse=return_lse, out=out)
 
 
@@ -232,6 +229,33 @@ def calibrate(values: Sequence[Float[Tensor, "_ hk dv"]]) -> Float32[Tensor, "hk
 
 
 # --- codes into numbers ---
+
+
+def _read(
+    query: Float[Tensor, "t h d"],
+    key_cache: Shaped[Tensor, "n p hk d"],
+    value_cache: Shaped[Tensor, "n p hk dv"],
+    plan: Plan | TreePlan,
+    scales: Fp8Scales | Int8Scales,
+) -> tuple[Float[Tensor, "t h d"], list[tuple[Float[Tensor, "_ hk d"], Float[Tensor, "_ hk dv"]]]]:
+    """Return the queries, and the keys and values of each sequence of a plan, that the codes stand for."""
+    plan = plan.whole if isinstance(plan, TreePlan) else plan
+    compute, block_table = compute_dtype(query.dtype), plan.batch.block_table
+    assert block_table is not None  # it is a plan over pages
+    rounded, sequences = query.to(compute, copy=True), []
+    for i, ((q0, q1), blocks, seq_len) in enumerate(
+        zip(plan.batch.query_rows(), block_table, plan.batch.seq_lens.tolist(), strict=True)
+    ):
+        key, value = (kv_cache.gather(cache, blocks, seq_len) for cache in (key_cache, value_cache))
+        if isinstance(scales, Fp8Scales):
+            member = i if plan.sequences is None else int(plan.sequences[i])
+            read = _read_fp8(query[q0:q1], key, value, scales, member, compute)
+        else:
+            of_key = kv_cache.gather(rearrange(scales.key, "n p hk -> n p hk 1"), blocks, seq_len)
+            read = _read_int8(query[q0:q1], key, value, of_key, scales.value, compute)
+        rounded[q0:q1], key, value = read
+        sequences.append((key, value))
+    return rounded, sequences
 
 
 def _read_fp8(

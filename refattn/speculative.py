@@ -29,7 +29,7 @@ from jaxtyping import Bool, Float, Int32, Int64, Shaped
 from torch import Tensor
 
 from refattn import chunked_prefill, masks
-from refattn.attention import attend, compute_dtype, hand_over
+from refattn.attention import attend_trees, hand_over
 from refattn.interface import Accepted, AttentionOptions, Batch, Plan, TreePlan, Trees
 from refattn.interface.checks import check_tree
 from refattn.interface.contents import check_block_table, check_num_tokens
@@ -106,7 +106,7 @@ def positions(batch: Batch, trees: Trees, num_tokens: int) -> Int64[Tensor, "t"]
     check_trees(batch, trees)
     check_num_tokens(num_tokens, batch)
     result = torch.zeros(num_tokens, dtype=torch.int64, device=batch.device)
-    for (q0, q1), seq_len, parents in zip(batch.query_rows(), batch.seq_lens.tolist(), _lists(trees), strict=True):
+    for (q0, q1), seq_len, parents in zip(batch.query_rows(), batch.seq_lens.tolist(), trees.to_lists(), strict=True):
         depths = masks.tree(parents).sum(-1) - 1
         result[q0:q1] = (seq_len - len(parents) + depths)[len(parents) - (q1 - q0) :]
     return result
@@ -149,7 +149,7 @@ def plan(
 
     depths = torch.zeros(trees.parents.shape, dtype=torch.int32)
     ancestors = torch.zeros(*trees.parents.shape, trees.num_words, dtype=torch.int64)
-    for i, parents in enumerate(_lists(trees)):
+    for i, parents in enumerate(trees.to_lists()):
         for node, seen in enumerate(masks.tree(parents)):
             depths[i, node] = seen.sum() - 1
             for other in seen.nonzero().flatten().tolist():
@@ -207,42 +207,11 @@ def attention(
     if isinstance(plan, Plan):
         return chunked_prefill.attention(query, key_cache, value_cache, plan, options, return_lse=return_lse, out=out)
     block_table = check_tree(query, key_cache, value_cache, plan, options, out, return_lse)
-    whole, compute, slopes = plan.whole, compute_dtype(query.dtype), options.alibi_slopes
-    assert whole.positions is not None  # a plan of trees has them
-    result = query.new_zeros(*query.shape[:2], value_cache.shape[-1], dtype=compute)
-    lse = query.new_full(query.shape[:2], -torch.inf, dtype=compute)
-    for i, ((q0, q1), s, parents) in enumerate(
-        zip(whole.batch.query_rows(), whole.batch.seq_lens.tolist(), _lists(plan.trees), strict=True)
-    ):
-        first_node = s - len(parents)
-        first_key = 0 if whole.first_keys is None else whole.first_keys[i].long()
-        where = whole.positions[q0:q1].long() - first_key
-        keys = torch.arange(s, device=query.device)
-        keys[first_node:] = first_node + plan.depths[i, : len(parents)]  # the positions of siblings are the same
-        visible = masks.window(q1 - q0, s, whole.window_size, positions=where, key_positions=keys, device=query.device)
-        visible[:, first_node:] &= masks.tree(parents)[len(parents) - (q1 - q0) :].to(query.device)
-        bias = None
-        if slopes is not None:
-            bias = masks.alibi(
-                slopes,
-                q1 - q0,
-                s,
-                dtype=compute,
-                sqrt=options.alibi_sqrt,
-                positions=where,
-                key_positions=keys,
-                device=query.device,
-            )
-        result[q0:q1], lse[q0:q1] = attend(
-            query[q0:q1].to(compute),
-            gather(key_cache, block_table[i], s),
-            gather(value_cache, block_table[i], s),
-            visible,
-            softmax_scale=options.softmax_scale,
-            softcap=options.softcap,
-            bias=bias,
-            sinks=options.sinks,
-        )
+    sequences = (
+        (gather(key_cache, blocks, seq_len), gather(value_cache, blocks, seq_len))
+        for blocks, seq_len in zip(block_table, plan.whole.batch.seq_lens.tolist(), strict=True)
+    )
+    result, lse = attend_trees(query, sequences, plan, options, value_head_size=value_cache.shape[-1])
     return hand_over(result, lse, query, return_lse=return_lse, out=out)
 
 
@@ -270,7 +239,7 @@ def accept(batch: Batch, trees: Trees, drafts: Int64[Tensor, "t"], chosen: Int64
     """
     check_drafts(batch, trees, drafts=drafts, chosen=chosen)
     paths, next_tokens = [], []
-    for (q0, q1), parents in zip(batch.query_rows(), _lists(trees), strict=True):
+    for (q0, q1), parents in zip(batch.query_rows(), trees.to_lists(), strict=True):
         tokens, wanted = drafts[q0:q1].tolist(), chosen[q0:q1].tolist()
         branches: list[list[int]] = []  # to each node, empty where it is not accepted
         for node, parent in enumerate(parents):
@@ -322,7 +291,7 @@ def accept_sampled(
     check_probabilities(drafts, target_probs, uniforms, draft_probs)
     paths: list[list[int]] = []
     next_tokens: list[int] = []
-    for (q0, _), parents in zip(batch.query_rows(), _lists(trees), strict=True):
+    for (q0, _), parents in zip(batch.query_rows(), trees.to_lists(), strict=True):
         if not parents:
             paths.append([])
             next_tokens.append(-1)
@@ -409,11 +378,6 @@ def accepted_batch(batch: Batch, trees: Trees, lens: Int32[Tensor, "b"]) -> Batc
         num_keys=None,
         num_tokens=None,
     )
-
-
-def _lists(trees: Trees) -> list[list[int]]:
-    """Return the parents of the nodes of each tree."""
-    return [nodes[:count] for nodes, count in zip(trees.parents.tolist(), trees.lens.tolist(), strict=True)]
 
 
 def _accepted(paths: Sequence[Sequence[int]], next_tokens: Sequence[int], trees: Trees) -> Accepted:

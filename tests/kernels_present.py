@@ -12,7 +12,7 @@ from tolerance import assert_twins_agree
 
 import fastattn
 from fastattn.kernels import dispatch
-from fastattn.kernels.problem import Problem
+from fastattn.kernels.problem import Problem, expanded
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -26,6 +26,10 @@ def has_to_compute(name: str, problem: Problem) -> bool:
         return True
     if problem.operation == "mla":
         return has_to_attend_to_latents(name, problem)
+    if problem.operation == "quantized":
+        if problem.stored[1] not in (problem.stored[0], problem.dtype):
+            return False
+        problem = expanded(problem)
     over_pages = problem.block_size is not None
     sizes = {problem.head_size, problem.value_head_size}
     if problem.dtype not in HALVES or problem.positions or not problem.aligned:

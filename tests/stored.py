@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+import numpy as np
 import torch
 from batches import HARMLESS, POISON, build
 
@@ -146,3 +147,62 @@ def apart(x: torch.Tensor) -> torch.Tensor:
     view = room[tuple(slice(size) for size in x.shape)]
     view.copy_(x)
     return view
+
+
+def in_codes(key_cache: torch.Tensor, value_cache: torch.Tensor, kind: str) -> tuple:
+    """Return pools whose values are 0, 1 or poison as codes, under scales other than 1, and their scales."""
+    if kind in ("e4m3", "e5m2"):
+        return (
+            key_cache.to(KINDS[kind]),
+            (value_cache * 4).to(KINDS[kind]),
+            Fp8Scales(0.7, 0.25, format=KINDS[kind]),
+        )
+    keys, values = ((x * 64).nan_to_num(119.0).clamp(-127, 127).to(torch.int8) for x in (key_cache, value_cache))
+    of_values = torch.full(value_cache.shape[2:], 1 / 64, device=values.device) if kind == "int8" else None
+    scales = Int8Scales(key_cache[..., 0].contiguous(), of_values)
+    return keys, values if kind == "int8" else value_cache.half(), scales
+
+
+def rounded_by_hand(stored: Stored) -> torch.Tensor:
+    """Round queries as the scales say, one number at a time, in float64."""
+    scales, query = stored.scales, stored.query
+    group = query.shape[1] // stored.key_cache.shape[2]
+    result, row = query.double().clone(), 0
+    for i, query_len in enumerate(stored.batch.query_lens.tolist()):
+        for t in range(row, row + query_len):
+            for head in range(query.shape[1]):
+                x = query[t, head].float().numpy()
+                if isinstance(scales, Int8Scales):
+                    scale = np.float32(np.abs(x).max() / np.float32(127))
+                    codes = np.clip(np.rint(x / scale), -127, 127)
+                elif scales.query is None:
+                    continue
+                else:
+                    numbers = (
+                        torch.as_tensor(scales.query).expand(i + 1, stored.key_cache.shape[2])
+                        if torch.as_tensor(scales.query).ndim < 2
+                        else scales.query
+                    )
+                    scale = np.float32(numbers[i, head // group])
+                    codes = decoded(scales.format)[[nearest(float(y), scales.format) for y in x / scale]].numpy()
+                result[t, head] = torch.from_numpy(codes.astype(np.float64) * np.float64(scale))
+        row += query_len
+    return result
+
+
+def attended_by_hand(stored: Stored, masks: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax in float64 over what the codes stand for, one head of one sequence at a time."""
+    query = rounded_by_hand(stored)
+    h, group = query.shape[1], query.shape[1] // stored.key_cache.shape[2]
+    out = torch.zeros(len(query), h, stored.value_cache.shape[3], dtype=torch.float64)
+    lse = torch.full((len(query), h), -math.inf, dtype=torch.float64)
+    row = 0
+    for key, value, mask in zip(stored.keys, stored.values, masks, strict=True):
+        q = len(mask)
+        for head in range(h):
+            weights = (query[row : row + q, head] @ key[:, head // group].T * query.shape[2] ** -0.5).exp() * mask
+            total = weights.sum(-1)
+            out[row : row + q, head] = weights @ value[:, head // group].double() / total.clamp(min=1e-300)[:, None]
+            lse[row : row + q, head] = total.log()
+        row += q
+    return out, lse

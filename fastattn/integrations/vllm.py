@@ -10,9 +10,12 @@ scheduler, its block pool and its tensor parallelism stay as they are; what is c
     in each layer   the new keys and values are written, and the queries attend, to where the answer is wanted
 
 vLLM keeps keys and values side by side, `[n, hk, p, 2 d]` in any order of memory; a view of each, `[n, p, hk, d]`, is a
-pool as the paths know it. What is declared here is what a validation of vLLM lets through; anything else it refuses by
-name before it loads a model. Full CUDA graphs are not declared: vLLM then replays what lies between the attentions of
-its layers, and calls those.
+pool as the paths know it. An fp8 pool is one of bytes, with one scale for all keys of a layer and one for all values:
+tensors of one number, which nobody reads on the host.
+
+What is declared here is what a validation of vLLM lets through; anything else it refuses by name before it loads a
+model. Full CUDA graphs are not declared: vLLM then replays what lies between the attentions of its layers, and calls
+those.
 
 Written against vLLM 0.32 (its CPU wheel) and 0.33.
 """
@@ -36,14 +39,15 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from fastattn import chunked_prefill
+from fastattn import chunked_prefill, quantized
 from fastattn.kv_cache import write
-from refattn.interface import AttentionOptions, Batch, Plan
+from refattn.interface import AttentionOptions, Batch, Fp8Scales, Plan
 
 NAME = "FASTATTN"
 BACKEND = "fastattn.integrations.vllm.FastAttentionBackend"
 ON_CPU = "FASTATTN_REPLACES_CPU_ATTN"
 LARGEST_HEAD = 256
+FP8_FORMATS = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
 def register() -> None:
@@ -162,14 +166,18 @@ class FastAttentionImpl(AttentionImpl[FastAttentionMetadata]):
         """Write new keys and values; vLLM does not call this in a layer that shares the cache of another.
 
         Args:
-            layer: not used.
+            layer: has the scales of an fp8 pool.
             key: of the new tokens `[t, hk, d]`, or of more, for padding.
             value: likewise.
             kv_cache: the pool, `[n, hk, p, 2 d]`.
             slot_mapping: where each token goes, `[t]`; -1 for padding.
         """
         tokens = slot_mapping.shape[0]
-        write(key[:tokens], value[:tokens], *self._pools(kv_cache), slot_mapping)
+        new = (key[:tokens], value[:tokens], *self._pools(kv_cache), slot_mapping)
+        if self.kv_cache_dtype in FP8_FORMATS:
+            quantized.write(*new, scales=self._scales(layer))
+        else:
+            write(*new)
 
     def forward(
         self,
@@ -186,8 +194,8 @@ class FastAttentionImpl(AttentionImpl[FastAttentionMetadata]):
         """Attend from the new tokens to those in the pool.
 
         Args:
-            layer: not used.
-            query: of the new tokens `[t, h, d]`, and of padding.
+            layer: has the scales of an fp8 pool.
+            query: of the new tokens `[t, h, d]`, and of padding; not quantised, as this backend does not ask for that.
             key: not used; it is in the pool.
             value: likewise.
             kv_cache: the pool, `[n, hk, p, 2 d]`.
@@ -204,9 +212,18 @@ class FastAttentionImpl(AttentionImpl[FastAttentionMetadata]):
         if attn_metadata is None:
             return output.fill_(0)
         tokens = attn_metadata.num_actual_tokens
-        pools, plan = self._pools(kv_cache), attn_metadata.plan(self.sliding_window)
-        chunked_prefill.attention(query[:tokens], *pools, plan, self.options, out=output[:tokens])
+        plan = attn_metadata.plan(self.sliding_window)
+        arguments, out = (query[:tokens], *self._pools(kv_cache), plan, self.options), output[:tokens]
+        if self.kv_cache_dtype in FP8_FORMATS:
+            quantized.attention(*arguments, scales=self._scales(layer), out=out)
+        else:
+            chunked_prefill.attention(*arguments, out=out)
         return output
+
+    def _scales(self, layer: Any) -> Fp8Scales:
+        """Return the scales of a layer, seen once for each KV head: what vLLM writes into them later shows."""
+        key, value = (scale.reshape(1).expand(self.num_kv_heads) for scale in (layer._k_scale, layer._v_scale))
+        return Fp8Scales(key, value, format=FP8_FORMATS[self.kv_cache_dtype])
 
     def _pools(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and the values of a pool as views `[n, p, hk, d]`."""
@@ -219,7 +236,7 @@ class FastAttentionBackend(AttentionBackend):
 
     forward_includes_kv_cache_update: bool = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *FP8_FORMATS]
 
     @staticmethod
     def get_name() -> str:

@@ -15,6 +15,8 @@ and its operations are called as
     mla(query, cache, plan, options, latent_rank, out, scales)       attend to latents, keys and values in one; codes
                                                                      if there are scales
     quantized(query, key_cache, value_cache, plan, options, scales, out)     attend over pages of codes
+    quantized_levels(query, key_cache, value_cache, plans, options, scales, out)     attend to the levels of a cascade
+    quantized_tree(query, key_cache, value_cache, plan, options, scales, out)        attend over pages before a tree
     merge(outs, lses)                                                combine partial answers
     add_sinks(out, lse, sinks)                                       give sinks their share of an answer
     write(key, value, key_cache, value_cache, slot_mapping)          write new tokens into the pool
@@ -38,7 +40,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache, lru_cache, wraps
 from types import ModuleType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from jaxtyping import Float, Int32, Int64, Shaped
@@ -97,8 +99,10 @@ def priorities(problem: Problem) -> tuple[str, ...]:
     Over latents FlashMLA is fastest: 64 decodes of 128 heads over 8192 keys take it 0.27 ms, FlashAttention-3 0.29 and
     ours 0.58; of 16 heads 0.159, 0.169 and 0.171; and 128 of 16 heads over 2048 keys 84, 94 and 91 us.
 
-    Over codes there is ours alone: FlashAttention-3 rounds the weights to fp8, too, before they meet the values, which
-    costs more than the one tolerance lets pass.
+    Over codes ours turns them into numbers in registers, for each tile of queries anew. Where a key meets many queries,
+    they are expanded into memory once, for a kernel of numbers; flash-attn-4 comes first, as it splits no keys and so
+    shows NaN in any. FlashAttention-3 is not asked for its own product of codes: it rounds the weights to fp8, too,
+    before they meet the values, which costs more than the one tolerance lets pass.
 
     A tree after thousands of keys is a chunk to all but its last keys: FlashAttention-3 reads the keys before it,
     without a mask, and ours its few nodes, in one launch that takes in the answer of the other: 64 trees of 16 nodes
@@ -112,6 +116,9 @@ def priorities(problem: Problem) -> tuple[str, ...]:
     if not problem.is_attention:
         return "triton", "torch"
     if problem.operation == "quantized":
+        pays_to_expand = _rows_per_key(problem) >= ROWS_TO_EXPAND and not _pays_to_split(problem)
+        return ("fa4", "fa3", "triton") if pays_to_expand else ("triton",)
+    if problem.operation.startswith("quantized"):
         return ("triton",)
     if problem.operation == "tree":
         return ("triton", "fa3") if _rows(problem) <= 16 else ("fa3", "triton")
@@ -129,6 +136,7 @@ def priorities(problem: Problem) -> tuple[str, ...]:
 
 
 FA3_PAGE = 128  # tokens in a page: prompts of 2 x 8192 tokens take FlashAttention-3 1.78 ms there, flash-attn-4 1.82
+ROWS_TO_EXPAND = 512  # that meet a key, on average, from which on its codes become numbers in memory first
 FEW_OPERATIONS = 8e9  # of all products, at most, so that they are over before the host has launched others
 
 
@@ -148,6 +156,14 @@ def _pays_to_split(problem: Problem) -> bool:
 def _rows(problem: Problem) -> int:
     """Return the most rows of the products with one key head of a sequence."""
     return problem.max_query_len * (problem.num_heads // problem.num_kv_heads)
+
+
+def _rows_per_key(problem: Problem) -> float:
+    """Return how many rows meet a key, at most on average: less than all, if most of the keys are outside a window."""
+    left, right = problem.window
+    visible = problem.max_seq_len if min(left, right) < 0 else min(problem.max_seq_len, left + 1 + right)
+    rows = problem.num_tokens * (problem.num_heads // problem.num_kv_heads) / max(1, problem.num_seqs)
+    return rows * visible / max(1, problem.max_seq_len)
 
 
 @contextmanager
@@ -237,13 +253,21 @@ def _load(name: str) -> ModuleType:
 # --- attention ---
 
 
-def _says_what_helps(function: Callable[P, T]) -> Callable[P, T]:
-    """Let a function that runs out of memory on a GPU say what would help."""
+def _launches(function: Callable[P, T]) -> Callable[P, T]:
+    """Let a function launch on the GPU of its first argument, and say what helps where memory runs out.
+
+    A launch goes to the current GPU, whichever one the tensors are on.
+    """
 
     @wraps(function)
     def call(*arguments: P.args, **options: P.kwargs) -> T:
+        first: Any = arguments[0]
+        device = (first[0] if isinstance(first, list | tuple) else first).device
         try:
-            return function(*arguments, **options)
+            if device.type != "cuda" or device.index == torch.cuda.current_device():
+                return function(*arguments, **options)
+            with torch.cuda.device(device):
+                return function(*arguments, **options)
         except torch.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(
                 "query: expected few enough rows for the memory that is left; take fewer at a time (an engine: "
@@ -253,7 +277,7 @@ def _says_what_helps(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-@_says_what_helps
+@_launches
 def dense(
     query: Float[Tensor, "t h d"],
     key: Float[Tensor, "s hk d"],
@@ -267,7 +291,7 @@ def dense(
     return _into(out, *kernel.dense(query, key, value, plan, options, _memory(out)))
 
 
-@_says_what_helps
+@_launches
 def paged(
     query: Float[Tensor, "t h d"],
     key_cache: Float[Tensor, "n p hk d"],
@@ -281,7 +305,7 @@ def paged(
     return _into(out, *kernel.paged(query, key_cache, value_cache, plan, options, _memory(out)))
 
 
-@_says_what_helps
+@_launches
 def levels(
     query: Float[Tensor, "t h d"],
     key_cache: Float[Tensor, "n p hk d"],
@@ -307,7 +331,7 @@ def levels(
     return _into(out, *(merge(*zip(*parts, strict=True)) if shared else parts[0]))
 
 
-@_says_what_helps
+@_launches
 def tree(
     query: Float[Tensor, "t h d"],
     key_cache: Float[Tensor, "n p hk d"],
@@ -321,7 +345,7 @@ def tree(
     return _into(out, *kernel.tree(query, key_cache, value_cache, plan, options, _memory(out)))
 
 
-@_says_what_helps
+@_launches
 def differential(
     query: Float[Tensor, "t h d"],
     cache: Float[Tensor, "2 2 n p pairs d"],
@@ -354,7 +378,7 @@ def differential(
     return _into(out, subtraction.finish(difference).to(query.dtype).view(query.shape), lse)
 
 
-@_says_what_helps
+@_launches
 def mla(
     query: Float[Tensor, "t h d"],
     cache: Float[Tensor, "n p c"],
@@ -370,19 +394,26 @@ def mla(
     return _into(out, *kernel.mla(query, cache, plan, options, latent_rank, _memory(out), scales))
 
 
-@_says_what_helps
+@_launches
 def quantized(
     query: Float[Tensor, "t h d"],
     key_cache: Shaped[Tensor, "n p hk d"],
     value_cache: Shaped[Tensor, "n p hk dv"],
-    plan: Plan,
+    plan: Plan | CascadePlan | TreePlan,
     options: AttentionOptions,
     scales: Fp8Scales | Int8Scales,
     out: Float[Tensor, "t h dv"] | None = None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend over pages of codes; arguments and errors are those of `fastattn.quantized.attention`."""
-    kernel = choose(attention_problem("quantized", query, key_cache, value_cache, plan, options, scales))
-    return _into(out, *kernel.quantized(query, key_cache, value_cache, plan, options, scales, _memory(out)))
+    tensors, memory = (query, key_cache, value_cache), _memory(out)
+    if isinstance(plan, CascadePlan):
+        kernel = choose(attention_problem("quantized_levels", *tensors, plan.levels[-1], options, scales))
+        return _into(out, *kernel.quantized_levels(*tensors, plan.levels, options, scales, memory))
+    if isinstance(plan, TreePlan):
+        kernel = choose(attention_problem("quantized_tree", *tensors, plan.whole, options, scales))
+        return _into(out, *kernel.quantized_tree(*tensors, plan, options, scales, memory))
+    kernel = choose(attention_problem("quantized", *tensors, plan, options, scales))
+    return _into(out, *kernel.quantized(*tensors, plan, options, scales, memory))
 
 
 @lru_cache(maxsize=4096)
@@ -411,6 +442,7 @@ def _into(out: Tensor | None, answer: Tensor, lse: Tensor) -> tuple[Tensor, Tens
 # --- what goes with it: partial answers, the cache, tables ---
 
 
+@_launches
 def merge(
     outs: Sequence[Float[Tensor, "t h dv"]], lses: Sequence[Float[Tensor, "t h"]]
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
@@ -418,6 +450,7 @@ def merge(
     return choose(Problem("merge", outs[0].device, lses[0].dtype)).merge(outs, lses)
 
 
+@_launches
 def add_sinks(
     out: Float[Tensor, "t h dv"], lse: Float[Tensor, "t h"], sinks: Float[Tensor, "h"]
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
@@ -425,6 +458,7 @@ def add_sinks(
     return choose(Problem("add_sinks", out.device, lse.dtype)).add_sinks(out, lse, sinks)
 
 
+@_launches
 def write(
     key: Shaped[Tensor, "t hk d"],
     value: Shaped[Tensor, "t hk dv"],
@@ -436,6 +470,7 @@ def write(
     choose(Problem("write", key.device, key.dtype)).write(key, value, key_cache, value_cache, slot_mapping)
 
 
+@_launches
 def write_quantized(
     key: Float[Tensor, "t hk d"],
     value: Float[Tensor, "t hk dv"],
@@ -449,6 +484,7 @@ def write_quantized(
     kernel.write_quantized(key, value, key_cache, value_cache, slot_mapping, scales)
 
 
+@_launches
 def copy_blocks(cache: Shaped[Tensor, "n ..."], pairs: Int64[Tensor, "k 2"]) -> None:
     """Copy blocks inside a pool; arguments are those of `fastattn.kv_cache.copy_blocks`, for one pool."""
     last = sum(stride * (size - 1) for stride, size in zip(cache.stride()[1:], cache.shape[1:], strict=True))
@@ -457,6 +493,7 @@ def copy_blocks(cache: Shaped[Tensor, "n ..."], pairs: Int64[Tensor, "k 2"]) -> 
     choose(problem).copy_blocks(cache, pairs)
 
 
+@_launches
 def compact(
     cache: Shaped[Tensor, "n p ..."], batch: Batch, trees: Trees, accepted: Accepted, *, block_size: int
 ) -> None:
@@ -465,11 +502,13 @@ def compact(
     choose(problem).compact(cache, batch, trees, accepted, block_size)
 
 
+@_launches
 def slot_mapping(batch: Batch, num_tokens: int, *, block_size: int) -> Int64[Tensor, "t"]:
     """Compute the slot of each new token; arguments are those of `fastattn.metadata.slot_mapping`."""
     return choose(Problem("slot_mapping", batch.device, torch.int64)).slot_mapping(batch, num_tokens, block_size)
 
 
+@_launches
 def trim(
     batch: Batch, left: int, *, block_size: int, columns: int
 ) -> tuple[Int32[Tensor, "b"], Int32[Tensor, "b"], Int32[Tensor, "b columns"]]:
@@ -477,6 +516,7 @@ def trim(
     return choose(Problem("trim", batch.device, torch.int32)).trim(batch, left, block_size, columns)
 
 
+@_launches
 def cut_chunks(
     batch: Batch, chunk_size: int, *, block_size: int, num_chunks: int, columns: int
 ) -> tuple[Int32[Tensor, "_"], Int32[Tensor, "v"], Int32[Tensor, "v"], Int32[Tensor, "v columns"]]:
@@ -485,6 +525,7 @@ def cut_chunks(
     return kernel.cut_chunks(batch, chunk_size, block_size, num_chunks, columns)
 
 
+@_launches
 def draw_trees(
     batch: Batch, trees: Trees, num_tokens: int
 ) -> tuple[Int32[Tensor, "b w"], Int64[Tensor, "b w words"], Int32[Tensor, "t"]]:

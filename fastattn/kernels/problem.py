@@ -10,6 +10,7 @@ from torch.nn.functional import rms_norm
 from refattn.interface import AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan
 
 CU_SEQLENS_K = "cu_seqlens_k"  # the name in `Plan.kept` of where keys begin that lie in rows
+EXPANDED_BLOCK = 128  # tokens in a block of codes that have become numbers: what FlashAttention loads fastest
 
 
 class Problem(NamedTuple):
@@ -32,9 +33,11 @@ class Problem(NamedTuple):
         softcap: scores are capped.
         alibi: there are ALiBi slopes.
         alibi_sqrt: they multiply the root of the distance.
+        num_tokens: query rows, padding included.
         sinks: there are sinks.
         batch_invariant: no bit of a row may depend on what else is in the batch.
-        aligned: the elements of each head lie side by side, from a multiple of 16 bytes on.
+        aligned: the elements of each head lie side by side, from a multiple of 16 bytes on; of queries alone where
+            keys and values are codes.
         num_pairs: copies of blocks that are asked for.
         uniform: the host knows that every sequence has `max_query_len` new tokens.
         stored: the types of the codes, or numbers, that keys and values are in a quantised cache; None in any other.
@@ -64,6 +67,7 @@ class Problem(NamedTuple):
     stored: tuple[torch.dtype, torch.dtype] | None = None
     rounds_query: bool = False
     alibi_sqrt: bool = False
+    num_tokens: int = 0
 
     @property
     def is_attention(self) -> bool:
@@ -100,11 +104,20 @@ def attention_problem(
         options.alibi_slopes is not None,
         options.sinks is not None,
         options.batch_invariant,
-        query.device.type != "cuda" or all(map(_is_aligned, (query, key, value))),
+        query.device.type != "cuda" or all(map(_is_aligned, (query, key, value) if scales is None else (query,))),
         uniform=_is_uniform(batch) and query.shape[0] >= batch.num_seqs * batch.max_query_len,
         stored=None if scales is None else stored_types(scales, value),
         rounds_query=scales is not None and (isinstance(scales, Int8Scales) or scales.query is not None),
         alibi_sqrt=options.alibi_sqrt,
+        num_tokens=query.shape[0],
+    )
+
+
+def expanded(problem: Problem) -> Problem:
+    """Describe what is left of attention over codes when they have become numbers in the type of the queries."""
+    aligned = problem.aligned or problem.rounds_query  # rounded queries are new ones
+    return problem._replace(
+        operation="paged", block_size=EXPANDED_BLOCK, stored=None, rounds_query=False, aligned=aligned
     )
 
 

@@ -10,8 +10,9 @@ The pool is too small for all prompts and the steps are short, so prompts run in
 With `speculate` each twin serves its prompts twice, once with drafts. They are texts to repeat, as drafts come from a
 look-up.
 
-With a quantised cache the words may be others. `fastattn` answers once more with a plain cache then, and what the codes
-save and cost stands side by side: the memory of the pool, the tokens that stayed the same, the perplexity.
+With a quantised cache the words may be others. Its scales are calibrated on texts that are none of the prompts.
+`fastattn` answers once more with a plain cache then, and what the codes save and cost stands side by side: the memory
+of the pool, the tokens that stayed the same, the perplexity.
 """
 
 import ctypes
@@ -35,11 +36,12 @@ from rich.text import Text
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+import fastattn
 from fastattn import kv_cache, metadata
 from fastattn.serving import CudaGraphs
 from refattn.conformance.tolerance import FLOAT32_ROUNDINGS, Distance, bound
 from refattn.interface import AttentionOptions, CascadePlan, Plan
-from refattn.serving import CPU, Counters, Engine, NGram, Request, SamplingParams
+from refattn.serving import CPU, Amax, Counters, Engine, NGram, Request, SamplingParams, calibrate
 from refattn.serving.demo_model import MODEL, load, model_file
 from refattn.serving.layers import KV_CACHE_DTYPES
 
@@ -86,6 +88,20 @@ TO_REPEAT = (
     "Repeat this text word for word: " + DIARY.split("\n\n")[1].split(" In the afternoon")[0],
     "Write this list once more, and add nothing: apples, pears, plums, apples, figs, pears, apples, plums, figs.",
     "Say this three times: the tide comes in and the tide goes out.",
+)
+
+
+TO_CALIBRATE = (
+    """\
+Answer this letter in a few lines.
+
+Dear Ines, thank you for the seeds. I sowed the tomatoes in March, and by the first of May there were 24 plants on the \
+windowsill, each as high as my hand. Then came three nights of frost, and I carried all of them into the kitchen, \
+where my brother fell over the tray in the dark. Nine survived! Have you ever pruned a lemon tree? Ours is taller than \
+the fence, it has thorns, and nobody here dares to touch it. With love, Oskar""",
+    "What is wrong with this function?\n\n"
+    "def mean(numbers):\n    total = 0\n    for x in numbers:\n        total += x\n    return total / len(number)",
+    "Sort these years, and say in which of them you would have liked to live: 1848, 1066, 1969, 476, 1492.",
 )
 
 
@@ -161,6 +177,12 @@ def run(
     )
     work = prepare(console, questions, max_tokens, device)
     work = replace(work, speculate=speculate, kv_cache_dtype=kv_cache_dtype)
+    if not is_plain:
+        work = replace(work, calibration=calibrate(work.model, work.to_calibrate, twin=fastattn))
+        tokens = sum(map(len, work.to_calibrate))
+        console.print(
+            f"The scales of {kv_cache_dtype} are calibrated on {tokens} tokens of other texts.", highlight=False
+        )
     compares = twin == "both" and speculate is None
     announced = Stages([*names, *[COMPARISON] * compares, TRANSFORMERS if is_plain else PLAIN], work, console)
     runs: list[Run] = []
@@ -179,7 +201,7 @@ def run(
         console.print(runs_table(work, runs))
         twins_agree &= all(run.outputs == expected for run in runs)
     else:
-        plain = replace(work, kv_cache_dtype="auto")
+        plain = replace(work, kv_cache_dtype="auto", calibration=None)
         runs.append(replace(serve(plain, "fastattn", console), name="plain"))
         console.print(runs_table(work, runs))
         console.print(losses_table(work, plain, runs[0], runs[-1]))
@@ -233,8 +255,10 @@ class Work:
         prompts: the token ids of each prompt.
         sampling: greedy, up to the most tokens of an answer.
         num_blocks: blocks in the pool.
+        to_calibrate: the token ids of texts that are no prompts, for the scales of codes.
         speculate: how a run with drafts drafts.
         kv_cache_dtype: what the pool holds.
+        calibration: how large keys and values become; None for a plain pool.
     """
 
     model: Any
@@ -243,8 +267,10 @@ class Work:
     prompts: list[list[int]]
     sampling: SamplingParams
     num_blocks: int
+    to_calibrate: list[list[int]]
     speculate: str | None = None
     kv_cache_dtype: str = "auto"
+    calibration: list[Amax] | None = None
 
     def engine(self, name: str, twin: Any = None) -> Any:
         """Make the engine of a package for this work, with drafts if its name says so."""
@@ -256,6 +282,7 @@ class Work:
             block_size=BLOCK_SIZE,
             max_num_batched_tokens=TOKEN_BUDGET,
             kv_cache_dtype=self.kv_cache_dtype,
+            calibration=self.calibration,
             tokenizer=self.tokenizer,
             twin=importlib.import_module(package) if twin is None else twin,
             # A prefix as short as the demo's is hardly worth another launch; shown here as if launches were free.
@@ -274,14 +301,15 @@ def prepare(console: Console, questions: Sequence[str] | None, max_tokens: int, 
         model.to(device)
         progress.update(loading, total=1, completed=1)
     pairs = [(None, question.strip()) for question in questions] if questions else PROMPTS
-    prompts = [
-        tokenizer.apply_chat_template(
-            [{"role": "system", "content": system}] * (system is not None) + [{"role": "user", "content": question}],
-            add_generation_prompt=True,
-            return_dict=True,
-        )["input_ids"]
-        for system, question in pairs
-    ]
+
+    def tokens_of(system: str | None, question: str) -> list[int]:
+        turns = [{"role": "system", "content": system}] * (system is not None) + [{"role": "user", "content": question}]
+        tokens: list[int] = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)[
+            "input_ids"
+        ]
+        return tokens
+
+    prompts = [tokens_of(*pair) for pair in pairs]
     wanted = [-(-(len(prompt) + max_tokens) // BLOCK_SIZE) for prompt in prompts]
     return Work(
         model,
@@ -290,6 +318,7 @@ def prepare(console: Console, questions: Sequence[str] | None, max_tokens: int, 
         prompts,
         SamplingParams(max_tokens=max_tokens),
         num_blocks=max(*wanted, sum(wanted) // 2),
+        to_calibrate=[tokens_of(None, text) for text in TO_CALIBRATE],
     )
 
 

@@ -90,6 +90,7 @@ def _usual(device: torch.device) -> Problem:
         max_seq_len=4096,
         num_seqs=4,
         window=(-1, 0),
+        num_tokens=4 * 512,
     )
 
 
@@ -117,6 +118,12 @@ def _problems(device: torch.device) -> dict[str, Problem]:
             max_query_len=1,
             uniform=True,
         ),
+    }
+    codes = usual._replace(operation="quantized", stored=(torch.float8_e4m3fn, torch.float8_e4m3fn))
+    problems |= {
+        "prefill, fp8 codes": codes,
+        "decode, fp8 codes": codes._replace(max_query_len=1, num_tokens=4),
+        "prefill, int8 codes": codes._replace(stored=(torch.int8, torch.int8), rounds_query=True),
     }
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         problems[str(dtype).removeprefix("torch.")] = usual._replace(dtype=dtype)

@@ -26,6 +26,7 @@ HALVES = (torch.float16, torch.bfloat16)
 WORKSPACE = 2**27  # bytes that FlashInfer wants for its partial results
 FA3_LIBRARY = "_vllm_fa3_C"  # vLLM's build of FlashAttention-3, and the namespace of its operators
 RECTANGLE = "its queries are a rectangle: as many of each sequence"
+INNER_STRIDE = "must have contiguous last dimension"  # what FlashAttention and FlashMLA raise
 PLANS_ON_HOST = "plans on the host, before the step"
 
 
@@ -310,7 +311,13 @@ def fa2_pages(
 
 
 @adapter("fa2-decode", "chunked_prefill", "flash_attn", "flash-attn", missing=_no_fa2)
-@claims(dtypes=HALVES, block_sizes=(256,), max_query_len=1, not_claimed={"empty rows": RECTANGLE, "padding": RECTANGLE})
+@claims(
+    dtypes=HALVES,
+    block_sizes=(256,),
+    max_query_len=1,
+    not_claimed={"empty rows": RECTANGLE, "padding": RECTANGLE},
+    refusals=(INNER_STRIDE,),
+)
 def fa2_decode(
     query: Tensor,
     key_cache: Tensor,
@@ -359,7 +366,7 @@ def _no_fa3() -> str | None:
 
 
 @adapter("fa3", "dense", None, "vllm", missing=_no_fa3)
-@claims(dtypes=HALVES)
+@claims(dtypes=HALVES, refusals=(INNER_STRIDE,))
 def fa3(
     query: Tensor,
     key: Tensor,
@@ -375,7 +382,7 @@ def fa3(
 
 
 @adapter("fa3-pages", "chunked_prefill", None, "vllm", missing=_no_fa3)
-@claims(dtypes=HALVES)
+@claims(dtypes=HALVES, refusals=(INNER_STRIDE,))
 def fa3_pages(
     query: Tensor,
     key_cache: Tensor,
@@ -392,7 +399,13 @@ def fa3_pages(
 
 
 @adapter("fa3-latents", "mla", None, "vllm", missing=_no_fa3)
-@claims(dtypes=HALVES, heads=((16, 1), (128, 1)), head_sizes=((576, 512),), block_sizes=(64,))
+@claims(
+    dtypes=HALVES,
+    heads=((16, 1), (128, 1)),
+    head_sizes=((576, 512),),
+    block_sizes=(64,),
+    refusals=(INNER_STRIDE,),
+)
 def fa3_latents(query: Tensor, cache: Tensor, batch: Batch, latent_rank: int, softmax_scale: float) -> Any:
     """Call FlashAttention-3 over latents: its second query meets the values."""
     pages = cache[:, :, None, : query.shape[-1]]
@@ -523,7 +536,13 @@ def _fa4(
 
 
 @adapter("flashinfer", "chunked_prefill", "flashinfer", "flashinfer-python")
-@claims(dtypes=HALVES, head_sizes=((128, 128),), block_sizes=(16, 64), not_claimed={"graph": PLANS_ON_HOST})
+@claims(
+    dtypes=HALVES,
+    head_sizes=((128, 128),),
+    block_sizes=(16, 64),
+    not_claimed={"graph": PLANS_ON_HOST},
+    refusals=("does not match qo_indptr",),
+)
 def flashinfer_pages(
     query: Tensor,
     key_cache: Tensor,
@@ -544,7 +563,7 @@ def flashinfer_pages(
         batch.cu_seqlens_q,
         *_flat_table(batch, key_cache.shape[1]),
         *(query.shape[1], key_cache.shape[2], query.shape[2], key_cache.shape[1]),
-        causal=causal,
+        causal=causal or window_size[1] == 0,
         window_left=window_size[0],
         sm_scale=softmax_scale,
         logits_soft_cap=softcap or None,
@@ -664,6 +683,7 @@ def _flat_table(batch: Batch, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
     block_sizes=(64,),
     max_query_len=1,
     not_claimed={"empty rows": RECTANGLE, "padding": RECTANGLE},
+    refusals=(INNER_STRIDE,),
 )
 def flash_mla(query: Tensor, cache: Tensor, batch: Batch, latent_rank: int, softmax_scale: float) -> Any:
     """Call DeepSeek's FlashMLA, its half for Hopper, for one query per sequence."""

@@ -110,7 +110,7 @@ def check_apart(
 
 
 def _watch(task: dict[str, Any], log: Path, patience: float, seconds: float) -> tuple[str, str]:
-    """Run a task in a process, and return how it ended: "" if well, else "crashed" or "hung", and in words."""
+    """Run a task in a process, and return how it ended, in words too: "" if well, "crashed", "hung", "not reached"."""
     said = log.with_name("stderr")
     with said.open("w") as errors:
         process = subprocess.Popen(
@@ -128,8 +128,10 @@ def _watch(task: dict[str, Any], log: Path, patience: float, seconds: float) -> 
             now, before = time.monotonic(), size
             size = log.stat().st_size if log.exists() else 0
             since = now if size != before else since
-            if now - since > (patience if size else max(patience, STARTS)) or now - began > seconds:
+            if now - since > (patience if size else max(patience, STARTS)):
                 return "hung", f"no answer in {now - since:.0f} s"
+            if now - began > seconds:
+                return "not reached", "the time was over while it was checked"
             time.sleep(LOOK)
     finally:
         if process.poll() is None:

@@ -49,6 +49,8 @@ class Claims:
         min_seq_len: the fewest keys of a sequence.
         parts: numbers of parts that a merge takes.
         not_claimed: names of properties, each with the reason, in the words of its documentation.
+        refusals: parts of the messages by which it says what it does not compute, where it raises something else than
+            NotImplementedError.
         max_examples: the most batches per property, for a kernel that compiles for every shape.
     """
 
@@ -60,6 +62,7 @@ class Claims:
     min_seq_len: int = 0
     parts: tuple[int, ...] = (2, 3, 5)
     not_claimed: Mapping[str, str] = field(default_factory=dict)
+    refusals: tuple[str, ...] = ()
     max_examples: int | None = None
 
 

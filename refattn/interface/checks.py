@@ -410,28 +410,32 @@ def check_quantized(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    plan: Plan,
+    plan: Plan | CascadePlan | TreePlan,
     options: AttentionOptions,
     scales: Fp8Scales | Int8Scales,
     out: Tensor | None,
     return_lse: bool,
-) -> Int32[Tensor, "b m"]:
+) -> None:
     """Check a call over quantised pages: as `check_paged`, and that the scales fit them.
-
-    Returns:
-        The block table of the plan.
 
     Raises:
         ValueError: naming the argument, what was expected and what came.
     """
+    if not isinstance(plan, Plan | CascadePlan | TreePlan):
+        raise ValueError(f"plan: expected a Plan, a CascadePlan or a TreePlan, got {describe(plan)}")
     types = _stored_types(key_cache, value_cache, scales)
-    block_table = check_paged(query, key_cache, value_cache, plan, options, out, return_lse, types=types)
-    num_seqs: int | None = plan.batch.num_seqs
-    if plan.sequences is not None:
-        is_known = plan.sequences.is_cpu and plan.sequences.numel()
-        num_seqs = int(plan.sequences.max()) + 1 if is_known else None
-    _check_scales(scales, key_cache, value_cache, num_seqs, at_least=plan.sequences is not None)
-    return block_table
+    shared, own = (plan.levels[:-1], plan.levels[-1]) if isinstance(plan, CascadePlan) else ((), plan)
+    own = own.whole if isinstance(own, TreePlan) else own
+    check_paged(query, key_cache, value_cache, own, options, out, return_lse, types=types)
+    for level in shared:
+        _check_pool("key_cache", key_cache, level)
+    if isinstance(plan, CascadePlan):
+        _check_no_scale_per_sequence(scales, key_cache, "as a group of a cascade is of several sequences")
+    num_seqs: int | None = own.batch.num_seqs
+    if own.sequences is not None:
+        is_known = own.sequences.is_cpu and own.sequences.numel()
+        num_seqs = int(own.sequences.max()) + 1 if is_known else None
+    _check_scales(scales, key_cache, value_cache, num_seqs, at_least=own.sequences is not None)
 
 
 def check_quantized_slots(
@@ -461,12 +465,8 @@ def check_quantized_slots(
         slot_mapping,
         types=(key.dtype, value_cache.dtype if kept_as_it_is else key.dtype),
     )
-    for name, scale in scales.by_name().items() if isinstance(scales, Fp8Scales) else ():
-        if name != "query" and isinstance(scale, Tensor) and scale.ndim == 2:
-            raise ValueError(
-                f"scales.{name}: expected a number or float32 [hk={key_cache.shape[2]}], as a token that is written "
-                f"knows no sequence, got {describe(scale)}"
-            )
+    why = "as a token that is written knows no sequence"
+    _check_no_scale_per_sequence(scales, key_cache, why, besides=("query",))
     _check_scales(scales, key_cache, value_cache, None, at_least=False)
 
 
@@ -543,6 +543,16 @@ def _stored_types(
             f"got {describe(value_cache)}"
         )
     return torch.int8, value_cache.dtype
+
+
+def _check_no_scale_per_sequence(
+    scales: Fp8Scales | Int8Scales, key_cache: Tensor, why: str, *, besides: Sequence[str] = ()
+) -> None:
+    """Check that no scale is one per sequence and head, `besides` some, and say why it must not be."""
+    for name, scale in scales.by_name().items() if isinstance(scales, Fp8Scales) else ():
+        if name not in besides and isinstance(scale, Tensor) and scale.ndim == 2:
+            hk = key_cache.shape[2]
+            raise ValueError(f"scales.{name}: expected a number or float32 [hk={hk}], {why}, got {describe(scale)}")
 
 
 def _check_scales(

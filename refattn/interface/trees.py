@@ -80,6 +80,10 @@ class Trees:
         """Words of 64 bits in the ancestor mask of a node."""
         return -(-self.max_len // WORD)
 
+    def to_lists(self) -> list[list[int]]:
+        """Return the parents of the nodes of each tree."""
+        return [nodes[:count] for nodes, count in zip(self.parents.tolist(), self.lens.tolist(), strict=True)]
+
 
 @dataclass(frozen=True, eq=False)
 class TreePlan:

@@ -1,8 +1,10 @@
 """Serve requests with either twin: an engine that batches continuously, and what it is made of."""
 
 from refattn.serving.block_pool import BlockPool
+from refattn.serving.calibration import calibrate
 from refattn.serving.cost_model import CPU, H200, Machine
 from refattn.serving.engine import Engine, Step
+from refattn.serving.layers import Amax
 from refattn.serving.request import Event, Request
 from refattn.serving.sampling import SamplingParams, sample
 from refattn.serving.scheduler import Counters, Scheduler
@@ -12,6 +14,7 @@ from refattn.serving.window_pool import WindowPool
 __all__ = [
     "CPU",
     "H200",
+    "Amax",
     "BlockPool",
     "Counters",
     "Draft",
@@ -24,5 +27,6 @@ __all__ = [
     "Scheduler",
     "Step",
     "WindowPool",
+    "calibrate",
     "sample",
 ]

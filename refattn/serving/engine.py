@@ -42,8 +42,8 @@ from refattn.interface.trees import MOST_NODES
 from refattn.serving import models
 from refattn.serving.block_pool import BlockPool
 from refattn.serving.cost_model import CPU, H200, Machine, saved_key_reads, worthwhile_prefixes
-from refattn.serving.layers import Layer, Lens, SplitPlan, Twin, quantize
-from refattn.serving.request import Event, Request, token_ids
+from refattn.serving.layers import Amax, Layer, Lens, QuantizedLayer, SplitPlan, Twin, quantize, set_scales
+from refattn.serving.request import Event, Request, tokenize
 from refattn.serving.sampling import GREEDY, SamplingParams, choose
 from refattn.serving.scheduler import Counters, Scheduler
 from refattn.serving.speculation import Draft, NGram
@@ -95,14 +95,16 @@ class Engine:
         speculation: how to draft tokens, which the model verifies beside those that are sure; None drafts nothing. More
             than one branch needs layers that take trees: full ones, and those with a window.
         kv_cache_dtype: what the pools hold: "auto", the model's own type; or codes of 8 bits, "fp8_e4m3", "fp8_e5m2" or
-            "int8", for twice as many tokens in the same memory (int8: keys only) and answers that may differ. There is
-            no cascade then.
+            "int8", for twice as many tokens in the same memory and answers that may differ. There is no cascade then.
+        calibration: how large keys and values become, from `calibrate`, for the scales of the codes. None: fp8 has
+            scales of 1, and saturates at its largest number; of int8 only the keys are codes, and values stay as they
+            are.
         trust_model: serve a model of another family too. Nobody has compared its answers with transformers' own: do
             that before you rely on them.
 
     Raises:
-        ValueError: naming the argument, for a size that is no int of at least 1, a type of cache that is not there, or
-            a model that would be served wrongly.
+        ValueError: naming the argument, for a size that is no int of at least 1, a type of cache that is not there, a
+            calibration of another model, or a model that would be served wrongly.
         NotImplementedError: if the model has layers that no path reads from such a cache.
         torch.OutOfMemoryError: if a GPU has no room for the pool.
     """
@@ -122,6 +124,7 @@ class Engine:
         batch_invariant: bool = False,
         speculation: NGram | None = None,
         kv_cache_dtype: str = "auto",
+        calibration: Sequence[Amax] | None = None,
         trust_model: bool = False,
     ) -> None:
         sizes = dict(
@@ -143,6 +146,9 @@ class Engine:
         most_tokens = max(num_blocks * block_size, max_num_batched_tokens)
         layers = models.layers_of(self.config, most_tokens, batch_invariant=batch_invariant)
         self.layers = quantize(layers, kv_cache_dtype)
+        self.owners = models.owners_of(self.config)  # of each layer, the one whose pool it reads
+        if calibration is not None:
+            self.layers = set_scales(self.layers, calibration, self.twin, self.owners, model.device)
         self.speculation = speculation
         without = [layer for layer in self.layers if not layer.takes_trees]
         if speculation is not None and speculation.max_branches > 1 and without:
@@ -150,7 +156,6 @@ class Engine:
                 f"speculation: expected max_branches=1, as a {type(without[0]).__name__} has no mask for trees, "
                 f"got {speculation.max_branches}"
             )
-        self.owners = models.owners_of(self.config)  # of each layer, the one whose pool it reads
         self.machine = machine or (CPU if model.device.type == "cpu" else H200)
         self.vocab_size = min(self.config.vocab_size, len(model.get_input_embeddings().weight))
         self.max_positions = models.max_positions(self.config)
@@ -202,6 +207,7 @@ class Engine:
     def pool_bytes(self) -> int:
         """The bytes of all layers' pools, scales included, as the tensors have them."""
         tensors = [x for cache in self.caches for x in (cache if isinstance(cache, tuple) else (cache,))]
+        tensors += [x for layer in self.layers if isinstance(layer, QuantizedLayer) for x in layer.fixed_scales]
         return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
 
     @property
@@ -307,9 +313,7 @@ class Engine:
     def _make_request(self, prompt: str | Iterable[int], sampling: SamplingParams) -> Request:
         if not isinstance(sampling, SamplingParams):
             raise ValueError(f"sampling: expected a SamplingParams, got {sampling!r}")
-        if isinstance(prompt, str) and self.tokenizer is None:
-            raise ValueError("prompt: expected token ids, as the engine has no tokenizer, got text")
-        tokens = token_ids(self.tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt)
+        tokens = tokenize(prompt, self.tokenizer)
         if not tokens:
             raise ValueError("prompt: expected at least one token, got none")
         last_id = self.vocab_size - 1

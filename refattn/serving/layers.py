@@ -5,12 +5,12 @@ A layer is known by its path and by what its plan takes, so layers that are equa
 
 import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from einops import rearrange
-from jaxtyping import Float, Int64
+from einops import rearrange, reduce
+from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 
 from refattn.interface import (
@@ -25,6 +25,7 @@ from refattn.interface import (
     TreePlan,
     Trees,
 )
+from refattn.interface.values import describe, expect
 
 WORKSPACE = 16384  # context tokens whose keys and values are made at a time: 1.25 GiB in DeepSeek-V3's sizes, bfloat16
 Lens = Sequence[tuple[int, int]]  # of each request its new tokens, and all its tokens
@@ -379,21 +380,60 @@ class LatentLayer(Layer):
 KV_CACHE_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8}
 
 
+class Amax(NamedTuple):
+    """The largest magnitudes of a layer's keys and values, as `calibrate` has found them.
+
+    Attributes:
+        key: per KV head and channel, `[hk, d]` float32 on the CPU.
+        value: likewise, `[hk, dv]`.
+    """
+
+    key: Float32[Tensor, "hk d"]
+    value: Float32[Tensor, "hk dv"]
+
+
 @dataclass(frozen=True)
 class QuantizedLayer(Layer):
     """A layer whose pool holds codes of 8 bits; who sees whom in it is another kind's to say.
 
-    The scales of fp8 are 1: its codes have exponents of their own. An int8 key has its own scale, which lies beside the
-    pool, and values stay in the model's type, as their scales would have to be calibrated beforehand.
+                            scale of a key                      of a value
+        fp8                 1                                   1
+        fp8, calibrated     per head: amax / largest code       likewise
+        int8                per token and head, in the pool     none: values stay in the model's type
+        int8, calibrated    likewise                            per head and channel: amax / 127
 
     Attributes:
         layer: the kind whose plan it has.
         kv_cache_dtype: what the codes are, a name of `KV_CACHE_DTYPES`.
+        key_scale: of fp8 keys. No plan depends on scales, so layers with different ones are equal.
+        value_scale: of fp8 values, or of int8 values if it is a tensor.
     """
 
     takes_trees: ClassVar[bool] = False
     layer: Layer
     kv_cache_dtype: str
+    key_scale: float | Float32[Tensor, "hk"] = field(default=1.0, compare=False)
+    value_scale: float | Float32[Tensor, "..."] = field(default=1.0, compare=False)
+
+    def calibrated(self, twin: Twin, amax: Amax, device: torch.device) -> "QuantizedLayer":
+        """Return this layer with the scales under which the largest magnitudes become the largest codes."""
+        if self.kv_cache_dtype == "int8":
+            scale = twin.quantized.calibrate([rearrange(amax.value, "hk d -> 1 hk d")])
+            return replace(self, value_scale=scale.to(device))
+        largest_code = torch.finfo(KV_CACHE_DTYPES[self.kv_cache_dtype]).max
+        scales = (reduce(x, "hk d -> hk", "max") / largest_code for x in amax)
+        of_key, of_value = (scale.masked_fill(scale == 0, 1.0).to(device) for scale in scales)
+        return replace(self, key_scale=of_key, value_scale=of_value)
+
+    @property
+    def has_int8_values(self) -> bool:
+        """Whether values are int8, too: their scales are known."""
+        return self.kv_cache_dtype == "int8" and isinstance(self.value_scale, Tensor)
+
+    @property
+    def fixed_scales(self) -> list[Tensor]:
+        """The scales that do not lie in the pool, where there are tensors of them."""
+        return [x for x in (self.key_scale, self.value_scale) if isinstance(x, Tensor)]
 
     @property
     def window(self) -> int:
@@ -407,8 +447,9 @@ class QuantizedLayer(Layer):
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """Return the bytes that a token takes in the layer's pool, the scale of an int8 key included."""
-        of_int8 = self.head_size + torch.float32.itemsize + self.head_size * dtype.itemsize
-        return self.num_kv_heads * (of_int8 if self.kv_cache_dtype == "int8" else 2 * self.head_size)
+        of_key = self.head_size + (torch.float32.itemsize if self.kv_cache_dtype == "int8" else 0)
+        keeps_values = self.kv_cache_dtype == "int8" and not self.has_int8_values
+        return self.num_kv_heads * (of_key + self.head_size * (dtype.itemsize if keeps_values else 1))
 
     def pool_blocks(self, num_blocks: int, block_size: int, *, max_num_batched_tokens: int, max_num_seqs: int) -> int:
         """Return how many blocks the layer's pool needs: as many as without codes."""
@@ -421,7 +462,8 @@ class QuantizedLayer(Layer):
         """Make the layer's pools of codes, and for int8 one of the keys' scales."""
         sizes = (num_blocks, block_size, self.num_kv_heads, self.head_size)
         if self.kv_cache_dtype == "int8":
-            return twin.quantized.allocate_int8(*sizes, value_dtype=dtype, device=device)
+            value_dtype = torch.int8 if self.has_int8_values else dtype
+            return twin.quantized.allocate_int8(*sizes, value_dtype=value_dtype, device=device)
         return twin.kv_cache.allocate(*sizes, dtype=KV_CACHE_DTYPES[self.kv_cache_dtype], device=device)
 
     def plan(self, twin: Twin, batch: Batch, block_size: int, lens: Lens | None = None) -> Any:
@@ -443,9 +485,11 @@ class QuantizedLayer(Layer):
         """Quantise and write the new keys and values, if there are any, and attend to what can be read of them."""
         *pools, last = cache
         if self.kv_cache_dtype == "int8":
-            scales: Int8Scales | Fp8Scales = Int8Scales(key=last)
+            of_value = self.value_scale if isinstance(self.value_scale, Tensor) else None
+            scales: Int8Scales | Fp8Scales = Int8Scales(key=last, value=of_value)
         else:
-            pools, scales = cache, Fp8Scales(1.0, 1.0, format=KV_CACHE_DTYPES[self.kv_cache_dtype])
+            kind = KV_CACHE_DTYPES[self.kv_cache_dtype]
+            pools, scales = cache, Fp8Scales(self.key_scale, self.value_scale, format=kind)
         if key is not None:
             twin.quantized.write(key, value, *pools, slot_mapping, scales=scales)
         parts = plan.parts if isinstance(plan, SplitPlan) else ((slice(None), plan),)
@@ -478,6 +522,43 @@ def _quantize_layer(layer: Layer, kv_cache_dtype: str) -> Layer:
     if isinstance(layer, LatentLayer):
         return replace(layer, codes=KV_CACHE_DTYPES[kv_cache_dtype])
     return QuantizedLayer(layer.num_kv_heads, layer.head_size, layer, kv_cache_dtype)
+
+
+def set_scales(
+    layers: Sequence[Layer], calibration: Sequence[Amax], twin: Twin, owners: Sequence[int], device: torch.device
+) -> list[Layer]:
+    """Return layers with pools of codes, with the scales that a calibration asks for.
+
+    Args:
+        layers: from `quantize`.
+        calibration: from `calibrate`, one for each layer.
+        twin: the package that computes.
+        owners: of each layer the one whose pool it reads, and so whose scales it has.
+        device: where the scales are to be.
+
+    Raises:
+        ValueError: if layers have no codes, or the calibration is not one of theirs.
+    """
+    if any(isinstance(layer, LatentLayer) for layer in layers):
+        raise ValueError("calibration: expected None, as codes of latents have a scale of 1, got some")
+    if not all(isinstance(layer, QuantizedLayer) for layer in layers):
+        raise ValueError('calibration: expected None, as pools of kv_cache_dtype="auto" have no scales, got some')
+    if not isinstance(calibration, Sequence) or len(calibration) != len(layers):
+        number = len(calibration) if isinstance(calibration, Sequence) else type(calibration).__name__
+        raise ValueError(f"calibration: expected an Amax for each of {len(layers)} layers, got {number}")
+    for i, (layer, amax) in enumerate(zip(layers, calibration, strict=True)):
+        if not isinstance(amax, Amax):
+            raise ValueError(f"calibration[{i}]: expected an Amax, got {describe(amax)}")
+        for name, largest in amax._asdict().items():
+            sizes = (layer.num_kv_heads, layer.head_size)
+            expect(largest, f"calibration[{i}].{name}", torch.float32, ("hk", "d"), sizes)
+            if not largest.is_cpu or not largest.isfinite().all() or (largest < 0).any():
+                raise ValueError(f"calibration[{i}].{name}: expected finite magnitudes on the CPU, got others")
+    return [
+        layer.calibrated(twin, calibration[owner], device)
+        for layer, owner in zip(layers, owners, strict=True)
+        if isinstance(layer, QuantizedLayer)
+    ]
 
 
 LAYERS: dict[str, type[Layer]] = {  # by their names in transformers, which has none for the last two

@@ -77,6 +77,17 @@ class Event:
     error: str | None = None
 
 
+def tokenize(prompt: str | Iterable[int], tokenizer: Any) -> list[int]:
+    """Return a prompt's tokens: those of a text by a tokenizer, those of anything else as they are.
+
+    Raises:
+        ValueError: if it is text and there is no tokenizer, or as `token_ids`.
+    """
+    if isinstance(prompt, str) and tokenizer is None:
+        raise ValueError("prompt: expected token ids, as there is no tokenizer, got text")
+    return token_ids(tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt)
+
+
 def token_ids(prompt: Iterable[int]) -> list[int]:
     """Return a prompt's tokens as a list of ints, whatever holds them: a list, an array, a tensor.
 

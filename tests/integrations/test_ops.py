@@ -86,6 +86,9 @@ def calls():
         quantized.write(*tokens, *caches, slots, scales=scales)
         plan = quantized.plan(batch, block_size=P)
         yield "quantized", (query, *caches, plan, AttentionOptions(softcap=3.0)), dict(scales=scales)
+        yield "quantized", (draw(5, 4, 16), *caches, levels, OPTIONS), dict(scales=scales)
+        tree_plan = speculative.plan(drafts, block_size=P, trees=trees)
+        yield "quantized", (draw(11, 4, 16), *caches, tree_plan, OPTIONS), dict(scales=scales)
     for scales, caches in quantized_caches(key_cache.shape[0]):
         yield "write_quantized", (*tokens, *caches, slots), dict(scales=scales)
     yield "merge", ([draw(5, 4, 16), draw(5, 4, 16) + 1], [draw(5, 4), draw(5, 4) + 1]), {}

@@ -11,8 +11,9 @@ import torch
 import vllm_doubles
 from tolerance import assert_matches_reference
 
-from refattn import chunked_prefill
+from refattn import chunked_prefill, quantized
 from refattn.conformance import HARMLESS, Case, attend, build
+from refattn.interface import Fp8Scales
 
 CASE = Case("mixed", ((4, 20), (1, 33), (10, 17), (0, 0)), heads=(4, 2), head_size=32, padding_rows=3)
 SOFTCAP_AND_SINKS = dict(logits_soft_cap=5.0, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]))
@@ -85,6 +86,77 @@ def test_a_layer_gives_what_the_reference_gives(backend, variant, layout, device
     assert metadata.plan(of_vllm.get("sliding_window")) is metadata.plan(of_vllm.get("sliding_window"))
 
 
+def fp8_pool(inputs, layout, kind):
+    """Lay codes side by side as vLLM does, as bytes; what nobody may see holds any codes, those of NaN, too."""
+    pool = vllm_pool(inputs, layout).float()
+    return pool.clamp(-3e4, 3e4).to(kind).view(torch.uint8)
+
+
+def vllm_layer(backend, device, key=0.37, value=2.3):
+    """Make a layer with the scales that vLLM gives it: buffers of one number, without a dimension."""
+    layer = torch.nn.Module()
+    for name, scale in (("_k_scale", key), ("_v_scale", value)):
+        layer.register_buffer(name, torch.tensor(scale, device=device))
+    return layer
+
+
+each_fp8 = pytest.mark.parametrize(
+    ("name", "kind"),
+    [("fp8", torch.float8_e4m3fn), ("fp8_e4m3", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2)],
+    ids=["fp8", "fp8_e4m3", "fp8_e5m2"],
+)
+
+
+@each_fp8
+@pytest.mark.parametrize("layout", ["LBNHC", "LBHNC"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_layer_over_fp8_gives_what_the_reference_gives(backend, variant, layout, name, kind, device):
+    of_vllm, of_ours = (
+        {k: x.to(device) if isinstance(x, torch.Tensor) else x for k, x in options.items()}
+        for options in VARIANTS[variant]
+    )
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    inputs = build(CASE, device=device, dtype=dtype, poison=HARMLESS)
+    metadata = make_builder(backend, device).build(0, common_metadata(inputs.batch, len(inputs.query)))
+    with torch.device(device):
+        impl = backend.FastAttentionImpl(4, 32, 0.2, num_kv_heads=2, kv_cache_dtype=name, **of_vllm)
+    output, pool = torch.full_like(inputs.query, 7.0), fp8_pool(inputs, layout, kind)
+    impl.forward(vllm_layer(backend, device), inputs.query, None, None, pool, metadata, output)
+    assert (output[-CASE.padding_rows :] == 7.0).all(), "padding is not written"
+    rows = slice(0, inputs.batch.num_tokens)
+    pools = [x.transpose(1, 2) for x in pool.split(32, dim=-1)]
+    arguments = (inputs.query[rows], *pools, inputs.batch)
+    options = dict(softmax_scale=0.2, **of_ours, scales=Fp8Scales(0.37, 2.3, format=kind))
+    lse = attend(quantized, *arguments, **options, return_lse=True)[1]
+    assert_matches_reference(output[rows], lse, partial(attend, quantized), *arguments, **options)
+
+
+@each_fp8
+@pytest.mark.parametrize("layout", ["LBNHC", "LBHNC"])
+def test_new_tokens_are_written_as_codes(backend, layout, name, kind, device):
+    inputs = build(CASE, device=device, poison=HARMLESS)
+    pool, layer = fp8_pool(inputs, layout, kind), vllm_layer(backend, device)
+    impl, before = backend.FastAttentionImpl(4, 32, 0.2, num_kv_heads=2, kv_cache_dtype=name), pool.clone()
+    key, value = (300 * torch.randn(6, 2, 32, device=device) for _ in range(2))
+    slots = torch.tensor([17, -1, 3, 40], device=device)
+    impl.do_kv_cache_update(layer, key, value, pool, slots)
+    largest = torch.finfo(kind).max
+    codes = torch.cat([key / layer._k_scale, value / layer._v_scale], dim=-1).clamp(-largest, largest).to(kind)
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            before[slot // 16, :, slot % 16] = codes[token].view(torch.uint8)
+    assert torch.equal(pool, before)
+
+
+def test_scales_that_vllm_changes_later_are_those_of_the_next_step(backend):
+    """It loads them after it has made the layers, or finds them in the first step, and writes them into its buffers."""
+    layer, impl = vllm_layer(backend, "cpu", 1.0, 1.0), backend.FastAttentionImpl(4, 32, 0.2, 2, kv_cache_dtype="fp8")
+    layer._k_scale.fill_(0.25)
+    layer._v_scale = torch.tensor([0.5])
+    scales = impl._scales(layer)
+    assert scales.key.tolist() == [0.25, 0.25] and scales.value.tolist() == [0.5, 0.5] and scales.query is None
+
+
 def test_padding_is_not_taken_for_tokens(backend, device):
     """Two sequences of 2 and 1 new tokens, padded to 4: as many as if both had 2."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
@@ -152,7 +224,9 @@ def test_what_is_declared(backend):
     assert [size for size in (8, 60, 64, 96, 256, 264) if kind.supports_head_size(size)] == [8, 64, 96, 256]
     assert kind.supports_sink() and kind.supports_sliding_window() and kind.supports_batch_invariance()
     assert not kind.forward_includes_kv_cache_update
-    assert not kind.supports_kv_cache_dtype("fp8")
+    assert [name for name in ("auto", "fp8", "fp8_e5m2", "fp8_inc", "int8") if kind.supports_kv_cache_dtype(name)] == [
+        *("auto", "fp8", "fp8_e5m2")
+    ]
     assert [major for major in (7, 8, 9) if kind.supports_compute_capability(SimpleNamespace(major=major))] == [8, 9]
 
 
@@ -163,8 +237,8 @@ def test_what_is_not_declared_is_refused(backend):
         builder.build(0, common_metadata(inputs.batch, 3, causal=False))
     with pytest.raises(NotImplementedError, match="attn_type: expected .*decoder"):
         backend.FastAttentionImpl(4, 32, 0.2, attn_type=vllm_doubles.AttentionType.ENCODER_ONLY)
-    with pytest.raises(NotImplementedError, match="kv_cache_dtype: expected one of auto, .*, got fp8"):
-        backend.FastAttentionImpl(4, 32, 0.2, kv_cache_dtype="fp8")
+    with pytest.raises(NotImplementedError, match="kv_cache_dtype: expected one of auto, .*, got fp8_ds_mla"):
+        backend.FastAttentionImpl(4, 32, 0.2, kv_cache_dtype="fp8_ds_mla")
     with pytest.raises(NotImplementedError, match="output_scale: expected none"):
         layer.forward(torch.nn.Module(), None, None, None, None, None, torch.ones(3), output_scale=torch.ones(1))
 

@@ -79,6 +79,7 @@ def launch_all(capability):
     driver.set_active(Driver(capability))
 
     from fastattn.kernels.flash.adapt import adapt
+    from fastattn.kernels.flash.expand import round_queries
     from fastattn.kernels.flash.repage import repage
     from fastattn.kernels.triton import attention, cache, codes, pairs, parts, tables
 
@@ -160,6 +161,15 @@ def launch_all(capability):
         cache.write_quantized(tokens, tokens, pool(2, 128, kind), pool(2, 128, kind), torch.arange(5), scales)
     cache.copy_blocks(keys, torch.tensor([[0, 1], [2, 3]]))
     repage(keys, batch(64), block_size=128)
+    for held, of_pool, of_query in (
+        ("e4m3", None, None),
+        ("e5m2", torch.ones(2, 2), torch.ones(2)),
+        ("int8", of_keys, None),
+    ):
+        asked = dict(block_size=128, dtype=half, codes=held, scales=of_pool)
+        repage(pool(2, 128, torch.int8 if held == "int8" else torch.uint8), batch(64), **asked)
+        round_queries(query, plan(64), codes.Codes(held, query=of_query))
+    repage(pool(2, 128, torch.int8), batch(64), block_size=128, dtype=half, codes="int8", scales=of_values)
     accepted = speculative.accept(batch(96), trees, torch.zeros(192).long(), torch.zeros(192).long())
     cache.compact(keys, batch(96), trees, accepted)
     for options in (plain, AttentionOptions(sinks=torch.ones(8))):

@@ -198,6 +198,74 @@ def test_a_kernel_has_the_operations_that_it_names(name):
     assert dispatch.name_of(module) == name
 
 
+CODES = ON_GPU._replace(
+    operation="quantized",
+    num_heads=32,
+    num_kv_heads=8,
+    head_size=128,
+    value_head_size=128,
+    block_size=16,
+    max_query_len=8192,
+    max_seq_len=8192,
+    num_tokens=2 * 8192,
+    stored=(torch.float8_e4m3fn, torch.float8_e4m3fn),
+)
+DECODES = dict(max_query_len=1, num_tokens=2)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("chosen", "change"),
+    [
+        ("fa4", {}),
+        ("fa4", dict(stored=(torch.int8, torch.bfloat16), rounds_query=True)),
+        ("fa4", dict(aligned=False, rounds_query=True)),
+        ("fa4", dict(max_query_len=1024, num_tokens=2048, max_seq_len=2047, window=(1023, 0))),
+        ("triton", dict(max_query_len=1024, num_tokens=2048, max_seq_len=65536, window=(1023, 0))),
+        ("triton", DECODES),
+        ("triton", dict(num_seqs=65, num_tokens=8192 + 64)),
+        ("triton", dict(num_seqs=65, num_tokens=65 * 8192)),
+        ("triton", dict(max_query_len=200, num_tokens=400, max_seq_len=200)),
+        ("triton", dict(batch_invariant=True)),
+        ("triton", dict(stored=(torch.int8, torch.float16), rounds_query=True)),
+        ("triton", dict(aligned=False)),
+        ("triton", dict(positions=True)),
+        ("triton", dict(alibi=True)),
+        ("triton", dict(dtype=torch.float32)),
+    ],
+    ids=[
+        *("prompts", "numbers-for-values", "rounded-queries", "window", "window-in-many-keys", "decodes"),
+        *("decodes-beside-a-prompt", "many-prompts", "few-operations", "batch-invariant", "other-numbers"),
+        *("not-aligned", "positions", "alibi", "float32"),
+    ],
+)
+def test_codes_are_expanded_where_a_key_meets_many_queries(chosen, change):
+    problem = CODES._replace(**change)
+    assert dispatch.name_of(dispatch.choose(problem)) == chosen
+    assert dispatch.explain(problem).splitlines()[-1] == f"chosen: {chosen}"
+
+
+@pytest.mark.usefixtures("hopper")
+def test_codes_are_expanded_or_refused_where_it_is_asked_for():
+    for name in ("fa4", "fa3"):
+        module = dispatch._load(name)
+        with fastattn.use_kernel(name):
+            assert dispatch.choose(CODES) is module is dispatch.choose(CODES._replace(**DECODES))
+            for reason, change in (
+                ("at most 512 MiB of them, not 2080", dict(num_seqs=65)),
+                (
+                    "values of the type of the keys or of the queries, .*bfloat16, not .*float16",
+                    dict(stored=(torch.int8, torch.float16)),
+                ),
+                ("ALiBi", dict(alibi=True)),
+                ("take triton", dict(batch_invariant=True)),
+            ):
+                with pytest.raises(NotImplementedError, match=f"quantized operation: {name}: .*{reason}"):
+                    dispatch.choose(CODES._replace(**change))
+    for name in ("fa2", "torch_flash", "flash_mla"):
+        assert dispatch.unsupported_reason(name, CODES) == "has no operation quantized"
+
+
 # --- what goes with attention ---
 
 

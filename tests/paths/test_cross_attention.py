@@ -1,15 +1,19 @@
 """Cross attention over pages: encoders of different lengths, in pages of their own or before the decoder's tokens."""
 
+from functools import partial
+
 import pytest
 import torch
 from batches import Case, attend, build
 from kernels_present import each_kernel
-from tolerance import assert_twins_agree
+from stored import E4M3, E5M2, store
+from tolerance import assert_matches_reference, assert_twins_agree
 
 import fastattn.chunked_prefill
 import fastattn.metadata
+import fastattn.quantized
 import refattn.metadata
-from refattn import chunked_prefill, dense
+from refattn import chunked_prefill, dense, quantized
 from refattn.conformance import assert_same_masks, read_masks
 
 TWINS = {"refattn": refattn.metadata, "fastattn": fastattn.metadata}
@@ -90,6 +94,18 @@ def test_twins_agree(kernel, options, device):
     batch = cross_batch(fastattn.metadata, inputs)
     with kernel.asked_for():
         kernel.check(assert_twins_agree, "chunked_prefill", *inputs.tensors[:3], batch, causal=False, **options)
+
+
+@pytest.mark.parametrize("kind", ["e4m3", "int8"])
+@pytest.mark.parametrize("options", [{}, dict(softcap=2.0)], ids=["plain", "softcap"])
+def test_twins_agree_over_codes(kind, options, device):
+    """The pages of an encoder hold codes as any others do, under scales for each encoder."""
+    stored = store(CASE, kind, dtype=torch.float32 if device == "cpu" else torch.float16, device=device)
+    batch = cross_batch(fastattn.metadata, stored)
+    pools = [x.view(torch.uint8) if x.dtype in (E4M3, E5M2) else x for x in (stored.key_cache, stored.value_cache)]
+    options = options | dict(causal=False, scales=stored.scales)
+    out, lse = attend(fastattn.quantized, stored.query, *pools, batch, **options, return_lse=True)
+    assert_matches_reference(out, lse, partial(attend, quantized), stored.query, *pools, batch, **options)
 
 
 # --- the encoder's tokens before the decoder's, in one row ---

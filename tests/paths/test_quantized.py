@@ -15,7 +15,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from options import OPTIONS, per_head
 from specs import CHUNK, LEFT, ODD, is_causal
-from stored import E4M3, E5M2, KINDS, Stored, apart, bits, decoded, in_scales, nearest, numbers_of, store
+from stored import (
+    E4M3,
+    E5M2,
+    KINDS,
+    Stored,
+    apart,
+    attended_by_hand,
+    bits,
+    decoded,
+    in_codes,
+    in_scales,
+    nearest,
+    numbers_of,
+    store,
+)
 from tolerance import assert_matches_reference
 
 import fastattn.kv_cache
@@ -59,48 +73,6 @@ def path(package: str, plan: str = "causal") -> tuple[ModuleType, dict]:
     return mixed, arguments
 
 
-def rounded_by_hand(query: torch.Tensor, stored: Stored) -> torch.Tensor:
-    """Round queries as the scales say, one number at a time, in float64."""
-    scales, group = stored.scales, query.shape[1] // stored.key_cache.shape[2]
-    result, row = query.double().clone(), 0
-    for i, query_len in enumerate(stored.batch.query_lens.tolist()):
-        for t in range(row, row + query_len):
-            for head in range(query.shape[1]):
-                x = query[t, head].float().numpy()
-                if isinstance(scales, Int8Scales):
-                    scale = np.float32(np.abs(x).max() / np.float32(127))
-                    codes = np.clip(np.rint(x / scale), -127, 127)
-                elif scales.query is None:
-                    continue
-                else:
-                    numbers = (
-                        torch.as_tensor(scales.query).expand(i + 1, stored.key_cache.shape[2])
-                        if torch.as_tensor(scales.query).ndim < 2
-                        else scales.query
-                    )
-                    scale = np.float32(numbers[i, head // group])
-                    codes = decoded(scales.format)[[nearest(float(y), scales.format) for y in x / scale]].numpy()
-                result[t, head] = torch.from_numpy(codes.astype(np.float64) * np.float64(scale))
-        row += query_len
-    return result
-
-
-def attended_by_hand(query: torch.Tensor, stored: Stored, case: Case, sees) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax in float64 over what the codes stand for, one head of one sequence at a time."""
-    h, group = query.shape[1], case.heads[0] // case.heads[1]
-    out = torch.zeros(len(query), h, stored.value_cache.shape[3], dtype=torch.float64)
-    lse = torch.full((len(query), h), -math.inf, dtype=torch.float64)
-    row = 0
-    for (q, _), key, value, mask in zip(case.lens, stored.keys, stored.values, masks_by_hand(case, sees), strict=True):
-        for head in range(h):
-            weights = (query[row : row + q, head] @ key[:, head // group].T * query.shape[2] ** -0.5).exp() * mask
-            total = weights.sum(-1)
-            out[row : row + q, head] = weights @ value[:, head // group].double() / total.clamp(min=1e-300)[:, None]
-            lse[row : row + q, head] = total.log()
-        row += q
-    return out, lse
-
-
 # --- who sees whom, and memory that nobody may see ---
 
 
@@ -113,14 +85,7 @@ def test_mask(package, case, kind, plan):
     mixed, arguments = path(package, plan)
 
     def attention(query, key_cache, value_cache, batch, **options):
-        if kind in ("e4m3", "e5m2"):
-            pools = key_cache.to(KINDS[kind]), (value_cache * 4).to(KINDS[kind])
-            scales = Fp8Scales(0.7, 0.25, format=KINDS[kind])
-        else:
-            codes = [(x * 64).nan_to_num(119.0).clamp(-127, 127).to(torch.int8) for x in (key_cache, value_cache)]
-            pools = codes[0], codes[1] if kind == "int8" else value_cache.half()
-            value_scale = torch.full((case.heads[1], 64), 1 / 64)
-            scales = Int8Scales(key_cache[..., 0].contiguous(), value_scale if kind == "int8" else None)
+        *pools, scales = in_codes(key_cache, value_cache, kind)
         return attend(mixed, query, *pools, batch, **arguments, scales=scales, **options)
 
     assert_same_masks(read_masks(attention, case), masks_by_hand(case, PLANS[plan][2]))
@@ -161,7 +126,7 @@ def test_scales(kind, per, round_query):
 
 
 def assert_is_by_hand(stored: Stored, case: Case, plan: str) -> None:
-    expected = attended_by_hand(rounded_by_hand(stored.query, stored), stored, case, PLANS[plan][2])
+    expected = attended_by_hand(stored, masks_by_hand(case, PLANS[plan][2]))
     for package in ("refattn", "fastattn"):
         mixed, arguments = path(package, plan)
         answer = attend(mixed, *stored.tensors, **arguments, scales=stored.scales, return_lse=True)
@@ -226,7 +191,7 @@ def test_scales_of_sequences_go_with_virtual_ones():
     """A sequence without queries has no virtual one, and one with many has several (SGLang 37785)."""
     case = Case("virtual", ((0, 60), (70, 130), (1, 49), (0, 9), (2, 97)), heads=(4, 2), head_size=16)
     stored = store(case, "e4m3", dtype=torch.float64)
-    expected, _ = attended_by_hand(rounded_by_hand(stored.query, stored), stored, case, PLANS["local"][2])
+    expected, _ = attended_by_hand(stored, masks_by_hand(case, PLANS["local"][2]))
     for plans in ("refattn", "fastattn"):
         for attends in ("refattn", "fastattn"):
             mixed, arguments = path(plans, "local")
@@ -868,7 +833,7 @@ def test_a_query_is_not_changed():
 @each_package
 @pytest.mark.usefixtures("shapes_unchecked")
 def test_what_reads_no_codes_says_so(package):
-    """Levels go one by one; a pool of pairs or of latents, and every path of a plain cache, refuses codes by name."""
+    """A pool of pairs or of latents, and every path of a plain cache, refuses codes by name."""
     cascade, differential, mla, plain, module = (
         importlib.import_module(f"{package}.{name}")
         for name in ("cascade", "differential", "mla", "chunked_prefill", "quantized")
@@ -876,8 +841,8 @@ def test_what_reads_no_codes_says_so(package):
     key_cache, value_cache, scales = pools(module, "e4m3", dv=8)
     batch = make_batch([1, 1], [5, 6], [[1, 2], [1, 3]])
     query, levels = torch.randn(2, 4, 8), cascade.plan(batch, prefixes=[Prefix(0, 2, 4)], block_size=4)
-    with pytest.raises(ValueError, match="^plan: expected a Plan"):
-        module.attention(query, key_cache, value_cache, levels, scales=scales)
+    with pytest.raises(ValueError, match=r"^key_cache: expected float32 .*, got float8_e4m3fn"):
+        cascade.attention(query, key_cache, value_cache, levels)
     with pytest.raises(ValueError, match=r"^key_cache: expected float32 .*, got float8_e4m3fn"):
         plain.attention(query, key_cache, value_cache, plain.plan(batch, block_size=4))
     with pytest.raises(ValueError, match=r"^cache: expected float32 .*, got float8_e4m3fn"):

@@ -1,84 +1,335 @@
-"""Quantised caches in the engine: the answers of both twins, the memory, and who is refused."""
+"""Quantised caches in the engine: what both twins answer, calibration, the memory, and who is refused."""
 
+import copy
 import importlib
+import os
 from types import ModuleType
 
 import pytest
 import torch
-from tiny_models import LATENT_SIZES, make_family
+from tiny_models import LATENT_SIZES, SHARED_CACHES, byte_tokenizer, make_family, make_llama
+from tolerance import assert_matches_reference
+from transformers import AutoModelForSeq2SeqLM, BartConfig
 
-from refattn.serving import Engine, SamplingParams
+import fastattn.quantized
+import fastattn.serving.cuda_graphs
+import refattn.chunked_prefill
+import refattn.kv_cache
+import refattn.local
+import refattn.quantized
+from fastattn.serving import CudaGraphs
+from refattn.conformance.tolerance import on_cpu
+from refattn.interface import Fp8Scales
+from refattn.serving import Amax, Engine, SamplingParams, calibrate
 from refattn.serving.layers import KV_CACHE_DTYPES, LocalLayer, QuantizedLayer, WindowLayer
 
 SYSTEM = [5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2]
 PROMPTS = [[11], [*SYSTEM, 40, 41], [7, 3] * 10, [*SYSTEM, 50], list(range(60, 93))]
+OTHERS = [[17, 4, 88, 23, 51], list(range(95, 3, -2))]  # to calibrate on
 GREEDY = SamplingParams(max_tokens=4, stop_token_ids=())
-SIZES = dict(num_blocks=14, block_size=4, max_num_batched_tokens=24)  # small: prompts in chunks, and preemptions
-FAMILIES = {"llama": None, "mistral": WindowLayer, "llama4_text": LocalLayer}
+SIZES = dict(num_blocks=14, block_size=4, max_num_batched_tokens=24)  # small: prompts in chunks, and shared prefixes
+SCARCE = dict(num_blocks=10, max_num_batched_tokens=19)  # and preemptions
+FAMILIES = {"llama": {}, "mistral": {}, "llama4_text": {}, "gemma3n_text": SHARED_CACHES}
+KINDS = {"mistral": WindowLayer, "llama4_text": LocalLayer, "gemma3n_text": WindowLayer}
+WAYS = [("fp8_e4m3", False), ("fp8_e4m3", True), ("fp8_e5m2", True), ("int8", False), ("int8", True)]
+ON_CPU = os.environ["TWINATTN_TEST_DEVICE"] == "cpu"
+TYPES = {"f32": torch.float32} | ({} if ON_CPU else {"f16": torch.float16, "bf16": torch.bfloat16})
 each_family = pytest.mark.parametrize("family", FAMILIES)
+each_way = pytest.mark.parametrize(
+    ("kind", "calibrated"), WAYS, ids=[kind + "-calibrated" * calibrated for kind, calibrated in WAYS]
+)
 
 
-@pytest.fixture(autouse=True)
-def only_on_cpu(device):
-    if device != "cpu":
-        pytest.skip("of what a GPU computes, tests/paths/test_quantized_triton.py is the proof")
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Threads cost more than they bring at these sizes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
-def models():
-    return {family: make_family(family, "cpu") for family in FAMILIES}
+def models(device):
+    return {family: make_family(family, device, **changes) for family, changes in FAMILIES.items()}
 
 
-def answers(model, **options) -> tuple[list[list[int]], Engine]:
-    engine = Engine(model, **SIZES, **options)
-    requests = engine.generate(PROMPTS, GREEDY)
+@pytest.fixture(scope="module")
+def calibrations(models):
+    return {family: calibrate(model, OTHERS) for family, model in models.items()}
+
+
+def answers(model, prompts=PROMPTS, **options) -> tuple[list[list[int]], Engine]:
+    engine = Engine(model, **SIZES | options)
+    requests = engine.generate(prompts, GREEDY)
     assert all(request.error is None for request in requests)
     return [request.output_ids for request in requests], engine
 
 
+# --- what is computed ---
+
+
 @each_family
-@pytest.mark.parametrize("kind", KV_CACHE_DTYPES)
-def test_twins_answer_alike(models, family, kind):
-    model = models[family]
+@each_way
+def test_twins_answer_alike(models, calibrations, family, kind, calibrated):
+    calibration = calibrations[family] if calibrated else None
     (ref, engine), (fast, _) = (
-        answers(model, kv_cache_dtype=kind, twin=importlib.import_module(package))
+        answers(models[family], kv_cache_dtype=kind, calibration=calibration, twin=importlib.import_module(package))
         for package in ("refattn", "fastattn")
     )
     assert ref == fast
     assert all(isinstance(layer, QuantizedLayer) for layer in engine.layers)
-    if FAMILIES[family] is not None:
-        assert any(isinstance(layer.layer, FAMILIES[family]) for layer in engine.layers)
+    if family in KINDS:
+        assert any(isinstance(layer.layer, KINDS[family]) for layer in engine.layers)
 
 
-@each_family
-@pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2"])
-def test_a_plain_cache_of_rounded_numbers_answers_the_same(models, family, kind):
-    """What fp8 does to a model is the rounding of its keys and values, and nothing else."""
+def checking_twin(steps):
+    """Compute by `fastattn`: the codes of every write are the reference's to the bit, every answer within tolerance."""
+    fast, reference = fastattn.quantized, refattn.quantized
+
+    def write(*tensors, scales):
+        *copies, of_copies = on_cpu(copy.deepcopy((*tensors, scales)))
+        fast.write(*tensors, scales=scales)
+        reference.write(*copies, scales=of_copies)
+        pairs = [*zip(tensors[2:4], copies[2:4], strict=True)]
+        if not isinstance(scales, Fp8Scales):
+            pairs.append((scales.key, of_copies.key))
+        for written, expected in pairs:
+            assert torch.equal(as_bytes(written).cpu(), as_bytes(expected))
+
+    def attention(query, key_cache, value_cache, plan, options, *, scales):
+        out, lse = fast.attention(query, key_cache, value_cache, plan, options, scales=scales, return_lse=True)
+        pools = [as_bytes(x) if isinstance(scales, Fp8Scales) else x for x in (key_cache, value_cache)]
+        assert_matches_reference(out, lse, reference.attention, query, *pools, plan, options, scales=scales)
+        steps.append(plan.batch.query_lens.tolist())
+        return out
+
+    twin = ModuleType("fastattn")
+    twin.quantized = ModuleType("quantized")
+    twin.quantized.__dict__.update({**vars(fast), "write": write, "attention": attention})
+    return twin
+
+
+def as_bytes(x):
+    return x.contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", TYPES.values(), ids=TYPES)
+@each_way
+def test_twins_agree_in_every_layer_and_step(calibrations, kind, calibrated, dtype, device):
+    """Layers with windows and without, and some that share a cache; prefills and decodes together, and preemptions."""
+    family = "gemma3n_text"
+    model = make_family(family, device, **FAMILIES[family]).to(dtype)
+    calibration = calibrations[family] if calibrated else None
+    steps = []
+    _, engine = answers(model, kv_cache_dtype=kind, calibration=calibration, twin=checking_twin(steps), **SCARCE)
+    assert any(1 in lengths and max(lengths) > 1 for lengths in steps), "decodes beside a prefill"
+    assert engine.counters.preemptions and engine.counters.chunks > len(PROMPTS)
+
+
+def rounding_twin(calibration, kind):
+    """Compute by `refattn` over a plain cache of what the codes stand for, worked out number by number.
+
+    A layer is known by its pool, in the order in which the layers first write.
+    """
+    seen = {}
 
     def write(key, value, key_cache, value_cache, slots):
-        rounded = (x.to(KV_CACHE_DTYPES[kind]).to(x.dtype) for x in (key, value))
-        refattn_cache.write(*rounded, key_cache, value_cache, slots)
+        amax = calibration[seen.setdefault(key_cache.data_ptr(), len(seen))] if calibration else None
+        if kind == "int8":
+            key = by_row(key)
+            value = value if amax is None else rounded(value, (amax.value / 127).to(value.device))
+        else:
+            largest = torch.finfo(KV_CACHE_DTYPES[kind]).max
+            ones = [torch.ones(key.shape[1])] * 2
+            scales = ones if amax is None else [x.amax(-1) / largest for x in amax]
+            key, value = (
+                ((x / scale).clamp(-largest, largest).to(KV_CACHE_DTYPES[kind]).to(x.dtype) * scale)
+                for x, scale in zip((key, value), (scale.to(key.device)[:, None] for scale in scales), strict=True)
+            )
+        refattn.kv_cache.write(key, value, key_cache, value_cache, slots)
 
-    refattn_cache = importlib.import_module("refattn.kv_cache")
-    rounding = ModuleType("refattn")
-    rounding.kv_cache = ModuleType("kv_cache")
-    rounding.kv_cache.__dict__.update({**vars(refattn_cache), "write": write})
-    expected, _ = answers(models[family], twin=rounding)
-    got, engine = answers(models[family], kv_cache_dtype=kind)
+    def rounded(x, scale):
+        return (x / scale).round().clamp(-127, 127) * scale
+
+    def by_row(x):
+        largest = x.abs().amax(-1, keepdim=True)
+        return rounded(x, largest / torch.full_like(largest, 127.0))  # a GPU divides by a number in a way of its own
+
+    twin = ModuleType("refattn")
+    twin.kv_cache = ModuleType("kv_cache")
+    twin.kv_cache.__dict__.update({**vars(refattn.kv_cache), "write": write})
+    for path in (refattn.chunked_prefill, refattn.local) if kind == "int8" else ():
+        name = path.__name__.removeprefix("refattn.")
+        mixed = ModuleType(name)
+        attend = path.attention
+        mixed.__dict__.update({**vars(path), "attention": lambda query, *others, f=attend: f(by_row(query), *others)})
+        setattr(twin, name, mixed)
+    return twin
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "llama4_text"])
+@each_way
+def test_a_plain_cache_of_rounded_numbers_answers_the_same(models, calibrations, family, kind, calibrated):
+    """What codes do to a model is the rounding of its keys and values, of int8 its queries, too, and nothing else."""
+    calibration = calibrations[family] if calibrated else None
+    expected, _ = answers(models[family], twin=rounding_twin(calibration, kind))
+    got, engine = answers(models[family], kv_cache_dtype=kind, calibration=calibration)
     assert got == expected
-    assert engine.counters.preemptions or engine.counters.chunks > len(PROMPTS)
+    assert engine.counters.chunks > len(PROMPTS)
 
 
-@pytest.mark.parametrize(("kind", "share"), [("fp8_e4m3", 1 / 4), ("fp8_e5m2", 1 / 4), ("int8", (16 + 4 + 64) / 128)])
 @pytest.mark.parametrize("package", ["refattn", "fastattn"])
-def test_the_pool_takes_less_memory(models, kind, share, package):
-    """Of float32 a quarter, measured as the tensors have it; int8 keys bring a scale, and values stay."""
-    twin = importlib.import_module(package)
-    plain, coded = (Engine(models["llama"], **SIZES, twin=twin, kv_cache_dtype=name) for name in ("auto", kind))
-    assert coded.pool_bytes == plain.pool_bytes * share
-    tokens = SIZES["num_blocks"] * SIZES["block_size"]
-    for engine in (plain, coded):
-        assert engine.pool_bytes == sum(layer.bytes_per_token(torch.float32) for layer in engine.layers) * tokens
+@each_way
+def test_preemption_and_shared_prefixes_change_nothing(models, calibrations, kind, calibrated, package):
+    """Codes that are written twice, or found in the blocks of another request, are read under the same scales."""
+    options = dict(kv_cache_dtype=kind, calibration=calibrations["llama"] if calibrated else None)
+    options |= dict(twin=importlib.import_module(package))
+    expected = [answers(models["llama"], [prompt], num_blocks=30, **options)[0][0] for prompt in PROMPTS]
+    got, engine = answers(models["llama"], **options, **SCARCE)
+    assert got == expected
+    again = [request.output_ids for request in engine.generate(PROMPTS[1:4], GREEDY)]
+    assert again == expected[1:4]
+    assert engine.counters.preemptions and engine.counters.cached_blocks
+
+
+@pytest.mark.parametrize("kind", ["fp8_e4m3", "int8"])
+def test_recorded_decodes_change_nothing(models, calibrations, kind, device, monkeypatch):
+    """Scales are tensors that a recording reads; on a CPU a recording is the step itself, run again."""
+    if device == "cpu":
+        monkeypatch.setattr(fastattn.serving.cuda_graphs, "_record", lambda step, memory, name: step)
+    runner = CudaGraphs()
+    runner.records = True
+    options = dict(kv_cache_dtype=kind, calibration=calibrations["llama"], twin=fastattn)
+    expected, _ = answers(models["llama"], **options)
+    got, _ = answers(models["llama"], **options, runner=runner)
+    assert got == expected
+    assert runner.records
+
+
+# --- calibration ---
+
+
+@pytest.mark.covers("B96")
+@pytest.mark.parametrize("family", ["llama", "gemma3n_text"])
+@pytest.mark.parametrize("package", ["refattn", "fastattn"])
+def test_a_calibration_is_the_largest_of_what_transformers_computes(models, family, package):
+    """Its own attention and its own cache, one prompt at a time; windows longer than the prompts, or it drops keys."""
+    changes = FAMILIES[family] | (dict(sliding_window=128) if family in KINDS else {})
+    model = make_family(family, models[family].device, **changes)
+    found = calibrate(model, [[3], *PROMPTS], twin=importlib.import_module(package))
+    model.set_attn_implementation("eager")
+    largest = {}
+    with torch.no_grad():
+        for prompt in [[3], *PROMPTS]:
+            cache = model(torch.tensor([prompt], device=model.device), use_cache=True).past_key_values
+            for i, layer in enumerate(cache.layers):
+                if layer.keys is None:  # one that has those of another layer
+                    continue
+                here = [x[0].abs().amax(1).cpu() for x in (layer.keys, layer.values)]
+                largest[i] = list(map(torch.maximum, largest.get(i, here), here))
+    owners = [0, 1] if family == "llama" else [0, 1, 2, 0, 2]
+    assert len(found) == len(owners) and len(largest) == len(set(owners))
+    for amax, owner in zip(found, owners, strict=True):
+        assert isinstance(amax, Amax)
+        for one, other in zip(amax, largest[owner], strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=2e-5 * float(other.max()))
+    assert len({float(amax.value.max()) for amax in found}) == len(set(owners))
+
+
+def test_large_numbers_fit_once_they_are_calibrated(device):
+    """Values and keys 1024 times as large, and queries and projections that much smaller, are the same model.
+
+    Under a scale of 1 most of them saturate.
+    """
+    small, large = make_llama(device), make_llama(device)
+    with torch.no_grad():
+        for layer in large.model.layers:
+            for weight, factor in (("q", -10), ("k", 10), ("v", 10), ("o", -10)):
+                getattr(layer.self_attn, f"{weight}_proj").weight.mul_(2.0**factor)
+    plain, _ = answers(small)
+    assert answers(large)[0] == plain
+    for kind in ("fp8_e4m3", "int8"):
+        (of_small, _), (of_large, engine) = (
+            answers(model, kv_cache_dtype=kind, calibration=calibrate(model, OTHERS)) for model in (small, large)
+        )
+        assert of_small == of_large
+    assert engine.layers[0].value_scale.min() > 1
+    (of_small, _), (of_large, _) = (answers(model, kv_cache_dtype="fp8_e4m3") for model in (small, large))
+    assert of_small != of_large
+
+
+def test_one_calibration_is_that_of_both_twins_and_of_every_engine(models, calibrations):
+    engines = [
+        Engine(models["llama"], **SIZES, kv_cache_dtype=kind, calibration=calibrations["llama"], twin=twin)
+        for kind in ("fp8_e4m3", "int8")
+        for twin in (refattn, fastattn)
+    ]
+    for i, amax in enumerate(calibrations["llama"]):
+        of_fp8, same, of_int8, same_too = (engine.layers[i] for engine in engines)
+        assert torch.equal(of_fp8.key_scale, same.key_scale) and torch.equal(of_fp8.value_scale, same.value_scale)
+        assert torch.equal(of_int8.value_scale, same_too.value_scale)
+        assert torch.equal(of_fp8.key_scale.cpu(), amax.key.amax(-1) / 448)
+        assert torch.equal(of_int8.value_scale.cpu(), amax.value / 127)
+        assert len({*of_fp8.key_scale.tolist(), *of_fp8.value_scale.tolist()}) == 4, "all different"
+    first, second = engines[0].layers
+    assert first == second and not torch.equal(first.key_scale, second.key_scale), "no plan depends on scales"
+
+
+def test_a_layer_that_reads_the_pool_of_another_has_its_scales(models, calibrations):
+    wrong = [*calibrations["gemma3n_text"][:3], *[amax()] * 2]
+    engine = Engine(models["gemma3n_text"], **SIZES, kv_cache_dtype="fp8_e4m3", calibration=wrong)
+    for layer, owner in zip(engine.layers, (0, 1, 2, 0, 2), strict=True):
+        assert torch.equal(layer.key_scale, engine.layers[owner].key_scale)
+
+
+def test_a_head_of_zeros_has_a_scale_of_1(models):
+    zeros = [Amax(torch.zeros(2, 16), torch.zeros(2, 16))] * 2
+    for kind in KV_CACHE_DTYPES:
+        engine = Engine(models["llama"], **SIZES, kv_cache_dtype=kind, calibration=zeros)
+        assert all((scale == 1).all() for layer in engine.layers for scale in layer.fixed_scales)
+
+
+def test_texts_calibrate_as_their_tokens(device):
+    model, tokenizer = make_llama(device, vocab_size=257), byte_tokenizer()
+    texts = ["A diary.", "Name three colours."]
+    by_text = calibrate(model, texts, tokenizer=tokenizer)
+    by_tokens = calibrate(model, [list(text.encode()) for text in texts])
+    assert all(
+        torch.equal(x, y)
+        for one, other in zip(by_text, by_tokens, strict=True)
+        for x, y in zip(one, other, strict=True)
+    )
+
+
+# --- memory ---
+
+
+SHARES = {  # of float32; values of int8 stay as they are, if they are not calibrated
+    ("fp8_e4m3", False): 16 + 16,
+    ("fp8_e5m2", False): 16 + 16,
+    ("int8", False): 16 + 4 + 64,
+    ("fp8_e4m3", True): 16 + 16,
+    ("fp8_e5m2", True): 16 + 16,
+    ("int8", True): 16 + 4 + 16,
+}
+
+
+@each_way
+@pytest.mark.parametrize("package", ["refattn", "fastattn"])
+def test_the_pool_takes_less_memory(models, calibrations, kind, calibrated, package):
+    """Measured as the tensors have it, with the scales of int8 keys, and those that are fixed for all tokens."""
+    twin, calibration = importlib.import_module(package), calibrations["llama"] if calibrated else None
+    plain = Engine(models["llama"], **SIZES, twin=twin)
+    coded = Engine(models["llama"], **SIZES, twin=twin, kv_cache_dtype=kind, calibration=calibration)
+    tokens, heads, layers = SIZES["num_blocks"] * SIZES["block_size"], 2, 2
+    fixed = layers * heads * 4 * (0 if not calibrated else 16 if kind == "int8" else 2)
+    assert plain.pool_bytes == tokens * layers * heads * 128
+    assert coded.pool_bytes == tokens * layers * heads * SHARES[kind, calibrated] + fixed
+    assert sum(layer.bytes_per_token(torch.float32) for layer in coded.layers) * tokens == coded.pool_bytes - fixed
+
+
+# --- who is refused ---
 
 
 @pytest.mark.parametrize(
@@ -95,3 +346,72 @@ def test_layers_without_such_a_pool_are_refused_at_once(family, sizes, what):
 def test_a_type_that_is_not_there_is_named(models):
     with pytest.raises(ValueError, match=r"^kv_cache_dtype: expected auto, fp8_e4m3, fp8_e5m2, int8, got 'fp8'"):
         Engine(models["llama"], **SIZES, kv_cache_dtype="fp8")
+
+
+@pytest.mark.parametrize("kind", KV_CACHE_DTYPES)
+def test_a_model_with_an_encoder_is_refused_over_codes_as_over_numbers(kind):
+    """Cross attention over pages of codes is there as a path; the engine's requests have no encoder."""
+    sizes = dict(d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2)
+    model = AutoModelForSeq2SeqLM.from_config(
+        BartConfig(vocab_size=97, **sizes, encoder_ffn_dim=16, decoder_ffn_dim=16)
+    )
+    with pytest.raises(ValueError, match=r"^model: expected a causal decoder .*, got Bart.*, which has an encoder"):
+        Engine(model, **SIZES, kv_cache_dtype=kind)
+
+
+def amax(heads=2, size=16, **changes):
+    return Amax(torch.ones(heads, size), torch.ones(heads, size))._replace(**changes)
+
+
+@pytest.mark.parametrize(
+    ("calibration", "message"),
+    [
+        ([amax()], "calibration: expected an Amax for each of 2 layers, got 1"),
+        (3, "calibration: expected an Amax for each of 2 layers, got int"),
+        ([amax(), None], r"calibration\[1\]: expected an Amax, got None"),
+        ([amax(), amax(heads=6)], r"calibration\[1\].key: expected float32 \[hk=2, d=16\], got float32 \[6, 16\]"),
+        ([amax(value=torch.ones(2)), amax()], r"calibration\[0\].value: expected float32 \[hk=2, d=16\], got"),
+        ([amax(key=-torch.ones(2, 16)), amax()], r"calibration\[0\].key: expected finite magnitudes"),
+        ([amax(value=torch.full((2, 16), torch.nan)), amax()], r"calibration\[0\].value: expected finite magnitudes"),
+    ],
+    ids=["one", "number", "none", "heads", "flat", "negative", "nan"],
+)
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_a_calibration_of_another_model_is_named(models, calibration, message):
+    with pytest.raises(ValueError, match="^" + message):
+        Engine(models["llama"], **SIZES, kv_cache_dtype="int8", calibration=calibration)
+
+
+def test_a_plain_cache_takes_no_calibration(models, calibrations):
+    with pytest.raises(
+        ValueError, match="^calibration: expected None, as pools of kv_cache_dtype=.auto. have no scale"
+    ):
+        Engine(models["llama"], **SIZES, calibration=calibrations["llama"])
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([], "prompts: expected at least one, got none"),
+        ("text", "prompts: expected a list of prompts, got 'text'"),
+        (["text"], "prompt: expected token ids, as there is no tokenizer, got text"),
+        ([[1], []], "prompt: expected at least one token, got none"),
+        ([[1], [97]], "prompt: expected token ids in 0..96, got 97..97"),
+    ],
+    ids=["none", "string", "no tokenizer", "empty", "unknown"],
+)
+def test_bad_prompts_are_named(models, prompts, message):
+    with pytest.raises(ValueError, match="^" + message):
+        calibrate(models["llama"], prompts)
+
+
+def test_a_prompt_that_fails_is_named(device):
+    model = make_llama(device)
+
+    def refuse(module, arguments):
+        if (arguments[0] == 66).any():
+            raise RuntimeError("no such row")
+
+    model.get_input_embeddings().register_forward_pre_hook(refuse)
+    with pytest.raises(ValueError, match=r"^prompts\[1\]: expected one that the model can read, got .* no such row"):
+        calibrate(model, [[1, 2], [66, 3]])

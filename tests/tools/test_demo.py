@@ -38,7 +38,9 @@ def tiny(monkeypatch):
     """Let the demo serve a tiny model that is there at once."""
     model = make_llama(vocab_size=257, eos_token_id=256)
     prompts = [list(question.encode()) for question in QUESTIONS]
-    work = demo.Work(model, byte_tokenizer(), QUESTIONS, prompts, SamplingParams(max_tokens=20), num_blocks=6)
+    other = [list(b"A text apart."), list(b"And 1 more!")]
+    sampling = SamplingParams(max_tokens=20)
+    work = demo.Work(model, byte_tokenizer(), QUESTIONS, prompts, sampling, num_blocks=6, to_calibrate=other)
     monkeypatch.setattr(demo, "prepare", lambda *_: work)
     monkeypatch.setattr(demo, "TOKEN_BUDGET", 24)
 
@@ -111,14 +113,13 @@ def test_one_token_each_leaves_nothing_to_decode(tiny, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["fp8_e4m3", "int8"])
-def test_demo_of_a_quantised_cache_says_what_it_saves_and_costs(tiny, monkeypatch, kind):
-    work = dataclasses.replace(demo.prepare(), kv_cache_dtype=kind)
-    monkeypatch.setattr(demo, "prepare", lambda *_: work)
+def test_demo_of_a_quantised_cache_says_what_it_saves_and_costs(tiny, kind):
     proven, text = run(kv_cache_dtype=kind)
     assert proven and "its tolerance: all are within" in " ".join(text.split())
     assert f"over a paged cache of {kind}" in " ".join(text.split())
+    assert f"The scales of {kind} are calibrated on 24 tokens of other texts." in " ".join(text.split())
     coded, plain = (float(cell.removesuffix(" MiB")) for cell in row(text, "the pool"))
-    assert coded < plain
+    assert coded < plain * 0.3, "values are codes, too"
     losses = [float(cell) for cell in row(text, "perplexity of the prompts")]
     assert abs(losses[0] / losses[1] - 1) < 0.2 and losses[0] != losses[1]
     kept, total = map(int, row(text, "tokens before an answer changed")[0].split(" of "))

@@ -11,7 +11,7 @@ import torch
 from gpu_package_doubles import fa3_library, install
 from planted import PLANTED
 
-from refattn.conformance import Example, claims
+from refattn.conformance import Example, claims, contract, isolate
 from refattn.conformance import __main__ as command
 from refattn.conformance import check as checking
 from refattn.conformance.adapters import ADAPTERS
@@ -192,6 +192,29 @@ def test_what_a_kernel_refuses_is_no_failure():
     assert [(x.outcome, x.detail) for x in report.findings] == [("refused", "no softcap on this card")]
 
 
+def raising(message, **limits):
+    @claims(**limits)
+    def kernel(query, key_cache, value_cache, batch):
+        raise RuntimeError(f"{message}\nand where")
+
+    return lambda: check(kernel, "chunked_prefill", only=["answer"], examples=2, dtypes=[torch.float32]).findings[0]
+
+
+def test_a_refusal_may_be_known_by_its_words():
+    finding = raising("q must be 16 bytes wide", refusals=("must be 16 bytes",))()
+    assert (finding.outcome, finding.detail) == ("refused", "q must be 16 bytes wide")
+    finding = raising("q must be 8 bytes wide", refusals=("must be 16 bytes",))()
+    assert (finding.outcome, finding.detail) == ("raises", "raised RuntimeError: q must be 8 bytes wide")
+
+
+def test_an_error_ends_the_process_only_if_the_device_does_not_answer_any_more(monkeypatch):
+    look = raising("CUDA error: invalid argument")
+    assert look().outcome == "raises"
+    monkeypatch.setattr(contract, "_answers_still", lambda arguments: False)
+    with pytest.raises(contract.CrashedError, match="RuntimeError: CUDA error: invalid argument"):
+        look()
+
+
 @pytest.mark.parametrize(
     ("target", "path", "message"),
     [
@@ -258,6 +281,12 @@ def test_a_kernel_that_takes_its_process_with_it(stranger, function, outcome, de
     (finding,) = report.failures
     assert finding.outcome == outcome and detail in finding.detail
     assert checking.parse_example(finding.example).options["parts"] > 2
+
+
+def test_a_kernel_that_is_checked_when_the_time_is_over_does_not_hang(stranger):
+    task = dict(target="stranger:hangs", path="merge", device="cpu", dtypes=["float32"], examples=8, only=["answer"])
+    ended = isolate._watch(task | dict(seconds=1.0), stranger / "log", 60.0, 1.0)
+    assert ended == ("not reached", "the time was over while it was checked")
 
 
 def test_the_command(stranger, capsys):

@@ -1,5 +1,7 @@
 """The CPU kernel: ATen's FlashAttention, called on pieces of a batch that it can compute."""
 
+from collections.abc import Sequence
+
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
@@ -8,7 +10,10 @@ from fastattn.kernels.cpu import quantized as over_codes
 from fastattn.kernels.problem import Problem, Subtraction
 from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales, Plan, TreePlan
 
-OPERATIONS = ("dense", "paged", "tree", "differential", "mla", "quantized", "write_quantized")
+OPERATIONS = (
+    *("dense", "paged", "tree", "differential", "mla"),
+    *("quantized", "quantized_levels", "quantized_tree", "write_quantized"),
+)
 
 
 def unsupported_reason(problem: Problem) -> str | None:
@@ -85,7 +90,7 @@ def mla(
     if scales is None:
         answer, lse = attention.paged(query, pages, pages, plan, options)
     else:
-        answer, lse = over_codes.attention(query, pages, pages, plan, options, scales)
+        answer, lse = over_codes.attention(query, pages, pages, [plan], options, scales)
     return answer[..., :latent_rank].contiguous(), lse
 
 
@@ -99,7 +104,33 @@ def quantized(
     out: Float[Tensor, "t h dv"] | None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend over quantised pages; see `fastattn.kernels.dispatch`."""
-    return over_codes.attention(query, key_cache, value_cache, plan, options, scales)
+    return over_codes.attention(query, key_cache, value_cache, [plan], options, scales)
+
+
+def quantized_levels(
+    query: Float[Tensor, "t h d"],
+    key_cache: Shaped[Tensor, "n p hk d"],
+    value_cache: Shaped[Tensor, "n p hk dv"],
+    plans: Sequence[Plan],
+    options: AttentionOptions,
+    scales: Fp8Scales | Int8Scales,
+    out: Float[Tensor, "t h dv"] | None,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend over the quantised pages of several levels, merged; see `fastattn.kernels.dispatch`."""
+    return over_codes.attention(query, key_cache, value_cache, plans, options, scales)
+
+
+def quantized_tree(
+    query: Float[Tensor, "t h d"],
+    key_cache: Shaped[Tensor, "n p hk d"],
+    value_cache: Shaped[Tensor, "n p hk dv"],
+    plan: TreePlan,
+    options: AttentionOptions,
+    scales: Fp8Scales | Int8Scales,
+    out: Float[Tensor, "t h dv"] | None,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend over quantised pages that end with a tree; see `fastattn.kernels.dispatch`."""
+    return over_codes.attention(query, key_cache, value_cache, [plan.whole], options, scales, tree=plan)
 
 
 def write_quantized(

@@ -89,8 +89,8 @@ def paged(
 
 def tree(
     query: Float[Tensor, "t h d"],
-    key_cache: Float[Tensor, "n p hk d"],
-    value_cache: Float[Tensor, "n p hk dv"],
+    key_cache: Float[Tensor, "n p hk d"] | Codes,
+    value_cache: Float[Tensor, "n p hk dv"] | Codes,
     plan: TreePlan,
     options: AttentionOptions,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:

@@ -8,25 +8,42 @@ So blocks are turned into numbers only where they are gathered, a slab at a time
 Everything is computed in float32, float64 for float64 queries.
 """
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float, Float32, Int8, Int64, Shaped
 from torch import Tensor
 
 from fastattn.kernels.cpu.attention import paged
+from fastattn.kernels.cpu.attention import tree as attend_to_tree
 from fastattn.kernels.cpu.codes import Codes
 from fastattn.kernels.cpu.schedule import schedule_of
-from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales, Plan
+from fastattn.kernels.torch_ops import merge
+from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales, Plan, TreePlan
 
 
 def attention(
     query: Float[Tensor, "t h d"],
     key_cache: Shaped[Tensor, "n p hk d"],
     value_cache: Shaped[Tensor, "n p hk dv"],
-    plan: Plan,
+    levels: Sequence[Plan],
     options: AttentionOptions,
     scales: Fp8Scales | Int8Scales,
+    *,
+    tree: TreePlan | None = None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over quantised pages, of fp8 also where values are the keys; see `fastattn.kernels.dispatch`."""
+    """Attend over quantised pages, of fp8 also where values are the keys; see `fastattn.kernels.dispatch`.
+
+    Args:
+        query: query rows of all sequences, not quantised.
+        key_cache: the pool of keys.
+        value_cache: the pool of values.
+        levels: the plan of each level; the last is that of the sequences, which scales may be of.
+        options: what the layer fixes; sinks count once.
+        scales: what the codes are multiplied with.
+        tree: the trees at the end of the sequences, of the only level.
+    """
+    *shared, plan = levels
     compute = torch.float64 if query.dtype == torch.float64 else torch.float32
     group = query.shape[1] // key_cache.shape[2]
     if isinstance(scales, Fp8Scales):
@@ -44,7 +61,12 @@ def attention(
         of_query = row_scale(query)
         rounded = to_int8(query, of_query).to(compute) * of_query.to(compute)
         after = None if scales.value is None else scales.value.repeat_interleave(group, 0)
-    out, lse = paged(rounded, keys, values, plan, options)
+    if tree is None:
+        parts = [paged(rounded, keys, values, level, options.without_sinks()) for level in shared]
+        parts.append(paged(rounded, keys, values, plan, options))
+        out, lse = merge(*zip(*parts, strict=True)) if shared else parts[0]
+    else:
+        out, lse = attend_to_tree(rounded, keys, values, tree, options)
     if after is not None:
         out = out * after.to(compute)
     return out.to(query.dtype), lse

@@ -13,7 +13,8 @@ keys and the latents themselves for values. The pool is read where it is, as two
 Its windows are for decodes. With more queries, the library in vLLM 0.33.0 hides too few of the keys before a window of
 some hundred tokens: of 640 queries with a window of 356, row 384 sees 384 keys (NVIDIA H200, head size 128).
 
-Of a sequence that ends with a drafted tree it reads the keys before the tree, which every node sees.
+Of a sequence that ends with a drafted tree it reads the keys before the tree, which every node sees. Codes of a
+quantised cache become pages of numbers first, as its own product of them rounds the weights to fp8, too.
 
 Source: Shah et al. 2024, "FlashAttention-3".
 """
@@ -25,15 +26,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from fastattn.kernels.device import cannot_import, capability
-from fastattn.kernels.flash import NO_CODES, NO_POSITIONS, NOT_ALIGNED
-from fastattn.kernels.problem import Problem, key_starts
-from refattn.interface import AttentionOptions, Batch, Fp8Scales, Plan, TreePlan
+from fastattn.kernels.flash import NO_CODES, NO_POSITIONS, NOT_ALIGNED, cannot_expand
+from fastattn.kernels.problem import Problem, expanded, key_starts
+from refattn.interface import AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan, TreePlan
 
-OPERATIONS = ("dense", "paged", "tree", "mla")
+OPERATIONS = ("dense", "paged", "quantized", "tree", "mla")
 INTERFACE = "flash_attn_interface"  # the module of FlashAttention's own package for Hopper
 LIBRARY = "_vllm_fa3_C"  # vLLM's: `_vllm_fa3_C.abi3.so`, and the namespace of its operators
 LARGEST_HEAD = 256
@@ -57,6 +58,8 @@ UNUSED: dict[str, Any] = dict.fromkeys(
 
 def unsupported_reason(problem: Problem) -> str | None:
     """Return why this kernel can't compute a problem, or None."""
+    if problem.operation == "quantized":
+        return unsupported_reason(expanded(problem)) or cannot_expand(problem)
     if problem.device.type != "cuda":
         return f"computes on CUDA, the tensors are on {problem.device.type}"
     major, minor = capability(problem.device)
@@ -117,6 +120,21 @@ def paged(
     where = dict(seqused_k=plan.batch.seq_lens, page_table=table if table.stride(-1) == 1 else table.contiguous())
     loads_tiles = key_cache.shape[1] >= SMALLEST_TILE
     return _attend(query, key_cache, value_cache, plan, options, where, loads_tiles=loads_tiles)
+
+
+def quantized(
+    query: Float[Tensor, "t h d"],
+    key_cache: Shaped[Tensor, "n p hk d"],
+    value_cache: Shaped[Tensor, "n p hk dv"],
+    plan: Plan,
+    options: AttentionOptions,
+    scales: Fp8Scales | Int8Scales,
+    out: Float[Tensor, "t h dv"] | None,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend over pages of codes, which become pages of numbers first; see `fastattn.kernels.dispatch`."""
+    from fastattn.kernels.flash.expand import attend
+
+    return attend(paged, query, key_cache, value_cache, plan, options, scales, out)
 
 
 def tree(

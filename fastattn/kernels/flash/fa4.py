@@ -1,7 +1,7 @@
 """The package `flash-attn-4`: FlashAttention for Hopper and Blackwell, over ragged rows and pages of any size.
 
 On Hopper it does not split keys, so it is for long queries. Pages of 128 tokens (`d` up to 128) load fastest; where
-queries are many it pays to copy smaller pages into such first.
+queries are many it pays to copy smaller pages into such first. Codes of a quantised cache become such pages.
 
 It loads whole tiles, with a weight of 0 for what lies past a sequence's end: NaN that comes of it is repaired.
 
@@ -9,15 +9,15 @@ Source: Zadouri et al. 2026, "FlashAttention-4"; Shah et al. 2024, "FlashAttenti
 """
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from fastattn.kernels.device import cannot_import, capability
-from fastattn.kernels.flash import NO_POSITIONS, NOT_ALIGNED
-from fastattn.kernels.problem import Problem, key_starts
-from refattn.interface import AttentionOptions, Plan
+from fastattn.kernels.flash import NO_POSITIONS, NOT_ALIGNED, cannot_expand
+from fastattn.kernels.problem import Problem, expanded, key_starts
+from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales, Plan
 
-OPERATIONS = ("dense", "paged")
+OPERATIONS = ("dense", "paged", "quantized")
 LARGEST_HEAD = {9: 256, 10: 128, 11: 128}  # by compute capability
 FAST_BLOCK = 128  # tokens in a page that loads fastest
 QUERY_ROWS = 6144  # of a key head and a sequence, on average, that are worth a copy of the pages
@@ -26,6 +26,8 @@ MOST_COPIED_BYTES = 2**29  # of keys and values: what a call may take besides it
 
 def unsupported_reason(problem: Problem) -> str | None:
     """Return why this kernel can't compute a problem, or None."""
+    if problem.operation == "quantized":
+        return unsupported_reason(expanded(problem)) or cannot_expand(problem)
     if problem.device.type != "cuda":
         return f"computes on CUDA, the tensors are on {problem.device.type}"
     major, minor = capability(problem.device)
@@ -86,6 +88,21 @@ def paged(
     table = table if table.stride(-1) == 1 else table.contiguous()
     where = dict(seqused_k=_side_by_side(batch.seq_lens), page_table=table)
     return _attend(query, key_cache, value_cache, plan, options, out, tails_are_zero=copied, **where)
+
+
+def quantized(
+    query: Float[Tensor, "t h d"],
+    key_cache: Shaped[Tensor, "n p hk d"],
+    value_cache: Shaped[Tensor, "n p hk dv"],
+    plan: Plan,
+    options: AttentionOptions,
+    scales: Fp8Scales | Int8Scales,
+    out: Float[Tensor, "t h dv"] | None,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend over pages of codes, which become pages of numbers first; see `fastattn.kernels.dispatch`."""
+    from fastattn.kernels.flash.expand import attend
+
+    return attend(paged, query, key_cache, value_cache, plan, options, scales, out)
 
 
 def _should_copy(query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: Plan) -> bool:

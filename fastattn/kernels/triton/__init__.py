@@ -12,7 +12,8 @@ from fastattn.kernels.problem import Problem, Subtraction
 from refattn.interface import Accepted, AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan, TreePlan, Trees
 
 OPERATIONS = (
-    *("dense", "paged", "levels", "tree", "differential", "mla", "quantized", "merge"),
+    *("dense", "paged", "levels", "tree", "differential", "mla", "merge"),
+    *("quantized", "quantized_levels", "quantized_tree"),
     *("write", "write_quantized", "copy_blocks", "compact", "slot_mapping", "trim", "cut_chunks", "draw_trees"),
 )
 LARGEST_HEAD = 256
@@ -140,14 +141,12 @@ def mla(
 ) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
     """Attend to latents, each loaded once, as key and as value; see `fastattn.kernels.dispatch`."""
     from fastattn.kernels.triton.attention import attend
-    from fastattn.kernels.triton.codes import codes_of
 
     pages = cache[:, :, None, : query.shape[2]]
+    latents = pages[..., :latent_rank]
     if scales is None:
-        return attend(query, pages, pages[..., :latent_rank], plan, options, out, shared=True)
-    pages, codes = pages.view(torch.uint8), codes_of(scales)
-    value = _in_pairs_where_it_pays(query, pages[..., :latent_rank], plan, options)
-    return attend(query, pages, value, plan, options, out, shared=True, codes=codes)
+        return attend(query, pages, latents, plan, options, out, shared=True)
+    return _attend_to_codes(query, pages, latents, [plan], options, scales, out, shared=True)
 
 
 def quantized(
@@ -160,28 +159,59 @@ def quantized(
     out: Float[Tensor, "t h dv"] | None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend over pages of codes, which become numbers in registers; see `fastattn.kernels.dispatch`."""
-    from fastattn.kernels.triton.attention import attend
-    from fastattn.kernels.triton.codes import codes_of
+    return _attend_to_codes(query, key_cache, value_cache, [plan], options, scales, out)
+
+
+def quantized_levels(
+    query: Float[Tensor, "t h d"],
+    key_cache: Shaped[Tensor, "n p hk d"],
+    value_cache: Shaped[Tensor, "n p hk dv"],
+    plans: Sequence[Plan],
+    options: AttentionOptions,
+    scales: Fp8Scales | Int8Scales,
+    out: Float[Tensor, "t h dv"] | None,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend over the pages of codes of several levels, merged; see `fastattn.kernels.dispatch`."""
+    return _attend_to_codes(query, key_cache, value_cache, plans, options, scales, out)
+
+
+def quantized_tree(
+    query: Float[Tensor, "t h d"],
+    key_cache: Shaped[Tensor, "n p hk d"],
+    value_cache: Shaped[Tensor, "n p hk dv"],
+    plan: TreePlan,
+    options: AttentionOptions,
+    scales: Fp8Scales | Int8Scales,
+    out: Float[Tensor, "t h dv"] | None,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend over pages of codes that end with a tree, as one softmax; see `fastattn.kernels.dispatch`."""
+    return _attend_to_codes(query, key_cache, value_cache, [plan.whole], options, scales, out, tree=plan)
+
+
+def _attend_to_codes(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    plans: Sequence[Plan],
+    options: AttentionOptions,
+    scales: Fp8Scales | Int8Scales,
+    out: Tensor | None,
+    *,
+    shared: bool = False,
+    tree: TreePlan | None = None,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    from fastattn.kernels.triton.attention import attend_levels
+    from fastattn.kernels.triton.codes import codes_of, in_pairs
 
     if isinstance(scales, Fp8Scales):
         key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
-    value = _in_pairs_where_it_pays(query, value_cache, plan, options)
-    return attend(query, key_cache, value, plan, options, out, codes=codes_of(scales))
-
-
-def _in_pairs_where_it_pays(
-    query: Float[Tensor, "t h d"], value_cache: Shaped[Tensor, "n p hk dv"], plan: Plan, options: AttentionOptions
-) -> Shaped[Tensor, "n p hk _"]:
-    """Return codes of values as pairs, if they lie so and there are few rows: those wait for memory.
-
-    Beside queries in float32 pairs are turned in local memory. With 64 rows Triton 3.6 compiles pairs to code that reads memory which is not its own, on an NVIDIA H200 with two
-    accumulators of 32 columns.
-    """
-    from fastattn.kernels.triton.codes import in_pairs
-
-    rows = plan.batch.max_query_len * (query.shape[1] // value_cache.shape[2])
+    # Few rows wait for memory, and gain by pairs. With 64 rows Triton 3.6 compiles pairs to code that reads memory
+    # which is not its own, on an NVIDIA H200 with two accumulators of 32 columns; a level that is shared has many rows.
+    # Beside queries of 32 bits it turns pairs in local memory.
+    rows = max(plan.batch.max_query_len for plan in plans) * (query.shape[1] // key_cache.shape[2])
     pays = rows <= 16 and query.element_size() == 2 and not options.batch_invariant
-    return in_pairs(value_cache) if pays else value_cache
+    value, codes = in_pairs(value_cache) if pays else value_cache, codes_of(scales)
+    return attend_levels(query, key_cache, value, plans, options, out, shared=shared, codes=codes, tree=tree)
 
 
 def merge(

@@ -134,6 +134,7 @@ def attend_levels(
     num_tokens, num_heads = query.shape[:2]
     value_head_size = size_of(value)
     name = _name_of_launches(query, key, value, options, out, shared, codes) if len(levels) == 1 else None
+    name = name if tree is None or name is None else ("tree", *name)  # the same plan may be attended without its trees
     out = query.new_empty(num_tokens, num_heads, value_head_size) if out is None else out
     lse = query.new_empty(num_tokens, num_heads, dtype=torch.float32)
     batch = levels[-1].batch

@@ -1,12 +1,24 @@
 """Launches that are made again: the same kernel, grid and numbers, with the tensors of another layer.
 
-At each launch Triton finds out anew what its arguments would compile to, which takes the host longer than many a kernel
-takes the GPU. Layers of a step differ in their tensors only, so the plan of the step keeps what the first one launched.
+At each launch Triton finds out anew what its arguments would compile to, and its launcher reads every argument and asks
+the driver about every pointer, which takes the host longer than many a kernel takes the GPU. Layers of a step differ in
+their tensors only. So the plan of the step keeps what the first layer launched, its arguments laid out as the driver
+reads them, and the next layer fills in its addresses.
+
+    Triton      find the kernel    read 40 arguments    check 14 pointers    cuLaunchKernelEx
+    here                                                 write 5 addresses    cuLaunchKernelEx
+
+Source: `cuLaunchKernelEx` in the CUDA driver API; the two pointers that follow a kernel's own arguments are those of
+    Triton's launcher, `triton/backends/nvidia/driver.py`.
 """
 
+import ctypes
 from collections.abc import Mapping, Sequence
+from functools import cache
+from threading import Lock
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fastattn.kernels.triton.run import INTERPRETED
@@ -34,14 +46,22 @@ class Launch:
         arguments: Mapping[str, Any],
         options: Mapping[str, Any],
     ) -> None:
-        compiled = kernel[grid](**tensors, **arguments, **options)
+        self._compiled = kernel[grid](**tensors, **arguments, **options)
         names = kernel.arg_names
         self._arguments = [arguments.get(name) for name in names]  # without the tensors, which others want to free
         self._places = [names.index(name) for name in tensors]
-        self._launch = kernel[grid] if INTERPRETED else compiled[(*grid, 1, 1)[:3]]
+        self._grid = (*grid, 1, 1)[:3]
+        self._launch = kernel[grid] if INTERPRETED else self._compiled[self._grid]
+        self._packed: PackedLaunch | None = None
+        self._can_pack = not INTERPRETED
 
     def again(self, *tensors: Tensor | float | None) -> None:
         """Launch with other tensors, in the order in which they were given first."""
+        if self._can_pack and self._packed is None:
+            self._packed = PackedLaunch.of(self._compiled, self._grid, self._arguments, self._places, tensors)
+            self._can_pack = self._packed is not None
+        if self._packed is not None:
+            return self._packed(*tensors)
         arguments = self._arguments.copy()
         for place, tensor in zip(self._places, tensors, strict=True):
             arguments[place] = tensor
@@ -51,3 +71,135 @@ class Launch:
 def is_aligned(tensors: Sequence[Tensor | None]) -> bool:
     """Return whether all tensors begin at multiples of 16 bytes."""
     return not any(x.data_ptr() % ALIGNMENT for x in tensors if x is not None)
+
+
+# --- arguments as the driver reads them ---
+
+_C_TYPES = {
+    **{"i1": ctypes.c_int8, "i8": ctypes.c_int8, "i16": ctypes.c_int16, "i32": ctypes.c_int32, "i64": ctypes.c_int64},
+    **{"u1": ctypes.c_uint8, "u8": ctypes.c_uint8, "u16": ctypes.c_uint16, "u32": ctypes.c_uint32},
+    **{"u64": ctypes.c_uint64, "fp32": ctypes.c_float, "fp64": ctypes.c_double},
+}
+_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: begin before the launch before ends
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = (("id", ctypes.c_int), ("value", ctypes.c_uint64 * 8))  # CUlaunchAttribute
+
+
+class _Config(ctypes.Structure):
+    _fields_ = (  # CUlaunchConfig
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_memory", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", ctypes.c_uint),
+    )
+
+
+class PackedLaunch:
+    """A launch by the CUDA driver, of arguments that were laid out once.
+
+    Args:
+        function: the driver's handle of the kernel.
+        config: grid, threads and shared memory.
+        cells: all arguments in order, as C values.
+        changing: those of them that change; None for one that the kernel does not have.
+        device: the number of the GPU.
+    """
+
+    def __init__(
+        self, function: int, config: _Config, cells: Sequence[Any], changing: Sequence[Any | None], device: int
+    ) -> None:
+        self._function, self._config, self._cells, self._changing = ctypes.c_void_p(function), config, cells, changing
+        self._pointers = (ctypes.c_void_p * len(cells))(*map(ctypes.addressof, cells))
+        self._by_reference = ctypes.byref(config)
+        self._device = device
+        self._driver: Any = _cuda()
+        self._lock = Lock()  # two threads may attend by one plan
+
+    @classmethod
+    def of(
+        cls,
+        compiled: Any,
+        grid: tuple[int, ...],
+        arguments: Sequence[Any],
+        places: Sequence[int],
+        tensors: Sequence[Tensor | float | None],
+    ) -> "PackedLaunch | None":
+        """Lay out the arguments of a compiled kernel; None where that is left to Triton's own launcher.
+
+        It is, without a driver of CUDA, if the kernel needs memory of its own, or if its arguments are not those that
+        the driver knows of, as with a later version of Triton.
+        """
+        metadata, driver = compiled.metadata, _cuda()
+        needs = (metadata.global_scratch_size, metadata.profile_scratch_size, metadata.launch_cooperative_grid)
+        if driver is None or any(needs) or metadata.num_ctas != 1:
+            return None
+        given = dict(zip(places, tensors, strict=True))
+        cells: list[Any] = []
+        at: dict[int, Any] = {}
+        for place, kind in enumerate(compiled.src.signature.values()):
+            first = len(cells)
+            if not _lay_out(kind, given.get(place, arguments[place]), cells):
+                return None
+            if place in given:
+                at[place] = cells[first] if len(cells) > first else None
+        cells += [ctypes.c_uint64(0), ctypes.c_uint64(0)]  # memory of the kernel's own, and of a profiler's: none
+        if _sizes_of_parameters(driver, compiled.function) != [ctypes.sizeof(cell) for cell in cells]:
+            return None
+        config = _Config(grid, (32 * metadata.num_warps, 1, 1), metadata.shared)
+        if metadata.launch_pdl:
+            attribute = _Attribute(_STREAM_SERIALIZATION, (1,))
+            config.attributes, config.num_attributes = ctypes.pointer(attribute), 1
+        changing = [at[place] for place in places]
+        return cls(compiled.function, config, cells, changing, torch.cuda.current_device())
+
+    def __call__(self, *tensors: Tensor | float | None) -> None:
+        """Launch on the current stream."""
+        with self._lock:
+            for cell, x in zip(self._changing, tensors, strict=True):
+                if cell is not None:
+                    cell.value = x.data_ptr() if isinstance(x, Tensor) else x
+            self._config.stream = torch._C._cuda_getCurrentRawStream(self._device)
+            status = self._driver.cuLaunchKernelEx(self._by_reference, self._function, self._pointers, None)
+        if status:
+            raise RuntimeError(f"CUDA: the driver does not launch a kernel, error {status}")
+
+
+def _lay_out(kind: Any, argument: Any, cells: list[Any]) -> bool:
+    """Append an argument as C values, those of a tuple one by one; False if there is no such C type."""
+    if isinstance(kind, tuple):
+        return all(_lay_out(*one, cells) for one in zip(kind, argument, strict=True))
+    if kind == "constexpr":
+        return True  # it is in the kernel already
+    if kind.startswith("*"):
+        cells.append(ctypes.c_uint64(0 if argument is None else argument.data_ptr()))
+    elif kind in _C_TYPES:
+        cells.append(_C_TYPES[kind](argument))
+    else:
+        return False
+    return True
+
+
+@cache
+def _cuda() -> Any | None:
+    """Return the driver of CUDA, if there is one that knows the parameters of a kernel (12.4 or newer)."""
+    try:
+        driver = ctypes.PyDLL("libcuda.so.1")
+        _ = driver.cuLaunchKernelEx, driver.cuFuncGetParamInfo
+    except (OSError, AttributeError):
+        return None
+    return driver
+
+
+def _sizes_of_parameters(driver: Any, function: int) -> list[int]:
+    """Return how many bytes each parameter of a kernel has, as the driver knows them."""
+    sizes: list[int] = []
+    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+    while not driver.cuFuncGetParamInfo(
+        ctypes.c_void_p(function), ctypes.c_size_t(len(sizes)), ctypes.byref(offset), ctypes.byref(size)
+    ):
+        sizes.append(size.value)
+    return sizes

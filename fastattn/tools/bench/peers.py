@@ -86,15 +86,16 @@ def twin(
     return Contender(name or ", ".join(filter(None, (package, kernel))), prepare_call, lse=True)
 
 
-def coded_twin(package: str = "fastattn") -> Contender:
-    """Our path over pages of codes."""
+def coded_twin(package: str = "fastattn", *, kernel: str | None = None) -> Contender:
+    """Our path over pages of codes, by a kernel if one is asked for."""
 
     def prepare_call(inputs: CodedInputs) -> Call:
         module = importlib.import_module(f"{package}.quantized")
         pools = inputs.query, inputs.key_cache, inputs.value_cache, inputs.batch
-        return prepare(module, *pools, scales=inputs.scales)
+        call = prepare(module, *pools, scales=inputs.scales)
+        return call if kernel is None else partial(_call_with, kernel, call)
 
-    return Contender(package, prepare_call, lse=True)
+    return Contender(", ".join(filter(None, (package, kernel))), prepare_call, lse=True)
 
 
 def uncoded(contender: Contender) -> Contender:

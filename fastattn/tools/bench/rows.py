@@ -553,11 +553,23 @@ def _codes_of_a_server(shrink: int) -> Iterator[Row]:
         by_hand = (peers.fa3_coded(), peers.flashinfer_coded()) if name == "fp8" else ()
         contenders = (peers.coded_twin(), *by_hand, plain)
         yield Row("quantized", f"decode-{b}x{decode.tokens}-{name}", decode, contenders, clock="graph", aim=aim)
-    chunk = Coded(((512 // shrink, (16384 + 512) // shrink),) * 4)
-    contenders = (peers.coded_twin(), peers.fa3_coded(), plain)
-    yield Row(
-        "quantized", f"chunk-4x{chunk.lens[0][0]}-of-{chunk.tokens}-fp8", chunk, contenders, aim="as a plain cache"
-    )
+    asked_for = [peers.coded_twin(kernel=kernel) for kernel in KERNELS]
+    for name, b, query_len, seq_len, stored in (
+        ("prefill", 2, 8192, 8192, torch.float8_e4m3fn),
+        ("chunk", 4, 512, 16384 + 512, torch.float8_e4m3fn),
+        ("prefill", 2, 8192, 8192, torch.int8),
+    ):
+        prompts = Coded(((query_len // shrink, seq_len // shrink),) * b, stored=stored)
+        of_codes = "int8" if stored == torch.int8 else "fp8"
+        context = "" if query_len == seq_len else f"-of-{prompts.tokens}"
+        yield Row(
+            "quantized",
+            f"{name}-{b}x{prompts.lens[0][0]}{context}-{of_codes}",
+            prompts,
+            (peers.coded_twin(), *asked_for, *([peers.fa3_coded()] if of_codes == "fp8" else []), plain),
+            aim="as a plain cache",
+            memory=True,
+        )
     write = CodedWrite(65536 // shrink)
     yield Row(
         "quantized", f"write-{write.num_tokens}-fp8", write, (peers.coded_write_twin(),), aim="0.85 of the copy's speed"

@@ -1,0 +1,454 @@
+"""Cascades and drafted trees over codes: levels merge, nodes see their branches, and scales stay where they belong."""
+
+import importlib
+import re
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from batches import HARMLESS, POISON, Case, assert_same_masks, attend, masks_by_hand, read_masks
+from kernels_present import PRESENT, Kernel
+from options import per_head
+from stored import E4M3, E5M2, KINDS, Stored, attended_by_hand, in_codes, store
+from test_cascade import SHARED
+from test_speculative import case_of, draw_tree, masks_of_trees
+from test_steps import record
+from tolerance import assert_matches_reference
+
+import refattn.cascade
+import refattn.chunked_prefill
+import refattn.quantized
+import refattn.speculative
+from refattn.interface import Accepted, Fp8Scales, Int8Scales, Prefix
+
+LEFT = 29  # tokens before a query that a window shows
+OPTIONS = {
+    "plain": {},
+    "softcap": dict(softcap=1.0),
+    "alibi": dict(alibi_slopes=True),
+    "sinks": dict(sinks=True),
+    "window": dict(window_size=(LEFT, 0)),
+    "everything": dict(softmax_scale=0.2, softcap=5.0, alibi_slopes=True, sinks=True, window_size=(LEFT, 0)),
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step whose plan is that of a cascade, or of drafted trees.
+
+    Attributes:
+        path: whose plan it has.
+        case: the lengths and sizes.
+        shape: the prefixes, or the trees.
+    """
+
+    path: str
+    case: Case
+    shape: list
+
+    def arguments(self, device: str) -> dict[str, Any]:
+        """Return what the plan takes."""
+        if self.path == "cascade":
+            return dict(prefixes=[Prefix(*prefix) for prefix in self.shape])
+        return dict(trees=refattn.speculative.make_trees(self.shape, device=device))
+
+    def masks(self, left: int = -1) -> list[torch.Tensor]:
+        """Draw who sees whom, one pair at a time."""
+        if self.path == "speculative":
+            return masks_of_trees(self.case, self.shape, left)
+        return masks_by_hand(self.case, lambda i, j: j <= i and (left < 0 or i - left <= j))
+
+    def store(self, kind: str, *, left: int = -1, poison=POISON, **options: Any) -> Stored:
+        """Lay the step out in codes: a prefix has the blocks of its first sequence; what nobody sees is spoilt."""
+        per = options.pop("per", "head" if self.path == "cascade" else "sequence")
+        stored = store(self.case, kind, poison=poison, per=per, **options)
+        stored.batch = self.share(stored.batch, stored.keys, stored.values)
+        if poison is POISON:
+            spoil(stored, self.masks(left))
+        return stored
+
+    def share(self, batch, *rows: list[torch.Tensor]):
+        """Give the members of each prefix the blocks of its first sequence, and its keys and values."""
+        table = batch.block_table.clone()
+        for first, last, end in self.shape if self.path == "cascade" else ():
+            blocks = end // self.case.block_size
+            table[first:last, :blocks] = table[first, :blocks].clone()
+            for row in rows:
+                for i in range(first, last):
+                    row[i][:end] = row[first][:end].clone()
+        return replace(batch, block_table=table)
+
+
+def spoil(stored: Stored, masks: list[torch.Tensor]) -> None:
+    """Put codes of NaN, or scales of NaN, into each slot that no query sees."""
+    n, p = stored.key_cache.shape[:2]
+    seen = torch.zeros(n * p, dtype=torch.bool)
+    for mask, blocks in zip(masks, stored.batch.block_table.tolist(), strict=True):
+        for j in mask.any(0).nonzero().flatten().tolist():
+            seen[blocks[j // p] * p + j % p] = True
+    unseen = ~seen.view(n, p).to(stored.key_cache.device)
+    for pool in (stored.key_cache, stored.value_cache):
+        if pool.is_floating_point() and pool.itemsize > 1:
+            pool[unseen] = torch.nan
+        else:
+            pool.view(torch.uint8)[unseen] = 0x7F
+    if isinstance(stored.scales, Int8Scales):
+        stored.scales.key[unseen] = torch.nan
+
+
+STEPS = {
+    **{f"cascade-{name}": Step("cascade", *SHARED[name]) for name in ("tree", "prefills-and-decodes", "odd-blocks")},
+    "cascade-silent": Step("cascade", *SHARED["silent-and-empty"]),
+    "trees": Step(
+        "speculative",
+        case_of(
+            trees := [(-1, 0, 0, 1, 2, 2), (), (-1, 0, 1), (-1, 0, 0, 0), (-1, -1, 0, 1, 1)],
+            contexts=(17, 40, 33, 0, 64),
+            heads=(4, 2),
+        ),
+        trees,
+    ),
+    "large-trees": Step(
+        "speculative",
+        case_of(
+            trees := [draw_tree(17, 1), draw_tree(66, 5)],
+            contexts=(30, 5),
+            heads=(3, 1),
+            head_size=96,
+            value_head_size=64,
+            block_size=24,
+            layout="HND",
+        ),
+        trees,
+    ),
+    "tips": Step(  # of a tree that grows, whose older nodes are in the cache
+        "speculative",
+        case_of(trees := [(-1, 0, 0, 1, 2, 2), draw_tree(66, 5), (-1,)], contexts=(7, 30, 0), queries=2, heads=(4, 2)),
+        trees,
+    ),
+}
+FEW = ["cascade-tree", "trees"]
+ON_CPU = PRESENT[0].name == "cpu"
+KERNELS = [kernel for kernel in PRESENT if kernel.name in ("cpu", "triton")]
+WHO = [*([None] if ON_CPU else []), *KERNELS]  # None is the reference
+SOME = ("e4m3", "int8")
+each_who = pytest.mark.parametrize("who", WHO, ids=lambda who: who.name if who else "reference")
+each_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+each_step = pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+each_kind = pytest.mark.parametrize("kind", KINDS)
+each_package = pytest.mark.parametrize("package", ["refattn", "fastattn"], ids=["ref", "fast"])
+
+
+def path(package: str, step: Step) -> ModuleType:
+    """Return `quantized.attention` with the plan of the step's path."""
+    mixed = ModuleType(f"{package}.{step.path}")
+    mixed.plan = importlib.import_module(f"{package}.{step.path}").plan
+    mixed.attention = importlib.import_module(f"{package}.quantized").attention
+    return mixed
+
+
+def call(package: str, step: Step, stored: Stored, **options: Any) -> Any:
+    """Plan the step, attend over its codes, and return outputs and log-sum-exps."""
+    arguments = step.arguments(str(stored.query.device))
+    return attend(path(package, step), *stored.tensors, **arguments, **options, scales=stored.scales, return_lse=True)
+
+
+def asked_for(who: Kernel | None) -> tuple[str, Any]:
+    """Return the package that computes, and what asks for its kernel."""
+    return ("refattn", nullcontext()) if who is None else ("fastattn", who.asked_for())
+
+
+# --- who sees whom, and memory that nobody may see ---
+
+
+@each_who
+@each_step
+@pytest.mark.parametrize("kind", SOME)
+def test_mask(who, step, kind, device):
+    step = replace(step, case=replace(step.case, head_size=64, value_head_size=64))
+    package, context = asked_for(who)
+
+    def attention(query, key_cache, value_cache, batch, **options):
+        *pools, scales = in_codes(key_cache, value_cache, kind)
+        arguments = step.arguments(device)
+        # The first sequence of a prefix has the one-hot values of all.
+        return attend(path(package, step), query, *pools, step.share(batch), **arguments, scales=scales, **options)
+
+    with context:
+        assert_same_masks(read_masks(attention, step.case, device=device), step.masks())
+
+
+@each_who
+@each_step
+@pytest.mark.parametrize(("kind", "left"), [("e4m3", -1), ("int8", LEFT)], ids=["e4m3", "int8-in-a-window"])
+def test_poison(who, step, kind, left, device):
+    """NaN in blocks that nobody owns, past sequences, before windows, and in nodes of no row's branch."""
+    package, context = asked_for(who)
+    options = dict(dtype=torch.float32 if who is None else who.dtypes[0], left=left, device=device)
+    with context:
+        answers = [
+            call(package, step, step.store(kind, poison=poison, **options), window_size=(left, 0))
+            for poison in (HARMLESS, POISON)
+        ]
+    for clean, dirty in zip(*answers, strict=True):
+        assert torch.equal(clean, dirty)
+
+
+# --- the formula ---
+
+
+@each_step
+@pytest.mark.parametrize(("kind", "left"), [*zip(KINDS, [-1, LEFT, LEFT, -1], strict=True)])
+@pytest.mark.skipif(not ON_CPU, reason="in float64, on a CPU")
+def test_formula(step, kind, left):
+    step = replace(step, case=replace(step.case, head_size=16, value_head_size=24))
+    stored = step.store(kind, left=left, dtype=torch.float64)
+    expected = attended_by_hand(stored, step.masks(left))
+    for package in ("refattn", "fastattn"):
+        for one, other in zip(call(package, step, stored, window_size=(left, 0)), expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.covers("B83")
+@each_kind
+@each_package
+@pytest.mark.skipif(not ON_CPU, reason="in float64, on a CPU")
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_cascade_answers_as_attention_without_one(package, kind, options):
+    """Over the same bytes, outputs and log-sum-exps: every sink counts once."""
+    step = STEPS["cascade-tree"]
+    stored = step.store(kind, left=LEFT if "window_size" in OPTIONS[options] else -1, dtype=torch.float64)
+    options = per_head(OPTIONS[options], step.case, "cpu")
+    whole = attend(
+        path(package, Step("chunked_prefill", step.case, [])),
+        *stored.tensors,
+        **options,
+        scales=stored.scales,
+        return_lse=True,
+    )
+    for one, other in zip(call(package, step, stored, **options), whole, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+# --- the twins ---
+
+
+def assert_twins_agree(step: Step, stored: Stored, **options: Any) -> None:
+    """Hold the twin to the reference over the same bytes, by the one tolerance; and into memory, and alone."""
+    pools = [x.view(torch.uint8) if x.dtype in (E4M3, E5M2) else x for x in (stored.key_cache, stored.value_cache)]
+    tensors = (stored.query, *pools, stored.batch)  # as bytes, which a cast of the test leaves alone
+    arguments = dict(step.arguments(str(stored.query.device)), **options, scales=stored.scales)
+    twin = partial(attend, path("fastattn", step), *tensors, **arguments)
+    out, lse = twin(return_lse=True)
+    assert_matches_reference(out, lse, partial(attend, path("refattn", step)), *tensors, **arguments)
+    memory = torch.full_like(out, torch.nan)
+    assert twin(out=memory) is memory and torch.equal(memory, out)
+
+
+@each_kernel
+@pytest.mark.parametrize(
+    ("name", "kind"), [(name, kind) for name in STEPS for kind in KINDS if kind in SOME or name in FEW]
+)
+def test_twins(kernel, name, kind, device):
+    step = STEPS[name]
+    for dtype in kernel.dtypes[:1] if kernel.is_interpreted else kernel.dtypes:
+        with kernel.asked_for():
+            assert_twins_agree(step, step.store(kind, dtype=dtype, device=device))
+
+
+@each_kernel
+@pytest.mark.parametrize(("name", "kind"), [*zip(FEW, SOME, strict=True)])
+@pytest.mark.parametrize("options", [name for name in OPTIONS if name != "plain"])
+def test_twins_with_options(kernel, name, kind, options, device):
+    step, left = STEPS[name], LEFT if "window_size" in OPTIONS[options] else -1
+    stored = step.store(kind, left=left, dtype=kernel.dtypes[0], device=device, spread=True)
+    with kernel.asked_for():
+        assert_twins_agree(step, stored, **per_head(OPTIONS[options], step.case, device))
+
+
+@each_kernel
+@pytest.mark.parametrize(("per", "round_query"), [("number", True), ("head", False)], ids=["number", "query-as-it-is"])
+@pytest.mark.parametrize("name", FEW)
+def test_scales_of_fp8(kernel, per, round_query, name, device):
+    stored = STEPS[name].store("e4m3", per=per, round_query=round_query, dtype=kernel.dtypes[0], device=device)
+    with kernel.asked_for():
+        assert_twins_agree(STEPS[name], stored)
+
+
+@each_kernel
+@pytest.mark.parametrize("kind", SOME)
+def test_layers_of_a_step_have_scales_of_their_own(kernel, kind, device):
+    """What a kernel keeps in the plan of a step serves the scales of any layer, and no plan without trees."""
+    step = STEPS["trees"]
+    stored = step.store(kind, dtype=kernel.dtypes[0], device=device)
+    scales = stored.scales
+    if isinstance(scales, Fp8Scales):
+        layers = [scales, replace(scales, key=scales.key * 1.7, value=scales.value * 0.3), Fp8Scales(0.3, 0.9, 0.2)]
+    else:
+        layers = [scales, Int8Scales(scales.key * 0.7, scales.value * 1.9)]
+    twin = path("fastattn", step)
+    with kernel.asked_for():
+        plan = twin.plan(stored.batch, block_size=step.case.block_size, **step.arguments(device))
+        for stored.scales in layers * 2:
+            out = twin.attention(*stored.tensors[:3], plan, scales=stored.scales)
+            assert torch.equal(out, call("fastattn", step, stored)[0])
+        everything, again = (
+            plan.whole,
+            twin.plan(stored.batch, block_size=step.case.block_size, **step.arguments(device)),
+        )
+        out, alone = (twin.attention(*stored.tensors[:3], one, scales=scales) for one in (everything, again.whole))
+        assert torch.equal(out, alone)
+
+
+@each_kernel
+@pytest.mark.parametrize(("kind", "heads"), [("int8", (4, 2)), ("e4m3", (32, 2))], ids=["few-rows", "many-rows"])
+def test_a_captured_cascade_goes_on(kernel, kind, heads, device):
+    """Recorded once and replayed with the next token of each sequence, whose lengths are written to in place.
+
+    Without a GPU a kernel reads the tables of the plan again all the same, but for the CPU's, whose plan says how the
+    work is shared out.
+    """
+    step = Step("cascade", Case("c", ((1, 70), (1, 52), (1, 66), (1, 130)), heads=heads), [(0, 4, 48)])
+    stored = step.store(kind, dtype=kernel.dtypes[0], device=device)
+    twin, arguments = path("fastattn", step), step.arguments(device)
+    stored.batch.seq_lens.sub_(2)
+    plan = twin.plan(stored.batch, block_size=16, **arguments)
+    with kernel.asked_for():
+        replay = record(
+            lambda: twin.attention(*stored.tensors[:3], plan, scales=stored.scales, return_lse=True), device
+        )
+        for _ in range(3):
+            if kernel.name == "cpu":
+                plan = twin.plan(stored.batch, block_size=16, **arguments)
+            out, lse = replay()
+            pools = [x.view(torch.uint8) if x.dtype == E4M3 else x for x in (stored.key_cache, stored.value_cache)]
+            assert_matches_reference(
+                out,
+                lse,
+                partial(attend, path("refattn", step)),
+                stored.query,
+                *pools,
+                stored.batch,
+                **arguments,
+                scales=stored.scales,
+            )
+            stored.batch.seq_lens.add_(1)
+            if kernel.name != "cpu":
+                plan.levels[-1].batch.seq_lens.add_(1)
+
+
+# --- what is kept of a tree ---
+
+
+@each_who
+@each_kind
+def test_after_compaction_the_next_step_answers_as_if_nothing_had_been_drafted(who, kind, device):
+    """Codes move, and the scales of int8 keys with them; NaN is in the slots of what was rejected."""
+    package, context = asked_for(who)
+    speculative = importlib.import_module(f"{package}.speculative")
+    parents, kept, first_node = (-1, 0, 0, 1, 2, 2), [0, 2, 5], 15
+    step = Step("speculative", Case("accepted", ((6, 21),), heads=(4, 2), head_size=32), [parents])
+    after = Step("chunked_prefill", Case("after", ((3, 18),), heads=(4, 2)), [])
+    stored = step.store(kind, dtype=torch.float32 if who is None else who.dtypes[0], device=device)
+    trees, table = step.arguments(device)["trees"], stored.batch.block_table[0].tolist()
+    nodes = torch.tensor([[*kept, -1, -1, -1]], dtype=torch.int32, device=device)
+    accepted = Accepted(nodes, nodes.new_tensor([3]), nodes.new_tensor([1]).long())
+
+    def pools_of(stored: Stored) -> list[torch.Tensor]:
+        scales = stored.scales
+        return [stored.key_cache, stored.value_cache, *([scales.key] if isinstance(scales, Int8Scales) else [])]
+
+    def slot(place: int) -> tuple[int, int]:
+        return table[place // 16], place % 16
+
+    in_order = replace(stored, key_cache=stored.key_cache.clone(), value_cache=stored.value_cache.clone())
+    if isinstance(stored.scales, Int8Scales):
+        in_order.scales = replace(stored.scales, key=stored.scales.key.clone())
+    for written, drafted in zip(pools_of(in_order), pools_of(stored), strict=True):
+        for target, node in enumerate(kept):
+            written[slot(first_node + target)] = drafted[slot(first_node + node)]
+    query = stored.query[kept]
+    speculative.compact(pools_of(stored), stored.batch, trees, accepted, block_size=16)
+    for cache in (stored, in_order):
+        cache.query = query
+        cache.batch = speculative.accepted_batch(step.store(kind, device=device).batch, trees, accepted.lens)
+        spoil(cache, masks_by_hand(after.case, lambda i, j: j <= i))
+    with context:
+        answers = [
+            attend(path(package, after), *cache.tensors, scales=cache.scales, return_lse=True)
+            for cache in (stored, in_order)
+        ]
+    for one, other in zip(*answers, strict=True):
+        assert one.isfinite().all() and torch.equal(one, other)
+
+
+# --- bad input ---
+
+
+def good(package: str) -> dict[str, Any]:
+    """Return a cascade and the arguments of a call over it."""
+    stored = STEPS["cascade-tree"].store("e4m3")
+    plan = path(package, STEPS["cascade-tree"]).plan(
+        stored.batch, block_size=16, **STEPS["cascade-tree"].arguments("cpu")
+    )
+    return dict(
+        zip(("query", "key_cache", "value_cache"), stored.tensors, strict=False), plan=plan, scales=stored.scales
+    )
+
+
+def per_sequence(**changes: torch.Tensor) -> Callable[[dict], dict]:
+    return lambda arguments: dict(scales=replace(arguments["scales"], **changes))
+
+
+BAD = {
+    "plan: expected a Plan, a CascadePlan or a TreePlan, got None": lambda arguments: dict(plan=None),
+    "plan: expected a Plan, a CascadePlan or a TreePlan, got list": lambda arguments: dict(
+        plan=list(arguments["plan"].levels)
+    ),
+    "scales.key: expected a number or float32 [hk=3], as a group of a cascade is of several sequences, got float32 [6, "
+    "3]": per_sequence(key=torch.ones(6, 3)),
+    "scales.value: expected a number or float32 [hk=3], as a group of a cascade is of": per_sequence(
+        value=torch.ones(6, 3)
+    ),
+    "scales.query: expected a number or float32 [hk=3], as a group of a cascade is of": per_sequence(
+        query=torch.ones(6, 3)
+    ),
+    "scales.key: expected a number or float32 [hk=3] or [b=6, hk=3], got float32 [2]": per_sequence(key=torch.ones(2)),
+    "key_cache: expected at least": lambda arguments: dict(
+        key_cache=arguments["key_cache"][:2], value_cache=arguments["value_cache"][:2]
+    ),
+    "key_cache: expected blocks of 16 tokens, as in the plan, got p=8": lambda arguments: {
+        name: arguments[name][:, :8] for name in ("key_cache", "value_cache")
+    },
+    "query: expected at least 6 rows": lambda arguments: dict(query=arguments["query"][:3]),
+    "scales: expected Fp8Scales or Int8Scales, got None": lambda arguments: dict(scales=None),
+}
+
+
+@each_package
+@pytest.mark.parametrize("message", BAD)
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_bad_arguments_are_named_and_nothing_is_written(package, message):
+    attention, arguments = importlib.import_module(f"{package}.quantized").attention, good(package)
+    out = torch.full_like(arguments["query"], torch.nan)
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        attention(**{**arguments, **BAD[message](arguments), "out": out})
+    assert out.isnan().all()
+    attention(**arguments, out=out)
+    assert out.isfinite().all()
+
+
+@each_package
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_scales_of_a_batch_of_trees_are_as_many_as_its_sequences(package):
+    step = STEPS["trees"]
+    stored = step.store("e4m3")
+    for rows in (4, 6):
+        stored.scales = Fp8Scales(torch.ones(rows, 2), 1.0)
+        with pytest.raises(ValueError, match=r"^scales.key: expected a number or float32 \[hk=2\] or \[b=5, hk=2\]"):
+            call(package, step, stored)
