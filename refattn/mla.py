@@ -326,10 +326,10 @@ def write(
     check_latent_slots(latent, rope_key, cache, slot_mapping, cache_scale=cache_scale)
     rank, width = latent.shape[1], latent.shape[1] + rope_key.shape[1]
     pages = rearrange(cache, "n p c -> n p 1 c")  # as one head, whose key is the latent, and its value the rotary key
-    tokens = (rearrange(x, "t c -> t 1 c") for x in (latent, rope_key))
-    pools = pages[..., :rank], pages[..., rank:width]
+    key, value = (rearrange(x, "t c -> t 1 c") for x in (latent, rope_key))
+    key_cache, value_cache = pages[..., :rank], pages[..., rank:width]
     if cache.dtype in FP8_FORMATS:
         scales = Fp8Scales(cache_scale, cache_scale, format=cache.dtype)
-        quantized.write(*tokens, *pools, slot_mapping, scales=scales)
+        quantized.write(key, value, key_cache, value_cache, slot_mapping, scales=scales)
     else:
-        kv_cache.write(*tokens, *pools, slot_mapping)
+        kv_cache.write(key, value, key_cache, value_cache, slot_mapping)

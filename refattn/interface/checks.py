@@ -313,7 +313,9 @@ def _check_cache_scale(cache: Tensor, cache_scale: float) -> None:
     check_number("cache_scale", cache_scale, above=0.0)
     if cache_scale != 1 and cache.dtype not in FP8_FORMATS:
         kind = str(cache.dtype).removeprefix("torch.")
-        raise ValueError(f"cache_scale: expected 1 for a cache of {kind}, which holds no codes of fp8, got {cache_scale}")
+        raise ValueError(
+            f"cache_scale: expected 1 for a cache of {kind}, which holds no codes of fp8, got {cache_scale}"
+        )
 
 
 def _check_scale(options: AttentionOptions) -> None:

@@ -61,9 +61,7 @@ def multiprocessors(device: torch.device) -> int:
     return 4 if INTERPRETED else devices.num_multiprocessors(device)
 
 
-def fit(
-    tuning: Tuning, device: torch.device, *, row_bytes: int, key_bytes: int, fewest_stages: int = 1
-) -> Tuning:
+def fit(tuning: Tuning, device: torch.device, *, row_bytes: int, key_bytes: int, fewest_stages: int = 1) -> Tuning:
     """Shrink a launch to the shared memory of a device: its steps in flight first, then their keys, then its rows.
 
     Args:
