@@ -539,7 +539,7 @@ def set_scales(
     Raises:
         ValueError: if layers have no codes, or the calibration is not one of theirs.
     """
-    if any(isinstance(layer, LatentLayer) for layer in layers):
+    if any(isinstance(layer, LatentLayer) and layer.codes for layer in layers):
         raise ValueError("calibration: expected None, as codes of latents have a scale of 1, got some")
     if not all(isinstance(layer, QuantizedLayer) for layer in layers):
         raise ValueError('calibration: expected None, as pools of kv_cache_dtype="auto" have no scales, got some')
