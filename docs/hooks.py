@@ -11,7 +11,6 @@ stands before the comment is for those who read the page on a code host, which h
     ... <!-- measured local -->                             the measured rows of a path
     ... <!-- tested -->                                     the results of the tests on other machines and processors
     ... <!-- contract -->                                   the properties that a kernel is checked for
-    ... <!-- honoured -->                                   which kernels of the field honour which of them
     ... <!-- api refattn -->                                what the docstrings of a package say
     ... <!-- exercises puzzles -->                          the exercises, or the puzzles
 
@@ -44,7 +43,6 @@ from readme import RESULTS, ROOT, duration, fastest_peer, tables
 from fastattn.kernels import dispatch
 from refattn import drawing
 from refattn.check import learner
-from refattn.conformance import field
 from refattn.conformance.contract import PROPERTIES
 
 INSERT = re.compile(r"^(?P<instead>.+) <!-- (?P<name>\w+)(?P<arguments>.*?) -->$", re.MULTILINE)
@@ -171,7 +169,8 @@ def measured(page: Page, instead: str, path: str = "") -> str:
         )
     shown = "\n\n".join(f"*{name}*\n\n{in_short(some)}" for name, some in rows.items() if some)
     return (
-        f"## Measured\n\n{shown}\n\nAll of it, and how it was measured: [benchmark](../proof/benchmark.md)."
+        f"## Measured\n\n{shown}\n\n*Floor* is the least time that the work takes at the rates of that machine. "
+        "What was measured, and how: [benchmark](../proof/benchmark.md)."
         if shown
         else ""
     )
@@ -188,23 +187,13 @@ def contract(page: Page, instead: str) -> str:
     lines = ["| property | promise | on |", "|---|---|---|"]
     for found in PROPERTIES:
         paths = "all paths" if not found.paths else ", ".join(found.paths)
-        lines.append(f"| {found.name} | {found.promise} | {paths} |")
+        promise = found.promise.replace("|", r"\|")
+        lines.append(f"| {found.name} | {promise} | {paths} |")
     return "\n".join(lines)
 
 
-def honoured(page: Page, instead: str) -> str:
-    """Show what the kernels of each machine honour, and fold what they do not with the smallest batches."""
-    parts = []
-    for file in sorted(RESULTS.glob("conformance/*.json")):
-        found = json.loads(file.read_text())
-        title = "Where, and on which batch" if list(field.failures(found)) else "Nothing is broken"
-        parts.append(f"## {found['machine']}\n\n{field.tables(found)}\n\n{folded(title, [field.list_failures(found)])}")
-    return "\n\n".join(parts)
-
-
 INSERTS = {
-    insert.__name__: insert
-    for insert in (api, code, contract, exercises, honoured, kernels, measured, picture, says, tested)
+    insert.__name__: insert for insert in (api, code, contract, exercises, kernels, measured, picture, says, tested)
 }
 
 

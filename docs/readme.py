@@ -1,17 +1,21 @@
-"""Write what docs/results says into the README, between its two marks, and into the explorer; `make readme`."""
+"""Write what docs/results says into the README and the page of the field, between two marks, and into the explorer.
+
+`make readme` runs it.
+"""
 
 import json
 from pathlib import Path
 from typing import Any
 
 from fastattn.tools.bench import roofline
+from refattn.conformance import field
 from refattn.drawing import animation
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs/results"
 STEP = ROOT / "docs/assets/step.svg"
 TWINS = ("fastattn", "refattn")
-MARKS = ("<!-- measured: made by docs/readme.py -->", "<!-- end of measured -->")
+FIELD = ROOT / "docs/proof/conformance.md"
 SHOWN = {  # rows of the benchmark, by device, and what to call them
     "cuda": {
         ("chunked_prefill", "prefill-2x8192"): "two prompts of 8192 tokens",
@@ -90,6 +94,18 @@ def duration(seconds: float) -> str:
     return f"{seconds / size:.3g}\u00a0{unit}"
 
 
+def honoured() -> str:
+    """Show what kernels honour on each machine, the GPU first, and fold what they do not with the smallest batches."""
+    parts = []
+    for file in sorted(RESULTS.glob("conformance/*.json"), reverse=True):
+        found = json.loads(file.read_text())
+        parts += [f"## {found['machine']}", field.tables(found)]
+        if list(field.failures(found)):
+            parts += ['<details markdown="1"><summary>Where, and on which batch</summary>']
+            parts += [field.list_failures(found), "</details>"]
+    return "\n\n".join(parts)
+
+
 def machines() -> str:
     """Write a script of the rates of the measured machines, and the rows under their roofs, for the explorer."""
     found = [
@@ -109,13 +125,19 @@ def machines() -> str:
 
 
 def main() -> None:
-    """Put the tables into the README, the machines beside the explorer, and the moving picture into its file."""
+    """Put the tables onto their pages, the machines beside the explorer, and the moving picture into its file."""
     STEP.write_text(animation.animation())
     (ROOT / "docs/explorer/machines.js").write_text(machines())
-    readme = ROOT / "README.md"
-    before, _, rest = readme.read_text().partition(MARKS[0])
-    _, _, after = rest.partition(MARKS[1])
-    readme.write_text(f"{before}{MARKS[0]}\n\n{tables()}\n\n{MARKS[1]}{after}")
+    put(ROOT / "README.md", "measured", tables())
+    put(FIELD, "honoured", honoured())
+
+
+def put(page: Path, name: str, text: str) -> None:
+    """Put a text between the two marks of a page."""
+    begin, end = f"<!-- {name}: made by docs/readme.py -->", f"<!-- end of {name} -->"
+    before, _, rest = page.read_text().partition(begin)
+    _, _, after = rest.partition(end)
+    page.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}")
 
 
 if __name__ == "__main__":

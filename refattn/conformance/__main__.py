@@ -1,4 +1,4 @@
-"""`python -m refattn.conformance my_package:my_attention --path chunked_prefill`: say what a kernel honours.
+"""`python -m refattn.conformance my_package:my_attention --path chunked_prefill`: check a kernel against the contract.
 
 Exit status: 0 if it honours all that it claims, 1 if not, 2 if it cannot be called.
 """
@@ -26,24 +26,33 @@ from refattn.conformance.report import STYLES, as_html, lines, mark
 
 def main(arguments: list[str] | None = None) -> int:
     """Check what the command line names."""
-    parser = argparse.ArgumentParser(prog="python -m refattn.conformance", description="Prove an attention kernel.")
-    parser.add_argument("kernel", nargs="?", help="module:function, a module of a path, or the name of an adapter")
-    parser.add_argument("--path", choices=list(PATHS), help="what it computes")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1 ...")
-    parser.add_argument("--property", action="append", dest="only", help="one of them; may be given several times")
-    parser.add_argument("--dtype", action="append", default=[], help="float32, float16 or bfloat16; several times")
-    parser.add_argument("--examples", type=int, default=20, help="batches per property and type (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=600.0, help="for one kernel, at most (%(default)s)")
-    parser.add_argument("--patience", type=float, default=60.0, help="seconds to wait for one answer (%(default)s)")
-    parser.add_argument("--json", type=Path, help="file for the report")
-    parser.add_argument("--html", type=Path, help="file for the report, as one page")
-    parser.add_argument("--list", action="store_true", help="list the adapters, and why some do not run here")
-    parser.add_argument("--all-installed", action="store_true", help="check every adapter that runs here")
-    parser.add_argument("--adapter", action="append", help="with --all-installed: part of a name; several times")
-    parser.add_argument(
-        "--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 4), help="with --all-installed: at a time"
+    parser = argparse.ArgumentParser(
+        prog="python -m refattn.conformance",
+        description="Check an attention kernel against the contract, property by property.",
+        epilog="Example: python -m refattn.conformance my_package:my_attention --path chunked_prefill",
     )
-    parser.add_argument("--out", type=Path, help="with --all-installed: file for the results")
+    parser.add_argument("kernel", nargs="?", help="module:function, a module of a path, or the name of an adapter")
+    parser.add_argument("--path", choices=list(PATHS), help="the path that the kernel computes")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1 ...")
+    parser.add_argument("--property", action="append", dest="only", help="check only this property; may be repeated")
+    parser.add_argument("--dtype", action="append", default=[], help="float32, float16 or bfloat16; may be repeated")
+    parser.add_argument("--examples", type=int, default=20, help="batches per property and type (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=600.0, help="time limit for one kernel (%(default)s)")
+    parser.add_argument("--patience", type=float, default=60.0, help="seconds to wait for one call (%(default)s)")
+    parser.add_argument("--json", type=Path, help="write the report to this file")
+    parser.add_argument("--html", type=Path, help="write the report to this file, as one HTML page")
+    parser.add_argument("--list", action="store_true", help="list the adapters, and why some cannot run here")
+    parser.add_argument("--all-installed", action="store_true", help="check every adapter that runs here")
+    parser.add_argument(
+        "--adapter", action="append", help="with --all-installed: only names that contain this; may be repeated"
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=max(1, (os.cpu_count() or 1) // 4),
+        help="with --all-installed: kernels checked at a time",
+    )
+    parser.add_argument("--out", type=Path, help="with --all-installed: write the results to this file")
     asked = parser.parse_args(arguments)
     console = Console(highlight=False, soft_wrap=True)
     if asked.list:
@@ -62,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
     if asked.all_installed:
         return _all(asked, options, console)
     if asked.kernel is None:
-        parser.error("which kernel? module:function, or --list")
+        parser.error("name a kernel as module:function, or use --list")
     try:
         report = check_apart(asked.kernel, asked.path, **options)
     except BadKernelError as error:

@@ -1,4 +1,4 @@
-"""The contract of a kernel, property by property: what is asked of it, and on which batches.
+"""The contract of a kernel, property by property: what it promises, and on which batches that is checked.
 
 A property draws a batch and calls the kernel. It returns nothing, or raises `Broken` with what was seen and expected.
 """
@@ -595,26 +595,35 @@ PROPERTIES = (
     ),
     Property(
         "lse",
-        "The log-sum-exp is natural, float32, [t, h], of all visible scores.",
+        "The log-sum-exp is over all visible scores: natural log, float32, [t, h].",
         plain,
         lse,
         paths=ATTENDS,
     ),
     Property(
         "empty rows",
-        "No query, no key, more queries than keys: what sees nothing is 0 with an LSE of -inf.",
+        "A query without a visible key returns 0 with an LSE of -inf; sequences may have no query.",
         odd_lengths,
         everything,
         paths=tuple(name for name in ATTENDS if name != "speculative"),  # whose trees are among their keys
     ),
-    Property("empty parts", "A part that saw nothing counts for nothing.", empty_parts, everything, paths=("merge",)),
-    Property("many keys", "Keys that a kernel splits merge right.", many_keys, everything, paths=ATTENDS, examples=4),
+    Property(
+        "empty parts", "A part in which a query sees no key has no weight.", empty_parts, everything, paths=("merge",)
+    ),
+    Property(
+        "many keys",
+        "Partial answers over split keys merge correctly.",
+        many_keys,
+        everything,
+        paths=ATTENDS,
+        examples=4,
+    ),
     Property("range", "Scores in the hundreds do not overflow.", plain, loud, paths=LOUDLY),
-    Property("blocks", "Blocks that nobody owns may hold anything.", plain, poisoned("blocks"), paths=PAGED),
+    Property("blocks", "Blocks that belong to no sequence may hold anything.", plain, poisoned("blocks"), paths=PAGED),
     Property("tail", "Slots past a sequence's end may hold anything.", plain, poisoned("tail"), paths=PAGED),
     Property(
         "behind the window",
-        "Keys that no query may see may hold anything.",
+        "Keys that no query sees may hold anything.",
         hidden_behind,
         poisoned("window"),
         ("window_size",),
@@ -622,22 +631,24 @@ PROPERTIES = (
     ),
     Property(
         "outside the chunk",
-        "Keys that no query may see may hold anything.",
+        "Keys that no query sees may hold anything.",
         hidden_behind,
         poisoned("window"),
         paths=("local",),
     ),
+    Property("table", "Entries past a sequence's last block are never used.", plain, poisoned("table"), paths=PAGED),
     Property(
-        "table", "Entries past a sequence's last block are never followed.", plain, poisoned("table"), paths=PAGED
+        "padding",
+        "Rows after the last sequence are 0 and change no other row.",
+        padded,
+        poisoned("padding"),
+        paths=ATTENDS,
     ),
-    Property(
-        "padding", "Rows after the last sequence are 0, and change nothing.", padded, poisoned("padding"), paths=ATTENDS
-    ),
-    Property("padding", "A token of slot -1 is written nowhere.", padded, answer, paths=("kv_cache",)),
+    Property("padding", "A token with slot -1 is not written.", padded, answer, paths=("kv_cache",)),
     Property("strides", "Tensors may be views: other layouts, gaps between rows and pages.", plain, strides),
     Property(
         "last stride",
-        "Elements need not lie side by side.",
+        "The last dimension need not be contiguous.",
         plain,
         last_stride,
         paths=(*ATTENDS, "kv_cache"),
@@ -652,7 +663,7 @@ PROPERTIES = (
     ),
     Property(
         "scale",
-        "Any finite softmax_scale is honoured.",
+        "Any finite softmax_scale is used, also 0 and negative ones.",
         with_options("softmax_scale"),
         everything,
         ("softmax_scale",),
@@ -682,13 +693,13 @@ PROPERTIES = (
         ("sinks",),
         ATTENDS,
     ),
-    Property("together", "Options compose.", with_options(*MIXTURE), everything, paths=ATTENDS),
+    Property("together", "All options can be combined.", with_options(*MIXTURE), everything, paths=ATTENDS),
     Property(
-        "scales", "Keys and values have scales of their own.", with_options("scales"), everything, paths=("quantized",)
+        "scales", "Keys and values have separate scales.", with_options("scales"), everything, paths=("quantized",)
     ),
     Property(
         "decode is prefill",
-        "The last query gets the same answer alone and among others.",
+        "The last query gets the same answer alone and with the queries before it.",
         plain,
         decode_is_prefill,
         paths=("chunked_prefill", "sliding_window", "local", "mla", "quantized"),
@@ -701,13 +712,15 @@ PROPERTIES = (
         ("batch_invariant",),
         ("dense", "chunked_prefill", "sliding_window", "local", "mla"),
     ),
-    Property("again", "A call leaves nothing behind that changes the next.", plain, again),
-    Property("nan", "A NaN that a query may see comes out, and no other.", plain, nan, paths=READ_OUT),
-    Property("writes", "What comes in is not changed.", plain, writes),
-    Property("out", "out= is written, nothing around it, and returned.", plain, out_memory, ("out",), ATTENDS),
+    Property("again", "A call does not affect later calls.", plain, again),
+    Property("nan", "A NaN reaches exactly the queries that see it.", plain, nan, paths=READ_OUT),
+    Property("writes", "Inputs are not modified.", plain, writes),
+    Property(
+        "out", "out= is filled and returned; memory around it is not touched.", plain, out_memory, ("out",), ATTENDS
+    ),
     Property(
         "graph",
-        "Captured short and replayed long, the answer is that of the long batch.",
+        "A CUDA graph captured with short sequences is right for long ones.",
         plain,
         graph,
         paths=("chunked_prefill", "sliding_window", "local", "mla"),

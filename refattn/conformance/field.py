@@ -1,4 +1,4 @@
-"""Results of many kernels on one machine, as a file; and tables of what each honours, made from such a file."""
+"""Write the results of many kernels on one machine to a file, and make tables of what each honours from it."""
 
 import importlib
 import platform
@@ -14,6 +14,7 @@ from refattn.conformance.adapters import ADAPTERS
 from refattn.conformance.check import FAILED, Report
 from refattn.conformance.report import mark
 
+COUNTED = ("honoured", "broken", "refused", "not claimed", "not reached")
 NOTES = "✓ honoured · ✗ broken · ! crashed, or did not answer · – refused · empty: not claimed · ? not reached"
 
 
@@ -42,11 +43,15 @@ def _compact(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def tables(found: dict[str, Any]) -> str:
-    """Write a table per path: a row per property, a column per kernel."""
+    """Write a table per path, a row per property and a column per kernel; one for all paths that have one kernel."""
     versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items() if number)
     parts = [f"{found['machine']}, {found['date'][:16].replace('T', ', ')} UTC; {versions}.", NOTES]
+    alone = []
     for path in dict.fromkeys(report["path"] for report in found["reports"]):
         reports = [report for report in found["reports"] if report["path"] == path]
+        if len(reports) == 1:
+            alone += reports
+            continue
         names = list(dict.fromkeys(finding["property"] for report in reports for finding in report["findings"]))
         shown = [f"`{report['kernel'].removesuffix(f'.{path}')}`" for report in reports]
         lines = [f"### {path}", "", f"| | {' | '.join(shown)} |", f"|---|{':-:|' * len(shown)}"]
@@ -54,6 +59,12 @@ def tables(found: dict[str, Any]) -> str:
             cells = [_cell(report, name) for report in reports]
             if any(cells):
                 lines.append(f"| {name} | {' | '.join(cells)} |")
+        parts.append("\n".join(lines))
+    if alone:
+        lines = ["### Paths with one kernel", "", f"| | {' | '.join(COUNTED)} |", f"|---|{'--:|' * len(COUNTED)}"]
+        for report in alone:
+            outcomes = ["broken" if f["outcome"] in FAILED else f["outcome"] for f in report["findings"]]
+            lines.append(f"| `{report['kernel']}` | {' | '.join(str(outcomes.count(name)) for name in COUNTED)} |")
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
 

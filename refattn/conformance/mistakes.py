@@ -1,7 +1,7 @@
-"""Known mistakes: the formula once more, in steps, and classes that take one step wrongly.
+"""Known mistakes: the formula once more, in steps, and classes that get one step wrong.
 
-A kernel that answers as one of them does, on the same inputs, has probably made the same mistake. The docstring of a
-class is what the report says then. `Attention` itself is right; it shares no code with the reference.
+A kernel that gives the same answer as one of them, on the same inputs, has probably made the same mistake. The report
+then shows the docstring of that class. `Attention` itself is right; it shares no code with the reference.
 """
 
 import math
@@ -20,7 +20,7 @@ INFINITY = math.inf
 
 
 class Formula:
-    """What a mistake departs from. `variants` are numbers that the mistake depends on and nobody knows."""
+    """The base of all mistakes. `variants` are unknown numbers that a mistake depends on; all of them are tried."""
 
     variants: Sequence[Any] = (None,)
     paths: tuple[str, ...] = ()
@@ -226,7 +226,7 @@ class Attention(Formula):
 
 
 class CausalTopLeft(Attention):
-    """The causal mask is aligned top-left: query i stands at position i, instead of seq_len - query_len + i."""
+    """The causal mask is aligned top-left: query i is at position i instead of seq_len - query_len + i."""
 
     def _positions(self, q: int, s: int, i: int) -> Tensor:
         return torch.arange(q)
@@ -240,21 +240,21 @@ class CausalPadded(Attention):
 
 
 class CausalMaxQuery(Attention):
-    """Queries stand at seq_len - max_query_len + i: the batch's longest query length in the place of their own."""
+    """Queries are at seq_len - max_query_len + i: the batch's longest query length instead of their own."""
 
     def _positions(self, q: int, s: int, i: int) -> Tensor:
         return torch.arange(q) + s - max(q for q, _ in self.lens)
 
 
 class CausalSeesNext(Attention):
-    """The causal mask shows one key too many: j <= i + 1 where j <= i is meant."""
+    """The causal mask shows one key too many: j <= i + 1 instead of j <= i."""
 
     def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
         return super()._visible(pos, j, s, q) | (super()._visible(pos + 1, j, s, q) & (j == pos + 1))
 
 
 class CausalHidesItself(Attention):
-    """The causal mask hides a query's own key: j < i where j <= i is meant."""
+    """The causal mask hides a query's own key: j < i instead of j <= i."""
 
     def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
         return super()._visible(pos, j, s, q) & (j != pos)
@@ -288,7 +288,7 @@ class WindowOneTooMany(Attention):
 
 
 class WindowOneTooFew(Attention):
-    """The window shows one key too few: left is taken for the size of the window, itself included."""
+    """The window shows one key too few: left is used as the size of the window, itself included."""
 
     def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
         hidden = (j == pos - self.window[0]) if self.window[0] >= 0 else torch.zeros(1, 1, dtype=torch.bool)
@@ -347,7 +347,7 @@ class WindowRightIgnored(Attention):
 
 
 class WindowRightZero(Attention):
-    """The right side of the window is taken for 0: no later key is seen."""
+    """The right side of the window is taken as 0: no later key is seen."""
 
     def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
         return super()._visible(pos, j, s, q) & (j <= pos)
@@ -377,7 +377,7 @@ class ChunkIgnored(Attention):
 
 
 class ChunkAsWindow(ChunkIgnored):
-    """A chunk is taken for a sliding window of that many tokens."""
+    """A chunk is treated as a sliding window of that many tokens."""
 
     def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
         return super()._visible(pos, j, s, q) & (j > pos - self.chunk)
@@ -395,7 +395,7 @@ class ChunkFromFirstQuery(ChunkIgnored):
 
 
 class ChunkOneLate(ChunkIgnored):
-    """Chunks end one token late: (i - 1) // chunk in the place of i // chunk."""
+    """Chunks end one token late: (i - 1) // chunk instead of i // chunk."""
 
     def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
         return super()._visible(pos, j, s, q) & (
@@ -404,7 +404,7 @@ class ChunkOneLate(ChunkIgnored):
 
 
 class ChunkOneEarly(ChunkIgnored):
-    """Chunks end one token early: (i + 1) // chunk in the place of i // chunk."""
+    """Chunks end one token early: (i + 1) // chunk instead of i // chunk."""
 
     def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
         return super()._visible(pos, j, s, q) & ((pos + 1) // self.chunk == (j + 1) // self.chunk)
@@ -432,7 +432,7 @@ class LastKeyDropped(Attention):
 
 
 class NewTokensUnseen(Attention):
-    """Only the context is seen: seq_lens is taken for the length without the new tokens."""
+    """Only the context is seen: seq_lens is used as the length without the new tokens."""
 
     def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
         return super()._visible(pos, j, s, q) & (j < s - q)
@@ -450,7 +450,7 @@ class PastTheEnd(Attention):
 
 
 class EverybodyLongest(Attention):
-    """All sequences are taken for as long as the longest: max_seq_len in the place of seq_lens."""
+    """All sequences are treated as if they were as long as the longest: max_seq_len instead of seq_lens."""
 
     def _keys(self, i: int) -> Tensor:
         return torch.arange(max(s for _, s in self.lens))
@@ -493,7 +493,7 @@ class TableOneColumnLate(Attention):
 
 
 class TableWithoutPadding(Attention):
-    """Rows of the block table are taken to lie as close as the longest sequence needs, whatever its stride is."""
+    """Rows of the block table are assumed to be as wide as the longest sequence needs, whatever the stride is."""
 
     def _blocks(self, i: int, column: Tensor) -> Tensor:
         p = self.example.block_size
@@ -503,7 +503,7 @@ class TableWithoutPadding(Attention):
 
 
 class BlockForSlot(Attention):
-    """An entry of the block table is taken for the slot of a token: it is not multiplied with the block size."""
+    """An entry of the block table is used as the slot of a token: it is not multiplied by the block size."""
 
     def _slots(self, i: int, j: Tensor) -> Tensor:
         p = self.example.block_size
@@ -553,7 +553,7 @@ class HeadsBeforeTokens(Attention):
 
 
 class StridesAssumed(Attention):
-    """A tensor is taken to be contiguous: its strides are ignored."""
+    """A tensor is assumed to be contiguous: its strides are ignored."""
 
     def __init__(self, example: Example, arguments: Arguments, variant: Any = None) -> None:
         words = variant or ("query", "key", "value", "key_cache", "value_cache", "cache")
@@ -570,7 +570,7 @@ class StridesAssumed(Attention):
 
 
 class LastStrideAssumed(Attention):
-    """The elements of a row are taken to lie side by side: the last stride is ignored."""
+    """The elements of a row are assumed to be contiguous: the last stride is ignored."""
 
     def __init__(self, example: Example, arguments: Arguments, variant: Any = None) -> None:
         words = variant or ("query", "key", "value", "key_cache", "value_cache", "cache")
@@ -613,7 +613,7 @@ class ScaleMissing(Attention):
 
 
 class ScaleFixed(Attention):
-    """The scale that is given is ignored: it is always head_size ** -0.5."""
+    """The given scale is ignored: it is always head_size ** -0.5."""
 
     def __init__(self, example: Example, arguments: Arguments, variant: Any = None) -> None:
         super().__init__(example, arguments, variant)
@@ -621,7 +621,7 @@ class ScaleFixed(Attention):
 
 
 class ScaleOfValue(Attention):
-    """The scale is made of the head size of the values."""
+    """The scale is computed from the head size of the values."""
 
     def __init__(self, example: Example, arguments: Arguments, variant: Any = None) -> None:
         super().__init__(example, arguments, variant)
@@ -637,7 +637,7 @@ class ScaleTwice(Attention):
 
 
 class ScaleZeroIsDefault(Attention):
-    """A scale of 0 is taken for none given (`scale or default`)."""
+    """A scale of 0 is treated as no scale (`scale or default`)."""
 
     def __init__(self, example: Example, arguments: Arguments, variant: Any = None) -> None:
         super().__init__(example, arguments, variant)
@@ -732,7 +732,7 @@ class AlibiRelative(Attention):
 
 
 class AlibiTopLeft(Attention):
-    """The ALiBi bias takes row i for the query's position, not seq_len - query_len + i."""
+    """The ALiBi bias uses row i as the query's position, not seq_len - query_len + i."""
 
     def _distance(self, pos: Tensor, j: Tensor) -> Tensor:
         return (pos - pos[:1] - j).abs()
@@ -844,7 +844,7 @@ class SinksTwice(Attention):
 
 
 class SinksScaled(Attention):
-    """The sink is multiplied with softmax_scale, as if it were a product."""
+    """The sink is multiplied by softmax_scale, as if it were a product."""
 
     def __init__(self, example: Example, arguments: Arguments, variant: Any = None) -> None:
         super().__init__(example, arguments, variant)
@@ -877,14 +877,14 @@ class SinksNotShifted(Attention):
 
 
 class LseBaseTwo(Attention):
-    """The log-sum-exp is to the base 2; it should be natural (times ln 2)."""
+    """The log-sum-exp has base 2 instead of e (it lacks a factor of ln 2)."""
 
     def _finish(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         return out, lse / math.log(2)
 
 
 class LseOfBaseTwoScores(Attention):
-    """The log-sum-exp is multiplied with ln 2 once too often."""
+    """The log-sum-exp is multiplied by ln 2 one time too many."""
 
     def _finish(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         return out, lse * math.log(2)
@@ -905,14 +905,14 @@ class LseWithoutMaximum(Attention):
 
 
 class LseIsMaximum(Attention):
-    """The largest score is returned in the place of the log-sum-exp."""
+    """The largest score is returned instead of the log-sum-exp."""
 
     def _log(self, lse: Tensor, total: Tensor, peak: Tensor) -> Tensor:
         return peak
 
 
 class LseIsSum(Attention):
-    """The sum of the weights is returned in the place of its logarithm."""
+    """The sum of the weights is returned instead of its logarithm."""
 
     def _log(self, lse: Tensor, total: Tensor, peak: Tensor) -> Tensor:
         return total
@@ -933,7 +933,7 @@ class LseOfLastTile(Attention):
 
 
 class EmptyIsNan(Attention):
-    """A query that sees nothing returns NaN: 0 / 0."""
+    """A query that sees no key returns NaN: 0 / 0."""
 
     def _of_empty(self, out: Tensor, lse: Tensor, visible: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         nothing = ~visible.any(-1)
@@ -943,7 +943,7 @@ class EmptyIsNan(Attention):
 
 
 class EmptyIsMean(Attention):
-    """A query that sees nothing returns the mean of all values: a softmax over equal scores."""
+    """A query that sees no key returns the mean of all values: a softmax over equal scores."""
 
     variants: Sequence[Any] = ("sequence",)
 
@@ -955,7 +955,7 @@ class EmptyIsMean(Attention):
 
 
 class EmptyLse(Attention):
-    """A query that sees nothing returns an LSE that is not -inf, which a merge then counts."""
+    """A query that sees no key returns an LSE that is not -inf, which a merge then counts."""
 
     variants: Sequence[Any] = (0.0, INFINITY, -1e30, -1e9, -1e4, -1e5, -3.4028234663852886e38)
 
@@ -1018,7 +1018,7 @@ class LastSplitDropped(Split):
 
 
 class SplitsMergedBaseTwo(Split):
-    """Splits with a natural log-sum-exp are merged as if it were to the base 2, or the other way round."""
+    """Splits with a natural log-sum-exp are merged as if it had base 2, or the other way round."""
 
     variants: Sequence[Any] = tuple((size, factor) for size in SPLITS for factor in (math.log(2), 1 / math.log(2)))
 
@@ -1035,14 +1035,14 @@ class SplitsMergedBaseTwo(Split):
 
 
 class HiddenTimesNan(Attention):
-    """Values that a window or a chunk hides are multiplied with a weight of 0: NaN there comes out as NaN."""
+    """Values that a window or a chunk hides are multiplied by a weight of 0: NaN there reaches the output."""
 
     def _product(self, weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:
         return torch.einsum("htn,nhd->thd", weights, value)
 
 
 class ZeroTimesNan(PastTheEnd):
-    """Values past a sequence's end are multiplied with a weight of 0: NaN and infinity there come out as NaN."""
+    """Values past a sequence's end are multiplied by a weight of 0: NaN and infinity there reach the output as NaN."""
 
     def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
         return Attention._visible(self, pos, j, s, q)
@@ -1065,14 +1065,14 @@ class MaskAdded(PastTheEnd):
 
 
 class WholePoolTimesNan(Attention):
-    """Every block of the pool is multiplied with a weight of 0: NaN in blocks that nobody owns comes out as NaN."""
+    """Every block of the pool is multiplied by a weight of 0: NaN in blocks of no sequence reaches the output."""
 
     def _product(self, weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:
         return super()._product(weights, value, visible) + 0 * self._grouped(self.value_pool.sum(0, keepdim=True))
 
 
 class FiniteSentinel(Attention):
-    """Hidden scores become a finite number, a score like others: hidden keys weigh where all others are lower."""
+    """Hidden scores become a finite number: hidden keys get weight where all visible scores are lower."""
 
     variants: Sequence[Any] = (-1e4, -65504.0, -1e9, -1e30)
 
@@ -1119,7 +1119,7 @@ class NanHidden(Attention):
 
 
 class NanKeySkipped(Attention):
-    """A key whose score is NaN is left out of the sum, as if nobody saw it."""
+    """A key whose score is NaN is left out of the sum, as if no query saw it."""
 
     def _hide(self, scores: Tensor, visible: Tensor) -> Tensor:
         return super()._hide(scores, visible).nan_to_num(-INFINITY, posinf=INFINITY, neginf=-INFINITY)
@@ -1143,7 +1143,7 @@ class PrefixTwice(Attention):
 
 
 class PrefixDropped(Attention):
-    """The shared keys are left out: each sequence sees its own only."""
+    """The shared keys are left out: each sequence sees only its own."""
 
     paths: tuple[str, ...] = ("cascade",)
 
@@ -1286,7 +1286,7 @@ class ScalesSwapped(Attention):
 
 
 class KeyScaleForBoth(Attention):
-    """Values are multiplied with the scale of the keys."""
+    """Values are multiplied by the scale of the keys."""
 
     paths: tuple[str, ...] = ("quantized",)
 
@@ -1307,7 +1307,7 @@ class ScalesInverted(Attention):
 
 
 class Differential(Formula):
-    """Two softmaxes over pairs of heads, subtracted and normed."""
+    """Two softmaxes over pairs of heads, subtracted and normalized."""
 
     paths: tuple[str, ...] = ("differential",)
     attention: type[Attention] = Attention
@@ -1378,7 +1378,7 @@ class LambdaAdded(Differential):
 
 
 class LambdaInitForLambda(Differential):
-    """lambda_init is taken for lambda_full."""
+    """lambda_init is used as lambda_full."""
 
     def _difference(self, first: Tensor, second: Tensor) -> Tensor:
         return first - self.arguments["lambda_init"] * second
@@ -1396,7 +1396,7 @@ class NormBeforeDifference(Differential):
 
 
 class NotNormed(Differential):
-    """The difference is not normed."""
+    """The difference is not normalized."""
 
     def _normed(self, x: Tensor) -> Tensor:
         return self.arguments["norm_weight"].double() * (1 - self.arguments["lambda_init"]) * x
@@ -1427,7 +1427,7 @@ class NormWeightIgnored(Differential):
 
 
 class PairsAreHalves(Differential):
-    """Pairs are taken for heads i and i + h/2; they are heads 2i and 2i + 1."""
+    """Pairs are formed of heads i and i + h/2 instead of heads 2i and 2i + 1."""
 
     def _heads_of(self, query: Tensor, half: int) -> Tensor:
         return query.chunk(2, dim=1)[half]
@@ -1464,7 +1464,7 @@ class Merge(Formula):
 
 
 class MergeBaseTwo(Merge):
-    """The log-sum-exps are taken for ones to the base 2: 2 ** lse in the place of e ** lse."""
+    """The log-sum-exps are treated as base 2: 2 ** lse instead of e ** lse."""
 
     variants: Sequence[Any] = ("everywhere", "in the weights")
 
@@ -1506,7 +1506,7 @@ class MergeNotNormalized(Merge):
 
 
 class MergeEmptyIsNan(Merge):
-    """Where no part saw anything, -inf - -inf makes NaN."""
+    """Where a query sees no key in any part, -inf - -inf makes NaN."""
 
     def _merged(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
         out, lse = super()._merged(outs, lses)
@@ -1517,7 +1517,7 @@ class MergeEmptyIsNan(Merge):
 
 
 class MergeGarbageTimesZero(Merge):
-    """The output of a part that saw nothing is multiplied with 0: NaN in it comes out."""
+    """The output of a part without visible keys is multiplied by 0: NaN in it reaches the output."""
 
     def _merged(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
         lse = lses.logsumexp(0)
@@ -1556,7 +1556,7 @@ class MergeTwoParts(Merge):
 
 
 class MergeStridesAssumed(Merge):
-    """The log-sum-exps are taken to be contiguous: their strides are ignored."""
+    """The log-sum-exps are assumed to be contiguous: their strides are ignored."""
 
     def answers(self) -> Answers:
         """Compute the answers."""
@@ -1592,7 +1592,7 @@ class Write(Formula):
 
 
 class PaddingWritesLast(Write):
-    """A slot of -1 is taken for an index from the end: padding overwrites the last slot of the pool."""
+    """A slot of -1 is used as an index from the end: padding overwrites the last slot of the pool."""
 
     def _put(self, pools: Answers, token: int, slot: int) -> None:
         super()._put(pools, token, slot if slot >= 0 else pools["key_cache"].shape[0] * self.example.block_size - 1)
@@ -1653,7 +1653,7 @@ class FirstHeadOnly(Write):
 
 
 class RowForBlock(Write):
-    """Block and row are swapped: slot % n and slot // n, with the number of blocks for their size."""
+    """Block and row are swapped: slot % n and slot // n, with the number of blocks instead of the block size."""
 
     def _put(self, pools: Answers, token: int, slot: int) -> None:
         n = pools["key_cache"].shape[0]

@@ -1,6 +1,6 @@
 """Checks of the arguments of a call: shapes, types, devices, and whether they fit the plan.
 
-They run in every layer, so they read no tensor that is on a device, and of the others only a few numbers per head.
+They run in every layer, so they never read a tensor on a device, and only a few numbers per head of tensors on the CPU.
 """
 
 from collections.abc import Sequence
@@ -321,7 +321,7 @@ def _check_cache_scale(cache: Tensor, cache_scale: float) -> None:
 def _check_scale(options: AttentionOptions) -> None:
     if isinstance(options, AttentionOptions) and options.softmax_scale is None:
         raise ValueError(
-            "softmax_scale: expected a number, as nothing here tells the head size it comes from, got None"
+            "softmax_scale: expected a number, as the head size before absorption is unknown here, got None"
         )
 
 

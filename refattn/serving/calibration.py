@@ -8,6 +8,7 @@ A number past the largest that was seen saturates, so the prompts should be like
 """
 
 from collections.abc import Iterable
+from math import gcd
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 import refattn
+from refattn.serving import models
 from refattn.serving.engine import Engine
 from refattn.serving.layers import Amax
 from refattn.serving.request import tokenize
@@ -60,8 +62,11 @@ def calibrate(
     tokens = [tokenize(prompt, tokenizer) for prompt in prompts]
     if not tokens:
         raise ValueError("prompts: expected at least one, got none")
-    num_blocks = max(1, -(-max(map(len, tokens)) // BLOCK_SIZE))
-    engine = _Observer(model, num_blocks=num_blocks, block_size=BLOCK_SIZE, twin=twin, trust_model=trust_model)
+    models.check_model(model, trust_model)
+    chunk_size = getattr(model.config.get_text_config(), "attention_chunk_size", None) or 0
+    block_size = gcd(BLOCK_SIZE, chunk_size)  # a chunk is whole blocks, where there are chunks
+    num_blocks = max(1, -(-max(map(len, tokens)) // block_size))
+    engine = _Observer(model, num_blocks=num_blocks, block_size=block_size, twin=twin, trust_model=trust_model)
     for i, request in enumerate(engine.generate(tokens, SamplingParams(max_tokens=1))):
         if request.error is not None:
             raise ValueError(f"prompts[{i}]: expected one that the model can read, got {request.error}")

@@ -1,23 +1,23 @@
 """Continuous batching: serve many requests of a transformers causal LM at once, over any twin's paged attention.
 
-A step is one forward pass over one flat row of tokens, at most `max_num_batched_tokens` of them. Decodes come first,
-and what is left of the budget goes to chunks of prompts. With a budget of 8, and prompts of 8 tokens (c) and 5 (d):
+A step is one forward pass over one flat row of tokens, at most `max_num_batched_tokens` of them. Decodes come first;
+the rest of the budget goes to chunks of prompts. With a budget of 8, and prompts of 8 tokens (c) and 5 (d):
 
     step 7    a17 | b5 | c0 c1 c2 c3 c4 c5
     step 8    a18 | b6 | c6 c7 | d0 d1 d2 d3       the logits of c7 give c its first token
     step 9    a19 | b7 | c8 | d4                   and those of d4 the first of d
 
-The model's own code runs. Only its attention is replaced: transformers passes the queries, keys and values of each
-layer to `models.paged_attention`, and the engine writes them into the pool and attends over it with the twin that it
-was given. It computes nothing itself. What a layer plans and attends stands in `layers`: windows go to
-`sliding_window`, chunks to `local`, pairs of softmaxes to `differential`, latents to `mla`, and all else to
-`chunked_prefill`, or to `cascade` in a step whose requests share so many blocks that reading them once is worth it.
+The engine runs the model's own code and replaces only its attention: transformers passes the queries, keys and values
+of each layer to `models.paged_attention`, and the engine writes them into the pool and attends over it with the given
+twin. It computes nothing itself. The kinds of layers are in `layers`: windows use `sliding_window`, chunks `local`,
+pairs of softmaxes `differential`, latents `mla`, and all others `chunked_prefill`, or `cascade` in a step whose
+requests share so many blocks that it is worth reading them once.
 
-A layer with a window has a smaller pool (`WindowPool`) where no step can need all blocks of it: a block comes back as
-soon as no token to come can see it.
+A layer with a window has a smaller pool (`WindowPool`) if no step can need all of its blocks: a block is freed as soon
+as no later token can see it.
 
-With `speculation` a decode takes along what may follow its token. A draft is right where the model chooses the same
-token, with the random number that the token has anyway: so the answers are those without drafts, only in fewer steps.
+With `speculation`, a decode also verifies drafted tokens. A draft is right if the model chooses the same token with the
+same random number that the token would have without drafts. So the answers are the same, in fewer steps.
 
 Source: Yu et al. 2022, "Orca" (batching by step); Kwon et al. 2023, "Efficient Memory Management for Large Language
 Model Serving with PagedAttention" (blocks, blocks shared by hash, preemption by recomputation); Agrawal et al. 2024,
@@ -29,6 +29,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from math import ceil
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -95,7 +96,7 @@ class Engine:
         speculation: how to draft tokens, which the model verifies beside those that are sure; None drafts nothing. More
             than one branch needs layers that take trees: full ones, and those with a window.
         kv_cache_dtype: what the pools hold: "auto", the model's own type; or codes of 8 bits, "fp8_e4m3", "fp8_e5m2" or
-            "int8", for twice as many tokens in the same memory and answers that may differ. There is no cascade then.
+            "int8", for twice as many tokens in the same memory and answers that may differ.
         calibration: how large keys and values become, from `calibrate`, for the scales of the codes. None: fp8 has
             scales of 1, and saturates at its largest number; of int8 only the keys are codes, and values stay as they
             are.
@@ -252,7 +253,7 @@ class Engine:
         return self._add_all([prompt], sampling)[0]
 
     def abort(self, request: Request) -> None:
-        """End a request where it is, and free its blocks; a finished one stays as it is.
+        """End a request where it is, and free its blocks; a finished one is not changed.
 
         During a step (from a hook of the model, say) it is ended right after the step.
 
@@ -359,7 +360,7 @@ class Engine:
             self._abort_all(requests)
 
     def _abort_all(self, requests: Iterable[Request]) -> None:
-        """End requests, and those whose end had to wait for a step to be over; what has finished stays as it is."""
+        """End requests, and those whose end had to wait for a step to be over; what has finished is not changed."""
         self._aborted.extend(requests)
         while self._aborted and not self._is_stepping:
             unfinished = [*self.running, *self.waiting]
@@ -528,7 +529,7 @@ class Engine:
                 step.plans[layer] = layer.plan_trees(self.twin, where, trees, self.block_size)
         if prefixes:
             cascade = self.twin.cascade.plan(batch, prefixes=prefixes, block_size=self.block_size)
-            step.plans.update({layer: cascade for layer in step.plans if type(layer) is Layer})
+            step.plans.update({layer: cascade for layer in step.plans if layer.takes_cascades})
         return step
 
     def find_prefixes(self, scheduled: dict[Request, int], machine: Machine) -> list[Prefix]:
@@ -537,7 +538,7 @@ class Engine:
         seq_lens = [request.num_computed_tokens + count for request, count in scheduled.items()]
         block_tables = [request.blocks for request in scheduled]
         self.counters.key_reads += sum(seq_lens)
-        full = next((layer for layer in self.layers if type(layer) is Layer), None)
+        full = next((layer for layer in self.layers if layer.takes_cascades), None)
         if full is None or self.batch_invariant or has_trees(scheduled):
             return []
         found = self.twin.cascade.find_prefixes(query_lens, seq_lens, block_tables, block_size=self.block_size)
@@ -548,7 +549,7 @@ class Engine:
             num_heads=self.config.num_attention_heads,
             num_kv_heads=full.num_kv_heads,
             head_size=full.head_size,
-            element_size=self.model.dtype.itemsize,
+            element_size=ceil(full.bytes_per_token(self.model.dtype) / (2 * full.num_kv_heads * full.head_size)),
             machine=machine,
         )
         self.counters.saved_key_reads += saved_key_reads(prefixes)

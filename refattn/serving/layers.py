@@ -1,6 +1,6 @@
-"""Kinds of layers: what each allocates, writes, plans and attends, on the paths of whichever twin computes.
+"""Kinds of layers: how each allocates its pool, writes, plans and attends, with the paths of either twin.
 
-A layer is known by its path and by what its plan takes, so layers that are equal share one plan per step.
+A layer is identified by its path and the arguments of its plan, so equal layers share one plan per step.
 """
 
 import importlib
@@ -66,6 +66,11 @@ class Layer:
     def window(self) -> int:
         """Tokens that a query sees, itself included; 0 for all."""
         return 0
+
+    @property
+    def takes_cascades(self) -> bool:
+        """Whether the plan of a step may be a cascade, which shows all tokens."""
+        return type(self) is Layer
 
     @property
     def splits_decodes(self) -> bool:
@@ -409,7 +414,6 @@ class QuantizedLayer(Layer):
         value_scale: of fp8 values, or of int8 values if it is a tensor.
     """
 
-    takes_trees: ClassVar[bool] = False
     layer: Layer
     kv_cache_dtype: str
     key_scale: float | Float32[Tensor, "hk"] = field(default=1.0, compare=False)
@@ -434,6 +438,16 @@ class QuantizedLayer(Layer):
     def fixed_scales(self) -> list[Tensor]:
         """The scales that do not lie in the pool, where there are tensors of them."""
         return [x for x in (self.key_scale, self.value_scale) if isinstance(x, Tensor)]
+
+    @property
+    def takes_trees(self) -> bool:  # type: ignore[override]  # what a class says of the other kinds
+        """Whether it has a mask for drafted trees."""
+        return self.layer.takes_trees
+
+    @property
+    def takes_cascades(self) -> bool:
+        """Whether the plan of a step may be a cascade."""
+        return self.layer.takes_cascades
 
     @property
     def window(self) -> int:

@@ -437,7 +437,8 @@ MAY_IMPORT = {
         "fastattn.kernels.triton.attention.repair",
         "fastattn.kernels.triton.attention.repair_latents",
         "fastattn.kernels.triton.launch",
-        "fastattn.kernels.triton.run.with_scale_above_0",
+        "fastattn.kernels.triton.codes",
+        "fastattn.kernels.triton.run",
     },
 }
 

@@ -27,11 +27,12 @@ import fastattn.metadata
 import refattn.attention
 import refattn.chunked_prefill
 import refattn.conformance
+import refattn.dense
 import refattn.kv_cache
 import refattn.merge
 from fastattn.kernels import Problem, dispatch, triton
 from fastattn.kernels import device as devices
-from fastattn.kernels.flash.adapt import adapt
+from fastattn.kernels.flash.adapt import adapt, nothing
 from fastattn.kernels.flash.repage import repage
 from fastattn.kernels.problem import Subtraction
 from fastattn.kernels.triton import attention as triton_attention
@@ -928,3 +929,15 @@ def test_adapt_fixes_up_what_flash_attention_returns_otherwise(options, nothing,
     got[1, 2], got_lse[1, 2] = ref[1, 2], ref_lse[1, 2]
     assert_close(got, ref, ref.float())
     assert_close(got_lse, ref_lse, ref_lse.float(), name="lse")
+
+
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["plain", "sinks"])
+def test_where_there_is_no_key_the_sinks_are_all(has_sinks, device):
+    """One row of padding after two sequences with queries and one without."""
+    plan = refattn.dense.plan(make_batch([2, 0, 1], [0, 0, 0], device=device))
+    query, rows = torch.randn(4, 3, 24, device=device), torch.randn(0, 1, 24, device=device)
+    options = AttentionOptions(sinks=torch.randn(3, device=device) if has_sinks else None)
+    want = refattn.dense.attention(query, rows, rows, plan, options, return_lse=True)
+    got = nothing(query, 24, plan, options)
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+    assert got[1].isfinite().sum() == (9 if has_sinks else 0)

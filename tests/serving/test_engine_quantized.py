@@ -3,10 +3,12 @@
 import copy
 import importlib
 import os
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
 import torch
+from test_speculation import Oracle, Wild
 from tiny_models import SHARED_CACHES, byte_tokenizer, make_family, make_llama
 from tolerance import assert_matches_reference
 from transformers import AutoModelForSeq2SeqLM, BartConfig
@@ -20,7 +22,7 @@ import refattn.quantized
 from fastattn.serving import CudaGraphs
 from refattn.conformance.tolerance import on_cpu
 from refattn.interface import Fp8Scales
-from refattn.serving import Amax, Engine, SamplingParams, calibrate
+from refattn.serving import CPU, Amax, Engine, NGram, SamplingParams, calibrate
 from refattn.serving.layers import KV_CACHE_DTYPES, LocalLayer, QuantizedLayer, WindowLayer
 
 SYSTEM = [5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2]
@@ -29,7 +31,13 @@ OTHERS = [[17, 4, 88, 23, 51], list(range(95, 3, -2))]  # to calibrate on
 GREEDY = SamplingParams(max_tokens=4, stop_token_ids=())
 SIZES = dict(num_blocks=14, block_size=4, max_num_batched_tokens=24)  # small: prompts in chunks, and shared prefixes
 SCARCE = dict(num_blocks=10, max_num_batched_tokens=19)  # and preemptions
-FAMILIES = {"llama": {}, "mistral": {}, "llama4_text": {}, "gemma3n_text": SHARED_CACHES}
+CHUNKS = dict(
+    layer_types=["chunked_attention", "full_attention"],
+    no_rope_layers=[1, 0],
+    attention_chunk_size=8,
+    intermediate_size_mlp=64,
+)
+FAMILIES = {"llama": {}, "mistral": {}, "llama4_text": CHUNKS, "gemma3n_text": SHARED_CACHES}
 KINDS = {"mistral": WindowLayer, "llama4_text": LocalLayer, "gemma3n_text": WindowLayer}
 WAYS = [("fp8_e4m3", False), ("fp8_e4m3", True), ("fp8_e5m2", True), ("int8", False), ("int8", True)]
 ON_CPU = os.environ["TWINATTN_TEST_DEVICE"] == "cpu"
@@ -179,6 +187,16 @@ def test_a_plain_cache_of_rounded_numbers_answers_the_same(models, calibrations,
     assert engine.counters.chunks > len(PROMPTS)
 
 
+@pytest.mark.parametrize("kind", ["fp8_e4m3", "int8"])
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "bloom"], ids=["softcap", "sinks", "alibi"])
+def test_what_a_layer_fixes_reaches_it_over_codes(family, kind, device):
+    model = make_family(family, device)
+    calibration = calibrate(model, OTHERS)
+    expected, _ = answers(model, twin=rounding_twin(calibration, kind))
+    for twin in (refattn, fastattn):
+        assert answers(model, kv_cache_dtype=kind, calibration=calibration, twin=twin)[0] == expected
+
+
 @pytest.mark.parametrize("package", ["refattn", "fastattn"])
 @each_way
 def test_preemption_and_shared_prefixes_change_nothing(models, calibrations, kind, calibrated, package):
@@ -205,6 +223,73 @@ def test_recorded_decodes_change_nothing(models, calibrations, kind, device, mon
     got, _ = answers(models["llama"], **options, runner=runner)
     assert got == expected
     assert runner.records
+
+
+@pytest.mark.parametrize("package", ["refattn", "fastattn"])
+@each_way
+def test_a_cascade_reads_shared_codes_once_and_changes_nothing(models, calibrations, kind, calibrated, package):
+    """Where a launch costs nothing a cascade is always worth it; on this machine it never is for so few keys."""
+    options = dict(kv_cache_dtype=kind, calibration=calibrations["llama"] if calibrated else None)
+    options |= dict(twin=importlib.import_module(package))
+    expected, plain = answers(models["llama"], **options)
+    got, engine = answers(models["llama"], **options, machine=replace(CPU, launch_seconds=0.0, tile_keys=4))
+    assert got == expected
+    assert 0 < engine.counters.saved_key_reads < engine.counters.key_reads == plain.counters.key_reads
+    assert plain.counters.saved_key_reads == 0
+
+
+def test_a_cascade_over_codes_is_chosen_by_their_bytes(models, calibrations, monkeypatch):
+    """A byte for an element of fp8; of int8 keys with a scale, and values in float32, two and a half: rounded up."""
+    asked = []
+    choose = refattn.serving.engine.worthwhile_prefixes
+    monkeypatch.setattr(
+        refattn.serving.engine,
+        "worthwhile_prefixes",
+        lambda *lens, **sizes: asked.append(sizes["element_size"]) or choose(*lens, **sizes),
+    )
+    for kind, calibrated, size in (("auto", False, 4), ("fp8_e4m3", True, 1), ("int8", True, 2), ("int8", False, 3)):
+        asked.clear()
+        calibration = calibrations["llama"] if calibrated else None
+        answers(models["llama"], PROMPTS[:2], kv_cache_dtype=kind, calibration=calibration)
+        assert {*asked} == {size}
+
+
+@pytest.mark.parametrize("package", ["refattn", "fastattn"])
+@pytest.mark.parametrize(("kind", "calibrated"), [("fp8_e4m3", True), ("int8", True), ("int8", False)])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_drafts_over_codes_change_nothing(models, calibrations, family, kind, calibrated, package):
+    """Trees with wrong tokens before the right ones: the codes of those that are accepted move, and their scales."""
+    options = dict(kv_cache_dtype=kind, calibration=calibrations[family] if calibrated else None, num_blocks=30)
+    options |= dict(twin=importlib.import_module(package))
+    sampling = SamplingParams(max_tokens=14, stop_token_ids=())
+    plain = Engine(models[family], **SIZES | options)
+    whole = [request.tokens for request in plain.generate(PROMPTS, sampling)]
+    drafts = Oracle(max_drafts=3, max_branches=3)
+    object.__setattr__(drafts, "answers", whole)
+    engine = Engine(models[family], **SIZES | options, speculation=drafts)
+    assert [request.tokens for request in engine.generate(PROMPTS, sampling)] == whole
+    assert 0 < engine.counters.accepted_tokens < engine.counters.drafted_tokens
+    assert engine.counters.steps < plain.counters.steps
+
+
+def test_trees_over_codes_are_for_layers_that_take_trees(models):
+    with pytest.raises(ValueError, match="^speculation: expected max_branches=1, as a QuantizedLayer has no mask for"):
+        Engine(models["llama4_text"], **SIZES, kv_cache_dtype="int8", speculation=NGram(max_branches=2))
+
+
+@pytest.mark.parametrize("kind", ["fp8_e4m3", "int8"])
+def test_recorded_verifications_over_codes_change_nothing(models, calibrations, kind, device, monkeypatch):
+    """As the recorded decodes above, with trees, whose parents are in the buffers of a recording, too."""
+    if device == "cpu":
+        monkeypatch.setattr(fastattn.serving.cuda_graphs, "_record", lambda step, memory, name: step)
+    monkeypatch.setattr(CudaGraphs, "_is_worth_recording", lambda self, engine, shape: True)
+    runner, drafts = CudaGraphs(), Wild(max_drafts=3, max_branches=3)
+    runner.records = True
+    options = dict(kv_cache_dtype=kind, calibration=calibrations["llama"], twin=fastattn)
+    expected, _ = answers(models["llama"], **options)
+    got, engine = answers(models["llama"], **options, runner=runner, speculation=drafts)
+    assert got == expected and engine.counters.drafted_tokens > 0
+    assert runner.records and any(shape.trees for shape in runner._steps)
 
 
 # --- calibration ---
@@ -247,11 +332,11 @@ def test_large_numbers_fit_once_they_are_calibrated(device):
         for layer in large.model.layers:
             for weight, factor in (("q", -10), ("k", 10), ("v", 10), ("o", -10)):
                 getattr(layer.self_attn, f"{weight}_proj").weight.mul_(2.0**factor)
-    plain, _ = answers(small)
-    assert answers(large)[0] == plain
+    assert answers(large)[0] == answers(small)[0]
+    pairs = [(model, calibrate(model, OTHERS[:1])) for model in (small, large)]
     for kind in ("fp8_e4m3", "int8"):
         (of_small, _), (of_large, engine) = (
-            answers(model, kv_cache_dtype=kind, calibration=calibrate(model, OTHERS)) for model in (small, large)
+            answers(model, kv_cache_dtype=kind, calibration=calibration) for model, calibration in pairs
         )
         assert of_small == of_large
     assert engine.layers[0].value_scale.min() > 1

@@ -77,6 +77,28 @@ def test_demo_with_drafts_gives_the_same_answers_in_no_more_steps(tiny, speculat
     ]
 
 
+@pytest.mark.parametrize(("speculate", "kind"), [("chain", "int8"), ("tree", "fp8_e4m3")])
+def test_demo_with_drafts_over_codes_says_what_each_costs(tiny, speculate, kind, monkeypatch):
+    proven, text = run_with(speculate=speculate, kv_cache_dtype=kind, twin="fastattn")
+    assert proven
+    count = f"{len(QUESTIONS)} of {len(QUESTIONS)}"
+    assert row(text, "answers that drafts kept as they were")[0] == count
+    without, accepted, plain = row(text, "drafts accepted")
+    assert without == plain == "-" and int(accepted.split(" of ")[1]) > 0
+    coded, uncoded = (float(cell.removesuffix(" MiB")) for cell in row(text, "the pool"))
+    assert coded < uncoded * 0.3
+    serve = demo.serve
+
+    def spoiled(work, name, console):
+        done = serve(work, name, console)
+        return dataclasses.replace(done, outputs=[[7], *done.outputs[1:]]) if name.endswith(demo.DRAFTS) else done
+
+    monkeypatch.setattr(demo, "serve", spoiled)
+    proven, text = run_with(speculate=speculate, kv_cache_dtype=kind, twin="fastattn")
+    assert not proven
+    assert row(text, "answers that drafts kept as they were")[0] == f"{len(QUESTIONS) - 1} of {len(QUESTIONS)}"
+
+
 def test_demo_refuses_drafts_that_it_does_not_know(tiny):
     with pytest.raises(ValueError, match="speculate: expected chain or tree, got 'ngram'"):
         demo.run(speculate="ngram")

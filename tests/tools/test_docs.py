@@ -29,7 +29,7 @@ SWAP = re.compile(r"from refattn import (.*)  # or: from fastattn.*")
 MAKE_TARGETS = re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 MARK = re.compile(
-    r"<!-- (?P<name>api|code|contract|exercises|honoured|kernels|measured|picture|says|tested)\b"
+    r"<!-- (?P<name>api|code|contract|exercises|kernels|measured|picture|says|tested)\b"
     r"(?P<arguments>[^:]*?) -->"
 )
 
@@ -302,6 +302,14 @@ def test_the_readme_shows_the_committed_measurements(monkeypatch):
     tables = importlib.import_module("readme").tables()
     assert tables.count("\n") > 8
     assert tables in (ROOT / "README.md").read_text(), "`make readme` writes them"
+
+
+def test_the_page_of_the_field_shows_the_committed_results(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    readme = importlib.import_module("readme")
+    shown = readme.honoured()
+    assert shown.count("\n## ") + 1 == len(list((ROOT / "docs/results/conformance").glob("*.json")))
+    assert shown in readme.FIELD.read_text(), "`make readme` writes it"
 
 
 def test_the_readme_says_which_paths_were_measured():

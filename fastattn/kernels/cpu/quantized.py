@@ -39,7 +39,7 @@ def attention(
         key_cache: the pool of keys.
         value_cache: the pool of values.
         levels: the plan of each level; the last is that of the sequences, which scales may be of.
-        options: what the layer fixes; sinks count once.
+        options: those of the layer; sinks count once.
         scales: what the codes are multiplied with.
         tree: the trees at the end of the sequences, of the only level.
     """

@@ -1,4 +1,4 @@
-"""FlashAttention, from the packages and libraries that have it, adapted to the conventions of the project."""
+"""FlashAttention, from the packages and libraries that ship it, adapted to the conventions of the project."""
 
 from fastattn.kernels.problem import EXPANDED_BLOCK, Problem
 

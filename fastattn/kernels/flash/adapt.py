@@ -1,7 +1,7 @@
-"""Set right what FlashAttention answers otherwise than we do: empty rows, padding rows, NaN, sinks.
+"""Fix up the outputs of FlashAttention where its conventions differ from ours: empty rows, padding rows, NaN, sinks.
 
-FlashAttention says `+inf` or `-inf` where a query sees nothing, and the same where it sees NaN: the lengths tell which.
-One launch, and no second pass over the outputs: only those rows are written (all, where it adds sinks).
+FlashAttention returns an LSE of `+inf` or `-inf` both for a query that sees no key and for one that sees NaN; the
+lengths tell them apart. This takes one launch and writes only the affected rows (all rows if sinks are added).
 """
 
 from typing import no_type_check
@@ -75,11 +75,15 @@ def adapt(
 
 
 def nothing(
-    query: Float[Tensor, "t h d"], value_head_size: int
+    query: Float[Tensor, "t h d"], value_head_size: int, plan: Plan, options: AttentionOptions
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Answer for a batch without a sequence, a query row or a key."""
+    """Answer for a batch without a sequence, a query row or a key: 0, and the sinks alone in the softmax."""
     out = query.new_zeros(*query.shape[:2], value_head_size)
-    return out, query.new_full(query.shape[:2], -torch.inf, dtype=torch.float32)
+    lse = query.new_full(query.shape[:2], -torch.inf, dtype=torch.float32)
+    if options.sinks is not None:
+        is_query = torch.arange(len(query), device=query.device) < plan.batch.cu_seqlens_q[-1]
+        lse = torch.where(is_query[:, None], options.sinks.float(), lse)
+    return out, lse
 
 
 @triton.jit(

@@ -64,7 +64,7 @@ def dense(
 
     batch = plan.batch
     if 0 in (query.shape[0], key.shape[0], batch.num_seqs):
-        return nothing(query, value.shape[-1])
+        return nothing(query, value.shape[-1], plan, options)
     causal, window, longest = window_for_flash(plan, options)
     signed, scale = with_scale_above_0(query, options.softmax_scale)  # it masks before it scales
     out, lse, _ = flash_attn_varlen_func(
@@ -109,7 +109,7 @@ def paged(
     batch = plan.batch
     assert batch.block_table is not None  # the path has checked it
     if 0 in (query.shape[0], key_cache.shape[0], batch.num_seqs, batch.block_table.shape[1]):
-        return nothing(query, value_cache.shape[-1])
+        return nothing(query, value_cache.shape[-1], plan, options)
     table = batch.block_table if batch.block_table.stride(-1) == 1 else batch.block_table.contiguous()
     rows = torch.arange(query.shape[0], device=query.device, dtype=torch.int32)
     sequences = torch.searchsorted(batch.cu_seqlens_q[1:], rows, right=True).clamp_(max=batch.num_seqs - 1)

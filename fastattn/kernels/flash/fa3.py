@@ -1,17 +1,17 @@
 """FlashAttention-3: over ragged rows and over pages of any size on Hopper, from its own package or from vLLM's wheel.
 
-Of vLLM only one library is needed, `_vllm_fa3_C.abi3.so`: it is looked for in the installed package, which is not
+From vLLM, only the library `_vllm_fa3_C.abi3.so` is needed. It is searched in the installed package, which is not
 imported, and in every folder on the path.
 
-Over rows, and over pages whose size is a multiple of its tile, it loads whole tiles of keys and values, with a weight
-of 0 for what lies past a sequence's end: NaN that comes of it is repaired. From other pages it loads row by row, and
-fills with zeros what is past the end.
+Over rows, and over pages whose size is a multiple of its tile, the kernel loads whole tiles of keys and values and
+gives what lies past a sequence's end a weight of 0; NaN that results from it is repaired. From other pages it loads row
+by row, and fills with zeros past the end.
 
-Over latents its second query `q_v` meets the values: a score is `q . k + q_v . v`, with rotary keys of 64 elements for
-keys and the latents themselves for values. The pool is read where it is, as two views of its rows.
+Over latents its second query `q_v` is multiplied with the values: a score is `q . k + q_v . v`, with rotary keys of 64
+elements as keys and the latents as values. The pool is read in place, as two views of its rows.
 
-Its windows are for decodes. With more queries, the library in vLLM 0.33.0 hides too few of the keys before a window of
-some hundred tokens: of 640 queries with a window of 356, row 384 sees 384 keys (NVIDIA H200, head size 128).
+Windows are supported for decodes only. With more queries, the library in vLLM 0.33.0 hides too few keys before a window
+of some hundred tokens: of 640 queries with a window of 356, row 384 sees 384 keys (NVIDIA H200, head size 128).
 
 Of a sequence that ends with a drafted tree it reads the keys before the tree, which every node sees. Codes of a
 quantised cache become pages of numbers first, as its own product of them rounds the weights to fp8, too.
@@ -182,7 +182,7 @@ def mla(
     table = plan.batch.block_table
     assert table is not None  # the path has checked it
     if _is_empty(query, cache, plan):
-        return nothing(query, latent_rank)
+        return nothing(query, latent_rank, plan, options)
     where = dict(seqused_k=plan.batch.seq_lens, page_table=table if table.stride(-1) == 1 else table.contiguous())
     pages = cache[:, :, None, : query.shape[2]]
     parts = (query[..., latent_rank:], pages[..., latent_rank:], pages[..., :latent_rank])
@@ -206,7 +206,7 @@ def _attend(
     from fastattn.kernels.triton.attention import repair
 
     if _is_empty(query, key, plan):
-        return nothing(query, value.shape[-1])
+        return nothing(query, value.shape[-1], plan, options)
     out, lse = _forward(query, key, value, plan, options, where)
     out, lse = adapt(out, lse, plan, options)
     if loads_tiles or plan.window[0] >= 0:  # what is before a window it may read too, from any page
@@ -237,7 +237,7 @@ def _forward(
         key: rows or pages.
         value: likewise.
         plan: the lengths, and who may see whom.
-        options: what the layer fixes.
+        options: those of the layer.
         where: `cu_seqlens_k`, or `seqused_k` and `page_table`.
         value_query: the part of each query that meets the values, if there is one; the scale is given then.
 

@@ -1,11 +1,11 @@
-"""FlashMLA: attention to latents on Hopper, from DeepSeek's kernels as the wheel `sgl-flash-mla` has them.
+"""FlashMLA: attention over latents on Hopper, DeepSeek's kernels from the wheel `sgl-flash-mla`.
 
-It takes a rectangle of queries, as many new tokens of every sequence, over pages of 64 tokens, for latents of 512
-elements and rotary keys of 64. A tile is 64 rows of `tokens x heads`; the keys are split over all multiprocessors by a
-schedule that a kernel of its own makes of the lengths. A plan keeps the schedule, so that one is made per step.
+It takes a rectangle of queries (the same number of new tokens for every sequence) over pages of 64 tokens, for latents
+of 512 elements and rotary keys of 64. A tile is 64 rows of `tokens x heads`. The keys are split over all
+multiprocessors by a schedule, which a separate kernel computes from the lengths; the plan keeps it for the whole step.
 
-It loads whole pages, with a weight of 0 for what lies past a sequence's end: NaN that comes of it is repaired. A split
-whose scores are NaN it leaves out of the sum, so NaN in one latent is seen only where a sequence is not split.
+It loads whole pages and gives what lies past a sequence's end a weight of 0; NaN that results from it is repaired. It
+drops a split whose scores are NaN, so NaN in a latent reaches the output only if the sequence is not split.
 
 Source: DeepSeek-AI 2025, "FlashMLA"; github.com/deepseek-ai/FlashMLA.
 """
@@ -82,7 +82,7 @@ def mla(
     batch, table = plan.batch, plan.batch.block_table
     assert table is not None  # the path has checked it
     if 0 in (query.numel(), cache.numel(), batch.num_seqs, batch.max_query_len, batch.max_seq_len, table.shape[1]):
-        return nothing(query, latent_rank)
+        return nothing(query, latent_rank, plan, options)
     num_rows = batch.num_seqs * batch.max_query_len
     # It masks scores, and looks for the largest, before it scales them.
     rows, scale = with_scale_above_0(query[:num_rows], options.softmax_scale)

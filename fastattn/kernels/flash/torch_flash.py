@@ -1,4 +1,4 @@
-"""The FlashAttention-2 inside PyTorch, over ragged rows: there on every CUDA machine, with no package to install.
+"""The FlashAttention-2 inside PyTorch, over ragged rows; it needs no other package.
 
 Source: PyTorch, `aten::_flash_attention_forward`, built on Dao 2023, "FlashAttention-2".
 """
@@ -53,7 +53,7 @@ def dense(
 
     batch = plan.batch
     if 0 in (query.shape[0], key.shape[0], batch.num_seqs):
-        return nothing(query, value.shape[-1])
+        return nothing(query, value.shape[-1], plan, options)
     causal, window, longest = window_for_flash(plan, options)
     signed, scale = with_scale_above_0(query, options.softmax_scale)  # it masks before it scales
     out, lse, *_ = torch.ops.aten._flash_attention_forward(

@@ -1,4 +1,4 @@
-"""Our own Triton kernels: what no FlashAttention does well, short queries over any pages, every option, and tables."""
+"""Our own Triton kernels, for what FlashAttention does less well: short queries over any pages, all options, tables."""
 
 import os
 from collections.abc import Sequence

@@ -84,7 +84,7 @@ def attend(
         key: the pool of keys, or the key rows of all sequences; any strides.
         value: the pool of values, or the value rows.
         plan: the lengths, the block table for pages, and who may see whom.
-        options: what the layer fixes.
+        options: those of the layer.
         out: contiguous memory for the outputs; new memory if None.
         shared: `value` is a view of the first elements of each key: load them once, as key and as value.
         codes: what the pools hold, if it is codes; those of fp8 are seen as bytes, those of values as pairs of bytes,
@@ -120,7 +120,7 @@ def attend_levels(
         key: as in `attend`.
         value: as in `attend`.
         levels: the plan of each level.
-        options: what the layer fixes; sinks count once.
+        options: those of the layer; sinks count once.
         out: as in `attend`.
         shared: as in `attend`.
         codes: as in `attend`.
@@ -222,7 +222,7 @@ def attend_to_nodes(
         key: the pool of keys.
         value: the pool of values.
         plan: the trees.
-        options: what the layer fixes.
+        options: those of the layer.
         out: the answers over the keys before the trees, changed in place; rows side by side. Padding rows may hold
             anything, and so may rows whose tree has no key before it.
         prefix_lse: their log-sum-exps, natural log; infinite, of either sign, for NaN.
@@ -377,7 +377,7 @@ def repair(
         key: as in `attend`.
         value: as in `attend`.
         plan: the lengths, the block table for pages, and who may see whom.
-        options: what the layer fixes; the sinks are in `out` already.
+        options: those of the layer; the sinks are in `out` already.
         shared: as in `attend`.
 
     Source: the module.

@@ -70,7 +70,11 @@ class Launch:
 
 def is_aligned(tensors: Sequence[Tensor | None]) -> bool:
     """Return whether all tensors begin at multiples of 16 bytes."""
-    return not any(x.data_ptr() % ALIGNMENT for x in tensors if x is not None)
+    bits = 0
+    for x in tensors:
+        if x is not None:
+            bits |= x.data_ptr()
+    return bits % ALIGNMENT == 0
 
 
 # --- arguments as the driver reads them ---
@@ -161,7 +165,7 @@ class PackedLaunch:
         with self._lock:
             for cell, x in zip(self._changing, tensors, strict=True):
                 if cell is not None:
-                    cell.value = x.data_ptr() if isinstance(x, Tensor) else x
+                    cell.value = x if isinstance(x, float) else x.data_ptr()  # type: ignore[union-attr]
             self._config.stream = torch._C._cuda_getCurrentRawStream(self._device)
             status = self._driver.cuLaunchKernelEx(self._by_reference, self._function, self._pointers, None)
         if status:
