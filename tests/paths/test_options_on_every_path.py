@@ -178,7 +178,6 @@ def test_out_is_written_and_nothing_beside_it(path, package, device):
         *(("refattn", path) for path in PATHS if path != "cascade"),  # where a group of sequences is computed as one
         *(("fastattn", path) for path in PATHS),
     ],
-    ids="-".join,
 )
 def test_rows_do_not_change_with_the_rest_of_the_batch(path, sequence, package, device):
     inputs = lay_out(path, device, padding_rows=0)
@@ -259,7 +258,6 @@ def test_the_root_of_the_distance(path, package, device):
         *(("triton", path) for path in ("local", "cascade", "mla", "differential")),
         *(("torch_flash", "dense"), ("flash_mla", "mla")),
     ],
-    ids="-".join,
 )
 def test_a_kernel_without_the_root_refuses_it(kernel, path):
     with fastattn.use_kernel(kernel), pytest.raises(NotImplementedError, match=f"{kernel}: "):
