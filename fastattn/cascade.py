@@ -1,8 +1,8 @@
-"""Cascade attention: a level is a plan of its own for a paged kernel; the twin of `refattn.cascade`.
+"""Cascade attention: each level is a plan for a paged kernel; the twin of `refattn.cascade`.
 
-Any kernel computes it: the shared levels without a causal mask, as every query comes after every key there, and the
-last level as ever. Our Triton kernel reduces the parts of all levels at once; the answers of another are merged. Where
-a window or ALiBi depends on where a query stands, the plan has its position.
+Any paged kernel can compute it: the shared levels without a causal mask, because every query comes after every key
+there, and the last level as usual. Our Triton kernel merges the parts of all levels in one launch; the answers of other
+kernels are merged afterwards. The plan holds the positions of the queries, on which windows and ALiBi depend.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from refattn.interface.values import check_sizes, check_window
 def plan(
     batch: Batch, *, prefixes: Sequence[Prefix], block_size: int, window_size: tuple[int, int] = (-1, -1)
 ) -> CascadePlan:
-    """Plan a level for each depth of the tree of prefixes, and the last for what nobody shares.
+    """Plan a level for each depth of the tree of prefixes, and the last for the keys that are not shared.
 
     The twin of `refattn.cascade.plan`, which reads the batch on the host: here tables are cut on the device, so the
     maxima of a level are bounds. For a window or ALiBi, which need the position of each query, a batch on a device has
@@ -97,7 +97,7 @@ def find_prefixes(
         block_size: tokens in a block, `p`.
 
     Returns:
-        The prefixes; none where nobody shares.
+        The prefixes; none if no keys are shared.
 
     Raises:
         ValueError: if the arguments differ in length, a length is negative, or a request has too few blocks.

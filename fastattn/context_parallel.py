@@ -1,7 +1,7 @@
 """Context parallelism by the fastest kernel for each part; the twin of `refattn.context_parallel`.
 
-The parts of the ranks cross the wire in float32, as they are added there; nothing synchronizes with the host, and a
-CUDA graph captures the collectives with the kernels where the group is one of NCCL.
+Partial answers are sent and summed in float32. Nothing synchronizes with the host. With an NCCL group, a CUDA graph
+captures the collectives together with the kernels.
 """
 
 import torch
@@ -74,7 +74,7 @@ def attention(
         query, key, value, key_cache, value_cache, plan, options, out, return_lse, group=group
     )
     if options.alibi_slopes is not None:
-        raise NotImplementedError("no kernel computes ALiBi over the keys of a rank: others lie between them")
+        raise NotImplementedError("no kernel computes ALiBi over the keys of a rank, as they are not consecutive")
     all_heads = group.all_gather(query, dim=1)
     part, lse = dispatch.paged(all_heads, key_cache, value_cache, plan.context, options.without_sinks())
 

@@ -1,4 +1,4 @@
-"""Ragged attention without a cache, by the fastest kernel there is; the twin of `refattn.dense`."""
+"""Ragged attention without a cache, by the fastest kernel; the twin of `refattn.dense`."""
 
 from jaxtyping import Float
 from torch import Tensor

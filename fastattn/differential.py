@@ -1,4 +1,4 @@
-"""Differential attention, every key and value read once where a kernel can; the twin of `refattn.differential`."""
+"""Differential attention, with each key and value read once where possible; the twin of `refattn.differential`."""
 
 import torch
 from jaxtyping import Float, Int64, Shaped
@@ -152,10 +152,10 @@ def write(
         key: the new keys, heads in interleaved pairs.
         value: the new values, likewise.
         cache: the pool, changed in place.
-        slot_mapping: the slot of each token, each at most once; -1 is padding and is written nowhere.
+        slot_mapping: the slot of each token, each at most once; -1 is padding and is not written.
 
     Raises:
-        ValueError: if types, shapes or devices do not match; on a CPU also if a slot is outside the pool or comes
+        ValueError: if types, shapes or devices do not match; on a CPU also if a slot is outside the pool or is given
             twice. Nothing is written then.
 
     Source: `refattn.differential.write`.

@@ -73,10 +73,10 @@ def write(
         value: the new values.
         key_cache: the pool of keys, changed in place.
         value_cache: the pool of values, changed in place.
-        slot_mapping: the slot of each token, each at most once; -1 is padding and is written nowhere.
+        slot_mapping: the slot of each token, each at most once; -1 is padding and is not written.
 
     Raises:
-        ValueError: if types, shapes or devices do not match; on a CPU also if a slot is outside the pool or comes
+        ValueError: if types, shapes or devices do not match; on a CPU also if a slot is outside the pool or is given
             twice. Nothing is written then.
 
     Source: `refattn.kv_cache.write`.

@@ -16,7 +16,7 @@ def merge(
     """Combine the answers of the same queries over disjoint sets of keys into the answer over all of them.
 
     Args:
-        outs: the partial outputs, one tensor a part; all of one shape and type.
+        outs: the partial outputs, one tensor per part; all of one shape and type.
         lses: their log-sum-exps: natural log, float32 or float64, without sinks (see `add_sinks`).
 
     Returns:

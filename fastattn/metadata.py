@@ -1,4 +1,4 @@
-"""From requests to a `Batch`, for all tokens at once and without asking the device; the twin of `refattn.metadata`."""
+"""From requests to a `Batch`, for all tokens at once and without synchronizing; the twin of `refattn.metadata`."""
 
 import dataclasses
 from array import array
@@ -42,13 +42,13 @@ def make_batch(
         query_lens: new tokens of each request.
         seq_lens: tokens of each request, the new ones included.
         block_tables: pool blocks of each request, in order; None where there is no cache.
-        device: where the tensors of the batch are to be.
+        device: device of the tensors of the batch.
 
     Returns:
         The batch; shorter rows of the block table are filled up with -1.
 
     Raises:
-        ValueError: if the arguments differ in length, a length is negative, or a length or a block is no int32.
+        ValueError: if the arguments differ in length, a length is negative, or a length or a block is not an int32.
 
     Source: `refattn.metadata.make_batch`.
     """
@@ -126,11 +126,11 @@ def slot_mapping(batch: Batch, num_tokens: int, *, block_size: int, window: int 
 def split_decodes_and_prefills(
     batch: Batch, query_lens: Sequence[int], *, decode_len: int = 1, seq_lens: Sequence[int] | None = None
 ) -> tuple[Part, Part]:
-    """Split a batch into its decodes and its prefills, which have kernels of their own.
+    """Split a batch into its decodes and its prefills, which use different kernels.
 
     Args:
         batch: a batch with all its decodes before all its prefills, or after them.
-        query_lens: the new tokens of each sequence, known to whoever built the batch, so that no device is asked.
+        query_lens: the new tokens of each sequence, known on the host, so that nothing synchronizes.
         decode_len: a sequence with at most this many new tokens is a decode (above 1 with speculative decoding).
         seq_lens: tokens of each sequence, where they are known, too: each part then says how long its own longest
             sequence is, and how many keys it has. Without them, as in a batch that grows, the maximum of the whole.
@@ -149,7 +149,7 @@ def split_decodes_and_prefills(
     changes = [i for i in range(1, len(kinds)) if kinds[i] != kinds[i - 1]]
     if len(changes) > 1:
         raise ValueError(
-            f"query_lens: expected all decodes (at most {decode_len} tokens) before or behind all prefills, "
+            f"query_lens: expected all decodes (at most {decode_len} tokens) before or after all prefills, "
             f"got {list(query_lens)}"
         )
     decodes_first = kinds[:1] == [True] or not changes
@@ -167,10 +167,10 @@ def advance(
     input_ids: Int64[Tensor, "t"] | None = None,
     input_positions: Int64[Tensor, "t"] | None = None,
 ) -> Batch:
-    """Go to the next step in place: each sequence keeps its number of new tokens and is that much longer.
+    """Update a batch in place for the next step: each sequence keeps its number of new tokens and grows by as many.
 
     `seq_lens` and `slots` are overwritten where they are, so that a captured CUDA graph sees the new values, and so are
-    the inputs of the model, if they are given. A padding sequence (no new tokens) stays as it is.
+    the inputs of the model, if they are given. A padding sequence (no new tokens) is not changed.
 
     Args:
         batch: the batch of the step before, whose block table has blocks for the new tokens already.
@@ -241,7 +241,7 @@ def make_cross_batch(
         A batch with as many sequences, whose keys are the encoder's.
 
     Raises:
-        ValueError: if the arguments differ in length, a length is negative, or a length or a block is no int32.
+        ValueError: if the arguments differ in length, a length is negative, or a length or a block is not an int32.
 
     Source: `refattn.metadata.make_cross_batch`.
     """

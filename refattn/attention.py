@@ -49,7 +49,7 @@ def attend(
         softmax_scale: factor on the dot products; `d ** -0.5` if None.
         softcap: bound on the scores, in units of the scaled score; 0 for no bound.
         bias: added to the scaled, capped scores (ALiBi).
-        sinks: one extra logit per head, which takes its share of the softmax and brings no value.
+        sinks: one extra logit per head, in the denominator of the softmax only.
 
     Returns:
         The outputs in the type of `query`, and the log-sum-exp of each row: natural log, float32 (float64 for float64
@@ -185,7 +185,7 @@ def hand_over(
     return_lse: bool,
     out: Float[Tensor, "t h dv"] | None,
 ) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Return an answer as every path does: in the type of the query, into `out` if there is one, the LSE if asked."""
+    """Return an answer as every path does: in the type of the query, in `out` if given, with the LSE if requested."""
     out = result.to(query.dtype) if out is None else out.copy_(result)
     return (out, lse) if return_lse else out
 

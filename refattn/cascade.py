@@ -1,15 +1,15 @@
-"""Cascade attention: keys that sequences share are attended once, by the queries of all of them, and the parts merge.
+"""Cascade attention: attend to shared keys once, with the queries of all sequences that share them, and merge.
 
 Four sequences and their blocks; three share the first two blocks, and two of those a third one:
 
-                  level 0     level 1     level 2, the last: what nobody shares
+                  level 0     level 1     level 2, the last: keys not shared
     a  7 3 5 9     ( 7 3       ( 5         9
     b  7 3 5 2 8   (           (           2 8          answer of b = merge(over 7 3, over 5, over 2 8)
     c  7 3 4       (                       4
     d  6 1                                 6 1          ( one group: its keys are read once
 
-A level is a plan itself, whose "sequences" are groups of neighbouring sequences: the queries of a, b and c lie one
-after the other, so they are the queries of one long sequence that has the keys of blocks 7 and 3.
+Each level has its own plan, whose "sequences" are groups of neighbouring sequences: the queries of a, b and c lie one
+after the other, so they can be treated as the queries of one long sequence with the keys of blocks 7 and 3.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ from refattn.metadata import make_batch, positions
 def plan(
     batch: Batch, *, prefixes: Sequence[Prefix], block_size: int, window_size: tuple[int, int] = (-1, -1)
 ) -> CascadePlan:
-    """Plan a level for the outermost prefixes, one for those inside them, and the last for what nobody shares.
+    """Plan a level for the outermost prefixes, one for those inside them, and a last one for the keys not shared.
 
     Args:
         batch: the lengths and the block table.
@@ -100,7 +100,7 @@ def attention(
         key_cache: the pool of keys; any strides.
         value_cache: the pool of values.
         plan: from `plan`, once per step.
-        options: what the layer fixes; the sinks are counted once.
+        options: those of the layer; the sinks are counted once.
         return_lse: also return the log-sum-exp.
         out: where to write the outputs; a new tensor if None.
 
@@ -150,7 +150,7 @@ def find_prefixes(
         block_size: tokens in a block, `p`.
 
     Returns:
-        The prefixes; none where nobody shares.
+        The prefixes; none if no keys are shared.
 
     Raises:
         ValueError: if the arguments differ in length, a length is negative, or a request has too few blocks.

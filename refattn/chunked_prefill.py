@@ -56,7 +56,7 @@ def attention(
         key_cache: the pool of keys; any strides.
         value_cache: the pool of values.
         plan: from `plan`, once per step.
-        options: what the layer fixes.
+        options: those of the layer.
         return_lse: also return the log-sum-exp.
         out: where to write the outputs; a new tensor if None.
 

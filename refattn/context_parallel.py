@@ -1,4 +1,4 @@
-"""Context parallelism: the keys of a sequence lie on several machines, each attends to its own, and the parts merge.
+"""Context parallelism: the keys of a sequence are on several ranks, each attends to its own keys, and the parts merge.
 
 Two ranks, a sequence of 9 tokens of which the last 2 are new, runs of 2 tokens:
 
@@ -9,9 +9,9 @@ Two ranks, a sequence of 9 tokens of which the last 2 are new, runs of 2 tokens:
     1. every rank gathers the queries of all heads          all_gather(query)
     2. and attends to its own part of the context           no mask: every key is before every new token
     3. the parts of all ranks merge by their LSE            all_gather(lse), then reduce_scatter(weight * part)
-    4. what comes back are the rank's own heads, to which it adds the new tokens: those every rank has
+    4. each rank gets its own heads back, and merges in the new tokens, which every rank has
 
-A rank that has none of a context gives 0 with an LSE of `-inf`, which counts for nothing.
+A rank without any key of a context contributes 0 with an LSE of `-inf`, which has no weight.
 """
 
 import torch
@@ -35,7 +35,7 @@ def plan(
     """Plan the part of one rank: its share of each context, and the new tokens among themselves.
 
     A window that begins at position `i - left` begins on the rank at its first key from there on. So it is a window
-    over the keys as they lie there, and only the positions of the queries are others.
+    over the keys as stored there, with shifted positions of the queries.
 
     Args:
         batch: the lengths, the same on all ranks, and the rank's own block table: it has blocks for the rank's tokens.
@@ -80,7 +80,7 @@ def attention(
     return_lse: bool = False,
     out: Float[Tensor, "t h dv"] | None = None,
 ) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend with the heads of this rank to all tokens of each sequence, wherever their keys lie.
+    """Attend with the heads of this rank to all tokens of each sequence, wherever their keys are.
 
     The heads of the ranks, one after the other, are those of the model; each rank has all `hk` key heads of its tokens.
     The new tokens need not be in the caches: their rows are here.
@@ -92,7 +92,7 @@ def attention(
         key_cache: the rank's own pool of keys; any strides.
         value_cache: the rank's own pool of values.
         plan: from `plan`, once per step.
-        options: what the layer fixes, for the heads of this rank; sinks count once.
+        options: those of the layer, for the heads of this rank; sinks count once.
         group: the ranks; `plan.shard` is this one's.
         return_lse: also return the log-sum-exp.
         out: where to write the outputs; a new tensor if None.
@@ -161,11 +161,11 @@ def _attend_to_own_context(
 
 
 def own_positions(length: int, shard: Shard) -> Int64[Tensor, "s"]:
-    """Return the positions of a sequence that a rank has, in the order in which they lie in its cache.
+    """Return the positions of a sequence that a rank has, in the order of its cache.
 
     Args:
         length: tokens of the sequence.
-        shard: which rank, and how tokens are dealt out.
+        shard: which rank, and how tokens are distributed.
 
     Returns:
         The position of each token of the rank: run `r` of `interleave` tokens belongs to rank `r % num_ranks`.
@@ -177,12 +177,12 @@ def own_positions(length: int, shard: Shard) -> Int64[Tensor, "s"]:
 def local_lens(lens: Int32[Tensor, "b"], shard: Shard) -> Int32[Tensor, "b"]:
     """Return how many of the first tokens of each sequence a rank has.
 
-    Take them of the context, not of the whole sequence less the new tokens: `local(a - b)` is not
+    Apply it to the context, not to the whole sequence and the new tokens separately: `local(a - b)` is not
     `local(a) - local(b)`, let alone `local(a) - b`.
 
     Args:
         lens: tokens of each sequence, counted from its first one.
-        shard: which rank, and how tokens are dealt out.
+        shard: which rank, and how tokens are distributed.
 
     Returns:
         The rank's tokens among them.

@@ -1,9 +1,9 @@
-"""Ragged attention without a cache: sequences of different lengths, flattened, each seeing its own keys only.
+"""Ragged attention without a cache: sequences of different lengths, flattened; each sees only its own keys.
 
     cu_seqlens_q  0       2     3          query rows   a a | b | c c c
     seq_lens      3       1     2          key rows     a a a | b | c c
 
-Encoders (`causal=False`), cross attention (other lengths for keys than for queries) and the prefill of whole prompts.
+For encoders (`causal=False`), cross attention (any number of keys per query) and the prefill of whole prompts.
 """
 
 from jaxtyping import Float
@@ -48,7 +48,7 @@ def attention(
         key: key rows of all sequences, one after the other: `seq_lens` says how many each has.
         value: the values that belong to the keys.
         plan: from `plan`, once per step.
-        options: what the layer fixes.
+        options: those of the layer.
         return_lse: also return the log-sum-exp.
         out: where to write the outputs; a new tensor if None.
 

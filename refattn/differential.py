@@ -1,12 +1,12 @@
 """Differential attention: two softmaxes over the same values, and the second subtracted from the first.
 
-What both weigh alike is noise, and cancels. One query, six keys:
+Weight that both softmaxes give to a key is noise, and cancels. One query, six keys:
 
       softmax(q1 k1)             .1 .2 .1 .4 .1 .1
     - lambda * softmax(q2 k2)    .1 .2 .1 .0 .1 .1      (softmax 2 times a lambda of 0.6)
     = weights                    .0 .0 .0 .4 .0 .0      of [v1; v2], both halves of a pair's value
 
-Heads come in pairs, interleaved, and the pool has a half for each side of the pairs:
+Heads come in pairs, interleaved, and the pool has one half for each member of the pairs:
 
     query, key, value    head  0  1 | 2  3 | ...         1 and 2 of pair 0 | 1 and 2 of pair 1 | ...
     cache                [half, key or value, n, p, hk/2, d]
@@ -70,7 +70,7 @@ def attention(
         query: new tokens of all sequences, heads in interleaved pairs; rows after the last sequence are padding.
         cache: the pool, `[half, key or value, n, p, hk/2, d]`; any strides.
         plan: from `plan`, once per step.
-        options: what the layer fixes; slopes and sinks have one number for each of the `h` heads.
+        options: those of the layer; slopes and sinks have one number for each of the `h` heads.
         lambda_full: weight of the second softmax, from `compute_lambda`.
         lambda_init: the constant of the layer that was learned around, `0.8 - 0.6 * exp(-0.3 * layer)`.
         norm_weight: learned factors of the norm; None where it has none.
@@ -227,10 +227,10 @@ def write(
         key: the new keys, heads in interleaved pairs.
         value: the new values, likewise.
         cache: the pool, changed in place.
-        slot_mapping: the slot of each token, each at most once; -1 is padding and is written nowhere.
+        slot_mapping: the slot of each token, each at most once; -1 is padding and is not written.
 
     Raises:
-        ValueError: if types, shapes or devices do not match; on a CPU also if a slot is outside the pool or comes
+        ValueError: if types, shapes or devices do not match; on a CPU also if a slot is outside the pool or is given
             twice. Nothing is written then.
     """
     check_pairs(cache, key=key, value=value)

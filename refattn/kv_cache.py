@@ -6,8 +6,8 @@
     block 2   token 0  token 1                slot = block * p + row = 3 * 2 + 0 = 6
     block 3   token 4  (free)
 
-A cache is indexed `[n, p, hk, d]` whatever its layout in memory is: NHD is that order, HND keeps the tokens of one head
-together and is seen through a strided view.
+A cache is always indexed `[n, p, hk, d]`, whatever its layout in memory: NHD is that order; HND keeps the tokens of one
+head together and is accessed through a strided view.
 
 Source: Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with PagedAttention".
 """
@@ -87,10 +87,10 @@ def write(
         value: the new values.
         key_cache: the pool of keys, changed in place.
         value_cache: the pool of values, changed in place.
-        slot_mapping: the slot of each token, each at most once; -1 is padding and is written nowhere.
+        slot_mapping: the slot of each token, each at most once; -1 is padding and is not written.
 
     Raises:
-        ValueError: if types, shapes or devices do not match; on a CPU also if a slot is outside the pool or comes
+        ValueError: if types, shapes or devices do not match; on a CPU also if a slot is outside the pool or is given
             twice. Nothing is written then.
     """
     key, value = rows_with_slots(key, value, slot_mapping)

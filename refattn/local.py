@@ -1,4 +1,4 @@
-"""Local attention: a sequence is cut into chunks, and a token sees its own chunk up to itself, nothing before it.
+"""Local attention: a sequence is divided into chunks, and a token sees only its own chunk, up to itself.
 
 Chunks of 4, a sequence of 6 tokens of which the last 4 are new:
 
@@ -9,9 +9,9 @@ Chunks of 4, a sequence of 6 tokens of which the last 4 are new:
     query 4       . . . . | 1 .      chunk 1 is a sequence of 2 tokens, both of them new
     query 5       . . . . | 1 1
 
-Chunks know nothing of each other, so each is a sequence of its own, and there is nothing more to local attention than
-causal attention over these virtual sequences ("virtual batches" in vLLM and SGLang). The cost of a token is that of its
-chunk, however long the sequence is.
+Chunks are independent, so each can be treated as a sequence of its own: local attention is causal attention over these
+virtual sequences ("virtual batches" in vLLM and SGLang). The cost of a token depends on its chunk, not on the length of
+the sequence.
 """
 
 import torch
@@ -93,7 +93,7 @@ def attention(
         key_cache: the pool of keys; any strides.
         value_cache: the pool of values.
         plan: from `plan`, once per step.
-        options: what the layer fixes.
+        options: those of the layer.
         return_lse: also return the log-sum-exp.
         out: where to write the outputs; a new tensor if None.
 

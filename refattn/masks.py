@@ -1,14 +1,14 @@
 """Who may see whom: boolean pictures `visible[t, s]` of one sequence, and the ALiBi bias that goes with positions.
 
-A sequence of `seq_len` keys ends with its `query_len` new tokens, so query `i` stands at position
-`seq_len - query_len + i`, and key `j` at position `j`. With `query_len = 3` and `seq_len = 5`:
+A sequence of `seq_len` keys ends with its `query_len` new tokens, so query `i` has position `seq_len - query_len + i`
+and key `j` has position `j`. With `query_len = 3` and `seq_len = 5`:
 
     causal      window (1, 0)   chunk of 2      full
     1 1 1 0 0   0 1 1 0 0       0 0 1 0 0       1 1 1 1 1
     1 1 1 1 0   0 0 1 1 0       0 0 1 1 0       1 1 1 1 1
     1 1 1 1 1   0 0 0 1 1       0 0 0 0 1       1 1 1 1 1
 
-Pictures combine with `&`.
+Masks combine with `&`.
 """
 
 from collections.abc import Sequence
@@ -53,10 +53,10 @@ def window(
     """Show each query the keys from `left` before it to `right` after it, both ends included; -1 is no limit.
 
     A window of W tokens is `(W - 1, 0)` and shows exactly W keys. `positions` are those of the queries, if they are not
-    the last tokens of the sequence, and `key_positions` those of the keys, if they do not follow one another from 0 on.
+    the last tokens of the sequence, and `key_positions` those of the keys, if they are not 0, 1, 2, ...
 
     Raises:
-        ValueError: naming `window_size`, if it is no pair of ints of at least -1.
+        ValueError: naming `window_size`, if it is not a pair of ints of at least -1.
 
     Source: Beltagy et al. 2020, "Longformer"; Jiang et al. 2023, "Mistral 7B".
     """
@@ -88,10 +88,10 @@ def visible_keys(
     positions: Int64[Tensor, "t"] | None = None,
     device: torch.device | None = None,
 ) -> Bool[Tensor, "t s"]:
-    """Draw the mask that `causal` and `window_size` of a plan ask for: causal is a right window of 0.
+    """Return the mask for `causal` and `window_size` of a plan: causal is a right window of 0.
 
     Raises:
-        ValueError: naming `window_size`, if it is no pair of ints of at least -1.
+        ValueError: naming `window_size`, if it is not a pair of ints of at least -1.
     """
     left, right = check_window(window_size)
     return window(query_len, seq_len, (left, 0 if causal else right), positions=positions, device=device)
@@ -114,17 +114,17 @@ def alibi(
         -3 -2 -1  0
 
     The positions are absolute: a constant per row would cancel inside one softmax, but not between two sets of keys
-    that are attended apart and merged.
+    that are attended to separately and merged.
 
     Args:
         slopes: one per head, of any type.
         query_len: new tokens of the sequence.
         seq_len: tokens of the sequence.
         dtype: the type that the bias is computed in, which is that of the scores and not that of the slopes.
-        sqrt: take the root of the distance instead of the distance.
+        sqrt: use the square root of the distance.
         positions: those of the queries, if they are not the last tokens of the sequence.
-        key_positions: those of the keys, if they do not follow one another from 0 on.
-        device: where the bias is to be.
+        key_positions: those of the keys, if they are not 0, 1, 2, ...
+        device: device of the bias.
 
     Source: Press et al. 2022, "Train Short, Test Long"; the absolute value is FlashAttention's, for later keys.
     """

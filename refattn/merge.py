@@ -24,11 +24,11 @@ def merge(
         lse = log(sum_i exp(lse_i))
         out = sum_i exp(lse_i - lse) * out_i
 
-    A part in which a query saw nothing has an LSE of `-inf` and counts for nothing, whatever its output holds; a query
-    that saw nothing in any part answers 0 and `-inf` again.
+    A part in which a query sees no key has an LSE of `-inf` and no weight, whatever its output holds. A query that sees
+    no key in any part returns 0 and `-inf` again.
 
     Args:
-        outs: the partial outputs, one tensor a part; all of one shape and type.
+        outs: the partial outputs, one tensor per part; all of one shape and type.
         lses: their log-sum-exps: natural log, float32 or float64, without sinks (see `add_sinks`).
 
     Returns:

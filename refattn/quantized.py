@@ -1,7 +1,7 @@
 """Attention over a quantised cache: keys and values of 8 bits each, and the scales that turn them back into numbers.
 
     write        code = round(x / scale), within the range of the format
-    attention    x' = scale * code, then attention over x' as ever
+    attention    x' = scale * code, then attention over x' as usual
 
     format    a code is                                 scale of a key         scale of a value       of a query
     fp8       a float of 8 bits: e4m3 up to 448,        fixed: one, per        likewise               likewise, or the
@@ -83,7 +83,7 @@ def attention(
         key_cache: the pool of keys; any strides. fp8 as its own type or as bytes (`torch.uint8`), or int8.
         value_cache: the pool of values, of the same type; floating point under int8 keys without `scales.value`.
         plan: from `plan`, or of another path over pages, once per step; levels of a cascade and drafted trees, too.
-        options: what the layer fixes; the sinks are counted once.
+        options: those of the layer; the sinks are counted once.
         scales: what the layer's codes are multiplied with. Scales per sequence are those of the batch, in a plan of
             virtual sequences, too. A cascade takes none per sequence: what several share was written under one scale.
         return_lse: also return the log-sum-exp.
@@ -131,11 +131,11 @@ def write(
         value: the new values.
         key_cache: the pool of keys, changed in place.
         value_cache: the pool of values, changed in place.
-        slot_mapping: the slot of each token, each at most once; -1 is padding and is written nowhere.
+        slot_mapping: the slot of each token, each at most once; -1 is padding and is not written.
         scales: as in `attention`; `scales.key` of int8 is changed in place. Scales per sequence are refused.
 
     Raises:
-        ValueError: if types, shapes or devices do not match; on a CPU also if a slot is outside the pool or comes
+        ValueError: if types, shapes or devices do not match; on a CPU also if a slot is outside the pool or is given
             twice. Nothing is written then.
 
     Source: the write of vLLM's `reshape_and_cache_flash`, which divides by fixed scales.

@@ -1,4 +1,4 @@
-"""Sliding windows: a query sees the last few keys only, so only their blocks are read.
+"""Sliding windows: a query sees only the last few keys, so only their blocks are read.
 
 A decode at position 13 under a window of 5 tokens, `(4, 0)`, in blocks of 4:
 
@@ -7,9 +7,9 @@ A decode at position 13 under a window of 5 tokens, `(4, 0)`, in blocks of 4:
     visible           .  .  .  .  .  .  .  .  .  1  1  1  1  1
     trimmed table                             4           7       seq_len 6 instead of 14, the first key at position 8
 
-Whole blocks are cut off the front, for queries and keys alike: the distance between a query and a key stays what it
-was, and the window and ALiBi depend on that distance alone. So a window is chunked prefill over a trimmed batch, and a
-server whose window never looks back at the blocks 9 and 2 need not keep them (`refattn.serving.WindowPool`).
+Whole blocks are removed from the front, which shifts queries and keys by the same amount: their distance does not
+change, and the window and ALiBi depend only on that distance. So a window is chunked prefill over a trimmed batch. A
+server need not keep blocks 9 and 2, because no later query sees them (`refattn.serving.WindowPool`).
 """
 
 import torch
@@ -26,7 +26,7 @@ from refattn.metadata import make_batch
 def plan(batch: Batch, *, window_size: tuple[int, int], block_size: int, causal: bool = True) -> Plan:
     """Cut the blocks off the front of each sequence that none of its queries can see.
 
-    Nothing is cut at the end: the last query stands at the last key.
+    Nothing is cut at the end, where the last query is at the last key.
 
     Args:
         batch: the lengths and the block table; entries that are cut off may hold anything.
@@ -82,7 +82,7 @@ def attention(
         key_cache: the pool of keys; any strides.
         value_cache: the pool of values.
         plan: from `plan`, once per step.
-        options: what the layer fixes.
+        options: those of the layer.
         return_lse: also return the log-sum-exp.
         out: where to write the outputs; a new tensor if None.
 

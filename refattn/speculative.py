@@ -1,7 +1,7 @@
-"""Speculative decoding: many drafted tokens go through the model at once, and it says which of them it keeps.
+"""Speculative decoding: several drafted tokens go through the model at once, and those that it agrees with are kept.
 
-A draft is a chain, or a tree of several candidates. Here is one after two keys of context, with the mask of its nodes.
-They have slots one after the other, but a position is a depth, so siblings stand at the same one:
+A draft is a chain, or a tree of several candidates. Here is a tree after two keys of context, with the mask of its
+nodes. They have consecutive slots, but positions follow from the depth, so siblings have the same position:
 
     0 -- 1 -- 3            node 0   1 1 1 . . . .     position 2        accepted: 0, 2 and 4, where the model agrees
      ·-- 2 -- 4            node 1   1 1 1 1 . . .              3        then node 2 moves to the slot of node 1,
@@ -15,7 +15,7 @@ They have slots one after the other, but a position is a depth, so siblings stan
     compact             moves what was accepted to where the next step looks for it, in the caches of all layers
     accepted_batch      the step of a draft model over what was accepted
 
-A chain is an ordinary causal chunk, and a block that a drafter fills all at once is one without a causal mask.
+A chain is an ordinary causal chunk; a block that a drafter fills at once is a chunk without a causal mask.
 
 Source: Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding"; Miao et al. 2024,
 "SpecInfer"; Li et al. 2024, "EAGLE-2".
@@ -192,7 +192,7 @@ def attention(
         key_cache: the pool of keys; any strides.
         value_cache: the pool of values.
         plan: from `plan`, once per step.
-        options: what the layer fixes; the sinks are counted once.
+        options: those of the layer; the sinks are counted once.
         return_lse: also return the log-sum-exp.
         out: where to write the outputs; a new tensor if None.
 
@@ -225,7 +225,7 @@ def accept(batch: Batch, trees: Trees, drafts: Int64[Tensor, "t"], chosen: Int64
 
     Args:
         batch: the lengths; every node is a query row.
-        trees: the trees. Node 0 is their only root, and a token that is sure.
+        trees: the trees. Node 0 is their only root, and a confirmed token.
         drafts: the token of each node.
         chosen: the token that the model chose after each node.
 
@@ -272,7 +272,7 @@ def accept_sampled(
 
     Args:
         batch: the lengths; every node is a query row.
-        trees: the trees. Node 0 is their only root, and a token that is sure.
+        trees: the trees. Node 0 is their only root, and a confirmed token.
         drafts: the token of each node.
         target_probs: the model's distribution after each node.
         uniforms: a random number in [0, 1) for each node: a root's draws the token that follows, another's accepts it.
@@ -323,7 +323,7 @@ def compact(
 ) -> None:
     """Move the keys and values of accepted nodes to the first slots of their tree, in place.
 
-    What was rejected stays behind them, and the next step writes over it. Call it once per step, with the caches of all
+    Rejected nodes stay after them, and the next step overwrites it. Call it once per step, with the caches of all
     layers that share a block table.
 
     Args:

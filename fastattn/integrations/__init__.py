@@ -1,1 +1,1 @@
-"""Where people run it: the paths inside transformers and inside vLLM, each switched on by one line."""
+"""The paths inside transformers and inside vLLM, each switched on by one line."""

@@ -1,25 +1,25 @@
-"""Attention of transformers' models by either twin, over the caches that transformers keeps.
+"""Attention of transformers models by either twin, over the caches of transformers.
 
     from fastattn.integrations import transformers as integration
 
     integration.register()
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="fastattn")      # or "refattn"
 
-transformers says with a function who may see whom: causal, a window, a chunk, padding, packed sequences, or any of
-them together. Here that function is read out, once per forward: of each query the first key that it sees and the one
-after the last, int32 `[b, 1, q, 2]`. That tensor goes to the layers as their mask.
+In transformers, a function says who may see whom: causal, a window, a chunk, padding, packed sequences, or any of them
+together. Here that function is evaluated once per forward pass: for each query, the first key that it sees and the one
+after the last, int32 `[b, 1, q, 2]`. The layers get that tensor as their mask.
 
     keys       0 1 2 3 4 5 6                the first layer makes a plan of it: queries that see
     query 0    . . 1 . . . .     2, 3       keys from the same one on are a sequence, and the
     query 1    . . 1 1 . . .     2, 4       plan has its positions and its window. The next
     query 2    . . . 1 1 . .     3, 5       layers find the plan with the mask.
 
-So padding, packed sequences and chunks all become sequences of a ragged batch, for `dense`: their keys are laid in rows
-where the cache has gaps, and padding is neither read nor computed; queries of padding return 0. What a query may see
-has to be one run of keys, and anything that neither twin computes is an error that names it.
+So padding, packed sequences and chunks all become sequences of a ragged batch, for `dense`. If the cache has gaps, the
+keys are copied into contiguous rows. Padding is neither read nor computed; queries of padding return 0. Each query must
+see one contiguous run of keys, and what neither twin can compute raises an error that names it.
 
-`generate_batch`, the continuous batching of transformers, is entered with `use_in_generate_batch`. A server with a
-paged cache that the twins read where it lies is `refattn.serving.Engine`.
+For `generate_batch`, the continuous batching of transformers, call `use_in_generate_batch`. For a server with a paged
+cache, which the twins read directly, see `refattn.serving.Engine`.
 """
 
 from collections.abc import Callable
@@ -242,7 +242,7 @@ def _attention(
         kind = str(attention_mask.dtype).removeprefix("torch.")
         raise NotImplementedError(
             "attention_mask: expected [b, s] of zeros and ones or a boolean [b, 1, q, kv], got "
-            f"{kind} {list(attention_mask.shape)}; neither twin adds masks of numbers, or has one for each head"
+            f"{kind} {list(attention_mask.shape)}; neither twin supports float masks, or one mask per head"
         )
     if attention_mask.shape[0] not in (1, query.shape[0]) or attention_mask.shape[2] != query.shape[2]:
         b, q, came = query.shape[0], query.shape[2], list(attention_mask.shape)

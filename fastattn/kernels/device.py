@@ -1,4 +1,4 @@
-"""What a kernel asks of the machine; the answers don't change, and a path asks before every launch."""
+"""What a kernel needs to know about the machine. It does not change, so it is looked up once and cached."""
 
 import importlib
 import sys

@@ -1,4 +1,4 @@
-"""The one chooser: which kernel computes an operation. Paths call the functions here, and never a kernel by itself.
+"""The one chooser: which kernel computes an operation. Paths call the functions here, and never a kernel directly.
 
 A kernel is a module with
 
@@ -12,7 +12,8 @@ and its operations are called as
     levels(query, key_cache, value_cache, plans, options, out)       attend to the levels of a cascade, and merge
     tree(query, key_cache, value_cache, plan, options, out)          attend over pages that end with a drafted tree
     differential(query, cache, plan, options, subtraction, out)      attend to pairs of keys and values, and subtract
-    mla(query, cache, plan, options, latent_rank, out)               attend to latents, keys and values in one
+    mla(query, cache, plan, options, latent_rank, out, scales)       attend to latents, keys and values in one; codes
+                                                                     if there are scales
     quantized(query, key_cache, value_cache, plan, options, scales, out)     attend over pages of codes
     quantized_levels(query, key_cache, value_cache, plans, options, scales, out)     attend to the levels of a cascade
     quantized_tree(query, key_cache, value_cache, plan, options, scales, out)        attend over pages before a tree
@@ -27,9 +28,9 @@ and its operations are called as
     cut_chunks(batch, chunk_size, block_size, num_chunks, columns)   lengths and tables of virtual sequences
     draw_trees(batch, trees, num_tokens)                             depths, ancestors and positions of nodes
 
-Attention returns `(out [t, h, dv], lse [t, h])` under the conventions of the project: natural log, float32 (float64 for
-float64), 0 and `-inf` for a fully masked query. A kernel that does otherwise is adapted in its own file. `out`, if not
-None, is contiguous memory that the answer may be written to; what a kernel returns need not be it.
+Attention returns `(out [t, h, dv], lse [t, h])` with the conventions of the project: natural log, float32 (float64 for
+float64), 0 and `-inf` for a fully masked query. A kernel with other conventions is adapted in its own file. `out`, if
+not None, is contiguous memory that the answer may be written to; a kernel may also return another tensor.
 """
 
 import importlib
@@ -170,7 +171,7 @@ def use_kernel(name: str) -> Iterator[None]:
     """Ask for one kernel inside a `with` block; a problem that it cannot compute raises, nothing takes its place.
 
     It is asked for the operations that it has: a FlashAttention package has none that writes a cache or makes a table,
-    and those are chosen as ever.
+    and those are chosen as usual.
 
     Args:
         name: one of `fastattn.kernels.NAMES`.
@@ -385,11 +386,12 @@ def mla(
     options: AttentionOptions,
     latent_rank: int,
     out: Float[Tensor, "t h {latent_rank}"] | None = None,
+    scales: Fp8Scales | None = None,
 ) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
-    """Attend to latents; arguments and errors are those of `fastattn.mla.attention`."""
+    """Attend to latents, or to what codes of them stand for; see `fastattn.mla.attention`."""
     pages = cache[:, :, None, : query.shape[2]]
-    kernel = choose(attention_problem("mla", query, pages, pages[..., :latent_rank], plan, options))
-    return _into(out, *kernel.mla(query, cache, plan, options, latent_rank, _memory(out)))
+    kernel = choose(attention_problem("mla", query, pages, pages[..., :latent_rank], plan, options, scales))
+    return _into(out, *kernel.mla(query, cache, plan, options, latent_rank, _memory(out), scales))
 
 
 @_launches

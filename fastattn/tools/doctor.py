@@ -1,4 +1,4 @@
-"""`fastattn doctor`: which kernels this machine can run, what each of them computes, and why not the rest."""
+"""`fastattn doctor`: which kernels this machine can run, what each computes, and why it cannot compute the rest."""
 
 import torch
 from rich.console import Console

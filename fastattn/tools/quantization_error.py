@@ -1,7 +1,7 @@
-"""How far 8 bits move keys and values, of Gaussian numbers and of SmolLM2: `python -m fastattn quantization`.
+"""The error of 8-bit keys and values, Gaussian ones and those of SmolLM2: `python -m fastattn quantization`.
 
-The error of a tensor is the root mean square of what its codes move it by, over that of its numbers, layer by layer, as
-attention would read it: a mean over the layers, and the worst of them.
+The error of a tensor is the root mean square of the change, divided by that of the numbers, as attention would read
+them. It is computed for each layer; the mean over the layers and the worst layer are reported.
 """
 
 import json

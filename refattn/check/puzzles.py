@@ -1,7 +1,8 @@
 """The puzzles, in order: bugs that servers had, each planted in a few lines that otherwise work.
 
-A puzzle's file has `broken`, which stays as it is, `failing_case`, which returns a small case that it gets wrong, and
-`mended`. A case is some sizes; `arguments` makes of them what the functions take. The reference decides who is right.
+A puzzle's file has `broken`, which must not be changed, `failing_case`, which returns a small case that it gets wrong,
+and `mended`. A case is a few sizes; `arguments` makes the arguments of the functions from them. The reference decides
+which answer is right.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -70,7 +71,7 @@ def _expect(**conditions: bool) -> None:
     """
     for name, holds in conditions.items():
         if not holds:
-            raise ValueError(f"that is no case: {name.replace('_', ' ')}")
+            raise ValueError(f"not a valid case: {name.replace('_', ' ')}")
 
 
 def _window(query_len: int, seq_len: int, window: int) -> dict[str, Any]:

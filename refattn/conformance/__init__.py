@@ -1,9 +1,9 @@
-"""Prove anybody's attention: the contract, property by property; ragged cases, poison, masks read out, one tolerance.
+"""Prove any attention kernel: the contract, property by property; ragged and poisoned batches, one tolerance.
 
     python -m refattn.conformance my_package:my_attention --path chunked_prefill
 
-checks a kernel of yours (`conformance.check`, `conformance.testing` for pytest). What is imported here needs torch
-alone; the search for failing batches needs the extra `conformance`.
+checks your kernel (`conformance.check`; `conformance.testing` for pytest). The names imported here need only torch;
+the search for failing batches needs the extra `conformance`.
 """
 
 from refattn.conformance.call import attend, prepare

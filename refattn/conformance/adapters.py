@@ -1,7 +1,7 @@
-"""Kernels that the field ships, each called as its users call it: the shortest examples of an adapter.
+"""Kernels that people use, each called as its users call it: short examples of adapters.
 
-An adapter takes the words of a path that its library has, and no others: what it does not take is not asked of it. It
-brings shapes and names to those of the path (an LSE `[h, t]` to `[t, h]`), and mends nothing.
+An adapter takes only those arguments of a path that its library supports; what it does not take is not tested. It
+converts shapes and names to those of the path (an LSE `[h, t]` to `[t, h]`), and fixes nothing.
 """
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""Call a path in one line: plan, options and attention from one list of arguments, as a test or a lesson has them."""
+"""Call a path in one line: plan, options and attention from one list of arguments, for tests and notebooks."""
 
 import inspect
 import itertools

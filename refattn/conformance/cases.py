@@ -1,4 +1,4 @@
-"""The batches that a path is proven with: ragged, shuffled, and poisoned where nothing may be read."""
+"""The batches for the proof of a path: ragged, with shuffled blocks, and poisoned where nothing may be read."""
 
 import random
 from collections.abc import Sequence

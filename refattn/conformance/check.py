@@ -1,4 +1,4 @@
-"""Check a kernel: every property that it claims, on drawn batches; a failure shrinks, and gets a probable cause."""
+"""Check a kernel: every property that it claims, on drawn batches; shrink a failure and find its probable cause."""
 
 import ast
 import math

@@ -1,4 +1,4 @@
-"""The contract of a kernel, property by property: what is asked of it, and on which batches.
+"""The contract of a kernel, property by property: what it promises, and on which batches that is checked.
 
 A property draws a batch and calls the kernel. It returns nothing, or raises `Broken` with what was seen and expected.
 """

@@ -1,4 +1,4 @@
-"""Results of many kernels on one machine, as a file; and tables of what each honours, made from such a file."""
+"""Write the results of many kernels on one machine to a file, and make tables of what each honours from it."""
 
 import importlib
 import platform

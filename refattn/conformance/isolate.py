@@ -1,8 +1,8 @@
-"""Check kernels in processes of their own: one that crashes, hangs or spoils its device takes no other with it.
+"""Check kernels in separate processes: one that crashes, hangs or corrupts its device does not affect the others.
 
-A process writes what it does to a file, line by line: each batch before the kernel gets it, each finding when it is
-made. If it dies, or says nothing for too long, the file names the property and the batch; it is ended, and another
-process goes on with the properties that are left.
+A process logs what it does to a file, line by line: each batch before the kernel gets it, and each finding. If it dies,
+or writes nothing for too long, the file names the property and the batch; the process is ended, and another one
+continues with the remaining properties.
 """
 
 import json

@@ -1,8 +1,8 @@
-"""Anybody's kernel: it takes what its parameters name, and claims no more than that.
+"""Any kernel: it is called with what its parameters name, and claims no more than that.
 
     def my_attention(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, softmax_scale=None): ...
 
-is called with just these. It has no parameter `softcap`, so no softcap is asked of it, and the report says so.
+is called with exactly these. It has no parameter `softcap`, so softcaps are not tested, and the report says so.
 """
 
 import importlib

@@ -1,7 +1,7 @@
-"""Known mistakes: the formula once more, in steps, and classes that take one step wrongly.
+"""Known mistakes: the formula once more, in steps, and classes that get one step wrong.
 
-A kernel that answers as one of them does, on the same inputs, has probably made the same mistake. The docstring of a
-class is what the report says then. `Attention` itself is right; it shares no code with the reference.
+A kernel that gives the same answer as one of them, on the same inputs, has probably made the same mistake. The report
+then shows the docstring of that class. `Attention` itself is right; it shares no code with the reference.
 """
 
 import math
@@ -20,7 +20,7 @@ INFINITY = math.inf
 
 
 class Formula:
-    """What a mistake departs from. `variants` are numbers that the mistake depends on and nobody knows."""
+    """The base of all mistakes. `variants` are unknown numbers that a mistake depends on; all of them are tried."""
 
     variants: Sequence[Any] = (None,)
     paths: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Read the mask of an attention out of its answers: exact, so that no wrong key can hide in a tolerance."""
+"""Recover the mask of a kernel from its answers: exactly, so that no wrong key can hide in a tolerance."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""A report for a person: which property failed, on which batch, what was seen, what is probably wrong."""
+"""A readable report: which property failed, on which batch, what was seen, and what is probably wrong."""
 
 import html
 from collections.abc import Iterator, Sequence

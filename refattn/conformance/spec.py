@@ -1,13 +1,13 @@
 """What a path promises, and the five kinds of proof that follow from it.
 
-A `PathSpec` says in a few lines what a path computes: its name, its arguments, and who may see whom as a rule on two
-positions. From that come
+A `PathSpec` states in a few lines what a path computes: its name, its arguments, and who may see whom, as a rule on two
+positions. From that follow
 
-    mask          the mask, read out of the answers, is the rule
-    poison        no bit of an answer depends on memory that nobody may see
+    mask          the mask, recovered from the output, equals the rule
+    poison        no bit of the output depends on memory that no query may see
     formula       the reference equals softmax in float64, written here once more
-    twins         the fast twin equals the reference, by the one tolerance
-    bad input     an error that names the argument, and nothing written
+    twins         the fast twin equals the reference, within the one tolerance
+    bad input     an error that names the argument, and nothing is written
 """
 
 from collections.abc import Callable, Mapping

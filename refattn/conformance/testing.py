@@ -4,8 +4,8 @@
 
     test_contract = properties("my_package:my_attention", path="chunked_prefill")
 
-pytest finds `test_contract` and runs it once for each property of the path. One that the kernel breaks fails with the
-report; one that it does not claim is skipped, with the reason.
+pytest runs `test_contract` once for each property of the path. A property that the kernel breaks fails with the report;
+one that it does not claim is skipped, with the reason.
 """
 
 from collections.abc import Callable

@@ -2,8 +2,8 @@
 
     python -m refattn.drawing local --chunk 4 --lens 4,6 10,17 5,9 --output local.svg
 
-prints a drawing as text, and writes it as an image if there is an `--output`. In Python a drawing is made from a batch
-or a tensor, and displays itself in a notebook. Its text says the same:
+prints a drawing as text, and writes it as an image if `--output` is given. In Python, a drawing is made from a batch or
+a tensor, and is displayed in a notebook. It also has a text form:
 
     >>> from refattn import drawing, masks
     >>> print(drawing.mask(masks.causal(2, 5)).text())
@@ -12,7 +12,7 @@ or a tensor, and displays itself in a notebook. Its text says the same:
 
 A drawing consists of panels, and a panel is a grid of cells or a few bars. The colours are those of Okabe and Ito,
 which colour-blind people can tell apart, and no information is in the colour alone. The background is transparent and
-the lines are grey, so a drawing can be read on a light page and on a dark one. Only figures and images need matplotlib.
+the lines are grey, so drawings work on light and on dark pages. Only figures and images need matplotlib.
 """
 
 from refattn.drawing.drawing import Drawing

@@ -2,8 +2,8 @@
 
     python -m refattn.drawing.animation docs/assets/step.svg
 
-writes an SVG whose parts move by CSS, so that it plays wherever an image is shown, without a script. Where each token
-goes is computed by what it is about: rows by the batch, pages by the slots, cells by the mask, bars by the merge.
+writes an SVG animated by CSS, so that it plays wherever images are shown, without a script. All positions are computed
+by the library itself: rows from the batch, pages from the slots, cells from the mask, bars from the merge.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""A drawing: lines of panels that show themselves as text, as a figure, as an image file, in a notebook."""
+"""A drawing: rows of panels that can be shown as text, as a figure, as an image file, or in a notebook."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

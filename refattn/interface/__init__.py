@@ -1,4 +1,4 @@
-"""What both twins take and return beside tensors: batches, plans, options, scales, groups. No attention is computed."""
+"""What both twins take and return besides tensors: batches, plans, options, scales, groups. Computes no attention."""
 
 from refattn.interface.batch import Batch, Part, Prefix
 from refattn.interface.options import AttentionOptions

@@ -32,11 +32,11 @@ class Batch:
             sequence's last block are never read.
         max_query_len: at least the largest number of queries of a sequence, in tokens.
         max_seq_len: at least the largest of `seq_lens`.
-        num_keys: about how many keys all sequences have together, where whoever built the batch knows it. A kernel may
+        num_keys: about how many keys all sequences have together, if the builder of the batch knows it. A kernel may
             share out its work by it; a wrong number costs time and changes no answer.
-        num_tokens: query rows of all sequences together, where whoever built the batch knows it.
+        num_tokens: query rows of all sequences together, if the builder of the batch knows it.
 
-    The maxima are Python ints, given by whoever built the batch, so that no path synchronizes with the device; a batch
+    The maxima are Python ints, given by the builder of the batch, so that no path synchronizes with the device; a batch
     whose tensors are advanced in place (a CUDA graph) states the maxima that it may grow to.
 
     Raises:

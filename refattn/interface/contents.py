@@ -1,4 +1,4 @@
-"""Checks of what lengths and tables hold. On a CPU they are read, once per step; on a device nothing waits for them."""
+"""Checks of the contents of lengths and tables: once per step, on a CPU only, as reading a device would synchronize."""
 
 from array import array
 from collections.abc import Sequence
@@ -93,7 +93,7 @@ def check_contents(
 
     Args:
         batch: the lengths, and the block table if there is a block size.
-        block_size: tokens in a block; None where keys lie in rows.
+        block_size: tokens in a block; None where keys are in contiguous rows.
         first_keys: the position of each sequence's first key, where the front of its table was cut off: errors count
             the columns from position 0.
 

@@ -1,4 +1,4 @@
-"""What a layer fixes of its attention, beside its shapes: one definition for every path and every kernel."""
+"""The options of attention that are fixed for a layer: one definition for every path and every kernel."""
 
 from dataclasses import dataclass, replace
 
@@ -23,10 +23,10 @@ class AttentionOptions:
         softmax_scale: factor on the dot products, any finite number; `d ** -0.5` if None.
         softcap: bound on the scores, in units of the scaled score; 0 for no bound.
         alibi_slopes: one slope per query head, `[h]`, of any floating type: the bias is computed in the compute type.
-        sinks: one extra logit per query head, `[h]`, in the denominator only: it takes its share and brings no value.
-        batch_invariant: return rows that do not change by a bit with what else is in the batch. The reference computes
-            sequence by sequence, so there it holds anyway, except in a cascade, where a group of sequences is one.
-        alibi_sqrt: let ALiBi grow with the root of the distance, `-slope * |i - j| ** 0.5`.
+        sinks: one extra logit per query head, `[h]`, in the denominator only: it has no value.
+        batch_invariant: return bit-identical rows, whatever else is in the batch. The reference computes
+            sequence by sequence, so this always holds, except in a cascade, which computes a group of sequences as one.
+        alibi_sqrt: let ALiBi grow with the square root of the distance, `-slope * |i - j| ** 0.5`.
 
     Raises:
         ValueError: naming the option, what was expected and what came.

@@ -1,7 +1,7 @@
-"""Ranks that share the keys of a sequence: who has which of them, and how the ranks exchange partial answers.
+"""Ranks that share the keys of a sequence: which rank has which keys, and how ranks exchange partial answers.
 
-A path for several ranks is called once on each, and takes a `Group` for what it exchanges. `DistributedGroup` goes
-through torch.distributed; `simulate_ranks` calls a function once per rank inside one process, for tests and lessons.
+A path for several ranks is called once on each of them, and communicates through a `Group`. `DistributedGroup` uses
+torch.distributed; `simulate_ranks` calls a function once per rank inside one process, for tests and lessons.
 """
 
 import threading

@@ -2,15 +2,15 @@
 
     batch     what a scheduler knows: lengths, block table                    one per step
     plan      what a path derives from it: tables, masks, positions           one per step and kind of layer
-    options   what a layer fixes: scale, softcap, slopes, sinks               one per layer
+    options   what is fixed for a layer: scale, softcap, slopes, sinks        one per layer
 
 A plan describes sequences of keys, each with some query rows. They may be those of the batch, or derived from them:
 
-    path              its sequences                              the first key of a sequence stands at
-    chunked prefill   those of the batch                         position 0
-    sliding window    without the blocks that nobody sees        the first block that is left
-    local             one for each chunk with new tokens         the beginning of the chunk
-    cascade           groups that share keys, level by level     the end of the level above
+    path              its sequences                              position of a sequence's first key
+    chunked prefill   those of the batch                         0
+    sliding window    without the blocks that no query sees      start of the first block that is left
+    local             one for each chunk with new tokens         start of the chunk
+    cascade           groups that share keys, level by level     end of the level above
 """
 
 from collections.abc import Hashable
@@ -46,25 +46,25 @@ class Needs(NamedTuple):
 class Plan:
     """Sequences of keys, and which of them each query row may see.
 
-    Query row `i` of a sequence with `q` queries and `s` keys stands at `first_key + s - q + i`, or where `positions`
-    says. It sees key `j`, at `first_key + j`, as `causal` and `window_size` allow.
+    Query row `i` of a sequence with `q` queries and `s` keys has position `first_key + s - q + i`, or the one given by
+    `positions`. It sees key `j`, at position `first_key + j`, if `causal` and `window_size` allow it.
 
     Attributes:
         batch: the query rows of each sequence, its number of keys, and the blocks that hold them.
-        block_size: tokens in a block; None where keys lie in rows (`dense`).
+        block_size: tokens in a block; None where keys are in contiguous rows (`dense`).
         causal: hide the keys after a query's own position.
         window_size: `(left, right)` in tokens, both inclusive, -1 for no limit: a window of W tokens is `(W - 1, 0)`.
         first_keys: the position of each sequence's first key; None if all are 0.
         positions: the position of each query row; None where a sequence's queries are the last of its tokens. Rows of
             padding may hold anything.
-        sequences: the sequence of the batch that each sequence of the plan is a part of, for what there is one of per
+        sequences: the sequence of the batch that each sequence of the plan belongs to, for tensors with one row per
             sequence of the batch; None where they are the same.
-        needs: how large the tensors have to be; None where the tables are on a device, where nobody reads them.
-        kept: what kernels keep from one layer to the next, each under its own name: how they share out the work,
-            launches to be made again. It changes no answer.
+        needs: how large the tensors have to be; None where the tables are on a device, where they are not read.
+        kept: what kernels keep from one layer to the next, each under its own name: how they divide the work, and
+            launches to be repeated. It does not change any answer.
 
-    On a CPU the contents of the tables are checked here, once, and not when a layer attends: a table that is written to
-    afterwards takes a new plan.
+    On a CPU the contents of the tables are checked here, once, and not when a layer attends: if a table changes, make a
+    new plan.
 
     Raises:
         ValueError: naming the argument that does not fit.
@@ -116,8 +116,8 @@ class CascadePlan:
 
     Attributes:
         batch: the lengths and the block table, as without a cascade.
-        levels: the plans, the outermost prefixes first and what nobody shares last. A sequence of a level is a group of
-            neighbouring sequences of the batch; `positions` says where their queries stand.
+        levels: the plans, the outermost prefixes first and the keys not shared last. A sequence of a level is a group
+            of neighbouring sequences of the batch; `positions` has the positions of their queries.
 
     Raises:
         ValueError: if there is no level, or one that is no plan over pages of one size; on a CPU also if the levels are
@@ -132,7 +132,7 @@ class CascadePlan:
         check_batch(self.batch)
         check_list("levels", self.levels, "plans")
         if not self.levels:
-            raise ValueError("levels: expected at least one, the keys that nobody shares, got none")
+            raise ValueError("levels: expected at least one, the keys not shared, got none")
         for i, level in enumerate(self.levels):
             if not isinstance(level, Plan) or level.block_size is None:
                 came = "one over rows" if isinstance(level, Plan) else describe(level)
@@ -152,7 +152,7 @@ class ContextChunk:
 
     Attributes:
         plan: over those rows, without a causal mask: a sequence may have no key in it.
-        slots: where in the pool each row comes from, one sequence after the other; 0 past the last, where nobody looks.
+        slots: where in the pool each row comes from, one sequence after the other; 0 past the last, which is not used.
     """
 
     plan: Plan
@@ -183,8 +183,8 @@ class ContextParallelPlan:
     Attributes:
         batch: the lengths as all ranks know them, and the rank's own block table.
         shard: which rank this is, and which tokens are its own.
-        context: over the pages of the rank, without a causal mask: keys are counted as they lie there, and with a
-            window `positions` are what the window leaves when it is counted so.
+        context: over the pages of the rank, without a causal mask. Keys are counted as stored there; with a window,
+            `positions` are the positions of the queries in this count.
         own: over the rows of the new tokens, causal.
     """
 

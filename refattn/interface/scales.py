@@ -1,7 +1,7 @@
-"""What turns the codes of a quantised cache back into keys and values: one definition for every path and kernel.
+"""The scales that turn codes of a quantised cache back into numbers: one definition for every path and kernel.
 
-A class for each kind of cache, as they differ in who knows the scales: those of fp8 are fixed with the layer, those of
-int8 keys lie beside the cache, token by token, and a write changes them.
+There is one class per kind of cache, because their scales differ: those of fp8 are fixed for a layer, while those of
+int8 keys are stored next to the cache, one per token and head, and are set by each write.
 """
 
 from dataclasses import dataclass

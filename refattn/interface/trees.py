@@ -1,6 +1,6 @@
 """Drafted tokens as trees, and the plan of attention over them.
 
-A tree of six nodes: node 0 is the last token that is sure, 1 and 2 are two candidates to follow it.
+A tree of six nodes: node 0 is the last confirmed token, 1 and 2 are two candidates for the next one.
 
     0 -- 1 -- 3            parents   -1  0  0  1  1  4        a node comes after its parent; -1 is a root
      ·    ·-- 4 -- 5       depths     0  1  1  2  2  3        how far its position lies after the root's
@@ -12,8 +12,8 @@ A tree of six nodes: node 0 is the last token that is sure, 1 and 2 are two cand
                            node 4     1 1 . . 1 .
                            node 5     1 1 . . 1 1
 
-The nodes of a tree are the last tokens of their sequence: they have slots one after the other, in the order of the
-tree, while the positions of siblings are the same.
+The nodes of a tree are the last tokens of their sequence. They have consecutive slots, in the order of the tree, but
+siblings have the same position.
 """
 
 from collections.abc import Sequence
@@ -268,7 +268,7 @@ def check_accepted_lens(batch: Batch, trees: Trees, lens: Tensor) -> None:
     """Check how many nodes were accepted of each tree.
 
     Raises:
-        ValueError: if that is no int32 `[b]`; on a CPU also if it is more than the tree has.
+        ValueError: if that is not an int32 `[b]`; on a CPU also if it is more than the tree has.
     """
     check_trees(batch, trees)
     expect(lens, "accepted.lens", torch.int32, ("b",), (batch.num_seqs,))

@@ -1,4 +1,4 @@
-"""Checks of single values: numbers, flags, windows, tensors of a shape. A `ValueError` names what came instead."""
+"""Checks of single values: numbers, flags, windows, shapes of tensors. A `ValueError` says what was passed instead."""
 
 import sys
 from collections.abc import Sequence
@@ -62,7 +62,7 @@ def check_window(window_size: tuple[int, int]) -> tuple[int, int]:
     """Check a window, `(left, right)` in tokens, and return it.
 
     Raises:
-        ValueError: if it is no pair of ints of at least -1 that an int32 can hold.
+        ValueError: if it is not a pair of ints of at least -1 that an int32 can hold.
     """
     if type(window_size) is tuple and len(window_size) == 2:
         left, right = window_size

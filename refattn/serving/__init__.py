@@ -1,4 +1,4 @@
-"""Serve requests with either twin: an engine that batches continuously, and what it is made of."""
+"""Serve requests with either twin: an engine with continuous batching, and its parts."""
 
 from refattn.serving.block_pool import BlockPool
 from refattn.serving.calibration import calibrate

@@ -1,4 +1,4 @@
-"""The blocks of the pool: who uses them, and which of them hold the start of a prompt."""
+"""The blocks of the pool: which requests use them, and prefix caching (which of them hold the start of a prompt)."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ def _block_hash(parent: BlockContent | None, tokens: tuple[int, ...]) -> int:
 class BlockPool:
     """Hands out the blocks of the pool, and finds those again that hold the start of a prompt.
 
-    Any number of requests may use a block. One that nobody uses is free, but keeps what it holds until its turn comes
+    Any number of requests may use a block. An unused block is free, but keeps its contents until it is needed
     to be handed out: blocks that hold nothing of use go first, then the least recently used.
 
     Args:

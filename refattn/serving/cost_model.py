@@ -1,6 +1,6 @@
 """When a cascade is worth it: a model of what its launches cost and what its shared reads save.
 
-This is a policy, not a path: whatever it decides, the answers are the same. The engine asks it in every step.
+This is a policy, not a path: whatever it decides, the answers are the same. The engine applies it in every step.
 """
 
 from collections.abc import Sequence

@@ -1,23 +1,23 @@
 """Continuous batching: serve many requests of a transformers causal LM at once, over any twin's paged attention.
 
-A step is one forward pass over one flat row of tokens, at most `max_num_batched_tokens` of them. Decodes come first,
-and what is left of the budget goes to chunks of prompts. With a budget of 8, and prompts of 8 tokens (c) and 5 (d):
+A step is one forward pass over one flat row of tokens, at most `max_num_batched_tokens` of them. Decodes come first;
+the rest of the budget goes to chunks of prompts. With a budget of 8, and prompts of 8 tokens (c) and 5 (d):
 
     step 7    a17 | b5 | c0 c1 c2 c3 c4 c5
     step 8    a18 | b6 | c6 c7 | d0 d1 d2 d3       the logits of c7 give c its first token
     step 9    a19 | b7 | c8 | d4                   and those of d4 the first of d
 
-The model's own code runs. Only its attention is replaced: transformers passes the queries, keys and values of each
-layer to `models.paged_attention`, and the engine writes them into the pool and attends over it with the twin that it
-was given. It computes nothing itself. What a layer plans and attends stands in `layers`: windows go to
-`sliding_window`, chunks to `local`, pairs of softmaxes to `differential`, latents to `mla`, and all else to
-`chunked_prefill`, or to `cascade` in a step whose requests share so many blocks that reading them once is worth it.
+The engine runs the model's own code and replaces only its attention: transformers passes the queries, keys and values
+of each layer to `models.paged_attention`, and the engine writes them into the pool and attends over it with the given
+twin. It computes nothing itself. The kinds of layers are in `layers`: windows use `sliding_window`, chunks `local`,
+pairs of softmaxes `differential`, latents `mla`, and all others `chunked_prefill`, or `cascade` in a step whose
+requests share so many blocks that it is worth reading them once.
 
-A layer with a window has a smaller pool (`WindowPool`) where no step can need all blocks of it: a block comes back as
-soon as no token to come can see it.
+A layer with a window has a smaller pool (`WindowPool`) if no step can need all of its blocks: a block is freed as soon
+as no later token can see it.
 
-With `speculation` a decode takes along what may follow its token. A draft is right where the model chooses the same
-token, with the random number that the token has anyway: so the answers are those without drafts, only in fewer steps.
+With `speculation`, a decode also verifies drafted tokens. A draft is right if the model chooses the same token with the
+same random number that the token would have without drafts. So the answers are the same, in fewer steps.
 
 Source: Yu et al. 2022, "Orca" (batching by step); Kwon et al. 2023, "Efficient Memory Management for Large Language
 Model Serving with PagedAttention" (blocks, blocks shared by hash, preemption by recomputation); Agrawal et al. 2024,
@@ -253,7 +253,7 @@ class Engine:
         return self._add_all([prompt], sampling)[0]
 
     def abort(self, request: Request) -> None:
-        """End a request where it is, and free its blocks; a finished one stays as it is.
+        """End a request where it is, and free its blocks; a finished one is not changed.
 
         During a step (from a hook of the model, say) it is ended right after the step.
 
@@ -360,7 +360,7 @@ class Engine:
             self._abort_all(requests)
 
     def _abort_all(self, requests: Iterable[Request]) -> None:
-        """End requests, and those whose end had to wait for a step to be over; what has finished stays as it is."""
+        """End requests, and those whose end had to wait for a step to be over; what has finished is not changed."""
         self._aborted.extend(requests)
         while self._aborted and not self._is_stepping:
             unfinished = [*self.running, *self.waiting]

@@ -1,9 +1,9 @@
-"""What ties the engine to transformers: which models it serves, what their layers are, how it takes their attention.
+"""How the engine uses transformers: which models it serves, what their layers are, how their attention is replaced.
 
-Most models call their attention through transformers' `AttentionInterface` and pass it the keyword arguments that they
-are called with: there the engine is one of them. Where a family computes its attention in a module of its own, that
-module's `forward` is replaced (`REPLACED`), and what is under way stands in a context variable meanwhile. Latent
-attention is called through the interface, too; there only the method is replaced that makes keys and values of latents.
+Most models call their attention through transformers' `AttentionInterface` and pass on their keyword arguments, one of
+which is then the engine. Where a family computes attention in a module of its own, that module's `forward` is replaced
+(`REPLACED`), and a context variable holds the engine during the pass. Latent attention also goes through the interface;
+there, only the method that computes keys and values from latents is replaced.
 """
 
 import importlib
@@ -76,7 +76,7 @@ def check_model(model: Any, trust_model: bool) -> None:
     """Check that the engine serves a model as it is meant: a causal decoder whose positions are its `position_ids`.
 
     Raises:
-        ValueError: saying what the model does that the engine does not, or that nobody has tried its family yet.
+        ValueError: naming what the model does that the engine does not support, or that its family is not verified.
     """
     reason = _reason_to_refuse(model)
     if reason:

@@ -1,4 +1,4 @@
-"""Which tokens of which requests go into a step: decodes first, then chunks of prompts; who yields if room is short.
+"""Which tokens of which requests go into a step: decodes first, then chunks of prompts; preemption if room is short.
 
 Source: Yu et al. 2022, "Orca" (batching by step); Kwon et al. 2023, "PagedAttention" (preemption by recomputation);
 Agrawal et al. 2024, "Sarathi-Serve" (chunks of prompts beside decodes).

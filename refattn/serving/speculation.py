@@ -3,9 +3,9 @@
     tokens      the cat sat on the mat . the cat        the last two stood here before: "the cat"
     drafts                                sat on the mat
 
-Text that quotes itself (summaries, code that is edited, answers that repeat their question) is drafted well, and what
-is drafted wrongly costs a few rows of a step that waits for memory anyway. Several occurrences give several branches,
-whose common beginnings are one: a tree.
+This works well for text that repeats itself (summaries, edited code, answers that repeat their question). A wrong draft
+costs only a few rows of a step that waits for memory anyway. Several occurrences give several branches; common
+beginnings are merged, which gives a tree.
 
 Source: Saxena 2023, "Prompt Lookup Decoding"; the n-gram drafts of vLLM; trees: Miao et al. 2024, "SpecInfer".
 """

@@ -1,4 +1,4 @@
-"""The blocks of window layers: a pool of their own that is smaller, as a block that no query can see comes back."""
+"""The blocks of window layers: a separate, smaller pool, in which blocks that no query can see are freed."""
 
 from array import array
 from collections import OrderedDict
@@ -54,7 +54,7 @@ class WindowPool:
 
     @property
     def free(self) -> list[int]:
-        """The blocks that nobody holds, the next one to be used first."""
+        """The free blocks, the next one to be used first."""
         return list(self._free)
 
     def reset(self) -> None:

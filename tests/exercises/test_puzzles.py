@@ -104,7 +104,7 @@ def test_the_bug_is_the_same_everywhere(puzzle):
     [
         ("    return None\n", "expected a dict of query_len, seq_len, window; got None"),
         ("    return dict(query_len=1)\n", "expected a dict of query_len, seq_len, window"),
-        ("    return dict(query_len=5, seq_len=2, window=1)\n", "that is no case: query len is more than seq len"),
+        ("    return dict(query_len=5, seq_len=2, window=1)\n", "not a valid case: query len is more than seq len"),
         ("    return dict(query_len=1, seq_len=2, window='x')\n", "TypeError"),
     ],
 )

@@ -133,6 +133,11 @@ def launch_all(capability):
     for kind in (half, torch.float32):
         query = torch.zeros(128, 8, 256, dtype=kind)
         attention.attend(query, pages, pages, plan(64), all_of_them, codes=rounded)
+    for heads, kind in ((128, ""), (16, "e4m3"), (128, "e4m3")):  # over latents and codes of them, 64 rows and 16
+        query, pages = torch.zeros(2, heads, 512 + 64, dtype=half), pool(1, 512 + 64, torch.uint8 if kind else half)
+        value = codes.in_pairs(pages[..., :512]) if heads == 16 else pages[..., :512]
+        whole = plan(1, causal=False)
+        attention.attend(query, pages, value, whole, plain, shared=True, codes=codes.Codes(kind, (1.0, 0.5, 0.5)))
     for nodes, tree_options, window_size in ((4, plain, (-1, -1)), (64, plain, (-1, -1)), (96, all_of_them, (100, 0))):
         trees = speculative.make_trees([[-1, *range(nodes - 1)]] * 2)
         drafts = speculative.plan(batch(nodes), block_size=16, trees=trees, window_size=window_size)

@@ -443,7 +443,7 @@ LEVELS = [
         "plan",
         "no levels",
         lambda x: CascadePlan(x.batch, ()),
-        "levels: expected at least one, the keys that nobody shares, got none",
+        "levels: expected at least one, the keys not shared, got none",
     ),
     ("plan", "no list", lambda x: CascadePlan(x.batch, None), "levels: expected a list of plans, got None"),
     ("plan", "no batch", lambda x: CascadePlan(None, x.levels), "batch: expected a Batch, got None"),

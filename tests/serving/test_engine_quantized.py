@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 from test_speculation import Oracle, Wild
-from tiny_models import LATENT_SIZES, SHARED_CACHES, byte_tokenizer, make_family, make_llama
+from tiny_models import SHARED_CACHES, byte_tokenizer, make_family, make_llama
 from tolerance import assert_matches_reference
 from transformers import AutoModelForSeq2SeqLM, BartConfig
 
@@ -332,11 +332,11 @@ def test_large_numbers_fit_once_they_are_calibrated(device):
         for layer in large.model.layers:
             for weight, factor in (("q", -10), ("k", 10), ("v", 10), ("o", -10)):
                 getattr(layer.self_attn, f"{weight}_proj").weight.mul_(2.0**factor)
-    plain, _ = answers(small)
-    assert answers(large)[0] == plain
+    assert answers(large)[0] == answers(small)[0]
+    pairs = [(model, calibrate(model, OTHERS[:1])) for model in (small, large)]
     for kind in ("fp8_e4m3", "int8"):
         (of_small, _), (of_large, engine) = (
-            answers(model, kv_cache_dtype=kind, calibration=calibrate(model, OTHERS)) for model in (small, large)
+            answers(model, kv_cache_dtype=kind, calibration=calibration) for model, calibration in pairs
         )
         assert of_small == of_large
     assert engine.layers[0].value_scale.min() > 1
@@ -417,14 +417,11 @@ def test_the_pool_takes_less_memory(models, calibrations, kind, calibrated, pack
 # --- who is refused ---
 
 
-@pytest.mark.parametrize(
-    ("family", "sizes", "what"),
-    [("deepseek_v3", LATENT_SIZES, "latents"), ("diffllama", {}, "pairs")],
-    ids=["latents", "pairs"],
-)
-def test_layers_without_such_a_pool_are_refused_at_once(family, sizes, what):
-    model = make_family(family, "cpu", **sizes)
-    with pytest.raises(NotImplementedError, match=f"^kv_cache_dtype: no path reads {what} from a pool of fp8_e4m3"):
+def test_layers_without_such_a_pool_are_refused_at_once():
+    model = make_family("diffllama", "cpu")
+    with pytest.raises(
+        NotImplementedError, match=r"^kv_cache_dtype: no path reads pairs from a pool of .*, only of auto$"
+    ):
         Engine(model, **SIZES, kv_cache_dtype="fp8_e4m3")
 
 

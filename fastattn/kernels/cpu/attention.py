@@ -1,7 +1,7 @@
 """The CPU kernel: ATen's FlashAttention, called on pieces of a batch that it can compute.
 
-ATen's call takes one dense rectangle of queries and keys, at most with a causal mask aligned top-left. So a batch
-becomes pieces, and the pieces of one query merge by their log-sum-exp:
+ATen's call computes one dense rectangle of queries and keys, optionally with a causal mask aligned top-left. So the
+batch is split into pieces, and the pieces of one query merge by their log-sum-exp:
 
     a chunk with context     full part | causal part         (keys before the chunk | the chunk itself)
     a window                 small tiles of queries in one call, each over the band of keys that it can see, with a mask
@@ -11,10 +11,10 @@ becomes pieces, and the pieces of one query merge by their log-sum-exp:
     decodes                  all sequences in one call, the query heads of a group as rows, a mask for their lengths
     batch invariance         tiles and runs of keys of one size, which begin at multiples of it
 
-Memory grows with the tokens: a tile never holds more than `TILE` queries times `SLAB` keys.
+Memory grows linearly with the tokens: a tile never holds more than `TILE` queries times `SLAB` keys.
 
-ATen's call gets no key that no query of the sequence sees, as those may hold anything: a mask adds `-inf` to their
-scores, and NaN stays NaN. What else it gets wrong is put right in front of it, in `_readable` and `_call`.
+Keys that no query of the sequence sees are not passed to ATen, because they may hold anything: a mask only adds `-inf`
+to their scores, and NaN stays NaN. Other defects of ATen's call are worked around in `_readable` and `_call`.
 
 Source: PyTorch, `aten::_scaled_dot_product_flash_attention_for_cpu`; the decomposition follows Dao 2023,
 "FlashAttention-2", and its flash-decoding.

@@ -1,12 +1,12 @@
-"""The blocks that several sequences read side by side, and what those hold that no query may see.
+"""Gather the blocks of several sequences side by side, and clear what no query may see.
 
 Sequences of 6 and 3 keys in blocks of 2, gathered as one rectangle; `x` is hidden, `0` is hidden and written over:
 
     keys of a    0 1 | 2 3 | 4 5         columns 0, 1, 2 of its block table
     keys of b    0 1 | 2 0 | x x         columns 0, 1, and 0 again: a block that b sees whole fills up the row
 
-What a slot of a partly visible block holds is somebody else's business, NaN included, and neither a bias of `-inf` nor
-a weight of 0 makes NaN go away. Slots of a block that the sequence sees whole are its own keys: a bias hides those.
+The unused slots of a partly filled block may hold anything, also NaN, which neither a bias of `-inf` nor a weight of 0
+removes; so they are overwritten. A block that the sequence sees whole holds only its own keys, which a bias can hide.
 """
 
 from dataclasses import dataclass, field

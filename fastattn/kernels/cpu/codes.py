@@ -1,12 +1,12 @@
-"""Pools of codes, whose blocks come out as numbers: what attention gathers a slab at a time is turned back there.
+"""Pools of codes: the blocks that attention gathers, a slab at a time, are converted to numbers.
 
-torch converts fp8 to float32 one element at a time. The bits of a code are moved into those of a float16 instead, as
-all of fp8 is in it, and that conversion is a vector's:
+torch converts fp8 to float32 one element at a time. Here the bits of a code are moved into a float16 instead, which can
+represent every fp8 number and whose conversion is vectorized:
 
     e5m2    s eeeee mm           ->  s eeeee mm 00000000       the upper half of a float16
     e4m3    s eeee mmm           ->  s 0 eeee mmm 0000000      its exponent is 8 too small: 1 / 256 of the number
 
-The factor of 256 is left to whoever scales the query or the answer. NaN of e4m3 has no such bits, and is put in.
+The caller multiplies the factor of 256 into the query or the answer. NaN of e4m3 has other bits and is set separately.
 """
 
 from dataclasses import dataclass

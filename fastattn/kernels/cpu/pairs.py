@@ -4,11 +4,11 @@
     weights   [h/2, t, s]       softmax(scores[0]) - lambda * softmax(scores[1])
     out       [h/2, t, 2 * d]   weights times v1 and v2
 
-Every key and every value is read once, and there are as many products as in one plain attention over the same bytes.
-ATen's FlashAttention would have to be called four times, as it keeps its weights to itself. The scores of a tile of
-queries are held whole, so a tile has as many queries as make at most `SCORES` of them.
+Every key and every value is read once, with as many products as in one plain attention over the same bytes. ATen's
+FlashAttention does not return its weights, so it would have to be called four times. All scores of a tile of queries
+are in memory at once, so the number of queries in a tile is chosen to have at most `SCORES` of them.
 
-Keys that no query sees may hold anything, NaN too: their scores are overwritten, and their values are cleared.
+Keys that no query sees may hold anything, also NaN: their scores are overwritten, and their values are cleared.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
-"""How the work of a plan is shared out on a CPU: what is computed together, and which blocks are read for it.
+"""How the work of a plan is divided on a CPU: what is computed together, and which blocks are read for it.
 
-Each part is worked out when a layer first asks for it, and used by every layer of the step after that.
+Each part is computed when a layer first needs it, and reused by all later layers of the step.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -52,7 +52,7 @@ class Schedule:
         return kept
 
     def rows(self, positions: bool) -> list[tuple[slice, int, "View"]]:
-        """Return the query rows, the first key row and the view of each sequence, where keys lie in rows."""
+        """Return the query rows, the first key row and the view of each sequence, where keys are in contiguous rows."""
         if positions not in self._views:
             first, views = 0, []
             for i, (rows, seq_len) in enumerate(self.lengths):

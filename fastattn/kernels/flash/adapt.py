@@ -1,7 +1,7 @@
-"""Set right what FlashAttention answers otherwise than we do: empty rows, padding rows, NaN, sinks.
+"""Fix up the outputs of FlashAttention where its conventions differ from ours: empty rows, padding rows, NaN, sinks.
 
-FlashAttention says `+inf` or `-inf` where a query sees nothing, and the same where it sees NaN: the lengths tell which.
-One launch, and no second pass over the outputs: only those rows are written (all, where it adds sinks).
+FlashAttention returns an LSE of `+inf` or `-inf` both for a query that sees no key and for one that sees NaN; the
+lengths tell them apart. This takes one launch and writes only the affected rows (all rows if sinks are added).
 """
 
 from typing import no_type_check

@@ -50,7 +50,7 @@ def attend(
         key_cache: the pool of keys.
         value_cache: the pool of values; codes, or numbers in the type of the queries.
         plan: the lengths, the block table, and who may see whom.
-        options: what the layer fixes.
+        options: those of the layer.
         scales: what the codes are multiplied with.
         out: contiguous memory for the outputs; new memory if None.
 

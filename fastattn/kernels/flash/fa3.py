@@ -1,17 +1,17 @@
 """FlashAttention-3: over ragged rows and over pages of any size on Hopper, from its own package or from vLLM's wheel.
 
-Of vLLM only one library is needed, `_vllm_fa3_C.abi3.so`: it is looked for in the installed package, which is not
+From vLLM, only the library `_vllm_fa3_C.abi3.so` is needed. It is searched in the installed package, which is not
 imported, and in every folder on the path.
 
-Over rows, and over pages whose size is a multiple of its tile, it loads whole tiles of keys and values, with a weight
-of 0 for what lies past a sequence's end: NaN that comes of it is repaired. From other pages it loads row by row, and
-fills with zeros what is past the end.
+Over rows, and over pages whose size is a multiple of its tile, the kernel loads whole tiles of keys and values and
+gives what lies past a sequence's end a weight of 0; NaN that results from it is repaired. From other pages it loads row
+by row, and fills with zeros past the end.
 
-Over latents its second query `q_v` meets the values: a score is `q . k + q_v . v`, with rotary keys of 64 elements for
-keys and the latents themselves for values. The pool is read where it is, as two views of its rows.
+Over latents its second query `q_v` is multiplied with the values: a score is `q . k + q_v . v`, with rotary keys of 64
+elements as keys and the latents as values. The pool is read in place, as two views of its rows.
 
-Its windows are for decodes. With more queries, the library in vLLM 0.33.0 hides too few of the keys before a window of
-some hundred tokens: of 640 queries with a window of 356, row 384 sees 384 keys (NVIDIA H200, head size 128).
+Windows are supported for decodes only. With more queries, the library in vLLM 0.33.0 hides too few keys before a window
+of some hundred tokens: of 640 queries with a window of 356, row 384 sees 384 keys (NVIDIA H200, head size 128).
 
 Of a sequence that ends with a drafted tree it reads the keys before the tree, which every node sees. Codes of a
 quantised cache become pages of numbers first, as its own product of them rounds the weights to fp8, too.
@@ -30,7 +30,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from fastattn.kernels.device import cannot_import, capability
-from fastattn.kernels.flash import NO_POSITIONS, NOT_ALIGNED, cannot_expand
+from fastattn.kernels.flash import NO_CODES, NO_POSITIONS, NOT_ALIGNED, cannot_expand
 from fastattn.kernels.problem import Problem, expanded, key_starts
 from refattn.interface import AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan, TreePlan
 
@@ -67,6 +67,8 @@ def unsupported_reason(problem: Problem) -> str | None:
         return f"needs a GPU of compute capability 9.0, not {major}.{minor}"
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"computes float16 and bfloat16, not {problem.dtype}"
+    if problem.stored is not None:
+        return NO_CODES
     sizes = (problem.head_size, problem.value_head_size)
     if problem.operation == "mla":
         sizes = (sizes[0] - sizes[1], sizes[1])
@@ -171,6 +173,7 @@ def mla(
     options: AttentionOptions,
     latent_rank: int,
     out: Float[Tensor, "t h {latent_rank}"] | None,
+    scales: Fp8Scales | None = None,
 ) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
     """Attend to latents; see `fastattn.kernels.dispatch`."""
     from fastattn.kernels.flash.adapt import adapt, nothing
@@ -234,7 +237,7 @@ def _forward(
         key: rows or pages.
         value: likewise.
         plan: the lengths, and who may see whom.
-        options: what the layer fixes.
+        options: those of the layer.
         where: `cu_seqlens_k`, or `seqused_k` and `page_table`.
         value_query: the part of each query that meets the values, if there is one; the scale is given then.
 

@@ -1,9 +1,9 @@
 """The package `flash-attn-4`: FlashAttention for Hopper and Blackwell, over ragged rows and pages of any size.
 
-On Hopper it does not split keys, so it is for long queries. Pages of 128 tokens (`d` up to 128) load fastest; where
-queries are many it pays to copy smaller pages into such first. Codes of a quantised cache become such pages.
+On Hopper it does not split keys, so it suits long queries. Pages of 128 tokens (`d` up to 128) load fastest; with many
+queries it pays to copy smaller pages into such pages first. Codes of a quantised cache are converted into them, too.
 
-It loads whole tiles, with a weight of 0 for what lies past a sequence's end: NaN that comes of it is repaired.
+It loads whole tiles and gives what lies past a sequence's end a weight of 0; NaN that results from it is repaired.
 
 Source: Zadouri et al. 2026, "FlashAttention-4"; Shah et al. 2024, "FlashAttention-3".
 """

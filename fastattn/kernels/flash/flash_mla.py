@@ -1,11 +1,11 @@
-"""FlashMLA: attention to latents on Hopper, from DeepSeek's kernels as the wheel `sgl-flash-mla` has them.
+"""FlashMLA: attention over latents on Hopper, DeepSeek's kernels from the wheel `sgl-flash-mla`.
 
-It takes a rectangle of queries, as many new tokens of every sequence, over pages of 64 tokens, for latents of 512
-elements and rotary keys of 64. A tile is 64 rows of `tokens x heads`; the keys are split over all multiprocessors by a
-schedule that a kernel of its own makes of the lengths. A plan keeps the schedule, so that one is made per step.
+It takes a rectangle of queries (the same number of new tokens for every sequence) over pages of 64 tokens, for latents
+of 512 elements and rotary keys of 64. A tile is 64 rows of `tokens x heads`. The keys are split over all
+multiprocessors by a schedule, which a separate kernel computes from the lengths; the plan keeps it for the whole step.
 
-It loads whole pages, with a weight of 0 for what lies past a sequence's end: NaN that comes of it is repaired. A split
-whose scores are NaN it leaves out of the sum, so NaN in one latent is seen only where a sequence is not split.
+It loads whole pages and gives what lies past a sequence's end a weight of 0; NaN that results from it is repaired. It
+drops a split whose scores are NaN, so NaN in a latent reaches the output only if the sequence is not split.
 
 Source: DeepSeek-AI 2025, "FlashMLA"; github.com/deepseek-ai/FlashMLA.
 """
@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fastattn.kernels.device import cannot_import, capability
-from fastattn.kernels.flash import NO_POSITIONS, NOT_ALIGNED
+from fastattn.kernels.flash import NO_CODES, NO_POSITIONS, NOT_ALIGNED
 from fastattn.kernels.problem import Problem
-from refattn.interface import AttentionOptions, Plan
+from refattn.interface import AttentionOptions, Fp8Scales, Plan
 
 OPERATIONS = ("mla",)
 INTERFACE = "flash_mla.flash_mla_interface"
@@ -43,6 +43,8 @@ def unsupported_reason(problem: Problem) -> str | None:
         return f"needs a GPU of compute capability 9.0, not {major}.{minor}"
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"computes float16 and bfloat16, not {problem.dtype}"
+    if problem.stored is not None:
+        return NO_CODES
     sizes = (problem.head_size - problem.value_head_size, problem.value_head_size)
     if sizes != LATENT:
         return f"latents of {LATENT[1]} elements and rotary keys of {LATENT[0]}, not {sizes[1]} and {sizes[0]}"
@@ -70,6 +72,7 @@ def mla(
     options: AttentionOptions,
     latent_rank: int,
     out: Float[Tensor, "t h {latent_rank}"] | None,
+    scales: Fp8Scales | None = None,
 ) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
     """Attend to latents; see `fastattn.kernels.dispatch`."""
     from fastattn.kernels.flash.adapt import adapt, nothing

@@ -1,4 +1,4 @@
-"""The FlashAttention-2 inside PyTorch, over ragged rows: there on every CUDA machine, with no package to install.
+"""The FlashAttention-2 inside PyTorch, over ragged rows; it needs no other package.
 
 Source: PyTorch, `aten::_flash_attention_forward`, built on Dao 2023, "FlashAttention-2".
 """

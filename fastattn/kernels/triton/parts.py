@@ -1,4 +1,4 @@
-"""Merge partial answers by their log-sum-exp in one launch; `fastattn.merge` calls it on CUDA.
+"""Merge partial answers by their log-sum-exp in one launch; called by `fastattn.merge` on a GPU.
 
 Source: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; Ye et al. 2025, "FlashInfer".
 """

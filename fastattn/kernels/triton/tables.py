@@ -1,6 +1,7 @@
-"""Make the lengths, tables and slots of a step, each in one launch; `fastattn`'s paths call these on CUDA.
+"""Compute the lengths, tables and slots of a step, each in one launch; called by the paths of `fastattn` on a GPU.
 
-By torch's own operations each of them is ten to twenty launches, and a decode of a small model waits for every one.
+With torch's operations, each of them would take ten to twenty launches, and a decode of a small model would have to
+wait for all of them.
 """
 
 from typing import no_type_check

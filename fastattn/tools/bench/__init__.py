@@ -1,4 +1,4 @@
-"""`fastattn bench`: every path against its peers in one run, and no speed for a wrong answer."""
+"""`fastattn bench`: measure every path against its peers in one run, and report no speed for a wrong answer."""
 
 import gc
 import math

@@ -1,8 +1,8 @@
-"""The engine against transformers: the demo's model answers some prompts; the prefill, the decodes or all is timed.
+"""The engine against transformers: the demo's model answers prompts; the prefill, the decodes or everything is timed.
 
-There is more than one right answer, as the two best tokens can be closer than rounding. So each token is held against
-the logits of a wider model that reads the same tokens: with `low` the model in its own type, a token may lie below the
-best one by what two answers within the tolerance can differ,
+More than one answer can be right, because the two best tokens can be closer than rounding. So each token is compared
+with the logits of the model in a wider type on the same tokens. With `low` for the model in its own type, a token may
+be below the best one by as much as two answers within the tolerance can differ:
 
     exact[best] - exact[token] <= 2 * 2 * max|low - exact|
 """

@@ -1,8 +1,9 @@
-"""Times, the ceilings of a machine, and what the machine is.
+"""Measure times and the ceilings of a machine, and describe the machine.
 
 On a CPU the contenders of a row take turns, call by call, so that whatever else the machine does slows all of them.
-On a GPU each is timed alone with events (`triton.testing`), either call by call with the cache flushed in between, or
-as replays of a CUDA graph. Where a row's inputs fit into the cache, the calls go over several sets of inputs.
+On a GPU they take turns in rounds; each is timed with events (`triton.testing`), either call by call with the cache
+flushed in between, or as replays of a CUDA graph. If a row's inputs fit into the cache, calls alternate between several
+sets of inputs.
 """
 
 import math

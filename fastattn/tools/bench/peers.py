@@ -1,7 +1,7 @@
-"""Who computes a row: our twins, and the peers they are measured against, each called as its own users would.
+"""The contenders of a row: our twins, and the peers that they are measured against, each called as its users call it.
 
-A contender prepares everything that a server has ready before a step (pages, tables, plans, compiled kernels) and gives
-the call that is timed. A peer that a machine does not have is reported as missing when it is prepared.
+A contender prepares everything that a server has ready before a step (pages, tables, plans, compiled kernels) and
+returns the call to be timed. A peer that is not installed is reported as missing when it is prepared.
 """
 
 import importlib

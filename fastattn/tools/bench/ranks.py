@@ -1,7 +1,7 @@
-"""Several processes, each with a GPU, that share the keys of a work: the row of context parallelism.
+"""Several processes, each with a GPU, share the keys of a workload: the row of context parallelism.
 
-The processes draw the same inputs, keep their shares, and take the time themselves: on GPUs that of replays of a CUDA
-graph with the collectives in it. Beside them, this process alone attends to all pages, and is timed alike.
+The processes draw the same inputs, keep their shares, and measure the time themselves: on GPUs, of replays of a CUDA
+graph that includes the collectives. For comparison, this process alone attends to all pages, timed in the same way.
 """
 
 import itertools

@@ -1,6 +1,6 @@
-"""How fast a GPU reads: a sum of numbers that fill its memory, of which next to nothing is written.
+"""How fast a GPU reads memory: sums over a large tensor, which write almost nothing.
 
-It is what a decode is held to, which reads keys and values and writes a row for each sequence.
+Decodes are compared with this rate, because they read keys and values and write only one row per sequence.
 """
 
 from typing import no_type_check

@@ -1,4 +1,4 @@
-"""The roofline: how fast each attention that the benchmark measured runs, under what its machine allows at most.
+"""The roofline: how fast each measured attention runs, compared with the most that its machine allows.
 
     operations per second
       |        ________  product       the rate of a large matrix product

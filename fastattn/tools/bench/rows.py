@@ -1,4 +1,4 @@
-"""The rows of the benchmark: which work, computed by whom, and what is aimed for.
+"""The rows of the benchmark: the workload, the contenders, and the target.
 
 The CPU rows are small enough for a laptop; the CUDA rows are the workloads of servers.
 """

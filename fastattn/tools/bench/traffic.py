@@ -1,4 +1,4 @@
-"""How many bytes the operations of PyTorch pass to one another: what eager code carries to memory and back.
+"""Count the bytes that PyTorch operations pass to one another: what eager code writes to memory and reads back.
 
 scores = query @ key.T      reads query and key, writes scores
 weights = scores.exp()      reads scores, writes weights

@@ -1,8 +1,8 @@
-"""What a row of the benchmark computes: a ragged batch to attend over, the least that it takes, and the right answer.
+"""What a row of the benchmark computes: a ragged batch, the minimum amount of work, and the right answer.
 
-The right answer is drawn here from the plain formula in float64, on a sample of the query rows, and shares no code with
-`refattn` or with any kernel. An answer counts when it keeps the rule of the tests (`refattn.conformance.tolerance`),
-with the formula in the type of the input as `low`.
+The right answer is computed here by the plain formula in float64, on a sample of the query rows. It shares no code with
+`refattn` or with any kernel. An answer is accepted if it is within the tolerance of the tests
+(`refattn.conformance.tolerance`), with the formula in the type of the input as `low`.
 """
 
 from collections.abc import Callable, Iterator
