@@ -9,13 +9,13 @@ from einops import rearrange
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from fastattn import kv_cache
 from fastattn.kernels import dispatch
 from fastattn.kernels.problem import CU_SEQLENS_K
 from fastattn.metadata import positions, slot_mapping
-from refattn.interface import AttentionOptions, Batch, ContextChunk, Plan, PrefillPlan
+from refattn.interface import AttentionOptions, Batch, ContextChunk, Fp8Scales, Plan, PrefillPlan
 from refattn.interface.checks import check_latent, check_latent_prefill, check_latent_slots, check_projection
 from refattn.interface.contents import check_workspace
+from refattn.interface.scales import FP8_FORMATS
 from refattn.interface.values import check_memory, check_sizes
 
 
@@ -31,6 +31,7 @@ def attention(
     options: AttentionOptions,
     *,
     latent_rank: int,
+    cache_scale: float = 1.0,
     return_lse: bool = False,
     out: Float[Tensor, "t h {latent_rank}"] | None = None,
 ) -> Float[Tensor, "t h {latent_rank}"] | tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
@@ -41,8 +42,8 @@ def attention(
     Raises:
         NotImplementedError: if no kernel computes the combination, with the reason of each.
     """
-    check_latent(query, cache, plan, options, out, return_lse, latent_rank=latent_rank)
-    out, lse = dispatch.mla(query, cache, plan, options, latent_rank, out)
+    check_latent(query, cache, plan, options, out, return_lse, latent_rank=latent_rank, cache_scale=cache_scale)
+    out, lse = dispatch.mla(query, cache, plan, options, latent_rank, out, _scales(cache, cache_scale))
     return (out, lse) if return_lse else out
 
 
@@ -87,6 +88,7 @@ def prefill(
     *,
     key_projection: Float[Tensor, "h nope r"],
     value_projection: Float[Tensor, "h dv r"],
+    cache_scale: float = 1.0,
     return_lse: bool = False,
     out: Float[Tensor, "t h dv"] | None = None,
 ) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
@@ -99,7 +101,8 @@ def prefill(
         NotImplementedError: for `batch_invariant`; and if no kernel computes the combination, with the reason of each.
     """
     projections = dict(key_projection=key_projection, value_projection=value_projection)
-    check_latent_prefill(query, latent, rope_key, cache, plan, options, out, return_lse, **projections)
+    tensors = query, latent, rope_key, cache
+    check_latent_prefill(*tensors, plan, options, out, return_lse, **projections, cache_scale=cache_scale)
     if options.batch_invariant:
         raise NotImplementedError(
             "batch_invariant: prefill computes keys and values by one matrix product, whose bits depend on their "
@@ -110,7 +113,7 @@ def prefill(
     own = dispatch.dense(query, *_keys_and_values(latent, rope_key, **projections), plan.own, options)
     answers = [own]
     for chunk in plan.chunks:
-        read = _read(cache, chunk.slots)[:, : rank + rope]
+        read = _read_numbers(cache, chunk.slots, cache_scale, query.dtype)[:, : rank + rope]
         key, value = _keys_and_values(read[:, :rank], read[:, rank:], **projections)
         answers.append(dispatch.dense(query, key, value, chunk.plan, options.without_sinks()))
     answer, lse = dispatch.merge(*zip(*answers, strict=True)) if plan.chunks else own
@@ -118,12 +121,27 @@ def prefill(
     return (out, lse) if return_lse else out
 
 
-def _read(cache: Float[Tensor, "n p c"], slots: Int64[Tensor, "s"]) -> Float[Tensor, "s c"]:
+def _read(cache: Shaped[Tensor, "n p c"], slots: Int64[Tensor, "s"]) -> Shaped[Tensor, "s c"]:
     """Read rows of the pool, by one index where its blocks lie side by side."""
     block_size = cache.shape[1]
     if cache.stride(0) == block_size * cache.stride(1):
         return cache.flatten(0, 1).index_select(0, slots)
     return cache[slots // block_size, slots % block_size]
+
+
+def _read_numbers(
+    cache: Float[Tensor, "n p c"], slots: Int64[Tensor, "s"], cache_scale: float, dtype: torch.dtype
+) -> Float[Tensor, "s c"]:
+    """Read rows of the pool, as numbers of a type if they are codes."""
+    if cache.dtype not in FP8_FORMATS:
+        return _read(cache, slots)
+    codes = _read(cache.view(torch.uint8), slots).view(cache.dtype)
+    return codes.to(dtype).mul_(torch.tensor(cache_scale, dtype=torch.float32))
+
+
+def _scales(cache: Tensor, cache_scale: float) -> Fp8Scales | None:
+    """Return the scales of a pool as kernels take them: one number for keys and for values; None for no codes."""
+    return Fp8Scales(cache_scale, cache_scale, format=cache.dtype) if cache.dtype in FP8_FORMATS else None
 
 
 def _keys_and_values(
@@ -178,9 +196,15 @@ def write(
     rope_key: Shaped[Tensor, "t rope"],
     cache: Shaped[Tensor, "n p c"],
     slot_mapping: Int64[Tensor, "t"],
+    *,
+    cache_scale: float = 1.0,
 ) -> None:
     """Write new latents and rotary keys into the pool, in place, in one launch; the twin of `refattn.mla.write`."""
-    check_latent_slots(latent, rope_key, cache, slot_mapping)
+    check_latent_slots(latent, rope_key, cache, slot_mapping, cache_scale=cache_scale)
     rank, width = latent.shape[1], latent.shape[1] + rope_key.shape[1]
-    pages = cache[:, :, None]
-    kv_cache.write(latent[:, None], rope_key[:, None], pages[..., :rank], pages[..., rank:width], slot_mapping)
+    pages, scales = cache[:, :, None], _scales(cache, cache_scale)
+    tokens = latent[:, None], rope_key[:, None], pages[..., :rank], pages[..., rank:width], slot_mapping
+    if scales is None:
+        dispatch.write(*tokens)
+    else:
+        dispatch.write_quantized(*tokens, scales)

@@ -177,11 +177,12 @@ def mla(
     options: AttentionOptions,
     *,
     latent_rank: int,
+    cache_scale: float = 1.0,
     return_lse: bool = False,
 ) -> Float[Tensor, "t h {latent_rank}"] | tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
     """Attend from absorbed queries to latents; the operator of `fastattn.mla.attention`."""
-    answer = torch.ops.fastattn.mla(query, cache, *_plan_lists(plan), *_options_list(options), latent_rank)
-    return _with_lse(answer, return_lse)
+    crossing = (*_plan_lists(plan), *_options_list(options), latent_rank, cache_scale)
+    return _with_lse(torch.ops.fastattn.mla(query, cache, *crossing), return_lse)
 
 
 def mla_prefill(
@@ -194,6 +195,7 @@ def mla_prefill(
     *,
     key_projection: Float[Tensor, "h nope r"],
     value_projection: Float[Tensor, "h dv r"],
+    cache_scale: float = 1.0,
     return_lse: bool = False,
 ) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend from new tokens to themselves and to their context; the operator of `fastattn.mla.prefill`."""
@@ -201,7 +203,8 @@ def mla_prefill(
     lists = _join(([], [plan.block_size, _or_minus_one(plan.blocks)]), _plan_lists(plan.own))
     for chunk in plan.chunks:
         lists = _join(lists, _plan_lists(chunk.plan), ([chunk.slots], []))
-    return _with_lse(torch.ops.fastattn.mla_prefill(*tokens, *lists, *_options_list(options), *projections), return_lse)
+    crossing = (*lists, *_options_list(options), *projections, cache_scale)
+    return _with_lse(torch.ops.fastattn.mla_prefill(*tokens, *crossing), return_lse)
 
 
 def quantized(
@@ -267,9 +270,11 @@ def write_latents(
     rope_key: Shaped[Tensor, "t rope"],
     cache: Shaped[Tensor, "n p c"],
     slot_mapping: Int64[Tensor, "t"],
+    *,
+    cache_scale: float = 1.0,
 ) -> None:
     """Write latents and rotary keys into the pool; the operator of `fastattn.mla.write`."""
-    torch.ops.fastattn.write_latents(latent, rope_key, cache, slot_mapping)
+    torch.ops.fastattn.write_latents(latent, rope_key, cache, slot_mapping, cache_scale)
 
 
 def write_quantized(
@@ -482,17 +487,17 @@ _define(
 )
 
 
-def _mla(query: Tensor, cache: Tensor, tables: list[Tensor | None], sizes: list[int], *options_and_rank: Any) -> Any:
-    *options, latent_rank = options_and_rank
-    plan = _plan(iter(tables), iter(sizes))
-    return mla_path.attention(query, cache, plan, AttentionOptions(*options), latent_rank=latent_rank, return_lse=True)
+def _mla(query: Tensor, cache: Tensor, tables: list[Tensor | None], sizes: list[int], *options_and_more: Any) -> Any:
+    *options, latent_rank, cache_scale = options_and_more
+    plan, of_cache = _plan(iter(tables), iter(sizes)), dict(latent_rank=latent_rank, cache_scale=cache_scale)
+    return mla_path.attention(query, cache, plan, AttentionOptions(*options), **of_cache, return_lse=True)
 
 
 _define(
     "mla",
-    f"Tensor query, Tensor cache, {PLAN}, {OPTIONS}, SymInt latent_rank",
+    f"Tensor query, Tensor cache, {PLAN}, {OPTIONS}, SymInt latent_rank, float cache_scale",
     _mla,
-    lambda query, *others: _answer_like(query, others[-1]),
+    lambda query, *others: _answer_like(query, others[-2]),
 )
 
 
@@ -503,9 +508,9 @@ def _mla_prefill(
     cache: Tensor,
     tables: list[Tensor | None],
     sizes: list[int],
-    *options_and_projections: Any,
+    *options_and_more: Any,
 ) -> Any:
-    *options, key_projection, value_projection = options_and_projections
+    *options, key_projection, value_projection, cache_scale = options_and_more
     return mla_path.prefill(
         query,
         latent,
@@ -515,6 +520,7 @@ def _mla_prefill(
         AttentionOptions(*options),
         key_projection=key_projection,
         value_projection=value_projection,
+        cache_scale=cache_scale,
         return_lse=True,
     )
 
@@ -522,9 +528,9 @@ def _mla_prefill(
 _define(
     "mla_prefill",
     f"Tensor query, Tensor latent, Tensor rope_key, Tensor cache, {PLAN}, {OPTIONS}, "
-    "Tensor key_projection, Tensor value_projection",
+    "Tensor key_projection, Tensor value_projection, float cache_scale",
     _mla_prefill,
-    lambda query, *others: _answer_like(query, others[-1].shape[1]),
+    lambda query, *others: _answer_like(query, others[-2].shape[1]),
 )
 
 
@@ -589,8 +595,8 @@ _define(
 )
 _define(
     "write_latents",
-    "Tensor latent, Tensor rope_key, Tensor(a!) cache, Tensor slot_mapping",
-    mla_path.write,
+    "Tensor latent, Tensor rope_key, Tensor(a!) cache, Tensor slot_mapping, float cache_scale",
+    lambda *tokens_and_scale: mla_path.write(*tokens_and_scale[:-1], cache_scale=tokens_and_scale[-1]),
     _nothing,
     returns="()",
     writes_to=("cache",),

@@ -12,6 +12,9 @@ Two ways to the same answer:
                 is a latent, too, which `project` turns into the head's output: nothing is computed per key
 
 The second has one key head of size `r + rope` for all query heads, whose values are the first `r` numbers of its keys.
+
+A pool may hold codes of fp8 instead of numbers, `x = cache_scale * code`, under one scale for a layer: a latent is key
+and value at once, and lies in a row with its rotary key. Then a write rounds to codes, as that of `refattn.quantized`.
 """
 
 import torch
@@ -19,12 +22,13 @@ from einops import einsum, rearrange, repeat
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
+from refattn import kv_cache, quantized
 from refattn.attention import attend_sequences, compute_dtype, hand_over
-from refattn.interface import AttentionOptions, Batch, ContextChunk, Plan, PrefillPlan
+from refattn.interface import AttentionOptions, Batch, ContextChunk, Fp8Scales, Plan, PrefillPlan
 from refattn.interface.checks import check_latent, check_latent_prefill, check_latent_slots, check_projection
 from refattn.interface.contents import check_workspace
+from refattn.interface.scales import FP8_FORMATS
 from refattn.interface.values import check_memory, check_sizes
-from refattn.kv_cache import gather
 from refattn.merge import merge
 from refattn.metadata import positions
 
@@ -52,6 +56,7 @@ def attention(
     options: AttentionOptions,
     *,
     latent_rank: int,
+    cache_scale: float = 1.0,
     return_lse: bool = False,
     out: Float[Tensor, "t h {latent_rank}"] | None = None,
 ) -> Float[Tensor, "t h {latent_rank}"] | tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
@@ -64,10 +69,13 @@ def attention(
 
     Args:
         query: absorbed queries of the new tokens (`absorb`), with `d = r + rope`.
-        cache: the pool of latents, `c >= r + rope`: elements after those are never read.
+        cache: the pool of latents, `c >= r + rope`: elements after those are never read. In the type of the query, or
+            codes, `torch.float8_e4m3fn` or `torch.float8_e5m2`.
         plan: from `plan`, once per step.
         options: those of the layer. It has to say `softmax_scale`: it comes from the head size before absorption.
         latent_rank: elements of a latent, `r`.
+        cache_scale: what codes are multiplied with, above 0: one number for latents and rotary keys. 1 for a pool of
+            numbers.
         return_lse: also return the log-sum-exp.
         out: where to write the outputs; a new tensor if None.
 
@@ -77,12 +85,14 @@ def attention(
     Raises:
         ValueError: naming the argument that does not fit. Nothing is written then.
 
-    Source: DeepSeek-AI 2024, "DeepSeek-V2", section 2.1 and appendix C.
+    Source: DeepSeek-AI 2024, "DeepSeek-V2", section 2.1 and appendix C; one scale: `k_scale` of vLLM's MLA backends.
     """
-    block_table = check_latent(query, cache, plan, options, out, return_lse, latent_rank=latent_rank)
+    block_table = check_latent(
+        query, cache, plan, options, out, return_lse, latent_rank=latent_rank, cache_scale=cache_scale
+    )
     pages = rearrange(cache[..., : query.shape[2]], "n p d -> n p 1 d")
     keys = (
-        gather(pages, blocks, seq_len)
+        _numbers(kv_cache.gather(pages, blocks, seq_len), cache_scale, query.dtype)
         for blocks, seq_len in zip(block_table, plan.batch.seq_lens.tolist(), strict=True)
     )
     sequences = ((key, key[..., :latent_rank]) for key in keys)
@@ -147,22 +157,25 @@ def prefill(
     *,
     key_projection: Float[Tensor, "h nope r"],
     value_projection: Float[Tensor, "h dv r"],
+    cache_scale: float = 1.0,
     return_lse: bool = False,
     out: Float[Tensor, "t h dv"] | None = None,
 ) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend from new tokens to themselves and to their context, over the keys and values that each head makes of them.
 
     The new tokens need not be in the cache; their context is. Each part is a softmax over its own keys, and they merge.
+    Over a pool of codes the context is what its codes stand for, and the new tokens are what they are.
 
     Args:
         query: new tokens, `d = nope + rope`: not absorbed.
         latent: of the new tokens.
         rope_key: rotary keys of the new tokens, shared by all heads.
-        cache: the pool of latents, `c >= r + rope`: elements after those are never read.
+        cache: the pool of latents, as for `attention`.
         plan: from `plan_prefill`, once per step.
         options: those of the layer, `softmax_scale` among it; sinks count once.
         key_projection: makes the keys of each head, `W_k`.
         value_projection: makes its values, `W_v`.
+        cache_scale: what codes are multiplied with, as for `attention`.
         return_lse: also return the log-sum-exp.
         out: where to write the outputs; a new tensor if None.
 
@@ -175,7 +188,8 @@ def prefill(
     Source: DeepSeek-AI 2024, "DeepSeek-V2"; context in chunks of a workspace: vLLM's MLA backends.
     """
     projections = dict(key_projection=key_projection, value_projection=value_projection)
-    check_latent_prefill(query, latent, rope_key, cache, plan, options, out, return_lse, **projections)
+    tensors = query, latent, rope_key, cache
+    check_latent_prefill(*tensors, plan, options, out, return_lse, **projections, cache_scale=cache_scale)
     rank, rope = latent.shape[1], rope_key.shape[1]
     rows = rearrange(cache[..., : rank + rope], "n p d -> (n p) d")
 
@@ -188,10 +202,15 @@ def prefill(
 
     answers = [part(latent, rope_key, plan.own, options)]
     for chunk in plan.chunks:
-        read = rows[chunk.slots]
+        read = _numbers(rows[chunk.slots], cache_scale, query.dtype)
         answers.append(part(read[:, :rank], read[:, rank:], chunk.plan, options.without_sinks()))
     result, lse = merge(*zip(*answers, strict=True))
     return hand_over(result, lse, query, return_lse=return_lse, out=out)
+
+
+def _numbers(codes: Float[Tensor, "*rows d"], cache_scale: float, dtype: torch.dtype) -> Float[Tensor, "*rows d"]:
+    """Return what codes stand for, in the compute type of a query's `dtype`; a scale of 1 leaves numbers alone."""
+    return codes.to(compute_dtype(dtype)) * torch.tensor(cache_scale, dtype=torch.float32)
 
 
 def _keys_and_values(
@@ -267,7 +286,7 @@ def allocate(
         block_size: tokens in a block, `p`.
         latent_rank: elements of a latent, `r`.
         rope_size: elements of a rotary key, `rope`.
-        dtype: type of an element.
+        dtype: type of an element; `torch.float8_e4m3fn` or `torch.float8_e5m2` for codes.
         device: where the pool is.
 
     Returns:
@@ -286,23 +305,31 @@ def write(
     rope_key: Shaped[Tensor, "t rope"],
     cache: Shaped[Tensor, "n p c"],
     slot_mapping: Int64[Tensor, "t"],
+    *,
+    cache_scale: float = 1.0,
 ) -> None:
     """Write new latents and rotary keys into the pool, in place, side by side; slot -1 is padding.
 
+        code = cast(clamp(x / cache_scale, -largest, largest))        into a pool of codes, as `quantized.write`
+
     Args:
-        latent: of the new tokens.
-        rope_key: their rotary keys.
+        latent: of the new tokens, in the type of the pool; of any floating point type for a pool of codes.
+        rope_key: their rotary keys, of the same type.
         cache: the pool, changed in place in the first `r + rope` elements of a row.
         slot_mapping: the slot of each token, each at most once; -1 is written nowhere.
+        cache_scale: what codes are multiplied with, as for `attention`.
 
     Raises:
         ValueError: if types, shapes or devices do not match; on a CPU also if a slot is outside the pool or is given
             twice. Nothing is written then.
     """
-    check_latent_slots(latent, rope_key, cache, slot_mapping)
-    for token, slot in enumerate(slot_mapping.tolist()):
-        if slot == -1:
-            continue
-        block, row = divmod(slot, cache.shape[1])
-        cache[block, row, : latent.shape[1]] = latent[token]
-        cache[block, row, latent.shape[1] : latent.shape[1] + rope_key.shape[1]] = rope_key[token]
+    check_latent_slots(latent, rope_key, cache, slot_mapping, cache_scale=cache_scale)
+    rank, width = latent.shape[1], latent.shape[1] + rope_key.shape[1]
+    pages = rearrange(cache, "n p c -> n p 1 c")  # as one head, whose key is the latent, and its value the rotary key
+    key, value = (rearrange(x, "t c -> t 1 c") for x in (latent, rope_key))
+    key_cache, value_cache = pages[..., :rank], pages[..., rank:width]
+    if cache.dtype in FP8_FORMATS:
+        scales = Fp8Scales(cache_scale, cache_scale, format=cache.dtype)
+        quantized.write(key, value, key_cache, value_cache, slot_mapping, scales=scales)
+    else:
+        kv_cache.write(key, value, key_cache, value_cache, slot_mapping)

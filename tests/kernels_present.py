@@ -53,7 +53,7 @@ def has_to_compute(name: str, problem: Problem) -> bool:
 
 def has_to_attend_to_latents(name: str, problem: Problem) -> bool:
     """Whether a FlashAttention or FlashMLA may not refuse latents: those of DeepSeek's size, and no option but few."""
-    if problem.dtype not in HALVES or problem.positions or not problem.aligned:
+    if problem.dtype not in HALVES or problem.positions or not problem.aligned or problem.stored is not None:
         return False
     if (problem.head_size, problem.value_head_size) != (576, 512) or problem.alibi or problem.batch_invariant:
         return False

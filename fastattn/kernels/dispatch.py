@@ -12,7 +12,8 @@ and its operations are called as
     levels(query, key_cache, value_cache, plans, options, out)       attend to the levels of a cascade, and merge
     tree(query, key_cache, value_cache, plan, options, out)          attend over pages that end with a drafted tree
     differential(query, cache, plan, options, subtraction, out)      attend to pairs of keys and values, and subtract
-    mla(query, cache, plan, options, latent_rank, out)               attend to latents, keys and values in one
+    mla(query, cache, plan, options, latent_rank, out, scales)       attend to latents, keys and values in one; codes
+                                                                     if there are scales
     quantized(query, key_cache, value_cache, plan, options, scales, out)     attend over pages of codes
     quantized_levels(query, key_cache, value_cache, plans, options, scales, out)     attend to the levels of a cascade
     quantized_tree(query, key_cache, value_cache, plan, options, scales, out)        attend over pages before a tree
@@ -385,11 +386,12 @@ def mla(
     options: AttentionOptions,
     latent_rank: int,
     out: Float[Tensor, "t h {latent_rank}"] | None = None,
+    scales: Fp8Scales | None = None,
 ) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
-    """Attend to latents; arguments and errors are those of `fastattn.mla.attention`."""
+    """Attend to latents, or to what codes of them stand for; see `fastattn.mla.attention`."""
     pages = cache[:, :, None, : query.shape[2]]
-    kernel = choose(attention_problem("mla", query, pages, pages[..., :latent_rank], plan, options))
-    return _into(out, *kernel.mla(query, cache, plan, options, latent_rank, _memory(out)))
+    kernel = choose(attention_problem("mla", query, pages, pages[..., :latent_rank], plan, options, scales))
+    return _into(out, *kernel.mla(query, cache, plan, options, latent_rank, _memory(out), scales))
 
 
 @_launches

@@ -129,7 +129,8 @@ def on_cpu(x: Any, device: str = "cpu") -> Any:
 
 
 def _cast(x: Any, dtype: torch.dtype) -> Any:
-    return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+    is_number = isinstance(x, Tensor) and x.is_floating_point() and x.itemsize > 1  # codes of fp8 stay what they are
+    return x.to(dtype) if is_number else x
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torch import Tensor
 from refattn.interface.options import AttentionOptions
 from refattn.interface.parallel import Group
 from refattn.interface.plan import CascadePlan, ContextParallelPlan, Plan, PrefillPlan
-from refattn.interface.scales import Fp8Scales, Int8Scales
+from refattn.interface.scales import FP8_FORMATS, Fp8Scales, Int8Scales
 from refattn.interface.trees import TreePlan
 from refattn.interface.values import (
     check_flag,
@@ -186,8 +186,11 @@ def check_latent(
     return_lse: bool,
     *,
     latent_rank: int,
+    cache_scale: float,
 ) -> Int32[Tensor, "b m"]:
     """Check a call over latents: an absorbed query `[t, h, r + rope]`, a cache `[n, p, c]` with `c` at least that.
+
+    The cache has the type of the query, or holds codes of fp8 under a scale.
 
     Returns:
         The block table of the plan.
@@ -199,10 +202,11 @@ def check_latent(
     check_sizes(latent_rank=latent_rank)
     if latent_rank > size:
         raise ValueError(f"latent_rank: expected at most the query's head size of {size}, got {latent_rank}")
-    _check_latents(cache, query, size)
+    _check_latents(cache, query, size, cache_scale)
     _check_scale(options)
-    pages = cache[:, :, None]
-    return check_paged(query, pages[..., :size], pages[..., :latent_rank], plan, options, out, return_lse, pool="cache")
+    pages, types = cache[:, :, None], (cache.dtype, cache.dtype)
+    pools = pages[..., :size], pages[..., :latent_rank]
+    return check_paged(query, *pools, plan, options, out, return_lse, pool="cache", types=types)
 
 
 def check_latent_prefill(
@@ -217,10 +221,11 @@ def check_latent_prefill(
     *,
     key_projection: Tensor,
     value_projection: Tensor,
+    cache_scale: float,
 ) -> None:
     """Check a prefill over latents: query `[t, h, nope + rope]`, new latents `[t, r]`, rotary keys `[t, rope]`.
 
-    The projections are `[h, nope, r]` and `[h, dv, r]`.
+    The projections are `[h, nope, r]` and `[h, dv, r]`; the cache is as for `check_latent`.
 
     Raises:
         ValueError: naming the argument, what was expected and what came.
@@ -230,7 +235,7 @@ def check_latent_prefill(
     _, rope = expect(rope_key, "rope_key", query.dtype, ("t", "rope"), (t, None))
     expect(key_projection, "key_projection", query.dtype, ("h", "nope", "r"), (h, size - rope, rank))
     expect(value_projection, "value_projection", query.dtype, ("h", "dv", "r"), (h, None, rank))
-    _check_latents(cache, query, rank + rope)
+    _check_latents(cache, query, rank + rope, cache_scale)
     _check_scale(options)
     same_device(
         query=query,
@@ -257,19 +262,28 @@ def check_latent_prefill(
     _check_result(query, value_projection.shape[1], out, return_lse)
 
 
-def check_latent_slots(latent: Tensor, rope_key: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+def check_latent_slots(
+    latent: Tensor, rope_key: Tensor, cache: Tensor, slot_mapping: Tensor, *, cache_scale: float
+) -> None:
     """Check a write of new latents `[t, r]` and rotary keys `[t, rope]` into the cache `[n, p, c]` by slots `[t]`.
+
+    They have the type of the cache, or any floating point type if it holds codes of fp8.
 
     Raises:
         ValueError: naming the argument; on a CPU also if a slot is outside the pool, or given twice.
     """
     expect(cache, "cache", None, ("n", "p", "c"), (None, None, None))
-    t, rank = expect(latent, "latent", cache.dtype, ("t", "r"), (None, None))
-    _, rope = expect(rope_key, "rope_key", cache.dtype, ("t", "rope"), (t, None))
+    _check_cache_scale(cache, cache_scale)
+    kind = cache.dtype
+    if kind in FP8_FORMATS:
+        kind = _check_numbers("latent", latent)
+    t, rank = expect(latent, "latent", kind, ("t", "r"), (None, None))
+    _, rope = expect(rope_key, "rope_key", kind, ("t", "rope"), (t, None))
     if rank + rope > cache.shape[2]:
         raise ValueError(f"cache: expected rows of at least r + rope = {rank + rope} elements, got c={cache.shape[2]}")
     pages = cache[:, :, None]
-    check_slots(latent[:, None], rope_key[:, None], pages[..., :rank], pages[..., rank : rank + rope], slot_mapping)
+    pools = pages[..., :rank], pages[..., rank : rank + rope]
+    check_slots(latent[:, None], rope_key[:, None], *pools, slot_mapping, types=(kind, kind))
 
 
 def check_projection(x: Tensor, name: str, projection: Tensor, projection_name: str, dims: tuple[str, ...]) -> None:
@@ -287,10 +301,21 @@ def check_projection(x: Tensor, name: str, projection: Tensor, projection_name: 
     same_device(**{name: x, projection_name: projection})
 
 
-def _check_latents(cache: Tensor, query: Tensor, size: int) -> None:
-    expect(cache, "cache", query.dtype, ("n", "p", "c"), (None, None, None))
+def _check_latents(cache: Tensor, query: Tensor, size: int, cache_scale: float) -> None:
+    holds_codes = isinstance(cache, Tensor) and cache.dtype in FP8_FORMATS
+    expect(cache, "cache", None if holds_codes else query.dtype, ("n", "p", "c"), (None, None, None))
     if cache.shape[2] < size:
         raise ValueError(f"cache: expected rows of at least r + rope = {size} elements, got c={cache.shape[2]}")
+    _check_cache_scale(cache, cache_scale)
+
+
+def _check_cache_scale(cache: Tensor, cache_scale: float) -> None:
+    check_number("cache_scale", cache_scale, above=0.0)
+    if cache_scale != 1 and cache.dtype not in FP8_FORMATS:
+        kind = str(cache.dtype).removeprefix("torch.")
+        raise ValueError(
+            f"cache_scale: expected 1 for a cache of {kind}, which holds no codes of fp8, got {cache_scale}"
+        )
 
 
 def _check_scale(options: AttentionOptions) -> None:
@@ -432,9 +457,7 @@ def check_quantized_slots(
     for name, cache, kind in (("key_cache", key_cache, stored[0]), ("value_cache", value_cache, stored[1])):
         expect(cache, name, kind, ("n", "p", "hk", "d" if name == "key_cache" else "dv"), (None,) * 4)
     for name, tensor in (("key", key), ("value", value)):
-        if not isinstance(tensor, Tensor) or tensor.dtype not in QUERY_TYPES:
-            types = "bfloat16, float16, float32 or float64"
-            raise ValueError(f"{name}: expected a floating point type ({types}), got {describe(tensor)}")
+        _check_numbers(name, tensor)
     kept_as_it_is = isinstance(scales, Int8Scales) and scales.value is None
     check_slots(
         key,
@@ -705,11 +728,17 @@ def check_sinks(out: Tensor, sinks: Tensor) -> None:
     same_device(out=out, sinks=sinks)
 
 
+def _check_numbers(name: str, tensor: Tensor) -> torch.dtype:
+    """Check that something is a tensor of a type that is computed in, and return the type."""
+    if not isinstance(tensor, Tensor) or tensor.dtype not in QUERY_TYPES:
+        types = "bfloat16, float16, float32 or float64"
+        raise ValueError(f"{name}: expected a floating point type ({types}), got {describe(tensor)}")
+    return tensor.dtype
+
+
 def _check_query(query: Tensor) -> tuple[int, ...]:
     shape = expect(query, "query", None, ("t", "h", "d"), (None, None, None))
-    if query.dtype not in QUERY_TYPES:
-        types = "bfloat16, float16, float32 or float64"
-        raise ValueError(f"query: expected a floating point type ({types}), got {describe(query)}")
+    _check_numbers("query", query)
     if not shape[1] or not shape[2]:
         raise ValueError(f"query: expected at least one head, of a size of at least 1, got {describe(query)}")
     return shape

@@ -296,11 +296,14 @@ class LatentLayer(Layer):
         latent_rank: elements of a latent, `r`.
         batch_invariant: whether no bit of a row may depend on what else is in the batch. Absorption and projection are
             products with a matrix of the model's, and as they are.
+        codes: the type of the pool's codes, fp8 under a scale of 1, as in a `QuantizedLayer`; None for numbers of the
+            model's type.
     """
 
     takes_trees: ClassVar[bool] = False
     latent_rank: int
     batch_invariant: bool = False
+    codes: torch.dtype | None = None
 
     @property
     def splits_decodes(self) -> bool:
@@ -309,14 +312,14 @@ class LatentLayer(Layer):
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """Return the bytes that a token takes in the layer's pool."""
-        return self.head_size * dtype.itemsize
+        return self.head_size * (self.codes or dtype).itemsize
 
     def allocate(
         self, twin: Twin, num_blocks: int, block_size: int, *, dtype: torch.dtype, device: torch.device
     ) -> Any:
         """Make the layer's pool of latents."""
         sizes = (num_blocks, block_size, self.latent_rank, self.head_size - self.latent_rank)
-        return twin.mla.allocate(*sizes, dtype=dtype, device=device)
+        return twin.mla.allocate(*sizes, dtype=self.codes or dtype, device=device)
 
     def plan(  # type: ignore[override]  # attended by this class alone
         self, twin: Twin, batch: Batch, block_size: int, lens: Lens | None = None
@@ -513,19 +516,26 @@ def quantize(layers: Sequence[Layer], kv_cache_dtype: str) -> list[Layer]:
 
     Raises:
         ValueError: if there is no such type.
-        NotImplementedError: if a kind of layer has no pool of codes.
+        NotImplementedError: if a kind of layer has no pool of such codes.
     """
     if kv_cache_dtype == "auto":
         return list(layers)
     if kv_cache_dtype not in KV_CACHE_DTYPES:
         raise ValueError(f"kv_cache_dtype: expected auto, {', '.join(KV_CACHE_DTYPES)}, got {kv_cache_dtype!r}")
-    for layer in layers:
-        if isinstance(layer, (DifferentialLayer, LatentLayer)):
-            kind = "pairs" if isinstance(layer, DifferentialLayer) else "latents"
-            raise NotImplementedError(
-                f"kv_cache_dtype: no path reads {kind} from a pool of {kv_cache_dtype}, only of auto"
-            )
-    return [QuantizedLayer(layer.num_kv_heads, layer.head_size, layer, kv_cache_dtype) for layer in layers]
+    return [_quantize_layer(layer, kv_cache_dtype) for layer in layers]
+
+
+def _quantize_layer(layer: Layer, kv_cache_dtype: str) -> Layer:
+    """Return a layer whose pool holds codes."""
+    is_latent = isinstance(layer, LatentLayer)
+    if isinstance(layer, DifferentialLayer) or (is_latent and kv_cache_dtype == "int8"):
+        kind, others = ("latents", ", fp8_e4m3, fp8_e5m2") if is_latent else ("pairs", "")
+        raise NotImplementedError(
+            f"kv_cache_dtype: no path reads {kind} from a pool of {kv_cache_dtype}, only of auto{others}"
+        )
+    if isinstance(layer, LatentLayer):
+        return replace(layer, codes=KV_CACHE_DTYPES[kv_cache_dtype])
+    return QuantizedLayer(layer.num_kv_heads, layer.head_size, layer, kv_cache_dtype)
 
 
 def set_scales(
@@ -543,6 +553,8 @@ def set_scales(
     Raises:
         ValueError: if layers have no codes, or the calibration is not one of theirs.
     """
+    if any(isinstance(layer, LatentLayer) and layer.codes for layer in layers):
+        raise ValueError("calibration: expected None, as codes of latents have a scale of 1, got some")
     if not all(isinstance(layer, QuantizedLayer) for layer in layers):
         raise ValueError('calibration: expected None, as pools of kv_cache_dtype="auto" have no scales, got some')
     if not isinstance(calibration, Sequence) or len(calibration) != len(layers):

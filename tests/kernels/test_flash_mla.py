@@ -259,6 +259,7 @@ BOTH = [
     ("positions: take triton", dict(positions=True)),
     ("take triton", dict(batch_invariant=True)),
     ("16 bytes", dict(aligned=False)),
+    ("no codes of fp8: take triton", dict(stored=(torch.float8_e4m3fn, torch.float8_e4m3fn))),
 ]
 
 

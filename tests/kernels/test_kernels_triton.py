@@ -318,8 +318,8 @@ def test_a_card_with_little_shared_memory(device):
 
     launched = []
 
-    def fit(tuning, device, *, row_bytes, key_bytes):
-        launched.append(shrink(tuning, row_bytes, key_bytes, 20_000))
+    def fit(tuning, device, *, row_bytes, key_bytes, fewest_stages):
+        launched.append(shrink(tuning, row_bytes, key_bytes, 20_000, fewest_stages))
         assert launched[-1] != tuning, "the card has room for all of it"
         return launched[-1]
 

@@ -4,15 +4,30 @@ import importlib
 import math
 import re
 from dataclasses import replace
-from typing import NamedTuple
 
 import pytest
 import torch
-from batches import CASES, HARMLESS, POISON, Case, build, masks_by_hand, poisoned, ragged_cases
+from batches import CASES, HARMLESS, POISON, Case, masks_by_hand, ragged_cases
 from einops import rearrange
 from hypothesis import given
 from hypothesis import strategies as st
 from kernels_present import HALVES, PRESENT, PRESENT_FOR_LATENTS
+from latents import (
+    NOPE,
+    OPTIONS,
+    RANK,
+    REAL,
+    ROPE,
+    SCALE,
+    SMALL,
+    SPARE,
+    VALUE,
+    Latents,
+    attend,
+    by_reference,
+    filled,
+    prefill,
+)
 from tolerance import assert_matches_reference
 from transformers import AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Config
 
@@ -23,33 +38,8 @@ import refattn.speculative
 from refattn.interface import AttentionOptions, Batch
 from refattn.metadata import make_batch, slot_mapping
 
-RANK, ROPE, NOPE, VALUE = 32, 8, 16, 24  # elements of a latent, of a rotary key, of the rest of a key, of a value
-SPARE = 3  # columns of the pool that nobody uses
-SCALE = (NOPE + ROPE) ** -0.5
 FEW = ("mixed", "odd-blocks", "one-token-in-last-block")  # which get every option and size of a chunk
 PREFILLS = [case for case in CASES if all(q <= s for q, s in case.lens)]  # whose new tokens are in their sequences
-OPTIONS = {
-    "plain": {},
-    "negative-scale": dict(softmax_scale=-0.3),
-    "softcap": dict(softcap=1.0),
-    "sinks": dict(sinks=True),
-    "alibi": dict(alibi_slopes=True),
-    "invariant": dict(batch_invariant=True),
-    "everything": dict(softcap=5.0, alibi_slopes=True, sinks=True),
-}
-
-
-class Sizes(NamedTuple):
-    """Elements of a latent, a rotary key, the rest of a key, a value, and columns of the pool that nobody uses."""
-
-    rank: int = RANK
-    rope: int = ROPE
-    nope: int = NOPE
-    value: int = VALUE
-    spare: int = SPARE
-
-
-SMALL, REAL = Sizes(), Sizes(512, 64, 128, 128, 8)  # DeepSeek's: FlashAttention-3 and FlashMLA have no others
 REAL_CASES = [
     Case("decodes", ((1, 5), (1, 33), (1, 0), (1, 16), (1, 700), (1, 64)), heads=(16, 1), block_size=64),
     Case("many-heads", ((1, 4097), (1, 65)), heads=(128, 1), block_size=64),
@@ -79,92 +69,6 @@ def twins_to_agree():
 
 MLA_KERNELS = [kernel for kernel in PRESENT_FOR_LATENTS if kernel.name in ("cpu", "triton")]
 each_twin = pytest.mark.parametrize("twin", [refattn.mla, fastattn.mla], ids=["ref", "fast"])
-
-
-class Latents:
-    """A case as latents: the pool with poison in all that nobody may see, the new tokens, and the projections."""
-
-    def __init__(self, case: Case, *, dtype=torch.float32, device="cpu", seed=0, poison=POISON, sizes=SMALL):
-        heads, rank, rope, nope, value, spare = case.heads[0], *sizes
-        one_head = replace(case, heads=(heads, 1), head_size=rank + rope, value_head_size=1)
-        inputs = build(one_head, dtype=dtype, device=device, seed=seed, poison=poison)
-        n, p = inputs.key_cache.shape[:2]
-        unused = poisoned(n * p, 1, spare, poison).view(n, p, spare).to(inputs.key_cache)
-        self.cache = torch.cat([rearrange(inputs.key_cache, "n p 1 d -> n p d"), unused], dim=-1)
-        self.batch, self.keys = inputs.batch, [rearrange(key, "s 1 d -> s d") for key in inputs.keys]
-        generator = torch.Generator().manual_seed(seed)
-
-        def draw(*shape):
-            return torch.randn(*shape, generator=generator).to(dtype).to(device)
-
-        t = len(inputs.query)
-        self.query = draw(t, heads, nope + rope)
-        self.query[t - case.padding_rows :] = poisoned(case.padding_rows, heads, nope + rope, poison).to(self.query)
-        small = 1.4 * rank**-0.5
-        self.projections = dict(
-            key_projection=draw(heads, nope, rank) * small, value_projection=draw(heads, value, rank) * small
-        )
-        new = [key[s - q :] for (q, s), key in zip(case.lens, self.keys, strict=True)]
-        padding = rearrange(poisoned(case.padding_rows, 1, rank + rope, poison), "t 1 d -> t d").to(self.cache)
-        self.new = torch.cat([*new, padding])
-        self.block_size, self.rope = p, rope
-
-    @property
-    def absorbed(self):
-        """The queries that meet the latents."""
-        return refattn.mla.absorb(self.query, self.projections["key_projection"])
-
-
-def filled(options, heads, device):
-    """Fill in the options with one number per head, and the scale."""
-    slopes, sinks = torch.linspace(0.5, 0.01, heads, device=device), torch.linspace(-2.0, 3.0, heads, device=device)
-    return (
-        dict(softmax_scale=SCALE)
-        | options
-        | (dict(alibi_slopes=slopes) if "alibi_slopes" in options else {})
-        | (dict(sinks=sinks) if "sinks" in options else {})
-    )
-
-
-def attend(twin, query, cache, batch, *, latent_rank=RANK, return_lse=True, out=None, **options):
-    plan = twin.plan(batch, block_size=cache.shape[1])
-    return twin.attention(
-        query, cache, plan, AttentionOptions(**options), latent_rank=latent_rank, return_lse=return_lse, out=out
-    )
-
-
-def prefill(
-    twin,
-    query,
-    new,
-    cache,
-    key_projection,
-    value_projection,
-    batch,
-    *,
-    workspace,
-    return_lse=True,
-    out=None,
-    **options,
-):
-    plan = twin.plan_prefill(batch, block_size=cache.shape[1], workspace=workspace)
-    rank = key_projection.shape[-1]
-    return twin.prefill(
-        query,
-        new[:, :rank],
-        new[:, rank:],
-        cache,
-        plan,
-        AttentionOptions(**options),
-        key_projection=key_projection,
-        value_projection=value_projection,
-        return_lse=return_lse,
-        out=out,
-    )
-
-
-def by_reference(function, **fixed):
-    return lambda *arguments, **options: function(refattn.mla, *arguments, **fixed, **options)
 
 
 # --- the mask, read out ---

@@ -28,6 +28,7 @@ from stored import (
     in_scales,
     nearest,
     numbers_of,
+    over_codes,
     store,
 )
 from tolerance import assert_matches_reference
@@ -67,10 +68,7 @@ def only_on_cpu(device):
 def path(package: str, plan: str = "causal") -> tuple[ModuleType, dict]:
     """Return `quantized.attention` with the plan of some path, and the arguments of that."""
     name, arguments, _ = PLANS[plan]
-    mixed = ModuleType(f"{package}.{plan}")
-    mixed.plan = importlib.import_module(f"{package}.{name}").plan
-    mixed.attention = importlib.import_module(f"{package}.quantized").attention
-    return mixed, arguments
+    return over_codes(package, name), arguments
 
 
 # --- who sees whom, and memory that nobody may see ---
@@ -833,7 +831,7 @@ def test_a_query_is_not_changed():
 @each_package
 @pytest.mark.usefixtures("shapes_unchecked")
 def test_what_reads_no_codes_says_so(package):
-    """A pool of pairs or of latents, and every path of a plain cache, refuses codes by name."""
+    """A pool of pairs refuses codes by name, one of latents those of int8, and every path of a plain cache all."""
     cascade, differential, mla, plain, module = (
         importlib.import_module(f"{package}.{name}")
         for name in ("cascade", "differential", "mla", "chunked_prefill", "quantized")
@@ -845,8 +843,8 @@ def test_what_reads_no_codes_says_so(package):
         cascade.attention(query, key_cache, value_cache, levels)
     with pytest.raises(ValueError, match=r"^key_cache: expected float32 .*, got float8_e4m3fn"):
         plain.attention(query, key_cache, value_cache, plain.plan(batch, block_size=4))
-    with pytest.raises(ValueError, match=r"^cache: expected float32 .*, got float8_e4m3fn"):
-        latents = torch.zeros(5, 4, 8).to(E4M3)
+    with pytest.raises(ValueError, match=r"^cache: expected float32 .*, got int8"):
+        latents = torch.zeros(5, 4, 8, dtype=torch.int8)
         options = AttentionOptions(softmax_scale=1.0)
         mla.attention(query, latents, mla.plan(batch, block_size=4), options, latent_rank=6)
     with pytest.raises(ValueError, match=r"^cache: expected float32 .*, got float8_e4m3fn"):

@@ -5,7 +5,7 @@
 
 import importlib
 from dataclasses import replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -16,7 +16,7 @@ import fastattn.serving.cuda_graphs
 import refattn.serving.layers
 from fastattn.serving import CudaGraphs
 from refattn.interface import AttentionOptions
-from refattn.serving import CPU, Engine, SamplingParams
+from refattn.serving import CPU, Engine, SamplingParams, calibrate
 from refattn.serving.layers import LatentLayer, Twin
 
 TWINS = ("refattn", "fastattn")
@@ -60,8 +60,8 @@ def expected(deepseek):
 
 
 def make_engine(model, twin="refattn", **options):
-    sizes = dict(num_blocks=64, block_size=4, max_num_batched_tokens=64) | options
-    return Engine(model, twin=importlib.import_module(twin), **sizes)
+    twin = importlib.import_module(twin) if isinstance(twin, str) else twin
+    return Engine(model, twin=twin, **dict(num_blocks=64, block_size=4, max_num_batched_tokens=64) | options)
 
 
 def outputs(engine, prompts=PROMPTS):
@@ -280,3 +280,64 @@ def test_what_makes_keys_and_values_has_to_be_one_matrix(device):
         assert "kv_b_proj that is a Linear without a bias" in engine.generate(PROMPTS[:1], GREEDY)[0].error
         with pytest.raises(ValueError, match=r"model: expected one whose .* kv_b_proj that is a Linear without a bias"):
             make_engine(model)
+
+
+# --- codes ---
+
+FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+each_fp8 = pytest.mark.parametrize("kind", FP8)
+
+
+@each_fp8
+@pytest.mark.parametrize("schedule", ["all at once", "smallest pool, small workspace"])
+def test_over_codes_an_engine_answers_as_over_rounded_latents(deepseek, kind, schedule, monkeypatch):
+    """Either twin; what fp8 does to a model is the rounding of its latents and rotary keys, and nothing else."""
+    sizes = dict(SCHEDULES[schedule])
+    monkeypatch.setattr(refattn.serving.layers, "WORKSPACE", sizes.pop("workspace", 16384))
+
+    def write(latent, rope_key, cache, slots):
+        refattn.mla.write(*(x.to(FP8[kind]).to(x.dtype) for x in (latent, rope_key)), cache, slots)
+
+    rounding = ModuleType("refattn")
+    rounding.mla = ModuleType("mla")
+    rounding.mla.__dict__.update({**vars(refattn.mla), "write": write})
+    rounded = outputs(make_engine(deepseek, rounding, **sizes))
+    for twin in TWINS:
+        engine = make_engine(deepseek, twin, kv_cache_dtype=kind, **sizes)
+        assert {cache.dtype for cache in engine.caches} == {FP8[kind]}
+        assert outputs(engine) == rounded
+        cached = engine.counters.cached_blocks
+        assert outputs(engine, PROMPTS[1:4]) == rounded[1:4]
+        assert engine.counters.cached_blocks > cached
+        assert engine.counters.preemptions or not schedule.startswith("smallest pool")
+
+
+def test_recorded_steps_over_codes_are_absorbed(deepseek, monkeypatch, device):
+    """As an engine that absorbs everything answers, which reads the new tokens of a prompt from the pool, too."""
+    if device == "cpu":  # a recording is the step itself there, run again
+        monkeypatch.setattr(fastattn.serving.cuda_graphs, "_record", lambda step, memory, name: step)
+    monkeypatch.setattr(fastattn.serving.cuda_graphs, "FEWEST_TOKENS", 16)
+    coded = dict(kv_cache_dtype="fp8_e4m3", num_blocks=15, max_num_batched_tokens=10)
+    engine = make_engine(deepseek, "fastattn", runner=CudaGraphs(), **coded)
+    engine.runner.records = True
+    monkeypatch.setattr(engine.runner, "_is_worth_recording", lambda engine, shape: True)
+    assert outputs(engine) == outputs(make_engine(deepseek, batch_invariant=True, **coded))
+    assert engine.runner._steps
+
+
+@each_fp8
+@pytest.mark.parametrize("twin", TWINS)
+def test_a_pool_of_codes_takes_a_quarter_of_the_memory(deepseek, twin, kind):
+    plain, coded = (make_engine(deepseek, twin, kv_cache_dtype=name) for name in ("auto", kind))
+    assert coded.pool_bytes == plain.pool_bytes / 4  # of float32
+    assert coded.pool_bytes == sum(layer.bytes_per_token(torch.float32) for layer in coded.layers) * 64 * 4
+
+
+def test_what_codes_of_latents_do_not_have_is_refused(deepseek):
+    with pytest.raises(NotImplementedError, match="no path reads latents from a pool of int8, only of auto, fp8_e4m3"):
+        make_engine(deepseek, kv_cache_dtype="int8")
+    calibration = calibrate(deepseek, PROMPTS[:1])
+    with pytest.raises(ValueError, match="calibration: expected None, as codes of latents have a scale of 1"):
+        make_engine(deepseek, kv_cache_dtype="fp8_e4m3", calibration=calibration)
+    with pytest.raises(ValueError, match='calibration: expected None, as pools of kv_cache_dtype="auto"'):
+        make_engine(deepseek, calibration=calibration)

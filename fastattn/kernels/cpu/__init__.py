@@ -80,13 +80,17 @@ def mla(
     options: AttentionOptions,
     latent_rank: int,
     out: Float[Tensor, "t h {latent_rank}"] | None,
+    scales: Fp8Scales | None = None,
 ) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
     """Attend to latents; see `fastattn.kernels.dispatch`.
 
     Values are the keys, so that they are gathered once and of one size; what their rotary part adds is cut off.
     """
     pages = cache[:, :, None, : query.shape[2]]
-    answer, lse = attention.paged(query, pages, pages, plan, options)
+    if scales is None:
+        answer, lse = attention.paged(query, pages, pages, plan, options)
+    else:
+        answer, lse = over_codes.attention(query, pages, pages, [plan], options, scales)
     return answer[..., :latent_rank].contiguous(), lse
 
 

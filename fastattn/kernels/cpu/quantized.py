@@ -32,7 +32,7 @@ def attention(
     *,
     tree: TreePlan | None = None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over quantised pages; see `fastattn.kernels.dispatch`.
+    """Attend over quantised pages, of fp8 also where values are the keys; see `fastattn.kernels.dispatch`.
 
     Args:
         query: query rows of all sequences, not quantised.
@@ -47,7 +47,8 @@ def attention(
     compute = torch.float64 if query.dtype == torch.float64 else torch.float32
     group = query.shape[1] // key_cache.shape[2]
     if isinstance(scales, Fp8Scales):
-        keys, values = (Codes(cache.view(scales.format), compute) for cache in (key_cache, value_cache))
+        keys = Codes(key_cache.view(scales.format), compute)
+        values = keys if value_cache is key_cache else Codes(value_cache.view(scales.format), compute)
         rounded = query.to(compute)
         if scales.query is not None:
             of_query = _per_row(scales.query, plan, query.shape[0], group)

@@ -30,7 +30,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from fastattn.kernels.device import cannot_import, capability
-from fastattn.kernels.flash import NO_POSITIONS, NOT_ALIGNED, cannot_expand
+from fastattn.kernels.flash import NO_CODES, NO_POSITIONS, NOT_ALIGNED, cannot_expand
 from fastattn.kernels.problem import Problem, expanded, key_starts
 from refattn.interface import AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan, TreePlan
 
@@ -67,6 +67,8 @@ def unsupported_reason(problem: Problem) -> str | None:
         return f"needs a GPU of compute capability 9.0, not {major}.{minor}"
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"computes float16 and bfloat16, not {problem.dtype}"
+    if problem.stored is not None:
+        return NO_CODES
     sizes = (problem.head_size, problem.value_head_size)
     if problem.operation == "mla":
         sizes = (sizes[0] - sizes[1], sizes[1])
@@ -171,6 +173,7 @@ def mla(
     options: AttentionOptions,
     latent_rank: int,
     out: Float[Tensor, "t h {latent_rank}"] | None,
+    scales: Fp8Scales | None = None,
 ) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
     """Attend to latents; see `fastattn.kernels.dispatch`."""
     from fastattn.kernels.flash.adapt import adapt, nothing

@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fastattn.kernels.device import cannot_import, capability
-from fastattn.kernels.flash import NO_POSITIONS, NOT_ALIGNED
+from fastattn.kernels.flash import NO_CODES, NO_POSITIONS, NOT_ALIGNED
 from fastattn.kernels.problem import Problem
-from refattn.interface import AttentionOptions, Plan
+from refattn.interface import AttentionOptions, Fp8Scales, Plan
 
 OPERATIONS = ("mla",)
 INTERFACE = "flash_mla.flash_mla_interface"
@@ -43,6 +43,8 @@ def unsupported_reason(problem: Problem) -> str | None:
         return f"needs a GPU of compute capability 9.0, not {major}.{minor}"
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"computes float16 and bfloat16, not {problem.dtype}"
+    if problem.stored is not None:
+        return NO_CODES
     sizes = (problem.head_size - problem.value_head_size, problem.value_head_size)
     if sizes != LATENT:
         return f"latents of {LATENT[1]} elements and rotary keys of {LATENT[0]}, not {sizes[1]} and {sizes[0]}"
@@ -70,6 +72,7 @@ def mla(
     options: AttentionOptions,
     latent_rank: int,
     out: Float[Tensor, "t h {latent_rank}"] | None,
+    scales: Fp8Scales | None = None,
 ) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
     """Attend to latents; see `fastattn.kernels.dispatch`."""
     from fastattn.kernels.flash.adapt import adapt, nothing

@@ -137,12 +137,16 @@ def mla(
     options: AttentionOptions,
     latent_rank: int,
     out: Float[Tensor, "t h {latent_rank}"] | None,
+    scales: Fp8Scales | None = None,
 ) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
     """Attend to latents, each loaded once, as key and as value; see `fastattn.kernels.dispatch`."""
     from fastattn.kernels.triton.attention import attend
 
     pages = cache[:, :, None, : query.shape[2]]
-    return attend(query, pages, pages[..., :latent_rank], plan, options, out, shared=True)
+    latents = pages[..., :latent_rank]
+    if scales is None:
+        return attend(query, pages, latents, plan, options, out, shared=True)
+    return _attend_to_codes(query, pages, latents, [plan], options, scales, out, shared=True)
 
 
 def quantized(
@@ -193,6 +197,7 @@ def _attend_to_codes(
     scales: Fp8Scales | Int8Scales,
     out: Tensor | None,
     *,
+    shared: bool = False,
     tree: TreePlan | None = None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     from fastattn.kernels.triton.attention import attend_levels
@@ -202,9 +207,11 @@ def _attend_to_codes(
         key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
     # Few rows wait for memory, and gain by pairs. With 64 rows Triton 3.6 compiles pairs to code that reads memory
     # which is not its own, on an NVIDIA H200 with two accumulators of 32 columns; a level that is shared has many rows.
+    # Beside queries of 32 bits it turns pairs in local memory.
     rows = max(plan.batch.max_query_len for plan in plans) * (query.shape[1] // key_cache.shape[2])
-    value = in_pairs(value_cache) if rows <= 16 and not options.batch_invariant else value_cache
-    return attend_levels(query, key_cache, value, plans, options, out, codes=codes_of(scales), tree=tree)
+    pays = rows <= 16 and query.element_size() == 2 and not options.batch_invariant
+    value, codes = in_pairs(value_cache) if pays else value_cache, codes_of(scales)
+    return attend_levels(query, key_cache, value, plans, options, out, shared=shared, codes=codes, tree=tree)
 
 
 def merge(

@@ -29,7 +29,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from fastattn.kernels.problem import key_starts, uses_positions
-from fastattn.kernels.triton.codes import NO_CODES, Codes, size_of
+from fastattn.kernels.triton.codes import NO_CODES, Codes, are_pairs, size_of
 from fastattn.kernels.triton.launch import Launch, is_aligned
 from fastattn.kernels.triton.run import (
     CHANGING,
@@ -141,13 +141,14 @@ def attend_levels(
     if 0 in (num_tokens, num_heads, batch.num_seqs):
         return out.zero_(), lse.fill_(-torch.inf)
     if name in levels[0].kept:
-        return levels[0].kept[name].again(query, key, None if shared else value, options, out, lse, codes)
+        return levels[0].kept[name].again(query, key, value, options, out, lse, codes)
 
     row_bytes, key_bytes = _bytes_of_a_program(query, key, value, shared)
     tunings = [tune(query, key, value, level, options, row_bytes, shared) for level in levels]
     if len(levels) > 1:
         tunings = [_beside_others(tuning) for tuning in tunings]
-    tunings = [fit(tuning, query.device, row_bytes=row_bytes, key_bytes=key_bytes) for tuning in tunings]
+    room = dict(row_bytes=row_bytes, key_bytes=key_bytes, fewest_stages=2 if shared else 1)
+    tunings = [fit(tuning, query.device, **room) for tuning in tunings]
     num_parts = sum(tuning.most_splits for tuning in tunings)
     if num_parts == 1 and not options.batch_invariant:
         launch = _launch(
@@ -266,7 +267,7 @@ class _Launches(NamedTuple):
         self,
         query: Tensor,
         key: Tensor,
-        value: Tensor | None,
+        value: Tensor,
         options: AttentionOptions,
         out: Tensor,
         lse: Tensor,
@@ -337,8 +338,9 @@ def _bytes_of_a_program(query: Tensor, key: Tensor, value: Tensor, shared: bool)
     """Return the bytes of a row of a tile, the longer of query and value, and of a key of a step with its value."""
     head_size, value_head_size = query.shape[2], size_of(value)
     if shared:
-        row_bytes = (pad(head_size - value_head_size) + pad(value_head_size)) * query.element_size()
-        return row_bytes, row_bytes
+        elements = pad(head_size - value_head_size) + pad(value_head_size)
+        row_bytes = elements * query.element_size()  # of a key, too, but for codes that become numbers in registers
+        return row_bytes, elements * key.element_size() if are_pairs(value) else row_bytes
     row_bytes = max(pad(head_size), pad(value_head_size)) * query.element_size()
     if key.dtype != query.dtype:  # codes, and a place where they become numbers
         return row_bytes, 2 * row_bytes + _row_bytes(key) + _row_bytes(value)
@@ -386,11 +388,12 @@ def repair(
     if name in plan.kept:
         slopes, sinks = _side_by_side(options.alibi_slopes), _side_by_side(options.sinks)
         of_codes = _what_codes_change(query, options, NO_CODES)
-        plan.kept[name].again(query, key, None if shared else value, out, None, slopes, sinks, *of_codes, None)
+        plan.kept[name].again(query, key, value, out, None, slopes, sinks, *of_codes, None)
         return
     row_bytes, key_bytes = _bytes_of_a_program(query, key, value, shared)
     tuning = _LATENT_16 if shared else Tuning(64, _fit(64, row_bytes), 4, 3, 1, 1)
-    tuning = fit(tuning, query.device, row_bytes=row_bytes, key_bytes=key_bytes)
+    room = dict(row_bytes=row_bytes, key_bytes=key_bytes, fewest_stages=2 if shared else 1)
+    tuning = fit(tuning, query.device, **room)
     launch = _launch(query, key, value, plan, options, tuning, out, None, shared=shared)
     if name[1] is not None:
         plan.kept[name] = launch
@@ -467,7 +470,7 @@ def _launch(
         dict(
             query=query,
             key=key,
-            value=None if shared else value,
+            value=value,
             out=out,
             lse=lse,
             alibi_slopes=_side_by_side(options.alibi_slopes),
@@ -530,6 +533,7 @@ def _launch(
             ROUND_QUERY=codes.rounds_query,
             HARDWARE=converts_fp8(query.device),
             WORDS=0 if tree is None else tree.trees.num_words,
+            SHARED=shared,
         ),
         dict(num_warps=tuning.num_warps, num_stages=tuning.num_stages)
         | ({"launch_pdl": True} if overlap and after else {})
@@ -592,6 +596,8 @@ def tune(
     if block_m == 16 and key.dtype != query.dtype != torch.float32:  # steps of as many bytes, be they codes
         row_bytes = max(_row_bytes(key), _row_bytes(value))
     tuning = tune_tiles(block_m, row_bytes, tiles * num_kv_heads, visible, multiprocessors(query.device))
+    if shared and are_pairs(value):
+        tuning = tuning._replace(block_n=2 * tuning.block_n)  # steps of as many bytes
     if batch.num_seqs == 1 or rows > block_m or _about_as_long(batch, visible):  # there is nothing to balance
         return tuning
     room = MOST_PART_BYTES // (4 * query.shape[0] * query.shape[1] * size_of(value))
@@ -863,6 +869,7 @@ def _attend_kernel(
     ROUND_QUERY: tl.constexpr,
     HARDWARE: tl.constexpr,
     WORDS: tl.constexpr,
+    SHARED: tl.constexpr,
 ):
     REPAIR: tl.constexpr = lse is None
     if OVERLAP:
@@ -1008,6 +1015,7 @@ def _attend_kernel(
         CODES,
         ROUND_QUERY,
         HARDWARE,
+        SHARED,
         tree_start,
         node_depths,
         row_ancestors,

@@ -233,9 +233,8 @@ def row_scale(numbers):
 
 @triton.jit
 @no_type_check
-def power_of_two(numbers):
-    """Return the power of two at the largest element of each row, or 1: divided by it, all lie below 2."""
-    largest = tl.max(tl.abs(numbers), 1)
+def power_of_two(largest):
+    """Return the power of two at a number, or 1 for 0: divided by it, what is no larger lies below 2."""
     power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     return tl.where(power == 0.0, 1.0, power)
 

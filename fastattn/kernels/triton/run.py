@@ -61,7 +61,7 @@ def multiprocessors(device: torch.device) -> int:
     return 4 if INTERPRETED else devices.num_multiprocessors(device)
 
 
-def fit(tuning: Tuning, device: torch.device, *, row_bytes: int, key_bytes: int) -> Tuning:
+def fit(tuning: Tuning, device: torch.device, *, row_bytes: int, key_bytes: int, fewest_stages: int = 1) -> Tuning:
     """Shrink a launch to the shared memory of a device: its steps in flight first, then their keys, then its rows.
 
     Args:
@@ -69,21 +69,22 @@ def fit(tuning: Tuning, device: torch.device, *, row_bytes: int, key_bytes: int)
         device: where it is to run.
         row_bytes: bytes of a row of the tile.
         key_bytes: bytes that a step reads for a key, those of its value included.
+        fewest_stages: steps in flight that are left: 2 where keys are values, as alone they would be stored twice.
 
     Source: compiled for compute capability 8.0, 8.9 and 9.0, no launch took more than is counted here.
     """
-    return tuning if INTERPRETED else shrink(tuning, row_bytes, key_bytes, devices.shared_memory(device))
+    return tuning if INTERPRETED else shrink(tuning, row_bytes, key_bytes, devices.shared_memory(device), fewest_stages)
 
 
 @cache
-def shrink(tuning: Tuning, row_bytes: int, key_bytes: int, room: int) -> Tuning:
+def shrink(tuning: Tuning, row_bytes: int, key_bytes: int, room: int, fewest_stages: int = 1) -> Tuning:
     """Shrink a launch to `room` bytes, as `fit` does."""
 
     def is_too_large() -> bool:
         in_flight = tuning.num_stages * tuning.block_n * key_bytes
         return tuning.block_m * row_bytes + in_flight + SCRATCH_BYTES > room
 
-    while is_too_large() and tuning.num_stages > 1:
+    while is_too_large() and tuning.num_stages > fewest_stages:
         tuning = tuning._replace(num_stages=tuning.num_stages - 1)
     while is_too_large() and tuning.block_n > 16:
         tuning = tuning._replace(block_n=tuning.block_n // 2)
@@ -389,6 +390,7 @@ def attend_to_run(
     CODES: tl.constexpr,
     ROUND_QUERY: tl.constexpr,
     HARDWARE: tl.constexpr,
+    SHARED: tl.constexpr,
     tree_start=None,
     node_depths=None,
     row_ancestors=None,
@@ -402,7 +404,7 @@ def attend_to_run(
     `query_rows` point to the queries of the rows that `is_row`; `positions` lie between the first and the last one.
     `key` and `value` are pages that `block_table` leads to, or rows that `cu_seqlens_k` leads to (`BLOCK_SIZE` is 0).
     `WIDE` says that the last token of a block may be 2**31 elements or more from its first one: 64 bits for each key of
-    a step take registers. If `value` is None, a value is the first `VALUE_HEAD_SIZE` elements of its key, which are
+    a step take registers. If `SHARED`, a value is the first `VALUE_HEAD_SIZE` elements of its key, which are
     loaded once for both. `slopes` are those of ALiBi times log2(e), one per row, or None.
 
     `CODES` says what the pools hold: numbers (""), or codes of a format, whose scales by head are in `scale` already or
@@ -429,19 +431,22 @@ def attend_to_run(
         words_of_rows = None
         if WORDS == 1:
             words_of_rows = tl.load(row_ancestors, mask=is_row, other=0)
-    SHARED: tl.constexpr = value is None
+    PAIRS: tl.constexpr = value.dtype.element_ty == tl.uint16
     KEY_SIZE: tl.constexpr = HEAD_SIZE - VALUE_HEAD_SIZE if SHARED else HEAD_SIZE  # of what is no value
     LEAST: tl.constexpr = 32 if CODES == "int8" else 16  # of a product
     KEY_PAD: tl.constexpr = triton.next_power_of_2(KEY_SIZE) if KEY_SIZE > LEAST else LEAST
-    VALUE_PAD: tl.constexpr = triton.next_power_of_2(VALUE_HEAD_SIZE) if VALUE_HEAD_SIZE > 16 or not SHARED else 16
-    at_dv = tl.arange(0, VALUE_PAD)
+    PER_LOAD: tl.constexpr = 2 if PAIRS else 1  # elements of a value that are loaded as one
+    VALUE_LEAST: tl.constexpr = 16 * PER_LOAD if SHARED else 1
+    VALUE_PAD: tl.constexpr = max(triton.next_power_of_2(VALUE_HEAD_SIZE), VALUE_LEAST)
+    at_dv = tl.arange(0, VALUE_PAD // PER_LOAD)
     at_d = tl.arange(0, KEY_PAD)
     in_key = at_d < KEY_SIZE
     if SHARED:
         at_d += VALUE_HEAD_SIZE
+        at_query = tl.arange(0, VALUE_PAD)
         query_values = tl.load(
-            query_rows[:, None] + (at_dv.to(tl.int64) * query_stride)[None, :],
-            mask=is_row[:, None] & (at_dv < VALUE_HEAD_SIZE)[None, :],
+            query_rows[:, None] + (at_query.to(tl.int64) * query_stride)[None, :],
+            mask=is_row[:, None] & (at_query < VALUE_HEAD_SIZE)[None, :],
             other=0.0,
         )
     q = tl.load(
@@ -451,24 +456,28 @@ def attend_to_run(
     )
     query_factors = None
     if CODES != "":
-        VALUE_TYPE: tl.constexpr = value_type(q.dtype, value.dtype.element_ty)
+        AS_QUERY: tl.constexpr = SHARED and not PAIRS
+        VALUE_TYPE: tl.constexpr = q.dtype if AS_QUERY else value_type(q.dtype, value.dtype.element_ty)
         if CODES == "int8":
             query_factors = row_scale(q.to(tl.float32))
-        elif not ROUND_QUERY and q.dtype == tl.bfloat16:
-            query_factors = power_of_two(q.to(tl.float32))
+        elif not ROUND_QUERY and q.dtype == tl.bfloat16 and not AS_QUERY:
+            largest = tl.max(tl.abs(q.to(tl.float32)), 1)
+            if SHARED:
+                largest = tl.maximum(largest, tl.max(tl.abs(query_values.to(tl.float32)), 1))
+            query_factors = power_of_two(largest)
         if query_factors is not None:
             q = prepare_query(q, query_factors[:, None], CODES, ROUND_QUERY, HARDWARE)
+            if SHARED:
+                query_values = prepare_query(query_values, query_factors[:, None], CODES, ROUND_QUERY, HARDWARE)
         elif ROUND_QUERY:
             q = prepare_query(q, query_scale, CODES, ROUND_QUERY, HARDWARE)
+        if SHARED and PAIRS:
+            query_values, query_seconds = tl.split(tl.reshape(query_values, [BLOCK_M, VALUE_PAD // 2, 2]))
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    PAIRS: tl.constexpr = not SHARED and value.dtype.element_ty == tl.uint16
+    acc = tl.zeros([BLOCK_M, VALUE_PAD // PER_LOAD], tl.float32)  # of the first of each pair
     if PAIRS:
-        at_pair = tl.arange(0, VALUE_PAD // 2)
-        acc = tl.zeros([BLOCK_M, VALUE_PAD // 2], tl.float32)  # of the first of each pair
-        acc_of_second = tl.zeros([BLOCK_M, VALUE_PAD // 2], tl.float32)
-    else:
-        acc = tl.zeros([BLOCK_M, VALUE_PAD], tl.float32)
+        acc_of_seconds = tl.zeros([BLOCK_M, VALUE_PAD // 2], tl.float32)
     PHASES: tl.constexpr = 3 if WORDS > 0 or (BLOCK_M > 16 and (LEFT or RIGHT)) else 1
     for phase in tl.static_range(PHASES):
         begin, end = phase_of_run(phase, PHASES, first_key, last_key, all_from, all_to, BLOCK_N)
@@ -501,10 +510,12 @@ def attend_to_run(
                 key_rows = (first_key_row + j) * key_strides[0] + head * key_strides[1]
                 value_rows = (first_key_row + j) * value_strides[0] + head * value_strides[1]
 
-            in_value = is_key[:, None] & (at_dv < VALUE_HEAD_SIZE)[None, :]
+            at_value = value + value_rows[:, None] + (at_dv.to(tl.int64) * value_strides[-1])[None, :]
+            in_value = is_key[:, None] & (at_dv < VALUE_HEAD_SIZE // PER_LOAD)[None, :]
             if SHARED:
-                at_value = key + value_rows[:, None] + (at_dv.to(tl.int64) * value_strides[-1])[None, :]
-                v = tl.load(at_value, mask=in_value, other=0.0)  # [keys, dv]
+                v = tl.load(at_value, mask=in_value, other=0)  # [keys, dv]
+                if CODES != "" and not PAIRS:
+                    v = from_codes(v, CODES, HARDWARE).to(VALUE_TYPE)
             k = tl.load(
                 key + key_rows[None, :] + (at_d.to(tl.int64) * key_strides[-1])[:, None],
                 mask=is_key[None, :] & in_key[:, None],
@@ -516,13 +527,18 @@ def attend_to_run(
                 products = tl.dot(q, k).to(tl.float32)
             else:
                 products = tl.dot(q, from_codes(k, CODES, HARDWARE).to(q.dtype), input_precision="ieee")
+            if SHARED:
+                turned = tl.trans(v)
+                if PAIRS:
+                    turned, seconds = from_pairs(turned, CODES, HARDWARE)
+                    products = tl.dot(query_seconds, seconds.to(VALUE_TYPE), products, input_precision="ieee")
+                    turned = turned.to(VALUE_TYPE)
+                products = tl.dot(query_values, turned, products, input_precision="ieee")
             if query_factors is not None:
                 products = products * query_factors[:, None]
             if key_scales is not None:
                 at_scale = blocks * key_scale_strides[0] + places * key_scale_strides[1] + head * key_scale_strides[2]
                 products = products * tl.load(key_scales + at_scale, mask=is_key, other=0.0)[None, :]
-            if SHARED:
-                products = tl.dot(query_values, tl.trans(v), products, input_precision="ieee")
             all_seen = phase == 1 if PHASES == 3 else (start >= all_from) & (start + BLOCK_N <= all_to)
             scores = finish_scores(
                 products,
@@ -543,27 +559,23 @@ def attend_to_run(
             weights, shrink, row_max, row_sum = update_softmax(
                 scores, row_max, row_sum, softcap if SOFTCAP else scale, slopes is not None
             )
+            if not SHARED:
+                v = tl.load(at_value, mask=in_value, other=0)  # [keys, dv]
             if PAIRS:
-                pairs = tl.load(
-                    value + value_rows[:, None] + at_pair[None, :],
-                    mask=is_key[:, None] & (at_pair < VALUE_HEAD_SIZE // 2)[None, :],
-                    other=0,
+                v, seconds = from_pairs(v, CODES, HARDWARE)
+                acc_of_seconds = tl.dot(
+                    weights.to(VALUE_TYPE),
+                    seconds.to(VALUE_TYPE),
+                    acc_of_seconds * shrink[:, None],
+                    input_precision="ieee",
                 )
-                v, second = from_pairs(pairs, CODES, HARDWARE)
-                second = second.to(VALUE_TYPE)
-                acc_of_second = tl.dot(
-                    weights.to(VALUE_TYPE), second, acc_of_second * shrink[:, None], input_precision="ieee"
-                )
-            elif not SHARED:
-                at_value = value + value_rows[:, None] + (at_dv.to(tl.int64) * value_strides[-1])[None, :]
-                v = tl.load(at_value, mask=in_value, other=0.0)  # [keys, dv]
             if CODES != "":
                 if v.dtype == tl.int8 or v.dtype == tl.uint8:
                     v = from_codes(v, CODES, HARDWARE)
                 v = v.to(VALUE_TYPE)
             acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
     if PAIRS:
-        acc = tl.reshape(tl.join(acc, acc_of_second), [BLOCK_M, VALUE_PAD])
+        acc = tl.reshape(tl.join(acc, acc_of_seconds), [BLOCK_M, VALUE_PAD])
     return row_max, row_sum, acc
 
 

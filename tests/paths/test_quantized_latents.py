@@ -1,0 +1,443 @@
+"""Latents in fp8: the codes that are written, what every kernel reads of them, and what is refused."""
+
+import math
+import re
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from batches import HARMLESS, POISON, Case, masks_by_hand, ragged_cases
+from hypothesis import given as drawn
+from hypothesis import strategies as st
+from kernels_present import PRESENT, PRESENT_FOR_LATENTS
+from latents import OPTIONS, RANK, REAL, ROPE, SCALE, SMALL, Latents, attend, by_reference, filled, prefill
+from stored import E4M3, E5M2, bits, decoded, nearest
+from tolerance import assert_matches_reference
+
+import fastattn.mla
+import refattn.mla
+from fastattn.kernels.triton.codes import are_pairs, in_pairs
+from refattn.interface import AttentionOptions
+from refattn.metadata import make_batch
+
+KINDS = {"e4m3": E4M3, "e5m2": E5M2}
+OF_CODES = 0.7  # the scale of a pool, which is neither 1 nor a power of two
+EVEN = SMALL._replace(spare=8)  # rows of an even number of bytes, whose codes our kernel reads in pairs
+MIXED = Case("mixed", ((4, 6), (1, 70), (10, 33), (1, 65), (0, 9), (5, 5)), heads=(4, 1), padding_rows=2)
+DECODES = Case("decodes", ((1, 5), (1, 33), (1, 0), (1, 700), (1, 64)), heads=(16, 1), block_size=24)
+LATENT_KERNELS = [kernel for kernel in PRESENT_FOR_LATENTS if kernel.name in ("cpu", "triton")]
+ON_GPU = [kernel for kernel in LATENT_KERNELS if kernel.name == "triton" and not kernel.is_interpreted]
+NO_GPU = [
+    pytest.param(None, marks=pytest.mark.skip(reason="the interpreter has no bfloat16, a CPU no graph"), id="none")
+]
+each_on_gpu = pytest.mark.parametrize("kernel", ON_GPU or NO_GPU, ids=lambda kernel: kernel.name)
+READERS = [
+    pytest.param(refattn.mla, nullcontext, id="ref"),
+    *(pytest.param(fastattn.mla, kernel.asked_for, id=kernel.name) for kernel in LATENT_KERNELS),
+]
+each_reader = pytest.mark.parametrize(("twin", "asked_for"), READERS)
+each_twin = pytest.mark.parametrize("twin", [refattn.mla, fastattn.mla], ids=["ref", "fast"])
+each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+each_kernel = pytest.mark.parametrize("kernel", LATENT_KERNELS, ids=lambda kernel: kernel.name)
+
+
+def in_codes(case: Case, kind: torch.dtype, **arguments) -> Latents:
+    """Lay a case out in codes: garbage becomes codes of NaN, of infinity and of large numbers."""
+    given = Latents(case, **{"sizes": EVEN} | arguments)
+    given.cache = given.cache.to(kind)
+    given.keys = [key.to(kind).cpu().view(torch.uint8).long() for key in given.keys]
+    given.keys = [decoded(kind)[codes] * float(torch.tensor(OF_CODES)) for codes in given.keys]
+    return given
+
+
+# --- the mask, and memory that nobody may see ---
+
+
+@each_reader
+@each_kind
+def test_every_query_sees_the_codes_up_to_its_position(twin, asked_for, kind, device):
+    """Latents of one-hot rows: a code of 4 under a scale of a quarter."""
+    lens, p = MIXED.lens, 16
+    longest = max(s for _, s in lens)
+    cache = torch.full((sum(-(-s // p) for _, s in lens) + 1, p, longest + 2), math.nan)
+    tables, free = [], iter(range(len(cache) - 1, -1, -1))
+    for _, s in lens:
+        tables.append([next(free) for _ in range(-(-s // p))])
+        for j in range(s):
+            cache[tables[-1][j // p], j % p] = 4 * torch.eye(longest + 2)[j]
+    batch = make_batch([q for q, _ in lens], [s for _, s in lens], tables, device=device)
+    query = torch.zeros(sum(q for q, _ in lens), 4, longest + 2, device=device)
+    with asked_for():
+        of_cache = dict(latent_rank=longest, cache_scale=0.25)
+        out, lse = attend(twin, query, cache.to(kind).to(device), batch, softmax_scale=1.0, **of_cache)
+    row = 0
+    for (q, s), mask in zip(lens, masks_by_hand(MIXED, lambda i, j: j <= i), strict=True):
+        counts = mask.sum(-1).float()
+        expected = (mask / counts.clamp(min=1)[:, None])[:, None].expand(-1, 4, -1)
+        torch.testing.assert_close(out[row : row + q, :, :s].cpu(), expected.float(), rtol=1e-6, atol=1e-7)
+        assert not out[row : row + q, :, s:].any()
+        torch.testing.assert_close(lse[row : row + q, 0].cpu(), counts.log(), rtol=1e-6, atol=1e-6)
+        row += q
+
+
+@each_reader
+@each_kind
+def test_no_bit_depends_on_what_nobody_may_see(twin, asked_for, kind, device):
+    answers = []
+    for poison in (POISON, HARMLESS):
+        given = in_codes(MIXED, kind, device=device, poison=poison)
+        call = partial(attend, twin, given.absorbed, given.cache, given.batch, softmax_scale=SCALE)
+        with asked_for():
+            answers.append(call(cache_scale=OF_CODES))
+    for poisonous, harmless in zip(*answers, strict=True):
+        assert torch.equal(poisonous, harmless)
+
+
+@each_twin
+@each_kind
+def test_no_bit_of_a_prefill_depends_on_what_nobody_may_see(twin, kind, device):
+    answers = []
+    for poison in (POISON, HARMLESS):
+        given = in_codes(MIXED, kind, device=device, poison=poison)
+        arguments = given.query, given.new, given.cache, *given.projections.values(), given.batch
+        answers.append(prefill(twin, *arguments, workspace=12, cache_scale=OF_CODES, softmax_scale=SCALE))
+    for poisonous, harmless in zip(*answers, strict=True):
+        assert torch.equal(poisonous, harmless)
+
+
+# --- the formula ---
+
+
+@each_twin
+@each_kind
+@pytest.mark.parametrize("options", ["plain", "everything"])
+def test_formula(twin, kind, options):
+    """Softmax in float64 over what the codes stand for, by hand; and both ways to the same answer."""
+    given = in_codes(MIXED, kind, dtype=torch.float64)
+    options = filled(OPTIONS[options], 4, "cpu")
+    out, lse = attend(twin, given.absorbed, given.cache, given.batch, cache_scale=OF_CODES, **options)
+    row = 0
+    for (q, s), key, mask in zip(MIXED.lens, given.keys, masks_by_hand(MIXED, lambda i, j: j <= i), strict=True):
+        distance = (torch.arange(s - q, s)[:, None] - torch.arange(s)).abs()
+        for head in range(4):
+            scores = given.absorbed[row : row + q, head] @ key.T * options["softmax_scale"]
+            if "softcap" in options:
+                scores = options["softcap"] * torch.tanh(scores / options["softcap"])
+                scores = scores - options["alibi_slopes"][head].double() * distance
+            weights = scores.exp() * mask
+            total = weights.sum(-1) + (options["sinks"][head].double().exp() if "sinks" in options else 0.0)
+            expected = weights @ key[:, :RANK] / total[:, None]
+            torch.testing.assert_close(out[row : row + q, head], expected, rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(lse[row : row + q, head], total.log(), rtol=1e-10, atol=1e-12)
+        row += q
+    # A prefill sees its new tokens as they are: those that the codes of the absorbed way stand for.
+    new = torch.cat([key[s - q :] for (q, s), key in zip(MIXED.lens, given.keys, strict=True)])
+    new = torch.nn.functional.pad(new, (0, 0, 0, MIXED.padding_rows))
+    arguments = given.query, new, given.cache, *given.projections.values(), given.batch
+    made, made_lse = prefill(twin, *arguments, workspace=12, cache_scale=OF_CODES, **options)
+    whole = twin.project(out, given.projections["value_projection"])
+    torch.testing.assert_close(made, whole, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(made_lse, lse, rtol=1e-10, atol=1e-12)
+
+
+# --- the twins ---
+
+
+def hold(given: Latents, sizes=EVEN, **options) -> None:
+    """Hold the twin to the reference over the same codes, by the one tolerance; and into memory, and alone."""
+    arguments = given.absorbed, given.cache, given.batch
+    fixed = dict(latent_rank=sizes.rank, cache_scale=OF_CODES)
+    out, lse = attend(fastattn.mla, *arguments, **fixed, **options)
+    assert_matches_reference(out, lse, by_reference(attend, **fixed), *arguments, **options)
+    memory = torch.full_like(out, math.nan)
+    assert attend(fastattn.mla, *arguments, **fixed, return_lse=False, out=memory, **options) is memory
+    assert torch.equal(memory, out)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind", "options"),
+    [
+        pytest.param(kernel, KINDS[kind], options, id=f"{kernel.name}-{kind}-{options}")
+        for kernel in LATENT_KERNELS
+        for kind in KINDS
+        for options in OPTIONS
+        if not kernel.is_interpreted or kind == "e4m3" or options in ("everything", "invariant")
+    ],
+)
+def test_twins_agree(kernel, kind, options, device):
+    given = in_codes(MIXED, kind, device=device, dtype=kernel.dtypes[0])
+    with kernel.asked_for():
+        hold(given, **filled(OPTIONS[options], 4, device))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype"),
+    [pytest.param(kernel, dtype, id=f"{kernel.name}-{dtype}") for kernel in LATENT_KERNELS for dtype in kernel.dtypes],
+)
+@pytest.mark.parametrize("spare", [3, 8], ids=["odd-rows", "even-rows"])
+@pytest.mark.parametrize("case", [DECODES, replace(MIXED, heads=(24, 1))], ids=["few-rows", "many-rows"])
+def test_twins_agree_in_every_type(kernel, dtype, spare, case, device):
+    """In pairs and not, in tiles of 16 rows and of 64, over keys that are split."""
+    case = replace(case, lens=tuple((q, min(s, 300)) for q, s in case.lens)) if kernel.is_interpreted else case
+    given = in_codes(case, E4M3, device=device, dtype=dtype, sizes=SMALL._replace(spare=spare))
+    assert are_pairs(in_pairs(given.cache.view(torch.uint8)[..., None, :RANK])) == (spare == 8)
+    with kernel.asked_for():
+        hold(given, **filled({}, case.heads[0], device))
+
+
+@each_kernel
+def test_pools_with_gaps(kernel, device):
+    """Rows and blocks that do not lie side by side, elements that do not either, and a table of every second column."""
+    given = in_codes(MIXED, E4M3, device=device, dtype=kernel.dtypes[0])
+    n, p, c = given.cache.shape
+    room = torch.full((n, p + 2, 2 * c), 127, dtype=torch.uint8, device=device).view(E4M3)
+    spread = room[:, :p, ::2]
+    spread.copy_(given.cache)
+    options = filled({}, 4, device)
+    with kernel.asked_for():
+        expected = attend(fastattn.mla, given.absorbed, given.cache, given.batch, cache_scale=OF_CODES, **options)
+        given.cache = spread
+        hold(given, **options)
+        out, lse = attend(fastattn.mla, given.absorbed, spread, given.batch, cache_scale=OF_CODES, **options)
+    torch.testing.assert_close(out, expected[0], rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(lse, expected[1])
+    arguments = given.query, given.new, spread, *given.projections.values(), given.batch
+    fixed = dict(workspace=12, cache_scale=OF_CODES)
+    if not kernel.is_interpreted:
+        made, lse = prefill(fastattn.mla, *arguments, **fixed, **options)
+        assert_matches_reference(made, lse, by_reference(prefill, **fixed), *arguments, **options)
+
+
+@drawn(case=ragged_cases(), kind=st.sampled_from(list(KINDS.values())), options=st.sampled_from(list(OPTIONS)))
+def test_twins_agree_on_drawn_batches(case, kind, options):
+    hold(in_codes(case, kind), **filled(OPTIONS[options], case.heads[0], "cpu"))
+
+
+@pytest.mark.parametrize("kernel", [kernel for kernel in PRESENT if not kernel.is_interpreted], ids=lambda x: x.name)
+@each_kind
+@pytest.mark.parametrize("workspace", [12, 10**6])
+def test_prefills_agree(kernel, kind, workspace, device):
+    """The context is what its codes stand for, in the type of the query; new tokens are what they are."""
+    given = in_codes(replace(MIXED, heads=(64, 1)), kind, device=device, dtype=kernel.dtypes[0])
+    arguments = given.query, given.new, given.cache, *given.projections.values(), given.batch
+    fixed, options = dict(workspace=workspace, cache_scale=OF_CODES), filled(OPTIONS["sinks"], 64, device)
+
+    def hold_prefill():
+        out, lse = prefill(fastattn.mla, *arguments, **fixed, **options)
+        assert_matches_reference(out, lse, by_reference(prefill, **fixed), *arguments, **options)
+
+    with kernel.asked_for():
+        kernel.check(hold_prefill)
+
+
+@each_kernel
+@each_kind
+def test_every_code_is_read(kernel, kind, device):
+    """One key of all codes: it is the answer, and the score of each query is one of its elements."""
+    dtype = torch.float32
+    numbers = decoded(kind)
+    finite = numbers.isfinite()
+    cache = torch.where(finite, torch.arange(256), 0).to(torch.uint8).view(kind).view(1, 1, 256).to(device)
+    query = torch.eye(256, dtype=dtype, device=device)[:, None]
+    for rows in (1, 32):
+        for first in range(0, 256, 256 // (8 if rows > 1 else 3)):
+            one = query[first : first + rows]
+            batch = make_batch([len(one)], [1], [[0]], device=device)
+            plan = refattn.mla.plan(batch, block_size=1)
+            plan = replace(plan, causal=False)
+            options, of_cache = AttentionOptions(softmax_scale=0.25), dict(latent_rank=224, cache_scale=0.5)
+            with kernel.asked_for():
+                call = partial(fastattn.mla.attention, one, cache, plan, options, **of_cache, return_lse=True)
+                out, lse = call()
+            expected = torch.where(finite, numbers, 0.0)
+            unit = torch.finfo(dtype).eps
+            torch.testing.assert_close(
+                out[:, 0].cpu().double(), (expected[:224] / 2).expand(len(one), -1), rtol=unit, atol=0
+            )
+            torch.testing.assert_close(
+                lse[:, 0].cpu().double(), expected[first : first + rows] / 8, rtol=1e-6, atol=1e-12
+            )
+
+
+@each_kernel
+def test_nan_that_a_query_sees_comes_out(kernel, device):
+    """In a query, in a code of a latent, in one of a rotary key; and an infinite code of e5m2, which has a weight."""
+    case = Case("nan", ((2, 20), (2, 100), (2, 30)), heads=(3, 1))
+    for at, value in ((35, E4M3), (RANK + 1, E4M3), (5, E5M2)):
+        given = in_codes(case, value, device=device, dtype=kernel.dtypes[0])
+        query, batch = given.absorbed, given.batch
+        query[0, 1] = math.nan
+        bad = torch.tensor(math.inf if value == E5M2 else math.nan).to(value).to(device)
+        given.cache[batch.block_table[1, 1], 3, at] = bad
+        with kernel.asked_for():
+            out, lse = attend(fastattn.mla, query, given.cache, batch, cache_scale=OF_CODES, **filled({}, 3, device))
+        reference = attend(refattn.mla, query, given.cache, batch, cache_scale=OF_CODES, **filled({}, 3, device))
+        seen = torch.zeros(6, 3, dtype=torch.bool)
+        seen[0, 1] = seen[2:4] = True
+        assert torch.equal(reference[0].isnan().any(-1).cpu(), seen)
+        assert torch.equal(out.isnan().any(-1).cpu(), seen)
+        if value == E4M3:
+            assert torch.equal(lse.isnan().cpu(), seen)
+
+
+@pytest.mark.parametrize("of", [1e-30, 1e4, 1e30])
+@each_on_gpu
+@pytest.mark.parametrize("heads", [4, 24])
+def test_queries_of_any_size(of, kernel, heads, device):
+    """A query in bfloat16 may be larger than all of float16, or smaller, with a rotary part of zeros."""
+    given = in_codes(replace(MIXED, heads=(heads, 1)), E4M3, device=device, dtype=torch.bfloat16)
+    query = given.absorbed.nan_to_num(0.5, 0.5, 0.5).float() * of
+    query[::2, :, RANK:] = 0.0
+    query[1::3] = 0.0
+    arguments, fixed = (query.bfloat16(), given.cache, given.batch), dict(cache_scale=OF_CODES)
+    with kernel.asked_for():
+        out, lse = attend(fastattn.mla, *arguments, **fixed, softmax_scale=0.1 / of)
+    assert_matches_reference(out, lse, by_reference(attend, **fixed), *arguments, softmax_scale=0.1 / of)
+
+
+@each_kernel
+def test_layers_of_a_step_have_scales_of_their_own(kernel, device):
+    """A plan keeps the launches of its first layer: another layer has its own pool, and its own scale."""
+    given = in_codes(DECODES, E4M3, device=device, dtype=kernel.dtypes[0])
+    if kernel.is_interpreted:
+        given = in_codes(MIXED, E4M3, device=device, dtype=kernel.dtypes[0])
+    options = AttentionOptions(softmax_scale=SCALE)
+    plan = fastattn.mla.plan(given.batch, block_size=given.cache.shape[1])
+    pools = given.cache, given.cache.view(torch.uint8).flip(2).contiguous().view(E4M3)
+    with kernel.asked_for():
+        for _ in range(2):
+            for scale, cache in ((0.7, pools[0]), (0.3, pools[0]), (1.0, pools[1])):
+                call = (fastattn.mla.attention, given.absorbed, cache)
+                out = call[0](*call[1:], plan, options, latent_rank=RANK, cache_scale=scale)
+                alone = attend(fastattn.mla, *call[1:], given.batch, cache_scale=scale, softmax_scale=SCALE)[0]
+                assert torch.equal(out.nan_to_num(7.0), alone.nan_to_num(7.0))
+
+
+@each_on_gpu
+@pytest.mark.parametrize("heads", [16, 128])
+@each_kind
+def test_a_graph_stays_right_when_its_sequences_grow(kernel, heads, kind, device):
+    """DeepSeek's sizes, captured short and replayed long."""
+    sizes = REAL._replace(spare=64)
+    case = Case("graph", ((1, 900), (1, 300), (1, 2100)), heads=(heads, 1), block_size=64)
+    given = in_codes(case, kind, device=device, dtype=torch.bfloat16, sizes=sizes, poison=HARMLESS)
+    lengths = given.batch.seq_lens.clone()
+    given.batch.seq_lens.copy_(torch.tensor([5, 70, 1]))
+    plan, options = fastattn.mla.plan(given.batch, block_size=64), AttentionOptions(softmax_scale=SCALE)
+    of_cache, graph = dict(latent_rank=sizes.rank, cache_scale=OF_CODES), torch.cuda.CUDAGraph()
+    call = partial(fastattn.mla.attention, given.absorbed, given.cache, plan, options, **of_cache, return_lse=True)
+    with kernel.asked_for():
+        call()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            out, lse = call()
+    given.batch.seq_lens.copy_(lengths)
+    graph.replay()
+    arguments = given.absorbed, given.cache, given.batch
+    assert_matches_reference(out, lse, by_reference(attend, **of_cache), *arguments, softmax_scale=SCALE)
+
+
+@each_on_gpu
+@pytest.mark.parametrize("heads", [16, 20, 128])
+@each_kind
+def test_twins_of_deepseeks_size_agree(kernel, heads, kind, device):
+    sizes = REAL._replace(spare=64)
+    lens = ((1, 5), (1, 33), (1, 0), (1, 4097), (1, 700)) if heads != 20 else ((3, 70), (20, 20), (0, 5), (2, 0))
+    case = Case("real", lens, heads=(heads, 1), block_size=64, padding_rows=2)
+    given = in_codes(case, kind, device=device, dtype=torch.bfloat16, sizes=sizes)
+    with kernel.asked_for():
+        hold(given, sizes, **filled({}, heads, device))
+        hold(given, sizes, **filled(OPTIONS["invariant"], heads, device))
+
+
+# --- writing ---
+
+
+@each_reader
+@each_kind
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+def test_write_by_hand(twin, asked_for, kind, dtype, device):
+    """The nearest code of each number; infinity saturates, NaN stays, slot -1 and the spare columns are left alone."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randn(9, RANK + ROPE, generator=generator) * torch.randn(9, 1, generator=generator).exp() * 40
+    tokens[1, 3], tokens[2, RANK], tokens[3, 1], tokens[4, RANK + 1] = math.inf, -math.inf, math.nan, math.nan
+    tokens[5] = 0.0
+    tokens = tokens.to(dtype)
+    cache = torch.full((5, 4, RANK + ROPE + 3), 99, dtype=torch.uint8).to(device).view(kind)
+    expected = bits(cache.cpu()).view(20, -1)
+    slots = [17, -1, 2, 0, 19, 5, 11, 8, 3]
+    largest = torch.finfo(kind).max
+    for slot, token in zip(slots, tokens.float() / torch.tensor(0.3), strict=True):
+        if slot >= 0:
+            codes = [nearest(x, kind) for x in token.nan_to_num(0.0).clamp(-largest, largest).tolist()]
+            codes = torch.tensor(codes, dtype=torch.uint8)
+            expected[slot, : RANK + ROPE] = torch.where(token.isnan(), bits(token.to(kind)), codes)
+    latent, rope_key = tokens.to(device).split((RANK, ROPE), dim=1)
+    with asked_for():
+        twin.write(latent, rope_key, cache, torch.tensor(slots, device=device), cache_scale=0.3)
+    written = cache.cpu().view(20, -1)
+    is_nan = expected.view(kind).float().isnan()
+    assert torch.equal(written.float().isnan(), is_nan)  # a GPU forgets the sign of NaN
+    assert torch.equal(bits(written)[~is_nan], expected[~is_nan])
+
+
+# --- bad input ---
+
+SMALL_CASE = Case("small", ((2, 5), (1, 20)), heads=(4, 1))
+BAD_SCALES = {
+    "cache_scale: expected a finite number above 0, got 0.0": (E4M3, 0.0),
+    "cache_scale: expected a finite number above 0, got nan": (E4M3, math.nan),
+    "cache_scale: expected a finite number above 0, got inf": (E5M2, math.inf),
+    "cache_scale: expected a finite number above 0, got float32 []": (E4M3, torch.tensor(0.5)),
+    "cache_scale: expected 1 for a cache of float32, which holds no codes of fp8, got 0.5": (torch.float32, 0.5),
+}
+
+
+@each_twin
+@pytest.mark.usefixtures("shapes_unchecked")
+@pytest.mark.parametrize("message", BAD_SCALES)
+def test_bad_scales_are_named(twin, message):
+    kind, scale = BAD_SCALES[message]
+    given = Latents(SMALL_CASE, poison=HARMLESS)
+    cache = given.cache.to(kind)
+    before = bits(cache).clone()
+    latent, rope_key = given.new.split((RANK, ROPE), dim=1)
+    named = pytest.raises(ValueError, match="^" + re.escape(message))
+    with named:
+        attend(twin, given.absorbed, cache, given.batch, cache_scale=scale, softmax_scale=SCALE)
+    with named:
+        arguments = given.query, given.new, cache, *given.projections.values(), given.batch
+        prefill(twin, *arguments, workspace=8, cache_scale=scale, softmax_scale=SCALE)
+    with named:
+        twin.write(latent, rope_key, cache, torch.arange(3), cache_scale=scale)
+    assert torch.equal(bits(cache), before)
+
+
+@each_twin
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_bad_pools_and_writes_are_named_and_nothing_is_written(twin):
+    given = Latents(SMALL_CASE, poison=HARMLESS)
+    codes = torch.zeros_like(given.cache).to(E4M3)
+    for cache, message in (
+        (codes.view(torch.uint8), "cache: expected float32 [n, p, c], got uint8"),
+        (codes.view(torch.int8), "cache: expected float32 [n, p, c], got int8"),
+        (codes[..., :39], "cache: expected rows of at least r + rope = 40 elements, got c=39"),
+        (codes[:, :, None], "cache: expected [n, p, c], got float8_e4m3fn"),
+        (codes[:, :8], "cache: expected blocks of 16 tokens, as in the plan, got p=8"),
+    ):
+        plan = twin.plan(given.batch, block_size=16)
+        with pytest.raises(ValueError, match="^" + re.escape(message)):
+            twin.attention(given.absorbed, cache, plan, AttentionOptions(softmax_scale=SCALE), latent_rank=RANK)
+    latent, rope_key, slots = torch.ones(2, RANK), torch.ones(2, ROPE), torch.tensor([1, 2])
+    for arguments, message in (
+        ((latent.to(E4M3), rope_key, codes, slots), "latent: expected a floating point type"),
+        ((latent, rope_key.half(), codes, slots), "rope_key: expected float32 [t=2, rope], got float16"),
+        ((latent, torch.ones(2, ROPE + 9), codes, slots), "cache: expected rows of at least r + rope = 49"),
+        ((latent, rope_key, codes, torch.tensor([1, 10**6])), "slot_mapping: expected slots in 0.."),
+        ((latent, rope_key, codes, torch.tensor([1, 1])), "slot_mapping: expected each slot once"),
+    ):
+        with pytest.raises(ValueError, match="^" + re.escape(message)):
+            twin.write(*arguments, cache_scale=0.5)
+        assert not bits(codes).any()
