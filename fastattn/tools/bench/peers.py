@@ -35,6 +35,7 @@ from fastattn.tools.bench.work import (
     Judge,
     LatentInputs,
     LatentPrefillInputs,
+    Latents,
     Step,
     Tokens,
     made_of_latents,
@@ -100,11 +101,16 @@ def coded_twin(package: str = "fastattn", *, kernel: str | None = None) -> Conte
 
 def uncoded(contender: Contender) -> Contender:
     """Another contender, over a plain cache of what the codes were made of: twice the bytes."""
+
+    def judge(inputs: CodedInputs | LatentInputs) -> Judge:
+        plain = _as(Latents if isinstance(inputs.work, Latents) else Attention, inputs.work)
+        return plain.judge(inputs.plain)
+
     return replace(
         contender,
         name=f"{contender.name}, plain cache",
         prepare=lambda inputs: contender.prepare(inputs.plain),
-        judge=lambda inputs: _as(Attention, inputs.work).judge(inputs.plain),
+        judge=judge,
     )
 
 
@@ -255,6 +261,7 @@ def mla_twin(package: str = "fastattn", *, kernel: str | None = None) -> Contend
             block_size=inputs.work.block_size,
             softmax_scale=inputs.work.softmax_scale,
             latent_rank=inputs.work.value_size,
+            cache_scale=inputs.cache_scale,
         )
         return call if kernel is None else partial(_call_with, kernel, call)
 
