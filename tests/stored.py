@@ -1,8 +1,10 @@
 """Batches in a quantised pool, and codes as the numbers that they stand for, by arithmetic of its own."""
 
+import importlib
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -147,6 +149,14 @@ def apart(x: torch.Tensor) -> torch.Tensor:
     view = room[tuple(slice(size) for size in x.shape)]
     view.copy_(x)
     return view
+
+
+def over_codes(package: str, path: str) -> ModuleType:
+    """Return `quantized.attention` with the plan of a path."""
+    mixed = ModuleType(f"{package}.{path}")
+    mixed.plan = importlib.import_module(f"{package}.{path}").plan
+    mixed.attention = importlib.import_module(f"{package}.quantized").attention
+    return mixed
 
 
 def in_codes(key_cache: torch.Tensor, value_cache: torch.Tensor, kind: str) -> tuple:

@@ -124,6 +124,10 @@ def launch_all(capability):
         keys_of_codes = pool(2, 128, torch.int8 if held.kind == "int8" else torch.uint8)
         values = codes.in_pairs(pool(2, 128, value_dtype))
         attention.attend(query, keys_of_codes, values, plan(query_len), options, codes=held)
+    held = codes.Codes("e4m3", key=torch.ones(2), value=torch.ones(2))
+    query, keys_of_codes = torch.zeros(64, 32, 128, dtype=half), pool(8, 128, torch.uint8)
+    levels = [prefix, plan(1, 256, num_seqs=64)]
+    attention.attend_levels(query, keys_of_codes, keys_of_codes, levels, plain, codes=held)
     rounded = codes.Codes("e4m3", query=torch.ones(2), key=torch.ones(2, 2), value=torch.ones(2), rounds_query=True)
     pages = torch.zeros(64, 16, 2, 256, dtype=torch.uint8)
     for kind in (half, torch.float32):
@@ -140,6 +144,10 @@ def launch_all(capability):
         query = torch.zeros(2 * nodes, 8, 128, dtype=half)
         attention.attend_levels(query, keys, keys, [drafts.whole], tree_options, tree=drafts)
         attention.attend_to_nodes(query, keys, keys, drafts, tree_options, query, torch.zeros(8, 2 * nodes))
+        of_codes = codes.Codes("int8", key=of_keys) if nodes == 64 else codes.Codes("e4m3")
+        keys_of_codes = pool(2, 128, torch.int8 if nodes == 64 else torch.uint8)
+        values = codes.in_pairs(keys_of_codes) if nodes == 4 else keys_of_codes  # 16 rows
+        attention.attend_levels(query, keys_of_codes, values, [drafts.whole], tree_options, codes=of_codes, tree=drafts)
 
     subtraction = Subtraction(torch.tensor(0.5), torch.ones(128), 1e-5, 0.2)
     for query_len, options, asked in (

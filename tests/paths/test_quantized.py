@@ -28,6 +28,7 @@ from stored import (
     in_scales,
     nearest,
     numbers_of,
+    over_codes,
     store,
 )
 from tolerance import assert_matches_reference
@@ -67,10 +68,7 @@ def only_on_cpu(device):
 def path(package: str, plan: str = "causal") -> tuple[ModuleType, dict]:
     """Return `quantized.attention` with the plan of some path, and the arguments of that."""
     name, arguments, _ = PLANS[plan]
-    mixed = ModuleType(f"{package}.{plan}")
-    mixed.plan = importlib.import_module(f"{package}.{name}").plan
-    mixed.attention = importlib.import_module(f"{package}.quantized").attention
-    return mixed, arguments
+    return over_codes(package, name), arguments
 
 
 # --- who sees whom, and memory that nobody may see ---

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ import torch
 from batches import HARMLESS, POISON, Case, assert_same_masks, attend, masks_by_hand, read_masks
 from kernels_present import PRESENT, Kernel
 from options import per_head
-from stored import E4M3, E5M2, KINDS, Stored, attended_by_hand, in_codes, store
+from stored import E4M3, E5M2, KINDS, Stored, attended_by_hand, in_codes, over_codes, store
 from test_cascade import SHARED
 from test_speculative import case_of, draw_tree, masks_of_trees
 from test_steps import record
@@ -144,18 +143,12 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 each_package = pytest.mark.parametrize("package", ["refattn", "fastattn"], ids=["ref", "fast"])
 
 
-def path(package: str, step: Step) -> ModuleType:
-    """Return `quantized.attention` with the plan of the step's path."""
-    mixed = ModuleType(f"{package}.{step.path}")
-    mixed.plan = importlib.import_module(f"{package}.{step.path}").plan
-    mixed.attention = importlib.import_module(f"{package}.quantized").attention
-    return mixed
-
-
 def call(package: str, step: Step, stored: Stored, **options: Any) -> Any:
     """Plan the step, attend over its codes, and return outputs and log-sum-exps."""
     arguments = step.arguments(str(stored.query.device))
-    return attend(path(package, step), *stored.tensors, **arguments, **options, scales=stored.scales, return_lse=True)
+    return attend(
+        over_codes(package, step.path), *stored.tensors, **arguments, **options, scales=stored.scales, return_lse=True
+    )
 
 
 def asked_for(who: Kernel | None) -> tuple[str, Any]:
@@ -167,8 +160,11 @@ def asked_for(who: Kernel | None) -> tuple[str, Any]:
 
 
 @each_who
-@each_step
-@pytest.mark.parametrize("kind", SOME)
+@pytest.mark.parametrize(
+    ("step", "kind"),
+    [(step, ("e4m3", "int8")[i % 2]) for i, step in enumerate(STEPS.values())],
+    ids=STEPS,
+)
 def test_mask(who, step, kind, device):
     step = replace(step, case=replace(step.case, head_size=64, value_head_size=64))
     package, context = asked_for(who)
@@ -177,7 +173,9 @@ def test_mask(who, step, kind, device):
         *pools, scales = in_codes(key_cache, value_cache, kind)
         arguments = step.arguments(device)
         # The first sequence of a prefix has the one-hot values of all.
-        return attend(path(package, step), query, *pools, step.share(batch), **arguments, scales=scales, **options)
+        return attend(
+            over_codes(package, step.path), query, *pools, step.share(batch), **arguments, scales=scales, **options
+        )
 
     with context:
         assert_same_masks(read_masks(attention, step.case, device=device), step.masks())
@@ -215,7 +213,7 @@ def test_formula(step, kind, left):
 
 
 @pytest.mark.covers("B83")
-@each_kind
+@pytest.mark.parametrize("kind", SOME)
 @each_package
 @pytest.mark.skipif(not ON_CPU, reason="in float64, on a CPU")
 @pytest.mark.parametrize("options", OPTIONS)
@@ -225,7 +223,7 @@ def test_a_cascade_answers_as_attention_without_one(package, kind, options):
     stored = step.store(kind, left=LEFT if "window_size" in OPTIONS[options] else -1, dtype=torch.float64)
     options = per_head(OPTIONS[options], step.case, "cpu")
     whole = attend(
-        path(package, Step("chunked_prefill", step.case, [])),
+        over_codes(package, "chunked_prefill"),
         *stored.tensors,
         **options,
         scales=stored.scales,
@@ -243,16 +241,16 @@ def assert_twins_agree(step: Step, stored: Stored, **options: Any) -> None:
     pools = [x.view(torch.uint8) if x.dtype in (E4M3, E5M2) else x for x in (stored.key_cache, stored.value_cache)]
     tensors = (stored.query, *pools, stored.batch)  # as bytes, which a cast of the test leaves alone
     arguments = dict(step.arguments(str(stored.query.device)), **options, scales=stored.scales)
-    twin = partial(attend, path("fastattn", step), *tensors, **arguments)
+    twin = partial(attend, over_codes("fastattn", step.path), *tensors, **arguments)
     out, lse = twin(return_lse=True)
-    assert_matches_reference(out, lse, partial(attend, path("refattn", step)), *tensors, **arguments)
+    assert_matches_reference(out, lse, partial(attend, over_codes("refattn", step.path)), *tensors, **arguments)
     memory = torch.full_like(out, torch.nan)
     assert twin(out=memory) is memory and torch.equal(memory, out)
 
 
 @each_kernel
 @pytest.mark.parametrize(
-    ("name", "kind"), [(name, kind) for name in STEPS for kind in KINDS if kind in SOME or name in FEW]
+    ("name", "kind"), [(name, kind) for name in STEPS for kind in KINDS if kind == "e4m3" or name in FEW]
 )
 def test_twins(kernel, name, kind, device):
     step = STEPS[name]
@@ -291,7 +289,7 @@ def test_layers_of_a_step_have_scales_of_their_own(kernel, kind, device):
         layers = [scales, replace(scales, key=scales.key * 1.7, value=scales.value * 0.3), Fp8Scales(0.3, 0.9, 0.2)]
     else:
         layers = [scales, Int8Scales(scales.key * 0.7, scales.value * 1.9)]
-    twin = path("fastattn", step)
+    twin = over_codes("fastattn", step.path)
     with kernel.asked_for():
         plan = twin.plan(stored.batch, block_size=step.case.block_size, **step.arguments(device))
         for stored.scales in layers * 2:
@@ -315,7 +313,7 @@ def test_a_captured_cascade_goes_on(kernel, kind, heads, device):
     """
     step = Step("cascade", Case("c", ((1, 70), (1, 52), (1, 66), (1, 130)), heads=heads), [(0, 4, 48)])
     stored = step.store(kind, dtype=kernel.dtypes[0], device=device)
-    twin, arguments = path("fastattn", step), step.arguments(device)
+    twin, arguments = over_codes("fastattn", step.path), step.arguments(device)
     stored.batch.seq_lens.sub_(2)
     plan = twin.plan(stored.batch, block_size=16, **arguments)
     with kernel.asked_for():
@@ -330,7 +328,7 @@ def test_a_captured_cascade_goes_on(kernel, kind, heads, device):
             assert_matches_reference(
                 out,
                 lse,
-                partial(attend, path("refattn", step)),
+                partial(attend, over_codes("refattn", step.path)),
                 stored.query,
                 *pools,
                 stored.batch,
@@ -346,7 +344,7 @@ def test_a_captured_cascade_goes_on(kernel, kind, heads, device):
 
 
 @each_who
-@each_kind
+@pytest.mark.parametrize("kind", ["e4m3", "int8", "int8-half"])
 def test_after_compaction_the_next_step_answers_as_if_nothing_had_been_drafted(who, kind, device):
     """Codes move, and the scales of int8 keys with them; NaN is in the slots of what was rejected."""
     package, context = asked_for(who)
@@ -380,7 +378,7 @@ def test_after_compaction_the_next_step_answers_as_if_nothing_had_been_drafted(w
         spoil(cache, masks_by_hand(after.case, lambda i, j: j <= i))
     with context:
         answers = [
-            attend(path(package, after), *cache.tensors, scales=cache.scales, return_lse=True)
+            attend(over_codes(package, after.path), *cache.tensors, scales=cache.scales, return_lse=True)
             for cache in (stored, in_order)
         ]
     for one, other in zip(*answers, strict=True):
@@ -393,7 +391,7 @@ def test_after_compaction_the_next_step_answers_as_if_nothing_had_been_drafted(w
 def good(package: str) -> dict[str, Any]:
     """Return a cascade and the arguments of a call over it."""
     stored = STEPS["cascade-tree"].store("e4m3")
-    plan = path(package, STEPS["cascade-tree"]).plan(
+    plan = over_codes(package, STEPS["cascade-tree"].path).plan(
         stored.batch, block_size=16, **STEPS["cascade-tree"].arguments("cpu")
     )
     return dict(

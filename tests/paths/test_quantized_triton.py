@@ -1,6 +1,5 @@
 """Quantised caches by our Triton kernels, interpreted on a CPU and compiled on a GPU."""
 
-import importlib
 import math
 import os
 from dataclasses import replace
@@ -17,7 +16,7 @@ import torch
 from batches import HARMLESS, POISON, Case
 from options import OPTIONS, per_head
 from specs import CHUNK, LEFT, ODD
-from stored import E4M3, E5M2, KINDS, apart, bits, decoded, in_scales, store
+from stored import E4M3, E5M2, KINDS, apart, bits, decoded, in_scales, over_codes, store
 from tolerance import assert_close
 
 import fastattn
@@ -56,10 +55,7 @@ def ours():
 
 def path(package: str, plan: str) -> tuple[ModuleType, dict]:
     name, arguments = PLANS[plan]
-    mixed = ModuleType(f"{package}.{plan}")
-    mixed.plan = importlib.import_module(f"{package}.{name}").plan
-    mixed.attention = importlib.import_module(f"{package}.quantized").attention
-    return mixed, arguments
+    return over_codes(package, name), arguments
 
 
 def assert_twins_agree(stored, plan="causal", **options) -> None:

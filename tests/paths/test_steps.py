@@ -9,12 +9,13 @@ from collections.abc import Callable
 import pytest
 import torch
 from batches import Case, attend, build
+from stored import over_codes
 from tolerance import assert_matches_reference
 
 import fastattn.metadata
 import fastattn.speculative
 import refattn.metadata
-from refattn.interface import Batch, Trees
+from refattn.interface import Batch, Fp8Scales, Trees
 
 TWINS = [refattn.metadata, fastattn.metadata]
 each_twin = pytest.mark.parametrize("twin", TWINS, ids=["ref", "fast"])
@@ -120,13 +121,27 @@ def record(step: Callable[[], torch.Tensor], device: str) -> Callable[[], torch.
     return replay
 
 
-def check_steps(path: str, steps, arguments: dict, device: str, of_step: Callable[[int], dict] | None = None) -> None:
-    """Record the first step, replay it for the others, and compare each with the reference; padding rows hold 0."""
+def check_steps(
+    path: str,
+    steps,
+    arguments: dict,
+    device: str,
+    of_step: Callable[[int], dict] | None = None,
+    *,
+    scales: Fp8Scales | None = None,
+) -> None:
+    """Record the first step, replay it for the others, and compare each with the reference; padding rows hold 0.
+
+    With scales the pools hold codes, and `quantized.attention` takes the plan of the path.
+    """
     dtype = torch.float16 if device == "cuda" else torch.float32
     rows, blocks = 24, 80
     module, reference = (importlib.import_module(f"{package}.{path}") for package in ("fastattn", "refattn"))
+    if scales is not None:
+        module, reference = (over_codes(package, path) for package in ("fastattn", "refattn"))
+        arguments = {**arguments, "scales": scales}
     query = torch.zeros(rows, 4, 64, dtype=dtype, device=device)
-    pools = torch.zeros(2, blocks, 16, 2, 64, dtype=dtype, device=device)
+    pools = torch.zeros(2, blocks, 16, 2, 64, dtype=dtype if scales is None else scales.format, device=device)
     buffers = fastattn.metadata.make_buffers(5, device=device, **ROOM)
 
     def step() -> torch.Tensor:
@@ -144,7 +159,10 @@ def check_steps(path: str, steps, arguments: dict, device: str, of_step: Callabl
         its_own = {} if of_step is None else of_step(i)
         replay = replay or record(step, device)
         out = replay()
-        asked = (inputs.query, inputs.key_cache, inputs.value_cache, inputs.batch)
+        held = [inputs.key_cache, inputs.value_cache]
+        if scales is not None:  # as bytes, which a cast of the test leaves alone
+            held = [pool.to(scales.format).view(torch.uint8) for pool in held]
+        asked = (inputs.query, *held, inputs.batch)
         _, lse = attend(reference, *asked, **{**arguments, **its_own}, return_lse=True)
         assert_matches_reference(
             out[: len(inputs.query)],
@@ -167,7 +185,8 @@ def test_a_step_is_captured_once_and_replayed_for_any_other(kind, device):
 @pytest.mark.covers("D161", "D164", "D165", "D168")
 @pytest.mark.parametrize("kind", TREE_STEPS)
 @pytest.mark.parametrize("window", [-1, 20])
-def test_trees_are_captured_once_and_replayed_for_any_others(kind, window, device):
+@pytest.mark.parametrize("stored", [None, torch.float8_e4m3fn], ids=["numbers", "codes"])
+def test_trees_are_captured_once_and_replayed_for_any_others(kind, window, stored, device):
     """Other trees too: their masks, depths and positions are made of the parents inside of the graph."""
     parents = torch.zeros(5, 6, dtype=torch.int32, device=device)
     buffers = Trees(parents - 1, torch.zeros(5, dtype=torch.int32, device=device))
@@ -183,7 +202,11 @@ def test_trees_are_captured_once_and_replayed_for_any_others(kind, window, devic
         return dict(trees=trees)
 
     arguments = dict(trees=buffers, window_size=(window, 0))
-    check_steps("speculative", steps, arguments, device, fill)
+    scales = None
+    if stored is not None:
+        of_key, of_value = torch.tensor([[0.7, 1.3], [0.4, 1.9]], device=device)
+        scales = Fp8Scales(of_key, of_value, format=stored)
+    check_steps("speculative", steps, arguments, device, fill, scales=scales)
 
 
 # --- V0's steps, and tables of other servers ---

@@ -29,6 +29,8 @@ from fastattn.tools.bench.rows import Row, _cuda, rows
 from fastattn.tools.bench.work import (
     Attention,
     CacheWrite,
+    Coded,
+    CodedDrafts,
     CodedLatents,
     Differential,
     Drafts,
@@ -238,6 +240,8 @@ LATENTS = Latents(((1, 300), (1, 70)), heads=(4, 1), head_size=40, value_head_si
 CODED_LATENTS = CodedLatents(**vars(LATENTS))
 DRAFTS = replace(LATENTS, lens=((3, 200), (3, 65)))
 TREES = Drafts(((6, 200), (20, 65), (1, 33)), **SIZES)
+CODED_TREES = CodedDrafts(((6, 200), (20, 65)), **SIZES)
+CODED_PREFIX = Coded(((1, 96 + 40),) * 3, shared=96, stored=torch.int8, **SIZES)
 PROMPTS = LatentPrefill(
     ((20, 150), (5, 70)), heads=(4, 4), head_size=24, value_head_size=24, latent_rank=32, rope_size=8, workspace=50
 )
@@ -291,7 +295,7 @@ CONTENDERS = [
         (CODED_LATENTS, peer)
         for peer in (
             *(peers.mla_twin(), peers.mla_twin("refattn"), peers.mla_twin(kernel="cpu")),
-            *(peers.uncoded(peer) for peer in (peers.mla_twin(), peers.flash_mla())),
+            *(peers.uncoded(peer, Latents) for peer in (peers.mla_twin(), peers.flash_mla())),
         )
     ),
     (replace(LATENTS, lens=((1, 256),) * 3), peers.aten_cpu_latents()),
@@ -302,6 +306,8 @@ CONTENDERS = [
             *(peers.as_chain(peer) for peer in (peers.fa3(), peers.fa4(), twin("chunked_prefill"))),
         )
     ),
+    *((CODED_TREES, peer) for peer in (peers.coded_twin(path="speculative"), peers.uncoded(peers.tree_twin(), Drafts))),
+    *((CODED_PREFIX, peer) for peer in (peers.coded_twin(path="cascade"), peers.uncoded(peers.cascade_twin()))),
     *(
         (PROMPTS, peer)
         for peer in (peers.mla_prefill_twin(), peers.mla_prefill_twin("refattn"), peers.latents_by_hand())

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fastattn import speculative
 from fastattn.kernels import use_kernel
 from fastattn.kernels.flash import fa3 as fa3_adapter
 from fastattn.tools.bench import measure
@@ -35,7 +36,6 @@ from fastattn.tools.bench.work import (
     Judge,
     LatentInputs,
     LatentPrefillInputs,
-    Latents,
     Step,
     Tokens,
     made_of_latents,
@@ -87,30 +87,51 @@ def twin(
     return Contender(name or ", ".join(filter(None, (package, kernel))), prepare_call, lse=True)
 
 
-def coded_twin(package: str = "fastattn", *, kernel: str | None = None) -> Contender:
-    """Our path over pages of codes, by a kernel if one is asked for."""
+def coded_twin(
+    package: str = "fastattn", *, path: str = "quantized", name: str | None = None, kernel: str | None = None
+) -> Contender:
+    """Our path over pages of codes.
+
+    Args:
+        package: "fastattn" or "refattn".
+        path: whose plan it has: its own, a cascade's over the prefix that all share, or one of drafted trees.
+        name: as the report shows it; the package, and the kernel if one is asked for, if None.
+        kernel: ask for this kernel.
+    """
 
     def prepare_call(inputs: CodedInputs) -> Call:
-        module = importlib.import_module(f"{package}.quantized")
-        pools = inputs.query, inputs.key_cache, inputs.value_cache, inputs.batch
-        call = prepare(module, *pools, scales=inputs.scales)
+        module, planned_by = (importlib.import_module(f"{package}.{name}") for name in ("quantized", path))
+        planned = {"cascade": _prefixes, "speculative": _trees}.get(path, lambda inputs: {})(inputs)
+        plan = planned_by.plan(inputs.batch, block_size=inputs.work.block_size, **planned)
+        call = partial(module.attention, inputs.query, inputs.key_cache, inputs.value_cache, plan, scales=inputs.scales)
         return call if kernel is None else partial(_call_with, kernel, call)
 
-    return Contender(", ".join(filter(None, (package, kernel))), prepare_call, lse=True)
+    return Contender(name or ", ".join(filter(None, (package, kernel))), prepare_call, lse=True)
 
 
-def uncoded(contender: Contender) -> Contender:
-    """Another contender, over a plain cache of what the codes were made of: twice the bytes."""
+def _prefixes(inputs: Inputs | CodedInputs) -> dict[str, Any]:
+    """Return what the plan of a cascade takes, over one prefix that all sequences share."""
+    return dict(prefixes=[Prefix(first=0, last=len(inputs.work.lens), end=inputs.work.shared)])
 
-    def judge(inputs: CodedInputs | LatentInputs) -> Judge:
-        plain = _as(Latents if isinstance(inputs.work, Latents) else Attention, inputs.work)
-        return plain.judge(inputs.plain)
 
+def _trees(inputs: Inputs | CodedInputs) -> dict[str, Any]:
+    """Return what the plan of drafted trees takes."""
+    assert isinstance(inputs.work, Drafts)
+    return dict(trees=speculative.make_trees(inputs.work.parents(), device=inputs.query.device))
+
+
+def uncoded(contender: Contender, kind: type[Attention] = Attention) -> Contender:
+    """Another contender, over a plain cache of what the codes were made of: twice the bytes.
+
+    Args:
+        contender: who computes it.
+        kind: what work it is over numbers.
+    """
     return replace(
         contender,
         name=f"{contender.name}, plain cache",
         prepare=lambda inputs: contender.prepare(inputs.plain),
-        judge=judge,
+        judge=lambda inputs: _as(kind, inputs.work).judge(inputs.plain),
     )
 
 
@@ -184,9 +205,8 @@ def cascade_twin(package: str = "fastattn") -> Contender:
 
     def prepare_call(inputs: Inputs) -> Call:
         module = importlib.import_module(f"{package}.cascade")
-        prefix = Prefix(first=0, last=len(inputs.work.lens), end=inputs.work.shared)
         tensors = inputs.query, inputs.key_cache, inputs.value_cache
-        return prepare(module, *tensors, inputs.batch, prefixes=[prefix])
+        return prepare(module, *tensors, inputs.batch, **_prefixes(inputs))
 
     return Contender(package, prepare_call, lse=True)
 
@@ -201,9 +221,8 @@ def tree_twin(package: str = "fastattn", *, kernel: str | None = None) -> Conten
 
     def prepare_call(inputs: Inputs) -> Call:
         module = importlib.import_module(f"{package}.speculative")
-        assert isinstance(inputs.work, Drafts)
-        trees = module.make_trees(inputs.work.parents(), device=inputs.query.device)
-        call = prepare(module, inputs.query, inputs.key_cache, inputs.value_cache, inputs.batch, trees=trees)
+        tensors = inputs.query, inputs.key_cache, inputs.value_cache
+        call = prepare(module, *tensors, inputs.batch, **_trees(inputs))
         return call if kernel is None else partial(_call_with, kernel, call)
 
     return Contender(", ".join(filter(None, (package, kernel))), prepare_call, lse=True)

@@ -18,6 +18,7 @@ from fastattn.tools.bench.work import (
     Attention,
     CacheWrite,
     Coded,
+    CodedDrafts,
     CodedLatents,
     CodedWrite,
     Differential,
@@ -217,7 +218,7 @@ def _cpu(shrink: int) -> Iterator[Row]:
         "mla",
         f"decode-8x{codes.tokens}-fp8",
         codes,
-        (peers.mla_twin(), peers.uncoded(peers.mla_twin()), peers.mla_twin("refattn")),
+        (peers.mla_twin(), peers.uncoded(peers.mla_twin(), Latents), peers.mla_twin("refattn")),
         aim="at most the plain cache's time",
     )
     new, context = 1024 // shrink, 3072 // shrink
@@ -579,6 +580,28 @@ def _codes_of_a_server(shrink: int) -> Iterator[Row]:
             aim="as a plain cache",
             memory=True,
         )
+    nodes, keys = 16, 8192 // shrink
+    yield Row(
+        "quantized",
+        f"tree-64x{keys}-drafts-{nodes}-fp8",
+        CodedDrafts(((nodes, keys + nodes),) * 64),
+        (peers.coded_twin(path="speculative"), peers.uncoded(peers.tree_twin(), Drafts)),
+        clock="graph",
+        aim="ahead of a plain cache",
+    )
+    cascade = Coded(((1, (8192 + 256) // shrink),) * 64, shared=8192 // shrink)
+    yield Row(
+        "quantized",
+        f"cascade-64-prefix-{cascade.shared}-own-{cascade.tokens - cascade.shared}-fp8",
+        cascade,
+        (
+            peers.coded_twin(path="cascade"),
+            peers.coded_twin(name="without cascade"),
+            peers.uncoded(peers.cascade_twin()),
+        ),
+        clock="graph",
+        aim="ahead of a plain cache",
+    )
     write = CodedWrite(65536 // shrink)
     yield Row(
         "quantized", f"write-{write.num_tokens}-fp8", write, (peers.coded_write_twin(),), aim="0.85 of the copy's speed"
@@ -616,7 +639,7 @@ def _latents_of_a_server(shrink: int) -> Iterator[Row]:
             "mla",
             f"decode-64x{decode.tokens}-heads-{heads}-fp8",
             decode,
-            (peers.mla_twin(), *map(peers.uncoded, plain)),
+            (peers.mla_twin(), *(peers.uncoded(peer, Latents) for peer in plain)),
             clock="graph",
             aim=aim,
         )

@@ -441,6 +441,11 @@ class Coded(Attention):
         return attend(query, key, value, visible)
 
 
+@dataclass(frozen=True)
+class CodedDrafts(Drafts, Coded):
+    """The verification of a drafted tree in each sequence, over pages of codes."""
+
+
 class CodedWeights(Coded):
     """The same as FlashAttention-3 computes it: queries are rounded to fp8, too, and weights, times 256."""
 
