@@ -138,7 +138,7 @@
         }),
         el("span", {}, MASK_NAMES[mask])))
     const tree = el("input", {
-      "aria-label": "the node that each node of the tree follows, −1 for a root", "data-key": "tree",
+      "aria-label": "the parent of each node of the tree, −1 for a root", "data-key": "tree",
       onchange: () => set({ tree: (tree.value.match(/-?\d+/g) ?? []).map(Number) }),
     })
     refreshers.push(() => {
@@ -146,7 +146,7 @@
       tree.value = state.tree.join(" ")
     })
     const ofMask = {
-      causal: () => el("p", { class: "field note" }, "itself, and what came before"),
+      causal: () => el("p", { class: "field note" }, "itself and everything before it"),
       window: () => size("window", "keys in a window", explorer.MOST.keys),
       chunk: () => size("chunk", "tokens in a chunk", explorer.MOST.keys, { step: () => state.block }),
       tree: () => el("div", { class: "field" }, el("span", { "aria-hidden": "true" }, "parents of nodes"), tree),
@@ -232,13 +232,13 @@
           range(last - first).map((k) => chip(first + k)),
           begin < end ? `${begin} to ${end - 1}` : "none",
         ].map((cell) => el("td", {}, cell)))))
-      return [el("h4", {}, "Levels of a cascade"), el("p", {}, "A level reads the keys of a group once, for the queries of all its requests."),
+      return [el("h4", {}, "Levels of a cascade"), el("p", {}, "Each level reads the keys of a group once, for the queries of all its requests."),
         scroller("levels of a cascade", el("table", { class: "table" }, head("level", "requests", "keys"), el("tbody", {}, rows)))]
     }
     if (state.mask !== "window" && state.mask !== "chunk") return []
     const [title, text] = state.mask === "window"
-      ? ["Trimmed tables", "Blocks that no query can see are cut off in front. Nothing else changes: a window depends on distances alone."]
-      : ["Virtual batches", "Each chunk with new tokens is a sequence of its own, and attention over it is causal."]
+      ? ["Trimmed tables", "Blocks at the front that no query can see are removed. Nothing else changes: a window depends only on distances."]
+      : ["Virtual batches", "Each chunk with new tokens becomes a sequence of its own, with causal attention."]
     const rows = shown.sequences.slice(0, 40).map((each, i) =>
       el("tr", {}, [String(i), [chip(each.request)], String(each.queries), String(each.keys), String(each.first), list(each.blocks)]
         .map((cell) => el("td", {}, cell))))
@@ -266,7 +266,7 @@
     }
     says.textContent = sentence(...state.query)
     return [
-      el("p", {}, "A row is a new token, and sees the filled keys. Choose one: its numbers are below."),
+      el("p", {}, "Each row is a new token and sees the filled keys. Select a row to see its numbers below."),
       el("div", { class: "masks", role: "listbox", "aria-label": "queries", onkeydown: choose }, grids),
       says,
     ]
@@ -392,8 +392,8 @@
       : null
     return [
       el("p", {}, `Query “${word}” of ${NAMES[request]} is [${query.map((v) => number(v, 1)).join(", ")}]. `,
-        "Toy keys have four numbers, values two; a tile is a block of keys. An online softmax takes one tile after the other."),
-      now ? bars(now.tile, request) : el("p", {}, "No key, no tile: the answer is 0, its log-sum-exp −∞."),
+        "Toy keys have four numbers and values two; a tile is a block of keys. The online softmax processes one tile after the other."),
+      now ? bars(now.tile, request) : el("p", {}, "No visible key: the answer is 0, with a log-sum-exp of −∞."),
       now ? formula(now, tiles[at - 1]) : null,
       scroller("online softmax", el("table", { class: "table softmax" },
         head(parts.length > 1 ? "part" : "", "keys", "row_max", "rescale", "row_sum", "acc"), el("tbody", {}, softmax))),
@@ -434,7 +434,7 @@
   }
 
   function formula({ tile, t, p }, before) {
-    if (!tile.keys.some((key) => key.visible)) return el("p", { class: "says numbers" }, "No key of this tile is seen: nothing changes.")
+    if (!tile.keys.some((key) => key.visible)) return el("p", { class: "says numbers" }, "No key of this tile is visible: nothing changes.")
     const added = number(tile.weights.reduce((a, b) => a + b, 0))
     const text = t && before?.p === p && before.tile.sum
       ? `row_sum ${number(before.tile.sum)} × ${number(tile.rescale)} + ${added} = ${number(tile.sum)}, ` +
@@ -454,10 +454,10 @@
       el("div", { class: "amount" }, el("span", {}, label), el("span", { class: "numbers" }, bytes(value)),
         el("span", { class: "track" }, el("span", { style: `width: ${(100 * value) / most}%` })))
     return [
-      el("p", {}, "For one layer: what has to be moved and computed at least, and the shortest time in which the machine can do that."),
+      el("p", {}, "For one layer: the least that has to be moved and computed, and the shortest time in which the machine can do it."),
       el("div", { class: "amounts" },
-        bar("keys and values, of all tokens", all),
-        bar("those that some query sees", apart),
+        bar("keys and values of all tokens", all),
+        bar("those that any query sees", apart),
         bar("with what is shared once", moved.keys),
         bar("queries and outputs", moved.queries + moved.outputs),
         bar("partial answers, written and read", moved.partials)),

@@ -29,11 +29,11 @@ TOKEN = 40  # width of a token, in pixels
 LEFT, TOP, ROW = 56, 64, 30  # where the first token stands, and the height of a row
 CAPTIONS = (
     "Three requests in one step: outlined tokens are cached, filled ones are new.",
-    "The new tokens are one row of queries: cu_seqlens_q = {starts}.",
+    "The new tokens form one row of queries: cu_seqlens_q = {starts}.",
     "Where are the keys? In pages of a pool, wherever there was room. Slots written: {slots}.",
-    "Who may see whom? A row is a new token, and sees the filled keys of its own request.",
+    "Who may see whom? Each row is a new token and sees the filled keys of its own request.",
     "How do partial answers combine? One softmax over each block of b, for “like” ...",
-    "... merged by their log-sum-exp: {shares}. The same as one softmax over all.",
+    "... merged by their log-sum-exp: {shares}. Equal to one softmax over all.",
 )
 
 State = tuple[float, float, float, float]  # where a part of the picture is in a scene: x, y, its height, its opacity
@@ -88,9 +88,10 @@ def _tokens(starts: Sequence[int]) -> list[tuple[str, str]]:
             fill = COLOURS[request]
             style = f'fill="{fill}"' if is_new else f'fill="none" stroke="{fill}" stroke-width="1.5"'
             ink = text_colour(fill) if is_new else INK
+            text = f"fill:{ink};font-size:{9 if len(word) > 6 else 10}px"
             shape = (
                 f'<rect x="1" y="1" width="{TOKEN - 3}" height="22" rx="2" {style}/>'
-                f'<text class="m" x="{TOKEN / 2 - 0.5}" y="16" style="fill:{ink};font-size:10px">{escape(word)}</text>'
+                f'<text class="m" x="{TOKEN / 2 - 0.5}" y="16" style="{text}">{escape(word)}</text>'
             )
             name = f"t{request}_{position}"
             parts.append(_moving(name, [at_home, in_row, in_pool, column, below, below], shape))

@@ -31,6 +31,7 @@ from fastattn.tools.bench.work import (
     CacheWrite,
     Coded,
     CodedDrafts,
+    CodedLatents,
     Differential,
     Drafts,
     LatentPrefill,
@@ -85,6 +86,8 @@ def test_floors_of_latents_count_each_once():
     pairs, keys = 19 + 20 + 33, 20 + 33
     assert work.flops() == 2 * pairs * 4 * (24 + 16)
     assert work.reads(2) == 2 * 24 * (3 * 4 + keys) and work.writes(2) == 2 * 3 * 4 * 16
+    work = CodedLatents(**vars(work))
+    assert work.reads(2) == 24 * (2 * 3 * 4 + keys) and work.writes(2) == 2 * 3 * 4 * 16
     work = LatentPrefill(
         ((2, 20), (1, 33)), heads=(4, 4), head_size=12, value_head_size=6, latent_rank=16, rope_size=8, workspace=20
     )
@@ -234,6 +237,7 @@ PREFIX = Attention(((1, 96 + 40),) * 3, shared=96, **SIZES)
 NEW_TOKENS = Attention(((16, 16 + 120),) * 3, **SIZES)
 PAIRS = Differential(((1, 300),) * 3, **SIZES)
 LATENTS = Latents(((1, 300), (1, 70)), heads=(4, 1), head_size=40, value_head_size=32, size_before=24)
+CODED_LATENTS = CodedLatents(**vars(LATENTS))
 DRAFTS = replace(LATENTS, lens=((3, 200), (3, 65)))
 TREES = Drafts(((6, 200), (20, 65), (1, 33)), **SIZES)
 CODED_TREES = CodedDrafts(((6, 200), (20, 65)), **SIZES)
@@ -285,6 +289,13 @@ CONTENDERS = [
         for peer in (
             *(peers.mla_twin(), peers.mla_twin("refattn"), peers.mla_twin(kernel="cpu")),
             *(peers.flash_mla(), peers.fa3_latents(), peers.flashinfer_latents(), peers.flashinfer_latents("fa2")),
+        )
+    ),
+    *(
+        (CODED_LATENTS, peer)
+        for peer in (
+            *(peers.mla_twin(), peers.mla_twin("refattn"), peers.mla_twin(kernel="cpu")),
+            *(peers.uncoded(peer, Latents) for peer in (peers.mla_twin(), peers.flash_mla())),
         )
     ),
     (replace(LATENTS, lens=((1, 256),) * 3), peers.aten_cpu_latents()),

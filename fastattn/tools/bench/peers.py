@@ -280,6 +280,7 @@ def mla_twin(package: str = "fastattn", *, kernel: str | None = None) -> Contend
             block_size=inputs.work.block_size,
             softmax_scale=inputs.work.softmax_scale,
             latent_rank=inputs.work.value_size,
+            cache_scale=inputs.cache_scale,
         )
         return call if kernel is None else partial(_call_with, kernel, call)
 

@@ -19,6 +19,7 @@ from fastattn.tools.bench.work import (
     CacheWrite,
     Coded,
     CodedDrafts,
+    CodedLatents,
     CodedWrite,
     Differential,
     Drafts,
@@ -211,6 +212,14 @@ def _cpu(shrink: int) -> Iterator[Row]:
         latents,
         (peers.mla_twin(), peers.aten_cpu_latents(), peers.mla_twin("refattn")),
         aim="1.15 of the ATen call over the same pages",
+    )
+    codes = CodedLatents(**vars(latents))
+    yield Row(
+        "mla",
+        f"decode-8x{codes.tokens}-fp8",
+        codes,
+        (peers.mla_twin(), peers.uncoded(peers.mla_twin(), Latents), peers.mla_twin("refattn")),
+        aim="at most the plain cache's time",
     )
     new, context = 1024 // shrink, 3072 // shrink
     prompt = LatentPrefill(
@@ -620,6 +629,17 @@ def _latents_of_a_server(shrink: int) -> Iterator[Row]:
             f"decode-{b}x{decode.tokens}-heads-{heads}",
             decode,
             (peers.mla_twin(), *asked_for, *by_hand),
+            clock="graph",
+            aim=aim,
+        )
+    for heads, aim in ((128, "half the memory, at most 1.1 of ours over numbers"), (16, "at most 85 us")):
+        decode = CodedLatents(((1, 8192 // shrink),) * 64, heads=(heads, 1))
+        plain = peers.mla_twin(), peers.mla_twin(kernel="triton"), peers.flash_mla()
+        yield Row(
+            "mla",
+            f"decode-64x{decode.tokens}-heads-{heads}-fp8",
+            decode,
+            (peers.mla_twin(), *(peers.uncoded(peer, Latents) for peer in plain)),
             clock="graph",
             aim=aim,
         )

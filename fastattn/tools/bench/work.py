@@ -522,8 +522,27 @@ class Latents(Attention):
         return attend(query, key, value, visible, self.softmax_scale)
 
 
+class CodedLatents(Latents):
+    """The same over codes of fp8: the right answer is that of the numbers that the codes stand for."""
+
+    def reads(self, itemsize: int) -> int:
+        """Count the queries once, and a byte for each element of a latent and a rotary key that some query sees."""
+        return self.head_size * (itemsize * self.heads[0] * self.new_tokens() + self.visible_keys())
+
+    def draw(self, device: torch.device, dtype: torch.dtype, seed: int) -> "LatentInputs":
+        """Draw absorbed queries and latents, round latents to codes, and lay the codes out in pages."""
+        plain, scale = super().draw(device, dtype, seed), 0.7
+        codes = (plain.key.float() / scale).to(torch.float8_e4m3fn)
+        pages, _, batch = self.pages(codes.view(torch.uint8), codes[..., :0].view(torch.uint8), self.block_size)
+        rows, cache = codes.float() * scale, pages.squeeze(2).view(codes.dtype)
+        return LatentInputs(self, plain.query, rows, rows[..., : self.value_size], cache, batch, scale, plain)
+
+
 class LatentInputs(NamedTuple):
-    """The inputs of absorbed latent attention: the same latents as rows, one sequence after the other, and as pages."""
+    """The inputs of absorbed latent attention: the same latents as rows, one sequence after the other, and as pages.
+
+    Of codes the rows are what they stand for, `cache_scale` is their scale, and `plain` what they were made of.
+    """
 
     work: Latents
     query: Float[Tensor, "t h d"]
@@ -531,6 +550,8 @@ class LatentInputs(NamedTuple):
     value: Float[Tensor, "s 1 r"]
     cache: Float[Tensor, "n p d"]
     batch: Batch
+    cache_scale: float = 1.0
+    plain: "LatentInputs | None" = None
 
 
 @dataclass(frozen=True)
