@@ -21,7 +21,8 @@ class Fp8Scales:
     """The scales of an fp8 cache, `x = scale * code`, fixed before anything is written.
 
     Each is a positive number, or a float32 tensor with one for each KV head `[hk]`, or for each sequence and KV head
-    `[b, hk]`. A token that is written knows no sequence, so scales per sequence are for reading only.
+    `[b, hk]`. A token that is written knows no sequence, so scales per sequence are for reading only; and for no
+    cascade, whose sequences share what was written.
 
     Attributes:
         key: of the keys.

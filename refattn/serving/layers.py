@@ -48,6 +48,18 @@ class Twin:
         return found
 
 
+class Amax(NamedTuple):
+    """The largest magnitudes of a layer's keys and values, as `calibrate` has found them.
+
+    Attributes:
+        key: per KV head and channel, `[hk, d]` float32 on the CPU; of latents, in a layer that has them, `[1, r]`.
+        value: likewise, `[hk, dv]`; of rotary keys in a layer with latents, `[1, rope]`.
+    """
+
+    key: Float32[Tensor, "hk d"]
+    value: Float32[Tensor, "hk dv"]
+
+
 @dataclass(frozen=True)
 class Layer:
     """A layer that attends to all tokens before it, over the paged cache.
@@ -76,6 +88,20 @@ class Layer:
     def splits_decodes(self) -> bool:
         """Whether a step's decodes are planned apart from its prefills, and so have to come first in it."""
         return False
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether the layer's pool holds codes."""
+        return False
+
+    @property
+    def amax_sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """The sizes of an `Amax` of this layer: of keys, and of values."""
+        return (self.num_kv_heads, self.head_size), (self.num_kv_heads, self.head_size)
+
+    def calibrated(self, twin: Twin, amax: Amax, device: torch.device) -> "Layer":
+        """Return this layer with the scales for its codes."""
+        raise NotImplementedError(f"calibration: a {type(self).__name__} has no codes")
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """Return the bytes that a token takes in the layer's pool."""
@@ -296,14 +322,32 @@ class LatentLayer(Layer):
         latent_rank: elements of a latent, `r`.
         batch_invariant: whether no bit of a row may depend on what else is in the batch. Absorption and projection are
             products with a matrix of the model's, and as they are.
-        codes: the type of the pool's codes, fp8 under a scale of 1, as in a `QuantizedLayer`; None for numbers of the
-            model's type.
+        codes: the type of the pool's codes, fp8; None for numbers of the model's type.
+        cache_scale: of the codes, of latents and rotary keys alike: 1, or if it is calibrated, what makes the largest
+            of them the largest code. No plan depends on it.
     """
 
     takes_trees: ClassVar[bool] = False
     latent_rank: int
     batch_invariant: bool = False
     codes: torch.dtype | None = None
+    cache_scale: float = field(default=1.0, compare=False)
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether the layer's pool holds codes."""
+        return self.codes is not None
+
+    @property
+    def amax_sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """The sizes of an `Amax` of this layer: of latents, and of rotary keys."""
+        return (1, self.latent_rank), (1, self.head_size - self.latent_rank)
+
+    def calibrated(self, twin: Twin, amax: Amax, device: torch.device) -> "LatentLayer":
+        """Return this layer with the scale under which the largest magnitude becomes the largest code."""
+        assert self.codes is not None  # as `set_scales` has made sure
+        largest = max(float(x.max()) for x in amax)
+        return replace(self, cache_scale=largest / torch.finfo(self.codes).max or 1.0)
 
     @property
     def splits_decodes(self) -> bool:
@@ -365,36 +409,24 @@ class LatentLayer(Layer):
         weight = rearrange(made_by.weight, "(h made) r -> h made r", h=num_heads)  # a view, so always up to date
         key_projection, value_projection = weight.tensor_split([query.shape[2] - rope_size], dim=1)
         latent, rope_key = latent[:, 0], rope_key[:, 0]
-        path.write(latent, rope_key, cache, slot_mapping)
+        scale = dict(cache_scale=self.cache_scale)
+        path.write(latent, rope_key, cache, slot_mapping, **scale)
 
         def attend_part(tokens: slice, plan: Plan | PrefillPlan) -> Tensor:
             if isinstance(plan, PrefillPlan):
                 new = (query[tokens], latent[tokens], rope_key[tokens])
                 projections = dict(key_projection=key_projection, value_projection=value_projection)
-                out: Tensor = path.prefill(*new, cache, plan, options, **projections)
+                out: Tensor = path.prefill(*new, cache, plan, options, **projections, **scale)
                 return out
             absorbed = path.absorb(query[tokens], key_projection)
-            out = path.project(
-                path.attention(absorbed, cache, plan, options, latent_rank=self.latent_rank), value_projection
-            )
+            latents = path.attention(absorbed, cache, plan, options, latent_rank=self.latent_rank, **scale)
+            out = path.project(latents, value_projection)
             return out
 
         return torch.cat([attend_part(*part) for part in plan.parts])
 
 
 KV_CACHE_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8}
-
-
-class Amax(NamedTuple):
-    """The largest magnitudes of a layer's keys and values, as `calibrate` has found them.
-
-    Attributes:
-        key: per KV head and channel, `[hk, d]` float32 on the CPU.
-        value: likewise, `[hk, dv]`.
-    """
-
-    key: Float32[Tensor, "hk d"]
-    value: Float32[Tensor, "hk dv"]
 
 
 @dataclass(frozen=True)
@@ -418,6 +450,11 @@ class QuantizedLayer(Layer):
     kv_cache_dtype: str
     key_scale: float | Float32[Tensor, "hk"] = field(default=1.0, compare=False)
     value_scale: float | Float32[Tensor, "..."] = field(default=1.0, compare=False)
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether the layer's pool holds codes."""
+        return True
 
     def calibrated(self, twin: Twin, amax: Amax, device: torch.device) -> "QuantizedLayer":
         """Return this layer with the scales under which the largest magnitudes become the largest codes."""
@@ -553,9 +590,7 @@ def set_scales(
     Raises:
         ValueError: if layers have no codes, or the calibration is not one of theirs.
     """
-    if any(isinstance(layer, LatentLayer) and layer.codes for layer in layers):
-        raise ValueError("calibration: expected None, as codes of latents have a scale of 1, got some")
-    if not all(isinstance(layer, QuantizedLayer) for layer in layers):
+    if not all(layer.has_codes for layer in layers):
         raise ValueError('calibration: expected None, as pools of kv_cache_dtype="auto" have no scales, got some')
     if not isinstance(calibration, Sequence) or len(calibration) != len(layers):
         number = len(calibration) if isinstance(calibration, Sequence) else type(calibration).__name__
@@ -563,16 +598,11 @@ def set_scales(
     for i, (layer, amax) in enumerate(zip(layers, calibration, strict=True)):
         if not isinstance(amax, Amax):
             raise ValueError(f"calibration[{i}]: expected an Amax, got {describe(amax)}")
-        for name, largest in amax._asdict().items():
-            sizes = (layer.num_kv_heads, layer.head_size)
+        for (name, largest), sizes in zip(amax._asdict().items(), layer.amax_sizes, strict=True):
             expect(largest, f"calibration[{i}].{name}", torch.float32, ("hk", "d"), sizes)
             if not largest.is_cpu or not largest.isfinite().all() or (largest < 0).any():
                 raise ValueError(f"calibration[{i}].{name}: expected finite magnitudes on the CPU, got others")
-    return [
-        layer.calibrated(twin, calibration[owner], device)
-        for layer, owner in zip(layers, owners, strict=True)
-        if isinstance(layer, QuantizedLayer)
-    ]
+    return [layer.calibrated(twin, calibration[owner], device) for layer, owner in zip(layers, owners, strict=True)]
 
 
 LAYERS: dict[str, type[Layer]] = {  # by their names in transformers, which has none for the last two

@@ -304,6 +304,20 @@ def test_layers_of_a_step_have_scales_of_their_own(kernel, kind, device):
 
 
 @each_kernel
+@each_kind
+def test_a_chain_answers_as_a_chunk_over_the_same_bytes(kernel, kind, device):
+    """From 88 to 256 keys, where others read the same bytes in two ways (vLLM 54035)."""
+    case = Case("chains", tuple((5, s) for s in (88, 97, 129, 256)), heads=(4, 2), head_size=32)
+    step = Step("speculative", case, [range(-1, 4)] * 4)
+    stored = step.store(kind, dtype=kernel.dtypes[0], device=device)
+    pools = [x.view(torch.uint8) if x.dtype in (E4M3, E5M2) else x for x in (stored.key_cache, stored.value_cache)]
+    chunk = partial(attend, over_codes("refattn", "chunked_prefill"))
+    with kernel.asked_for():
+        answer = call("fastattn", step, stored)
+    assert_matches_reference(*answer, chunk, stored.query, *pools, stored.batch, scales=stored.scales)
+
+
+@each_kernel
 @pytest.mark.parametrize(("kind", "heads"), [("int8", (4, 2)), ("e4m3", (32, 2))], ids=["few-rows", "many-rows"])
 def test_a_captured_cascade_goes_on(kernel, kind, heads, device):
     """Recorded once and replayed with the next token of each sequence, whose lengths are written to in place.

@@ -16,7 +16,7 @@ import fastattn.serving.cuda_graphs
 import refattn.serving.layers
 from fastattn.serving import CudaGraphs
 from refattn.interface import AttentionOptions
-from refattn.serving import CPU, Engine, SamplingParams, calibrate
+from refattn.serving import CPU, Amax, Engine, SamplingParams, calibrate
 from refattn.serving.layers import LatentLayer, Twin
 
 TWINS = ("refattn", "fastattn")
@@ -289,25 +289,34 @@ each_fp8 = pytest.mark.parametrize("kind", FP8)
 
 
 @each_fp8
+@pytest.mark.parametrize("calibrated", [False, True], ids=["scale-1", "calibrated"])
 @pytest.mark.parametrize("schedule", ["all at once", "smallest pool, small workspace"])
-def test_over_codes_an_engine_answers_as_over_rounded_latents(deepseek, kind, schedule, monkeypatch):
+def test_over_codes_an_engine_answers_as_over_rounded_latents(deepseek, kind, schedule, calibrated, monkeypatch):
     """Either twin; what fp8 does to a model is the rounding of its latents and rotary keys, and nothing else."""
     sizes = dict(SCHEDULES[schedule])
     monkeypatch.setattr(refattn.serving.layers, "WORKSPACE", sizes.pop("workspace", 16384))
+    calibration = calibrate(deepseek, PROMPTS[:2]) if calibrated else None
+    largest_code, order = torch.finfo(FP8[kind]).max, {}
 
-    def write(latent, rope_key, cache, slots):
-        refattn.mla.write(*(x.to(FP8[kind]).to(x.dtype) for x in (latent, rope_key)), cache, slots)
+    def write(latent, rope_key, cache, slots, **_):
+        layer = order.setdefault(cache.data_ptr(), len(order))  # in which the layers first write
+        largest = max(x.max() for x in calibration[layer]) if calibrated else largest_code
+        scale = torch.full_like(latent[:1, :1], float(largest) / largest_code)
+        rounded = ((x / scale).clamp(-largest_code, largest_code).to(FP8[kind]).to(x.dtype) for x in (latent, rope_key))
+        refattn.mla.write(*(x * scale for x in rounded), cache, slots)
 
     rounding = ModuleType("refattn")
     rounding.mla = ModuleType("mla")
     rounding.mla.__dict__.update({**vars(refattn.mla), "write": write})
-    rounded = outputs(make_engine(deepseek, rounding, **sizes))
+    plain = make_engine(deepseek, rounding, **sizes)
+    expected = outputs(plain), outputs(plain, PROMPTS[1:4])  # with a prefix that is found, and so is read as codes
     for twin in TWINS:
-        engine = make_engine(deepseek, twin, kv_cache_dtype=kind, **sizes)
+        engine = make_engine(deepseek, twin, kv_cache_dtype=kind, calibration=calibration, **sizes)
         assert {cache.dtype for cache in engine.caches} == {FP8[kind]}
-        assert outputs(engine) == rounded
+        assert len({layer.cache_scale for layer in engine.layers}) == (2 if calibrated else 1)
+        assert outputs(engine) == expected[0]
         cached = engine.counters.cached_blocks
-        assert outputs(engine, PROMPTS[1:4]) == rounded[1:4]
+        assert outputs(engine, PROMPTS[1:4]) == expected[1]
         assert engine.counters.cached_blocks > cached
         assert engine.counters.preemptions or not schedule.startswith("smallest pool")
 
@@ -337,7 +346,8 @@ def test_what_codes_of_latents_do_not_have_is_refused(deepseek):
     with pytest.raises(NotImplementedError, match="no path reads latents from a pool of int8, only of auto, fp8_e4m3"):
         make_engine(deepseek, kv_cache_dtype="int8")
     calibration = calibrate(deepseek, PROMPTS[:1])
-    with pytest.raises(ValueError, match="calibration: expected None, as codes of latents have a scale of 1"):
-        make_engine(deepseek, kv_cache_dtype="fp8_e4m3", calibration=calibration)
+    wrong = [calibration[0], Amax(calibration[1].value, calibration[1].value)]
+    with pytest.raises(ValueError, match=rf"calibration\[1\].key: expected float32 \[hk=1, d={RANK}\], got .*{ROPE}\]"):
+        make_engine(deepseek, kv_cache_dtype="fp8_e4m3", calibration=wrong)
     with pytest.raises(ValueError, match='calibration: expected None, as pools of kv_cache_dtype="auto"'):
         make_engine(deepseek, calibration=calibration)
