@@ -77,7 +77,7 @@ def compute_lambda(
         One number for all heads of the layer; it changes with the weights only, so compute it once.
 
     Raises:
-        ValueError: if the vectors differ in type, shape or device, or `lambda_init` is no finite number.
+        ValueError: if the vectors differ in type, shape or device, or `lambda_init` is not a finite number.
 
     Source: `refattn.differential.compute_lambda`.
     """
@@ -98,7 +98,7 @@ def interleave_halves(heads: Shaped[Tensor, "t h d"]) -> Shaped[Tensor, "t h d"]
         The same heads in pairs.
 
     Raises:
-        ValueError: if the shape is another, or the number of heads is odd.
+        ValueError: if the shape does not fit, or the number of heads is odd.
 
     Source: `refattn.differential.interleave_halves`.
     """
@@ -129,7 +129,7 @@ def allocate(
         The pool, filled with zeros.
 
     Raises:
-        ValueError: if a size is not positive, the heads are no pairs, or there is no such type or device.
+        ValueError: if a size is not positive, the number of heads is odd, or there is no such type or device.
 
     Source: `refattn.differential.allocate`.
     """
@@ -168,7 +168,7 @@ def write(
 def pools(cache: Shaped[Tensor, "2 2 n p pairs d"]) -> list[Shaped[Tensor, "n p pairs d"]]:
     """Return the four pools of a cache, views with the block as first dimension.
 
-    `kv_cache.copy_blocks` and `kv_cache.swap_blocks` take them as they are: a block is copied in all four.
+    `kv_cache.copy_blocks` and `kv_cache.swap_blocks` accept them: a block is copied in all four.
 
     Raises:
         ValueError: if the cache has another shape.

@@ -45,8 +45,8 @@ def plan(
         The levels, for every layer of this step.
 
     Raises:
-        ValueError: if a prefix is no multiple of the block size or overlaps another without being nested with it; on a
-            CPU also if it reaches into the queries of one of its sequences, or is not in the same blocks for all.
+        ValueError: if a prefix is not a multiple of the block size, or overlaps another without being nested with it;
+            on a CPU also if it extends into the queries of one of its sequences, or is not in the same blocks for all.
     """
     block_table = check_prefixes(prefixes, batch, block_size=block_size)
     check_window(window_size)
@@ -136,12 +136,12 @@ def find_prefixes(
 ) -> list[Prefix]:
     """Find every prefix that a run of neighbouring sequences shares, as a tree: outer ones before what they enclose.
 
-    Shared means the same blocks. Equal tokens in other blocks would have to be read again, so they do not count, and
-    nor does a block that holds a query's own key or later ones. For the drawing above:
+    Shared means the same blocks. Equal tokens in other blocks would have to be read again, so they do not count. Nor
+    does a block that holds a query's own key or later ones. For the drawing above:
 
         Prefix(first=0, last=3, end=2 blocks), Prefix(first=0, last=2, end=3 blocks)
 
-    Requests that share a prefix have to be neighbours to be found; sorting them by their block tables makes them so.
+    Requests that share a prefix must be neighbours to be found; sort them by their block tables.
 
     Args:
         query_lens: new tokens of each request.

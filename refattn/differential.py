@@ -80,7 +80,7 @@ def attention(
 
     Returns:
         The outputs; with `return_lse` also the natural log-sum-exps (float32, sinks included), one per head: those of
-        heads 0 and 1 belong to the two softmaxes of pair 0. They tell where a head looked; they cannot merge outputs,
+        heads 0 and 1 belong to the two softmaxes of pair 0. They cannot merge outputs,
         as those are differences after a norm. A padding row and a fully masked query return 0 and `-inf` (the sink, if
         there is one, for a fully masked query).
 
@@ -149,7 +149,7 @@ def compute_lambda(
         One number for all heads of the layer; it changes with the weights only, so compute it once.
 
     Raises:
-        ValueError: if the vectors differ in type, shape or device, or `lambda_init` is no finite number.
+        ValueError: if the vectors differ in type, shape or device, or `lambda_init` is not a finite number.
 
     Source: Ye et al. 2024, "Differential Transformer", equation 2.
     """
@@ -165,8 +165,8 @@ def interleave_halves(heads: Shaped[Tensor, "t h d"]) -> Shaped[Tensor, "t h d"]
         DiffLlama    1a 1b 1c 2a 2b 2c
         here         1a 2a 1b 2b 1c 2c
 
-    Queries, keys and values go through here before they are used or written. Outputs need no way back: DiffLlama, too,
-    gives each pair's output of `2 * d` in one piece.
+    Apply it to queries, keys and values before they are used or written. Outputs need no conversion: DiffLlama also
+    returns each pair's output of `2 * d` in one piece.
 
     Args:
         heads: query, key or value, with an even number of heads.
@@ -175,7 +175,7 @@ def interleave_halves(heads: Shaped[Tensor, "t h d"]) -> Shaped[Tensor, "t h d"]
         The same heads in pairs.
 
     Raises:
-        ValueError: if the shape is another, or the number of heads is odd.
+        ValueError: if the shape does not fit, or the number of heads is odd.
 
     Source: `DiffLlamaAttention` in transformers.
     """
@@ -206,7 +206,7 @@ def allocate(
         The pool, filled with zeros.
 
     Raises:
-        ValueError: if a size is not positive, the heads are no pairs, or there is no such type or device.
+        ValueError: if a size is not positive, the number of heads is odd, or there is no such type or device.
     """
     check_sizes(num_blocks=num_blocks, block_size=block_size, num_kv_heads=num_kv_heads, head_size=head_size)
     check_memory(dtype, device)
@@ -241,7 +241,7 @@ def write(
 def pools(cache: Shaped[Tensor, "2 2 n p pairs d"]) -> list[Shaped[Tensor, "n p pairs d"]]:
     """Return the four pools of a cache, views with the block as first dimension.
 
-    `kv_cache.copy_blocks` and `kv_cache.swap_blocks` take them as they are: a block is copied in all four.
+    `kv_cache.copy_blocks` and `kv_cache.swap_blocks` accept them: a block is copied in all four.
 
     Raises:
         ValueError: if the cache has another shape.

@@ -298,9 +298,9 @@ def split_encoder(batch: Batch, encoder_lens: Sequence[int], *, block_size: int)
 
 
 def turn_prefills_into_decodes(batch: Batch) -> Batch:
-    """Return the batch with one new token per sequence, the last: after a step with prefills each of them decodes.
+    """Return the batch with one new token per sequence, the last: after a step with prefills, each of them decodes.
 
-    A sequence with no new token keeps none. `advance` goes on from there, by the token that was sampled for each.
+    A sequence with no new token keeps none. `advance` continues from there, with the token sampled for each.
 
     Args:
         batch: the batch of a step, prefills among its sequences.
@@ -329,8 +329,8 @@ def block_table_from_slots(
     """Return the block table of some requests from a map of each token to its slot, for any block size.
 
     Args:
-        token_slots: the slot of each token of every request that a server knows, int32 or int64; past a request's last
-            token anything.
+        token_slots: the slot of each token of every request that a server knows, int32 or int64; anything past a
+            request's last token.
         requests: the rows of it that are in the batch.
         seq_lens: tokens of each of those.
         block_size: tokens in a block, `p`; with 1 a block is a slot.
@@ -356,9 +356,9 @@ def block_table_from_slots(
 def make_buffers(
     num_seqs: int, *, columns: int | None, max_query_len: int, max_seq_len: int, device: torch.device | str = "cpu"
 ) -> Batch:
-    """Make a batch of padding, whose tensors stay where they are while `refill` brings them step after step.
+    """Make a batch of padding with fixed tensors, which `refill` fills with one step after the other.
 
-    What is planned of it on a device is planned anew whenever a captured graph is replayed; how the work is shared out
+    A plan made from it on a device is computed again whenever a captured graph is replayed; how the work is divided
     follows from the maxima, and so is the same for every step.
 
     Args:
@@ -366,7 +366,7 @@ def make_buffers(
         columns: of the block table, `m`; None for a batch without a cache.
         max_query_len: most new tokens of a sequence, in any step.
         max_seq_len: most keys of a sequence, in any step.
-        device: where the tensors are to be.
+        device: device of the tensors.
 
     Returns:
         A batch of sequences without queries and without keys.

@@ -111,7 +111,7 @@ def plan_prefill(batch: Batch, *, block_size: int, workspace: int, max_context_l
     Args:
         batch: the lengths and the block table; every sequence has its new tokens among its keys.
         block_size: tokens in a block, `p`.
-        workspace: the most tokens whose keys and values are made at a time, at least one for each sequence.
+        workspace: the most tokens whose keys and values are computed at a time, at least one for each sequence.
         max_context_len: tokens of the longest context, for which there are chunks. None: the longest that there is, or
             on a device, where nothing can be read, one token less than the longest sequence.
 
@@ -161,7 +161,7 @@ def prefill(
     return_lse: bool = False,
     out: Float[Tensor, "t h dv"] | None = None,
 ) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend from new tokens to themselves and to their context, over the keys and values that each head makes of them.
+    """Attend from new tokens to themselves and to their context, over keys and values computed from latents.
 
     The new tokens need not be in the cache; their context is. Each part is a softmax over its own keys, and they merge.
     Over a pool of codes the context is what its codes stand for, and the new tokens are what they are.
@@ -316,7 +316,7 @@ def write(
         latent: of the new tokens, in the type of the pool; of any floating point type for a pool of codes.
         rope_key: their rotary keys, of the same type.
         cache: the pool, changed in place in the first `r + rope` elements of a row.
-        slot_mapping: the slot of each token, each at most once; -1 is written nowhere.
+        slot_mapping: the slot of each token, each at most once; -1 is not written.
         cache_scale: what codes are multiplied with, as for `attention`.
 
     Raises:

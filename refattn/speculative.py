@@ -54,7 +54,7 @@ def make_trees(parents: Sequence[Sequence[int]], *, device: torch.device | str =
 
     Args:
         parents: for each sequence, the node that each of its nodes follows, -1 for a root; a chain is `[-1, 0, 1, ..]`.
-        device: where the tensors are to be.
+        device: device of the tensors.
 
     Returns:
         The trees; shorter rows are filled up with -1.
@@ -71,13 +71,13 @@ def make_trees(parents: Sequence[Sequence[int]], *, device: torch.device | str =
 
 
 def parents_from_mask(visible: Bool[Tensor, "w w"]) -> list[int]:
-    """Return the parents of the nodes of a tree from a mask of who sees whom, as other servers hand them over.
+    """Return the parents of the nodes of a tree from a mask of who sees whom, as other servers represent trees.
 
     Args:
         visible: of each node, which nodes it sees: its ancestors and itself.
 
     Raises:
-        ValueError: if that is the mask of no tree whose nodes come after their parents.
+        ValueError: if it is not the mask of a tree whose nodes come after their parents.
     """
     check_tree_mask(visible)
     parents = []
@@ -129,7 +129,7 @@ def plan(
         trees: the trees; None for chains, which are causal chunks.
         causal: hide later drafts; False for a block whose tokens are drafted together and see one another.
         window_size: `(left, right)` in tokens, both inclusive, -1 for no limit; counted along the branch. Blocks that
-            no query sees are cut off. The right side counts where there is no causal mask.
+            no query sees are removed. The right side counts where there is no causal mask.
 
     Returns:
         A plan for every layer of this step.

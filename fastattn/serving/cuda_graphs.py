@@ -41,7 +41,7 @@ LAYER_SECONDS = 3e-4  # what a layer that is not replayed costs the host, so wha
 
 
 class Shape(NamedTuple):
-    """The room of a recording.
+    """The capacity of a recording.
 
     Attributes:
         rows: requests.
@@ -62,8 +62,8 @@ class CudaGraphs:
     """Records steps and replays them; one runner serves one engine, whose twin is `fastattn`.
 
     Attributes:
-        records: whether steps are recorded: what `can_record` says, until it turns out that the model cannot be. None
-            before the first step.
+        records: whether steps are recorded: the result of `can_record`, until it turns out that the model cannot be
+            recorded. None before the first step.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class CudaGraphs:
 
     @staticmethod
     def can_record(engine: Engine) -> bool:
-        """Return whether all that computes is `fastattn`, on CUDA: another twin may synchronize with the device."""
+        """Return whether everything is computed by `fastattn` on CUDA: another twin may synchronize with the device."""
         return engine.model.device.type == "cuda" and engine.twin.package is fastattn
 
     def run(self, engine: Engine, scheduled: dict[Request, int]) -> Float[Tensor, "b v"] | None:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, eq=False)
 class BlockContent:
-    """What a full block holds: its tokens, behind those of all blocks before it.
+    """The contents of a full block: its tokens, after those of all blocks before it.
 
-    A prefix is one object however many requests begin with it, so to compare a block and all before it takes the
+    A prefix is one object, however many requests begin with it. So comparing a block and all before it takes only the
     block's own tokens and the identity of its parent.
     """
 
@@ -24,10 +24,10 @@ def _block_hash(parent: BlockContent | None, tokens: tuple[int, ...]) -> int:
 
 
 class BlockPool:
-    """Hands out the blocks of the pool, and finds those again that hold the start of a prompt.
+    """Allocates the blocks of the pool, and finds those that hold the start of a prompt.
 
-    Any number of requests may use a block. An unused block is free, but keeps its contents until it is needed
-    to be handed out: blocks that hold nothing of use go first, then the least recently used.
+    Any number of requests may use a block. An unused block is free, but keeps its contents until it is
+    reused: blocks without useful contents first, then the least recently used.
 
     Args:
         num_blocks: blocks in the pool.
@@ -42,7 +42,7 @@ class BlockPool:
         self.block_of: dict[int, int] = {}  # those blocks, by hash
 
     def find(self, tokens: Sequence[int]) -> list[int]:
-        """Find the blocks that hold the start of `tokens`, as far as there are any."""
+        """Find the blocks that hold the start of `tokens`, as many as there are."""
         blocks: list[int] = []
         parent = None
         for start in range(0, len(tokens) - self.block_size + 1, self.block_size):
@@ -54,7 +54,7 @@ class BlockPool:
         return blocks
 
     def remember(self, block: int, parent: BlockContent | None, tokens: tuple[int, ...]) -> BlockContent:
-        """Let a block be found that is full now, unless another one holds the same; the content is the one of both."""
+        """Register a full block for prefix caching, unless another one has the same content; return that content."""
         same = self._look_up(parent, tokens)
         if same is not None:
             return self.contents[same]
@@ -78,7 +78,7 @@ class BlockPool:
             self.free.pop(block, None)
 
     def allocate(self, count: int) -> list[int]:
-        """Hand out free blocks to write to, which are not found any more; there must be as many."""
+        """Allocate free blocks to write to; they are no longer registered. There must be enough."""
         blocks = [self.free.popitem(last=False)[0] for _ in range(count)]
         for block in blocks:
             self.users[block] = 1
@@ -86,15 +86,15 @@ class BlockPool:
         return blocks
 
     def forget(self, blocks: Sequence[int]) -> None:
-        """Let blocks not be found any more."""
+        """Remove blocks from prefix caching."""
         for block in blocks:
             if block in self.contents:
                 del self.block_of[self.contents.pop(block).hash]
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Count one user less of each block of a request, and free those that have none left.
+        """Count one user less for each block of a request, and free those without users.
 
-        The last block goes first, so that what a prefix is built on outlives it.
+        The last block is freed first, so that the beginning of a prefix is kept longest.
         """
         for block in reversed(blocks):
             self.users[block] -= 1

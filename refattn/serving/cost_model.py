@@ -14,7 +14,7 @@ from refattn.interface.values import check_int, check_sizes, describe
 
 @dataclass(frozen=True)
 class Machine:
-    """What the cost model knows of the hardware that runs a kernel.
+    """What the cost model knows about the hardware.
 
     Attributes:
         workers: tiles that are computed at the same time (streaming multiprocessors, cores).
@@ -65,13 +65,13 @@ def estimate_seconds(
 ) -> float:
     """Estimate how long a cascade over some prefixes takes; without prefixes, how long attention takes.
 
-    A launch cuts its work into tiles, `tile_rows` query rows times `tile_keys` keys of one key head, and deals them out
-    to the workers. All workers do one tile each at the same time: a wave. A tile takes as long as its keys and values
-    take to read or its two products to compute, whichever is longer, and every level is one more launch:
+    A launch divides its work into tiles, `tile_rows` query rows times `tile_keys` keys of one key head, and distributes
+    them to the workers. All workers compute one tile each at the same time: a wave. A tile takes as long as reading its
+    keys and values or computing its two products, whichever is longer, and every level is one more launch:
 
         seconds = sum over levels: launch_seconds + ceil(tiles / workers) * max(read, compute)
 
-    The products are the same with and without a cascade. What it saves is reading (the shared keys once, not once a
+    The products are the same with and without a cascade. What it saves is reading (the shared keys once, not once per
     sequence) and empty rows (a tile with one query of one sequence takes as long as a full one); what it costs are the
     launches, and waves that are not full.
 
@@ -134,7 +134,7 @@ def worthwhile_prefixes(
     element_size: int,
     machine: Machine,
 ) -> list[Prefix]:
-    """Leave out of a tree of prefixes what costs more than it saves, by `estimate_seconds`.
+    """Remove from a tree of prefixes those that cost more than they save, by `estimate_seconds`.
 
     A block that two of many sequences share by chance would cost a level of its own. So the prefixes are ranked by the
     key reads that they save, and the best of all beginnings of that ranking is kept: all, some, or none.
@@ -150,7 +150,7 @@ def worthwhile_prefixes(
         machine: the hardware, for example `H200` or `CPU` of this module.
 
     Returns:
-        The prefixes to keep, those first that save most; none where no cascade is worth it.
+        The prefixes to keep, those first that save most; none if no cascade is worth it.
 
     Raises:
         ValueError: if the arguments differ in length, or a size is not positive.

@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Step:
-    """What a step is for all layers of a model.
+    """A step, as all layers of a model see it.
 
     Attributes:
         batch: the lengths and blocks of its requests.
@@ -70,41 +70,41 @@ class Step:
 
 @runtime_checkable
 class Runner(Protocol):
-    """Runs some steps in a way of its own."""
+    """Runs some steps in its own way."""
 
     def run(self, engine: "Engine", scheduled: dict[Request, int]) -> Float[Tensor, "b v"] | None:
         """Run the model over what is scheduled, and return its logits; None to let the engine run it."""
 
 
 class Engine:
-    """Serves requests on a model whose attention `twin` computes.
+    """Serves requests with a model; its attention is computed by `twin`.
 
     Args:
-        model: a causal LM of transformers, of one of the families in `models.VERIFIED`. Its attention is the engine's
-            from now on; `model.set_attn_implementation("sdpa")` gives it back.
+        model: a causal LM of transformers, of one of the families in `models.VERIFIED`. Its attention is replaced by
+            the engine's; `model.set_attn_implementation("sdpa")` restores it.
         num_blocks: blocks in the pool of each layer; a layer with a window has fewer where no step can need so many.
         block_size: tokens in a block.
         max_num_batched_tokens: most tokens in a step, so that no decode waits long for the prompts beside it.
         max_num_seqs: most requests that run at once.
-        tokenizer: makes text of tokens, where text is wanted.
+        tokenizer: converts tokens to text, if text is needed.
         twin: the package that computes, `refattn` or `fastattn`.
         machine: for which hardware to decide whether a shared prefix is worth a cascade; None for the one of
             `cost_model` that stands for the kind of the model's device.
-        runner: runs some steps in a way of its own, as one that replays CUDA graphs; None runs the model.
-        batch_invariant: compute the attention of every row alike, to the bit, whatever else is in the batch; there is
-            no cascade then, as who shares a prefix is chance. The model's own matrix products are as they are.
-        speculation: how to draft tokens, which the model verifies beside those that are sure; None drafts nothing. More
+        runner: runs some steps in its own way, for example by replaying CUDA graphs; None runs the model.
+        batch_invariant: compute the attention of every row bit-identically, whatever else is in the batch. There is no
+            cascade then, as it depends on the other requests. The model's own matrix products are not covered.
+        speculation: how to draft tokens, which the model verifies next to the confirmed ones; None drafts nothing. More
             than one branch needs layers that take trees: full ones, and those with a window.
         kv_cache_dtype: what the pools hold: "auto", the model's own type; or codes of 8 bits, "fp8_e4m3", "fp8_e5m2" or
-            "int8", for twice as many tokens in the same memory and answers that may differ.
+            "int8", for twice as many tokens in the same memory and answers that may differ. Latents have no int8.
         calibration: how large keys and values become, from `calibrate`, for the scales of the codes. None: fp8 has
             scales of 1, and saturates at its largest number; of int8 only the keys are codes, and values stay as they
-            are.
-        trust_model: serve a model of another family too. Nobody has compared its answers with transformers' own: do
-            that before you rely on them.
+            are. Codes of latents take none.
+        trust_model: serve a model of another family too. Its answers have not been compared with transformers' own:
+            do that before you rely on them.
 
     Raises:
-        ValueError: naming the argument, for a size that is no int of at least 1, a type of cache that is not there, a
+        ValueError: naming the argument, for a size that is not an int of at least 1, an unknown type of cache, a
             calibration of another model, or a model that would be served wrongly.
         NotImplementedError: if the model has layers that no path reads from such a cache.
         torch.OutOfMemoryError: if a GPU has no room for the pool.
@@ -201,7 +201,7 @@ class Engine:
 
     @property
     def counters(self) -> Counters:
-        """What has been done so far."""
+        """The counters so far."""
         return self.scheduler.counters
 
     @property
@@ -213,7 +213,7 @@ class Engine:
 
     @property
     def pool(self) -> BlockPool:
-        """The blocks, and who uses them."""
+        """The blocks, and the requests that use them."""
         return self.scheduler.pool
 
     def generate(
@@ -221,7 +221,7 @@ class Engine:
     ) -> list[Request]:
         """Answer all prompts together, and return their finished requests in order.
 
-        One that failed has a `finish_reason` of "error"; the others have their answers all the same. Arguments and
+        A request that failed has a `finish_reason` of "error"; the others still get their answers. Arguments and
         errors are those of `add`, with one `sampling` for all or one for each. If one prompt is in error, none is
         queued.
         """
@@ -236,7 +236,7 @@ class Engine:
     ) -> Generator[Event, None, None]:
         """Answer all prompts together, as `generate` does, and yield every token as it comes.
 
-        Whether it is closed or only dropped, before its first token or after, what is not finished then is aborted.
+        If it is closed or dropped, before or after its first token, unfinished requests are aborted.
         """
         events = self._events_of(prompts, sampling)
         next(events)  # queues the requests; a generator that never began would end without its `finally`
@@ -253,12 +253,12 @@ class Engine:
         return self._add_all([prompt], sampling)[0]
 
     def abort(self, request: Request) -> None:
-        """End a request where it is, and free its blocks; a finished one is not changed.
+        """End a request at once and free its blocks; a finished one is not changed.
 
         During a step (from a hook of the model, say) it is ended right after the step.
 
         Raises:
-            ValueError: if the request is one of another engine.
+            ValueError: if the request belongs to another engine.
         """
         if not isinstance(request, Request):
             raise ValueError(f"request: expected one that this engine's add returned, got {request!r}")
@@ -269,11 +269,11 @@ class Engine:
 
     @torch.no_grad()
     def step(self) -> list[Event]:
-        """Run the model once over what is scheduled, and give each request with nothing left to compute a token.
+        """Run the model once over the scheduled tokens, and append a token to each request that is ready for one.
 
         A request that makes the model, the sampler or the tokenizer raise an exception, or whose logits are not finite,
-        ends with a `finish_reason` of "error", and the others get their tokens. Whatever else is raised, say by Ctrl-C,
-        is raised here, and then the step has not happened: its requests wait, with the tokens that they had.
+        ends with a `finish_reason` of "error", and the others get their tokens. Any other exception, for example from
+        Ctrl-C, is raised here and the step is undone: its requests wait, with the tokens that they had.
         """
         unfinished = [*self.running, *self.waiting]
         counted = vars(self.counters).copy()
@@ -464,11 +464,11 @@ class Engine:
         return logits
 
     def make_inputs(self, scheduled: dict[Request, int], prefixes: Sequence[Prefix] = ()) -> dict[str, Any]:
-        """Make what the model is called with: the batch of a step and its plans, once for all layers.
+        """Make the inputs of the model: the batch of a step and its plans, once for all layers.
 
         Args:
             scheduled: the requests of the step, with their new tokens.
-            prefixes: what some of them share and a cascade is to read once.
+            prefixes: the shared keys that a cascade reads once.
         """
         device, metadata = self.model.device, self.twin.metadata
         query_lens, seq_lens = list(scheduled.values()), []
@@ -493,7 +493,7 @@ class Engine:
         )
 
     def positions(self, batch: Batch, num_tokens: int, trees: Trees | None) -> Int64[Tensor, "t"]:
-        """Return where each query row stands: in a drafted tree, by its depth."""
+        """Return the position of each query row; in a drafted tree, by its depth."""
         if trees is None:
             places: Tensor = self.twin.metadata.positions(batch, num_tokens)
         else:
@@ -508,14 +508,14 @@ class Engine:
         lens: Lens | None = None,
         trees: Trees | None = None,
     ) -> "Step":
-        """Plan a step, once for all layers that are equal.
+        """Plan a step, once for all equal layers.
 
         Args:
             batch: the lengths and blocks of the requests.
             num_tokens: query rows, padding included.
-            prefixes: what some of them share and a cascade is to read once.
+            prefixes: the shared keys that a cascade reads once.
             lens: the new tokens and all tokens of each request; None if there is padding, or only the device knows.
-            trees: the new tokens of all requests as trees; None where none of them is drafted as more than a chain.
+            trees: the new tokens of all requests as trees; None if all drafts are chains.
         """
         slots = self.twin.metadata.slot_mapping(batch, num_tokens, block_size=self.block_size)
         step = Step(batch, {}, {})
@@ -533,7 +533,7 @@ class Engine:
         return step
 
     def find_prefixes(self, scheduled: dict[Request, int], machine: Machine) -> list[Prefix]:
-        """Return what the requests of a step share and is worth a cascade on a machine."""
+        """Return the shared prefixes of a step for which a cascade is worth it on a machine."""
         query_lens = list(scheduled.values())
         seq_lens = [request.num_computed_tokens + count for request, count in scheduled.items()]
         block_tables = [request.blocks for request in scheduled]
@@ -584,7 +584,7 @@ class Engine:
     ) -> Float[Tensor, "1 t h dout"]:
         """Compute the attention of a layer: write its keys and values into its pool, and attend on its path.
 
-        Which sizes belong together is the layer's to say: each checks its own.
+        Each layer checks its own sizes.
 
         Args:
             module: the layer's attention in the model.
@@ -597,13 +597,13 @@ class Engine:
             softcap: bound on the scores.
             s_aux: the sinks.
             alibi_slopes: one per query head; None for no ALiBi.
-            others: what else transformers passes, of what is `models.HARMLESS`.
+            others: other arguments that transformers passes, of those in `models.HARMLESS`.
 
         Returns:
-            The outputs as transformers wants them.
+            The outputs in the layout of transformers.
 
         Raises:
-            ValueError: for an option that the engine does not know, or a window other than the layer's.
+            ValueError: for an unknown option, or a window other than the layer's.
         """
         models.check_options(others)
         index = module.layer_idx
@@ -713,18 +713,18 @@ class Engine:
 
 
 def new_tokens(request: Request, count: int) -> list[int]:
-    """Return the next tokens of a request that go through the model: those that are sure, then its draft."""
+    """Return the next tokens of a request that go through the model: the confirmed ones, then its draft."""
     drafted = () if request.draft is None else request.draft.tokens
     return [*request.tokens[request.num_computed_tokens :][: count - len(drafted)], *drafted]
 
 
 def has_trees(scheduled: Iterable[Request]) -> bool:
-    """Return whether a request of a step has a draft that is no chain."""
+    """Return whether a request of a step has a draft that is not a chain."""
     return any(request.draft is not None and not request.draft.is_chain for request in scheduled)
 
 
 def parents_of(scheduled: dict[Request, int]) -> list[Sequence[int]]:
-    """Return the new tokens of each request as a tree: what is not drafted is a chain."""
+    """Return the new tokens of each request as a tree; tokens that are not drafted form a chain."""
     return [range(-1, count - 1) if r.draft is None else r.draft.parents for r, count in scheduled.items()]
 
 

@@ -73,7 +73,7 @@ DYNAMIC_ROPE = ("dynamic", "longrope")
 
 
 def check_model(model: Any, trust_model: bool) -> None:
-    """Check that the engine serves a model as it is meant: a causal decoder whose positions are its `position_ids`.
+    """Check that the engine serves a model correctly: a causal decoder whose positions are its `position_ids`.
 
     Raises:
         ValueError: naming what the model does that the engine does not support, or that its family is not verified.
@@ -167,9 +167,9 @@ def replace_attention(model: Any) -> None:
 
 
 def is_replaced(model: Any) -> bool:
-    """Return whether the engine's attention is in a model; nobody takes it out again of those in `OUTSIDE`.
+    """Return whether a model has the engine's attention; it is not removed again from those in `OUTSIDE`.
 
-    Their modules are what they were as long as no engine runs the model.
+    Their modules work as before while no engine runs the model.
     """
     config = model.config.get_text_config()
     return model.config.model_type in OUTSIDE or config._attn_implementation == ATTENTION
@@ -210,7 +210,7 @@ def paged_attention(
     engine: Any = None,
     **step: Any,
 ) -> tuple[Float[Tensor, "1 t h dout"], None]:
-    """Hand the attention of a layer to the engine that runs the model; transformers calls this in place of its own.
+    """Let the engine that runs the model compute the attention of a layer; transformers calls this instead of its own.
 
     Raises:
         ValueError: if no engine runs the model, or the model has a mask of its own.
@@ -481,6 +481,6 @@ def _cache_heads(config: Any) -> tuple[int, int]:
 
 
 def end_token_ids(model: Any) -> tuple[int, ...]:
-    """Return the tokens that end an answer, by the model's own account."""
+    """Return the tokens that end an answer, according to the model."""
     ends = getattr(model.generation_config, "eos_token_id", None)
     return () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)

@@ -12,7 +12,7 @@ from refattn.serving.speculation import Draft
 
 @dataclass(eq=False)
 class Request:
-    """A prompt on its way to an answer.
+    """A prompt and its answer so far.
 
     Attributes:
         tokens: the prompt, then what was generated.
@@ -25,9 +25,9 @@ class Request:
         decoded: which of the generated tokens the last piece was decoded from: the first one, and one past the last.
         num_computed_tokens: how many of the tokens have their keys and values in the pool.
         blocks: the blocks of the pool that hold them, in order.
-        contents: what those of the blocks hold that are full, in order.
-        draft: what may follow the last token, in the step that is under way; None where nothing is drafted.
-        accepted: tokens of that step that are accepted, but not in the books yet.
+        contents: the contents of the full ones among them, in order.
+        draft: drafted tokens after the last token, during a step; None if nothing is drafted.
+        accepted: accepted tokens of that step that are not yet recorded.
     """
 
     tokens: list[int]
@@ -56,7 +56,7 @@ class Request:
 
     @property
     def num_pending(self) -> int:
-        """Tokens that have yet to go through the model: 1 for a decode, more for a prompt."""
+        """Tokens that must still go through the model: 1 for a decode, more for a prompt."""
         return len(self.tokens) - self.num_computed_tokens
 
 
@@ -67,7 +67,7 @@ class Event:
     Attributes:
         request: the request.
         token_id: the token; None if the request failed.
-        text: what can be shown since its last event: nothing that ends in half a character.
+        text: the text to show since its last event; it never ends in half a character.
         error: what went wrong if the request failed, as in `Request.error`.
     """
 
@@ -78,7 +78,7 @@ class Event:
 
 
 def tokenize(prompt: str | Iterable[int], tokenizer: Any) -> list[int]:
-    """Return a prompt's tokens: those of a text by a tokenizer, those of anything else as they are.
+    """Return a prompt's tokens: of a text by the tokenizer, otherwise the given ones.
 
     Raises:
         ValueError: if it is text and there is no tokenizer, or as `token_ids`.
@@ -89,7 +89,7 @@ def tokenize(prompt: str | Iterable[int], tokenizer: Any) -> list[int]:
 
 
 def token_ids(prompt: Iterable[int]) -> list[int]:
-    """Return a prompt's tokens as a list of ints, whatever holds them: a list, an array, a tensor.
+    """Return a prompt's tokens as a list of ints, from a list, an array or a tensor.
 
     Raises:
         ValueError: if it does not hold ints, in one row.

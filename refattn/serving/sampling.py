@@ -23,8 +23,8 @@ class SamplingParams:
         max_tokens: most tokens to generate.
         temperature: divides the logits; 0 takes the most likely token.
         top_p: draw from the fewest, most likely tokens whose probabilities add up to this.
-        seed: of the request's own random numbers. Each of its tokens has its own, whatever else is in the batch.
-        stop_token_ids: tokens that end the answer, as its last; None for the end tokens that the model names.
+        seed: seed of the request's random numbers. Each token has its own, whatever else is in the batch.
+        stop_token_ids: tokens that end the answer, as its last; None for the model's own end tokens.
 
     Raises:
         ValueError: naming the attribute that has another type or is out of range.
@@ -64,7 +64,7 @@ def choose(
 ) -> list[int | None]:
     """Choose the next token of each request, from its own row of logits and its own random numbers.
 
-    There is none in a row with NaN or `+inf`, or with nothing above `-inf`. A request may have several rows, after
+    There is no token for a row with NaN or `+inf`, or with nothing above `-inf`. A request may have several rows, after
     drafted tokens: `ahead` says how many of them. Each is chosen as it will be if those are accepted.
     """
     settings = [request.sampling for request in requests]
@@ -99,8 +99,8 @@ def sample(
 ) -> Int64[Tensor, "b"]:
     """Draw a token from each row, with one random number of [0, 1) each.
 
-    The tokens of a row lie on a line by their probabilities, the most likely first. The line is cut after the token
-    that reaches `top_p`, and the random number is a place on what remains:
+    The tokens of a row are placed on a line by their probabilities, the most likely first. The line is cut after the
+    token that reaches `top_p`, and the random number is a position on what is left:
 
         |-------- the --------|---- a ----|-- one --|- my -|·····
         0                                        top_p          1

@@ -15,18 +15,18 @@ from refattn.serving.window_pool import WindowPool
 
 @dataclass
 class Counters:
-    """What an engine has done so far.
+    """Counters of an engine.
 
     Attributes:
         steps: forward passes.
         computed_tokens: tokens that went through the model.
         chunks: pieces in which prompts, and requests to recompute, went through it.
-        cached_tokens: tokens that did not have to, as the pool still had their blocks.
+        cached_tokens: tokens that did not have to, because their blocks were still in the pool.
         cached_blocks: those blocks.
-        preemptions: times that a request lost its blocks to an older one.
+        preemptions: how often a request lost its blocks to an older one.
         key_reads: keys that the requests had in all steps, in tokens: what one full layer reads without a cascade.
         saved_key_reads: those of them that a cascade did not have to read again.
-        drafted_tokens: tokens that were drafted, and went through the model beside those that are sure.
+        drafted_tokens: tokens that were drafted, and went through the model.
         accepted_tokens: those of them that were accepted.
     """
 
@@ -43,17 +43,17 @@ class Counters:
 
 
 class Scheduler:
-    """Picks what goes into a step, and keeps the books of requests and blocks.
+    """Chooses the tokens of a step, and keeps track of requests and blocks.
 
-    A request has its blocks in the pool, and of those that its window shows also one in each window pool. So a prefix
-    that is found is as long as its last window is still there, in all of them.
+    A request has its blocks in the pool, and for those inside its window also one in each window pool. So a cached
+    prefix can be used only as far as the blocks of its last window are still in all of them.
 
     Attributes:
         pool: the blocks.
         window_pools: the blocks of layers with a smaller pool.
         waiting: requests that wait, oldest first, and all of them younger than those that run.
         running: requests that run, oldest first.
-        counters: what has been done so far.
+        counters: the counters so far.
 
     Args:
         num_blocks: blocks in the pool of each layer.
@@ -80,7 +80,7 @@ class Scheduler:
         self.counters = Counters()
 
     def schedule(self) -> dict[Request, int]:
-        """Pick how many tokens of which requests go into this step, and give them the blocks for those."""
+        """Choose how many tokens of which requests go into this step, and allocate the blocks for them."""
         scheduled: dict[Request, int] = {}
         preemptions = self.counters.preemptions
         for pool in self.window_pools:
@@ -120,7 +120,7 @@ class Scheduler:
         return True
 
     def allocate_drafts(self, request: Request, count: int) -> bool:
-        """Return a request the blocks for `count` new tokens, drafts among them; False if so many are not free."""
+        """Allocate the blocks for `count` new tokens of a request, drafts included; False if too few are free."""
         needed = self.blocks_for(request.num_computed_tokens + count) - len(request.blocks)
         if needed > len(self.pool.free):
             return False
@@ -156,13 +156,13 @@ class Scheduler:
         return found
 
     def keep(self, request: Request, count: int) -> None:
-        """Count what a step computed of a request, and let its blocks be found that are full now."""
+        """Record what a step computed for a request, and register its full blocks for prefix caching."""
         self.counters.computed_tokens += count
         self.counters.chunks += request.num_pending > 1 or not request.output_ids
         self._advance(request, count)
 
     def keep_drafts(self, request: Request, count: int) -> None:
-        """Count the drafts that a request has accepted, which are among its tokens now."""
+        """Record the accepted drafts of a request, which are now among its tokens."""
         assert request.draft is not None
         self.counters.computed_tokens += len(request.draft.tokens)
         self.counters.drafted_tokens += len(request.draft.tokens)
@@ -178,7 +178,7 @@ class Scheduler:
             request.contents.append(self.pool.remember(request.blocks[i], parent, tokens))
 
     def finish(self, request: Request, reason: str) -> None:
-        """End a request, for a reason that it keeps."""
+        """End a request and store the reason."""
         request.finish_reason = reason
         self._stop(request, "finished")
 
@@ -191,7 +191,7 @@ class Scheduler:
         request.status, request.num_computed_tokens, request.blocks, request.contents = status, 0, [], []
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return how many blocks so many tokens fill."""
+        """Return the number of blocks for some tokens."""
         return -(-num_tokens // self.block_size)
 
     def undo(
@@ -200,7 +200,7 @@ class Scheduler:
         before: Mapping[Request, tuple[int, tuple[int, int]]] | None = None,
         counted: Mapping[str, int] | None = None,
     ) -> None:
-        """Make something whole of what was left half done, by believing nothing of it: all wait, no block is used.
+        """Restore a consistent state after an interrupted step: all requests wait, and no block is used.
 
         Args:
             unfinished: the requests that were not finished before, oldest first.

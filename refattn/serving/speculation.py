@@ -18,7 +18,7 @@ from refattn.interface.values import check_sizes
 
 @dataclass(frozen=True)
 class Draft:
-    """Drafted tokens, as a tree after the last token that is sure.
+    """Drafted tokens, as a tree after the last confirmed token.
 
     Attributes:
         tokens: of each node but the root, node 0.
@@ -49,11 +49,11 @@ class NGram:
     Attributes:
         max_drafts: most tokens of a branch.
         max_branches: most branches; with 1 a draft is a chain.
-        max_ngram: how many of the last tokens have to stood there before, at first.
-        min_ngram: and at least, where more of them have not.
+        max_ngram: how many of the last tokens must have occurred before, at first.
+        min_ngram: and at least, if more of them have not.
 
     Raises:
-        ValueError: naming the attribute that is no int of at least 1, or a `min_ngram` above `max_ngram`.
+        ValueError: naming the attribute that is not an int of at least 1, or a `min_ngram` above `max_ngram`.
     """
 
     max_drafts: int = 4
@@ -73,7 +73,7 @@ class NGram:
             raise ValueError(f"min_ngram: expected at most max_ngram={self.max_ngram}, got {self.min_ngram}")
 
     def propose(self, tokens: Sequence[int], *, depth: int, nodes: int, branches: int | None = None) -> Draft | None:
-        """Draft what may follow some tokens; None if their end has not stood there before.
+        """Draft what may follow some tokens; None if their last tokens have not occurred before.
 
         Args:
             tokens: the prompt and what was generated.

@@ -15,21 +15,21 @@ from refattn.interface.values import check_int, check_list, check_sizes, check_w
 
 
 class WindowPool:
-    """The blocks of window layers, in a pool of their own that is smaller, as a block that no query can see comes back.
+    """The blocks of window layers, in a separate, smaller pool: a block that no query can see is freed.
 
-    A block of the full pool has one of the window pool to go with it while a sequence may look at it. One sequence
+    A block of the full pool has a counterpart in the window pool while a sequence may still see it. One sequence
     under a window of 4 tokens, in blocks of 2:
 
         tokens          4        5          7
         full pool       9 2      9 2 4      9 2 4 7
-        window pool     0 1      0 1 2      . 1 2 0      block 0 came back and is used again
+        window pool     0 1      0 1 2      . 1 2 0      block 0 was freed and is used again
 
     A token keeps its row in its block, so its slot in the window pool follows from its slot in the full pool. All is
-    decided on the host: a step asks `hold` for each of its sequences, then translates its slots and its batch.
+    decided on the host: a step calls `hold` for each of its sequences, then translates its slots and its batch.
 
-    A block that came back keeps its keys until it is used again, the one that came back first. So a prefix that is
-    found in the full pool can be shared here too, as long as the blocks of its last window are still there: the tokens
-    after it see no others. `usable` says how much of it that is, and `share` takes those blocks.
+    A freed block keeps its keys until it is used again; the one freed first is used first. So a prefix found in the
+    full pool can be shared here too, as long as the blocks of its last window are still there: the tokens after it see
+    no others. `usable` returns how much of it can be used, and `share` takes those blocks.
 
     Args:
         num_blocks: blocks in the window pool; a sequence holds at most those of `left + query_len + block_size - 1`
@@ -58,7 +58,7 @@ class WindowPool:
         return list(self._free)
 
     def reset(self) -> None:
-        """Let nobody hold a block, and believe nothing of what is in them."""
+        """Free all blocks, and discard their contents."""
         self._free: OrderedDict[int, int] = OrderedDict.fromkeys(range(self.num_blocks), -1)  # and whose keys are there
         self._kept: dict[int, int] = {}  # full blocks that nobody holds here, but whose keys still are, and where
         self.users = [0] * len(self.window_block)  # sequences that hold it: a shared prefix has several
@@ -67,7 +67,7 @@ class WindowPool:
         self._is_current = False
 
     def hold(self, sequence: Hashable, query_len: int, seq_len: int, blocks: Sequence[int]) -> None:
-        """Give back what fell out of a sequence's window, then take a block for each that its new tokens see or fill.
+        """Free the blocks that left a sequence's window, then take one for each that its new tokens see or fill.
 
         Args:
             sequence: any name of the sequence.
@@ -77,7 +77,7 @@ class WindowPool:
 
         Raises:
             ValueError: if lengths or blocks do not fit, too few blocks are free, or the window reaches back to tokens
-                whose block was given back (a prefix found in the full pool only): compute those again. Nothing is taken
+                whose block was freed (a prefix found in the full pool only): compute those again. Nothing is taken
                 then.
         """
         _check_held(query_len, seq_len, blocks, block_size=self.block_size, num_full_blocks=len(self.users))
@@ -108,14 +108,14 @@ class WindowPool:
         self.held[sequence].update(new)
 
     def trim(self, sequence: Hashable, num_tokens: int, blocks: Sequence[int]) -> None:
-        """Give back what no token of a sequence after its first `num_tokens` can see."""
+        """Free the blocks that no token of a sequence after its first `num_tokens` can see."""
         first = _first_block(num_tokens, self.left, self.block_size)
         held = self.held.get(sequence, set())
         self._give_back(held.difference(blocks[first:]))
         held.intersection_update(blocks[first:])
 
     def usable(self, blocks: Sequence[int]) -> int:
-        """Return behind how many of some full blocks a sequence can begin: those of its window then are still here.
+        """Return after how many of some full blocks a sequence can begin, as the blocks of its window are still here.
 
         Args:
             blocks: full blocks that hold the start of the sequence, in order.
@@ -128,7 +128,7 @@ class WindowPool:
         return result
 
     def share(self, sequence: Hashable, blocks: Sequence[int]) -> None:
-        """Hold for a new sequence what it sees of the blocks that it begins behind, as many as are `usable`."""
+        """Hold for a new sequence the visible ones of the blocks that it begins after, as many as are `usable`."""
         seen = blocks[_first_block(len(blocks) * self.block_size, self.left, self.block_size) :]
         for block in seen:
             if self.window_block[block] < 0:
@@ -139,7 +139,7 @@ class WindowPool:
         self.held[sequence] = set(seen)
 
     def release(self, sequence: Hashable) -> None:
-        """Give back all blocks of a sequence that is finished or preempted; a sequence that holds none is fine."""
+        """Free all blocks of a finished or preempted sequence; it may hold none."""
         self._give_back(self.held.pop(sequence, set()))
 
     def translate_slots(self, slot_mapping: Int64[Tensor, "t"]) -> Int64[Tensor, "t"]:
@@ -157,9 +157,9 @@ class WindowPool:
         return replace(batch, block_table=translated.masked_fill(outside, -1))
 
     def refresh(self, device: torch.device) -> Int32[Tensor, "n"]:
-        """Bring the map from full to window blocks up to date on a device, without waiting for it, and return it.
+        """Update the map from full to window blocks on a device, without waiting, and return it.
 
-        It is the same tensor every time, so that a CUDA graph that translates reads what was brought last.
+        It is the same tensor every time, so that a captured CUDA graph reads the latest map.
         """
         if self._map is None or self._map.device != device:
             self._map, self._is_current = torch.empty(len(self.window_block), dtype=torch.int32, device=device), False

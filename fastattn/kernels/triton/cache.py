@@ -32,7 +32,7 @@ def write(
         value: the new values.
         key_cache: the pool of keys.
         value_cache: the pool of values.
-        slot_mapping: the slot of each token; -1 is written nowhere.
+        slot_mapping: the slot of each token; -1 is not written.
     """
     num_tokens, num_kv_heads, head_size = key.shape
     rows = num_tokens * num_kv_heads
@@ -74,7 +74,7 @@ def write_quantized(
         value: the new values.
         key_cache: the pool of keys.
         value_cache: the pool of values.
-        slot_mapping: the slot of each token; -1 is written nowhere.
+        slot_mapping: the slot of each token; -1 is not written.
         scales: fixed ones, by head, or those beside the pool, which are written.
     """
     num_tokens, num_kv_heads, head_size = key.shape
