@@ -96,10 +96,10 @@ class Engine:
         speculation: how to draft tokens, which the model verifies next to the confirmed ones; None drafts nothing. More
             than one branch needs layers that take trees: full ones, and those with a window.
         kv_cache_dtype: what the pools hold: "auto", the model's own type; or codes of 8 bits, "fp8_e4m3", "fp8_e5m2" or
-            "int8", for twice as many tokens in the same memory and answers that may differ.
+            "int8", for twice as many tokens in the same memory and answers that may differ. Latents have no int8.
         calibration: how large keys and values become, from `calibrate`, for the scales of the codes. None: fp8 has
             scales of 1, and saturates at its largest number; of int8 only the keys are codes, and values stay as they
-            are.
+            are. Codes of latents take none.
         trust_model: serve a model of another family too. Its answers have not been compared with transformers' own:
             do that before you rely on them.
 

@@ -13,6 +13,7 @@ import torch
 from tiny_models import LATENT_SIZES, YARN, make_family
 
 import fastattn.serving.cuda_graphs
+import refattn.mla
 import refattn.serving.layers
 from fastattn.serving import CudaGraphs
 from refattn.interface import AttentionOptions
