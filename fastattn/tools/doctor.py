@@ -106,7 +106,7 @@ def _problems(device: torch.device) -> dict[str, Problem]:
         "head size 64": usual._replace(head_size=64, value_head_size=64),
         "head size 256": usual._replace(head_size=256, value_head_size=256),
         "keys of 192, values of 128": usual._replace(head_size=192),
-        "levels of a cascade": usual._replace(operation="levels"),
+        "all levels of a cascade in one call": usual._replace(operation="levels"),
         "differential": usual._replace(operation="differential"),
         "latents": usual._replace(
             operation="mla",
