@@ -88,5 +88,5 @@ def calibrate(values: Sequence[Float[Tensor, "_ hk dv"]]) -> Float32[Tensor, "hk
     for value in values:
         if len(value):
             largest = torch.maximum(largest, value.float().abs().amax(0))
-    scale = largest / 127
+    scale = largest / torch.full_like(largest, 127.0)  # a GPU would multiply by the reciprocal of a number
     return scale.masked_fill_(scale == 0, 1.0)

@@ -3,6 +3,7 @@
     amax[h, c]         the largest |x| that any token of the prompts has in KV head h and channel c
     scale of fp8       max over c of amax[h, c] / largest code           one per head, of keys and of values
     scale of int8      amax[h, c] / 127                                  of values; a key has its own
+    of latents in fp8  largest amax / largest code                       one, of latents and of rotary keys
 
 A number past the largest that was seen saturates, so the prompts should be like what the model will be asked.
 """
@@ -49,7 +50,8 @@ def calibrate(
         trust_model: as in `Engine`.
 
     Returns:
-        The largest magnitudes of each layer. One that reads the pool of another has those of the other.
+        The largest magnitudes of each layer, those of latents and rotary keys where it has no keys and values. A layer
+        that reads the pool of another has those of the other.
 
     Raises:
         ValueError: if there are no prompts, one of them is in error, or keys or values are not finite; or as `Engine`.

@@ -99,7 +99,7 @@ class Engine:
             "int8", for twice as many tokens in the same memory and answers that may differ. Latents have no int8.
         calibration: how large keys and values become, from `calibrate`, for the scales of the codes. None: fp8 has
             scales of 1, and saturates at its largest number; of int8 only the keys are codes, and values stay as they
-            are. Codes of latents take none.
+            are.
         trust_model: serve a model of another family too. Its answers have not been compared with transformers' own:
             do that before you rely on them.
 

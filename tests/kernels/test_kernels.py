@@ -560,10 +560,12 @@ def test_differential_at_any_positions(kernel, device):
     """
     if kernel.name not in ("cpu", "triton"):
         pytest.skip("FlashAttention has no positions, which it says")
-    _, (query, cache, batch) = in_pairs(((4, 70), (40, 41)), device, torch.float32)
+    _, (query, cache, batch) = in_pairs(
+        ((4, 70), (8, 41)), device, torch.float32
+    )  # few rows: Triton compiles 7 kernels
     subtraction = Subtraction(torch.tensor(0.35, device=device), None, 1e-5, 0.8)
     first_keys = torch.tensor([7, 1000], dtype=torch.int32, device=device)
-    positions = torch.tensor([*range(66, 70), *range(1, 41), 0, 0], dtype=torch.int32, device=device)
+    positions = torch.tensor([*range(66, 70), *range(33, 41), 0, 0], dtype=torch.int32, device=device)
     slopes = torch.linspace(0.1, 0.8, 8, device=device)
     there = dict(causal=False, window_size=(9, 2), alibi_slopes=slopes)
 
@@ -573,7 +575,7 @@ def test_differential_at_any_positions(kernel, device):
     with kernel.asked_for():
         expected = answer(**there)
         at_them = answer(**there, positions=positions)
-        absolute = positions + torch.cat([first_keys[:1].expand(4), first_keys[1:].expand(42)])
+        absolute = positions + torch.cat([first_keys[:1].expand(4), first_keys[1:].expand(10)])
         elsewhere = answer(**there, positions=absolute, first_keys=first_keys)
         unmoved = answer(causal=False, window_size=(9, 2))
         moved = answer(causal=False, window_size=(10, 1), positions=positions + 1)
