@@ -5,7 +5,8 @@
     both     (weights . codes of values) * value scale                 per head, or per head and channel
 
 Codes become float16, which holds them all, or float32 beside queries of that type. Queries in bfloat16 become float16,
-each divided by a power of two. Weights are rounded to 16 bits, as over a plain cache, and never to codes.
+each divided by a power of two; but codes of latents that are not read in pairs become what the queries are. Weights are
+rounded to 16 bits, as over a plain cache, and never to codes.
 """
 
 from typing import NamedTuple, no_type_check

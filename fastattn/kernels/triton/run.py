@@ -404,8 +404,8 @@ def attend_to_run(
     `query_rows` point to the queries of the rows that `is_row`; `positions` lie between the first and the last one.
     `key` and `value` are pages that `block_table` leads to, or rows that `cu_seqlens_k` leads to (`BLOCK_SIZE` is 0).
     `WIDE` says that the last token of a block may be 2**31 elements or more from its first one: 64 bits for each key of
-    a step take registers. If `SHARED`, a value is the first `VALUE_HEAD_SIZE` elements of its key, which are
-    loaded once for both. `slopes` are those of ALiBi times log2(e), one per row, or None.
+    a step take registers. If `SHARED`, a value is the first `VALUE_HEAD_SIZE` elements of its key, to which `value`
+    points: they are loaded once for both. `slopes` are those of ALiBi times log2(e), one per row, or None.
 
     `CODES` says what the pools hold: numbers (""), or codes of a format, whose scales by head are in `scale` already or
     left to the caller. `key_scales` leads to one scale for each key of a page and head, or is None. Codes of values are
@@ -456,7 +456,7 @@ def attend_to_run(
     )
     query_factors = None
     if CODES != "":
-        AS_QUERY: tl.constexpr = SHARED and not PAIRS
+        AS_QUERY: tl.constexpr = SHARED and not PAIRS  # a changed query would be loaded anew for each product
         VALUE_TYPE: tl.constexpr = q.dtype if AS_QUERY else value_type(q.dtype, value.dtype.element_ty)
         if CODES == "int8":
             query_factors = row_scale(q.to(tl.float32))
