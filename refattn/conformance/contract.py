@@ -622,7 +622,7 @@ PROPERTIES = (
     Property("blocks", "Blocks that belong to no sequence may hold anything.", plain, poisoned("blocks"), paths=PAGED),
     Property("tail", "Slots past a sequence's end may hold anything.", plain, poisoned("tail"), paths=PAGED),
     Property(
-        "behind the window",
+        "outside the window",
         "Keys that no query sees may hold anything.",
         hidden_behind,
         poisoned("window"),

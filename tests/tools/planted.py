@@ -295,7 +295,7 @@ PLANTED = [
         (TILES, TILE_END, HIDE, VALUES_OF_NOBODY),
         (TILES_OF_BLOCKS, WHOLE_BLOCKS, "see = see & (j < s)\n                " + HIDE, "pass"),
     ),
-    ("sliding_window", "hidden-times-nan", "behind the window", VALUES_OF_NOBODY, "pass"),
+    ("sliding_window", "hidden-times-nan", "outside the window", VALUES_OF_NOBODY, "pass"),
     ("paged", "padding-unwritten", "padding", "out[int(cu_seqlens_q[-1]) :] = 0", "pass"),
     ("paged", "nan-hidden", "nan", "out[first:last] = answer.", "out[first:last] = answer.nan_to_num(0.0)."),
     # cascade

@@ -360,5 +360,5 @@ def test_the_tables_of_the_field():
 def test_a_search_has_an_end():
     """The time that shrinking may take is bounded."""
     began = time.monotonic()
-    check(plant(*WINDOW), "chunked_prefill", only=["behind the window"], dtypes=[torch.float32])
+    check(plant(*WINDOW), "chunked_prefill", only=["outside the window"], dtypes=[torch.float32])
     assert time.monotonic() - began < 6 * checking.SHRINKING
