@@ -97,7 +97,8 @@ def priorities(problem: Problem) -> tuple[str, ...]:
     of 16384 queries and a window of 1024, twice. Over pages it never did.
 
     Over latents FlashMLA is fastest: 64 decodes of 128 heads over 8192 keys take it 0.27 ms, FlashAttention-3 0.29 and
-    ours 0.58; of 16 heads 0.159, 0.169 and 0.171; and 128 of 16 heads over 2048 keys 84, 94 and 91 us.
+    ours 0.58; of 16 heads 0.159, 0.169 and 0.171; and 128 of 16 heads over 2048 keys 84, 94 and 91 us. Codes of latents
+    are read by ours alone.
 
     Over codes ours turns them into numbers in registers, for each tile of queries anew. Where a key meets many queries,
     they are expanded into memory once, for a kernel of numbers; flash-attn-4 comes first, as it splits no keys and so

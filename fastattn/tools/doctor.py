@@ -124,6 +124,7 @@ def _problems(device: torch.device) -> dict[str, Problem]:
         "prefill, fp8 codes": codes,
         "decode, fp8 codes": codes._replace(max_query_len=1, num_tokens=4),
         "prefill, int8 codes": codes._replace(stored=(torch.int8, torch.int8), rounds_query=True),
+        "latents, fp8 codes": problems["latents"]._replace(stored=codes.stored),
     }
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         problems[str(dtype).removeprefix("torch.")] = usual._replace(dtype=dtype)

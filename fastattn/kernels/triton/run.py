@@ -510,9 +510,9 @@ def attend_to_run(
                 key_rows = (first_key_row + j) * key_strides[0] + head * key_strides[1]
                 value_rows = (first_key_row + j) * value_strides[0] + head * value_strides[1]
 
-            at_value = value + value_rows[:, None] + (at_dv.to(tl.int64) * value_strides[-1])[None, :]
             in_value = is_key[:, None] & (at_dv < VALUE_HEAD_SIZE // PER_LOAD)[None, :]
             if SHARED:
+                at_value = value + value_rows[:, None] + (at_dv.to(tl.int64) * value_strides[-1])[None, :]
                 v = tl.load(at_value, mask=in_value, other=0)  # [keys, dv]
                 if CODES != "" and not PAIRS:
                     v = from_codes(v, CODES, HARDWARE).to(VALUE_TYPE)
@@ -560,6 +560,7 @@ def attend_to_run(
                 scores, row_max, row_sum, softcap if SOFTCAP else scale, slopes is not None
             )
             if not SHARED:
+                at_value = value + value_rows[:, None] + (at_dv.to(tl.int64) * value_strides[-1])[None, :]
                 v = tl.load(at_value, mask=in_value, other=0)  # [keys, dv]
             if PAIRS:
                 v, seconds = from_pairs(v, CODES, HARDWARE)
