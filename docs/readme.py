@@ -28,6 +28,7 @@ SHOWN = {  # rows of the benchmark, by device, and what to call them
         ("differential", "decode-64x8192"): "64 differential decodes, 8192 tokens of context",
         ("mla", "decode-64x8192-heads-128"): "64 MLA decodes of 128 heads, 8192 tokens of context",
         ("mla", "prefill-2x1024-of-33792"): "2 MLA chunks of 1024 tokens, 32768 tokens of context",
+        ("quantized", "decode-64x8192-fp8"): "64 decodes, 8192 tokens of context in fp8",
         ("speculative", "tree-64x8192-drafts-16"): "64 trees of 16 drafted tokens, 8192 tokens of context",
         ("context_parallel", "decode-1x1048576"): "a decode of 1048576 tokens of context, on two GPUs",
         ("engine", "decode-32x64"): "SmolLM2-135M, 64 tokens for each of 32 prompts",

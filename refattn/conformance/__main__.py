@@ -7,7 +7,7 @@ import argparse
 import json
 import os
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -120,12 +120,14 @@ def _all(asked: argparse.Namespace, options: dict[str, Any], console: Console) -
         return report
 
     reports = []
+    earlier = json.loads(asked.out.read_text()) if asked.out and asked.out.exists() else None
     with ThreadPoolExecutor(asked.jobs) as pool:
-        for report in pool.map(run, [x.name for x in chosen if x.name not in missing]):
-            reports.append(report)
+        for done in as_completed([pool.submit(run, x.name) for x in chosen if x.name not in missing]):
+            reports.append(done.result())
             if asked.out:  # each time: what there is should last, whatever ends this process
                 asked.out.parent.mkdir(parents=True, exist_ok=True)
-                asked.out.write_text(json.dumps(field.results(reports, missing, asked.device), indent=1) + "\n")
+                found = field.results(reports, missing, asked.device, earlier)
+                asked.out.write_text(json.dumps(found, indent=1) + "\n")
     if asked.html:
         asked.html.write_text(as_html(reports))
     return 1 if any(report.failures for report in reports) else 0

@@ -18,12 +18,27 @@ COUNTED = ("honoured", "broken", "refused", "not claimed", "not reached")
 NOTES = "✓ honoured · ✗ broken · ! crashed, or did not answer · – refused · empty: not claimed · ? not reached"
 
 
-def results(reports: Sequence[Report], missing: dict[str, str], device: str) -> dict[str, Any]:
-    """Gather what was found, with when, on which machine and with which versions."""
+def results(
+    reports: Sequence[Report], missing: dict[str, str], device: str, earlier: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Gather what was found, with when, on which machine and with which versions.
+
+    Args:
+        reports: of the kernels that were checked.
+        missing: the others, and why they cannot run.
+        device: where they were checked.
+        earlier: results of this machine. Its kernels that were not checked now stay, with the date of their run.
+
+    Returns:
+        What the file of a machine holds.
+
+    Raises:
+        ValueError: if the earlier results are of another machine.
+    """
     asked = [ADAPTERS[report.kernel] for report in reports]
     packages = {"torch": None, "triton": None} | {adapter.distribution: adapter.package for adapter in asked}
     versions = {name: _version(name, packages[name]) for name in sorted(packages)}
-    return {
+    found: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": _machine(device),
         "device": device,
@@ -31,6 +46,14 @@ def results(reports: Sequence[Report], missing: dict[str, str], device: str) -> 
         "missing": missing,
         "reports": [_compact(report.as_dict()) for report in reports],
     }
+    if earlier is not None:
+        if earlier["machine"] != found["machine"]:
+            raise ValueError(f"earlier: expected results of {found['machine']}, got those of {earlier['machine']}")
+        run = {"date": earlier["date"], "versions": earlier["versions"]}
+        names = {report["kernel"] for report in found["reports"]}
+        found["reports"] += [{**run, **report} for report in earlier["reports"] if report["kernel"] not in names]
+    found["reports"].sort(key=lambda report: list(ADAPTERS).index(report["kernel"]))
+    return found
 
 
 def _compact(report: dict[str, Any]) -> dict[str, Any]:
@@ -45,7 +68,11 @@ def _compact(report: dict[str, Any]) -> dict[str, Any]:
 def tables(found: dict[str, Any]) -> str:
     """Write a table per path, a row per property and a column per kernel; one for all paths that have one kernel."""
     versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items() if number)
-    parts = [f"{found['machine']}, {found['date'][:16].replace('T', ', ')} UTC; {versions}.", NOTES]
+    parts = [f"{found['machine']}, {_when(found)}; {versions}.", NOTES]
+    own = [report for report in found["reports"] if "date" in report]
+    if own:
+        others = ", ".join(f"`{report['kernel']}` {_when(report)}" for report in own)
+        parts.insert(1, f"Of earlier runs: {others}.")
     alone = []
     for path in dict.fromkeys(report["path"] for report in found["reports"]):
         reports = [report for report in found["reports"] if report["path"] == path]
@@ -87,6 +114,10 @@ def list_failures(found: dict[str, Any]) -> str:
         cause = f" Probably: {causes}" if causes else ""
         parts.append(f"- `{report['kernel']}`, {finding['property']}{kind}: {finding.get('detail', '')}.{batch}{cause}")
     return "\n".join(parts) or "None."
+
+
+def _when(run: dict[str, Any]) -> str:
+    return f"{run['date'][:16].replace('T', ', ')} UTC"
 
 
 def _cell(report: dict[str, Any], name: str) -> str:

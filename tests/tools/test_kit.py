@@ -357,6 +357,23 @@ def test_the_tables_of_the_field():
     assert "`sglang-merge`, answer" in list_failures(found)
 
 
+def test_kernels_that_are_not_checked_now_keep_their_results():
+    report = check(by_hand.merge, "merge", only=["answer"], examples=1, dtypes=[torch.float32])
+
+    def run(name, earlier=None):
+        report.kernel = name
+        return json.loads(json.dumps(results([report], {}, "cpu", earlier)))
+
+    first = run("sglang-merge") | {"date": "2020-01-02T03:04:05+00:00"}
+    both = run("fastattn.merge", first)
+    assert [report["kernel"] for report in both["reports"]] == ["fastattn.merge", "sglang-merge"]
+    assert "Of earlier runs: `sglang-merge` 2020-01-02, 03:04 UTC." in tables(both)
+    again = run("sglang-merge", both)
+    assert [report.get("date") for report in again["reports"]] == [both["date"], None]
+    with pytest.raises(ValueError, match=r"earlier: expected results of .*, got those of a laptop"):
+        run("fastattn.merge", first | {"machine": "a laptop"})
+
+
 def test_a_search_has_an_end():
     """The time that shrinking may take is bounded."""
     began = time.monotonic()
