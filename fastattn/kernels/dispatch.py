@@ -137,7 +137,7 @@ def priorities(problem: Problem) -> tuple[str, ...]:
 
 
 FA3_PAGE = 128  # tokens in a page: prompts of 2 x 8192 tokens take FlashAttention-3 1.78 ms there, flash-attn-4 1.82
-ROWS_TO_EXPAND = 512  # that meet a key, on average, from which on its codes become numbers in memory first
+ROWS_TO_EXPAND = 512  # that meet a key, on average, from which on its codes become numbers in memory; an estimate
 FEW_OPERATIONS = 8e9  # of all products, at most, so that they are over before the host has launched others
 
 
