@@ -21,6 +21,7 @@ from refattn.drawing.panels import Bars, Cell, Grid, Span
 from refattn.drawing.pictures import (
     block_table,
     cascade,
+    codes,
     context_chunks,
     difference,
     mask,
@@ -47,6 +48,7 @@ __all__ = [
     "Span",
     "block_table",
     "cascade",
+    "codes",
     "context_chunks",
     "difference",
     "example",

@@ -18,6 +18,7 @@ LENS = ((2, 5), (1, 7), (3, 3))  # query_len and seq_len of each
 TABLES = ((9, 2), (4, 7), (1,))
 NUM_BLOCKS = 10  # in the pool, or more if the blocks are so small that the requests need more
 SCORES = (0.3, 0.0, 2.2, 0.4, 1.6, 0.5, 0.2)  # of the newest query of b over its keys, made up
+KEY = (0.02, 0.31, -0.75, 1.1, 0.09, -0.4, 6.0, 0.55)  # made up, with one large number, as real keys have
 SYSTEM_WORDS = ["You", "are", "a", "kind", "and", "patient", "museum", "guide"]  # a prompt that all three may share
 SYSTEM_BLOCKS = (5, 0)
 
@@ -150,6 +151,10 @@ def _ranks(settings: Settings) -> Drawing:
     return pictures.ranks(batch, 2, interleave=2, words=words)
 
 
+def _quantized(settings: Settings) -> Drawing:
+    return pictures.codes(torch.tensor(KEY))
+
+
 def _engine(settings: Settings) -> Drawing:
     num_pending, budget, steps = {"a": 9, "b": 5, "c": 7}, 6, []
     for _ in range(7):
@@ -176,6 +181,7 @@ EXAMPLES: dict[str, Callable[[Settings], Drawing]] = {
     "differential": _differential,
     "mla": _context_chunks,
     "context_parallel": _ranks,
+    "quantized": _quantized,
     "engine": _engine,
 }
 
@@ -192,5 +198,6 @@ USES: dict[str, tuple[str, ...]] = {  # the settings that each example takes
     "differential": (),
     "mla": ("lens",),
     "context_parallel": ("lens",),
+    "quantized": (),
     "engine": (),
 }

@@ -1,7 +1,7 @@
-"""One function per idea: masks, batches, block tables, windows, chunks, cascades, schedules, and merged weights.
+"""One function per idea: masks, batches, block tables, windows, chunks, cascades, schedules, merged weights, codes.
 
-The only modules of paths that these drawings call are `sliding_window`, `local`, `mla` and `context_parallel`, each in
-one place.
+The only modules of paths that these drawings call are `sliding_window`, `local`, `mla`, `context_parallel` and
+`quantized`, each in one place.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,11 +13,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from refattn import context_parallel, local, masks, mla, sliding_window
+from refattn import context_parallel, kv_cache, local, masks, mla, quantized, sliding_window
 from refattn.drawing.drawing import Drawing
 from refattn.drawing.figure import cell_width
 from refattn.drawing.panels import SHARED, Bars, Cell, Grid, Span
-from refattn.interface import Batch, Shard
+from refattn.interface import Batch, Fp8Scales, Int8Scales, Shard
 from refattn.interface.contents import check_block_table
 
 Rule = Callable[[int, int], Bool[Tensor, "t s"]]  # returns the mask of a sequence from its query_len and seq_len
@@ -379,6 +379,44 @@ def difference(
             ]
         ]
     )
+
+
+def codes(key: Float[Tensor, "d"], *, words: Sequence[str] | None = None) -> Drawing:
+    """Draw a key, and what its codes of 8 bits stand for, in each format: filled where they are off by 4 % or more.
+
+    Each format has the scale by which the largest number becomes its largest code, as after a calibration.
+
+    Args:
+        key: the numbers of a key, not all of them 0.
+        words: labels of the channels; numbers if None.
+    """
+    rows = {"the key": key}
+    for name, kind in (("fp8, e4m3", torch.float8_e4m3fn), ("fp8, e5m2", torch.float8_e5m2)):
+        scale = float(key.abs().max()) / torch.finfo(kind).max
+        rows[name] = _written(
+            key, kv_cache.allocate(1, 1, 1, len(key), dtype=kind), Fp8Scales(scale, scale, format=kind)
+        )
+    key_cache, value_cache, scales = quantized.allocate_int8(1, 1, 1, len(key))
+    rows["int8"] = _written(key, (key_cache, value_cache), Int8Scales(scales, torch.ones(1, len(key))))
+    texts = {name: [f"{x:.3g}" for x in numbers.tolist()] for name, numbers in rows.items()}
+    cells = [
+        [
+            Cell("filled" if abs(x - exact) >= 0.04 * abs(exact) else "outlined", text, FIRST_OF_PARTS)
+            for x, exact, text in zip(numbers.tolist(), key.tolist(), texts[name], strict=True)
+        ]
+        for name, numbers in rows.items()
+    ]
+    labels = _numbers(len(key)) if words is None else words
+    width = cell_width(text for row in texts.values() for text in row)
+    return Drawing([[Grid(cells, list(rows), labels, width=width)]], note="filled: off by 4 % or more")
+
+
+def _written(
+    key: Float[Tensor, "d"], pools: tuple[Tensor, Tensor], scales: Fp8Scales | Int8Scales
+) -> Float[Tensor, "d"]:
+    """Write one key into a pool of one slot, and return what its codes stand for."""
+    quantized.write(key[None, None], key[None, None], *pools, torch.tensor([0]), scales=scales)
+    return pools[0][0, 0, 0].float() * (scales.key if isinstance(scales, Fp8Scales) else scales.key[0, 0, 0])
 
 
 # --- shared by the drawings ---
