@@ -111,7 +111,7 @@ def test_nothing_of_the_learner_is_changed_by_a_check(tmp_path):
 
 def test_the_page_shows_what_the_command_prints(tmp_path, monkeypatch, capsys):
     page = (ROOT / "docs" / "exercises.md").read_text()
-    answer = re.search(r"says of `(return .*?)`", page)[1]
+    answer = re.search(r"For `(return .*?)` it prints", page)[1]
     shutil.copytree(STUBS, tmp_path / "exercises")
     file = tmp_path / "exercises" / "01_slot.py"
     file.write_text(file.read_text().replace("raise NotImplementedError", answer))
