@@ -23,7 +23,7 @@ from fastattn.tools.demo import PeakMemory, check_device
 from refattn import cascade, metadata, quantized
 from refattn.conformance import HARMLESS, Case, Paged, assert_close, build, prepare
 from refattn.conformance.tolerance import WIDER, allowed, computing_in, distance
-from refattn.interface import AttentionOptions, Batch, Fp8Scales, Int8Scales, Trees
+from refattn.interface import AttentionOptions, Batch, Fp8Scales, Group, Int8Scales, Shard, Trees, simulate_ranks
 
 TWINS = ("refattn", "fastattn")
 BLOCK = 16  # tokens
@@ -173,12 +173,12 @@ def _works(device: torch.device, dtype: torch.dtype, shrink: int) -> Iterator[Wo
     lengths = ([1] * 8, [shared + 1 + i for i in range(8)], tables)
     prefixes = cascade.find_prefixes(*lengths, block_size=BLOCK)
     decodes = (_draw(device, 8, 8, 64), *pools), metadata.make_batch(*lengths, device=device)
-    yield _path("cascade", f"8 decodes share {shared}", *decodes, prefixes=prefixes, block_size=BLOCK)
+    yield _path("cascade", f"8 sharing {shared}", *decodes, prefixes=prefixes, block_size=BLOCK)
     parents = torch.tensor([[-1, 0, 0, 1, 1, 2, 3, 3]] * 8, dtype=torch.int32, device=device)
     trees = Trees(parents, torch.full((8,), 8, dtype=torch.int32, device=device))
     drafts = metadata.make_batch([8] * 8, [long // 8] * 8, [[*range(-(-long // 8 // BLOCK))]] * 8, device=device)
     tokens = (_draw(device, 64, 8, 64), *pools)
-    yield _path("speculative", "8 trees of 8 nodes", tokens, drafts, trees=trees, block_size=BLOCK)
+    yield _path("speculative", "8 trees of 8", tokens, drafts, trees=trees, block_size=BLOCK)
 
     pairs = torch.stack([torch.stack(pools)] * 2)
     subtraction = dict(lambda_full=torch.tensor(0.4, device=device), lambda_init=0.2)
@@ -189,8 +189,10 @@ def _works(device: torch.device, dtype: torch.dtype, shrink: int) -> Iterator[Wo
     yield Work("mla", "mixed, prefill", partial(_mla_prefill, mixed, latents, long))
     yield from _quantized(mixed)
 
+    yield Work("context_parallel", "mixed, 2 ranks", partial(_on_two_ranks, mixed))
+
     parts = [_draw(device, 4 * new, 8, 64) for _ in range(2)], [_draw(device, 4 * new, 8).float() for _ in range(2)]
-    yield Work("merge", f"2 parts, {4 * new} rows", partial(_merge, *parts))
+    yield Work("merge", f"2 of {4 * new} rows", partial(_merge, *parts))
     yield Work("kv_cache", f"write {len(mixed.query)} tokens", partial(_write, mixed), exact=True)
 
 
@@ -242,6 +244,28 @@ def _quantized(mixed: Paged) -> Iterator[Work]:
     for kind, (pools, scales) in kinds.items():
         tensors = (mixed.query, *(pool.to(device) for pool in pools))
         yield _path("quantized", f"mixed, {kind}", tensors, mixed.batch, scales=scales, block_size=BLOCK)
+
+
+def _on_two_ranks(mixed: Paged, package: str, cast: Cast) -> Callable[[], Answer]:
+    """Prepare a call per rank, in turns: each has half of the query heads, and other keys in a pool of its own."""
+    path = importlib.import_module(f"{package}.context_parallel")
+    device, (tokens, _, size), kv_heads = mixed.query.device, mixed.query.shape, mixed.key_cache.shape[2]
+    queries = [cast(half) for half in mixed.query.chunk(2, dim=1)]
+    key, value = (cast(_draw(device, tokens, kv_heads, size) + i) for i in range(2))
+    pools = [[cast(_draw(device, *mixed.key_cache.shape) + rank + i) for i in range(2)] for rank in range(2)]
+    plans = [path.plan(mixed.batch, shard=Shard(rank, 2), block_size=BLOCK) for rank in range(2)]
+
+    def attend(group: Group) -> Answer:
+        rank = group.rank
+        answer: Answer = path.attention(
+            queries[rank], key, value, *pools[rank], plans[rank], group=group, return_lse=True
+        )
+        return answer
+
+    def call() -> Answer:
+        return tuple(torch.cat(halves, dim=1) for halves in zip(*simulate_ranks(2, attend), strict=True))
+
+    return call
 
 
 def _merge(outs: list[Tensor], lses: list[Tensor], package: str, cast: Cast) -> Callable[[], Answer]:

@@ -15,7 +15,6 @@ def short(monkeypatch):
     monkeypatch.setattr(compare, "SECONDS", 0.0)
 
 
-OF_RANKS = {"context_parallel"}
 CPU = torch.device("cpu")
 
 
@@ -24,7 +23,7 @@ def test_every_path_has_a_row():
     assert result.exit_code == 0, result.output
     rows = [line.split() for line in result.output.splitlines()]
     named = {cells[0] for cells in rows if cells}
-    assert {*PATHS, *BESIDES} - OF_RANKS - {"metadata"} <= named
+    assert {*PATHS, *BESIDES} - {"metadata"} <= named
     assert "…" not in result.output, "it fits a terminal of 80 columns"
     assert "Every answer is within its tolerance." in result.output
 
