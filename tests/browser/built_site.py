@@ -174,7 +174,7 @@ def test_a_mask_takes_its_number(page, site):
 def test_a_tree_is_typed(page, site):
     look(page, site, "explorer/index.html#lens=4,9&mask=tree&query=0,3")
     expect(page.locator(".who .says")).to_contain_text("0 to 6 and 8")
-    tree = page.get_by_role("textbox", name="the node that each node")
+    tree = page.get_by_role("textbox", name="the parent of each node")
     tree.fill("-1 0 1 2")
     tree.press("Enter")
     expect(page.locator(".who .says")).to_contain_text("sees 9 of 9 keys: 0 to 8")
