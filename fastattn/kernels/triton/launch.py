@@ -5,8 +5,8 @@ the driver about every pointer, which takes the host longer than many a kernel t
 their tensors only. So the plan of the step keeps what the first layer launched, its arguments laid out as the driver
 reads them, and the next layer fills in its addresses.
 
-    Triton      find the kernel    read 40 arguments    check 14 pointers    cuLaunchKernelEx
-    here                                                 write 5 addresses    cuLaunchKernelEx
+    Triton      find the kernel    read all arguments    check every pointer       cuLaunchKernelEx
+    here                                                 write what has changed    cuLaunchKernelEx
 
 Source: `cuLaunchKernelEx` in the CUDA driver API; the two pointers that follow a kernel's own arguments are those of
     Triton's launcher, `triton/backends/nvidia/driver.py`.
@@ -165,7 +165,7 @@ class PackedLaunch:
         with self._lock:
             for cell, x in zip(self._changing, tensors, strict=True):
                 if cell is not None:
-                    cell.value = x if isinstance(x, float) else x.data_ptr()  # type: ignore[union-attr]
+                    cell.value = x.data_ptr() if isinstance(x, Tensor) else x
             self._config.stream = torch._C._cuda_getCurrentRawStream(self._device)
             status = self._driver.cuLaunchKernelEx(self._by_reference, self._function, self._pointers, None)
         if status:
