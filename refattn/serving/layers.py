@@ -200,7 +200,7 @@ class WindowLayer(Layer):
 class SplitPlan(NamedTuple):
     """The plans of a step's decodes and of its prefills, and the query rows of each."""
 
-    parts: tuple[tuple[slice, Plan | PrefillPlan], ...]
+    parts: tuple[tuple[slice, Plan | PrefillPlan | TreePlan], ...]
 
 
 def _decodes_and_prefills(twin: Twin, batch: Batch, lens: Lens | None) -> Sequence[Part]:
@@ -327,7 +327,6 @@ class LatentLayer(Layer):
             of them the largest code. No plan depends on it.
     """
 
-    takes_trees: ClassVar[bool] = False
     latent_rank: int
     batch_invariant: bool = False
     codes: torch.dtype | None = None
@@ -385,6 +384,12 @@ class LatentLayer(Layer):
         parts = _decodes_and_prefills(twin, batch, lens)
         return SplitPlan(tuple((part.tokens, plan_part(part.batch)) for part in parts))
 
+    def plan_trees(  # type: ignore[override]  # attended by this class alone
+        self, twin: Twin, batch: Batch, trees: Trees, block_size: int
+    ) -> SplitPlan:
+        """Plan a step whose new tokens are drafted trees: all of them absorbed, those of prompts too."""
+        return SplitPlan(((slice(None), super().plan_trees(twin, batch, trees, block_size)),))
+
     def attend(  # type: ignore[override]  # with the plan of this class
         self,
         twin: Twin,
@@ -412,7 +417,7 @@ class LatentLayer(Layer):
         scale = dict(cache_scale=self.cache_scale)
         path.write(latent, rope_key, cache, slot_mapping, **scale)
 
-        def attend_part(tokens: slice, plan: Plan | PrefillPlan) -> Tensor:
+        def attend_part(tokens: slice, plan: Plan | PrefillPlan | TreePlan) -> Tensor:
             if isinstance(plan, PrefillPlan):
                 new = (query[tokens], latent[tokens], rope_key[tokens])
                 projections = dict(key_projection=key_projection, value_projection=value_projection)
