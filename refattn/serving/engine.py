@@ -13,8 +13,8 @@ twin. It computes nothing itself. The kinds of layers are in `layers`: windows u
 pairs of softmaxes `differential`, latents `mla`, and all others `chunked_prefill`, or `cascade` in a step whose
 requests share so many blocks that it is worth reading them once.
 
-A layer with a window has a smaller pool (`WindowPool`) if no step can need all of its blocks: a block is freed as soon
-as no later token can see it.
+A layer with a window or with chunks has a smaller pool (`WindowPool`) if no step can need all of its blocks: a block is
+freed as soon as no later token can see it.
 
 With `speculation`, a decode also verifies drafted tokens. A draft is right if the model chooses the same token with the
 same random number that the token would have without drafts. So the answers are the same, in fewer steps.
@@ -164,7 +164,7 @@ class Engine:
         limits = dict(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
         pool_blocks = {layer: layer.pool_blocks(num_blocks, block_size, **limits) for layer in self.layers}
         self.window_pools = {
-            layer: WindowPool(count, num_blocks, window_size=(layer.window - 1, 0), block_size=block_size)
+            layer: WindowPool(count, num_blocks, window_size=(layer.reach - 1, 0), block_size=block_size)
             for layer, count in pool_blocks.items()
             if count < num_blocks
         }
