@@ -113,7 +113,7 @@ def test_formula(case, kind, plan):
     assert_is_by_hand(stored, replace(case, head_size=16), plan)
 
 
-@pytest.mark.covers("A18", "B51")
+@pytest.mark.covers("A18", "A21", "B51")
 @pytest.mark.parametrize("per", ["number", "head", "sequence"])
 @pytest.mark.parametrize("round_query", [False, True], ids=["query-as-it-is", "query-rounded"])
 @each_kind
@@ -818,7 +818,6 @@ def test_the_checks_read_nothing_on_a_device():
     checks.check_values([query])
 
 
-@pytest.mark.covers("A21")
 def test_a_query_is_not_changed():
     for kind in KINDS:
         stored = store(ODD[0], kind)
