@@ -14,6 +14,7 @@ and its operations are called as
     differential(query, cache, plan, options, subtraction, out)      attend to pairs of keys and values, and subtract
     mla(query, cache, plan, options, latent_rank, out, scales)       attend to latents, keys and values in one; codes
                                                                      if there are scales
+    mla_tree(query, cache, plan, options, latent_rank, out, scales)  attend to latents that end with a drafted tree
     quantized(query, key_cache, value_cache, plan, options, scales, out)     attend over pages of codes
     quantized_levels(query, key_cache, value_cache, plans, options, scales, out)     attend to the levels of a cascade
     quantized_tree(query, key_cache, value_cache, plan, options, scales, out)        attend over pages before a tree
@@ -125,6 +126,8 @@ def priorities(problem: Problem) -> tuple[str, ...]:
         pays_to_expand = _rows_per_key(problem) >= ROWS_TO_EXPAND and not _pays_to_split(problem)
         return ("fa4", "fa3", "triton") if pays_to_expand else ("triton",)
     if problem.operation.startswith("quantized"):
+        return ("triton",)
+    if problem.operation == "mla_tree":
         return ("triton",)
     if problem.operation == "tree":
         return ("triton", "fa3") if _rows(problem) <= 16 else ("fa3", "triton")
@@ -467,7 +470,7 @@ def differential(
 def mla(
     query: Float[Tensor, "t h d"],
     cache: Float[Tensor, "n p c"],
-    plan: Plan,
+    plan: Plan | TreePlan,
     options: AttentionOptions,
     latent_rank: int,
     out: Float[Tensor, "t h {latent_rank}"] | None = None,
@@ -475,7 +478,11 @@ def mla(
 ) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
     """Attend to latents, or to what codes of them stand for; see `fastattn.mla.attention`."""
     pages = cache[:, :, None, : query.shape[2]]
-    kernel = choose(attention_problem("mla", query, pages, pages[..., :latent_rank], plan, options, scales))
+    tensors = (query, pages, pages[..., :latent_rank])
+    if isinstance(plan, TreePlan):
+        kernel = choose(attention_problem("mla_tree", *tensors, plan.whole, options, scales))
+        return _into(out, *kernel.mla_tree(query, cache, plan, options, latent_rank, _memory(out), scales))
+    kernel = choose(attention_problem("mla", *tensors, plan, options, scales))
     return _into(out, *kernel.mla(query, cache, plan, options, latent_rank, _memory(out), scales))
 
 

@@ -12,7 +12,7 @@ from fastattn.kernels.problem import Problem, Subtraction
 from refattn.interface import Accepted, AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan, TreePlan, Trees
 
 OPERATIONS = (
-    *("dense", "paged", "levels", "tree", "differential", "mla", "merge"),
+    *("dense", "paged", "levels", "tree", "differential", "mla", "mla_tree", "merge"),
     *("quantized", "quantized_levels", "quantized_tree"),
     *("write", "write_quantized", "copy_blocks", "compact", "slot_mapping", "trim", "cut_chunks", "draw_trees"),
 )
@@ -47,7 +47,7 @@ def unsupported_reason(problem: Problem) -> str | None:
     if problem.stored is not None and torch.float64 in problem.stored and problem.is_attention:
         return "multiplies values of up to 32 bits, not those of float64"
     rope = problem.head_size - problem.value_head_size
-    if problem.operation == "mla":
+    if problem.operation in ("mla", "mla_tree"):
         if problem.value_head_size > LARGEST_LATENT or rope > LARGEST_ROPE:
             sizes = f"{problem.value_head_size} and {rope}"
             return f"latents of up to {LARGEST_LATENT} and rotary keys of up to {LARGEST_ROPE} elements, not {sizes}"
@@ -140,13 +140,40 @@ def mla(
     scales: Fp8Scales | None = None,
 ) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
     """Attend to latents, each loaded once, as key and as value; see `fastattn.kernels.dispatch`."""
-    from fastattn.kernels.triton.attention import attend
+    return _attend_to_latents(query, cache, plan, options, latent_rank, out, scales)
+
+
+def mla_tree(
+    query: Float[Tensor, "t h d"],
+    cache: Float[Tensor, "n p c"],
+    plan: TreePlan,
+    options: AttentionOptions,
+    latent_rank: int,
+    out: Float[Tensor, "t h {latent_rank}"] | None,
+    scales: Fp8Scales | None = None,
+) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
+    """Attend to latents that end with a tree, as one softmax; see `fastattn.kernels.dispatch`."""
+    return _attend_to_latents(query, cache, plan.whole, options, latent_rank, out, scales, tree=plan)
+
+
+def _attend_to_latents(
+    query: Tensor,
+    cache: Tensor,
+    plan: Plan,
+    options: AttentionOptions,
+    latent_rank: int,
+    out: Tensor | None,
+    scales: Fp8Scales | None,
+    *,
+    tree: TreePlan | None = None,
+) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
+    from fastattn.kernels.triton.attention import attend_levels
 
     pages = cache[:, :, None, : query.shape[2]]
     latents = pages[..., :latent_rank]
     if scales is None:
-        return attend(query, pages, latents, plan, options, out, shared=True)
-    return _attend_to_codes(query, pages, latents, [plan], options, scales, out, shared=True)
+        return attend_levels(query, pages, latents, [plan], options, out, shared=True, tree=tree)
+    return _attend_to_codes(query, pages, latents, [plan], options, scales, out, shared=True, tree=tree)
 
 
 def quantized(
