@@ -1,6 +1,7 @@
 """Calls that a plan has kept, and writes: made again without checks, and never in the place of another."""
 
 import ctypes
+from contextlib import nullcontext
 from unittest import mock
 
 import kernels_present  # noqa: F401 (quickens the interpreter)
@@ -10,6 +11,7 @@ from batches import Case, build
 from stored import apart, store
 
 import fastattn
+import refattn.kv_cache
 from fastattn import chunked_prefill, dense, kv_cache, local, quantized, sliding_window
 from fastattn.kernels import call, dispatch
 from refattn.interface import AttentionOptions
@@ -53,8 +55,7 @@ def test_a_call_is_made_again_with_the_tensors_of_another_layer(name, return_lse
     *first, batch, more = lay_out(name, device=device)
     *other, _, others = lay_out(name, seed=1, device=device)
     plan = plan_of(name, batch)
-    context = mock.MagicMock() if kernel is None else fastattn.use_kernel(kernel)
-    with context:
+    with nullcontext() if kernel is None else fastattn.use_kernel(kernel):
         path.attention(*first, plan, return_lse=return_lse, **more)
         anew = path.attention(*other, plan_of(name, batch), return_lse=return_lse, **others)
         with nothing_is_chosen():
@@ -111,8 +112,7 @@ def other_calls(device):
 def test_other_calls_by_the_same_plan_are_answered_as_by_a_new_one(kernel, device):
     *tensors, batch, _ = lay_out("chunked_prefill", device=device)
     plan, is_first = plan_of("chunked_prefill", batch), {}
-    context = mock.MagicMock() if kernel is None else fastattn.use_kernel(kernel)
-    with context:
+    with nullcontext() if kernel is None else fastattn.use_kernel(kernel):
         for _ in range(2):  # kept, and then made again among the others
             for what, (tensors, options, more) in other_calls(device).items():
                 options = AttentionOptions(**options)
@@ -125,12 +125,12 @@ def test_other_calls_by_the_same_plan_are_answered_as_by_a_new_one(kernel, devic
     assert not torch.equal(is_first["sinks"][1], is_first["other sinks"][1])
 
 
-def test_a_kernel_that_is_asked_for_is_not_replaced_by_a_kept_one():
-    *tensors, batch, _ = lay_out("chunked_prefill")
-    plan = plan_of("chunked_prefill", batch)
+def test_a_kernel_that_is_asked_for_is_not_replaced_by_a_kept_one(device):
+    *tensors, batch, _ = lay_out("chunked_prefill", device=device)
+    plan, refusing = plan_of("chunked_prefill", batch), "fa4" if device == "cpu" else "cpu"
     for times_chosen in (1, 0):
         chunked_prefill.attention(*tensors, plan)
-        with fastattn.use_kernel("fa4"), pytest.raises(NotImplementedError, match="fa4: computes on CUDA"):
+        with fastattn.use_kernel(refusing), pytest.raises(NotImplementedError, match=f"{refusing}: computes on"):
             chunked_prefill.attention(*tensors, plan)
         with fastattn.use_kernel("triton"), mock.patch.object(dispatch, "choose", wraps=dispatch.choose) as choose:
             chunked_prefill.attention(*tensors, plan)
@@ -226,13 +226,16 @@ def test_a_write_is_made_again_with_other_tensors(device):
     cache = pytest.importorskip("fastattn.kernels.triton.cache", reason="needs Triton")
     key, value, *pools_and_slots = of_write(device)
     again = cache.write(key[:5], value[:5], *pools_and_slots)
-    for seed in (1, 2):
-        arguments, expected = of_write(device, seed), of_write(device, seed)
-        kv_cache.write(*expected)
-        again(*arguments)
-        assert torch.equal(arguments[2], expected[2])
-        assert torch.equal(arguments[3], expected[3])
-        assert arguments[2].any()
+    kv_cache.write(*of_write(device))
+    for seed in (1, 2, 3):
+        arguments, by_launch, expected = (of_write(device, seed) for _ in range(3))
+        refattn.kv_cache.write(*expected)
+        again(*by_launch)
+        with nothing_is_chosen() if device != "cpu" else nullcontext():
+            kv_cache.write(*arguments)
+        for pool in (2, 3):
+            assert torch.equal(arguments[pool], expected[pool])
+            assert torch.equal(by_launch[pool], expected[pool])
 
 
 def test_writes_of_one_name_are_alike():
