@@ -14,7 +14,7 @@ import fastattn
 import refattn.kv_cache
 from fastattn import chunked_prefill, dense, kv_cache, local, quantized, sliding_window
 from fastattn.kernels import call, dispatch
-from refattn.interface import AttentionOptions
+from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales
 
 CASE = Case("layers", ((2, 40), (1, 60), (0, 9)), heads=(4, 2), padding_rows=1)
 PATHS = {
@@ -123,6 +123,73 @@ def test_other_calls_by_the_same_plan_are_answered_as_by_a_new_one(kernel, devic
                 is_first.setdefault(what, anew)
     assert not torch.equal(is_first["slopes"][0], is_first["other slopes"][0])
     assert not torch.equal(is_first["sinks"][1], is_first["other sinks"][1])
+
+
+def changed(x):
+    """Change each of what a launch or a check sees of a tensor, and nothing else."""
+    yield x.half()
+    yield x[1:].clone()
+    yield torch.cat([x, x])[::2]
+    yield x.unsqueeze(0)
+    yield x.to("meta")
+
+
+def unchecked(kind, fields):
+    """Make options or scales of any fields: no two of them have to fit."""
+    made = object.__new__(kind)
+    vars(made).update(fields)
+    return made
+
+
+@pytest.mark.parametrize("kind", ["plain", "e4m3", "int8"])
+def test_calls_of_one_name_are_alike(kind):
+    """All that is checked, chosen and launched by is in the name, but for what the plan says and the tensors hold."""
+    query, key, value, batch, _ = lay_out("chunked_prefill", dtype=torch.float32)
+    plan, per_head = plan_of("chunked_prefill", batch), torch.ones(4)
+    scales = {"key": torch.ones(2, 4), "value": torch.ones(2, 4)} if kind != "plain" else {}
+    scales |= {"key": torch.ones(8, 16, 2)} if kind == "int8" else {}
+    scales |= {"query": torch.ones(2, 4)} if kind == "e4m3" else {}
+    good = dict(
+        query=query,
+        key=key,
+        value=value,
+        out=query.clone(),
+        alibi_slopes=per_head,
+        sinks=per_head,
+        **{f"scales.{name}": scale for name, scale in scales.items()},
+    )
+
+    def named(asked_for=None, operation="paged", return_lse=False, format=torch.float8_e4m3fn, **changes):
+        given = {**good, **changes}
+        its_scales = {name[7:]: given.pop(name) for name in list(given) if name.startswith("scales.")}
+        its_scales |= {"format": format} if kind == "e4m3" else {}
+        options = {name: given.pop(name, default) for name, default in vars(AttentionOptions()).items()}
+        arguments = dict(options=unchecked(AttentionOptions, options), return_lse=return_lse, scales=None)
+        if its_scales:
+            arguments["scales"] = unchecked(Int8Scales if kind == "int8" else Fp8Scales, its_scales)
+        return call.name_of_call(operation, asked_for, **given, plan=plan, **arguments)
+
+    name = named()
+    assert name is not None
+    assert name == named(**{what: x.clone() for what, x in good.items()})
+    others = [
+        *(named(**{what: other}) for what, x in good.items() for other in changed(x)),
+        *(named(**{what: None}) for what in good if what not in ("query", "key", "value")),
+        *(named(**{what: 1.0}) for what in good if what.startswith("scales.")),
+        *(named(asked_for="triton"), named(operation="dense"), named(return_lse=True)),
+        *(named(softmax_scale=1.0), named(softcap=1.0), named(batch_invariant=True), named(alibi_sqrt=True)),
+        *([named(format=torch.float8_e5m2)] if kind == "e4m3" else []),
+    ]
+    for other in others:
+        assert other is not None
+        assert other != name
+    for what in ("query", "key", "value", "out"):
+        for bad in ([1], "query", 1.0, torch.nn.Parameter(query)):
+            assert named(**{what: bad}) is None
+    for bad in (1, 0, None, "yes", torch.tensor(True)):
+        assert named(return_lse=bad) is None
+    unaligned = torch.zeros(query.numel() + 1)[1:].view(query.shape)
+    assert named(query=unaligned) is named(out=unaligned) is named(sinks=torch.ones(5)[1:]) is None
 
 
 def test_a_kernel_that_is_asked_for_is_not_replaced_by_a_kept_one(device):
@@ -245,11 +312,10 @@ def test_writes_of_one_name_are_alike():
     assert named == call.name_of_write(None, *of_write("meta"))
     assert call.name_of_write(None, *of_write("cpu")) is None
     assert call.name_of_write("triton", *good) not in (None, named)
-    changes = [torch.Tensor.half, lambda x: x[1:], lambda x: x.unsqueeze(0), lambda x: torch.cat([x, x])[::2]]
     for i, x in enumerate(good):
-        for change in changes:
-            assert call.name_of_write(None, *good[:i], change(x), *good[i + 1 :]) != named
-        assert call.name_of_write(None, *good[:i], torch.empty(x.shape, dtype=x.dtype), *good[i + 1 :]) != named
+        for other in (*changed(torch.empty_like(x, device="meta")), torch.empty_like(x, device="cpu")):
+            if other.device != x.device or (other.dtype, other.shape, other.stride()) != (x.dtype, x.shape, x.stride()):
+                assert call.name_of_write(None, *good[:i], other, *good[i + 1 :]) != named
         for bad in (None, [1], "key", torch.nn.Parameter(x.float())):
             assert call.name_of_write(None, *good[:i], bad, *good[i + 1 :]) is None
 
