@@ -316,6 +316,8 @@ def test_writes_of_one_name_are_alike():
         for other in (*changed(torch.empty_like(x, device="meta")), torch.empty_like(x, device="cpu")):
             if other.device != x.device or (other.dtype, other.shape, other.stride()) != (x.dtype, x.shape, x.stride()):
                 assert call.name_of_write(None, *good[:i], other, *good[i + 1 :]) != named
+        unaligned = torch.empty(x.numel() + 1, dtype=x.dtype, device="meta")[1:].view(x.shape)
+        assert call.name_of_write(None, *good[:i], unaligned, *good[i + 1 :]) == (named if i == 4 else None)
         for bad in (None, [1], "key", torch.nn.Parameter(x.float())):
             assert call.name_of_write(None, *good[:i], bad, *good[i + 1 :]) is None
 
