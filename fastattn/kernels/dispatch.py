@@ -123,7 +123,7 @@ def priorities(problem: Problem) -> tuple[str, ...]:
     if problem.operation.startswith("quantized"):
         return ("triton",)
     if problem.operation == "mla_tree":
-        return ("triton",)
+        return "triton", "flash_mla", "fa3"
     if problem.operation == "tree":
         return ("triton", "fa3") if _rows(problem) <= 16 else ("fa3", "triton")
     if problem.operation == "mla":
