@@ -470,7 +470,7 @@ class QuantizedLayer(Layer):
     def calibrated(self, twin: Twin, amax: Amax, device: torch.device) -> "QuantizedLayer":
         """Return this layer with the scales under which the largest magnitudes become the largest codes."""
         if self.kv_cache_dtype == "int8":
-            scale = twin.quantized.calibrate([rearrange(amax.value, "hk d -> 1 hk d")])
+            scale = twin.quantized.value_scales([rearrange(amax.value, "hk d -> 1 hk d")])
             return replace(self, value_scale=scale.to(device))
         largest_code = torch.finfo(KV_CACHE_DTYPES[self.kv_cache_dtype]).max
         scales = (reduce(x, "hk d -> hk", "max") / largest_code for x in amax)
