@@ -433,6 +433,7 @@ MAY_IMPORT = {
     "cpu": {"fastattn.kernels.torch_ops"},
     "triton": set(),
     "flash": {
+        "fastattn.kernels.triton.attention.attend_to_latent_nodes",
         "fastattn.kernels.triton.attention.attend_to_nodes",
         "fastattn.kernels.triton.attention.repair",
         "fastattn.kernels.triton.attention.repair_latents",

@@ -212,6 +212,8 @@ def attend_to_nodes(
     options: AttentionOptions,
     out: Float[Tensor, "t h dv"],
     prefix_lse: Float[Tensor, "h t"],
+    *,
+    shared: bool = False,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend to the nodes of trees, and take in what another kernel answered over the keys before them.
 
@@ -226,6 +228,7 @@ def attend_to_nodes(
         out: the answers over the keys before the trees, changed in place; rows side by side. Padding rows may hold
             anything, and so may rows whose tree has no key before it.
         prefix_lse: their log-sum-exps, natural log; infinite, of either sign, for NaN.
+        shared: as in `attend`.
 
     Returns:
         The outputs, and their log-sum-exps in float32.
@@ -233,16 +236,21 @@ def attend_to_nodes(
     Source: the module.
     """
     lse = query.new_empty(query.shape[:2], dtype=torch.float32)
-    name = ("nodes", _name_of_launches(query, key, value, options, out, False, NO_CODES), prefix_lse.stride())
+    name = ("nodes", _name_of_launches(query, key, value, options, out, shared, NO_CODES), prefix_lse.stride())
     if name in plan.whole.kept:
         plan.whole.kept[name].again(query, key, value, out, lse, *_of_layer(query, options).values(), prefix_lse)
         return out, lse
-    row_bytes, key_bytes = _bytes_of_a_program(query, key, value, False)
+    row_bytes, key_bytes = _bytes_of_a_program(query, key, value, shared)
     rows = plan.whole.batch.max_query_len * (query.shape[1] // key.shape[-2])
-    block_m = 16 if rows <= 16 else 64
-    block_n = max(16, min(_fit(32, row_bytes), pad(plan.trees.max_len)))
-    tuning = fit(Tuning(block_m, block_n, 4, 2, 1, 1), query.device, row_bytes=row_bytes, key_bytes=key_bytes)
-    launch = _launch(query, key, value, plan.whole, options, tuning, out, lse, tree=plan, prefix_lse=prefix_lse)
+    if shared:
+        tuning = _LATENT_16 if rows <= 16 else _LATENT_64
+    else:
+        tuning = Tuning(16 if rows <= 16 else 64, _fit(32, row_bytes), 4, 2, 1, 1)
+    tuning = tuning._replace(block_n=max(16, min(tuning.block_n, pad(plan.trees.max_len))))
+    room = dict(row_bytes=row_bytes, key_bytes=key_bytes, fewest_stages=2 if shared else 1)
+    tuning = fit(tuning, query.device, **room)
+    tensors = query, key, value
+    launch = _launch(*tensors, plan.whole, options, tuning, out, lse, shared=shared, tree=plan, prefix_lse=prefix_lse)
     if name[1] is not None:
         plan.whole.kept[name] = launch
     return out, lse
@@ -433,6 +441,22 @@ def repair(
     launch = _launch(query, key, value, plan, options, tuning, out, None, shared=shared)
     if name[1] is not None:
         plan.kept[name] = launch
+
+
+def attend_to_latent_nodes(
+    query: Float[Tensor, "t h d"],
+    cache: Float[Tensor, "n p c"],
+    plan: TreePlan,
+    options: AttentionOptions,
+    latent_rank: int,
+    answer: tuple[Float[Tensor, "t h r"], Float[Tensor, "t h"]],
+) -> tuple[Float[Tensor, "t h r"], Float[Tensor, "t h"]]:
+    """Do the same over latents, given another kernel's answer over those before the trees; see `attend_to_nodes`.
+
+    Source: the module.
+    """
+    pages, (out, lse) = cache[:, :, None, : query.shape[2]], answer
+    return attend_to_nodes(query, pages, pages[..., :latent_rank], plan, options, out, lse.T.contiguous(), shared=True)
 
 
 def repair_latents(
