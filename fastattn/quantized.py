@@ -34,9 +34,11 @@ def attention(
     Raises:
         NotImplementedError: if no kernel computes the combination, with the reason of each.
     """
-    check_quantized(query, key_cache, value_cache, plan, options, scales, out, return_lse)
-    out, lse = dispatch.quantized(query, key_cache, value_cache, plan, options, scales, out)
-    return (out, lse) if return_lse else out
+    name, answer = dispatch.again("quantized", query, key_cache, value_cache, plan, options, out, return_lse, scales)
+    if answer is None:
+        check_quantized(query, key_cache, value_cache, plan, options, scales, out, return_lse)
+        answer = dispatch.quantized(query, key_cache, value_cache, plan, options, scales, out, name)
+    return answer if return_lse else answer[0]
 
 
 def write(

@@ -156,6 +156,8 @@ def launch_all(capability):
         value = codes.in_pairs(pages[..., :512]) if kind else pages[..., :512]
         of_latents = dict(shared=True, codes=codes.Codes(kind, (1.0, 0.5, 0.5)), tree=drafts)
         attention.attend_levels(query, pages, value, [drafts.whole], AttentionOptions(), **of_latents)
+        numbers, before = pool(1, 512 + 64, half)[:, :, 0], (query[..., :512].clone(), torch.zeros(2 * nodes, heads))
+        attention.attend_to_latent_nodes(query, numbers, drafts, AttentionOptions(), 512, before)
 
     subtraction = Subtraction(torch.tensor(0.5), torch.ones(128), 1e-5, 0.2)
     for query_len, options, asked in (

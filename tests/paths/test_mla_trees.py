@@ -231,6 +231,21 @@ def test_twins_agree_in_every_type(kernel, dtype, kind, device):
         hold(tensors, fixed | dict(latent_rank=sizes.rank), softmax_scale=SCALE)
 
 
+@pytest.mark.parametrize(
+    "kernel", [kernel for kernel in PRESENT_FOR_LATENTS if not kernel.is_interpreted], ids=lambda kernel: kernel.name
+)
+@pytest.mark.parametrize(("nodes", "heads"), [(4, 4), (5, 16), (16, 20), (66, 2)])
+def test_trees_of_deepseeks_size_agree(kernel, nodes, heads, device):
+    """As many nodes for each sequence, in tiles of 16 rows and of 64; a tree without anything before it."""
+    parents = [draw_tree(nodes, seed) for seed in range(4)]
+    case = case_of(parents, contexts=(700, 64, 0, 33), heads=(heads, 1), block_size=64)
+    given = Latents(case, device=device, dtype=kernel.dtypes[0], sizes=REAL)
+    fixed = dict(trees=refattn.speculative.make_trees(parents, device=device), latent_rank=REAL.rank)
+    options = filled(OPTIONS["sinks"], heads, device)
+    with kernel.asked_for():
+        kernel.check(hold, (given.absorbed, given.cache, given.batch), fixed, **options)
+
+
 @each_compiled
 def test_rows_do_not_change_with_the_rest_of_the_batch(kernel, device):
     """Of each tree, alone and among others."""
@@ -321,9 +336,8 @@ def test_the_chooser_says_who_verifies_trees(device_type):
     if device_type == "cpu":
         assert "chosen: cpu" in dispatch.explain(problem)
         return
-    assert dispatch.priorities(problem._replace(device=torch.device("cuda"))) == ("triton",)
-    for name in ("flash_mla", "fa3"):
-        assert dispatch.unsupported_reason(name, problem) == "has no operation mla_tree"
+    assert dispatch.priorities(problem._replace(device=torch.device("cuda"))) == ("triton", "flash_mla", "fa3")
+    assert dispatch.unsupported_reason("fa4", problem) == "has no operation mla_tree"
 
 
 # --- bad input ---

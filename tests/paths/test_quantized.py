@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -38,6 +39,7 @@ import fastattn.quantized
 import refattn.kv_cache
 import refattn.local
 import refattn.quantized
+from fastattn.kernels import dispatch
 from refattn.interface import AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan, Prefix, checks
 from refattn.metadata import make_batch
 
@@ -651,6 +653,21 @@ def test_bad_arguments_of_attention(twin, message):
     attend(twin, **good(kind))
     with pytest.raises(ValueError, match="^" + re.escape(message)):
         attend(twin, **{**arguments, **bad})
+
+
+@pytest.mark.parametrize("message", [message for message, (_, bad) in BAD_ATTENTION.items() if "block_size" not in bad])
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_bad_arguments_are_named_where_the_plan_keeps_a_good_call(message):
+    kind, bad = BAD_ATTENTION[message]
+    arguments = good(kind)
+    plan = fastattn.quantized.plan(arguments.pop("batch"), block_size=4)
+    first = fastattn.quantized.attention(**arguments, plan=plan)
+    options = AttentionOptions(**{name: bad[name] for name in bad if name == "sinks"})
+    wrong = {**arguments, **{name: bad[name] for name in bad if name != "sinks"}}
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        fastattn.quantized.attention(**wrong, plan=plan, options=options)
+    with mock.patch.object(dispatch, "choose", side_effect=AssertionError("it was not kept")):
+        assert torch.equal(fastattn.quantized.attention(**arguments, plan=plan), first)
 
 
 BAD_WRITES = {

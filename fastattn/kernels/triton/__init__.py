@@ -1,7 +1,7 @@
 """Our own Triton kernels, for what FlashAttention does less well: short queries over any pages, all options, tables."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Float, Int32, Int64, Shaped
@@ -228,7 +228,22 @@ def _attend_to_codes(
     tree: TreePlan | None = None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     from fastattn.kernels.triton.attention import attend_levels
-    from fastattn.kernels.triton.codes import codes_of, in_pairs
+    from fastattn.kernels.triton.codes import codes_of
+
+    key, value = _seen_by_kernel(query, key_cache, value_cache, plans, options, scales)
+    return attend_levels(query, key, value, plans, options, out, shared=shared, codes=codes_of(scales), tree=tree)
+
+
+def _seen_by_kernel(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    plans: Sequence[Plan],
+    options: AttentionOptions,
+    scales: Fp8Scales | Int8Scales,
+) -> tuple[Tensor, Tensor]:
+    """Return pools of codes as the kernel takes them: those of fp8 as bytes, those of values in pairs if that pays."""
+    from fastattn.kernels.triton.codes import in_pairs
 
     if isinstance(scales, Fp8Scales):
         key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
@@ -237,8 +252,38 @@ def _attend_to_codes(
     # Beside queries of 32 bits it turns pairs in local memory.
     rows = max(plan.batch.max_query_len for plan in plans) * (query.shape[1] // key_cache.shape[2])
     pays = rows <= 16 and query.element_size() == 2 and not options.batch_invariant
-    value, codes = in_pairs(value_cache) if pays else value_cache, codes_of(scales)
-    return attend_levels(query, key_cache, value, plans, options, out, shared=shared, codes=codes, tree=tree)
+    return key_cache, in_pairs(value_cache) if pays else value_cache
+
+
+def again(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: Plan,
+    options: AttentionOptions,
+    out: Tensor | None,
+    scales: Fp8Scales | Int8Scales | None,
+    *,
+    with_lse: bool,
+) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """Return what computes the plan again with other tensors, by its launches; see `dispatch`."""
+    from fastattn.kernels.triton.attention import kept_launches
+    from fastattn.kernels.triton.codes import NO_CODES, codes_of
+
+    codes = NO_CODES
+    if scales is not None:
+        key, value = _seen_by_kernel(query, key, value, [plan], options, scales)
+        codes = codes_of(scales)
+    launches = kept_launches(query, key, value, plan, options, out, codes)
+    if launches is None:
+        return None
+    if scales is None:
+        return lambda query, key, value, plan, options, out: launches.again(
+            query, key, value, options, out, with_lse=with_lse
+        )
+    return lambda query, key, value, plan, options, scales, out: launches.again(
+        query, key, value, options, out, codes_of(scales), with_lse=with_lse
+    )
 
 
 def merge(
@@ -256,11 +301,11 @@ def write(
     key_cache: Shaped[Tensor, "n p hk d"],
     value_cache: Shaped[Tensor, "n p hk dv"],
     slot_mapping: Int64[Tensor, "t"],
-) -> None:
+) -> Callable[..., None] | None:
     """Write new tokens into the pool, in one launch; see `fastattn.kv_cache.write`."""
     from fastattn.kernels.triton import cache
 
-    cache.write(key, value, key_cache, value_cache, slot_mapping)
+    return cache.write(key, value, key_cache, value_cache, slot_mapping)
 
 
 def write_quantized(
