@@ -382,7 +382,7 @@ def difference(
 
 
 def codes(key: Float[Tensor, "d"], *, words: Sequence[str] | None = None) -> Drawing:
-    """Draw a key, and what its codes of 8 bits stand for, in each format: with a star where they are off by 4 % or more.
+    """Draw a key, and what its codes of 8 bits stand for, in each format; a star: off by 4 % or more.
 
     Each format has the scale by which the largest number becomes its largest code, as after a calibration.
 
