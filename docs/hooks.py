@@ -42,8 +42,8 @@ from readme import RESULTS, ROOT, duration, fastest_peer, tables
 
 from fastattn.kernels import dispatch
 from refattn import drawing
-from refattn.check import learner
 from refattn.conformance.contract import PROPERTIES
+from refattn.exercises import learner
 
 INSERT = re.compile(r"^(?P<instead>.+) <!-- (?P<name>\w+)(?P<arguments>.*?) -->$", re.MULTILINE)
 CAPTION = re.compile(r"\*(.+?)\* ")

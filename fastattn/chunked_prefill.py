@@ -30,6 +30,8 @@ def attention(
     Raises:
         NotImplementedError: if no kernel computes the combination, with the reason of each.
     """
-    check_paged(query, key_cache, value_cache, plan, options, out, return_lse)
-    out, lse = dispatch.paged(query, key_cache, value_cache, plan, options, out)
-    return (out, lse) if return_lse else out
+    name, answer = dispatch.again("paged", query, key_cache, value_cache, plan, options, out, return_lse)
+    if answer is None:
+        check_paged(query, key_cache, value_cache, plan, options, out, return_lse)
+        answer = dispatch.paged(query, key_cache, value_cache, plan, options, out, name)
+    return answer if return_lse else answer[0]

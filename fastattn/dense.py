@@ -36,6 +36,8 @@ def attention(
     Raises:
         NotImplementedError: if no kernel computes the combination, with the reason of each.
     """
-    check_dense(query, key, value, plan, options, out, return_lse)
-    out, lse = dispatch.dense(query, key, value, plan, options, out)
-    return (out, lse) if return_lse else out
+    name, answer = dispatch.again("dense", query, key, value, plan, options, out, return_lse)
+    if answer is None:
+        check_dense(query, key, value, plan, options, out, return_lse)
+        answer = dispatch.dense(query, key, value, plan, options, out, name)
+    return answer if return_lse else answer[0]

@@ -12,7 +12,7 @@ from torch import Tensor
 from fastattn.kernels import dispatch
 from fastattn.kernels.problem import CU_SEQLENS_K
 from fastattn.metadata import positions, slot_mapping
-from refattn.interface import AttentionOptions, Batch, ContextChunk, Fp8Scales, Plan, PrefillPlan
+from refattn.interface import AttentionOptions, Batch, ContextChunk, Fp8Scales, Plan, PrefillPlan, TreePlan
 from refattn.interface.checks import check_latent, check_latent_prefill, check_latent_slots, check_projection
 from refattn.interface.contents import check_workspace
 from refattn.interface.scales import FP8_FORMATS
@@ -27,7 +27,7 @@ def plan(batch: Batch, *, block_size: int) -> Plan:
 def attention(
     query: Float[Tensor, "t h d"],
     cache: Float[Tensor, "n p c"],
-    plan: Plan,
+    plan: Plan | TreePlan,
     options: AttentionOptions,
     *,
     latent_rank: int,

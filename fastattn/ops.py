@@ -173,7 +173,7 @@ def differential(
 def mla(
     query: Float[Tensor, "t h d"],
     cache: Float[Tensor, "n p c"],
-    plan: Plan,
+    plan: Plan | TreePlan,
     options: AttentionOptions,
     *,
     latent_rank: int,
@@ -181,7 +181,7 @@ def mla(
     return_lse: bool = False,
 ) -> Float[Tensor, "t h {latent_rank}"] | tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
     """Attend from absorbed queries to latents; the operator of `fastattn.mla.attention`."""
-    crossing = (*_plan_lists(plan), *_options_list(options), latent_rank, cache_scale)
+    crossing = (*_tree_lists(plan), *_options_list(options), latent_rank, cache_scale)
     return _with_lse(torch.ops.fastattn.mla(query, cache, *crossing), return_lse)
 
 
@@ -489,7 +489,7 @@ _define(
 
 def _mla(query: Tensor, cache: Tensor, tables: list[Tensor | None], sizes: list[int], *options_and_more: Any) -> Any:
     *options, latent_rank, cache_scale = options_and_more
-    plan, of_cache = _plan(iter(tables), iter(sizes)), dict(latent_rank=latent_rank, cache_scale=cache_scale)
+    plan, of_cache = _tree_plan(iter(tables), iter(sizes)), dict(latent_rank=latent_rank, cache_scale=cache_scale)
     return mla_path.attention(query, cache, plan, AttentionOptions(*options), **of_cache, return_lse=True)
 
 

@@ -34,9 +34,11 @@ def attention(
     Raises:
         NotImplementedError: if no kernel computes the combination, with the reason of each.
     """
-    check_quantized(query, key_cache, value_cache, plan, options, scales, out, return_lse)
-    out, lse = dispatch.quantized(query, key_cache, value_cache, plan, options, scales, out)
-    return (out, lse) if return_lse else out
+    name, answer = dispatch.again("quantized", query, key_cache, value_cache, plan, options, out, return_lse, scales)
+    if answer is None:
+        check_quantized(query, key_cache, value_cache, plan, options, scales, out, return_lse)
+        answer = dispatch.quantized(query, key_cache, value_cache, plan, options, scales, out, name)
+    return answer if return_lse else answer[0]
 
 
 def write(
@@ -81,8 +83,8 @@ def allocate_int8(
     return key_cache.transpose(1, 2), value_cache.transpose(1, 2), scales.transpose(1, 2)
 
 
-def calibrate(values: Sequence[Float[Tensor, "_ hk dv"]]) -> Float32[Tensor, "hk dv"]:
-    """Return the scale of int8 values per KV head and channel; the twin of `refattn.quantized.calibrate`."""
+def value_scales(values: Sequence[Float[Tensor, "_ hk dv"]]) -> Float32[Tensor, "hk dv"]:
+    """Return the scale of int8 values per KV head and channel; the twin of `refattn.quantized.value_scales`."""
     check_values(values)
     largest = values[0].new_zeros(values[0].shape[1:], dtype=torch.float32)
     for value in values:

@@ -23,8 +23,8 @@ from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 from refattn import kv_cache, quantized
-from refattn.attention import attend_sequences, compute_dtype, hand_over
-from refattn.interface import AttentionOptions, Batch, ContextChunk, Fp8Scales, Plan, PrefillPlan
+from refattn.attention import attend_sequences, attend_trees, compute_dtype, hand_over
+from refattn.interface import AttentionOptions, Batch, ContextChunk, Fp8Scales, Plan, PrefillPlan, TreePlan
 from refattn.interface.checks import check_latent, check_latent_prefill, check_latent_slots, check_projection
 from refattn.interface.contents import check_workspace
 from refattn.interface.scales import FP8_FORMATS
@@ -52,7 +52,7 @@ def plan(batch: Batch, *, block_size: int) -> Plan:
 def attention(
     query: Float[Tensor, "t h d"],
     cache: Float[Tensor, "n p c"],
-    plan: Plan,
+    plan: Plan | TreePlan,
     options: AttentionOptions,
     *,
     latent_rank: int,
@@ -71,7 +71,7 @@ def attention(
         query: absorbed queries of the new tokens (`absorb`), with `d = r + rope`.
         cache: the pool of latents, `c >= r + rope`: elements after those are never read. In the type of the query, or
             codes, `torch.float8_e4m3fn` or `torch.float8_e5m2`.
-        plan: from `plan`, once per step.
+        plan: from `plan`, or of drafted trees from `speculative.plan`, once per step.
         options: those of the layer. It has to say `softmax_scale`: it comes from the head size before absorption.
         latent_rank: elements of a latent, `r`.
         cache_scale: what codes are multiplied with, above 0: one number for latents and rotary keys. 1 for a pool of
@@ -91,12 +91,16 @@ def attention(
         query, cache, plan, options, out, return_lse, latent_rank=latent_rank, cache_scale=cache_scale
     )
     pages = rearrange(cache[..., : query.shape[2]], "n p d -> n p 1 d")
+    batch = plan.whole.batch if isinstance(plan, TreePlan) else plan.batch
     keys = (
         _numbers(kv_cache.gather(pages, blocks, seq_len), cache_scale, query.dtype)
-        for blocks, seq_len in zip(block_table, plan.batch.seq_lens.tolist(), strict=True)
+        for blocks, seq_len in zip(block_table, batch.seq_lens.tolist(), strict=True)
     )
     sequences = ((key, key[..., :latent_rank]) for key in keys)
-    result, lse = attend_sequences(query, sequences, plan, options, value_head_size=latent_rank)
+    if isinstance(plan, TreePlan):
+        result, lse = attend_trees(query, sequences, plan, options, value_head_size=latent_rank)
+    else:
+        result, lse = attend_sequences(query, sequences, plan, options, value_head_size=latent_rank)
     return hand_over(result, lse, query, return_lse=return_lse, out=out)
 
 

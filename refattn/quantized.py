@@ -209,7 +209,7 @@ def allocate_int8(
     return key_cache, value_cache, rearrange(scales, to_pool.replace(" d", ""), **heads_and_tokens)
 
 
-def calibrate(values: Sequence[Float[Tensor, "_ hk dv"]]) -> Float32[Tensor, "hk dv"]:
+def value_scales(values: Sequence[Float[Tensor, "_ hk dv"]]) -> Float32[Tensor, "hk dv"]:
     """Return the scale of int8 values per KV head and channel, from values that a model has computed.
 
         scale[h, c] = max over all tokens of |value[t, h, c]| / 127, or 1 if that is 0

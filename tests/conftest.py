@@ -138,6 +138,7 @@ def forget_choices():
         if dispatch is not None:
             dispatch._choose.cache_clear()
             dispatch._choose_differential.cache_clear()
+            dispatch._writes.clear()
 
     forget()
     yield forget

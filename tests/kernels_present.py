@@ -24,7 +24,7 @@ def has_to_compute(name: str, problem: Problem) -> bool:
     """
     if name in ("cpu", "triton"):
         return True
-    if problem.operation == "mla":
+    if problem.operation in ("mla", "mla_tree"):
         return has_to_attend_to_latents(name, problem)
     if problem.operation == "quantized":
         if problem.stored[1] not in (problem.stored[0], problem.dtype):

@@ -14,6 +14,7 @@ and its operations are called as
     differential(query, cache, plan, options, subtraction, out)      attend to pairs of keys and values, and subtract
     mla(query, cache, plan, options, latent_rank, out, scales)       attend to latents, keys and values in one; codes
                                                                      if there are scales
+    mla_tree(query, cache, plan, options, latent_rank, out, scales)  attend to latents that end with a drafted tree
     quantized(query, key_cache, value_cache, plan, options, scales, out)     attend over pages of codes
     quantized_levels(query, key_cache, value_cache, plans, options, scales, out)     attend to the levels of a cascade
     quantized_tree(query, key_cache, value_cache, plan, options, scales, out)        attend over pages before a tree
@@ -27,6 +28,10 @@ and its operations are called as
     trim(batch, left, block_size, columns)                           lengths and tables of a window
     cut_chunks(batch, chunk_size, block_size, num_chunks, columns)   lengths and tables of virtual sequences
     draw_trees(batch, trees, num_tokens)                             depths, ancestors and positions of nodes
+
+A kernel that can make the last call again at less cost to the host has, too,
+
+    again(query, key, value, plan, options, out, scales, with_lse)   what does so, called as the operation; or None
 
 Attention returns `(out [t, h, dv], lse [t, h])` with the conventions of the project: natural log, float32 (float64 for
 float64), 0 and `-inf` for a fully masked query. A kernel with other conventions is adapted in its own file. `out`, if
@@ -46,6 +51,7 @@ import torch
 from jaxtyping import Float, Int32, Int64, Shaped
 from torch import Tensor
 
+from fastattn.kernels.call import Name, name_of_call, name_of_write
 from fastattn.kernels.device import num_multiprocessors
 from fastattn.kernels.problem import Problem, Subtraction, attention_problem, stored_types
 from refattn.interface import (
@@ -108,6 +114,7 @@ def priorities(problem: Problem) -> tuple[str, ...]:
     A tree after thousands of keys is a chunk to all but its last keys: FlashAttention-3 reads the keys before it,
     without a mask, and ours its few nodes, in one launch that takes in the answer of the other: 64 trees of 16 nodes
     after 8192 keys take 0.51 ms so and 0.55 by ours alone, 8 of 64 nodes 0.15 and 0.24, one of them 39 and 42 us.
+    FlashMLA and FlashAttention-3 do the same over latents; there they come after ours, as nobody has measured it yet.
 
     Source: measured on an NVIDIA H200 against flash-attn-4, over prompts and chunks of 64 to 2048 tokens. What ours
     takes for its few operations alone, flash-attn-4 would compute up to 1.6 times as fast: in 13 us less at most.
@@ -121,6 +128,8 @@ def priorities(problem: Problem) -> tuple[str, ...]:
         return ("fa4", "fa3", "triton") if pays_to_expand else ("triton",)
     if problem.operation.startswith("quantized"):
         return ("triton",)
+    if problem.operation == "mla_tree":
+        return "triton", "flash_mla", "fa3"
     if problem.operation == "tree":
         return ("triton", "fa3") if _rows(problem) <= 16 else ("fa3", "triton")
     if problem.operation == "mla":
@@ -278,6 +287,73 @@ def _launches(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
+def again(
+    operation: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: Plan | CascadePlan | TreePlan,
+    options: AttentionOptions,
+    out: Tensor | None,
+    return_lse: bool,
+    scales: Fp8Scales | Int8Scales | None = None,
+) -> tuple[Name, tuple[Tensor, Tensor] | None]:
+    """Make a call again that its plan has kept, without its checks and the choice of a kernel.
+
+    Nothing that those look at differs then, see `fastattn.kernels.call`: what is bad or other in a call gives it a name
+    under which the plan has kept nothing.
+
+    Args:
+        operation: of attention to one plan, as kernels name it.
+        query: as in the operation, and what follows.
+        key: likewise.
+        value: likewise.
+        plan: likewise.
+        options: likewise.
+        out: likewise.
+        return_lse: the log-sum-exps are wanted, too; else what stands for them is of no use.
+        scales: those of codes.
+
+    Returns:
+        The name of the call, that the operation is to keep it under once it was checked; and the answer, None if it was
+        not kept.
+    """
+    name = name_of_call(operation, _asked_for.get(), query, key, value, plan, options, out, return_lse, scales)
+    call = plan.kept.get(name) if name is not None and isinstance(plan, Plan) else None
+    if call is None:
+        return name, None
+    memory = _memory(out)
+    try:
+        if scales is None:
+            answer, lse = call(query, key, value, plan, options, memory)
+        else:
+            answer, lse = call(query, key, value, plan, options, scales, memory)
+    except torch.OutOfMemoryError:
+        return name, None  # as in its first call, which says what helps
+    return name, _into(out, answer, lse)
+
+
+def _keep(
+    name: Name,
+    kernel: ModuleType,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: Plan,
+    options: AttentionOptions,
+    out: Tensor | None,
+    scales: Fp8Scales | Int8Scales | None = None,
+) -> None:
+    """Let a plan keep how a call was computed: as the kernel makes it again, or else as the kernel's operation."""
+    if name is None:
+        return
+    operation, with_lse, *_ = name
+    call = getattr(kernel, operation)
+    if hasattr(kernel, "again"):
+        call = kernel.again(query, key, value, plan, options, _memory(out), scales, with_lse=with_lse) or call
+    plan.kept[name] = call
+
+
 @_launches
 def dense(
     query: Float[Tensor, "t h d"],
@@ -286,10 +362,16 @@ def dense(
     plan: Plan,
     options: AttentionOptions,
     out: Float[Tensor, "t h dv"] | None = None,
+    name: Name = None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over ragged rows; arguments and errors are those of `fastattn.dense.attention`."""
+    """Attend over ragged rows; arguments and errors are those of `fastattn.dense.attention`.
+
+    The plan keeps the call under a name from `again`.
+    """
     kernel = choose(attention_problem("dense", query, key, value, plan, options))
-    return _into(out, *kernel.dense(query, key, value, plan, options, _memory(out)))
+    answer = _into(out, *kernel.dense(query, key, value, plan, options, _memory(out)))
+    _keep(name, kernel, query, key, value, plan, options, out)
+    return answer
 
 
 @_launches
@@ -300,10 +382,16 @@ def paged(
     plan: Plan,
     options: AttentionOptions,
     out: Float[Tensor, "t h dv"] | None = None,
+    name: Name = None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over pages; arguments and errors are those of `fastattn.chunked_prefill.attention`."""
+    """Attend over pages; arguments and errors are those of `fastattn.chunked_prefill.attention`.
+
+    The plan keeps the call under a name from `again`.
+    """
     kernel = choose(attention_problem("paged", query, key_cache, value_cache, plan, options))
-    return _into(out, *kernel.paged(query, key_cache, value_cache, plan, options, _memory(out)))
+    answer = _into(out, *kernel.paged(query, key_cache, value_cache, plan, options, _memory(out)))
+    _keep(name, kernel, query, key_cache, value_cache, plan, options, out)
+    return answer
 
 
 @_launches
@@ -383,7 +471,7 @@ def differential(
 def mla(
     query: Float[Tensor, "t h d"],
     cache: Float[Tensor, "n p c"],
-    plan: Plan,
+    plan: Plan | TreePlan,
     options: AttentionOptions,
     latent_rank: int,
     out: Float[Tensor, "t h {latent_rank}"] | None = None,
@@ -391,7 +479,11 @@ def mla(
 ) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
     """Attend to latents, or to what codes of them stand for; see `fastattn.mla.attention`."""
     pages = cache[:, :, None, : query.shape[2]]
-    kernel = choose(attention_problem("mla", query, pages, pages[..., :latent_rank], plan, options, scales))
+    tensors = (query, pages, pages[..., :latent_rank])
+    if isinstance(plan, TreePlan):
+        kernel = choose(attention_problem("mla_tree", *tensors, plan.whole, options, scales))
+        return _into(out, *kernel.mla_tree(query, cache, plan, options, latent_rank, _memory(out), scales))
+    kernel = choose(attention_problem("mla", *tensors, plan, options, scales))
     return _into(out, *kernel.mla(query, cache, plan, options, latent_rank, _memory(out), scales))
 
 
@@ -404,8 +496,12 @@ def quantized(
     options: AttentionOptions,
     scales: Fp8Scales | Int8Scales,
     out: Float[Tensor, "t h dv"] | None = None,
+    name: Name = None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over pages of codes; arguments and errors are those of `fastattn.quantized.attention`."""
+    """Attend over pages of codes; arguments and errors are those of `fastattn.quantized.attention`.
+
+    The plan keeps the call under a name from `again`, unless it is one of several levels or of trees.
+    """
     tensors, memory = (query, key_cache, value_cache), _memory(out)
     if isinstance(plan, CascadePlan):
         kernel = choose(attention_problem("quantized_levels", *tensors, plan.levels[-1], options, scales))
@@ -414,7 +510,9 @@ def quantized(
         kernel = choose(attention_problem("quantized_tree", *tensors, plan.whole, options, scales))
         return _into(out, *kernel.quantized_tree(*tensors, plan, options, scales, memory))
     kernel = choose(attention_problem("quantized", *tensors, plan, options, scales))
-    return _into(out, *kernel.quantized(*tensors, plan, options, scales, memory))
+    answer = _into(out, *kernel.quantized(*tensors, plan, options, scales, memory))
+    _keep(name, kernel, *tensors, plan, options, out, scales)
+    return answer
 
 
 @lru_cache(maxsize=4096)
@@ -459,6 +557,24 @@ def add_sinks(
     return choose(Problem("add_sinks", out.device, lse.dtype)).add_sinks(out, lse, sinks)
 
 
+MOST_WRITES = 1024  # layouts of tokens and pools, whose writes are kept
+_writes: dict[tuple[object, ...], Callable[..., None]] = {}
+
+
+def write_again(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> tuple[tuple[object, ...] | None, bool]:
+    """Write new tokens as one like it was written before, without its checks; returns its name, and whether it could.
+
+    No plan knows of a write, so it is kept here: types, shapes, strides and devices, and a launch without its tensors.
+    """
+    name = name_of_write(_asked_for.get(), key, value, key_cache, value_cache, slot_mapping)
+    call = None if name is None else _writes.get(name)
+    if call is not None:
+        call(key, value, key_cache, value_cache, slot_mapping)
+    return name, call is not None
+
+
 @_launches
 def write(
     key: Shaped[Tensor, "t hk d"],
@@ -466,9 +582,17 @@ def write(
     key_cache: Shaped[Tensor, "n p hk d"],
     value_cache: Shaped[Tensor, "n p hk dv"],
     slot_mapping: Int64[Tensor, "t"],
+    name: tuple[object, ...] | None = None,
 ) -> None:
-    """Write new tokens into the pool; arguments are those of `fastattn.kv_cache.write`."""
-    choose(Problem("write", key.device, key.dtype)).write(key, value, key_cache, value_cache, slot_mapping)
+    """Write new tokens into the pool; arguments are those of `fastattn.kv_cache.write`, and a name from `write_again`.
+
+    What kernels return of it, if not None, writes again.
+    """
+    call = choose(Problem("write", key.device, key.dtype)).write(key, value, key_cache, value_cache, slot_mapping)
+    if name is not None and call is not None:
+        if len(_writes) >= MOST_WRITES:
+            _writes.clear()
+        _writes[name] = call
 
 
 @_launches

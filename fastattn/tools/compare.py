@@ -233,7 +233,7 @@ def _quantized(mixed: Paged) -> Iterator[Work]:
     slots = torch.arange(len(key))
     key_codes, value_codes, token_scales = quantized.allocate_int8(blocks, BLOCK, heads, size)
     fp8_keys, fp8_values = (torch.zeros(blocks, BLOCK, heads, size, dtype=torch.uint8) for _ in range(2))
-    channels = quantized.calibrate([value])
+    channels = quantized.value_scales([value])
     of_int8, of_fp8 = Int8Scales(token_scales, channels), Fp8Scales(0.02, 0.02)
     quantized.write(key, value, key_codes, value_codes, slots, scales=of_int8)
     quantized.write(key, value, fp8_keys, fp8_values, slots, scales=of_fp8)

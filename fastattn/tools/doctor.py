@@ -125,6 +125,10 @@ def _problems(device: torch.device) -> dict[str, Problem]:
         "decode, fp8 codes": codes._replace(max_query_len=1, num_tokens=4),
         "prefill, int8 codes": codes._replace(stored=(torch.int8, torch.int8), rounds_query=True),
         "latents, fp8 codes": problems["latents"]._replace(stored=codes.stored),
+        "drafted trees": usual._replace(operation="tree", window=(-1, -1), max_query_len=16, num_tokens=64),
+        "latents, drafted trees": problems["latents"]._replace(
+            operation="mla_tree", window=(-1, -1), max_query_len=16, num_tokens=64
+        ),
     }
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         problems[str(dtype).removeprefix("torch.")] = usual._replace(dtype=dtype)

@@ -65,7 +65,7 @@ def _errors(key: Tensor, value: Tensor, kind: torch.dtype) -> tuple[Tensor, Tens
     by: tuple[Tensor | float, Tensor | float]
     if kind == torch.int8:
         key_cache, value_cache, of_keys = quantized.allocate_int8(n, BLOCK_SIZE, hk, d)
-        of_values = quantized.calibrate([value])
+        of_values = quantized.value_scales([value])
         scales, by = Int8Scales(of_keys, of_values), (of_keys[..., None], of_values)
     else:
         key_cache, value_cache = torch.zeros(2, n, BLOCK_SIZE, hk, d).to(kind)

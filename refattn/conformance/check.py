@@ -5,7 +5,8 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -45,6 +46,7 @@ class Finding:
         expected: the masks of the batch's sequences, as rows of 0 and 1.
         seen: those read out of the kernel's answers.
         code: a line that reproduces it.
+        without_lse: whether it would compare the log-sum-exp, too, and did not, as that is wrong or not claimed.
     """
 
     property: str
@@ -59,6 +61,7 @@ class Finding:
     expected: tuple[tuple[str, ...], ...] = ()
     seen: tuple[tuple[str, ...], ...] = ()
     code: str = ""
+    without_lse: bool = False
 
 
 @dataclass
@@ -96,6 +99,9 @@ def check(
 ) -> Report:
     """Check a kernel against the contract of its path.
 
+    A log-sum-exp that is wrong is one finding, that of the property `lse`: the others then compare outputs alone. If
+    `lse` is not asked for, it is looked at once another property fails.
+
     Args:
         target: the kernel, as `refattn.conformance.kernel.find` takes it.
         path: which path it computes.
@@ -128,6 +134,11 @@ def check(
     kinds = [dtype for dtype in dtypes or kernel.claims.dtypes if dtype in kernel.claims.dtypes]
     if not kinds:
         raise BadKernelError(f"{kernel.name} claims none of the types asked for")
+    look = partial(_look, kinds, device, examples)
+    lse = next((x for x in contract.of_path(kernel.path) if x.name == "lse"), None)
+    if "lse" in kernel.claims.not_claimed:
+        kernel = replace(kernel, without_lse=True)
+    is_lse_known = kernel.without_lse
     for prop in chosen:
         why = prop.not_asked(kernel, device)
         if why is not None:
@@ -135,7 +146,12 @@ def check(
         elif time.monotonic() - began > seconds:
             finding = Finding(prop.name, prop.promise, "not reached", "the time was over")
         else:
-            finding = _look(kernel, prop, kinds, device, examples, on_example)
+            finding = look(kernel, prop, on_example)
+            if prop is lse:
+                kernel, is_lse_known = replace(kernel, without_lse=finding.outcome == "wrong"), True
+            elif lse is not None and prop.compares_lse and finding.outcome == "wrong" and not is_lse_known:
+                kernel, is_lse_known = replace(kernel, without_lse=look(kernel, lse, None).outcome == "wrong"), True
+                finding = look(kernel, prop, on_example) if kernel.without_lse else finding
         report.findings.append(finding)
         if on_finding is not None:
             on_finding(finding)
@@ -173,11 +189,11 @@ class _Trial:
 
 
 def _look(
-    kernel: Kernel,
-    prop: Property,
     dtypes: Sequence[torch.dtype],
     device: str,
     examples: int,
+    kernel: Kernel,
+    prop: Property,
     on_example: Callable[[str, Example], None] | None,
 ) -> Finding:
     """Search batches on which a property does not hold, one type after the other."""
@@ -194,7 +210,8 @@ def _look(
     if tried and refused == tried:
         return Finding(prop.name, prop.promise, "refused", reason, tried, refused)
     detail = f"{refused} of {tried} batches refused: {reason}" if refused else ""
-    return Finding(prop.name, prop.promise, "honoured", detail, tried, refused)
+    without_lse = kernel.without_lse and prop.compares_lse
+    return Finding(prop.name, prop.promise, "honoured", detail, tried, refused, without_lse=without_lse)
 
 
 class _Search:
@@ -295,6 +312,7 @@ class _Search:
             *self._masks(example),
             f"from refattn.conformance.check import Example, reproduce; "
             f"reproduce({self.kernel.name!r}, {self.prop.name!r}, {example!r}, dtype={name!r}{where})",
+            self.kernel.without_lse and self.prop.compares_lse,
         )
 
     def _gather(self) -> None:

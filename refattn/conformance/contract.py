@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from refattn.conformance.example import PATHS, Answers, Arguments, Example, expected, poison
-from refattn.conformance.kernel import Kernel
+from refattn.conformance.kernel import Kernel, Shape
 from refattn.conformance.tolerance import assert_close
 
 Draw = st.DrawFn
@@ -62,6 +62,11 @@ class Property:
     examples: int | None = None
     cuda: bool = False
 
+    @property
+    def compares_lse(self) -> bool:
+        """Whether it compares the log-sum-exp too, where there is one."""
+        return self.check not in OUTPUTS_ALONE
+
     def not_asked(self, kernel: Kernel, device: str) -> str | None:
         """Return why this is not asked of a kernel, or None if it is."""
         if self.name in kernel.claims.not_claimed:
@@ -78,12 +83,17 @@ class Property:
 
 
 def draw_example(
-    draw: Draw, kernel: Kernel, lens: Any = None, *, options: Arguments | None = None, **more: Any
+    draw: Draw,
+    kernel: Kernel,
+    lens: Any = None,
+    *,
+    options: Arguments | None = None,
+    shapes: list[Shape] | None = None,
+    **more: Any,
 ) -> Example:
-    """Draw a batch that a kernel claims, with options that its path must have."""
+    """Draw a batch that a kernel claims, of a few shapes or of those given, with options that its path must have."""
     claims, path = kernel.claims, kernel.path
-    head_size, value_head_size = draw(st.sampled_from(claims.head_sizes))
-    block_size = draw(st.sampled_from(claims.block_sizes))
+    heads, (head_size, value_head_size), block_size = draw(st.sampled_from(shapes or claims.few_shapes))
     options = dict(options or {})
     pairs = list(draw(sequences(kernel) if lens is None else lens))
     if path == "sliding_window" and "window_size" not in options:
@@ -98,7 +108,7 @@ def draw_example(
     return Example(
         path,
         tuple(pairs),
-        draw(st.sampled_from(claims.heads)),
+        heads,
         head_size,
         None if value_head_size == head_size else value_head_size,
         block_size,
@@ -109,7 +119,7 @@ def draw_example(
 
 
 def sequences(kernel: Kernel, *, longest: int = 50, most: int = 3) -> Any:
-    """Return a strategy for lengths: decodes, whole prompts, and chunks of them."""
+    """Return a strategy for lengths: decodes, whole prompts, and chunks of them; as often of several as of one."""
     queries = min(8 if kernel.path == "speculative" else 12, kernel.claims.max_query_len or 12)
     least = max(1, kernel.claims.min_seq_len)
     decodes = st.tuples(st.just(1), st.integers(least, longest))
@@ -119,12 +129,17 @@ def sequences(kernel: Kernel, *, longest: int = 50, most: int = 3) -> Any:
     prompts = st.integers(max(1, kernel.claims.min_seq_len), longest).map(lambda s: (s, s))
     short = kernel.claims.max_query_len is not None or kernel.path == "speculative"
     kinds = (decodes, chunks) if short else (decodes, chunks, prompts)
-    return st.lists(st.one_of(*kinds), min_size=1, max_size=most)
+    return st.one_of(*(st.tuples(*[st.one_of(*kinds)] * count) for count in range(1, most + 1)))
 
 
 def plain(draw: Draw, kernel: Kernel) -> Example:
     """Draw a batch without options."""
     return draw_example(draw, kernel)
+
+
+def of_any_shape(draw: Draw, kernel: Kernel) -> Example:
+    """Draw a batch without options, of any shape."""
+    return draw_example(draw, kernel, shapes=kernel.claims.shapes)
 
 
 def with_options(*names: str) -> Callable[[Draw, Kernel], Example]:
@@ -152,9 +167,9 @@ def with_options(*names: str) -> Callable[[Draw, Kernel], Example]:
 
 def windowed(draw: Draw, kernel: Kernel) -> Example:
     """Draw a window, on the left and, where a mask need not be causal, on both sides."""
-    options: Arguments = {"window_size": (draw(st.integers(0, 20)), 0)}
-    if kernel.takes("causal") and kernel.path != "cascade" and draw(st.booleans()):
-        options = {"window_size": (options["window_size"][0], draw(st.integers(0, 9))), "causal": False}
+    left = draw(st.integers(0, 20))
+    right = draw(st.sampled_from((None, 4, 1, 9, 0))) if kernel.takes("causal") else None
+    options = {"window_size": (left, 0)} if right is None else {"window_size": (left, right), "causal": False}
     return draw_example(draw, kernel, options=options)
 
 
@@ -276,7 +291,7 @@ def answer(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) ->
     """Compare the output, or what was written, with the reference."""
     arguments = example.tensors(dtype, device)
     answers = ask(kernel, example, arguments)
-    hold(example, arguments, answers, only=() if not PATHS[example.path].attends else ("out",))
+    hold(example, arguments, answers, only=() if example.path == "kv_cache" else ("out",))
 
 
 def lse(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
@@ -568,6 +583,7 @@ def graph(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> 
         raise Broken(f"captured short and replayed long, {error}") from None
 
 
+OUTPUTS_ALONE = (mask, answer, nan, writes, out_memory)
 ATTENDS = tuple(path.name for path in PATHS.values() if path.attends)
 LOUDLY = (*(name for name in ATTENDS if name != "differential"), "merge")  # whose norm magnifies rounding
 READ_OUT = tuple(name for name in ATTENDS if name not in ("differential", "quantized"))  # whose output is the mask
@@ -575,8 +591,12 @@ PAGED = tuple(path.name for path in PATHS.values() if path.pools and path.attend
 MIXTURE = ("softmax_scale", "softcap", "alibi_slopes", "sinks")
 
 PROPERTIES = (
-    Property("mask", "Each query sees exactly the keys that it may see, all alike.", plain, mask, paths=READ_OUT),
-    Property("answer", "The output is that of the formula, within twice the error of its own type.", plain, answer),
+    Property(
+        "mask", "Each query sees exactly the keys that it may see, all alike.", of_any_shape, mask, paths=READ_OUT
+    ),
+    Property(
+        "answer", "The output is that of the formula, within twice the error of its own type.", of_any_shape, answer
+    ),
     Property(
         "not causal",
         "causal=False shows every key of the sequence.",
@@ -598,7 +618,7 @@ PROPERTIES = (
         "The log-sum-exp is over all visible scores: natural log, float32, [t, h].",
         plain,
         lse,
-        paths=ATTENDS,
+        paths=(*ATTENDS, "merge"),
     ),
     Property(
         "empty rows",

@@ -73,6 +73,10 @@ def tables(found: dict[str, Any]) -> str:
     if own:
         others = ", ".join(f"`{report['kernel']}` {_when(report)}" for report in own)
         parts.insert(1, f"Of earlier runs: {others}.")
+    for report in found["reports"]:
+        without = ", ".join(finding["property"] for finding in report["findings"] if finding.get("without_lse"))
+        if without:
+            parts.append(f"The LSE of `{report['kernel']}` is wrong, or not claimed. Checked without it: {without}.")
     alone = []
     for path in dict.fromkeys(report["path"] for report in found["reports"]):
         reports = [report for report in found["reports"] if report["path"] == path]

@@ -7,6 +7,7 @@ is called with exactly these. It has no parameter `softcap`, so softcaps are not
 
 import importlib
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -34,11 +35,15 @@ NEUTRAL = {
     "common_prefix_len": 0,
 }  # what a parameter without a default gets where nothing is asked of it
 HALVES = (torch.float32, torch.float16, torch.bfloat16)
+Shape = tuple[tuple[int, int], tuple[int, int], int]  # heads, head sizes, block size
 
 
 @dataclass(frozen=True)
 class Claims:
     """What a kernel claims beside its parameters; `claims` puts it on a function.
+
+    The properties `mask` and `answer` draw every combination of heads, head sizes and block sizes. The others draw two:
+    the first of each, and the last of each.
 
     Attributes:
         dtypes: of queries, keys and values.
@@ -55,7 +60,7 @@ class Claims:
     """
 
     dtypes: tuple[torch.dtype, ...] = HALVES
-    heads: tuple[tuple[int, int], ...] = ((1, 1), (2, 1), (4, 2), (3, 3), (8, 2))
+    heads: tuple[tuple[int, int], ...] = ((1, 1), (2, 1), (3, 3), (8, 2), (4, 2))
     head_sizes: tuple[tuple[int, int], ...] = ((64, 64), (128, 128))
     block_sizes: tuple[int, ...] = (16, 32, 64)
     max_query_len: int | None = None
@@ -64,6 +69,16 @@ class Claims:
     not_claimed: Mapping[str, str] = field(default_factory=dict)
     refusals: tuple[str, ...] = ()
     max_examples: int | None = None
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """Every combination of heads, head sizes and block sizes."""
+        return list(itertools.product(self.heads, self.head_sizes, self.block_sizes))
+
+    @property
+    def few_shapes(self) -> list[Shape]:
+        """The first combination and the last: many kernels are compiled again for each, with each option."""
+        return list(dict.fromkeys((self.shapes[0], self.shapes[-1])))
 
 
 OF_PATH = {
@@ -96,6 +111,7 @@ class Kernel:
         path: which path it computes.
         function: what is called, with the arguments that its parameters name.
         plan: the plan of the same package, for functions that take `plan`; that of the reference if None.
+        without_lse: whether its log-sum-exp is left out of its answers: it is known to be wrong, or not claimed.
         calls: the calls of the current example, each with its answer: what a mistake is found by.
     """
 
@@ -103,6 +119,7 @@ class Kernel:
     path: str
     function: Callable[..., Any]
     plan: Callable[..., Any] | None = None
+    without_lse: bool = False
     calls: list[tuple[Arguments, Answers]] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
@@ -173,7 +190,7 @@ class Kernel:
         if isinstance(came, Tensor):
             return {"out": came}
         if isinstance(came, tuple | list) and len(came) >= 2 and all(isinstance(x, Tensor) for x in came[:2]):
-            return {"out": came[0], "lse": came[1]}
+            return {"out": came[0]} if self.without_lse else {"out": came[0], "lse": came[1]}
         if came is None and "out" in self.parameters:
             raise TypeError("expected the output, got None: return the memory that came as out=")
         raise TypeError(f"expected an output, or an output and its log-sum-exp, got {type(came).__name__}")

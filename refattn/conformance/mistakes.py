@@ -328,12 +328,17 @@ class WindowOfFirstQuery(Attention):
 class WindowTopLeft(Attention):
     """The window is aligned top-left: it lies around row i, not around position seq_len - query_len + i."""
 
+    variants: Sequence[Any] = ("left side", "both sides")
+
     def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
-        self.window, window = (-1, -1), self.window
+        window, row = self.window, pos - (s - q)
+        left, right = window
+        is_both = self.variant == "both sides" and not self.causal and right >= 0
+        self.window = (-1, -1 if is_both else right)
         seen = super()._visible(pos, j, s, q)
         self.window = window
-        row = pos - (s - q)
-        return seen & (j >= row - window[0]) if window[0] >= 0 else seen
+        seen = seen & (j <= row + right) if is_both else seen
+        return seen & (j >= row - left) if left >= 0 else seen
 
 
 class WindowRightIgnored(Attention):

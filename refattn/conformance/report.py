@@ -35,11 +35,17 @@ def lines(report: Report) -> Iterator[tuple[str, str]]:
     width = max((len(finding.property) for finding in report.findings), default=0)
     for finding in report.findings:
         sign = mark(finding.outcome)
-        says = finding.promise if sign in "✓✗" else f"{finding.outcome}: {finding.detail}"
-        yield STYLES[sign], f"{sign} {finding.property:{width}}  {says}"
+        yield STYLES[sign], f"{sign} {finding.property:{width}}  {_says(finding)}"
     for finding in report.failures:
         yield "", ""
         yield from of_failure(finding)
+
+
+def _says(finding: Finding) -> str:
+    """Say what a property promises, or why it was not checked."""
+    if mark(finding.outcome) not in "✓✗":
+        return f"{finding.outcome}: {finding.detail}"
+    return f"{finding.promise} Checked without the LSE." if finding.without_lse else finding.promise
 
 
 def of_failure(finding: Finding) -> Iterator[tuple[str, str]]:
@@ -109,9 +115,8 @@ def as_html(reports: Sequence[Report], about: dict[str, Any] | None = None) -> s
         )
         for finding in report.findings:
             kind = {"✓": "ok", "✗": "bad"}.get(mark(finding.outcome), "none")
-            says = finding.promise if kind != "none" else f"{finding.outcome}: {finding.detail}"
             parts.append(
-                f'<tr class="{kind}"><td>{mark(finding.outcome)}</td><td>{_safe(finding.property)}</td><td>{_safe(says)}</td></tr>'
+                f'<tr class="{kind}"><td>{mark(finding.outcome)}</td><td>{_safe(finding.property)}</td><td>{_safe(_says(finding))}</td></tr>'
             )
         parts.append("</table>")
         parts += [_section(finding) for finding in report.failures]

@@ -1,6 +1,7 @@
 """Checks of the arguments of a call: shapes, types, devices, and whether they fit the plan.
 
-They run in every layer, so they never read a tensor on a device, and only a few numbers per head of tensors on the CPU.
+They run in every layer, except for calls that a plan has kept (`Plan.kept`), so they never read a tensor on a device,
+and only a few numbers per head of tensors on the CPU.
 """
 
 from collections.abc import Sequence
@@ -180,7 +181,7 @@ def check_context_parallel(
 def check_latent(
     query: Tensor,
     cache: Tensor,
-    plan: Plan,
+    plan: Plan | TreePlan,
     options: AttentionOptions,
     out: Tensor | None,
     return_lse: bool,
@@ -204,9 +205,12 @@ def check_latent(
         raise ValueError(f"latent_rank: expected at most the query's head size of {size}, got {latent_rank}")
     _check_latents(cache, query, size, cache_scale)
     _check_scale(options)
+    if not isinstance(plan, Plan | TreePlan):
+        raise ValueError(f"plan: expected a Plan or a TreePlan, got {describe(plan)}")
+    whole = plan.whole if isinstance(plan, TreePlan) else plan
     pages, types = cache[:, :, None], (cache.dtype, cache.dtype)
     pools = pages[..., :size], pages[..., :latent_rank]
-    return check_paged(query, *pools, plan, options, out, return_lse, pool="cache", types=types)
+    return check_paged(query, *pools, whole, options, out, return_lse, pool="cache", types=types)
 
 
 def check_latent_prefill(

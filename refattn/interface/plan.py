@@ -60,8 +60,8 @@ class Plan:
         sequences: the sequence of the batch that each sequence of the plan belongs to, for tensors with one row per
             sequence of the batch; None where they are the same.
         needs: how large the tensors have to be; None where the tables are on a device, where they are not read.
-        kept: what kernels keep from one layer to the next, each under its own name: how they divide the work, and
-            launches to be repeated. It does not change any answer.
+        kept: what is kept from one layer to the next, each under its own name: calls that were checked, and how; how
+            kernels divide the work; and launches to be repeated. It does not change any answer.
 
     On a CPU the contents of the tables are checked here, once, and not when a layer attends: if a table changes, make a
     new plan.

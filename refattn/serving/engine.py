@@ -13,8 +13,8 @@ twin. It computes nothing itself. The kinds of layers are in `layers`: windows u
 pairs of softmaxes `differential`, latents `mla`, and all others `chunked_prefill`, or `cascade` in a step whose
 requests share so many blocks that it is worth reading them once.
 
-A layer with a window has a smaller pool (`WindowPool`) if no step can need all of its blocks: a block is freed as soon
-as no later token can see it.
+A layer with a window or with chunks has a smaller pool (`WindowPool`) if no step can need all of its blocks: a block is
+freed as soon as no later token can see it.
 
 With `speculation`, a decode also verifies drafted tokens. A draft is right if the model chooses the same token with the
 same random number that the token would have without drafts. So the answers are the same, in fewer steps.
@@ -94,7 +94,7 @@ class Engine:
         batch_invariant: compute the attention of every row bit-identically, whatever else is in the batch. There is no
             cascade then, as it depends on the other requests. The model's own matrix products are not covered.
         speculation: how to draft tokens, which the model verifies next to the confirmed ones; None drafts nothing. More
-            than one branch needs layers that take trees: full ones, and those with a window.
+            than one branch needs layers that take trees: full ones, those with a window, and those of latents.
         kv_cache_dtype: what the pools hold: "auto", the model's own type; or codes of 8 bits, "fp8_e4m3", "fp8_e5m2" or
             "int8", for twice as many tokens in the same memory and answers that may differ. Latents have no int8.
         calibration: how large keys and values become, from `calibrate`, for the scales of the codes. None: fp8 has
@@ -164,7 +164,7 @@ class Engine:
         limits = dict(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
         pool_blocks = {layer: layer.pool_blocks(num_blocks, block_size, **limits) for layer in self.layers}
         self.window_pools = {
-            layer: WindowPool(count, num_blocks, window_size=(layer.window - 1, 0), block_size=block_size)
+            layer: WindowPool(count, num_blocks, window_size=(layer.reach - 1, 0), block_size=block_size)
             for layer, count in pool_blocks.items()
             if count < num_blocks
         }
@@ -207,7 +207,7 @@ class Engine:
     @property
     def pool_bytes(self) -> int:
         """The bytes of all layers' pools, scales included, as the tensors have them."""
-        tensors = [x for cache in self.caches for x in (cache if isinstance(cache, tuple) else (cache,))]
+        tensors = [x for cache in self.caches for x in _pools_of(cache)]
         tensors += [x for layer in self.layers if isinstance(layer, QuantizedLayer) for x in layer.fixed_scales]
         return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
 
@@ -449,7 +449,7 @@ class Engine:
         for layer in dict.fromkeys(self.layers):
             pool = self.window_pools.get(layer)
             owned = [i for i, own in enumerate(self.layers) if own == layer and self.owners[i] == i]
-            caches = [cache for i in owned for cache in self.caches[i]]
+            caches = [x for i in owned for x in _pools_of(self.caches[i])]
             where = batch if pool is None else pool.translate_batch(batch)
             self.twin.speculative.compact(caches, where, here, there, block_size=self.block_size)
 
@@ -726,6 +726,11 @@ def has_trees(scheduled: Iterable[Request]) -> bool:
 def parents_of(scheduled: dict[Request, int]) -> list[Sequence[int]]:
     """Return the new tokens of each request as a tree; tokens that are not drafted form a chain."""
     return [range(-1, count - 1) if r.draft is None else r.draft.parents for r, count in scheduled.items()]
+
+
+def _pools_of(cache: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return the pools of a layer: keys and values, scales besides, or one of latents or of pairs."""
+    return cache if isinstance(cache, tuple) else (cache,)
 
 
 def _progress(requests: Iterable[Request]) -> dict[Request, tuple[int, tuple[int, int]]]:

@@ -80,6 +80,11 @@ class Layer:
         return 0
 
     @property
+    def reach(self) -> int:
+        """Tokens that a query may see at most, itself included; 0 for all. No query needs the memory of older ones."""
+        return self.window
+
+    @property
     def takes_cascades(self) -> bool:
         """Whether the plan of a step may be a cascade, which shows all tokens."""
         return type(self) is Layer
@@ -110,9 +115,15 @@ class Layer:
     def pool_blocks(self, num_blocks: int, block_size: int, *, max_num_batched_tokens: int, max_num_seqs: int) -> int:
         """Return how many blocks the layer's pool needs, where the sequences of a server have `num_blocks`.
 
-        With fewer than those, the layer has a `WindowPool` of its own.
+        With fewer than those, the layer has a `WindowPool` of its own, which holds what the tokens of any step see and
+        are themselves: `q` new tokens see the `reach - 1` before them. So many tokens in a row touch at most
+        `(reach - 1 + q + 2 * block_size - 2) / block_size` blocks, and a step has at most `max_num_batched_tokens` of
+        them, of at most `max_num_seqs` sequences.
         """
-        return num_blocks
+        if not self.reach:
+            return num_blocks
+        seen = min(max_num_seqs, num_blocks) * (self.reach - 1 + 2 * block_size - 2)
+        return min(num_blocks, (seen + max_num_batched_tokens) // block_size)
 
     def allocate(
         self, twin: Twin, num_blocks: int, block_size: int, *, dtype: torch.dtype, device: torch.device
@@ -181,16 +192,6 @@ class WindowLayer(Layer):
         if self.window < 1:
             raise ValueError(f"model: expected a sliding_window of at least 1 token in such layers, got {self.window}")
 
-    def pool_blocks(self, num_blocks: int, block_size: int, *, max_num_batched_tokens: int, max_num_seqs: int) -> int:
-        """Return how many blocks hold what the tokens of any step see and are themselves.
-
-        `q` new tokens see the `window - 1` before them. So many tokens in a row touch at most
-        `(window - 1 + q + 2 * block_size - 2) / block_size` blocks, and a step has at most `max_num_batched_tokens` of
-        them, of at most `max_num_seqs` sequences.
-        """
-        seen = min(max_num_seqs, num_blocks) * (self.window - 1 + 2 * block_size - 2)
-        return min(num_blocks, (seen + max_num_batched_tokens) // block_size)
-
     def plan(self, twin: Twin, batch: Batch, block_size: int, lens: Lens | None = None) -> Plan:
         """Plan a step over trimmed tables."""
         plan: Plan = twin.sliding_window.plan(batch, window_size=(self.window - 1, 0), block_size=block_size)
@@ -200,7 +201,7 @@ class WindowLayer(Layer):
 class SplitPlan(NamedTuple):
     """The plans of a step's decodes and of its prefills, and the query rows of each."""
 
-    parts: tuple[tuple[slice, Plan | PrefillPlan], ...]
+    parts: tuple[tuple[slice, Plan | PrefillPlan | TreePlan], ...]
 
 
 def _decodes_and_prefills(twin: Twin, batch: Batch, lens: Lens | None) -> Sequence[Part]:
@@ -225,6 +226,11 @@ class LocalLayer(Layer):
 
     takes_trees: ClassVar[bool] = False
     chunk_size: int = 0
+
+    @property
+    def reach(self) -> int:
+        """Tokens that a query may see at most, itself included: those of a chunk."""
+        return self.chunk_size
 
     @property
     def splits_decodes(self) -> bool:
@@ -327,7 +333,6 @@ class LatentLayer(Layer):
             of them the largest code. No plan depends on it.
     """
 
-    takes_trees: ClassVar[bool] = False
     latent_rank: int
     batch_invariant: bool = False
     codes: torch.dtype | None = None
@@ -385,6 +390,12 @@ class LatentLayer(Layer):
         parts = _decodes_and_prefills(twin, batch, lens)
         return SplitPlan(tuple((part.tokens, plan_part(part.batch)) for part in parts))
 
+    def plan_trees(  # type: ignore[override]  # attended by this class alone
+        self, twin: Twin, batch: Batch, trees: Trees, block_size: int
+    ) -> SplitPlan:
+        """Plan a step whose new tokens are drafted trees: all of them absorbed, those of prompts too."""
+        return SplitPlan(((slice(None), super().plan_trees(twin, batch, trees, block_size)),))
+
     def attend(  # type: ignore[override]  # with the plan of this class
         self,
         twin: Twin,
@@ -412,7 +423,7 @@ class LatentLayer(Layer):
         scale = dict(cache_scale=self.cache_scale)
         path.write(latent, rope_key, cache, slot_mapping, **scale)
 
-        def attend_part(tokens: slice, plan: Plan | PrefillPlan) -> Tensor:
+        def attend_part(tokens: slice, plan: Plan | PrefillPlan | TreePlan) -> Tensor:
             if isinstance(plan, PrefillPlan):
                 new = (query[tokens], latent[tokens], rope_key[tokens])
                 projections = dict(key_projection=key_projection, value_projection=value_projection)
@@ -459,7 +470,7 @@ class QuantizedLayer(Layer):
     def calibrated(self, twin: Twin, amax: Amax, device: torch.device) -> "QuantizedLayer":
         """Return this layer with the scales under which the largest magnitudes become the largest codes."""
         if self.kv_cache_dtype == "int8":
-            scale = twin.quantized.calibrate([rearrange(amax.value, "hk d -> 1 hk d")])
+            scale = twin.quantized.value_scales([rearrange(amax.value, "hk d -> 1 hk d")])
             return replace(self, value_scale=scale.to(device))
         largest_code = torch.finfo(KV_CACHE_DTYPES[self.kv_cache_dtype]).max
         scales = (reduce(x, "hk d -> hk", "max") / largest_code for x in amax)
@@ -492,6 +503,11 @@ class QuantizedLayer(Layer):
         return self.layer.window
 
     @property
+    def reach(self) -> int:
+        """Tokens that a query may see at most, itself included; 0 for all."""
+        return self.layer.reach
+
+    @property
     def splits_decodes(self) -> bool:
         """Whether a step's decodes are planned apart from its prefills, and so have to come first in it."""
         return self.layer.splits_decodes
@@ -501,11 +517,6 @@ class QuantizedLayer(Layer):
         of_key = self.head_size + (torch.float32.itemsize if self.kv_cache_dtype == "int8" else 0)
         keeps_values = self.kv_cache_dtype == "int8" and not self.has_int8_values
         return self.num_kv_heads * (of_key + self.head_size * (dtype.itemsize if keeps_values else 1))
-
-    def pool_blocks(self, num_blocks: int, block_size: int, *, max_num_batched_tokens: int, max_num_seqs: int) -> int:
-        """Return how many blocks the layer's pool needs: as many as without codes."""
-        limits = dict(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
-        return self.layer.pool_blocks(num_blocks, block_size, **limits)
 
     def allocate(
         self, twin: Twin, num_blocks: int, block_size: int, *, dtype: torch.dtype, device: torch.device

@@ -11,10 +11,10 @@ import pytest
 from rich.console import Console
 from wrong_answers import WRONG
 
-from refattn.check import __main__ as command
-from refattn.check import learner, report
-from refattn.check.exercise import check
-from refattn.check.exercises import EXERCISES
+from refattn.exercises import __main__ as command
+from refattn.exercises import learner, report
+from refattn.exercises.exercise import check
+from refattn.exercises.functions import EXERCISES
 
 ROOT = Path(__file__).parent.parent.parent
 STUBS, SOLUTIONS = ROOT / "exercises", Path(__file__).parent / "solutions"

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from refattn.check import __main__ as command
-from refattn.check import learner
-from refattn.check.puzzles import PUZZLES
+from refattn.exercises import __main__ as command
+from refattn.exercises import learner
+from refattn.exercises.puzzles import PUZZLES
 
 ROOT = Path(__file__).parent.parent.parent
 STUBS, SOLUTIONS = ROOT / "exercises" / "puzzles", Path(__file__).parent / "solutions" / "puzzles"

@@ -10,8 +10,8 @@ from rich.console import Console
 from tiny_models import byte_tokenizer, make_llama
 
 import refattn
-from refattn.check import __main__ as command
-from refattn.check import serve
+from refattn.exercises import __main__ as command
+from refattn.exercises import serve
 from refattn.serving import Engine, SamplingParams
 
 FOLDER = Path(__file__).parent / "solutions"

@@ -85,6 +85,8 @@ def calls():
     codes, of_codes = latents.to(torch.float8_e5m2), dict(cache_scale=0.5)
     absorbed = (draw(len(query), 4, 24), codes, mla.plan(batch, block_size=P), scale)
     yield "mla", absorbed, dict(latent_rank=20) | of_codes
+    in_trees = (draw(11, 4, 24), latents, speculative.plan(drafts, block_size=P, trees=trees), scale)
+    yield "mla", in_trees, dict(latent_rank=20)
     yield "mla_prefill", (*new, codes, prefill_plan, scale), projections | of_codes
     for scales, caches in quantized_caches(key_cache.shape[0]):
         quantized.write(*tokens, *caches, slots, scales=scales)

@@ -15,7 +15,9 @@ import torch
 from batches import Case, build, poisoned
 from tolerance import assert_matches_reference
 
+import fastattn.speculative
 import refattn.mla
+import refattn.speculative
 from fastattn.kernels import Problem, attention_problem, dispatch
 from fastattn.kernels.flash import fa3, flash_mla
 from refattn.interface import AttentionOptions, Batch, Plan
@@ -83,12 +85,13 @@ class SecondQuery:
         for x in (q, k, v, q_v):
             assert x.stride(-1) == 1 and all(stride % 8 == 0 for stride in x.stride()[:-1]) and x.data_ptr() % 16 == 0
         assert [x.shape[-1] for x in (q, k, v, q_v)] == [ROPE, ROPE, RANK, RANK]
-        assert asked["is_causal"] and (asked["window_size_left"], asked["window_size_right"]) == (-1, 0)
+        assert (asked["window_size_left"], asked["window_size_right"]) == (-1, 0 if asked["is_causal"] else -1)
         assert asked["softmax_scale"] > 0 and asked["page_table"].stride(-1) == 1
         ends, table, lengths = asked["cu_seqlens_q"], asked["page_table"], asked["seqused_k"]
         cache = torch.cat([v, k], -1).squeeze(2)
         rows = torch.cat([q_v, q], -1)
-        out, lse = gpu_package_doubles.over_latents(rows, cache, RANK, ends, table, lengths, asked["softmax_scale"])
+        where = (RANK, ends, table, lengths, asked["softmax_scale"])
+        out, lse = gpu_package_doubles.over_latents(rows, cache, *where, causal=asked["is_causal"])
         queries = torch.repeat_interleave(torch.arange(len(lengths)), ends.diff())
         answer = q.new_full((*q.shape[:2], RANK), math.nan)
         answer[: len(out)] = with_whole_pages(out, cache, RANK, table, lengths, queries)
@@ -197,6 +200,49 @@ def test_nothing_to_attend_to_asks_nothing(lens, kernel, flash_mla_package, fa3_
     assert not flash_mla_package.calls and not fa3_library.calls
 
 
+# --- drafted trees: theirs is what lies before them ---
+
+
+TREES = {
+    "uniform": ([(-1, 0, 0), (-1, 0, 1), (-1, -1, 1)], Case("", ((3, 70), (3, 3), (3, 131)), (2, 1), block_size=64)),
+    "many-rows": ([(-1, 0, 0)] * 2, Case("", ((3, 67), (3, 40)), (8, 1), block_size=64, padding_rows=2)),
+    "tips": ([(-1, 0, 0, 1, 2), (-1, 0, 0)], Case("", ((2, 70), (2, 5)), (3, 1), block_size=64, padding_rows=1)),
+}
+RAGGED_TREES = (
+    [(-1, 0, 0, 1), (-1,), (), (-1, 0)],
+    Case("", ((4, 60), (1, 33), (0, 5), (2, 2)), (2, 1), padding_rows=2),
+)
+
+
+def verify(query, cache, batch, *, trees, options, twin=refattn, **asked):
+    plan = twin.speculative.plan(batch, block_size=cache.shape[1], trees=trees)
+    return twin.mla.attention(query, cache, plan, options, latent_rank=RANK, **asked)
+
+
+@pytest.mark.covers("D156")
+@pytest.mark.parametrize(
+    ("kernel", "trees", "options"),
+    [
+        pytest.param(kernel, trees, options, id=f"{kernel.__name__.rpartition('.')[2]}-{name}-{asked}")
+        for kernel in (flash_mla, fa3)
+        for name, trees in {**TREES, "ragged": RAGGED_TREES}.items()
+        if kernel is fa3 or name != "ragged"
+        for asked, options in OPTIONS.items()
+        if asked == "plain" or name == "uniform"
+    ],
+)
+def test_trees_agree_with_the_reference(kernel, trees, options, flash_mla_package, fa3_library):
+    parents, case = trees
+    query, cache, batch = latents(case)
+    options, made = filled(options, case.heads[0]), refattn.speculative.make_trees(parents)
+    plan = fastattn.speculative.plan(batch, block_size=case.block_size, trees=made)
+    for _ in range(2):  # the second layer has what the plan has kept
+        out, lse = kernel.mla_tree(query, cache, plan, options, RANK, None)
+        assert_matches_reference(out, lse, verify, query, cache, batch, trees=made, options=options)
+    asked = [*flash_mla_package.calls, *fa3_library.calls]
+    assert len(asked) == 2 and not any(call.get("causal", call.get("is_causal")) for call in asked)
+
+
 # --- the schedule ---
 
 
@@ -243,6 +289,10 @@ def hopper(monkeypatch):
 
 @pytest.mark.parametrize("name", ["flash_mla", "fa3"])
 def test_what_they_compute(name, hopper):
+    tree = USUAL._replace(operation="mla_tree", window=(-1, -1), max_query_len=16)
+    assert dispatch.unsupported_reason(name, tree) is None
+    refused = dispatch.unsupported_reason(name, tree._replace(positions=True, window=(9, -1)))
+    assert "window" in refused
     for dtype in (torch.bfloat16, torch.float16):
         for changes in ({}, dict(sinks=True), dict(max_query_len=3), dict(num_heads=16), dict(window=(-1, -1))):
             assert dispatch.unsupported_reason(name, USUAL._replace(dtype=dtype, **changes)) is None
@@ -298,7 +348,7 @@ def test_a_package_without_its_half_for_hopper_is_refused(flash_mla_package, mon
 def test_a_build_is_asked_whether_it_has_latents(fa3_library, monkeypatch):
     cpu = torch.device("cpu")
     fa3._refusal.cache_clear()
-    monkeypatch.setattr(gpu_package_doubles, "over_latents", lambda q, *_: (q[..., :RANK], q[..., 0].float()))
+    monkeypatch.setattr(gpu_package_doubles, "over_latents", lambda q, *_, **__: (q[..., :RANK], q[..., 0].float()))
     assert fa3._refusal(ROPE, RANK, torch.float16, cpu, latents=True) is None
     (asked,) = fa3_library.calls
     assert list(asked["q_v"].shape) == [1, 1, RANK] and list(asked["k"].shape) == [1, 1, 1, ROPE]

@@ -433,6 +433,7 @@ MAY_IMPORT = {
     "cpu": {"fastattn.kernels.torch_ops"},
     "triton": set(),
     "flash": {
+        "fastattn.kernels.triton.attention.attend_to_latent_nodes",
         "fastattn.kernels.triton.attention.attend_to_nodes",
         "fastattn.kernels.triton.attention.repair",
         "fastattn.kernels.triton.attention.repair_latents",
@@ -472,9 +473,13 @@ def test_what_all_kernels_share_imports_no_kernel():
     root = Path(fastattn.kernels.__file__).parent
     may = {
         "problem.py": ("refattn.interface",),
+        "call.py": ("refattn.interface",),
         "device.py": (),
         "torch_ops.py": ("refattn.interface", "fastattn.kernels.problem"),
-        "dispatch.py": ("refattn.interface", "fastattn.kernels.problem", "fastattn.kernels.device"),
+        "dispatch.py": (
+            *("refattn.interface", "fastattn.kernels.problem", "fastattn.kernels.call"),
+            "fastattn.kernels.device",
+        ),
         "__init__.py": ("fastattn.kernels.problem", "fastattn.kernels.dispatch"),
     }
     assert {file.name for file in root.glob("*.py")} == set(may)

@@ -11,6 +11,7 @@ import dataclasses
 import importlib
 import inspect
 import math
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from bad_requests import MOST, PREFIXES, REQUESTS_BAD
 from batches import Case, build
 from torch import Tensor
 
+from fastattn.kernels import dispatch
 from refattn.conformance.call import OPTIONS as OPTION_NAMES
 from refattn.interface import AttentionOptions, Batch, CascadePlan, Plan, Prefix, checks, contents
 
@@ -940,6 +942,36 @@ def test_bad_input_is_named_and_nothing_is_written(package, call, argument, bad,
         perform(package, call, arguments)
     assert str(error.value).startswith(message)
     assert bits(tensors) == before
+
+
+KEEPING = ("dense", "chunked_prefill", "sliding_window", "local")  # paths whose plans keep calls
+AFTER_GOOD = [
+    row
+    for row in TABLE
+    if row[0].removesuffix(".attention") in KEEPING
+    and row[1] in ("options", *OPTION_NAMES, *inspect.signature(function_of("refattn", row[0])).parameters)
+    and row[1] != "plan"
+]
+
+
+@pytest.mark.parametrize(
+    ("call", "argument", "bad", "message"),
+    [(call, argument, bad, message) for call, argument, _, bad, message in AFTER_GOOD],
+    ids=[f"{call}-{argument}-{what}".replace(" ", "-") for call, argument, what, _, _ in AFTER_GOOD],
+)
+def test_bad_input_is_named_where_the_plan_keeps_a_good_call(call, argument, bad, message):
+    arguments, path = CALLS[call](), call.partition(".")[0]
+    arguments["plan"] = function_of("fastattn", f"{path}.plan")(**of_plan(path))
+    good = perform("fastattn", call, arguments)
+    wrong = bad(arguments[argument]) if callable(bad) and argument != "options" else bad
+    tensors = tensors_in(list(arguments.values()))
+    before = bits(tensors)
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        perform("fastattn", call, {**arguments, argument: wrong})
+    assert str(error.value).startswith(message)
+    assert bits(tensors) == before
+    with mock.patch.multiple(dispatch, dense=None, paged=None):  # which a kept call does not come to
+        assert torch.equal(perform("fastattn", call, arguments), good)
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -110,6 +110,11 @@ def test_pools_of_keys_and_values_in_one_tensor(twin, blocks_first, device):
     copied, left = (pool[0], pool[1:]) if blocks_first else (pool[:, 0], pool[:, 1:])
     source, rest = (before[3], before[1:]) if blocks_first else (before[:, 3], before[:, 1:])
     assert torch.equal(copied, source) and torch.equal(left, rest)
+    host = torch.zeros_like(before).cpu()
+    there, here = ([x] if blocks_first else x.unbind(0) for x in (host, before))
+    twin.swap_blocks(here, there, torch.tensor([[1, 2], [3, 0]]))
+    moved, stays = (host[[2, 0]], host[[1, 3]]) if blocks_first else (host[:, [2, 0]], host[:, [1, 3]])
+    assert torch.equal(moved, (before[[1, 3]] if blocks_first else before[:, [1, 3]]).cpu()) and not stays.any()
 
 
 @pytest.mark.covers("A2")

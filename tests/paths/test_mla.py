@@ -34,7 +34,6 @@ from transformers import AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Confi
 import fastattn.mla
 import refattn.dense
 import refattn.mla
-import refattn.speculative
 from refattn.interface import AttentionOptions, Batch
 from refattn.metadata import make_batch, slot_mapping
 
@@ -569,17 +568,3 @@ def test_a_bad_plan_or_write_is_named_and_nothing_is_written(twin):
         twin.absorb(torch.zeros(2, 4, 24), torch.zeros(3, 16, 32))
     with pytest.raises(ValueError, match=re.escape("value_projection: expected float32 [h=4, dv, r=32]")):
         twin.project(torch.zeros(2, 4, 32), torch.zeros(4, 24, 31))
-
-
-@pytest.mark.covers("D156")
-@each_twin
-@pytest.mark.usefixtures("shapes_unchecked")
-def test_trees_over_latents_are_refused(twin):
-    """Drafted chains are causal chunks and served; a tree's mask has no kernel over latents."""
-    given = Latents(CASE)
-    trees = [list(range(-1, q - 1)) for q, _ in CASE.lens]
-    path = refattn.speculative
-    plan = path.plan(given.batch, block_size=given.cache.shape[1], trees=path.make_trees(trees))
-    options = AttentionOptions(softmax_scale=SCALE)
-    with pytest.raises(ValueError, match="plan: expected a Plan, got .*TreePlan"):
-        twin.attention(given.absorbed, given.cache, plan, options, latent_rank=RANK)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,6 +59,15 @@ def latents(package: str, inputs: Any, **options: Any) -> Any:
     return attend(path, inputs.query, cache, inputs.batch, block_size=16, **fixed, **options)
 
 
+def latent_trees(package: str, inputs: Any, **options: Any) -> Any:
+    """The same, and the new tokens as trees without a branch."""
+    mla, path = (importlib.import_module(f"{package}.{name}") for name in ("mla", "speculative"))
+    mixed = SimpleNamespace(plan=path.plan, attention=mla.attention)
+    cache, fixed = inputs.key_cache[:, :, 0], dict(latent_rank=48, softmax_scale=0.1)
+    forest = chains(path, inputs)
+    return attend(mixed, inputs.query, cache, inputs.batch, block_size=16, trees=forest, **fixed, **options)
+
+
 def latent_prefill(package: str, inputs: Any, *, return_lse: bool = False, out: Any = None, **options: Any) -> Any:
     """New tokens, and their context in two chunks."""
     path = importlib.import_module(f"{package}.mla")
@@ -98,9 +108,13 @@ def quantized(kind: str) -> Callable[..., Any]:
 def trees(package: str, inputs: Any, **options: Any) -> Any:
     """The new tokens as trees without a branch, which see what causal chunks see."""
     path = importlib.import_module(f"{package}.speculative")
+    return attend(path, *inputs.tensors, trees=chains(path, inputs), **options)
+
+
+def chains(path: Any, inputs: Any) -> Any:
+    """Make a tree of the new tokens of each sequence, each after the one before it."""
     parents = [list(range(-1, length - 1)) for length in inputs.batch.query_lens.tolist()]
-    forest = path.make_trees(parents, device=inputs.query.device)
-    return attend(path, *inputs.tensors, trees=forest, **options)
+    return path.make_trees(parents, device=inputs.query.device)
 
 
 def over_ranks(package: str, inputs: Any, **options: Any) -> Any:
@@ -116,6 +130,7 @@ PATHS = {
     "cascade": cascade,
     "differential": differential,
     "mla": latents,
+    "mla-trees": latent_trees,
     "mla-prefill": latent_prefill,
     "quantized-fp8": quantized("fp8"),
     "quantized-int8": quantized("int8"),

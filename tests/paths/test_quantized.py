@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -38,6 +39,7 @@ import fastattn.quantized
 import refattn.kv_cache
 import refattn.local
 import refattn.quantized
+from fastattn.kernels import dispatch
 from refattn.interface import AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan, Prefix, checks
 from refattn.metadata import make_batch
 
@@ -113,7 +115,7 @@ def test_formula(case, kind, plan):
     assert_is_by_hand(stored, replace(case, head_size=16), plan)
 
 
-@pytest.mark.covers("A18", "B51")
+@pytest.mark.covers("A18", "A21", "B51")
 @pytest.mark.parametrize("per", ["number", "head", "sequence"])
 @pytest.mark.parametrize("round_query", [False, True], ids=["query-as-it-is", "query-rounded"])
 @each_kind
@@ -480,9 +482,9 @@ def test_values_are_calibrated_per_channel(twin):
         value[:, 1, 2] = 0.0
     largest = np.abs(torch.cat(values).numpy()).max(0)
     expected = np.where(largest == 0, np.float32(1), largest / np.float32(127))
-    assert np.array_equal(twin.calibrate(values).numpy(), expected)
-    assert torch.equal(twin.calibrate([x.bfloat16() for x in values[:2]]), twin.calibrate([values[0].bfloat16()]))
-    assert torch.equal(twin.calibrate([values[1]]), torch.ones(2, 6))
+    assert np.array_equal(twin.value_scales(values).numpy(), expected)
+    assert torch.equal(twin.value_scales([x.bfloat16() for x in values[:2]]), twin.value_scales([values[0].bfloat16()]))
+    assert torch.equal(twin.value_scales([values[1]]), torch.ones(2, 6))
 
 
 # --- what quantisation adds ---
@@ -498,7 +500,7 @@ def test_the_error_of_each_format_is_that_of_its_steps():
     for kind in KINDS:
         key_cache, value_cache, scales = pools(fastattn.quantized, kind, n=32, p=16, d=128, dv=128, scale=0.02)
         if kind == "int8":
-            scales = Int8Scales(scales.key, fastattn.quantized.calibrate([value]))
+            scales = Int8Scales(scales.key, fastattn.quantized.value_scales([value]))
         tokens = value.half() if kind == "int8-half" else value
         fastattn.quantized.write(key, tokens, key_cache, value_cache, torch.arange(512), scales=scales)
         for x, cache in ((key, key_cache), (value, value_cache)):
@@ -533,7 +535,7 @@ def test_the_error_of_an_answer_is_bounded_by_those_of_its_keys_and_values(kind)
     key, value, query = torch.randn(s, 2, d), torch.randn(s, 2, d), torch.randn(s, 4, d)
     key_cache, value_cache, scales = pools(refattn.quantized, kind, n=13, p=16, d=d, dv=d, scale=0.02)
     if kind == "int8":
-        scales = Int8Scales(scales.key, refattn.quantized.calibrate([value]))
+        scales = Int8Scales(scales.key, refattn.quantized.value_scales([value]))
     tokens = value.half() if kind == "int8-half" else value
     refattn.quantized.write(key, tokens, key_cache, value_cache, torch.arange(s), scales=scales)
     plain = build(Case("", ((s, s),)), keys=[key], values=[value])
@@ -651,6 +653,21 @@ def test_bad_arguments_of_attention(twin, message):
     attend(twin, **good(kind))
     with pytest.raises(ValueError, match="^" + re.escape(message)):
         attend(twin, **{**arguments, **bad})
+
+
+@pytest.mark.parametrize("message", [message for message, (_, bad) in BAD_ATTENTION.items() if "block_size" not in bad])
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_bad_arguments_are_named_where_the_plan_keeps_a_good_call(message):
+    kind, bad = BAD_ATTENTION[message]
+    arguments = good(kind)
+    plan = fastattn.quantized.plan(arguments.pop("batch"), block_size=4)
+    first = fastattn.quantized.attention(**arguments, plan=plan)
+    options = AttentionOptions(**{name: bad[name] for name in bad if name == "sinks"})
+    wrong = {**arguments, **{name: bad[name] for name in bad if name != "sinks"}}
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        fastattn.quantized.attention(**wrong, plan=plan, options=options)
+    with mock.patch.object(dispatch, "choose", side_effect=AssertionError("it was not kept")):
+        assert torch.equal(fastattn.quantized.attention(**arguments, plan=plan), first)
 
 
 BAD_WRITES = {
@@ -772,7 +789,7 @@ def test_bad_sizes_and_values_are_named(twin):
         ([torch.full((3, 2, 6), math.inf)], "values[0]: expected finite numbers"),
     ):
         with pytest.raises(ValueError, match="^" + re.escape(message)):
-            twin.calibrate(values)
+            twin.value_scales(values)
 
 
 @pytest.mark.covers("A23")
@@ -818,7 +835,6 @@ def test_the_checks_read_nothing_on_a_device():
     checks.check_values([query])
 
 
-@pytest.mark.covers("A21")
 def test_a_query_is_not_changed():
     for kind in KINDS:
         stored = store(ODD[0], kind)

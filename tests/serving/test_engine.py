@@ -133,14 +133,14 @@ WINDOWED = ("window", "window and full, softcap, scale")
 SMALL = dict(max_num_seqs=3, max_num_batched_tokens=7)
 
 
-@pytest.mark.covers("D140")
+@pytest.mark.covers("D133", "D140")
 @pytest.mark.parametrize("twin", TWINS)
 @pytest.mark.parametrize("num_blocks", [64, 11])
-@pytest.mark.parametrize("kind", WINDOWED)
+@pytest.mark.parametrize("kind", [*WINDOWED, "chunks and full"])
 def test_layers_with_a_window_have_a_smaller_pool(kind, num_blocks, twin, device):
     """Prompts in chunks, decodes, shared prefixes and preemptions, with blocks that come back."""
     model = make_model(*MODELS[kind], device)
-    window = model.config.sliding_window
+    window = model.config.attention_chunk_size if kind == "chunks and full" else model.config.sliding_window
     expected = transformers_outputs(model, PROMPTS, attention="eager")
     engine = make_engine(model, twin, num_blocks=num_blocks, **SMALL)
     small = (3 * (window - 1 + 2 * 4 - 2) + 7) // 4
@@ -394,7 +394,7 @@ def test_a_runner_serves_one_engine(llama, recording_engine):
         first.runner.run(second, {second.add([1]): 1})
 
 
-@pytest.mark.parametrize("kind", WINDOWED)
+@pytest.mark.parametrize("kind", [*WINDOWED, "chunks and full"])
 def test_recorded_decodes_have_window_pools(kind, recording_engine, device):
     model = make_model(*MODELS[kind], device)
     expected = transformers_outputs(model, PROMPTS, attention="eager")

@@ -128,7 +128,7 @@ class Oracle(NGram):
 
 @pytest.mark.covers("D152")
 @pytest.mark.parametrize("twin", TWINS)
-@pytest.mark.parametrize(("kind", "branches"), [("plain", 1), ("window", 3)])
+@pytest.mark.parametrize(("kind", "branches"), [("plain", 1), ("window", 3), ("latents", 3)])
 def test_right_drafts_save_steps(llama, kind, branches, twin, device):
     """All of them are accepted: 13 tokens after the first come out of 4 steps, and the cache is that of a plain run."""
     model = llama if kind == "plain" else make_model(*MODELS[kind], device)
@@ -150,7 +150,7 @@ def test_right_drafts_save_steps(llama, kind, branches, twin, device):
 def test_wild_drafts_change_no_answer(llama, kind, twin, device):
     """Whatever the layers: windows in smaller pools, chunks, pairs, latents, with chains where there are no trees."""
     model = llama if kind == "plain" else make_model(*MODELS[kind], device)
-    takes_trees = kind in ("plain", "window", "window and full, softcap, scale")
+    takes_trees = kind in ("plain", "window", "window and full, softcap, scale", "latents")
     wild = Wild(max_drafts=3, max_branches=3 if takes_trees else 1)
     if not takes_trees:
         with pytest.raises(
@@ -215,16 +215,17 @@ def test_a_request_whose_logits_are_not_finite_fails_alone(llama, twin, monkeypa
 
 
 @pytest.mark.covers("D162")
-@pytest.mark.parametrize("kind", KINDS)
-def test_recorded_verifications_change_nothing(llama, kind, monkeypatch, device):
+@pytest.mark.parametrize(("layers", "kind"), [("plain", "chain"), ("plain", "tree"), ("latents", "tree")])
+def test_recorded_verifications_change_nothing(llama, layers, kind, monkeypatch, device):
     """Steps with drafts come from the buffers of a recording; on a CPU it runs the step itself."""
-    expected = outputs(make_engine(llama, "fastattn"), REPEATING)
+    model = llama if layers == "plain" else make_model(*MODELS[layers], device)
+    expected = outputs(make_engine(model, "fastattn"), REPEATING)
     runner = CudaGraphs()
     if device != "cuda":
         monkeypatch.setattr(CudaGraphs, "can_record", staticmethod(lambda engine: True))
         monkeypatch.setattr(fastattn.serving.cuda_graphs, "_record", lambda step, memory, name: step)
     monkeypatch.setattr(CudaGraphs, "_is_worth_recording", lambda self, engine, shape: True)
-    engine = make_engine(llama, "fastattn", runner=runner, speculation=KINDS[kind])
+    engine = make_engine(model, "fastattn", runner=runner, speculation=KINDS[kind])
     assert outputs(engine, REPEATING) == expected
     assert engine.counters.drafted_tokens > 0
     shapes = list(runner._steps)

@@ -417,7 +417,7 @@ PLANTED = [
         "torch.where((weight == 0)[..., None], 0.0, out.float() * weight[..., None])",
         "out.float() * weight[..., None]",
     ),
-    ("merge", "merge-lse-is-maximum", "answer", "torch.log(total) + base", "top"),
+    ("merge", "merge-lse-is-maximum", "lse", "torch.log(total) + base", "top"),
     ("merge", "merge-two-parts", "answer", "zip(outs, lses, strict=True)", "zip(outs[:2], lses[:2], strict=True)"),
     (
         "merge",

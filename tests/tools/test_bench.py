@@ -34,6 +34,7 @@ from fastattn.tools.bench.work import (
     CodedLatents,
     Differential,
     Drafts,
+    LatentDrafts,
     LatentPrefill,
     Latents,
     Layers,
@@ -239,6 +240,7 @@ PAIRS = Differential(((1, 300),) * 3, **SIZES)
 LATENTS = Latents(((1, 300), (1, 70)), heads=(4, 1), head_size=40, value_head_size=32, size_before=24)
 CODED_LATENTS = CodedLatents(**vars(LATENTS))
 DRAFTS = replace(LATENTS, lens=((3, 200), (3, 65)))
+LATENT_TREES = LatentDrafts(**vars(DRAFTS) | dict(lens=((6, 200), (6, 65))))
 TREES = Drafts(((6, 200), (20, 65), (1, 33)), **SIZES)
 CODED_TREES = CodedDrafts(((6, 200), (20, 65)), **SIZES)
 CODED_PREFIX = Coded(((1, 96 + 40),) * 3, shared=96, stored=torch.int8, **SIZES)
@@ -299,6 +301,13 @@ CONTENDERS = [
         )
     ),
     (replace(LATENTS, lens=((1, 256),) * 3), peers.aten_cpu_latents()),
+    *(
+        (LATENT_TREES, peer)
+        for peer in (
+            *(peers.mla_twin(), peers.mla_twin("refattn"), peers.mla_twin(kernel="cpu")),
+            peers.as_chain(peers.flash_mla(), Latents),
+        )
+    ),
     *(
         (TREES, peer)
         for peer in (

@@ -166,6 +166,87 @@ def test_offsets_of_32_bits_are_found():
     assert [finding.outcome for finding in report.findings] == ["honoured", "wrong"]
 
 
+# --- a log-sum-exp that is wrong ---
+
+BASE_TWO = "torch.log(total) + whole).T", "(torch.log(total) + whole) * LOG2E).T"
+
+
+def failed(report):
+    return [finding.property for finding in report.failures]
+
+
+@pytest.mark.usefixtures("no_shrinking")
+def test_a_wrong_lse_is_one_finding():
+    report = check(plant("paged", *BASE_TWO), "chunked_prefill", examples=2, dtypes=[torch.float32])
+    assert failed(report) == ["lse"]
+    without = {finding.property for finding in report.findings if finding.without_lse}
+    assert without == {x.name for x in contract.of_path("chunked_prefill") if x.compares_lse} - {
+        *("lse", "batch invariance", "graph")  # the last two are not asked
+    }
+    assert "Tensors may be views: other layouts, gaps between rows and pages. Checked without the LSE." in as_text(
+        report
+    )
+    report.kernel = "fa2-pages"
+    assert "The LSE of `fa2-pages` is wrong, or not claimed. Checked without it: empty rows," in tables(
+        json.loads(json.dumps(results([report], {}, "cpu")))
+    )
+
+
+@pytest.mark.usefixtures("no_shrinking")
+def test_a_wrong_lse_hides_no_wrong_output():
+    """The window is too long, and what it should hide is seen."""
+    kernel = plant("paged", (BASE_TWO[0], WINDOW[1]), (BASE_TWO[1], WINDOW[2]))
+    report = check(kernel, "chunked_prefill", examples=2, dtypes=[torch.float32])
+    assert failed(report) == ["window", "lse", "outside the window"]
+    assert not any(finding.detail.startswith("lse") for finding in report.failures if finding.property != "lse")
+
+
+@pytest.mark.usefixtures("no_shrinking")
+def test_a_wrong_lse_is_looked_at_where_it_is_not_asked_for():
+    """So it is in a test per property, and after a crash, in the next process."""
+    report = check(plant("paged", *BASE_TWO), "chunked_prefill", examples=2, dtypes=[torch.float32], only=["tail"])
+    assert [(finding.outcome, finding.without_lse) for finding in report.findings] == [("honoured", True)]
+    alone = check(by_hand.paged, "chunked_prefill", examples=2, dtypes=[torch.float32], only=["tail"])
+    assert [(finding.outcome, finding.without_lse) for finding in alone.findings] == [("honoured", False)]
+
+
+def test_a_merge_with_a_wrong_lse():
+    def doubles(outs, lses):
+        out, lse = by_hand.merge(outs, lses)
+        return out, 2 * lse
+
+    assert failed(check(doubles, "merge", examples=2, dtypes=[torch.float32])) == ["lse"]
+
+
+def test_an_lse_that_is_not_claimed_is_not_compared():
+    @claims(not_claimed={"lse": "is to the base 2"})
+    def in_base_two(outs, lses):
+        out, lse = by_hand.merge(outs, lses)
+        return out, lse / 0.6931471805599453
+
+    assert not check(in_base_two, "merge", examples=2, dtypes=[torch.float32]).failures
+
+
+def test_the_lse_is_asked_before_what_compares_it():
+    for path in PATHS:
+        names = [x.name for x in contract.of_path(path) if x.compares_lse]
+        assert "lse" not in names[1:]
+
+
+def test_two_properties_ask_all_shapes_and_the_others_two():
+    def refuses(query, key_cache, value_cache, batch):
+        raise NotImplementedError("nothing on this card")
+
+    asked = {"mask": set(), "tail": set()}
+
+    def note(name, example):
+        asked[name].add((example.heads, example.head_size, example.block_size))
+
+    check(refuses, "chunked_prefill", examples=60, dtypes=[torch.float32], only=list(asked), on_example=note)
+    assert asked["tail"] == {((1, 1), 64, 16), ((4, 2), 128, 64)}
+    assert len(asked["mask"]) > 10
+
+
 # --- what is asked of a kernel ---
 
 

@@ -11,7 +11,7 @@ from fastattn.kernels.problem import Problem, Subtraction
 from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales, Plan, TreePlan
 
 OPERATIONS = (
-    *("dense", "paged", "tree", "differential", "mla"),
+    *("dense", "paged", "tree", "differential", "mla", "mla_tree"),
     *("quantized", "quantized_levels", "quantized_tree", "write_quantized"),
 )
 
@@ -91,6 +91,24 @@ def mla(
         answer, lse = attention.paged(query, pages, pages, plan, options)
     else:
         answer, lse = over_codes.attention(query, pages, pages, [plan], options, scales)
+    return answer[..., :latent_rank].contiguous(), lse
+
+
+def mla_tree(
+    query: Float[Tensor, "t h d"],
+    cache: Float[Tensor, "n p c"],
+    plan: TreePlan,
+    options: AttentionOptions,
+    latent_rank: int,
+    out: Float[Tensor, "t h {latent_rank}"] | None,
+    scales: Fp8Scales | None = None,
+) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
+    """Attend to latents that end with a tree, with keys as values; see `fastattn.kernels.dispatch`."""
+    pages = cache[:, :, None, : query.shape[2]]
+    if scales is None:
+        answer, lse = attention.tree(query, pages, pages, plan, options)
+    else:
+        answer, lse = over_codes.attention(query, pages, pages, [plan.whole], options, scales, tree=plan)
     return answer[..., :latent_rank].contiguous(), lse
 
 

@@ -34,7 +34,7 @@ from fastattn.kernels.flash import NO_CODES, NO_POSITIONS, NOT_ALIGNED, cannot_e
 from fastattn.kernels.problem import Problem, expanded, key_starts
 from refattn.interface import AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan, TreePlan
 
-OPERATIONS = ("dense", "paged", "quantized", "tree", "mla")
+OPERATIONS = ("dense", "paged", "quantized", "tree", "mla", "mla_tree")
 INTERFACE = "flash_attn_interface"  # the module of FlashAttention's own package for Hopper
 LIBRARY = "_vllm_fa3_C"  # vLLM's: `_vllm_fa3_C.abi3.so`, and the namespace of its operators
 LARGEST_HEAD = 256
@@ -70,7 +70,8 @@ def unsupported_reason(problem: Problem) -> str | None:
     if problem.stored is not None:
         return NO_CODES
     sizes = (problem.head_size, problem.value_head_size)
-    if problem.operation == "mla":
+    over_latents = problem.operation in ("mla", "mla_tree")
+    if over_latents:
         sizes = (sizes[0] - sizes[1], sizes[1])
         if sizes != LATENT:
             return f"latents of {LATENT[1]} elements and rotary keys of {LATENT[0]}, not {sizes[1]} and {sizes[0]}"
@@ -81,7 +82,7 @@ def unsupported_reason(problem: Problem) -> str | None:
         return f"head sizes that are multiples of 8 up to {LARGEST_HEAD}, not {sizes[0]}"
     if problem.alibi:
         return "has no ALiBi: take fa2 or triton"
-    if problem.operation == "tree" and problem.positions:
+    if problem.operation in ("tree", "mla_tree") and problem.positions:
         return "reads the keys before a tree without a mask, not those of a window"
     if problem.window[0] >= 0 and problem.max_query_len > 1:
         return "shows keys before the window where a tile of queries reaches over more than a tile of keys: take fa4"
@@ -91,7 +92,7 @@ def unsupported_reason(problem: Problem) -> str | None:
         return "its tiles follow the longest query of the batch, and the bits of its answers with them: take triton"
     if not problem.aligned:
         return NOT_ALIGNED
-    return _cannot_load() or _refusal(*sizes, problem.dtype, problem.device, latents=problem.operation == "mla")
+    return _cannot_load() or _refusal(*sizes, problem.dtype, problem.device, latents=over_latents)
 
 
 def dense(
@@ -190,6 +191,22 @@ def mla(
     if cache.shape[1] >= SMALLEST_TILE:
         repair_latents(out, query, cache, plan, options, latent_rank)
     return out, lse
+
+
+def mla_tree(
+    query: Float[Tensor, "t h d"],
+    cache: Float[Tensor, "n p c"],
+    plan: TreePlan,
+    options: AttentionOptions,
+    latent_rank: int,
+    out: Float[Tensor, "t h {latent_rank}"] | None,
+    scales: Fp8Scales | None = None,
+) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
+    """Attend to latents before a tree, and by a launch of ours to its nodes; see `fastattn.kernels.dispatch`."""
+    from fastattn.kernels.triton.attention import attend_to_latent_nodes
+
+    before = mla(query, cache, plan.prefix, options.without_sinks(), latent_rank, None)
+    return attend_to_latent_nodes(query, cache, plan, options, latent_rank, before)
 
 
 def _attend(

@@ -5,7 +5,8 @@ of 512 elements and rotary keys of 64. A tile is 64 rows of `tokens x heads`. Th
 multiprocessors by a schedule, which a separate kernel computes from the lengths; the plan keeps it for the whole step.
 
 It loads whole pages and gives what lies past a sequence's end a weight of 0; NaN that results from it is repaired. It
-drops a split whose scores are NaN, so NaN in a latent reaches the output only if the sequence is not split.
+drops a split whose scores are NaN, so NaN in a latent reaches the output only if the sequence is not split. Of a
+sequence that ends with a drafted tree it reads the latents before the tree.
 
 Source: DeepSeek-AI 2025, "FlashMLA"; github.com/deepseek-ai/FlashMLA.
 """
@@ -25,9 +26,9 @@ from torch.nn.functional import pad
 from fastattn.kernels.device import cannot_import, capability
 from fastattn.kernels.flash import NO_CODES, NO_POSITIONS, NOT_ALIGNED
 from fastattn.kernels.problem import Problem
-from refattn.interface import AttentionOptions, Fp8Scales, Plan
+from refattn.interface import AttentionOptions, Fp8Scales, Plan, TreePlan
 
-OPERATIONS = ("mla",)
+OPERATIONS = ("mla", "mla_tree")
 INTERFACE = "flash_mla.flash_mla_interface"
 PACKAGE = "sgl-flash-mla"
 LATENT = (64, 512)  # sizes of rotary keys and of latents
@@ -104,6 +105,22 @@ def mla(
     result, lse = adapt(result, lse, plan, options)
     repair_latents(result, query, cache, plan, options, latent_rank)
     return result, lse
+
+
+def mla_tree(
+    query: Float[Tensor, "t h d"],
+    cache: Float[Tensor, "n p c"],
+    plan: TreePlan,
+    options: AttentionOptions,
+    latent_rank: int,
+    out: Float[Tensor, "t h {latent_rank}"] | None,
+    scales: Fp8Scales | None = None,
+) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
+    """Attend to latents before a tree, and by a launch of ours to its nodes; see `fastattn.kernels.dispatch`."""
+    from fastattn.kernels.triton.attention import attend_to_latent_nodes
+
+    before = mla(query, cache, plan.prefix, options.without_sinks(), latent_rank, None)
+    return attend_to_latent_nodes(query, cache, plan, options, latent_rank, before)
 
 
 def _schedule(plan: Plan, num_heads: int) -> Any:

@@ -1,7 +1,7 @@
 """Our own Triton kernels, for what FlashAttention does less well: short queries over any pages, all options, tables."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Float, Int32, Int64, Shaped
@@ -12,7 +12,7 @@ from fastattn.kernels.problem import Problem, Subtraction
 from refattn.interface import Accepted, AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan, TreePlan, Trees
 
 OPERATIONS = (
-    *("dense", "paged", "levels", "tree", "differential", "mla", "merge"),
+    *("dense", "paged", "levels", "tree", "differential", "mla", "mla_tree", "merge"),
     *("quantized", "quantized_levels", "quantized_tree"),
     *("write", "write_quantized", "copy_blocks", "compact", "slot_mapping", "trim", "cut_chunks", "draw_trees"),
 )
@@ -47,7 +47,7 @@ def unsupported_reason(problem: Problem) -> str | None:
     if problem.stored is not None and torch.float64 in problem.stored and problem.is_attention:
         return "multiplies values of up to 32 bits, not those of float64"
     rope = problem.head_size - problem.value_head_size
-    if problem.operation == "mla":
+    if problem.operation in ("mla", "mla_tree"):
         if problem.value_head_size > LARGEST_LATENT or rope > LARGEST_ROPE:
             sizes = f"{problem.value_head_size} and {rope}"
             return f"latents of up to {LARGEST_LATENT} and rotary keys of up to {LARGEST_ROPE} elements, not {sizes}"
@@ -140,13 +140,40 @@ def mla(
     scales: Fp8Scales | None = None,
 ) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
     """Attend to latents, each loaded once, as key and as value; see `fastattn.kernels.dispatch`."""
-    from fastattn.kernels.triton.attention import attend
+    return _attend_to_latents(query, cache, plan, options, latent_rank, out, scales)
+
+
+def mla_tree(
+    query: Float[Tensor, "t h d"],
+    cache: Float[Tensor, "n p c"],
+    plan: TreePlan,
+    options: AttentionOptions,
+    latent_rank: int,
+    out: Float[Tensor, "t h {latent_rank}"] | None,
+    scales: Fp8Scales | None = None,
+) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
+    """Attend to latents that end with a tree, as one softmax; see `fastattn.kernels.dispatch`."""
+    return _attend_to_latents(query, cache, plan.whole, options, latent_rank, out, scales, tree=plan)
+
+
+def _attend_to_latents(
+    query: Tensor,
+    cache: Tensor,
+    plan: Plan,
+    options: AttentionOptions,
+    latent_rank: int,
+    out: Tensor | None,
+    scales: Fp8Scales | None,
+    *,
+    tree: TreePlan | None = None,
+) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
+    from fastattn.kernels.triton.attention import attend_levels
 
     pages = cache[:, :, None, : query.shape[2]]
     latents = pages[..., :latent_rank]
     if scales is None:
-        return attend(query, pages, latents, plan, options, out, shared=True)
-    return _attend_to_codes(query, pages, latents, [plan], options, scales, out, shared=True)
+        return attend_levels(query, pages, latents, [plan], options, out, shared=True, tree=tree)
+    return _attend_to_codes(query, pages, latents, [plan], options, scales, out, shared=True, tree=tree)
 
 
 def quantized(
@@ -201,7 +228,22 @@ def _attend_to_codes(
     tree: TreePlan | None = None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     from fastattn.kernels.triton.attention import attend_levels
-    from fastattn.kernels.triton.codes import codes_of, in_pairs
+    from fastattn.kernels.triton.codes import codes_of
+
+    key, value = _seen_by_kernel(query, key_cache, value_cache, plans, options, scales)
+    return attend_levels(query, key, value, plans, options, out, shared=shared, codes=codes_of(scales), tree=tree)
+
+
+def _seen_by_kernel(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    plans: Sequence[Plan],
+    options: AttentionOptions,
+    scales: Fp8Scales | Int8Scales,
+) -> tuple[Tensor, Tensor]:
+    """Return pools of codes as the kernel takes them: those of fp8 as bytes, those of values in pairs if that pays."""
+    from fastattn.kernels.triton.codes import in_pairs
 
     if isinstance(scales, Fp8Scales):
         key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
@@ -210,8 +252,38 @@ def _attend_to_codes(
     # Beside queries of 32 bits it turns pairs in local memory.
     rows = max(plan.batch.max_query_len for plan in plans) * (query.shape[1] // key_cache.shape[2])
     pays = rows <= 16 and query.element_size() == 2 and not options.batch_invariant
-    value, codes = in_pairs(value_cache) if pays else value_cache, codes_of(scales)
-    return attend_levels(query, key_cache, value, plans, options, out, shared=shared, codes=codes, tree=tree)
+    return key_cache, in_pairs(value_cache) if pays else value_cache
+
+
+def again(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: Plan,
+    options: AttentionOptions,
+    out: Tensor | None,
+    scales: Fp8Scales | Int8Scales | None,
+    *,
+    with_lse: bool,
+) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """Return what computes the plan again with other tensors, by its launches; see `dispatch`."""
+    from fastattn.kernels.triton.attention import kept_launches
+    from fastattn.kernels.triton.codes import NO_CODES, codes_of
+
+    codes = NO_CODES
+    if scales is not None:
+        key, value = _seen_by_kernel(query, key, value, [plan], options, scales)
+        codes = codes_of(scales)
+    launches = kept_launches(query, key, value, plan, options, out, codes)
+    if launches is None:
+        return None
+    if scales is None:
+        return lambda query, key, value, plan, options, out: launches.again(
+            query, key, value, options, out, with_lse=with_lse
+        )
+    return lambda query, key, value, plan, options, scales, out: launches.again(
+        query, key, value, options, out, codes_of(scales), with_lse=with_lse
+    )
 
 
 def merge(
@@ -229,11 +301,11 @@ def write(
     key_cache: Shaped[Tensor, "n p hk d"],
     value_cache: Shaped[Tensor, "n p hk dv"],
     slot_mapping: Int64[Tensor, "t"],
-) -> None:
+) -> Callable[..., None] | None:
     """Write new tokens into the pool, in one launch; see `fastattn.kv_cache.write`."""
     from fastattn.kernels.triton import cache
 
-    cache.write(key, value, key_cache, value_cache, slot_mapping)
+    return cache.write(key, value, key_cache, value_cache, slot_mapping)
 
 
 def write_quantized(

@@ -20,7 +20,7 @@ Source: Dao et al. 2023, "Flash-Decoding"; the tiles of a ragged batch are found
 
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple, no_type_check
+from typing import no_type_check
 
 import torch
 import triton
@@ -137,13 +137,13 @@ def attend_levels(
     value_head_size = size_of(value)
     name = _name_of_launches(query, key, value, options, out, shared, codes) if len(levels) == 1 else None
     name = name if tree is None or name is None else ("tree", *name)  # the same plan may be attended without its trees
+    if name in levels[0].kept:
+        return levels[0].kept[name].again(query, key, value, options, out, codes)
     out = query.new_empty(num_tokens, num_heads, value_head_size) if out is None else out
     lse = query.new_empty(num_tokens, num_heads, dtype=torch.float32)
     batch = levels[-1].batch
     if 0 in (num_tokens, num_heads, batch.num_seqs):
         return out.zero_(), lse.fill_(-torch.inf)
-    if name in levels[0].kept:
-        return levels[0].kept[name].again(query, key, value, options, out, lse, codes)
 
     row_bytes, key_bytes = _bytes_of_a_program(query, key, value, shared)
     fewest_rows = 16 if shared or tree is not None or key.ndim == 3 else 8  # of a tile: see `attend_few_rows`
@@ -159,7 +159,7 @@ def attend_levels(
             query, key, value, levels[0], options, tunings[0], out, lse, shared=shared, codes=codes, tree=tree
         )
         if name is not None:
-            levels[0].kept[name] = _Launches(1, launch, None)
+            levels[0].kept[name] = Launches(out.shape, 1, launch, None)
         return out, lse
 
     parts = query.new_empty(num_parts, *out.shape, dtype=torch.float32)
@@ -204,7 +204,7 @@ def attend_levels(
         dict(num_warps=4) | ({"launch_pdl": True} if overlap else {}),
     )
     if name is not None:
-        levels[0].kept[name] = _Launches(num_parts, launch, reduction)
+        levels[0].kept[name] = Launches(out.shape, num_parts, launch, reduction)
     return out, lse
 
 
@@ -216,6 +216,8 @@ def attend_to_nodes(
     options: AttentionOptions,
     out: Float[Tensor, "t h dv"],
     prefix_lse: Float[Tensor, "h t"],
+    *,
+    shared: bool = False,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend to the nodes of trees, and take in what another kernel answered over the keys before them.
 
@@ -230,6 +232,7 @@ def attend_to_nodes(
         out: the answers over the keys before the trees, changed in place; rows side by side. Padding rows may hold
             anything, and so may rows whose tree has no key before it.
         prefix_lse: their log-sum-exps, natural log; infinite, of either sign, for NaN.
+        shared: as in `attend`.
 
     Returns:
         The outputs, and their log-sum-exps in float32.
@@ -237,35 +240,44 @@ def attend_to_nodes(
     Source: the module.
     """
     lse = query.new_empty(query.shape[:2], dtype=torch.float32)
-    name = ("nodes", _name_of_launches(query, key, value, options, out, False, NO_CODES), prefix_lse.stride())
+    name = ("nodes", _name_of_launches(query, key, value, options, out, shared, NO_CODES), prefix_lse.stride())
     if name in plan.whole.kept:
-        slopes, sinks = _side_by_side(options.alibi_slopes), _side_by_side(options.sinks)
-        of_codes = _what_codes_change(query, options, NO_CODES)
-        plan.whole.kept[name].again(query, key, value, out, lse, slopes, sinks, *of_codes, prefix_lse)
+        plan.whole.kept[name].again(query, key, value, out, lse, *_of_layer(query, options).values(), prefix_lse)
         return out, lse
-    row_bytes, key_bytes = _bytes_of_a_program(query, key, value, False)
+    row_bytes, key_bytes = _bytes_of_a_program(query, key, value, shared)
     rows = plan.whole.batch.max_query_len * (query.shape[1] // key.shape[-2])
-    block_m = 16 if rows <= 16 else 64
-    block_n = max(16, min(_fit(32, row_bytes), pad(plan.trees.max_len)))
-    tuning = fit(Tuning(block_m, block_n, 4, 2, 1, 1), query.device, row_bytes=row_bytes, key_bytes=key_bytes)
-    launch = _launch(query, key, value, plan.whole, options, tuning, out, lse, tree=plan, prefix_lse=prefix_lse)
+    if shared:
+        tuning = _LATENT_16 if rows <= 16 else _LATENT_64
+    else:
+        tuning = Tuning(16 if rows <= 16 else 64, _fit(32, row_bytes), 4, 2, 1, 1)
+    tuning = tuning._replace(block_n=max(16, min(tuning.block_n, pad(plan.trees.max_len))))
+    room = dict(row_bytes=row_bytes, key_bytes=key_bytes, fewest_stages=2 if shared else 1)
+    tuning = fit(tuning, query.device, **room)
+    tensors = query, key, value
+    launch = _launch(*tensors, plan.whole, options, tuning, out, lse, shared=shared, tree=plan, prefix_lse=prefix_lse)
     if name[1] is not None:
         plan.whole.kept[name] = launch
     return out, lse
 
 
-class _Launches(NamedTuple):
+class Launches:
     """The launches that compute a plan, to be made again in other layers.
 
-    Attributes:
+    Args:
+        shape: of the answer.
         num_parts: into how many parts the keys are split.
         attend: the launch that attends.
         reduce: the one that merges the parts; None if the first gives the answer.
     """
 
-    num_parts: int
-    attend: Launch
-    reduce: Launch | None
+    def __init__(self, shape: Sequence[int], num_parts: int, attend: Launch, reduce: Launch | None) -> None:
+        num_tokens, num_heads, value_head_size = self._shape = tuple(shape)
+        rows = num_tokens * num_heads
+        # Where the log-sum-exps of the parts begin in the memory that they share, those of the answer, and the end.
+        self._at_part_lses = _aligned(num_parts * rows * value_head_size)
+        self._at_lse = self._at_part_lses + _aligned(num_parts * rows)
+        self._size = self._at_lse + rows
+        self._attend, self._reduce = attend, reduce
 
     def again(
         self,
@@ -273,30 +285,64 @@ class _Launches(NamedTuple):
         key: Tensor,
         value: Tensor,
         options: AttentionOptions,
-        out: Tensor,
-        lse: Tensor,
-        codes: Codes,
-    ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-        """Attend with other tensors of the same shapes, and other scales of codes."""
-        slopes, sinks = _side_by_side(options.alibi_slopes), _side_by_side(options.sinks)
-        of_codes = _what_codes_change(query, options, codes)
-        if self.reduce is None:
-            self.attend.again(query, key, value, out, lse, slopes, sinks, *of_codes, None)
+        out: Tensor | None,
+        codes: Codes = NO_CODES,
+        *,
+        with_lse: bool = True,
+    ) -> tuple[Tensor, Tensor]:
+        """Attend with other tensors of the same shapes and strides, and other scales of codes.
+
+        Codes may come as what they are, as bytes or in pairs. Without `with_lse` what stands for the log-sum-exps is
+        memory of no use.
+        """
+        out = query.new_empty(self._shape) if out is None else out
+        of_layer = _of_layer(query, options, codes).values()
+        if self._reduce is None:
+            lse = query.new_empty(self._shape[:2], dtype=torch.float32)
+            self._attend.again(query, key, value, out, lse, *of_layer)
             return out, lse
-        parts = query.new_empty(self.num_parts, *out.shape, dtype=torch.float32)
-        part_lses = query.new_empty(self.num_parts, *lse.shape, dtype=torch.float32)
-        self.attend.again(query, key, value, parts, part_lses, slopes, sinks, *of_codes, None)
-        self.reduce.again(parts, part_lses, out, lse, sinks)
+        memory = query.new_empty(self._size, dtype=torch.float32)  # an allocation for each takes the host longer
+        lse = query.new_empty(self._shape[:2], dtype=torch.float32) if with_lse else memory
+        self._attend.again(query, key, value, memory, self._attend.part(memory, self._at_part_lses), *of_layer)
+        part_lses = self._reduce.part(memory, self._at_part_lses)
+        at_lse = lse if with_lse else self._reduce.part(memory, self._at_lse)
+        self._reduce.again(memory, part_lses, out, at_lse, _side_by_side(options.sinks))
         return out, lse
 
 
-def _what_codes_change(
-    query: Tensor, options: AttentionOptions, codes: Codes
-) -> tuple[float, float, float, Tensor | None, Tensor | None, Tensor | None]:
-    """Return the scale of the scores with those of the codes in it, above 0; their other numbers; and their tensors."""
-    of_query, of_key, of_value = codes.numbers
-    scale = query.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale
-    return (abs(scale) or 1.0) * of_key * of_query, of_query, of_value, codes.query, codes.key, codes.value
+def _aligned(size: int) -> int:
+    """Return the next number of float32 after which memory is aligned as `is_aligned` says."""
+    return -(-size // 4) * 4
+
+
+def _of_layer(query: Tensor, options: AttentionOptions, codes: Codes = NO_CODES) -> dict[str, Tensor | float | None]:
+    """Return what a layer has for itself beside its tokens, as arguments of the kernel: most have nothing."""
+    arguments: dict[str, Tensor | float | None] = {}
+    if options.alibi_slopes is not None:
+        arguments["alibi_slopes"] = options.alibi_slopes.contiguous()
+    if options.sinks is not None:
+        arguments["sinks"] = options.sinks.contiguous()
+    if codes.kind:
+        of_query, of_key, of_value = codes.numbers
+        scale = query.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale
+        arguments["scale"] = (abs(scale) or 1.0) * of_key * of_query  # of the scores, above 0
+        arguments |= dict(query_number=of_query, value_number=of_value)
+        arguments |= dict(query_scales=codes.query, key_scales=codes.key, value_scales=codes.value)
+    return arguments
+
+
+def kept_launches(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: Plan,
+    options: AttentionOptions,
+    out: Tensor | None,
+    codes: Codes = NO_CODES,
+) -> Launches | None:
+    """Return the launches that a plan keeps of an attention like this, if there are any."""
+    launches: Launches | None = plan.kept.get(_name_of_launches(query, key, value, options, out, False, codes))
+    return launches
 
 
 def _name_of_launches(
@@ -390,9 +436,7 @@ def repair(
         return
     name = ("repair", _name_of_launches(query, key, value, options, out, shared, NO_CODES))
     if name in plan.kept:
-        slopes, sinks = _side_by_side(options.alibi_slopes), _side_by_side(options.sinks)
-        of_codes = _what_codes_change(query, options, NO_CODES)
-        plan.kept[name].again(query, key, value, out, None, slopes, sinks, *of_codes, None)
+        plan.kept[name].again(query, key, value, out, None, *_of_layer(query, options).values())
         return
     row_bytes, key_bytes = _bytes_of_a_program(query, key, value, shared)
     tuning = _LATENT_16 if shared else Tuning(64, _fit(64, row_bytes), 4, 3, 1, 1)
@@ -401,6 +445,22 @@ def repair(
     launch = _launch(query, key, value, plan, options, tuning, out, None, shared=shared)
     if name[1] is not None:
         plan.kept[name] = launch
+
+
+def attend_to_latent_nodes(
+    query: Float[Tensor, "t h d"],
+    cache: Float[Tensor, "n p c"],
+    plan: TreePlan,
+    options: AttentionOptions,
+    latent_rank: int,
+    answer: tuple[Float[Tensor, "t h r"], Float[Tensor, "t h"]],
+) -> tuple[Float[Tensor, "t h r"], Float[Tensor, "t h"]]:
+    """Do the same over latents, given another kernel's answer over those before the trees; see `attend_to_nodes`.
+
+    Source: the module.
+    """
+    pages, (out, lse) = cache[:, :, None, : query.shape[2]], answer
+    return attend_to_nodes(query, pages, pages[..., :latent_rank], plan, options, out, lse.T.contiguous(), shared=True)
 
 
 def repair_latents(
@@ -462,32 +522,25 @@ def _launch(
     block_table = batch.block_table if key.ndim == 4 else None
     left, right = window_within_reach(plan)
     positions = plan.positions if uses_positions(plan, options) else None
-    query, _ = with_scale_above_0(query, options.softmax_scale)
-    scale, query_number, value_number, query_scales, key_scales, value_scales = _what_codes_change(
-        query, options, codes
-    )
+    query, scale = with_scale_above_0(query, options.softmax_scale)
     one_tile = _is_one_tile(batch, group, tuning.block_m)
     tiles = _count_tiles(batch, num_tokens, group, tuning.block_m)
     return Launch(
         _attend_kernel,
         (tiles * num_kv_heads, tuning.most_splits),
+        dict(query=query, key=key, value=value, out=out, lse=lse)
+        | _of_layer(query, options, codes)
+        | ({} if prefix_lse is None else {"prefix_lse": prefix_lse}),
         dict(
-            query=query,
-            key=key,
-            value=value,
-            out=out,
-            lse=lse,
-            alibi_slopes=_side_by_side(options.alibi_slopes),
-            sinks=_side_by_side(options.sinks),
+            alibi_slopes=None,
+            sinks=None,
             scale=scale,
-            query_number=query_number,
-            value_number=value_number,
-            query_scales=query_scales,
-            key_scales=key_scales,
-            value_scales=value_scales,
-            prefix_lse=prefix_lse,
-        ),
-        dict(
+            query_number=1.0,
+            value_number=1.0,
+            query_scales=None,
+            key_scales=None,
+            value_scales=None,
+            prefix_lse=None,
             block_table=block_table,
             cu_seqlens_q=batch.cu_seqlens_q,
             cu_seqlens_k=key_starts(plan) if block_table is None else None,
@@ -502,9 +555,9 @@ def _launch(
             query_strides=query.stride(),
             key_strides=key.stride(),
             value_strides=value.stride(),
-            query_scale_strides=_strides_by_head(query_scales),
-            key_scale_strides=_strides_by_head(key_scales),
-            value_scale_strides=_strides_by_head(value_scales),
+            query_scale_strides=_strides_by_head(codes.query),
+            key_scale_strides=_strides_by_head(codes.key),
+            value_scale_strides=_strides_by_head(codes.value),
             sequences=plan.sequences if codes.kind else None,
             table_row_stride=0 if block_table is None else block_table.stride(0),
             table_stride=1 if block_table is None else block_table.stride(1),

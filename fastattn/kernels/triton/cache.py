@@ -3,6 +3,7 @@
 Source: Kwon et al. 2023, "PagedAttention": its cache kernels.
 """
 
+from collections.abc import Callable
 from typing import no_type_check
 
 import torch
@@ -12,6 +13,7 @@ from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 from fastattn.kernels.triton.codes import FORMATS, row_scale, to_fp8, to_int8
+from fastattn.kernels.triton.launch import Launch
 from refattn.interface import Accepted, Batch, Fp8Scales, Int8Scales, Trees
 
 BLOCK_ROWS = 16
@@ -24,7 +26,7 @@ def write(
     key_cache: Shaped[Tensor, "n p hk d"],
     value_cache: Shaped[Tensor, "n p hk dv"],
     slot_mapping: Int64[Tensor, "t"],
-) -> None:
+) -> Callable[..., None] | None:
     """Write new keys and values into the pool, in place; see `fastattn.kv_cache.write`.
 
     Args:
@@ -33,30 +35,35 @@ def write(
         key_cache: the pool of keys.
         value_cache: the pool of values.
         slot_mapping: the slot of each token; -1 is not written.
+
+    Returns:
+        What writes again, of other tensors of the same types, shapes and strides that begin at multiples of 16 bytes.
     """
     num_tokens, num_kv_heads, head_size = key.shape
     rows = num_tokens * num_kv_heads
     if rows == 0:
-        return
+        return None
     key, value, key_cache, value_cache = (as_bytes(x) for x in (key, value, key_cache, value_cache))
-    _write_kernel[(-(-rows // BLOCK_ROWS),)](
-        key,
-        value,
-        key_cache,
-        value_cache,
-        slot_mapping,
-        key.stride(),
-        value.stride(),
-        key_cache.stride(),
-        value_cache.stride(),
-        slot_mapping.stride(0),
-        rows,
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_SIZE=head_size,
-        VALUE_HEAD_SIZE=value.shape[-1],
-        BLOCK_SIZE=key_cache.shape[1],
-        BLOCK_ROWS=BLOCK_ROWS,
+    launch = Launch(
+        _write_kernel,
+        (-(-rows // BLOCK_ROWS),),
+        dict(key=key, value=value, key_cache=key_cache, value_cache=value_cache, slot_mapping=slot_mapping),
+        dict(
+            key_strides=key.stride(),
+            value_strides=value.stride(),
+            key_cache_strides=key_cache.stride(),
+            value_cache_strides=value_cache.stride(),
+            slot_stride=slot_mapping.stride(0),
+            rows=rows,
+            NUM_KV_HEADS=num_kv_heads,
+            HEAD_SIZE=head_size,
+            VALUE_HEAD_SIZE=value.shape[-1],
+            BLOCK_SIZE=key_cache.shape[1],
+            BLOCK_ROWS=BLOCK_ROWS,
+        ),
+        {},
     )
+    return launch.again
 
 
 def write_quantized(

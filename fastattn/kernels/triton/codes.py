@@ -47,11 +47,18 @@ def codes_of(scales: Fp8Scales | Int8Scales) -> Codes:
     """Return scales as kernels take them."""
     if isinstance(scales, Int8Scales):
         return Codes("int8", key=scales.key, value=scales.value)
-    given = scales.query, scales.key, scales.value
-    of_query, of_key, of_value = (x if isinstance(x, (int, float)) else 1.0 for x in given)
-    query, key, value = (x if isinstance(x, Tensor) else None for x in given)
-    numbers = of_query, of_key, of_value
-    return Codes(FORMATS[scales.format], numbers, query, key, value, rounds_query=scales.query is not None)
+    of_query, query = _number_and_tensor(scales.query)
+    of_key, key = _number_and_tensor(scales.key)
+    of_value, value = _number_and_tensor(scales.value)
+    rounds_query = scales.query is not None
+    return Codes(FORMATS[scales.format], (of_query, of_key, of_value), query, key, value, rounds_query)
+
+
+def _number_and_tensor(scale: float | Tensor | None) -> tuple[float, Tensor | None]:
+    """Return a scale as kernels take it: a number and a tensor, of which one is 1 or None."""
+    if isinstance(scale, Tensor):
+        return 1.0, scale
+    return 1.0 if scale is None else scale, None
 
 
 def in_pairs(value_cache: Tensor) -> Tensor:

@@ -3,7 +3,8 @@
 At each launch Triton finds out anew what its arguments would compile to, and its launcher reads every argument and asks
 the driver about every pointer, which takes the host longer than many a kernel takes the GPU. Layers of a step differ in
 their tensors only. So the plan of the step keeps what the first layer launched, its arguments laid out as the driver
-reads them, and the next layer fills in its addresses.
+reads them, and the next layer fills in its addresses. They may be of parts of one piece of memory, which needs no
+tensor for each part.
 
     Triton      find the kernel    read all arguments    check every pointer       cuLaunchKernelEx
     here                                                 write what has changed    cuLaunchKernelEx
@@ -13,6 +14,7 @@ Source: `cuLaunchKernelEx` in the CUDA driver API; the two pointers that follow 
 """
 
 import ctypes
+import struct
 from collections.abc import Mapping, Sequence
 from functools import cache
 from threading import Lock
@@ -32,9 +34,10 @@ class Launch:
     Args:
         kernel: a function of `triton.jit`.
         grid: how many programs, in one or two dimensions.
-        tensors: the arguments that change, by name; a float may be among them. Those that come later have to be of the
-            same type, to be aligned as `is_aligned` says if these are, and None where these are.
-        arguments: all others, by name.
+        tensors: the arguments that change, by name; numbers may be among them. Those that come later have to be of the
+            same type, or of one that can be seen as it, to be aligned as `is_aligned` says if these are, and None where
+            these are.
+        arguments: all others, by name; those that change may be among them.
         options: warps, stages, and what else is not an argument.
     """
 
@@ -46,26 +49,31 @@ class Launch:
         arguments: Mapping[str, Any],
         options: Mapping[str, Any],
     ) -> None:
-        self._compiled = kernel[grid](**tensors, **arguments, **options)
+        self._compiled = kernel[grid](**{**arguments, **tensors}, **options)
         names = kernel.arg_names
         self._arguments = [arguments.get(name) for name in names]  # without the tensors, which others want to free
         self._places = [names.index(name) for name in tensors]
+        self._types = [x.dtype if isinstance(x, Tensor) else None for x in tensors.values()]
         self._grid = (*grid, 1, 1)[:3]
         self._launch = kernel[grid] if INTERPRETED else self._compiled[self._grid]
         self._packed: PackedLaunch | None = None
         self._can_pack = not INTERPRETED
 
     def again(self, *tensors: Tensor | float | None) -> None:
-        """Launch with other tensors, in the order in which they were given first."""
+        """Launch with other tensors, or with what `part` returns, in the order in which they were given first."""
         if self._can_pack and self._packed is None:
             self._packed = PackedLaunch.of(self._compiled, self._grid, self._arguments, self._places, tensors)
             self._can_pack = self._packed is not None
         if self._packed is not None:
             return self._packed(*tensors)
         arguments = self._arguments.copy()
-        for place, tensor in zip(self._places, tensors, strict=True):
-            arguments[place] = tensor
+        for place, x, dtype in zip(self._places, tensors, self._types, strict=True):
+            arguments[place] = x.view(dtype) if isinstance(x, Tensor) and dtype is not None else x
         self._launch(*arguments)
+
+    def part(self, memory: Tensor, first: int) -> Tensor | int:
+        """Return some memory from an element on, for `again`: its address, or a view where Triton launches."""
+        return memory[first:] if self._packed is None else memory.data_ptr() + first * memory.element_size()
 
 
 def is_aligned(tensors: Sequence[Tensor | None]) -> bool:
@@ -84,6 +92,7 @@ _C_TYPES = {
     **{"u1": ctypes.c_uint8, "u8": ctypes.c_uint8, "u16": ctypes.c_uint16, "u32": ctypes.c_uint32},
     **{"u64": ctypes.c_uint64, "fp32": ctypes.c_float, "fp64": ctypes.c_double},
 }
+_CELL = 8  # bytes, into which each of these fits
 _STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: begin before the launch before ends
 
 
@@ -109,15 +118,24 @@ class PackedLaunch:
         function: the driver's handle of the kernel.
         config: grid, threads and shared memory.
         cells: all arguments in order, as C values.
-        changing: those of them that change; None for one that the kernel does not have.
+        changing: the places of those that change; None for one that the kernel does not have.
         device: the number of the GPU.
     """
 
     def __init__(
-        self, function: int, config: _Config, cells: Sequence[Any], changing: Sequence[Any | None], device: int
+        self, function: int, config: _Config, cells: Sequence[Any], changing: Sequence[int | None], device: int
     ) -> None:
-        self._function, self._config, self._cells, self._changing = ctypes.c_void_p(function), config, cells, changing
-        self._pointers = (ctypes.c_void_p * len(cells))(*map(ctypes.addressof, cells))
+        self._function, self._config, self._cells = ctypes.c_void_p(function), config, cells
+        self._changing = ctypes.create_string_buffer(_CELL * len(changing))  # all of them are written at once
+        addresses = [ctypes.addressof(cell) for cell in cells]
+        layout = ""
+        for i, place in enumerate(changing):
+            kind = "Q" if place is None else cells[place]._type_
+            layout += f"{kind}{_CELL - struct.calcsize(kind)}x"
+            if place is not None:
+                addresses[place] = ctypes.addressof(self._changing) + _CELL * i
+        self._write = struct.Struct(layout).pack_into
+        self._pointers = (ctypes.c_void_p * len(cells))(*addresses)
         self._by_reference = ctypes.byref(config)
         self._device = device
         self._driver: Any = _cuda()
@@ -143,13 +161,13 @@ class PackedLaunch:
             return None
         given = dict(zip(places, tensors, strict=True))
         cells: list[Any] = []
-        at: dict[int, Any] = {}
+        at: dict[int, int] = {}
         for place, kind in enumerate(compiled.src.signature.values()):
             first = len(cells)
             if not _lay_out(kind, given.get(place, arguments[place]), cells):
                 return None
-            if place in given:
-                at[place] = cells[first] if len(cells) > first else None
+            if place in given and len(cells) > first:
+                at[place] = first
         cells += [ctypes.c_uint64(0), ctypes.c_uint64(0)]  # memory of the kernel's own, and of a profiler's: none
         if _sizes_of_parameters(driver, compiled.function) != [ctypes.sizeof(cell) for cell in cells]:
             return None
@@ -157,15 +175,14 @@ class PackedLaunch:
         if metadata.launch_pdl:
             attribute = _Attribute(_STREAM_SERIALIZATION, (1,))
             config.attributes, config.num_attributes = ctypes.pointer(attribute), 1
-        changing = [at[place] for place in places]
+        changing = [at.get(place) for place in places]
         return cls(compiled.function, config, cells, changing, torch.cuda.current_device())
 
     def __call__(self, *tensors: Tensor | float | None) -> None:
-        """Launch on the current stream."""
+        """Launch on the current stream; arguments are those of `Launch.again`."""
+        values = [x if isinstance(x, (int, float)) else 0 if x is None else x.data_ptr() for x in tensors]
         with self._lock:
-            for cell, x in zip(self._changing, tensors, strict=True):
-                if cell is not None:
-                    cell.value = x.data_ptr() if isinstance(x, Tensor) else x
+            self._write(self._changing, 0, *values)
             self._config.stream = torch._C._cuda_getCurrentRawStream(self._device)
             status = self._driver.cuLaunchKernelEx(self._by_reference, self._function, self._pointers, None)
         if status:
@@ -179,7 +196,7 @@ def _lay_out(kind: Any, argument: Any, cells: list[Any]) -> bool:
     if kind == "constexpr":
         return True  # it is in the kernel already
     if kind.startswith("*"):
-        cells.append(ctypes.c_uint64(0 if argument is None else argument.data_ptr()))
+        cells.append(ctypes.c_uint64(argument.data_ptr() if isinstance(argument, Tensor) else argument or 0))
     elif kind in _C_TYPES:
         cells.append(_C_TYPES[kind](argument))
     else:

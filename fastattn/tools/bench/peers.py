@@ -114,7 +114,7 @@ def _prefixes(inputs: Inputs | CodedInputs) -> dict[str, Any]:
     return dict(prefixes=[Prefix(first=0, last=len(inputs.work.lens), end=inputs.work.shared)])
 
 
-def _trees(inputs: Inputs | CodedInputs) -> dict[str, Any]:
+def _trees(inputs: Inputs | CodedInputs | LatentInputs) -> dict[str, Any]:
     """Return what the plan of drafted trees takes."""
     assert isinstance(inputs.work, Drafts)
     return dict(trees=speculative.make_trees(inputs.work.parents(), device=inputs.query.device))
@@ -228,15 +228,16 @@ def tree_twin(package: str = "fastattn", *, kernel: str | None = None) -> Conten
     return Contender(", ".join(filter(None, (package, kernel))), prepare_call, lse=True)
 
 
-def as_chain(contender: Contender) -> Contender:
+def as_chain(contender: Contender, kind: type[Attention] = Attention) -> Contender:
     """A yardstick for drafted trees: the same tokens as a chain, whose mask is causal, over the same bytes.
 
     Args:
         contender: who computes it.
+        kind: what work it is without trees.
     """
 
-    def judge(inputs: Inputs) -> Judge:
-        return Attention(**asdict(inputs.work)).judge(inputs)
+    def judge(inputs: Inputs | LatentInputs) -> Judge:
+        return _as(kind, inputs.work).judge(inputs)
 
     return replace(contender, name=f"a chain: {contender.name}", judge=judge)
 
@@ -263,7 +264,7 @@ def plain_attention() -> Contender:
 
 
 def mla_twin(package: str = "fastattn", *, kernel: str | None = None) -> Contender:
-    """Our latent attention with absorbed queries.
+    """Our latent attention with absorbed queries; those of drafted trees, if the work has some.
 
     Args:
         package: "fastattn" or "refattn".
@@ -271,14 +272,17 @@ def mla_twin(package: str = "fastattn", *, kernel: str | None = None) -> Contend
     """
 
     def prepare_call(inputs: LatentInputs) -> Call:
-        module = importlib.import_module(f"{package}.mla")
-        call = prepare(
-            module,
+        has_trees = isinstance(inputs.work, Drafts)
+        module, planned_by = (
+            importlib.import_module(f"{package}.{name}") for name in ("mla", "speculative" if has_trees else "mla")
+        )
+        planned = _trees(inputs) if has_trees else {}
+        call = partial(
+            module.attention,
             inputs.query,
             inputs.cache,
-            inputs.batch,
-            block_size=inputs.work.block_size,
-            softmax_scale=inputs.work.softmax_scale,
+            planned_by.plan(inputs.batch, block_size=inputs.work.block_size, **planned),
+            AttentionOptions(softmax_scale=inputs.work.softmax_scale),
             latent_rank=inputs.work.value_size,
             cache_scale=inputs.cache_scale,
         )

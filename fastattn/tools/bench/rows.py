@@ -23,6 +23,7 @@ from fastattn.tools.bench.work import (
     CodedWrite,
     Differential,
     Drafts,
+    LatentDrafts,
     LatentPrefill,
     Latents,
     Layers,
@@ -653,6 +654,16 @@ def _latents_of_a_server(shrink: int) -> Iterator[Row]:
         clock="graph",
         aim="at most the best peer",
     )
+    for b, nodes, heads in ((64, 4, 16), (32, 8, 128)):
+        trees = LatentDrafts(((nodes, 8192 // shrink + nodes),) * b, heads=(heads, 1))
+        yield Row(
+            "mla",
+            f"tree-{b}x{8192 // shrink}-drafts-{nodes}-heads-{heads}",
+            trees,
+            (peers.mla_twin(), *asked_for, *(peers.as_chain(peer, Latents) for peer in by_hand[:2])),
+            clock="graph",
+            aim="the best peer's time for a chain",
+        )
     made = _work(shrink, *[(8192, 8192)] * 2, heads=(16, 16), head_size=192, value_head_size=128)
     yield Row(
         "dense",

@@ -522,6 +522,10 @@ class Latents(Attention):
         return attend(query, key, value, visible, self.softmax_scale)
 
 
+class LatentDrafts(Latents, Drafts):
+    """The verification of a drafted tree in each sequence, over latents."""
+
+
 class CodedLatents(Latents):
     """The same over codes of fp8: the right answer is that of the numbers that the codes stand for."""
 

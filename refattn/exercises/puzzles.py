@@ -15,10 +15,10 @@ from torch import Tensor
 
 from refattn import masks
 from refattn.attention import attend
-from refattn.check.exercise import Exercise, Function, Trial, draw
-from refattn.check.exercises.cache import local_len, slot
-from refattn.check.exercises.merging import shared_prefix
-from refattn.check.exercises.visibility import virtual_batches
+from refattn.exercises.exercise import Exercise, Function, Trial, draw
+from refattn.exercises.functions.cache import local_len, slot
+from refattn.exercises.functions.merging import shared_prefix
+from refattn.exercises.functions.visibility import virtual_batches
 
 Case = Mapping[str, Any]
 

@@ -1,10 +1,10 @@
-"""The command: `python -m refattn.check` lists the exercises, `python -m refattn.check 3` checks the third.
+"""The command: `python -m refattn.exercises` lists the exercises, `python -m refattn.exercises 3` checks the third.
 
-python -m refattn.check                what there is, and how far you are
-python -m refattn.check 3              check exercise 3; p3 is puzzle 3; the name does as well
-python -m refattn.check 3 --hint       and show a hint; --hint --hint shows two
-python -m refattn.check 3 --watch      check again whenever its file is saved
-python -m refattn.check --serve        let SmolLM2 answer a question with your functions
+python -m refattn.exercises                what there is, and how far you are
+python -m refattn.exercises 3              check exercise 3; p3 is puzzle 3; the name does as well
+python -m refattn.exercises 3 --hint       and show a hint; --hint --hint shows two
+python -m refattn.exercises 3 --watch      check again whenever its file is saved
+python -m refattn.exercises --serve        let SmolLM2 answer a question with your functions
 """
 
 import argparse
@@ -19,13 +19,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from refattn.check import learner, report
-from refattn.check.exercise import Exercise, Function, Outcome, check, describe, is_to_do
-from refattn.check.exercises import EXERCISES
-from refattn.check.puzzles import PUZZLES, Puzzle
-from refattn.check.puzzles import describe as describe_case
+from refattn.exercises import learner, report
+from refattn.exercises.exercise import Exercise, Function, Outcome, check, describe, is_to_do
+from refattn.exercises.functions import EXERCISES
+from refattn.exercises.puzzles import PUZZLES, Puzzle
+from refattn.exercises.puzzles import describe as describe_case
 
-COMMAND = "python -m refattn.check"
+COMMAND = "python -m refattn.exercises"
 
 
 def to_type(arguments: str) -> str:
@@ -231,7 +231,7 @@ def show_next(console: Console, task: Task | PuzzleTask | None) -> None:
 
 def serve(console: Console, tasks: Sequence[Task | PuzzleTask]) -> int:
     """Let a real model answer with the functions that are right."""
-    from refattn.check import serve as module
+    from refattn.exercises import serve as module
 
     used = [task for task in tasks if task.name in module.USED and task.check().state == "done"]
     functions = {task.name: getattr(learner.load(task.file), task.name) for task in used}

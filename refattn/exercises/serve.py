@@ -24,9 +24,9 @@ from torch import Tensor
 
 from refattn import cascade, chunked_prefill, kv_cache, metadata
 from refattn.attention import attend_sequences
-from refattn.check.exercise import Function
-from refattn.check.exercises import EXERCISES
-from refattn.check.exercises.attention import compose
+from refattn.exercises.exercise import Function
+from refattn.exercises.functions import EXERCISES
+from refattn.exercises.functions.attention import compose
 from refattn.interface import AttentionOptions, Batch, CascadePlan, Plan
 from refattn.serving import CPU, Engine, SamplingParams
 from refattn.serving.demo_model import MODEL, load, model_file

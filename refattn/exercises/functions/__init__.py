@@ -1,6 +1,6 @@
 """The exercises, in order: what each function computes, with what it is tried, and what people write instead."""
 
-from refattn.check.exercises import attention, cache, merging, visibility
+from refattn.exercises.functions import attention, cache, merging, visibility
 
 EXERCISES = (
     cache.SLOT,

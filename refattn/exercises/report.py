@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from refattn.check.exercise import ALONE, Once, Outcome, kind
 from refattn.drawing import Cell, Drawing, Grid
+from refattn.exercises.exercise import ALONE, Once, Outcome, kind
 
 COLUMNS = 6  # numbers of a row that are shown
 CELLS = 24  # columns of a mask that are shown

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from refattn import cascade, masks, merge
 from refattn.attention import attend
-from refattn.check.exercise import Exercise, Function, Once, Trial, draw
-from refattn.check.exercises.attention import ANSWER, mask_readout, paged, step_of
 from refattn.conformance import Case
+from refattn.exercises.exercise import Exercise, Function, Once, Trial, draw
+from refattn.exercises.functions.attention import ANSWER, mask_readout, paged, step_of
 
 
 def _merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

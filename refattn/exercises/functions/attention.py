@@ -12,9 +12,9 @@ from torch import Tensor
 
 from refattn import kv_cache, masks, mla
 from refattn.attention import attend
-from refattn.check.exercise import Exercise, Function, Trial, draw
-from refattn.check.exercises.visibility import ROWS, mask_of, top_left
 from refattn.conformance import Case, build
+from refattn.exercises.exercise import Exercise, Function, Trial, draw
+from refattn.exercises.functions.visibility import ROWS, mask_of, top_left
 
 ANSWER = ("out", "lse")
 TINY = Case("the worked example", ((2, 5), (1, 7)), heads=(2, 1), head_size=4, block_size=4)

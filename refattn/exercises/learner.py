@@ -39,7 +39,7 @@ def file_of(folder: Path, name: str) -> Path:
 
 def load(file: Path) -> ModuleType:
     """Import a file anew, as it is now. It may raise whatever it wants."""
-    name = f"refattn_check_{file.stem}"
+    name = f"refattn_exercises_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None  # it ends in .py
     module = importlib.util.module_from_spec(spec)

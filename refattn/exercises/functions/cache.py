@@ -9,7 +9,7 @@ from einops import rearrange
 from torch import Tensor
 
 from refattn import kv_cache, metadata
-from refattn.check.exercise import Exercise, Function, Trial, draw
+from refattn.exercises.exercise import Exercise, Function, Trial, draw
 
 # Three requests in one step: a is at the last chunk of its prompt, b is generating, c is at the start of its prompt.
 THREE: dict[str, list[Any]] = dict(query_lens=[2, 1, 3], seq_lens=[5, 7, 3], block_tables=[[9, 2], [4, 7], [1]])

@@ -9,8 +9,8 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from refattn import local, masks, metadata, sliding_window
-from refattn.check.exercise import Exercise, Function, Trial
 from refattn.conformance import Case, masks_by_hand
+from refattn.exercises.exercise import Exercise, Function, Trial
 
 ROWS = "The queries are the last tokens of the sequence: query row i stands at position seq_len - query_len + i."
 
