@@ -717,8 +717,8 @@ def _tune_latents(
 ) -> Tuning:
     """Choose how often to split the keys where each is a value, too, and how a program works then.
 
-    A multiprocessor holds two programs of 16 rows, or one of 64. One of 16 with longer steps is as good, if there is one
-    for nearly all of them: 64 sequences of 8192 keys take 144 us in two splits each, and 148 us in four.
+    A multiprocessor holds two programs of 16 rows, or one of 64. One of 16 with longer steps is as good, if nearly all
+    have one: 64 sequences of 8192 keys take 144 us in two splits each, and 148 us in four.
 
     Source: measured on an NVIDIA H200 with bfloat16, latents of 512 elements and rotary keys of 64. With 64 rows the
     compiler (Triton 3.6) lets both halves of a program compute the same scores, as it lays the warps of a product along
