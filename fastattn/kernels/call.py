@@ -73,12 +73,11 @@ def name_of_write(
 
     It is not on a CPU, where the slots are checked each time, nor where `name_of_call` returns None.
     """
-    moved = (key, value, key_cache, value_cache)
-    if any(type(x) is not Tensor for x in (*moved, slot_mapping)):
+    if not (type(key) is type(value) is type(key_cache) is type(value_cache) is type(slot_mapping) is Tensor):
         return None
     if slot_mapping.is_cpu or (slot_mapping.is_cuda and slot_mapping.device.index != torch.cuda.current_device()):
         return None
-    bits, layouts = _layouts(moved)
+    bits, layouts = _layouts((key, value, key_cache, value_cache))
     if bits % ALIGNMENT:
         return None
     return (asked_for, slot_mapping.dtype, slot_mapping.device, slot_mapping.shape, slot_mapping.stride(), layouts)

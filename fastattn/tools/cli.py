@@ -92,7 +92,11 @@ def doctor() -> None:
 @main.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def conformance(context: typer.Context) -> None:
     """Prove an attention kernel, anybody's: the same as `python -m refattn.conformance`."""
-    from refattn.conformance import __main__ as module
+    try:
+        from refattn.conformance import __main__ as module
+    except ModuleNotFoundError as error:
+        typer.echo(f"{error}; pip install -e '.[conformance]' brings what a check needs", err=True)
+        raise typer.Exit(2) from error
 
     raise typer.Exit(module.main(context.args))
 

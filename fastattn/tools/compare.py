@@ -85,7 +85,7 @@ def run(device: str = "cpu", *, quick: bool = False, console: Console | None = N
     dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
     works = list(_works(place, dtype, 16 if quick else 1))
     title = f"Both twins on {place}, {str(dtype).removeprefix('torch.')}"
-    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table = Table(title=title, box=SIMPLE_HEAD, padding=0)  # fits into 80 columns
     for column in ("path", "work"):
         table.add_column(column, no_wrap=True)
     for column in ("error", "allowed", "refattn", "fastattn", "MiB"):

@@ -81,6 +81,7 @@ def run(out: Path) -> None:
     """Measure, and write `error.json` into a folder: the errors, and when, where and with what they were measured."""
     found = measure()
     head = circumstances() | {"machine": machine(torch.device("cpu"))}
+    out.mkdir(parents=True, exist_ok=True)
     (out / "error.json").write_text(json.dumps(head | {"errors": found}, indent=1) + "\n")
     console = Console(soft_wrap=True)
     for data, formats in found.items():

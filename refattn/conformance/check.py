@@ -134,7 +134,8 @@ def check(
     kinds = [dtype for dtype in dtypes or kernel.claims.dtypes if dtype in kernel.claims.dtypes]
     if not kinds:
         raise BadKernelError(f"{kernel.name} claims none of the types asked for")
-    look = partial(_look, kinds, device, examples)
+    blamed: list[str] = []
+    look = partial(_look, kinds, device, examples, blamed)
     lse = next((x for x in contract.of_path(kernel.path) if x.name == "lse"), None)
     if "lse" in kernel.claims.not_claimed:
         kernel = replace(kernel, without_lse=True)
@@ -153,6 +154,7 @@ def check(
                 kernel, is_lse_known = replace(kernel, without_lse=look(kernel, lse, None).outcome == "wrong"), True
                 finding = look(kernel, prop, on_example) if kernel.without_lse else finding
         report.findings.append(finding)
+        blamed += [name for name, _ in finding.mistakes[:1]]
         if on_finding is not None:
             on_finding(finding)
         if stop_at_first and finding.outcome in FAILED:
@@ -192,6 +194,7 @@ def _look(
     dtypes: Sequence[torch.dtype],
     device: str,
     examples: int,
+    blamed: Sequence[str],
     kernel: Kernel,
     prop: Property,
     on_example: Callable[[str, Example], None] | None,
@@ -206,7 +209,7 @@ def _look(
             return Finding(prop.name, prop.promise, "not claimed", search.reason)
         tried, refused, reason = tried + search.tried, refused + search.refused, search.reason or reason
         if failure is not None:
-            return search.finding(failure)
+            return search.finding(failure, blamed)
     if tried and refused == tried:
         return Finding(prop.name, prop.promise, "refused", reason, tried, refused)
     detail = f"{refused} of {tried} batches refused: {reason}" if refused else ""
@@ -290,8 +293,8 @@ class _Search:
         finally:
             self.trials.append(_Trial(example, list(self.kernel.calls), failed))
 
-    def finding(self, failure: Broken) -> Finding:
-        """Describe a failure: its masks, and what is probably wrong."""
+    def finding(self, failure: Broken, blamed: Sequence[str]) -> Finding:
+        """Describe a failure: its masks, and what is probably wrong; of equals first what was blamed before."""
         example = self.smallest
         assert example is not None
         self._gather()
@@ -308,7 +311,7 @@ class _Search:
             self.refused,
             repr(example),
             name,
-            tuple((mistake.name, mistake.says) for mistake in probable(example, self.trials)),
+            tuple((mistake.name, mistake.says) for mistake in probable(example, self.trials, blamed)),
             *self._masks(example),
             f"from refattn.conformance.check import Example, reproduce; "
             f"reproduce({self.kernel.name!r}, {self.prop.name!r}, {example!r}, dtype={name!r}{where})",
@@ -316,7 +319,7 @@ class _Search:
         )
 
     def _gather(self) -> None:
-        """Try some more batches as evidence, large ones too; where a mask failed, also with random numbers."""
+        """Try some more batches as evidence, large ones too, and each with random numbers in ordinary memory."""
         run = settings(
             max_examples=EVIDENCE,
             deadline=None,
@@ -328,7 +331,7 @@ class _Search:
         self.trials = self.trials[-2 * EVIDENCE :] + self.trials[:EVIDENCE]
         before = len(self.trials)
         run()
-        if self.prop.check is contract.mask:
+        if self.prop.check is not contract.everything:
             for trial in self.trials[before:]:
                 with suppress(Broken, RefusedError):
                     self._keep(trial.example, contract.everything)
@@ -357,12 +360,15 @@ def _rows(drawn: Sequence[Tensor]) -> tuple[tuple[str, ...], ...]:
 # --- what is probably wrong ---
 
 
-def probable(smallest: Example, trials: Sequence[_Trial], *, most: int = 3) -> list[mistakes.Mistake]:
+def probable(
+    smallest: Example, trials: Sequence[_Trial], blamed: Sequence[str] = (), *, most: int = 3
+) -> list[mistakes.Mistake]:
     """Find the known mistakes that give the answers of a kernel, on the same inputs.
 
     Args:
         smallest: the smallest batch that fails.
         trials: batches, with what the kernel was asked and answered.
+        blamed: names of mistakes that other properties of the kernel have shown.
         most: how many are named.
 
     Returns:
@@ -394,7 +400,8 @@ def probable(smallest: Example, trials: Sequence[_Trial], *, most: int = 3) -> l
             if score > scores.get(mistake.name, (0.0, mistake))[0]:
                 scores[mistake.name] = score, mistake
     best = max((score for score, _ in scores.values()), default=0)
-    return [mistake for score, mistake in scores.values() if score == best][:most]
+    found = [mistake for score, mistake in scores.values() if score == best]
+    return sorted(found, key=lambda mistake: mistake.name not in blamed)[:most]
 
 
 class _Evidence:

@@ -24,13 +24,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m refattn.drawing", description="Draw what a path computes.", allow_abbrev=False
     )
-    parser.add_argument("name", choices=EXAMPLES)
+    parser.add_argument(
+        "name", nargs="?", choices=EXAMPLES, metavar="NAME", help=f"of a drawing: {', '.join(EXAMPLES)}"
+    )
     for name, explanation in HELP.items():
         of = ", ".join(example for example, names in USES.items() if name in names)
         kind = dict(type=_lens, nargs="+", metavar="Q,S") if name == "lens" else dict(type=int)
         parser.add_argument(_option(name), default=argparse.SUPPRESS, help=f"{explanation}; of {of}", **kind)
-    parser.add_argument("--output", type=Path, help="a PNG or an SVG to write; nothing is written without")
+    parser.add_argument("--output", type=Path, help="a PNG or SVG file to write, too")
     options, unknown = parser.parse_known_args(arguments)
+    if options.name is None:
+        parser.error(f"expected a NAME: {', '.join(EXAMPLES)}")
     chosen = {name: value for name, value in vars(options).items() if name in HELP}
     unused = [*unknown, *(_option(name) for name in chosen if name not in USES[options.name])]
     if unused:

@@ -382,7 +382,7 @@ def difference(
 
 
 def codes(key: Float[Tensor, "d"], *, words: Sequence[str] | None = None) -> Drawing:
-    """Draw a key, and what its codes of 8 bits stand for, in each format: filled where they are off by 4 % or more.
+    """Draw a key, and what its codes of 8 bits stand for, in each format; a star: off by 4 % or more.
 
     Each format has the scale by which the largest number becomes its largest code, as after a calibration.
 
@@ -398,17 +398,18 @@ def codes(key: Float[Tensor, "d"], *, words: Sequence[str] | None = None) -> Dra
         )
     key_cache, value_cache, scales = quantized.allocate_int8(1, 1, 1, len(key))
     rows["int8"] = _written(key, (key_cache, value_cache), Int8Scales(scales, torch.ones(1, len(key))))
-    texts = {name: [f"{x:.3g}" for x in numbers.tolist()] for name, numbers in rows.items()}
     cells = [
         [
-            Cell("filled" if abs(x - exact) >= 0.04 * abs(exact) else "outlined", text, FIRST_OF_PARTS)
-            for x, exact, text in zip(numbers.tolist(), key.tolist(), texts[name], strict=True)
+            Cell("filled", f"{x:.3g}*", FIRST_OF_PARTS)
+            if abs(x - exact) >= 0.04 * abs(exact)
+            else Cell("outlined", f"{x:.3g}", FIRST_OF_PARTS)
+            for x, exact in zip(numbers.tolist(), key.tolist(), strict=True)
         ]
-        for name, numbers in rows.items()
+        for numbers in rows.values()
     ]
     labels = _numbers(len(key)) if words is None else words
-    width = cell_width(text for row in texts.values() for text in row)
-    return Drawing([[Grid(cells, list(rows), labels, width=width)]], note="filled: off by 4 % or more")
+    width = cell_width(cell.text for row in cells for cell in row)
+    return Drawing([[Grid(cells, list(rows), labels, width=width)]], note="*: off by 4 % or more")
 
 
 def _written(

@@ -1,6 +1,7 @@
 """Calls that a plan has kept, and writes: made again without checks, and never in the place of another."""
 
 import ctypes
+from contextlib import nullcontext
 from unittest import mock
 
 import kernels_present  # noqa: F401 (quickens the interpreter)
@@ -10,10 +11,11 @@ from batches import Case, build
 from stored import apart, store
 
 import fastattn
+import refattn.kv_cache
 from fastattn import chunked_prefill, dense, kv_cache, local, quantized, sliding_window
 from fastattn.kernels import call, dispatch
 from fastattn.kernels.triton.run import INTERPRETED
-from refattn.interface import AttentionOptions
+from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales
 
 CASE = Case("layers", ((2, 40), (1, 60), (0, 9)), heads=(4, 2), padding_rows=1)
 PATHS = {
@@ -54,8 +56,7 @@ def test_a_call_is_made_again_with_the_tensors_of_another_layer(name, return_lse
     *first, batch, more = lay_out(name, device=device)
     *other, _, others = lay_out(name, seed=1, device=device)
     plan = plan_of(name, batch)
-    context = mock.MagicMock() if kernel is None else fastattn.use_kernel(kernel)
-    with context:
+    with nullcontext() if kernel is None else fastattn.use_kernel(kernel):
         path.attention(*first, plan, return_lse=return_lse, **more)
         anew = path.attention(*other, plan_of(name, batch), return_lse=return_lse, **others)
         with nothing_is_chosen():
@@ -112,8 +113,7 @@ def other_calls(device):
 def test_other_calls_by_the_same_plan_are_answered_as_by_a_new_one(kernel, device):
     *tensors, batch, _ = lay_out("chunked_prefill", device=device)
     plan, is_first = plan_of("chunked_prefill", batch), {}
-    context = mock.MagicMock() if kernel is None else fastattn.use_kernel(kernel)
-    with context:
+    with nullcontext() if kernel is None else fastattn.use_kernel(kernel):
         for _ in range(2):  # kept, and then made again among the others
             for what, (tensors, options, more) in other_calls(device).items():
                 options = AttentionOptions(**options)
@@ -126,13 +126,80 @@ def test_other_calls_by_the_same_plan_are_answered_as_by_a_new_one(kernel, devic
     assert not torch.equal(is_first["sinks"][1], is_first["other sinks"][1])
 
 
-def test_a_kernel_that_is_asked_for_is_not_replaced_by_a_kept_one():
-    *tensors, batch, _ = lay_out("chunked_prefill")
-    plan = plan_of("chunked_prefill", batch)
+def changed(x):
+    """Change each of what a launch or a check sees of a tensor, and nothing else."""
+    yield x.half()
+    yield x[1:].clone()
+    yield torch.cat([x, x])[::2]
+    yield x.unsqueeze(0)
+    yield x.to("meta")
+
+
+def unchecked(kind, fields):
+    """Make options or scales of any fields: no two of them have to fit."""
+    made = object.__new__(kind)
+    vars(made).update(fields)
+    return made
+
+
+@pytest.mark.parametrize("kind", ["plain", "e4m3", "int8"])
+def test_calls_of_one_name_are_alike(kind):
+    """All that is checked, chosen and launched by is in the name, but for what the plan says and the tensors hold."""
+    query, key, value, batch, _ = lay_out("chunked_prefill", dtype=torch.float32)
+    plan, per_head = plan_of("chunked_prefill", batch), torch.ones(4)
+    scales = {"key": torch.ones(2, 4), "value": torch.ones(2, 4)} if kind != "plain" else {}
+    scales |= {"key": torch.ones(8, 16, 2)} if kind == "int8" else {}
+    scales |= {"query": torch.ones(2, 4)} if kind == "e4m3" else {}
+    good = dict(
+        query=query,
+        key=key,
+        value=value,
+        out=query.clone(),
+        alibi_slopes=per_head,
+        sinks=per_head,
+        **{f"scales.{name}": scale for name, scale in scales.items()},
+    )
+
+    def named(asked_for=None, operation="paged", return_lse=False, format=torch.float8_e4m3fn, **changes):
+        given = {**good, **changes}
+        its_scales = {name[7:]: given.pop(name) for name in list(given) if name.startswith("scales.")}
+        its_scales |= {"format": format} if kind == "e4m3" else {}
+        options = {name: given.pop(name, default) for name, default in vars(AttentionOptions()).items()}
+        arguments = dict(options=unchecked(AttentionOptions, options), return_lse=return_lse, scales=None)
+        if its_scales:
+            arguments["scales"] = unchecked(Int8Scales if kind == "int8" else Fp8Scales, its_scales)
+        return call.name_of_call(operation, asked_for, **given, plan=plan, **arguments)
+
+    name = named()
+    assert name is not None
+    assert name == named(**{what: x.clone() for what, x in good.items()})
+    others = [
+        *(named(**{what: other}) for what, x in good.items() for other in changed(x)),
+        *(named(**{what: None}) for what in good if what not in ("query", "key", "value")),
+        *(named(**{what: 1.0}) for what in good if what.startswith("scales.")),
+        *(named(asked_for="triton"), named(operation="dense"), named(return_lse=True)),
+        *(named(softmax_scale=1.0), named(softcap=1.0), named(batch_invariant=True), named(alibi_sqrt=True)),
+        *([named(format=torch.float8_e5m2)] if kind == "e4m3" else []),
+    ]
+    for other in others:
+        assert other is not None
+        assert other != name
+    for what in ("query", "key", "value", "out"):
+        for bad in ([1], "query", 1.0, torch.nn.Parameter(query)):
+            assert named(**{what: bad}) is None
+    for bad in (1, 0, None, "yes", torch.tensor(True)):
+        assert named(return_lse=bad) is None
+    unaligned = torch.zeros(query.numel() + 1)[1:].view(query.shape)
+    assert named(query=unaligned) is named(out=unaligned) is named(sinks=torch.ones(5)[1:]) is None
+
+
+def test_a_kernel_that_is_asked_for_is_not_replaced_by_a_kept_one(device):
+    *tensors, batch, _ = lay_out("chunked_prefill", device=device)
+    plan, refusing = plan_of("chunked_prefill", batch), "fa4" if device == "cpu" else "cpu"
     other = "triton" if INTERPRETED else "cpu"  # one that computes on a CPU
     for times_chosen in (1, 0):
         chunked_prefill.attention(*tensors, plan)
-        with fastattn.use_kernel("fa4"), pytest.raises(NotImplementedError, match="fa4: computes on CUDA"):
+        with fastattn.use_kernel(refusing), pytest.raises(NotImplementedError, match=f"{refusing}: computes on"):
             chunked_prefill.attention(*tensors, plan)
         with fastattn.use_kernel(other), mock.patch.object(dispatch, "choose", wraps=dispatch.choose) as choose:
             chunked_prefill.attention(*tensors, plan)
@@ -228,13 +295,16 @@ def test_a_write_is_made_again_with_other_tensors(device):
     cache = pytest.importorskip("fastattn.kernels.triton.cache", reason="needs Triton")
     key, value, *pools_and_slots = of_write(device)
     again = cache.write(key[:5], value[:5], *pools_and_slots)
-    for seed in (1, 2):
-        arguments, expected = of_write(device, seed), of_write(device, seed)
-        kv_cache.write(*expected)
-        again(*arguments)
-        assert torch.equal(arguments[2], expected[2])
-        assert torch.equal(arguments[3], expected[3])
-        assert arguments[2].any()
+    kv_cache.write(*of_write(device))
+    for seed in (1, 2, 3):
+        arguments, by_launch, expected = (of_write(device, seed) for _ in range(3))
+        refattn.kv_cache.write(*expected)
+        again(*by_launch)
+        with nothing_is_chosen() if device != "cpu" else nullcontext():
+            kv_cache.write(*arguments)
+        for pool in (2, 3):
+            assert torch.equal(arguments[pool], expected[pool])
+            assert torch.equal(by_launch[pool], expected[pool])
 
 
 def test_writes_of_one_name_are_alike():
@@ -244,11 +314,12 @@ def test_writes_of_one_name_are_alike():
     assert named == call.name_of_write(None, *of_write("meta"))
     assert call.name_of_write(None, *of_write("cpu")) is None
     assert call.name_of_write("triton", *good) not in (None, named)
-    changes = [torch.Tensor.half, lambda x: x[1:], lambda x: x.unsqueeze(0), lambda x: torch.cat([x, x])[::2]]
     for i, x in enumerate(good):
-        for change in changes:
-            assert call.name_of_write(None, *good[:i], change(x), *good[i + 1 :]) != named
-        assert call.name_of_write(None, *good[:i], torch.empty(x.shape, dtype=x.dtype), *good[i + 1 :]) != named
+        for other in (*changed(torch.empty_like(x, device="meta")), torch.empty_like(x, device="cpu")):
+            if other.device != x.device or (other.dtype, other.shape, other.stride()) != (x.dtype, x.shape, x.stride()):
+                assert call.name_of_write(None, *good[:i], other, *good[i + 1 :]) != named
+        unaligned = torch.empty(x.numel() + 1, dtype=x.dtype, device="meta")[1:].view(x.shape)
+        assert call.name_of_write(None, *good[:i], unaligned, *good[i + 1 :]) == (named if i == 4 else None)
         for bad in (None, [1], "key", torch.nn.Parameter(x.float())):
             assert call.name_of_write(None, *good[:i], bad, *good[i + 1 :]) is None
 

@@ -590,6 +590,7 @@ def int8(key=(5, 4, 2), value=(2, 6)):
 
 BAD_ATTENTION = {
     "scales: expected Fp8Scales or Int8Scales, got None": ("e4m3", dict(scales=None)),
+    "scales: expected Fp8Scales or Int8Scales, got dict": ("e4m3", dict(scales={"key": 1.0, "value": 1.0})),
     "key_cache: expected float8_e4m3fn [n, p, hk, d=8], got float8_e5m2": (
         "e4m3",
         dict(key_cache=torch.zeros(5, 4, 2, 8, dtype=E5M2)),

@@ -198,6 +198,7 @@ def test_a_wrong_lse_hides_no_wrong_output():
     kernel = plant("paged", (BASE_TWO[0], WINDOW[1]), (BASE_TWO[1], WINDOW[2]))
     report = check(kernel, "chunked_prefill", examples=2, dtypes=[torch.float32])
     assert failed(report) == ["window", "lse", "outside the window"]
+    assert report.failures[2].mistakes[0][0] == "window-one-too-many"  # of all that let NaN in, what was found before
     assert not any(finding.detail.startswith("lse") for finding in report.failures if finding.property != "lse")
 
 
