@@ -172,13 +172,21 @@ def test_tokens_of_a_block_that_32_bits_do_not_reach(stride, wide):
     [
         ("_tune", 8, 131072, (33, 4)),  # one sequence: two programs for each multiprocessor
         ("_tune", 64, 8192, (8, 2)),  # eight of them: four
-        ("_tune_latents", 64, 8192, (4, 4)),  # 64 decodes of 16 heads
-        ("_tune_latents", 128, 2048, (2, 4)),
+        ("_tune_codes", 8, 131072, (49, 4)),  # and three over codes
+        ("_tune_codes", 64, 8192, (6, 4)),
+        ("_tune_codes", 512, 8192, (1, 2)),  # 64 decodes
+        ("_tune_latents", 64, 8192, (2, 4)),  # of 16 heads: one program for each multiprocessor
+        ("_tune_latents", 128, 2048, (1, 4)),
+        ("_tune_latents", 28, 8192, (9, 4)),  # two, where one would leave too many without any
     ],
 )
 def test_splits_that_were_measured(tune, programs, visible, expected):
-    """On an H200 of 132 multiprocessors, with tiles of 16 rows: how many splits, and the warps of a program."""
-    chosen = getattr(triton_attention, tune)(16, 256 if tune == "_tune" else 1152, programs, visible, 132)
+    """On an H200 of 132 multiprocessors, with as few rows as can be: how many splits, and the warps of a program."""
+    if tune == "_tune_latents":
+        chosen = triton_attention._tune_latents(16, 1152, programs, visible, 132)
+    else:
+        of_codes = tune == "_tune_codes"
+        chosen = triton_attention._tune(8, 128 if of_codes else 256, programs, visible, 132, of_codes)
     assert (chosen.splits, chosen.num_warps) == expected
 
 
@@ -318,8 +326,8 @@ def test_a_card_with_little_shared_memory(device):
 
     launched = []
 
-    def fit(tuning, device, *, row_bytes, key_bytes, fewest_stages):
-        launched.append(shrink(tuning, row_bytes, key_bytes, 20_000, fewest_stages))
+    def fit(tuning, device, *, row_bytes, key_bytes, fewest_stages, spare):
+        launched.append(shrink(tuning, row_bytes, key_bytes, 20_000, fewest_stages, spare))
         assert launched[-1] != tuning, "the card has room for all of it"
         return launched[-1]
 

@@ -24,6 +24,7 @@ import refattn.speculative
 from fastattn import metadata
 from fastattn.kernels import dispatch
 from fastattn.kernels.problem import attention_problem
+from refattn.conformance.tolerance import on_cpu
 from refattn.interface import AttentionOptions, Trees
 from refattn.metadata import make_batch
 
@@ -194,7 +195,7 @@ def test_a_tree_that_is_a_chain_is_a_causal_chunk_to_the_bit():
 def hold(tensors: tuple, fixed: dict, **options) -> None:
     """Hold the twin to the reference by the one tolerance; and into memory, and alone."""
     out, lse = verify("fastattn", *tensors, **fixed, **options)
-    assert_matches_reference(out, lse, partial(verify, "refattn", **fixed), *tensors, **options)
+    assert_matches_reference(out, lse, partial(verify, "refattn", **on_cpu(fixed)), *tensors, **options)
     memory = torch.full_like(out, math.nan)
     assert verify("fastattn", *tensors, **fixed, return_lse=False, out=memory, **options) is memory
     assert torch.equal(memory, out)
@@ -319,8 +320,8 @@ def test_trees_are_captured_once_and_replayed_for_any_others(kernel, window, kin
             parents[: len(made.lens), : made.max_len] = made.parents
             replay = replay or record(step, device)
             out = replay()
-            tensors = given.absorbed, given.cache, given.batch
-            reference = partial(verify, "refattn", trees=made, latent_rank=rank, **fixed)
+            tensors = on_cpu((given.absorbed, given.cache, given.batch))
+            reference = partial(verify, "refattn", **on_cpu(dict(trees=made, latent_rank=rank, **fixed)))
             _, lse = reference(*tensors, softmax_scale=SCALE)
             assert_matches_reference(out[:rows], lse, reference, *tensors, softmax_scale=SCALE)
             assert not out[rows:].any(), "a padding row holds something"

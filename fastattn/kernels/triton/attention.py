@@ -30,6 +30,7 @@ from torch import Tensor
 
 from fastattn.kernels.problem import key_starts, uses_positions
 from fastattn.kernels.triton.codes import NO_CODES, Codes, are_pairs, size_of
+from fastattn.kernels.triton.decode import attend_few_rows
 from fastattn.kernels.triton.launch import Launch, is_aligned
 from fastattn.kernels.triton.run import (
     CHANGING,
@@ -58,6 +59,7 @@ MOST_KEYS = 2048  # of a sequence in one program: one much longer than the other
 MOST_PART_BYTES = 2**28  # that the parts of all splits may take
 TOO_FEW = {1: 1.1, 2: 1.03, 3: 1.03}  # how much longer so few programs take that a multiprocessor could hold more of
 LONG_RUN = 3072 * 256  # bytes of the keys of a program, from which on two of them are enough
+MOSTLY = 0.9  # of the multiprocessors
 EVEN = 1.25  # times the average is the longest sequence, at most, of some that need no balance
 INVARIANT_RUN = 2048  # keys of a split under `batch_invariant`
 BLOCK_SEQS = 128  # sequences that are counted at a time
@@ -144,10 +146,12 @@ def attend_levels(
         return out.zero_(), lse.fill_(-torch.inf)
 
     row_bytes, key_bytes = _bytes_of_a_program(query, key, value, shared)
-    tunings = [tune(query, key, value, level, options, row_bytes, shared) for level in levels]
+    fewest_rows = 16 if shared or tree is not None or key.ndim == 3 else 8  # of a tile: see `attend_few_rows`
+    tunings = [tune(query, key, value, level, options, row_bytes, shared, fewest_rows) for level in levels]
     if len(levels) > 1:
         tunings = [_beside_others(tuning) for tuning in tunings]
     room = dict(row_bytes=row_bytes, key_bytes=key_bytes, fewest_stages=2 if shared else 1)
+    room["spare"] = int(shared and not codes.kind and query.itemsize == 2 and tunings[0].block_m == 16)
     tunings = [fit(tuning, query.device, **room) for tuning in tunings]
     num_parts = sum(tuning.most_splits for tuning in tunings)
     if num_parts == 1 and not options.batch_invariant:
@@ -587,11 +591,17 @@ def _launch(
             HARDWARE=converts_fp8(query.device),
             WORDS=0 if tree is None else tree.trees.num_words,
             SHARED=shared,
+            SAME_STRIDES=_in_bytes(key) == _in_bytes(value),
         ),
         dict(num_warps=tuning.num_warps, num_stages=tuning.num_stages)
         | ({"launch_pdl": True} if overlap and after else {})
         | ({"maxnreg": tuning.registers} if tuning.registers and not INTERPRETED else {}),
     )
+
+
+def _in_bytes(pool: Tensor) -> list[int]:
+    """Return how many bytes apart blocks are, tokens of a block, and heads."""
+    return [stride * pool.itemsize for stride in pool.stride()[:3]]
 
 
 def _strides_by_head(scales: Tensor | None) -> tuple[int, ...]:
@@ -628,6 +638,7 @@ def tune(
     options: AttentionOptions,
     row_bytes: int,
     shared: bool = False,
+    fewest_rows: int = 16,
 ) -> Tuning:
     """Choose the shape of a launch from sizes that the host knows.
 
@@ -643,12 +654,15 @@ def tune(
             return _LATENT_64._replace(splits=splits, most_splits=splits, run=INVARIANT_RUN)
         return Tuning(64, _fit(64, row_bytes), 4, 3, splits, splits, run=INVARIANT_RUN)
     rows = batch.max_query_len * group
-    block_m = 16 if rows <= 16 else 64 if rows <= 64 or row_bytes > 256 or shared else 128
+    many_rows = 64 if rows <= 64 or row_bytes > 256 or shared else 128
+    block_m = fewest_rows if rows <= fewest_rows else 16 if rows <= 16 else many_rows
     tiles = _count_tiles(batch, query.shape[0], group, block_m)
     tune_tiles = _tune_latents if shared else _tune
-    if block_m == 16 and key.dtype != query.dtype != torch.float32:  # steps of as many bytes, be they codes
+    of_codes = key.dtype != query.dtype
+    if block_m <= 16 and of_codes and query.dtype != torch.float32:  # steps of as many bytes, be they codes
         row_bytes = max(_row_bytes(key), _row_bytes(value))
-    tuning = tune_tiles(block_m, row_bytes, tiles * num_kv_heads, visible, multiprocessors(query.device))
+    programs, num_multiprocessors = tiles * num_kv_heads, multiprocessors(query.device)
+    tuning = tune_tiles(block_m, row_bytes, programs, visible, num_multiprocessors, of_codes)
     if shared and are_pairs(value):
         tuning = tuning._replace(block_n=2 * tuning.block_n)  # steps of as many bytes
     if batch.num_seqs == 1 or rows > block_m or _about_as_long(batch, visible):  # there is nothing to balance
@@ -663,30 +677,34 @@ def _about_as_long(batch: Batch, visible: int) -> bool:
 
 
 @cache
-def _tune(block_m: int, row_bytes: int, programs: int, visible: int, num_multiprocessors: int) -> Tuning:
+def _tune(
+    block_m: int, row_bytes: int, programs: int, visible: int, num_multiprocessors: int, of_codes: bool = False
+) -> Tuning:
     """Choose the splits that keep all multiprocessors busy to the end, and how a program works then.
 
     As long as all programs run at once, the time is that of the multiprocessor with the most keys to read; it takes
     about 100 KB on their way to it to keep the memory busy. More programs than fit come and go, at a small loss. One
-    sequence of 131072 keys takes 131 us in 33 splits, two programs each, and 137 us in 66; of codes of 8 bits, 88 us in
-    33 and 80 us in 66.
+    sequence of 131072 keys takes 127 us in 33 splits, two programs each, and 132 us in 66; of codes of 8 bits, 70 us in
+    49 and 76 us in 66.
 
     Source: measured on an NVIDIA H200 with bfloat16 and head size 128; wider rows get shorter steps.
     """
-    at_once = {16: 4, 64: 2, 128: 1}[block_m]  # programs that a multiprocessor holds
+    few_rows = block_m <= 16
+    at_once = 3 if block_m == 8 and of_codes else 4 if few_rows else 128 // block_m  # that a multiprocessor holds
 
     def time(splits: int) -> float:
         on_one = -(-programs * splits // num_multiprocessors)
         if on_one > at_once:
             return 1.05 * programs / num_multiprocessors
         is_long = on_one == 2 and visible * row_bytes >= splits * LONG_RUN  # and there are fewer parts to merge
-        return on_one / splits * (TOO_FEW.get(on_one, 1.0) if at_once > 2 and not is_long else 1.0)
+        return on_one / splits * (1.0 if not few_rows or on_one == at_once or is_long else TOO_FEW[on_one])
 
     splits = min(range(1, max(1, visible // FEWEST_KEYS) + 1), key=time)
     on_one = -(-programs * splits // num_multiprocessors)
-    if block_m == 16 and on_one > 3:
-        return Tuning(16, _fit(64, row_bytes), 2, 2, splits, splits)
-    return Tuning(block_m, _fit(64, row_bytes), 8 if block_m == 128 else 4, 3, splits, splits)
+    block_n = _fit(64, row_bytes)
+    if few_rows and on_one > 3:
+        return Tuning(block_m, block_n, 2, 2, splits, splits)
+    return Tuning(block_m, block_n, 8 if block_m == 128 else 4, 2 if at_once == 3 else 3, splits, splits)
 
 
 _LATENT_16 = Tuning(16, 32, 4, 3, 1, 1)
@@ -694,16 +712,22 @@ _LATENT_64 = Tuning(64, 64, 8, 2, 1, 1)
 
 
 @cache
-def _tune_latents(block_m: int, row_bytes: int, programs: int, visible: int, num_multiprocessors: int) -> Tuning:
+def _tune_latents(
+    block_m: int, row_bytes: int, programs: int, visible: int, num_multiprocessors: int, of_codes: bool = False
+) -> Tuning:
     """Choose how often to split the keys where each is a value, too, and how a program works then.
 
-    A multiprocessor holds two programs of 16 rows, or one of 64.
+    A multiprocessor holds two programs of 16 rows, or one of 64. One of 16 with longer steps is as good, if nearly all
+    have one: 64 sequences of 8192 keys take 144 us in two splits each, and 148 us in four.
 
     Source: measured on an NVIDIA H200 with bfloat16, latents of 512 elements and rotary keys of 64. With 64 rows the
     compiler (Triton 3.6) lets both halves of a program compute the same scores, as it lays the warps of a product along
     its rows if the result goes into another product.
     """
     tuning, at_once = (_LATENT_16, 2) if block_m == 16 else (_LATENT_64, 1)
+    splits = min(num_multiprocessors // programs, visible // FEWEST_KEYS)
+    if block_m == 16 and not of_codes and programs * splits >= MOSTLY * num_multiprocessors:
+        return tuning._replace(block_n=64, splits=splits, most_splits=splits)
 
     def time(splits: int) -> float:
         on_one = -(-programs * splits // num_multiprocessors)
@@ -719,15 +743,15 @@ def _beside_others(tuning: Tuning) -> Tuning:
     """Change a launch so that those of other levels have room beside it: one multiplies while the other reads.
 
     Source: measured on an NVIDIA H200; with all registers or all multiprocessors taken, one level waits for the other.
-    8 warps with 160 registers a thread leave 4 warps 192; the compiler takes fewer by itself
+    8 warps with 168 registers a thread leave 4 warps 176; the compiler takes fewer by itself
     (tests/kernels/test_compile.py).
     """
     if tuning.run:
         return tuning  # which keys a split has must not depend on other levels either
-    if tuning.block_m == 16:
-        return tuning._replace(block_n=min(128, 4 * tuning.block_n), num_warps=4, num_stages=2)
+    if tuning.block_m <= 16:
+        return tuning._replace(num_warps=4, num_stages=2)
     splits = max(1, tuning.splits * 7 // 8)
-    registers = 160 if tuning.num_warps == 8 else None
+    registers = 168 if tuning.num_warps == 8 else None
     return tuning._replace(splits=splits, most_splits=max(splits, tuning.most_splits * 7 // 8), registers=registers)
 
 
@@ -923,6 +947,7 @@ def _attend_kernel(
     HARDWARE: tl.constexpr,
     WORDS: tl.constexpr,
     SHARED: tl.constexpr,
+    SAME_STRIDES: tl.constexpr,
 ):
     REPAIR: tl.constexpr = lse is None
     if OVERLAP:
@@ -1028,52 +1053,94 @@ def _attend_kernel(
             scale *= tl.load(key_scales + member * key_scale_strides[0] + kv_head * key_scale_strides[1])
         if value_scales is not None:
             value_number = tl.load(value_scales + member * value_scale_strides[0] + kv_head * value_scale_strides[1])
-    row_max, row_sum, acc = attend_to_run(
-        query + tokens * query_strides[0] + heads.to(tl.int64) * query_strides[1],
-        query_strides[2],
-        is_row,
-        positions,
-        first_position,
-        last_position,
-        key,
-        value,
-        block_table,
-        cu_seqlens_k,
-        sequence,
-        kv_head,
-        first_key,
-        first_seen,
-        last_key,
-        slopes,
-        query_number,
-        key_scales if CODES == "int8" else None,
-        key_strides,
-        value_strides,
-        key_scale_strides,
-        table_row_stride,
-        table_stride,
-        scale,
-        softcap,
-        left,
-        right,
-        HEAD_SIZE,
-        VALUE_HEAD_SIZE,
-        BLOCK_SIZE,
-        WIDE,
-        BLOCK_M,
-        BLOCK_N,
-        SOFTCAP,
-        LEFT,
-        RIGHT,
-        CODES,
-        ROUND_QUERY,
-        HARDWARE,
-        SHARED,
-        tree_start,
-        node_depths,
-        row_ancestors,
-        WORDS,
-    )
+    if BLOCK_M == 8:
+        row_max, row_sum, acc = attend_few_rows(
+            query + tokens * query_strides[0] + heads.to(tl.int64) * query_strides[1],
+            query_strides[2],
+            is_row,
+            positions,
+            first_position,
+            last_position,
+            key,
+            value,
+            block_table,
+            sequence,
+            kv_head,
+            first_key,
+            first_seen,
+            last_key,
+            slopes,
+            query_number,
+            key_scales if CODES == "int8" else None,
+            key_strides,
+            value_strides,
+            key_scale_strides,
+            table_row_stride,
+            table_stride,
+            scale,
+            softcap,
+            left,
+            right,
+            HEAD_SIZE,
+            VALUE_HEAD_SIZE,
+            BLOCK_SIZE,
+            BLOCK_M,
+            BLOCK_N,
+            SOFTCAP,
+            LEFT,
+            RIGHT,
+            CODES,
+            ROUND_QUERY,
+            HARDWARE,
+            SAME_STRIDES,
+        )
+    else:
+        row_max, row_sum, acc = attend_to_run(
+            query + tokens * query_strides[0] + heads.to(tl.int64) * query_strides[1],
+            query_strides[2],
+            is_row,
+            positions,
+            first_position,
+            last_position,
+            key,
+            value,
+            block_table,
+            cu_seqlens_k,
+            sequence,
+            kv_head,
+            first_key,
+            first_seen,
+            last_key,
+            slopes,
+            query_number,
+            key_scales if CODES == "int8" else None,
+            key_strides,
+            value_strides,
+            key_scale_strides,
+            table_row_stride,
+            table_stride,
+            scale,
+            softcap,
+            left,
+            right,
+            HEAD_SIZE,
+            VALUE_HEAD_SIZE,
+            BLOCK_SIZE,
+            WIDE,
+            BLOCK_M,
+            BLOCK_N,
+            SOFTCAP,
+            LEFT,
+            RIGHT,
+            CODES,
+            ROUND_QUERY,
+            HARDWARE,
+            SHARED,
+            tree_start,
+            node_depths,
+            row_ancestors,
+            WORDS,
+        )
     if prefix_lse is not None:
         row_max, row_sum, acc = _take_prefix(
             row_max,
@@ -1140,13 +1207,16 @@ def _reduce_kernel(
     for first in range(0, splits, BLOCK_SPLITS):
         split = first + tl.arange(0, BLOCK_SPLITS)[None, :]
         part_places = split.to(tl.int64) * num_tokens * NUM_HEADS + places[:, None]
-        # No part of a padding row was written, and no value of a split without keys.
-        logs = tl.load(part_lses + part_places, is_head[:, None] & (split < splits) & is_query, float("-inf"))
+        # No part of a padding row was written, and no value of a split without keys. The values are loaded before that
+        # is known, so that one load need not wait for the other.
+        is_part = is_head[:, None] & (split < splits) & is_query
+        logs = tl.load(part_lses + part_places, is_part, float("-inf"))
         values = tl.load(
             parts + part_places[:, :, None] * VALUE_HEAD_SIZE + at_dv[None, None, :],
-            mask=(logs > float("-inf"))[:, :, None] & (at_dv < VALUE_HEAD_SIZE)[None, None, :],
+            mask=is_part[:, :, None] & (at_dv < VALUE_HEAD_SIZE)[None, None, :],
             other=0.0,
         )
+        values = tl.where((logs > float("-inf"))[:, :, None], values, 0.0)
         row_max, row_sum, acc = merge_parts(row_max, row_sum, acc, logs, values)
     sink = None
     if sinks is not None:

@@ -86,12 +86,11 @@ def size_of(value: Tensor) -> int:
 PAIRS_OF_E4M3 = tl.constexpr("""
     {
         .reg .b16 low, high;
-        .reg .b32 two, others;
-        mov.b32 {low, high}, $2;
-        cvt.rn.f16x2.e4m3x2 two, low;
-        cvt.rn.f16x2.e4m3x2 others, high;
-        prmt.b32 $0, two, others, 0x5410;
-        prmt.b32 $1, two, others, 0x7632;
+        .reg .b32 sorted;
+        prmt.b32 sorted, $2, $2, 0x3120;
+        mov.b32 {low, high}, sorted;
+        cvt.rn.f16x2.e4m3x2 $0, low;
+        cvt.rn.f16x2.e4m3x2 $1, high;
     }
 """)
 PAIRS_OF_E5M2 = tl.constexpr("""

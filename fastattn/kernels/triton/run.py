@@ -61,7 +61,9 @@ def multiprocessors(device: torch.device) -> int:
     return 4 if INTERPRETED else devices.num_multiprocessors(device)
 
 
-def fit(tuning: Tuning, device: torch.device, *, row_bytes: int, key_bytes: int, fewest_stages: int = 1) -> Tuning:
+def fit(
+    tuning: Tuning, device: torch.device, *, row_bytes: int, key_bytes: int, fewest_stages: int = 1, spare: int = 0
+) -> Tuning:
     """Shrink a launch to the shared memory of a device: its steps in flight first, then their keys, then its rows.
 
     Args:
@@ -70,18 +72,21 @@ def fit(tuning: Tuning, device: torch.device, *, row_bytes: int, key_bytes: int,
         row_bytes: bytes of a row of the tile.
         key_bytes: bytes that a step reads for a key, those of its value included.
         fewest_stages: steps in flight that are left: 2 where keys are values, as alone they would be stored twice.
+        spare: steps in flight that are known to take no shared memory.
 
     Source: compiled for compute capability 8.0, 8.9 and 9.0, no launch took more than is counted here.
     """
-    return tuning if INTERPRETED else shrink(tuning, row_bytes, key_bytes, devices.shared_memory(device), fewest_stages)
+    if INTERPRETED:
+        return tuning
+    return shrink(tuning, row_bytes, key_bytes, devices.shared_memory(device), fewest_stages, spare)
 
 
 @cache
-def shrink(tuning: Tuning, row_bytes: int, key_bytes: int, room: int, fewest_stages: int = 1) -> Tuning:
+def shrink(tuning: Tuning, row_bytes: int, key_bytes: int, room: int, fewest_stages: int = 1, spare: int = 0) -> Tuning:
     """Shrink a launch to `room` bytes, as `fit` does."""
 
     def is_too_large() -> bool:
-        in_flight = tuning.num_stages * tuning.block_n * key_bytes
+        in_flight = (tuning.num_stages - spare) * tuning.block_n * key_bytes
         return tuning.block_m * row_bytes + in_flight + SCRATCH_BYTES > room
 
     while is_too_large() and tuning.num_stages > fewest_stages:
@@ -244,6 +249,7 @@ def finish_scores(
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
     seen=None,
+    KEYS: tl.constexpr = 1,
 ):
     """Turn the products of queries at `positions` and keys at `j` into scores of what is visible, up to a factor.
 
@@ -251,18 +257,18 @@ def finish_scores(
     None, hides keys besides. `update_softmax`
     multiplies by the factor, next to its subtraction: were that done here, the compiler could join the two only where
     nothing is compared, and a masked step would round otherwise. With slopes, those of ALiBi times log2(e), no factor
-    is left, and scores are in base 2.
+    is left, and scores are in base 2. Keys lie along the axis `KEYS`.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     factor = scale
     if SOFTCAP:
         scores = _tanh(scores * (scale / softcap))
         factor = softcap
-    distance = positions[:, None] - j[None, :]
+    distance = tl.expand_dims(positions, KEYS) - tl.expand_dims(j, 1 - KEYS)
     if slopes is not None:
-        scores = scores * (factor * LOG2E) - slopes[:, None] * tl.abs(distance)
+        scores = scores * (factor * LOG2E) - tl.expand_dims(slopes, KEYS) * tl.abs(distance)
     if not all_seen:
-        visible = is_key[None, :]
+        visible = tl.expand_dims(is_key, 1 - KEYS)
         if RIGHT:
             visible = visible & (distance >= -right)
         if LEFT:
@@ -275,17 +281,18 @@ def finish_scores(
 
 @triton.jit
 @no_type_check
-def update_softmax(scores, row_max, row_sum, factor, IN_BASE_2: tl.constexpr):
+def update_softmax(scores, row_max, row_sum, factor, IN_BASE_2: tl.constexpr, KEYS: tl.constexpr = 1):
     """Take a step of scores into the online softmax: its weights, and by how much what was summed so far shrinks.
 
-    `factor` is what `finish_scores` left out, above 0; `IN_BASE_2` says that it left nothing.
+    `factor` is what `finish_scores` left out, above 0; `IN_BASE_2` says that it left nothing. Keys lie along
+    the axis `KEYS`.
     """
     unit = 1.0 if IN_BASE_2 else factor * 1.4426950408889634
-    new_row_max = tl.maximum(row_max, tl.max(scores, 1) * unit)
+    new_row_max = tl.maximum(row_max, tl.max(scores, KEYS) * unit)
     base = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)  # -inf - -inf would be NaN
-    weights = tl.exp2(scores * unit - base[:, None])
+    weights = tl.exp2(scores * unit - tl.expand_dims(base, KEYS))
     shrink = tl.exp2(row_max - base)
-    return weights, shrink, new_row_max, row_sum * shrink + tl.sum(weights, 1)
+    return weights, shrink, new_row_max, row_sum * shrink + tl.sum(weights, KEYS)
 
 
 @triton.jit
@@ -416,11 +423,18 @@ def attend_to_run(
 
     It returns the highest score of each row, the sum of the weights relative to it, and the weighted sum of the values.
     """
+    WHOLE: tl.constexpr = BLOCK_SIZE > 0 and WORDS == 0  # a step begins at a multiple of its keys
+    ONE_PAGE: tl.constexpr = WHOLE and BLOCK_SIZE % BLOCK_N == 0  # holds all keys of a step
+    STEPS_ALIKE: tl.constexpr = ONE_PAGE or (WHOLE and BLOCK_N % BLOCK_SIZE == 0)  # in the places of their keys
+    in_step = tl.arange(0, BLOCK_N)
     if BLOCK_SIZE > 0:  # the table is read a step ahead, so that loads of keys do not wait for it
         table = block_table + sequence.to(tl.int64) * table_row_stride
-        j = first_key + tl.arange(0, BLOCK_N)
-        is_key = (j >= first_seen) & (j < last_key)
-        next_blocks = tl.load(table + j // BLOCK_SIZE * table_stride, mask=is_key, other=0)
+        if ONE_PAGE:
+            next_blocks = tl.load(table + first_key // BLOCK_SIZE * table_stride, mask=first_key < last_key, other=0)
+        else:
+            j = first_key + in_step
+            is_key = (j >= first_seen) & (j < last_key)
+            next_blocks = tl.load(table + j // BLOCK_SIZE * table_stride, mask=is_key, other=0)
     else:
         first_key_row = tl.load(cu_seqlens_k + sequence).to(tl.int64)
     head = kv_head.to(tl.int64)
@@ -482,7 +496,7 @@ def attend_to_run(
     for phase in tl.static_range(PHASES):
         begin, end = phase_of_run(phase, PHASES, first_key, last_key, all_from, all_to, BLOCK_N)
         for start in range(begin, end, BLOCK_N):
-            j = start + tl.arange(0, BLOCK_N)
+            j = start + in_step
             is_key = j < last_key  # nothing from there on is read: it may be NaN, or no block at all
             if LEFT:
                 is_key &= j >= first_seen
@@ -497,15 +511,17 @@ def attend_to_run(
                     depth = tl.load(node_depths + node, mask=in_tree, other=0)
                     key_positions = tl.where(in_tree, tree_start + depth, j)
             if BLOCK_SIZE > 0:
-                blocks = next_blocks.to(tl.int64)
-                next_blocks = tl.load(
-                    table + (j + BLOCK_N) // BLOCK_SIZE * table_stride, mask=j + BLOCK_N < last_key, other=0
-                )
-                places = j % BLOCK_SIZE
+                blocks = next_blocks.to(tl.uint32).to(tl.int64)  # not negative: a product with a stride is shorter
+                ahead = (start if ONE_PAGE else j) + BLOCK_N
+                next_blocks = tl.load(table + ahead // BLOCK_SIZE * table_stride, mask=ahead < last_key, other=0)
+                first_place = start % BLOCK_SIZE if ONE_PAGE else 0
+                places = (in_step if STEPS_ALIKE else j) % BLOCK_SIZE  # from there on
                 if WIDE:
                     places = places.to(tl.int64)
-                key_rows = blocks * key_strides[0] + places * key_strides[1] + head * key_strides[2]
-                value_rows = blocks * value_strides[0] + places * value_strides[1] + head * value_strides[2]
+                key_rows = places * key_strides[1] + head * key_strides[2]
+                key_rows += blocks * key_strides[0] + first_place * key_strides[1]
+                value_rows = places * value_strides[1] + head * value_strides[2]
+                value_rows += blocks * value_strides[0] + first_place * value_strides[1]
             else:
                 key_rows = (first_key_row + j) * key_strides[0] + head * key_strides[1]
                 value_rows = (first_key_row + j) * value_strides[0] + head * value_strides[1]
@@ -537,7 +553,8 @@ def attend_to_run(
             if query_factors is not None:
                 products = products * query_factors[:, None]
             if key_scales is not None:
-                at_scale = blocks * key_scale_strides[0] + places * key_scale_strides[1] + head * key_scale_strides[2]
+                at_scale = places * key_scale_strides[1] + head * key_scale_strides[2]
+                at_scale += blocks * key_scale_strides[0] + first_place * key_scale_strides[1]
                 products = products * tl.load(key_scales + at_scale, mask=is_key, other=0.0)[None, :]
             all_seen = phase == 1 if PHASES == 3 else (start >= all_from) & (start + BLOCK_N <= all_to)
             scores = finish_scores(
