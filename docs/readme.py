@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fastattn.tools.bench import roofline
+from fastattn.tools.bench import report, roofline
 from refattn.conformance import field
 from refattn.drawing import animation
 
@@ -90,9 +90,8 @@ def fastest_peer(row: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def duration(seconds: float) -> str:
-    """Write a time with three digits and its unit."""
-    size, unit = next((pair for pair in ((1.0, "s"), (1e-3, "ms")) if seconds >= pair[0]), (1e-6, "µs"))
-    return f"{seconds / size:.3g}\u00a0{unit}"
+    """Write a time with three digits and its unit, on one line."""
+    return report.duration(seconds).replace(" ", "\u00a0")
 
 
 def honoured() -> str:

@@ -545,7 +545,7 @@ def test_what_is_measured_besides_the_time_is_shown():
     assert shown[-1] == "Faster than what was chosen in local/step: fastattn, fa3, 0.9 of its time."
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(2.5, "2.5 s"), (1.234e-3, "1.23 ms"), (11e-6, "11 us"), (0.0, "0 us")])
+@pytest.mark.parametrize(("seconds", "text"), [(2.5, "2.5 s"), (1.234e-3, "1.23 ms"), (11e-6, "11 µs"), (0.0, "0 µs")])
 def test_durations_have_units(seconds, text):
     assert report.duration(seconds) == text
 

@@ -107,7 +107,7 @@ def _peers(record: dict[str, Any]) -> list[dict[str, Any]]:
 
 def duration(seconds: float) -> str:
     """Write a time with three digits and its unit."""
-    units = {1.0: "s", 1e-3: "ms", 1e-6: "us"}
+    units = {1.0: "s", 1e-3: "ms", 1e-6: "µs"}
     size = next((size for size in units if seconds >= size), 1e-6)
     return f"{seconds / size:.3g} {units[size]}"
 

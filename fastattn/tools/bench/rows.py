@@ -327,7 +327,7 @@ def _cuda(shrink: int) -> Iterator[Row]:
             peers.fa3(block_size=128),
             peers.flashinfer_prefill(),
         ),
-        aim="at most FA3's time (1778 us)",
+        aim="at most FA3's time (1778 µs)",
     )
     for block_size, suffix in ((16, ""), (128, "-blocks-128")):
         chunk = work(*[(512, 16384 + 512)] * 4, block_size=block_size)
@@ -344,14 +344,14 @@ def _cuda(shrink: int) -> Iterator[Row]:
                 peers.flashinfer_prefill(),
                 peers.fa2(),
             ),
-            aim="at most FA3's time (932 us)",
+            aim="at most FA3's time (932 µs)",
         )
     for b, length, aim in (
         (64, 8192, "ahead of every peer"),
-        (1, 8192, "at most 11 us"),
-        (1, 131072, "at most 130 us"),
-        (8, 8192, "at most 68 us"),
-        (256, 1024, "at most 257 us"),
+        (1, 8192, "at most 11 µs"),
+        (1, 131072, "at most 130 µs"),
+        (8, 8192, "at most 68 µs"),
+        (256, 1024, "at most 257 µs"),
     ):
         decode = work(*[(1, length)] * b)
         yield Row(
@@ -388,10 +388,10 @@ def _cuda(shrink: int) -> Iterator[Row]:
             peers.fa4(),
         ),
         clock="graph",
-        aim="at most 515 us",
+        aim="at most 515 µs",
     )
 
-    for b, nodes, aim in ((64, 16, "at most 530 us"), (8, 64, "at most 150 us"), (1, 64, "at most 32 us")):
+    for b, nodes, aim in ((64, 16, "at most 530 µs"), (8, 64, "at most 150 µs"), (1, 64, "at most 32 µs")):
         keys = 8192 // shrink
         yield Row(
             "speculative",
@@ -427,7 +427,7 @@ def _cuda(shrink: int) -> Iterator[Row]:
             peers.flashinfer_decode(),
         ),
         clock="graph",
-        aim="at most 70 us",
+        aim="at most 70 µs",
     )
     # Without FA3, whose windows of prefills are wrong, FlashInfer, which compiles for minutes before its first one, and
     # FA4 over rows, which hung there (flash-attn-4 4.0.0b36, NVIDIA H200: a second call did not come back).
@@ -478,7 +478,7 @@ def _cuda(shrink: int) -> Iterator[Row]:
             twin("chunked_prefill", name="without cascade"),
         ),
         clock="graph",
-        aim="at most 45 us",
+        aim="at most 45 µs",
     )
 
     fa4_calls = (peers.fa4_differential(wide=False), peers.fa4_differential(wide=True))
@@ -489,7 +489,7 @@ def _cuda(shrink: int) -> Iterator[Row]:
         decode,
         (peers.differential_twin(), *fa4_calls, peers.plain_attention()),
         clock="graph",
-        aim="at most 270 us",
+        aim="at most 270 µs",
     )
     prefill = work((8192, 8192), heads=(32, 32), head_size=64, kind=Differential)
     yield Row(
@@ -518,7 +518,7 @@ def _cuda(shrink: int) -> Iterator[Row]:
         ("local", work(*[(1, 16384)] * 8, chunk=8192), local, (peers.fa4_chunks(), peers.fa3_chunks())),
     ):
         contenders = (twin(path, **its_plan), *by_hand)
-        yield Row(path, "host-time-of-a-call", decode, contenders, clock="host", aim="at most 45 us")
+        yield Row(path, "host-time-of-a-call", decode, contenders, clock="host", aim="at most 45 µs")
     for path, decode, its_plan in (
         ("sliding_window", work(*[(1, 16384)] * 64, window=1024), windowed),
         ("local", work(*[(1, 16384)] * 64, chunk=8192), local),
@@ -538,7 +538,7 @@ def _cuda(shrink: int) -> Iterator[Row]:
                 aim="tables once a step: no launch for them in a layer",
                 launches=True,
             )
-    for clock, aim in (("host", "under 50 us, without a synchronisation"), ("graph", "can be captured")):
+    for clock, aim in (("host", "under 50 µs, without a synchronisation"), ("graph", "can be captured")):
         # The peer waits for the device, which no graph can hold.
         host_only = (peers.virtual_batches_numpy(),) if clock == "host" else ()
         tables = VirtualBatches(256, 32768, 8192)
@@ -553,11 +553,11 @@ def _codes_of_a_server(shrink: int) -> Iterator[Row]:
     """Over fp8 and int8, beside our own rows over a plain cache."""
     plain = peers.uncoded(twin("chunked_prefill"))
     for b, length, stored, aim in (
-        (64, 8192, torch.float8_e4m3fn, "at most 285 us"),
-        (8, 8192, torch.float8_e4m3fn, "at most 38 us"),
-        (1, 131072, torch.float8_e4m3fn, "at most 72 us"),
+        (64, 8192, torch.float8_e4m3fn, "at most 285 µs"),
+        (8, 8192, torch.float8_e4m3fn, "at most 38 µs"),
+        (1, 131072, torch.float8_e4m3fn, "at most 72 µs"),
         (64, 8192, torch.float8_e5m2, "as e4m3"),
-        (64, 8192, torch.int8, "at most 290 us"),
+        (64, 8192, torch.int8, "at most 290 µs"),
     ):
         decode = Coded(((1, length // shrink),) * b, stored=stored)
         name = {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "e5m2", torch.int8: "int8"}[stored]
@@ -620,9 +620,9 @@ def _latents_of_a_server(shrink: int) -> Iterator[Row]:
     )
     for b, length, heads, aim in (
         (64, 8192, 128, "at most the best peer"),
-        (64, 8192, 16, "at most 152 us"),
-        (1, 131072, 128, "at most 81 us"),
-        (128, 2048, 16, "at most 78 us"),
+        (64, 8192, 16, "at most 152 µs"),
+        (1, 131072, 128, "at most 81 µs"),
+        (128, 2048, 16, "at most 78 µs"),
     ):
         decode = Latents(((1, length // shrink),) * b, heads=(heads, 1))
         yield Row(
@@ -633,7 +633,7 @@ def _latents_of_a_server(shrink: int) -> Iterator[Row]:
             clock="graph",
             aim=aim,
         )
-    for heads, aim in ((128, "half the memory, at most 1.1 of ours over numbers"), (16, "at most 85 us")):
+    for heads, aim in ((128, "half the memory, at most 1.1 of ours over numbers"), (16, "at most 85 µs")):
         decode = CodedLatents(((1, 8192 // shrink),) * 64, heads=(heads, 1))
         plain = peers.mla_twin(), peers.mla_twin(kernel="triton"), peers.flash_mla()
         yield Row(
