@@ -26,7 +26,7 @@ demo: $(VENV)/.demo $(VENV)/.model  ## a real model answers eight prompts throug
 	$(BIN)/python -m fastattn demo $(ARGS)
 
 exercises: $(VENV)/.exercises  ## write the functions yourself; ARGS=1 checks the first, ARGS="1 --hint" helps
-	$(BIN)/python -m refattn.exercises $(ARGS)
+	@$(BIN)/python -m refattn.exercises $(ARGS) || [ $$? = 1 ]  # a wrong answer is no error here
 
 test: $(VENV)/.test $(VENV)/.model  ## the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
