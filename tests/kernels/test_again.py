@@ -14,7 +14,6 @@ import fastattn
 import refattn.kv_cache
 from fastattn import chunked_prefill, dense, kv_cache, local, quantized, sliding_window
 from fastattn.kernels import call, dispatch
-from fastattn.kernels.triton.run import INTERPRETED
 from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales
 
 CASE = Case("layers", ((2, 40), (1, 60), (0, 9)), heads=(4, 2), padding_rows=1)
@@ -196,15 +195,14 @@ def test_calls_of_one_name_are_alike(kind):
 def test_a_kernel_that_is_asked_for_is_not_replaced_by_a_kept_one(device):
     *tensors, batch, _ = lay_out("chunked_prefill", device=device)
     plan, refusing = plan_of("chunked_prefill", batch), "fa4" if device == "cpu" else "cpu"
-    other = "triton" if INTERPRETED else "cpu"  # one that computes on a CPU
     for times_chosen in (1, 0):
         chunked_prefill.attention(*tensors, plan)
         with fastattn.use_kernel(refusing), pytest.raises(NotImplementedError, match=f"{refusing}: computes on"):
             chunked_prefill.attention(*tensors, plan)
-        with fastattn.use_kernel(other), mock.patch.object(dispatch, "choose", wraps=dispatch.choose) as choose:
+        with fastattn.use_kernel("triton"), mock.patch.object(dispatch, "choose", wraps=dispatch.choose) as choose:
             chunked_prefill.attention(*tensors, plan)
         assert choose.call_count == times_chosen
-    assert {name[2] for name in plan.kept if name[0] == "paged"} == {None, other}
+    assert {name[2] for name in plan.kept if name[0] == "paged"} == {None, "triton"}
 
 
 def test_out_of_memory_in_a_kept_call_ends_as_in_a_first_one():

@@ -377,5 +377,5 @@ def test_a_batch_is_uniform_where_the_host_knows_it(lens, num_tokens, uniform):
 
 def test_their_order(hopper):
     assert dispatch.priorities(USUAL) == ("flash_mla", "fa3", "triton")
-    assert dispatch.priorities(USUAL._replace(num_heads=16)) == ("flash_mla", "triton", "fa3")
+    assert dispatch.priorities(USUAL._replace(num_heads=16)) == ("triton", "flash_mla", "fa3")
     assert dispatch.priorities(USUAL._replace(device=torch.device("cpu")))[0] == "cpu"
