@@ -34,7 +34,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("kernel", nargs="?", help="module:function, a module of a path, or the name of an adapter")
     parser.add_argument("--path", choices=list(PATHS), help="the path that the kernel computes")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1 ...")
-    parser.add_argument("--property", action="append", dest="only", help="check only this property; may be repeated")
+    parser.add_argument(
+        "--property", action="append", dest="only", metavar="NAME", help="check only this property; may be repeated"
+    )
     parser.add_argument("--dtype", action="append", default=[], help="float32, float16 or bfloat16; may be repeated")
     parser.add_argument("--examples", type=int, default=20, help="batches per property and type (%(default)s)")
     parser.add_argument("--seconds", type=float, default=600.0, help="time limit for one kernel (%(default)s)")
@@ -77,11 +79,11 @@ def main(arguments: list[str] | None = None) -> int:
     except BadKernelError as error:
         print(error, file=sys.stderr)  # noqa: T201
         return 2
-    show(report, console)
     if asked.json:
         asked.json.write_text(json.dumps(report.as_dict(), indent=1) + "\n")
     if asked.html:
         asked.html.write_text(as_html([report]))
+    show(report, console)
     return 1 if report.failures else 0
 
 
