@@ -8,7 +8,7 @@ from refattn.serving.layers import Amax
 from refattn.serving.request import Event, Request
 from refattn.serving.sampling import SamplingParams, sample
 from refattn.serving.scheduler import Counters, Scheduler
-from refattn.serving.speculation import Draft, NGram
+from refattn.serving.speculation import Draft, DraftModel, NGram
 from refattn.serving.window_pool import WindowPool
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "BlockPool",
     "Counters",
     "Draft",
+    "DraftModel",
     "Engine",
     "Event",
     "Machine",

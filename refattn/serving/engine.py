@@ -47,7 +47,7 @@ from refattn.serving.layers import Amax, Layer, Lens, QuantizedLayer, SplitPlan,
 from refattn.serving.request import Event, Request, tokenize
 from refattn.serving.sampling import GREEDY, SamplingParams, choose
 from refattn.serving.scheduler import Counters, Scheduler
-from refattn.serving.speculation import Draft, NGram
+from refattn.serving.speculation import Draft, DraftModel, NGram
 from refattn.serving.window_pool import WindowPool
 
 logger = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ class Engine:
         machine: Machine | None = None,
         runner: Runner | None = None,
         batch_invariant: bool = False,
-        speculation: NGram | None = None,
+        speculation: NGram | DraftModel | None = None,
         kv_cache_dtype: str = "auto",
         calibration: Sequence[Amax] | None = None,
         trust_model: bool = False,
@@ -137,8 +137,8 @@ class Engine:
         for name, size in sizes.items():
             if type(size) is not int or size < 1:
                 raise ValueError(f"{name}: expected an int of at least 1, got {size!r}")
-        if speculation is not None and not isinstance(speculation, NGram):
-            raise ValueError(f"speculation: expected an NGram, or None, got {speculation!r}")
+        if speculation is not None and not isinstance(speculation, NGram | DraftModel):
+            raise ValueError(f"speculation: expected an NGram or a DraftModel, or None, got {speculation!r}")
         models.check_model(model, trust_model)
         self.model, self.config, self.tokenizer = model.eval(), model.config.get_text_config(), tokenizer
         self.block_size, self.max_num_batched_tokens = block_size, max_num_batched_tokens
@@ -160,6 +160,11 @@ class Engine:
         self.machine = machine or (CPU if model.device.type == "cpu" else H200)
         self.vocab_size = min(self.config.vocab_size, len(model.get_input_embeddings().weight))
         self.max_positions = models.max_positions(self.config)
+        if isinstance(speculation, DraftModel) and speculation.engine.vocab_size != self.vocab_size:
+            raise ValueError(
+                f"speculation: expected a draft model of the same {self.vocab_size} tokens, got one of "
+                f"{speculation.engine.vocab_size}"
+            )
         self.end_token_ids = models.end_token_ids(model)
         limits = dict(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
         pool_blocks = {layer: layer.pool_blocks(num_blocks, block_size, **limits) for layer in self.layers}
@@ -210,6 +215,11 @@ class Engine:
         tensors = [x for cache in self.caches for x in _pools_of(cache)]
         tensors += [x for layer in self.layers if isinstance(layer, QuantizedLayer) for x in layer.fixed_scales]
         return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
+
+    @property
+    def max_request_tokens(self) -> int | float:
+        """The most tokens of a request that may go through the model: what the pool holds, and it has positions for."""
+        return min(len(self.pool.users) * self.block_size, self.max_positions)
 
     @property
     def pool(self) -> BlockPool:

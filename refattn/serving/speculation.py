@@ -1,19 +1,27 @@
-"""Drafts without a draft model: what followed the last tokens when they stood in the same text before (look-up).
+"""Drafts: what followed the last tokens when they stood in the same text before, or what a smaller model would say.
+
+Look-up needs no other model:
 
     tokens      the cat sat on the mat . the cat        the last two stood here before: "the cat"
     drafts                                sat on the mat
 
 This works well for text that repeats itself (summaries, edited code, answers that repeat their question). A wrong draft
 costs only a few rows of a step that waits for memory anyway. Several occurrences give several branches; common
-beginnings are merged, which gives a tree.
+beginnings are merged, which gives a tree. A draft model works for any text, and takes time itself.
 
-Source: Saxena 2023, "Prompt Lookup Decoding"; the n-gram drafts of vLLM; trees: Miao et al. 2024, "SpecInfer".
+Source: Saxena 2023, "Prompt Lookup Decoding"; the n-gram drafts of vLLM; trees: Miao et al. 2024, "SpecInfer"; a draft
+model: Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding".
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from refattn.interface.values import check_sizes
+from refattn.serving.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from refattn.serving.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -92,6 +100,49 @@ class NGram:
                     if not any(list(other[: len(branch)]) == list(branch) for other in found):
                         found.append(branch)
         return _merge(found, nodes)
+
+
+@dataclass(frozen=True, eq=False)
+class DraftModel:
+    """Drafts by a smaller model: the tokens that it finds most likely, one after the other.
+
+    It is served by an engine of its own, whose cached prefixes hold what a text had before: a draft computes what has
+    been accepted since, and itself. One request is drafted for at a time. Give the engine a `max_num_seqs` of 1, and
+    room for the texts of all requests, or they are computed again for each draft.
+
+    Attributes:
+        engine: of the smaller model, which has the same tokens; by either twin, and without anything else to do.
+        max_drafts: most tokens of a draft.
+
+    Raises:
+        ValueError: if `max_drafts` is not an int of at least 1.
+
+    Source: Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding".
+    """
+
+    max_branches: ClassVar[int] = 1
+    engine: "Engine"
+    max_drafts: int = 4
+
+    def __post_init__(self) -> None:
+        """Check the size."""
+        check_sizes(max_drafts=self.max_drafts)
+
+    def propose(self, tokens: Sequence[int], *, depth: int, nodes: int, branches: int | None = None) -> Draft | None:
+        """Draft what the model says after some tokens; None if they are too many for its engine, or it fails.
+
+        Args:
+            tokens: the prompt and what was generated.
+            depth: most tokens of the draft, if that is fewer than `max_drafts`.
+            nodes: likewise.
+            branches: not used, as there is one.
+        """
+        room = self.engine.max_request_tokens + 1 - len(tokens)  # the last drafted token does not go through the model
+        if min(depth, nodes, room) < 1:
+            return None
+        count = int(min(self.max_drafts, depth, nodes, room))
+        (request,) = self.engine.generate([tokens], SamplingParams(max_tokens=count))
+        return _merge([request.output_ids], nodes)
 
 
 def _merge(branches: Sequence[Sequence[int]], nodes: int) -> Draft | None:

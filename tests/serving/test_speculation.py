@@ -1,5 +1,7 @@
 """Drafts by look-up: the answers are those without them, whatever is drafted, in fewer steps where text repeats."""
 
+import copy
+
 import pytest
 import torch
 from test_engine import MODELS, PROMPTS, SIZES, TWINS, assert_nothing_is_held, make_engine, outputs
@@ -9,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import fastattn.serving.cuda_graphs
 import refattn.serving
 from fastattn.serving import CudaGraphs
-from refattn.serving import Draft, NGram, SamplingParams
+from refattn.serving import Draft, DraftModel, NGram, SamplingParams
 
 CHAIN = NGram(max_drafts=4)
 TREE = NGram(max_drafts=3, max_branches=3, max_ngram=2)
@@ -233,6 +235,68 @@ def test_recorded_verifications_change_nothing(llama, layers, kind, monkeypatch,
     assert any(shape.trees for shape in shapes) == (kind == "tree")
 
 
-def test_bad_speculation_is_refused(llama):
-    with pytest.raises(ValueError, match="speculation: expected an NGram, or None, got 'ngram'"):
+def test_bad_speculation_is_refused(llama, device):
+    with pytest.raises(ValueError, match="speculation: expected an NGram or a DraftModel, or None, got 'ngram'"):
         make_engine(llama, "refattn", speculation="ngram")
+    other = make_engine(make_model(LlamaForCausalLM, LlamaConfig(**SIZES | dict(vocab_size=50)), device), "refattn")
+    with pytest.raises(ValueError, match=f"of the same {SIZES['vocab_size']} tokens, got one of 50"):
+        make_engine(llama, "refattn", speculation=DraftModel(other))
+    with pytest.raises(ValueError, match="max_drafts: expected a positive int, got 0"):
+        DraftModel(other, max_drafts=0)
+
+
+# --- a draft model ---
+
+
+def make_drafter(model, twin, **sizes):
+    """Make a draft model's engine: one request at a time, and room for the texts of all."""
+    return make_engine(model, twin, **dict(max_num_seqs=1, num_blocks=64) | sizes)
+
+
+@pytest.mark.covers("D152")
+@pytest.mark.parametrize("twin", TWINS)
+@pytest.mark.parametrize("temperature", [0.0, 1.2])
+def test_a_draft_model_changes_no_answer(llama, twin, temperature, device):
+    """Another model, which is seldom right: through preemptions, and with other layers than the large one."""
+    small = make_model(*MODELS["window"], device)
+    sizes = dict(num_blocks=14, max_num_seqs=3)
+    sampling = [
+        SamplingParams(max_tokens=10, temperature=temperature, top_p=0.9, seed=i) for i in range(len(REPEATING))
+    ]
+    plain = make_engine(llama, twin, **sizes)
+    engine = make_engine(llama, twin, **sizes, speculation=DraftModel(make_drafter(small, twin), max_drafts=3))
+    expected = [request.output_ids for request in plain.generate(REPEATING, sampling)]
+    assert [request.output_ids for request in engine.generate(REPEATING, sampling)] == expected
+    assert engine.counters.drafted_tokens > engine.counters.accepted_tokens
+    assert_nothing_is_held(engine)
+    assert_nothing_is_held(engine.speculation.engine)
+
+
+@pytest.mark.covers("D152")
+@pytest.mark.parametrize("twin", TWINS)
+def test_a_draft_model_that_is_right_saves_steps(llama, twin):
+    """It finds full blocks of a text in its cache, and computes the rest of it, and its drafts."""
+    drafter = make_drafter(copy.deepcopy(llama), twin)
+    engine = make_engine(llama, twin, speculation=DraftModel(drafter, max_drafts=3))
+    plain, sampling = make_engine(llama, twin), SamplingParams(max_tokens=13)
+    expected = [request.output_ids for request in plain.generate(PROMPTS, sampling)]
+    assert [request.output_ids for request in engine.generate(PROMPTS, sampling)] == expected
+    assert engine.counters.accepted_tokens == engine.counters.drafted_tokens > 0
+    assert engine.counters.steps <= plain.counters.steps - 8
+    assert drafter.counters.cached_blocks > 0
+
+
+def test_a_draft_model_without_room_or_sense_drafts_nothing(llama, monkeypatch, device):
+    """A text that is longer than its pool, a model that fails: the answers come without drafts."""
+    expected = outputs(make_engine(llama, "refattn"), REPEATING)
+    tiny = DraftModel(make_drafter(copy.deepcopy(llama), "refattn", num_blocks=2))
+    assert tiny.propose([1] * 9, depth=3, nodes=3) is None
+    assert len(tiny.propose([1] * 7, depth=9, nodes=9).tokens) == 2, "seven tokens and the first draft fill its pool"
+    assert tiny.propose([1] * 7, depth=0, nodes=9) is None
+    engine = make_engine(llama, "refattn", speculation=tiny)
+    assert outputs(engine, REPEATING) == expected
+    broken = make_drafter(copy.deepcopy(llama), "refattn")
+    monkeypatch.setattr(broken, "run_model", lambda inputs: 1 / 0)
+    engine = make_engine(llama, "refattn", speculation=DraftModel(broken))
+    assert outputs(engine, REPEATING) == expected
+    assert not engine.counters.drafted_tokens
