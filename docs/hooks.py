@@ -29,7 +29,7 @@ import json
 import posixpath
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ from readme import RESULTS, ROOT, duration, fastest_peer, tables
 
 from fastattn.kernels import dispatch
 from refattn import drawing
-from refattn.conformance.contract import PROPERTIES
+from refattn.conformance.contract import ATTENDS, PROPERTIES
 from refattn.exercises import learner
 
 INSERT = re.compile(r"^(?P<instead>.+) <!-- (?P<name>\w+)(?P<arguments>.*?) -->$", re.MULTILINE)
@@ -186,10 +186,18 @@ def contract(page: Page, instead: str) -> str:
     """List the properties that a kernel is checked for, and on which paths."""
     lines = ["| property | promise | on |", "|---|---|---|"]
     for found in PROPERTIES:
-        paths = "all paths" if not found.paths else ", ".join(found.paths)
         promise = found.promise.replace("|", r"\|")
-        lines.append(f"| {found.name} | {promise} | {paths} |")
+        lines.append(f"| {found.name} | {promise} | {in_short_of_paths(found.paths)} |")
     return "\n".join(lines)
+
+
+def in_short_of_paths(names: Sequence[str]) -> str:
+    """Name paths: all, the attention paths except two at most, or each."""
+    missing = [name for name in ATTENDS if name not in names]
+    if not names or len(missing) > 2:
+        return ", ".join(names) or "all paths"
+    most = f"attention paths{' except ' * bool(missing)}{' and '.join(missing)}"
+    return ", ".join([*(name for name in names if name not in ATTENDS), most])
 
 
 INSERTS = {
