@@ -148,16 +148,15 @@ def launch_all(capability):
         keys_of_codes = pool(2, 128, torch.int8 if nodes == 64 else torch.uint8)
         values = codes.in_pairs(keys_of_codes) if nodes == 4 else keys_of_codes  # 16 rows
         attention.attend_levels(query, keys_of_codes, values, [drafts.whole], tree_options, codes=of_codes, tree=drafts)
-        heads, kind = (4, "e4m3") if nodes == 4 else (16, "")  # over latents, 16 rows and 64
-        query, pages = (
-            torch.zeros(2 * nodes, heads, 512 + 64, dtype=half),
-            pool(1, 512 + 64, torch.uint8 if kind else half),
-        )
-        value = codes.in_pairs(pages[..., :512]) if kind else pages[..., :512]
-        of_latents = dict(shared=True, codes=codes.Codes(kind, (1.0, 0.5, 0.5)), tree=drafts)
-        attention.attend_levels(query, pages, value, [drafts.whole], AttentionOptions(), **of_latents)
+        heads, kinds = (4, ("e4m3", "")) if nodes == 4 else (16, ("",))  # over latents, 16 rows and 64
+        query = torch.zeros(2 * nodes, heads, 512 + 64, dtype=half)
+        for kind in kinds:
+            pages = pool(1, 512 + 64, torch.uint8 if kind else half)
+            value = codes.in_pairs(pages[..., :512]) if kind else pages[..., :512]
+            of_latents = dict(shared=True, codes=codes.Codes(kind, (1.0, 0.5, 0.5)), tree=drafts)
+            attention.attend_levels(query, pages, value, [drafts.whole], plain, **of_latents)
         numbers, before = pool(1, 512 + 64, half)[:, :, 0], (query[..., :512].clone(), torch.zeros(2 * nodes, heads))
-        attention.attend_to_latent_nodes(query, numbers, drafts, AttentionOptions(), 512, before)
+        attention.attend_to_latent_nodes(query, numbers, drafts, plain, 512, before)
 
     subtraction = Subtraction(torch.tensor(0.5), torch.ones(128), 1e-5, 0.2)
     for query_len, options, asked in (
