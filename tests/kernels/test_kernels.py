@@ -616,6 +616,19 @@ ASKED = {
 
 @pytest.mark.covers("E173")
 @pytest.mark.usefixtures("hopper")
+def test_values_of_another_size_are_refused_by_name_or_computed():
+    """Keys of 192 and values of 128, as of latents: nothing is padded, and somebody has both sizes."""
+    problem = ON_GPU._replace(operation="dense", block_size=None, head_size=192, value_head_size=128)
+    for name in ("fa2", "torch_flash"):
+        refused = "one head size for keys and values, not 192 and 128"
+        assert dispatch.unsupported_reason(name, problem) == refused
+        with fastattn.use_kernel(name), pytest.raises(NotImplementedError, match=f"{name}: {refused}"):
+            dispatch.choose(problem)
+    for name in ("fa4", "fa3", "triton"):
+        assert dispatch.unsupported_reason(name, problem) is None
+
+
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("name", ["triton", "fa4", "fa3", "fa2", "torch_flash"])
 def test_each_kernel_refuses_nothing_that_it_has_to_compute(name):
     module = dispatch._load(name)

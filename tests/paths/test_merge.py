@@ -37,9 +37,10 @@ def test_two_parts_of_the_keys_give_the_whole(twin, device):
 
 
 @each_twin
-def test_a_long_prefix_and_a_short_suffix(twin, device):
-    """3072 + 64 keys: where a base-2 LSE in a natural-log merge shows."""
-    (out, lse), outs, lses = halves(device, t=3, s=3136, cut=3072)
+@pytest.mark.parametrize(("s", "cut"), [(3136, 3072), (10, 8), (10, 2)])
+def test_a_long_prefix_and_a_short_suffix(twin, s, cut, device):
+    """3072 + 64 keys, and shards of 8 and of 2: where a base-2 LSE in a natural-log merge shows."""
+    (out, lse), outs, lses = halves(device, t=3, s=s, cut=cut)
     merged, merged_lse = twin.merge(outs, lses)
     torch.testing.assert_close(merged, out, rtol=1e-12, atol=1e-14)
     wrong, _ = twin.merge(outs, [x / math.log(2) for x in lses])
