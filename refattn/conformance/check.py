@@ -139,7 +139,7 @@ def check(
     lse = next((x for x in contract.of_path(kernel.path) if x.name == "lse"), None)
     if "lse" in kernel.claims.not_claimed:
         kernel = replace(kernel, without_lse=True)
-    is_lse_known = kernel.without_lse
+    is_lse_known = kernel.without_lse  # it is asked in its turn, or once something fails that compares it
     for prop in chosen:
         why = prop.not_asked(kernel, device)
         if why is not None:
