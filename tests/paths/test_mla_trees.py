@@ -337,7 +337,9 @@ def test_the_chooser_says_who_verifies_trees(device_type):
     if device_type == "cpu":
         assert "chosen: cpu" in dispatch.explain(problem)
         return
-    assert dispatch.priorities(problem._replace(device=torch.device("cuda"))) == ("triton", "flash_mla", "fa3")
+    on_gpu = problem._replace(device=torch.device("cuda"))
+    assert dispatch.priorities(on_gpu) == ("flash_mla", "fa3", "triton")
+    assert dispatch.priorities(on_gpu._replace(max_query_len=4))[0] == "triton"  # 16 rows
     assert dispatch.unsupported_reason("fa4", problem) == "has no operation mla_tree"
 
 

@@ -29,7 +29,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from fastattn.kernels.problem import key_starts, uses_positions
-from fastattn.kernels.triton.codes import NO_CODES, Codes, are_pairs, size_of
+from fastattn.kernels.triton.codes import NO_CODES, Codes, are_pairs, in_pairs, size_of
 from fastattn.kernels.triton.decode import attend_few_rows
 from fastattn.kernels.triton.launch import Launch, is_aligned
 from fastattn.kernels.triton.run import (
@@ -65,6 +65,7 @@ INVARIANT_RUN = 2048  # keys of a split under `batch_invariant`
 BLOCK_SEQS = 128  # sequences that are counted at a time
 MERGED_AT_ONCE = 64  # parts, of one head or of several
 MERGED_ELEMENTS = 8192  # and elements of them, at most
+BYTES_OF_MASK = 256  # of a row, for what it sees of a step of latents, if they may be of a tree
 LARGEST_TILE = 512  # query rows and keys, together, of a tile of a kernel whose answers are repaired
 
 
@@ -145,11 +146,11 @@ def attend_levels(
     if 0 in (num_tokens, num_heads, batch.num_seqs):
         return out.zero_(), lse.fill_(-torch.inf)
 
-    row_bytes, key_bytes = _bytes_of_a_program(query, key, value, shared)
+    row_bytes, key_bytes = _bytes_of_a_program(query, key, value, shared, of_trees=tree is not None)
     fewest_rows = 16 if shared or tree is not None or key.ndim == 3 else 8  # of a tile: see `attend_few_rows`
     tunings = [tune(query, key, value, level, options, row_bytes, shared, fewest_rows) for level in levels]
     if len(levels) > 1:
-        tunings = [_beside_others(tuning) for tuning in tunings]
+        tunings = [_beside_others(tuning, of_codes=bool(codes.kind)) for tuning in tunings]
     room = dict(row_bytes=row_bytes, key_bytes=key_bytes, fewest_stages=2 if shared else 1)
     room["spare"] = int(shared and not codes.kind and query.itemsize == 2 and tunings[0].block_m == 16)
     tunings = [fit(tuning, query.device, **room) for tuning in tunings]
@@ -167,10 +168,11 @@ def attend_levels(
     overlap = can_overlap(query.device)
     first = 0
     for level, tuning in zip(levels, tunings, strict=True):
+        pays = codes.kind and tuning.block_m <= 16 and query.itemsize == 2 and not shared
         launch = _launch(
             query,
             key,
-            value,
+            in_pairs(value) if pays and not are_pairs(value) else value,
             level,
             options,
             tuning,
@@ -244,7 +246,7 @@ def attend_to_nodes(
     if name in plan.whole.kept:
         plan.whole.kept[name].again(query, key, value, out, lse, *_of_layer(query, options).values(), prefix_lse)
         return out, lse
-    row_bytes, key_bytes = _bytes_of_a_program(query, key, value, shared)
+    row_bytes, key_bytes = _bytes_of_a_program(query, key, value, shared, of_trees=True)
     rows = plan.whole.batch.max_query_len * (query.shape[1] // key.shape[-2])
     if shared:
         tuning = _LATENT_16 if rows <= 16 else _LATENT_64
@@ -384,13 +386,16 @@ def _name_of_launches(
     )
 
 
-def _bytes_of_a_program(query: Tensor, key: Tensor, value: Tensor, shared: bool) -> tuple[int, int]:
+def _bytes_of_a_program(
+    query: Tensor, key: Tensor, value: Tensor, shared: bool, of_trees: bool = False
+) -> tuple[int, int]:
     """Return the bytes of a row of a tile, the longer of query and value, and of a key of a step with its value."""
     head_size, value_head_size = query.shape[2], size_of(value)
     if shared:
         elements = pad(head_size - value_head_size) + pad(value_head_size)
         row_bytes = elements * query.element_size()  # of a key, too, but for codes that become numbers in registers
-        return row_bytes, elements * key.element_size() if are_pairs(value) else row_bytes
+        key_bytes = elements * key.element_size() if are_pairs(value) else row_bytes
+        return row_bytes + BYTES_OF_MASK * of_trees, key_bytes
     row_bytes = max(pad(head_size), pad(value_head_size)) * query.element_size()
     if key.dtype != query.dtype:  # codes, and a place where they become numbers
         return row_bytes, 2 * row_bytes + _row_bytes(key) + _row_bytes(value)
@@ -739,8 +744,10 @@ def _tune_latents(
     return tuning._replace(splits=splits, most_splits=splits)
 
 
-def _beside_others(tuning: Tuning) -> Tuning:
+def _beside_others(tuning: Tuning, of_codes: bool = False) -> Tuning:
     """Change a launch so that those of other levels have room beside it: one multiplies while the other reads.
+
+    Codes take registers while they become numbers, so with them it is smaller tiles that make room, and no limit.
 
     Source: measured on an NVIDIA H200; with all registers or all multiprocessors taken, one level waits for the other.
     8 warps with 168 registers a thread leave 4 warps 176; the compiler takes fewer by itself
@@ -750,6 +757,9 @@ def _beside_others(tuning: Tuning) -> Tuning:
         return tuning  # which keys a split has must not depend on other levels either
     if tuning.block_m <= 16:
         return tuning._replace(num_warps=4, num_stages=2)
+    if of_codes and tuning.block_m == 128:
+        splits, most_splits = max(1, tuning.splits // 2), max(1, tuning.most_splits // 2)
+        return tuning._replace(block_m=64, num_warps=4, splits=splits, most_splits=most_splits)
     splits = max(1, tuning.splits * 7 // 8)
     registers = 168 if tuning.num_warps == 8 else None
     return tuning._replace(splits=splits, most_splits=max(splits, tuning.most_splits * 7 // 8), registers=registers)

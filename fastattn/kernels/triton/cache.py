@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fastattn.kernels.triton.codes import FORMATS, row_scale, to_fp8, to_int8
 from fastattn.kernels.triton.launch import Launch
+from fastattn.kernels.triton.run import converts_fp8
 from refattn.interface import Accepted, Batch, Fp8Scales, Int8Scales, Trees
 
 BLOCK_ROWS = 16
@@ -112,6 +113,7 @@ def write_quantized(
         BLOCK_SIZE=key_cache.shape[1],
         BLOCK_ROWS=BLOCK_ROWS,
         CODES=kind,
+        HARDWARE=converts_fp8(key.device),
     )
 
 
@@ -263,6 +265,7 @@ def _quantize_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     CODES: tl.constexpr,
+    HARDWARE: tl.constexpr,
 ):
     # A row is a head of a token, as in `_write_kernel`.
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -302,9 +305,9 @@ def _quantize_kernel(
             key_scale = tl.load(key_scales + head * key_scale_strides[0])
         if value_scales is not None:
             value_scale = tl.load(value_scales + head * value_scale_strides[0])
-        keys = to_fp8(tl.div_rn(keys, tl.broadcast_to(key_scale[:, None], keys.shape)), CODES)
+        keys = to_fp8(tl.div_rn(keys, tl.broadcast_to(key_scale[:, None], keys.shape)), CODES, HARDWARE)
         values = values.to(tl.float32)
-        values = to_fp8(tl.div_rn(values, tl.broadcast_to(value_scale[:, None], values.shape)), CODES)
+        values = to_fp8(tl.div_rn(values, tl.broadcast_to(value_scale[:, None], values.shape)), CODES, HARDWARE)
     key_rows = block * key_cache_strides[0] + place * key_cache_strides[1] + head * key_cache_strides[2]
     tl.store(key_cache + key_rows[:, None] + at_d * key_cache_strides[3], keys, in_key)
     value_rows = block * value_cache_strides[0] + place * value_cache_strides[1] + head * value_cache_strides[2]

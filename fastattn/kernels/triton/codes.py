@@ -126,6 +126,24 @@ FOUR_OF_INT8 = tl.constexpr("""
     }
 """)
 
+# And for the codes of four numbers.
+FOUR_TO_E4M3 = tl.constexpr("""
+    {
+        .reg .b16 low, high;
+        cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+        cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+        mov.b32 $0, {low, high};
+    }
+""")
+FOUR_TO_E5M2 = tl.constexpr("""
+    {
+        .reg .b16 low, high;
+        cvt.rn.satfinite.e5m2x2.f32 low, $2, $1;
+        cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;
+        mov.b32 $0, {low, high};
+    }
+""")
+
 # Triton's interpreter finds a function only if it stands above the one that calls it.
 
 
@@ -195,8 +213,8 @@ def from_pairs(pairs, CODES: tl.constexpr, HARDWARE: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def to_fp8(numbers, CODES: tl.constexpr):
-    """Round float32 to the nearest code of fp8, the even one of two; what is too large becomes the largest.
+def _to_fp8_by_bits(numbers, CODES: tl.constexpr):
+    """Do what `to_fp8` does without instructions for it.
 
     A normal number loses bits of its mantissa, and what is added before carries where it has to. A smaller one is
     counted in steps: the sum with a number whose last bit is worth a step.
@@ -216,6 +234,18 @@ def to_fp8(numbers, CODES: tl.constexpr):
     code = tl.where(size < SMALLEST, small, normal)
     code = tl.where(numbers != numbers, 0x7F, code)
     return (code | (bits >> 24 & 0x80).to(tl.int32)).to(tl.uint8)
+
+
+@triton.jit
+@no_type_check
+def to_fp8(numbers, CODES: tl.constexpr, HARDWARE: tl.constexpr):
+    """Round float32 to the nearest code of fp8, the even one of two; what is too large becomes the largest."""
+    if HARDWARE:
+        ASM: tl.constexpr = FOUR_TO_E4M3 if CODES == "e4m3" else FOUR_TO_E5M2
+        codes = tl.inline_asm_elementwise(ASM, "=r,r,r,r,r", [numbers], dtype=tl.uint8, is_pure=True, pack=4)
+    else:
+        codes = _to_fp8_by_bits(numbers, CODES)
+    return codes
 
 
 @triton.jit
@@ -258,7 +288,7 @@ def prepare_query(q, divisor, CODES: tl.constexpr, ROUND_QUERY: tl.constexpr, HA
     if CODES == "int8":
         prepared = to_int8(numbers)
     elif ROUND_QUERY:
-        prepared = from_codes(to_fp8(numbers, CODES), CODES, HARDWARE)
+        prepared = from_codes(to_fp8(numbers, CODES, HARDWARE), CODES, HARDWARE)
         prepared = prepared.to(tl.float32 if q.dtype == tl.float32 else tl.float16)
     else:
         prepared = numbers.to(tl.float16)
