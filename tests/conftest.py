@@ -63,8 +63,10 @@ def where_shapes_are(jaxtyped):
 
 def pytest_collection_modifyitems(config, items):
     """Begin with what takes longest where pytest-xdist gives the tests out one by one, or one worker ends after all."""
+    on_gpu = config.getoption("--device") != "cpu"
     for item in items:
-        if item.path.name in LONG:
+        compiles_all_it_draws = on_gpu and getattr(item.function, "is_hypothesis_test", False)
+        if item.path.name in LONG or compiles_all_it_draws:
             item.add_marker(pytest.mark.timeout(300))
 
     def takes_long(item):

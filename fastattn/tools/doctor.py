@@ -22,19 +22,22 @@ PACKAGES = {
 
 
 def run(console: Console | None = None) -> None:
-    """Print a table of the kernels, and for each device a table of what they compute there.
+    """Print a table of the kernels, and for the CPU and each kind of GPU a table of what they compute there.
 
     Args:
         console: where to print; standard output if None.
     """
     console = console or Console()
-    devices = [torch.device("cpu")]
-    devices += [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    of_a_kind = {
+        torch.cuda.get_device_name(i): i for i in reversed(range(torch.cuda.device_count()))
+    }  # the first of each
+    devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in sorted(of_a_kind.values()))]
     problems = {device: _problems(device) for device in devices}
 
     table = Table(title="Kernels")
-    for column in ("kernel", "package", "version", *map(_describe, devices)):
-        table.add_column(column)
+    table.add_column("kernel", no_wrap=True)
+    for column in ("package", "version", *map(_describe, devices)):
+        table.add_column(column, overflow="fold")
     for name in NAMES:
         states = [_state(name, problems[device]) for device in devices]
         table.add_row(name, PACKAGES[name], package_version(PACKAGES[name]) or "not installed", *states)

@@ -67,12 +67,14 @@ def _compact(report: dict[str, Any]) -> dict[str, Any]:
 
 def tables(found: dict[str, Any]) -> str:
     """Write a table per path, a row per property and a column per kernel; one for all paths that have one kernel."""
-    versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items() if number)
-    parts = [f"{found['machine']}, {_when(found)}; {versions}.", NOTES]
-    own = [report for report in found["reports"] if "date" in report]
-    if own:
-        others = ", ".join(f"`{report['kernel']}` {_when(report)}" for report in own)
-        parts.insert(1, f"Of earlier runs: {others}.")
+    parts = [f"{found['machine']}, {_when(found)}; {_versions(found)}.", NOTES]
+    earlier: dict[tuple[str, str], list[str]] = {}
+    for report in found["reports"]:
+        if "date" in report:
+            earlier.setdefault((_when(report), _versions(report)), []).append(f"`{report['kernel']}`")
+    lines = [f"{when}; {versions}: {', '.join(kernels)}." for (when, versions), kernels in sorted(earlier.items())]
+    if lines:
+        parts.insert(1, "\n".join(["Of earlier runs:", "", *(f"- {line}" for line in lines)]))
     for report in found["reports"]:
         without = ", ".join(finding["property"] for finding in report["findings"] if finding.get("without_lse"))
         if without:
@@ -118,6 +120,10 @@ def list_failures(found: dict[str, Any]) -> str:
         cause = f" Probably: {causes}" if causes else ""
         parts.append(f"- `{report['kernel']}`, {finding['property']}{kind}: {finding.get('detail', '')}.{batch}{cause}")
     return "\n".join(parts) or "None."
+
+
+def _versions(run: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {number}" for name, number in run["versions"].items() if number)
 
 
 def _when(run: dict[str, Any]) -> str:

@@ -21,7 +21,7 @@ import fastattn.tools.bench
 from fastattn.kernels import NAMES, dispatch
 from fastattn.kernels import device as devices
 from fastattn.kernels.device import package_version
-from fastattn.kernels.flash import fa2, fa3, fa4
+from fastattn.kernels.flash import fa2, fa3, fa4, flash_mla
 from fastattn.tools.bench import Bench, in_rows, measure, peers, reading, report
 from fastattn.tools.bench.measure import Ceilings
 from fastattn.tools.bench.peers import Contender, twin
@@ -568,18 +568,20 @@ def test_the_doctor_knows_every_kernel():
 
 def test_the_doctor_shows_what_runs_in_part(monkeypatch):
     """On a GPU that is not there, without the FlashAttention packages: torch's own kernel reads no pages."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)  # of a kind, of which one is shown
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Hopper")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(dispatch, "num_multiprocessors", lambda device: 132)
     for module in (fa2, fa4):
         monkeypatch.setattr(module, "cannot_import", lambda name, package: f"the package {package} can't be imported")
-    monkeypatch.setattr(fa3, "_cannot_load", lambda: "there is no library")
+    for module in (fa3, flash_mla):
+        monkeypatch.setattr(module, "_cannot_load", lambda: "there is no library")
     devices.capability.cache_clear()
     result = CliRunner().invoke(main, ["doctor"], env={"COLUMNS": "150"})
     devices.capability.cache_clear()
     assert result.exit_code == 0, result.output
     kernels, _, features = result.output.partition("What runs on cuda:0, Hopper")
+    assert "cuda:1" not in result.output
     (state,) = [line for line in kernels.splitlines() if "│ torch_flash" in line]
     assert "in part: has no operation paged" in state
     taken = {line.split("│")[1].strip(): line.split("│")[-2].strip() for line in features.splitlines() if "│" in line}
