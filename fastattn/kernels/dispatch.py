@@ -113,7 +113,7 @@ def priorities(problem: Problem) -> tuple[str, ...]:
 
     A tree after thousands of keys is a chunk to all but its last keys: FlashAttention-3 reads the keys before it,
     without a mask, and ours its few nodes, in one launch that takes in the answer of the other: 64 trees of 16 nodes
-    after 8192 keys take 0.51 ms so and 0.55 by ours alone, 8 of 64 nodes 0.15 and 0.24, one of them 39 and 42 us.
+    after 8192 keys take 0.52 ms so and 0.58 by ours alone, 8 of 64 nodes 0.15 and 0.19, one of them 38 and 41 us.
     FlashMLA and FlashAttention-3 do the same over latents: 64 trees of 4 nodes and 16 heads take 0.20, 0.21 and by ours
     alone 0.33 ms, 32 of 8 nodes and 128 heads 1.05, 1.08 and 2.16.
 

@@ -65,7 +65,7 @@ INVARIANT_RUN = 2048  # keys of a split under `batch_invariant`
 BLOCK_SEQS = 128  # sequences that are counted at a time
 MERGED_AT_ONCE = 64  # parts, of one head or of several
 MERGED_ELEMENTS = 8192  # and elements of them, at most
-BYTES_OF_MASK = 256  # of a row, for what it sees of a step of latents, if they may be of a tree
+BYTES_OF_MASK = 256  # of a row, for what it sees of a step of latents, if that is looked up in several words
 LARGEST_TILE = 512  # query rows and keys, together, of a tile of a kernel whose answers are repaired
 
 
@@ -146,7 +146,7 @@ def attend_levels(
     if 0 in (num_tokens, num_heads, batch.num_seqs):
         return out.zero_(), lse.fill_(-torch.inf)
 
-    row_bytes, key_bytes = _bytes_of_a_program(query, key, value, shared, of_trees=tree is not None)
+    row_bytes, key_bytes = _bytes_of_a_program(query, key, value, shared, 0 if tree is None else tree.trees.num_words)
     fewest_rows = 16 if shared or tree is not None or key.ndim == 3 else 8  # of a tile: see `attend_few_rows`
     tunings = [tune(query, key, value, level, options, row_bytes, shared, fewest_rows) for level in levels]
     if len(levels) > 1:
@@ -246,7 +246,7 @@ def attend_to_nodes(
     if name in plan.whole.kept:
         plan.whole.kept[name].again(query, key, value, out, lse, *_of_layer(query, options).values(), prefix_lse)
         return out, lse
-    row_bytes, key_bytes = _bytes_of_a_program(query, key, value, shared, of_trees=True)
+    row_bytes, key_bytes = _bytes_of_a_program(query, key, value, shared, plan.trees.num_words)
     rows = plan.whole.batch.max_query_len * (query.shape[1] // key.shape[-2])
     if shared:
         tuning = _LATENT_16 if rows <= 16 else _LATENT_64
@@ -387,7 +387,7 @@ def _name_of_launches(
 
 
 def _bytes_of_a_program(
-    query: Tensor, key: Tensor, value: Tensor, shared: bool, of_trees: bool = False
+    query: Tensor, key: Tensor, value: Tensor, shared: bool, words: int = 0
 ) -> tuple[int, int]:
     """Return the bytes of a row of a tile, the longer of query and value, and of a key of a step with its value."""
     head_size, value_head_size = query.shape[2], size_of(value)
@@ -395,7 +395,7 @@ def _bytes_of_a_program(
         elements = pad(head_size - value_head_size) + pad(value_head_size)
         row_bytes = elements * query.element_size()  # of a key, too, but for codes that become numbers in registers
         key_bytes = elements * key.element_size() if are_pairs(value) else row_bytes
-        return row_bytes + BYTES_OF_MASK * of_trees, key_bytes
+        return row_bytes + BYTES_OF_MASK * (words > 1), key_bytes
     row_bytes = max(pad(head_size), pad(value_head_size)) * query.element_size()
     if key.dtype != query.dtype:  # codes, and a place where they become numbers
         return row_bytes, 2 * row_bytes + _row_bytes(key) + _row_bytes(value)

@@ -115,7 +115,7 @@ def window_within_reach(plan: Plan) -> tuple[int, int]:
 
 
 def converts_fp8(device: torch.device) -> bool:
-    """Return whether a GPU has instructions that turn fp8 into float16."""
+    """Return whether a GPU has instructions that turn fp8 into float16, and float32 into fp8."""
     return not INTERPRETED and devices.capability(device) >= (8, 9)
 
 
