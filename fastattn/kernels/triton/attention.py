@@ -386,9 +386,7 @@ def _name_of_launches(
     )
 
 
-def _bytes_of_a_program(
-    query: Tensor, key: Tensor, value: Tensor, shared: bool, words: int = 0
-) -> tuple[int, int]:
+def _bytes_of_a_program(query: Tensor, key: Tensor, value: Tensor, shared: bool, words: int = 0) -> tuple[int, int]:
     """Return the bytes of a row of a tile, the longer of query and value, and of a key of a step with its value."""
     head_size, value_head_size = query.shape[2], size_of(value)
     if shared:
