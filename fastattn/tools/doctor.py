@@ -28,10 +28,10 @@ def run(console: Console | None = None) -> None:
         console: where to print; standard output if None.
     """
     console = console or Console()
-    of_a_kind = {
-        torch.cuda.get_device_name(i): i for i in reversed(range(torch.cuda.device_count()))
-    }  # the first of each
-    devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in sorted(of_a_kind.values()))]
+    first_of_kind: dict[str, int] = {}
+    for i in range(torch.cuda.device_count()):
+        first_of_kind.setdefault(torch.cuda.get_device_name(i), i)
+    devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in first_of_kind.values())]
     problems = {device: _problems(device) for device in devices}
 
     table = Table(title="Kernels")

@@ -89,7 +89,7 @@ OF_PATH = {
 
 
 def claims(**limits: Any) -> Callable[[Callable], Callable]:
-    """Say what a kernel claims, where that is less or more than a path asks: `@claims(block_sizes=(256,))`."""
+    """Declare what a kernel claims, where that is less or more than a path asks: `@claims(block_sizes=(256,))`."""
 
     def decorate(function: Callable) -> Callable:
         function.__claims__ = limits  # type: ignore[attr-defined]

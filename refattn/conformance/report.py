@@ -42,7 +42,7 @@ def lines(report: Report) -> Iterator[tuple[str, str]]:
 
 
 def _says(finding: Finding) -> str:
-    """Say what a property promises, or why it was not checked."""
+    """Return what a property promises, or why it was not checked."""
     if mark(finding.outcome) not in "✓✗":
         return f"{finding.outcome}: {finding.detail}"
     return f"{finding.promise} Checked without the LSE." if finding.without_lse else finding.promise
