@@ -637,7 +637,10 @@ REPAIRS = {  # of tiles of 32 queries: 0, 1 and 2 of the first sequence, 3 of th
     "last-rows": (dict(sinks=True, softcap=3.0), [5, 62, 71], [1, 3]),
     "not-causal": (dict(causal=False, alibi_slopes=True), [5], [0]),
     "right-window": (dict(causal=False, window_size=(-1, 3)), [5, 59], [1]),
-    "window": (dict(window_size=(9, 0)), [5, 69], [0, 2]),
+    "window": (dict(window_size=(9, 0)), [7, 40, 69, 71], [0, 2, 3]),
+    "what-others-see-in-a-window": (dict(window_size=(9, 0)), [8, 40, 61], []),
+    "window-that-hides-no-key-from-all": (dict(window_size=(20, 0)), [0, 5, 40, 69], [2]),
+    "two-sided-window": (dict(causal=False, window_size=(9, 2)), [7, 40, 60], [0, 1]),
 }
 
 

@@ -422,7 +422,7 @@ def repair(
     scores of such keys are replaced. A NaN that a query may see comes out again.
 
     It costs a launch, and a look at the answers that a tile of at most `LARGEST_TILE` rows and keys can have spoilt:
-    those of the last queries of a sequence, and of all queries where there is a window or no causal mask.
+    those of the last queries of a sequence, in a window also of the first ones, of all queries without a causal mask.
 
     Args:
         out: the answers; rows side by side.
@@ -1007,8 +1007,13 @@ def _attend_kernel(
         VALUE_PAD: tl.constexpr = triton.next_power_of_2(VALUE_HEAD_SIZE)
         at_dv = tl.arange(0, VALUE_PAD)
         may_be_spoilt = is_row
-        if RIGHT and not LEFT:  # what is nobody's lies past the sequence's end, and only its last rows load that
-            may_be_spoilt &= positions + (right + LARGEST_TILE) >= seq_len
+        if RIGHT and (not LEFT or query_positions is None):
+            # What is nobody's lies past the sequence's end, which only its last rows load, or before the first window.
+            at_an_end = positions + (right + LARGEST_TILE) >= seq_len
+            if LEFT:
+                begin = tl.maximum(context - left, 0)
+                at_an_end |= (begin > 0) & (positions - left < begin + LARGEST_TILE)
+            may_be_spoilt &= at_an_end
         given = tl.load(
             out + places[:, None] * VALUE_HEAD_SIZE + at_dv[None, :],
             mask=may_be_spoilt[:, None] & (at_dv < VALUE_HEAD_SIZE)[None, :],
