@@ -65,13 +65,15 @@ def write(
     slot_mapping: Int64[Tensor, "t"],
 ) -> None:
     """Write new tokens into the pool; see `fastattn.kv_cache.write`."""
-    real = slot_mapping >= 0
-    if not real.all():
+    if slot_mapping.numel() and int(slot_mapping.min()) < 0:
+        real = slot_mapping >= 0
         key, value, slot_mapping = key[real], value[real], slot_mapping[real]
-    block_size = key_cache.shape[1]
-    blocks, rows = slot_mapping // block_size, slot_mapping % block_size
-    key_cache[blocks, rows] = key
-    value_cache[blocks, rows] = value
+    for new, cache in ((key, key_cache), (value, value_cache)):
+        block_size = cache.shape[1]
+        if cache.stride(0) == block_size * cache.stride(1):  # slots are rows of a view
+            cache.flatten(0, 1)[slot_mapping] = new
+        else:
+            cache[slot_mapping // block_size, slot_mapping % block_size] = new
 
 
 def copy_blocks(cache: Shaped[Tensor, "n ..."], pairs: Int64[Tensor, "k 2"]) -> None:

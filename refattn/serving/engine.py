@@ -626,12 +626,12 @@ class Engine:
             )
         scale = module.scaling if scaling is None else scaling
         options = AttentionOptions(scale, softcap or 0.0, alibi_slopes, s_aux, self.batch_invariant)
-        tokens: list[Tensor | None] = [rearrange(x, "1 h t d -> t h d") for x in (query, key, value)]
+        tokens: list[Tensor | None] = [x[0].transpose(0, 1) for x in (query, key, value)]  # [t, h, d]
         if self.owners[index] != index:  # its keys are those of an earlier layer, which has written them
             tokens[1:] = [None, None]
         slots, plan = step.slot_mappings[layer], step.plans[layer]
         out = layer.attend(self.twin, module, *tokens, self.caches[index], slots, plan, options)
-        return rearrange(out, "t h d -> 1 t h d").contiguous()  # as transformers' own: some models view it
+        return out[None].contiguous()  # [1, t, h, d], as transformers' own: some models view it
 
     def _try_model(self) -> None:
         """Run the model over one token in the first block, so that one that cannot be served is refused at once."""

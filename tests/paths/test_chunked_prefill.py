@@ -22,6 +22,7 @@ import refattn.dense
 from fastattn.kernels import cpu as cpu_kernel
 from fastattn.kernels import dispatch
 from fastattn.kernels.cpu import attention as cpu
+from fastattn.kernels.cpu import schedule as cpu_schedule
 from fastattn.kernels.flash import fa4, repage
 from refattn.attention import attend as attend_once
 from refattn.interface import AttentionOptions, Batch, Plan
@@ -479,12 +480,58 @@ def test_layers_of_one_plan(planned, over, kernel, device):
 
 @pytest.mark.parametrize("options", ["plain", "window", "window-of-one", "alibi", "sinks"])
 @pytest.mark.parametrize("columns", [1, 2, 5])
-def test_decodes_through_a_buffer_of_any_size(columns, options, monkeypatch):
-    """Shorter sequences see nothing in the last columns, where longer ones do; some end with a block."""
+@pytest.mark.parametrize("threads", [1, 2, 6, 20])
+def test_decodes_of_any_groups_and_runs_through_a_buffer_of_any_size(threads, columns, options, monkeypatch):
+    """Shorter sequences see nothing in the last columns or runs, where longer ones do; some end with a block."""
     case = Case("buffer", ((1, 90), (1, 65), (1, 64), (1, 83), (1, 61), (1, 80)), heads=(4, 2))
-    monkeypatch.setattr(cpu, "BUFFER", columns * len(case.lens) * case.block_size * case.heads[1] * case.head_size)
+    monkeypatch.setattr(cpu, "BUFFER", columns * case.block_size * case.heads[1] * case.head_size)
+    monkeypatch.setattr(cpu_schedule, "RUN", 17)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     inputs = build(case)
     assert_twins_agree("chunked_prefill", *inputs.tensors, **per_head(OPTIONS[options], case, "cpu"))
+
+
+def test_a_long_decode_is_cut_into_a_run_for_each_thread(monkeypatch):
+    def shapes_of_calls(threads, lens):
+        calls = []
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+        monkeypatch.setattr(
+            cpu, "FLASH", lambda *args, **options: calls.append(args[1].shape) or flash(*args, **options)
+        )
+        attend(fastattn.chunked_prefill, *build(Case("runs", lens, heads=(4, 2))).tensors)
+        return calls
+
+    flash, run = cpu.FLASH, cpu_schedule.RUN
+    assert shapes_of_calls(1, ((1, 3 * run),)) == [(1, 2, 3 * run, 64)]
+    assert shapes_of_calls(3, ((1, 3 * run),)) == [(3, 2, run, 64)]
+    assert shapes_of_calls(8, ((1, 3 * run),)) == [(3, 2, run, 64)]  # shorter ones would not pay for their merge
+    assert shapes_of_calls(8, ((1, run),)) == [(1, 2, run, 64)]
+    assert shapes_of_calls(2, ((1, 3 * run),) * 2) == [(2, 2, 3 * run, 64)]
+
+
+PROMPTS = {
+    "alike": ((30, 30), (30, 30)),
+    "neighbours": ((30, 30), (25, 25), (1, 40), (2, 2)),
+    "apart": ((20, 20), (1, 40), (33, 33), (5, 20), (30, 30), (0, 8), (2, 2), (3, 3), (257, 257)),
+}
+
+
+@pytest.mark.parametrize("options", ["plain", "window", "alibi", "sinks", "softcap", "scale"])
+@pytest.mark.parametrize("most", [1, 2**9, 2**20], ids=str)
+@pytest.mark.parametrize("lens", PROMPTS.values(), ids=PROMPTS)
+def test_short_prompts_in_one_call(lens, most, options, monkeypatch):
+    """Shorter ones are padded with rows, whose answers nobody sees, and with keys that lie behind their last query."""
+    monkeypatch.setattr(cpu, "BUFFER", most)
+    case = Case("prompts", lens, heads=(4, 2), padding_rows=2)
+    assert_twins_agree("chunked_prefill", *build(case).tensors, **per_head(OPTIONS[options], case, "cpu"))
+
+
+def test_how_many_calls_prompts_need(monkeypatch):
+    calls, flash = [], cpu.FLASH
+    monkeypatch.setattr(cpu, "FLASH", lambda *args, **options: calls.append(args[0].shape) or flash(*args, **options))
+    lens = ((30, 30), (1, 40), (20, 20), (200, 200), (300, 300), (1, 41))
+    attend(fastattn.chunked_prefill, *build(Case("prompts", lens, heads=(4, 2))).tensors)
+    assert calls == [(2, 2, 2, 64), (1, 4, 200, 64), (2, 4, 30, 64), (1, 4, 300, 64)]
 
 
 TILES = {  # of queries, of keys, of the queries of a band, of both under `batch_invariant`

@@ -8,7 +8,8 @@ batch is split into pieces, and the pieces of one query merge by their log-sum-e
     ALiBi, edges, positions  larger tiles one by one, over some keys at a time, with a mask
     a drafted tree           full part | its nodes, with a mask
     a softcap                those tiles by our own matrix products: ATen's call has no softcap
-    decodes                  all sequences in one call, the query heads of a group as rows, a mask for their lengths
+    decodes                  some sequences in one call, the query heads of a group as rows, a mask for their lengths
+    short prompts            some in one call, padded to the longest
     batch invariance         tiles and runs of keys of one size, which begin at multiples of it
 
 Memory grows linearly with the tokens: a tile never holds more than `TILE` queries times `SLAB` keys.
@@ -30,7 +31,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fastattn.kernels.cpu.codes import Codes, read_blocks
-from fastattn.kernels.cpu.schedule import Apart, Decodes, View, branches_of, schedule_of
+from fastattn.kernels.cpu.schedule import Decodes, Part, Piece, Prompts, View, branches_of, schedule_of
 from fastattn.kernels.problem import uses_positions
 from fastattn.kernels.torch_ops import add_sinks, merge
 from refattn.interface import AttentionOptions, Plan, TreePlan
@@ -38,13 +39,14 @@ from refattn.interface import AttentionOptions, Plan, TreePlan
 TILE = 256  # queries of a masked tile
 SLAB = 2048  # keys of a masked tile
 BAND_TILE = 32  # queries of a tile of a window: small, as it reads that many keys beside its window
-BUFFER = 2**20  # elements of the keys of decodes that are gathered at a time: 4 MiB in float32
+BUFFER = 2**18  # elements of keys that a thread gathers at a time: 1 MiB in float32
 SHORT = 16  # with at most this many queries, the heads of a group are rows of one call
 FEW = 16  # keys, less than which ATen's call compares one by one, and overlooks NaN
 INVARIANT_TILE = 16  # queries of a tile under `batch_invariant`; at most SHORT
 INVARIANT_SLAB = 512  # keys of such a tile: as many as ATen's call takes at a time
 
-FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+TINY = torch.finfo(torch.float32).tiny
 
 
 def dense(
@@ -72,11 +74,13 @@ def paged(
     options: AttentionOptions,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend over pages; see `fastattn.kernels.dispatch`."""
-    pieces: Sequence[Decodes | Apart] = ()
+    pieces: Sequence[Piece] = ()
     if query.numel():
-        positions = uses_positions(plan, options)
-        one_by_one = positions or options.batch_invariant or bool(options.softcap)
-        pieces = schedule_of(plan).apart(positions) if one_by_one else schedule_of(plan).together
+        positions, schedule = uses_positions(plan, options), schedule_of(plan)
+        if positions or options.batch_invariant or options.softcap:
+            pieces = schedule.apart(positions)
+        else:
+            pieces = schedule.together(key_cache.shape[1:], BUFFER, prompts=options.alibi_slopes is None)
     query = _readable(query)
     if len(pieces) == 1 and pieces[0].rows == slice(0, len(query)):  # the answer of the piece is that of the plan
         return _with_sinks(*_piece(query, key_cache, value_cache, pieces[0], options), options.sinks, plan)
@@ -128,12 +132,14 @@ def _piece(
     query: Float[Tensor, "t h d"],
     key_cache: Float[Tensor, "n p hk d"] | Codes,
     value_cache: Float[Tensor, "n p hk dv"] | Codes,
-    piece: Decodes | Apart,
+    piece: Piece,
     options: AttentionOptions,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend from the query rows of a piece."""
     if isinstance(piece, Decodes):
         return _decodes(query, key_cache, value_cache, piece, options)
+    if isinstance(piece, Prompts):
+        return _prompts(query, key_cache, value_cache, piece, options)
     if piece.view.window == (-1, -1) and _is_plain(options):
         slabs = _slabs(key_cache, value_cache, piece.blocks, piece.view.num_keys)
         return _merge(*(_flash(query, k, v, options.softmax_scale) for k, v in slabs))
@@ -152,46 +158,80 @@ def _decodes(
     decodes: Decodes,
     options: AttentionOptions,
 ) -> tuple[Float[Tensor, "b h dv"], Float[Tensor, "b h"]]:
-    """Attend from one query of each sequence, some columns of their blocks at a time through a small buffer.
+    """Attend from one query of each sequence to the keys of all, gathered in a small buffer.
 
     Gathering all keys at once would write them to memory and read them back; the buffer stays in the cache.
     """
-    table = decodes.blocks.table
-    b, m = table.shape
-    block_size, hk = key_cache.shape[1:3]
-    query = query.unflatten(1, (hk, -1))  # [b, hk, g, d]: the heads of a group are rows of one matrix product
+    (b, h, d), hk = query.shape, key_cache.shape[2]
+    rows = query.reshape(b, hk, h // hk, d)  # the heads of a group are rows of one matrix product
+    if decodes.runs > 1:
+        rows = rows.repeat_interleave(decodes.runs, 0)
+    outs, lses = [], []
+    for part in decodes.parts:
+        key = _gathered(key_cache, part, len(rows), 0)
+        value = key if value_cache is key_cache else _gathered(value_cache, part, len(rows), 1)
+        bias = _bias_of(part, rows, options)
+        out, lse = _call(rows, key, value, options.softmax_scale, bias=bias, all_see_some=part.all_see_some)
+        outs.append(out.reshape(b, decodes.runs, h, -1))
+        lses.append(lse.reshape(b, decodes.runs, h))
+    if len(outs) == decodes.runs == 1:
+        return outs[0][:, 0], lses[0][:, 0]
+    lse = lses[0] if len(lses) == 1 else torch.cat(lses, 1)
+    weights = lse.softmax(1)  # each query sees some key, if not in each run
+    out = (outs[0] if len(outs) == 1 else torch.cat(outs, 1)).mul(weights[..., None]).sum(1).to(query.dtype)
+    return out, lse.amax(1) - weights.amax(1).log()  # the largest weight is exp(highest - lse)
+
+
+def _prompts(
+    query: Float[Tensor, "t h d"],
+    key_cache: Float[Tensor, "n p hk d"] | Codes,
+    value_cache: Float[Tensor, "n p hk dv"] | Codes,
+    prompts: Prompts,
+    options: AttentionOptions,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend in whole prompts by one call: the causal mask hides what pads the shorter ones, which lies after them."""
+    if prompts.places is not None:
+        padded = query.new_zeros(prompts.count * prompts.part.keys.stop, *query.shape[1:])
+        padded[prompts.places] = query
+        query = padded
+    rows = query.unflatten(0, (prompts.count, -1)).transpose(1, 2)
+    key = _gathered(key_cache, prompts.part, prompts.count, 0)
+    value = key if value_cache is key_cache else _gathered(value_cache, prompts.part, prompts.count, 1)
+    out, lse = (x.transpose(1, 2).flatten(0, 1) for x in _call(rows, key, value, options.softmax_scale, causal=True))
+    return (out, lse) if prompts.places is None else (out[prompts.places], lse[prompts.places])
+
+
+def _gathered(
+    cache: Float[Tensor, "n p hk d"] | Codes, part: Part, count: int, number: int
+) -> Float[Tensor, "{count} hk s d"]:
+    """Gather keys (number 0) or values (1), with a row for each sequence or run; the next call writes over them.
+
+    All layers of a step gather into the same views of the memory that the thread keeps.
+    """
+    name = threading.get_ident(), number, cache.dtype, cache.shape[3]
+    if name not in part.room:
+        blocks = _buffer(part.slab.blocks.numel(), cache, number)
+        rows = blocks.view(count, -1, *cache.shape[2:])
+        part.room[name] = blocks, rows[:, part.keys].transpose(1, 2)
+    blocks, rectangle = part.room[name]
+    part.slab.gather(cache, blocks)
+    return rectangle
+
+
+def _bias_of(
+    part: Part, query: Float[Tensor, "b hk g d"], options: AttentionOptions
+) -> Float[Tensor, "b #hk #g s"] | None:
+    """Return what is added to the scores of decodes: ALiBi, -inf on keys that are not to be seen; None for nothing."""
     compute = _compute_dtype(query.dtype)
-    bias = None if decodes.bias is None else decodes.bias.to(compute)
-    if options.alibi_slopes is not None:
-        slopes = options.alibi_slopes.to(compute).unflatten(0, (hk, -1))
-        distance = decodes.distance.to(compute)
-        distance = distance.clamp(min=0).sqrt() if options.alibi_sqrt else distance
-        distance = slopes[..., None] * distance[:, None, None]  # no key that is seen lies after the query
-        bias = -distance if bias is None else bias - distance
-    step = max(1, BUFFER // (b * key_cache.shape[1:].numel()))  # columns at a time
-    buffers = _buffers(min(step, m) * b, key_cache, value_cache)
-    parts = []
-    for column in range(0, m, step):
-        some = table[:, column : column + step].flatten()
-        gathered = []
-        for cache, buffer in zip((key_cache, value_cache)[: len(buffers)], buffers, strict=True):
-            rows = read_blocks(cache, some, buffer[: len(some)]).flatten(0, 1)
-            decodes.blocks.clear_stale(rows, column, step)
-            gathered.append(rows.unflatten(0, (b, -1)).transpose(1, 2))  # [b, hk, s, d]
-        key, value = gathered[0], gathered[-1]
-        begin = column * block_size
-        keys = slice(max(0, decodes.keys.start - begin), decodes.keys.stop - begin)
-        seen = slice(begin + keys.start, min(begin + key.shape[2], decodes.keys.stop))
-        out, lse = _call(
-            query,
-            key[:, :, keys],
-            value[:, :, keys],
-            options.softmax_scale,
-            bias=None if bias is None else bias[..., seen],
-            all_see_some=step >= m,
-        )
-        parts.append((out.flatten(1, 2), lse.flatten(1, 2)))
-    return _merge(*parts)
+    bias = None if part.bias is None else part.bias.to(compute)
+    if options.alibi_slopes is None:
+        return bias
+    slopes = options.alibi_slopes.to(compute).unflatten(0, query.shape[1:3])
+    assert part.distance is not None  # decodes have it
+    distance = part.distance.to(compute)
+    distance = distance.clamp(min=0).sqrt() if options.alibi_sqrt else distance
+    distance = slopes[..., None] * distance[:, None, None]  # no key that is seen lies after the query
+    return -distance if bias is None else bias - distance
 
 
 class _Memory(threading.local):
@@ -204,19 +244,14 @@ class _Memory(threading.local):
 _memory = _Memory()
 
 
-def _buffers(
-    count: int, key_cache: Float[Tensor, "n p hk d"] | Codes, value_cache: Float[Tensor, "n p hk dv"] | Codes
-) -> list[Float[Tensor, "m p hk _"]]:
-    """Return room for `count` blocks of each cache: one where values are the keys."""
-    buffers = []
-    for i, cache in enumerate([key_cache] if value_cache is key_cache else [key_cache, value_cache]):
-        size = count * cache.shape[1:].numel()
-        kept = _memory.of.get((i, cache.dtype))
-        if kept is None or len(kept) < size:
-            with torch.inference_mode(False):  # or it could be used in inference mode only
-                kept = _memory.of[i, cache.dtype] = torch.empty(max(size, BUFFER), dtype=cache.dtype)
-        buffers.append(kept[:size].view(count, *cache.shape[1:]))
-    return buffers
+def _buffer(count: int, cache: Float[Tensor, "n p hk d"] | Codes, number: int) -> Float[Tensor, "{count} p hk d"]:
+    """Return room for blocks of keys (number 0) or of values (1)."""
+    size = count * cache.shape[1:].numel()
+    kept = _memory.of.get((number, cache.dtype))
+    if kept is None or kept.numel() < size:
+        with torch.inference_mode(False):  # or it could be used in inference mode only
+            kept = _memory.of[number, cache.dtype] = torch.empty(size, dtype=cache.dtype)
+    return kept[:size].view(count, *cache.shape[1:])
 
 
 def _slabs(
@@ -227,13 +262,13 @@ def _slabs(
 ) -> Iterator[tuple[Float[Tensor, "s hk d"], Float[Tensor, "s hk dv"]]]:
     """Gather the first keys of a sequence, some blocks at a time through a small buffer, as `_decodes` does."""
     block_size = key_cache.shape[1]
-    step = max(1, BUFFER // key_cache.shape[1:].numel())
-    buffers = _buffers(min(step, len(blocks)), key_cache, value_cache)
+    step = max(1, BUFFER * torch.get_num_threads() // key_cache.shape[1:].numel())
+    caches = [key_cache] if value_cache is key_cache else [key_cache, value_cache]
     for column in range(0, len(blocks), step):
         some = blocks[column : column + step]
         gathered = [
-            read_blocks(cache, some, buffer[: len(some)]).flatten(0, 1)[: num_keys - column * block_size]
-            for cache, buffer in zip((key_cache, value_cache)[: len(buffers)], buffers, strict=True)
+            read_blocks(cache, some, _buffer(len(some), cache, i)).flatten(0, 1)[: num_keys - column * block_size]
+            for i, cache in enumerate(caches)
         ]
         yield gathered[0], gathered[-1]
 
@@ -458,7 +493,7 @@ def _call(
     scale = d**-0.5 if softmax_scale is None else softmax_scale
     if scale < 0:
         query, scale = -query, -scale
-    if scale < torch.finfo(torch.float32).tiny:
+    if scale < TINY:
         query, scale = query * 0.0, 1.0
     if d != dv:
         query, key, value = (functional.pad(x, (0, max(d, dv) - x.shape[-1])) for x in (query, key, value))
@@ -472,7 +507,7 @@ def _call(
         saw_nothing = (bias == -torch.inf).all(-1).expand_as(lse)
         lse.masked_fill_(saw_nothing, -torch.inf)
         out.masked_fill_(saw_nothing[..., None], 0.0)
-    return out[..., :dv], lse
+    return out if d == dv else out[..., :dv], lse
 
 
 def _capped(

@@ -15,13 +15,40 @@ import torch
 from jaxtyping import Bool, Float, Int32, Int64
 from torch import Tensor
 
+from fastattn.kernels.cpu.codes import Codes, read_blocks
+
+
+@dataclass(frozen=True)
+class Slab:
+    """Some columns of the blocks of all sequences: what is gathered at a time.
+
+    Attributes:
+        blocks: those of the first sequence, then of the next, and so on.
+        keys: which of the keys of a sequence are in them.
+        stale: the gathered rows that may hold anything; None if there are none.
+    """
+
+    blocks: Int32[Tensor, "m"]
+    keys: slice
+    stale: Int64[Tensor, "_"] | None
+
+    def gather(
+        self, pool: Float[Tensor, "n p heads d"] | Codes, out: Float[Tensor, "m p heads d"]
+    ) -> Float[Tensor, "m p heads d"]:
+        """Read the blocks of keys or of values into `out`, and return it."""
+        read_blocks(pool, self.blocks, out)
+        if self.stale is not None:
+            out.flatten(0, 1).index_fill_(0, self.stale, 0.0)
+        return out
+
 
 @dataclass(frozen=True)
 class Blocks:
     """Blocks of some sequences side by side.
 
     Attributes:
-        table: blocks of the pool, as many for each sequence as the longest one reads.
+        table: blocks of the pool, as many for each sequence as the longest one reads. A sequence that is cut into runs
+            has a row for each of them.
         positions: position of each key of the blocks in its sequence.
         hidden: the keys that no query of their sequence sees.
         stale: those of them that may hold anything.
@@ -31,22 +58,19 @@ class Blocks:
     positions: Int32[Tensor, "b s"]
     hidden: Bool[Tensor, "b s"]
     stale: Bool[Tensor, "b s"]
-    _rows: dict[int, list[Int64[Tensor, "_"]]] = field(default_factory=dict, init=False)  # by columns at a time
+    _slabs: dict[int, list[Slab]] = field(default_factory=dict, init=False)  # by columns at a time
 
-    def clear_stale(self, rows: Float[Tensor, "rows ..."], column: int, step: int) -> None:
-        """Write 0 to the stale keys, in place.
-
-        Args:
-            rows: the keys or values of `step` columns (fewer at the end), gathered, one row for each key.
-            column: the first of the columns, a multiple of `step`.
-            step: columns that are gathered at a time.
-        """
-        if step not in self._rows:
-            width = step * (self.stale.shape[1] // self.table.shape[1])
-            self._rows[step] = [part.flatten().nonzero()[:, 0] for part in self.stale.split(width, dim=1)]
-        stale = self._rows[step][column // step]
-        if len(stale):
-            rows.index_fill_(0, stale, 0.0)
+    def slabs(self, step: int) -> list[Slab]:
+        """Cut the blocks into slabs of `step` columns, fewer at the end."""
+        if step not in self._slabs:
+            block_size = self.stale.shape[1] // self.table.shape[1]
+            self._slabs[step] = []
+            for column in range(0, self.table.shape[1], step):
+                some = self.table[:, column : column + step]
+                keys = slice(column * block_size, (column + some.shape[1]) * block_size)
+                stale = self.stale[:, keys].flatten().nonzero()[:, 0]
+                self._slabs[step].append(Slab(some.flatten(), keys, stale if len(stale) else None))
+        return self._slabs[step]
 
 
 def side_by_side(
@@ -54,6 +78,7 @@ def side_by_side(
     first_keys: Int32[Tensor, "b"],
     seq_lens: Int32[Tensor, "b"],
     block_size: int,
+    runs: int = 1,
 ) -> Blocks:
     """Lay out the blocks of some sequences side by side.
 
@@ -62,13 +87,15 @@ def side_by_side(
         first_keys: position of the first key that a query of each sequence sees.
         seq_lens: keys of each sequence, at least one more than `first_keys`.
         block_size: tokens in a block, `p`.
+        runs: into how many runs of as many blocks each sequence is cut; they stand below each other, as sequences do.
 
     Returns:
         The blocks from the one with the first key to the one with the last.
     """
     first_keys, seq_lens = first_keys[:, None], seq_lens[:, None]
     first_block, last_block = first_keys // block_size, (seq_lens - 1) // block_size
-    columns = first_block + torch.arange(int((last_block - first_block).max()) + 1, dtype=torch.int32)
+    columns_of_a_run = -(-(int((last_block - first_block).max()) + 1) // runs)
+    columns = first_block + torch.arange(runs * columns_of_a_run, dtype=torch.int32)
     past_the_end = columns > last_block
     whole_block = (first_keys + block_size - 1) // block_size  # the first that is seen whole, if there is one
     has_whole_block = (whole_block + 1) * block_size <= seq_lens
@@ -77,4 +104,4 @@ def side_by_side(
     positions = (columns[..., None] * block_size + torch.arange(block_size, dtype=torch.int32)).flatten(1)
     hidden = (positions >= seq_lens) | (positions < first_keys)
     clean = (past_the_end & has_whole_block).repeat_interleave(block_size, dim=1)
-    return Blocks(table, positions, hidden, hidden & ~clean)
+    return Blocks(*(x.reshape(len(x) * runs, -1) for x in (table, positions, hidden, hidden & ~clean)))

@@ -66,9 +66,10 @@ def differential(
         if query_len <= tile:
             out[piece.rows], lse[piece.rows] = _tile(query[piece.rows], cache, piece, piece.blocks, options, second)
             continue
-        pools = cache.index_select(2, piece.blocks.table[0])  # of one sequence, once for all its tiles
-        for half in (0, 1):
-            piece.blocks.clear_stale(pools[half, 1].view(-1, *pools.shape[4:]), 0, piece.blocks.table.shape[1])
+        (whole,) = piece.blocks.slabs(piece.blocks.table.shape[1])  # of one sequence, once for all its tiles
+        pools = cache.index_select(2, whole.blocks)
+        if whole.stale is not None:
+            pools.flatten(2, 3)[:, 1].index_fill_(1, whole.stale, 0.0)
         pools = pools.to(compute)
         for first in range(0, query_len, tile):
             part, columns = _queries_of(piece, slice(first, first + tile), block_size)
@@ -182,15 +183,12 @@ def _slabs(
         neighbours = pool[blocks].flatten(0, 1)
         yield slice(len(neighbours)), neighbours[None]
         return
-    (b, m), block_size = blocks.table.shape, pool.shape[1]
+    b, m = blocks.table.shape
     step = max(1, BUFFER // (b * pool[0].numel()))
     buffer = pool.new_empty(b * min(step, m), *pool.shape[1:])
-    for column in range(0, m, step):
-        some = blocks.table[:, column : column + step].flatten()
-        rows = torch.index_select(pool, 0, some, out=buffer[: len(some)]).flatten(0, 1)
-        blocks.clear_stale(rows, column, step)
-        slab = rows.unflatten(0, (b, -1))
-        yield slice(column * block_size, column * block_size + slab.shape[1]), slab.to(compute)
+    for slab in blocks.slabs(step):
+        rows = slab.gather(pool, buffer[: len(slab.blocks)]).view(b, -1, *pool.shape[2:])
+        yield slab.keys, rows.to(compute)
 
 
 def _products(left: Float[Tensor, "b pairs x y"], right: Float[Tensor, "b pairs y z"]) -> Float[Tensor, "b pairs x z"]:

@@ -1,20 +1,34 @@
 """How the work of a plan is divided on a CPU: what is computed together, and which blocks are read for it.
 
+A call takes time before it computes anything, so short sequences are computed together. And a thread should read the
+keys that it has gathered itself: where the cores of a processor do not share a cache, keys that another core has
+written may take longer than those from memory. Blocks are gathered by all threads in equal shares, and ATen's call
+shares out its sequences likewise. With two threads:
+
+    decodes a to d           first call   a a a a a a | b b b b b b       a sequence for each thread, or several
+                             second call  c c c c c c | d d d d d d
+    one long decode          one call     a a a a a a | a a a a a a       a run of its keys for each, then a merge
+    short prompts e, f, g    one call     e e e e e e f f f . . . g g . . . .           padded to the longest
+    all others               one by one
+
 Each part is computed when a layer first needs it, and reused by all later layers of the step.
 """
 
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int32, Int64
 from torch import Tensor
 
-from fastattn.kernels.cpu.blocks import Blocks, side_by_side
+from fastattn.kernels.cpu.blocks import Blocks, Slab, side_by_side
 from refattn.interface import Plan, TreePlan
 
+RUN = 512  # least keys of a run
+SHORT_PROMPT = 256  # tokens; a call for one that is longer takes no longer than its part of a call for several
 WASTE = 1.5  # decodes go into one call while that reads at most this many times the keys there are
 
 
@@ -67,21 +81,59 @@ class Schedule:
             self._apart[positions] = self._one_by_one(range(len(self.lengths)), positions)
         return self._apart[positions]
 
-    @cached_property
-    def together(self) -> list["Decodes | Apart"]:
-        """The decodes of like lengths in groups, and all other sequences one by one."""
-        batch, block_size = self.batch, self.block_size
-        assert batch.block_table is not None and block_size is not None  # a plan over pages has them
-        decodes = [i for i, (rows, seq_len) in enumerate(self.lengths) if rows.stop - rows.start == 1 and seq_len]
-        pieces: list[Decodes | Apart] = []
-        for group in _of_like_length(decodes, [seq_len for _, seq_len in self.lengths]):
-            members = torch.tensor(sorted(group))
-            begins = [self.lengths[i][0].start for i in sorted(group)]
-            neighbours = begins[-1] - begins[0] == len(begins) - 1
-            rows = slice(begins[0], begins[-1] + 1) if neighbours else torch.tensor(begins)
-            seen = batch.seq_lens[members], batch.block_table[members]
-            pieces.append(_read_together(rows, *seen, block_size, self.window[0]))
-        return pieces + self._one_by_one([i for i in range(len(self.lengths)) if i not in set(decodes)], False)
+    def together(self, block: torch.Size, most: int, *, prompts: bool) -> list["Piece"]:
+        """Return decodes in groups that see about as many keys, short prompts likewise, and all others one by one.
+
+        Args:
+            block: shape of a block of the pool, `[p, hk, d]`.
+            most: elements of keys that a thread gathers at a time. A group has no more, if it has a sequence for each
+                thread: answers over keys that are gathered in parts have to be merged.
+            prompts: whether prompts may be in groups, too.
+        """
+        return self.once(("together", block, most, prompts), lambda: self._together(block, most, prompts))
+
+    def _together(self, block: torch.Size, most: int, prompts: bool) -> list["Piece"]:
+        left, right = self.window
+        lens = [(rows.stop - rows.start, seq_len) for rows, seq_len in self.lengths]
+        num_keys = [seq_len if left < 0 else min(seq_len, left + 1) for _, seq_len in lens]
+        decodes = [i for i, (query_len, _) in enumerate(lens) if query_len == 1 and num_keys[i]]
+        whole = [i for i, (query_len, seq_len) in enumerate(lens) if 1 < query_len == seq_len <= SHORT_PROMPT]
+        whole = whole if prompts and (left, right) == (-1, 0) else []
+        most_keys = most // block[1:].numel()
+        pieces: list[Piece] = [
+            *(self._decodes(group, num_keys, block, most) for group in _of_like_length(decodes, num_keys, most_keys)),
+            *(self._prompts(group, block) for group in _of_like_length(whole, num_keys, most_keys)),
+        ]
+        in_groups = {*decodes, *whole}
+        return pieces + self._one_by_one([i for i in range(len(lens)) if i not in in_groups], False)
+
+    def _decodes(self, group: list[int], num_keys: list[int], block: torch.Size, most: int) -> "Decodes":
+        assert self.batch.block_table is not None  # a plan over pages has one
+        threads, members = torch.get_num_threads(), torch.tensor(group)
+        seq_lens = self.batch.seq_lens[members]
+        first_keys = seq_lens - torch.tensor([num_keys[i] for i in group], dtype=torch.int32)
+        runs = max(1, min(-(-threads // len(group)), max(num_keys[i] for i in group) // RUN))
+        blocks = side_by_side(self.batch.block_table[members], first_keys, seq_lens, block[0], runs)
+        step = max(1, threads * most // (len(blocks.table) * block.numel()))
+        return Decodes(self._rows_of(group), runs, _parts(blocks, seq_lens.repeat_interleave(runs), step))
+
+    def _prompts(self, group: list[int], block: torch.Size) -> "Prompts":
+        assert self.batch.block_table is not None  # a plan over pages has one
+        members = torch.tensor(group)
+        seq_lens = self.batch.seq_lens[members]
+        longest = int(seq_lens.max())
+        blocks = side_by_side(self.batch.block_table[members], torch.zeros_like(seq_lens), seq_lens, block[0])
+        (slab,) = blocks.slabs(blocks.table.shape[1])
+        places = (torch.arange(longest) < seq_lens[:, None]).flatten().nonzero()[:, 0]
+        padded = len(places) < len(group) * longest
+        return Prompts(self._rows_of(group), len(group), places if padded else None, Part(slab, slice(0, longest)))
+
+    def _rows_of(self, group: list[int]) -> slice | Int64[Tensor, "rows"]:
+        """Return the query rows of some sequences, in their order."""
+        rows = [self.lengths[i][0] for i in group]
+        if all(one.stop == following.start for one, following in pairwise(rows)):
+            return slice(rows[0].start, rows[-1].stop)
+        return torch.cat([torch.arange(one.start, one.stop) for one in rows])
 
     def _one_by_one(self, sequences: "range | list[int]", positions: bool) -> list["Apart"]:
         batch, block_size = self.batch, self.block_size
@@ -155,13 +207,33 @@ def _view(rows: slice, seq_len: int, window: tuple[int, int], given: Int64[Tenso
 
 @dataclass(frozen=True)
 class Decodes:
-    """Sequences with one query each that are computed together, and what they read."""
+    """Sequences with one query each that are computed together."""
 
     rows: Int64[Tensor, "b"] | slice  # their query rows
-    blocks: Blocks
-    keys: slice  # those of the blocks that some sequence sees
-    distance: Int32[Tensor, "b s"]  # how far each key of the blocks lies before the query
-    bias: Float[Tensor, "b 1 1 s"] | None  # -inf on keys that are not to be seen, if there are any among `keys`
+    runs: int  # into how many the keys of each are cut; they are rows of their own in what follows
+    parts: list["Part"]
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Whole prompts that are computed together, each padded to the longest."""
+
+    rows: Int64[Tensor, "rows"] | slice  # their query rows
+    count: int
+    places: Int64[Tensor, "rows"] | None  # of those rows among the padded ones; None if there is no padding
+    part: "Part"
+
+
+@dataclass(frozen=True)
+class Part:
+    """What sequences that are computed together read at a time."""
+
+    slab: Slab
+    keys: slice  # of the slab: those that some sequence sees
+    distance: Int32[Tensor, "b s"] | None = None  # of decodes: how far each of these keys lies before the query
+    bias: Float[Tensor, "b 1 1 s"] | None = None  # -inf on those that are not to be seen, if decodes have any
+    all_see_some: bool = True  # each query sees one of them
+    room: dict[Hashable, tuple[Tensor, Tensor]] = field(default_factory=dict)  # what they are gathered into
 
 
 @dataclass(frozen=True)
@@ -171,6 +243,9 @@ class Apart:
     rows: slice
     blocks: Int32[Tensor, "m"]  # those with a key that a query sees
     view: View
+
+
+Piece = Decodes | Prompts | Apart
 
 
 @dataclass(frozen=True)
@@ -205,36 +280,39 @@ def branches_of(plan: TreePlan) -> Iterator[Branches]:
         )
 
 
-def _of_like_length(decodes: list[int], seq_lens: list[int]) -> Iterator[list[int]]:
-    """Group sequences so that the longest of a group has at most `WASTE` times the keys of the shortest."""
+def _of_like_length(sequences: list[int], num_keys: list[int], most: int) -> Iterator[list[int]]:
+    """Group sequences that see about as many keys, `WASTE` times those of the fewest at most.
+
+    Args:
+        sequences: which.
+        num_keys: keys that each one sees.
+        most: keys for each thread. A group has as many sequences as they allow, one for each thread if they are longer.
+    """
     group: list[int] = []
-    for i in sorted(decodes, key=lambda i: -seq_lens[i]):
-        if group and seq_lens[group[0]] > WASTE * seq_lens[i]:
-            yield group
-            group = []
+    for i in sorted(sequences, key=lambda i: -num_keys[i]):
+        if group:
+            longest = num_keys[group[0]]
+            room = torch.get_num_threads() * max(1, most // longest)
+            if longest > WASTE * num_keys[i] or len(group) >= room:
+                yield sorted(group)
+                group = []
         group.append(i)
     if group:
-        yield group
+        yield sorted(group)
 
 
-def _read_together(
-    rows: Int64[Tensor, "b"] | slice,
-    seq_lens: Int32[Tensor, "b"],
-    block_table: Int32[Tensor, "b columns"],
-    block_size: int,
-    left: int,
-) -> Decodes:
-    first_keys = torch.zeros_like(seq_lens) if left < 0 else (seq_lens - 1 - left).clamp(min=0)
-    blocks = side_by_side(block_table, first_keys, seq_lens, block_size)
+def _parts(blocks: Blocks, seq_lens: Int32[Tensor, "b"], step: int) -> list[Part]:
+    """Cut what is read into parts of some columns, without the keys on either side that no sequence sees."""
     seen = (~blocks.hidden).any(0).nonzero()
-    keys = slice(int(seen[0]), int(seen[-1]) + 1)
+    first, end = int(seen[0]), int(seen[-1]) + 1
     stale = torch.zeros_like(blocks.stale)
-    stale[:, keys] = blocks.stale[:, keys]  # others are not handed on
-    bias = torch.zeros(blocks.hidden.shape).masked_fill_(blocks.hidden, -torch.inf)[:, None, None]
-    return Decodes(
-        rows,
-        replace(blocks, stale=stale),
-        keys,
-        seq_lens[:, None] - 1 - blocks.positions,
-        bias if blocks.hidden[:, keys].any() else None,
-    )
+    stale[:, first:end] = blocks.stale[:, first:end]  # others are not handed on
+    parts = []
+    for slab in replace(blocks, stale=stale).slabs(step):
+        here = slice(max(first, slab.keys.start), min(end, slab.keys.stop))
+        hidden = blocks.hidden[:, here]
+        bias = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)[:, None, None] if hidden.any() else None
+        keys = slice(here.start - slab.keys.start, here.stop - slab.keys.start)
+        distance = seq_lens[:, None] - 1 - blocks.positions[:, here]
+        parts.append(Part(slab, keys, distance, bias, not hidden.all(1).any()))
+    return parts
