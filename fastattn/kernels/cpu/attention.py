@@ -39,7 +39,7 @@ from refattn.interface import AttentionOptions, Plan, TreePlan
 TILE = 256  # queries of a masked tile
 SLAB = 2048  # keys of a masked tile
 BAND_TILE = 32  # queries of a tile of a window: small, as it reads that many keys beside its window
-BUFFER = 2**18  # elements of keys that a thread gathers at a time: 1 MiB in float32
+BUFFER = 2**19  # elements of keys that a thread gathers at a time: 2 MiB in float32
 SHORT = 16  # with at most this many queries, the heads of a group are rows of one call
 FEW = 16  # keys, less than which ATen's call compares one by one, and overlooks NaN
 INVARIANT_TILE = 16  # queries of a tile under `batch_invariant`; at most SHORT
@@ -82,12 +82,15 @@ def paged(
         else:
             pieces = schedule.together(key_cache.shape[1:], BUFFER, prompts=options.alibi_slopes is None)
     query = _readable(query)
-    if len(pieces) == 1 and pieces[0].rows == slice(0, len(query)):  # the answer of the piece is that of the plan
-        return _with_sinks(*_piece(query, key_cache, value_cache, pieces[0], options), options.sinks, plan)
-    out, lse = _empty_answer(query, value_cache.shape[-1])
-    for piece in pieces:
-        rows = piece.rows
-        out[rows], lse[rows] = _piece(query[rows], key_cache, value_cache, piece, options)
+    answers = [_piece(query[piece.rows], key_cache, value_cache, piece, options) for piece in pieces]
+    if len(answers) == 1 and pieces[0].rows == slice(0, query.shape[0]):
+        out, lse = answers[0]
+    elif _follow_each_other(pieces, query.shape[0]):
+        out, lse = (torch.cat(parts) for parts in zip(*answers, strict=True))
+    else:
+        out, lse = _empty_answer(query, value_cache.shape[-1])
+        for piece, answer in zip(pieces, answers, strict=True):
+            out[piece.rows], lse[piece.rows] = answer
     return _with_sinks(out, lse, options.sinks, plan)
 
 
@@ -121,6 +124,16 @@ def _readable(x: Float[Tensor, "rows heads size"]) -> Float[Tensor, "rows heads 
     """
     *strides, last = x.stride()
     return x if last == 1 and min(strides) >= x.shape[-1] else x.clone(memory_format=torch.contiguous_format)
+
+
+def _follow_each_other(pieces: Sequence[Piece], count: int) -> bool:
+    """Return whether the rows of some pieces, in their order, are all rows that there are."""
+    end = 0
+    for piece in pieces:
+        if not isinstance(piece.rows, slice) or piece.rows.start != end:
+            return False
+        end = piece.rows.stop
+    return end == count > 0
 
 
 def _is_plain(options: AttentionOptions) -> bool:
@@ -172,10 +185,10 @@ def _decodes(
         value = key if value_cache is key_cache else _gathered(value_cache, part, len(rows), 1)
         bias = _bias_of(part, rows, options)
         out, lse = _call(rows, key, value, options.softmax_scale, bias=bias, all_see_some=part.all_see_some)
+        if len(decodes.parts) == decodes.runs == 1:
+            return out.flatten(1, 2), lse.flatten(1, 2)
         outs.append(out.reshape(b, decodes.runs, h, -1))
         lses.append(lse.reshape(b, decodes.runs, h))
-    if len(outs) == decodes.runs == 1:
-        return outs[0][:, 0], lses[0][:, 0]
     lse = lses[0] if len(lses) == 1 else torch.cat(lses, 1)
     weights = lse.softmax(1)  # each query sees some key, if not in each run
     out = (outs[0] if len(outs) == 1 else torch.cat(outs, 1)).mul(weights[..., None]).sum(1).to(query.dtype)
