@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from unittest import mock
 
@@ -507,6 +509,20 @@ def test_a_long_decode_is_cut_into_a_run_for_each_thread(monkeypatch):
     assert shapes_of_calls(8, ((1, 3 * run),)) == [(3, 2, run, 64)]  # shorter ones would not pay for their merge
     assert shapes_of_calls(8, ((1, run),)) == [(1, 2, run, 64)]
     assert shapes_of_calls(2, ((1, 3 * run),) * 2) == [(2, 2, 3 * run, 64)]
+
+
+@pytest.mark.parametrize("lens", [((1, 90), (1, 65)), ((20, 20), (18, 18))], ids=["decodes", "prompts"])
+def test_threads_that_share_a_plan_gather_into_memory_of_their_own(lens, monkeypatch):
+    """Neither begins its product before the other has gathered, too."""
+    query, *pools, batch = build(Case("threads", lens, heads=(4, 2))).tensors
+    plan = fastattn.chunked_prefill.plan(batch, block_size=pools[0].shape[1])
+    asked = [(query, *pools, plan), (query, *(2 * pool for pool in pools), plan)]
+    expected = [fastattn.chunked_prefill.attention(*one) for one in asked]
+    flash, barrier = cpu.FLASH, threading.Barrier(2, timeout=60)
+    monkeypatch.setattr(cpu, "FLASH", lambda *args, **options: (barrier.wait(), flash(*args, **options))[1])
+    with ThreadPoolExecutor(2) as threads:
+        answers = list(threads.map(lambda one: fastattn.chunked_prefill.attention(*one), asked))
+    assert all(map(torch.equal, answers, expected))
 
 
 PROMPTS = {
