@@ -70,8 +70,8 @@ def write(
         key, value, slot_mapping = key[real], value[real], slot_mapping[real]
     for new, cache in ((key, key_cache), (value, value_cache)):
         block_size = cache.shape[1]
-        if cache.stride(0) == block_size * cache.stride(1):  # slots are rows of a view
-            cache.flatten(0, 1)[slot_mapping] = new
+        if cache.stride(0) == block_size * cache.stride(1) and cache.dtype.itemsize > 1:  # slots are rows of a view
+            cache.flatten(0, 1).index_copy_(0, slot_mapping, new)  # which has no kernel for fp8
         else:
             cache[slot_mapping // block_size, slot_mapping % block_size] = new
 
