@@ -482,7 +482,7 @@ def test_layers_of_one_plan(planned, over, kernel, device):
 
 @pytest.mark.parametrize("options", ["plain", "window", "window-of-one", "alibi", "sinks"])
 @pytest.mark.parametrize("columns", [1, 2, 5])
-@pytest.mark.parametrize("threads", [1, 2, 6, 20])
+@pytest.mark.parametrize("threads", [1, 2, 20, 50])
 def test_decodes_of_any_groups_and_runs_through_a_buffer_of_any_size(threads, columns, options, monkeypatch):
     """Shorter sequences see nothing in the last columns or runs, where longer ones do; some end with a block."""
     case = Case("buffer", ((1, 90), (1, 65), (1, 64), (1, 83), (1, 61), (1, 80)), heads=(4, 2))
@@ -493,7 +493,7 @@ def test_decodes_of_any_groups_and_runs_through_a_buffer_of_any_size(threads, co
     assert_twins_agree("chunked_prefill", *inputs.tensors, **per_head(OPTIONS[options], case, "cpu"))
 
 
-def test_a_long_decode_is_cut_into_a_run_for_each_thread(monkeypatch):
+def test_a_long_decode_is_cut_into_runs_if_it_has_fewer_heads_than_there_are_threads(monkeypatch):
     def shapes_of_calls(threads, lens):
         calls = []
         monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
@@ -504,11 +504,12 @@ def test_a_long_decode_is_cut_into_a_run_for_each_thread(monkeypatch):
         return calls
 
     flash, run = cpu.FLASH, cpu_schedule.RUN
-    assert shapes_of_calls(1, ((1, 3 * run),)) == [(1, 2, 3 * run, 64)]
-    assert shapes_of_calls(3, ((1, 3 * run),)) == [(3, 2, run, 64)]
-    assert shapes_of_calls(8, ((1, 3 * run),)) == [(3, 2, run, 64)]  # shorter ones would not pay for their merge
+    assert shapes_of_calls(2, ((1, 3 * run),)) == [(1, 2, 3 * run, 64)]
+    assert shapes_of_calls(3, ((1, 4 * run),)) == [(2, 2, 2 * run, 64)]
+    assert shapes_of_calls(6, ((1, 3 * run),)) == [(3, 2, run, 64)]
+    assert shapes_of_calls(16, ((1, 3 * run),)) == [(3, 2, run, 64)]  # shorter ones would not pay for their merge
     assert shapes_of_calls(8, ((1, run),)) == [(1, 2, run, 64)]
-    assert shapes_of_calls(2, ((1, 3 * run),) * 2) == [(2, 2, 3 * run, 64)]
+    assert shapes_of_calls(8, ((1, 4 * run),) * 2) == [(4, 2, 2 * run, 64)]
 
 
 @pytest.mark.parametrize("lens", [((1, 90), (1, 65)), ((20, 20), (18, 18))], ids=["decodes", "prompts"])

@@ -3,13 +3,14 @@
 A call takes time before it computes anything, so short sequences are computed together. And a thread should read the
 keys that it has gathered itself: where the cores of a processor do not share a cache, keys that another core has
 written may take longer than those from memory. Blocks are gathered by all threads in equal shares, and ATen's call
-shares out its sequences likewise. With two threads:
+shares out sequences and heads likewise. With two threads:
 
     decodes a to d           first call   a a a a a a | b b b b b b       a sequence for each thread, or several
                              second call  c c c c c c | d d d d d d
-    one long decode          one call     a a a a a a | a a a a a a       a run of its keys for each, then a merge
     short prompts e, f, g    one call     e e e e e e f f f . . . g g . . . .           padded to the longest
     all others               one by one
+
+If there are fewer key heads than threads in a decode, its keys are cut into runs, whose answers are merged.
 
 Each part is computed when a layer first needs it, and reused by all later layers of the step.
 """
@@ -112,7 +113,8 @@ class Schedule:
         threads, members = torch.get_num_threads(), torch.tensor(group)
         seq_lens = self.batch.seq_lens[members]
         first_keys = seq_lens - torch.tensor([num_keys[i] for i in group], dtype=torch.int32)
-        runs = max(1, min(-(-threads // len(group)), max(num_keys[i] for i in group) // RUN))
+        heads = len(group) * block[1]  # that threads can share out among them
+        runs = max(1, min(-(-threads // heads), max(num_keys[i] for i in group) // RUN))
         blocks = side_by_side(self.batch.block_table[members], first_keys, seq_lens, block[0], runs)
         step = max(1, threads * most // (len(blocks.table) * block.numel()))
         return Decodes(self._rows_of(group), runs, _parts(blocks, seq_lens.repeat_interleave(runs), step))
