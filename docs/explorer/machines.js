@@ -4,44 +4,9 @@ var machines = [
  {
   "name": "NVIDIA H200",
   "dtype": "bfloat16",
-  "read": 4704000000000.0,
-  "product": 783700000000000.0,
+  "read": 4604000000000.0,
+  "product": 708600000000000.0,
   "points": [
-   [
-    "sliding_window/prefill-16384-window-1024",
-    793.6,
-    441800000000000.0
-   ],
-   [
-    "local/prefill-65536-chunk-8192",
-    3277.0,
-    597900000000000.0
-   ],
-   [
-    "dense/prefill-2x8192-heads-192-128",
-    2048.0,
-    646700000000000.0
-   ],
-   [
-    "chunked_prefill/prefill-2x8192",
-    3277.0,
-    604100000000000.0
-   ],
-   [
-    "chunked_prefill/prefill-2x8192-blocks-128",
-    3277.0,
-    590700000000000.0
-   ],
-   [
-    "chunked_prefill/chunk-4x512-of-16896",
-    1799.0,
-    562400000000000.0
-   ],
-   [
-    "chunked_prefill/chunk-4x512-of-16896-blocks-128",
-    1799.0,
-    616500000000000.0
-   ],
    [
     "cascade/decode-64-prefix-8192-own-256",
     87.09,
@@ -188,11 +153,6 @@ var machines = [
     15170000000000.0
    ],
    [
-    "sliding_window/decode-64x16384-window-1024",
-    3.984,
-    16310000000000.0
-   ],
-   [
     "local/decode-64x16384-chunk-8192",
     3.998,
     17310000000000.0
@@ -226,124 +186,169 @@ var machines = [
     "quantized/cascade-64-prefix-8192-own-256-fp8",
     172.4,
     153000000000000.0
+   ],
+   [
+    "chunked_prefill/prefill-2x8192",
+    3277.0,
+    613800000000000.0
+   ],
+   [
+    "chunked_prefill/prefill-2x8192-blocks-128",
+    3277.0,
+    607800000000000.0
+   ],
+   [
+    "chunked_prefill/chunk-4x512-of-16896",
+    1799.0,
+    570100000000000.0
+   ],
+   [
+    "chunked_prefill/chunk-4x512-of-16896-blocks-128",
+    1799.0,
+    621800000000000.0
+   ],
+   [
+    "local/prefill-65536-chunk-8192",
+    3277.0,
+    594800000000000.0
+   ],
+   [
+    "sliding_window/decode-64x16384-window-1024",
+    3.984,
+    16270000000000.0
+   ],
+   [
+    "sliding_window/prefill-16384-window-1024",
+    793.6,
+    419800000000000.0
+   ],
+   [
+    "dense/prefill-2x8192-heads-192-128",
+    2048.0,
+    632800000000000.0
    ]
   ]
  },
  {
   "name": "AMD EPYC",
   "dtype": "float32",
-  "read": 55110000000.0,
-  "product": 189300000000.0,
+  "read": 43040000000.0,
+  "product": 188900000000.0,
   "points": [
    [
     "chunked_prefill/prefill-4096",
     819.4,
-    112800000000.0
+    112300000000.0
    ],
    [
     "chunked_prefill/chunk-512-of-4608",
     669.6,
-    122300000000.0
+    106000000000.0
    ],
    [
     "dense/encoder-8x512",
     128.0,
-    106700000000.0
+    108700000000.0
    ],
    [
     "chunked_prefill/memory-2048",
     341.5,
-    101200000000.0
+    120400000000.0
    ],
    [
     "chunked_prefill/memory-8192",
     1366.0,
-    135100000000.0
+    148500000000.0
    ],
    [
     "chunked_prefill/memory-32768",
     5462.0,
-    139100000000.0
+    144800000000.0
    ],
    [
     "sliding_window/decode-4x2048-window-1024",
     1.992,
-    8824000000.0
+    9036000000.0
    ],
    [
     "sliding_window/decode-4x8192-window-1024",
     1.992,
-    7970000000.0
+    8163000000.0
    ],
    [
     "sliding_window/decode-4x32768-window-1024",
     1.992,
-    9882000000.0
+    11900000000.0
    ],
    [
     "sliding_window/decode-4x65536-window-1024",
     1.992,
-    9672000000.0
+    10750000000.0
    ],
    [
     "local/prefill-2048-chunk-1024",
     205.0,
-    83280000000.0
+    79740000000.0
    ],
    [
     "local/prefill-8192-chunk-1024",
     205.0,
-    75780000000.0
+    67770000000.0
    ],
    [
     "local/prefill-32768-chunk-1024",
     205.0,
-    82780000000.0
+    84270000000.0
    ],
    [
     "cascade/decode-16-prefix-4096-own-64",
     25.68,
-    62020000000.0
+    52170000000.0
    ],
    [
     "differential/decode-16x4096",
     1.499,
-    10320000000.0
+    8313000000.0
    ],
    [
     "mla/decode-8x2048",
     7.15,
-    28530000000.0
+    30080000000.0
+   ],
+   [
+    "mla/decode-8x2048-fp8",
+    28.01,
+    38620000000.0
    ],
    [
     "mla/prefill-1024-of-4096",
     1319.0,
-    99140000000.0
-   ],
-   [
-    "chunked_prefill/decode-1x4096",
-    1.998,
-    11790000000.0
-   ],
-   [
-    "chunked_prefill/decode-16x4096",
-    1.998,
-    14950000000.0
+    141100000000.0
    ],
    [
     "quantized/decode-16x4096-fp8",
     7.969,
-    17910000000.0
+    14210000000.0
    ],
    [
     "quantized/decode-16x4096-int8",
     7.728,
-    17950000000.0
+    22360000000.0
    ],
    [
     "speculative/tree-4x4096-drafts-16",
     31.41,
-    69660000000.0
+    71280000000.0
+   ],
+   [
+    "chunked_prefill/decode-1x4096",
+    1.998,
+    10170000000.0
+   ],
+   [
+    "chunked_prefill/decode-16x4096",
+    1.998,
+    12900000000.0
    ]
   ]
  }
