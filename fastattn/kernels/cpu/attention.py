@@ -83,10 +83,8 @@ def paged(
             pieces = schedule.together(key_cache.shape[1:], BUFFER, prompts=options.alibi_slopes is None)
     query = _readable(query)
     answers = [_piece(query[piece.rows], key_cache, value_cache, piece, options) for piece in pieces]
-    if len(answers) == 1 and pieces[0].rows == slice(0, query.shape[0]):
-        out, lse = answers[0]
-    elif _follow_each_other(pieces, query.shape[0]):
-        out, lse = (torch.cat(parts) for parts in zip(*answers, strict=True))
+    if _follow_each_other(pieces, query.shape[0]):
+        out, lse = answers[0] if len(answers) == 1 else (torch.cat(parts) for parts in zip(*answers, strict=True))
     else:
         out, lse = _empty_answer(query, value_cache.shape[-1])
         for piece, answer in zip(pieces, answers, strict=True):
@@ -181,8 +179,7 @@ def _decodes(
         rows = rows.repeat_interleave(decodes.runs, 0)
     outs, lses = [], []
     for part in decodes.parts:
-        key = _gathered(key_cache, part, len(rows), 0)
-        value = key if value_cache is key_cache else _gathered(value_cache, part, len(rows), 1)
+        key, value = _gathered(key_cache, value_cache, part, len(rows))
         bias = _bias_of(part, rows, options)
         out, lse = _call(rows, key, value, options.softmax_scale, bias=bias, all_see_some=part.all_see_some)
         if len(decodes.parts) == decodes.runs == 1:
@@ -208,27 +205,32 @@ def _prompts(
         padded[prompts.places] = query
         query = padded
     rows = query.unflatten(0, (prompts.count, -1)).transpose(1, 2)
-    key = _gathered(key_cache, prompts.part, prompts.count, 0)
-    value = key if value_cache is key_cache else _gathered(value_cache, prompts.part, prompts.count, 1)
+    key, value = _gathered(key_cache, value_cache, prompts.part, prompts.count)
     out, lse = (x.transpose(1, 2).flatten(0, 1) for x in _call(rows, key, value, options.softmax_scale, causal=True))
     return (out, lse) if prompts.places is None else (out[prompts.places], lse[prompts.places])
 
 
 def _gathered(
-    cache: Float[Tensor, "n p hk d"] | Codes, part: Part, count: int, number: int
-) -> Float[Tensor, "{count} hk s d"]:
-    """Gather keys (number 0) or values (1), with a row for each sequence or run; the next call writes over them.
+    key_cache: Float[Tensor, "n p hk d"] | Codes,
+    value_cache: Float[Tensor, "n p hk dv"] | Codes,
+    part: Part,
+    count: int,
+) -> tuple[Float[Tensor, "{count} hk s d"], Float[Tensor, "{count} hk s dv"]]:
+    """Gather keys and values, with a row for each sequence or run; the next call writes over them.
 
     All layers of a step gather into the same views of the memory that the thread keeps.
     """
-    name = threading.get_ident(), number, cache.dtype, cache.shape[3]
-    if name not in part.room:
-        blocks = _buffer(part.slab.blocks.numel(), cache, number)
-        rows = blocks.view(count, -1, *cache.shape[2:])
-        part.room[name] = blocks, rows[:, part.keys].transpose(1, 2)
-    blocks, rectangle = part.room[name]
-    part.slab.gather(cache, blocks)
-    return rectangle
+    rectangles = []
+    for number, cache in enumerate([key_cache] if value_cache is key_cache else [key_cache, value_cache]):
+        name = threading.get_ident(), number, cache.dtype, cache.shape[3]
+        if name not in part.room:
+            blocks = _buffer(part.slab.blocks.numel(), cache, number)
+            rows = blocks.view(count, -1, *cache.shape[2:])
+            part.room[name] = blocks, rows[:, part.keys].transpose(1, 2)
+        blocks, rectangle = part.room[name]
+        part.slab.gather(cache, blocks)
+        rectangles.append(rectangle)
+    return rectangles[0], rectangles[-1]
 
 
 def _bias_of(

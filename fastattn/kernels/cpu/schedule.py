@@ -29,7 +29,7 @@ from fastattn.kernels.cpu.blocks import Blocks, Slab, side_by_side
 from refattn.interface import Plan, TreePlan
 
 RUN = 512  # least keys of a run
-SHORT_PROMPT = 256  # tokens; a call for one that is longer takes no longer than its part of a call for several
+SHORT_PROMPT = 256  # most tokens of a prompt that is computed with others
 WASTE = 1.5  # decodes go into one call while that reads at most this many times the keys there are
 
 
