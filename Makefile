@@ -61,7 +61,7 @@ notebooks: $(VENV)/.notebooks $(VENV)/.model  ## run every notebook; ARGS=--inpl
 
 clean:  ## remove .venv, caches and build outputs
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis site dist
-	find refattn fastattn tests exercises -name __pycache__ -type d -prune -exec rm -rf {} +
+	find refattn fastattn tests notebooks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
