@@ -728,7 +728,21 @@ BAD = {
     ],
     "metadata.make_batch": [*REQUESTS_BAD, *BLOCKS_BAD, *A_DEVICE],
     "metadata.positions": [*A_BATCH, *LENGTHS, *STARTS, *ROWS],
-    "metadata.slot_mapping": [*A_BATCH, *LENGTHS, *STARTS, *ROWS, *COLUMNS, *A_BLOCK_SIZE],
+    "metadata.slot_mapping": [
+        *A_BATCH,
+        *LENGTHS,
+        *STARTS,
+        *ROWS,
+        *COLUMNS[1:],  # without a table there is no cache
+        *A_BLOCK_SIZE,
+        (
+            "batch",
+            "block -1",
+            entry(1, 4, -1),
+            "block_table: expected entries of at least 0 for the new tokens of sequence 1, got -1 in column 4",
+        ),
+        ("window", "more than an int32 counts", 2**31, f"window: expected at most {MOST}, got {2**31}"),
+    ],
     "metadata.split_decodes_and_prefills": [
         *A_BATCH,
         *LENGTHS,
