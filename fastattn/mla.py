@@ -137,7 +137,7 @@ def _read_numbers(
     if cache.dtype not in FP8_FORMATS:
         return _read(cache, slots)
     codes = _read(cache.view(torch.uint8), slots).view(cache.dtype)
-    return codes.to(dtype).mul_(torch.tensor(cache_scale, dtype=torch.float32))
+    return codes.to(dtype).mul_(torch.tensor(cache_scale, dtype=torch.float32, device="cpu"))
 
 
 def _scales(cache: Tensor, cache_scale: float) -> Fp8Scales | None:

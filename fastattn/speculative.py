@@ -38,7 +38,7 @@ def make_trees(parents: Sequence[Sequence[int]], *, device: torch.device | str =
     b, w = len(parents), max(map(len, parents), default=0)
     padded = ((*nodes, *[-1] * (w - len(nodes))) for nodes in parents)
     numbers = [*map(len, parents), *chain.from_iterable(padded)]
-    packed = torch.tensor(numbers, dtype=torch.int32).to(device)  # one copy to the device instead of two
+    packed = torch.tensor(numbers, dtype=torch.int32, device="cpu").to(device)  # one copy to the device instead of two
     return Trees(packed[b:].view(b, w), packed[:b])
 
 

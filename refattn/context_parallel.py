@@ -209,7 +209,7 @@ def local_lens(lens: Int32[Tensor, "b"], shard: Shard) -> Int32[Tensor, "b"]:
 
 
 def _count_own(length: int, shard: Shard) -> int:
-    """Count what `own_positions` lists, run by run and without a list: a length may be anything before it is checked."""
+    """Count what `own_positions` lists, without the list: a length may be anything before it is checked."""
     runs = range(shard.rank * shard.interleave, length, shard.num_ranks * shard.interleave)  # where they begin
     if not runs:
         return 0
@@ -245,5 +245,5 @@ def slot_mapping(batch: Batch, num_tokens: int, *, shard: Shard, block_size: int
         for row in range(q0, q1):
             i = _count_own(place[row], shard)  # of the rank's tokens come before this one
             if _count_own(place[row] + 1, shard) > i:
-                result[row] = blocks[i // block_size] * block_size + i % block_size
+                result[row] = blocks[i // block_size].long() * block_size + i % block_size
     return result

@@ -59,9 +59,9 @@ def make_batch(
     table = None
     if block_tables is not None:
         columns = max((len(blocks) for blocks in block_tables), default=0)
-        table = torch.full((len(seq_lens), columns), -1, dtype=torch.int32)
+        table = torch.full((len(seq_lens), columns), -1, dtype=torch.int32, device="cpu")
         for i, blocks in enumerate(block_tables):
-            table[i, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+            table[i, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32, device="cpu")
         table = table.to(device)
     return Batch(
         cu_seqlens_q=torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32, device=device),
@@ -130,7 +130,7 @@ def slot_mapping(batch: Batch, num_tokens: int, *, block_size: int, window: int 
     for (q0, q1), blocks in zip(batch.query_rows(), block_table, strict=True):
         for row in range(q0, q1):
             if place[row] >= 0 and (window is None or place[row] >= place[q1 - 1] + 1 - window):
-                block = blocks[place[row] // block_size]
+                block = blocks[place[row] // block_size].long()  # a slot may be more than an int32 counts
                 result[row] = block * block_size + place[row] % block_size
     return result
 

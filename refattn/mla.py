@@ -146,7 +146,7 @@ def plan_prefill(batch: Batch, *, block_size: int, workspace: int, max_context_l
         row = 0
         for sequence, count in enumerate(counts):
             for j in range(start, start + count):
-                slots[row] = batch.block_table[sequence, j // block_size] * block_size + j % block_size
+                slots[row] = batch.block_table[sequence, j // block_size].long() * block_size + j % block_size
                 row += 1
         chunks.append(ContextChunk(rows(counts, size, [start] * batch.num_seqs, causal=False), slots))
     own = rows(query_lens, batch.max_query_len, contexts, causal=True)
@@ -216,7 +216,7 @@ def prefill(
 
 def _numbers(codes: Float[Tensor, "*rows d"], cache_scale: float, dtype: torch.dtype) -> Float[Tensor, "*rows d"]:
     """Return what codes stand for, in the compute type of a query's `dtype`; a scale of 1 leaves numbers alone."""
-    return codes.to(compute_dtype(dtype)) * torch.tensor(cache_scale, dtype=torch.float32)
+    return codes.to(compute_dtype(dtype)) * torch.tensor(cache_scale, dtype=torch.float32, device="cpu")
 
 
 def _keys_and_values(

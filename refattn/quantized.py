@@ -330,6 +330,6 @@ def _largest(value: Float[Tensor, "t hk dv"]) -> Float32[Tensor, "hk dv"]:
 
 def _per_head(scale: float | Float32[Tensor, "..."], num_kv_heads: int, sequence: int) -> Float32[Tensor, "hk 1"]:
     """Return the scale of each KV head for one sequence of the batch."""
-    numbers = torch.as_tensor(scale, dtype=torch.float32)
+    numbers = torch.as_tensor(scale, dtype=torch.float32, device=scale.device if isinstance(scale, Tensor) else "cpu")
     numbers = numbers[sequence] if numbers.ndim == 2 else numbers
     return rearrange(numbers.expand(num_kv_heads), "hk -> hk 1")
