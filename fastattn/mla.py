@@ -21,6 +21,7 @@ from refattn.interface.values import check_memory, check_sizes
 
 def plan(batch: Batch, *, block_size: int) -> Plan:
     """Plan `attention`: all tokens of each sequence in the cache, causal; the twin of `refattn.mla.plan`."""
+    check_sizes(block_size=block_size)
     return Plan(batch, block_size)
 
 
@@ -51,10 +52,10 @@ def plan_prefill(batch: Batch, *, block_size: int, workspace: int, max_context_l
     """Plan `prefill`: new tokens among themselves, and their context in chunks; the twin of `refattn.mla.plan_prefill`.
 
     All sizes follow from Python ints, so nothing synchronizes with a device. ALiBi needs the position of each query: a
-    batch on a device has to say how many query rows it has for it (`num_tokens`).
+    batch on a device has to say how many query rows it has for it (`num_tokens`), else `prefill` raises a ValueError.
     """
+    longest = check_workspace(batch, workspace, max_context_len, block_size=block_size)
     whole = Plan(batch, block_size)
-    longest = check_workspace(batch, workspace, max_context_len)
     num_tokens = int(batch.cu_seqlens_q[-1]) if batch.device.type == "cpu" else batch.num_tokens
     where = None if num_tokens is None else positions(batch, num_tokens).int()
     contexts = batch.context_lens
@@ -136,7 +137,7 @@ def _read_numbers(
     if cache.dtype not in FP8_FORMATS:
         return _read(cache, slots)
     codes = _read(cache.view(torch.uint8), slots).view(cache.dtype)
-    return codes.to(dtype).mul_(torch.tensor(cache_scale, dtype=torch.float32))
+    return codes.to(dtype).mul_(torch.tensor(cache_scale, dtype=torch.float32, device="cpu"))
 
 
 def _scales(cache: Tensor, cache_scale: float) -> Fp8Scales | None:

@@ -9,10 +9,12 @@ from torch import Tensor
 from fastattn.kernels import dispatch
 from refattn.interface import AttentionOptions, Batch, CascadePlan, Fp8Scales, Int8Scales, Plan, TreePlan
 from refattn.interface.checks import check_int8_pools, check_quantized, check_quantized_slots, check_values
+from refattn.interface.values import check_sizes
 
 
 def plan(batch: Batch, *, block_size: int, causal: bool = True, window_size: tuple[int, int] = (-1, -1)) -> Plan:
     """Plan attention over all tokens of each sequence in the cache; the twin of `refattn.quantized.plan`."""
+    check_sizes(block_size=block_size)
     return Plan(batch, block_size, causal, window_size)
 
 

@@ -38,7 +38,7 @@ def make_trees(parents: Sequence[Sequence[int]], *, device: torch.device | str =
     b, w = len(parents), max(map(len, parents), default=0)
     padded = ((*nodes, *[-1] * (w - len(nodes))) for nodes in parents)
     numbers = [*map(len, parents), *chain.from_iterable(padded)]
-    packed = torch.tensor(numbers, dtype=torch.int32).to(device)  # one copy to the device instead of two
+    packed = torch.tensor(numbers, dtype=torch.int32, device="cpu").to(device)  # one copy to the device instead of two
     return Trees(packed[b:].view(b, w), packed[:b])
 
 
@@ -85,7 +85,8 @@ def plan(
     if batch.device.type == "cpu":
         num_tokens = int(batch.cu_seqlens_q[-1])
     else:
-        num_tokens = batch.num_seqs * batch.max_query_len if batch.num_tokens is None else batch.num_tokens
+        most = batch.num_seqs * min(batch.max_query_len, trees.max_len)  # query rows: all of them are nodes
+        num_tokens = most if batch.num_tokens is None else batch.num_tokens
     depths, ancestors, where = dispatch.draw_trees(batch, trees, num_tokens)
     keys, first_keys = batch, None
     if left >= 0:  # every node is new to the window, whichever of them are query rows

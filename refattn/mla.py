@@ -46,6 +46,7 @@ def plan(batch: Batch, *, block_size: int) -> Plan:
     Raises:
         ValueError: naming the argument that does not fit; the contents of the batch are checked on a CPU.
     """
+    check_sizes(block_size=block_size)
     return Plan(batch, block_size)
 
 
@@ -116,8 +117,9 @@ def plan_prefill(batch: Batch, *, block_size: int, workspace: int, max_context_l
         batch: the lengths and the block table; every sequence has its new tokens among its keys.
         block_size: tokens in a block, `p`.
         workspace: the most tokens whose keys and values are computed at a time, at least one for each sequence.
-        max_context_len: tokens of the longest context, for which there are chunks. None: the longest that there is, or
-            on a device, where nothing can be read, one token less than the longest sequence.
+        max_context_len: tokens of the longest context, for which there are chunks, but for no more tokens than the
+            block table holds. None: the longest that there is, or on a device, where nothing can be read, one token
+            less than the longest sequence.
 
     Returns:
         A plan for every layer of this step.
@@ -125,8 +127,8 @@ def plan_prefill(batch: Batch, *, block_size: int, workspace: int, max_context_l
     Raises:
         ValueError: naming the argument that does not fit; the contents of the batch are checked on a CPU.
     """
+    longest = check_workspace(batch, workspace, max_context_len, block_size=block_size)
     whole = Plan(batch, block_size)
-    longest = check_workspace(batch, workspace, max_context_len)
     assert batch.block_table is not None  # a plan over pages has checked it
     query_lens, contexts = batch.query_lens.tolist(), batch.context_lens.tolist()
     where = positions(batch, sum(query_lens)).int()
@@ -144,7 +146,7 @@ def plan_prefill(batch: Batch, *, block_size: int, workspace: int, max_context_l
         row = 0
         for sequence, count in enumerate(counts):
             for j in range(start, start + count):
-                slots[row] = batch.block_table[sequence, j // block_size] * block_size + j % block_size
+                slots[row] = batch.block_table[sequence, j // block_size].long() * block_size + j % block_size
                 row += 1
         chunks.append(ContextChunk(rows(counts, size, [start] * batch.num_seqs, causal=False), slots))
     own = rows(query_lens, batch.max_query_len, contexts, causal=True)
@@ -214,7 +216,7 @@ def prefill(
 
 def _numbers(codes: Float[Tensor, "*rows d"], cache_scale: float, dtype: torch.dtype) -> Float[Tensor, "*rows d"]:
     """Return what codes stand for, in the compute type of a query's `dtype`; a scale of 1 leaves numbers alone."""
-    return codes.to(compute_dtype(dtype)) * torch.tensor(cache_scale, dtype=torch.float32)
+    return codes.to(compute_dtype(dtype)) * torch.tensor(cache_scale, dtype=torch.float32, device="cpu")
 
 
 def _keys_and_values(

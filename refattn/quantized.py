@@ -35,6 +35,7 @@ from refattn import kv_cache
 from refattn.attention import attend_sequences, attend_trees, compute_dtype, hand_over
 from refattn.interface import AttentionOptions, Batch, CascadePlan, Fp8Scales, Int8Scales, Plan, TreePlan
 from refattn.interface.checks import check_int8_pools, check_quantized, check_quantized_slots, check_values
+from refattn.interface.values import check_sizes
 from refattn.merge import merge
 
 
@@ -56,6 +57,7 @@ def plan(batch: Batch, *, block_size: int, causal: bool = True, window_size: tup
     Raises:
         ValueError: naming the argument that does not fit; the contents of the batch are checked on a CPU.
     """
+    check_sizes(block_size=block_size)
     return Plan(batch, block_size, causal, window_size)
 
 
@@ -328,6 +330,6 @@ def _largest(value: Float[Tensor, "t hk dv"]) -> Float32[Tensor, "hk dv"]:
 
 def _per_head(scale: float | Float32[Tensor, "..."], num_kv_heads: int, sequence: int) -> Float32[Tensor, "hk 1"]:
     """Return the scale of each KV head for one sequence of the batch."""
-    numbers = torch.as_tensor(scale, dtype=torch.float32)
+    numbers = torch.as_tensor(scale, dtype=torch.float32, device=scale.device if isinstance(scale, Tensor) else "cpu")
     numbers = numbers[sequence] if numbers.ndim == 2 else numbers
     return rearrange(numbers.expand(num_kv_heads), "hk -> hk 1")

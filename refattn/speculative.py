@@ -64,9 +64,9 @@ def make_trees(parents: Sequence[Sequence[int]], *, device: torch.device | str =
     """
     check_parents(parents)
     check_device(device)
-    table = torch.full((len(parents), max(map(len, parents), default=0)), -1, dtype=torch.int32)
+    table = torch.full((len(parents), max(map(len, parents), default=0)), -1, dtype=torch.int32, device="cpu")
     for i, nodes in enumerate(parents):
-        table[i, : len(nodes)] = torch.tensor(nodes, dtype=torch.int32)
+        table[i, : len(nodes)] = torch.tensor(nodes, dtype=torch.int32, device="cpu")
     return Trees(table.to(device), torch.tensor([len(nodes) for nodes in parents], dtype=torch.int32, device=device))
 
 
@@ -147,8 +147,8 @@ def plan(
     check_trees(batch, trees)
     block_table = check_block_table(batch, block_size=block_size)
 
-    depths = torch.zeros(trees.parents.shape, dtype=torch.int32)
-    ancestors = torch.zeros(*trees.parents.shape, trees.num_words, dtype=torch.int64)
+    depths = torch.zeros(trees.parents.shape, dtype=torch.int32, device="cpu")
+    ancestors = torch.zeros(*trees.parents.shape, trees.num_words, dtype=torch.int64, device="cpu")
     for i, parents in enumerate(trees.to_lists()):
         for node, seen in enumerate(masks.tree(parents)):
             depths[i, node] = seen.sum() - 1
@@ -382,8 +382,8 @@ def accepted_batch(batch: Batch, trees: Trees, lens: Int32[Tensor, "b"]) -> Batc
 
 def _accepted(paths: Sequence[Sequence[int]], next_tokens: Sequence[int], trees: Trees) -> Accepted:
     device = trees.lens.device
-    nodes = torch.full(trees.parents.shape, -1, dtype=torch.int32)
+    nodes = torch.full(trees.parents.shape, -1, dtype=torch.int32, device="cpu")
     for i, path in enumerate(paths):
-        nodes[i, : len(path)] = torch.tensor(path, dtype=torch.int32)
-    lens = torch.tensor([len(path) for path in paths], dtype=torch.int32)
+        nodes[i, : len(path)] = torch.tensor(path, dtype=torch.int32, device="cpu")
+    lens = torch.tensor([len(path) for path in paths], dtype=torch.int32, device="cpu")
     return Accepted(nodes.to(device), lens.to(device), torch.tensor(next_tokens, dtype=torch.int64, device=device))

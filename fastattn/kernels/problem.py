@@ -10,6 +10,7 @@ from torch.nn.functional import rms_norm
 from refattn.interface import AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan
 
 CU_SEQLENS_K = "cu_seqlens_k"  # the name in `Plan.kept` of where keys begin that lie in rows
+FAR = 2**30  # tokens: with a position that is not as far it fits into 32 bits
 EXPANDED_BLOCK = 128  # tokens in a block of codes that have become numbers: what FlashAttention loads fastest
 
 
@@ -129,6 +130,16 @@ def stored_types(scales: Fp8Scales | Int8Scales, value: Tensor) -> tuple[torch.d
 def uses_positions(plan: Plan, options: AttentionOptions) -> bool:
     """Return whether an answer depends on `plan.positions`: not if everyone sees everything and there is no ALiBi."""
     return plan.positions is not None and (plan.window != (-1, -1) or options.alibi_slopes is not None)
+
+
+def window_within_reach(plan: Plan) -> tuple[int, int]:
+    """Return the window of a plan, -1 for no limit, its sides cut to where a query and a key are never so far apart.
+
+    Packages add a side to a position in 32 bits. It is for plans whose queries are the last of their tokens.
+    """
+    left, right = plan.window
+    reach = min(plan.batch.max_seq_len + plan.batch.max_query_len + 1, FAR)
+    return min(left, reach), min(right, reach)
 
 
 def _is_uniform(batch: Batch) -> bool:

@@ -158,6 +158,7 @@ def cut_chunks(
     begin = number * chunk_size  # [b, chunks], of each chunk; below 0 where there are more queries than keys
     end = torch.minimum(begin + chunk_size, seq_lens)
     first_key = begin.clamp(min=0)
+    num_keys = (end - first_key).clamp(min=0) * (end > torch.maximum(begin, context_lens))  # none without a query
     rows_end = end + rearrange(batch.cu_seqlens_q[1:] - batch.seq_lens, "b -> b 1")  # query rows, left-over chunks too
     # Past its last block a row repeats the sequence's last column: no key is there.
     used = rearrange(first_key // block_size, "b chunks -> b chunks 1") + torch.arange(columns, device=batch.device)
@@ -165,7 +166,7 @@ def cut_chunks(
     return (
         torch.cat([batch.cu_seqlens_q[:1], rearrange(rows_end.int(), "b chunks -> (b chunks)")]),
         rearrange(first_key.int(), "b chunks -> (b chunks)"),
-        rearrange((end - first_key).clamp(min=0).int(), "b chunks -> (b chunks)"),
+        rearrange(num_keys.int(), "b chunks -> (b chunks)"),
         rearrange(batch.block_table.gather(1, used), "b (chunks columns) -> (b chunks) columns", chunks=num_chunks),
     )
 

@@ -25,9 +25,9 @@ from jaxtyping import Int32, Int64
 from torch import Tensor
 
 from refattn.interface.batch import Batch
-from refattn.interface.contents import check_batch, check_block_table, check_lengths
+from refattn.interface.contents import check_block_table, check_lengths
 from refattn.interface.plan import Plan
-from refattn.interface.values import check_floating, check_list, describe, expect, is_int, same_device
+from refattn.interface.values import check_floating, check_list, check_own_memory, describe, expect, is_int, same_device
 
 WORD = 64  # nodes that one word of an ancestor mask tells of
 MOST_NODES = 1024  # of a tree
@@ -60,7 +60,7 @@ class Trees:
             return
         if int(self.lens.min()) < 0 or int(self.lens.max()) > w:
             raise ValueError(f"tree_lens: expected 0..{w} nodes, as parents has columns, got {self.lens.tolist()}")
-        node = torch.arange(w)
+        node = torch.arange(w, device=self.parents.device)
         is_node = node < self.lens[:, None]
         wrong = is_node & ((self.parents >= node) | (self.parents < -1))
         if wrong.any():
@@ -151,10 +151,10 @@ def check_trees(batch: Batch, trees: Trees) -> None:
     """Check that trees are those of a batch.
 
     Raises:
-        ValueError: if there are more or fewer of them than sequences, or they are elsewhere; on a CPU also if a
-            sequence has fewer keys than nodes, or fewer nodes than query rows.
+        ValueError: if there are more or fewer of them than sequences, or they are elsewhere; on a CPU also if the
+            lengths of the batch are none, a sequence has fewer keys than nodes, or fewer nodes than query rows.
     """
-    check_batch(batch)
+    check_lengths(batch)
     if not isinstance(trees, Trees):
         raise ValueError(f"trees: expected Trees, from make_trees, got {describe(trees)}")
     expect(trees.lens, "tree_lens", torch.int32, ("b",), (batch.num_seqs,))
@@ -215,7 +215,7 @@ def check_drafts(batch: Batch, trees: Trees, **tokens: Tensor) -> None:
     if rows is not None and rows < int(batch.cu_seqlens_q[-1]):
         name = next(iter(tokens))
         raise ValueError(f"{name}: expected at least the {int(batch.cu_seqlens_q[-1])} query rows, got t={rows}")
-    is_node = torch.arange(trees.max_len) < trees.lens[:, None]
+    is_node = torch.arange(trees.max_len, device=trees.lens.device) < trees.lens[:, None]
     roots = (is_node & (trees.parents == -1)).sum(-1)
     if (roots > 1).any():
         i = int(roots.argmax())
@@ -292,6 +292,7 @@ def check_caches(caches: Sequence[Tensor], batch: Batch, *, block_size: int) -> 
     for i, cache in enumerate(caches):
         if not isinstance(cache, Tensor) or cache.ndim < 2 or cache.shape[1] != block_size:
             raise ValueError(f"caches[{i}]: expected a pool [n, p={block_size}, ...], got {describe(cache)}")
+        check_own_memory(f"caches[{i}]", cache)
         same_device(seq_lens=batch.seq_lens, **{f"caches[{i}]": cache})
         if needs is not None and needs.blocks > len(cache):
             raise ValueError(

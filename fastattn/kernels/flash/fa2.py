@@ -13,7 +13,7 @@ from torch import Tensor
 from fastattn.kernels.device import cannot_import, capability
 from fastattn.kernels.flash import NO_POSITIONS, NOT_ALIGNED
 from fastattn.kernels.flash.torch_flash import window_for_flash
-from fastattn.kernels.problem import Problem, key_starts
+from fastattn.kernels.problem import Problem, key_starts, window_within_reach
 from refattn.interface import AttentionOptions, Plan
 
 PAGE = 256  # its pages are a multiple of this
@@ -114,7 +114,7 @@ def paged(
     rows = torch.arange(query.shape[0], device=query.device, dtype=torch.int32)
     sequences = torch.searchsorted(batch.cu_seqlens_q[1:], rows, right=True).clamp_(max=batch.num_seqs - 1)
     query_of_sequence = batch.cu_seqlens_q[:-1].clamp(max=query.shape[0] - 1)
-    left = plan.window[0]  # no key lies after the one query
+    left, _ = window_within_reach(plan)  # no key lies after the one query
     longest = batch.block_table.shape[1] * key_cache.shape[1]
     if options.alibi_slopes is not None and not 0 <= left < longest:
         left = longest - 1  # see `window_for_flash`

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from fastattn.kernels.device import cannot_import, capability
 from fastattn.kernels.flash import NO_CODES, NO_POSITIONS, NOT_ALIGNED, cannot_expand
-from fastattn.kernels.problem import Problem, expanded, key_starts
+from fastattn.kernels.problem import Problem, expanded, key_starts, window_within_reach
 from refattn.interface import AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan, TreePlan
 
 OPERATIONS = ("dense", "paged", "quantized", "tree", "mla", "mla_tree")
@@ -261,7 +261,7 @@ def _forward(
     Returns:
         The outputs, and the log-sum-exps with heads first: natural log, `-inf` where a query sees nothing.
     """
-    batch = plan.batch
+    batch, window = plan.batch, window_within_reach(plan)
     scale = query.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale
     if scale <= 0:  # it masks scores, and looks for the largest, before it scales them
         factor, scale = (-1, -scale) if scale else (0, 1.0)
@@ -278,8 +278,8 @@ def _forward(
             cu_seqlens_q=batch.cu_seqlens_q,
             max_seqlen_k=batch.max_seq_len,
             is_causal=plan.causal,
-            window_size_left=plan.window[0],
-            window_size_right=plan.window[1],
+            window_size_left=window[0],
+            window_size_right=window[1],
             **{**UNUSED, **where, "q_v": value_query},
             **asked,
         )
@@ -297,7 +297,8 @@ def _call_interface(
 ) -> Any:
     """Call FlashAttention's own package; over pages it takes `m * p` for the longest sequence."""
     module, batch = importlib.import_module(INTERFACE), plan.batch
-    asked = asked | dict(cu_seqlens_q=batch.cu_seqlens_q, causal=plan.causal, window_size=plan.window, qv=value_query)
+    window = window_within_reach(plan)
+    asked = asked | dict(cu_seqlens_q=batch.cu_seqlens_q, causal=plan.causal, window_size=window, qv=value_query)
     if "page_table" in where:
         seqused_k, page_table = where["seqused_k"], where["page_table"]
         return module.flash_attn_with_kvcache(

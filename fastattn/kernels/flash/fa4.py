@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastattn.kernels.device import cannot_import, capability
 from fastattn.kernels.flash import NO_POSITIONS, NOT_ALIGNED, cannot_expand
-from fastattn.kernels.problem import Problem, expanded, key_starts
+from fastattn.kernels.problem import Problem, expanded, key_starts, window_within_reach
 from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales, Plan
 
 OPERATIONS = ("dense", "paged", "quantized")
@@ -140,7 +140,7 @@ def _attend(
     batch = plan.batch
     if 0 in (query.shape[0], key.shape[0], batch.num_seqs):
         return nothing(query, value.shape[-1], plan, options)
-    left, right = plan.window
+    left, right = window_within_reach(plan)
     signed, scale = with_scale_above_0(query, options.softmax_scale)  # it masks before it scales
     result, lse, *_ = _flash_attn_fwd(
         signed,

@@ -49,7 +49,6 @@ from fastattn.kernels.triton.run import (
     pad,
     store_rows,
     visible_keys,
-    window_within_reach,
     with_scale_above_0,
 )
 from refattn.interface import AttentionOptions, Batch, Plan, TreePlan
@@ -523,7 +522,7 @@ def _launch(
     num_kv_heads, value_head_size = value.shape[-2], size_of(value)
     group = num_heads // num_kv_heads
     block_table = batch.block_table if key.ndim == 4 else None
-    left, right = window_within_reach(plan)
+    left, right = plan.window
     positions = plan.positions if uses_positions(plan, options) else None
     query, scale = with_scale_above_0(query, options.softmax_scale)
     one_tile = _is_one_tile(batch, group, tuning.block_m)
@@ -575,7 +574,8 @@ def _launch(
             HEAD_SIZE=head_size,
             VALUE_HEAD_SIZE=value_head_size,
             BLOCK_SIZE=0 if block_table is None else key.shape[1],
-            WIDE=block_table is not None and is_wide(key.shape[1], key.stride(1), value.stride(1)),
+            WIDE=block_table is not None
+            and is_wide(key.shape[1], key.stride(1), value.stride(1), *_strides_by_head(codes.key)[1:2]),
             BLOCK_M=tuning.block_m,
             BLOCK_N=tuning.block_n,
             BLOCK_SEQS=BLOCK_SEQS,
@@ -1009,10 +1009,10 @@ def _attend_kernel(
         may_be_spoilt = is_row
         if RIGHT and (not LEFT or query_positions is None):
             # What is nobody's lies past the sequence's end, which only its last rows load, or before the first window.
-            at_an_end = positions + (right + LARGEST_TILE) >= seq_len
+            at_an_end = positions - seq_len + LARGEST_TILE >= -right
             if LEFT:
-                begin = tl.maximum(context - left, 0)
-                at_an_end |= (begin > 0) & (positions - left < begin + LARGEST_TILE)
+                begin = context - tl.minimum(left, tl.maximum(context, 0))
+                at_an_end |= (begin > 0) & (positions - begin - LARGEST_TILE < left)
             may_be_spoilt &= at_an_end
         given = tl.load(
             out + places[:, None] * VALUE_HEAD_SIZE + at_dv[None, :],

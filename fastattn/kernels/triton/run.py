@@ -16,7 +16,6 @@ from torch import Tensor
 
 from fastattn.kernels import device as devices
 from fastattn.kernels.triton.codes import from_codes, from_pairs, power_of_two, prepare_query, row_scale, value_type
-from refattn.interface import Plan
 
 INTERPRETED = triton.knobs.runtime.interpret  # kernels run in Python, on CPU tensors
 
@@ -29,7 +28,6 @@ CHANGING = (
 
 
 SCRATCH_BYTES = 2048  # of shared memory that a program needs beside its tile and its steps
-FAR = 2**30  # tokens, to which a side of a window is cut: a position and it together fit into 32 bits
 
 
 class Tuning(NamedTuple):
@@ -106,12 +104,6 @@ def can_overlap(device: torch.device) -> bool:
 def pad(size: int) -> int:
     """Return the next power of two; Triton's own function is slow outside a kernel."""
     return 1 << (size - 1).bit_length()
-
-
-def window_within_reach(plan: Plan) -> tuple[int, int]:
-    """Return the window of a plan, -1 for no limit, such that no sum with a position overflows."""
-    left, right = plan.window
-    return min(left, FAR), min(right, FAR)
 
 
 def converts_fp8(device: torch.device) -> bool:
@@ -210,14 +202,16 @@ def visible_keys(
 ):
     """Bound the keys that some queries see, of those between two positions: the first of them, and the end of them.
 
-    The positions may be a tensor, one pair per sequence.
+    The positions may be a tensor, one pair per sequence. A side of a window is cut to the keys that there are before a
+    position is added to it: a side and a position may both be nearly 2**31.
     """
     first_key = first_position * 0
     last_key = seq_len
     if RIGHT:
-        last_key = tl.minimum(last_key, last_position + right + 1)
+        last_key = last_position + 1 + tl.minimum(right, seq_len - 1 - last_position)
     if LEFT:
-        first_key = tl.maximum(first_key, first_position - left)
+        first_key = tl.maximum(first_position, 0)
+        first_key -= tl.minimum(left, first_key)
     return first_key, last_key
 
 
@@ -329,11 +323,12 @@ def seen_by_all(
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
 ):
-    """Bound the keys that every row of a tile sees."""
+    """Bound the keys that every row of a tile sees, of a run of them; sums as in `visible_keys`."""
     if RIGHT:
-        last_key = tl.minimum(last_key, first_position + right + 1)
+        last_key = first_position + 1 + tl.minimum(right, last_key - 1 - first_position)
     if LEFT:
-        first_key = tl.maximum(first_key, last_position - left)
+        last_position = tl.maximum(last_position, 0)
+        first_key = tl.maximum(first_key, last_position - tl.minimum(left, last_position))
     return first_key, last_key
 
 
@@ -430,11 +425,13 @@ def attend_to_run(
     if BLOCK_SIZE > 0:  # the table is read a step ahead, so that loads of keys do not wait for it
         table = block_table + sequence.to(tl.int64) * table_row_stride
         if ONE_PAGE:
-            next_blocks = tl.load(table + first_key // BLOCK_SIZE * table_stride, mask=first_key < last_key, other=0)
+            column = (first_key // BLOCK_SIZE).to(tl.int64)
+            next_blocks = tl.load(table + column * table_stride, mask=first_key < last_key, other=0)
         else:
             j = first_key + in_step
             is_key = (j >= first_seen) & (j < last_key)
-            next_blocks = tl.load(table + j // BLOCK_SIZE * table_stride, mask=is_key, other=0)
+            column = (j // BLOCK_SIZE).to(tl.int64)
+            next_blocks = tl.load(table + column * table_stride, mask=is_key, other=0)
     else:
         first_key_row = tl.load(cu_seqlens_k + sequence).to(tl.int64)
     head = kv_head.to(tl.int64)
@@ -513,7 +510,8 @@ def attend_to_run(
             if BLOCK_SIZE > 0:
                 blocks = next_blocks.to(tl.uint32).to(tl.int64)  # not negative: a product with a stride is shorter
                 ahead = (start if ONE_PAGE else j) + BLOCK_N
-                next_blocks = tl.load(table + ahead // BLOCK_SIZE * table_stride, mask=ahead < last_key, other=0)
+                column = (ahead // BLOCK_SIZE).to(tl.int64)
+                next_blocks = tl.load(table + column * table_stride, mask=ahead < last_key, other=0)
                 first_place = start % BLOCK_SIZE if ONE_PAGE else 0
                 places = (in_step if STEPS_ALIKE else j) % BLOCK_SIZE  # from there on
                 if WIDE:
