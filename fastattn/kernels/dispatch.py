@@ -611,10 +611,14 @@ def write_quantized(
 @_launches
 def copy_blocks(cache: Shaped[Tensor, "n ..."], pairs: Int64[Tensor, "k 2"]) -> None:
     """Copy blocks inside a pool; arguments are those of `fastattn.kv_cache.copy_blocks`, for one pool."""
+    choose_copy(cache, pairs).copy_blocks(cache, pairs)
+
+
+def choose_copy(cache: Shaped[Tensor, "n ..."], pairs: Int64[Tensor, "k 2"]) -> ModuleType:
+    """Choose the kernel of `copy_blocks`, or raise as `choose` does."""
     last = sum(stride * (size - 1) for stride, size in zip(cache.stride()[1:], cache.shape[1:], strict=True))
     side_by_side = last == cache.shape[1:].numel() - 1
-    problem = Problem("copy_blocks", cache.device, cache.dtype, aligned=side_by_side, num_pairs=len(pairs))
-    choose(problem).copy_blocks(cache, pairs)
+    return choose(Problem("copy_blocks", cache.device, cache.dtype, aligned=side_by_side, num_pairs=len(pairs)))
 
 
 @_launches
@@ -622,8 +626,12 @@ def compact(
     cache: Shaped[Tensor, "n p ..."], batch: Batch, trees: Trees, accepted: Accepted, *, block_size: int
 ) -> None:
     """Move accepted nodes inside a pool; arguments are those of `fastattn.speculative.compact`, for one pool."""
-    problem = Problem("compact", cache.device, cache.dtype, aligned=cache.ndim <= 4)
-    choose(problem).compact(cache, batch, trees, accepted, block_size)
+    choose_compaction(cache).compact(cache, batch, trees, accepted, block_size)
+
+
+def choose_compaction(cache: Shaped[Tensor, "n p ..."]) -> ModuleType:
+    """Choose the kernel of `compact`, or raise as `choose` does."""
+    return choose(Problem("compact", cache.device, cache.dtype, aligned=cache.ndim <= 4))
 
 
 @_launches

@@ -145,6 +145,14 @@ def _is_aligned(x: Tensor) -> bool:
     return last == 1 and bits % 16 == 0
 
 
+def as_bytes(x: Tensor) -> Tensor:
+    """Return elements of one byte as bytes, which share their memory: fp8 is moved by all that moves bytes.
+
+    torch has no `index_copy_` for fp8, and a GPU older than the format cannot compute with it.
+    """
+    return x.view(torch.uint8) if x.element_size() == 1 else x
+
+
 def key_starts(plan: Plan) -> Int32[Tensor, "_"]:
     """Return where the keys of each sequence begin in rows: as the path has laid it by, or summed from the lengths.
 
