@@ -104,7 +104,7 @@ def attention_problem(
         options.alibi_slopes is not None,
         options.sinks is not None,
         options.batch_invariant,
-        query.device.type != "cuda" or all(map(_is_aligned, (query, key, value) if scales is None else (query,))),
+        query.device.type != "cuda" or all(map(has_aligned_heads, (query, key, value) if scales is None else (query,))),
         uniform=_is_uniform(batch) and query.shape[0] >= batch.num_seqs * batch.max_query_len,
         stored=None if scales is None else stored_types(scales, value),
         rounds_query=scales is not None and (isinstance(scales, Int8Scales) or scales.query is not None),
@@ -136,7 +136,7 @@ def _is_uniform(batch: Batch) -> bool:
     return batch.num_tokens is not None and batch.num_tokens == batch.num_seqs * batch.max_query_len
 
 
-def _is_aligned(x: Tensor) -> bool:
+def has_aligned_heads(x: Tensor) -> bool:
     """Return whether all heads of a tensor begin at multiples of 16 bytes, their elements side by side."""
     *strides, last = x.stride()
     bits = x.data_ptr()

@@ -417,11 +417,23 @@ def test_its_own_package_may_split_the_keys_too(over, interface, device):
     assert interface.calls == [dict(causal=True, num_splits=0)], "the package itself would not, over rows"
 
 
-def test_a_table_whose_columns_lie_apart_is_copied(vllm, device):
-    inputs = build(Case("table", ((4, 70), (1, 33)), heads=(2, 1)), device=device, dtype=torch.float16)
-    table = inputs.batch.block_table.T.contiguous().T
-    assert table.stride(-1) != 1
-    hold_to_the_reference(replace(inputs, batch=replace(inputs.batch, block_table=table)), "pages")
+@pytest.mark.parametrize("block_size", [16, 128], ids=["many-columns", "one-column"])
+def test_a_table_whose_columns_lie_apart_is_copied(block_size, vllm, device):
+    """One of a single column too, which torch takes for contiguous whatever its stride."""
+    case = Case("table", ((3, 70), (1, 33)), heads=(2, 1), block_size=block_size)
+    inputs = build(case, device=device, dtype=torch.float16)
+    columns = 1 if block_size == 128 else 5
+    table = inputs.batch.block_table
+    batch = replace(inputs.batch, block_table=table[:, :columns].clone())
+    apart = replace(batch, block_table=table.T.contiguous().T[:, :columns])
+    assert apart.block_table.stride(-1) == 2
+    hold_to_the_reference(replace(inputs, batch=apart), "pages")
+    trees = speculative.make_trees([(-1, 0, 0), (-1,)], device=device)
+    answers = []
+    for one in (batch, apart):
+        plan = speculative.plan(one, block_size=block_size, trees=trees)
+        answers.append(fa3.tree(inputs.query, inputs.key_cache, inputs.value_cache, plan, AttentionOptions(), None))
+    assert torch.equal(answers[0][0], answers[1][0]) and torch.equal(answers[0][1], answers[1][1])
 
 
 @pytest.mark.parametrize(

@@ -183,9 +183,13 @@ def test_no_pool_is_copied(flash_mla_package, fa3_library):
     assert mla["softmax_scale"] == second["softmax_scale"] == 0.05
 
 
-def test_a_table_whose_columns_lie_apart_is_copied(flash_mla_package, fa3_library):
-    query, cache, batch = latents(UNIFORM[0])
-    apart = replace(batch, block_table=batch.block_table.T.contiguous().T)
+@pytest.mark.parametrize("case", [UNIFORM[0], replace(UNIFORM[0], name="one", lens=((1, 5), (1, 9)))], ids=str)
+def test_a_table_whose_columns_lie_apart_is_copied(case, flash_mla_package, fa3_library):
+    """One of a single column too, which torch takes for contiguous whatever its stride."""
+    query, cache, batch = latents(case)
+    columns = 1 if case.name == "one" else batch.block_table.shape[1]
+    apart = replace(batch, block_table=batch.block_table.T.contiguous().T[:, :columns])
+    assert apart.block_table.stride(-1) == batch.num_seqs
     for kernel in (flash_mla, fa3):
         both = [kernel.mla(query, cache, Plan(x, 64), filled({}, 4), RANK, None)[0] for x in (batch, apart)]
         assert torch.equal(*both)

@@ -30,12 +30,13 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from fastattn.kernels.device import cannot_import, capability
-from fastattn.kernels.flash import NO_CODES, NO_POSITIONS, NOT_ALIGNED, cannot_expand
+from fastattn.kernels.flash import NO_CODES, NO_POSITIONS, NOT_ALIGNED, cannot_expand, side_by_side
 from fastattn.kernels.problem import Problem, expanded, key_starts
 from refattn.interface import AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan, TreePlan
 
 OPERATIONS = ("dense", "paged", "quantized", "tree", "mla", "mla_tree")
 INTERFACE = "flash_attn_interface"  # the module of FlashAttention's own package for Hopper
+FUNCTIONS = ("flash_attn_varlen_func", "flash_attn_with_kvcache")  # of that module
 LIBRARY = "_vllm_fa3_C"  # vLLM's: `_vllm_fa3_C.abi3.so`, and the namespace of its operators
 LARGEST_HEAD = 256
 UNEQUAL_HEADS = ((64, 128), (64, 256), (192, 128))  # sizes of keys and of values that it has kernels for
@@ -118,7 +119,7 @@ def paged(
     """Attend over pages; see `fastattn.kernels.dispatch`."""
     table = plan.batch.block_table
     assert table is not None  # the path has checked it
-    where = dict(seqused_k=plan.batch.seq_lens, page_table=table if table.stride(-1) == 1 else table.contiguous())
+    where = dict(seqused_k=plan.batch.seq_lens, page_table=side_by_side(table))
     loads_tiles = key_cache.shape[1] >= SMALLEST_TILE
     return _attend(query, key_cache, value_cache, plan, options, where, loads_tiles=loads_tiles)
 
@@ -159,8 +160,7 @@ def tree(
         answer = query.new_zeros(num_tokens, num_heads, value_cache.shape[-1])
         nothing = query.new_full((num_heads, num_tokens), -torch.inf, dtype=torch.float32)
         return attend_to_nodes(query, key_cache, value_cache, plan, options, answer, nothing)
-    lens, contiguous = plan.prefix.batch.seq_lens, table if table.stride(-1) == 1 else table.contiguous()
-    where = dict(seqused_k=lens, page_table=contiguous)
+    where = dict(seqused_k=plan.prefix.batch.seq_lens, page_table=side_by_side(table))
     answer, lse = _forward(query, key_cache, value_cache, plan.prefix, options, where)
     if key_cache.shape[1] >= SMALLEST_TILE:
         repair(answer, query, key_cache, value_cache, plan.prefix, options)
@@ -184,7 +184,7 @@ def mla(
     assert table is not None  # the path has checked it
     if _is_empty(query, cache, plan):
         return nothing(query, latent_rank, plan, options)
-    where = dict(seqused_k=plan.batch.seq_lens, page_table=table if table.stride(-1) == 1 else table.contiguous())
+    where = dict(seqused_k=plan.batch.seq_lens, page_table=side_by_side(table))
     pages = cache[:, :, None, : query.shape[2]]
     parts = (query[..., latent_rank:], pages[..., latent_rank:], pages[..., :latent_rank])
     out, lse = adapt(*_forward(*parts, plan, options, where, query[..., :latent_rank]), plan, options)
@@ -309,7 +309,7 @@ def _call_interface(
 
 
 def _has_interface() -> bool:
-    return cannot_import(INTERFACE, "flash_attn_3") is None
+    return cannot_import(INTERFACE, "flash_attn_3", *FUNCTIONS) is None
 
 
 @cache
@@ -317,7 +317,7 @@ def _cannot_load() -> str | None:
     """Return why there is no FlashAttention-3 here, or None once one is loaded."""
     if _has_interface() or hasattr(getattr(torch.ops, LIBRARY), "fwd"):  # vLLM itself may have loaded it
         return None
-    missing = cannot_import(INTERFACE, "flash_attn_3")
+    missing = cannot_import(INTERFACE, "flash_attn_3", *FUNCTIONS)
     library = _find_library()
     if library is None:
         return f"{missing}; and there is no {LIBRARY}.abi3.so on the path or in the package vllm"

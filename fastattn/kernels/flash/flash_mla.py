@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fastattn.kernels.device import cannot_import, capability
-from fastattn.kernels.flash import NO_CODES, NO_POSITIONS, NOT_ALIGNED
+from fastattn.kernels.flash import NO_CODES, NO_POSITIONS, NOT_ALIGNED, side_by_side
 from fastattn.kernels.problem import Problem
 from refattn.interface import AttentionOptions, Fp8Scales, Plan, TreePlan
 
@@ -90,7 +90,7 @@ def mla(
     result, logs = importlib.import_module(INTERFACE).flash_mla_with_kvcache(
         rearrange(rows, "(b t) h d -> b t h d", b=batch.num_seqs),
         cache[:, :, None, : query.shape[2]],
-        table if table.stride(-1) == 1 else table.contiguous(),
+        side_by_side(table),
         batch.seq_lens,
         latent_rank,
         _schedule(plan, query.shape[1]),
@@ -162,7 +162,8 @@ def _capture() -> tuple[str, int] | None:
 @cache
 def _cannot_load() -> str | None:
     """Return why there is no FlashMLA here, or that its half for Hopper is missing; None once it is loaded."""
-    reason = cannot_import(INTERFACE, PACKAGE)
+    reason = cannot_import(INTERFACE, PACKAGE, "flash_mla_with_kvcache", "FlashMLASchedMeta")
+    reason = reason or cannot_import("flash_mla", PACKAGE, "has_legacy")  # DeepSeek's own package has not
     if reason is not None:
         return reason
     if not importlib.import_module("flash_mla").has_legacy():

@@ -55,7 +55,7 @@ def unsupported_reason(problem: Problem) -> str | None:
             return f"latents of up to {LARGEST_LATENT} and rotary keys of up to {LARGEST_ROPE} elements, not {sizes}"
     elif max(problem.head_size, problem.value_head_size) > LARGEST_HEAD:
         return f"head sizes up to {LARGEST_HEAD}, not {problem.head_size} and {problem.value_head_size}"
-    return cannot_import("triton", "triton") or (cannot_interpret() if interpreted else None)
+    return cannot_import("triton", "triton", "jit") or (cannot_interpret() if interpreted else None)
 
 
 # Triton is imported when a kernel is first called: it is not there on every machine. No file of this folder may have
