@@ -10,6 +10,7 @@ from torch.nn.functional import rms_norm
 from refattn.interface import AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan
 
 CU_SEQLENS_K = "cu_seqlens_k"  # the name in `Plan.kept` of where keys begin that lie in rows
+EVEN = 1.25  # times the average is the longest sequence, at most, of those that are about as long
 EXPANDED_BLOCK = 128  # tokens in a block of codes that have become numbers: what FlashAttention loads fastest
 
 
@@ -42,6 +43,7 @@ class Problem(NamedTuple):
         uniform: the host knows that every sequence has `max_query_len` new tokens.
         stored: the types of the codes, or numbers, that keys and values are in a quantised cache; None in any other.
         rounds_query: queries are rounded as keys are.
+        even: the host knows that all sequences have about as many keys.
     """
 
     operation: str
@@ -68,6 +70,7 @@ class Problem(NamedTuple):
     rounds_query: bool = False
     alibi_sqrt: bool = False
     num_tokens: int = 0
+    even: bool = False
 
     @property
     def is_attention(self) -> bool:
@@ -110,6 +113,7 @@ def attention_problem(
         rounds_query=scales is not None and (isinstance(scales, Int8Scales) or scales.query is not None),
         alibi_sqrt=options.alibi_sqrt,
         num_tokens=query.shape[0],
+        even=batch.num_keys is not None and EVEN * batch.num_keys >= batch.max_seq_len * batch.num_seqs,
     )
 
 
