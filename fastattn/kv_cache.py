@@ -125,10 +125,7 @@ def copy_blocks(caches: Sequence[Shaped[Tensor, "n ..."]], pairs: Int64[Tensor, 
     Source: `refattn.kv_cache.copy_blocks`.
     """
     check_block_pairs(caches, caches, pairs, names=("caches", "caches"))
-    for cache in caches:
-        dispatch.choose_copy(cache, pairs)  # of all of them, before anything is written: one may be refused
-    for cache in caches:
-        dispatch.copy_blocks(cache, pairs)
+    dispatch.copy_blocks(caches, pairs)
 
 
 def swap_blocks(

@@ -619,30 +619,24 @@ def write_quantized(
     kernel.write_quantized(key, value, key_cache, value_cache, slot_mapping, scales)
 
 
-@_launches
-def copy_blocks(cache: Shaped[Tensor, "n ..."], pairs: Int64[Tensor, "k 2"]) -> None:
-    """Copy blocks inside a pool; arguments are those of `fastattn.kv_cache.copy_blocks`, for one pool."""
-    choose_copy(cache, pairs).copy_blocks(cache, pairs)
+def copy_blocks(caches: Sequence[Shaped[Tensor, "n ..."]], pairs: Int64[Tensor, "k 2"]) -> None:
+    """Copy blocks inside pools, once there is a kernel for each; see `fastattn.kv_cache.copy_blocks`."""
+    kernels = []
+    for pool in caches:
+        last = sum(stride * (size - 1) for stride, size in zip(pool.stride()[1:], pool.shape[1:], strict=True))
+        aligned = last == pool.shape[1:].numel() - 1  # side by side
+        kernels.append(choose(Problem("copy_blocks", pool.device, pool.dtype, aligned=aligned, num_pairs=len(pairs))))
+    for kernel, pool in zip(kernels, caches, strict=True):
+        _launches(kernel.copy_blocks)(pool, pairs)
 
 
-def choose_copy(cache: Shaped[Tensor, "n ..."], pairs: Int64[Tensor, "k 2"]) -> ModuleType:
-    """Choose the kernel of `copy_blocks`, or raise as `choose` does."""
-    last = sum(stride * (size - 1) for stride, size in zip(cache.stride()[1:], cache.shape[1:], strict=True))
-    side_by_side = last == cache.shape[1:].numel() - 1
-    return choose(Problem("copy_blocks", cache.device, cache.dtype, aligned=side_by_side, num_pairs=len(pairs)))
-
-
-@_launches
 def compact(
-    cache: Shaped[Tensor, "n p ..."], batch: Batch, trees: Trees, accepted: Accepted, *, block_size: int
+    caches: Sequence[Shaped[Tensor, "n p ..."]], batch: Batch, trees: Trees, accepted: Accepted, *, block_size: int
 ) -> None:
-    """Move accepted nodes inside a pool; arguments are those of `fastattn.speculative.compact`, for one pool."""
-    choose_compaction(cache).compact(cache, batch, trees, accepted, block_size)
-
-
-def choose_compaction(cache: Shaped[Tensor, "n p ..."]) -> ModuleType:
-    """Choose the kernel of `compact`, or raise as `choose` does."""
-    return choose(Problem("compact", cache.device, cache.dtype, aligned=cache.ndim <= 4))
+    """Move accepted nodes inside pools, once there is a kernel for each; see `fastattn.speculative.compact`."""
+    kernels = [choose(Problem("compact", x.device, x.dtype, aligned=x.ndim <= 4)) for x in caches]
+    for kernel, pool in zip(kernels, caches, strict=True):
+        _launches(kernel.compact)(pool, batch, trees, accepted, block_size)
 
 
 @_launches
