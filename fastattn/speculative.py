@@ -203,8 +203,7 @@ def compact(
     """
     check_accepted(batch, trees, accepted)
     check_caches(caches, batch, block_size=block_size)
-    for cache in caches:
-        dispatch.compact(cache, batch, trees, accepted, block_size=block_size)
+    dispatch.compact(caches, batch, trees, accepted, block_size=block_size)
 
 
 def accepted_batch(batch: Batch, trees: Trees, lens: Int32[Tensor, "b"]) -> Batch:

@@ -10,12 +10,23 @@ from torch.torch_version import TorchVersion
 
 
 @cache
-def cannot_import(module: str, package: str) -> str | None:
-    """Return why a module of a package can't be used, or None: it is not installed, or it is broken."""
+def cannot_import(module: str, package: str, *names: str) -> str | None:
+    """Return why a module of a package can't be used, or None: it is not installed, it is broken, or it is another.
+
+    A folder that another package fills passes for a module: `flash_attn` is one where there is flash-attn-4 alone.
+
+    Args:
+        module: what is imported.
+        package: what has to be installed for it.
+        names: what has to be in the module.
+    """
     try:
-        importlib.import_module(module)
+        found = importlib.import_module(module)
     except (ImportError, OSError) as error:
         return f"the package {package} can't be imported: {error}"
+    missing = [name for name in names if not hasattr(found, name)]
+    if missing:
+        return f"the package {package} can't be imported: the module {module} that is here has no {', '.join(missing)}"
     return None
 
 

@@ -35,8 +35,10 @@ def unsupported_reason(problem: Problem) -> str | None:
         return "multiplies the slopes of ALiBi by the distance, not by its root"
     if problem.operation == "merge" and problem.dtype != torch.float32:
         return f"merges by log-sum-exps in float32, not {problem.dtype}"
-    if problem.operation == "copy_blocks" and not (problem.aligned and problem.num_pairs <= MAX_PAIRS):
-        return f"copies at most {MAX_PAIRS} blocks without gaps at once, not {problem.num_pairs}"
+    if problem.operation == "copy_blocks" and not problem.aligned:
+        return "copies blocks whose elements lie side by side, without gaps"
+    if problem.operation == "copy_blocks" and problem.num_pairs > MAX_PAIRS:
+        return f"copies at most {MAX_PAIRS} blocks at once, not {problem.num_pairs}"
     if problem.operation == "compact" and not problem.aligned:
         return "moves tokens of pools of at most four dimensions"
     types = [torch.float16, torch.float32, torch.bfloat16]
@@ -53,7 +55,7 @@ def unsupported_reason(problem: Problem) -> str | None:
             return f"latents of up to {LARGEST_LATENT} and rotary keys of up to {LARGEST_ROPE} elements, not {sizes}"
     elif max(problem.head_size, problem.value_head_size) > LARGEST_HEAD:
         return f"head sizes up to {LARGEST_HEAD}, not {problem.head_size} and {problem.value_head_size}"
-    return cannot_import("triton", "triton") or (cannot_interpret() if interpreted else None)
+    return cannot_import("triton", "triton", "jit") or (cannot_interpret() if interpreted else None)
 
 
 # Triton is imported when a kernel is first called: it is not there on every machine. No file of this folder may have

@@ -12,6 +12,7 @@ import triton.language as tl
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
+from fastattn.kernels.problem import as_bytes
 from fastattn.kernels.triton.codes import FORMATS, row_scale, to_fp8, to_int8
 from fastattn.kernels.triton.launch import Launch
 from fastattn.kernels.triton.run import converts_fp8
@@ -182,11 +183,6 @@ def compact(cache: Shaped[Tensor, "n p ..."], batch: Batch, trees: Trees, accept
         BLOCK_SIZE=cache.shape[1],
         BLOCK=BLOCK_ELEMENTS,
     )
-
-
-def as_bytes(x: Tensor) -> Tensor:
-    """See elements of one byte as bytes: an 8-bit float can be moved by GPUs that can't compute with it."""
-    return x.view(torch.uint8) if x.element_size() == 1 else x
 
 
 @triton.jit(do_not_specialize=["slot_mapping", "rows"])
