@@ -51,8 +51,9 @@ def attention(
 def plan_prefill(batch: Batch, *, block_size: int, workspace: int, max_context_len: int | None = None) -> PrefillPlan:
     """Plan `prefill`: new tokens among themselves, and their context in chunks; the twin of `refattn.mla.plan_prefill`.
 
-    All sizes follow from Python ints, so nothing synchronizes with a device. ALiBi needs the position of each query: a
-    batch on a device has to say how many query rows it has for it (`num_tokens`), else `prefill` raises a ValueError.
+    All sizes follow from Python ints, so nothing synchronizes with a device. The plan has 8 bytes for each token of the
+    longest context, for every sequence: the slots that the chunks read. ALiBi needs the position of each query: a batch
+    on a device has to say how many query rows it has for it (`num_tokens`), else `prefill` raises a ValueError.
     """
     longest = check_workspace(batch, workspace, max_context_len, block_size=block_size)
     whole = Plan(batch, block_size)
@@ -95,8 +96,18 @@ def prefill(
 ) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend from new tokens to themselves and to their context; the twin of `refattn.mla.prefill`.
 
-    No more keys and values are made at a time than those of the new tokens, or of a workspace. Arguments, results and
-    errors are those of `refattn.mla.prefill`.
+    Keys and values are made of the new tokens, then of one chunk of a workspace after the other, and what a chunk
+    answers is merged at once into an output and its log-sum-exp in float32. So beside what it is given it never holds
+    more than these, whatever the context, where W is the workspace, or one token per sequence if that is more:
+
+        keys and values    max(t, W) * h * (nope + rope + dv)    in the type of the query
+        latents            W * (r + rope) * 2                    as they are read, and in the type of the query
+        outputs            2 * t * h * dv                        in float32: merged so far, and with one chunk more
+                           t * h * dv                            in the type of the query: of the chunk
+        log-sum-exps       3 * t * h                             in float32
+
+    The kernel of attention may take memory for its parts besides. Arguments, results and errors are those of
+    `refattn.mla.prefill`.
 
     Raises:
         NotImplementedError: for `batch_invariant`; and if no kernel computes the combination, with the reason of each.
@@ -111,15 +122,35 @@ def prefill(
         )
     rank, rope = latent.shape[1], rope_key.shape[1]
     projections = {name: projection.contiguous() for name, projection in projections.items()}  # once for all parts
-    own = dispatch.dense(query, *_keys_and_values(latent, rope_key, **projections), plan.own, options)
-    answers = [own]
+    answer, lse = dispatch.dense(query, *_keys_and_values(latent, rope_key, **projections), plan.own, options)
+    if plan.chunks:
+        answer = answer.to(lse.dtype)  # hundreds of merges would lose digits in 16 bits
     for chunk in plan.chunks:
-        read = _read_numbers(cache, chunk.slots, cache_scale, query.dtype)[:, : rank + rope]
-        key, value = _keys_and_values(read[:, :rank], read[:, rank:], **projections)
-        answers.append(dispatch.dense(query, key, value, chunk.plan, options.without_sinks()))
-    answer, lse = dispatch.merge(*zip(*answers, strict=True)) if plan.chunks else own
+        part, part_lse = _attend_to_chunk(query, cache, chunk, options, rank, rope, cache_scale, **projections)
+        answer, lse = dispatch.merge([answer, part], [lse, part_lse])
+        del part, part_lse  # before the next chunk takes memory
+    answer = answer.to(query.dtype)
     out = answer if out is None else out.copy_(answer)
     return (out, lse) if return_lse else out
+
+
+def _attend_to_chunk(
+    query: Float[Tensor, "t h d"],
+    cache: Float[Tensor, "n p c"],
+    chunk: ContextChunk,
+    options: AttentionOptions,
+    rank: int,
+    rope: int,
+    cache_scale: float,
+    *,
+    key_projection: Float[Tensor, "h nope r"],
+    value_projection: Float[Tensor, "h dv r"],
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend from all new tokens to a chunk of their contexts, whose keys and values are gone when it returns."""
+    read = _read_numbers(cache, chunk.slots, cache_scale, query.dtype)[:, : rank + rope]
+    projections = dict(key_projection=key_projection, value_projection=value_projection)
+    key, value = _keys_and_values(read[:, :rank], read[:, rank:], **projections)
+    return dispatch.dense(query, key, value, chunk.plan, options.without_sinks())
 
 
 def _read(cache: Shaped[Tensor, "n p c"], slots: Int64[Tensor, "s"]) -> Shaped[Tensor, "s c"]:

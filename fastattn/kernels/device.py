@@ -49,15 +49,29 @@ def cannot_interpret() -> str | None:
 
 
 @cache
+def is_rocm() -> bool:
+    """Return whether PyTorch's "cuda" devices are AMD GPUs."""
+    return torch.version.hip is not None
+
+
+@cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of a CUDA device, (9, 0) for Hopper."""
-    return torch.cuda.get_device_capability(device)
+    """Return the compute capability of a CUDA device, (9, 0) for Hopper; (0, 0) for an AMD GPU, which has none.
+
+    PyTorch returns the number of the architecture there, (9, 4) for gfx942, which says nothing about instructions.
+    """
+    return (0, 0) if is_rocm() else torch.cuda.get_device_capability(device)
 
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    """Return the bytes of shared memory that a program may have on a CUDA device; what all have if torch is silent."""
-    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 48 * 1024)
+    """Return the bytes of shared memory that a program may have on a CUDA device; what all have if torch is silent.
+
+    An AMD GPU has no more than what every program may have.
+    """
+    about = torch.cuda.get_device_properties(device)
+    optional = 0 if is_rocm() else getattr(about, "shared_memory_per_block_optin", 0)
+    return optional or getattr(about, "shared_memory_per_block", 48 * 1024)
 
 
 @cache

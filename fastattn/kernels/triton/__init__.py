@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int32, Int64, Shaped
 from torch import Tensor
 
-from fastattn.kernels.device import cannot_import, cannot_interpret, capability
+from fastattn.kernels.device import cannot_import, cannot_interpret, capability, is_rocm
 from fastattn.kernels.problem import Problem, Subtraction
 from refattn.interface import Accepted, AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan, TreePlan, Trees
 
@@ -27,7 +27,7 @@ def unsupported_reason(problem: Problem) -> str | None:
     interpreted = problem.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
     if problem.device.type != "cuda" and not interpreted:
         return f"computes on CUDA, the tensors are on {problem.device.type} (TRITON_INTERPRET=1 runs it on the CPU)"
-    if not interpreted and capability(problem.device) < (8, 0):
+    if not interpreted and not is_rocm() and capability(problem.device) < (8, 0):
         return "needs a GPU of compute capability 8.0 or newer"
     if problem.operation == "differential" and problem.positions:
         return "subtracts the answers of query rows that are the last of their sequences, at no other positions"

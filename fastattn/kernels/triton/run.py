@@ -27,7 +27,7 @@ CHANGING = (
 )
 
 
-SCRATCH_BYTES = 2048  # of shared memory that a program needs beside its tile and its steps
+SCRATCH_BYTES = 4096  # of shared memory that a program needs beside its tile and its steps
 
 
 class Tuning(NamedTuple):
@@ -94,6 +94,11 @@ def shrink(tuning: Tuning, row_bytes: int, key_bytes: int, room: int, fewest_sta
     while is_too_large() and tuning.block_m > 16:
         tuning = tuning._replace(block_m=tuning.block_m // 2)
     return tuning
+
+
+def keeps_values_twice(device: torch.device) -> bool:
+    """Return whether products of 64 rows and more keep values that are keys, too, once more: as tcgen05 reads them."""
+    return (10, 0) <= devices.capability(device) < (12, 0)
 
 
 def can_overlap(device: torch.device) -> bool:
@@ -334,18 +339,23 @@ def seen_by_all(
 
 @triton.jit
 @no_type_check
-def see_in_tree(row_ancestors, words_of_rows, is_row, node, in_tree, WORDS: tl.constexpr):
+def see_in_tree(
+    row_ancestors, words_of_rows, is_row, node, in_tree, first_node, WORDS: tl.constexpr, BLOCK_N: tl.constexpr
+):
     """Return which rows see which keys, `[rows, keys]`: of a tree by the ancestor mask of the row, all others.
 
-    `node` is the place of a key in the tree, `in_tree` whether it has one. One word of a mask is loaded once for all
-    steps, `words_of_rows`; several are looked up where `row_ancestors` point to.
+    `node` is the place of a key in the tree, `in_tree` whether it has one; `first_node` is that of the first key of the
+    step, and may be negative. One word of a mask is loaded once for all steps, `words_of_rows`. Of several, the few
+    that a step has nodes in are loaded for each row: a load for each row and key would be kept in shared memory.
     """
     if WORDS == 1:
         words = words_of_rows[:, None]
     else:
-        words = tl.load(
-            row_ancestors[:, None] + (node // 64)[None, :], mask=is_row[:, None] & in_tree[None, :], other=0
-        )
+        words = is_row[:, None].to(tl.int64) * 0
+        first_word = tl.maximum(first_node, 0) // 64
+        for i in tl.static_range((BLOCK_N + 62) // 64 + 1):
+            word = tl.load(row_ancestors + first_word + i, mask=is_row & (first_word + i < WORDS), other=0)
+            words = tl.where((node // 64 == first_word + i)[None, :], word[:, None], words)
     bit = (words >> (node % 64).to(tl.int64)[None, :]) & 1
     return (bit != 0) | ~in_tree[None, :]
 
@@ -502,7 +512,16 @@ def attend_to_run(
             if WORDS > 0 and phase != 1:
                 node = j - tree_start
                 in_tree = (node >= 0) & is_key
-                seen = see_in_tree(row_ancestors, words_of_rows, is_row, tl.where(in_tree, node, 0), in_tree, WORDS)
+                seen = see_in_tree(
+                    row_ancestors,
+                    words_of_rows,
+                    is_row,
+                    tl.where(in_tree, node, 0),
+                    in_tree,
+                    start - tree_start,
+                    WORDS,
+                    BLOCK_N,
+                )
                 is_key &= tl.max(seen.to(tl.int32), 0) > 0  # what no row sees is not read either
                 if LEFT or slopes is not None:
                     depth = tl.load(node_depths + node, mask=in_tree, other=0)
