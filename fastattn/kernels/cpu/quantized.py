@@ -77,7 +77,7 @@ def _per_row(
 ) -> Float32[Tensor, "#rows #heads 1"]:
     """Return the scale of each query row and query head; rows of padding get a 1."""
     if not isinstance(scale, Tensor):
-        return torch.full((1, 1, 1), scale)
+        return torch.full((1, 1, 1), scale, dtype=torch.float32)
     scale = scale.repeat_interleave(group, -1)
     if scale.ndim == 1:
         return scale[None, :, None]
@@ -108,7 +108,7 @@ def write(
     blocks, rows = slot_mapping // key_cache.shape[1], slot_mapping % key_cache.shape[1]
     if isinstance(scales, Fp8Scales):
         for x, cache, scale in ((key, key_cache, scales.key), (value, value_cache, scales.value)):
-            divisor = scale[:, None] if isinstance(scale, Tensor) else torch.full((1, 1), scale)
+            divisor = scale[:, None] if isinstance(scale, Tensor) else torch.full((1, 1), scale, dtype=torch.float32)
             cache.view(torch.uint8)[blocks, rows] = to_fp8(x, divisor, scales.format).view(torch.uint8)
         return
     scale = row_scale(key)

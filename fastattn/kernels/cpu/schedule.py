@@ -313,7 +313,11 @@ def _parts(blocks: Blocks, seq_lens: Int32[Tensor, "b"], step: int) -> list[Part
     for slab in replace(blocks, stale=stale).slabs(step):
         here = slice(max(first, slab.keys.start), min(end, slab.keys.stop))
         hidden = blocks.hidden[:, here]
-        bias = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)[:, None, None] if hidden.any() else None
+        bias = (
+            torch.zeros(hidden.shape, dtype=torch.float32).masked_fill_(hidden, -torch.inf)[:, None, None]
+            if hidden.any()
+            else None
+        )
         keys = slice(here.start - slab.keys.start, here.stop - slab.keys.start)
         distance = seq_lens[:, None] - 1 - blocks.positions[:, here]
         parts.append(Part(slab, keys, distance, bias, not hidden.all(1).any()))
