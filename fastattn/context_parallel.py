@@ -12,6 +12,7 @@ from fastattn.kernels import dispatch
 from fastattn.kernels.torch_ops import places
 from fastattn.metadata import positions
 from refattn.interface import AttentionOptions, Batch, ContextParallelPlan, Group, Plan, Shard
+from refattn.interface.ambient import refuse_gradients, without_autocast
 from refattn.interface.checks import check_context_parallel
 from refattn.interface.contents import (
     check_block_table,
@@ -61,6 +62,7 @@ def plan(
     return ContextParallelPlan(batch, shard, context, Plan(new, causal=True, window_size=window_size))
 
 
+@without_autocast
 def attention(
     query: Float[Tensor, "t h d"],
     key: Float[Tensor, "t hk d"],
@@ -87,6 +89,8 @@ def attention(
     )
     if options.alibi_slopes is not None:
         raise NotImplementedError("no kernel computes ALiBi over the keys of a rank, as they are not consecutive")
+    rows, pools = dict(query=query, key=key, value=value), dict(key_cache=key_cache, value_cache=value_cache)
+    refuse_gradients(dispatch.NO_BACKWARD, **rows, **pools, options=options)
     all_heads = group.all_gather(query, dim=1)
     part, lse = dispatch.paged(all_heads, key_cache, value_cache, plan.context, options.without_sinks())
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fastattn.kernels import dispatch
 from fastattn.kernels.problem import as_bytes
+from refattn.interface.ambient import refuse_gradients
 from refattn.interface.checks import check_block_pairs, check_gather, check_slots, rows_with_slots
 from refattn.interface.values import check_memory, check_sizes
 
@@ -148,6 +149,7 @@ def swap_blocks(
     Source: `refattn.kv_cache.swap_blocks`.
     """
     check_block_pairs(sources, destinations, pairs)
+    refuse_gradients(dispatch.NO_BACKWARD, sources=sources, destinations=destinations)
     for source, destination in zip(sources, destinations, strict=True):
         _copy(as_bytes(source), as_bytes(destination), pairs)
 

@@ -13,6 +13,7 @@ from fastattn.kernels import dispatch
 from fastattn.kernels.problem import CU_SEQLENS_K
 from fastattn.metadata import positions, slot_mapping
 from refattn.interface import AttentionOptions, Batch, ContextChunk, Fp8Scales, Plan, PrefillPlan, TreePlan
+from refattn.interface.ambient import refuse_gradients, without_autocast
 from refattn.interface.checks import check_latent, check_latent_prefill, check_latent_slots, check_projection
 from refattn.interface.contents import check_workspace
 from refattn.interface.scales import FP8_FORMATS
@@ -80,6 +81,7 @@ def plan_prefill(batch: Batch, *, block_size: int, workspace: int, max_context_l
     return PrefillPlan(own, tuple(chunks), block_size, None if whole.needs is None else whole.needs.blocks)
 
 
+@without_autocast
 def prefill(
     query: Float[Tensor, "t h d"],
     latent: Float[Tensor, "t r"],
@@ -115,6 +117,8 @@ def prefill(
     projections = dict(key_projection=key_projection, value_projection=value_projection)
     tensors = query, latent, rope_key, cache
     check_latent_prefill(*tensors, plan, options, out, return_lse, **projections, cache_scale=cache_scale)
+    rows = dict(query=query, latent=latent, rope_key=rope_key, cache=cache)
+    refuse_gradients(dispatch.NO_BACKWARD, **rows, **projections, options=options)
     if options.batch_invariant:
         raise NotImplementedError(
             "batch_invariant: prefill computes keys and values by one matrix product, whose bits depend on their "
@@ -186,12 +190,13 @@ def _keys_and_values(
     """Make the keys and values of every head, by one product each."""
     h, nope, _ = key_projection.shape
     key = latent.new_empty(latent.shape[0], h, nope + rope_key.shape[1])
-    per_head = (latent.detach().expand(h, -1, -1), key_projection.detach().mT)
+    per_head = (latent.expand(h, -1, -1), key_projection.mT)
     torch.bmm(*per_head, out=key[..., :nope].transpose(0, 1))  # to its place, which takes no copy
     key[..., nope:] = rope_key[:, None]
     return key, (latent @ value_projection.flatten(0, 1).mT).unflatten(1, (h, -1))
 
 
+@without_autocast
 def absorb(query: Float[Tensor, "t h d"], key_projection: Float[Tensor, "h nope r"]) -> Float[Tensor, "t h absorbed"]:
     """Turn queries into those that `attention` takes, by one product per head; the twin of `refattn.mla.absorb`."""
     check_projection(query, "query", key_projection, "key_projection", ("h", "nope", "r"))
@@ -202,6 +207,7 @@ def absorb(query: Float[Tensor, "t h d"], key_projection: Float[Tensor, "h nope 
     return absorbed
 
 
+@without_autocast
 def project(latent: Float[Tensor, "t h r"], value_projection: Float[Tensor, "h dv r"]) -> Float[Tensor, "t h dv"]:
     """Turn the latents that `attention` returns into the outputs of the heads; the twin of `refattn.mla.project`."""
     check_projection(latent, "latent", value_projection, "value_projection", ("h", "dv", "r"))
@@ -233,6 +239,7 @@ def write(
 ) -> None:
     """Write new latents and rotary keys into the pool, in place, in one launch; the twin of `refattn.mla.write`."""
     check_latent_slots(latent, rope_key, cache, slot_mapping, cache_scale=cache_scale)
+    refuse_gradients(dispatch.NO_BACKWARD, latent=latent, rope_key=rope_key, cache=cache)
     rank, width = latent.shape[1], latent.shape[1] + rope_key.shape[1]
     pages, scales = cache[:, :, None], _scales(cache, cache_scale)
     tokens = latent[:, None], rope_key[:, None], pages[..., :rank], pages[..., rank:width], slot_mapping

@@ -79,7 +79,7 @@ def allocate_int8(
     lengths = [rows * sizes[0], rows * sizes[1] * value_dtype.itemsize]
     keys, values = torch.zeros(sum(lengths), dtype=torch.int8, device=device).split(lengths)
     key_cache, value_cache = keys.view(num_blocks, *inner, -1), values.view(value_dtype).view(num_blocks, *inner, -1)
-    scales = torch.ones(num_blocks, *inner, device=device)
+    scales = torch.ones(num_blocks, *inner, dtype=torch.float32, device=device)
     if layout == "NHD":
         return key_cache, value_cache, scales
     return key_cache.transpose(1, 2), value_cache.transpose(1, 2), scales.transpose(1, 2)

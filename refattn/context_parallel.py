@@ -123,10 +123,11 @@ def attention(
     part, lse = _attend_to_own_context(all_heads, key_cache, value_cache, plan, options, slopes)
 
     lse_of_ranks = group.all_gather(rearrange(lse, "t h -> 1 t h"), dim=0)
-    total = lse_of_ranks.logsumexp(0)  # [t, h of all ranks]
-    weight = torch.exp(lse - total).masked_fill(lse == -torch.inf, 0.0).to(part.dtype)
+    nothing = lse_of_ranks.amax(0) == -torch.inf  # where no rank has a key, -inf - -inf would be NaN
+    total = lse_of_ranks.masked_fill(nothing, 0.0).logsumexp(0)  # [t, h of all ranks]
+    weight = torch.exp(lse - total).to(part.dtype)
     context = group.reduce_scatter(rearrange(weight, "t h -> t h 1") * part, dim=1)  # [t, h, dv]
-    context_lse = total.chunk(group.size, dim=1)[group.rank]
+    context_lse = total.masked_fill(nothing, -torch.inf).chunk(group.size, dim=1)[group.rank]
 
     rows = plan.own.batch.key_rows()
     sequences = ((key[first:last, key_heads], value[first:last, key_heads]) for first, last in rows)
@@ -165,6 +166,7 @@ def _attend_to_own_context(
             softmax_scale=options.softmax_scale,
             softcap=options.softcap,
             bias=None if slopes is None else -rearrange(slopes.to(compute), "h -> h 1 1") * distance,
+            batch_invariant=options.batch_invariant,
         )
     return out, lse
 

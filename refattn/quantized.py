@@ -271,7 +271,7 @@ def _read_fp8(
     """Return the queries, keys and values of one sequence that its codes stand for."""
     hk = key.shape[1]
     key, value = (
-        codes.view(scales.format).to(compute) * _per_head(scale, hk, sequence).to(query.device, compute)
+        _times(codes.view(scales.format).to(compute), _per_head(scale, hk, sequence).to(query.device, compute))
         for codes, scale in ((key, scales.key), (value, scales.value))
     )
     if scales.query is None:
@@ -296,6 +296,12 @@ def _read_int8(
         key.to(compute) * of_key.to(compute),
         value.to(compute) * (1.0 if of_value is None else of_value.to(compute)),
     )
+
+
+def _times(codes: Float[Tensor, "s hk d"], scale: Float[Tensor, "hk 1"]) -> Float[Tensor, "s hk d"]:
+    """Multiply codes with their scale; NaN and infinity stay, and have no part in the gradient of the scale."""
+    finite = codes.isfinite()
+    return torch.where(finite, codes.masked_fill(~finite, 0.0) * scale, codes)
 
 
 # --- numbers into codes ---
@@ -324,7 +330,7 @@ def _scale_of(largest: Float32[Tensor, "..."]) -> Float32[Tensor, "..."]:
 
 
 def _largest(value: Float[Tensor, "t hk dv"]) -> Float32[Tensor, "hk dv"]:
-    zeros = torch.zeros(1, *value.shape[1:], device=value.device)  # no token at all is a tensor, too
+    zeros = torch.zeros(1, *value.shape[1:], dtype=torch.float32, device=value.device)  # no token is a tensor, too
     return torch.cat([value.float().abs(), zeros]).amax(0)
 
 

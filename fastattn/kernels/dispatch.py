@@ -44,6 +44,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache, lru_cache, wraps
+from inspect import signature
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
@@ -65,6 +66,7 @@ from refattn.interface import (
     TreePlan,
     Trees,
 )
+from refattn.interface.ambient import refuse_gradients, without_autocast
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -80,6 +82,7 @@ MODULES = {
     "torch_flash": "fastattn.kernels.flash.torch_flash",
 }
 NAMES = tuple(MODULES)
+NO_BACKWARD = "fastattn has no backward pass; use refattn, which has, or torch.no_grad()"
 
 _asked_for: ContextVar[str | None] = ContextVar("asked_for", default=None)
 
@@ -276,18 +279,22 @@ def _load(name: str) -> ModuleType:
 def _launches(function: Callable[P, T]) -> Callable[P, T]:
     """Let a function launch on the GPU of its first argument, and say what helps where memory runs out.
 
-    A launch goes to the current GPU, whichever one the tensors are on.
+    A launch goes to the current GPU, whichever one the tensors are on. It computes in the types that it is given, in
+    autocast too, and its answer has no history: whoever wants a gradient is refused.
     """
+    names, computes = tuple(signature(function).parameters), without_autocast(function)
 
     @wraps(function)
     def call(*arguments: P.args, **options: P.kwargs) -> T:
+        if torch.is_grad_enabled():
+            refuse_gradients(NO_BACKWARD, **dict(zip(names, arguments, strict=False)), **options)
         first: Any = arguments[0]
         device = (first[0] if isinstance(first, list | tuple) else first).device
         try:
             if device.type != "cuda" or device.index == torch.cuda.current_device():
-                return function(*arguments, **options)
+                return computes(*arguments, **options)
             with torch.cuda.device(device):
-                return function(*arguments, **options)
+                return computes(*arguments, **options)
         except torch.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(
                 "query: expected few enough rows for the memory that is left; take fewer at a time (an engine: "

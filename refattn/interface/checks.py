@@ -12,12 +12,14 @@ import torch
 from jaxtyping import Int32
 from torch import Tensor
 
+from refattn.interface.ambient import refuse_gradients
 from refattn.interface.options import AttentionOptions
 from refattn.interface.parallel import Group
 from refattn.interface.plan import CascadePlan, ContextParallelPlan, Plan, PrefillPlan
 from refattn.interface.scales import FP8_FORMATS, Fp8Scales, Int8Scales
 from refattn.interface.trees import TreePlan
 from refattn.interface.values import (
+    check_can_be_written,
     check_flag,
     check_floating,
     check_list,
@@ -34,6 +36,7 @@ from refattn.interface.values import (
 
 QUERY_TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 FEW_SLOTS = 512  # up to which Python sorts them sooner than torch
+ROUNDING = "rounding to codes has no gradient; use torch.no_grad(), or a cache of numbers"
 
 
 def check_dense(
@@ -283,12 +286,14 @@ def check_latent_slots(
     kind = cache.dtype
     if kind in FP8_FORMATS:
         kind = _check_numbers("latent", latent)
+        refuse_gradients(ROUNDING, latent=latent, rope_key=rope_key)
     t, rank = expect(latent, "latent", kind, ("t", "r"), (None, None))
     _, rope = expect(rope_key, "rope_key", kind, ("t", "rope"), (t, None))
     if rank + rope > cache.shape[2]:
         raise ValueError(f"cache: expected rows of at least r + rope = {rank + rope} elements, got c={cache.shape[2]}")
     pages = cache[:, :, None]
     pools = pages[..., :rank], pages[..., rank : rank + rope]
+    check_can_be_written(cache=cache)
     check_slots(latent[:, None], rope_key[:, None], *pools, slot_mapping, types=(kind, kind))
 
 
@@ -312,6 +317,8 @@ def _check_latents(cache: Tensor, query: Tensor, size: int, cache_scale: float) 
     expect(cache, "cache", None if holds_codes else query.dtype, ("n", "p", "c"), (None, None, None))
     if cache.shape[2] < size:
         raise ValueError(f"cache: expected rows of at least r + rope = {size} elements, got c={cache.shape[2]}")
+    if holds_codes:
+        refuse_gradients(ROUNDING, cache=cache)
     _check_cache_scale(cache, cache_scale)
 
 
@@ -443,6 +450,13 @@ def check_quantized(
         is_known = own.sequences.is_cpu and own.sequences.numel()
         num_seqs = int(own.sequences.max()) + 1 if is_known else None
     _check_scales(scales, key_cache, value_cache, num_seqs, at_least=own.sequences is not None)
+    codes = (
+        {"key_cache": key_cache} if types[1] in QUERY_TYPES else {"key_cache": key_cache, "value_cache": value_cache}
+    )
+    if isinstance(scales, Int8Scales) or scales.query is not None:
+        of_query = None if isinstance(scales, Int8Scales) else scales.query
+        codes |= {"query": query} | ({"scales.query": of_query} if isinstance(of_query, Tensor) else {})
+    refuse_gradients(ROUNDING, **codes)
 
 
 def check_quantized_slots(
@@ -477,6 +491,7 @@ def check_quantized_slots(
     _check_scales(scales, key_cache, value_cache, None, at_least=False)
     if isinstance(scales, Int8Scales):
         check_own_memory("scales.key", scales.key)
+    refuse_gradients(ROUNDING, key=key, value=None if kept_as_it_is else value, scales=scales)
 
 
 def check_int8_pools(
@@ -618,6 +633,7 @@ def check_slots(
     expect(key, "key", key_type, ("t", "hk", "d"), (None, *key_cache.shape[2:]))
     expect(value, "value", value_type, ("t", "hk", "dv"), (key.shape[0], *value_cache.shape[2:]))
     expect(slot_mapping, "slot_mapping", torch.int64, ("t",), (key.shape[0],))
+    check_can_be_written(key_cache=key_cache, value_cache=value_cache)
     same_device(key=key, value=value, key_cache=key_cache, value_cache=value_cache, slot_mapping=slot_mapping)
     check_own_memory("key_cache", key_cache)
     check_own_memory("value_cache", value_cache)
@@ -671,6 +687,7 @@ def check_block_pairs(
         if source.dtype != destination.dtype or source.shape[1:] != destination.shape[1:]:
             raise ValueError(f"{names[1]}[{i}]: expected blocks as in {describe(source)}, got {describe(destination)}")
         check_own_memory(f"{names[1]}[{i}]", destination)
+        check_can_be_written(**{f"{names[1]}[{i}]": destination})
     expect(pairs, "pairs", torch.int64, ("k", "2"), (None, 2))
     if not pairs.is_cpu or not pairs.numel() or not sources:
         return
@@ -835,3 +852,5 @@ def _check_result(query: Tensor, value_head_size: int, out: Tensor | None, retur
         expect(out, "out", query.dtype, ("t", "h", "dv"), (*query.shape[:2], value_head_size))
         same_device(query=query, out=out)
         check_own_memory("out", out)
+        if out.requires_grad and torch.is_grad_enabled():
+            raise ValueError("out: expected memory that requires no gradient, got some that does")

@@ -27,7 +27,16 @@ from torch import Tensor
 from refattn.interface.batch import Batch
 from refattn.interface.contents import check_block_table, check_lengths
 from refattn.interface.plan import Plan
-from refattn.interface.values import check_floating, check_list, check_own_memory, describe, expect, is_int, same_device
+from refattn.interface.values import (
+    check_can_be_written,
+    check_floating,
+    check_list,
+    check_own_memory,
+    describe,
+    expect,
+    is_int,
+    same_device,
+)
 
 WORD = 64  # nodes that one word of an ancestor mask tells of
 MOST_NODES = 1024  # of a tree
@@ -294,6 +303,7 @@ def check_caches(caches: Sequence[Tensor], batch: Batch, *, block_size: int) -> 
             raise ValueError(f"caches[{i}]: expected a pool [n, p={block_size}, ...], got {describe(cache)}")
         check_own_memory(f"caches[{i}]", cache)
         same_device(seq_lens=batch.seq_lens, **{f"caches[{i}]": cache})
+        check_can_be_written(**{f"caches[{i}]": cache})
         if needs is not None and needs.blocks > len(cache):
             raise ValueError(
                 f"caches[{i}]: expected at least {needs.blocks} blocks, as in the block table, got n={len(cache)}"

@@ -143,6 +143,20 @@ def same_device(**tensors: Tensor) -> None:
             raise ValueError(f"{name}: expected {reference.device}, where {first} is, got {tensor.device}")
 
 
+def check_can_be_written(**memory: Tensor) -> None:
+    """Check that tensors can be written to where gradients are recorded, which no leaf that requires one can.
+
+    Raises:
+        ValueError: naming the first that is one, or a view of one.
+    """
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in memory.items():
+        base = tensor if tensor._base is None else tensor._base
+        if base.requires_grad and base.is_leaf:
+            raise ValueError(f"{name}: expected memory to write to, got a leaf that requires a gradient, or its view")
+
+
 def expect(
     tensor: Tensor,
     name: str,
