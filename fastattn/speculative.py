@@ -201,7 +201,7 @@ def compact(
     The twin of `refattn.speculative.compact`.
     """
     check_accepted(batch, trees, accepted)
-    check_caches(caches, batch, block_size=block_size)
+    check_caches(caches, batch, trees, accepted, block_size=block_size)
     for cache in caches:
         dispatch.compact(cache, batch, trees, accepted, block_size=block_size)
 

@@ -324,7 +324,8 @@ def compact(
     """Move the keys and values of accepted nodes to the first slots of their tree, in place.
 
     Rejected nodes stay after them, and the next step overwrites it. Call it once per step, with the caches of all
-    layers that share a block table.
+    layers that share a block table. Of the table only the blocks are read in which a node moves: others may be -1, as in
+    the pool of a window.
 
     Args:
         caches: pools with blocks and their tokens as first dimensions: keys, values, latents, scales.
@@ -338,12 +339,14 @@ def compact(
             not rise, or a block is outside the pool. Nothing is written then.
     """
     check_accepted(batch, trees, accepted)
-    tables = check_caches(caches, batch, block_size=block_size).tolist()
+    tables = check_caches(caches, batch, trees, accepted, block_size=block_size).tolist()
     moves: list[tuple[tuple[int, int], tuple[int, int]]] = []  # (block, row) from where, and to where
     rows = zip(accepted.nodes.tolist(), accepted.lens.tolist(), trees.lens.tolist(), strict=True)
     for i, (nodes, count, tree_len) in enumerate(rows):
         first = int(batch.seq_lens[i]) - tree_len
         for target, node in enumerate(nodes[:count]):
+            if node == target:
+                continue  # it stays where it is
             (from_block, from_row), (to_block, to_row) = (divmod(first + k, block_size) for k in (node, target))
             moves.append(((tables[i][from_block], from_row), (tables[i][to_block], to_row)))
     for cache in caches:

@@ -277,8 +277,12 @@ def check_accepted_lens(batch: Batch, trees: Trees, lens: Tensor) -> None:
         raise ValueError(f"accepted.lens: expected at most {trees.lens.tolist()} nodes, got {lens.tolist()}")
 
 
-def check_caches(caches: Sequence[Tensor], batch: Batch, *, block_size: int) -> Int32[Tensor, "b m"]:
-    """Check pools `[n, p, ...]` that share the block table of a batch.
+def check_caches(
+    caches: Sequence[Tensor], batch: Batch, trees: Trees, accepted: Accepted, *, block_size: int
+) -> Int32[Tensor, "b m"]:
+    """Check pools `[n, p, ...]` in which accepted nodes are about to move, and the blocks between which they do.
+
+    No other block of the table is read: a pool of a window has none (-1) for tokens that no query sees any more.
 
     Returns:
         The block table.
@@ -286,15 +290,37 @@ def check_caches(caches: Sequence[Tensor], batch: Batch, *, block_size: int) -> 
     Raises:
         ValueError: naming the pool, what was expected and what came; the table is read on a CPU only.
     """
+    check_lengths(batch)
     block_table = check_block_table(batch, block_size=block_size)
-    needs = Plan(batch, block_size).needs
     check_list("caches", caches, "pools")
+    num_blocks = _blocks_of_moves(block_table, batch, trees, accepted, block_size) if trees.lens.is_cpu else 0
     for i, cache in enumerate(caches):
         if not isinstance(cache, Tensor) or cache.ndim < 2 or cache.shape[1] != block_size:
             raise ValueError(f"caches[{i}]: expected a pool [n, p={block_size}, ...], got {describe(cache)}")
         same_device(seq_lens=batch.seq_lens, **{f"caches[{i}]": cache})
-        if needs is not None and needs.blocks > len(cache):
+        if num_blocks > len(cache):
             raise ValueError(
-                f"caches[{i}]: expected at least {needs.blocks} blocks, as in the block table, got n={len(cache)}"
+                f"caches[{i}]: expected at least {num_blocks} blocks, as in the block table, got n={len(cache)}"
             )
     return block_table
+
+
+def _blocks_of_moves(block_table: Tensor, batch: Batch, trees: Trees, accepted: Accepted, block_size: int) -> int:
+    """Return how many blocks a pool has at least, for the slots that accepted nodes leave and those that they go to.
+
+    Raises:
+        ValueError: if a sequence has no block for such a slot.
+    """
+    tables, firsts = block_table.tolist(), (batch.seq_lens - trees.lens).tolist()
+    num_blocks = 0
+    for i, (nodes, count) in enumerate(zip(accepted.nodes.tolist(), accepted.lens.tolist(), strict=True)):
+        for target, node in enumerate(nodes[:count]):
+            for place in (firsts[i] + target, firsts[i] + node) if node != target else ():
+                block = tables[i][place // block_size]
+                if block < 0:
+                    raise ValueError(
+                        f"block_table: expected entries of at least 0 for the blocks whose nodes move in sequence {i}, "
+                        f"got {block} in column {place // block_size}"
+                    )
+                num_blocks = max(num_blocks, block + 1)
+    return num_blocks

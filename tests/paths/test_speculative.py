@@ -617,6 +617,24 @@ def test_accepted_slots_that_are_not_consecutive_move_up(twin, triton, device):
         assert torch.equal(cache.float(), expected.float())
 
 
+@each_twin
+@pytest.mark.parametrize("triton", [False, True], ids=["torch", "triton"])
+@pytest.mark.parametrize(("path", "tree_of"), [([0, 2], (-1, 0, 0)), ([0, 1], (-1, 0, 1)), ([0], (-1, 0, 0))], ids=str)
+def test_blocks_between_which_nothing_moves_are_not_read(twin, triton, path, tree_of, device):
+    """A pool of a window has no block (-1) for tokens that no query sees any more."""
+    batch = make_batch([3], [11], [[-1, 0, 1] if path == [0, 2] else [-1, -1, -1]], device=device)
+    trees = twin.make_trees([tree_of], device=device)
+    nodes = torch.tensor([path + [-1] * (3 - len(path))], dtype=torch.int32, device=device)
+    accepted = Accepted(nodes, nodes.new_tensor([len(path)]), nodes.new_tensor([9]).long())
+    cache = torch.randn(2, 4, 1, 8, device=device)
+    expected = cache.clone()
+    if path == [0, 2]:
+        expected[1, 1] = cache[1, 2]  # node 2, from slot 10 to slot 9
+    with fastattn.use_kernel("triton" if triton else "torch"):
+        twin.compact([cache], batch, trees, accepted, block_size=4)
+    assert torch.equal(cache, expected)
+
+
 @pytest.mark.covers("D150")
 @each_twin
 def test_a_draft_model_goes_on_from_what_was_accepted(twin):
@@ -727,7 +745,10 @@ BAD_CALLS = {
     "compact": {
         "caches: expected a list of pools": dict(caches=torch.zeros(5, 4, 2)),
         "caches\\[0\\]: expected a pool \\[n, p=4, ...\\]": dict(caches=[torch.zeros(5, 3, 2)]),
-        "caches\\[0\\]: expected at least 4 blocks": dict(caches=[torch.zeros(3, 4, 2)]),
+        "caches\\[0\\]: expected at least 3 blocks": dict(caches=[torch.zeros(2, 4, 2)]),  # node 2 is in block 2
+        "block_table: expected entries of at least 0 for the blocks whose nodes move in sequence 0, got -1 in column 2": (
+            dict(batch=make_batch([3, 1], [9, 4], [[0, 1, -1], [3]]))
+        ),
         "accepted: expected an Accepted": dict(accepted=[0]),
         "accepted.nodes: expected rising nodes in 0..2 of sequence 0, got \\[2, 1\\]": dict(accepted=([2, 1, 0], 2)),
         "accepted.nodes: expected rising nodes in 0..2 of sequence 0, got \\[0, 3\\]": dict(accepted=([0, 3, 0], 2)),

@@ -169,6 +169,26 @@ def test_wild_drafts_change_no_answer(llama, kind, twin, device):
 
 
 @pytest.mark.parametrize("twin", TWINS)
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3", "int8"])
+@pytest.mark.parametrize("kind", ["window", "window and full, softcap, scale"])
+def test_trees_move_in_a_window_pool_that_has_given_blocks_back(llama, kind, kv_cache_dtype, twin, device):
+    """Every accepted token moves, as wrong ones come first, in a pool without the blocks that left the window."""
+    model, sampling = make_model(*MODELS[kind], device), SamplingParams(max_tokens=14)
+    sizes = dict(max_num_seqs=3, max_num_batched_tokens=24, kv_cache_dtype=kv_cache_dtype)
+    plain = make_engine(model, twin, **sizes)
+    whole = [request.tokens for request in plain.generate(PROMPTS, sampling)]
+    drafts = Oracle(max_drafts=3, max_branches=2)
+    object.__setattr__(drafts, "answers", whole)
+    engine = make_engine(model, twin, **sizes, speculation=drafts)
+    assert engine.window_pools, "the pool is not smaller: nothing is given back"
+    answers = engine.generate(PROMPTS, sampling)
+    assert [request.error for request in answers] == [None] * len(PROMPTS)
+    assert [request.tokens for request in answers] == whole
+    assert engine.counters.accepted_tokens > 20
+    assert_nothing_is_held(engine)
+
+
+@pytest.mark.parametrize("twin", TWINS)
 def test_drafts_yield_where_blocks_are_short_and_prefixes_are_shared(llama, twin):
     """With preemptions, and with blocks that a later request finds: none of them holds what was rejected."""
     sizes = dict(num_blocks=12, max_num_seqs=3)
