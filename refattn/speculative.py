@@ -324,8 +324,8 @@ def compact(
     """Move the keys and values of accepted nodes to the first slots of their tree, in place.
 
     Rejected nodes stay after them, and the next step overwrites it. Call it once per step, with the caches of all
-    layers that share a block table. Of the table only the blocks are read in which a node moves: others may be -1, as in
-    the pool of a window.
+    layers that share a block table. Of the table only the blocks are read between which a node moves: others may be -1,
+    as in the pool of a window.
 
     Args:
         caches: pools with blocks and their tokens as first dimensions: keys, values, latents, scales.

@@ -746,8 +746,8 @@ BAD_CALLS = {
         "caches: expected a list of pools": dict(caches=torch.zeros(5, 4, 2)),
         "caches\\[0\\]: expected a pool \\[n, p=4, ...\\]": dict(caches=[torch.zeros(5, 3, 2)]),
         "caches\\[0\\]: expected at least 3 blocks": dict(caches=[torch.zeros(2, 4, 2)]),  # node 2 is in block 2
-        "block_table: expected entries of at least 0 for the blocks whose nodes move in sequence 0, got -1 in column 2": (
-            dict(batch=make_batch([3, 1], [9, 4], [[0, 1, -1], [3]]))
+        "block_table: expected entries of at least 0 .* move in sequence 0, got -1 in column 2": dict(
+            batch=make_batch([3, 1], [9, 4], [[0, 1, -1], [3]])
         ),
         "accepted: expected an Accepted": dict(accepted=[0]),
         "accepted.nodes: expected rising nodes in 0..2 of sequence 0, got \\[2, 1\\]": dict(accepted=([2, 1, 0], 2)),
