@@ -217,6 +217,11 @@ class Engine:
         return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
 
     @property
+    def decode_len(self) -> int:
+        """The most new tokens of a decode: one, and the chain of its drafts."""
+        return 1 if self.speculation is None else 1 + self.speculation.max_drafts
+
+    @property
     def max_request_tokens(self) -> int | float:
         """The most tokens of a request that may go through the model: what the pool holds, and it has positions for."""
         return min(len(self.pool.users) * self.block_size, self.max_positions)
@@ -292,7 +297,7 @@ class Engine:
             self._is_stepping = True
             scheduled = self._add_drafts(self.scheduler.schedule())
             if any(layer.splits_decodes for layer in self.layers):
-                scheduled = dict(sorted(scheduled.items(), key=lambda item: item[1] > 1))
+                scheduled = self._decodes_first(scheduled)
             before = _progress(scheduled)
             if not scheduled:
                 return []
@@ -399,6 +404,12 @@ class Engine:
                 request.draft, scheduled[request] = draft, 1 + len(draft.tokens)
                 room -= len(draft.tokens)
         return scheduled
+
+    def _decodes_first(self, scheduled: dict[Request, int]) -> dict[Request, int]:
+        """Bring the decodes of a step before its prefills, as layers need it that plan them apart."""
+        requests, counts = list(scheduled), list(scheduled.values())
+        order = self.twin.metadata.order_decodes_first(counts, decode_len=self.decode_len)
+        return {requests[i]: counts[i] for i in order}
 
     def _compute(self, scheduled: dict[Request, int]) -> dict[Request, list[Event]]:
         """Run the model over what is scheduled, and return what came of each request: no books are changed yet.
@@ -534,7 +545,7 @@ class Engine:
             step.slot_mappings[layer] = slots if pool is None else pool.translate_slots(slots)
             where = batch if pool is None else pool.translate_batch(batch)
             if trees is None:
-                step.plans[layer] = layer.plan(self.twin, where, self.block_size, lens)
+                step.plans[layer] = layer.plan(self.twin, where, self.block_size, lens, self.decode_len)
             else:
                 step.plans[layer] = layer.plan_trees(self.twin, where, trees, self.block_size)
         if prefixes:
