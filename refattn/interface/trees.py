@@ -139,7 +139,8 @@ class Accepted(NamedTuple):
     Attributes:
         nodes: the accepted nodes, rising; -1 past the last.
         lens: how many they are, the root included; 0 for a sequence without a tree.
-        next_tokens: the token that follows the last of them, which the model chose; -1 for a sequence without a tree.
+        next_tokens: the token that follows the last of them, which the model chose; -1 for a sequence without a tree,
+            or if the model's probabilities are none.
     """
 
     nodes: Int32[Tensor, "b w"]
@@ -222,8 +223,10 @@ def check_drafts(batch: Batch, trees: Trees, **tokens: Tensor) -> None:
         raise ValueError(f"parents: expected node 0 as the only root of sequence {i}, got {int(roots[i])} roots")
 
 
-def check_probabilities(drafts: Tensor, target_probs: Tensor, uniforms: Tensor, draft_probs: Tensor | None) -> None:
-    """Check distributions `[t, v]` and random numbers `[t]` for tokens `[t]`; on a CPU also the tokens.
+def check_probabilities(
+    batch: Batch, drafts: Tensor, target_probs: Tensor, uniforms: Tensor, draft_probs: Tensor | None
+) -> None:
+    """Check distributions `[t, v]` and random numbers `[t]` for tokens `[t]`; on a CPU also tokens and numbers.
 
     Raises:
         ValueError: naming what does not fit.
@@ -240,6 +243,11 @@ def check_probabilities(drafts: Tensor, target_probs: Tensor, uniforms: Tensor, 
     same_device(drafts=drafts, **named)
     if drafts.is_cpu and t and not 0 <= int(drafts.min()) <= int(drafts.max()) < v:
         raise ValueError(f"drafts: expected tokens in 0..{v - 1}, got {int(drafts.min())}..{int(drafts.max())}")
+    if uniforms.is_cpu:
+        numbers = uniforms[: int(batch.cu_seqlens_q[-1])]  # the rest is padding
+        wrong = ~((numbers >= 0) & (numbers <= 1))
+        if wrong.any():
+            raise ValueError(f"uniforms: expected random numbers in [0, 1), got {float(numbers[wrong][0])}")
 
 
 def check_accepted(batch: Batch, trees: Trees, accepted: Accepted) -> None:

@@ -26,11 +26,12 @@ Model Serving with PagedAttention" (blocks, blocks shared by hash, preemption by
 
 import logging
 from collections import deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from itertools import chain
 from math import ceil
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 import torch
 from einops import rearrange
@@ -51,6 +52,21 @@ from refattn.serving.speculation import Draft, DraftModel, NGram
 from refattn.serving.window_pool import WindowPool
 
 logger = logging.getLogger(__name__)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _cpu_by_default(function: Callable[P, T]) -> Callable[P, T]:
+    """Let tensors be made on the CPU where no device is named, whatever `torch.set_default_device` says."""
+
+    @wraps(function)
+    def call(*args: P.args, **options: P.kwargs) -> T:
+        if torch.get_default_device().type == "cpu":
+            return function(*args, **options)
+        with torch.device("cpu"):
+            return function(*args, **options)
+
+    return call
 
 
 @dataclass(frozen=True)
@@ -110,6 +126,7 @@ class Engine:
         torch.OutOfMemoryError: if a GPU has no room for the pool.
     """
 
+    @_cpu_by_default
     def __init__(
         self,
         model: Any,
@@ -282,6 +299,7 @@ class Engine:
             raise ValueError(f"request: expected one of this engine, got one of another, which is {request.status}")
         self._abort_all([request])
 
+    @_cpu_by_default
     @torch.no_grad()
     def step(self) -> list[Event]:
         """Run the model once over the scheduled tokens, and append a token to each request that is ready for one.
