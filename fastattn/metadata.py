@@ -131,6 +131,14 @@ def slot_mapping(batch: Batch, num_tokens: int, *, block_size: int, window: int 
     return slots.masked_fill(place < (batch.seq_lens - window)[sequence], -1)
 
 
+def order_decodes_first(query_lens: Sequence[int], *, decode_len: int = 1) -> list[int]:
+    """Return the order of a step with its decodes first; the twin of `refattn.metadata.order_decodes_first`."""
+    check_requests(query_lens, query_lens, None)
+    check_int("decode_len", decode_len)
+    decodes = [request for request, length in enumerate(query_lens) if length <= decode_len]
+    return decodes + [request for request, length in enumerate(query_lens) if length > decode_len]
+
+
 def split_decodes_and_prefills(
     batch: Batch, query_lens: Sequence[int], *, decode_len: int = 1, seq_lens: Sequence[int] | None = None
 ) -> tuple[Part, Part]:

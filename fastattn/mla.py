@@ -126,6 +126,7 @@ def prefill(
         )
     rank, rope = latent.shape[1], rope_key.shape[1]
     projections = {name: projection.contiguous() for name, projection in projections.items()}  # once for all parts
+    latent, rope_key = _as_read(latent, rope_key, cache, cache_scale)
     answer, lse = dispatch.dense(query, *_keys_and_values(latent, rope_key, **projections), plan.own, options)
     if plan.chunks:
         answer = answer.to(lse.dtype)  # hundreds of merges would lose digits in 16 bits
@@ -155,6 +156,20 @@ def _attend_to_chunk(
     projections = dict(key_projection=key_projection, value_projection=value_projection)
     key, value = _keys_and_values(read[:, :rank], read[:, rank:], **projections)
     return dispatch.dense(query, key, value, chunk.plan, options.without_sinks())
+
+
+def _as_read(
+    latent: Float[Tensor, "t r"], rope_key: Float[Tensor, "t rope"], cache: Float[Tensor, "n p c"], cache_scale: float
+) -> tuple[Float[Tensor, "t r"], Float[Tensor, "t rope"]]:
+    """Return new latents and rotary keys as later steps read them: over a pool of codes, what their codes stand for."""
+    if cache.dtype not in FP8_FORMATS:
+        return latent, rope_key
+    (t, rank), rope = latent.shape, rope_key.shape[1]
+    pool = allocate(1, max(1, t), rank, rope, dtype=cache.dtype, device=cache.device)
+    slots = torch.arange(t, device=cache.device)
+    write(latent, rope_key, pool, slots, cache_scale=cache_scale)
+    read = _read_numbers(pool, slots, cache_scale, latent.dtype)
+    return read[:, :rank], read[:, rank:]
 
 
 def _read(cache: Shaped[Tensor, "n p c"], slots: Int64[Tensor, "s"]) -> Shaped[Tensor, "s c"]:

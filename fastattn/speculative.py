@@ -163,7 +163,7 @@ def accept_sampled(
 ) -> Accepted:
     """Accept by rejection sampling, node by node for all trees; the twin of `refattn.speculative.accept_sampled`."""
     check_drafts(batch, trees, drafts=drafts)
-    check_probabilities(drafts, target_probs, uniforms, draft_probs)
+    check_probabilities(batch, drafts, target_probs, uniforms, draft_probs)
     b, w = trees.parents.shape
     if b == 0 or w == 0 or len(drafts) == 0:
         nothing = torch.zeros_like(trees.lens)
@@ -184,14 +184,17 @@ def accept_sampled(
         goes_on = is_tried & (uniforms[row].double() * drawn_from.gather(1, token)[:, 0] < left.gather(1, token)[:, 0])
         rest = (left - drawn_from).clamp(min=0.0)
         total = rest.sum(-1, keepdim=True)
-        rest = torch.where(total > 0, rest / total, left)
+        rest = torch.where(total == 0, left, rest / total)
         left = torch.where(is_tried[:, None], rest, left)
         left = torch.where(goes_on[:, None], target_probs[row].double(), left)
         last = torch.where(goes_on, k, last)
         accepted[:, k] = goes_on
     ends = left.cumsum(-1)
-    drawn = torch.searchsorted(ends, uniforms[rows[:, :1]].double() * ends[:, -1:], right=True)[:, 0]
-    return _accepted(accepted, drawn)
+    total = ends[:, -1:].contiguous()
+    place = uniforms[rows[:, :1]].double() * total
+    can_draw = (place >= 0) & (place <= total) & (total > 0) & (total < torch.inf)
+    drawn = torch.minimum(torch.searchsorted(ends, place, right=True), torch.searchsorted(ends, total))
+    return _accepted(accepted, torch.where(can_draw, drawn, -1)[:, 0])
 
 
 def compact(
@@ -202,7 +205,7 @@ def compact(
     The twin of `refattn.speculative.compact`.
     """
     check_accepted(batch, trees, accepted)
-    check_caches(caches, batch, block_size=block_size)
+    check_caches(caches, batch, trees, accepted, block_size=block_size)
     dispatch.compact(caches, batch, trees, accepted, block_size=block_size)
 
 

@@ -135,13 +135,36 @@ def slot_mapping(batch: Batch, num_tokens: int, *, block_size: int, window: int 
     return result
 
 
+def order_decodes_first(query_lens: Sequence[int], *, decode_len: int = 1) -> list[int]:
+    """Return the order of a step's requests with its decodes first, as `split_decodes_and_prefills` takes them.
+
+        new tokens    9 1 3 1        decode_len 1    1 3 0 2        with up to 2 drafts, decode_len 3    1 2 3 0
+
+    Args:
+        query_lens: the new tokens of each request.
+        decode_len: a request with at most this many new tokens is a decode: with speculative decoding one more than
+            there may be drafts, as a decode brings its drafts along.
+
+    Returns:
+        The requests by their places in `query_lens`; decodes stay in their order, and so do prefills.
+
+    Raises:
+        ValueError: if a length is none, or `decode_len` is negative.
+
+    Source: vLLM's `reorder_batch_to_split_decodes_and_prefills`, with the threshold of each backend.
+    """
+    check_requests(query_lens, query_lens, None)
+    check_int("decode_len", decode_len)
+    return sorted(range(len(query_lens)), key=lambda request: query_lens[request] > decode_len)
+
+
 def split_decodes_and_prefills(
     batch: Batch, query_lens: Sequence[int], *, decode_len: int = 1, seq_lens: Sequence[int] | None = None
 ) -> tuple[Part, Part]:
     """Split a batch into its decodes and its prefills, which use different kernels.
 
     Args:
-        batch: a batch with all its decodes before all its prefills, or after them.
+        batch: a batch with all its decodes before all its prefills (`order_decodes_first`), or after them.
         query_lens: the new tokens of each sequence, known on the host, so that nothing synchronizes.
         decode_len: a sequence with at most this many new tokens is a decode (above 1 with speculative decoding).
         seq_lens: tokens of each sequence, where they are known, too: each part then says how long its own longest

@@ -173,7 +173,8 @@ def prefill(
     """Attend from new tokens to themselves and to their context, over keys and values computed from latents.
 
     The new tokens need not be in the cache; their context is. Each part is a softmax over its own keys, and they merge.
-    Over a pool of codes the context is what its codes stand for, and the new tokens are what they are.
+    Over a pool of codes the context is what its codes stand for, and so are the new tokens: they are rounded to the
+    codes that `write` gives them. So no answer depends on how a prompt was cut into chunks.
 
     Args:
         query: new tokens, `d = nope + rope`: not absorbed.
@@ -201,6 +202,7 @@ def prefill(
     check_latent_prefill(*tensors, plan, options, out, return_lse, **projections, cache_scale=cache_scale)
     rank, rope = latent.shape[1], rope_key.shape[1]
     rows = rearrange(cache[..., : rank + rope], "n p d -> (n p) d")
+    latent, rope_key = _as_read(latent, rope_key, cache, cache_scale)
 
     if options.batch_invariant:
         latent, rope_key, plan = _in_one_part(latent, rope_key, rows, plan, cache_scale, query.dtype)
@@ -243,6 +245,19 @@ def _in_one_part(
     batch = replace(plan.own.batch, seq_lens=lens, max_seq_len=longest, num_keys=None)
     whole = torch.cat(sequences) if sequences else torch.cat([latent, rope_key], dim=-1)
     return *whole.split([latent.shape[1], rope_key.shape[1]], dim=-1), replace(plan, own=Plan(batch), chunks=())
+
+
+def _as_read(
+    latent: Float[Tensor, "t r"], rope_key: Float[Tensor, "t rope"], cache: Float[Tensor, "n p c"], cache_scale: float
+) -> tuple[Float[Tensor, "t r"], Float[Tensor, "t rope"]]:
+    """Return new latents and rotary keys as later steps read them: over a pool of codes, what their codes stand for."""
+    if cache.dtype not in FP8_FORMATS:
+        return latent, rope_key
+    (t, rank), rope = latent.shape, rope_key.shape[1]
+    pool = allocate(1, max(1, t), rank, rope, dtype=cache.dtype, device=cache.device)
+    write(latent, rope_key, pool, torch.arange(t, device=cache.device), cache_scale=cache_scale)
+    read = _numbers(pool[0, :t], cache_scale, latent.dtype)
+    return read[:, :rank], read[:, rank:]
 
 
 def _numbers(codes: Float[Tensor, "*rows d"], cache_scale: float, dtype: torch.dtype) -> Float[Tensor, "*rows d"]:

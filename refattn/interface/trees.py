@@ -148,7 +148,8 @@ class Accepted(NamedTuple):
     Attributes:
         nodes: the accepted nodes, rising; -1 past the last.
         lens: how many they are, the root included; 0 for a sequence without a tree.
-        next_tokens: the token that follows the last of them, which the model chose; -1 for a sequence without a tree.
+        next_tokens: the token that follows the last of them, which the model chose; -1 for a sequence without a tree,
+            or if the model's probabilities are none.
     """
 
     nodes: Int32[Tensor, "b w"]
@@ -231,8 +232,10 @@ def check_drafts(batch: Batch, trees: Trees, **tokens: Tensor) -> None:
         raise ValueError(f"parents: expected node 0 as the only root of sequence {i}, got {int(roots[i])} roots")
 
 
-def check_probabilities(drafts: Tensor, target_probs: Tensor, uniforms: Tensor, draft_probs: Tensor | None) -> None:
-    """Check distributions `[t, v]` and random numbers `[t]` for tokens `[t]`; on a CPU also the tokens.
+def check_probabilities(
+    batch: Batch, drafts: Tensor, target_probs: Tensor, uniforms: Tensor, draft_probs: Tensor | None
+) -> None:
+    """Check distributions `[t, v]` and random numbers `[t]` for tokens `[t]`; on a CPU also tokens and numbers.
 
     Raises:
         ValueError: naming what does not fit.
@@ -249,6 +252,11 @@ def check_probabilities(drafts: Tensor, target_probs: Tensor, uniforms: Tensor, 
     same_device(drafts=drafts, **named)
     if drafts.is_cpu and t and not 0 <= int(drafts.min()) <= int(drafts.max()) < v:
         raise ValueError(f"drafts: expected tokens in 0..{v - 1}, got {int(drafts.min())}..{int(drafts.max())}")
+    if uniforms.is_cpu:
+        numbers = uniforms[: int(batch.cu_seqlens_q[-1])]  # the rest is padding
+        wrong = ~((numbers >= 0) & (numbers <= 1))
+        if wrong.any():
+            raise ValueError(f"uniforms: expected random numbers in [0, 1), got {float(numbers[wrong][0])}")
 
 
 def check_accepted(batch: Batch, trees: Trees, accepted: Accepted) -> None:
@@ -286,8 +294,12 @@ def check_accepted_lens(batch: Batch, trees: Trees, lens: Tensor) -> None:
         raise ValueError(f"accepted.lens: expected at most {trees.lens.tolist()} nodes, got {lens.tolist()}")
 
 
-def check_caches(caches: Sequence[Tensor], batch: Batch, *, block_size: int) -> Int32[Tensor, "b m"]:
-    """Check pools `[n, p, ...]` that share the block table of a batch.
+def check_caches(
+    caches: Sequence[Tensor], batch: Batch, trees: Trees, accepted: Accepted, *, block_size: int
+) -> Int32[Tensor, "b m"]:
+    """Check pools `[n, p, ...]` in which accepted nodes are about to move, and the blocks between which they do.
+
+    No other block of the table is read: a pool of a window has none (-1) for tokens that no query sees any more.
 
     Returns:
         The block table.
@@ -295,17 +307,39 @@ def check_caches(caches: Sequence[Tensor], batch: Batch, *, block_size: int) -> 
     Raises:
         ValueError: naming the pool, what was expected and what came; the table is read on a CPU only.
     """
+    check_lengths(batch)
     block_table = check_block_table(batch, block_size=block_size)
-    needs = Plan(batch, block_size).needs
     check_list("caches", caches, "pools")
+    num_blocks = _blocks_of_moves(block_table, batch, trees, accepted, block_size) if trees.lens.is_cpu else 0
     for i, cache in enumerate(caches):
         if not isinstance(cache, Tensor) or cache.ndim < 2 or cache.shape[1] != block_size:
             raise ValueError(f"caches[{i}]: expected a pool [n, p={block_size}, ...], got {describe(cache)}")
         check_own_memory(f"caches[{i}]", cache)
         same_device(seq_lens=batch.seq_lens, **{f"caches[{i}]": cache})
         check_can_be_written(**{f"caches[{i}]": cache})
-        if needs is not None and needs.blocks > len(cache):
+        if num_blocks > len(cache):
             raise ValueError(
-                f"caches[{i}]: expected at least {needs.blocks} blocks, as in the block table, got n={len(cache)}"
+                f"caches[{i}]: expected at least {num_blocks} blocks, as in the block table, got n={len(cache)}"
             )
     return block_table
+
+
+def _blocks_of_moves(block_table: Tensor, batch: Batch, trees: Trees, accepted: Accepted, block_size: int) -> int:
+    """Return how many blocks a pool has at least, for the slots that accepted nodes leave and those that they go to.
+
+    Raises:
+        ValueError: if a sequence has no block for such a slot.
+    """
+    tables, firsts = block_table.tolist(), (batch.seq_lens - trees.lens).tolist()
+    num_blocks = 0
+    for i, (nodes, count) in enumerate(zip(accepted.nodes.tolist(), accepted.lens.tolist(), strict=True)):
+        for target, node in enumerate(nodes[:count]):
+            for place in (firsts[i] + target, firsts[i] + node) if node != target else ():
+                block = tables[i][place // block_size]
+                if block < 0:
+                    raise ValueError(
+                        f"block_table: expected entries of at least 0 for the blocks whose nodes move in sequence {i}, "
+                        f"got {block} in column {place // block_size}"
+                    )
+                num_blocks = max(num_blocks, block + 1)
+    return num_blocks

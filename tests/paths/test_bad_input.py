@@ -110,6 +110,7 @@ CALLS = {
     "metadata.make_batch": lambda: dict(REQUESTS),
     "metadata.positions": lambda: of_batch(num_tokens=4),
     "metadata.slot_mapping": lambda: of_batch(num_tokens=4, block_size=4),
+    "metadata.order_decodes_first": lambda: dict(query_lens=[2, 1]),
     "metadata.split_decodes_and_prefills": lambda: of_batch(query_lens=[2, 1]),
     "metadata.advance": lambda: of_batch(slots=torch.zeros(4, dtype=torch.int64), block_size=4),
     "metadata.update_block_table": lambda: of_batch(block_table=ints(1, 2)[:, None]),
@@ -777,6 +778,12 @@ BAD = {
             "block_table: expected entries of at least 0 for the new tokens of sequence 1, got -1 in column 4",
         ),
         ("window", "more than an int32 counts", 2**31, f"window: expected at most {MOST}, got {2**31}"),
+    ],
+    "metadata.order_decodes_first": [
+        ("query_lens", "fractions", [2.0, 1.0], "query_lens: expected Python ints, got 2.0"),
+        ("query_lens", "negative", [2, -1], "query_lens: expected lengths of at least 0, got [2, -1]"),
+        ("query_lens", "a tensor", ints(2, 1), "query_lens: expected a list of lengths, got int32 [2]"),
+        ("decode_len", "a fraction", 1.5, "decode_len: expected a Python int of at least 0, got 1.5"),
     ],
     "metadata.split_decodes_and_prefills": [
         *A_BATCH,

@@ -134,6 +134,30 @@ def test_split(twin, query_lens, decode_len, decodes, prefills, device):
         ]
 
 
+@pytest.mark.covers("B185")
+@each_twin
+@pytest.mark.parametrize(
+    ("query_lens", "decode_len", "order"),
+    [
+        ([9, 1, 3, 1], 1, [1, 3, 0, 2]),
+        ([9, 1, 3, 1], 3, [1, 2, 3, 0]),
+        ([9, 1, 4, 1], 3, [1, 3, 0, 2]),
+        ([1, 0, 1], 1, [0, 1, 2]),
+        ([2, 5], 1, [0, 1]),
+        ([2, 0, 1], 0, [1, 0, 2]),
+        ([], 1, []),
+    ],
+    ids=str,
+)
+def test_decodes_come_first_and_all_else_keeps_its_order(twin, query_lens, decode_len, order):
+    """So that the step can be split: drafts count as tokens of a decode."""
+    assert twin.order_decodes_first(query_lens, decode_len=decode_len) == order
+    lens = [query_lens[i] for i in order]
+    decodes, prefills = twin.split_decodes_and_prefills(twin.make_batch(lens, lens), lens, decode_len=decode_len)
+    assert all(length <= decode_len for length in decodes.batch.query_lens.tolist())
+    assert all(length > decode_len for length in prefills.batch.query_lens.tolist())
+
+
 @pytest.mark.covers("A36", "B66")
 @each_twin
 def test_parts_have_their_own_maxima(twin, device):
