@@ -300,7 +300,7 @@ def test_every_code_is_written_and_read_back(twin, kind):
         assert torch.equal(cache.flatten()[~numbers.isnan()], codes[~numbers.isnan()].to(torch.uint8))
 
 
-@pytest.mark.covers("A20")
+@pytest.mark.covers("A17", "A20")
 @each_twin
 @each_format
 def test_every_code_is_read(twin, kind):
