@@ -61,7 +61,7 @@ def test_numbers_by_hand(twin, device):
 @each_twin
 def test_a_log_sum_exp_has_a_row_for_each_query_and_a_column_for_each_head(twin, device):
     """Two queries of three heads, each with weights of its own: taken as heads of queries, they are other ones."""
-    weights = torch.tensor([[[1.0, 2.0, 5.0], [3.0, 7.0, 4.0]], [[9.0, 6.0, 3.0], [5.0, 1.0, 12.0]]], device=device)
+    weights = torch.tensor([[[1.0, 2.0, 5.0], [3.0, 7.0, 4.0]], [[9.0, 6.0, 2.0], [4.0, 1.0, 12.0]]], device=device)
     outs = torch.tensor([2.0, 6.0], device=device)[:, None, None, None].expand(2, 2, 3, 1)
     out, lse = twin.merge(outs.unbind(), weights.log().unbind())
     torch.testing.assert_close(out[..., 0], (2.0 * weights[0] + 6.0 * weights[1]) / weights.sum(0))

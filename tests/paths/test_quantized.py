@@ -108,6 +108,7 @@ def test_poison(package, case, kind, plan):
 # --- the formula ---
 
 
+@pytest.mark.covers("B95")
 @each_pair
 @each_odd
 def test_formula(case, kind, plan):
@@ -115,7 +116,7 @@ def test_formula(case, kind, plan):
     assert_is_by_hand(stored, replace(case, head_size=16), plan)
 
 
-@pytest.mark.covers("A18", "A21", "B51")
+@pytest.mark.covers("A18", "A21", "A23", "B51")
 @pytest.mark.parametrize("per", ["number", "head", "sequence"])
 @pytest.mark.parametrize("round_query", [False, True], ids=["query-as-it-is", "query-rounded"])
 @each_kind
@@ -793,7 +794,6 @@ def test_bad_sizes_and_values_are_named(twin):
             twin.value_scales(values)
 
 
-@pytest.mark.covers("A23")
 @pytest.mark.usefixtures("shapes_unchecked")
 def test_scales_of_sequences_fit_the_batch_of_a_plan():
     """A plan of virtual sequences has no number of those of the batch, so it needs as many as it has parts of."""

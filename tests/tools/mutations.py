@@ -115,9 +115,19 @@ MUTATIONS: list[Mutation] = [
         ("refattn/serving/engine.py", "if self.owners[index] != index:", "if False:"),
     ),
     *breaks(
-        "B55 C113 C114 C115",
+        "B55 C114 C115",
         "a layer that shares a cache gets one of its own",
         ("refattn/serving/engine.py", "own = owner == len(self.caches)", "own = True"),
+    ),
+    *breaks(
+        "C113 C115",
+        "a layer without keys of its own reads an empty pool",
+        (
+            "refattn/serving/layers.py",
+            "            path.write(*map(path.interleave_halves, (key, value)), cache, slot_mapping)\n",
+            "            path.write(*map(path.interleave_halves, (key, value)), cache, slot_mapping)\n"
+            "        else:\n            cache = torch.zeros_like(cache)\n",
+        ),
     ),
     *breaks(
         "B48",
@@ -458,6 +468,16 @@ MUTATIONS: list[Mutation] = [
         ),
     ),
     *breaks(
+        "A34",
+        "padding rows go to slots",
+        (
+            "refattn/metadata.py",
+            "result = torch.full((num_tokens,), -1, dtype=torch.int64, device=batch.device)",
+            "result = torch.arange(num_tokens, dtype=torch.int64, device=batch.device)",
+        ),
+        (TORCH_OPS, "    nowhere = padding | (place < 0)", "    nowhere = place < 0"),
+    ),
+    *breaks(
         "A42",
         "tokens without a block go to the first slot",
         (
@@ -664,8 +684,8 @@ MUTATIONS: list[Mutation] = [
         "a shared prefix has a causal mask",
         (
             "refattn/cascade.py",
-            "levels.append(Plan(keys, block_size, False,",
-            "levels.append(Plan(keys, block_size, True,",
+            "Plan(keys, block_size, False, (window_size[0], -1), first_keys=starts, positions=places)",
+            "Plan(keys, block_size, True, (window_size[0], -1), first_keys=starts)",
         ),
         (
             "fastattn/cascade.py",
