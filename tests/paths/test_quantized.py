@@ -478,7 +478,7 @@ def test_copied_and_swapped_blocks_take_their_scales_along(twin, kind):
 @pytest.mark.covers("B96")
 @each_twin
 def test_values_are_calibrated_per_channel(twin):
-    values = [torch.randn(5, 2, 6), torch.randn(0, 2, 6), 3 * torch.randn(9, 2, 6)]
+    values = [3 * torch.randn(9, 2, 6), torch.randn(0, 2, 6), torch.randn(5, 2, 6)]
     for value in values:
         value[:, 1, 2] = 0.0
     largest = np.abs(torch.cat(values).numpy()).max(0)

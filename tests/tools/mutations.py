@@ -48,13 +48,21 @@ MUTATIONS: list[Mutation] = [
             "for source, destination in zip(sources, destinations, strict=True):",
             "for source, destination in zip(sources[:1], destinations[:1], strict=True):",
         ),
-        ("fastattn/kv_cache.py", "    for cache in caches:", "    for cache in caches[:1]:"),
+        (
+            "fastattn/kv_cache.py",
+            "    for cache in caches:\n        dispatch.copy_blocks(cache, pairs)",
+            "    for cache in caches[:1]:\n        dispatch.copy_blocks(cache, pairs)",
+        ),
     ),
     *breaks(
         "A2",
         "nothing is swapped",
         ("refattn/kv_cache.py", "    _copy(sources, destinations, pairs)", "    return"),
-        ("fastattn/kv_cache.py", "        _copy(source, destination, pairs)", "        pass"),
+        (
+            "fastattn/kv_cache.py",
+            "in zip(sources, destinations, strict=True):",
+            "in zip(sources[:0], destinations[:0], strict=True):",
+        ),
     ),
     *breaks(
         "A3 B49",
@@ -100,8 +108,8 @@ MUTATIONS: list[Mutation] = [
         "attention over the cache of another layer writes into it",
         (
             "refattn/differential.py",
-            "    seq_lens = plan.batch.seq_lens.tolist()",
-            "    seq_lens = plan.batch.seq_lens.tolist()\n    cache[1] = cache[0]",
+            "    answers, lses = [], []",
+            "    answers, lses = [], []\n    cache[1] = cache[0]",
         ),
         (
             "fastattn/differential.py",
@@ -254,7 +262,12 @@ MUTATIONS: list[Mutation] = [
         "A39",
         "no block is cut off",
         ("refattn/sliding_window.py", "cut = first_visible // block_size", "cut = 0 * block_size"),
-        ("fastattn/sliding_window.py", "if left < 0 or batch.max_seq_len <= left + block_size:", "if True:"),
+        (
+            "fastattn/sliding_window.py",
+            "    # The keys that the queries of a sequence can see,",
+            "    return Plan(batch, block_size, causal, window_size)\n"
+            "    # The keys that the queries of a sequence can see,",
+        ),
     ),
     *breaks(
         "B68 D139",
@@ -316,8 +329,8 @@ MUTATIONS: list[Mutation] = [
         "the heads of a group are not neighbours",
         (
             "refattn/attention.py",
-            ('"s hk d -> s (hk g) d"', '"s hk dv -> s (hk g) dv"'),
-            ('"s hk d -> s (g hk) d"', '"s hk dv -> s (g hk) dv"'),
+            "    group = query.shape[1] // key.shape[1]",
+            "    key, value = (x.repeat(1, query.shape[1] // key.shape[1], 1) for x in (key, value))\n    group = 1",
         ),
         (
             CPU + "attention.py",
@@ -630,7 +643,7 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "B78",
         "parts are weighed to the base of two",
-        ("refattn/merge.py", "torch.exp(part_lse - lse)", "torch.exp2(part_lse - lse)"),
+        ("refattn/merge.py", "torch.exp(part_lse - ", "torch.exp2(part_lse - "),
         (
             TORCH_OPS,
             "part = part_out * torch.exp(part_lse - lse)[..., None]",
@@ -822,7 +835,7 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "B88",
         "ranks are summed without weights",
-        ("refattn/context_parallel.py", "torch.exp(lse - total).masked_fill", "torch.ones_like(total).masked_fill"),
+        ("refattn/context_parallel.py", "weight = torch.exp(lse - total)", "weight = torch.ones_like(total)"),
         (
             "fastattn/context_parallel.py",
             "weight = (lse - total).exp_()[..., None]",
@@ -842,8 +855,8 @@ MUTATIONS: list[Mutation] = [
         "B89",
         "new tokens see one another in both directions",
         "context_parallel.py",
-        "Plan(new, causal=True, window_size=window_size)",
-        "Plan(new, causal=False, window_size=window_size)",
+        "Plan(new, causal=",
+        "Plan(new, causal=False and ",
     ),
     *breaks(
         "B90",
@@ -917,7 +930,7 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "A20 A17",
         "bytes are read as whole numbers",
-        ("refattn/quantized.py", "codes.view(scales.format).to(compute) *", "codes.view(torch.uint8).to(compute) *"),
+        ("refattn/quantized.py", "codes.view(scales.format).to(compute)", "codes.view(torch.uint8).to(compute)"),
         (
             CPU + "quantized.py",
             "keys = Codes(key_cache.view(scales.format), compute)",
@@ -1065,7 +1078,11 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "C104",
         "pairs are made of the first and the second half of the heads",
-        ("refattn/differential.py", "query[:, half::2], sequences", "query.chunk(2, 1)[half], sequences"),
+        (
+            "refattn/differential.py",
+            "    answers, lses = [], []",
+            "    answers, lses = [], []\n    query = query.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)",
+        ),
         (
             CPU + "pairs.py",
             '"b t (pairs g two) d -> two b pairs (g t) d"',
@@ -1076,8 +1093,8 @@ MUTATIONS: list[Mutation] = [
         "C105 C102",
         "a write splits the heads in the middle",
         "differential.py",
-        "kv_cache.write(key[:, half::2], value[:, half::2],",
-        "kv_cache.write(key.chunk(2, 1)[half], value.chunk(2, 1)[half],",
+        "key[:, half::2], value[:, half::2],",
+        "key.chunk(2, 1)[half], value.chunk(2, 1)[half],",
     ),
     *breaks(
         "C106",
@@ -1102,7 +1119,11 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "C108",
         "both softmaxes weigh the first half of the values",
-        ("refattn/differential.py", "blocks, seq_len) for i in (0, 1)]", "blocks, seq_len) for i in (0, 0)]"),
+        (
+            "refattn/differential.py",
+            "        answers.append(answer)",
+            "        answers.append(torch.cat([answer.chunk(2, -1)[0]] * 2, dim=-1))",
+        ),
         (CPU + "pairs.py", "_slabs(pools[half, 1], blocks", "_slabs(pools[0, 1], blocks"),
     ),
     *breaks(
