@@ -331,7 +331,6 @@ BESIDE_ATTENTION = {
 }
 
 
-@pytest.mark.covers("D129")
 @pytest.mark.parametrize("call", BESIDE_ATTENTION, ids=lambda call: call.__name__)
 @pytest.mark.parametrize("asked", [None, *dispatch.NAMES])
 def test_what_runs_is_what_the_choice_says(asked, call, device):
@@ -1024,7 +1023,7 @@ def poison(inputs):
             inputs.value_cache[block, place % inputs.key_cache.shape[1]] = torch.nan
 
 
-@pytest.mark.covers("E175")
+@pytest.mark.covers("D129", "E175")
 @pytest.mark.skipif("PRESENT[0].name != 'cpu'", reason="the kernels themselves are there")
 @pytest.mark.parametrize(
     ("name", "over", "options"),

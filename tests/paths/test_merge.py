@@ -95,7 +95,6 @@ def test_no_launch_takes_more_parts_than_a_few(device):
     assert len(set(launched)) <= 2, "more compilations than one for many parts and one for the rest"
 
 
-@pytest.mark.covers("D159")
 @each_twin
 def test_numbers_by_hand(twin, device):
     """Weights 1 and 3 give (1 * 2 + 3 * 6) / 4 = 5 and an LSE of log 4."""
@@ -104,6 +103,17 @@ def test_numbers_by_hand(twin, device):
     out, lse = twin.merge(outs, lses)
     assert float(out) == pytest.approx(5.0, rel=1e-6)
     assert float(lse) == pytest.approx(math.log(4.0), rel=1e-6)
+
+
+@pytest.mark.covers("D159")
+@each_twin
+def test_a_log_sum_exp_has_a_row_for_each_query_and_a_column_for_each_head(twin, device):
+    """Two queries of three heads, each with weights of its own: taken as heads of queries, they are other ones."""
+    weights = torch.tensor([[[1.0, 2.0, 5.0], [3.0, 7.0, 4.0]], [[9.0, 6.0, 2.0], [4.0, 1.0, 12.0]]], device=device)
+    outs = torch.tensor([2.0, 6.0], device=device)[:, None, None, None].expand(2, 2, 3, 1)
+    out, lse = twin.merge(outs.unbind(), weights.log().unbind())
+    torch.testing.assert_close(out[..., 0], (2.0 * weights[0] + 6.0 * weights[1]) / weights.sum(0))
+    torch.testing.assert_close(lse, weights.sum(0).log())
 
 
 @each_twin

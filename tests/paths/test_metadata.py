@@ -99,7 +99,7 @@ def test_twins_give_the_same_tables(case, seed, device):
         assert ref.dtype == fast.dtype == torch.int64 and torch.equal(ref, fast)
 
 
-@pytest.mark.covers("A24", "B63", "B65")
+@pytest.mark.covers("A24", "B63", "B65", "B66")
 @each_twin
 @pytest.mark.parametrize(
     ("query_lens", "decode_len", "decodes", "prefills"),

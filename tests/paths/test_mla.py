@@ -150,7 +150,6 @@ def test_both_ways_give_one_answer_at_every_size_of_a_chunk(case, workspace):
     torch.testing.assert_close(made_lse, lse, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.covers("D157")
 @each_twin
 def test_chunks_are_planned_for_the_longest_context(twin):
     """A prompt without a context has none, and a bound that is too large makes empty ones only."""
@@ -160,6 +159,14 @@ def test_chunks_are_planned_for_the_longest_context(twin):
     assert len(twin.plan_prefill(batch, **sizes).chunks) == len(exact.chunks) == 3
     assert [chunk.plan.batch.seq_lens.tolist() for chunk in wide.chunks] == [[0, 2], [0, 2], [0, 2], [0, 0], [0, 0]]
     assert twin.plan_prefill(make_batch([3], [3], [[0]]), **sizes).chunks == ()
+
+
+@pytest.mark.covers("D157")
+@each_twin
+def test_chunks_are_read_from_the_slots_of_their_tokens(twin):
+    """Six tokens of context in blocks 5 and 2, two at a time, after a prompt that has none."""
+    plan = twin.plan_prefill(make_batch([3, 2], [3, 8], [[0], [5, 2]]), block_size=4, workspace=4)
+    assert [chunk.slots[:2].tolist() for chunk in plan.chunks] == [[20, 21], [22, 23], [8, 9]]
 
 
 @pytest.mark.covers("D158")
@@ -212,6 +219,7 @@ DEEPSEEK = {
 }
 
 
+@pytest.mark.covers("D155")
 @each_twin
 @pytest.mark.parametrize("config", DEEPSEEK.values(), ids=DEEPSEEK)
 def test_equals_the_layers_of_deepseek(twin, config):
@@ -273,7 +281,7 @@ def test_equals_the_layers_of_deepseek(twin, config):
 # --- the twin against the reference ---
 
 
-@pytest.mark.covers("D154", "D127")
+@pytest.mark.covers("D127", "D154", "D155")
 @pytest.mark.parametrize(("kernel", "sizes", "case", "options"), list(twins_to_agree()))
 def test_twins_agree(kernel, sizes, case, options, device):
     given = Latents(case, device=device, dtype=kernel.dtypes[0], sizes=sizes)
@@ -343,6 +351,7 @@ def test_a_graph_stays_right_when_its_sequences_grow(kernel, device):
         assert_matches_reference(out, lse, reference, given.absorbed, given.cache, given.batch, softmax_scale=SCALE)
 
 
+@pytest.mark.covers("D157", "D158", "E172")
 @pytest.mark.parametrize(
     ("kernel", "case", "options", "workspace"),
     [

@@ -98,11 +98,12 @@ def check_masks(twin, trees, device, *, window=-1, queries=None, contexts=CONTEX
     assert_same_masks(read, masks_of_trees(case, trees, window))
 
 
+@pytest.mark.covers("D147", "D148")
 def test_every_small_tree_by_the_reference(device):
     check_masks(refattn.speculative, SMALL, device)
 
 
-@pytest.mark.covers("D147")
+@pytest.mark.covers("D147", "D148")
 @each_kernel
 def test_every_small_tree(kernel, device):
     """Of up to five nodes, with one root or several, after contexts that end inside of a block and with it."""
@@ -115,7 +116,7 @@ def test_every_small_tree(kernel, device):
         kernel.check(check)
 
 
-@pytest.mark.covers("D143")
+@pytest.mark.covers("D148")
 @each_kernel
 @pytest.mark.parametrize("heads", [(2, 2), (4, 1)], ids=str)
 def test_large_trees(kernel, heads, device):
@@ -127,6 +128,32 @@ def test_large_trees(kernel, heads, device):
 
     with kernel.asked_for():
         kernel.check(check)
+
+
+@pytest.mark.covers("D146")
+@each_twin
+def test_every_node_of_a_chain_sees_what_a_causal_chunk_shows(twin, device):
+    chains = [tuple(range(-1, n - 1)) for n in (1, 5, 16, 3)]
+    check_masks(twin, chains, device)
+    case = case_of(chains)
+    for mask, (q, s) in zip(masks_of_trees(case, chains), case.lens, strict=True):
+        assert torch.equal(mask, torch.ones(q, s, dtype=torch.bool).tril(s - q))
+
+
+@pytest.mark.covers("D143")
+@each_twin
+def test_blocks_before_every_window_are_not_in_the_table(twin, device):
+    """A root at position 20 sees from 14 on, the end of block 3; one at position 2 everything; one at 8 from 2 on."""
+    trees = twin.make_trees([(-1, 0, 0), (-1,), (-1, 0)], device=device)
+    tables = [[7, 1, 9, 4, 2, 6], [3], [5, 8, 0]]
+    batch = make_batch([3, 1, 2], [23, 3, 10], tables, device=device)
+    plan = twin.plan(batch, block_size=4, trees=trees, window_size=(6, 0))
+    for level, seq_lens in ((plan.whole, [11, 3, 10]), (plan.prefix, [8, 2, 8])):
+        assert level.first_keys.tolist() == [12, 0, 0]
+        assert level.batch.seq_lens.tolist() == seq_lens
+        assert [row[:n] for row, n in zip(level.batch.block_table.tolist(), (3, 1, 3), strict=True)] == [
+            *([4, 2, 6], [3], [5, 8, 0])
+        ]
 
 
 @pytest.mark.covers("D142")
@@ -153,7 +180,7 @@ def test_siblings_do_not_see_each_other(twin, device):
     assert not torch.equal(before[1], after[1])
 
 
-@pytest.mark.covers("D151")
+@pytest.mark.covers("D145", "D151")
 @each_twin
 @pytest.mark.parametrize("queries", [1, 2, 3])
 def test_a_draft_that_grows_asks_from_its_newest_nodes(twin, queries, device):
@@ -319,6 +346,7 @@ def test_a_draft_that_grows_answers_as_the_whole_tree_does(window):
 # --- the twin against the reference ---
 
 
+@pytest.mark.covers("D149")
 @each_kernel
 @each_option
 @pytest.mark.parametrize("shape", ["small", "wide", "odd"])
