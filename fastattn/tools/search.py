@@ -302,6 +302,10 @@ def run(
     console = Console()
     console.print(f"seed {seed}, {seconds:g} s for each of {len(names)} paths, {jobs} at a time, on {device}")
     task = dict(kernels=chosen, seed=seed, device=device, dtypes=types, seconds=seconds, workloads=workloads, first=0)
+    about = {**measure.circumstances(), "machine": measure.machine(torch.device(device)), "device": device}
+    about |= dict(seed=seed, seconds=seconds, workloads=workloads)
+    about |= dict(kernels=[kernel or "default" for kernel in chosen], dtypes=types)
+    ordered: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = log or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
@@ -319,18 +323,14 @@ def run(
                         running.remove(process)
                         over.append(process)
                         _show_path(console, process.as_dict())
+                        found = {one.path: one.as_dict() for one in over}
+                        ordered = [found[name] for name in names if name in found]
+                        if results is not None:  # after each path: who is stopped has lost nothing
+                            results.write_text(json.dumps({**about, "paths": ordered}, indent=1) + "\n")
         finally:
             for process in running:
                 process.stop()
-    found = {process.path: process.as_dict() for process in over}
-    ordered = [found[name] for name in names]
     _show(console, ordered)
-    if results is not None:
-        about = {**measure.circumstances(), "machine": measure.machine(torch.device(device)), "device": device}
-        about |= dict(
-            seed=seed, seconds=seconds, workloads=workloads, kernels=[k or "default" for k in chosen], dtypes=types
-        )
-        results.write_text(json.dumps({**about, "paths": ordered}, indent=1) + "\n")
     return not any(path["findings"] for path in ordered)
 
 

@@ -256,17 +256,21 @@ def _judge_error(error: Exception, truth: Truth, device: str) -> Outcome:
 def _is_refusal(error: Exception) -> bool:
     """Return whether a `raise` of the project's own raised an error, and not a library that it calls."""
     *_, (frame, line) = walk_tb(error.__traceback__)
-    name, code = frame.f_code.co_filename, linecache.getline(frame.f_code.co_filename, line)
-    return "attn" in name and code.lstrip().startswith("raise")
+    code = linecache.getline(frame.f_code.co_filename, line)
+    return frame.f_globals.get("__name__", "").startswith(("refattn.", "fastattn.")) and code.lstrip().startswith(
+        "raise"
+    )
 
 
 def _place(error: Exception) -> str:
     """Name the last line of the project that an error went through."""
-    places = [
-        (f.f_code.co_filename, line) for f, line in walk_tb(error.__traceback__) if "attn/" in f.f_code.co_filename
-    ]
-    file, line = places[-1] if places else ("?", 0)
-    return f"{'/'.join(file.rsplit('/', 3)[-3:])}:{line}"
+    places = [(f.f_code.co_filename, line) for f, line in walk_tb(error.__traceback__)]
+    for package in ("fastattn", "refattn"):
+        for file, line in reversed(places):
+            parts = file.split("/")
+            if package in parts and "search" not in parts[parts.index(package) :]:
+                return f"{'/'.join(parts[parts.index(package) :])}:{line}"
+    return "outside of the project"
 
 
 def reason_of(error: NotImplementedError) -> str:

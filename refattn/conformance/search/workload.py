@@ -518,6 +518,7 @@ def smaller(work: Workload) -> Iterator[Workload]:
             yield replace(work, lens=lens[:i] + lens[i + 1 :], prefixes=_without(work.prefixes, i))
     fixed = {"operation", "lens", "heads", "seed", "plan_of", "stored"}
     fixed |= {"head_size", "value_head_size"} if work.path in ("mla", "mla_prefill") else set()
+    fixed |= {name for name in ("block_size", "workspace", "ranks", "parts") if getattr(work, name) < _DEFAULTS[name]}
     for name, default in _DEFAULTS.items():
         if name not in fixed and getattr(work, name) != default:
             yield replace(work, **{name: default})
