@@ -112,6 +112,7 @@ def _search(task: dict[str, Any], log: TextIO) -> int:
         seed=task["seed"],
         device=task["device"],
         dtypes=tuple(task["dtypes"]),
+        longest=task["longest"],
         before=lambda work, kernel: say(call=work.as_line(), kernel=kernel),
     )
     reported = time.monotonic()
@@ -197,8 +198,8 @@ class _Process:
             self._note_end("crash", self.crashed or f"its process ended with status {code}: {said}"[:500])
         self._add_up()
         self.reader.close()
-        time_left = self.end - time.monotonic() > 2 and self.restarts < MOST_RESTARTS
-        if code == 0 or not time_left:
+        may_go_on = self.end - time.monotonic() > 2 and self.restarts < MOST_RESTARTS
+        if code == 0 or not may_go_on or not self.call:
             self.is_over = True
             return
         self.restarts += 1
@@ -266,6 +267,7 @@ def run(
     workloads: int | None = None,
     kernels: Sequence[str] = (),
     dtypes: Sequence[str] = (),
+    longest: int = 4097,
     seed: int | None = None,
     jobs: int | None = None,
     results: Path | None = None,
@@ -280,6 +282,7 @@ def run(
         workloads: for each path at most.
         kernels: to ask for, "default" for the twin's own choice; all that are there if there are none.
         dtypes: of queries, by name.
+        longest: tokens of a sequence, about: fewer where kernels are interpreted.
         seed: of all workloads; None for another one each time.
         jobs: paths that are searched at a time.
         results: JSON file to write.
@@ -302,8 +305,9 @@ def run(
     console = Console()
     console.print(f"seed {seed}, {seconds:g} s for each of {len(names)} paths, {jobs} at a time, on {device}")
     task = dict(kernels=chosen, seed=seed, device=device, dtypes=types, seconds=seconds, workloads=workloads, first=0)
+    task["longest"] = longest
     about = {**measure.circumstances(), "machine": measure.machine(torch.device(device)), "device": device}
-    about |= dict(seed=seed, seconds=seconds, workloads=workloads)
+    about |= dict(seed=seed, seconds=seconds, workloads=workloads, longest=longest)
     about |= dict(kernels=[kernel or "default" for kernel in chosen], dtypes=types)
     ordered: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary:
@@ -415,6 +419,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--kernels", nargs="+", default=[], metavar="NAME", help='to ask for, "default" for the choice; all if none'
     )
     parser.add_argument("--dtypes", nargs="+", default=[], metavar="DTYPE", help="types of queries (default: three)")
+    parser.add_argument("--longest", type=int, default=4097, help="tokens of a sequence (default: %(default)s)")
     parser.add_argument("--seed", type=int, help="the same batches again (default: from the clock)")
     parser.add_argument("--jobs", type=int, help="paths at a time (default: one per core, on a GPU one per two cores)")
     parser.add_argument("--results", type=Path, help="JSON file for what was found")

@@ -25,11 +25,11 @@ class Finding(NamedTuple):
     found_in: str
 
 
-def workload(seed: int, path: str, index: int, dtypes: tuple[str, ...]) -> Workload:
+def workload(seed: int, path: str, index: int, dtypes: tuple[str, ...], longest: int = 4097) -> Workload:
     """Return the workload of a number: the same one in every run with a seed."""
     random = Random(f"{seed}/{path}/{index}")
     number = max(0, index // SERVES - random.randrange(3))
-    return draw(random, path, draw_palette(Random(f"{seed}/{path}/palette {number}"), path, dtypes))
+    return draw(random, path, draw_palette(Random(f"{seed}/{path}/palette {number}"), path, dtypes), longest=longest)
 
 
 def shrink(
@@ -76,6 +76,7 @@ class Search:
         seed: int = 0,
         device: str = "cpu",
         dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16"),
+        longest: int = 4097,
         before: Callable[[Workload, str | None], None] = lambda work, kernel: None,
     ) -> None:
         """Start with nothing counted.
@@ -86,10 +87,11 @@ class Search:
             seed: of all workloads.
             device: where they are computed.
             dtypes: of queries.
+            longest: tokens of a sequence, about: fewer where kernels are interpreted.
             before: called before each call, as a kernel may end the process.
         """
         self.path, self.twin, self.seed, self.device, self.dtypes = path, twin, seed, device, dtypes
-        self.before = before
+        self.longest, self.before = longest, before
         self.calls: Counter[tuple[str, str, str]] = Counter()
         self.refused: Counter[tuple[str, str]] = Counter()
         self.findings: list[Finding] = []
@@ -104,7 +106,7 @@ class Search:
         end = None if seconds is None else time.monotonic() + seconds
         index = first
         while (end is None or time.monotonic() < end) and (workloads is None or index < first + workloads):
-            self.try_workload(workload(self.seed, self.path, index, self.dtypes), index)
+            self.try_workload(workload(self.seed, self.path, index, self.dtypes, self.longest), index)
             yield index
             index += 1
 

@@ -507,7 +507,10 @@ def _accept(work: Workload, modules: Modules, device: str) -> None:
         following.append(says[row + best[-1]] if best else -1)
         row += q
     came = modules("speculative").accept(
-        batch, trees, torch.tensor(drafts, device=device), torch.tensor(says, device=device)
+        batch,
+        trees,
+        torch.tensor(drafts, dtype=torch.int64, device=device),
+        torch.tensor(says, dtype=torch.int64, device=device),
     )
     _expect("nodes", came.nodes, torch.tensor(nodes, dtype=torch.int32).view(len(nodes), width))
     _expect("lens", came.lens, torch.tensor(counts, dtype=torch.int32))

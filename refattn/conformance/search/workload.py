@@ -262,26 +262,28 @@ def draw_palette(random: Random, path: str, dtypes: tuple[str, ...] = ("float32"
     return Palette(random.choice(dtypes), head_size, value_head_size, block_size, (h, hk), stored, frozenset(options))
 
 
-def draw_lens(random: Random, *, most_seqs: int = 6) -> tuple[tuple[int, int], ...]:
+def draw_lens(random: Random, *, most_seqs: int = 6, longest: int = 4097) -> tuple[tuple[int, int], ...]:
     """Draw the lengths of a ragged batch: first chunks, later chunks, decodes, sequences without queries or keys.
 
     Args:
         random: the source of all numbers.
         most_seqs: sequences at most.
+        longest: tokens of a sequence at most.
 
     Returns:
         `(query_len, seq_len)` of each sequence; there may be more queries than keys.
     """
 
     def length(most: int) -> int:
-        return random.choice((0, 1, random.randint(0, 20), random.randint(0, most), random.randint(0, most)))
+        some = random.randint(0, min(20, most))
+        return random.choice((0, min(1, most), some, random.randint(0, most), random.randint(0, most)))
 
-    size = random.choice((20, 90, 90, 300))
+    size = min(longest, random.choice((20, 90, 90, 300)))
     kind = random.choice(("mixed", "mixed", "decodes", "verification", "chunks"))
     lens = []
     for _ in range(random.randint(1, most_seqs)):
         s = length(size)
-        q = length(size if random.random() < 0.3 else 40)
+        q = length(size if random.random() < 0.3 else min(longest, 40))
         if kind == "decodes":
             q = 1 if random.random() < 0.9 else 0
         elif kind == "verification":
@@ -291,17 +293,18 @@ def draw_lens(random: Random, *, most_seqs: int = 6) -> tuple[tuple[int, int], .
         lens.append((q, s))
     if random.random() < 0.06:  # a long one among short ones
         q, s = lens[-1]
-        lens[-1] = (min(q, 2), random.choice((1000, 2500, 4097)))
+        lens[-1] = (min(q, 2), min(longest, random.choice((1000, 2500, 4097))))
     return tuple(lens)
 
 
-def draw(random: Random, path: str, palette: Palette) -> Workload:
+def draw(random: Random, path: str, palette: Palette, *, longest: int = 4097) -> Workload:
     """Draw a workload.
 
     Args:
         random: the source of all numbers.
         path: one of `PATHS`.
         palette: what it is compiled for.
+        longest: tokens of a sequence, about.
     """
 
     def now_and_then(choices: tuple[Any, ...], share: float) -> Any:
@@ -311,7 +314,7 @@ def draw(random: Random, path: str, palette: Palette) -> Workload:
     work = Workload(
         path,
         operation=random.choice(OPERATIONS.get(path, ("",))),
-        lens=draw_lens(random),
+        lens=draw_lens(random, longest=longest),
         heads=palette.heads,
         head_size=palette.head_size,
         value_head_size=palette.value_head_size,
