@@ -939,7 +939,9 @@ def flash2(query, key, value, starts, ends, longest, scale, causal, window, soft
     starts, ends = starts.tolist(), ends.tolist()
     lengths = [last - first for first, last in zip(ends[:-1], ends[1:], strict=True)]
     tiles = tiles_of_rows(key, value, ends)
-    return double.over(query, starts, tiles, lengths, (left, right), scale, softcap, slopes, drops_rows=is_causal)
+    how = ((left, right), scale, softcap, slopes)
+    out, lse = double.over(query, starts, tiles, lengths, *how, drops_rows=is_causal)
+    return torch.empty_like(query).copy_(out), lse  # laid out as the query is
 
 
 def install_fa2(monkeypatch):
@@ -1062,6 +1064,21 @@ def test_what_an_adapter_asks_and_what_it_answers(name, over, options, monkeypat
     again, _ = function(*asked, memory)
     assert torch.equal(again, out)
     assert (again is memory) == (name == "fa4"), "which alone writes where it is told to"
+
+
+@pytest.mark.skipif("PRESENT[0].name != 'cpu'", reason="the kernels themselves are there")
+@pytest.mark.parametrize("name", ["fa2", "torch_flash"])
+def test_outputs_laid_out_as_the_query_are_fixed_up_where_they_lie(name, monkeypatch):
+    """Heads outside of tokens, and a NaN before the window, which spoils rows that are then computed again."""
+    kernel = ADAPTERS[name](monkeypatch)
+    query, key, value = (torch.randn(n, h, 16, dtype=torch.float16) for n, h in ((5, 4), (7, 2), (7, 2)))
+    query = query.transpose(0, 1).contiguous().transpose(0, 1)
+    batch = refattn.metadata.make_batch([5], [7])
+    for x in (key, value):
+        x[:2] = torch.nan
+    asked = given(query, key, value, batch, window_size=(0, 0))
+    out, lse = kernel.dense(*asked, None)
+    assert_matches_reference(out, lse, by_rows, query, key, value, batch, window_size=(0, 0))
 
 
 @pytest.mark.skipif("PRESENT[0].name != 'cpu'", reason="the kernels themselves are there")
