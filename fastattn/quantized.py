@@ -8,7 +8,13 @@ from torch import Tensor
 
 from fastattn.kernels import dispatch
 from refattn.interface import AttentionOptions, Batch, CascadePlan, Fp8Scales, Int8Scales, Plan, TreePlan
-from refattn.interface.checks import check_int8_pools, check_quantized, check_quantized_slots, check_values
+from refattn.interface.checks import (
+    check_int8_pools,
+    check_quantized,
+    check_quantized_slots,
+    check_values,
+    rows_with_slots,
+)
 
 
 def plan(batch: Batch, *, block_size: int, causal: bool = True, window_size: tuple[int, int] = (-1, -1)) -> Plan:
@@ -42,8 +48,8 @@ def attention(
 
 
 def write(
-    key: Float[Tensor, "t hk d"],
-    value: Float[Tensor, "t hk dv"],
+    key: Float[Tensor, "rows hk d"],
+    value: Float[Tensor, "rows hk dv"],
     key_cache: Shaped[Tensor, "n p hk d"],
     value_cache: Shaped[Tensor, "n p hk dv"],
     slot_mapping: Int64[Tensor, "t"],
@@ -54,6 +60,7 @@ def write(
 
     Arguments and errors are those of `refattn.quantized.write`.
     """
+    key, value = rows_with_slots(key, value, slot_mapping)
     check_quantized_slots(key, value, key_cache, value_cache, slot_mapping, scales)
     dispatch.write_quantized(key, value, key_cache, value_cache, slot_mapping, scales)
 

@@ -216,15 +216,15 @@ def allocate(
 
 
 def write(
-    key: Shaped[Tensor, "t hk d"],
-    value: Shaped[Tensor, "t hk d"],
+    key: Shaped[Tensor, "rows hk d"],
+    value: Shaped[Tensor, "rows hk d"],
     cache: Shaped[Tensor, "2 2 n p pairs d"],
     slot_mapping: Int64[Tensor, "t"],
 ) -> None:
     """Write new tokens into the pool, in place: the first heads of the pairs to one half, the second to the other.
 
     Args:
-        key: the new keys, heads in interleaved pairs.
+        key: the new keys, heads in interleaved pairs; rows after the last slot are padding.
         value: the new values, likewise.
         cache: the pool, changed in place.
         slot_mapping: the slot of each token, each at most once; -1 is padding and is not written.

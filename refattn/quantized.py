@@ -34,7 +34,13 @@ from torch import Tensor
 from refattn import kv_cache
 from refattn.attention import attend_sequences, attend_trees, compute_dtype, hand_over
 from refattn.interface import AttentionOptions, Batch, CascadePlan, Fp8Scales, Int8Scales, Plan, TreePlan
-from refattn.interface.checks import check_int8_pools, check_quantized, check_quantized_slots, check_values
+from refattn.interface.checks import (
+    check_int8_pools,
+    check_quantized,
+    check_quantized_slots,
+    check_values,
+    rows_with_slots,
+)
 from refattn.merge import merge
 
 
@@ -111,8 +117,8 @@ def attention(
 
 
 def write(
-    key: Float[Tensor, "t hk d"],
-    value: Float[Tensor, "t hk dv"],
+    key: Float[Tensor, "rows hk d"],
+    value: Float[Tensor, "rows hk dv"],
     key_cache: Shaped[Tensor, "n p hk d"],
     value_cache: Shaped[Tensor, "n p hk dv"],
     slot_mapping: Int64[Tensor, "t"],
@@ -127,7 +133,7 @@ def write(
     A key of zeros so comes back as zeros. Int8 values without a `scales.value` are written as they are.
 
     Args:
-        key: the new keys, of any floating point type.
+        key: the new keys, of any floating point type; rows after the last slot are padding.
         value: the new values.
         key_cache: the pool of keys, changed in place.
         value_cache: the pool of values, changed in place.
@@ -140,6 +146,7 @@ def write(
 
     Source: the write of vLLM's `reshape_and_cache_flash`, which divides by fixed scales.
     """
+    key, value = rows_with_slots(key, value, slot_mapping)
     check_quantized_slots(key, value, key_cache, value_cache, slot_mapping, scales)
     for token, slot in enumerate(slot_mapping.tolist()):
         if slot == -1:

@@ -1,17 +1,23 @@
 """Moving data through the paged cache is bit-exact, and touches nothing that it was not told to."""
 
+import importlib
 import re
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 from batches import Case, build
 from hypothesis import given
 from hypothesis import strategies as st
+from kernels_present import PRESENT
 
+import fastattn
 import fastattn.chunked_prefill
 import fastattn.kv_cache
 import refattn.kv_cache
 from refattn import chunked_prefill
+from refattn.interface import Fp8Scales, Int8Scales
 from refattn.metadata import make_batch, slot_mapping
 
 each_twin = pytest.mark.parametrize("twin", [refattn.kv_cache, fastattn.kv_cache], ids=["ref", "fast"])
@@ -244,17 +250,69 @@ def test_slots_that_have_passed_are_checked_again_once_they_are_written_to(twin)
     assert torch.equal(key_cache, before)
 
 
+def every_write(package: str, kind: str, device: str):
+    """Return a path's write of keys and values into an empty cache, the sizes of the tokens, and all that it fills."""
+    path = importlib.import_module(f"{package}.{kind.partition('-')[0]}")
+    if kind == "kv_cache":
+        caches = path.allocate(3, 4, 2, 8, value_head_size=6, device=device)
+        return partial(_call, path.write, caches, {}), ((2, 8), (2, 6)), caches
+    if kind == "differential":
+        cache = path.allocate(3, 4, 2, 8, device=device)
+        return partial(_call, path.write, (cache,), {}), ((2, 8), (2, 8)), path.pools(cache)
+    if kind.startswith("mla"):
+        dtype = torch.float8_e4m3fn if kind == "mla-fp8" else torch.float32
+        cache = path.allocate(3, 4, 8, 6, dtype=dtype, device=device)
+        scale = dict(cache_scale=0.5) if kind == "mla-fp8" else {}
+        return partial(_call, path.write, (cache,), scale), ((8,), (6,)), [cache]
+    if kind == "quantized-fp8":
+        allocate = importlib.import_module(f"{package}.kv_cache").allocate
+        caches = allocate(3, 4, 2, 8, value_head_size=6, dtype=torch.float8_e4m3fn, device=device)
+        return partial(_call, path.write, caches, dict(scales=Fp8Scales(0.5, 0.25))), ((2, 8), (2, 6)), caches
+    *caches, key_scales = path.allocate_int8(3, 4, 2, 8, value_head_size=6, device=device)
+    key_scales.zero_()
+    scales = Int8Scales(key_scales, torch.full((2, 6), 0.25, device=device))
+    return partial(_call, path.write, caches, dict(scales=scales)), ((2, 8), (2, 6)), [*caches, key_scales]
+
+
+def _call(write, caches, options, key, value, slots):
+    write(key, value, *caches, slots, **options)
+
+
+WRITES = ("kv_cache", "differential", "mla", "mla-fp8", "quantized-fp8", "quantized-int8")
+
+
 @pytest.mark.covers("B54")
-@each_twin
-def test_rows_after_the_last_slot_are_padding(twin, device):
+@pytest.mark.parametrize("kind", WRITES)
+@pytest.mark.parametrize("package", ["refattn", "fastattn", *(one.name for one in PRESENT if one.name == "triton")])
+def test_rows_after_the_last_slot_are_padding(package, kind, device):
     """A server pads keys and values to a size that was captured, and knows by the slots how many are real."""
-    key, value = torch.randn(5, 2, 8, device=device), torch.randn(5, 2, 6, device=device)
-    key[3:], value[3:] = torch.nan, torch.nan
-    pools = twin.allocate(2, 4, 2, 8, value_head_size=6, device=device)
-    twin.write(key, value, *pools, torch.tensor([6, 1, -1], device=device))
-    for tokens, pool in zip((key, value), pools, strict=True):
-        assert torch.equal(pool.flatten(0, 1)[[6, 1]], tokens[:2])
-        assert int(pool.any(-1).any(-1).sum()) == 2  # of the others, nothing
+    slots = torch.tensor([6, 1, -1, 9], device=device)
+    asked_for = fastattn.use_kernel("triton") if package == "triton" else nullcontext()
+    package = "fastattn" if package == "triton" else package
+    with asked_for:
+        padded, sizes, filled = every_write(package, kind, device)
+        key, value = (torch.rand(7, *size, device=device) + 1 for size in sizes)
+        key[4:], value[4:] = torch.nan, torch.nan
+        padded(key, value, slots)
+        exact, _, expected = every_write(package, kind, device)
+        exact(key[:4], value[:4], slots)
+    for pool, cut in zip(filled, expected, strict=True):
+        assert torch.equal(bits(pool), bits(cut))
+        written = pool.flatten(0, 1).float().flatten(1).any(-1).nonzero()[:, 0]
+        assert written.tolist() == [1, 6, 9]
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+@pytest.mark.parametrize("kind", WRITES)
+@pytest.mark.parametrize("package", ["refattn", "fastattn"])
+def test_more_slots_than_rows_or_rows_that_differ_are_named(package, kind):
+    write, sizes, filled = every_write(package, kind, "cpu")
+    key, value = (torch.ones(3, *size) for size in sizes)
+    with pytest.raises(ValueError, match=r"slot_mapping: expected int64 \[t=3\], got int64 \[4\]"):
+        write(key, value, torch.arange(4))
+    with pytest.raises(ValueError, match="(value|rope_key): expected .*t=3.*, got float32 .2"):
+        write(key, value[:2], torch.arange(1))
+    assert not any(pool.float().any() for pool in filled)
 
 
 @pytest.mark.covers("B49")
