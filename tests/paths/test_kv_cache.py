@@ -15,8 +15,8 @@ from kernels_present import PRESENT
 import fastattn
 import fastattn.chunked_prefill
 import fastattn.kv_cache
+import refattn.chunked_prefill
 import refattn.kv_cache
-from refattn import chunked_prefill
 from refattn.interface import Fp8Scales, Int8Scales
 from refattn.metadata import make_batch, slot_mapping
 
@@ -315,34 +315,81 @@ def test_more_slots_than_rows_or_rows_that_differ_are_named(package, kind):
     assert not any(pool.float().any() for pool in filled)
 
 
+def pools_of_layers(twin, order: str, device: str, *, dtype, n=6, layers=3, p=4, hk=2, d=16):
+    """Return a pool whose blocks hold all layers, in the order of its name, and the views of each layer."""
+    if order == "n-2-layers-hk-p-d":  # of no server: any order will do
+        pool = torch.zeros(n, 2, layers, hk, p, d, dtype=dtype, device=device)
+        return pool, [(pool[:, 0, layer].transpose(1, 2), pool[:, 1, layer].transpose(1, 2)) for layer in range(layers)]
+    layout = {"n-layers-2-p-hk-d": "NHD", "n-hk-layers-2-p-d": "HND"}[order]
+    return twin.allocate_layers(layers, n, p, hk, d, layout=layout, dtype=dtype, device=device)
+
+
 @pytest.mark.covers("B49")
 @each_twin
-@pytest.mark.parametrize("order", ["layers-first", "keys-first"])
-def test_layers_inside_of_a_block(twin, order, device):
+def test_a_block_of_all_layers_lies_in_memory_as_its_layout_says(twin, device):
+    """The orders of vLLM: `[n, layers, 2, p, hk, d]`, and heads first in each block, `[n, hk, layers, 2, p, d]`."""
+    for layout, shape in (("NHD", (5, 3, 2, 4, 7, 16)), ("HND", (5, 7, 3, 2, 4, 16))):
+        pool, layers = twin.allocate_layers(3, 5, 4, 7, 16, layout=layout, dtype=torch.float16, device=device)
+        assert pool.shape == shape and pool.is_contiguous() and not pool.any()
+        assert pool.dtype == torch.float16 and pool.device.type == device and len(layers) == 3
+        names = torch.arange(pool.numel(), device=device).view(shape)  # each element's place in memory
+        for number, pair in enumerate(layers):
+            for kind, view in enumerate(pair):
+                assert view.shape == (5, 4, 7, 16)
+                here = names.as_strided(view.shape, view.stride(), view.storage_offset())
+                for n, p, hk, d in ((0, 0, 0, 0), (4, 3, 6, 15), (2, 1, 5, 9)):
+                    at = (n, number, kind, p, hk, d) if layout == "NHD" else (n, hk, number, kind, p, d)
+                    assert here[n, p, hk, d] == names[at]
+
+
+@each_twin
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_bad_sizes_of_a_pool_of_layers_are_named(twin):
+    for arguments, options, message in (
+        ((0, 4, 4, 2, 8), {}, "num_layers: expected a positive int, got 0"),
+        ((2, 4, 4, 2, 2.5), {}, "head_size: expected a positive int, got 2.5"),
+        ((2, 4, 4, 2, 8), dict(layout="DHN"), 'layout: expected "NHD" or "HND", got \'DHN\''),
+        ((2, 4, 4, 2, 8), dict(dtype="half"), "dtype: expected a torch.dtype, got 'half'"),
+        ((2, 4, 4, 2, 8), dict(device="nowhere"), "device: expected a torch.device or its name, got 'nowhere'"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            twin.allocate_layers(*arguments, **options)
+
+
+@pytest.mark.covers("B49")
+@pytest.mark.parametrize("kernel", [None, *PRESENT], ids=lambda kernel: kernel.name if kernel else "ref")
+@pytest.mark.parametrize("order", ["n-layers-2-p-hk-d", "n-hk-layers-2-p-d", "n-2-layers-hk-p-d"])
+def test_layers_inside_of_a_block(kernel, order, device):
     """One pool for all layers, so that a block moves with one copy: each layer has a strided view of it."""
-    n, layers, p, hk, d = 6, 3, 4, 2, 16
-    shape = (n, layers, 2, p, hk, d) if order == "layers-first" else (n, 2, layers, hk, p, d)
-    buffer = torch.full(shape, torch.nan, device=device)
+    dtype = kernel.dtypes[0] if kernel else torch.float32
+    twin, path = (
+        (fastattn.kv_cache, fastattn.chunked_prefill) if kernel else (refattn.kv_cache, refattn.chunked_prefill)
+    )
 
-    def pools(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if order == "layers-first":
-            return buffer[:, layer, 0], buffer[:, layer, 1]
-        return buffer[:, 0, layer].transpose(1, 2), buffer[:, 1, layer].transpose(1, 2)  # heads outside of tokens
+    def check():
+        pool, layers = pools_of_layers(twin, order, device, dtype=dtype)
+        pool.fill_(torch.nan)
+        batch = make_batch([7], [7], [[4, 1]], device=device)
+        slots = slot_mapping(batch, 7, block_size=4)
+        query, *tokens = (torch.randn(7, h, 16, device=device).to(dtype) for h in (4, *[2] * 6))
+        pairs = list(zip(tokens[::2], tokens[1::2], strict=True))
+        for pair, views in zip(pairs, layers, strict=True):
+            twin.write(*pair, *views, slots)
+        answers = []
+        for table in ([4, 1], [0, 5]):
+            plan = path.plan(make_batch([7], [7], [table], device=device), block_size=4)
+            answers.append([path.attention(query, *views, plan) for views in layers])
+            twin.copy_blocks([pool], torch.tensor([[4, 0], [1, 5]]))  # of all layers at once
+        for i, pair in enumerate(pairs):
+            alone = twin.allocate(6, 4, 2, 16, dtype=dtype, device=device)
+            twin.write(*pair, *alone, slots)
+            expected = path.attention(query, *alone, path.plan(batch, block_size=4))
+            assert expected.isfinite().all()
+            for answer in answers:
+                torch.testing.assert_close(answer[i], expected)
 
-    batch = make_batch([7], [7], [[4, 1]], device=device)
-    slots = slot_mapping(batch, 7, block_size=p)
-    query, *tokens = (torch.randn(7, h, d, device=device) for h in (4, *[hk] * 2 * layers))
-    path = chunked_prefill if twin is refattn.kv_cache else fastattn.chunked_prefill
-    answers = []
-    for layer in range(layers):
-        twin.write(*tokens[2 * layer : 2 * layer + 2], *pools(layer), slots)
-    for table in ([4, 1], [0, 5]):
-        plan = path.plan(make_batch([7], [7], [table], device=device), block_size=p)
-        answers.append([path.attention(query, *pools(layer), plan) for layer in range(layers)])
-        twin.copy_blocks([buffer], torch.tensor([[4, 0], [1, 5]]))  # of all layers at once
-    for layer in range(layers):
-        alone = twin.allocate(6, p, hk, d, device=device)
-        twin.write(*tokens[2 * layer : 2 * layer + 2], *alone, slots)
-        expected = path.attention(query, *alone, path.plan(batch, block_size=p))
-        for answer in answers:
-            torch.testing.assert_close(answer[layer], expected)
+    if kernel is None:
+        check()
+        return
+    with kernel.asked_for():
+        kernel.check(check)
