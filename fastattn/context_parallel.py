@@ -18,7 +18,7 @@ from refattn.interface.values import check_window
 
 
 def plan(
-    batch: Batch, *, shard: Shard, block_size: int, window_size: tuple[int, int] = (-1, -1)
+    batch: Batch, *, shard: Shard, block_size: int, window_size: tuple[int, int] = (-1, -1), causal: bool = True
 ) -> ContextParallelPlan:
     """Plan the part of one rank; the twin of `refattn.context_parallel.plan`.
 
@@ -46,7 +46,7 @@ def plan(
         where = local_lens((positions(batch, rows) - left).clamp(min=0).int(), shard) + left
     context = Plan(keys, block_size, causal=False, window_size=(left, -1), positions=where)
     new = Batch(batch.cu_seqlens_q, batch.query_lens, None, query_len, query_len, num_tokens=num_tokens)
-    return ContextParallelPlan(batch, shard, context, Plan(new, causal=True, window_size=window_size))
+    return ContextParallelPlan(batch, shard, context, Plan(new, causal=causal, window_size=window_size))
 
 
 def attention(

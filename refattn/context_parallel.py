@@ -30,7 +30,7 @@ from refattn.metadata import positions
 
 
 def plan(
-    batch: Batch, *, shard: Shard, block_size: int, window_size: tuple[int, int] = (-1, -1)
+    batch: Batch, *, shard: Shard, block_size: int, window_size: tuple[int, int] = (-1, -1), causal: bool = True
 ) -> ContextParallelPlan:
     """Plan the part of one rank: its share of each context, and the new tokens among themselves.
 
@@ -42,6 +42,8 @@ def plan(
         shard: which rank this is, and which tokens are its own.
         block_size: tokens in a block, `p`.
         window_size: `(left, right)` in tokens of the whole sequence, both inclusive, -1 for no limit.
+        causal: hide the new tokens after a query's own position; False shows every new token of the sequence. The
+            context is before all of them, and seen in both cases.
 
     Returns:
         A plan for every layer of this step.
@@ -64,7 +66,7 @@ def plan(
     new = Batch(
         batch.cu_seqlens_q, query_lens, None, batch.max_query_len, batch.max_query_len, num_tokens=batch.num_tokens
     )
-    return ContextParallelPlan(batch, shard, context, Plan(new, causal=True, window_size=window_size))
+    return ContextParallelPlan(batch, shard, context, Plan(new, causal=causal, window_size=window_size))
 
 
 def attention(

@@ -185,7 +185,7 @@ class ContextParallelPlan:
         shard: which rank this is, and which tokens are its own.
         context: over the pages of the rank, without a causal mask. Keys are counted as stored there; with a window,
             `positions` are the positions of the queries in this count.
-        own: over the rows of the new tokens, causal.
+        own: over the rows of the new tokens, causal or not.
     """
 
     batch: Batch

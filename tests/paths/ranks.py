@@ -48,9 +48,7 @@ def deal(cache: Tensor, batch: Batch, shard: Shard, *, seed: int) -> tuple[Tenso
     return pool, table.to(cache.device)
 
 
-def prepare_rank(
-    package: str, group: Group, tensors: tuple, *, interleave: int, window_size: tuple[int, int] = (-1, -1), **options
-) -> Callable[[], Any]:
+def prepare_rank(package: str, group: Group, tensors: tuple, *, interleave: int, **options) -> Callable[[], Any]:
     """Deal out a whole batch, and return the call that plans and attends on one rank, with its share of the heads."""
     query, key_cache, value_cache, batch = tensors
     path, shard = import_module(f"{package}.context_parallel"), Shard(group.rank, group.size, interleave)
@@ -65,6 +63,7 @@ def prepare_rank(
         num_tokens=batch.num_tokens,
     )
     block_size = options.pop("block_size", key_cache.shape[1])
+    masked = {name: options.pop(name) for name in ("window_size", "causal") if name in options}
     heads = slice(group.rank * query.shape[1] // group.size, (group.rank + 1) * query.shape[1] // group.size)
     fixed = {name: options.pop(name) for name in OPTIONS if name in options}
     fixed |= {name: fixed[name][heads] for name in PER_HEAD if isinstance(fixed.get(name), Tensor)}
@@ -73,7 +72,7 @@ def prepare_rank(
     rows = query[:, heads], new_keys, new_values, keys, values
 
     def call() -> Any:
-        plan = path.plan(own_batch, shard=shard, block_size=block_size, window_size=window_size)
+        plan = path.plan(own_batch, shard=shard, block_size=block_size, **masked)
         return path.attention(*rows, plan, AttentionOptions(**fixed), group=group, **options)
 
     return call

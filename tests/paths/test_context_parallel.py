@@ -43,6 +43,13 @@ SPECS = [
     OverRanks(
         "context_parallel", lambda i, j: i - LEFT <= j <= i, dict(interleave=3, window_size=(LEFT, 0)), num_ranks=4
     ),
+    OverRanks("context_parallel", lambda i, j: True, dict(interleave=2, causal=False), num_ranks=2),
+    OverRanks(
+        "context_parallel",
+        lambda i, j: i - LEFT <= j <= i + 3,
+        dict(interleave=3, window_size=(LEFT, 3), causal=False),
+        num_ranks=2,
+    ),
 ]
 CASES = [  # sequences shorter than the ranks are many, without a context, without new tokens
     Case("padded", ((4, 6), (1, 70), (10, 17), (0, 9), (1, 1), (1, 2)), heads=(4, 1), padding_rows=2),
@@ -58,7 +65,7 @@ each_shard = pytest.mark.parametrize("num_ranks, interleave", [(1, 1), (2, 1), (
 # --- five proofs ---
 
 
-@pytest.mark.covers("B87")
+@pytest.mark.covers("B87", "B181")
 @each_package
 @each_case
 @each_spec
@@ -82,7 +89,7 @@ def test_formula(spec, case):
     spec.check_formula(case)
 
 
-@pytest.mark.covers("B90")
+@pytest.mark.covers("B90", "B181")
 @each_kernel
 @each_case
 @each_spec
@@ -112,6 +119,7 @@ def test_twins_with_options(options, dtype, device):
         (dict(block_size=0), "block_size: expected a positive int"),
         (dict(block_size=8), "key_cache: expected blocks of 8 tokens"),
         (dict(window_size=(-2, 0)), "window_size: expected (left, right)"),
+        (dict(causal=None), "causal: expected True or False, got None"),
         (dict(sinks=torch.zeros(3)), "sinks: expected floating point [h=2]"),
         (dict(out=torch.zeros(2, 4, 64)), "out: expected float32 [t=3, h=2, dv=64]"),
         (dict(return_lse=None), "return_lse: expected True or False"),
@@ -268,14 +276,17 @@ def test_a_table_too_narrow_for_the_new_tokens_is_named(package):
 
 
 @each_shard
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both-ways"])
 @pytest.mark.parametrize("window_size", [(-1, -1), (LEFT, 0)], ids=str)
-def test_twins_make_the_same_plans(num_ranks, interleave, window_size, device):
+def test_twins_make_the_same_plans(num_ranks, interleave, window_size, causal, device):
     inputs = build(CASES[0], device=device)
     for rank in range(num_ranks):
         shard = Shard(rank, num_ranks, interleave)
         plans = [
-            path.plan(inputs.batch, shard=shard, block_size=16, window_size=window_size) for path in PACKAGES.values()
+            path.plan(inputs.batch, shard=shard, block_size=16, window_size=window_size, causal=causal)
+            for path in PACKAGES.values()
         ]
+        assert plans[0].own.causal is causal
         for one, other in zip(*([plan.context, plan.own] for plan in plans), strict=True):
             assert (one.window, one.block_size) == (other.window, other.block_size)
             assert one.batch.max_seq_len == other.batch.max_seq_len >= int(one.batch.seq_lens.max())
