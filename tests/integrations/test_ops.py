@@ -76,6 +76,11 @@ def calls():
     pairs = draw(2, 2, *key_cache.shape[:2], 1, 16)
     subtraction = dict(lambda_full=torch.tensor(0.4), lambda_init=0.2, norm_weight=draw(32), norm_eps=1e-3)
     yield "differential", (query, pairs, differential.plan(batch, block_size=P)), subtraction
+    rows = differential.split_halves(*BATCH.rows[1:3])
+    yield "differential", (query, rows, dense.plan(batch), OPTIONS), subtraction
+    of_pairs = dict(scales=Fp8Scales(torch.rand(2) + 0.1, 0.5))
+    coded = (pairs * 4).to(torch.float8_e4m3fn).view(torch.uint8)
+    yield "differential", (query, coded, differential.plan(batch, block_size=P)), subtraction | of_pairs
     latents, scale = draw(key_cache.shape[0], P, 24), AttentionOptions(softmax_scale=0.2)
     yield "mla", (draw(len(query), 4, 24), latents, mla.plan(batch, block_size=P), scale), dict(latent_rank=20)
     prefill_plan = mla.plan_prefill(batch, block_size=P, workspace=24)
@@ -102,6 +107,7 @@ def calls():
     yield "add_sinks", (draw(5, 4, 16), draw(5, 4), draw(4)), {}
     yield "write", (*tokens, key_cache.clone(), value_cache.clone(), slots), {}
     yield "write_differential", (*tokens, pairs.clone(), slots), {}
+    yield "write_differential", (*tokens, coded.clone(), slots), of_pairs
     yield "write_latents", (*new[1:], latents.clone(), slots), {}
     yield "write_latents", (*new[1:], codes.clone(), slots), of_codes
 
