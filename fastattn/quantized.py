@@ -14,7 +14,9 @@ from refattn.interface.checks import (
     check_quantized_slots,
     check_values,
     rows_with_slots,
+    type_of_outputs,
 )
+from refattn.interface.scales import FP8_FORMATS
 
 
 def plan(batch: Batch, *, block_size: int, causal: bool = True, window_size: tuple[int, int] = (-1, -1)) -> Plan:
@@ -35,16 +37,27 @@ def attention(
 ) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend from the new tokens of each sequence to its tokens in a quantised cache; the twin of `refattn.quantized`.
 
-    Arguments, results and errors are those of `refattn.quantized.attention`.
+    Arguments, results and errors are those of `refattn.quantized.attention`. A query in fp8 is converted to the type of
+    the outputs, which loses nothing, and its scale is multiplied into that of the keys: any kernel computes it.
 
     Raises:
         NotImplementedError: if no kernel computes the combination, with the reason of each.
     """
+    if isinstance(query, Tensor) and query.dtype in FP8_FORMATS:
+        check_quantized(query, key_cache, value_cache, plan, options, scales, out, return_lse)
+        query, scales = _as_numbers(query, scales, out)
     name, answer = dispatch.again("quantized", query, key_cache, value_cache, plan, options, out, return_lse, scales)
     if answer is None:
         check_quantized(query, key_cache, value_cache, plan, options, scales, out, return_lse)
         answer = dispatch.quantized(query, key_cache, value_cache, plan, options, scales, out, name)
     return answer if return_lse else answer[0]
+
+
+def _as_numbers(query: Tensor, scales: Fp8Scales | Int8Scales, out: Tensor | None) -> tuple[Tensor, Fp8Scales]:
+    """Return a query in fp8 in the type of its outputs, and scales of keys that carry its own."""
+    assert isinstance(scales, Fp8Scales) and scales.query is not None  # as `check_quantized` has made sure
+    scales = Fp8Scales(scales.key * scales.query, scales.value, format=scales.format)
+    return query.to(type_of_outputs(query, out)), scales
 
 
 def write(

@@ -40,6 +40,7 @@ from refattn.interface.checks import (
     check_quantized_slots,
     check_values,
     rows_with_slots,
+    type_of_outputs,
 )
 from refattn.merge import merge
 
@@ -85,7 +86,8 @@ def attention(
     Write the new keys and values first (`write`).
 
     Args:
-        query: new tokens of all sequences, not quantised; rows after the last sequence are padding.
+        query: new tokens of all sequences; rows after the last sequence are padding. Not quantised, or already fp8 of
+            the format of the cache, under `scales.query`: no kernel rounds it again.
         key_cache: the pool of keys; any strides. fp8 as its own type or as bytes (`torch.uint8`), or int8.
         value_cache: the pool of values, of the same type; floating point under int8 keys without `scales.value`.
         plan: from `plan`, or of another path over pages, once per step; levels of a cascade and drafted trees, too.
@@ -96,7 +98,7 @@ def attention(
         out: where to write the outputs; a new tensor if None.
 
     Returns:
-        As `chunked_prefill.attention`, in the type of `query`.
+        As `chunked_prefill.attention`, in the type of `query`; for a query in fp8 in that of `out`, bfloat16 without.
 
     Raises:
         ValueError: naming the argument that does not fit. Nothing is written then.
@@ -113,7 +115,8 @@ def attention(
         else:
             parts.append(attend_sequences(rounded, sequences, level, its_options, value_head_size=size))
     result, lse = merge(*zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
-    return hand_over(result, lse, query, return_lse=return_lse, out=out)
+    like = query.to(type_of_outputs(query, out))
+    return hand_over(result, lse, like, return_lse=return_lse, out=out)
 
 
 def write(
@@ -283,7 +286,8 @@ def _read_fp8(
         return query.to(compute), key, value
     per_kv_head = _per_head(scales.query, hk, sequence).to(query.device)
     of_query = repeat(per_kv_head, "hk 1 -> (hk g) 1", g=query.shape[1] // hk)
-    return _to_fp8(query, of_query, scales.format).to(compute) * of_query.to(compute), key, value
+    codes = query if query.dtype == scales.format else _to_fp8(query, of_query, scales.format)
+    return codes.to(compute) * of_query.to(compute), key, value
 
 
 def _read_int8(

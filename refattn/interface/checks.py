@@ -468,12 +468,16 @@ def check_quantized(
 ) -> None:
     """Check a call over quantised pages: as `check_paged`, and that the scales fit them.
 
+    A query in fp8 has a scale, and its outputs the type of `out`, or bfloat16.
+
     Raises:
         ValueError: naming the argument, what was expected and what came.
     """
     if not isinstance(plan, Plan | CascadePlan | TreePlan):
         raise ValueError(f"plan: expected a Plan, a CascadePlan or a TreePlan, got {describe(plan)}")
     types = _stored_types(key_cache, value_cache, scales)
+    if isinstance(query, Tensor) and query.dtype in FP8_FORMATS:
+        query = _as_numbers(query, scales, out)
     shared, own = (plan.levels[:-1], plan.levels[-1]) if isinstance(plan, CascadePlan) else ((), plan)
     own = own.whole if isinstance(own, TreePlan) else own
     check_paged(query, key_cache, value_cache, own, options, out, return_lse, types=types)
@@ -482,6 +486,21 @@ def check_quantized(
     if isinstance(plan, CascadePlan):
         _check_no_scale_per_sequence(scales, key_cache.shape[2], "as a group of a cascade is of several sequences")
     _check_scales(scales, key_cache, value_cache, *_num_seqs(own))
+
+
+def _as_numbers(query: Tensor, scales: Fp8Scales | Int8Scales, out: Tensor | None) -> Tensor:
+    """Return a stand-in for a query in fp8, of its shape and the type of its outputs, whose elements are not read."""
+    if not isinstance(scales, Fp8Scales) or scales.query is None:
+        raise ValueError(f"scales.query: expected the scale of a query that comes as {describe(query)}, got none")
+    expect(query, "query", scales.format, ("t", "h", "d"), (None, None, None))
+    return torch.empty((), dtype=type_of_outputs(query, out), device=query.device).expand(query.shape)
+
+
+def type_of_outputs(query: Tensor, out: Tensor | None) -> torch.dtype:
+    """Return the type of the outputs for a query: its own; of a query in fp8 that of `out`, or bfloat16."""
+    if query.dtype not in FP8_FORMATS:
+        return query.dtype
+    return out.dtype if isinstance(out, Tensor) and out.dtype in QUERY_TYPES else torch.bfloat16
 
 
 def check_quantized_slots(

@@ -100,6 +100,9 @@ def calls():
         yield "quantized", (draw(5, 4, 16), *caches, levels, OPTIONS), dict(scales=scales)
         tree_plan = speculative.plan(drafts, block_size=P, trees=trees)
         yield "quantized", (draw(11, 4, 16), *caches, tree_plan, OPTIONS), dict(scales=scales)
+    in_codes = dict(scales=Fp8Scales(0.5, 0.25, 0.75, torch.float8_e5m2))
+    caches = [(4 * x).to(torch.float8_e5m2).view(torch.uint8) for x in (key_cache, value_cache)]
+    yield "quantized", (query.to(torch.float8_e5m2), *caches, quantized.plan(batch, block_size=P)), in_codes
     for scales, caches in quantized_caches(key_cache.shape[0]):
         yield "write_quantized", (*tokens, *caches, slots), dict(scales=scales)
     yield "merge", ([draw(5, 4, 16), draw(5, 4, 16) + 1], [draw(5, 4), draw(5, 4) + 1]), {}
