@@ -5,13 +5,22 @@ captures the collectives together with the kernels.
 """
 
 import torch
-from jaxtyping import Float, Int32, Int64
+from jaxtyping import Float, Int32, Int64, Shaped
 from torch import Tensor
 
 from fastattn.kernels import dispatch
 from fastattn.kernels.torch_ops import places
 from fastattn.metadata import positions
-from refattn.interface import AttentionOptions, Batch, ContextParallelPlan, Group, Plan, Shard
+from refattn.interface import (
+    AttentionOptions,
+    Batch,
+    ContextParallelPlan,
+    Fp8Scales,
+    Group,
+    Int8Scales,
+    Plan,
+    Shard,
+)
 from refattn.interface.checks import check_context_parallel
 from refattn.interface.contents import check_block_table, check_contexts, check_num_tokens, check_shard
 from refattn.interface.values import check_window
@@ -53,14 +62,15 @@ def attention(
     query: Float[Tensor, "t h d"],
     key: Float[Tensor, "t hk d"],
     value: Float[Tensor, "t hk dv"],
-    key_cache: Float[Tensor, "n p hk d"],
-    value_cache: Float[Tensor, "n p hk dv"],
+    key_cache: Shaped[Tensor, "n p hk d"],
+    value_cache: Shaped[Tensor, "n p hk dv"],
     plan: ContextParallelPlan,
     options: AttentionOptions = AttentionOptions(),
     *,
     group: Group,
     return_lse: bool = False,
     out: Float[Tensor, "t h dv"] | None = None,
+    scales: Fp8Scales | Int8Scales | None = None,
 ) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend with the heads of this rank to all tokens of each sequence; the twin of `refattn.context_parallel`.
 
@@ -71,12 +81,13 @@ def attention(
             kernel computes the combination, with the reason of each.
     """
     key_heads = check_context_parallel(
-        query, key, value, key_cache, value_cache, plan, options, out, return_lse, group=group
+        query, key, value, key_cache, value_cache, plan, options, out, return_lse, group=group, scales=scales
     )
     if options.alibi_slopes is not None:
         raise NotImplementedError("no kernel computes ALiBi over the keys of a rank, as they are not consecutive")
     all_heads = group.all_gather(query, dim=1)
-    part, lse = dispatch.paged(all_heads, key_cache, value_cache, plan.context, options.without_sinks())
+    pages = all_heads, key_cache, value_cache, plan.context, options.without_sinks()
+    part, lse = dispatch.paged(*pages) if scales is None else dispatch.quantized(*pages, scales)
 
     total = group.all_gather(lse[None], dim=0).logsumexp(0)  # [t, h of all ranks]
     weight = (lse - total).exp_()[..., None]  # NaN where no rank has a key: such a part counts for nothing in the merge

@@ -147,8 +147,11 @@ def check_context_parallel(
     return_lse: bool,
     *,
     group: Group,
+    scales: Fp8Scales | Int8Scales | None = None,
 ) -> slice:
     """Check a call on a rank: its query heads `[t, h, d]`, new keys `[t, hk, d]`, its caches `[n, p, hk, d]`.
+
+    With scales the caches hold quantised values, and new keys and values are as the query.
 
     Returns:
         The key heads that the rank's query heads read.
@@ -157,8 +160,9 @@ def check_context_parallel(
         ValueError: naming the argument, what was expected and what came.
     """
     t, h, d = _check_query(query)
-    shape = expect(key_cache, "key_cache", query.dtype, ("n", "p", "hk", "d"), (None, None, None, d))
-    values = expect(value_cache, "value_cache", query.dtype, ("n", "p", "hk", "dv"), (*shape[:-1], None))
+    kinds = (query.dtype, query.dtype) if scales is None else _stored_types(key_cache, value_cache, scales)
+    shape = expect(key_cache, "key_cache", kinds[0], ("n", "p", "hk", "d"), (None, None, None, d))
+    values = expect(value_cache, "value_cache", kinds[1], ("n", "p", "hk", "dv"), (*shape[:-1], None))
     expect(key, "key", query.dtype, ("t", "hk", "d"), (t, shape[2], d))
     expect(value, "value", query.dtype, ("t", "hk", "dv"), (t, shape[2], values[-1]))
     if not isinstance(plan, ContextParallelPlan):
@@ -180,6 +184,8 @@ def check_context_parallel(
     same_device(query=query, key=key, value=value, key_cache=key_cache, value_cache=value_cache)
     check_dense(query, key[:, own], value[:, own], plan.own, options, out, return_lse)
     _check_pool("key_cache", key_cache, plan.context)
+    if scales is not None:
+        _check_scales(scales, key_cache, value_cache, *_num_seqs(plan.context))
     return own
 
 
