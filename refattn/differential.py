@@ -217,7 +217,7 @@ def interleave_halves(heads: Shaped[Tensor, "t h d"]) -> Shaped[Tensor, "t h d"]
 
 
 def split_halves(key: Shaped[Tensor, "s hk d"], value: Shaped[Tensor, "s hk d"]) -> Shaped[Tensor, "2 2 s pairs d"]:
-    """Return keys and values as `attention` takes them in rows: first heads of the pairs in one half, second in other.
+    """Return keys and values as `attention` takes them in rows: the heads of each pair in a half of their own.
 
     Args:
         key: the keys of all sequences, one after the other, heads in interleaved pairs.

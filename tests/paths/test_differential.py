@@ -569,6 +569,15 @@ def test_twins_agree_over_rows(options, kernel, device):
         kernel.check(hold)
 
 
+@given(case=ragged_cases(head_sizes=(64,)), options=st.sampled_from(list(OPTIONS)), seed=st.integers(0, 2**16))
+def test_twins_agree_over_rows_of_drawn_batches(case, options, seed, device):
+    case = in_pairs(case)
+    arguments, _ = lay_out_rows(case, device=device, seed=seed)
+    options = filled(OPTIONS[options], case, device)
+    answer = attend(over_rows("fastattn"), *arguments, **options, return_lse=True)
+    assert_matches_reference(*answer, partial(attend, over_rows("refattn")), *arguments, **options)
+
+
 @each_twin
 def test_layers_of_one_plan_over_rows(twin):
     """More rows in one layer than in another, and a bound on the lengths that is far too large."""
