@@ -14,7 +14,13 @@ from fastattn.kernels.problem import CU_SEQLENS_K
 from fastattn.metadata import positions, slot_mapping
 from refattn.interface import AttentionOptions, Batch, ContextChunk, Fp8Scales, Plan, PrefillPlan, TreePlan
 from refattn.interface.ambient import refuse_gradients, without_autocast
-from refattn.interface.checks import check_latent, check_latent_prefill, check_latent_slots, check_projection
+from refattn.interface.checks import (
+    check_latent,
+    check_latent_prefill,
+    check_latent_slots,
+    check_projection,
+    rows_with_slots,
+)
 from refattn.interface.contents import check_workspace
 from refattn.interface.scales import FP8_FORMATS
 from refattn.interface.values import check_memory, check_sizes
@@ -245,14 +251,15 @@ def allocate(
 
 
 def write(
-    latent: Shaped[Tensor, "t r"],
-    rope_key: Shaped[Tensor, "t rope"],
+    latent: Shaped[Tensor, "rows r"],
+    rope_key: Shaped[Tensor, "rows rope"],
     cache: Shaped[Tensor, "n p c"],
     slot_mapping: Int64[Tensor, "t"],
     *,
     cache_scale: float = 1.0,
 ) -> None:
     """Write new latents and rotary keys into the pool, in place, in one launch; the twin of `refattn.mla.write`."""
+    latent, rope_key = rows_with_slots(latent, rope_key, slot_mapping)
     check_latent_slots(latent, rope_key, cache, slot_mapping, cache_scale=cache_scale)
     refuse_gradients(dispatch.NO_BACKWARD, latent=latent, rope_key=rope_key, cache=cache)
     rank, width = latent.shape[1], latent.shape[1] + rope_key.shape[1]

@@ -747,7 +747,7 @@ BAD = {
     "differential.attention": [
         *OF_ONE_PLAN,
         *of_pool("cache"),
-        IN_ROWS,
+        ("plan", "over rows", in_rows, "cache: expected float32 [2, 2, s, hk/2, d=8], got float32 [2, 2, 10, 4, 1, 8]"),
         ("cache", "None", None, "cache: expected float32 [2, 2, n, p, hk/2, d=8], got None"),
         ("cache", "a list", [], "cache: expected float32 [2, 2, n, p, hk/2, d=8], got list"),
         ("cache", "elsewhere", meta, "cache: expected cpu, where query is, got meta"),
