@@ -393,8 +393,10 @@ def check_requests(
             raise ValueError(f"{name}: expected lengths of at most {LARGEST_INT32}, got {max(lengths)}")
     if sum(query_lens) > LARGEST_INT32:
         raise ValueError(f"query_lens: expected at most {LARGEST_INT32} tokens together, got {sum(query_lens)}")
-    if block_tables is None and block_size is None:
-        return
+    if block_tables is None:
+        if block_size is None:
+            return
+        raise ValueError("block_tables: expected a list of lists of blocks, got None")
     check_list("block_tables", block_tables, "lists of blocks")
     if len(block_tables) != expected:
         raise ValueError(f"block_tables: expected {expected} rows, one per sequence, got {len(block_tables)}")
