@@ -1163,6 +1163,16 @@ def test_a_plan_of_as_many_keys_as_an_int32_counts_is_made(package):
     assert plan.needs == (3, MOST, 0)
 
 
+@each_twin
+@pytest.mark.parametrize("call", ["mla.plan", "mla.plan_prefill", "quantized.plan", "speculative.plan"])
+@pytest.mark.parametrize("block_size", [None, 0, 4.0])
+def test_a_plan_over_pages_has_a_block_size(package, call, block_size):
+    """Without one it would be a plan over rows, which a layer refuses late, or not at all."""
+    more = dict(workspace=9) if call == "mla.plan_prefill" else {}
+    with pytest.raises(ValueError, match=f"block_size: expected a positive int, got {block_size}"):
+        function_of(package, call)(build(SMALL).batch, block_size=block_size, **more)
+
+
 # --- on a device ---
 
 
