@@ -401,6 +401,8 @@ def check_pairs(cache: Tensor, **tokens: Tensor) -> None:
     expect(cache, "cache", None, ("2", "2", "n", "p", "hk/2", "d"), (2, 2, None, None, None, None))
     for name, tensor in tokens.items():
         expect(tensor, name, cache.dtype, ("t", "hk", "d"), (None, 2 * cache.shape[4], cache.shape[5]))
+    if tokens:
+        check_own_memory("cache", cache)
 
 
 def check_halves(heads: Tensor) -> None:

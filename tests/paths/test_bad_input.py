@@ -942,6 +942,12 @@ BAD = {
         ("value", "None", None, "value: expected float32 [t, hk=4, d=8], got None"),
         ("value", "a row too few", lambda x: x[:1], "value: expected float32 [t=2, hk=2, dv=8], got float32 [1, 2, 8]"),
         ("cache", "None", None, "cache: expected [2, 2, n, p, hk/2, d], got None"),
+        (
+            "cache",
+            "one half",
+            lambda x: x[:1].expand_as(x),
+            "cache: expected memory for each element, got strides of (0,",
+        ),
         ("slot_mapping", "None", None, "slot_mapping: expected int64 [t=2], got None"),
         ("slot_mapping", "slot n * p", torch.tensor([0, 20]), SLOTS + "20"),
     ],
