@@ -62,11 +62,14 @@ def plan_prefill(batch: Batch, *, block_size: int, workspace: int, max_context_l
     longest context, for every sequence: the slots that the chunks read. ALiBi needs the position of each query: a batch
     on a device has to say how many query rows it has for it (`num_tokens`), else `prefill` raises a ValueError.
     """
-    longest = check_workspace(batch, workspace, max_context_len, block_size=block_size)
+    check_sizes(block_size=block_size)
     whole = Plan(batch, block_size)
+    longest = check_workspace(batch, workspace, max_context_len)
     num_tokens = int(batch.cu_seqlens_q[-1]) if batch.device.type == "cpu" else batch.num_tokens
     where = None if num_tokens is None else positions(batch, num_tokens).int()
     contexts = batch.context_lens
+    assert batch.block_table is not None  # a plan over pages has checked it
+    room = min(batch.max_seq_len, batch.block_table.shape[1] * block_size)  # where a chunk past all contexts begins
 
     def rows(lengths: Tensor, ends: Tensor, longest: int, first_keys: Tensor, *, causal: bool) -> Plan:
         keys = Batch(batch.cu_seqlens_q, lengths, None, batch.max_query_len, longest, num_tokens=batch.num_tokens)
@@ -80,7 +83,7 @@ def plan_prefill(batch: Batch, *, block_size: int, workspace: int, max_context_l
         counts = (contexts - start).clamp(0, size)
         begins = torch.full_like(counts, start)
         ends = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
-        reads = Batch(ends, (begins + counts).clamp(max=batch.max_seq_len), batch.block_table, size, batch.max_seq_len)
+        reads = Batch(ends, (begins + counts).clamp(max=room), batch.block_table, size, room)
         slots = slot_mapping(reads, batch.num_seqs * size, block_size=block_size).clamp(min=0)
         chunks.append(ContextChunk(rows(counts, ends, size, begins, causal=False), slots))
     own = rows(batch.query_lens, batch.cu_seqlens_q, batch.max_query_len, contexts, causal=True)

@@ -126,9 +126,9 @@ def plan_prefill(batch: Batch, *, block_size: int, workspace: int, max_context_l
         batch: the lengths and the block table; every sequence has its new tokens among its keys.
         block_size: tokens in a block, `p`.
         workspace: the most tokens whose keys and values are computed at a time, at least one for each sequence.
-        max_context_len: tokens of the longest context, for which there are chunks, but for no more tokens than the
-            block table holds. None: the longest that there is, or on a device, where nothing can be read, one token
-            less than the longest sequence.
+        max_context_len: tokens of the longest context, for which there are chunks, the last ones empty if it is more
+            than there are. None: the longest that there is, or on a device, where nothing can be read, one token less
+            than the longest sequence.
 
     Returns:
         A plan for every layer of this step.
@@ -136,8 +136,9 @@ def plan_prefill(batch: Batch, *, block_size: int, workspace: int, max_context_l
     Raises:
         ValueError: naming the argument that does not fit; the contents of the batch are checked on a CPU.
     """
-    longest = check_workspace(batch, workspace, max_context_len, block_size=block_size)
+    check_sizes(block_size=block_size)
     whole = Plan(batch, block_size)
+    longest = check_workspace(batch, workspace, max_context_len)
     assert batch.block_table is not None  # a plan over pages has checked it
     query_lens, contexts = batch.query_lens.tolist(), batch.context_lens.tolist()
     where = positions(batch, sum(query_lens)).int()

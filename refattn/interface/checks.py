@@ -435,6 +435,8 @@ def check_pairs(cache: Tensor, *, scales: Fp8Scales | None = None, **tokens: Ten
     for name, tensor in tokens.items():
         kind = cache.dtype if scales is None else _check_numbers(name, tensor)
         expect(tensor, name, kind, ("t", "hk", "d"), (None, hk, cache.shape[5]))
+    if tokens:
+        check_own_memory("cache", cache)
     if scales is not None:
         _check_no_scale_per_sequence(scales, hk, WRITTEN, besides=("query",))
         _check_scales(scales, cache[0, 0], cache[0, 1], None, at_least=False, hk=hk)

@@ -401,6 +401,62 @@ def test_twins_make_the_same_plans(num_ranks, interleave, window_size, causal, d
 
 
 @pytest.mark.covers("B85")
+@each_package
+@pytest.mark.parametrize(
+    ("longest", "num_ranks", "interleave", "bound"),
+    [(64, 2, 1, 32), (65, 2, 1, 33), (64, 4, 16, 16), (65, 4, 16, 32), (70, 3, 5, 25), (1, 8, 16, 1), (70, 1, 16, 70)],
+)
+def test_the_longest_share_of_a_rank(package, longest, num_ranks, interleave, bound):
+    """Runs of a whole round go to every rank, so `ceil(L / (N * I)) * I`, and no more than there are; reading nothing.
+
+    A kernel divides its work by it: a bound as long as the sequence is one, but a rank's share is never so long.
+    """
+    batch = metadata.make_batch([1, 1], [longest, min(3, longest)], [[*range(5)], [5]])
+    names = ("cu_seqlens_q", "seq_lens", "block_table")
+    batches = [batch]
+    if package == "fastattn":  # the reference reads lengths wherever they are
+        batches.append(replace(batch, **{name: getattr(batch, name).to("meta") for name in names}))
+    for rank in range(num_ranks):
+        shard = Shard(rank, num_ranks, interleave)
+        plans = [PACKAGES[package].plan(one, shard=shard, block_size=16) for one in batches]
+        assert [plan.context.batch.max_seq_len for plan in plans] == [bound] * len(plans)
+        assert int(PACKAGES[package].local_lens(batch.seq_lens, shard).max()) <= bound
+
+
+@each_package
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_what_is_no_length_of_a_rank_is_named(package):
+    path, shard = PACKAGES[package], Shard(0, 2)
+    ints = torch.tensor([3, 4], dtype=torch.int32)
+    for lens, message in (
+        (ints.float(), "lens: expected int32 [b], got float32 [2]"),
+        (ints.long(), "lens: expected int32 [b], got int64 [2]"),
+        ([3, 4], "lens: expected int32 [b], got list"),
+        (ints - 4, "lens: expected lengths of at least 0, got [-1, 0]"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            path.local_lens(lens, shard)
+    with pytest.raises(ValueError, match="shard: expected a Shard, got 0"):
+        path.local_lens(ints, 0)
+    for length in (-1, 2.0, 2**31):
+        with pytest.raises(ValueError, match="length: expected "):
+            path.own_positions(length, shard)
+
+
+@each_package
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_a_new_token_of_a_rank_has_a_block(package):
+    """A block of -1 has a row whose slot would be -1, and a write takes that for padding."""
+    path, shard = PACKAGES[package], Shard(1, 2)
+    batch = metadata.make_batch([2], [16], [[3, -1]])  # rank 1 has 8 of 16, and of the new ones the last, at its row 7
+    with pytest.raises(
+        ValueError, match="block_table: expected entries of at least 0 for the new tokens of sequence 0"
+    ):
+        path.slot_mapping(batch, 2, shard=shard, block_size=4)
+    assert path.slot_mapping(batch, 2, shard=Shard(0, 2), block_size=8).tolist() == [31, -1]
+
+
+@pytest.mark.covers("B85")
 @pytest.mark.parametrize("window_size", [(-1, -1), (LEFT, 0)], ids=str)
 def test_the_twin_plans_without_asking_the_device(window_size):
     """Tensors without contents are enough, so nothing waits for them, and a CUDA graph captures it."""
