@@ -114,7 +114,8 @@ class Launcher:
         fixed = {source.fn.arg_names[at[0]]: value for at, value in source.constants.items() if len(at) == 1}
         tile = {x: fixed[x] for x in ("BLOCK_M", "BLOCK_N", "HEAD_SIZE", "WORDS", "CODES", "SHARED") if x in fixed}
         self.about = {"kernel": name, "threads": metadata.num_warps * Driver.gpu.target.warp_size, "tile": tile}
-        self.about |= {"shared": metadata.shared, "columns": getattr(metadata, "tmem_size", None) or 0}
+        self.about |= {"shared": metadata.shared, "room": Driver.gpu.shared_memory}
+        self.about["columns"] = getattr(metadata, "tmem_size", None) or 0
         Utils.launcher = self
 
     def __call__(self, *args, **kwargs):
