@@ -74,6 +74,7 @@ T = TypeVar("T")
 MODULES = {
     "cpu": "fastattn.kernels.cpu",
     "torch": "fastattn.kernels.torch_ops",
+    "plain": "fastattn.kernels.plain",
     "triton": "fastattn.kernels.triton",
     "fa4": "fastattn.kernels.flash.fa4",
     "fa3": "fastattn.kernels.flash.fa3",
@@ -92,6 +93,8 @@ _asked_for: ContextVar[str | None] = ContextVar("asked_for", default=None)
 
 def priorities(problem: Problem) -> tuple[str, ...]:
     """Order the kernels from the one to take first to the last resort; those that cannot compute a problem are skipped.
+
+    Devices that are neither a CPU nor of CUDA or ROCm get plain PyTorch: right, and slow.
 
     On a GPU two kinds of kernel compete. Ours splits the keys of a sequence over multiprocessors (SMs); the others give
     a tile of queries to one SM, with all its keys. With few tiles most of the card stays idle; with few rows a tile is
@@ -126,6 +129,8 @@ def priorities(problem: Problem) -> tuple[str, ...]:
     """
     if problem.device.type == "cpu":
         return "cpu", "torch", "triton"
+    if problem.device.type != "cuda":
+        return ("plain",) if problem.is_attention else ("torch",)
     if not problem.is_attention:
         return "triton", "torch"
     if problem.operation == "quantized":

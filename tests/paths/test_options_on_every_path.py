@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 from batches import Case, attend, build
+from kernels_present import PRESENT
 from ranks import attend_on_all
 from tolerance import assert_close
 
 import fastattn
+from fastattn.kernels import dispatch
+from fastattn.kernels.problem import Problem
 from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales, Prefix
 from refattn.interface.batch import Batch
 
@@ -242,7 +245,7 @@ def test_the_root_of_the_distance(path, package, device):
     inputs.query.zero_()
     call = partial(PATHS[path], package, inputs, return_lse=True)
     slopes = BIAS.to(inputs.query.device)
-    if package == "fastattn" and (path == "context_parallel" or inputs.query.is_cuda):
+    if package == "fastattn" and path == "context_parallel":
         with pytest.raises(NotImplementedError, match="no kernel computes"):
             call(alibi_slopes=slopes, alibi_sqrt=True)
         return
@@ -268,11 +271,27 @@ def test_the_root_of_the_distance(path, package, device):
 
 
 @pytest.mark.covers("B58")
+@pytest.mark.skipif("triton" not in [kernel.name for kernel in PRESENT], reason="needs Triton")
+@pytest.mark.parametrize("path", [path for path in PATHS if path != "context_parallel"])  # which has no ALiBi
+def test_our_own_kernel_takes_the_root_where_it_takes_the_distance(path, device):
+    inputs = build(replace(CASE, padding_rows=2), device=device)
+    slopes = BIAS.to(device)
+    some = partial(PATHS[path], alibi_slopes=slopes, return_lse=True)
+    with fastattn.use_kernel("triton"):
+        out, lse = some("fastattn", inputs, alibi_sqrt=True)
+        by_distance, _ = some("fastattn", inputs)
+    expected, expected_lse = some("refattn", inputs, alibi_sqrt=True)
+    tolerance = 0.03 if path == "quantized-int8" else 2e-3  # where our kernel rounds queries and weights
+    torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+    torch.testing.assert_close(lse, expected_lse, rtol=tolerance, atol=tolerance, equal_nan=True)
+    assert not torch.allclose(by_distance, expected, rtol=0.05, atol=0.05, equal_nan=True)
+
+
+@pytest.mark.covers("B58")
 @pytest.mark.parametrize(
     ("kernel", "path"),
     [
-        *((kernel, path) for kernel in ("triton", "fa2", "fa3", "fa4") for path in ("dense", "chunked_prefill")),
-        *(("triton", path) for path in ("local", "cascade", "mla", "differential")),
+        *((kernel, path) for kernel in ("fa2", "fa3", "fa4") for path in ("dense", "chunked_prefill")),
         *(("torch_flash", "dense"), ("flash_mla", "mla")),
     ],
 )
@@ -287,3 +306,68 @@ def test_a_root_without_slopes_is_named():
         AttentionOptions(alibi_sqrt=True)
     with pytest.raises(ValueError, match="alibi_sqrt: expected True or False, got 1"):
         AttentionOptions(alibi_slopes=BIAS, alibi_sqrt=1)
+
+
+# --- devices that only plain PyTorch computes on ---
+
+
+LAYERS = {
+    "plain": {},
+    "scaled": dict(softmax_scale=-0.3),
+    "softcap-and-sinks": dict(softcap=2.0, sinks=torch.linspace(-2.0, 3.0, 4)),
+    "alibi": dict(alibi_slopes=BIAS),
+}
+NUMBERS = [path for path in PATHS if not path.startswith("quantized")]
+
+
+@pytest.fixture
+def on_a_strange_device(monkeypatch, forget_choices):
+    """Let the chooser believe that all tensors are on an Apple GPU, and let nothing look for one of CUDA."""
+    choose = dispatch._choose
+    for name in ("current_device", "get_device_properties", "get_device_capability"):
+        monkeypatch.setattr(torch.cuda, name, lambda *arguments: pytest.fail("CUDA was looked for"))
+    monkeypatch.setattr(
+        dispatch, "_choose", lambda problem, asked: choose(problem._replace(device=torch.device("mps")), asked)
+    )
+
+
+@pytest.mark.usefixtures("on_a_strange_device")
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("path", NUMBERS)
+def test_plain_pytorch_computes_every_path_over_numbers(path, layer):
+    options = LAYERS[layer]
+    if path == "context_parallel" and layer == "alibi":
+        return  # refused before a kernel is chosen, see `test_the_root_of_the_distance`
+    if "softmax_scale" in options and path.startswith("mla"):
+        return  # which these paths fix
+    inputs = build(replace(CASE, padding_rows=2))
+    out, lse = PATHS[path]("fastattn", inputs, return_lse=True, **options)
+    expected, expected_lse = PATHS[path]("refattn", inputs, return_lse=True, **options)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("on_a_strange_device")
+def test_what_plain_pytorch_does_not_compute_is_refused_by_name():
+    inputs = build(replace(CASE, padding_rows=2))
+    for path in ("quantized-fp8", "quantized-int8"):
+        with pytest.raises(NotImplementedError, match="no kernel computes this quantized operation: plain: "):
+            PATHS[path]("fastattn", inputs)
+    with pytest.raises(NotImplementedError, match="plain: computes by matrix products, whose bits depend"):
+        PATHS["chunked_prefill"]("fastattn", inputs, batch_invariant=True)
+    key = torch.zeros(1, 2, 8)
+    pools = [torch.zeros(1, 4, 2, 8, dtype=torch.float8_e4m3fn) for _ in range(2)]
+    with pytest.raises(NotImplementedError, match="no kernel computes this write_quantized operation"):
+        fastattn.quantized.write(key, key, *pools, torch.tensor([0]), scales=Fp8Scales(1.0, 1.0))
+
+
+@pytest.mark.parametrize("kind", ["mps", "xpu", "meta"])
+def test_everything_beside_attention_is_plain_pytorch_on_such_a_device(kind):
+    others = ("merge", "add_sinks", "write", "copy_blocks", "compact", "slot_mapping", "trim", "cut_chunks")
+    for operation in others:
+        chosen = dispatch.choose(Problem(operation, torch.device(kind), torch.float32))
+        assert dispatch.name_of(chosen) == "torch"
+    attention = Problem("paged", torch.device(kind), torch.float16, 4, 2, 64, 64, 16, 1, 100, 3)
+    assert dispatch.name_of(dispatch.choose(attention)) == "plain"
+    with fastattn.use_kernel("triton"), pytest.raises(NotImplementedError, match=f"the tensors are on {kind}"):
+        dispatch.choose(attention)

@@ -364,10 +364,8 @@ def test_the_twin_answers_as_the_reference_does(kernel, name, shape, device):
     inputs = build(case, dtype=kernel.dtypes[0], device=device)
     made, options = fastattn.speculative.make_trees(trees, device=device), options_of(name, case.heads[0], device)
     with kernel.asked_for():
-        if "alibi_sqrt" in options and kernel.name != "cpu":
-            with pytest.raises(
-                NotImplementedError, match="multiplies the slopes|has no ALiBi|one head size|has no operation tree"
-            ):
+        if "alibi_sqrt" in options and kernel.name not in ("cpu", "triton"):
+            with pytest.raises(NotImplementedError, match="has no ALiBi|one head size|has no operation tree"):
                 attend(fastattn.speculative, *inputs.tensors, trees=made, **options)
             return
         kernel.check(assert_twins_agree, "speculative", *inputs.tensors, trees=made, **options)

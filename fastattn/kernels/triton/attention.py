@@ -381,6 +381,7 @@ def _name_of_launches(
         options.softmax_scale,
         options.softcap,
         options.batch_invariant,
+        options.alibi_sqrt,
         None if slopes is None else slopes.dtype,
         None if sinks is None else sinks.dtype,
         shared,
@@ -608,6 +609,7 @@ def _launch(
             WORDS=0 if tree is None else tree.trees.num_words,
             SHARED=shared,
             SAME_STRIDES=_in_bytes(key) == _in_bytes(value),
+            ALIBI_SQRT=options.alibi_sqrt,
         ),
         dict(num_warps=tuning.num_warps, num_stages=tuning.num_stages)
         | ({"launch_pdl": True} if overlap and after else {})
@@ -969,6 +971,7 @@ def _attend_kernel(
     WORDS: tl.constexpr,
     SHARED: tl.constexpr,
     SAME_STRIDES: tl.constexpr,
+    ALIBI_SQRT: tl.constexpr,
 ):
     REPAIR: tl.constexpr = lse is None
     if OVERLAP:
@@ -1119,6 +1122,7 @@ def _attend_kernel(
             ROUND_QUERY,
             HARDWARE,
             SAME_STRIDES,
+            ALIBI_SQRT,
         )
     else:
         row_max, row_sum, acc = attend_to_run(
@@ -1166,6 +1170,7 @@ def _attend_kernel(
             node_depths,
             row_ancestors,
             WORDS,
+            ALIBI_SQRT,
         )
     if prefix_lse is not None:
         row_max, row_sum, acc = _take_prefix(
