@@ -8,6 +8,7 @@ from fastattn import chunked_prefill, kv_cache
 from fastattn.kernels import dispatch
 from fastattn.kernels.problem import Subtraction
 from refattn.interface import AttentionOptions, Batch, Plan
+from refattn.interface.ambient import without_autocast
 from refattn.interface.checks import check_differential, check_halves, check_lambdas, check_pairs
 from refattn.interface.values import check_memory, check_sizes
 
@@ -54,6 +55,7 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+@without_autocast
 def compute_lambda(
     lambda_q1: Float[Tensor, "d"],
     lambda_k1: Float[Tensor, "d"],
@@ -88,6 +90,7 @@ def compute_lambda(
     return first - second + lambda_init
 
 
+@without_autocast
 def interleave_halves(heads: Shaped[Tensor, "t h d"]) -> Shaped[Tensor, "t h d"]:
     """Bring heads from the order of transformers' DiffLlama into pairs: it keeps all first heads before all second.
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from refattn.attention import attend, attend_sequences, compute_dtype, hand_over
 from refattn.interface import AttentionOptions, Batch, ContextParallelPlan, Group, Plan, Shard
+from refattn.interface.ambient import without_autocast
 from refattn.interface.checks import check_context_parallel
 from refattn.interface.contents import check_block_table, check_contexts, check_num_tokens, check_shard
 from refattn.interface.values import check_window
@@ -67,6 +68,7 @@ def plan(
     return ContextParallelPlan(batch, shard, context, Plan(new, causal=True, window_size=window_size))
 
 
+@without_autocast
 def attention(
     query: Float[Tensor, "t h d"],
     key: Float[Tensor, "t hk d"],
