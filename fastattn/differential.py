@@ -10,6 +10,7 @@ from fastattn import chunked_prefill, kv_cache, quantized
 from fastattn.kernels import dispatch
 from fastattn.kernels.problem import Subtraction, key_starts
 from refattn.interface import AttentionOptions, Batch, Fp8Scales, Plan
+from refattn.interface.ambient import without_autocast
 from refattn.interface.checks import (
     check_differential,
     check_halves,
@@ -86,6 +87,7 @@ def _in_pages(plan: Plan, num_rows: int) -> Plan:
     return pages
 
 
+@without_autocast
 def compute_lambda(
     lambda_q1: Float[Tensor, "d"],
     lambda_k1: Float[Tensor, "d"],
@@ -120,6 +122,7 @@ def compute_lambda(
     return first - second + lambda_init
 
 
+@without_autocast
 def interleave_halves(heads: Shaped[Tensor, "t h d"]) -> Shaped[Tensor, "t h d"]:
     """Bring heads from the order of transformers' DiffLlama into pairs: it keeps all first heads before all second.
 

@@ -31,6 +31,7 @@ from refattn.interface import (
     Plan,
     Shard,
 )
+from refattn.interface.ambient import without_autocast
 from refattn.interface.checks import check_context_parallel
 from refattn.interface.contents import (
     check_block_table,
@@ -88,6 +89,7 @@ def plan(
     return ContextParallelPlan(batch, shard, context, Plan(new, causal=causal, window_size=window_size))
 
 
+@without_autocast
 def attention(
     query: Float[Tensor, "t h d"],
     key: Float[Tensor, "t hk d"],

@@ -18,6 +18,7 @@ and value at once, and lies in a row with its rotary key. Then a write rounds to
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from einops import einsum, rearrange, repeat
@@ -282,10 +283,10 @@ def _keys_and_values(
     one_by_one: bool,
 ) -> tuple[Float[Tensor, "s h d"], Float[Tensor, "s h dv"]]:
     """Make the keys and the values of every head, in the compute type; of one token at a time for the same bits."""
-    projections = dict(key_projection=key_projection, value_projection=value_projection, one_by_one=one_by_one)
     if one_by_one and len(latent) > 1:
+        fixed: dict[str, Any] = dict(key_projection=key_projection, value_projection=value_projection, one_by_one=True)
         tokens = zip(latent.split(1), rope_key.split(1), strict=True)
-        keys, values = zip(*(_keys_and_values(*token, **projections) for token in tokens), strict=True)
+        keys, values = zip(*(_keys_and_values(*token, **fixed) for token in tokens), strict=True)
         return torch.cat(keys), torch.cat(values)
     compute = compute_dtype(latent.dtype)
     c, to_key, to_value = (x.to(compute, copy=True) for x in (latent, key_projection, value_projection))

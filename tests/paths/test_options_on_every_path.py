@@ -1,7 +1,11 @@
-"""What every path takes alike: memory for its answer, `batch_invariant`, ALiBi by the root of the distance."""
+"""What every path takes alike: memory for its answer, `batch_invariant`, ALiBi by the root of the distance.
+
+And what it does not depend on: the default type and the autocast of the process.
+"""
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -9,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ranks
 import torch
 from batches import Case, attend, build
 from kernels_present import PRESENT
@@ -51,7 +56,7 @@ def differential(package: str, inputs: Any, **options: Any) -> Any:
     pools = inputs.key_cache, inputs.value_cache
     cache = torch.stack([torch.stack([pool[:, :, half::2] for pool in pools]) for half in (0, 1)])
     path = importlib.import_module(f"{package}.differential")
-    fixed = dict(lambda_full=torch.tensor(0.35, device=cache.device), lambda_init=0.2)
+    fixed = dict(lambda_full=torch.tensor(0.35, dtype=torch.float32, device=cache.device), lambda_init=0.2)
     return attend(path, inputs.query, cache, inputs.batch, **fixed, **options)
 
 
@@ -101,9 +106,8 @@ def quantized(kind: str) -> Callable[..., Any]:
             scales: Any = Fp8Scales(0.5, 0.25)
             codes = [(pool / scale).to(scales.format) for pool, scale in zip(pools, (0.5, 0.25), strict=True)]
         else:
-            scales = Int8Scales(
-                *(torch.full(size, 0.1, device=pools[0].device) for size in (pools[0].shape[:3], (2, 64)))
-            )
+            sizes, on = (pools[0].shape[:3], (2, 64)), pools[0].device
+            scales = Int8Scales(*(torch.full(size, 0.1, dtype=torch.float32, device=on) for size in sizes))
             codes = [(pool / 0.1).round().to(torch.int8) for pool in pools]
         return attend(path, inputs.query, *codes, inputs.batch, scales=scales, **options)
 
@@ -231,6 +235,104 @@ def test_rows_do_not_change_with_the_rest_of_the_batch(path, sequence, package, 
     many = PATHS[path](package, inputs, batch_invariant=True, return_lse=True)
     for whole, part in zip(many, PATHS[path](package, one, batch_invariant=True, return_lse=True), strict=True):
         assert torch.equal(whole[begin:end], part)
+
+
+# --- what a process sets ---
+
+
+@contextmanager
+def default_type(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def autocast(dtype: torch.dtype) -> Iterator[None]:
+    on_gpu = torch.autocast("cuda", dtype) if torch.cuda.is_available() else nullcontext()
+    with torch.autocast("cpu", dtype), on_gpu:
+        yield
+
+
+SURROUNDINGS = {  # as DeepSeek's scripts and as training loops set them
+    "default-bfloat16": partial(default_type, torch.bfloat16),
+    "default-float64": partial(default_type, torch.float64),
+    "autocast-bfloat16": partial(autocast, torch.bfloat16),
+    "autocast-float16": partial(autocast, torch.float16),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=["float32", "float16", "float64"])
+@each_package
+@each_path
+def test_answers_do_not_depend_on_what_the_process_sets(path, package, dtype, device, monkeypatch):
+    if path.startswith("quantized"):
+        device = "cpu"
+    if device != "cpu" and dtype == torch.float64 and package == "fastattn":
+        pytest.skip("no kernel of a GPU computes in float64")
+    inputs = build(CASE, dtype=dtype, device=device)
+    inputs = SimpleNamespace(**vars(inputs), tensors=inputs.tensors, rows=inputs.rows)  # put together before
+    softcap = dict(softcap=3.0)  # by products of our own on a CPU
+    expected = [PATHS[path](package, inputs, return_lse=True, **options) for options in ({}, softcap)]
+    prepare_rank = ranks.prepare_rank
+    for name, surrounding in SURROUNDINGS.items():
+
+        def prepared(*arguments: Any, within: Any = surrounding, **options: Any) -> Callable[[], Any]:
+            return within()(prepare_rank(*arguments, **options))  # ranks are threads, with an autocast of their own
+
+        monkeypatch.setattr(ranks, "prepare_rank", prepared)
+        with surrounding():
+            answers = [PATHS[path](package, inputs, return_lse=True, **options) for options in ({}, softcap)]
+        for answer, same in zip(answers, expected, strict=True):
+            assert all(map(torch.equal, answer, same)), name
+
+
+@each_package
+def test_what_is_written_and_merged_does_not_depend_on_what_the_process_sets(package):
+    """Scales as plain numbers and as calibrated, halves in a pool of fp8, products with projections, merges."""
+    mla, pairs, quantized, kv_cache, merge = (
+        importlib.import_module(f"{package}.{name}")
+        for name in ("mla", "differential", "quantized", "kv_cache", "merge")
+    )
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 2, 64, generator=generator, dtype=torch.float32)
+    vectors = torch.randn(4, 64, generator=generator, dtype=torch.float32)
+    slots, table = torch.tensor([3, 0, 6, 1, 7]), torch.tensor([1, 0], dtype=torch.int32)
+
+    def results() -> list[torch.Tensor]:
+        made = []
+        for kind in (torch.float32, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2):
+            pools = kv_cache.allocate(2, 4, 2, 64, dtype=kind)
+            if kind.itemsize > 1:
+                kv_cache.write(x.to(kind), x.to(kind), *pools, slots)
+            else:
+                quantized.write(x.half(), x.half(), *pools, slots, scales=Fp8Scales(0.3, 0.7, format=kind))
+                latents = mla.allocate(2, 4, 48, 16, dtype=kind)
+                mla.write(x[:, 0, :48], x[:, 1, :16], latents, slots, cache_scale=0.3)
+                made.append(latents)
+            made += [*pools, kv_cache.gather(pools[0], table, 8)]
+        *pools, of_keys = quantized.allocate_int8(2, 4, 2, 64)
+        of_values = quantized.value_scales([x, x[:0], x.half()])
+        quantized.write(x, x, *pools, slots, scales=Int8Scales(of_keys, of_values))
+        made += [*pools, of_keys, of_values]
+        for kind in (torch.float32, torch.float64, torch.float16):
+            latent, to_key, to_value = x[..., :48].to(kind), *(y[:2].to(kind) for y in MATRICES)
+            made += [mla.absorb(x.to(kind), to_key), mla.project(latent, to_value)]
+            lses = [y.to(torch.promote_types(kind, torch.float32)) for y in (x[..., 0], x[..., 1])]
+            outs = [x.to(kind), -x.to(kind)]
+            made += [*merge.merge(outs, lses), *merge.add_sinks(outs[0], lses[0], x[0, :, 2])]
+            made += [pairs.compute_lambda(*vectors.to(kind), lambda_init=0.2), pairs.interleave_halves(x.to(kind))]
+        return [y.view(torch.uint8) if y.dtype.itemsize == 1 else y for y in made]
+
+    expected = results()
+    for name, surrounding in SURROUNDINGS.items():
+        with surrounding():
+            found = results()
+        for i, (same, y) in enumerate(zip(expected, found, strict=True)):
+            assert same.dtype == y.dtype and torch.equal(same, y), (name, i)
 
 
 # --- ALiBi by the root ---
