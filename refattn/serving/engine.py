@@ -136,7 +136,7 @@ class Engine:
     Raises:
         ValueError: naming the argument, for a size that is not an int of at least 1, an unknown type of cache, a
             calibration of another model, or a model that would be served wrongly.
-        NotImplementedError: if the model has layers that no path reads from such a cache.
+        NotImplementedError: if the model has layers that no path reads from such a cache; or under `torch.autocast`.
         torch.OutOfMemoryError: if a GPU has no room for the pool.
     """
 
@@ -172,6 +172,7 @@ class Engine:
         if speculation is not None and not isinstance(speculation, NGram | DraftModel):
             raise ValueError(f"speculation: expected an NGram or a DraftModel, or None, got {speculation!r}")
         models.check_model(model, trust_model)
+        _check_autocast(model)
         self.model, self.config, self.tokenizer = model.eval(), model.config.get_text_config(), tokenizer
         self.block_size, self.max_num_batched_tokens = block_size, max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
@@ -332,7 +333,11 @@ class Engine:
         A request that makes the model, the sampler or the tokenizer raise an exception, or whose logits are not finite,
         ends with a `finish_reason` of "error", and the others get their tokens. Any other exception, for example from
         Ctrl-C, is raised here and the step is undone: its requests wait, with the tokens that they had.
+
+        Raises:
+            NotImplementedError: under `torch.autocast`. Nothing is computed then.
         """
+        _check_autocast(self.model)
         unfinished = [*self.running, *self.waiting]
         counted = vars(self.counters).copy()
         before: dict[Request, tuple[int, tuple[int, int]]] = {}
@@ -791,6 +796,19 @@ class Engine:
             self.scheduler.finish(request, "error")
         elif tokens and reason:
             self.scheduler.finish(request, reason)
+
+
+def _check_autocast(model: Any) -> None:
+    """Check that nobody changes the types of a model's keys and values, which are stored in the model's own type.
+
+    Raises:
+        NotImplementedError: under `torch.autocast` for the model's device.
+    """
+    if torch.is_autocast_enabled(model.device.type):
+        raise NotImplementedError(
+            f"torch.autocast: the engine runs a model in its own type, {str(model.dtype).removeprefix('torch.')}; "
+            "leave autocast for it, or convert the model"
+        )
 
 
 def new_tokens(request: Request, count: int) -> list[int]:
