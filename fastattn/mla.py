@@ -174,7 +174,7 @@ def _as_read(
     if cache.dtype not in FP8_FORMATS:
         return latent, rope_key
     (t, rank), rope = latent.shape, rope_key.shape[1]
-    pool = allocate(1, max(1, t), rank, rope, dtype=cache.dtype, device=cache.device)
+    pool = allocate(max(1, t), 1, rank, rope, dtype=cache.dtype, device=cache.device)  # a kernel knows its block size
     slots = torch.arange(t, device=cache.device)
     write(latent, rope_key, pool, slots, cache_scale=cache_scale)
     read = _read_numbers(pool, slots, cache_scale, latent.dtype)

@@ -262,9 +262,9 @@ def _as_read(
     if cache.dtype not in FP8_FORMATS:
         return latent, rope_key
     (t, rank), rope = latent.shape, rope_key.shape[1]
-    pool = allocate(1, max(1, t), rank, rope, dtype=cache.dtype, device=cache.device)
+    pool = allocate(max(1, t), 1, rank, rope, dtype=cache.dtype, device=cache.device)
     write(latent, rope_key, pool, torch.arange(t, device=cache.device), cache_scale=cache_scale)
-    read = _numbers(pool[0, :t], cache_scale, latent.dtype)
+    read = _numbers(pool[:t, 0], cache_scale, latent.dtype)
     return read[:, :rank], read[:, rank:]
 
 
