@@ -161,10 +161,14 @@ class Run:
     def outcome(self) -> dict[str, Any]:
         """Return what came of it."""
         notes = [json.loads(line) for line in self.results.read_text().splitlines()]
+        status = next((what for kind, what in notes if kind == "ended"), None)
+        broken = [what for kind, what in notes if kind == "broken"]
+        if broken or status not in (None, 0, 1):
+            broken.append(self.results.with_suffix(".log").read_text()[-2000:])
         return {
             "failed": sorted({what for kind, what in notes if kind == "failed"}),
-            "broken": [what for kind, what in notes if kind == "broken"],
-            "status": next((what for kind, what in notes if kind == "ended"), None),
+            "broken": broken,
+            "status": status,
             "seconds": round(time.monotonic() - self.start, 1),
         }
 
@@ -179,25 +183,25 @@ def run_all(
         for tree in trees:
             copy_tree(tree)
         waiting, running = list(range(len(chosen))), {}
-        while waiting or running:
-            while waiting and trees:
-                i, tree = waiting.pop(0), trees.pop()
-                running[i] = Run(*chosen[i], tree, device)
-            time.sleep(0.05)
-            for i, run in list(running.items()):
-                if run.is_over(seconds):
-                    outcomes[i] = run.outcome()
-                    if outcomes[i]["broken"] or outcomes[i]["status"] not in (0, 1, None):
-                        outcomes[i]["broken"].append(run.results.with_suffix(".log").read_text()[-2000:])
-                    trees.append(run.tree)
-                    del running[i]
-                    say(chosen[i], outcomes[i])
+        try:
+            while waiting or running:
+                while waiting and trees:
+                    i = waiting.pop(0)
+                    running[i] = Run(*chosen[i], trees.pop(), device)
+                time.sleep(0.05)
+                for i, run in list(running.items()):
+                    if run.is_over(seconds):
+                        outcomes[i] = run.outcome()
+                        trees.append(running.pop(i).tree)
+                        say(chosen[i][0], outcomes[i])
+        finally:
+            for run in running.values():  # after an interrupt
+                run.is_over(0.0)
     return outcomes
 
 
-def say(chosen: tuple[Mutation | None, list[str]], outcome: dict[str, Any]) -> None:
+def say(mutation: Mutation | None, outcome: dict[str, Any]) -> None:
     """Print what came of a mutation."""
-    mutation, _ = chosen
     name = "nothing broken" if mutation is None else f"{mutation.file}: {mutation.name} ({' '.join(mutation.rows)})"
     judged = {} if mutation is None else judge(mutation, outcome)
     left = [f"{row} {verdict}" for row, verdict in judged.items() if verdict != "caught"]
