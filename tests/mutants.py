@@ -13,6 +13,7 @@ Torch, Triton and transformers are imported once: each mutation runs in a proces
 """
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -35,6 +36,9 @@ from planted import replace_lines  # noqa: E402
 COPIED = ("refattn", "fastattn", "tests", "docs/proof", "docs/coverage_rows.py", "pyproject.toml")
 TIMES = itertools.count(2**31)  # of what is planted, in seconds: no compiled file has them
 LOADED = ("torch", "triton", "transformers.modeling_utils", "hypothesis", "jaxtyping", "beartype", "einops", "pytest")
+
+
+covering_tests = functools.cache(coverage_rows.covering_tests)
 
 
 class Recorder:
@@ -214,7 +218,7 @@ def say(mutation: Mutation | None, outcome: dict[str, Any]) -> None:
 
 def judge(mutation: Mutation, outcome: dict[str, Any]) -> dict[str, str]:
     """Say of each row of a mutation what its tests did."""
-    tests = coverage_rows.covering_tests()
+    tests = covering_tests()
     verdicts = {}
     for row in mutation.rows:
         if outcome["broken"]:
@@ -242,7 +246,7 @@ def main() -> None:
     unknown = {*options.rows} - {*listed}
     if unknown:
         parser.error(f"no rows of docs/proof/coverage.toml: {', '.join(sorted(unknown))}")
-    tests = coverage_rows.covering_tests()
+    tests = covering_tests()
     chosen: list[tuple[Mutation | None, list[str]]] = []
     for mutation in MUTATIONS:
         rows = tuple(row for row in mutation.rows if not options.rows or row in options.rows)

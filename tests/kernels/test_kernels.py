@@ -613,7 +613,7 @@ ASKED = {
 }
 
 
-@pytest.mark.covers("E173")
+@pytest.mark.covers("E173", "E174")
 @pytest.mark.usefixtures("hopper")
 def test_values_of_another_size_are_refused_by_name_or_computed():
     """Keys of 192 and values of 128, as of latents: nothing is padded, and somebody has both sizes."""

@@ -1544,11 +1544,19 @@ MUTATIONS: list[Mutation] = [
     ),
     *breaks(
         "A45 D169",
-        "padding requests have tokens",
+        "padding requests have a token in the last block",
         (
             GRAPHS,
-            "*(0, *ends, *[ends[-1]] * len(unused)),",
-            "*(0, *ends, *range(ends[-1] + 1, ends[-1] + 1 + len(unused))),",
+            (
+                "torch.full((rows, columns), -1,",
+                "*(0, *ends, *[ends[-1]] * len(unused)),",
+                "*(*seq_lens, *unused),",
+            ),
+            (
+                "torch.full((rows, columns), len(server.pool.users) - 1,",
+                "*(0, *ends, *range(ends[-1] + 1, ends[-1] + 1 + len(unused))),",
+                "*(*seq_lens, *[1 for _ in unused]),",
+            ),
         ),
     ),
     *breaks(
