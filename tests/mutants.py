@@ -285,12 +285,16 @@ def main() -> None:
         for test in marks:
             sys.stdout.write(f"{row} idle: {test}\n")
     if options.output:
-        about = {
-            "what": "The rows of docs/proof/coverage.toml, broken on purpose, and what the tests marked with them did.",
-            "rows": verdicts,
-            "idle": {row: marks for row, marks in idle.items() if marks},
-            "unbroken": UNBROKEN,
-        }
+        sys.path.append(str(ROOT))
+        import torch
+
+        from fastattn.tools.bench import measure  # not before: what is forked has to import what is planted
+
+        machine = measure.machine(torch.device(options.device))
+        about = {**measure.circumstances(), "device": options.device, "machine": machine}
+        about["mutants"] = verdicts
+        about["idle"] = {row: marks for row, marks in idle.items() if marks}
+        about["unbroken"] = UNBROKEN
         options.output.write_text(json.dumps(about, indent=1) + "\n")
     sys.exit(bool(wrong))
 
