@@ -823,6 +823,15 @@ MUTATIONS: list[Mutation] = [
         "all_heads = torch.cat([query] * group.size, dim=1)",
     ),
     *breaks(
+        "B86",
+        "ranks are gathered in another order",
+        (
+            "refattn/interface/parallel.py",
+            "return torch.cat(self._exchange(part), dim)",
+            "return torch.cat(self._exchange(part)[::-1], dim)",
+        ),
+    ),
+    *breaks(
         "B87",
         "the newest key of the context is hidden",
         ("refattn/context_parallel.py", "else j < i,", "else j < i - 1,"),
@@ -948,6 +957,16 @@ MUTATIONS: list[Mutation] = [
         "keys are read without their scales",
         ("refattn/quantized.py", "key.to(compute) * of_key.to(compute)", "key.to(compute)"),
         (CPU + "codes.py", "return out if self.scale is None else out.mul_", "return out if True else out.mul_"),
+    ),
+    *breaks(
+        "A17",
+        "a type that is not there passes",
+        ("refattn/serving/layers.py", "    if kv_cache_dtype not in KV_CACHE_DTYPES:", "    if False:"),
+    ),
+    *breaks(
+        "B101",
+        "fp8_e5m2 is no name",
+        ("fastattn/integrations/vllm.py", ', "fp8_e5m2": torch.float8_e5m2}', "}"),
     ),
     *breaks(
         "A23",
