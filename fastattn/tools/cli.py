@@ -1,4 +1,4 @@
-"""The command line: `fastattn demo`, `compare`, `bench`, `doctor`, `conformance` and `quantization`."""
+"""The command line: `fastattn demo`, `compare`, `bench`, `search`, `doctor`, `conformance` and `quantization`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -79,6 +79,14 @@ def bench(
     except ValueError as error:
         typer.echo(error, err=True)
         raise typer.Exit(2) from error
+
+
+@main.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def search(context: typer.Context) -> None:
+    """Search for wrong answers: random batches of every path and kernel against the reference and an oracle."""
+    from fastattn.tools import search as module
+
+    raise typer.Exit(module.main(context.args))
 
 
 @main.command()

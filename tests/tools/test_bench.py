@@ -573,7 +573,9 @@ def test_the_doctor_shows_what_runs_in_part(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(dispatch, "num_multiprocessors", lambda device: 132)
     for module in (fa2, fa4):
-        monkeypatch.setattr(module, "cannot_import", lambda name, package: f"the package {package} can't be imported")
+        monkeypatch.setattr(
+            module, "cannot_import", lambda name, package, *names: f"the package {package} can't be imported"
+        )
     for module in (fa3, flash_mla):
         monkeypatch.setattr(module, "_cannot_load", lambda: "there is no library")
     devices.capability.cache_clear()

@@ -1,0 +1,174 @@
+"""Draw workloads one after the other, try each with every kernel, and make those that fail as small as they get."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import Any, NamedTuple
+
+from refattn.conformance.search.trial import Outcome, Truth, Twin, normal, try_kernel
+from refattn.conformance.search.workload import Workload, draw, draw_palette, normalized, smaller
+
+SERVES = 60  # workloads that a palette is drawn for, and then as many again among two others
+SHRINKS = 5  # findings of one kind that are made smaller; the others are counted
+SMALLEST_IN = 40.0  # seconds to make one smaller
+IDLE_AFTER, REFUSED_AFTER, ASKED_STILL = 8, 40, 0.1
+
+
+class Finding(NamedTuple):
+    """A call that went wrong, and the smallest one that was found to do so."""
+
+    kernel: str | None
+    kind: str
+    detail: str
+    line: str
+    found_in: str
+
+
+def workload(seed: int, path: str, index: int, dtypes: tuple[str, ...], longest: int = 4097) -> Workload:
+    """Return the workload of a number: the same one in every run with a seed."""
+    random = Random(f"{seed}/{path}/{index}")
+    number = max(0, index // SERVES - random.randrange(3))
+    return draw(random, path, draw_palette(Random(f"{seed}/{path}/palette {number}"), path, dtypes), longest=longest)
+
+
+def shrink(
+    work: Workload, fails: Callable[[Workload], Outcome | None], seconds: float = SMALLEST_IN
+) -> tuple[Workload, Outcome | None]:
+    """Return the smallest workload that still fails, among those that are tried in some seconds.
+
+    Args:
+        work: one that fails.
+        fails: returns what came of a call, if it fails as this one does.
+        seconds: how long to try.
+    """
+    end, known, outcome = time.monotonic() + seconds, {work}, None
+    improved = True
+    while improved and time.monotonic() < end:
+        improved = False
+        for candidate in smaller(work):
+            candidate = normalized(candidate)
+            if candidate in known or time.monotonic() > end:
+                continue
+            known.add(candidate)
+            came = fails(candidate)
+            if came is not None:
+                work, outcome, improved = candidate, came, True
+                break
+    return work, outcome
+
+
+class Search:
+    """A search of one path, workload by workload; what came of them is counted.
+
+    Attributes:
+        calls: by the kernel asked for, those that computed, and what came of it.
+        refused: by the kernel asked for and the reason.
+        findings: the faults.
+        roundings: calls a little over the tolerance with their own numbers alone.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        twin: Twin,
+        *,
+        seed: int = 0,
+        device: str = "cpu",
+        dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16"),
+        longest: int = 4097,
+        before: Callable[[Workload, str | None], None] = lambda work, kernel: None,
+    ) -> None:
+        """Start with nothing counted.
+
+        Args:
+            path: one of `PATHS`.
+            twin: what is searched.
+            seed: of all workloads.
+            device: where they are computed.
+            dtypes: of queries.
+            longest: tokens of a sequence, about: fewer where kernels are interpreted.
+            before: called before each call, as a kernel may end the process.
+        """
+        self.path, self.twin, self.seed, self.device, self.dtypes = path, twin, seed, device, dtypes
+        self.longest, self.before = longest, before
+        self.calls: Counter[tuple[str, str, str]] = Counter()
+        self.refused: Counter[tuple[str, str]] = Counter()
+        self.findings: list[Finding] = []
+        self.roundings: list[Finding] = []
+        self._seen: Counter[tuple[Any, ...]] = Counter()
+        self._asked: Counter[str | None] = Counter()
+        self._computed: Counter[str | None] = Counter()
+        self._refused: Counter[str | None] = Counter()
+
+    def run(self, *, seconds: float | None = None, workloads: int | None = None, first: int = 0) -> Iterator[int]:
+        """Try workloads until the time or their number is over, and yield the number of each when it is done."""
+        end = None if seconds is None else time.monotonic() + seconds
+        index = first
+        while (end is None or time.monotonic() < end) and (workloads is None or index < first + workloads):
+            self.try_workload(workload(self.seed, self.path, index, self.dtypes, self.longest), index)
+            yield index
+            index += 1
+
+    def try_workload(self, work: Workload, index: int = 0) -> None:
+        """Try a workload with each kernel."""
+        truth = Truth(work) if work.path not in ("kv_cache", "metadata") else _no_truth(work)
+        for kernel in self.twin.kernels:
+            if not self._is_asked(kernel, index):
+                continue
+            self.before(work, kernel)
+            outcome = try_kernel(truth, self.twin, kernel, self.device)
+            self._note(work, kernel, outcome)
+
+    def _is_asked(self, kernel: str | None, index: int) -> bool:
+        """Leave out a kernel without such an operation, and mostly one that has refused everything so far."""
+        if kernel is None:
+            return True
+        if self._computed[kernel]:
+            return True
+        asked, refused = self._asked[kernel], self._refused[kernel]
+        if asked >= IDLE_AFTER and not refused:
+            return False
+        return refused < REFUSED_AFTER or Random(f"{index}/{kernel}").random() < ASKED_STILL
+
+    def _note(self, work: Workload, kernel: str | None, outcome: Outcome) -> None:
+        name = kernel or "default"
+        self._asked[kernel] += 1
+        if outcome.kind == "refused":
+            self._refused[kernel] += 1
+            self.refused[name, outcome.detail] += 1
+        elif outcome.is_fault or kernel in outcome.chosen:
+            self._computed[kernel] += 1
+        self.calls[name, "+".join(outcome.chosen), outcome.kind] += 1
+        if outcome.kind == "rounding":
+            self.roundings.append(Finding(kernel, outcome.kind, outcome.detail, work.as_line(), work.as_line()))
+        if not outcome.is_fault:
+            return
+        about = (kernel, outcome.kind, normal(outcome.detail)[:120])
+        self._seen[about] += 1
+        if self._seen[about] > SHRINKS:
+            return
+
+        def fails(candidate: Workload) -> Outcome | None:
+            self.before(candidate, kernel)
+            truth = Truth(candidate) if candidate.path not in ("kv_cache", "metadata") else _no_truth(candidate)
+            came = try_kernel(truth, self.twin, kernel, self.device)
+            same = came.kind == outcome.kind and (came.kind == "wrong" or normal(came.detail)[:60] == about[2][:60])
+            return came if same else None
+
+        smallest, its_outcome = shrink(work, fails)
+        detail = (its_outcome or outcome).detail
+        if smallest.as_line() not in {finding.line for finding in self.findings if finding.kernel == kernel}:
+            self.findings.append(Finding(kernel, outcome.kind, detail, smallest.as_line(), work.as_line()))
+
+    @property
+    def faults(self) -> dict[tuple[Any, ...], int]:
+        """How often each kind of fault was met."""
+        return dict(self._seen)
+
+
+def _no_truth(work: Workload) -> Truth:
+    """Make a truth of nothing but the workload: what moves data brings its own."""
+    truth = object.__new__(Truth)
+    truth.work = work
+    return truth

@@ -1,0 +1,344 @@
+"""Make one call with one kernel, and judge what it returns, what it writes, and what it raises."""
+
+import linecache
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
+from traceback import walk_tb
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from refattn import (
+    cascade,
+    chunked_prefill,
+    context_parallel,
+    dense,
+    differential,
+    kv_cache,
+    local,
+    merge,
+    metadata,
+    mla,
+    quantized,
+    sliding_window,
+    speculative,
+)
+from refattn.conformance.search import moves
+from refattn.conformance.search.inputs import Call, Modules, laid, lay_out, memory, moved
+from refattn.conformance.search.oracle import Answer
+from refattn.conformance.search.workload import MOVES, Workload
+from refattn.conformance.tolerance import WIDER, Distance, bound, computing_in, distance
+
+REFERENCE = {  # imported before `computing_in` changes what some of them import
+    path.__name__.removeprefix("refattn."): path
+    for path in (
+        cascade,
+        chunked_prefill,
+        context_parallel,
+        dense,
+        differential,
+        kv_cache,
+        local,
+        merge,
+        metadata,
+        mla,
+        quantized,
+        sliding_window,
+        speculative,
+    )
+}
+FAULTS = ("wrong", "raw error", "crash", "hang")
+UNLUCKY = 3.0  # times the tolerance, up to which other numbers of the same shape decide whether it is a fault
+MORE_NUMBERS = 4  # draws of other numbers then
+
+
+def reference(path: str) -> Any:
+    """Return the reference of a path."""
+    return REFERENCE[path]
+
+
+def asking_nothing(_: str | None) -> AbstractContextManager[list[str]]:
+    """Ask for no kernel, where a twin has one only."""
+    return nullcontext([])
+
+
+@dataclass(frozen=True)
+class Twin:
+    """What is searched.
+
+    Attributes:
+        modules: from a path's name to a module with the functions of `refattn.<path>`.
+        kernels: the names that can be asked for; None is its own choice.
+        asking: a context in which a kernel is asked for; it yields the names of those that were chosen.
+    """
+
+    modules: Modules
+    kernels: tuple[str | None, ...] = (None,)
+    asking: Callable[[str | None], AbstractContextManager[list[str]]] = asking_nothing
+
+
+class Outcome(NamedTuple):
+    """What came of a call.
+
+    Attributes:
+        kind: "right", "refused", one of `FAULTS`, or "rounding": a little over the tolerance with these numbers alone.
+        detail: what is wrong, or the reason.
+        chosen: the kernels that computed.
+    """
+
+    kind: str
+    detail: str = ""
+    chosen: tuple[str, ...] = ()
+
+    @property
+    def is_fault(self) -> bool:
+        """Whether somebody has to look."""
+        return self.kind in FAULTS
+
+
+class _WrongError(Exception):
+    def __init__(self, detail: str, ratio: float = float("inf")) -> None:
+        super().__init__(detail)
+        self.ratio = ratio
+
+
+class Truth:
+    """What a workload should return: by the oracle, by the reference, and by its formula in the type of the query."""
+
+    def __init__(self, work: Workload) -> None:
+        """Lay out the tensors; nothing is computed before it is needed."""
+        self.work, self.call = work, lay_out(work)
+
+    @cached_property
+    def expected(self) -> Answer:
+        """The oracle's answer."""
+        return self.call.expected()
+
+    @cached_property
+    def low(self) -> tuple[Tensor, Tensor] | str:
+        """The reference formula in the type of the query; or why the reference refuses."""
+        dtype = getattr(torch, self.work.dtype)
+        try:
+            with computing_in(dtype):
+                return self._by_reference(dtype)
+        except (ValueError, NotImplementedError) as error:
+            if not _is_refusal(error):
+                raise
+            return str(error)
+
+    @cached_property
+    def of_reference(self) -> str:
+        """What is wrong with the reference in a wider type, by the oracle: nothing, one hopes."""
+        wide = WIDER[getattr(torch, self.work.dtype)]
+        out, lse = self._by_reference(wide)
+        exact = wide == torch.float64 and self.work.path != "merge"  # whose LSE stay float32
+        rows, loose = ~self.expected.free, 1e-9 if exact else 1e-4
+        for name, one, other in (("out", out, self.expected.out), ("lse", lse, self.expected.lse)):
+            if not torch.allclose(one[rows].double(), other[rows], rtol=loose, atol=100 * loose, equal_nan=True):
+                return f"the reference and the oracle differ in {name}"
+        return ""
+
+    def _by_reference(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        tensors = cast(self.call, dtype)
+        plan = self.call.plan(reference, tensors)
+        answer: tuple[Tensor, Tensor] = self.call.run(reference, plan, tensors, return_lse=True)
+        return answer
+
+    def judge(self, out: Tensor, lse: Tensor) -> None:
+        """Hold an answer to the oracle by the one tolerance.
+
+        Raises:
+            _WrongError: saying what is off.
+        """
+        assert not isinstance(self.low, str)
+        if lse.dtype != torch.float32:
+            raise _WrongError(f"lse: expected float32, got {lse.dtype}")
+        for name, one, right, low in zip(
+            ("out", "lse"), (out, lse), (self.expected.out, self.expected.lse), self.low, strict=True
+        ):
+            if one.shape != right.shape:
+                raise _WrongError(f"{name}: expected shape {list(right.shape)}, got {list(one.shape)}")
+            rows = ~self.expected.free
+            _compare(name, one.cpu()[rows], right[rows], low[rows])
+
+
+def _compare(name: str, one: Tensor, right: Tensor, low: Tensor) -> None:
+    if not torch.equal(one.isnan(), right.isnan()):
+        where = (one.isnan() != right.isnan()).nonzero()[0].tolist()
+        kind = "NaN" if one[tuple(where)].isnan() else "no NaN, as there should be,"
+        raise _WrongError(f"{name}: {kind} at {where}")
+    known = ~right.isnan()
+    dtype, one, right, low = one.dtype, one[known], right[known], low[known]
+    if not torch.equal(one.isinf(), right.isinf()) or not torch.equal(one[one.isinf()].double(), right[right.isinf()]):
+        raise _WrongError(f"{name}: infinite where it should not be, or the other way round")
+    finite = right.isfinite()
+    one, right, low = one[finite], right[finite], low[finite]
+    if not one.numel():
+        return
+    low = torch.where(low.isfinite(), low, right.to(low.dtype))  # the plain formula may overflow where a twin need not
+    limits = bound(distance(low, right), float(right.abs().max()), dtype)
+    for measure, error, limit in zip(Distance._fields, distance(one, right), limits, strict=True):
+        if not error <= max(limit, torch.finfo(torch.float32).tiny):  # below it a processor may round to 0
+            raise _WrongError(f"{name}: {measure} error {error:.3e}, allowed {limit:.3e}", error / limit)
+
+
+def cast(call: Call, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the tensors of a call with its numbers in another type."""
+
+    def to(x: Any) -> Any:
+        return [to(y) for y in x] if isinstance(x, list) else None if x is None else x.to(dtype)
+
+    return {name: to(x) if name in call.numbers else x for name, x in call.tensors.items()}
+
+
+def try_kernel(truth: Truth, twin: Twin, kernel: str | None, device: str) -> Outcome:
+    """Make the calls of a workload with a kernel, and say what came of them.
+
+    Args:
+        truth: of the workload.
+        twin: whose kernel it is.
+        kernel: its name; None for the twin's choice.
+        device: where it computes.
+    """
+    outcome, ratio = _try_once(truth, twin, kernel, device)
+    if outcome.kind != "wrong" or ratio > UNLUCKY:
+        return outcome
+    others = [replace(truth.work, seed=truth.work.seed + 1000 * k) for k in range(1, MORE_NUMBERS + 1)]
+    again = [_try_once(Truth(other), twin, kernel, device)[0].is_fault for other in others]
+    return outcome if sum(again) > 1 else outcome._replace(kind="rounding")
+
+
+def _try_once(truth: Truth, twin: Twin, kernel: str | None, device: str) -> tuple[Outcome, float]:
+    work, chosen = truth.work, []
+    try:
+        with twin.asking(kernel) as chosen:
+            if work.path in MOVES:
+                moves.check(work, twin.modules, device)
+            else:
+                _attend(truth, twin.modules, device)
+    except moves.MovedWronglyError as error:
+        return Outcome("wrong", str(error), tuple(chosen)), float("inf")
+    except _WrongError as error:
+        return Outcome("wrong", str(error), tuple(chosen)), error.ratio
+    except Exception as error:
+        if is_fatal(error):
+            raise
+        return _judge_error(error, truth, device), float("inf")
+    if work.path not in MOVES and truth.of_reference:
+        return Outcome("wrong", truth.of_reference), float("inf")
+    return Outcome("right", "", tuple(dict.fromkeys(chosen))), 0.0
+
+
+def is_fatal(error: BaseException) -> bool:
+    """Return whether nothing can be computed any more on the device, or in this process."""
+    words = ("illegal memory access", "device-side assert", "unspecified launch failure", "misaligned address")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+
+
+def _judge_error(error: Exception, truth: Truth, device: str) -> Outcome:
+    says = f"{type(error).__name__}: {error}"
+    if not isinstance(error, ValueError | NotImplementedError) or not _is_refusal(error):
+        return Outcome("raw error", f"{_place(error)}: {says}")
+    if isinstance(error, NotImplementedError):
+        return Outcome("refused", reason_of(error))
+    if truth.work.path not in MOVES and isinstance(truth.low, str):
+        return Outcome("refused", f"by both twins: {normal(truth.low)}")
+    unknown_there = str(error).startswith("num_tokens") and not truth.work.says_num_tokens and device != "cpu"
+    if unknown_there:
+        return Outcome("refused", normal(str(error)))
+    return Outcome("raw error", f"good input is refused: {says}")
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Return whether a `raise` of the project's own raised an error, and not a library that it calls."""
+    *_, (frame, line) = walk_tb(error.__traceback__)
+    code = linecache.getline(frame.f_code.co_filename, line)
+    return frame.f_globals.get("__name__", "").startswith(("refattn.", "fastattn.")) and code.lstrip().startswith(
+        "raise"
+    )
+
+
+def _place(error: Exception) -> str:
+    """Name the last line of the project that an error went through."""
+    places = [(f.f_code.co_filename, line) for f, line in walk_tb(error.__traceback__)]
+    for package in ("fastattn", "refattn"):
+        for file, line in reversed(places):
+            parts = file.split("/")
+            if package in parts and "search" not in parts[parts.index(package) :]:
+                return f"{'/'.join(parts[parts.index(package) :])}:{line}"
+    return "outside of the project"
+
+
+def reason_of(error: NotImplementedError) -> str:
+    """Return why a kernel refuses, without the numbers of the call."""
+    return normal(str(error).removeprefix("no kernel computes "))
+
+
+def normal(reason: str) -> str:
+    """Return a reason without its numbers, so that those of one kind are counted together."""
+    return re.sub(r"(?<![\w-])-?\d[\d.]*|\[[^\]]*\]", "N", reason)[:300]
+
+
+def _attend(truth: Truth, modules: Modules, device: str) -> None:
+    """Attend, and hold the answer, and the memory around it, to what they should be; then use the plan again.
+
+    Raises:
+        _WrongError: saying what is off.
+    """
+    work, call = truth.work, truth.call
+    first = moved(call.tensors, device)
+    before = {address: piece.clone() for address, piece in memory(first).items()}
+    plan = call.plan(modules, first)
+    out, lse = call.run(modules, plan, first, return_lse=True)
+    if isinstance(truth.low, str):
+        raise _WrongError(f"the reference refuses what is computed here: {truth.low}")
+    truth.judge(out, lse)
+
+    if work.path != "merge":
+        other = lay_out(work, layer=1)
+        second = moved({**other.tensors, "batch": None}, device) | {n: x for n, x in first.items() if "batch" in n}
+        reused = call.run(modules, plan, second, return_lse=True)
+        _same_bits(
+            reused,
+            call.run(modules, call.plan(modules, second), second, return_lse=True),
+            "with a plan that was used before",
+        )
+        target, around = _output(work, call, device)
+        given = call.run(modules, plan, first, out=target)
+        if given is not target:
+            raise _WrongError("out: another tensor comes back than the one given")
+        _same_bits((given,), (out,), "without return_lse, into memory that is given")
+        _unchanged(memory(target), around, "around out", but=target)
+    _unchanged(memory(first), before, "in the inputs")
+
+
+def _output(work: Workload, call: Call, device: str) -> tuple[Tensor, dict[int, Tensor]]:
+    """Make memory for the output, with more around it, and remember that."""
+    zeros = torch.zeros(call.out_shape, dtype=getattr(torch, work.dtype))
+    if work.out in ("new", "contiguous"):
+        flat = torch.full((zeros.numel() + 128,), torch.nan, dtype=zeros.dtype)
+        flat[64 : 64 + zeros.numel()] = 0.0
+        target = moved(flat[64 : 64 + zeros.numel()].view(zeros.shape), device)
+    else:
+        target = moved(laid(zeros, work.out), device)
+    return target, {address: piece.clone() for address, piece in memory(target).items()}
+
+
+def _same_bits(one: tuple[Tensor, ...], other: tuple[Tensor, ...], when: str) -> None:
+    for name, a, b in zip(("out", "lse"), one, other, strict=False):
+        if not bool(((a == b) | (a.isnan() & b.isnan())).all()):
+            raise _WrongError(f"{name}: other bits {when}")
+
+
+def _unchanged(after: dict[int, Tensor], before: dict[int, Tensor], where: str, but: Tensor | None = None) -> None:
+    for address, piece in after.items():
+        expected = before[address]
+        if but is not None:
+            view = expected.view(but.dtype).as_strided(but.shape, but.stride(), but.storage_offset())
+            view.copy_(but)
+        if not torch.equal(piece, expected):
+            raise _WrongError(f"memory {where} was written")

@@ -1,0 +1,559 @@
+"""What the search calls: a workload as plain numbers, drawn at random, written as one line of JSON, and made smaller.
+
+    {"path": "chunked_prefill", "lens": [[1, 5], [3, 70]], "window": [4, 0], "table": "every-other"}
+
+is a batch of a decode and a chunk under a window, whose block table is every other column of a larger one. What a line
+does not say is as in `Workload`.
+
+Where a kernel is compiled, few things may differ from call to call, and many may not matter: `draw` takes the first
+(types, head sizes, block sizes, which options there are) from a `Palette` that serves many workloads, and draws the
+rest anew (lengths, tables, windows, numbers, strides).
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from random import Random
+from typing import Any
+
+LARGEST = 2**31 - 1
+
+ATTENTION = (
+    "dense",
+    "chunked_prefill",
+    "sliding_window",
+    "local",
+    "cascade",
+    "speculative",
+    "differential",
+    "quantized",
+    "mla",
+    "mla_prefill",
+    "context_parallel",
+)
+MOVES = ("kv_cache", "metadata")  # what moves data, and what makes tables: right to the bit
+PATHS = (*ATTENTION, "merge", *MOVES)
+
+PLANS = {  # the plans that a path's attention takes
+    "quantized": ("chunked_prefill", "sliding_window", "local", "cascade", "speculative"),
+    "mla": ("chunked_prefill", "speculative"),
+}
+OPERATIONS = {
+    "kv_cache": (
+        "write",
+        "write_differential",
+        "write_latents",
+        "write_quantized",
+        "copy_blocks",
+        "swap_blocks",
+        "compact",
+        "gather",
+    ),
+    "metadata": ("positions", "slot_mapping", "advance", "block_table_from_slots", "ranks", "trees", "accept"),
+}
+STORED = ("numbers", "e4m3", "e5m2", "int8", "int8-keys")
+POOLS = ("NHD", "HND", "padded", "every-other", "offset", "expanded")
+ROWS = ("plain", "padded", "every-other", "offset", "heads-last", "expanded", "expanded-size")
+TABLES = ("plain", "tight", "every-other", "transposed")
+OUTS = ("new", "contiguous", "padded", "every-other")
+POISON = ("mixed", "nan", "finite", "none")
+NANS = ("", "key", "value")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One call of a path, as plain numbers from which all tensors follow.
+
+    Attributes:
+        path: one of `PATHS`.
+        operation: what is called, where a path has several (`OPERATIONS`).
+        lens: `(query_len, seq_len)` of each sequence.
+        heads: query heads and KV heads; of differential attention pairs count twice.
+        head_size: elements of a query and a key; over latents those of the latent's key, the rotary part included.
+        value_head_size: elements of a value; over latents the rank. 0: as `head_size`.
+        block_size: tokens in a block.
+        dtype: of queries.
+        seed: of all numbers, and of the order of the blocks.
+        padding_rows: query rows after the last sequence.
+        pool: how the pools lie in memory, one of `POOLS`.
+        rows: how queries lie in memory, one of `ROWS`.
+        table: how the block table lies in memory, one of `TABLES`.
+        out: where the output goes, one of `OUTS`.
+        poison: what memory holds that nobody may see, one of `POISON`.
+        nan_at: a NaN that queries do see, in a key or in a value.
+        says_num_tokens: whether the batch says how many query rows it has.
+        says_num_keys: whether it says how many keys it has.
+        more_queries: how much larger than necessary its `max_query_len` is.
+        more_keys: how much larger than necessary its `max_seq_len` is.
+        causal: of the plan.
+        window: of the plan.
+        chunk_blocks: blocks in a chunk of local attention.
+        prefixes: `(first, last, blocks)` that sequences share, outer ones first.
+        trees: of drafts: "" for chains; else "bushy", "star" or "deep".
+        growing: nodes of each tree before those of the query rows.
+        plan_of: which path's plan it is, where a path takes several (`PLANS`).
+        stored: what the pools hold, one of `STORED`.
+        scales: of fp8: "number", "heads" or "sequences".
+        query_scale: whether queries are rounded to fp8, too.
+        cache_scale: of codes of latents.
+        workspace: tokens of context at a time, for each sequence.
+        ranks: that share each sequence.
+        interleave: tokens of a run on one rank.
+        parts: how many answers are merged.
+        softmax_scale: None for the default.
+        softcap: 0 for none.
+        alibi: type of the slopes; "" for none.
+        alibi_sqrt: by the root of the distance.
+        sinks: "" for none, "small", "large" (above all scores) or "mixed".
+        batch_invariant: the same bits whatever else is in the batch.
+    """
+
+    path: str
+    operation: str = ""
+    lens: tuple[tuple[int, int], ...] = ((1, 1),)
+    heads: tuple[int, int] = (1, 1)
+    head_size: int = 64
+    value_head_size: int = 0
+    block_size: int = 16
+    dtype: str = "float32"
+    seed: int = 0
+    padding_rows: int = 0
+    pool: str = "NHD"
+    rows: str = "plain"
+    table: str = "plain"
+    out: str = "new"
+    poison: str = "none"
+    nan_at: str = ""
+    says_num_tokens: bool = True
+    says_num_keys: bool = True
+    more_queries: int = 0
+    more_keys: int = 0
+    causal: bool = True
+    window: tuple[int, int] = (-1, -1)
+    chunk_blocks: int = 1
+    prefixes: tuple[tuple[int, int, int], ...] = ()
+    trees: str = ""
+    growing: int = 0
+    plan_of: str = ""
+    stored: str = "numbers"
+    scales: str = "number"
+    query_scale: bool = False
+    cache_scale: float = 1.0
+    workspace: int = 64
+    ranks: int = 2
+    interleave: int = 1
+    parts: int = 2
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+    alibi: str = ""
+    alibi_sqrt: bool = False
+    sinks: str = ""
+    batch_invariant: bool = False
+
+    @property
+    def plan_path(self) -> str:
+        """The path whose plan it is."""
+        return self.plan_of or self.path
+
+    @property
+    def value_size(self) -> int:
+        """Elements of a value."""
+        return self.value_head_size or self.head_size
+
+    @property
+    def has_trees(self) -> bool:
+        """Whether its sequences end with drafted trees."""
+        return bool(self.trees) and (
+            self.plan_path == "speculative" or self.operation in ("compact", "trees", "accept")
+        )
+
+    def nodes(self, i: int) -> int:
+        """Return how many nodes the tree of a sequence has: its query rows are the last of them."""
+        q, s = self.lens[i]
+        return min(q + self.growing, s)
+
+    def parents(self, i: int) -> list[int]:
+        """Return the node that each node of a tree follows, -1 for a root."""
+        chosen, count = Random(f"{self.seed}/{i}"), self.nodes(i)
+        one_root = self.operation in ("compact", "accept")
+        least = 0 if one_root else -1
+        if self.trees == "star":
+            return [-1 if node == 0 else 0 for node in range(count)]
+        if self.trees == "deep":
+            return [
+                node - 1 if chosen.random() < 0.9 else chosen.randint(min(least, node - 1), node - 1)
+                for node in range(count)
+            ]
+        return [-1 if node == 0 else chosen.randint(least, node - 1) for node in range(count)]
+
+    def as_line(self) -> str:
+        """Write it as one line of JSON: what differs from the defaults."""
+        return json.dumps({name: value for name, value in asdict(self).items() if value != _DEFAULTS.get(name)})
+
+
+_DEFAULTS = {field.name: field.default for field in fields(Workload) if field.name != "path"}
+
+
+def workload_of(line: str) -> Workload:
+    """Read a workload from a line that `Workload.as_line` wrote.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    try:
+        values = json.loads(line)
+        lists = {
+            name: tuple(tuple(x) if isinstance(x, list) else x for x in value)
+            for name, value in values.items()
+            if isinstance(value, list)
+        }
+        work = Workload(**{**values, **lists})
+    except (json.JSONDecodeError, TypeError, AttributeError) as error:
+        raise ValueError(f"replay: expected a workload as JSON, got {line!r}: {error}") from None
+    if work.path not in PATHS:
+        raise ValueError(f"replay: expected a path of {', '.join(PATHS)}, got {work.path!r}")
+    return work
+
+
+# --- drawing ---
+
+
+@dataclass(frozen=True)
+class Palette:
+    """What makes a GPU compile: it stays the same for many workloads."""
+
+    dtype: str
+    head_size: int
+    value_head_size: int
+    block_size: int
+    heads: tuple[int, int]
+    stored: str
+    options: frozenset[str]
+
+
+def draw_palette(random: Random, path: str, dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16")) -> Palette:
+    """Draw what is compiled for.
+
+    Args:
+        random: the source of all numbers.
+        path: one of `PATHS`.
+        dtypes: those of queries.
+    """
+    head_size = random.choice((64, 128, 128, 96, 256, 16, 32, 40, 72, 80, 192))
+    value_head_size = 0 if random.random() < 0.8 else random.choice((16, 32, 64, 128, 24))
+    hk = random.choice((1, 1, 2, 2, 3, 4))
+    h = hk * random.choice((1, 1, 2, 3, 4, 5, 7, 8, 16))
+    block_size = random.choice((16, 16, 32, 64, 128, 256, 1, 8, 24))
+    stored = "numbers"
+    if path == "differential":
+        head_size, value_head_size, hk, h = random.choice((16, 32, 64, 96, 128)), 0, 2 * hk, 2 * h
+    if path in ("mla", "mla_prefill"):
+        head_size, value_head_size = random.choice(((576, 512), (576, 512), (40, 32), (96, 64), (136, 128), (24, 16)))
+        hk, stored = 1, random.choice(("numbers", "numbers", "e4m3", "e5m2"))
+        h = random.choice((1, 2, 5, 8, 16, 16, 32, 128)) if path == "mla" else random.choice((1, 2, 3, 8))
+    if path == "context_parallel":
+        h = hk * random.choice((4, 8, 12))
+    if path in ("quantized", "kv_cache"):
+        stored = random.choice(STORED[1:])
+    present = ("softcap", "alibi", "alibi_sqrt", "sinks", "window", "not-causal", "scale")
+    options = {name for name in present if random.random() < 0.3}
+    if random.random() < 0.15:
+        options.add("batch_invariant")
+    return Palette(random.choice(dtypes), head_size, value_head_size, block_size, (h, hk), stored, frozenset(options))
+
+
+def draw_lens(random: Random, *, most_seqs: int = 6, longest: int = 4097) -> tuple[tuple[int, int], ...]:
+    """Draw the lengths of a ragged batch: first chunks, later chunks, decodes, sequences without queries or keys.
+
+    Args:
+        random: the source of all numbers.
+        most_seqs: sequences at most.
+        longest: tokens of a sequence at most.
+
+    Returns:
+        `(query_len, seq_len)` of each sequence; there may be more queries than keys.
+    """
+
+    def length(most: int) -> int:
+        some = random.randint(0, min(20, most))
+        return random.choice((0, min(1, most), some, random.randint(0, most), random.randint(0, most)))
+
+    size = min(longest, random.choice((20, 90, 90, 300)))
+    kind = random.choice(("mixed", "mixed", "decodes", "verification", "chunks"))
+    lens = []
+    for _ in range(random.randint(1, most_seqs)):
+        s = length(size)
+        q = length(size if random.random() < 0.3 else min(longest, 40))
+        if kind == "decodes":
+            q = 1 if random.random() < 0.9 else 0
+        elif kind == "verification":
+            q = random.randint(1, 5)
+        elif kind == "chunks":
+            q = min(q, s)
+        lens.append((q, s))
+    if random.random() < 0.06:  # a long one among short ones
+        q, s = lens[-1]
+        lens[-1] = (min(q, 2), min(longest, random.choice((1000, 2500, 4097))))
+    return tuple(lens)
+
+
+def draw(random: Random, path: str, palette: Palette, *, longest: int = 4097) -> Workload:
+    """Draw a workload.
+
+    Args:
+        random: the source of all numbers.
+        path: one of `PATHS`.
+        palette: what it is compiled for.
+        longest: tokens of a sequence, about.
+    """
+
+    def now_and_then(choices: tuple[Any, ...], share: float) -> Any:
+        return random.choice(choices[1:]) if random.random() < share else choices[0]
+
+    has = palette.options
+    work = Workload(
+        path,
+        operation=random.choice(OPERATIONS.get(path, ("",))),
+        lens=draw_lens(random, longest=longest),
+        heads=palette.heads,
+        head_size=palette.head_size,
+        value_head_size=palette.value_head_size,
+        block_size=palette.block_size,
+        dtype=palette.dtype,
+        seed=random.randint(0, 9999),
+        padding_rows=now_and_then((0, 1, 3, 17), 0.3),
+        pool=now_and_then(POOLS, 0.5),
+        rows=now_and_then(ROWS, 0.4),
+        table=now_and_then(TABLES, 0.5),
+        out=now_and_then(OUTS, 0.4),
+        poison=random.choice(POISON[:3]),
+        nan_at=now_and_then(NANS, 0.04),
+        says_num_tokens=random.random() < 0.8,
+        says_num_keys=random.random() < 0.7,
+        more_queries=now_and_then((0, 1, 30, 500), 0.2),
+        more_keys=now_and_then((0, 1, 30, 500), 0.2),
+        causal="not-causal" not in has,
+        window=_window(random) if "window" in has or path == "sliding_window" else (-1, -1),
+        chunk_blocks=random.choice((1, 1, 2, 3, 7, 1000)),
+        trees=random.choice(("bushy", "bushy", "star", "deep", "")),
+        growing=now_and_then((0, 1, 3, 20), 0.2),
+        plan_of=random.choice(PLANS.get(path, ("",))),
+        stored=palette.stored,
+        scales=random.choice(("number", "heads", "sequences")),
+        query_scale=random.random() < 0.2,
+        cache_scale=now_and_then((1.0, 0.25, 3.0), 0.5),
+        workspace=random.choice((1, 2, 7, 64, 300)),
+        ranks=random.choice((1, 2, 2, 4)),
+        interleave=random.choice((1, 1, 2, 3, palette.block_size)),
+        parts=random.choice((1, 2, 2, 3, 5, 33)),
+        softmax_scale=random.choice((1.0, 0.05, 0.3, -0.3, 0.0, 2.0)) if "scale" in has else None,
+        softcap=random.choice((1.0, 0.1, 5.0, 50.0)) if "softcap" in has else 0.0,
+        alibi=random.choice(("float32", "float32", "bfloat16", "float64")) if has & {"alibi", "alibi_sqrt"} else "",
+        alibi_sqrt="alibi_sqrt" in has,
+        sinks=random.choice(("small", "large", "mixed")) if "sinks" in has else "",
+        batch_invariant="batch_invariant" in has,
+    )
+    if work.plan_path == "speculative" or work.operation in ("compact", "trees", "accept"):
+        work = _drafting(random, work)
+    if work.plan_path == "cascade":
+        work = _sharing(random, work)
+    if path in ("mla_prefill", "context_parallel"):
+        work = replace(work, lens=tuple((min(q, s), s) for q, s in work.lens))
+    return bounded(normalized(work))
+
+
+MOST_PARTS = 400  # of a prefill over latents
+MOST_PRODUCTS = 3e7  # of elements of queries and keys, so that the oracle and the reference take milliseconds
+
+
+def bounded(work: Workload) -> Workload:
+    """Return the workload with fewer queries, or with shorter contexts, if it is much to compute."""
+    if work.path in (*MOVES, "merge"):
+        return work
+
+    if work.path == "mla_prefill":  # each chunk of the context is a part of its own, for each sequence
+        parts = len(work.lens) * max(s - q for q, s in work.lens)
+        work = replace(work, workspace=max(work.workspace, -(-parts // MOST_PARTS)))
+
+    def products(work: Workload) -> int:
+        per_key = 40 if work.path == "mla_prefill" else 1  # made of a latent
+        return work.heads[0] * work.head_size * sum((q + per_key) * s for q, s in work.lens)
+
+    while products(work) > MOST_PRODUCTS:
+        lens = [(q // 2, s - q + q // 2) if q > 4 else (q, max(q, s * 3 // 4)) for q, s in work.lens]
+        fewer = normalized(replace(work, lens=tuple(lens)))
+        if fewer.lens == work.lens:
+            break
+        work = fewer
+    return work
+
+
+def _window(random: Random) -> tuple[int, int]:
+    def side() -> int:
+        return random.choice(
+            (-1, 0, 1, 2, 15, 16, random.randint(0, 100), random.randint(0, 400), LARGEST, LARGEST - 1)
+        )
+
+    left, right = side(), random.choice((0, 0, side()))
+    return left, right
+
+
+def _drafting(random: Random, work: Workload) -> Workload:
+    """Give most sequences few nodes, and some workloads trees of more than one or two words of a mask."""
+    most = random.choice((5, 16, 16, 40, 70, 140)) if work.trees else 16
+    lens = tuple(
+        (q, max(s, q))
+        for q, s in ((min(random.randint(0, most), 40 if i else most), s) for i, (_, s) in enumerate(work.lens))
+    )
+    return replace(work, lens=lens)
+
+
+def _sharing(random: Random, work: Workload) -> Workload:
+    """Let neighbouring sequences share their first blocks, some of them more than others."""
+    p, b = work.block_size, len(work.lens)
+    prefixes: list[tuple[int, int, int]] = []
+
+    def split(first: int, last: int, above: int) -> None:
+        if last - first < 2 or random.random() < 0.2:
+            return
+        blocks = above + random.choice((1, 1, 2, 3))
+        prefixes.append((first, last, blocks))
+        if random.random() < 0.6:
+            cut = random.randint(first, last)
+            split(first, cut, blocks)
+            split(cut, last, blocks)
+
+    cut = random.randint(0, b)
+    split(0, cut, 0)
+    split(cut, b, 0)
+    lens = list(work.lens)
+    for first, last, blocks in prefixes:
+        for i in range(first, last):
+            q, s = lens[i]
+            lens[i] = (q, max(s, blocks * p + q))  # a prefix ends before the first query
+    return replace(work, lens=tuple(lens), prefixes=tuple(prefixes))
+
+
+def normalized(work: Workload) -> Workload:
+    """Return the workload with what its path does not take left out, so that it is legal."""
+    path, plan, b = work.path, work.plan_path, len(work.lens)
+    changes: dict[str, Any] = {}
+    if plan == "speculative" or work.operation in ("compact", "trees", "accept"):
+        changes["lens"] = tuple((q, max(q, s)) for q, s in work.lens)
+        if work.operation in ("compact", "accept"):
+            changes["growing"] = 0
+    if path in ("mla_prefill", "context_parallel"):
+        changes["lens"] = tuple((min(q, s), s) for q, s in work.lens)
+    if plan == "cascade":
+        kept: list[tuple[int, int, int]] = []
+        for first, last, blocks in work.prefixes:
+            if last > b or any(s - q < blocks * work.block_size for q, s in work.lens[first:last]):
+                continue
+            kept.append((first, last, blocks))
+        changes["prefixes"] = tuple(kept)
+    else:
+        changes["prefixes"] = ()
+    if plan in ("local", "cascade") or path in ("mla", "mla_prefill", "context_parallel") or work.has_trees:
+        changes["causal"] = True
+    if path in ("mla", "mla_prefill", "merge", *MOVES) and plan != "speculative":
+        changes["window"] = (-1, -1)
+    if path in ("mla", "mla_prefill"):
+        changes["softmax_scale"] = 0.1 if work.softmax_scale is None else work.softmax_scale
+    if path == "dense":
+        changes["table"] = "plain"
+    if path not in ("quantized", "mla", "mla_prefill") and work.operation not in (
+        "write_latents",
+        "write_quantized",
+        "copy_blocks",
+        "swap_blocks",
+    ):
+        changes["stored"] = "numbers"
+    if (
+        work.stored != "numbers"
+        and path not in ("mla", "mla_prefill")
+        and plan == "cascade"
+        and work.scales == "sequences"
+    ):
+        changes["scales"] = "heads"
+    if path == "kv_cache" and work.operation == "write_quantized" and work.scales == "sequences":
+        changes["scales"] = "heads"
+    if path == "context_parallel":
+        h, hk = work.heads
+        changes["interleave"] = min(work.interleave, work.block_size)
+        per_rank, group = h // work.ranks, h // hk
+        if h % work.ranks or (per_rank % group and group % per_rank):
+            changes["ranks"] = 1
+    if not work.alibi:
+        changes["alibi_sqrt"] = False
+    drafts = plan == "speculative" or work.operation in ("compact", "trees", "accept")
+    takes = dict(
+        chunk_blocks=plan == "local",
+        trees=drafts,
+        growing=drafts and bool(work.trees) and work.operation not in ("compact", "accept"),
+        workspace=path == "mla_prefill",
+        ranks=path == "context_parallel" or work.operation == "ranks",
+        interleave=path == "context_parallel" or work.operation == "ranks",
+        parts=path == "merge",
+        scales=work.stored in ("e4m3", "e5m2") and (path == "quantized" or work.operation == "write_quantized"),
+        query_scale=work.stored in ("e4m3", "e5m2") and path == "quantized",
+        cache_scale=work.stored in ("e4m3", "e5m2")
+        and (path in ("mla", "mla_prefill") or work.operation == "write_latents"),
+        nan_at=path in ATTENTION and path not in ("mla_prefill", "context_parallel") and work.stored == "numbers",
+    )
+    changes |= {name: _DEFAULTS[name] for name, is_taken in takes.items() if not is_taken}
+    if plan == "cascade" and work.window[0] >= 0:
+        changes["nan_at"] = ""  # a NaN that one sequence of a group sees may show in the others
+    if path in ("merge", *MOVES):
+        changes |= dict(alibi="", alibi_sqrt=False, softcap=0.0, batch_invariant=False, softmax_scale=None, nan_at="")
+    if path in MOVES:
+        changes["sinks"] = ""
+    return replace(work, **changes)
+
+
+# --- making smaller ---
+
+
+def smaller(work: Workload) -> Iterator[Workload]:
+    """Yield workloads that are a little smaller or simpler, those that save most first."""
+    lens = work.lens
+    for i in reversed(range(len(lens))):
+        if len(lens) > 1:
+            yield replace(work, lens=lens[:i] + lens[i + 1 :], prefixes=_without(work.prefixes, i))
+    fixed = {"operation", "lens", "heads", "seed", "plan_of", "stored"}
+    fixed |= {"head_size", "value_head_size"} if work.path in ("mla", "mla_prefill") else set()
+    fixed |= {name for name in ("block_size", "workspace", "ranks", "parts") if getattr(work, name) < _DEFAULTS[name]}
+    for name, default in _DEFAULTS.items():
+        if name not in fixed and getattr(work, name) != default:
+            yield replace(work, **{name: default})
+    for i in range(len(work.prefixes)):
+        yield replace(work, prefixes=work.prefixes[:i] + work.prefixes[i + 1 :])
+    for i, (q, s) in enumerate(lens):
+        for fewer_q in _fewer(q):
+            yield replace(work, lens=(*lens[:i], (fewer_q, s), *lens[i + 1 :]))
+        for fewer_s in _fewer(s):
+            yield replace(work, lens=(*lens[:i], (q, fewer_s), *lens[i + 1 :]))
+        if q and s:
+            yield replace(work, lens=(*lens[:i], (q - 1, s - 1), *lens[i + 1 :]))
+    h, hk = work.heads
+    unit = 2 if work.path == "differential" else 1
+    for fewer in ((unit, unit), (h // hk * unit, unit), (hk, hk), (h // 2, hk)):
+        if fewer != work.heads and fewer[0] >= unit and fewer[0] % fewer[1] == 0 and fewer < work.heads:
+            yield replace(work, heads=fewer)
+    for name in ("block_size", "padding_rows", "workspace", "parts", "ranks", "interleave", "chunk_blocks", "growing"):
+        for value in _fewer(getattr(work, name)):
+            if value > 0:
+                yield replace(work, **{name: value})
+    for side in (0, 1):
+        for value in _fewer(work.window[side]):
+            yield replace(work, window=(value, work.window[1]) if side == 0 else (work.window[0], value))
+    if work.seed:
+        yield replace(work, seed=0)
+
+
+def _fewer(count: int) -> list[int]:
+    return [x for x in dict.fromkeys((0, 1, count // 2, count - 1)) if 0 <= x < count]
+
+
+def _without(prefixes: tuple[tuple[int, int, int], ...], i: int) -> tuple[tuple[int, int, int], ...]:
+    moved = [(first - (i < first), last - (i < last), blocks) for first, last, blocks in prefixes]
+    return tuple(prefix for prefix in moved if prefix[1] - prefix[0] > 1)
