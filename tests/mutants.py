@@ -126,7 +126,7 @@ def run_tests(tree: Path, tests: list[str], results: Path, device: str) -> None:
         import pytest
 
         jaxtyping.install_import_hook = lambda *arguments, **options: None  # shapes go unchecked: twice as quick
-        options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short", "--device", device]
+        options = ["-q", "-p", "no:cacheprovider", "--tb=short", "--device", device]
         status = int(pytest.main([*options, *tests], plugins=[Recorder(results)]))
     except BaseException:  # noqa: BLE001  # whatever it is, the parent must not see two of itself
         traceback.print_exc()
