@@ -1653,6 +1653,15 @@ MUTATIONS: list[Mutation] = [
         ("fastattn/kernels/flash/schedule.py", "    return kept[1]", "    return plan.kept.pop((name, where))[1]"),
     ),
     *breaks(
+        "B70",
+        "each layer works its launches out anew",
+        (
+            "fastattn/kernels/triton/attention.py",
+            "        levels[0].kept[name] = Launches(out.shape, num_parts, launch, reduction)",
+            "        pass",
+        ),
+    ),
+    *breaks(
         "B71",
         "all captures share a schedule",
         ("fastattn/kernels/flash/schedule.py", "            where = _capture()", '            where = ("capture", 0)'),
