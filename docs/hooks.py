@@ -290,7 +290,7 @@ def _beside_peers(rows: list[dict[str, Any]]) -> str:
 
 
 def outcomes(results: dict[str, Any]) -> str:
-    """Show a file of `pytest --results` or of `make matrix`, or the summaries of runs under compute-sanitizer."""
+    """Show a file of `pytest --results`, `make matrix` or `make mutants`, or summaries of compute-sanitizer's runs."""
     if "cells" in results:
         return environments(results)
     versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items() if number)
@@ -299,6 +299,14 @@ def outcomes(results: dict[str, Any]) -> str:
         lines = ["| command | tests passed | errors of memory |", "|---|--:|--:|"]
         lines += [f"| `{run['command']}` | {run['passed']} | {run['errors']} |" for run in results["memcheck"]]
         return f"### Memory\n\n{ran}; {versions}.\n\n" + "\n".join(lines)
+    if "mutants" in results:
+        lines = ["| row | what is broken | its tests |", "|---|---|---|"]
+        lines += [
+            f"| {row} | {name} | {it} |" for row, found in results["mutants"].items() for name, it in found.items()
+        ]
+        verdicts = [verdict for found in results["mutants"].values() for verdict in found.values()]
+        caught = f"{verdicts.count('caught')} of {len(verdicts)} times a marked test failed"
+        return f"### Features broken on purpose\n\n{ran}; {versions}. {caught}.\n\n" + "\n".join(lines)
     counts = ", ".join(f"{count} {outcome}" for outcome, count in results["all"].items())
     left = results["collected"] - sum(results["all"].values())
     unfinished = f"; {left} of {results['collected']} had not finished when the run was ended" if left else ""

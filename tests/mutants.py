@@ -13,6 +13,7 @@ Torch, Triton and transformers are imported once: each mutation runs in a proces
 """
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -35,6 +36,9 @@ from planted import replace_lines  # noqa: E402
 COPIED = ("refattn", "fastattn", "tests", "docs/proof", "docs/coverage_rows.py", "pyproject.toml")
 TIMES = itertools.count(2**31)  # of what is planted, in seconds: no compiled file has them
 LOADED = ("torch", "triton", "transformers.modeling_utils", "hypothesis", "jaxtyping", "beartype", "einops", "pytest")
+
+
+covering_tests = functools.cache(coverage_rows.covering_tests)
 
 
 class Recorder:
@@ -122,7 +126,7 @@ def run_tests(tree: Path, tests: list[str], results: Path, device: str) -> None:
         import pytest
 
         jaxtyping.install_import_hook = lambda *arguments, **options: None  # shapes go unchecked: twice as quick
-        options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short", "--device", device]
+        options = ["-q", "-p", "no:cacheprovider", "--tb=short", "--device", device]
         status = int(pytest.main([*options, *tests], plugins=[Recorder(results)]))
     except BaseException:  # noqa: BLE001  # whatever it is, the parent must not see two of itself
         traceback.print_exc()
@@ -161,10 +165,14 @@ class Run:
     def outcome(self) -> dict[str, Any]:
         """Return what came of it."""
         notes = [json.loads(line) for line in self.results.read_text().splitlines()]
+        status = next((what for kind, what in notes if kind == "ended"), None)
+        broken = [what for kind, what in notes if kind == "broken"]
+        if broken or status not in (None, 0, 1):
+            broken.append(self.results.with_suffix(".log").read_text()[-2000:])
         return {
             "failed": sorted({what for kind, what in notes if kind == "failed"}),
-            "broken": [what for kind, what in notes if kind == "broken"],
-            "status": next((what for kind, what in notes if kind == "ended"), None),
+            "broken": broken,
+            "status": status,
             "seconds": round(time.monotonic() - self.start, 1),
         }
 
@@ -179,25 +187,25 @@ def run_all(
         for tree in trees:
             copy_tree(tree)
         waiting, running = list(range(len(chosen))), {}
-        while waiting or running:
-            while waiting and trees:
-                i, tree = waiting.pop(0), trees.pop()
-                running[i] = Run(*chosen[i], tree, device)
-            time.sleep(0.05)
-            for i, run in list(running.items()):
-                if run.is_over(seconds):
-                    outcomes[i] = run.outcome()
-                    if outcomes[i]["broken"] or outcomes[i]["status"] not in (0, 1, None):
-                        outcomes[i]["broken"].append(run.results.with_suffix(".log").read_text()[-2000:])
-                    trees.append(run.tree)
-                    del running[i]
-                    say(chosen[i], outcomes[i])
+        try:
+            while waiting or running:
+                while waiting and trees:
+                    i = waiting.pop(0)
+                    running[i] = Run(*chosen[i], trees.pop(), device)
+                time.sleep(0.05)
+                for i, run in list(running.items()):
+                    if run.is_over(seconds):
+                        outcomes[i] = run.outcome()
+                        trees.append(running.pop(i).tree)
+                        say(chosen[i][0], outcomes[i])
+        finally:
+            for run in running.values():  # after an interrupt
+                run.is_over(0.0)
     return outcomes
 
 
-def say(chosen: tuple[Mutation | None, list[str]], outcome: dict[str, Any]) -> None:
+def say(mutation: Mutation | None, outcome: dict[str, Any]) -> None:
     """Print what came of a mutation."""
-    mutation, _ = chosen
     name = "nothing broken" if mutation is None else f"{mutation.file}: {mutation.name} ({' '.join(mutation.rows)})"
     judged = {} if mutation is None else judge(mutation, outcome)
     left = [f"{row} {verdict}" for row, verdict in judged.items() if verdict != "caught"]
@@ -210,7 +218,7 @@ def say(chosen: tuple[Mutation | None, list[str]], outcome: dict[str, Any]) -> N
 
 def judge(mutation: Mutation, outcome: dict[str, Any]) -> dict[str, str]:
     """Say of each row of a mutation what its tests did."""
-    tests = coverage_rows.covering_tests()
+    tests = covering_tests()
     verdicts = {}
     for row in mutation.rows:
         if outcome["broken"]:
@@ -238,7 +246,7 @@ def main() -> None:
     unknown = {*options.rows} - {*listed}
     if unknown:
         parser.error(f"no rows of docs/proof/coverage.toml: {', '.join(sorted(unknown))}")
-    tests = coverage_rows.covering_tests()
+    tests = covering_tests()
     chosen: list[tuple[Mutation | None, list[str]]] = []
     for mutation in MUTATIONS:
         rows = tuple(row for row in mutation.rows if not options.rows or row in options.rows)
@@ -277,12 +285,16 @@ def main() -> None:
         for test in marks:
             sys.stdout.write(f"{row} idle: {test}\n")
     if options.output:
-        about = {
-            "what": "The rows of docs/proof/coverage.toml, broken on purpose, and what the tests marked with them did.",
-            "rows": verdicts,
-            "idle": {row: marks for row, marks in idle.items() if marks},
-            "unbroken": UNBROKEN,
-        }
+        sys.path.append(str(ROOT))
+        import torch
+
+        from fastattn.tools.bench import measure  # not before: what is forked has to import what is planted
+
+        machine = measure.machine(torch.device(options.device))
+        about = {**measure.circumstances(), "device": options.device, "machine": machine}
+        about["mutants"] = verdicts
+        about["idle"] = {row: marks for row, marks in idle.items() if marks}
+        about["unbroken"] = UNBROKEN
         options.output.write_text(json.dumps(about, indent=1) + "\n")
     sys.exit(bool(wrong))
 

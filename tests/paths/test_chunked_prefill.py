@@ -132,7 +132,7 @@ def test_a_softcap_does_not_unmask(twin, device):
 # --- arithmetic that shares no code with the reference ---
 
 
-@pytest.mark.covers("A26")
+@pytest.mark.covers("A12", "A26")
 @each_case
 def test_reference_equals_torch_sdpa_with_a_mask(case, device):
     inputs = build(case, device=device, dtype=torch.float64)
@@ -156,7 +156,6 @@ def test_reference_equals_torch_sdpa_with_a_mask(case, device):
     assert not out[row:].any()
 
 
-@pytest.mark.covers("A12")
 def test_reference_equals_a_sum_by_hand():
     """One query, three keys, every option, in plain Python floats."""
     case = Case("by-hand", ((1, 3),), heads=(1, 1), head_size=2, block_size=2)

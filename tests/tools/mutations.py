@@ -48,11 +48,7 @@ MUTATIONS: list[Mutation] = [
             "for source, destination in zip(sources, destinations, strict=True):",
             "for source, destination in zip(sources[:1], destinations[:1], strict=True):",
         ),
-        (
-            "fastattn/kv_cache.py",
-            "    for cache in caches:\n        dispatch.copy_blocks(cache, pairs)",
-            "    for cache in caches[:1]:\n        dispatch.copy_blocks(cache, pairs)",
-        ),
+        ("fastattn/kv_cache.py", "dispatch.copy_blocks(caches, pairs)", "dispatch.copy_blocks(caches[:1], pairs)"),
     ),
     *breaks(
         "A2",
@@ -68,7 +64,7 @@ MUTATIONS: list[Mutation] = [
         "A3 B49",
         "nothing is copied",
         ("refattn/kv_cache.py", "    _copy(caches, caches, pairs)", "    return"),
-        ("fastattn/kv_cache.py", "        dispatch.copy_blocks(cache, pairs)", "        pass"),
+        ("fastattn/kv_cache.py", "    dispatch.copy_blocks(caches, pairs)", "    return"),
     ),
     *breaks(
         "A3",
@@ -219,8 +215,8 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             CPU + "schedule.py",
-            "positions = torch.arange(seq_len - (rows.stop - rows.start), seq_len)",
-            "positions = torch.arange(rows.stop - rows.start)",
+            "torch.arange(seq_len - (rows.stop - rows.start), seq_len",
+            "torch.arange(0, rows.stop - rows.start",
         ),
     ),
     *breaks(
@@ -444,6 +440,22 @@ MUTATIONS: list[Mutation] = [
         "metadata.py",
         "max_seq_len=batch.max_seq_len if seq_lens is None else max(seq_lens[first:last], default=0)",
         "max_seq_len=batch.max_seq_len",
+    ),
+    *in_both(
+        "B185",
+        "drafts do not count as tokens of a decode",
+        "metadata.py",
+        '    check_int("decode_len", decode_len)\n',
+        '    check_int("decode_len", decode_len)\n    decode_len = 1\n',
+    ),
+    *breaks(
+        "B185",
+        "an engine takes requests with drafts for prefills",
+        (
+            "refattn/serving/engine.py",
+            "order_decodes_first(counts, decode_len=self.decode_len)",
+            "order_decodes_first(counts)",
+        ),
     ),
     *in_both(
         "B66",
@@ -823,6 +835,15 @@ MUTATIONS: list[Mutation] = [
         "all_heads = torch.cat([query] * group.size, dim=1)",
     ),
     *breaks(
+        "B86",
+        "ranks are gathered in another order",
+        (
+            "refattn/interface/parallel.py",
+            "return torch.cat(self._exchange(part), dim)",
+            "return torch.cat(self._exchange(part)[::-1], dim)",
+        ),
+    ),
+    *breaks(
         "B87",
         "the newest key of the context is hidden",
         ("refattn/context_parallel.py", "else j < i,", "else j < i - 1,"),
@@ -877,8 +898,8 @@ MUTATIONS: list[Mutation] = [
         "a rank writes into the slot after its own",
         (
             "refattn/context_parallel.py",
-            "blocks[i // block_size] * block_size + i % block_size",
-            "blocks[i // block_size] * block_size + (i + 1) % block_size",
+            " * block_size + i % block_size",
+            " * block_size + (i + 1) % block_size",
         ),
         (
             "fastattn/context_parallel.py",
@@ -948,6 +969,16 @@ MUTATIONS: list[Mutation] = [
         "keys are read without their scales",
         ("refattn/quantized.py", "key.to(compute) * of_key.to(compute)", "key.to(compute)"),
         (CPU + "codes.py", "return out if self.scale is None else out.mul_", "return out if True else out.mul_"),
+    ),
+    *breaks(
+        "A17",
+        "a type that is not there passes",
+        ("refattn/serving/layers.py", "    if kv_cache_dtype not in KV_CACHE_DTYPES:", "    if False:"),
+    ),
+    *breaks(
+        "B101",
+        "fp8_e5m2 is no name",
+        ("fastattn/integrations/vllm.py", ', "fp8_e5m2": torch.float8_e5m2}', "}"),
     ),
     *breaks(
         "A23",
@@ -1475,8 +1506,8 @@ MUTATIONS: list[Mutation] = [
         "the context is read from other slots",
         (
             "refattn/mla.py",
-            "slots[row] = batch.block_table[sequence, j // block_size] * block_size + j % block_size",
-            "slots[row] = batch.block_table[sequence, j // block_size] * block_size",
+            " * block_size + j % block_size",
+            " * block_size",
         ),
         (
             "fastattn/mla.py",
@@ -1544,11 +1575,19 @@ MUTATIONS: list[Mutation] = [
     ),
     *breaks(
         "A45 D169",
-        "padding requests have tokens",
+        "padding requests have a token in the last block",
         (
             GRAPHS,
-            "*(0, *ends, *[ends[-1]] * len(unused)),",
-            "*(0, *ends, *range(ends[-1] + 1, ends[-1] + 1 + len(unused))),",
+            (
+                "torch.full((rows, columns), -1,",
+                "*(0, *ends, *[ends[-1]] * len(unused)),",
+                "*(*seq_lens, *unused),",
+            ),
+            (
+                "torch.full((rows, columns), len(server.pool.users) - 1,",
+                "*(0, *ends, *range(ends[-1] + 1, ends[-1] + 1 + len(unused))),",
+                "*(*seq_lens, *[1 for _ in unused]),",
+            ),
         ),
     ),
     *breaks(
@@ -1611,11 +1650,21 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "B70",
         "each layer makes a schedule",
+        ("fastattn/kernels/flash/schedule.py", "    return kept[1]", "    return plan.kept.pop((name, where))[1]"),
+    ),
+    *breaks(
+        "B70",
+        "each layer works its launches out anew",
         (
-            "fastattn/kernels/flash/flash_mla.py",
-            "    return plan.kept[name]",
-            "    return plan.kept.pop(name)",
+            "fastattn/kernels/triton/attention.py",
+            "        levels[0].kept[name] = Launches(out.shape, num_parts, launch, reduction)",
+            "        pass",
         ),
+    ),
+    *breaks(
+        "B71",
+        "all captures share a schedule",
+        ("fastattn/kernels/flash/schedule.py", "            where = _capture()", '            where = ("capture", 0)'),
     ),
     *breaks(
         "B72",
@@ -1688,7 +1737,7 @@ FASTATTN_ALONE = {
     "CUDA graphs, and what is made for them": (
         "A44 A45 B64 B69 B72 D137 D138 D160 D161 D162 D163 D164 D165 D166 D167 D168 D169"
     ),
-    "kernels, and which of them is chosen": "A13 A14 B52 B70 B82 D129 E173 E174 E175 E178",
+    "kernels, and which of them is chosen": "A13 A14 B52 B70 B71 B82 D129 E173 E174 E175 E178",
     "the reference computes sequence by sequence, with or without the option": "B73",
 }
 

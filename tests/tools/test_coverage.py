@@ -2,6 +2,9 @@
 
 import ast
 import importlib
+import json
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -89,3 +92,25 @@ def test_every_row_with_tests_is_broken_in_both_packages(coverage):
     assert {*broken} | {*UNBROKEN} == tested and not {*broken} & {*UNBROKEN}
     for row, packages in broken.items():
         assert packages == ({"fastattn"} if row in alone else {"refattn", "fastattn"}), row
+
+
+JUDGED = """
+import hypothesis, json, pytest, torch, triton  # once, and not in each of the processes
+import mutants
+caught = next(one for one in mutants.MUTATIONS if one.rows == ("D159",) and one.file == "refattn/merge.py")
+harmless = caught._replace(name="harmless", old="Merge partial answers", new="Merge answers")
+no_python = caught._replace(name="no Python", old="def merge(", new="def (")
+tests = ["tests/paths/test_merge.py::test_a_log_sum_exp_has_a_row_for_each_query_and_a_column_for_each_head"]
+chosen = [(mutation, tests) for mutation in (caught, harmless, no_python)]
+outcomes = mutants.run_all(chosen, 1, 100.0, "cpu")
+print(json.dumps([mutants.judge(mutation, outcome) for (mutation, _), outcome in zip(chosen, outcomes)]))
+"""
+
+
+@pytest.mark.timeout(300)
+def test_a_mutation_that_breaks_nothing_survives():
+    """And what is no Python is not taken for one that is caught."""
+    command = [sys.executable, "-c", JUDGED]
+    run = subprocess.run(command, cwd=ROOT / "tests", capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout.splitlines()[-1]) == [{"D159": "caught"}, {"D159": "survives"}, {"D159": "broken"}]

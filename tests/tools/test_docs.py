@@ -378,6 +378,18 @@ def test_a_matrix_of_environments_is_a_table(monkeypatch):
     assert "`tests/tools/test_twins.py`, which reads signatures" in shown
 
 
+def test_features_broken_on_purpose_are_a_table(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    results = dict(
+        **dict(date="2026-01-01T00:00:00+00:00", commit="0123456789ab", versions=dict(torch="2.13.0", triton=None)),
+        machine=dict(name="A Processor"),
+        mutants={"A1": {"refattn/a.py: nothing is copied": "caught", "fastattn/a.py: nothing is copied": "survives"}},
+    )
+    shown = importlib.import_module("hooks").outcomes(results)
+    assert "commit 0123456789ab; torch 2.13.0. 1 of 2 times a marked test failed." in shown
+    assert "| A1 | fastattn/a.py: nothing is copied | survives |" in shown
+
+
 def test_every_result_of_the_tests_is_shown(monkeypatch):
     """Whatever kinds of files lie in docs/results/tests, and more than one of a kind."""
     monkeypatch.syspath_prepend(ROOT / "docs")
