@@ -380,7 +380,7 @@ def bounded(work: Workload) -> Workload:
         return work.heads[0] * work.head_size * sum((q + per_key) * s for q, s in work.lens)
 
     while products(work) > MOST_PRODUCTS:
-        lens = [(q // 2, s - q + q // 2) if q > 4 else (q, max(q, s * 3 // 4)) for q, s in work.lens]
+        lens = [(q // 2, max(s // 2, s - q + q // 2)) if q > 4 else (q, s * 3 // 4) for q, s in work.lens]
         fewer = normalized(replace(work, lens=tuple(lens)))
         if fewer.lens == work.lens:
             break
@@ -461,6 +461,8 @@ def normalized(work: Workload) -> Workload:
         changes["softmax_scale"] = 0.1 if work.softmax_scale is None else work.softmax_scale
     if path == "dense":
         changes["table"] = "plain"
+    if path == "merge" and work.rows.startswith("expanded"):
+        changes["rows"] = "plain"  # heads have seen keys or none each by itself
     if path not in ("quantized", "mla", "mla_prefill") and work.operation not in (
         "write_latents",
         "write_quantized",
