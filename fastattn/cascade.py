@@ -17,7 +17,7 @@ from fastattn.metadata import positions
 from refattn.interface import AttentionOptions, Batch, CascadePlan, Plan, Prefix
 from refattn.interface.checks import check_cascade
 from refattn.interface.contents import check_prefixes, check_requests
-from refattn.interface.values import check_sizes, check_window
+from refattn.interface.values import LARGEST_INT32, check_sizes, check_window
 
 
 def plan(
@@ -28,11 +28,20 @@ def plan(
     The twin of `refattn.cascade.plan`, which reads the batch on the host: here tables are cut on the device, so the
     maxima of a level are bounds. For a window or ALiBi, which need the position of each query, a batch on a device has
     to say how many query rows it has (`num_tokens`).
+
+    Raises:
+        ValueError: as there; and for a window over prefixes if a batch on a device does not say `num_tokens`. ALiBi is
+            known to a layer only, so there it is `attention` that raises.
     """
     block_table = check_prefixes(prefixes, batch, block_size=block_size)
     left, right = check_window(window_size)
     left = -1 if left >= batch.max_seq_len - 1 else left  # hides nothing, and needs no positions
     num_tokens = int(batch.cu_seqlens_q[-1]) if batch.device.type == "cpu" else batch.num_tokens
+    if num_tokens is None and left >= 0 and prefixes:
+        raise ValueError(
+            "num_tokens: expected the number of query rows, which a window needs, got None: a batch on a device "
+            "is not read, so make the plan of dataclasses.replace(batch, num_tokens=...)"
+        )
     where = None if num_tokens is None else positions(batch, num_tokens).int()
     begins, tree = [0] * batch.num_seqs, _tree(prefixes)
     levels = []
@@ -52,7 +61,7 @@ def plan(
         batch,
         seq_lens=batch.seq_lens - first_keys,
         block_table=_cut(block_table, begins, None, block_size),
-        max_seq_len=batch.max_seq_len - min(begins, default=0),
+        max_seq_len=max(0, batch.max_seq_len - min(begins, default=0)),
         num_keys=None,
     )
     levels.append(Plan(own_keys, block_size, True, (left, right), first_keys=first_keys))
@@ -139,7 +148,7 @@ def _level(
         cu_seqlens_q=batch.cu_seqlens_q[edges],
         seq_lens=_on_device(lengths, batch),
         block_table=_cut(block_table[_on_device(firsts, batch)], starts, max(lengths), block_size),
-        max_query_len=longest if batch.num_tokens is None else min(longest, batch.num_tokens),
+        max_query_len=min(longest, LARGEST_INT32 if batch.num_tokens is None else batch.num_tokens),
         max_seq_len=max(lengths),
         num_keys=sum(lengths),
         num_tokens=batch.num_tokens,

@@ -6,10 +6,12 @@ from torch import Tensor
 from fastattn.kernels import dispatch
 from refattn.interface import AttentionOptions, Batch, Plan
 from refattn.interface.checks import check_paged
+from refattn.interface.values import check_sizes
 
 
 def plan(batch: Batch, *, block_size: int, causal: bool = True, window_size: tuple[int, int] = (-1, -1)) -> Plan:
     """Plan attention over all tokens of each sequence in the cache; the twin of `refattn.chunked_prefill.plan`."""
+    check_sizes(block_size=block_size)
     return Plan(batch, block_size, causal, window_size)
 
 

@@ -12,9 +12,17 @@ from fastattn.kernels import dispatch
 from fastattn.kernels.torch_ops import places
 from fastattn.metadata import positions
 from refattn.interface import AttentionOptions, Batch, ContextParallelPlan, Group, Plan, Shard
+from refattn.interface.ambient import refuse_gradients, without_autocast
 from refattn.interface.checks import check_context_parallel
-from refattn.interface.contents import check_block_table, check_contexts, check_num_tokens, check_shard
-from refattn.interface.values import check_window
+from refattn.interface.contents import (
+    check_block_table,
+    check_contexts,
+    check_local_lens,
+    check_num_tokens,
+    check_shard,
+    check_written_blocks,
+)
+from refattn.interface.values import check_int, check_window
 
 
 def plan(
@@ -28,7 +36,9 @@ def plan(
     block_table = check_shard(batch, shard, block_size=block_size)
     check_contexts(batch)
     left, _ = check_window(window_size)
+    left = -1 if left >= batch.max_seq_len - 1 else left  # hides nothing
     longest = -(-batch.max_seq_len // (shard.num_ranks * shard.interleave)) * shard.interleave
+    longest = min(longest, batch.max_seq_len)
     query_len, num_tokens = batch.max_query_len, batch.num_tokens
     keys = Batch(
         batch.cu_seqlens_q,
@@ -42,13 +52,17 @@ def plan(
     if left >= 0:
         rows = int(batch.cu_seqlens_q[-1]) if batch.device.type == "cpu" else num_tokens
         if rows is None:
-            raise ValueError("num_tokens: expected the number of query rows, which a window needs, got None")
-        where = local_lens((positions(batch, rows) - left).clamp(min=0).int(), shard) + left
-    context = Plan(keys, block_size, causal=False, window_size=(left, -1), positions=where)
+            raise ValueError(
+                "num_tokens: expected the number of query rows, which a window needs, got None: a batch on a device "
+                "is not read, so make the plan of dataclasses.replace(batch, num_tokens=...)"
+            )
+        where = local_lens((positions(batch, rows) - left).clamp(min=0).int(), shard)
+    context = Plan(keys, block_size, causal=False, window_size=(0 if left >= 0 else -1, -1), positions=where)
     new = Batch(batch.cu_seqlens_q, batch.query_lens, None, query_len, query_len, num_tokens=num_tokens)
     return ContextParallelPlan(batch, shard, context, Plan(new, causal=True, window_size=window_size))
 
 
+@without_autocast
 def attention(
     query: Float[Tensor, "t h d"],
     key: Float[Tensor, "t hk d"],
@@ -75,6 +89,8 @@ def attention(
     )
     if options.alibi_slopes is not None:
         raise NotImplementedError("no kernel computes ALiBi over the keys of a rank, as they are not consecutive")
+    rows, pools = dict(query=query, key=key, value=value), dict(key_cache=key_cache, value_cache=value_cache)
+    refuse_gradients(dispatch.NO_BACKWARD, **rows, **pools, options=options)
     all_heads = group.all_gather(query, dim=1)
     part, lse = dispatch.paged(all_heads, key_cache, value_cache, plan.context, options.without_sinks())
 
@@ -91,16 +107,19 @@ def attention(
 
 def own_positions(length: int, shard: Shard) -> Int64[Tensor, "s"]:
     """Return the positions of a sequence that a rank has; the twin of `refattn.context_parallel.own_positions`."""
-    place = torch.arange(int(local_lens(torch.tensor([length], dtype=torch.int32), shard)))
+    check_int("length", length)
+    count = int(local_lens(torch.tensor([length], dtype=torch.int32, device="cpu"), shard))
+    place = torch.arange(count, device="cpu")
     turns, in_run = place // shard.interleave, place % shard.interleave
     return turns * shard.num_ranks * shard.interleave + shard.rank * shard.interleave + in_run
 
 
 def local_lens(lens: Int32[Tensor, "b"], shard: Shard) -> Int32[Tensor, "b"]:
     """Return how many of the first tokens of each sequence a rank has; the twin of `refattn.context_parallel`."""
-    period = shard.num_ranks * shard.interleave
+    check_local_lens(lens, shard)
+    period, lens = shard.num_ranks * shard.interleave, lens.long()  # a period may be longer than an int32 counts
     last_round = (lens % period - shard.rank * shard.interleave).clamp(0, shard.interleave)
-    return lens // period * shard.interleave + last_round
+    return (lens // period * shard.interleave + last_round).int()
 
 
 def slot_mapping(batch: Batch, num_tokens: int, *, shard: Shard, block_size: int) -> Int64[Tensor, "t"]:
@@ -113,6 +132,8 @@ def slot_mapping(batch: Batch, num_tokens: int, *, shard: Shard, block_size: int
     )
     if not block_table.numel():
         return torch.full((num_tokens,), -1, dtype=torch.int64, device=batch.device)
+    begins = local_lens(batch.context_lens.clamp(min=0), shard)
+    check_written_blocks(block_table, begins, seq_lens, block_size=block_size)
     sequence, place, padding = places(batch, num_tokens)
     elsewhere = padding | (place < 0) | (place // shard.interleave % shard.num_ranks != shard.rank)
     period = shard.num_ranks * shard.interleave

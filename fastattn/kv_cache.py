@@ -8,6 +8,8 @@ from jaxtyping import Int32, Int64, Shaped
 from torch import Tensor
 
 from fastattn.kernels import dispatch
+from fastattn.kernels.problem import as_bytes
+from refattn.interface.ambient import refuse_gradients
 from refattn.interface.checks import check_block_pairs, check_gather, check_slots, rows_with_slots
 from refattn.interface.values import check_memory, check_sizes
 
@@ -106,7 +108,8 @@ def gather(cache: Shaped[Tensor, "n p hk d"], blocks: Int32[Tensor, "m"], seq_le
     """
     check_gather(cache, blocks, seq_len)
     used = blocks[: -(-seq_len // cache.shape[1])]
-    return rearrange(cache.index_select(0, used), "m p hk d -> (m p) hk d")[:seq_len]
+    rows = rearrange(as_bytes(cache).index_select(0, used), "m p hk d -> (m p) hk d")[:seq_len]
+    return rows.view(cache.dtype)
 
 
 def copy_blocks(caches: Sequence[Shaped[Tensor, "n ..."]], pairs: Int64[Tensor, "k 2"]) -> None:
@@ -123,8 +126,7 @@ def copy_blocks(caches: Sequence[Shaped[Tensor, "n ..."]], pairs: Int64[Tensor, 
     Source: `refattn.kv_cache.copy_blocks`.
     """
     check_block_pairs(caches, caches, pairs, names=("caches", "caches"))
-    for cache in caches:
-        dispatch.copy_blocks(cache, pairs)
+    dispatch.copy_blocks(caches, pairs)
 
 
 def swap_blocks(
@@ -147,8 +149,9 @@ def swap_blocks(
     Source: `refattn.kv_cache.swap_blocks`.
     """
     check_block_pairs(sources, destinations, pairs)
+    refuse_gradients(dispatch.NO_BACKWARD, sources=sources, destinations=destinations)
     for source, destination in zip(sources, destinations, strict=True):
-        _copy(source, destination, pairs)
+        _copy(as_bytes(source), as_bytes(destination), pairs)
 
 
 def _copy(source: Tensor, destination: Tensor, pairs: Tensor) -> None:

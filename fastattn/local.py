@@ -1,5 +1,7 @@
 """Local attention by the fastest kernel over virtual sequences made on the device; the twin of `refattn.local`."""
 
+from dataclasses import replace
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -14,22 +16,29 @@ from refattn.interface.values import check_chunk
 def plan(batch: Batch, *, chunk_size: int, block_size: int, window_size: tuple[int, int] = (-1, -1)) -> Plan:
     """Cut each sequence at the ends of its chunks, into virtual sequences; the twin of `refattn.local.plan`.
 
-    Every sequence gets as many of them as `max_query_len` queries can touch, so that all sizes follow from Python ints;
-    those left over have no queries. A batch of decodes has one per sequence; one of a few long prefills and many
-    decodes is best split first (`metadata.split_decodes_and_prefills`).
+    Every sequence gets as many of them as the longest query touches: on a device as `max_query_len` or `num_tokens`
+    queries can touch, so that all sizes follow from Python ints. Those left over have no queries. A batch of decodes
+    has one per sequence; one of a few long prefills and many decodes is best split first
+    (`metadata.split_decodes_and_prefills`).
     """
     check_chunk(chunk_size, block_size)
     block_table = check_block_table(batch, block_size=block_size)
     check_lengths(batch)
+    longest_query = batch.max_query_len if batch.num_tokens is None else min(batch.max_query_len, batch.num_tokens)
+    if batch.device.type == "cpu":
+        longest_query = max(batch.query_lens.tolist(), default=0)
+        has_query = batch.query_lens > 0
+        if not has_query.all():  # a sequence without queries reads nothing
+            batch = replace(batch, seq_lens=batch.seq_lens * has_query, num_keys=None)
     if batch.max_seq_len <= chunk_size:  # one chunk holds every sequence
         return Plan(batch, block_size, window_size=window_size)
-    # The most that `max_query_len` neighbours can touch is when the first of them ends a chunk.
-    num_chunks = (max(batch.max_query_len, 1) + chunk_size - 2) // chunk_size + 1
+    # The most that so many neighbours can touch is when the first of them ends a chunk.
+    num_chunks = (max(longest_query, 1) + chunk_size - 2) // chunk_size + 1
     columns = min(chunk_size // block_size, block_table.shape[1])
     cu_seqlens_q, first_keys, seq_lens, virtual_table = dispatch.cut_chunks(
         batch, chunk_size, block_size=block_size, num_chunks=num_chunks, columns=columns
     )
-    longest_query = min(batch.max_query_len, chunk_size)
+    longest_query = min(longest_query, chunk_size)
     chunks = Batch(cu_seqlens_q, seq_lens, virtual_table, longest_query, chunk_size, num_tokens=batch.num_tokens)
     members = torch.arange(batch.num_seqs, dtype=torch.int32, device=batch.device).repeat_interleave(num_chunks)
     return Plan(chunks, block_size, window_size=window_size, first_keys=first_keys, sequences=members)

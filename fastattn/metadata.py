@@ -25,8 +25,9 @@ from refattn.interface.contents import (
     check_requests,
     check_slot_table,
     check_split,
+    check_written_blocks,
 )
-from refattn.interface.values import check_device, check_int, check_sizes
+from refattn.interface.values import LARGEST_INT32, check_device, check_int, check_sizes
 
 
 def make_batch(
@@ -94,6 +95,9 @@ def positions(batch: Batch, num_tokens: int) -> Int64[Tensor, "t"]:
 def slot_mapping(batch: Batch, num_tokens: int, *, block_size: int, window: int | None = None) -> Int64[Tensor, "t"]:
     """Return the slot that each new token is written to; -1 for padding rows and for positions below 0.
 
+    A batch without a block table, or with one without a column, has no cache yet, as in the run that finds out how much
+    memory is left for it: all slots are -1, and nothing is written.
+
     Args:
         batch: the lengths and the block table.
         num_tokens: query rows, `t`, the padding rows included.
@@ -105,22 +109,34 @@ def slot_mapping(batch: Batch, num_tokens: int, *, block_size: int, window: int 
         `block * p + row` for the token's place in the pool.
 
     Raises:
-        ValueError: if the batch has no block table, `num_tokens` is negative, or (on a CPU) the table has too few
-            columns for the lengths, or the batch has more than `num_tokens` query rows.
+        ValueError: if `num_tokens` is negative, or (on a CPU) the table has too few columns for the lengths, or no
+            block for a token that is to be written, or the batch has more than `num_tokens` query rows.
 
     Source: `refattn.metadata.slot_mapping`.
     """
     check_num_tokens(num_tokens, batch)
-    block_table = check_block_table(batch, block_size=block_size)
+    check_sizes(block_size=block_size)
     if window is not None:
         check_sizes(window=window)
-    if block_table.numel() == 0:
+    if batch.block_table is None or batch.block_table.numel() == 0:
         return torch.full((num_tokens,), -1, dtype=torch.int64, device=batch.device)
+    block_table = check_block_table(batch, block_size=block_size)
+    if block_table.is_cpu:
+        lens = batch.query_lens if window is None else batch.query_lens.clamp(max=window)
+        check_written_blocks(block_table, batch.seq_lens - lens, batch.seq_lens, block_size=block_size)
     slots = dispatch.slot_mapping(batch, num_tokens, block_size=block_size)
     if window is None:
         return slots
     sequence, place, _ = places(batch, num_tokens)
     return slots.masked_fill(place < (batch.seq_lens - window)[sequence], -1)
+
+
+def order_decodes_first(query_lens: Sequence[int], *, decode_len: int = 1) -> list[int]:
+    """Return the order of a step with its decodes first; the twin of `refattn.metadata.order_decodes_first`."""
+    check_requests(query_lens, query_lens, None)
+    check_int("decode_len", decode_len)
+    decodes = [request for request, length in enumerate(query_lens) if length <= decode_len]
+    return decodes + [request for request, length in enumerate(query_lens) if length > decode_len]
 
 
 def split_decodes_and_prefills(
@@ -193,7 +209,7 @@ def advance(
     block_table = check_advance(batch, slots, block_size=block_size)
     check_next_inputs(batch, sampled_ids, input_ids, input_positions)
     batch.seq_lens.add_(batch.query_lens)
-    capacity = block_table.shape[1] * block_size
+    capacity = min(block_table.shape[1] * block_size, LARGEST_INT32)
     longer = dataclasses.replace(batch, max_seq_len=min(batch.max_seq_len + batch.max_query_len, capacity))
     slots.copy_(slot_mapping(longer, slots.shape[0], block_size=block_size))
     if input_positions is not None:
@@ -289,7 +305,7 @@ def split_encoder(batch: Batch, encoder_lens: Sequence[int], *, block_size: int)
         seq_lens=batch.seq_lens - lens,
         block_table=own_blocks,
         max_seq_len=batch.max_seq_len - shortest,
-        num_keys=None if batch.num_keys is None else batch.num_keys - num_encoder,
+        num_keys=None if batch.num_keys is None else max(0, batch.num_keys - num_encoder),
     )
 
 
@@ -337,7 +353,7 @@ def refill(buffers: Batch, batch: Batch) -> None:
     check_refill(buffers, batch)
     b = batch.num_seqs
     if batch.block_table is not None and buffers.block_table is not None:
-        columns = min(batch.block_table.shape[1], buffers.block_table.shape[1])  # further ones lead to no key
+        columns = batch.block_table.shape[1]
         buffers.block_table[:b, :columns].copy_(batch.block_table[:, :columns])
     buffers.cu_seqlens_q[: b + 1].copy_(batch.cu_seqlens_q)
     buffers.cu_seqlens_q[b + 1 :].copy_(batch.cu_seqlens_q[-1:].expand(buffers.num_seqs - b))

@@ -13,6 +13,7 @@ from fastattn.kernels import dispatch
 from fastattn.kernels.problem import CU_SEQLENS_K
 from fastattn.metadata import positions, slot_mapping
 from refattn.interface import AttentionOptions, Batch, ContextChunk, Fp8Scales, Plan, PrefillPlan, TreePlan
+from refattn.interface.ambient import refuse_gradients, without_autocast
 from refattn.interface.checks import check_latent, check_latent_prefill, check_latent_slots, check_projection
 from refattn.interface.contents import check_workspace
 from refattn.interface.scales import FP8_FORMATS
@@ -21,6 +22,7 @@ from refattn.interface.values import check_memory, check_sizes
 
 def plan(batch: Batch, *, block_size: int) -> Plan:
     """Plan `attention`: all tokens of each sequence in the cache, causal; the twin of `refattn.mla.plan`."""
+    check_sizes(block_size=block_size)
     return Plan(batch, block_size)
 
 
@@ -50,11 +52,12 @@ def attention(
 def plan_prefill(batch: Batch, *, block_size: int, workspace: int, max_context_len: int | None = None) -> PrefillPlan:
     """Plan `prefill`: new tokens among themselves, and their context in chunks; the twin of `refattn.mla.plan_prefill`.
 
-    All sizes follow from Python ints, so nothing synchronizes with a device. ALiBi needs the position of each query: a
-    batch on a device has to say how many query rows it has for it (`num_tokens`).
+    All sizes follow from Python ints, so nothing synchronizes with a device. The plan has 8 bytes for each token of the
+    longest context, for every sequence: the slots that the chunks read. ALiBi needs the position of each query: a batch
+    on a device has to say how many query rows it has for it (`num_tokens`), else `prefill` raises a ValueError.
     """
+    longest = check_workspace(batch, workspace, max_context_len, block_size=block_size)
     whole = Plan(batch, block_size)
-    longest = check_workspace(batch, workspace, max_context_len)
     num_tokens = int(batch.cu_seqlens_q[-1]) if batch.device.type == "cpu" else batch.num_tokens
     where = None if num_tokens is None else positions(batch, num_tokens).int()
     contexts = batch.context_lens
@@ -78,6 +81,7 @@ def plan_prefill(batch: Batch, *, block_size: int, workspace: int, max_context_l
     return PrefillPlan(own, tuple(chunks), block_size, None if whole.needs is None else whole.needs.blocks)
 
 
+@without_autocast
 def prefill(
     query: Float[Tensor, "t h d"],
     latent: Float[Tensor, "t r"],
@@ -94,8 +98,18 @@ def prefill(
 ) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend from new tokens to themselves and to their context; the twin of `refattn.mla.prefill`.
 
-    No more keys and values are made at a time than those of the new tokens, or of a workspace. Arguments, results and
-    errors are those of `refattn.mla.prefill`.
+    Keys and values are made of the new tokens, then of one chunk of a workspace after the other, and what a chunk
+    answers is merged at once into an output and its log-sum-exp in float32. So beside what it is given it never holds
+    more than these, whatever the context, where W is the workspace, or one token per sequence if that is more:
+
+        keys and values    max(t, W) * h * (nope + rope + dv)    in the type of the query
+        latents            W * (r + rope) * 2                    as they are read, and in the type of the query
+        outputs            2 * t * h * dv                        in float32: merged so far, and with one chunk more
+                           t * h * dv                            in the type of the query: of the chunk
+        log-sum-exps       3 * t * h                             in float32
+
+    The kernel of attention may take memory for its parts besides. Arguments, results and errors are those of
+    `refattn.mla.prefill`.
 
     Raises:
         NotImplementedError: for `batch_invariant`; and if no kernel computes the combination, with the reason of each.
@@ -103,6 +117,8 @@ def prefill(
     projections = dict(key_projection=key_projection, value_projection=value_projection)
     tensors = query, latent, rope_key, cache
     check_latent_prefill(*tensors, plan, options, out, return_lse, **projections, cache_scale=cache_scale)
+    rows = dict(query=query, latent=latent, rope_key=rope_key, cache=cache)
+    refuse_gradients(dispatch.NO_BACKWARD, **rows, **projections, options=options)
     if options.batch_invariant:
         raise NotImplementedError(
             "batch_invariant: prefill computes keys and values by one matrix product, whose bits depend on their "
@@ -110,15 +126,50 @@ def prefill(
         )
     rank, rope = latent.shape[1], rope_key.shape[1]
     projections = {name: projection.contiguous() for name, projection in projections.items()}  # once for all parts
-    own = dispatch.dense(query, *_keys_and_values(latent, rope_key, **projections), plan.own, options)
-    answers = [own]
+    latent, rope_key = _as_read(latent, rope_key, cache, cache_scale)
+    answer, lse = dispatch.dense(query, *_keys_and_values(latent, rope_key, **projections), plan.own, options)
+    if plan.chunks:
+        answer = answer.to(lse.dtype)  # hundreds of merges would lose digits in 16 bits
     for chunk in plan.chunks:
-        read = _read_numbers(cache, chunk.slots, cache_scale, query.dtype)[:, : rank + rope]
-        key, value = _keys_and_values(read[:, :rank], read[:, rank:], **projections)
-        answers.append(dispatch.dense(query, key, value, chunk.plan, options.without_sinks()))
-    answer, lse = dispatch.merge(*zip(*answers, strict=True)) if plan.chunks else own
+        part, part_lse = _attend_to_chunk(query, cache, chunk, options, rank, rope, cache_scale, **projections)
+        answer, lse = dispatch.merge([answer, part], [lse, part_lse])
+        del part, part_lse  # before the next chunk takes memory
+    answer = answer.to(query.dtype)
     out = answer if out is None else out.copy_(answer)
     return (out, lse) if return_lse else out
+
+
+def _attend_to_chunk(
+    query: Float[Tensor, "t h d"],
+    cache: Float[Tensor, "n p c"],
+    chunk: ContextChunk,
+    options: AttentionOptions,
+    rank: int,
+    rope: int,
+    cache_scale: float,
+    *,
+    key_projection: Float[Tensor, "h nope r"],
+    value_projection: Float[Tensor, "h dv r"],
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend from all new tokens to a chunk of their contexts, whose keys and values are gone when it returns."""
+    read = _read_numbers(cache, chunk.slots, cache_scale, query.dtype)[:, : rank + rope]
+    projections = dict(key_projection=key_projection, value_projection=value_projection)
+    key, value = _keys_and_values(read[:, :rank], read[:, rank:], **projections)
+    return dispatch.dense(query, key, value, chunk.plan, options.without_sinks())
+
+
+def _as_read(
+    latent: Float[Tensor, "t r"], rope_key: Float[Tensor, "t rope"], cache: Float[Tensor, "n p c"], cache_scale: float
+) -> tuple[Float[Tensor, "t r"], Float[Tensor, "t rope"]]:
+    """Return new latents and rotary keys as later steps read them: over a pool of codes, what their codes stand for."""
+    if cache.dtype not in FP8_FORMATS:
+        return latent, rope_key
+    (t, rank), rope = latent.shape, rope_key.shape[1]
+    pool = allocate(1, max(1, t), rank, rope, dtype=cache.dtype, device=cache.device)
+    slots = torch.arange(t, device=cache.device)
+    write(latent, rope_key, pool, slots, cache_scale=cache_scale)
+    read = _read_numbers(pool, slots, cache_scale, latent.dtype)
+    return read[:, :rank], read[:, rank:]
 
 
 def _read(cache: Shaped[Tensor, "n p c"], slots: Int64[Tensor, "s"]) -> Shaped[Tensor, "s c"]:
@@ -136,7 +187,7 @@ def _read_numbers(
     if cache.dtype not in FP8_FORMATS:
         return _read(cache, slots)
     codes = _read(cache.view(torch.uint8), slots).view(cache.dtype)
-    return codes.to(dtype).mul_(torch.tensor(cache_scale, dtype=torch.float32))
+    return codes.to(dtype).mul_(torch.tensor(cache_scale, dtype=torch.float32, device="cpu"))
 
 
 def _scales(cache: Tensor, cache_scale: float) -> Fp8Scales | None:
@@ -154,12 +205,13 @@ def _keys_and_values(
     """Make the keys and values of every head, by one product each."""
     h, nope, _ = key_projection.shape
     key = latent.new_empty(latent.shape[0], h, nope + rope_key.shape[1])
-    per_head = (latent.detach().expand(h, -1, -1), key_projection.detach().mT)
+    per_head = (latent.expand(h, -1, -1), key_projection.mT)
     torch.bmm(*per_head, out=key[..., :nope].transpose(0, 1))  # to its place, which takes no copy
     key[..., nope:] = rope_key[:, None]
     return key, (latent @ value_projection.flatten(0, 1).mT).unflatten(1, (h, -1))
 
 
+@without_autocast
 def absorb(query: Float[Tensor, "t h d"], key_projection: Float[Tensor, "h nope r"]) -> Float[Tensor, "t h absorbed"]:
     """Turn queries into those that `attention` takes, by one product per head; the twin of `refattn.mla.absorb`."""
     check_projection(query, "query", key_projection, "key_projection", ("h", "nope", "r"))
@@ -170,6 +222,7 @@ def absorb(query: Float[Tensor, "t h d"], key_projection: Float[Tensor, "h nope 
     return absorbed
 
 
+@without_autocast
 def project(latent: Float[Tensor, "t h r"], value_projection: Float[Tensor, "h dv r"]) -> Float[Tensor, "t h dv"]:
     """Turn the latents that `attention` returns into the outputs of the heads; the twin of `refattn.mla.project`."""
     check_projection(latent, "latent", value_projection, "value_projection", ("h", "dv", "r"))
@@ -201,6 +254,7 @@ def write(
 ) -> None:
     """Write new latents and rotary keys into the pool, in place, in one launch; the twin of `refattn.mla.write`."""
     check_latent_slots(latent, rope_key, cache, slot_mapping, cache_scale=cache_scale)
+    refuse_gradients(dispatch.NO_BACKWARD, latent=latent, rope_key=rope_key, cache=cache)
     rank, width = latent.shape[1], latent.shape[1] + rope_key.shape[1]
     pages, scales = cache[:, :, None], _scales(cache, cache_scale)
     tokens = latent[:, None], rope_key[:, None], pages[..., :rank], pages[..., rank:width], slot_mapping

@@ -9,10 +9,12 @@ from torch import Tensor
 from fastattn.kernels import dispatch
 from refattn.interface import AttentionOptions, Batch, CascadePlan, Fp8Scales, Int8Scales, Plan, TreePlan
 from refattn.interface.checks import check_int8_pools, check_quantized, check_quantized_slots, check_values
+from refattn.interface.values import check_sizes
 
 
 def plan(batch: Batch, *, block_size: int, causal: bool = True, window_size: tuple[int, int] = (-1, -1)) -> Plan:
     """Plan attention over all tokens of each sequence in the cache; the twin of `refattn.quantized.plan`."""
+    check_sizes(block_size=block_size)
     return Plan(batch, block_size, causal, window_size)
 
 
@@ -77,7 +79,7 @@ def allocate_int8(
     lengths = [rows * sizes[0], rows * sizes[1] * value_dtype.itemsize]
     keys, values = torch.zeros(sum(lengths), dtype=torch.int8, device=device).split(lengths)
     key_cache, value_cache = keys.view(num_blocks, *inner, -1), values.view(value_dtype).view(num_blocks, *inner, -1)
-    scales = torch.ones(num_blocks, *inner, device=device)
+    scales = torch.ones(num_blocks, *inner, dtype=torch.float32, device=device)
     if layout == "NHD":
         return key_cache, value_cache, scales
     return key_cache.transpose(1, 2), value_cache.transpose(1, 2), scales.transpose(1, 2)

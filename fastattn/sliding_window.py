@@ -20,7 +20,7 @@ def plan(batch: Batch, *, window_size: tuple[int, int], block_size: int, causal:
     left, _ = check_window(window_size)
     block_table = check_block_table(batch, block_size=block_size)
     check_lengths(batch)
-    if left < 0 or batch.max_seq_len <= left + block_size:  # every query sees a key of the first block
+    if left < 0 or batch.max_seq_len < left + block_size:  # every query sees a key of the first block
         return Plan(batch, block_size, causal, window_size)
     # The keys that the queries of a sequence can see, and before them at most a block but one key.
     longest = min(batch.max_seq_len, left + batch.max_query_len + block_size - 1)

@@ -38,7 +38,7 @@ def make_trees(parents: Sequence[Sequence[int]], *, device: torch.device | str =
     b, w = len(parents), max(map(len, parents), default=0)
     padded = ((*nodes, *[-1] * (w - len(nodes))) for nodes in parents)
     numbers = [*map(len, parents), *chain.from_iterable(padded)]
-    packed = torch.tensor(numbers, dtype=torch.int32).to(device)  # one copy to the device instead of two
+    packed = torch.tensor(numbers, dtype=torch.int32, device="cpu").to(device)  # one copy to the device instead of two
     return Trees(packed[b:].view(b, w), packed[:b])
 
 
@@ -85,7 +85,8 @@ def plan(
     if batch.device.type == "cpu":
         num_tokens = int(batch.cu_seqlens_q[-1])
     else:
-        num_tokens = batch.num_seqs * batch.max_query_len if batch.num_tokens is None else batch.num_tokens
+        most = batch.num_seqs * min(batch.max_query_len, trees.max_len)  # query rows: all of them are nodes
+        num_tokens = most if batch.num_tokens is None else batch.num_tokens
     depths, ancestors, where = dispatch.draw_trees(batch, trees, num_tokens)
     keys, first_keys = batch, None
     if left >= 0:  # every node is new to the window, whichever of them are query rows
@@ -162,7 +163,7 @@ def accept_sampled(
 ) -> Accepted:
     """Accept by rejection sampling, node by node for all trees; the twin of `refattn.speculative.accept_sampled`."""
     check_drafts(batch, trees, drafts=drafts)
-    check_probabilities(drafts, target_probs, uniforms, draft_probs)
+    check_probabilities(batch, drafts, target_probs, uniforms, draft_probs)
     b, w = trees.parents.shape
     if b == 0 or w == 0 or len(drafts) == 0:
         nothing = torch.zeros_like(trees.lens)
@@ -183,14 +184,17 @@ def accept_sampled(
         goes_on = is_tried & (uniforms[row].double() * drawn_from.gather(1, token)[:, 0] < left.gather(1, token)[:, 0])
         rest = (left - drawn_from).clamp(min=0.0)
         total = rest.sum(-1, keepdim=True)
-        rest = torch.where(total > 0, rest / total, left)
+        rest = torch.where(total == 0, left, rest / total)
         left = torch.where(is_tried[:, None], rest, left)
         left = torch.where(goes_on[:, None], target_probs[row].double(), left)
         last = torch.where(goes_on, k, last)
         accepted[:, k] = goes_on
     ends = left.cumsum(-1)
-    drawn = torch.searchsorted(ends, uniforms[rows[:, :1]].double() * ends[:, -1:], right=True)[:, 0]
-    return _accepted(accepted, drawn)
+    total = ends[:, -1:].contiguous()
+    place = uniforms[rows[:, :1]].double() * total
+    can_draw = (place >= 0) & (place <= total) & (total > 0) & (total < torch.inf)
+    drawn = torch.minimum(torch.searchsorted(ends, place, right=True), torch.searchsorted(ends, total))
+    return _accepted(accepted, torch.where(can_draw, drawn, -1)[:, 0])
 
 
 def compact(
@@ -201,9 +205,8 @@ def compact(
     The twin of `refattn.speculative.compact`.
     """
     check_accepted(batch, trees, accepted)
-    check_caches(caches, batch, block_size=block_size)
-    for cache in caches:
-        dispatch.compact(cache, batch, trees, accepted, block_size=block_size)
+    check_caches(caches, batch, trees, accepted, block_size=block_size)
+    dispatch.compact(caches, batch, trees, accepted, block_size=block_size)
 
 
 def accepted_batch(batch: Batch, trees: Trees, lens: Int32[Tensor, "b"]) -> Batch:

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from refattn import masks
 from refattn.interface import AttentionOptions, Plan, TreePlan
+from refattn.interface.ambient import without_autocast
 
 
+@without_autocast
 def attend(
     query: Float[Tensor, "t h d"],
     key: Float[Tensor, "s hk d"],
@@ -26,6 +28,7 @@ def attend(
     softcap: float = 0.0,
     bias: Float[Tensor, "h t s"] | None = None,
     sinks: Float[Tensor, "h"] | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend with every query to the keys that it may see.
 
@@ -39,7 +42,8 @@ def attend(
 
     The order matters: the cap and the bias come before the mask, so neither can make a hidden key visible again.
     A fully masked query returns 0 with an LSE of `-inf` (with a sink: 0, and the sink as its LSE). A key that no query
-    sees may hold anything, NaN included; a NaN that a query sees comes out as NaN.
+    sees may hold anything, NaN included; a NaN that a query sees comes out as NaN. Every tensor may require a gradient:
+    those of keys that no query sees, and of queries that see no key, are 0, whatever is in them.
 
     Args:
         query: the new tokens, one row per token.
@@ -50,6 +54,7 @@ def attend(
         softcap: bound on the scores, in units of the scaled score; 0 for no bound.
         bias: added to the scaled, capped scores (ALiBi).
         sinks: one extra logit per head, in the denominator of the softmax only.
+        batch_invariant: attend with one query at a time, so that its bits depend on what it sees alone.
 
     Returns:
         The outputs in the type of `query`, and the log-sum-exp of each row: natural log, float32 (float64 for float64
@@ -58,15 +63,19 @@ def attend(
     Source: Vaswani et al. 2017, "Attention Is All You Need"; grouped heads: Ainslie et al. 2023, "GQA"; sinks:
         OpenAI 2025, gpt-oss.
     """
+    if batch_invariant:
+        numbers = dict(softmax_scale=softmax_scale, softcap=softcap, sinks=sinks)
+        return _attend_one_by_one(query, key, value, visible, bias, **numbers)
     compute = compute_dtype(query.dtype)
     group = query.shape[1] // key.shape[1]
     scale = query.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
-    k = repeat(key.to(compute), "s hk d -> s (hk g) d", g=group)
-    v = repeat(value.to(compute), "s hk dv -> s (hk g) dv", g=group)
-    nobody_sees = rearrange(~visible.any(0), "s -> s 1 1")
-    v = v.masked_fill(nobody_sees, 0.0)  # such memory may hold anything, and 0 * NaN is NaN
+    nobody_sees, sees_nothing = (rearrange(~visible.any(i), "rows -> rows 1 1") for i in (0, 1))
+    q = query.to(compute).masked_fill(sees_nothing, 0.0)  # such rows may hold anything, and 0 * NaN is NaN:
+    k = key.to(compute).masked_fill(nobody_sees, 0.0)  # in the outputs, and in the gradients of other rows
+    v = value.to(compute).masked_fill(nobody_sees, 0.0)
+    k, v = (repeat(x, "s hk size -> s (hk g) size", g=group) for x in (k, v))
 
-    scores = einsum(query.to(compute) * scale, k, "t h d, s h d -> h t s")
+    scores = einsum(q * scale, k, "t h d, s h d -> h t s")
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
@@ -79,6 +88,29 @@ def attend(
     weights = torch.exp(scores - lse[..., None]).masked_fill(~visible, 0.0)  # the fill turns -inf - -inf into 0
     out = einsum(weights, v, "h t s, s h dv -> t h dv")
     return out.to(query.dtype), lse.T
+
+
+def _attend_one_by_one(
+    query: Float[Tensor, "t h d"],
+    key: Float[Tensor, "s hk d"],
+    value: Float[Tensor, "s hk dv"],
+    visible: Bool[Tensor, "t s"],
+    bias: Float[Tensor, "h t s"] | None,
+    **numbers: Any,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend with each query by itself to copies of the keys that it sees, and of no others.
+
+    The last bits of a product depend on its shape and on where its factors lie in memory. Here both follow from what
+    the query sees: neither other rows nor keys hidden from it have a part in them.
+    """
+    out = query.new_zeros(*query.shape[:2], value.shape[2])
+    lse = query.new_zeros(query.shape[:2], dtype=compute_dtype(query.dtype))
+    for i, sees in enumerate(visible):
+        its_bias = None if bias is None else bias[:, i : i + 1, sees]
+        everything = torch.ones(1, int(sees.sum()), dtype=torch.bool, device=query.device)
+        row = attend(query[i : i + 1], key[sees], value[sees], everything, bias=its_bias, **numbers)
+        out[i : i + 1], lse[i : i + 1] = row
+    return out, lse
 
 
 def attend_sequences(
@@ -122,6 +154,7 @@ def attend_sequences(
             softcap=options.softcap,
             bias=bias,
             sinks=options.sinks,
+            batch_invariant=options.batch_invariant,
         )
     return out, lse
 
@@ -173,6 +206,7 @@ def attend_trees(
             softcap=options.softcap,
             bias=bias,
             sinks=options.sinks,
+            batch_invariant=options.batch_invariant,
         )
     return out, lse
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from refattn.attention import attend_sequences, hand_over
 from refattn.interface import AttentionOptions, Batch, Plan
 from refattn.interface.checks import check_paged
+from refattn.interface.values import check_sizes
 from refattn.kv_cache import gather
 
 
@@ -34,6 +35,7 @@ def plan(batch: Batch, *, block_size: int, causal: bool = True, window_size: tup
     Raises:
         ValueError: naming the argument that does not fit; the contents of the batch are checked on a CPU.
     """
+    check_sizes(block_size=block_size)
     return Plan(batch, block_size, causal, window_size)
 
 

@@ -22,8 +22,15 @@ from torch import Tensor
 from refattn.attention import attend, attend_sequences, compute_dtype, hand_over
 from refattn.interface import AttentionOptions, Batch, ContextParallelPlan, Group, Plan, Shard
 from refattn.interface.checks import check_context_parallel
-from refattn.interface.contents import check_block_table, check_contexts, check_num_tokens, check_shard
-from refattn.interface.values import check_window
+from refattn.interface.contents import (
+    check_block_table,
+    check_contexts,
+    check_local_lens,
+    check_num_tokens,
+    check_shard,
+    check_written_blocks,
+)
+from refattn.interface.values import check_int, check_window
 from refattn.kv_cache import gather
 from refattn.merge import merge
 from refattn.metadata import positions
@@ -35,7 +42,7 @@ def plan(
     """Plan the part of one rank: its share of each context, and the new tokens among themselves.
 
     A window that begins at position `i - left` begins on the rank at its first key from there on. So it is a window
-    over the keys as stored there, with shifted positions of the queries.
+    over the keys as stored there, from a query's position in this count on: that of its first key.
 
     Args:
         batch: the lengths, the same on all ranks, and the rank's own block table: it has blocks for the rank's tokens.
@@ -53,13 +60,15 @@ def plan(
     check_contexts(batch)
     left, _ = check_window(window_size)
     seq_lens = local_lens(batch.context_lens, shard)
+    left = -1 if left >= batch.max_seq_len - 1 else left  # hides nothing
     longest = -(-batch.max_seq_len // (shard.num_ranks * shard.interleave)) * shard.interleave
+    longest = min(longest, batch.max_seq_len)
     keys = Batch(batch.cu_seqlens_q, seq_lens, block_table, batch.max_query_len, longest, num_tokens=batch.num_tokens)
     where = None
     if left >= 0:
         begins = positions(batch, int(batch.cu_seqlens_q[-1])) - left
-        where = local_lens(begins.clamp(min=0).int(), shard) + left
-    context = Plan(keys, block_size, causal=False, window_size=(left, -1), positions=where)
+        where = local_lens(begins.clamp(min=0).int(), shard)
+    context = Plan(keys, block_size, causal=False, window_size=(0 if left >= 0 else -1, -1), positions=where)
     query_lens = batch.query_lens
     new = Batch(
         batch.cu_seqlens_q, query_lens, None, batch.max_query_len, batch.max_query_len, num_tokens=batch.num_tokens
@@ -114,10 +123,11 @@ def attention(
     part, lse = _attend_to_own_context(all_heads, key_cache, value_cache, plan, options, slopes)
 
     lse_of_ranks = group.all_gather(rearrange(lse, "t h -> 1 t h"), dim=0)
-    total = lse_of_ranks.logsumexp(0)  # [t, h of all ranks]
-    weight = torch.exp(lse - total).masked_fill(lse == -torch.inf, 0.0).to(part.dtype)
+    nothing = lse_of_ranks.amax(0) == -torch.inf  # where no rank has a key, -inf - -inf would be NaN
+    total = lse_of_ranks.masked_fill(nothing, 0.0).logsumexp(0)  # [t, h of all ranks]
+    weight = torch.exp(lse - total).to(part.dtype)
     context = group.reduce_scatter(rearrange(weight, "t h -> t h 1") * part, dim=1)  # [t, h, dv]
-    context_lse = total.chunk(group.size, dim=1)[group.rank]
+    context_lse = total.masked_fill(nothing, -torch.inf).chunk(group.size, dim=1)[group.rank]
 
     rows = plan.own.batch.key_rows()
     sequences = ((key[first:last, key_heads], value[first:last, key_heads]) for first, last in rows)
@@ -156,6 +166,7 @@ def _attend_to_own_context(
             softmax_scale=options.softmax_scale,
             softcap=options.softcap,
             bias=None if slopes is None else -rearrange(slopes.to(compute), "h -> h 1 1") * distance,
+            batch_invariant=options.batch_invariant,
         )
     return out, lse
 
@@ -169,8 +180,12 @@ def own_positions(length: int, shard: Shard) -> Int64[Tensor, "s"]:
 
     Returns:
         The position of each token of the rank: run `r` of `interleave` tokens belongs to rank `r % num_ranks`.
+
+    Raises:
+        ValueError: if the length is none.
     """
-    place = torch.arange(length)
+    check_int("length", length)
+    place = torch.arange(length, device="cpu")
     return place[place // shard.interleave % shard.num_ranks == shard.rank]
 
 
@@ -186,9 +201,21 @@ def local_lens(lens: Int32[Tensor, "b"], shard: Shard) -> Int32[Tensor, "b"]:
 
     Returns:
         The rank's tokens among them.
+
+    Raises:
+        ValueError: if the lengths are no int32 `[b]`, or (on a CPU) negative.
     """
-    counts = [len(own_positions(length, shard)) for length in lens.tolist()]
+    check_local_lens(lens, shard)
+    counts = [_count_own(length, shard) for length in lens.tolist()]
     return torch.tensor(counts, dtype=torch.int32, device=lens.device)
+
+
+def _count_own(length: int, shard: Shard) -> int:
+    """Count what `own_positions` lists, without the list: a length may be anything before it is checked."""
+    runs = range(shard.rank * shard.interleave, length, shard.num_ranks * shard.interleave)  # where they begin
+    if not runs:
+        return 0
+    return (len(runs) - 1) * shard.interleave + min(shard.interleave, length - runs[-1])  # the last may end early
 
 
 def slot_mapping(batch: Batch, num_tokens: int, *, shard: Shard, block_size: int) -> Int64[Tensor, "t"]:
@@ -212,12 +239,13 @@ def slot_mapping(batch: Batch, num_tokens: int, *, shard: Shard, block_size: int
     check_block_table(
         Batch(batch.cu_seqlens_q, seq_lens, block_table, batch.max_query_len, batch.max_seq_len), block_size=block_size
     )
+    begins = local_lens(batch.context_lens.clamp(min=0), shard)
+    check_written_blocks(block_table, begins, seq_lens, block_size=block_size)
     result = torch.full((num_tokens,), -1, dtype=torch.int64, device=batch.device)
-    place = positions(batch, num_tokens)
-    for (q0, q1), seq_len, blocks in zip(batch.query_rows(), batch.seq_lens.tolist(), block_table, strict=True):
-        local = {position: i for i, position in enumerate(own_positions(seq_len, shard).tolist())}
+    place = positions(batch, num_tokens).tolist()
+    for (q0, q1), blocks in zip(batch.query_rows(), block_table, strict=True):
         for row in range(q0, q1):
-            i = local.get(int(place[row]))
-            if i is not None:
-                result[row] = blocks[i // block_size] * block_size + i % block_size
+            i = _count_own(place[row], shard)  # of the rank's tokens come before this one
+            if _count_own(place[row] + 1, shard) > i:
+                result[row] = blocks[i // block_size].long() * block_size + i % block_size
     return result

@@ -19,6 +19,7 @@ from einops import rearrange
 from jaxtyping import Int32, Int64, Shaped
 from torch import Tensor
 
+from refattn.interface.ambient import without_autocast
 from refattn.interface.checks import check_block_pairs, check_gather, check_slots, rows_with_slots
 from refattn.interface.values import check_memory, check_sizes
 
@@ -103,6 +104,7 @@ def write(
         value_cache[block, row] = value[token]
 
 
+@without_autocast
 def gather(cache: Shaped[Tensor, "n p hk d"], blocks: Int32[Tensor, "m"], seq_len: int) -> Shaped[Tensor, "s hk d"]:
     """Read the keys or the values of one sequence, in order.
 

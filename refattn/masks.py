@@ -145,7 +145,7 @@ def tree(parents: Sequence[int]) -> Bool[Tensor, "w w"]:
 
     Source: Miao et al. 2024, "SpecInfer"; Cai et al. 2024, "Medusa".
     """
-    visible = torch.zeros(len(parents), len(parents), dtype=torch.bool)
+    visible = torch.zeros(len(parents), len(parents), dtype=torch.bool, device="cpu")
     for node, parent in enumerate(parents):
         if parent >= 0:
             visible[node] = visible[parent]

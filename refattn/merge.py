@@ -13,9 +13,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from refattn.attention import compute_dtype
+from refattn.interface.ambient import without_autocast
 from refattn.interface.checks import check_partials, check_sinks
 
 
+@without_autocast
 def merge(
     outs: Sequence[Float[Tensor, "t h dv"]], lses: Sequence[Float[Tensor, "t h"]]
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
@@ -25,7 +27,7 @@ def merge(
         out = sum_i exp(lse_i - lse) * out_i
 
     A part in which a query sees no key has an LSE of `-inf` and no weight, whatever its output holds. A query that sees
-    no key in any part returns 0 and `-inf` again.
+    no key in any part returns 0 and `-inf` again. Outputs and log-sum-exps may require gradients.
 
     Args:
         outs: the partial outputs, one tensor per part; all of one shape and type.
@@ -43,12 +45,14 @@ def merge(
     check_partials(outs, lses)
     compute = torch.float64 if lses[0].dtype == torch.float64 else compute_dtype(outs[0].dtype)
     lse_parts = torch.stack([lse.to(compute) for lse in lses])  # [parts, t, h]
-    lse = lse_parts.logsumexp(0)  # [t, h]
+    sees_nothing = lse_parts.amax(0) == -torch.inf  # [t, h], in any part: there -inf - -inf would be NaN
+    total = lse_parts.masked_fill(sees_nothing, 0.0).logsumexp(0)
     out = torch.zeros_like(outs[0], dtype=compute)
     for part_out, part_lse in zip(outs, lse_parts, strict=True):
         saw_nothing = rearrange(part_lse == -torch.inf, "t h -> t h 1")
-        weight = rearrange(torch.exp(part_lse - lse), "t h -> t h 1")
-        out = out + (weight * part_out.to(compute)).masked_fill(saw_nothing, 0.0)
+        weight = rearrange(torch.exp(part_lse - total), "t h -> t h 1")
+        out = out + weight * part_out.to(compute).masked_fill(saw_nothing, 0.0)
+    lse = total.masked_fill(sees_nothing, -torch.inf)
     return out.to(outs[0].dtype), lse.to(lses[0].dtype)
 
 

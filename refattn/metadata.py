@@ -28,8 +28,9 @@ from refattn.interface.contents import (
     check_requests,
     check_slot_table,
     check_split,
+    check_written_blocks,
 )
-from refattn.interface.values import check_device, check_int, check_sizes
+from refattn.interface.values import LARGEST_INT32, check_device, check_int, check_sizes
 
 
 def make_batch(
@@ -58,9 +59,9 @@ def make_batch(
     table = None
     if block_tables is not None:
         columns = max((len(blocks) for blocks in block_tables), default=0)
-        table = torch.full((len(seq_lens), columns), -1, dtype=torch.int32)
+        table = torch.full((len(seq_lens), columns), -1, dtype=torch.int32, device="cpu")
         for i, blocks in enumerate(block_tables):
-            table[i, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+            table[i, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32, device="cpu")
         table = table.to(device)
     return Batch(
         cu_seqlens_q=torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32, device=device),
@@ -97,6 +98,9 @@ def positions(batch: Batch, num_tokens: int) -> Int64[Tensor, "t"]:
 def slot_mapping(batch: Batch, num_tokens: int, *, block_size: int, window: int | None = None) -> Int64[Tensor, "t"]:
     """Return the slot that each new token is written to; -1 for padding rows and for positions below 0.
 
+    A batch without a block table, or with one without a column, has no cache yet, as in the run that finds out how much
+    memory is left for it: all slots are -1, and nothing is written.
+
     Args:
         batch: the lengths and the block table.
         num_tokens: query rows, `t`, the padding rows included.
@@ -108,21 +112,50 @@ def slot_mapping(batch: Batch, num_tokens: int, *, block_size: int, window: int 
         `block * p + row` for the token's place in the pool.
 
     Raises:
-        ValueError: if the batch has no block table, `num_tokens` is negative, or (on a CPU) the table has too few
-            columns for the lengths, or the batch has more than `num_tokens` query rows.
+        ValueError: if `num_tokens` is negative, or (on a CPU) the table has too few columns for the lengths, or no
+            block for a token that is to be written, or the batch has more than `num_tokens` query rows.
     """
     check_num_tokens(num_tokens, batch)
-    block_table = check_block_table(batch, block_size=block_size)
+    check_sizes(block_size=block_size)
     if window is not None:
         check_sizes(window=window)
     result = torch.full((num_tokens,), -1, dtype=torch.int64, device=batch.device)
+    if batch.block_table is None or batch.block_table.shape[1] == 0:
+        return result
+    block_table = check_block_table(batch, block_size=block_size)
+    ends = batch.seq_lens.long()
+    begins = ends - batch.query_lens if window is None else torch.maximum(ends - batch.query_lens, ends - window)
+    check_written_blocks(block_table, begins, ends, block_size=block_size)
     place = positions(batch, num_tokens)
     for (q0, q1), blocks in zip(batch.query_rows(), block_table, strict=True):
         for row in range(q0, q1):
             if place[row] >= 0 and (window is None or place[row] >= place[q1 - 1] + 1 - window):
-                block = blocks[place[row] // block_size]
+                block = blocks[place[row] // block_size].long()  # a slot may be more than an int32 counts
                 result[row] = block * block_size + place[row] % block_size
     return result
+
+
+def order_decodes_first(query_lens: Sequence[int], *, decode_len: int = 1) -> list[int]:
+    """Return the order of a step's requests with its decodes first, as `split_decodes_and_prefills` takes them.
+
+        new tokens    9 1 3 1        decode_len 1    1 3 0 2        with up to 2 drafts, decode_len 3    1 2 3 0
+
+    Args:
+        query_lens: the new tokens of each request.
+        decode_len: a request with at most this many new tokens is a decode: with speculative decoding one more than
+            there may be drafts, as a decode brings its drafts along.
+
+    Returns:
+        The requests by their places in `query_lens`; decodes stay in their order, and so do prefills.
+
+    Raises:
+        ValueError: if a length is none, or `decode_len` is negative.
+
+    Source: vLLM's `reorder_batch_to_split_decodes_and_prefills`, with the threshold of each backend.
+    """
+    check_requests(query_lens, query_lens, None)
+    check_int("decode_len", decode_len)
+    return sorted(range(len(query_lens)), key=lambda request: query_lens[request] > decode_len)
 
 
 def split_decodes_and_prefills(
@@ -131,7 +164,7 @@ def split_decodes_and_prefills(
     """Split a batch into its decodes and its prefills, which use different kernels.
 
     Args:
-        batch: a batch with all its decodes before all its prefills, or after them.
+        batch: a batch with all its decodes before all its prefills (`order_decodes_first`), or after them.
         query_lens: the new tokens of each sequence, known on the host, so that nothing synchronizes.
         decode_len: a sequence with at most this many new tokens is a decode (above 1 with speculative decoding).
         seq_lens: tokens of each sequence, where they are known, too: each part then says how long its own longest
@@ -199,7 +232,7 @@ def advance(
     block_table = check_advance(batch, slots, block_size=block_size)
     check_next_inputs(batch, sampled_ids, input_ids, input_positions)
     batch.seq_lens.add_(batch.query_lens)
-    capacity = block_table.shape[1] * block_size
+    capacity = min(block_table.shape[1] * block_size, LARGEST_INT32)
     longer = dataclasses.replace(batch, max_seq_len=min(batch.max_seq_len + batch.max_query_len, capacity))
     slots.copy_(slot_mapping(longer, slots.shape[0], block_size=block_size))
     if input_positions is not None:
@@ -293,7 +326,7 @@ def split_encoder(batch: Batch, encoder_lens: Sequence[int], *, block_size: int)
         seq_lens=batch.seq_lens - lens,
         block_table=own_blocks,
         max_seq_len=batch.max_seq_len - min(encoder_lens, default=0),
-        num_keys=None if batch.num_keys is None else batch.num_keys - num_encoder,
+        num_keys=None if batch.num_keys is None else max(0, batch.num_keys - num_encoder),
     )
 
 
@@ -392,14 +425,15 @@ def refill(buffers: Batch, batch: Batch) -> None:
         batch: the step: any number of sequences up to that of the buffers, of any lengths up to their maxima.
 
     Raises:
-        ValueError: if the step does not fit. Nothing is written then.
+        ValueError: if the step does not fit: more sequences or columns than the buffers have, or larger maxima. Nothing
+            is written then.
 
     Source: the metadata of captured decodes in vLLM and SGLang.
     """
     check_refill(buffers, batch)
     b = batch.num_seqs
     if batch.block_table is not None and buffers.block_table is not None:
-        columns = min(batch.block_table.shape[1], buffers.block_table.shape[1])  # further ones lead to no key
+        columns = batch.block_table.shape[1]
         buffers.block_table[:b, :columns].copy_(batch.block_table[:, :columns])
     buffers.cu_seqlens_q[: b + 1].copy_(batch.cu_seqlens_q)
     buffers.cu_seqlens_q[b + 1 :].copy_(batch.cu_seqlens_q[-1:].expand(buffers.num_seqs - b))

@@ -17,6 +17,8 @@ A pool may hold codes of fp8 instead of numbers, `x = cache_scale * code`, under
 and value at once, and lies in a row with its rotary key. Then a write rounds to codes, as that of `refattn.quantized`.
 """
 
+from dataclasses import replace
+
 import torch
 from einops import einsum, rearrange, repeat
 from jaxtyping import Float, Int64, Shaped
@@ -25,6 +27,7 @@ from torch import Tensor
 from refattn import kv_cache, quantized
 from refattn.attention import attend_sequences, attend_trees, compute_dtype, hand_over
 from refattn.interface import AttentionOptions, Batch, ContextChunk, Fp8Scales, Plan, PrefillPlan, TreePlan
+from refattn.interface.ambient import without_autocast
 from refattn.interface.checks import check_latent, check_latent_prefill, check_latent_slots, check_projection
 from refattn.interface.contents import check_workspace
 from refattn.interface.scales import FP8_FORMATS
@@ -46,6 +49,7 @@ def plan(batch: Batch, *, block_size: int) -> Plan:
     Raises:
         ValueError: naming the argument that does not fit; the contents of the batch are checked on a CPU.
     """
+    check_sizes(block_size=block_size)
     return Plan(batch, block_size)
 
 
@@ -116,8 +120,9 @@ def plan_prefill(batch: Batch, *, block_size: int, workspace: int, max_context_l
         batch: the lengths and the block table; every sequence has its new tokens among its keys.
         block_size: tokens in a block, `p`.
         workspace: the most tokens whose keys and values are computed at a time, at least one for each sequence.
-        max_context_len: tokens of the longest context, for which there are chunks. None: the longest that there is, or
-            on a device, where nothing can be read, one token less than the longest sequence.
+        max_context_len: tokens of the longest context, for which there are chunks, but for no more tokens than the
+            block table holds. None: the longest that there is, or on a device, where nothing can be read, one token
+            less than the longest sequence.
 
     Returns:
         A plan for every layer of this step.
@@ -125,8 +130,8 @@ def plan_prefill(batch: Batch, *, block_size: int, workspace: int, max_context_l
     Raises:
         ValueError: naming the argument that does not fit; the contents of the batch are checked on a CPU.
     """
+    longest = check_workspace(batch, workspace, max_context_len, block_size=block_size)
     whole = Plan(batch, block_size)
-    longest = check_workspace(batch, workspace, max_context_len)
     assert batch.block_table is not None  # a plan over pages has checked it
     query_lens, contexts = batch.query_lens.tolist(), batch.context_lens.tolist()
     where = positions(batch, sum(query_lens)).int()
@@ -144,7 +149,7 @@ def plan_prefill(batch: Batch, *, block_size: int, workspace: int, max_context_l
         row = 0
         for sequence, count in enumerate(counts):
             for j in range(start, start + count):
-                slots[row] = batch.block_table[sequence, j // block_size] * block_size + j % block_size
+                slots[row] = batch.block_table[sequence, j // block_size].long() * block_size + j % block_size
                 row += 1
         chunks.append(ContextChunk(rows(counts, size, [start] * batch.num_seqs, causal=False), slots))
     own = rows(query_lens, batch.max_query_len, contexts, causal=True)
@@ -168,7 +173,8 @@ def prefill(
     """Attend from new tokens to themselves and to their context, over keys and values computed from latents.
 
     The new tokens need not be in the cache; their context is. Each part is a softmax over its own keys, and they merge.
-    Over a pool of codes the context is what its codes stand for, and the new tokens are what they are.
+    Over a pool of codes the context is what its codes stand for, and so are the new tokens: they are rounded to the
+    codes that `write` gives them. So no answer depends on how a prompt was cut into chunks.
 
     Args:
         query: new tokens, `d = nope + rope`: not absorbed.
@@ -196,12 +202,16 @@ def prefill(
     check_latent_prefill(*tensors, plan, options, out, return_lse, **projections, cache_scale=cache_scale)
     rank, rope = latent.shape[1], rope_key.shape[1]
     rows = rearrange(cache[..., : rank + rope], "n p d -> (n p) d")
+    latent, rope_key = _as_read(latent, rope_key, cache, cache_scale)
+
+    if options.batch_invariant:
+        latent, rope_key, plan = _in_one_part(latent, rope_key, rows, plan, cache_scale, query.dtype)
 
     def part(latent: Tensor, rope_key: Tensor, plan: Plan, options: AttentionOptions) -> tuple[Tensor, Tensor]:
-        sequences = (
-            _keys_and_values(latent[first:last], rope_key[first:last], **projections)
-            for first, last in plan.batch.key_rows()
-        )
+        asks = (last > first for first, last in plan.batch.query_rows())
+        seen = (slice(k0, k1 if some else k0) for (k0, k1), some in zip(plan.batch.key_rows(), asks, strict=True))
+        one_by_one = options.batch_invariant
+        sequences = (_keys_and_values(latent[x], rope_key[x], one_by_one=one_by_one, **projections) for x in seen)
         return attend_sequences(query, sequences, plan, options, value_head_size=value_projection.shape[1])
 
     answers = [part(latent, rope_key, plan.own, options)]
@@ -212,26 +222,72 @@ def prefill(
     return hand_over(result, lse, query, return_lse=return_lse, out=out)
 
 
+def _in_one_part(
+    latent: Float[Tensor, "t r"],
+    rope_key: Float[Tensor, "t rope"],
+    rows: Float[Tensor, "slots c"],
+    plan: PrefillPlan,
+    cache_scale: float,
+    dtype: torch.dtype,
+) -> tuple[Float[Tensor, "s r"], Float[Tensor, "s rope"], PrefillPlan]:
+    """Return the latents and rotary keys of each sequence, the context before the new tokens, and a plan over them.
+
+    Chunks have a size that depends on how many sequences there are, and bits of partial answers depend on that size.
+    """
+    parts = [(chunk.plan, _numbers(rows[chunk.slots], cache_scale, dtype)) for chunk in plan.chunks]
+    parts.append((plan.own, torch.cat([latent, rope_key], dim=-1)))
+    sequences = [
+        torch.cat([tokens[slice(*part.batch.key_rows()[i])].to(compute_dtype(dtype)) for part, tokens in parts])
+        for i in range(plan.own.batch.num_seqs)
+    ]
+    lens = torch.tensor([len(x) for x in sequences], dtype=torch.int32, device=latent.device)
+    longest = max(map(len, sequences), default=0)
+    batch = replace(plan.own.batch, seq_lens=lens, max_seq_len=longest, num_keys=None)
+    whole = torch.cat(sequences) if sequences else torch.cat([latent, rope_key], dim=-1)
+    return *whole.split([latent.shape[1], rope_key.shape[1]], dim=-1), replace(plan, own=Plan(batch), chunks=())
+
+
+def _as_read(
+    latent: Float[Tensor, "t r"], rope_key: Float[Tensor, "t rope"], cache: Float[Tensor, "n p c"], cache_scale: float
+) -> tuple[Float[Tensor, "t r"], Float[Tensor, "t rope"]]:
+    """Return new latents and rotary keys as later steps read them: over a pool of codes, what their codes stand for."""
+    if cache.dtype not in FP8_FORMATS:
+        return latent, rope_key
+    (t, rank), rope = latent.shape, rope_key.shape[1]
+    pool = allocate(1, max(1, t), rank, rope, dtype=cache.dtype, device=cache.device)
+    write(latent, rope_key, pool, torch.arange(t, device=cache.device), cache_scale=cache_scale)
+    read = _numbers(pool[0, :t], cache_scale, latent.dtype)
+    return read[:, :rank], read[:, rank:]
+
+
 def _numbers(codes: Float[Tensor, "*rows d"], cache_scale: float, dtype: torch.dtype) -> Float[Tensor, "*rows d"]:
     """Return what codes stand for, in the compute type of a query's `dtype`; a scale of 1 leaves numbers alone."""
-    return codes.to(compute_dtype(dtype)) * torch.tensor(cache_scale, dtype=torch.float32)
+    return codes.to(compute_dtype(dtype)) * torch.tensor(cache_scale, dtype=torch.float32, device="cpu")
 
 
+@without_autocast
 def _keys_and_values(
     latent: Float[Tensor, "s r"],
     rope_key: Float[Tensor, "s rope"],
     *,
     key_projection: Float[Tensor, "h nope r"],
     value_projection: Float[Tensor, "h dv r"],
+    one_by_one: bool,
 ) -> tuple[Float[Tensor, "s h d"], Float[Tensor, "s h dv"]]:
-    """Make the keys and the values of every head, in the compute type."""
+    """Make the keys and the values of every head, in the compute type; of one token at a time for the same bits."""
+    projections = dict(key_projection=key_projection, value_projection=value_projection, one_by_one=one_by_one)
+    if one_by_one and len(latent) > 1:
+        tokens = zip(latent.split(1), rope_key.split(1), strict=True)
+        keys, values = zip(*(_keys_and_values(*token, **projections) for token in tokens), strict=True)
+        return torch.cat(keys), torch.cat(values)
     compute = compute_dtype(latent.dtype)
-    c, to_key, to_value = (x.to(compute) for x in (latent, key_projection, value_projection))
+    c, to_key, to_value = (x.to(compute, copy=True) for x in (latent, key_projection, value_projection))
     shared = repeat(rope_key.to(compute), "s rope -> s h rope", h=len(to_key))
     key = torch.cat([einsum(c, to_key, "s r, h nope r -> s h nope"), shared], dim=-1)
     return key, einsum(c, to_value, "s r, h dv r -> s h dv")
 
 
+@without_autocast
 def absorb(query: Float[Tensor, "t h d"], key_projection: Float[Tensor, "h nope r"]) -> Float[Tensor, "t h absorbed"]:
     """Turn queries into those that `attention` takes: `W_k[h]^T q` in place of the part that meets the latent.
 
@@ -253,6 +309,7 @@ def absorb(query: Float[Tensor, "t h d"], key_projection: Float[Tensor, "h nope 
     return torch.cat([latent.to(query.dtype), query[..., nope:]], dim=-1)
 
 
+@without_autocast
 def project(latent: Float[Tensor, "t h r"], value_projection: Float[Tensor, "h dv r"]) -> Float[Tensor, "t h dv"]:
     """Turn the latents that `attention` returns into the outputs of the heads, `W_v[h] latent`.
 

@@ -35,6 +35,7 @@ from refattn import kv_cache
 from refattn.attention import attend_sequences, attend_trees, compute_dtype, hand_over
 from refattn.interface import AttentionOptions, Batch, CascadePlan, Fp8Scales, Int8Scales, Plan, TreePlan
 from refattn.interface.checks import check_int8_pools, check_quantized, check_quantized_slots, check_values
+from refattn.interface.values import check_sizes
 from refattn.merge import merge
 
 
@@ -56,6 +57,7 @@ def plan(batch: Batch, *, block_size: int, causal: bool = True, window_size: tup
     Raises:
         ValueError: naming the argument that does not fit; the contents of the batch are checked on a CPU.
     """
+    check_sizes(block_size=block_size)
     return Plan(batch, block_size, causal, window_size)
 
 
@@ -269,7 +271,7 @@ def _read_fp8(
     """Return the queries, keys and values of one sequence that its codes stand for."""
     hk = key.shape[1]
     key, value = (
-        codes.view(scales.format).to(compute) * _per_head(scale, hk, sequence).to(query.device, compute)
+        _times(codes.view(scales.format).to(compute), _per_head(scale, hk, sequence).to(query.device, compute))
         for codes, scale in ((key, scales.key), (value, scales.value))
     )
     if scales.query is None:
@@ -294,6 +296,12 @@ def _read_int8(
         key.to(compute) * of_key.to(compute),
         value.to(compute) * (1.0 if of_value is None else of_value.to(compute)),
     )
+
+
+def _times(codes: Float[Tensor, "s hk d"], scale: Float[Tensor, "hk 1"]) -> Float[Tensor, "s hk d"]:
+    """Multiply codes with their scale; NaN and infinity stay, and have no part in the gradient of the scale."""
+    finite = codes.isfinite()
+    return torch.where(finite, codes.masked_fill(~finite, 0.0) * scale, codes)
 
 
 # --- numbers into codes ---
@@ -322,12 +330,12 @@ def _scale_of(largest: Float32[Tensor, "..."]) -> Float32[Tensor, "..."]:
 
 
 def _largest(value: Float[Tensor, "t hk dv"]) -> Float32[Tensor, "hk dv"]:
-    zeros = torch.zeros(1, *value.shape[1:], device=value.device)  # no token at all is a tensor, too
+    zeros = torch.zeros(1, *value.shape[1:], dtype=torch.float32, device=value.device)  # no token is a tensor, too
     return torch.cat([value.float().abs(), zeros]).amax(0)
 
 
 def _per_head(scale: float | Float32[Tensor, "..."], num_kv_heads: int, sequence: int) -> Float32[Tensor, "hk 1"]:
     """Return the scale of each KV head for one sequence of the batch."""
-    numbers = torch.as_tensor(scale, dtype=torch.float32)
+    numbers = torch.as_tensor(scale, dtype=torch.float32, device=scale.device if isinstance(scale, Tensor) else "cpu")
     numbers = numbers[sequence] if numbers.ndim == 2 else numbers
     return rearrange(numbers.expand(num_kv_heads), "hk -> hk 1")

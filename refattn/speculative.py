@@ -64,9 +64,9 @@ def make_trees(parents: Sequence[Sequence[int]], *, device: torch.device | str =
     """
     check_parents(parents)
     check_device(device)
-    table = torch.full((len(parents), max(map(len, parents), default=0)), -1, dtype=torch.int32)
+    table = torch.full((len(parents), max(map(len, parents), default=0)), -1, dtype=torch.int32, device="cpu")
     for i, nodes in enumerate(parents):
-        table[i, : len(nodes)] = torch.tensor(nodes, dtype=torch.int32)
+        table[i, : len(nodes)] = torch.tensor(nodes, dtype=torch.int32, device="cpu")
     return Trees(table.to(device), torch.tensor([len(nodes) for nodes in parents], dtype=torch.int32, device=device))
 
 
@@ -147,8 +147,8 @@ def plan(
     check_trees(batch, trees)
     block_table = check_block_table(batch, block_size=block_size)
 
-    depths = torch.zeros(trees.parents.shape, dtype=torch.int32)
-    ancestors = torch.zeros(*trees.parents.shape, trees.num_words, dtype=torch.int64)
+    depths = torch.zeros(trees.parents.shape, dtype=torch.int32, device="cpu")
+    ancestors = torch.zeros(*trees.parents.shape, trees.num_words, dtype=torch.int64, device="cpu")
     for i, parents in enumerate(trees.to_lists()):
         for node, seen in enumerate(masks.tree(parents)):
             depths[i, node] = seen.sum() - 1
@@ -276,19 +276,21 @@ def accept_sampled(
         drafts: the token of each node.
         target_probs: the model's distribution after each node.
         uniforms: a random number in [0, 1) for each node: a root's draws the token that follows, another's accepts it.
+            A 1, to which a number below it was rounded, draws the last token that has a probability.
         draft_probs: the distribution that each node was drawn from, given its siblings before it; None where drafts are
             not drawn, as those that a look-up found.
 
     Returns:
-        As `accept`.
+        As `accept`. The next token is -1 where it cannot be drawn: its probabilities are not finite, or all 0.
 
     Raises:
-        ValueError: as `accept`; and if probabilities or random numbers have another shape.
+        ValueError: as `accept`; and if probabilities or random numbers have another shape, or (on a CPU) a random
+            number is not one of [0, 1].
 
     Source: Leviathan et al. 2023; several children: Miao et al. 2024, "SpecInfer", algorithm 2.
     """
     check_drafts(batch, trees, drafts=drafts)
-    check_probabilities(drafts, target_probs, uniforms, draft_probs)
+    check_probabilities(batch, drafts, target_probs, uniforms, draft_probs)
     paths: list[list[int]] = []
     next_tokens: list[int] = []
     for (q0, _), parents in zip(batch.query_rows(), trees.to_lists(), strict=True):
@@ -311,11 +313,20 @@ def accept_sampled(
                 left = target_probs[row].double()
             else:
                 rest = (left - drawn_from).clamp(min=0.0)
-                left = rest / rest.sum() if rest.sum() > 0 else left  # nothing left is rounding: p and q are equal
-        ends = left.cumsum(0)
+                left = left if rest.sum() == 0 else rest / rest.sum()  # nothing left is rounding: p and q are equal
         paths.append(path)
-        next_tokens.append(int(torch.searchsorted(ends, uniforms[q0].double() * ends[-1], right=True)))
+        next_tokens.append(_draw(left, uniforms[q0]))
     return _accepted(paths, next_tokens, trees)
+
+
+def _draw(probs: Float[Tensor, "v"], uniform: Float[Tensor, ""]) -> int:
+    """Return the token that a random number draws: the first whose share of the line ends past it; -1 if none does."""
+    ends = probs.cumsum(0)
+    place = uniform.double() * ends[-1]
+    if not 0 <= place <= ends[-1] or not 0 < ends[-1] < torch.inf:  # neither holds for NaN
+        return -1
+    last = int(torch.searchsorted(ends, ends[-1]))  # which has a probability, where rounding leads past it
+    return min(int(torch.searchsorted(ends, place, right=True)), last)
 
 
 def compact(
@@ -324,7 +335,8 @@ def compact(
     """Move the keys and values of accepted nodes to the first slots of their tree, in place.
 
     Rejected nodes stay after them, and the next step overwrites it. Call it once per step, with the caches of all
-    layers that share a block table.
+    layers that share a block table. Of the table only the blocks are read between which a node moves: others may be -1,
+    as in the pool of a window.
 
     Args:
         caches: pools with blocks and their tokens as first dimensions: keys, values, latents, scales.
@@ -338,12 +350,14 @@ def compact(
             not rise, or a block is outside the pool. Nothing is written then.
     """
     check_accepted(batch, trees, accepted)
-    tables = check_caches(caches, batch, block_size=block_size).tolist()
+    tables = check_caches(caches, batch, trees, accepted, block_size=block_size).tolist()
     moves: list[tuple[tuple[int, int], tuple[int, int]]] = []  # (block, row) from where, and to where
     rows = zip(accepted.nodes.tolist(), accepted.lens.tolist(), trees.lens.tolist(), strict=True)
     for i, (nodes, count, tree_len) in enumerate(rows):
         first = int(batch.seq_lens[i]) - tree_len
         for target, node in enumerate(nodes[:count]):
+            if node == target:
+                continue  # it stays where it is
             (from_block, from_row), (to_block, to_row) = (divmod(first + k, block_size) for k in (node, target))
             moves.append(((tables[i][from_block], from_row), (tables[i][to_block], to_row)))
     for cache in caches:
@@ -382,8 +396,8 @@ def accepted_batch(batch: Batch, trees: Trees, lens: Int32[Tensor, "b"]) -> Batc
 
 def _accepted(paths: Sequence[Sequence[int]], next_tokens: Sequence[int], trees: Trees) -> Accepted:
     device = trees.lens.device
-    nodes = torch.full(trees.parents.shape, -1, dtype=torch.int32)
+    nodes = torch.full(trees.parents.shape, -1, dtype=torch.int32, device="cpu")
     for i, path in enumerate(paths):
-        nodes[i, : len(path)] = torch.tensor(path, dtype=torch.int32)
-    lens = torch.tensor([len(path) for path in paths], dtype=torch.int32)
+        nodes[i, : len(path)] = torch.tensor(path, dtype=torch.int32, device="cpu")
+    lens = torch.tensor([len(path) for path in paths], dtype=torch.int32, device="cpu")
     return Accepted(nodes.to(device), lens.to(device), torch.tensor(next_tokens, dtype=torch.int64, device=device))

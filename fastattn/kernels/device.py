@@ -10,12 +10,23 @@ from torch.torch_version import TorchVersion
 
 
 @cache
-def cannot_import(module: str, package: str) -> str | None:
-    """Return why a module of a package can't be used, or None: it is not installed, or it is broken."""
+def cannot_import(module: str, package: str, *names: str) -> str | None:
+    """Return why a module of a package can't be used, or None: it is not installed, it is broken, or it is another.
+
+    A folder that another package fills passes for a module: `flash_attn` is one where there is flash-attn-4 alone.
+
+    Args:
+        module: what is imported.
+        package: what has to be installed for it.
+        names: what has to be in the module.
+    """
     try:
-        importlib.import_module(module)
+        found = importlib.import_module(module)
     except (ImportError, OSError) as error:
         return f"the package {package} can't be imported: {error}"
+    missing = [name for name in names if not hasattr(found, name)]
+    if missing:
+        return f"the package {package} can't be imported: the module {module} that is here has no {', '.join(missing)}"
     return None
 
 
@@ -38,15 +49,29 @@ def cannot_interpret() -> str | None:
 
 
 @cache
+def is_rocm() -> bool:
+    """Return whether PyTorch's "cuda" devices are AMD GPUs."""
+    return torch.version.hip is not None
+
+
+@cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of a CUDA device, (9, 0) for Hopper."""
-    return torch.cuda.get_device_capability(device)
+    """Return the compute capability of a CUDA device, (9, 0) for Hopper; (0, 0) for an AMD GPU, which has none.
+
+    PyTorch returns the number of the architecture there, (9, 4) for gfx942, which says nothing about instructions.
+    """
+    return (0, 0) if is_rocm() else torch.cuda.get_device_capability(device)
 
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    """Return the bytes of shared memory that a program may have on a CUDA device; what all have if torch is silent."""
-    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 48 * 1024)
+    """Return the bytes of shared memory that a program may have on a CUDA device; what all have if torch is silent.
+
+    An AMD GPU has no more than what every program may have.
+    """
+    about = torch.cuda.get_device_properties(device)
+    optional = 0 if is_rocm() else getattr(about, "shared_memory_per_block_optin", 0)
+    return optional or getattr(about, "shared_memory_per_block", 48 * 1024)
 
 
 @cache

@@ -44,6 +44,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache, lru_cache, wraps
+from inspect import signature
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
@@ -65,6 +66,7 @@ from refattn.interface import (
     TreePlan,
     Trees,
 )
+from refattn.interface.ambient import refuse_gradients, without_autocast
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -80,6 +82,7 @@ MODULES = {
     "torch_flash": "fastattn.kernels.flash.torch_flash",
 }
 NAMES = tuple(MODULES)
+NO_BACKWARD = "fastattn has no backward pass; use refattn, which has, or torch.no_grad()"
 
 _asked_for: ContextVar[str | None] = ContextVar("asked_for", default=None)
 
@@ -95,9 +98,10 @@ def priorities(problem: Problem) -> tuple[str, ...]:
     mostly padding. And where there is little to compute it is the host that takes time, half as much for a prefill of
     ours as for one of flash-attn-4.
 
-    FlashAttention-3 splits keys, too, and lays the query heads of a group side by side: with 16 drafted tokens for each
-    of 64 sequences of 8192 keys it takes 0.52 ms, ours 0.61, flash-attn-4 0.65. From pages of its own tile it loads
-    faster.
+    FlashAttention-3 lays the query heads of a group side by side: with 16 drafted tokens for each of 64 sequences of
+    8192 keys it takes 0.51 ms, ours 0.52, flash-attn-4 0.66. From pages of its own tile it loads faster. It could split
+    keys, too, but drops a split whose scores are NaN, so it is not asked to: with few queries it goes first only where
+    there are tiles for most SMs, of about as many keys each.
 
     Over rows with a window flash-attn-4 (4.0.0b36) is the last resort: it hung an NVIDIA H200 within some hundred calls
     of 16384 queries and a window of 1024, twice. Over pages it never did.
@@ -113,7 +117,7 @@ def priorities(problem: Problem) -> tuple[str, ...]:
 
     A tree after thousands of keys is a chunk to all but its last keys: FlashAttention-3 reads the keys before it,
     without a mask, and ours its few nodes, in one launch that takes in the answer of the other: 64 trees of 16 nodes
-    after 8192 keys take 0.52 ms so and 0.58 by ours alone, 8 of 64 nodes 0.15 and 0.19, one of them 38 and 41 us.
+    after 8192 keys take 0.52 ms so and 0.58 by ours alone, 8 of 64 nodes 0.15 and 0.19.
     FlashMLA and FlashAttention-3 do the same over latents: 64 trees of 4 nodes and 16 heads take 0.20, 0.21 and by ours
     alone 0.33 ms, 32 of 8 nodes and 128 heads 1.05, 1.08 and 2.16.
 
@@ -130,15 +134,17 @@ def priorities(problem: Problem) -> tuple[str, ...]:
     if problem.operation.startswith("quantized"):
         return ("triton",)
     if problem.operation == "tree":
-        return ("triton", "fa3") if _rows(problem) <= 16 else ("fa3", "triton")
+        return ("fa3", "triton") if _rows(problem) > 16 and _fills(problem) else ("triton", "fa3")
     if problem.operation in ("mla", "mla_tree"):
-        return ("triton", "flash_mla", "fa3") if _rows(problem) <= 16 else ("flash_mla", "fa3", "triton")
+        if _rows(problem) <= 16:
+            return "triton", "flash_mla", "fa3"
+        return ("flash_mla", "fa3", "triton") if _fills(problem) else ("flash_mla", "triton", "fa3")
     if problem.operation == "dense" and problem.window[0] >= 0:
         return "fa2", "torch_flash", "triton", "fa4"
     if _pays_to_split(problem):
         return "triton", "fa4", "fa3", "fa2", "torch_flash"
     if problem.operation == "paged" and problem.window == (-1, 0) and _rows(problem) <= 64:
-        return "fa3", "triton", "fa4", "fa2", "torch_flash"
+        return (*(("fa3", "triton") if _fills(problem) else ("triton", "fa3")), "fa4", "fa2", "torch_flash")
     if problem.operation == "paged" and problem.window == (-1, 0) and problem.block_size == FA3_PAGE:
         return "fa3", "fa4", "fa2", "torch_flash", "triton"
     return "fa4", "fa3", "fa2", "torch_flash", "triton"
@@ -146,6 +152,7 @@ def priorities(problem: Problem) -> tuple[str, ...]:
 
 FA3_PAGE = 128  # tokens in a page: prompts of 2 x 8192 tokens take FlashAttention-3 1.78 ms there, flash-attn-4 1.82
 ROWS_TO_EXPAND = 512  # that meet a key, on average, from which on its codes become numbers in memory; an estimate
+FULL = 0.8  # tiles for each multiprocessor, from which on FlashAttention-3 itself splits no keys
 FEW_OPERATIONS = 8e9  # of all products, at most, so that they are over before the host has launched others
 
 
@@ -160,6 +167,13 @@ def _pays_to_split(problem: Problem) -> bool:
     tiles = problem.num_seqs * problem.num_kv_heads * -(-rows // 128)
     room = 2 if rows <= 64 else 2.5  # multiprocessors for each tile, from which on splitting the keys pays
     return tiles * room <= num_multiprocessors(problem.device)
+
+
+def _fills(problem: Problem) -> bool:
+    """Return whether a kernel that splits no keys keeps most multiprocessors at work, each for about as long."""
+    rows = 64 if problem.operation in ("mla", "mla_tree") else 128  # of its tiles
+    tiles = problem.num_seqs * problem.num_kv_heads * -(-_rows(problem) // rows)
+    return problem.even and tiles >= FULL * num_multiprocessors(problem.device)
 
 
 def _rows(problem: Problem) -> int:
@@ -265,18 +279,22 @@ def _load(name: str) -> ModuleType:
 def _launches(function: Callable[P, T]) -> Callable[P, T]:
     """Let a function launch on the GPU of its first argument, and say what helps where memory runs out.
 
-    A launch goes to the current GPU, whichever one the tensors are on.
+    A launch goes to the current GPU, whichever one the tensors are on. It computes in the types that it is given, in
+    autocast too, and its answer has no history: whoever wants a gradient is refused.
     """
+    names, computes = tuple(signature(function).parameters), without_autocast(function)
 
     @wraps(function)
     def call(*arguments: P.args, **options: P.kwargs) -> T:
+        if torch.is_grad_enabled():
+            refuse_gradients(NO_BACKWARD, **dict(zip(names, arguments, strict=False)), **options)
         first: Any = arguments[0]
         device = (first[0] if isinstance(first, list | tuple) else first).device
         try:
             if device.type != "cuda" or device.index == torch.cuda.current_device():
-                return function(*arguments, **options)
+                return computes(*arguments, **options)
             with torch.cuda.device(device):
-                return function(*arguments, **options)
+                return computes(*arguments, **options)
         except torch.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(
                 "query: expected few enough rows for the memory that is left; take fewer at a time (an engine: "
@@ -608,22 +626,24 @@ def write_quantized(
     kernel.write_quantized(key, value, key_cache, value_cache, slot_mapping, scales)
 
 
-@_launches
-def copy_blocks(cache: Shaped[Tensor, "n ..."], pairs: Int64[Tensor, "k 2"]) -> None:
-    """Copy blocks inside a pool; arguments are those of `fastattn.kv_cache.copy_blocks`, for one pool."""
-    last = sum(stride * (size - 1) for stride, size in zip(cache.stride()[1:], cache.shape[1:], strict=True))
-    side_by_side = last == cache.shape[1:].numel() - 1
-    problem = Problem("copy_blocks", cache.device, cache.dtype, aligned=side_by_side, num_pairs=len(pairs))
-    choose(problem).copy_blocks(cache, pairs)
+def copy_blocks(caches: Sequence[Shaped[Tensor, "n ..."]], pairs: Int64[Tensor, "k 2"]) -> None:
+    """Copy blocks inside pools, once there is a kernel for each; see `fastattn.kv_cache.copy_blocks`."""
+    kernels = []
+    for pool in caches:
+        last = sum(stride * (size - 1) for stride, size in zip(pool.stride()[1:], pool.shape[1:], strict=True))
+        aligned = last == pool.shape[1:].numel() - 1  # side by side
+        kernels.append(choose(Problem("copy_blocks", pool.device, pool.dtype, aligned=aligned, num_pairs=len(pairs))))
+    for kernel, pool in zip(kernels, caches, strict=True):
+        _launches(kernel.copy_blocks)(pool, pairs)
 
 
-@_launches
 def compact(
-    cache: Shaped[Tensor, "n p ..."], batch: Batch, trees: Trees, accepted: Accepted, *, block_size: int
+    caches: Sequence[Shaped[Tensor, "n p ..."]], batch: Batch, trees: Trees, accepted: Accepted, *, block_size: int
 ) -> None:
-    """Move accepted nodes inside a pool; arguments are those of `fastattn.speculative.compact`, for one pool."""
-    problem = Problem("compact", cache.device, cache.dtype, aligned=cache.ndim <= 4)
-    choose(problem).compact(cache, batch, trees, accepted, block_size)
+    """Move accepted nodes inside pools, once there is a kernel for each; see `fastattn.speculative.compact`."""
+    kernels = [choose(Problem("compact", x.device, x.dtype, aligned=x.ndim <= 4)) for x in caches]
+    for kernel, pool in zip(kernels, caches, strict=True):
+        _launches(kernel.compact)(pool, batch, trees, accepted, block_size)
 
 
 @_launches

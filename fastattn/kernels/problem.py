@@ -10,6 +10,8 @@ from torch.nn.functional import rms_norm
 from refattn.interface import AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan
 
 CU_SEQLENS_K = "cu_seqlens_k"  # the name in `Plan.kept` of where keys begin that lie in rows
+FAR = 2**30  # tokens: with a position that is not as far it fits into 32 bits
+EVEN = 1.25  # times the average is the longest sequence, at most, of those that are about as long
 EXPANDED_BLOCK = 128  # tokens in a block of codes that have become numbers: what FlashAttention loads fastest
 
 
@@ -42,6 +44,7 @@ class Problem(NamedTuple):
         uniform: the host knows that every sequence has `max_query_len` new tokens.
         stored: the types of the codes, or numbers, that keys and values are in a quantised cache; None in any other.
         rounds_query: queries are rounded as keys are.
+        even: the host knows that all sequences have about as many keys.
     """
 
     operation: str
@@ -68,6 +71,7 @@ class Problem(NamedTuple):
     rounds_query: bool = False
     alibi_sqrt: bool = False
     num_tokens: int = 0
+    even: bool = False
 
     @property
     def is_attention(self) -> bool:
@@ -104,12 +108,13 @@ def attention_problem(
         options.alibi_slopes is not None,
         options.sinks is not None,
         options.batch_invariant,
-        query.device.type != "cuda" or all(map(_is_aligned, (query, key, value) if scales is None else (query,))),
+        query.device.type != "cuda" or all(map(has_aligned_heads, (query, key, value) if scales is None else (query,))),
         uniform=_is_uniform(batch) and query.shape[0] >= batch.num_seqs * batch.max_query_len,
         stored=None if scales is None else stored_types(scales, value),
         rounds_query=scales is not None and (isinstance(scales, Int8Scales) or scales.query is not None),
         alibi_sqrt=options.alibi_sqrt,
         num_tokens=query.shape[0],
+        even=batch.num_keys is not None and EVEN * batch.num_keys >= batch.max_seq_len * batch.num_seqs,
     )
 
 
@@ -131,18 +136,36 @@ def uses_positions(plan: Plan, options: AttentionOptions) -> bool:
     return plan.positions is not None and (plan.window != (-1, -1) or options.alibi_slopes is not None)
 
 
+def window_within_reach(plan: Plan) -> tuple[int, int]:
+    """Return the window of a plan, -1 for no limit, its sides cut to where a query and a key are never so far apart.
+
+    Packages add a side to a position in 32 bits. It is for plans whose queries are the last of their tokens.
+    """
+    left, right = plan.window
+    reach = min(plan.batch.max_seq_len + plan.batch.max_query_len + 1, FAR)
+    return min(left, reach), min(right, reach)
+
+
 def _is_uniform(batch: Batch) -> bool:
     """Return whether all sequences have as many new tokens, by what the host knows: their sum, and the most of each."""
     return batch.num_tokens is not None and batch.num_tokens == batch.num_seqs * batch.max_query_len
 
 
-def _is_aligned(x: Tensor) -> bool:
+def has_aligned_heads(x: Tensor) -> bool:
     """Return whether all heads of a tensor begin at multiples of 16 bytes, their elements side by side."""
     *strides, last = x.stride()
     bits = x.data_ptr()
     for stride in strides:
         bits |= stride * x.element_size()
     return last == 1 and bits % 16 == 0
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """Return elements of one byte as bytes, which share their memory: fp8 is moved by all that moves bytes.
+
+    torch has no `index_copy_` for fp8, and a GPU older than the format cannot compute with it.
+    """
+    return x.view(torch.uint8) if x.element_size() == 1 else x
 
 
 def key_starts(plan: Plan) -> Int32[Tensor, "_"]:

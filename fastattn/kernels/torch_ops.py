@@ -7,7 +7,7 @@ from einops import rearrange
 from jaxtyping import Float, Int32, Int64, Shaped
 from torch import Tensor
 
-from fastattn.kernels.problem import Problem
+from fastattn.kernels.problem import Problem, as_bytes
 from refattn.interface import Accepted, Batch, Trees
 
 OPERATIONS = (
@@ -68,16 +68,17 @@ def write(
     if slot_mapping.numel() and int(slot_mapping.min()) < 0:
         real = slot_mapping >= 0
         key, value, slot_mapping = key[real], value[real], slot_mapping[real]
-    for new, cache in ((key, key_cache), (value, value_cache)):
+    for new, cache in ((as_bytes(key), as_bytes(key_cache)), (as_bytes(value), as_bytes(value_cache))):
         block_size = cache.shape[1]
-        if cache.stride(0) == block_size * cache.stride(1) and cache.dtype.itemsize > 1:  # slots are rows of a view
-            cache.flatten(0, 1).index_copy_(0, slot_mapping, new)  # which has no kernel for fp8
+        if cache.stride(0) == block_size * cache.stride(1):  # slots are rows of a view
+            cache.flatten(0, 1).index_copy_(0, slot_mapping, new)
         else:
             cache[slot_mapping // block_size, slot_mapping % block_size] = new
 
 
 def copy_blocks(cache: Shaped[Tensor, "n ..."], pairs: Int64[Tensor, "k 2"]) -> None:
     """Copy blocks inside a pool; see `fastattn.kv_cache.copy_blocks`."""
+    cache = as_bytes(cache)
     blocks = cache.index_select(0, pairs[:, 0].to(cache.device))
     cache.index_copy_(0, pairs[:, 1].to(cache.device), blocks)
 
@@ -85,6 +86,7 @@ def copy_blocks(cache: Shaped[Tensor, "n ..."], pairs: Int64[Tensor, "k 2"]) -> 
 def compact(cache: Shaped[Tensor, "n p ..."], batch: Batch, trees: Trees, accepted: Accepted, block_size: int) -> None:
     """Move accepted nodes to the first slots of their trees; see `fastattn.speculative.compact`."""
     assert batch.block_table is not None  # the path has checked it
+    cache = as_bytes(cache)
     target = torch.arange(trees.max_len, device=batch.device)
     sequence, target = ((target < accepted.lens[:, None]) & (accepted.nodes != target)).nonzero(as_tuple=True)
     first = (batch.seq_lens - trees.lens)[sequence]
@@ -158,6 +160,7 @@ def cut_chunks(
     begin = number * chunk_size  # [b, chunks], of each chunk; below 0 where there are more queries than keys
     end = torch.minimum(begin + chunk_size, seq_lens)
     first_key = begin.clamp(min=0)
+    num_keys = (end - first_key).clamp(min=0) * (end > torch.maximum(begin, context_lens))  # none without a query
     rows_end = end + rearrange(batch.cu_seqlens_q[1:] - batch.seq_lens, "b -> b 1")  # query rows, left-over chunks too
     # Past its last block a row repeats the sequence's last column: no key is there.
     used = rearrange(first_key // block_size, "b chunks -> b chunks 1") + torch.arange(columns, device=batch.device)
@@ -165,7 +168,7 @@ def cut_chunks(
     return (
         torch.cat([batch.cu_seqlens_q[:1], rearrange(rows_end.int(), "b chunks -> (b chunks)")]),
         rearrange(first_key.int(), "b chunks -> (b chunks)"),
-        rearrange((end - first_key).clamp(min=0).int(), "b chunks -> (b chunks)"),
+        rearrange(num_keys.int(), "b chunks -> (b chunks)"),
         rearrange(batch.block_table.gather(1, used), "b (chunks columns) -> (b chunks) columns", chunks=num_chunks),
     )
 

@@ -129,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--hint", action="count", default=0, help="show a hint; twice for two")
     parser.add_argument("--watch", action="store_true", help="check again whenever the file is saved")
     parser.add_argument("--serve", action="store_true", help="let SmolLM2 answer with your functions")
-    parser.add_argument("--folder", type=Path, default=learner.FOLDER, help="yours; ./exercises if left out")
+    parser.add_argument("--folder", type=Path, default=learner.FOLDER, help="yours; ./notebooks/exercises if left out")
     options = parser.parse_args(arguments)
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
     console = Console(highlight=False)

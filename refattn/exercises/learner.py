@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-FOLDER = Path("exercises")
+FOLDER = Path("notebooks/exercises")
 
 
 class FolderError(ValueError):

@@ -12,17 +12,20 @@ import torch
 from jaxtyping import Int32
 from torch import Tensor
 
+from refattn.interface.ambient import refuse_gradients
 from refattn.interface.options import AttentionOptions
 from refattn.interface.parallel import Group
 from refattn.interface.plan import CascadePlan, ContextParallelPlan, Plan, PrefillPlan
 from refattn.interface.scales import FP8_FORMATS, Fp8Scales, Int8Scales
 from refattn.interface.trees import TreePlan
 from refattn.interface.values import (
+    check_can_be_written,
     check_flag,
     check_floating,
     check_list,
     check_memory,
     check_number,
+    check_own_memory,
     check_per_head,
     check_sizes,
     describe,
@@ -33,6 +36,7 @@ from refattn.interface.values import (
 
 QUERY_TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 FEW_SLOTS = 512  # up to which Python sorts them sooner than torch
+ROUNDING = "rounding to codes has no gradient; use torch.no_grad(), or a cache of numbers"
 
 
 def check_dense(
@@ -104,8 +108,7 @@ def check_cascade(
     if not isinstance(plan, CascadePlan):
         raise ValueError(f"plan: expected a CascadePlan, got {describe(plan)}")
     check_paged(query, key_cache, value_cache, plan.levels[-1], options, out, return_lse)
-    for level in plan.levels[:-1]:
-        _check_pool("key_cache", key_cache, level)
+    _check_levels(key_cache, plan, options)
 
 
 def check_tree(
@@ -263,6 +266,8 @@ def check_latent_prefill(
     if needs is not None and needs.query_rows > t:
         raise ValueError(f"query: expected at least {needs.query_rows} rows, where cu_seqlens_q ends, got t={t}")
     _check_options(options, query)
+    for chunk in plan.chunks:
+        _check_positions(chunk.plan, options)
     _check_result(query, value_projection.shape[1], out, return_lse)
 
 
@@ -281,12 +286,14 @@ def check_latent_slots(
     kind = cache.dtype
     if kind in FP8_FORMATS:
         kind = _check_numbers("latent", latent)
+        refuse_gradients(ROUNDING, latent=latent, rope_key=rope_key)
     t, rank = expect(latent, "latent", kind, ("t", "r"), (None, None))
     _, rope = expect(rope_key, "rope_key", kind, ("t", "rope"), (t, None))
     if rank + rope > cache.shape[2]:
         raise ValueError(f"cache: expected rows of at least r + rope = {rank + rope} elements, got c={cache.shape[2]}")
     pages = cache[:, :, None]
     pools = pages[..., :rank], pages[..., rank : rank + rope]
+    check_can_be_written(cache=cache)
     check_slots(latent[:, None], rope_key[:, None], *pools, slot_mapping, types=(kind, kind))
 
 
@@ -310,6 +317,8 @@ def _check_latents(cache: Tensor, query: Tensor, size: int, cache_scale: float) 
     expect(cache, "cache", None if holds_codes else query.dtype, ("n", "p", "c"), (None, None, None))
     if cache.shape[2] < size:
         raise ValueError(f"cache: expected rows of at least r + rope = {size} elements, got c={cache.shape[2]}")
+    if holds_codes:
+        refuse_gradients(ROUNDING, cache=cache)
     _check_cache_scale(cache, cache_scale)
 
 
@@ -430,18 +439,24 @@ def check_quantized(
     if not isinstance(plan, Plan | CascadePlan | TreePlan):
         raise ValueError(f"plan: expected a Plan, a CascadePlan or a TreePlan, got {describe(plan)}")
     types = _stored_types(key_cache, value_cache, scales)
-    shared, own = (plan.levels[:-1], plan.levels[-1]) if isinstance(plan, CascadePlan) else ((), plan)
+    own = plan.levels[-1] if isinstance(plan, CascadePlan) else plan
     own = own.whole if isinstance(own, TreePlan) else own
     check_paged(query, key_cache, value_cache, own, options, out, return_lse, types=types)
-    for level in shared:
-        _check_pool("key_cache", key_cache, level)
     if isinstance(plan, CascadePlan):
+        _check_levels(key_cache, plan, options)
         _check_no_scale_per_sequence(scales, key_cache, "as a group of a cascade is of several sequences")
     num_seqs: int | None = own.batch.num_seqs
     if own.sequences is not None:
         is_known = own.sequences.is_cpu and own.sequences.numel()
         num_seqs = int(own.sequences.max()) + 1 if is_known else None
     _check_scales(scales, key_cache, value_cache, num_seqs, at_least=own.sequences is not None)
+    codes = (
+        {"key_cache": key_cache} if types[1] in QUERY_TYPES else {"key_cache": key_cache, "value_cache": value_cache}
+    )
+    if isinstance(scales, Int8Scales) or scales.query is not None:
+        of_query = None if isinstance(scales, Int8Scales) else scales.query
+        codes |= {"query": query} | ({"scales.query": of_query} if isinstance(of_query, Tensor) else {})
+    refuse_gradients(ROUNDING, **codes)
 
 
 def check_quantized_slots(
@@ -474,6 +489,9 @@ def check_quantized_slots(
     why = "as a token that is written knows no sequence"
     _check_no_scale_per_sequence(scales, key_cache, why, besides=("query",))
     _check_scales(scales, key_cache, value_cache, None, at_least=False)
+    if isinstance(scales, Int8Scales):
+        check_own_memory("scales.key", scales.key)
+    refuse_gradients(ROUNDING, key=key, value=None if kept_as_it_is else value, scales=scales)
 
 
 def check_int8_pools(
@@ -615,7 +633,10 @@ def check_slots(
     expect(key, "key", key_type, ("t", "hk", "d"), (None, *key_cache.shape[2:]))
     expect(value, "value", value_type, ("t", "hk", "dv"), (key.shape[0], *value_cache.shape[2:]))
     expect(slot_mapping, "slot_mapping", torch.int64, ("t",), (key.shape[0],))
+    check_can_be_written(key_cache=key_cache, value_cache=value_cache)
     same_device(key=key, value=value, key_cache=key_cache, value_cache=value_cache, slot_mapping=slot_mapping)
+    check_own_memory("key_cache", key_cache)
+    check_own_memory("value_cache", value_cache)
     if not slot_mapping.is_cpu or not slot_mapping.numel():
         return
     last = key_cache.shape[0] * key_cache.shape[1] - 1
@@ -665,6 +686,8 @@ def check_block_pairs(
     for i, (source, destination) in enumerate(zip(sources, destinations, strict=True)):
         if source.dtype != destination.dtype or source.shape[1:] != destination.shape[1:]:
             raise ValueError(f"{names[1]}[{i}]: expected blocks as in {describe(source)}, got {describe(destination)}")
+        check_own_memory(f"{names[1]}[{i}]", destination)
+        check_can_be_written(**{f"{names[1]}[{i}]": destination})
     expect(pairs, "pairs", torch.int64, ("k", "2"), (None, 2))
     if not pairs.is_cpu or not pairs.numel() or not sources:
         return
@@ -794,6 +817,22 @@ def _check_pool(name: str, pool: Tensor, plan: Plan) -> Int32[Tensor, "b m"]:
     return plan.batch.block_table
 
 
+def _check_levels(key_cache: Tensor, plan: CascadePlan, options: AttentionOptions) -> None:
+    """Check the levels of a cascade that are shared: their blocks, and that their positions are known for ALiBi."""
+    for level in plan.levels[:-1]:
+        _check_pool("key_cache", key_cache, level)
+        _check_positions(level, options)
+
+
+def _check_positions(plan: Plan, options: AttentionOptions) -> None:
+    """Check that a plan says where its queries stand if there is ALiBi, as they are not the last of its tokens."""
+    if options.alibi_slopes is not None and plan.positions is None:
+        raise ValueError(
+            "alibi_slopes: expected a plan that knows the positions of its queries, got one of a batch that does not "
+            "say num_tokens, the number of its query rows; make the plan of dataclasses.replace(batch, num_tokens=...)"
+        )
+
+
 def _check_options(options: AttentionOptions, query: Tensor) -> None:
     """Check the options with one number per head against the heads, and the device, of a query."""
     if not isinstance(options, AttentionOptions):
@@ -812,6 +851,6 @@ def _check_result(query: Tensor, value_head_size: int, out: Tensor | None, retur
     if out is not None:
         expect(out, "out", query.dtype, ("t", "h", "dv"), (*query.shape[:2], value_head_size))
         same_device(query=query, out=out)
-        strides = out.stride()
-        if 0 in strides and any(stride == 0 and size > 1 for stride, size in zip(strides, out.shape, strict=True)):
-            raise ValueError(f"out: expected memory for each element, got strides of {strides}")
+        check_own_memory("out", out)
+        if out.requires_grad and torch.is_grad_enabled():
+            raise ValueError("out: expected memory that requires no gradient, got some that does")

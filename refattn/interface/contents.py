@@ -32,11 +32,11 @@ def check_batch(batch: Batch) -> None:
 
 
 def check_lengths(batch: Batch) -> None:
-    """Check on a CPU that the lengths of a batch are lengths, and that its maxima are not too small.
+    """Check on a CPU that the lengths of a batch are lengths, and that what it states of them is right.
 
     Raises:
         ValueError: if `cu_seqlens_q` does not rise from 0; if a length is negative; if a sequence is longer than the
-            stated maximum.
+            stated maximum; if there are other query rows than `num_tokens`.
     """
     check_batch(batch)
     if not batch.seq_lens.is_cpu:
@@ -53,6 +53,8 @@ def check_lengths(batch: Batch) -> None:
     ):
         if lengths.numel() and int(lengths.max()) > stated:
             raise ValueError(f"{name}: expected at least {int(lengths.max())}, the longest, got {stated}")
+    if batch.num_tokens is not None and batch.num_tokens != int(starts[-1]):
+        raise ValueError(f"num_tokens: expected {int(starts[-1])}, the query rows of the batch, got {batch.num_tokens}")
 
 
 def check_block_table(batch: Batch, *, block_size: int, new_lens: Tensor | None = None) -> Int32[Tensor, "b m"]:
@@ -114,7 +116,8 @@ def check_contents(
         if key_rows > LARGEST_INT32:  # where a sequence's keys begin is an int32
             raise ValueError(f"seq_lens: expected at most {LARGEST_INT32} keys together, got {key_rows}")
     elif block_table.numel():
-        used = torch.arange(block_table.shape[1]) < -(-batch.seq_lens.long() // block_size)[:, None]
+        columns = torch.arange(block_table.shape[1], device=block_table.device)
+        used = columns < -(-batch.seq_lens.long() // block_size)[:, None]
         lowest = int(block_table.masked_fill(~used, 0).min())
         if lowest < 0:
             i, column = (used & (block_table < 0)).nonzero()[0].tolist()
@@ -158,7 +161,55 @@ def check_advance(batch: Batch, slots: Tensor, *, block_size: int) -> Int32[Tens
         raise ValueError(
             f"slots: expected int64 [t], at least {int(batch.cu_seqlens_q[-1])} query rows, got {describe(slots)}"
         )
-    return check_block_table(batch, block_size=block_size, new_lens=batch.query_lens)
+    block_table = check_block_table(batch, block_size=block_size, new_lens=batch.query_lens)
+    if batch.seq_lens.is_cpu:
+        ends = batch.seq_lens.long() + batch.query_lens
+        if ends.numel() and int(ends.max()) > LARGEST_INT32:
+            raise ValueError(f"seq_lens: expected at most {LARGEST_INT32} after the step, got {ends.tolist()}")
+        check_written_blocks(block_table, batch.seq_lens.long(), ends, block_size=block_size)
+    return block_table
+
+
+def check_written_blocks(block_table: Tensor, begins: Tensor, ends: Tensor, *, block_size: int) -> None:
+    """Check on a CPU that there is a block for every token that is about to be written.
+
+    A block of -1 would give the last of its rows the slot -1, which a write takes for padding.
+
+    Args:
+        block_table: the blocks of each sequence, `[b, m]`.
+        begins: the first token of each sequence that is written, `[b]`, below 0 for the first that there is.
+        ends: the one past the last, `[b]`.
+        block_size: tokens in a block, `p`.
+
+    Raises:
+        ValueError: naming the table, what was expected and what came.
+    """
+    if not block_table.is_cpu or not block_table.numel():
+        return
+    begins = begins.long().clamp(min=0)
+    columns = torch.arange(block_table.shape[1], device=block_table.device)
+    is_written = (columns >= (begins // block_size)[:, None]) & (columns < -(-ends.long() // block_size)[:, None])
+    is_written &= (begins < ends)[:, None]
+    wrong = is_written & (block_table < 0)
+    if wrong.any():
+        i, column = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"block_table: expected entries of at least 0 for the new tokens of sequence {i}, "
+            f"got {int(block_table[i, column])} in column {column}"
+        )
+
+
+def check_local_lens(lens: Tensor, shard: Shard) -> None:
+    """Check lengths `[b]` of which a rank's share is asked for.
+
+    Raises:
+        ValueError: naming what does not fit; on a CPU also if a length is negative.
+    """
+    if not isinstance(shard, Shard):
+        raise ValueError(f"shard: expected a Shard, got {describe(shard)}")
+    expect(lens, "lens", torch.int32, ("b",), (None,))
+    if lens.is_cpu and (lens < 0).any():
+        raise ValueError(f"lens: expected lengths of at least 0, got {lens.tolist()}")
 
 
 def check_next_inputs(
@@ -215,7 +266,7 @@ def check_slot_table(token_slots: Tensor, requests: Tensor, seq_lens: Tensor, *,
         raise ValueError(f"requests: expected rows in 0..{len(token_slots) - 1}, got {requests.tolist()}")
     if int(seq_lens.min()) < 0 or int(seq_lens.max()) > columns * block_size:
         raise ValueError(f"seq_lens: expected 0..{columns * block_size} tokens, got {seq_lens.tolist()}")
-    place = torch.arange(token_slots.shape[1])
+    place = torch.arange(token_slots.shape[1], device=token_slots.device)
     slots = token_slots[requests].long()
     wrong = (place < seq_lens[:, None]) & (slots != slots[:, place // block_size * block_size] + place % block_size)
     wrong |= (place < seq_lens[:, None]) & (place % block_size == 0) & (slots % block_size != 0)
@@ -238,10 +289,12 @@ def check_refill(buffers: Batch, batch: Batch) -> None:
     has_table = batch.block_table is not None
     if has_table != (buffers.block_table is not None):
         raise ValueError(f"batch: expected {'no ' if has_table else 'a '}block table, as in the buffers, got another")
+    columns, room_for = (0 if x.block_table is None else x.block_table.shape[1] for x in (batch, buffers))
     sizes = [
         ("num_seqs", batch.num_seqs, buffers.num_seqs),
         ("max_query_len", batch.max_query_len, buffers.max_query_len),
         ("max_seq_len", batch.max_seq_len, buffers.max_seq_len),
+        ("number of columns", columns, room_for),
     ]
     for name, asked, room in sizes:
         if asked > room:
@@ -318,7 +371,7 @@ def check_requests(
     Args:
         query_lens: new tokens of each request.
         seq_lens: tokens of each request.
-        block_tables: blocks of each request; None where they are not asked for.
+        block_tables: blocks of each request; None where they are not asked for, if no block size is given either.
         num_seqs: how many requests there are; as many as `seq_lens` if None.
         block_size: tokens in a block, where each request needs blocks for all its tokens.
 
@@ -340,7 +393,7 @@ def check_requests(
             raise ValueError(f"{name}: expected lengths of at most {LARGEST_INT32}, got {max(lengths)}")
     if sum(query_lens) > LARGEST_INT32:
         raise ValueError(f"query_lens: expected at most {LARGEST_INT32} tokens together, got {sum(query_lens)}")
-    if block_tables is None:
+    if block_tables is None and block_size is None:
         return
     check_list("block_tables", block_tables, "lists of blocks")
     if len(block_tables) != expected:
@@ -373,7 +426,7 @@ def check_prefixes(prefixes: Sequence[Prefix], batch: Batch, *, block_size: int)
     is_read = batch.seq_lens.is_cpu
     tables: list[list[int]] = block_table.tolist() if is_read else []
     context_lens: list[int] = batch.context_lens.tolist() if is_read else []
-    room = block_table.shape[1] * block_size
+    room = min(block_table.shape[1] * block_size, LARGEST_INT32)
     for i, prefix in enumerate(prefixes):
         first, last, end = prefix
         if not 0 <= first < last <= batch.num_seqs:
@@ -397,28 +450,30 @@ def check_prefixes(prefixes: Sequence[Prefix], batch: Batch, *, block_size: int)
     return block_table
 
 
-def check_workspace(batch: Batch, workspace: int, max_context_len: int | None) -> int:
+def check_workspace(batch: Batch, workspace: int, max_context_len: int | None, *, block_size: int) -> int:
     """Check the room for the context of a prefill: a token for each sequence at least, each with its new tokens.
 
     Returns:
-        A bound of the longest context: `max_context_len`, if it is given.
+        A bound of the longest context: `max_context_len`, if it is given, but no more than the block table holds.
 
     Raises:
         ValueError: naming what does not fit; the lengths are read on a CPU only.
     """
     check_lengths(batch)
     check_sizes(workspace=workspace)
+    block_table = check_block_table(batch, block_size=block_size)
+    room = block_table.shape[1] * block_size
     if workspace < batch.num_seqs:
         raise ValueError(f"workspace: expected a token for each of {batch.num_seqs} sequences, got {workspace}")
     if max_context_len is not None:
         check_int("max_context_len", max_context_len)
     if not batch.seq_lens.is_cpu:
-        return max(0, batch.max_seq_len - 1) if max_context_len is None else max_context_len
+        return min(room, max(0, batch.max_seq_len - 1) if max_context_len is None else max_context_len)
     check_contexts(batch)
     longest = max(batch.context_lens.tolist(), default=0)
     if max_context_len is not None and max_context_len < longest:
         raise ValueError(f"max_context_len: expected at least {longest}, the longest context, got {max_context_len}")
-    return longest if max_context_len is None else max_context_len
+    return longest if max_context_len is None else min(room, max_context_len)
 
 
 def check_contexts(batch: Batch) -> None:

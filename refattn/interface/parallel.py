@@ -93,18 +93,27 @@ class DistributedGroup:
 
     def all_gather(self, part: Shaped[Tensor, "..."], dim: int) -> Shaped[Tensor, "..."]:
         """Return the parts of all ranks, concatenated along a dimension in the order of the ranks."""
+        _refuse_gradient(part)
         parts = part.new_empty(self.size * part.numel())
         _collective("all_gather_single", "all_gather_into_tensor")(parts, part.reshape(-1), group=self.process_group)
         return torch.cat(parts.view(self.size, *part.shape).unbind(), dim)
 
     def reduce_scatter(self, part: Shaped[Tensor, "..."], dim: int) -> Shaped[Tensor, "..."]:
         """Return the sum of the parts of all ranks, and of it this rank's share along a dimension."""
+        _refuse_gradient(part)
         shares = torch.stack(part.chunk(self.size, dim))
         own = torch.empty_like(shares[0])
         _collective("reduce_scatter_single", "reduce_scatter_tensor")(
             own.view(-1), shares.view(-1), group=self.process_group
         )
         return own
+
+
+def _refuse_gradient(part: Tensor) -> None:
+    if part.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError(
+            "group: requires_grad, but nothing goes back over torch.distributed; use simulate_ranks, or torch.no_grad()"
+        )
 
 
 def _collective(name: str, older_name: str) -> Callable[..., Any]:
@@ -116,7 +125,8 @@ def _collective(name: str, older_name: str) -> Callable[..., Any]:
 def simulate_ranks(num_ranks: int, function: Callable[[Group], T]) -> list[T]:
     """Call a function once per rank, each with a group of its own that exchanges tensors inside this process.
 
-    The ranks are threads, of which one runs at a time, until it waits for the others in a collective.
+    The ranks are threads, of which one runs at a time, until it waits for the others in a collective. Gradients go
+    from rank to rank, where the caller records them.
 
     Args:
         num_ranks: how many ranks there are.
@@ -129,10 +139,10 @@ def simulate_ranks(num_ranks: int, function: Callable[[Group], T]) -> list[T]:
         ValueError: if the number of ranks is not positive. What the function raises on a rank is raised here, too.
     """
     check_sizes(num_ranks=num_ranks)
-    meeting = _Meeting()
+    meeting, is_recorded = _Meeting(), torch.is_grad_enabled()
 
     def run(rank: int) -> T:
-        with meeting.turn:
+        with meeting.turn, torch.set_grad_enabled(is_recorded):  # each thread has a switch of its own
             try:
                 return function(_SimulatedGroup(rank, num_ranks, meeting))
             except BaseException as error:

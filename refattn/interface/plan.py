@@ -120,8 +120,9 @@ class CascadePlan:
             of neighbouring sequences of the batch; `positions` has the positions of their queries.
 
     Raises:
-        ValueError: if there is no level, or one that is no plan over pages of one size; on a CPU also if the levels are
-            of another batch, leave keys out or have some twice, or a shared one reaches into the queries.
+        ValueError: if there is no level, or one that is no plan over pages of one size, or a shared one has a mask and
+            no positions, as its queries are not the last of its tokens; on a CPU also if the levels are of another
+            batch, leave keys out or have some twice, or a shared one reaches into the queries.
     """
 
     batch: Batch
@@ -144,6 +145,9 @@ class CascadePlan:
         if self.batch.seq_lens.is_cpu:
             check_lengths(self.batch)
             _check_levels(self.batch, self.levels)
+        for i, level in enumerate(self.levels[:-1]):
+            if level.window != (-1, -1) and level.positions is None:
+                raise ValueError(f"levels[{i}]: expected the positions of its queries, as it has a mask, got None")
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,7 +188,8 @@ class ContextParallelPlan:
         batch: the lengths as all ranks know them, and the rank's own block table.
         shard: which rank this is, and which tokens are its own.
         context: over the pages of the rank, without a causal mask. Keys are counted as stored there; with a window,
-            `positions` are the positions of the queries in this count.
+            `positions` are the first keys that the queries see, in this count, and the window is one of no key before
+            them, `(0, -1)`.
         own: over the rows of the new tokens, causal.
     """
 

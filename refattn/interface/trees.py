@@ -25,9 +25,18 @@ from jaxtyping import Int32, Int64
 from torch import Tensor
 
 from refattn.interface.batch import Batch
-from refattn.interface.contents import check_batch, check_block_table, check_lengths
+from refattn.interface.contents import check_block_table, check_lengths
 from refattn.interface.plan import Plan
-from refattn.interface.values import check_floating, check_list, describe, expect, is_int, same_device
+from refattn.interface.values import (
+    check_can_be_written,
+    check_floating,
+    check_list,
+    check_own_memory,
+    describe,
+    expect,
+    is_int,
+    same_device,
+)
 
 WORD = 64  # nodes that one word of an ancestor mask tells of
 MOST_NODES = 1024  # of a tree
@@ -60,7 +69,7 @@ class Trees:
             return
         if int(self.lens.min()) < 0 or int(self.lens.max()) > w:
             raise ValueError(f"tree_lens: expected 0..{w} nodes, as parents has columns, got {self.lens.tolist()}")
-        node = torch.arange(w)
+        node = torch.arange(w, device=self.parents.device)
         is_node = node < self.lens[:, None]
         wrong = is_node & ((self.parents >= node) | (self.parents < -1))
         if wrong.any():
@@ -139,7 +148,8 @@ class Accepted(NamedTuple):
     Attributes:
         nodes: the accepted nodes, rising; -1 past the last.
         lens: how many they are, the root included; 0 for a sequence without a tree.
-        next_tokens: the token that follows the last of them, which the model chose; -1 for a sequence without a tree.
+        next_tokens: the token that follows the last of them, which the model chose; -1 for a sequence without a tree,
+            or if the model's probabilities are none.
     """
 
     nodes: Int32[Tensor, "b w"]
@@ -151,10 +161,10 @@ def check_trees(batch: Batch, trees: Trees) -> None:
     """Check that trees are those of a batch.
 
     Raises:
-        ValueError: if there are more or fewer of them than sequences, or they are elsewhere; on a CPU also if a
-            sequence has fewer keys than nodes, or fewer nodes than query rows.
+        ValueError: if there are more or fewer of them than sequences, or they are elsewhere; on a CPU also if the
+            lengths of the batch are none, a sequence has fewer keys than nodes, or fewer nodes than query rows.
     """
-    check_batch(batch)
+    check_lengths(batch)
     if not isinstance(trees, Trees):
         raise ValueError(f"trees: expected Trees, from make_trees, got {describe(trees)}")
     expect(trees.lens, "tree_lens", torch.int32, ("b",), (batch.num_seqs,))
@@ -215,15 +225,17 @@ def check_drafts(batch: Batch, trees: Trees, **tokens: Tensor) -> None:
     if rows is not None and rows < int(batch.cu_seqlens_q[-1]):
         name = next(iter(tokens))
         raise ValueError(f"{name}: expected at least the {int(batch.cu_seqlens_q[-1])} query rows, got t={rows}")
-    is_node = torch.arange(trees.max_len) < trees.lens[:, None]
+    is_node = torch.arange(trees.max_len, device=trees.lens.device) < trees.lens[:, None]
     roots = (is_node & (trees.parents == -1)).sum(-1)
     if (roots > 1).any():
         i = int(roots.argmax())
         raise ValueError(f"parents: expected node 0 as the only root of sequence {i}, got {int(roots[i])} roots")
 
 
-def check_probabilities(drafts: Tensor, target_probs: Tensor, uniforms: Tensor, draft_probs: Tensor | None) -> None:
-    """Check distributions `[t, v]` and random numbers `[t]` for tokens `[t]`; on a CPU also the tokens.
+def check_probabilities(
+    batch: Batch, drafts: Tensor, target_probs: Tensor, uniforms: Tensor, draft_probs: Tensor | None
+) -> None:
+    """Check distributions `[t, v]` and random numbers `[t]` for tokens `[t]`; on a CPU also tokens and numbers.
 
     Raises:
         ValueError: naming what does not fit.
@@ -240,6 +252,11 @@ def check_probabilities(drafts: Tensor, target_probs: Tensor, uniforms: Tensor, 
     same_device(drafts=drafts, **named)
     if drafts.is_cpu and t and not 0 <= int(drafts.min()) <= int(drafts.max()) < v:
         raise ValueError(f"drafts: expected tokens in 0..{v - 1}, got {int(drafts.min())}..{int(drafts.max())}")
+    if uniforms.is_cpu:
+        numbers = uniforms[: int(batch.cu_seqlens_q[-1])]  # the rest is padding
+        wrong = ~((numbers >= 0) & (numbers <= 1))
+        if wrong.any():
+            raise ValueError(f"uniforms: expected random numbers in [0, 1), got {float(numbers[wrong][0])}")
 
 
 def check_accepted(batch: Batch, trees: Trees, accepted: Accepted) -> None:
@@ -277,8 +294,12 @@ def check_accepted_lens(batch: Batch, trees: Trees, lens: Tensor) -> None:
         raise ValueError(f"accepted.lens: expected at most {trees.lens.tolist()} nodes, got {lens.tolist()}")
 
 
-def check_caches(caches: Sequence[Tensor], batch: Batch, *, block_size: int) -> Int32[Tensor, "b m"]:
-    """Check pools `[n, p, ...]` that share the block table of a batch.
+def check_caches(
+    caches: Sequence[Tensor], batch: Batch, trees: Trees, accepted: Accepted, *, block_size: int
+) -> Int32[Tensor, "b m"]:
+    """Check pools `[n, p, ...]` in which accepted nodes are about to move, and the blocks between which they do.
+
+    No other block of the table is read: a pool of a window has none (-1) for tokens that no query sees any more.
 
     Returns:
         The block table.
@@ -286,15 +307,39 @@ def check_caches(caches: Sequence[Tensor], batch: Batch, *, block_size: int) -> 
     Raises:
         ValueError: naming the pool, what was expected and what came; the table is read on a CPU only.
     """
+    check_lengths(batch)
     block_table = check_block_table(batch, block_size=block_size)
-    needs = Plan(batch, block_size).needs
     check_list("caches", caches, "pools")
+    num_blocks = _blocks_of_moves(block_table, batch, trees, accepted, block_size) if trees.lens.is_cpu else 0
     for i, cache in enumerate(caches):
         if not isinstance(cache, Tensor) or cache.ndim < 2 or cache.shape[1] != block_size:
             raise ValueError(f"caches[{i}]: expected a pool [n, p={block_size}, ...], got {describe(cache)}")
+        check_own_memory(f"caches[{i}]", cache)
         same_device(seq_lens=batch.seq_lens, **{f"caches[{i}]": cache})
-        if needs is not None and needs.blocks > len(cache):
+        check_can_be_written(**{f"caches[{i}]": cache})
+        if num_blocks > len(cache):
             raise ValueError(
-                f"caches[{i}]: expected at least {needs.blocks} blocks, as in the block table, got n={len(cache)}"
+                f"caches[{i}]: expected at least {num_blocks} blocks, as in the block table, got n={len(cache)}"
             )
     return block_table
+
+
+def _blocks_of_moves(block_table: Tensor, batch: Batch, trees: Trees, accepted: Accepted, block_size: int) -> int:
+    """Return how many blocks a pool has at least, for the slots that accepted nodes leave and those that they go to.
+
+    Raises:
+        ValueError: if a sequence has no block for such a slot.
+    """
+    tables, firsts = block_table.tolist(), (batch.seq_lens - trees.lens).tolist()
+    num_blocks = 0
+    for i, (nodes, count) in enumerate(zip(accepted.nodes.tolist(), accepted.lens.tolist(), strict=True)):
+        for target, node in enumerate(nodes[:count]):
+            for place in (firsts[i] + target, firsts[i] + node) if node != target else ():
+                block = tables[i][place // block_size]
+                if block < 0:
+                    raise ValueError(
+                        f"block_table: expected entries of at least 0 for the blocks whose nodes move in sequence {i}, "
+                        f"got {block} in column {place // block_size}"
+                    )
+                num_blocks = max(num_blocks, block + 1)
+    return num_blocks

@@ -12,7 +12,7 @@ LARGEST_INT32 = 2**31 - 1
 
 
 def check_sizes(**sizes: int) -> None:
-    """Check that each of the named sizes is a positive int.
+    """Check that each of the named sizes is a positive int that an int32 can hold.
 
     Raises:
         ValueError: naming the first that is not.
@@ -20,6 +20,8 @@ def check_sizes(**sizes: int) -> None:
     for name, size in sizes.items():
         if not is_int(size) or size < 1:
             raise ValueError(f"{name}: expected a positive int, got {describe(size)}")
+        if size > LARGEST_INT32:
+            raise ValueError(f"{name}: expected at most {LARGEST_INT32}, got {size}")
 
 
 def check_int(name: str, value: int, *, at_most: int | None = LARGEST_INT32) -> None:
@@ -141,6 +143,20 @@ def same_device(**tensors: Tensor) -> None:
             raise ValueError(f"{name}: expected {reference.device}, where {first} is, got {tensor.device}")
 
 
+def check_can_be_written(**memory: Tensor) -> None:
+    """Check that tensors can be written to where gradients are recorded, which no leaf that requires one can.
+
+    Raises:
+        ValueError: naming the first that is one, or a view of one.
+    """
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in memory.items():
+        base = tensor if tensor._base is None else tensor._base
+        if base.requires_grad and base.is_leaf:
+            raise ValueError(f"{name}: expected memory to write to, got a leaf that requires a gradient, or its view")
+
+
 def expect(
     tensor: Tensor,
     name: str,
@@ -148,7 +164,7 @@ def expect(
     dims: Sequence[str],
     sizes: Sequence[int | None],
 ) -> tuple[int, ...]:
-    """Check that something is a tensor of a type and a shape, and return that shape.
+    """Check that something is a tensor of a type and a shape, neither sparse nor nested, and return that shape.
 
     Args:
         tensor: what came.
@@ -160,7 +176,7 @@ def expect(
     Raises:
         ValueError: if it is no such tensor.
     """
-    if isinstance(tensor, Tensor) and (dtype is None or tensor.dtype == dtype):
+    if isinstance(tensor, Tensor) and (dtype is None or tensor.dtype == dtype) and _has_strides(tensor):
         shape = tuple(tensor.shape)
         if len(shape) == len(sizes):
             for size, actual in zip(sizes, shape, strict=True):
@@ -173,6 +189,24 @@ def expect(
     )
     kind = f"{str(dtype).removeprefix('torch.')} " if dtype is not None else ""
     raise ValueError(f"{name}: expected {kind}[{wanted}], got {describe(tensor)}")
+
+
+def check_own_memory(name: str, tensor: Tensor) -> None:
+    """Check that no two elements of a tensor that is written to share their memory, as far as its strides tell.
+
+    Each dimension has to step over all elements of those with smaller strides, as in slices and transposed tensors.
+
+    Raises:
+        ValueError: naming it.
+    """
+    if tensor.is_contiguous():
+        return
+    end = 0  # how far the last element of the dimensions so far lies after the first
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= end:
+                raise ValueError(f"{name}: expected memory for each element, got strides of {tensor.stride()}")
+            end += stride * (size - 1)
 
 
 def check_floating(name: str, tensor: Tensor) -> None:
@@ -200,10 +234,19 @@ def is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _has_strides(tensor: Tensor) -> bool:
+    """Return whether a tensor is an ordinary one: others, sparse or nested, have no strides."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
 def describe(value: object) -> str:
     """Return what came instead of what was expected, in a few words."""
     if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+        kind = str(value.dtype).removeprefix("torch.")
+        if value.is_nested:
+            return f"{kind} in a nested tensor"
+        layout = "" if _has_strides(value) else f" in the layout {value.layout}"
+        return f"{kind} {list(value.shape)}{layout}"
     if value is None or isinstance(value, (bool, int, float, str)):
         return repr(value)
     kind = type(value)

@@ -26,11 +26,12 @@ Model Serving with PagedAttention" (blocks, blocks shared by hash, preemption by
 
 import logging
 from collections import deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from itertools import chain
 from math import ceil
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 import torch
 from einops import rearrange
@@ -51,6 +52,21 @@ from refattn.serving.speculation import Draft, DraftModel, NGram
 from refattn.serving.window_pool import WindowPool
 
 logger = logging.getLogger(__name__)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _cpu_by_default(function: Callable[P, T]) -> Callable[P, T]:
+    """Let tensors be made on the CPU where no device is named, whatever `torch.set_default_device` says."""
+
+    @wraps(function)
+    def call(*args: P.args, **options: P.kwargs) -> T:
+        if torch.get_default_device().type == "cpu":
+            return function(*args, **options)
+        with torch.device("cpu"):
+            return function(*args, **options)
+
+    return call
 
 
 @dataclass(frozen=True)
@@ -110,6 +126,7 @@ class Engine:
         torch.OutOfMemoryError: if a GPU has no room for the pool.
     """
 
+    @_cpu_by_default
     def __init__(
         self,
         model: Any,
@@ -217,6 +234,11 @@ class Engine:
         return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
 
     @property
+    def decode_len(self) -> int:
+        """The most new tokens of a decode: one, and the chain of its drafts."""
+        return 1 if self.speculation is None else 1 + self.speculation.max_drafts
+
+    @property
     def max_request_tokens(self) -> int | float:
         """The most tokens of a request that may go through the model: what the pool holds, and it has positions for."""
         return min(len(self.pool.users) * self.block_size, self.max_positions)
@@ -277,6 +299,7 @@ class Engine:
             raise ValueError(f"request: expected one of this engine, got one of another, which is {request.status}")
         self._abort_all([request])
 
+    @_cpu_by_default
     @torch.no_grad()
     def step(self) -> list[Event]:
         """Run the model once over the scheduled tokens, and append a token to each request that is ready for one.
@@ -292,7 +315,7 @@ class Engine:
             self._is_stepping = True
             scheduled = self._add_drafts(self.scheduler.schedule())
             if any(layer.splits_decodes for layer in self.layers):
-                scheduled = dict(sorted(scheduled.items(), key=lambda item: item[1] > 1))
+                scheduled = self._decodes_first(scheduled)
             before = _progress(scheduled)
             if not scheduled:
                 return []
@@ -399,6 +422,12 @@ class Engine:
                 request.draft, scheduled[request] = draft, 1 + len(draft.tokens)
                 room -= len(draft.tokens)
         return scheduled
+
+    def _decodes_first(self, scheduled: dict[Request, int]) -> dict[Request, int]:
+        """Bring the decodes of a step before its prefills, as layers need it that plan them apart."""
+        requests, counts = list(scheduled), list(scheduled.values())
+        order = self.twin.metadata.order_decodes_first(counts, decode_len=self.decode_len)
+        return {requests[i]: counts[i] for i in order}
 
     def _compute(self, scheduled: dict[Request, int]) -> dict[Request, list[Event]]:
         """Run the model over what is scheduled, and return what came of each request: no books are changed yet.
@@ -534,7 +563,7 @@ class Engine:
             step.slot_mappings[layer] = slots if pool is None else pool.translate_slots(slots)
             where = batch if pool is None else pool.translate_batch(batch)
             if trees is None:
-                step.plans[layer] = layer.plan(self.twin, where, self.block_size, lens)
+                step.plans[layer] = layer.plan(self.twin, where, self.block_size, lens, self.decode_len)
             else:
                 step.plans[layer] = layer.plan_trees(self.twin, where, trees, self.block_size)
         if prefixes:

@@ -132,7 +132,7 @@ class Layer:
         sizes = (num_blocks, block_size, self.num_kv_heads, self.head_size)
         return twin.kv_cache.allocate(*sizes, dtype=dtype, device=device)
 
-    def plan(self, twin: Twin, batch: Batch, block_size: int, lens: Lens | None = None) -> Plan:
+    def plan(self, twin: Twin, batch: Batch, block_size: int, lens: Lens | None = None, decode_len: int = 1) -> Plan:
         """Plan a step, for all layers that are equal to this one.
 
         Args:
@@ -141,6 +141,7 @@ class Layer:
             block_size: tokens in a block.
             lens: the new tokens and all tokens of each request, decodes before prefills; None where only the device
                 knows.
+            decode_len: most new tokens of a decode, its drafts included.
         """
         plan: Plan = twin.chunked_prefill.plan(batch, block_size=block_size)
         return plan
@@ -192,7 +193,7 @@ class WindowLayer(Layer):
         if self.window < 1:
             raise ValueError(f"model: expected a sliding_window of at least 1 token in such layers, got {self.window}")
 
-    def plan(self, twin: Twin, batch: Batch, block_size: int, lens: Lens | None = None) -> Plan:
+    def plan(self, twin: Twin, batch: Batch, block_size: int, lens: Lens | None = None, decode_len: int = 1) -> Plan:
         """Plan a step over trimmed tables."""
         plan: Plan = twin.sliding_window.plan(batch, window_size=(self.window - 1, 0), block_size=block_size)
         return plan
@@ -204,11 +205,11 @@ class SplitPlan(NamedTuple):
     parts: tuple[tuple[slice, Plan | PrefillPlan | TreePlan], ...]
 
 
-def _decodes_and_prefills(twin: Twin, batch: Batch, lens: Lens | None) -> Sequence[Part]:
+def _decodes_and_prefills(twin: Twin, batch: Batch, lens: Lens | None, decode_len: int) -> Sequence[Part]:
     """Return the decodes and the prefills of a step that has both; else, or where nobody knows, all of it."""
     query_lens = [query_len for query_len, _ in lens or ()]
-    if 1 in query_lens and max(query_lens) > 1:
-        parts: Sequence[Part] = twin.metadata.split_decodes_and_prefills(batch, query_lens)
+    if query_lens and min(query_lens) <= decode_len < max(query_lens):
+        parts: Sequence[Part] = twin.metadata.split_decodes_and_prefills(batch, query_lens, decode_len=decode_len)
         return parts
     return [Part(batch, slice(None))]
 
@@ -238,10 +239,10 @@ class LocalLayer(Layer):
         return True
 
     def plan(  # type: ignore[override]  # attended by this class alone
-        self, twin: Twin, batch: Batch, block_size: int, lens: Lens | None = None
+        self, twin: Twin, batch: Batch, block_size: int, lens: Lens | None = None, decode_len: int = 1
     ) -> SplitPlan:
         """Plan a step over virtual sequences."""
-        parts = _decodes_and_prefills(twin, batch, lens)
+        parts = _decodes_and_prefills(twin, batch, lens, decode_len)
         sizes = dict(chunk_size=self.chunk_size, block_size=block_size)
         return SplitPlan(tuple((part.tokens, twin.local.plan(part.batch, **sizes)) for part in parts))
 
@@ -277,7 +278,7 @@ class DifferentialLayer(Layer):
         sizes = (num_blocks, block_size, self.num_kv_heads, self.head_size)
         return twin.differential.allocate(*sizes, dtype=dtype, device=device)
 
-    def plan(self, twin: Twin, batch: Batch, block_size: int, lens: Lens | None = None) -> Plan:
+    def plan(self, twin: Twin, batch: Batch, block_size: int, lens: Lens | None = None, decode_len: int = 1) -> Plan:
         """Plan a step over all tokens."""
         plan: Plan = twin.differential.plan(batch, block_size=block_size)
         return plan
@@ -317,10 +318,11 @@ class DifferentialLayer(Layer):
 class LatentLayer(Layer):
     """A layer with latent attention (MLA): its pool holds a latent and a rotary key of each token, and no values.
 
-    Decodes absorb the projection of keys into their queries and read the latents as they are. Prefills make keys and
-    values of the latents, of their context `WORKSPACE` tokens at a time. Both give the same answers, but not to the
-    bit, and how many tokens are made at a time depends on how many sequences share the workspace. So everything is
-    absorbed under `batch_invariant`, as it is where only the device knows which sequences decode.
+    Decodes, their drafts included, absorb the projection of keys into their queries and read the latents as they are.
+    Prefills make keys and values of the latents, of their context `WORKSPACE` tokens at a time. Both give the same
+    answers, but not to the bit, and how many tokens are made at a time depends on how many sequences share the
+    workspace. So everything is absorbed under `batch_invariant`, as it is where only the device knows which sequences
+    decode.
 
     Attributes:
         num_kv_heads: 1, which all query heads share.
@@ -371,23 +373,23 @@ class LatentLayer(Layer):
         return twin.mla.allocate(*sizes, dtype=self.codes or dtype, device=device)
 
     def plan(  # type: ignore[override]  # attended by this class alone
-        self, twin: Twin, batch: Batch, block_size: int, lens: Lens | None = None
+        self, twin: Twin, batch: Batch, block_size: int, lens: Lens | None = None, decode_len: int = 1
     ) -> SplitPlan:
         """Plan a step: absorbed, or its prefills in chunks of the workspace."""
         if lens is None or self.batch_invariant:
             return SplitPlan(((slice(None), twin.mla.plan(batch, block_size=block_size)),))
 
-        longest = max((seq_len - query_len for query_len, seq_len in lens if query_len > 1), default=0)
+        longest = max((seq_len - query_len for query_len, seq_len in lens if query_len > decode_len), default=0)
 
         def plan_part(part: Batch) -> Plan | PrefillPlan:
-            if part.max_query_len <= 1:
+            if part.max_query_len <= decode_len:
                 absorbed: Plan = twin.mla.plan(part, block_size=block_size)
                 return absorbed
             sizes = dict(block_size=block_size, workspace=max(WORKSPACE, part.num_seqs), max_context_len=longest)
             prefill: PrefillPlan = twin.mla.plan_prefill(part, **sizes)
             return prefill
 
-        parts = _decodes_and_prefills(twin, batch, lens)
+        parts = _decodes_and_prefills(twin, batch, lens, decode_len)
         return SplitPlan(tuple((part.tokens, plan_part(part.batch)) for part in parts))
 
     def plan_trees(  # type: ignore[override]  # attended by this class alone
@@ -528,9 +530,9 @@ class QuantizedLayer(Layer):
             return twin.quantized.allocate_int8(*sizes, value_dtype=value_dtype, device=device)
         return twin.kv_cache.allocate(*sizes, dtype=KV_CACHE_DTYPES[self.kv_cache_dtype], device=device)
 
-    def plan(self, twin: Twin, batch: Batch, block_size: int, lens: Lens | None = None) -> Any:
+    def plan(self, twin: Twin, batch: Batch, block_size: int, lens: Lens | None = None, decode_len: int = 1) -> Any:
         """Plan a step as the other kind does."""
-        return self.layer.plan(twin, batch, block_size, lens)
+        return self.layer.plan(twin, batch, block_size, lens, decode_len)
 
     def attend(
         self,

@@ -119,5 +119,6 @@ def sample(
     probabilities, token_ids = scaled.softmax(-1).sort(descending=True, stable=True)
     ends = probabilities.cumsum(-1)  # [b, v], where each token ends on the line
     length = ends.where(ends - probabilities < top_p, 0.0).amax(-1, keepdim=True)
-    drawn = token_ids.gather(-1, torch.searchsorted(ends, uniform * length, right=True))
+    place = torch.searchsorted(ends, uniform * length, right=True)
+    drawn = token_ids.gather(-1, place.minimum(torch.searchsorted(ends, length)))  # not past the cut, by rounding
     return rearrange(drawn.where(temperature > 0, logits.argmax(-1, keepdim=True)), "b 1 -> b")

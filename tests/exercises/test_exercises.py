@@ -17,7 +17,7 @@ from refattn.exercises.exercise import check
 from refattn.exercises.functions import EXERCISES
 
 ROOT = Path(__file__).parent.parent.parent
-STUBS, SOLUTIONS = ROOT / "exercises", Path(__file__).parent / "solutions"
+STUBS, SOLUTIONS = ROOT / "notebooks" / "exercises", Path(__file__).parent / "solutions"
 
 each_exercise = pytest.mark.parametrize("exercise", EXERCISES, ids=lambda exercise: exercise.name)
 each_wrong_answer = pytest.mark.parametrize(
@@ -112,12 +112,12 @@ def test_nothing_of_the_learner_is_changed_by_a_check(tmp_path):
 def test_the_page_shows_what_the_command_prints(tmp_path, monkeypatch, capsys):
     page = (ROOT / "docs" / "exercises.md").read_text()
     answer = re.search(r"For `(return .*?)` it prints", page)[1]
-    shutil.copytree(STUBS, tmp_path / "exercises")
-    file = tmp_path / "exercises" / "01_slot.py"
+    shutil.copytree(STUBS, tmp_path / "notebooks" / "exercises")
+    file = tmp_path / "notebooks" / "exercises" / "01_slot.py"
     file.write_text(file.read_text().replace("raise NotImplementedError", answer))
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("MAKELEVEL", "1")  # as make sets it
-    assert command.main(["1", "--folder", str(tmp_path / "exercises")]) == 1
+    assert command.main(["1", "--folder", str(tmp_path / "notebooks" / "exercises")]) == 1
     printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert re.search(r"```text\n(.*?)```", page, re.DOTALL)[1].splitlines() == printed
 
@@ -195,7 +195,7 @@ def test_watching_checks_again_when_the_file_is_saved(tmp_path, monkeypatch, cap
 
 def test_a_task_is_found_by_number_name_and_file():
     tasks = command.all_tasks(STUBS)
-    for which in ("3", "03", "write", "03_write", "exercises/03_write.py"):
+    for which in ("3", "03", "write", "03_write", "notebooks/exercises/03_write.py"):
         assert command.find(tasks, which).exercise is EXERCISES[2]
-    for which in ("p2", "P2", "padding", "exercises/puzzles/02_padding.py"):
+    for which in ("p2", "P2", "padding", "notebooks/exercises/puzzles/02_padding.py"):
         assert command.find(tasks, which).puzzle.name == "padding"

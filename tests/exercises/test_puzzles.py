@@ -9,7 +9,7 @@ from refattn.exercises import learner
 from refattn.exercises.puzzles import PUZZLES
 
 ROOT = Path(__file__).parent.parent.parent
-STUBS, SOLUTIONS = ROOT / "exercises" / "puzzles", Path(__file__).parent / "solutions" / "puzzles"
+STUBS, SOLUTIONS = ROOT / "notebooks" / "exercises" / "puzzles", Path(__file__).parent / "solutions" / "puzzles"
 TODO = "    raise NotImplementedError\n"
 HARMLESS = {  # cases that the bug does not show on
     "window": dict(query_len=1, seq_len=3, window=3),

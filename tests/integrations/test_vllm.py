@@ -107,6 +107,7 @@ each_fp8 = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.covers("B101")
 @each_fp8
 @pytest.mark.parametrize("layout", ["LBNHC", "LBHNC"])
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -217,6 +218,7 @@ def test_it_registers_under_a_name_of_its_own(monkeypatch, on_cpu, asked):
     assert path == f"{backend.FastAttentionBackend.__module__}.{backend.FastAttentionBackend.__qualname__}"
 
 
+@pytest.mark.covers("B101")
 def test_what_is_declared(backend):
     kind = backend.FastAttentionBackend
     assert kind.get_impl_cls() is backend.FastAttentionImpl

@@ -12,12 +12,13 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from batches import CASES, STALE, Case, build
 from einops import repeat
+from gpu_package_doubles import FA3_SCHEDULE, by_name
 from options import given
 from tolerance import assert_matches_reference
 from torch import Tensor
@@ -29,10 +30,11 @@ import refattn.speculative
 from fastattn import speculative
 from fastattn.kernels import Problem, dispatch
 from fastattn.kernels import device as devices
-from fastattn.kernels.flash import fa3
+from fastattn.kernels.flash import fa3, schedule
 from refattn import masks
 from refattn.attention import attend
-from refattn.interface import AttentionOptions, Batch
+from refattn.interface import AttentionOptions, Batch, Plan
+from refattn.merge import merge
 
 ARGUMENTS = """
     Tensor! q, Tensor k, Tensor v, Tensor? k_new, Tensor? v_new, Tensor? q_v, Tensor!? out, Tensor? cu_seqlens_q,
@@ -87,6 +89,7 @@ class Double:
 
     def __init__(self) -> None:
         self.calls: list[dict] = []
+        self.schedules = 0
 
     def fwd(self, *arguments):
         """Answer as `torch.ops._vllm_fa3_C.fwd`."""
@@ -101,14 +104,31 @@ class Double:
             "cp_world_size",
             "cp_rank",
         }
+        made = asked["scheduler_metadata"]
+        if made is not None:
+            q, k, v = (asked[name] for name in "qkv")
+            sizes = q.shape[1], k.shape[2], q.shape[2], v.shape[3], k.shape[1], q.dtype.itemsize
+            made_of = asked | dict(sizes=sizes, has_softcap=asked["softcap"] > 0)
+            assert made.tolist() == described(made_of), "a schedule of another call"
+            used.add("scheduler_metadata")
         assert not [name for name in NAMES if name not in used and asked[name] is not None], "what we have no use for"
         assert (asked["sm_margin"], asked["cp_world_size"], asked["cp_rank"]) == (0, 1, 0)
         window = asked["window_size_left"], asked["window_size_right"]
         tensors = {name: asked[name] for name in TENSORS}
         lengths = asked["max_seqlen_q"], asked["max_seqlen_k"]
-        return self._answer(
-            **tensors, lengths=lengths, window=window, **{n: asked[n] for n in ("softmax_scale", "softcap")}
-        )
+        numbers = {name: asked[name] for name in ("softmax_scale", "softcap", "num_splits")}
+        return self._answer(**tensors, lengths=lengths, window=window, **numbers)
+
+    def get_scheduler_metadata(self, *arguments):
+        """Write down what a schedule was made of, as `torch.ops._vllm_fa3_C.get_scheduler_metadata` shares it out."""
+        asked = by_name(FA3_SCHEDULE, arguments)
+        self.schedules += 1
+        unused = ("cu_seqlens_k", "cu_seqlens_k_new", "seqused_q", "leftpad_k", "pack_gqa")
+        assert all(asked[name] is None for name in unused) and asked["sm_margin"] == asked["max_seqlen_k_new"] == 0
+        assert asked["batch_size"] == len(asked["seqused_k"]) and asked["qkv_dtype"] in (torch.float16, torch.bfloat16)
+        names = ("num_heads", "num_heads_k", "headdim", "headdim_v", "page_size")
+        sizes = *(asked[name] for name in names), asked["qkv_dtype"].itemsize
+        return torch.tensor(described(asked | dict(sizes=sizes)), dtype=torch.int32)
 
     def flash_attn_varlen_func(
         self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None,
@@ -121,7 +141,7 @@ class Double:
         self.calls.append(dict(causal=causal, num_splits=num_splits))
         return self._answer(
             q, k, v, cu_seqlens_q, cu_seqlens_k, None, None, (max_seqlen_q, max_seqlen_k), window_size, softmax_scale,
-            softcap,
+            softcap, num_splits,
         )[:2]  # fmt: skip
 
     def flash_attn_with_kvcache(
@@ -137,12 +157,13 @@ class Double:
         lengths = max_seqlen_q, page_table.shape[1] * k_cache.shape[1]
         return self._answer(
             q, k_cache, v_cache, cu_seqlens_q, None, cache_seqlens, page_table, lengths, window_size, softmax_scale,
-            softcap,
+            softcap, num_splits,
         )  # fmt: skip
 
     def _answer(
-        self, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, lengths, window, softmax_scale, softcap
-    ):
+        self, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, lengths, window, softmax_scale, softcap,
+        num_splits,
+    ):  # fmt: skip
         """Attend, with all that a tile touches; rows of no sequence are never written."""
         assert softmax_scale > 0, "it looks for the largest score before it scales"
         for x in (q, k, v):
@@ -169,14 +190,28 @@ class Double:
                 tile = value[s:] if p % TILE == 0 and left < 0 else value[:0]
             assert last - first <= max_seqlen_q and s <= max_seqlen_k
             visible = masks.window(last - first, s, (left, right))
-            answer, logs = attend(
-                q[first:last], key[:s], value[:s], visible, softmax_scale=softmax_scale, softcap=softcap
-            )
+            asked = dict(softmax_scale=softmax_scale, softcap=softcap)
+            answer, logs = attend(q[first:last], key[:s], value[:s], visible, **asked)
+            if num_splits != 1 and s > 1:
+                splits = [slice(0, s // 2), slice(s // 2, s)]
+                parts = [attend(q[first:last], key[x], value[x], visible[:, x], **asked) for x in splits]
+                outs, lses = zip(*parts, strict=True)
+                answer, logs = merge(outs, [lse.nan_to_num(-math.inf) for lse in lses])  # it drops a split with NaN
             touched = (0 * tile).sum(0)  # 0, or NaN
             answer[(-TILE if right == 0 else 0) :] += repeat(touched, "hk dv -> (hk g) dv", g=q.shape[1] // k.shape[-2])
             out[first:last] = torch.where((logs == -math.inf)[..., None], math.nan, answer)
             lse[:, first:last] = torch.where(logs.isnan(), -math.inf, logs).T  # as it says where the sum is NaN
         return [out, lse, q.new_empty(0), q.new_empty(0)]
+
+
+def described(asked: dict) -> list[int]:
+    """Return what a schedule depends on, as numbers: those of a call, or those that it was made of."""
+    lengths = asked["seqused_k"].tolist(), asked["cu_seqlens_q"].tolist()
+    return [
+        *(len(lengths[0]), asked["max_seqlen_q"], asked["max_seqlen_k"], asked["num_splits"], asked["is_causal"]),
+        *(asked["window_size_left"], asked["window_size_right"], *asked["sizes"], asked["has_softcap"]),
+        *(number for some in lengths for number in some),
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -203,6 +238,8 @@ def vllm(device):
     library = torch.library.Library(fa3.LIBRARY, "DEF")
     library.define(f"fwd({ARGUMENTS}) -> Tensor[]")
     library.impl("fwd", double.fwd, "CPU")
+    library.define(f"get_scheduler_metadata({FA3_SCHEDULE}) -> Tensor")
+    library.impl("get_scheduler_metadata", double.get_scheduler_metadata, "CPU")
     yield double
     library._destroy()
 
@@ -326,6 +363,27 @@ def test_nan_that_a_query_sees_comes_out(vllm, device):
     assert out.isnan().sum() == out.shape[-1] and lse.isnan().sum() == 1
 
 
+@each_way
+@pytest.mark.parametrize("where", ["key", "value"])
+@pytest.mark.parametrize("build_of", ["vllm", "interface"])
+def test_nan_in_a_long_sequence_comes_out_of_every_query_that_sees_it(build_of, where, over, request, device):
+    """Were the keys split, a split whose scores are NaN would be left out, and the answer be a number."""
+    request.getfixturevalue(build_of)
+    long = 20000 if device == "cuda" else 200
+    case = Case("long", ((1, long), (9, long + 7), (1, 30)), heads=(8, 2), block_size=64)
+    inputs = build(case, device=device, dtype=torch.float16)
+    rows, pool = inputs.rows, inputs.key_cache if where == "key" else inputs.value_cache
+    for i, place in ((0, long - 9), (1, 5)):
+        rows[1 if where == "key" else 2][(0, long)[i] + place] = math.nan
+        pool[inputs.batch.block_table[i, place // 64], place % 64] = math.nan
+    if over == "rows":
+        out, lse = fa3.dense(*given(*rows), None)
+    else:
+        out, lse = fa3.paged(*given(*inputs.tensors), None)
+    assert out[:10].isnan().all() and not out[10].isnan().any(), "a NaN is hidden"
+    assert where == "value" or (lse[:10].isnan().all() and not lse[10].isnan().any())
+
+
 TREES = [(-1, 0, 0, 1, 2, 2), (-1,), (-1, 0, 1, 0), (-1, *range(19)), ()]
 TREE_LENS = ((6, 150), (1, 33), (4, 4), (20, 84), (0, 9))  # one without a context, and one without a tree
 
@@ -408,20 +466,32 @@ def test_vllms_operator_is_asked_with_what_the_batch_says(vllm, device):
     for asked in vllm.calls:
         assert torch.equal(asked["cu_seqlens_q"], batch.cu_seqlens_q)
         assert (asked["max_seqlen_q"], asked["max_seqlen_k"]) == (7, 100)
-        assert asked["num_splits"] == 0 and asked["pack_gqa"] is None
+        assert asked["num_splits"] == 1 and asked["pack_gqa"] is None
 
 
 @each_way
-def test_its_own_package_may_split_the_keys_too(over, interface, device):
+def test_its_own_package_may_not_split_the_keys_either(over, interface, device):
     call(build(CASES[2], device=device, dtype=torch.float16), over)
-    assert interface.calls == [dict(causal=True, num_splits=0)], "the package itself would not, over rows"
+    assert interface.calls == [dict(causal=True, num_splits=1)], "the package itself would, over pages"
 
 
-def test_a_table_whose_columns_lie_apart_is_copied(vllm, device):
-    inputs = build(Case("table", ((4, 70), (1, 33)), heads=(2, 1)), device=device, dtype=torch.float16)
-    table = inputs.batch.block_table.T.contiguous().T
-    assert table.stride(-1) != 1
-    hold_to_the_reference(replace(inputs, batch=replace(inputs.batch, block_table=table)), "pages")
+@pytest.mark.parametrize("block_size", [16, 128], ids=["many-columns", "one-column"])
+def test_a_table_whose_columns_lie_apart_is_copied(block_size, vllm, device):
+    """One of a single column too, which torch takes for contiguous whatever its stride."""
+    case = Case("table", ((3, 70), (1, 33)), heads=(2, 1), block_size=block_size)
+    inputs = build(case, device=device, dtype=torch.float16)
+    columns = 1 if block_size == 128 else 5
+    table = inputs.batch.block_table
+    batch = replace(inputs.batch, block_table=table[:, :columns].clone())
+    apart = replace(batch, block_table=table.T.contiguous().T[:, :columns])
+    assert apart.block_table.stride(-1) == 2
+    hold_to_the_reference(replace(inputs, batch=apart), "pages")
+    trees = speculative.make_trees([(-1, 0, 0), (-1,)], device=device)
+    answers = []
+    for one in (batch, apart):
+        plan = speculative.plan(one, block_size=block_size, trees=trees)
+        answers.append(fa3.tree(inputs.query, inputs.key_cache, inputs.value_cache, plan, AttentionOptions(), None))
+    assert torch.equal(answers[0][0], answers[1][0]) and torch.equal(answers[0][1], answers[1][1])
 
 
 @pytest.mark.parametrize(
@@ -434,6 +504,82 @@ def test_small_pages_are_not_looked_at_again(block_size, window, repaired, vllm,
     case = Case("small", ((4, 70), (1, 33)), heads=(2, 1), block_size=block_size)
     call(build(case, device=device, dtype=torch.float16), "pages", window_size=window)
     assert bool(looked) == repaired
+
+
+@pytest.mark.covers("B70")
+def test_a_plan_keeps_the_schedule_of_its_step(vllm, device):
+    """Layers share it; other lengths, also those written in place, other heads, a softcap and another plan do not.
+
+    The double refuses a schedule that was made of anything else than its call.
+    """
+    if vllm is None:
+        pytest.skip("the library does not say what it was asked")
+    inputs = build(MIXED, device=device, dtype=torch.float16)
+    query, key_cache, value_cache, plan, options = given(*inputs.tensors)
+    for _ in range(3):
+        fa3.paged(query, key_cache, value_cache, plan, options, None)
+    assert vllm.schedules == 1
+    fa3.paged(query[:, :2], key_cache[:, :, :1], value_cache[:, :, :1], plan, options, None)
+    fa3.paged(query, key_cache, value_cache, plan, AttentionOptions(softcap=2.0), None)
+    assert vllm.schedules == 3
+    for window in ((20, 0), (-1, -1), (3, 4)):
+        windowed = Plan(plan.batch, 16, causal=window[1] == 0, window_size=window)
+        for _ in range(2):
+            fa3.paged(query, key_cache, value_cache, windowed, options, None)
+    assert vllm.schedules == 6
+    plan.batch.seq_lens[1] -= 1
+    fa3.paged(query, key_cache, value_cache, plan, options, None)
+    fa3.paged(query, key_cache, value_cache, plan, options, None)
+    assert vllm.schedules == 7
+    fa3.dense(*given(*inputs.rows), None)
+    assert vllm.schedules == 7, "over rows none is made"
+
+
+def test_lengths_that_do_not_count_their_versions_keep_no_schedule(vllm, device):
+    """Those of inference mode can be advanced in place, and nothing tells."""
+    if vllm is None:
+        pytest.skip("the library does not say what it was asked")
+    with torch.inference_mode():
+        inputs = build(MIXED, device=device, dtype=torch.float16)
+        asked = given(*inputs.tensors)
+        fa3.paged(*asked, None)
+        inputs.batch.seq_lens[1] -= 1
+        fa3.paged(*asked, None)  # the double refuses a schedule of other lengths
+    assert vllm.schedules == 2
+
+
+@pytest.mark.covers("B71")
+def test_each_capture_has_a_schedule_of_its_own(vllm, device, monkeypatch):
+    """Streams, too: a call counts in it which tiles are done."""
+    if vllm is None:
+        pytest.skip("the library does not say what it was asked")
+    asked = given(*build(MIXED, device=device, dtype=torch.float16).tensors)
+    stream = SimpleNamespace(cuda_stream=1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for number, schedules in ((1, 1), (1, 1), (2, 2), (1, 2)):
+        stream.cuda_stream = number
+        fa3.paged(*asked, None)
+        assert vllm.schedules == schedules
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for capture, schedules in ((7, 3), (7, 3), (8, 4), (None, 5), (None, 6)):
+        monkeypatch.setattr(schedule, "_capture", lambda capture=capture: capture and ("capture", capture))
+        fa3.paged(*asked, None)
+        assert vllm.schedules == schedules
+
+
+def test_a_library_without_schedules_makes_them_in_each_call(device):
+    if device == "cuda":
+        pytest.skip("the library has them")
+    double, library = Double(), torch.library.Library(fa3.LIBRARY, "DEF")
+    library.define(f"fwd({ARGUMENTS}) -> Tensor[]")
+    library.impl("fwd", double.fwd, "CPU")
+    try:
+        hold_to_the_reference(build(MIXED, device=device, dtype=torch.float16), "pages")
+        assert double.calls and double.calls[0]["scheduler_metadata"] is None
+    finally:
+        library._destroy()
 
 
 # --- what it refuses ---
@@ -467,8 +613,16 @@ def test_it_is_taken_where_flash_attention_4_is_not(hopper, monkeypatch):
     assert names.index("fa3") < names.index("fa4"), "from pages of its tile it loads faster"
     names = dispatch.priorities(usual(block_size=128, window=(-1, -1)))
     assert names.index("fa4") < names.index("fa3"), "whose tile is another without a causal mask"
-    names = dispatch.priorities(usual(max_query_len=16, num_seqs=64, max_seq_len=8208))
+    drafts = usual(max_query_len=16, num_seqs=64, max_seq_len=8208, even=True)
+    names = dispatch.priorities(drafts)
     assert names.index("fa3") < names.index("triton") < names.index("fa4"), "drafted tokens of many sequences"
+    for drafted in (drafts._replace(even=False), drafts._replace(num_seqs=12)):
+        names = dispatch.priorities(drafted)
+        assert names.index("triton") < names.index("fa3"), "which splits no keys, so that one long sequence takes long"
+    trees = drafts._replace(operation="tree")
+    assert dispatch.priorities(trees)[0] == "fa3"
+    assert dispatch.priorities(trees._replace(even=False))[0] == dispatch.priorities(trees._replace(num_seqs=1))[0]
+    assert dispatch.priorities(trees._replace(num_seqs=1))[0] == "triton"
     names = dispatch.priorities(usual(max_query_len=1))
     assert names.index("triton") < names.index("fa4") < names.index("fa3") < names.index("fa2")
 

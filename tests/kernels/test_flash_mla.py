@@ -7,7 +7,7 @@ packages do: whole pages are multiplied, and rows that see nothing have a log-su
 import math
 import sys
 from dataclasses import replace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import gpu_package_doubles
 import pytest
@@ -19,7 +19,7 @@ import fastattn.speculative
 import refattn.mla
 import refattn.speculative
 from fastattn.kernels import Problem, attention_problem, dispatch
-from fastattn.kernels.flash import fa3, flash_mla
+from fastattn.kernels.flash import fa3, flash_mla, schedule
 from refattn.interface import AttentionOptions, Batch, Plan
 
 RANK, ROPE, SPARE = 512, 64, 8
@@ -87,6 +87,7 @@ class SecondQuery:
         assert [x.shape[-1] for x in (q, k, v, q_v)] == [ROPE, ROPE, RANK, RANK]
         assert (asked["window_size_left"], asked["window_size_right"]) == (-1, 0 if asked["is_causal"] else -1)
         assert asked["softmax_scale"] > 0 and asked["page_table"].stride(-1) == 1
+        assert asked["num_splits"] == 1, "it would leave out a split whose scores are NaN"
         ends, table, lengths = asked["cu_seqlens_q"], asked["page_table"], asked["seqused_k"]
         cache = torch.cat([v, k], -1).squeeze(2)
         rows = torch.cat([q_v, q], -1)
@@ -183,9 +184,13 @@ def test_no_pool_is_copied(flash_mla_package, fa3_library):
     assert mla["softmax_scale"] == second["softmax_scale"] == 0.05
 
 
-def test_a_table_whose_columns_lie_apart_is_copied(flash_mla_package, fa3_library):
-    query, cache, batch = latents(UNIFORM[0])
-    apart = replace(batch, block_table=batch.block_table.T.contiguous().T)
+@pytest.mark.parametrize("case", [UNIFORM[0], replace(UNIFORM[0], name="one", lens=((1, 5), (1, 9)))], ids=str)
+def test_a_table_whose_columns_lie_apart_is_copied(case, flash_mla_package, fa3_library):
+    """One of a single column too, which torch takes for contiguous whatever its stride."""
+    query, cache, batch = latents(case)
+    columns = 1 if case.name == "one" else batch.block_table.shape[1]
+    apart = replace(batch, block_table=batch.block_table.T.contiguous().T[:, :columns])
+    assert apart.block_table.stride(-1) == batch.num_seqs
     for kernel in (flash_mla, fa3):
         both = [kernel.mla(query, cache, Plan(x, 64), filled({}, 4), RANK, None)[0] for x in (batch, apart)]
         assert torch.equal(*both)
@@ -262,6 +267,7 @@ def test_a_plan_keeps_the_schedule_of_its_step(flash_mla_package):
     assert flash_mla_package.schedules == 4
 
 
+@pytest.mark.covers("B71")
 def test_each_capture_has_a_schedule_of_its_own(flash_mla_package, monkeypatch):
     """One that a graph has made is made anew when that graph is replayed, and then only."""
     query, cache, batch = latents(UNIFORM[0])
@@ -269,8 +275,9 @@ def test_each_capture_has_a_schedule_of_its_own(flash_mla_package, monkeypatch):
     flash_mla.mla(*arguments)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
     for capture, schedules in ((7, 2), (7, 2), (8, 3), (None, 4), (None, 5)):
-        monkeypatch.setattr(flash_mla, "_capture", lambda capture=capture: capture and ("capture", capture))
+        monkeypatch.setattr(schedule, "_capture", lambda capture=capture: capture and ("capture", capture))
         flash_mla.mla(*arguments)
         assert flash_mla_package.schedules == schedules
 
@@ -375,7 +382,10 @@ def test_a_batch_is_uniform_where_the_host_knows_it(lens, num_tokens, uniform):
     assert not attention_problem("mla", *tensors, Plan(larger, 16), AttentionOptions()).uniform
 
 
-def test_their_order(hopper):
-    assert dispatch.priorities(USUAL) == ("flash_mla", "fa3", "triton")
+def test_their_order(hopper, monkeypatch):
+    monkeypatch.setattr(dispatch, "num_multiprocessors", lambda device: 132)
+    assert dispatch.priorities(USUAL) == ("flash_mla", "triton", "fa3"), "which splits no keys"
+    assert dispatch.priorities(USUAL._replace(num_seqs=64)) == ("flash_mla", "triton", "fa3")
+    assert dispatch.priorities(USUAL._replace(num_seqs=64, even=True)) == ("flash_mla", "fa3", "triton")
     assert dispatch.priorities(USUAL._replace(num_heads=16)) == ("triton", "flash_mla", "fa3")
     assert dispatch.priorities(USUAL._replace(device=torch.device("cpu")))[0] == "cpu"

@@ -34,6 +34,7 @@ import refattn.dense
 import refattn.differential
 import refattn.metadata
 from fastattn.kernels import Problem, cpu, dispatch, problem, triton
+from fastattn.kernels import device as devices
 from fastattn.kernels.flash import fa2, fa3, fa4, flash_mla, torch_flash
 from fastattn.kernels.problem import Subtraction
 from fastattn.kernels.triton import attention as triton_attention
@@ -65,7 +66,7 @@ def hopper(monkeypatch):
     """Let there be a Hopper with all packages, for what only asks."""
     for module in (triton, fa4, fa3, flash_mla, fa2, torch_flash):
         monkeypatch.setattr(module, "capability", lambda device: (9, 0))
-        monkeypatch.setattr(module, "cannot_import", lambda name, package: None, raising=False)
+        monkeypatch.setattr(module, "cannot_import", lambda name, package, *names: None, raising=False)
     monkeypatch.setattr(dispatch, "num_multiprocessors", lambda device: 132)
     monkeypatch.setattr(fa2, "_refusal", lambda *asked: None)
     for module in (fa3, flash_mla):
@@ -330,7 +331,6 @@ BESIDE_ATTENTION = {
 }
 
 
-@pytest.mark.covers("D129")
 @pytest.mark.parametrize("call", BESIDE_ATTENTION, ids=lambda call: call.__name__)
 @pytest.mark.parametrize("asked", [None, *dispatch.NAMES])
 def test_what_runs_is_what_the_choice_says(asked, call, device):
@@ -706,7 +706,7 @@ def test_positions_are_asked_for_where_they_matter(matter, options):
     ],
 )
 def test_heads_that_can_be_loaded_16_bytes_at_a_time(aligned, make):
-    assert problem._is_aligned(make(torch.zeros(3, 4, 32, dtype=torch.bfloat16))) == aligned
+    assert problem.has_aligned_heads(make(torch.zeros(3, 4, 32, dtype=torch.bfloat16))) == aligned
 
 
 def test_a_refusal_of_what_a_kernel_has_to_compute_fails(monkeypatch, forget_choices):
@@ -730,6 +730,91 @@ def test_a_refusal_of_what_a_kernel_has_to_compute_fails(monkeypatch, forget_cho
     with pytest.raises(AssertionError, match="no kernel has been asked"):
         kernel.check(mock.Mock(side_effect=NotImplementedError("cpu: a path may not refuse what kernels compute")))
     assert {kernel.name for kernel in PRESENT} & {"cpu", "triton"}
+
+
+# --- packages that are installed in part ---
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder on the path for packages, and a Hopper without any others."""
+    for name in [name for name in sys.modules if name.split(".")[0] in ("flash_attn", "flash_mla", fa3.INTERFACE)]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *(p for p in sys.path if not Path(p, "flash_attn").exists())])
+    monkeypatch.setattr(dispatch, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(fa2, "_refusal", lambda *asked: None)
+    monkeypatch.setattr(fa3, "_find_library", lambda: None)
+    for module in (triton, fa4, fa3, flash_mla, fa2, torch_flash):
+        monkeypatch.setattr(module, "capability", lambda device: (9, 0))
+    remembered = (devices.cannot_import, fa3._cannot_load, flash_mla._cannot_load)
+    for function in remembered:
+        function.cache_clear()
+    importlib.invalidate_caches()
+    yield tmp_path
+    for name in [name for name in sys.modules if name.split(".")[0] in ("flash_attn", "flash_mla", fa3.INTERFACE)]:
+        del sys.modules[name]
+    for function in remembered:
+        function.cache_clear()
+
+
+def lay(folder: Path, name: str, *functions: str) -> None:
+    """Lay a module with some functions into a folder; the folders on the way to it hold nothing else."""
+    file = folder / f"{name}.py"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("\n".join(f"def {function}(): ..." for function in functions))
+
+
+WINDOWED = ON_GPU._replace(window=(9, 0))
+CHUNK = ON_GPU._replace(num_seqs=64, max_query_len=2048, max_seq_len=2048)
+LATENTS = ON_GPU._replace(operation="mla", num_heads=128, num_kv_heads=1, head_size=576, value_head_size=512)
+LATENTS = LATENTS._replace(block_size=64, max_query_len=1, uniform=True)
+
+
+def test_a_folder_that_another_package_fills_is_no_package(folder):
+    """With flash-attn-4 alone `flash_attn` can be imported, and has nothing of flash-attn."""
+    lay(folder, "flash_attn/cute/interface", "_flash_attn_fwd")
+    reason = dispatch.unsupported_reason("fa2", WINDOWED)
+    assert reason is not None
+    assert reason.startswith(
+        "the package flash-attn can't be imported: the module flash_attn that is here has no flash"
+    )
+    assert dispatch.unsupported_reason("fa4", CHUNK) is None
+    assert dispatch.name_of(dispatch.choose(WINDOWED)) == "torch_flash"
+    assert dispatch.name_of(dispatch.choose(CHUNK)) == "fa4"
+    with fastattn.use_kernel("fa2"), pytest.raises(NotImplementedError, match="fa2: the package flash-attn can't"):
+        dispatch.choose(WINDOWED)
+
+
+def test_flash_attn_alone_is_enough(folder):
+    """Without flash-attn-4, whose folder may stand there empty."""
+    lay(folder, "flash_attn/__init__", "flash_attn_varlen_func", "flash_attn_with_kvcache")
+    assert dispatch.name_of(dispatch.choose(WINDOWED)) == "fa2"
+    assert dispatch.name_of(dispatch.choose(CHUNK)) == "fa2"
+    assert "No module named 'flash_attn.cute'" in dispatch.unsupported_reason("fa4", CHUNK)
+    devices.cannot_import.cache_clear()
+    (folder / "flash_attn" / "cute").mkdir()
+    importlib.invalidate_caches()
+    assert "the package flash-attn-4 can't be imported" in dispatch.unsupported_reason("fa4", CHUNK)
+    devices.cannot_import.cache_clear()
+    lay(folder, "flash_attn/cute/interface", "flash_attn_func")
+    importlib.invalidate_caches()
+    assert "flash_attn.cute.interface that is here has no _flash_attn_fwd" in dispatch.unsupported_reason("fa4", CHUNK)
+
+
+@pytest.mark.parametrize("name", ["flash_attn", "flash_attn_interface", "flash_mla", "flash_mla/flash_mla_interface"])
+def test_empty_folders_are_no_packages(name, folder):
+    (folder / name).mkdir(parents=True)
+    assert dispatch.name_of(dispatch.choose(WINDOWED)) == "torch_flash"
+    assert dispatch.name_of(dispatch.choose(CHUNK)) == "torch_flash"
+    assert dispatch.name_of(dispatch.choose(LATENTS)) == "triton"
+    for kernel, asked in (("fa2", CHUNK), ("fa3", CHUNK), ("fa4", CHUNK), ("flash_mla", LATENTS)):
+        assert "can't be imported: " in dispatch.unsupported_reason(kernel, asked)
+
+
+def test_deepseeks_own_package_is_not_the_one_with_the_half_for_hopper(folder):
+    lay(folder, "flash_mla/__init__", "flash_mla_with_kvcache")
+    lay(folder, "flash_mla/flash_mla_interface", "flash_mla_with_kvcache", "FlashMLASchedMeta")
+    assert "module flash_mla that is here has no has_legacy" in dispatch.unsupported_reason("flash_mla", LATENTS)
 
 
 # --- adapters, with doubles of what they call ---
@@ -818,6 +903,9 @@ def install_fa4(monkeypatch):
     ):  # fmt: skip
         assert return_lse
         assert causal == (window_size_right == 0)
+        for lengths in (cu_seqlens_q, cu_seqlens_k, seqused_k):
+            assert lengths is None or (lengths.stride() == (1,) and lengths.dtype == torch.int32)
+        assert out is None or problem.has_aligned_heads(out), "it stores 16 bytes at a time"
         window = [-1 if side is None else side for side in (window_size_left, window_size_right)]
         lengths = (cu_seqlens_k.diff() if page_table is None else seqused_k).tolist()
         tiles = (
@@ -839,6 +927,8 @@ def install_fa4(monkeypatch):
 def flash2(query, key, value, starts, ends, longest, scale, causal, window, softcap=0.0, slopes=None):
     """FlashAttention-2 over rows, with what it makes of a window and of ALiBi."""
     double = Double(torch.inf, zeros_past_end=True)
+    for lengths in (starts, ends):
+        assert lengths.is_contiguous() and lengths.dtype == torch.int32
     left, right = (-1 if side >= longest else side for side in window)
     right = 0 if causal else right
     is_causal = left < 0 and right == 0
@@ -870,6 +960,7 @@ def install_fa2(monkeypatch):
     ):  # fmt: skip
         assert return_softmax_lse
         assert q.shape[:2] == (len(cache_seqlens), 1)
+        assert cache_seqlens.is_contiguous() and cache_seqlens.dtype == block_table.dtype == torch.int32
         double, lengths = Double(torch.inf, zeros_past_end=True), cache_seqlens.tolist()
         tiles = tiles_of_pages(k_cache, v_cache, block_table, lengths)
         starts = list(range(len(q) + 1))
@@ -932,7 +1023,7 @@ def poison(inputs):
             inputs.value_cache[block, place % inputs.key_cache.shape[1]] = torch.nan
 
 
-@pytest.mark.covers("E175")
+@pytest.mark.covers("D129", "E175")
 @pytest.mark.skipif("PRESENT[0].name != 'cpu'", reason="the kernels themselves are there")
 @pytest.mark.parametrize(
     ("name", "over", "options"),
@@ -971,6 +1062,40 @@ def test_what_an_adapter_asks_and_what_it_answers(name, over, options, monkeypat
     again, _ = function(*asked, memory)
     assert torch.equal(again, out)
     assert (again is memory) == (name == "fa4"), "which alone writes where it is told to"
+
+
+@pytest.mark.skipif("PRESENT[0].name != 'cpu'", reason="the kernels themselves are there")
+@pytest.mark.parametrize(("name", "over"), [("fa4", "rows"), ("fa4", "pages"), ("fa2", "rows"), ("fa2", "pages")])
+def test_strides_of_a_single_sequence_and_of_a_single_block(name, over, monkeypatch):
+    """To torch a table of one column has its columns side by side, whatever its strides; packages ask for a 1."""
+    kernel = ADAPTERS[name](monkeypatch)
+    for lens in (((1, 100), (1, 9), (0, 4)), ((1, 100),)):
+        inputs = build(Case("c", lens, heads=(4, 2), block_size=256), dtype=torch.float16)
+        batch = replace(inputs.batch, block_table=inputs.batch.block_table.T.contiguous().T[:, :1])
+        if len(lens) == 1:
+            batch = replace(batch, block_table=torch.stack([batch.block_table] * 3, dim=2)[:, :, 0])
+            batch = replace(batch, seq_lens=torch.stack([batch.seq_lens] * 3, dim=1)[:, 1])
+            assert batch.seq_lens.stride() == (3,)
+        assert batch.block_table.stride(-1) == 3
+        inputs = replace(inputs, batch=batch)
+        arguments, reference = (inputs.rows, by_rows) if over == "rows" else (inputs.tensors, by_pages)
+        asked = given(*arguments)
+        out, lse = (kernel.dense if over == "rows" else kernel.paged)(*asked, None)
+        assert_matches_reference(out, lse, reference, *arguments)
+
+
+@pytest.mark.skipif("PRESENT[0].name != 'cpu'", reason="the kernels themselves are there")
+def test_memory_for_an_answer_that_begins_anywhere(monkeypatch):
+    """Of a kernel that writes where it is told to: it cannot where its stores would not be aligned."""
+    kernel = install_fa4(monkeypatch)
+    inputs = build(Case("c", ((3, 20),), heads=(4, 2)), dtype=torch.float16)
+    asked = given(*inputs.rows)
+    expected, _ = kernel.dense(*asked, None)
+    for offset in (0, 1, 8):
+        memory = torch.empty(expected.numel() + 8, dtype=torch.float16)[offset:][: expected.numel()].view_as(expected)
+        out, _ = kernel.dense(*asked, memory)
+        assert torch.equal(out, expected)
+        assert (out is memory) == (offset != 1)
 
 
 @pytest.mark.skipif("PRESENT[0].name != 'cpu'", reason="the kernels themselves are there")

@@ -24,6 +24,7 @@ import fastattn.kv_cache
 import fastattn.local
 import fastattn.merge
 import fastattn.metadata
+import fastattn.speculative
 import refattn.attention
 import refattn.chunked_prefill
 import refattn.conformance
@@ -41,7 +42,7 @@ from fastattn.kernels.triton import pairs as triton_pairs
 from fastattn.kernels.triton.attention import attend
 from fastattn.kernels.triton.parts import merge_states
 from fastattn.kernels.triton.run import SCRATCH_BYTES, Tuning, is_wide, shrink
-from refattn.interface import AttentionOptions, Batch, Plan
+from refattn.interface import Accepted, AttentionOptions, Batch, Plan
 from refattn.metadata import make_batch
 
 MIXED = Case("mixed", ((4, 6), (1, 60), (10, 17), (0, 9), (5, 2)), heads=(3, 1), padding_rows=3)
@@ -791,8 +792,10 @@ def test_what_goes_with_attention_is_refused_by_its_own_reasons(device):
     assert reason("merge", torch.float32) is None
     assert "log-sum-exps in float32, not torch.float64" in reason("merge")
     assert reason("copy_blocks", num_pairs=1024) is None
-    assert "at most 1024 blocks without gaps at once, not 1025" in reason("copy_blocks", num_pairs=1025)
-    assert "without gaps" in reason("copy_blocks", num_pairs=3, aligned=False)
+    assert "at most 1024 blocks at once, not 1025" in reason("copy_blocks", num_pairs=1025)
+    assert reason("copy_blocks", num_pairs=1, aligned=False) == (
+        "copies blocks whose elements lie side by side, without gaps"
+    )
     for operation in ("write", "slot_mapping", "trim", "cut_chunks"):
         assert reason(operation) is None
     assert reason("write", torch.bfloat16) is None, "it is moved, not multiplied"
@@ -867,9 +870,32 @@ def test_copies_take_the_kernel_where_it_can(num_pairs, gaps, device, monkeypatc
     assert torch.equal(pool, expected)
     assert kernel.call_count == (num_pairs == 3 and not gaps)
     if not kernel.call_count:
-        with fastattn.use_kernel("triton"), pytest.raises(NotImplementedError, match="copies at most 1024 blocks"):
+        reason = "copies blocks whose elements lie side by side" if gaps else "copies at most 1024 blocks"
+        with fastattn.use_kernel("triton"), pytest.raises(NotImplementedError, match=reason):
             fastattn.kv_cache.copy_blocks([pool], pairs)
         assert torch.equal(pool, expected)
+
+
+def test_a_refused_pool_leaves_the_one_before_it_alone(device):
+    """Of copies and of compactions: the kernel asked for takes the first pool, and not the second."""
+    whole, gaps = torch.randn(4, 2, 1, 8, device=device), torch.randn(4, 2, 1, 16, device=device)[..., ::2]
+    batch = make_batch([2], [2], [[1]], device=device)
+    trees = fastattn.speculative.make_trees([(-1, -1)], device=device)
+    nodes, lens = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([[1, -1]], [1]))
+    accepted = Accepted(nodes, lens, torch.tensor([0], device=device))
+    with fastattn.use_kernel("triton"):
+        for pools, move in (
+            ([whole, gaps], lambda pools: fastattn.kv_cache.copy_blocks(pools, torch.tensor([[0, 1]]))),
+            (
+                [whole, whole[..., None].clone()],
+                lambda pools: fastattn.speculative.compact(pools, batch, trees, accepted, block_size=2),
+            ),
+        ):
+            before = [pool.clone() for pool in pools]
+            with pytest.raises(NotImplementedError):
+                move(pools)
+            for pool, untouched in zip(pools, before, strict=True):
+                assert torch.equal(pool, untouched)
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])

@@ -110,6 +110,7 @@ CALLS = {
     "metadata.make_batch": lambda: dict(REQUESTS),
     "metadata.positions": lambda: of_batch(num_tokens=4),
     "metadata.slot_mapping": lambda: of_batch(num_tokens=4, block_size=4),
+    "metadata.order_decodes_first": lambda: dict(query_lens=[2, 1]),
     "metadata.split_decodes_and_prefills": lambda: of_batch(query_lens=[2, 1]),
     "metadata.advance": lambda: of_batch(slots=torch.zeros(4, dtype=torch.int64), block_size=4),
     "metadata.update_block_table": lambda: of_batch(block_table=ints(1, 2)[:, None]),
@@ -235,6 +236,12 @@ RESULT = [  # what is to be returned, and where it goes
         torch.zeros(1, 4, 8).expand(3, 4, 8),
         "out: expected memory for each element, got strides of (0, 8, 1)",
     ),
+    (
+        "out",
+        "rows that overlap",
+        torch.zeros(3 * 32).as_strided((3, 4, 8), (16, 8, 1)),
+        "out: expected memory for each element, got strides of (16, 8, 1)",
+    ),
     ("out", "elsewhere", torch.zeros(3, 4, 8, device="meta"), "out: expected cpu, where query is, got meta"),
 ]
 A_BATCH = [
@@ -260,6 +267,24 @@ QUERY = [
     ),
     (
         "query",
+        "sparse",
+        Tensor.to_sparse,
+        "query: expected [t, h, d], got float32 [3, 4, 8] in the layout torch.sparse",
+    ),
+    (
+        "query",
+        "nested",
+        lambda x: torch.nested.nested_tensor([x, x]),
+        "query: expected [t, h, d], got float32 in a nested tensor",
+    ),
+    (
+        "query",
+        "jagged",
+        lambda x: torch.nested.nested_tensor(list(x), layout=torch.jagged),
+        "query: expected [t, h, d], got float32 in a nested tensor",
+    ),
+    (
+        "query",
         "no head size",
         lambda x: x[..., :0],
         "query: expected at least one head, of a size of at least 1, got float32 [3, 4, 0]",
@@ -279,6 +304,15 @@ LENGTHS = [  # contents of a batch: read on a CPU
         "max_query_len: expected at least 2, the longest, got 1",
     ),
     ("batch", "a small max_seq_len", change(max_seq_len=19), "max_seq_len: expected at least 20, the longest, got 19"),
+    *(
+        (
+            "batch",
+            f"{rows} tokens",
+            change(num_tokens=rows),
+            f"num_tokens: expected 3, the query rows of the batch, got {rows}",
+        )
+        for rows in (2, 4)
+    ),
 ]
 
 
@@ -595,6 +629,8 @@ A_BLOCK_SIZE = [
     ("block_size", "zero", 0, "block_size: expected a positive int, got 0"),
     ("block_size", "a fraction", 4.0, "block_size: expected a positive int, got 4.0"),
     ("block_size", "a bool", True, "block_size: expected a positive int, got True"),
+    ("block_size", "None", None, "block_size: expected a positive int, got None"),
+    ("block_size", "more than an int32 counts", 2**31, f"block_size: expected at most {MOST}, got {2**31}"),
 ]
 A_DEVICE = [("device", "no name of one", "nowhere", "device: expected a torch.device or its name, got 'nowhere'")]
 ROWS = [
@@ -728,7 +764,27 @@ BAD = {
     ],
     "metadata.make_batch": [*REQUESTS_BAD, *BLOCKS_BAD, *A_DEVICE],
     "metadata.positions": [*A_BATCH, *LENGTHS, *STARTS, *ROWS],
-    "metadata.slot_mapping": [*A_BATCH, *LENGTHS, *STARTS, *ROWS, *COLUMNS, *A_BLOCK_SIZE],
+    "metadata.slot_mapping": [
+        *A_BATCH,
+        *LENGTHS,
+        *STARTS,
+        *ROWS,
+        *COLUMNS[1:],  # without a table there is no cache
+        *A_BLOCK_SIZE,
+        (
+            "batch",
+            "block -1",
+            entry(1, 4, -1),
+            "block_table: expected entries of at least 0 for the new tokens of sequence 1, got -1 in column 4",
+        ),
+        ("window", "more than an int32 counts", 2**31, f"window: expected at most {MOST}, got {2**31}"),
+    ],
+    "metadata.order_decodes_first": [
+        ("query_lens", "fractions", [2.0, 1.0], "query_lens: expected Python ints, got 2.0"),
+        ("query_lens", "negative", [2, -1], "query_lens: expected lengths of at least 0, got [2, -1]"),
+        ("query_lens", "a tensor", ints(2, 1), "query_lens: expected a list of lengths, got int32 [2]"),
+        ("decode_len", "a fraction", 1.5, "decode_len: expected a Python int of at least 0, got 1.5"),
+    ],
     "metadata.split_decodes_and_prefills": [
         *A_BATCH,
         *LENGTHS,
@@ -754,6 +810,12 @@ BAD = {
             lambda batch: dataclasses.replace(batch, block_table=batch.block_table[:, :5]),
             "block_table: expected at least 6 columns for the 21 keys of sequence 1 in blocks of 4, got 5",
         ),
+        (
+            "batch",
+            "block -1",
+            entry(1, 5, -1),
+            "block_table: expected entries of at least 0 for the new tokens of sequence 1, got -1 in column 5",
+        ),
     ],
     "metadata.update_block_table": [
         *A_BATCH,
@@ -775,6 +837,14 @@ BAD = {
         ("key_cache", "one block", lambda x: x[0], "key_cache: expected [n, p, hk, d], got float32 [4, 2, 8]"),
         ("key_cache", "elsewhere", meta, "key_cache: expected cpu, where key is, got meta"),
         ("value_cache", "a list", [], "value_cache: expected [n=5, p=4, hk=2, dv], got list"),
+        *(
+            (name, what, shared, f"{name}: expected memory for each element, got strides of {strides}")
+            for name in ("key_cache", "value_cache")
+            for what, shared, strides in (
+                ("expanded", lambda x: x[:1].expand_as(x), (0, 16, 8, 1)),
+                ("overlapping", lambda x: x.as_strided(x.shape, (32, 16, 8, 1)), (32, 16, 8, 1)),
+            )
+        ),
         ("slot_mapping", "a list", [0, 1, 2], "slot_mapping: expected int64 [t=3], got list"),
         ("slot_mapping", "elsewhere", meta, "slot_mapping: expected cpu, where key is, got meta"),
         ("slot_mapping", "slot n * p", torch.tensor([0, 1, 20]), SLOTS + "20"),
@@ -800,6 +870,12 @@ BAD = {
     "kv_cache.copy_blocks": [
         ("caches", "one tensor", lambda x: x[0], "caches: expected a list of caches, got float32 [5, 4]"),
         ("caches", "lists", [[], []], "caches[0]: expected a cache [n, ...], got list"),
+        (
+            "caches",
+            "expanded",
+            lambda x: [x[0], x[1][:1].expand(5, 4)],
+            "caches[1]: expected memory for each element, got strides of (0, 1)",
+        ),
         ("pairs", "a list", [[0, 4]], "pairs: expected int64 [k, 2], got list"),
         ("pairs", "from block n", torch.tensor([[5, 0]]), "pairs: expected blocks in 0..4, got [5]"),
         ("pairs", "to block n", torch.tensor([[0, 5]]), "pairs: expected blocks in 0..4, got [5]"),
@@ -821,6 +897,12 @@ BAD = {
             "of other blocks",
             lambda x: [x[0][:, :3]],
             "destinations[0]: expected blocks as in float32 [5, 4], got float32 [3, 3]",
+        ),
+        (
+            "destinations",
+            "expanded",
+            lambda x: [x[0][:, :1].expand(3, 4)],
+            "destinations[0]: expected memory for each element, got strides of (4, 0)",
         ),
         ("pairs", "to block n", torch.tensor([[4, 3]]), "pairs: expected blocks in 0..2, got [3]"),
     ],
@@ -856,7 +938,12 @@ BAD = {
         *numbers("sinks", "h=4", "out"),
         ("sinks", "None", None, "sinks: expected floating point [h=4], got None"),
     ],
-    "cascade.find_prefixes": [*REQUESTS_BAD, *BLOCKS_BAD, *A_BLOCK_SIZE],
+    "cascade.find_prefixes": [
+        *REQUESTS_BAD,
+        *BLOCKS_BAD,
+        *A_BLOCK_SIZE,
+        ("block_tables", "no tables", None, "block_tables: expected a list of lists of blocks, got None"),
+    ],
     "differential.write": [
         ("key", "a list", [], "key: expected float32 [t, hk=4, d=8], got list"),
         ("value", "None", None, "value: expected float32 [t, hk=4, d=8], got None"),
@@ -913,9 +1000,10 @@ TABLE = [(call, *row) for call, rows_of_call in BAD.items() for row in rows_of_c
 
 
 def tensors_in(value) -> list[Tensor]:
-    """List the tensors in some arguments, in batches and lists too."""
+    """List the tensors in some arguments, in batches and lists too, but for those without strides."""
     if isinstance(value, Tensor):
-        return [value] if value.device.type == "cpu" else []
+        has_strides = value.layout is torch.strided and not value.is_nested
+        return [value] if value.device.type == "cpu" and has_strides else []
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return tensors_in([getattr(value, field.name) for field in dataclasses.fields(value)])
     return [tensor for one in value for tensor in tensors_in(one)] if isinstance(value, (list, tuple)) else []
@@ -979,6 +1067,22 @@ def test_the_good_arguments_are_good(call):
     """Else a row of the table might be refused for another reason than the one that it is there for."""
     for package in ("refattn", "fastattn"):
         perform(package, call, CALLS[call]())
+
+
+@each_twin
+@pytest.mark.parametrize("call", CALLS)
+def test_another_default_device_changes_nothing(package, call):
+    """Nothing is made where a process makes its tensors, but where those are that were passed."""
+
+    def do() -> str:
+        return repr(perform(package, call, CALLS[call]()))
+
+    torch.manual_seed(0)
+    expected = do()
+    torch.manual_seed(0)
+    arguments = CALLS[call]()
+    with torch.device("meta"):
+        assert repr(perform(package, call, arguments)) == expected
 
 
 def test_every_call_has_its_table():

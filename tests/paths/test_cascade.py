@@ -121,7 +121,7 @@ def filled(options: dict, step: Step, device: str) -> dict:
 # --- the mask, read out ---
 
 
-@pytest.mark.covers("B76")
+@pytest.mark.covers("B76", "B77", "B78")
 @each_twin
 @each_sharing
 def test_every_query_sees_the_keys_up_to_its_position_once(twin, sharing, device):

@@ -82,7 +82,7 @@ def test_formula(spec, case):
     spec.check_formula(case)
 
 
-@pytest.mark.covers("B90")
+@pytest.mark.covers("B86", "B88", "B89", "B90")
 @each_kernel
 @each_case
 @each_spec

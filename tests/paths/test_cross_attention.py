@@ -10,8 +10,10 @@ from stored import E4M3, E5M2, store
 from tolerance import assert_matches_reference, assert_twins_agree
 
 import fastattn.chunked_prefill
+import fastattn.kv_cache
 import fastattn.metadata
 import fastattn.quantized
+import refattn.kv_cache
 import refattn.metadata
 from refattn import chunked_prefill, dense, quantized
 from refattn.conformance import assert_same_masks, read_masks
@@ -41,20 +43,32 @@ def test_the_batch_has_the_decoders_queries_and_the_encoders_keys(twin, device):
     assert batch.query_lens.tolist() == [q for q, _ in CASE.lens]
     assert batch.seq_lens.tolist() == [s for _, s in CASE.lens]
     assert (batch.max_seq_len, batch.max_query_len, batch.num_keys, batch.num_tokens) == (64, 5, 131, 12)
+    assert batch.block_table.tolist() == [
+        (blocks[: -(-s // CASE.block_size)] + [-1] * 4)[:4]
+        for blocks, (_, s) in zip(inputs.batch.block_table.tolist(), CASE.lens, strict=True)
+    ]
     rows = twin.make_cross_batch(twin.make_batch([1, 2], [9, 9], device=device), [4, 0])
     assert rows.block_table is None and rows.seq_lens.tolist() == [4, 0]
 
 
-@pytest.mark.covers("A6", "D123")
+@pytest.mark.covers("A6", "A37", "D123")
 @each_twin
 def test_encoder_tokens_are_written_to_pages_of_their_own(twin, device):
     """Once, with the slots of the encoder's own batch: of 3 and of 5 tokens, of blocks of 4."""
     tables = [[6], [2, 9]]
     slots = twin.slot_mapping(twin.make_batch([3, 5], [3, 5], tables, device=device), 8, block_size=4)
     assert slots.tolist() == [24, 25, 26, 8, 9, 10, 11, 36]
+    path = refattn.kv_cache if twin is refattn.metadata else fastattn.kv_cache
+    tokens = torch.randn(2, 8, 2, 16, device=device)
+    pools = path.allocate(10, 4, 2, 16, device=device)
+    path.write(*tokens, *pools, slots)
+    for written, pool in zip(tokens, pools, strict=True):
+        expected = torch.zeros(40, 2, 16, device=device)
+        expected[slots] = written
+        assert torch.equal(pool.flatten(0, 1), expected)
 
 
-@pytest.mark.covers("A32")
+@pytest.mark.covers("A32", "B50")
 @pytest.mark.parametrize("package", ["refattn", "fastattn"])
 def test_every_query_sees_its_whole_encoder(package, device):
     path = chunked_prefill if package == "refattn" else fastattn.chunked_prefill

@@ -150,7 +150,7 @@ def test_a_window_shows_exactly_its_keys(twin, window, causal, device):
 # --- arithmetic that shares no code with the reference ---
 
 
-@pytest.mark.covers("C104")
+@pytest.mark.covers("C104", "C110")
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_reference_equals_torch_sdpa_and_a_formula(case, device):
     """Both softmaxes by PyTorch with an explicit mask, the rest by hand in float64."""
@@ -320,7 +320,6 @@ def test_lambda_is_a_difference_of_exponentials(twin):
     assert float(result) == pytest.approx(float(wide), rel=1e-6)
 
 
-@pytest.mark.covers("C110")
 @each_twin
 def test_halves_are_interleaved(twin):
     names = torch.tensor([11, 12, 13, 21, 22, 23]).reshape(1, 6, 1)
@@ -330,7 +329,7 @@ def test_halves_are_interleaved(twin):
 # --- the twin against the reference ---
 
 
-@pytest.mark.covers("C117")
+@pytest.mark.covers("C104", "C108", "C110", "C117")
 @pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["everything"]], ids=["plain", "everything"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_twins_agree(case, options, device):

@@ -115,6 +115,22 @@ def test_padding_sequences_change_nothing(path, package, device):
 
 @each_package
 @each_path
+@pytest.mark.parametrize("options", [{}, dict(softcap=5.0), dict(batch_invariant=True)], ids=str)
+def test_another_default_device_changes_nothing(path, package, options, device):
+    """A process may make its tensors elsewhere; what a path makes for itself is where its arguments are."""
+    inputs = lay_out(path, device)
+    if (package, path) == ("fastattn", "mla-prefill") and options.get("batch_invariant"):
+        options = {}  # which it refuses
+    slopes = dict(alibi_slopes=torch.rand(4).to(inputs.query)) if path != "context_parallel" else {}
+    for given in (options, {**options, **slopes}):
+        expected = PATHS[path](package, inputs, **given, return_lse=True)
+        with torch.device("meta"):
+            answer = PATHS[path](package, inputs, **given, return_lse=True)
+        assert all(map(torch.equal, answer, expected))
+
+
+@each_package
+@each_path
 @pytest.mark.parametrize("change", STRIDES.values(), ids=STRIDES)
 def test_tensors_of_any_strides(path, package, change, device):
     """Queries, pools and rows, and latents of which two chunks of a context are read (vLLM 42642)."""

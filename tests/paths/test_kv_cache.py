@@ -1,5 +1,6 @@
 """Moving data through the paged cache is bit-exact, and touches nothing that it was not told to."""
 
+import importlib
 import re
 
 import pytest
@@ -10,8 +11,11 @@ from hypothesis import strategies as st
 
 import fastattn.chunked_prefill
 import fastattn.kv_cache
+import fastattn.speculative
 import refattn.kv_cache
+import refattn.speculative
 from refattn import chunked_prefill
+from refattn.interface import Accepted
 from refattn.metadata import make_batch, slot_mapping
 
 each_twin = pytest.mark.parametrize("twin", [refattn.kv_cache, fastattn.kv_cache], ids=["ref", "fast"])
@@ -288,3 +292,91 @@ def test_layers_inside_of_a_block(twin, order, device):
         expected = path.attention(query, *alone, path.plan(batch, block_size=p))
         for answer in answers:
             torch.testing.assert_close(answer[layer], expected)
+
+
+CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
+POOLS = {
+    "NHD": lambda shape: torch.zeros(shape, dtype=torch.uint8),
+    "HND": lambda shape: torch.zeros(shape, dtype=torch.uint8).transpose(1, 2).contiguous().transpose(1, 2),
+    "in-a-larger-pool": lambda shape: torch.zeros(shape[0], 2, *shape[1:], dtype=torch.uint8)[:, 1],
+    "with-gaps": lambda shape: torch.zeros(*shape[:-1], shape[-1] + 3, dtype=torch.uint8)[..., : shape[-1]],
+    "elements-apart": lambda shape: torch.zeros(*shape[:-1], 2 * shape[-1], dtype=torch.uint8)[..., ::2],
+    "elements-first": lambda shape: torch.zeros(shape[-1], *shape[:-1], dtype=torch.uint8).movedim(0, -1),
+}
+
+
+def codes(layout: str, shape: tuple[int, ...], kind: torch.dtype, device: str) -> torch.Tensor:
+    """Make a pool of fp8 in some layout, of any codes, those of NaN included."""
+    strided = POOLS[layout](shape)
+    pool = torch.empty_strided(strided.shape, strided.stride(), dtype=torch.uint8, device=device)
+    return pool.copy_(torch.randint(256, shape)).view(kind)
+
+
+def on_host(codes: torch.Tensor) -> torch.Tensor:
+    """Return a pool of codes as bytes on the host: the pool itself, if it is there."""
+    return codes.view(torch.uint8).cpu()
+
+
+@each_twin
+@pytest.mark.parametrize("kind", CODES, ids=str)
+@pytest.mark.parametrize("layout", POOLS)
+def test_codes_of_fp8_move_as_any_other_elements_do(twin, layout, kind, device):
+    """Written, gathered, copied, swapped out to the host and back, moved in a tree: bit by bit, NaN included."""
+    shape = (6, 4, 2, 8)
+    pools = [codes(layout, shape, kind, device) for _ in range(2)]
+    expected = [on_host(pool).clone() for pool in pools]
+
+    tokens = [codes("NHD", (3, 2, 8), kind, device) for _ in pools]
+    twin.write(*tokens, *pools, torch.tensor([21, -1, 2], device=device))
+    for rows, new in zip(expected, tokens, strict=True):
+        rows[5, 1], rows[0, 2] = on_host(new)[0], on_host(new)[2]
+    assert all(torch.equal(on_host(pool), rows) for pool, rows in zip(pools, expected, strict=True))
+
+    for pool, rows in zip(pools, expected, strict=True):
+        gathered = twin.gather(pool, torch.tensor([5, 0], dtype=torch.int32, device=device), 6)
+        assert gathered.dtype == kind and torch.equal(on_host(gathered), torch.cat([rows[5], rows[0, :2]]))
+
+    pairs = torch.tensor([[0, 1], [1, 2], [5, 0]])
+    twin.copy_blocks(pools, pairs)
+    for rows in expected:
+        rows[pairs[:, 1]] = rows[pairs[:, 0]]
+    assert all(torch.equal(on_host(pool), rows) for pool, rows in zip(pools, expected, strict=True))
+
+    host = [torch.zeros(3, *shape[1:], dtype=torch.uint8, pin_memory=device == "cuda").view(kind) for _ in pools]
+    twin.swap_blocks(pools, host, torch.tensor([[4, 2], [1, 0]]))
+    assert all(torch.equal(on_host(out)[[2, 0]], rows[[4, 1]]) for out, rows in zip(host, expected, strict=True))
+    twin.swap_blocks(host, pools, torch.tensor([[2, 3], [0, 5]]))
+    for rows in expected:
+        rows[[3, 5]] = rows[[4, 1]]
+    assert all(torch.equal(on_host(pool), rows) for pool, rows in zip(pools, expected, strict=True))
+
+    trees = importlib.import_module(f"{twin.__name__.partition('.')[0]}.speculative")
+    batch = make_batch([3], [6], [[4, 2]], device=device)
+    drafted = trees.make_trees([(-1, 0, 0)], device=device)
+    accepted = Accepted(
+        torch.tensor([[0, 2, -1]], dtype=torch.int32, device=device),
+        torch.tensor([2], dtype=torch.int32, device=device),
+        torch.tensor([7], device=device),
+    )
+    trees.compact(pools, batch, drafted, accepted, block_size=4)
+    for rows in expected:
+        rows[2, 0] = rows[2, 1]  # from position 5 to position 4
+    assert all(torch.equal(on_host(pool), rows) for pool, rows in zip(pools, expected, strict=True))
+
+
+@each_twin
+@pytest.mark.parametrize("kind", CODES, ids=str)
+@pytest.mark.parametrize("shape", [(6, 4, 20), (6, 2, 4, 2, 8), (2, 2, 6, 4, 1, 8), (6,)], ids=str)
+def test_pools_of_fp8_of_any_shape_are_copied_and_swapped(twin, shape, kind, device):
+    """Of latents, with keys beside values, of pairs of heads; blocks side by side or not."""
+    for buffer in (codes("NHD", shape, kind, device), codes("NHD", (2, *shape), kind, device).movedim(0, -1)[..., 1]):
+        pools = list(buffer.flatten(0, 1).unbind()) if len(shape) == 6 else [buffer]
+        expected = [on_host(pool).clone() for pool in pools]
+        twin.copy_blocks(pools, torch.tensor([[3, 5], [5, 0]]))
+        host = [torch.zeros(pool[:2].shape, dtype=torch.uint8).view(kind) for pool in pools]
+        twin.swap_blocks(pools, host, torch.tensor([[0, 1], [5, 0]]))
+        twin.swap_blocks(host, pools, torch.tensor([[1, 2]]))
+        for pool, out, rows in zip(pools, host, expected, strict=True):
+            assert torch.equal(on_host(out), rows[[3, 5]])
+            rows[[5, 0, 2]] = rows[[3, 5, 5]]
+            assert torch.equal(on_host(pool), rows)

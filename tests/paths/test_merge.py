@@ -2,13 +2,16 @@
 
 import math
 import re
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kernels_present import PRESENT
 from tolerance import assert_close
 
+import fastattn
 import fastattn.merge
 import refattn.attention
 import refattn.merge
@@ -47,7 +50,51 @@ def test_a_long_prefix_and_a_short_suffix(twin, s, cut, device):
     assert (wrong - out).abs().max() > 1e-3, "the case is too easy to show a wrong base"
 
 
-@pytest.mark.covers("D159")
+@pytest.mark.parametrize("kernel", [k.name for k in PRESENT if k.name in ("cpu", "triton")])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("number", [2, 8, 9, 15, 16, 300])
+def test_hundreds_of_parts_are_as_exact_as_two(kernel, dtype, number, device):
+    """Those of one query row each see a few keys; the last one, and every seventh, saw nothing and holds NaN."""
+    t, h, s, d = 2, 3, 2 * number, 16
+    q, k, v = (torch.randn(n, h, d, device=device, dtype=torch.float64) for n in (t, s, s))
+    everything = torch.ones(t, s, dtype=torch.bool, device=device)
+    empty = [part % 7 == 6 or part == number - 1 for part in range(number)]
+    for part, is_empty in enumerate(empty):
+        everything[:, 2 * part : 2 * part + 2] = not is_empty
+    expected, expected_lse = refattn.attention.attend(q, k, v, everything)
+    parts = []
+    for part, is_empty in enumerate(empty):
+        rows = slice(2 * part, 2 * part + 2)
+        out, lse = refattn.attention.attend(q, k[rows], v[rows], everything[:, rows])
+        parts.append((out.fill_(math.nan).to(dtype) if is_empty else out.to(dtype), lse.float()))
+    with fastattn.use_kernel("triton" if kernel == "triton" else "torch"):
+        out, lse = fastattn.merge.merge(*zip(*parts, strict=True))
+    assert out.dtype == dtype and lse.dtype == torch.float32
+    exact, _ = refattn.merge.merge([part.double() for part, _ in parts], [lse.double() for _, lse in parts])
+    torch.testing.assert_close(out.double(), exact, rtol=2 * torch.finfo(dtype).eps, atol=4e-6)  # rounded once
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=1e-5)
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=4 * torch.finfo(dtype).eps + 1e-5)
+
+
+@pytest.mark.skipif("triton" not in [k.name for k in PRESENT], reason="needs Triton")
+def test_no_launch_takes_more_parts_than_a_few(device):
+    """Each number of parts is a compilation, which takes the longer the more there are: 91 s for 128."""
+    from fastattn.kernels.triton import parts
+
+    launched = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda outs, *arguments, NUM_PARTS, **sizes: launched.append((len(outs), NUM_PARTS))
+
+    states = [(torch.zeros(2, 3, 4, device=device), torch.zeros(2, 3, device=device))] * 300
+    with mock.patch.object(parts, "_merge_kernel", Kernel()), fastattn.use_kernel("triton"):
+        fastattn.merge.merge(*zip(*states, strict=True))
+    assert all(given == number <= parts.PARTS_AT_ONCE for given, number in launched)
+    assert sum(number - 1 for _, number in launched) == 299, "every part is merged once"
+    assert len(set(launched)) <= 2, "more compilations than one for many parts and one for the rest"
+
+
 @each_twin
 def test_numbers_by_hand(twin, device):
     """Weights 1 and 3 give (1 * 2 + 3 * 6) / 4 = 5 and an LSE of log 4."""
@@ -56,6 +103,17 @@ def test_numbers_by_hand(twin, device):
     out, lse = twin.merge(outs, lses)
     assert float(out) == pytest.approx(5.0, rel=1e-6)
     assert float(lse) == pytest.approx(math.log(4.0), rel=1e-6)
+
+
+@pytest.mark.covers("D159")
+@each_twin
+def test_a_log_sum_exp_has_a_row_for_each_query_and_a_column_for_each_head(twin, device):
+    """Two queries of three heads, each with weights of its own: taken as heads of queries, they are other ones."""
+    weights = torch.tensor([[[1.0, 2.0, 5.0], [3.0, 7.0, 4.0]], [[9.0, 6.0, 2.0], [4.0, 1.0, 12.0]]], device=device)
+    outs = torch.tensor([2.0, 6.0], device=device)[:, None, None, None].expand(2, 2, 3, 1)
+    out, lse = twin.merge(outs.unbind(), weights.log().unbind())
+    torch.testing.assert_close(out[..., 0], (2.0 * weights[0] + 6.0 * weights[1]) / weights.sum(0))
+    torch.testing.assert_close(lse, weights.sum(0).log())
 
 
 @each_twin

@@ -46,7 +46,6 @@ def test_rows_of_different_length_are_filled_up(twin, device):
     assert batch.block_table.tolist() == [[-1, -1, -1], [5, 6, 7], [1, -1, -1]]
 
 
-@pytest.mark.covers("A42")
 @each_twin
 def test_no_requests_and_no_cache(twin, device):
     batch = twin.make_batch([], [], device=device)
@@ -54,6 +53,17 @@ def test_no_requests_and_no_cache(twin, device):
     assert twin.positions(batch, 2).tolist() == [0, 0]
     empty = twin.make_batch([], [], [], device=device)
     assert twin.slot_mapping(empty, 2, block_size=4).tolist() == [-1, -1]
+
+
+@pytest.mark.covers("A42")
+@each_twin
+@pytest.mark.parametrize("blocks", [None, [[], []]], ids=["no-table", "no-columns"])
+def test_tokens_before_there_is_a_cache_have_no_slots(twin, blocks, device):
+    """In the run that finds out how much memory is left for a cache there are no blocks, and nothing is written."""
+    batch = twin.make_batch([3, 1], [3, 9], blocks, device=device)
+    assert twin.slot_mapping(batch, 5, block_size=4).tolist() == [-1] * 5
+    assert twin.slot_mapping(batch, 5, block_size=4, window=2).tolist() == [-1] * 5
+    assert twin.positions(batch, 5).tolist() == [0, 1, 2, 8, 0]
 
 
 @pytest.mark.covers("A38")
@@ -89,7 +99,7 @@ def test_twins_give_the_same_tables(case, seed, device):
         assert ref.dtype == fast.dtype == torch.int64 and torch.equal(ref, fast)
 
 
-@pytest.mark.covers("A24", "B63", "B65")
+@pytest.mark.covers("A24", "B63", "B65", "B66")
 @each_twin
 @pytest.mark.parametrize(
     ("query_lens", "decode_len", "decodes", "prefills"),
@@ -122,6 +132,30 @@ def test_split(twin, query_lens, decode_len, decodes, prefills, device):
         assert list(range(len(query_lens) and rows[-1]))[part.tokens] == [
             row for i in members for row in range(rows[i], rows[i + 1])
         ]
+
+
+@pytest.mark.covers("B185")
+@each_twin
+@pytest.mark.parametrize(
+    ("query_lens", "decode_len", "order"),
+    [
+        ([9, 1, 3, 1], 1, [1, 3, 0, 2]),
+        ([9, 1, 3, 1], 3, [1, 2, 3, 0]),
+        ([9, 1, 4, 1], 3, [1, 3, 0, 2]),
+        ([1, 0, 1], 1, [0, 1, 2]),
+        ([2, 5], 1, [0, 1]),
+        ([2, 0, 1], 0, [1, 0, 2]),
+        ([], 1, []),
+    ],
+    ids=str,
+)
+def test_decodes_come_first_and_all_else_keeps_its_order(twin, query_lens, decode_len, order):
+    """So that the step can be split: drafts count as tokens of a decode."""
+    assert twin.order_decodes_first(query_lens, decode_len=decode_len) == order
+    lens = [query_lens[i] for i in order]
+    decodes, prefills = twin.split_decodes_and_prefills(twin.make_batch(lens, lens), lens, decode_len=decode_len)
+    assert all(length <= decode_len for length in decodes.batch.query_lens.tolist())
+    assert all(length > decode_len for length in prefills.batch.query_lens.tolist())
 
 
 @pytest.mark.covers("A36", "B66")
@@ -208,10 +242,6 @@ def test_bad_input_is_named(twin):
         ),
         (lambda: twin.slot_mapping(batch, 2, block_size=4), "block_table: expected at least 3 columns for the 9 keys"),
         (lambda: twin.slot_mapping(batch, 2, block_size=0), "block_size: expected a positive int, got 0"),
-        (
-            lambda: twin.slot_mapping(twin.make_batch([1], [1]), 1, block_size=4),
-            "block_table: expected int32 [b, m], got None",
-        ),
         (
             lambda: twin.update_block_table(batch, table.long()),
             "block_table: expected int32 [b=2, m], got int64 [2, 1]",

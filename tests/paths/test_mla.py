@@ -3,6 +3,7 @@
 import importlib
 import math
 import re
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -23,12 +24,15 @@ from latents import (
     SPARE,
     VALUE,
     Latents,
+    Sizes,
     attend,
     by_reference,
     filled,
     prefill,
 )
 from tolerance import assert_matches_reference
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Config
 
 import fastattn.mla
@@ -146,7 +150,6 @@ def test_both_ways_give_one_answer_at_every_size_of_a_chunk(case, workspace):
     torch.testing.assert_close(made_lse, lse, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.covers("D157")
 @each_twin
 def test_chunks_are_planned_for_the_longest_context(twin):
     """A prompt without a context has none, and a bound that is too large makes empty ones only."""
@@ -156,6 +159,14 @@ def test_chunks_are_planned_for_the_longest_context(twin):
     assert len(twin.plan_prefill(batch, **sizes).chunks) == len(exact.chunks) == 3
     assert [chunk.plan.batch.seq_lens.tolist() for chunk in wide.chunks] == [[0, 2], [0, 2], [0, 2], [0, 0], [0, 0]]
     assert twin.plan_prefill(make_batch([3], [3], [[0]]), **sizes).chunks == ()
+
+
+@pytest.mark.covers("D157")
+@each_twin
+def test_chunks_are_read_from_the_slots_of_their_tokens(twin):
+    """Six tokens of context in blocks 5 and 2, two at a time, after a prompt that has none."""
+    plan = twin.plan_prefill(make_batch([3, 2], [3, 8], [[0], [5, 2]]), block_size=4, workspace=4)
+    assert [chunk.slots[:2].tolist() for chunk in plan.chunks] == [[20, 21], [22, 23], [8, 9]]
 
 
 @pytest.mark.covers("D158")
@@ -208,6 +219,7 @@ DEEPSEEK = {
 }
 
 
+@pytest.mark.covers("D155")
 @each_twin
 @pytest.mark.parametrize("config", DEEPSEEK.values(), ids=DEEPSEEK)
 def test_equals_the_layers_of_deepseek(twin, config):
@@ -269,7 +281,7 @@ def test_equals_the_layers_of_deepseek(twin, config):
 # --- the twin against the reference ---
 
 
-@pytest.mark.covers("D154", "D127")
+@pytest.mark.covers("D127", "D154", "D155")
 @pytest.mark.parametrize(("kernel", "sizes", "case", "options"), list(twins_to_agree()))
 def test_twins_agree(kernel, sizes, case, options, device):
     given = Latents(case, device=device, dtype=kernel.dtypes[0], sizes=sizes)
@@ -339,6 +351,7 @@ def test_a_graph_stays_right_when_its_sequences_grow(kernel, device):
         assert_matches_reference(out, lse, reference, given.absorbed, given.cache, given.batch, softmax_scale=SCALE)
 
 
+@pytest.mark.covers("D157", "D158", "E172")
 @pytest.mark.parametrize(
     ("kernel", "case", "options", "workspace"),
     [
@@ -369,6 +382,67 @@ def test_prefills_agree(kernel, case, options, workspace, device):
 
     with kernel.asked_for():
         kernel.check(hold)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors that were made inside of it and are alive, and the most that were at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.most = 0
+        self.alive = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        answer = function(*args, **(kwargs or {}))
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        for x in tree_leaves(answer):
+            storage = x.untyped_storage() if isinstance(x, torch.Tensor) else None
+            if storage is not None and storage._cdata not in given | self.alive:
+                self.now += storage.nbytes()
+                self.alive.add(storage._cdata)
+                weakref.finalize(storage, self.free, storage._cdata, storage.nbytes())
+        self.most = max(self.most, self.now)
+        return answer
+
+    def free(self, storage, size):
+        self.now -= size
+        self.alive.discard(storage)
+
+
+@pytest.mark.parametrize("kernel", MLA_KERNELS, ids=lambda kernel: kernel.name)
+def test_the_memory_of_a_prefill_does_not_grow_with_its_context(kernel, device):
+    """Many chunks take as much as two: keys and values of one at a time, and what is merged so far."""
+    sizes, most = Sizes(rank=64, rope=8, nope=32, value=32), []
+    new = 4 if kernel.is_interpreted else 32
+    for chunks in (2, 6) if kernel.is_interpreted else (2, 16):
+        case = Case("long", ((new, new + 16 * chunks),), heads=(4, 1), block_size=16)
+        given = Latents(case, dtype=kernel.dtypes[0], device=device, sizes=sizes)
+        plan = fastattn.mla.plan_prefill(given.batch, block_size=16, workspace=16)
+        assert len(plan.chunks) == chunks
+        tensors = given.query, *given.new.split([sizes.rank, sizes.rope], dim=1), given.cache
+        options = AttentionOptions(softmax_scale=SCALE)
+        projections = given.projections
+        with kernel.asked_for():
+            fastattn.mla.prefill(*tensors, plan, options, **projections)
+            with LiveBytes() as live:
+                fastattn.mla.prefill(*tensors, plan, options, **projections)
+        most.append(live.most)
+    assert most[0] > 0
+    assert most[1] <= most[0] * 1.05 + 1024, most
+
+
+@pytest.mark.parametrize("kernel", [k for k in MLA_KERNELS if not k.is_interpreted], ids=lambda kernel: kernel.name)
+def test_a_hundred_chunks_lose_no_digits(kernel, device):
+    """One token of the context in each: an output that were rounded to 16 bits at each merge would drift."""
+    dtype = kernel.dtypes[-1] if device == "cpu" else torch.bfloat16
+    case = Case("drift", ((2, 102),), heads=(2, 1), block_size=16)
+    given = Latents(case, dtype=dtype, device=device)
+    tensors = given.query, given.new, given.cache, *given.projections.values(), given.batch
+    with kernel.asked_for():
+        one, one_lse = prefill(fastattn.mla, *tensors, workspace=10**6, softmax_scale=SCALE)
+        many, many_lse = prefill(fastattn.mla, *tensors, workspace=1, softmax_scale=SCALE)
+    torch.testing.assert_close(many_lse, one_lse, rtol=0, atol=1e-4)
+    torch.testing.assert_close(many, one, rtol=0, atol=8 * torch.finfo(dtype).eps * float(one.abs().max()))
 
 
 @pytest.mark.covers("E171", "E174")

@@ -108,6 +108,7 @@ def test_poison(package, case, kind, plan):
 # --- the formula ---
 
 
+@pytest.mark.covers("B95")
 @each_pair
 @each_odd
 def test_formula(case, kind, plan):
@@ -115,7 +116,7 @@ def test_formula(case, kind, plan):
     assert_is_by_hand(stored, replace(case, head_size=16), plan)
 
 
-@pytest.mark.covers("A18", "A21", "B51")
+@pytest.mark.covers("A18", "A21", "A23", "B51")
 @pytest.mark.parametrize("per", ["number", "head", "sequence"])
 @pytest.mark.parametrize("round_query", [False, True], ids=["query-as-it-is", "query-rounded"])
 @each_kind
@@ -300,7 +301,7 @@ def test_every_code_is_written_and_read_back(twin, kind):
         assert torch.equal(cache.flatten()[~numbers.isnan()], codes[~numbers.isnan()].to(torch.uint8))
 
 
-@pytest.mark.covers("A20")
+@pytest.mark.covers("A17", "A20")
 @each_twin
 @each_format
 def test_every_code_is_read(twin, kind):
@@ -477,7 +478,7 @@ def test_copied_and_swapped_blocks_take_their_scales_along(twin, kind):
 @pytest.mark.covers("B96")
 @each_twin
 def test_values_are_calibrated_per_channel(twin):
-    values = [torch.randn(5, 2, 6), torch.randn(0, 2, 6), 3 * torch.randn(9, 2, 6)]
+    values = [3 * torch.randn(9, 2, 6), torch.randn(0, 2, 6), torch.randn(5, 2, 6)]
     for value in values:
         value[:, 1, 2] = 0.0
     largest = np.abs(torch.cat(values).numpy()).max(0)
@@ -793,7 +794,6 @@ def test_bad_sizes_and_values_are_named(twin):
             twin.value_scales(values)
 
 
-@pytest.mark.covers("A23")
 @pytest.mark.usefixtures("shapes_unchecked")
 def test_scales_of_sequences_fit_the_batch_of_a_plan():
     """A plan of virtual sequences has no number of those of the batch, so it needs as many as it has parts of."""

@@ -19,7 +19,7 @@ from tolerance import assert_matches_reference
 import fastattn.mla
 import refattn.mla
 from refattn.interface import AttentionOptions
-from refattn.metadata import make_batch
+from refattn.metadata import make_batch, slot_mapping
 
 KINDS = {"e4m3": E4M3, "e5m2": E5M2}
 OF_CODES = 0.7  # the scale of a pool, which is neither 1 nor a power of two
@@ -131,7 +131,7 @@ def test_formula(twin, kind, options):
             torch.testing.assert_close(out[row : row + q, head], expected, rtol=1e-10, atol=1e-12)
             torch.testing.assert_close(lse[row : row + q, head], total.log(), rtol=1e-10, atol=1e-12)
         row += q
-    # A prefill sees its new tokens as they are: those that the codes of the absorbed way stand for.
+    # A prefill rounds its new tokens: to the codes that the absorbed way reads.
     new = torch.cat([key[s - q :] for (q, s), key in zip(MIXED.lens, given.keys, strict=True)])
     new = torch.nn.functional.pad(new, (0, 0, 0, MIXED.padding_rows))
     arguments = given.query, new, given.cache, *given.projections.values(), given.batch
@@ -221,7 +221,7 @@ def test_twins_agree_on_drawn_batches(case, kind, options):
 @each_kind
 @pytest.mark.parametrize("workspace", [12, 10**6])
 def test_prefills_agree(kernel, kind, workspace, device):
-    """The context is what its codes stand for, in the type of the query; new tokens are what they are."""
+    """Context and new tokens are what codes stand for, in the type of the query."""
     given = in_codes(replace(MIXED, heads=(64, 1)), kind, device=device, dtype=kernel.dtypes[0])
     arguments = given.query, given.new, given.cache, *given.projections.values(), given.batch
     fixed, options = dict(workspace=workspace, cache_scale=OF_CODES), filled(OPTIONS["sinks"], 64, device)
@@ -232,6 +232,53 @@ def test_prefills_agree(kernel, kind, workspace, device):
 
     with kernel.asked_for():
         kernel.check(hold_prefill)
+
+
+@each_twin
+@each_kind
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+def test_a_prefill_sees_its_new_tokens_as_later_steps_do(twin, kind, dtype, device):
+    """Numbers between two codes, larger than the largest, and none at all: what the written codes stand for."""
+    given = in_codes(SMALL_CASE, kind, device=device, dtype=dtype, poison=HARMLESS)
+    generator = torch.Generator().manual_seed(1)
+    given.new = torch.randn(given.new.shape, generator=generator).to(given.new) * 3
+    given.new[0, 3], given.new[1, RANK + 2] = 1e9, -1e9
+    written = torch.zeros_like(given.cache[:1, : len(given.new)])
+    twin.write(*given.new.split((RANK, ROPE), dim=1), written, torch.arange(3, device=device), cache_scale=OF_CODES)
+    rounded = written[0, :, : RANK + ROPE].to(dtype) * torch.tensor(OF_CODES)
+
+    def answer(new):
+        arguments = given.query, new, given.cache, *given.projections.values(), given.batch
+        return prefill(twin, *arguments, workspace=8, cache_scale=OF_CODES, softmax_scale=SCALE)
+
+    for found, expected, nearby in zip(answer(given.new), answer(rounded), answer(rounded * 1.001), strict=True):
+        assert torch.equal(found, expected)
+        assert torch.equal(nearby, expected)  # a thousandth more has the same codes
+
+
+@each_twin
+@each_kind
+def test_a_prompt_may_be_cut_anywhere(twin, kind, device):
+    """Its queries see the same keys in a chunk of one token as in a chunk of all, up to the order of sums."""
+    given = in_codes(Case("prompt", ((33, 33),), heads=(4, 1)), kind, device=device, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(2)
+    given.new = torch.randn(given.new.shape, generator=generator).to(given.new)
+    slots = slot_mapping(given.batch, 33, block_size=16)
+    twin.write(*given.new.split((RANK, ROPE), dim=1), given.cache, slots, cache_scale=OF_CODES)
+    answers = []
+    for size in (1, 7, 33):
+        parts = []
+        for start in range(0, 33, size):
+            rows = slice(start, min(33, start + size))
+            batch = make_batch([rows.stop - start], [rows.stop], given.batch.block_table.tolist(), device=device)
+            arguments = given.query[rows], given.new[rows], given.cache, *given.projections.values(), batch
+            parts.append(prefill(twin, *arguments, workspace=12, cache_scale=OF_CODES, softmax_scale=SCALE))
+        answers.append([torch.cat(part) for part in zip(*parts, strict=True)])
+    absorbed = attend(twin, given.absorbed, given.cache, given.batch, cache_scale=OF_CODES, softmax_scale=SCALE)
+    answers.append([twin.project(absorbed[0], given.projections["value_projection"]), absorbed[1]])
+    for others in answers[1:]:
+        for found, expected in zip(others, answers[0], strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-11)
 
 
 @each_kernel

@@ -358,7 +358,6 @@ def test_divisions_are_rounded_as_they_should_be(device):
 # --- which kernel ---
 
 
-@pytest.mark.covers("A17")
 def test_a_gpu_computes_decodes_by_our_kernel():
     gpu = torch.device("cuda")
     problem = Problem("quantized", gpu, torch.bfloat16, 4, 2, 64, 64, 16, 1, 100, 3, stored=(E4M3, E4M3), num_tokens=3)

@@ -291,6 +291,7 @@ def test_layers_with_different_windows_share_one_batch(twin, device):
     together = [attend(twin, *inputs.tensors, window_size=window) for window in layers]
     for window, out in zip(layers, together, strict=True):
         assert torch.equal(out, attend(twin, *build(case, device=device).tensors, window_size=window))
+        torch.testing.assert_close(out, attend(refattn.chunked_prefill, *inputs.tensors, window_size=window))
     assert torch.equal(inputs.batch.block_table, table)
     assert torch.equal(inputs.batch.seq_lens, seq_lens)
 

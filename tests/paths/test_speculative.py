@@ -98,11 +98,12 @@ def check_masks(twin, trees, device, *, window=-1, queries=None, contexts=CONTEX
     assert_same_masks(read, masks_of_trees(case, trees, window))
 
 
+@pytest.mark.covers("D147", "D148")
 def test_every_small_tree_by_the_reference(device):
     check_masks(refattn.speculative, SMALL, device)
 
 
-@pytest.mark.covers("D147")
+@pytest.mark.covers("D147", "D148")
 @each_kernel
 def test_every_small_tree(kernel, device):
     """Of up to five nodes, with one root or several, after contexts that end inside of a block and with it."""
@@ -115,7 +116,7 @@ def test_every_small_tree(kernel, device):
         kernel.check(check)
 
 
-@pytest.mark.covers("D143")
+@pytest.mark.covers("D148")
 @each_kernel
 @pytest.mark.parametrize("heads", [(2, 2), (4, 1)], ids=str)
 def test_large_trees(kernel, heads, device):
@@ -127,6 +128,32 @@ def test_large_trees(kernel, heads, device):
 
     with kernel.asked_for():
         kernel.check(check)
+
+
+@pytest.mark.covers("D146")
+@each_twin
+def test_every_node_of_a_chain_sees_what_a_causal_chunk_shows(twin, device):
+    chains = [tuple(range(-1, n - 1)) for n in (1, 5, 16, 3)]
+    check_masks(twin, chains, device)
+    case = case_of(chains)
+    for mask, (q, s) in zip(masks_of_trees(case, chains), case.lens, strict=True):
+        assert torch.equal(mask, torch.ones(q, s, dtype=torch.bool).tril(s - q))
+
+
+@pytest.mark.covers("D143")
+@each_twin
+def test_blocks_before_every_window_are_not_in_the_table(twin, device):
+    """A root at position 20 sees from 14 on, the end of block 3; one at position 2 everything; one at 8 from 2 on."""
+    trees = twin.make_trees([(-1, 0, 0), (-1,), (-1, 0)], device=device)
+    tables = [[7, 1, 9, 4, 2, 6], [3], [5, 8, 0]]
+    batch = make_batch([3, 1, 2], [23, 3, 10], tables, device=device)
+    plan = twin.plan(batch, block_size=4, trees=trees, window_size=(6, 0))
+    for level, seq_lens in ((plan.whole, [11, 3, 10]), (plan.prefix, [8, 2, 8])):
+        assert level.first_keys.tolist() == [12, 0, 0]
+        assert level.batch.seq_lens.tolist() == seq_lens
+        assert [row[:n] for row, n in zip(level.batch.block_table.tolist(), (3, 1, 3), strict=True)] == [
+            *([4, 2, 6], [3], [5, 8, 0])
+        ]
 
 
 @pytest.mark.covers("D142")
@@ -153,7 +180,7 @@ def test_siblings_do_not_see_each_other(twin, device):
     assert not torch.equal(before[1], after[1])
 
 
-@pytest.mark.covers("D151")
+@pytest.mark.covers("D145", "D151")
 @each_twin
 @pytest.mark.parametrize("queries", [1, 2, 3])
 def test_a_draft_that_grows_asks_from_its_newest_nodes(twin, queries, device):
@@ -319,6 +346,7 @@ def test_a_draft_that_grows_answers_as_the_whole_tree_does(window):
 # --- the twin against the reference ---
 
 
+@pytest.mark.covers("D149")
 @each_kernel
 @each_option
 @pytest.mark.parametrize("shape", ["small", "wide", "odd"])
@@ -575,6 +603,42 @@ def test_two_tokens_have_the_distribution_of_the_model():
     assert accepted.lens.float().mean() > 1.8, "hardly a draft was accepted: the test would prove little"
 
 
+@each_twin
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+def test_no_token_is_drawn_from_past_the_vocabulary(twin, dtype, device):
+    """A random number that was rounded up to 1 draws the last token with a probability: never one without, or none."""
+    largest = 1 - torch.finfo(dtype).eps / 2
+    rows = torch.tensor([[0.3, 0.6, 0.1], [0.2, 0.5, 0.0], [0.0, 0.7, 0.0], [1e-7, 0.0, 0.0]], dtype=dtype)
+    target = rows.repeat(2, 1).to(device)
+    numbers = torch.tensor([1.0] * 4 + [largest] * 4, dtype=dtype, device=device)
+    batch, trees = make_batch([1] * 8, [1] * 8, device=device), twin.make_trees([[-1]] * 8, device=device)
+    accepted = twin.accept_sampled(batch, trees, torch.zeros(8, dtype=torch.int64, device=device), target, numbers)
+    assert accepted.next_tokens.tolist() == [2, 1, 1, 0] * 2
+
+
+@each_twin
+@pytest.mark.parametrize("where", ["target_probs", "draft_probs"])
+@pytest.mark.parametrize("bad", [torch.nan, "zeros"], ids=str)
+def test_no_token_is_drawn_from_what_is_no_distribution(twin, bad, where, device):
+    """That sequence has none, and the others have theirs; a distribution that is not reached changes nothing."""
+    parents = [[-1, 0], [-1, 0], [-1, 0], [-1]]
+    batch, trees = make_batch([2, 2, 2, 1], [2, 2, 2, 1], device=device), twin.make_trees(parents, device=device)
+    target, draft = torch.full((8, 4), 0.25, device=device), torch.full((8, 4), 0.25, device=device)
+    target[2] = torch.tensor([0.0, 0.0, 0.5, 0.5])  # the draft of sequence 1, token 1, is rejected
+    target[7] = draft[7] = torch.nan  # padding
+    poisoned = dict(target_probs=target, draft_probs=draft)[where]
+    poisoned[2 if where == "target_probs" else 3] = 0.0 if bad == "zeros" else bad
+    numbers = torch.tensor([0.6, 0.9, 0.6, 0.9, 0.6, 0.9, 0.6, torch.nan], device=device)
+    drafts = torch.ones(8, dtype=torch.int64, device=device)
+    accepted = twin.accept_sampled(batch, trees, drafts, target, numbers, draft)
+    tokens = accepted.next_tokens.tolist()
+    assert [tokens[i] for i in (0, 2, 3)] == [2, 2, 2]
+    if where == "target_probs":
+        assert tokens[1] == -1
+    else:
+        assert tokens[1] == (3 if bad == "zeros" else -1)
+
+
 # --- where it is kept ---
 
 
@@ -615,6 +679,24 @@ def test_accepted_slots_that_are_not_consecutive_move_up(twin, triton, device):
                 (to_block, to_row), (block, row) = (divmod(s - n + k, p) for k in (target, node))
                 expected[table[to_block], to_row] = old[table[block], row]
         assert torch.equal(cache.float(), expected.float())
+
+
+@each_twin
+@pytest.mark.parametrize("triton", [False, True], ids=["torch", "triton"])
+@pytest.mark.parametrize(("path", "tree_of"), [([0, 2], (-1, 0, 0)), ([0, 1], (-1, 0, 1)), ([0], (-1, 0, 0))], ids=str)
+def test_blocks_between_which_nothing_moves_are_not_read(twin, triton, path, tree_of, device):
+    """A pool of a window has no block (-1) for tokens that no query sees any more."""
+    batch = make_batch([3], [11], [[-1, 0, 1] if path == [0, 2] else [-1, -1, -1]], device=device)
+    trees = twin.make_trees([tree_of], device=device)
+    nodes = torch.tensor([path + [-1] * (3 - len(path))], dtype=torch.int32, device=device)
+    accepted = Accepted(nodes, nodes.new_tensor([len(path)]), nodes.new_tensor([9]).long())
+    cache = torch.randn(2, 4, 1, 8, device=device)
+    expected = cache.clone()
+    if path == [0, 2]:
+        expected[1, 1] = cache[1, 2]  # node 2, from slot 10 to slot 9
+    with fastattn.use_kernel("triton" if triton else "torch"):
+        twin.compact([cache], batch, trees, accepted, block_size=4)
+    assert torch.equal(cache, expected)
 
 
 @pytest.mark.covers("D150")
@@ -722,12 +804,18 @@ BAD_CALLS = {
         "target_probs: expected a floating point type": dict(target_probs=torch.zeros(4, 5).long()),
         "draft_probs: expected \\[t=4, v=5\\]": dict(draft_probs=torch.zeros(4, 6)),
         "uniforms: expected \\[t=4\\]": dict(uniforms=torch.zeros(5)),
+        "uniforms: expected random numbers in \\[0, 1\\), got 1.5": dict(uniforms=torch.tensor([0, 0, 0, 1.5])),
+        "uniforms: expected random numbers in \\[0, 1\\), got -0.5": dict(uniforms=torch.tensor([-0.5, 0, 0, 0])),
+        "uniforms: expected random numbers in \\[0, 1\\), got nan": dict(uniforms=torch.full((4,), torch.nan)),
         "drafts: expected tokens in 0..4, got 0..9": dict(drafts=torch.tensor([0, 9, 0, 0])),
     },
     "compact": {
         "caches: expected a list of pools": dict(caches=torch.zeros(5, 4, 2)),
         "caches\\[0\\]: expected a pool \\[n, p=4, ...\\]": dict(caches=[torch.zeros(5, 3, 2)]),
-        "caches\\[0\\]: expected at least 4 blocks": dict(caches=[torch.zeros(3, 4, 2)]),
+        "caches\\[0\\]: expected at least 3 blocks": dict(caches=[torch.zeros(2, 4, 2)]),  # node 2 is in block 2
+        "block_table: expected entries of at least 0 .* move in sequence 0, got -1 in column 2": dict(
+            batch=make_batch([3, 1], [9, 4], [[0, 1, -1], [3]])
+        ),
         "accepted: expected an Accepted": dict(accepted=[0]),
         "accepted.nodes: expected rising nodes in 0..2 of sequence 0, got \\[2, 1\\]": dict(accepted=([2, 1, 0], 2)),
         "accepted.nodes: expected rising nodes in 0..2 of sequence 0, got \\[0, 3\\]": dict(accepted=([0, 3, 0], 2)),

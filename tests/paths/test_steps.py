@@ -22,7 +22,7 @@ each_twin = pytest.mark.parametrize("twin", TWINS, ids=["ref", "fast"])
 
 # --- buffers ---
 
-ROOM = dict(columns=20, max_query_len=6, max_seq_len=300)
+ROOM = dict(columns=21, max_query_len=6, max_seq_len=300)
 
 
 @pytest.mark.covers("D170")
@@ -59,6 +59,7 @@ def test_a_step_that_does_not_fit_is_refused_and_nothing_written(twin):
         ("a max_query_len of at most 6", twin.make_batch([7], [7], [[0]])),
         ("a max_seq_len of at most 300", twin.make_batch([1], [301], [[0] * 19])),
         ("a block table, as in the buffers", twin.make_batch([1], [1])),
+        ("a number of columns of at most 21", twin.make_batch([1], [7], [[0] * 22])),
     ):
         with pytest.raises(ValueError, match=f"batch: expected {message}"):
             twin.refill(buffers, batch)

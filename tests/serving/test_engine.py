@@ -30,7 +30,7 @@ import refattn.serving.engine
 import refattn.serving.sampling
 import refattn.serving.scheduler
 from fastattn.serving import CudaGraphs
-from refattn.serving import CPU, BlockPool, Counters, Engine, Request, SamplingParams, sample
+from refattn.serving import CPU, BlockPool, Counters, Engine, NGram, Request, SamplingParams, sample
 
 TWINS = ("refattn", "fastattn")
 SYSTEM = [5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2]
@@ -588,6 +588,31 @@ def test_sampled_tokens_depend_on_the_request_alone(llama):
     assert outputs(make_engine(llama), PROMPTS[::-1], samplings[::-1]) == alone[::-1]
     assert together != outputs(make_engine(llama), PROMPTS)
     assert together != outputs(make_engine(llama), PROMPTS, SamplingParams(max_tokens=9, temperature=1.0, seed=77))
+
+
+@pytest.mark.parametrize("top_p", [0.5, 1.0])
+def test_a_random_number_of_1_draws_the_last_token_on_the_line(top_p):
+    """To which the product of a number below 1 with the length of the line may be rounded."""
+    logits = torch.tensor([[0.1, 0.6, 0.2, 0.1], [0.1, 0.1, 0.3, 0.5], [0.0, 1.0, 0.0, 0.0]]).log()
+    ones = torch.ones(3, dtype=torch.float64)
+    drawn = sample(logits, ones, top_p * ones, ones)
+    assert drawn.tolist() == ([1, 3, 1] if top_p < 1 else [3, 1, 1])
+
+
+@pytest.mark.parametrize("twin", TWINS)
+@pytest.mark.parametrize("branches", [None, 1, 3])
+@pytest.mark.parametrize("kind", ["window and full, softcap, scale", "latents"])
+def test_the_default_device_changes_nothing(kind, branches, twin, device):
+    """An engine makes what it needs where its model is, or on the host."""
+    model, prompts = make_model(*MODELS[kind], device), [[5, 6, 7, 8] * 3, SYSTEM]
+    speculation = None if branches is None else NGram(max_drafts=3, max_branches=branches)
+    expected = outputs(make_engine(model, twin, speculation=speculation), prompts)
+    torch.set_default_device("meta" if device == "cpu" else device)
+    try:
+        found = make_engine(model, twin, speculation=speculation).generate(prompts, GREEDY)
+    finally:
+        torch.set_default_device(None)
+    assert [(request.output_ids, request.error) for request in found] == [(answer, None) for answer in expected]
 
 
 def test_every_token_has_a_random_number_of_its_own():

@@ -4,6 +4,7 @@
 """
 
 import importlib
+import random
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from unittest import mock
@@ -17,7 +18,7 @@ import refattn.mla
 import refattn.serving.layers
 from fastattn.serving import CudaGraphs
 from refattn.interface import AttentionOptions
-from refattn.serving import CPU, Amax, Engine, SamplingParams, calibrate
+from refattn.serving import CPU, Amax, Engine, NGram, SamplingParams, calibrate
 from refattn.serving.layers import LatentLayer, Twin
 
 TWINS = ("refattn", "fastattn")
@@ -302,16 +303,22 @@ def test_over_codes_an_engine_answers_as_over_rounded_latents(deepseek, kind, sc
     calibration = calibrate(deepseek, PROMPTS[:2]) if calibrated else None
     largest_code, order = torch.finfo(FP8[kind]).max, {}
 
-    def write(latent, rope_key, cache, slots, **_):
+    def rounded(latent, rope_key, cache):
         layer = order.setdefault(cache.data_ptr(), len(order))  # in which the layers first write
         largest = max(x.max() for x in calibration[layer]) if calibrated else largest_code
         scale = torch.full_like(latent[:1, :1], float(largest) / largest_code)
-        rounded = ((x / scale).clamp(-largest_code, largest_code).to(FP8[kind]).to(x.dtype) for x in (latent, rope_key))
-        refattn.mla.write(*(x * scale for x in rounded), cache, slots)
+        codes = ((x / scale).clamp(-largest_code, largest_code).to(FP8[kind]).to(x.dtype) for x in (latent, rope_key))
+        return [x * scale for x in codes]
+
+    def write(latent, rope_key, cache, slots, **_):
+        refattn.mla.write(*rounded(latent, rope_key, cache), cache, slots)
+
+    def prefill(query, latent, rope_key, cache, plan, options, **projections):
+        return refattn.mla.prefill(query, *rounded(latent, rope_key, cache), cache, plan, options, **projections)
 
     rounding = ModuleType("refattn")
     rounding.mla = ModuleType("mla")
-    rounding.mla.__dict__.update({**vars(refattn.mla), "write": write})
+    rounding.mla.__dict__.update({**vars(refattn.mla), "write": write, "prefill": prefill})
     plain = make_engine(deepseek, rounding, **sizes)
     expected = outputs(plain), outputs(plain, PROMPTS[1:4])  # with a prefix that is found, and so is read as codes
     for twin in TWINS:
@@ -323,6 +330,32 @@ def test_over_codes_an_engine_answers_as_over_rounded_latents(deepseek, kind, sc
         assert outputs(engine, PROMPTS[1:4]) == expected[1]
         assert engine.counters.cached_blocks > cached
         assert engine.counters.preemptions or not schedule.startswith("smallest pool")
+
+
+CUTS = {
+    "chunks of 16": dict(max_num_batched_tokens=16, max_num_seqs=1),
+    "chunks of 32": dict(max_num_batched_tokens=32, max_num_seqs=1),
+    "beside others": dict(max_num_batched_tokens=23, max_num_seqs=4),
+    "preempted": dict(max_num_batched_tokens=16, num_blocks=22),
+    "drafted": dict(max_num_batched_tokens=32, speculation=NGram(max_drafts=3, max_ngram=1)),
+    "drafted as trees": dict(max_num_batched_tokens=32, speculation=NGram(max_drafts=3, max_branches=3, max_ngram=1)),
+}
+
+
+@each_fp8
+@pytest.mark.parametrize("twin", TWINS)
+def test_over_codes_no_answer_depends_on_how_a_prompt_was_cut(deepseek, kind, twin):
+    """Nor on preemption, after which an answer is a prompt, or on drafts, which are new tokens beside others."""
+    draw = random.Random(4)
+    prompts = [[draw.randrange(30) for _ in range(draw.randint(34, 48))] for _ in range(12)]
+    whole = make_engine(deepseek, twin, kv_cache_dtype=kind, num_blocks=256, max_num_batched_tokens=1024)
+    expected = outputs(whole, prompts)
+    for name, sizes in CUTS.items():
+        engine = make_engine(deepseek, twin, kv_cache_dtype=kind, **dict(num_blocks=256) | sizes)
+        assert outputs(engine, prompts) == expected, name
+        assert engine.counters.chunks > len(prompts) or "drafted" in name
+        assert (engine.counters.preemptions > 0) == (name == "preempted")
+        assert (engine.counters.drafted_tokens > 0) == ("drafted" in name)
 
 
 def test_recorded_steps_over_codes_are_absorbed(deepseek, monkeypatch, device):

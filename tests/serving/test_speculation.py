@@ -1,6 +1,7 @@
 """Drafts by look-up: the answers are those without them, whatever is drafted, in fewer steps where text repeats."""
 
 import copy
+import importlib
 
 import pytest
 import torch
@@ -166,6 +167,57 @@ def test_wild_drafts_change_no_answer(llama, kind, twin, device):
     assert outputs(engine, REPEATING) == expected
     assert engine.counters.drafted_tokens > 0
     assert_nothing_is_held(engine)
+
+
+@pytest.mark.parametrize("twin", TWINS)
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3", "int8"])
+@pytest.mark.parametrize("kind", ["window", "window and full, softcap, scale"])
+def test_trees_move_in_a_window_pool_that_has_given_blocks_back(llama, kind, kv_cache_dtype, twin, device):
+    """Every accepted token moves, as wrong ones come first, in a pool without the blocks that left the window."""
+    model, sampling = make_model(*MODELS[kind], device), SamplingParams(max_tokens=14)
+    sizes = dict(max_num_seqs=3, max_num_batched_tokens=24, kv_cache_dtype=kv_cache_dtype)
+    plain = make_engine(model, twin, **sizes)
+    whole = [request.tokens for request in plain.generate(PROMPTS, sampling)]
+    drafts = Oracle(max_drafts=3, max_branches=2)
+    object.__setattr__(drafts, "answers", whole)
+    engine = make_engine(model, twin, **sizes, speculation=drafts)
+    assert engine.window_pools, "the pool is not smaller: nothing is given back"
+    answers = engine.generate(PROMPTS, sampling)
+    assert [request.error for request in answers] == [None] * len(PROMPTS)
+    assert [request.tokens for request in answers] == whole
+    assert engine.counters.accepted_tokens > 20
+    assert_nothing_is_held(engine)
+
+
+@pytest.mark.covers("B185")
+@pytest.mark.parametrize("twin", TWINS)
+@pytest.mark.parametrize(("kind", "path"), [("latents", "mla"), ("chunks and full", "local")])
+def test_a_decode_with_drafts_is_planned_as_a_decode(kind, path, twin, device, monkeypatch):
+    """Beside the chunks of a prompt: with latents it is absorbed, and in chunks its kernel is one for few rows."""
+    model = make_model(*MODELS[kind], device)
+    prompts = [[5, 6, 7, 8] * 3, list(range(30, 75))]
+    module, planned = importlib.import_module(f"{twin}.{path}"), []
+
+    def watch(name):
+        plan = getattr(module, name)
+
+        def watched(batch, **sizes):
+            planned.append((name, batch.query_lens.tolist()))
+            return plan(batch, **sizes)
+
+        monkeypatch.setattr(module, name, watched)
+
+    for name in ("plan", "plan_prefill") if path == "mla" else ("plan",):
+        watch(name)
+    sizes = dict(max_num_batched_tokens=16)
+    expected = outputs(make_engine(model, twin, **sizes), prompts)
+    planned.clear()
+    assert outputs(make_engine(model, twin, **sizes, speculation=CHAIN), prompts) == expected
+    kinds = [(name, {length <= 1 + CHAIN.max_drafts for length in lengths}) for name, lengths in planned]
+    assert all(len(found) == 1 for _, found in kinds), "decodes and prefills are planned together"
+    assert any(1 < length <= 1 + CHAIN.max_drafts for _, lengths in planned for length in lengths)
+    assert (("plan_prefill" if path == "mla" else "plan"), {False}) in kinds
+    assert ("plan_prefill", {True}) not in kinds
 
 
 @pytest.mark.parametrize("twin", TWINS)

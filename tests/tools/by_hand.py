@@ -1,6 +1,6 @@
 """Kernels by hand, as a stranger writes them: tile by tile, split by split, sharing no code with any twin.
 
-They are right. `test_conformance_mistakes.py` plants a mistake by replacing a line of this file.
+They are right. `test_kit.py` plants a mistake by replacing a line of this file.
 """
 
 import math

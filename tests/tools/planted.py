@@ -1,7 +1,17 @@
-"""Mistakes to plant into `by_hand.py`.
+"""Mistakes to plant into source: how, and those for `by_hand.py`. mutations.py has those for the twins themselves.
 
 The kernel, what the kit should call the mistake, the property that finds it, the line, and the line with the mistake.
 """
+
+
+def replace_lines(source: str, old: str | tuple[str, ...], new: str | tuple[str, ...], file: str) -> str:
+    """Replace text of a source file by other text, each piece of which must be there exactly once."""
+    for before, after in zip(*((x,) if isinstance(x, str) else x for x in (old, new)), strict=True):
+        count = source.count(before)
+        assert count == 1, f"{file} has {before!r} {count} times, not once"
+        source = source.replace(before, after)
+    return source
+
 
 TILES = "range(begin, min(begin + SPLIT, s), TILE)"
 TILES_OF_BLOCKS = "range(begin, min(begin + SPLIT, -(-s // p) * p), TILE)"
@@ -29,8 +39,8 @@ PLANTED = [
     ),
     ("paged", "causal-sees-next", "mask", "see = see & (j <= pos)", "see = see & (j <= pos + 1)"),
     ("paged", "causal-hides-itself", "mask", "see = see & (j <= pos)", "see = see & (j < pos)"),
-    ("paged", "causal-ignored", "mask", "if causal:", "if False:"),
-    ("paged", "causal-always", "not causal", "if causal:", "if True:"),
+    ("paged", "causal-ignored", "mask", "                if causal:", "                if False:"),
+    ("paged", "causal-always", "not causal", "                if causal:", "                if True:"),
     ("paged", "window-one-too-many", "window", "j >= pos - window_size[0]", "j >= pos - window_size[0] - 1"),
     ("paged", "window-one-too-few", "window", "j >= pos - window_size[0]", "j > pos - window_size[0]"),
     ("paged", "window-ignored", "window", "if window_size[0] >= 0:", "if window_size[0] > 1000:"),

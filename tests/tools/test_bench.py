@@ -558,7 +558,6 @@ def test_the_command_names_what_is_wrong(monkeypatch):
     assert missing.exit_code == 2 and "device: expected cpu, or cuda where torch finds a GPU" in missing.output
 
 
-@pytest.mark.covers("B52")
 def test_the_doctor_knows_every_kernel():
     result = CliRunner().invoke(main, ["doctor"])
     assert result.exit_code == 0, result.output
@@ -566,6 +565,7 @@ def test_the_doctor_knows_every_kernel():
     assert "softcap" in result.output and "decode" in result.output
 
 
+@pytest.mark.covers("B52")
 def test_the_doctor_shows_what_runs_in_part(monkeypatch):
     """On a GPU that is not there, without the FlashAttention packages: torch's own kernel reads no pages."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)  # of a kind, of which one is shown
@@ -573,7 +573,9 @@ def test_the_doctor_shows_what_runs_in_part(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(dispatch, "num_multiprocessors", lambda device: 132)
     for module in (fa2, fa4):
-        monkeypatch.setattr(module, "cannot_import", lambda name, package: f"the package {package} can't be imported")
+        monkeypatch.setattr(
+            module, "cannot_import", lambda name, package, *names: f"the package {package} can't be imported"
+        )
     for module in (fa3, flash_mla):
         monkeypatch.setattr(module, "_cannot_load", lambda: "there is no library")
     devices.capability.cache_clear()

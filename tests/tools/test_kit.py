@@ -9,7 +9,7 @@ import by_hand
 import pytest
 import torch
 from gpu_package_doubles import fa3_library, install
-from planted import PLANTED
+from planted import PLANTED, replace_lines
 
 from refattn.conformance import Example, claims, contract, isolate
 from refattn.conformance import __main__ as command
@@ -39,10 +39,7 @@ BLAMED_OTHERWISE = ("padding-writes-last",)
 
 def plant(name, old, new):
     """Return a kernel by hand with some of its lines replaced."""
-    source = SOURCE
-    for before, after in zip(*((x,) if isinstance(x, str) else x for x in (old, new)), strict=True):
-        assert before in source, f"by_hand.py has no {before!r}"
-        source = source.replace(before, after)
+    source = replace_lines(SOURCE, old, new, "by_hand.py")
     names = {"__name__": "planted"}
     exec(compile(source, "planted", "exec"), names)
     return names[name]

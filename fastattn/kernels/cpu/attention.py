@@ -265,7 +265,7 @@ def _buffer(count: int, cache: Float[Tensor, "n p hk d"] | Codes, number: int) -
     kept = _memory.of.get((number, cache.dtype))
     if kept is None or kept.numel() < size:
         with torch.inference_mode(False):  # or it could be used in inference mode only
-            kept = _memory.of[number, cache.dtype] = torch.empty(size, dtype=cache.dtype)
+            kept = _memory.of[number, cache.dtype] = torch.empty(size, dtype=cache.dtype, device="cpu")
     return kept[:size].view(count, *cache.shape[1:])
 
 
@@ -331,7 +331,7 @@ def _tiles(
         begin, end = _seen_by(positions, view)
         for k0 in range(begin, end, SLAB):
             k1 = min(k0 + SLAB, end)
-            bias = _bias(positions[:, None] - torch.arange(k0, k1), query.dtype, view.window, options)
+            bias = _bias(positions[:, None] - torch.arange(k0, k1, device="cpu"), query.dtype, view.window, options)
             k, v = (x[k0 - view.first_key : k1 - view.first_key] for x in (key, value))
             parts.append(_rectangle(query[q0:q1], k, v, bias, options))
         if parts:
@@ -357,12 +357,12 @@ def _aligned_tiles(
     for q0 in range(-(offset % INVARIANT_TILE), t, INVARIANT_TILE):
         rows = slice(max(0, q0), min(q0 + INVARIANT_TILE, t))
         places = slice(rows.start - q0, rows.stop - q0)
-        positions = view.positions[torch.arange(q0, q0 + INVARIANT_TILE).clamp(rows.start, rows.stop - 1)]
+        positions = view.positions[torch.arange(q0, q0 + INVARIANT_TILE, device="cpu").clamp(rows.start, rows.stop - 1)]
         tile = _take(query, q0, INVARIANT_TILE)
         parts = []
         begin, end = _seen_by(view.positions[rows], view)
         for k0 in range(begin - begin % INVARIANT_SLAB, end, INVARIANT_SLAB):
-            keys = torch.arange(k0, k0 + INVARIANT_SLAB)
+            keys = torch.arange(k0, k0 + INVARIANT_SLAB, device="cpu")
             bias = _bias(positions[:, None] - keys, query.dtype, view.window, options)
             missing = (keys < view.first_key) | (keys >= view.end_key)
             k, v = (_take(x, k0 - view.first_key, INVARIANT_SLAB) for x in (key, value))
@@ -416,7 +416,7 @@ def _bias(
         hidden |= distance > left
     if right >= 0:
         hidden |= distance < -right
-    bias = torch.zeros(1, *distance.shape, dtype=_compute_dtype(dtype))
+    bias = torch.zeros(1, *distance.shape, dtype=_compute_dtype(dtype), device="cpu")
     if options.alibi_slopes is not None:
         distance = distance.abs().to(bias.dtype).sqrt() if options.alibi_sqrt else distance.abs()
         bias = -rearrange(options.alibi_slopes.to(bias.dtype), "h -> h 1 1") * distance
@@ -455,7 +455,7 @@ def _band(
         )
         for x in (key, value)
     )
-    distance = torch.arange(BAND_TILE)[:, None] + left - torch.arange(width)
+    distance = torch.arange(BAND_TILE, device="cpu")[:, None] + left - torch.arange(width, device="cpu")
     bias = _bias(distance, query.dtype, window, options)
     q = rearrange(query, "(m t) h d -> m h t d", t=BAND_TILE)
     out, lse = _call(q, k, v, options.softmax_scale, bias=bias[None])
@@ -513,7 +513,7 @@ def _call(
     if d != dv:
         query, key, value = (functional.pad(x, (0, max(d, dv) - x.shape[-1])) for x in (query, key, value))
     if bias is None and key.shape[2] < FEW:
-        bias = torch.zeros(1, 1, query.shape[2], key.shape[2], dtype=_compute_dtype(query.dtype))
+        bias = torch.zeros(1, 1, query.shape[2], key.shape[2], dtype=_compute_dtype(query.dtype), device="cpu")
         if causal:
             bias = bias.masked_fill_(torch.ones_like(bias, dtype=torch.bool).triu(1), -torch.inf)
         causal, all_see_some = False, True

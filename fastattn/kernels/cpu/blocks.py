@@ -95,13 +95,13 @@ def side_by_side(
     first_keys, seq_lens = first_keys[:, None], seq_lens[:, None]
     first_block, last_block = first_keys // block_size, (seq_lens - 1) // block_size
     columns_of_a_run = -(-(int((last_block - first_block).max()) + 1) // runs)
-    columns = first_block + torch.arange(runs * columns_of_a_run, dtype=torch.int32)
+    columns = first_block + torch.arange(runs * columns_of_a_run, dtype=torch.int32, device="cpu")
     past_the_end = columns > last_block
-    whole_block = (first_keys + block_size - 1) // block_size  # the first that is seen whole, if there is one
-    has_whole_block = (whole_block + 1) * block_size <= seq_lens
+    whole_block = -(-first_keys // block_size)  # the first that is seen whole, if there is one
+    has_whole_block = whole_block < seq_lens // block_size
     filler = torch.where(has_whole_block, whole_block, last_block)
     table = block_table.gather(1, torch.where(past_the_end, filler, columns).long())
-    positions = (columns[..., None] * block_size + torch.arange(block_size, dtype=torch.int32)).flatten(1)
+    positions = (columns[..., None] * block_size + torch.arange(block_size, dtype=torch.int32, device="cpu")).flatten(1)
     hidden = (positions >= seq_lens) | (positions < first_keys)
     clean = (past_the_end & has_whole_block).repeat_interleave(block_size, dim=1)
     return Blocks(*(x.reshape(len(x) * runs, -1) for x in (table, positions, hidden, hidden & ~clean)))

@@ -58,7 +58,9 @@ def read_blocks(
     """Gather some blocks of a pool into `out`, or into new memory if that is None."""
     if isinstance(pool, Tensor):
         return pool.index_select(0, blocks) if out is None else torch.index_select(pool, 0, blocks, out=out)
-    return pool.read(blocks, torch.empty(len(blocks), *pool.shape[1:], dtype=pool.dtype) if out is None else out)
+    return pool.read(
+        blocks, torch.empty(len(blocks), *pool.shape[1:], dtype=pool.dtype, device="cpu") if out is None else out
+    )
 
 
 def _from_fp8(codes: Int8[Tensor, "m p hk d"], kind: torch.dtype, out: Float[Tensor, "m p hk d"]) -> None:

@@ -108,11 +108,11 @@ def _pieces(plan: Plan, num_heads: int) -> list[_Piece]:
 def _piece(batch: Batch, group: list[int], block_size: int, window: tuple[int, int]) -> _Piece:
     left, _ = window
     assert batch.block_table is not None  # the path has checked it
-    members = torch.tensor(group)
+    members = torch.tensor(group, device="cpu")
     begins, seq_lens, query_lens = (
         x[members, None].long() for x in (batch.cu_seqlens_q, batch.seq_lens, batch.query_lens)
     )
-    queries = torch.arange(int(query_lens[0]))
+    queries = torch.arange(int(query_lens[0]), device="cpu")
     positions = seq_lens - query_lens + queries
     first_seen = torch.zeros_like(seq_lens) if left < 0 else (positions[:, :1] - left).clamp(min=0)
     blocks = side_by_side(batch.block_table[members], first_seen[:, 0].int(), batch.seq_lens[members], block_size)
@@ -202,7 +202,7 @@ def _hide(scores: Float[Tensor, "two b pairs g t s"], piece: _Piece, options: At
     """Add the bias, and put -inf where a query may not look, in place."""
     left, right = piece.window
     end = (piece.seq_lens - piece.first_keys)[..., None]
-    keys = torch.arange(scores.shape[-1])
+    keys = torch.arange(scores.shape[-1], device="cpu")
     distance = (piece.positions - piece.first_keys)[..., None] - keys  # [b, t, s], how far the key lies before it
     if options.alibi_slopes is not None:
         slopes = options.alibi_slopes.to(scores.dtype)

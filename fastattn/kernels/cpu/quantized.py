@@ -77,7 +77,7 @@ def _per_row(
 ) -> Float32[Tensor, "#rows #heads 1"]:
     """Return the scale of each query row and query head; rows of padding get a 1."""
     if not isinstance(scale, Tensor):
-        return torch.full((1, 1, 1), scale)
+        return torch.full((1, 1, 1), scale, dtype=torch.float32, device="cpu")
     scale = scale.repeat_interleave(group, -1)
     if scale.ndim == 1:
         return scale[None, :, None]
@@ -89,7 +89,7 @@ def _per_row(
 
 def _sequences(plan: Plan) -> Int64[Tensor, "_"]:
     batch = plan.batch
-    numbers = torch.arange(batch.num_seqs) if plan.sequences is None else plan.sequences.long()
+    numbers = torch.arange(batch.num_seqs, device="cpu") if plan.sequences is None else plan.sequences.long()
     return numbers.repeat_interleave(batch.query_lens.long())
 
 
@@ -108,7 +108,11 @@ def write(
     blocks, rows = slot_mapping // key_cache.shape[1], slot_mapping % key_cache.shape[1]
     if isinstance(scales, Fp8Scales):
         for x, cache, scale in ((key, key_cache, scales.key), (value, value_cache, scales.value)):
-            divisor = scale[:, None] if isinstance(scale, Tensor) else torch.full((1, 1), scale)
+            divisor = (
+                scale[:, None]
+                if isinstance(scale, Tensor)
+                else torch.full((1, 1), scale, dtype=torch.float32, device="cpu")
+            )
             cache.view(torch.uint8)[blocks, rows] = to_fp8(x, divisor, scales.format).view(torch.uint8)
         return
     scale = row_scale(key)

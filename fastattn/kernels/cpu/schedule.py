@@ -110,9 +110,9 @@ class Schedule:
 
     def _decodes(self, group: list[int], num_keys: list[int], block: torch.Size, most: int) -> "Decodes":
         assert self.batch.block_table is not None  # a plan over pages has one
-        threads, members = torch.get_num_threads(), torch.tensor(group)
+        threads, members = torch.get_num_threads(), torch.tensor(group, device="cpu")
         seq_lens = self.batch.seq_lens[members]
-        first_keys = seq_lens - torch.tensor([num_keys[i] for i in group], dtype=torch.int32)
+        first_keys = seq_lens - torch.tensor([num_keys[i] for i in group], dtype=torch.int32, device="cpu")
         heads = len(group) * block[1]  # that threads can share out among them
         runs = max(1, min(-(-threads // heads), max(num_keys[i] for i in group) // RUN))
         blocks = side_by_side(self.batch.block_table[members], first_keys, seq_lens, block[0], runs)
@@ -121,12 +121,12 @@ class Schedule:
 
     def _prompts(self, group: list[int], block: torch.Size) -> "Prompts":
         assert self.batch.block_table is not None  # a plan over pages has one
-        members = torch.tensor(group)
+        members = torch.tensor(group, device="cpu")
         seq_lens = self.batch.seq_lens[members]
         longest = int(seq_lens.max())
         blocks = side_by_side(self.batch.block_table[members], torch.zeros_like(seq_lens), seq_lens, block[0])
         (slab,) = blocks.slabs(blocks.table.shape[1])
-        places = (torch.arange(longest) < seq_lens[:, None]).flatten().nonzero()[:, 0]
+        places = (torch.arange(longest, device="cpu") < seq_lens[:, None]).flatten().nonzero()[:, 0]
         padded = len(places) < len(group) * longest
         return Prompts(self._rows_of(group), len(group), places if padded else None, Part(slab, slice(0, longest)))
 
@@ -135,7 +135,7 @@ class Schedule:
         rows = [self.lengths[i][0] for i in group]
         if all(one.stop == following.start for one, following in pairwise(rows)):
             return slice(rows[0].start, rows[-1].stop)
-        return torch.cat([torch.arange(one.start, one.stop) for one in rows])
+        return torch.cat([torch.arange(one.start, one.stop, device="cpu") for one in rows])
 
     def _one_by_one(self, sequences: "range | list[int]", positions: bool) -> list["Apart"]:
         batch, block_size = self.batch, self.block_size
@@ -193,7 +193,7 @@ class View:
 
 def _view(rows: slice, seq_len: int, window: tuple[int, int], given: Int64[Tensor, "t"] | None) -> View:
     left, right = window
-    positions = torch.arange(seq_len - (rows.stop - rows.start), seq_len)
+    positions = torch.arange(seq_len - (rows.stop - rows.start), seq_len, device="cpu")
     consecutive = given is None
     if given is not None:
         positions = given
@@ -269,7 +269,7 @@ def branches_of(plan: TreePlan) -> Iterator[Branches]:
     for i, ((q0, q1), seq_len, num_nodes) in enumerate(rows):
         if q0 == q1:
             continue
-        first, node = seq_len - num_nodes, torch.arange(num_nodes)
+        first, node = seq_len - num_nodes, torch.arange(num_nodes, device="cpu")
         mine = slice(num_nodes - (q1 - q0), num_nodes)
         words = plan.ancestors[i, mine][:, node // 64]
         depths = plan.depths[i, :num_nodes].long()
@@ -313,7 +313,11 @@ def _parts(blocks: Blocks, seq_lens: Int32[Tensor, "b"], step: int) -> list[Part
     for slab in replace(blocks, stale=stale).slabs(step):
         here = slice(max(first, slab.keys.start), min(end, slab.keys.stop))
         hidden = blocks.hidden[:, here]
-        bias = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)[:, None, None] if hidden.any() else None
+        bias = (
+            torch.zeros(hidden.shape, dtype=torch.float32, device="cpu").masked_fill_(hidden, -torch.inf)[:, None, None]
+            if hidden.any()
+            else None
+        )
         keys = slice(here.start - slab.keys.start, here.stop - slab.keys.start)
         distance = seq_lens[:, None] - 1 - blocks.positions[:, here]
         parts.append(Part(slab, keys, distance, bias, not hidden.all(1).any()))

@@ -1,5 +1,8 @@
 """FlashAttention, from the packages and libraries that ship it, adapted to the conventions of the project."""
 
+import torch
+from torch import Tensor
+
 from fastattn.kernels.problem import EXPANDED_BLOCK, Problem
 
 NO_CODES = "reads latents in the type of the query, and no codes of fp8: take triton"
@@ -23,3 +26,11 @@ def cannot_expand(problem: Problem) -> str | None:
     if size > MOST_EXPANDED_BYTES:
         return f"turns all codes into numbers, at most {MOST_EXPANDED_BYTES >> 20} MiB of them, not {size >> 20}"
     return None
+
+
+def side_by_side(x: Tensor) -> Tensor:
+    """Return lengths or a block table with a last stride of 1, which packages ask of a single element or column, too.
+
+    `contiguous` copies nothing there: to torch, a dimension of one element has no stride.
+    """
+    return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)

@@ -11,9 +11,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fastattn.kernels.device import cannot_import, capability
-from fastattn.kernels.flash import NO_POSITIONS, NOT_ALIGNED
+from fastattn.kernels.flash import NO_POSITIONS, NOT_ALIGNED, side_by_side
 from fastattn.kernels.flash.torch_flash import window_for_flash
-from fastattn.kernels.problem import Problem, key_starts
+from fastattn.kernels.problem import Problem, key_starts, window_within_reach
 from refattn.interface import AttentionOptions, Plan
 
 PAGE = 256  # its pages are a multiple of this
@@ -43,7 +43,7 @@ def unsupported_reason(problem: Problem) -> str | None:
         return NOT_ALIGNED
     if problem.block_size is not None and problem.max_query_len > 1:
         return CHUNKS
-    broken = cannot_import("flash_attn", "flash-attn")
+    broken = cannot_import("flash_attn", "flash-attn", "flash_attn_varlen_func", "flash_attn_with_kvcache")
     return broken or _refusal(problem.head_size, problem.dtype, problem.device)
 
 
@@ -110,11 +110,10 @@ def paged(
     assert batch.block_table is not None  # the path has checked it
     if 0 in (query.shape[0], key_cache.shape[0], batch.num_seqs, batch.block_table.shape[1]):
         return nothing(query, value_cache.shape[-1], plan, options)
-    table = batch.block_table if batch.block_table.stride(-1) == 1 else batch.block_table.contiguous()
     rows = torch.arange(query.shape[0], device=query.device, dtype=torch.int32)
     sequences = torch.searchsorted(batch.cu_seqlens_q[1:], rows, right=True).clamp_(max=batch.num_seqs - 1)
     query_of_sequence = batch.cu_seqlens_q[:-1].clamp(max=query.shape[0] - 1)
-    left = plan.window[0]  # no key lies after the one query
+    left, _ = window_within_reach(plan)  # no key lies after the one query
     longest = batch.block_table.shape[1] * key_cache.shape[1]
     if options.alibi_slopes is not None and not 0 <= left < longest:
         left = longest - 1  # see `window_for_flash`
@@ -124,7 +123,7 @@ def paged(
         key_cache,
         value_cache,
         cache_seqlens=batch.seq_lens,
-        block_table=table,
+        block_table=side_by_side(batch.block_table),
         softmax_scale=scale,
         window_size=(left, -1),
         softcap=options.softcap,

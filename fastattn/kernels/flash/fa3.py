@@ -13,6 +13,9 @@ elements as keys and the latents as values. The pool is read in place, as two vi
 Windows are supported for decodes only. With more queries, the library in vLLM 0.33.0 hides too few keys before a window
 of some hundred tokens: of 640 queries with a window of 356, row 384 sees 384 keys (NVIDIA H200, head size 128).
 
+The keys of a sequence are not split over multiprocessors. Where they are, the library merges the splits by log-sum-exps
+and leaves out those that have none: those whose scores are NaN, which a query sees and which have to come out.
+
 Of a sequence that ends with a drafted tree it reads the keys before the tree, which every node sees. Codes of a
 quantised cache become pages of numbers first, as its own product of them rounds the weights to fp8, too.
 
@@ -30,22 +33,24 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from fastattn.kernels.device import cannot_import, capability
-from fastattn.kernels.flash import NO_CODES, NO_POSITIONS, NOT_ALIGNED, cannot_expand
-from fastattn.kernels.problem import Problem, expanded, key_starts
+from fastattn.kernels.flash import NO_CODES, NO_POSITIONS, NOT_ALIGNED, cannot_expand, side_by_side
+from fastattn.kernels.flash.schedule import schedule_of
+from fastattn.kernels.problem import Problem, expanded, key_starts, window_within_reach
 from refattn.interface import AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan, TreePlan
 
 OPERATIONS = ("dense", "paged", "quantized", "tree", "mla", "mla_tree")
 INTERFACE = "flash_attn_interface"  # the module of FlashAttention's own package for Hopper
+FUNCTIONS = ("flash_attn_varlen_func", "flash_attn_with_kvcache")  # of that module
 LIBRARY = "_vllm_fa3_C"  # vLLM's: `_vllm_fa3_C.abi3.so`, and the namespace of its operators
 LARGEST_HEAD = 256
 UNEQUAL_HEADS = ((64, 128), (64, 256), (192, 128))  # sizes of keys and of values that it has kernels for
 LATENT = (64, 512)  # sizes of rotary keys and of latents that it has kernels for
 SMALLEST_TILE = 64  # keys: smaller pages are never loaded as whole tiles
-SPLITS = 0  # of a sequence's keys: as many as it finds best; one whose scores are NaN it leaves out of the sum
+SPLITS = 1  # of a sequence's keys: of several it would leave out those whose scores are NaN, and answer a number
 
 # What vLLM's operator takes besides: new keys to append, rotary embedding, scales of fp8, the second query of latents
-# (`mla` has one), a schedule made before, context parallelism. Sinks (`s_aux`) have to be bfloat16 there, of at most 64
-# heads: the adapter adds them instead.
+# (`mla` has one), a schedule made before (over pages there is one), context parallelism. Sinks (`s_aux`) have to be
+# bfloat16 there, of at most 64 heads: the adapter adds them instead.
 UNUSED: dict[str, Any] = dict.fromkeys(
     (
         *("k_new", "v_new", "q_v", "out", "cu_seqlens_k_new", "seqused_q", "kv_batch_idx", "leftpad_k"),
@@ -118,7 +123,7 @@ def paged(
     """Attend over pages; see `fastattn.kernels.dispatch`."""
     table = plan.batch.block_table
     assert table is not None  # the path has checked it
-    where = dict(seqused_k=plan.batch.seq_lens, page_table=table if table.stride(-1) == 1 else table.contiguous())
+    where = dict(seqused_k=plan.batch.seq_lens, page_table=side_by_side(table))
     loads_tiles = key_cache.shape[1] >= SMALLEST_TILE
     return _attend(query, key_cache, value_cache, plan, options, where, loads_tiles=loads_tiles)
 
@@ -159,8 +164,7 @@ def tree(
         answer = query.new_zeros(num_tokens, num_heads, value_cache.shape[-1])
         nothing = query.new_full((num_heads, num_tokens), -torch.inf, dtype=torch.float32)
         return attend_to_nodes(query, key_cache, value_cache, plan, options, answer, nothing)
-    lens, contiguous = plan.prefix.batch.seq_lens, table if table.stride(-1) == 1 else table.contiguous()
-    where = dict(seqused_k=lens, page_table=contiguous)
+    where = dict(seqused_k=plan.prefix.batch.seq_lens, page_table=side_by_side(table))
     answer, lse = _forward(query, key_cache, value_cache, plan.prefix, options, where)
     if key_cache.shape[1] >= SMALLEST_TILE:
         repair(answer, query, key_cache, value_cache, plan.prefix, options)
@@ -184,7 +188,7 @@ def mla(
     assert table is not None  # the path has checked it
     if _is_empty(query, cache, plan):
         return nothing(query, latent_rank, plan, options)
-    where = dict(seqused_k=plan.batch.seq_lens, page_table=table if table.stride(-1) == 1 else table.contiguous())
+    where = dict(seqused_k=plan.batch.seq_lens, page_table=side_by_side(table))
     pages = cache[:, :, None, : query.shape[2]]
     parts = (query[..., latent_rank:], pages[..., latent_rank:], pages[..., :latent_rank])
     out, lse = adapt(*_forward(*parts, plan, options, where, query[..., :latent_rank]), plan, options)
@@ -261,7 +265,7 @@ def _forward(
     Returns:
         The outputs, and the log-sum-exps with heads first: natural log, `-inf` where a query sees nothing.
     """
-    batch = plan.batch
+    batch, window = plan.batch, window_within_reach(plan)
     scale = query.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale
     if scale <= 0:  # it masks scores, and looks for the largest, before it scales them
         factor, scale = (-1, -scale) if scale else (0, 1.0)
@@ -278,12 +282,48 @@ def _forward(
             cu_seqlens_q=batch.cu_seqlens_q,
             max_seqlen_k=batch.max_seq_len,
             is_causal=plan.causal,
-            window_size_left=plan.window[0],
-            window_size_right=plan.window[1],
-            **{**UNUSED, **where, "q_v": value_query},
+            window_size_left=window[0],
+            window_size_right=window[1],
+            **(UNUSED | where | dict(q_v=value_query, scheduler_metadata=_schedule(query, key, value, plan, options))),
             **asked,
         )
     return out, lse
+
+
+def _schedule(query: Tensor, key: Tensor, value: Tensor, plan: Plan, options: AttentionOptions) -> Tensor | None:
+    """Return how vLLM's library shares out the work of a step over pages; None where it does so in each call.
+
+    The call counts in it which tiles are done, and sets the count back when all are.
+    """
+    library = getattr(torch.ops, LIBRARY)
+    if plan.block_size is None or not hasattr(library, "get_scheduler_metadata"):
+        return None
+    batch, has_softcap, window = plan.batch, options.softcap > 0, window_within_reach(plan)
+    sizes = dict(num_heads=query.shape[1], num_heads_k=key.shape[-2], headdim=query.shape[2], headdim_v=value.shape[-1])
+
+    def make() -> Tensor:
+        schedule: Tensor = library.get_scheduler_metadata(
+            batch_size=batch.num_seqs,
+            max_seqlen_q=batch.max_query_len,
+            max_seqlen_k=batch.max_seq_len,
+            qkv_dtype=query.dtype,
+            seqused_k=batch.seq_lens,
+            cu_seqlens_q=batch.cu_seqlens_q,
+            page_size=plan.block_size,
+            max_seqlen_k_new=0,
+            is_causal=plan.causal,
+            window_size_left=window[0],
+            window_size_right=window[1],
+            has_softcap=has_softcap,
+            num_splits=SPLITS,
+            pack_gqa=None,
+            sm_margin=0,
+            **sizes,
+            **dict.fromkeys(("cu_seqlens_k", "cu_seqlens_k_new", "seqused_q", "leftpad_k")),
+        )
+        return schedule
+
+    return schedule_of(plan, ("fa3", query.dtype, has_softcap, *sizes.values()), make)
 
 
 def _call_interface(
@@ -297,7 +337,8 @@ def _call_interface(
 ) -> Any:
     """Call FlashAttention's own package; over pages it takes `m * p` for the longest sequence."""
     module, batch = importlib.import_module(INTERFACE), plan.batch
-    asked = asked | dict(cu_seqlens_q=batch.cu_seqlens_q, causal=plan.causal, window_size=plan.window, qv=value_query)
+    window = window_within_reach(plan)
+    asked = asked | dict(cu_seqlens_q=batch.cu_seqlens_q, causal=plan.causal, window_size=window, qv=value_query)
     if "page_table" in where:
         seqused_k, page_table = where["seqused_k"], where["page_table"]
         return module.flash_attn_with_kvcache(
@@ -309,7 +350,7 @@ def _call_interface(
 
 
 def _has_interface() -> bool:
-    return cannot_import(INTERFACE, "flash_attn_3") is None
+    return cannot_import(INTERFACE, "flash_attn_3", *FUNCTIONS) is None
 
 
 @cache
@@ -317,7 +358,7 @@ def _cannot_load() -> str | None:
     """Return why there is no FlashAttention-3 here, or None once one is loaded."""
     if _has_interface() or hasattr(getattr(torch.ops, LIBRARY), "fwd"):  # vLLM itself may have loaded it
         return None
-    missing = cannot_import(INTERFACE, "flash_attn_3")
+    missing = cannot_import(INTERFACE, "flash_attn_3", *FUNCTIONS)
     library = _find_library()
     if library is None:
         return f"{missing}; and there is no {LIBRARY}.abi3.so on the path or in the package vllm"

@@ -13,8 +13,8 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from fastattn.kernels.device import cannot_import, capability
-from fastattn.kernels.flash import NO_POSITIONS, NOT_ALIGNED, cannot_expand
-from fastattn.kernels.problem import Problem, expanded, key_starts
+from fastattn.kernels.flash import NO_POSITIONS, NOT_ALIGNED, cannot_expand, side_by_side
+from fastattn.kernels.problem import Problem, expanded, has_aligned_heads, key_starts, window_within_reach
 from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales, Plan
 
 OPERATIONS = ("dense", "paged", "quantized")
@@ -53,7 +53,7 @@ def unsupported_reason(problem: Problem) -> str | None:
         return NO_POSITIONS
     if not problem.aligned:
         return NOT_ALIGNED
-    return cannot_import("flash_attn.cute", "flash-attn-4")
+    return cannot_import("flash_attn.cute.interface", "flash-attn-4", "_flash_attn_fwd")
 
 
 def dense(
@@ -85,8 +85,7 @@ def paged(
 
         key_cache, table = repage(key_cache, batch, block_size=FAST_BLOCK)
         value_cache, _ = repage(value_cache, batch, block_size=FAST_BLOCK)
-    table = table if table.stride(-1) == 1 else table.contiguous()
-    where = dict(seqused_k=_side_by_side(batch.seq_lens), page_table=table)
+    where = dict(seqused_k=side_by_side(batch.seq_lens), page_table=side_by_side(table))
     return _attend(query, key_cache, value_cache, plan, options, out, tails_are_zero=copied, **where)
 
 
@@ -140,13 +139,13 @@ def _attend(
     batch = plan.batch
     if 0 in (query.shape[0], key.shape[0], batch.num_seqs):
         return nothing(query, value.shape[-1], plan, options)
-    left, right = plan.window
+    left, right = window_within_reach(plan)
     signed, scale = with_scale_above_0(query, options.softmax_scale)  # it masks before it scales
     result, lse, *_ = _flash_attn_fwd(
         signed,
         key,
         value,
-        cu_seqlens_q=_side_by_side(batch.cu_seqlens_q),
+        cu_seqlens_q=side_by_side(batch.cu_seqlens_q),
         max_seqlen_q=batch.max_query_len,
         max_seqlen_k=batch.max_seq_len,
         softmax_scale=scale,
@@ -155,15 +154,10 @@ def _attend(
         window_size_right=None if right < 0 else right,
         softcap=options.softcap,
         return_lse=True,
-        out=out,
+        out=out if out is not None and has_aligned_heads(out) else None,  # it stores 16 bytes at a time
         **where,
     )
     result, lse = adapt(result, lse, plan, options)
     if not tails_are_zero:
         repair(result, query, key, value, plan, options)
     return result, lse
-
-
-def _side_by_side(lengths: Tensor) -> Tensor:
-    """Return lengths with a stride of 1, which it asks of a single one, too."""
-    return lengths if lengths.stride(0) == 1 else lengths.clone(memory_format=torch.contiguous_format)

@@ -11,11 +11,8 @@ sequence that ends with a drafted tree it reads the latents before the tree.
 Source: DeepSeek-AI 2025, "FlashMLA"; github.com/deepseek-ai/FlashMLA.
 """
 
-import ctypes
 import importlib
-from collections.abc import Hashable
 from functools import cache
-from typing import Any
 
 import torch
 from einops import rearrange
@@ -24,7 +21,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fastattn.kernels.device import cannot_import, capability
-from fastattn.kernels.flash import NO_CODES, NO_POSITIONS, NOT_ALIGNED
+from fastattn.kernels.flash import NO_CODES, NO_POSITIONS, NOT_ALIGNED, side_by_side
+from fastattn.kernels.flash.schedule import schedule_of
 from fastattn.kernels.problem import Problem
 from refattn.interface import AttentionOptions, Fp8Scales, Plan, TreePlan
 
@@ -87,13 +85,14 @@ def mla(
     num_rows = batch.num_seqs * batch.max_query_len
     # It masks scores, and looks for the largest, before it scales them.
     rows, scale = with_scale_above_0(query[:num_rows], options.softmax_scale)
-    result, logs = importlib.import_module(INTERFACE).flash_mla_with_kvcache(
+    module = importlib.import_module(INTERFACE)
+    result, logs = module.flash_mla_with_kvcache(
         rearrange(rows, "(b t) h d -> b t h d", b=batch.num_seqs),
         cache[:, :, None, : query.shape[2]],
-        table if table.stride(-1) == 1 else table.contiguous(),
+        side_by_side(table),
         batch.seq_lens,
         latent_rank,
-        _schedule(plan, query.shape[1]),
+        schedule_of(plan, ("flash_mla", query.shape[1], batch.max_query_len), module.FlashMLASchedMeta),
         softmax_scale=scale,
         causal=plan.causal,
         use_legacy=True,  # the half of the wheel for Hopper
@@ -123,46 +122,11 @@ def mla_tree(
     return attend_to_latent_nodes(query, cache, plan, options, latent_rank, before)
 
 
-def _schedule(plan: Plan, num_heads: int) -> Any:
-    """Return how the keys are split: an empty schedule to be filled by the first call, or the one that it has filled.
-
-    The lengths of a plan may be advanced in place and a captured graph replayed: the schedule of a graph is made inside
-    of it, so a plan keeps one for each capture, and one for each version of its lengths outside.
-    """
-    batch = plan.batch
-    version: Hashable
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        version = _capture()
-        if version is None:
-            return _empty_schedule()
-    else:
-        version = None if batch.seq_lens.is_inference() else batch.seq_lens._version
-    name = ("flash_mla", num_heads, batch.max_query_len, version)
-    if name not in plan.kept:
-        plan.kept[name] = _empty_schedule()
-    return plan.kept[name]
-
-
-def _empty_schedule() -> Any:
-    return importlib.import_module(INTERFACE).FlashMLASchedMeta()
-
-
-def _capture() -> tuple[str, int] | None:
-    """Return what tells the capture that is under way from all others of the process; None if the driver is silent."""
-    status, number = ctypes.c_int(), ctypes.c_uint64()
-    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-    try:
-        ask = ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2
-    except (OSError, AttributeError):
-        return None
-    error = ask(stream, ctypes.byref(status), ctypes.byref(number), None, None, None)
-    return None if error or not number.value else ("capture", number.value)
-
-
 @cache
 def _cannot_load() -> str | None:
     """Return why there is no FlashMLA here, or that its half for Hopper is missing; None once it is loaded."""
-    reason = cannot_import(INTERFACE, PACKAGE)
+    reason = cannot_import(INTERFACE, PACKAGE, "flash_mla_with_kvcache", "FlashMLASchedMeta")
+    reason = reason or cannot_import("flash_mla", PACKAGE, "has_legacy")  # DeepSeek's own package has not
     if reason is not None:
         return reason
     if not importlib.import_module("flash_mla").has_legacy():

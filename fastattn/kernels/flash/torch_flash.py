@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastattn.kernels.device import capability
 from fastattn.kernels.flash import NO_POSITIONS, NOT_ALIGNED
-from fastattn.kernels.problem import Problem, key_starts
+from fastattn.kernels.problem import FAR, Problem, key_starts, window_within_reach
 from refattn.interface import AttentionOptions, Plan
 
 OPERATIONS = ("dense",)
@@ -88,8 +88,8 @@ def window_for_flash(plan: Plan, options: AttentionOptions) -> tuple[bool, tuple
     Returns:
         Whether to say causal, the window, and `max_seqlen_k`.
     """
-    batch, (left, right) = plan.batch, plan.window
-    longest = batch.max_seq_len + batch.max_query_len + 1
+    batch, (left, right) = plan.batch, window_within_reach(plan)
+    longest = min(batch.max_seq_len + batch.max_query_len + 1, FAR)
     if options.alibi_slopes is not None and right == 0 and not 0 <= left < longest:
         left = longest - 1
     return left < 0 and right == 0, (left, right), longest

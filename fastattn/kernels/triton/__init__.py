@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int32, Int64, Shaped
 from torch import Tensor
 
-from fastattn.kernels.device import cannot_import, cannot_interpret, capability
+from fastattn.kernels.device import cannot_import, cannot_interpret, capability, is_rocm
 from fastattn.kernels.problem import Problem, Subtraction
 from refattn.interface import Accepted, AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan, TreePlan, Trees
 
@@ -27,7 +27,7 @@ def unsupported_reason(problem: Problem) -> str | None:
     interpreted = problem.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
     if problem.device.type != "cuda" and not interpreted:
         return f"computes on CUDA, the tensors are on {problem.device.type} (TRITON_INTERPRET=1 runs it on the CPU)"
-    if not interpreted and capability(problem.device) < (8, 0):
+    if not interpreted and not is_rocm() and capability(problem.device) < (8, 0):
         return "needs a GPU of compute capability 8.0 or newer"
     if problem.operation == "differential" and problem.positions:
         return "subtracts the answers of query rows that are the last of their sequences, at no other positions"
@@ -35,8 +35,10 @@ def unsupported_reason(problem: Problem) -> str | None:
         return "multiplies the slopes of ALiBi by the distance, not by its root"
     if problem.operation == "merge" and problem.dtype != torch.float32:
         return f"merges by log-sum-exps in float32, not {problem.dtype}"
-    if problem.operation == "copy_blocks" and not (problem.aligned and problem.num_pairs <= MAX_PAIRS):
-        return f"copies at most {MAX_PAIRS} blocks without gaps at once, not {problem.num_pairs}"
+    if problem.operation == "copy_blocks" and not problem.aligned:
+        return "copies blocks whose elements lie side by side, without gaps"
+    if problem.operation == "copy_blocks" and problem.num_pairs > MAX_PAIRS:
+        return f"copies at most {MAX_PAIRS} blocks at once, not {problem.num_pairs}"
     if problem.operation == "compact" and not problem.aligned:
         return "moves tokens of pools of at most four dimensions"
     types = [torch.float16, torch.float32, torch.bfloat16]
@@ -53,7 +55,7 @@ def unsupported_reason(problem: Problem) -> str | None:
             return f"latents of up to {LARGEST_LATENT} and rotary keys of up to {LARGEST_ROPE} elements, not {sizes}"
     elif max(problem.head_size, problem.value_head_size) > LARGEST_HEAD:
         return f"head sizes up to {LARGEST_HEAD}, not {problem.head_size} and {problem.value_head_size}"
-    return cannot_import("triton", "triton") or (cannot_interpret() if interpreted else None)
+    return cannot_import("triton", "triton", "jit") or (cannot_interpret() if interpreted else None)
 
 
 # Triton is imported when a kernel is first called: it is not there on every machine. No file of this folder may have

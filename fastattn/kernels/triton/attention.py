@@ -28,6 +28,7 @@ import triton.language as tl
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from fastattn.kernels.device import is_rocm
 from fastattn.kernels.problem import key_starts, uses_positions
 from fastattn.kernels.triton.codes import NO_CODES, Codes, are_pairs, in_pairs, size_of
 from fastattn.kernels.triton.decode import attend_few_rows
@@ -43,13 +44,13 @@ from fastattn.kernels.triton.run import (
     find_tile,
     fit,
     is_wide,
+    keeps_values_twice,
     merge_parts,
     multiprocessors,
     normalize,
     pad,
     store_rows,
     visible_keys,
-    window_within_reach,
     with_scale_above_0,
 )
 from refattn.interface import AttentionOptions, Batch, Plan, TreePlan
@@ -65,7 +66,6 @@ INVARIANT_RUN = 2048  # keys of a split under `batch_invariant`
 BLOCK_SEQS = 128  # sequences that are counted at a time
 MERGED_AT_ONCE = 64  # parts, of one head or of several
 MERGED_ELEMENTS = 8192  # and elements of them, at most
-BYTES_OF_MASK = 256  # of a row, for what it sees of a step of latents, if that is looked up in several words
 LARGEST_TILE = 512  # query rows and keys, together, of a tile of a kernel whose answers are repaired
 
 
@@ -146,14 +146,14 @@ def attend_levels(
     if 0 in (num_tokens, num_heads, batch.num_seqs):
         return out.zero_(), lse.fill_(-torch.inf)
 
-    row_bytes, key_bytes = _bytes_of_a_program(query, key, value, shared, 0 if tree is None else tree.trees.num_words)
+    row_bytes, key_bytes = _bytes_of_a_program(query, key, value, shared)
     fewest_rows = 16 if shared or tree is not None or key.ndim == 3 else 8  # of a tile: see `attend_few_rows`
     tunings = [tune(query, key, value, level, options, row_bytes, shared, fewest_rows) for level in levels]
     if len(levels) > 1:
         tunings = [_beside_others(tuning, of_codes=bool(codes.kind)) for tuning in tunings]
     room = dict(row_bytes=row_bytes, key_bytes=key_bytes, fewest_stages=2 if shared else 1)
-    room["spare"] = int(shared and not codes.kind and query.itemsize == 2 and tunings[0].block_m == 16)
-    tunings = [fit(tuning, query.device, **room) for tuning in tunings]
+    spare = _spare_stages(query, shared, codes, tunings[0].block_m)
+    tunings = [fit(tuning, query.device, **room, spare=spare) for tuning in tunings]
     num_parts = sum(tuning.most_splits for tuning in tunings)
     if num_parts == 1 and not options.batch_invariant:
         launch = _launch(
@@ -246,14 +246,15 @@ def attend_to_nodes(
     if name in plan.whole.kept:
         plan.whole.kept[name].again(query, key, value, out, lse, *_of_layer(query, options).values(), prefix_lse)
         return out, lse
-    row_bytes, key_bytes = _bytes_of_a_program(query, key, value, shared, plan.trees.num_words)
+    row_bytes, key_bytes = _bytes_of_a_program(query, key, value, shared)
     rows = plan.whole.batch.max_query_len * (query.shape[1] // key.shape[-2])
     if shared:
         tuning = _LATENT_16 if rows <= 16 else _LATENT_64
     else:
         tuning = Tuning(16 if rows <= 16 else 64, _fit(32, row_bytes), 4, 2, 1, 1)
     tuning = tuning._replace(block_n=max(16, min(tuning.block_n, pad(plan.trees.max_len))))
-    room = dict(row_bytes=row_bytes, key_bytes=key_bytes, fewest_stages=2 if shared else 1)
+    spare = min(0, _spare_stages(query, shared, NO_CODES, tuning.block_m))
+    room = dict(row_bytes=row_bytes, key_bytes=key_bytes, fewest_stages=2 if shared else 1, spare=spare)
     tuning = fit(tuning, query.device, **room)
     tensors = query, key, value
     launch = _launch(*tensors, plan.whole, options, tuning, out, lse, shared=shared, tree=plan, prefix_lse=prefix_lse)
@@ -386,18 +387,27 @@ def _name_of_launches(
     )
 
 
-def _bytes_of_a_program(query: Tensor, key: Tensor, value: Tensor, shared: bool, words: int = 0) -> tuple[int, int]:
+def _bytes_of_a_program(query: Tensor, key: Tensor, value: Tensor, shared: bool) -> tuple[int, int]:
     """Return the bytes of a row of a tile, the longer of query and value, and of a key of a step with its value."""
     head_size, value_head_size = query.shape[2], size_of(value)
     if shared:
         elements = pad(head_size - value_head_size) + pad(value_head_size)
         row_bytes = elements * query.element_size()  # of a key, too, but for codes that become numbers in registers
         key_bytes = elements * key.element_size() if are_pairs(value) else row_bytes
-        return row_bytes + BYTES_OF_MASK * (words > 1), key_bytes
+        return row_bytes, key_bytes
     row_bytes = max(pad(head_size), pad(value_head_size)) * query.element_size()
     if key.dtype != query.dtype:  # codes, and a place where they become numbers
         return row_bytes, 2 * row_bytes + _row_bytes(key) + _row_bytes(value)
     return row_bytes, 2 * row_bytes
+
+
+def _spare_stages(query: Tensor, shared: bool, codes: Codes, block_m: int) -> int:
+    """Return how many steps in flight take no shared memory; -1 if one takes it twice."""
+    if not shared or codes.kind or query.itemsize != 2:
+        return 0
+    if block_m == 16:
+        return 1
+    return -int(not INTERPRETED and keeps_values_twice(query.device))
 
 
 def _row_bytes(x: Tensor) -> int:
@@ -523,7 +533,7 @@ def _launch(
     num_kv_heads, value_head_size = value.shape[-2], size_of(value)
     group = num_heads // num_kv_heads
     block_table = batch.block_table if key.ndim == 4 else None
-    left, right = window_within_reach(plan)
+    left, right = plan.window
     positions = plan.positions if uses_positions(plan, options) else None
     query, scale = with_scale_above_0(query, options.softmax_scale)
     one_tile = _is_one_tile(batch, group, tuning.block_m)
@@ -575,7 +585,8 @@ def _launch(
             HEAD_SIZE=head_size,
             VALUE_HEAD_SIZE=value_head_size,
             BLOCK_SIZE=0 if block_table is None else key.shape[1],
-            WIDE=block_table is not None and is_wide(key.shape[1], key.stride(1), value.stride(1)),
+            WIDE=block_table is not None
+            and is_wide(key.shape[1], key.stride(1), value.stride(1), *_strides_by_head(codes.key)[1:2]),
             BLOCK_M=tuning.block_m,
             BLOCK_N=tuning.block_n,
             BLOCK_SEQS=BLOCK_SEQS,
@@ -598,7 +609,7 @@ def _launch(
         ),
         dict(num_warps=tuning.num_warps, num_stages=tuning.num_stages)
         | ({"launch_pdl": True} if overlap and after else {})
-        | ({"maxnreg": tuning.registers} if tuning.registers and not INTERPRETED else {}),
+        | ({"maxnreg": tuning.registers} if tuning.registers and not (INTERPRETED or is_rocm()) else {}),
     )
 
 
@@ -1009,10 +1020,10 @@ def _attend_kernel(
         may_be_spoilt = is_row
         if RIGHT and (not LEFT or query_positions is None):
             # What is nobody's lies past the sequence's end, which only its last rows load, or before the first window.
-            at_an_end = positions + (right + LARGEST_TILE) >= seq_len
+            at_an_end = positions - seq_len + LARGEST_TILE >= -right
             if LEFT:
-                begin = tl.maximum(context - left, 0)
-                at_an_end |= (begin > 0) & (positions - left < begin + LARGEST_TILE)
+                begin = context - tl.minimum(left, tl.maximum(context, 0))
+                at_an_end |= (begin > 0) & (positions - begin - LARGEST_TILE < left)
             may_be_spoilt &= at_an_end
         given = tl.load(
             out + places[:, None] * VALUE_HEAD_SIZE + at_dv[None, :],

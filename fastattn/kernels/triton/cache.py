@@ -12,6 +12,7 @@ import triton.language as tl
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
+from fastattn.kernels.problem import as_bytes
 from fastattn.kernels.triton.codes import FORMATS, row_scale, to_fp8, to_int8
 from fastattn.kernels.triton.launch import Launch
 from fastattn.kernels.triton.run import converts_fp8
@@ -184,11 +185,6 @@ def compact(cache: Shaped[Tensor, "n p ..."], batch: Batch, trees: Trees, accept
     )
 
 
-def as_bytes(x: Tensor) -> Tensor:
-    """See elements of one byte as bytes: an 8-bit float can be moved by GPUs that can't compute with it."""
-    return x.view(torch.uint8) if x.element_size() == 1 else x
-
-
 @triton.jit(do_not_specialize=["slot_mapping", "rows"])
 @no_type_check
 def _write_kernel(
@@ -218,8 +214,8 @@ def _write_kernel(
     block, place = slot // BLOCK_SIZE, slot % BLOCK_SIZE
     HEAD_PAD: tl.constexpr = triton.next_power_of_2(HEAD_SIZE)
     VALUE_PAD: tl.constexpr = triton.next_power_of_2(VALUE_HEAD_SIZE)
-    at_d = tl.arange(0, HEAD_PAD)[None, :]
-    at_dv = tl.arange(0, VALUE_PAD)[None, :]
+    at_d = tl.arange(0, HEAD_PAD).to(tl.int64)[None, :]
+    at_dv = tl.arange(0, VALUE_PAD).to(tl.int64)[None, :]
 
     keys = tl.load(
         key + (token * key_strides[0] + head * key_strides[1])[:, None] + at_d * key_strides[2],
@@ -276,8 +272,8 @@ def _quantize_kernel(
     block, place = slot // BLOCK_SIZE, slot % BLOCK_SIZE
     HEAD_PAD: tl.constexpr = triton.next_power_of_2(HEAD_SIZE)
     VALUE_PAD: tl.constexpr = triton.next_power_of_2(VALUE_HEAD_SIZE)
-    at_d = tl.arange(0, HEAD_PAD)[None, :]
-    at_dv = tl.arange(0, VALUE_PAD)[None, :]
+    at_d = tl.arange(0, HEAD_PAD).to(tl.int64)[None, :]
+    at_dv = tl.arange(0, VALUE_PAD).to(tl.int64)[None, :]
     in_key = is_row[:, None] & (at_d < HEAD_SIZE)
     in_value = is_row[:, None] & (at_dv < VALUE_HEAD_SIZE)
 
@@ -326,8 +322,8 @@ def _copy_kernel(
     BLOCK_PAIRS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    at_pair = tl.arange(0, BLOCK_PAIRS)
-    at = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    at_pair = tl.arange(0, BLOCK_PAIRS).to(tl.int64)
+    at = (tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK))[None, :]
     is_pair = at_pair < num_pairs
     source = tl.load(pairs + at_pair * pair_strides[0], is_pair, 0)
     destination = tl.load(pairs + at_pair * pair_strides[0] + pair_strides[1], is_pair, 0)
@@ -363,9 +359,11 @@ def _compact_kernel(
     for target in range(0, tl.load(lens + sequence)):
         node = tl.load(nodes + sequence * tree_width + target)
         if node != target:
-            block = tl.load(table + (first + node) // BLOCK_SIZE * table_strides[1]).to(tl.int64)
+            column = ((first + node) // BLOCK_SIZE).to(tl.int64)
+            block = tl.load(table + column * table_strides[1]).to(tl.int64)
             row = ((first + node) % BLOCK_SIZE).to(tl.int64)
             moved = tl.load(cache + block * cache_strides[0] + row * cache_strides[1] + places, mask=is_element)
-            block = tl.load(table + (first + target) // BLOCK_SIZE * table_strides[1]).to(tl.int64)
+            column = ((first + target) // BLOCK_SIZE).to(tl.int64)
+            block = tl.load(table + column * table_strides[1]).to(tl.int64)
             row = ((first + target) % BLOCK_SIZE).to(tl.int64)
             tl.store(cache + block * cache_strides[0] + row * cache_strides[1] + places, moved, mask=is_element)

@@ -82,7 +82,8 @@ def attend_few_rows(
     in_step = tl.arange(0, BLOCK_N)
     j = first_key + in_step
     is_key = (j >= first_seen) & (j < last_key)
-    next_blocks = tl.load(table + j // BLOCK_SIZE * table_stride, mask=is_key, other=0)  # a step ahead
+    column = (j // BLOCK_SIZE).to(tl.int64)
+    next_blocks = tl.load(table + column * table_stride, mask=is_key, other=0)  # a step ahead
     BYTE: tl.constexpr = tl.pointer_type(tl.uint8)
     keys_of_head = (key + kv_head.to(tl.int64) * key_strides[2]).to(BYTE)
     values_of_head = (value + kv_head.to(tl.int64) * value_strides[2]).to(BYTE)
@@ -129,9 +130,8 @@ def attend_few_rows(
         if LEFT:
             is_key &= j >= first_seen
         blocks = next_blocks.to(tl.uint32).to(tl.int64)
-        next_blocks = tl.load(
-            table + (j + BLOCK_N) // BLOCK_SIZE * table_stride, mask=in_step < last_key - start - BLOCK_N, other=0
-        )
+        column = ((j + BLOCK_N) // BLOCK_SIZE).to(tl.int64)
+        next_blocks = tl.load(table + column * table_stride, mask=in_step < last_key - start - BLOCK_N, other=0)
         places = (in_step if BLOCK_N % BLOCK_SIZE == 0 else j) % BLOCK_SIZE  # a run begins at a multiple of BLOCK_N
         key_bytes = places * key_token + blocks * key_page
         k = tl.load(
@@ -150,7 +150,7 @@ def attend_few_rows(
         if key_scales is not None:
             at_scale = (
                 blocks * key_scale_strides[0]
-                + places * key_scale_strides[1]
+                + places.to(tl.int64) * key_scale_strides[1]
                 + kv_head.to(tl.int64) * key_scale_strides[2]
             )
             products = products * tl.load(key_scales + at_scale, mask=is_key, other=0.0)[:, None]

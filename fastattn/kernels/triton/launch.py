@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastattn.kernels.device import is_rocm
 from fastattn.kernels.triton.run import INTERPRETED
 
 ALIGNMENT = 16  # bytes: Triton compiles another kernel for a pointer that is no multiple of it
@@ -156,8 +157,10 @@ class PackedLaunch:
         the driver knows of, as with a later version of Triton.
         """
         metadata, driver = compiled.metadata, _cuda()
+        if driver is None or is_rocm():
+            return None
         needs = (metadata.global_scratch_size, metadata.profile_scratch_size, metadata.launch_cooperative_grid)
-        if driver is None or any(needs) or metadata.num_ctas != 1:
+        if any(needs) or metadata.num_ctas != 1:
             return None
         given = dict(zip(places, tensors, strict=True))
         cells: list[Any] = []

@@ -37,7 +37,6 @@ from fastattn.kernels.triton.run import (
     seen_by_all,
     update_softmax,
     visible_keys,
-    window_within_reach,
     with_scale_above_0,
 )
 from refattn.interface import AttentionOptions, Plan
@@ -67,7 +66,7 @@ def attend(
         return out.zero_(), lse.fill_(-torch.inf)
 
     group = num_heads // 2 // num_pairs  # query pairs that share a pair of key heads
-    left, right = window_within_reach(plan)
+    left, right = plan.window
     query, scale = with_scale_above_0(query, options.softmax_scale)
     norm_weight, slopes, sinks = (
         None if x is None else x.contiguous() for x in (subtraction.norm_weight, options.alibi_slopes, options.sinks)
@@ -325,7 +324,8 @@ def _attend_kernel(
     table = block_table + sequence.to(tl.int64) * table_strides[0]
     j = first_key + tl.arange(0, BLOCK_N)
     is_key = (j >= first_seen) & (j < last_key)
-    next_blocks = tl.load(table + j // BLOCK_SIZE * table_strides[1], mask=is_key, other=0)
+    column = (j // BLOCK_SIZE).to(tl.int64)
+    next_blocks = tl.load(table + column * table_strides[1], mask=is_key, other=0)
 
     row_max1 = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_max2 = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -345,9 +345,8 @@ def _attend_kernel(
             if WIDE:
                 in_block = in_block.to(tl.int64)
             rows_of_keys = next_blocks.to(tl.int64) * cache_strides[2] + in_block * cache_strides[3]
-            next_blocks = tl.load(
-                table + (j + BLOCK_N) // BLOCK_SIZE * table_strides[1], mask=j + BLOCK_N < last_key, other=0
-            )
+            column = ((j + BLOCK_N) // BLOCK_SIZE).to(tl.int64)
+            next_blocks = tl.load(table + column * table_strides[1], mask=j + BLOCK_N < last_key, other=0)
             keys = rows_of_keys[None, :] + (at_d.to(tl.int64) * cache_strides[5])[:, None]
             in_key = is_key[None, :] & (at_d < HEAD_SIZE)[:, None]
             all_seen = phase == 1 if PHASES == 3 else (start >= all_from) & (start + BLOCK_N <= all_to)

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from fastattn.kernels import device as devices
 from fastattn.kernels.triton.codes import from_codes, from_pairs, power_of_two, prepare_query, row_scale, value_type
-from refattn.interface import Plan
 
 INTERPRETED = triton.knobs.runtime.interpret  # kernels run in Python, on CPU tensors
 
@@ -28,8 +27,7 @@ CHANGING = (
 )
 
 
-SCRATCH_BYTES = 2048  # of shared memory that a program needs beside its tile and its steps
-FAR = 2**30  # tokens, to which a side of a window is cut: a position and it together fit into 32 bits
+SCRATCH_BYTES = 4096  # of shared memory that a program needs beside its tile and its steps
 
 
 class Tuning(NamedTuple):
@@ -98,6 +96,11 @@ def shrink(tuning: Tuning, row_bytes: int, key_bytes: int, room: int, fewest_sta
     return tuning
 
 
+def keeps_values_twice(device: torch.device) -> bool:
+    """Return whether products of 64 rows and more keep values that are keys, too, once more: as tcgen05 reads them."""
+    return (10, 0) <= devices.capability(device) < (12, 0)
+
+
 def can_overlap(device: torch.device) -> bool:
     """Return whether a kernel can be put in place while the one before it ends (programmatic dependent launch)."""
     return not INTERPRETED and devices.capability(device) >= (9, 0)
@@ -106,12 +109,6 @@ def can_overlap(device: torch.device) -> bool:
 def pad(size: int) -> int:
     """Return the next power of two; Triton's own function is slow outside a kernel."""
     return 1 << (size - 1).bit_length()
-
-
-def window_within_reach(plan: Plan) -> tuple[int, int]:
-    """Return the window of a plan, -1 for no limit, such that no sum with a position overflows."""
-    left, right = plan.window
-    return min(left, FAR), min(right, FAR)
 
 
 def converts_fp8(device: torch.device) -> bool:
@@ -210,14 +207,16 @@ def visible_keys(
 ):
     """Bound the keys that some queries see, of those between two positions: the first of them, and the end of them.
 
-    The positions may be a tensor, one pair per sequence.
+    The positions may be a tensor, one pair per sequence. A side of a window is cut to the keys that there are before a
+    position is added to it: a side and a position may both be nearly 2**31.
     """
     first_key = first_position * 0
     last_key = seq_len
     if RIGHT:
-        last_key = tl.minimum(last_key, last_position + right + 1)
+        last_key = last_position + 1 + tl.minimum(right, seq_len - 1 - last_position)
     if LEFT:
-        first_key = tl.maximum(first_key, first_position - left)
+        first_key = tl.maximum(first_position, 0)
+        first_key -= tl.minimum(left, first_key)
     return first_key, last_key
 
 
@@ -329,28 +328,34 @@ def seen_by_all(
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
 ):
-    """Bound the keys that every row of a tile sees."""
+    """Bound the keys that every row of a tile sees, of a run of them; sums as in `visible_keys`."""
     if RIGHT:
-        last_key = tl.minimum(last_key, first_position + right + 1)
+        last_key = first_position + 1 + tl.minimum(right, last_key - 1 - first_position)
     if LEFT:
-        first_key = tl.maximum(first_key, last_position - left)
+        last_position = tl.maximum(last_position, 0)
+        first_key = tl.maximum(first_key, last_position - tl.minimum(left, last_position))
     return first_key, last_key
 
 
 @triton.jit
 @no_type_check
-def see_in_tree(row_ancestors, words_of_rows, is_row, node, in_tree, WORDS: tl.constexpr):
+def see_in_tree(
+    row_ancestors, words_of_rows, is_row, node, in_tree, first_node, WORDS: tl.constexpr, BLOCK_N: tl.constexpr
+):
     """Return which rows see which keys, `[rows, keys]`: of a tree by the ancestor mask of the row, all others.
 
-    `node` is the place of a key in the tree, `in_tree` whether it has one. One word of a mask is loaded once for all
-    steps, `words_of_rows`; several are looked up where `row_ancestors` point to.
+    `node` is the place of a key in the tree, `in_tree` whether it has one; `first_node` is that of the first key of the
+    step, and may be negative. One word of a mask is loaded once for all steps, `words_of_rows`. Of several, the few
+    that a step has nodes in are loaded for each row: a load for each row and key would be kept in shared memory.
     """
     if WORDS == 1:
         words = words_of_rows[:, None]
     else:
-        words = tl.load(
-            row_ancestors[:, None] + (node // 64)[None, :], mask=is_row[:, None] & in_tree[None, :], other=0
-        )
+        words = is_row[:, None].to(tl.int64) * 0
+        first_word = tl.maximum(first_node, 0) // 64
+        for i in tl.static_range((BLOCK_N + 62) // 64 + 1):
+            word = tl.load(row_ancestors + first_word + i, mask=is_row & (first_word + i < WORDS), other=0)
+            words = tl.where((node // 64 == first_word + i)[None, :], word[:, None], words)
     bit = (words >> (node % 64).to(tl.int64)[None, :]) & 1
     return (bit != 0) | ~in_tree[None, :]
 
@@ -430,11 +435,13 @@ def attend_to_run(
     if BLOCK_SIZE > 0:  # the table is read a step ahead, so that loads of keys do not wait for it
         table = block_table + sequence.to(tl.int64) * table_row_stride
         if ONE_PAGE:
-            next_blocks = tl.load(table + first_key // BLOCK_SIZE * table_stride, mask=first_key < last_key, other=0)
+            column = (first_key // BLOCK_SIZE).to(tl.int64)
+            next_blocks = tl.load(table + column * table_stride, mask=first_key < last_key, other=0)
         else:
             j = first_key + in_step
             is_key = (j >= first_seen) & (j < last_key)
-            next_blocks = tl.load(table + j // BLOCK_SIZE * table_stride, mask=is_key, other=0)
+            column = (j // BLOCK_SIZE).to(tl.int64)
+            next_blocks = tl.load(table + column * table_stride, mask=is_key, other=0)
     else:
         first_key_row = tl.load(cu_seqlens_k + sequence).to(tl.int64)
     head = kv_head.to(tl.int64)
@@ -505,7 +512,16 @@ def attend_to_run(
             if WORDS > 0 and phase != 1:
                 node = j - tree_start
                 in_tree = (node >= 0) & is_key
-                seen = see_in_tree(row_ancestors, words_of_rows, is_row, tl.where(in_tree, node, 0), in_tree, WORDS)
+                seen = see_in_tree(
+                    row_ancestors,
+                    words_of_rows,
+                    is_row,
+                    tl.where(in_tree, node, 0),
+                    in_tree,
+                    start - tree_start,
+                    WORDS,
+                    BLOCK_N,
+                )
                 is_key &= tl.max(seen.to(tl.int32), 0) > 0  # what no row sees is not read either
                 if LEFT or slopes is not None:
                     depth = tl.load(node_depths + node, mask=in_tree, other=0)
@@ -513,7 +529,8 @@ def attend_to_run(
             if BLOCK_SIZE > 0:
                 blocks = next_blocks.to(tl.uint32).to(tl.int64)  # not negative: a product with a stride is shorter
                 ahead = (start if ONE_PAGE else j) + BLOCK_N
-                next_blocks = tl.load(table + ahead // BLOCK_SIZE * table_stride, mask=ahead < last_key, other=0)
+                column = (ahead // BLOCK_SIZE).to(tl.int64)
+                next_blocks = tl.load(table + column * table_stride, mask=ahead < last_key, other=0)
                 first_place = start % BLOCK_SIZE if ONE_PAGE else 0
                 places = (in_step if STEPS_ALIKE else j) % BLOCK_SIZE  # from there on
                 if WIDE:

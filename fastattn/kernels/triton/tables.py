@@ -208,7 +208,8 @@ def _cut_chunks_kernel(
     place = sequence * tl.num_programs(1) + chunk
     tl.store(new_cu_seqlens_q + place + 1, last_row - seq_len + end)
     tl.store(new_first_keys + place, first_key)
-    tl.store(new_seq_lens + place, tl.maximum(end - first_key, 0))
+    has_query = end > tl.maximum(begin, context_len)
+    tl.store(new_seq_lens + place, tl.where(has_query, tl.maximum(end - first_key, 0), 0))
     if place == 0:
         tl.store(new_cu_seqlens_q, first_row)
     row = block_table + sequence * table_strides[0]

@@ -45,6 +45,7 @@ from refattn.conformance.call import prepare
 from refattn.interface import AttentionOptions, Batch, Fp8Scales, Prefix
 
 WORKSPACE = 2**27  # bytes that FlashInfer wants for its partial results
+FA3_SPLITS = 0  # of a sequence's keys: as many as FlashAttention-3 finds best
 
 
 @dataclass(frozen=True)
@@ -661,7 +662,7 @@ def fa3(*, block_size: int | None = 16, is_scheduled: bool = False) -> Contender
             is_causal=inputs.work.causal,
             window_size_left=window[0],
             window_size_right=window[1],
-            num_splits=fa3_adapter.SPLITS,
+            num_splits=FA3_SPLITS,
         )
         if is_scheduled:
             where["scheduler_metadata"] = library.get_scheduler_metadata(
@@ -710,7 +711,7 @@ def fa3_coded() -> Contender:
             is_causal=True,
             window_size_left=-1,
             window_size_right=-1,
-            num_splits=fa3_adapter.SPLITS,
+            num_splits=FA3_SPLITS,
             softmax_scale=inputs.query.shape[-1] ** -0.5,
             softcap=0.0,
             q_descale=ones,
@@ -786,7 +787,7 @@ def fa3_latents() -> Contender:
             window_size_left=-1,
             window_size_right=-1,
             softcap=0.0,
-            num_splits=fa3_adapter.SPLITS,
+            num_splits=FA3_SPLITS,
         )
         return _first(partial(getattr(torch.ops, fa3_adapter.LIBRARY).fwd, **options))
 

@@ -1,0 +1,50 @@
+"""Schedules: how a package shares out the work of a step, made from its lengths once and kept for all layers."""
+
+import ctypes
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+from refattn.interface import Plan
+
+
+def schedule_of(plan: Plan, name: Hashable, make: Callable[[], Any]) -> Any:
+    """Return the schedule that a plan has kept under a name, or make one and let the plan keep it.
+
+    The lengths of a plan may be advanced in place, and a captured graph is replayed with others: a schedule is that of
+    one version of the lengths, and one that a graph has made is used in that graph only. Streams share none, as a call
+    may count in it what is done.
+
+    Args:
+        plan: the lengths.
+        name: whose schedule it is, and all that it depends on besides the plan.
+        make: launches what makes it.
+    """
+    lengths = plan.batch.cu_seqlens_q, plan.batch.seq_lens
+    where: Hashable = None
+    if torch.cuda.is_available():
+        where = torch.cuda.current_stream().cuda_stream
+        if torch.cuda.is_current_stream_capturing():
+            where = _capture()
+            if where is None:
+                return make()
+    if any(x.is_inference() for x in lengths):  # which do not count their versions
+        return make()
+    version = tuple(x._version for x in lengths)
+    kept = plan.kept.get((name, where))
+    if kept is None or kept[0] != version:
+        kept = plan.kept[name, where] = (version, make())
+    return kept[1]
+
+
+def _capture() -> tuple[str, int] | None:
+    """Return what tells the capture that is under way from all others of the process; None if the driver is silent."""
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    try:
+        ask = ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2
+    except (OSError, AttributeError):
+        return None
+    error = ask(stream, ctypes.byref(status), ctypes.byref(number), None, None, None)
+    return None if error or not number.value else ("capture", number.value)

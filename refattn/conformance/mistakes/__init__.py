@@ -1,0 +1,99 @@
+"""Known mistakes: the formula once more, in steps, and classes that get one step wrong.
+
+A kernel that gives the same answer as one of them, on the same inputs, has probably made the same mistake. The report
+then shows the docstring of that class. `Attention` itself is right; it shares no code with the reference.
+
+    formula       the steps, and who is entered into the list of the known
+    masks         who may see whom          splits, cascade     partial outputs
+    pages         where the keys are        hidden              memory that no query may see
+    scores        scale, cap, ALiBi         trees, latents, quantized, differential, merge, writes
+    softmax       sum, sinks, LSE           empty               fully masked rows
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from refattn.conformance.example import Answers, Arguments, Example
+from refattn.conformance.mistakes import (
+    cascade,
+    differential,
+    empty,
+    hidden,
+    latents,
+    masks,
+    merge,
+    pages,
+    quantized,
+    scores,
+    softmax,
+    splits,
+    trees,
+    writes,
+)
+from refattn.conformance.mistakes.differential import Differential
+from refattn.conformance.mistakes.formula import KNOWN, Attention, Formula
+from refattn.conformance.mistakes.merge import Merge
+from refattn.conformance.mistakes.writes import Write
+
+# Of mistakes that explain an answer equally well, the first is named: the plainest come first.
+ORDER = (
+    *(masks, pages, scores, softmax, empty, splits, hidden, cascade, trees, latents, quantized, differential),
+    *(merge, writes),
+)
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A known mistake.
+
+    Attributes:
+        name: in lower case, with hyphens.
+        says: what is wrong, in a sentence.
+        formula: what computes it.
+        variant: of the numbers that the formula depends on.
+    """
+
+    name: str
+    says: str
+    formula: type[Formula]
+    variant: Any = None
+
+    def answers(self, example: Example, arguments: Arguments) -> Answers:
+        """Return what a kernel with this mistake answers."""
+        return self.formula(example, arguments, self.variant).answers()
+
+
+def of_path(path: str) -> Iterator[Mistake]:
+    """Yield the known mistakes of a path."""
+    for module in ORDER:
+        for kind in KNOWN:
+            if kind.__module__ != module.__name__:
+                continue
+            if path in kind.paths:
+                yield from _variants(kind, kind)
+            elif path == "differential" and issubclass(kind, Attention) and "chunked_prefill" in kind.paths:
+                yield from _variants(kind, _of_pairs(kind))
+
+
+def _of_pairs(kind: type[Attention]) -> type[Formula]:
+    """Return differential attention whose two attentions have a mistake."""
+
+    class OfPairs(Differential, is_base=True):
+        attention = kind
+
+    return OfPairs
+
+
+def without_mistake(path: str) -> Mistake:
+    """Return the right formula of a path, as if it were a mistake."""
+    formula = next(kind for kind in (Attention, Differential, Merge, Write) if path in kind.paths)
+    return Mistake("none", "Nothing is wrong.", formula)
+
+
+def _variants(kind: type[Formula], formula: type[Formula]) -> Iterator[Mistake]:
+    name = re.sub(r"(?<!^)(?=[A-Z])", "-", kind.__name__).lower()
+    says = " ".join((kind.__doc__ or "").split())
+    for variant in kind.variants:
+        yield Mistake(name, says, formula, variant)

@@ -1,0 +1,260 @@
+"""Attention once more, in steps that share no code with the reference: a mistake gets one of them wrong."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from refattn.conformance.example import Answers, Arguments, Example
+
+SPLITS = (16, 32, 64, 128, 256, 512)  # tokens that a kernel may take at a time
+INFINITY = math.inf
+
+
+KNOWN: list[type["Formula"]] = []  # every mistake, in the order in which the modules define them
+
+
+class Mask(NamedTuple):
+    """Which keys a query may see, in numbers; a mistake replaces one of them.
+
+    Attributes:
+        causal: later keys are hidden.
+        left: keys that a window shows before a query, -1 for all.
+        right: keys that it shows after a query, -1 for all.
+        chunk: tokens in a chunk of local attention, 0 for none.
+    """
+
+    causal: bool
+    left: int
+    right: int
+    chunk: int
+
+    def visible(self, pos: Tensor, j: Tensor, s: int) -> Tensor:
+        """Return whether queries at `pos` `[t, 1]` see keys `j` `[1, n]` of a sequence of `s` keys, `[t, n]`."""
+        seen = (j < s) & (j >= 0)
+        if self.causal:
+            seen = seen & (j <= pos)
+        if self.left >= 0:
+            seen = seen & (j >= pos - self.left)
+        if self.right >= 0 and not self.causal:
+            seen = seen & (j <= pos + self.right)
+        if self.chunk:
+            seen = seen & (j // self.chunk == pos // self.chunk)
+        return seen.expand(len(pos), j.shape[1])
+
+
+class Formula:
+    """The base of all mistakes. `variants` are unknown numbers that a mistake depends on; all of them are tried."""
+
+    variants: Sequence[Any] = (None,)
+    paths: tuple[str, ...] = ()
+
+    def __init_subclass__(cls, is_base: bool = False) -> None:
+        """Enter a mistake into `KNOWN`; a base is none."""
+        super().__init_subclass__()
+        if not is_base:
+            KNOWN.append(cls)
+
+    def __init__(self, example: Example, arguments: Arguments, variant: Any = None) -> None:
+        """Take the inputs of a call, on the CPU."""
+        self.example, self.arguments, self.variant = example, arguments, variant
+
+    def answers(self) -> Answers:
+        """Compute the answers."""
+        raise NotImplementedError
+
+
+class Attention(Formula, is_base=True):
+    """Attention over pages, rows or latents, one sequence at a time."""
+
+    paths: tuple[str, ...] = (
+        *("dense", "chunked_prefill", "sliding_window", "local", "cascade", "mla", "quantized", "speculative"),
+    )
+
+    def __init__(self, example: Example, arguments: Arguments, variant: Any = None) -> None:
+        """Take the inputs of a call, on the CPU."""
+        super().__init__(example, arguments, variant)
+        a = arguments
+        self.query = a["query"].double()
+        self.batch = a["batch"]
+        self.lens = example.lens
+        left, right = a.get("window_size", (-1, -1))
+        self.mask = Mask(a.get("causal", True), left, right, a.get("chunk_size", 0))
+        scale = a.get("softmax_scale")
+        self.scale = example.head_size**-0.5 if scale is None else scale
+        self.softcap, self.slopes, self.sinks = a.get("softcap", 0.0), a.get("alibi_slopes"), a.get("sinks")
+        self.key_pool, self.value_pool = self._pools()
+
+    def _pools(self) -> tuple[Tensor, Tensor]:
+        """Return keys and values as rows of all slots `[slots, hk, d]`."""
+        a = self.arguments
+        if "cache" in a:  # latents
+            rows = a["cache"].double().flatten(0, 1)[:, None]
+            return rows[..., : self.example.head_size], rows[..., : a["latent_rank"]]
+        if "key" in a:
+            return a["key"].double(), a["value"].double()
+        key, value = (a[name].to(torch.float64).flatten(0, 1) for name in ("key_cache", "value_cache"))
+        if "scales" in a:
+            return self._dequantize(key, value)
+        return key, value
+
+    def _dequantize(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Multiply codes with their scales."""
+        return key * self.arguments["scales"].key, value * self.arguments["scales"].value
+
+    def answers(self) -> Answers:
+        """Attend in each sequence."""
+        t, h = self.query.shape[:2]
+        out = torch.zeros(t, h, self.value_pool.shape[-1], dtype=torch.float64)
+        lse = torch.full((t, h), -INFINITY, dtype=torch.float64)
+        row = 0
+        for i, (q, _) in enumerate(self.lens):
+            if q:
+                out[row : row + q], lse[row : row + q] = self._sequence(i, self.query[row : row + q])
+            row += q
+        out, lse = self._finish(out, lse)
+        return {"out": out, "lse": lse}
+
+    def _sequence(self, i: int, query: Tensor) -> tuple[Tensor, Tensor]:
+        """Attend from the queries of a sequence."""
+        q, s = self.lens[i]
+        j = self._keys(i)
+        pos = self._positions(q, s, i)[:, None]
+        key, value = self._load(i, j)
+        scores = self._scores(query, self._grouped(key), pos, j[None])
+        visible = self._visible(pos, j[None], s, q)
+        if "trees" in self.arguments:
+            visible = self._in_tree(visible, self.example.masks()[i])
+        return self._softmax(scores, visible, self._grouped(value))
+
+    def _in_tree(self, visible: Tensor, mask: Tensor) -> Tensor:
+        """Return who may see whom where the queries are nodes of a tree; more keys may be loaded than there are."""
+        s = mask.shape[1]
+        return torch.cat([visible[:, :s] & mask, visible[:, s:]], dim=-1)
+
+    def _positions(self, q: int, s: int, i: int) -> Tensor:
+        """Return where the queries stand."""
+        if "trees" in self.arguments:
+            parents = self.example.parents(q)
+            depths: list[int] = []
+            for parent in parents:
+                depths.append(depths[parent] + 1 if parent >= 0 else 0)
+            self.depths = torch.tensor(depths)
+        return torch.arange(s - q, s)
+
+    def _keys(self, i: int) -> Tensor:
+        """Return which keys are loaded."""
+        return torch.arange(self.lens[i][1])
+
+    def _load(self, i: int, j: Tensor) -> tuple[Tensor, Tensor]:
+        """Load keys and values."""
+        slots = self._slots(i, j).clamp(0, len(self.key_pool) - 1)
+        return self.key_pool[slots], self.value_pool[slots]
+
+    def _slots(self, i: int, j: Tensor) -> Tensor:
+        """Return where the keys lie."""
+        if self.batch.block_table is None:
+            return sum(s for _, s in self.lens[:i]) + j
+        p = self.example.block_size
+        return self._blocks(i, j // p) * p + j % p
+
+    def _blocks(self, i: int, column: Tensor) -> Tensor:
+        """Look blocks up."""
+        return self.batch.block_table[i].long()[column.clamp(max=self.batch.block_table.shape[1] - 1)]
+
+    def _grouped(self, x: Tensor) -> Tensor:
+        """Give each query head its key head, `[n, h, d]`."""
+        return x.repeat_interleave(self.query.shape[1] // x.shape[1], dim=1)
+
+    def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
+        """Return who may see whom, `[t, n]`."""
+        return self.mask.visible(pos, j, s)
+
+    def _scores(self, query: Tensor, key: Tensor, pos: Tensor, j: Tensor) -> Tensor:
+        """Return the scores, `[h, t, n]`."""
+        scores = self.scale * torch.einsum("thd,nhd->htn", query, key)
+        if self.softcap:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        if self.slopes is not None:
+            scores = scores - self.slopes.double()[:, None, None] * self._distance(pos, j)
+        return scores
+
+    def _distance(self, pos: Tensor, j: Tensor) -> Tensor:
+        """Return how far a key is from a query; of a tree, by depth."""
+        if "trees" not in self.arguments:
+            return (pos - j).abs()
+        first = int(pos[0])
+        at = j.clone()
+        inside = (j >= first) & (j < first + len(self.depths))
+        at[inside] = first + self.depths[(j[inside] - first).long()]
+        return (first + self.depths[:, None] - at).abs()
+
+    def _softmax(self, scores: Tensor, visible: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return output and LSE of all keys."""
+        masked = self._hide(scores, visible)
+        peak = self._peak(masked)
+        weights = self._exp(masked - peak)
+        total = weights.sum(-1, keepdim=True) + self._of_sinks(peak)
+        out = self._product(weights, value, visible) / self._divisor(total, weights).transpose(0, 1)
+        empty = ~(total > 0) & ~total.isnan()
+        out = out.masked_fill(empty.transpose(0, 1), 0.0)
+        lse = torch.where(empty, -INFINITY, total.log() + peak)
+        return self._of_empty(out, self._log(lse, total, peak)[..., 0].T, visible, value)
+
+    def _hide(self, scores: Tensor, visible: Tensor) -> Tensor:
+        """Hide scores."""
+        return scores.masked_fill(~visible, -INFINITY)
+
+    def _peak(self, masked: Tensor) -> Tensor:
+        """Return what is subtracted before the exponential."""
+        top = masked.amax(-1, keepdim=True) if masked.shape[-1] else masked.new_full((*masked.shape[:2], 1), -INFINITY)
+        if self.sinks is not None:
+            top = torch.maximum(top, self.sinks.double()[:, None, None])
+        return top.masked_fill(top == -INFINITY, 0.0)
+
+    def _exp(self, x: Tensor) -> Tensor:
+        """Return the exponential."""
+        return x.exp()
+
+    def _of_sinks(self, peak: Tensor) -> Tensor | float:
+        """Return what the sinks add to the sum."""
+        return 0.0 if self.sinks is None else (self.sinks.double()[:, None, None] - peak).exp()
+
+    def _product(self, weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:
+        """Return the weighted sum of values; those that nobody sees stay out."""
+        value = value.masked_fill(~visible.any(0)[:, None, None], 0.0)
+        return torch.einsum("htn,nhd->thd", weights, value)
+
+    def _divisor(self, total: Tensor, weights: Tensor) -> Tensor:
+        """Return what the sum is divided by."""
+        return total
+
+    def _log(self, lse: Tensor, total: Tensor, peak: Tensor) -> Tensor:
+        """Return the log-sum-exp."""
+        return lse
+
+    def _of_empty(self, out: Tensor, lse: Tensor, visible: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return output and LSE with those of fully masked rows."""
+        return out, lse
+
+    def _finish(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the outputs of all sequences as they are returned to the caller."""
+        return out, lse
+
+
+def as_contiguous(x: Tensor) -> Tensor:
+    """Read the memory of a tensor as if it were contiguous."""
+    strides = [1]
+    for size in reversed(x.shape[1:]):
+        strides.insert(0, strides[0] * size)
+    return with_strides(x, tuple(strides))
+
+
+def with_strides(x: Tensor, strides: Sequence[int]) -> Tensor:
+    """Read the memory of a tensor with other strides; it ends where it ends."""
+    room = x.untyped_storage().nbytes() // x.itemsize - x.storage_offset()
+    if 1 + sum((size - 1) * stride for size, stride in zip(x.shape, strides, strict=True)) > room:
+        return x
+    return x.as_strided(x.shape, strides)

@@ -1,0 +1,141 @@
+"""Mistakes in where keys and values are read: tables, slots, strides, heads."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from refattn.conformance.example import Arguments, Example
+from refattn.conformance.mistakes.formula import Attention, as_contiguous, with_strides
+
+# --- where the keys are ---
+
+
+class TableIgnored(Attention):
+    """The block table is ignored: blocks are read in the order in which they lie in the pool."""
+
+    def _blocks(self, i: int, column: Tensor) -> Tensor:
+        return column
+
+
+class TableOfFirst(Attention):
+    """Every sequence reads the first row of the block table."""
+
+    def _blocks(self, i: int, column: Tensor) -> Tensor:
+        return super()._blocks(0, column)
+
+
+class TableOneColumnLate(Attention):
+    """The block table is read one column late."""
+
+    def _blocks(self, i: int, column: Tensor) -> Tensor:
+        return super()._blocks(i, column + 1)
+
+
+class TableWithoutPadding(Attention):
+    """Rows of the block table are assumed to be as wide as the longest sequence needs, whatever the stride is."""
+
+    def _blocks(self, i: int, column: Tensor) -> Tensor:
+        p = self.example.block_size
+        columns = -(-max(s for _, s in self.lens) // p)
+        flat = self.batch.block_table.flatten().long()
+        return flat[(i * columns + column).clamp(max=len(flat) - 1)]
+
+
+class BlockForSlot(Attention):
+    """An entry of the block table is used as the slot of a token: it is not multiplied by the block size."""
+
+    def _slots(self, i: int, j: Tensor) -> Tensor:
+        p = self.example.block_size
+        return self._blocks(i, j // p) + j % p
+
+
+class LastBlockDropped(Attention):
+    """Only whole blocks are read: seq_len // block_size, not rounded up."""
+
+    def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
+        p = self.example.block_size
+        return super()._visible(pos, j, s, q) & (j < s // p * p)
+
+
+class FirstBlockOnly(Attention):
+    """Only the first block of the table is followed: later keys come from the same block again."""
+
+    def _blocks(self, i: int, column: Tensor) -> Tensor:
+        return super()._blocks(i, column * 0)
+
+
+class ValuesAreKeys(Attention):
+    """Values are read from the pool of keys."""
+
+    def _pools(self) -> tuple[Tensor, Tensor]:
+        key, value = super()._pools()
+        return (key, key) if key.shape == value.shape else (key, value)
+
+
+class ValuesInOrder(Attention):
+    """The block table is followed for keys, not for values."""
+
+    def _load(self, i: int, j: Tensor) -> tuple[Tensor, Tensor]:
+        return super()._load(i, j)[0], self.value_pool[j.clamp(max=len(self.value_pool) - 1)]
+
+
+class HeadsBeforeTokens(Attention):
+    """Pages are read as [n, hk, p, d], where they are [n, p, hk, d]."""
+
+    def _pools(self) -> tuple[Tensor, Tensor]:
+        p = self.example.block_size
+        key, value = (
+            x.unflatten(0, (-1, p)).flatten(1, 2).unflatten(1, (x.shape[1], p)).transpose(1, 2).flatten(0, 1)
+            for x in super()._pools()
+        )
+        return key, value
+
+
+class StridesAssumed(Attention):
+    """A tensor is assumed to be contiguous: its strides are ignored."""
+
+    def __init__(self, example: Example, arguments: Arguments, variant: Any = None) -> None:
+        words = variant or ("query", "key", "value", "key_cache", "value_cache", "cache")
+        flat = {word: as_contiguous(arguments[word]) for word in words if word in arguments}
+        super().__init__(example, {**arguments, **flat}, variant)
+
+    variants: Sequence[Any] = (
+        None,
+        ("query",),
+        ("key_cache", "value_cache", "key", "value", "cache"),
+        ("key_cache",),
+        ("value_cache",),
+    )
+
+
+class LastStrideAssumed(Attention):
+    """The elements of a row are assumed to be contiguous: the last stride is ignored."""
+
+    def __init__(self, example: Example, arguments: Arguments, variant: Any = None) -> None:
+        words = variant or ("query", "key", "value", "key_cache", "value_cache", "cache")
+        flat = {
+            word: with_strides(arguments[word], (*arguments[word].stride()[:-1], 1))
+            for word in words
+            if word in arguments
+        }
+        super().__init__(example, {**arguments, **flat}, variant)
+
+    variants: Sequence[Any] = StridesAssumed.variants
+
+
+# --- heads ---
+
+
+class GroupsInterleaved(Attention):
+    """Query head h reads key head h % hk, where it is h // (heads / key heads)."""
+
+    def _grouped(self, x: Tensor) -> Tensor:
+        return x.repeat(1, self.query.shape[1] // x.shape[1], 1)
+
+
+class FirstKeyHead(Attention):
+    """All query heads read key head 0."""
+
+    def _grouped(self, x: Tensor) -> Tensor:
+        return x[:, :1].expand(-1, self.query.shape[1], -1)

@@ -1,0 +1,160 @@
+"""Mistakes in the scores: scale, softcap, ALiBi."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from refattn.conformance.example import Arguments, Example
+from refattn.conformance.mistakes.formula import INFINITY, Attention
+
+
+class ScaleMissing(Attention):
+    """Scores are not scaled."""
+
+    def __init__(self, example: Example, arguments: Arguments, variant: Any = None) -> None:
+        super().__init__(example, arguments, variant)
+        self.scale = 1.0
+
+
+class ScaleFixed(Attention):
+    """The given scale is ignored: it is always head_size ** -0.5."""
+
+    def __init__(self, example: Example, arguments: Arguments, variant: Any = None) -> None:
+        super().__init__(example, arguments, variant)
+        self.scale = example.head_size**-0.5
+
+
+class ScaleOfValue(Attention):
+    """The scale is computed from the head size of the values."""
+
+    def __init__(self, example: Example, arguments: Arguments, variant: Any = None) -> None:
+        super().__init__(example, arguments, variant)
+        self.scale = (example.value_head_size or example.head_size) ** -0.5
+
+
+class ScaleTwice(Attention):
+    """Scores are scaled twice."""
+
+    def __init__(self, example: Example, arguments: Arguments, variant: Any = None) -> None:
+        super().__init__(example, arguments, variant)
+        self.scale = self.scale**2
+
+
+class ScaleZeroIsDefault(Attention):
+    """A scale of 0 is treated as no scale (`scale or default`)."""
+
+    def __init__(self, example: Example, arguments: Arguments, variant: Any = None) -> None:
+        super().__init__(example, arguments, variant)
+        self.scale = self.scale or example.head_size**-0.5
+
+
+class ScaleNegativePeak(Attention):
+    """The maximum is taken before the scale: under a negative scale it is the smallest score, and exp overflows."""
+
+    def _peak(self, masked: Tensor) -> Tensor:
+        if self.scale >= 0:
+            return super()._peak(masked)
+        low = masked.masked_fill(masked == -INFINITY, INFINITY).amin(-1, keepdim=True)
+        return low.masked_fill(low == INFINITY, 0.0)
+
+    def _exp(self, x: Tensor) -> Tensor:
+        return x.float().exp().double()
+
+
+class SoftcapIgnored(Attention):
+    """The softcap is ignored."""
+
+    def __init__(self, example: Example, arguments: Arguments, variant: Any = None) -> None:
+        super().__init__(example, arguments, variant)
+        self.softcap = 0.0
+
+
+class SoftcapUnmasks(Attention):
+    """The softcap comes after the mask: tanh(-inf) * cap = -cap, so hidden keys are seen again."""
+
+    def _scores(self, query: Tensor, key: Tensor, pos: Tensor, j: Tensor) -> Tensor:
+        self.softcap, cap = 0.0, self.softcap
+        scores = super()._scores(query, key, pos, j)
+        self.softcap = cap
+        return scores
+
+    def _hide(self, scores: Tensor, visible: Tensor) -> Tensor:
+        masked = super()._hide(scores, visible)
+        return self.softcap * torch.tanh(masked / self.softcap) if self.softcap else masked
+
+    def _product(self, weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:
+        return (
+            torch.einsum("htn,nhd->thd", weights, value) if self.softcap else super()._product(weights, value, visible)
+        )
+
+
+class SoftcapUnscaled(Attention):
+    """The softcap bounds the products before they are scaled."""
+
+    def _scores(self, query: Tensor, key: Tensor, pos: Tensor, j: Tensor) -> Tensor:
+        products = torch.einsum("thd,nhd->htn", query, key)
+        if self.softcap:
+            products = self.softcap * torch.tanh(products / self.softcap)
+        scores = self.scale * products
+        if self.slopes is not None:
+            scores = scores - self.slopes.double()[:, None, None] * self._distance(pos, j)
+        return scores
+
+
+class SoftcapWithoutFactor(Attention):
+    """The factor of the softcap is missing: tanh(score / cap), not times cap."""
+
+    def _scores(self, query: Tensor, key: Tensor, pos: Tensor, j: Tensor) -> Tensor:
+        scores = self.scale * torch.einsum("thd,nhd->htn", query, key)
+        if self.softcap:
+            scores = torch.tanh(scores / self.softcap)
+        if self.slopes is not None:
+            scores = scores - self.slopes.double()[:, None, None] * self._distance(pos, j)
+        return scores
+
+
+class AlibiIgnored(Attention):
+    """The ALiBi slopes are ignored."""
+
+    def __init__(self, example: Example, arguments: Arguments, variant: Any = None) -> None:
+        super().__init__(example, arguments, variant)
+        self.slopes = None
+
+
+class AlibiAdded(Attention):
+    """The ALiBi bias has the wrong sign: far keys are preferred."""
+
+    def _distance(self, pos: Tensor, j: Tensor) -> Tensor:
+        return -super()._distance(pos, j)
+
+
+class AlibiRelative(Attention):
+    """The ALiBi bias is slope * j, without the query's position: right inside one softmax, but the LSE is off."""
+
+    def _distance(self, pos: Tensor, j: Tensor) -> Tensor:
+        return -j.expand(len(pos), -1)
+
+
+class AlibiTopLeft(Attention):
+    """The ALiBi bias uses row i as the query's position, not seq_len - query_len + i."""
+
+    def _distance(self, pos: Tensor, j: Tensor) -> Tensor:
+        return (pos - pos[:1] - j).abs()
+
+
+class AlibiScaled(Attention):
+    """The ALiBi bias is added before the scale, which shrinks it."""
+
+    def _distance(self, pos: Tensor, j: Tensor) -> Tensor:
+        return super()._distance(pos, j) * self.scale
+
+
+class AlibiUnderCap(Attention):
+    """The ALiBi bias is added before the softcap, which bounds it."""
+
+    def _scores(self, query: Tensor, key: Tensor, pos: Tensor, j: Tensor) -> Tensor:
+        scores = self.scale * torch.einsum("thd,nhd->htn", query, key)
+        if self.slopes is not None:
+            scores = scores - self.slopes.double()[:, None, None] * self._distance(pos, j)
+        return self.softcap * torch.tanh(scores / self.softcap) if self.softcap else scores

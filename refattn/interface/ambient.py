@@ -1,0 +1,76 @@
+"""What PyTorch does around a call unless it is told otherwise: it casts under autocast, and records for gradients."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from refattn.interface.options import AttentionOptions
+from refattn.interface.scales import Fp8Scales, Int8Scales
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+AUTOCAST_DEVICES = ("cpu", "cuda", "mps", "xpu")
+
+
+def without_autocast(function: Callable[P, T]) -> Callable[P, T]:
+    """Let a function compute in the types that it chooses, inside `torch.autocast` as outside.
+
+    Autocast would have matrix products rounded to bfloat16 or float16, whatever the function asks for, and it raises
+    for fp8.
+    """
+
+    @wraps(function)
+    def call(*arguments: P.args, **options: P.kwargs) -> T:
+        active = [device for device in AUTOCAST_DEVICES if torch.is_autocast_enabled(device)]
+        if not active:
+            return function(*arguments, **options)
+        with ExitStack() as off:
+            for device in active:
+                off.enter_context(torch.autocast(device, enabled=False))
+            return function(*arguments, **options)
+
+    return call
+
+
+def is_autocast_enabled(device: torch.device) -> bool:
+    """Return whether autocast would change what is computed on a device."""
+    return device.type in AUTOCAST_DEVICES and torch.is_autocast_enabled(device.type)
+
+
+def refuse_gradients(why: str, **arguments: Any) -> None:
+    """Refuse arguments through which a gradient is wanted that there is not; none is under `torch.no_grad()`.
+
+    Args:
+        why: what errors say after the name of the argument.
+        arguments: tensors, lists and named tuples of tensors, options, scales; anything else is passed over.
+
+    Raises:
+        NotImplementedError: naming the first tensor that requires a gradient.
+    """
+    if not torch.is_grad_enabled():
+        return
+    for name, value in arguments.items():
+        for full_name, tensor in _tensors(name, value):
+            if tensor.requires_grad:
+                raise NotImplementedError(f"{full_name}: requires_grad, but {why}")
+
+
+def _tensors(name: str, value: object) -> Iterator[tuple[str, Tensor]]:
+    """List the tensors in an argument, each with the name that errors call it by."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, AttentionOptions):
+        yield from _tensors("alibi_slopes", value.alibi_slopes)
+        yield from _tensors("sinks", value.sinks)
+    elif isinstance(value, Fp8Scales | Int8Scales):
+        for part, scale in vars(value).items():
+            yield from _tensors(f"scales.{part}", scale)
+    elif isinstance(value, list | tuple):
+        fields = getattr(value, "_fields", None)
+        for i, part in enumerate(value):
+            yield from _tensors(f"{name}[{i}]" if fields is None else fields[i], part)

@@ -1,0 +1,259 @@
+"""Numbers near 2**31: windows, positions, lengths and strides, by every path and kernel; no sum of them overflows.
+
+Triton's interpreter takes a sum that overflows for an error, see `interpreted`.
+"""
+
+import importlib
+from dataclasses import replace
+
+import pytest
+import torch
+from bad_requests import MOST
+from batches import Case, build
+from kernels_present import PRESENT
+from test_options_on_every_path import CASE, cascade, differential, over_ranks, plain, quantized, trees
+
+import fastattn.kv_cache
+import fastattn.local
+from fastattn.kernels.triton import attention as triton_attention
+from fastattn.kernels.triton.run import Tuning
+from refattn.interface import Batch, Shard
+
+TWINS = ["refattn", "fastattn"]
+each_twin = pytest.mark.parametrize("package", TWINS)
+BY = ["refattn", "fastattn", *(kernel.name for kernel in PRESENT if kernel.name not in ("cpu", "torch_flash"))]
+
+
+def call(by, path, *arguments, **options):
+    """Call a path of a twin, or of the fast one by a kernel."""
+    if by in TWINS:
+        return path(by, *arguments, **options, return_lse=True)
+    with fastattn.use_kernel(by):
+        return path("fastattn", *arguments, **options, return_lse=True)
+
+
+# --- windows ---
+
+ANY_SIDE = {"causal": False}
+PATHS = {
+    "dense": (plain("dense"), ANY_SIDE),
+    "chunked_prefill": (plain("chunked_prefill"), ANY_SIDE),
+    "sliding_window": (plain("sliding_window"), ANY_SIDE),
+    "local": (plain("local", chunk_size=32), {}),
+    "cascade": (cascade, {}),
+    "differential": (differential, ANY_SIDE),
+    "quantized-fp8": (quantized("fp8"), ANY_SIDE),
+    "speculative": (trees, {}),
+    "context_parallel": (over_ranks, {}),
+}
+WINDOWS = [(MOST, 0), (MOST - 1, MOST), (0, MOST), (3, MOST - 1), (MOST, MOST)]
+
+
+@pytest.mark.parametrize("by", BY)
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_a_side_as_wide_as_an_int32_is_no_limit(path, by, window, device):
+    attention, given = PATHS[path]
+    dtype = torch.float32 if device == "cpu" else torch.float16
+    inputs = build(replace(CASE, padding_rows=1), dtype=dtype, device="cpu" if path.startswith("quantized") else device)
+    unlimited = tuple(-1 if side >= MOST - 1 else side for side in window)
+    try:
+        wide = call(by, attention, inputs, window_size=window, **given)
+    except NotImplementedError as refusal:
+        assert by not in ("refattn", "fastattn", "triton")  # a package, of what it has not
+        assert str(refusal)
+        return
+    expected = call("refattn", attention, inputs, window_size=unlimited, **given)
+    for one, other in zip(wide, expected, strict=True):
+        torch.testing.assert_close(one.float(), other.float(), rtol=1e-3, atol=1e-3 if device == "cpu" else 1e-2)
+
+
+@each_twin
+def test_a_window_hides_nothing_of_a_rank_that_is_as_long_as_the_sequence(package):
+    """So it needs no positions, and a plan on a device no number of tokens."""
+    batch = build(CASE).batch
+    path = importlib.import_module(f"{package}.context_parallel")
+    for left in (69, 70, MOST):
+        plan = path.plan(batch, shard=Shard(1, 2), block_size=16, window_size=(left, 0))
+        assert plan.context.positions is None and plan.context.window == (-1, -1)
+    plan = path.plan(batch, shard=Shard(1, 2), block_size=16, window_size=(68, 0))
+    assert plan.context.window == (0, -1)
+    assert plan.context.positions.tolist() == [0] * 24  # the first key that each query sees, as its rank counts
+    assert int(plan.context.positions.max()) == 0
+
+
+@each_twin
+def test_a_rank_counts_positions_from_its_own_first_key(package):
+    """Position 9 sees the keys from 5 on; of 0 to 8 rank 1 has 1, 3, 5 and 7, and 5 is its key 2."""
+    metadata, path = (importlib.import_module(f"{package}.{name}") for name in ("metadata", "context_parallel"))
+    batch = metadata.make_batch([1], [10], [[0, 1]])
+    plan = path.plan(batch, shard=Shard(1, 2), block_size=4, window_size=(4, 0))
+    assert plan.context.positions.tolist() == [2]
+    assert plan.context.window_size == (0, -1)
+
+
+# --- positions: sequences of nearly 2**31 keys, of which a window shows some ---
+
+PAGE, LENGTH = 2**14, 2**31 - 2048
+LONG = (LENGTH, PAGE + 50)  # the window of the second one lies in two blocks
+
+
+def few_of_many(device, query_lens=(1, 1)):
+    """Lay out queries, a pool of two blocks, and a table that leads to the first again and again."""
+    generator = torch.Generator().manual_seed(3)
+    query = torch.randn(sum(query_lens), 2, 16, generator=generator).to(device)
+    pools = torch.randn(2, 2, PAGE, 1, 16, generator=generator).to(device)
+    columns = -(-LENGTH // PAGE)
+    table = torch.zeros(2, columns, dtype=torch.int32)
+    table[1, 1] = 1
+    lens = torch.tensor(LONG, dtype=torch.int32)
+    rows = torch.tensor([0, query_lens[0], sum(query_lens)], dtype=torch.int32)
+    batch = Batch(rows.to(device), lens.to(device), table.to(device), max(query_lens), LENGTH)
+    return query, *pools, batch
+
+
+@pytest.mark.parametrize("query_lens", [(1, 1), (3, 20)], ids=["decodes", "chunks"])
+@pytest.mark.parametrize("window", [(100, 0), (100, 7), (100, MOST)], ids=str)
+@pytest.mark.parametrize("path", ["chunked_prefill", "sliding_window"])
+@pytest.mark.parametrize("by", ["fastattn", "triton"])
+def test_a_window_at_the_end_of_as_many_keys(path, by, window, query_lens, device, monkeypatch):
+    monkeypatch.setattr(triton_attention, "tune", lambda *_: Tuning(16, 16, 4, 2, 1, 1))
+    tensors = few_of_many(device, query_lens)
+
+    def attend(package, name):
+        module = importlib.import_module(f"{package}.{name}")
+        plan = module.plan(tensors[-1], block_size=PAGE, window_size=window, causal=False)
+        return module.attention(*tensors[:-1], plan, return_lse=True)
+
+    expected = attend("refattn", "sliding_window")
+    if by == "triton":
+        with fastattn.use_kernel("triton"):
+            answer = attend("fastattn", path)
+    else:
+        answer = attend("fastattn", path)
+    for one, other in zip(answer, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@each_twin
+def test_slots_of_the_last_tokens_that_an_int32_counts(package, device):
+    path = importlib.import_module(f"{package}.metadata")
+    table = torch.full((1, 2**17), 7, dtype=torch.int32, device=device)
+    table[0, -1] = MOST
+    batch = replace(path.make_batch([2], [MOST], [[]], device=device), block_table=table)
+    last = MOST * PAGE + MOST - 1 - (2**17 - 1) * PAGE
+    assert path.positions(batch, 2).tolist() == [MOST - 2, MOST - 1]
+    for window, slots in ((None, [last - 1, last]), (1, [-1, last]), (MOST, [last - 1, last])):
+        assert path.slot_mapping(batch, 2, block_size=PAGE, window=window).tolist() == slots
+
+
+@each_twin
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_no_sequence_outgrows_an_int32(package):
+    path = importlib.import_module(f"{package}.metadata")
+    table = torch.zeros(1, 2**17 + 1, dtype=torch.int32)
+    batch = replace(path.make_batch([1], [MOST - 1], [[]]), block_table=table)
+    slots = torch.zeros(1, dtype=torch.int64)
+    longer = path.advance(batch, slots, block_size=PAGE)
+    assert longer.seq_lens.tolist() == [MOST] and longer.max_seq_len == MOST
+    with pytest.raises(ValueError, match=f"seq_lens: expected at most {MOST} after the step, got "):
+        path.advance(longer, slots, block_size=PAGE)
+    assert batch.seq_lens.tolist() == [MOST]
+
+
+# --- lengths and maxima: memory is taken for what there is ---
+
+
+@each_twin
+@pytest.mark.usefixtures("shapes_unchecked")
+@pytest.mark.parametrize("function", ["plan", "slot_mapping"])
+def test_a_rank_of_a_long_sequence_is_refused_before_memory_is_taken(package, function):
+    """2**31 - 1 keys in a table of one block; a list of their positions would be 16 GiB."""
+    metadata, path = (importlib.import_module(f"{package}.{name}") for name in ("metadata", "context_parallel"))
+    batch = metadata.make_batch([1], [MOST], [[0]])
+    arguments = (batch,) if function == "plan" else (batch, 1)
+    with pytest.raises(ValueError, match="block_table: expected at least 268435456 columns"):
+        getattr(path, function)(*arguments, shard=Shard(0, 2), block_size=4)
+
+
+@each_twin
+@pytest.mark.parametrize("interleave", [1, 3, MOST])
+def test_the_share_of_a_rank_of_any_length(package, interleave):
+    path = importlib.import_module(f"{package}.context_parallel")
+    lens = torch.tensor([0, 1, 9, MOST], dtype=torch.int32)
+    counts = [path.local_lens(lens, Shard(rank, 3, interleave)) for rank in range(3)]
+    assert torch.equal(sum(x.long() for x in counts), lens.long())
+    assert counts[0][3] == {1: MOST // 3 + 1, 3: MOST // 9 * 3 + 1, MOST: MOST}[interleave]
+
+
+def test_chunks_are_as_many_as_queries_touch_whatever_the_maximum():
+    batch = replace(build(CASE).batch, max_query_len=MOST, max_seq_len=MOST)
+    known = fastattn.local.plan(build(CASE).batch, chunk_size=32, block_size=16)
+    plan = fastattn.local.plan(batch, chunk_size=32, block_size=16)
+    assert plan.batch.num_seqs == known.batch.num_seqs
+    assert plan.batch.max_query_len == known.batch.max_query_len
+    tables = {name: getattr(batch, name).to("meta") for name in ("cu_seqlens_q", "seq_lens", "block_table")}
+    there = fastattn.local.plan(replace(batch, **tables), chunk_size=32, block_size=16)  # by the number of rows
+    assert there.batch.num_seqs <= batch.num_seqs * 2
+
+
+@each_twin
+def test_groups_of_a_cascade_hold_as_many_queries_as_an_int32_counts(package):
+    """The bound of a level is that of its sequences times their number."""
+    batch = replace(build(CASE).batch, num_tokens=None, max_query_len=MOST)
+    out = cascade(package, replace(build(CASE), batch=batch))
+    assert torch.equal(out, cascade(package, build(CASE)))
+
+
+@pytest.mark.parametrize(
+    "given", [dict(max_context_len=10**6), dict(max_context_len=69), dict(max_seq_len=MOST)], ids=str
+)
+def test_a_context_is_no_longer_than_its_table(given):
+    """A bound that is larger costs chunks without a key, at most as many as the table has room for."""
+    batch = build(CASE).batch
+    batch = replace(batch, max_seq_len=given.pop("max_seq_len", batch.max_seq_len))
+    plans = [
+        importlib.import_module(f"{package}.mla").plan_prefill(batch, block_size=16, workspace=90, **given)
+        for package in TWINS
+    ]
+    ours, theirs = (
+        [(chunk.slots.tolist(), chunk.plan.batch.seq_lens.tolist()) for chunk in plan.chunks] for plan in plans
+    )
+    assert ours == theirs
+    assert len(ours) <= -(-batch.block_table.shape[1] * 16 // 30)
+
+
+# --- strides ---
+
+
+def far_apart(tmp_path, shape, strides, dtype, device):
+    """Make a tensor of huge strides; on a CPU over little memory, as it is a file with holes."""
+    elements = 1 + sum(stride * (size - 1) for stride, size in zip(strides, shape, strict=True))
+    if device == "cpu":
+        memory = torch.from_file(str(tmp_path / "far"), shared=True, size=elements, dtype=dtype)
+    else:
+        memory = torch.zeros(elements, dtype=dtype, device=device)
+    return memory.as_strided(shape, strides)
+
+
+@pytest.mark.parametrize("path", ["chunked_prefill", "differential"])
+@pytest.mark.parametrize("rows", [1, 20], ids=["decode", "chunk"])
+def test_columns_of_a_table_that_are_far_apart(path, rows, tmp_path, device):
+    """The third lies 2**31 entries after the first."""
+    inputs = build(Case("one", ((rows, 40),), heads=(4, 2), head_size=16), device=device)
+    table = far_apart(tmp_path, (1, 3), (1, 2**30), torch.int32, device)
+    table.copy_(inputs.batch.block_table[:, :3])
+    far = replace(inputs, batch=replace(inputs.batch, block_table=table))
+    attention = differential if path == "differential" else plain(path)
+    expected = call("refattn", attention, inputs)
+    for one, other in zip(call("triton", attention, far), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_elements_of_a_head_that_are_far_apart_are_written(tmp_path, device):
+    cache = far_apart(tmp_path, (2, 2, 1, 17), (4, 2, 1, 2**27), torch.float16, device)
+    key, value, other = torch.randn(3, 2, 2, 17, device=device).half()
+    key, value, other = key[:, :1], value[:, :1], other[:, :, None].clone()
+    with fastattn.use_kernel("triton"):
+        fastattn.kv_cache.write(key, value, cache, other, torch.tensor([3, 0], device=device))
+    assert torch.equal(cache[1, 1], key[0]) and torch.equal(cache[0, 0], key[1])

@@ -1,0 +1,1696 @@
+"""Mutations: small edits of the source, each of which breaks a feature of docs/proof/coverage.toml.
+
+`make mutants` plants them one by one, and sees that the tests marked as the proof of a row fail. A feature that both
+packages compute has one in each; what they share (`refattn.interface`, `refattn.serving`), one for both. Text that is
+not there exactly once is an error, and test_coverage.py looks whether all of it is: who changes a line changes its
+mutation, too.
+
+To read one: the name, the rows, the file, what stands in it, and what is planted there.
+"""
+
+from typing import NamedTuple
+
+Text = str | tuple[str, ...]
+
+
+class Mutation(NamedTuple):
+    """An edit that breaks the feature of some rows."""
+
+    name: str
+    rows: tuple[str, ...]
+    file: str
+    old: Text
+    new: Text
+
+
+def breaks(rows: str, name: str, *edits: tuple[str, Text, Text]) -> list[Mutation]:
+    """Return the mutations of some rows, one for each file: the feature broken in each package by itself."""
+    return [Mutation(name, tuple(rows.split()), file, old, new) for file, old, new in edits]
+
+
+def in_both(rows: str, name: str, file: str, old: Text, new: Text) -> list[Mutation]:
+    """Return the mutations of some rows where both packages have the same text."""
+    return breaks(rows, name, (f"refattn/{file}", old, new), (f"fastattn/{file}", old, new))
+
+
+CPU = "fastattn/kernels/cpu/"
+TORCH_OPS = "fastattn/kernels/torch_ops.py"
+DISPATCH = "fastattn/kernels/dispatch.py"
+GRAPHS = "fastattn/serving/cuda_graphs.py"
+
+MUTATIONS: list[Mutation] = [
+    # --- the cache ---
+    *breaks(
+        "A1",
+        "of two pools in one tensor, only the first is copied",
+        (
+            "refattn/kv_cache.py",
+            "for source, destination in zip(sources, destinations, strict=True):",
+            "for source, destination in zip(sources[:1], destinations[:1], strict=True):",
+        ),
+        (
+            "fastattn/kv_cache.py",
+            "    for cache in caches:\n        dispatch.copy_blocks(cache, pairs)",
+            "    for cache in caches[:1]:\n        dispatch.copy_blocks(cache, pairs)",
+        ),
+    ),
+    *breaks(
+        "A2",
+        "nothing is swapped",
+        ("refattn/kv_cache.py", "    _copy(sources, destinations, pairs)", "    return"),
+        (
+            "fastattn/kv_cache.py",
+            "in zip(sources, destinations, strict=True):",
+            "in zip(sources[:0], destinations[:0], strict=True):",
+        ),
+    ),
+    *breaks(
+        "A3 B49",
+        "nothing is copied",
+        ("refattn/kv_cache.py", "    _copy(caches, caches, pairs)", "    return"),
+        ("fastattn/kv_cache.py", "        dispatch.copy_blocks(cache, pairs)", "        pass"),
+    ),
+    *breaks(
+        "A3",
+        "a block is copied onto itself",
+        (
+            "fastattn/kernels/triton/cache.py",
+            "tl.store(cache + destination[:, None] * block_stride",
+            "tl.store(cache + source[:, None] * block_stride",
+        ),
+    ),
+    *breaks(
+        "A4 A6 B53 D123",
+        "nothing is written",
+        (
+            "refattn/kv_cache.py",
+            ("        key_cache[block, row] = key[token]", "        value_cache[block, row] = value[token]"),
+            ("        pass", "        pass"),
+        ),
+        (
+            "fastattn/kv_cache.py",
+            "        dispatch.write(key, value, key_cache, value_cache, slot_mapping, name)",
+            "        pass",
+        ),
+    ),
+    *breaks(
+        "A4",
+        "a slot of -1 is the last one",
+        ("refattn/kv_cache.py", "if slot == -1:", "if slot < -1:"),
+        (
+            TORCH_OPS,
+            "        key, value, slot_mapping = key[real], value[real], slot_mapping[real]",
+            "        slot_mapping = slot_mapping % key_cache.shape[:2].numel()",
+        ),
+    ),
+    *breaks(
+        "A5 C112",
+        "attention over the cache of another layer writes into it",
+        (
+            "refattn/differential.py",
+            "    answers, lses = [], []",
+            "    answers, lses = [], []\n    cache[1] = cache[0]",
+        ),
+        (
+            "fastattn/differential.py",
+            "    subtraction = Subtraction(lambda_full",
+            "    cache[1] = cache[0]\n    subtraction = Subtraction(lambda_full",
+        ),
+    ),
+    *breaks(
+        "B55 C115",
+        "a layer that shares a cache writes into it",
+        ("refattn/serving/engine.py", "if self.owners[index] != index:", "if False:"),
+    ),
+    *breaks(
+        "B55 C114 C115",
+        "a layer that shares a cache gets one of its own",
+        ("refattn/serving/engine.py", "own = owner == len(self.caches)", "own = True"),
+    ),
+    *breaks(
+        "C113 C115",
+        "a layer without keys of its own reads an empty pool",
+        (
+            "refattn/serving/layers.py",
+            "            path.write(*map(path.interleave_halves, (key, value)), cache, slot_mapping)\n",
+            "            path.write(*map(path.interleave_halves, (key, value)), cache, slot_mapping)\n"
+            "        else:\n            cache = torch.zeros_like(cache)\n",
+        ),
+    ),
+    *breaks(
+        "B48",
+        "heads lie inside of tokens in either layout",
+        (
+            "refattn/kv_cache.py",
+            '        if layout == "NHD":\n            return torch.zeros',
+            "        if layout:\n            return torch.zeros",
+        ),
+        (
+            "fastattn/kv_cache.py",
+            (
+                'inner = (block_size, num_kv_heads) if layout == "NHD" else (num_kv_heads, block_size)',
+                'return (key_cache, value_cache) if layout == "NHD" else',
+            ),
+            ("inner = (block_size, num_kv_heads)", "return (key_cache, value_cache) if layout else"),
+        ),
+    ),
+    *breaks(
+        "B48 B94",
+        "int8 values lie in a buffer of their own",
+        (
+            "refattn/quantized.py",
+            "rearrange(buffer[key_bytes:].view(value_dtype)",
+            "rearrange(buffer[key_bytes:].clone().view(value_dtype)",
+        ),
+        ("fastattn/quantized.py", "values.view(value_dtype).view(", "values.clone().view(value_dtype).view("),
+    ),
+    *breaks(
+        "B54",
+        "rows without a slot are not left out",
+        (
+            "refattn/interface/checks.py",
+            "        return key[: len(slot_mapping)], value[: len(slot_mapping)]",
+            "        return key, value",
+        ),
+    ),
+    # --- who may see whom ---
+    *breaks(
+        "A7 A25 A31 B61",
+        "every sequence reads the first rows of keys",
+        (
+            "refattn/dense.py",
+            "((key[k0:k1], value[k0:k1]) for",
+            "((key[: k1 - k0], value[: k1 - k0]) for",
+        ),
+        (
+            CPU + "attention.py",
+            "keys = slice(first_row + view.first_key, first_row + view.end_key)",
+            "keys = slice(view.first_key, view.end_key)",
+        ),
+    ),
+    *breaks(
+        "A25 A29 A32 B50",
+        "every mask is causal",
+        ("refattn/masks.py", "(left, 0 if causal else right)", "(left, 0)"),
+        ("refattn/interface/plan.py", "return left, 0 if self.causal else right", "return left, 0"),
+    ),
+    *breaks(
+        "A25 A28 A27 D121 D136 C111",
+        "no query sees its own key",
+        ("refattn/masks.py", "visible = visible & (j <= i + right)", "visible = visible & (j < i + right)"),
+    ),
+    *breaks(
+        "A28 D121",
+        "a decode does not see the newest key",
+        (CPU + "blocks.py", "hidden = (positions >= seq_lens) |", "hidden = (positions >= seq_lens - 1) |"),
+    ),
+    *breaks(
+        "C111",
+        "a query sees the key after its own",
+        (CPU + "pairs.py", "hidden = hidden | (distance < -right)", "hidden = hidden | (distance < -right - 1)"),
+    ),
+    *breaks(
+        "A26 A27 D122",
+        "queries are the first tokens of their sequence",
+        (
+            "refattn/masks.py",
+            "return torch.arange(seq_len - query_len, seq_len, device=device)",
+            "return torch.arange(query_len, device=device)",
+        ),
+        (
+            CPU + "schedule.py",
+            "positions = torch.arange(seq_len - (rows.stop - rows.start), seq_len)",
+            "positions = torch.arange(rows.stop - rows.start)",
+        ),
+    ),
+    *breaks(
+        "A26 A28 A32 D121 D122",
+        "blocks are read in another order",
+        (
+            "refattn/kv_cache.py",
+            "cache[block_ids[j // block_size], j % block_size]",
+            "cache[block_ids[(seq_len - 1) // block_size - j // block_size], j % block_size]",
+        ),
+        (
+            CPU + "codes.py",
+            "        return pool.index_select(0, blocks) if out is None else",
+            "        blocks = blocks.flip(0)\n        return pool.index_select(0, blocks) if out is None else",
+        ),
+    ),
+    *breaks(
+        "A9 D124 C117",
+        "a window shows one key less",
+        ("refattn/masks.py", "visible = visible & (j >= i - left)", "visible = visible & (j > i - left)"),
+    ),
+    *breaks(
+        "A9 D124",
+        "a window shows one key less",
+        (CPU + "attention.py", "hidden |= distance > left", "hidden |= distance >= left"),
+    ),
+    *breaks(
+        "C117",
+        "a window shows one key less",
+        (CPU + "pairs.py", "hidden = hidden | (distance > left)", "hidden = hidden | (distance >= left)"),
+    ),
+    *breaks(
+        "A30 B56",
+        "a window has no right side",
+        ("refattn/masks.py", "visible = visible & (j <= i + right)", "visible = visible & (j <= i)"),
+        (CPU + "attention.py", "hidden |= distance < -right", "hidden |= distance < 0"),
+    ),
+    *breaks(
+        "A39",
+        "no block is cut off",
+        ("refattn/sliding_window.py", "cut = first_visible // block_size", "cut = 0 * block_size"),
+        (
+            "fastattn/sliding_window.py",
+            "    # The keys that the queries of a sequence can see,",
+            "    return Plan(batch, block_size, causal, window_size)\n"
+            "    # The keys that the queries of a sequence can see,",
+        ),
+    ),
+    *breaks(
+        "B68 D139",
+        "the window of a plan is forgotten",
+        (
+            "refattn/sliding_window.py",
+            "Plan(trimmed, block_size, causal, window_size, first_keys=starts)",
+            "Plan(trimmed, block_size, causal, first_keys=starts)",
+        ),
+        (
+            "fastattn/sliding_window.py",
+            "Plan(trimmed, block_size, causal, window_size, first_keys=first_keys)",
+            "Plan(trimmed, block_size, causal, first_keys=first_keys)",
+        ),
+    ),
+    # --- options ---
+    *breaks(
+        "A8",
+        "distant keys gain by ALiBi",
+        ("refattn/masks.py", "return -rearrange(slopes.to(dtype)", "return rearrange(slopes.to(dtype)"),
+        (
+            CPU + "attention.py",
+            "bias = -rearrange(options.alibi_slopes.to(bias.dtype)",
+            "bias = rearrange(options.alibi_slopes.to(bias.dtype)",
+        ),
+    ),
+    *breaks(
+        "A10",
+        "the cap comes after the mask",
+        (
+            "refattn/attention.py",
+            "scores = scores.masked_fill(~visible, -torch.inf)",
+            "scores = scores.masked_fill(~visible, -softcap if softcap else -torch.inf)",
+        ),
+        (CPU + "attention.py", "g=group) + bias\n", "g=group) + bias.clamp(min=-options.softcap)\n"),
+    ),
+    *breaks(
+        "A10",
+        "there is no cap",
+        ("refattn/attention.py", "    if softcap:", "    if False:"),
+        (CPU + "attention.py", "(q @ k).tanh_().mul_(options.softcap)", "(q @ k).mul_(options.softcap)"),
+    ),
+    *breaks(
+        "A11",
+        "the scale is the default one",
+        (
+            "refattn/attention.py",
+            "scale = query.shape[2] ** -0.5 if softmax_scale is None else softmax_scale",
+            "scale = query.shape[2] ** -0.5",
+        ),
+        (
+            CPU + "attention.py",
+            "scale = d**-0.5 if softmax_scale is None else softmax_scale",
+            "scale = d**-0.5",
+        ),
+    ),
+    *breaks(
+        "A12",
+        "the heads of a group are not neighbours",
+        (
+            "refattn/attention.py",
+            "    group = query.shape[1] // key.shape[1]",
+            "    key, value = (x.repeat(1, query.shape[1] // key.shape[1], 1) for x in (key, value))\n    group = 1",
+        ),
+        (
+            CPU + "attention.py",
+            ('"t (hk g) d -> 1 hk (g t) d"', '"1 hk (g t) dv -> t (hk g) dv"'),
+            ('"t (g hk) d -> 1 hk (g t) d"', '"1 hk (g t) dv -> t (g hk) dv"'),
+        ),
+    ),
+    *breaks(
+        "A16 B60",
+        "the caller's memory is left as it is",
+        (
+            "refattn/attention.py",
+            "out = result.to(query.dtype) if out is None else out.copy_(result)",
+            "out = result.to(query.dtype)",
+        ),
+        (DISPATCH, "return out.copy_(answer), lse", "return answer, lse"),
+    ),
+    *breaks(
+        "B57 D127",
+        "there are no sinks",
+        ("refattn/attention.py", "    if sinks is not None:", "    if False:"),
+        (CPU + "attention.py", "    if sinks is not None:", "    if False:"),
+    ),
+    *breaks(
+        "B57",
+        "sinks added after a merge are lost",
+        (
+            "refattn/merge.py",
+            "return merge([out, torch.zeros_like(out)], [lse, lse_of_sinks])",
+            "return merge([out], [lse])",
+        ),
+        (TORCH_OPS, "return out, _log_add_exp(lse, sinks.expand_as(lse))", "return out, lse"),
+    ),
+    *breaks(
+        "B57 D127",
+        "the sinks of a model do not reach a layer",
+        (
+            "refattn/serving/engine.py",
+            "options = AttentionOptions(scale, softcap or 0.0, alibi_slopes, s_aux,",
+            "options = AttentionOptions(scale, softcap or 0.0, alibi_slopes, None,",
+        ),
+    ),
+    *breaks(
+        "B58",
+        "ALiBi grows with the distance itself",
+        ("refattn/masks.py", "(distance.to(dtype).sqrt() if sqrt else distance)", "distance"),
+        (
+            CPU + "attention.py",
+            "distance = distance.abs().to(bias.dtype).sqrt() if options.alibi_sqrt else distance.abs()",
+            "distance = distance.abs()",
+        ),
+    ),
+    *breaks(
+        "A34 B60",
+        "padding rows are left unwritten",
+        (
+            "refattn/attention.py",
+            "lse = query.new_full(query.shape[:2], -torch.inf, dtype=torch.promote_types(compute, torch.float32))",
+            "lse = query.new_full(query.shape[:2], 0.0, dtype=torch.promote_types(compute, torch.float32))\n"
+            "    out.fill_(torch.nan)",
+        ),
+        (
+            CPU + "attention.py",
+            "out = query.new_zeros(*query.shape[:2], value_size)",
+            "out = query.new_full((*query.shape[:2], value_size), torch.nan)",
+        ),
+    ),
+    *breaks(
+        "B73 D128",
+        "tiles follow the batch",
+        (
+            CPU + "attention.py",
+            "    if options.batch_invariant:\n        return _aligned_tiles",
+            "    if False:\n        return _aligned_tiles",
+        ),
+    ),
+    *breaks(
+        "D128",
+        "batch invariance does not reach the layers",
+        (
+            "refattn/serving/engine.py",
+            "alibi_slopes, s_aux, self.batch_invariant)",
+            "alibi_slopes, s_aux, False)",
+        ),
+    ),
+    *breaks(
+        "E177",
+        "there is no log-sum-exp",
+        (
+            "refattn/attention.py",
+            "return (out, lse) if return_lse else out",
+            "return (out, torch.zeros_like(lse)) if return_lse else out",
+        ),
+        (
+            "fastattn/chunked_prefill.py",
+            "return answer if return_lse else answer[0]",
+            "return (answer[0], answer[1] * 0) if return_lse else answer[0]",
+        ),
+    ),
+    # --- metadata ---
+    *in_both(
+        "A35",
+        "a batch has other numbers of tokens and of keys",
+        "metadata.py",
+        "        num_keys=sum(seq_lens),\n        num_tokens=sum(query_lens),",
+        "        num_keys=sum(query_lens),\n        num_tokens=sum(seq_lens),",
+    ),
+    *in_both(
+        "A36 B66",
+        "parts have the maxima of the whole",
+        "metadata.py",
+        "max_seq_len=batch.max_seq_len if seq_lens is None else max(seq_lens[first:last], default=0)",
+        "max_seq_len=batch.max_seq_len",
+    ),
+    *in_both(
+        "B66",
+        "every part has the first rows of the table",
+        "metadata.py",
+        "else batch.block_table[first:last]",
+        "else batch.block_table[: last - first]",
+    ),
+    *in_both(
+        "A37",
+        "cross attention has the lengths of the decoder",
+        "metadata.py",
+        "        seq_lens=keys.seq_lens,",
+        "        seq_lens=batch.seq_lens,",
+    ),
+    *in_both(
+        "A37",
+        "cross attention has the table of the decoder",
+        "metadata.py",
+        "        block_table=keys.block_table,",
+        "        block_table=batch.block_table,",
+    ),
+    *breaks(
+        "A38 A35 A6 D123 A37",
+        "a slot is a block and a row",
+        (
+            "refattn/metadata.py",
+            "result[row] = block * block_size + place[row] % block_size",
+            "result[row] = block + place[row] % block_size",
+        ),
+        (
+            TORCH_OPS,
+            "return (block * block_size + place % block_size).masked_fill(nowhere, -1)",
+            "return (block + place % block_size).masked_fill(nowhere, -1)",
+        ),
+    ),
+    *breaks(
+        "A34",
+        "padding rows go to slots",
+        (
+            "refattn/metadata.py",
+            "result = torch.full((num_tokens,), -1, dtype=torch.int64, device=batch.device)",
+            "result = torch.arange(num_tokens, dtype=torch.int64, device=batch.device)",
+        ),
+        (TORCH_OPS, "    nowhere = padding | (place < 0)", "    nowhere = place < 0"),
+    ),
+    *breaks(
+        "A42",
+        "tokens without a block go to the first slot",
+        (
+            "refattn/metadata.py",
+            "result = torch.full((num_tokens,), -1, dtype=torch.int64, device=batch.device)",
+            "result = torch.full((num_tokens,), 0, dtype=torch.int64, device=batch.device)",
+        ),
+        (
+            "fastattn/metadata.py",
+            "return torch.full((num_tokens,), -1, dtype=torch.int64, device=batch.device)",
+            "return torch.full((num_tokens,), 0, dtype=torch.int64, device=batch.device)",
+        ),
+    ),
+    *breaks(
+        "A40",
+        "one token more is written than a window sees",
+        (
+            "refattn/metadata.py",
+            "place[row] >= place[q1 - 1] + 1 - window",
+            "place[row] >= place[q1 - 1] - window",
+        ),
+        (
+            "fastattn/metadata.py",
+            "place < (batch.seq_lens - window)[sequence]",
+            "place < (batch.seq_lens - window - 1)[sequence]",
+        ),
+    ),
+    *breaks(
+        "A24",
+        "prefills that come first lose one",
+        ("refattn/metadata.py", "prefills = batch.num_seqs - decodes", "prefills = batch.num_seqs - decodes - 1"),
+        ("fastattn/metadata.py", "return (head, tail) if decodes_first else (tail, head)", "return head, tail"),
+    ),
+    *breaks(
+        "B63",
+        "decodes that come first lose one",
+        (
+            "refattn/metadata.py",
+            "return _part(batch, query_lens, seq_lens, 0, decodes), _part(",
+            "return _part(batch, query_lens, seq_lens, 0, max(0, decodes - 1)), _part(",
+        ),
+        (
+            "fastattn/metadata.py",
+            "cut = sum(kinds) if decodes_first else changes[0]",
+            "cut = max(0, sum(kinds) - 1) if decodes_first else changes[0]",
+        ),
+    ),
+    *breaks(
+        "B65",
+        "a decode has one token at most",
+        (
+            "refattn/metadata.py",
+            "[length <= decode_len for length in query_lens]",
+            "[length <= 1 for length in query_lens]",
+        ),
+        (
+            "fastattn/metadata.py",
+            "[length <= decode_len for length in query_lens]",
+            "[length <= 1 for length in query_lens]",
+        ),
+    ),
+    *in_both(
+        "A46",
+        "padding sequences grow, too",
+        "metadata.py",
+        "batch.seq_lens.add_(batch.query_lens)",
+        "batch.seq_lens.add_(1)",
+    ),
+    *in_both(
+        "A46",
+        "the slots stay those of the step before",
+        "metadata.py",
+        "    slots.copy_(slot_mapping(longer, slots.shape[0], block_size=block_size))\n",
+        "",
+    ),
+    *breaks(
+        "A47",
+        "a prefill stays one",
+        ("refattn/metadata.py", "[min(query_len, 1) for query_len", "[query_len for query_len"),
+        ("fastattn/metadata.py", "has_query = batch.query_lens.clamp(max=1)", "has_query = batch.query_lens"),
+    ),
+    *in_both(
+        "B67",
+        "the table of the first group stays",
+        "metadata.py",
+        "    return dataclasses.replace(batch, block_table=block_table)",
+        "    return batch",
+    ),
+    *breaks(
+        "D119 D120",
+        "the slots are those of the first requests",
+        (
+            "refattn/metadata.py",
+            "token_slots[request, column * block_size]",
+            "token_slots[i, column * block_size]",
+        ),
+        ("fastattn/metadata.py", "token_slots[requests[:, None], first]", "token_slots[: len(requests), first]"),
+    ),
+    *breaks(
+        "D120",
+        "a slot is taken for a block",
+        (
+            "refattn/metadata.py",
+            "token_slots[request, column * block_size] // block_size",
+            "token_slots[request, column * block_size]",
+        ),
+        ("fastattn/metadata.py", "first] // block_size).int()", "first]).int()"),
+    ),
+    *breaks(
+        "D125",
+        "self-attention begins with the encoder's blocks",
+        (
+            "refattn/metadata.py",
+            "= blocks[cut[i] :]",
+            "= blocks[: len(blocks) - cut[i]]",
+        ),
+        (
+            "fastattn/metadata.py",
+            "device=batch.device) + lens[:, None] // block_size",
+            "device=batch.device) + 0 * lens[:, None]",
+        ),
+    ),
+    *in_both(
+        "D170",
+        "sequences of the step before stay in the buffers",
+        "metadata.py",
+        "    buffers.seq_lens[b:].zero_()",
+        "    pass",
+    ),
+    *breaks(
+        "B64 D162 D163 D166 D168 B69",
+        "the buffers keep the lengths of the first step",
+        (
+            "fastattn/metadata.py",
+            "    buffers.seq_lens[:b].copy_(batch.seq_lens)",
+            "    if not buffers.seq_lens.any():\n        buffers.seq_lens[:b].copy_(batch.seq_lens)",
+        ),
+    ),
+    *breaks(
+        "D168 D161 D164 D165",
+        "the buffers keep the table of the first step",
+        (
+            "fastattn/metadata.py",
+            "        buffers.block_table[:b, :columns].copy_(batch.block_table[:, :columns])",
+            "        if not buffers.block_table.any():\n"
+            "            buffers.block_table[:b, :columns].copy_(batch.block_table[:, :columns])",
+        ),
+    ),
+    # --- merge and cascade ---
+    *breaks(
+        "B78",
+        "parts are weighed to the base of two",
+        ("refattn/merge.py", "torch.exp(part_lse - ", "torch.exp2(part_lse - "),
+        (
+            TORCH_OPS,
+            "part = part_out * torch.exp(part_lse - lse)[..., None]",
+            "part = part_out * torch.exp2(part_lse - lse)[..., None]",
+        ),
+    ),
+    *breaks(
+        "D159",
+        "the log-sum-exp of a merge is one of [h, t]",
+        (
+            "refattn/merge.py",
+            "return out.to(outs[0].dtype), lse.to(lses[0].dtype)",
+            "return out.to(outs[0].dtype), lse.T.reshape(lse.shape).to(lses[0].dtype)",
+        ),
+        (
+            "fastattn/merge.py",
+            "    return out, lse.to(lses[0].dtype)",
+            "    return out, lse.T.reshape(lse.shape).to(lses[0].dtype)",
+        ),
+    ),
+    *breaks(
+        "D159",
+        "parts are merged by log-sum-exps of [h, t]",
+        (
+            "refattn/merge.py",
+            "torch.stack([lse.to(compute) for lse in lses])",
+            "torch.stack([lse.T.reshape(lse.shape).to(compute) for lse in lses])",
+        ),
+        (
+            "fastattn/merge.py",
+            "[part.to(wider) for part in lses]",
+            "[part.T.reshape(part.shape).to(wider) for part in lses]",
+        ),
+    ),
+    *breaks(
+        "B75",
+        "levels begin at the first key",
+        (
+            "refattn/cascade.py",
+            "[tables[first][begins[first] // block_size : ceil(end / block_size)]",
+            "[tables[first][: ceil(end / block_size)]",
+        ),
+        (
+            "fastattn/cascade.py",
+            "block_table=_cut(block_table, begins, None, block_size)",
+            "block_table=_cut(block_table, [0] * batch.num_seqs, None, block_size)",
+        ),
+    ),
+    *breaks(
+        "B76",
+        "a shared prefix has a causal mask",
+        (
+            "refattn/cascade.py",
+            "Plan(keys, block_size, False, (window_size[0], -1), first_keys=starts, positions=places)",
+            "Plan(keys, block_size, True, (window_size[0], -1), first_keys=starts)",
+        ),
+        (
+            "fastattn/cascade.py",
+            "levels.append(Plan(keys, block_size, False, (left, -1), first_keys=first_keys, positions=where))",
+            "levels.append(Plan(keys, block_size, True, (left, -1), first_keys=first_keys))",
+        ),
+    ),
+    *breaks(
+        "B77",
+        "what follows the prefix has no causal mask",
+        (
+            "refattn/cascade.py",
+            "levels.append(Plan(keys, block_size, True, window_size,",
+            "levels.append(Plan(keys, block_size, False, window_size,",
+        ),
+        (
+            "fastattn/cascade.py",
+            "levels.append(Plan(own_keys, block_size, True,",
+            "levels.append(Plan(own_keys, block_size, False,",
+        ),
+    ),
+    *breaks(
+        "B78 B76",
+        "only the last level counts",
+        ("refattn/cascade.py", "result, lse = merge(*zip(*parts, strict=True))", "result, lse = parts[-1]"),
+        (
+            DISPATCH,
+            "return _into(out, *(merge(*zip(*parts, strict=True)) if shared else parts[0]))",
+            "return _into(out, *parts[-1])",
+        ),
+    ),
+    *breaks(
+        "B79",
+        "shared levels have no window",
+        ("refattn/cascade.py", "False, (window_size[0], -1)", "False, (-1, -1)"),
+        ("fastattn/cascade.py", "block_size, False, (left, -1)", "block_size, False, (-1, -1)"),
+    ),
+    *breaks(
+        "B79",
+        "prefixes of other blocks pass",
+        (
+            "refattn/interface/contents.py",
+            "if tables[member][: end // block_size] != tables[first][: end // block_size]:",
+            "if False:",
+        ),
+    ),
+    *breaks(
+        "B79",
+        "prefixes of parts of a block pass",
+        ("refattn/interface/contents.py", "if end < 1 or end % block_size:", "if end < 1:"),
+    ),
+    *breaks(
+        "B80",
+        "every level counts the sinks",
+        (
+            "refattn/cascade.py",
+            "its_options = options if level is plan.levels[-1] else options.without_sinks()",
+            "its_options = options",
+        ),
+        (DISPATCH, "((level, without_sinks) for level in shared)", "((level, options) for level in shared)"),
+    ),
+    *breaks(
+        "B81",
+        "a cascade is used for short prefixes, too",
+        ("refattn/serving/cost_model.py", "if common_prefix_len < 256 or", "if common_prefix_len < 128 or"),
+    ),
+    *breaks(
+        "B81",
+        "the slowest choice is taken",
+        (
+            "refattn/serving/cost_model.py",
+            "return min(choices, key=lambda chosen:",
+            "return max(choices, key=lambda chosen:",
+        ),
+    ),
+    *breaks(
+        "B82",
+        "levels share the memory of their splits",
+        (
+            "fastattn/kernels/triton/attention.py",
+            "        first += tuning.most_splits",
+            "        first += tuning.splits",
+        ),
+    ),
+    *breaks(
+        "B83",
+        "only the last level of codes counts",
+        (
+            "refattn/quantized.py",
+            "merge(*zip(*parts, strict=True)) if len(parts) > 1 else parts[0]",
+            "parts[-1]",
+        ),
+        (CPU + "quantized.py", "merge(*zip(*parts, strict=True)) if shared else parts[0]", "parts[-1]"),
+    ),
+    # --- context parallelism ---
+    *breaks(
+        "B84",
+        "tokens are dealt out one by one",
+        (
+            "refattn/context_parallel.py",
+            "place[place // shard.interleave % shard.num_ranks == shard.rank]",
+            "place[place % shard.num_ranks == shard.rank]",
+        ),
+        (
+            "fastattn/context_parallel.py",
+            "clamp(0, shard.interleave)",
+            "clamp(0, 1)",
+        ),
+    ),
+    *in_both(
+        "B85",
+        "the share of a rank is as long as the longest sequence",
+        "context_parallel.py",
+        "longest = -(-batch.max_seq_len // (shard.num_ranks * shard.interleave)) * shard.interleave",
+        "longest = batch.max_seq_len",
+    ),
+    *in_both(
+        "B86",
+        "a rank asks with its own heads only",
+        "context_parallel.py",
+        "all_heads = group.all_gather(query, dim=1)",
+        "all_heads = torch.cat([query] * group.size, dim=1)",
+    ),
+    *breaks(
+        "B87",
+        "the newest key of the context is hidden",
+        ("refattn/context_parallel.py", "else j < i,", "else j < i - 1,"),
+        (
+            "fastattn/context_parallel.py",
+            "context = Plan(keys, block_size, causal=False,",
+            "context = Plan(keys, block_size, causal=True,",
+        ),
+    ),
+    *breaks(
+        "B88",
+        "ranks are summed without weights",
+        ("refattn/context_parallel.py", "weight = torch.exp(lse - total)", "weight = torch.ones_like(total)"),
+        (
+            "fastattn/context_parallel.py",
+            "weight = (lse - total).exp_()[..., None]",
+            "weight = torch.ones_like(total)[..., None]",
+        ),
+    ),
+    *breaks(
+        "B88",
+        "a rank gets the heads of another",
+        (
+            "refattn/interface/parallel.py",
+            "shares = torch.stack(part.chunk(self.size, dim))",
+            "shares = torch.stack(part.chunk(self.size, dim)).flip(0)",
+        ),
+    ),
+    *in_both(
+        "B89",
+        "new tokens see one another in both directions",
+        "context_parallel.py",
+        "Plan(new, causal=",
+        "Plan(new, causal=False and ",
+    ),
+    *breaks(
+        "B90",
+        "only the new tokens count",
+        (
+            "refattn/context_parallel.py",
+            "result, lse = merge([context, new], [context_lse, new_lse])",
+            "result, lse = new, new_lse",
+        ),
+        (
+            "fastattn/context_parallel.py",
+            "dispatch.merge([context, new.to(context.dtype)], [context_lse, new_lse])",
+            "(new.to(context.dtype), new_lse)",
+        ),
+    ),
+    *breaks(
+        "B91",
+        "a rank writes into the slot after its own",
+        (
+            "refattn/context_parallel.py",
+            "blocks[i // block_size] * block_size + i % block_size",
+            "blocks[i // block_size] * block_size + (i + 1) % block_size",
+        ),
+        (
+            "fastattn/context_parallel.py",
+            "(block * block_size + local % block_size).masked_fill(elsewhere, -1)",
+            "(block * block_size + (local + 1) % block_size).masked_fill(elsewhere, -1)",
+        ),
+    ),
+    # --- quantised caches ---
+    *breaks(
+        "A18",
+        "keys are read under the scale of values",
+        (
+            "refattn/quantized.py",
+            "for codes, scale in ((key, scales.key), (value, scales.value))",
+            "for codes, scale in ((key, scales.value), (value, scales.key))",
+        ),
+        (
+            CPU + "quantized.py",
+            "for scale in (scales.key, scales.value))",
+            "for scale in (scales.value, scales.key))",
+        ),
+    ),
+    *breaks(
+        "A19",
+        "a write multiplies by the scale",
+        ("refattn/quantized.py", "(x.float() / scale).clamp(", "(x.float() * scale).clamp("),
+        (CPU + "quantized.py", "x.float().div(scale).clamp_(", "x.float().mul(scale).clamp_("),
+    ),
+    *breaks(
+        "A19",
+        "a write rounds towards zero",
+        (
+            "refattn/quantized.py",
+            ".clamp(-largest, largest).to(kind)",
+            ".clamp(-largest, largest).mul(1 - 2**-5).to(kind)",
+        ),
+        (
+            CPU + "quantized.py",
+            ".clamp_(-largest, largest).to(kind)",
+            ".clamp_(-largest, largest).mul(1 - 2**-5).to(kind)",
+        ),
+    ),
+    *breaks(
+        "A19 B101",
+        "infinity stays infinite",
+        ("refattn/quantized.py", ".clamp(-largest, largest).to(kind)", ".to(kind)"),
+        (CPU + "quantized.py", ".clamp_(-largest, largest).to(kind)", ".to(kind)"),
+    ),
+    *breaks(
+        "A20 A17",
+        "bytes are read as whole numbers",
+        ("refattn/quantized.py", "codes.view(scales.format).to(compute)", "codes.view(torch.uint8).to(compute)"),
+        (
+            CPU + "quantized.py",
+            "keys = Codes(key_cache.view(scales.format), compute)",
+            "keys = Codes(key_cache.view(torch.uint8), compute)",
+        ),
+    ),
+    *breaks(
+        "A21",
+        "queries stay as they are",
+        ("refattn/quantized.py", "if scales.query is None:", "if True:"),
+        (CPU + "quantized.py", "if scales.query is not None:", "if False:"),
+    ),
+    *breaks(
+        "A22 B93 B98 B100",
+        "keys are read without their scales",
+        ("refattn/quantized.py", "key.to(compute) * of_key.to(compute)", "key.to(compute)"),
+        (CPU + "codes.py", "return out if self.scale is None else out.mul_", "return out if True else out.mul_"),
+    ),
+    *breaks(
+        "A23",
+        "every sequence has the scales of the first",
+        ("refattn/quantized.py", "numbers = numbers[sequence] if", "numbers = numbers[0] if"),
+        (CPU + "quantized.py", "scale.index_select(0, sequences)", "scale[:1]"),
+    ),
+    *breaks(
+        "D126",
+        "virtual sequences have the scales of the first",
+        (
+            "refattn/quantized.py",
+            "member = i if plan.sequences is None else int(plan.sequences[i])",
+            "member = i if plan.sequences is None else 0",
+        ),
+        (
+            CPU + "quantized.py",
+            "if plan.sequences is None else plan.sequences.long()",
+            "if plan.sequences is None else plan.sequences.long() * 0",
+        ),
+    ),
+    *breaks(
+        "B51",
+        "every head has the scale of the first",
+        (
+            "refattn/quantized.py",
+            "numbers.expand(num_kv_heads)",
+            "numbers.flatten()[:1].expand(num_kv_heads)",
+        ),
+        (
+            CPU + "quantized.py",
+            "scale = scale.repeat_interleave(group, -1)",
+            "scale = scale[..., :1].repeat_interleave(group * scale.shape[-1], -1)",
+        ),
+    ),
+    *breaks(
+        "B92",
+        "int8 values are read without their scales",
+        (
+            "refattn/quantized.py",
+            "value.to(compute) * (1.0 if of_value is None else of_value.to(compute))",
+            "value.to(compute)",
+        ),
+        (
+            CPU + "quantized.py",
+            "after = None if scales.value is None else scales.value.repeat_interleave(group, 0)",
+            "after = None",
+        ),
+    ),
+    *breaks(
+        "B95",
+        "all heads of a token share a scale",
+        (
+            "refattn/quantized.py",
+            "return _scale_of(x.float().abs().amax(-1, keepdim=True))",
+            "return _scale_of(x.float().abs().amax((-2, -1), keepdim=True).expand(*x.shape[:-1], 1).clone())",
+        ),
+        (
+            CPU + "quantized.py",
+            "scale = x.float().abs().amax(-1, keepdim=True).div_(127)",
+            "scale = x.float().abs().amax((-2, -1), keepdim=True).expand(*x.shape[:-1], 1).div(127)",
+        ),
+    ),
+    *breaks(
+        "B95",
+        "whole numbers are rounded down",
+        ("refattn/quantized.py", ".round().clamp(-127, 127)", ".floor().clamp(-127, 127)"),
+        (CPU + "quantized.py", ".round_().clamp_(-127, 127)", ".floor_().clamp_(-127, 127)"),
+    ),
+    *breaks(
+        "B96",
+        "the scale is that of the last values",
+        (
+            "refattn/quantized.py",
+            "torch.stack([_largest(value) for value in values]).amax(0)",
+            "torch.stack([_largest(value) for value in values])[-1]",
+        ),
+        (
+            "fastattn/quantized.py",
+            "largest = torch.maximum(largest, value.float().abs().amax(0))",
+            "largest = value.float().abs().amax(0)",
+        ),
+        (
+            "refattn/serving/calibration.py",
+            "torch.maximum(before[0], here[0]), torch.maximum(before[1], here[1])",
+            "here",
+        ),
+    ),
+    *breaks(
+        "B97",
+        "the codes of keys are not written",
+        ("refattn/quantized.py", "key_cache[block, row] = _to_int8(key[token], scale)", "pass"),
+        (CPU + "quantized.py", "key_cache[blocks, rows] = to_int8(key, scale)", "pass"),
+    ),
+    *breaks(
+        "B97",
+        "the scales of keys are not written",
+        ("refattn/quantized.py", 'scales.key[block, row] = rearrange(scale, "hk 1 -> hk")', "pass"),
+        (CPU + "quantized.py", "scales.key[blocks, rows] = scale[..., 0]", "pass"),
+    ),
+    *breaks(
+        "B101",
+        "fp8 is a name for e5m2",
+        ("fastattn/integrations/vllm.py", '"fp8": torch.float8_e4m3fn', '"fp8": torch.float8_e5m2'),
+    ),
+    # --- differential attention ---
+    *in_both(
+        "C102",
+        "a cache has room for all heads in each half",
+        "differential.py",
+        "num_kv_heads // 2, head_size, dtype=dtype",
+        "num_kv_heads, head_size, dtype=dtype",
+    ),
+    *breaks(
+        "C103",
+        "only keys are moved",
+        (
+            "refattn/differential.py",
+            "[cache[half, kind] for half in (0, 1) for kind in (0, 1)]",
+            "[cache[half, 0] for half in (0, 1)]",
+        ),
+        (
+            "fastattn/differential.py",
+            "[pool for half in cache.unbind() for pool in half.unbind()]",
+            "[half[0] for half in cache.unbind()]",
+        ),
+    ),
+    *breaks(
+        "C104",
+        "pairs are made of the first and the second half of the heads",
+        (
+            "refattn/differential.py",
+            "    answers, lses = [], []",
+            "    answers, lses = [], []\n    query = query.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)",
+        ),
+        (
+            CPU + "pairs.py",
+            '"b t (pairs g two) d -> two b pairs (g t) d"',
+            '"b t (two pairs g) d -> two b pairs (g t) d"',
+        ),
+    ),
+    *in_both(
+        "C105 C102",
+        "a write splits the heads in the middle",
+        "differential.py",
+        "key[:, half::2], value[:, half::2],",
+        "key.chunk(2, 1)[half], value.chunk(2, 1)[half],",
+    ),
+    *breaks(
+        "C106",
+        "the second exponential is added",
+        (
+            "refattn/differential.py",
+            "return torch.exp(first) - torch.exp(second) + lambda_init",
+            "return torch.exp(first) + torch.exp(second) + lambda_init",
+        ),
+        ("fastattn/differential.py", "return first - second + lambda_init", "return first + second + lambda_init"),
+    ),
+    *breaks(
+        "C107",
+        "lambda begins at 0",
+        (
+            "refattn/differential.py",
+            "return torch.exp(first) - torch.exp(second) + lambda_init",
+            "return torch.exp(first) - torch.exp(second)",
+        ),
+        ("fastattn/differential.py", "return first - second + lambda_init", "return first - second"),
+    ),
+    *breaks(
+        "C108",
+        "both softmaxes weigh the first half of the values",
+        (
+            "refattn/differential.py",
+            "        answers.append(answer)",
+            "        answers.append(torch.cat([answer.chunk(2, -1)[0]] * 2, dim=-1))",
+        ),
+        (CPU + "pairs.py", "_slabs(pools[half, 1], blocks", "_slabs(pools[0, 1], blocks"),
+    ),
+    *breaks(
+        "C109",
+        "the norm is over all pairs",
+        (
+            "refattn/differential.py",
+            "difference.square().mean(-1, keepdim=True)",
+            "difference.square().mean((-2, -1), keepdim=True)",
+        ),
+        (
+            "fastattn/kernels/problem.py",
+            "return rms_norm(difference, difference.shape[-1:], weight, self.norm_eps).mul(self.factor)",
+            "norm = rms_norm(difference, difference.shape[-2:], None, self.norm_eps).mul(self.factor)\n"
+            "        return norm if weight is None else norm * weight",
+        ),
+    ),
+    *breaks(
+        "C109",
+        "there is no factor",
+        ("refattn/differential.py", "rearrange((1 - lambda_init) * normed,", "rearrange(normed,"),
+        ("fastattn/kernels/problem.py", "self.norm_eps).mul(self.factor)", "self.norm_eps)"),
+    ),
+    *breaks(
+        "C110",
+        "the heads of a pair are not neighbours in the output",
+        ("refattn/differential.py", '"t pairs (two d) -> t (pairs two) d"', '"t pairs (two d) -> t (two pairs) d"'),
+        (
+            DISPATCH,
+            "return _into(out, answer.view(query.shape), lse)",
+            "return _into(out, answer.unflatten(2, (2, -1)).transpose(1, 2).reshape(query.shape), lse)",
+        ),
+    ),
+    *breaks(
+        "C117",
+        "distant keys gain by ALiBi",
+        (CPU + "pairs.py", "scores -= slopes *", "scores += slopes *"),
+    ),
+    *breaks(
+        "C117",
+        "there is no cap",
+        (CPU + "pairs.py", "    if options.softcap:", "    if False:"),
+    ),
+    *breaks(
+        "C118",
+        "codes pass for numbers",
+        (
+            "refattn/interface/checks.py",
+            'expect(cache, "cache", query.dtype, ("2", "2", "n",',
+            'expect(cache, "cache", cache.dtype, ("2", "2", "n",',
+        ),
+    ),
+    # --- local attention ---
+    *breaks(
+        "D130 D136 D134",
+        "a chunk begins at the first key",
+        ("refattn/local.py", "keys = range(max(begin, 0), max(end, 0))", "keys = range(0, max(end, 0))"),
+    ),
+    *breaks(
+        "D130 D136",
+        "a chunk reads the blocks of the first",
+        (
+            TORCH_OPS,
+            'used = rearrange(first_key // block_size, "b chunks -> b chunks 1")',
+            'used = rearrange(0 * first_key // block_size, "b chunks -> b chunks 1")',
+        ),
+    ),
+    *breaks(
+        "D131",
+        "a long chunk is not causal",
+        (
+            "fastattn/local.py",
+            "return Plan(batch, block_size, window_size=window_size)",
+            "return Plan(batch, block_size, causal=False, window_size=window_size)",
+        ),
+        (
+            "refattn/local.py",
+            "return Plan(chunks, block_size, causal=True,",
+            "return Plan(chunks, block_size, causal=False,",
+        ),
+    ),
+    *breaks(
+        "D132",
+        "the table is read from its beginning",
+        (
+            "refattn/local.py",
+            "tables.append(blocks[keys.start // block_size : -(-keys.stop // block_size)])",
+            "tables.append(blocks[: -(-keys.stop // block_size)])",
+        ),
+    ),
+    *breaks(
+        "D132",
+        "the table is read past its end",
+        (
+            TORCH_OPS,
+            'used = rearrange(used.clamp(max=batch.block_table.shape[1] - 1), "b chunks columns',
+            'used = rearrange(used, "b chunks columns',
+        ),
+    ),
+    *breaks(
+        "D134 D133",
+        "layers with chunks attend to everything",
+        (
+            "refattn/serving/layers.py",
+            "(part.tokens, twin.local.plan(part.batch, **sizes))",
+            "(part.tokens, twin.chunked_prefill.plan(part.batch, block_size=block_size))",
+        ),
+    ),
+    *breaks(
+        "D135",
+        "a chunk has no window",
+        (
+            "refattn/local.py",
+            "causal=True, window_size=window_size, first_keys=starts",
+            "causal=True, first_keys=starts",
+        ),
+        (
+            "fastattn/local.py",
+            "Plan(chunks, block_size, window_size=window_size, first_keys",
+            "Plan(chunks, block_size, first_keys",
+        ),
+    ),
+    *breaks(
+        "D137 D138",
+        "the size of a plan is read from the lengths",
+        (
+            "fastattn/local.py",
+            "columns = min(chunk_size // block_size, block_table.shape[1])",
+            "columns = min(chunk_size // block_size, -(-int(batch.seq_lens.max()) // block_size))",
+        ),
+    ),
+    *breaks(
+        "D133 D140",
+        "window layers read the blocks of the others",
+        (
+            "refattn/serving/window_pool.py",
+            "translated = self.refresh(batch.device)[block_table.masked_fill(outside, 0)]",
+            "translated = block_table % self.num_blocks",
+        ),
+    ),
+    *breaks(
+        "D140",
+        "all layers have pools of one size",
+        (
+            "refattn/serving/layers.py",
+            "        if not self.reach:\n            return num_blocks",
+            "        if True:\n            return num_blocks",
+        ),
+    ),
+    # --- speculation ---
+    *breaks(
+        "D142",
+        "a window counts nodes, not depths",
+        (
+            "refattn/attention.py",
+            "keys[first_node:] = first_node + plan.depths[i, : len(parents)]",
+            "keys[first_node:] = keys[first_node:]",
+        ),
+        (CPU + "schedule.py", "depths[mine, None] - depths,", "node[mine, None] - node,"),
+    ),
+    *breaks(
+        "D143",
+        "no block is cut off",
+        (
+            "refattn/speculative.py",
+            "cut = 0 if left < 0 else max(0, seq_len - nodes - left) // block_size",
+            "cut = 0",
+        ),
+        (
+            "fastattn/speculative.py",
+            "keys, first_keys = trimmed.batch, trimmed.first_keys",
+            "keys, first_keys = batch, torch.zeros_like(batch.seq_lens)",
+        ),
+    ),
+    *in_both(
+        "D144",
+        "a block of drafts is causal",
+        "speculative.py",
+        "return chunked_prefill.plan(batch, block_size=block_size, causal=causal, window_size=window_size)",
+        "return chunked_prefill.plan(batch, block_size=block_size, causal=True, window_size=window_size)",
+    ),
+    *in_both(
+        "D144",
+        "a chain is not causal",
+        "speculative.py",
+        "return chunked_prefill.plan(batch, block_size=block_size, causal=causal, window_size=window_size)",
+        "return chunked_prefill.plan(batch, block_size=block_size, causal=False, window_size=window_size)",
+    ),
+    *breaks(
+        "D145 D151",
+        "the query rows are the oldest nodes",
+        (
+            "refattn/attention.py",
+            "masks.tree(parents)[len(parents) - t :]",
+            "masks.tree(parents)[:t]",
+        ),
+        (
+            CPU + "schedule.py",
+            "mine = slice(num_nodes - (q1 - q0), num_nodes)",
+            "mine = slice(0, q1 - q0)",
+        ),
+    ),
+    *breaks(
+        "D146 D148 D156 D149",
+        "a node sees its parent only",
+        (
+            "refattn/masks.py",
+            "            visible[node] = visible[parent]",
+            "            visible[node, parent] = True",
+        ),
+        (
+            TORCH_OPS,
+            "        ancestors = ancestors | ancestors.gather(1, above[..., None].expand_as(ancestors))",
+            "        if _ == 0:\n"
+            "            ancestors = ancestors | ancestors.gather(1, above[..., None].expand_as(ancestors))",
+        ),
+    ),
+    *breaks(
+        "D148 D156",
+        "siblings see each other",
+        (
+            "refattn/attention.py",
+            "        visible[:, first_node:] &= masks.tree(parents)[len(parents) - t :].to(device)\n",
+            "",
+        ),
+        (
+            CPU + "attention.py",
+            "bias = bias.masked_fill_(~branches.seen, -torch.inf)",
+            "bias = bias.masked_fill_(branches.distance < 0, -torch.inf)",
+        ),
+    ),
+    *breaks(
+        "D147",
+        "the newest key of the context is hidden",
+        (
+            "refattn/attention.py",
+            "        visible[:, first_node:] &= ",
+            "        visible[:, max(0, first_node - 1) : first_node] = False\n        visible[:, first_node:] &= ",
+        ),
+        (
+            "fastattn/speculative.py",
+            "prefix = replace(keys, seq_lens=keys.seq_lens - trees.lens)",
+            "prefix = replace(keys, seq_lens=(keys.seq_lens - trees.lens - 1).clamp(min=0))",
+        ),
+    ),
+    *breaks(
+        "D148",
+        "the parent is the first node that is seen",
+        ("refattn/speculative.py", "parents.append(max(seen, default=-1))", "parents.append(min(seen, default=-1))"),
+        (
+            "fastattn/speculative.py",
+            "parents = torch.where(above, node, -1).amax(-1) if w else node",
+            "parents = torch.where(above, node, w).amin(-1) % w - (~above.any(-1)).int() if w else node",
+        ),
+    ),
+    *breaks(
+        "D149",
+        "only the tree counts",
+        (
+            "refattn/attention.py",
+            "        visible[:, first_node:] &= ",
+            "        visible[:, :first_node] = False\n        visible[:, first_node:] &= ",
+        ),
+        (
+            CPU + "attention.py",
+            "return _with_sinks(*_merge(before, (out, lse)), options.sinks, plan.whole)",
+            "return _with_sinks(out, lse, options.sinks, plan.whole)",
+        ),
+    ),
+    *in_both(
+        "D150",
+        "rejected drafts stay in the sequence",
+        "speculative.py",
+        "        seq_lens=batch.seq_lens - trees.lens + lens,",
+        "        seq_lens=batch.seq_lens,",
+    ),
+    *breaks(
+        "D152",
+        "every draft is accepted",
+        (
+            "refattn/speculative.py",
+            "agrees = branches[parent] and tokens[node] == wanted[parent]",
+            "agrees = branches[parent]",
+        ),
+        (
+            "fastattn/speculative.py",
+            "differs = (above >= 0) &",
+            "differs = (above < -1) &",
+        ),
+    ),
+    *breaks(
+        "D152",
+        "nothing is found by look-up",
+        ("refattn/serving/speculation.py", "        return _merge(found, nodes)", "        return None"),
+    ),
+    *breaks(
+        "D152",
+        "a draft model drafts nothing",
+        ("refattn/serving/speculation.py", "        return _merge([request.output_ids], nodes)", "        return None"),
+    ),
+    # --- latents ---
+    *breaks(
+        "D153",
+        "rotary keys lie before latents",
+        (
+            "refattn/mla.py",
+            "key_cache, value_cache = pages[..., :rank], pages[..., rank:width]",
+            "key_cache, value_cache = pages[..., width - rank : width], pages[..., : width - rank]",
+        ),
+        (
+            "fastattn/mla.py",
+            "pages[..., :rank], pages[..., rank:width], slot_mapping",
+            "pages[..., width - rank : width], pages[..., : width - rank], slot_mapping",
+        ),
+    ),
+    *breaks(
+        "D154",
+        "values are the last elements of a row",
+        (
+            "refattn/mla.py",
+            "sequences = ((key, key[..., :latent_rank]) for key in keys)",
+            "sequences = ((key, key[..., -latent_rank:]) for key in keys)",
+        ),
+    ),
+    *breaks(
+        "D154 D155",
+        "the rotary part of a query does not count",
+        (
+            "refattn/mla.py",
+            'pages = rearrange(cache[..., : query.shape[2]], "n p d -> n p 1 d")',
+            'pages = rearrange(cache[..., : query.shape[2]], "n p d -> n p 1 d")\n'
+            "    query = torch.cat([query[..., :latent_rank], 0 * query[..., latent_rank:]], dim=-1)",
+        ),
+        (
+            "fastattn/mla.py",
+            "out, lse = dispatch.mla(query, cache,",
+            "query = torch.cat([query[..., :latent_rank], 0 * query[..., latent_rank:]], dim=-1)\n"
+            "    out, lse = dispatch.mla(query, cache,",
+        ),
+    ),
+    *breaks(
+        "D155",
+        "absorbing loses the rotary part",
+        ("refattn/mla.py", "query[..., nope:]], dim=-1)", "0 * query[..., nope:]], dim=-1)"),
+        ("fastattn/mla.py", "absorbed[..., rank:] = query[..., nope:]", "absorbed[..., rank:] = 0.0"),
+    ),
+    *breaks(
+        "D157",
+        "the context is read from other slots",
+        (
+            "refattn/mla.py",
+            "slots[row] = batch.block_table[sequence, j // block_size] * block_size + j % block_size",
+            "slots[row] = batch.block_table[sequence, j // block_size] * block_size",
+        ),
+        (
+            "fastattn/mla.py",
+            "block_size=block_size).clamp(min=0)",
+            "block_size=block_size).clamp(min=0) // block_size * block_size",
+        ),
+    ),
+    *breaks(
+        "D158 E171",
+        "new tokens see one another in both directions",
+        (
+            "refattn/mla.py",
+            "own = rows(query_lens, batch.max_query_len, contexts, causal=True)",
+            "own = rows(query_lens, batch.max_query_len, contexts, causal=False)",
+        ),
+        (
+            "fastattn/mla.py",
+            "batch.max_query_len, contexts, causal=True)",
+            "batch.max_query_len, contexts, causal=False)",
+        ),
+    ),
+    *breaks(
+        "D158 E171",
+        "keys have no rotary part",
+        (
+            "refattn/mla.py",
+            '"s rope -> s h rope", h=len(to_key))',
+            '"s rope -> s h rope", h=len(to_key)) * 0',
+        ),
+        ("fastattn/mla.py", "key[..., nope:] = rope_key[:, None]", "key[..., nope:] = 0.0"),
+    ),
+    *breaks(
+        "E172 D157",
+        "a chunk of the context has a causal mask",
+        (
+            "refattn/mla.py",
+            "rows(counts, size, [start] * batch.num_seqs, causal=False)",
+            "rows(counts, size, [start] * batch.num_seqs, causal=True)",
+        ),
+        (
+            "fastattn/mla.py",
+            "rows(counts, ends, size, begins, causal=False)",
+            "rows(counts, ends, size, begins, causal=True)",
+        ),
+    ),
+    # --- the engine ---
+    *breaks(
+        "A41",
+        "no prefix is found",
+        (
+            "refattn/serving/block_pool.py",
+            "            if block is None:\n                break",
+            "            if True:\n                break",
+        ),
+    ),
+    *breaks(
+        "A44 D160",
+        "the table of the first step stays in the buffer",
+        (
+            GRAPHS,
+            "self.block_table[: len(scheduled), :columns] = torch.tensor(table, dtype=torch.int32)",
+            "self.block_table[: len(scheduled), :columns] = torch.tensor(table, dtype=torch.int32)"
+            " if self.replay is None else self.block_table[: len(scheduled), :columns]",
+        ),
+    ),
+    *breaks(
+        "A45 D169",
+        "padding requests have tokens",
+        (
+            GRAPHS,
+            "*(0, *ends, *[ends[-1]] * len(unused)),",
+            "*(0, *ends, *range(ends[-1] + 1, ends[-1] + 1 + len(unused))),",
+        ),
+    ),
+    *breaks(
+        "B69",
+        "steps are recorded on a CPU, too",
+        (
+            GRAPHS,
+            'return engine.model.device.type == "cuda" and engine.twin.package is fastattn',
+            "return engine.twin.package is fastattn",
+        ),
+    ),
+    *breaks(
+        "D167 D162 C114",
+        "the lengths of the first step stay in the buffer",
+        (
+            GRAPHS,
+            "        self.numbers.copy_(torch.tensor(numbers, dtype=torch.int32))",
+            "        if self.replay is None:\n            self.numbers.copy_(torch.tensor(numbers, dtype=torch.int32))",
+        ),
+    ),
+    # --- which kernel ---
+    *breaks(
+        "A13",
+        "heads of any size pass",
+        (
+            "fastattn/kernels/triton/__init__.py",
+            "elif max(problem.head_size, problem.value_head_size) > LARGEST_HEAD:",
+            "elif False:",
+        ),
+    ),
+    *breaks(
+        "B52",
+        "nothing is said of a kernel that cannot",
+        ("fastattn/tools/doctor.py", '    return Text(reason, style="dim")', '    return Text("no", style="dim")'),
+    ),
+    *breaks(
+        "B52",
+        "a kernel that runs in part passes for one that runs",
+        ("fastattn/tools/doctor.py", "    if first is None:", "    if None in (first, *others):"),
+    ),
+    *breaks(
+        "A14",
+        "the last kernel that can is chosen",
+        (DISPATCH, "    for name in names:\n        reasons", "    for name in names[::-1]:\n        reasons"),
+    ),
+    *breaks(
+        "A14",
+        "FlashAttention-4 goes first over pages of any size",
+        (DISPATCH, "and problem.block_size == FA3_PAGE:", "and problem.block_size == 0:"),
+    ),
+    *breaks(
+        "D129",
+        "FlashAttention-3 does not see the newest key",
+        (
+            "fastattn/kernels/flash/fa3.py",
+            "    loads_tiles = key_cache.shape[1] >= SMALLEST_TILE",
+            '    where["seqused_k"] = where["seqused_k"] - 1\n    loads_tiles = key_cache.shape[1] >= SMALLEST_TILE',
+        ),
+    ),
+    *breaks(
+        "B70",
+        "each layer makes a schedule",
+        (
+            "fastattn/kernels/flash/flash_mla.py",
+            "    return plan.kept[name]",
+            "    return plan.kept.pop(name)",
+        ),
+    ),
+    *breaks(
+        "B72",
+        "the splits past the tuning's number are dropped",
+        (
+            "fastattn/kernels/triton/attention.py",
+            "            splits=num_parts,",
+            "            splits=sum(tuning.splits for tuning in tunings),",
+        ),
+    ),
+    *breaks(
+        "D156",
+        "the context before a tree does not count",
+        (
+            "fastattn/kernels/flash/flash_mla.py",
+            "before = mla(query, cache, plan.prefix,",
+            "before = mla(query, cache, plan.whole,",
+        ),
+    ),
+    *breaks(
+        "E173",
+        "values of another size pass",
+        (
+            "fastattn/kernels/flash/fa2.py",
+            "if problem.head_size != problem.value_head_size:",
+            "if False:",
+        ),
+    ),
+    *breaks(
+        "E174",
+        "FlashAttention-3 refuses values of another size",
+        (
+            "fastattn/kernels/flash/fa3.py",
+            "UNEQUAL_HEADS = ((64, 128), (64, 256), (192, 128))",
+            "UNEQUAL_HEADS = ((64, 128), (64, 256))",
+        ),
+    ),
+    *breaks(
+        "E175",
+        "FlashAttention-2 is not asked for its log-sum-exp",
+        (
+            "fastattn/kernels/flash/fa2.py",
+            "        return_attn_probs=True,  # this is how to get the LSE",
+            "        return_attn_probs=False,",
+        ),
+    ),
+    *breaks(
+        "E176",
+        "a prompt over latents takes no notice of batch invariance",
+        ("fastattn/mla.py", "    if options.batch_invariant:", "    if False:"),
+    ),
+    *breaks(
+        "E176",
+        "an engine computes keys and values under batch invariance",
+        ("refattn/serving/layers.py", "if lens is None or self.batch_invariant:", "if lens is None:"),
+    ),
+    *breaks(
+        "E178",
+        "what cannot be imported is there",
+        (
+            "fastattn/kernels/device.py",
+            '        return f"the package {package} can\'t be imported: {error}"',
+            "        return None if error else None",
+        ),
+    ),
+]
+
+# Rows that are broken in fastattn alone, by the reason why the reference has no such feature.
+FASTATTN_ALONE = {
+    "CUDA graphs, and what is made for them": (
+        "A44 A45 B64 B69 B72 D137 D138 D160 D161 D162 D163 D164 D165 D166 D167 D168 D169"
+    ),
+    "kernels, and which of them is chosen": "A13 A14 B52 B70 B82 D129 E173 E174 E175 E178",
+    "the reference computes sequence by sequence, with or without the option": "B73",
+}
+
+# Rows with tests and without a mutation, and why.
+UNBROKEN: dict[str, str] = {}
