@@ -39,7 +39,7 @@ LONGEST = 90
 @cache
 def truths(path):
     """Draw some workloads of a path; what each should return is computed once."""
-    drawn = (workload(1, path, index * 31, ("float32", "float16"), LONGEST) for index in range(FEW))
+    drawn = (workload(1, path, index, ("float32", "float16"), longest=LONGEST) for index in range(FEW))
     return [Truth(work) for work in drawn]
 
 

@@ -600,10 +600,18 @@ def _prefill(work: Workload, generator: torch.Generator) -> Call:
             **more,
         )
 
+    def as_read(rows: Tensor) -> Tensor:
+        """Round new latents as a later step reads them, so that an answer does not depend on how a prompt was cut."""
+        if work.stored == "numbers":
+            return rows.double()
+        kind, of_code = cache.dtype, torch.tensor(scale, dtype=torch.float32)
+        largest = torch.finfo(kind).max
+        return (rows.float() / of_code).clamp(-largest, largest).to(kind).double() * scale
+
     def make(i: int) -> tuple[Tensor, Tensor]:
         row = sum(q for q, _ in work.lens[:i])
         q, s = work.lens[i]
-        latents = torch.cat([read(contexts[i]), new[row : row + q].double()])
+        latents = torch.cat([read(contexts[i]), as_read(new[row : row + q])])
         key = torch.einsum("sr,hnr->shn", latents[:, :rank], to_key.double())
         shared = latents[:, rank:][:, None].expand(s, h, rope)
         return torch.cat([key, shared], -1), torch.einsum("sr,hvr->shv", latents[:, :rank], to_value.double())

@@ -255,10 +255,9 @@ def draw_palette(random: Random, path: str, dtypes: tuple[str, ...] = ("float32"
         h = hk * random.choice((4, 8, 12))
     if path in ("quantized", "kv_cache"):
         stored = random.choice(STORED[1:])
-    present = ("softcap", "alibi", "alibi_sqrt", "sinks", "window", "not-causal", "scale")
-    options = {name for name in present if random.random() < 0.3}
-    if random.random() < 0.15:
-        options.add("batch_invariant")
+    often = ("softcap", "alibi", "sinks", "window", "not-causal", "scale")
+    options = {name for name in often if random.random() < 0.3}
+    options |= {name for name in ("alibi_sqrt", "batch_invariant") if random.random() < 0.12}
     return Palette(random.choice(dtypes), head_size, value_head_size, block_size, (h, hk), stored, frozenset(options))
 
 
