@@ -191,7 +191,7 @@ class Workload:
         return json.dumps({name: value for name, value in asdict(self).items() if value != _DEFAULTS.get(name)})
 
 
-_DEFAULTS = {field.name: field.default for field in fields(Workload) if field.name != "path"}
+_DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Workload) if field.name != "path"}
 
 
 def workload_of(line: str) -> Workload:
@@ -542,8 +542,9 @@ def smaller(work: Workload) -> Iterator[Workload]:
             yield replace(work, heads=fewer)
     for name in ("block_size", "padding_rows", "workspace", "parts", "ranks", "interleave", "chunk_blocks", "growing"):
         for value in _fewer(getattr(work, name)):
+            change: dict[str, Any] = {name: value}
             if value > 0:
-                yield replace(work, **{name: value})
+                yield replace(work, **change)
     for side in (0, 1):
         for value in _fewer(work.window[side]):
             yield replace(work, window=(value, work.window[1]) if side == 0 else (work.window[0], value))
