@@ -15,13 +15,14 @@ from torch import Tensor
 
 from fastattn import chunked_prefill, sliding_window
 from fastattn.kernels import dispatch
-from refattn.interface import Accepted, AttentionOptions, Batch, Plan, TreePlan, Trees
+from refattn.interface import Accepted, AttentionOptions, Batch, DraftStep, Plan, TreePlan, Trees
 from refattn.interface.checks import check_tree
 from refattn.interface.contents import check_block_table, check_num_tokens
 from refattn.interface.trees import (
     check_accepted,
     check_accepted_lens,
     check_caches,
+    check_draft_steps,
     check_drafts,
     check_parents,
     check_probabilities,
@@ -103,6 +104,36 @@ def plan(
 
     prefix = replace(keys, seq_lens=keys.seq_lens - trees.lens)
     return TreePlan(level(keys), level(prefix), trees, depths, ancestors)
+
+
+def plan_drafts(
+    batch: Batch, *, block_size: int, num_steps: int, num_branches: int = 1, window_size: tuple[int, int] = (-1, -1)
+) -> list[DraftStep]:
+    """Plan all passes of a draft model at once, without synchronizing.
+
+    The twin of `refattn.speculative.plan_drafts`.
+    """
+    check_draft_steps(batch, block_size=block_size, num_steps=num_steps, num_branches=num_branches)
+    drafts = batch.query_lens.clamp(max=1)  # [b], 0 for padding
+    ends = (drafts * num_branches).cumsum(0, dtype=torch.int32)
+    node = torch.arange(num_steps * num_branches, dtype=torch.int32, device=batch.device)
+    parents = (node - num_branches).clamp(min=-1).expand(batch.num_seqs, -1)
+    rows = replace(
+        batch,
+        cu_seqlens_q=torch.nn.functional.pad(ends, (1, 0)),
+        max_query_len=num_branches,
+        num_keys=None,
+        num_tokens=None,
+    )
+    steps = []
+    for nodes in range(num_branches, num_steps * num_branches + 1, num_branches):
+        trees = Trees(parents[:, :nodes].contiguous(), drafts * nodes)
+        longer = replace(rows, seq_lens=batch.seq_lens + trees.lens, max_seq_len=batch.max_seq_len + nodes)
+        its_trees = trees if num_branches > 1 else None
+        steps.append(
+            DraftStep(longer, trees, plan(longer, block_size=block_size, trees=its_trees, window_size=window_size))
+        )
+    return steps
 
 
 def attention(

@@ -18,6 +18,7 @@ and value at once, and lies in a row with its rotary key. Then a write rounds to
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from einops import einsum, rearrange, repeat
@@ -28,7 +29,13 @@ from refattn import kv_cache, quantized
 from refattn.attention import attend_sequences, attend_trees, compute_dtype, hand_over
 from refattn.interface import AttentionOptions, Batch, ContextChunk, Fp8Scales, Plan, PrefillPlan, TreePlan
 from refattn.interface.ambient import without_autocast
-from refattn.interface.checks import check_latent, check_latent_prefill, check_latent_slots, check_projection
+from refattn.interface.checks import (
+    check_latent,
+    check_latent_prefill,
+    check_latent_slots,
+    check_projection,
+    rows_with_slots,
+)
 from refattn.interface.contents import check_workspace
 from refattn.interface.scales import FP8_FORMATS
 from refattn.interface.values import check_memory, check_sizes
@@ -120,9 +127,9 @@ def plan_prefill(batch: Batch, *, block_size: int, workspace: int, max_context_l
         batch: the lengths and the block table; every sequence has its new tokens among its keys.
         block_size: tokens in a block, `p`.
         workspace: the most tokens whose keys and values are computed at a time, at least one for each sequence.
-        max_context_len: tokens of the longest context, for which there are chunks, but for no more tokens than the
-            block table holds. None: the longest that there is, or on a device, where nothing can be read, one token
-            less than the longest sequence.
+        max_context_len: tokens of the longest context, for which there are chunks, the last ones empty if it is more
+            than there are. None: the longest that there is, or on a device, where nothing can be read, one token less
+            than the longest sequence.
 
     Returns:
         A plan for every layer of this step.
@@ -130,8 +137,9 @@ def plan_prefill(batch: Batch, *, block_size: int, workspace: int, max_context_l
     Raises:
         ValueError: naming the argument that does not fit; the contents of the batch are checked on a CPU.
     """
-    longest = check_workspace(batch, workspace, max_context_len, block_size=block_size)
+    check_sizes(block_size=block_size)
     whole = Plan(batch, block_size)
+    longest = check_workspace(batch, workspace, max_context_len)
     assert batch.block_table is not None  # a plan over pages has checked it
     query_lens, contexts = batch.query_lens.tolist(), batch.context_lens.tolist()
     where = positions(batch, sum(query_lens)).int()
@@ -254,9 +262,9 @@ def _as_read(
     if cache.dtype not in FP8_FORMATS:
         return latent, rope_key
     (t, rank), rope = latent.shape, rope_key.shape[1]
-    pool = allocate(1, max(1, t), rank, rope, dtype=cache.dtype, device=cache.device)
+    pool = allocate(max(1, t), 1, rank, rope, dtype=cache.dtype, device=cache.device)
     write(latent, rope_key, pool, torch.arange(t, device=cache.device), cache_scale=cache_scale)
-    read = _numbers(pool[0, :t], cache_scale, latent.dtype)
+    read = _numbers(pool[:t, 0], cache_scale, latent.dtype)
     return read[:, :rank], read[:, rank:]
 
 
@@ -275,10 +283,10 @@ def _keys_and_values(
     one_by_one: bool,
 ) -> tuple[Float[Tensor, "s h d"], Float[Tensor, "s h dv"]]:
     """Make the keys and the values of every head, in the compute type; of one token at a time for the same bits."""
-    projections = dict(key_projection=key_projection, value_projection=value_projection, one_by_one=one_by_one)
     if one_by_one and len(latent) > 1:
+        fixed: dict[str, Any] = dict(key_projection=key_projection, value_projection=value_projection, one_by_one=True)
         tokens = zip(latent.split(1), rope_key.split(1), strict=True)
-        keys, values = zip(*(_keys_and_values(*token, **projections) for token in tokens), strict=True)
+        keys, values = zip(*(_keys_and_values(*token, **fixed) for token in tokens), strict=True)
         return torch.cat(keys), torch.cat(values)
     compute = compute_dtype(latent.dtype)
     c, to_key, to_value = (x.to(compute, copy=True) for x in (latent, key_projection, value_projection))
@@ -362,8 +370,8 @@ def allocate(
 
 
 def write(
-    latent: Shaped[Tensor, "t r"],
-    rope_key: Shaped[Tensor, "t rope"],
+    latent: Shaped[Tensor, "rows r"],
+    rope_key: Shaped[Tensor, "rows rope"],
     cache: Shaped[Tensor, "n p c"],
     slot_mapping: Int64[Tensor, "t"],
     *,
@@ -374,7 +382,8 @@ def write(
         code = cast(clamp(x / cache_scale, -largest, largest))        into a pool of codes, as `quantized.write`
 
     Args:
-        latent: of the new tokens, in the type of the pool; of any floating point type for a pool of codes.
+        latent: of the new tokens, in the type of the pool; of any floating point type for a pool of codes. Rows after
+            the last slot are padding.
         rope_key: their rotary keys, of the same type.
         cache: the pool, changed in place in the first `r + rope` elements of a row.
         slot_mapping: the slot of each token, each at most once; -1 is not written.
@@ -384,6 +393,7 @@ def write(
         ValueError: if types, shapes or devices do not match; on a CPU also if a slot is outside the pool or is given
             twice. Nothing is written then.
     """
+    latent, rope_key = rows_with_slots(latent, rope_key, slot_mapping)
     check_latent_slots(latent, rope_key, cache, slot_mapping, cache_scale=cache_scale)
     rank, width = latent.shape[1], latent.shape[1] + rope_key.shape[1]
     pages = rearrange(cache, "n p c -> n p 1 c")  # as one head, whose key is the latent, and its value the rotary key

@@ -10,6 +10,7 @@ nodes. They have consecutive slots, but positions follow from the depth, so sibl
                            node 4   1 1 1 . 1 . 1              4        slots   . . 0 1 2 3 4   ->   . . 0 2 4
 
     plan, attention     verification of chains and trees; and each step of a draft that grows a tree
+    plan_drafts         all steps of a draft that grows several branches, before the first of them
     accept              where the model chose the same tokens: greedy, or drawn before
     accept_sampled      rejection sampling: the tokens have the model's own distribution, whatever was drafted
     compact             moves what was accepted to where the next step looks for it, in the caches of all layers
@@ -30,7 +31,7 @@ from torch import Tensor
 
 from refattn import chunked_prefill, masks
 from refattn.attention import attend_trees, hand_over
-from refattn.interface import Accepted, AttentionOptions, Batch, Plan, TreePlan, Trees
+from refattn.interface import Accepted, AttentionOptions, Batch, DraftStep, Plan, TreePlan, Trees
 from refattn.interface.checks import check_tree
 from refattn.interface.contents import check_block_table, check_num_tokens
 from refattn.interface.trees import (
@@ -38,6 +39,7 @@ from refattn.interface.trees import (
     check_accepted,
     check_accepted_lens,
     check_caches,
+    check_draft_steps,
     check_drafts,
     check_parents,
     check_probabilities,
@@ -171,6 +173,52 @@ def plan(
 
     prefix = level([seq_len - nodes for seq_len, nodes in zip(seq_lens, lens, strict=True)])
     return TreePlan(level(seq_lens), prefix, trees, depths.to(batch.device), ancestors.to(batch.device))
+
+
+def plan_drafts(
+    batch: Batch, *, block_size: int, num_steps: int, num_branches: int = 1, window_size: tuple[int, int] = (-1, -1)
+) -> list[DraftStep]:
+    """Plan all passes of a draft model at once: each makes several branches of a sequence longer by one token.
+
+    Which tokens it drafts decides nothing about who sees whom. Two branches after three keys, in three passes:
+
+        node       0 1 | 2 3 | 4 5        pass 0   query rows 0 1   node 1   1 1 1 . 1
+        branch     0 1   0 1   0 1        pass 1              2 3   node 3   1 1 1 . 1 . 1
+        position   3 3   4 4   5 5        pass 2              4 5   node 5   1 1 1 . 1 . 1 . 1
+
+    Args:
+        batch: any step whose keys are in the cache, with blocks for all drafts to come. A sequence of it without new
+            tokens is padding, and drafts nothing.
+        block_size: tokens in a block, `p`.
+        num_steps: passes of the draft model.
+        num_branches: branches of each sequence; with 1 a draft is a chain.
+        window_size: as for `plan`.
+
+    Returns:
+        The batch, the trees and the plan of each pass; `positions` and `metadata.slot_mapping` follow from them.
+
+    Raises:
+        ValueError: naming the argument that does not fit.
+
+    Source: `FlashAttentionMultiStepBackend` of SGLang: the first drafts come from the step before, so that
+        `speculative_num_steps` is one more than there are passes.
+    """
+    check_draft_steps(batch, block_size=block_size, num_steps=num_steps, num_branches=num_branches)
+    assert batch.block_table is not None  # as has been checked
+    drafts = [query_len > 0 for query_len in batch.query_lens.tolist()]
+    contexts, tables = batch.seq_lens.tolist(), batch.block_table.tolist()
+    steps = []
+    for step in range(num_steps):
+        parents = [-1] * num_branches + list(range(step * num_branches))  # a node follows its branch's of before
+        trees = make_trees([parents if is_drafted else [] for is_drafted in drafts], device=batch.device)
+        query_lens = [num_branches if is_drafted else 0 for is_drafted in drafts]
+        seq_lens = [context + nodes for context, nodes in zip(contexts, trees.lens.tolist(), strict=True)]
+        longer = make_batch(query_lens, seq_lens, tables, device=batch.device)
+        its_trees = trees if num_branches > 1 else None  # a chain needs no mask but the causal one
+        steps.append(
+            DraftStep(longer, trees, plan(longer, block_size=block_size, trees=its_trees, window_size=window_size))
+        )
+    return steps
 
 
 def attention(

@@ -12,6 +12,7 @@ from fastattn.kernels.problem import Problem
 PACKAGES = {
     "cpu": "torch",
     "torch": "torch",
+    "plain": "torch",
     "triton": "triton",
     "fa4": "flash-attn-4",
     "fa3": "flash-attn-3",

@@ -102,7 +102,7 @@ def build(
     seq_lens = [s for _, s in case.lens]
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(dtype)
+        return torch.randn(*shape, generator=generator, dtype=torch.float32).to(dtype)
 
     query = draw(sum(q for q, _ in case.lens) + case.padding_rows, h, d)
     query[len(query) - case.padding_rows :] = poisoned(case.padding_rows, h, d, poison).to(dtype)
@@ -155,4 +155,4 @@ def build(
 def poisoned(rows: int, heads: int, size: int, poison: Sequence[float] = POISON, *, first: int = 0) -> Tensor:
     """Fill rows with poison, another kind for each head and for the next row: `[rows, heads, size]`."""
     turn = torch.arange(rows)[:, None] + torch.arange(heads) + first
-    return torch.tensor(poison)[turn % len(poison)][..., None].repeat(1, 1, size)
+    return torch.tensor(poison, dtype=torch.float32)[turn % len(poison)][..., None].repeat(1, 1, size)

@@ -268,8 +268,13 @@ def _pairs(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> 
     arguments = _paged(example, dtype, changed)
     caches = arguments.pop("key_cache"), arguments.pop("value_cache")
     cache = torch.stack([torch.stack([pool[:, :, half::2] for pool in caches]) for half in (0, 1)])
-    weight = torch.linspace(0.5, 1.5, 2 * example.head_size).to(dtype)
-    layer = dict(lambda_full=torch.tensor(LAMBDA), lambda_init=LAMBDA_INIT, norm_weight=weight, norm_eps=1e-5)
+    weight = torch.linspace(0.5, 1.5, 2 * example.head_size, dtype=torch.float32).to(dtype)
+    layer = dict(
+        lambda_full=torch.tensor(LAMBDA, dtype=torch.float32),
+        lambda_init=LAMBDA_INIT,
+        norm_weight=weight,
+        norm_eps=1e-5,
+    )
     return {"query": arguments.pop("query"), "cache": cache, **arguments, **layer}
 
 
@@ -288,10 +293,10 @@ def _partials(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) 
     shape = (example.num_tokens, example.heads[0])
     outs, lses = [], []
     for part in range(example.options.get("parts", 2)):
-        outs.append(torch.randn(*shape, example.head_size, generator=generator).to(dtype))
-        lses.append(torch.randn(shape, generator=generator) * 2 + 3 * (part % 2))
+        outs.append(torch.randn(*shape, example.head_size, generator=generator, dtype=torch.float32).to(dtype))
+        lses.append(torch.randn(shape, generator=generator, dtype=torch.float32) * 2 + 3 * (part % 2))
         if example.options.get("empty"):
-            nothing = torch.rand(shape, generator=generator) < 0.5
+            nothing = torch.rand(shape, generator=generator, dtype=torch.float32) < 0.5
             lses[-1][nothing] = -torch.inf
             outs[-1][nothing] = example.options.get("garbage", 0.0)
     return dict(outs=outs, lses=lses)
@@ -304,11 +309,13 @@ def _new_tokens(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]
     t = example.num_tokens
     slots = slot_mapping(drawn.batch, t + example.padding_rows, block_size=example.block_size)
     pools = {
-        name: torch.randn(pool.shape, generator=generator).to(dtype)
+        name: torch.randn(pool.shape, generator=generator, dtype=torch.float32).to(dtype)
         for name, pool in (("key_cache", drawn.key_cache), ("value_cache", drawn.value_cache))
     }
     rows = {
-        name: torch.randn(t + example.padding_rows, *pools[f"{name}_cache"].shape[2:], generator=generator).to(dtype)
+        name: torch.randn(
+            t + example.padding_rows, *pools[f"{name}_cache"].shape[2:], generator=generator, dtype=torch.float32
+        ).to(dtype)
         for name in ("key", "value")
     }
     return dict(**rows, **pools, slot_mapping=slots)
@@ -318,9 +325,11 @@ def _options(example: Example) -> Arguments:
     """Fill in the options that have one number per head."""
     h, options = example.heads[0], dict(example.options)
     if options.get("alibi_slopes") is True:
-        options["alibi_slopes"] = 2.0 ** -torch.arange(1, h + 1)
+        options["alibi_slopes"] = 2.0 ** -torch.arange(1, h + 1, dtype=torch.float32)
     if options.get("sinks") is True:
-        options["sinks"] = torch.linspace(-1.0, 3.0, h) if h > 1 else torch.ones(1)
+        options["sinks"] = (
+            torch.linspace(-1.0, 3.0, h, dtype=torch.float32) if h > 1 else torch.ones(1, dtype=torch.float32)
+        )
     return options
 
 

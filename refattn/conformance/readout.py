@@ -43,7 +43,7 @@ def read_masks(
     for first in range(0, max(longest, 1), width):
         values = []
         for _, s in case.lens:
-            value = torch.zeros(s, case.heads[1], width)
+            value = torch.zeros(s, case.heads[1], width, dtype=torch.float32)
             for j in range(first, min(s, first + width)):
                 value[j, :, j - first] = 1.0
             values.append(value)

@@ -5,7 +5,7 @@ from refattn.interface.options import AttentionOptions
 from refattn.interface.parallel import DistributedGroup, Group, Shard, simulate_ranks
 from refattn.interface.plan import CascadePlan, ContextChunk, ContextParallelPlan, Needs, Plan, PrefillPlan
 from refattn.interface.scales import Fp8Scales, Int8Scales
-from refattn.interface.trees import Accepted, TreePlan, Trees
+from refattn.interface.trees import Accepted, DraftStep, TreePlan, Trees
 
 __all__ = [
     "Accepted",
@@ -15,6 +15,7 @@ __all__ = [
     "ContextChunk",
     "ContextParallelPlan",
     "DistributedGroup",
+    "DraftStep",
     "Fp8Scales",
     "Group",
     "Int8Scales",

@@ -24,8 +24,10 @@ class AttentionOptions:
         softcap: bound on the scores, in units of the scaled score; 0 for no bound.
         alibi_slopes: one slope per query head, `[h]`, of any floating type: the bias is computed in the compute type.
         sinks: one extra logit per query head, `[h]`, in the denominator only: it has no value.
-        batch_invariant: return bit-identical rows, whatever else is in the batch. The reference computes
-            sequence by sequence, so this always holds, except in a cascade, which computes a group of sequences as one.
+        batch_invariant: return bit-identical rows, whatever else is in the batch. The reference then attends with
+            one query at a time, to copies of the keys that it sees: so its bits do not depend either on how many tokens
+            its sequence has in the batch. This does not hold in a cascade, whose parts merge as sequences share keys;
+            nor, for the number of tokens, in `context_parallel`, which merges context and new tokens.
         alibi_sqrt: let ALiBi grow with the square root of the distance, `-slope * |i - j| ** 0.5`.
 
     Raises:

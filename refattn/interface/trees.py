@@ -32,6 +32,7 @@ from refattn.interface.values import (
     check_floating,
     check_list,
     check_own_memory,
+    check_sizes,
     describe,
     expect,
     is_int,
@@ -157,6 +158,20 @@ class Accepted(NamedTuple):
     next_tokens: Int64[Tensor, "b"]
 
 
+class DraftStep(NamedTuple):
+    """A pass of a draft model that grows several branches by one token each.
+
+    Attributes:
+        batch: the newest node of each branch as query rows, and the keys up to them.
+        trees: the branches so far, as chains side by side: the nodes of a pass come after those of the pass before.
+        plan: of attention in every layer; a `TreePlan` if there are several branches.
+    """
+
+    batch: Batch
+    trees: Trees
+    plan: Plan | TreePlan
+
+
 def check_trees(batch: Batch, trees: Trees) -> None:
     """Check that trees are those of a batch.
 
@@ -178,6 +193,22 @@ def check_trees(batch: Batch, trees: Trees) -> None:
             f"tree_lens: expected at least the {int(batch.query_lens[i])} query rows of sequence {i}, and at most its "
             f"{int(batch.seq_lens[i])} keys, got {int(trees.lens[i])} nodes"
         )
+
+
+def check_draft_steps(batch: Batch, *, block_size: int, num_steps: int, num_branches: int) -> None:
+    """Check the sizes of a draft: passes of the draft model, and branches that each of them makes longer.
+
+    Raises:
+        ValueError: naming the size that does not fit; on a CPU also if a sequence has no blocks for its drafts.
+    """
+    check_lengths(batch)
+    check_sizes(block_size=block_size, num_steps=num_steps, num_branches=num_branches)
+    if num_steps * num_branches > MOST_NODES:
+        raise ValueError(
+            f"num_steps: expected at most {MOST_NODES} nodes together, got {num_steps} steps of {num_branches}"
+        )
+    new_lens = batch.query_lens.long().clamp(max=1) * (num_steps * num_branches)
+    check_block_table(batch, block_size=block_size, new_lens=new_lens)
 
 
 def check_parents(parents: Sequence[Sequence[int]]) -> None:

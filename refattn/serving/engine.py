@@ -34,7 +34,7 @@ from math import ceil
 from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 import torch
-from einops import rearrange
+from einops import rearrange, reduce
 from jaxtyping import Float, Int64
 from torch import Tensor
 
@@ -44,7 +44,18 @@ from refattn.interface.trees import MOST_NODES
 from refattn.serving import models
 from refattn.serving.block_pool import BlockPool
 from refattn.serving.cost_model import CPU, H200, Machine, saved_key_reads, worthwhile_prefixes
-from refattn.serving.layers import Amax, Layer, Lens, QuantizedLayer, SplitPlan, Twin, quantize, set_scales
+from refattn.serving.layers import (
+    KEY_RANGE,
+    VALUE_RANGE,
+    Amax,
+    Layer,
+    Lens,
+    QuantizedLayer,
+    SplitPlan,
+    Twin,
+    quantize,
+    set_scales,
+)
 from refattn.serving.request import Event, Request, tokenize
 from refattn.serving.sampling import GREEDY, SamplingParams, choose
 from refattn.serving.scheduler import Counters, Scheduler
@@ -116,13 +127,16 @@ class Engine:
         calibration: how large keys and values become, from `calibrate`, for the scales of the codes. None: fp8 has
             scales of 1, and saturates at its largest number; of int8 only the keys are codes, and values stay as they
             are.
+        calculate_kv_scales: work out the scales of fp8 while serving, where there is no calibration: by the largest
+            keys and values of the first step, with room for larger ones to come (`layers.KEY_RANGE`). From then on they
+            are fixed, so no later answer depends on what else is served, but all depend on the first step.
         trust_model: serve a model of another family too. Its answers have not been compared with transformers' own:
             do that before you rely on them.
 
     Raises:
         ValueError: naming the argument, for a size that is not an int of at least 1, an unknown type of cache, a
             calibration of another model, or a model that would be served wrongly.
-        NotImplementedError: if the model has layers that no path reads from such a cache.
+        NotImplementedError: if the model has layers that the engine keeps in no such cache; or under `torch.autocast`.
         torch.OutOfMemoryError: if a GPU has no room for the pool.
     """
 
@@ -143,6 +157,7 @@ class Engine:
         speculation: NGram | DraftModel | None = None,
         kv_cache_dtype: str = "auto",
         calibration: Sequence[Amax] | None = None,
+        calculate_kv_scales: bool = False,
         trust_model: bool = False,
     ) -> None:
         sizes = dict(
@@ -157,6 +172,7 @@ class Engine:
         if speculation is not None and not isinstance(speculation, NGram | DraftModel):
             raise ValueError(f"speculation: expected an NGram or a DraftModel, or None, got {speculation!r}")
         models.check_model(model, trust_model)
+        _check_autocast(model)
         self.model, self.config, self.tokenizer = model.eval(), model.config.get_text_config(), tokenizer
         self.block_size, self.max_num_batched_tokens = block_size, max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
@@ -165,6 +181,14 @@ class Engine:
         layers = models.layers_of(self.config, most_tokens, batch_invariant=batch_invariant)
         self.layers = quantize(layers, kv_cache_dtype)
         self.owners = models.owners_of(self.config)  # of each layer, the one whose pool it reads
+        if type(calculate_kv_scales) is not bool:
+            raise ValueError(f"calculate_kv_scales: expected True or False, got {calculate_kv_scales!r}")
+        if calculate_kv_scales and (calibration is not None or not kv_cache_dtype.startswith("fp8")):
+            given = "a calibration" if calibration is not None else f"kv_cache_dtype={kv_cache_dtype!r}"
+            raise ValueError(
+                "calculate_kv_scales: expected False but for fp8 without a calibration, as other scales are given or "
+                f"come with each key, got True and {given}"
+            )
         if calibration is not None:
             self.layers = set_scales(self.layers, calibration, self.twin, self.owners, model.device)
         self.speculation = speculation
@@ -209,7 +233,9 @@ class Engine:
         self._is_stepping = False
         self._aborted: deque[Request] = deque()  # to be ended as soon as no step is under way
         self._attended: list[int] = []  # the layers whose attention this pass has computed
+        self._calculates_scales = False  # in every pass, until one over requests has succeeded
         self._try_model()
+        self._calculates_scales = calculate_kv_scales
 
     @property
     def waiting(self) -> deque[Request]:
@@ -307,7 +333,11 @@ class Engine:
         A request that makes the model, the sampler or the tokenizer raise an exception, or whose logits are not finite,
         ends with a `finish_reason` of "error", and the others get their tokens. Any other exception, for example from
         Ctrl-C, is raised here and the step is undone: its requests wait, with the tokens that they had.
+
+        Raises:
+            NotImplementedError: under `torch.autocast`. Nothing is computed then.
         """
+        _check_autocast(self.model)
         unfinished = [*self.running, *self.waiting]
         counted = vars(self.counters).copy()
         before: dict[Request, tuple[int, tuple[int, int]]] = {}
@@ -445,6 +475,7 @@ class Engine:
             vars(self.counters).update(counted)
             failure = _describe(error)  # in words: the exception itself would keep all tensors of the pass alive
         else:
+            self._calculates_scales = False
             return {request: self._next_events(request, tokens.get(request, [])) for request in scheduled}
         if len(scheduled) == 1:
             return {request: [Event(request, error=failure)] for request in scheduled}
@@ -497,7 +528,9 @@ class Engine:
 
         A request with a draft has a row for each of its nodes.
         """
-        logits = None if self.runner is None else self.runner.run(self, scheduled)
+        logits = None
+        if self.runner is not None and not self._calculates_scales:
+            logits = self.runner.run(self, scheduled)
         if logits is None:
             logits = self.run_model(self.make_inputs(scheduled, self.find_prefixes(scheduled, self.machine)))
         return logits
@@ -647,6 +680,8 @@ class Engine:
         models.check_options(others)
         index = module.layer_idx
         self._attended.append(index)
+        if self._calculates_scales and self.owners[index] == index:
+            self._calculate_scales(index, key, value)
         layer = self.layers[index]
         if (sliding_window or 0) != layer.window:
             raise ValueError(
@@ -661,6 +696,18 @@ class Engine:
         slots, plan = step.slot_mappings[layer], step.plans[layer]
         out = layer.attend(self.twin, module, *tokens, self.caches[index], slots, plan, options)
         return out[None].contiguous()  # [1, t, h, d], as transformers' own: some models view it
+
+    def _calculate_scales(self, index: int, key: Float[Tensor, "1 hk t dk"], value: Float[Tensor, "1 hk t dv"]) -> None:
+        """Set the scales of a layer, and of those that read its pool, by the new keys and values.
+
+        NaN and infinity do not count: they are the fault of one request, which ends in an error.
+        """
+        sizes = (x.float().abs().nan_to_num(nan=0.0, posinf=0.0) for x in (key, value))
+        amax = Amax(*(reduce(x, "1 hk t d -> hk d", "max") for x in sizes))
+        for i, owner in enumerate(self.owners):
+            if owner == index:
+                ranges = KEY_RANGE, VALUE_RANGE
+                self.layers[i] = self.layers[i].calibrated(self.twin, amax, self.model.device, ranges)
 
     def _try_model(self) -> None:
         """Run the model over one token in the first block, so that one that cannot be served is refused at once."""
@@ -749,6 +796,19 @@ class Engine:
             self.scheduler.finish(request, "error")
         elif tokens and reason:
             self.scheduler.finish(request, reason)
+
+
+def _check_autocast(model: Any) -> None:
+    """Check that nobody changes the types of a model's keys and values, which are stored in the model's own type.
+
+    Raises:
+        NotImplementedError: under `torch.autocast` for the model's device.
+    """
+    if torch.is_autocast_enabled(model.device.type):
+        raise NotImplementedError(
+            f"torch.autocast: the engine runs a model in its own type, {str(model.dtype).removeprefix('torch.')}; "
+            "leave autocast for it, or convert the model"
+        )
 
 
 def new_tokens(request: Request, count: int) -> list[int]:

@@ -27,6 +27,7 @@ from refattn.interface import (
 )
 from refattn.interface.values import describe, expect
 
+KEY_RANGE, VALUE_RANGE = 200.0, 100.0  # what the largest numbers of a first step become as codes, as in vLLM
 WORKSPACE = 16384  # context tokens whose keys and values are made at a time: 1.25 GiB in DeepSeek-V3's sizes, bfloat16
 Lens = Sequence[tuple[int, int]]  # of each request its new tokens, and all its tokens
 
@@ -104,8 +105,17 @@ class Layer:
         """The sizes of an `Amax` of this layer: of keys, and of values."""
         return (self.num_kv_heads, self.head_size), (self.num_kv_heads, self.head_size)
 
-    def calibrated(self, twin: Twin, amax: Amax, device: torch.device) -> "Layer":
-        """Return this layer with the scales for its codes."""
+    def calibrated(
+        self, twin: Twin, amax: Amax, device: torch.device, ranges: tuple[float, float] | None = None
+    ) -> "Layer":
+        """Return this layer with the scales for its codes.
+
+        Args:
+            twin: the package that computes.
+            amax: the largest magnitudes of its keys and values.
+            device: where the scales are to be.
+            ranges: of fp8, what those of keys and of values become as codes; None for the largest code.
+        """
         raise NotImplementedError(f"calibration: a {type(self).__name__} has no codes")
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
@@ -350,11 +360,13 @@ class LatentLayer(Layer):
         """The sizes of an `Amax` of this layer: of latents, and of rotary keys."""
         return (1, self.latent_rank), (1, self.head_size - self.latent_rank)
 
-    def calibrated(self, twin: Twin, amax: Amax, device: torch.device) -> "LatentLayer":
-        """Return this layer with the scale under which the largest magnitude becomes the largest code."""
+    def calibrated(
+        self, twin: Twin, amax: Amax, device: torch.device, ranges: tuple[float, float] | None = None
+    ) -> "LatentLayer":
+        """Return this layer with the scale for its codes: one, so the range is that of keys."""
         assert self.codes is not None  # as `set_scales` has made sure
         largest = max(float(x.max()) for x in amax)
-        return replace(self, cache_scale=largest / torch.finfo(self.codes).max or 1.0)
+        return replace(self, cache_scale=largest / (ranges[0] if ranges else torch.finfo(self.codes).max) or 1.0)
 
     @property
     def splits_decodes(self) -> bool:
@@ -449,6 +461,7 @@ class QuantizedLayer(Layer):
                             scale of a key                      of a value
         fp8                 1                                   1
         fp8, calibrated     per head: amax / largest code       likewise
+        fp8, calculated     per head: amax / KEY_RANGE          per head: amax / VALUE_RANGE
         int8                per token and head, in the pool     none: values stay in the model's type
         int8, calibrated    likewise                            per head and channel: amax / 127
 
@@ -469,13 +482,15 @@ class QuantizedLayer(Layer):
         """Whether the layer's pool holds codes."""
         return True
 
-    def calibrated(self, twin: Twin, amax: Amax, device: torch.device) -> "QuantizedLayer":
-        """Return this layer with the scales under which the largest magnitudes become the largest codes."""
+    def calibrated(
+        self, twin: Twin, amax: Amax, device: torch.device, ranges: tuple[float, float] | None = None
+    ) -> "QuantizedLayer":
+        """Return this layer with the scales for its codes: of fp8 one per KV head."""
         if self.kv_cache_dtype == "int8":
             scale = twin.quantized.value_scales([rearrange(amax.value, "hk d -> 1 hk d")])
             return replace(self, value_scale=scale.to(device))
-        largest_code = torch.finfo(KV_CACHE_DTYPES[self.kv_cache_dtype]).max
-        scales = (reduce(x, "hk d -> hk", "max") / largest_code for x in amax)
+        ranges = ranges or (torch.finfo(KV_CACHE_DTYPES[self.kv_cache_dtype]).max,) * 2
+        scales = (reduce(x, "hk d -> hk", "max") / largest for x, largest in zip(amax, ranges, strict=True))
         of_key, of_value = (scale.masked_fill(scale == 0, 1.0).to(device) for scale in scales)
         return replace(self, key_scale=of_key, value_scale=of_value)
 
@@ -581,7 +596,7 @@ def _quantize_layer(layer: Layer, kv_cache_dtype: str) -> Layer:
     if isinstance(layer, DifferentialLayer) or (is_latent and kv_cache_dtype == "int8"):
         kind, others = ("latents", ", fp8_e4m3, fp8_e5m2") if is_latent else ("pairs", "")
         raise NotImplementedError(
-            f"kv_cache_dtype: no path reads {kind} from a pool of {kv_cache_dtype}, only of auto{others}"
+            f"kv_cache_dtype: the engine keeps no {kind} in a pool of {kv_cache_dtype}, only of auto{others}"
         )
     if isinstance(layer, LatentLayer):
         return replace(layer, codes=KV_CACHE_DTYPES[kv_cache_dtype])

@@ -1,18 +1,24 @@
-"""Launch our GPU kernels on a GPU that is not there: `python tests/compile_kernels.py 9.0` says what each one takes.
+"""Launch our GPU kernels on a GPU that is not there: `python tests/kernels/compile_kernels.py sm_90`.
 
 Triton sees a GPU whose launches do nothing. So everything up to the launch runs as it would: the choice of its
-shape, the compiler, and ptxas. Values are never computed.
+shape and the compiler, up to where it knows how much shared memory a program takes. Decodes are compiled to the end, as
+their registers decide how many programs run at once. Values are never computed, and nothing is kept on disk.
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from triton import knobs
+from triton.backends.amd import compiler as amd
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import compiler as nvidia
 from triton.runtime import driver
 
 from fastattn import speculative
@@ -21,7 +27,83 @@ from fastattn.kernels.problem import Subtraction
 from fastattn.metadata import make_batch
 from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales, Plan
 
-SHARED_MEMORY = {(8, 9): 101376, (9, 0): 232448}  # bytes that a program may have
+
+class Gpu(NamedTuple):
+    """A GPU as Triton knows it, its compute capability, and the bytes of shared memory that a program may have.
+
+    Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": 163, 227 and 99 KiB; LDS of a
+    workgroup: AMD, "CDNA 3 ISA" (64 KiB) and "CDNA 4 ISA" (160 KiB).
+    """
+
+    target: GPUTarget
+    capability: tuple[int, int]
+    shared_memory: int
+
+
+GPUS = {
+    "sm_80": Gpu(GPUTarget("cuda", 80, 32), (8, 0), 163 * 1024),
+    "sm_90": Gpu(GPUTarget("cuda", 90, 32), (9, 0), 227 * 1024),
+    "sm_100": Gpu(GPUTarget("cuda", 100, 32), (10, 0), 227 * 1024),
+    "sm_120": Gpu(GPUTarget("cuda", 120, 32), (12, 0), 99 * 1024),
+    "gfx942": Gpu(GPUTarget("hip", "gfx942", 64), (0, 0), 64 * 1024),
+    "gfx950": Gpu(GPUTarget("hip", "gfx950", 64), (0, 0), 160 * 1024),
+}
+
+
+class Done(Exception):
+    """The compiler knows what it was asked for."""
+
+
+class Translator:
+    """Triton's module of LLVM, which ends a compilation where MLIR becomes LLVM's own code, unless it is to go on."""
+
+    to_the_end = False
+
+    def __init__(self, llvm):
+        self.llvm = llvm
+
+    def __getattr__(self, name):
+        return getattr(self.llvm, name)
+
+    def to_module(self, *arguments):
+        if not Translator.to_the_end:
+            raise Done
+        return self.llvm.to_module(*arguments)
+
+
+@contextmanager
+def to_the_end():
+    """Compile what is launched here to the end, and count its registers."""
+    Translator.to_the_end = True
+    yield
+    Translator.to_the_end = False
+
+
+def cut_short(backend=None, stages=None, options=None, language=None, capability=None):
+    """Let the compiler end where shared memory is laid out; a hook of Triton's."""
+    if backend is None:
+        return "", ""
+    whole = stages["llir"]
+
+    def lay_out(module, metadata):
+        try:
+            return whole(module, metadata)
+        except Done:
+            metadata.update(shared=module.get_int_attr("ttg.shared"), name="")
+            metadata["tmem_size"] = module.get_int_attr("ttg.tensor_memory_size")
+            for kind in ("global", "profile"):
+                metadata |= {f"{kind}_scratch_size": 0, f"{kind}_scratch_align": 1}
+            return ""
+
+    stages["llir"] = lay_out
+    for name in ("ptx", "cubin", "amdgcn", "hsaco"):
+        if name in stages:
+            stages[name] = after_llvm(stages[name], b"" if name in ("cubin", "hsaco") else "")
+
+
+def after_llvm(stage, nothing):
+    """Pass on nothing where nothing comes."""
+    return lambda code, metadata: stage(code, metadata) if code else nothing
 
 
 class Launcher:
@@ -29,7 +111,11 @@ class Launcher:
 
     def __init__(self, source, metadata):
         name = f"{source.fn.__module__}.{source.fn.__name__}"
-        self.about = {"kernel": name, "threads": 32 * metadata.num_warps}
+        fixed = {source.fn.arg_names[at[0]]: value for at, value in source.constants.items() if len(at) == 1}
+        tile = {x: fixed[x] for x in ("BLOCK_M", "BLOCK_N", "HEAD_SIZE", "WORDS", "CODES", "SHARED") if x in fixed}
+        self.about = {"kernel": name, "threads": metadata.num_warps * Driver.gpu.target.warp_size, "tile": tile}
+        self.about |= {"shared": metadata.shared, "room": Driver.gpu.shared_memory}
+        self.about["columns"] = getattr(metadata, "tmem_size", None) or 0
         Utils.launcher = self
 
     def __call__(self, *args, **kwargs):
@@ -40,30 +126,43 @@ class Utils:
     launcher = None
 
     def load_binary(self, name, binary, shared, device):
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(binary)
-            file.flush()
-            command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-            usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        registers = int(re.search(r"REG:(\d+)", usage)[1])
-        self.launcher.about["registers"] = registers
-        return 1, 1, registers, 0, 1024  # module, function, registers, bytes of spills, most threads
+        if binary:
+            self.launcher.about |= usage_on_amd(binary) if Driver.gpu.target.backend == "hip" else usage(binary)
+        return 1, 1, 0, 0, 1024  # module, function, registers, bytes of spills, most threads
 
     def get_device_properties(self, device):
-        return {"max_shared_mem": devices.shared_memory(device), "max_num_regs": 65536, "warpSize": 32}
+        return {"max_shared_mem": 2**30, "max_num_regs": 65536, "warpSize": Driver.gpu.target.warp_size}
+
+
+def usage(binary):
+    """Read from a cubin how many registers a thread takes, and the bytes of memory in their place."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {"registers": int(re.search(r"REG:(\d+)", text)[1]), "spilled": int(re.search(r"STACK:(\d+)", text)[1])}
+
+
+def usage_on_amd(binary):
+    """Read the same from the notes of an hsaco, which are in MessagePack: a name, and then a small or a long number."""
+    found = {}
+    for name, key in (("registers", b".vgpr_count"), ("spilled", b".vgpr_spill_count")):
+        at = binary.index(key) + len(key)
+        size = {0xCC: 1, 0xCD: 2, 0xCE: 4}.get(binary[at], 0)
+        found[name] = int.from_bytes(binary[at + 1 : at + 1 + size], "big") if size else binary[at]
+    return found
 
 
 class Driver:
-    """A GPU of some compute capability."""
+    """The driver of a GPU that is not there."""
 
+    gpu: Gpu
     utils = Utils()
     launcher_cls = Launcher
 
-    def __init__(self, capability):
-        self.target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
-
     def get_current_target(self):
-        return self.target
+        return Driver.gpu.target
 
     def get_current_device(self):
         return 0
@@ -72,11 +171,15 @@ class Driver:
         return 0
 
 
-def launch_all(capability):
-    devices.capability = lambda device: capability
+def launch_all(gpu):
+    Driver.gpu = gpu
+    devices.is_rocm = lambda: gpu.target.backend == "hip"
+    devices.capability = lambda device: gpu.capability
     devices.num_multiprocessors = lambda device: 100
-    devices.shared_memory = lambda device: SHARED_MEMORY[capability]
-    driver.set_active(Driver(capability))
+    devices.shared_memory = lambda device: gpu.shared_memory
+    nvidia.llvm, amd.llvm = Translator(nvidia.llvm), Translator(amd.llvm)
+    knobs.runtime.add_stages_inspection_hook = cut_short
+    driver.set_active(Driver())
 
     from fastattn.kernels.flash.adapt import adapt
     from fastattn.kernels.flash.expand import round_queries
@@ -96,8 +199,16 @@ def launch_all(capability):
     half, plain = torch.bfloat16, AttentionOptions()
     query, keys = torch.zeros(64, 32, 128, dtype=half), pool(8, 128, half)  # first a cascade of 64 decodes
     prefix = Plan(make_batch([64], [8192], [[0] * 512]), 16, causal=False)
-    attention.attend_levels(query, keys, keys, [prefix, plan(1, 256, num_seqs=64)], plain)
-    for dtype, head_size, query_len in ((half, 64, 1), (half, 64, 512), (half, 256, 512), (torch.float32, 256, 512)):
+    with to_the_end():
+        attention.attend_levels(query, keys, keys, [prefix, plan(1, 256, num_seqs=64)], plain)
+        for head_size, query_len in ((64, 1), (128, 1), (256, 1), (128, 4)):  # decodes, of products of 8 rows and of 16
+            query, keys = torch.zeros(2 * query_len, 8, head_size, dtype=half), pool(2, head_size, half)
+            attention.attend(query, keys, keys, plan(query_len), plain)
+        query, keys = torch.zeros(2, 8, 128, dtype=half), pool(2, 128, torch.uint8)
+        attention.attend(query, keys, codes.in_pairs(keys), plan(1), plain, codes=codes.Codes("e4m3"))
+        query, keys = torch.zeros(2, 16, 512 + 64, dtype=half), pool(1, 512 + 64, half)
+        attention.attend(query, keys, keys[..., :512], plan(1), plain, shared=True)
+    for dtype, head_size, query_len in ((half, 64, 512), (half, 256, 512), (torch.float32, 256, 512)):
         query = torch.zeros(2 * query_len, 8, head_size, dtype=dtype)
         keys = pool(2, head_size, dtype)
         attention.attend(query, keys, keys, plan(query_len), plain)
@@ -138,6 +249,16 @@ def launch_all(capability):
         value = codes.in_pairs(pages[..., :512]) if heads == 16 else pages[..., :512]
         whole = plan(1, causal=False)
         attention.attend(query, pages, value, whole, plain, shared=True, codes=codes.Codes(kind, (1.0, 0.5, 0.5)))
+    for nodes, page in ((65, 16), (130, 128)):  # two words of a mask and three, with the widest steps
+        trees = speculative.make_trees([[-1, *range(nodes - 1)]] * 2)
+        of_pages = [list(range(1024 // page))] * 2
+        drafts = speculative.plan(make_batch([nodes] * 2, [1024] * 2, of_pages), block_size=page, trees=trees)
+        query, pages = torch.zeros(2 * nodes, 8, 64, dtype=half), torch.zeros(1024 // page, page, 2, 64, dtype=half)
+        attention.attend_levels(query, pages, pages, [drafts.whole], plain, tree=drafts)
+    query, pages = torch.zeros(80, 16, 512 + 64, dtype=half), pool(1, 512 + 64, half)  # a chunk over latents
+    attention.attend(query, pages, pages[..., :512], plan(40), plain, shared=True)
+    by_the_root = AttentionOptions(alibi_slopes=torch.ones(8), alibi_sqrt=True)
+    attention.attend(torch.zeros(2, 8, 128, dtype=half), keys, keys, plan(1), by_the_root)
     for nodes, tree_options, window_size in ((4, plain, (-1, -1)), (64, plain, (-1, -1)), (96, all_of_them, (100, 0))):
         trees = speculative.make_trees([[-1, *range(nodes - 1)]] * 2)
         drafts = speculative.plan(batch(nodes), block_size=16, trees=trees, window_size=window_size)
@@ -190,7 +311,7 @@ def launch_all(capability):
     for options in (plain, AttentionOptions(sinks=torch.ones(8))):
         adapt(torch.zeros(128, 8, 64, dtype=half), torch.zeros(8, 128), plan(64), options)
         adapt(torch.zeros(128, 8, 512, dtype=half), torch.zeros(8, 128), plan(64), options)
-    parts.merge_states([torch.zeros(5, 8, 128, dtype=half)] * 3, [torch.zeros(5, 8)] * 3)
+    parts.merge_states([torch.zeros(5, 8, 128, dtype=half)] * 9, [torch.zeros(5, 8)] * 9)
     tables.slot_mapping(batch(1), 2, block_size=16)
     tables.cut_chunks(batch(64), 128, block_size=16, num_chunks=2, columns=8)
     tables.trim(batch(64), 100, block_size=16, columns=12)
@@ -198,4 +319,6 @@ def launch_all(capability):
 
 
 if __name__ == "__main__":
-    launch_all(tuple(int(number) for number in sys.argv[1].split(".")))
+    with tempfile.TemporaryDirectory() as nowhere:
+        os.environ["TRITON_CACHE_DIR"] = nowhere
+        launch_all(GPUS[sys.argv[1]])

@@ -132,6 +132,7 @@ def changed(x):
     yield torch.cat([x, x])[::2]
     yield x.unsqueeze(0)
     yield x.to("meta")
+    yield x.detach().clone().requires_grad_()
 
 
 def unchecked(kind, fields):
@@ -190,6 +191,8 @@ def test_calls_of_one_name_are_alike(kind):
         assert named(return_lse=bad) is None
     unaligned = torch.zeros(query.numel() + 1)[1:].view(query.shape)
     assert named(query=unaligned) is named(out=unaligned) is named(sinks=torch.ones(5)[1:]) is None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert named() is None
 
 
 def test_a_kernel_that_is_asked_for_is_not_replaced_by_a_kept_one(device):

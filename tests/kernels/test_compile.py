@@ -8,7 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
 import fastattn.kernels
+from fastattn.kernels import device as devices
 
 
 def our_kernels() -> set[str]:
@@ -24,26 +28,53 @@ def our_kernels() -> set[str]:
     }
 
 
-def launches(capability: str) -> list[dict]:
-    """Return all launches for a GPU: the kernel, its registers and threads. Triton refuses too much shared memory."""
+def launches(gpu: str) -> list[dict]:
+    """Return all launches for a GPU: the kernel, its tile, its memory, and of decodes the registers."""
     script = Path(__file__).with_name("compile_kernels.py")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run(
-        [sys.executable, str(script), capability], capture_output=True, text=True, check=False, env=environment
-    )
+    run = subprocess.run([sys.executable, str(script), gpu], capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr
     return [json.loads(line) for line in run.stdout.splitlines()]
 
 
-def test_all_kernels_compile_and_fit_into_a_small_gpu():
-    assert {launch["kernel"] for launch in launches("8.9")} == our_kernels()
-
-
-def test_all_kernels_compile_for_hopper_and_levels_of_a_cascade_fit_beside_each_other():
-    launched = launches("9.0")
+@pytest.mark.parametrize("gpu", ["sm_80", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950"])
+def test_every_kernel_compiles_and_fits_with_the_tiles_that_are_chosen_for_a_gpu(gpu):
+    launched = launches(gpu)
     assert {launch["kernel"] for launch in launched} == our_kernels()
-    prefix, own, merge = launched[:3]  # those of a cascade
-    assert prefix["kernel"] == own["kernel"] != merge["kernel"]
-    shared, alone = (-(-level["registers"] // 8) * 8 * level["threads"] for level in (prefix, own))
-    assert shared + alone <= 2**16, "a multiprocessor has no room for a program of one level beside one of the other"
-    assert 3 * alone <= 2**16, "and none for three of the other, when the first level is done"
+    assert not [launch for launch in launched if launch["shared"] > launch["room"]], "more shared memory than there is"
+    assert not [launch for launch in launched if launch["columns"] > 512], "more tensor memory than there is"
+    decodes = [launch for launch in launched if "registers" in launch and launch["tile"].get("BLOCK_M", 0) <= 16]
+    assert len(decodes) > 10 and not [launch for launch in decodes if launch["spilled"]], "registers in memory"
+    if gpu == "sm_90":
+        prefix, own, merge = launched[:3]  # those of a cascade
+        assert prefix["kernel"] == own["kernel"] != merge["kernel"]
+        shared, alone = (-(-level["registers"] // 8) * 8 * level["threads"] for level in (prefix, own))
+        assert shared + alone <= 2**16, "no room for a program of one level beside one of the other"
+        assert 3 * alone <= 2**16, "and none for three of the other, when the first level is done"
+
+
+def test_the_number_of_an_amd_architecture_is_no_compute_capability(monkeypatch, forget_choices):
+    """PyTorch reports (9, 4) for gfx942, which is more than (9, 0), and none of NVIDIA's instructions is there."""
+    from fastattn.kernels.flash import fa3, fa4, flash_mla
+    from fastattn.kernels.problem import Problem
+    from fastattn.kernels.triton import run
+
+    gpu = torch.device("cuda", 7)
+    properties = type("Properties", (), {"shared_memory_per_block": 65536, "multi_processor_count": 304})
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(run, "INTERPRETED", False)
+    asked = (devices.capability, devices.shared_memory, devices.is_rocm, devices.num_multiprocessors)
+    for question in asked:
+        question.cache_clear()
+    try:
+        assert not run.can_overlap(gpu) and not run.converts_fp8(gpu) and not run.keeps_values_twice(gpu)
+        assert devices.shared_memory(gpu) == 65536
+        problem = Problem("paged", gpu, torch.bfloat16, 8, 8, 128, 128, 16, 1, 100, 2, (-1, 0))
+        assert all(kernel.unsupported_reason(problem) for kernel in (fa3, fa4, flash_mla))
+        assert "compute capability" not in (fastattn.kernels.triton.unsupported_reason(problem) or "")
+    finally:
+        monkeypatch.undo()
+        for question in asked:
+            question.cache_clear()

@@ -308,16 +308,37 @@ def test_a_row_stands_where_its_position_says_in_products_of_one_shape(window_si
     assert set(range(1, 17)) | {89} | set(range(170, 200)) <= set(torch.cat(seen).tolist())
 
 
-def test_rows_of_the_reference_do_not_change_with_the_rest_of_the_batch(device):
-    case = Case("company", ((1, 300), (30, 100), (4, 44)), heads=(4, 2))
+@pytest.mark.parametrize(
+    ("head_size", "options"),
+    [(7, {}), *((33, options) for options in INVARIANT.values()), (65, {})],
+    ids=["7", *INVARIANT, "65"],
+)
+def test_rows_of_the_reference_do_not_change_with_the_rest_of_the_batch(head_size, options, device):
+    """Nor with other queries of their own sequence; of an odd size, rows begin anywhere in memory."""
+    case = Case("company", ((1, 130), (5, 71), (3, 2), (7, 7)), heads=(6, 3), head_size=head_size)
     inputs = build(case, device=device)
-    answer = attend(refattn.chunked_prefill, *inputs.tensors, batch_invariant=True)
-    row = 0
-    for i, (q, s) in enumerate(case.lens):
-        rows, alone = slice(row, row + q), only(inputs.batch, i, q, s)
-        out = attend(refattn.chunked_prefill, inputs.query[rows], inputs.key_cache, inputs.value_cache, alone)
-        assert torch.equal(out, answer[rows])
-        row += q
+    filled = per_head(options, case, device) | dict(batch_invariant=True, return_lse=True)
+    answer = attend(refattn.chunked_prefill, *inputs.tensors, **filled)
+    assert_rows_do_not_change(partial(attend, refattn.chunked_prefill), inputs, case, filled, answer)
+    filled.pop("batch_invariant")
+    for one, other in zip(attend(refattn.chunked_prefill, *inputs.tensors, **filled), answer, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("head_size", [7, 33, 65])
+def test_rows_of_the_reference_do_not_change_with_the_rows_before_them(head_size, device):
+    """Over rows of keys, which begin where those of the sequence before end."""
+    lens = ((3, 5), (7, 7), (1, 90), (6, 21))
+    inputs = build(Case("rows", lens, heads=(4, 2), head_size=head_size), device=device)
+    query, key, value, batch = inputs.rows
+    answer = attend(refattn.dense, query, key, value, batch, batch_invariant=True, return_lse=True)
+    for i, ((q0, q1), (k0, k1)) in enumerate(zip(batch.query_rows(), batch.key_rows(), strict=True)):
+        for first in {q0, (q0 + q1) // 2}:
+            tensors = query[first:q1].clone(), key[k0:k1].clone(), value[k0:k1].clone()
+            alone = only(batch, i, q1 - first, k1 - k0)
+            again = attend(refattn.dense, *tensors, alone, batch_invariant=True, return_lse=True)
+            for one, other in zip(again, answer, strict=True):
+                assert torch.equal(one, other[first:q1])
 
 
 # --- queries at other positions than the last of their sequences ---

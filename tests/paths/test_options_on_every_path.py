@@ -1,7 +1,11 @@
-"""What every path takes alike: memory for its answer, `batch_invariant`, ALiBi by the root of the distance."""
+"""What every path takes alike: memory for its answer, `batch_invariant`, ALiBi by the root of the distance.
+
+And what it does not depend on: the default type and the autocast of the process.
+"""
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -9,12 +13,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ranks
 import torch
 from batches import Case, attend, build
+from kernels_present import PRESENT
 from ranks import attend_on_all
 from tolerance import assert_close
 
 import fastattn
+from fastattn.kernels import dispatch
+from fastattn.kernels.problem import Problem
 from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales, Prefix
 from refattn.interface.batch import Batch
 
@@ -48,7 +56,7 @@ def differential(package: str, inputs: Any, **options: Any) -> Any:
     pools = inputs.key_cache, inputs.value_cache
     cache = torch.stack([torch.stack([pool[:, :, half::2] for pool in pools]) for half in (0, 1)])
     path = importlib.import_module(f"{package}.differential")
-    fixed = dict(lambda_full=torch.tensor(0.35, device=cache.device), lambda_init=0.2)
+    fixed = dict(lambda_full=torch.tensor(0.35, dtype=torch.float32, device=cache.device), lambda_init=0.2)
     return attend(path, inputs.query, cache, inputs.batch, **fixed, **options)
 
 
@@ -98,7 +106,8 @@ def quantized(kind: str) -> Callable[..., Any]:
             scales: Any = Fp8Scales(0.5, 0.25)
             codes = [(pool / scale).to(scales.format) for pool, scale in zip(pools, (0.5, 0.25), strict=True)]
         else:
-            scales = Int8Scales(*(torch.full(size, 0.1) for size in (pools[0].shape[:3], (2, 64))))
+            sizes, on = (pools[0].shape[:3], (2, 64)), pools[0].device
+            scales = Int8Scales(*(torch.full(size, 0.1, dtype=torch.float32, device=on) for size in sizes))
             codes = [(pool / 0.1).round().to(torch.int8) for pool in pools]
         return attend(path, inputs.query, *codes, inputs.batch, scales=scales, **options)
 
@@ -228,6 +237,104 @@ def test_rows_do_not_change_with_the_rest_of_the_batch(path, sequence, package, 
         assert torch.equal(whole[begin:end], part)
 
 
+# --- what a process sets ---
+
+
+@contextmanager
+def default_type(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def autocast(dtype: torch.dtype) -> Iterator[None]:
+    on_gpu = torch.autocast("cuda", dtype) if torch.cuda.is_available() else nullcontext()
+    with torch.autocast("cpu", dtype), on_gpu:
+        yield
+
+
+SURROUNDINGS = {  # as DeepSeek's scripts and as training loops set them
+    "default-bfloat16": partial(default_type, torch.bfloat16),
+    "default-float64": partial(default_type, torch.float64),
+    "autocast-bfloat16": partial(autocast, torch.bfloat16),
+    "autocast-float16": partial(autocast, torch.float16),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=["float32", "float16", "float64"])
+@each_package
+@each_path
+def test_answers_do_not_depend_on_what_the_process_sets(path, package, dtype, device, monkeypatch):
+    if path.startswith("quantized"):
+        device = "cpu"
+    if device != "cpu" and dtype == torch.float64 and package == "fastattn":
+        pytest.skip("no kernel of a GPU computes in float64")
+    inputs = build(CASE, dtype=dtype, device=device)
+    inputs = SimpleNamespace(**vars(inputs), tensors=inputs.tensors, rows=inputs.rows)  # put together before
+    softcap = dict(softcap=3.0)  # by products of our own on a CPU
+    expected = [PATHS[path](package, inputs, return_lse=True, **options) for options in ({}, softcap)]
+    prepare_rank = ranks.prepare_rank
+    for name, surrounding in SURROUNDINGS.items():
+
+        def prepared(*arguments: Any, within: Any = surrounding, **options: Any) -> Callable[[], Any]:
+            return within()(prepare_rank(*arguments, **options))  # ranks are threads, with an autocast of their own
+
+        monkeypatch.setattr(ranks, "prepare_rank", prepared)
+        with surrounding():
+            answers = [PATHS[path](package, inputs, return_lse=True, **options) for options in ({}, softcap)]
+        for answer, same in zip(answers, expected, strict=True):
+            assert all(map(torch.equal, answer, same)), name
+
+
+@each_package
+def test_what_is_written_and_merged_does_not_depend_on_what_the_process_sets(package):
+    """Scales as plain numbers and as calibrated, halves in a pool of fp8, products with projections, merges."""
+    mla, pairs, quantized, kv_cache, merge = (
+        importlib.import_module(f"{package}.{name}")
+        for name in ("mla", "differential", "quantized", "kv_cache", "merge")
+    )
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 2, 64, generator=generator, dtype=torch.float32)
+    vectors = torch.randn(4, 64, generator=generator, dtype=torch.float32)
+    slots, table = torch.tensor([3, 0, 6, 1, 7]), torch.tensor([1, 0], dtype=torch.int32)
+
+    def results() -> list[torch.Tensor]:
+        made = []
+        for kind in (torch.float32, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2):
+            pools = kv_cache.allocate(2, 4, 2, 64, dtype=kind)
+            if kind.itemsize > 1:
+                kv_cache.write(x.to(kind), x.to(kind), *pools, slots)
+            else:
+                quantized.write(x.half(), x.half(), *pools, slots, scales=Fp8Scales(0.3, 0.7, format=kind))
+                latents = mla.allocate(2, 4, 48, 16, dtype=kind)
+                mla.write(x[:, 0, :48], x[:, 1, :16], latents, slots, cache_scale=0.3)
+                made.append(latents)
+            made += [*pools, kv_cache.gather(pools[0], table, 8)]
+        *pools, of_keys = quantized.allocate_int8(2, 4, 2, 64)
+        of_values = quantized.value_scales([x, x[:0], x.half()])
+        quantized.write(x, x, *pools, slots, scales=Int8Scales(of_keys, of_values))
+        made += [*pools, of_keys, of_values]
+        for kind in (torch.float32, torch.float64, torch.float16):
+            latent, to_key, to_value = x[..., :48].to(kind), *(y[:2].to(kind) for y in MATRICES)
+            made += [mla.absorb(x.to(kind), to_key), mla.project(latent, to_value)]
+            lses = [y.to(torch.promote_types(kind, torch.float32)) for y in (x[..., 0], x[..., 1])]
+            outs = [x.to(kind), -x.to(kind)]
+            made += [*merge.merge(outs, lses), *merge.add_sinks(outs[0], lses[0], x[0, :, 2])]
+            made += [pairs.compute_lambda(*vectors.to(kind), lambda_init=0.2), pairs.interleave_halves(x.to(kind))]
+        return [y.view(torch.uint8) if y.dtype.itemsize == 1 else y for y in made]
+
+    expected = results()
+    for name, surrounding in SURROUNDINGS.items():
+        with surrounding():
+            found = results()
+        for i, (same, y) in enumerate(zip(expected, found, strict=True)):
+            assert same.dtype == y.dtype and torch.equal(same, y), (name, i)
+
+
 # --- ALiBi by the root ---
 
 
@@ -240,7 +347,7 @@ def test_the_root_of_the_distance(path, package, device):
     inputs.query.zero_()
     call = partial(PATHS[path], package, inputs, return_lse=True)
     slopes = BIAS.to(inputs.query.device)
-    if package == "fastattn" and (path == "context_parallel" or inputs.query.is_cuda):
+    if package == "fastattn" and path == "context_parallel":
         with pytest.raises(NotImplementedError, match="no kernel computes"):
             call(alibi_slopes=slopes, alibi_sqrt=True)
         return
@@ -266,11 +373,27 @@ def test_the_root_of_the_distance(path, package, device):
 
 
 @pytest.mark.covers("B58")
+@pytest.mark.skipif("triton" not in [kernel.name for kernel in PRESENT], reason="needs Triton")
+@pytest.mark.parametrize("path", [path for path in PATHS if path != "context_parallel"])  # which has no ALiBi
+def test_our_own_kernel_takes_the_root_where_it_takes_the_distance(path, device):
+    inputs = build(replace(CASE, padding_rows=2), device=device)
+    slopes = BIAS.to(device)
+    some = partial(PATHS[path], alibi_slopes=slopes, return_lse=True)
+    with fastattn.use_kernel("triton"):
+        out, lse = some("fastattn", inputs, alibi_sqrt=True)
+        by_distance, _ = some("fastattn", inputs)
+    expected, expected_lse = some("refattn", inputs, alibi_sqrt=True)
+    tolerance = 0.03 if path == "quantized-int8" else 2e-3  # where our kernel rounds queries and weights
+    torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+    torch.testing.assert_close(lse, expected_lse, rtol=tolerance, atol=tolerance, equal_nan=True)
+    assert not torch.allclose(by_distance, expected, rtol=0.05, atol=0.05, equal_nan=True)
+
+
+@pytest.mark.covers("B58")
 @pytest.mark.parametrize(
     ("kernel", "path"),
     [
-        *((kernel, path) for kernel in ("triton", "fa2", "fa3", "fa4") for path in ("dense", "chunked_prefill")),
-        *(("triton", path) for path in ("local", "cascade", "mla", "differential")),
+        *((kernel, path) for kernel in ("fa2", "fa3", "fa4") for path in ("dense", "chunked_prefill")),
         *(("torch_flash", "dense"), ("flash_mla", "mla")),
     ],
 )
@@ -285,3 +408,68 @@ def test_a_root_without_slopes_is_named():
         AttentionOptions(alibi_sqrt=True)
     with pytest.raises(ValueError, match="alibi_sqrt: expected True or False, got 1"):
         AttentionOptions(alibi_slopes=BIAS, alibi_sqrt=1)
+
+
+# --- devices that only plain PyTorch computes on ---
+
+
+LAYERS = {
+    "plain": {},
+    "scaled": dict(softmax_scale=-0.3),
+    "softcap-and-sinks": dict(softcap=2.0, sinks=torch.linspace(-2.0, 3.0, 4)),
+    "alibi": dict(alibi_slopes=BIAS),
+}
+NUMBERS = [path for path in PATHS if not path.startswith("quantized")]
+
+
+@pytest.fixture
+def on_a_strange_device(monkeypatch, forget_choices):
+    """Let the chooser believe that all tensors are on an Apple GPU, and let nothing look for one of CUDA."""
+    choose = dispatch._choose
+    for name in ("current_device", "get_device_properties", "get_device_capability"):
+        monkeypatch.setattr(torch.cuda, name, lambda *arguments: pytest.fail("CUDA was looked for"))
+    monkeypatch.setattr(
+        dispatch, "_choose", lambda problem, asked: choose(problem._replace(device=torch.device("mps")), asked)
+    )
+
+
+@pytest.mark.usefixtures("on_a_strange_device")
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("path", NUMBERS)
+def test_plain_pytorch_computes_every_path_over_numbers(path, layer):
+    options = LAYERS[layer]
+    if path == "context_parallel" and layer == "alibi":
+        return  # refused before a kernel is chosen, see `test_the_root_of_the_distance`
+    if "softmax_scale" in options and path.startswith("mla"):
+        return  # which these paths fix
+    inputs = build(replace(CASE, padding_rows=2))
+    out, lse = PATHS[path]("fastattn", inputs, return_lse=True, **options)
+    expected, expected_lse = PATHS[path]("refattn", inputs, return_lse=True, **options)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("on_a_strange_device")
+def test_what_plain_pytorch_does_not_compute_is_refused_by_name():
+    inputs = build(replace(CASE, padding_rows=2))
+    for path in ("quantized-fp8", "quantized-int8"):
+        with pytest.raises(NotImplementedError, match="no kernel computes this quantized operation: plain: "):
+            PATHS[path]("fastattn", inputs)
+    with pytest.raises(NotImplementedError, match="plain: computes by matrix products, whose bits depend"):
+        PATHS["chunked_prefill"]("fastattn", inputs, batch_invariant=True)
+    key = torch.zeros(1, 2, 8)
+    pools = [torch.zeros(1, 4, 2, 8, dtype=torch.float8_e4m3fn) for _ in range(2)]
+    with pytest.raises(NotImplementedError, match="no kernel computes this write_quantized operation"):
+        fastattn.quantized.write(key, key, *pools, torch.tensor([0]), scales=Fp8Scales(1.0, 1.0))
+
+
+@pytest.mark.parametrize("kind", ["mps", "xpu", "meta"])
+def test_everything_beside_attention_is_plain_pytorch_on_such_a_device(kind):
+    others = ("merge", "add_sinks", "write", "copy_blocks", "compact", "slot_mapping", "trim", "cut_chunks")
+    for operation in others:
+        chosen = dispatch.choose(Problem(operation, torch.device(kind), torch.float32))
+        assert dispatch.name_of(chosen) == "torch"
+    attention = Problem("paged", torch.device(kind), torch.float16, 4, 2, 64, 64, 16, 1, 100, 3)
+    assert dispatch.name_of(dispatch.choose(attention)) == "plain"
+    with fastattn.use_kernel("triton"), pytest.raises(NotImplementedError, match=f"the tensors are on {kind}"):
+        dispatch.choose(attention)

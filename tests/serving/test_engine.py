@@ -615,6 +615,25 @@ def test_the_default_device_changes_nothing(kind, branches, twin, device):
     assert [(request.output_ids, request.error) for request in found] == [(answer, None) for answer in expected]
 
 
+@pytest.mark.parametrize("kind", ["plain", "latents", "differential"])
+def test_autocast_is_refused_and_changes_nothing(llama, kind, device):
+    """It would store keys of one type and values of another, or multiply latents in a type that nobody chose."""
+    model = llama if kind == "plain" else make_model(*MODELS[kind], device)
+    expected = outputs(make_engine(model), PROMPTS[:2])
+    engine = make_engine(model)
+    requests = [engine.add(prompt, GREEDY) for prompt in PROMPTS[:2]]
+    with torch.autocast(torch.device(device).type, dtype=torch.bfloat16):
+        for refused in (engine.step, lambda: make_engine(model)):
+            with pytest.raises(
+                NotImplementedError, match="^torch.autocast: the engine runs a model in its own type, f"
+            ):
+                refused()
+    assert engine.counters.steps == 0 and list(engine.waiting) == requests
+    while engine.waiting or engine.running:
+        engine.step()
+    assert [request.output_ids for request in requests] == expected
+
+
 def test_every_token_has_a_random_number_of_its_own():
     requests = [
         Request([5] * length, 2, SamplingParams(seed=seed), status="running")

@@ -358,6 +358,29 @@ def test_over_codes_no_answer_depends_on_how_a_prompt_was_cut(deepseek, kind, tw
         assert (engine.counters.drafted_tokens > 0) == ("drafted" in name)
 
 
+@pytest.mark.covers("A179")
+@each_fp8
+@pytest.mark.parametrize("twin", TWINS)
+def test_one_scale_is_that_of_the_largest_number_of_the_first_step(deepseek, kind, twin, monkeypatch):
+    """Of latents and rotary keys together; and the answers are those of an engine that was given it."""
+    engine = make_engine(deepseek, twin, kv_cache_dtype=kind, calculate_kv_scales=True)
+    attend, largest = engine.attend, {}
+
+    def watched(module, query, key, value, **step):
+        if engine.counters.steps == 0:
+            largest[module.layer_idx] = [x[0].abs().amax(1).cpu() for x in (key, value)]
+        return attend(module, query, key, value, **step)
+
+    monkeypatch.setattr(engine, "attend", watched)
+    found = outputs(engine)
+    scales = [max(float(x.max()) for x in largest[i]) / 200 for i in range(2)]
+    assert [layer.cache_scale for layer in engine.layers] == scales
+    for other in TWINS:
+        given = make_engine(deepseek, other, kv_cache_dtype=kind)
+        given.layers[:] = engine.layers
+        assert outputs(given) == found
+
+
 def test_recorded_steps_over_codes_are_absorbed(deepseek, monkeypatch, device):
     """As an engine that absorbs everything answers, which reads the new tokens of a prompt from the pool, too."""
     if device == "cpu":  # a recording is the step itself there, run again
@@ -380,7 +403,9 @@ def test_a_pool_of_codes_takes_a_quarter_of_the_memory(deepseek, twin, kind):
 
 
 def test_what_codes_of_latents_do_not_have_is_refused(deepseek):
-    with pytest.raises(NotImplementedError, match="no path reads latents from a pool of int8, only of auto, fp8_e4m3"):
+    with pytest.raises(
+        NotImplementedError, match="the engine keeps no latents in a pool of int8, only of auto, fp8_e4m3"
+    ):
         make_engine(deepseek, kv_cache_dtype="int8")
     calibration = calibrate(deepseek, PROMPTS[:1])
     wrong = [calibration[0], Amax(calibration[1].value, calibration[1].value)]

@@ -375,6 +375,116 @@ def test_a_head_of_zeros_has_a_scale_of_1(models):
         assert all((scale == 1).all() for layer in engine.layers for scale in layer.fixed_scales)
 
 
+# --- scales worked out while serving ---
+
+
+def watched_engine(model, monkeypatch, **options) -> tuple[Engine, dict[int, Amax]]:
+    """Make an engine, and note the largest keys and values of its first step by layer."""
+    engine, largest = Engine(model, **SIZES | dict(calculate_kv_scales=True) | options), {}
+    attend = engine.attend
+
+    def watched(module, query, key, value, **step):
+        if engine.counters.steps == 0:
+            largest[module.layer_idx] = Amax(*(x[0].float().abs().amax(1).cpu() for x in (key, value)))
+        return attend(module, query, key, value, **step)
+
+    monkeypatch.setattr(engine, "attend", watched)
+    return engine, largest
+
+
+@pytest.mark.covers("A179")
+@each_family
+@pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("package", ["refattn", "fastattn"])
+def test_scales_are_those_of_the_first_step(models, family, kind, package, monkeypatch):
+    """Of its largest key and value per KV head; they never change again, and the answers are those of such scales."""
+    model, twin = models[family], importlib.import_module(package)
+    engine, largest = watched_engine(model, monkeypatch, kv_cache_dtype=kind, twin=twin)
+    assert all(layer.key_scale == layer.value_scale == 1.0 for layer in engine.layers), "of the token that it tries"
+    found = [request.output_ids for request in engine.generate(PROMPTS, GREEDY)]
+    for layer, owner in zip(engine.layers, engine.owners, strict=True):
+        assert torch.equal(layer.key_scale.cpu(), largest[owner].key.amax(-1) / 200)
+        assert torch.equal(layer.value_scale.cpu(), largest[owner].value.amax(-1) / 100)
+    before = list(engine.layers)
+    engine.generate([OTHERS[1]], GREEDY)
+    assert all(now is then for now, then in zip(engine.layers, before, strict=True))
+    for other in (refattn, fastattn):
+        given = Engine(model, **SIZES, kv_cache_dtype=kind, twin=other)
+        given.layers[:] = before
+        assert [request.output_ids for request in given.generate(PROMPTS, GREEDY)] == found
+
+
+@pytest.mark.parametrize("package", ["refattn", "fastattn"])
+def test_after_the_first_step_no_answer_depends_on_what_else_is_served(models, package):
+    engine = Engine(
+        models["llama"],
+        **SIZES,
+        kv_cache_dtype="fp8_e4m3",
+        calculate_kv_scales=True,
+        twin=importlib.import_module(package),
+    )
+    engine.generate([OTHERS[0]], GREEDY)
+    together = [request.output_ids for request in engine.generate(PROMPTS, GREEDY)]
+    assert [engine.generate([prompt], GREEDY)[0].output_ids for prompt in PROMPTS] == together
+
+
+@pytest.mark.parametrize("how", ["nan", "raises"])
+@pytest.mark.parametrize("package", ["refattn", "fastattn"])
+def test_a_request_that_fails_leaves_no_scales_behind(how, package, device):
+    """With NaN for its keys, or an exception in the second layer, after the first has worked out its scales."""
+    model, twin = make_llama(device), importlib.import_module(package)
+    good, bad = PROMPTS[1], [9, 95, 95]
+    with torch.no_grad():
+        model.model.embed_tokens.weight[95] = torch.nan if how == "nan" else 1e3
+    if how == "raises":
+
+        def fail(layer, arguments):
+            if float(arguments[0].abs().max()) > 900:
+                raise RuntimeError("too large")
+
+        model.model.layers[1].register_forward_pre_hook(fail)
+    options = dict(kv_cache_dtype="fp8_e4m3", calculate_kv_scales=True, twin=twin)
+    alone = Engine(model, **SIZES, **options)
+    (expected,) = alone.generate([good], GREEDY)
+    engine = Engine(model, **SIZES, **options)
+    failed, answer = engine.generate([bad, good], GREEDY)
+    assert failed.finish_reason == "error" and answer.output_ids == expected.output_ids
+    for layer, other in zip(engine.layers, alone.layers, strict=True):
+        torch.testing.assert_close(layer.key_scale, other.key_scale)
+        torch.testing.assert_close(layer.value_scale, other.value_scale)
+
+
+def test_nothing_is_recorded_before_there_are_scales(models, device, monkeypatch):
+    if device == "cpu":  # a recording is the step itself there, run again
+        monkeypatch.setattr(fastattn.serving.cuda_graphs, "_record", lambda step, memory, name: step)
+    monkeypatch.setattr(fastattn.serving.cuda_graphs, "FEWEST_TOKENS", 16)
+    options = dict(kv_cache_dtype="fp8_e4m3", calculate_kv_scales=True, twin=fastattn)
+    expected, plain = answers(models["llama"], **options)
+    runner = CudaGraphs()
+    runner.records = True
+    monkeypatch.setattr(runner, "_is_worth_recording", lambda engine, shape: True)
+    found, engine = answers(models["llama"], **options, runner=runner)
+    assert found == expected and runner._steps
+    for layer, other in zip(engine.layers, plain.layers, strict=True):
+        assert torch.equal(layer.key_scale, other.key_scale)
+
+
+@pytest.mark.parametrize(
+    ("options", "got"),
+    [
+        (dict(kv_cache_dtype="auto"), "kv_cache_dtype='auto'"),
+        (dict(kv_cache_dtype="int8"), "kv_cache_dtype='int8'"),
+        (dict(kv_cache_dtype="fp8_e4m3", calibration=[]), "a calibration"),
+        (dict(kv_cache_dtype="fp8_e4m3", calculate_kv_scales=1), "got 1$"),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_scales_are_worked_out_where_there_are_no_others(models, options, got):
+    with pytest.raises(ValueError, match=f"^calculate_kv_scales: expected .*{got}"):
+        Engine(models["llama"], **SIZES, **dict(calculate_kv_scales=True) | options)
+
+
 def test_texts_calibrate_as_their_tokens(device):
     model, tokenizer = make_llama(device, vocab_size=257), byte_tokenizer()
     texts = ["A diary.", "Name three colours."]
@@ -420,7 +530,7 @@ def test_the_pool_takes_less_memory(models, calibrations, kind, calibrated, pack
 def test_layers_without_such_a_pool_are_refused_at_once():
     model = make_family("diffllama", "cpu")
     with pytest.raises(
-        NotImplementedError, match=r"^kv_cache_dtype: no path reads pairs from a pool of .*, only of auto$"
+        NotImplementedError, match=r"^kv_cache_dtype: the engine keeps no pairs in a pool of .*, only of auto$"
     ):
         Engine(model, **SIZES, kv_cache_dtype="fp8_e4m3")
 

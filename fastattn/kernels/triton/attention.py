@@ -242,6 +242,8 @@ def attend_to_nodes(
     Source: the module.
     """
     lse = query.new_empty(query.shape[:2], dtype=torch.float32)
+    if not plan.trees.max_len:  # all rows are padding
+        return out.zero_(), lse.fill_(-torch.inf)
     name = ("nodes", _name_of_launches(query, key, value, options, out, shared, NO_CODES), prefix_lse.stride())
     if name in plan.whole.kept:
         plan.whole.kept[name].again(query, key, value, out, lse, *_of_layer(query, options).values(), prefix_lse)
@@ -379,6 +381,7 @@ def _name_of_launches(
         options.softmax_scale,
         options.softcap,
         options.batch_invariant,
+        options.alibi_sqrt,
         None if slopes is None else slopes.dtype,
         None if sinks is None else sinks.dtype,
         shared,
@@ -606,6 +609,7 @@ def _launch(
             WORDS=0 if tree is None else tree.trees.num_words,
             SHARED=shared,
             SAME_STRIDES=_in_bytes(key) == _in_bytes(value),
+            ALIBI_SQRT=options.alibi_sqrt,
         ),
         dict(num_warps=tuning.num_warps, num_stages=tuning.num_stages)
         | ({"launch_pdl": True} if overlap and after else {})
@@ -663,7 +667,7 @@ def tune(
     visible = _most_visible_keys(plan, options)
     if options.batch_invariant:
         may_begin_inside = plan.window[0] >= 0
-        splits = -(-visible // INVARIANT_RUN) + may_begin_inside
+        splits = max(1, -(-visible // INVARIANT_RUN) + may_begin_inside)
         if shared:
             return _LATENT_64._replace(splits=splits, most_splits=splits, run=INVARIANT_RUN)
         return Tuning(64, _fit(64, row_bytes), 4, 3, splits, splits, run=INVARIANT_RUN)
@@ -967,6 +971,7 @@ def _attend_kernel(
     WORDS: tl.constexpr,
     SHARED: tl.constexpr,
     SAME_STRIDES: tl.constexpr,
+    ALIBI_SQRT: tl.constexpr,
 ):
     REPAIR: tl.constexpr = lse is None
     if OVERLAP:
@@ -1117,6 +1122,7 @@ def _attend_kernel(
             ROUND_QUERY,
             HARDWARE,
             SAME_STRIDES,
+            ALIBI_SQRT,
         )
     else:
         row_max, row_sum, acc = attend_to_run(
@@ -1164,6 +1170,7 @@ def _attend_kernel(
             node_depths,
             row_ancestors,
             WORDS,
+            ALIBI_SQRT,
         )
     if prefix_lse is not None:
         row_max, row_sum, acc = _take_prefix(

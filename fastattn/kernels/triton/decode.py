@@ -73,6 +73,7 @@ def attend_few_rows(
     ROUND_QUERY: tl.constexpr,
     HARDWARE: tl.constexpr,
     SAME_STRIDES: tl.constexpr,
+    ALIBI_SQRT: tl.constexpr,
 ):
     """Do what `attend_to_run` does, over pages, for at most 8 rows. What both take means the same.
 
@@ -169,6 +170,7 @@ def attend_few_rows(
             LEFT,
             RIGHT,
             KEYS=0,
+            ALIBI_SQRT=ALIBI_SQRT,
         )  # [keys, rows]
         weights, shrink, row_max, row_sum = update_softmax(
             scores, row_max, row_sum, softcap if SOFTCAP else scale, slopes is not None, KEYS=0

@@ -121,6 +121,7 @@ def attend(
         SOFTCAP=options.softcap > 0,
         LEFT=left >= 0,
         RIGHT=right >= 0,
+        ALIBI_SQRT=options.alibi_sqrt,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
     )
@@ -258,6 +259,7 @@ def _attend_kernel(
     SOFTCAP: tl.constexpr,
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
+    ALIBI_SQRT: tl.constexpr,
 ):
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
@@ -365,6 +367,7 @@ def _attend_kernel(
                 SOFTCAP,
                 LEFT,
                 RIGHT,
+                ALIBI_SQRT=ALIBI_SQRT,
             )
             k2 = tl.load(key2 + keys, mask=in_key, other=0.0)
             scores2 = finish_scores(
@@ -381,6 +384,7 @@ def _attend_kernel(
                 SOFTCAP,
                 LEFT,
                 RIGHT,
+                ALIBI_SQRT=ALIBI_SQRT,
             )
             weights1, shrink1, row_max1, row_sum1 = update_softmax(
                 scores1, row_max1, row_sum1, softcap if SOFTCAP else scale, slopes1 is not None

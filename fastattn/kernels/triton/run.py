@@ -249,6 +249,7 @@ def finish_scores(
     RIGHT: tl.constexpr,
     seen=None,
     KEYS: tl.constexpr = 1,
+    ALIBI_SQRT: tl.constexpr = False,
 ):
     """Turn the products of queries at `positions` and keys at `j` into scores of what is visible, up to a factor.
 
@@ -256,7 +257,7 @@ def finish_scores(
     None, hides keys besides. `update_softmax`
     multiplies by the factor, next to its subtraction: were that done here, the compiler could join the two only where
     nothing is compared, and a masked step would round otherwise. With slopes, those of ALiBi times log2(e), no factor
-    is left, and scores are in base 2. Keys lie along the axis `KEYS`.
+    is left, and scores are in base 2; `ALIBI_SQRT` takes the root of the distance. Keys lie along the axis `KEYS`.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     factor = scale
@@ -265,7 +266,10 @@ def finish_scores(
         factor = softcap
     distance = tl.expand_dims(positions, KEYS) - tl.expand_dims(j, 1 - KEYS)
     if slopes is not None:
-        scores = scores * (factor * LOG2E) - tl.expand_dims(slopes, KEYS) * tl.abs(distance)
+        far = tl.abs(distance)
+        if ALIBI_SQRT:
+            far = tl.sqrt(far.to(tl.float32))
+        scores = scores * (factor * LOG2E) - tl.expand_dims(slopes, KEYS) * far
     if not all_seen:
         visible = tl.expand_dims(is_key, 1 - KEYS)
         if RIGHT:
@@ -407,6 +411,7 @@ def attend_to_run(
     node_depths=None,
     row_ancestors=None,
     WORDS: tl.constexpr = 0,
+    ALIBI_SQRT: tl.constexpr = False,
 ):
     """Attend from a tile to the keys from `first_key` up to `last_key` of a sequence, by an online softmax in base 2.
 
@@ -589,6 +594,7 @@ def attend_to_run(
                 LEFT,
                 RIGHT,
                 seen,
+                ALIBI_SQRT=ALIBI_SQRT,
             )
             weights, shrink, row_max, row_sum = update_softmax(
                 scores, row_max, row_sum, softcap if SOFTCAP else scale, slopes is not None
