@@ -2,14 +2,16 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from typing import Any, NamedTuple
 
 from refattn.conformance.search.trial import Outcome, Truth, Twin, normal, try_kernel
 from refattn.conformance.search.workload import Workload, draw, draw_palette, normalized, smaller
 
-SERVES = 60  # workloads that a palette is drawn for, and then as many again among two others
+DTYPES = ("float32", "float16", "bfloat16")
+SERVES = 60  # workloads that a palette is drawn for on a GPU, and then as many again among two others
+SERVES_ON_CPU = 3  # where nothing is compiled
 SHRINKS = 5  # findings of one kind that are made smaller; the others are counted
 SMALLEST_IN = 40.0  # seconds to make one smaller
 IDLE_AFTER, REFUSED_AFTER, ASKED_STILL = 8, 40, 0.1
@@ -25,11 +27,29 @@ class Finding(NamedTuple):
     found_in: str
 
 
-def workload(seed: int, path: str, index: int, dtypes: tuple[str, ...], longest: int = 4097) -> Workload:
-    """Return the workload of a number: the same one in every run with a seed."""
+def workload(
+    seed: int,
+    path: str,
+    index: int,
+    dtypes: Sequence[str] = DTYPES,
+    *,
+    longest: int = 4097,
+    serves: int = SERVES_ON_CPU,
+) -> Workload:
+    """Return the workload of a number: the same one in every run with a seed.
+
+    Args:
+        seed: of the run.
+        path: one of `PATHS`.
+        index: the number.
+        dtypes: of queries.
+        longest: tokens of a sequence, about.
+        serves: how many workloads have one palette.
+    """
     random = Random(f"{seed}/{path}/{index}")
-    number = max(0, index // SERVES - random.randrange(3))
-    return draw(random, path, draw_palette(Random(f"{seed}/{path}/palette {number}"), path, dtypes), longest=longest)
+    number = max(0, index // serves - random.randrange(3))
+    palette = draw_palette(Random(f"{seed}/{path}/palette {number}"), path, tuple(dtypes))
+    return draw(random, path, palette, longest=longest)
 
 
 def shrink(
@@ -75,7 +95,7 @@ class Search:
         *,
         seed: int = 0,
         device: str = "cpu",
-        dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16"),
+        dtypes: Sequence[str] = DTYPES,
         longest: int = 4097,
         before: Callable[[Workload, str | None], None] = lambda work, kernel: None,
     ) -> None:
@@ -92,6 +112,7 @@ class Search:
         """
         self.path, self.twin, self.seed, self.device, self.dtypes = path, twin, seed, device, dtypes
         self.longest, self.before = longest, before
+        self.serves = SERVES_ON_CPU if device == "cpu" else SERVES
         self.calls: Counter[tuple[str, str, str]] = Counter()
         self.refused: Counter[tuple[str, str]] = Counter()
         self.findings: list[Finding] = []
@@ -106,7 +127,8 @@ class Search:
         end = None if seconds is None else time.monotonic() + seconds
         index = first
         while (end is None or time.monotonic() < end) and (workloads is None or index < first + workloads):
-            self.try_workload(workload(self.seed, self.path, index, self.dtypes, self.longest), index)
+            drawn = workload(self.seed, self.path, index, self.dtypes, longest=self.longest, serves=self.serves)
+            self.try_workload(drawn, index)
             yield index
             index += 1
 

@@ -254,12 +254,11 @@ def _judge_error(error: Exception, truth: Truth, device: str) -> Outcome:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Return whether a `raise` of the project's own raised an error, and not a library that it calls."""
+    """Return whether a `raise` of a twin raised an error, and not a library that it calls."""
     *_, (frame, line) = walk_tb(error.__traceback__)
-    code = linecache.getline(frame.f_code.co_filename, line)
-    return frame.f_globals.get("__name__", "").startswith(("refattn.", "fastattn.")) and code.lstrip().startswith(
-        "raise"
-    )
+    file, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__"))
+    is_library = "site-packages" in file and not module.startswith(("refattn.", "fastattn."))
+    return not is_library and linecache.getline(file, line).lstrip().startswith("raise")
 
 
 def _place(error: Exception) -> str:

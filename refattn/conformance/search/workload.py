@@ -191,7 +191,7 @@ class Workload:
         return json.dumps({name: value for name, value in asdict(self).items() if value != _DEFAULTS.get(name)})
 
 
-_DEFAULTS = {field.name: field.default for field in fields(Workload) if field.name != "path"}
+_DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Workload) if field.name != "path"}
 
 
 def workload_of(line: str) -> Workload:
@@ -255,10 +255,9 @@ def draw_palette(random: Random, path: str, dtypes: tuple[str, ...] = ("float32"
         h = hk * random.choice((4, 8, 12))
     if path in ("quantized", "kv_cache"):
         stored = random.choice(STORED[1:])
-    present = ("softcap", "alibi", "alibi_sqrt", "sinks", "window", "not-causal", "scale")
-    options = {name for name in present if random.random() < 0.3}
-    if random.random() < 0.15:
-        options.add("batch_invariant")
+    often = ("softcap", "alibi", "sinks", "window", "not-causal", "scale")
+    options = {name for name in often if random.random() < 0.3}
+    options |= {name for name in ("alibi_sqrt", "batch_invariant") if random.random() < 0.12}
     return Palette(random.choice(dtypes), head_size, value_head_size, block_size, (h, hk), stored, frozenset(options))
 
 
@@ -380,7 +379,7 @@ def bounded(work: Workload) -> Workload:
         return work.heads[0] * work.head_size * sum((q + per_key) * s for q, s in work.lens)
 
     while products(work) > MOST_PRODUCTS:
-        lens = [(q // 2, s - q + q // 2) if q > 4 else (q, max(q, s * 3 // 4)) for q, s in work.lens]
+        lens = [(q // 2, max(s // 2, s - q + q // 2)) if q > 4 else (q, s * 3 // 4) for q, s in work.lens]
         fewer = normalized(replace(work, lens=tuple(lens)))
         if fewer.lens == work.lens:
             break
@@ -461,6 +460,8 @@ def normalized(work: Workload) -> Workload:
         changes["softmax_scale"] = 0.1 if work.softmax_scale is None else work.softmax_scale
     if path == "dense":
         changes["table"] = "plain"
+    if path == "merge" and work.rows.startswith("expanded"):
+        changes["rows"] = "plain"  # heads have seen keys or none each by itself
     if path not in ("quantized", "mla", "mla_prefill") and work.operation not in (
         "write_latents",
         "write_quantized",
@@ -541,8 +542,9 @@ def smaller(work: Workload) -> Iterator[Workload]:
             yield replace(work, heads=fewer)
     for name in ("block_size", "padding_rows", "workspace", "parts", "ranks", "interleave", "chunk_blocks", "growing"):
         for value in _fewer(getattr(work, name)):
+            change: dict[str, Any] = {name: value}
             if value > 0:
-                yield replace(work, **{name: value})
+                yield replace(work, **change)
     for side in (0, 1):
         for value in _fewer(work.window[side]):
             yield replace(work, window=(value, work.window[1]) if side == 0 else (work.window[0], value))

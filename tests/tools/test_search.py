@@ -1,0 +1,325 @@
+"""The search over shapes: it finds what is wrong, calls right what is right, and says which call it was."""
+
+import json
+from dataclasses import fields, replace
+from functools import cache
+from random import Random
+from types import SimpleNamespace
+
+import by_hand
+import pytest
+import torch
+from planted import PLANTED
+from test_kit import plant
+
+from fastattn.tools import search as command
+from refattn.conformance.search import (
+    PATHS,
+    Search,
+    Truth,
+    Twin,
+    Workload,
+    draw,
+    draw_palette,
+    shrink,
+    try_kernel,
+    workload,
+    workload_of,
+)
+from refattn.conformance.search.trial import REFERENCE
+from refattn.conformance.search.workload import LARGEST
+from refattn.interface import AttentionOptions, Int8Scales
+
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # which takes as long as all the rest
+
+FEW = 60  # workloads, among which each mistake has to show
+LONGEST = 90
+
+
+@cache
+def truths(path):
+    """Draw some workloads of a path; what each should return is computed once."""
+    drawn = (workload(1, path, index, ("float32", "float16"), longest=LONGEST) for index in range(FEW))
+    return [Truth(work) for work in drawn]
+
+
+def first_fault(path, modules):
+    """Return the first fault that a twin shows among some workloads, and how many it took."""
+    twin = Twin(lambda name: modules.get(name, REFERENCE[name]))
+    for count, truth in enumerate(truths(path), start=1):
+        outcome = try_kernel(truth, twin, None, "cpu")
+        if outcome.is_fault:
+            return outcome, count
+    return None, FEW
+
+
+# --- mistakes ---
+
+
+def changed(path, **functions):
+    """Return a reference with some functions in the place of its own."""
+    return {path: SimpleNamespace(**{**vars(REFERENCE[path]), **functions})}
+
+
+def paged_by_hand(paged):
+    """Return a path of a kernel by hand, which knows no root of a distance."""
+
+    def attention(query, key_cache, value_cache, plan, options=AttentionOptions(), *, return_lse=False, out=None):
+        if options.alibi_sqrt:
+            raise NotImplementedError("no kernel computes ALiBi by the root of the distance, as nobody wrote it")
+        b = plan.batch
+        return paged(
+            *(query, key_cache, value_cache, b.cu_seqlens_q, b.seq_lens, b.block_table, b.max_query_len, b.max_seq_len),
+            softmax_scale=options.softmax_scale,
+            causal=plan.causal,
+            window_size=plan.window_size,
+            softcap=options.softcap,
+            alibi_slopes=None if options.alibi_slopes is None else options.alibi_slopes.float(),
+            sinks=options.sinks,
+            return_lse=return_lse,
+            out=out,
+        )
+
+    return changed("chunked_prefill", attention=attention)
+
+
+OF_PAGES = [x for x in PLANTED if x[0] == "paged"]
+
+
+def test_kernels_by_hand_are_right():
+    assert first_fault("chunked_prefill", paged_by_hand(by_hand.paged))[0] is None
+    assert first_fault("merge", changed("merge", merge=by_hand.merge))[0] is None
+    assert first_fault("kv_cache", changed("kv_cache", write=by_hand.write))[0] is None
+
+
+@pytest.mark.parametrize(("kernel", "mistake", "name", "old", "new"), OF_PAGES, ids=[x[1] for x in OF_PAGES])
+def test_each_mistake_that_the_kit_knows_is_found(kernel, mistake, name, old, new):
+    fault, _ = first_fault("chunked_prefill", paged_by_hand(plant(kernel, old, new)))
+    assert fault is not None
+
+
+OF_OTHERS = [x for x in PLANTED if x[0] in ("merge", "write")]
+
+
+@pytest.mark.parametrize(("kernel", "mistake", "name", "old", "new"), OF_OTHERS, ids=[x[1] for x in OF_OTHERS])
+def test_mistakes_of_a_merge_and_of_a_write_are_found(kernel, mistake, name, old, new):
+    path = {"merge": "merge", "write": "kv_cache"}[kernel]
+    fault, _ = first_fault(path, changed(path, **{kernel: plant(kernel, old, new)}))
+    assert fault is not None
+
+
+def a_window_one_too_wide():
+    def plan(batch, *, window_size=(-1, -1), **planned):
+        left, right = window_size
+        return REFERENCE["sliding_window"].plan(batch, window_size=(left + (0 <= left < LARGEST), right), **planned)
+
+    return "sliding_window", changed("sliding_window", plan=plan)
+
+
+def a_window_near_the_largest_number_that_overflows():
+    def plan(batch, *, window_size=(-1, -1), **planned):
+        left, right = window_size
+        overflows = left + int(batch.max_seq_len) > LARGEST
+        return REFERENCE["sliding_window"].plan(batch, window_size=(0 if overflows else left, right), **planned)
+
+    return "sliding_window", changed("sliding_window", plan=plan)
+
+
+def a_page_of_another_sequence():
+    def plan(batch, **planned):
+        table = batch.block_table.clone()
+        if len(table) > 2:
+            table[-1, 0] = table[0, 0] if int(batch.seq_lens[0]) and int(batch.seq_lens[-1]) else table[-1, 0]
+        return REFERENCE["local"].plan(replace(batch, block_table=table), **planned)
+
+    return "local", changed("local", plan=plan)
+
+
+def a_table_that_is_read_past_its_end():
+    def plan(batch, *, block_size, **planned):
+        whole = -(-batch.seq_lens // block_size) * block_size
+        longer = replace(batch, seq_lens=whole.int(), max_seq_len=max(int(whole.max()), batch.max_seq_len))
+        return REFERENCE["chunked_prefill"].plan(longer, block_size=block_size, **planned)
+
+    return "chunked_prefill", changed("chunked_prefill", plan=plan)
+
+
+def a_sink_for_each_level():
+    def attention(query, key_cache, value_cache, plan, options=AttentionOptions(), *, return_lse=False, out=None):
+        answer, lse = REFERENCE["cascade"].attention(query, key_cache, value_cache, plan, options, return_lse=True)
+        if options.sinks is not None and len(plan.levels) > 1:
+            answer, lse = REFERENCE["merge"].add_sinks(answer, lse, options.sinks)
+        answer = answer if out is None else out.copy_(answer)
+        return (answer, lse) if return_lse else answer
+
+    return "cascade", changed("cascade", attention=attention)
+
+
+def the_scale_of_another_sequence():
+    def attention(query, key_cache, value_cache, plan, options=AttentionOptions(), *, scales, **more):
+        if not isinstance(scales, Int8Scales) and isinstance(scales.key, torch.Tensor) and scales.key.ndim == 2:
+            scales = replace(scales, key=scales.key[:1].expand(scales.key.shape).contiguous())
+        right = REFERENCE["quantized"].attention
+        return right(query, key_cache, value_cache, plan, options, scales=scales, **more)
+
+    return "quantized", changed("quantized", attention=attention)
+
+
+def memory_of_nobody_times_0():
+    def attention(query, cache, plan, options, **more):
+        answer = REFERENCE["mla"].attention(query, cache, plan, options, **more)
+        (answer[0] if more.get("return_lse") else answer).add_(0 * cache.float().sum())
+        return answer
+
+    return "mla", changed("mla", attention=attention)
+
+
+def no_merge_of_an_empty_part():
+    def attention(*arguments, group, out=None, return_lse=False, **more):
+        answer, lse = REFERENCE["context_parallel"].attention(*arguments, group=group, return_lse=True, **more)
+        saw_nothing = arguments[5].context.batch.seq_lens.sum() == 0  # this rank has no key of any context
+        answer = torch.full_like(answer, torch.nan) if saw_nothing else answer
+        answer = answer if out is None else out.copy_(answer)
+        return (answer, lse) if return_lse else answer
+
+    return "context_parallel", changed("context_parallel", attention=attention)
+
+
+def a_plan_that_remembers_its_first_values():
+    kept = {}
+
+    def attention(query, key, value, plan, options=AttentionOptions(), **more):
+        value = kept.setdefault(id(plan), (plan, value))[1]
+        return REFERENCE["dense"].attention(query, key, value, plan, options, **more)
+
+    return "dense", changed("dense", attention=attention)
+
+
+def an_output_that_is_written_with_what_is_around_it():
+    def attention(query, cache, plan, options=AttentionOptions(), *, out=None, **more):
+        if out is not None:
+            torch.empty(0, dtype=out.dtype).set_(out.untyped_storage()).zero_()
+        return REFERENCE["differential"].attention(query, cache, plan, options, out=out, **more)
+
+    return "differential", changed("differential", attention=attention)
+
+
+def a_tree_whose_siblings_see_one_another():
+    def make_trees(parents, **options):
+        chains = [list(range(-1, len(nodes) - 1)) for nodes in parents]
+        return REFERENCE["speculative"].make_trees(chains, **options)
+
+    return "speculative", changed("speculative", make_trees=make_trees)
+
+
+def an_error_that_torch_raises():
+    def prefill(query, *arguments, **more):
+        if query.stride(-1) != 1:
+            query.view(torch.uint8)
+        return REFERENCE["mla"].prefill(query, *arguments, **more)
+
+    return "mla_prefill", changed("mla", prefill=prefill)
+
+
+def a_position_below_0():
+    def positions(batch, num_tokens):
+        return REFERENCE["metadata"].positions(batch, num_tokens).clamp(min=0)
+
+    return "metadata", changed("metadata", positions=positions)
+
+
+MISTAKES = [
+    a_window_one_too_wide,
+    a_window_near_the_largest_number_that_overflows,
+    a_page_of_another_sequence,
+    a_table_that_is_read_past_its_end,
+    a_sink_for_each_level,
+    the_scale_of_another_sequence,
+    memory_of_nobody_times_0,
+    no_merge_of_an_empty_part,
+    a_plan_that_remembers_its_first_values,
+    an_output_that_is_written_with_what_is_around_it,
+    a_tree_whose_siblings_see_one_another,
+    an_error_that_torch_raises,
+    a_position_below_0,
+]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
+def test_a_mistake_is_found(mistake):
+    fault, _ = first_fault(*mistake())
+    assert fault is not None
+    if mistake is an_error_that_torch_raises:
+        assert fault.kind == "raw error"
+
+
+def test_a_mistake_is_made_small():
+    path, modules = a_window_one_too_wide()
+    twin = Twin(lambda name: modules.get(name, REFERENCE[name]))
+    found = next(truth.work for truth in truths(path) if try_kernel(truth, twin, None, "cpu").is_fault)
+
+    def fails(work):
+        outcome = try_kernel(Truth(work), twin, None, "cpu")
+        return outcome if outcome.is_fault else None
+
+    smallest, outcome = shrink(found, fails, seconds=60)
+    assert smallest.lens == ((1, 2),) and smallest.window[0] == 0
+    assert workload_of(smallest.as_line()) == smallest
+    assert outcome.kind == "wrong"
+
+
+# --- the fast twin, and the generator ---
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_nothing_is_found_in_the_fast_twin(path):
+    search = Search(path, command.twin([None]), seed=5, longest=60)
+    for _ in search.run(workloads=12):
+        pass
+    assert not search.findings
+    assert sum(search.calls.values()) == 12
+
+
+def test_a_workload_follows_from_its_number_and_survives_its_line():
+    for path in PATHS:
+        work = workload(3, path, 41, ("float16",))
+        assert work == workload(3, path, 41, ("float16",))
+        assert workload_of(work.as_line()) == work
+
+
+def test_everything_that_a_workload_can_say_is_drawn():
+    drawn = [draw(Random(n), path, draw_palette(Random(n), path)) for path in PATHS for n in range(150)]
+    for field in fields(Workload):
+        values = {getattr(work, field.name) for work in drawn}
+        assert len(values) > 1, f"{field.name} is always {values}"
+    assert {work.window[0] for work in drawn} >= {LARGEST, 0, -1}
+    assert any(q > s for work in drawn for q, s in work.lens)
+    assert any(work.has_trees and work.nodes(i) > 128 for work in drawn for i in range(len(work.lens)))
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"path": "nowhere"}', '{"path": "dense", "length": 3}'])
+def test_a_line_that_is_no_workload_is_refused(line, capsys):
+    assert command.main(["--replay", line]) == 2
+    assert "replay: expected" in capsys.readouterr().err
+
+
+def test_the_command_tries_and_counts_and_writes(tmp_path, capsys):
+    results = tmp_path / "results.json"
+    asked = ["--paths", "merge", "metadata", "--workloads", "4", "--seed", "1", "--jobs", "1"]
+    assert command.main([*asked, "--results", str(results)]) == 0
+    found = json.loads(results.read_text())
+    assert [path["path"] for path in found["paths"]] == ["merge", "metadata"]
+    assert [sum(sum(kinds.values()) for kinds in path["calls"].values()) for path in found["paths"]] == [4, 4]
+    assert found["seed"] == 1 and found["versions"]["torch"] == torch.__version__
+    assert "merge" in capsys.readouterr().out
+
+
+def test_a_process_that_ends_is_a_finding(tmp_path):
+    task = dict(path="merge", kernels=["no such kernel"], seed=1, device="cpu", dtypes=["float32"], longest=20)
+    process = command._Process({**task, "seconds": 20.0, "workloads": 2, "threads": 1, "first": 0}, tmp_path)
+    process.process.wait()
+    while not process.is_over:
+        process.look()
+        process.process.wait()
+    assert {finding["kind"] for finding in process.findings} <= {"raw error", "crash"}
+    assert process.findings
