@@ -27,6 +27,8 @@ Read = Callable[[int, Int64[Tensor, "keys"]], tuple[Tensor, Tensor]]
 
 def unsupported_reason(problem: Problem) -> str | None:
     """Return why this kernel cannot compute a problem, or None."""
+    if problem.device.type == "cuda":
+        return "is for devices that have no kernel of their own"
     if problem.stored is not None:
         return "reads numbers, not codes"
     if problem.batch_invariant:
