@@ -5,13 +5,22 @@ captures the collectives together with the kernels.
 """
 
 import torch
-from jaxtyping import Float, Int32, Int64
+from jaxtyping import Float, Int32, Int64, Shaped
 from torch import Tensor
 
 from fastattn.kernels import dispatch
 from fastattn.kernels.torch_ops import places
 from fastattn.metadata import positions
-from refattn.interface import AttentionOptions, Batch, ContextParallelPlan, Group, Plan, Shard
+from refattn.interface import (
+    AttentionOptions,
+    Batch,
+    ContextParallelPlan,
+    Fp8Scales,
+    Group,
+    Int8Scales,
+    Plan,
+    Shard,
+)
 from refattn.interface.ambient import refuse_gradients, without_autocast
 from refattn.interface.checks import check_context_parallel
 from refattn.interface.contents import (
@@ -26,7 +35,7 @@ from refattn.interface.values import check_int, check_window
 
 
 def plan(
-    batch: Batch, *, shard: Shard, block_size: int, window_size: tuple[int, int] = (-1, -1)
+    batch: Batch, *, shard: Shard, block_size: int, window_size: tuple[int, int] = (-1, -1), causal: bool = True
 ) -> ContextParallelPlan:
     """Plan the part of one rank; the twin of `refattn.context_parallel.plan`.
 
@@ -59,7 +68,7 @@ def plan(
         where = local_lens((positions(batch, rows) - left).clamp(min=0).int(), shard)
     context = Plan(keys, block_size, causal=False, window_size=(0 if left >= 0 else -1, -1), positions=where)
     new = Batch(batch.cu_seqlens_q, batch.query_lens, None, query_len, query_len, num_tokens=num_tokens)
-    return ContextParallelPlan(batch, shard, context, Plan(new, causal=True, window_size=window_size))
+    return ContextParallelPlan(batch, shard, context, Plan(new, causal=causal, window_size=window_size))
 
 
 @without_autocast
@@ -67,14 +76,15 @@ def attention(
     query: Float[Tensor, "t h d"],
     key: Float[Tensor, "t hk d"],
     value: Float[Tensor, "t hk dv"],
-    key_cache: Float[Tensor, "n p hk d"],
-    value_cache: Float[Tensor, "n p hk dv"],
+    key_cache: Shaped[Tensor, "n p hk d"],
+    value_cache: Shaped[Tensor, "n p hk dv"],
     plan: ContextParallelPlan,
     options: AttentionOptions = AttentionOptions(),
     *,
     group: Group,
     return_lse: bool = False,
     out: Float[Tensor, "t h dv"] | None = None,
+    scales: Fp8Scales | Int8Scales | None = None,
 ) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend with the heads of this rank to all tokens of each sequence; the twin of `refattn.context_parallel`.
 
@@ -85,14 +95,15 @@ def attention(
             kernel computes the combination, with the reason of each.
     """
     key_heads = check_context_parallel(
-        query, key, value, key_cache, value_cache, plan, options, out, return_lse, group=group
+        query, key, value, key_cache, value_cache, plan, options, out, return_lse, group=group, scales=scales
     )
     if options.alibi_slopes is not None:
         raise NotImplementedError("no kernel computes ALiBi over the keys of a rank, as they are not consecutive")
     rows, pools = dict(query=query, key=key, value=value), dict(key_cache=key_cache, value_cache=value_cache)
     refuse_gradients(dispatch.NO_BACKWARD, **rows, **pools, options=options)
     all_heads = group.all_gather(query, dim=1)
-    part, lse = dispatch.paged(all_heads, key_cache, value_cache, plan.context, options.without_sinks())
+    pages = all_heads, key_cache, value_cache, plan.context, options.without_sinks()
+    part, lse = dispatch.paged(*pages) if scales is None else dispatch.quantized(*pages, scales)
 
     total = group.all_gather(lse[None], dim=0).logsumexp(0)  # [t, h of all ranks]
     weight = (lse - total).exp_()[..., None]  # NaN where no rank has a key: such a part counts for nothing in the merge

@@ -1,15 +1,25 @@
 """Differential attention, with each key and value read once where possible; the twin of `refattn.differential`."""
 
+from dataclasses import replace
+
 import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from fastattn import chunked_prefill, kv_cache
+from fastattn import chunked_prefill, kv_cache, quantized
 from fastattn.kernels import dispatch
-from fastattn.kernels.problem import Subtraction
-from refattn.interface import AttentionOptions, Batch, Plan
-from refattn.interface.checks import check_differential, check_halves, check_lambdas, check_pairs
+from fastattn.kernels.problem import Subtraction, key_starts
+from refattn.interface import AttentionOptions, Batch, Fp8Scales, Plan
+from refattn.interface.checks import (
+    check_differential,
+    check_halves,
+    check_lambdas,
+    check_pairs,
+    check_rows_of_pairs,
+)
 from refattn.interface.values import check_memory, check_sizes
+
+IN_PAGES = "rows as pages"  # the name in `Plan.kept` of a plan over rows that is read as one over pages
 
 
 def plan(batch: Batch, *, block_size: int, causal: bool = True, window_size: tuple[int, int] = (-1, -1)) -> Plan:
@@ -19,7 +29,7 @@ def plan(batch: Batch, *, block_size: int, causal: bool = True, window_size: tup
 
 def attention(
     query: Float[Tensor, "t h d"],
-    cache: Float[Tensor, "2 2 n p pairs d"],
+    cache: Shaped[Tensor, "2 2 *pages pairs d"],
     plan: Plan,
     options: AttentionOptions = AttentionOptions(),
     *,
@@ -29,10 +39,12 @@ def attention(
     norm_eps: float = 1e-5,
     return_lse: bool = False,
     out: Float[Tensor, "t h d"] | None = None,
+    scales: Fp8Scales | None = None,
 ) -> Float[Tensor, "t h d"] | tuple[Float[Tensor, "t h d"], Float[Tensor, "t h"]]:
     """Attend from the new tokens of each sequence to all its tokens in the cache, twice, and take the difference.
 
-    Arguments, results and errors are those of `refattn.differential.attention`.
+    Arguments, results and errors are those of `refattn.differential.attention`. Rows are read as pages of one row, and
+    an fp8 cache by four calls of a kernel for quantised pages, two for each softmax.
 
     Raises:
         NotImplementedError: if no kernel computes the combination, with the reason of each.
@@ -48,10 +60,30 @@ def attention(
         lambda_init=lambda_init,
         norm_weight=norm_weight,
         norm_eps=norm_eps,
+        scales=scales,
     )
+    if plan.block_size is None:
+        cache, plan = cache[:, :, :, None], _in_pages(plan, cache.shape[2])
     subtraction = Subtraction(lambda_full, norm_weight, norm_eps, 1 - lambda_init)
-    out, lse = dispatch.differential(query, cache, plan, options, subtraction, out)
+    out, lse = dispatch.differential(query, cache, plan, options, subtraction, out, scales)
     return (out, lse) if return_lse else out
+
+
+def _in_pages(plan: Plan, num_rows: int) -> Plan:
+    """Return a plan over rows as one over pages of one row each.
+
+    On a CPU it is kept for later layers. On a device every call makes its table, so that a CUDA graph does, too.
+    """
+    name = (IN_PAGES, num_rows)
+    pages: Plan | None = plan.kept.get(name)
+    if pages is None:
+        longest = min(plan.batch.max_seq_len, num_rows)
+        columns = torch.arange(longest, dtype=torch.int32, device=plan.batch.device)
+        batch = replace(plan.batch, block_table=key_starts(plan)[:-1, None] + columns)
+        pages = replace(plan, batch=batch, block_size=1)
+        if plan.batch.device.type == "cpu":
+            plan.kept[name] = pages
+    return pages
 
 
 def compute_lambda(
@@ -106,6 +138,12 @@ def interleave_halves(heads: Shaped[Tensor, "t h d"]) -> Shaped[Tensor, "t h d"]
     return torch.stack(heads.chunk(2, dim=1), dim=2).flatten(1, 2)
 
 
+def split_halves(key: Shaped[Tensor, "s hk d"], value: Shaped[Tensor, "s hk d"]) -> Shaped[Tensor, "2 2 s pairs d"]:
+    """Return keys and values as `attention` takes them in rows; the twin of `refattn.differential.split_halves`."""
+    check_rows_of_pairs(key, value)
+    return torch.stack([torch.stack([x[:, half::2] for x in (key, value)]) for half in (0, 1)])
+
+
 def allocate(
     num_blocks: int,
     block_size: int,
@@ -141,18 +179,21 @@ def allocate(
 
 
 def write(
-    key: Shaped[Tensor, "t hk d"],
-    value: Shaped[Tensor, "t hk d"],
+    key: Shaped[Tensor, "rows hk d"],
+    value: Shaped[Tensor, "rows hk d"],
     cache: Shaped[Tensor, "2 2 n p pairs d"],
     slot_mapping: Int64[Tensor, "t"],
+    *,
+    scales: Fp8Scales | None = None,
 ) -> None:
     """Write new tokens into the pool, in place: the first heads of the pairs to one half, the second to the other.
 
     Args:
-        key: the new keys, heads in interleaved pairs.
+        key: the new keys, heads in interleaved pairs; rows after the last slot are padding.
         value: the new values, likewise.
         cache: the pool, changed in place.
         slot_mapping: the slot of each token, each at most once; -1 is padding and is not written.
+        scales: those of an fp8 cache, into which tokens of any floating point type are quantised.
 
     Raises:
         ValueError: if types, shapes or devices do not match; on a CPU also if a slot is outside the pool or is given
@@ -160,9 +201,13 @@ def write(
 
     Source: `refattn.differential.write`.
     """
-    check_pairs(cache, key=key, value=value)
+    check_pairs(cache, scales=scales, key=key, value=value)
     for half in (0, 1):
-        kv_cache.write(key[:, half::2], value[:, half::2], cache[half, 0], cache[half, 1], slot_mapping)
+        tokens = key[:, half::2], value[:, half::2], cache[half, 0], cache[half, 1], slot_mapping
+        if scales is None:
+            kv_cache.write(*tokens)
+        else:
+            quantized.write(*tokens, scales=scales.of_halves(half, half))
 
 
 def pools(cache: Shaped[Tensor, "2 2 n p pairs d"]) -> list[Shaped[Tensor, "n p pairs d"]]:

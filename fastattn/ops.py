@@ -9,7 +9,8 @@ An operator takes tensors, numbers, and lists of them. So plans and options are 
     plan      `tables`, its tensors, and `sizes`, its whole numbers, in the order of its fields; -1 stands for None
     levels    the batch of a cascade, and then plan after plan in the same two lists; trees and chunks likewise
     options   an argument each
-    scales    `scales`, the tensors, and `scale_numbers`, where 0 stands for none; `scale_format` is None for int8
+    scales    `scales`, the tensors, and `scale_numbers`, where 0 stands for none; `scale_format` is None for int8. No
+              tensor and no number where there are no scales
 
 The plan is made outside the graph, once per step, and the same graph accepts the next step's plan with other lengths.
 What kernels keep in a plan from layer to layer (`Plan.kept`) is not passed on, and on a CPU the tables are checked in
@@ -47,6 +48,7 @@ from refattn.interface import (
     TreePlan,
     Trees,
 )
+from refattn.interface.checks import type_of_outputs
 
 PAGES = "Tensor query, Tensor key_cache, Tensor value_cache"
 PLAN = "Tensor?[] tables, SymInt[] sizes"
@@ -154,7 +156,7 @@ def speculative(
 
 def differential(
     query: Float[Tensor, "t h d"],
-    cache: Float[Tensor, "2 2 n p pairs d"],
+    cache: Shaped[Tensor, "2 2 *pages pairs d"],
     plan: Plan,
     options: AttentionOptions = AttentionOptions(),
     *,
@@ -163,11 +165,12 @@ def differential(
     norm_weight: Float[Tensor, "2*d"] | None = None,
     norm_eps: float = 1e-5,
     return_lse: bool = False,
+    scales: Fp8Scales | None = None,
 ) -> Float[Tensor, "t h d"] | tuple[Float[Tensor, "t h d"], Float[Tensor, "t h"]]:
     """Attend twice and subtract; the operator of `fastattn.differential.attention`."""
-    subtraction = (lambda_full, lambda_init, norm_weight, norm_eps)
+    more = (lambda_full, lambda_init, norm_weight, norm_eps, *_scales_lists(scales))
     call = torch.ops.fastattn.differential
-    return _with_lse(call(query, cache, *_plan_lists(plan), *_options_list(options), *subtraction), return_lse)
+    return _with_lse(call(query, cache, *_plan_lists(plan), *_options_list(options), *more), return_lse)
 
 
 def mla(
@@ -245,8 +248,8 @@ def add_sinks(
 
 
 def write(
-    key: Shaped[Tensor, "t hk d"],
-    value: Shaped[Tensor, "t hk dv"],
+    key: Shaped[Tensor, "rows hk d"],
+    value: Shaped[Tensor, "rows hk dv"],
     key_cache: Shaped[Tensor, "n p hk d"],
     value_cache: Shaped[Tensor, "n p hk dv"],
     slot_mapping: Int64[Tensor, "t"],
@@ -256,18 +259,20 @@ def write(
 
 
 def write_differential(
-    key: Shaped[Tensor, "t hk d"],
-    value: Shaped[Tensor, "t hk d"],
+    key: Shaped[Tensor, "rows hk d"],
+    value: Shaped[Tensor, "rows hk d"],
     cache: Shaped[Tensor, "2 2 n p pairs d"],
     slot_mapping: Int64[Tensor, "t"],
+    *,
+    scales: Fp8Scales | None = None,
 ) -> None:
     """Write pairs of heads into the pool; the operator of `fastattn.differential.write`."""
-    torch.ops.fastattn.write_differential(key, value, cache, slot_mapping)
+    torch.ops.fastattn.write_differential(key, value, cache, slot_mapping, *_scales_lists(scales))
 
 
 def write_latents(
-    latent: Shaped[Tensor, "t r"],
-    rope_key: Shaped[Tensor, "t rope"],
+    latent: Shaped[Tensor, "rows r"],
+    rope_key: Shaped[Tensor, "rows rope"],
     cache: Shaped[Tensor, "n p c"],
     slot_mapping: Int64[Tensor, "t"],
     *,
@@ -278,8 +283,8 @@ def write_latents(
 
 
 def write_quantized(
-    key: Float[Tensor, "t hk d"],
-    value: Float[Tensor, "t hk dv"],
+    key: Float[Tensor, "rows hk d"],
+    value: Float[Tensor, "rows hk dv"],
     key_cache: Shaped[Tensor, "n p hk d"],
     value_cache: Shaped[Tensor, "n p hk dv"],
     slot_mapping: Int64[Tensor, "t"],
@@ -391,7 +396,11 @@ def _options_list(
     return options.softmax_scale, options.softcap, *biases, options.batch_invariant, options.alibi_sqrt
 
 
-def _scales_lists(scales: Fp8Scales | Int8Scales) -> tuple[list[Tensor | None], list[float], torch.dtype | None]:
+def _scales_lists(
+    scales: Fp8Scales | Int8Scales | None,
+) -> tuple[list[Tensor | None], list[float], torch.dtype | None]:
+    if scales is None:
+        return [], [], None
     if isinstance(scales, Int8Scales):
         return [scales.key, scales.value], [], None
     parts = (scales.key, scales.value, scales.query)
@@ -399,7 +408,9 @@ def _scales_lists(scales: Fp8Scales | Int8Scales) -> tuple[list[Tensor | None], 
     return tensors, [0.0 if x is None or isinstance(x, Tensor) else x for x in parts], scales.format
 
 
-def _scales(tensors: list[Tensor | None], numbers: list[float], kind: torch.dtype | None) -> Fp8Scales | Int8Scales:
+def _scales(tensors: list[Tensor | None], numbers: list[float], kind: torch.dtype | None) -> Any:
+    if not tensors:
+        return None
     if kind is None:
         token_scales, channel_scales = tensors
         assert token_scales is not None
@@ -429,7 +440,8 @@ def _define(
 def _answer_like(query: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Return memory of the shape and type of an answer, for the compiler, which fills in nothing."""
     kind = torch.float64 if query.dtype == torch.float64 else torch.float32
-    return query.new_empty(*query.shape[:2], width), query.new_empty(query.shape[:2], dtype=kind)
+    out = query.new_empty(*query.shape[:2], width, dtype=type_of_outputs(query, None))
+    return out, query.new_empty(query.shape[:2], dtype=kind)
 
 
 def _define_path(
@@ -464,7 +476,7 @@ _define_path("cascade", PAGES, cascade_path.attention, _cascade_plan, _value_wid
 def _differential(
     query: Tensor, cache: Tensor, tables: list[Tensor | None], sizes: list[int], *options_and_more: Any
 ) -> Any:
-    *options, lambda_full, lambda_init, norm_weight, norm_eps = options_and_more
+    *options, lambda_full, lambda_init, norm_weight, norm_eps, tensors, numbers, kind = options_and_more
     return differential_path.attention(
         query,
         cache,
@@ -475,13 +487,14 @@ def _differential(
         norm_weight=norm_weight,
         norm_eps=norm_eps,
         return_lse=True,
+        scales=_scales(tensors, numbers, kind),
     )
 
 
 _define(
     "differential",
     f"Tensor query, Tensor cache, {PLAN}, {OPTIONS}, "
-    "Tensor lambda_full, float lambda_init, Tensor? norm_weight, float norm_eps",
+    f"Tensor lambda_full, float lambda_init, Tensor? norm_weight, float norm_eps, {SCALES}",
     _differential,
     lambda query, *others: _answer_like(query, query.shape[-1]),
 )
@@ -587,8 +600,10 @@ def _nothing(*arguments: Any) -> None:
 _define("write", TOKENS, kv_cache_path.write, _nothing, returns="()", writes_to=("key_cache", "value_cache"))
 _define(
     "write_differential",
-    "Tensor key, Tensor value, Tensor(a!) cache, Tensor slot_mapping",
-    differential_path.write,
+    f"Tensor key, Tensor value, Tensor(a!) cache, Tensor slot_mapping, {SCALES}",
+    lambda *tokens_and_scales: differential_path.write(
+        *tokens_and_scales[:-3], scales=_scales(*tokens_and_scales[-3:])
+    ),
     _nothing,
     returns="()",
     writes_to=("cache",),

@@ -8,7 +8,15 @@ from torch import Tensor
 
 from fastattn.kernels import dispatch
 from refattn.interface import AttentionOptions, Batch, CascadePlan, Fp8Scales, Int8Scales, Plan, TreePlan
-from refattn.interface.checks import check_int8_pools, check_quantized, check_quantized_slots, check_values
+from refattn.interface.checks import (
+    check_int8_pools,
+    check_quantized,
+    check_quantized_slots,
+    check_values,
+    rows_with_slots,
+    type_of_outputs,
+)
+from refattn.interface.scales import FP8_FORMATS
 from refattn.interface.values import check_sizes
 
 
@@ -31,11 +39,15 @@ def attention(
 ) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend from the new tokens of each sequence to its tokens in a quantised cache; the twin of `refattn.quantized`.
 
-    Arguments, results and errors are those of `refattn.quantized.attention`.
+    Arguments, results and errors are those of `refattn.quantized.attention`. A query in fp8 is converted to the type of
+    the outputs, which loses nothing, and its scale is multiplied into that of the keys: any kernel computes it.
 
     Raises:
         NotImplementedError: if no kernel computes the combination, with the reason of each.
     """
+    if isinstance(query, Tensor) and query.dtype in FP8_FORMATS:
+        check_quantized(query, key_cache, value_cache, plan, options, scales, out, return_lse)
+        query, scales = _as_numbers(query, scales, out)
     name, answer = dispatch.again("quantized", query, key_cache, value_cache, plan, options, out, return_lse, scales)
     if answer is None:
         check_quantized(query, key_cache, value_cache, plan, options, scales, out, return_lse)
@@ -43,9 +55,16 @@ def attention(
     return answer if return_lse else answer[0]
 
 
+def _as_numbers(query: Tensor, scales: Fp8Scales | Int8Scales, out: Tensor | None) -> tuple[Tensor, Fp8Scales]:
+    """Return a query in fp8 in the type of its outputs, and scales of keys that carry its own."""
+    assert isinstance(scales, Fp8Scales) and scales.query is not None  # as `check_quantized` has made sure
+    scales = Fp8Scales(scales.key * scales.query, scales.value, format=scales.format)
+    return query.to(type_of_outputs(query, out)), scales
+
+
 def write(
-    key: Float[Tensor, "t hk d"],
-    value: Float[Tensor, "t hk dv"],
+    key: Float[Tensor, "rows hk d"],
+    value: Float[Tensor, "rows hk dv"],
     key_cache: Shaped[Tensor, "n p hk d"],
     value_cache: Shaped[Tensor, "n p hk dv"],
     slot_mapping: Int64[Tensor, "t"],
@@ -56,6 +75,7 @@ def write(
 
     Arguments and errors are those of `refattn.quantized.write`.
     """
+    key, value = rows_with_slots(key, value, slot_mapping)
     check_quantized_slots(key, value, key_cache, value_cache, slot_mapping, scales)
     dispatch.write_quantized(key, value, key_cache, value_cache, slot_mapping, scales)
 

@@ -16,11 +16,21 @@ A rank without any key of a context contributes 0 with an LSE of `-inf`, which h
 
 import torch
 from einops import rearrange
-from jaxtyping import Float, Int32, Int64
+from jaxtyping import Float, Int32, Int64, Shaped
 from torch import Tensor
 
+from refattn import quantized
 from refattn.attention import attend, attend_sequences, compute_dtype, hand_over
-from refattn.interface import AttentionOptions, Batch, ContextParallelPlan, Group, Plan, Shard
+from refattn.interface import (
+    AttentionOptions,
+    Batch,
+    ContextParallelPlan,
+    Fp8Scales,
+    Group,
+    Int8Scales,
+    Plan,
+    Shard,
+)
 from refattn.interface.checks import check_context_parallel
 from refattn.interface.contents import (
     check_block_table,
@@ -37,7 +47,7 @@ from refattn.metadata import positions
 
 
 def plan(
-    batch: Batch, *, shard: Shard, block_size: int, window_size: tuple[int, int] = (-1, -1)
+    batch: Batch, *, shard: Shard, block_size: int, window_size: tuple[int, int] = (-1, -1), causal: bool = True
 ) -> ContextParallelPlan:
     """Plan the part of one rank: its share of each context, and the new tokens among themselves.
 
@@ -49,6 +59,8 @@ def plan(
         shard: which rank this is, and which tokens are its own.
         block_size: tokens in a block, `p`.
         window_size: `(left, right)` in tokens of the whole sequence, both inclusive, -1 for no limit.
+        causal: hide the new tokens after a query's own position; False shows every new token of the sequence. The
+            context is before all of them, and seen in both cases.
 
     Returns:
         A plan for every layer of this step.
@@ -73,21 +85,22 @@ def plan(
     new = Batch(
         batch.cu_seqlens_q, query_lens, None, batch.max_query_len, batch.max_query_len, num_tokens=batch.num_tokens
     )
-    return ContextParallelPlan(batch, shard, context, Plan(new, causal=True, window_size=window_size))
+    return ContextParallelPlan(batch, shard, context, Plan(new, causal=causal, window_size=window_size))
 
 
 def attention(
     query: Float[Tensor, "t h d"],
     key: Float[Tensor, "t hk d"],
     value: Float[Tensor, "t hk dv"],
-    key_cache: Float[Tensor, "n p hk d"],
-    value_cache: Float[Tensor, "n p hk dv"],
+    key_cache: Shaped[Tensor, "n p hk d"],
+    value_cache: Shaped[Tensor, "n p hk dv"],
     plan: ContextParallelPlan,
     options: AttentionOptions = AttentionOptions(),
     *,
     group: Group,
     return_lse: bool = False,
     out: Float[Tensor, "t h dv"] | None = None,
+    scales: Fp8Scales | Int8Scales | None = None,
 ) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend with the heads of this rank to all tokens of each sequence, wherever their keys are.
 
@@ -105,6 +118,8 @@ def attention(
         group: the ranks; `plan.shard` is this one's.
         return_lse: also return the log-sum-exp.
         out: where to write the outputs; a new tensor if None.
+        scales: those of quantised caches, as in `quantized.attention`; int8 keys have those of the rank's own pool. The
+            new tokens among themselves are taken as they come. None: the caches are in the type of the query.
 
     Returns:
         The outputs of this rank's heads; with `return_lse` also the natural log-sum-exp.
@@ -116,11 +131,11 @@ def attention(
         Inference".
     """
     key_heads = check_context_parallel(
-        query, key, value, key_cache, value_cache, plan, options, out, return_lse, group=group
+        query, key, value, key_cache, value_cache, plan, options, out, return_lse, group=group, scales=scales
     )
     all_heads = group.all_gather(query, dim=1)
     slopes = None if options.alibi_slopes is None else group.all_gather(options.alibi_slopes, dim=0)
-    part, lse = _attend_to_own_context(all_heads, key_cache, value_cache, plan, options, slopes)
+    part, lse = _attend_to_own_context(all_heads, key_cache, value_cache, plan, options, slopes, scales)
 
     lse_of_ranks = group.all_gather(rearrange(lse, "t h -> 1 t h"), dim=0)
     nothing = lse_of_ranks.amax(0) == -torch.inf  # where no rank has a key, -inf - -inf would be NaN
@@ -138,11 +153,12 @@ def attention(
 
 def _attend_to_own_context(
     query: Float[Tensor, "t all_h d"],
-    key_cache: Float[Tensor, "n p hk d"],
-    value_cache: Float[Tensor, "n p hk dv"],
+    key_cache: Shaped[Tensor, "n p hk d"],
+    value_cache: Shaped[Tensor, "n p hk dv"],
     plan: ContextParallelPlan,
     options: AttentionOptions,
     slopes: Float[Tensor, "all_h"] | None,
+    scales: Fp8Scales | Int8Scales | None,
 ) -> tuple[Float[Tensor, "t all_h dv"], Float[Tensor, "t all_h"]]:
     """Attend with all heads to the keys of this rank, each of which has a position in the whole sequence."""
     compute = compute_dtype(query.dtype)
@@ -150,13 +166,17 @@ def _attend_to_own_context(
     lse = query.new_full(query.shape[:2], -torch.inf, dtype=torch.promote_types(compute, torch.float32))
     left, _ = plan.own.window_size
     places = positions(plan.batch, len(query))
-    assert plan.batch.block_table is not None  # a plan over pages has checked it
-    for (q0, q1), context_len, blocks in zip(
-        plan.batch.query_rows(), plan.batch.context_lens.tolist(), plan.batch.block_table, strict=True
+    if scales is None:
+        assert plan.batch.block_table is not None  # a plan over pages has checked it
+        tables = zip(plan.batch.block_table, plan.context.batch.seq_lens.tolist(), strict=True)
+        sequences = [(gather(key_cache, *own), gather(value_cache, *own)) for own in tables]
+    else:
+        query, sequences = quantized._read(query, key_cache, value_cache, plan.context, scales)
+    for (q0, q1), context_len, (keys, values) in zip(
+        plan.batch.query_rows(), plan.batch.context_lens.tolist(), sequences, strict=True
     ):
         j = rearrange(own_positions(context_len, plan.shard).to(query.device), "s -> 1 s")
         i = rearrange(places[q0:q1], "t -> t 1")
-        keys, values = (gather(cache, blocks, j.shape[1]) for cache in (key_cache, value_cache))
         distance = (i - j).to(compute).sqrt() if options.alibi_sqrt else (i - j).to(compute)
         out[q0:q1], lse[q0:q1] = attend(
             query[q0:q1].to(compute),

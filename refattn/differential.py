@@ -12,6 +12,9 @@ Heads come in pairs, interleaved, and the pool has one half for each member of t
     cache                [half, key or value, n, p, hk/2, d]
         cache[0]         k1 and v1: an ordinary pool of keys and one of values
         cache[1]         k2 and v2
+
+Without a cache (an encoder, or a server that measures memory before it allocates one) keys and values are in rows,
+`[half, key or value, s, hk/2, d]`, under a plan of `dense`. A cache may hold fp8, under the scales of `quantized`.
 """
 
 import torch
@@ -19,10 +22,16 @@ from einops import rearrange
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from refattn import chunked_prefill, kv_cache
+from refattn import chunked_prefill, kv_cache, quantized
 from refattn.attention import attend_sequences, compute_dtype, hand_over
-from refattn.interface import AttentionOptions, Batch, Plan
-from refattn.interface.checks import check_differential, check_halves, check_lambdas, check_pairs
+from refattn.interface import AttentionOptions, Batch, Fp8Scales, Plan
+from refattn.interface.checks import (
+    check_differential,
+    check_halves,
+    check_lambdas,
+    check_pairs,
+    check_rows_of_pairs,
+)
 from refattn.interface.values import check_memory, check_sizes
 
 
@@ -46,7 +55,7 @@ def plan(batch: Batch, *, block_size: int, causal: bool = True, window_size: tup
 
 def attention(
     query: Float[Tensor, "t h d"],
-    cache: Float[Tensor, "2 2 n p pairs d"],
+    cache: Shaped[Tensor, "2 2 *pages pairs d"],
     plan: Plan,
     options: AttentionOptions = AttentionOptions(),
     *,
@@ -56,6 +65,7 @@ def attention(
     norm_eps: float = 1e-5,
     return_lse: bool = False,
     out: Float[Tensor, "t h d"] | None = None,
+    scales: Fp8Scales | None = None,
 ) -> Float[Tensor, "t h d"] | tuple[Float[Tensor, "t h d"], Float[Tensor, "t h"]]:
     """Attend from the new tokens of each sequence to all its tokens in the cache, twice, and take the difference.
 
@@ -68,8 +78,9 @@ def attention(
 
     Args:
         query: new tokens of all sequences, heads in interleaved pairs; rows after the last sequence are padding.
-        cache: the pool, `[half, key or value, n, p, hk/2, d]`; any strides.
-        plan: from `plan`, once per step.
+        cache: the pool, `[half, key or value, n, p, hk/2, d]`; any strides. Rows `[half, key or value, s, hk/2, d]`
+            under a plan over rows (`split_halves`).
+        plan: from `plan`, once per step; or from `dense.plan`, over rows.
         options: those of the layer; slopes and sinks have one number for each of the `h` heads.
         lambda_full: weight of the second softmax, from `compute_lambda`.
         lambda_init: the constant of the layer that was learned around, `0.8 - 0.6 * exp(-0.3 * layer)`.
@@ -77,6 +88,8 @@ def attention(
         norm_eps: keeps the norm of zeros at zero.
         return_lse: also return the log-sum-exps.
         out: where to write the outputs; a new tensor if None.
+        scales: what the elements of an fp8 cache are multiplied with, as in `quantized.attention`: one per KV head are
+            in the order of interleaved pairs. None for a cache in the type of the query.
 
     Returns:
         The outputs; with `return_lse` also the natural log-sum-exps (float32, sinks included), one per head: those of
@@ -89,7 +102,7 @@ def attention(
 
     Source: Ye et al. 2024, "Differential Transformer"; reuse of a cache: Sun et al. 2024, "You Only Cache Once".
     """
-    block_table = check_differential(
+    check_differential(
         query,
         cache,
         plan,
@@ -100,21 +113,18 @@ def attention(
         lambda_init=lambda_init,
         norm_weight=norm_weight,
         norm_eps=norm_eps,
+        scales=scales,
     )
-    seq_lens = plan.batch.seq_lens.tolist()
     answers, lses = [], []
     for half in (0, 1):
+        queries, keys, v1 = _read(query[:, half::2], cache, half, 0, plan, scales)
+        _, _, v2 = _read(query[:, half::2], cache, half, 1, plan, scales)
         sequences = (
-            (
-                kv_cache.gather(cache[half, 0], blocks, seq_len),
-                torch.cat([kv_cache.gather(cache[i, 1], blocks, seq_len) for i in (0, 1)], dim=-1),  # [v1; v2]
-            )
-            for blocks, seq_len in zip(block_table, seq_lens, strict=True)
+            (key, torch.cat(values, dim=-1))  # [v1; v2]
+            for key, *values in zip(keys, v1, v2, strict=True)
         )
         its_options = options.of_heads(slice(half, None, 2))
-        answer, lse = attend_sequences(
-            query[:, half::2], sequences, plan, its_options, value_head_size=2 * query.shape[2]
-        )
+        answer, lse = attend_sequences(queries, sequences, plan, its_options, value_head_size=2 * query.shape[2])
         answers.append(answer)  # [t, h/2, 2 * d]
         lses.append(lse)
     difference = answers[0] - lambda_full.to(answers[0].dtype) * answers[1]
@@ -124,6 +134,29 @@ def attention(
     result = rearrange((1 - lambda_init) * normed, "t pairs (two d) -> t (pairs two) d", two=2)
     both = rearrange(lses, "two t pairs -> t (pairs two)")
     return hand_over(result, both, query, return_lse=return_lse, out=out)
+
+
+def _read(
+    query: Float[Tensor, "t half_h d"],
+    cache: Shaped[Tensor, "2 2 *pages pairs d"],
+    of_keys: int,
+    of_values: int,
+    plan: Plan,
+    scales: Fp8Scales | None,
+) -> tuple[Float[Tensor, "t half_h d"], list[Float[Tensor, "_ pairs d"]], list[Float[Tensor, "_ pairs d"]]]:
+    """Return the queries of one half, and of each sequence the keys of one half and the values of one half."""
+    pools = cache[of_keys, 0], cache[of_values, 1]
+    if scales is not None:
+        query, sequences = quantized._read(query, *pools, plan, scales.of_halves(of_keys, of_values))
+        return query, [key for key, _ in sequences], [value for _, value in sequences]
+    if plan.block_size is None:
+        rows = plan.batch.key_rows()
+        keys, values = ([x[first:last] for first, last in rows] for x in pools)
+        return query, keys, values
+    assert plan.batch.block_table is not None  # it is a plan over pages
+    tables = list(zip(plan.batch.block_table, plan.batch.seq_lens.tolist(), strict=True))
+    keys, values = ([kv_cache.gather(x, blocks, seq_len) for blocks, seq_len in tables] for x in pools)
+    return query, keys, values
 
 
 def compute_lambda(
@@ -183,6 +216,23 @@ def interleave_halves(heads: Shaped[Tensor, "t h d"]) -> Shaped[Tensor, "t h d"]
     return rearrange(heads, "t (two pairs) d -> t (pairs two) d", two=2)
 
 
+def split_halves(key: Shaped[Tensor, "s hk d"], value: Shaped[Tensor, "s hk d"]) -> Shaped[Tensor, "2 2 s pairs d"]:
+    """Return keys and values as `attention` takes them in rows: the heads of each pair in a half of their own.
+
+    Args:
+        key: the keys of all sequences, one after the other, heads in interleaved pairs.
+        value: their values, likewise.
+
+    Returns:
+        A copy, `[half, key or value, s, hk/2, d]`.
+
+    Raises:
+        ValueError: if types, shapes or devices do not match, or the number of heads is odd.
+    """
+    check_rows_of_pairs(key, value)
+    return rearrange([key, value], "kind s (pairs two) d -> two kind s pairs d", two=2)
+
+
 def allocate(
     num_blocks: int,
     block_size: int,
@@ -199,7 +249,7 @@ def allocate(
         block_size: tokens in a block, `p`.
         num_kv_heads: key heads, `hk`, an even number.
         head_size: elements of a key and of a value, `d`.
-        dtype: type of an element.
+        dtype: type of an element; `torch.float8_e4m3fn` or `torch.float8_e5m2` for a quantised cache.
         device: where the pool is.
 
     Returns:
@@ -216,26 +266,34 @@ def allocate(
 
 
 def write(
-    key: Shaped[Tensor, "t hk d"],
-    value: Shaped[Tensor, "t hk d"],
+    key: Shaped[Tensor, "rows hk d"],
+    value: Shaped[Tensor, "rows hk d"],
     cache: Shaped[Tensor, "2 2 n p pairs d"],
     slot_mapping: Int64[Tensor, "t"],
+    *,
+    scales: Fp8Scales | None = None,
 ) -> None:
     """Write new tokens into the pool, in place: the first heads of the pairs to one half, the second to the other.
 
     Args:
-        key: the new keys, heads in interleaved pairs.
+        key: the new keys, heads in interleaved pairs; rows after the last slot are padding.
         value: the new values, likewise.
         cache: the pool, changed in place.
         slot_mapping: the slot of each token, each at most once; -1 is padding and is not written.
+        scales: those of an fp8 cache, into which tokens of any floating point type are quantised as `quantized.write`
+            does; none per sequence. None: tokens have the type of the cache.
 
     Raises:
         ValueError: if types, shapes or devices do not match; on a CPU also if a slot is outside the pool or is given
             twice. Nothing is written then.
     """
-    check_pairs(cache, key=key, value=value)
+    check_pairs(cache, scales=scales, key=key, value=value)
     for half in (0, 1):
-        kv_cache.write(key[:, half::2], value[:, half::2], cache[half, 0], cache[half, 1], slot_mapping)
+        tokens = key[:, half::2], value[:, half::2], cache[half, 0], cache[half, 1], slot_mapping
+        if scales is None:
+            kv_cache.write(*tokens)
+        else:
+            quantized.write(*tokens, scales=scales.of_halves(half, half))
 
 
 def pools(cache: Shaped[Tensor, "2 2 n p pairs d"]) -> list[Shaped[Tensor, "n p pairs d"]]:

@@ -28,7 +28,13 @@ from refattn import kv_cache, quantized
 from refattn.attention import attend_sequences, attend_trees, compute_dtype, hand_over
 from refattn.interface import AttentionOptions, Batch, ContextChunk, Fp8Scales, Plan, PrefillPlan, TreePlan
 from refattn.interface.ambient import without_autocast
-from refattn.interface.checks import check_latent, check_latent_prefill, check_latent_slots, check_projection
+from refattn.interface.checks import (
+    check_latent,
+    check_latent_prefill,
+    check_latent_slots,
+    check_projection,
+    rows_with_slots,
+)
 from refattn.interface.contents import check_workspace
 from refattn.interface.scales import FP8_FORMATS
 from refattn.interface.values import check_memory, check_sizes
@@ -120,9 +126,9 @@ def plan_prefill(batch: Batch, *, block_size: int, workspace: int, max_context_l
         batch: the lengths and the block table; every sequence has its new tokens among its keys.
         block_size: tokens in a block, `p`.
         workspace: the most tokens whose keys and values are computed at a time, at least one for each sequence.
-        max_context_len: tokens of the longest context, for which there are chunks, but for no more tokens than the
-            block table holds. None: the longest that there is, or on a device, where nothing can be read, one token
-            less than the longest sequence.
+        max_context_len: tokens of the longest context, for which there are chunks, the last ones empty if it is more
+            than there are. None: the longest that there is, or on a device, where nothing can be read, one token less
+            than the longest sequence.
 
     Returns:
         A plan for every layer of this step.
@@ -130,8 +136,9 @@ def plan_prefill(batch: Batch, *, block_size: int, workspace: int, max_context_l
     Raises:
         ValueError: naming the argument that does not fit; the contents of the batch are checked on a CPU.
     """
-    longest = check_workspace(batch, workspace, max_context_len, block_size=block_size)
+    check_sizes(block_size=block_size)
     whole = Plan(batch, block_size)
+    longest = check_workspace(batch, workspace, max_context_len)
     assert batch.block_table is not None  # a plan over pages has checked it
     query_lens, contexts = batch.query_lens.tolist(), batch.context_lens.tolist()
     where = positions(batch, sum(query_lens)).int()
@@ -362,8 +369,8 @@ def allocate(
 
 
 def write(
-    latent: Shaped[Tensor, "t r"],
-    rope_key: Shaped[Tensor, "t rope"],
+    latent: Shaped[Tensor, "rows r"],
+    rope_key: Shaped[Tensor, "rows rope"],
     cache: Shaped[Tensor, "n p c"],
     slot_mapping: Int64[Tensor, "t"],
     *,
@@ -374,7 +381,8 @@ def write(
         code = cast(clamp(x / cache_scale, -largest, largest))        into a pool of codes, as `quantized.write`
 
     Args:
-        latent: of the new tokens, in the type of the pool; of any floating point type for a pool of codes.
+        latent: of the new tokens, in the type of the pool; of any floating point type for a pool of codes. Rows after
+            the last slot are padding.
         rope_key: their rotary keys, of the same type.
         cache: the pool, changed in place in the first `r + rope` elements of a row.
         slot_mapping: the slot of each token, each at most once; -1 is not written.
@@ -384,6 +392,7 @@ def write(
         ValueError: if types, shapes or devices do not match; on a CPU also if a slot is outside the pool or is given
             twice. Nothing is written then.
     """
+    latent, rope_key = rows_with_slots(latent, rope_key, slot_mapping)
     check_latent_slots(latent, rope_key, cache, slot_mapping, cache_scale=cache_scale)
     rank, width = latent.shape[1], latent.shape[1] + rope_key.shape[1]
     pages = rearrange(cache, "n p c -> n p 1 c")  # as one head, whose key is the latent, and its value the rotary key

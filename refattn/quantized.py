@@ -34,7 +34,14 @@ from torch import Tensor
 from refattn import kv_cache
 from refattn.attention import attend_sequences, attend_trees, compute_dtype, hand_over
 from refattn.interface import AttentionOptions, Batch, CascadePlan, Fp8Scales, Int8Scales, Plan, TreePlan
-from refattn.interface.checks import check_int8_pools, check_quantized, check_quantized_slots, check_values
+from refattn.interface.checks import (
+    check_int8_pools,
+    check_quantized,
+    check_quantized_slots,
+    check_values,
+    rows_with_slots,
+    type_of_outputs,
+)
 from refattn.interface.values import check_sizes
 from refattn.merge import merge
 
@@ -81,7 +88,8 @@ def attention(
     Write the new keys and values first (`write`).
 
     Args:
-        query: new tokens of all sequences, not quantised; rows after the last sequence are padding.
+        query: new tokens of all sequences; rows after the last sequence are padding. Not quantised, or already fp8 of
+            the format of the cache, under `scales.query`: no kernel rounds it again.
         key_cache: the pool of keys; any strides. fp8 as its own type or as bytes (`torch.uint8`), or int8.
         value_cache: the pool of values, of the same type; floating point under int8 keys without `scales.value`.
         plan: from `plan`, or of another path over pages, once per step; levels of a cascade and drafted trees, too.
@@ -92,7 +100,7 @@ def attention(
         out: where to write the outputs; a new tensor if None.
 
     Returns:
-        As `chunked_prefill.attention`, in the type of `query`.
+        As `chunked_prefill.attention`, in the type of `query`; for a query in fp8 in that of `out`, bfloat16 without.
 
     Raises:
         ValueError: naming the argument that does not fit. Nothing is written then.
@@ -109,12 +117,13 @@ def attention(
         else:
             parts.append(attend_sequences(rounded, sequences, level, its_options, value_head_size=size))
     result, lse = merge(*zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
-    return hand_over(result, lse, query, return_lse=return_lse, out=out)
+    like = query.to(type_of_outputs(query, out))
+    return hand_over(result, lse, like, return_lse=return_lse, out=out)
 
 
 def write(
-    key: Float[Tensor, "t hk d"],
-    value: Float[Tensor, "t hk dv"],
+    key: Float[Tensor, "rows hk d"],
+    value: Float[Tensor, "rows hk dv"],
     key_cache: Shaped[Tensor, "n p hk d"],
     value_cache: Shaped[Tensor, "n p hk dv"],
     slot_mapping: Int64[Tensor, "t"],
@@ -129,7 +138,7 @@ def write(
     A key of zeros so comes back as zeros. Int8 values without a `scales.value` are written as they are.
 
     Args:
-        key: the new keys, of any floating point type.
+        key: the new keys, of any floating point type; rows after the last slot are padding.
         value: the new values.
         key_cache: the pool of keys, changed in place.
         value_cache: the pool of values, changed in place.
@@ -142,6 +151,7 @@ def write(
 
     Source: the write of vLLM's `reshape_and_cache_flash`, which divides by fixed scales.
     """
+    key, value = rows_with_slots(key, value, slot_mapping)
     check_quantized_slots(key, value, key_cache, value_cache, slot_mapping, scales)
     for token, slot in enumerate(slot_mapping.tolist()):
         if slot == -1:
@@ -278,7 +288,8 @@ def _read_fp8(
         return query.to(compute), key, value
     per_kv_head = _per_head(scales.query, hk, sequence).to(query.device)
     of_query = repeat(per_kv_head, "hk 1 -> (hk g) 1", g=query.shape[1] // hk)
-    return _to_fp8(query, of_query, scales.format).to(compute) * of_query.to(compute), key, value
+    codes = query if query.dtype == scales.format else _to_fp8(query, of_query, scales.format)
+    return codes.to(compute) * of_query.to(compute), key, value
 
 
 def _read_int8(

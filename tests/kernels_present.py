@@ -34,6 +34,7 @@ def has_to_compute(name: str, problem: Problem) -> bool:
     sizes = {problem.head_size, problem.value_head_size}
     if problem.dtype not in HALVES or problem.positions or not problem.aligned:
         return False
+    can_be_padded = len(sizes) == 1 or (not over_pages and problem.value_head_size < problem.head_size)
     if name == "fa4":
         sees_later_keys = problem.window[1] != 0
         wrong_there = over_pages and 64 < problem.head_size <= 96 and sees_later_keys
@@ -45,9 +46,9 @@ def has_to_compute(name: str, problem: Problem) -> bool:
         return sizes_fit and not problem.alibi and not problem.batch_invariant and not is_window_of_many
     if name == "fa2":  # builds have these head sizes, and some have more
         pages_fit = not over_pages or (problem.block_size % 256 == 0 and problem.max_query_len <= 1)
-        return len(sizes) == 1 and sizes <= {64, 128, 256} and pages_fit
+        return problem.head_size in (64, 128, 256) and can_be_padded and pages_fit
     assert name == "torch_flash"
-    size_fits = len(sizes) == 1 and all(size % 8 == 0 and size <= 256 for size in sizes)
+    size_fits = problem.head_size % 8 == 0 and problem.head_size <= 256 and can_be_padded
     return size_fits and not over_pages and not problem.softcap and not problem.alibi
 
 

@@ -172,8 +172,7 @@ class FastAttentionImpl(AttentionImpl[FastAttentionMetadata]):
             kv_cache: the pool, `[n, hk, p, 2 d]`.
             slot_mapping: where each token goes, `[t]`; -1 for padding.
         """
-        tokens = slot_mapping.shape[0]
-        new = (key[:tokens], value[:tokens], *self._pools(kv_cache), slot_mapping)
+        new = (key, value, *self._pools(kv_cache), slot_mapping)
         if self.kv_cache_dtype in FP8_FORMATS:
             quantized.write(*new, scales=self._scales(layer))
         else:

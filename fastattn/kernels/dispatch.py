@@ -454,20 +454,22 @@ def tree(
 @_launches
 def differential(
     query: Float[Tensor, "t h d"],
-    cache: Float[Tensor, "2 2 n p pairs d"],
+    cache: Shaped[Tensor, "2 2 n p pairs d"],
     plan: Plan,
     options: AttentionOptions,
     subtraction: Subtraction,
     out: Float[Tensor, "t h d"] | None = None,
+    scales: Fp8Scales | None = None,
 ) -> tuple[Float[Tensor, "t h d"], Float[Tensor, "t h"]]:
     """Attend twice over pages, subtract and norm: `softmax(q1 k1) [v1; v2] - lambda * softmax(q2 k2) [v1; v2]`.
 
     A kernel with this operation reads every key and value once; where none can, or one is asked for that cannot, it is
-    four calls over pages. Arguments and errors are those of `fastattn.differential.attention`; slopes and sinks have
-    one number for each of the `h` heads.
+    four calls over pages, as always over an fp8 cache. Arguments and errors are those of
+    `fastattn.differential.attention`; slopes and sinks have one number for each of the `h` heads.
     """
-    problem = attention_problem("paged", query[:, ::2], cache[0, 0], cache[0, 1], plan, options)
-    kernel = _choose_differential(problem, _asked_for.get())
+    operation = "paged" if scales is None else "quantized"
+    problem = attention_problem(operation, query[:, ::2], cache[0, 0], cache[0, 1], plan, options, scales)
+    kernel = _choose_differential(problem, _asked_for.get()) if scales is None else None
     if kernel is not None:
         answer, lse = kernel.differential(query, cache, plan, options, subtraction, _memory(out))
         return _into(out, answer.view(query.shape), lse)
@@ -476,8 +478,12 @@ def differential(
     answers = []
     for half in (0, 1):
         its_options, parts = options.of_heads(slice(half, None, 2)), []
-        for values in (cache[0, 1], cache[1, 1]):
-            part, lse[:, half::2] = kernel.paged(query[:, half::2], cache[half, 0], values, plan, its_options, None)
+        for other in (0, 1):
+            pools = cache[half, 0], cache[other, 1]
+            codes = () if scales is None else (scales.of_halves(half, other),)
+            part, lse[:, half::2] = getattr(kernel, operation)(
+                query[:, half::2], *pools, plan, its_options, *codes, None
+            )
             parts.append(part.to(lse.dtype))
         answers.append(torch.cat(parts, dim=-1))
     difference = answers[0] - subtraction.lambda_full.to(lse.dtype) * answers[1]

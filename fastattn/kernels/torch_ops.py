@@ -65,10 +65,11 @@ def write(
     slot_mapping: Int64[Tensor, "t"],
 ) -> None:
     """Write new tokens into the pool; see `fastattn.kv_cache.write`."""
+    key, value, key_cache, value_cache = (as_bytes(x) for x in (key, value, key_cache, value_cache))
     if slot_mapping.numel() and int(slot_mapping.min()) < 0:
         real = slot_mapping >= 0
         key, value, slot_mapping = key[real], value[real], slot_mapping[real]
-    for new, cache in ((as_bytes(key), as_bytes(key_cache)), (as_bytes(value), as_bytes(value_cache))):
+    for new, cache in ((key, key_cache), (value, value_cache)):
         block_size = cache.shape[1]
         if cache.stride(0) == block_size * cache.stride(1):  # slots are rows of a view
             cache.flatten(0, 1).index_copy_(0, slot_mapping, new)

@@ -34,7 +34,8 @@ class Batch:
         max_seq_len: at least the largest of `seq_lens`.
         num_keys: about how many keys all sequences have together, if the builder of the batch knows it. A kernel may
             share out its work by it; a wrong number costs time and changes no answer.
-        num_tokens: query rows of all sequences together, if the builder of the batch knows it.
+        num_tokens: query rows of all sequences together, if the builder of the batch knows it. A batch on a device has
+            to state it where a plan needs the positions of its queries: a plan that cannot know them is refused.
 
     The maxima are Python ints, given by the builder of the batch, so that no path synchronizes with the device; a batch
     whose tensors are advanced in place (a CUDA graph) states the maxima that it may grow to.

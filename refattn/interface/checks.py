@@ -37,6 +37,7 @@ from refattn.interface.values import (
 QUERY_TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 FEW_SLOTS = 512  # up to which Python sorts them sooner than torch
 ROUNDING = "rounding to codes has no gradient; use torch.no_grad(), or a cache of numbers"
+WRITTEN = "as a token that is written knows no sequence"  # why a write takes no scale per sequence
 
 
 def check_dense(
@@ -47,8 +48,12 @@ def check_dense(
     options: AttentionOptions,
     out: Tensor | None,
     return_lse: bool,
+    *,
+    rows: str = "key",
 ) -> None:
     """Check a call of a path without a cache: query `[t, h, d]`, key `[s, hk, d]`, value `[s, hk, dv]`.
+
+    Errors call the rows of keys by the name that their path has for them.
 
     Raises:
         ValueError: naming the argument, what was expected and what came.
@@ -59,7 +64,7 @@ def check_dense(
     _check_result(query, value.shape[-1], out, return_lse)
     if plan.needs is not None and plan.needs.key_rows > key.shape[0]:
         raise ValueError(
-            f"key: expected at least the {plan.needs.key_rows} rows that seq_lens adds up to, got {key.shape[0]}"
+            f"{rows}: expected at least the {plan.needs.key_rows} rows that seq_lens adds up to, got {key.shape[0]}"
         )
 
 
@@ -145,8 +150,11 @@ def check_context_parallel(
     return_lse: bool,
     *,
     group: Group,
+    scales: Fp8Scales | Int8Scales | None = None,
 ) -> slice:
     """Check a call on a rank: its query heads `[t, h, d]`, new keys `[t, hk, d]`, its caches `[n, p, hk, d]`.
+
+    With scales the caches hold quantised values, and new keys and values are as the query.
 
     Returns:
         The key heads that the rank's query heads read.
@@ -155,8 +163,9 @@ def check_context_parallel(
         ValueError: naming the argument, what was expected and what came.
     """
     t, h, d = _check_query(query)
-    shape = expect(key_cache, "key_cache", query.dtype, ("n", "p", "hk", "d"), (None, None, None, d))
-    values = expect(value_cache, "value_cache", query.dtype, ("n", "p", "hk", "dv"), (*shape[:-1], None))
+    kinds = (query.dtype, query.dtype) if scales is None else _stored_types(key_cache, value_cache, scales)
+    shape = expect(key_cache, "key_cache", kinds[0], ("n", "p", "hk", "d"), (None, None, None, d))
+    values = expect(value_cache, "value_cache", kinds[1], ("n", "p", "hk", "dv"), (*shape[:-1], None))
     expect(key, "key", query.dtype, ("t", "hk", "d"), (t, shape[2], d))
     expect(value, "value", query.dtype, ("t", "hk", "dv"), (t, shape[2], values[-1]))
     if not isinstance(plan, ContextParallelPlan):
@@ -178,6 +187,8 @@ def check_context_parallel(
     same_device(query=query, key=key, value=value, key_cache=key_cache, value_cache=value_cache)
     check_dense(query, key[:, own], value[:, own], plan.own, options, out, return_lse)
     _check_pool("key_cache", key_cache, plan.context)
+    if scales is not None:
+        _check_scales(scales, key_cache, value_cache, *_num_seqs(plan.context))
     return own
 
 
@@ -350,20 +361,24 @@ def check_differential(
     lambda_init: float,
     norm_weight: Tensor | None,
     norm_eps: float,
-) -> Int32[Tensor, "b m"]:
+    scales: Fp8Scales | None = None,
+) -> None:
     """Check what differential attention asks for beside the shared options.
 
-    The query is `[t, h, d]` in pairs of heads, the cache `[2, 2, n, p, hk/2, d]`.
-
-    Returns:
-        The block table of the plan.
+    The query is `[t, h, d]` in pairs of heads, the cache `[2, 2, n, p, hk/2, d]`, and under a plan over rows
+    `[2, 2, s, hk/2, d]`. With scales it holds quantised values.
 
     Raises:
         ValueError: naming the argument, what was expected and what came.
     """
     _check_query(query)
-    expect(cache, "cache", query.dtype, ("2", "2", "n", "p", "hk/2", "d"), (2, 2, None, None, None, query.shape[2]))
-    h, pairs = query.shape[1], cache.shape[4]
+    if not isinstance(plan, Plan):
+        raise ValueError(f"plan: expected a Plan, got {describe(plan)}")
+    over_rows = plan.block_size is None
+    dims = ("2", "2", "s", "hk/2", "d") if over_rows else ("2", "2", "n", "p", "hk/2", "d")
+    kind = query.dtype if scales is None else _stored_in_pairs(cache, scales)
+    expect(cache, "cache", kind, dims, (2, 2, *(None,) * (len(dims) - 3), query.shape[2]))
+    h, pairs = query.shape[1], cache.shape[-2]
     if h % 2 or pairs == 0 or (h // 2) % pairs:
         raise ValueError(f"query: expected pairs of heads, in a number that hk/2={pairs} divides, got h={h}")
     same_device(query=query, cache=cache)
@@ -380,8 +395,15 @@ def check_differential(
         same_device(query=query, norm_weight=norm_weight)
     _check_options(options, query)
     _check_result(query, query.shape[2], out, return_lse)
-    its_options = options.of_heads(slice(0, None, 2))
-    return check_paged(query[:, ::2], cache[0, 0], cache[0, 1], plan, its_options, None, return_lse, pool="cache")
+    tensors = query[:, ::2], cache[0, 0], cache[0, 1], plan, options.of_heads(slice(0, None, 2)), None, return_lse
+    if over_rows:
+        if scales is not None:
+            raise ValueError("scales: expected None over rows, which are not quantised, got Fp8Scales")
+        check_dense(*tensors, rows="cache")
+        return
+    check_paged(*tensors, pool="cache", types=(kind, kind))
+    if scales is not None:
+        _check_scales(scales, cache[0, 0], cache[0, 1], *_num_seqs(plan), hk=2 * pairs)
 
 
 def check_lambdas(lambda_init: float, **vectors: Tensor) -> None:
@@ -399,15 +421,32 @@ def check_lambdas(lambda_init: float, **vectors: Tensor) -> None:
     check_number("lambda_init", lambda_init)
 
 
-def check_pairs(cache: Tensor, **tokens: Tensor) -> None:
+def check_pairs(cache: Tensor, *, scales: Fp8Scales | None = None, **tokens: Tensor) -> None:
     """Check new keys and values `[t, hk, d]` of differential attention, before either half of them is written.
+
+    With scales the cache holds quantised values, and tokens have any floating point type.
 
     Raises:
         ValueError: naming the first that does not fit the cache `[2, 2, n, p, hk/2, d]`.
     """
-    expect(cache, "cache", None, ("2", "2", "n", "p", "hk/2", "d"), (2, 2, None, None, None, None))
+    kind = None if scales is None else _stored_in_pairs(cache, scales)
+    expect(cache, "cache", kind, ("2", "2", "n", "p", "hk/2", "d"), (2, 2, None, None, None, None))
+    hk = 2 * cache.shape[4]
     for name, tensor in tokens.items():
-        expect(tensor, name, cache.dtype, ("t", "hk", "d"), (None, 2 * cache.shape[4], cache.shape[5]))
+        kind = cache.dtype if scales is None else _check_numbers(name, tensor)
+        expect(tensor, name, kind, ("t", "hk", "d"), (None, hk, cache.shape[5]))
+    if tokens:
+        check_own_memory("cache", cache)
+    if scales is not None:
+        _check_no_scale_per_sequence(scales, hk, WRITTEN, besides=("query",))
+        _check_scales(scales, cache[0, 0], cache[0, 1], None, at_least=False, hk=hk)
+
+
+def _stored_in_pairs(cache: Tensor, scales: Fp8Scales) -> torch.dtype:
+    """Return the type that a quantised cache of pairs has to have."""
+    if not isinstance(scales, Fp8Scales):
+        raise ValueError(f"scales: expected Fp8Scales for a cache of pairs, got {describe(scales)}")
+    return _stored_types(cache, cache, scales)[0]
 
 
 def check_halves(heads: Tensor) -> None:
@@ -419,6 +458,19 @@ def check_halves(heads: Tensor) -> None:
     expect(heads, "heads", None, ("t", "h", "d"), (None, None, None))
     if heads.shape[1] % 2:
         raise ValueError(f"heads: expected an even number of heads, got h={heads.shape[1]}")
+
+
+def check_rows_of_pairs(key: Tensor, value: Tensor) -> None:
+    """Check keys and values `[s, hk, d]` that are to be split into the halves of their pairs.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+    """
+    shape = expect(key, "key", None, ("s", "hk", "d"), (None, None, None))
+    expect(value, "value", key.dtype, ("s", "hk", "d"), shape)
+    same_device(key=key, value=value)
+    if shape[1] % 2:
+        raise ValueError(f"key: expected pairs of heads, an even number, got hk={shape[1]}")
 
 
 def check_quantized(
@@ -433,23 +485,23 @@ def check_quantized(
 ) -> None:
     """Check a call over quantised pages: as `check_paged`, and that the scales fit them.
 
+    A query in fp8 has a scale, and its outputs the type of `out`, or bfloat16.
+
     Raises:
         ValueError: naming the argument, what was expected and what came.
     """
     if not isinstance(plan, Plan | CascadePlan | TreePlan):
         raise ValueError(f"plan: expected a Plan, a CascadePlan or a TreePlan, got {describe(plan)}")
     types = _stored_types(key_cache, value_cache, scales)
+    if isinstance(query, Tensor) and query.dtype in FP8_FORMATS:
+        query = _as_numbers(query, scales, out)
     own = plan.levels[-1] if isinstance(plan, CascadePlan) else plan
     own = own.whole if isinstance(own, TreePlan) else own
     check_paged(query, key_cache, value_cache, own, options, out, return_lse, types=types)
     if isinstance(plan, CascadePlan):
         _check_levels(key_cache, plan, options)
-        _check_no_scale_per_sequence(scales, key_cache, "as a group of a cascade is of several sequences")
-    num_seqs: int | None = own.batch.num_seqs
-    if own.sequences is not None:
-        is_known = own.sequences.is_cpu and own.sequences.numel()
-        num_seqs = int(own.sequences.max()) + 1 if is_known else None
-    _check_scales(scales, key_cache, value_cache, num_seqs, at_least=own.sequences is not None)
+        _check_no_scale_per_sequence(scales, key_cache.shape[2], "as a group of a cascade is of several sequences")
+    _check_scales(scales, key_cache, value_cache, *_num_seqs(own))
     codes = (
         {"key_cache": key_cache} if types[1] in QUERY_TYPES else {"key_cache": key_cache, "value_cache": value_cache}
     )
@@ -457,6 +509,21 @@ def check_quantized(
         of_query = None if isinstance(scales, Int8Scales) else scales.query
         codes |= {"query": query} | ({"scales.query": of_query} if isinstance(of_query, Tensor) else {})
     refuse_gradients(ROUNDING, **codes)
+
+
+def _as_numbers(query: Tensor, scales: Fp8Scales | Int8Scales, out: Tensor | None) -> Tensor:
+    """Return a stand-in for a query in fp8, of its shape and the type of its outputs, whose elements are not read."""
+    if not isinstance(scales, Fp8Scales) or scales.query is None:
+        raise ValueError(f"scales.query: expected the scale of a query that comes as {describe(query)}, got none")
+    expect(query, "query", scales.format, ("t", "h", "d"), (None, None, None))
+    return torch.empty((), dtype=type_of_outputs(query, out), device=query.device).expand(query.shape)
+
+
+def type_of_outputs(query: Tensor, out: Tensor | None) -> torch.dtype:
+    """Return the type of the outputs for a query: its own; of a query in fp8 that of `out`, or bfloat16."""
+    if query.dtype not in FP8_FORMATS:
+        return query.dtype
+    return out.dtype if isinstance(out, Tensor) and out.dtype in QUERY_TYPES else torch.bfloat16
 
 
 def check_quantized_slots(
@@ -486,8 +553,7 @@ def check_quantized_slots(
         slot_mapping,
         types=(key.dtype, value_cache.dtype if kept_as_it_is else key.dtype),
     )
-    why = "as a token that is written knows no sequence"
-    _check_no_scale_per_sequence(scales, key_cache, why, besides=("query",))
+    _check_no_scale_per_sequence(scales, key_cache.shape[2], WRITTEN, besides=("query",))
     _check_scales(scales, key_cache, value_cache, None, at_least=False)
     if isinstance(scales, Int8Scales):
         check_own_memory("scales.key", scales.key)
@@ -569,13 +635,20 @@ def _stored_types(
     return torch.int8, value_cache.dtype
 
 
+def _num_seqs(plan: Plan) -> tuple[int | None, bool]:
+    """Return the sequences of the batch behind a plan, None if they are not known; and whether there may be more."""
+    if plan.sequences is None:
+        return plan.batch.num_seqs, False
+    is_known = plan.sequences.is_cpu and plan.sequences.numel()
+    return int(plan.sequences.max()) + 1 if is_known else None, True
+
+
 def _check_no_scale_per_sequence(
-    scales: Fp8Scales | Int8Scales, key_cache: Tensor, why: str, *, besides: Sequence[str] = ()
+    scales: Fp8Scales | Int8Scales, hk: int, why: str, *, besides: Sequence[str] = ()
 ) -> None:
     """Check that no scale is one per sequence and head, `besides` some, and say why it must not be."""
     for name, scale in scales.by_name().items() if isinstance(scales, Fp8Scales) else ():
         if name not in besides and isinstance(scale, Tensor) and scale.ndim == 2:
-            hk = key_cache.shape[2]
             raise ValueError(f"scales.{name}: expected a number or float32 [hk={hk}], {why}, got {describe(scale)}")
 
 
@@ -584,11 +657,15 @@ def _check_scales(
     key_cache: Tensor,
     value_cache: Tensor,
     num_seqs: int | None,
-    *,
     at_least: bool,
+    hk: int | None = None,
 ) -> None:
-    """Check scales against pools, and those of fp8 against a number of sequences, if it is known."""
-    n, p, hk, _ = key_cache.shape
+    """Check scales against pools, and those of fp8 against a number of sequences, if it is known.
+
+    There are `hk` key heads, or as many as in the pool if that is None.
+    """
+    n, p, heads, _ = key_cache.shape
+    hk = heads if hk is None else hk
     if isinstance(scales, Int8Scales):
         expect(scales.key, "scales.key", torch.float32, ("n", "p", "hk"), (n, p, hk))
         same_device(key_cache=key_cache, **{"scales.key": scales.key})

@@ -393,8 +393,10 @@ def check_requests(
             raise ValueError(f"{name}: expected lengths of at most {LARGEST_INT32}, got {max(lengths)}")
     if sum(query_lens) > LARGEST_INT32:
         raise ValueError(f"query_lens: expected at most {LARGEST_INT32} tokens together, got {sum(query_lens)}")
-    if block_tables is None and block_size is None:
-        return
+    if block_tables is None:
+        if block_size is None:
+            return
+        raise ValueError("block_tables: expected a list of lists of blocks, got None")
     check_list("block_tables", block_tables, "lists of blocks")
     if len(block_tables) != expected:
         raise ValueError(f"block_tables: expected {expected} rows, one per sequence, got {len(block_tables)}")
@@ -450,30 +452,28 @@ def check_prefixes(prefixes: Sequence[Prefix], batch: Batch, *, block_size: int)
     return block_table
 
 
-def check_workspace(batch: Batch, workspace: int, max_context_len: int | None, *, block_size: int) -> int:
+def check_workspace(batch: Batch, workspace: int, max_context_len: int | None) -> int:
     """Check the room for the context of a prefill: a token for each sequence at least, each with its new tokens.
 
     Returns:
-        A bound of the longest context: `max_context_len`, if it is given, but no more than the block table holds.
+        A bound of the longest context: `max_context_len`, if it is given.
 
     Raises:
         ValueError: naming what does not fit; the lengths are read on a CPU only.
     """
     check_lengths(batch)
     check_sizes(workspace=workspace)
-    block_table = check_block_table(batch, block_size=block_size)
-    room = block_table.shape[1] * block_size
     if workspace < batch.num_seqs:
         raise ValueError(f"workspace: expected a token for each of {batch.num_seqs} sequences, got {workspace}")
     if max_context_len is not None:
         check_int("max_context_len", max_context_len)
     if not batch.seq_lens.is_cpu:
-        return min(room, max(0, batch.max_seq_len - 1) if max_context_len is None else max_context_len)
+        return max(0, batch.max_seq_len - 1) if max_context_len is None else max_context_len
     check_contexts(batch)
     longest = max(batch.context_lens.tolist(), default=0)
     if max_context_len is not None and max_context_len < longest:
         raise ValueError(f"max_context_len: expected at least {longest}, the longest context, got {max_context_len}")
-    return longest if max_context_len is None else min(room, max_context_len)
+    return longest if max_context_len is None else max_context_len
 
 
 def check_contexts(batch: Batch) -> None:

@@ -190,7 +190,7 @@ class ContextParallelPlan:
         context: over the pages of the rank, without a causal mask. Keys are counted as stored there; with a window,
             `positions` are the first keys that the queries see, in this count, and the window is one of no key before
             them, `(0, -1)`.
-        own: over the rows of the new tokens, causal.
+        own: over the rows of the new tokens, causal or not.
     """
 
     batch: Batch

@@ -61,6 +61,15 @@ class Fp8Scales:
         scales = {"key": self.key, "value": self.value}
         return scales if self.query is None else {**scales, "query": self.query}
 
+    def of_halves(self, key: int, value: int) -> "Fp8Scales":
+        """Return the scales of one half of the pairs of differential attention for keys, and of one for values."""
+
+        def of_heads(scale: float | Tensor, half: int) -> float | Tensor:
+            return scale[..., half::2] if isinstance(scale, Tensor) else scale
+
+        query = None if self.query is None else of_heads(self.query, key)
+        return Fp8Scales(of_heads(self.key, key), of_heads(self.value, value), query, self.format)
+
 
 @dataclass(frozen=True, eq=False)
 class Int8Scales:

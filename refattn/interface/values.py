@@ -242,11 +242,11 @@ def _has_strides(tensor: Tensor) -> bool:
 def describe(value: object) -> str:
     """Return what came instead of what was expected, in a few words."""
     if isinstance(value, Tensor):
-        kind = str(value.dtype).removeprefix("torch.")
+        dtype = str(value.dtype).removeprefix("torch.")
         if value.is_nested:
-            return f"{kind} in a nested tensor"
+            return f"{dtype} in a nested tensor"
         layout = "" if _has_strides(value) else f" in the layout {value.layout}"
-        return f"{kind} {list(value.shape)}{layout}"
+        return f"{dtype} {list(value.shape)}{layout}"
     if value is None or isinstance(value, (bool, int, float, str)):
         return repr(value)
     kind = type(value)

@@ -122,7 +122,7 @@ class Engine:
     Raises:
         ValueError: naming the argument, for a size that is not an int of at least 1, an unknown type of cache, a
             calibration of another model, or a model that would be served wrongly.
-        NotImplementedError: if the model has layers that no path reads from such a cache.
+        NotImplementedError: if the model has layers that the engine keeps in no such cache.
         torch.OutOfMemoryError: if a GPU has no room for the pool.
     """
 

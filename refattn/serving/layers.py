@@ -581,7 +581,7 @@ def _quantize_layer(layer: Layer, kv_cache_dtype: str) -> Layer:
     if isinstance(layer, DifferentialLayer) or (is_latent and kv_cache_dtype == "int8"):
         kind, others = ("latents", ", fp8_e4m3, fp8_e5m2") if is_latent else ("pairs", "")
         raise NotImplementedError(
-            f"kv_cache_dtype: no path reads {kind} from a pool of {kv_cache_dtype}, only of auto{others}"
+            f"kv_cache_dtype: the engine keeps no {kind} in a pool of {kv_cache_dtype}, only of auto{others}"
         )
     if isinstance(layer, LatentLayer):
         return replace(layer, codes=KV_CACHE_DTYPES[kv_cache_dtype])

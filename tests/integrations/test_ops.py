@@ -76,6 +76,11 @@ def calls():
     pairs = draw(2, 2, *key_cache.shape[:2], 1, 16)
     subtraction = dict(lambda_full=torch.tensor(0.4), lambda_init=0.2, norm_weight=draw(32), norm_eps=1e-3)
     yield "differential", (query, pairs, differential.plan(batch, block_size=P)), subtraction
+    rows = differential.split_halves(*BATCH.rows[1:3])
+    yield "differential", (query, rows, dense.plan(batch), OPTIONS), subtraction
+    of_pairs = dict(scales=Fp8Scales(torch.rand(2) + 0.1, 0.5))
+    coded = (pairs * 4).to(torch.float8_e4m3fn).view(torch.uint8)
+    yield "differential", (query, coded, differential.plan(batch, block_size=P)), subtraction | of_pairs
     latents, scale = draw(key_cache.shape[0], P, 24), AttentionOptions(softmax_scale=0.2)
     yield "mla", (draw(len(query), 4, 24), latents, mla.plan(batch, block_size=P), scale), dict(latent_rank=20)
     prefill_plan = mla.plan_prefill(batch, block_size=P, workspace=24)
@@ -95,6 +100,9 @@ def calls():
         yield "quantized", (draw(5, 4, 16), *caches, levels, OPTIONS), dict(scales=scales)
         tree_plan = speculative.plan(drafts, block_size=P, trees=trees)
         yield "quantized", (draw(11, 4, 16), *caches, tree_plan, OPTIONS), dict(scales=scales)
+    in_codes = dict(scales=Fp8Scales(0.5, 0.25, 0.75, torch.float8_e5m2))
+    caches = [(4 * x).to(torch.float8_e5m2).view(torch.uint8) for x in (key_cache, value_cache)]
+    yield "quantized", (query.to(torch.float8_e5m2), *caches, quantized.plan(batch, block_size=P)), in_codes
     for scales, caches in quantized_caches(key_cache.shape[0]):
         yield "write_quantized", (*tokens, *caches, slots), dict(scales=scales)
     yield "merge", ([draw(5, 4, 16), draw(5, 4, 16) + 1], [draw(5, 4), draw(5, 4) + 1]), {}
@@ -102,6 +110,7 @@ def calls():
     yield "add_sinks", (draw(5, 4, 16), draw(5, 4), draw(4)), {}
     yield "write", (*tokens, key_cache.clone(), value_cache.clone(), slots), {}
     yield "write_differential", (*tokens, pairs.clone(), slots), {}
+    yield "write_differential", (*tokens, coded.clone(), slots), of_pairs
     yield "write_latents", (*new[1:], latents.clone(), slots), {}
     yield "write_latents", (*new[1:], codes.clone(), slots), of_codes
 

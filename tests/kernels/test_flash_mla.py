@@ -370,7 +370,7 @@ def test_a_build_is_asked_whether_it_has_latents(fa3_library, monkeypatch):
         (((3, 5), (2, 9)), 5, False),
         (((1, 5), (0, 9)), 1, False),
         (((1, 5), (1, 9)), None, False),
-        (((1, 5), (1, 9)), 3, False),
+        (((1, 5), (2, 9)), 3, False),
     ],
 )
 def test_a_batch_is_uniform_where_the_host_knows_it(lens, num_tokens, uniform):

@@ -614,18 +614,23 @@ ASKED = {
 }
 
 
-@pytest.mark.covers("E173", "E174")
+@pytest.mark.covers("E174")
 @pytest.mark.usefixtures("hopper")
-def test_values_of_another_size_are_refused_by_name_or_computed():
-    """Keys of 192 and values of 128, as of latents: nothing is padded, and somebody has both sizes."""
-    problem = ON_GPU._replace(operation="dense", block_size=None, head_size=192, value_head_size=128)
-    for name in ("fa2", "torch_flash"):
-        refused = "one head size for keys and values, not 192 and 128"
-        assert dispatch.unsupported_reason(name, problem) == refused
-        with fastattn.use_kernel(name), pytest.raises(NotImplementedError, match=f"{name}: {refused}"):
-            dispatch.choose(problem)
-    for name in ("fa4", "fa3", "triton"):
+def test_values_of_another_size_are_computed_or_refused_by_name():
+    """Keys of 192 and values of 128, as of latents: rows can be padded, a pool is not; and somebody has both sizes."""
+    problem = ON_GPU._replace(head_size=192, value_head_size=128)
+    for name in ("fa2", "torch_flash", "fa4", "fa3", "triton"):
         assert dispatch.unsupported_reason(name, problem) is None
+    assert dispatch.name_of(dispatch.choose(problem._replace(num_seqs=64, max_query_len=2048))) == "fa4"
+    pages = problem._replace(operation="paged", block_size=256, max_query_len=1)
+    larger = problem._replace(head_size=128, value_head_size=192)
+    for name, asked, refused in (
+        ("fa2", pages, "one head size for keys and values over pages, .*, not 192 and 128"),
+        ("fa2", larger, "one head size for keys and values, or smaller values, .*, not 128 and 192"),
+        ("torch_flash", larger, "one head size for keys and values, or smaller values, .*, not 128 and 192"),
+    ):
+        with fastattn.use_kernel(name), pytest.raises(NotImplementedError, match=f"{name}: {refused}"):
+            dispatch.choose(asked)
 
 
 @pytest.mark.usefixtures("hopper")
@@ -927,6 +932,7 @@ def install_fa4(monkeypatch):
 def flash2(query, key, value, starts, ends, longest, scale, causal, window, softcap=0.0, slopes=None):
     """FlashAttention-2 over rows, with what it makes of a window and of ALiBi."""
     double = Double(torch.inf, zeros_past_end=True)
+    assert query.shape[-1] == key.shape[-1] == value.shape[-1], "it has one head size"
     for lengths in (starts, ends):
         assert lengths.is_contiguous() and lengths.dtype == torch.int32
     left, right = (-1 if side >= longest else side for side in window)
@@ -939,7 +945,9 @@ def flash2(query, key, value, starts, ends, longest, scale, causal, window, soft
     starts, ends = starts.tolist(), ends.tolist()
     lengths = [last - first for first, last in zip(ends[:-1], ends[1:], strict=True)]
     tiles = tiles_of_rows(key, value, ends)
-    return double.over(query, starts, tiles, lengths, (left, right), scale, softcap, slopes, drops_rows=is_causal)
+    how = ((left, right), scale, softcap, slopes)
+    out, lse = double.over(query, starts, tiles, lengths, *how, drops_rows=is_causal)
+    return torch.empty_like(query).copy_(out), lse  # laid out as the query is
 
 
 def install_fa2(monkeypatch):
@@ -1062,6 +1070,37 @@ def test_what_an_adapter_asks_and_what_it_answers(name, over, options, monkeypat
     again, _ = function(*asked, memory)
     assert torch.equal(again, out)
     assert (again is memory) == (name == "fa4"), "which alone writes where it is told to"
+
+
+@pytest.mark.covers("E173")
+@pytest.mark.skipif("PRESENT[0].name != 'cpu'", reason="the kernels themselves are there")
+@pytest.mark.parametrize("options", [{}, dict(window_size=(9, 0)), dict(sinks=True)], ids=["plain", "window", "sinks"])
+@pytest.mark.parametrize("name", ["fa2", "torch_flash"])
+def test_smaller_values_are_padded_with_zeros(name, options, monkeypatch):
+    """Of a kernel with one head size; in a window the answers that NaN has spoilt are computed again."""
+    kernel = ADAPTERS[name](monkeypatch)
+    case = replace(RAGGED, head_size=96, value_head_size=64)
+    inputs = build(case, dtype=torch.float16)
+    inputs.query[len(inputs.query) - 3 :] = torch.nan
+    options = per_head(options, case, "cpu")
+    out, lse = kernel.dense(*given(*inputs.rows, **options), None)
+    assert out.shape == (*inputs.query.shape[:2], 64) and out.is_contiguous()
+    assert_matches_reference(out, lse, by_rows, *inputs.rows, **options)
+
+
+@pytest.mark.skipif("PRESENT[0].name != 'cpu'", reason="the kernels themselves are there")
+@pytest.mark.parametrize("name", ["fa2", "torch_flash"])
+def test_outputs_laid_out_as_the_query_are_fixed_up_where_they_lie(name, monkeypatch):
+    """Heads outside of tokens, and a NaN before the window, which spoils rows that are then computed again."""
+    kernel = ADAPTERS[name](monkeypatch)
+    query, key, value = (torch.randn(n, h, 16, dtype=torch.float16) for n, h in ((5, 4), (7, 2), (7, 2)))
+    query = query.transpose(0, 1).contiguous().transpose(0, 1)
+    batch = refattn.metadata.make_batch([5], [7])
+    for x in (key, value):
+        x[:2] = torch.nan
+    asked = given(query, key, value, batch, window_size=(0, 0))
+    out, lse = kernel.dense(*asked, None)
+    assert_matches_reference(out, lse, by_rows, query, key, value, batch, window_size=(0, 0))
 
 
 @pytest.mark.skipif("PRESENT[0].name != 'cpu'", reason="the kernels themselves are there")

@@ -244,6 +244,26 @@ def test_any_number_of_splits(splits, device):
         assert_agrees("chunked_prefill", *inputs.tensors, **per_head(OPTIONS["sinks"], case, device))
 
 
+def test_a_batch_without_keys_has_a_split_of_its_own(device):
+    """Whatever asks for it: with none there would be no launch, and nothing to make again in the next layer."""
+    query, pool = torch.randn(3, 2, 16, device=device), torch.randn(2, 4, 1, 16, device=device)
+    plan = fastattn.chunked_prefill.plan(make_batch([2], [0], [[]], device=device), block_size=4)
+    for options in (AttentionOptions(), AttentionOptions(batch_invariant=True)):
+        tuning = triton_attention.tune(query, pool, pool, plan, options, row_bytes=64)
+        assert tuning.splits == tuning.most_splits == 1
+
+
+def test_trees_without_a_node_have_no_row(device):
+    """All rows are padding then: the nodes of an empty tree are attended to by no launch."""
+    trees = fastattn.speculative.make_trees([[], []], device=device)
+    batch = make_batch([0, 0], [0, 5], [[], [1, 0]], device=device)
+    plan = fastattn.speculative.plan(batch, trees=trees, block_size=4)
+    query, pool = torch.randn(3, 2, 16, device=device), torch.randn(2, 4, 1, 16, device=device)
+    before = torch.full_like(query, torch.nan), torch.full((2, 3), torch.nan, device=device)
+    out, lse = triton_attention.attend_to_nodes(query, pool, pool, plan, AttentionOptions(), *before)
+    assert not out.any() and lse.isneginf().all()
+
+
 def test_a_long_sequence_gets_more_splits_among_short_ones(device):
     """By its share of all keys, of more sequences than are counted at a time; one with no queries has no share."""
     case = Case("long-one", ((1, 300), *[(1, 5)] * 9, (0, 500)), heads=(1, 1))

@@ -116,6 +116,12 @@ def test_without_a_driver_triton_launches(monkeypatch):
     assert of(compiled(), (torch.zeros(2), torch.zeros(2), None, 1.0)) is None
 
 
+def test_an_empty_grid_is_left_to_triton(driver):
+    """It launches nothing; the driver would refuse it."""
+    tensors = (torch.zeros(2), torch.zeros(2), None, 1.0)
+    assert launch.PackedLaunch.of(compiled(), (3, 0, 1), ARGUMENTS, CHANGING, tensors) is None
+
+
 def test_an_error_of_the_driver_is_raised(driver):
     packed = of(compiled(), (torch.zeros(2), torch.zeros(2), None, 1.0))
     driver.status = 700

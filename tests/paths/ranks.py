@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from refattn.conformance import Case, build
 from refattn.conformance.call import OPTIONS
-from refattn.interface import AttentionOptions, Batch, DistributedGroup, Group, Shard, simulate_ranks
+from refattn.interface import AttentionOptions, Batch, DistributedGroup, Group, Int8Scales, Shard, simulate_ranks
 from refattn.kv_cache import gather
 
 PER_HEAD = ("alibi_slopes", "sinks")
@@ -48,14 +49,20 @@ def deal(cache: Tensor, batch: Batch, shard: Shard, *, seed: int) -> tuple[Tenso
     return pool, table.to(cache.device)
 
 
-def prepare_rank(
-    package: str, group: Group, tensors: tuple, *, interleave: int, window_size: tuple[int, int] = (-1, -1), **options
-) -> Callable[[], Any]:
-    """Deal out a whole batch, and return the call that plans and attends on one rank, with its share of the heads."""
+def prepare_rank(package: str, group: Group, tensors: tuple, *, interleave: int, **options) -> Callable[[], Any]:
+    """Deal out a whole batch, and return the call that plans and attends on one rank, with its share of the heads.
+
+    Of `codes`, pools of a quantised key and value for each of the whole, the contexts are dealt out; new tokens are of
+    the tensors.
+    """
     query, key_cache, value_cache, batch = tensors
     path, shard = import_module(f"{package}.context_parallel"), Shard(group.rank, group.size, interleave)
     new_keys, new_values = (_new_rows(cache, batch, len(query)) for cache in (key_cache, value_cache))
-    (keys, table), (values, _) = (deal(cache, batch, shard, seed=group.rank) for cache in (key_cache, value_cache))
+    dealt = partial(deal, batch=batch, shard=shard, seed=group.rank)
+    (keys, table), (values, _) = map(dealt, options.pop("codes", (key_cache, value_cache)))
+    if isinstance(options.get("scales"), Int8Scales):
+        of_keys, _ = dealt(options["scales"].key[..., None])
+        options["scales"] = Int8Scales(of_keys[..., 0], options["scales"].value)
     own_batch = Batch(
         batch.cu_seqlens_q,
         batch.seq_lens,
@@ -65,6 +72,7 @@ def prepare_rank(
         num_tokens=batch.num_tokens,
     )
     block_size = options.pop("block_size", key_cache.shape[1])
+    masked = {name: options.pop(name) for name in ("window_size", "causal") if name in options}
     heads = slice(group.rank * query.shape[1] // group.size, (group.rank + 1) * query.shape[1] // group.size)
     fixed = {name: options.pop(name) for name in OPTIONS if name in options}
     fixed |= {name: fixed[name][heads] for name in PER_HEAD if isinstance(fixed.get(name), Tensor)}
@@ -73,7 +81,7 @@ def prepare_rank(
     rows = query[:, heads], new_keys, new_values, keys, values
 
     def call() -> Any:
-        plan = path.plan(own_batch, shard=shard, block_size=block_size, window_size=window_size)
+        plan = path.plan(own_batch, shard=shard, block_size=block_size, **masked)
         return path.attention(*rows, plan, AttentionOptions(**fixed), group=group, **options)
 
     return call

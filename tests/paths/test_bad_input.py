@@ -747,7 +747,7 @@ BAD = {
     "differential.attention": [
         *OF_ONE_PLAN,
         *of_pool("cache"),
-        IN_ROWS,
+        ("plan", "over rows", in_rows, "cache: expected float32 [2, 2, s, hk/2, d=8], got float32 [2, 2, 10, 4, 1, 8]"),
         ("cache", "None", None, "cache: expected float32 [2, 2, n, p, hk/2, d=8], got None"),
         ("cache", "a list", [], "cache: expected float32 [2, 2, n, p, hk/2, d=8], got list"),
         ("cache", "elsewhere", meta, "cache: expected cpu, where query is, got meta"),
@@ -949,6 +949,12 @@ BAD = {
         ("value", "None", None, "value: expected float32 [t, hk=4, d=8], got None"),
         ("value", "a row too few", lambda x: x[:1], "value: expected float32 [t=2, hk=2, dv=8], got float32 [1, 2, 8]"),
         ("cache", "None", None, "cache: expected [2, 2, n, p, hk/2, d], got None"),
+        (
+            "cache",
+            "one half",
+            lambda x: x[:1].expand_as(x),
+            "cache: expected memory for each element, got strides of (0,",
+        ),
         ("slot_mapping", "None", None, "slot_mapping: expected int64 [t=2], got None"),
         ("slot_mapping", "slot n * p", torch.tensor([0, 20]), SLOTS + "20"),
     ],
@@ -1168,6 +1174,16 @@ def test_a_plan_of_as_many_keys_as_an_int32_counts_is_made(package):
     batch = dataclasses.replace(build(SMALL).batch, seq_lens=ints(0, MOST), max_seq_len=MOST)
     plan = function_of(package, "dense.plan")(batch)
     assert plan.needs == (3, MOST, 0)
+
+
+@each_twin
+@pytest.mark.parametrize("call", ["mla.plan", "mla.plan_prefill", "quantized.plan", "speculative.plan"])
+@pytest.mark.parametrize("block_size", [None, 0, 4.0])
+def test_a_plan_over_pages_has_a_block_size(package, call, block_size):
+    """Without one it would be a plan over rows, which a layer refuses late, or not at all."""
+    more = dict(workspace=9) if call == "mla.plan_prefill" else {}
+    with pytest.raises(ValueError, match=f"block_size: expected a positive int, got {block_size}"):
+        function_of(package, call)(build(SMALL).batch, block_size=block_size, **more)
 
 
 # --- on a device ---

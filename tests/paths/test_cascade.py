@@ -636,7 +636,7 @@ BAD_LEVELS = {
     "a-level-is-missing": (lambda levels: levels[1:], r"levels\[0\]\.first_keys: expected 0 for sequence 0.* got 48"),
     "the-last-is-missing": (lambda levels: levels[:1], r"levels\[0\]: expected groups of the sequences"),
     "of-another-batch": (
-        lambda levels: [other(levels[0], cu_seqlens_q=ints(0, 5), max_query_len=5), levels[1]],
+        lambda levels: [other(levels[0], cu_seqlens_q=ints(0, 5), max_query_len=5, num_tokens=5), levels[1]],
         r"levels\[0\]: expected groups of the sequences at query rows \[0, 1, 2, 3, 4\], got \[0, 5\]",
     ),
     "reaches-into-the-queries": (

@@ -2,19 +2,21 @@
 
 import re
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
-from batches import Case, build
+from batches import Case, build, masks_by_hand
 from kernels_present import each_kernel
 from ranks import attend_on_all, run_process
+from stored import KINDS, Stored, rounded_by_hand, store
 from tolerance import assert_matches_reference
 
 import fastattn.context_parallel
 import refattn.context_parallel
 from refattn import chunked_prefill, metadata
 from refattn.conformance import PathSpec, attend
-from refattn.interface import DistributedGroup, Group, Shard, simulate_ranks
+from refattn.interface import DistributedGroup, Fp8Scales, Group, Shard, simulate_ranks
 
 LEFT = 19
 PACKAGES = {"refattn": refattn.context_parallel, "fastattn": fastattn.context_parallel}
@@ -43,6 +45,13 @@ SPECS = [
     OverRanks(
         "context_parallel", lambda i, j: i - LEFT <= j <= i, dict(interleave=3, window_size=(LEFT, 0)), num_ranks=4
     ),
+    OverRanks("context_parallel", lambda i, j: True, dict(interleave=2, causal=False), num_ranks=2),
+    OverRanks(
+        "context_parallel",
+        lambda i, j: i - LEFT <= j <= i + 3,
+        dict(interleave=3, window_size=(LEFT, 3), causal=False),
+        num_ranks=2,
+    ),
 ]
 CASES = [  # sequences shorter than the ranks are many, without a context, without new tokens
     Case("padded", ((4, 6), (1, 70), (10, 17), (0, 9), (1, 1), (1, 2)), heads=(4, 1), padding_rows=2),
@@ -52,13 +61,14 @@ CASES = [  # sequences shorter than the ranks are many, without a context, witho
 each_spec = pytest.mark.parametrize("spec", SPECS, ids=str)
 each_case = pytest.mark.parametrize("case", CASES, ids=str)
 each_package = pytest.mark.parametrize("package", PACKAGES)
+each_kind = pytest.mark.parametrize("kind", KINDS)
 each_shard = pytest.mark.parametrize("num_ranks, interleave", [(1, 1), (2, 1), (2, 16), (3, 2), (4, 5)])
 
 
 # --- five proofs ---
 
 
-@pytest.mark.covers("B87")
+@pytest.mark.covers("B87", "B181")
 @each_package
 @each_case
 @each_spec
@@ -82,7 +92,7 @@ def test_formula(spec, case):
     spec.check_formula(case)
 
 
-@pytest.mark.covers("B86", "B88", "B89", "B90")
+@pytest.mark.covers("B86", "B88", "B89", "B90", "B181")
 @each_kernel
 @each_case
 @each_spec
@@ -112,6 +122,7 @@ def test_twins_with_options(options, dtype, device):
         (dict(block_size=0), "block_size: expected a positive int"),
         (dict(block_size=8), "key_cache: expected blocks of 8 tokens"),
         (dict(window_size=(-2, 0)), "window_size: expected (left, right)"),
+        (dict(causal=None), "causal: expected True or False, got None"),
         (dict(sinks=torch.zeros(3)), "sinks: expected floating point [h=2]"),
         (dict(out=torch.zeros(2, 4, 64)), "out: expected float32 [t=3, h=2, dv=64]"),
         (dict(return_lse=None), "return_lse: expected True or False"),
@@ -202,6 +213,107 @@ def test_rows_do_not_change_with_the_rest_of_the_batch(package):
         assert torch.equal(one, other[:3])
 
 
+# --- quantised caches ---
+
+CODED = Case("coded", ((4, 6), (1, 70), (10, 33), (9, 9), (1, 1), (1, 2)), heads=(4, 2), padding_rows=2)
+
+
+def of_codes(kind: str, *, dtype=torch.float64, device="cpu", **options) -> tuple[tuple, dict, Stored]:
+    """Return what `attend_on_all` takes: new tokens as numbers, contexts as codes; and what these stand for."""
+    stored = store(CODED, kind, dtype=dtype, device=device, **options)
+    tensors = build(CODED, dtype=dtype, device=device).tensors
+    codes = dict(codes=(stored.key_cache, stored.value_cache), scales=stored.scales)
+    return (stored.query, *tensors[1:3], stored.batch), codes, stored
+
+
+def attended_by_hand(stored: Stored, sees, slopes=None) -> tuple[torch.Tensor, torch.Tensor]:
+    """In float64, one head of one sequence at a time: rounded queries over the context, queries over the new tokens."""
+    inputs, rounded = build(CODED, dtype=torch.float64), rounded_by_hand(stored)
+    out = torch.zeros(*rounded.shape[:2], stored.value_cache.shape[3], dtype=torch.float64)
+    lse, row = torch.full(rounded.shape[:2], -torch.inf, dtype=torch.float64), 0
+    masks = masks_by_hand(CODED, sees)
+    for i, ((q, s), mask) in enumerate(zip(CODED.lens, masks, strict=True)):
+        rows = slice(row, row + q)
+        distance = torch.tensor([[s - q + t - j for j in range(s)] for t in range(q)]).abs()
+        for head in range(4):
+            of_head = head // 2
+            before = rounded[rows, head] @ stored.keys[i][: s - q, of_head].double().T
+            new = stored.query[rows, head].double() @ inputs.keys[i][s - q :, of_head].T
+            scores = torch.cat([before, new], 1) / 8
+            scores = scores if slopes is None else scores - slopes[head] * distance
+            values = torch.cat([stored.values[i][: s - q, of_head].double(), inputs.values[i][s - q :, of_head]])
+            weights = scores.exp() * mask
+            out[rows, head], lse[rows, head] = weights @ values / weights.sum(1, keepdim=True), weights.sum(1).log()
+        row += q
+    return out, lse
+
+
+MASKED = {
+    "causal": ({}, is_causal),
+    "window": (dict(window_size=(LEFT, 0)), lambda i, j: i - LEFT <= j <= i),
+    "both-ways": (dict(causal=False), lambda i, j: True),
+}
+
+
+@pytest.mark.covers("B182")
+@each_package
+@each_kind
+@pytest.mark.parametrize("masked", MASKED)
+@pytest.mark.parametrize(("num_ranks", "interleave"), [(2, 1), (2, 16), (4, 3)])
+def test_codes_of_the_ranks_are_attended_to_by_hand(num_ranks, interleave, masked, kind, package):
+    tensors, codes, stored = of_codes(kind)
+    arguments, sees = MASKED[masked]
+    parts = attend_on_all(package, num_ranks, *tensors, **codes, interleave=interleave, **arguments, return_lse=True)
+    for one, other in zip(parts, attended_by_hand(stored, sees), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("per", ["number", "head"])
+def test_distances_are_those_of_the_whole_over_codes(per):
+    slopes = torch.linspace(0.1, 1.0, 4, dtype=torch.float64)
+    tensors, codes, stored = of_codes("e4m3", per=per, round_query=False)
+    parts = attend_on_all("refattn", 2, *tensors, **codes, interleave=3, alibi_slopes=slopes, return_lse=True)
+    for one, other in zip(parts, attended_by_hand(stored, is_causal, slopes), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.covers("B182")
+@each_kernel
+@each_kind
+@pytest.mark.parametrize("options", [{}, dict(softcap=2.0, softmax_scale=0.3, window_size=(LEFT, 0))], ids=["", "more"])
+def test_twins_over_codes(options, kind, kernel, device):
+    tensors, codes, _ = of_codes(kind, dtype=kernel.dtypes[0], device=device)
+    options = dict(options, interleave=2, sinks=torch.linspace(-2.0, 3.0, 4, device=device), **codes)
+
+    def hold():
+        answer = attend_on_all("fastattn", 2, *tensors, **options, return_lse=True)
+        assert_matches_reference(*answer, partial(attend_on_all, "refattn", 2), *tensors, **options)
+
+    with kernel.asked_for():
+        kernel.check(hold)
+
+
+@each_package
+@pytest.mark.usefixtures("shapes_unchecked")
+@pytest.mark.parametrize(
+    "bad, message",
+    [
+        (dict(scales=None), "key_cache: expected float32 [n, p, hk, d=64], got float8_e4m3fn"),
+        (dict(scales=1.0), "scales: expected Fp8Scales or Int8Scales, got 1.0"),
+        (dict(scales=Fp8Scales(torch.ones(3), 1.0)), "scales.key: expected a number or float32 [hk=2] or [b=6, hk=2]"),
+        (
+            dict(scales=Fp8Scales(1.0, 1.0, format=torch.float8_e5m2)),
+            "key_cache: expected float8_e5m2 [n, p, hk, d=64]",
+        ),
+    ],
+    ids=["none", "number", "heads", "format"],
+)
+def test_bad_scales_are_named(package, bad, message):
+    tensors, codes, _ = of_codes("e4m3", dtype=torch.float32)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        attend_on_all(package, 2, *tensors, **{**codes, **bad}, interleave=1)
+
+
 # --- who has what ---
 
 
@@ -268,14 +380,17 @@ def test_a_table_too_narrow_for_the_new_tokens_is_named(package):
 
 
 @each_shard
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both-ways"])
 @pytest.mark.parametrize("window_size", [(-1, -1), (LEFT, 0)], ids=str)
-def test_twins_make_the_same_plans(num_ranks, interleave, window_size, device):
+def test_twins_make_the_same_plans(num_ranks, interleave, window_size, causal, device):
     inputs = build(CASES[0], device=device)
     for rank in range(num_ranks):
         shard = Shard(rank, num_ranks, interleave)
         plans = [
-            path.plan(inputs.batch, shard=shard, block_size=16, window_size=window_size) for path in PACKAGES.values()
+            path.plan(inputs.batch, shard=shard, block_size=16, window_size=window_size, causal=causal)
+            for path in PACKAGES.values()
         ]
+        assert plans[0].own.causal is causal
         for one, other in zip(*([plan.context, plan.own] for plan in plans), strict=True):
             assert (one.window, one.block_size) == (other.window, other.block_size)
             assert one.batch.max_seq_len == other.batch.max_seq_len >= int(one.batch.seq_lens.max())
@@ -283,6 +398,62 @@ def test_twins_make_the_same_plans(num_ranks, interleave, window_size, device):
                 assert torch.equal(getattr(one.batch, name), getattr(other.batch, name))
             assert (one.positions is None) == (other.positions is None)
             assert one.positions is None or torch.equal(one.positions, other.positions)
+
+
+@pytest.mark.covers("B85")
+@each_package
+@pytest.mark.parametrize(
+    ("longest", "num_ranks", "interleave", "bound"),
+    [(64, 2, 1, 32), (65, 2, 1, 33), (64, 4, 16, 16), (65, 4, 16, 32), (70, 3, 5, 25), (1, 8, 16, 1), (70, 1, 16, 70)],
+)
+def test_the_longest_share_of_a_rank(package, longest, num_ranks, interleave, bound):
+    """Runs of a whole round go to every rank, so `ceil(L / (N * I)) * I`, and no more than there are; reading nothing.
+
+    A kernel divides its work by it: a bound as long as the sequence is one, but a rank's share is never so long.
+    """
+    batch = metadata.make_batch([1, 1], [longest, min(3, longest)], [[*range(5)], [5]])
+    names = ("cu_seqlens_q", "seq_lens", "block_table")
+    batches = [batch]
+    if package == "fastattn":  # the reference reads lengths wherever they are
+        batches.append(replace(batch, **{name: getattr(batch, name).to("meta") for name in names}))
+    for rank in range(num_ranks):
+        shard = Shard(rank, num_ranks, interleave)
+        plans = [PACKAGES[package].plan(one, shard=shard, block_size=16) for one in batches]
+        assert [plan.context.batch.max_seq_len for plan in plans] == [bound] * len(plans)
+        assert int(PACKAGES[package].local_lens(batch.seq_lens, shard).max()) <= bound
+
+
+@each_package
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_what_is_no_length_of_a_rank_is_named(package):
+    path, shard = PACKAGES[package], Shard(0, 2)
+    ints = torch.tensor([3, 4], dtype=torch.int32)
+    for lens, message in (
+        (ints.float(), "lens: expected int32 [b], got float32 [2]"),
+        (ints.long(), "lens: expected int32 [b], got int64 [2]"),
+        ([3, 4], "lens: expected int32 [b], got list"),
+        (ints - 4, "lens: expected lengths of at least 0, got [-1, 0]"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            path.local_lens(lens, shard)
+    with pytest.raises(ValueError, match="shard: expected a Shard, got 0"):
+        path.local_lens(ints, 0)
+    for length in (-1, 2.0, 2**31):
+        with pytest.raises(ValueError, match="length: expected "):
+            path.own_positions(length, shard)
+
+
+@each_package
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_a_new_token_of_a_rank_has_a_block(package):
+    """A block of -1 has a row whose slot would be -1, and a write takes that for padding."""
+    path, shard = PACKAGES[package], Shard(1, 2)
+    batch = metadata.make_batch([2], [16], [[3, -1]])  # rank 1 has 8 of 16, and of the new ones the last, at its row 7
+    with pytest.raises(
+        ValueError, match="block_table: expected entries of at least 0 for the new tokens of sequence 0"
+    ):
+        path.slot_mapping(batch, 2, shard=shard, block_size=4)
+    assert path.slot_mapping(batch, 2, shard=Shard(0, 2), block_size=8).tolist() == [31, -1]
 
 
 @pytest.mark.covers("B85")

@@ -1,5 +1,6 @@
 """Cross attention over pages: encoders of different lengths, in pages of their own or before the decoder's tokens."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -172,3 +173,15 @@ def test_bad_lengths_are_named(twin):
             twin.split_encoder(batch, lens, block_size=16)
     with pytest.raises(ValueError, match="encoder_lens: expected 2, one per sequence, got 1"):
         twin.make_cross_batch(batch, [16], [[0]])
+
+
+@each_twin
+def test_a_wrong_number_of_keys_changes_no_batch(twin):
+    """`Batch` says of it that it costs time; it may be less than the encoders have."""
+    batch = twin.make_batch([1, 1], [20, 40], [[0, 1], [2, 3, 4]])
+    right = twin.split_encoder(batch, [16, 32], block_size=16)
+    for num_keys, left in ((0, 0), (48, 0), (60, 12), (10**12, 10**12 - 48)):
+        cross, own = twin.split_encoder(replace(batch, num_keys=num_keys), [16, 32], block_size=16)
+        assert own.num_keys == left and cross.num_keys == 48
+        for one, other in zip((cross, own), right, strict=True):
+            assert torch.equal(one.seq_lens, other.seq_lens) and torch.equal(one.block_table, other.block_table)

@@ -1,17 +1,30 @@
 """Differential attention: two softmaxes over a cache of two halves, one subtracted."""
 
 import dataclasses
+import importlib
 import math
 from functools import partial
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from batches import CASES, Case, assert_same_masks, attend, build, masks_by_hand, ragged_cases, read_masks
+from batches import (
+    CASES,
+    HARMLESS,
+    POISON,
+    Case,
+    assert_same_masks,
+    attend,
+    build,
+    masks_by_hand,
+    ragged_cases,
+    read_masks,
+)
 from einops import rearrange, repeat
 from hypothesis import given
 from hypothesis import strategies as st
 from kernels_present import PRESENT, each_kernel
+from stored import KINDS, bits, decoded, in_scales
 from tolerance import assert_matches_reference, assert_twins_agree
 from torch.nn import functional
 
@@ -22,7 +35,7 @@ import refattn.differential
 import refattn.kv_cache
 import refattn.metadata
 from fastattn.kernels.cpu import pairs as cpu_pairs
-from refattn.interface import AttentionOptions, Batch
+from refattn.interface import AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan
 
 each_twin = pytest.mark.parametrize("twin", [refattn.differential, fastattn.differential], ids=["ref", "fast"])
 
@@ -150,30 +163,21 @@ def test_a_window_shows_exactly_its_keys(twin, window, causal, device):
 # --- arithmetic that shares no code with the reference ---
 
 
-@pytest.mark.covers("C104", "C110")
-@pytest.mark.parametrize("case", SMALL, ids=str)
-def test_reference_equals_torch_sdpa_and_a_formula(case, device):
-    """Both softmaxes by PyTorch with an explicit mask, the rest by hand in float64."""
-    case = in_pairs(case)
-    arguments, inputs = lay_out(case, device=device, dtype=torch.float64)
-    d, weight = case.head_size, torch.linspace(0.5, 2.0, 2 * case.head_size, dtype=torch.float64, device=device)
-    lambda_full = torch.tensor(0.35, dtype=torch.float64, device=device)
-    out = attend(
-        refattn.differential, *arguments, lambda_full=lambda_full, lambda_init=0.2, norm_weight=weight, norm_eps=1e-3
-    )
-    row = 0
-    for (q, s), key, value in zip(case.lens, inputs.keys, inputs.values, strict=True):
+def assert_is_by_formula(out, query, keys, values, case: Case) -> None:
+    """Both softmaxes by PyTorch with an explicit mask, the rest by hand in float64; lambda 0.35 and 0.2, eps 1e-3."""
+    d, row = case.head_size, 0
+    for (q, s), key, value in zip(case.lens, keys, values, strict=True):
         seeing = max(q - s, 0)  # the queries before it see nothing, which sdpa answers with NaN
         mine = out[row : row + q]
         assert not mine[:seeing].any()
         if q and s:
-            mask = torch.ones(q, s, dtype=torch.bool, device=device).tril(s - q)[seeing:]
-            values = torch.cat([value[:, 0::2], value[:, 1::2]], dim=-1)  # [s, pairs, 2 * d]
+            mask = torch.ones(q, s, dtype=torch.bool, device=out.device).tril(s - q)[seeing:]
+            both = torch.cat([value[:, 0::2], value[:, 1::2]], dim=-1)  # [s, pairs, 2 * d]
             first, second = (
                 functional.scaled_dot_product_attention(
-                    inputs.query[row + seeing : row + q, half::2].transpose(0, 1),
+                    query[row + seeing : row + q, half::2].transpose(0, 1),
                     key[:, half::2].transpose(0, 1),
-                    values.transpose(0, 1),
+                    both.transpose(0, 1),
                     attn_mask=mask,
                     enable_gqa=True,
                 )
@@ -181,10 +185,30 @@ def test_reference_equals_torch_sdpa_and_a_formula(case, device):
             )  # [pairs, t, 2 * d]
             difference = first - 0.35 * second
             norm = (difference.pow(2).sum(-1, keepdim=True) / (2 * d) + 1e-3).sqrt()
-            expected = (0.8 * weight * difference / norm).transpose(0, 1).reshape(q - seeing, -1, d)
+            expected = (0.8 * norm_weight(d, out.device) * difference / norm).transpose(0, 1).reshape(q - seeing, -1, d)
             torch.testing.assert_close(mine[seeing:], expected, rtol=1e-11, atol=1e-11)
         row += q
     assert not out[row:].any()
+
+
+def norm_weight(d: int, device) -> torch.Tensor:
+    return torch.linspace(0.5, 2.0, 2 * d, dtype=torch.float64, device=device)
+
+
+def of_formula(case: Case, device) -> dict:
+    """Return the arguments that `assert_is_by_formula` has in it."""
+    lambda_full = torch.tensor(0.35, dtype=torch.float64, device=device)
+    weight = norm_weight(case.head_size, device)
+    return dict(lambda_full=lambda_full, lambda_init=0.2, norm_weight=weight, norm_eps=1e-3)
+
+
+@pytest.mark.covers("C104", "C110")
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_reference_equals_torch_sdpa_and_a_formula(case, device):
+    case = in_pairs(case)
+    arguments, inputs = lay_out(case, device=device, dtype=torch.float64)
+    out = attend(refattn.differential, *arguments, **of_formula(case, device))
+    assert_is_by_formula(out, inputs.query, inputs.keys, inputs.values, case)
 
 
 @pytest.mark.covers("C108")
@@ -498,6 +522,254 @@ def test_a_plan_of_one_twin_serves_the_other(options, kernel, device):
         kernel.check(assert_served)
 
 
+# --- rows: nothing is cached ---
+
+
+def over_rows(package: str) -> SimpleNamespace:
+    """Return differential attention with the plan of `dense`."""
+    dense, path = (importlib.import_module(f"{package}.{name}") for name in ("dense", "differential"))
+    return SimpleNamespace(plan=dense.plan, attention=path.attention)
+
+
+def lay_out_rows(case: Case, **options):
+    """Return the positional arguments over rows, and the keys and values of each sequence."""
+    inputs = build(case, **options)
+    query, key, value, batch = inputs.rows
+    return (query, refattn.differential.split_halves(key, value), batch), inputs
+
+
+@pytest.mark.covers("A7", "C104")
+@pytest.mark.parametrize("package", ["refattn", "fastattn"])
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_rows_are_attended_to_by_the_formula(case, package):
+    """As a server measures its memory before there is a cache."""
+    case = in_pairs(case)
+    arguments, inputs = lay_out_rows(case, dtype=torch.float64)
+    out = attend(over_rows(package), *arguments, **of_formula(case, "cpu"))
+    assert_is_by_formula(out, inputs.query, inputs.keys, inputs.values, case)
+
+
+@pytest.mark.covers("A7")
+@each_kernel
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_twins_agree_over_rows(options, kernel, device):
+    case = Case("mixed", ((40, 60), (1, 90), (0, 9), (5, 0), (10, 17), (3, 2)), heads=(8, 4), padding_rows=3)
+    options, dtype = filled(options, case, device), kernel.dtypes[0]
+    arguments, _ = lay_out_rows(case, device=device, dtype=dtype)
+    reference, fast = (partial(attend, over_rows(package)) for package in ("refattn", "fastattn"))
+
+    def hold():
+        out, lse = fast(*arguments, **options, return_lse=True)
+        assert_matches_reference(out, lse, reference, *arguments, **options)
+        memory = torch.full_like(out, torch.nan)
+        assert fast(*arguments, **options, out=memory) is memory and torch.equal(memory, out)
+
+    with kernel.asked_for():
+        kernel.check(hold)
+
+
+@given(case=ragged_cases(head_sizes=(64,)), options=st.sampled_from(list(OPTIONS)), seed=st.integers(0, 2**16))
+def test_twins_agree_over_rows_of_drawn_batches(case, options, seed, device):
+    case = in_pairs(case)
+    arguments, _ = lay_out_rows(case, device=device, seed=seed)
+    options = filled(OPTIONS[options], case, device)
+    answer = attend(over_rows("fastattn"), *arguments, **options, return_lse=True)
+    assert_matches_reference(*answer, partial(attend, over_rows("refattn")), *arguments, **options)
+
+
+@each_twin
+def test_layers_of_one_plan_over_rows(twin):
+    """More rows in one layer than in another, and a bound on the lengths that is far too large."""
+    lens = ((4, 6), (1, 20), (7, 7))
+    reference, path = over_rows("refattn"), over_rows(twin.__name__.partition(".")[0])
+    (_, _, batch), _ = lay_out_rows(Case("rows", lens, heads=(4, 2)))
+    plan = path.plan(dataclasses.replace(batch, max_seq_len=2**31 - 1))
+    for heads, more in (((4, 2), 0), ((6, 6), 5), ((4, 2), 0)):
+        (query, rows, batch), _ = lay_out_rows(Case("rows", lens, heads=heads))
+        rows = torch.cat([rows, torch.full_like(rows[:, :, :more], torch.nan)], dim=2)
+        out = path.attention(query, rows, plan, **LAMBDA)
+        torch.testing.assert_close(out, attend(reference, query, rows, batch, **LAMBDA), rtol=1e-5, atol=1e-5)
+
+
+@each_twin
+def test_halves_are_split(twin):
+    key, value = (torch.randn(5, 6, 8) for _ in range(2))
+    halves = twin.split_halves(key, value)
+    assert halves.shape == (2, 2, 5, 3, 8)
+    for head in range(6):
+        for kind, source in enumerate((key, value)):
+            assert torch.equal(halves[head % 2, kind, :, head // 2], source[:, head])
+
+
+BAD_ROWS = {
+    "a-pool": (r"cache: expected float32 \[2, 2, s, hk/2, d=64\], got float32 \[2, 2, 1,", lambda a: a | in_a_pool(a)),
+    "rows-under-a-plan-over-pages": (
+        r"cache: expected float32 \[2, 2, n, p, hk/2, d=64\], got float32 \[2, 2, \d+, 1, 64\]",
+        lambda a: a | dict(plan=Plan(refattn.metadata.make_batch([2], [5], [[0]]), 16)),
+    ),
+    "too-few-rows": (
+        "cache: expected at least the 25 rows that seq_lens adds up to, got 24",
+        lambda a: a | {"cache": a["cache"][:, :, :24]},
+    ),
+    "codes": ("scales: expected None over rows", lambda a: a | in_codes(a)),
+}
+
+
+def in_a_pool(arguments: dict) -> dict:
+    return dict(cache=arguments["cache"][:, :, None])
+
+
+def in_codes(arguments: dict) -> dict:
+    return dict(cache=arguments["cache"].to(torch.float8_e4m3fn), scales=Fp8Scales(1.0, 1.0))
+
+
+@each_twin
+@pytest.mark.usefixtures("shapes_unchecked")
+@pytest.mark.parametrize(("message", "change"), BAD_ROWS.values(), ids=BAD_ROWS)
+def test_bad_rows_are_named(twin, message, change):
+    (query, rows, batch), _ = lay_out_rows(Case("small", ((2, 5), (1, 20)), heads=(4, 2)))
+    plan = over_rows(twin.__name__.partition(".")[0]).plan(batch)
+    with pytest.raises(ValueError, match=message):
+        twin.attention(**change(dict(query=query, cache=rows, plan=plan, **LAMBDA)))
+
+
+@each_twin
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_bad_heads_to_split_are_named(twin):
+    key = torch.zeros(5, 3, 8)
+    with pytest.raises(ValueError, match="key: expected pairs of heads, an even number, got hk=3"):
+        twin.split_halves(key, key)
+    with pytest.raises(ValueError, match=r"value: expected float32 \[s=5, hk=3, d=8\], got float32 \[4, 3, 8\]"):
+        twin.split_halves(key, key[:4])
+
+
+# --- fp8 ---
+
+
+def coded(case: Case, kind: str, *, per="head", round_query=False, device="cpu", dtype=torch.float32, poison=POISON):
+    """Lay a case out in fp8: the positional arguments, the scales, and the numbers that the codes stand for."""
+    inputs = build(case, dtype=torch.float32, poison=poison)
+    cache = two_halves(inputs.key_cache, inputs.value_cache).to(KINDS[kind])  # garbage of 1e4 and inf: NaN or inf
+    shape = {"sequence": (len(case.lens), case.heads[1]), "head": (case.heads[1],), "number": ()}[per]
+    numbers = [in_scales(*shape, seed=i) if shape else 0.4 + 0.3 * i for i in range(3)]
+    keys, values = [], []
+    for numbers_of_all, rows, scale in ((keys, inputs.keys, numbers[0]), (values, inputs.values, numbers[1])):
+        for i, x in enumerate(rows):
+            of_heads = torch.as_tensor(scale).double().expand(len(case.lens), case.heads[1])[i]
+            numbers_of_all.append(decoded(KINDS[kind])[bits(x.to(KINDS[kind])).long()] * of_heads[:, None])
+    scales = [x.to(device) if isinstance(x, torch.Tensor) else x for x in numbers]
+    scales = Fp8Scales(*scales[:2], scales[2] if round_query else None, KINDS[kind])
+    batch = build(case, device=device).batch
+    return (inputs.query.to(device, dtype), cache.to(device), batch), scales, keys, values
+
+
+MIXED_CODES = Case("codes", ((4, 6), (1, 37), (9, 17), (0, 5), (3, 2)), heads=(8, 4), padding_rows=2)
+each_format = pytest.mark.parametrize("kind", ["e4m3", "e5m2"])
+each_per = pytest.mark.parametrize("per", ["number", "head", "sequence"])
+
+
+@pytest.mark.covers("C118")
+@pytest.mark.parametrize("package", ["refattn", "fastattn"])
+@each_format
+@each_per
+def test_codes_are_attended_to_by_the_formula(package, kind, per):
+    """Each code from what its format says, times its scale: that of a KV head has the head's place among the pairs."""
+    case = dataclasses.replace(MIXED_CODES, head_size=32)
+    arguments, scales, keys, values = coded(case, kind, per=per, dtype=torch.float64)
+    path = importlib.import_module(f"{package}.differential")
+    for cache in (arguments[1], arguments[1].view(torch.uint8)):
+        out = attend(path, arguments[0], cache, arguments[2], **of_formula(case, "cpu"), scales=scales)
+        assert_is_by_formula(out, arguments[0], keys, values, case)
+
+
+@pytest.mark.covers("C118")
+@each_kernel
+@each_format
+@pytest.mark.parametrize("round_query", [False, True], ids=["query-as-it-is", "query-rounded"])
+@pytest.mark.parametrize("options", ["plain", "two-sided-window", "everything"])
+def test_twins_agree_over_codes(options, round_query, kind, kernel, device):
+    per = "sequence" if options == "plain" else "head"
+    arguments, scales, *_ = coded(
+        MIXED_CODES, kind, per=per, round_query=round_query, device=device, dtype=kernel.dtypes[0]
+    )
+    options = filled(OPTIONS[options], MIXED_CODES, device) | dict(scales=scales)
+    with kernel.asked_for():
+        kernel.check(assert_twins_agree, "differential", *arguments, **options)
+
+
+@pytest.mark.covers("C118")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_twins_agree_over_codes_by_default(dtype, device):
+    arguments, scales, *_ = coded(MIXED_CODES, "e4m3", device=device, dtype=dtype)
+    options = filled(OPTIONS["norm"], MIXED_CODES, device) | dict(scales=scales)
+    assert_twins_agree("differential", *arguments, **options)
+
+
+@each_twin
+def test_no_bit_depends_on_codes_that_nobody_may_see(twin, device):
+    answers = []
+    for poison in (POISON, HARMLESS):
+        arguments, scales, *_ = coded(MIXED_CODES, "e5m2", device=device, poison=poison)
+        answers.append(attend(twin, *arguments, **filled({}, MIXED_CODES, device), scales=scales, return_lse=True))
+    for poisoned, harmless in zip(*answers, strict=True):
+        assert torch.equal(poisoned, harmless)
+
+
+@pytest.mark.covers("C118")
+@each_twin
+@each_format
+@each_per
+def test_a_write_quantises_each_head_under_its_scale(twin, kind, per, device):
+    key, value = (torch.randn(6, 6, 8, dtype=torch.bfloat16, device=device) * 3 for _ in range(2))
+    of_key, of_value = (in_scales(6, seed=i).to(device) if per == "head" else 0.5 + 0.3 * i for i in (1, 2))
+    cache = twin.allocate(3, 4, 6, 8, dtype=KINDS[kind], device=device)
+    slots = torch.tensor([5, -1, 11, 0], device=device)  # and two rows of padding
+    if per == "sequence":
+        scales = Fp8Scales(in_scales(2, 6, seed=3).to(device), 1.0, format=KINDS[kind])
+        with pytest.raises(ValueError, match=r"scales.key: expected a number or float32 \[hk=6\], as a token that is"):
+            twin.write(key, value, cache, slots, scales=scales)
+        assert not bits(cache).any()
+        return
+    twin.write(key, value, cache, slots, scales=Fp8Scales(of_key, of_value, format=KINDS[kind]))
+    expected, largest = torch.zeros_like(cache.float()), torch.finfo(KINDS[kind]).max
+    for token, slot in ((0, 5), (2, 11), (3, 0)):
+        for head in range(6):
+            for number, (source, scale) in enumerate(((key, of_key), (value, of_value))):
+                x = source[token, head].float() / (scale[head] if per == "head" else torch.tensor(scale))
+                code = x.clamp(-largest, largest).to(KINDS[kind])
+                expected[head % 2, number, slot // 4, slot % 4, head // 2] = code.float()
+    assert torch.equal(cache.float(), expected)
+
+
+BAD_SCALES = {
+    "int8": (
+        "scales: expected Fp8Scales for a cache of pairs, got",
+        lambda a: dict(scales=Int8Scales(torch.ones(1, 1, 1))),
+    ),
+    "of-pairs": (
+        r"scales.key: expected a number or float32 \[hk=4\]",
+        lambda a: dict(scales=Fp8Scales(torch.ones(2), 1.0)),
+    ),
+    "of-three-heads": (r"scales.value: expected a .* \[hk=4\]", lambda a: dict(scales=Fp8Scales(1.0, torch.ones(3)))),
+    "another-format": ("cache: expected float8_e5m2", lambda a: dict(scales=Fp8Scales(1.0, 1.0, format=KINDS["e5m2"]))),
+    "none": ("cache: expected float32", lambda a: dict(scales=None)),
+}
+
+
+@each_twin
+@pytest.mark.usefixtures("shapes_unchecked")
+@pytest.mark.parametrize(("message", "change"), BAD_SCALES.values(), ids=BAD_SCALES)
+def test_bad_scales_are_named(twin, message, change):
+    """Of a write, too, before a half is written."""
+    (query, cache, batch), *_ = coded(MIXED_CODES, "e4m3")
+    with pytest.raises(ValueError, match=message):
+        attend(twin, query, cache, batch, **LAMBDA, **change({}))
+    empty, tokens = twin.allocate(2, 4, 4, 8, dtype=torch.float8_e4m3fn), torch.ones(2, 4, 8)
+    with pytest.raises(ValueError, match=message.replace("cache: expected float32", "key: expected float8_e4m3fn")):
+        twin.write(tokens, tokens, empty, torch.arange(2), **change({}))
+    assert not bits(empty).any()
+
+
 # --- the cache: moving data is bit-exact ---
 
 
@@ -625,13 +897,3 @@ def test_a_pool_of_no_pairs_is_named(twin):
         twin.allocate(4, 16, 3, 64)
     with pytest.raises(ValueError, match="block_size: expected a positive int, got 0"):
         twin.allocate(4, 0, 2, 64)
-
-
-@pytest.mark.covers("C118")
-@each_twin
-def test_a_cache_of_codes_is_refused(twin):
-    """Pairs have no scales: quantised caches are for keys and values in two pools."""
-    batch = refattn.metadata.make_batch([1], [3], [[0]])
-    codes = torch.zeros(2, 2, 1, 16, 1, 8, dtype=torch.float8_e4m3fn)
-    with pytest.raises(ValueError, match=r"cache: expected float32 \[2, 2, n, p, hk/2, d=8\], got float8_e4m3fn"):
-        attend(twin, torch.zeros(1, 2, 8), codes, batch, lambda_full=torch.tensor(0.3), lambda_init=0.2)

@@ -2,20 +2,24 @@
 
 import importlib
 import re
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 from batches import Case, build
 from hypothesis import given
 from hypothesis import strategies as st
+from kernels_present import PRESENT
 
+import fastattn
 import fastattn.chunked_prefill
 import fastattn.kv_cache
 import fastattn.speculative
+import refattn.chunked_prefill
 import refattn.kv_cache
 import refattn.speculative
-from refattn import chunked_prefill
-from refattn.interface import Accepted
+from refattn.interface import Accepted, Fp8Scales, Int8Scales
 from refattn.metadata import make_batch, slot_mapping
 
 each_twin = pytest.mark.parametrize("twin", [refattn.kv_cache, fastattn.kv_cache], ids=["ref", "fast"])
@@ -248,50 +252,149 @@ def test_slots_that_have_passed_are_checked_again_once_they_are_written_to(twin)
     assert torch.equal(key_cache, before)
 
 
+def every_write(package: str, kind: str, device: str):
+    """Return a path's write of keys and values into an empty cache, the sizes of the tokens, and all that it fills."""
+    path = importlib.import_module(f"{package}.{kind.partition('-')[0]}")
+    if kind == "kv_cache":
+        caches = path.allocate(3, 4, 2, 8, value_head_size=6, device=device)
+        return partial(_call, path.write, caches, {}), ((2, 8), (2, 6)), caches
+    if kind == "differential":
+        cache = path.allocate(3, 4, 2, 8, device=device)
+        return partial(_call, path.write, (cache,), {}), ((2, 8), (2, 8)), path.pools(cache)
+    if kind.startswith("mla"):
+        dtype = torch.float8_e4m3fn if kind == "mla-fp8" else torch.float32
+        cache = path.allocate(3, 4, 8, 6, dtype=dtype, device=device)
+        scale = dict(cache_scale=0.5) if kind == "mla-fp8" else {}
+        return partial(_call, path.write, (cache,), scale), ((8,), (6,)), [cache]
+    if kind == "quantized-fp8":
+        allocate = importlib.import_module(f"{package}.kv_cache").allocate
+        caches = allocate(3, 4, 2, 8, value_head_size=6, dtype=torch.float8_e4m3fn, device=device)
+        return partial(_call, path.write, caches, dict(scales=Fp8Scales(0.5, 0.25))), ((2, 8), (2, 6)), caches
+    *caches, key_scales = path.allocate_int8(3, 4, 2, 8, value_head_size=6, device=device)
+    key_scales.zero_()
+    scales = Int8Scales(key_scales, torch.full((2, 6), 0.25, device=device))
+    return partial(_call, path.write, caches, dict(scales=scales)), ((2, 8), (2, 6)), [*caches, key_scales]
+
+
+def _call(write, caches, options, key, value, slots):
+    write(key, value, *caches, slots, **options)
+
+
+WRITES = ("kv_cache", "differential", "mla", "mla-fp8", "quantized-fp8", "quantized-int8")
+
+
 @pytest.mark.covers("B54")
-@each_twin
-def test_rows_after_the_last_slot_are_padding(twin, device):
+@pytest.mark.parametrize("kind", WRITES)
+@pytest.mark.parametrize("package", ["refattn", "fastattn", *(one.name for one in PRESENT if one.name == "triton")])
+def test_rows_after_the_last_slot_are_padding(package, kind, device):
     """A server pads keys and values to a size that was captured, and knows by the slots how many are real."""
-    key, value = torch.randn(5, 2, 8, device=device), torch.randn(5, 2, 6, device=device)
-    key[3:], value[3:] = torch.nan, torch.nan
-    pools = twin.allocate(2, 4, 2, 8, value_head_size=6, device=device)
-    twin.write(key, value, *pools, torch.tensor([6, 1, -1], device=device))
-    for tokens, pool in zip((key, value), pools, strict=True):
-        assert torch.equal(pool.flatten(0, 1)[[6, 1]], tokens[:2])
-        assert int(pool.any(-1).any(-1).sum()) == 2  # of the others, nothing
+    slots = torch.tensor([6, 1, -1, 9], device=device)
+    asked_for = fastattn.use_kernel("triton") if package == "triton" else nullcontext()
+    package = "fastattn" if package == "triton" else package
+    with asked_for:
+        padded, sizes, filled = every_write(package, kind, device)
+        key, value = (torch.rand(7, *size, device=device) + 1 for size in sizes)
+        key[4:], value[4:] = torch.nan, torch.nan
+        padded(key, value, slots)
+        exact, _, expected = every_write(package, kind, device)
+        exact(key[:4], value[:4], slots)
+    for pool, cut in zip(filled, expected, strict=True):
+        assert torch.equal(bits(pool), bits(cut))
+        written = pool.flatten(0, 1).float().flatten(1).any(-1).nonzero()[:, 0]
+        assert written.tolist() == [1, 6, 9]
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+@pytest.mark.parametrize("kind", WRITES)
+@pytest.mark.parametrize("package", ["refattn", "fastattn"])
+def test_more_slots_than_rows_or_rows_that_differ_are_named(package, kind):
+    write, sizes, filled = every_write(package, kind, "cpu")
+    key, value = (torch.ones(3, *size) for size in sizes)
+    with pytest.raises(ValueError, match=r"slot_mapping: expected int64 \[t=3\], got int64 \[4\]"):
+        write(key, value, torch.arange(4))
+    with pytest.raises(ValueError, match="(value|rope_key): expected .*t=3.*, got float32 .2"):
+        write(key, value[:2], torch.arange(1))
+    assert not any(pool.float().any() for pool in filled)
+
+
+def pools_of_layers(twin, order: str, device: str, *, dtype, n=6, layers=3, p=4, hk=2, d=16):
+    """Return a pool whose blocks hold all layers, in the order of its name, and the views of each layer."""
+    if order == "n-2-layers-hk-p-d":  # of no server: any order will do
+        pool = torch.zeros(n, 2, layers, hk, p, d, dtype=dtype, device=device)
+        return pool, [(pool[:, 0, layer].transpose(1, 2), pool[:, 1, layer].transpose(1, 2)) for layer in range(layers)]
+    layout = {"n-layers-2-p-hk-d": "NHD", "n-hk-layers-2-p-d": "HND"}[order]
+    return twin.allocate_layers(layers, n, p, hk, d, layout=layout, dtype=dtype, device=device)
 
 
 @pytest.mark.covers("B49")
 @each_twin
-@pytest.mark.parametrize("order", ["layers-first", "keys-first"])
-def test_layers_inside_of_a_block(twin, order, device):
+def test_a_block_of_all_layers_lies_in_memory_as_its_layout_says(twin, device):
+    """The orders of vLLM: `[n, layers, 2, p, hk, d]`, and heads first in each block, `[n, hk, layers, 2, p, d]`."""
+    for layout, shape in (("NHD", (5, 3, 2, 4, 7, 16)), ("HND", (5, 7, 3, 2, 4, 16))):
+        pool, layers = twin.allocate_layers(3, 5, 4, 7, 16, layout=layout, dtype=torch.float16, device=device)
+        assert pool.shape == shape and pool.is_contiguous() and not pool.any()
+        assert pool.dtype == torch.float16 and pool.device.type == device and len(layers) == 3
+        names = torch.arange(pool.numel(), device=device).view(shape)  # each element's place in memory
+        for number, pair in enumerate(layers):
+            for kind, view in enumerate(pair):
+                assert view.shape == (5, 4, 7, 16)
+                here = names.as_strided(view.shape, view.stride(), view.storage_offset())
+                for n, p, hk, d in ((0, 0, 0, 0), (4, 3, 6, 15), (2, 1, 5, 9)):
+                    at = (n, number, kind, p, hk, d) if layout == "NHD" else (n, hk, number, kind, p, d)
+                    assert here[n, p, hk, d] == names[at]
+
+
+@each_twin
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_bad_sizes_of_a_pool_of_layers_are_named(twin):
+    for arguments, options, message in (
+        ((0, 4, 4, 2, 8), {}, "num_layers: expected a positive int, got 0"),
+        ((2, 4, 4, 2, 2.5), {}, "head_size: expected a positive int, got 2.5"),
+        ((2, 4, 4, 2, 8), dict(layout="DHN"), 'layout: expected "NHD" or "HND", got \'DHN\''),
+        ((2, 4, 4, 2, 8), dict(dtype="half"), "dtype: expected a torch.dtype, got 'half'"),
+        ((2, 4, 4, 2, 8), dict(device="nowhere"), "device: expected a torch.device or its name, got 'nowhere'"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            twin.allocate_layers(*arguments, **options)
+
+
+@pytest.mark.covers("B49")
+@pytest.mark.parametrize("kernel", [None, *PRESENT], ids=lambda kernel: kernel.name if kernel else "ref")
+@pytest.mark.parametrize("order", ["n-layers-2-p-hk-d", "n-hk-layers-2-p-d", "n-2-layers-hk-p-d"])
+def test_layers_inside_of_a_block(kernel, order, device):
     """One pool for all layers, so that a block moves with one copy: each layer has a strided view of it."""
-    n, layers, p, hk, d = 6, 3, 4, 2, 16
-    shape = (n, layers, 2, p, hk, d) if order == "layers-first" else (n, 2, layers, hk, p, d)
-    buffer = torch.full(shape, torch.nan, device=device)
+    dtype = kernel.dtypes[0] if kernel else torch.float32
+    twin, path = (
+        (fastattn.kv_cache, fastattn.chunked_prefill) if kernel else (refattn.kv_cache, refattn.chunked_prefill)
+    )
 
-    def pools(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if order == "layers-first":
-            return buffer[:, layer, 0], buffer[:, layer, 1]
-        return buffer[:, 0, layer].transpose(1, 2), buffer[:, 1, layer].transpose(1, 2)  # heads outside of tokens
+    def check():
+        pool, layers = pools_of_layers(twin, order, device, dtype=dtype)
+        pool.fill_(torch.nan)
+        batch = make_batch([7], [7], [[4, 1]], device=device)
+        slots = slot_mapping(batch, 7, block_size=4)
+        query, *tokens = (torch.randn(7, h, 16, device=device).to(dtype) for h in (4, *[2] * 6))
+        pairs = list(zip(tokens[::2], tokens[1::2], strict=True))
+        for pair, views in zip(pairs, layers, strict=True):
+            twin.write(*pair, *views, slots)
+        answers = []
+        for table in ([4, 1], [0, 5]):
+            plan = path.plan(make_batch([7], [7], [table], device=device), block_size=4)
+            answers.append([path.attention(query, *views, plan) for views in layers])
+            twin.copy_blocks([pool], torch.tensor([[4, 0], [1, 5]]))  # of all layers at once
+        for i, pair in enumerate(pairs):
+            alone = twin.allocate(6, 4, 2, 16, dtype=dtype, device=device)
+            twin.write(*pair, *alone, slots)
+            expected = path.attention(query, *alone, path.plan(batch, block_size=4))
+            assert expected.isfinite().all()
+            for answer in answers:
+                torch.testing.assert_close(answer[i], expected)
 
-    batch = make_batch([7], [7], [[4, 1]], device=device)
-    slots = slot_mapping(batch, 7, block_size=p)
-    query, *tokens = (torch.randn(7, h, d, device=device) for h in (4, *[hk] * 2 * layers))
-    path = chunked_prefill if twin is refattn.kv_cache else fastattn.chunked_prefill
-    answers = []
-    for layer in range(layers):
-        twin.write(*tokens[2 * layer : 2 * layer + 2], *pools(layer), slots)
-    for table in ([4, 1], [0, 5]):
-        plan = path.plan(make_batch([7], [7], [table], device=device), block_size=p)
-        answers.append([path.attention(query, *pools(layer), plan) for layer in range(layers)])
-        twin.copy_blocks([buffer], torch.tensor([[4, 0], [1, 5]]))  # of all layers at once
-    for layer in range(layers):
-        alone = twin.allocate(6, p, hk, d, device=device)
-        twin.write(*tokens[2 * layer : 2 * layer + 2], *alone, slots)
-        expected = path.attention(query, *alone, path.plan(batch, block_size=p))
-        for answer in answers:
-            torch.testing.assert_close(answer[layer], expected)
+    if kernel is None:
+        check()
+        return
+    with kernel.asked_for():
+        kernel.check(check)
 
 
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2)

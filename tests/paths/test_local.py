@@ -295,6 +295,17 @@ def test_a_batch_without_queries_has_no_virtual_sequence_with_some(twin, chunk_s
     assert twin.plan(replace(nobody, max_seq_len=9), chunk_size=chunk_size, block_size=1).batch.num_seqs == 0
 
 
+@each_twin
+@pytest.mark.parametrize("chunk_size", [4, 8, 16, 32], ids=lambda size: f"chunk={size}")
+def test_a_sequence_without_queries_has_no_block_that_is_read(twin, chunk_size):
+    """Its table may hold anything, whether one chunk holds every sequence or not."""
+    batch = refattn.metadata.make_batch([0, 2, 0], [14, 9, 3], [[-1] * 4, [0, 1, 2, -1], [-1] * 4])
+    plan = twin.plan(batch, chunk_size=chunk_size, block_size=4)
+    assert plan.needs.blocks == 3
+    lens = zip(plan.batch.query_lens.tolist(), plan.batch.seq_lens.tolist(), strict=True)
+    assert all(keys == 0 for rows, keys in lens if rows == 0)
+
+
 @pytest.mark.parametrize("chunk_size", [2**20, 2**30], ids=["chunk=2**20", "chunk=2**30"])
 @pytest.mark.parametrize("kernel", ["ref", "torch", "triton"])
 def test_as_many_keys_as_an_int32_counts(kernel, chunk_size, device):

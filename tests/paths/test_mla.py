@@ -5,6 +5,8 @@ import math
 import re
 import weakref
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -295,6 +297,64 @@ def test_twins_agree(kernel, sizes, case, options, device):
         memory = torch.full_like(out, math.nan)
         assert attend(fastattn.mla, *arguments, **rank, return_lse=False, out=memory, **options) is memory
         assert torch.equal(memory, out)
+
+    with kernel.asked_for():
+        kernel.check(hold)
+
+
+# --- local chunks ---
+
+LOCAL = Case("local", ((4, 70), (1, 33), (40, 40), (0, 9), (50, 130), (1, 97)), heads=(4, 1), padding_rows=2)
+LOCAL_PLANS = {
+    "chunks": (dict(chunk_size=32), lambda i, j: j <= i and i // 32 == j // 32),
+    "window": (dict(chunk_size=48, window_size=(9, 0)), lambda i, j: i - 9 <= j <= i and i // 48 == j // 48),
+}
+each_local = pytest.mark.parametrize(("chunks", "sees"), LOCAL_PLANS.values(), ids=LOCAL_PLANS)
+
+
+def over_chunks(package: str, chunks: dict) -> SimpleNamespace:
+    """Return `mla.attention` with the plan of `local`."""
+    local, path = (importlib.import_module(f"{package}.{name}") for name in ("local", "mla"))
+    return SimpleNamespace(plan=partial(local.plan, **chunks), attention=path.attention)
+
+
+@pytest.mark.covers("D190")
+@each_local
+@pytest.mark.parametrize("package", ["refattn", "fastattn"])
+def test_absorbed_queries_see_the_latents_of_their_chunk(package, chunks, sees):
+    """By hand in float64, one head of one sequence at a time; every query here sees a key of its chunk."""
+    given = Latents(LOCAL, dtype=torch.float64)
+    query = given.absorbed
+    out, lse = attend(over_chunks(package, chunks), query, given.cache, given.batch, softmax_scale=SCALE)
+    row = 0
+    for key, mask in zip(given.keys, masks_by_hand(LOCAL, sees), strict=True):
+        for head in range(4 if len(mask) else 0):
+            scores = SCALE * query[row : row + len(mask), head] @ key.T
+            weights = scores.exp() * mask
+            total = weights.sum(-1)
+            expected = weights @ key[:, :RANK] / total[:, None]
+            torch.testing.assert_close(out[row : row + len(mask), head], expected, rtol=1e-11, atol=1e-12)
+            torch.testing.assert_close(lse[row : row + len(mask), head], total.log(), rtol=1e-11, atol=1e-12)
+        row += len(mask)
+    assert row == len(query) - 2 and not out[row:].any()
+
+
+@pytest.mark.covers("D190")
+@each_local
+@pytest.mark.parametrize("codes", [None, torch.float8_e4m3fn], ids=["numbers", "e4m3"])
+@pytest.mark.parametrize("kernel", PRESENT_FOR_LATENTS, ids=lambda kernel: kernel.name)
+def test_twins_agree_over_chunks(kernel, codes, chunks, sees, device):
+    sizes = (SMALL if kernel.name in ("cpu", "triton") else REAL)._replace(spare=8)
+    given = Latents(replace(LOCAL, block_size=16), device=device, dtype=kernel.dtypes[0], sizes=sizes)
+    cache = given.cache if codes is None else given.cache.to(codes)
+    of_cache = dict(latent_rank=sizes.rank, cache_scale=1.0 if codes is None else 0.7)
+    fast, reference = (over_chunks(package, chunks) for package in ("fastattn", "refattn"))
+    options = filled(OPTIONS["sinks"] | OPTIONS["softcap"], 4, device)
+
+    def hold():
+        out, lse = attend(fast, given.absorbed, cache, given.batch, **of_cache, **options)
+        by_hand = partial(attend, reference, **of_cache)
+        assert_matches_reference(out, lse, by_hand, given.absorbed, cache, given.batch, **options)
 
     with kernel.asked_for():
         kernel.check(hold)

@@ -206,12 +206,20 @@ def test_groups_of_a_cascade_hold_as_many_queries_as_an_int32_counts(package):
 
 
 @pytest.mark.parametrize(
-    "given", [dict(max_context_len=10**6), dict(max_context_len=69), dict(max_seq_len=MOST)], ids=str
+    ("given", "chunks"),
+    [
+        (dict(max_context_len=200, max_seq_len=500), 7),
+        (dict(max_context_len=69, max_seq_len=MOST), 3),
+        (dict(max_context_len=200), 7),
+        (dict(max_seq_len=MOST), 3),
+    ],
+    ids=["both", "sequence", "context", "maximum"],
 )
-def test_a_context_is_no_longer_than_its_table(given):
-    """A bound that is larger costs chunks without a key, at most as many as the table has room for."""
-    batch = build(CASE).batch
-    batch = replace(batch, max_seq_len=given.pop("max_seq_len", batch.max_seq_len))
+def test_bounds_of_a_context_may_be_larger_than_its_table(given, chunks):
+    """They cost chunks without a key, or nothing."""
+    given = dict(given)
+    batch = replace(build(CASE).batch, max_seq_len=given.pop("max_seq_len", 70))
+    assert batch.block_table.shape[1] * 16 == 112
     plans = [
         importlib.import_module(f"{package}.mla").plan_prefill(batch, block_size=16, workspace=90, **given)
         for package in TWINS
@@ -220,7 +228,7 @@ def test_a_context_is_no_longer_than_its_table(given):
         [(chunk.slots.tolist(), chunk.plan.batch.seq_lens.tolist()) for chunk in plan.chunks] for plan in plans
     )
     assert ours == theirs
-    assert len(ours) <= -(-batch.block_table.shape[1] * 16 // 30)
+    assert [lens for _, lens in ours] == [[30, 30, 30], [7, 30, 2], [0, 9, 0]] + [[0, 0, 0]] * (chunks - 3)
 
 
 # --- strides ---

@@ -98,7 +98,9 @@ def quantized(kind: str) -> Callable[..., Any]:
             scales: Any = Fp8Scales(0.5, 0.25)
             codes = [(pool / scale).to(scales.format) for pool, scale in zip(pools, (0.5, 0.25), strict=True)]
         else:
-            scales = Int8Scales(*(torch.full(size, 0.1) for size in (pools[0].shape[:3], (2, 64))))
+            scales = Int8Scales(
+                *(torch.full(size, 0.1, device=pools[0].device) for size in (pools[0].shape[:3], (2, 64)))
+            )
             codes = [(pool / 0.1).round().to(torch.int8) for pool in pools]
         return attend(path, inputs.query, *codes, inputs.batch, scales=scales, **options)
 

@@ -135,6 +135,101 @@ def assert_is_by_hand(stored: Stored, case: Case, plan: str) -> None:
             torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
+# --- queries that arrive in fp8 ---
+
+FP8_QUERIES = Case("fp8-queries", ((4, 6), (1, 37), (9, 17), (0, 5), (3, 2)), heads=(6, 3), padding_rows=2)
+
+
+def with_query_in_fp8(stored: Stored) -> tuple[torch.Tensor, Stored]:
+    """Return queries as codes, rows of padding too; and what they stand for, as queries that are not rounded."""
+    codes = (stored.query.float() * 3).to(stored.scales.format)
+    heads = stored.query.shape[1] // stored.key_cache.shape[2]
+    sequences = torch.arange(stored.batch.num_seqs).repeat_interleave(stored.batch.query_lens.long())
+    of_query = torch.as_tensor(stored.scales.query).double().expand(stored.batch.num_seqs, stored.key_cache.shape[2])
+    numbers = numbers_of(codes)
+    numbers[: len(sequences)] *= of_query[sequences].repeat_interleave(heads, 1)[..., None]
+    return codes, replace(stored, query=numbers, scales=replace(stored.scales, query=None))
+
+
+@pytest.mark.covers("B180")
+@each_package
+@each_format
+@pytest.mark.parametrize("per", ["number", "head", "sequence"])
+@pytest.mark.parametrize("plan", ["causal", "window", "local"])
+def test_queries_in_fp8_are_what_their_codes_stand_for(package, kind, per, plan):
+    """By hand in float64; the layer has quantised them, and nothing rounds them again."""
+    name = next(name for name, dtype in KINDS.items() if dtype == kind)
+    stored = store(FP8_QUERIES, name, dtype=torch.float64, per=per)
+    codes, numbers = with_query_in_fp8(stored)
+    expected, expected_lse = attended_by_hand(numbers, masks_by_hand(FP8_QUERIES, PLANS[plan][2]))
+    mixed, arguments = path(package, plan)
+    out = torch.empty(*codes.shape[:2], stored.value_cache.shape[3])
+    call = partial(attend, mixed, codes, *stored.tensors[1:], **arguments, scales=stored.scales)
+    answer, lse = call(return_lse=True, out=out)
+    assert answer is out and lse.dtype == torch.float32
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
+    alone, alone_lse = call(return_lse=True)
+    assert alone.dtype == torch.bfloat16
+    torch.testing.assert_close(alone.double(), expected, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(alone_lse, lse, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.covers("B180")
+@each_package
+@pytest.mark.parametrize("per", ["number", "head"])
+def test_a_layer_quantises_queries_as_attention_does(package, per):
+    """Under a plan of any path: codes made outside give what numbers give that are rounded inside."""
+    stored = store(FP8_QUERIES, "e4m3", per=per)
+    of_heads = torch.as_tensor(stored.scales.query).expand(3).repeat_interleave(2)[:, None]
+    codes = (stored.query / of_heads).clamp(-448, 448).to(E4M3)
+    for name, planned in (("quantized", {}), ("cascade", dict(prefixes=())), ("speculative", {})):
+        call = partial(attend, over_codes(package, name), **planned, scales=stored.scales, return_lse=True)
+        out = torch.empty(*codes.shape[:2], stored.value_cache.shape[3])
+        inside, outside = call(*stored.tensors), call(codes, *stored.tensors[1:], out=out)
+        for one, other in zip(inside, outside, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+BAD_FP8_QUERIES = {
+    "no-scale": (
+        "scales.query: expected the scale of a query that comes as float8_e4m3fn [19, 6, 64], got none",
+        lambda a: a | dict(scales=replace(a["scales"], query=None)),
+    ),
+    "another-format": (
+        "query: expected float8_e4m3fn [t, h, d], got float8_e5m2",
+        lambda a: a | dict(query=a["query"].to(E5M2)),
+    ),
+    "no-pages": ("query: expected float8_e4m3fn [t, h, d]", lambda a: a | dict(query=a["query"][0])),
+    "another-head-size": (
+        "key_cache: expected float8_e4m3fn [n, p, hk, d=32]",
+        lambda a: a | dict(query=a["query"][..., :32]),
+    ),
+    "out-of-codes": (
+        "out: expected bfloat16 [t=19, h=6, dv=64]",
+        lambda a: a | dict(out=torch.zeros(19, 6, 64).to(E4M3)),
+    ),
+    "scale-of-another-number-of-heads": (
+        "scales.query: expected a number or float32 [hk=3]",
+        lambda a: a | dict(scales=replace(a["scales"], query=torch.ones(2))),
+    ),
+}
+
+
+@each_package
+@pytest.mark.usefixtures("shapes_unchecked")
+@pytest.mark.parametrize(("message", "change"), BAD_FP8_QUERIES.values(), ids=BAD_FP8_QUERIES)
+def test_bad_queries_in_fp8_are_named(package, message, change):
+    stored = store(FP8_QUERIES, "e4m3", per="head")
+    codes, _ = with_query_in_fp8(stored)
+    mixed, _ = path(package)
+    plan = mixed.plan(stored.batch, block_size=16)
+    query, *pools = codes, stored.key_cache, stored.value_cache
+    good = dict(query=query, key_cache=pools[0], value_cache=pools[1], plan=plan, scales=stored.scales)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        mixed.attention(**change(good))
+
+
 # --- the twins ---
 
 
@@ -638,7 +733,8 @@ BAD_ATTENTION = {
         "int8",
         dict(scales=Int8Scales(torch.ones(5, 4, 2), torch.ones(2, 6, device="meta"))),
     ),
-    "query: expected a floating point type": ("e4m3", dict(query=torch.zeros(3, 4, 8).to(E4M3))),
+    "query: expected a floating point type": ("e4m3", dict(query=torch.zeros(3, 4, 8, dtype=torch.int8))),
+    "scales.query: expected the scale of a query": ("int8", dict(query=torch.zeros(3, 4, 8).to(E4M3))),
     "query: expected a number of heads that hk=2 divides": ("int8", dict(query=torch.zeros(3, 3, 8))),
     "sinks: expected floating point [h=4]": ("e4m3", dict(sinks=torch.zeros(3))),
     "out: expected float32 [t=3, h=4, dv=6]": ("int8", dict(out=torch.zeros(3, 4, 8))),

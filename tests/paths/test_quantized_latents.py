@@ -12,11 +12,13 @@ from batches import HARMLESS, POISON, Case, masks_by_hand, ragged_cases
 from hypothesis import given as drawn
 from hypothesis import strategies as st
 from kernels_present import PRESENT, PRESENT_FOR_LATENTS
-from latents import OPTIONS, RANK, REAL, ROPE, SCALE, SMALL, Latents, attend, by_reference, filled, prefill
+from latents import OPTIONS, RANK, REAL, ROPE, SCALE, SMALL, Latents, Sizes, attend, by_reference, filled, prefill
 from stored import E4M3, E5M2, bits, decoded, nearest
 from tolerance import assert_matches_reference
 
 import fastattn.mla
+import refattn.conformance
+import refattn.dense
 import refattn.mla
 from refattn.interface import AttentionOptions
 from refattn.metadata import make_batch, slot_mapping
@@ -153,6 +155,32 @@ def hold(given: Latents, sizes=EVEN, **options) -> None:
     memory = torch.full_like(out, math.nan)
     assert attend(fastattn.mla, *arguments, **fixed, return_lse=False, out=memory, **options) is memory
     assert torch.equal(memory, out)
+
+
+@each_kernel
+@pytest.mark.parametrize("seed", range(4))
+def test_the_error_of_a_prefill_is_that_of_keys_in_the_type_of_the_query(kernel, seed, device):
+    """Scores of hundreds, a scale of 1: rounding the keys moves answers by tenths, whatever computes the attention.
+
+    Beside the same keys, made and rounded here, it errs as little as anywhere.
+    """
+    sizes = Sizes(32, 8, 48, 64, 8)
+    dtype = torch.bfloat16 if torch.bfloat16 in kernel.dtypes else kernel.dtypes[0]
+    case = Case("steep", ((20, 90), (3, 40), (33, 150)), heads=(1, 1), block_size=1)
+    given = in_codes(case, E4M3, sizes=sizes, dtype=dtype, device=device, seed=seed)
+    options = dict(softmax_scale=1.0, alibi_slopes=torch.tensor([0.05], device=device))
+    query = 16 * given.query
+    arguments = query, given.new, given.cache, *given.projections.values(), given.batch
+    with kernel.asked_for():
+        out, lse = prefill(fastattn.mla, *arguments, workspace=90, cache_scale=OF_CODES, **options)
+    new = given.new.split([q for q, _ in case.lens])
+    context = [keys[: s - q].to(query) for (q, s), keys in zip(case.lens, given.keys, strict=True)]
+    latent, rope_key = torch.cat([x for pair in zip(context, new, strict=True) for x in pair]).split([32, 8], dim=1)
+    key_projection, value_projection = (projection[0].mT for projection in given.projections.values())
+    key = torch.cat([latent @ key_projection, rope_key], dim=1)[:, None]
+    value = (latent @ value_projection)[:, None]
+    rows = query, key, value, replace(given.batch, block_table=None)
+    assert_matches_reference(out, lse, partial(refattn.conformance.attend, refattn.dense), *rows, **options)
 
 
 @pytest.mark.parametrize(

@@ -481,3 +481,11 @@ def test_bad_sizes_are_named(twin):
         twin.plan(batch, window_size=(3, 0), block_size=0)
     with pytest.raises(ValueError, match="block_table: expected"):
         twin.plan(replace(batch, block_table=None), window_size=(3, 0), block_size=16)
+
+
+@each_twin
+def test_a_sequence_without_queries_has_no_block_before_its_window(twin):
+    """Its next token, at position 20, sees the keys from 4 on: column 0 may hold anything, though one window is all."""
+    batch = refattn.metadata.make_batch([0, 1], [20, 3], [[-1, 1, 2, 3, 4], [0, -1, -1, -1, -1]])
+    plan = twin.plan(batch, window_size=(16, 0), block_size=4)
+    assert plan.needs.blocks == 5 and plan.first_keys.tolist() == [4, 0]

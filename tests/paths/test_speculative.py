@@ -17,6 +17,7 @@ import fastattn.kv_cache
 import fastattn.quantized
 import fastattn.speculative
 import refattn.chunked_prefill
+import refattn.metadata
 import refattn.speculative
 from fastattn.kernels import dispatch
 from fastattn.kernels.problem import attention_problem
@@ -884,3 +885,25 @@ def test_attention_refuses_what_does_not_fit_the_plan(twin):
         dataclasses.replace(plan, depths=plan.depths[:, :1])
     with pytest.raises(ValueError, match="prefix: expected the \\[6, 3\\] keys before the trees, got \\[9, 4\\]"):
         dataclasses.replace(plan, prefix=plan.whole)
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+@pytest.mark.parametrize("package", [refattn.speculative, fastattn.speculative], ids=["ref", "fast"])
+def test_trees_are_not_blamed_for_the_rows_of_a_batch(package):
+    trees = package.make_trees([[-1, 0], [-1]])
+    batch = refattn.metadata.make_batch([2, 1], [9, 4], [[0, 1, 2], [3]])
+    for starts in ((0, 3, 2), (1, 2, 3)):
+        rows = torch.tensor(starts, dtype=torch.int32)
+        with pytest.raises(ValueError, match="cu_seqlens_q: expected to rise from 0, got "):
+            package.plan(dataclasses.replace(batch, cu_seqlens_q=rows), block_size=4, trees=trees)
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+@pytest.mark.parametrize("package", [refattn.speculative, fastattn.speculative], ids=["ref", "fast"])
+def test_nodes_are_not_moved_in_memory_that_they_share(package):
+    trees = package.make_trees([[-1, 0, 0]])
+    batch = refattn.metadata.make_batch([3], [4], [[0]])
+    accepted = package.accept(batch, trees, torch.tensor([5, 6, 7]), torch.tensor([7, 0, 9]))
+    pool = torch.zeros(1, 1, 8).expand(1, 4, 8)
+    with pytest.raises(ValueError, match=r"caches\[0\]: expected memory for each element, got strides of \(8, 0, 1\)"):
+        package.compact([pool], batch, trees, accepted, block_size=4)

@@ -380,7 +380,9 @@ def test_a_pool_of_codes_takes_a_quarter_of_the_memory(deepseek, twin, kind):
 
 
 def test_what_codes_of_latents_do_not_have_is_refused(deepseek):
-    with pytest.raises(NotImplementedError, match="no path reads latents from a pool of int8, only of auto, fp8_e4m3"):
+    with pytest.raises(
+        NotImplementedError, match="the engine keeps no latents in a pool of int8, only of auto, fp8_e4m3"
+    ):
         make_engine(deepseek, kv_cache_dtype="int8")
     calibration = calibrate(deepseek, PROMPTS[:1])
     wrong = [calibration[0], Amax(calibration[1].value, calibration[1].value)]

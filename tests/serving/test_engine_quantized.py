@@ -420,7 +420,7 @@ def test_the_pool_takes_less_memory(models, calibrations, kind, calibrated, pack
 def test_layers_without_such_a_pool_are_refused_at_once():
     model = make_family("diffllama", "cpu")
     with pytest.raises(
-        NotImplementedError, match=r"^kv_cache_dtype: no path reads pairs from a pool of .*, only of auto$"
+        NotImplementedError, match=r"^kv_cache_dtype: the engine keeps no pairs in a pool of .*, only of auto$"
     ):
         Engine(model, **SIZES, kv_cache_dtype="fp8_e4m3")
 

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fastattn.kernels.problem import EXPANDED_BLOCK, Problem
 
@@ -34,3 +35,19 @@ def side_by_side(x: Tensor) -> Tensor:
     `contiguous` copies nothing there: to torch, a dimension of one element has no stride.
     """
     return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
+
+
+def one_head_size(problem: Problem) -> str | None:
+    """Return why a kernel with one head size can't take keys and values of two, or None: if values can be padded."""
+    head_size, value_head_size = problem.head_size, problem.value_head_size
+    if head_size == value_head_size or (value_head_size < head_size and problem.block_size is None):
+        return None
+    sizes = f"not {head_size} and {value_head_size}"
+    if problem.block_size is not None:
+        return f"one head size for keys and values over pages, which are not copied to be padded, {sizes}"
+    return f"one head size for keys and values, or smaller values, which are padded with zeros, {sizes}"
+
+
+def pad_values(value: Tensor, head_size: int) -> Tensor:
+    """Return values of the head size of the keys, padded with zeros: so much of the output is to be cut off again."""
+    return value if value.shape[-1] == head_size else pad(value, (0, head_size - value.shape[-1]))

@@ -30,14 +30,15 @@ def adapt(
     The kernel has computed without sinks: one far above the scores overflows in its sum, and takes the LSE along.
 
     Args:
-        out: the kernel's outputs, changed in place; padding rows may hold anything.
+        out: the kernel's outputs, changed in place if contiguous; padding rows may hold anything.
         lse: its log-sum-exps, natural log, changed in place.
         plan: the lengths, and the window, which say who sees nothing.
         options: what the layer fixes: its sinks are added.
 
     Returns:
-        The same tensors, the log-sum-exps with tokens first.
+        The same tensors, the outputs contiguous, as `repair` wants them, the log-sum-exps with tokens first.
     """
+    out = out.contiguous()  # FlashAttention-2 lays them out as the query is, heads outside of tokens for example
     num_tokens, num_heads, value_head_size = out.shape
     batch, sinks = plan.batch, None if options.sinks is None else options.sinks.contiguous()
     name = None

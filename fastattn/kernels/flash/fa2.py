@@ -1,5 +1,7 @@
 """The package `flash-attn`: FlashAttention-2 over ragged rows and over pages of a multiple of 256 tokens.
 
+It has one head size for keys and values. Over rows, smaller values are padded with zeros.
+
 Source: Dao 2023, "FlashAttention-2"; its split over keys for decodes is Dao et al. 2023, "Flash-Decoding".
 """
 
@@ -11,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fastattn.kernels.device import cannot_import, capability
-from fastattn.kernels.flash import NO_POSITIONS, NOT_ALIGNED, side_by_side
+from fastattn.kernels.flash import NO_POSITIONS, NOT_ALIGNED, one_head_size, pad_values, side_by_side
 from fastattn.kernels.flash.torch_flash import window_for_flash
 from fastattn.kernels.problem import Problem, key_starts, window_within_reach
 from refattn.interface import AttentionOptions, Plan
@@ -29,8 +31,8 @@ def unsupported_reason(problem: Problem) -> str | None:
         return "needs a GPU of compute capability 8.0 or newer"
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"computes float16 and bfloat16, not {problem.dtype}"
-    if problem.head_size != problem.value_head_size:
-        return f"one head size for keys and values, not {problem.head_size} and {problem.value_head_size}"
+    if (sizes := one_head_size(problem)) is not None:
+        return sizes
     if problem.head_size > 256 or problem.head_size % 8:
         return f"head sizes that are multiples of 8 up to 256, not {problem.head_size}"
     if problem.block_size is not None and problem.block_size % PAGE:
@@ -70,7 +72,7 @@ def dense(
     out, lse, _ = flash_attn_varlen_func(
         signed,
         key,
-        value,
+        pad_values(value, query.shape[-1]),
         batch.cu_seqlens_q,
         key_starts(plan),
         max(batch.max_query_len, 2),  # with 1 it takes row `i` for sequence `i`, which one with no queries breaks
@@ -82,7 +84,7 @@ def dense(
         alibi_slopes=_slopes(options),
         return_attn_probs=True,  # this is how to get the LSE
     )
-    out, lse = adapt(out, lse, plan, options)
+    out, lse = adapt(out[..., : value.shape[-1]].contiguous(), lse, plan, options)
     if plan.window[0] >= 0:  # past a sequence's end it reads zeros, before a window what is there
         repair(out, query, key, value, plan, options)
     return out, lse

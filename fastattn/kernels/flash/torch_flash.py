@@ -1,5 +1,7 @@
 """The FlashAttention-2 inside PyTorch, over ragged rows; it needs no other package.
 
+It has one head size for keys and values. Smaller values are padded with zeros.
+
 Source: PyTorch, `aten::_flash_attention_forward`, built on Dao 2023, "FlashAttention-2".
 """
 
@@ -8,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fastattn.kernels.device import capability
-from fastattn.kernels.flash import NO_POSITIONS, NOT_ALIGNED
+from fastattn.kernels.flash import NO_POSITIONS, NOT_ALIGNED, one_head_size, pad_values
 from fastattn.kernels.problem import FAR, Problem, key_starts, window_within_reach
 from refattn.interface import AttentionOptions, Plan
 
@@ -23,8 +25,8 @@ def unsupported_reason(problem: Problem) -> str | None:
         return "needs a GPU of compute capability 8.0 or newer"
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"computes float16 and bfloat16, not {problem.dtype}"
-    if problem.head_size != problem.value_head_size:
-        return f"one head size for keys and values, not {problem.head_size} and {problem.value_head_size}"
+    if (sizes := one_head_size(problem)) is not None:
+        return sizes
     if problem.head_size > 256 or problem.head_size % 8:
         return f"head sizes that are multiples of 8 up to 256, not {problem.head_size}"
     if problem.softcap:
@@ -59,7 +61,7 @@ def dense(
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         signed,
         key,
-        value,
+        pad_values(value, query.shape[-1]),
         batch.cu_seqlens_q,
         key_starts(plan),
         max(batch.max_query_len, 2),  # with 1 it takes row `i` for sequence `i`, which one with no queries breaks
@@ -71,7 +73,7 @@ def dense(
         window_size_left=window[0],
         window_size_right=window[1],
     )
-    out, lse = adapt(out, lse, plan, options)
+    out, lse = adapt(out[..., : value.shape[-1]].contiguous(), lse, plan, options)
     if plan.window[0] >= 0:  # past a sequence's end it reads zeros, before a window what is there
         repair(out, query, key, value, plan, options)
     return out, lse

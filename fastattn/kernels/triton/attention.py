@@ -242,6 +242,8 @@ def attend_to_nodes(
     Source: the module.
     """
     lse = query.new_empty(query.shape[:2], dtype=torch.float32)
+    if not plan.trees.max_len:  # all rows are padding
+        return out.zero_(), lse.fill_(-torch.inf)
     name = ("nodes", _name_of_launches(query, key, value, options, out, shared, NO_CODES), prefix_lse.stride())
     if name in plan.whole.kept:
         plan.whole.kept[name].again(query, key, value, out, lse, *_of_layer(query, options).values(), prefix_lse)
@@ -663,7 +665,7 @@ def tune(
     visible = _most_visible_keys(plan, options)
     if options.batch_invariant:
         may_begin_inside = plan.window[0] >= 0
-        splits = -(-visible // INVARIANT_RUN) + may_begin_inside
+        splits = max(1, -(-visible // INVARIANT_RUN) + may_begin_inside)
         if shared:
             return _LATENT_64._replace(splits=splits, most_splits=splits, run=INVARIANT_RUN)
         return Tuning(64, _fit(64, row_bytes), 4, 3, splits, splits, run=INVARIANT_RUN)

@@ -153,14 +153,14 @@ class PackedLaunch:
     ) -> "PackedLaunch | None":
         """Lay out the arguments of a compiled kernel; None where that is left to Triton's own launcher.
 
-        It is, without a driver of CUDA, if the kernel needs memory of its own, or if its arguments are not those that
-        the driver knows of, as with a later version of Triton.
+        It is, without a driver of CUDA, if the kernel needs memory of its own, if its arguments are not those that the
+        driver knows of, as with a later version of Triton, and for an empty grid, which the driver refuses.
         """
         metadata, driver = compiled.metadata, _cuda()
         if driver is None or is_rocm():
             return None
         needs = (metadata.global_scratch_size, metadata.profile_scratch_size, metadata.launch_cooperative_grid)
-        if any(needs) or metadata.num_ctas != 1:
+        if any(needs) or metadata.num_ctas != 1 or 0 in grid:
             return None
         given = dict(zip(places, tensors, strict=True))
         cells: list[Any] = []
