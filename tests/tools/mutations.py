@@ -879,6 +879,28 @@ MUTATIONS: list[Mutation] = [
         "Plan(new, causal=",
         "Plan(new, causal=False and ",
     ),
+    *in_both(
+        "B181",
+        "new tokens always have a causal mask",
+        "context_parallel.py",
+        "Plan(new, causal=",
+        "Plan(new, causal=True or ",
+    ),
+    *breaks(
+        "B182",
+        "the codes of a rank stand for twice as much",
+        (
+            "refattn/context_parallel.py",
+            "        query, sequences = quantized._read(query, key_cache, value_cache, plan.context, scales)",
+            "        query, sequences = quantized._read(query, key_cache, value_cache, plan.context, scales)\n"
+            "        sequences = [(2 * key, value) for key, value in sequences]",
+        ),
+        (
+            "fastattn/context_parallel.py",
+            "dispatch.quantized(*pages, scales)",
+            "dispatch.quantized(2 * pages[0], *pages[1:], scales)",
+        ),
+    ),
     *breaks(
         "B90",
         "only the new tokens count",
@@ -963,6 +985,24 @@ MUTATIONS: list[Mutation] = [
         "queries stay as they are",
         ("refattn/quantized.py", "if scales.query is None:", "if True:"),
         (CPU + "quantized.py", "if scales.query is not None:", "if False:"),
+    ),
+    *breaks(
+        "B180",
+        "queries in fp8 are rounded once more",
+        (
+            "refattn/quantized.py",
+            "codes = query if query.dtype == scales.format else _to_fp8(query, of_query, scales.format)",
+            "codes = _to_fp8(query, of_query, scales.format)",
+        ),
+    ),
+    *breaks(
+        "B180",
+        "the scale of queries in fp8 is forgotten",
+        (
+            "fastattn/quantized.py",
+            "Fp8Scales(scales.key * scales.query, scales.value,",
+            "Fp8Scales(scales.key, scales.value,",
+        ),
     ),
     *breaks(
         "A22 B93 B98 B100",
@@ -1200,21 +1240,29 @@ MUTATIONS: list[Mutation] = [
     ),
     *breaks(
         "C118",
-        "codes pass for numbers",
+        "the halves have the scales of each other",
         (
-            "refattn/interface/checks.py",
-            'expect(cache, "cache", query.dtype, ("2", "2", "n",',
-            'expect(cache, "cache", cache.dtype, ("2", "2", "n",',
+            "refattn/differential.py",
+            "plan, scales.of_halves(of_keys, of_values))",
+            "plan, scales.of_halves(1 - of_keys, 1 - of_values))",
         ),
+        (DISPATCH, "(scales.of_halves(half, other),)", "(scales.of_halves(1 - half, 1 - other),)"),
+    ),
+    *in_both(
+        "C118",
+        "the halves are written under the scales of each other",
+        "differential.py",
+        "scales=scales.of_halves(half, half))",
+        "scales=scales.of_halves(1 - half, 1 - half))",
     ),
     # --- local attention ---
     *breaks(
-        "D130 D136 D134",
+        "D130 D136 D134 D190",
         "a chunk begins at the first key",
         ("refattn/local.py", "keys = range(max(begin, 0), max(end, 0))", "keys = range(0, max(end, 0))"),
     ),
     *breaks(
-        "D130 D136",
+        "D130 D136 D190",
         "a chunk reads the blocks of the first",
         (
             TORCH_OPS,
@@ -1686,11 +1734,11 @@ MUTATIONS: list[Mutation] = [
     ),
     *breaks(
         "E173",
-        "values of another size pass",
+        "values are padded before their first element",
         (
-            "fastattn/kernels/flash/fa2.py",
-            "if problem.head_size != problem.value_head_size:",
-            "if False:",
+            "fastattn/kernels/flash/__init__.py",
+            "pad(value, (0, head_size - value.shape[-1]))",
+            "pad(value, (head_size - value.shape[-1], 0))",
         ),
     ),
     *breaks(
