@@ -85,9 +85,8 @@ def attention(
     Raises:
         NotImplementedError: if no kernel computes the combination, with the reason of each.
     """
-    check_cascade(query, key_cache, value_cache, plan, options, out, return_lse)
-    out, lse = dispatch.levels(query, key_cache, value_cache, plan, options, out)
-    return (out, lse) if return_lse else out
+    tensors = query, key_cache, value_cache
+    return dispatch.attend(dispatch.levels, check_cascade, tensors, plan, options, out, return_lse)
 
 
 def find_prefixes(

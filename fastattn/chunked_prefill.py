@@ -32,8 +32,5 @@ def attention(
     Raises:
         NotImplementedError: if no kernel computes the combination, with the reason of each.
     """
-    name, answer = dispatch.again("paged", query, key_cache, value_cache, plan, options, out, return_lse)
-    if answer is None:
-        check_paged(query, key_cache, value_cache, plan, options, out, return_lse)
-        answer = dispatch.paged(query, key_cache, value_cache, plan, options, out, name)
-    return answer if return_lse else answer[0]
+    tensors = query, key_cache, value_cache
+    return dispatch.attend(dispatch.paged, check_paged, tensors, plan, options, out, return_lse)

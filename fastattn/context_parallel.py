@@ -103,7 +103,7 @@ def attention(
     refuse_gradients(dispatch.NO_BACKWARD, **rows, **pools, options=options)
     all_heads = group.all_gather(query, dim=1)
     pages = all_heads, key_cache, value_cache, plan.context, options.without_sinks()
-    part, lse = dispatch.paged(*pages) if scales is None else dispatch.quantized(*pages, scales)
+    part, lse = dispatch.paged(*pages) if scales is None else dispatch.quantized(*pages, scales=scales)
 
     total = group.all_gather(lse[None], dim=0).logsumexp(0)  # [t, h of all ranks]
     weight = (lse - total).exp_()[..., None]  # NaN where no rank has a key: such a part counts for nothing in the merge

@@ -4,7 +4,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fastattn.kernels import dispatch
-from fastattn.kernels.problem import CU_SEQLENS_K
+from fastattn.kernels.replay import memo_of
 from refattn.interface import AttentionOptions, Batch, Plan
 from refattn.interface.checks import check_dense
 
@@ -15,7 +15,7 @@ def plan(batch: Batch, *, causal: bool = True, window_size: tuple[int, int] = (-
     Where the keys of each sequence begin is summed here, and not in every layer: other lengths take another plan.
     """
     plan = Plan(batch, None, causal, window_size)
-    plan.kept[CU_SEQLENS_K] = batch.cu_seqlens_k
+    memo_of(plan).cu_seqlens_k = batch.cu_seqlens_k
     return plan
 
 
@@ -36,8 +36,4 @@ def attention(
     Raises:
         NotImplementedError: if no kernel computes the combination, with the reason of each.
     """
-    name, answer = dispatch.again("dense", query, key, value, plan, options, out, return_lse)
-    if answer is None:
-        check_dense(query, key, value, plan, options, out, return_lse)
-        answer = dispatch.dense(query, key, value, plan, options, out, name)
-    return answer if return_lse else answer[0]
+    return dispatch.attend(dispatch.dense, check_dense, (query, key, value), plan, options, out, return_lse)

@@ -1,14 +1,11 @@
 """Differential attention, with each key and value read once where possible; the twin of `refattn.differential`."""
 
-from dataclasses import replace
-
 import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 from fastattn import chunked_prefill, kv_cache, quantized
 from fastattn.kernels import dispatch
-from fastattn.kernels.problem import Subtraction, key_starts
 from refattn.interface import AttentionOptions, Batch, Fp8Scales, Plan
 from refattn.interface.ambient import without_autocast
 from refattn.interface.checks import (
@@ -19,8 +16,6 @@ from refattn.interface.checks import (
     check_rows_of_pairs,
 )
 from refattn.interface.values import check_memory, check_sizes
-
-IN_PAGES = "rows as pages"  # the name in `Plan.kept` of a plan over rows that is read as one over pages
 
 
 def plan(batch: Batch, *, block_size: int, causal: bool = True, window_size: tuple[int, int] = (-1, -1)) -> Plan:
@@ -50,9 +45,10 @@ def attention(
     Raises:
         NotImplementedError: if no kernel computes the combination, with the reason of each.
     """
-    check_differential(
-        query,
-        cache,
+    return dispatch.attend(
+        dispatch.differential,
+        check_differential,
+        (query, cache),
         plan,
         options,
         out,
@@ -63,28 +59,6 @@ def attention(
         norm_eps=norm_eps,
         scales=scales,
     )
-    if plan.block_size is None:
-        cache, plan = cache[:, :, :, None], _in_pages(plan, cache.shape[2])
-    subtraction = Subtraction(lambda_full, norm_weight, norm_eps, 1 - lambda_init)
-    out, lse = dispatch.differential(query, cache, plan, options, subtraction, out, scales)
-    return (out, lse) if return_lse else out
-
-
-def _in_pages(plan: Plan, num_rows: int) -> Plan:
-    """Return a plan over rows as one over pages of one row each.
-
-    On a CPU it is kept for later layers. On a device every call makes its table, so that a CUDA graph does, too.
-    """
-    name = (IN_PAGES, num_rows)
-    pages: Plan | None = plan.kept.get(name)
-    if pages is None:
-        longest = min(plan.batch.max_seq_len, num_rows)
-        columns = torch.arange(longest, dtype=torch.int32, device=plan.batch.device)
-        batch = replace(plan.batch, block_table=key_starts(plan)[:-1, None] + columns)
-        pages = replace(plan, batch=batch, block_size=1)
-        if plan.batch.device.type == "cpu":
-            plan.kept[name] = pages
-    return pages
 
 
 @without_autocast

@@ -139,11 +139,11 @@ def write(
 
     Source: `refattn.kv_cache.write`.
     """
-    name, is_written = dispatch.write_again(key, value, key_cache, value_cache, slot_mapping)
+    cache_key, is_written = dispatch.replay_write(key, value, key_cache, value_cache, slot_mapping)
     if not is_written:
         key, value = rows_with_slots(key, value, slot_mapping)
         check_slots(key, value, key_cache, value_cache, slot_mapping)
-        dispatch.write(key, value, key_cache, value_cache, slot_mapping, name)
+        dispatch.write(key, value, key_cache, value_cache, slot_mapping, cache_key)
 
 
 def gather(cache: Shaped[Tensor, "n p hk d"], blocks: Int32[Tensor, "m"], seq_len: int) -> Shaped[Tensor, "s hk d"]:

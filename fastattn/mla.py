@@ -10,9 +10,10 @@ from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 from fastattn.kernels import dispatch
-from fastattn.kernels.problem import CU_SEQLENS_K
+from fastattn.kernels.problem import latent_scales
+from fastattn.kernels.replay import memo_of
 from fastattn.metadata import positions, slot_mapping
-from refattn.interface import AttentionOptions, Batch, ContextChunk, Fp8Scales, Plan, PrefillPlan, TreePlan
+from refattn.interface import AttentionOptions, Batch, ContextChunk, Plan, PrefillPlan, TreePlan
 from refattn.interface.ambient import refuse_gradients, without_autocast
 from refattn.interface.checks import (
     check_latent,
@@ -50,9 +51,8 @@ def attention(
     Raises:
         NotImplementedError: if no kernel computes the combination, with the reason of each.
     """
-    check_latent(query, cache, plan, options, out, return_lse, latent_rank=latent_rank, cache_scale=cache_scale)
-    out, lse = dispatch.mla(query, cache, plan, options, latent_rank, out, _scales(cache, cache_scale))
-    return (out, lse) if return_lse else out
+    more = dict(latent_rank=latent_rank, cache_scale=cache_scale)
+    return dispatch.attend(dispatch.mla, check_latent, (query, cache), plan, options, out, return_lse, **more)
 
 
 def plan_prefill(batch: Batch, *, block_size: int, workspace: int, max_context_len: int | None = None) -> PrefillPlan:
@@ -74,7 +74,7 @@ def plan_prefill(batch: Batch, *, block_size: int, workspace: int, max_context_l
     def rows(lengths: Tensor, ends: Tensor, longest: int, first_keys: Tensor, *, causal: bool) -> Plan:
         keys = Batch(batch.cu_seqlens_q, lengths, None, batch.max_query_len, longest, num_tokens=batch.num_tokens)
         plan = Plan(keys, None, causal, first_keys=first_keys, positions=None if causal else where)
-        plan.kept[CU_SEQLENS_K] = ends  # or every layer would sum the lengths anew
+        memo_of(plan).cu_seqlens_k = ends  # or every layer would sum the lengths anew
         return plan
 
     chunks = []
@@ -199,11 +199,6 @@ def _read_numbers(
     return codes.to(dtype).mul_(torch.tensor(cache_scale, dtype=torch.float32, device="cpu"))
 
 
-def _scales(cache: Tensor, cache_scale: float) -> Fp8Scales | None:
-    """Return the scales of a pool as kernels take them: one number for keys and for values; None for no codes."""
-    return Fp8Scales(cache_scale, cache_scale, format=cache.dtype) if cache.dtype in FP8_FORMATS else None
-
-
 def _keys_and_values(
     latent: Float[Tensor, "s r"],
     rope_key: Float[Tensor, "s rope"],
@@ -266,7 +261,7 @@ def write(
     check_latent_slots(latent, rope_key, cache, slot_mapping, cache_scale=cache_scale)
     refuse_gradients(dispatch.NO_BACKWARD, latent=latent, rope_key=rope_key, cache=cache)
     rank, width = latent.shape[1], latent.shape[1] + rope_key.shape[1]
-    pages, scales = cache[:, :, None], _scales(cache, cache_scale)
+    pages, scales = cache[:, :, None], latent_scales(cache, cache_scale)
     tokens = latent[:, None], rope_key[:, None], pages[..., :rank], pages[..., rank:width], slot_mapping
     if scales is None:
         dispatch.write(*tokens)

@@ -13,8 +13,8 @@ An operator takes tensors, numbers, and lists of them. So plans and options are 
               tensor and no number where there are no scales
 
 The plan is made outside the graph, once per step, and the same graph accepts the next step's plan with other lengths.
-What kernels keep in a plan from layer to layer (`Plan.kept`) is not passed on, and on a CPU the tables are checked in
-every layer. There are no gradients: PyTorch raises an error if one is requested.
+The memo of a plan (`fastattn.kernels.replay`) is not passed on, so nothing is replayed, and on a CPU the tables are
+checked in every layer. There are no gradients: PyTorch raises an error if one is requested.
 """
 
 from collections.abc import Callable, Iterator, Sequence

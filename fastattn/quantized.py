@@ -48,11 +48,8 @@ def attention(
     if isinstance(query, Tensor) and query.dtype in FP8_FORMATS:
         check_quantized(query, key_cache, value_cache, plan, options, scales, out, return_lse)
         query, scales = _as_numbers(query, scales, out)
-    name, answer = dispatch.again("quantized", query, key_cache, value_cache, plan, options, out, return_lse, scales)
-    if answer is None:
-        check_quantized(query, key_cache, value_cache, plan, options, scales, out, return_lse)
-        answer = dispatch.quantized(query, key_cache, value_cache, plan, options, scales, out, name)
-    return answer if return_lse else answer[0]
+    tensors = query, key_cache, value_cache
+    return dispatch.attend(dispatch.quantized, check_quantized, tensors, plan, options, out, return_lse, scales=scales)
 
 
 def _as_numbers(query: Tensor, scales: Fp8Scales | Int8Scales, out: Tensor | None) -> tuple[Tensor, Fp8Scales]:

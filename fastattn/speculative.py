@@ -155,9 +155,8 @@ def attention(
     """
     if isinstance(plan, Plan):
         return chunked_prefill.attention(query, key_cache, value_cache, plan, options, return_lse=return_lse, out=out)
-    check_tree(query, key_cache, value_cache, plan, options, out, return_lse)
-    out, lse = dispatch.tree(query, key_cache, value_cache, plan, options, out)
-    return (out, lse) if return_lse else out
+    tensors = query, key_cache, value_cache
+    return dispatch.attend(dispatch.tree, check_tree, tensors, plan, options, out, return_lse)
 
 
 def accept(batch: Batch, trees: Trees, drafts: Int64[Tensor, "t"], chosen: Int64[Tensor, "t"]) -> Accepted:

@@ -138,9 +138,7 @@ def forget_choices():
     def forget() -> None:
         dispatch = sys.modules.get("fastattn.kernels.dispatch")
         if dispatch is not None:
-            dispatch._choose.cache_clear()
-            dispatch._choose_differential.cache_clear()
-            dispatch._writes.clear()
+            dispatch.forget()
 
     forget()
     yield forget

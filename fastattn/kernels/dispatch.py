@@ -29,9 +29,7 @@ and its operations are called as
     cut_chunks(batch, chunk_size, block_size, num_chunks, columns)   lengths and tables of virtual sequences
     draw_trees(batch, trees, num_tokens)                             depths, ancestors and positions of nodes
 
-A kernel that can make the last call again at less cost to the host has, too,
-
-    again(query, key, value, plan, options, out, scales, with_lse)   what does so, called as the operation; or None
+A kernel may record how to replay a call of attention at less CPU overhead; see `fastattn.kernels.replay`.
 
 Attention returns `(out [t, h, dv], lse [t, h])` with the conventions of the project: natural log, float32 (float64 for
 float64), 0 and `-inf` for a fully masked query. A kernel with other conventions is adapted in its own file. `out`, if
@@ -43,7 +41,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from functools import cache, lru_cache, wraps
+from functools import cache, lru_cache, partial, wraps
 from inspect import signature
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
@@ -52,9 +50,21 @@ import torch
 from jaxtyping import Float, Int32, Int64, Shaped
 from torch import Tensor
 
-from fastattn.kernels.call import Name, name_of_call, name_of_write
 from fastattn.kernels.device import num_multiprocessors
-from fastattn.kernels.problem import Problem, Subtraction, attention_problem, stored_types
+from fastattn.kernels.problem import Problem, Subtraction, attention_problem, key_starts, latent_scales, stored_types
+from fastattn.kernels.replay import (
+    RETURN_LSE,
+    Key,
+    Recorder,
+    Replay,
+    forget_writes,
+    key_of,
+    key_of_write,
+    memo_of,
+    recording,
+    remember_write,
+    write_of,
+)
 from refattn.interface import (
     Accepted,
     AttentionOptions,
@@ -273,6 +283,13 @@ def name_of(kernel: ModuleType) -> str:
     return next(name for name, module in MODULES.items() if module == kernel.__name__)
 
 
+def forget() -> None:
+    """Forget which kernels were chosen, and how to replay writes; a plan remembers its own calls."""
+    _choose.cache_clear()
+    _choose_differential.cache_clear()
+    forget_writes()
+
+
 @cache
 def _load(name: str) -> ModuleType:
     return importlib.import_module(MODULES[name])
@@ -309,71 +326,81 @@ def _launches(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-def again(
-    operation: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+def attend(
+    operation: Callable[..., tuple[Tensor, Tensor]],
+    check: Callable[..., object],
+    tensors: tuple[Tensor, ...],
     plan: Plan | CascadePlan | TreePlan,
     options: AttentionOptions,
     out: Tensor | None,
     return_lse: bool,
-    scales: Fp8Scales | Int8Scales | None = None,
-) -> tuple[Name, tuple[Tensor, Tensor] | None]:
-    """Make a call again that its plan has kept, without its checks and the choice of a kernel.
+    **more: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend by one of the operations below: replay the call if its plan remembers it, else check and compute it.
 
-    Nothing that those look at differs then, see `fastattn.kernels.call`: what is bad or other in a call gives it a name
-    under which the plan has kept nothing.
+    Nothing that is checked differs in a replay, see `fastattn.kernels.replay`: bad arguments give another cache key.
 
     Args:
-        operation: of attention to one plan, as kernels name it.
-        query: as in the operation, and what follows.
-        key: likewise.
-        value: likewise.
+        operation: a function below.
+        check: raises a ValueError for bad arguments; it takes all of those that follow.
+        tensors: the queries and then the keys and values, or the pool that holds both.
+        plan: the lengths, the tables, and who may see whom.
+        options: those of the layer.
+        out: where the outputs go; new memory if None.
+        return_lse: return the log-sum-exps, too.
+        more: the arguments that only this path has.
+
+    Raises:
+        ValueError: as `check` does.
+        NotImplementedError: if no kernel computes the combination, with the reason of each.
+    """
+    cache_key = key_of(operation, _asked_for.get(), tensors, plan, options, out, return_lse, more)
+    replay = None if cache_key is None else memo_of(plan).replays.get(cache_key)
+    if replay is not None:
+        try:
+            answer, lse = replay(*tensors, plan, options, _memory(out), **more)
+            answer, lse = _into(out, answer, lse)
+            return (answer, lse) if return_lse else answer
+        except torch.OutOfMemoryError:
+            pass  # computed once more as a first call is, which says what helps
+    check(*tensors, plan, options, out=out, return_lse=return_lse, **more)
+    answer, lse = operation(*tensors, plan, options, out, cache_key, **more)
+    return (answer, lse) if return_lse else answer
+
+
+def _compute(
+    function: Replay,
+    cache_key: Key | None,
+    tensors: tuple[Tensor, ...],
+    plan: Plan | CascadePlan | TreePlan,
+    options: AttentionOptions,
+    out: Tensor | None,
+    *,
+    adapt: Callable[[Replay], Replay] = lambda function: function,
+    can_record: bool = True,
+    **more: Any,
+) -> tuple[Tensor, Tensor]:
+    """Compute a call, and let its plan remember under a key how to replay it.
+
+    Args:
+        function: the operation of a kernel. It is replayed itself if the kernel records nothing.
+        cache_key: from `key_of`; None to remember nothing.
+        tensors: as in `attend`, and so on.
         plan: likewise.
         options: likewise.
         out: likewise.
-        return_lse: the log-sum-exps are wanted, too; else what stands for them is of no use.
-        scales: those of codes.
-
-    Returns:
-        The name of the call, that the operation is to keep it under once it was checked; and the answer, None if it was
-        not kept.
+        adapt: turns the operation of a kernel into a function of the arguments of the path.
+        can_record: what the kernel records is all of the call.
+        more: as in `attend`.
     """
-    name = name_of_call(operation, _asked_for.get(), query, key, value, plan, options, out, return_lse, scales)
-    call = plan.kept.get(name) if name is not None and isinstance(plan, Plan) else None
-    if call is None:
-        return name, None
-    memory = _memory(out)
-    try:
-        if scales is None:
-            answer, lse = call(query, key, value, plan, options, memory)
-        else:
-            answer, lse = call(query, key, value, plan, options, scales, memory)
-    except torch.OutOfMemoryError:
-        return name, None  # as in its first call, which says what helps
-    return name, _into(out, answer, lse)
-
-
-def _keep(
-    name: Name,
-    kernel: ModuleType,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    plan: Plan,
-    options: AttentionOptions,
-    out: Tensor | None,
-    scales: Fp8Scales | Int8Scales | None = None,
-) -> None:
-    """Let a plan keep how a call was computed: as the kernel makes it again, or else as the kernel's operation."""
-    if name is None:
-        return
-    operation, with_lse, *_ = name
-    call = getattr(kernel, operation)
-    if hasattr(kernel, "again"):
-        call = kernel.again(query, key, value, plan, options, _memory(out), scales, with_lse=with_lse) or call
-    plan.kept[name] = call
+    call, into = adapt(function), None
+    if cache_key is not None and can_record:
+        into = Recorder(return_lse=cache_key[RETURN_LSE] is True)
+    with recording(into):
+        answer, lse = call(*tensors, plan, options, _memory(out), **more)
+    if cache_key is not None:
+        memo_of(plan).replays[cache_key] = call if into is None or into.replay is None else adapt(into.replay)
+    return _into(out, answer, lse)
 
 
 @_launches
@@ -384,16 +411,12 @@ def dense(
     plan: Plan,
     options: AttentionOptions,
     out: Float[Tensor, "t h dv"] | None = None,
-    name: Name = None,
+    cache_key: Key | None = None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over ragged rows; arguments and errors are those of `fastattn.dense.attention`.
-
-    The plan keeps the call under a name from `again`.
-    """
-    kernel = choose(attention_problem("dense", query, key, value, plan, options))
-    answer = _into(out, *kernel.dense(query, key, value, plan, options, _memory(out)))
-    _keep(name, kernel, query, key, value, plan, options, out)
-    return answer
+    """Attend over ragged rows; arguments are those of `fastattn.dense.attention`, and a key to remember the call."""
+    tensors = query, key, value
+    kernel = choose(attention_problem("dense", *tensors, plan, options))
+    return _compute(kernel.dense, cache_key, tensors, plan, options, out)
 
 
 @_launches
@@ -404,16 +427,12 @@ def paged(
     plan: Plan,
     options: AttentionOptions,
     out: Float[Tensor, "t h dv"] | None = None,
-    name: Name = None,
+    cache_key: Key | None = None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over pages; arguments and errors are those of `fastattn.chunked_prefill.attention`.
-
-    The plan keeps the call under a name from `again`.
-    """
-    kernel = choose(attention_problem("paged", query, key_cache, value_cache, plan, options))
-    answer = _into(out, *kernel.paged(query, key_cache, value_cache, plan, options, _memory(out)))
-    _keep(name, kernel, query, key_cache, value_cache, plan, options, out)
-    return answer
+    """Attend over pages; arguments are those of `fastattn.chunked_prefill.attention`, and a key as in `dense`."""
+    tensors = query, key_cache, value_cache
+    kernel = choose(attention_problem("paged", *tensors, plan, options))
+    return _compute(kernel.paged, cache_key, tensors, plan, options, out)
 
 
 @_launches
@@ -424,22 +443,41 @@ def levels(
     plan: CascadePlan,
     options: AttentionOptions,
     out: Float[Tensor, "t h dv"] | None = None,
+    cache_key: Key | None = None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend over pages level by level, in one call where a kernel takes all levels, else in one per level and a merge.
 
-    Arguments and errors are those of `fastattn.cascade.attention`.
+    Arguments are those of `fastattn.cascade.attention`, and a key as in `dense`.
     """
-    *shared, own = plan.levels
-    without_sinks = options if options.sinks is None else replace(options, sinks=None)
-    work = [
-        *((level, without_sinks) for level in shared),
-        (own, options),
-    ]  # sinks count once, where every query comes by
-    kernels = [choose(attention_problem("paged", query, key_cache, value_cache, *one)) for one in work]
+    tensors = query, key_cache, value_cache
+    kernels = [choose(attention_problem("paged", *tensors, *one)) for one in _levels_of(plan, options)]
     if len(set(kernels)) == 1 and "levels" in kernels[0].OPERATIONS:
-        return _into(out, *kernels[0].levels(query, key_cache, value_cache, plan.levels, options, _memory(out)))
-    parts = [kernel.paged(query, key_cache, value_cache, *one, None) for kernel, one in zip(kernels, work, strict=True)]
-    return _into(out, *(merge(*zip(*parts, strict=True)) if shared else parts[0]))
+        return _compute(kernels[0].levels, cache_key, tensors, plan, options, out, adapt=_of_levels)
+    merging = choose(Problem("merge", query.device, _lse_dtype(query)))
+
+    def one_by_one(
+        query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: CascadePlan, options: AttentionOptions, _: object
+    ) -> tuple[Tensor, Tensor]:
+        work = _levels_of(plan, options)
+        tensors = query, key_cache, value_cache
+        parts = [kernel.paged(*tensors, *one, None) for kernel, one in zip(kernels, work, strict=True)]
+        answer: tuple[Tensor, Tensor] = merging.merge(*zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
+        return answer
+
+    return _compute(one_by_one, cache_key, tensors, plan, options, out, can_record=False)
+
+
+def _levels_of(plan: CascadePlan, options: AttentionOptions) -> list[tuple[Plan, AttentionOptions]]:
+    """Return each level with its options: sinks count once, in the last level, where every query is."""
+    *shared, own = plan.levels
+    return [*((level, options.without_sinks()) for level in shared), (own, options)]
+
+
+def _of_levels(function: Replay) -> Replay:
+    """Let the operation of a kernel that takes a list of plans take a cascade."""
+    return lambda query, key_cache, value_cache, plan, *others: function(
+        query, key_cache, value_cache, plan.levels, *others
+    )
 
 
 @_launches
@@ -450,36 +488,114 @@ def tree(
     plan: TreePlan,
     options: AttentionOptions,
     out: Float[Tensor, "t h dv"] | None = None,
+    cache_key: Key | None = None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over pages that end with a tree; arguments and errors are those of `fastattn.speculative.attention`."""
-    kernel = choose(attention_problem("tree", query, key_cache, value_cache, plan.whole, options))
-    return _into(out, *kernel.tree(query, key_cache, value_cache, plan, options, _memory(out)))
+    """Attend over pages that end with a tree; arguments are those of `fastattn.speculative.attention`, and a key."""
+    tensors = query, key_cache, value_cache
+    kernel = choose(attention_problem("tree", *tensors, plan.whole, options))
+    return _compute(kernel.tree, cache_key, tensors, plan, options, out)
 
 
 @_launches
 def differential(
     query: Float[Tensor, "t h d"],
-    cache: Shaped[Tensor, "2 2 n p pairs d"],
+    cache: Shaped[Tensor, "2 2 *pages pairs d"],
+    plan: Plan,
+    options: AttentionOptions,
+    out: Float[Tensor, "t h d"] | None = None,
+    cache_key: Key | None = None,
+    *,
+    lambda_full: Float[Tensor, ""],
+    lambda_init: float,
+    norm_weight: Float[Tensor, "dv"] | None = None,
+    norm_eps: float = 1e-5,
+    scales: Fp8Scales | None = None,
+) -> tuple[Float[Tensor, "t h d"], Float[Tensor, "t h"]]:
+    """Attend twice, subtract and norm: `softmax(q1 k1) [v1; v2] - lambda * softmax(q2 k2) [v1; v2]`.
+
+    A kernel with this operation reads every key and value once; where none can, or one is asked for that cannot, it is
+    four calls over pages, as always over an fp8 cache. Rows are read as pages of one row each. Arguments are those of
+    `fastattn.differential.attention`, and a key as in `dense`; slopes and sinks have one number for each of the `h`
+    heads.
+    """
+    operation = "paged" if scales is None else "quantized"
+    pages, over_pages = _in_pages(cache, plan)
+    problem = attention_problem(operation, query[:, ::2], pages[0, 0], pages[0, 1], over_pages, options, scales)
+    kernel = _choose_differential(problem, _asked_for.get()) if scales is None else None
+    subtract = partial(_subtract, choose(problem), operation) if kernel is None else kernel.differential
+    return _compute(
+        subtract,
+        cache_key,
+        (query, cache),
+        plan,
+        options,
+        out,
+        adapt=_of_pairs,
+        can_record=kernel is not None and over_pages is plan,  # launches know one table, and rows have one per call
+        lambda_full=lambda_full,
+        lambda_init=lambda_init,
+        norm_weight=norm_weight,
+        norm_eps=norm_eps,
+        scales=scales,
+    )
+
+
+def _of_pairs(function: Replay) -> Replay:
+    """Let the operation of a kernel take what `differential` does."""
+
+    def call(
+        query: Tensor,
+        cache: Tensor,
+        plan: Plan,
+        options: AttentionOptions,
+        out: Tensor | None,
+        *,
+        lambda_full: Tensor,
+        lambda_init: float,
+        norm_weight: Tensor | None,
+        norm_eps: float,
+        scales: Fp8Scales | None,
+    ) -> tuple[Tensor, Tensor]:
+        subtraction = Subtraction(lambda_full, norm_weight, float(norm_eps), 1.0 - lambda_init)
+        scaled = () if scales is None else (scales,)
+        answer, lse = function(query, *_in_pages(cache, plan), options, subtraction, out, *scaled)
+        return answer if answer is out else answer.view(query.shape), lse
+
+    return call
+
+
+def _in_pages(cache: Tensor, plan: Plan) -> tuple[Tensor, Plan]:
+    """Return rows, and a plan over them, as pages of one row each; pages as they are.
+
+    On a CPU the memo stores that plan. On a device every call makes its table, so that a CUDA graph does, too.
+    """
+    if plan.block_size is not None:
+        return cache, plan
+    memo, num_rows = memo_of(plan), cache.shape[2]
+    pages = memo.pages.get(num_rows)
+    if pages is None:
+        longest = min(plan.batch.max_seq_len, num_rows)
+        columns = torch.arange(longest, dtype=torch.int32, device=plan.batch.device)
+        batch = replace(plan.batch, block_table=key_starts(plan)[:-1, None] + columns)
+        pages = replace(plan, batch=batch, block_size=1)
+        if plan.batch.device.type == "cpu":
+            memo.pages[num_rows] = pages
+    return cache[:, :, :, None], pages
+
+
+def _subtract(
+    kernel: ModuleType,
+    operation: str,
+    query: Tensor,
+    cache: Tensor,
     plan: Plan,
     options: AttentionOptions,
     subtraction: Subtraction,
-    out: Float[Tensor, "t h d"] | None = None,
+    _: Tensor | None,
     scales: Fp8Scales | None = None,
-) -> tuple[Float[Tensor, "t h d"], Float[Tensor, "t h"]]:
-    """Attend twice over pages, subtract and norm: `softmax(q1 k1) [v1; v2] - lambda * softmax(q2 k2) [v1; v2]`.
-
-    A kernel with this operation reads every key and value once; where none can, or one is asked for that cannot, it is
-    four calls over pages, as always over an fp8 cache. Arguments and errors are those of
-    `fastattn.differential.attention`; slopes and sinks have one number for each of the `h` heads.
-    """
-    operation = "paged" if scales is None else "quantized"
-    problem = attention_problem(operation, query[:, ::2], cache[0, 0], cache[0, 1], plan, options, scales)
-    kernel = _choose_differential(problem, _asked_for.get()) if scales is None else None
-    if kernel is not None:
-        answer, lse = kernel.differential(query, cache, plan, options, subtraction, _memory(out))
-        return _into(out, answer.view(query.shape), lse)
-    kernel = choose(problem)
-    lse = query.new_empty(query.shape[:2], dtype=torch.float64 if query.dtype == torch.float64 else torch.float32)
+) -> tuple[Tensor, Tensor]:
+    """Compute differential attention by four calls of a kernel over pages, two for each softmax."""
+    lse = query.new_empty(query.shape[:2], dtype=_lse_dtype(query))
     answers = []
     for half in (0, 1):
         its_options, parts = options.of_heads(slice(half, None, 2)), []
@@ -492,7 +608,11 @@ def differential(
             parts.append(part.to(lse.dtype))
         answers.append(torch.cat(parts, dim=-1))
     difference = answers[0] - subtraction.lambda_full.to(lse.dtype) * answers[1]
-    return _into(out, subtraction.finish(difference).to(query.dtype).view(query.shape), lse)
+    return subtraction.finish(difference).to(query.dtype), lse
+
+
+def _lse_dtype(query: Tensor) -> torch.dtype:
+    return torch.float64 if query.dtype == torch.float64 else torch.float32
 
 
 @_launches
@@ -501,18 +621,26 @@ def mla(
     cache: Float[Tensor, "n p c"],
     plan: Plan | TreePlan,
     options: AttentionOptions,
-    latent_rank: int,
     out: Float[Tensor, "t h {latent_rank}"] | None = None,
-    scales: Fp8Scales | None = None,
+    cache_key: Key | None = None,
+    *,
+    latent_rank: int,
+    cache_scale: float = 1.0,
 ) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
-    """Attend to latents, or to what codes of them stand for; see `fastattn.mla.attention`."""
+    """Attend to latents, or quantised latents; arguments are those of `fastattn.mla.attention`, and a key."""
     pages = cache[:, :, None, : query.shape[2]]
-    tensors = (query, pages, pages[..., :latent_rank])
-    if isinstance(plan, TreePlan):
-        kernel = choose(attention_problem("mla_tree", *tensors, plan.whole, options, scales))
-        return _into(out, *kernel.mla_tree(query, cache, plan, options, latent_rank, _memory(out), scales))
-    kernel = choose(attention_problem("mla", *tensors, plan, options, scales))
-    return _into(out, *kernel.mla(query, cache, plan, options, latent_rank, _memory(out), scales))
+    name, whole = ("mla_tree", plan.whole) if isinstance(plan, TreePlan) else ("mla", plan)
+    asked = query, pages, pages[..., :latent_rank], whole, options, latent_scales(cache, cache_scale)
+    function = getattr(choose(attention_problem(name, *asked)), name)
+    more: dict[str, Any] = dict(latent_rank=latent_rank, cache_scale=cache_scale)
+    return _compute(function, cache_key, (query, cache), plan, options, out, adapt=_of_latents, **more)
+
+
+def _of_latents(function: Replay) -> Replay:
+    """Let the operation of a kernel take what `mla` does."""
+    return lambda query, cache, plan, options, out, latent_rank, cache_scale: function(
+        query, cache, plan, options, latent_rank, out, latent_scales(cache, cache_scale)
+    )
 
 
 @_launches
@@ -522,25 +650,32 @@ def quantized(
     value_cache: Shaped[Tensor, "n p hk dv"],
     plan: Plan | CascadePlan | TreePlan,
     options: AttentionOptions,
-    scales: Fp8Scales | Int8Scales,
     out: Float[Tensor, "t h dv"] | None = None,
-    name: Name = None,
+    cache_key: Key | None = None,
+    *,
+    scales: Fp8Scales | Int8Scales,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over pages of codes; arguments and errors are those of `fastattn.quantized.attention`.
-
-    The plan keeps the call under a name from `again`, unless it is one of several levels or of trees.
-    """
-    tensors, memory = (query, key_cache, value_cache), _memory(out)
+    """Attend over quantised pages; arguments are those of `fastattn.quantized.attention`, and a key as in `dense`."""
+    tensors, adapt = (query, key_cache, value_cache), _of_codes
     if isinstance(plan, CascadePlan):
-        kernel = choose(attention_problem("quantized_levels", *tensors, plan.levels[-1], options, scales))
-        return _into(out, *kernel.quantized_levels(*tensors, plan.levels, options, scales, memory))
-    if isinstance(plan, TreePlan):
-        kernel = choose(attention_problem("quantized_tree", *tensors, plan.whole, options, scales))
-        return _into(out, *kernel.quantized_tree(*tensors, plan, options, scales, memory))
-    kernel = choose(attention_problem("quantized", *tensors, plan, options, scales))
-    answer = _into(out, *kernel.quantized(*tensors, plan, options, scales, memory))
-    _keep(name, kernel, *tensors, plan, options, out, scales)
-    return answer
+        name, whole, adapt = "quantized_levels", plan.levels[-1], _of_levels_of_codes
+    elif isinstance(plan, TreePlan):
+        name, whole = "quantized_tree", plan.whole
+    else:
+        name, whole = "quantized", plan
+    kernel = choose(attention_problem(name, *tensors, whole, options, scales))
+    return _compute(getattr(kernel, name), cache_key, tensors, plan, options, out, adapt=adapt, scales=scales)
+
+
+def _of_codes(function: Replay) -> Replay:
+    """Let the operation of a kernel take what `quantized` does."""
+    return lambda query, key_cache, value_cache, plan, options, out, scales: function(
+        query, key_cache, value_cache, plan, options, scales, out
+    )
+
+
+def _of_levels_of_codes(function: Replay) -> Replay:
+    return _of_codes(_of_levels(function))
 
 
 @lru_cache(maxsize=4096)
@@ -585,22 +720,15 @@ def add_sinks(
     return choose(Problem("add_sinks", out.device, lse.dtype)).add_sinks(out, lse, sinks)
 
 
-MOST_WRITES = 1024  # layouts of tokens and pools, whose writes are kept
-_writes: dict[tuple[object, ...], Callable[..., None]] = {}
-
-
-def write_again(
+def replay_write(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
-) -> tuple[tuple[object, ...] | None, bool]:
-    """Write new tokens as one like it was written before, without its checks; returns its name, and whether it could.
-
-    No plan knows of a write, so it is kept here: types, shapes, strides and devices, and a launch without its tensors.
-    """
-    name = name_of_write(_asked_for.get(), key, value, key_cache, value_cache, slot_mapping)
-    call = None if name is None else _writes.get(name)
-    if call is not None:
-        call(key, value, key_cache, value_cache, slot_mapping)
-    return name, call is not None
+) -> tuple[Key | None, bool]:
+    """Replay a write of new tokens if one with its cache key is remembered; returns the key, and whether it was."""
+    cache_key = key_of_write(_asked_for.get(), key, value, key_cache, value_cache, slot_mapping)
+    replay = write_of(cache_key)
+    if replay is not None:
+        replay(key, value, key_cache, value_cache, slot_mapping)
+    return cache_key, replay is not None
 
 
 @_launches
@@ -610,17 +738,15 @@ def write(
     key_cache: Shaped[Tensor, "n p hk d"],
     value_cache: Shaped[Tensor, "n p hk dv"],
     slot_mapping: Int64[Tensor, "t"],
-    name: tuple[object, ...] | None = None,
+    cache_key: Key | None = None,
 ) -> None:
-    """Write new tokens into the pool; arguments are those of `fastattn.kv_cache.write`, and a name from `write_again`.
+    """Write new tokens into the pool; arguments are those of `fastattn.kv_cache.write`, and a key of `replay_write`.
 
-    What kernels return of it, if not None, writes again.
+    A kernel returns a function that replays the write, or None.
     """
-    call = choose(Problem("write", key.device, key.dtype)).write(key, value, key_cache, value_cache, slot_mapping)
-    if name is not None and call is not None:
-        if len(_writes) >= MOST_WRITES:
-            _writes.clear()
-        _writes[name] = call
+    replay = choose(Problem("write", key.device, key.dtype)).write(key, value, key_cache, value_cache, slot_mapping)
+    if cache_key is not None and replay is not None:
+        remember_write(cache_key, replay)
 
 
 @_launches

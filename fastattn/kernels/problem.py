@@ -7,9 +7,10 @@ from jaxtyping import Float, Int32
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
+from fastattn.kernels.replay import memo_of
 from refattn.interface import AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan
+from refattn.interface.scales import FP8_FORMATS
 
-CU_SEQLENS_K = "cu_seqlens_k"  # the name in `Plan.kept` of where keys begin that lie in rows
 FAR = 2**30  # tokens: with a position that is not as far it fits into 32 bits
 EVEN = 1.25  # times the average is the longest sequence, at most, of those that are about as long
 EXPANDED_BLOCK = 128  # tokens in a block of codes that have become numbers: what FlashAttention loads fastest
@@ -131,6 +132,11 @@ def stored_types(scales: Fp8Scales | Int8Scales, value: Tensor) -> tuple[torch.d
     return (scales.format, scales.format) if isinstance(scales, Fp8Scales) else (torch.int8, value.dtype)
 
 
+def latent_scales(cache: Tensor, cache_scale: float) -> Fp8Scales | None:
+    """Return the scales of a pool of latents: one number for keys and for values; None if it is not quantised."""
+    return Fp8Scales(cache_scale, cache_scale, format=cache.dtype) if cache.dtype in FP8_FORMATS else None
+
+
 def uses_positions(plan: Plan, options: AttentionOptions) -> bool:
     """Return whether an answer depends on `plan.positions`: not if everyone sees everything and there is no ALiBi."""
     return plan.positions is not None and (plan.window != (-1, -1) or options.alibi_slopes is not None)
@@ -169,11 +175,11 @@ def as_bytes(x: Tensor) -> Tensor:
 
 
 def key_starts(plan: Plan) -> Int32[Tensor, "_"]:
-    """Return where the keys of each sequence begin in rows: as the path has laid it by, or summed from the lengths.
+    """Return where the keys of each sequence begin in rows: from the memo of the plan, or summed from the lengths.
 
-    The plans of `dense` and `mla` lay it by in `plan.kept[CU_SEQLENS_K]`, so that no layer launches the sum anew.
+    The plans of `dense` and `mla` sum them once, so that no layer launches the sum.
     """
-    starts: Tensor | None = plan.kept.get(CU_SEQLENS_K)
+    starts = memo_of(plan).cu_seqlens_k
     return plan.batch.cu_seqlens_k if starts is None else starts
 
 

@@ -1,7 +1,6 @@
 """Checks of the arguments of a call: shapes, types, devices, and whether they fit the plan.
 
-They run in every layer, except for calls that a plan has kept (`Plan.kept`), so they never read a tensor on a device,
-and only a few numbers per head of tensors on the CPU.
+They run in every layer, so they never read a tensor on a device, and only a few numbers per head of tensors on the CPU.
 """
 
 from collections.abc import Sequence

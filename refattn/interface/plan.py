@@ -13,10 +13,9 @@ A plan describes sequences of keys, each with some query rows. They may be those
     cascade           groups that share keys, level by level     end of the level above
 """
 
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Int32, Int64
@@ -60,8 +59,6 @@ class Plan:
         sequences: the sequence of the batch that each sequence of the plan belongs to, for tensors with one row per
             sequence of the batch; None where they are the same.
         needs: how large the tensors have to be; None where the tables are on a device, where they are not read.
-        kept: what is kept from one layer to the next, each under its own name: calls that were checked, and how; how
-            kernels divide the work; and launches to be repeated. It does not change any answer.
 
     On a CPU the contents of the tables are checked here, once, and not when a layer attends: if a table changes, make a
     new plan.
@@ -78,7 +75,6 @@ class Plan:
     positions: Int32[Tensor, "t"] | None = None
     sequences: Int32[Tensor, "b"] | None = None
     needs: Needs | None = field(default=None, init=False, repr=False)
-    kept: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Check the arguments, and the contents of the tables where they are on the host."""

@@ -462,7 +462,8 @@ def test_a_kernel_imports_no_other_kernel(folder):
     root = Path(fastattn.kernels.__file__).parent
     files = sorted((root / folder).rglob("*.py"))
     assert len(files) > 3
-    always = ("fastattn.kernels.problem", "fastattn.kernels.device", f"fastattn.kernels.{folder}", "refattn.interface")
+    shared = ("fastattn.kernels.problem", "fastattn.kernels.replay", "fastattn.kernels.device", "refattn.interface")
+    always = (*shared, f"fastattn.kernels.{folder}")
     for file in files:
         for name in imported_by(file):
             allowed = any(f"{name}.".startswith(f"{module}.") for module in (*always, *MAY_IMPORT[folder]))
@@ -472,12 +473,12 @@ def test_a_kernel_imports_no_other_kernel(folder):
 def test_what_all_kernels_share_imports_no_kernel():
     root = Path(fastattn.kernels.__file__).parent
     may = {
-        "problem.py": ("refattn.interface",),
-        "call.py": ("refattn.interface",),
+        "problem.py": ("refattn.interface", "fastattn.kernels.replay"),
+        "replay.py": ("refattn.interface",),
         "device.py": (),
         "torch_ops.py": ("refattn.interface", "fastattn.kernels.problem"),
         "dispatch.py": (
-            *("refattn.interface", "fastattn.kernels.problem", "fastattn.kernels.call"),
+            *("refattn.interface", "fastattn.kernels.problem", "fastattn.kernels.replay"),
             "fastattn.kernels.device",
         ),
         "__init__.py": ("fastattn.kernels.problem", "fastattn.kernels.dispatch"),
@@ -540,7 +541,7 @@ def test_differential_reads_nothing_that_nobody_may_see(splits, device, monkeypa
     tuning = triton_pairs.Tuning(16, 16, 4, 2, splits, splits)
     monkeypatch.setattr(triton_pairs, "tune", lambda *_: tuning)
     _, (query, cache, batch) = in_pairs(((2, 70), (1, 41)), device)
-    subtraction = Subtraction(torch.tensor(0.35, device=device), None, 1e-5, 0.8)
+    subtraction = dict(lambda_full=torch.tensor(0.35, device=device), lambda_init=0.2)
     answers = []
     for what in (0.0, torch.nan):
         pools = cache.nan_to_num(what)
@@ -551,7 +552,7 @@ def test_differential_reads_nothing_that_nobody_may_see(splits, device, monkeypa
             blocks[: first // 16] = 1_000_000
         asked = given(query, pools, replace(batch, block_table=table), window_size=(8, 0))
         with fastattn.use_kernel("triton"):
-            answers.append(dispatch.differential(*asked, subtraction))
+            answers.append(dispatch.differential(*asked, **subtraction))
     for one, other in zip(*answers, strict=True):
         assert torch.equal(one, other)
     assert torch.isfinite(answers[0][0]).all()
@@ -568,14 +569,14 @@ def test_differential_at_any_positions(kernel, device):
     _, (query, cache, batch) = in_pairs(
         ((4, 70), (8, 41)), device, torch.float32
     )  # few rows: Triton compiles 7 kernels
-    subtraction = Subtraction(torch.tensor(0.35, device=device), None, 1e-5, 0.8)
+    subtraction = dict(lambda_full=torch.tensor(0.35, device=device), lambda_init=0.2)
     first_keys = torch.tensor([7, 1000], dtype=torch.int32, device=device)
     positions = torch.tensor([*range(66, 70), *range(33, 41), 0, 0], dtype=torch.int32, device=device)
     slopes = torch.linspace(0.1, 0.8, 8, device=device)
     there = dict(causal=False, window_size=(9, 2), alibi_slopes=slopes)
 
     def answer(**options):
-        return dispatch.differential(*given(query, cache, batch, **options), subtraction)
+        return dispatch.differential(*given(query, cache, batch, **options), **subtraction)
 
     with kernel.asked_for():
         expected = answer(**there)

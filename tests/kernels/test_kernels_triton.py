@@ -24,6 +24,7 @@ import fastattn.kv_cache
 import fastattn.local
 import fastattn.merge
 import fastattn.metadata
+import fastattn.mla
 import fastattn.speculative
 import refattn.attention
 import refattn.chunked_prefill
@@ -36,6 +37,7 @@ from fastattn.kernels import device as devices
 from fastattn.kernels.flash.adapt import adapt, nothing
 from fastattn.kernels.flash.repage import repage
 from fastattn.kernels.problem import Subtraction
+from fastattn.kernels.replay import memo_of
 from fastattn.kernels.triton import attention as triton_attention
 from fastattn.kernels.triton import cache as triton_cache
 from fastattn.kernels.triton import pairs as triton_pairs
@@ -114,52 +116,58 @@ def assert_agrees(path, *arguments, **options):
 @pytest.mark.covers("B70")
 @pytest.mark.parametrize("splits", [1, 3])
 def test_layers_of_a_step_are_launched_alike(splits, device):
-    """The first layer finds out how, and what another has for itself is what it is answered by."""
+    """The first layer prepares the launches, and others replay them with their own tensors and numbers per head."""
     case = Case("layers", ((2, 40), (1, 60), (0, 9)), heads=(2, 1), padding_rows=1)
     lay_out = partial(build, case, device=device, poison=(0.5,))
     first = lay_out()
     _, key_cache, _, plan, _ = given(*first.tensors)
     unaligned = torch.empty(key_cache.numel() + 1, device=device)[1:].view(key_cache.shape).copy_(key_cache)
-    layers = [  # each with what the launches are that it leaves behind
-        (1, first, {}),
-        (1, lay_out(seed=1), {}),
-        (2, lay_out(seed=2), dict(sinks=torch.tensor([1.0, -2.0], device=device))),
-        (2, first, dict(sinks=torch.tensor([3.0, 2.0], device=device))),
-        (3, first, dict(alibi_slopes=torch.tensor([0.5, 0.1], device=device))),
-        (3, lay_out(seed=3), dict(alibi_slopes=torch.tensor([0.2, 1.5], device=device))),
-        (4, first, dict(softmax_scale=0.3)),
-        (4, first, dict(softmax_scale=-0.3)),
-        (5, first, dict(softcap=2.0)),
-        (6, first, dict(batch_invariant=True)),
-        (7, replace(first, key_cache=key_cache.transpose(1, 3).contiguous().transpose(1, 3)), {}),
-        (7, replace(first, key_cache=unaligned), {}),
-        (8, lay_out(dtype=torch.float16), {}),
-        (9, build(replace(case, heads=(4, 2)), device=device, poison=(0.5,)), {}),
-        (9, first, {}),
+    layers = [  # each with whether it is replayed
+        (False, first, {}),
+        (True, lay_out(seed=1), {}),
+        (False, lay_out(seed=2), dict(sinks=torch.tensor([1.0, -2.0], device=device))),
+        (True, first, dict(sinks=torch.tensor([3.0, 2.0], device=device))),
+        (False, first, dict(alibi_slopes=torch.tensor([0.5, 0.1], device=device))),
+        (True, lay_out(seed=3), dict(alibi_slopes=torch.tensor([0.2, 1.5], device=device))),
+        (False, first, dict(softmax_scale=0.3)),
+        (False, first, dict(softmax_scale=-0.3)),
+        (False, lay_out(seed=3), dict(softmax_scale=-0.3)),  # the launch before changes the query
+        (False, first, dict(softcap=2.0)),
+        (False, first, dict(batch_invariant=True)),
+        (False, replace(first, key_cache=key_cache.transpose(1, 3).contiguous().transpose(1, 3)), {}),
+        (False, replace(first, key_cache=unaligned), {}),
+        (False, lay_out(dtype=torch.float16), {}),
+        (False, build(replace(case, heads=(4, 2)), device=device, poison=(0.5,)), {}),
+        (True, first, {}),
     ]
-    with launched_as(splits=splits, most_splits=splits, block_n=16):
-        for count, layer, options in layers:
+    attend = partial(fastattn.chunked_prefill.attention, return_lse=True)
+    with fastattn.use_kernel("triton"), launched_as(splits=splits, most_splits=splits, block_n=16):
+        for is_replayed, layer, options in layers:
             tensors = layer.query, layer.key_cache, layer.value_cache
-            answer = attend(*tensors, plan, AttentionOptions(**options))
-            assert len(plan.kept) == count
-            anew = given(*tensors, first.batch, **options)
-            assert all(map(torch.equal, answer, attend(*anew)))
-            in_memory = torch.full_like(answer[0], torch.nan)
-            assert attend(*tensors, plan, AttentionOptions(**options), in_memory)[0] is in_memory
+            with mock.patch.object(triton_attention, "_launch", wraps=triton_attention._launch) as launch:
+                answer = attend(*tensors, plan, AttentionOptions(**options))
+                assert launch.called != is_replayed
+                in_memory = torch.full_like(answer[0], torch.nan)
+                assert attend(*tensors, plan, AttentionOptions(**options), out=in_memory)[0] is in_memory
+                assert launch.call_count == 2 * (not is_replayed)
             assert torch.equal(in_memory, answer[0])
+            *anew, options = given(*tensors, first.batch, **options)
+            assert all(map(torch.equal, answer, attend(*anew, options)))
 
 
 @pytest.mark.parametrize("splits", [1, 3])
 def test_values_that_are_keys_have_launches_of_their_own(splits, device):
     """The same tensors, values read apart and read with their keys: a plan must not take one launch for the other."""
     inputs = build(Case("latents", ((2, 40), (1, 60)), heads=(2, 1)), device=device)
-    query, key_cache, _, plan, options = given(*inputs.tensors)
-    values = key_cache[..., :48]
-    with launched_as(splits=splits, most_splits=splits, block_n=16):
-        answers = [attend(query, key_cache, values, plan, options, shared=shared) for shared in (False, True) * 2]
-    assert len(plan.kept) == 2
-    for answer, again in zip(answers, answers[2:], strict=False):
-        assert all(map(torch.equal, answer, again))
+    query, key_cache, _, plan, _ = given(*inputs.tensors)
+    options = AttentionOptions(softmax_scale=0.3)
+    answers = []
+    with fastattn.use_kernel("triton"), launched_as(splits=splits, most_splits=splits, block_n=16):
+        for _ in range(2):
+            answers.append(fastattn.chunked_prefill.attention(query, key_cache, key_cache[..., :48], plan, options))
+            answers.append(fastattn.mla.attention(query, key_cache[:, :, 0], plan, options, latent_rank=48))
+    assert len(memo_of(plan).replays) == 2
+    assert all(map(torch.equal, answers[:2], answers[2:]))
     torch.testing.assert_close(answers[0], answers[1], rtol=1e-5, atol=1e-5)
 
 

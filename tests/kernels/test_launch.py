@@ -1,4 +1,4 @@
-"""What is launched again: with whose tensors, on which GPU, and laid out as the driver of CUDA reads it."""
+"""What a replay launches: with whose tensors, on which GPU, and laid out as the driver of CUDA reads it."""
 
 import ctypes
 from types import SimpleNamespace
@@ -154,7 +154,7 @@ def test_tensors_on_a_second_gpu():
         batch = make_batch([1, 2], [50, 40], [[3, 1, 5, 7], [2, 0, 4]], device=device)
         plan = chunked_prefill.plan(batch, block_size=16)
         on_device = (query.to(device), key.to(device), value.to(device))
-        for _ in range(2):  # launched by Triton, and again by the driver
+        for _ in range(2):  # launched by Triton, and replayed by the driver
             out = chunked_prefill.attention(*on_device, plan)
             assert out.device == torch.device(device)
             answers.append(out.cpu())

@@ -85,7 +85,7 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             "fastattn/kv_cache.py",
-            "        dispatch.write(key, value, key_cache, value_cache, slot_mapping, name)",
+            "        dispatch.write(key, value, key_cache, value_cache, slot_mapping, cache_key)",
             "        pass",
         ),
     ),
@@ -109,8 +109,8 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             "fastattn/differential.py",
-            "    subtraction = Subtraction(lambda_full",
-            "    cache[1] = cache[0]\n    subtraction = Subtraction(lambda_full",
+            "    return dispatch.attend(",
+            "    cache[1] = cache[0]\n    return dispatch.attend(",
         ),
     ),
     *breaks(
@@ -422,8 +422,9 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             "fastattn/chunked_prefill.py",
-            "return answer if return_lse else answer[0]",
-            "return (answer[0], answer[1] * 0) if return_lse else answer[0]",
+            "    return dispatch.attend(dispatch.paged, check_paged, tensors, plan, options, out, return_lse)",
+            "    answer = dispatch.attend(dispatch.paged, check_paged, tensors, plan, options, out, return_lse)\n"
+            "    return (answer[0], answer[1] * 0) if return_lse else answer",
         ),
     ),
     # --- metadata ---
@@ -738,8 +739,8 @@ MUTATIONS: list[Mutation] = [
         ("refattn/cascade.py", "result, lse = merge(*zip(*parts, strict=True))", "result, lse = parts[-1]"),
         (
             DISPATCH,
-            "return _into(out, *(merge(*zip(*parts, strict=True)) if shared else parts[0]))",
-            "return _into(out, *parts[-1])",
+            "merging.merge(*zip(*parts, strict=True)) if len(parts) > 1 else parts[0]",
+            "parts[-1]",
         ),
     ),
     *breaks(
@@ -770,7 +771,7 @@ MUTATIONS: list[Mutation] = [
             "its_options = options if level is plan.levels[-1] else options.without_sinks()",
             "its_options = options",
         ),
-        (DISPATCH, "((level, without_sinks) for level in shared)", "((level, options) for level in shared)"),
+        (DISPATCH, "((level, options.without_sinks()) for level in shared)", "((level, options) for level in shared)"),
     ),
     *breaks(
         "B81",
@@ -897,8 +898,8 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             "fastattn/context_parallel.py",
-            "dispatch.quantized(*pages, scales)",
-            "dispatch.quantized(2 * pages[0], *pages[1:], scales)",
+            "dispatch.quantized(*pages, scales=scales)",
+            "dispatch.quantized(2 * pages[0], *pages[1:], scales=scales)",
         ),
     ),
     *breaks(
@@ -1224,8 +1225,8 @@ MUTATIONS: list[Mutation] = [
         ("refattn/differential.py", '"t pairs (two d) -> t (pairs two) d"', '"t pairs (two d) -> t (two pairs) d"'),
         (
             DISPATCH,
-            "return _into(out, answer.view(query.shape), lse)",
-            "return _into(out, answer.unflatten(2, (2, -1)).transpose(1, 2).reshape(query.shape), lse)",
+            "else answer.view(query.shape), lse",
+            "else answer.unflatten(2, (2, -1)).transpose(1, 2).reshape(query.shape), lse",
         ),
     ),
     *breaks(
@@ -1538,9 +1539,9 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             "fastattn/mla.py",
-            "out, lse = dispatch.mla(query, cache,",
+            "return dispatch.attend(dispatch.mla,",
             "query = torch.cat([query[..., :latent_rank], 0 * query[..., latent_rank:]], dim=-1)\n"
-            "    out, lse = dispatch.mla(query, cache,",
+            "    return dispatch.attend(dispatch.mla,",
         ),
     ),
     *breaks(
@@ -1698,15 +1699,15 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "B70",
         "each layer makes a schedule",
-        ("fastattn/kernels/flash/schedule.py", "    return kept[1]", "    return plan.kept.pop((name, where))[1]"),
+        ("fastattn/kernels/flash/schedule.py", "    return known[1]", "    return schedules.pop((name, where))[1]"),
     ),
     *breaks(
         "B70",
         "each layer works its launches out anew",
         (
             "fastattn/kernels/triton/attention.py",
-            "        levels[0].kept[name] = Launches(out.shape, num_parts, launch, reduction)",
-            "        pass",
+            "    _record(out, launches, num_parts, reduction, options, shared=shared, codes=codes)\n    return out, lse",
+            "    return out, lse",
         ),
     ),
     *breaks(

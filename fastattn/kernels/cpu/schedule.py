@@ -26,6 +26,7 @@ from jaxtyping import Bool, Float, Int32, Int64
 from torch import Tensor
 
 from fastattn.kernels.cpu.blocks import Blocks, Slab, side_by_side
+from fastattn.kernels.replay import memo_of
 from refattn.interface import Plan, TreePlan
 
 RUN = 512  # least keys of a run
@@ -160,10 +161,11 @@ class Schedule:
 
 
 def schedule_of(plan: Plan) -> Schedule:
-    """Return how the work of a plan is shared out, which the plan keeps for the layers that follow."""
-    if "cpu" not in plan.kept:
-        plan.kept["cpu"] = Schedule(plan)
-    schedule: Schedule = plan.kept["cpu"]
+    """Return how the work of a plan is shared out, which its memo stores for later layers."""
+    memo = memo_of(plan)
+    if memo.cpu_schedule is None:
+        memo.cpu_schedule = Schedule(plan)
+    schedule: Schedule = memo.cpu_schedule
     return schedule
 
 

@@ -4,6 +4,7 @@ FlashAttention returns an LSE of `+inf` or `-inf` both for a query that sees no 
 lengths tell them apart. This takes one launch and writes only the affected rows (all rows if sinks are added).
 """
 
+from collections.abc import Callable
 from typing import no_type_check
 
 import torch
@@ -12,7 +13,8 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from fastattn.kernels.triton.launch import Launch, is_aligned
+from fastattn.kernels.replay import key_of_launch, launch_once
+from fastattn.kernels.triton.launch import Launch
 from refattn.interface import AttentionOptions, Plan
 
 BLOCK_TOKENS = 32
@@ -41,37 +43,33 @@ def adapt(
     out = out.contiguous()  # FlashAttention-2 lays them out as the query is, heads outside of tokens for example
     num_tokens, num_heads, value_head_size = out.shape
     batch, sinks = plan.batch, None if options.sinks is None else options.sinks.contiguous()
-    name = None
-    if is_aligned((out, lse, sinks)):
-        name = ("adapt", out.dtype, out.shape, out.stride(), lse.stride(), None if sinks is None else sinks.dtype)
-    if name in plan.kept:
-        plan.kept[name].again(out, lse, sinks)
-        return out, lse.T
     left, right = plan.window
-    launch = Launch(
-        _adapt_kernel,
-        (-(-num_tokens // BLOCK_TOKENS), num_heads),
-        dict(out=out, lse=lse, sinks=sinks),
-        dict(
-            cu_seqlens_q=batch.cu_seqlens_q,
-            seq_lens=batch.seq_lens,
-            out_token_stride=out.stride(0),
-            out_head_stride=out.stride(1),
-            out_stride=out.stride(2),
-            lse_head_stride=lse.stride(0),
-            lse_token_stride=lse.stride(1),
-            num_tokens=num_tokens,
-            num_seqs=batch.num_seqs,
-            left=min(left, batch.max_seq_len + batch.max_query_len),  # no sum with a position overflows then
-            right=min(right, batch.max_seq_len + batch.max_query_len),
-            VALUE_HEAD_SIZE=value_head_size,
-            BLOCK_TOKENS=BLOCK_TOKENS,
-            BLOCK_SEQS=BLOCK_SEQS,
-        ),
-        dict(num_warps=4 if sinks is not None or value_head_size > 256 else 1),
-    )
-    if name is not None:
-        plan.kept[name] = launch
+
+    def launch() -> Callable[..., None]:
+        return Launch(
+            _adapt_kernel,
+            (-(-num_tokens // BLOCK_TOKENS), num_heads),
+            dict(out=out, lse=lse, sinks=sinks),
+            dict(
+                cu_seqlens_q=batch.cu_seqlens_q,
+                seq_lens=batch.seq_lens,
+                out_token_stride=out.stride(0),
+                out_head_stride=out.stride(1),
+                out_stride=out.stride(2),
+                lse_head_stride=lse.stride(0),
+                lse_token_stride=lse.stride(1),
+                num_tokens=num_tokens,
+                num_seqs=batch.num_seqs,
+                left=min(left, batch.max_seq_len + batch.max_query_len),  # no sum with a position overflows then
+                right=min(right, batch.max_seq_len + batch.max_query_len),
+                VALUE_HEAD_SIZE=value_head_size,
+                BLOCK_TOKENS=BLOCK_TOKENS,
+                BLOCK_SEQS=BLOCK_SEQS,
+            ),
+            dict(num_warps=4 if sinks is not None or value_head_size > 256 else 1),
+        ).replay
+
+    launch_once(plan, key_of_launch("adapt", (out, lse), options), (out, lse, sinks), launch)
     return out, lse.T
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fastattn.kernels.flash.repage import repage
 from fastattn.kernels.problem import EXPANDED_BLOCK
+from fastattn.kernels.replay import memo_of
 from fastattn.kernels.triton.codes import Codes, codes_of, prepare_query, row_scale
 from fastattn.kernels.triton.run import converts_fp8, find_tile
 from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales, Plan
@@ -60,7 +61,8 @@ def attend(
     codes = codes_of(scales)
     if isinstance(scales, Fp8Scales):
         key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
-    over_pages = plan.kept.get("expanded")  # laid by in an earlier layer; what its table holds is written anew
+    memo = memo_of(plan)
+    over_pages = memo.expanded  # of an earlier layer; the entries of its table are written anew
     table = None if over_pages is None else over_pages.batch.block_table
     _, of_key, of_value = codes.numbers
     expand = partial(repage, batch=plan.batch, block_size=EXPANDED_BLOCK, dtype=query.dtype, sequences=plan.sequences)
@@ -69,7 +71,7 @@ def attend(
     values, _ = expand(value_cache, table=table, codes=kind, number=of_value, scales=codes.value)
     if over_pages is None:
         batch = replace(plan.batch, block_table=table)
-        over_pages = plan.kept["expanded"] = replace(plan, batch=batch, block_size=EXPANDED_BLOCK)
+        over_pages = memo.expanded = replace(plan, batch=batch, block_size=EXPANDED_BLOCK)
     if codes.kind == "int8" or codes.rounds_query:
         query = round_queries(query, plan, codes)
     return paged(query, keys, values, over_pages, options, out)

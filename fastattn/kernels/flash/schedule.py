@@ -1,4 +1,4 @@
-"""Schedules: how a package shares out the work of a step, made from its lengths once and kept for all layers."""
+"""Schedules: how a package shares out the work of a step, made from its lengths once for all layers."""
 
 import ctypes
 from collections.abc import Callable, Hashable
@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
+from fastattn.kernels.replay import memo_of
 from refattn.interface import Plan
 
 
 def schedule_of(plan: Plan, name: Hashable, make: Callable[[], Any]) -> Any:
-    """Return the schedule that a plan has kept under a name, or make one and let the plan keep it.
+    """Return the schedule in the memo of a plan, or make one and store it there.
 
     The lengths of a plan may be advanced in place, and a captured graph is replayed with others: a schedule is that of
     one version of the lengths, and one that a graph has made is used in that graph only. Streams share none, as a call
@@ -32,10 +33,11 @@ def schedule_of(plan: Plan, name: Hashable, make: Callable[[], Any]) -> Any:
     if any(x.is_inference() for x in lengths):  # which do not count their versions
         return make()
     version = tuple(x._version for x in lengths)
-    kept = plan.kept.get((name, where))
-    if kept is None or kept[0] != version:
-        kept = plan.kept[name, where] = (version, make())
-    return kept[1]
+    schedules = memo_of(plan).schedules
+    known = schedules.get((name, where))
+    if known is None or known[0] != version:
+        known = schedules[name, where] = (version, make())
+    return known[1]
 
 
 def _capture() -> tuple[str, int] | None:

@@ -255,37 +255,6 @@ def _seen_by_kernel(
     return key_cache, in_pairs(value_cache) if pays else value_cache
 
 
-def again(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    plan: Plan,
-    options: AttentionOptions,
-    out: Tensor | None,
-    scales: Fp8Scales | Int8Scales | None,
-    *,
-    with_lse: bool,
-) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """Return what computes the plan again with other tensors, by its launches; see `dispatch`."""
-    from fastattn.kernels.triton.attention import kept_launches
-    from fastattn.kernels.triton.codes import NO_CODES, codes_of
-
-    codes = NO_CODES
-    if scales is not None:
-        key, value = _seen_by_kernel(query, key, value, [plan], options, scales)
-        codes = codes_of(scales)
-    launches = kept_launches(query, key, value, plan, options, out, codes)
-    if launches is None:
-        return None
-    if scales is None:
-        return lambda query, key, value, plan, options, out: launches.again(
-            query, key, value, options, out, with_lse=with_lse
-        )
-    return lambda query, key, value, plan, options, scales, out: launches.again(
-        query, key, value, options, out, codes_of(scales), with_lse=with_lse
-    )
-
-
 def merge(
     outs: Sequence[Float[Tensor, "t h dv"]], lses: Sequence[Float[Tensor, "t h"]]
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:

@@ -18,9 +18,9 @@ part in which a query sees nothing changes nothing.
 Source: Dao et al. 2023, "Flash-Decoding"; the tiles of a ragged batch are found as in vLLM's Triton attention.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import torch
 import triton
@@ -30,9 +30,10 @@ from torch import Tensor
 
 from fastattn.kernels.device import is_rocm
 from fastattn.kernels.problem import key_starts, uses_positions
-from fastattn.kernels.triton.codes import NO_CODES, Codes, are_pairs, in_pairs, size_of
+from fastattn.kernels.replay import AnyPlan, Key, key_of_launch, launch_once, recorder
+from fastattn.kernels.triton.codes import NO_CODES, Codes, are_pairs, codes_of, in_pairs, size_of
 from fastattn.kernels.triton.decode import attend_few_rows
-from fastattn.kernels.triton.launch import Launch, is_aligned
+from fastattn.kernels.triton.launch import Launch, SplitLaunches
 from fastattn.kernels.triton.run import (
     CHANGING,
     INTERPRETED,
@@ -53,7 +54,7 @@ from fastattn.kernels.triton.run import (
     visible_keys,
     with_scale_above_0,
 )
-from refattn.interface import AttentionOptions, Batch, Plan, TreePlan
+from refattn.interface import AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan, TreePlan
 
 FEWEST_KEYS = 256  # that are worth a program of their own
 MOST_KEYS = 2048  # of a sequence in one program: one much longer than the others must not run alone at the end
@@ -136,10 +137,6 @@ def attend_levels(
     """
     num_tokens, num_heads = query.shape[:2]
     value_head_size = size_of(value)
-    name = _name_of_launches(query, key, value, options, out, shared, codes) if len(levels) == 1 else None
-    name = name if tree is None or name is None else ("tree", *name)  # the same plan may be attended without its trees
-    if name in levels[0].kept:
-        return levels[0].kept[name].again(query, key, value, options, out, codes)
     out = query.new_empty(num_tokens, num_heads, value_head_size) if out is None else out
     lse = query.new_empty(num_tokens, num_heads, dtype=torch.float32)
     batch = levels[-1].batch
@@ -159,14 +156,13 @@ def attend_levels(
         launch = _launch(
             query, key, value, levels[0], options, tunings[0], out, lse, shared=shared, codes=codes, tree=tree
         )
-        if name is not None:
-            levels[0].kept[name] = Launches(out.shape, 1, launch, None)
+        _record(out, [(launch, 0)], 1, None, options, shared=shared, codes=codes)
         return out, lse
 
     parts = query.new_empty(num_parts, *out.shape, dtype=torch.float32)
     part_lses = query.new_empty(num_parts, *lse.shape, dtype=torch.float32)
     overlap = can_overlap(query.device)
-    first = 0
+    launches, first = [], 0
     for level, tuning in zip(levels, tunings, strict=True):
         pays = codes.kind and tuning.block_m <= 16 and query.itemsize == 2 and not shared
         launch = _launch(
@@ -176,7 +172,7 @@ def attend_levels(
             level,
             options,
             tuning,
-            parts[first:] if first else parts,  # a slice takes the host as long as an allocation
+            parts[first:] if first else parts,  # a slice takes the CPU as long as an allocation
             part_lses[first:] if first else part_lses,
             overlap=overlap,
             after=first > 0,
@@ -184,6 +180,7 @@ def attend_levels(
             codes=codes,
             tree=tree,
         )
+        launches.append((launch, first))
         first += tuning.most_splits
     at_once = max(1, min(MERGED_AT_ONCE, MERGED_ELEMENTS // pad(value_head_size)))
     block_splits = 1 if options.batch_invariant else min(at_once, pad(num_parts))
@@ -205,8 +202,7 @@ def attend_levels(
         ),
         dict(num_warps=4) | ({"launch_pdl": True} if overlap else {}),
     )
-    if name is not None:
-        levels[0].kept[name] = Launches(out.shape, num_parts, launch, reduction)
+    _record(out, launches, num_parts, reduction, options, shared=shared, codes=codes)
     return out, lse
 
 
@@ -244,80 +240,103 @@ def attend_to_nodes(
     lse = query.new_empty(query.shape[:2], dtype=torch.float32)
     if not plan.trees.max_len:  # all rows are padding
         return out.zero_(), lse.fill_(-torch.inf)
-    name = ("nodes", _name_of_launches(query, key, value, options, out, shared, NO_CODES), prefix_lse.stride())
-    if name in plan.whole.kept:
-        plan.whole.kept[name].again(query, key, value, out, lse, *_of_layer(query, options).values(), prefix_lse)
-        return out, lse
     row_bytes, key_bytes = _bytes_of_a_program(query, key, value, shared)
     rows = plan.whole.batch.max_query_len * (query.shape[1] // key.shape[-2])
-    if shared:
-        tuning = _LATENT_16 if rows <= 16 else _LATENT_64
-    else:
-        tuning = Tuning(16 if rows <= 16 else 64, _fit(32, row_bytes), 4, 2, 1, 1)
-    tuning = tuning._replace(block_n=max(16, min(tuning.block_n, pad(plan.trees.max_len))))
-    spare = min(0, _spare_stages(query, shared, NO_CODES, tuning.block_m))
-    room = dict(row_bytes=row_bytes, key_bytes=key_bytes, fewest_stages=2 if shared else 1, spare=spare)
-    tuning = fit(tuning, query.device, **room)
     tensors = query, key, value
-    launch = _launch(*tensors, plan.whole, options, tuning, out, lse, shared=shared, tree=plan, prefix_lse=prefix_lse)
-    if name[1] is not None:
-        plan.whole.kept[name] = launch
+
+    def launch() -> Callable[..., None]:
+        if shared:
+            tuning = _LATENT_16 if rows <= 16 else _LATENT_64
+        else:
+            tuning = Tuning(16 if rows <= 16 else 64, _fit(32, row_bytes), 4, 2, 1, 1)
+        tuning = tuning._replace(block_n=max(16, min(tuning.block_n, pad(plan.trees.max_len))))
+        spare = min(0, _spare_stages(query, shared, NO_CODES, tuning.block_m))
+        room = dict(row_bytes=row_bytes, key_bytes=key_bytes, fewest_stages=2 if shared else 1, spare=spare)
+        tuning = fit(tuning, query.device, **room)
+        return _launch(
+            *tensors, plan.whole, options, tuning, out, lse, shared=shared, tree=plan, prefix_lse=prefix_lse
+        ).replay
+
+    cache_key = _key_of_launch("nodes", (*tensors, out, prefix_lse), options, shared=shared)
+    launch_once(plan.whole, cache_key, (*tensors, out, lse, *_of_layer(query, options).values(), prefix_lse), launch)
     return out, lse
 
 
-class Launches:
-    """The launches that compute a plan, to be made again in other layers.
+class Launches(SplitLaunches):
+    """The launches of a call, each method called as the operation of the kernel; see `fastattn.kernels.replay`.
 
     Args:
-        shape: of the answer.
-        num_parts: into how many parts the keys are split.
-        attend: the launch that attends.
-        reduce: the one that merges the parts; None if the first gives the answer.
+        launches: those of `SplitLaunches`, in its order.
+        with_lse: later calls want the log-sum-exps; else the tensor in their place may hold anything.
     """
 
-    def __init__(self, shape: Sequence[int], num_parts: int, attend: Launch, reduce: Launch | None) -> None:
-        num_tokens, num_heads, value_head_size = self._shape = tuple(shape)
-        rows = num_tokens * num_heads
-        # Where the log-sum-exps of the parts begin in the memory that they share, those of the answer, and the end.
-        self._at_part_lses = _aligned(num_parts * rows * value_head_size)
-        self._at_lse = self._at_part_lses + _aligned(num_parts * rows)
-        self._size = self._at_lse + rows
-        self._attend, self._reduce = attend, reduce
+    def __init__(self, *launches: Any, with_lse: bool) -> None:
+        super().__init__(*launches)
+        self._with_lse = with_lse
 
-    def again(
+    def attend(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        plan: AnyPlan,
         options: AttentionOptions,
         out: Tensor | None,
         codes: Codes = NO_CODES,
-        *,
-        with_lse: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        """Attend with other tensors of the same shapes and strides, and other scales of codes.
-
-        Codes may come as what they are, as bytes or in pairs. Without `with_lse` what stands for the log-sum-exps is
-        memory of no use.
-        """
-        out = query.new_empty(self._shape) if out is None else out
+        """Attend with numbers, or quantised values, which may come as they are stored."""
         of_layer = _of_layer(query, options, codes).values()
-        if self._reduce is None:
-            lse = query.new_empty(self._shape[:2], dtype=torch.float32)
-            self._attend.again(query, key, value, out, lse, *of_layer)
-            return out, lse
-        memory = query.new_empty(self._size, dtype=torch.float32)  # an allocation for each takes the host longer
-        lse = query.new_empty(self._shape[:2], dtype=torch.float32) if with_lse else memory
-        self._attend.again(query, key, value, memory, self._attend.part(memory, self._at_part_lses), *of_layer)
-        part_lses = self._reduce.part(memory, self._at_part_lses)
-        at_lse = lse if with_lse else self._reduce.part(memory, self._at_lse)
-        self._reduce.again(memory, part_lses, out, at_lse, _side_by_side(options.sinks))
-        return out, lse
+        sinks = (_side_by_side(options.sinks),)
+        return self.replay((query, key, value), of_layer, sinks, out, with_lse=self._with_lse)
+
+    def attend_to_codes(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        plan: AnyPlan,
+        options: AttentionOptions,
+        scales: Fp8Scales | Int8Scales,
+        out: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Attend to quantised values, with other scales of the same layout."""
+        return self.attend(query, key_cache, value_cache, plan, options, out, codes_of(scales))
+
+    def attend_to_latents(
+        self,
+        query: Tensor,
+        cache: Tensor,
+        plan: AnyPlan,
+        options: AttentionOptions,
+        latent_rank: int,
+        out: Tensor | None,
+        scales: Fp8Scales | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Attend to latents, which begin where their pool begins, as keys and as values."""
+        return self.attend(query, cache, cache, plan, options, out, NO_CODES if scales is None else codes_of(scales))
 
 
-def _aligned(size: int) -> int:
-    """Return the next number of float32 after which memory is aligned as `is_aligned` says."""
-    return -(-size // 4) * 4
+def _record(
+    out: Tensor,
+    launches: Sequence[tuple[Launch, int]],
+    num_parts: int,
+    reduction: Launch | None,
+    options: AttentionOptions,
+    *,
+    shared: bool,
+    codes: Codes,
+) -> None:
+    """Record how to replay the call that is under way; not if its scale is not positive, which changes the query."""
+    into = recorder()
+    if into is None or not _has_scale_above_0(options):
+        return
+    t, h, dv = out.shape
+    made = Launches(out.shape, (t, h, dv), launches, num_parts, reduction, with_lse=into.return_lse)
+    into.replay = made.attend_to_latents if shared else made.attend_to_codes if codes.kind else made.attend
+
+
+def _has_scale_above_0(options: AttentionOptions) -> bool:
+    return options.softmax_scale is None or options.softmax_scale > 0
 
 
 def _of_layer(query: Tensor, options: AttentionOptions, codes: Codes = NO_CODES) -> dict[str, Tensor | float | None]:
@@ -336,57 +355,12 @@ def _of_layer(query: Tensor, options: AttentionOptions, codes: Codes = NO_CODES)
     return arguments
 
 
-def kept_launches(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    plan: Plan,
-    options: AttentionOptions,
-    out: Tensor | None,
-    codes: Codes = NO_CODES,
-) -> Launches | None:
-    """Return the launches that a plan keeps of an attention like this, if there are any."""
-    launches: Launches | None = plan.kept.get(_name_of_launches(query, key, value, options, out, False, codes))
-    return launches
-
-
-def _name_of_launches(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    options: AttentionOptions,
-    out: Tensor | None,
-    shared: bool,
-    codes: Codes,
-) -> tuple[object, ...] | None:
-    """Return what a plan keeps launches under: all that they depend on besides the plan; None where they can't be kept.
-
-    Those of a scale that is not positive change the query first.
-    """
-    slopes, sinks = options.alibi_slopes, options.sinks
-    if options.softmax_scale is not None and options.softmax_scale <= 0:
-        return None
-    if not is_aligned((query, key, value, out, slopes, sinks, codes.query, codes.key, codes.value)):
-        return None
+def _key_of_launch(name: str, tensors: tuple[Tensor, ...], options: AttentionOptions, *, shared: bool) -> Key | None:
+    """Return the cache key of a launch over another kernel's output; None if it is not replayed, as in `_record`."""
     return (
-        "triton",
-        query.dtype,
-        query.shape,
-        query.stride(),
-        key.shape,
-        key.stride(),
-        value.dtype,
-        value.shape,
-        value.stride(),
-        options.softmax_scale,
-        options.softcap,
-        options.batch_invariant,
-        options.alibi_sqrt,
-        None if slopes is None else slopes.dtype,
-        None if sinks is None else sinks.dtype,
-        shared,
-        (codes.kind, codes.rounds_query),
-        *(None if x is None else x.stride() for x in (codes.query, codes.key, codes.value)),
+        key_of_launch(f"{name} of latents" if shared else name, tensors, options)
+        if _has_scale_above_0(options)
+        else None
     )
 
 
@@ -450,17 +424,17 @@ def repair(
     """
     if 0 in (*query.shape[:2], plan.batch.num_seqs):
         return
-    name = ("repair", _name_of_launches(query, key, value, options, out, shared, NO_CODES))
-    if name in plan.kept:
-        plan.kept[name].again(query, key, value, out, None, *_of_layer(query, options).values())
-        return
     row_bytes, key_bytes = _bytes_of_a_program(query, key, value, shared)
-    tuning = _LATENT_16 if shared else Tuning(64, _fit(64, row_bytes), 4, 3, 1, 1)
-    room = dict(row_bytes=row_bytes, key_bytes=key_bytes, fewest_stages=2 if shared else 1)
-    tuning = fit(tuning, query.device, **room)
-    launch = _launch(query, key, value, plan, options, tuning, out, None, shared=shared)
-    if name[1] is not None:
-        plan.kept[name] = launch
+    tensors = query, key, value
+
+    def launch() -> Callable[..., None]:
+        tuning = _LATENT_16 if shared else Tuning(64, _fit(64, row_bytes), 4, 3, 1, 1)
+        room = dict(row_bytes=row_bytes, key_bytes=key_bytes, fewest_stages=2 if shared else 1)
+        tuning = fit(tuning, query.device, **room)
+        return _launch(*tensors, plan, options, tuning, out, None, shared=shared).replay
+
+    cache_key = _key_of_launch("repair", (*tensors, out), options, shared=shared)
+    launch_once(plan, cache_key, (*tensors, out, None, *_of_layer(query, options).values()), launch)
 
 
 def attend_to_latent_nodes(
@@ -512,7 +486,7 @@ def _launch(
     tree: TreePlan | None = None,
     prefix_lse: Tensor | None = None,
 ) -> Launch:
-    """Launch the kernel for one level, and return what can be launched again with other tensors of the same shapes.
+    """Launch the kernel for one level, and return what can be replayed with other tensors of the same shapes.
 
     Args:
         query: as in `attend`, and what follows.

@@ -39,7 +39,8 @@ def write(
         slot_mapping: the slot of each token; -1 is not written.
 
     Returns:
-        What writes again, of other tensors of the same types, shapes and strides that begin at multiples of 16 bytes.
+        A function that replays the write with other tensors of the same types, shapes and strides, aligned to 16 bytes;
+        None if there is nothing to write.
     """
     num_tokens, num_kv_heads, head_size = key.shape
     rows = num_tokens * num_kv_heads
@@ -65,7 +66,7 @@ def write(
         ),
         {},
     )
-    return launch.again
+    return launch.replay
 
 
 def write_quantized(

@@ -1,13 +1,13 @@
-"""Launches that are made again: the same kernel, grid and numbers, with the tensors of another layer.
+"""Launches that are replayed: the same kernel, grid and numbers, with the tensors of another layer.
 
-At each launch Triton finds out anew what its arguments would compile to, and its launcher reads every argument and asks
-the driver about every pointer, which takes the host longer than many a kernel takes the GPU. Layers of a step differ in
-their tensors only. So the plan of the step keeps what the first layer launched, its arguments laid out as the driver
-reads them, and the next layer fills in its addresses. They may be of parts of one piece of memory, which needs no
-tensor for each part.
+At each launch Triton finds out anew what its arguments would compile to, and its launcher reads every argument and
+asks the driver about every pointer, which takes the CPU longer than many a kernel takes the GPU. Layers differ in
+their tensors only. So the memo of a plan stores what the first layer launched, its arguments laid out as the driver
+reads them, and the next layer fills in its addresses. Some may be addresses inside one allocation, which needs no
+tensor for each.
 
     Triton      find the kernel    read all arguments    check every pointer       cuLaunchKernelEx
-    here                                                 write what has changed    cuLaunchKernelEx
+    replay                                               write what has changed    cuLaunchKernelEx
 
 Source: `cuLaunchKernelEx` in the CUDA driver API; the two pointers that follow a kernel's own arguments are those of
     Triton's launcher, `triton/backends/nvidia/driver.py`.
@@ -15,7 +15,7 @@ Source: `cuLaunchKernelEx` in the CUDA driver API; the two pointers that follow 
 
 import ctypes
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from threading import Lock
 from typing import Any
@@ -26,17 +26,15 @@ from torch import Tensor
 from fastattn.kernels.device import is_rocm
 from fastattn.kernels.triton.run import INTERPRETED
 
-ALIGNMENT = 16  # bytes: Triton compiles another kernel for a pointer that is no multiple of it
-
 
 class Launch:
-    """A launch of a kernel, which is made at once and can be made again.
+    """A launch of a kernel, which is made at once and can be replayed.
 
     Args:
         kernel: a function of `triton.jit`.
         grid: how many programs, in one or two dimensions.
         tensors: the arguments that change, by name; numbers may be among them. Those that come later have to be of the
-            same type, or of one that can be seen as it, to be aligned as `is_aligned` says if these are, and None where
+            same type, or of one that can be seen as it, to begin at multiples of 16 bytes if these do, and None where
             these are.
         arguments: all others, by name; those that change may be among them.
         options: warps, stages, and what else is not an argument.
@@ -60,7 +58,7 @@ class Launch:
         self._packed: PackedLaunch | None = None
         self._can_pack = not INTERPRETED
 
-    def again(self, *tensors: Tensor | float | None) -> None:
+    def replay(self, *tensors: Tensor | float | None) -> None:
         """Launch with other tensors, or with what `part` returns, in the order in which they were given first."""
         if self._can_pack and self._packed is None:
             self._packed = PackedLaunch.of(self._compiled, self._grid, self._arguments, self._places, tensors)
@@ -73,17 +71,89 @@ class Launch:
         self._launch(*arguments)
 
     def part(self, memory: Tensor, first: int) -> Tensor | int:
-        """Return some memory from an element on, for `again`: its address, or a view where Triton launches."""
+        """Return some memory from an element on, for `replay`: its address, or a view where Triton launches."""
         return memory[first:] if self._packed is None else memory.data_ptr() + first * memory.element_size()
 
 
-def is_aligned(tensors: Sequence[Tensor | None]) -> bool:
-    """Return whether all tensors begin at multiples of 16 bytes."""
-    bits = 0
-    for x in tensors:
-        if x is not None:
-            bits |= x.data_ptr()
-    return bits % ALIGNMENT == 0
+class SplitLaunches:
+    """The launches of one call of attention: each gives some partial outputs, which the last one merges.
+
+    Partial outputs and their log-sum-exps share one allocation, as several take the CPU longer:
+
+        partial outputs [parts, t, h, dv] | their log-sum-exps [parts, t, h] | log-sum-exps [t, h] that nobody reads
+
+    Args:
+        shape: of the output.
+        part_shape: of a partial output, `(t, h, dv)`.
+        launches: each launch of attention, with the number of partial outputs before its own.
+        num_parts: partial outputs of all launches.
+        reduction: merges them; None if the one launch gives the output.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        part_shape: tuple[int, int, int],
+        launches: Sequence[tuple[Launch, int]],
+        num_parts: int,
+        reduction: Launch | None,
+    ) -> None:
+        num_tokens, num_heads, value_head_size = part_shape
+        self._shape, self._lse_shape, rows = tuple(shape), (num_tokens, num_heads), num_tokens * num_heads
+        self._at_part_lses = _aligned(num_parts * rows * value_head_size)
+        self._at_lse = self._at_part_lses + _aligned(num_parts * rows)
+        self._size = self._at_lse + rows
+        self._first, *self._others = [
+            (launch, before * rows * value_head_size, self._at_part_lses + before * rows) for launch, before in launches
+        ]
+        self._reduction = reduction
+
+    @property
+    def is_split(self) -> bool:
+        """Whether there are partial outputs, and a reduction."""
+        return self._reduction is not None
+
+    def replay(
+        self,
+        tensors: tuple[Tensor, ...],
+        of_layer: Iterable[Tensor | float | None],
+        of_reduction: Iterable[Tensor | float | None],
+        out: Tensor | None,
+        lse: Tensor | None = None,
+        *,
+        with_lse: bool = True,
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the call with other tensors.
+
+        Args:
+            tensors: the first arguments of attention: the queries, the keys and the values.
+            of_layer: its last arguments.
+            of_reduction: the last arguments of the reduction.
+            out: memory for the output; new memory if None.
+            lse: memory for the log-sum-exps; new memory if None.
+            with_lse: they are wanted; else the tensor in their place may hold anything.
+        """
+        query = tensors[0]
+        out = query.new_empty(self._shape) if out is None else out
+        reduction, (launch, _, at_part_lses) = self._reduction, self._first
+        if lse is None and (with_lse or reduction is None):
+            lse = query.new_empty(self._lse_shape, dtype=torch.float32)
+        if reduction is None:
+            assert lse is not None
+            launch.replay(*tensors, out, lse, *of_layer)
+            return out, lse
+        memory = query.new_empty(self._size, dtype=torch.float32)
+        launch.replay(*tensors, memory, launch.part(memory, at_part_lses), *of_layer)
+        for launch, at_parts, at_part_lses in self._others:
+            launch.replay(*tensors, launch.part(memory, at_parts), launch.part(memory, at_part_lses), *of_layer)
+        at_lse = reduction.part(memory, self._at_lse) if lse is None else lse
+        reduction.replay(memory, reduction.part(memory, self._at_part_lses), out, at_lse, *of_reduction)
+        return out, memory if lse is None else lse
+
+
+def _aligned(size: int) -> int:
+    """Return the next number of float32 that ends at a multiple of 16 bytes."""
+    return -(-size // 4) * 4
 
 
 # --- arguments as the driver reads them ---
@@ -182,7 +252,7 @@ class PackedLaunch:
         return cls(compiled.function, config, cells, changing, torch.cuda.current_device())
 
     def __call__(self, *tensors: Tensor | float | None) -> None:
-        """Launch on the current stream; arguments are those of `Launch.again`."""
+        """Launch on the current stream; arguments are those of `Launch.replay`."""
         values = [x if isinstance(x, (int, float)) else 0 if x is None else x.data_ptr() for x in tensors]
         with self._lock:
             self._write(self._changing, 0, *values)

@@ -21,6 +21,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fastattn.kernels.problem import Subtraction
+from fastattn.kernels.replay import recorder
+from fastattn.kernels.triton.launch import Launch, SplitLaunches
 from fastattn.kernels.triton.run import (
     CHANGING,
     Tuning,
@@ -68,9 +70,7 @@ def attend(
     group = num_heads // 2 // num_pairs  # query pairs that share a pair of key heads
     left, right = plan.window
     query, scale = with_scale_above_0(query, options.softmax_scale)
-    norm_weight, slopes, sinks = (
-        None if x is None else x.contiguous() for x in (subtraction.norm_weight, options.alibi_slopes, options.sinks)
-    )
+    of_layer, of_reduction = _of_layer(options, subtraction)
     row_bytes = pad(head_size) * query.element_size()  # a key here has two halves, and so has its value
     tuning = fit(tune(query, cache, plan, options), query.device, row_bytes=2 * row_bytes, key_bytes=4 * row_bytes)
     one_tile = batch.max_query_len * group <= tuning.block_m
@@ -87,65 +87,92 @@ def attend(
     block_table = batch.block_table
     assert block_table is not None  # the path has checked it
     common = dict(PAIRS=num_heads // 2, HEAD_SIZE=head_size, OVERLAP=overlap)
-    _attend_kernel[tiles * num_pairs, tuning.splits](
-        query,
-        cache,
-        parts,
-        part_lses,
-        subtraction.lambda_full,
-        norm_weight,
-        block_table,
-        batch.cu_seqlens_q,
-        batch.seq_lens,
-        slopes,
-        sinks,
-        query.stride(),
-        cache.stride(),
-        block_table.stride(),
-        num_tokens,
-        batch.num_seqs,
-        scale,
-        options.softcap,
-        left,
-        right,
-        subtraction.norm_eps,
-        subtraction.factor,
-        **common,
-        GROUP=group,
-        BLOCK_SIZE=block_size,
-        WIDE=is_wide(block_size, cache.stride(3)),
-        BLOCK_M=tuning.block_m,
-        BLOCK_N=tuning.block_n,
-        SPLIT=split,
-        ONE_TILE=one_tile,
-        SOFTCAP=options.softcap > 0,
-        LEFT=left >= 0,
-        RIGHT=right >= 0,
-        ALIBI_SQRT=options.alibi_sqrt,
-        num_warps=tuning.num_warps,
-        num_stages=tuning.num_stages,
-    )
-    if split:
-        _reduce_kernel[num_tokens, num_heads // 2](
-            parts,
-            part_lses,
-            out,
-            lse,
-            subtraction.lambda_full,
-            norm_weight,
-            batch.cu_seqlens_q,
-            sinks,
-            num_tokens,
-            batch.num_seqs,
-            tuning.splits,
-            subtraction.norm_eps,
-            subtraction.factor,
+    launch = Launch(
+        _attend_kernel,
+        (tiles * num_pairs, tuning.splits),
+        dict(query=query, cache=cache, out=parts, lse=part_lses) | of_layer,
+        dict(
+            block_table=block_table,
+            cu_seqlens_q=batch.cu_seqlens_q,
+            seq_lens=batch.seq_lens,
+            query_strides=query.stride(),
+            cache_strides=cache.stride(),
+            table_strides=block_table.stride(),
+            num_tokens=num_tokens,
+            num_seqs=batch.num_seqs,
+            scale=scale,
+            softcap=options.softcap,
+            left=left,
+            right=right,
             **common,
-            BLOCK_SPLITS=min(16, pad(tuning.splits)),
-            num_warps=2,
-            **({"launch_pdl": True} if overlap else {}),
+            GROUP=group,
+            BLOCK_SIZE=block_size,
+            WIDE=is_wide(block_size, cache.stride(3)),
+            BLOCK_M=tuning.block_m,
+            BLOCK_N=tuning.block_n,
+            SPLIT=split,
+            ONE_TILE=one_tile,
+            SOFTCAP=options.softcap > 0,
+            LEFT=left >= 0,
+            RIGHT=right >= 0,
+            ALIBI_SQRT=options.alibi_sqrt,
+        ),
+        dict(num_warps=tuning.num_warps, num_stages=tuning.num_stages),
+    )
+    reduction = None
+    if split:
+        reduction = Launch(
+            _reduce_kernel,
+            (num_tokens, num_heads // 2),
+            dict(parts=parts, part_lses=part_lses, out=out, lse=lse) | of_reduction,
+            dict(
+                cu_seqlens_q=batch.cu_seqlens_q,
+                num_tokens=num_tokens,
+                num_seqs=batch.num_seqs,
+                splits=tuning.splits,
+                **common,
+                BLOCK_SPLITS=min(16, pad(tuning.splits)),
+            ),
+            dict(num_warps=2) | ({"launch_pdl": True} if overlap else {}),
         )
+    into = recorder()
+    if into is not None and (options.softmax_scale is None or options.softmax_scale > 0):  # else the query is changed
+        part_shape = (num_tokens, num_heads, 2 * head_size)
+        into.replay = PairLaunches(out.shape, part_shape, [(launch, 0)], tuning.splits, reduction).attend
     return out, lse
+
+
+class PairLaunches(SplitLaunches):
+    """The launches of a call, called as the operation of the kernel; see `fastattn.kernels.replay`."""
+
+    def attend(
+        self,
+        query: Tensor,
+        cache: Tensor,
+        plan: Plan,
+        options: AttentionOptions,
+        subtraction: Subtraction,
+        out: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Attend with other tensors, and other numbers of the subtraction."""
+        of_layer, of_reduction = _of_layer(options, subtraction)
+        lse = query.new_empty(query.shape[:2], dtype=torch.float32)
+        if not self.is_split:  # rows that belong to no tile
+            out = query.new_zeros(query.shape) if out is None else out.zero_()
+            lse.fill_(-torch.inf)
+        return self.replay((query, cache), of_layer.values(), of_reduction.values(), out, lse)
+
+
+def _of_layer(
+    options: AttentionOptions, subtraction: Subtraction
+) -> tuple[dict[str, Tensor | float | None], dict[str, Tensor | float | None]]:
+    """Return what differs between layers beside tokens, as arguments of the kernel and of the reduction."""
+    weight, slopes, sinks = (
+        None if x is None else x.contiguous() for x in (subtraction.norm_weight, options.alibi_slopes, options.sinks)
+    )
+    common: dict[str, Tensor | float | None] = dict(lambda_full=subtraction.lambda_full, norm_weight=weight)
+    common |= dict(sinks=sinks, norm_eps=subtraction.norm_eps, factor=subtraction.factor)
+    return {**common, "alibi_slopes": slopes}, common
 
 
 def tune(query: Tensor, cache: Tensor, plan: Plan, options: AttentionOptions) -> Tuning:

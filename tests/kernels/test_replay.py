@@ -1,0 +1,518 @@
+"""Replays: calls by the memo of a plan, and writes, without checks, and never in the place of another."""
+
+import ctypes
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import fields, replace
+from unittest import mock
+
+import kernels_present  # noqa: F401 (quickens the interpreter)
+import pytest
+import torch
+from batches import Case, build
+from stored import apart, store
+
+import fastattn
+import refattn.kv_cache
+from fastattn import (
+    cascade,
+    chunked_prefill,
+    dense,
+    differential,
+    kv_cache,
+    local,
+    mla,
+    quantized,
+    sliding_window,
+    speculative,
+)
+from fastattn.kernels import dispatch, replay
+from fastattn.kernels.replay import memo_of
+from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales, Prefix
+
+CASE = Case("layers", ((2, 40), (1, 60), (0, 9)), heads=(4, 2), padding_rows=1)
+SHARED = Case("shared", ((2, 40), (1, 60), (1, 39)), heads=(4, 2), padding_rows=1)
+TREES = [(-1, 0), (-1,), ()]
+OPTIONS = dict(softmax_scale=0.2)  # latents have no default
+PATHS = {
+    "dense": dense,
+    "chunked_prefill": chunked_prefill,
+    "sliding_window": sliding_window,
+    "local": local,
+    "cascade": cascade,
+    "tree": speculative,
+    "latents": mla,
+    "tree of latents": mla,
+    "fp8 latents": mla,
+    "differential": differential,
+    "differential rows": differential,
+    "fp8 differential": differential,
+    "e4m3": quantized,
+    "int8": quantized,
+    "int8 cascade": quantized,
+    "int8 tree": quantized,
+}
+in_each_path = pytest.mark.parametrize("name", PATHS)
+
+
+def lay_out(name, seed=0, dtype=torch.float16, device="cpu"):
+    """Make the tensors of a layer of a path, the batch, and what its call takes besides; numbers follow the seed."""
+    number = 0.5 + seed / 8
+    if name.startswith(("e4m3", "int8")):
+        case = SHARED if "cascade" in name else CASE
+        stored = store(case, name.split()[0], dtype=dtype, seed=seed, poison=(0.5,), device=device, per="head")
+        return *stored.tensors[:3], shared(stored.batch, case), dict(scales=stored.scales)
+    case = SHARED if name == "cascade" else CASE
+    inputs = build(case, seed=seed, dtype=dtype, device=device, poison=(0.5,))
+    if "latents" in name:
+        cache = torch.cat([inputs.key_cache[:, :, 0], inputs.value_cache[:, :, 0]], dim=-1)
+        query = torch.cat([inputs.query, inputs.query], dim=-1)
+        more = dict(latent_rank=cache.shape[-1] // 2)
+        if name == "fp8 latents":
+            cache, more["cache_scale"] = cache.to(torch.float8_e4m3fn), number
+        return query, cache, inputs.batch, more
+    if "differential" in name:
+        torch.manual_seed(seed)
+        pools = inputs.rows[1:3] if "rows" in name else inputs.tensors[1:3]
+        cache = torch.stack([torch.stack([x[..., half::2, :] for x in pools]) for half in (0, 1)])
+        weight = torch.rand(2 * cache.shape[-1], device=device)
+        more = dict(lambda_full=torch.tensor(number, device=device), lambda_init=number / 2, norm_weight=weight)
+        if name == "fp8 differential":
+            cache, more["scales"] = cache.to(torch.float8_e4m3fn), Fp8Scales(number, 3 * number)
+        return inputs.query, cache, inputs.rows[3] if "rows" in name else inputs.batch, more
+    tensors = inputs.rows if name == "dense" else inputs.tensors
+    return *tensors[:3], shared(tensors[3], case), {}
+
+
+def shared(batch, case):
+    """Let the first two sequences of a cascade share their first block."""
+    if case is not SHARED:
+        return batch
+    table = batch.block_table.clone()
+    table[1, 0] = table[0, 0]
+    return replace(batch, block_table=table)
+
+
+def plan_of(name, batch):
+    """Plan a step of a path."""
+    if name == "dense":
+        return dense.plan(batch)
+    if name == "differential rows":
+        return dense.plan(batch)
+    if "cascade" in name:
+        return cascade.plan(batch, prefixes=[Prefix(0, 2, 16)], block_size=16)
+    if "tree" in name:
+        return speculative.plan(batch, block_size=16, trees=speculative.make_trees(TREES, device=str(batch.device)))
+    planned = {"sliding_window": dict(window_size=(20, 0)), "local": dict(chunk_size=32)}.get(name, {})
+    return PATHS[name].plan(batch, block_size=16, **planned)
+
+
+def nothing_is_chosen():
+    def refuse(*_):
+        raise AssertionError("a kernel was chosen")
+
+    return mock.patch.multiple(dispatch, choose=refuse, _choose_differential=refuse)
+
+
+def nothing_is_checked():
+    """Let a check fail that every call of attention makes."""
+    return mock.patch("refattn.interface.checks._check_query", side_effect=AssertionError("a query was checked"))
+
+
+@in_each_path
+@pytest.mark.parametrize("return_lse", [False, True], ids=["out", "lse"])
+@pytest.mark.parametrize("kernel", [None, "triton"], ids=["chosen", "triton"])
+def test_a_call_is_replayed_with_the_tensors_of_another_layer(name, return_lse, kernel, device):
+    attention = PATHS[name].attention
+    *first, batch, more = lay_out(name, device=device)
+    *other, _, others = lay_out(name, seed=1, device=device)
+    slopes, sinks = (torch.linspace(a, 1.0, 4, device=device) for a in (0.1, -2.0))
+    with nullcontext() if kernel is None else fastattn.use_kernel(kernel):
+        for asked in ({}, dict(sinks=sinks), dict(sinks=sinks, alibi_slopes=slopes, softcap=5.0)):
+            plan = plan_of(name, batch)
+            options = AttentionOptions(**OPTIONS, **asked)
+            with nothing_is_checked(), pytest.raises(AssertionError, match="a query was checked"):
+                attention(*first, plan, options, return_lse=return_lse, **more)
+            changed = {what: x.flip(0) for what, x in asked.items() if what != "softcap"}
+            other_options = replace(options, **changed)
+            attention(*first, plan, options, return_lse=return_lse, **more)
+            anew = attention(*other, plan_of(name, batch), other_options, return_lse=return_lse, **others)
+            with nothing_is_chosen(), nothing_is_checked():
+                replayed = attention(*other, plan, other_options, return_lse=return_lse, **others)
+            out = torch.full_like(replayed[0] if return_lse else replayed, torch.nan)
+            attention(*first, plan, options, out=out, return_lse=return_lse, **more)
+            with nothing_is_chosen(), nothing_is_checked():
+                in_out = attention(
+                    *other, plan, other_options, out=out.fill_(torch.nan), return_lse=return_lse, **others
+                )
+            if not return_lse:
+                anew, replayed, in_out = (anew,), (replayed,), (in_out,)
+            assert in_out[0] is out
+            assert all(map(torch.equal, replayed, anew))
+            assert all(map(torch.equal, in_out, anew))
+
+
+def other_calls(device):
+    """List calls by one plan, no two with one cache key: tensors, options, and what else is passed."""
+    query, keys, values, _, _ = lay_out("chunked_prefill", device=device)
+    others = lay_out("chunked_prefill", seed=1, device=device)[:3]
+    in_halves = lay_out("chunked_prefill", dtype=torch.float32, device=device)[:3]
+    heads_first = keys.transpose(1, 2).contiguous().transpose(1, 2)
+    unaligned = torch.empty(keys.numel() + 1, dtype=keys.dtype, device=device)[1:].view(keys.shape).copy_(keys)
+    slopes, sinks = torch.tensor([0.5, 0.1, 0.2, 0.3], device=device), torch.tensor([1.0, -2, 3, 0], device=device)
+    apart_out = torch.zeros(len(query), 4, 2 * values.shape[-1], dtype=query.dtype, device=device)[..., ::2]
+    return {
+        "others": (others, {}, {}),
+        "float32": (in_halves, {}, {}),
+        "a row of padding": ((torch.cat([query, query[:1]]), keys, values), {}, {}),
+        "fewer heads": ((query[:, ::2], keys, values), {}, {}),
+        "half the heads of keys": ((query[:, :2], keys[:, :, :1], values[:, :, :1]), {}, {}),
+        "rows apart": ((apart(query), keys, values), {}, {}),
+        "elements apart": ((query, keys, values.repeat_interleave(2, -1)[..., ::2]), {}, {}),
+        "values of another size": ((query, keys, values[..., :16]), {}, {}),
+        "heads before tokens": ((query, heads_first, values), {}, {}),
+        "unaligned": ((query, unaligned, values), {}, {}),
+        "more blocks": ((query, torch.cat([keys, keys]), torch.cat([values, values])), {}, {}),
+        "scale": ((query, keys, values), dict(softmax_scale=0.3), {}),
+        "negative scale": ((query, keys, values), dict(softmax_scale=-0.3), {}),
+        "no scale": ((query, keys, values), dict(softmax_scale=0.0), {}),
+        "softcap": ((query, keys, values), dict(softcap=2.0), {}),
+        "invariant": ((query, keys, values), dict(batch_invariant=True), {}),
+        "slopes": ((query, keys, values), dict(alibi_slopes=slopes), {}),
+        "other slopes": ((query, keys, values), dict(alibi_slopes=slopes.flip(0)), {}),
+        "slopes apart": ((query, keys, values), dict(alibi_slopes=slopes.repeat_interleave(2)[::2]), {}),
+        "sinks": ((query, keys, values), dict(sinks=sinks), {}),
+        "other sinks": ((query, keys, values), dict(sinks=sinks.flip(0)), {}),
+        "sinks of another type": ((query, keys, values), dict(sinks=sinks.half()), {}),
+        "out": ((query, keys, values), {}, dict(out=torch.zeros_like(query))),
+        "out apart": ((query, keys, values), {}, dict(out=apart_out)),
+    }
+
+
+@pytest.mark.parametrize("kernel", [None, "triton"], ids=["chosen", "triton"])
+def test_other_calls_by_the_same_plan_are_answered_as_by_a_new_one(kernel, device):
+    *tensors, batch, _ = lay_out("chunked_prefill", device=device)
+    plan, is_first = plan_of("chunked_prefill", batch), {}
+    with nullcontext() if kernel is None else fastattn.use_kernel(kernel):
+        for _ in range(2):  # computed, and then replayed among the others
+            for what, (tensors, options, more) in other_calls(device).items():
+                options = AttentionOptions(**options)
+                answer = chunked_prefill.attention(*tensors, plan, options, return_lse=True, **more)
+                anew = chunked_prefill.attention(*tensors, plan_of("chunked_prefill", batch), options, return_lse=True)
+                assert all(map(torch.equal, answer, anew)), what
+                assert "out" not in more or answer[0] is more["out"]
+                is_first.setdefault(what, anew)
+    assert not torch.equal(is_first["slopes"][0], is_first["other slopes"][0])
+    assert not torch.equal(is_first["sinks"][1], is_first["other sinks"][1])
+
+
+def changed(x):
+    """Change each of what a launch or a check sees of a tensor, and nothing else."""
+    yield x.half()
+    yield x[1:].clone()
+    yield torch.cat([x, x])[::2]
+    yield x.unsqueeze(0)
+    yield x.to("meta")
+    if x.is_floating_point():
+        yield x.detach().clone().requires_grad_()
+
+
+def unchecked(kind, fields):
+    """Make options or scales of any fields: no two of them have to fit."""
+    made = object.__new__(kind)
+    vars(made).update(fields)
+    return made
+
+
+@pytest.mark.parametrize("kind", ["plain", "e4m3", "int8"])
+def test_calls_with_one_cache_key_are_alike(kind):
+    """All that is checked, chosen and launched by is in the key, but for what the plan says and the tensors hold."""
+    query, key, value, batch, _ = lay_out("chunked_prefill", dtype=torch.float32)
+    plan, per_head = plan_of("chunked_prefill", batch), torch.ones(4)
+    scales = {"key": torch.ones(2, 4), "value": torch.ones(2, 4)} if kind != "plain" else {}
+    scales |= {"key": torch.ones(8, 16, 2)} if kind == "int8" else {}
+    scales |= {"query": torch.ones(2, 4)} if kind == "e4m3" else {}
+    good = dict(
+        query=query,
+        key=key,
+        value=value,
+        out=query.clone(),
+        alibi_slopes=per_head,
+        sinks=per_head,
+        **{f"scales.{name}": scale for name, scale in scales.items()},
+    )
+
+    def named(asked_for=None, operation="paged", return_lse=False, format=torch.float8_e4m3fn, **changes):
+        given = {**good, **changes}
+        its_scales = {name[7:]: given.pop(name) for name in list(given) if name.startswith("scales.")}
+        its_scales |= {"format": format} if kind == "e4m3" else {}
+        options = {name: given.pop(name, default) for name, default in vars(AttentionOptions()).items()}
+        arguments = dict(options=unchecked(AttentionOptions, options), return_lse=return_lse, scales=None)
+        if its_scales:
+            arguments["scales"] = unchecked(Int8Scales if kind == "int8" else Fp8Scales, its_scales)
+        tensors, more = tuple(map(given.pop, ("query", "key", "value"))), dict(scales=arguments.pop("scales"))
+        return replay.key_of(operation, asked_for, tensors, plan, **given, **arguments, more=more)
+
+    name = named()
+    assert name is not None
+    assert name == named(**{what: x.clone() for what, x in good.items()})
+    others = [
+        *(named(**{what: other}) for what, x in good.items() for other in changed(x)),
+        *(named(**{what: None}) for what in good if what not in ("query", "key", "value")),
+        *(named(**{what: 1.0}) for what in good if what.startswith("scales.")),
+        *(named(asked_for="triton"), named(operation="dense"), named(return_lse=True)),
+        *(named(softmax_scale=1.0), named(softcap=1.0), named(batch_invariant=True), named(alibi_sqrt=True)),
+        *([named(format=torch.float8_e5m2)] if kind == "e4m3" else []),
+    ]
+    for other in others:
+        assert other is not None
+        assert other != name
+    for what in ("query", "key", "value", "out"):
+        for bad in ([1], "query", 1.0, torch.nn.Parameter(query)):
+            assert named(**{what: bad}) is None
+    for bad in (1, 0, None, "yes", torch.tensor(True)):
+        assert named(return_lse=bad) is None
+    unaligned = torch.zeros(query.numel() + 1)[1:].view(query.shape)
+    assert named(query=unaligned) is named(out=unaligned) is named(sinks=torch.ones(5)[1:]) is None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert named() is None
+
+
+def test_a_kernel_that_is_asked_for_is_not_replaced_by_a_replay(device):
+    *tensors, batch, _ = lay_out("chunked_prefill", device=device)
+    plan, refusing = plan_of("chunked_prefill", batch), "fa4" if device == "cpu" else "cpu"
+    for times_chosen in (1, 0):
+        chunked_prefill.attention(*tensors, plan)
+        with fastattn.use_kernel(refusing), pytest.raises(NotImplementedError, match=f"{refusing}: computes on"):
+            chunked_prefill.attention(*tensors, plan)
+        with fastattn.use_kernel("triton"), mock.patch.object(dispatch, "choose", wraps=dispatch.choose) as choose:
+            chunked_prefill.attention(*tensors, plan)
+        assert choose.call_count == times_chosen
+    assert {asked_for for _, asked_for, *_ in memo_of(plan).replays} == {None, "triton"}
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+@in_each_path
+def test_bad_calls_are_refused_after_good_ones(name, device):
+    """What is bad in one argument gives another cache key, whatever the path."""
+    *tensors, batch, more = lay_out(name, device=device)
+    query, *pools = tensors
+    plan, options = plan_of(name, batch), AttentionOptions(**OPTIONS)
+    bad = [
+        ("", [query[..., :3] if "latents" in name else query[:, :3], *pools], {}, {}),
+        ("query", [query[0], *pools], {}, {}),
+        ("", [query, *(pool[:1] for pool in pools)], {}, {}),
+        ("out", tensors, {}, dict(out=query[..., :5])),
+        ("return_lse", tensors, {}, dict(return_lse=1)),
+        ("sinks", tensors, dict(sinks=torch.zeros(3, device=device)), {}),
+        ("options", tensors, None, {}),
+    ]
+    numbers = {"cache_scale": (0.0, -1.0, torch.nan, torch.inf, "1", True, 0.0), "latent_rank": (0, 10_000, 8.0, True)}
+    numbers |= {"lambda_init": (torch.nan, torch.inf, "1", True), "norm_eps": (0.0, -1e-5, torch.nan, None, [1])}
+    numbers["lambda_full"] = (torch.zeros(1, device=device), torch.tensor(1, device=device), 0.5)
+    if device == "cpu":
+        numbers["lambda_full"] += (torch.tensor(torch.nan), torch.tensor(torch.inf))
+    numbers["norm_weight"] = (torch.ones(3, device=device), torch.ones(32, dtype=torch.int32, device=device))
+    numbers["scales"] = (1.0, AttentionOptions(), {})
+    its = {"norm_eps": 1e-5, **more} if "differential" in name else {"cache_scale": 1.0, **more}
+    if "latents" not in name and "differential" not in name:
+        its = more
+    bad += [(what, tensors, {}, {what: x}) for what in its for x in numbers[what]]
+    if "latents" in name and name != "fp8 latents":
+        bad.append(("cache_scale", tensors, {}, dict(cache_scale=0.5)))
+    attend = PATHS[name].attention
+    for _ in range(2):
+        expected = attend(*tensors, plan, options, **more)
+    for what, given, asked, changes in bad:
+        given_options = None if asked is None else AttentionOptions(**OPTIONS, **asked)
+        with pytest.raises(ValueError, match=f"^{what}.*: expected"):
+            attend(*given, plan, given_options, **{**more, **changes})
+        with nothing_is_checked():
+            assert torch.equal(attend(*tensors, plan, options, **more), expected)
+
+
+@in_each_path
+def test_threads_may_share_a_plan(name, device):
+    """Each has its own recorder, and whichever is first makes the memo."""
+    layers = [lay_out(name, seed=seed, device=device) for seed in range(4)]
+    batch, options = layers[0][-2], AttentionOptions(**OPTIONS)
+    attend = PATHS[name].attention
+    expected = [attend(*tensors, plan_of(name, batch), options, **more) for *tensors, _, more in layers]
+    plan, start = plan_of(name, batch), threading.Barrier(len(layers))
+
+    def run(layer):
+        *tensors, _, more = layer
+        start.wait()
+        return [attend(*tensors, plan, options, **more) for _ in range(3)]
+
+    with ThreadPoolExecutor(len(layers)) as threads:
+        for answers, answer in zip(threads.map(run, layers), expected, strict=True):
+            assert all(torch.equal(x, answer) for x in answers)
+    assert len(memo_of(plan).replays) == 1
+
+
+def test_another_plan_begins_without_a_memo():
+    *tensors, batch, _ = lay_out("chunked_prefill")
+    plan = plan_of("chunked_prefill", batch)
+    chunked_prefill.attention(*tensors, plan)
+    assert memo_of(plan).replays and not memo_of(replace(plan, causal=False)).replays
+    assert "memo" not in {field.name for field in fields(plan)}
+
+
+def test_out_of_memory_in_a_replay_ends_as_in_a_first_call():
+    *tensors, batch, _ = lay_out("chunked_prefill")
+    plan = plan_of("chunked_prefill", batch)
+    answer = chunked_prefill.attention(*tensors, plan)
+    (key,) = memo_of(plan).replays
+    replays = memo_of(plan).replays[key] = mock.Mock(side_effect=torch.OutOfMemoryError)
+    assert torch.equal(chunked_prefill.attention(*tensors, plan), answer)
+    replays.assert_called_once()
+
+
+def test_nothing_is_replayed_for_a_gpu_that_is_not_the_current_one(monkeypatch):
+    """A launch goes to the current GPU; the long way makes that of the tensors the current one."""
+    tensor = mock.Mock(spec=torch.Tensor, device=torch.device("cuda", 1), dtype=torch.half, shape=(1, 2, 3))
+    tensor.data_ptr.return_value, tensor.stride.return_value = 16, (6, 3, 1)
+    plan = plan_of("chunked_prefill", lay_out("chunked_prefill")[3])
+    monkeypatch.setattr(replay, "Tensor", type(tensor))
+    for current in (0, 1):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda current=current: current)
+        key = replay.key_of("paged", None, (tensor,) * 3, plan, AttentionOptions(), None, False, {})
+        assert (key is not None) == (current == 1)
+
+
+# --- launches by address ---
+
+
+class ByAddress:
+    """A launch as the driver makes it, of addresses, in the interpreter."""
+
+    def __init__(self, launch):
+        self.launch, self.calls = launch, 0
+
+    def __call__(self, *arguments):
+        def at(x, dtype):
+            memory = (ctypes.c_char * dtype.itemsize).from_address(x)
+            return torch.frombuffer(memory, dtype=dtype)  # of its first element: kernels take no size
+
+        self.calls += 1
+        given = [
+            at(x, dtype) if type(x) is int and dtype is not None else x
+            for x, dtype in zip(arguments, self.launch._types, strict=True)
+        ]
+        packed, self.launch._packed = self.launch._packed, None
+        self.launch.replay(*given)
+        self.launch._packed = packed
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["chunked_prefill", "cascade", "tree", "latents", "fp8 latents", "differential", "e4m3", "int8", "int8 cascade"],
+)
+@pytest.mark.parametrize("return_lse", [False, True], ids=["out", "lse"])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_partial_outputs_in_one_allocation_are_found_by_their_addresses(name, return_lse, splits):
+    attention = pytest.importorskip("fastattn.kernels.triton.attention", reason="needs Triton")
+    if not attention.INTERPRETED:
+        pytest.skip("launches by the driver, on a GPU, find them so")
+    from fastattn.kernels.triton import pairs
+
+    *tensors, batch, more = lay_out(name)
+    *others, _, other_more = lay_out(name, seed=1)
+    sinks = AttentionOptions(**OPTIONS, sinks=torch.tensor([1.0, -2.0, 3.0, 0.0]))
+    module = pairs if name == "differential" else attention
+    tune, call = module.tune, PATHS[name].attention
+    split = mock.patch.object(
+        module, "tune", lambda *a: tune(*a)._replace(splits=splits, most_splits=splits, block_n=16)
+    )
+    launched = []
+    launch = module.Launch
+
+    def note(*arguments):
+        launched.append(launch(*arguments))
+        return launched[-1]
+
+    noted = mock.patch.object(module, "Launch", note)
+    with fastattn.use_kernel("triton"), split:
+        for options in (AttentionOptions(**OPTIONS), sinks):
+            plan = plan_of(name, batch)
+            launched.clear()
+            with noted:
+                call(*tensors, plan, options, return_lse=return_lse, **more)
+            num_levels = len(plan.levels) if "cascade" in name else 1
+            assert len(launched) == (num_levels + 1 if splits * num_levels > 1 else 1)
+            for made in launched:
+                made._packed = ByAddress(made)
+            anew = call(*others, plan_of(name, batch), options, return_lse=return_lse, **other_more)
+            replayed = call(*others, plan, options, return_lse=return_lse, **other_more)
+            assert all(made._packed.calls == 1 for made in launched)
+            assert all(map(torch.equal, replayed, anew)) if return_lse else torch.equal(replayed, anew)
+
+
+# --- writes ---
+
+
+def of_write(device, seed=0):
+    torch.manual_seed(seed)
+    key, value = torch.randn(6, 2, 8, device=device), torch.randn(6, 2, 24, device=device)
+    pools = torch.zeros(5, 4, 2, 8, device=device), torch.zeros(5, 4, 2, 24, device=device)
+    return [key, value, *pools, torch.tensor([7, -1, 0, 19, 4], device=device)]
+
+
+def test_a_write_is_replayed_with_other_tensors(device):
+    """On a CPU by the launch itself, as slots are checked there each time."""
+    cache = pytest.importorskip("fastattn.kernels.triton.cache", reason="needs Triton")
+    key, value, *pools_and_slots = of_write(device)
+    replayed = cache.write(key[:5], value[:5], *pools_and_slots)
+    kv_cache.write(*of_write(device))
+    for seed in (1, 2, 3):
+        arguments, by_launch, expected = (of_write(device, seed) for _ in range(3))
+        refattn.kv_cache.write(*expected)
+        replayed(*by_launch)
+        with nothing_is_chosen() if device != "cpu" else nullcontext():
+            kv_cache.write(*arguments)
+        for pool in (2, 3):
+            assert torch.equal(arguments[pool], expected[pool])
+            assert torch.equal(by_launch[pool], expected[pool])
+
+
+def test_writes_with_one_cache_key_are_alike():
+    """All that is checked and launched by is in the key, but for what the tensors hold."""
+    good = of_write("meta")
+    named = replay.key_of_write(None, *good)
+    assert named == replay.key_of_write(None, *of_write("meta"))
+    assert replay.key_of_write(None, *of_write("cpu")) is None
+    assert replay.key_of_write("triton", *good) not in (None, named)
+    for i, x in enumerate(good):
+        for other in (*changed(torch.empty_like(x, device="meta")), torch.empty_like(x, device="cpu")):
+            layouts = [(y.device, y.dtype, y.shape, y.stride(), y.requires_grad) for y in (other, x)]
+            if layouts[0] != layouts[1]:
+                assert replay.key_of_write(None, *good[:i], other, *good[i + 1 :]) != named
+        unaligned = torch.empty(x.numel() + 1, dtype=x.dtype, device="meta")[1:].view(x.shape)
+        assert replay.key_of_write(None, *good[:i], unaligned, *good[i + 1 :]) == (named if i == 4 else None)
+        for bad in (None, [1], "key", torch.nn.Parameter(x.float())):
+            assert replay.key_of_write(None, *good[:i], bad, *good[i + 1 :]) is None
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_bad_writes_are_refused_after_good_ones(device):
+    good = of_write(device)
+    for _ in range(2):
+        kv_cache.write(*good)
+    before = [x.clone() for x in good]
+    key, value, key_cache, value_cache, slots = good
+    for name, bad in (
+        ("key", [key.half(), value, key_cache, value_cache, slots]),
+        ("key", [key[..., :4], value, key_cache, value_cache, slots]),
+        ("key", [key[:, :1], value, key_cache, value_cache, slots]),
+        ("value", [key, value[:4], key_cache, value_cache, slots]),
+        ("value_cache", [key, value, key_cache, value_cache[:4], slots]),
+        ("value_cache", [key, value, key_cache, value_cache.to("meta"), slots]),
+        ("slot_mapping", [key, value, key_cache, value_cache, slots.int()]),
+        ("slot_mapping", [key, value, key_cache, value_cache, torch.cat([slots, slots])]),
+        ("key", [None, value, key_cache, value_cache, slots]),
+    ):
+        with pytest.raises(ValueError, match=f"^{name}: expected"):
+            kv_cache.write(*bad)
+        assert all(map(torch.equal, good, before))
