@@ -380,7 +380,7 @@ def in_two_levels(inputs, case):
 def test_memory_that_is_given_is_written(way, layout, kernel, device):
     case = Case("given", ((1, 40), (1, 70), (1, 33)), heads=(4, 2), block_size=16, padding_rows=2)
     inputs = build(case, device=device, dtype=kernel.dtypes[-1] if kernel.name == "triton" else kernel.dtypes[0])
-    function = getattr(dispatch, way)
+    function, more = getattr(dispatch, way), {}
     if way == "dense":
         asked = given(*inputs.rows)
     elif way == "paged":
@@ -389,13 +389,13 @@ def test_memory_that_is_given_is_written(way, layout, kernel, device):
         asked = (*inputs.tensors[:3], in_two_levels(inputs, case), AttentionOptions())
     else:
         _, tensors = in_pairs(case.lens, device, inputs.query.dtype)
-        asked = (*given(*tensors), Subtraction(torch.tensor(0.35, device=device), None, 1e-5, 0.8))
+        asked, more = given(*tensors), dict(lambda_full=torch.tensor(0.35, device=device), lambda_init=0.2)
 
     def hold():
-        expected, expected_lse = function(*asked)
+        expected, expected_lse = function(*asked, **more)
         memory = torch.full_like(torch.cat([expected, expected], dim=-1), torch.nan)
         memory = memory[..., : expected.shape[-1]] if layout == "with-gaps" else torch.full_like(expected, torch.nan)
-        out, lse = function(*asked, memory)
+        out, lse = function(*asked, memory, **more)
         assert out is memory
         assert torch.equal(memory, expected) and torch.equal(lse, expected_lse)
 
