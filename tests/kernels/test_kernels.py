@@ -477,6 +477,7 @@ def test_what_all_kernels_share_imports_no_kernel():
         "replay.py": ("refattn.interface",),
         "device.py": (),
         "torch_ops.py": ("refattn.interface", "fastattn.kernels.problem"),
+        "plain.py": ("refattn.interface", "fastattn.kernels.problem", "fastattn.kernels.torch_ops"),
         "dispatch.py": (
             *("refattn.interface", "fastattn.kernels.problem", "fastattn.kernels.replay"),
             "fastattn.kernels.device",
