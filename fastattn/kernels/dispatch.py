@@ -358,8 +358,10 @@ def attend(
     replay = None if cache_key is None else memo_of(plan).replays.get(cache_key)
     if replay is not None:
         try:
-            answer, lse = replay(*tensors, plan, options, _memory(out), **more)
-            answer, lse = _into(out, answer, lse)
+            if out is None:
+                answer, lse = replay(*tensors, plan, options, None, **more)
+            else:
+                answer, lse = _into(out, *replay(*tensors, plan, options, _memory(out), **more))
             return (answer, lse) if return_lse else answer
         except torch.OutOfMemoryError:
             pass  # computed once more as a first call is, which says what helps

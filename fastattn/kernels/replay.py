@@ -181,7 +181,11 @@ def key_of(
         address = query.data_ptr() | key.data_ptr() | value.data_ptr()
         others: Key | None = ()
         if more or out is not None or options.alibi_slopes is not None or options.sinks is not None:
-            bits, others = _layouts((out, options.alibi_slopes, options.sinks, *_flat(more)))
+            given: list[object] = [out, options.alibi_slopes, options.sinks]
+            for x in more.values():
+                is_scales = type(x) is Fp8Scales or type(x) is Int8Scales
+                given += (type(x), *vars(x).values()) if is_scales else (x,)
+            bits, others = _layouts(given)
             address |= bits
         if address % ALIGNMENT or others is None:
             return None
@@ -238,28 +242,18 @@ def _layouts(values: Iterable[object]) -> tuple[int, Key | None]:
         kind = type(x)
         if x is None or kind is type or kind is torch.dtype:
             layouts.append(x)
+        elif isinstance(x, float) and kind is float and 0.0 < x < inf and x != 1.0:
+            layouts.append(float)
+        elif kind is float or kind is int:
+            layouts.append((kind, x))
         elif isinstance(x, Tensor):
             bits |= x.data_ptr()
             layouts.append((x.dtype, x.device, x.shape, x.stride(), x.requires_grad and torch.is_grad_enabled()))
             if x.ndim == 0 and x.is_cpu:  # lambda, which is checked there
                 layouts.append(isfinite(x.item()))
-        elif isinstance(x, float) and kind is float and 0.0 < x < inf and x != 1.0:
-            layouts.append(float)
-        elif kind is float or kind is int:
-            layouts.append((kind, x))
         else:
             return bits, None
     return bits, tuple(layouts)
-
-
-def _flat(more: dict[str, Any]) -> Iterator[object]:
-    """List the arguments of one path, those of scales one by one."""
-    for x in more.values():
-        if type(x) is Fp8Scales or type(x) is Int8Scales:
-            yield type(x)
-            yield from vars(x).values()
-        else:
-            yield x
 
 
 # --- writes, of which no plan knows ---

@@ -20,7 +20,7 @@ Source: Dao et al. 2023, "Flash-Decoding"; the tiles of a ragged batch are found
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, no_type_check
+from typing import no_type_check
 
 import torch
 import triton
@@ -263,16 +263,7 @@ def attend_to_nodes(
 
 
 class Launches(SplitLaunches):
-    """The launches of a call, each method called as the operation of the kernel; see `fastattn.kernels.replay`.
-
-    Args:
-        launches: those of `SplitLaunches`, in its order.
-        with_lse: later calls want the log-sum-exps; else the tensor in their place may hold anything.
-    """
-
-    def __init__(self, *launches: Any, with_lse: bool) -> None:
-        super().__init__(*launches)
-        self._with_lse = with_lse
+    """The launches of a call, each method called as an operation of the kernel is; see `fastattn.kernels.replay`."""
 
     def attend(
         self,
@@ -285,9 +276,8 @@ class Launches(SplitLaunches):
         codes: Codes = NO_CODES,
     ) -> tuple[Tensor, Tensor]:
         """Attend with numbers, or quantised values, which may come as they are stored."""
-        of_layer = _of_layer(query, options, codes).values()
-        sinks = (_side_by_side(options.sinks),)
-        return self.replay((query, key, value), of_layer, sinks, out, with_lse=self._with_lse)
+        of_reduction = (_side_by_side(options.sinks),)
+        return self.replay((query, key, value), _of_layer(query, options, codes).values(), of_reduction, out)
 
     def attend_to_codes(
         self,

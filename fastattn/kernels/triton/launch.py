@@ -88,6 +88,7 @@ class SplitLaunches:
         launches: each launch of attention, with the number of partial outputs before its own.
         num_parts: partial outputs of all launches.
         reduction: merges them; None if the one launch gives the output.
+        with_lse: replays return the log-sum-exps; else the tensor in their place may hold anything.
     """
 
     def __init__(
@@ -97,16 +98,17 @@ class SplitLaunches:
         launches: Sequence[tuple[Launch, int]],
         num_parts: int,
         reduction: Launch | None,
+        *,
+        with_lse: bool,
     ) -> None:
         num_tokens, num_heads, value_head_size = part_shape
         self._shape, self._lse_shape, rows = tuple(shape), (num_tokens, num_heads), num_tokens * num_heads
         self._at_part_lses = _aligned(num_parts * rows * value_head_size)
         self._at_lse = self._at_part_lses + _aligned(num_parts * rows)
         self._size = self._at_lse + rows
-        self._first, *self._others = [
-            (launch, before * rows * value_head_size, self._at_part_lses + before * rows) for launch, before in launches
-        ]
-        self._reduction = reduction
+        (self._first, _), *others = launches
+        self._others = [(x, n * rows * value_head_size, self._at_part_lses + n * rows) for x, n in others]
+        self._reduction, self._with_lse = reduction, with_lse or reduction is None
 
     @property
     def is_split(self) -> bool:
@@ -120,8 +122,6 @@ class SplitLaunches:
         of_reduction: Iterable[Tensor | float | None],
         out: Tensor | None,
         lse: Tensor | None = None,
-        *,
-        with_lse: bool = True,
     ) -> tuple[Tensor, Tensor]:
         """Compute the call with other tensors.
 
@@ -131,19 +131,18 @@ class SplitLaunches:
             of_reduction: the last arguments of the reduction.
             out: memory for the output; new memory if None.
             lse: memory for the log-sum-exps; new memory if None.
-            with_lse: they are wanted; else the tensor in their place may hold anything.
         """
-        query = tensors[0]
-        out = query.new_empty(self._shape) if out is None else out
-        reduction, (launch, _, at_part_lses) = self._reduction, self._first
-        if lse is None and (with_lse or reduction is None):
+        query, first, reduction = tensors[0], self._first, self._reduction
+        if out is None:
+            out = query.new_empty(self._shape)
+        if lse is None and self._with_lse:
             lse = query.new_empty(self._lse_shape, dtype=torch.float32)
         if reduction is None:
             assert lse is not None
-            launch.replay(*tensors, out, lse, *of_layer)
+            first.replay(*tensors, out, lse, *of_layer)
             return out, lse
         memory = query.new_empty(self._size, dtype=torch.float32)
-        launch.replay(*tensors, memory, launch.part(memory, at_part_lses), *of_layer)
+        first.replay(*tensors, memory, first.part(memory, self._at_part_lses), *of_layer)
         for launch, at_parts, at_part_lses in self._others:
             launch.replay(*tensors, launch.part(memory, at_parts), launch.part(memory, at_part_lses), *of_layer)
         at_lse = reduction.part(memory, self._at_lse) if lse is None else lse

@@ -138,7 +138,8 @@ def attend(
     into = recorder()
     if into is not None and (options.softmax_scale is None or options.softmax_scale > 0):  # else the query is changed
         part_shape = (num_tokens, num_heads, 2 * head_size)
-        into.replay = PairLaunches(out.shape, part_shape, [(launch, 0)], tuning.splits, reduction).attend
+        made = PairLaunches(out.shape, part_shape, [(launch, 0)], tuning.splits, reduction, with_lse=True)
+        into.replay = made.attend
     return out, lse
 
 
