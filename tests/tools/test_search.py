@@ -32,7 +32,7 @@ from refattn.interface import AttentionOptions, Int8Scales
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # which takes as long as all the rest
 
-FEW = 60  # workloads, among which each mistake has to show
+FEW = 150  # workloads, among which each mistake has to show: most do within ten
 LONGEST = 90
 
 
@@ -43,14 +43,14 @@ def truths(path):
     return [Truth(work) for work in drawn]
 
 
-def first_fault(path, modules):
+def first_fault(path, modules, few=FEW):
     """Return the first fault that a twin shows among some workloads, and how many it took."""
     twin = Twin(lambda name: modules.get(name, REFERENCE[name]))
-    for count, truth in enumerate(truths(path), start=1):
+    for count, truth in enumerate(truths(path)[:few], start=1):
         outcome = try_kernel(truth, twin, None, "cpu")
         if outcome.is_fault:
             return outcome, count
-    return None, FEW
+    return None, few
 
 
 # --- mistakes ---
@@ -87,9 +87,9 @@ OF_PAGES = [x for x in PLANTED if x[0] == "paged"]
 
 
 def test_kernels_by_hand_are_right():
-    assert first_fault("chunked_prefill", paged_by_hand(by_hand.paged))[0] is None
-    assert first_fault("merge", changed("merge", merge=by_hand.merge))[0] is None
-    assert first_fault("kv_cache", changed("kv_cache", write=by_hand.write))[0] is None
+    assert first_fault("chunked_prefill", paged_by_hand(by_hand.paged), 50)[0] is None
+    assert first_fault("merge", changed("merge", merge=by_hand.merge), 50)[0] is None
+    assert first_fault("kv_cache", changed("kv_cache", write=by_hand.write), 50)[0] is None
 
 
 @pytest.mark.parametrize(("kernel", "mistake", "name", "old", "new"), OF_PAGES, ids=[x[1] for x in OF_PAGES])

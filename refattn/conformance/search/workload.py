@@ -393,7 +393,7 @@ def _window(random: Random) -> tuple[int, int]:
             (-1, 0, 1, 2, 15, 16, random.randint(0, 100), random.randint(0, 400), LARGEST, LARGEST - 1)
         )
 
-    left, right = side(), random.choice((0, 0, side()))
+    left, right = side(), random.choice((0, side(), side()))
     return left, right
 
 
