@@ -47,7 +47,7 @@ def first_fault(path, modules, few=FEW):
     """Return the first fault that a twin shows among some workloads, and how many it took."""
     twin = Twin(lambda name: modules.get(name, REFERENCE[name]))
     for count, truth in enumerate(truths(path)[:few], start=1):
-        outcome = try_kernel(truth, twin, None, "cpu")
+        outcome = try_kernel(truth, twin, None)
         if outcome.is_fault:
             return outcome, count
     return None, few
@@ -256,10 +256,10 @@ def test_a_mistake_is_found(mistake):
 def test_a_mistake_is_made_small():
     path, modules = a_window_one_too_wide()
     twin = Twin(lambda name: modules.get(name, REFERENCE[name]))
-    found = next(truth.work for truth in truths(path) if try_kernel(truth, twin, None, "cpu").is_fault)
+    found = next(truth.work for truth in truths(path) if try_kernel(truth, twin, None).is_fault)
 
     def fails(work):
-        outcome = try_kernel(Truth(work), twin, None, "cpu")
+        outcome = try_kernel(Truth(work), twin, None)
         return outcome if outcome.is_fault else None
 
     smallest, outcome = shrink(found, fails, seconds=60)

@@ -338,7 +338,8 @@ def _pages(work: Workload, generator: torch.Generator) -> Call:
     tensors: dict[str, Any] = dict(query=_query(work, generator, work.head_size), options=options)
     tensors["batch"] = make_batch(work, block_table(work, owned))
     sizes = work.head_size, work.value_size
-    query, more = tensors["query"], ("key_cache", "value_cache")
+    query = tensors["query"]
+    more: tuple[str, ...] = ("key_cache", "value_cache")
     if work.stored == "numbers":
         for kind, (name, size) in enumerate(zip(more, sizes, strict=True)):
             tensors[name] = laid(_pool(work, generator, num_blocks, hk, size, hidden, kind), work.pool)
@@ -467,7 +468,8 @@ def _pairs(work: Workload, generator: torch.Generator) -> Call:
         cache = laid(cache, work.pool)
     query, batch = _query(work, generator, d), make_batch(work, block_table(work, owned))
     weight = None if work.seed % 3 == 0 else torch.linspace(0.5, 1.5, 2 * d).to(query.dtype)
-    tensors = dict(query=query, cache=cache, batch=batch, options=options, weight=weight, lam=torch.tensor(LAMBDA))
+    tensors: dict[str, Any] = dict(query=query, cache=cache, batch=batch, options=options, weight=weight)
+    tensors["lam"] = torch.tensor(LAMBDA)
 
     def run(modules: Modules, plan: Any, tensors: dict[str, Any], **more: Any) -> Any:
         return modules("differential").attention(
@@ -721,7 +723,7 @@ def _partials(work: Workload, generator: torch.Generator) -> Call:
         outs.append(laid(out.to(getattr(torch, work.dtype)), work.rows))
         lses.append(lse)
     options = _options(work, generator)
-    tensors = dict(outs=outs, lses=lses, options=options)
+    tensors: dict[str, Any] = dict(outs=outs, lses=lses, options=options)
 
     def run(modules: Modules, plan: Any, tensors: dict[str, Any], **more: Any) -> Any:
         out, lse = modules("merge").merge(tensors["outs"], tensors["lses"])

@@ -58,7 +58,8 @@ def check(work: Workload, modules: Modules, device: str) -> None:
 
 
 def _dtype(work: Workload) -> torch.dtype:
-    return getattr(torch, work.dtype)  # type: ignore[no-any-return]
+    dtype: torch.dtype = getattr(torch, work.dtype)
+    return dtype
 
 
 def _generator(work: Workload) -> torch.Generator:
@@ -499,7 +500,8 @@ def _accept(work: Workload, modules: Modules, device: str) -> None:
     nodes, counts, following, row = [], [], [], 0
     width = max(q for q, _ in work.lens)
     for i, (q, _) in enumerate(work.lens):
-        parents, paths = work.parents(i), []
+        parents = work.parents(i)
+        paths: list[list[int]] = []
         for node, parent in enumerate(parents):
             right = parent < 0 or (paths[parent] and drafts[row + node] == says[row + parent])
             paths.append(([*paths[parent]] if parent >= 0 else []) + [node] if right else [])
