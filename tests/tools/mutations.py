@@ -827,6 +827,15 @@ MUTATIONS: list[Mutation] = [
         "longest = -(-batch.max_seq_len // (shard.num_ranks * shard.interleave)) * shard.interleave",
         "longest = batch.max_seq_len",
     ),
+    *breaks(
+        "B85",
+        "the longest share of a rank is read from the device",
+        (
+            "fastattn/context_parallel.py",
+            "longest = -(-batch.max_seq_len // (shard.num_ranks * shard.interleave)) * shard.interleave",
+            "longest = int(local_lens(batch.seq_lens, shard).max())",
+        ),
+    ),
     *in_both(
         "B86",
         "a rank asks with its own heads only",
