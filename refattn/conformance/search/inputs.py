@@ -652,10 +652,10 @@ def _ranks(work: Workload, generator: torch.Generator) -> Call:
         owned, num_blocks = tables(work, [len(share) + p for share in shares], salt=rank)
         pools = []
         for kind, size in enumerate(sizes):
-            rows = poisoned(num_blocks * p, hk, size, _poison(work), first=kind).to(dtype)
+            pool = poisoned(num_blocks * p, hk, size, _poison(work), first=kind).to(dtype)
             for i, share in enumerate(shares):
-                rows[slots_of(work, owned[i], len(share))] = whole[i][kind][share]
-            pools.append(laid(rows.view(num_blocks, p, hk, size), "NHD" if work.pool == "expanded" else work.pool))
+                pool[slots_of(work, owned[i], len(share))] = whole[i][kind][share]
+            pools.append(laid(pool.view(num_blocks, p, hk, size), "NHD" if work.pool == "expanded" else work.pool))
         table = block_table(work, owned, salt=rank)
         batch = replace(make_batch(work, table), max_seq_len=max(s for _, s in work.lens) + work.more_keys)
         ranks.append(dict(key_cache=pools[0], value_cache=pools[1], batch=batch))
@@ -676,7 +676,9 @@ def _ranks(work: Workload, generator: torch.Generator) -> Call:
     def run(modules: Modules, plans: list[Any], tensors: dict[str, Any], **more: Any) -> Any:
         def on_rank(group: Any) -> Any:
             heads = slice(group.rank * h // group.size, (group.rank + 1) * h // group.size)
-            own = {name: x[heads] if isinstance(x, Tensor) else x for name, x in tensors["options"].items()}
+            own: dict[str, Any] = {
+                name: x[heads] if isinstance(x, Tensor) else x for name, x in tensors["options"].items()
+            }
             mine = {**more, "out": more["out"][:, heads]} if "out" in more else more
             return modules("context_parallel").attention(
                 tensors["query"][:, heads],

@@ -10,7 +10,7 @@ from refattn.conformance.search.trial import Outcome, Truth, Twin, normal, try_k
 from refattn.conformance.search.workload import Workload, draw, draw_palette, normalized, smaller
 
 DTYPES = ("float32", "float16", "bfloat16")
-SERVES = 300  # workloads that a palette is drawn for on a GPU, where compiling takes a thousand times what a call takes
+SERVES = 200  # workloads that a palette is drawn for on a GPU, where compiling takes a thousand times what a call takes
 SERVES_ON_CPU = 3  # where nothing is compiled
 SHRINKS = 2  # findings of one kind that are made smaller; the others are counted
 SMALLEST_IN = 20.0  # seconds to make one smaller
@@ -142,7 +142,8 @@ class Search:
 
     def try_workload(self, work: Workload, index: int = 0) -> None:
         """Try a workload with each kernel."""
-        truth, chosen = Truth(work, self.device), ()
+        truth = Truth(work, self.device)
+        chosen: tuple[str, ...] = ()
         for kernel in self.twin.kernels:
             if (kernel, work.sizes) in self.skipped or not self._is_asked(kernel, index, chosen):
                 continue

@@ -260,7 +260,7 @@ def _write_quantized(work: Workload, modules: Modules, device: str) -> None:
             at = slot // p, slot % p
             for name, of_scale in (("key", scales.key), ("value", scales.value)):
                 row, cache = tensors[name][token], tensors[f"{name}_cache"]
-                if isinstance(scales, Fp8Scales):
+                if isinstance(scales, Fp8Scales) and of_scale is not None:
                     per_head = of_scale[:, None] if isinstance(of_scale, Tensor) else of_scale
                     cache.view(torch.uint8)[at] = _to_fp8(row, per_head, kind).view(torch.uint8)
                 elif name == "key":
@@ -271,7 +271,7 @@ def _write_quantized(work: Workload, modules: Modules, device: str) -> None:
                 elif of_scale is None:
                     cache[at] = row
                 else:
-                    cache[at] = to_int8(row, of_scale)
+                    cache[at] = to_int8(row, torch.as_tensor(of_scale))
 
     names = ("key", "value", "key_cache", "value_cache", "slots")
     _run_and_compare(

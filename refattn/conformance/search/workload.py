@@ -51,6 +51,10 @@ OPERATIONS = {
     ),
     "metadata": ("positions", "slot_mapping", "advance", "block_table_from_slots", "ranks", "trees", "accept"),
 }
+NEVER = {  # options that every kernel refuses, and that are seldom drawn
+    "context_parallel": {"alibi", "alibi_sqrt"},
+    "mla_prefill": {"batch_invariant"},
+}
 STORED = ("numbers", "e4m3", "e5m2", "int8", "int8-keys")
 POOLS = ("NHD", "HND", "padded", "every-other", "offset", "expanded")
 ROWS = ("plain", "padded", "every-other", "offset", "heads-last", "expanded", "expanded-size")
@@ -350,7 +354,7 @@ def draw(random: Random, path: str, palette: Palette, *, longest: int = 4097) ->
     def now_and_then(choices: tuple[Any, ...], share: float) -> Any:
         return random.choice(choices[1:]) if random.random() < share else choices[0]
 
-    has = palette.options
+    has = palette.options - (NEVER.get(path, set()) if random.random() < 0.9 else set())
     work = Workload(
         path,
         operation=random.choice(OPERATIONS.get(path, ("",))),
