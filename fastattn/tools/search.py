@@ -2,7 +2,7 @@
 
 Each path is searched in a process of its own, as a kernel may end it: an illegal memory access leaves a GPU's context
 unusable. What is about to be called is written to a file first. A path whose process ends or hangs gets another, which
-goes on after that call.
+goes on after that call, and asks that kernel for no more numbers of such sizes and types.
 """
 
 import argparse
@@ -25,7 +25,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from refattn.conformance.search import PATHS, Search, Truth, Twin, Workload, is_fatal, try_kernel, workload_of
+from refattn.conformance.search import PATHS, Search, Truth, Twin, is_fatal, normal, try_kernel, workload_of
 
 CHILD = "--one-path"  # the first argument of a process that searches one path
 CANNOT_GO_ON = 86  # the exit status of a process whose device can compute nothing any more
@@ -33,6 +33,11 @@ PATIENCE = 240.0  # seconds without a word, after which a call hangs: a first on
 REPORTS = 5.0  # seconds between two counts of a process
 ON_CPU = ("cpu", "triton")
 MOST_RESTARTS = 20
+MOST_REASONS = 30  # that are printed of why kernels refuse
+WITHOUT_NAN = {
+    "flash_mla": "FlashMLA leaves out a split of the keys whose scores are NaN, and cannot be asked not to "
+    "(docs/proof/conventions.md)"
+}
 
 _chosen: ContextVar[list[str] | None] = ContextVar("_chosen", default=None)
 
@@ -42,7 +47,7 @@ _chosen: ContextVar[list[str] | None] = ContextVar("_chosen", default=None)
 
 def twin(kernels: Sequence[str | None]) -> Twin:
     """Return the fast twin with some kernels that are asked for by name, None for its own choice."""
-    return Twin(lambda path: import_module(f"fastattn.{path}"), tuple(kernels), _asking)
+    return Twin(lambda path: import_module(f"fastattn.{path}"), tuple(kernels), _asking, WITHOUT_NAN)
 
 
 def kernels_to_try(device: str, names: Sequence[str]) -> list[str | None]:
@@ -113,7 +118,8 @@ def _search(task: dict[str, Any], log: TextIO) -> int:
         device=task["device"],
         dtypes=tuple(task["dtypes"]),
         longest=task["longest"],
-        before=lambda work, kernel: say(call=work.as_line(), kernel=kernel),
+        before=lambda work, kernel: say(call=work.as_line(), kernel=kernel, sizes=work.sizes),
+        skipped=[(kernel, sizes) for kernel, sizes in task["skipped"]],
     )
     reported = time.monotonic()
     with _noting_choices():
@@ -137,6 +143,7 @@ def _counts(search: Search) -> dict[str, Any]:
     return dict(
         calls=[[*key, count] for key, count in search.calls.items()],
         refused=[[*key, count] for key, count in search.refused.items()],
+        exceptions=[[*key, count] for key, count in search.exceptions.items()],
         faults=[[*key, count] for key, count in search.faults.items()],
         findings=[finding._asdict() for finding in search.findings],
         roundings=[finding._asdict() for finding in search.roundings],
@@ -148,8 +155,10 @@ class _Process:
 
     def __init__(self, task: dict[str, Any], folder: Path) -> None:
         self.task, self.folder, self.restarts = task, folder, 0
+        self.skipped: list[tuple[str | None, str]] = []
         self.calls: Counter[tuple[str, str, str]] = Counter()
         self.refused: Counter[tuple[str, str]] = Counter()
+        self.exceptions: Counter[tuple[str, str]] = Counter()
         self.faults: Counter[tuple[Any, ...]] = Counter()
         self.findings: list[dict[str, Any]] = []
         self.roundings: list[dict[str, Any]] = []
@@ -162,11 +171,14 @@ class _Process:
         return str(self.task["path"])
 
     def _start(self, first: int) -> None:
-        self.first, self.last, self.call, self.counts, self.crashed = first, first - 1, {}, {}, ""
+        self.last, self.crashed = first - 1, ""
+        self.call: dict[str, Any] = {}
+        self.counts: dict[str, Any] = {}
+        self.calls_since: list[dict[str, Any]] = []  # the last workload that was done
         self.log, self.errors = (self.folder / f"{self.path}-{self.restarts}.{kind}" for kind in ("jsonl", "txt"))
         self.log.touch()
         self.reader = self.log.open()
-        task = {**self.task, "first": first, "seconds": max(1.0, self.end - time.monotonic())}
+        task = {**self.task, "first": first, "seconds": max(1.0, self.end - time.monotonic()), "skipped": self.skipped}
         if task["workloads"] is not None:
             task["workloads"] -= first - self.task["first"]
         with self.errors.open("w") as errors:
@@ -208,19 +220,28 @@ class _Process:
     def _take(self, event: dict[str, Any]) -> None:
         if "call" in event:
             self.call = event
+            self.calls_since.append(event)
         elif "done" in event:
             self.last = event["done"]
+            self.calls_since = []
         elif "crashed" in event:
             self.crashed = event["crashed"]
         self.counts = event.get("counts", self.counts)
 
     def _note_end(self, kind: str, detail: str) -> None:
-        line = self.call.get("call", "")
-        self.findings.append(dict(kernel=self.call.get("kernel"), kind=kind, detail=detail, line=line, found_in=line))
-        self.faults[self.call.get("kernel"), kind, detail[:120]] += 1
+        """Note how a process ended, once for each kernel and each kind, and ask for nothing like that again."""
+        line, kernel = self.call.get("call", ""), self.call.get("kernel")
+        calls = [call for call in self.calls_since if call["kernel"] == kernel]
+        if not self.faults[kernel, kind, normal(detail)[:120]]:
+            found_in = calls[0]["call"] if calls else line
+            self.findings.append(dict(kernel=kernel, kind=kind, detail=detail, line=line, found_in=found_in))
+        self.faults[kernel, kind, normal(detail)[:120]] += 1
+        for call in (calls[0], calls[-1]) if calls else ():  # as drawn, and as small as it was when the process ended
+            if (kernel, call["sizes"]) not in self.skipped:
+                self.skipped.append((kernel, call["sizes"]))
 
     def _add_up(self) -> None:
-        for name in ("calls", "refused", "faults"):
+        for name in ("calls", "refused", "exceptions", "faults"):
             for *key, count in self.counts.get(name, ()):
                 getattr(self, name)[tuple(key)] += count
         self.findings += self.counts.get("findings", [])
@@ -239,14 +260,16 @@ class _Process:
         for (asked, chosen, kind), count in sorted(self.calls.items()):
             name = asked if chosen in ("", asked) else f"{asked}: {chosen}"
             calls.setdefault(name, {})[kind] = calls.get(name, {}).get(kind, 0) + count
-        refused: dict[str, dict[str, int]] = {}
-        for (asked, reason), count in self.refused.most_common():
-            refused.setdefault(asked, {})[reason] = count
+        reasons: dict[str, dict[str, dict[str, int]]] = dict(refused={}, exceptions={})
+        for kind, counts in (("refused", self.refused), ("exceptions", self.exceptions)):
+            for (asked, reason), count in counts.most_common():
+                reasons[kind].setdefault(asked, {})[reason] = count
         return dict(
             path=self.path,
             restarts=self.restarts,
+            skipped=[dict(kernel=kernel or "default", sizes=sizes) for kernel, sizes in self.skipped],
             calls=calls,
-            refused=refused,
+            **reasons,
             faults=[
                 dict(kernel=k or "default", kind=kind, about=about, times=n)
                 for (k, kind, about), n in self.faults.items()
@@ -344,40 +367,53 @@ def _show_path(console: Console, found: dict[str, Any]) -> None:
 
 
 def _show(console: Console, paths: Sequence[dict[str, Any]]) -> None:
-    """Print what was tried per path and kernel, what was refused and why, and what was found."""
-    kinds = ("right", "refused", "rounding", "wrong", "raw error")
-    table = Table("path", "kernel", *kinds, title="calls")
+    """Print what was found, one line for each message, then what was tried per path and kernel, and what refused."""
+
+    def say(text: str, style: str | None = None) -> None:
+        console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+    findings = [(found["path"], finding) for found in paths for finding in found["findings"]]
+    alike: dict[tuple[str, str], list[tuple[str, dict[str, Any]]]] = {}
+    for path, finding in findings:
+        alike.setdefault((finding["kind"], normal(finding["detail"])), []).append((path, finding))
+    for (kind, _), group in alike.items():
+        path, smallest = min(group, key=lambda one: len(one[1]["line"]))
+        where: dict[str, list[str]] = {}
+        for of_path, finding in group:
+            where.setdefault(of_path, []).append(finding["kernel"] or "default")
+        by = "; ".join(f"{of} by {', '.join(dict.fromkeys(kernels))}" for of, kernels in where.items())
+        say(f"{kind}, {by}: {smallest['detail']}", "red")
+        asked = "" if smallest["kernel"] is None else f" --kernels {smallest['kernel']}"
+        say(f"    python -m fastattn search{asked} --replay '{smallest['line']}'")
+    if findings:
+        say(f"FOUND {len(alike)} kinds of faults in {len(findings)} calls", "bold red")
+    else:
+        say("found nothing", "bold green")
+    kinds = ("right", "refused", "rounding", "exception", "wrong", "raw error")
+    table = Table(*("path", "kernel"), *kinds, title="calls")
     for found in paths:
+        rows: dict[str, Counter[str]] = {}
         for name, calls in found["calls"].items():
-            table.add_row(found["path"], name, *(str(calls.get(kind, "")) for kind in kinds))
+            rows.setdefault(name.partition(":")[0], Counter()).update(calls)
+        for name, calls in rows.items():
+            table.add_row(found["path"], name, *(str(calls[kind] or "") for kind in kinds))
     console.print(table)
-    reasons: Counter[tuple[str, str]] = Counter()
     for found in paths:
-        for name, refused in found["refused"].items():
-            for reason, count in refused.items():
-                reasons[name, reason] += count
-    for (name, reason), count in reasons.most_common():
-        console.print(f"{count} refused, {name}: {reason}", markup=False, highlight=False, soft_wrap=True)
-    for found in paths:
-        for finding in found["roundings"][:3]:
-            console.print(
-                f"rounding, {found['path']} by {finding['kernel'] or 'default'}: {finding['detail']}", soft_wrap=True
-            )
-        for finding in found["findings"]:
-            kernel = finding["kernel"] or "default"
-            console.print(
-                f"{finding['kind']}, {found['path']} by {kernel}: {finding['detail']}",
-                style="red",
-                markup=False,
-                soft_wrap=True,
-            )
-            asked = "" if finding["kernel"] is None else f" --kernels {finding['kernel']}"
-            console.print(
-                f"    python -m fastattn search{asked} --replay '{finding['line']}'",
-                markup=False,
-                highlight=False,
-                soft_wrap=True,
-            )
+        if found["skipped"]:
+            skipped = ", ".join(f"{one['kernel']} with {one['sizes']}" for one in found["skipped"])
+            say(f"{found['path']}: left out after a process ended: {skipped}")
+        for finding in found["roundings"][:2]:
+            say(f"rounding, {found['path']} by {finding['kernel'] or 'default'}: {finding['detail']}")
+    for title, name in (("known exceptions", "exceptions"), ("refused", "refused")):
+        reasons: Counter[tuple[str, str]] = Counter()
+        for found in paths:
+            for kernel, counts in found[name].items():
+                for reason, count in counts.items():
+                    reasons[kernel, reason] += count
+        for (kernel, reason), count in reasons.most_common(MOST_REASONS):
+            say(f"{title}: {count} by {kernel}: {reason[:160]}")
+        if len(reasons) > MOST_REASONS:
+            say(f"{title}: {len(reasons) - MOST_REASONS} reasons more, in the file of results")
 
 
 def replay(line: str, *, device: str = "cpu", kernels: Sequence[str] = ()) -> bool:
@@ -391,12 +427,12 @@ def replay(line: str, *, device: str = "cpu", kernels: Sequence[str] = ()) -> bo
     Raises:
         ValueError: if the line is no workload.
     """
-    work: Workload = workload_of(line)
+    truth = Truth(workload_of(line), device)
     console, right = Console(), True
     chosen = kernels_to_try(device, kernels)
     with _noting_choices():
         for kernel in chosen:
-            outcome = try_kernel(Truth(work), twin(chosen), kernel, device)
+            outcome = try_kernel(truth, twin(chosen), kernel)
             right = right and not outcome.is_fault
             by = f" ({'+'.join(outcome.chosen)})" if outcome.chosen else ""
             said = f"{kernel or 'default'}{by}: {outcome.kind} {outcome.detail}".rstrip()

@@ -1,5 +1,8 @@
 """Launch our GPU kernels on a GPU that is not there: `python tests/kernels/compile_kernels.py sm_90`.
 
+Every launch of every kernel takes two minutes for a GPU. With `--largest`, of attention with more than 16 rows in a
+tile only what needs most memory is compiled: heads of 256 elements and more, and masks of three words.
+
 Triton sees a GPU whose launches do nothing. So everything up to the launch runs as it would: the choice of its
 shape and the compiler, up to where it knows how much shared memory a program takes. Decodes are compiled to the end, as
 their registers decide how many programs run at once. Values are never computed, and nothing is kept on disk.
@@ -171,7 +174,7 @@ class Driver:
         return 0
 
 
-def launch_all(gpu):
+def launch_all(gpu, largest):
     Driver.gpu = gpu
     devices.is_rocm = lambda: gpu.target.backend == "hip"
     devices.capability = lambda device: gpu.capability
@@ -185,6 +188,16 @@ def launch_all(gpu):
     from fastattn.kernels.flash.expand import round_queries
     from fastattn.kernels.flash.repage import repage
     from fastattn.kernels.triton import attention, cache, codes, pairs, parts, tables
+
+    if largest:
+        attend_levels = attention.attend_levels
+
+        def attend_if_largest(query, key, value, levels, *options, tree=None, **asked):
+            rows = levels[-1].batch.max_query_len * (query.shape[1] // key.shape[-2])
+            if rows <= 16 or query.shape[2] >= 256 or (tree is not None and tree.trees.num_words > 2):
+                attend_levels(query, key, value, levels, *options, tree=tree, **asked)
+
+        attention.attend_levels = attend_if_largest
 
     def batch(query_len, seq_len=1024, num_seqs=2):
         blocks = [list(range(seq_len // 16))] * num_seqs
@@ -321,4 +334,4 @@ def launch_all(gpu):
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as nowhere:
         os.environ["TRITON_CACHE_DIR"] = nowhere
-        launch_all(GPUS[sys.argv[1]])
+        launch_all(GPUS[sys.argv[1]], "--largest" in sys.argv)

@@ -672,6 +672,27 @@ def test_flash_attention_refuses_what_it_would_answer_wrongly(other):
     assert "cpu" in other.unsupported_reason(ON_GPU._replace(device=torch.device("cpu")))
 
 
+@pytest.mark.usefixtures("hopper")
+def test_flash_attention_4_refuses_head_sizes_with_which_it_reads_other_memory():
+    """Illegal accesses of 4.0.0b36 on an NVIDIA H200: 16 beside 64, and 160 over pages, whatever the page."""
+    pages = ON_GPU._replace(operation="paged", block_size=16, window=(-1, 0))
+    for sizes, over_rows, over_pages in (
+        ((16, 16), True, True),
+        ((16, 64), False, False),
+        ((32, 64), True, True),
+        ((64, 128), True, True),
+        ((160, 160), True, False),
+        ((192, 128), True, False),
+        ((256, 256), True, True),
+    ):
+        for asked, computes in ((ON_GPU, over_rows), (pages, over_pages)):
+            reason = fa4.unsupported_reason(asked._replace(head_size=sizes[0], value_head_size=sizes[1]))
+            assert (reason is None) == computes and (computes or "memory that is not its own" in reason), (
+                sizes,
+                reason,
+            )
+
+
 @pytest.mark.parametrize(
     ("matter", "options"),
     [

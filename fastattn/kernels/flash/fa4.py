@@ -43,6 +43,10 @@ def unsupported_reason(problem: Problem) -> str | None:
         return (
             f"head sizes over {where} that are multiples of {multiple} up to {largest}, not {sizes[0]} and {sizes[1]}"
         )
+    if sizes[0] != sizes[1] and min(sizes) < 32:
+        return f"reads memory that is not its own with head sizes of {sizes[0]} and {sizes[1]}"
+    if problem.block_size is not None and max(sizes) > 128 and sizes != (256, 256):
+        return f"reads memory that is not its own over pages with head sizes of {sizes[0]} and {sizes[1]}"
     if problem.block_size is not None and 64 < sizes[0] <= 96 and problem.window[1] != 0:
         return f"answers wrongly over pages with head size {sizes[0]} where later keys are visible"
     if problem.alibi:

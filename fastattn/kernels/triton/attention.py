@@ -37,6 +37,7 @@ from fastattn.kernels.triton.launch import Launch, SplitLaunches
 from fastattn.kernels.triton.run import (
     CHANGING,
     INTERPRETED,
+    STEP_OF_WORDS,
     Tuning,
     attend_to_run,
     can_overlap,
@@ -148,6 +149,8 @@ def attend_levels(
     tunings = [tune(query, key, value, level, options, row_bytes, shared, fewest_rows) for level in levels]
     if len(levels) > 1:
         tunings = [_beside_others(tuning, of_codes=bool(codes.kind)) for tuning in tunings]
+    if tree is not None and tree.trees.num_words > 1:
+        tunings = [tuning._replace(block_n=min(tuning.block_n, STEP_OF_WORDS)) for tuning in tunings]
     room = dict(row_bytes=row_bytes, key_bytes=key_bytes, fewest_stages=2 if shared else 1)
     spare = _spare_stages(query, shared, codes, tunings[0].block_m)
     tunings = [fit(tuning, query.device, **room, spare=spare) for tuning in tunings]

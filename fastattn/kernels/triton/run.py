@@ -27,6 +27,7 @@ CHANGING = (
 )
 
 
+STEP_OF_WORDS = 64  # keys of a step, at most, where the mask of a tree has several words
 SCRATCH_BYTES = 4096  # of shared memory that a program needs beside its tile and its steps
 
 
@@ -349,18 +350,24 @@ def see_in_tree(
     """Return which rows see which keys, `[rows, keys]`: of a tree by the ancestor mask of the row, all others.
 
     `node` is the place of a key in the tree, `in_tree` whether it has one; `first_node` is that of the first key of the
-    step, and may be negative. One word of a mask is loaded once for all steps, `words_of_rows`. Of several, the few
-    that a step has nodes in are loaded for each row: a load for each row and key would be kept in shared memory.
+    step, and may be negative. One word of a mask is loaded once for all steps, `words_of_rows`. Of several, a step of
+    at most `STEP_OF_WORDS` keys needs two: shifted together, they are one word that begins at the step's first node.
+    A load for each row and key would be kept in shared memory, and a choice for each takes the compiler half a minute.
     """
     if WORDS == 1:
-        words = words_of_rows[:, None]
+        words = words_of_rows
+        first_bit = first_node * 0
     else:
-        words = is_row[:, None].to(tl.int64) * 0
-        first_word = tl.maximum(first_node, 0) // 64
-        for i in tl.static_range((BLOCK_N + 62) // 64 + 1):
-            word = tl.load(row_ancestors + first_word + i, mask=is_row & (first_word + i < WORDS), other=0)
-            words = tl.where((node // 64 == first_word + i)[None, :], word[:, None], words)
-    bit = (words >> (node % 64).to(tl.int64)[None, :]) & 1
+        tl.static_assert(BLOCK_N <= 64)
+        first_bit = tl.maximum(first_node, 0)
+        at = first_bit // 64
+        low = tl.load(row_ancestors + at, mask=is_row & (at < WORDS), other=0).to(tl.uint64, bitcast=True)
+        high = tl.load(row_ancestors + at + 1, mask=is_row & (at + 1 < WORDS), other=0).to(tl.uint64, bitcast=True)
+        shift = (first_bit % 64).to(tl.uint64)
+        words = (low >> shift) | ((high << (63 - shift)) << 1)  # a shift by 64 is undefined
+        words = words.to(tl.int64, bitcast=True)
+    offset = tl.where(in_tree, node - first_bit, 0).to(tl.int64)
+    bit = (words[:, None] >> offset[None, :]) & 1
     return (bit != 0) | ~in_tree[None, :]
 
 

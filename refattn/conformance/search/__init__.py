@@ -9,7 +9,7 @@ loop        many of them
 """
 
 from refattn.conformance.search.loop import Finding, Search, shrink, workload
-from refattn.conformance.search.trial import Outcome, Truth, Twin, is_fatal, reference, try_kernel
+from refattn.conformance.search.trial import Outcome, Truth, Twin, is_fatal, normal, reference, try_kernel
 from refattn.conformance.search.workload import PATHS, Palette, Workload, draw, draw_lens, draw_palette, workload_of
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "draw_lens",
     "draw_palette",
     "is_fatal",
+    "normal",
     "reference",
     "shrink",
     "try_kernel",

@@ -338,7 +338,8 @@ def _pages(work: Workload, generator: torch.Generator) -> Call:
     tensors: dict[str, Any] = dict(query=_query(work, generator, work.head_size), options=options)
     tensors["batch"] = make_batch(work, block_table(work, owned))
     sizes = work.head_size, work.value_size
-    query, more = tensors["query"], ("key_cache", "value_cache")
+    query = tensors["query"]
+    more: tuple[str, ...] = ("key_cache", "value_cache")
     if work.stored == "numbers":
         for kind, (name, size) in enumerate(zip(more, sizes, strict=True)):
             tensors[name] = laid(_pool(work, generator, num_blocks, hk, size, hidden, kind), work.pool)
@@ -467,7 +468,8 @@ def _pairs(work: Workload, generator: torch.Generator) -> Call:
         cache = laid(cache, work.pool)
     query, batch = _query(work, generator, d), make_batch(work, block_table(work, owned))
     weight = None if work.seed % 3 == 0 else torch.linspace(0.5, 1.5, 2 * d).to(query.dtype)
-    tensors = dict(query=query, cache=cache, batch=batch, options=options, weight=weight, lam=torch.tensor(LAMBDA))
+    tensors: dict[str, Any] = dict(query=query, cache=cache, batch=batch, options=options, weight=weight)
+    tensors["lam"] = torch.tensor(LAMBDA)
 
     def run(modules: Modules, plan: Any, tensors: dict[str, Any], **more: Any) -> Any:
         return modules("differential").attention(
@@ -650,10 +652,10 @@ def _ranks(work: Workload, generator: torch.Generator) -> Call:
         owned, num_blocks = tables(work, [len(share) + p for share in shares], salt=rank)
         pools = []
         for kind, size in enumerate(sizes):
-            rows = poisoned(num_blocks * p, hk, size, _poison(work), first=kind).to(dtype)
+            pool = poisoned(num_blocks * p, hk, size, _poison(work), first=kind).to(dtype)
             for i, share in enumerate(shares):
-                rows[slots_of(work, owned[i], len(share))] = whole[i][kind][share]
-            pools.append(laid(rows.view(num_blocks, p, hk, size), "NHD" if work.pool == "expanded" else work.pool))
+                pool[slots_of(work, owned[i], len(share))] = whole[i][kind][share]
+            pools.append(laid(pool.view(num_blocks, p, hk, size), "NHD" if work.pool == "expanded" else work.pool))
         table = block_table(work, owned, salt=rank)
         batch = replace(make_batch(work, table), max_seq_len=max(s for _, s in work.lens) + work.more_keys)
         ranks.append(dict(key_cache=pools[0], value_cache=pools[1], batch=batch))
@@ -674,7 +676,9 @@ def _ranks(work: Workload, generator: torch.Generator) -> Call:
     def run(modules: Modules, plans: list[Any], tensors: dict[str, Any], **more: Any) -> Any:
         def on_rank(group: Any) -> Any:
             heads = slice(group.rank * h // group.size, (group.rank + 1) * h // group.size)
-            own = {name: x[heads] if isinstance(x, Tensor) else x for name, x in tensors["options"].items()}
+            own: dict[str, Any] = {
+                name: x[heads] if isinstance(x, Tensor) else x for name, x in tensors["options"].items()
+            }
             mine = {**more, "out": more["out"][:, heads]} if "out" in more else more
             return modules("context_parallel").attention(
                 tensors["query"][:, heads],
@@ -721,7 +725,7 @@ def _partials(work: Workload, generator: torch.Generator) -> Call:
         outs.append(laid(out.to(getattr(torch, work.dtype)), work.rows))
         lses.append(lse)
     options = _options(work, generator)
-    tensors = dict(outs=outs, lses=lses, options=options)
+    tensors: dict[str, Any] = dict(outs=outs, lses=lses, options=options)
 
     def run(modules: Modules, plan: Any, tensors: dict[str, Any], **more: Any) -> Any:
         out, lse = modules("merge").merge(tensors["outs"], tensors["lses"])

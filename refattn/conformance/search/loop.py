@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from random import Random
 from typing import Any, NamedTuple
 
@@ -10,10 +10,12 @@ from refattn.conformance.search.trial import Outcome, Truth, Twin, normal, try_k
 from refattn.conformance.search.workload import Workload, draw, draw_palette, normalized, smaller
 
 DTYPES = ("float32", "float16", "bfloat16")
-SERVES = 60  # workloads that a palette is drawn for on a GPU, and then as many again among two others
+SERVES = 200  # workloads that a palette is drawn for on a GPU, where compiling takes a thousand times what a call takes
 SERVES_ON_CPU = 3  # where nothing is compiled
-SHRINKS = 5  # findings of one kind that are made smaller; the others are counted
-SMALLEST_IN = 40.0  # seconds to make one smaller
+SHRINKS = 2  # findings of one kind that are made smaller; the others are counted
+SMALLEST_IN = 20.0  # seconds to make one smaller
+ASKED = 0.4  # the share of workloads for which a kernel is asked by name; more while it has computed nothing yet
+ASKED_AGAIN = 0.1  # the same, where it has just computed by the twin's own choice
 IDLE_AFTER, REFUSED_AFTER, ASKED_STILL = 8, 40, 0.1
 
 
@@ -47,8 +49,10 @@ def workload(
         serves: how many workloads have one palette.
     """
     random = Random(f"{seed}/{path}/{index}")
-    number = max(0, index // serves - random.randrange(3))
-    palette = draw_palette(Random(f"{seed}/{path}/palette {number}"), path, tuple(dtypes))
+    number = index // serves
+    first = Random(f"{seed}/{path}").randrange(len(dtypes))
+    dtype = dtypes[(first + number) % len(dtypes)]  # in turn: a short run does not meet one type alone
+    palette = draw_palette(Random(f"{seed}/{path}/palette {number}"), path, (dtype,))
     return draw(random, path, palette, longest=longest)
 
 
@@ -84,6 +88,7 @@ class Search:
     Attributes:
         calls: by the kernel asked for, those that computed, and what came of it.
         refused: by the kernel asked for and the reason.
+        exceptions: right but for what a kernel is known for, by the kernel asked for and the reason.
         findings: the faults.
         roundings: calls a little over the tolerance with their own numbers alone.
     """
@@ -98,6 +103,7 @@ class Search:
         dtypes: Sequence[str] = DTYPES,
         longest: int = 4097,
         before: Callable[[Workload, str | None], None] = lambda work, kernel: None,
+        skipped: Collection[tuple[str | None, str]] = (),
     ) -> None:
         """Start with nothing counted.
 
@@ -109,12 +115,14 @@ class Search:
             dtypes: of queries.
             longest: tokens of a sequence, about: fewer where kernels are interpreted.
             before: called before each call, as a kernel may end the process.
+            skipped: kernels, and `Workload.sizes` with which one has ended a process.
         """
         self.path, self.twin, self.seed, self.device, self.dtypes = path, twin, seed, device, dtypes
-        self.longest, self.before = longest, before
+        self.longest, self.before, self.skipped = longest, before, frozenset(skipped)
         self.serves = SERVES_ON_CPU if device == "cpu" else SERVES
         self.calls: Counter[tuple[str, str, str]] = Counter()
         self.refused: Counter[tuple[str, str]] = Counter()
+        self.exceptions: Counter[tuple[str, str]] = Counter()
         self.findings: list[Finding] = []
         self.roundings: list[Finding] = []
         self._seen: Counter[tuple[Any, ...]] = Counter()
@@ -134,20 +142,28 @@ class Search:
 
     def try_workload(self, work: Workload, index: int = 0) -> None:
         """Try a workload with each kernel."""
-        truth = Truth(work) if work.path not in ("kv_cache", "metadata") else _no_truth(work)
+        truth = Truth(work, self.device)
+        chosen: tuple[str, ...] = ()
         for kernel in self.twin.kernels:
-            if not self._is_asked(kernel, index):
+            if (kernel, work.sizes) in self.skipped or not self._is_asked(kernel, index, chosen):
                 continue
             self.before(work, kernel)
-            outcome = try_kernel(truth, self.twin, kernel, self.device)
+            outcome = try_kernel(truth, self.twin, kernel)
+            chosen = outcome.chosen if kernel is None else chosen
             self._note(work, kernel, outcome)
 
-    def _is_asked(self, kernel: str | None, index: int) -> bool:
-        """Leave out a kernel without such an operation, and mostly one that has refused everything so far."""
-        if kernel is None:
+    def _is_asked(self, kernel: str | None, index: int, chosen: tuple[str, ...]) -> bool:
+        """Leave out a kernel without such an operation, and mostly one that has refused everything so far.
+
+        Args:
+            kernel: which one.
+            index: of the workload.
+            chosen: what the twin has chosen itself.
+        """
+        if kernel is None or kernel == self.twin.kernels[0]:
             return True
         if self._computed[kernel]:
-            return True
+            return Random(f"{index}/{kernel}").random() < (ASKED_AGAIN if chosen == (kernel,) else ASKED)
         asked, refused = self._asked[kernel], self._refused[kernel]
         if asked >= IDLE_AFTER and not refused:
             return False
@@ -161,6 +177,8 @@ class Search:
             self.refused[name, outcome.detail] += 1
         elif outcome.is_fault or kernel in outcome.chosen:
             self._computed[kernel] += 1
+        if outcome.kind == "exception":
+            self.exceptions[name, outcome.detail] += 1
         self.calls[name, "+".join(outcome.chosen), outcome.kind] += 1
         if outcome.kind == "rounding":
             self.roundings.append(Finding(kernel, outcome.kind, outcome.detail, work.as_line(), work.as_line()))
@@ -172,9 +190,10 @@ class Search:
             return
 
         def fails(candidate: Workload) -> Outcome | None:
+            if (kernel, candidate.sizes) in self.skipped:
+                return None
             self.before(candidate, kernel)
-            truth = Truth(candidate) if candidate.path not in ("kv_cache", "metadata") else _no_truth(candidate)
-            came = try_kernel(truth, self.twin, kernel, self.device)
+            came = try_kernel(Truth(candidate, self.device), self.twin, kernel)
             same = came.kind == outcome.kind and (came.kind == "wrong" or normal(came.detail)[:60] == about[2][:60])
             return came if same else None
 
@@ -187,10 +206,3 @@ class Search:
     def faults(self) -> dict[tuple[Any, ...], int]:
         """How often each kind of fault was met."""
         return dict(self._seen)
-
-
-def _no_truth(work: Workload) -> Truth:
-    """Make a truth of nothing but the workload: what moves data brings its own."""
-    truth = object.__new__(Truth)
-    truth.work = work
-    return truth

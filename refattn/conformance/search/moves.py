@@ -58,7 +58,8 @@ def check(work: Workload, modules: Modules, device: str) -> None:
 
 
 def _dtype(work: Workload) -> torch.dtype:
-    return getattr(torch, work.dtype)  # type: ignore[no-any-return]
+    dtype: torch.dtype = getattr(torch, work.dtype)
+    return dtype
 
 
 def _generator(work: Workload) -> torch.Generator:
@@ -259,7 +260,7 @@ def _write_quantized(work: Workload, modules: Modules, device: str) -> None:
             at = slot // p, slot % p
             for name, of_scale in (("key", scales.key), ("value", scales.value)):
                 row, cache = tensors[name][token], tensors[f"{name}_cache"]
-                if isinstance(scales, Fp8Scales):
+                if isinstance(scales, Fp8Scales) and of_scale is not None:
                     per_head = of_scale[:, None] if isinstance(of_scale, Tensor) else of_scale
                     cache.view(torch.uint8)[at] = _to_fp8(row, per_head, kind).view(torch.uint8)
                 elif name == "key":
@@ -270,7 +271,7 @@ def _write_quantized(work: Workload, modules: Modules, device: str) -> None:
                 elif of_scale is None:
                     cache[at] = row
                 else:
-                    cache[at] = to_int8(row, of_scale)
+                    cache[at] = to_int8(row, torch.as_tensor(of_scale))
 
     names = ("key", "value", "key_cache", "value_cache", "slots")
     _run_and_compare(
@@ -499,7 +500,8 @@ def _accept(work: Workload, modules: Modules, device: str) -> None:
     nodes, counts, following, row = [], [], [], 0
     width = max(q for q, _ in work.lens)
     for i, (q, _) in enumerate(work.lens):
-        parents, paths = work.parents(i), []
+        parents = work.parents(i)
+        paths: list[list[int]] = []
         for node, parent in enumerate(parents):
             right = parent < 0 or (paths[parent] and drafts[row + node] == says[row + parent])
             paths.append(([*paths[parent]] if parent >= 0 else []) + [node] if right else [])

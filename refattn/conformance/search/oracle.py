@@ -58,7 +58,8 @@ def _sight_in_tree(work: Workload, i: int) -> Sight:
     """Nodes see every key before their tree, and in it their ancestors and themselves; siblings stand side by side."""
     (q, s), parents, left = work.lens[i], work.parents(i), work.window[0]
     first = s - len(parents)
-    depth, related = [], torch.zeros(len(parents), len(parents), dtype=torch.bool)
+    depth: list[int] = []
+    related = torch.zeros(len(parents), len(parents), dtype=torch.bool)
     for node, parent in enumerate(parents):
         depth.append(0 if parent < 0 else depth[parent] + 1)
         if parent >= 0:
@@ -98,37 +99,38 @@ def attend(
         by_root: ALiBi by the root of the distance.
         sinks: `[h]`.
     """
-    h, group = query.shape[1], query.shape[1] // max(1, key.shape[1])
-    outs, lses = [], []
-    hidden = ~seen.visible
-    for head in range(h):
-        keys, values = key[:, head // group].double(), value[:, head // group].double()
-        score = scale * (query[:, head].double() @ keys.T)
-        if softcap:
-            score = softcap * torch.tanh(score / softcap)
-        if slopes is not None:
-            distance = seen.distance.double()
-            score = score - float(slopes[head]) * (distance.sqrt() if by_root else distance)
-        score[hidden] = -torch.inf
-        top = score.max(-1).values if score.shape[1] else torch.full((len(score),), -torch.inf, dtype=torch.float64)
-        if sinks is not None:
-            top = torch.maximum(top, sinks[head].double())
-        top = torch.where(top == -torch.inf, 0.0, top)
-        weight = torch.exp(score - top[:, None])
-        total = weight.sum(-1)
-        if sinks is not None:
-            total = total + torch.exp(sinks[head].double() - top)
-        odd = ~values.isfinite()
-        out = (weight @ values.masked_fill(odd, 0.0)) / torch.where(total == 0, 1.0, total)[:, None]
-        out[seen.visible.double() @ odd.double() > 0] = torch.nan
-        outs.append(out)
-        lses.append(top + total.log())
-    if not outs:
-        nothing = torch.zeros(len(query), 0, dtype=torch.float64)
+    (t, h, d), (s, hk, dv) = query.shape, value.shape
+    if not h:
         return Answer(
-            nothing[..., None].expand(-1, 0, value.shape[-1]), nothing, torch.zeros(len(query), dtype=torch.bool)
+            torch.zeros(t, 0, dv, dtype=torch.float64),
+            torch.zeros(t, 0, dtype=torch.float64),
+            torch.zeros(t, dtype=torch.bool),
         )
+    of_group = query.double().transpose(0, 1).reshape(hk, h // hk * t, d)
+    score = scale * (of_group @ key.double().permute(1, 2, 0)).view(h, t, s)
+    if softcap:
+        score = softcap * torch.tanh(score / softcap)
+    if slopes is not None:
+        distance = seen.distance.double()
+        score = score - slopes.double()[:, None, None] * (distance.sqrt() if by_root else distance)
+    score = score.masked_fill(~seen.visible, -torch.inf)
+    top = score.amax(-1) if s else torch.full((h, t), -torch.inf, dtype=torch.float64)
+    if sinks is not None:
+        top = torch.maximum(top, sinks.double()[:, None])
+    top = torch.where(top == -torch.inf, 0.0, top)
+    weight = torch.exp(score - top[..., None])  # [h, t, s]
+    total = weight.sum(-1)
+    if sinks is not None:
+        total = total + torch.exp(sinks.double()[:, None] - top)
+    values = value.double().transpose(0, 1)  # [hk, s, dv]
+    odd = ~values.isfinite()
+    out = (weight.view(hk, h // hk * t, s) @ values.masked_fill(odd, 0.0)).view(h, t, dv)
+    out = out / torch.where(total == 0, 1.0, total)[..., None]
+    if odd.any():
+        meets = (seen.visible.double() @ odd.double() > 0).repeat_interleave(h // hk, 0)
+        out = out.masked_fill(meets, torch.nan)
     spoilt_keys = ~(key.isfinite().flatten(1).all(1) & value.isfinite().flatten(1).all(1))
     tainted = spoilt_keys & seen.visible.any(0)  # what nobody sees taints nobody
     sees = (seen.visible & tainted).any(1)
-    return Answer(torch.stack(outs, 1), torch.stack(lses, 1), ~sees if tainted.any() else torch.zeros_like(sees))
+    free = ~sees if tainted.any() else torch.zeros_like(sees)
+    return Answer(out.transpose(0, 1), (top + total.log()).T, free)

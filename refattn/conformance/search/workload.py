@@ -11,7 +11,7 @@ rest anew (lengths, tables, windows, numbers, strides).
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from random import Random
 from typing import Any
@@ -50,6 +50,10 @@ OPERATIONS = {
         "gather",
     ),
     "metadata": ("positions", "slot_mapping", "advance", "block_table_from_slots", "ranks", "trees", "accept"),
+}
+NEVER = {  # options that every kernel refuses, and that are seldom drawn
+    "context_parallel": {"alibi", "alibi_sqrt"},
+    "mla_prefill": {"batch_invariant"},
 }
 STORED = ("numbers", "e4m3", "e5m2", "int8", "int8-keys")
 POOLS = ("NHD", "HND", "padded", "every-other", "offset", "expanded")
@@ -161,6 +165,11 @@ class Workload:
         return self.value_head_size or self.head_size
 
     @property
+    def sizes(self) -> str:
+        """The sizes and types of its numbers, for which nearly every kernel is compiled."""
+        return f"{self.head_size}/{self.value_size} {self.dtype} {self.stored}"
+
+    @property
     def has_trees(self) -> bool:
         """Whether its sequences end with drafted trees."""
         return bool(self.trees) and (
@@ -229,6 +238,17 @@ class Palette:
     heads: tuple[int, int]
     stored: str
     options: frozenset[str]
+    sides: tuple[bool, bool] = (False, False)  # of a window, that are bounded
+    alibi: str = "float32"
+    pools: tuple[str, ...] = ("NHD",)  # strides are compiled for, too: whether they are 1, or multiples of 16
+    rows: tuple[str, ...] = ("plain",)
+    tables: tuple[str, ...] = ("plain",)
+    outs: tuple[str, ...] = ("new",)
+    plan_of: str = ""
+    scales: str = "number"
+    query_scale: bool = False
+    ranks: int = 2
+    parts: tuple[int, ...] = (2,)
 
 
 def draw_palette(random: Random, path: str, dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16")) -> Palette:
@@ -258,7 +278,32 @@ def draw_palette(random: Random, path: str, dtypes: tuple[str, ...] = ("float32"
     often = ("softcap", "alibi", "sinks", "window", "not-causal", "scale")
     options = {name for name in often if random.random() < 0.3}
     options |= {name for name in ("alibi_sqrt", "batch_invariant") if random.random() < 0.12}
-    return Palette(random.choice(dtypes), head_size, value_head_size, block_size, (h, hk), stored, frozenset(options))
+    if "window" in options and random.random() < 0.4:
+        options.add("not-causal")  # without which no key to the right is seen
+
+    def two(choices: tuple[Any, ...], share: float) -> tuple[Any, ...]:
+        return (choices[0], random.choice(choices[1:])) if random.random() < share else choices[:1]
+
+    return Palette(
+        random.choice(dtypes),
+        head_size,
+        value_head_size,
+        block_size,
+        (h, hk),
+        stored,
+        frozenset(options),
+        sides=random.choice(((True, True), (True, True), (True, False), (True, False), (False, True))),
+        alibi=random.choice(("float32", "float32", "bfloat16", "float64")),
+        pools=two(POOLS, 0.8),
+        rows=two(ROWS, 0.7),
+        tables=two(TABLES, 0.8),
+        outs=two(OUTS, 0.7),
+        plan_of=random.choice(PLANS.get(path, ("",))),
+        scales=random.choice(("number", "heads", "sequences")),
+        query_scale=random.random() < 0.2,
+        ranks=random.choice((1, 2, 2, 4)),
+        parts=(random.choice((1, 2, 2)), random.choice((3, 5, 33))),
+    )
 
 
 def draw_lens(random: Random, *, most_seqs: int = 6, longest: int = 4097) -> tuple[tuple[int, int], ...]:
@@ -309,7 +354,7 @@ def draw(random: Random, path: str, palette: Palette, *, longest: int = 4097) ->
     def now_and_then(choices: tuple[Any, ...], share: float) -> Any:
         return random.choice(choices[1:]) if random.random() < share else choices[0]
 
-    has = palette.options
+    has = palette.options - (NEVER.get(path, set()) if random.random() < 0.9 else set())
     work = Workload(
         path,
         operation=random.choice(OPERATIONS.get(path, ("",))),
@@ -321,10 +366,10 @@ def draw(random: Random, path: str, palette: Palette, *, longest: int = 4097) ->
         dtype=palette.dtype,
         seed=random.randint(0, 9999),
         padding_rows=now_and_then((0, 1, 3, 17), 0.3),
-        pool=now_and_then(POOLS, 0.5),
-        rows=now_and_then(ROWS, 0.4),
-        table=now_and_then(TABLES, 0.5),
-        out=now_and_then(OUTS, 0.4),
+        pool=random.choice(palette.pools),
+        rows=random.choice(palette.rows),
+        table=random.choice(palette.tables),
+        out=random.choice(palette.outs),
         poison=random.choice(POISON[:3]),
         nan_at=now_and_then(NANS, 0.04),
         says_num_tokens=random.random() < 0.8,
@@ -332,22 +377,22 @@ def draw(random: Random, path: str, palette: Palette, *, longest: int = 4097) ->
         more_queries=now_and_then((0, 1, 30, 500), 0.2),
         more_keys=now_and_then((0, 1, 30, 500), 0.2),
         causal="not-causal" not in has,
-        window=_window(random) if "window" in has or path == "sliding_window" else (-1, -1),
+        window=_window(random, palette.sides) if "window" in has or path == "sliding_window" else (-1, -1),
         chunk_blocks=random.choice((1, 1, 2, 3, 7, 1000)),
         trees=random.choice(("bushy", "bushy", "star", "deep", "")),
         growing=now_and_then((0, 1, 3, 20), 0.2),
-        plan_of=random.choice(PLANS.get(path, ("",))),
+        plan_of=palette.plan_of,
         stored=palette.stored,
-        scales=random.choice(("number", "heads", "sequences")),
-        query_scale=random.random() < 0.2,
+        scales=palette.scales,
+        query_scale=palette.query_scale,
         cache_scale=now_and_then((1.0, 0.25, 3.0), 0.5),
         workspace=random.choice((1, 2, 7, 64, 300)),
-        ranks=random.choice((1, 2, 2, 4)),
+        ranks=palette.ranks,
         interleave=random.choice((1, 1, 2, 3, palette.block_size)),
-        parts=random.choice((1, 2, 2, 3, 5, 33)),
+        parts=random.choice(palette.parts),
         softmax_scale=random.choice((1.0, 0.05, 0.3, -0.3, 0.0, 2.0)) if "scale" in has else None,
         softcap=random.choice((1.0, 0.1, 5.0, 50.0)) if "softcap" in has else 0.0,
-        alibi=random.choice(("float32", "float32", "bfloat16", "float64")) if has & {"alibi", "alibi_sqrt"} else "",
+        alibi=palette.alibi if has & {"alibi", "alibi_sqrt"} else "",
         alibi_sqrt="alibi_sqrt" in has,
         sinks=random.choice(("small", "large", "mixed")) if "sinks" in has else "",
         batch_invariant="batch_invariant" in has,
@@ -361,8 +406,8 @@ def draw(random: Random, path: str, palette: Palette, *, longest: int = 4097) ->
     return bounded(normalized(work))
 
 
-MOST_PARTS = 400  # of a prefill over latents
-MOST_PRODUCTS = 3e7  # of elements of queries and keys, so that the oracle and the reference take milliseconds
+MOST_PARTS = 80  # of a prefill over latents
+MOST_PRODUCTS = 2e7  # of elements of queries and keys, so that the oracle and the reference take milliseconds
 
 
 def bounded(work: Workload) -> Workload:
@@ -387,14 +432,12 @@ def bounded(work: Workload) -> Workload:
     return work
 
 
-def _window(random: Random) -> tuple[int, int]:
+def _window(random: Random, sides: tuple[bool, bool]) -> tuple[int, int]:
     def side() -> int:
-        return random.choice(
-            (-1, 0, 1, 2, 15, 16, random.randint(0, 100), random.randint(0, 400), LARGEST, LARGEST - 1)
-        )
+        return random.choice((0, 1, 2, 15, 16, random.randint(0, 100), random.randint(0, 400), LARGEST, LARGEST - 1))
 
     left, right = side(), random.choice((0, side(), side()))
-    return left, right
+    return left if sides[0] else -1, right if sides[1] else -1
 
 
 def _drafting(random: Random, work: Workload) -> Workload:
@@ -514,8 +557,14 @@ def normalized(work: Workload) -> Workload:
 # --- making smaller ---
 
 
+_COMPILED = (  # what a kernel is compiled for: made simpler last, as that takes longest
+    *("head_size", "value_head_size", "block_size", "dtype", "pool", "rows", "table", "out", "causal", "query_scale"),
+    *("scales", "ranks", "parts", "softcap", "alibi", "alibi_sqrt", "sinks", "batch_invariant", "trees"),
+)
+
+
 def smaller(work: Workload) -> Iterator[Workload]:
-    """Yield workloads that are a little smaller or simpler, those that save most first."""
+    """Yield workloads that are a little smaller or simpler: first those for which nothing else is compiled."""
     lens = work.lens
     for i in reversed(range(len(lens))):
         if len(lens) > 1:
@@ -523,9 +572,14 @@ def smaller(work: Workload) -> Iterator[Workload]:
     fixed = {"operation", "lens", "heads", "seed", "plan_of", "stored"}
     fixed |= {"head_size", "value_head_size"} if work.path in ("mla", "mla_prefill") else set()
     fixed |= {name for name in ("block_size", "workspace", "ranks", "parts") if getattr(work, name) < _DEFAULTS[name]}
-    for name, default in _DEFAULTS.items():
-        if name not in fixed and getattr(work, name) != default:
-            yield replace(work, **{name: default})
+
+    def simpler(names: Iterable[str]) -> Iterator[Workload]:
+        for name in names:
+            if name not in fixed and getattr(work, name) != _DEFAULTS[name]:
+                change: dict[str, Any] = {name: _DEFAULTS[name]}
+                yield replace(work, **change)
+
+    yield from simpler(name for name in _DEFAULTS if name not in _COMPILED)
     for i in range(len(work.prefixes)):
         yield replace(work, prefixes=work.prefixes[:i] + work.prefixes[i + 1 :])
     for i, (q, s) in enumerate(lens):
@@ -535,21 +589,27 @@ def smaller(work: Workload) -> Iterator[Workload]:
             yield replace(work, lens=(*lens[:i], (q, fewer_s), *lens[i + 1 :]))
         if q and s:
             yield replace(work, lens=(*lens[:i], (q - 1, s - 1), *lens[i + 1 :]))
+    for side in (0, 1):
+        for value in _fewer(work.window[side]):
+            yield replace(work, window=(value, work.window[1]) if side == 0 else (work.window[0], value))
+    yield from _fewer_of(work, ("padding_rows", "workspace", "interleave", "chunk_blocks", "growing"))
+    if work.seed:
+        yield replace(work, seed=0)
+    yield from simpler(_COMPILED)
     h, hk = work.heads
     unit = 2 if work.path == "differential" else 1
     for fewer in ((unit, unit), (h // hk * unit, unit), (hk, hk), (h // 2, hk)):
         if fewer != work.heads and fewer[0] >= unit and fewer[0] % fewer[1] == 0 and fewer < work.heads:
             yield replace(work, heads=fewer)
-    for name in ("block_size", "padding_rows", "workspace", "parts", "ranks", "interleave", "chunk_blocks", "growing"):
+    yield from _fewer_of(work, ("block_size", "parts", "ranks"))
+
+
+def _fewer_of(work: Workload, names: Sequence[str]) -> Iterator[Workload]:
+    for name in names:
         for value in _fewer(getattr(work, name)):
             change: dict[str, Any] = {name: value}
             if value > 0:
                 yield replace(work, **change)
-    for side in (0, 1):
-        for value in _fewer(work.window[side]):
-            yield replace(work, window=(value, work.window[1]) if side == 0 else (work.window[0], value))
-    if work.seed:
-        yield replace(work, seed=0)
 
 
 def _fewer(count: int) -> list[int]:
