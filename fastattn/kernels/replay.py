@@ -12,6 +12,9 @@ with the same cache key is replayed: checks, choice and launches would come out 
 
 A memo holds, too, what kernels derive from a plan alone, such as schedules. It never changes an output: without it each
 layer computes the same, with more CPU overhead. A captured CUDA graph replays launches, and has no use for a memo.
+
+Every attention operation of `fastattn.kernels.dispatch` takes part. `mla.prefill` and `context_parallel.attention`
+combine several of them; they are checked as a whole, and no part of them is replayed.
 """
 
 from collections.abc import Callable, Iterable, Iterator
