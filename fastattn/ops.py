@@ -47,8 +47,8 @@ from refattn.interface import (
     PrefillPlan,
     TreePlan,
     Trees,
+    checks,
 )
-from refattn.interface.checks import type_of_outputs
 
 PAGES = "Tensor query, Tensor key_cache, Tensor value_cache"
 PLAN = "Tensor?[] tables, SymInt[] sizes"
@@ -440,7 +440,7 @@ def _define(
 def _answer_like(query: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Return memory of the shape and type of an answer, for the compiler, which fills in nothing."""
     kind = torch.float64 if query.dtype == torch.float64 else torch.float32
-    out = query.new_empty(*query.shape[:2], width, dtype=type_of_outputs(query, None))
+    out = query.new_empty(*query.shape[:2], width, dtype=checks.type_of_outputs(query, None))
     return out, query.new_empty(query.shape[:2], dtype=kind)
 
 

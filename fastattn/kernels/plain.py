@@ -29,6 +29,8 @@ def unsupported_reason(problem: Problem) -> str | None:
     """Return why this kernel cannot compute a problem, or None."""
     if problem.device.type == "cuda":
         return "is for devices that have no kernel of their own"
+    if problem.device.type == "meta":
+        return "reads the lengths, and a tensor on meta has no elements"
     if problem.stored is not None:
         return "reads numbers, not codes"
     if problem.batch_invariant:

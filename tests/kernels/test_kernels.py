@@ -94,7 +94,7 @@ def test_a_kernel_is_asked_for_inside_its_block_only(monkeypatch):
             raise KeyError
         assert asked() == "triton"
         with (
-            pytest.raises(ValueError, match="name: expected one of cpu, torch, triton, .*, got 'fa5'"),
+            pytest.raises(ValueError, match="name: expected one of cpu, torch, plain, triton, .*, got 'fa5'"),
             fastattn.use_kernel("fa5"),
         ):
             pass

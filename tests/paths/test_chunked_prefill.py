@@ -613,7 +613,7 @@ def test_no_heads_and_no_queries_have_an_empty_answer(over):
     """ATen's call would divide by the number of heads."""
     inputs = build(Case("none", ((2, 5), (1, 20))))
     query, *stores, batch = inputs.tensors if over == "pages" else inputs.rows
-    nobody = dataclasses.replace(batch, cu_seqlens_q=torch.zeros_like(batch.cu_seqlens_q))
+    nobody = dataclasses.replace(batch, cu_seqlens_q=torch.zeros_like(batch.cu_seqlens_q), num_tokens=0)
     attention = cpu.paged if over == "pages" else cpu.dense
     block_size = stores[0].shape[1] if over == "pages" else None
     for rows, those in ((query[:, :0], batch), (query[:0], nobody)):

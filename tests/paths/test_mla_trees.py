@@ -328,7 +328,8 @@ def test_trees_are_captured_once_and_replayed_for_any_others(kernel, window, kin
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-def test_the_chooser_says_who_verifies_trees(device_type):
+def test_the_chooser_says_who_verifies_trees(device_type, monkeypatch):
+    monkeypatch.setattr(dispatch, "num_multiprocessors", lambda device: 132)
     given, (query, cache, _), fixed = lay_out("verification", None)
     plan = fastattn.speculative.plan(given.batch, block_size=given.block_size, trees=fixed["trees"])
     pages = cache[:, :, None, : query.shape[2]]
@@ -338,7 +339,8 @@ def test_the_chooser_says_who_verifies_trees(device_type):
         assert "chosen: cpu" in dispatch.explain(problem)
         return
     on_gpu = problem._replace(device=torch.device("cuda"))
-    assert dispatch.priorities(on_gpu) == ("flash_mla", "fa3", "triton")
+    assert dispatch.priorities(on_gpu) == ("flash_mla", "triton", "fa3"), "FlashAttention-3 splits no keys"
+    assert dispatch.priorities(on_gpu._replace(num_seqs=256, even=True)) == ("flash_mla", "fa3", "triton")
     assert dispatch.priorities(on_gpu._replace(max_query_len=4))[0] == "triton"  # 16 rows
     assert dispatch.unsupported_reason("fa4", problem) == "has no operation mla_tree"
 

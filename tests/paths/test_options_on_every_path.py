@@ -24,6 +24,7 @@ import fastattn
 from fastattn.kernels import dispatch
 from fastattn.kernels.problem import Problem
 from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales, Prefix
+from refattn.interface.ambient import without_autocast
 from refattn.interface.batch import Batch
 
 LENS = ((3, 40), (1, 70), (20, 52))  # all three share 32 keys in the cascade
@@ -54,7 +55,8 @@ def cascade(package: str, inputs: Any, **options: Any) -> Any:
 def differential(package: str, inputs: Any, **options: Any) -> Any:
     """Pairs of heads, and both halves of every pool."""
     pools = inputs.key_cache, inputs.value_cache
-    cache = torch.stack([torch.stack([pool[:, :, half::2] for pool in pools]) for half in (0, 1)])
+    stack = without_autocast(torch.stack)  # torch's own refuses float16 under autocast on a CPU
+    cache = stack([stack([pool[:, :, half::2] for pool in pools]) for half in (0, 1)])
     path = importlib.import_module(f"{package}.differential")
     fixed = dict(lambda_full=torch.tensor(0.35, dtype=torch.float32, device=cache.device), lambda_init=0.2)
     return attend(path, inputs.query, cache, inputs.batch, **fixed, **options)

@@ -302,7 +302,7 @@ def test_layers_of_a_step_share_a_plan_and_no_scale(kind, kernel, device):
 @pytest.mark.parametrize("kind", ["e4m3", "int8"])
 def test_a_step_is_captured_once_and_replayed_for_any_other(kind, kernel, device):
     """With sequences that are shorter and longer than those it was captured with, more of them and fewer."""
-    buffers = fastattn.metadata.make_buffers(5, device=device, columns=20, max_query_len=40, max_seq_len=300)
+    buffers = fastattn.metadata.make_buffers(5, device=device, columns=21, max_query_len=40, max_seq_len=300)
     steps = [((30, 40), (1, 9)), ((40, 290), (1, 5), (9, 77), (2, 2)), ((1, 16),)]
     stores = [
         store_for(Case("step", lens, heads=(4, 2)), kind, TYPES[0], per="head", seed=i, device=device)

@@ -491,7 +491,8 @@ def test_layers_that_follow_one_another_share_a_plan(kernel, device):
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-def test_the_chooser_says_who_verifies_trees(device_type):
+def test_the_chooser_says_who_verifies_trees(device_type, monkeypatch):
+    monkeypatch.setattr(dispatch, "num_multiprocessors", lambda device: 132)
     inputs = build(Case("trees", ((3, 20),)))
     plan = fastattn.speculative.plan(inputs.batch, block_size=16, trees=fastattn.speculative.make_trees([(-1, 0, 0)]))
     tensors = (inputs.query, inputs.key_cache, inputs.value_cache)
@@ -501,7 +502,10 @@ def test_the_chooser_says_who_verifies_trees(device_type):
         return
     problem = problem._replace(device=torch.device("cuda"), dtype=torch.bfloat16, num_heads=32, num_kv_heads=8)
     assert dispatch.priorities(problem._replace(max_query_len=4)) == ("triton", "fa3")
-    assert dispatch.priorities(problem._replace(max_query_len=16)) == ("fa3", "triton")
+    many = problem._replace(max_query_len=16, num_seqs=64, even=True)
+    assert dispatch.priorities(many) == ("fa3", "triton"), "tiles for all SMs, of as many keys each"
+    assert dispatch.priorities(many._replace(even=False)) == dispatch.priorities(many._replace(num_seqs=1))
+    assert dispatch.priorities(many._replace(even=False)) == ("triton", "fa3"), "FlashAttention-3 splits no keys"
 
 
 # --- the plan ---

@@ -450,6 +450,15 @@ MUTATIONS: list[Mutation] = [
         '    check_int("decode_len", decode_len)\n    decode_len = 1\n',
     ),
     *breaks(
+        "A179",
+        "the scales of a step are not worked out",
+        (
+            "refattn/serving/engine.py",
+            "if self._calculates_scales and self.owners[index] == index:",
+            "if self._calculates_scales and self.owners[index] == index + 1:",
+        ),
+    ),
+    *breaks(
         "B185",
         "an engine takes requests with drafts for prefills",
         (

@@ -83,17 +83,21 @@ def fit(
 @cache
 def shrink(tuning: Tuning, row_bytes: int, key_bytes: int, room: int, fewest_stages: int = 1, spare: int = 0) -> Tuning:
     """Shrink a launch to `room` bytes, as `fit` does."""
+    asked = tuning
 
-    def is_too_large() -> bool:
+    def is_too_large(tuning: Tuning) -> bool:
         in_flight = (tuning.num_stages - spare) * tuning.block_n * key_bytes
         return tuning.block_m * row_bytes + in_flight + SCRATCH_BYTES > room
 
-    while is_too_large() and tuning.num_stages > fewest_stages:
+    while is_too_large(tuning) and tuning.num_stages > fewest_stages:
         tuning = tuning._replace(num_stages=tuning.num_stages - 1)
-    while is_too_large() and tuning.block_n > 16:
+    while is_too_large(tuning) and tuning.block_n > 16:
         tuning = tuning._replace(block_n=tuning.block_n // 2)
-    while is_too_large() and tuning.block_m > 16:
+    while is_too_large(tuning) and tuning.block_m > 16:
         tuning = tuning._replace(block_m=tuning.block_m // 2)
+    if tuning.block_m < asked.block_m:  # half of the rows may leave room for more stages
+        more = (tuning._replace(num_stages=n) for n in range(asked.num_stages, tuning.num_stages, -1))
+        tuning = next((larger for larger in more if not is_too_large(larger)), tuning)
     return tuning
 
 
