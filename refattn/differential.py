@@ -25,6 +25,7 @@ from torch import Tensor
 from refattn import chunked_prefill, kv_cache, quantized
 from refattn.attention import attend_sequences, compute_dtype, hand_over
 from refattn.interface import AttentionOptions, Batch, Fp8Scales, Plan
+from refattn.interface.ambient import without_autocast
 from refattn.interface.checks import (
     check_differential,
     check_halves,
@@ -53,6 +54,7 @@ def plan(batch: Batch, *, block_size: int, causal: bool = True, window_size: tup
     return chunked_prefill.plan(batch, block_size=block_size, causal=causal, window_size=window_size)
 
 
+@without_autocast
 def attention(
     query: Float[Tensor, "t h d"],
     cache: Shaped[Tensor, "2 2 *pages pairs d"],
