@@ -252,6 +252,20 @@ def test_any_number_of_splits(splits, device):
         assert_agrees("chunked_prefill", *inputs.tensors, **per_head(OPTIONS["sinks"], case, device))
 
 
+@pytest.mark.parametrize("sizes", [(16, 16), (64, 32), (80, 16)], ids=str)
+def test_small_values_of_many_rows_in_a_pool_that_begins_anywhere(sizes, device):
+    """Where they come through registers, Triton 3.6 on an H200 read other memory for products of 16 and 32 columns."""
+    case = Case("small", ((31, 82), (1, 51), (4, 66)), heads=(2, 1), head_size=sizes[0], value_head_size=sizes[1])
+    inputs = build(case, device=device, dtype=torch.float16)
+
+    def moved(x):
+        return torch.empty(x.numel() + 1, dtype=x.dtype, device=device)[1:].view(x.shape).copy_(x)
+
+    tensors = inputs.query, moved(inputs.key_cache), moved(inputs.value_cache), inputs.batch
+    for options in ({}, dict(softcap=1.0)):
+        assert_agrees("chunked_prefill", *tensors, **options)
+
+
 def test_a_batch_without_keys_has_a_split_of_its_own(device):
     """Whatever asks for it: with none there would be no launch, and nothing to make again in the next layer."""
     query, pool = torch.randn(3, 2, 16, device=device), torch.randn(2, 4, 1, 16, device=device)

@@ -115,7 +115,7 @@ def test_scales(kind, per, round_query, dtype, device):
 @each_kind
 @pytest.mark.parametrize("sizes", [(16, 16), (32, 32), (80, 32), (64, 16), (16, 64)], ids=str)
 def test_small_heads_of_many_rows(sizes, kind, dtype, device):
-    """A product of 64 rows with few columns: Triton 3.6 computed it wrongly over fp8 on an H200."""
+    """Products of 64 rows with few columns, which Triton 3.6 computed wrongly over fp8 on an H200."""
     lens = ((31, 82), (1, 51), (4, 66))
     case = Case("small-heads", lens, heads=(2, 2), head_size=sizes[0], value_head_size=sizes[1])
     assert_twins_agree(store(case, kind, dtype=dtype, per="head", device=device))

@@ -25,6 +25,7 @@ from fastattn.kernels.replay import recorder
 from fastattn.kernels.triton.launch import Launch, SplitLaunches
 from fastattn.kernels.triton.run import (
     CHANGING,
+    FEWEST_COLUMNS,
     Tuning,
     can_overlap,
     find_tile,
@@ -331,7 +332,8 @@ def _attend_kernel(
 
     HEAD_PAD: tl.constexpr = triton.next_power_of_2(HEAD_SIZE) if HEAD_SIZE > 16 else 16  # the least of a product
     VALUE_SIZE: tl.constexpr = 2 * HEAD_SIZE
-    VALUE_PAD: tl.constexpr = triton.next_power_of_2(VALUE_SIZE)
+    VALUE_LEAST: tl.constexpr = FEWEST_COLUMNS if BLOCK_M > 16 else 1
+    VALUE_PAD: tl.constexpr = max(triton.next_power_of_2(VALUE_SIZE), VALUE_LEAST)
     at_d = tl.arange(0, HEAD_PAD)
     at_dv = tl.arange(0, VALUE_PAD)
     is_query = is_row[:, None] & (at_d < HEAD_SIZE)[None, :]

@@ -28,6 +28,9 @@ CHANGING = (
 
 
 STEP_OF_WORDS = 64  # keys of a step, at most, where the mask of a tree has several words
+# Columns of a product of more than 16 rows with values, at least. With 16 and 32, Triton 3.6 reads memory that is not
+# its own for values that come through registers: all of fp8, and others in a pool that begins anywhere.
+FEWEST_COLUMNS = tl.constexpr(64)
 SCRATCH_BYTES = 4096  # of shared memory that a program needs beside its tile and its steps
 
 
@@ -473,9 +476,7 @@ def attend_to_run(
     LEAST: tl.constexpr = 32 if CODES == "int8" else 16  # of a product
     KEY_PAD: tl.constexpr = triton.next_power_of_2(KEY_SIZE) if KEY_SIZE > LEAST else LEAST
     PER_LOAD: tl.constexpr = 2 if PAIRS else 1  # elements of a value that are loaded as one
-    # Beside products of 64 rows, Triton 3.6 turns fp8 into numbers of the wrong places for 16 or 32 columns (an H200).
-    IN_FP8: tl.constexpr = CODES == "e4m3" or CODES == "e5m2"
-    VALUE_LEAST: tl.constexpr = 64 if IN_FP8 and BLOCK_M > 16 else (16 * PER_LOAD if SHARED else 1)
+    VALUE_LEAST: tl.constexpr = FEWEST_COLUMNS if BLOCK_M > 16 else (16 * PER_LOAD if SHARED else 1)
     VALUE_PAD: tl.constexpr = max(triton.next_power_of_2(VALUE_HEAD_SIZE), VALUE_LEAST)
     at_dv = tl.arange(0, VALUE_PAD // PER_LOAD)
     at_d = tl.arange(0, KEY_PAD)
