@@ -120,6 +120,7 @@ def run_tests(tree: Path, tests: list[str], results: Path, device: str) -> None:
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.chdir(tree)
+        # an environment may lie beside them
         ours = {
             str(ROOT / folder) for folder in ("", "docs", "tests", "tests/tools")
         }  # an environment may lie beside them
