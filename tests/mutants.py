@@ -221,7 +221,7 @@ def say(mutation: Mutation | None, outcome: dict[str, Any]) -> None:
 
 
 def judge(mutation: Mutation, outcome: dict[str, Any]) -> dict[str, str]:
-    """Say of each row of a mutation what its tests did."""
+    """Return, for each row of a mutation, what its tests did."""
     tests = covering_tests()
     verdicts = {}
     for row in mutation.rows:

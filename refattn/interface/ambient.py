@@ -1,4 +1,4 @@
-"""What PyTorch does around a call unless it is told otherwise: it casts under autocast, and records for gradients."""
+"""What PyTorch does around a call on its own: it casts under autocast, and records operations for gradients."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack

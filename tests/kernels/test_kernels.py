@@ -1148,7 +1148,7 @@ def test_strides_of_a_single_sequence_and_of_a_single_block(name, over, monkeypa
 
 @pytest.mark.skipif("PRESENT[0].name != 'cpu'", reason="the kernels themselves are there")
 def test_memory_for_an_answer_that_begins_anywhere(monkeypatch):
-    """Of a kernel that writes where it is told to: it cannot where its stores would not be aligned."""
+    """A kernel that writes into the memory given cannot do so where its stores would not be aligned."""
     kernel = install_fa4(monkeypatch)
     inputs = build(Case("c", ((3, 20),), heads=(4, 2)), dtype=torch.float16)
     asked = given(*inputs.rows)

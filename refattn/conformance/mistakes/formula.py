@@ -165,7 +165,7 @@ class Attention(Formula, is_base=True):
         return self.batch.block_table[i].long()[column.clamp(max=self.batch.block_table.shape[1] - 1)]
 
     def _grouped(self, x: Tensor) -> Tensor:
-        """Give each query head its key head, `[n, h, d]`."""
+        """Repeat KV heads to one per query head, `[n, h, d]`."""
         return x.repeat_interleave(self.query.shape[1] // x.shape[1], dim=1)
 
     def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:

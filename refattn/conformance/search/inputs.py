@@ -139,7 +139,7 @@ def memory(x: Any) -> dict[int, Tensor]:
 
 
 def tables(work: Workload, lens: Sequence[int] | None = None, salt: int = 0) -> tuple[list[list[int]], int]:
-    """Give every sequence its blocks, shuffled, shared where there are prefixes; and say how many the pool has."""
+    """Return the shuffled blocks of every sequence, shared where there are prefixes, and the blocks of the pool."""
     shuffle, p = Random(f"{work.seed}/blocks/{salt}"), work.block_size
     needed = [-(-s // p) for s in (lens if lens is not None else [s for _, s in work.lens])]
     free = list(range(sum(needed) + 3))

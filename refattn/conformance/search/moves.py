@@ -131,7 +131,7 @@ def _copied(x: Any) -> Any:
 
 
 def _new_slots(work: Workload) -> tuple[Tensor, int]:
-    """Give new tokens slots as a step does: those of each sequence's last tokens, and -1 for padding."""
+    """Return the slots of new tokens: those of each sequence's last tokens, as in a step, and -1 for padding."""
     owned, num_blocks = tables(work)
     slots = []
     for blocks, (q, s) in zip(owned, work.lens, strict=True):

@@ -441,7 +441,7 @@ def _window(random: Random, sides: tuple[bool, bool]) -> tuple[int, int]:
 
 
 def _drafting(random: Random, work: Workload) -> Workload:
-    """Give most sequences few nodes, and some workloads trees of more than one or two words of a mask."""
+    """Draw few nodes for most sequences, and for some workloads trees of more than one or two words of a mask."""
     most = random.choice((5, 16, 16, 40, 70, 140)) if work.trees else 16
     lens = tuple(
         (q, max(s, q))
