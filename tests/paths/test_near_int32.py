@@ -8,16 +8,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from bad_requests import MOST
-from batches import Case, build
-from kernels_present import PRESENT
-from test_options_on_every_path import CASE, cascade, differential, over_ranks, plain, quantized, trees
 
 import fastattn.kv_cache
 import fastattn.local
 from fastattn.kernels.triton import attention as triton_attention
 from fastattn.kernels.triton.run import Tuning
 from refattn.interface import Batch, Shard
+from tests.helpers.bad_input import MOST
+from tests.helpers.batches import Case, build
+from tests.helpers.every_path import CASE, cascade, differential, over_ranks, plain, quantized, trees
+from tests.helpers.kernels_present import PRESENT
 
 TWINS = ["refattn", "fastattn"]
 each_twin = pytest.mark.parametrize("package", TWINS)

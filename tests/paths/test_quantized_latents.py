@@ -8,13 +8,8 @@ from functools import partial
 
 import pytest
 import torch
-from batches import HARMLESS, POISON, Case, masks_by_hand, ragged_cases
 from hypothesis import given as drawn
 from hypothesis import strategies as st
-from kernels_present import PRESENT, PRESENT_FOR_LATENTS
-from latents import OPTIONS, RANK, REAL, ROPE, SCALE, SMALL, Latents, Sizes, attend, by_reference, filled, prefill
-from stored import E4M3, E5M2, bits, decoded, nearest
-from tolerance import assert_matches_reference
 
 import fastattn.mla
 import refattn.conformance
@@ -22,10 +17,29 @@ import refattn.dense
 import refattn.mla
 from refattn.interface import AttentionOptions
 from refattn.metadata import make_batch, slot_mapping
+from tests.helpers.batches import HARMLESS, POISON, Case, masks_by_hand, ragged_cases
+from tests.helpers.kernels_present import PRESENT, PRESENT_FOR_LATENTS
+from tests.helpers.latents import (
+    EVEN,
+    OF_CODES,
+    OPTIONS,
+    RANK,
+    REAL,
+    ROPE,
+    SCALE,
+    SMALL,
+    Latents,
+    Sizes,
+    attend,
+    by_reference,
+    filled,
+    in_codes,
+    prefill,
+)
+from tests.helpers.stored import E4M3, E5M2, bits, decoded, nearest
+from tests.helpers.tolerance import assert_matches_reference
 
 KINDS = {"e4m3": E4M3, "e5m2": E5M2}
-OF_CODES = 0.7  # the scale of a pool, which is neither 1 nor a power of two
-EVEN = SMALL._replace(spare=8)  # rows of an even number of bytes, whose codes our kernel reads in pairs
 MIXED = Case("mixed", ((4, 6), (1, 70), (10, 33), (1, 65), (0, 9), (5, 5)), heads=(4, 1), padding_rows=2)
 DECODES = Case("decodes", ((1, 5), (1, 33), (1, 0), (1, 700), (1, 64)), heads=(16, 1), block_size=24)
 LATENT_KERNELS = [kernel for kernel in PRESENT_FOR_LATENTS if kernel.name in ("cpu", "triton")]
@@ -42,15 +56,6 @@ each_reader = pytest.mark.parametrize(("twin", "asked_for"), READERS)
 each_twin = pytest.mark.parametrize("twin", [refattn.mla, fastattn.mla], ids=["ref", "fast"])
 each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 each_kernel = pytest.mark.parametrize("kernel", LATENT_KERNELS, ids=lambda kernel: kernel.name)
-
-
-def in_codes(case: Case, kind: torch.dtype, **arguments) -> Latents:
-    """Lay a case out in codes: garbage becomes codes of NaN, of infinity and of large numbers."""
-    given = Latents(case, **{"sizes": EVEN} | arguments)
-    given.cache = given.cache.to(kind)
-    given.keys = [key.to(kind).cpu().view(torch.uint8).long() for key in given.keys]
-    given.keys = [decoded(kind)[codes] * float(torch.tensor(OF_CODES)) for codes in given.keys]
-    return given
 
 
 # --- the mask, and memory that nobody may see ---

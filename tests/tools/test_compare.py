@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from test_twins import BESIDES, PATHS
 from typer.testing import CliRunner
 
 import fastattn.chunked_prefill
 from fastattn.tools import compare
 from fastattn.tools.cli import main
+from tests.helpers.twin_files import BESIDES, PATHS
 
 
 @pytest.fixture(autouse=True)
