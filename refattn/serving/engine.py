@@ -9,9 +9,9 @@ the rest of the budget goes to chunks of prompts. With a budget of 8, and prompt
 
 The engine runs the model's own code and replaces only its attention: transformers passes the queries, keys and values
 of each layer to `models.paged_attention`, and the engine writes them into the pool and attends over it with the given
-twin. It computes nothing itself. The kinds of layers are in `layers`: windows use `sliding_window`, chunks `local`,
-pairs of softmaxes `differential`, latents `mla`, and all others `chunked_prefill`, or `cascade` in a step whose
-requests share so many blocks that it is worth reading them once.
+twin. It computes nothing itself. A layer is a mask over a storage (`layers`): windows are planned by `sliding_window`,
+chunks by `local`, all else by `chunked_prefill`, or by `cascade` in a step whose requests share so many blocks that it
+is worth reading them once; pairs of softmaxes are computed by `differential`, latents by `mla`, 8 bits by `quantized`.
 
 A layer with a window or with chunks has a smaller pool (`WindowPool`) if no step can need all of its blocks: a block is
 freed as soon as no later token can see it.
@@ -39,23 +39,12 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 import refattn
-from refattn.interface import Accepted, AttentionOptions, Batch, CascadePlan, Plan, Prefix, TreePlan, Trees
+from refattn.interface import Accepted, AttentionOptions, Batch, Prefix, Trees
 from refattn.interface.trees import MOST_NODES
 from refattn.serving import models
 from refattn.serving.block_pool import BlockPool
 from refattn.serving.cost_model import CPU, H200, Machine, saved_key_reads, worthwhile_prefixes
-from refattn.serving.layers import (
-    KEY_RANGE,
-    VALUE_RANGE,
-    Amax,
-    Layer,
-    Lens,
-    QuantizedLayer,
-    SplitPlan,
-    Twin,
-    quantize,
-    set_scales,
-)
+from refattn.serving.layers import KEY_RANGE, VALUE_RANGE, Amax, Layer, Lens, Parts, Twin, quantize, set_scales
 from refattn.serving.request import Event, Request, tokenize
 from refattn.serving.sampling import GREEDY, SamplingParams, choose
 from refattn.serving.scheduler import Counters, Scheduler
@@ -87,12 +76,12 @@ class Step:
     Attributes:
         batch: the lengths and blocks of its requests.
         slot_mappings: where the new tokens go, in the pool of each kind of layer.
-        plans: the plan of each kind of layer.
+        plans: the plans of each kind of layer, with the query rows of each.
     """
 
     batch: Batch
     slot_mappings: dict[Layer, Int64[Tensor, "t"]]
-    plans: dict[Layer, Plan | CascadePlan | SplitPlan | TreePlan]
+    plans: dict[Layer, Parts]
 
 
 @runtime_checkable
@@ -122,11 +111,11 @@ class Engine:
             cascade then, as it depends on the other requests. The model's own matrix products are not covered.
         speculation: how to draft tokens, which the model verifies next to the confirmed ones; None drafts nothing. More
             than one branch needs layers that take trees: full ones, those with a window, and those of latents.
-        kv_cache_dtype: what the pools hold: "auto", the model's own type; or codes of 8 bits, "fp8_e4m3", "fp8_e5m2" or
-            "int8", for twice as many tokens in the same memory and answers that may differ. Latents have no int8.
-        calibration: how large keys and values become, from `calibrate`, for the scales of the codes. None: fp8 has
-            scales of 1, and saturates at its largest number; of int8 only the keys are codes, and values stay as they
-            are.
+        kv_cache_dtype: what the pools hold: "auto", the model's own type; or quantised values of 8 bits, "fp8_e4m3",
+            "fp8_e5m2" or "int8", for twice as many tokens in the same memory and answers that may differ. Latents and
+            pairs have no int8.
+        calibration: how large keys and values become, from `calibrate`, for the scales. None: fp8 has scales of 1, and
+            saturates at its largest number; of int8 only the keys are quantised, and values stay as they are.
         calculate_kv_scales: work out the scales of fp8 while serving, where there is no calibration: by the largest
             keys and values of the first step, with room for larger ones to come (`layers.KEY_RANGE`). From then on they
             are fixed, so no later answer depends on what else is served, but all depend on the first step.
@@ -189,13 +178,15 @@ class Engine:
                 "calculate_kv_scales: expected False but for fp8 without a calibration, as other scales are given or "
                 f"come with each key, got True and {given}"
             )
+        if calibration is not None and kv_cache_dtype == "auto":
+            raise ValueError('calibration: expected None, as pools of kv_cache_dtype="auto" have no scales, got some')
         if calibration is not None:
             self.layers = set_scales(self.layers, calibration, self.twin, self.owners, model.device)
         self.speculation = speculation
         without = [layer for layer in self.layers if not layer.takes_trees]
         if speculation is not None and speculation.max_branches > 1 and without:
             raise ValueError(
-                f"speculation: expected max_branches=1, as a {type(without[0]).__name__} has no mask for trees, "
+                f"speculation: expected max_branches=1, as {without[0]} has no plan for trees, "
                 f"got {speculation.max_branches}"
             )
         self.machine = machine or (CPU if model.device.type == "cpu" else H200)
@@ -210,21 +201,20 @@ class Engine:
         limits = dict(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
         pool_blocks = {layer: layer.pool_blocks(num_blocks, block_size, **limits) for layer in self.layers}
         self.window_pools = {
-            layer: WindowPool(count, num_blocks, window_size=(layer.reach - 1, 0), block_size=block_size)
+            layer: WindowPool(count, num_blocks, window_size=(layer.mask.reach - 1, 0), block_size=block_size)
             for layer, count in pool_blocks.items()
             if count < num_blocks
         }
         try:
             self.caches: list[Any] = []
             for owner, layer in zip(self.owners, self.layers, strict=True):
-                where = dict(dtype=model.dtype, device=model.device)
                 own = owner == len(self.caches)
-                self.caches.append(
-                    layer.allocate(self.twin, pool_blocks[layer], block_size, **where) if own else self.caches[owner]
-                )
+                where = dict(dtype=model.dtype, device=model.device)
+                blocks = pool_blocks[layer], block_size
+                self.caches.append(layer.storage.allocate(self.twin, *blocks, **where) if own else self.caches[owner])
         except torch.OutOfMemoryError as error:
             owning = [self.layers[owner] for owner in sorted({*self.owners})]
-            size = sum(block_size * pool_blocks[layer] * layer.bytes_per_token(model.dtype) for layer in owning)
+            size = sum(block_size * pool_blocks[x] * x.storage.bytes_per_token(model.dtype) for x in owning)
             raise torch.OutOfMemoryError(
                 f"num_blocks: expected a pool that fits into the memory of {model.device}, got {num_blocks} blocks of "
                 f"{block_size} tokens, which are {size / 2**30:.3g} GiB. {error}"
@@ -256,7 +246,7 @@ class Engine:
     def pool_bytes(self) -> int:
         """The bytes of all layers' pools, scales included, as the tensors have them."""
         tensors = [x for cache in self.caches for x in _pools_of(cache)]
-        tensors += [x for layer in self.layers if isinstance(layer, QuantizedLayer) for x in layer.fixed_scales]
+        tensors += [x for layer in self.layers for x in layer.fixed_scales]
         return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
 
     @property
@@ -601,7 +591,7 @@ class Engine:
                 step.plans[layer] = layer.plan_trees(self.twin, where, trees, self.block_size)
         if prefixes:
             cascade = self.twin.cascade.plan(batch, prefixes=prefixes, block_size=self.block_size)
-            step.plans.update({layer: cascade for layer in step.plans if layer.takes_cascades})
+            step.plans.update({layer: ((slice(None), cascade),) for layer in step.plans if layer.takes_cascades})
         return step
 
     def find_prefixes(self, scheduled: dict[Request, int], machine: Machine) -> list[Prefix]:
@@ -610,7 +600,7 @@ class Engine:
         seq_lens = [request.num_computed_tokens + count for request, count in scheduled.items()]
         block_tables = [request.blocks for request in scheduled]
         self.counters.key_reads += sum(seq_lens)
-        full = next((layer for layer in self.layers if layer.takes_cascades), None)
+        full = next((layer.storage for layer in self.layers if layer.takes_cascades), None)
         if full is None or self.batch_invariant or has_trees(scheduled):
             return []
         found = self.twin.cascade.find_prefixes(query_lens, seq_lens, block_tables, block_size=self.block_size)
@@ -683,10 +673,9 @@ class Engine:
         if self._calculates_scales and self.owners[index] == index:
             self._calculate_scales(index, key, value)
         layer = self.layers[index]
-        if (sliding_window or 0) != layer.window:
+        if (sliding_window or 0) != layer.mask.window:
             raise ValueError(
-                f"sliding_window: expected {layer.window or None} in layer {index}, a {type(layer).__name__}, "
-                f"got {sliding_window}"
+                f"sliding_window: expected {layer.mask.window or None} in layer {index}, {layer}, got {sliding_window}"
             )
         scale = module.scaling if scaling is None else scaling
         options = AttentionOptions(scale, softcap or 0.0, alibi_slopes, s_aux, self.batch_invariant)

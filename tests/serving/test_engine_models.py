@@ -23,7 +23,7 @@ import refattn.serving.sampling
 import refattn.serving.scheduler
 from refattn.interface import AttentionOptions
 from refattn.serving import CPU, Engine, Request, SamplingParams
-from refattn.serving.layers import DifferentialLayer, Twin
+from refattn.serving.layers import Causal, Layer, Pairs, Twin
 from refattn.serving.models import LATENT, VERIFIED
 
 TWINS = ("refattn", "fastattn")
@@ -146,8 +146,8 @@ def test_a_layer_that_shares_a_cache_owns_and_writes_nothing(twin, device, monke
 def test_a_differential_layer_may_share_a_cache_too(twin):
     """Queries of a prompt and of a decode over the pairs that another layer has written."""
     package = Twin(importlib.import_module(twin))
-    layer, module = DifferentialLayer(2, 8), DiffLlamaAttention(DiffLlamaConfig(**SIZES | dict(head_dim=8)), 0)
-    cache = layer.allocate(package, 6, 4, dtype=torch.float32, device=torch.device("cpu"))
+    layer, module = Layer(Causal(), Pairs(2, 8)), DiffLlamaAttention(DiffLlamaConfig(**SIZES | dict(head_dim=8)), 0)
+    cache = layer.storage.allocate(package, 6, 4, dtype=torch.float32, device=torch.device("cpu"))
     batch = package.metadata.make_batch([3, 1], [3, 6], [[5], [2, 0]])
     plan, slots = layer.plan(package, batch, 4), package.metadata.slot_mapping(batch, 4, block_size=4)
     query, key, value = (torch.randn(4, heads, 8) for heads in (4, 2, 2))
@@ -274,12 +274,12 @@ TRIED = {
     "a layer with its window in the mask alone": (
         "qwen2_moe",
         dict(use_sliding_window=True) | WINDOWS,
-        r"sliding_window: expected \d+ in layer 0, a WindowLayer, got None",
+        r"sliding_window: expected \d+ in layer 0, Window over Pages, got None",
     ),
     "a window where the config has none": (
         "qwen3_moe",
         dict(use_sliding_window=True) | WINDOWS,
-        "sliding_window: expected None in layer 1, a Layer, got 5",
+        "sliding_window: expected None in layer 1, Causal over Pages, got 5",
     ),
     "layers that run twice": ("hrm_text", {}, "model: expected every one of .* layers to attend once, got layers"),
     "a mask of its own": ("doge", {}, "attention_mask: expected None"),
