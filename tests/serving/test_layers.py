@@ -167,7 +167,13 @@ def test_scales_by_the_largest_numbers_reach_every_head(storage, twin, device):
     layer = layer.calibrated(Twin(importlib.import_module(twin)), amax, torch.device(device))
     assert layer == Layer(Causal(), STORAGES[storage]), "no plan depends on scales"
     out, _ = attended(layer, twin, device, tokens, module)
-    torch.testing.assert_close(out.double(), expected_of(layer, tokens, module).double(), rtol=2e-5, atol=2e-5)
+    if storage == "latents in fp8":
+        scales = dict(cache_scale=max(float(x.max()) for x in amax) / 448)
+    else:
+        order = [0, 2, 1, 3] if storage == "pairs in fp8" else [0, 1, 2, 3]
+        scales = {f"{name}_scale": x.amax(-1)[order] / 448 for name, x in amax._asdict().items()}
+    by_hand = replace(layer, storage=replace(layer.storage, **scales))
+    torch.testing.assert_close(out.double(), expected_of(by_hand, tokens, module).double(), rtol=2e-5, atol=2e-5)
 
 
 def test_what_a_layer_takes_is_what_its_mask_and_its_storage_take():
