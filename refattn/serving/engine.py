@@ -45,10 +45,10 @@ from refattn.serving import models
 from refattn.serving.block_pool import BlockPool
 from refattn.serving.cost_model import CPU, H200, Machine, saved_key_reads, worthwhile_prefixes
 from refattn.serving.layers import KEY_RANGE, VALUE_RANGE, Amax, Layer, Lens, Parts, Twin, quantize, set_scales
-from refattn.serving.request import Event, Request, tokenize
+from refattn.serving.request import Draft, Event, Request, tokenize
 from refattn.serving.sampling import GREEDY, SamplingParams, choose
 from refattn.serving.scheduler import Counters, Scheduler
-from refattn.serving.speculation import Draft, DraftModel, NGram
+from refattn.serving.speculation import DraftModel, NGram
 from refattn.serving.window_pool import WindowPool
 
 logger = logging.getLogger(__name__)
@@ -438,7 +438,7 @@ class Engine:
                 continue
             nodes = min(room, MOST_NODES - 1)
             draft = self.speculation.propose(request.tokens, depth=depth, nodes=nodes, branches=branches)
-            if draft is not None and self.scheduler.allocate_drafts(request, 1 + len(draft.tokens)):
+            if draft is not None and self.scheduler.allocate(request, 1 + len(draft.tokens)):
                 request.draft, scheduled[request] = draft, 1 + len(draft.tokens)
                 room -= len(draft.tokens)
         return scheduled

@@ -1,4 +1,4 @@
-"""A request on its way through the engine, and the events that report on it."""
+"""A request on its way through the engine, its drafted tokens, and the events that report on it."""
 
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
@@ -7,7 +7,32 @@ from typing import Any
 
 from refattn.serving.block_pool import BlockContent
 from refattn.serving.sampling import SamplingParams
-from refattn.serving.speculation import Draft
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Drafted tokens, as a tree after the last confirmed token.
+
+    Attributes:
+        tokens: of each node but the root, node 0.
+        parents: of each node, the root included: the node that it follows.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+
+    @property
+    def depths(self) -> list[int]:
+        """How many nodes are above each node, the root included."""
+        depths = [0]
+        for parent in self.parents[1:]:
+            depths.append(depths[parent] + 1)
+        return depths
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every node follows the one before it, so that a causal mask shows what it may see."""
+        return self.parents == tuple(range(-1, len(self.tokens)))
 
 
 @dataclass(eq=False)
