@@ -22,7 +22,7 @@ import refattn.serving.engine
 import refattn.serving.sampling
 import refattn.serving.scheduler
 from refattn.interface import AttentionOptions
-from refattn.serving import CPU, Engine, Request, SamplingParams
+from refattn.serving import CPU, Engine, Request, SamplingParams, StepTokens
 from refattn.serving.layers import Causal, Layer, Pairs, Twin
 from refattn.serving.models import LATENT, VERIFIED
 
@@ -317,7 +317,7 @@ def test_a_family_that_nobody_has_compared(llama, monkeypatch):
 def test_options_that_the_engine_does_not_know(llama, option, value, shapes_unchecked):
     """An option that a new transformers passes to the attention is not left out: nobody can say what it changes."""
     engine = Engine(llama, num_blocks=8, block_size=4)
-    inputs = engine.make_inputs({Request([1], 1, ONE, blocks=[0]): 1})
+    inputs = engine.make_inputs(StepTokens.of({Request([1], 1, ONE, blocks=[0]): 1}))
     query, key, value_states = (torch.zeros(1, heads, 1, 16, device=llama.device) for heads in (6, 2, 2))
     with pytest.raises(ValueError, match=f"{option}: expected no"):
         engine.attend(llama.model.layers[0].self_attn, query, key, value_states, step=inputs["step"], **{option: value})

@@ -1635,9 +1635,9 @@ MUTATIONS: list[Mutation] = [
         "the table of the first step stays in the buffer",
         (
             GRAPHS,
-            "self.block_table[: len(scheduled), :columns] = torch.tensor(table, dtype=torch.int32)",
-            "self.block_table[: len(scheduled), :columns] = torch.tensor(table, dtype=torch.int32)"
-            " if self.replay is None else self.block_table[: len(scheduled), :columns]",
+            "self.block_table[:count, :columns] = torch.tensor(table, dtype=torch.int32)",
+            "self.block_table[:count, :columns] = torch.tensor(table, dtype=torch.int32)"
+            " if self.replay is None else self.block_table[:count, :columns]",
         ),
     ),
     *breaks(
@@ -1648,12 +1648,12 @@ MUTATIONS: list[Mutation] = [
             (
                 "torch.full((rows, columns), -1,",
                 "*(0, *ends, *[ends[-1]] * len(unused)),",
-                "*(*seq_lens, *unused),",
+                "*(*tokens.seq_lens, *unused),",
             ),
             (
                 "torch.full((rows, columns), len(server.pool.users) - 1,",
                 "*(0, *ends, *range(ends[-1] + 1, ends[-1] + 1 + len(unused))),",
-                "*(*seq_lens, *[1 for _ in unused]),",
+                "*(*tokens.seq_lens, *[1 for _ in unused]),",
             ),
         ),
     ),
