@@ -354,7 +354,7 @@ def test_contenders_compute_their_row(work, contender, fa3_library, monkeypatch)
 
 
 def test_a_library_that_is_not_there_has_no_speed(monkeypatch):
-    monkeypatch.setattr(fa3, "_cannot_load", lambda: "there is no library")
+    monkeypatch.setattr(peers.fa3_package, "available", lambda: "there is no library")
     row = Row("chunked_prefill", "small", WORKS["causal"], (twin("chunked_prefill"), peers.fa3()))
     ours, missing = Bench(CPU, torch.float32, quick=True).measure(row)["contenders"]
     assert ours["median"] > 0 and missing["error"] == "ImportError: there is no library"

@@ -25,14 +25,27 @@ def prepare(
     return_lse: bool = False,
 ) -> Call:
     """Prepare `flash_attn_varlen_func`, over rows or over pages."""
+    function = planned(batch, softmax_scale, causal, window_size, softcap, return_lse)
+    call = partial(function, query, key, value)
+    return with_lse(call) if return_lse else output_of(call)
+
+
+def planned(
+    batch: Batch,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    return_lse: bool = False,
+) -> Call:
+    """Return `flash_attn_varlen_func` for a batch, to call with query, key and value."""
     from flash_attn.cute import flash_attn_varlen_func
 
     where: dict[str, Tensor | None] = dict(seqused_k=batch.seq_lens, page_table=batch.block_table)
     if batch.block_table is None:
         where = dict(cu_seqlens_k=batch.cu_seqlens_k)
-    call = partial(
+    return partial(
         flash_attn_varlen_func,
-        *(query, key, value),
         cu_seqlens_q=batch.cu_seqlens_q,
         max_seqlen_q=batch.max_query_len,
         max_seqlen_k=batch.max_seq_len,
@@ -43,4 +56,3 @@ def prepare(
         return_lse=return_lse,
         **where,
     )
-    return with_lse(call) if return_lse else output_of(call)
