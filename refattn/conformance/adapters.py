@@ -287,8 +287,8 @@ FLASHINFER, FLASH_MLA = (
     ("flashinfer", "flashinfer-python", flashinfer.available),
     ("flash_mla", "sgl-flash-mla", flash_mla.available),
 )
-HEADS_OF_FA4 = dict(heads=((1, 1), (4, 2)), head_sizes=((128, 128),))
-LATENTS = dict(heads=((16, 1), (128, 1)), head_sizes=((576, 512),), block_sizes=(64,))
+HEADS_OF_FA4: dict[str, Any] = dict(heads=((1, 1), (4, 2)), head_sizes=((128, 128),))
+LATENTS: dict[str, Any] = dict(heads=((16, 1), (128, 1)), head_sizes=((576, 512),), block_sizes=(64,))
 ONE_QUERY = {"empty rows": RECTANGLE, "padding": RECTANGLE}
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from refattn.conformance.cases import FINITE_POISON, POISON, poisoned
-from refattn.conformance.search.oracle import Answer, attend, sight
-from refattn.conformance.search.workload import LARGEST, Workload
+from refattn.conformance.oracle import Answer, attend, sight
+from refattn.conformance.workload import LARGEST, Workload
 from refattn.interface import AttentionOptions, Batch, Fp8Scales, Int8Scales, Prefix, Shard, simulate_ranks
 
 Modules = Callable[[str], Any]  # from a path's name to its module, of either twin
@@ -572,7 +572,7 @@ def _prefill(work: Workload, generator: torch.Generator) -> Call:
     """New tokens over keys that are made of latents: their own, and those of the context."""
     owned, num_blocks = tables(work)
     rank, d = work.value_size, work.head_size
-    rope, (nope, dv) = d - rank, (128, 128) if rank == 512 else (16, 24)
+    rope, (nope, dv) = work.rope_size, work.made_sizes
     h, dtype, options = work.heads[0], getattr(torch, work.dtype), _options(work, generator)
     contexts = [slots_of(work, blocks, s)[: s - q] for blocks, (q, s) in zip(owned, work.lens, strict=True)]
     hidden = torch.ones(num_blocks * work.block_size, dtype=torch.bool)

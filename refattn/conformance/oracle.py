@@ -1,4 +1,4 @@
-"""The search's own answer: softmax in float64 under a dense mask, from the positions of queries and keys alone.
+"""The right answer of a workload: softmax in float64 under a dense mask, from the positions of queries and keys alone.
 
 It reads numbers by slot, one sequence at a time, and shares no code with the reference: neither the formula, nor the
 masks, nor gathering, nor merging.
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from refattn.conformance.search.workload import Workload
+from refattn.conformance.workload import Workload
 
 
 class Sight(NamedTuple):
@@ -33,25 +33,33 @@ class Answer(NamedTuple):
     free: Tensor
 
 
-def sight(work: Workload, i: int) -> Sight:
-    """Return the mask of a sequence by the rules on positions that its path states."""
+def span(work: Workload, i: int) -> tuple[Tensor, Tensor]:
+    """Return the first and the last key that each query of a sequence may see, `[t]` each, by the rules on positions.
+
+    A query sees all keys in between, and none where the first is after the last. Of trees it is that of a chain.
+    """
     q, s = work.lens[i]
-    at, of = torch.arange(s - q, s), torch.arange(s)
+    at = torch.arange(s - q, s)
     left, right = work.window
-    if work.has_trees:
-        return _sight_in_tree(work, i)
-    distance = at[:, None] - of[None]
-    visible = torch.ones(q, s, dtype=torch.bool)
+    first = torch.zeros_like(at) if left < 0 else at - left
+    last = torch.full_like(at, s - 1) if right < 0 else at + right
     if work.causal:
-        visible &= distance >= 0
-    if left >= 0:
-        visible &= distance <= left
-    if right >= 0:
-        visible &= -distance <= right
-    if work.plan_path == "local":
-        size = work.chunk_blocks * work.block_size
-        visible &= (at // size)[:, None] == (of // size)[None]
-    return Sight(visible, distance.abs())
+        last = torch.minimum(last, at)
+    if work.chunk:
+        begin = at.div(work.chunk, rounding_mode="floor") * work.chunk
+        first, last = torch.maximum(first, begin), torch.minimum(last, begin + work.chunk - 1)
+    return first.clamp(min=0), last.clamp(max=s - 1)
+
+
+def sight(work: Workload, i: int, rows: Tensor | None = None) -> Sight:
+    """Return the mask of a sequence by the rules on positions that its path states; of some queries, if `rows` says."""
+    q, s = work.lens[i]
+    rows = torch.arange(q) if rows is None else rows
+    if work.has_trees:
+        return Sight(*(x[rows] for x in _sight_in_tree(work, i)))
+    first, last = (x[rows, None] for x in span(work, i))
+    of = torch.arange(s)
+    return Sight((of >= first) & (of <= last), (rows[:, None] + s - q - of).abs())
 
 
 def _sight_in_tree(work: Workload, i: int) -> Sight:
