@@ -33,31 +33,13 @@ class Answer(NamedTuple):
     free: Tensor
 
 
-def span(work: Workload, i: int) -> tuple[Tensor, Tensor]:
-    """Return the first and the last key that each query of a sequence may see, `[t]` each, by the rules on positions.
-
-    A query sees all keys in between, and none where the first is after the last. Of trees it is that of a chain.
-    """
-    q, s = work.lens[i]
-    at = torch.arange(s - q, s)
-    left, right = work.window
-    first = torch.zeros_like(at) if left < 0 else at - left
-    last = torch.full_like(at, s - 1) if right < 0 else at + right
-    if work.causal:
-        last = torch.minimum(last, at)
-    if work.chunk:
-        begin = at.div(work.chunk, rounding_mode="floor") * work.chunk
-        first, last = torch.maximum(first, begin), torch.minimum(last, begin + work.chunk - 1)
-    return first.clamp(min=0), last.clamp(max=s - 1)
-
-
 def sight(work: Workload, i: int, rows: Tensor | None = None) -> Sight:
-    """Return the mask of a sequence by the rules on positions that its path states; of some queries, if `rows` says."""
+    """Return the mask of a sequence by the rules that its path states; of some queries, if `rows` says."""
     q, s = work.lens[i]
     rows = torch.arange(q) if rows is None else rows
     if work.has_trees:
         return Sight(*(x[rows] for x in _sight_in_tree(work, i)))
-    first, last = (x[rows, None] for x in span(work, i))
+    first, last = (x[rows, None] for x in work.span(i))
     of = torch.arange(s)
     return Sight((of >= first) & (of <= last), (rows[:, None] + s - q - of).abs())
 

@@ -11,6 +11,9 @@ from dataclasses import asdict, dataclass, fields
 from random import Random
 from typing import Any
 
+import torch
+from torch import Tensor
+
 LARGEST = 2**31 - 1
 
 ATTENTION = (
@@ -217,6 +220,23 @@ class Workload:
                 for node in range(count)
             ]
         return [-1 if node == 0 else chosen.randint(least, node - 1) for node in range(count)]
+
+    def span(self, i: int) -> tuple[Tensor, Tensor]:
+        """Return the first and the last key that each query of a sequence may see, `[t]` each, by position.
+
+        A query sees all keys in between, and none where the first is after the last. Of trees it is that of a chain.
+        """
+        q, s = self.lens[i]
+        at = torch.arange(s - q, s)
+        left, right = self.window
+        first = torch.zeros_like(at) if left < 0 else at - left
+        last = torch.full_like(at, s - 1) if right < 0 else at + right
+        if self.causal:
+            last = torch.minimum(last, at)
+        if self.chunk:
+            begin = at.div(self.chunk, rounding_mode="floor") * self.chunk
+            first, last = torch.maximum(first, begin), torch.minimum(last, begin + self.chunk - 1)
+        return first.clamp(min=0), last.clamp(max=s - 1)
 
     def as_line(self) -> str:
         """Write it as one line of JSON: what differs from the defaults."""

@@ -7,7 +7,7 @@ returns the call to be timed. A peer that is not installed is reported as missin
 import importlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,6 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fastattn import speculative
 from fastattn.kernels import use_kernel
 from fastattn.tools.bench import measure
 from fastattn.tools.bench.measure import Call
@@ -26,27 +25,24 @@ from fastattn.tools.bench.work import (
     LAMBDA_INIT,
     NORM_EPS,
     Attention,
-    CodedInputs,
-    CodedWeights,
     CodedWrite,
-    Drafts,
     Inputs,
     Judge,
-    LatentInputs,
-    LatentPrefillInputs,
     Step,
     Tokens,
     made_of_latents,
     normed_difference,
+    of_fp8_weights,
 )
-from refattn.conformance.call import prepare
 from refattn.conformance.libraries import fa2 as fa2_package
 from refattn.conformance.libraries import fa3 as fa3_package
 from refattn.conformance.libraries import fa4 as fa4_package
 from refattn.conformance.libraries import flash_mla as flash_mla_package
 from refattn.conformance.libraries import flashinfer as flashinfer_package
 from refattn.conformance.libraries import pytorch
-from refattn.interface import AttentionOptions, Batch, Fp8Scales, Prefix
+from refattn.conformance.oracle import sight
+from refattn.conformance.search.inputs import Modules, planning
+from refattn.interface import AttentionOptions, Batch, Fp8Scales
 
 
 @dataclass(frozen=True)
@@ -69,88 +65,90 @@ class Contender:
 
 
 def twin(
-    path: str, *, package: str = "fastattn", name: str | None = None, kernel: str | None = None, **arguments: Any
+    path: str = "", *, package: str = "fastattn", name: str | None = None, kernel: str | None = None, **planned: Any
 ) -> Contender:
-    """A path of ours over the paged cache; it plans once per step, before the time is taken.
+    """A path of ours; it plans once per step, before the time is taken.
 
     Args:
-        path: which.
+        path: which; that of the work if empty.
         package: "fastattn" or "refattn".
         name: as the report shows it; the package, and the kernel if one is asked for, if None.
         kernel: ask for this kernel, to see whether the chosen one is the fastest.
-        arguments: of the plan, the options and the call.
+        planned: arguments of the plan beside the batch and the block size, where the work does not say them.
     """
 
     def prepare_call(inputs: Inputs) -> Call:
-        module = importlib.import_module(f"{package}.{path}")
-        call = prepare(module, inputs.query, inputs.key_cache, inputs.value_cache, inputs.batch, **arguments)
+        work = replace(inputs.work, path=path, plan_of="") if path else inputs.work
+        call = _call(work, inputs, lambda name: importlib.import_module(f"{package}.{name}"), planned)
         return call if kernel is None else partial(_call_with, kernel, call)
 
     return Contender(name or ", ".join(filter(None, (package, kernel))), prepare_call, lse=True)
 
 
-def coded_twin(
-    package: str = "fastattn", *, path: str = "quantized", name: str | None = None, kernel: str | None = None
-) -> Contender:
-    """Our path over pages of codes.
-
-    Args:
-        package: "fastattn" or "refattn".
-        path: whose plan it has: its own, a cascade's over the prefix that all share, or one of drafted trees.
-        name: as the report shows it; the package, and the kernel if one is asked for, if None.
-        kernel: ask for this kernel.
-    """
-
-    def prepare_call(inputs: CodedInputs) -> Call:
-        module, planned_by = (importlib.import_module(f"{package}.{name}") for name in ("quantized", path))
-        planned = {"cascade": _prefixes, "speculative": _trees}.get(path, lambda inputs: {})(inputs)
-        plan = planned_by.plan(inputs.batch, block_size=inputs.work.block_size, **planned)
-        call = partial(module.attention, inputs.query, inputs.key_cache, inputs.value_cache, plan, scales=inputs.scales)
-        return call if kernel is None else partial(_call_with, kernel, call)
-
-    return Contender(name or ", ".join(filter(None, (package, kernel))), prepare_call, lse=True)
-
-
-def _prefixes(inputs: Inputs | CodedInputs) -> dict[str, Any]:
-    """Return what the plan of a cascade takes, over one prefix that all sequences share."""
-    return dict(prefixes=[Prefix(first=0, last=len(inputs.work.lens), end=inputs.work.shared)])
+def _call(work: Attention, inputs: Inputs, modules: Modules, planned: dict[str, Any]) -> Call:
+    """Plan a step with the modules of a twin, and return the call of a layer."""
+    if work.path == "mla_prefill":
+        return _prefill_call(work, inputs, modules("mla"))
+    tensors: tuple[Tensor, ...] = (inputs.query, inputs.key_cache, inputs.value_cache)
+    more: dict[str, Any] = {}
+    if work.path == "dense":
+        tensors = inputs.query, inputs.key, inputs.value
+    elif work.path == "differential":
+        tensors = inputs.query, _halves(inputs)
+        more = dict(lambda_full=tensors[1].new_tensor(LAMBDA, dtype=torch.float32), lambda_init=LAMBDA_INIT)
+        more |= dict(norm_eps=NORM_EPS)
+    elif work.path == "mla":
+        tensors, more = tensors[:2], dict(latent_rank=work.value_size, cache_scale=inputs.scales or 1.0)
+    elif work.path == "quantized":
+        more = dict(scales=inputs.scales)
+    plan, options = (
+        planning(work, modules, inputs.batch, **planned)(),
+        AttentionOptions(softmax_scale=work.softmax_scale),
+    )
+    return partial(modules(work.path).attention, *tensors, plan, options, **more)
 
 
-def _trees(inputs: Inputs | CodedInputs | LatentInputs) -> dict[str, Any]:
-    """Return what the plan of drafted trees takes."""
-    assert isinstance(inputs.work, Drafts)
-    return dict(trees=speculative.make_trees(inputs.work.parents(), device=inputs.query.device))
+def _prefill_call(work: Attention, inputs: Inputs, mla: Any) -> Call:
+    """Plan the prefill over latents: the new tokens, and the chunks of their context."""
+    new, rank = inputs.new_rows()[:, 0], work.value_size
+    plan = mla.plan_prefill(
+        inputs.batch,
+        block_size=work.block_size,
+        workspace=work.workspace * len(work.lens),
+        max_context_len=max(seq_len - query_len for query_len, seq_len in work.lens),
+    )
+    options = AttentionOptions(softmax_scale=work.query_size**-0.5)
+    projections = dict(zip(("key_projection", "value_projection"), inputs.projections, strict=True))
+    return partial(
+        mla.prefill, inputs.query, new[:, :rank], new[:, rank:], inputs.key_cache, plan, options, **projections
+    )
 
 
-def uncoded(contender: Contender, kind: type[Attention] = Attention) -> Contender:
-    """Another contender, over a plain cache of what the codes were made of: twice the bytes.
-
-    Args:
-        contender: who computes it.
-        kind: what work it is over numbers.
-    """
+def uncoded(contender: Contender) -> Contender:
+    """Another contender, over a plain cache of what was quantised: twice the bytes."""
     return replace(
         contender,
         name=f"{contender.name}, plain cache",
         prepare=lambda inputs: contender.prepare(inputs.plain),
-        judge=lambda inputs: _as(kind, inputs.work).judge(inputs.plain),
+        judge=lambda inputs: inputs.plain.work.judge(inputs.plain),
     )
 
 
-def _as(kind: type[Attention], work: Attention) -> Attention:
-    """Return the same workload as another kind of work."""
-    return kind(**{field.name: getattr(work, field.name) for field in fields(kind)})
+def as_chain(contender: Contender) -> Contender:
+    """A yardstick for drafted trees: the same tokens as a chain, whose mask is causal, over the same bytes."""
+    return replace(
+        contender,
+        name=f"a chain: {contender.name}",
+        judge=lambda inputs: replace(inputs.work, trees="").judge(inputs),
+    )
 
 
-def dense_twin(*, package: str = "fastattn", kernel: str | None = None, **arguments: Any) -> Contender:
-    """Our path without a cache; arguments as for `twin`."""
-
-    def prepare_call(inputs: Inputs) -> Call:
-        module = importlib.import_module(f"{package}.dense")
-        call = prepare(module, inputs.query, inputs.key, inputs.value, inputs.batch, **arguments)
-        return call if kernel is None else partial(_call_with, kernel, call)
-
-    return Contender(", ".join(filter(None, (package, kernel))), prepare_call, lse=True)
+def plain_attention() -> Contender:
+    """A yardstick for differential attention: one plain attention that reads the same bytes."""
+    return replace(
+        twin("chunked_prefill", name="plain attention, same bytes"),
+        judge=lambda inputs: replace(inputs.work, path="chunked_prefill").judge(inputs),
+    )
 
 
 def _call_with(kernel: str, call: Call, **options: Any) -> Any:
@@ -158,21 +156,19 @@ def _call_with(kernel: str, call: Call, **options: Any) -> Any:
         return call(**options)
 
 
-def layers(path: str, *, count: int, plan_in_each: bool = False, **arguments: Any) -> Contender:
+def layers(count: int, *, plan_in_each: bool = False) -> Contender:
     """A step of a model: a plan, and attention in each of its layers, over the same keys.
 
     On a GPU it fails if a layer launches a kernel that the plan launches too, as then a layer makes tables.
 
     Args:
-        path: of the attention.
         count: layers.
         plan_in_each: plan in each layer instead, as if there were no plan to keep.
-        arguments: of the plan.
     """
 
     def prepare_call(inputs: Inputs) -> Call:
-        module = importlib.import_module(f"fastattn.{path}")
-        make_plan = partial(module.plan, inputs.batch, block_size=inputs.work.block_size, **arguments)
+        module = importlib.import_module(f"fastattn.{inputs.work.path}")
+        make_plan = planning(inputs.work, lambda _: module, inputs.batch)
         attend = partial(module.attention, inputs.query, inputs.key_cache, inputs.value_cache)
 
         def call() -> Tensor:
@@ -200,122 +196,6 @@ def check_no_tables(make_plan: Call, attend: Call) -> None:
     both = sorted(planned.keys() & attended.keys())
     if both:
         raise RuntimeError(f"expected no kernels of a plan in a layer, got {', '.join(both)}")
-
-
-def cascade_twin(package: str = "fastattn") -> Contender:
-    """Our cascade over one prefix that all sequences share."""
-
-    def prepare_call(inputs: Inputs) -> Call:
-        module = importlib.import_module(f"{package}.cascade")
-        tensors = inputs.query, inputs.key_cache, inputs.value_cache
-        return prepare(module, *tensors, inputs.batch, **_prefixes(inputs))
-
-    return Contender(package, prepare_call, lse=True)
-
-
-def tree_twin(package: str = "fastattn", *, kernel: str | None = None) -> Contender:
-    """Our verification of a drafted tree in each sequence.
-
-    Args:
-        package: "fastattn" or "refattn".
-        kernel: ask for this kernel, to see whether the chosen one is the fastest.
-    """
-
-    def prepare_call(inputs: Inputs) -> Call:
-        module = importlib.import_module(f"{package}.speculative")
-        tensors = inputs.query, inputs.key_cache, inputs.value_cache
-        call = prepare(module, *tensors, inputs.batch, **_trees(inputs))
-        return call if kernel is None else partial(_call_with, kernel, call)
-
-    return Contender(", ".join(filter(None, (package, kernel))), prepare_call, lse=True)
-
-
-def as_chain(contender: Contender, kind: type[Attention] = Attention) -> Contender:
-    """A yardstick for drafted trees: the same tokens as a chain, whose mask is causal, over the same bytes.
-
-    Args:
-        contender: who computes it.
-        kind: what work it is without trees.
-    """
-
-    def judge(inputs: Inputs | LatentInputs) -> Judge:
-        return _as(kind, inputs.work).judge(inputs)
-
-    return replace(contender, name=f"a chain: {contender.name}", judge=judge)
-
-
-def differential_twin(package: str = "fastattn") -> Contender:
-    """Our differential attention."""
-
-    def prepare_call(inputs: Inputs) -> Call:
-        module = importlib.import_module(f"{package}.differential")
-        cache = _halves(inputs)
-        layer = dict(lambda_full=cache.new_tensor(LAMBDA, dtype=torch.float32), lambda_init=LAMBDA_INIT)
-        return prepare(module, inputs.query, cache, inputs.batch, norm_eps=NORM_EPS, **layer)
-
-    return Contender(package, prepare_call, lse=True)
-
-
-def plain_attention() -> Contender:
-    """A yardstick for differential attention: one plain attention that reads the same bytes."""
-
-    def judge(inputs: Inputs) -> Judge:
-        return Attention(**asdict(inputs.work)).judge(inputs)
-
-    return replace(twin("chunked_prefill", name="plain attention, same bytes"), judge=judge)
-
-
-def mla_twin(package: str = "fastattn", *, kernel: str | None = None) -> Contender:
-    """Our latent attention with absorbed queries; those of drafted trees, if the work has some.
-
-    Args:
-        package: "fastattn" or "refattn".
-        kernel: ask for this kernel, to see whether the chosen one is the fastest.
-    """
-
-    def prepare_call(inputs: LatentInputs) -> Call:
-        has_trees = isinstance(inputs.work, Drafts)
-        module, planned_by = (
-            importlib.import_module(f"{package}.{name}") for name in ("mla", "speculative" if has_trees else "mla")
-        )
-        planned = _trees(inputs) if has_trees else {}
-        call = partial(
-            module.attention,
-            inputs.query,
-            inputs.cache,
-            planned_by.plan(inputs.batch, block_size=inputs.work.block_size, **planned),
-            AttentionOptions(softmax_scale=inputs.work.softmax_scale),
-            latent_rank=inputs.work.value_size,
-            cache_scale=inputs.cache_scale,
-        )
-        return call if kernel is None else partial(_call_with, kernel, call)
-
-    return Contender(", ".join(filter(None, (package, kernel))), prepare_call, lse=True)
-
-
-def mla_prefill_twin(package: str = "fastattn") -> Contender:
-    """Our prefill of latent attention: keys and values made, the new tokens and the chunks of their context merged."""
-
-    def prepare_call(inputs: LatentPrefillInputs) -> Call:
-        module, work = importlib.import_module(f"{package}.mla"), inputs.work
-        return partial(
-            module.prefill,
-            inputs.query,
-            inputs.latent,
-            inputs.rope_key,
-            inputs.cache,
-            module.plan_prefill(
-                inputs.batch,
-                block_size=work.block_size,
-                workspace=work.workspace,
-                max_context_len=max(seq_len - query_len for query_len, seq_len in work.lens),
-            ),
-            AttentionOptions(softmax_scale=work.head_size**-0.5),
-            key_projection=inputs.key_projection,
-            value_projection=inputs.value_projection,
-        )
-
-    return Contender(package, prepare_call, lse=True)
 
 
 # PyTorch's own. All of them get their keys as one rectangle, already gathered: less work than a twin has.
@@ -370,14 +250,14 @@ def aten_cpu_latents() -> Contender:
     It has one size for keys and values: values are the keys, and what their rotary part adds is cut off.
     """
 
-    def prepare(inputs: LatentInputs) -> Call:
+    def prepare(inputs: Inputs) -> Call:
         table, work = inputs.batch.block_table, inputs.work
         assert table is not None
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         query = inputs.query[:, None]  # the heads are rows of one product
 
         def call() -> Tensor:
-            key = inputs.cache.index_select(0, table.flatten()).view(len(table), 1, -1, work.head_size)
+            key = inputs.key_cache.index_select(0, table.flatten()).view(len(table), 1, -1, work.head_size)
             out: Tensor = flash(query, key, key, 0.0, False, scale=work.softmax_scale)[0][..., : work.value_size]
             return out
 
@@ -389,7 +269,7 @@ def aten_cpu_latents() -> Contender:
 def aten_cpu_latent_prefill() -> Contender:
     """ATen's FlashAttention for CPU with a mask, over keys and values made of all latents of one sequence at once."""
 
-    def prepare(inputs: LatentPrefillInputs) -> Call:
+    def prepare(inputs: Inputs) -> Call:
         table, query_len, seq_len = inputs.batch.block_table, *inputs.work.lens[0]
         assert table is not None
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -398,11 +278,8 @@ def aten_cpu_latent_prefill() -> Contender:
         query = rearrange(inputs.query, "t h d -> 1 h t d").contiguous()
 
         def call() -> Tensor:
-            rows = inputs.cache[table[0]].flatten(0, 1)[:seq_len]
-            key, value = (
-                rearrange(x, "s h d -> 1 h s d")
-                for x in made_of_latents(rows, inputs.key_projection, inputs.value_projection)
-            )
+            rows = inputs.key_cache[table[0]].flatten(0, 1)[:seq_len]
+            key, value = (rearrange(x, "s h d -> 1 h s d") for x in made_of_latents(rows, *inputs.projections))
             out: Tensor = flash(query, key, value, 0.0, False, attn_mask=mask, scale=query.shape[-1] ** -0.5)[0]
             return out
 
@@ -428,7 +305,7 @@ def aten_cpu_visible() -> Contender:
 
     def prepare(inputs: Inputs) -> Call:
         query, key, value = inputs.rectangles()
-        first, last = (int(bound) for bound in next(inputs.work.sight()))
+        first, last = (int(bound) for bound in inputs.work.span(0))
         key, value = (x[:, :, first : last + 1].contiguous() for x in (key, value))
         query = rearrange(query, "b (hk g) 1 d -> b hk g d", hk=key.shape[1])
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -479,8 +356,8 @@ def flex() -> Contender:
         def sees(_batch: Tensor, _head: Tensor, row: Tensor, j: Tensor) -> Tensor:
             i = row + context
             visible = j <= i
-            if work.window:
-                visible = visible & (j > i - work.window)
+            if work.window[0] >= 0:
+                visible = visible & (j >= i - work.window[0])
             if work.chunk:
                 visible = visible & (i // work.chunk == j // work.chunk)
             return visible
@@ -495,9 +372,7 @@ def flex() -> Contender:
 
 def _picture(inputs: Inputs) -> Tensor:
     """Draw which keys each query sees; all sequences are alike."""
-    first, last = next(inputs.work.sight())
-    j = torch.arange(inputs.work.lens[0][1])
-    return ((j >= first[:, None]) & (j <= last[:, None])).to(inputs.query.device)
+    return sight(inputs.work, 0).visible.to(inputs.query.device)
 
 
 # FlashAttention, by hand
@@ -607,15 +482,15 @@ def fa3_coded() -> Contender:
     It computes something else than our path, which rounds no weight: a yardstick of its speed.
     """
 
-    def prepare_call(inputs: CodedInputs) -> Call:
+    def prepare_call(inputs: Inputs) -> Call:
         scales, kind = inputs.scales, torch.float8_e4m3fn
         ones = torch.ones(inputs.batch.num_seqs, inputs.work.heads[1], device=inputs.query.device)
         tensors = inputs.query.to(kind), inputs.key_cache.view(kind), inputs.value_cache.view(kind)
         descales = ones, ones * torch.as_tensor(scales.key), ones * torch.as_tensor(scales.value)
         return fa3_package.prepare(*tensors, inputs.batch, descales=descales)
 
-    def judge(inputs: CodedInputs) -> Judge:
-        return _as(CodedWeights, inputs.work).judge(inputs)
+    def judge(inputs: Inputs) -> Judge:
+        return inputs.work.judge(inputs, of_fp8_weights)
 
     return Contender("FA3, queries and weights in fp8", prepare_call, judge=judge)
 
@@ -623,13 +498,13 @@ def fa3_coded() -> Contender:
 def flashinfer_coded() -> Contender:
     """FlashInfer's paged decode over fp8, of 16-bit queries; one scale for all values, which is 1 here."""
 
-    def prepare_call(inputs: CodedInputs) -> Call:
+    def prepare_call(inputs: Inputs) -> Call:
         kind = torch.float8_e4m3fn
         pages = inputs._replace(key_cache=inputs.key_cache.view(kind), value_cache=inputs.value_cache.view(kind))
         run = flashinfer_decode().prepare(pages)
         return partial(run, k_scale=float(inputs.scales.key))
 
-    def judge(inputs: CodedInputs) -> Judge:
+    def judge(inputs: Inputs) -> Judge:
         of_value = torch.as_tensor(inputs.scales.value)[:, None]
         return inputs.work.judge(inputs._replace(value=inputs.value / of_value))
 
@@ -667,33 +542,33 @@ def flash_mla() -> Contender:
     )
 
 
-def _latents(inputs: LatentInputs) -> tuple[Tensor, Tensor, Batch, int, float]:
+def _latents(inputs: Inputs) -> tuple[Tensor, Tensor, Batch, int, float]:
     """Return what attention over latents takes."""
-    return inputs.query, inputs.cache, inputs.batch, inputs.work.value_size, inputs.work.softmax_scale
+    assert inputs.work.softmax_scale is not None
+    return inputs.query, inputs.key_cache, inputs.batch, inputs.work.value_size, inputs.work.softmax_scale
 
 
 def latents_by_hand() -> Contender:
     """A prefill over latents by hand: products, the package `flash-attn-4`, chunk by chunk, and a merge."""
 
-    def prepare(inputs: LatentPrefillInputs) -> Call:
+    def prepare(inputs: Inputs) -> Call:
         from fastattn.merge import merge
 
         work, batch = inputs.work, inputs.batch
-        chunks, size = [], work.workspace // batch.num_seqs
+        chunks, size = [], work.workspace
         for start in range(0, max(seq_len - query_len for query_len, seq_len in work.lens), size):
             counts = [max(0, min(size, seq_len - query_len - start)) for query_len, seq_len in work.lens]
             lengths = torch.tensor(counts, dtype=torch.int32, device=batch.device)
             rows = replace(batch, seq_lens=lengths, block_table=None, max_seq_len=max(counts))
             chunks.append((_slots(inputs, start, counts), fa4_package.planned(rows, causal=False, return_lse=True)))
-        projections = inputs.key_projection, inputs.value_projection
-        new = torch.cat([inputs.latent, inputs.rope_key], dim=-1)
+        projections, new = inputs.projections, inputs.new_rows()[:, 0]
         own = replace(batch, seq_lens=batch.query_lens, block_table=None, max_seq_len=batch.max_query_len)
         attend = fa4_package.planned(own, return_lse=True)
 
         def call() -> Tensor:
             answers = [attend(inputs.query, *made_of_latents(new, *projections))]
             for slots, attend_to_chunk in chunks:
-                made = made_of_latents(inputs.cache.flatten(0, 1)[slots], *projections)
+                made = made_of_latents(inputs.key_cache.flatten(0, 1)[slots], *projections)
                 answers.append(attend_to_chunk(inputs.query, *made))
             if len(answers) == 1:
                 return answers[0][0]
@@ -705,7 +580,7 @@ def latents_by_hand() -> Contender:
     return Contender("FA4 behind products", prepare)
 
 
-def _slots(inputs: LatentPrefillInputs, start: int, counts: Sequence[int]) -> Tensor:
+def _slots(inputs: Inputs, start: int, counts: Sequence[int]) -> Tensor:
     """List the pool's rows of a chunk: of each sequence some tokens from `start` on."""
     table, p = inputs.batch.block_table, inputs.work.block_size
     assert table is not None
@@ -737,7 +612,7 @@ def _whole_chunks(inputs: Inputs) -> Inputs:
         first = (seq_len - 1) // chunk * chunk
         lens = ((1, seq_len - first),) * len(work.lens)
         table = batch.block_table[:, first // work.block_size :].contiguous()
-    virtual = replace(work, lens=lens, chunk=0)
+    virtual = replace(work, lens=lens, path="chunked_prefill")
     return inputs._replace(work=virtual, batch=virtual.batch(table))
 
 
@@ -756,8 +631,7 @@ def _keys(inputs: Inputs, block_size: int | None) -> tuple[Tensor, Tensor, Batch
 
 def _mask(inputs: Inputs) -> dict[str, Any]:
     """Return who may see whom, in the libraries' words."""
-    window = inputs.work.window
-    return dict(causal=inputs.work.causal, window_size=(window - 1, 0) if window else (-1, -1))
+    return dict(causal=inputs.work.causal, window_size=inputs.work.window)
 
 
 # FlashInfer
@@ -776,8 +650,7 @@ def flashinfer_tree() -> Contender:
     """FlashInfer's paged prefill with a mask for every pair of a query and a key, which only its "fa2" takes."""
 
     def prepare(inputs: Inputs) -> Call:
-        work = inputs.work
-        masks = [picture(torch.arange(q)) for (q, _), picture in zip(work.lens, work.pictures(), strict=True)]
+        masks = [sight(inputs.work, i).visible for i in range(len(inputs.work.lens))]
         mask = torch.cat([mask.flatten() for mask in masks]).to(inputs.query.device)
         return flashinfer_package.prepare(*_pages(inputs), custom_mask=mask, backend="fa2")
 

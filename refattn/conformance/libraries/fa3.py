@@ -89,12 +89,12 @@ def prepare(
     )
     if descales is not None:
         asked |= dict(zip(("q_descale", "k_descale", "v_descale"), descales, strict=True))
-    make = partial(_of_vllm, is_scheduled=is_scheduled)
     if is_installed(INTERFACE):
         if is_scheduled:
             raise NotImplementedError(f"{INTERFACE} has no schedule that is made before a call")
-        make = _of_interface
-    call = make(query, key, value, batch, causal, window_size, value_query, asked)
+        call = _of_interface(query, key, value, batch, causal, window_size, value_query, asked)
+    else:
+        call = _of_vllm(query, key, value, batch, causal, window_size, value_query, asked, is_scheduled=is_scheduled)
     return with_lse(call) if return_lse else output_of(call)
 
 
