@@ -19,8 +19,9 @@ from torch import Tensor
 from refattn import masks
 from refattn.conformance.call import attend
 from refattn.conformance.cases import HARMLESS, Case, build, poisoned
-from refattn.conformance.tolerance import WIDER, computing_in, on_cpu
+from refattn.conformance.tolerance import WIDER, on_cpu
 from refattn.interface import Batch, Fp8Scales, Prefix
+from refattn.interface.ambient import computing_in
 from refattn.metadata import slot_mapping
 from refattn.speculative import make_trees
 
