@@ -280,7 +280,7 @@ def test_every_field_of_a_plan_crosses():
         sequences=torch.tensor([0, 0, 1], dtype=torch.int32),
     )
     tables, sizes = ops._plan_lists(plan)
-    again = ops._plan(iter(tables), iter(sizes))
+    again = ops._plan(tables, sizes)
     fields = [(kind, field.name) for kind in (Batch, Plan) for field in dataclasses.fields(kind) if field.init]
     for kind, name in fields:
         if name == "batch":
