@@ -8,20 +8,7 @@ from unittest import mock
 import numpy
 import pytest
 import torch
-from tiny_models import LATENT_SIZES, SHARED_CACHES, SIZES, YARN, byte_tokenizer, make_family, make_llama, make_model
 from torch.nn import functional
-from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    DiffLlamaConfig,
-    DiffLlamaForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Llama4ForCausalLM,
-    Llama4TextConfig,
-    MistralConfig,
-    MistralForCausalLM,
-)
 
 import fastattn
 import fastattn.serving.cuda_graphs
@@ -32,26 +19,15 @@ import refattn.serving.sampling
 import refattn.serving.scheduler
 from fastattn.serving import CudaGraphs
 from refattn.serving import CPU, BlockPool, Counters, Engine, NGram, Request, SamplingParams, StepTokens, sample
+from tests.helpers.engines import GREEDY, MODELS, PROMPTS, SYSTEM, TWINS, assert_nothing_is_held, make_engine, outputs
+from tests.helpers.tiny_models import SHARED_CACHES, byte_tokenizer, make_family, make_llama, make_model
 
-TWINS = ("refattn", "fastattn")
-SYSTEM = [5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2]
-PROMPTS = [[11], [*SYSTEM, 40, 41], [7, 3] * 10, [*SYSTEM, 50], list(range(60, 93)), [*SYSTEM, 40, 41, 42, 43, 44]]
-GREEDY = SamplingParams(max_tokens=9)
 TEMPERED = SamplingParams(max_tokens=9, temperature=0.9, top_p=0.95, seed=3)
 
 
 @pytest.fixture(scope="module")
 def llama(device):
     return make_llama(device)
-
-
-def make_engine(model, twin="refattn", **options):
-    sizes = dict(num_blocks=64, block_size=4, max_num_batched_tokens=64) | options
-    return Engine(model, twin=importlib.import_module(twin), **sizes)
-
-
-def outputs(engine, prompts, sampling=GREEDY):
-    return [request.output_ids for request in engine.generate(prompts, sampling)]
 
 
 def transformers_outputs(model, prompts, max_tokens=9, attention="sdpa"):
@@ -67,13 +43,6 @@ def transformers_outputs(model, prompts, max_tokens=9, attention="sdpa"):
 @pytest.fixture(scope="module")
 def expected(llama):
     return transformers_outputs(llama, PROMPTS)
-
-
-def assert_nothing_is_held(engine):
-    assert not engine.running
-    assert not engine.waiting
-    assert sorted(engine.pool.free) == list(range(len(engine.pool.users)))
-    assert set(engine.pool.users) == {0}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -94,31 +63,6 @@ def test_greedy_is_generate(llama, expected, twin):
     engine = make_engine(llama, twin)
     assert outputs(engine, PROMPTS) == expected
     assert_nothing_is_held(engine)
-
-
-MODELS = {
-    "window": (MistralForCausalLM, MistralConfig(**SIZES, sliding_window=5)),
-    "window and full, softcap, scale": (
-        Gemma2ForCausalLM,
-        Gemma2Config(**SIZES, sliding_window=6, attn_logit_softcapping=3.0, query_pre_attn_scalar=7),
-    ),
-    "chunks and full": (
-        Llama4ForCausalLM,
-        Llama4TextConfig(
-            **SIZES | dict(num_hidden_layers=4),
-            attention_chunk_size=8,
-            num_local_experts=2,
-            intermediate_size_mlp=64,
-        ),
-    ),
-    "differential": (DiffLlamaForCausalLM, DiffLlamaConfig(**SIZES | dict(num_attention_heads=4), lambda_std_dev=0.5)),
-    "latents": (
-        DeepseekV3ForCausalLM,
-        DeepseekV3Config(
-            **SIZES | LATENT_SIZES | dict(first_k_dense_replace=2), max_position_embeddings=128, rope_parameters=YARN
-        ),
-    ),
-}
 
 
 @pytest.mark.covers("D134")

@@ -11,7 +11,6 @@ from unittest import mock
 
 import pytest
 import torch
-from tiny_models import LATENT_SIZES, YARN, make_family
 
 import fastattn.serving.cuda_graphs
 import refattn.mla
@@ -20,6 +19,7 @@ from fastattn.serving import CudaGraphs
 from refattn.interface import AttentionOptions
 from refattn.serving import CPU, Amax, Engine, NGram, SamplingParams, calibrate
 from refattn.serving.layers import Causal, Latents, Layer, Twin
+from tests.helpers.tiny_models import LATENT_SIZES, YARN, make_family
 
 TWINS = ("refattn", "fastattn")
 RANK, ROPE = LATENT_SIZES["kv_lora_rank"], LATENT_SIZES["qk_rope_head_dim"]

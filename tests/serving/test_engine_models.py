@@ -11,7 +11,6 @@ from unittest import mock
 
 import pytest
 import torch
-from tiny_models import FAMILY_SIZES, LATENT_SIZES, SHARED_CACHES, SIZES, YARN, make_family, make_llama, make_model
 from transformers import DiffLlamaConfig, T5Config, T5ForConditionalGeneration
 from transformers.models.bloom import modeling_bloom
 from transformers.models.diffllama.modeling_diffllama import DiffLlamaAttention
@@ -25,39 +24,20 @@ from refattn.interface import AttentionOptions
 from refattn.serving import CPU, Engine, Request, SamplingParams, StepTokens
 from refattn.serving.layers import Causal, Layer, Pairs, Twin
 from refattn.serving.models import LATENT, VERIFIED
+from tests.helpers.tiny_models import (
+    CHANGES,
+    LATENT_SIZES,
+    SIZES,
+    WINDOWS,
+    YARN,
+    make_family,
+    make_llama,
+    make_model,
+)
 
 TWINS = ("refattn", "fastattn")
 PROMPTS = [[3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26, 43], [27, 18, 28, 18, 28, 45, 90]]
 ONE = SamplingParams(max_tokens=1)
-WINDOWS = dict(layer_types=["sliding_attention", "full_attention"])
-VISION = dict(
-    hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
-)
-CHANGES = {  # what the tiny model of a family needs besides the sizes, or has in place of its defaults
-    **dict.fromkeys(
-        "afmoe beam cohere2 cohere2_moe cwm exaone4 exaone_moe flint gemma2 gemma3_text gpt_oss granite_swa "  # noqa: SIM905
-        "granitemoe_swa kolibri1 laguna mellum ministral modernbert-decoder olmo3 vaultgemma".split(),
-        WINDOWS,
-    ),
-    **dict.fromkeys(("qwen2", "qwen3", "smollm3"), dict(use_sliding_window=True) | WINDOWS),
-    **dict.fromkeys(LATENT, LATENT_SIZES),
-    "dots1": dict(n_shared_experts=1) | WINDOWS,
-    "ernie4_5_moe": dict(moe_k=2),
-    "falcon": dict(new_decoder_architecture=True, num_kv_heads=2),
-    "gemma3": dict(text_config=FAMILY_SIZES | WINDOWS, vision_config=VISION),
-    "gemma3n_text": SHARED_CACHES,
-    "helium": dict(head_dim=8),  # hidden_size / num_attention_heads
-    "hunyuan_v1_dense": dict(rope_parameters=dict(rope_type="dynamic", alpha=100.0, factor=1.0, rope_theta=1e4)),
-    "llama4_text": dict(
-        layer_types=["chunked_attention", "full_attention"],
-        no_rope_layers=[1, 0],
-        attention_chunk_size=8,
-        intermediate_size_mlp=64,
-    ),
-    "longcat_flash": LATENT_SIZES
-    | dict(num_layers=1, ffn_hidden_size=64, expert_ffn_hidden_size=32, zero_expert_num=2, moe_topk=2),
-    "mistral4": LATENT_SIZES | dict(head_dim=20, rope_parameters=YARN | dict(llama_4_scaling_beta=0.1)),
-}
 
 
 def set_implementation(model, name):

@@ -8,9 +8,6 @@ from types import ModuleType
 
 import pytest
 import torch
-from test_speculation import Oracle, Wild
-from tiny_models import SHARED_CACHES, byte_tokenizer, make_family, make_llama
-from tolerance import assert_matches_reference
 from transformers import AutoModelForSeq2SeqLM, BartConfig
 
 import fastattn.quantized
@@ -25,6 +22,9 @@ from refattn.conformance.tolerance import on_cpu
 from refattn.interface import Fp8Scales
 from refattn.serving import CPU, Amax, Engine, NGram, SamplingParams, calibrate
 from refattn.serving.layers import KV_CACHE_DTYPES, Chunk, QuantizedPages, Window
+from tests.helpers.drafts import Oracle, Wild
+from tests.helpers.tiny_models import SHARED_CACHES, byte_tokenizer, make_family, make_llama
+from tests.helpers.tolerance import assert_matches_reference
 
 SYSTEM = [5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2]
 PROMPTS = [[11], [*SYSTEM, 40, 41], [7, 3] * 10, [*SYSTEM, 50], list(range(60, 93))]

@@ -4,38 +4,20 @@ import copy
 import importlib
 
 import pytest
-import torch
-from test_engine import MODELS, PROMPTS, SIZES, TWINS, assert_nothing_is_held, make_engine, outputs
-from tiny_models import make_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fastattn.serving.cuda_graphs
 import refattn.serving
 from fastattn.serving import CudaGraphs
 from refattn.serving import Draft, DraftModel, NGram, SamplingParams
+from tests.helpers.drafts import Oracle, Wild
+from tests.helpers.engines import MODELS, PROMPTS, SIZES, TWINS, assert_nothing_is_held, make_engine, outputs
+from tests.helpers.tiny_models import make_model
 
 CHAIN = NGram(max_drafts=4)
 TREE = NGram(max_drafts=3, max_branches=3, max_ngram=2)
 KINDS = {"chain": CHAIN, "tree": TREE}
 REPEATING = [[5, 6, 7, 8] * 3, [9, 3, 9, 3, 9, 4, 9, 3], [1, 2, 3, 1, 2, 4, 1, 2, 5, 1, 2], PROMPTS[0]]
-
-
-class Wild(NGram):
-    """Drafts at random: trees of any shape, right now and then, as there are few tokens to choose from."""
-
-    def propose(self, tokens, *, depth, nodes, branches=None):
-        seed = torch.Generator().manual_seed(len(tokens) * 1000 + sum(tokens) % 997)
-        count = int(torch.randint(1, 9, (), generator=seed))
-        drafted, parents, depths = [], [-1], [0]
-        for node in range(1, min(count, nodes) + 1):
-            allowed = [k for k in range(node) if depths[k] < min(depth, self.max_drafts)]
-            parent = allowed[int(torch.randint(len(allowed), (), generator=seed))]
-            parents.append(node - 1 if branches == 1 else parent)
-            depths.append(depths[parents[-1]] + 1)
-            drafted.append(int(torch.randint(SIZES["vocab_size"], (), generator=seed)))
-        if max(depths) > depth:
-            return None
-        return Draft(tuple(drafted), tuple(parents))
 
 
 # --- what is drafted ---
@@ -112,21 +94,6 @@ def test_answers_are_those_without_drafts(llama, twin, kind, temperature):
     assert counters.drafted_tokens > 0
     assert counters.steps <= plain.counters.steps
     assert_nothing_is_held(drafting)
-
-
-class Oracle(NGram):
-    """Drafts what will be said, behind wrong tokens that come first: so what is accepted has to move."""
-
-    def propose(self, tokens, *, depth, nodes, branches=None):
-        answer = next(answer for answer in self.answers if answer[: len(tokens)] == tokens)
-        right = answer[len(tokens) :][: min(depth, self.max_drafts)]
-        drafted, parents, at = [], [-1], 0
-        for token in right:
-            wrong = [(token + 1) % SIZES["vocab_size"], (token + 2) % SIZES["vocab_size"]][: self.max_branches - 1]
-            drafted += [*wrong, token]
-            parents += [at] * (len(wrong) + 1)
-            at = len(drafted)
-        return Draft(tuple(drafted), tuple(parents))
 
 
 @pytest.mark.covers("D152")
