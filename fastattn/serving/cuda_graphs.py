@@ -1,7 +1,7 @@
 """Steps replayed as CUDA graphs: a runner for `refattn.serving.Engine`.
 
-On a GPU a small model is bound by CPU launch overhead: a step is some twenty launches per layer, which take the GPU less
-time than the CPU. So a step is captured as a CUDA graph, once for each shape, and replayed as one launch:
+On a GPU a small model is bound by CPU launch overhead: a step is some twenty launches per layer, and each takes the GPU
+less time than the CPU. So a step is captured as a CUDA graph, once for each shape, and replayed as one launch:
 
     requests       1, 2, 4, 8, 16, 24, ..: a step with fewer has padding rows, which see and write nothing
     tokens         one per request in a decode; else rounded up by less than an eighth, with padding rows likewise
