@@ -248,7 +248,13 @@ def _attend(
 
 
 def _plan_lists(plan: AnyPlan) -> Lists:
-    """Return the tables and the sizes of a plan: first those of the plans in it, then its own."""
+    """Return the tables and the sizes of a plan: first those of the plans in it, then its own.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    if type(plan) not in PLANS:
+        raise ValueError(f"plan: expected a plan of the path, got {type(plan).__name__}")
     plans: Sequence[Any] = [plan]
     own: Lists = ([], [])
     if isinstance(plan, CascadePlan):
