@@ -64,15 +64,15 @@ class Workload:
 
     Attributes:
         path: one of `PATHS`.
-        operation: what is called, where a path has several (`OPERATIONS`).
         lens: `(query_len, seq_len)` of each sequence.
         heads: query heads and KV heads; of differential attention pairs count twice.
         head_size: elements of a query and a key; over latents those of the latent's key, the rotary part included.
         value_head_size: elements of a value; over latents the rank. 0: as `head_size`.
         block_size: tokens in a block.
-        dtype: of queries.
-        seed: of all numbers, and of the order of the blocks.
         padding_rows: query rows after the last sequence.
+        seed: of all numbers, and of the order of the blocks.
+        dtype: of queries.
+        operation: what is called, where a path has several (`OPERATIONS`).
         pool: how the pools lie in memory, one of `POOLS`.
         rows: how queries lie in memory, one of `ROWS`.
         table: how the block table lies in memory, one of `TABLES`.
@@ -107,15 +107,15 @@ class Workload:
     """
 
     path: str
-    operation: str = ""
     lens: tuple[tuple[int, int], ...] = ((1, 1),)
     heads: tuple[int, int] = (1, 1)
     head_size: int = 64
     value_head_size: int = 0
     block_size: int = 16
-    dtype: str = "float32"
-    seed: int = 0
     padding_rows: int = 0
+    seed: int = 0
+    dtype: str = "float32"
+    operation: str = ""
     pool: str = "NHD"
     rows: str = "plain"
     table: str = "plain"
