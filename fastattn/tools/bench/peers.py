@@ -25,9 +25,9 @@ from fastattn.tools.bench.work import (
     LAMBDA_INIT,
     NORM_EPS,
     Attention,
-    CodedWrite,
     Inputs,
     Judge,
+    QuantizedWrite,
     Step,
     Tokens,
     made_of_latents,
@@ -101,10 +101,8 @@ def _call(work: Attention, inputs: Inputs, modules: Modules, planned: dict[str, 
         tensors, more = tensors[:2], dict(latent_rank=work.value_size, cache_scale=inputs.scales or 1.0)
     elif work.path == "quantized":
         more = dict(scales=inputs.scales)
-    plan, options = (
-        planning(work, modules, inputs.batch, **planned)(),
-        AttentionOptions(softmax_scale=work.softmax_scale),
-    )
+    plan = planning(work, modules, inputs.batch, **planned)()
+    options = AttentionOptions(softmax_scale=work.softmax_scale)
     return partial(modules(work.path).attention, *tensors, plan, options, **more)
 
 
@@ -124,7 +122,7 @@ def _prefill_call(work: Attention, inputs: Inputs, mla: Any) -> Call:
     )
 
 
-def uncoded(contender: Contender) -> Contender:
+def over_plain_cache(contender: Contender) -> Contender:
     """Another contender, over a plain cache of what was quantised: twice the bytes."""
     return replace(
         contender,
@@ -388,7 +386,7 @@ def fa4(*, block_size: int | None = 16, name: str | None = None) -> Contender:
 
 
 def fa4_chunks() -> Contender:
-    """The package `flash-attn-4` over virtual sequences, one a chunk of local attention, made beforehand."""
+    """The package `flash-attn-4` over virtual sequences, one per chunk of local attention, made beforehand."""
 
     def prepare(inputs: Inputs) -> Call:
         return fa4(name="").prepare(_whole_chunks(inputs))
@@ -476,7 +474,7 @@ def fa3(*, block_size: int | None = 16, is_scheduled: bool = False) -> Contender
     return Contender(f"{name}, scheduled before" if is_scheduled else name, prepare)
 
 
-def fa3_coded() -> Contender:
+def fa3_quantized() -> Contender:
     """FlashAttention-3 over pages of fp8, queries rounded, too; held to twice the error of weights in fp8, as its are.
 
     It computes something else than our path, which rounds no weight: a yardstick of its speed.
@@ -495,7 +493,7 @@ def fa3_coded() -> Contender:
     return Contender("FA3, queries and weights in fp8", prepare_call, judge=judge)
 
 
-def flashinfer_coded() -> Contender:
+def flashinfer_quantized() -> Contender:
     """FlashInfer's paged decode over fp8, of 16-bit queries; one scale for all values, which is 1 here."""
 
     def prepare_call(inputs: Inputs) -> Call:
@@ -511,11 +509,11 @@ def flashinfer_coded() -> Contender:
     return Contender("FlashInfer, fp8", prepare_call, judge=judge)
 
 
-def coded_write_twin(package: str = "fastattn") -> Contender:
+def quantized_write_twin(package: str = "fastattn") -> Contender:
     """Our quantising write."""
 
     def prepare_call(inputs: Tokens) -> Call:
-        by_head = CodedWrite(len(inputs.key), *inputs.key.shape[1:]).scales(inputs.key.device)
+        by_head = QuantizedWrite(len(inputs.key), *inputs.key.shape[1:]).scales(inputs.key.device)
         return partial(importlib.import_module(f"{package}.quantized").write, *inputs, scales=Fp8Scales(*by_head))
 
     return Contender(package, prepare_call)

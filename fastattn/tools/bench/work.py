@@ -581,7 +581,7 @@ class CacheWrite:
         return judge
 
 
-class CodedWrite(CacheWrite):
+class QuantizedWrite(CacheWrite):
     """The same into a pool of fp8, each head under a scale of its own."""
 
     def writes(self, itemsize: int) -> int:
