@@ -14,6 +14,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+pytest.register_assert_rewrite("tests.helpers")
+
 # The same draws on every machine. A longer search:
 # `pytest --hypothesis-profile=search --timeout=0 -o faulthandler_timeout=0`.
 settings.register_profile("same", derandomize=True, deadline=None, max_examples=40)

@@ -27,11 +27,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / "docs"), str(ROOT / "tests/tools")]
+sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
 import coverage_rows  # noqa: E402
-from mutations import MUTATIONS, UNBROKEN, Mutation  # noqa: E402
-from planted import replace_lines  # noqa: E402
+
+from tests.helpers.planted import replace_lines  # noqa: E402
+from tests.tools.mutations import MUTATIONS, UNBROKEN, Mutation  # noqa: E402
 
 COPIED = ("refattn", "fastattn", "tests", "docs/proof", "docs/coverage_rows.py", "pyproject.toml")
 TIMES = itertools.count(2**31)  # of what is planted, in seconds: no compiled file has them
@@ -120,11 +121,10 @@ def run_tests(tree: Path, tests: list[str], results: Path, device: str) -> None:
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.chdir(tree)
-        # an environment may lie beside them
-        ours = {
-            str(ROOT / folder) for folder in ("", "docs", "tests", "tests/tools")
-        }  # an environment may lie beside them
+        ours = {str(ROOT / folder) for folder in ("", "docs", "tests")}  # no others: an environment may lie there
         sys.path[:] = [str(tree), *(path for path in sys.path if path and path not in ours)]
+        for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+            del sys.modules[name]  # the tree has its own
         os.environ["PYTHONPATH"] = str(tree)
         import jaxtyping
         import pytest
@@ -289,7 +289,6 @@ def main() -> None:
         for test in marks:
             sys.stdout.write(f"{row} idle: {test}\n")
     if options.output:
-        sys.path.append(str(ROOT))
         import torch
 
         from fastattn.tools.bench import measure  # not before: what is forked has to import what is planted

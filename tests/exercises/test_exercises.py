@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from wrong_answers import WRONG
 
 from refattn.exercises import __main__ as command
 from refattn.exercises import learner, report
 from refattn.exercises.exercise import check
 from refattn.exercises.functions import EXERCISES
+from tests.helpers.wrong_answers import WRONG
 
 ROOT = Path(__file__).parent.parent.parent
 STUBS, SOLUTIONS = ROOT / "notebooks" / "exercises", Path(__file__).parent / "solutions"

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from tiny_models import byte_tokenizer, make_llama
 
 import refattn
 from refattn.exercises import __main__ as command
 from refattn.exercises import serve
 from refattn.serving import Engine, SamplingParams
+from tests.helpers.tiny_models import byte_tokenizer, make_llama
 
 FOLDER = Path(__file__).parent / "solutions"
 PROMPT = list(range(40))

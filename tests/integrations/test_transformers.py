@@ -6,8 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from test_engine_models import CHANGES
-from tiny_models import make_family, make_model
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
@@ -27,6 +25,7 @@ import fastattn.dense
 import refattn.dense
 from fastattn.integrations import transformers as integration
 from refattn.serving import demo_model
+from tests.helpers.tiny_models import CHANGES, make_family, make_model
 
 TWINS = ("refattn", "fastattn")
 FAMILIES = tuple(  # a sentence reads better here than a list of its words

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import vllm_doubles
-from tolerance import assert_matches_reference
 
 from refattn import chunked_prefill, quantized
 from refattn.conformance import HARMLESS, Case, attend, build
 from refattn.interface import Fp8Scales
+from tests.helpers import vllm_doubles
+from tests.helpers.tolerance import assert_matches_reference
 
 CASE = Case("mixed", ((4, 20), (1, 33), (10, 17), (0, 0)), heads=(4, 2), head_size=32, padding_rows=3)
 SOFTCAP_AND_SINKS = dict(logits_soft_cap=5.0, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]))

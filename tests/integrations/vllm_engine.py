@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import vllm_doubles
-from tiny_models import SIZES
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from tests.helpers import vllm_doubles
+from tests.helpers.tiny_models import SIZES
 
 SMALL = SIZES | dict(num_attention_heads=4, head_dim=32, max_position_embeddings=256)  # a head of 32, for CPU_ATTN
 MODELS = {

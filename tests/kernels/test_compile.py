@@ -30,7 +30,7 @@ def our_kernels() -> set[str]:
 
 def launches(gpu: str, *options: str) -> list[dict]:
     """Return the launches for a GPU: the kernel, its tile, its memory, and of decodes the registers."""
-    script = Path(__file__).with_name("compile_kernels.py")
+    script = Path(__file__).parent.parent / "helpers/compile_kernels.py"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run([sys.executable, str(script), gpu, *options], capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr

@@ -16,11 +16,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from batches import CASES, STALE, Case, build
 from einops import repeat
-from gpu_package_doubles import FA3_SCHEDULE, by_name
-from options import given
-from tolerance import assert_matches_reference
 from torch import Tensor
 
 import refattn.chunked_prefill
@@ -35,6 +31,10 @@ from refattn import masks
 from refattn.attention import attend
 from refattn.interface import AttentionOptions, Batch, Plan
 from refattn.merge import merge
+from tests.helpers.batches import CASES, STALE, Case, build
+from tests.helpers.gpu_package_doubles import FA3_SCHEDULE, by_name
+from tests.helpers.options import given
+from tests.helpers.tolerance import assert_matches_reference
 
 ARGUMENTS = """
     Tensor! q, Tensor k, Tensor v, Tensor? k_new, Tensor? v_new, Tensor? q_v, Tensor!? out, Tensor? cu_seqlens_q,

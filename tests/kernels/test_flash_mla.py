@@ -9,11 +9,8 @@ import sys
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
-import gpu_package_doubles
 import pytest
 import torch
-from batches import Case, build, poisoned
-from tolerance import assert_matches_reference
 
 import fastattn.speculative
 import refattn.mla
@@ -21,6 +18,9 @@ import refattn.speculative
 from fastattn.kernels import Problem, attention_problem, dispatch
 from fastattn.kernels.flash import fa3, flash_mla, schedule
 from refattn.interface import AttentionOptions, Batch, Plan
+from tests.helpers import gpu_package_doubles
+from tests.helpers.batches import Case, build, poisoned
+from tests.helpers.tolerance import assert_matches_reference
 
 RANK, ROPE, SPARE = 512, 64, 8
 UNIFORM = [

@@ -9,10 +9,11 @@ pytest.importorskip("triton", reason="Triton comes for Linux only")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("kernels are compiled", allow_module_level=True)
 
-import kernels_present  # noqa: F401 (quickens the interpreter)
 import triton
 import triton.language as tl
 from triton.runtime.errors import InterpreterError
+
+from tests.helpers import kernels_present  # noqa: F401 (quickens the interpreter)
 
 
 @triton.jit

@@ -13,11 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from batches import Case, attend, build
 from einops import einsum, repeat
-from kernels_present import PRESENT, Kernel, each_kernel, has_to_compute
-from options import given, per_head
-from tolerance import assert_matches_reference, assert_twins_agree
 
 import fastattn
 import fastattn.chunked_prefill
@@ -43,6 +39,10 @@ from fastattn.kernels.triton import pairs as triton_pairs
 from fastattn.kernels.triton import parts as triton_parts
 from fastattn.kernels.triton import tables as triton_tables
 from refattn.interface import AttentionOptions, CascadePlan, Plan
+from tests.helpers.batches import Case, attend, build
+from tests.helpers.kernels_present import PRESENT, Kernel, each_kernel, has_to_compute
+from tests.helpers.options import given, per_head
+from tests.helpers.tolerance import assert_matches_reference, assert_twins_agree
 
 ON_GPU = Problem(
     operation="dense",

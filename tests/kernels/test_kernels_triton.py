@@ -7,16 +7,11 @@ from types import SimpleNamespace
 from unittest import mock
 
 import hypothesis
-import interpreted
-import kernels_present  # noqa: F401 (quickens the interpreter)
 import numpy as np
 import pytest
 import torch
-from batches import CASES, Case, assert_same_masks, build, masks_by_hand, ragged_cases, read_masks
 from hypothesis import settings
 from hypothesis import strategies as st
-from options import OPTIONS, WINDOWS, given, per_head
-from tolerance import assert_close, assert_matches_reference
 
 import fastattn
 import fastattn.chunked_prefill
@@ -46,6 +41,13 @@ from fastattn.kernels.triton.parts import merge_states
 from fastattn.kernels.triton.run import SCRATCH_BYTES, Tuning, is_wide, shrink
 from refattn.interface import Accepted, AttentionOptions, Batch, Plan
 from refattn.metadata import make_batch
+from tests.helpers import (
+    interpreted,
+    kernels_present,  # noqa: F401 (quickens the interpreter)
+)
+from tests.helpers.batches import CASES, Case, assert_same_masks, build, masks_by_hand, ragged_cases, read_masks
+from tests.helpers.options import OPTIONS, WINDOWS, given, per_head
+from tests.helpers.tolerance import assert_close, assert_matches_reference
 
 MIXED = Case("mixed", ((4, 6), (1, 60), (10, 17), (0, 9), (5, 2)), heads=(3, 1), padding_rows=3)
 

@@ -7,11 +7,8 @@ from contextlib import nullcontext
 from dataclasses import fields, replace
 from unittest import mock
 
-import kernels_present  # noqa: F401 (quickens the interpreter)
 import pytest
 import torch
-from batches import Case, build
-from stored import apart, store
 
 import fastattn
 import refattn.kv_cache
@@ -30,6 +27,9 @@ from fastattn import (
 from fastattn.kernels import dispatch, replay
 from fastattn.kernels.replay import memo_of
 from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales, Prefix
+from tests.helpers import kernels_present  # noqa: F401 (quickens the interpreter)
+from tests.helpers.batches import Case, build
+from tests.helpers.stored import apart, store
 
 CASE = Case("layers", ((2, 40), (1, 60), (0, 9)), heads=(4, 2), padding_rows=1)
 SHARED = Case("shared", ((2, 40), (1, 60), (1, 39)), heads=(4, 2), padding_rows=1)

@@ -16,12 +16,12 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from bad_requests import MOST, PREFIXES, REQUESTS_BAD
-from batches import Case, build
 from torch import Tensor
 
 from refattn.conformance.call import OPTIONS as OPTION_NAMES
 from refattn.interface import AttentionOptions, Batch, CascadePlan, Plan, Prefix, checks, contents
+from tests.helpers.bad_input import MOST, PREFIXES, REQUESTS_BAD
+from tests.helpers.batches import Case, build
 
 each_twin = pytest.mark.parametrize("package", ["refattn", "fastattn"], ids=["ref", "fast"])
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")

@@ -9,12 +9,9 @@ from unittest import mock
 
 import pytest
 import torch
-from batches import CASES, Case, assert_same_masks, attend, build, each_case, masks_by_hand, ragged_cases, read_masks
 from einops import rearrange
 from hypothesis import given
 from hypothesis import strategies as st
-from kernels_present import PRESENT, each_kernel
-from tolerance import assert_matches_reference, assert_twins_agree
 from torch.nn import functional
 
 import fastattn.chunked_prefill
@@ -28,72 +25,22 @@ from fastattn.kernels.cpu import schedule as cpu_schedule
 from fastattn.kernels.flash import fa4, repage
 from refattn.attention import attend as attend_once
 from refattn.interface import AttentionOptions, Batch, Plan
+from tests.helpers.bad_input import BAD_INPUT
+from tests.helpers.batches import (
+    Case,
+    assert_same_masks,
+    attend,
+    build,
+    each_case,
+    masks_by_hand,
+    ragged_cases,
+    read_masks,
+)
+from tests.helpers.kernels_present import PRESENT, each_kernel
+from tests.helpers.options import OPTIONS, SMALL, WINDOWS, each_kernel_case_and_option, per_head
+from tests.helpers.tolerance import assert_matches_reference, assert_twins_agree
 
 each_twin = pytest.mark.parametrize("twin", [refattn.chunked_prefill, fastattn.chunked_prefill], ids=["ref", "fast"])
-WINDOWS = [(-1, -1), (-1, 0), (0, 0), (3, 0), (16, 0), (5000, 0), (2, 3), (-1, 2), (4, -1), (0, 16)]
-
-SMALL = [case for case in CASES if max(s for _, s in case.lens) < 300]
-OPTIONS = {
-    "plain": {},
-    "scale": dict(softmax_scale=0.3),
-    "negative-scale": dict(softmax_scale=-0.3),
-    "not-causal": dict(causal=False),
-    "window": dict(window_size=(20, 0)),
-    "window-of-one": dict(window_size=(0, 0)),
-    "two-sided-window": dict(causal=False, window_size=(7, 5)),
-    "softcap": dict(softcap=1.0),
-    "alibi": dict(alibi_slopes=True),
-    "alibi-both-ways": dict(causal=False, alibi_slopes=True),
-    "sinks": dict(sinks=True),
-    "everything": dict(softmax_scale=0.2, window_size=(30, 0), softcap=5.0, alibi_slopes=True, sinks=True),
-}
-
-
-BAD_INPUT = {
-    "two-dimensional-query": (r"query: expected \[t, h, d\]", lambda a: a | {"query": a["query"][0]}),
-    "heads-do-not-divide": (
-        "query: expected a number of heads that hk=2 divides, got h=3",
-        lambda a: a | {"query": a["query"][:, :3]},
-    ),
-    "another-type": ("key_cache: expected float32", lambda a: a | {"key_cache": a["key_cache"].half()}),
-    "another-head-size": ("key_cache: .* d=64", lambda a: a | {"key_cache": a["key_cache"][..., :32]}),
-    "pools-differ": ("value_cache: expected", lambda a: a | {"value_cache": a["value_cache"][:-1]}),
-    "window-below-minus-one": ("window_size: expected", lambda a: a | {"window_size": (-2, 0)}),
-    "negative-softcap": ("softcap: expected", lambda a: a | {"softcap": -1.0}),
-    "too-few-sinks": (r"sinks: expected floating point \[h=4\]", lambda a: a | {"sinks": torch.zeros(3)}),
-    "integer-slopes": (
-        "alibi_slopes: expected",
-        lambda a: a | {"alibi_slopes": torch.zeros(4, dtype=torch.int32)},
-    ),
-}
-
-
-def each_kernel_case_and_option(all_options, some_options=("plain", "everything")):
-    """Parametrize with each kernel, case and option, but for Triton's interpreter, which is slow.
-
-    It gets all options with the cases `all_options`, and with the others those that hold most of them.
-    """
-    return pytest.mark.parametrize(
-        ("kernel", "case", "options"),
-        [
-            pytest.param(kernel, case, OPTIONS[name], id=f"{case}-{name}-{kernel.name}")
-            for kernel in PRESENT
-            for case in CASES
-            for name in OPTIONS
-            if not kernel.is_interpreted or case.name in all_options or name in some_options
-        ],
-    )
-
-
-def per_head(options: dict, case: Case, device: str) -> dict:
-    """Fill in the options that have one number per head."""
-    h = case.heads[0]
-    filled = dict(options)
-    if "alibi_slopes" in options:
-        filled["alibi_slopes"] = torch.tensor([2.0 ** -(i + 1) for i in range(h)], device=device)
-    if "sinks" in options:
-        filled["sinks"] = torch.linspace(-2.0, 3.0, h, device=device)
-    return filled
 
 
 # --- the mask, read out ---

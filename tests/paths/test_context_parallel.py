@@ -6,17 +6,17 @@ from functools import partial
 
 import pytest
 import torch
-from batches import Case, build, masks_by_hand
-from kernels_present import each_kernel
-from ranks import attend_on_all, run_process
-from stored import KINDS, Stored, rounded_by_hand, store
-from tolerance import assert_matches_reference
 
 import fastattn.context_parallel
 import refattn.context_parallel
 from refattn import chunked_prefill, metadata
 from refattn.conformance import PathSpec, attend
 from refattn.interface import DistributedGroup, Fp8Scales, Group, Shard, simulate_ranks
+from tests.helpers.batches import Case, build, masks_by_hand
+from tests.helpers.kernels_present import each_kernel
+from tests.helpers.ranks import attend_on_all, run_process
+from tests.helpers.stored import KINDS, Stored, rounded_by_hand, store
+from tests.helpers.tolerance import assert_matches_reference
 
 LEFT = 19
 PACKAGES = {"refattn": refattn.context_parallel, "fastattn": fastattn.context_parallel}

@@ -5,10 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from batches import Case, attend, build
-from kernels_present import each_kernel
-from stored import E4M3, E5M2, store
-from tolerance import assert_matches_reference, assert_twins_agree
 
 import fastattn.chunked_prefill
 import fastattn.kv_cache
@@ -18,6 +14,10 @@ import refattn.kv_cache
 import refattn.metadata
 from refattn import chunked_prefill, dense, quantized
 from refattn.conformance import assert_same_masks, read_masks
+from tests.helpers.batches import Case, attend, build
+from tests.helpers.kernels_present import each_kernel
+from tests.helpers.stored import E4M3, E5M2, store
+from tests.helpers.tolerance import assert_matches_reference, assert_twins_agree
 
 TWINS = {"refattn": refattn.metadata, "fastattn": fastattn.metadata}
 each_twin = pytest.mark.parametrize("twin", TWINS.values(), ids=TWINS)

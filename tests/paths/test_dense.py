@@ -4,18 +4,28 @@ from functools import partial
 
 import pytest
 import torch
-from batches import CASES, Case, assert_same_masks, attend, build, each_case, masks_by_hand, ragged_cases, read_masks
 from hypothesis import given
 from hypothesis import strategies as st
-from kernels_present import each_kernel
-from test_chunked_prefill import OPTIONS, SMALL, WINDOWS, each_kernel_case_and_option, per_head
-from tolerance import assert_twins_agree
 from torch.nn import functional
 
 import fastattn.dense
 import refattn.chunked_prefill
 import refattn.dense
 from refattn.interface import Batch
+from tests.helpers.batches import (
+    CASES,
+    Case,
+    assert_same_masks,
+    attend,
+    build,
+    each_case,
+    masks_by_hand,
+    ragged_cases,
+    read_masks,
+)
+from tests.helpers.kernels_present import each_kernel
+from tests.helpers.options import OPTIONS, SMALL, WINDOWS, each_kernel_case_and_option, per_head
+from tests.helpers.tolerance import assert_twins_agree
 
 each_twin = pytest.mark.parametrize("twin", [refattn.dense, fastattn.dense], ids=["ref", "fast"])
 

@@ -8,7 +8,20 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from batches import (
+from einops import rearrange, repeat
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional
+
+import fastattn
+import fastattn.differential
+import fastattn.kv_cache
+import refattn.differential
+import refattn.kv_cache
+import refattn.metadata
+from fastattn.kernels.cpu import pairs as cpu_pairs
+from refattn.interface import AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan
+from tests.helpers.batches import (
     CASES,
     HARMLESS,
     POISON,
@@ -20,22 +33,9 @@ from batches import (
     ragged_cases,
     read_masks,
 )
-from einops import rearrange, repeat
-from hypothesis import given
-from hypothesis import strategies as st
-from kernels_present import PRESENT, each_kernel
-from stored import KINDS, bits, decoded, in_scales
-from tolerance import assert_matches_reference, assert_twins_agree
-from torch.nn import functional
-
-import fastattn
-import fastattn.differential
-import fastattn.kv_cache
-import refattn.differential
-import refattn.kv_cache
-import refattn.metadata
-from fastattn.kernels.cpu import pairs as cpu_pairs
-from refattn.interface import AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan
+from tests.helpers.kernels_present import PRESENT, each_kernel
+from tests.helpers.stored import KINDS, bits, decoded, in_scales
+from tests.helpers.tolerance import assert_matches_reference, assert_twins_agree
 
 each_twin = pytest.mark.parametrize("twin", [refattn.differential, fastattn.differential], ids=["ref", "fast"])
 
@@ -735,7 +735,8 @@ def test_a_write_quantises_each_head_under_its_scale(twin, kind, per, device):
     for token, slot in ((0, 5), (2, 11), (3, 0)):
         for head in range(6):
             for number, (source, scale) in enumerate(((key, of_key), (value, of_value))):
-                x = source[token, head].float() / (scale[head] if per == "head" else torch.tensor(scale))
+                x = source[token, head].float()
+                x = x / (scale[head] if per == "head" else torch.full_like(x, scale))  # by a tensor: see `_scale_of`
                 code = x.clamp(-largest, largest).to(KINDS[kind])
                 expected[head % 2, number, slot // 4, slot % 4, head // 2] = code.float()
     assert torch.equal(cache.float(), expected)

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from batches import Case, build
-from kernels_present import PRESENT
-from test_isolation import STRIDES
-from test_options_on_every_path import CASE, LENS, PATHS, each_package, each_path, lay_out
-from tolerance import assert_close
 
 import fastattn
+from tests.helpers.batches import Case, build
+from tests.helpers.every_path import CASE, LENS, PATHS, each_package, each_path, lay_out
+from tests.helpers.kernels_present import PRESENT
+from tests.helpers.strides import STRIDES
+from tests.helpers.tolerance import assert_close
 
 OURS = [kernel.name for kernel in PRESENT if kernel.name == "triton"]
 BY_OURS = ("chunked_prefill", "sliding_window", "local", "cascade", "mla", "mla-trees", "speculative")

@@ -5,12 +5,12 @@ from types import ModuleType
 
 import pytest
 import torch
-from batches import attend, build
-from kernels_present import each_kernel
-from specs import ODD, SPECS
-from tolerance import assert_matches_reference
 
 from refattn.conformance import prepare
+from tests.helpers.batches import attend, build
+from tests.helpers.kernels_present import each_kernel
+from tests.helpers.specs import ODD, SPECS
+from tests.helpers.tolerance import assert_matches_reference
 
 each_spec = pytest.mark.parametrize("spec", SPECS, ids=str)
 each_odd = pytest.mark.parametrize("case", ODD, ids=str)

@@ -10,9 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from batches import POISON, Case, Paged, attend, build
-from ranks import attend_on_all
-from stored import KINDS, store
 from torch import Tensor
 
 import refattn.kv_cache
@@ -21,6 +18,9 @@ import refattn.mla
 import refattn.quantized
 from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales, Prefix, simulate_ranks
 from refattn.metadata import make_batch
+from tests.helpers.batches import POISON, Case, Paged, attend, build
+from tests.helpers.ranks import attend_on_all
+from tests.helpers.stored import KINDS, store
 
 # A chunk with context, a decode, keys nobody asks for, rows that see nothing, a whole prompt; NaN and inf around them.
 CASE = Case("small", ((3, 14), (1, 13), (0, 3), (3, 1)), heads=(4, 2), head_size=6, block_size=4, padding_rows=2)

@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from batches import FINITE_POISON, HARMLESS, POISON, Case, attend, build, poisoned
-from kernels_present import PRESENT, each_kernel
-from tolerance import assert_matches_reference, assert_twins_agree
 
 from refattn.interface import Batch, Prefix
+from tests.helpers.batches import FINITE_POISON, HARMLESS, POISON, Case, attend, build, poisoned
+from tests.helpers.kernels_present import PRESENT, each_kernel
+from tests.helpers.strides import STRIDES
+from tests.helpers.tolerance import assert_matches_reference, assert_twins_agree
 
 # Decodes that end in the middle of a block, at its end and after one token of it; keys of somebody who does not ask.
 CASE = Case(
@@ -223,31 +224,6 @@ def test_nan_stays_with_its_sequence_and_comes_out_there(name, twin, device):
 
 
 # --- tensors of any strides ---
-
-
-def spread(x: torch.Tensor) -> torch.Tensor:
-    """Put NaN between the elements."""
-    wide = torch.full((*x.shape, 2), torch.nan, dtype=x.dtype, device=x.device)
-    wide[..., 0] = x
-    return wide[..., 0]
-
-
-def shift(x: torch.Tensor) -> torch.Tensor:
-    """Put an odd number of NaN before each row, head and element."""
-    wide = torch.full([size + 3 for size in x.shape], torch.nan, dtype=x.dtype, device=x.device)
-    view = wide[(slice(3, None),) * x.ndim]
-    return view.copy_(x)
-
-
-STRIDES = {
-    "heads-innermost": lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2),
-    "rows-innermost": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
-    "every-second-element": spread,
-    "shifted": shift,
-    "one-element": lambda x: x[..., :1].expand(x.shape),
-    "one-head": lambda x: x[..., :1, :].expand(x.shape),
-    "one-row": lambda x: x[:1].expand(x.shape),
-}
 
 
 @each_kernel

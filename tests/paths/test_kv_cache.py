@@ -7,10 +7,8 @@ from functools import partial
 
 import pytest
 import torch
-from batches import Case, build
 from hypothesis import given
 from hypothesis import strategies as st
-from kernels_present import PRESENT
 
 import fastattn
 import fastattn.chunked_prefill
@@ -21,6 +19,8 @@ import refattn.kv_cache
 import refattn.speculative
 from refattn.interface import Accepted, Fp8Scales, Int8Scales
 from refattn.metadata import make_batch, slot_mapping
+from tests.helpers.batches import Case, build
+from tests.helpers.kernels_present import PRESENT
 
 each_twin = pytest.mark.parametrize("twin", [refattn.kv_cache, fastattn.kv_cache], ids=["ref", "fast"])
 each_layout = pytest.mark.parametrize("layout", ["NHD", "HND"])

@@ -7,24 +7,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from batches import (
-    GARBAGE,
-    Case,
-    Paged,
-    assert_same_masks,
-    attend,
-    build,
-    each_case,
-    masks_by_hand,
-    ragged_cases,
-    read_masks,
-)
 from hypothesis import given
 from hypothesis import strategies as st
-from kernels_present import each_kernel
-from options import per_head
-from test_chunked_prefill import BAD_INPUT
-from tolerance import assert_twins_agree
 from torch.nn import functional
 
 import fastattn.local
@@ -36,6 +20,22 @@ import refattn.metadata
 from fastattn.kernels import dispatch, torch_ops
 from fastattn.kernels.triton import tables as triton_tables
 from refattn.interface import Batch, Plan
+from tests.helpers.bad_input import BAD_INPUT
+from tests.helpers.batches import (
+    GARBAGE,
+    Case,
+    Paged,
+    assert_same_masks,
+    attend,
+    build,
+    each_case,
+    masks_by_hand,
+    ragged_cases,
+    read_masks,
+)
+from tests.helpers.kernels_present import each_kernel
+from tests.helpers.options import per_head
+from tests.helpers.tolerance import assert_twins_agree
 
 TWINS = [refattn.local, fastattn.local]
 each_twin = pytest.mark.parametrize("twin", TWINS, ids=["ref", "fast"])

@@ -6,11 +6,11 @@ import re
 
 import pytest
 import torch
-from batches import Case, attend, build
-from kernels_present import each_kernel
 
 import refattn.attention
 from refattn import masks
+from tests.helpers.batches import Case, attend, build
+from tests.helpers.kernels_present import each_kernel
 
 PATHS = {  # where ALiBi is an option, with what each shows besides: a rule on positions
     "dense": ({}, lambda i, j: j <= i),

@@ -8,13 +8,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernels_present import PRESENT
-from tolerance import assert_close
 
 import fastattn
 import fastattn.merge
 import refattn.attention
 import refattn.merge
+from tests.helpers.kernels_present import PRESENT
+from tests.helpers.tolerance import assert_close
 
 each_twin = pytest.mark.parametrize("twin", [refattn.merge, fastattn.merge], ids=["ref", "fast"])
 NOTHING = -math.inf

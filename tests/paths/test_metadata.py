@@ -4,12 +4,12 @@ import re
 
 import pytest
 import torch
-from batches import CASES, build, each_case, ragged_cases
 from hypothesis import given
 from hypothesis import strategies as st
 
 import fastattn.metadata
 import refattn.metadata
+from tests.helpers.batches import CASES, build, each_case, ragged_cases
 
 each_twin = pytest.mark.parametrize("twin", [refattn.metadata, fastattn.metadata], ids=["ref", "fast"])
 

@@ -10,12 +10,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from batches import CASES, HARMLESS, POISON, Case, masks_by_hand, ragged_cases
 from einops import rearrange
 from hypothesis import given
 from hypothesis import strategies as st
-from kernels_present import HALVES, PRESENT, PRESENT_FOR_LATENTS
-from latents import (
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Config
+
+import fastattn.mla
+import refattn.dense
+import refattn.mla
+from refattn.interface import AttentionOptions, Batch
+from refattn.metadata import make_batch, slot_mapping
+from tests.helpers.batches import CASES, HARMLESS, POISON, Case, masks_by_hand, ragged_cases
+from tests.helpers.kernels_present import HALVES, PRESENT, PRESENT_FOR_LATENTS
+from tests.helpers.latents import (
     NOPE,
     OPTIONS,
     RANK,
@@ -32,16 +41,7 @@ from latents import (
     filled,
     prefill,
 )
-from tolerance import assert_matches_reference
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Config
-
-import fastattn.mla
-import refattn.dense
-import refattn.mla
-from refattn.interface import AttentionOptions, Batch
-from refattn.metadata import make_batch, slot_mapping
+from tests.helpers.tolerance import assert_matches_reference
 
 FEW = ("mixed", "odd-blocks", "one-token-in-last-block")  # which get every option and size of a chunk
 PREFILLS = [case for case in CASES if all(q <= s for q, s in case.lens)]  # whose new tokens are in their sequences

@@ -9,13 +9,6 @@ from types import ModuleType
 
 import pytest
 import torch
-from batches import HARMLESS, POISON, Case
-from kernels_present import PRESENT_FOR_LATENTS
-from latents import OPTIONS, RANK, REAL, SCALE, SMALL, Latents, filled
-from test_quantized_latents import EVEN, OF_CODES, in_codes
-from test_speculative import case_of, draw_tree, masks_of_trees, path_to
-from test_steps import ROOM, record
-from tolerance import assert_matches_reference
 
 import fastattn.mla
 import fastattn.speculative
@@ -27,6 +20,12 @@ from fastattn.kernels.problem import attention_problem
 from refattn.conformance.tolerance import on_cpu
 from refattn.interface import AttentionOptions, Trees
 from refattn.metadata import make_batch
+from tests.helpers.batches import HARMLESS, POISON, Case
+from tests.helpers.kernels_present import PRESENT_FOR_LATENTS
+from tests.helpers.latents import EVEN, OF_CODES, OPTIONS, RANK, REAL, SCALE, SMALL, Latents, filled, in_codes
+from tests.helpers.steps import ROOM, record
+from tests.helpers.tolerance import assert_matches_reference
+from tests.helpers.trees import case_of, draw_tree, masks_of_trees, path_to
 
 LEFT = 9  # tokens before a node that a window shows
 TREES = [(-1, 0, 0, 1, 2, 2), (), (-1, 0, 1), draw_tree(17, 1), (-1, -1, 0, 1, 1)]

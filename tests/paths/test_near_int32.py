@@ -8,16 +8,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from bad_requests import MOST
-from batches import Case, build
-from kernels_present import PRESENT
-from test_options_on_every_path import CASE, cascade, differential, over_ranks, plain, quantized, trees
 
 import fastattn.kv_cache
 import fastattn.local
 from fastattn.kernels.triton import attention as triton_attention
 from fastattn.kernels.triton.run import Tuning
 from refattn.interface import Batch, Shard
+from tests.helpers.bad_input import MOST
+from tests.helpers.batches import Case, build
+from tests.helpers.every_path import CASE, cascade, differential, over_ranks, plain, quantized, trees
+from tests.helpers.kernels_present import PRESENT
 
 TWINS = ["refattn", "fastattn"]
 each_twin = pytest.mark.parametrize("package", TWINS)
@@ -55,7 +55,7 @@ WINDOWS = [(MOST, 0), (MOST - 1, MOST), (0, MOST), (3, MOST - 1), (MOST, MOST)]
 def test_a_side_as_wide_as_an_int32_is_no_limit(path, by, window, device):
     attention, given = PATHS[path]
     dtype = torch.float32 if device == "cpu" else torch.float16
-    inputs = build(replace(CASE, padding_rows=1), dtype=dtype, device="cpu" if path.startswith("quantized") else device)
+    inputs = build(replace(CASE, padding_rows=1), dtype=dtype, device=device)
     unlimited = tuple(-1 if side >= MOST - 1 else side for side in window)
     try:
         wide = call(by, attention, inputs, window_size=window, **given)

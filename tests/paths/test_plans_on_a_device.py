@@ -8,8 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from batches import build
-from test_options_on_every_path import CASE, MATRICES
 
 import fastattn.cascade
 import fastattn.mla
@@ -17,6 +15,8 @@ import fastattn.quantized
 import fastattn.speculative
 from refattn.interface import AttentionOptions, Batch, CascadePlan, Fp8Scales, Plan, Prefix, Shard
 from refattn.interface.checks import check_cascade
+from tests.helpers.batches import build
+from tests.helpers.every_path import CASE, MATRICES
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")
 BATCH = build(CASE).batch

@@ -11,12 +11,31 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from batches import HARMLESS, POISON, Case, assert_same_masks, attend, build, masks_by_hand, ragged_cases, read_masks
 from hypothesis import given
 from hypothesis import strategies as st
-from options import OPTIONS, per_head
-from specs import CHUNK, LEFT, ODD, is_causal
-from stored import (
+
+import fastattn.kv_cache
+import fastattn.quantized
+import refattn.kv_cache
+import refattn.local
+import refattn.quantized
+from fastattn.kernels import dispatch
+from refattn.interface import AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan, Prefix, checks
+from refattn.metadata import make_batch
+from tests.helpers.batches import (
+    HARMLESS,
+    POISON,
+    Case,
+    assert_same_masks,
+    attend,
+    build,
+    masks_by_hand,
+    ragged_cases,
+    read_masks,
+)
+from tests.helpers.options import OPTIONS, per_head
+from tests.helpers.specs import CHUNK, LEFT, ODD, is_causal
+from tests.helpers.stored import (
     E4M3,
     E5M2,
     KINDS,
@@ -32,16 +51,7 @@ from stored import (
     over_codes,
     store,
 )
-from tolerance import assert_matches_reference
-
-import fastattn.kv_cache
-import fastattn.quantized
-import refattn.kv_cache
-import refattn.local
-import refattn.quantized
-from fastattn.kernels import dispatch
-from refattn.interface import AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan, Prefix, checks
-from refattn.metadata import make_batch
+from tests.helpers.tolerance import assert_matches_reference
 
 PLANS = {  # of any path over pages, and which key a query sees
     "causal": ("quantized", {}, is_causal),

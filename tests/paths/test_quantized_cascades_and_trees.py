@@ -10,20 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from batches import HARMLESS, POISON, Case, assert_same_masks, attend, masks_by_hand, read_masks
-from kernels_present import PRESENT, Kernel
-from options import per_head
-from stored import E4M3, E5M2, KINDS, Stored, attended_by_hand, in_codes, over_codes, store
-from test_cascade import SHARED
-from test_speculative import case_of, draw_tree, masks_of_trees
-from test_steps import record
-from tolerance import assert_matches_reference
 
 import refattn.cascade
 import refattn.chunked_prefill
 import refattn.quantized
 import refattn.speculative
 from refattn.interface import Accepted, Fp8Scales, Int8Scales, Prefix
+from tests.helpers.batches import HARMLESS, POISON, Case, assert_same_masks, attend, masks_by_hand, read_masks
+from tests.helpers.kernels_present import PRESENT, Kernel
+from tests.helpers.options import per_head
+from tests.helpers.shared_prefixes import SHARED
+from tests.helpers.steps import record
+from tests.helpers.stored import E4M3, E5M2, KINDS, Stored, attended_by_hand, in_codes, over_codes, store
+from tests.helpers.tolerance import assert_matches_reference
+from tests.helpers.trees import case_of, draw_tree, masks_of_trees
 
 LEFT = 29  # tokens before a query that a window shows
 OPTIONS = {

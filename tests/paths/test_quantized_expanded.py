@@ -15,13 +15,6 @@ import pytest
 pytest.importorskip("triton", reason="Triton comes for Linux only")
 
 import torch
-from batches import HARMLESS, POISON, Case
-from kernels_present import HALVES, PRESENT, Kernel
-from options import OPTIONS, per_head
-from specs import CHUNK, LEFT, ODD
-from stored import E4M3, E5M2, KINDS, Stored, apart, numbers_of, store
-from test_steps import record
-from tolerance import assert_matches_reference
 
 import fastattn.metadata
 import fastattn.quantized
@@ -34,6 +27,13 @@ from fastattn.kernels.triton.codes import codes_of
 from refattn.conformance import attend
 from refattn.interface import Fp8Scales, Int8Scales, Plan
 from refattn.metadata import make_batch
+from tests.helpers.batches import HARMLESS, POISON, Case
+from tests.helpers.kernels_present import HALVES, PRESENT, Kernel
+from tests.helpers.options import OPTIONS, per_head
+from tests.helpers.specs import CHUNK, LEFT, ODD
+from tests.helpers.steps import record
+from tests.helpers.stored import E4M3, E5M2, KINDS, Stored, apart, numbers_of, store
+from tests.helpers.tolerance import assert_matches_reference
 
 ON_CPU = os.environ["TWINATTN_TEST_DEVICE"] == "cpu"
 TYPES = (torch.float16,) if ON_CPU else HALVES  # the interpreter rounds to bfloat16 by cutting bits off

@@ -10,14 +10,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton comes for Linux only")
 
-import interpreted
-import kernels_present  # noqa: F401 (quickens the interpreter)
 import torch
-from batches import HARMLESS, POISON, Case
-from options import OPTIONS, per_head
-from specs import CHUNK, LEFT, ODD
-from stored import E4M3, E5M2, KINDS, apart, bits, decoded, in_scales, over_codes, store
-from tolerance import assert_close
 
 import fastattn
 import fastattn.local
@@ -29,6 +22,15 @@ from fastattn.kernels.triton.codes import are_pairs, in_pairs
 from refattn.conformance import assert_matches_reference, attend
 from refattn.interface import Fp8Scales, Int8Scales
 from refattn.metadata import make_batch
+from tests.helpers import (
+    interpreted,
+    kernels_present,  # noqa: F401 (quickens the interpreter)
+)
+from tests.helpers.batches import HARMLESS, POISON, Case
+from tests.helpers.options import OPTIONS, per_head
+from tests.helpers.specs import CHUNK, LEFT, ODD
+from tests.helpers.stored import E4M3, E5M2, KINDS, apart, bits, decoded, in_scales, over_codes, store
+from tests.helpers.tolerance import assert_close
 
 PLANS = {
     "causal": ("quantized", {}),

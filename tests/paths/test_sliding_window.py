@@ -7,24 +7,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from batches import (
-    GARBAGE,
-    STALE,
-    Case,
-    Paged,
-    assert_same_masks,
-    attend,
-    build,
-    each_case,
-    masks_by_hand,
-    ragged_cases,
-    read_masks,
-)
 from hypothesis import given
 from hypothesis import strategies as st
-from kernels_present import each_kernel
-from test_chunked_prefill import BAD_INPUT, OPTIONS, per_head
-from tolerance import assert_twins_agree
 from torch.nn import functional
 
 import fastattn.dense
@@ -37,6 +21,23 @@ import refattn.metadata
 import refattn.sliding_window
 from fastattn.kernels import dispatch
 from fastattn.kernels.triton import tables as triton_tables
+from tests.helpers.bad_input import BAD_INPUT
+from tests.helpers.batches import (
+    GARBAGE,
+    STALE,
+    Case,
+    Paged,
+    assert_same_masks,
+    attend,
+    build,
+    each_case,
+    masks_by_hand,
+    ragged_cases,
+    read_masks,
+)
+from tests.helpers.kernels_present import each_kernel
+from tests.helpers.options import OPTIONS, per_head
+from tests.helpers.tolerance import assert_twins_agree
 
 TWINS = [refattn.sliding_window, fastattn.sliding_window]
 each_twin = pytest.mark.parametrize("twin", TWINS, ids=["ref", "fast"])

@@ -8,11 +8,8 @@ from functools import partial
 
 import pytest
 import torch
-from batches import HARMLESS, POISON, Case, assert_same_masks, attend, build, read_masks
 from hypothesis import given
 from hypothesis import strategies as st
-from kernels_present import PRESENT, each_kernel
-from tolerance import assert_matches_reference, assert_twins_agree
 
 import fastattn.kv_cache
 import fastattn.quantized
@@ -25,6 +22,10 @@ from fastattn.kernels.problem import attention_problem
 from refattn import masks
 from refattn.interface import Accepted, AttentionOptions, Batch, Plan, TreePlan, Trees
 from refattn.metadata import make_batch
+from tests.helpers.batches import HARMLESS, POISON, Case, assert_same_masks, attend, build, read_masks
+from tests.helpers.kernels_present import PRESENT, each_kernel
+from tests.helpers.tolerance import assert_matches_reference, assert_twins_agree
+from tests.helpers.trees import CONTEXTS, case_of, draw_tree, masks_of_trees, path_to
 
 TWINS = [refattn.speculative, fastattn.speculative]
 each_twin = pytest.mark.parametrize("twin", TWINS, ids=["ref", "fast"])
@@ -36,13 +37,6 @@ def forests(nodes: int) -> list[tuple[int, ...]]:
 
 
 SMALL = [parents for nodes in range(1, 6) for parents in forests(nodes)]  # 153, and 34 of them have one root
-CONTEXTS = (0, 1, 15, 16, 17, 33)
-
-
-def draw_tree(nodes: int, seed: int, *, roots: int = 1) -> tuple[int, ...]:
-    """Draw a tree: every node follows one of those before it."""
-    draw = random.Random(seed)
-    return tuple(-1 if node < roots else draw.randrange(node) for node in range(nodes))
 
 
 LARGE = [
@@ -54,38 +48,6 @@ LARGE = [
     draw_tree(130, 3),
     draw_tree(7, 4),
 ]
-
-
-def path_to(parents: tuple[int, ...], node: int) -> list[int]:
-    """Climb from a node to its root, by hand."""
-    path = [node]
-    while parents[path[-1]] >= 0:
-        path.append(parents[path[-1]])
-    return path[::-1]
-
-
-def masks_of_trees(case: Case, trees, window: int = -1) -> list[torch.Tensor]:
-    """Draw who sees whom, one pair at a time: a window of `window` tokens before a query counts along its branch."""
-    drawn = []
-    for (q, s), parents in zip(case.lens, trees, strict=True):
-        first, mask = s - len(parents), torch.zeros(q, s, dtype=torch.bool)
-        for row, node in enumerate(range(len(parents) - q, len(parents))):
-            path = path_to(parents, node)
-            position = first + len(path) - 1
-            for j in range(first):
-                mask[row, j] = window < 0 or j >= position - window
-            for depth, other in enumerate(path):
-                mask[row, first + other] = window < 0 or first + depth >= position - window
-        drawn.append(mask)
-    return drawn
-
-
-def case_of(trees, *, contexts=CONTEXTS, queries=None, **sizes) -> Case:
-    """Make the batch of some trees, after contexts of several lengths; all nodes are query rows unless told."""
-    lens = [(len(tree), contexts[i % len(contexts)] + len(tree)) for i, tree in enumerate(trees)]
-    if queries is not None:
-        lens = [(min(q, queries), s) for q, s in lens]
-    return Case("trees", tuple(lens), **{"heads": (2, 1), "padding_rows": 2, **sizes})
 
 
 # --- the mask, read out ---
@@ -294,9 +256,9 @@ def seen_by(trees, queries):
 
 @pytest.mark.parametrize("kernel", [None, *PRESENT], ids=lambda kernel: kernel.name if kernel else "reference")
 @pytest.mark.parametrize("queries", [2, 200])
-@pytest.mark.parametrize("window", [-1, 4])
+@pytest.mark.parametrize("window", [-1, 0, 4])
 def test_nothing_depends_on_what_no_row_sees(kernel, queries, window, device):
-    """Slots of drafts that were rejected, blocks nobody owns, keys before a window; and nodes of no tip's branch."""
+    """Slots of rejected drafts, blocks nobody owns, keys before a window, nodes among them; other branches."""
     trees = [(-1, 0, 0, 1, 2, 2), draw_tree(66, 5), (-1,), (-1, -1, 0, 1, 1)]
     case = case_of(trees, contexts=(7, 30, 0, 16), queries=queries, heads=(4, 2))
     twin = refattn.speculative if kernel is None else fastattn.speculative

@@ -8,21 +8,20 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from batches import Case, attend, build
-from stored import over_codes
-from tolerance import assert_matches_reference
 
 import fastattn.metadata
 import fastattn.speculative
 import refattn.metadata
 from refattn.interface import Batch, Fp8Scales, Trees
+from tests.helpers.batches import Case, attend, build
+from tests.helpers.steps import ROOM, record
+from tests.helpers.stored import over_codes
+from tests.helpers.tolerance import assert_matches_reference
 
 TWINS = [refattn.metadata, fastattn.metadata]
 each_twin = pytest.mark.parametrize("twin", TWINS, ids=["ref", "fast"])
 
 # --- buffers ---
-
-ROOM = dict(columns=21, max_query_len=6, max_seq_len=300)
 
 
 @pytest.mark.covers("D170")
@@ -100,26 +99,6 @@ TREE_STEPS = {
         [((-1, -1), 64)],
     ),
 }
-
-
-def record(step: Callable[[], torch.Tensor], device: str) -> Callable[[], torch.Tensor]:
-    """Capture a step as a CUDA graph, and return what replays it; on a CPU the step itself."""
-    if device != "cuda":
-        return step
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        step()
-    torch.cuda.current_stream().wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step()
-
-    def replay() -> torch.Tensor:
-        graph.replay()
-        return out
-
-    return replay
 
 
 def check_steps(

@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from bad_requests import PREFIXES, REQUESTS_BAD
 from hypothesis import given
 from hypothesis import strategies as st
 
 from refattn.interface import Prefix
 from refattn.serving import cost_model
 from refattn.serving.cost_model import Machine
+from tests.helpers.bad_input import PREFIXES, REQUESTS_BAD
 
 # --- whether it is worth it ---
 

@@ -8,20 +8,7 @@ from unittest import mock
 import numpy
 import pytest
 import torch
-from tiny_models import LATENT_SIZES, SHARED_CACHES, SIZES, YARN, byte_tokenizer, make_family, make_llama, make_model
 from torch.nn import functional
-from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    DiffLlamaConfig,
-    DiffLlamaForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Llama4ForCausalLM,
-    Llama4TextConfig,
-    MistralConfig,
-    MistralForCausalLM,
-)
 
 import fastattn
 import fastattn.serving.cuda_graphs
@@ -31,27 +18,16 @@ import refattn.serving.engine
 import refattn.serving.sampling
 import refattn.serving.scheduler
 from fastattn.serving import CudaGraphs
-from refattn.serving import CPU, BlockPool, Counters, Engine, NGram, Request, SamplingParams, sample
+from refattn.serving import CPU, BlockPool, Counters, Engine, NGram, Request, SamplingParams, StepTokens, sample
+from tests.helpers.engines import GREEDY, MODELS, PROMPTS, SYSTEM, TWINS, assert_nothing_is_held, make_engine, outputs
+from tests.helpers.tiny_models import SHARED_CACHES, byte_tokenizer, make_family, make_llama, make_model
 
-TWINS = ("refattn", "fastattn")
-SYSTEM = [5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2]
-PROMPTS = [[11], [*SYSTEM, 40, 41], [7, 3] * 10, [*SYSTEM, 50], list(range(60, 93)), [*SYSTEM, 40, 41, 42, 43, 44]]
-GREEDY = SamplingParams(max_tokens=9)
 TEMPERED = SamplingParams(max_tokens=9, temperature=0.9, top_p=0.95, seed=3)
 
 
 @pytest.fixture(scope="module")
 def llama(device):
     return make_llama(device)
-
-
-def make_engine(model, twin="refattn", **options):
-    sizes = dict(num_blocks=64, block_size=4, max_num_batched_tokens=64) | options
-    return Engine(model, twin=importlib.import_module(twin), **sizes)
-
-
-def outputs(engine, prompts, sampling=GREEDY):
-    return [request.output_ids for request in engine.generate(prompts, sampling)]
 
 
 def transformers_outputs(model, prompts, max_tokens=9, attention="sdpa"):
@@ -67,13 +43,6 @@ def transformers_outputs(model, prompts, max_tokens=9, attention="sdpa"):
 @pytest.fixture(scope="module")
 def expected(llama):
     return transformers_outputs(llama, PROMPTS)
-
-
-def assert_nothing_is_held(engine):
-    assert not engine.running
-    assert not engine.waiting
-    assert sorted(engine.pool.free) == list(range(len(engine.pool.users)))
-    assert set(engine.pool.users) == {0}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -94,31 +63,6 @@ def test_greedy_is_generate(llama, expected, twin):
     engine = make_engine(llama, twin)
     assert outputs(engine, PROMPTS) == expected
     assert_nothing_is_held(engine)
-
-
-MODELS = {
-    "window": (MistralForCausalLM, MistralConfig(**SIZES, sliding_window=5)),
-    "window and full, softcap, scale": (
-        Gemma2ForCausalLM,
-        Gemma2Config(**SIZES, sliding_window=6, attn_logit_softcapping=3.0, query_pre_attn_scalar=7),
-    ),
-    "chunks and full": (
-        Llama4ForCausalLM,
-        Llama4TextConfig(
-            **SIZES | dict(num_hidden_layers=4),
-            attention_chunk_size=8,
-            num_local_experts=2,
-            intermediate_size_mlp=64,
-        ),
-    ),
-    "differential": (DiffLlamaForCausalLM, DiffLlamaConfig(**SIZES | dict(num_attention_heads=4), lambda_std_dev=0.5)),
-    "latents": (
-        DeepseekV3ForCausalLM,
-        DeepseekV3Config(
-            **SIZES | LATENT_SIZES | dict(first_k_dense_replace=2), max_position_embeddings=128, rope_parameters=YARN
-        ),
-    ),
-}
 
 
 @pytest.mark.covers("D134")
@@ -227,7 +171,7 @@ def test_sinks_reach_the_path(llama, twin):
     request = engine.add([1])
     engine.scheduler._start(request)
     engine.scheduler._allocate_or_preempt(request, 1, {})
-    inputs = engine.make_inputs({request: 1})
+    inputs = engine.make_inputs(StepTokens.of({request: 1}))
     module, step = llama.model.layers[0].self_attn, inputs["step"]
     plain = engine.attend(module, query, key, value, step=step)
     sunk = engine.attend(module, query, key, value, step=step, s_aux=torch.full((6,), 1e4, device=llama.device))
@@ -298,8 +242,8 @@ def test_the_youngest_is_preempted_and_its_answer_stays(llama):
 @pytest.mark.parametrize("twin", TWINS)
 def test_padding_rows_change_nothing(llama, expected, twin):
     class PaddedEngine(Engine):
-        def make_inputs(self, scheduled, prefixes=()):
-            inputs = super().make_inputs(scheduled, prefixes)
+        def make_inputs(self, tokens, prefixes=()):
+            inputs = super().make_inputs(tokens, prefixes)
             rows = inputs["input_ids"].shape[1] + 3
             batch = inputs["step"].batch
             padded = {name: functional.pad(inputs[name], (0, 3)) for name in ("input_ids", "position_ids")}
@@ -383,7 +327,7 @@ def test_only_what_fastattn_computes_on_cuda_is_recorded(llama):
     assert [CudaGraphs.can_record(engine) for engine in engines] == [is_on_cuda, False, False]
     for engine in engines[is_on_cuda:]:
         runner = CudaGraphs()
-        assert runner.run(engine, {engine.add([1]): 1}) is None
+        assert runner.run(engine, StepTokens.of({engine.add([1]): 1})) is None
         assert not runner.records
 
 
@@ -392,7 +336,7 @@ def test_a_runner_serves_one_engine(llama, recording_engine):
     first, second = recording_engine(llama), make_engine(llama, "fastattn")
     outputs(first, PROMPTS[:1])
     with pytest.raises(ValueError, match="engine: expected the one that this runner served before"):
-        first.runner.run(second, {second.add([1]): 1})
+        first.runner.run(second, StepTokens.of({second.add([1]): 1}))
 
 
 @pytest.mark.parametrize("kind", [*WINDOWED, "chunks and full"])

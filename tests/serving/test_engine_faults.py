@@ -29,8 +29,6 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from test_engine import MODELS
-from tiny_models import SIZES, make_llama, make_model
 from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
 
 import fastattn
@@ -41,6 +39,8 @@ import refattn.serving.sampling
 import refattn.serving.scheduler
 from fastattn.serving import CudaGraphs
 from refattn.serving import BlockPool, Engine, Event, Request, SamplingParams
+from tests.helpers.engines import MODELS
+from tests.helpers.tiny_models import SIZES, make_llama, make_model
 
 TWINS = ("refattn", "fastattn")
 NAN = 96  # a token whose embedding is NaN, and so are the keys, values and logits of whoever sees it

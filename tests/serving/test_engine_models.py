@@ -11,7 +11,6 @@ from unittest import mock
 
 import pytest
 import torch
-from tiny_models import FAMILY_SIZES, LATENT_SIZES, SHARED_CACHES, SIZES, YARN, make_family, make_llama, make_model
 from transformers import DiffLlamaConfig, T5Config, T5ForConditionalGeneration
 from transformers.models.bloom import modeling_bloom
 from transformers.models.diffllama.modeling_diffllama import DiffLlamaAttention
@@ -22,42 +21,23 @@ import refattn.serving.engine
 import refattn.serving.sampling
 import refattn.serving.scheduler
 from refattn.interface import AttentionOptions
-from refattn.serving import CPU, Engine, Request, SamplingParams
-from refattn.serving.layers import DifferentialLayer, Twin
+from refattn.serving import CPU, Engine, Request, SamplingParams, StepTokens
+from refattn.serving.layers import Causal, Layer, Pairs, Twin
 from refattn.serving.models import LATENT, VERIFIED
+from tests.helpers.tiny_models import (
+    CHANGES,
+    LATENT_SIZES,
+    SIZES,
+    WINDOWS,
+    YARN,
+    make_family,
+    make_llama,
+    make_model,
+)
 
 TWINS = ("refattn", "fastattn")
 PROMPTS = [[3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26, 43], [27, 18, 28, 18, 28, 45, 90]]
 ONE = SamplingParams(max_tokens=1)
-WINDOWS = dict(layer_types=["sliding_attention", "full_attention"])
-VISION = dict(
-    hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
-)
-CHANGES = {  # what the tiny model of a family needs besides the sizes, or has in place of its defaults
-    **dict.fromkeys(
-        "afmoe beam cohere2 cohere2_moe cwm exaone4 exaone_moe flint gemma2 gemma3_text gpt_oss granite_swa "  # noqa: SIM905
-        "granitemoe_swa kolibri1 laguna mellum ministral modernbert-decoder olmo3 vaultgemma".split(),
-        WINDOWS,
-    ),
-    **dict.fromkeys(("qwen2", "qwen3", "smollm3"), dict(use_sliding_window=True) | WINDOWS),
-    **dict.fromkeys(LATENT, LATENT_SIZES),
-    "dots1": dict(n_shared_experts=1) | WINDOWS,
-    "ernie4_5_moe": dict(moe_k=2),
-    "falcon": dict(new_decoder_architecture=True, num_kv_heads=2),
-    "gemma3": dict(text_config=FAMILY_SIZES | WINDOWS, vision_config=VISION),
-    "gemma3n_text": SHARED_CACHES,
-    "helium": dict(head_dim=8),  # hidden_size / num_attention_heads
-    "hunyuan_v1_dense": dict(rope_parameters=dict(rope_type="dynamic", alpha=100.0, factor=1.0, rope_theta=1e4)),
-    "llama4_text": dict(
-        layer_types=["chunked_attention", "full_attention"],
-        no_rope_layers=[1, 0],
-        attention_chunk_size=8,
-        intermediate_size_mlp=64,
-    ),
-    "longcat_flash": LATENT_SIZES
-    | dict(num_layers=1, ffn_hidden_size=64, expert_ffn_hidden_size=32, zero_expert_num=2, moe_topk=2),
-    "mistral4": LATENT_SIZES | dict(head_dim=20, rope_parameters=YARN | dict(llama_4_scaling_beta=0.1)),
-}
 
 
 def set_implementation(model, name):
@@ -146,8 +126,8 @@ def test_a_layer_that_shares_a_cache_owns_and_writes_nothing(twin, device, monke
 def test_a_differential_layer_may_share_a_cache_too(twin):
     """Queries of a prompt and of a decode over the pairs that another layer has written."""
     package = Twin(importlib.import_module(twin))
-    layer, module = DifferentialLayer(2, 8), DiffLlamaAttention(DiffLlamaConfig(**SIZES | dict(head_dim=8)), 0)
-    cache = layer.allocate(package, 6, 4, dtype=torch.float32, device=torch.device("cpu"))
+    layer, module = Layer(Causal(), Pairs(2, 8)), DiffLlamaAttention(DiffLlamaConfig(**SIZES | dict(head_dim=8)), 0)
+    cache = layer.storage.allocate(package, 6, 4, dtype=torch.float32, device=torch.device("cpu"))
     batch = package.metadata.make_batch([3, 1], [3, 6], [[5], [2, 0]])
     plan, slots = layer.plan(package, batch, 4), package.metadata.slot_mapping(batch, 4, block_size=4)
     query, key, value = (torch.randn(4, heads, 8) for heads in (4, 2, 2))
@@ -274,12 +254,12 @@ TRIED = {
     "a layer with its window in the mask alone": (
         "qwen2_moe",
         dict(use_sliding_window=True) | WINDOWS,
-        r"sliding_window: expected \d+ in layer 0, a WindowLayer, got None",
+        r"sliding_window: expected \d+ in layer 0, Window over Pages, got None",
     ),
     "a window where the config has none": (
         "qwen3_moe",
         dict(use_sliding_window=True) | WINDOWS,
-        "sliding_window: expected None in layer 1, a Layer, got 5",
+        "sliding_window: expected None in layer 1, Causal over Pages, got 5",
     ),
     "layers that run twice": ("hrm_text", {}, "model: expected every one of .* layers to attend once, got layers"),
     "a mask of its own": ("doge", {}, "attention_mask: expected None"),
@@ -317,7 +297,7 @@ def test_a_family_that_nobody_has_compared(llama, monkeypatch):
 def test_options_that_the_engine_does_not_know(llama, option, value, shapes_unchecked):
     """An option that a new transformers passes to the attention is not left out: nobody can say what it changes."""
     engine = Engine(llama, num_blocks=8, block_size=4)
-    inputs = engine.make_inputs({Request([1], 1, ONE, blocks=[0]): 1})
+    inputs = engine.make_inputs(StepTokens.of({Request([1], 1, ONE, blocks=[0]): 1}))
     query, key, value_states = (torch.zeros(1, heads, 1, 16, device=llama.device) for heads in (6, 2, 2))
     with pytest.raises(ValueError, match=f"{option}: expected no"):
         engine.attend(llama.model.layers[0].self_attn, query, key, value_states, step=inputs["step"], **{option: value})

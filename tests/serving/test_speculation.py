@@ -4,38 +4,20 @@ import copy
 import importlib
 
 import pytest
-import torch
-from test_engine import MODELS, PROMPTS, SIZES, TWINS, assert_nothing_is_held, make_engine, outputs
-from tiny_models import make_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fastattn.serving.cuda_graphs
 import refattn.serving
 from fastattn.serving import CudaGraphs
 from refattn.serving import Draft, DraftModel, NGram, SamplingParams
+from tests.helpers.drafts import Oracle, Wild
+from tests.helpers.engines import MODELS, PROMPTS, SIZES, TWINS, assert_nothing_is_held, make_engine, outputs
+from tests.helpers.tiny_models import make_model
 
 CHAIN = NGram(max_drafts=4)
 TREE = NGram(max_drafts=3, max_branches=3, max_ngram=2)
 KINDS = {"chain": CHAIN, "tree": TREE}
 REPEATING = [[5, 6, 7, 8] * 3, [9, 3, 9, 3, 9, 4, 9, 3], [1, 2, 3, 1, 2, 4, 1, 2, 5, 1, 2], PROMPTS[0]]
-
-
-class Wild(NGram):
-    """Drafts at random: trees of any shape, right now and then, as there are few tokens to choose from."""
-
-    def propose(self, tokens, *, depth, nodes, branches=None):
-        seed = torch.Generator().manual_seed(len(tokens) * 1000 + sum(tokens) % 997)
-        count = int(torch.randint(1, 9, (), generator=seed))
-        drafted, parents, depths = [], [-1], [0]
-        for node in range(1, min(count, nodes) + 1):
-            allowed = [k for k in range(node) if depths[k] < min(depth, self.max_drafts)]
-            parent = allowed[int(torch.randint(len(allowed), (), generator=seed))]
-            parents.append(node - 1 if branches == 1 else parent)
-            depths.append(depths[parents[-1]] + 1)
-            drafted.append(int(torch.randint(SIZES["vocab_size"], (), generator=seed)))
-        if max(depths) > depth:
-            return None
-        return Draft(tuple(drafted), tuple(parents))
 
 
 # --- what is drafted ---
@@ -114,21 +96,6 @@ def test_answers_are_those_without_drafts(llama, twin, kind, temperature):
     assert_nothing_is_held(drafting)
 
 
-class Oracle(NGram):
-    """Drafts what will be said, behind wrong tokens that come first: so what is accepted has to move."""
-
-    def propose(self, tokens, *, depth, nodes, branches=None):
-        answer = next(answer for answer in self.answers if answer[: len(tokens)] == tokens)
-        right = answer[len(tokens) :][: min(depth, self.max_drafts)]
-        drafted, parents, at = [], [-1], 0
-        for token in right:
-            wrong = [(token + 1) % SIZES["vocab_size"], (token + 2) % SIZES["vocab_size"]][: self.max_branches - 1]
-            drafted += [*wrong, token]
-            parents += [at] * (len(wrong) + 1)
-            at = len(drafted)
-        return Draft(tuple(drafted), tuple(parents))
-
-
 @pytest.mark.covers("D152")
 @pytest.mark.parametrize("twin", TWINS)
 @pytest.mark.parametrize(("kind", "branches"), [("plain", 1), ("window", 3), ("latents", 3)])
@@ -157,7 +124,7 @@ def test_wild_drafts_change_no_answer(llama, kind, twin, device):
     wild = Wild(max_drafts=3, max_branches=3 if takes_trees else 1)
     if not takes_trees:
         with pytest.raises(
-            ValueError, match="speculation: expected max_branches=1, as a .*Layer has no mask for trees"
+            ValueError, match="speculation: expected max_branches=1, as .* over .* has no plan for trees"
         ):
             make_engine(model, twin, speculation=Wild(max_branches=2))
         wild = NGram(max_drafts=3)
@@ -191,14 +158,19 @@ def test_trees_move_in_a_window_pool_that_has_given_blocks_back(llama, kind, kv_
 
 @pytest.mark.covers("B185")
 @pytest.mark.parametrize("twin", TWINS)
-@pytest.mark.parametrize(("kind", "path"), [("latents", "mla"), ("chunks and full", "local")])
-def test_a_decode_with_drafts_is_planned_as_a_decode(kind, path, twin, device, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "plans"),
+    [("latents", ["chunked_prefill.plan", "mla.plan_prefill"]), ("chunks and full", ["local.plan"])],
+    ids=["latents", "chunks"],
+)
+def test_a_decode_with_drafts_is_planned_as_a_decode(kind, plans, twin, device, monkeypatch):
     """Beside the chunks of a prompt: with latents it is absorbed, and in chunks its kernel is one for few rows."""
     model = make_model(*MODELS[kind], device)
     prompts = [[5, 6, 7, 8] * 3, list(range(30, 75))]
-    module, planned = importlib.import_module(f"{twin}.{path}"), []
+    planned = []
 
-    def watch(name):
+    def watch(path, name):
+        module = importlib.import_module(f"{twin}.{path}")
         plan = getattr(module, name)
 
         def watched(batch, **sizes):
@@ -207,8 +179,8 @@ def test_a_decode_with_drafts_is_planned_as_a_decode(kind, path, twin, device, m
 
         monkeypatch.setattr(module, name, watched)
 
-    for name in ("plan", "plan_prefill") if path == "mla" else ("plan",):
-        watch(name)
+    for plan in plans:
+        watch(*plan.split("."))
     sizes = dict(max_num_batched_tokens=16)
     expected = outputs(make_engine(model, twin, **sizes), prompts)
     planned.clear()
@@ -216,7 +188,7 @@ def test_a_decode_with_drafts_is_planned_as_a_decode(kind, path, twin, device, m
     kinds = [(name, {length <= 1 + CHAIN.max_drafts for length in lengths}) for name, lengths in planned]
     assert all(len(found) == 1 for _, found in kinds), "decodes and prefills are planned together"
     assert any(1 < length <= 1 + CHAIN.max_drafts for _, lengths in planned for length in lengths)
-    assert (("plan_prefill" if path == "mla" else "plan"), {False}) in kinds
+    assert (plans[-1].split(".")[1], {False}) in kinds
     assert ("plan_prefill", {True}) not in kinds
 
 

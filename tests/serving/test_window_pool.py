@@ -5,7 +5,6 @@ import random
 
 import pytest
 import torch
-from batches import STALE, attend
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
@@ -14,6 +13,7 @@ import refattn.kv_cache
 import refattn.metadata
 import refattn.sliding_window
 from refattn.serving.window_pool import WindowPool
+from tests.helpers.batches import STALE, attend
 
 
 def test_the_pool_of_the_docstring():

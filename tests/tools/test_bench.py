@@ -10,7 +10,6 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 
-import gpu_package_doubles
 import pytest
 import torch
 from rich.console import Console
@@ -41,6 +40,7 @@ from fastattn.tools.bench.work import (
 from fastattn.tools.cli import main
 from refattn import attention, chunked_prefill, kv_cache, masks
 from refattn.conformance import attend
+from tests.helpers import gpu_package_doubles
 
 CPU = torch.device("cpu")
 SMALL = dict(heads=(4, 2), head_size=16, block_size=4)

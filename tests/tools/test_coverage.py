@@ -9,8 +9,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from mutations import FASTATTN_ALONE, MUTATIONS, UNBROKEN
-from planted import replace_lines
+
+from tests.helpers.planted import replace_lines
+from tests.tools.mutations import FASTATTN_ALONE, MUTATIONS, UNBROKEN
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -96,7 +97,7 @@ def test_every_row_with_tests_is_broken_in_both_packages(coverage):
 
 JUDGED = """
 import hypothesis, json, pytest, torch, triton  # once, and not in each of the processes
-import mutants
+from tests import mutants
 caught = next(one for one in mutants.MUTATIONS if one.rows == ("D159",) and one.file == "refattn/merge.py")
 harmless = caught._replace(name="harmless", old="Merge partial answers", new="Merge answers")
 no_python = caught._replace(name="no Python", old="def merge(", new="def (")
@@ -111,6 +112,6 @@ print(json.dumps([mutants.judge(mutation, outcome) for (mutation, _), outcome in
 def test_a_mutation_that_breaks_nothing_survives():
     """And what is no Python is not taken for one that is caught."""
     command = [sys.executable, "-c", JUDGED]
-    run = subprocess.run(command, cwd=ROOT / "tests", capture_output=True, text=True, check=False)
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout.splitlines()[-1]) == [{"D159": "caught"}, {"D159": "survives"}, {"D159": "broken"}]

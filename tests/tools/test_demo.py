@@ -11,7 +11,6 @@ import pytest
 import torch
 import transformers
 from rich.console import Console
-from tiny_models import byte_tokenizer, make_llama
 from typer.testing import CliRunner
 
 import fastattn.chunked_prefill
@@ -19,6 +18,7 @@ from fastattn.tools import demo
 from fastattn.tools.bench import generation
 from fastattn.tools.cli import main
 from refattn.serving import SamplingParams, demo_model
+from tests.helpers.tiny_models import byte_tokenizer, make_llama
 
 GUIDE = "You are a guide. "
 QUESTIONS = [GUIDE + "Why?", "Count to ten, and then back to one.", GUIDE + "How?", "Hm", GUIDE + "When and where?"]

@@ -6,7 +6,6 @@ from itertools import combinations
 
 import pytest
 import torch
-from batches import ragged_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +14,7 @@ from refattn.conformance import build
 from refattn.drawing.__main__ import main
 from refattn.drawing.figure import COLOURS, INK, LINE_WIDTH, SHARED_COLOUR, UNIT, text_colour
 from refattn.metadata import make_batch
+from tests.helpers.batches import ragged_cases
 
 each_example = pytest.mark.parametrize("name", drawing.EXAMPLES)
 

@@ -5,11 +5,8 @@ import os
 import time
 from pathlib import Path
 
-import by_hand
 import pytest
 import torch
-from gpu_package_doubles import fa3_library, install
-from planted import PLANTED, replace_lines
 
 from refattn.conformance import Example, claims, contract, isolate
 from refattn.conformance import __main__ as command
@@ -22,6 +19,9 @@ from refattn.conformance.field import list_failures, results, tables
 from refattn.conformance.isolate import check_apart
 from refattn.conformance.kernel import BadKernelError, find
 from refattn.conformance.report import as_html, as_text
+from tests.helpers import by_hand
+from tests.helpers.gpu_package_doubles import fa3_library, install
+from tests.helpers.planted import PLANTED, plant
 
 pytestmark = [
     pytest.mark.usefixtures("shapes_unchecked"),  # which takes as long as all the rest
@@ -29,20 +29,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*(flex_attention|return_lse)"),
 ]
 
-SOURCE = Path(by_hand.__file__).read_text()
 BY_HAND = {"paged": "chunked_prefill", "write": "kv_cache"} | {
     name: name for name in ("dense", "local", "sliding_window", "quantized", "mla", "cascade", "differential", "merge")
 }
 # Not called by their names: of several tokens of padding, which one stays in the last slot is up to the machine.
 BLAMED_OTHERWISE = ("padding-writes-last",)
-
-
-def plant(name, old, new):
-    """Return a kernel by hand with some of its lines replaced."""
-    source = replace_lines(SOURCE, old, new, "by_hand.py")
-    names = {"__name__": "planted"}
-    exec(compile(source, "planted", "exec"), names)
-    return names[name]
 
 
 @pytest.fixture

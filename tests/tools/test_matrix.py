@@ -1,6 +1,5 @@
 """The matrix of environments: which cells it has, and what it keeps of earlier runs."""
 
-import importlib.util
 import itertools
 import json
 import sys
@@ -8,12 +7,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent.parent
-SPEC = importlib.util.spec_from_file_location("matrix_of_environments", ROOT / "tests/matrix.py")
-matrix = importlib.util.module_from_spec(SPEC)
-sys.modules[SPEC.name] = matrix  # where dataclasses look
-SPEC.loader.exec_module(matrix)
+from tests import matrix
 
+ROOT = Path(__file__).parent.parent.parent
 PYTHONS = [Path(f".venv-3.{minor}/bin/python") for minor in (11, 12, 13, 14)]
 
 

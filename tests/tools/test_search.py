@@ -8,12 +8,9 @@ from functools import cache
 from random import Random
 from types import SimpleNamespace
 
-import by_hand
 import pytest
 import torch
-from planted import PLANTED
 from rich.console import Console
-from test_kit import plant
 
 from fastattn.tools import search as command
 from refattn.conformance.search import (
@@ -34,6 +31,8 @@ from refattn.conformance.search.loop import DTYPES
 from refattn.conformance.search.trial import REFERENCE
 from refattn.conformance.workload import LARGEST
 from refattn.interface import AttentionOptions, Int8Scales
+from tests.helpers import by_hand
+from tests.helpers.planted import PLANTED, plant
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # which takes as long as all the rest
 

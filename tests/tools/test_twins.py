@@ -3,28 +3,11 @@
 import ast
 import importlib
 import inspect
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent.parent
-REFERENCE_ONLY = {"attention", "masks", "interface", "serving", "drawing", "conformance", "exercises"}
-FAST_ONLY = {"__main__", "kernels", "serving", "tools", "ops", "integrations"}
-BESIDES = {"kv_cache", "merge", "metadata"}  # twins that are no paths, but go with them
+from tests.helpers.twin_files import BESIDES, FAST_ONLY, PATHS, REFERENCE_ONLY, ROOT, TWINS, parts
 
-
-def parts(package: str) -> set[str]:
-    """List the files and the folders of a package."""
-    inside = (ROOT / package).iterdir()
-    return {
-        path.stem
-        for path in inside
-        if (path.suffix == ".py" and path.stem != "__init__") or (path.is_dir() and any(path.glob("*.py")))
-    }
-
-
-TWINS = sorted(parts("refattn") - REFERENCE_ONLY)
-PATHS = sorted(set(TWINS) - BESIDES)
 SOURCES = sorted(
     path.relative_to(ROOT).as_posix() for package in ("refattn", "fastattn") for path in (ROOT / package).rglob("*.py")
 )

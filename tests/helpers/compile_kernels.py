@@ -1,4 +1,4 @@
-"""Launch our GPU kernels on a GPU that is not there: `python tests/kernels/compile_kernels.py sm_90`.
+"""Launch our GPU kernels on a GPU that is not there: `python tests/helpers/compile_kernels.py sm_90`.
 
 Every launch of every kernel takes two minutes for a GPU. With `--largest`, of attention with more than 16 rows in a
 tile only what needs most memory is compiled: heads of 256 elements and more, and masks of three words.

@@ -8,9 +8,9 @@ from types import ModuleType
 
 import numpy as np
 import torch
-from batches import HARMLESS, POISON, build
 
 from refattn.interface import Fp8Scales, Int8Scales
+from tests.helpers.batches import HARMLESS, POISON, build
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 KINDS = {"e4m3": E4M3, "e5m2": E5M2, "int8": torch.int8, "int8-half": torch.float16}  # the last: int8 keys only

@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import pytest
 import torch
-from batches import Case
 from torch import Tensor
 
 from refattn.interface import AttentionOptions, Batch, Plan
+from tests.helpers.batches import CASES, Case
+from tests.helpers.kernels_present import PRESENT
 
 PLANNED = ("causal", "window_size", "first_keys", "positions")
 WINDOWS = [(-1, -1), (-1, 0), (0, 0), (3, 0), (16, 0), (5000, 0), (2, 3), (-1, 2), (4, -1), (0, 16)]
@@ -49,3 +51,23 @@ def given(*tensors_and_batch: Tensor | Batch, **options: Any) -> tuple[Any, ...]
     planned = {name: options.pop(name) for name in PLANNED if name in options}
     block_size = tensors[-1].shape[-3] if tensors[-1].ndim > 3 else None  # [.., p, hk, d]
     return *tensors, Plan(batch, block_size, **planned), AttentionOptions(**options)
+
+
+SMALL = [case for case in CASES if max(s for _, s in case.lens) < 300]
+
+
+def each_kernel_case_and_option(all_options, some_options=("plain", "everything")):
+    """Parametrize with each kernel, case and option, but for Triton's interpreter, which is slow.
+
+    It gets all options with the cases `all_options`, and with the others those that hold most of them.
+    """
+    return pytest.mark.parametrize(
+        ("kernel", "case", "options"),
+        [
+            pytest.param(kernel, case, OPTIONS[name], id=f"{case}-{name}-{kernel.name}")
+            for kernel in PRESENT
+            for case in CASES
+            for name in OPTIONS
+            if not kernel.is_interpreted or case.name in all_options or name in some_options
+        ],
+    )

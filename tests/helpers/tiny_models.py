@@ -12,6 +12,8 @@ from transformers import (
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from refattn.serving.models import LATENT
+
 SIZES = dict(
     vocab_size=97,
     hidden_size=48,
@@ -127,3 +129,34 @@ def byte_tokenizer():
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+
+
+WINDOWS = dict(layer_types=["sliding_attention", "full_attention"])
+VISION = dict(
+    hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+)
+CHANGES = {  # what the tiny model of a family needs besides the sizes, or has in place of its defaults
+    **dict.fromkeys(
+        "afmoe beam cohere2 cohere2_moe cwm exaone4 exaone_moe flint gemma2 gemma3_text gpt_oss granite_swa "  # noqa: SIM905
+        "granitemoe_swa kolibri1 laguna mellum ministral modernbert-decoder olmo3 vaultgemma".split(),
+        WINDOWS,
+    ),
+    **dict.fromkeys(("qwen2", "qwen3", "smollm3"), dict(use_sliding_window=True) | WINDOWS),
+    **dict.fromkeys(LATENT, LATENT_SIZES),
+    "dots1": dict(n_shared_experts=1) | WINDOWS,
+    "ernie4_5_moe": dict(moe_k=2),
+    "falcon": dict(new_decoder_architecture=True, num_kv_heads=2),
+    "gemma3": dict(text_config=FAMILY_SIZES | WINDOWS, vision_config=VISION),
+    "gemma3n_text": SHARED_CACHES,
+    "helium": dict(head_dim=8),  # hidden_size / num_attention_heads
+    "hunyuan_v1_dense": dict(rope_parameters=dict(rope_type="dynamic", alpha=100.0, factor=1.0, rope_theta=1e4)),
+    "llama4_text": dict(
+        layer_types=["chunked_attention", "full_attention"],
+        no_rope_layers=[1, 0],
+        attention_chunk_size=8,
+        intermediate_size_mlp=64,
+    ),
+    "longcat_flash": LATENT_SIZES
+    | dict(num_layers=1, ffn_hidden_size=64, expert_ffn_hidden_size=32, zero_expert_num=2, moe_topk=2),
+    "mistral4": LATENT_SIZES | dict(head_dim=20, rope_parameters=YARN | dict(llama_4_scaling_beta=0.1)),
+}

@@ -8,11 +8,11 @@ from unittest import mock
 
 import pytest
 import torch
-from tolerance import assert_twins_agree
 
 import fastattn
 from fastattn.kernels import dispatch
 from fastattn.kernels.problem import Problem, expanded
+from tests.helpers.tolerance import assert_twins_agree
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -120,7 +120,7 @@ def _present(device: str) -> list[Kernel]:
     if device == "cpu":
         ours = [Kernel("cpu", (torch.float32, torch.bfloat16, torch.float16))]
         if _is_installed("triton"):  # its interpreter runs the others here; its `tl.dot` is wrong for bfloat16
-            import interpreted
+            from tests.helpers import interpreted
 
             interpreted.quicken()
             ours.append(Kernel("triton", (torch.float16,)))

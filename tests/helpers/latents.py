@@ -4,11 +4,12 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from batches import POISON, Case, build, poisoned
 from einops import rearrange
 
 import refattn.mla
 from refattn.interface import AttentionOptions
+from tests.helpers.batches import POISON, Case, build, poisoned
+from tests.helpers.stored import decoded
 
 RANK, ROPE, NOPE, VALUE = 32, 8, 16, 24  # elements of a latent, of a rotary key, of the rest of a key, of a value
 SPARE = 3  # columns of the pool that nobody uses
@@ -121,3 +122,16 @@ def prefill(
 
 def by_reference(function, **fixed):
     return lambda *arguments, **options: function(refattn.mla, *arguments, **fixed, **options)
+
+
+OF_CODES = 0.7  # the scale of a pool, which is neither 1 nor a power of two
+EVEN = SMALL._replace(spare=8)  # rows of an even number of bytes, whose codes our kernel reads in pairs
+
+
+def in_codes(case: Case, kind: torch.dtype, **arguments) -> Latents:
+    """Lay a case out in codes: garbage becomes codes of NaN, of infinity and of large numbers."""
+    given = Latents(case, **{"sizes": EVEN} | arguments)
+    given.cache = given.cache.to(kind)
+    given.keys = [key.to(kind).cpu().view(torch.uint8).long() for key in given.keys]
+    given.keys = [decoded(kind)[codes] * float(torch.tensor(OF_CODES)) for codes in given.keys]
+    return given

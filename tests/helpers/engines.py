@@ -1,0 +1,65 @@
+"""Engines over tiny models, what they are asked, and what they hold."""
+
+import importlib
+
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    DiffLlamaConfig,
+    DiffLlamaForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    MistralConfig,
+    MistralForCausalLM,
+)
+
+from refattn.serving import Engine, SamplingParams
+from tests.helpers.tiny_models import LATENT_SIZES, SIZES, YARN
+
+TWINS = ("refattn", "fastattn")
+SYSTEM = [5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2]
+PROMPTS = [[11], [*SYSTEM, 40, 41], [7, 3] * 10, [*SYSTEM, 50], list(range(60, 93)), [*SYSTEM, 40, 41, 42, 43, 44]]
+GREEDY = SamplingParams(max_tokens=9)
+
+
+def make_engine(model, twin="refattn", **options):
+    sizes = dict(num_blocks=64, block_size=4, max_num_batched_tokens=64) | options
+    return Engine(model, twin=importlib.import_module(twin), **sizes)
+
+
+def outputs(engine, prompts, sampling=GREEDY):
+    return [request.output_ids for request in engine.generate(prompts, sampling)]
+
+
+def assert_nothing_is_held(engine):
+    assert not engine.running
+    assert not engine.waiting
+    assert sorted(engine.pool.free) == list(range(len(engine.pool.users)))
+    assert set(engine.pool.users) == {0}
+
+
+MODELS = {
+    "window": (MistralForCausalLM, MistralConfig(**SIZES, sliding_window=5)),
+    "window and full, softcap, scale": (
+        Gemma2ForCausalLM,
+        Gemma2Config(**SIZES, sliding_window=6, attn_logit_softcapping=3.0, query_pre_attn_scalar=7),
+    ),
+    "chunks and full": (
+        Llama4ForCausalLM,
+        Llama4TextConfig(
+            **SIZES | dict(num_hidden_layers=4),
+            attention_chunk_size=8,
+            num_local_experts=2,
+            intermediate_size_mlp=64,
+        ),
+    ),
+    "differential": (DiffLlamaForCausalLM, DiffLlamaConfig(**SIZES | dict(num_attention_heads=4), lambda_std_dev=0.5)),
+    "latents": (
+        DeepseekV3ForCausalLM,
+        DeepseekV3Config(
+            **SIZES | LATENT_SIZES | dict(first_k_dense_replace=2), max_position_embeddings=128, rope_parameters=YARN
+        ),
+    ),
+}

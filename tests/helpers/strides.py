@@ -1,0 +1,28 @@
+"""Tensors of the same numbers whose elements lie elsewhere."""
+
+import torch
+
+
+def spread(x: torch.Tensor) -> torch.Tensor:
+    """Put NaN between the elements."""
+    wide = torch.full((*x.shape, 2), torch.nan, dtype=x.dtype, device=x.device)
+    wide[..., 0] = x
+    return wide[..., 0]
+
+
+def shift(x: torch.Tensor) -> torch.Tensor:
+    """Put an odd number of NaN before each row, head and element."""
+    wide = torch.full([size + 3 for size in x.shape], torch.nan, dtype=x.dtype, device=x.device)
+    view = wide[(slice(3, None),) * x.ndim]
+    return view.copy_(x)
+
+
+STRIDES = {
+    "heads-innermost": lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2),
+    "rows-innermost": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
+    "every-second-element": spread,
+    "shifted": shift,
+    "one-element": lambda x: x[..., :1].expand(x.shape),
+    "one-head": lambda x: x[..., :1, :].expand(x.shape),
+    "one-row": lambda x: x[:1].expand(x.shape),
+}

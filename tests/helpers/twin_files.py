@@ -1,0 +1,22 @@
+"""The files of both packages: which are twins, and which of these are paths."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+REFERENCE_ONLY = {"attention", "masks", "interface", "serving", "drawing", "conformance", "exercises"}
+FAST_ONLY = {"__main__", "kernels", "serving", "tools", "ops", "integrations"}
+BESIDES = {"kv_cache", "merge", "metadata"}  # twins that are no paths, but go with them
+
+
+def parts(package: str) -> set[str]:
+    """List the files and the folders of a package."""
+    inside = (ROOT / package).iterdir()
+    return {
+        path.stem
+        for path in inside
+        if (path.suffix == ".py" and path.stem != "__init__") or (path.is_dir() and any(path.glob("*.py")))
+    }
+
+
+TWINS = sorted(parts("refattn") - REFERENCE_ONLY)
+PATHS = sorted(set(TWINS) - BESIDES)

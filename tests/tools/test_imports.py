@@ -1,0 +1,39 @@
+"""What tests share is in tests/helpers: no test module imports another."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def imported(source: str) -> set[str]:
+    """List the modules that a file imports, and the names that it takes from them, with dots."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            names |= {"." * node.level + f"{node.module or ''}.{alias.name}" for alias in node.names}
+    return names
+
+
+def of_tests(names: set[str]) -> set[str]:
+    return {name for name in names if any(part.startswith("test_") for part in name.split("."))}
+
+
+def test_no_test_module_imports_another():
+    for file in sorted((ROOT / "tests").rglob("*.py")):
+        assert not of_tests(imported(file.read_text())), (
+            f"{file.relative_to(ROOT)}: move what is shared to tests/helpers"
+        )
+
+
+def test_such_an_import_is_found():
+    for line in (
+        "from tests.paths.test_mla import x",
+        "import test_mla",
+        "from . import test_mla",
+        "from .test_mla import x",
+    ):
+        assert of_tests(imported(f"def f():\n    {line}"))
+    assert not of_tests(imported("from tests.helpers.batches import Case"))
