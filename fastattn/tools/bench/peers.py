@@ -44,6 +44,8 @@ from refattn.conformance.oracle import sight
 from refattn.conformance.search.inputs import Modules, planning
 from refattn.interface import AttentionOptions, Batch, Fp8Scales
 
+ATEN = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
 
 @dataclass(frozen=True)
 class Contender:
@@ -211,8 +213,7 @@ def aten_cpu(*, grouped: bool = False) -> Contender:
         causal = inputs.work.causal and query.shape[2] > 1
         if grouped:
             query = rearrange(query, "b (hk g) 1 d -> b hk g d", hk=key.shape[1])
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return lambda: flash(query, key, value, 0.0, causal, scale=query.shape[-1] ** -0.5)[0]
+        return lambda: ATEN(query, key, value, 0.0, causal, scale=query.shape[-1] ** -0.5)[0]
 
     name = "ATen call, heads grouped" if grouped else "ATen call"
     return Contender(name, prepare, rows="b hk g d -> b (hk g) d" if grouped else "b h t d -> (b t) h d")
@@ -224,7 +225,7 @@ def aten_cpu_gathered() -> Contender:
     def prepare(inputs: Inputs) -> Call:
         table = inputs.batch.block_table
         assert table is not None
-        b, flash = len(table), torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        b = len(table)
         query = rearrange(inputs.query, "(b t) h d -> b h t d", b=b).contiguous()
         alone = query.shape[2] == 1  # then the query heads that share a key head are rows of one product
         query = rearrange(query, "b (hk g) 1 d -> b hk g d", hk=inputs.key.shape[1]) if alone else query
@@ -234,7 +235,7 @@ def aten_cpu_gathered() -> Contender:
                 cache.index_select(0, table.flatten()).view(b, -1, *cache.shape[2:]).transpose(1, 2)
                 for cache in (inputs.key_cache, inputs.value_cache)
             )
-            out = flash(query, key, value, 0.0, inputs.work.causal and not alone, scale=query.shape[-1] ** -0.5)[0]
+            out = ATEN(query, key, value, 0.0, inputs.work.causal and not alone, scale=query.shape[-1] ** -0.5)[0]
             return rearrange(out, "b hk g d -> b (hk g) d" if alone else "b h t d -> (b t) h d")
 
         return call
@@ -251,12 +252,11 @@ def aten_cpu_latents() -> Contender:
     def prepare(inputs: Inputs) -> Call:
         table, work = inputs.batch.block_table, inputs.work
         assert table is not None
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         query = inputs.query[:, None]  # the heads are rows of one product
 
         def call() -> Tensor:
             key = inputs.key_cache.index_select(0, table.flatten()).view(len(table), 1, -1, work.head_size)
-            out: Tensor = flash(query, key, key, 0.0, False, scale=work.softmax_scale)[0][..., : work.value_size]
+            out: Tensor = ATEN(query, key, key, 0.0, False, scale=work.softmax_scale)[0][..., : work.value_size]
             return out
 
         return call
@@ -270,7 +270,6 @@ def aten_cpu_latent_prefill() -> Contender:
     def prepare(inputs: Inputs) -> Call:
         table, query_len, seq_len = inputs.batch.block_table, *inputs.work.lens[0]
         assert table is not None
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         sees = torch.ones(query_len, seq_len, dtype=torch.bool).tril(seq_len - query_len)
         mask = torch.zeros(query_len, seq_len).masked_fill(~sees, -torch.inf)
         query = rearrange(inputs.query, "t h d -> 1 h t d").contiguous()
@@ -278,7 +277,7 @@ def aten_cpu_latent_prefill() -> Contender:
         def call() -> Tensor:
             rows = inputs.key_cache[table[0]].flatten(0, 1)[:seq_len]
             key, value = (rearrange(x, "s h d -> 1 h s d") for x in made_of_latents(rows, *inputs.projections))
-            out: Tensor = flash(query, key, value, 0.0, False, attn_mask=mask, scale=query.shape[-1] ** -0.5)[0]
+            out: Tensor = ATEN(query, key, value, 0.0, False, attn_mask=mask, scale=query.shape[-1] ** -0.5)[0]
             return out
 
         return call
@@ -292,8 +291,7 @@ def aten_cpu_masked() -> Contender:
     def prepare(inputs: Inputs) -> Call:
         query, key, value = inputs.rectangles()
         mask = torch.zeros(query.shape[2], key.shape[2]).masked_fill(~_picture(inputs), -torch.inf)
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return lambda: flash(query, key, value, 0.0, False, attn_mask=mask, scale=query.shape[-1] ** -0.5)[0]
+        return lambda: ATEN(query, key, value, 0.0, False, attn_mask=mask, scale=query.shape[-1] ** -0.5)[0]
 
     return Contender("ATen call, masked", prepare, rows="b h t d -> (b t) h d")
 
@@ -306,8 +304,7 @@ def aten_cpu_visible() -> Contender:
         first, last = (int(bound) for bound in inputs.work.span(0))
         key, value = (x[:, :, first : last + 1].contiguous() for x in (key, value))
         query = rearrange(query, "b (hk g) 1 d -> b hk g d", hk=key.shape[1])
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return lambda: flash(query, key, value, 0.0, False, scale=query.shape[-1] ** -0.5)[0]
+        return lambda: ATEN(query, key, value, 0.0, False, scale=query.shape[-1] ** -0.5)[0]
 
     return Contender("ATen call on the visible keys", prepare, rows="b hk g d -> b (hk g) d")
 
@@ -318,8 +315,7 @@ def aten_cpu_chunks() -> Contender:
     def prepare(inputs: Inputs) -> Call:
         chunk = inputs.work.chunk
         query, key, value = (rearrange(x, "1 h (c t) d -> c h t d", t=chunk).contiguous() for x in inputs.rectangles())
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return lambda: flash(query, key, value, 0.0, True, scale=query.shape[-1] ** -0.5)[0]
+        return lambda: ATEN(query, key, value, 0.0, True, scale=query.shape[-1] ** -0.5)[0]
 
     return Contender("ATen call on stacked chunks", prepare, rows="c h t d -> (c t) h d")
 
@@ -349,15 +345,15 @@ def flex() -> Contender:
         from torch.nn.attention.flex_attention import create_block_mask
 
         query, key, value = inputs.rectangles()
-        work, context = inputs.work, key.shape[2] - query.shape[2]
+        left, chunk, context = inputs.work.window[0], inputs.work.chunk, key.shape[2] - query.shape[2]
 
         def sees(_batch: Tensor, _head: Tensor, row: Tensor, j: Tensor) -> Tensor:
             i = row + context
             visible = j <= i
-            if work.window[0] >= 0:
-                visible = visible & (j >= i - work.window[0])
-            if work.chunk:
-                visible = visible & (i // work.chunk == j // work.chunk)
+            if left >= 0:
+                visible = visible & (j >= i - left)
+            if chunk:
+                visible = visible & (i // chunk == j // chunk)
             return visible
 
         # Not compiled, the mask is drawn whole before it becomes blocks: 4 GiB for 64k tokens.
@@ -370,7 +366,9 @@ def flex() -> Contender:
 
 def _picture(inputs: Inputs) -> Tensor:
     """Draw which keys each query sees; all sequences are alike."""
-    return sight(inputs.work, 0).visible.to(inputs.query.device)
+    first, last = inputs.work.span(0)
+    j = torch.arange(inputs.work.lens[0][1])
+    return ((j >= first[:, None]) & (j <= last[:, None])).to(inputs.query.device)
 
 
 # FlashAttention, by hand
