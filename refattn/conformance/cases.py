@@ -18,7 +18,7 @@ HARMLESS = (0.5,)  # what it holds where answers are compared bit for bit with t
 GARBAGE = (-1, 1_000_000)  # what a table holds past a sequence's last block
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True, init=False, repr=False)
 class Case(Workload):
     """A ragged batch for any path that reads keys and values of numbers, by its name, which is its test id.
 
@@ -27,6 +27,7 @@ class Case(Workload):
     """
 
     name: str = ""
+    heads: tuple[int, int] = (4, 2)
 
     def __init__(
         self,
@@ -48,6 +49,9 @@ class Case(Workload):
     def __str__(self) -> str:
         """Name the case."""
         return self.name
+
+    def __repr__(self) -> str:
+        return self._as_code(self.name, "name", "path")
 
 
 CASES = [

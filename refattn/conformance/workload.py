@@ -58,7 +58,7 @@ POISON = ("mixed", "nan", "finite", "none")
 NANS = ("", "key", "value")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Workload:
     """One call of a path, as plain numbers from which all tensors follow.
 
@@ -147,6 +147,16 @@ class Workload:
     alibi_sqrt: bool = False
     sinks: str = ""
     batch_invariant: bool = False
+
+    def __repr__(self) -> str:
+        return self._as_code(self.path, "path")
+
+    def _as_code(self, first: str, *left_out: str) -> str:
+        """Write it as code: one argument, the lengths, and what differs from the defaults, but for some fields."""
+        said = {of.name: getattr(self, of.name) for of in fields(self) if of.name not in left_out}
+        default = {of.name: of.default for of in fields(self)}
+        shown = [f"{name}={value!r}" for name, value in said.items() if name == "lens" or value != default[name]]
+        return f"{type(self).__name__}({', '.join([repr(first), *shown])})"
 
     @property
     def plan_path(self) -> str:

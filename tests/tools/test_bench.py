@@ -90,6 +90,11 @@ def test_floors_of_latents_count_each_once():
     assert work.reads(2) == 2 * (3 * 4 * 12 + keys * 24 + 16 * 4 * (4 + 6)) and work.writes(2) == 2 * 3 * 4 * 6
 
 
+def test_chunks_and_shared_keys_are_whole_blocks():
+    with pytest.raises(ValueError, match="chunk, shared: expected multiples of block_size=16, got 24 and 0"):
+        workload(((1, 100),), chunk=24)
+
+
 def test_floors_know_the_size_of_values():
     work = workload(((2, 20),), heads=(4, 2), head_size=12, value_head_size=6)
     assert work.flops() == 2 * (19 + 20) * 4 * (12 + 6)

@@ -56,7 +56,7 @@ class Work(Protocol):
         """Compute the right answer for some inputs, and give the function that holds an answer against it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Attention(Workload):
     """Attention over a ragged batch, in rows and in shuffled pages.
 
