@@ -19,9 +19,10 @@ from torch import Tensor
 from refattn.conformance.call import attend
 from refattn.conformance.cases import HARMLESS, build, poisoned
 from refattn.conformance.oracle import sight
-from refattn.conformance.tolerance import WIDER, computing_in, on_cpu
+from refattn.conformance.tolerance import WIDER, on_cpu
 from refattn.conformance.workload import Workload
 from refattn.interface import Batch, Fp8Scales, Prefix
+from refattn.interface.ambient import computing_in
 from refattn.metadata import slot_mapping
 from refattn.speculative import make_trees
 

@@ -142,6 +142,16 @@ class TreePlan:
                 f"got {prefix.tolist()}"
             )
 
+    @property
+    def batch(self) -> Batch:
+        """The lengths and the block table."""
+        return self.whole.batch
+
+    @property
+    def levels(self) -> "tuple[TreePlan, ...]":
+        """The plans whose answers merge into one: this one alone."""
+        return (self,)
+
 
 class Accepted(NamedTuple):
     """What a verification keeps of each tree: a branch from its root on, and the token after that.

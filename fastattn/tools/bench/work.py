@@ -18,9 +18,10 @@ from torch import Tensor
 from refattn import attention as reference
 from refattn.conformance import oracle
 from refattn.conformance.oracle import Sight, sight
-from refattn.conformance.tolerance import assert_close, computing_in
+from refattn.conformance.tolerance import assert_close
 from refattn.conformance.workload import Workload
 from refattn.interface import Batch, Fp8Scales, Int8Scales
+from refattn.interface.ambient import computing_in
 
 SAMPLED_ROWS = 32  # queries of a sequence whose answer is checked
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "int8": torch.int8}
