@@ -58,21 +58,21 @@ POISON = ("mixed", "nan", "finite", "none")
 NANS = ("", "key", "value")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Workload:
     """One call of a path, as plain numbers from which all tensors follow.
 
     Attributes:
         path: one of `PATHS`.
-        operation: what is called, where a path has several (`OPERATIONS`).
         lens: `(query_len, seq_len)` of each sequence.
         heads: query heads and KV heads; of differential attention pairs count twice.
         head_size: elements of a query and a key; over latents those of the latent's key, the rotary part included.
         value_head_size: elements of a value; over latents the rank. 0: as `head_size`.
         block_size: tokens in a block.
-        dtype: of queries.
-        seed: of all numbers, and of the order of the blocks.
         padding_rows: query rows after the last sequence.
+        seed: of all numbers, and of the order of the blocks.
+        dtype: of queries.
+        operation: what is called, where a path has several (`OPERATIONS`).
         pool: how the pools lie in memory, one of `POOLS`.
         rows: how queries lie in memory, one of `ROWS`.
         table: how the block table lies in memory, one of `TABLES`.
@@ -107,15 +107,15 @@ class Workload:
     """
 
     path: str
-    operation: str = ""
     lens: tuple[tuple[int, int], ...] = ((1, 1),)
     heads: tuple[int, int] = (1, 1)
     head_size: int = 64
     value_head_size: int = 0
     block_size: int = 16
-    dtype: str = "float32"
-    seed: int = 0
     padding_rows: int = 0
+    seed: int = 0
+    dtype: str = "float32"
+    operation: str = ""
     pool: str = "NHD"
     rows: str = "plain"
     table: str = "plain"
@@ -147,6 +147,16 @@ class Workload:
     alibi_sqrt: bool = False
     sinks: str = ""
     batch_invariant: bool = False
+
+    def __repr__(self) -> str:
+        return self._as_code(self.path, "path")
+
+    def _as_code(self, first: str, *left_out: str) -> str:
+        """Write it as code: one argument, the lengths, and what differs from the defaults, but for some fields."""
+        said = {of.name: getattr(self, of.name) for of in fields(self) if of.name not in left_out}
+        default = {of.name: of.default for of in fields(self)}
+        shown = [f"{name}={value!r}" for name, value in said.items() if name == "lens" or value != default[name]]
+        return f"{type(self).__name__}({', '.join([repr(first), *shown])})"
 
     @property
     def plan_path(self) -> str:

@@ -90,6 +90,11 @@ def test_floors_of_latents_count_each_once():
     assert work.reads(2) == 2 * (3 * 4 * 12 + keys * 24 + 16 * 4 * (4 + 6)) and work.writes(2) == 2 * 3 * 4 * 6
 
 
+def test_chunks_and_shared_keys_are_whole_blocks():
+    with pytest.raises(ValueError, match="chunk, shared: expected multiples of block_size=16, got 24 and 0"):
+        workload(((1, 100),), chunk=24)
+
+
 def test_floors_know_the_size_of_values():
     work = workload(((2, 20),), heads=(4, 2), head_size=12, value_head_size=6)
     assert work.flops() == 2 * (19 + 20) * 4 * (12 + 6)
@@ -232,12 +237,12 @@ PREFIX = workload(((1, 96 + 40),) * 3, shared=96, **SIZES)
 NEW_TOKENS = workload(((16, 16 + 120),) * 3, **SIZES)
 PAIRS = workload(((1, 300),) * 3, path="differential", **SIZES)
 LATENTS = latents(((1, 300), (1, 70)), heads=(4, 1), head_size=40, value_head_size=32, size_before=24)
-CODED_LATENTS = replace(LATENTS, stored="e4m3")
+QUANTIZED_LATENTS = replace(LATENTS, stored="e4m3")
 DRAFTS = replace(LATENTS, lens=((3, 200), (3, 65)))
 LATENT_TREES = replace(LATENTS, lens=((6, 200), (6, 65)), plan_of="speculative", trees="rooted")
 TREES = drafts(((6, 200), (20, 65), (1, 33)), **SIZES)
-CODED_TREES = replace(TREES, lens=((6, 200), (20, 65)), path="quantized", plan_of="speculative", stored="e4m3")
-CODED_PREFIX = replace(PREFIX, path="quantized", plan_of="cascade", stored="int8")
+QUANTIZED_TREES = replace(TREES, lens=((6, 200), (20, 65)), path="quantized", plan_of="speculative", stored="e4m3")
+QUANTIZED_PREFIX = replace(PREFIX, path="quantized", plan_of="cascade", stored="int8")
 PROMPTS = latent_prefill(
     ((20, 150), (5, 70)), heads=(4, 4), head_size=40, value_head_size=32, made=(16, 24), workspace=25
 )
@@ -282,10 +287,10 @@ CONTENDERS = [
         )
     ),
     *(
-        (CODED_LATENTS, peer)
+        (QUANTIZED_LATENTS, peer)
         for peer in (
             *(twin(), twin(package="refattn"), twin(kernel="cpu")),
-            *(peers.uncoded(peer) for peer in (twin(), peers.flash_mla())),
+            *(peers.over_plain_cache(peer) for peer in (twin(), peers.flash_mla())),
         )
     ),
     (replace(LATENTS, lens=((1, 256),) * 3), peers.aten_cpu_latents()),
@@ -303,8 +308,8 @@ CONTENDERS = [
             *(peers.as_chain(peer) for peer in (peers.fa3(), peers.fa4(), twin("chunked_prefill"))),
         )
     ),
-    *((CODED_TREES, peer) for peer in (twin(), peers.uncoded(twin()))),
-    *((CODED_PREFIX, peer) for peer in (twin(), peers.uncoded(twin()))),
+    *((QUANTIZED_TREES, peer) for peer in (twin(), peers.over_plain_cache(twin()))),
+    *((QUANTIZED_PREFIX, peer) for peer in (twin(), peers.over_plain_cache(twin()))),
     *((PROMPTS, peer) for peer in (twin(), twin(package="refattn"), peers.latents_by_hand())),
     (replace(PROMPTS, lens=((20, 20), (5, 5))), peers.latents_by_hand()),
     (replace(PROMPTS, lens=((20, 150),)), peers.aten_cpu_latent_prefill()),

@@ -25,9 +25,9 @@ from fastattn.tools.bench.work import (
     LAMBDA_INIT,
     NORM_EPS,
     Attention,
-    CodedWrite,
     Inputs,
     Judge,
+    QuantizedWrite,
     Step,
     Tokens,
     made_of_latents,
@@ -43,6 +43,8 @@ from refattn.conformance.libraries import pytorch
 from refattn.conformance.oracle import sight
 from refattn.conformance.search.inputs import Modules, planning
 from refattn.interface import AttentionOptions, Batch, Fp8Scales
+
+ATEN = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 @dataclass(frozen=True)
@@ -101,10 +103,8 @@ def _call(work: Attention, inputs: Inputs, modules: Modules, planned: dict[str, 
         tensors, more = tensors[:2], dict(latent_rank=work.value_size, cache_scale=inputs.scales or 1.0)
     elif work.path == "quantized":
         more = dict(scales=inputs.scales)
-    plan, options = (
-        planning(work, modules, inputs.batch, **planned)(),
-        AttentionOptions(softmax_scale=work.softmax_scale),
-    )
+    plan = planning(work, modules, inputs.batch, **planned)()
+    options = AttentionOptions(softmax_scale=work.softmax_scale)
     return partial(modules(work.path).attention, *tensors, plan, options, **more)
 
 
@@ -124,7 +124,7 @@ def _prefill_call(work: Attention, inputs: Inputs, mla: Any) -> Call:
     )
 
 
-def uncoded(contender: Contender) -> Contender:
+def over_plain_cache(contender: Contender) -> Contender:
     """Another contender, over a plain cache of what was quantised: twice the bytes."""
     return replace(
         contender,
@@ -213,8 +213,7 @@ def aten_cpu(*, grouped: bool = False) -> Contender:
         causal = inputs.work.causal and query.shape[2] > 1
         if grouped:
             query = rearrange(query, "b (hk g) 1 d -> b hk g d", hk=key.shape[1])
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return lambda: flash(query, key, value, 0.0, causal, scale=query.shape[-1] ** -0.5)[0]
+        return lambda: ATEN(query, key, value, 0.0, causal, scale=query.shape[-1] ** -0.5)[0]
 
     name = "ATen call, heads grouped" if grouped else "ATen call"
     return Contender(name, prepare, rows="b hk g d -> b (hk g) d" if grouped else "b h t d -> (b t) h d")
@@ -226,7 +225,7 @@ def aten_cpu_gathered() -> Contender:
     def prepare(inputs: Inputs) -> Call:
         table = inputs.batch.block_table
         assert table is not None
-        b, flash = len(table), torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        b = len(table)
         query = rearrange(inputs.query, "(b t) h d -> b h t d", b=b).contiguous()
         alone = query.shape[2] == 1  # then the query heads that share a key head are rows of one product
         query = rearrange(query, "b (hk g) 1 d -> b hk g d", hk=inputs.key.shape[1]) if alone else query
@@ -236,7 +235,7 @@ def aten_cpu_gathered() -> Contender:
                 cache.index_select(0, table.flatten()).view(b, -1, *cache.shape[2:]).transpose(1, 2)
                 for cache in (inputs.key_cache, inputs.value_cache)
             )
-            out = flash(query, key, value, 0.0, inputs.work.causal and not alone, scale=query.shape[-1] ** -0.5)[0]
+            out = ATEN(query, key, value, 0.0, inputs.work.causal and not alone, scale=query.shape[-1] ** -0.5)[0]
             return rearrange(out, "b hk g d -> b (hk g) d" if alone else "b h t d -> (b t) h d")
 
         return call
@@ -253,12 +252,11 @@ def aten_cpu_latents() -> Contender:
     def prepare(inputs: Inputs) -> Call:
         table, work = inputs.batch.block_table, inputs.work
         assert table is not None
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         query = inputs.query[:, None]  # the heads are rows of one product
 
         def call() -> Tensor:
             key = inputs.key_cache.index_select(0, table.flatten()).view(len(table), 1, -1, work.head_size)
-            out: Tensor = flash(query, key, key, 0.0, False, scale=work.softmax_scale)[0][..., : work.value_size]
+            out: Tensor = ATEN(query, key, key, 0.0, False, scale=work.softmax_scale)[0][..., : work.value_size]
             return out
 
         return call
@@ -272,7 +270,6 @@ def aten_cpu_latent_prefill() -> Contender:
     def prepare(inputs: Inputs) -> Call:
         table, query_len, seq_len = inputs.batch.block_table, *inputs.work.lens[0]
         assert table is not None
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         sees = torch.ones(query_len, seq_len, dtype=torch.bool).tril(seq_len - query_len)
         mask = torch.zeros(query_len, seq_len).masked_fill(~sees, -torch.inf)
         query = rearrange(inputs.query, "t h d -> 1 h t d").contiguous()
@@ -280,7 +277,7 @@ def aten_cpu_latent_prefill() -> Contender:
         def call() -> Tensor:
             rows = inputs.key_cache[table[0]].flatten(0, 1)[:seq_len]
             key, value = (rearrange(x, "s h d -> 1 h s d") for x in made_of_latents(rows, *inputs.projections))
-            out: Tensor = flash(query, key, value, 0.0, False, attn_mask=mask, scale=query.shape[-1] ** -0.5)[0]
+            out: Tensor = ATEN(query, key, value, 0.0, False, attn_mask=mask, scale=query.shape[-1] ** -0.5)[0]
             return out
 
         return call
@@ -294,8 +291,7 @@ def aten_cpu_masked() -> Contender:
     def prepare(inputs: Inputs) -> Call:
         query, key, value = inputs.rectangles()
         mask = torch.zeros(query.shape[2], key.shape[2]).masked_fill(~_picture(inputs), -torch.inf)
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return lambda: flash(query, key, value, 0.0, False, attn_mask=mask, scale=query.shape[-1] ** -0.5)[0]
+        return lambda: ATEN(query, key, value, 0.0, False, attn_mask=mask, scale=query.shape[-1] ** -0.5)[0]
 
     return Contender("ATen call, masked", prepare, rows="b h t d -> (b t) h d")
 
@@ -308,8 +304,7 @@ def aten_cpu_visible() -> Contender:
         first, last = (int(bound) for bound in inputs.work.span(0))
         key, value = (x[:, :, first : last + 1].contiguous() for x in (key, value))
         query = rearrange(query, "b (hk g) 1 d -> b hk g d", hk=key.shape[1])
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return lambda: flash(query, key, value, 0.0, False, scale=query.shape[-1] ** -0.5)[0]
+        return lambda: ATEN(query, key, value, 0.0, False, scale=query.shape[-1] ** -0.5)[0]
 
     return Contender("ATen call on the visible keys", prepare, rows="b hk g d -> b (hk g) d")
 
@@ -320,8 +315,7 @@ def aten_cpu_chunks() -> Contender:
     def prepare(inputs: Inputs) -> Call:
         chunk = inputs.work.chunk
         query, key, value = (rearrange(x, "1 h (c t) d -> c h t d", t=chunk).contiguous() for x in inputs.rectangles())
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return lambda: flash(query, key, value, 0.0, True, scale=query.shape[-1] ** -0.5)[0]
+        return lambda: ATEN(query, key, value, 0.0, True, scale=query.shape[-1] ** -0.5)[0]
 
     return Contender("ATen call on stacked chunks", prepare, rows="c h t d -> (c t) h d")
 
@@ -351,15 +345,15 @@ def flex() -> Contender:
         from torch.nn.attention.flex_attention import create_block_mask
 
         query, key, value = inputs.rectangles()
-        work, context = inputs.work, key.shape[2] - query.shape[2]
+        left, chunk, context = inputs.work.window[0], inputs.work.chunk, key.shape[2] - query.shape[2]
 
         def sees(_batch: Tensor, _head: Tensor, row: Tensor, j: Tensor) -> Tensor:
             i = row + context
             visible = j <= i
-            if work.window[0] >= 0:
-                visible = visible & (j >= i - work.window[0])
-            if work.chunk:
-                visible = visible & (i // work.chunk == j // work.chunk)
+            if left >= 0:
+                visible = visible & (j >= i - left)
+            if chunk:
+                visible = visible & (i // chunk == j // chunk)
             return visible
 
         # Not compiled, the mask is drawn whole before it becomes blocks: 4 GiB for 64k tokens.
@@ -372,7 +366,9 @@ def flex() -> Contender:
 
 def _picture(inputs: Inputs) -> Tensor:
     """Draw which keys each query sees; all sequences are alike."""
-    return sight(inputs.work, 0).visible.to(inputs.query.device)
+    first, last = inputs.work.span(0)
+    j = torch.arange(inputs.work.lens[0][1])
+    return ((j >= first[:, None]) & (j <= last[:, None])).to(inputs.query.device)
 
 
 # FlashAttention, by hand
@@ -388,7 +384,7 @@ def fa4(*, block_size: int | None = 16, name: str | None = None) -> Contender:
 
 
 def fa4_chunks() -> Contender:
-    """The package `flash-attn-4` over virtual sequences, one a chunk of local attention, made beforehand."""
+    """The package `flash-attn-4` over virtual sequences, one per chunk of local attention, made beforehand."""
 
     def prepare(inputs: Inputs) -> Call:
         return fa4(name="").prepare(_whole_chunks(inputs))
@@ -476,7 +472,7 @@ def fa3(*, block_size: int | None = 16, is_scheduled: bool = False) -> Contender
     return Contender(f"{name}, scheduled before" if is_scheduled else name, prepare)
 
 
-def fa3_coded() -> Contender:
+def fa3_quantized() -> Contender:
     """FlashAttention-3 over pages of fp8, queries rounded, too; held to twice the error of weights in fp8, as its are.
 
     It computes something else than our path, which rounds no weight: a yardstick of its speed.
@@ -495,7 +491,7 @@ def fa3_coded() -> Contender:
     return Contender("FA3, queries and weights in fp8", prepare_call, judge=judge)
 
 
-def flashinfer_coded() -> Contender:
+def flashinfer_quantized() -> Contender:
     """FlashInfer's paged decode over fp8, of 16-bit queries; one scale for all values, which is 1 here."""
 
     def prepare_call(inputs: Inputs) -> Call:
@@ -511,11 +507,11 @@ def flashinfer_coded() -> Contender:
     return Contender("FlashInfer, fp8", prepare_call, judge=judge)
 
 
-def coded_write_twin(package: str = "fastattn") -> Contender:
+def quantized_write_twin(package: str = "fastattn") -> Contender:
     """Our quantising write."""
 
     def prepare_call(inputs: Tokens) -> Call:
-        by_head = CodedWrite(len(inputs.key), *inputs.key.shape[1:]).scales(inputs.key.device)
+        by_head = QuantizedWrite(len(inputs.key), *inputs.key.shape[1:]).scales(inputs.key.device)
         return partial(importlib.import_module(f"{package}.quantized").write, *inputs, scales=Fp8Scales(*by_head))
 
     return Contender(package, prepare_call)

@@ -17,8 +17,8 @@ from fastattn.tools.bench.ranks import ranks
 from fastattn.tools.bench.work import (
     Attention,
     CacheWrite,
-    CodedWrite,
     Layers,
+    QuantizedWrite,
     Slots,
     VirtualBatches,
     Work,
@@ -167,7 +167,7 @@ def _cpu(shrink: int) -> Iterator[Row]:
     yield _row(
         f"decode-8x{decode.tokens}-fp8",
         replace(decode, stored="e4m3"),
-        *(ours, peers.uncoded(ours), reference),
+        *(ours, peers.over_plain_cache(ours), reference),
         aim="at most the plain cache's time",
     )
     new, context = 1024 // shrink, 3072 // shrink
@@ -186,7 +186,7 @@ def _cpu(shrink: int) -> Iterator[Row]:
         yield _row(
             f"decode-16x{decode.tokens}-{name}",
             decode,
-            *(ours, peers.uncoded(ours), reference),
+            *(ours, peers.over_plain_cache(ours), reference),
             aim="at most the plain cache's time",
         )
     nodes = 16
@@ -340,7 +340,7 @@ def _cuda(shrink: int) -> Iterator[Row]:
     yield _row(f"prefill-{prefill.tokens}", prefill, ours, *by_hand, aim="at most 0.85 ms")
 
     yield from _latents_of_a_server(shrink)
-    yield from _codes_of_a_server(shrink)
+    yield from _quantized_of_a_server(shrink)
 
     write = CacheWrite(65536 // shrink)
     yield Row(
@@ -378,10 +378,10 @@ def _cuda(shrink: int) -> Iterator[Row]:
     yield from _engine_of_a_server(shrink)
 
 
-def _codes_of_a_server(shrink: int) -> Iterator[Row]:
+def _quantized_of_a_server(shrink: int) -> Iterator[Row]:
     """Over fp8 and int8, beside our own rows over a plain cache."""
     work, ours = partial(_work, shrink, path="quantized", stored="e4m3"), twin()
-    plain = peers.uncoded(ours)
+    plain = peers.over_plain_cache(ours)
     for b, length, stored, aim in (
         (64, 8192, "e4m3", "at most 285 µs"),
         (8, 8192, "e4m3", "at most 38 µs"),
@@ -390,7 +390,7 @@ def _codes_of_a_server(shrink: int) -> Iterator[Row]:
         (64, 8192, "int8", "at most 290 µs"),
     ):
         decode = work(*[(1, length)] * b, stored=stored)
-        by_hand = (peers.fa3_coded(), peers.flashinfer_coded()) if stored == "e4m3" else ()
+        by_hand = (peers.fa3_quantized(), peers.flashinfer_quantized()) if stored == "e4m3" else ()
         name = f"decode-{b}x{decode.tokens}-{'fp8' if stored == 'e4m3' else stored}"
         yield _row(name, decode, ours, *by_hand, plain, clock="graph", aim=aim)
     asked_for = [twin(kernel=kernel) for kernel in KERNELS]
@@ -400,12 +400,12 @@ def _codes_of_a_server(shrink: int) -> Iterator[Row]:
         ("prefill", 2, 8192, 8192, "int8"),
     ):
         prompts = work(*[(query_len, seq_len)] * b, stored=stored)
-        of_codes = "int8" if stored == "int8" else "fp8"
+        suffix = "int8" if stored == "int8" else "fp8"
         context = "" if query_len == seq_len else f"-of-{prompts.tokens}"
         yield _row(
-            f"{name}-{b}x{prompts.lens[0][0]}{context}-{of_codes}",
+            f"{name}-{b}x{prompts.lens[0][0]}{context}-{suffix}",
             prompts,
-            *(ours, *asked_for, *([peers.fa3_coded()] if of_codes == "fp8" else []), plain),
+            *(ours, *asked_for, *([peers.fa3_quantized()] if suffix == "fp8" else []), plain),
             aim="as a plain cache",
             memory=True,
         )
@@ -420,9 +420,13 @@ def _codes_of_a_server(shrink: int) -> Iterator[Row]:
         clock="graph",
         aim="ahead of a plain cache",
     )
-    write = CodedWrite(65536 // shrink)
+    write = QuantizedWrite(65536 // shrink)
     yield Row(
-        "quantized", f"write-{write.num_tokens}-fp8", write, (peers.coded_write_twin(),), aim="0.85 of the copy's speed"
+        "quantized",
+        f"write-{write.num_tokens}-fp8",
+        write,
+        (peers.quantized_write_twin(),),
+        aim="0.85 of the copy's speed",
     )
 
 
@@ -440,7 +444,7 @@ def _latents_of_a_server(shrink: int) -> Iterator[Row]:
         decode = latents(((1, length // shrink),) * b, heads=(heads, 1))
         name = f"decode-{b}x{decode.tokens}-heads-{heads}"
         yield _row(name, decode, ours, *asked_for, *by_hand, clock="graph", aim=aim)
-    plain = [peers.uncoded(peer) for peer in (ours, twin(kernel="triton"), peers.flash_mla())]
+    plain = [peers.over_plain_cache(peer) for peer in (ours, twin(kernel="triton"), peers.flash_mla())]
     for heads, aim in ((128, "half the memory, at most 1.1 of ours over numbers"), (16, "at most 85 µs")):
         decode = latents(((1, 8192 // shrink),) * 64, heads=(heads, 1), stored="e4m3")
         yield _row(f"decode-64x{decode.tokens}-heads-{heads}-fp8", decode, ours, *plain, clock="graph", aim=aim)

@@ -57,7 +57,7 @@ class Work(Protocol):
         """Compute the right answer for some inputs, and give the function that holds an answer against it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Attention(Workload):
     """Attention over a ragged batch, in rows and in shuffled pages.
 
@@ -582,7 +582,7 @@ class CacheWrite:
         return judge
 
 
-class CodedWrite(CacheWrite):
+class QuantizedWrite(CacheWrite):
     """The same into a pool of fp8, each head under a scale of its own."""
 
     def writes(self, itemsize: int) -> int:

@@ -279,6 +279,8 @@ def planning(work: Workload, modules: Modules, batch: Batch, **more: Any) -> Cal
         more: arguments of a plan that takes no others, beside the block size.
     """
     name, p = work.plan_path, work.block_size
+    if work.path == "mla" and name != "speculative":
+        name = "mla"
     planned: dict[str, Any] = dict(block_size=p, causal=work.causal, window_size=work.window)
     if more:
         planned = dict(block_size=p, **more)
