@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from functools import cache, lru_cache, wraps
+from functools import cache, lru_cache, partial, wraps
 from inspect import signature
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
@@ -458,7 +458,12 @@ def _caller_of_pairs(
         kernel = _choose_differential(problem, _asked_for.get())
         if kernel is not None:  # launches know one table, and rows have one per call
             return _of_kernel(kernel.differential), _of_kernel, over_pages is plan
-    return _with_subtraction(_subtract), _as_it_is, False
+    callers: list[list[Replay]] = []
+    for half in (0, 1):
+        queries, its_options = query[:, half::2], options.of_heads(slice(half, None, 2))
+        pools = (keys.of_halves(half, other) for other in (0, 1))
+        callers.append([_caller(queries, its_pools, plan, its_options)[0] for its_pools in pools])
+    return _with_subtraction(partial(_subtract, callers)), _as_it_is, False
 
 
 def _with_subtraction(function: Replay) -> Replay:
@@ -508,6 +513,7 @@ def _in_pages(cache: Tensor, plan: Plan) -> tuple[Tensor, Plan]:
 
 
 def _subtract(
+    callers: Sequence[Sequence[Replay]],
     query: Tensor,
     keys: Pairs,
     plan: AttentionPlan,
@@ -515,16 +521,14 @@ def _subtract(
     subtraction: Subtraction,
     _: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute differential attention by four calls of attention, two for each softmax."""
+    """Compute differential attention by four calls of attention: of each half of the queries, over values of both."""
     lse = query.new_empty(query.shape[:2], dtype=_lse_dtype(query))
     answers: list[Tensor] = []
     for half in (0, 1):
         queries, its_options = query[:, half::2], options.of_heads(slice(half, None, 2))
         parts: list[Tensor] = []
-        for other in (0, 1):
-            pools = keys.of_halves(half, other)
-            call = _caller(queries, pools, plan, its_options)[0]
-            part, lse[:, half::2] = call(queries, pools, plan, its_options, None)
+        for other, call in enumerate(callers[half]):
+            part, lse[:, half::2] = call(queries, keys.of_halves(half, other), plan, its_options, None)
             parts.append(part.to(lse.dtype))
         answers.append(torch.cat(parts, dim=-1))
     difference = answers[0] - subtraction.lambda_full.to(lse.dtype) * answers[1]

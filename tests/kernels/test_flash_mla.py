@@ -17,7 +17,7 @@ import refattn.mla
 import refattn.speculative
 from fastattn.kernels import Problem, attention_problem, dispatch
 from fastattn.kernels.flash import fa3, flash_mla, schedule
-from refattn.interface import AttentionOptions, Batch, Plan
+from refattn.interface import AttentionOptions, Batch, Pages, Plan
 from tests.helpers import gpu_package_doubles
 from tests.helpers.batches import Case, build, poisoned
 from tests.helpers.tolerance import assert_matches_reference
@@ -376,10 +376,10 @@ def test_a_build_is_asked_whether_it_has_latents(fa3_library, monkeypatch):
 def test_a_batch_is_uniform_where_the_host_knows_it(lens, num_tokens, uniform):
     inputs = build(Case("uniform", lens, heads=(2, 1)))
     batch = replace(inputs.batch, num_tokens=num_tokens)
-    tensors = inputs.query, inputs.key_cache, inputs.value_cache
-    assert attention_problem("mla", *tensors, Plan(batch, 16), AttentionOptions()).uniform == uniform
+    asked = inputs.query, Pages(inputs.key_cache, inputs.value_cache)
+    assert attention_problem(*asked, Plan(batch, 16), AttentionOptions()).uniform == uniform
     larger = replace(batch, max_query_len=batch.max_query_len + 1)  # a graph may grow to that
-    assert not attention_problem("mla", *tensors, Plan(larger, 16), AttentionOptions()).uniform
+    assert not attention_problem(*asked, Plan(larger, 16), AttentionOptions()).uniform
 
 
 def test_their_order(hopper, monkeypatch):

@@ -38,7 +38,7 @@ from fastattn.kernels.triton import cache as triton_cache
 from fastattn.kernels.triton import pairs as triton_pairs
 from fastattn.kernels.triton import parts as triton_parts
 from fastattn.kernels.triton import tables as triton_tables
-from refattn.interface import AttentionOptions, CascadePlan, Plan
+from refattn.interface import AttentionOptions, CascadePlan, Pages, Pairs, Plan, Rows
 from tests.helpers.batches import Case, attend, build
 from tests.helpers.kernels_present import PRESENT, Kernel, each_kernel, has_to_compute
 from tests.helpers.options import given, per_head
@@ -188,6 +188,12 @@ def test_what_a_kernel_lacks_is_chosen_as_ever():
     assert dispatch._choose_differential(decodes, "triton") is triton
 
 
+ATTENTION = {
+    *problem.STORED.values(),
+    *("tree", "levels", "mla_tree", "quantized_tree", "quantized_levels"),
+}
+
+
 @pytest.mark.parametrize("name", dispatch.NAMES)
 def test_a_kernel_has_the_operations_that_it_names(name):
     """As functions, and still so when every file of its folder has been imported under a name of its own."""
@@ -195,7 +201,8 @@ def test_a_kernel_has_the_operations_that_it_names(name):
     for file in pkgutil.iter_modules(getattr(module, "__path__", []), f"{module.__name__}."):
         importlib.import_module(file.name)
     for operation in module.OPERATIONS:
-        assert inspect.isfunction(getattr(module, operation)), operation
+        function = "attend" if operation in ATTENTION else operation
+        assert inspect.isfunction(getattr(module, function)), operation
     assert dispatch.name_of(module) == name
 
 
@@ -380,16 +387,19 @@ def in_two_levels(inputs, case):
 def test_memory_that_is_given_is_written(way, layout, kernel, device):
     case = Case("given", ((1, 40), (1, 70), (1, 33)), heads=(4, 2), block_size=16, padding_rows=2)
     inputs = build(case, device=device, dtype=kernel.dtypes[-1] if kernel.name == "triton" else kernel.dtypes[0])
-    function, more = getattr(dispatch, way), {}
+    function, more = dispatch.compute, {}
     if way == "dense":
-        asked = given(*inputs.rows)
-    elif way == "paged":
-        asked = given(*inputs.tensors)
-    elif way == "levels":
-        asked = (*inputs.tensors[:3], in_two_levels(inputs, case), AttentionOptions())
-    else:
+        query, key, value, *others = given(*inputs.rows)
+        asked = query, Rows(key, value), *others
+    elif way == "differential":
         _, tensors = in_pairs(case.lens, device, inputs.query.dtype)
-        asked, more = given(*tensors), dict(lambda_full=torch.tensor(0.35, device=device), lambda_init=0.2)
+        query, cache, *others = given(*tensors)
+        asked = query, Pairs(cache), *others
+        more = dict(lambda_full=torch.tensor(0.35, device=device), lambda_init=0.2, norm_weight=None, norm_eps=1e-5)
+    else:
+        query, *pools = inputs.tensors[:3]
+        plan = in_two_levels(inputs, case) if way == "levels" else given(*inputs.tensors)[3]
+        asked = query, Pages(*pools), plan, AttentionOptions()
 
     def hold():
         expected, expected_lse = function(*asked, **more)
@@ -508,16 +518,21 @@ def test_differential_by_a_kernel_that_has_only_attention(asked, monkeypatch):
     """By four calls: each half of the heads with its own slopes and sinks, over the values of both halves."""
     case, arguments = in_pairs(((5, 30), (1, 40), (3, 2)), "cpu")
     only_attention = ModuleType("only_attention")
-    vars(only_attention).update({name: getattr(cpu, name) for name in ("unsupported_reason", "schedule", "dense")})
+    vars(only_attention).update({name: getattr(cpu, name) for name in ("unsupported_reason", "schedule")})
     only_attention.OPERATIONS = ("dense", "paged")
-    only_attention.paged = mock.Mock(wraps=cpu.paged)
+    only_attention.attend = mock.Mock(wraps=cpu.attend)
     monkeypatch.setattr(dispatch, "_load", lambda name: only_attention)
     options = dict(lambda_full=torch.tensor(0.35), lambda_init=0.2, norm_weight=torch.linspace(0.5, 2.0, 48))
     assert_twins_agree("differential", *arguments, **options, **per_head(asked, case, "cpu"))
-    assert only_attention.paged.call_count == 3 * 4
+    assert only_attention.attend.call_count == 3 * 4
 
 
 # --- the differential kernel of ours ---
+
+
+def subtracted(query, cache, plan, options, **subtraction):
+    """Compute differential attention without the checks of its path."""
+    return dispatch.compute(query, Pairs(cache), plan, options, norm_weight=None, norm_eps=1e-5, **subtraction)
 
 
 @pytest.mark.parametrize("splits", [1, 3, 20])
@@ -553,7 +568,7 @@ def test_differential_reads_nothing_that_nobody_may_see(splits, device, monkeypa
             blocks[: first // 16] = 1_000_000
         asked = given(query, pools, replace(batch, block_table=table), window_size=(8, 0))
         with fastattn.use_kernel("triton"):
-            answers.append(dispatch.differential(*asked, **subtraction))
+            answers.append(subtracted(*asked, **subtraction))
     for one, other in zip(*answers, strict=True):
         assert torch.equal(one, other)
     assert torch.isfinite(answers[0][0]).all()
@@ -577,7 +592,7 @@ def test_differential_at_any_positions(kernel, device):
     there = dict(causal=False, window_size=(9, 2), alibi_slopes=slopes)
 
     def answer(**options):
-        return dispatch.differential(*given(query, cache, batch, **options), **subtraction)
+        return subtracted(*given(query, cache, batch, **options), **subtraction)
 
     with kernel.asked_for():
         expected = answer(**there)
@@ -709,10 +724,11 @@ def test_positions_are_asked_for_where_they_matter(matter, options):
     case = Case("c", ((2, 6), (1, 9)))
     inputs = build(case)
     positions = torch.arange(3, dtype=torch.int32)
-    asked = given(*inputs.tensors, positions=positions, **per_head(options, case, "cpu"))
-    assert problem.attention_problem("paged", *asked).positions == matter
-    asked = given(*inputs.tensors, **per_head(options, case, "cpu"))
-    assert not problem.attention_problem("paged", *asked).positions
+    for where in (positions, None):
+        more = {} if where is None else dict(positions=where)
+        query, *pools, plan, options_given = given(*inputs.tensors, **more, **per_head(options, case, "cpu"))
+        asked = problem.attention_problem(query, Pages(*pools), plan, options_given)
+        assert asked.positions == (matter and where is not None)
 
 
 @pytest.mark.parametrize(
@@ -750,7 +766,7 @@ def test_a_refusal_of_what_a_kernel_has_to_compute_fails(monkeypatch, forget_cho
     forget_choices()
     with pytest.raises(AssertionError, match="cpu has to compute this: .*rather not"):
         kernel.check(ask)
-    monkeypatch.setattr("kernels_present.has_to_compute", lambda name, problem: False)
+    monkeypatch.setattr("tests.helpers.kernels_present.has_to_compute", lambda name, problem: False)
     kernel.check(ask)
     monkeypatch.setattr(cpu, "unsupported_reason", lambda problem: "no")
     with pytest.raises(AssertionError, match="without a reason"):

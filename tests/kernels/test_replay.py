@@ -26,7 +26,7 @@ from fastattn import (
 )
 from fastattn.kernels import dispatch, replay
 from fastattn.kernels.replay import memo_of
-from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales, Prefix
+from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales, Pages, Prefix, QuantizedPages, Rows
 from tests.helpers import kernels_present  # noqa: F401 (quickens the interpreter)
 from tests.helpers.batches import Case, build
 from tests.helpers.stored import apart, store
@@ -243,7 +243,7 @@ def test_calls_with_one_cache_key_are_alike(kind):
         **{f"scales.{name}": scale for name, scale in scales.items()},
     )
 
-    def named(asked_for=None, operation="paged", return_lse=False, format=torch.float8_e4m3fn, **changes):
+    def named(asked_for=None, storage=Pages, return_lse=False, format=torch.float8_e4m3fn, **changes):
         given = {**good, **changes}
         its_scales = {name[7:]: given.pop(name) for name in list(given) if name.startswith("scales.")}
         its_scales |= {"format": format} if kind == "e4m3" else {}
@@ -251,8 +251,9 @@ def test_calls_with_one_cache_key_are_alike(kind):
         arguments = dict(options=unchecked(AttentionOptions, options), return_lse=return_lse, scales=None)
         if its_scales:
             arguments["scales"] = unchecked(Int8Scales if kind == "int8" else Fp8Scales, its_scales)
-        tensors, more = tuple(map(given.pop, ("query", "key", "value"))), dict(scales=arguments.pop("scales"))
-        return replay.key_of(operation, asked_for, tensors, plan, **given, **arguments, more=more)
+        query, *pools, its_scales = *map(given.pop, ("query", "key", "value")), arguments.pop("scales")
+        keys = storage(*pools) if its_scales is None else QuantizedPages(*pools, its_scales)
+        return replay.key_of(asked_for, query, keys, plan, **given, **arguments, more={})
 
     name = named()
     assert name is not None
@@ -261,7 +262,7 @@ def test_calls_with_one_cache_key_are_alike(kind):
         *(named(**{what: other}) for what, x in good.items() for other in changed(x)),
         *(named(**{what: None}) for what in good if what not in ("query", "key", "value")),
         *(named(**{what: 1.0}) for what in good if what.startswith("scales.")),
-        *(named(asked_for="triton"), named(operation="dense"), named(return_lse=True)),
+        *(named(asked_for="triton"), named(return_lse=True), *([named(storage=Rows)] if kind == "plain" else [])),
         *(named(softmax_scale=1.0), named(softcap=1.0), named(batch_invariant=True), named(alibi_sqrt=True)),
         *([named(format=torch.float8_e5m2)] if kind == "e4m3" else []),
     ]
@@ -289,7 +290,7 @@ def test_a_kernel_that_is_asked_for_is_not_replaced_by_a_replay(device):
         with fastattn.use_kernel("triton"), mock.patch.object(dispatch, "choose", wraps=dispatch.choose) as choose:
             chunked_prefill.attention(*tensors, plan)
         assert choose.call_count == times_chosen
-    assert {asked_for for _, asked_for, *_ in memo_of(plan).replays} == {None, "triton"}
+    assert {asked_for for asked_for, *_ in memo_of(plan).replays} == {None, "triton"}
 
 
 @pytest.mark.usefixtures("shapes_unchecked")
@@ -379,7 +380,7 @@ def test_nothing_is_replayed_for_a_gpu_that_is_not_the_current_one(monkeypatch):
     monkeypatch.setattr(replay, "Tensor", type(tensor))
     for current in (0, 1):
         monkeypatch.setattr(torch.cuda, "current_device", lambda current=current: current)
-        key = replay.key_of("paged", None, (tensor,) * 3, plan, AttentionOptions(), None, False, {})
+        key = replay.key_of(None, tensor, Pages(tensor, tensor), plan, AttentionOptions(), None, False, {})
         assert (key is not None) == (current == 1)
 
 

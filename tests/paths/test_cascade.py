@@ -376,18 +376,18 @@ def test_keys_before_every_window_may_hold_anything(junk, kernel, device):
 def test_a_kernel_is_told_positions_where_they_matter(options, positions, monkeypatch, device):
     """They cost some launches and leave fewer kernels, so a level without a need for them comes without."""
     step, asked, given = lay_out(SHARED["tree"], device=device), [], []
-    choose, levels = dispatch.choose, dispatch.levels
+    choose, compute = dispatch.choose, dispatch.compute
 
     def note_problem(problem):
         asked.append(problem)
         return choose(problem)
 
     def note_plan(*arguments):
-        given.append(arguments[3])
-        return levels(*arguments)
+        given.append(arguments[2])
+        return compute(*arguments)
 
     monkeypatch.setattr(dispatch, "choose", note_problem)
-    monkeypatch.setattr(dispatch, "levels", note_plan)
+    monkeypatch.setattr(dispatch, "compute", note_plan)
     attend(fastattn.cascade, *step.tensors, **filled(options, step, device))
     (plan,) = given
     *shared, own = (problem for problem in asked if problem.operation == "paged")

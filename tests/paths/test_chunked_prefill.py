@@ -24,7 +24,7 @@ from fastattn.kernels.cpu import attention as cpu
 from fastattn.kernels.cpu import schedule as cpu_schedule
 from fastattn.kernels.flash import fa4, repage
 from refattn.attention import attend as attend_once
-from refattn.interface import AttentionOptions, Batch, Plan
+from refattn.interface import AttentionOptions, Batch, Pages, Plan, Rows
 from tests.helpers.bad_input import BAD_INPUT
 from tests.helpers.batches import (
     Case,
@@ -354,7 +354,7 @@ def test_queries_at_any_positions(over, options, kernel, device):
                 cache[block, place] = lists[i][j] = torch.nan
         row += q
     rows = torch.tensor([*SOMEWHERE, 7, 7], dtype=torch.int32, device=device)
-    attention = dispatch.paged if over == "pages" else dispatch.dense
+    storage = Pages if over == "pages" else Rows
     *arguments, batch = inputs.tensors if over == "pages" else inputs.rows
     block_size = GROUPS.block_size if over == "pages" else None
     begins = torch.arange(0, 100 * batch.num_seqs, 100, dtype=torch.int32, device=device)  # positions count from there
@@ -363,7 +363,8 @@ def test_queries_at_any_positions(over, options, kernel, device):
     plan = Plan(batch, block_size, **mask, first_keys=begins, positions=rows)
 
     def assert_right():
-        out, lse = attention(*arguments, plan, options)
+        query, *keys = arguments
+        out, lse = dispatch.compute(query, storage(*keys), plan, options)
         assert_matches_reference(
             out,
             lse,

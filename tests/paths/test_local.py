@@ -468,13 +468,13 @@ def test_rows_do_not_change_with_the_rest_of_the_batch(twin, device):
 
 def test_batch_invariance_is_asked_of_the_kernel(monkeypatch, device):
     """A kernel may be invariant on this machine without being asked, so look at the question."""
-    paged, asked = dispatch.paged, []
+    compute, asked = dispatch.compute, []
 
     def listen(*arguments):
-        asked.append(arguments[4].batch_invariant)
-        return paged(*arguments)
+        asked.append(arguments[3].batch_invariant)
+        return compute(*arguments)
 
-    monkeypatch.setattr(dispatch, "paged", listen)
+    monkeypatch.setattr(dispatch, "compute", listen)
     inputs = build(Case("small", ((2, 5), (1, 40))), device=device)
     for batch_invariant in (True, False):
         attend(fastattn.local, *inputs.tensors, chunk_size=32, batch_invariant=batch_invariant)

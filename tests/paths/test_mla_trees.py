@@ -17,6 +17,7 @@ import refattn.speculative
 from fastattn import metadata
 from fastattn.kernels import dispatch
 from fastattn.kernels.problem import attention_problem
+from refattn import interface
 from refattn.conformance.tolerance import on_cpu
 from refattn.interface import AttentionOptions, Trees
 from refattn.metadata import make_batch
@@ -331,9 +332,8 @@ def test_the_chooser_says_who_verifies_trees(device_type, monkeypatch):
     monkeypatch.setattr(dispatch, "num_multiprocessors", lambda device: 132)
     given, (query, cache, _), fixed = lay_out("verification", None)
     plan = fastattn.speculative.plan(given.batch, block_size=given.block_size, trees=fixed["trees"])
-    pages = cache[:, :, None, : query.shape[2]]
     options = AttentionOptions(softmax_scale=SCALE)
-    problem = attention_problem("mla_tree", query, pages, pages[..., :RANK], plan.whole, options)
+    problem = attention_problem(query, interface.Latents(cache, RANK), plan, options)
     if device_type == "cpu":
         assert "chosen: cpu" in dispatch.explain(problem)
         return

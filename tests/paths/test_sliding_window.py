@@ -432,14 +432,14 @@ def test_rows_do_not_change_with_the_rest_of_the_batch(twin, device):
 
 def test_the_kernel_is_asked_for_invariance_and_given_the_trimmed_batch(monkeypatch, device):
     """A kernel may skip blocks by itself, or be invariant without being asked, so look at the question."""
-    paged, asked = dispatch.paged, []
+    compute, asked = dispatch.compute, []
 
     def listen(*arguments):
-        plan, options = arguments[3:5]
+        plan, options = arguments[2:4]
         asked.append((options.batch_invariant, plan.batch.seq_lens.tolist(), plan.batch.max_seq_len))
-        return paged(*arguments)
+        return compute(*arguments)
 
-    monkeypatch.setattr(dispatch, "paged", listen)
+    monkeypatch.setattr(dispatch, "compute", listen)
     inputs = build(Case("small", ((2, 5), (1, 90))), device=device)
     for batch_invariant in (True, False):
         attend(fastattn.sliding_window, *inputs.tensors, window_size=(31, 0), batch_invariant=batch_invariant)

@@ -20,7 +20,7 @@ import refattn.speculative
 from fastattn.kernels import dispatch
 from fastattn.kernels.problem import attention_problem
 from refattn import masks
-from refattn.interface import Accepted, AttentionOptions, Batch, Plan, TreePlan, Trees
+from refattn.interface import Accepted, AttentionOptions, Batch, Pages, Plan, TreePlan, Trees
 from refattn.metadata import make_batch
 from tests.helpers.batches import HARMLESS, POISON, Case, assert_same_masks, attend, build, read_masks
 from tests.helpers.kernels_present import PRESENT, each_kernel
@@ -457,8 +457,8 @@ def test_the_chooser_says_who_verifies_trees(device_type, monkeypatch):
     monkeypatch.setattr(dispatch, "num_multiprocessors", lambda device: 132)
     inputs = build(Case("trees", ((3, 20),)))
     plan = fastattn.speculative.plan(inputs.batch, block_size=16, trees=fastattn.speculative.make_trees([(-1, 0, 0)]))
-    tensors = (inputs.query, inputs.key_cache, inputs.value_cache)
-    problem = attention_problem("tree", *tensors, plan.whole, AttentionOptions())
+    keys = Pages(inputs.key_cache, inputs.value_cache)
+    problem = attention_problem(inputs.query, keys, plan, AttentionOptions())
     if device_type == "cpu":
         assert "chosen: cpu" in dispatch.explain(problem)
         return
