@@ -48,6 +48,14 @@ def nearest(x: float, kind: torch.dtype) -> int:
     return half + next((code for code in best if code % 2 == 0), best[0])
 
 
+def nearest_of(x: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+    """Return the codes of many finite numbers, each as `nearest` has it."""
+    distances = (decoded(kind)[:128] - x.double().abs()[..., None]).abs().nan_to_num(math.inf, posinf=math.inf)
+    best = distances == distances.amin(-1, keepdim=True)
+    is_even = torch.arange(128) % 2 == 0
+    return (2 * best + (best & is_even)).to(torch.uint8).argmax(-1) + 128 * x.signbit()
+
+
 def numbers_of(codes: torch.Tensor) -> torch.Tensor:
     """Return what codes stand for, before any scale, in float64."""
     if codes.dtype in (E4M3, E5M2):
@@ -194,7 +202,7 @@ def rounded_by_hand(stored: Stored) -> torch.Tensor:
                         else scales.query
                     )
                     scale = np.float32(numbers[i, head // group])
-                    codes = decoded(scales.format)[[nearest(float(y), scales.format) for y in x / scale]].numpy()
+                    codes = decoded(scales.format)[nearest_of(torch.from_numpy(x / scale), scales.format)].numpy()
                 result[t, head] = torch.from_numpy(codes.astype(np.float64) * np.float64(scale))
         row += query_len
     return result

@@ -750,7 +750,7 @@ def test_a_refusal_of_what_a_kernel_has_to_compute_fails(monkeypatch, forget_cho
     forget_choices()
     with pytest.raises(AssertionError, match="cpu has to compute this: .*rather not"):
         kernel.check(ask)
-    monkeypatch.setattr("kernels_present.has_to_compute", lambda name, problem: False)
+    monkeypatch.setattr("tests.helpers.kernels_present.has_to_compute", lambda name, problem: False)
     kernel.check(ask)
     monkeypatch.setattr(cpu, "unsupported_reason", lambda problem: "no")
     with pytest.raises(AssertionError, match="without a reason"):
