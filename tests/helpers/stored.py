@@ -3,14 +3,17 @@
 import importlib
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
 
 from refattn.interface import Fp8Scales, Int8Scales
 from tests.helpers.batches import HARMLESS, POISON, build
+from tests.helpers.specs import CHUNK, LEFT
+from tests.helpers.tolerance import assert_twins_agree
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 KINDS = {"e4m3": E4M3, "e5m2": E5M2, "int8": torch.int8, "int8-half": torch.float16}  # the last: int8 keys only
@@ -78,6 +81,12 @@ class Stored:
     @property
     def tensors(self):
         return self.query, self.key_cache, self.value_cache, self.batch
+
+    @property
+    def in_bytes(self):
+        """The tensors, fp8 as bytes, which a cast of the test leaves alone."""
+        pools = [x.view(torch.uint8) if x.dtype in (E4M3, E5M2) else x for x in (self.key_cache, self.value_cache)]
+        return self.query, *pools, self.batch
 
 
 def in_scales(*shape: int, seed: int) -> torch.Tensor:
@@ -165,6 +174,28 @@ def over_codes(package: str, path: str) -> ModuleType:
     mixed.plan = importlib.import_module(f"{package}.{path}").plan
     mixed.attention = importlib.import_module(f"{package}.quantized").attention
     return mixed
+
+
+PLANS = {  # of any path over pages, and its arguments
+    "causal": ("quantized", {}),
+    "all": ("quantized", dict(causal=False)),
+    "window": ("sliding_window", dict(window_size=(LEFT, 0))),
+    "untrimmed-window": ("quantized", dict(window_size=(LEFT, 0))),
+    "local": ("local", dict(chunk_size=CHUNK)),
+}
+
+
+def path_of(package: str, plan: str = "causal") -> tuple[ModuleType, dict]:
+    """Return `quantized.attention` with the plan of some path, and the arguments of that."""
+    name, arguments = PLANS[plan]
+    return over_codes(package, name), arguments
+
+
+def assert_twins_agree_over_codes(stored: Stored, plan: str = "causal", *, again: bool = True, **options: Any) -> None:
+    """Hold the twin to the reference over the same bytes."""
+    name, arguments = PLANS[plan]
+    of_both = partial(over_codes, path=name)
+    assert_twins_agree(of_both, *stored.in_bytes, again=again, **arguments, **options, scales=stored.scales)
 
 
 def in_codes(key_cache: torch.Tensor, value_cache: torch.Tensor, kind: str) -> tuple:
