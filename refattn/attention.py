@@ -1,7 +1,8 @@
-"""The one formula: softmax attention of some queries over some keys, under a mask of who may see whom.
+"""The one formula, and the one loop: softmax attention of some queries over some keys, under a mask of who sees whom.
 
-`attend` is the formula, for one sequence; `attend_sequences` draws the mask of each sequence of a plan and applies it,
-and `attend_trees` that of sequences which end with a drafted tree.
+attend              the formula, for one sequence
+attend_sequences    the formula for each sequence of a plan, under its mask
+attend_plan         the same for each level of a plan, whatever stores the keys; the answers of levels merge
 """
 
 from collections.abc import Iterable
@@ -13,8 +14,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from refattn import masks
-from refattn.interface import AttentionOptions, Plan, TreePlan
-from refattn.interface.ambient import without_autocast
+from refattn.interface import AttentionOptions, CascadePlan, Keys, Plan, TreePlan
+from refattn.interface.ambient import compute_dtype, without_autocast
+from refattn.keys import read, read_query
+from refattn.merge import merge
 
 
 @without_autocast
@@ -113,10 +116,33 @@ def _attend_one_by_one(
     return out, lse
 
 
+def attend_plan(
+    query: Float[Tensor, "t h d"], keys: Keys, plan: Plan | CascadePlan | TreePlan, options: AttentionOptions
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend level by level, and merge: where the keys are, who may see whom, and how partial answers combine.
+
+    Args:
+        query: query rows of all sequences, one after the other; rows after the last sequence are padding.
+        keys: where the keys and values are.
+        plan: which rows and keys belong together, and who may see whom; one level, or several.
+        options: those of the layer. Sinks count once, in the last level.
+
+    Returns:
+        As `attend_sequences`.
+    """
+    parts = []
+    for level in plan.levels:
+        its_options = options if level is plan.levels[-1] else options.without_sinks()
+        sequences = read(query, keys, level.whole)
+        queries = read_query(query, keys, level.whole)
+        parts.append(attend_sequences(queries, sequences, level, its_options, value_head_size=keys.value_head_size))
+    return parts[0] if len(parts) == 1 else merge(*zip(*parts, strict=True))
+
+
 def attend_sequences(
     query: Float[Tensor, "t h d"],
     sequences: Iterable[tuple[Float[Tensor, "_ hk d"], Float[Tensor, "_ hk dv"]]],
-    plan: Plan,
+    plan: Plan | TreePlan,
     options: AttentionOptions,
     *,
     value_head_size: int,
@@ -126,7 +152,7 @@ def attend_sequences(
     Args:
         query: query rows of all sequences, one after the other; rows after the last sequence are padding.
         sequences: the keys and the values of each sequence of the plan, in order.
-        plan: which rows and keys belong together, and who may see whom.
+        plan: which rows and keys belong together, and who may see whom: one level.
         options: scale, softcap, slopes, sinks.
         value_head_size: elements of a value, `dv`.
 
@@ -137,66 +163,8 @@ def attend_sequences(
     compute = compute_dtype(query.dtype)
     out = query.new_zeros(*query.shape[:2], value_head_size, dtype=compute)
     lse = query.new_full(query.shape[:2], -torch.inf, dtype=torch.promote_types(compute, torch.float32))
-    rows = plan.batch.query_rows()
-    for i, ((q0, q1), (key, value)) in enumerate(zip(rows, sequences, strict=True)):
-        where = None  # the queries are the last tokens of their sequence
-        if plan.positions is not None:
-            where = plan.positions[q0:q1].long() - (0 if plan.first_keys is None else plan.first_keys[i].long())
-        lens, device, slopes, bias = (q1 - q0, len(key)), query.device, options.alibi_slopes, None
-        if slopes is not None:
-            bias = masks.alibi(slopes, *lens, dtype=compute, sqrt=options.alibi_sqrt, positions=where, device=device)
-        out[q0:q1], lse[q0:q1] = attend(
-            query[q0:q1].to(compute),
-            key,
-            value,
-            masks.visible_keys(*lens, causal=plan.causal, window_size=plan.window_size, positions=where, device=device),
-            softmax_scale=options.softmax_scale,
-            softcap=options.softcap,
-            bias=bias,
-            sinks=options.sinks,
-            batch_invariant=options.batch_invariant,
-        )
-    return out, lse
-
-
-def attend_trees(
-    query: Float[Tensor, "t h d"],
-    sequences: Iterable[tuple[Float[Tensor, "_ hk d"], Float[Tensor, "_ hk dv"]]],
-    plan: TreePlan,
-    options: AttentionOptions,
-    *,
-    value_head_size: int,
-) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend from the nodes of each tree to the keys before it, and in the tree to their ancestors and themselves.
-
-    Args:
-        query: query rows of all sequences, the last nodes of each tree; rows after the last sequence are padding.
-        sequences: the keys and the values of each sequence, those of its tree last.
-        plan: the trees, and where their nodes stand.
-        options: scale, softcap, slopes, sinks.
-        value_head_size: elements of a value, `dv`.
-
-    Returns:
-        As `attend_sequences`.
-    """
-    whole, compute, slopes, device = plan.whole, compute_dtype(query.dtype), options.alibi_slopes, query.device
-    assert whole.positions is not None  # a plan of trees has them
-    out = query.new_zeros(*query.shape[:2], value_head_size, dtype=compute)
-    lse = query.new_full(query.shape[:2], -torch.inf, dtype=compute)
-    rows = zip(whole.batch.query_rows(), sequences, plan.trees.to_lists(), strict=True)
-    for i, ((q0, q1), (key, value), parents) in enumerate(rows):
-        t, s = q1 - q0, len(key)
-        first_node = s - len(parents)
-        first_key = 0 if whole.first_keys is None else whole.first_keys[i].long()
-        where = whole.positions[q0:q1].long() - first_key
-        keys = torch.arange(s, device=device)
-        keys[first_node:] = first_node + plan.depths[i, : len(parents)]  # the positions of siblings are the same
-        stand: dict[str, Any] = dict(positions=where, key_positions=keys, device=device)
-        visible = masks.window(t, s, whole.window_size, **stand)
-        visible[:, first_node:] &= masks.tree(parents)[len(parents) - t :].to(device)
-        bias = None
-        if slopes is not None:
-            bias = masks.alibi(slopes, t, s, dtype=compute, sqrt=options.alibi_sqrt, **stand)
+    for i, ((q0, q1), (key, value)) in enumerate(zip(plan.batch.query_rows(), sequences, strict=True)):
+        visible, bias = _mask_and_bias(plan, i, (q0, q1), len(key), options, compute, query.device)
         out[q0:q1], lse[q0:q1] = attend(
             query[q0:q1].to(compute),
             key,
@@ -211,19 +179,45 @@ def attend_trees(
     return out, lse
 
 
-def hand_over(
+def _mask_and_bias(
+    plan: Plan | TreePlan,
+    i: int,
+    rows: tuple[int, int],
+    seq_len: int,
+    options: AttentionOptions,
+    compute: torch.dtype,
+    device: torch.device,
+) -> tuple[Bool[Tensor, "t s"], Float[Tensor, "h t s"] | None]:
+    """Draw who sees whom in sequence `i` of a plan, and the ALiBi bias that follows from the same positions."""
+    whole, query_len = plan.whole, rows[1] - rows[0]
+    places: dict[str, Any] = dict(device=device)  # unless told otherwise, queries are the last tokens
+    if whole.positions is not None:
+        first_key = 0 if whole.first_keys is None else whole.first_keys[i].long()
+        places["positions"] = whole.positions[slice(*rows)].long() - first_key
+    ancestors = None
+    if isinstance(plan, TreePlan):
+        ancestors = masks.tree(plan.trees.to_lists()[i]).to(device)
+        first_node = seq_len - len(ancestors)
+        keys = torch.arange(seq_len, device=device)
+        keys[first_node:] = first_node + plan.depths[i, : len(ancestors)]  # the positions of siblings are the same
+        places["key_positions"] = keys
+    visible = masks.window(query_len, seq_len, whole.window, **places)
+    if ancestors is not None:
+        visible[:, first_node:] &= ancestors[len(ancestors) - query_len :]
+    if options.alibi_slopes is None:
+        return visible, None
+    sizes = options.alibi_slopes, query_len, seq_len
+    return visible, masks.alibi(*sizes, dtype=compute, sqrt=options.alibi_sqrt, **places)
+
+
+def finish(
     result: Float[Tensor, "t h dv"],
     lse: Float[Tensor, "t h"],
-    query: Float[Tensor, "t h d"],
+    dtype: torch.dtype,
     *,
     return_lse: bool,
     out: Float[Tensor, "t h dv"] | None,
 ) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Return an answer as every path does: in the type of the query, in `out` if given, with the LSE if requested."""
-    out = result.to(query.dtype) if out is None else out.copy_(result)
+    out = result.to(dtype) if out is None else out.copy_(result)
     return (out, lse) if return_lse else out
-
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the type that a reference computes in: float64 for float64 input, else float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -20,13 +20,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from refattn.attention import attend_sequences, hand_over
-from refattn.interface import AttentionOptions, Batch, CascadePlan, Plan, Prefix
+from refattn.attention import attend_plan, finish
+from refattn.interface import AttentionOptions, Batch, CascadePlan, Pages, Plan, Prefix
 from refattn.interface.checks import check_cascade
 from refattn.interface.contents import check_prefixes, check_requests
 from refattn.interface.values import check_sizes, check_window
-from refattn.kv_cache import gather
-from refattn.merge import merge
 from refattn.metadata import make_batch, positions
 
 
@@ -113,18 +111,8 @@ def attention(
     Source: Juravsky et al. 2024, "Hydragen"; Ye et al. 2024, "Cascade Inference" (FlashInfer).
     """
     check_cascade(query, key_cache, value_cache, plan, options, out, return_lse)
-    parts = []
-    for level in plan.levels:
-        tables, seq_lens = level.batch.block_table, level.batch.seq_lens.tolist()
-        assert tables is not None  # it is a plan over pages
-        sequences = (
-            (gather(key_cache, blocks, seq_len), gather(value_cache, blocks, seq_len))
-            for blocks, seq_len in zip(tables, seq_lens, strict=True)
-        )
-        its_options = options if level is plan.levels[-1] else options.without_sinks()  # they count once
-        parts.append(attend_sequences(query, sequences, level, its_options, value_head_size=value_cache.shape[-1]))
-    result, lse = merge(*zip(*parts, strict=True))
-    return hand_over(result, lse, query, return_lse=return_lse, out=out)
+    result, lse = attend_plan(query, Pages(key_cache, value_cache), plan, options)
+    return finish(result, lse, query.dtype, return_lse=return_lse, out=out)
 
 
 def find_prefixes(

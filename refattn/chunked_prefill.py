@@ -13,11 +13,10 @@ All three are the same computation: the last `query_len` of `seq_len` tokens att
 from jaxtyping import Float
 from torch import Tensor
 
-from refattn.attention import attend_sequences, hand_over
-from refattn.interface import AttentionOptions, Batch, Plan
+from refattn.attention import attend_plan, finish
+from refattn.interface import AttentionOptions, Batch, Pages, Plan
 from refattn.interface.checks import check_paged
 from refattn.interface.values import check_sizes
-from refattn.kv_cache import gather
 
 
 def plan(batch: Batch, *, block_size: int, causal: bool = True, window_size: tuple[int, int] = (-1, -1)) -> Plan:
@@ -71,10 +70,6 @@ def attention(
 
     Source: Agrawal et al. 2023, "Sarathi"; Kwon et al. 2023, "PagedAttention".
     """
-    block_table = check_paged(query, key_cache, value_cache, plan, options, out, return_lse)
-    sequences = (
-        (gather(key_cache, blocks, seq_len), gather(value_cache, blocks, seq_len))
-        for blocks, seq_len in zip(block_table, plan.batch.seq_lens.tolist(), strict=True)
-    )
-    result, lse = attend_sequences(query, sequences, plan, options, value_head_size=value_cache.shape[-1])
-    return hand_over(result, lse, query, return_lse=return_lse, out=out)
+    check_paged(query, key_cache, value_cache, plan, options, out, return_lse)
+    result, lse = attend_plan(query, Pages(key_cache, value_cache), plan, options)
+    return finish(result, lse, query.dtype, return_lse=return_lse, out=out)

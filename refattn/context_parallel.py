@@ -19,8 +19,7 @@ from einops import rearrange
 from jaxtyping import Float, Int32, Int64, Shaped
 from torch import Tensor
 
-from refattn import quantized
-from refattn.attention import attend, attend_sequences, compute_dtype, hand_over
+from refattn.attention import attend, attend_plan, finish
 from refattn.interface import (
     AttentionOptions,
     Batch,
@@ -28,10 +27,13 @@ from refattn.interface import (
     Fp8Scales,
     Group,
     Int8Scales,
+    Pages,
     Plan,
+    QuantizedPages,
+    Rows,
     Shard,
 )
-from refattn.interface.ambient import without_autocast
+from refattn.interface.ambient import compute_dtype, without_autocast
 from refattn.interface.checks import check_context_parallel
 from refattn.interface.contents import (
     check_block_table,
@@ -42,7 +44,7 @@ from refattn.interface.contents import (
     check_written_blocks,
 )
 from refattn.interface.values import check_int, check_window
-from refattn.kv_cache import gather
+from refattn.keys import read, read_query
 from refattn.merge import merge
 from refattn.metadata import positions
 
@@ -146,11 +148,9 @@ def attention(
     context = group.reduce_scatter(rearrange(weight, "t h -> t h 1") * part, dim=1)  # [t, h, dv]
     context_lse = total.masked_fill(nothing, -torch.inf).chunk(group.size, dim=1)[group.rank]
 
-    rows = plan.own.batch.key_rows()
-    sequences = ((key[first:last, key_heads], value[first:last, key_heads]) for first, last in rows)
-    new, new_lse = attend_sequences(query, sequences, plan.own, options, value_head_size=value.shape[-1])
+    new, new_lse = attend_plan(query, Rows(key[:, key_heads], value[:, key_heads]), plan.own, options)
     result, lse = merge([context, new], [context_lse, new_lse])
-    return hand_over(result, lse, query, return_lse=return_lse, out=out)
+    return finish(result, lse, query.dtype, return_lse=return_lse, out=out)
 
 
 def _attend_to_own_context(
@@ -168,12 +168,9 @@ def _attend_to_own_context(
     lse = query.new_full(query.shape[:2], -torch.inf, dtype=torch.promote_types(compute, torch.float32))
     left, _ = plan.own.window_size
     places = positions(plan.batch, len(query))
-    if scales is None:
-        assert plan.batch.block_table is not None  # a plan over pages has checked it
-        tables = zip(plan.batch.block_table, plan.context.batch.seq_lens.tolist(), strict=True)
-        sequences = [(gather(key_cache, *own), gather(value_cache, *own)) for own in tables]
-    else:
-        query, sequences = quantized._read(query, key_cache, value_cache, plan.context, scales)
+    pools = key_cache, value_cache
+    stored = Pages(*pools) if scales is None else QuantizedPages(*pools, scales)
+    query, sequences = read_query(query, stored, plan.context), read(query, stored, plan.context)
     for (q0, q1), context_len, (keys, values) in zip(
         plan.batch.query_rows(), plan.batch.context_lens.tolist(), sequences, strict=True
     ):

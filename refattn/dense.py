@@ -9,8 +9,8 @@ For encoders (`causal=False`), cross attention (any number of keys per query) an
 from jaxtyping import Float
 from torch import Tensor
 
-from refattn.attention import attend_sequences, hand_over
-from refattn.interface import AttentionOptions, Batch, Plan
+from refattn.attention import attend_plan, finish
+from refattn.interface import AttentionOptions, Batch, Plan, Rows
 from refattn.interface.checks import check_dense
 
 
@@ -62,6 +62,5 @@ def attention(
     Source: Dao et al. 2022, "FlashAttention" (its variable-length form).
     """
     check_dense(query, key, value, plan, options, out, return_lse)
-    sequences = ((key[k0:k1], value[k0:k1]) for k0, k1 in plan.batch.key_rows())
-    result, lse = attend_sequences(query, sequences, plan, options, value_head_size=value.shape[-1])
-    return hand_over(result, lse, query, return_lse=return_lse, out=out)
+    result, lse = attend_plan(query, Rows(key, value), plan, options)
+    return finish(result, lse, query.dtype, return_lse=return_lse, out=out)

@@ -23,9 +23,9 @@ from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 from refattn import chunked_prefill, kv_cache, quantized
-from refattn.attention import attend_sequences, compute_dtype, hand_over
-from refattn.interface import AttentionOptions, Batch, Fp8Scales, Plan
-from refattn.interface.ambient import without_autocast
+from refattn.attention import attend_plan, finish
+from refattn.interface import AttentionOptions, AttentionPlan, Batch, Fp8Scales, Pairs, Plan
+from refattn.interface.ambient import compute_dtype, without_autocast
 from refattn.interface.checks import (
     check_differential,
     check_halves,
@@ -58,7 +58,7 @@ def plan(batch: Batch, *, block_size: int, causal: bool = True, window_size: tup
 def attention(
     query: Float[Tensor, "t h d"],
     cache: Shaped[Tensor, "2 2 *pages pairs d"],
-    plan: Plan,
+    plan: AttentionPlan,
     options: AttentionOptions = AttentionOptions(),
     *,
     lambda_full: Float[Tensor, ""],
@@ -82,7 +82,8 @@ def attention(
         query: new tokens of all sequences, heads in interleaved pairs; rows after the last sequence are padding.
         cache: the pool, `[half, key or value, n, p, hk/2, d]`; any strides. Rows `[half, key or value, s, hk/2, d]`
             under a plan over rows (`split_halves`).
-        plan: from `plan`, once per step; or from `dense.plan`, over rows.
+        plan: from `plan`, or of another path over pages, once per step; levels of a cascade and drafted trees, too. Or
+            from `dense.plan`, over rows.
         options: those of the layer; slopes and sinks have one number for each of the `h` heads.
         lambda_full: weight of the second softmax, from `compute_lambda`.
         lambda_init: the constant of the layer that was learned around, `0.8 - 0.6 * exp(-0.3 * layer)`.
@@ -117,48 +118,19 @@ def attention(
         norm_eps=norm_eps,
         scales=scales,
     )
-    answers, lses = [], []
+    keys, answers, lses = Pairs(cache, scales), [], []
     for half in (0, 1):
-        queries, keys, v1 = _read(query[:, half::2], cache, half, 0, plan, scales)
-        _, _, v2 = _read(query[:, half::2], cache, half, 1, plan, scales)
-        sequences = (
-            (key, torch.cat(values, dim=-1))  # [v1; v2]
-            for key, *values in zip(keys, v1, v2, strict=True)
-        )
-        its_options = options.of_heads(slice(half, None, 2))
-        answer, lse = attend_sequences(queries, sequences, plan, its_options, value_head_size=2 * query.shape[2])
-        answers.append(answer)  # [t, h/2, 2 * d]
-        lses.append(lse)
+        queries, its_options = query[:, half::2], options.of_heads(slice(half, None, 2))
+        parts = [attend_plan(queries, keys.of_halves(half, other), plan, its_options) for other in (0, 1)]
+        answers.append(torch.cat([out for out, _ in parts], dim=-1))  # over [v1; v2]: [t, h/2, 2 * d]
+        lses.append(parts[0][1])
     difference = answers[0] - lambda_full.to(answers[0].dtype) * answers[1]
     normed = difference * torch.rsqrt(difference.square().mean(-1, keepdim=True) + norm_eps)
     if norm_weight is not None:
         normed = normed * norm_weight.to(normed.dtype)
     result = rearrange((1 - lambda_init) * normed, "t pairs (two d) -> t (pairs two) d", two=2)
     both = rearrange(lses, "two t pairs -> t (pairs two)")
-    return hand_over(result, both, query, return_lse=return_lse, out=out)
-
-
-def _read(
-    query: Float[Tensor, "t half_h d"],
-    cache: Shaped[Tensor, "2 2 *pages pairs d"],
-    of_keys: int,
-    of_values: int,
-    plan: Plan,
-    scales: Fp8Scales | None,
-) -> tuple[Float[Tensor, "t half_h d"], list[Float[Tensor, "_ pairs d"]], list[Float[Tensor, "_ pairs d"]]]:
-    """Return the queries of one half, and of each sequence the keys of one half and the values of one half."""
-    pools = cache[of_keys, 0], cache[of_values, 1]
-    if scales is not None:
-        query, sequences = quantized._read(query, *pools, plan, scales.of_halves(of_keys, of_values))
-        return query, [key for key, _ in sequences], [value for _, value in sequences]
-    if plan.block_size is None:
-        rows = plan.batch.key_rows()
-        keys, values = ([x[first:last] for first, last in rows] for x in pools)
-        return query, keys, values
-    assert plan.batch.block_table is not None  # it is a plan over pages
-    tables = list(zip(plan.batch.block_table, plan.batch.seq_lens.tolist(), strict=True))
-    keys, values = ([kv_cache.gather(x, blocks, seq_len) for blocks, seq_len in tables] for x in pools)
-    return query, keys, values
+    return finish(result, both, query.dtype, return_lse=return_lse, out=out)
 
 
 def compute_lambda(

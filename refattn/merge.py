@@ -12,8 +12,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from refattn.attention import compute_dtype
-from refattn.interface.ambient import without_autocast
+from refattn.interface.ambient import compute_dtype, without_autocast
 from refattn.interface.checks import check_partials, check_sinks
 
 

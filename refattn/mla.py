@@ -26,9 +26,18 @@ from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 from refattn import kv_cache, quantized
-from refattn.attention import attend_sequences, attend_trees, compute_dtype, hand_over
-from refattn.interface import AttentionOptions, Batch, ContextChunk, Fp8Scales, Plan, PrefillPlan, TreePlan
-from refattn.interface.ambient import without_autocast
+from refattn.attention import attend_plan, attend_sequences, finish
+from refattn.interface import (
+    AttentionOptions,
+    AttentionPlan,
+    Batch,
+    ContextChunk,
+    Fp8Scales,
+    Latents,
+    Plan,
+    PrefillPlan,
+)
+from refattn.interface.ambient import compute_dtype, without_autocast
 from refattn.interface.checks import (
     check_latent,
     check_latent_prefill,
@@ -39,6 +48,7 @@ from refattn.interface.checks import (
 from refattn.interface.contents import check_workspace
 from refattn.interface.scales import FP8_FORMATS
 from refattn.interface.values import check_memory, check_sizes
+from refattn.keys import read_latents
 from refattn.merge import merge
 from refattn.metadata import positions
 
@@ -63,7 +73,7 @@ def plan(batch: Batch, *, block_size: int) -> Plan:
 def attention(
     query: Float[Tensor, "t h d"],
     cache: Float[Tensor, "n p c"],
-    plan: Plan | TreePlan,
+    plan: AttentionPlan,
     options: AttentionOptions,
     *,
     latent_rank: int,
@@ -82,7 +92,7 @@ def attention(
         query: absorbed queries of the new tokens (`absorb`), with `d = r + rope`.
         cache: the pool of latents, `c >= r + rope`: elements after those are never read. In the type of the query, or
             codes, `torch.float8_e4m3fn` or `torch.float8_e5m2`.
-        plan: from `plan`, or of drafted trees from `speculative.plan`, once per step.
+        plan: from `plan`, or of another path over pages, once per step; levels of a cascade and drafted trees, too.
         options: those of the layer. It has to say `softmax_scale`: it comes from the head size before absorption.
         latent_rank: elements of a latent, `r`.
         cache_scale: what codes are multiplied with, above 0: one number for latents and rotary keys. 1 for a pool of
@@ -98,21 +108,10 @@ def attention(
 
     Source: DeepSeek-AI 2024, "DeepSeek-V2", section 2.1 and appendix C; one scale: `k_scale` of vLLM's MLA backends.
     """
-    block_table = check_latent(
-        query, cache, plan, options, out, return_lse, latent_rank=latent_rank, cache_scale=cache_scale
-    )
-    pages = rearrange(cache[..., : query.shape[2]], "n p d -> n p 1 d")
-    batch = plan.whole.batch if isinstance(plan, TreePlan) else plan.batch
-    keys = (
-        _numbers(kv_cache.gather(pages, blocks, seq_len), cache_scale, query.dtype)
-        for blocks, seq_len in zip(block_table, batch.seq_lens.tolist(), strict=True)
-    )
-    sequences = ((key, key[..., :latent_rank]) for key in keys)
-    if isinstance(plan, TreePlan):
-        result, lse = attend_trees(query, sequences, plan, options, value_head_size=latent_rank)
-    else:
-        result, lse = attend_sequences(query, sequences, plan, options, value_head_size=latent_rank)
-    return hand_over(result, lse, query, return_lse=return_lse, out=out)
+    keys = Latents(cache, latent_rank, cache_scale)
+    check_latent(query, cache, plan, options, out, return_lse, latent_rank=latent_rank, cache_scale=cache_scale)
+    result, lse = attend_plan(query, keys, plan, options)
+    return finish(result, lse, query.dtype, return_lse=return_lse, out=out)
 
 
 def plan_prefill(batch: Batch, *, block_size: int, workspace: int, max_context_len: int | None = None) -> PrefillPlan:
@@ -224,10 +223,10 @@ def prefill(
 
     answers = [part(latent, rope_key, plan.own, options)]
     for chunk in plan.chunks:
-        read = _numbers(rows[chunk.slots], cache_scale, query.dtype)
+        read = read_latents(rows[chunk.slots], cache_scale, query.dtype)
         answers.append(part(read[:, :rank], read[:, rank:], chunk.plan, options.without_sinks()))
     result, lse = merge(*zip(*answers, strict=True))
-    return hand_over(result, lse, query, return_lse=return_lse, out=out)
+    return finish(result, lse, query.dtype, return_lse=return_lse, out=out)
 
 
 def _in_one_part(
@@ -242,7 +241,7 @@ def _in_one_part(
 
     Chunks have a size that depends on how many sequences there are, and bits of partial answers depend on that size.
     """
-    parts = [(chunk.plan, _numbers(rows[chunk.slots], cache_scale, dtype)) for chunk in plan.chunks]
+    parts = [(chunk.plan, read_latents(rows[chunk.slots], cache_scale, dtype)) for chunk in plan.chunks]
     parts.append((plan.own, torch.cat([latent, rope_key], dim=-1)))
     sequences = [
         torch.cat([tokens[slice(*part.batch.key_rows()[i])].to(compute_dtype(dtype)) for part, tokens in parts])
@@ -264,13 +263,8 @@ def _as_read(
     (t, rank), rope = latent.shape, rope_key.shape[1]
     pool = allocate(max(1, t), 1, rank, rope, dtype=cache.dtype, device=cache.device)
     write(latent, rope_key, pool, torch.arange(t, device=cache.device), cache_scale=cache_scale)
-    read = _numbers(pool[:t, 0], cache_scale, latent.dtype)
+    read = read_latents(pool[:t, 0], cache_scale, latent.dtype)
     return read[:, :rank], read[:, rank:]
-
-
-def _numbers(codes: Float[Tensor, "*rows d"], cache_scale: float, dtype: torch.dtype) -> Float[Tensor, "*rows d"]:
-    """Return what codes stand for, in the compute type of a query's `dtype`; a scale of 1 leaves numbers alone."""
-    return codes.to(compute_dtype(dtype)) * torch.tensor(cache_scale, dtype=torch.float32, device="cpu")
 
 
 @without_autocast

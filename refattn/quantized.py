@@ -27,13 +27,20 @@ Source: Micikevicius et al. 2022, "FP8 Formats for Deep Learning"; Shah et al. 2
 from collections.abc import Sequence
 
 import torch
-from einops import rearrange, repeat
+from einops import rearrange
 from jaxtyping import Float, Float32, Int8, Int64, Shaped
 from torch import Tensor
 
-from refattn import kv_cache
-from refattn.attention import attend_sequences, attend_trees, compute_dtype, hand_over
-from refattn.interface import AttentionOptions, Batch, CascadePlan, Fp8Scales, Int8Scales, Plan, TreePlan
+from refattn.attention import attend_plan, finish
+from refattn.interface import (
+    AttentionOptions,
+    AttentionPlan,
+    Batch,
+    Fp8Scales,
+    Int8Scales,
+    Plan,
+    QuantizedPages,
+)
 from refattn.interface.checks import (
     check_int8_pools,
     check_quantized,
@@ -43,7 +50,7 @@ from refattn.interface.checks import (
     type_of_outputs,
 )
 from refattn.interface.values import check_sizes
-from refattn.merge import merge
+from refattn.keys import per_head, row_scale, scale_of, to_fp8, to_int8
 
 
 def plan(batch: Batch, *, block_size: int, causal: bool = True, window_size: tuple[int, int] = (-1, -1)) -> Plan:
@@ -72,7 +79,7 @@ def attention(
     query: Float[Tensor, "t h d"],
     key_cache: Shaped[Tensor, "n p hk d"],
     value_cache: Shaped[Tensor, "n p hk dv"],
-    plan: Plan | CascadePlan | TreePlan,
+    plan: AttentionPlan,
     options: AttentionOptions = AttentionOptions(),
     *,
     scales: Fp8Scales | Int8Scales,
@@ -108,17 +115,8 @@ def attention(
     Source: the descales of Shah et al. 2024, "FlashAttention-3".
     """
     check_quantized(query, key_cache, value_cache, plan, options, scales, out, return_lse)
-    levels, size, parts = plan.levels if isinstance(plan, CascadePlan) else (plan,), value_cache.shape[-1], []
-    for level in levels:
-        rounded, sequences = _read(query, key_cache, value_cache, level, scales)
-        its_options = options if level is levels[-1] else options.without_sinks()  # they count once
-        if isinstance(level, TreePlan):
-            parts.append(attend_trees(rounded, sequences, level, its_options, value_head_size=size))
-        else:
-            parts.append(attend_sequences(rounded, sequences, level, its_options, value_head_size=size))
-    result, lse = merge(*zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
-    like = query.to(type_of_outputs(query, out))
-    return hand_over(result, lse, like, return_lse=return_lse, out=out)
+    result, lse = attend_plan(query, QuantizedPages(key_cache, value_cache, scales), plan, options)
+    return finish(result, lse, type_of_outputs(query, out), return_lse=return_lse, out=out)
 
 
 def write(
@@ -135,7 +133,7 @@ def write(
         fp8     code = cast(clamp(x / scale, -largest, largest))
         int8    code = clamp(round(x / scale), -127, 127)         scale of a key = max |x| / 127, or 1 if that is 0
 
-    A key of zeros so comes back as zeros. Int8 values without a `scales.value` are written as they are.
+    So a key of zeros stays zero. Int8 values without a `scales.value` are written as they are.
 
     Args:
         key: the new keys, of any floating point type; rows after the last slot are padding.
@@ -159,16 +157,16 @@ def write(
         block, row = divmod(slot, key_cache.shape[1])
         if isinstance(scales, Fp8Scales):
             for x, cache, scale in ((key, key_cache, scales.key), (value, value_cache, scales.value)):
-                per_head = _per_head(scale, key.shape[1], 0).to(key.device)
-                cache.view(scales.format)[block, row] = _to_fp8(x[token], per_head, scales.format)
+                of_heads = per_head(scale, key.shape[1], 0).to(key.device)
+                cache.view(scales.format)[block, row] = to_fp8(x[token], of_heads, scales.format)
             continue
-        scale = _row_scale(key[token])
-        key_cache[block, row] = _to_int8(key[token], scale)
+        scale = row_scale(key[token])
+        key_cache[block, row] = to_int8(key[token], scale)
         scales.key[block, row] = rearrange(scale, "hk 1 -> hk")
         if scales.value is None:
             value_cache[block, row] = value[token]
         else:
-            value_cache[block, row] = _to_int8(value[token], scales.value)
+            value_cache[block, row] = to_int8(value[token], scales.value)
             scales.key[block, row].masked_fill_(value[token].isnan().any(-1), torch.nan)
 
 
@@ -237,116 +235,9 @@ def value_scales(values: Sequence[Float[Tensor, "_ hk dv"]]) -> Float32[Tensor, 
     """
     check_values(values)
     largest = torch.stack([_largest(value) for value in values]).amax(0)
-    return _scale_of(largest)
-
-
-# --- codes into numbers ---
-
-
-def _read(
-    query: Float[Tensor, "t h d"],
-    key_cache: Shaped[Tensor, "n p hk d"],
-    value_cache: Shaped[Tensor, "n p hk dv"],
-    plan: Plan | TreePlan,
-    scales: Fp8Scales | Int8Scales,
-) -> tuple[Float[Tensor, "t h d"], list[tuple[Float[Tensor, "_ hk d"], Float[Tensor, "_ hk dv"]]]]:
-    """Return the queries, and the keys and values of each sequence of a plan, that the codes stand for."""
-    plan = plan.whole if isinstance(plan, TreePlan) else plan
-    compute, block_table = compute_dtype(query.dtype), plan.batch.block_table
-    assert block_table is not None  # it is a plan over pages
-    rounded, sequences = query.to(compute, copy=True), []
-    for i, ((q0, q1), blocks, seq_len) in enumerate(
-        zip(plan.batch.query_rows(), block_table, plan.batch.seq_lens.tolist(), strict=True)
-    ):
-        key, value = (kv_cache.gather(cache, blocks, seq_len) for cache in (key_cache, value_cache))
-        if isinstance(scales, Fp8Scales):
-            member = i if plan.sequences is None else int(plan.sequences[i])
-            read = _read_fp8(query[q0:q1], key, value, scales, member, compute)
-        else:
-            of_key = kv_cache.gather(rearrange(scales.key, "n p hk -> n p hk 1"), blocks, seq_len)
-            read = _read_int8(query[q0:q1], key, value, of_key, scales.value, compute)
-        rounded[q0:q1], key, value = read
-        sequences.append((key, value))
-    return rounded, sequences
-
-
-def _read_fp8(
-    query: Float[Tensor, "t h d"],
-    key: Shaped[Tensor, "s hk d"],
-    value: Shaped[Tensor, "s hk dv"],
-    scales: Fp8Scales,
-    sequence: int,
-    compute: torch.dtype,
-) -> tuple[Float[Tensor, "t h d"], Float[Tensor, "s hk d"], Float[Tensor, "s hk dv"]]:
-    """Return the queries, keys and values of one sequence that its codes stand for."""
-    hk = key.shape[1]
-    key, value = (
-        _times(codes.view(scales.format).to(compute), _per_head(scale, hk, sequence).to(query.device, compute))
-        for codes, scale in ((key, scales.key), (value, scales.value))
-    )
-    if scales.query is None:
-        return query.to(compute), key, value
-    per_kv_head = _per_head(scales.query, hk, sequence).to(query.device)
-    of_query = repeat(per_kv_head, "hk 1 -> (hk g) 1", g=query.shape[1] // hk)
-    codes = query if query.dtype == scales.format else _to_fp8(query, of_query, scales.format)
-    return codes.to(compute) * of_query.to(compute), key, value
-
-
-def _read_int8(
-    query: Float[Tensor, "t h d"],
-    key: Int8[Tensor, "s hk d"],
-    value: Shaped[Tensor, "s hk dv"],
-    of_key: Float32[Tensor, "s hk 1"],
-    of_value: Float32[Tensor, "hk dv"] | None,
-    compute: torch.dtype,
-) -> tuple[Float[Tensor, "t h d"], Float[Tensor, "s hk d"], Float[Tensor, "s hk dv"]]:
-    """Return the queries, keys and values of one sequence that its codes stand for."""
-    of_query = _row_scale(query)
-    return (
-        _to_int8(query, of_query).to(compute) * of_query.to(compute),
-        key.to(compute) * of_key.to(compute),
-        value.to(compute) * (1.0 if of_value is None else of_value.to(compute)),
-    )
-
-
-def _times(codes: Float[Tensor, "s hk d"], scale: Float[Tensor, "hk 1"]) -> Float[Tensor, "s hk d"]:
-    """Multiply codes with their scale; NaN and infinity stay, and have no part in the gradient of the scale."""
-    finite = codes.isfinite()
-    return torch.where(finite, codes.masked_fill(~finite, 0.0) * scale, codes)
-
-
-# --- numbers into codes ---
-
-
-def _to_fp8(x: Float[Tensor, "*rows heads size"], scale: Float32[Tensor, "heads 1"], kind: torch.dtype) -> Tensor:
-    largest = torch.finfo(kind).max
-    return (x.float() / scale).clamp(-largest, largest).to(kind)
-
-
-def _to_int8(
-    x: Float[Tensor, "*rows heads size"], scale: Float32[Tensor, "*rows2 heads #size"]
-) -> Int8[Tensor, "*rows heads size"]:
-    """Round to the nearest, of two to the even; NaN, for which there is no code, becomes 0 under a scale of NaN."""
-    return (x.float() / scale).round().clamp(-127, 127).nan_to_num(0.0).to(torch.int8)
-
-
-def _row_scale(x: Float[Tensor, "*rows heads size"]) -> Float32[Tensor, "*rows heads 1"]:
-    return _scale_of(x.float().abs().amax(-1, keepdim=True))
-
-
-def _scale_of(largest: Float32[Tensor, "..."]) -> Float32[Tensor, "..."]:
-    """Return the scale by which the largest number becomes 127; 1 if it is 0, or too small to be divided."""
-    scale = largest / torch.full_like(largest, 127.0)  # a GPU divides by a number as it multiplies by its reciprocal
-    return scale.masked_fill(scale == 0, 1.0)
+    return scale_of(largest)
 
 
 def _largest(value: Float[Tensor, "t hk dv"]) -> Float32[Tensor, "hk dv"]:
     zeros = torch.zeros(1, *value.shape[1:], dtype=torch.float32, device=value.device)  # no token is a tensor, too
     return torch.cat([value.float().abs(), zeros]).amax(0)
-
-
-def _per_head(scale: float | Float32[Tensor, "..."], num_kv_heads: int, sequence: int) -> Float32[Tensor, "hk 1"]:
-    """Return the scale of each KV head for one sequence of the batch."""
-    numbers = torch.as_tensor(scale, dtype=torch.float32, device=scale.device if isinstance(scale, Tensor) else "cpu")
-    numbers = numbers[sequence] if numbers.ndim == 2 else numbers
-    return rearrange(numbers.expand(num_kv_heads), "hk -> hk 1")

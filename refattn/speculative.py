@@ -30,8 +30,8 @@ from jaxtyping import Bool, Float, Int32, Int64, Shaped
 from torch import Tensor
 
 from refattn import chunked_prefill, masks
-from refattn.attention import attend_trees, hand_over
-from refattn.interface import Accepted, AttentionOptions, Batch, DraftStep, Plan, TreePlan, Trees
+from refattn.attention import attend_plan, finish
+from refattn.interface import Accepted, AttentionOptions, Batch, DraftStep, Pages, Plan, TreePlan, Trees
 from refattn.interface.checks import check_tree
 from refattn.interface.contents import check_block_table, check_num_tokens
 from refattn.interface.trees import (
@@ -47,7 +47,6 @@ from refattn.interface.trees import (
     check_trees,
 )
 from refattn.interface.values import check_device, check_flag, check_window
-from refattn.kv_cache import gather
 from refattn.metadata import make_batch
 
 
@@ -254,13 +253,9 @@ def attention(
     """
     if isinstance(plan, Plan):
         return chunked_prefill.attention(query, key_cache, value_cache, plan, options, return_lse=return_lse, out=out)
-    block_table = check_tree(query, key_cache, value_cache, plan, options, out, return_lse)
-    sequences = (
-        (gather(key_cache, blocks, seq_len), gather(value_cache, blocks, seq_len))
-        for blocks, seq_len in zip(block_table, plan.whole.batch.seq_lens.tolist(), strict=True)
-    )
-    result, lse = attend_trees(query, sequences, plan, options, value_head_size=value_cache.shape[-1])
-    return hand_over(result, lse, query, return_lse=return_lse, out=out)
+    check_tree(query, key_cache, value_cache, plan, options, out, return_lse)
+    result, lse = attend_plan(query, Pages(key_cache, value_cache), plan, options)
+    return finish(result, lse, query.dtype, return_lse=return_lse, out=out)
 
 
 def accept(batch: Batch, trees: Trees, drafts: Int64[Tensor, "t"], chosen: Int64[Tensor, "t"]) -> Accepted:

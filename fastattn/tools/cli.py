@@ -47,22 +47,6 @@ def demo(
 
 
 @main.command()
-def compare(
-    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1 ...")] = "cpu",
-    quick: Annotated[bool, typer.Option(help="A sixteenth of every length: to see that it works.")] = False,
-) -> None:
-    """Compute every path with both twins here: error, what is allowed, time, memory."""
-    from fastattn.tools import compare as module
-
-    try:
-        proven = module.run(device, quick=quick)
-    except ValueError as error:
-        typer.echo(error, err=True)
-        raise typer.Exit(2) from error
-    raise typer.Exit(0 if proven else 1)
-
-
-@main.command()
 def bench(
     device: Annotated[str, typer.Option(help="What to measure: cpu, cuda, cuda:1 ...")] = "cpu",
     rows: Annotated[list[str] | None, typer.Option(help="Part of a row's name; may be given several times.")] = None,

@@ -42,7 +42,7 @@ from fastattn import kv_cache, metadata
 from fastattn.serving import CudaGraphs
 from refattn.conformance.tolerance import FLOAT32_ROUNDINGS, Distance, bound
 from refattn.interface import AttentionOptions, CascadePlan, Plan
-from refattn.serving import CPU, Amax, Counters, Engine, NGram, Request, SamplingParams, calibrate
+from refattn.serving import CPU, Amax, Counters, Engine, NGram, Request, SamplingParams, StepTokens, calibrate
 from refattn.serving.demo_model import MODEL, load, model_file
 from refattn.serving.layers import KV_CACHE_DTYPES
 
@@ -667,7 +667,7 @@ def perplexity(work: Work) -> float:
     engine, losses = work.engine("fastattn"), []
     for prompt in work.prompts:
         request = Request(prompt, len(prompt), work.sampling, blocks=list(range(-(-len(prompt) // BLOCK_SIZE))))
-        inputs = engine.make_inputs({request: len(prompt)})
+        inputs = engine.make_inputs(StepTokens.of({request: len(prompt)}))
         inputs["logits_to_keep"] = torch.arange(len(prompt) - 1, device=work.model.device)
         next_tokens = torch.tensor(prompt[1:], device=work.model.device)
         losses.append(cross_entropy(engine.run_model(inputs).float(), next_tokens, reduction="none"))

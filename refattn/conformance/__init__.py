@@ -13,6 +13,7 @@ from refattn.conformance.kernel import claims
 from refattn.conformance.readout import assert_same_masks, masks_by_hand, read_masks
 from refattn.conformance.spec import PathSpec
 from refattn.conformance.tolerance import assert_close, assert_matches_reference
+from refattn.conformance.workload import Workload
 
 __all__ = [
     "CASES",
@@ -22,6 +23,7 @@ __all__ = [
     "Example",
     "Paged",
     "PathSpec",
+    "Workload",
     "assert_close",
     "assert_matches_reference",
     "assert_same_masks",

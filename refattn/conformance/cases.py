@@ -3,10 +3,12 @@
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from refattn.conformance.workload import Workload
 from refattn.interface import Batch
 
 STALE = 1e4  # a large number moves an answer a little
@@ -16,22 +18,40 @@ HARMLESS = (0.5,)  # what it holds where answers are compared bit for bit with t
 GARBAGE = (-1, 1_000_000)  # what a table holds past a sequence's last block
 
 
-@dataclass(frozen=True)
-class Case:
-    """A ragged batch as plain numbers; `str()` of it is its test id."""
+@dataclass(frozen=True, init=False, repr=False)
+class Case(Workload):
+    """A ragged batch for any path that reads keys and values of numbers, by its name, which is its test id.
 
-    name: str
-    lens: tuple[tuple[int, int], ...]  # (query_len, seq_len) of each sequence
-    heads: tuple[int, int] = (4, 2)  # query heads, key heads
-    head_size: int = 64
-    value_head_size: int | None = None
-    block_size: int = 16
-    layout: str = "NHD"
-    padding_rows: int = 0
+    Attributes:
+        name: of the batch.
+    """
+
+    name: str = ""
+    heads: tuple[int, int] = (4, 2)
+
+    def __init__(
+        self,
+        name: str,
+        lens: tuple[tuple[int, int], ...],
+        heads: tuple[int, int] = (4, 2),
+        head_size: int = 64,
+        value_head_size: int = 0,
+        block_size: int = 16,
+        layout: str = "NHD",
+        padding_rows: int = 0,
+        **more: Any,
+    ) -> None:
+        """Take what differs from case to case; `layout` is that of the pool."""
+        object.__setattr__(self, "name", name)
+        sizes = (heads, head_size, value_head_size, block_size, padding_rows)
+        super().__init__(more.pop("path", "chunked_prefill"), lens, *sizes, **{"pool": layout, **more})
 
     def __str__(self) -> str:
         """Name the case."""
         return self.name
+
+    def __repr__(self) -> str:
+        return self._as_code(self.name, "name", "path")
 
 
 CASES = [
@@ -81,7 +101,7 @@ class Paged:
 
 
 def build(
-    case: Case,
+    case: Workload,
     *,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
@@ -98,13 +118,13 @@ def build(
     generator, shuffle = torch.Generator().manual_seed(seed), random.Random(seed)
     h, hk = case.heads
     d, p = case.head_size, case.block_size
-    dv = case.value_head_size or d
+    dv = case.value_size
     seq_lens = [s for _, s in case.lens]
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float32).to(dtype)
 
-    query = draw(sum(q for q, _ in case.lens) + case.padding_rows, h, d)
+    query = draw(case.num_tokens + case.padding_rows, h, d)
     query[len(query) - case.padding_rows :] = poisoned(case.padding_rows, h, d, poison).to(dtype)
     keys = [draw(s, hk, d) for s in seq_lens] if keys is None else [x.to(dtype) for x in keys]
     values = [draw(s, hk, dv) for s in seq_lens] if values is None else [x.to(dtype) for x in values]
@@ -124,7 +144,7 @@ def build(
                 table[i, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
                 for block, part in zip(blocks, rows[i].split(p), strict=True):
                     pool[block, : len(part)] = part
-        if case.layout == "HND":
+        if case.pool == "HND":
             pool = pool.transpose(1, 2).contiguous().to(device).transpose(1, 2)
         pools.append(pool.to(device))
 
@@ -135,7 +155,7 @@ def build(
         block_table=table.to(device),
         max_query_len=max(q for q, _ in case.lens),
         max_seq_len=max(seq_lens),
-        num_tokens=sum(q for q, _ in case.lens),
+        num_tokens=case.num_tokens,
     )
     more_keys, more_values = (
         poisoned(case.padding_rows, hk, size, poison, first=kind).to(device, dtype) for kind, size in enumerate((d, dv))

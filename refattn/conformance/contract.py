@@ -14,6 +14,7 @@ from torch import Tensor
 
 from refattn.conformance.example import PATHS, Answers, Arguments, Example, expected, poison
 from refattn.conformance.kernel import Kernel, Shape
+from refattn.conformance.readout import one_hot_values
 from refattn.conformance.tolerance import assert_close
 
 Draw = st.DrawFn
@@ -110,7 +111,7 @@ def draw_example(
         tuple(pairs),
         heads,
         head_size,
-        None if value_head_size == head_size else value_head_size,
+        0 if value_head_size == head_size else value_head_size,
         block_size,
         options=options,
         seed=draw(st.integers(0, 3)),
@@ -344,7 +345,7 @@ def mask(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> N
 
 def seen_masks(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> list[Tensor]:
     """Read out of the output which weights each query of each sequence gave to the keys, `[t, h, columns]`."""
-    width = example.value_head_size or example.head_size
+    width = example.value_size
     rows, pieces = example.num_tokens, []
     for first in range(0, max(1, max(s for _, s in example.lens)), width):
         out = ask(kernel, example, one_hot(example, dtype, device, first))["out"].detach().float().cpu()
@@ -356,12 +357,7 @@ def seen_masks(kernel: Kernel, example: Example, dtype: torch.dtype, device: str
 
 def one_hot(example: Example, dtype: torch.dtype, device: str, first: int = 0) -> Arguments:
     """Make the arguments with zero queries, and values that name their keys, from some key on."""
-    width = example.value_head_size or example.head_size
-    keys = torch.arange(first, first + width)
-    values = [
-        (torch.arange(s)[:, None] == keys).float()[:, None].repeat(1, example.heads[1], 1) for _, s in example.lens
-    ]
-    arguments = example.tensors(dtype, device, values=values)
+    arguments = example.tensors(dtype, device, values=one_hot_values(example, first))
     return arguments | dict(query=torch.zeros_like(arguments["query"]))
 
 
@@ -543,7 +539,7 @@ def _copied(x: Any) -> Any:
 def out_memory(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
     """Give memory for the output, in the middle of a larger piece: it is written, and nothing around it."""
     arguments = example.tensors(dtype, device)
-    t, (h, _), dv = example.num_tokens, example.heads, example.value_head_size or example.head_size
+    t, (h, _), dv = example.num_tokens, example.heads, example.value_size
     memory = torch.full((t + 2, h, dv), 7.0, dtype=dtype, device=device)
     answers = ask(kernel, example, arguments, out=memory[1:-1])
     if not (memory[0] == 7).all() or not (memory[-1] == 7).all():

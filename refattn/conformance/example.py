@@ -7,7 +7,7 @@ The tensors are a dict with the names that the path's `plan`, `AttentionOptions`
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -16,80 +16,54 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from refattn import masks
 from refattn.conformance.call import attend
-from refattn.conformance.cases import HARMLESS, Case, build, poisoned
-from refattn.conformance.tolerance import WIDER, computing_in, on_cpu
+from refattn.conformance.cases import HARMLESS, build, poisoned
+from refattn.conformance.oracle import sight
+from refattn.conformance.tolerance import WIDER, on_cpu
+from refattn.conformance.workload import Workload
 from refattn.interface import Batch, Fp8Scales, Prefix
+from refattn.interface.ambient import computing_in
 from refattn.metadata import slot_mapping
 from refattn.speculative import make_trees
 
 Arguments = dict[str, Any]
 Answers = dict[str, Tensor]
+SHOWN = ("lens", "heads", "head_size", "value_head_size", "block_size", "padding_rows", "options", "seed")
 LAMBDA, LAMBDA_INIT = 0.3, 0.2  # of differential attention: neither 0, nor alike
 
 
-@dataclass(frozen=True)
-class Example:
-    """A batch, and how its path is called.
+@dataclass(frozen=True, repr=False)
+class Example(Workload):
+    """A workload that says in `options` how its path is called.
 
     Attributes:
-        path: the path's file in `refattn`.
-        lens: `(query_len, seq_len)` of each sequence.
-        heads: query heads and key heads.
-        head_size: elements of a query and a key.
-        value_head_size: elements of a value; as `head_size` if None. Of `mla`, the rank of a latent.
-        block_size: tokens in a block.
-        padding_rows: query rows after the last sequence; of `kv_cache`, tokens whose slot is -1.
         options: of the plan and of `AttentionOptions`, by name; True for slopes and sinks, which are then made. Of
             `cascade`, `shared`: blocks that all sequences share. Of `merge`, `parts`, and `empty`: whether rows are. Of
             `quantized`, `scales` of keys and values.
-        seed: of the numbers and of where the blocks lie.
     """
 
-    path: str
-    lens: tuple[tuple[int, int], ...] = ((1, 1),)
-    heads: tuple[int, int] = (1, 1)
-    head_size: int = 64
-    value_head_size: int | None = None
-    block_size: int = 16
-    padding_rows: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
-    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Take the mask from the options."""
+        said = self.options.get
+        mask = dict(causal=said("causal", True), window=tuple(said("window_size", (-1, -1))))
+        mask |= dict(chunk_blocks=said("chunk_size", 0) // self.block_size, trees="drawn")
+        for name, value in mask.items():
+            object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:
-        shown = [
-            f"{f.name}={getattr(self, f.name)!r}" for f in fields(self)[1:] if getattr(self, f.name) != _default(f)
-        ]
+        default = Example(self.path)
+        shown = [f"{name}={getattr(self, name)!r}" for name in SHOWN if getattr(self, name) != getattr(default, name)]
         return f"Example({', '.join([repr(self.path), *shown])})"
-
-    @property
-    def case(self) -> Case:
-        """The batch alone."""
-        sizes = (self.heads, self.head_size, self.value_head_size, self.block_size)
-        return Case("drawn", self.lens, *sizes, padding_rows=self.padding_rows)
-
-    @property
-    def num_tokens(self) -> int:
-        """Query rows of all sequences."""
-        return sum(q for q, _ in self.lens)
 
     def masks(self) -> list[Tensor]:
         """Draw which keys each query of each sequence should see, `[t, s]`."""
-        drawn = []
-        for q, s in self.lens:
-            visible = masks.visible_keys(
-                q, s, causal=self.options.get("causal", True), window_size=self.options.get("window_size", (-1, -1))
-            )
-            if self.path == "local":
-                visible = masks.chunk(q, s, self.options["chunk_size"])
-            if self.path == "speculative":
-                visible = torch.cat([visible[:, : s - q], masks.tree(self.parents(q))], dim=-1)
-            drawn.append(visible)
-        return drawn
+        return [sight(self, i).visible for i in range(len(self.lens))]
 
-    def parents(self, nodes: int) -> list[int]:
+    def parents(self, i: int) -> list[int]:
         """Return the parents of the nodes of a tree of `speculative`: they follow from their number and the seed."""
+        nodes = self.nodes(i)
         chosen = random.Random(1000 * self.seed + nodes)
         return [chosen.randint(-1, node - 1) for node in range(nodes)]
 
@@ -230,11 +204,11 @@ def poison(example: Example, arguments: Arguments, name: str) -> Arguments:
 
 def _paged(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> Arguments:
     """Lay the batch out in a shuffled pool; spare entries of the table name a block that nobody owns."""
-    drawn = build(example.case, dtype=dtype, seed=example.seed, poison=HARMLESS, values=changed.get("values"))
+    drawn = build(example, dtype=dtype, seed=example.seed, poison=HARMLESS, values=changed.get("values"))
     batch = replace(drawn.batch, num_tokens=example.num_tokens)
     options = _options(example)
     if example.path == "speculative":
-        options["trees"] = make_trees([example.parents(q) for q, _ in example.lens])
+        options["trees"] = make_trees(list(map(example.parents, range(len(example.lens)))))
     if example.path == "cascade":
         batch, options = _sharing(example, batch, options)
     batch = replace(batch, block_table=_table(example, batch, _unowned(drawn.key_cache, example, batch)))
@@ -243,7 +217,7 @@ def _paged(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> 
 
 
 def _dense(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> Arguments:
-    drawn = build(example.case, dtype=dtype, seed=example.seed, poison=HARMLESS, values=changed.get("values"))
+    drawn = build(example, dtype=dtype, seed=example.seed, poison=HARMLESS, values=changed.get("values"))
     query, key, value, batch = drawn.rows
     batch = replace(batch, block_table=None)
     return dict(query=changed.get("query", query), key=key, value=value, batch=batch, **_options(example))
@@ -251,8 +225,8 @@ def _dense(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> 
 
 def _latents(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> Arguments:
     """Put latents into the pool, with some columns after them that nobody uses."""
-    rank = example.value_head_size or example.head_size
-    case = replace(example.case, heads=(example.heads[0], 1), value_head_size=None)
+    rank = example.value_size
+    case = replace(example, heads=(example.heads[0], 1), value_head_size=0)
     keys = changed.get("values")
     if keys is not None:  # a latent is key and value at once
         keys = [torch.nn.functional.pad(x[:, :1].float(), (0, example.head_size - rank)) for x in keys]
@@ -305,7 +279,7 @@ def _partials(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) 
 def _new_tokens(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> Arguments:
     """Draw new keys and values, a pool with numbers in it, and the slots that the tokens go to."""
     generator = torch.Generator().manual_seed(example.seed)
-    drawn = build(example.case, dtype=dtype, seed=example.seed, poison=HARMLESS)
+    drawn = build(example, dtype=dtype, seed=example.seed, poison=HARMLESS)
     t = example.num_tokens
     slots = slot_mapping(drawn.batch, t + example.padding_rows, block_size=example.block_size)
     pools = {
@@ -369,10 +343,6 @@ def _wider(value: Any, dtype: torch.dtype) -> Any:
         return [_wider(x, dtype) for x in value]
     is_code = isinstance(value, Tensor) and value.dtype.itemsize == 1
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() and not is_code else value
-
-
-def _default(of: Any) -> Any:
-    return of.default_factory() if callable(of.default_factory) else of.default
 
 
 POOLS = (("key_cache", 0), ("value_cache", 0))

@@ -4,10 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from refattn.conformance.cases import Case, build
+from refattn.conformance.workload import Workload
 
 
 def read_masks(
@@ -37,17 +38,11 @@ def read_masks(
     Raises:
         AssertionError: if some weight is not that of a mask, or an LSE not that of its row.
     """
-    width = case.value_head_size or case.head_size
+    width = case.value_size
     longest = max(s for _, s in case.lens)
     pieces = []
     for first in range(0, max(longest, 1), width):
-        values = []
-        for _, s in case.lens:
-            value = torch.zeros(s, case.heads[1], width, dtype=torch.float32)
-            for j in range(first, min(s, first + width)):
-                value[j, :, j - first] = 1.0
-            values.append(value)
-        inputs = build(case, device=device, values=values)
+        inputs = build(case, device=device, values=one_hot_values(case, first))
         arguments = inputs.tensors if paged else inputs.rows
         out, lse = attention(torch.zeros_like(arguments[0]), *arguments[1:], **options, return_lse=True)
         pieces.append(out)
@@ -70,6 +65,12 @@ def read_masks(
     if weights[row:].any() or not (lse[row:] == -torch.inf).all():
         raise AssertionError("a padding row is not empty")
     return masks
+
+
+def one_hot_values(work: Workload, first: int) -> list[Float[Tensor, "s hk dv"]]:
+    """Return values of each sequence that name as many of its keys as there are elements, from the key `first` on."""
+    named = torch.arange(first, first + work.value_size)
+    return [(torch.arange(s)[:, None] == named).float()[:, None].repeat(1, work.heads[1], 1) for _, s in work.lens]
 
 
 def masks_by_hand(case: Case, sees: Callable[[int, int], bool]) -> list[Bool[Tensor, "t s"]]:

@@ -5,7 +5,7 @@ positions. From that follow
 
     mask          the mask, recovered from the output, equals the rule
     poison        no bit of the output depends on memory that no query may see
-    formula       the reference equals softmax in float64, written here once more
+    formula       the reference equals the oracle, softmax in float64 written once more
     twins         the fast twin equals the reference, within the one tolerance
     bad input     an error that names the argument, and nothing is written
 """
@@ -20,8 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from refattn.conformance import oracle
 from refattn.conformance.call import attend
 from refattn.conformance.cases import FINITE_POISON, HARMLESS, POISON, Case, Paged, build
+from refattn.conformance.oracle import Sight
 from refattn.conformance.readout import assert_same_masks, masks_by_hand, read_masks
 from refattn.conformance.tolerance import assert_matches_reference
 from refattn.interface import Batch
@@ -109,26 +111,21 @@ class PathSpec:
         return inputs.tensors if self.paged else inputs.rows
 
     def check_formula(self, case: Case) -> None:
-        """Compare the reference in float64 with softmax written by hand, one sequence at a time.
+        """Compare the reference in float64 with the oracle, one sequence at a time.
 
         Raises:
             AssertionError: if they differ by more than rounding.
         """
         inputs = build(case, dtype=torch.float64)
         out, lse = self.call("refattn", *self._tensors(inputs), return_lse=True)
-        row = 0
-        for (q, _), key, value, mask in zip(
-            case.lens, inputs.keys, inputs.values, masks_by_hand(case, self.sees), strict=True
-        ):
-            for head in range(case.heads[0]):
-                key_head = head * case.heads[1] // case.heads[0]
-                products = inputs.query[row : row + q, head] @ key[:, key_head].T * case.head_size**-0.5
-                weights = products.exp() * mask
-                total = weights.sum(-1)
-                expected = weights @ value[:, key_head] / total.clamp(min=1e-300)[:, None]
-                torch.testing.assert_close(out[row : row + q, head], expected, rtol=1e-11, atol=1e-12)
-                torch.testing.assert_close(lse[row : row + q, head], total.log(), rtol=1e-11, atol=1e-12)
-            row += q
+        row, scale = 0, case.head_size**-0.5
+        for key, value, mask in zip(inputs.keys, inputs.values, masks_by_hand(case, self.sees), strict=True):
+            rows = slice(row, row + len(mask))
+            seen = Sight(mask, torch.zeros_like(mask))  # without slopes nobody asks for distances
+            expected = oracle.attend(inputs.query[rows], key, value, seen, scale=scale)
+            torch.testing.assert_close(out[rows], expected.out, rtol=1e-11, atol=1e-12)
+            torch.testing.assert_close(lse[rows], expected.lse, rtol=1e-11, atol=1e-12)
+            row = rows.stop
 
     def check_twins(
         self, case: Case, *, device: str = "cpu", dtype: torch.dtype = torch.float32, **options: Any

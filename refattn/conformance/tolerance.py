@@ -11,14 +11,13 @@ numbers the larger of two such walks can be any multiple of the smaller.
 """
 
 import dataclasses
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor
+
+from refattn.interface.ambient import computing_in
 
 FLOAT32_ROUNDINGS = 16  # the square root of the largest head size, 256
 WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
@@ -131,17 +130,3 @@ def on_cpu(x: Any, device: str = "cpu") -> Any:
 def _cast(x: Any, dtype: torch.dtype) -> Any:
     is_number = isinstance(x, Tensor) and x.is_floating_point() and x.itemsize > 1  # codes of fp8 stay what they are
     return x.to(dtype) if is_number else x
-
-
-@contextmanager
-def computing_in(dtype: torch.dtype) -> Iterator[None]:
-    """Make the reference compute in some type instead of casting up."""
-    users = [module for name, module in sys.modules.items() if name.startswith("refattn.")]
-    patches = [mock.patch.object(m, "compute_dtype", lambda _: dtype) for m in users if hasattr(m, "compute_dtype")]
-    for patch in patches:
-        patch.start()
-    try:
-        yield
-    finally:
-        for patch in patches:
-            patch.stop()

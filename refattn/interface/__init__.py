@@ -1,15 +1,18 @@
 """What both twins take and return besides tensors: batches, plans, options, scales, groups. Computes no attention."""
 
 from refattn.interface.batch import Batch, Part, Prefix
+from refattn.interface.keys import AnyKeys, Keys, Latents, Pages, Pairs, QuantizedPages, Rows
 from refattn.interface.options import AttentionOptions
 from refattn.interface.parallel import DistributedGroup, Group, Shard, simulate_ranks
 from refattn.interface.plan import CascadePlan, ContextChunk, ContextParallelPlan, Needs, Plan, PrefillPlan
 from refattn.interface.scales import Fp8Scales, Int8Scales
-from refattn.interface.trees import Accepted, DraftStep, TreePlan, Trees
+from refattn.interface.trees import Accepted, AttentionPlan, DraftStep, TreePlan, Trees
 
 __all__ = [
     "Accepted",
+    "AnyKeys",
     "AttentionOptions",
+    "AttentionPlan",
     "Batch",
     "CascadePlan",
     "ContextChunk",
@@ -19,11 +22,17 @@ __all__ = [
     "Fp8Scales",
     "Group",
     "Int8Scales",
+    "Keys",
+    "Latents",
     "Needs",
+    "Pages",
+    "Pairs",
     "Part",
     "Plan",
     "PrefillPlan",
     "Prefix",
+    "QuantizedPages",
+    "Rows",
     "Shard",
     "TreePlan",
     "Trees",

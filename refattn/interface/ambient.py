@@ -1,7 +1,8 @@
-"""What PyTorch does around a call on its own: it casts under autocast, and records operations for gradients."""
+"""What surrounds a call: autocast casts, gradients are recorded, and a test may ask for another compute type."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -15,6 +16,26 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 AUTOCAST_DEVICES = ("cpu", "cuda", "mps", "xpu")
+
+_compute_dtype: ContextVar[torch.dtype | None] = ContextVar("compute_dtype", default=None)
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the type that a reference computes in: float64 for float64 input, else float32."""
+    asked = _compute_dtype.get()
+    if asked is not None:
+        return asked
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@contextmanager
+def computing_in(dtype: torch.dtype) -> Iterator[None]:
+    """Let the reference compute in some type inside a `with` block, to see by how much a formula errs in it."""
+    token = _compute_dtype.set(dtype)
+    try:
+        yield
+    finally:
+        _compute_dtype.reset(token)
 
 
 def without_autocast(function: Callable[P, T]) -> Callable[P, T]:

@@ -105,6 +105,16 @@ class Plan:
         left, right = self.window_size
         return left, 0 if self.causal else right
 
+    @property
+    def levels(self) -> "tuple[Plan, ...]":
+        """The plans whose answers merge into one: this one alone."""
+        return (self,)
+
+    @property
+    def whole(self) -> "Plan":
+        """The plan without what a tree adds: itself."""
+        return self
+
 
 @dataclass(frozen=True, eq=False)
 class CascadePlan:

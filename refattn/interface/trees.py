@@ -26,7 +26,7 @@ from torch import Tensor
 
 from refattn.interface.batch import Batch
 from refattn.interface.contents import check_block_table, check_lengths
-from refattn.interface.plan import Plan
+from refattn.interface.plan import CascadePlan, Plan
 from refattn.interface.values import (
     check_can_be_written,
     check_floating,
@@ -141,6 +141,19 @@ class TreePlan:
                 f"prefix: expected the {(whole - self.trees.lens).tolist()} keys before the trees, "
                 f"got {prefix.tolist()}"
             )
+
+    @property
+    def batch(self) -> Batch:
+        """The lengths and the block table."""
+        return self.whole.batch
+
+    @property
+    def levels(self) -> "tuple[TreePlan, ...]":
+        """The plans whose answers merge into one: this one alone."""
+        return (self,)
+
+
+AttentionPlan = Plan | CascadePlan | TreePlan  # whatever says who may see whom, over any storage
 
 
 class Accepted(NamedTuple):

@@ -5,10 +5,10 @@ from refattn.serving.calibration import calibrate
 from refattn.serving.cost_model import CPU, H200, Machine
 from refattn.serving.engine import Engine, Step
 from refattn.serving.layers import Amax
-from refattn.serving.request import Event, Request
+from refattn.serving.request import Draft, Event, Request, StepTokens
 from refattn.serving.sampling import SamplingParams, sample
 from refattn.serving.scheduler import Counters, Scheduler
-from refattn.serving.speculation import Draft, DraftModel, NGram
+from refattn.serving.speculation import DraftModel, NGram
 from refattn.serving.window_pool import WindowPool
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "SamplingParams",
     "Scheduler",
     "Step",
+    "StepTokens",
     "WindowPool",
     "calibrate",
     "sample",

@@ -9,9 +9,9 @@ the rest of the budget goes to chunks of prompts. With a budget of 8, and prompt
 
 The engine runs the model's own code and replaces only its attention: transformers passes the queries, keys and values
 of each layer to `models.paged_attention`, and the engine writes them into the pool and attends over it with the given
-twin. It computes nothing itself. The kinds of layers are in `layers`: windows use `sliding_window`, chunks `local`,
-pairs of softmaxes `differential`, latents `mla`, and all others `chunked_prefill`, or `cascade` in a step whose
-requests share so many blocks that it is worth reading them once.
+twin. It computes nothing itself. A layer is a mask over a storage (`layers`): windows are planned by `sliding_window`,
+chunks by `local`, all else by `chunked_prefill`, or by `cascade` in a step whose requests share so many blocks that it
+is worth reading them once; pairs of softmaxes are computed by `differential`, latents by `mla`, 8 bits by `quantized`.
 
 A layer with a window or with chunks has a smaller pool (`WindowPool`) if no step can need all of its blocks: a block is
 freed as soon as no later token can see it.
@@ -34,32 +34,21 @@ from math import ceil
 from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 import torch
-from einops import rearrange, reduce
-from jaxtyping import Float, Int64
+from einops import reduce
+from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 
 import refattn
-from refattn.interface import Accepted, AttentionOptions, Batch, CascadePlan, Plan, Prefix, TreePlan, Trees
+from refattn.interface import Accepted, AttentionOptions, Batch, Prefix, Trees
 from refattn.interface.trees import MOST_NODES
 from refattn.serving import models
 from refattn.serving.block_pool import BlockPool
 from refattn.serving.cost_model import CPU, H200, Machine, saved_key_reads, worthwhile_prefixes
-from refattn.serving.layers import (
-    KEY_RANGE,
-    VALUE_RANGE,
-    Amax,
-    Layer,
-    Lens,
-    QuantizedLayer,
-    SplitPlan,
-    Twin,
-    quantize,
-    set_scales,
-)
-from refattn.serving.request import Event, Request, tokenize
+from refattn.serving.layers import KEY_RANGE, VALUE_RANGE, Amax, Layer, Lens, Parts, Twin, quantize, set_scales
+from refattn.serving.request import Draft, Event, Request, StepTokens, tokenize
 from refattn.serving.sampling import GREEDY, SamplingParams, choose
 from refattn.serving.scheduler import Counters, Scheduler
-from refattn.serving.speculation import Draft, DraftModel, NGram
+from refattn.serving.speculation import DraftModel, NGram
 from refattn.serving.window_pool import WindowPool
 
 logger = logging.getLogger(__name__)
@@ -87,20 +76,20 @@ class Step:
     Attributes:
         batch: the lengths and blocks of its requests.
         slot_mappings: where the new tokens go, in the pool of each kind of layer.
-        plans: the plan of each kind of layer.
+        plans: the plans of each kind of layer, with the query rows of each.
     """
 
     batch: Batch
     slot_mappings: dict[Layer, Int64[Tensor, "t"]]
-    plans: dict[Layer, Plan | CascadePlan | SplitPlan | TreePlan]
+    plans: dict[Layer, Parts]
 
 
 @runtime_checkable
 class Runner(Protocol):
-    """Runs some steps in its own way."""
+    """Runs some steps in its own way, over what of an engine is public."""
 
-    def run(self, engine: "Engine", scheduled: dict[Request, int]) -> Float[Tensor, "b v"] | None:
-        """Run the model over what is scheduled, and return its logits; None to let the engine run it."""
+    def run(self, engine: "Engine", tokens: StepTokens) -> Float[Tensor, "rows v"] | None:
+        """Run the model over the new tokens of a step; return the logits of `logits_rows`, None to leave it."""
 
 
 class Engine:
@@ -122,11 +111,11 @@ class Engine:
             cascade then, as it depends on the other requests. The model's own matrix products are not covered.
         speculation: how to draft tokens, which the model verifies next to the confirmed ones; None drafts nothing. More
             than one branch needs layers that take trees: full ones, those with a window, and those of latents.
-        kv_cache_dtype: what the pools hold: "auto", the model's own type; or codes of 8 bits, "fp8_e4m3", "fp8_e5m2" or
-            "int8", for twice as many tokens in the same memory and answers that may differ. Latents have no int8.
-        calibration: how large keys and values become, from `calibrate`, for the scales of the codes. None: fp8 has
-            scales of 1, and saturates at its largest number; of int8 only the keys are codes, and values stay as they
-            are.
+        kv_cache_dtype: what the pools hold: "auto", the model's own type; or quantised values of 8 bits, "fp8_e4m3",
+            "fp8_e5m2" or "int8", for twice as many tokens in the same memory and answers that may differ. Latents and
+            pairs have no int8.
+        calibration: how large keys and values become, from `calibrate`, for the scales. None: fp8 has scales of 1, and
+            saturates at its largest number; of int8 only the keys are quantised, and values stay as they are.
         calculate_kv_scales: work out the scales of fp8 while serving, where there is no calibration: by the largest
             keys and values of the first step, with room for larger ones to come (`layers.KEY_RANGE`). From then on they
             are fixed, so no later answer depends on what else is served, but all depend on the first step.
@@ -189,13 +178,15 @@ class Engine:
                 "calculate_kv_scales: expected False but for fp8 without a calibration, as other scales are given or "
                 f"come with each key, got True and {given}"
             )
+        if calibration is not None and kv_cache_dtype == "auto":
+            raise ValueError('calibration: expected None, as pools of kv_cache_dtype="auto" have no scales, got some')
         if calibration is not None:
             self.layers = set_scales(self.layers, calibration, self.twin, self.owners, model.device)
         self.speculation = speculation
         without = [layer for layer in self.layers if not layer.takes_trees]
         if speculation is not None and speculation.max_branches > 1 and without:
             raise ValueError(
-                f"speculation: expected max_branches=1, as a {type(without[0]).__name__} has no mask for trees, "
+                f"speculation: expected max_branches=1, as {without[0]} has no plan for trees, "
                 f"got {speculation.max_branches}"
             )
         self.machine = machine or (CPU if model.device.type == "cpu" else H200)
@@ -210,21 +201,20 @@ class Engine:
         limits = dict(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
         pool_blocks = {layer: layer.pool_blocks(num_blocks, block_size, **limits) for layer in self.layers}
         self.window_pools = {
-            layer: WindowPool(count, num_blocks, window_size=(layer.reach - 1, 0), block_size=block_size)
+            layer: WindowPool(count, num_blocks, window_size=(layer.mask.reach - 1, 0), block_size=block_size)
             for layer, count in pool_blocks.items()
             if count < num_blocks
         }
         try:
             self.caches: list[Any] = []
             for owner, layer in zip(self.owners, self.layers, strict=True):
-                where = dict(dtype=model.dtype, device=model.device)
                 own = owner == len(self.caches)
-                self.caches.append(
-                    layer.allocate(self.twin, pool_blocks[layer], block_size, **where) if own else self.caches[owner]
-                )
+                where = dict(dtype=model.dtype, device=model.device)
+                blocks = pool_blocks[layer], block_size
+                self.caches.append(layer.storage.allocate(self.twin, *blocks, **where) if own else self.caches[owner])
         except torch.OutOfMemoryError as error:
             owning = [self.layers[owner] for owner in sorted({*self.owners})]
-            size = sum(block_size * pool_blocks[layer] * layer.bytes_per_token(model.dtype) for layer in owning)
+            size = sum(block_size * pool_blocks[x] * x.storage.bytes_per_token(model.dtype) for x in owning)
             raise torch.OutOfMemoryError(
                 f"num_blocks: expected a pool that fits into the memory of {model.device}, got {num_blocks} blocks of "
                 f"{block_size} tokens, which are {size / 2**30:.3g} GiB. {error}"
@@ -256,7 +246,7 @@ class Engine:
     def pool_bytes(self) -> int:
         """The bytes of all layers' pools, scales included, as the tensors have them."""
         tensors = [x for cache in self.caches for x in _pools_of(cache)]
-        tensors += [x for layer in self.layers if isinstance(layer, QuantizedLayer) for x in layer.fixed_scales]
+        tensors += [x for layer in self.layers for x in layer.fixed_scales]
         return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
 
     @property
@@ -448,23 +438,23 @@ class Engine:
                 continue
             nodes = min(room, MOST_NODES - 1)
             draft = self.speculation.propose(request.tokens, depth=depth, nodes=nodes, branches=branches)
-            if draft is not None and self.scheduler.allocate_drafts(request, 1 + len(draft.tokens)):
+            if draft is not None and self.scheduler.allocate(request, 1 + len(draft.tokens)):
                 request.draft, scheduled[request] = draft, 1 + len(draft.tokens)
                 room -= len(draft.tokens)
         return scheduled
 
     def _decodes_first(self, scheduled: dict[Request, int]) -> dict[Request, int]:
-        """Bring the decodes of a step before its prefills, as layers need it that plan them apart."""
+        """Bring the decodes of a step before its prefills: each kind is one slice of query rows then, with a plan."""
         requests, counts = list(scheduled), list(scheduled.values())
         order = self.twin.metadata.order_decodes_first(counts, decode_len=self.decode_len)
         return {requests[i]: counts[i] for i in order}
 
     def _compute(self, scheduled: dict[Request, int]) -> dict[Request, list[Event]]:
-        """Run the model over what is scheduled, and return what came of each request: no books are changed yet.
+        """Run the model over what is scheduled, and return the events of each request, which change nothing yet.
 
-        That is its next token, or several if drafts were right, or that it failed; nothing if it has more to compute
-        before it is due a token. A pass that raises does not say which of its requests is at fault, so each of them
-        goes through the model alone then, and writes the same keys and values into the same slots.
+        A request gets its next token, or several if drafts were right, or a failure; none if it has more to compute
+        first. A pass that raises does not say which of its requests is at fault, so each of them goes through the model
+        alone then, and writes the same keys and values into the same slots.
         """
         due = [request for request, count in scheduled.items() if count >= request.num_pending]
         counted = vars(self.counters).copy()
@@ -528,49 +518,59 @@ class Engine:
 
         A request with a draft has a row for each of its nodes.
         """
-        logits = None
+        tokens, logits = StepTokens.of(scheduled), None
         if self.runner is not None and not self._calculates_scales:
-            logits = self.runner.run(self, scheduled)
+            logits = self.runner.run(self, tokens)
         if logits is None:
-            logits = self.run_model(self.make_inputs(scheduled, self.find_prefixes(scheduled, self.machine)))
+            logits = self.run_model(self.make_inputs(tokens, self.find_prefixes(tokens, self.machine)))
         return logits
 
-    def make_inputs(self, scheduled: dict[Request, int], prefixes: Sequence[Prefix] = ()) -> dict[str, Any]:
-        """Make the inputs of the model: the batch of a step and its plans, once for all layers.
+    def make_inputs(self, tokens: StepTokens, prefixes: Sequence[Prefix] = ()) -> dict[str, Any]:
+        """Make the inputs of the model for the new tokens of a step.
 
         Args:
-            scheduled: the requests of the step, with their new tokens.
+            tokens: the new tokens.
             prefixes: the shared keys that a cascade reads once.
         """
-        device, metadata = self.model.device, self.twin.metadata
-        query_lens, seq_lens = list(scheduled.values()), []
-        input_ids: list[int] = []
-        due: list[int] = []  # rows whose logits are wanted
-        for request, count in scheduled.items():
-            seq_lens.append(request.num_computed_tokens + count)
-            input_ids += new_tokens(request, count)
-            if count >= request.num_pending:
-                due += range(len(input_ids) - (1 if request.draft is None else count), len(input_ids))
-        block_tables = [request.blocks for request in scheduled]
-        batch = metadata.make_batch(query_lens, seq_lens, block_tables, device=device)
-        trees = None
-        if has_trees(scheduled):
-            trees = self.twin.speculative.make_trees(parents_of(scheduled), device=device)
-        lens = list(zip(query_lens, seq_lens, strict=True))
-        return dict(
-            input_ids=torch.tensor([input_ids], device=device),
-            position_ids=rearrange(self.positions(batch, len(input_ids), trees), "t -> 1 t"),
-            logits_to_keep=torch.tensor(due, dtype=torch.int64, device=device),
-            step=self.plan_step(batch, len(input_ids), prefixes, lens, trees),
-        )
+        device, trees = self.model.device, None
+        lens = tokens.query_lens, tokens.seq_lens
+        batch = self.twin.metadata.make_batch(*lens, tokens.block_tables, device=device)
+        if tokens.parents is not None:
+            trees = self.twin.speculative.make_trees(tokens.parents, device=device)
+        input_ids = torch.tensor(tokens.input_ids, device=device)
+        rows = torch.tensor(tokens.logits_rows, dtype=torch.int64, device=device)
+        return self.inputs_of(batch, input_ids, rows, trees, prefixes, list(zip(*lens, strict=True)))
 
-    def positions(self, batch: Batch, num_tokens: int, trees: Trees | None) -> Int64[Tensor, "t"]:
-        """Return the position of each query row; in a drafted tree, by its depth."""
+    def inputs_of(
+        self,
+        batch: Batch,
+        input_ids: Int64[Tensor, "t"] | Int32[Tensor, "t"],
+        logits_rows: Int64[Tensor, "rows"],
+        trees: Trees | None = None,
+        prefixes: Sequence[Prefix] = (),
+        lens: Lens | None = None,
+    ) -> dict[str, Any]:
+        """Make the inputs of the model from tensors, without waiting for the device: a graph may capture it.
+
+        Args:
+            batch: the lengths and blocks of the requests.
+            input_ids: the new tokens of all requests, padding included.
+            logits_rows: the query rows whose logits are wanted.
+            trees: the new tokens of all requests as trees; None if all drafts are chains.
+            prefixes: the shared keys that a cascade reads once.
+            lens: the new tokens and all tokens of each request; None if there is padding, or only the device knows.
+        """
+        num_tokens = len(input_ids)
         if trees is None:
-            places: Tensor = self.twin.metadata.positions(batch, num_tokens)
+            positions = self.twin.metadata.positions(batch, num_tokens)
         else:
-            places = self.twin.speculative.positions(batch, trees, num_tokens)
-        return places
+            positions = self.twin.speculative.positions(batch, trees, num_tokens)
+        return dict(
+            input_ids=input_ids[None],
+            position_ids=positions[None],
+            logits_to_keep=logits_rows,
+            step=self.plan_step(batch, num_tokens, prefixes, lens, trees),
+        )
 
     def plan_step(
         self,
@@ -601,22 +601,19 @@ class Engine:
                 step.plans[layer] = layer.plan_trees(self.twin, where, trees, self.block_size)
         if prefixes:
             cascade = self.twin.cascade.plan(batch, prefixes=prefixes, block_size=self.block_size)
-            step.plans.update({layer: cascade for layer in step.plans if layer.takes_cascades})
+            step.plans.update({layer: ((slice(None), cascade),) for layer in step.plans if layer.takes_cascades})
         return step
 
-    def find_prefixes(self, scheduled: dict[Request, int], machine: Machine) -> list[Prefix]:
+    def find_prefixes(self, tokens: StepTokens, machine: Machine) -> list[Prefix]:
         """Return the shared prefixes of a step for which a cascade is worth it on a machine."""
-        query_lens = list(scheduled.values())
-        seq_lens = [request.num_computed_tokens + count for request, count in scheduled.items()]
-        block_tables = [request.blocks for request in scheduled]
-        self.counters.key_reads += sum(seq_lens)
-        full = next((layer for layer in self.layers if layer.takes_cascades), None)
-        if full is None or self.batch_invariant or has_trees(scheduled):
+        lens = tokens.query_lens, tokens.seq_lens
+        self.counters.key_reads += sum(tokens.seq_lens)
+        full = next((layer.storage for layer in self.layers if layer.takes_cascades), None)
+        if full is None or self.batch_invariant or tokens.parents is not None:
             return []
-        found = self.twin.cascade.find_prefixes(query_lens, seq_lens, block_tables, block_size=self.block_size)
+        found = self.twin.cascade.find_prefixes(*lens, tokens.block_tables, block_size=self.block_size)
         prefixes = worthwhile_prefixes(
-            query_lens,
-            seq_lens,
+            *lens,
             found,
             num_heads=self.config.num_attention_heads,
             num_kv_heads=full.num_kv_heads,
@@ -683,10 +680,9 @@ class Engine:
         if self._calculates_scales and self.owners[index] == index:
             self._calculate_scales(index, key, value)
         layer = self.layers[index]
-        if (sliding_window or 0) != layer.window:
+        if (sliding_window or 0) != layer.mask.window:
             raise ValueError(
-                f"sliding_window: expected {layer.window or None} in layer {index}, a {type(layer).__name__}, "
-                f"got {sliding_window}"
+                f"sliding_window: expected {layer.mask.window or None} in layer {index}, {layer}, got {sliding_window}"
             )
         scale = module.scaling if scaling is None else scaling
         options = AttentionOptions(scale, softcap or 0.0, alibi_slopes, s_aux, self.batch_invariant)
@@ -718,7 +714,7 @@ class Engine:
                 pool.hold(request, 1, 1, request.blocks)
             models.replace_attention(self.model)  # even if the config says so: another model may have the same config
             with torch.no_grad():
-                self.run_model(self.make_inputs({request: 1}))
+                self.run_model(self.make_inputs(StepTokens.of({request: 1})))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -774,7 +770,7 @@ class Engine:
         return "length" if length == request.sampling.max_tokens else None
 
     def _commit(self, request: Request, count: int, events: Sequence[Event]) -> None:
-        """Enter into the books what came of a request."""
+        """Record the tokens or the failure of a request, and end it if it is complete."""
         if request.draft is not None:
             count = 1  # of its tokens so far; the drafts are none of them yet
         tokens, failure = [event for event in events if event.error is None], events[-1:]
@@ -809,22 +805,6 @@ def _check_autocast(model: Any) -> None:
             f"torch.autocast: the engine runs a model in its own type, {str(model.dtype).removeprefix('torch.')}; "
             "leave autocast for it, or convert the model"
         )
-
-
-def new_tokens(request: Request, count: int) -> list[int]:
-    """Return the next tokens of a request that go through the model: the confirmed ones, then its draft."""
-    drafted = () if request.draft is None else request.draft.tokens
-    return [*request.tokens[request.num_computed_tokens :][: count - len(drafted)], *drafted]
-
-
-def has_trees(scheduled: Iterable[Request]) -> bool:
-    """Return whether a request of a step has a draft that is not a chain."""
-    return any(request.draft is not None and not request.draft.is_chain for request in scheduled)
-
-
-def parents_of(scheduled: dict[Request, int]) -> list[Sequence[int]]:
-    """Return the new tokens of each request as a tree; tokens that are not drafted form a chain."""
-    return [range(-1, count - 1) if r.draft is None else r.draft.parents for r, count in scheduled.items()]
 
 
 def _pools_of(cache: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:

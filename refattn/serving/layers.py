@@ -1,6 +1,10 @@
-"""Kinds of layers: how each allocates its pool, writes, plans and attends, with the paths of either twin.
+"""A layer of a model is a mask over a storage: who may see whom, and where the keys are.
 
-A layer is identified by its path and the arguments of its plan, so equal layers share one plan per step.
+    mask       Causal, Window, Chunk                       plans a step
+    storage    Pages, QuantizedPages, Pairs, Latents       allocates a pool, writes and attends
+
+Every mask goes with every storage; a storage without a path for cascades or for drafted trees says so. All is computed
+by the paths of either twin. Equal layers share one plan per step.
 """
 
 import importlib
@@ -27,9 +31,16 @@ from refattn.interface import (
 )
 from refattn.interface.values import describe, expect
 
-KEY_RANGE, VALUE_RANGE = 200.0, 100.0  # what the largest numbers of a first step become as codes, as in vLLM
+KV_CACHE_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8}
+KEY_RANGE, VALUE_RANGE = 200.0, 100.0  # what the largest numbers of a first step become in fp8, as in vLLM
 WORKSPACE = 16384  # context tokens whose keys and values are made at a time: 1.25 GiB in DeepSeek-V3's sizes, bfloat16
+PATHS = {CascadePlan: "cascade", TreePlan: "speculative"}  # paths of these plans; chunked_prefill takes others
 Lens = Sequence[tuple[int, int]]  # of each request its new tokens, and all its tokens
+AnyPlan = Plan | CascadePlan | TreePlan | PrefillPlan
+Parts = tuple[tuple[slice, AnyPlan], ...]  # of a step: the query rows of each part, and their plan
+Scale = float | Float32[Tensor, "..."]
+Ranges = tuple[float, float]  # what the largest key and the largest value become in fp8; None for the format's largest
+Tokens = Sequence[Any]  # query, key, value `[t, heads, size]`; keys and values None in a layer that has none of its own
 
 
 class Twin:
@@ -61,66 +72,366 @@ class Amax(NamedTuple):
     value: Float32[Tensor, "hk dv"]
 
 
+# --- masks: who may see whom ---
+
+
 @dataclass(frozen=True)
-class Layer:
-    """A layer that attends to all tokens before it, over the paged cache.
+class Causal:
+    """A query sees all tokens up to its own."""
+
+    window: ClassVar[int] = 0  # what the model passes as `sliding_window`
+    reach: ClassVar[int] = 0  # most tokens that a query sees, itself included; 0 for all
+    takes_trees: ClassVar[bool] = True  # whether there is a plan of it for drafted trees
+    splits_decodes: ClassVar[bool] = False  # whether decodes are planned apart from prefills
+
+    def plan(self, twin: Twin, batch: Batch, block_size: int) -> Plan:
+        """Plan a step over all blocks."""
+        return twin.chunked_prefill.plan(batch, block_size=block_size)
+
+
+@dataclass(frozen=True)
+class Window:
+    """A query sees the last `window` tokens, its own included.
+
+    Raises:
+        ValueError: if there are none.
+    """
+
+    takes_trees: ClassVar[bool] = True
+    splits_decodes: ClassVar[bool] = False
+    window: int
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise ValueError(f"model: expected a sliding_window of at least 1 token in such layers, got {self.window}")
+
+    @property
+    def reach(self) -> int:
+        """Most tokens that a query sees."""
+        return self.window
+
+    def plan(self, twin: Twin, batch: Batch, block_size: int) -> Plan:
+        """Plan a step over trimmed tables."""
+        return twin.sliding_window.plan(batch, window_size=(self.window - 1, 0), block_size=block_size)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A query sees the tokens of its own chunk of `reach` tokens, up to its own.
+
+    Decodes are planned apart: a plan has as many virtual sequences for each request as its longest prefill needs, and
+    its kernel is one for many query rows.
+    """
+
+    window: ClassVar[int] = 0
+    takes_trees: ClassVar[bool] = False
+    splits_decodes: ClassVar[bool] = True
+    reach: int
+
+    def plan(self, twin: Twin, batch: Batch, block_size: int) -> Plan:
+        """Plan a step over virtual sequences."""
+        return twin.local.plan(batch, chunk_size=self.reach, block_size=block_size)
+
+
+Mask = Causal | Window | Chunk
+
+
+# --- storages: where the keys are ---
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Keys and values in pages, in the type of the model.
 
     Attributes:
-        takes_trees: whether it has a mask for drafted trees; all layers take chains.
-        num_kv_heads: key heads, `hk`.
+        num_kv_heads: KV heads, `hk`.
         head_size: elements of a key and of a value, `d`.
     """
 
+    takes_cascades: ClassVar[bool] = True
     takes_trees: ClassVar[bool] = True
     num_kv_heads: int
     head_size: int
 
-    @property
-    def window(self) -> int:
-        """Tokens that a query sees, itself included; 0 for all."""
-        return 0
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Return the bytes of a token in the pool of a model of a type."""
+        return 2 * self.num_kv_heads * self.head_size * dtype.itemsize
+
+    def allocate(self, twin: Twin, *blocks: int, dtype: torch.dtype, device: torch.device) -> Any:
+        """Make a pool of so many blocks of so many tokens."""
+        return twin.kv_cache.allocate(*blocks, self.num_kv_heads, self.head_size, dtype=dtype, device=device)
+
+    def write(self, twin: Twin, key: Tensor, value: Tensor, cache: Any, slot_mapping: Int64[Tensor, "t"]) -> None:
+        """Write new tokens into the pool."""
+        twin.kv_cache.write(key, value, *cache, slot_mapping)
+
+    def attend(
+        self, twin: Twin, module: Any, tokens: Tokens, cache: Any, plan: AnyPlan, options: AttentionOptions
+    ) -> Float[Tensor, "t h d"]:
+        """Attend over the pool under a plan."""
+        path = getattr(twin, PATHS.get(type(plan), "chunked_prefill"))
+        return path.attention(tokens[0], *cache, plan, options)
+
+
+@dataclass(frozen=True)
+class QuantizedPages:
+    """Keys and values in pages of 8 bits.
+
+                            scale of a key                                     of a value
+        fp8                 1                                                  1
+        fp8, calibrated     per head: amax / largest number of the format      likewise
+        fp8, first step     per head: amax / KEY_RANGE                         per head: amax / VALUE_RANGE
+        int8                per token and head, in the pool                    none: values stay in the model's type
+        int8, calibrated    likewise                                           per head and channel: amax / 127
+
+    Attributes:
+        num_kv_heads: KV heads, `hk`.
+        head_size: elements of a key and of a value, `d`.
+        dtype: fp8 or int8.
+        key_scale: of fp8 keys. No plan depends on scales, so layers with different ones are equal.
+        value_scale: of fp8 values, or of int8 values if it is a tensor.
+    """
+
+    takes_cascades: ClassVar[bool] = True
+    takes_trees: ClassVar[bool] = True
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    key_scale: Scale = field(default=1.0, compare=False)
+    value_scale: Scale = field(default=1.0, compare=False)
+
+    def calibrated(self, twin: Twin, amax: Amax, device: torch.device, ranges: Ranges | None) -> "QuantizedPages":
+        """Return this storage with scales by the largest keys and values."""
+        if self.dtype == torch.int8:
+            scale = twin.quantized.value_scales([rearrange(amax.value, "hk d -> 1 hk d")])
+            return replace(self, value_scale=scale.to(device))
+        key_scale, value_scale = _fp8_scales(amax, self.dtype, device, ranges)
+        return replace(self, key_scale=key_scale, value_scale=value_scale)
+
+    def value_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the type of values in the pool of a model of a type: its own for int8 without scales of values."""
+        return dtype if self.dtype == torch.int8 and not isinstance(self.value_scale, Tensor) else self.dtype
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Return the bytes of a token in the pool of a model of a type, the scale of an int8 key included."""
+        of_scale = torch.float32.itemsize if self.dtype == torch.int8 else 0
+        return self.num_kv_heads * (self.head_size * (1 + self.value_dtype(dtype).itemsize) + of_scale)
+
+    def allocate(self, twin: Twin, *blocks: int, dtype: torch.dtype, device: torch.device) -> Any:
+        """Make a pool of so many blocks of so many tokens, and for int8 one of the scales of keys."""
+        sizes = *blocks, self.num_kv_heads, self.head_size
+        if self.dtype == torch.int8:
+            return twin.quantized.allocate_int8(*sizes, value_dtype=self.value_dtype(dtype), device=device)
+        return twin.kv_cache.allocate(*sizes, dtype=self.dtype, device=device)
+
+    def pools_and_scales(self, cache: Any) -> tuple[Sequence[Tensor], Fp8Scales | Int8Scales]:
+        """Return the pools of keys and of values, and their scales."""
+        if self.dtype != torch.int8:
+            return cache, Fp8Scales(self.key_scale, self.value_scale, format=self.dtype)
+        *pools, key_scales = cache
+        return pools, Int8Scales(key_scales, self.value_scale if isinstance(self.value_scale, Tensor) else None)
+
+    def write(self, twin: Twin, key: Tensor, value: Tensor, cache: Any, slot_mapping: Int64[Tensor, "t"]) -> None:
+        """Quantise new tokens and write them into the pool."""
+        pools, scales = self.pools_and_scales(cache)
+        twin.quantized.write(key, value, *pools, slot_mapping, scales=scales)
+
+    def attend(
+        self, twin: Twin, module: Any, tokens: Tokens, cache: Any, plan: AnyPlan, options: AttentionOptions
+    ) -> Float[Tensor, "t h d"]:
+        """Attend over the pool under a plan."""
+        pools, scales = self.pools_and_scales(cache)
+        return twin.quantized.attention(tokens[0], *pools, plan, options, scales=scales)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Pairs of heads in pages, for DiffLlama: two softmaxes, one subtracted, and a norm. Its heads come in halves.
+
+    Attributes:
+        num_kv_heads: KV heads, `hk`.
+        head_size: elements of a key and of a value, `d`.
+        dtype: fp8; None for the type of the model.
+        key_scale: of fp8 keys, as in `QuantizedPages`; in the order of interleaved pairs.
+        value_scale: of fp8 values, likewise.
+    """
+
+    takes_cascades: ClassVar[bool] = False
+    takes_trees: ClassVar[bool] = False
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype | None = None
+    key_scale: Scale = field(default=1.0, compare=False)
+    value_scale: Scale = field(default=1.0, compare=False)
 
     @property
-    def reach(self) -> int:
-        """Tokens that a query may see at most, itself included; 0 for all. No query needs the memory of older ones."""
-        return self.window
+    def scales(self) -> Fp8Scales | None:
+        """The scales of fp8."""
+        return None if self.dtype is None else Fp8Scales(self.key_scale, self.value_scale, format=self.dtype)
+
+    def calibrated(self, twin: Twin, amax: Amax, device: torch.device, ranges: Ranges | None) -> "Pairs":
+        """Return this storage with scales by the largest keys and values, which come in the order of the model."""
+        in_pairs = (twin.differential.interleave_halves(rearrange(x, "hk d -> 1 hk d"))[0] for x in amax)
+        key_scale, value_scale = _fp8_scales(Amax(*in_pairs), self.dtype, device, ranges)
+        return replace(self, key_scale=key_scale, value_scale=value_scale)
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Return the bytes of a token in the pool of a model of a type."""
+        return 2 * self.num_kv_heads * self.head_size * (self.dtype or dtype).itemsize
+
+    def allocate(self, twin: Twin, *blocks: int, dtype: torch.dtype, device: torch.device) -> Any:
+        """Make a pool of so many blocks of so many tokens."""
+        sizes = *blocks, self.num_kv_heads, self.head_size
+        return twin.differential.allocate(*sizes, dtype=self.dtype or dtype, device=device)
+
+    def write(self, twin: Twin, key: Tensor, value: Tensor, cache: Any, slot_mapping: Int64[Tensor, "t"]) -> None:
+        """Write new tokens into the pool, their heads in pairs."""
+        path = twin.differential
+        path.write(*map(path.interleave_halves, (key, value)), cache, slot_mapping, scales=self.scales)
+
+    def attend(
+        self, twin: Twin, module: Any, tokens: Tokens, cache: Any, plan: AnyPlan, options: AttentionOptions
+    ) -> Float[Tensor, "t h d"]:
+        """Attend over the pool under a plan; the output has passed the layer's norm."""
+        path, lambda_init = twin.differential, module.lambda_init
+        vectors = module.lambda_q1, module.lambda_k1, module.lambda_q2, module.lambda_k2
+        return path.attention(
+            path.interleave_halves(tokens[0]),
+            cache,
+            plan,
+            options,
+            lambda_full=path.compute_lambda(*vectors, lambda_init=lambda_init),
+            lambda_init=lambda_init,
+            norm_weight=module.groupnorm.weight,
+            norm_eps=module.groupnorm.eps,
+            scales=self.scales,
+        )
+
+
+@dataclass(frozen=True)
+class Latents:
+    """Latents and rotary keys in pages (MLA), and no values.
+
+    Decodes, their drafts included, absorb the projection of keys into their queries and read the latents as they are.
+    Prefills under a causal mask compute keys and values from the latents, of their context `WORKSPACE` tokens at a
+    time. Both give the same outputs, but not to the bit, and how many tokens are computed at a time depends on how many
+    sequences share the workspace. So everything is absorbed under `batch_invariant`, as it is where only the device
+    knows which sequences decode.
+
+    Attributes:
+        latent_rank: elements of a latent, `r`.
+        rope_size: elements of a rotary key.
+        batch_invariant: whether no bit of a row may depend on what else is in the batch. Absorption and projection are
+            products with a matrix of the model's, and as they are.
+        dtype: fp8; None for the type of the model.
+        cache_scale: of fp8, of latents and rotary keys alike: 1, or if it is calibrated, what makes the largest of them
+            the largest number of the format. No plan depends on it.
+    """
+
+    takes_cascades: ClassVar[bool] = False
+    takes_trees: ClassVar[bool] = True
+    num_kv_heads: ClassVar[int] = 1  # which all query heads share
+    latent_rank: int
+    rope_size: int
+    batch_invariant: bool = False
+    dtype: torch.dtype | None = None
+    cache_scale: float = field(default=1.0, compare=False)
+
+    @property
+    def head_size(self) -> int:
+        """Elements of a latent and of a rotary key together."""
+        return self.latent_rank + self.rope_size
+
+    def calibrated(self, twin: Twin, amax: Amax, device: torch.device, ranges: Ranges | None) -> "Latents":
+        """Return this storage with a scale by the largest number: one for both, so the range is that of keys."""
+        largest = max(float(x.max()) for x in amax)
+        return replace(self, cache_scale=largest / (ranges or _largest_numbers(self.dtype))[0] or 1.0)
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Return the bytes of a token in the pool of a model of a type."""
+        return self.head_size * (self.dtype or dtype).itemsize
+
+    def allocate(self, twin: Twin, *blocks: int, dtype: torch.dtype, device: torch.device) -> Any:
+        """Make a pool of so many blocks of so many tokens."""
+        return twin.mla.allocate(*blocks, self.latent_rank, self.rope_size, dtype=self.dtype or dtype, device=device)
+
+    def write(self, twin: Twin, key: Tensor, value: Tensor, cache: Any, slot_mapping: Int64[Tensor, "t"]) -> None:
+        """Write new latents and rotary keys into the pool."""
+        twin.mla.write(key[:, 0], value[:, 0], cache, slot_mapping, cache_scale=self.cache_scale)
+
+    def attend(
+        self, twin: Twin, module: Any, tokens: Tokens, cache: Any, plan: AnyPlan, options: AttentionOptions
+    ) -> Float[Tensor, "t h dv"]:
+        """Attend over the pool under a plan: absorbed, or under that of a prefill with keys and values computed.
+
+        Raises:
+            ValueError: if the module's keys and values are more than a matrix times a latent.
+        """
+        query, latent, rope_key = tokens
+        linear = module.kv_b_proj
+        if type(linear) is not torch.nn.Linear or linear.bias is not None:  # an adapter or a type of fewer bits, say
+            raise ValueError(f"model: expected a kv_b_proj that is a Linear without a bias, got {linear}")
+        weight = rearrange(linear.weight, "(h made) r -> h made r", h=query.shape[1])  # a view, so always up to date
+        key_projection, value_projection = weight.tensor_split([query.shape[2] - self.rope_size], dim=1)
+        path, scale = twin.mla, dict(cache_scale=self.cache_scale)
+        if isinstance(plan, PrefillPlan):
+            projections = dict(key_projection=key_projection, value_projection=value_projection)
+            return path.prefill(query, latent[:, 0], rope_key[:, 0], cache, plan, options, **projections, **scale)
+        absorbed = path.absorb(query, key_projection)
+        latents = path.attention(absorbed, cache, plan, options, latent_rank=self.latent_rank, **scale)
+        return path.project(latents, value_projection)
+
+
+Storage = Pages | QuantizedPages | Pairs | Latents
+
+
+# --- layers ---
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A mask over a storage.
+
+    Attributes:
+        mask: who may see whom.
+        storage: where the keys are.
+    """
+
+    mask: Mask
+    storage: Storage
+
+    def __str__(self) -> str:
+        return f"{type(self.mask).__name__} over {type(self.storage).__name__}"
 
     @property
     def takes_cascades(self) -> bool:
         """Whether the plan of a step may be a cascade, which shows all tokens."""
-        return type(self) is Layer
+        return not self.mask.reach and self.storage.takes_cascades
+
+    @property
+    def takes_trees(self) -> bool:
+        """Whether it has a plan for drafted trees; all layers take chains."""
+        return self.mask.takes_trees and self.storage.takes_trees
+
+    @property
+    def expands_prefills(self) -> bool:
+        """Whether prefills compute keys and values from latents, where they can be told from decodes."""
+        return isinstance(self.storage, Latents) and not self.storage.batch_invariant and not self.mask.reach
 
     @property
     def splits_decodes(self) -> bool:
         """Whether a step's decodes are planned apart from its prefills, and so have to come first in it."""
-        return False
+        return self.mask.splits_decodes or self.expands_prefills
 
     @property
-    def has_codes(self) -> bool:
-        """Whether the layer's pool holds codes."""
-        return False
+    def fixed_scales(self) -> list[Tensor]:
+        """The scales that do not lie in the pool, where there are tensors of them."""
+        return [x for x in vars(self.storage).values() if isinstance(x, Tensor)]
 
-    @property
-    def amax_sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """The sizes of an `Amax` of this layer: of keys, and of values."""
-        return (self.num_kv_heads, self.head_size), (self.num_kv_heads, self.head_size)
-
-    def calibrated(
-        self, twin: Twin, amax: Amax, device: torch.device, ranges: tuple[float, float] | None = None
-    ) -> "Layer":
-        """Return this layer with the scales for its codes.
-
-        Args:
-            twin: the package that computes.
-            amax: the largest magnitudes of its keys and values.
-            device: where the scales are to be.
-            ranges: of fp8, what those of keys and of values become as codes; None for the largest code.
-        """
-        raise NotImplementedError(f"calibration: a {type(self).__name__} has no codes")
-
-    def bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Return the bytes that a token takes in the layer's pool."""
-        return 2 * self.num_kv_heads * self.head_size * dtype.itemsize
+    def calibrated(self, twin: Twin, amax: Amax, device: torch.device, ranges: Ranges | None = None) -> "Layer":
+        """Return this layer, which is quantised, with scales on a device by the largest magnitudes."""
+        assert not isinstance(self.storage, Pages)  # which has no scales
+        return replace(self, storage=self.storage.calibrated(twin, amax, device, ranges))
 
     def pool_blocks(self, num_blocks: int, block_size: int, *, max_num_batched_tokens: int, max_num_seqs: int) -> int:
         """Return how many blocks the layer's pool needs, where the sequences of a server have `num_blocks`.
@@ -130,19 +441,12 @@ class Layer:
         `(reach - 1 + q + 2 * block_size - 2) / block_size` blocks, and a step has at most `max_num_batched_tokens` of
         them, of at most `max_num_seqs` sequences.
         """
-        if not self.reach:
+        if not self.mask.reach:
             return num_blocks
-        seen = min(max_num_seqs, num_blocks) * (self.reach - 1 + 2 * block_size - 2)
+        seen = min(max_num_seqs, num_blocks) * (self.mask.reach - 1 + 2 * block_size - 2)
         return min(num_blocks, (seen + max_num_batched_tokens) // block_size)
 
-    def allocate(
-        self, twin: Twin, num_blocks: int, block_size: int, *, dtype: torch.dtype, device: torch.device
-    ) -> Any:
-        """Make the layer's pool."""
-        sizes = (num_blocks, block_size, self.num_kv_heads, self.head_size)
-        return twin.kv_cache.allocate(*sizes, dtype=dtype, device=device)
-
-    def plan(self, twin: Twin, batch: Batch, block_size: int, lens: Lens | None = None, decode_len: int = 1) -> Plan:
+    def plan(self, twin: Twin, batch: Batch, block_size: int, lens: Lens | None = None, decode_len: int = 1) -> Parts:
         """Plan a step, for all layers that are equal to this one.
 
         Args:
@@ -153,460 +457,85 @@ class Layer:
                 knows.
             decode_len: most new tokens of a decode, its drafts included.
         """
-        plan: Plan = twin.chunked_prefill.plan(batch, block_size=block_size)
-        return plan
-
-    def plan_trees(self, twin: Twin, batch: Batch, trees: Trees, block_size: int) -> TreePlan:
-        """Plan a step whose new tokens are drafted trees, those of a prompt as a chain."""
-        window_size = (self.window - 1, 0) if self.window else (-1, -1)
-        plan: TreePlan = twin.speculative.plan(batch, block_size=block_size, trees=trees, window_size=window_size)
-        return plan
-
-    def attend(
-        self,
-        twin: Twin,
-        module: Any,
-        query: Float[Tensor, "t h d"],
-        key: Float[Tensor, "t hk d"] | None,
-        value: Float[Tensor, "t hk dv"] | None,
-        cache: Any,
-        slot_mapping: Int64[Tensor, "t"],
-        plan: Plan | CascadePlan | TreePlan,
-        options: AttentionOptions,
-    ) -> Float[Tensor, "t h dv"]:
-        """Write the new keys and values into the pool, if they are the layer's own and not None, and attend over it."""
-        if key is not None:
-            twin.kv_cache.write(key, value, *cache, slot_mapping)
-        path = twin.chunked_prefill
-        if isinstance(plan, CascadePlan | TreePlan):
-            path = twin.cascade if isinstance(plan, CascadePlan) else twin.speculative
-        out: Tensor = path.attention(query, *cache, plan, options)
-        return out
-
-
-@dataclass(frozen=True)
-class WindowLayer(Layer):
-    """A layer whose tokens see the last few only.
-
-    Attributes:
-        window: tokens that a query sees, itself included.
-    """
-
-    window: int = 0
-
-    def __post_init__(self) -> None:
-        """Check the window.
-
-        Raises:
-            ValueError: if there is none.
-        """
-        if self.window < 1:
-            raise ValueError(f"model: expected a sliding_window of at least 1 token in such layers, got {self.window}")
-
-    def plan(self, twin: Twin, batch: Batch, block_size: int, lens: Lens | None = None, decode_len: int = 1) -> Plan:
-        """Plan a step over trimmed tables."""
-        plan: Plan = twin.sliding_window.plan(batch, window_size=(self.window - 1, 0), block_size=block_size)
-        return plan
-
-
-class SplitPlan(NamedTuple):
-    """The plans of a step's decodes and of its prefills, and the query rows of each."""
-
-    parts: tuple[tuple[slice, Plan | PrefillPlan | TreePlan], ...]
-
-
-def _decodes_and_prefills(twin: Twin, batch: Batch, lens: Lens | None, decode_len: int) -> Sequence[Part]:
-    """Return the decodes and the prefills of a step that has both; else, or where nobody knows, all of it."""
-    query_lens = [query_len for query_len, _ in lens or ()]
-    if query_lens and min(query_lens) <= decode_len < max(query_lens):
-        parts: Sequence[Part] = twin.metadata.split_decodes_and_prefills(batch, query_lens, decode_len=decode_len)
-        return parts
-    return [Part(batch, slice(None))]
-
-
-@dataclass(frozen=True)
-class LocalLayer(Layer):
-    """A layer whose tokens see their own chunk only.
-
-    The decodes of a step and its prefills are planned apart: a plan has as many virtual sequences for each request as
-    its longest prefill needs, and its kernel is one for many query rows.
-
-    Attributes:
-        chunk_size: tokens in a chunk.
-    """
-
-    takes_trees: ClassVar[bool] = False
-    chunk_size: int = 0
-
-    @property
-    def reach(self) -> int:
-        """Tokens that a query may see at most, itself included: those of a chunk."""
-        return self.chunk_size
-
-    @property
-    def splits_decodes(self) -> bool:
-        """Whether a step's decodes are planned apart from its prefills, and so have to come first in it."""
-        return True
-
-    def plan(  # type: ignore[override]  # attended by this class alone
-        self, twin: Twin, batch: Batch, block_size: int, lens: Lens | None = None, decode_len: int = 1
-    ) -> SplitPlan:
-        """Plan a step over virtual sequences."""
-        parts = _decodes_and_prefills(twin, batch, lens, decode_len)
-        sizes = dict(chunk_size=self.chunk_size, block_size=block_size)
-        return SplitPlan(tuple((part.tokens, twin.local.plan(part.batch, **sizes)) for part in parts))
-
-    def attend(  # type: ignore[override]  # with the plan of this class
-        self,
-        twin: Twin,
-        module: Any,
-        query: Float[Tensor, "t h d"],
-        key: Float[Tensor, "t hk d"] | None,
-        value: Float[Tensor, "t hk dv"] | None,
-        cache: Any,
-        slot_mapping: Int64[Tensor, "t"],
-        plan: SplitPlan,
-        options: AttentionOptions,
-    ) -> Float[Tensor, "t h dv"]:
-        """Write the new keys and values into the pool, if there are any, and attend, decodes and prefills apart."""
-        if key is not None:
-            twin.kv_cache.write(key, value, *cache, slot_mapping)
-        outs = [twin.local.attention(query[tokens], *cache, part, options) for tokens, part in plan.parts]
-        return torch.cat(outs)
-
-
-@dataclass(frozen=True)
-class DifferentialLayer(Layer):
-    """A layer of DiffLlama: two softmaxes, one subtracted, and a norm; its heads come in halves there."""
-
-    takes_trees: ClassVar[bool] = False
-
-    def allocate(
-        self, twin: Twin, num_blocks: int, block_size: int, *, dtype: torch.dtype, device: torch.device
-    ) -> Any:
-        """Make the layer's pool of pairs."""
-        sizes = (num_blocks, block_size, self.num_kv_heads, self.head_size)
-        return twin.differential.allocate(*sizes, dtype=dtype, device=device)
-
-    def plan(self, twin: Twin, batch: Batch, block_size: int, lens: Lens | None = None, decode_len: int = 1) -> Plan:
-        """Plan a step over all tokens."""
-        plan: Plan = twin.differential.plan(batch, block_size=block_size)
-        return plan
-
-    def attend(  # type: ignore[override]  # with the plan of this class
-        self,
-        twin: Twin,
-        module: Any,
-        query: Float[Tensor, "t h d"],
-        key: Float[Tensor, "t hk d"] | None,
-        value: Float[Tensor, "t hk d"] | None,
-        cache: Any,
-        slot_mapping: Int64[Tensor, "t"],
-        plan: Plan,
-        options: AttentionOptions,
-    ) -> Float[Tensor, "t h d"]:
-        """Write the new pairs into the pool, if there are any, and attend; the answer ends with the layer's norm."""
-        path = twin.differential
-        if key is not None:
-            path.write(*map(path.interleave_halves, (key, value)), cache, slot_mapping)
-        query = path.interleave_halves(query)
-        vectors = (module.lambda_q1, module.lambda_k1, module.lambda_q2, module.lambda_k2)
-        out: Tensor = path.attention(
-            query,
-            cache,
-            plan,
-            options,
-            lambda_full=path.compute_lambda(*vectors, lambda_init=module.lambda_init),
-            lambda_init=module.lambda_init,
-            norm_weight=module.groupnorm.weight,
-            norm_eps=module.groupnorm.eps,
-        )
-        return out
-
-
-@dataclass(frozen=True)
-class LatentLayer(Layer):
-    """A layer with latent attention (MLA): its pool holds a latent and a rotary key of each token, and no values.
-
-    Decodes, their drafts included, absorb the projection of keys into their queries and read the latents as they are.
-    Prefills make keys and values of the latents, of their context `WORKSPACE` tokens at a time. Both give the same
-    answers, but not to the bit, and how many tokens are made at a time depends on how many sequences share the
-    workspace. So everything is absorbed under `batch_invariant`, as it is where only the device knows which sequences
-    decode.
-
-    Attributes:
-        num_kv_heads: 1, which all query heads share.
-        head_size: elements of a latent and of a rotary key, `r + rope`.
-        latent_rank: elements of a latent, `r`.
-        batch_invariant: whether no bit of a row may depend on what else is in the batch. Absorption and projection are
-            products with a matrix of the model's, and as they are.
-        codes: the type of the pool's codes, fp8; None for numbers of the model's type.
-        cache_scale: of the codes, of latents and rotary keys alike: 1, or if it is calibrated, what makes the largest
-            of them the largest code. No plan depends on it.
-    """
-
-    latent_rank: int
-    batch_invariant: bool = False
-    codes: torch.dtype | None = None
-    cache_scale: float = field(default=1.0, compare=False)
-
-    @property
-    def has_codes(self) -> bool:
-        """Whether the layer's pool holds codes."""
-        return self.codes is not None
-
-    @property
-    def amax_sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """The sizes of an `Amax` of this layer: of latents, and of rotary keys."""
-        return (1, self.latent_rank), (1, self.head_size - self.latent_rank)
-
-    def calibrated(
-        self, twin: Twin, amax: Amax, device: torch.device, ranges: tuple[float, float] | None = None
-    ) -> "LatentLayer":
-        """Return this layer with the scale for its codes: one, so the range is that of keys."""
-        assert self.codes is not None  # as `set_scales` has made sure
-        largest = max(float(x.max()) for x in amax)
-        return replace(self, cache_scale=largest / (ranges[0] if ranges else torch.finfo(self.codes).max) or 1.0)
-
-    @property
-    def splits_decodes(self) -> bool:
-        """Whether a step's decodes are planned apart from its prefills, and so have to come first in it."""
-        return True
-
-    def bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Return the bytes that a token takes in the layer's pool."""
-        return self.head_size * (self.codes or dtype).itemsize
-
-    def allocate(
-        self, twin: Twin, num_blocks: int, block_size: int, *, dtype: torch.dtype, device: torch.device
-    ) -> Any:
-        """Make the layer's pool of latents."""
-        sizes = (num_blocks, block_size, self.latent_rank, self.head_size - self.latent_rank)
-        return twin.mla.allocate(*sizes, dtype=self.codes or dtype, device=device)
-
-    def plan(  # type: ignore[override]  # attended by this class alone
-        self, twin: Twin, batch: Batch, block_size: int, lens: Lens | None = None, decode_len: int = 1
-    ) -> SplitPlan:
-        """Plan a step: absorbed, or its prefills in chunks of the workspace."""
-        if lens is None or self.batch_invariant:
-            return SplitPlan(((slice(None), twin.mla.plan(batch, block_size=block_size)),))
-
-        longest = max((seq_len - query_len for query_len, seq_len in lens if query_len > decode_len), default=0)
+        query_lens = [query_len for query_len, _ in lens or ()]
+        parts: Sequence[Part] = [Part(batch, slice(None))]
+        if self.splits_decodes and query_lens and min(query_lens) <= decode_len < max(query_lens):
+            parts = twin.metadata.split_decodes_and_prefills(batch, query_lens, decode_len=decode_len)
+        longest = max((seq_len - query_len for query_len, seq_len in lens or () if query_len > decode_len), default=0)
 
         def plan_part(part: Batch) -> Plan | PrefillPlan:
-            if part.max_query_len <= decode_len:
-                absorbed: Plan = twin.mla.plan(part, block_size=block_size)
-                return absorbed
+            if lens is None or not self.expands_prefills or part.max_query_len <= decode_len:
+                return self.mask.plan(twin, part, block_size)
             sizes = dict(block_size=block_size, workspace=max(WORKSPACE, part.num_seqs), max_context_len=longest)
-            prefill: PrefillPlan = twin.mla.plan_prefill(part, **sizes)
-            return prefill
+            return twin.mla.plan_prefill(part, **sizes)
 
-        parts = _decodes_and_prefills(twin, batch, lens, decode_len)
-        return SplitPlan(tuple((part.tokens, plan_part(part.batch)) for part in parts))
+        return tuple((part.tokens, plan_part(part.batch)) for part in parts)
 
-    def plan_trees(  # type: ignore[override]  # attended by this class alone
-        self, twin: Twin, batch: Batch, trees: Trees, block_size: int
-    ) -> SplitPlan:
-        """Plan a step whose new tokens are drafted trees: all of them absorbed, those of prompts too."""
-        return SplitPlan(((slice(None), super().plan_trees(twin, batch, trees, block_size)),))
-
-    def attend(  # type: ignore[override]  # with the plan of this class
-        self,
-        twin: Twin,
-        module: Any,
-        query: Float[Tensor, "t h d"],
-        latent: Float[Tensor, "t 1 r"],
-        rope_key: Float[Tensor, "t 1 rope"],
-        cache: Float[Tensor, "n p c"],
-        slot_mapping: Int64[Tensor, "t"],
-        plan: SplitPlan,
-        options: AttentionOptions,
-    ) -> Float[Tensor, "t h dv"]:
-        """Write the new latents and rotary keys into the pool, and attend over it, decodes and prefills apart.
-
-        Raises:
-            ValueError: if the module's keys and values are more than a matrix times a latent.
-        """
-        path, num_heads, rope_size = twin.mla, query.shape[1], rope_key.shape[2]
-        made_by = module.kv_b_proj
-        if type(made_by) is not torch.nn.Linear or made_by.bias is not None:  # an adapter or a type of fewer bits, say
-            raise ValueError(f"model: expected a kv_b_proj that is a Linear without a bias, got {made_by}")
-        weight = rearrange(made_by.weight, "(h made) r -> h made r", h=num_heads)  # a view, so always up to date
-        key_projection, value_projection = weight.tensor_split([query.shape[2] - rope_size], dim=1)
-        latent, rope_key = latent[:, 0], rope_key[:, 0]
-        scale = dict(cache_scale=self.cache_scale)
-        path.write(latent, rope_key, cache, slot_mapping, **scale)
-
-        def attend_part(tokens: slice, plan: Plan | PrefillPlan | TreePlan) -> Tensor:
-            if isinstance(plan, PrefillPlan):
-                new = (query[tokens], latent[tokens], rope_key[tokens])
-                projections = dict(key_projection=key_projection, value_projection=value_projection)
-                out: Tensor = path.prefill(*new, cache, plan, options, **projections, **scale)
-                return out
-            absorbed = path.absorb(query[tokens], key_projection)
-            latents = path.attention(absorbed, cache, plan, options, latent_rank=self.latent_rank, **scale)
-            out = path.project(latents, value_projection)
-            return out
-
-        return torch.cat([attend_part(*part) for part in plan.parts])
-
-
-KV_CACHE_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8}
-
-
-@dataclass(frozen=True)
-class QuantizedLayer(Layer):
-    """A layer whose pool holds codes of 8 bits; who sees whom in it is another kind's to say.
-
-                            scale of a key                      of a value
-        fp8                 1                                   1
-        fp8, calibrated     per head: amax / largest code       likewise
-        fp8, calculated     per head: amax / KEY_RANGE          per head: amax / VALUE_RANGE
-        int8                per token and head, in the pool     none: values stay in the model's type
-        int8, calibrated    likewise                            per head and channel: amax / 127
-
-    Attributes:
-        layer: the kind whose plan it has.
-        kv_cache_dtype: what the codes are, a name of `KV_CACHE_DTYPES`.
-        key_scale: of fp8 keys. No plan depends on scales, so layers with different ones are equal.
-        value_scale: of fp8 values, or of int8 values if it is a tensor.
-    """
-
-    layer: Layer
-    kv_cache_dtype: str
-    key_scale: float | Float32[Tensor, "hk"] = field(default=1.0, compare=False)
-    value_scale: float | Float32[Tensor, "..."] = field(default=1.0, compare=False)
-
-    @property
-    def has_codes(self) -> bool:
-        """Whether the layer's pool holds codes."""
-        return True
-
-    def calibrated(
-        self, twin: Twin, amax: Amax, device: torch.device, ranges: tuple[float, float] | None = None
-    ) -> "QuantizedLayer":
-        """Return this layer with the scales for its codes: of fp8 one per KV head."""
-        if self.kv_cache_dtype == "int8":
-            scale = twin.quantized.value_scales([rearrange(amax.value, "hk d -> 1 hk d")])
-            return replace(self, value_scale=scale.to(device))
-        ranges = ranges or (torch.finfo(KV_CACHE_DTYPES[self.kv_cache_dtype]).max,) * 2
-        scales = (reduce(x, "hk d -> hk", "max") / largest for x, largest in zip(amax, ranges, strict=True))
-        of_key, of_value = (scale.masked_fill(scale == 0, 1.0).to(device) for scale in scales)
-        return replace(self, key_scale=of_key, value_scale=of_value)
-
-    @property
-    def has_int8_values(self) -> bool:
-        """Whether values are int8, too: their scales are known."""
-        return self.kv_cache_dtype == "int8" and isinstance(self.value_scale, Tensor)
-
-    @property
-    def fixed_scales(self) -> list[Tensor]:
-        """The scales that do not lie in the pool, where there are tensors of them."""
-        return [x for x in (self.key_scale, self.value_scale) if isinstance(x, Tensor)]
-
-    @property
-    def takes_trees(self) -> bool:  # type: ignore[override]  # what a class says of the other kinds
-        """Whether it has a mask for drafted trees."""
-        return self.layer.takes_trees
-
-    @property
-    def takes_cascades(self) -> bool:
-        """Whether the plan of a step may be a cascade."""
-        return self.layer.takes_cascades
-
-    @property
-    def window(self) -> int:
-        """Tokens that a query sees, itself included; 0 for all."""
-        return self.layer.window
-
-    @property
-    def reach(self) -> int:
-        """Tokens that a query may see at most, itself included; 0 for all."""
-        return self.layer.reach
-
-    @property
-    def splits_decodes(self) -> bool:
-        """Whether a step's decodes are planned apart from its prefills, and so have to come first in it."""
-        return self.layer.splits_decodes
-
-    def bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Return the bytes that a token takes in the layer's pool, the scale of an int8 key included."""
-        of_key = self.head_size + (torch.float32.itemsize if self.kv_cache_dtype == "int8" else 0)
-        keeps_values = self.kv_cache_dtype == "int8" and not self.has_int8_values
-        return self.num_kv_heads * (of_key + self.head_size * (dtype.itemsize if keeps_values else 1))
-
-    def allocate(
-        self, twin: Twin, num_blocks: int, block_size: int, *, dtype: torch.dtype, device: torch.device
-    ) -> Any:
-        """Make the layer's pools of codes, and for int8 one of the keys' scales."""
-        sizes = (num_blocks, block_size, self.num_kv_heads, self.head_size)
-        if self.kv_cache_dtype == "int8":
-            value_dtype = torch.int8 if self.has_int8_values else dtype
-            return twin.quantized.allocate_int8(*sizes, value_dtype=value_dtype, device=device)
-        return twin.kv_cache.allocate(*sizes, dtype=KV_CACHE_DTYPES[self.kv_cache_dtype], device=device)
-
-    def plan(self, twin: Twin, batch: Batch, block_size: int, lens: Lens | None = None, decode_len: int = 1) -> Any:
-        """Plan a step as the other kind does."""
-        return self.layer.plan(twin, batch, block_size, lens, decode_len)
+    def plan_trees(self, twin: Twin, batch: Batch, trees: Trees, block_size: int) -> Parts:
+        """Plan a step whose new tokens are drafted trees, those of a prompt as a chain."""
+        window_size = (self.mask.reach - 1, 0) if self.mask.reach else (-1, -1)
+        plan = twin.speculative.plan(batch, block_size=block_size, trees=trees, window_size=window_size)
+        return ((slice(None), plan),)
 
     def attend(
         self,
         twin: Twin,
         module: Any,
         query: Float[Tensor, "t h d"],
-        key: Float[Tensor, "t hk d"] | None,
+        key: Float[Tensor, "t hk dk"] | None,
         value: Float[Tensor, "t hk dv"] | None,
         cache: Any,
         slot_mapping: Int64[Tensor, "t"],
-        plan: Any,
+        parts: Parts,
         options: AttentionOptions,
-    ) -> Float[Tensor, "t h dv"]:
-        """Quantise and write the new keys and values, if there are any, and attend to what can be read of them."""
-        *pools, last = cache
-        if self.kv_cache_dtype == "int8":
-            of_value = self.value_scale if isinstance(self.value_scale, Tensor) else None
-            scales: Int8Scales | Fp8Scales = Int8Scales(key=last, value=of_value)
-        else:
-            kind = KV_CACHE_DTYPES[self.kv_cache_dtype]
-            pools, scales = cache, Fp8Scales(self.key_scale, self.value_scale, format=kind)
-        if key is not None:
-            twin.quantized.write(key, value, *pools, slot_mapping, scales=scales)
-        parts = plan.parts if isinstance(plan, SplitPlan) else ((slice(None), plan),)
-        outs = [twin.quantized.attention(query[rows], *pools, part, options, scales=scales) for rows, part in parts]
+    ) -> Float[Tensor, "t h dout"]:
+        """Write the new keys and values into the pool, if they are the layer's own and not None, and attend over it.
+
+        Of latents, `key` is the latent and `value` the rotary key, each as one head.
+        """
+        if key is not None and value is not None:
+            self.storage.write(twin, key, value, cache, slot_mapping)
+        if len(parts) == 1:
+            return self.storage.attend(twin, module, (query, key, value), cache, parts[0][1], options)
+        outs = []
+        for rows, plan in parts:
+            tokens = [None if x is None else x[rows] for x in (query, key, value)]
+            outs.append(self.storage.attend(twin, module, tokens, cache, plan, options))
         return torch.cat(outs)
+
+
+# --- quantisation ---
 
 
 def quantize(layers: Sequence[Layer], kv_cache_dtype: str) -> list[Layer]:
-    """Return layers with pools of a type: those given for "auto", else with codes instead of numbers.
+    """Return layers with pools of a type: those given for "auto", else quantised ones.
 
     Raises:
         ValueError: if there is no such type.
-        NotImplementedError: if a kind of layer has no pool of such codes.
+        NotImplementedError: if a storage has no such type.
     """
     if kv_cache_dtype == "auto":
         return list(layers)
     if kv_cache_dtype not in KV_CACHE_DTYPES:
         raise ValueError(f"kv_cache_dtype: expected auto, {', '.join(KV_CACHE_DTYPES)}, got {kv_cache_dtype!r}")
-    return [_quantize_layer(layer, kv_cache_dtype) for layer in layers]
+    return [replace(layer, storage=_quantize(layer.storage, KV_CACHE_DTYPES[kv_cache_dtype])) for layer in layers]
 
 
-def _quantize_layer(layer: Layer, kv_cache_dtype: str) -> Layer:
-    """Return a layer whose pool holds codes."""
-    is_latent = isinstance(layer, LatentLayer)
-    if isinstance(layer, DifferentialLayer) or (is_latent and kv_cache_dtype == "int8"):
-        kind, others = ("latents", ", fp8_e4m3, fp8_e5m2") if is_latent else ("pairs", "")
+def _quantize(storage: Storage, dtype: torch.dtype) -> Storage:
+    if isinstance(storage, Pages | QuantizedPages):
+        return QuantizedPages(storage.num_kv_heads, storage.head_size, dtype)
+    if dtype == torch.int8:
+        kind = type(storage).__name__.lower()
         raise NotImplementedError(
-            f"kv_cache_dtype: the engine keeps no {kind} in a pool of {kv_cache_dtype}, only of auto{others}"
+            f"kv_cache_dtype: the engine keeps no {kind} in a pool of int8, only of auto, fp8_e4m3, fp8_e5m2"
         )
-    if isinstance(layer, LatentLayer):
-        return replace(layer, codes=KV_CACHE_DTYPES[kv_cache_dtype])
-    return QuantizedLayer(layer.num_kv_heads, layer.head_size, layer, kv_cache_dtype)
+    return replace(storage, dtype=dtype)
 
 
 def set_scales(
     layers: Sequence[Layer], calibration: Sequence[Amax], twin: Twin, owners: Sequence[int], device: torch.device
 ) -> list[Layer]:
-    """Return layers with pools of codes, with the scales that a calibration asks for.
+    """Return quantised layers with the scales that a calibration asks for.
 
     Args:
         layers: from `quantize`.
@@ -616,27 +545,37 @@ def set_scales(
         device: where the scales are to be.
 
     Raises:
-        ValueError: if layers have no codes, or the calibration is not one of theirs.
+        ValueError: if the calibration is not that of these layers.
     """
-    if not all(layer.has_codes for layer in layers):
-        raise ValueError('calibration: expected None, as pools of kv_cache_dtype="auto" have no scales, got some')
     if not isinstance(calibration, Sequence) or len(calibration) != len(layers):
         number = len(calibration) if isinstance(calibration, Sequence) else type(calibration).__name__
         raise ValueError(f"calibration: expected an Amax for each of {len(layers)} layers, got {number}")
     for i, (layer, amax) in enumerate(zip(layers, calibration, strict=True)):
         if not isinstance(amax, Amax):
             raise ValueError(f"calibration[{i}]: expected an Amax, got {describe(amax)}")
-        for (name, largest), sizes in zip(amax._asdict().items(), layer.amax_sizes, strict=True):
-            expect(largest, f"calibration[{i}].{name}", torch.float32, ("hk", "d"), sizes)
+        stored = layer.storage
+        key_size = value_size = stored.num_kv_heads, stored.head_size
+        if isinstance(stored, Latents):
+            key_size, value_size = (1, stored.latent_rank), (1, stored.rope_size)
+        for name, largest, size in (("key", amax.key, key_size), ("value", amax.value, value_size)):
+            expect(largest, f"calibration[{i}].{name}", torch.float32, ("hk", "d"), size)
             if not largest.is_cpu or not largest.isfinite().all() or (largest < 0).any():
                 raise ValueError(f"calibration[{i}].{name}: expected finite magnitudes on the CPU, got others")
     return [layer.calibrated(twin, calibration[owner], device) for layer, owner in zip(layers, owners, strict=True)]
 
 
-LAYERS: dict[str, type[Layer]] = {  # by their names in transformers, which has none for the last two
-    "full_attention": Layer,
-    "sliding_attention": WindowLayer,
-    "chunked_attention": LocalLayer,
-    "differential_attention": DifferentialLayer,
-    "latent_attention": LatentLayer,
-}
+def _fp8_scales(
+    amax: Amax, dtype: torch.dtype | None, device: torch.device, ranges: Ranges | None
+) -> list[Float32[Tensor, "hk"]]:
+    """Return the scales of keys and of values per KV head; 1 where a head is all zeros."""
+    scales = [
+        reduce(x, "hk d -> hk", "max") / largest
+        for x, largest in zip(amax, ranges or _largest_numbers(dtype), strict=True)
+    ]
+    return [scale.masked_fill(scale == 0, 1.0).to(device) for scale in scales]
+
+
+def _largest_numbers(dtype: torch.dtype | None) -> Ranges:
+    """Return the largest number of a format of fp8, for keys and for values."""
+    assert dtype is not None  # the layer is quantised
+    return (torch.finfo(dtype).max,) * 2

@@ -10,6 +10,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from functools import partial
+from importlib.resources import files
 from inspect import signature
 from math import inf
 from typing import Any
@@ -19,23 +20,12 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from refattn.serving.layers import LAYERS, Layer
+from refattn.serving.layers import Causal, Chunk, Latents, Layer, Mask, Pages, Pairs, Storage, Window
 
 ATTENTION = "twinattn"  # the name of `paged_attention` there
 # The families of models, by `config.model_type`, whose logits have been compared with those of transformers' own eager
-# attention. The test that does it, tests/serving/test_engine_models.py, fails if this list is not what it compares.
-VERIFIED = tuple(  # a sentence reads better here than a list of its words
-    """
-    afmoe apertus arcee aria_text axk1 beam bert bert-generation biogpt bitnet bloom cohere cohere2 cohere2_moe ctrl
-    cwm deepseek_v2 deepseek_v3 diffllama dots1 electra ernie ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon flex_olmo
-    flint gemma gemma2 gemma3 gemma3_text gemma3n_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox
-    gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3
-    hyperclovax jais2 kolibri1 laguna llama llama4_text longcat_flash mellum minicpm3 minimax_m2 ministral ministral3
-    mistral mistral4 mixtral modernbert-decoder mpt nanochat olmo olmo2 olmo3 olmoe opt persimmon phi phi3 qwen2
-    qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open starcoder2 vaultgemma youtu
-    """.split()  # noqa: SIM905
-)
-
+# attention: one per line. The test that does it, tests/serving/test_engine_models.py, compares all of them.
+VERIFIED = tuple(files("refattn.serving").joinpath("verified.txt").read_text("utf-8").split())
 # Those of them whose attention is not called through transformers' AttentionInterface; ALiBi is no part of that.
 OUTSIDE = ("bloom", "falcon", "mpt")
 # Those of them whose layers keep latents (MLA).
@@ -338,7 +328,7 @@ def _falcon_attention(
     """Take Falcon, with rotary positions or with ALiBi."""
     fused = module.query_key_value(hidden_states)
     query, key, value = (rearrange(x, "1 t h d -> 1 h t d") for x in module._split_heads(fused))
-    if module.new_decoder_architecture:  # repeats each key head for its query heads
+    if module.new_decoder_architecture:  # repeats each KV head for its query heads
         key, value = (x[:, :: module.num_heads // module.num_kv_heads] for x in (key, value))
     if alibi is None:
         query, key = _code(module).apply_rotary_pos_emb(query, key, *position_embeddings)
@@ -409,22 +399,15 @@ def layers_of(config: Any, num_tokens: int, *, batch_invariant: bool = False) ->
     Raises:
         ValueError: if the model has a kind of layer without a path, or sizes of heads that do not divide.
     """
-    kinds = _kinds(config)
-    if config.model_type == "diffllama":  # does not say so, but calls attention twice per layer
-        kinds = ["differential_attention"] * len(kinds)
-    if config.model_type in LATENT:
-        kinds = ["latent_attention" if kind == "full_attention" else kind for kind in kinds]
-    for kind in kinds:
-        if kind not in LAYERS:
-            raise ValueError(f"model: expected a decoder with layers of kind {' or '.join(LAYERS)}, got {kind}")
+    masks = [_mask(kind, config) for kind in _kinds(config)]
     floor_scale = config.floor_scale if getattr(config, "attn_temperature_tuning", False) else num_tokens + 1
     if num_tokens >= floor_scale:  # the model's own code takes the row of a token for its position there
         raise ValueError(
             f"model: expected sequences and steps below floor_scale={floor_scale} tokens with attn_temperature_tuning, "
             f"got up to {num_tokens}"
         )
-    sizes = _cache_heads(config)
-    return [LAYERS[kind](*sizes, **_arguments(kind, config, batch_invariant)) for kind in kinds]
+    storage = _storage(config, batch_invariant)
+    return [Layer(mask, storage) for mask in masks]
 
 
 def owners_of(config: Any) -> list[int]:
@@ -447,25 +430,30 @@ def _kinds(config: Any) -> list[str]:
     return list(getattr(config, "layer_types", None) or [every_layer] * config.num_hidden_layers)
 
 
-def _arguments(kind: str, config: Any, batch_invariant: bool) -> dict[str, int]:
-    """Return what a layer's plan takes from the configuration, or from the engine."""
-    if kind == "latent_attention":
-        return dict(latent_rank=config.kv_lora_rank, batch_invariant=batch_invariant)
-    if kind == "chunked_attention":
-        return dict(chunk_size=config.attention_chunk_size)
-    if kind == "sliding_attention":
-        return dict(window=config.sliding_window or 0)
-    return {}
-
-
-def _cache_heads(config: Any) -> tuple[int, int]:
-    """Return the number of key heads, and their size.
+def _mask(kind: str, config: Any) -> Mask:
+    """Return the mask of a kind of layer, by its name in transformers.
 
     Raises:
-        ValueError: if the query heads do not divide among the key heads, or the width among the query heads.
+        ValueError: if there is none.
+    """
+    if kind == "full_attention" or config.model_type == "diffllama":  # whose layers see all, whatever its config says
+        return Causal()
+    if kind == "sliding_attention":
+        return Window(config.sliding_window or 0)
+    if kind == "chunked_attention":
+        return Chunk(config.attention_chunk_size)
+    kinds = "full_attention or sliding_attention or chunked_attention"
+    raise ValueError(f"model: expected a decoder with layers of kind {kinds}, got {kind}")
+
+
+def _storage(config: Any, batch_invariant: bool) -> Storage:
+    """Return where a model keeps its keys.
+
+    Raises:
+        ValueError: if the query heads do not divide among the KV heads, or the width among the query heads.
     """
     if config.model_type in LATENT:
-        return 1, config.kv_lora_rank + config.qk_rope_head_dim
+        return Latents(config.kv_lora_rank, config.qk_rope_head_dim, batch_invariant)
     heads, width = config.num_attention_heads, config.hidden_size
     num_kv_heads = getattr(config, "num_key_value_heads", None) or heads
     if config.model_type == "falcon":
@@ -477,7 +465,8 @@ def _cache_heads(config: Any) -> tuple[int, int]:
     head_size = getattr(config, "head_dim", None)
     if head_size is None and width % heads:
         raise ValueError(f"model: expected hidden_size to be a multiple of {heads} heads, got {width}")
-    return num_kv_heads, head_size or width // heads
+    storage = Pairs if config.model_type == "diffllama" else Pages  # it calls attention twice per layer
+    return storage(num_kv_heads, head_size or width // heads)
 
 
 def end_token_ids(model: Any) -> tuple[int, ...]:

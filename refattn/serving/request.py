@@ -1,13 +1,38 @@
-"""A request on its way through the engine, and the events that report on it."""
+"""A request on its way through the engine, its drafted tokens, and the events that report on it."""
 
-from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from operator import index
 from typing import Any
 
 from refattn.serving.block_pool import BlockContent
 from refattn.serving.sampling import SamplingParams
-from refattn.serving.speculation import Draft
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Drafted tokens, as a tree after the last confirmed token.
+
+    Attributes:
+        tokens: of each node but the root, node 0.
+        parents: of each node, the root included: the node that it follows.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+
+    @property
+    def depths(self) -> list[int]:
+        """How many nodes are above each node, the root included."""
+        depths = [0]
+        for parent in self.parents[1:]:
+            depths.append(depths[parent] + 1)
+        return depths
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every node follows the one before it, so that a causal mask shows what it may see."""
+        return self.parents == tuple(range(-1, len(self.tokens)))
 
 
 @dataclass(eq=False)
@@ -58,6 +83,46 @@ class Request:
     def num_pending(self) -> int:
         """Tokens that must still go through the model: 1 for a decode, more for a prompt."""
         return len(self.tokens) - self.num_computed_tokens
+
+
+@dataclass(frozen=True)
+class StepTokens:
+    """The new tokens of a step: what a runner, or the engine itself, makes the inputs of the model of.
+
+    Attributes:
+        query_lens: new tokens of each request.
+        seq_lens: tokens of each request, the new ones included.
+        block_tables: blocks of each request.
+        input_ids: the new tokens of all requests, one after the other.
+        logits_rows: the query rows whose logits are wanted: the last one of each request with nothing left to compute;
+            of one with a draft all.
+        parents: the new tokens of each request as a tree, confirmed ones as a chain; None if all drafts are chains.
+    """
+
+    query_lens: list[int]
+    seq_lens: list[int]
+    block_tables: list[list[int]]
+    input_ids: list[int]
+    logits_rows: list[int]
+    parents: list[Sequence[int]] | None
+
+    @classmethod
+    def of(cls, scheduled: Mapping[Request, int]) -> "StepTokens":
+        """Return the tokens of a step, from its requests with the number of new tokens of each."""
+        tokens = cls(list(scheduled.values()), [], [request.blocks for request in scheduled], [], [], None)
+        for request, count in scheduled.items():
+            first, drafted = request.num_computed_tokens, () if request.draft is None else request.draft.tokens
+            tokens.seq_lens.append(first + count)
+            tokens.input_ids.extend((*request.tokens[first : first + count - len(drafted)], *drafted))
+            if count >= request.num_pending:
+                end = len(tokens.input_ids)
+                tokens.logits_rows.extend(range(end - (1 if request.draft is None else count), end))
+        if all(request.draft is None or request.draft.is_chain for request in scheduled):
+            return tokens
+        return replace(
+            tokens,
+            parents=[range(-1, count - 1) if r.draft is None else r.draft.parents for r, count in scheduled.items()],
+        )
 
 
 @dataclass(frozen=True)

@@ -4,15 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 from random import Random
-from typing import TYPE_CHECKING
+from typing import Protocol, runtime_checkable
 
 import torch
 from einops import rearrange
 from jaxtyping import Float, Int64
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from refattn.serving.request import Request
 
 
 @dataclass(frozen=True)
@@ -59,8 +56,21 @@ class SamplingParams:
 GREEDY = SamplingParams()
 
 
+@runtime_checkable
+class Sampled(Protocol):
+    """A request, as far as the choice of its next token needs it."""
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How its tokens are chosen."""
+
+    @property
+    def output_ids(self) -> list[int]:
+        """Its tokens so far."""
+
+
 def choose(
-    logits: Float[Tensor, "b v"], requests: Sequence["Request"], ahead: Sequence[int] | None = None
+    logits: Float[Tensor, "b v"], requests: Sequence[Sampled], ahead: Sequence[int] | None = None
 ) -> list[int | None]:
     """Choose the next token of each request, from its own row of logits and its own random numbers.
 
@@ -82,7 +92,7 @@ def choose(
     return [None if token < 0 else token for token in tokens.where(is_sound, -1).tolist()]
 
 
-def _uniform(request: "Request", ahead: int = 0) -> float:
+def _uniform(request: Sampled, ahead: int = 0) -> float:
     """Return the random number in [0, 1) of a request's next token, or of one that comes later.
 
     It follows from the seed and the token's place alone, so a step that is run again, or a request that is computed

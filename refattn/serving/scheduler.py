@@ -100,7 +100,7 @@ class Scheduler:
         return dict(sorted(scheduled.items(), key=lambda item: item[0].blocks))  # who shares blocks stands together
 
     def _allocate_or_preempt(self, request: Request, count: int, scheduled: dict[Request, int]) -> bool:
-        """Return a request the blocks for `count` more tokens, taking those of the youngest ones when none are left.
+        """Give a request the blocks for `count` more tokens, preempting the youngest request while too few are free.
 
         False if the youngest was the request itself. The oldest always gets its blocks, so there is always one that
         goes on; and a preempted request loses its keys and values only, not its tokens or its random numbers.
@@ -114,12 +114,9 @@ class Scheduler:
             self.counters.preemptions += 1
             if youngest is request:
                 return False
-        request.blocks += self.pool.allocate(needed)
-        for pool in self.window_pools:
-            pool.hold(request, count, request.num_computed_tokens + count, request.blocks)
-        return True
+        return self.allocate(request, count)
 
-    def allocate_drafts(self, request: Request, count: int) -> bool:
+    def allocate(self, request: Request, count: int) -> bool:
         """Allocate the blocks for `count` new tokens of a request, drafts included; False if too few are free."""
         needed = self.blocks_for(request.num_computed_tokens + count) - len(request.blocks)
         if needed > len(self.pool.free):
@@ -130,7 +127,7 @@ class Scheduler:
         return True
 
     def _start(self, request: Request) -> bool:
-        """Let a request run, behind what the pool still has of it, if there are blocks for all its tokens so far."""
+        """Let a request run after its cached prefix, if there are blocks for all its tokens so far."""
         cached = self._find(request.tokens[:-1])  # the last token has to go through the model: for its logits
         unused = sum(self.pool.users[block] == 0 for block in cached)  # free so far
         if self.blocks_for(len(request.tokens)) - len(cached) > len(self.pool.free) - unused:
@@ -146,7 +143,7 @@ class Scheduler:
         return True
 
     def _find(self, tokens: Sequence[int]) -> list[int]:
-        """Find the blocks that hold the start of `tokens`, as far as all pools still have what comes after it sees."""
+        """Find the blocks of the longest cached prefix of `tokens` after which a request can go on in all pools."""
         found = self.pool.find(tokens)
         count = None
         while count != len(found):

@@ -13,41 +13,31 @@ Source: Saxena 2023, "Prompt Lookup Decoding"; the n-gram drafts of vLLM; trees:
 model: Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding".
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar, Protocol, runtime_checkable
 
 from refattn.interface.values import check_sizes
+from refattn.serving.request import Draft, Request
 from refattn.serving.sampling import SamplingParams
 
-if TYPE_CHECKING:
-    from refattn.serving.engine import Engine
 
-
-@dataclass(frozen=True)
-class Draft:
-    """Drafted tokens, as a tree after the last confirmed token.
+@runtime_checkable
+class DraftEngine(Protocol):
+    """The engine of a smaller model, as far as drafts need it.
 
     Attributes:
-        tokens: of each node but the root, node 0.
-        parents: of each node, the root included: the node that it follows.
+        vocab_size: tokens that it knows.
     """
 
-    tokens: tuple[int, ...]
-    parents: tuple[int, ...]
+    vocab_size: int
 
     @property
-    def depths(self) -> list[int]:
-        """How many nodes are above each node, the root included."""
-        depths = [0]
-        for parent in self.parents[1:]:
-            depths.append(depths[parent] + 1)
-        return depths
+    def max_request_tokens(self) -> int | float:
+        """The most tokens of a request that may go through its model."""
 
-    @property
-    def is_chain(self) -> bool:
-        """Whether every node follows the one before it, so that a causal mask shows what it may see."""
-        return self.parents == tuple(range(-1, len(self.tokens)))
+    def generate(self, prompts: Iterable[Sequence[int]], sampling: SamplingParams) -> list[Request]:
+        """Answer prompts, and return their finished requests."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +111,7 @@ class DraftModel:
     """
 
     max_branches: ClassVar[int] = 1
-    engine: "Engine"
+    engine: DraftEngine
     max_drafts: int = 4
 
     def __post_init__(self) -> None:

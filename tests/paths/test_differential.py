@@ -735,7 +735,8 @@ def test_a_write_quantises_each_head_under_its_scale(twin, kind, per, device):
     for token, slot in ((0, 5), (2, 11), (3, 0)):
         for head in range(6):
             for number, (source, scale) in enumerate(((key, of_key), (value, of_value))):
-                x = source[token, head].float() / (scale[head] if per == "head" else torch.tensor(scale))
+                x = source[token, head].float()
+                x = x / (scale[head] if per == "head" else torch.full_like(x, scale))  # by a tensor: see `_scale_of`
                 code = x.clamp(-largest, largest).to(KINDS[kind])
                 expected[head % 2, number, slot // 4, slot % 4, head // 2] = code.float()
     assert torch.equal(cache.float(), expected)

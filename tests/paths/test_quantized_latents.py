@@ -58,6 +58,11 @@ each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 each_kernel = pytest.mark.parametrize("kernel", LATENT_KERNELS, ids=lambda kernel: kernel.name)
 
 
+def in_reach(dtype, twin, device):
+    """Return the type, or float32 where it is float64 and the twin has no kernel for it."""
+    return torch.float32 if dtype == torch.float64 and twin is fastattn.mla and device != "cpu" else dtype
+
+
 # --- the mask, and memory that nobody may see ---
 
 
@@ -273,8 +278,8 @@ def test_prefills_agree(kernel, kind, workspace, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 def test_a_prefill_sees_its_new_tokens_as_later_steps_do(twin, kind, dtype, device):
     """Numbers between two codes, larger than the largest, and none at all: what the written codes stand for."""
-    given = in_codes(SMALL_CASE, kind, device=device, dtype=dtype, poison=HARMLESS)
-    generator = torch.Generator().manual_seed(1)
+    given = in_codes(SMALL_CASE, kind, device=device, dtype=in_reach(dtype, twin, device), poison=HARMLESS)
+    dtype, generator = given.new.dtype, torch.Generator().manual_seed(1)
     given.new = torch.randn(given.new.shape, generator=generator).to(given.new) * 3
     given.new[0, 3], given.new[1, RANK + 2] = 1e9, -1e9
     written = torch.zeros_like(given.cache[:1, : len(given.new)])
@@ -294,7 +299,9 @@ def test_a_prefill_sees_its_new_tokens_as_later_steps_do(twin, kind, dtype, devi
 @each_kind
 def test_a_prompt_may_be_cut_anywhere(twin, kind, device):
     """Its queries see the same keys in a chunk of one token as in a chunk of all, up to the order of sums."""
-    given = in_codes(Case("prompt", ((33, 33),), heads=(4, 1)), kind, device=device, dtype=torch.float64)
+    dtype = in_reach(torch.float64, twin, device)
+    rtol, atol = (1e-10, 1e-11) if dtype == torch.float64 else (1e-4, 1e-5)
+    given = in_codes(Case("prompt", ((33, 33),), heads=(4, 1)), kind, device=device, dtype=dtype)
     generator = torch.Generator().manual_seed(2)
     given.new = torch.randn(given.new.shape, generator=generator).to(given.new)
     slots = slot_mapping(given.batch, 33, block_size=16)
@@ -312,7 +319,7 @@ def test_a_prompt_may_be_cut_anywhere(twin, kind, device):
     answers.append([twin.project(absorbed[0], given.projections["value_projection"]), absorbed[1]])
     for others in answers[1:]:
         for found, expected in zip(others, answers[0], strict=True):
-            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-11)
+            torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
 
 
 @each_kernel

@@ -256,9 +256,9 @@ def seen_by(trees, queries):
 
 @pytest.mark.parametrize("kernel", [None, *PRESENT], ids=lambda kernel: kernel.name if kernel else "reference")
 @pytest.mark.parametrize("queries", [2, 200])
-@pytest.mark.parametrize("window", [-1, 4])
+@pytest.mark.parametrize("window", [-1, 0, 4])
 def test_nothing_depends_on_what_no_row_sees(kernel, queries, window, device):
-    """Slots of drafts that were rejected, blocks nobody owns, keys before a window; and nodes of no tip's branch."""
+    """Slots of rejected drafts, blocks nobody owns, keys before a window, nodes among them; other branches."""
     trees = [(-1, 0, 0, 1, 2, 2), draw_tree(66, 5), (-1,), (-1, -1, 0, 1, 1)]
     case = case_of(trees, contexts=(7, 30, 0, 16), queries=queries, heads=(4, 2))
     twin = refattn.speculative if kernel is None else fastattn.speculative

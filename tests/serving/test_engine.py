@@ -18,16 +18,10 @@ import refattn.serving.engine
 import refattn.serving.sampling
 import refattn.serving.scheduler
 from fastattn.serving import CudaGraphs
-from refattn.serving import CPU, BlockPool, Counters, Engine, NGram, Request, SamplingParams, sample
+from refattn.serving import CPU, BlockPool, Counters, Draft, Engine, NGram, Request, SamplingParams, StepTokens, sample
 from tests.helpers.engines import GREEDY, MODELS, PROMPTS, SYSTEM, TWINS, assert_nothing_is_held, make_engine, outputs
 from tests.helpers.pairs import every_pair
-from tests.helpers.tiny_models import (
-    SHARED_CACHES,
-    byte_tokenizer,
-    make_family,
-    make_llama,
-    make_model,
-)
+from tests.helpers.tiny_models import SHARED_CACHES, byte_tokenizer, make_family, make_llama, make_model
 
 TEMPERED = SamplingParams(max_tokens=9, temperature=0.9, top_p=0.95, seed=3)
 
@@ -176,7 +170,7 @@ def test_sinks_reach_the_path(llama, twin):
     request = engine.add([1])
     engine.scheduler._start(request)
     engine.scheduler._allocate_or_preempt(request, 1, {})
-    inputs = engine.make_inputs({request: 1})
+    inputs = engine.make_inputs(StepTokens.of({request: 1}))
     module, step = llama.model.layers[0].self_attn, inputs["step"]
     plain = engine.attend(module, query, key, value, step=step)
     sunk = engine.attend(module, query, key, value, step=step, s_aux=torch.full((6,), 1e4, device=llama.device))
@@ -243,12 +237,25 @@ def test_the_youngest_is_preempted_and_its_answer_stays(llama):
     assert [request.output_ids for request in requests] == transformers_outputs(llama, prompts)
 
 
+def test_the_tokens_of_a_step():
+    """A chunk of a prompt, whose logits nobody wants, a decode, and a decode with drafts, all of which have logits."""
+    chunk = Request([1, 2, 3, 4, 5], 5, GREEDY, num_computed_tokens=1, blocks=[3, 0])
+    decode = Request([7, 8], 1, GREEDY, num_computed_tokens=1, blocks=[2])
+    drafted = Request([9], 1, GREEDY, blocks=[1], draft=Draft((4, 6), (-1, 0, 1)))
+    tokens = StepTokens.of({chunk: 2, decode: 1, drafted: 3})
+    tables = [[3, 0], [2], [1]]
+    assert tokens == StepTokens([2, 1, 3], [3, 2, 3], tables, [2, 3, 8, 9, 4, 6], [2, 3, 4, 5], None)
+    drafted.draft = Draft((4, 6), (-1, 0, 0))
+    tree = StepTokens.of({chunk: 2, decode: 1, drafted: 3})
+    assert tree == replace(tokens, parents=[range(-1, 1), range(-1, 0), (-1, 0, 0)])
+
+
 @pytest.mark.covers("A34")
 @pytest.mark.parametrize("twin", TWINS)
 def test_padding_rows_change_nothing(llama, expected, twin):
     class PaddedEngine(Engine):
-        def make_inputs(self, scheduled, prefixes=()):
-            inputs = super().make_inputs(scheduled, prefixes)
+        def make_inputs(self, tokens, prefixes=()):
+            inputs = super().make_inputs(tokens, prefixes)
             rows = inputs["input_ids"].shape[1] + 3
             batch = inputs["step"].batch
             padded = {name: functional.pad(inputs[name], (0, 3)) for name in ("input_ids", "position_ids")}
@@ -332,7 +339,7 @@ def test_only_what_fastattn_computes_on_cuda_is_recorded(llama):
     assert [CudaGraphs.can_record(engine) for engine in engines] == [is_on_cuda, False, False]
     for engine in engines[is_on_cuda:]:
         runner = CudaGraphs()
-        assert runner.run(engine, {engine.add([1]): 1}) is None
+        assert runner.run(engine, StepTokens.of({engine.add([1]): 1})) is None
         assert not runner.records
 
 
@@ -341,7 +348,7 @@ def test_a_runner_serves_one_engine(llama, recording_engine):
     first, second = recording_engine(llama), make_engine(llama, "fastattn")
     outputs(first, PROMPTS[:1])
     with pytest.raises(ValueError, match="engine: expected the one that this runner served before"):
-        first.runner.run(second, {second.add([1]): 1})
+        first.runner.run(second, StepTokens.of({second.add([1]): 1}))
 
 
 @pytest.mark.parametrize("kind", [*WINDOWED, "chunks and full"])

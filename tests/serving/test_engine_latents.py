@@ -18,7 +18,7 @@ import refattn.serving.layers
 from fastattn.serving import CudaGraphs
 from refattn.interface import AttentionOptions
 from refattn.serving import CPU, Amax, Engine, NGram, SamplingParams, calibrate
-from refattn.serving.layers import LatentLayer, Twin
+from refattn.serving.layers import Causal, Latents, Layer, Twin
 from tests.helpers.pairs import every_pair
 from tests.helpers.tiny_models import LATENT_SIZES, YARN, make_family
 
@@ -73,7 +73,7 @@ def outputs(engine, prompts=PROMPTS):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Note the new tokens of each sequence that either twin's paths plan, by the function that does.
+    """Note the new tokens of each sequence that either twin plans, absorbed or not, by the function that does.
 
     While a GPU records nothing may be read from it, and None stands for them.
     """
@@ -90,9 +90,8 @@ def calls(monkeypatch):
         monkeypatch.setattr(path, name, watched)
 
     for twin in TWINS:
-        path = importlib.import_module(f"{twin}.mla")
-        watch(path, "plan")
-        watch(path, "plan_prefill")
+        watch(importlib.import_module(f"{twin}.chunked_prefill"), "plan")
+        watch(importlib.import_module(f"{twin}.mla"), "plan_prefill")
     return noted
 
 
@@ -138,7 +137,7 @@ def test_decodes_are_absorbed_and_prompts_are_not(deepseek, expected, twin, call
 
 def test_layers_keep_latents_and_no_values(deepseek, monkeypatch):
     engine = make_engine(deepseek, num_blocks=20)
-    assert set(engine.layers) == {LatentLayer(1, RANK + ROPE, RANK)}
+    assert set(engine.layers) == {Layer(Causal(), Latents(RANK, ROPE))}
     assert [cache.shape for cache in engine.caches] == [(20, 4, RANK + ROPE)] * 2
     monkeypatch.setattr(refattn.mla, "allocate", mock.Mock(side_effect=torch.OutOfMemoryError("out of memory.")))
     # 2 layers of 2**22 blocks of 4 tokens with 32 numbers of 4 bytes: 4 GiB.
@@ -190,7 +189,7 @@ def test_recorded_steps_are_absorbed(deepseek, expected, monkeypatch, device, ca
 def test_everything_is_absorbed_under_batch_invariance(deepseek, expected, twin, calls):
     """How many keys and values are made at a time would depend on who else is in the batch."""
     engine = make_engine(deepseek, twin, max_num_batched_tokens=16, batch_invariant=True)
-    assert all(layer.batch_invariant for layer in engine.layers)
+    assert all(layer.storage.batch_invariant for layer in engine.layers)
     assert outputs(engine) == expected
     assert {name for name, _, _ in calls} == {"plan"}
 
@@ -199,12 +198,12 @@ def test_everything_is_absorbed_under_batch_invariance(deepseek, expected, twin,
 def test_chunks_are_planned_for_the_contexts_of_prompts(twin, monkeypatch):
     """Not for a prompt without one, nor for the long context of a decode beside it."""
     monkeypatch.setattr(refattn.serving.layers, "WORKSPACE", 8)
-    package, layer = Twin(importlib.import_module(twin)), LatentLayer(1, 24, 16)
+    package, layer = Twin(importlib.import_module(twin)), Layer(Causal(), Latents(16, 8))
 
     def chunks(*lens):
         tables = [list(range(10 * i, 10 * i + 10)) for i in range(len(lens))]
         batch = package.metadata.make_batch(*zip(*lens, strict=True), tables)
-        plans = [plan for _, plan in layer.plan(package, batch, 4, lens).parts]
+        plans = [plan for _, plan in layer.plan(package, batch, 4, lens)]
         return [len(plan.chunks) for plan in plans if hasattr(plan, "chunks")]
 
     assert chunks((9, 9)) == [0]
@@ -223,10 +222,10 @@ def test_batch_invariance_is_to_the_bit(twin, device, monkeypatch):
     with torch.no_grad():  # one number of the latent each, and of the query for each of the latent
         chosen = torch.cat([torch.randperm(rank)[:size] for _ in range(heads) for size in (nope, value)])
         made_by.weight.copy_(torch.nn.functional.one_hot(chosen, rank))
-    layer = LatentLayer(1, rank + rope, rank, batch_invariant=True)
+    layer = Layer(Causal(), Latents(rank, rope, batch_invariant=True))
     package = Twin(importlib.import_module(twin))
     options = AttentionOptions(0.2, batch_invariant=True)
-    cache = layer.allocate(package, 40, 4, dtype=torch.float32, device=torch.device(device))
+    cache = layer.storage.allocate(package, 40, 4, dtype=torch.float32, device=torch.device(device))
     cache.normal_()
     lengths = {"decode": (1, 21), "prompt": (7, 19), "other": (9, 9), "first": (1, 1)}  # new tokens, and all
     blocks = {name: list(range(10 * i, 10 * i + 6)) for i, name in enumerate(lengths)}
@@ -323,7 +322,7 @@ def test_over_codes_an_engine_answers_as_over_rounded_latents(deepseek, kind, sc
     for twin in TWINS:
         engine = make_engine(deepseek, twin, kv_cache_dtype=kind, calibration=calibration, **sizes)
         assert {cache.dtype for cache in engine.caches} == {FP8[kind]}
-        assert len({layer.cache_scale for layer in engine.layers}) == (2 if calibrated else 1)
+        assert len({layer.storage.cache_scale for layer in engine.layers}) == (2 if calibrated else 1)
         assert outputs(engine) == expected[0]
         cached = engine.counters.cached_blocks
         assert outputs(engine, PROMPTS[1:4]) == expected[1]
@@ -372,7 +371,7 @@ def test_one_scale_is_that_of_the_largest_number_of_the_first_step(deepseek, kin
     monkeypatch.setattr(engine, "attend", watched)
     found = outputs(engine)
     scales = [max(float(x.max()) for x in largest[i]) / 200 for i in range(2)]
-    assert [layer.cache_scale for layer in engine.layers] == scales
+    assert [layer.storage.cache_scale for layer in engine.layers] == scales
     for other in TWINS:
         given = make_engine(deepseek, other, kv_cache_dtype=kind)
         given.layers[:] = engine.layers
@@ -397,7 +396,7 @@ def test_recorded_steps_over_codes_are_absorbed(deepseek, monkeypatch, device):
 def test_a_pool_of_codes_takes_a_quarter_of_the_memory(deepseek, twin, kind):
     plain, coded = (make_engine(deepseek, twin, kv_cache_dtype=name) for name in ("auto", kind))
     assert coded.pool_bytes == plain.pool_bytes / 4  # of float32
-    assert coded.pool_bytes == sum(layer.bytes_per_token(torch.float32) for layer in coded.layers) * 64 * 4
+    assert coded.pool_bytes == sum(layer.storage.bytes_per_token(torch.float32) for layer in coded.layers) * 64 * 4
 
 
 def test_what_codes_of_latents_do_not_have_is_refused(deepseek):

@@ -21,8 +21,8 @@ import refattn.serving.engine
 import refattn.serving.sampling
 import refattn.serving.scheduler
 from refattn.interface import AttentionOptions
-from refattn.serving import CPU, Engine, Request, SamplingParams
-from refattn.serving.layers import DifferentialLayer, Twin
+from refattn.serving import CPU, Engine, Request, SamplingParams, StepTokens
+from refattn.serving.layers import Causal, Layer, Pairs, Twin
 from refattn.serving.models import LATENT, VERIFIED
 from tests.helpers.tiny_models import (
     CHANGES,
@@ -126,8 +126,8 @@ def test_a_layer_that_shares_a_cache_owns_and_writes_nothing(twin, device, monke
 def test_a_differential_layer_may_share_a_cache_too(twin):
     """Queries of a prompt and of a decode over the pairs that another layer has written."""
     package = Twin(importlib.import_module(twin))
-    layer, module = DifferentialLayer(2, 8), DiffLlamaAttention(DiffLlamaConfig(**SIZES | dict(head_dim=8)), 0)
-    cache = layer.allocate(package, 6, 4, dtype=torch.float32, device=torch.device("cpu"))
+    layer, module = Layer(Causal(), Pairs(2, 8)), DiffLlamaAttention(DiffLlamaConfig(**SIZES | dict(head_dim=8)), 0)
+    cache = layer.storage.allocate(package, 6, 4, dtype=torch.float32, device=torch.device("cpu"))
     batch = package.metadata.make_batch([3, 1], [3, 6], [[5], [2, 0]])
     plan, slots = layer.plan(package, batch, 4), package.metadata.slot_mapping(batch, 4, block_size=4)
     query, key, value = (torch.randn(4, heads, 8) for heads in (4, 2, 2))
@@ -254,12 +254,12 @@ TRIED = {
     "a layer with its window in the mask alone": (
         "qwen2_moe",
         dict(use_sliding_window=True) | WINDOWS,
-        r"sliding_window: expected \d+ in layer 0, a WindowLayer, got None",
+        r"sliding_window: expected \d+ in layer 0, Window over Pages, got None",
     ),
     "a window where the config has none": (
         "qwen3_moe",
         dict(use_sliding_window=True) | WINDOWS,
-        "sliding_window: expected None in layer 1, a Layer, got 5",
+        "sliding_window: expected None in layer 1, Causal over Pages, got 5",
     ),
     "layers that run twice": ("hrm_text", {}, "model: expected every one of .* layers to attend once, got layers"),
     "a mask of its own": ("doge", {}, "attention_mask: expected None"),
@@ -297,7 +297,7 @@ def test_a_family_that_nobody_has_compared(llama, monkeypatch):
 def test_options_that_the_engine_does_not_know(llama, option, value, shapes_unchecked):
     """An option that a new transformers passes to the attention is not left out: nobody can say what it changes."""
     engine = Engine(llama, num_blocks=8, block_size=4)
-    inputs = engine.make_inputs({Request([1], 1, ONE, blocks=[0]): 1})
+    inputs = engine.make_inputs(StepTokens.of({Request([1], 1, ONE, blocks=[0]): 1}))
     query, key, value_states = (torch.zeros(1, heads, 1, 16, device=llama.device) for heads in (6, 2, 2))
     with pytest.raises(ValueError, match=f"{option}: expected no"):
         engine.attend(llama.model.layers[0].self_attn, query, key, value_states, step=inputs["step"], **{option: value})

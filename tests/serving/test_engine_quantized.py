@@ -13,6 +13,7 @@ from transformers import AutoModelForSeq2SeqLM, BartConfig
 import fastattn.quantized
 import fastattn.serving.cuda_graphs
 import refattn.chunked_prefill
+import refattn.differential
 import refattn.kv_cache
 import refattn.local
 import refattn.quantized
@@ -20,7 +21,7 @@ from fastattn.serving import CudaGraphs
 from refattn.conformance.tolerance import on_cpu
 from refattn.interface import Fp8Scales
 from refattn.serving import CPU, Amax, Engine, NGram, SamplingParams, calibrate
-from refattn.serving.layers import KV_CACHE_DTYPES, LocalLayer, QuantizedLayer, WindowLayer
+from refattn.serving.layers import KV_CACHE_DTYPES, Chunk, QuantizedPages, Window
 from tests.helpers.drafts import Oracle, Wild
 from tests.helpers.tiny_models import SHARED_CACHES, byte_tokenizer, make_family, make_llama
 from tests.helpers.tolerance import assert_matches_reference
@@ -38,7 +39,7 @@ CHUNKS = dict(
     intermediate_size_mlp=64,
 )
 FAMILIES = {"llama": {}, "mistral": {}, "llama4_text": CHUNKS, "gemma3n_text": SHARED_CACHES}
-KINDS = {"mistral": WindowLayer, "llama4_text": LocalLayer, "gemma3n_text": WindowLayer}
+KINDS = {"mistral": Window, "llama4_text": Chunk, "gemma3n_text": Window}
 WAYS = [("fp8_e4m3", False), ("fp8_e4m3", True), ("fp8_e5m2", True), ("int8", False), ("int8", True)]
 ON_CPU = os.environ["TWINATTN_TEST_DEVICE"] == "cpu"
 TYPES = {"f32": torch.float32} | ({} if ON_CPU else {"f16": torch.float16, "bf16": torch.bfloat16})
@@ -86,9 +87,9 @@ def test_twins_answer_alike(models, calibrations, family, kind, calibrated):
         for package in ("refattn", "fastattn")
     )
     assert ref == fast
-    assert all(isinstance(layer, QuantizedLayer) for layer in engine.layers)
+    assert all(isinstance(layer.storage, QuantizedPages) for layer in engine.layers)
     if family in KINDS:
-        assert any(isinstance(layer.layer, KINDS[family]) for layer in engine.layers)
+        assert any(isinstance(layer.mask, KINDS[family]) for layer in engine.layers)
 
 
 def checking_twin(steps):
@@ -273,7 +274,9 @@ def test_drafts_over_codes_change_nothing(models, calibrations, family, kind, ca
 
 
 def test_trees_over_codes_are_for_layers_that_take_trees(models):
-    with pytest.raises(ValueError, match="^speculation: expected max_branches=1, as a QuantizedLayer has no mask for"):
+    with pytest.raises(
+        ValueError, match="^speculation: expected max_branches=1, as Chunk over QuantizedPages has no plan for"
+    ):
         Engine(models["llama4_text"], **SIZES, kv_cache_dtype="int8", speculation=NGram(max_branches=2))
 
 
@@ -290,6 +293,91 @@ def test_recorded_verifications_over_codes_change_nothing(models, calibrations, 
     got, engine = answers(models["llama"], **options, runner=runner, speculation=drafts)
     assert got == expected and engine.counters.drafted_tokens > 0
     assert runner.records and any(shape.trees for shape in runner._steps)
+
+
+# --- pairs of heads ---
+
+
+@pytest.fixture(scope="module")
+def pairs(device):
+    """Four KV heads, so that the order of interleaved pairs is not that of the model."""
+    sizes = dict(num_attention_heads=8, num_key_value_heads=4, hidden_size=64, head_dim=8)
+    return make_family("diffllama", device, **sizes)
+
+
+def rounding_pairs_twin(calibration, kind):
+    """Compute by `refattn` over a plain cache of pairs, of numbers that are rounded head by head."""
+    seen, largest = {}, torch.finfo(KV_CACHE_DTYPES[kind]).max
+
+    def write(key, value, cache, slots, *, scales):
+        layer = seen.setdefault(cache.data_ptr(), len(seen))
+        amax = calibration[layer] if calibration else [torch.full((4, 8), largest)] * 2
+        rounded = []
+        for x, of_channels in zip((key, value), amax, strict=True):
+            of_heads = of_channels[[0, 2, 1, 3]].amax(-1) / largest  # first heads 0 and 1, second heads 2 and 3
+            scale = of_heads[:, None].to(x.device)
+            rounded.append((x / scale).clamp(-largest, largest).to(KV_CACHE_DTYPES[kind]).to(x.dtype) * scale)
+        refattn.differential.write(*rounded, cache, slots)
+
+    twin = ModuleType("refattn")
+    twin.differential = ModuleType("differential")
+    twin.differential.__dict__.update({**vars(refattn.differential), "write": write})
+    return twin
+
+
+@pytest.mark.parametrize(
+    ("kind", "calibrated"), WAYS[:3], ids=["fp8_e4m3", "fp8_e4m3-calibrated", "fp8_e5m2-calibrated"]
+)
+def test_pairs_in_fp8_answer_as_a_plain_cache_of_rounded_numbers(pairs, kind, calibrated):
+    """Either twin, through preemptions and shared prefixes."""
+    calibration = calibrate(pairs, OTHERS) if calibrated else None
+    expected, _ = answers(pairs, twin=rounding_pairs_twin(calibration, kind))
+    for twin in (refattn, fastattn):
+        got, engine = answers(pairs, kv_cache_dtype=kind, calibration=calibration, twin=twin, **SCARCE)
+        assert got == expected
+        assert engine.counters.preemptions and engine.counters.cached_blocks
+        assert {cache.dtype for cache in engine.caches} == {KV_CACHE_DTYPES[kind]}
+
+
+def test_scales_of_pairs_are_in_the_order_of_interleaved_pairs(pairs):
+    calibration = calibrate(pairs, OTHERS)
+    for twin in (refattn, fastattn):
+        engine = Engine(pairs, **SIZES, kv_cache_dtype="fp8_e4m3", calibration=calibration, twin=twin)
+        for layer, amax in zip(engine.layers, calibration, strict=True):
+            of_key, of_value = (x.amax(-1)[[0, 2, 1, 3]] / 448 for x in amax)
+            assert torch.equal(layer.storage.key_scale.cpu(), of_key) and len({*of_key.tolist()}) == 4
+            assert torch.equal(layer.storage.value_scale.cpu(), of_value)
+
+
+@pytest.mark.parametrize("package", ["refattn", "fastattn"])
+def test_scales_of_pairs_are_those_of_the_first_step(pairs, package, monkeypatch):
+    options = dict(kv_cache_dtype="fp8_e4m3", twin=importlib.import_module(package))
+    engine, largest = watched_engine(pairs, monkeypatch, **options)
+    found = [request.output_ids for request in engine.generate(PROMPTS, GREEDY)]
+    for i, layer in enumerate(engine.layers):
+        assert torch.equal(layer.storage.key_scale.cpu(), largest[i].key.amax(-1)[[0, 2, 1, 3]] / 200)
+        assert torch.equal(layer.storage.value_scale.cpu(), largest[i].value.amax(-1)[[0, 2, 1, 3]] / 100)
+    given = Engine(pairs, **SIZES, **options)
+    given.layers[:] = engine.layers
+    assert [request.output_ids for request in given.generate(PROMPTS, GREEDY)] == found
+
+
+def test_captured_decodes_over_pairs_in_fp8_change_nothing(pairs, device, monkeypatch):
+    if device == "cpu":  # a capture is the step itself there, run again
+        monkeypatch.setattr(fastattn.serving.cuda_graphs, "_record", lambda step, memory, name: step)
+    runner, options = CudaGraphs(), dict(kv_cache_dtype="fp8_e4m3", calibration=calibrate(pairs, OTHERS), twin=fastattn)
+    runner.records = True
+    assert answers(pairs, **options, runner=runner)[0] == answers(pairs, **options)[0]
+    assert runner.records and runner._steps
+
+
+def test_pairs_in_fp8_take_a_quarter_of_the_memory_of_float32(pairs):
+    plain, quantized = (Engine(pairs, **SIZES, kv_cache_dtype=kind) for kind in ("auto", "fp8_e5m2"))
+    assert quantized.pool_bytes == plain.pool_bytes / 4
+    tokens = SIZES["num_blocks"] * SIZES["block_size"]
+    for engine in (plain, quantized):
+        per_token = sum(layer.storage.bytes_per_token(torch.float32) for layer in engine.layers)
+        assert engine.pool_bytes == per_token * tokens
 
 
 # --- calibration ---
@@ -339,7 +427,7 @@ def test_large_numbers_fit_once_they_are_calibrated(device):
             answers(model, kv_cache_dtype=kind, calibration=calibration) for model, calibration in pairs
         )
         assert of_small == of_large
-    assert engine.layers[0].value_scale.min() > 1
+    assert engine.layers[0].storage.value_scale.min() > 1
     (of_small, _), (of_large, _) = (answers(model, kv_cache_dtype="fp8_e4m3") for model in (small, large))
     assert of_small != of_large
 
@@ -351,21 +439,23 @@ def test_one_calibration_is_that_of_both_twins_and_of_every_engine(models, calib
         for twin in (refattn, fastattn)
     ]
     for i, amax in enumerate(calibrations["llama"]):
-        of_fp8, same, of_int8, same_too = (engine.layers[i] for engine in engines)
+        of_fp8, same, of_int8, same_too = (engine.layers[i].storage for engine in engines)
         assert torch.equal(of_fp8.key_scale, same.key_scale) and torch.equal(of_fp8.value_scale, same.value_scale)
         assert torch.equal(of_int8.value_scale, same_too.value_scale)
         assert torch.equal(of_fp8.key_scale.cpu(), amax.key.amax(-1) / 448)
         assert torch.equal(of_int8.value_scale.cpu(), amax.value / 127)
         assert len({*of_fp8.key_scale.tolist(), *of_fp8.value_scale.tolist()}) == 4, "all different"
     first, second = engines[0].layers
-    assert first == second and not torch.equal(first.key_scale, second.key_scale), "no plan depends on scales"
+    assert first == second and not torch.equal(first.storage.key_scale, second.storage.key_scale), (
+        "no plan depends on scales"
+    )
 
 
 def test_a_layer_that_reads_the_pool_of_another_has_its_scales(models, calibrations):
     wrong = [*calibrations["gemma3n_text"][:3], *[amax()] * 2]
     engine = Engine(models["gemma3n_text"], **SIZES, kv_cache_dtype="fp8_e4m3", calibration=wrong)
     for layer, owner in zip(engine.layers, (0, 1, 2, 0, 2), strict=True):
-        assert torch.equal(layer.key_scale, engine.layers[owner].key_scale)
+        assert torch.equal(layer.storage.key_scale, engine.layers[owner].storage.key_scale)
 
 
 def test_a_head_of_zeros_has_a_scale_of_1(models):
@@ -400,11 +490,13 @@ def test_scales_are_those_of_the_first_step(models, family, kind, package, monke
     """Of its largest key and value per KV head; they never change again, and the answers are those of such scales."""
     model, twin = models[family], importlib.import_module(package)
     engine, largest = watched_engine(model, monkeypatch, kv_cache_dtype=kind, twin=twin)
-    assert all(layer.key_scale == layer.value_scale == 1.0 for layer in engine.layers), "of the token that it tries"
+    assert all(layer.storage.key_scale == layer.storage.value_scale == 1.0 for layer in engine.layers), (
+        "of the token that it tries"
+    )
     found = [request.output_ids for request in engine.generate(PROMPTS, GREEDY)]
     for layer, owner in zip(engine.layers, engine.owners, strict=True):
-        assert torch.equal(layer.key_scale.cpu(), largest[owner].key.amax(-1) / 200)
-        assert torch.equal(layer.value_scale.cpu(), largest[owner].value.amax(-1) / 100)
+        assert torch.equal(layer.storage.key_scale.cpu(), largest[owner].key.amax(-1) / 200)
+        assert torch.equal(layer.storage.value_scale.cpu(), largest[owner].value.amax(-1) / 100)
     before = list(engine.layers)
     engine.generate([OTHERS[1]], GREEDY)
     assert all(now is then for now, then in zip(engine.layers, before, strict=True))
@@ -450,8 +542,8 @@ def test_a_request_that_fails_leaves_no_scales_behind(how, package, device):
     failed, answer = engine.generate([bad, good], GREEDY)
     assert failed.finish_reason == "error" and answer.output_ids == expected.output_ids
     for layer, other in zip(engine.layers, alone.layers, strict=True):
-        torch.testing.assert_close(layer.key_scale, other.key_scale)
-        torch.testing.assert_close(layer.value_scale, other.value_scale)
+        torch.testing.assert_close(layer.storage.key_scale, other.storage.key_scale)
+        torch.testing.assert_close(layer.storage.value_scale, other.storage.value_scale)
 
 
 def test_nothing_is_recorded_before_there_are_scales(models, device, monkeypatch):
@@ -466,7 +558,7 @@ def test_nothing_is_recorded_before_there_are_scales(models, device, monkeypatch
     found, engine = answers(models["llama"], **options, runner=runner)
     assert found == expected and runner._steps
     for layer, other in zip(engine.layers, plain.layers, strict=True):
-        assert torch.equal(layer.key_scale, other.key_scale)
+        assert torch.equal(layer.storage.key_scale, other.storage.key_scale)
 
 
 @pytest.mark.parametrize(
@@ -521,18 +613,19 @@ def test_the_pool_takes_less_memory(models, calibrations, kind, calibrated, pack
     fixed = layers * heads * 4 * (0 if not calibrated else 16 if kind == "int8" else 2)
     assert plain.pool_bytes == tokens * layers * heads * 128
     assert coded.pool_bytes == tokens * layers * heads * SHARES[kind, calibrated] + fixed
-    assert sum(layer.bytes_per_token(torch.float32) for layer in coded.layers) * tokens == coded.pool_bytes - fixed
+    assert (
+        sum(layer.storage.bytes_per_token(torch.float32) for layer in coded.layers) * tokens == coded.pool_bytes - fixed
+    )
 
 
 # --- who is refused ---
 
 
-def test_layers_without_such_a_pool_are_refused_at_once():
-    model = make_family("diffllama", "cpu")
+def test_pairs_of_int8_are_refused_at_once(pairs):
     with pytest.raises(
-        NotImplementedError, match=r"^kv_cache_dtype: the engine keeps no pairs in a pool of .*, only of auto$"
+        NotImplementedError, match=r"^kv_cache_dtype: .* no pairs in a pool of int8, only of auto, fp8_e4m3, fp8_e5m2$"
     ):
-        Engine(model, **SIZES, kv_cache_dtype="fp8_e4m3")
+        Engine(pairs, **SIZES, kv_cache_dtype="int8")
 
 
 @pytest.mark.covers("A17")

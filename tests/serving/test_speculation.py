@@ -125,7 +125,7 @@ def test_wild_drafts_change_no_answer(llama, kind, twin, device):
     wild = Wild(max_drafts=3, max_branches=3 if takes_trees else 1)
     if not takes_trees:
         with pytest.raises(
-            ValueError, match="speculation: expected max_branches=1, as a .*Layer has no mask for trees"
+            ValueError, match="speculation: expected max_branches=1, as .* over .* has no plan for trees"
         ):
             make_engine(model, twin, speculation=Wild(max_branches=2))
         wild = NGram(max_drafts=3)
@@ -160,14 +160,19 @@ def test_trees_move_in_a_window_pool_that_has_given_blocks_back(llama, kind, kv_
 
 @pytest.mark.covers("B185")
 @pytest.mark.parametrize("twin", TWINS)
-@pytest.mark.parametrize(("kind", "path"), [("latents", "mla"), ("chunks and full", "local")])
-def test_a_decode_with_drafts_is_planned_as_a_decode(kind, path, twin, device, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "plans"),
+    [("latents", ["chunked_prefill.plan", "mla.plan_prefill"]), ("chunks and full", ["local.plan"])],
+    ids=["latents", "chunks"],
+)
+def test_a_decode_with_drafts_is_planned_as_a_decode(kind, plans, twin, device, monkeypatch):
     """Beside the chunks of a prompt: with latents it is absorbed, and in chunks its kernel is one for few rows."""
     model = make_model(*MODELS[kind], device)
     prompts = [[5, 6, 7, 8] * 3, list(range(30, 75))]
-    module, planned = importlib.import_module(f"{twin}.{path}"), []
+    planned = []
 
-    def watch(name):
+    def watch(path, name):
+        module = importlib.import_module(f"{twin}.{path}")
         plan = getattr(module, name)
 
         def watched(batch, **sizes):
@@ -176,8 +181,8 @@ def test_a_decode_with_drafts_is_planned_as_a_decode(kind, path, twin, device, m
 
         monkeypatch.setattr(module, name, watched)
 
-    for name in ("plan", "plan_prefill") if path == "mla" else ("plan",):
-        watch(name)
+    for plan in plans:
+        watch(*plan.split("."))
     sizes = dict(max_num_batched_tokens=16)
     expected = outputs(make_engine(model, twin, **sizes), prompts)
     planned.clear()
@@ -185,7 +190,7 @@ def test_a_decode_with_drafts_is_planned_as_a_decode(kind, path, twin, device, m
     kinds = [(name, {length <= 1 + CHAIN.max_drafts for length in lengths}) for name, lengths in planned]
     assert all(len(found) == 1 for _, found in kinds), "decodes and prefills are planned together"
     assert any(1 < length <= 1 + CHAIN.max_drafts for _, lengths in planned for length in lengths)
-    assert (("plan_prefill" if path == "mla" else "plan"), {False}) in kinds
+    assert (plans[-1].split(".")[1], {False}) in kinds
     assert ("plan_prefill", {True}) not in kinds
 
 

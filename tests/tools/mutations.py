@@ -128,9 +128,9 @@ MUTATIONS: list[Mutation] = [
         "a layer without keys of its own reads an empty pool",
         (
             "refattn/serving/layers.py",
-            "            path.write(*map(path.interleave_halves, (key, value)), cache, slot_mapping)\n",
-            "            path.write(*map(path.interleave_halves, (key, value)), cache, slot_mapping)\n"
-            "        else:\n            cache = torch.zeros_like(cache)\n",
+            "            self.storage.write(twin, key, value, cache, slot_mapping)\n",
+            "            self.storage.write(twin, key, value, cache, slot_mapping)\n"
+            "        elif isinstance(cache, Tensor):\n            cache = torch.zeros_like(cache)\n",
         ),
     ),
     *breaks(
@@ -1326,8 +1326,8 @@ MUTATIONS: list[Mutation] = [
         "layers with chunks attend to everything",
         (
             "refattn/serving/layers.py",
-            "(part.tokens, twin.local.plan(part.batch, **sizes))",
-            "(part.tokens, twin.chunked_prefill.plan(part.batch, block_size=block_size))",
+            "twin.local.plan(batch, chunk_size=self.reach, block_size=block_size)",
+            "twin.chunked_prefill.plan(batch, block_size=block_size)",
         ),
     ),
     *breaks(
@@ -1367,7 +1367,7 @@ MUTATIONS: list[Mutation] = [
         "all layers have pools of one size",
         (
             "refattn/serving/layers.py",
-            "        if not self.reach:\n            return num_blocks",
+            "        if not self.mask.reach:\n            return num_blocks",
             "        if True:\n            return num_blocks",
         ),
     ),
@@ -1635,9 +1635,9 @@ MUTATIONS: list[Mutation] = [
         "the table of the first step stays in the buffer",
         (
             GRAPHS,
-            "self.block_table[: len(scheduled), :columns] = torch.tensor(table, dtype=torch.int32)",
-            "self.block_table[: len(scheduled), :columns] = torch.tensor(table, dtype=torch.int32)"
-            " if self.replay is None else self.block_table[: len(scheduled), :columns]",
+            "self.block_table[:count, :columns] = torch.tensor(table, dtype=torch.int32)",
+            "self.block_table[:count, :columns] = torch.tensor(table, dtype=torch.int32)"
+            " if self.replay is None else self.block_table[:count, :columns]",
         ),
     ),
     *breaks(
@@ -1648,12 +1648,12 @@ MUTATIONS: list[Mutation] = [
             (
                 "torch.full((rows, columns), -1,",
                 "*(0, *ends, *[ends[-1]] * len(unused)),",
-                "*(*seq_lens, *unused),",
+                "*(*tokens.seq_lens, *unused),",
             ),
             (
                 "torch.full((rows, columns), len(server.pool.users) - 1,",
                 "*(0, *ends, *range(ends[-1] + 1, ends[-1] + 1 + len(unused))),",
-                "*(*seq_lens, *[1 for _ in unused]),",
+                "*(*tokens.seq_lens, *[1 for _ in unused]),",
             ),
         ),
     ),
@@ -1786,7 +1786,11 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "E176",
         "an engine computes keys and values under batch invariance",
-        ("refattn/serving/layers.py", "if lens is None or self.batch_invariant:", "if lens is None:"),
+        (
+            "refattn/serving/layers.py",
+            "isinstance(self.storage, Latents) and not self.storage.batch_invariant and not self.mask.reach",
+            "isinstance(self.storage, Latents) and not self.mask.reach",
+        ),
     ),
     *breaks(
         "E178",

@@ -28,18 +28,14 @@ from fastattn.tools.bench.rows import Row, _cuda, rows
 from fastattn.tools.bench.work import (
     Attention,
     CacheWrite,
-    Coded,
-    CodedDrafts,
-    CodedLatents,
-    Differential,
-    Drafts,
-    LatentDrafts,
-    LatentPrefill,
-    Latents,
     Layers,
     Slots,
     VirtualBatches,
     WrongAnswerError,
+    drafts,
+    latent_prefill,
+    latents,
+    workload,
 )
 from fastattn.tools.cli import main
 from refattn import attention, chunked_prefill, kv_cache, masks
@@ -49,11 +45,11 @@ from tests.helpers import gpu_package_doubles
 CPU = torch.device("cpu")
 SMALL = dict(heads=(4, 2), head_size=16, block_size=4)
 WORKS = {
-    "causal": Attention(((5, 20), (1, 33), (7, 7)), **SMALL),
-    "encoder": Attention(((6, 6), (3, 3)), causal=False, **SMALL),
-    "window": Attention(((5, 20), (1, 33), (7, 7)), window=6, **SMALL),
-    "chunk": Attention(((5, 20), (1, 33), (7, 7)), chunk=8, **SMALL),
-    "prefix": Attention(((1, 18), (1, 21), (1, 16)), shared=12, **SMALL),
+    "causal": workload(((5, 20), (1, 33), (7, 7)), **SMALL),
+    "encoder": workload(((6, 6), (3, 3)), causal=False, **SMALL),
+    "window": workload(((5, 20), (1, 33), (7, 7)), window=6, **SMALL),
+    "chunk": workload(((5, 20), (1, 33), (7, 7)), chunk=8, **SMALL),
+    "prefix": workload(((1, 18), (1, 21), (1, 16)), shared=12, **SMALL),
 }
 each_work = pytest.mark.parametrize("work", WORKS.values(), ids=WORKS)
 
@@ -61,8 +57,8 @@ each_work = pytest.mark.parametrize("work", WORKS.values(), ids=WORKS)
 def picture(work: Attention, query_len: int, seq_len: int) -> torch.Tensor:
     """Draw who may see whom with the pictures of the reference."""
     visible = (masks.causal if work.causal else masks.full)(query_len, seq_len)
-    if work.window:
-        visible &= masks.window(query_len, seq_len, (work.window - 1, 0))
+    if work.window[0] >= 0:
+        visible &= masks.window(query_len, seq_len, (work.window[0], 0))
     if work.chunk:
         visible &= masks.chunk(query_len, seq_len, work.chunk)
     return visible
@@ -83,21 +79,24 @@ def test_floors_count_each_visible_pair_and_each_visible_key_once(work):
 
 def test_floors_of_latents_count_each_once():
     """A latent is key and value in one; keys and values made of it are not read, but made."""
-    work = Latents(((2, 20), (1, 33)), heads=(4, 1), head_size=24, value_head_size=16)
+    work = latents(((2, 20), (1, 33)), heads=(4, 1), head_size=24, value_head_size=16)
     pairs, keys = 19 + 20 + 33, 20 + 33
     assert work.flops() == 2 * pairs * 4 * (24 + 16)
     assert work.reads(2) == 2 * 24 * (3 * 4 + keys) and work.writes(2) == 2 * 3 * 4 * 16
-    work = CodedLatents(**vars(work))
+    work = replace(work, stored="e4m3")
     assert work.reads(2) == 24 * (2 * 3 * 4 + keys) and work.writes(2) == 2 * 3 * 4 * 16
-    work = LatentPrefill(
-        ((2, 20), (1, 33)), heads=(4, 4), head_size=12, value_head_size=6, latent_rank=16, rope_size=8, workspace=20
-    )
+    work = latent_prefill(((2, 20), (1, 33)), heads=(4, 4), head_size=24, value_head_size=16, made=(4, 6), workspace=10)
     assert work.flops() == 2 * pairs * 4 * (12 + 6) + 2 * keys * 16 * 4 * (4 + 6)
     assert work.reads(2) == 2 * (3 * 4 * 12 + keys * 24 + 16 * 4 * (4 + 6)) and work.writes(2) == 2 * 3 * 4 * 6
 
 
+def test_chunks_and_shared_keys_are_whole_blocks():
+    with pytest.raises(ValueError, match="chunk, shared: expected multiples of block_size=16, got 24 and 0"):
+        workload(((1, 100),), chunk=24)
+
+
 def test_floors_know_the_size_of_values():
-    work = Attention(((2, 20),), heads=(4, 2), head_size=12, value_head_size=6)
+    work = workload(((2, 20),), heads=(4, 2), head_size=12, value_head_size=6)
     assert work.flops() == 2 * (19 + 20) * 4 * (12 + 6)
     assert work.reads(2) == 2 * (2 * 4 * 12 + 20 * 2 * (12 + 6)) and work.writes(2) == 2 * 2 * 4 * 6
 
@@ -133,7 +132,7 @@ def test_a_sum_that_is_wrong_is_no_ceiling(monkeypatch):
 @each_work
 def test_pages_hold_the_rows(work):
     inputs = work.draw(CPU, torch.float32, seed=3)
-    for key_cache, value_cache, batch in (inputs[4:], inputs.paged(8)):
+    for key_cache, value_cache, batch in (inputs[4:7], inputs.paged(8)):
         for i, (begin, end) in enumerate(work.key_rows()):
             for rows_, cache in ((inputs.key, key_cache), (inputs.value, value_cache)):
                 assert torch.equal(kv_cache.gather(cache, batch.block_table[i], end - begin), rows_[begin:end])
@@ -157,7 +156,7 @@ def test_the_judge_accepts_the_reference(work, dtype):
 @pytest.mark.parametrize("mistake", ["window", "page", "unwritten", "lse", "rows"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_judge_rejects(mistake, dtype):
-    work = Attention(((300, 700), (1, 512)), heads=(4, 2), head_size=64, window=400)
+    work = workload(((300, 700), (1, 512)), heads=(4, 2), head_size=64, window=400)
     inputs = work.draw(CPU, dtype, seed=0)
     wrong = inputs.batch.block_table.clone()
     wrong[1, 30] = wrong[1, 29]  # one stale page in the window of one sequence
@@ -179,8 +178,8 @@ def test_the_judge_of_latents_rejects_another_scale():
     """One made of the size after absorption; and it accepts the right one in the same type."""
     inputs = LATENTS.draw(CPU, torch.bfloat16, seed=0)
     for scale_of, is_right in ((24, True), (40, False)):
-        asked = inputs._replace(work=replace(LATENTS, size_before=scale_of))
-        out, lse = peers.mla_twin("refattn").prepare(asked)(return_lse=True)
+        asked = inputs._replace(work=replace(LATENTS, softmax_scale=scale_of**-0.5))
+        out, lse = twin(package="refattn").prepare(asked)(return_lse=True)
         if is_right:
             LATENTS.judge(inputs)(out, lse)
             continue
@@ -197,15 +196,15 @@ def test_the_judge_of_trees_rejects_a_chain():
 
 def test_the_floor_of_a_tree_counts_branches():
     """A node sees the keys before its tree and its branch; and every key is read once."""
-    work = Drafts(((3, 10), (4, 4)), heads=(2, 1), head_size=16)
+    work = drafts(((3, 10), (4, 4)), heads=(2, 1), head_size=16)
     depths = 0
-    for parents in work.parents():
+    for parents in map(work.parents, range(2)):
         assert parents[0] == -1 and all(0 <= parent < node for node, parent in enumerate(parents) if node)
         for node in range(len(parents)):
             while node >= 0:
                 node, depths = parents[node], depths + 1
     assert work.flops() == 4 * 16 * 2 * (3 * 7 + depths)
-    assert work.reads(2) == Attention(work.lens, heads=(2, 1), head_size=16).reads(2)
+    assert work.reads(2) == workload(work.lens, heads=(2, 1), head_size=16).reads(2)
 
 
 def test_an_accepted_answer_is_not_left_in_memory():
@@ -232,95 +231,86 @@ def test_the_judge_of_a_cache_write_sees_every_element():
 
 SIZES = dict(heads=(4, 2), head_size=16, block_size=16)
 PREFILL, DECODE = ((256, 256),) * 2, ((1, 300),) * 3
-WINDOW = Attention(((256, 256),), window=70, **SIZES)
-CHUNKS, LAST_CHUNK = Attention(((256, 256),), chunk=64, **SIZES), Attention(((1, 200),) * 3, chunk=64, **SIZES)
-PREFIX = Attention(((1, 96 + 40),) * 3, shared=96, **SIZES)
-NEW_TOKENS = Attention(((16, 16 + 120),) * 3, **SIZES)
-PAIRS = Differential(((1, 300),) * 3, **SIZES)
-LATENTS = Latents(((1, 300), (1, 70)), heads=(4, 1), head_size=40, value_head_size=32, size_before=24)
-CODED_LATENTS = CodedLatents(**vars(LATENTS))
+WINDOW = workload(((256, 256),), window=70, **SIZES)
+CHUNKS, LAST_CHUNK = workload(((256, 256),), chunk=64, **SIZES), workload(((1, 200),) * 3, chunk=64, **SIZES)
+PREFIX = workload(((1, 96 + 40),) * 3, shared=96, **SIZES)
+NEW_TOKENS = workload(((16, 16 + 120),) * 3, **SIZES)
+PAIRS = workload(((1, 300),) * 3, path="differential", **SIZES)
+LATENTS = latents(((1, 300), (1, 70)), heads=(4, 1), head_size=40, value_head_size=32, size_before=24)
+QUANTIZED_LATENTS = replace(LATENTS, stored="e4m3")
 DRAFTS = replace(LATENTS, lens=((3, 200), (3, 65)))
-LATENT_TREES = LatentDrafts(**vars(DRAFTS) | dict(lens=((6, 200), (6, 65))))
-TREES = Drafts(((6, 200), (20, 65), (1, 33)), **SIZES)
-CODED_TREES = CodedDrafts(((6, 200), (20, 65)), **SIZES)
-CODED_PREFIX = Coded(((1, 96 + 40),) * 3, shared=96, stored=torch.int8, **SIZES)
-PROMPTS = LatentPrefill(
-    ((20, 150), (5, 70)), heads=(4, 4), head_size=24, value_head_size=24, latent_rank=32, rope_size=8, workspace=50
+LATENT_TREES = replace(LATENTS, lens=((6, 200), (6, 65)), plan_of="speculative", trees="rooted")
+TREES = drafts(((6, 200), (20, 65), (1, 33)), **SIZES)
+QUANTIZED_TREES = replace(TREES, lens=((6, 200), (20, 65)), path="quantized", plan_of="speculative", stored="e4m3")
+QUANTIZED_PREFIX = replace(PREFIX, path="quantized", plan_of="cascade", stored="int8")
+PROMPTS = latent_prefill(
+    ((20, 150), (5, 70)), heads=(4, 4), head_size=40, value_head_size=32, made=(16, 24), workspace=25
 )
 CONTENDERS = [
     *(
-        (Attention(PREFILL, **SIZES), peer)
+        (workload(PREFILL, **SIZES), peer)
         for peer in (peers.fa4(), peers.fa4(block_size=128), peers.fa4(block_size=None))
     ),
     *(
-        (Attention(PREFILL, **SIZES), peer)
+        (workload(PREFILL, **SIZES), peer)
         for peer in (peers.fa2(), peers.fa2(block_size=None), peers.flashinfer_prefill())
     ),
     *(
-        (Attention(PREFILL, **SIZES), peer)
+        (workload(PREFILL, **SIZES), peer)
         for peer in (peers.fa3(), peers.fa3(block_size=128), peers.fa3(block_size=None), peers.fa3(is_scheduled=True))
     ),
     *((replace(WINDOW, lens=DECODE), peer) for peer in (peers.fa3(), peers.fa3(block_size=64, is_scheduled=True))),
     *((NEW_TOKENS, peer) for peer in (peers.fa3(), peers.fa3(is_scheduled=True), peers.flashinfer_prefill("fa2"))),
     *((work, peers.fa3_chunks()) for work in (CHUNKS, LAST_CHUNK)),
-    (Attention(DECODE, **SIZES), twin("chunked_prefill", kernel="cpu")),
-    (Attention(PREFILL, **SIZES), peers.dense_twin(kernel="cpu")),
+    (workload(DECODE, **SIZES), twin(kernel="cpu")),
+    (workload(PREFILL, path="dense", **SIZES), twin(kernel="cpu")),
+    *((Layers(replace(WINDOW, lens=DECODE), 3), peers.layers(3, **how)) for how in ({}, dict(plan_in_each=True))),
+    *((workload(PREFILL, **SIZES), peer) for peer in (peers.aten_cpu(), peers.sdpa(), peers.sdpa(masked=True))),
     *(
-        (Layers(replace(WINDOW, lens=DECODE), 3), peers.layers("sliding_window", count=3, window_size=(69, 0), **how))
-        for how in ({}, dict(plan_in_each=True))
-    ),
-    *((Attention(PREFILL, **SIZES), peer) for peer in (peers.aten_cpu(), peers.sdpa(), peers.sdpa(masked=True))),
-    *(
-        (Attention(DECODE, **SIZES), peer)
+        (workload(DECODE, **SIZES), peer)
         for peer in (peers.fa4(), peers.fa2(), peers.flashinfer_decode(), peers.sdpa())
     ),
-    *((Attention(DECODE, **SIZES), peer) for peer in (peers.aten_cpu(), peers.aten_cpu(grouped=True))),
+    *((workload(DECODE, **SIZES), peer) for peer in (peers.aten_cpu(), peers.aten_cpu(grouped=True))),
     *((WINDOW, peer) for peer in (peers.fa4(), peers.fa2(block_size=None), peers.flashinfer_prefill())),
     *((replace(WINDOW, lens=DECODE), peer) for peer in (peers.flashinfer_decode(), peers.aten_cpu_visible())),
     *((CHUNKS, peer) for peer in (peers.fa4_chunks(), peers.aten_cpu_chunks(), peers.aten_cpu_masked())),
     *((LAST_CHUNK, peer) for peer in (peers.fa4_chunks(), peers.aten_cpu_visible())),
-    *((PREFIX, peer) for peer in (peers.cascade_twin(), peers.fa4_cascade(), peers.flashinfer_cascade())),
-    *(
-        (PAIRS, peer)
-        for peer in (peers.differential_twin(), peers.differential_twin("refattn"), peers.plain_attention())
-    ),
+    *((PREFIX, peer) for peer in (twin(), peers.fa4_cascade(), peers.flashinfer_cascade())),
+    *((PAIRS, peer) for peer in (twin(), twin(package="refattn"), peers.plain_attention())),
     *((PAIRS, peer) for peer in (peers.fa4_differential(wide=False), peers.fa4_differential(wide=True))),
     *(
         (work, peer)
         for work in (LATENTS, DRAFTS)
         for peer in (
-            *(peers.mla_twin(), peers.mla_twin("refattn"), peers.mla_twin(kernel="cpu")),
+            *(twin(), twin(package="refattn"), twin(kernel="cpu")),
             *(peers.flash_mla(), peers.fa3_latents(), peers.flashinfer_latents(), peers.flashinfer_latents("fa2")),
         )
     ),
     *(
-        (CODED_LATENTS, peer)
+        (QUANTIZED_LATENTS, peer)
         for peer in (
-            *(peers.mla_twin(), peers.mla_twin("refattn"), peers.mla_twin(kernel="cpu")),
-            *(peers.uncoded(peer, Latents) for peer in (peers.mla_twin(), peers.flash_mla())),
+            *(twin(), twin(package="refattn"), twin(kernel="cpu")),
+            *(peers.over_plain_cache(peer) for peer in (twin(), peers.flash_mla())),
         )
     ),
     (replace(LATENTS, lens=((1, 256),) * 3), peers.aten_cpu_latents()),
     *(
         (LATENT_TREES, peer)
         for peer in (
-            *(peers.mla_twin(), peers.mla_twin("refattn"), peers.mla_twin(kernel="cpu")),
-            peers.as_chain(peers.flash_mla(), Latents),
+            *(twin(), twin(package="refattn"), twin(kernel="cpu")),
+            peers.as_chain(peers.flash_mla()),
         )
     ),
     *(
         (TREES, peer)
         for peer in (
-            *(peers.tree_twin(), peers.tree_twin("refattn"), peers.tree_twin(kernel="cpu"), peers.flashinfer_tree()),
+            *(twin(), twin(package="refattn"), twin(kernel="cpu"), peers.flashinfer_tree()),
             *(peers.as_chain(peer) for peer in (peers.fa3(), peers.fa4(), twin("chunked_prefill"))),
         )
     ),
-    *((CODED_TREES, peer) for peer in (peers.coded_twin(path="speculative"), peers.uncoded(peers.tree_twin(), Drafts))),
-    *((CODED_PREFIX, peer) for peer in (peers.coded_twin(path="cascade"), peers.uncoded(peers.cascade_twin()))),
-    *(
-        (PROMPTS, peer)
-        for peer in (peers.mla_prefill_twin(), peers.mla_prefill_twin("refattn"), peers.latents_by_hand())
-    ),
+    *((QUANTIZED_TREES, peer) for peer in (twin(), peers.over_plain_cache(twin()))),
+    *((QUANTIZED_PREFIX, peer) for peer in (twin(), peers.over_plain_cache(twin()))),
+    *((PROMPTS, peer) for peer in (twin(), twin(package="refattn"), peers.latents_by_hand())),
     (replace(PROMPTS, lens=((20, 20), (5, 5))), peers.latents_by_hand()),
     (replace(PROMPTS, lens=((20, 150),)), peers.aten_cpu_latent_prefill()),
     (VirtualBatches(5, 256, 64), peers.virtual_batches_twin()),
@@ -354,13 +344,13 @@ def test_contenders_compute_their_row(work, contender, fa3_library, monkeypatch)
 
 
 def test_a_library_that_is_not_there_has_no_speed(monkeypatch):
-    monkeypatch.setattr(fa3, "_cannot_load", lambda: "there is no library")
+    monkeypatch.setattr(peers.fa3_package, "available", lambda: "there is no library")
     row = Row("chunked_prefill", "small", WORKS["causal"], (twin("chunked_prefill"), peers.fa3()))
     ours, missing = Bench(CPU, torch.float32, quick=True).measure(row)["contenders"]
     assert ours["median"] > 0 and missing["error"] == "ImportError: there is no library"
 
 
-@pytest.mark.parametrize("contender", [twin("chunked_prefill", kernel="fa4"), peers.dense_twin(kernel="fa4")])
+@pytest.mark.parametrize("contender", [twin(kernel="fa4"), twin("dense", kernel="fa4")])
 def test_a_kernel_that_is_asked_for_is_the_one(contender):
     inputs = WORKS["causal"].draw(CPU, torch.float32, seed=0)
     with pytest.raises(NotImplementedError, match="fa4: computes on CUDA"):
@@ -380,7 +370,7 @@ def test_a_step_plans_once_or_in_each_layer(plan_in_each, plans, monkeypatch):
 
         monkeypatch.setattr(fastattn.sliding_window, name, count)
     inputs = replace(WINDOW, lens=DECODE).draw(CPU, torch.float32, seed=0)
-    peers.layers("sliding_window", count=5, plan_in_each=plan_in_each, window_size=(69, 0)).prepare(inputs)()
+    peers.layers(5, plan_in_each=plan_in_each).prepare(inputs)()
     assert (len(made), len(attended)) == (plans, 5)
 
 

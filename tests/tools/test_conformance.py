@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from refattn import chunked_prefill, metadata
-from refattn.conformance import attend, prepare
+from refattn.conformance import CASES, Case, Example, Workload, attend, prepare
 
 
 def inputs():
@@ -22,3 +22,18 @@ def test_a_block_size_that_is_given_asks_nothing_of_the_cache():
     query, key_cache, _, batch = inputs()
     with pytest.raises(ValueError, match="^value_cache: expected"):
         attend(chunked_prefill, query, key_cache, None, batch, block_size=8)
+
+
+def test_what_is_computed_prints_as_code():
+    """So a failing batch of a test or of the kit can be copied."""
+    known = {kind.__name__: kind for kind in (Case, Example, Workload)}
+    example = Example("local", ((1, 5),), (4, 2), options={"chunk_size": 16}, seed=3)
+    drawn = Workload("mla", ((1, 5),), plan_of="speculative", trees="bushy", window=(4, 0))
+    for workload in (*CASES, example, drawn):
+        assert eval(repr(workload), known) == workload
+    assert repr(CASES[0]) == "Case('decode', lens=((1, 1),))" and str(CASES[0]) == "decode"
+
+
+def test_an_example_has_the_mask_of_its_options():
+    example = Example("sliding_window", ((3, 5),), options={"window_size": (1, 0)})
+    assert example.masks()[0].int().tolist() == [[0, 1, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 1, 1]]

@@ -14,7 +14,7 @@ import torch
 from einops import rearrange
 from py_mini_racer import MiniRacer
 
-from fastattn.tools.bench.work import Attention
+from fastattn.tools.bench.work import workload
 from refattn import cascade, chunked_prefill, kv_cache, local, masks, metadata, sliding_window, speculative
 from refattn.attention import attend
 from refattn.drawing import examples
@@ -337,8 +337,9 @@ def test_costs_are_those_of_the_benchmark(drawn):
         if mask == "window" and prefixes:
             continue  # nor a cascade that windows cut into
         same = len(prefixes) == 1 and prefixes[0].last - prefixes[0].first == len(lens) and mask == "causal"
-        work = Attention(
+        work = workload(
             lens,
+            block_size=settings["block"],
             heads=(settings["heads"], settings["kv"]),
             head_size=settings["size"],
             causal=mask != "full",

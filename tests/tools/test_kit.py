@@ -412,7 +412,7 @@ def test_flex(monkeypatch):
     """Not compiled here, which takes longer than the rest of this file."""
     from torch.nn.attention import flex_attention
 
-    monkeypatch.setattr("refattn.conformance.adapters._compiled_flex", lambda: flex_attention.flex_attention)
+    monkeypatch.setattr("refattn.conformance.libraries.pytorch.flex", lambda **_: flex_attention.flex_attention)
     report = check("flex-lse", only=["mask", "answer", "window", "lse"], examples=1, dtypes=[torch.float32])
     assert [finding.outcome for finding in report.findings] == ["honoured"] * 4, as_text(report)
 

@@ -1,15 +1,10 @@
-"""What notebook 9 draws and counts: the rooflines of the committed results, and the bytes that operations pass on."""
+"""What notebook 9 draws: the rooflines of the committed results."""
 
 import json
 
 import pytest
-import torch
 
-import fastattn.dense
-import refattn.dense
 from fastattn.tools.bench import roofline
-from fastattn.tools.bench.traffic import Traffic
-from refattn import metadata
 
 RUN = {
     "device": "cpu",
@@ -71,29 +66,3 @@ def test_the_picture_is_the_same_every_time_and_its_text_names_the_machines(tmp_
     assert drawn._repr_svg_() == drawn._repr_svg_()
     assert "a machine, float32" in drawn._repr_svg_()
     assert repr(drawn).startswith("a machine, float32: ridge at 50 operations per byte; 1 rows, at ")
-
-
-def test_traffic_counts_what_operations_take_and_return():
-    x = torch.ones(256, 256)
-    with Traffic() as traffic:
-        _ = x.T[:128].reshape(1, 128, 256)
-    assert traffic.bytes == 0
-    with Traffic() as traffic:
-        _ = torch.ones(256, 256) + torch.ones(256, 256)
-    assert traffic.bytes == 5 * x.nbytes, "as the docstring says"
-    with Traffic() as traffic:
-        _ = x.exp()
-    assert traffic.bytes == 2 * x.nbytes
-
-
-def test_the_reference_passes_its_scores_on_and_the_twin_does_not():
-    query, key, value = (torch.randn(256, heads, 16) for heads in (4, 2, 2))
-    batch, moved = metadata.make_batch([256], [256]), {}
-    for twin in (refattn.dense, fastattn.dense):
-        plan = twin.plan(batch)
-        with Traffic() as traffic:
-            twin.attention(query, key, value, plan)
-        moved[twin] = traffic.bytes
-    scores = 256 * 256 * 4 * 4  # of four heads, four bytes each
-    assert moved[refattn.dense] > 6 * scores
-    assert moved[fastattn.dense] < scores

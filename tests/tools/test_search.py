@@ -26,9 +26,10 @@ from refattn.conformance.search import (
     workload,
     workload_of,
 )
+from refattn.conformance.search.draw import normalized, smaller
 from refattn.conformance.search.loop import DTYPES
 from refattn.conformance.search.trial import REFERENCE
-from refattn.conformance.search.workload import LARGEST, normalized, smaller
+from refattn.conformance.workload import LARGEST
 from refattn.interface import AttentionOptions, Int8Scales
 from tests.helpers import by_hand
 from tests.helpers.planted import PLANTED, plant

@@ -541,10 +541,12 @@ def attend_to_run(
                     WORDS,
                     BLOCK_N,
                 )
-                is_key &= tl.max(seen.to(tl.int32), 0) > 0  # what no row sees is not read either
                 if LEFT or slopes is not None:
                     depth = tl.load(node_depths + node, mask=in_tree, other=0)
                     key_positions = tl.where(in_tree, tree_start + depth, j)
+                if LEFT:
+                    seen &= positions[:, None] - key_positions[None, :] <= left
+                is_key &= tl.max((seen & is_row[:, None]).to(tl.int32), 0) > 0  # what no row sees is not read either
             if BLOCK_SIZE > 0:
                 blocks = next_blocks.to(tl.uint32).to(tl.int64)  # not negative: a product with a stride is shorter
                 ahead = (start if ONE_PAGE else j) + BLOCK_N

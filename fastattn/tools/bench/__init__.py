@@ -43,7 +43,7 @@ def run(
         console: where to print; standard output if None.
 
     Returns:
-        A record a row, as in the JSON.
+        One record per row, as in the JSON.
 
     Raises:
         ValueError: naming the argument: if there is no such device or row.

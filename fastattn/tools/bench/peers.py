@@ -7,20 +7,17 @@ returns the call to be timed. A peer that is not installed is reported as missin
 import importlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cache, partial
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from einops import rearrange
 from torch import Tensor
-from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fastattn import speculative
 from fastattn.kernels import use_kernel
-from fastattn.kernels.flash import fa3 as fa3_adapter
 from fastattn.tools.bench import measure
 from fastattn.tools.bench.measure import Call
 from fastattn.tools.bench.work import (
@@ -28,24 +25,26 @@ from fastattn.tools.bench.work import (
     LAMBDA_INIT,
     NORM_EPS,
     Attention,
-    CodedInputs,
-    CodedWeights,
-    CodedWrite,
-    Drafts,
     Inputs,
     Judge,
-    LatentInputs,
-    LatentPrefillInputs,
+    QuantizedWrite,
     Step,
     Tokens,
     made_of_latents,
     normed_difference,
+    of_fp8_weights,
 )
-from refattn.conformance.call import prepare
-from refattn.interface import AttentionOptions, Batch, Fp8Scales, Prefix
+from refattn.conformance.libraries import fa2 as fa2_package
+from refattn.conformance.libraries import fa3 as fa3_package
+from refattn.conformance.libraries import fa4 as fa4_package
+from refattn.conformance.libraries import flash_mla as flash_mla_package
+from refattn.conformance.libraries import flashinfer as flashinfer_package
+from refattn.conformance.libraries import pytorch
+from refattn.conformance.oracle import sight
+from refattn.conformance.search.inputs import Modules, planning
+from refattn.interface import AttentionOptions, Batch, Fp8Scales
 
-WORKSPACE = 2**27  # bytes that FlashInfer wants for its partial results
-FA3_SPLITS = 0  # of a sequence's keys: as many as FlashAttention-3 finds best
+ATEN = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 @dataclass(frozen=True)
@@ -68,88 +67,88 @@ class Contender:
 
 
 def twin(
-    path: str, *, package: str = "fastattn", name: str | None = None, kernel: str | None = None, **arguments: Any
+    path: str = "", *, package: str = "fastattn", name: str | None = None, kernel: str | None = None, **planned: Any
 ) -> Contender:
-    """A path of ours over the paged cache; it plans once per step, before the time is taken.
+    """A path of ours; it plans once per step, before the time is taken.
 
     Args:
-        path: which.
+        path: which; that of the work if empty.
         package: "fastattn" or "refattn".
         name: as the report shows it; the package, and the kernel if one is asked for, if None.
         kernel: ask for this kernel, to see whether the chosen one is the fastest.
-        arguments: of the plan, the options and the call.
+        planned: arguments of the plan beside the batch and the block size, where the work does not say them.
     """
 
     def prepare_call(inputs: Inputs) -> Call:
-        module = importlib.import_module(f"{package}.{path}")
-        call = prepare(module, inputs.query, inputs.key_cache, inputs.value_cache, inputs.batch, **arguments)
+        work = replace(inputs.work, path=path, plan_of="") if path else inputs.work
+        call = _call(work, inputs, lambda name: importlib.import_module(f"{package}.{name}"), planned)
         return call if kernel is None else partial(_call_with, kernel, call)
 
     return Contender(name or ", ".join(filter(None, (package, kernel))), prepare_call, lse=True)
 
 
-def coded_twin(
-    package: str = "fastattn", *, path: str = "quantized", name: str | None = None, kernel: str | None = None
-) -> Contender:
-    """Our path over pages of codes.
-
-    Args:
-        package: "fastattn" or "refattn".
-        path: whose plan it has: its own, a cascade's over the prefix that all share, or one of drafted trees.
-        name: as the report shows it; the package, and the kernel if one is asked for, if None.
-        kernel: ask for this kernel.
-    """
-
-    def prepare_call(inputs: CodedInputs) -> Call:
-        module, planned_by = (importlib.import_module(f"{package}.{name}") for name in ("quantized", path))
-        planned = {"cascade": _prefixes, "speculative": _trees}.get(path, lambda inputs: {})(inputs)
-        plan = planned_by.plan(inputs.batch, block_size=inputs.work.block_size, **planned)
-        call = partial(module.attention, inputs.query, inputs.key_cache, inputs.value_cache, plan, scales=inputs.scales)
-        return call if kernel is None else partial(_call_with, kernel, call)
-
-    return Contender(name or ", ".join(filter(None, (package, kernel))), prepare_call, lse=True)
-
-
-def _prefixes(inputs: Inputs | CodedInputs) -> dict[str, Any]:
-    """Return what the plan of a cascade takes, over one prefix that all sequences share."""
-    return dict(prefixes=[Prefix(first=0, last=len(inputs.work.lens), end=inputs.work.shared)])
+def _call(work: Attention, inputs: Inputs, modules: Modules, planned: dict[str, Any]) -> Call:
+    """Plan a step with the modules of a twin, and return the call of a layer."""
+    if work.path == "mla_prefill":
+        return _prefill_call(work, inputs, modules("mla"))
+    tensors: tuple[Tensor, ...] = (inputs.query, inputs.key_cache, inputs.value_cache)
+    more: dict[str, Any] = {}
+    if work.path == "dense":
+        tensors = inputs.query, inputs.key, inputs.value
+    elif work.path == "differential":
+        tensors = inputs.query, _halves(inputs)
+        more = dict(lambda_full=tensors[1].new_tensor(LAMBDA, dtype=torch.float32), lambda_init=LAMBDA_INIT)
+        more |= dict(norm_eps=NORM_EPS)
+    elif work.path == "mla":
+        tensors, more = tensors[:2], dict(latent_rank=work.value_size, cache_scale=inputs.scales or 1.0)
+    elif work.path == "quantized":
+        more = dict(scales=inputs.scales)
+    plan = planning(work, modules, inputs.batch, **planned)()
+    options = AttentionOptions(softmax_scale=work.softmax_scale)
+    return partial(modules(work.path).attention, *tensors, plan, options, **more)
 
 
-def _trees(inputs: Inputs | CodedInputs | LatentInputs) -> dict[str, Any]:
-    """Return what the plan of drafted trees takes."""
-    assert isinstance(inputs.work, Drafts)
-    return dict(trees=speculative.make_trees(inputs.work.parents(), device=inputs.query.device))
+def _prefill_call(work: Attention, inputs: Inputs, mla: Any) -> Call:
+    """Plan the prefill over latents: the new tokens, and the chunks of their context."""
+    new, rank = inputs.new_rows()[:, 0], work.value_size
+    plan = mla.plan_prefill(
+        inputs.batch,
+        block_size=work.block_size,
+        workspace=work.workspace * len(work.lens),
+        max_context_len=max(seq_len - query_len for query_len, seq_len in work.lens),
+    )
+    options = AttentionOptions(softmax_scale=work.query_size**-0.5)
+    projections = dict(zip(("key_projection", "value_projection"), inputs.projections, strict=True))
+    return partial(
+        mla.prefill, inputs.query, new[:, :rank], new[:, rank:], inputs.key_cache, plan, options, **projections
+    )
 
 
-def uncoded(contender: Contender, kind: type[Attention] = Attention) -> Contender:
-    """Another contender, over a plain cache of what the codes were made of: twice the bytes.
-
-    Args:
-        contender: who computes it.
-        kind: what work it is over numbers.
-    """
+def over_plain_cache(contender: Contender) -> Contender:
+    """Another contender, over a plain cache of what was quantised: twice the bytes."""
     return replace(
         contender,
         name=f"{contender.name}, plain cache",
         prepare=lambda inputs: contender.prepare(inputs.plain),
-        judge=lambda inputs: _as(kind, inputs.work).judge(inputs.plain),
+        judge=lambda inputs: inputs.plain.work.judge(inputs.plain),
     )
 
 
-def _as(kind: type[Attention], work: Attention) -> Attention:
-    """Return the same workload as another kind of work."""
-    return kind(**{field.name: getattr(work, field.name) for field in fields(kind)})
+def as_chain(contender: Contender) -> Contender:
+    """A yardstick for drafted trees: the same tokens as a chain, whose mask is causal, over the same bytes."""
+    return replace(
+        contender,
+        name=f"a chain: {contender.name}",
+        judge=lambda inputs: replace(inputs.work, trees="").judge(inputs),
+    )
 
 
-def dense_twin(*, package: str = "fastattn", kernel: str | None = None, **arguments: Any) -> Contender:
-    """Our path without a cache; arguments as for `twin`."""
-
-    def prepare_call(inputs: Inputs) -> Call:
-        module = importlib.import_module(f"{package}.dense")
-        call = prepare(module, inputs.query, inputs.key, inputs.value, inputs.batch, **arguments)
-        return call if kernel is None else partial(_call_with, kernel, call)
-
-    return Contender(", ".join(filter(None, (package, kernel))), prepare_call, lse=True)
+def plain_attention() -> Contender:
+    """A yardstick for differential attention: one plain attention that reads the same bytes."""
+    return replace(
+        twin("chunked_prefill", name="plain attention, same bytes"),
+        judge=lambda inputs: replace(inputs.work, path="chunked_prefill").judge(inputs),
+    )
 
 
 def _call_with(kernel: str, call: Call, **options: Any) -> Any:
@@ -157,21 +156,19 @@ def _call_with(kernel: str, call: Call, **options: Any) -> Any:
         return call(**options)
 
 
-def layers(path: str, *, count: int, plan_in_each: bool = False, **arguments: Any) -> Contender:
+def layers(count: int, *, plan_in_each: bool = False) -> Contender:
     """A step of a model: a plan, and attention in each of its layers, over the same keys.
 
     On a GPU it fails if a layer launches a kernel that the plan launches too, as then a layer makes tables.
 
     Args:
-        path: of the attention.
         count: layers.
         plan_in_each: plan in each layer instead, as if there were no plan to keep.
-        arguments: of the plan.
     """
 
     def prepare_call(inputs: Inputs) -> Call:
-        module = importlib.import_module(f"fastattn.{path}")
-        make_plan = partial(module.plan, inputs.batch, block_size=inputs.work.block_size, **arguments)
+        module = importlib.import_module(f"fastattn.{inputs.work.path}")
+        make_plan = planning(inputs.work, lambda _: module, inputs.batch)
         attend = partial(module.attention, inputs.query, inputs.key_cache, inputs.value_cache)
 
         def call() -> Tensor:
@@ -201,122 +198,6 @@ def check_no_tables(make_plan: Call, attend: Call) -> None:
         raise RuntimeError(f"expected no kernels of a plan in a layer, got {', '.join(both)}")
 
 
-def cascade_twin(package: str = "fastattn") -> Contender:
-    """Our cascade over one prefix that all sequences share."""
-
-    def prepare_call(inputs: Inputs) -> Call:
-        module = importlib.import_module(f"{package}.cascade")
-        tensors = inputs.query, inputs.key_cache, inputs.value_cache
-        return prepare(module, *tensors, inputs.batch, **_prefixes(inputs))
-
-    return Contender(package, prepare_call, lse=True)
-
-
-def tree_twin(package: str = "fastattn", *, kernel: str | None = None) -> Contender:
-    """Our verification of a drafted tree in each sequence.
-
-    Args:
-        package: "fastattn" or "refattn".
-        kernel: ask for this kernel, to see whether the chosen one is the fastest.
-    """
-
-    def prepare_call(inputs: Inputs) -> Call:
-        module = importlib.import_module(f"{package}.speculative")
-        tensors = inputs.query, inputs.key_cache, inputs.value_cache
-        call = prepare(module, *tensors, inputs.batch, **_trees(inputs))
-        return call if kernel is None else partial(_call_with, kernel, call)
-
-    return Contender(", ".join(filter(None, (package, kernel))), prepare_call, lse=True)
-
-
-def as_chain(contender: Contender, kind: type[Attention] = Attention) -> Contender:
-    """A yardstick for drafted trees: the same tokens as a chain, whose mask is causal, over the same bytes.
-
-    Args:
-        contender: who computes it.
-        kind: what work it is without trees.
-    """
-
-    def judge(inputs: Inputs | LatentInputs) -> Judge:
-        return _as(kind, inputs.work).judge(inputs)
-
-    return replace(contender, name=f"a chain: {contender.name}", judge=judge)
-
-
-def differential_twin(package: str = "fastattn") -> Contender:
-    """Our differential attention."""
-
-    def prepare_call(inputs: Inputs) -> Call:
-        module = importlib.import_module(f"{package}.differential")
-        cache = _halves(inputs)
-        layer = dict(lambda_full=cache.new_tensor(LAMBDA, dtype=torch.float32), lambda_init=LAMBDA_INIT)
-        return prepare(module, inputs.query, cache, inputs.batch, norm_eps=NORM_EPS, **layer)
-
-    return Contender(package, prepare_call, lse=True)
-
-
-def plain_attention() -> Contender:
-    """A yardstick for differential attention: one plain attention that reads the same bytes."""
-
-    def judge(inputs: Inputs) -> Judge:
-        return Attention(**asdict(inputs.work)).judge(inputs)
-
-    return replace(twin("chunked_prefill", name="plain attention, same bytes"), judge=judge)
-
-
-def mla_twin(package: str = "fastattn", *, kernel: str | None = None) -> Contender:
-    """Our latent attention with absorbed queries; those of drafted trees, if the work has some.
-
-    Args:
-        package: "fastattn" or "refattn".
-        kernel: ask for this kernel, to see whether the chosen one is the fastest.
-    """
-
-    def prepare_call(inputs: LatentInputs) -> Call:
-        has_trees = isinstance(inputs.work, Drafts)
-        module, planned_by = (
-            importlib.import_module(f"{package}.{name}") for name in ("mla", "speculative" if has_trees else "mla")
-        )
-        planned = _trees(inputs) if has_trees else {}
-        call = partial(
-            module.attention,
-            inputs.query,
-            inputs.cache,
-            planned_by.plan(inputs.batch, block_size=inputs.work.block_size, **planned),
-            AttentionOptions(softmax_scale=inputs.work.softmax_scale),
-            latent_rank=inputs.work.value_size,
-            cache_scale=inputs.cache_scale,
-        )
-        return call if kernel is None else partial(_call_with, kernel, call)
-
-    return Contender(", ".join(filter(None, (package, kernel))), prepare_call, lse=True)
-
-
-def mla_prefill_twin(package: str = "fastattn") -> Contender:
-    """Our prefill of latent attention: keys and values made, the new tokens and the chunks of their context merged."""
-
-    def prepare_call(inputs: LatentPrefillInputs) -> Call:
-        module, work = importlib.import_module(f"{package}.mla"), inputs.work
-        return partial(
-            module.prefill,
-            inputs.query,
-            inputs.latent,
-            inputs.rope_key,
-            inputs.cache,
-            module.plan_prefill(
-                inputs.batch,
-                block_size=work.block_size,
-                workspace=work.workspace,
-                max_context_len=max(seq_len - query_len for query_len, seq_len in work.lens),
-            ),
-            AttentionOptions(softmax_scale=work.head_size**-0.5),
-            key_projection=inputs.key_projection,
-            value_projection=inputs.value_projection,
-        )
-
-    return Contender(package, prepare_call, lse=True)
-
-
 # PyTorch's own. All of them get their keys as one rectangle, already gathered: less work than a twin has.
 
 
@@ -332,8 +213,7 @@ def aten_cpu(*, grouped: bool = False) -> Contender:
         causal = inputs.work.causal and query.shape[2] > 1
         if grouped:
             query = rearrange(query, "b (hk g) 1 d -> b hk g d", hk=key.shape[1])
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return lambda: flash(query, key, value, 0.0, causal, scale=query.shape[-1] ** -0.5)[0]
+        return lambda: ATEN(query, key, value, 0.0, causal, scale=query.shape[-1] ** -0.5)[0]
 
     name = "ATen call, heads grouped" if grouped else "ATen call"
     return Contender(name, prepare, rows="b hk g d -> b (hk g) d" if grouped else "b h t d -> (b t) h d")
@@ -345,7 +225,7 @@ def aten_cpu_gathered() -> Contender:
     def prepare(inputs: Inputs) -> Call:
         table = inputs.batch.block_table
         assert table is not None
-        b, flash = len(table), torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        b = len(table)
         query = rearrange(inputs.query, "(b t) h d -> b h t d", b=b).contiguous()
         alone = query.shape[2] == 1  # then the query heads that share a key head are rows of one product
         query = rearrange(query, "b (hk g) 1 d -> b hk g d", hk=inputs.key.shape[1]) if alone else query
@@ -355,7 +235,7 @@ def aten_cpu_gathered() -> Contender:
                 cache.index_select(0, table.flatten()).view(b, -1, *cache.shape[2:]).transpose(1, 2)
                 for cache in (inputs.key_cache, inputs.value_cache)
             )
-            out = flash(query, key, value, 0.0, inputs.work.causal and not alone, scale=query.shape[-1] ** -0.5)[0]
+            out = ATEN(query, key, value, 0.0, inputs.work.causal and not alone, scale=query.shape[-1] ** -0.5)[0]
             return rearrange(out, "b hk g d -> b (hk g) d" if alone else "b h t d -> (b t) h d")
 
         return call
@@ -369,15 +249,14 @@ def aten_cpu_latents() -> Contender:
     It has one size for keys and values: values are the keys, and what their rotary part adds is cut off.
     """
 
-    def prepare(inputs: LatentInputs) -> Call:
+    def prepare(inputs: Inputs) -> Call:
         table, work = inputs.batch.block_table, inputs.work
         assert table is not None
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         query = inputs.query[:, None]  # the heads are rows of one product
 
         def call() -> Tensor:
-            key = inputs.cache.index_select(0, table.flatten()).view(len(table), 1, -1, work.head_size)
-            out: Tensor = flash(query, key, key, 0.0, False, scale=work.softmax_scale)[0][..., : work.value_size]
+            key = inputs.key_cache.index_select(0, table.flatten()).view(len(table), 1, -1, work.head_size)
+            out: Tensor = ATEN(query, key, key, 0.0, False, scale=work.softmax_scale)[0][..., : work.value_size]
             return out
 
         return call
@@ -388,21 +267,17 @@ def aten_cpu_latents() -> Contender:
 def aten_cpu_latent_prefill() -> Contender:
     """ATen's FlashAttention for CPU with a mask, over keys and values made of all latents of one sequence at once."""
 
-    def prepare(inputs: LatentPrefillInputs) -> Call:
+    def prepare(inputs: Inputs) -> Call:
         table, query_len, seq_len = inputs.batch.block_table, *inputs.work.lens[0]
         assert table is not None
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         sees = torch.ones(query_len, seq_len, dtype=torch.bool).tril(seq_len - query_len)
         mask = torch.zeros(query_len, seq_len).masked_fill(~sees, -torch.inf)
         query = rearrange(inputs.query, "t h d -> 1 h t d").contiguous()
 
         def call() -> Tensor:
-            rows = inputs.cache[table[0]].flatten(0, 1)[:seq_len]
-            key, value = (
-                rearrange(x, "s h d -> 1 h s d")
-                for x in made_of_latents(rows, inputs.key_projection, inputs.value_projection)
-            )
-            out: Tensor = flash(query, key, value, 0.0, False, attn_mask=mask, scale=query.shape[-1] ** -0.5)[0]
+            rows = inputs.key_cache[table[0]].flatten(0, 1)[:seq_len]
+            key, value = (rearrange(x, "s h d -> 1 h s d") for x in made_of_latents(rows, *inputs.projections))
+            out: Tensor = ATEN(query, key, value, 0.0, False, attn_mask=mask, scale=query.shape[-1] ** -0.5)[0]
             return out
 
         return call
@@ -416,8 +291,7 @@ def aten_cpu_masked() -> Contender:
     def prepare(inputs: Inputs) -> Call:
         query, key, value = inputs.rectangles()
         mask = torch.zeros(query.shape[2], key.shape[2]).masked_fill(~_picture(inputs), -torch.inf)
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return lambda: flash(query, key, value, 0.0, False, attn_mask=mask, scale=query.shape[-1] ** -0.5)[0]
+        return lambda: ATEN(query, key, value, 0.0, False, attn_mask=mask, scale=query.shape[-1] ** -0.5)[0]
 
     return Contender("ATen call, masked", prepare, rows="b h t d -> (b t) h d")
 
@@ -427,11 +301,10 @@ def aten_cpu_visible() -> Contender:
 
     def prepare(inputs: Inputs) -> Call:
         query, key, value = inputs.rectangles()
-        first, last = (int(bound) for bound in next(inputs.work.sight()))
+        first, last = (int(bound) for bound in inputs.work.span(0))
         key, value = (x[:, :, first : last + 1].contiguous() for x in (key, value))
         query = rearrange(query, "b (hk g) 1 d -> b hk g d", hk=key.shape[1])
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return lambda: flash(query, key, value, 0.0, False, scale=query.shape[-1] ** -0.5)[0]
+        return lambda: ATEN(query, key, value, 0.0, False, scale=query.shape[-1] ** -0.5)[0]
 
     return Contender("ATen call on the visible keys", prepare, rows="b hk g d -> b (hk g) d")
 
@@ -442,8 +315,7 @@ def aten_cpu_chunks() -> Contender:
     def prepare(inputs: Inputs) -> Call:
         chunk = inputs.work.chunk
         query, key, value = (rearrange(x, "1 h (c t) d -> c h t d", t=chunk).contiguous() for x in inputs.rectangles())
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return lambda: flash(query, key, value, 0.0, True, scale=query.shape[-1] ** -0.5)[0]
+        return lambda: ATEN(query, key, value, 0.0, True, scale=query.shape[-1] ** -0.5)[0]
 
     return Contender("ATen call on stacked chunks", prepare, rows="c h t d -> (c t) h d")
 
@@ -458,9 +330,7 @@ def sdpa(backend: SDPBackend | None = None, *, masked: bool = False) -> Contende
 
         def call() -> Tensor:
             with sdpa_kernel(backend) if backend is not None else nullcontext():
-                return functional.scaled_dot_product_attention(
-                    query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=True
-                )
+                return pytorch.sdpa(query, key, value, causal=causal, mask=mask)
 
         return call
 
@@ -475,35 +345,28 @@ def flex() -> Contender:
         from torch.nn.attention.flex_attention import create_block_mask
 
         query, key, value = inputs.rectangles()
-        work, context = inputs.work, key.shape[2] - query.shape[2]
+        left, chunk, context = inputs.work.window[0], inputs.work.chunk, key.shape[2] - query.shape[2]
 
         def sees(_batch: Tensor, _head: Tensor, row: Tensor, j: Tensor) -> Tensor:
             i = row + context
             visible = j <= i
-            if work.window:
-                visible = visible & (j > i - work.window)
-            if work.chunk:
-                visible = visible & (i // work.chunk == j // work.chunk)
+            if left >= 0:
+                visible = visible & (j >= i - left)
+            if chunk:
+                visible = visible & (i // chunk == j // chunk)
             return visible
 
         # Not compiled, the mask is drawn whole before it becomes blocks: 4 GiB for 64k tokens.
         make = torch.compile(create_block_mask) if key.is_cuda else create_block_mask
         blocks = make(sees, None, None, query.shape[2], key.shape[2], device=key.device.type)
-        return partial(_compiled_flex(), query, key, value, block_mask=blocks, enable_gqa=True)
+        return partial(pytorch.flex(), query, key, value, block_mask=blocks, enable_gqa=True)
 
     return Contender("FlexAttention, compiled", prepare, rows="b h t d -> (b t) h d")
 
 
-@cache
-def _compiled_flex() -> Any:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention)
-
-
 def _picture(inputs: Inputs) -> Tensor:
     """Draw which keys each query sees; all sequences are alike."""
-    first, last = next(inputs.work.sight())
+    first, last = inputs.work.span(0)
     j = torch.arange(inputs.work.lens[0][1])
     return ((j >= first[:, None]) & (j <= last[:, None])).to(inputs.query.device)
 
@@ -515,35 +378,13 @@ def fa4(*, block_size: int | None = 16, name: str | None = None) -> Contender:
     """The package `flash-attn-4`, over pages, or over ragged rows if `block_size` is None."""
 
     def prepare(inputs: Inputs) -> Call:
-        from flash_attn.cute import flash_attn_varlen_func
-
-        where: dict[str, Tensor | None]
-        if block_size is None:
-            key, value, batch = inputs.key, inputs.value, inputs.batch
-            where = dict(cu_seqlens_k=batch.cu_seqlens_k)
-        else:
-            key, value, batch = inputs.paged(block_size)
-            where = dict(seqused_k=batch.seq_lens, page_table=batch.block_table)
-        return _first(
-            partial(
-                flash_attn_varlen_func,
-                inputs.query,
-                key,
-                value,
-                cu_seqlens_q=batch.cu_seqlens_q,
-                max_seqlen_q=batch.max_query_len,
-                max_seqlen_k=batch.max_seq_len,
-                causal=inputs.work.causal,
-                window_size=_window(inputs, None),
-                **where,
-            )
-        )
+        return fa4_package.prepare(inputs.query, *_keys(inputs, block_size), **_mask(inputs))
 
     return Contender(name or ("FA4, rows" if block_size is None else f"FA4, blocks of {block_size}"), prepare)
 
 
 def fa4_chunks() -> Contender:
-    """The package `flash-attn-4` over virtual sequences, one a chunk of local attention, made beforehand."""
+    """The package `flash-attn-4` over virtual sequences, one per chunk of local attention, made beforehand."""
 
     def prepare(inputs: Inputs) -> Call:
         return fa4(name="").prepare(_whole_chunks(inputs))
@@ -555,38 +396,31 @@ def fa4_cascade() -> Contender:
     """The package `flash-attn-4` twice, over the shared blocks for all queries as one sequence, and over the rest."""
 
     def prepare(inputs: Inputs) -> Call:
-        from flash_attn.cute import flash_attn_varlen_func
-
         from fastattn.merge import merge
 
         work, batch = inputs.work, inputs.batch
         common, b = work.shared // work.block_size, len(work.lens)
-        arguments = (inputs.query, inputs.key_cache, inputs.value_cache)
         assert batch.block_table is not None
-        prefix = partial(
-            flash_attn_varlen_func,
-            *arguments,
+        prefix = replace(
+            batch,
             cu_seqlens_q=torch.tensor([0, b], dtype=torch.int32, device=batch.device),
-            max_seqlen_q=b,
-            max_seqlen_k=work.shared,
-            seqused_k=torch.tensor([work.shared], dtype=torch.int32, device=batch.device),
-            page_table=batch.block_table[:1, :common].contiguous(),
-            return_lse=True,
+            seq_lens=torch.tensor([work.shared], dtype=torch.int32, device=batch.device),
+            block_table=batch.block_table[:1, :common].contiguous(),
+            max_query_len=b,
+            max_seq_len=work.shared,
         )
-        suffix = partial(
-            flash_attn_varlen_func,
-            *arguments,
-            cu_seqlens_q=batch.cu_seqlens_q,
-            max_seqlen_q=1,
-            max_seqlen_k=batch.max_seq_len - work.shared,
-            seqused_k=batch.seq_lens - work.shared,
-            page_table=batch.block_table[:, common:].contiguous(),
-            return_lse=True,
+        suffix = replace(
+            batch,
+            seq_lens=batch.seq_lens - work.shared,
+            block_table=batch.block_table[:, common:].contiguous(),
+            max_seq_len=batch.max_seq_len - work.shared,
         )
+        tensors = inputs.query, inputs.key_cache, inputs.value_cache
+        levels = [fa4_package.prepare(*tensors, level, causal=False, return_lse=True) for level in (prefix, suffix)]
 
         def call() -> Tensor:
-            (out, lse), (own_out, own_lse) = prefix(), suffix()
-            return merge([out, own_out], [lse.T.contiguous(), own_lse.T.contiguous()])[0]
+            (out, lse), (own_out, own_lse) = (level() for level in levels)
+            return merge([out, own_out], [lse.contiguous(), own_lse.contiguous()])[0]
 
         return call
 
@@ -601,26 +435,14 @@ def fa4_differential(*, wide: bool) -> Contender:
     """
 
     def prepare(inputs: Inputs) -> Call:
-        from flash_attn.cute import flash_attn_varlen_func
-
-        batch, cache = inputs.batch, _halves(inputs)
-        options = dict(
-            cu_seqlens_q=batch.cu_seqlens_q,
-            max_seqlen_q=batch.max_query_len,
-            max_seqlen_k=batch.max_seq_len,
-            seqused_k=batch.seq_lens,
-            page_table=batch.block_table,
-            causal=True,
-        )
+        cache = _halves(inputs)
         values = [cache[0, 1], cache[1, 1]]
         if wide:
             values = [torch.cat(values, dim=-1)]
         calls = [
             [
-                _first(
-                    partial(flash_attn_varlen_func, inputs.query[:, half::2].contiguous(), cache[half, 0], v, **options)
-                )
-                for v in values
+                fa4_package.prepare(inputs.query[:, half::2].contiguous(), cache[half, 0], value, inputs.batch)
+                for value in values
             ]
             for half in (0, 1)
         ]
@@ -635,7 +457,7 @@ def fa4_differential(*, wide: bool) -> Contender:
 
 
 def fa3(*, block_size: int | None = 16, is_scheduled: bool = False) -> Contender:
-    """FlashAttention-3 in vLLM's library, over pages, or over ragged rows if `block_size` is None.
+    """FlashAttention-3, over pages, or over ragged rows if `block_size` is None.
 
     Args:
         block_size: tokens in a page.
@@ -643,112 +465,53 @@ def fa3(*, block_size: int | None = 16, is_scheduled: bool = False) -> Contender
     """
 
     def prepare(inputs: Inputs) -> Call:
-        reason = fa3_adapter._cannot_load()
-        if reason is not None:
-            raise ImportError(reason)
-        library = getattr(torch.ops, fa3_adapter.LIBRARY)
-        where: dict[str, Tensor | None]
-        if block_size is None:
-            key, value, batch = inputs.key, inputs.value, inputs.batch
-            where = dict(cu_seqlens_k=batch.cu_seqlens_k)
-        else:
-            key, value, batch = inputs.paged(block_size)
-            where = dict(seqused_k=batch.seq_lens, page_table=batch.block_table)
-        window = _window(inputs, -1)
-        asked = dict(
-            cu_seqlens_q=batch.cu_seqlens_q,
-            max_seqlen_q=batch.max_query_len,
-            max_seqlen_k=batch.max_seq_len,
-            is_causal=inputs.work.causal,
-            window_size_left=window[0],
-            window_size_right=window[1],
-            num_splits=FA3_SPLITS,
-        )
-        if is_scheduled:
-            where["scheduler_metadata"] = library.get_scheduler_metadata(
-                batch_size=batch.num_seqs,
-                num_heads=inputs.work.heads[0],
-                num_heads_k=inputs.work.heads[1],
-                headdim=inputs.work.head_size,
-                headdim_v=inputs.work.head_size,
-                qkv_dtype=inputs.query.dtype,
-                seqused_k=batch.seq_lens,
-                page_size=block_size,
-                max_seqlen_k_new=0,
-                has_softcap=False,
-                pack_gqa=None,
-                sm_margin=0,
-                **dict.fromkeys(("cu_seqlens_k", "cu_seqlens_k_new", "seqused_q", "leftpad_k")),
-                **asked,
-            )
-        scale = inputs.query.shape[-1] ** -0.5
-        options = fa3_adapter.UNUSED | asked | where | dict(softmax_scale=scale, softcap=0.0)
-        return _first(partial(library.fwd, q=inputs.query, k=key, v=value, **options))
+        keys = _keys(inputs, block_size)
+        return fa3_package.prepare(inputs.query, *keys, **_mask(inputs), is_scheduled=is_scheduled)
 
     name = "FA3, rows" if block_size is None else f"FA3, blocks of {block_size}"
     return Contender(f"{name}, scheduled before" if is_scheduled else name, prepare)
 
 
-def fa3_coded() -> Contender:
+def fa3_quantized() -> Contender:
     """FlashAttention-3 over pages of fp8, queries rounded, too; held to twice the error of weights in fp8, as its are.
 
     It computes something else than our path, which rounds no weight: a yardstick of its speed.
     """
 
-    def prepare_call(inputs: CodedInputs) -> Call:
-        reason = fa3_adapter._cannot_load()
-        if reason is not None:
-            raise ImportError(reason)
-        batch, scales, kind = inputs.batch, inputs.scales, torch.float8_e4m3fn
-        b, hk = batch.num_seqs, inputs.work.heads[1]
-        ones = torch.ones(b, hk, device=inputs.query.device)
-        given = fa3_adapter.UNUSED | dict(
-            cu_seqlens_q=batch.cu_seqlens_q,
-            max_seqlen_q=batch.max_query_len,
-            max_seqlen_k=batch.max_seq_len,
-            seqused_k=batch.seq_lens,
-            page_table=batch.block_table,
-            is_causal=True,
-            window_size_left=-1,
-            window_size_right=-1,
-            num_splits=FA3_SPLITS,
-            softmax_scale=inputs.query.shape[-1] ** -0.5,
-            softcap=0.0,
-            q_descale=ones,
-            k_descale=ones * torch.as_tensor(scales.key),
-            v_descale=ones * torch.as_tensor(scales.value),
-        )
-        pools = inputs.key_cache.view(kind), inputs.value_cache.view(kind)
-        forward = getattr(torch.ops, fa3_adapter.LIBRARY).fwd
-        return _first(partial(forward, q=inputs.query.to(kind), k=pools[0], v=pools[1], **given))
+    def prepare_call(inputs: Inputs) -> Call:
+        scales, kind = inputs.scales, torch.float8_e4m3fn
+        ones = torch.ones(inputs.batch.num_seqs, inputs.work.heads[1], device=inputs.query.device)
+        tensors = inputs.query.to(kind), inputs.key_cache.view(kind), inputs.value_cache.view(kind)
+        descales = ones, ones * torch.as_tensor(scales.key), ones * torch.as_tensor(scales.value)
+        return fa3_package.prepare(*tensors, inputs.batch, descales=descales)
 
-    def judge(inputs: CodedInputs) -> Judge:
-        return _as(CodedWeights, inputs.work).judge(inputs)
+    def judge(inputs: Inputs) -> Judge:
+        return inputs.work.judge(inputs, of_fp8_weights)
 
     return Contender("FA3, queries and weights in fp8", prepare_call, judge=judge)
 
 
-def flashinfer_coded() -> Contender:
+def flashinfer_quantized() -> Contender:
     """FlashInfer's paged decode over fp8, of 16-bit queries; one scale for all values, which is 1 here."""
 
-    def prepare_call(inputs: CodedInputs) -> Call:
+    def prepare_call(inputs: Inputs) -> Call:
         kind = torch.float8_e4m3fn
         pages = inputs._replace(key_cache=inputs.key_cache.view(kind), value_cache=inputs.value_cache.view(kind))
         run = flashinfer_decode().prepare(pages)
         return partial(run, k_scale=float(inputs.scales.key))
 
-    def judge(inputs: CodedInputs) -> Judge:
+    def judge(inputs: Inputs) -> Judge:
         of_value = torch.as_tensor(inputs.scales.value)[:, None]
         return inputs.work.judge(inputs._replace(value=inputs.value / of_value))
 
     return Contender("FlashInfer, fp8", prepare_call, judge=judge)
 
 
-def coded_write_twin(package: str = "fastattn") -> Contender:
+def quantized_write_twin(package: str = "fastattn") -> Contender:
     """Our quantising write."""
 
     def prepare_call(inputs: Tokens) -> Call:
-        by_head = CodedWrite(len(inputs.key), *inputs.key.shape[1:]).scales(inputs.key.device)
+        by_head = QuantizedWrite(len(inputs.key), *inputs.key.shape[1:]).scales(inputs.key.device)
         return partial(importlib.import_module(f"{package}.quantized").write, *inputs, scales=Fp8Scales(*by_head))
 
     return Contender(package, prepare_call)
@@ -764,86 +527,45 @@ def fa3_chunks() -> Contender:
 
 
 def fa3_latents() -> Contender:
-    """FlashAttention-3 in vLLM's library over latents: its second query (`qv` in its own package) meets the values."""
-
-    def prepare(inputs: LatentInputs) -> Call:
-        reason = fa3_adapter._cannot_load()
-        if reason is not None:
-            raise ImportError(reason)
-        work, batch, pages = inputs.work, inputs.batch, inputs.cache[:, :, None]
-        rank = work.value_size
-        options = fa3_adapter.UNUSED | dict(
-            q=inputs.query[..., rank:],
-            k=pages[..., rank:],
-            v=pages[..., :rank],
-            q_v=inputs.query[..., :rank],
-            cu_seqlens_q=batch.cu_seqlens_q,
-            seqused_k=batch.seq_lens,
-            page_table=batch.block_table,
-            max_seqlen_q=batch.max_query_len,
-            max_seqlen_k=batch.max_seq_len,
-            softmax_scale=work.softmax_scale,
-            is_causal=work.causal,
-            window_size_left=-1,
-            window_size_right=-1,
-            softcap=0.0,
-            num_splits=FA3_SPLITS,
-        )
-        return _first(partial(getattr(torch.ops, fa3_adapter.LIBRARY).fwd, **options))
-
-    return Contender("FA3, second query", prepare)
+    """FlashAttention-3 over latents: its second query (`qv` in its own package) meets the values."""
+    return Contender("FA3, second query", lambda inputs: fa3_package.prepare_latents(*_latents(inputs)))
 
 
 def flash_mla() -> Contender:
     """DeepSeek's FlashMLA, its half for Hopper; it shares out the work in its first call, before the time is taken."""
+    return Contender(
+        "FlashMLA", lambda inputs: flash_mla_package.prepare(*_latents(inputs)), rows="b t h r -> (b t) h r"
+    )
 
-    def prepare(inputs: LatentInputs) -> Call:
-        from flash_mla import flash_mla_with_kvcache, get_mla_metadata
 
-        work, batch = inputs.work, inputs.batch
-        schedule, _ = get_mla_metadata()
-        return _first(
-            partial(
-                flash_mla_with_kvcache,
-                rearrange(inputs.query, "(b t) h d -> b t h d", b=batch.num_seqs),
-                inputs.cache[:, :, None],
-                batch.block_table,
-                batch.seq_lens,
-                work.value_size,
-                schedule,
-                softmax_scale=work.softmax_scale,
-                causal=work.causal,
-                use_legacy=True,
-            )
-        )
-
-    return Contender("FlashMLA", prepare, rows="b t h r -> (b t) h r")
+def _latents(inputs: Inputs) -> tuple[Tensor, Tensor, Batch, int, float]:
+    """Return what attention over latents takes."""
+    assert inputs.work.softmax_scale is not None
+    return inputs.query, inputs.key_cache, inputs.batch, inputs.work.value_size, inputs.work.softmax_scale
 
 
 def latents_by_hand() -> Contender:
     """A prefill over latents by hand: products, the package `flash-attn-4`, chunk by chunk, and a merge."""
 
-    def prepare(inputs: LatentPrefillInputs) -> Call:
-        from flash_attn.cute import flash_attn_varlen_func
-
+    def prepare(inputs: Inputs) -> Call:
         from fastattn.merge import merge
 
         work, batch = inputs.work, inputs.batch
-        chunks, size = [], work.workspace // batch.num_seqs
+        chunks, size = [], work.workspace
         for start in range(0, max(seq_len - query_len for query_len, seq_len in work.lens), size):
             counts = [max(0, min(size, seq_len - query_len - start)) for query_len, seq_len in work.lens]
-            chunks.append((_slots(inputs, start, counts), *_ends(counts, batch.device)))
-        projections = inputs.key_projection, inputs.value_projection
-        new = torch.cat([inputs.latent, inputs.rope_key], dim=-1)
-        asked = dict(cu_seqlens_q=batch.cu_seqlens_q, max_seqlen_q=batch.max_query_len, return_lse=True)
-        own = dict(cu_seqlens_k=batch.cu_seqlens_q, max_seqlen_k=batch.max_query_len, causal=True)
+            lengths = torch.tensor(counts, dtype=torch.int32, device=batch.device)
+            rows = replace(batch, seq_lens=lengths, block_table=None, max_seq_len=max(counts))
+            chunks.append((_slots(inputs, start, counts), fa4_package.planned(rows, causal=False, return_lse=True)))
+        projections, new = inputs.projections, inputs.new_rows()[:, 0]
+        own = replace(batch, seq_lens=batch.query_lens, block_table=None, max_seq_len=batch.max_query_len)
+        attend = fa4_package.planned(own, return_lse=True)
 
         def call() -> Tensor:
-            answers = [flash_attn_varlen_func(inputs.query, *made_of_latents(new, *projections), **own, **asked)]
-            for slots, ends, longest in chunks:
-                made = made_of_latents(inputs.cache.flatten(0, 1)[slots], *projections)
-                where = dict(cu_seqlens_k=ends, max_seqlen_k=longest, causal=False)
-                answers.append(flash_attn_varlen_func(inputs.query, *made, **where, **asked))
+            answers = [attend(inputs.query, *made_of_latents(new, *projections))]
+            for slots, attend_to_chunk in chunks:
+                made = made_of_latents(inputs.key_cache.flatten(0, 1)[slots], *projections)
+                answers.append(attend_to_chunk(inputs.query, *made))
             if len(answers) == 1:
                 return answers[0][0]
             outs, lses = zip(*answers, strict=True)
@@ -854,7 +576,7 @@ def latents_by_hand() -> Contender:
     return Contender("FA4 behind products", prepare)
 
 
-def _slots(inputs: LatentPrefillInputs, start: int, counts: Sequence[int]) -> Tensor:
+def _slots(inputs: Inputs, start: int, counts: Sequence[int]) -> Tensor:
     """List the pool's rows of a chunk: of each sequence some tokens from `start` on."""
     table, p = inputs.batch.block_table, inputs.work.block_size
     assert table is not None
@@ -862,42 +584,12 @@ def _slots(inputs: LatentPrefillInputs, start: int, counts: Sequence[int]) -> Te
     return torch.cat([row[x // p].long() * p + x % p for row, x in zip(table, tokens, strict=True)])
 
 
-def _ends(counts: Sequence[int], device: torch.device) -> tuple[Tensor, int]:
-    """Return where the rows of each sequence begin, and the most of them."""
-    return torch.tensor([0, *counts], device=device).cumsum(0, dtype=torch.int32), max(counts)
-
-
 def fa2(*, block_size: int | None = 256) -> Contender:
     """The package `flash-attn`, over pages of a multiple of 256, or over ragged rows if `block_size` is None."""
 
     def prepare(inputs: Inputs) -> Call:
-        from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
-
-        options = dict(causal=inputs.work.causal, window_size=_window(inputs, -1))
-        if block_size is None:
-            batch = inputs.batch
-            return partial(
-                flash_attn_varlen_func,
-                inputs.query,
-                inputs.key,
-                inputs.value,
-                batch.cu_seqlens_q,
-                batch.cu_seqlens_k,
-                batch.max_query_len,
-                batch.max_seq_len,
-                **options,
-            )
-        key_cache, value_cache, batch = inputs.paged(block_size)
-        query = rearrange(inputs.query, "(b t) h d -> b t h d", b=batch.num_seqs)
-        return partial(
-            flash_attn_with_kvcache,
-            query,
-            key_cache,
-            value_cache,
-            cache_seqlens=batch.seq_lens,
-            block_table=batch.block_table,
-            **options,
-        )
+        make = fa2_package.prepare if block_size is None else fa2_package.prepare_rectangle
+        return make(inputs.query, *_keys(inputs, block_size), **_mask(inputs))
 
     name, rows = ("FA2, rows", None) if block_size is None else (f"FA2, blocks of {block_size}", "b t h d -> (b t) h d")
     return Contender(name, prepare, rows=rows)
@@ -916,7 +608,7 @@ def _whole_chunks(inputs: Inputs) -> Inputs:
         first = (seq_len - 1) // chunk * chunk
         lens = ((1, seq_len - first),) * len(work.lens)
         table = batch.block_table[:, first // work.block_size :].contiguous()
-    virtual = replace(work, lens=lens, chunk=0)
+    virtual = replace(work, lens=lens, path="chunked_prefill")
     return inputs._replace(work=virtual, batch=virtual.batch(table))
 
 
@@ -926,21 +618,16 @@ def _halves(inputs: Inputs) -> Tensor:
     return torch.stack([torch.stack([cache[:, :, half::2] for cache in caches]) for half in (0, 1)])
 
 
-def _window(inputs: Inputs, unlimited: int | None) -> tuple[int | None, int | None]:
-    """Write the window as `(left, right)`, in the package's word for unlimited."""
-    if inputs.work.window:
-        return inputs.work.window - 1, 0
-    return unlimited, unlimited
+def _keys(inputs: Inputs, block_size: int | None) -> tuple[Tensor, Tensor, Batch]:
+    """Return keys and values in pages of some size, or in rows, with their batch."""
+    if block_size is None:
+        return inputs.key, inputs.value, replace(inputs.batch, block_table=None)
+    return inputs.paged(block_size)
 
 
-def _first(call: Callable[[], Any]) -> Call:
-    """Take the output of a call that may answer with a log-sum-exp beside it."""
-
-    def first() -> Tensor:
-        answer = call()
-        return answer[0] if isinstance(answer, tuple | list) else answer
-
-    return first
+def _mask(inputs: Inputs) -> dict[str, Any]:
+    """Return who may see whom, in the libraries' words."""
+    return dict(causal=inputs.work.causal, window_size=inputs.work.window)
 
 
 # FlashInfer
@@ -950,19 +637,7 @@ def flashinfer_prefill(backend: str = "fa3") -> Contender:
     """FlashInfer's paged prefill: "fa3" for Hopper, or "fa2"."""
 
     def prepare(inputs: Inputs) -> Call:
-        from flashinfer import BatchPrefillWithPagedKVCacheWrapper
-
-        wrapper = BatchPrefillWithPagedKVCacheWrapper(_workspace(inputs), "NHD", backend=backend)
-        wrapper.plan(
-            inputs.batch.cu_seqlens_q,
-            *_flat_table(inputs),
-            *_sizes(inputs),
-            causal=inputs.work.causal,
-            window_left=inputs.work.window - 1,
-            q_data_type=inputs.query.dtype,
-            kv_data_type=inputs.key_cache.dtype,
-        )
-        return partial(wrapper.run, inputs.query, (inputs.key_cache, inputs.value_cache))
+        return flashinfer_package.prepare(*_pages(inputs), **_mask(inputs), backend=backend)
 
     return Contender(f"FlashInfer {backend}", prepare)
 
@@ -971,20 +646,9 @@ def flashinfer_tree() -> Contender:
     """FlashInfer's paged prefill with a mask for every pair of a query and a key, which only its "fa2" takes."""
 
     def prepare(inputs: Inputs) -> Call:
-        from flashinfer import BatchPrefillWithPagedKVCacheWrapper
-
-        work = inputs.work
-        masks = [picture(torch.arange(q)) for (q, _), picture in zip(work.lens, work.pictures(), strict=True)]
-        wrapper = BatchPrefillWithPagedKVCacheWrapper(_workspace(inputs), "NHD", backend="fa2")
-        wrapper.plan(
-            inputs.batch.cu_seqlens_q,
-            *_flat_table(inputs),
-            *_sizes(inputs),
-            custom_mask=torch.cat([mask.flatten() for mask in masks]).to(inputs.query.device),
-            q_data_type=inputs.query.dtype,
-            kv_data_type=inputs.key_cache.dtype,
-        )
-        return partial(wrapper.run, inputs.query, (inputs.key_cache, inputs.value_cache))
+        masks = [sight(inputs.work, i).visible for i in range(len(inputs.work.lens))]
+        mask = torch.cat([mask.flatten() for mask in masks]).to(inputs.query.device)
+        return flashinfer_package.prepare(*_pages(inputs), custom_mask=mask, backend="fa2")
 
     return Contender("FlashInfer, custom mask", prepare)
 
@@ -993,98 +657,28 @@ def flashinfer_decode() -> Contender:
     """FlashInfer's paged decode, on tensor cores, as it is meant for grouped heads."""
 
     def prepare(inputs: Inputs) -> Call:
-        from flashinfer import BatchDecodeWithPagedKVCacheWrapper
-
-        wrapper = BatchDecodeWithPagedKVCacheWrapper(_workspace(inputs), "NHD", use_tensor_cores=True)
-        wrapper.plan(
-            *_flat_table(inputs),
-            *_sizes(inputs),
-            window_left=inputs.work.window - 1,
-            q_data_type=inputs.query.dtype,
-            kv_data_type=inputs.key_cache.dtype,
-        )
-        return partial(wrapper.run, inputs.query, (inputs.key_cache, inputs.value_cache))
+        return flashinfer_package.prepare_decode(*_pages(inputs), window_size=_mask(inputs)["window_size"])
 
     return Contender("FlashInfer", prepare)
 
 
 def flashinfer_latents(backend: str = "fa3") -> Contender:
     """FlashInfer's latent attention: "fa3" for Hopper, or "fa2"."""
-
-    def prepare(inputs: LatentInputs) -> Call:
-        from flashinfer.mla import BatchMLAPagedAttentionWrapper
-
-        work, batch, rank = inputs.work, inputs.batch, inputs.work.value_size
-        indptr, indices, _ = _flat_table(inputs)
-        wrapper = BatchMLAPagedAttentionWrapper(_workspace(inputs), backend=backend)
-        wrapper.plan(
-            qo_indptr=batch.cu_seqlens_q,
-            kv_indptr=indptr,
-            kv_indices=indices,
-            kv_len_arr=batch.seq_lens,
-            num_heads=work.heads[0],
-            head_dim_ckv=rank,
-            head_dim_kpe=work.head_size - rank,
-            page_size=work.block_size,
-            causal=work.causal,
-            sm_scale=work.softmax_scale,
-            q_data_type=inputs.query.dtype,
-            kv_data_type=inputs.cache.dtype,
-        )
-        query = dict(q_nope=inputs.query[..., :rank], q_pe=inputs.query[..., rank:])
-        return partial(wrapper.run, **query, ckv_cache=inputs.cache[..., :rank], kpe_cache=inputs.cache[..., rank:])
-
-    return Contender(f"FlashInfer {backend}", prepare)
+    call = partial(flashinfer_package.prepare_latents, backend=backend)
+    return Contender(f"FlashInfer {backend}", lambda inputs: call(*_latents(inputs)))
 
 
 def flashinfer_cascade() -> Contender:
     """FlashInfer's cascade of two levels."""
 
     def prepare(inputs: Inputs) -> Call:
-        from flashinfer import MultiLevelCascadeAttentionWrapper
-
-        work, device = inputs.work, inputs.query.device
-        common, b = work.shared // work.block_size, len(work.lens)
-
-        def ints(*values: int) -> Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=device)
-
-        indptr, indices, last = _flat_table(inputs, skip=common)
-        assert inputs.batch.block_table is not None
-        wrapper = MultiLevelCascadeAttentionWrapper(2, _workspace(inputs), "NHD")
-        wrapper.plan(
-            [ints(0, b), inputs.batch.cu_seqlens_q],
-            [ints(0, common), indptr],
-            [inputs.batch.block_table[0, :common].contiguous(), indices],
-            [ints(work.block_size), last],
-            *_sizes(inputs),
-            causal=True,
-            q_data_type=inputs.query.dtype,
-            kv_data_type=inputs.key_cache.dtype,
-        )
-        return partial(wrapper.run, inputs.query, (inputs.key_cache, inputs.value_cache))
+        return flashinfer_package.prepare_cascade(*_pages(inputs), inputs.work.shared // inputs.work.block_size)
 
     return Contender("FlashInfer cascade", prepare)
 
 
-def _workspace(inputs: Inputs | LatentInputs) -> Tensor:
-    return torch.zeros(WORKSPACE, dtype=torch.uint8, device=inputs.query.device)
-
-
-def _sizes(inputs: Inputs) -> tuple[int, int, int, int]:
-    work = inputs.work
-    return (*work.heads, work.head_size, work.block_size)
-
-
-def _flat_table(inputs: Inputs | LatentInputs, *, skip: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Write the block table as FlashInfer wants it: where each row begins, all blocks, tokens in each last block."""
-    work, table = inputs.work, inputs.batch.block_table
-    assert table is not None
-    counts = [-(-seq_len // work.block_size) for _, seq_len in work.lens]
-    indices = torch.cat([row[skip:count] for row, count in zip(table, counts, strict=True)])
-    indptr = torch.tensor([0, *(count - skip for count in counts)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    last = torch.tensor([(seq_len - 1) % work.block_size + 1 for _, seq_len in work.lens], dtype=torch.int32)
-    return indptr.to(table.device), indices, last.to(table.device)
+def _pages(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Batch]:
+    return inputs.query, inputs.key_cache, inputs.value_cache, inputs.batch
 
 
 # Writing the cache

@@ -26,18 +26,6 @@ SAMPLES = 30
 REPLAYS = 5  # for a sample
 
 
-class Shared(Attention):
-    """Attention whose keys two ranks share: the least that one of them reads and computes is half of it."""
-
-    def flops(self) -> int:
-        """Count the operations of one rank."""
-        return super().flops() // 2
-
-    def reads(self, itemsize: int) -> int:
-        """Count the bytes that one rank reads."""
-        return super().reads(itemsize) // 2
-
-
 def ranks(num_ranks: int) -> Contender:
     """Our path on some processes, or alone; it runs when it is prepared, and a call gives one of the times it took."""
 

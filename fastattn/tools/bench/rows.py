@@ -6,30 +6,26 @@ The CPU rows are small enough for a laptop; the CUDA rows are the workloads of s
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
-import torch
 from torch.nn.attention import SDPBackend
 
 from fastattn.tools.bench import generation, peers
 from fastattn.tools.bench.generation import Generation
 from fastattn.tools.bench.peers import Contender, twin
-from fastattn.tools.bench.ranks import Shared, ranks
+from fastattn.tools.bench.ranks import ranks
 from fastattn.tools.bench.work import (
     Attention,
     CacheWrite,
-    Coded,
-    CodedDrafts,
-    CodedLatents,
-    CodedWrite,
-    Differential,
-    Drafts,
-    LatentDrafts,
-    LatentPrefill,
-    Latents,
     Layers,
+    QuantizedWrite,
     Slots,
     VirtualBatches,
     Work,
+    drafts,
+    latent_prefill,
+    latents,
+    workload,
 )
 
 KERNELS = ("triton", "fa4", "fa3")  # asked for, to see whether the chosen one is the fastest
@@ -79,183 +75,125 @@ def rows(device_type: str, *, quick: bool) -> list[Row]:
     return list((_cpu if device_type == "cpu" else _cuda)(8 if quick else 1))
 
 
+def _row(name: str, work: Attention, *contenders: Contender, **more: Any) -> Row:
+    """Make a row of the path of its work."""
+    return Row(work.path, name, work, contenders, **more)
+
+
 def _cpu(shrink: int) -> Iterator[Row]:
     work = partial(_work, shrink, heads=(8, 2), head_size=64)
-    reference = partial(twin, package="refattn")
+    ours, reference = twin(), twin(package="refattn")
 
     prefill = work((4096, 4096))
-    yield Row(
-        "chunked_prefill",
+    aten = peers.aten_cpu_gathered(), peers.aten_cpu()
+    yield _row(
         f"prefill-{prefill.tokens}",
         prefill,
-        (
-            twin("chunked_prefill"),
-            peers.aten_cpu_gathered(),
-            peers.aten_cpu(),
-            peers.flex(),
-            peers.sdpa(masked=True),
-            reference("chunked_prefill"),
-        ),
+        *(ours, *aten, peers.flex(), peers.sdpa(masked=True), reference),
         aim="1.15 of the ATen call over the same pages, ahead of FlexAttention, 5 x refattn",
     )
     chunk = work((512, 4096 + 512))
-    yield Row(
-        "chunked_prefill",
+    yield _row(
         f"chunk-{chunk.lens[0][0]}-of-{chunk.tokens}",
         chunk,
-        (
-            twin("chunked_prefill"),
-            peers.aten_cpu_masked(),
-            peers.flex(),
-            peers.sdpa(masked=True),
-            reference("chunked_prefill"),
-        ),
+        *(ours, peers.aten_cpu_masked(), peers.flex(), peers.sdpa(masked=True), reference),
         aim="1.15 of the ATen call",
     )
     for b in (1, 16):
         decode = work(*[(1, 4096)] * b)
-        yield Row(
-            "chunked_prefill",
+        yield _row(
             f"decode-{b}x{decode.tokens}",
             decode,
-            (
-                twin("chunked_prefill"),
-                peers.aten_cpu_gathered(),
-                peers.aten_cpu(grouped=True),
-                peers.sdpa(),
-                reference("chunked_prefill"),
-            ),
+            *(ours, peers.aten_cpu_gathered(), peers.aten_cpu(grouped=True), peers.sdpa(), reference),
             aim="1.15 of the ATen call over the same pages, 1.3 of it over contiguous keys",
         )
-    encoder = work(*[(512, 512)] * 8, heads=(8, 8), causal=False)
-    yield Row(
-        "dense",
+    encoder = work(*[(512, 512)] * 8, heads=(8, 8), causal=False, path="dense")
+    yield _row(
         f"encoder-8x{encoder.lens[0][1]}",
         encoder,
-        (
-            peers.dense_twin(causal=False),
-            peers.aten_cpu(),
-            peers.sdpa(),
-            peers.dense_twin(package="refattn", causal=False),
-        ),
+        *(ours, peers.aten_cpu(), peers.sdpa(), reference),
         aim="1.15 of the ATen call",
     )
     for length in (2048, 8192, 32768):
         narrow = work((length, length), heads=(2, 1))
-        quadratic = (peers.sdpa(masked=True), reference("chunked_prefill")) if length <= 8192 else ()
-        yield Row(
-            "chunked_prefill",
+        quadratic = (peers.sdpa(masked=True), reference) if length <= 8192 else ()
+        yield _row(
             f"memory-{narrow.tokens}",
             narrow,
-            (twin("chunked_prefill"), peers.aten_cpu(), *quadratic),
+            *(ours, peers.aten_cpu(), *quadratic),
             aim="memory that grows with the tokens, not with their square",
             memory=True,
         )
 
-    window = 1024 // shrink
     for length in (2048, 8192, 32768, 65536):
         decode = work(*[(1, length)] * 4, window=1024)
-        window_size = (window - 1, 0)
-        yield Row(
-            "sliding_window",
-            f"decode-4x{decode.tokens}-window-{window}",
+        yield _row(
+            f"decode-4x{decode.tokens}-window-{decode.window[0] + 1}",
             decode,
-            (
-                twin("sliding_window", window_size=window_size),
-                peers.aten_cpu_visible(),
-                peers.sdpa(masked=True),
-                reference("sliding_window", window_size=window_size),
-            ),
+            *(ours, peers.aten_cpu_visible(), peers.sdpa(masked=True), reference),
             aim="the same at every length",
         )
-    chunk_size = 1024 // shrink
     for length in (2048, 8192, 32768):
         prefill = work((length, length), chunk=1024)
         quadratic = (peers.flex(), peers.sdpa(masked=True)) if length <= 2048 else ()
-        yield Row(
-            "local",
-            f"prefill-{prefill.tokens}-chunk-{chunk_size}",
+        yield _row(
+            f"prefill-{prefill.tokens}-chunk-{prefill.chunk}",
             prefill,
-            (
-                twin("local", chunk_size=chunk_size),
-                peers.aten_cpu_chunks(),
-                *quadratic,
-                *([reference("local", chunk_size=chunk_size)] if length <= 8192 else []),
-            ),
+            *(ours, peers.aten_cpu_chunks(), *quadratic, *([reference] if length <= 8192 else [])),
             aim="linear in the length",
         )
     cascade = work(*[(1, 4096 + 64)] * 16, shared=4096)
-    yield Row(
-        "cascade",
+    yield _row(
         f"decode-16-prefix-{cascade.shared}-own-{cascade.tokens - cascade.shared}",
         cascade,
-        (
-            peers.cascade_twin(),
-            twin("chunked_prefill", name="without cascade"),
-            peers.cascade_twin("refattn"),
-        ),
+        *(ours, twin("chunked_prefill", name="without cascade"), reference),
         aim="4 x without a cascade",
     )
-    decode = work(*[(1, 4096)] * 16, heads=(8, 4), kind=Differential)
-    yield Row(
-        "differential",
+    decode = work(*[(1, 4096)] * 16, heads=(8, 4), path="differential")
+    yield _row(
         f"decode-16x{decode.tokens}",
         decode,
-        (peers.differential_twin(), peers.plain_attention(), peers.differential_twin("refattn")),
+        *(ours, peers.plain_attention(), reference),
         aim="1.2 of plain attention over the same bytes",
     )
-    latents = Latents(
-        ((1, 2048 // shrink),) * 8, heads=(8, 1), head_size=128 + 32, value_head_size=128, block_size=16, size_before=96
-    )
-    yield Row(
-        "mla",
-        f"decode-8x{latents.tokens}",
-        latents,
-        (peers.mla_twin(), peers.aten_cpu_latents(), peers.mla_twin("refattn")),
+    sizes = dict(heads=(8, 1), head_size=128 + 32, value_head_size=128, block_size=16)
+    decode = latents(((1, 2048 // shrink),) * 8, size_before=96, **sizes)
+    yield _row(
+        f"decode-8x{decode.tokens}",
+        decode,
+        *(ours, peers.aten_cpu_latents(), reference),
         aim="1.15 of the ATen call over the same pages",
     )
-    codes = CodedLatents(**vars(latents))
-    yield Row(
-        "mla",
-        f"decode-8x{codes.tokens}-fp8",
-        codes,
-        (peers.mla_twin(), peers.uncoded(peers.mla_twin(), Latents), peers.mla_twin("refattn")),
+    yield _row(
+        f"decode-8x{decode.tokens}-fp8",
+        replace(decode, stored="e4m3"),
+        *(ours, peers.over_plain_cache(ours), reference),
         aim="at most the plain cache's time",
     )
     new, context = 1024 // shrink, 3072 // shrink
-    prompt = LatentPrefill(
-        ((new, context + new),),
-        heads=(8, 8),
-        head_size=64 + 32,
-        value_head_size=96,
-        block_size=16,
-        latent_rank=128,
-        rope_size=32,
-        workspace=context // 3,
+    prompt = latent_prefill(
+        ((new, context + new),), made=(64, 96), workspace=context // 3, **sizes | dict(heads=(8, 8))
     )
     yield Row(
         "mla",
         f"prefill-{new}-of-{prompt.tokens}",
         prompt,
-        (peers.mla_prefill_twin(), peers.aten_cpu_latent_prefill(), peers.mla_prefill_twin("refattn")),
+        (ours, peers.aten_cpu_latent_prefill(), reference),
         aim="1.15 of the ATen call",
     )
-    for stored, name in ((torch.float8_e4m3fn, "fp8"), (torch.int8, "int8")):
-        decode = Coded(((1, 4096 // shrink),) * 16, heads=(8, 2), head_size=64, stored=stored)
-        yield Row(
-            "quantized",
+    for stored, name in (("e4m3", "fp8"), ("int8", "int8")):
+        decode = work(*[(1, 4096)] * 16, path="quantized", stored=stored)
+        yield _row(
             f"decode-16x{decode.tokens}-{name}",
             decode,
-            (peers.coded_twin(), peers.uncoded(twin("chunked_prefill")), peers.coded_twin("refattn")),
+            *(ours, peers.over_plain_cache(ours), reference),
             aim="at most the plain cache's time",
         )
     nodes = 16
-    drafts = Drafts(((nodes, 4096 // shrink + nodes),) * 4, heads=(8, 2), head_size=64)
-    yield Row(
-        "speculative",
+    yield _row(
         f"tree-4x{4096 // shrink}-drafts-{nodes}",
-        drafts,
-        (peers.tree_twin(), peers.as_chain(twin("chunked_prefill")), peers.tree_twin("refattn")),
+        drafts(((nodes, 4096 // shrink + nodes),) * 4, heads=(8, 2), head_size=64),
+        *(ours, peers.as_chain(twin("chunked_prefill")), reference),
         aim="1.15 of a chain",
     )
     write = CacheWrite(16384 // shrink, num_kv_heads=2, head_size=64)
@@ -278,74 +216,42 @@ def _cpu(shrink: int) -> Iterator[Row]:
 
 def _cuda(shrink: int) -> Iterator[Row]:
     work = partial(_work, shrink)
-    asked_for = [twin("chunked_prefill", kernel=kernel) for kernel in KERNELS]
+    ours = twin()
+    asked_for = [twin(kernel=kernel) for kernel in KERNELS]
     prefill = work(*[(8192, 8192)] * 2)
-    yield Row(
-        "chunked_prefill",
+    yield _row(
         f"prefill-2x{prefill.tokens}",
         prefill,
-        (
-            twin("chunked_prefill"),
-            *asked_for,
-            peers.fa4(),
-            peers.fa4(block_size=128),
-            peers.fa4(block_size=None),
-            peers.fa3(),
-            peers.fa3(block_size=None),
-            peers.flashinfer_prefill(),
-            peers.sdpa(SDPBackend.CUDNN_ATTENTION),
-            peers.sdpa(SDPBackend.FLASH_ATTENTION),
-            peers.flex(),
-            peers.fa2(),
-            peers.fa2(block_size=None),
-        ),
+        *(ours, *asked_for),
+        *(peers.fa4(), peers.fa4(block_size=128), peers.fa4(block_size=None), peers.fa3(), peers.fa3(block_size=None)),
+        *(peers.flashinfer_prefill(), peers.sdpa(SDPBackend.CUDNN_ATTENTION), peers.sdpa(SDPBackend.FLASH_ATTENTION)),
+        *(peers.flex(), peers.fa2(), peers.fa2(block_size=None)),
         aim="FA4 by hand within 2 %, 1.1 ahead of FlashInfer",
     )
-    yield Row(
-        "dense",
+    rows_alone = [peer(block_size=None) for peer in (peers.fa4, peers.fa3, peers.fa2)]
+    yield _row(
         f"prefill-2x{prefill.tokens}",
-        prefill,
-        (
-            peers.dense_twin(),
-            *(peers.dense_twin(kernel=kernel) for kernel in (*KERNELS, "fa2")),
-            peers.fa4(block_size=None),
-            peers.fa3(block_size=None),
-            peers.fa2(block_size=None),
-            peers.sdpa(SDPBackend.CUDNN_ATTENTION),
-        ),
+        replace(prefill, path="dense"),
+        *(ours, *asked_for, twin(kernel="fa2"), *rows_alone, peers.sdpa(SDPBackend.CUDNN_ATTENTION)),
         aim="FA4 by hand within 2 %",
     )
     prefill = work(*[(8192, 8192)] * 2, block_size=128)
-    yield Row(
-        "chunked_prefill",
+    yield _row(
         f"prefill-2x{prefill.tokens}-blocks-128",
         prefill,
-        (
-            twin("chunked_prefill"),
-            *asked_for,
-            peers.fa4(block_size=128),
-            peers.fa3(block_size=128),
-            peers.flashinfer_prefill(),
-        ),
+        *(ours, *asked_for, peers.fa4(block_size=128), peers.fa3(block_size=128), peers.flashinfer_prefill()),
         aim="at most FA3's time (1778 µs)",
     )
     for block_size, suffix in ((16, ""), (128, "-blocks-128")):
         chunk = work(*[(512, 16384 + 512)] * 4, block_size=block_size)
-        yield Row(
-            "chunked_prefill",
+        yield _row(
             f"chunk-4x{chunk.lens[0][0]}-of-{chunk.tokens}{suffix}",
             chunk,
-            (
-                twin("chunked_prefill"),
-                *asked_for,
-                peers.fa4(block_size=block_size),
-                peers.fa3(block_size=block_size),
-                peers.fa3(block_size=block_size, is_scheduled=True),
-                peers.flashinfer_prefill(),
-                peers.fa2(),
-            ),
+            *(ours, *asked_for, peers.fa4(block_size=block_size), peers.fa3(block_size=block_size)),
+            *(peers.fa3(block_size=block_size, is_scheduled=True), peers.flashinfer_prefill(), peers.fa2()),
             aim="at most FA3's time (932 µs)",
         )
+    both_fa3 = peers.fa3(), peers.fa3(is_scheduled=True)
     for b, length, aim in (
         (64, 8192, "ahead of every peer"),
         (1, 8192, "at most 11 µs"),
@@ -354,154 +260,87 @@ def _cuda(shrink: int) -> Iterator[Row]:
         (256, 1024, "at most 257 µs"),
     ):
         decode = work(*[(1, length)] * b)
-        yield Row(
-            "chunked_prefill",
+        yield _row(
             f"decode-{b}x{decode.tokens}",
             decode,
-            (
-                twin("chunked_prefill"),
-                *asked_for,
-                peers.flashinfer_decode(),
-                peers.fa3(),
-                peers.fa3(is_scheduled=True),
-                peers.fa2(),
-                peers.fa4(),
-                peers.sdpa(),
-            ),
+            *(ours, *asked_for, peers.flashinfer_decode(), *both_fa3, peers.fa2(), peers.fa4(), peers.sdpa()),
             clock="graph",
             aim=aim,
         )
     tokens = 16  # of each sequence, whatever the lengths are divided by
     decode = replace(decode, lens=((tokens, 8192 // shrink + tokens),) * 64)
-    yield Row(
-        "chunked_prefill",
+    yield _row(
         f"decode-64x{decode.tokens}-tokens-{tokens}",
         decode,
-        (
-            twin("chunked_prefill"),
-            *asked_for,
-            peers.fa3(),
-            peers.fa3(is_scheduled=True),
-            peers.flashinfer_prefill("fa2"),
-            peers.flashinfer_prefill(),
-            peers.fa2(),
-            peers.fa4(),
-        ),
+        *(ours, *asked_for, *both_fa3, peers.flashinfer_prefill("fa2"), peers.flashinfer_prefill()),
+        *(peers.fa2(), peers.fa4()),
         clock="graph",
         aim="at most 515 µs",
     )
 
+    chains = peers.fa3(), twin("chunked_prefill"), peers.flashinfer_prefill("fa2"), peers.fa4()
     for b, nodes, aim in ((64, 16, "at most 530 µs"), (8, 64, "at most 150 µs"), (1, 64, "at most 32 µs")):
         keys = 8192 // shrink
-        yield Row(
-            "speculative",
+        yield _row(
             f"tree-{b}x{keys}-drafts-{nodes}",
-            Drafts(((nodes, keys + nodes),) * b),
-            (
-                peers.tree_twin(),
-                *(peers.tree_twin(kernel=kernel) for kernel in ("triton", "fa3")),
-                peers.flashinfer_tree(),
-                peers.as_chain(peers.fa3()),
-                peers.as_chain(twin("chunked_prefill")),
-                peers.as_chain(peers.flashinfer_prefill("fa2")),
-                peers.as_chain(peers.fa4()),
-            ),
+            drafts(((nodes, keys + nodes),) * b),
+            *(ours, twin(kernel="triton"), twin(kernel="fa3"), peers.flashinfer_tree(), *map(peers.as_chain, chains)),
             clock="graph",
             aim=aim,
         )
 
-    window = 1024 // shrink
-    window_size = (window - 1, 0)
     decode = work(*[(1, 16384)] * 64, window=1024)
-    yield Row(
-        "sliding_window",
+    window = decode.window[0] + 1
+    yield _row(
         f"decode-64x{decode.tokens}-window-{window}",
         decode,
-        (
-            twin("sliding_window", window_size=window_size),
-            *(twin("sliding_window", window_size=window_size, kernel=kernel) for kernel in KERNELS),
-            peers.fa4(),
-            peers.fa3(),
-            peers.fa3(is_scheduled=True),
-            peers.fa2(),
-            peers.flashinfer_decode(),
-        ),
+        *(ours, *asked_for, peers.fa4(), *both_fa3, peers.fa2(), peers.flashinfer_decode()),
         clock="graph",
         aim="at most 70 µs",
     )
     # Without FA3, whose windows of prefills are wrong, FlashInfer, which compiles for minutes before its first one, and
     # FA4 over rows, which hung there (flash-attn-4 4.0.0b36, NVIDIA H200: a second call did not come back).
     prefill = work((16384, 16384), window=1024)
-    yield Row(
-        "sliding_window",
+    yield _row(
         f"prefill-{prefill.tokens}-window-{window}",
         prefill,
-        (
-            twin("sliding_window", window_size=window_size),
-            *(twin("sliding_window", window_size=window_size, kernel=kernel) for kernel in ("triton", "fa4")),
-            peers.fa4(),
-            peers.fa2(),
-            peers.flex(),
-        ),
+        *(ours, twin(kernel="triton"), twin(kernel="fa4"), peers.fa4(), peers.fa2(), peers.flex()),
         aim="at most FA4's time",
     )
 
-    chunk_size = 8192 // shrink
-    asked_for = [twin("local", chunk_size=chunk_size, kernel=kernel) for kernel in KERNELS]
     prefill = work((65536, 65536), chunk=8192)
-    yield Row(
-        "local",
-        f"prefill-{prefill.tokens}-chunk-{chunk_size}",
+    yield _row(
+        f"prefill-{prefill.tokens}-chunk-{prefill.chunk}",
         prefill,
-        (twin("local", chunk_size=chunk_size), *asked_for, peers.fa4_chunks(), peers.fa3_chunks(), peers.flex()),
+        *(ours, *asked_for, peers.fa4_chunks(), peers.fa3_chunks(), peers.flex()),
         aim="ahead of both",
     )
     decode = work(*[(1, 16384)] * 64, chunk=8192)
-    yield Row(
-        "local",
-        f"decode-64x{decode.tokens}-chunk-{chunk_size}",
+    yield _row(
+        f"decode-64x{decode.tokens}-chunk-{decode.chunk}",
         decode,
-        (twin("local", chunk_size=chunk_size), *asked_for, peers.fa4_chunks(), peers.fa3_chunks()),
+        *(ours, *asked_for, peers.fa4_chunks(), peers.fa3_chunks()),
         clock="graph",
         aim="ahead of both",
     )
 
     cascade = work(*[(1, 8192 + 256)] * 64, shared=8192)
-    yield Row(
-        "cascade",
+    yield _row(
         f"decode-64-prefix-{cascade.shared}-own-{cascade.tokens - cascade.shared}",
         cascade,
-        (
-            peers.cascade_twin(),
-            peers.fa4_cascade(),
-            peers.flashinfer_cascade(),
-            twin("chunked_prefill", name="without cascade"),
-        ),
+        *(ours, peers.fa4_cascade(), peers.flashinfer_cascade(), twin("chunked_prefill", name="without cascade")),
         clock="graph",
         aim="at most 45 µs",
     )
 
-    fa4_calls = (peers.fa4_differential(wide=False), peers.fa4_differential(wide=True))
-    decode = work(*[(1, 8192)] * 64, heads=(32, 8), head_size=64, kind=Differential)
-    yield Row(
-        "differential",
-        f"decode-64x{decode.tokens}",
-        decode,
-        (peers.differential_twin(), *fa4_calls, peers.plain_attention()),
-        clock="graph",
-        aim="at most 270 µs",
-    )
-    prefill = work((8192, 8192), heads=(32, 32), head_size=64, kind=Differential)
-    yield Row(
-        "differential",
-        f"prefill-{prefill.tokens}",
-        prefill,
-        (peers.differential_twin(), *fa4_calls, peers.plain_attention()),
-        aim="at most 0.85 ms",
-    )
+    by_hand = peers.fa4_differential(wide=False), peers.fa4_differential(wide=True), peers.plain_attention()
+    decode = work(*[(1, 8192)] * 64, heads=(32, 8), head_size=64, path="differential")
+    yield _row(f"decode-64x{decode.tokens}", decode, ours, *by_hand, clock="graph", aim="at most 270 µs")
+    prefill = work((8192, 8192), heads=(32, 32), head_size=64, path="differential")
+    yield _row(f"prefill-{prefill.tokens}", prefill, ours, *by_hand, aim="at most 0.85 ms")
 
     yield from _latents_of_a_server(shrink)
-    yield from _codes_of_a_server(shrink)
+    yield from _quantized_of_a_server(shrink)
 
     write = CacheWrite(65536 // shrink)
     yield Row(
@@ -511,29 +350,19 @@ def _cuda(shrink: int) -> Iterator[Row]:
         (peers.write_twin(), peers.write_index_put()),
         aim="0.85 of the copy's speed",
     )
-    windowed, local = dict(window_size=window_size), dict(chunk_size=chunk_size)
-    for path, decode, its_plan, by_hand in (
-        ("chunked_prefill", work(*[(1, 1024)] * 8), {}, (peers.fa4(), peers.fa3(), peers.fa2())),
-        ("sliding_window", work(*[(1, 16384)] * 8, window=1024), windowed, (peers.fa4(), peers.fa3(), peers.fa2())),
-        ("local", work(*[(1, 16384)] * 8, chunk=8192), local, (peers.fa4_chunks(), peers.fa3_chunks())),
+    for decode, its_peers in (
+        (work(*[(1, 1024)] * 8), (peers.fa4(), peers.fa3(), peers.fa2())),
+        (work(*[(1, 16384)] * 8, window=1024), (peers.fa4(), peers.fa3(), peers.fa2())),
+        (work(*[(1, 16384)] * 8, chunk=8192), (peers.fa4_chunks(), peers.fa3_chunks())),
     ):
-        contenders = (twin(path, **its_plan), *by_hand)
-        yield Row(path, "host-time-of-a-call", decode, contenders, clock="host", aim="at most 45 µs")
-    for path, decode, its_plan in (
-        ("sliding_window", work(*[(1, 16384)] * 64, window=1024), windowed),
-        ("local", work(*[(1, 16384)] * 64, chunk=8192), local),
-    ):
-        contenders = (
-            peers.layers(path, count=LAYERS, **its_plan),
-            peers.layers(path, count=LAYERS, plan_in_each=True, **its_plan),
-        )
-        step = Layers(decode, LAYERS)
+        yield _row("host-time-of-a-call", decode, ours, *its_peers, clock="host", aim="at most 45 µs")
+    for decode in (work(*[(1, 16384)] * 64, window=1024), work(*[(1, 16384)] * 64, chunk=8192)):
         for clock in ("host", "graph"):
             yield Row(
-                path,
+                decode.path,
                 f"step-of-{LAYERS}-layers-{clock}",
-                step,
-                contenders,
+                Layers(decode, LAYERS),
+                (peers.layers(LAYERS), peers.layers(LAYERS, plan_in_each=True)),
                 clock=clock,
                 aim="tables once a step: no launch for them in a layer",
                 launches=True,
@@ -549,179 +378,125 @@ def _cuda(shrink: int) -> Iterator[Row]:
     yield from _engine_of_a_server(shrink)
 
 
-def _codes_of_a_server(shrink: int) -> Iterator[Row]:
+def _quantized_of_a_server(shrink: int) -> Iterator[Row]:
     """Over fp8 and int8, beside our own rows over a plain cache."""
-    plain = peers.uncoded(twin("chunked_prefill"))
+    work, ours = partial(_work, shrink, path="quantized", stored="e4m3"), twin()
+    plain = peers.over_plain_cache(ours)
     for b, length, stored, aim in (
-        (64, 8192, torch.float8_e4m3fn, "at most 285 µs"),
-        (8, 8192, torch.float8_e4m3fn, "at most 38 µs"),
-        (1, 131072, torch.float8_e4m3fn, "at most 72 µs"),
-        (64, 8192, torch.float8_e5m2, "as e4m3"),
-        (64, 8192, torch.int8, "at most 290 µs"),
+        (64, 8192, "e4m3", "at most 285 µs"),
+        (8, 8192, "e4m3", "at most 38 µs"),
+        (1, 131072, "e4m3", "at most 72 µs"),
+        (64, 8192, "e5m2", "as e4m3"),
+        (64, 8192, "int8", "at most 290 µs"),
     ):
-        decode = Coded(((1, length // shrink),) * b, stored=stored)
-        name = {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "e5m2", torch.int8: "int8"}[stored]
-        by_hand = (peers.fa3_coded(), peers.flashinfer_coded()) if name == "fp8" else ()
-        contenders = (peers.coded_twin(), *by_hand, plain)
-        yield Row("quantized", f"decode-{b}x{decode.tokens}-{name}", decode, contenders, clock="graph", aim=aim)
-    asked_for = [peers.coded_twin(kernel=kernel) for kernel in KERNELS]
+        decode = work(*[(1, length)] * b, stored=stored)
+        by_hand = (peers.fa3_quantized(), peers.flashinfer_quantized()) if stored == "e4m3" else ()
+        name = f"decode-{b}x{decode.tokens}-{'fp8' if stored == 'e4m3' else stored}"
+        yield _row(name, decode, ours, *by_hand, plain, clock="graph", aim=aim)
+    asked_for = [twin(kernel=kernel) for kernel in KERNELS]
     for name, b, query_len, seq_len, stored in (
-        ("prefill", 2, 8192, 8192, torch.float8_e4m3fn),
-        ("chunk", 4, 512, 16384 + 512, torch.float8_e4m3fn),
-        ("prefill", 2, 8192, 8192, torch.int8),
+        ("prefill", 2, 8192, 8192, "e4m3"),
+        ("chunk", 4, 512, 16384 + 512, "e4m3"),
+        ("prefill", 2, 8192, 8192, "int8"),
     ):
-        prompts = Coded(((query_len // shrink, seq_len // shrink),) * b, stored=stored)
-        of_codes = "int8" if stored == torch.int8 else "fp8"
+        prompts = work(*[(query_len, seq_len)] * b, stored=stored)
+        suffix = "int8" if stored == "int8" else "fp8"
         context = "" if query_len == seq_len else f"-of-{prompts.tokens}"
-        yield Row(
-            "quantized",
-            f"{name}-{b}x{prompts.lens[0][0]}{context}-{of_codes}",
+        yield _row(
+            f"{name}-{b}x{prompts.lens[0][0]}{context}-{suffix}",
             prompts,
-            (peers.coded_twin(), *asked_for, *([peers.fa3_coded()] if of_codes == "fp8" else []), plain),
+            *(ours, *asked_for, *([peers.fa3_quantized()] if suffix == "fp8" else []), plain),
             aim="as a plain cache",
             memory=True,
         )
     nodes, keys = 16, 8192 // shrink
-    yield Row(
-        "quantized",
-        f"tree-64x{keys}-drafts-{nodes}-fp8",
-        CodedDrafts(((nodes, keys + nodes),) * 64),
-        (peers.coded_twin(path="speculative"), peers.uncoded(peers.tree_twin(), Drafts)),
-        clock="graph",
-        aim="ahead of a plain cache",
-    )
-    cascade = Coded(((1, (8192 + 256) // shrink),) * 64, shared=8192 // shrink)
-    yield Row(
-        "quantized",
+    trees = replace(drafts(((nodes, keys + nodes),) * 64), path="quantized", plan_of="speculative", stored="e4m3")
+    yield _row(f"tree-64x{keys}-drafts-{nodes}-fp8", trees, ours, plain, clock="graph", aim="ahead of a plain cache")
+    cascade = work(*[(1, 8192 + 256)] * 64, shared=8192, plan_of="cascade")
+    yield _row(
         f"cascade-64-prefix-{cascade.shared}-own-{cascade.tokens - cascade.shared}-fp8",
         cascade,
-        (
-            peers.coded_twin(path="cascade"),
-            peers.coded_twin(name="without cascade"),
-            peers.uncoded(peers.cascade_twin()),
-        ),
+        *(ours, twin("quantized", name="without cascade"), plain),
         clock="graph",
         aim="ahead of a plain cache",
     )
-    write = CodedWrite(65536 // shrink)
+    write = QuantizedWrite(65536 // shrink)
     yield Row(
-        "quantized", f"write-{write.num_tokens}-fp8", write, (peers.coded_write_twin(),), aim="0.85 of the copy's speed"
+        "quantized",
+        f"write-{write.num_tokens}-fp8",
+        write,
+        (peers.quantized_write_twin(),),
+        aim="0.85 of the copy's speed",
     )
 
 
 def _latents_of_a_server(shrink: int) -> Iterator[Row]:
     """With the sizes of DeepSeek-V3: latents of 512, rotary keys of 64, before absorption 192 and 128."""
-    asked_for = [peers.mla_twin(kernel=kernel) for kernel in MLA_KERNELS]
-    by_hand = (
-        peers.flash_mla(),
-        peers.fa3_latents(),
-        peers.flashinfer_latents(),
-        peers.flashinfer_latents("fa2"),
-    )
+    ours = twin()
+    asked_for = [twin(kernel=kernel) for kernel in MLA_KERNELS]
+    by_hand = peers.flash_mla(), peers.fa3_latents(), peers.flashinfer_latents(), peers.flashinfer_latents("fa2")
     for b, length, heads, aim in (
         (64, 8192, 128, "at most the best peer"),
         (64, 8192, 16, "at most 152 µs"),
         (1, 131072, 128, "at most 81 µs"),
         (128, 2048, 16, "at most 78 µs"),
     ):
-        decode = Latents(((1, length // shrink),) * b, heads=(heads, 1))
-        yield Row(
-            "mla",
-            f"decode-{b}x{decode.tokens}-heads-{heads}",
-            decode,
-            (peers.mla_twin(), *asked_for, *by_hand),
-            clock="graph",
-            aim=aim,
-        )
+        decode = latents(((1, length // shrink),) * b, heads=(heads, 1))
+        name = f"decode-{b}x{decode.tokens}-heads-{heads}"
+        yield _row(name, decode, ours, *asked_for, *by_hand, clock="graph", aim=aim)
+    plain = [peers.over_plain_cache(peer) for peer in (ours, twin(kernel="triton"), peers.flash_mla())]
     for heads, aim in ((128, "half the memory, at most 1.1 of ours over numbers"), (16, "at most 85 µs")):
-        decode = CodedLatents(((1, 8192 // shrink),) * 64, heads=(heads, 1))
-        plain = peers.mla_twin(), peers.mla_twin(kernel="triton"), peers.flash_mla()
-        yield Row(
-            "mla",
-            f"decode-64x{decode.tokens}-heads-{heads}-fp8",
-            decode,
-            (peers.mla_twin(), *(peers.uncoded(peer, Latents) for peer in plain)),
-            clock="graph",
-            aim=aim,
-        )
+        decode = latents(((1, 8192 // shrink),) * 64, heads=(heads, 1), stored="e4m3")
+        yield _row(f"decode-64x{decode.tokens}-heads-{heads}-fp8", decode, ours, *plain, clock="graph", aim=aim)
     tokens = 2  # of each sequence, whatever the lengths are divided by
-    drafts = Latents(((tokens, 8192 // shrink + tokens),) * 32)
-    yield Row(
-        "mla",
-        f"decode-32x{drafts.tokens}-tokens-{tokens}-heads-128",
-        drafts,
-        (peers.mla_twin(), *asked_for, *by_hand),
+    decode = latents(((tokens, 8192 // shrink + tokens),) * 32)
+    yield _row(
+        f"decode-32x{decode.tokens}-tokens-{tokens}-heads-128",
+        decode,
+        *(ours, *asked_for, *by_hand),
         clock="graph",
         aim="at most the best peer",
     )
     for b, nodes, heads in ((64, 4, 16), (32, 8, 128)):
-        trees = LatentDrafts(((nodes, 8192 // shrink + nodes),) * b, heads=(heads, 1))
-        yield Row(
-            "mla",
+        lens = ((nodes, 8192 // shrink + nodes),) * b
+        yield _row(
             f"tree-{b}x{8192 // shrink}-drafts-{nodes}-heads-{heads}",
-            trees,
-            (peers.mla_twin(), *asked_for, *(peers.as_chain(peer, Latents) for peer in by_hand[:2])),
+            latents(lens, heads=(heads, 1), plan_of="speculative", trees="rooted"),
+            *(ours, *asked_for, *map(peers.as_chain, by_hand[:2])),
             clock="graph",
             aim="the best peer's time for a chain",
         )
-    made = _work(shrink, *[(8192, 8192)] * 2, heads=(16, 16), head_size=192, value_head_size=128)
-    yield Row(
-        "dense",
+    made = _work(shrink, *[(8192, 8192)] * 2, heads=(16, 16), head_size=192, value_head_size=128, path="dense")
+    yield _row(
         f"prefill-2x{made.tokens}-heads-192-128",
         made,
-        (
-            peers.dense_twin(),
-            *(peers.dense_twin(kernel=kernel) for kernel in ("fa4", "fa3")),
-            peers.fa4(block_size=None),
-            peers.fa3(block_size=None),
-        ),
+        *(ours, twin(kernel="fa4"), twin(kernel="fa3"), peers.fa4(block_size=None), peers.fa3(block_size=None)),
         aim="FA4 by hand within 2 %",
     )
-    million = _work(shrink, (1, 1048576), kind=Shared)
-    yield Row(
-        "context_parallel",
-        f"decode-1x{million.tokens}",
-        million,
-        (ranks(2), ranks(1)),
-        clock="own",
-        aim="at most 0.6 of one GPU",
-    )
-    workspace = 16384 // shrink
+    million = _work(shrink, (1, 1048576), path="context_parallel", ranks=2)
+    yield _row(f"decode-1x{million.tokens}", million, ranks(2), ranks(1), clock="own", aim="at most 0.6 of one GPU")
     for query_len, seq_len in ((8192, 8192), (1024, 32768 + 1024)):
-        prompts = LatentPrefill(((query_len // shrink, seq_len // shrink),) * 2, workspace=workspace)
+        prompts = latent_prefill(((query_len // shrink, seq_len // shrink),) * 2, workspace=8192 // shrink)
         yield Row(
             "mla",
             f"prefill-2x{prompts.lens[0][0]}-of-{prompts.tokens}",
             prompts,
-            (peers.mla_prefill_twin(), peers.latents_by_hand()),
+            (ours, peers.latents_by_hand()),
             aim="ahead of FA4 by hand",
             memory=query_len < seq_len,
         )
 
 
 def _work(
-    shrink: int,
-    *lens: tuple[int, int],
-    heads: tuple[int, int] = (32, 8),
-    head_size: int = 128,
-    value_head_size: int = 0,
-    causal: bool = True,
-    window: int = 0,
-    chunk: int = 0,
-    shared: int = 0,
-    block_size: int = 16,
-    kind: type[Attention] = Attention,
+    shrink: int, *lens: tuple[int, int], window: int = 0, chunk: int = 0, shared: int = 0, **more: Any
 ) -> Attention:
-    return kind(
+    """Make a workload out of numbers of tokens, divided by `shrink`."""
+    return workload(
         tuple((max(1, query_len // shrink), seq_len // shrink) for query_len, seq_len in lens),
-        heads=heads,
-        head_size=head_size,
-        value_head_size=value_head_size,
-        block_size=block_size,
-        causal=causal,
         window=window // shrink,
         chunk=chunk // shrink,
         shared=shared // shrink,
+        **more,
     )
 
 

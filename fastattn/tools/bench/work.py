@@ -1,26 +1,32 @@
-"""What a row of the benchmark computes: a ragged batch, the minimum amount of work, and the right answer.
+"""What a row of the benchmark computes: a workload, the minimum amount of work, and the right answer.
 
-The right answer is computed here by the plain formula in float64, on a sample of the query rows. It shares no code with
-`refattn` or with any kernel. An answer is accepted if it is within the tolerance of the tests
-(`refattn.conformance.tolerance`), with the formula in the type of the input as `low`.
+The right answer is that of the oracle (`refattn.conformance.oracle`) in float64, on a sample of the query rows. It
+shares no code with the reference or with any kernel. An answer is accepted if it is within the tolerance of the tests
+(`refattn.conformance.tolerance`), with the reference formula in the type of the input as `low`.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from random import Random
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
-from einops import einsum, rearrange
-from jaxtyping import Bool, Float, Int64, Shaped
+from einops import rearrange
+from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
+from refattn import attention as reference
+from refattn.conformance import oracle
+from refattn.conformance.oracle import Sight, sight
 from refattn.conformance.tolerance import assert_close
+from refattn.conformance.workload import Workload
 from refattn.interface import Batch, Fp8Scales, Int8Scales
+from refattn.interface.ambient import computing_in
 
 SAMPLED_ROWS = 32  # queries of a sequence whose answer is checked
+FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "int8": torch.int8}
+LAMBDA, LAMBDA_INIT, NORM_EPS = 0.6, 0.4, 1e-5  # of a differential layer
+KEY_SCALE = 0.7  # of fp8
 
 
 class WrongAnswerError(Exception):
@@ -28,6 +34,7 @@ class WrongAnswerError(Exception):
 
 
 Judge = Callable[..., None]  # judge(answer, lse=None) raises a WrongAnswerError
+Attend = Callable[..., tuple[Tensor, Tensor]]  # attend(query, key, value, sight, scale)
 
 
 @runtime_checkable
@@ -50,95 +57,117 @@ class Work(Protocol):
         """Compute the right answer for some inputs, and give the function that holds an answer against it."""
 
 
-@dataclass(frozen=True)
-class Attention:
+@dataclass(frozen=True, repr=False)
+class Attention(Workload):
     """Attention over a ragged batch, in rows and in shuffled pages.
 
+    A workload with the heads of a server, where nothing else is said. Differential heads are interleaved; fp8 has one
+    scale for keys and one for the values of each head, int8 one for each key and one for each channel of the values.
+
     Attributes:
-        lens: new tokens and keys of each sequence.
-        heads: query heads and key heads.
-        head_size: elements of a query, a key and a value.
-        value_head_size: elements of a value, where that is another number; 0 where it is not.
-        block_size: tokens in a block.
-        causal: a query sees the keys up to its own position, else all of its sequence.
-        window: the most keys that a query sees, its own included; 0 for all.
-        chunk: the size of the chunks that a query can't see out of (local attention); 0 for none.
-        shared: leading keys that all sequences have in the same blocks.
+        made: elements of a key and a value that are made of a latent, the rotary part left out.
     """
 
-    lens: tuple[tuple[int, int], ...]
+    path: str = "chunked_prefill"
     heads: tuple[int, int] = (32, 8)
     head_size: int = 128
-    block_size: int = 16
-    causal: bool = True
-    window: int = 0
-    chunk: int = 0
-    shared: int = 0
-    value_head_size: int = 0
+    made: tuple[int, int] = (128, 128)
 
     @property
-    def value_size(self) -> int:
-        """Elements of a value."""
-        return self.value_head_size or self.head_size
+    def made_sizes(self) -> tuple[int, int]:
+        """Elements of a key and a value that are made of a latent."""
+        return self.made
 
     @property
     def tokens(self) -> int:
         """Keys of the first sequence."""
         return self.lens[0][1]
 
+    @property
+    def shared(self) -> int:
+        """Leading keys that all sequences have in the same blocks."""
+        return self.prefixes[0][2] * self.block_size if self.prefixes else 0
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether keys and values are those of a latent, or made of it."""
+        return self.path in ("mla", "mla_prefill")
+
     def flops(self) -> int:
-        """Count two products, of `2 d` and `2 dv` operations, for each pair of a query and a key that it sees."""
-        pairs = sum(int((last - first + 1).sum()) for first, last in self.sight())
-        return 2 * (self.head_size + self.value_size) * self.heads[0] * pairs
+        """Count two products for each pair of a query and a key that it sees, and those that make keys and values.
+
+        A differential head has three: its scores, and a value that is twice as wide. Of ranks, count those of one.
+        """
+        flops = 2 * (self.query_size + self.output_size) * self.heads[0] * sum(map(self._pairs, range(len(self.lens))))
+        if self.path == "differential":
+            flops = flops * 3 // 2
+        if self.path == "mla_prefill":
+            flops += 2 * self.value_size * self.heads[0] * sum(self.made) * self.visible_keys()
+        return flops // self._shares
 
     def reads(self, itemsize: int) -> int:
-        """Count the queries once, and each key and value once that some query sees."""
-        of_keys = (self.head_size + self.value_size) * self.visible_keys() * self.heads[1]
-        return itemsize * (self.head_size * self.heads[0] * self.new_tokens() + of_keys)
+        """Count the queries once, and each key and value, or latent, once that some query sees.
+
+        Also count the scales of int8 keys, and the projections of latents.
+        """
+        of_queries = itemsize * self.query_size * self.heads[0] * self.num_tokens
+        elements = self.head_size if self.is_latent else (self.head_size + self.value_size) * self.heads[1]
+        of_key = elements * (itemsize if self.stored == "numbers" else 1)
+        if self.stored == "int8":
+            of_key += 4 * self.heads[1]
+        of_projections = itemsize * self.value_size * self.heads[0] * sum(self.made)
+        reads = of_queries + of_key * self.visible_keys() + (of_projections if self.path == "mla_prefill" else 0)
+        return reads // self._shares
 
     def writes(self, itemsize: int) -> int:
         """Count the outputs once."""
-        return itemsize * self.value_size * self.heads[0] * self.new_tokens()
+        return itemsize * self.output_size * self.heads[0] * self.num_tokens
 
-    def new_tokens(self) -> int:
-        """Count the queries of all sequences."""
-        return sum(query_len for query_len, _ in self.lens)
+    @property
+    def _shares(self) -> int:
+        """Ranks that share the keys: the least that one of them reads and computes is its share."""
+        return self.ranks if self.path == "context_parallel" else 1
+
+    def _pairs(self, i: int) -> int:
+        """Count the pairs of a query and a key that it sees, in a sequence."""
+        if self.has_trees:
+            return int(sight(self, i).visible.sum())
+        first, last = self.span(i)
+        return int((last - first + 1).sum())
 
     def visible_keys(self) -> int:
         """Count the keys that some query sees, those once that sequences share."""
-        keys = sum(int(last.max() - first.min()) + 1 for first, last in self.sight())
+        spans = [self.span(i) for i in range(len(self.lens))]
+        keys = sum(int(last.max() - first.min()) + 1 for first, last in spans)
         return keys - self.shared * (len(self.lens) - 1)
 
-    def sight(self) -> Iterator[tuple[Int64[Tensor, "t"], Int64[Tensor, "t"]]]:
-        """Return the first and the last key that each query sees, one sequence after the other."""
-        for query_len, seq_len in self.lens:
-            position = torch.arange(seq_len - query_len, seq_len)
-            first = torch.zeros_like(position)
-            if self.window:
-                first = (position - self.window + 1).clamp(min=0)
-            if self.chunk:
-                first = position // self.chunk * self.chunk
-            yield first, position if self.causal else torch.full_like(position, seq_len - 1)
-
-    def pictures(self) -> Iterator[Callable[[Int64[Tensor, "n"]], Bool[Tensor, "n s"]]]:
-        """Return what draws the mask of some queries of a sequence, one sequence after the other."""
-        for (first, last), (_, seq_len) in zip(self.sight(), self.lens, strict=True):
-            yield partial(_between, first, last, seq_len)
-
-    def draw(self, device: torch.device, dtype: torch.dtype, seed: int) -> Any:
-        """Draw queries, keys and values, and lay the keys and values out in pages."""
+    def draw(self, device: torch.device, dtype: torch.dtype, seed: int) -> "Inputs":
+        """Draw queries, keys and values or latents, and lay the keys and values out in pages."""
         generator = torch.Generator(device).manual_seed(seed)
 
-        def normal(rows: int, heads: int, size: int) -> Tensor:
-            return torch.randn(rows, heads, size, dtype=dtype, device=device, generator=generator)
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, dtype=dtype, device=device, generator=generator)
 
-        query = normal(self.new_tokens(), self.heads[0], self.head_size)
-        total = sum(seq_len for _, seq_len in self.lens)
-        key, value = (normal(total, self.heads[1], size) for size in (self.head_size, self.value_size))
-        for rows in (key, value):
-            for begin, _ in self.key_rows():
-                rows[begin : begin + self.shared] = rows[: self.shared]
-        return Inputs(self, query, key, value, *self.pages(key, value, self.block_size))
+        (h, hk), total = self.heads, sum(seq_len for _, seq_len in self.lens)
+        query = normal(self.num_tokens, h, self.query_size)
+        if self.is_latent:
+            inputs = self._of_latents(query, normal(total, 1, self.head_size))
+        else:
+            key, value = (normal(total, hk, size) for size in (self.head_size, self.value_size))
+            for rows in (key, value):
+                for begin, _ in self.key_rows():
+                    rows[begin : begin + self.shared] = rows[: self.shared]
+            inputs = Inputs(self, query, key, value, *self.pages(key, value, self.block_size))
+        if self.path == "mla_prefill":
+            sizes, rank = self.made_sizes, self.value_size
+            return inputs._replace(projections=tuple(normal(h, size, rank) * rank**-0.5 for size in sizes))
+        return inputs if self.stored == "numbers" else _quantized(inputs)
+
+    def _of_latents(self, query: Tensor, rows: Tensor) -> "Inputs":
+        """Lay latents out in pages; their values are the first elements of their keys."""
+        pages, _, batch = self.pages(rows, rows[..., :0], self.block_size)
+        cache = pages.squeeze(2)
+        return Inputs(self, query, rows, rows[..., : self.value_size], cache, cache, batch)
 
     def pages(self, key: Tensor, value: Tensor, block_size: int) -> tuple[Tensor, Tensor, Batch]:
         """Lay rows out in a shuffled pool of blocks; sequences have the blocks of their shared keys in common."""
@@ -183,19 +212,26 @@ class Attention:
         """Return the first query row of each sequence, and the row past its last one."""
         return list(pairwise(accumulate((query_len for query_len, _ in self.lens), initial=0)))
 
-    def judge(self, inputs: Any) -> Judge:
-        """Compute the right answer of a sample of the queries of each sequence."""
-        rows: list[Tensor] = []
+    def judge(self, inputs: "Inputs", formula: Callable[..., tuple[Tensor, Tensor]] | None = None) -> Judge:
+        """Compute the right answer of a sample of the queries of each sequence.
+
+        Args:
+            inputs: that were drawn.
+            formula: computes it; that of the path if None.
+        """
+        compute, rows = formula or the_formula, []
         exact: list[tuple[Tensor, Tensor]] = []
         low: list[tuple[Tensor, Tensor]] = []
-        pictures = zip(self.query_rows(), self.key_rows(), self.pictures(), strict=True)
-        for (q0, q1), (k0, k1), picture in pictures:
+        for i, ((q0, q1), (k0, k1)) in enumerate(zip(self.query_rows(), self.key_rows(), strict=True)):
             sample = self.sample(q1 - q0)
             rows.append(sample + q0)
-            visible = picture(sample).to(inputs.query.device)
-            for answers, dtype in ((exact, torch.float64), (low, inputs.query.dtype)):
+            seen = Sight(*(x.to(inputs.query.device) for x in sight(self, i, sample)))
+            for answers, attend, dtype in (
+                (exact, _exactly, torch.float64),
+                (low, _by_reference, inputs.query.dtype),
+            ):
                 query = inputs.query[sample + q0].to(dtype)
-                answers.append(self.formula(query, *self.keys_and_values(inputs, slice(k0, k1), dtype), visible))
+                answers.append(compute(self, attend, query, *self.keys_and_values(inputs, slice(k0, k1), dtype), seen))
 
         def judge(out: Tensor, lse: Tensor | None = None) -> None:
             sampled = torch.cat(rows).to(out.device)
@@ -216,8 +252,10 @@ class Attention:
 
         return judge
 
-    def keys_and_values(self, inputs: Any, rows: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def keys_and_values(self, inputs: "Inputs", rows: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the keys and values of a sequence in some type."""
+        if self.path == "mla_prefill":
+            return made_of_latents(inputs.key[rows, 0].to(dtype), *(x.to(dtype) for x in inputs.projections))
         return inputs.key[rows].to(dtype), inputs.value[rows].to(dtype)
 
     def sample(self, query_len: int) -> Int64[Tensor, "n"]:
@@ -228,54 +266,99 @@ class Attention:
             picked = torch.cat([picked, boundaries, (boundaries - 1).clamp(min=0)])
         return picked.unique()
 
-    def formula(
-        self, query: Float[Tensor, "t h d"], key: Float[Tensor, "s hk d"], value: Tensor, visible: Bool[Tensor, "t s"]
-    ) -> tuple[Tensor, Tensor]:
-        """Compute outputs and log-sum-exps in the type of the inputs."""
-        return attend(query, key, value, visible)
+
+def workload(
+    lens: tuple[tuple[int, int], ...],
+    *,
+    path: str = "",
+    window: int = 0,
+    chunk: int = 0,
+    shared: int = 0,
+    block_size: int = 16,
+    **more: Any,
+) -> Attention:
+    """Make a workload out of numbers of tokens.
+
+    Args:
+        lens: new tokens and keys of each sequence.
+        path: that of what the next three say, if empty.
+        window: the most keys that a query sees, its own included; 0 for all.
+        chunk: the size of the chunks that a query can't see out of (local attention); 0 for none.
+        shared: leading keys that all sequences have in the same blocks.
+        block_size: tokens in a block.
+        more: fields of an `Attention`.
+
+    Raises:
+        ValueError: if chunks or the shared keys end within a block.
+    """
+    if chunk % block_size or shared % block_size:
+        raise ValueError(f"chunk, shared: expected multiples of block_size={block_size}, got {chunk} and {shared}")
+    path = path or ("local" if chunk else "sliding_window" if window else "cascade" if shared else "chunked_prefill")
+    return Attention(
+        path,
+        lens=lens,
+        block_size=block_size,
+        window=(window - 1, 0) if window else (-1, -1),
+        chunk_blocks=chunk // block_size or 1,
+        prefixes=((0, len(lens), shared // block_size),) if shared else (),
+        **more,
+    )
 
 
-def _between(first: Tensor, last: Tensor, seq_len: int, sample: Tensor) -> Bool[Tensor, "n s"]:
-    position = torch.arange(seq_len)
-    return (position >= first[sample, None]) & (position <= last[sample, None])
+def latents(lens: tuple[tuple[int, int], ...], *, size_before: int = 192, **more: Any) -> Attention:
+    """Make a workload of latent attention with absorbed queries, with the sizes of DeepSeek-V3.
+
+    Args:
+        lens: new tokens and keys of each sequence.
+        size_before: elements of a query before absorption, which the scale is made of.
+        more: fields of an `Attention`.
+    """
+    sizes = dict(heads=(128, 1), head_size=512 + 64, value_head_size=512, block_size=64)
+    return Attention("mla", lens=lens, softmax_scale=size_before**-0.5, **{**sizes, **more})
 
 
-@dataclass(frozen=True)
-class Drafts(Attention):
-    """The verification of a drafted tree in each sequence: its new tokens are the nodes, each after a drawn one."""
+def latent_prefill(lens: tuple[tuple[int, int], ...], **more: Any) -> Attention:
+    """Make a workload of latent attention whose new tokens have keys and values made of latents, as has their context.
 
-    def parents(self) -> list[tuple[int, ...]]:
-        """Return the node that each node follows, -1 for the root, tree by tree."""
-        return [(-1, *map(Random(i).randrange, range(1, query_len))) for i, (query_len, _) in enumerate(self.lens)]
+    Args:
+        lens: new tokens and keys of each sequence.
+        more: fields of an `Attention`.
+    """
+    sizes: dict[str, Any] = dict(heads=(16, 16), head_size=512 + 64, value_head_size=512, block_size=64)
+    return Attention("mla_prefill", lens=lens, **{**sizes, "workspace": 8192, **more})
 
-    def flops(self) -> int:
-        """Count two products for each pair of a node and a key that it sees: those before the tree, and a branch."""
-        pairs = sum(
-            int(picture(torch.arange(q)).sum()) for (q, _), picture in zip(self.lens, self.pictures(), strict=True)
-        )
-        return 2 * (self.head_size + self.value_size) * self.heads[0] * pairs
 
-    def pictures(self) -> Iterator[Callable[[Int64[Tensor, "n"]], Bool[Tensor, "n s"]]]:
-        """Return what draws the mask of some nodes of a tree, one sequence after the other."""
-        for parents, (query_len, seq_len) in zip(self.parents(), self.lens, strict=True):
-            visible = torch.ones(query_len, seq_len, dtype=torch.bool)
-            visible[:, seq_len - query_len :] = torch.eye(query_len, dtype=torch.bool)
-            for node, parent in enumerate(parents):
-                if parent >= 0:
-                    visible[node] |= visible[parent]
-            yield visible.__getitem__
+def drafts(lens: tuple[tuple[int, int], ...], **more: Any) -> Attention:
+    """Make a workload of drafted trees: the new tokens of a sequence are the nodes, each after a drawn one."""
+    return Attention("speculative", lens=lens, trees="rooted", **more)
 
 
 class Inputs(NamedTuple):
-    """The inputs of a work: the same keys and values as rows, one sequence after the other, and as pages."""
+    """The inputs of a workload: the same keys and values as rows, one sequence after the other, and as pages.
+
+    Attributes:
+        work: whose they are.
+        query: `[t, h, d]`.
+        key: of a quantised cache the numbers that it stands for; latents `[s, 1, d]`.
+        value: likewise.
+        key_cache: pages `[n, p, hk, d]`, of latents `[n, p, d]`.
+        value_cache: likewise; of latents the same.
+        batch: with the block table.
+        scales: of a quantised cache; one number of latents.
+        plain: what was quantised.
+        projections: what makes a key and a value of a latent, `[h, size, r]`.
+    """
 
     work: Attention
     query: Float[Tensor, "t h d"]
     key: Float[Tensor, "s hk d"]
     value: Float[Tensor, "s hk dv"]
-    key_cache: Float[Tensor, "n p hk d"]
-    value_cache: Float[Tensor, "n p hk dv"]
+    key_cache: Shaped[Tensor, "n p ..."]
+    value_cache: Shaped[Tensor, "n p ..."]
     batch: Batch
+    scales: Any = None
+    plain: Any = None  # Inputs
+    projections: tuple[Tensor, ...] = ()
 
     def paged(self, block_size: int) -> tuple[Tensor, Tensor, Batch]:
         """Return the same keys and values in pages of some size."""
@@ -291,32 +374,112 @@ class Inputs(NamedTuple):
         )
         return query, key, value
 
+    def new_rows(self) -> Tensor:
+        """Return the keys of the new tokens, or their latents, `[t, hk, d]`."""
+        ends = zip(self.work.lens, self.work.key_rows(), strict=True)
+        return torch.cat([self.key[end - query_len : end] for (query_len, _), (_, end) in ends])
 
-def attend(
-    query: Float[Tensor, "t h d"],
-    key: Float[Tensor, "s hk d"],
-    value: Tensor,
-    visible: Bool[Tensor, "t s"],
-    softmax_scale: float | None = None,
-) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Compute `exp(scale query key - lse) value` over the visible keys, in the type of the inputs.
 
-    Args:
-        query: of one sequence.
-        key: of the sequence.
-        value: likewise.
-        visible: which keys each query sees.
-        softmax_scale: of the scores; `1 / sqrt(d)` if None.
+def _quantized(plain: Inputs) -> Inputs:
+    """Round keys and values, or latents, and lay them out in pages once more."""
+    work, kind = plain.work, FORMATS[plain.work.stored]
+    path = work.path if work.is_latent else work.plan_of or "chunked_prefill"
+    plain = plain._replace(work=replace(work, path=path, stored="numbers"))
+    if work.is_latent:
+        codes = (plain.key.float() / KEY_SCALE).to(kind)
+        inputs = work._of_latents(plain.query, codes.view(torch.uint8))
+        rows, cache = codes.float() * KEY_SCALE, inputs.key_cache.view(kind)
+        value = rows[..., : work.value_size]
+        return inputs._replace(key=rows, value=value, key_cache=cache, value_cache=cache, scales=KEY_SCALE, plain=plain)
+    of_value = torch.linspace(0.5, 2.0, work.heads[1], device=plain.query.device)
+    if kind != torch.int8:
+        scales: Fp8Scales | Int8Scales = Fp8Scales(KEY_SCALE, of_value, format=kind)
+        key = (plain.key.float() / KEY_SCALE).to(kind)
+        value = (plain.value.float() / of_value[:, None]).to(kind)
+        pages = work.pages(key.view(torch.uint8), value.view(torch.uint8), work.block_size)
+        numbers = key.float() * KEY_SCALE, value.float() * of_value[:, None]
+    else:
+        of_key = plain.key.float().abs().amax(-1, keepdim=True) / 127
+        of_channel = plain.value.float().abs().amax(0) / 127
+        key, value = (
+            (x.float() / scale).round().to(torch.int8) for x, scale in ((plain.key, of_key), (plain.value, of_channel))
+        )
+        pages = work.pages(key, value, work.block_size)
+        at_pages, _, _ = work.pages(of_key, of_key[..., :0], work.block_size)
+        scales = Int8Scales(at_pages[..., 0].contiguous(), of_channel)
+        numbers = key * of_key, value * of_channel
+    key, value = numbers
+    return Inputs(work, plain.query, key, value, *pages, scales=scales, plain=plain)
 
-    Returns:
-        The outputs, and their log-sum-exps.
+
+# --- the right answer ---
+
+
+def _exactly(query: Tensor, key: Tensor, value: Tensor, seen: Sight, scale: float) -> tuple[Tensor, Tensor]:
+    """Attend by the oracle."""
+    answer = oracle.attend(query, key, value, seen, scale=scale)
+    return answer.out, answer.lse
+
+
+def _by_reference(query: Tensor, key: Tensor, value: Tensor, seen: Sight, scale: float) -> tuple[Tensor, Tensor]:
+    """Attend by the formula of the reference, in the type of the query."""
+    with computing_in(query.dtype):
+        return reference.attend(query, key, value, seen.visible, softmax_scale=scale)
+
+
+def the_formula(
+    work: Workload, attend: Attend, query: Tensor, key: Tensor, value: Tensor, seen: Sight
+) -> tuple[Tensor, Tensor]:
+    """Compute the outputs and log-sum-exps of some queries of a sequence; over int8 keys, of rounded queries."""
+    scale = query.shape[-1] ** -0.5 if work.softmax_scale is None else work.softmax_scale
+    if work.stored == "int8":
+        of_query = query.float().abs().amax(-1, keepdim=True) / 127
+        query = ((query.float() / of_query).round().to(query.dtype)) * of_query.to(query.dtype)
+    if work.path != "differential":
+        return attend(query, key, value, seen, scale)
+    wide = rearrange(value, "s (pairs two) d -> s pairs (two d)", two=2)
+    halves = [attend(query[:, half::2], key[:, half::2], wide, seen, scale) for half in (0, 1)]
+    out = normed_difference(halves[0][0], halves[1][0])
+    return out, rearrange([lse for _, lse in halves], "two t pairs -> t (pairs two)")
+
+
+def of_fp8_weights(
+    work: Workload, attend: Attend, query: Tensor, key: Tensor, value: Tensor, seen: Sight
+) -> tuple[Tensor, Tensor]:
+    """Compute it as FlashAttention-3 does over fp8: queries are rounded to fp8, too, and weights, times 256.
+
+    It rounds weights in all types but float64: the tolerance is twice that.
     """
-    scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    grouped = rearrange(query * scale, "t (hk g) d -> hk g t d", hk=key.shape[1])
-    scores = einsum(grouped, key, "hk g t d, s hk d -> hk g t s").masked_fill(~visible, -torch.inf)
-    lse = scores.logsumexp(-1)
-    out = einsum(torch.exp(scores - lse[..., None]), value, "hk g t s, s hk dv -> t hk g dv")
-    return rearrange(out, "t hk g dv -> t (hk g) dv"), rearrange(lse, "hk g t -> t (hk g)")
+    kind, dtype = FORMATS[work.stored], value.dtype
+    query, key, value = (x.to(torch.float64) for x in (query.to(kind), key, value))
+    scale = query.shape[2] ** -0.5
+    out, lse = _exactly(query, key, value, seen, scale)
+    if dtype == torch.float64:
+        return out, lse
+    group = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(group, 1) for x in (key, value))
+    scores = torch.einsum("thd,shd->ths", query, key) * scale
+    scores = scores.masked_fill(~seen.visible[:, None], -torch.inf)
+    weights = ((scores - scores.amax(-1, keepdim=True)).exp() * 256).float().to(kind).double() / 256
+    weights = weights * (scores.amax(-1) - lse).exp()[..., None]
+    return torch.einsum("ths,shd->thd", weights, value).to(dtype), lse
+
+
+def normed_difference(first: Float[Tensor, "t pairs dv"], second: Float[Tensor, "t pairs dv"]) -> Tensor:
+    """Subtract the second answer of each pair, norm both halves of the value together, and cut them into heads."""
+    difference = first - LAMBDA * second
+    normed = difference * torch.rsqrt(difference.square().mean(-1, keepdim=True) + NORM_EPS)
+    return rearrange((1 - LAMBDA_INIT) * normed, "t pairs (two d) -> t (pairs two) d", two=2)
+
+
+def made_of_latents(
+    rows: Float[Tensor, "s c"], key_projection: Float[Tensor, "h nope r"], value_projection: Float[Tensor, "h dv r"]
+) -> tuple[Float[Tensor, "s h d"], Float[Tensor, "s h dv"]]:
+    """Make the keys and values of every head of rows `[latent, rotary key]`, by one product each."""
+    h, _, rank = key_projection.shape
+    latent, rope_key = rows[:, :rank], rows[:, None, rank:].expand(-1, h, -1)
+    key, value = ((latent @ x.flatten(0, 1).mT).unflatten(1, (h, -1)) for x in (key_projection, value_projection))
+    return torch.cat([key, rope_key], dim=-1), value
 
 
 def hold(out: Tensor, exact: Tensor, low: Tensor, *, name: str) -> None:
@@ -362,281 +525,6 @@ class Layers:
     def judge(self, inputs: Inputs) -> Judge:
         """Judge the answer of a layer."""
         return self.work.judge(inputs)
-
-
-LAMBDA, LAMBDA_INIT, NORM_EPS = 0.6, 0.4, 1e-5  # of a differential layer
-
-
-class Differential(Attention):
-    """Differential attention: heads in interleaved pairs, two softmaxes over both values of a pair, and a norm."""
-
-    def flops(self) -> int:
-        """Count three products for each head: its scores, and a value that is twice as wide."""
-        return super().flops() * 3 // 2
-
-    def formula(
-        self, query: Float[Tensor, "t h d"], key: Float[Tensor, "s hk d"], value: Tensor, visible: Bool[Tensor, "t s"]
-    ) -> tuple[Tensor, Tensor]:
-        """Compute outputs and the log-sum-exps of all heads in the type of the inputs."""
-        wide = rearrange(value, "s (pairs two) d -> s pairs (two d)", two=2)
-        halves = [attend(query[:, half::2], key[:, half::2], wide, visible) for half in (0, 1)]
-        out = normed_difference(halves[0][0], halves[1][0])
-        return out, rearrange([lse for _, lse in halves], "two t pairs -> t (pairs two)")
-
-
-def normed_difference(first: Float[Tensor, "t pairs dv"], second: Float[Tensor, "t pairs dv"]) -> Tensor:
-    """Subtract the second answer of each pair, norm both halves of the value together, and cut them into heads."""
-    difference = first - LAMBDA * second
-    normed = difference * torch.rsqrt(difference.square().mean(-1, keepdim=True) + NORM_EPS)
-    return rearrange((1 - LAMBDA_INIT) * normed, "t pairs (two d) -> t (pairs two) d", two=2)
-
-
-@dataclass(frozen=True)
-class Coded(Attention):
-    """Attention over pages of codes: the right answer is that of the numbers that the codes stand for.
-
-    Attributes:
-        stored: `torch.float8_e4m3fn`, or `torch.int8` for keys with their own scales and values with one per channel.
-    """
-
-    stored: torch.dtype = torch.float8_e4m3fn
-
-    def reads(self, itemsize: int) -> int:
-        """Count a byte for each element of a key and a value, the scales of int8 keys, and the queries."""
-        of_keys = self.head_size + self.value_size + (4 if self.stored == torch.int8 else 0)
-        of_queries = itemsize * self.head_size * self.heads[0] * self.new_tokens()
-        return of_queries + of_keys * self.visible_keys() * self.heads[1]
-
-    def draw(self, device: torch.device, dtype: torch.dtype, seed: int) -> "CodedInputs":
-        """Draw queries, keys and values, round keys and values to codes, and lay the codes out in pages."""
-        plain = super().draw(device, dtype, seed)
-        of_value = torch.linspace(0.5, 2.0, self.heads[1], device=device)
-        if self.stored != torch.int8:
-            scales: Fp8Scales | Int8Scales = Fp8Scales(0.7, of_value, format=self.stored)
-            key = (plain.key.float() / 0.7).to(self.stored)
-            value = (plain.value.float() / of_value[:, None]).to(self.stored)
-            pages = self.pages(key.view(torch.uint8), value.view(torch.uint8), self.block_size)
-            numbers = key.float() * 0.7, value.float() * of_value[:, None]
-        else:
-            of_key = plain.key.float().abs().amax(-1, keepdim=True) / 127
-            of_channel = plain.value.float().abs().amax(0) / 127
-            key, value = (
-                (x.float() / scale).round().to(torch.int8)
-                for x, scale in ((plain.key, of_key), (plain.value, of_channel))
-            )
-            pages = self.pages(key, value, self.block_size)
-            at_pages, _, _ = self.pages(of_key, of_key[..., :0], self.block_size)
-            scales = Int8Scales(at_pages[..., 0].contiguous(), of_channel)
-            numbers = key * of_key, value * of_channel
-        key_cache, value_cache, batch = pages
-        return CodedInputs(self, plain.query, *numbers, key_cache, value_cache, batch, scales, plain)
-
-    def formula(
-        self, query: Float[Tensor, "t h d"], key: Float[Tensor, "s hk d"], value: Tensor, visible: Bool[Tensor, "t s"]
-    ) -> tuple[Tensor, Tensor]:
-        """Compute outputs and log-sum-exps in the type of the inputs; over int8 keys, of rounded queries."""
-        if self.stored == torch.int8:
-            scale = query.float().abs().amax(-1, keepdim=True) / 127
-            query = ((query.float() / scale).round().to(query.dtype)) * scale.to(query.dtype)
-        return attend(query, key, value, visible)
-
-
-@dataclass(frozen=True)
-class CodedDrafts(Drafts, Coded):
-    """The verification of a drafted tree in each sequence, over pages of codes."""
-
-
-class CodedWeights(Coded):
-    """The same as FlashAttention-3 computes it: queries are rounded to fp8, too, and weights, times 256."""
-
-    def formula(
-        self, query: Float[Tensor, "t h d"], key: Float[Tensor, "s hk d"], value: Tensor, visible: Bool[Tensor, "t s"]
-    ) -> tuple[Tensor, Tensor]:
-        """Compute it in float64 without, and in any other type with rounded weights: what the tolerance is twice of."""
-        query = query.to(self.stored).to(torch.float64)
-        out, lse = attend(query, key.to(torch.float64), value.to(torch.float64), visible)
-        if value.dtype == torch.float64:
-            return out, lse
-        group = query.shape[1] // key.shape[1]
-        scores = (
-            einsum(query, key.double().repeat_interleave(group, 1), "t h d, s h d -> t h s") * query.shape[2] ** -0.5
-        )
-        scores = scores.masked_fill(~visible[:, None], -torch.inf)
-        weights = ((scores - scores.amax(-1, keepdim=True)).exp() * 256).float().to(self.stored).double() / 256
-        weights = weights * (scores.amax(-1) - lse).exp()[..., None]
-        out = einsum(weights, value.double().repeat_interleave(group, 1), "t h s, s h d -> t h d")
-        return out.to(value.dtype), lse
-
-
-class CodedInputs(NamedTuple):
-    """The inputs of attention over codes: what they stand for in rows, in float32, and the codes in pages."""
-
-    work: Coded
-    query: Float[Tensor, "t h d"]
-    key: Float[Tensor, "s hk d"]
-    value: Float[Tensor, "s hk dv"]
-    key_cache: Shaped[Tensor, "n p hk d"]
-    value_cache: Shaped[Tensor, "n p hk dv"]
-    batch: Batch
-    scales: Fp8Scales | Int8Scales
-    plain: "Inputs"
-
-
-@dataclass(frozen=True)
-class Latents(Attention):
-    """Latent attention with absorbed queries: one key head, whose values are the first elements of its keys.
-
-    Attributes:
-        size_before: elements of a query before absorption, which the scale is made of.
-    """
-
-    heads: tuple[int, int] = (128, 1)
-    head_size: int = 512 + 64
-    value_head_size: int = 512
-    block_size: int = 64
-    size_before: int = 128 + 64
-
-    @property
-    def softmax_scale(self) -> float:
-        """The scale of the scores."""
-        return self.size_before**-0.5
-
-    def reads(self, itemsize: int) -> int:
-        """Count the queries once, and each latent and rotary key once that some query sees."""
-        return itemsize * self.head_size * (self.heads[0] * self.new_tokens() + self.visible_keys())
-
-    def draw(self, device: torch.device, dtype: torch.dtype, seed: int) -> "LatentInputs":
-        """Draw absorbed queries and latents, and lay the latents out in pages."""
-        generator = torch.Generator(device).manual_seed(seed)
-        shapes = (self.new_tokens(), self.heads[0]), (sum(seq_len for _, seq_len in self.lens), 1)
-        query, rows = (
-            torch.randn(*shape, self.head_size, dtype=dtype, device=device, generator=generator) for shape in shapes
-        )
-        cache, _, batch = self.pages(rows, rows[..., :0], self.block_size)
-        return LatentInputs(self, query, rows, rows[..., : self.value_size], cache.squeeze(2), batch)
-
-    def formula(
-        self, query: Float[Tensor, "t h d"], key: Float[Tensor, "s hk d"], value: Tensor, visible: Bool[Tensor, "t s"]
-    ) -> tuple[Tensor, Tensor]:
-        """Compute outputs and log-sum-exps in the type of the inputs."""
-        return attend(query, key, value, visible, self.softmax_scale)
-
-
-class LatentDrafts(Latents, Drafts):
-    """The verification of a drafted tree in each sequence, over latents."""
-
-
-class CodedLatents(Latents):
-    """The same over codes of fp8: the right answer is that of the numbers that the codes stand for."""
-
-    def reads(self, itemsize: int) -> int:
-        """Count the queries once, and a byte for each element of a latent and a rotary key that some query sees."""
-        return self.head_size * (itemsize * self.heads[0] * self.new_tokens() + self.visible_keys())
-
-    def draw(self, device: torch.device, dtype: torch.dtype, seed: int) -> "LatentInputs":
-        """Draw absorbed queries and latents, round latents to codes, and lay the codes out in pages."""
-        plain, scale = super().draw(device, dtype, seed), 0.7
-        codes = (plain.key.float() / scale).to(torch.float8_e4m3fn)
-        pages, _, batch = self.pages(codes.view(torch.uint8), codes[..., :0].view(torch.uint8), self.block_size)
-        rows, cache = codes.float() * scale, pages.squeeze(2).view(codes.dtype)
-        return LatentInputs(self, plain.query, rows, rows[..., : self.value_size], cache, batch, scale, plain)
-
-
-class LatentInputs(NamedTuple):
-    """The inputs of absorbed latent attention: the same latents as rows, one sequence after the other, and as pages.
-
-    Of codes the rows are what they stand for, `cache_scale` is their scale, and `plain` what they were made of.
-    """
-
-    work: Latents
-    query: Float[Tensor, "t h d"]
-    key: Float[Tensor, "s 1 d"]
-    value: Float[Tensor, "s 1 r"]
-    cache: Float[Tensor, "n p d"]
-    batch: Batch
-    cache_scale: float = 1.0
-    plain: "LatentInputs | None" = None
-
-
-@dataclass(frozen=True)
-class LatentPrefill(Attention):
-    """Latent attention of new tokens, whose keys and values are made of latents, as are those of their context.
-
-    Attributes:
-        latent_rank: elements of a latent.
-        rope_size: elements of a query and a key that are rotary.
-        workspace: the most tokens of the context whose keys and values are made at a time.
-    """
-
-    heads: tuple[int, int] = (16, 16)
-    head_size: int = 128 + 64
-    value_head_size: int = 128
-    block_size: int = 64
-    latent_rank: int = 512
-    rope_size: int = 64
-    workspace: int = 16384
-
-    @property
-    def made_size(self) -> int:
-        """Elements of a key and a value of one head that are made of a latent."""
-        return self.head_size - self.rope_size + self.value_size
-
-    def flops(self) -> int:
-        """Count the products that make keys and values besides, once for each."""
-        return super().flops() + 2 * self.latent_rank * self.heads[0] * self.made_size * self.visible_keys()
-
-    def reads(self, itemsize: int) -> int:
-        """Count the queries, each latent and rotary key, and the projections once."""
-        queries = self.head_size * self.heads[0] * self.new_tokens()
-        latents = (self.latent_rank + self.rope_size) * self.visible_keys()
-        return itemsize * (queries + latents + self.latent_rank * self.heads[0] * self.made_size)
-
-    def draw(self, device: torch.device, dtype: torch.dtype, seed: int) -> "LatentPrefillInputs":
-        """Draw queries, latents and projections, and lay the latents out in pages."""
-        generator = torch.Generator(device).manual_seed(seed)
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(*shape, dtype=dtype, device=device, generator=generator)
-
-        h, rank = self.heads[0], self.latent_rank
-        query = normal(self.new_tokens(), h, self.head_size)
-        rows = normal(sum(seq_len for _, seq_len in self.lens), rank + self.rope_size)
-        key_projection = normal(h, self.head_size - self.rope_size, rank) * rank**-0.5
-        value_projection = normal(h, self.value_size, rank) * rank**-0.5
-        cache, _, batch = self.pages(rows[:, None], rows[:, None, :0], self.block_size)
-        new = torch.cat([rows[end - q : end] for (q, _), (_, end) in zip(self.lens, self.key_rows(), strict=True)])
-        return LatentPrefillInputs(
-            self, query, rows, new[:, :rank], new[:, rank:], cache.squeeze(2), batch, key_projection, value_projection
-        )
-
-    def keys_and_values(self, inputs: Any, rows: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Make the keys and values of a sequence in some type."""
-        to_key, to_value = (x.to(dtype) for x in (inputs.key_projection, inputs.value_projection))
-        return made_of_latents(inputs.rows[rows].to(dtype), to_key, to_value)
-
-
-class LatentPrefillInputs(NamedTuple):
-    """The inputs of a prefill over latents: all of them as rows, the new ones, and all of them as pages."""
-
-    work: LatentPrefill
-    query: Float[Tensor, "t h d"]
-    rows: Float[Tensor, "s c"]
-    latent: Float[Tensor, "t r"]
-    rope_key: Float[Tensor, "t rope"]
-    cache: Float[Tensor, "n p c"]
-    batch: Batch
-    key_projection: Float[Tensor, "h nope r"]
-    value_projection: Float[Tensor, "h dv r"]
-
-
-def made_of_latents(
-    rows: Float[Tensor, "s c"], key_projection: Float[Tensor, "h nope r"], value_projection: Float[Tensor, "h dv r"]
-) -> tuple[Float[Tensor, "s h d"], Float[Tensor, "s h dv"]]:
-    """Make the keys and values of every head of rows `[latent, rotary key]`, by one product each."""
-    h, _, rank = key_projection.shape
-    latent, rope_key = rows[:, :rank], rows[:, None, rank:].expand(-1, h, -1)
-    key, value = ((latent @ x.flatten(0, 1).mT).unflatten(1, (h, -1)) for x in (key_projection, value_projection))
-    return torch.cat([key, rope_key], dim=-1), value
 
 
 @dataclass(frozen=True)
@@ -694,7 +582,7 @@ class CacheWrite:
         return judge
 
 
-class CodedWrite(CacheWrite):
+class QuantizedWrite(CacheWrite):
     """The same into a pool of fp8, each head under a scale of its own."""
 
     def writes(self, itemsize: int) -> int:

@@ -137,7 +137,7 @@ class Attention(Formula, is_base=True):
     def _positions(self, q: int, s: int, i: int) -> Tensor:
         """Return where the queries stand."""
         if "trees" in self.arguments:
-            parents = self.example.parents(q)
+            parents = self.example.parents(i)
             depths: list[int] = []
             for parent in parents:
                 depths.append(depths[parent] + 1 if parent >= 0 else 0)

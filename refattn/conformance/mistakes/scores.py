@@ -30,7 +30,7 @@ class ScaleOfValue(Attention):
 
     def __init__(self, example: Example, arguments: Arguments, variant: Any = None) -> None:
         super().__init__(example, arguments, variant)
-        self.scale = (example.value_head_size or example.head_size) ** -0.5
+        self.scale = example.value_size**-0.5
 
 
 class ScaleTwice(Attention):

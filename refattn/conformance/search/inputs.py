@@ -6,6 +6,7 @@ the tensors as they are, by slot.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -13,8 +14,8 @@ import torch
 from torch import Tensor
 
 from refattn.conformance.cases import FINITE_POISON, POISON, poisoned
-from refattn.conformance.search.oracle import Answer, attend, sight
-from refattn.conformance.search.workload import LARGEST, Workload
+from refattn.conformance.oracle import Answer, attend, sight
+from refattn.conformance.workload import LARGEST, Workload
 from refattn.interface import AttentionOptions, Batch, Fp8Scales, Int8Scales, Prefix, Shard, simulate_ranks
 
 Modules = Callable[[str], Any]  # from a path's name to its module, of either twin
@@ -268,34 +269,34 @@ def _answer(
 # --- plans ---
 
 
-def _planned(work: Workload) -> tuple[str, dict[str, Any]]:
-    """Return whose plan it is, and what it is planned with beside the batch."""
-    plan, p = work.plan_path, work.block_size
-    if plan == "dense":
-        return plan, dict(causal=work.causal, window_size=work.window)
-    if plan == "local":
-        return plan, dict(chunk_size=work.chunk_blocks * p, block_size=p, window_size=work.window)
-    if plan == "cascade":
-        prefixes = [Prefix(first, last, blocks * p) for first, last, blocks in work.prefixes]
-        return plan, dict(prefixes=prefixes, block_size=p, window_size=work.window)
-    return plan, dict(block_size=p, causal=work.causal, window_size=work.window)
+def planning(work: Workload, modules: Modules, batch: Batch, **more: Any) -> Callable[[], Any]:
+    """Return the call that plans a batch of a workload as its path does.
 
-
-def _with_trees(work: Workload, modules: Modules, device: torch.device) -> dict[str, Any]:
-    """Return the trees, where there are some."""
-    if not work.has_trees:
-        return {}
-    parents = [work.parents(i) for i in range(len(work.lens))]
-    return dict(trees=modules("speculative").make_trees(parents, device=device))
-
-
-def _plan_pages(work: Workload, modules: Modules, tensors: dict[str, Any]) -> Any:
-    name, planned = _planned(work)
-    if name == "speculative":
-        planned |= _with_trees(work, modules, tensors["batch"].device)
+    Args:
+        work: of a path of attention.
+        modules: from a path's name to its module.
+        batch: of the workload.
+        more: arguments of a plan that takes no others, beside the block size.
+    """
+    name, p = work.plan_path, work.block_size
     if work.path == "mla" and name != "speculative":
-        name, planned = "mla", dict(block_size=work.block_size)
-    return modules(name).plan(tensors["batch"], **planned)
+        name = "mla"
+    planned: dict[str, Any] = dict(block_size=p, causal=work.causal, window_size=work.window)
+    if more:
+        planned = dict(block_size=p, **more)
+    elif name == "dense":
+        del planned["block_size"]
+    elif name == "local":
+        planned = dict(chunk_size=work.chunk, block_size=p, window_size=work.window)
+    elif name == "cascade":
+        prefixes = [Prefix(first, last, blocks * p) for first, last, blocks in work.prefixes]
+        planned = dict(prefixes=prefixes, block_size=p, window_size=work.window)
+    elif name == "mla":
+        planned = dict(block_size=p)
+    elif work.has_trees:
+        parents = [work.parents(i) for i in range(len(work.lens))]
+        planned["trees"] = modules("speculative").make_trees(parents, device=batch.device)
+    return partial(modules(name).plan, batch, **planned)
 
 
 # --- paths ---
@@ -322,7 +323,7 @@ def _rows(work: Workload, generator: torch.Generator) -> Call:
     return Call(
         dict(query=query, key=key, value=value, batch=batch, options=options),
         ("query", "key", "value"),
-        lambda modules, tensors: _plan_pages(work, modules, tensors),
+        lambda modules, tensors: planning(work, modules, tensors["batch"])(),
         run,
         lambda: _answer(work, query, options, lambda i: (key[slots[i]], value[slots[i]]), work.value_size),
         (*query.shape[:2], work.value_size),
@@ -369,7 +370,7 @@ def _pages(work: Workload, generator: torch.Generator) -> Call:
     return Call(
         tensors,
         ("query", *more),
-        lambda modules, tensors: _plan_pages(work, modules, tensors),
+        lambda modules, tensors: planning(work, modules, tensors["batch"])(),
         run,
         expected,
         (*query.shape[:2], work.value_size),
@@ -561,7 +562,7 @@ def _latents(work: Workload, generator: torch.Generator) -> Call:
     return Call(
         tensors,
         ("query", "cache") if work.stored == "numbers" else ("query",),
-        lambda modules, tensors: _plan_pages(work, modules, tensors),
+        lambda modules, tensors: planning(work, modules, tensors["batch"])(),
         run,
         lambda: _answer(work, query, options, read_both, rank),
         (*query.shape[:2], rank),
@@ -572,7 +573,7 @@ def _prefill(work: Workload, generator: torch.Generator) -> Call:
     """New tokens over keys that are made of latents: their own, and those of the context."""
     owned, num_blocks = tables(work)
     rank, d = work.value_size, work.head_size
-    rope, (nope, dv) = d - rank, (128, 128) if rank == 512 else (16, 24)
+    rope, (nope, dv) = work.rope_size, work.made_sizes
     h, dtype, options = work.heads[0], getattr(torch, work.dtype), _options(work, generator)
     contexts = [slots_of(work, blocks, s)[: s - q] for blocks, (q, s) in zip(owned, work.lens, strict=True)]
     hidden = torch.ones(num_blocks * work.block_size, dtype=torch.bool)

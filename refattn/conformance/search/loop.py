@@ -6,8 +6,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from random import Random
 from typing import Any, NamedTuple
 
+from refattn.conformance.search.draw import draw, draw_palette, normalized, smaller
 from refattn.conformance.search.trial import Outcome, Truth, Twin, normal, try_kernel
-from refattn.conformance.search.workload import Workload, draw, draw_palette, normalized, smaller
+from refattn.conformance.workload import Workload
 
 DTYPES = ("float32", "float16", "bfloat16")
 SERVES = 200  # workloads that a palette is drawn for on a GPU, where compiling takes a thousand times what a call takes

@@ -21,7 +21,7 @@ from refattn.conformance.search.inputs import (
     slots_of,
     tables,
 )
-from refattn.conformance.search.workload import Workload
+from refattn.conformance.workload import Workload
 from refattn.interface import Accepted, Batch, Fp8Scales, Int8Scales, Shard
 
 __all__ = ["LAMBDA", "MovedWronglyError", "check"]

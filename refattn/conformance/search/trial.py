@@ -27,14 +27,15 @@ from refattn import (
     sliding_window,
     speculative,
 )
+from refattn.conformance.oracle import Answer
 from refattn.conformance.search import moves
 from refattn.conformance.search.inputs import Call, Modules, laid, lay_out, memory, moved
-from refattn.conformance.search.oracle import Answer
-from refattn.conformance.search.workload import MOVES, Workload
-from refattn.conformance.tolerance import WIDER, Distance, bound, computing_in, distance
+from refattn.conformance.tolerance import WIDER, Distance, bound, distance
+from refattn.conformance.workload import MOVES, Workload
 from refattn.interface import Batch
+from refattn.interface.ambient import computing_in
 
-REFERENCE = {  # imported before `computing_in` changes what some of them import
+REFERENCE = {
     path.__name__.removeprefix("refattn."): path
     for path in (
         cascade,

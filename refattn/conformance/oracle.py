@@ -1,4 +1,4 @@
-"""The search's own answer: softmax in float64 under a dense mask, from the positions of queries and keys alone.
+"""The right answer of a workload: softmax in float64 under a dense mask, from the positions of queries and keys alone.
 
 It reads numbers by slot, one sequence at a time, and shares no code with the reference: neither the formula, nor the
 masks, nor gathering, nor merging.
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from refattn.conformance.search.workload import Workload
+from refattn.conformance.workload import Workload
 
 
 class Sight(NamedTuple):
@@ -33,25 +33,15 @@ class Answer(NamedTuple):
     free: Tensor
 
 
-def sight(work: Workload, i: int) -> Sight:
-    """Return the mask of a sequence by the rules on positions that its path states."""
+def sight(work: Workload, i: int, rows: Tensor | None = None) -> Sight:
+    """Return the mask of a sequence by the rules that its path states; of some queries, if `rows` says."""
     q, s = work.lens[i]
-    at, of = torch.arange(s - q, s), torch.arange(s)
-    left, right = work.window
+    rows = torch.arange(q) if rows is None else rows
     if work.has_trees:
-        return _sight_in_tree(work, i)
-    distance = at[:, None] - of[None]
-    visible = torch.ones(q, s, dtype=torch.bool)
-    if work.causal:
-        visible &= distance >= 0
-    if left >= 0:
-        visible &= distance <= left
-    if right >= 0:
-        visible &= -distance <= right
-    if work.plan_path == "local":
-        size = work.chunk_blocks * work.block_size
-        visible &= (at // size)[:, None] == (of // size)[None]
-    return Sight(visible, distance.abs())
+        return Sight(*(x[rows] for x in _sight_in_tree(work, i)))
+    first, last = (x[rows, None] for x in work.span(i))
+    of = torch.arange(s)
+    return Sight((of >= first) & (of <= last), (rows[:, None] + s - q - of).abs())
 
 
 def _sight_in_tree(work: Workload, i: int) -> Sight:

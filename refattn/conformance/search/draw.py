@@ -1,230 +1,36 @@
-"""What the search calls: a workload as plain numbers, drawn at random, written as one line of JSON, and made smaller.
-
-    {"path": "chunked_prefill", "lens": [[1, 5], [3, 70]], "window": [4, 0], "table": "every-other"}
-
-is a batch of a decode and a chunk under a window, whose block table is every other column of a larger one. What a line
-does not say is as in `Workload`.
+"""Draw workloads at random, and make them smaller.
 
 Where a kernel is compiled, few things may differ from call to call, and many may not matter: `draw` takes the first
 (types, head sizes, block sizes, which options there are) from a `Palette` that serves many workloads, and draws the
 rest anew (lengths, tables, windows, numbers, strides).
 """
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
-LARGEST = 2**31 - 1
-
-ATTENTION = (
-    "dense",
-    "chunked_prefill",
-    "sliding_window",
-    "local",
-    "cascade",
-    "speculative",
-    "differential",
-    "quantized",
-    "mla",
-    "mla_prefill",
-    "context_parallel",
+from refattn.conformance.workload import (
+    ATTENTION,
+    DEFAULTS,
+    LARGEST,
+    MOVES,
+    NANS,
+    OPERATIONS,
+    OUTS,
+    PLANS,
+    POISON,
+    POOLS,
+    ROWS,
+    STORED,
+    TABLES,
+    Workload,
 )
-MOVES = ("kv_cache", "metadata")  # what moves data, and what makes tables: right to the bit
-PATHS = (*ATTENTION, "merge", *MOVES)
 
-PLANS = {  # the plans that a path's attention takes
-    "quantized": ("chunked_prefill", "sliding_window", "local", "cascade", "speculative"),
-    "mla": ("chunked_prefill", "speculative"),
-}
-OPERATIONS = {
-    "kv_cache": (
-        "write",
-        "write_differential",
-        "write_latents",
-        "write_quantized",
-        "copy_blocks",
-        "swap_blocks",
-        "compact",
-        "gather",
-    ),
-    "metadata": ("positions", "slot_mapping", "advance", "block_table_from_slots", "ranks", "trees", "accept"),
-}
 NEVER = {  # options that every kernel refuses, and that are seldom drawn
     "context_parallel": {"alibi", "alibi_sqrt"},
     "mla_prefill": {"batch_invariant"},
 }
-STORED = ("numbers", "e4m3", "e5m2", "int8", "int8-keys")
-POOLS = ("NHD", "HND", "padded", "every-other", "offset", "expanded")
-ROWS = ("plain", "padded", "every-other", "offset", "heads-last", "expanded", "expanded-size")
-TABLES = ("plain", "tight", "every-other", "transposed")
-OUTS = ("new", "contiguous", "padded", "every-other")
-POISON = ("mixed", "nan", "finite", "none")
-NANS = ("", "key", "value")
-
-
-@dataclass(frozen=True)
-class Workload:
-    """One call of a path, as plain numbers from which all tensors follow.
-
-    Attributes:
-        path: one of `PATHS`.
-        operation: what is called, where a path has several (`OPERATIONS`).
-        lens: `(query_len, seq_len)` of each sequence.
-        heads: query heads and KV heads; of differential attention pairs count twice.
-        head_size: elements of a query and a key; over latents those of the latent's key, the rotary part included.
-        value_head_size: elements of a value; over latents the rank. 0: as `head_size`.
-        block_size: tokens in a block.
-        dtype: of queries.
-        seed: of all numbers, and of the order of the blocks.
-        padding_rows: query rows after the last sequence.
-        pool: how the pools lie in memory, one of `POOLS`.
-        rows: how queries lie in memory, one of `ROWS`.
-        table: how the block table lies in memory, one of `TABLES`.
-        out: where the output goes, one of `OUTS`.
-        poison: what memory holds that nobody may see, one of `POISON`.
-        nan_at: a NaN that queries do see, in a key or in a value.
-        says_num_tokens: whether the batch says how many query rows it has.
-        says_num_keys: whether it says how many keys it has.
-        more_queries: how much larger than necessary its `max_query_len` is.
-        more_keys: how much larger than necessary its `max_seq_len` is.
-        causal: of the plan.
-        window: of the plan.
-        chunk_blocks: blocks in a chunk of local attention.
-        prefixes: `(first, last, blocks)` that sequences share, outer ones first.
-        trees: of drafts: "" for chains; else "bushy", "star" or "deep".
-        growing: nodes of each tree before those of the query rows.
-        plan_of: which path's plan it is, where a path takes several (`PLANS`).
-        stored: what the pools hold, one of `STORED`.
-        scales: of fp8: "number", "heads" or "sequences".
-        query_scale: whether queries are rounded to fp8, too.
-        cache_scale: of codes of latents.
-        workspace: tokens of context at a time, for each sequence.
-        ranks: that share each sequence.
-        interleave: tokens of a run on one rank.
-        parts: how many answers are merged.
-        softmax_scale: None for the default.
-        softcap: 0 for none.
-        alibi: type of the slopes; "" for none.
-        alibi_sqrt: by the root of the distance.
-        sinks: "" for none, "small", "large" (above all scores) or "mixed".
-        batch_invariant: the same bits whatever else is in the batch.
-    """
-
-    path: str
-    operation: str = ""
-    lens: tuple[tuple[int, int], ...] = ((1, 1),)
-    heads: tuple[int, int] = (1, 1)
-    head_size: int = 64
-    value_head_size: int = 0
-    block_size: int = 16
-    dtype: str = "float32"
-    seed: int = 0
-    padding_rows: int = 0
-    pool: str = "NHD"
-    rows: str = "plain"
-    table: str = "plain"
-    out: str = "new"
-    poison: str = "none"
-    nan_at: str = ""
-    says_num_tokens: bool = True
-    says_num_keys: bool = True
-    more_queries: int = 0
-    more_keys: int = 0
-    causal: bool = True
-    window: tuple[int, int] = (-1, -1)
-    chunk_blocks: int = 1
-    prefixes: tuple[tuple[int, int, int], ...] = ()
-    trees: str = ""
-    growing: int = 0
-    plan_of: str = ""
-    stored: str = "numbers"
-    scales: str = "number"
-    query_scale: bool = False
-    cache_scale: float = 1.0
-    workspace: int = 64
-    ranks: int = 2
-    interleave: int = 1
-    parts: int = 2
-    softmax_scale: float | None = None
-    softcap: float = 0.0
-    alibi: str = ""
-    alibi_sqrt: bool = False
-    sinks: str = ""
-    batch_invariant: bool = False
-
-    @property
-    def plan_path(self) -> str:
-        """The path whose plan it is."""
-        return self.plan_of or self.path
-
-    @property
-    def value_size(self) -> int:
-        """Elements of a value."""
-        return self.value_head_size or self.head_size
-
-    @property
-    def sizes(self) -> str:
-        """The sizes and types of its numbers, for which nearly every kernel is compiled."""
-        return f"{self.head_size}/{self.value_size} {self.dtype} {self.stored}"
-
-    @property
-    def has_trees(self) -> bool:
-        """Whether its sequences end with drafted trees."""
-        return bool(self.trees) and (
-            self.plan_path == "speculative" or self.operation in ("compact", "trees", "accept")
-        )
-
-    def nodes(self, i: int) -> int:
-        """Return how many nodes the tree of a sequence has: its query rows are the last of them."""
-        q, s = self.lens[i]
-        return min(q + self.growing, s)
-
-    def parents(self, i: int) -> list[int]:
-        """Return the node that each node of a tree follows, -1 for a root."""
-        chosen, count = Random(f"{self.seed}/{i}"), self.nodes(i)
-        one_root = self.operation in ("compact", "accept")
-        least = 0 if one_root else -1
-        if self.trees == "star":
-            return [-1 if node == 0 else 0 for node in range(count)]
-        if self.trees == "deep":
-            return [
-                node - 1 if chosen.random() < 0.9 else chosen.randint(min(least, node - 1), node - 1)
-                for node in range(count)
-            ]
-        return [-1 if node == 0 else chosen.randint(least, node - 1) for node in range(count)]
-
-    def as_line(self) -> str:
-        """Write it as one line of JSON: what differs from the defaults."""
-        return json.dumps({name: value for name, value in asdict(self).items() if value != _DEFAULTS.get(name)})
-
-
-_DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Workload) if field.name != "path"}
-
-
-def workload_of(line: str) -> Workload:
-    """Read a workload from a line that `Workload.as_line` wrote.
-
-    Raises:
-        ValueError: if it is none.
-    """
-    try:
-        values = json.loads(line)
-        lists = {
-            name: tuple(tuple(x) if isinstance(x, list) else x for x in value)
-            for name, value in values.items()
-            if isinstance(value, list)
-        }
-        work = Workload(**{**values, **lists})
-    except (json.JSONDecodeError, TypeError, AttributeError) as error:
-        raise ValueError(f"replay: expected a workload as JSON, got {line!r}: {error}") from None
-    if work.path not in PATHS:
-        raise ValueError(f"replay: expected a path of {', '.join(PATHS)}, got {work.path!r}")
-    return work
-
-
-# --- drawing ---
 
 
 @dataclass(frozen=True)
@@ -544,7 +350,7 @@ def normalized(work: Workload) -> Workload:
         and (path in ("mla", "mla_prefill") or work.operation == "write_latents"),
         nan_at=path in ATTENTION and path not in ("mla_prefill", "context_parallel") and work.stored == "numbers",
     )
-    changes |= {name: _DEFAULTS[name] for name, is_taken in takes.items() if not is_taken}
+    changes |= {name: DEFAULTS[name] for name, is_taken in takes.items() if not is_taken}
     if plan == "cascade" and work.window[0] >= 0:
         changes["nan_at"] = ""  # a NaN that one sequence of a group sees may show in the others
     if path in ("merge", *MOVES):
@@ -571,15 +377,15 @@ def smaller(work: Workload) -> Iterator[Workload]:
             yield replace(work, lens=lens[:i] + lens[i + 1 :], prefixes=_without(work.prefixes, i))
     fixed = {"operation", "lens", "heads", "seed", "plan_of", "stored"}
     fixed |= {"head_size", "value_head_size"} if work.path in ("mla", "mla_prefill") else set()
-    fixed |= {name for name in ("block_size", "workspace", "ranks", "parts") if getattr(work, name) < _DEFAULTS[name]}
+    fixed |= {name for name in ("block_size", "workspace", "ranks", "parts") if getattr(work, name) < DEFAULTS[name]}
 
     def simpler(names: Iterable[str]) -> Iterator[Workload]:
         for name in names:
-            if name not in fixed and getattr(work, name) != _DEFAULTS[name]:
-                change: dict[str, Any] = {name: _DEFAULTS[name]}
+            if name not in fixed and getattr(work, name) != DEFAULTS[name]:
+                change: dict[str, Any] = {name: DEFAULTS[name]}
                 yield replace(work, **change)
 
-    yield from simpler(name for name in _DEFAULTS if name not in _COMPILED)
+    yield from simpler(name for name in DEFAULTS if name not in _COMPILED)
     for i in range(len(work.prefixes)):
         yield replace(work, prefixes=work.prefixes[:i] + work.prefixes[i + 1 :])
     for i, (q, s) in enumerate(lens):

@@ -1,0 +1,277 @@
+"""A workload: one call of a path as plain numbers, from which its tensors follow, and its right answer (`oracle`).
+
+    {"path": "chunked_prefill", "lens": [[1, 5], [3, 70]], "window": [4, 0], "table": "every-other"}
+
+is a batch of a decode and a chunk under a window, whose block table is every other column of a larger one. What a line
+does not say is as in `Workload`. The search draws such values, the rows of the benchmark are some.
+"""
+
+import json
+from dataclasses import asdict, dataclass, fields
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LARGEST = 2**31 - 1
+
+ATTENTION = (
+    "dense",
+    "chunked_prefill",
+    "sliding_window",
+    "local",
+    "cascade",
+    "speculative",
+    "differential",
+    "quantized",
+    "mla",
+    "mla_prefill",
+    "context_parallel",
+)
+MOVES = ("kv_cache", "metadata")  # what moves data, and what makes tables: right to the bit
+PATHS = (*ATTENTION, "merge", *MOVES)
+
+PLANS = {  # the plans that a path's attention takes
+    "quantized": ("chunked_prefill", "sliding_window", "local", "cascade", "speculative"),
+    "mla": ("chunked_prefill", "speculative"),
+}
+OPERATIONS = {
+    "kv_cache": (
+        "write",
+        "write_differential",
+        "write_latents",
+        "write_quantized",
+        "copy_blocks",
+        "swap_blocks",
+        "compact",
+        "gather",
+    ),
+    "metadata": ("positions", "slot_mapping", "advance", "block_table_from_slots", "ranks", "trees", "accept"),
+}
+STORED = ("numbers", "e4m3", "e5m2", "int8", "int8-keys")
+POOLS = ("NHD", "HND", "padded", "every-other", "offset", "expanded")
+ROWS = ("plain", "padded", "every-other", "offset", "heads-last", "expanded", "expanded-size")
+TABLES = ("plain", "tight", "every-other", "transposed")
+OUTS = ("new", "contiguous", "padded", "every-other")
+POISON = ("mixed", "nan", "finite", "none")
+NANS = ("", "key", "value")
+
+
+@dataclass(frozen=True, repr=False)
+class Workload:
+    """One call of a path, as plain numbers from which all tensors follow.
+
+    Attributes:
+        path: one of `PATHS`.
+        lens: `(query_len, seq_len)` of each sequence.
+        heads: query heads and KV heads; of differential attention pairs count twice.
+        head_size: elements of a query and a key; over latents those of the latent's key, the rotary part included.
+        value_head_size: elements of a value; over latents the rank. 0: as `head_size`.
+        block_size: tokens in a block.
+        padding_rows: query rows after the last sequence.
+        seed: of all numbers, and of the order of the blocks.
+        dtype: of queries.
+        operation: what is called, where a path has several (`OPERATIONS`).
+        pool: how the pools lie in memory, one of `POOLS`.
+        rows: how queries lie in memory, one of `ROWS`.
+        table: how the block table lies in memory, one of `TABLES`.
+        out: where the output goes, one of `OUTS`.
+        poison: what memory holds that nobody may see, one of `POISON`.
+        nan_at: a NaN that queries do see, in a key or in a value.
+        says_num_tokens: whether the batch says how many query rows it has.
+        says_num_keys: whether it says how many keys it has.
+        more_queries: how much larger than necessary its `max_query_len` is.
+        more_keys: how much larger than necessary its `max_seq_len` is.
+        causal: of the plan.
+        window: of the plan.
+        chunk_blocks: blocks in a chunk of local attention.
+        prefixes: `(first, last, blocks)` that sequences share, outer ones first.
+        trees: of drafts: "" for chains; else "bushy", "star", "deep", or "rooted", which no seed changes.
+        growing: nodes of each tree before those of the query rows.
+        plan_of: which path's plan it is, where a path takes several (`PLANS`).
+        stored: what the pools hold, one of `STORED`.
+        scales: of fp8: "number", "heads" or "sequences".
+        query_scale: whether queries are rounded to fp8, too.
+        cache_scale: of codes of latents.
+        workspace: tokens of context at a time, for each sequence.
+        ranks: that share each sequence.
+        interleave: tokens of a run on one rank.
+        parts: how many answers are merged.
+        softmax_scale: None for the default.
+        softcap: 0 for none.
+        alibi: type of the slopes; "" for none.
+        alibi_sqrt: by the root of the distance.
+        sinks: "" for none, "small", "large" (above all scores) or "mixed".
+        batch_invariant: the same bits whatever else is in the batch.
+    """
+
+    path: str
+    lens: tuple[tuple[int, int], ...] = ((1, 1),)
+    heads: tuple[int, int] = (1, 1)
+    head_size: int = 64
+    value_head_size: int = 0
+    block_size: int = 16
+    padding_rows: int = 0
+    seed: int = 0
+    dtype: str = "float32"
+    operation: str = ""
+    pool: str = "NHD"
+    rows: str = "plain"
+    table: str = "plain"
+    out: str = "new"
+    poison: str = "none"
+    nan_at: str = ""
+    says_num_tokens: bool = True
+    says_num_keys: bool = True
+    more_queries: int = 0
+    more_keys: int = 0
+    causal: bool = True
+    window: tuple[int, int] = (-1, -1)
+    chunk_blocks: int = 1
+    prefixes: tuple[tuple[int, int, int], ...] = ()
+    trees: str = ""
+    growing: int = 0
+    plan_of: str = ""
+    stored: str = "numbers"
+    scales: str = "number"
+    query_scale: bool = False
+    cache_scale: float = 1.0
+    workspace: int = 64
+    ranks: int = 2
+    interleave: int = 1
+    parts: int = 2
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+    alibi: str = ""
+    alibi_sqrt: bool = False
+    sinks: str = ""
+    batch_invariant: bool = False
+
+    def __repr__(self) -> str:
+        return self._as_code(self.path, "path")
+
+    def _as_code(self, first: str, *left_out: str) -> str:
+        """Write it as code: one argument, the lengths, and what differs from the defaults, but for some fields."""
+        said = {of.name: getattr(self, of.name) for of in fields(self) if of.name not in left_out}
+        default = {of.name: of.default for of in fields(self)}
+        shown = [f"{name}={value!r}" for name, value in said.items() if name == "lens" or value != default[name]]
+        return f"{type(self).__name__}({', '.join([repr(first), *shown])})"
+
+    @property
+    def plan_path(self) -> str:
+        """The path whose plan it is."""
+        return self.plan_of or self.path
+
+    @property
+    def value_size(self) -> int:
+        """Elements of a value."""
+        return self.value_head_size or self.head_size
+
+    @property
+    def made_sizes(self) -> tuple[int, int]:
+        """Elements of a key and of a value that are made of a latent, the rotary part left out."""
+        return (128, 128) if self.value_size == 512 else (16, 24)
+
+    @property
+    def rope_size(self) -> int:
+        """Elements of a latent's key that are rotary."""
+        return self.head_size - self.value_size
+
+    @property
+    def query_size(self) -> int:
+        """Elements of a query."""
+        return self.made_sizes[0] + self.rope_size if self.path == "mla_prefill" else self.head_size
+
+    @property
+    def output_size(self) -> int:
+        """Elements of an output."""
+        return self.made_sizes[1] if self.path == "mla_prefill" else self.value_size
+
+    @property
+    def chunk(self) -> int:
+        """Tokens in a chunk of local attention; 0 for none."""
+        return self.chunk_blocks * self.block_size if self.plan_path == "local" else 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Query rows of all sequences."""
+        return sum(q for q, _ in self.lens)
+
+    @property
+    def sizes(self) -> str:
+        """The sizes and types of its numbers, for which nearly every kernel is compiled."""
+        return f"{self.head_size}/{self.value_size} {self.dtype} {self.stored}"
+
+    @property
+    def has_trees(self) -> bool:
+        """Whether its sequences end with drafted trees."""
+        return bool(self.trees) and (
+            self.plan_path == "speculative" or self.operation in ("compact", "trees", "accept")
+        )
+
+    def nodes(self, i: int) -> int:
+        """Return how many nodes the tree of a sequence has: its query rows are the last of them."""
+        q, s = self.lens[i]
+        return min(q + self.growing, s)
+
+    def parents(self, i: int) -> list[int]:
+        """Return the node that each node of a tree follows, -1 for a root."""
+        chosen, count = Random(f"{self.seed}/{i}"), self.nodes(i)
+        if self.trees == "rooted":
+            return [-1, *map(Random(i).randrange, range(1, count))]
+        one_root = self.operation in ("compact", "accept")
+        least = 0 if one_root else -1
+        if self.trees == "star":
+            return [-1 if node == 0 else 0 for node in range(count)]
+        if self.trees == "deep":
+            return [
+                node - 1 if chosen.random() < 0.9 else chosen.randint(min(least, node - 1), node - 1)
+                for node in range(count)
+            ]
+        return [-1 if node == 0 else chosen.randint(least, node - 1) for node in range(count)]
+
+    def span(self, i: int) -> tuple[Tensor, Tensor]:
+        """Return the first and the last key that each query of a sequence may see, `[t]` each, by position.
+
+        A query sees all keys in between, and none where the first is after the last. Of trees it is that of a chain.
+        """
+        q, s = self.lens[i]
+        at = torch.arange(s - q, s)
+        left, right = self.window
+        first = torch.zeros_like(at) if left < 0 else at - left
+        last = torch.full_like(at, s - 1) if right < 0 else at + right
+        if self.causal:
+            last = torch.minimum(last, at)
+        if self.chunk:
+            begin = at.div(self.chunk, rounding_mode="floor") * self.chunk
+            first, last = torch.maximum(first, begin), torch.minimum(last, begin + self.chunk - 1)
+        return first.clamp(min=0), last.clamp(max=s - 1)
+
+    def as_line(self) -> str:
+        """Write it as one line of JSON: what differs from the defaults."""
+        return json.dumps({name: value for name, value in asdict(self).items() if value != DEFAULTS.get(name)})
+
+
+DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Workload) if field.name != "path"}
+
+
+def workload_of(line: str) -> Workload:
+    """Read a workload from a line that `Workload.as_line` wrote.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    try:
+        values = json.loads(line)
+        lists = {
+            name: tuple(tuple(x) if isinstance(x, list) else x for x in value)
+            for name, value in values.items()
+            if isinstance(value, list)
+        }
+        work = Workload(**{**values, **lists})
+    except (json.JSONDecodeError, TypeError, AttributeError) as error:
+        raise ValueError(f"replay: expected a workload as JSON, got {line!r}: {error}") from None
+    if work.path not in PATHS:
+        raise ValueError(f"replay: expected a path of {', '.join(PATHS)}, got {work.path!r}")
+    return work
