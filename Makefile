@@ -29,7 +29,7 @@ exercises: $(VENV)/.exercises  ## write the functions yourself; ARGS=1 checks th
 	@$(BIN)/python -m refattn.exercises $(ARGS) || [ $$? = 1 ]  # a wrong answer is no error here
 
 test: $(VENV)/.test $(VENV)/.model  ## the tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 compile: $(VENV)/.test  ## every launch of our kernels through the compiler for six GPUs that need not be there, in 10 minutes
 	$(BIN)/python -m pytest -n $(JOBS) tests/kernels/test_compile.py --every-gpu --timeout 900 $(ARGS)

@@ -29,6 +29,8 @@ LONG = (
     "test_notebooks.py",
 )  # files with tests of 10 seconds and more
 COLLECTED = pytest.StashKey[int]()
+CASE = pytest.StashKey[int]()  # the number of a case among those of its test
+CASES_PER_CHECK = 11
 
 
 def pytest_addoption(parser):
@@ -44,7 +46,7 @@ def pytest_configure(config):
     if config.getoption("--device") == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
     torch.manual_seed(0)
-    # Every annotated shape is checked on every call, except in Triton's own language.
+    # Annotated shapes are checked on every call, in the cases that are chosen below, except in Triton's own language.
     jaxtyping.jaxtyped = where_shapes_are(jaxtyping.jaxtyped)
     jaxtyping.install_import_hook(["refattn", "fastattn"], "beartype.beartype")
 
@@ -67,7 +69,11 @@ def where_shapes_are(jaxtyped):
 def pytest_collection_modifyitems(config, items):
     """Begin with what takes longest where pytest-xdist gives the tests out one by one, or one worker ends after all."""
     on_gpu = config.getoption("--device") != "cpu"
+    cases = Counter()
     for item in items:
+        test = item.nodeid.partition("[")[0]
+        item.stash[CASE] = cases[test]
+        cases[test] += 1
         compiles_all_it_draws = on_gpu and getattr(item.function, "is_hypothesis_test", False)
         if item.path.name in LONG or compiles_all_it_draws:
             item.add_marker(pytest.mark.timeout(300))
@@ -146,6 +152,17 @@ def forget_choices():
     forget()
     yield forget
     forget()
+
+
+@pytest.fixture(autouse=True)
+def shapes_checked_in_some_cases(request):
+    """Check annotated shapes in the first case of each test and in every eleventh, as it takes a third of all time.
+
+    A wrong annotation shows in any call, and every test has a case with these checks.
+    """
+    jaxtyping.config.update("jaxtyping_disable", request.node.stash[CASE] % CASES_PER_CHECK > 0)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(scope="session")

@@ -118,7 +118,7 @@ def run(cell: Cell, jobs: int, arguments: list[str]) -> dict:
     left_out = [] if cell.threads == 1 else [file for file in UNAFFECTED if file not in arguments]
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.json"
-        command = [cell.python, "-m", "pytest", "-n", str(jobs), "--dist", "loadgroup", "--results", results, "-q"]
+        command = [cell.python, "-m", "pytest", "-n", str(jobs), "--dist", "worksteal", "--results", results, "-q"]
         limits = ["--timeout=600", "-o", "faulthandler_timeout=900"]  # more threads than cores take longer
         start = time.perf_counter()
         status = subprocess.run(

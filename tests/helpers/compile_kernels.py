@@ -1,7 +1,7 @@
 """Launch our GPU kernels on a GPU that is not there: `python tests/helpers/compile_kernels.py sm_90`.
 
 Every launch of every kernel takes two minutes for a GPU. With `--largest`, of attention with more than 16 rows in a
-tile only what needs most memory is compiled: heads of 256 elements and more, and masks of three words.
+tile only what needs most memory is compiled, heads of 256 elements and more; and of decodes, trees and pairs some.
 
 Triton sees a GPU whose launches do nothing. So everything up to the launch runs as it would: the choice of its
 shape and the compiler, up to where it knows how much shared memory a program takes. Decodes are compiled to the end, as
@@ -194,10 +194,14 @@ def launch_all(gpu, largest):
 
         def attend_if_largest(query, key, value, levels, *options, tree=None, **asked):
             rows = levels[-1].batch.max_query_len * (query.shape[1] // key.shape[-2])
-            if rows <= 16 or query.shape[2] >= 256 or (tree is not None and tree.trees.num_words > 2):
+            if rows <= 16 or query.shape[2] >= 256:
                 attend_levels(query, key, value, levels, *options, tree=tree, **asked)
 
         attention.attend_levels = attend_if_largest
+
+    def some(*cases, last=1):
+        """Return all cases of a loop, or of the largest launches the last ones."""
+        return cases[-last:] if largest else cases
 
     def batch(query_len, seq_len=1024, num_seqs=2):
         blocks = [list(range(seq_len // 16))] * num_seqs
@@ -214,14 +218,15 @@ def launch_all(gpu, largest):
     prefix = Plan(make_batch([64], [8192], [[0] * 512]), 16, causal=False)
     with to_the_end():
         attention.attend_levels(query, keys, keys, [prefix, plan(1, 256, num_seqs=64)], plain)
-        for head_size, query_len in ((64, 1), (128, 1), (256, 1), (128, 4)):  # decodes, of products of 8 rows and of 16
+        # Decodes, of products of 8 rows and of 16.
+        for head_size, query_len in some((64, 1), (128, 1), (256, 1), (128, 4), last=2):
             query, keys = torch.zeros(2 * query_len, 8, head_size, dtype=half), pool(2, head_size, half)
             attention.attend(query, keys, keys, plan(query_len), plain)
         query, keys = torch.zeros(2, 8, 128, dtype=half), pool(2, 128, torch.uint8)
         attention.attend(query, keys, codes.in_pairs(keys), plan(1), plain, codes=codes.Codes("e4m3"))
         query, keys = torch.zeros(2, 16, 512 + 64, dtype=half), pool(1, 512 + 64, half)
         attention.attend(query, keys, keys[..., :512], plan(1), plain, shared=True)
-    for dtype, head_size, query_len in ((half, 64, 512), (half, 256, 512), (torch.float32, 256, 512)):
+    for dtype, head_size, query_len in some((half, 64, 512), (half, 256, 512), (torch.float32, 256, 512)):
         query = torch.zeros(2 * query_len, 8, head_size, dtype=dtype)
         keys = pool(2, head_size, dtype)
         attention.attend(query, keys, keys, plan(query_len), plain)
@@ -254,7 +259,7 @@ def launch_all(gpu, largest):
     attention.attend_levels(query, keys_of_codes, keys_of_codes, levels, plain, codes=held)
     rounded = codes.Codes("e4m3", query=torch.ones(2), key=torch.ones(2, 2), value=torch.ones(2), rounds_query=True)
     pages = torch.zeros(64, 16, 2, 256, dtype=torch.uint8)
-    for kind in (half, torch.float32):
+    for kind in (half,) if largest else (half, torch.float32):
         query = torch.zeros(128, 8, 256, dtype=kind)
         attention.attend(query, pages, pages, plan(64), all_of_them, codes=rounded)
     for heads, kind in ((128, ""), (16, "e4m3"), (128, "e4m3")):  # over latents and codes of them, 64 rows and 16
@@ -272,7 +277,8 @@ def launch_all(gpu, largest):
     attention.attend(query, pages, pages[..., :512], plan(40), plain, shared=True)
     by_the_root = AttentionOptions(alibi_slopes=torch.ones(8), alibi_sqrt=True)
     attention.attend(torch.zeros(2, 8, 128, dtype=half), keys, keys, plan(1), by_the_root)
-    for nodes, tree_options, window_size in ((4, plain, (-1, -1)), (64, plain, (-1, -1)), (96, all_of_them, (100, 0))):
+    drawn = (4, plain, (-1, -1)), (64, plain, (-1, -1)), (96, all_of_them, (100, 0))
+    for nodes, tree_options, window_size in some(*drawn):
         trees = speculative.make_trees([[-1, *range(nodes - 1)]] * 2)
         drafts = speculative.plan(batch(nodes), block_size=16, trees=trees, window_size=window_size)
         query = torch.zeros(2 * nodes, 8, 128, dtype=half)
@@ -293,11 +299,12 @@ def launch_all(gpu, largest):
         attention.attend_to_latent_nodes(query, numbers, drafts, plain, 512, before)
 
     subtraction = Subtraction(torch.tensor(0.5), torch.ones(128), 1e-5, 0.2)
-    for query_len, options, asked in (
-        (1, plain, {}),
+    for query_len, options, asked in some(
         (4096, plain, {}),
-        (4096, AttentionOptions(softcap=5.0), dict(window_size=(100, 0))),
         (4096, AttentionOptions(sinks=torch.ones(64)), dict(causal=False)),
+        (1, plain, {}),
+        (4096, AttentionOptions(softcap=5.0), dict(window_size=(100, 0))),
+        last=2,
     ):
         query = torch.zeros(2 * query_len, 64, 64, dtype=half)
         both = torch.zeros(2, 2, 64, 16, 16, 64, dtype=half)

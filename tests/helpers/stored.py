@@ -3,14 +3,17 @@
 import importlib
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
 
 from refattn.interface import Fp8Scales, Int8Scales
 from tests.helpers.batches import HARMLESS, POISON, build
+from tests.helpers.specs import CHUNK, LEFT
+from tests.helpers.tolerance import assert_twins_agree
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 KINDS = {"e4m3": E4M3, "e5m2": E5M2, "int8": torch.int8, "int8-half": torch.float16}  # the last: int8 keys only
@@ -48,6 +51,14 @@ def nearest(x: float, kind: torch.dtype) -> int:
     return half + next((code for code in best if code % 2 == 0), best[0])
 
 
+def nearest_of(x: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+    """Return the codes of many finite numbers, each as `nearest` has it."""
+    distances = (decoded(kind)[:128] - x.double().abs()[..., None]).abs().nan_to_num(math.inf, posinf=math.inf)
+    best = distances == distances.amin(-1, keepdim=True)
+    is_even = torch.arange(128) % 2 == 0
+    return (2 * best + (best & is_even)).to(torch.uint8).argmax(-1) + 128 * x.signbit()
+
+
 def numbers_of(codes: torch.Tensor) -> torch.Tensor:
     """Return what codes stand for, before any scale, in float64."""
     if codes.dtype in (E4M3, E5M2):
@@ -70,6 +81,12 @@ class Stored:
     @property
     def tensors(self):
         return self.query, self.key_cache, self.value_cache, self.batch
+
+    @property
+    def in_bytes(self):
+        """The tensors, fp8 as bytes, which a cast of the test leaves alone."""
+        pools = [x.view(torch.uint8) if x.dtype in (E4M3, E5M2) else x for x in (self.key_cache, self.value_cache)]
+        return self.query, *pools, self.batch
 
 
 def in_scales(*shape: int, seed: int) -> torch.Tensor:
@@ -159,6 +176,28 @@ def over_codes(package: str, path: str) -> ModuleType:
     return mixed
 
 
+PLANS = {  # of any path over pages, and its arguments
+    "causal": ("quantized", {}),
+    "all": ("quantized", dict(causal=False)),
+    "window": ("sliding_window", dict(window_size=(LEFT, 0))),
+    "untrimmed-window": ("quantized", dict(window_size=(LEFT, 0))),
+    "local": ("local", dict(chunk_size=CHUNK)),
+}
+
+
+def path_of(package: str, plan: str = "causal") -> tuple[ModuleType, dict]:
+    """Return `quantized.attention` with the plan of some path, and the arguments of that."""
+    name, arguments = PLANS[plan]
+    return over_codes(package, name), arguments
+
+
+def assert_twins_agree_over_codes(stored: Stored, plan: str = "causal", *, again: bool = True, **options: Any) -> None:
+    """Hold the twin to the reference over the same bytes."""
+    name, arguments = PLANS[plan]
+    of_both = partial(over_codes, path=name)
+    assert_twins_agree(of_both, *stored.in_bytes, again=again, **arguments, **options, scales=stored.scales)
+
+
 def in_codes(key_cache: torch.Tensor, value_cache: torch.Tensor, kind: str) -> tuple:
     """Return pools whose values are 0, 1 or poison as codes, under scales other than 1, and their scales."""
     if kind in ("e4m3", "e5m2"):
@@ -194,7 +233,7 @@ def rounded_by_hand(stored: Stored) -> torch.Tensor:
                         else scales.query
                     )
                     scale = np.float32(numbers[i, head // group])
-                    codes = decoded(scales.format)[[nearest(float(y), scales.format) for y in x / scale]].numpy()
+                    codes = decoded(scales.format)[nearest_of(torch.from_numpy(x / scale), scales.format)].numpy()
                 result[t, head] = torch.from_numpy(codes.astype(np.float64) * np.float64(scale))
         row += query_len
     return result

@@ -1,6 +1,8 @@
 """Hold a twin to its reference by the one tolerance, `refattn.conformance.tolerance`."""
 
 import importlib
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -10,12 +12,18 @@ from refattn.conformance import assert_close, assert_matches_reference, attend
 __all__ = ["assert_close", "assert_matches_reference", "assert_twins_agree"]
 
 
-def assert_twins_agree(path: str, *tensors_and_batch: Any, again: bool = True, **arguments: Any) -> None:
+def assert_twins_agree(
+    path: str | Callable[[str], ModuleType], *tensors_and_batch: Any, again: bool = True, **arguments: Any
+) -> None:
     """Plan and attend with `refattn.<path>` and `fastattn.<path>` alike, and hold outputs and LSE to the rule.
 
-    And `again` without `return_lse`, and into memory that is given, for the same output to the bit.
+    And `again` without `return_lse`, and into memory that is given, for the same output to the bit. A path that is no
+    module is a function that returns the path of a package.
     """
-    twin, reference = (importlib.import_module(f"{package}.{path}") for package in ("fastattn", "refattn"))
+    twin, reference = (
+        path(package) if callable(path) else importlib.import_module(f"{package}.{path}")
+        for package in ("fastattn", "refattn")
+    )
     out, lse = attend(twin, *tensors_and_batch, **arguments, return_lse=True)
 
     def attend_by_reference(*tensors_and_batch: Any, **arguments: Any) -> Any:

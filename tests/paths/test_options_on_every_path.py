@@ -32,6 +32,7 @@ from tests.helpers.every_path import (
     lay_out,
 )
 from tests.helpers.kernels_present import PRESENT
+from tests.helpers.pairs import every_pair
 from tests.helpers.tolerance import assert_close
 
 BIAS = torch.linspace(0.1, 0.5, 4)
@@ -145,9 +146,10 @@ SURROUNDINGS = {  # as DeepSeek's scripts and as training loops set them
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=["float32", "float16", "float64"])
-@each_package
-@each_path
+@pytest.mark.parametrize(
+    ("path", "package", "dtype"),
+    every_pair(PATHS, ["refattn", "fastattn"], [torch.float32, torch.float16, torch.float64]),
+)
 def test_answers_do_not_depend_on_what_the_process_sets(path, package, dtype, device, monkeypatch):
     if path.startswith("quantized"):
         device = "cpu"

@@ -5,7 +5,6 @@ import math
 import re
 from dataclasses import replace
 from functools import partial
-from types import ModuleType
 from unittest import mock
 
 import numpy as np
@@ -41,6 +40,7 @@ from tests.helpers.stored import (
     KINDS,
     Stored,
     apart,
+    assert_twins_agree_over_codes,
     attended_by_hand,
     bits,
     decoded,
@@ -49,19 +49,19 @@ from tests.helpers.stored import (
     nearest,
     numbers_of,
     over_codes,
+    path_of,
     store,
 )
-from tests.helpers.tolerance import assert_matches_reference
 
-PLANS = {  # of any path over pages, and which key a query sees
-    "causal": ("quantized", {}, is_causal),
-    "window": ("sliding_window", dict(window_size=(LEFT, 0)), lambda i, j: i - LEFT <= j <= i),
-    "local": ("local", dict(chunk_size=CHUNK), lambda i, j: j <= i and i // CHUNK == j // CHUNK),
-    "all": ("quantized", dict(causal=False), lambda i, j: True),
+SEES = {  # by plan, which key a query sees
+    "causal": is_causal,
+    "window": lambda i, j: i - LEFT <= j <= i,
+    "local": lambda i, j: j <= i and i // CHUNK == j // CHUNK,
+    "all": lambda i, j: True,
 }
 FEW = [ODD[0], ODD[1]]
 PAIRS = [("causal", kind) for kind in KINDS] + [
-    (plan, kind) for plan in PLANS if plan != "causal" for kind in ("e4m3", "int8")
+    (plan, kind) for plan in SEES if plan != "causal" for kind in ("e4m3", "int8")
 ]
 each_pair = pytest.mark.parametrize(("plan", "kind"), PAIRS, ids=["-".join(pair) for pair in PAIRS])
 each_twin = pytest.mark.parametrize("twin", [refattn.quantized, fastattn.quantized], ids=["ref", "fast"])
@@ -77,12 +77,6 @@ def only_on_cpu(device):
         pytest.skip("what a GPU computes is shown in test_quantized_triton.py")
 
 
-def path(package: str, plan: str = "causal") -> tuple[ModuleType, dict]:
-    """Return `quantized.attention` with the plan of some path, and the arguments of that."""
-    name, arguments, _ = PLANS[plan]
-    return over_codes(package, name), arguments
-
-
 # --- who sees whom, and memory that nobody may see ---
 
 
@@ -92,13 +86,13 @@ def path(package: str, plan: str = "causal") -> tuple[ModuleType, dict]:
 def test_mask(package, case, kind, plan):
     """Values of 1 as codes under scales other than 1, so that a value that is read without its scale shows, too."""
     case = replace(case, head_size=64, value_head_size=64)
-    mixed, arguments = path(package, plan)
+    mixed, arguments = path_of(package, plan)
 
     def attention(query, key_cache, value_cache, batch, **options):
         *pools, scales = in_codes(key_cache, value_cache, kind)
         return attend(mixed, query, *pools, batch, **arguments, scales=scales, **options)
 
-    assert_same_masks(read_masks(attention, case), masks_by_hand(case, PLANS[plan][2]))
+    assert_same_masks(read_masks(attention, case), masks_by_hand(case, SEES[plan]))
 
 
 @each_package
@@ -106,7 +100,7 @@ def test_mask(package, case, kind, plan):
 @each_pair
 def test_poison(package, case, kind, plan):
     """Codes of NaN, scales of NaN, infinity and 1e4 in slots that nobody owns change no bit."""
-    mixed, arguments = path(package, plan)
+    mixed, arguments = path_of(package, plan)
     answers = []
     for poison in (HARMLESS, POISON):
         stored = store(case, kind, poison=poison)
@@ -137,9 +131,9 @@ def test_scales(kind, per, round_query):
 
 
 def assert_is_by_hand(stored: Stored, case: Case, plan: str) -> None:
-    expected = attended_by_hand(stored, masks_by_hand(case, PLANS[plan][2]))
+    expected = attended_by_hand(stored, masks_by_hand(case, SEES[plan]))
     for package in ("refattn", "fastattn"):
-        mixed, arguments = path(package, plan)
+        mixed, arguments = path_of(package, plan)
         answer = attend(mixed, *stored.tensors, **arguments, scales=stored.scales, return_lse=True)
         for one, other in zip(answer, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
@@ -171,8 +165,8 @@ def test_queries_in_fp8_are_what_their_codes_stand_for(package, kind, per, plan)
     name = next(name for name, dtype in KINDS.items() if dtype == kind)
     stored = store(FP8_QUERIES, name, dtype=torch.float64, per=per)
     codes, numbers = with_query_in_fp8(stored)
-    expected, expected_lse = attended_by_hand(numbers, masks_by_hand(FP8_QUERIES, PLANS[plan][2]))
-    mixed, arguments = path(package, plan)
+    expected, expected_lse = attended_by_hand(numbers, masks_by_hand(FP8_QUERIES, SEES[plan]))
+    mixed, arguments = path_of(package, plan)
     out = torch.empty(*codes.shape[:2], stored.value_cache.shape[3])
     call = partial(attend, mixed, codes, *stored.tensors[1:], **arguments, scales=stored.scales)
     answer, lse = call(return_lse=True, out=out)
@@ -232,7 +226,7 @@ BAD_FP8_QUERIES = {
 def test_bad_queries_in_fp8_are_named(package, message, change):
     stored = store(FP8_QUERIES, "e4m3", per="head")
     codes, _ = with_query_in_fp8(stored)
-    mixed, _ = path(package)
+    mixed, _ = path_of(package)
     plan = mixed.plan(stored.batch, block_size=16)
     query, *pools = codes, stored.key_cache, stored.value_cache
     good = dict(query=query, key_cache=pools[0], value_cache=pools[1], plan=plan, scales=stored.scales)
@@ -243,26 +237,11 @@ def test_bad_queries_in_fp8_are_named(package, message, change):
 # --- the twins ---
 
 
-def assert_twins_agree(stored: Stored, plan: str = "causal", **options) -> None:
-    """Hold the twin to the reference over the same bytes, by the one tolerance; and into memory, and alone."""
-    mixed, arguments = path("fastattn", plan)
-    pools = [x.view(torch.uint8) if x.dtype in (E4M3, E5M2) else x for x in (stored.key_cache, stored.value_cache)]
-    tensors = (stored.query, *pools, stored.batch)  # as bytes, which a cast of the test leaves alone
-    call = partial(attend, mixed, *tensors, **arguments, **options, scales=stored.scales)
-    out, lse = call(return_lse=True)
-    reference, _ = path("refattn", plan)
-    assert_matches_reference(
-        out, lse, partial(attend, reference), *tensors, **arguments, **options, scales=stored.scales
-    )
-    memory = torch.full_like(out, torch.nan)
-    assert call(out=memory) is memory and torch.equal(memory, out) and torch.equal(call(), out)
-
-
 @pytest.mark.covers("A22", "B93")
 @each_pair
 @each_odd
 def test_twins(case, kind, plan):
-    assert_twins_agree(store(case, kind), plan)
+    assert_twins_agree_over_codes(store(case, kind), plan)
 
 
 @pytest.mark.covers("B92")
@@ -273,7 +252,7 @@ def test_twins_with_options(case, kind, options):
     options = per_head(OPTIONS[options], case, "cpu")
     plan = "window" if options.pop("window_size", None) else "causal"
     options.pop("causal", None)
-    assert_twins_agree(store(case, kind), plan, **options)
+    assert_twins_agree_over_codes(store(case, kind), plan, **options)
 
 
 @each_kind
@@ -282,14 +261,14 @@ def test_twins_with_options(case, kind, options):
 def test_twins_of_half_types_over_padded_pools(kind, dtype, spread):
     """Page strides that are not the product of the sizes, of the pools and of the scales beside them."""
     case = Case("mixed", ((4, 6), (1, 70), (10, 33), (1, 65), (0, 9), (5, 2)), heads=(6, 3), padding_rows=2)
-    assert_twins_agree(store(case, kind, dtype=dtype, spread=spread))
-    assert_twins_agree(store(case, kind, dtype=dtype, spread=spread), "local", sinks=torch.randn(6))
+    assert_twins_agree_over_codes(store(case, kind, dtype=dtype, spread=spread))
+    assert_twins_agree_over_codes(store(case, kind, dtype=dtype, spread=spread), "local", sinks=torch.randn(6))
 
 
-@given(case=ragged_cases(head_sizes=(16, 64)), kind=st.sampled_from(list(KINDS)), plan=st.sampled_from(list(PLANS)))
+@given(case=ragged_cases(head_sizes=(16, 64)), kind=st.sampled_from(list(KINDS)), plan=st.sampled_from(list(SEES)))
 def test_twins_of_drawn_batches(case, kind, plan):
     case = replace(case, block_size=16 if plan == "local" else case.block_size)
-    assert_twins_agree(store(case, kind), plan)
+    assert_twins_agree_over_codes(store(case, kind), plan)
 
 
 @pytest.mark.covers("D126")
@@ -297,10 +276,10 @@ def test_scales_of_sequences_go_with_virtual_ones():
     """A sequence without queries has no virtual one, and one with many has several (SGLang 37785)."""
     case = Case("virtual", ((0, 60), (70, 130), (1, 49), (0, 9), (2, 97)), heads=(4, 2), head_size=16)
     stored = store(case, "e4m3", dtype=torch.float64)
-    expected, _ = attended_by_hand(stored, masks_by_hand(case, PLANS["local"][2]))
+    expected, _ = attended_by_hand(stored, masks_by_hand(case, SEES["local"]))
     for plans in ("refattn", "fastattn"):
         for attends in ("refattn", "fastattn"):
-            mixed, arguments = path(plans, "local")
+            mixed, arguments = path_of(plans, "local")
             mixed.attention = importlib.import_module(f"{attends}.quantized").attention
             out = attend(mixed, *stored.tensors, **arguments, scales=stored.scales)
             torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
@@ -947,7 +926,7 @@ def test_a_query_is_not_changed():
         stored = store(ODD[0], kind)
         before = stored.query.clone()
         for package in ("refattn", "fastattn"):
-            attend(path(package)[0], *stored.tensors, scales=stored.scales)
+            attend(path_of(package)[0], *stored.tensors, scales=stored.scales)
         assert torch.equal(bits(stored.query), bits(before))
 
 

@@ -22,7 +22,7 @@ from tests.helpers.options import per_head
 from tests.helpers.shared_prefixes import SHARED
 from tests.helpers.steps import record
 from tests.helpers.stored import E4M3, E5M2, KINDS, Stored, attended_by_hand, in_codes, over_codes, store
-from tests.helpers.tolerance import assert_matches_reference
+from tests.helpers.tolerance import assert_matches_reference, assert_twins_agree
 from tests.helpers.trees import case_of, draw_tree, masks_of_trees
 
 LEFT = 29  # tokens before a query that a window shows
@@ -236,16 +236,9 @@ def test_a_cascade_answers_as_attention_without_one(package, kind, options):
 # --- the twins ---
 
 
-def assert_twins_agree(step: Step, stored: Stored, **options: Any) -> None:
-    """Hold the twin to the reference over the same bytes, by the one tolerance; and into memory, and alone."""
-    pools = [x.view(torch.uint8) if x.dtype in (E4M3, E5M2) else x for x in (stored.key_cache, stored.value_cache)]
-    tensors = (stored.query, *pools, stored.batch)  # as bytes, which a cast of the test leaves alone
+def hold(step: Step, stored: Stored, **options: Any) -> None:
     arguments = dict(step.arguments(str(stored.query.device)), **options, scales=stored.scales)
-    twin = partial(attend, over_codes("fastattn", step.path), *tensors, **arguments)
-    out, lse = twin(return_lse=True)
-    assert_matches_reference(out, lse, partial(attend, over_codes("refattn", step.path)), *tensors, **arguments)
-    memory = torch.full_like(out, torch.nan)
-    assert twin(out=memory) is memory and torch.equal(memory, out)
+    assert_twins_agree(partial(over_codes, path=step.path), *stored.in_bytes, **arguments)
 
 
 @each_kernel
@@ -256,7 +249,7 @@ def test_twins(kernel, name, kind, device):
     step = STEPS[name]
     for dtype in kernel.dtypes[:1] if kernel.is_interpreted else kernel.dtypes:
         with kernel.asked_for():
-            assert_twins_agree(step, step.store(kind, dtype=dtype, device=device))
+            hold(step, step.store(kind, dtype=dtype, device=device))
 
 
 @each_kernel
@@ -266,7 +259,7 @@ def test_twins_with_options(kernel, name, kind, options, device):
     step, left = STEPS[name], LEFT if "window_size" in OPTIONS[options] else -1
     stored = step.store(kind, left=left, dtype=kernel.dtypes[0], device=device, spread=True)
     with kernel.asked_for():
-        assert_twins_agree(step, stored, **per_head(OPTIONS[options], step.case, device))
+        hold(step, stored, **per_head(OPTIONS[options], step.case, device))
 
 
 @each_kernel
@@ -275,7 +268,7 @@ def test_twins_with_options(kernel, name, kind, options, device):
 def test_scales_of_fp8(kernel, per, round_query, name, device):
     stored = STEPS[name].store("e4m3", per=per, round_query=round_query, dtype=kernel.dtypes[0], device=device)
     with kernel.asked_for():
-        assert_twins_agree(STEPS[name], stored)
+        hold(STEPS[name], stored)
 
 
 @each_kernel

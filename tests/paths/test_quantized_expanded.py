@@ -8,7 +8,6 @@ import importlib
 import os
 from dataclasses import replace
 from functools import partial
-from types import ModuleType
 
 import pytest
 
@@ -30,21 +29,23 @@ from refattn.metadata import make_batch
 from tests.helpers.batches import HARMLESS, POISON, Case
 from tests.helpers.kernels_present import HALVES, PRESENT, Kernel
 from tests.helpers.options import OPTIONS, per_head
-from tests.helpers.specs import CHUNK, LEFT, ODD
+from tests.helpers.specs import LEFT, ODD
 from tests.helpers.steps import record
-from tests.helpers.stored import E4M3, E5M2, KINDS, Stored, apart, numbers_of, store
+from tests.helpers.stored import (
+    KINDS,
+    PLANS,
+    Stored,
+    apart,
+    assert_twins_agree_over_codes,
+    numbers_of,
+    path_of,
+    store,
+)
 from tests.helpers.tolerance import assert_matches_reference
 
 ON_CPU = os.environ["TWINATTN_TEST_DEVICE"] == "cpu"
 TYPES = (torch.float16,) if ON_CPU else HALVES  # the interpreter rounds to bfloat16 by cutting bits off
 KERNELS = [Kernel("fa4", TYPES)] if ON_CPU else [kernel for kernel in PRESENT if kernel.name in ("fa3", "fa4")]
-PLANS = {
-    "causal": ("quantized", {}),
-    "all": ("quantized", dict(causal=False)),
-    "window": ("sliding_window", dict(window_size=(LEFT, 0))),
-    "untrimmed-window": ("quantized", dict(window_size=(LEFT, 0))),
-    "local": ("local", dict(chunk_size=CHUNK)),
-}
 MIXED = Case("mixed", ((4, 6), (1, 70), (10, 33), (1, 165), (0, 9), (5, 2)), heads=(6, 3), padding_rows=2)
 CASES = [*ODD, replace(MIXED, layout="HND", head_size=128)]
 each_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
@@ -66,33 +67,9 @@ def stand_in(monkeypatch):
     dispatch._choose.cache_clear()
 
 
-def path(package: str, plan: str) -> tuple[ModuleType, dict]:
-    name, arguments = PLANS[plan]
-    mixed = ModuleType(f"{package}.{plan}")
-    mixed.plan = importlib.import_module(f"{package}.{name}").plan
-    mixed.attention = importlib.import_module(f"{package}.quantized").attention
-    return mixed, arguments
-
-
-def in_bytes(stored: Stored) -> tuple:
-    """Return the tensors, fp8 as bytes, which a cast of the test leaves alone."""
-    pools = [x.view(torch.uint8) if x.dtype in (E4M3, E5M2) else x for x in (stored.key_cache, stored.value_cache)]
-    return stored.query, *pools, stored.batch
-
-
-def assert_twins_agree(stored: Stored, plan: str = "causal", **options) -> None:
-    twin, arguments = path("fastattn", plan)
-    reference, _ = path("refattn", plan)
-    call = partial(attend, twin, *in_bytes(stored), **arguments, **options, scales=stored.scales)
-    out, lse = call(return_lse=True)
-    assert_matches_reference(
-        out, lse, partial(attend, reference), *in_bytes(stored), **arguments, **options, scales=stored.scales
-    )
-
-
 def check(kernel: Kernel, stored: Stored, plan: str = "causal", **options) -> None:
     with kernel.asked_for():
-        kernel.check(assert_twins_agree, stored, plan, **options)
+        kernel.check(assert_twins_agree_over_codes, stored, plan, again=False, **options)
 
 
 def store_for(case: Case, kind: str, dtype: torch.dtype, **asked) -> Stored:
@@ -223,7 +200,7 @@ def test_prompts_of_several_pages(kind, kernel, device):
 @pytest.mark.parametrize("plan", ["causal", "untrimmed-window", "local"])
 def test_poison(kind, plan, kernel, device):
     """Codes of NaN, scales of NaN, infinity and 1e4 in slots that nobody owns change no bit."""
-    twin, arguments = path("fastattn", plan)
+    twin, arguments = path_of("fastattn", plan)
     answers = []
 
     def answer(stored):
@@ -242,9 +219,9 @@ def test_what_is_before_every_window_may_be_nan(kind, kernel, device):
     """In pages that are expanded all the same, beside keys that are seen."""
     case = Case("before", ((9, 165), (70, 170)), heads=(4, 2), head_size=64)
     stored = store_for(case, kind, TYPES[0], device=device)
-    twin, arguments = path("fastattn", "untrimmed-window")
-    reference, _ = path("refattn", "untrimmed-window")
-    clean = [x.clone() for x in in_bytes(stored)[:3]]
+    twin, arguments = path_of("fastattn", "untrimmed-window")
+    reference, _ = path_of("refattn", "untrimmed-window")
+    clean = [x.clone() for x in stored.in_bytes[:3]]
     scales = stored.scales if kind == "e4m3" else replace(stored.scales, key=stored.scales.key.clone())
     for i, (q, s) in enumerate(case.lens):
         for j in range(s - q - LEFT):
@@ -255,7 +232,7 @@ def test_what_is_before_every_window_may_be_nan(kind, kernel, device):
                 stored.scales.key[place] = torch.nan
 
     def assert_right():
-        out, lse = attend(twin, *in_bytes(stored), **arguments, scales=stored.scales, return_lse=True)
+        out, lse = attend(twin, *stored.in_bytes, **arguments, scales=stored.scales, return_lse=True)
         assert_matches_reference(out, lse, partial(attend, reference), *clean, stored.batch, **arguments, scales=scales)
 
     with kernel.asked_for():
@@ -333,5 +310,5 @@ def test_a_step_is_captured_once_and_replayed_for_any_other(kind, kernel, device
         out, lse = replay()
         on_host = {name: x.cpu() for name, x in vars(stored.scales).items() if isinstance(x, torch.Tensor)}
         reference = partial(attend, refattn.quantized, scales=replace(stored.scales, **on_host))
-        assert_matches_reference(out[:rows], lse[:rows], reference, *in_bytes(stored))
+        assert_matches_reference(out[:rows], lse[:rows], reference, *stored.in_bytes)
         assert not out[rows:].any(), "a padding row holds something"

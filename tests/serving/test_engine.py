@@ -20,6 +20,7 @@ import refattn.serving.scheduler
 from fastattn.serving import CudaGraphs
 from refattn.serving import CPU, BlockPool, Counters, Draft, Engine, NGram, Request, SamplingParams, StepTokens, sample
 from tests.helpers.engines import GREEDY, MODELS, PROMPTS, SYSTEM, TWINS, assert_nothing_is_held, make_engine, outputs
+from tests.helpers.pairs import every_pair
 from tests.helpers.tiny_models import SHARED_CACHES, byte_tokenizer, make_family, make_llama, make_model
 
 TEMPERED = SamplingParams(max_tokens=9, temperature=0.9, top_p=0.95, seed=3)
@@ -79,9 +80,7 @@ SMALL = dict(max_num_seqs=3, max_num_batched_tokens=7)
 
 
 @pytest.mark.covers("D133", "D140")
-@pytest.mark.parametrize("twin", TWINS)
-@pytest.mark.parametrize("num_blocks", [64, 11])
-@pytest.mark.parametrize("kind", [*WINDOWED, "chunks and full"])
+@pytest.mark.parametrize(("kind", "num_blocks", "twin"), every_pair([*WINDOWED, "chunks and full"], [64, 11], TWINS))
 def test_layers_with_a_window_have_a_smaller_pool(kind, num_blocks, twin, device):
     """Prompts in chunks, decodes, shared prefixes and preemptions, with blocks that come back."""
     model = make_model(*MODELS[kind], device)

@@ -19,6 +19,7 @@ from fastattn.serving import CudaGraphs
 from refattn.interface import AttentionOptions
 from refattn.serving import CPU, Amax, Engine, NGram, SamplingParams, calibrate
 from refattn.serving.layers import Causal, Latents, Layer, Twin
+from tests.helpers.pairs import every_pair
 from tests.helpers.tiny_models import LATENT_SIZES, YARN, make_family
 
 TWINS = ("refattn", "fastattn")
@@ -290,11 +291,9 @@ each_fp8 = pytest.mark.parametrize("kind", FP8)
 
 
 @pytest.mark.parametrize(
-    ("kind", "calibrated"),
-    [("fp8_e4m3", False), ("fp8_e4m3", True), ("fp8_e5m2", True)],
-    ids=["fp8_e4m3", "fp8_e4m3-calibrated", "fp8_e5m2-calibrated"],
+    ("kind", "calibrated", "schedule"),
+    every_pair(FP8, [False, True], ["smallest pool, small workspace", "all at once"]),
 )
-@pytest.mark.parametrize("schedule", ["all at once", "smallest pool, small workspace"])
 def test_over_codes_an_engine_answers_as_over_rounded_latents(deepseek, kind, schedule, calibrated, monkeypatch):
     """Either twin; what fp8 does to a model is the rounding of its latents and rotary keys, and nothing else."""
     sizes = dict(SCHEDULES[schedule])
@@ -341,8 +340,7 @@ CUTS = {
 }
 
 
-@each_fp8
-@pytest.mark.parametrize("twin", TWINS)
+@pytest.mark.parametrize(("kind", "twin"), [*zip(FP8, TWINS, strict=True)])
 def test_over_codes_no_answer_depends_on_how_a_prompt_was_cut(deepseek, kind, twin):
     """Nor on preemption, after which an answer is a prompt, or on drafts, which are new tokens beside others."""
     draw = random.Random(4)

@@ -12,6 +12,7 @@ from fastattn.serving import CudaGraphs
 from refattn.serving import Draft, DraftModel, NGram, SamplingParams
 from tests.helpers.drafts import Oracle, Wild
 from tests.helpers.engines import MODELS, PROMPTS, SIZES, TWINS, assert_nothing_is_held, make_engine, outputs
+from tests.helpers.pairs import every_pair
 from tests.helpers.tiny_models import make_model
 
 CHAIN = NGram(max_drafts=4)
@@ -136,9 +137,10 @@ def test_wild_drafts_change_no_answer(llama, kind, twin, device):
     assert_nothing_is_held(engine)
 
 
-@pytest.mark.parametrize("twin", TWINS)
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3", "int8"])
-@pytest.mark.parametrize("kind", ["window", "window and full, softcap, scale"])
+@pytest.mark.parametrize(
+    ("kind", "kv_cache_dtype", "twin"),
+    every_pair(["window", "window and full, softcap, scale"], ["auto", "fp8_e4m3", "int8"], TWINS),
+)
 def test_trees_move_in_a_window_pool_that_has_given_blocks_back(llama, kind, kv_cache_dtype, twin, device):
     """Every accepted token moves, as wrong ones come first, in a pool without the blocks that left the window."""
     model, sampling = make_model(*MODELS[kind], device), SamplingParams(max_tokens=14)

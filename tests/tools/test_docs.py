@@ -152,10 +152,7 @@ class Html(HTMLParser):
         self.formulas += tag == "math"
 
 
-of_the_site = pytest.mark.xdist_group("site")  # in one process, which builds it once
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def site(tmp_path_factory) -> dict[Path, Html]:
     """Build the site, and read all its pages."""
     folder = tmp_path_factory.mktemp("site")
@@ -170,7 +167,6 @@ def site(tmp_path_factory) -> dict[Path, Html]:
     return pages
 
 
-@of_the_site
 def test_links_lead_somewhere(site):
     broken = []
     for path, page in site.items():
@@ -188,7 +184,6 @@ def test_links_lead_somewhere(site):
     assert not broken, "\n".join(sorted(set(broken)))
 
 
-@of_the_site
 def test_nothing_is_fetched_from_elsewhere(site):
     for path, page in site.items():
         elsewhere = [url for url in page.fetched if re.match(r"(https?:)?//", url)]
@@ -200,7 +195,6 @@ def test_nothing_is_fetched_from_elsewhere(site):
         assert not re.search(r"(@import|url\()\s*[\"']?https?:", sheet.read_text()), sheet.name
 
 
-@of_the_site
 def test_answers_are_closed(site):
     """What a cell with the tag `answer` prints stands in a part of the page that the reader has to open."""
     folder = next(path for path in site if path.name == "404.html").parent
@@ -219,7 +213,6 @@ def test_answers_are_closed(site):
     assert num_answers > 40
 
 
-@of_the_site
 def test_nothing_is_left_unmade(site):
     """Formulas are MathML, inserts are filled in, and every picture says what it is."""
     assert sum(page.formulas for page in site.values()) > 20
@@ -409,7 +402,6 @@ def test_every_result_of_the_tests_is_shown(monkeypatch):
         assert textwrap.indent(table, "    ") in shown
 
 
-@of_the_site
 def test_every_word_of_the_glossary_can_be_found_without_a_server(site):
     """The index of a site that is opened as a file is a script, and each word is an entry of its own."""
     root = next(path for path in site if path.name == "404.html").parent
@@ -433,7 +425,6 @@ def test_every_word_of_the_glossary_can_be_found_without_a_server(site):
     assert any("bundle" in url for url in start[worker:]), "the theme starts its search before there is a worker"
 
 
-@of_the_site
 def test_no_signature_is_wider_than_a_page(site):
     for page in (path for path in site if path.parent.name == "reference"):
         signatures = re.findall(r'<div class="[^"]*doc-signature[^"]*".*?</pre>', page.read_text(), re.DOTALL)
@@ -441,7 +432,6 @@ def test_no_signature_is_wider_than_a_page(site):
         assert max(map(len, lines), default=0) <= 130, page.name
 
 
-@of_the_site
 def test_the_newcomers_way(site):
     """From the README to notebook 1, from there or from the start page to a path, and on it is the reference."""
     assert "(notebooks/01_ragged_batch.ipynb)" in (ROOT / "README.md").read_text()
