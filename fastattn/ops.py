@@ -6,8 +6,8 @@ sees an opaque name and a rule for the shape of the result.
 
 An operator takes tensors, numbers, and lists of them. So plans and options are flattened, and rebuilt inside:
 
-    plan      `tables`, its tensors, and `sizes`, its whole numbers, in the order of its fields; -1 stands for None
-    levels    the batch of a cascade, and then plan after plan in the same two lists; trees and chunks likewise
+    plan      `tables`, its tensors, and `sizes`, its whole numbers, after the number of its type; -1 stands for None
+    levels    plan after plan in the same two lists, and then the batch of the cascade; trees and chunks likewise
     options   an argument each
     scales    `scales`, the tensors, and `scale_numbers`, where 0 stands for none; `scale_format` is None for int8. No
               tensor and no number where there are no scales
@@ -17,8 +17,7 @@ The memo of a plan (`fastattn.kernels.replay`) is not passed on, so nothing is r
 checked in every layer. There are no gradients: PyTorch raises an error if one is requested.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -50,16 +49,12 @@ from refattn.interface import (
     checks,
 )
 
-PAGES = "Tensor query, Tensor key_cache, Tensor value_cache"
-PLAN = "Tensor?[] tables, SymInt[] sizes"
-OPTIONS = (
-    "float? softmax_scale, float softcap, Tensor? alibi_slopes, Tensor? sinks, bool batch_invariant, bool alibi_sqrt"
-)
-SCALES = "Tensor?[] scales, float[] scale_numbers, ScalarType? scale_format"
-ANSWER = "(Tensor, Tensor)"
+PLANS = (Plan, CascadePlan, TreePlan, PrefillPlan)  # which of them a list of sizes is begins it
+TABLES, SIZES = 6, 8  # tensors and whole numbers of a `Plan`
 
-Lists = tuple[list[Tensor | None], list[int]]
 Answer = Tensor | tuple[Tensor, Tensor]
+AnyPlan = Plan | CascadePlan | TreePlan | PrefillPlan
+Lists = tuple[list[Tensor | None], list[int]]
 
 
 # --- the paths ---
@@ -75,83 +70,33 @@ def dense(
     return_lse: bool = False,
 ) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend over ragged rows; the operator of `fastattn.dense.attention`."""
-    answer = torch.ops.fastattn.dense(query, key, value, *_plan_lists(plan), *_options_list(options))
-    return _with_lse(answer, return_lse)
+    return _attend("dense", (query, key, value), plan, options, return_lse)
 
 
-def chunked_prefill(
-    query: Float[Tensor, "t h d"],
-    key_cache: Float[Tensor, "n p hk d"],
-    value_cache: Float[Tensor, "n p hk dv"],
-    plan: Plan,
-    options: AttentionOptions = AttentionOptions(),
-    *,
-    return_lse: bool = False,
-) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over pages; the operator of `fastattn.chunked_prefill.attention`."""
-    pages = (query, key_cache, value_cache)
-    answer = torch.ops.fastattn.chunked_prefill(*pages, *_plan_lists(plan), *_options_list(options))
-    return _with_lse(answer, return_lse)
+def _over_pages(name: str) -> Callable[..., Answer]:
+    """Return the function of a path over pages of keys and values."""
+
+    def attention(
+        query: Float[Tensor, "t h d"],
+        key_cache: Float[Tensor, "n p hk d"],
+        value_cache: Float[Tensor, "n p hk dv"],
+        plan: Plan | CascadePlan | TreePlan,
+        options: AttentionOptions = AttentionOptions(),
+        *,
+        return_lse: bool = False,
+    ) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+        return _attend(name, (query, key_cache, value_cache), plan, options, return_lse)
+
+    attention.__name__ = attention.__qualname__ = name
+    attention.__doc__ = f"Attend over pages; the operator of `fastattn.{name}.attention`."
+    return attention
 
 
-def sliding_window(
-    query: Float[Tensor, "t h d"],
-    key_cache: Float[Tensor, "n p hk d"],
-    value_cache: Float[Tensor, "n p hk dv"],
-    plan: Plan,
-    options: AttentionOptions = AttentionOptions(),
-    *,
-    return_lse: bool = False,
-) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over the pages of a window; the operator of `fastattn.sliding_window.attention`."""
-    pages = (query, key_cache, value_cache)
-    answer = torch.ops.fastattn.sliding_window(*pages, *_plan_lists(plan), *_options_list(options))
-    return _with_lse(answer, return_lse)
-
-
-def local(
-    query: Float[Tensor, "t h d"],
-    key_cache: Float[Tensor, "n p hk d"],
-    value_cache: Float[Tensor, "n p hk dv"],
-    plan: Plan,
-    options: AttentionOptions = AttentionOptions(),
-    *,
-    return_lse: bool = False,
-) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over the pages of chunks; the operator of `fastattn.local.attention`."""
-    pages = (query, key_cache, value_cache)
-    answer = torch.ops.fastattn.local(*pages, *_plan_lists(plan), *_options_list(options))
-    return _with_lse(answer, return_lse)
-
-
-def cascade(
-    query: Float[Tensor, "t h d"],
-    key_cache: Float[Tensor, "n p hk d"],
-    value_cache: Float[Tensor, "n p hk dv"],
-    plan: CascadePlan,
-    options: AttentionOptions = AttentionOptions(),
-    *,
-    return_lse: bool = False,
-) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend level by level; the operator of `fastattn.cascade.attention`."""
-    pages = (query, key_cache, value_cache)
-    answer = torch.ops.fastattn.cascade(*pages, *_cascade_lists(plan), *_options_list(options))
-    return _with_lse(answer, return_lse)
-
-
-def speculative(
-    query: Float[Tensor, "t h d"],
-    key_cache: Float[Tensor, "n p hk d"],
-    value_cache: Float[Tensor, "n p hk dv"],
-    plan: Plan | TreePlan,
-    options: AttentionOptions = AttentionOptions(),
-    *,
-    return_lse: bool = False,
-) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend from drafted tokens to their ancestors; the operator of `fastattn.speculative.attention`."""
-    pages = (query, key_cache, value_cache)
-    answer = torch.ops.fastattn.speculative(*pages, *_tree_lists(plan), *_options_list(options))
-    return _with_lse(answer, return_lse)
+chunked_prefill = _over_pages("chunked_prefill")
+sliding_window = _over_pages("sliding_window")
+local = _over_pages("local")
+cascade = _over_pages("cascade")
+speculative = _over_pages("speculative")
 
 
 def differential(
@@ -169,8 +114,7 @@ def differential(
 ) -> Float[Tensor, "t h d"] | tuple[Float[Tensor, "t h d"], Float[Tensor, "t h"]]:
     """Attend twice and subtract; the operator of `fastattn.differential.attention`."""
     more = (lambda_full, lambda_init, norm_weight, norm_eps, *_scales_lists(scales))
-    call = torch.ops.fastattn.differential
-    return _with_lse(call(query, cache, *_plan_lists(plan), *_options_list(options), *more), return_lse)
+    return _attend("differential", (query, cache), plan, options, return_lse, *more)
 
 
 def mla(
@@ -184,8 +128,7 @@ def mla(
     return_lse: bool = False,
 ) -> Float[Tensor, "t h {latent_rank}"] | tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
     """Attend from absorbed queries to latents; the operator of `fastattn.mla.attention`."""
-    crossing = (*_tree_lists(plan), *_options_list(options), latent_rank, cache_scale)
-    return _with_lse(torch.ops.fastattn.mla(query, cache, *crossing), return_lse)
+    return _attend("mla", (query, cache), plan, options, return_lse, latent_rank, cache_scale)
 
 
 def mla_prefill(
@@ -202,12 +145,8 @@ def mla_prefill(
     return_lse: bool = False,
 ) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend from new tokens to themselves and to their context; the operator of `fastattn.mla.prefill`."""
-    tokens, projections = (query, latent, rope_key, cache), (key_projection, value_projection)
-    lists = _join(([], [plan.block_size, _or_minus_one(plan.blocks)]), _plan_lists(plan.own))
-    for chunk in plan.chunks:
-        lists = _join(lists, _plan_lists(chunk.plan), ([chunk.slots], []))
-    crossing = (*lists, *_options_list(options), *projections, cache_scale)
-    return _with_lse(torch.ops.fastattn.mla_prefill(*tokens, *crossing), return_lse)
+    tensors, more = (query, latent, rope_key, cache), (key_projection, value_projection, cache_scale)
+    return _attend("mla_prefill", tensors, plan, options, return_lse, *more)
 
 
 def quantized(
@@ -220,12 +159,8 @@ def quantized(
     scales: Fp8Scales | Int8Scales,
     return_lse: bool = False,
 ) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over pages of codes; the operator of `fastattn.quantized.attention`."""
-    pages = (query, key_cache, value_cache)
-    of_plan = _cascade_lists(plan) if isinstance(plan, CascadePlan) else _tree_lists(plan)
-    lists = _join(([], [int(isinstance(plan, CascadePlan))]), of_plan)
-    crossing = (*lists, *_options_list(options), *_scales_lists(scales))
-    return _with_lse(torch.ops.fastattn.quantized(*pages, *crossing), return_lse)
+    """Attend over pages of quantised values; the operator of `fastattn.quantized.attention`."""
+    return _attend("quantized", (query, key_cache, value_cache), plan, options, return_lse, *_scales_lists(scales))
 
 
 # --- what goes with them ---
@@ -234,7 +169,7 @@ def quantized(
 def merge(
     outs: Sequence[Float[Tensor, "t h dv"]], lses: Sequence[Float[Tensor, "t h"]]
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Combine partial answers; the operator of `fastattn.merge.merge`."""
+    """Combine partial outputs; the operator of `fastattn.merge.merge`."""
     answer: tuple[Tensor, Tensor] = torch.ops.fastattn.merge(outs, lses)
     return answer
 
@@ -242,7 +177,7 @@ def merge(
 def add_sinks(
     out: Float[Tensor, "t h dv"], lse: Float[Tensor, "t h"], sinks: Float[Tensor, "h"]
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Add sinks to the softmax of an answer; the operator of `fastattn.merge.add_sinks`."""
+    """Add sinks to the softmax of an output; the operator of `fastattn.merge.add_sinks`."""
     answer: tuple[Tensor, Tensor] = torch.ops.fastattn.add_sinks(out, lse, sinks)
     return answer
 
@@ -300,11 +235,75 @@ def write_quantized(
     torch.ops.fastattn.write_quantized(*tokens, token_scales, tensors, numbers, kind)
 
 
-# --- plans, options and scales, taken apart and put together ---
-
-
-def _with_lse(answer: tuple[Tensor, Tensor], return_lse: bool) -> Answer:
+def _attend(
+    name: str, tensors: Sequence[Tensor], plan: AnyPlan, options: AttentionOptions, return_lse: bool, *more: Any
+) -> Any:
+    """Call the operator of a path, with its plan and its options taken apart."""
+    given = (getattr(options, name) for name in OPTIONS)
+    answer = getattr(torch.ops.fastattn, name)(*tensors, *_plan_lists(plan), *given, *more)
     return answer if return_lse else answer[0]
+
+
+# --- plans and scales, taken apart and put together ---
+
+
+def _plan_lists(plan: AnyPlan) -> Lists:
+    """Return the tables and the sizes of a plan: first those of the plans in it, then its own.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    if type(plan) not in PLANS:
+        raise ValueError(f"plan: expected a plan of the path, got {type(plan).__name__}")
+    plans: Sequence[Any] = [plan]
+    own: Lists = ([], [])
+    if isinstance(plan, CascadePlan):
+        plans, own = plan.levels, _batch_lists(plan.batch)
+    elif isinstance(plan, TreePlan):
+        plans, own = (plan.whole, plan.prefix), ([plan.trees.parents, plan.trees.lens, plan.depths, plan.ancestors], [])
+    elif isinstance(plan, PrefillPlan):
+        plans = [plan.own, *(chunk.plan for chunk in plan.chunks)]
+        own = [chunk.slots for chunk in plan.chunks], [plan.block_size, _or_minus_one(plan.blocks)]
+    tables: list[Tensor | None] = []
+    sizes = [PLANS.index(type(plan))]
+    for x in plans:
+        batch_tables, batch_sizes = _batch_lists(x.batch)
+        tables += [*batch_tables, x.first_keys, x.positions, x.sequences]
+        sizes += [*batch_sizes, _or_minus_one(x.block_size), int(x.causal), *x.window_size]
+    return tables + own[0], sizes + own[1]
+
+
+def _plan(tables: list[Any], sizes: list[int]) -> AnyPlan:
+    """Return the plan of such lists."""
+    kind, *sizes = sizes
+    count, plans = len(sizes) // SIZES, []
+    for i in range(count):
+        *of_batch, first_keys, positions, sequences = tables[i * TABLES : (i + 1) * TABLES]
+        *batch_sizes, block_size, causal, left, right = sizes[i * SIZES : (i + 1) * SIZES]
+        masked = (_batch(of_batch, batch_sizes), _or_none(block_size), bool(causal), (left, right))
+        plans.append(Plan(*masked, first_keys, positions, sequences))
+    tables, sizes = tables[count * TABLES :], sizes[count * SIZES :]
+    if PLANS[kind] is CascadePlan:
+        return CascadePlan(_batch(tables, sizes), tuple(plans))
+    if PLANS[kind] is TreePlan:
+        parents, lens, depths, ancestors = tables
+        whole, prefix = plans
+        return TreePlan(whole, prefix, Trees(parents, lens), depths, ancestors)
+    if PLANS[kind] is PrefillPlan:
+        own, *chunks = plans
+        return PrefillPlan(own, tuple(map(ContextChunk, chunks, tables)), sizes[0], _or_none(sizes[1]))
+    return plans[0]
+
+
+def _batch_lists(batch: Batch) -> Lists:
+    known = [_or_minus_one(batch.num_keys), _or_minus_one(batch.num_tokens)]
+    return [batch.cu_seqlens_q, batch.seq_lens, batch.block_table], [batch.max_query_len, batch.max_seq_len, *known]
+
+
+def _batch(tables: list[Any], sizes: list[int]) -> Batch:
+    cu_seqlens_q, seq_lens, block_table = tables
+    lengths, known = sizes[:2], map(_or_none, sizes[2:])
+    return Batch(cu_seqlens_q, seq_lens, block_table, *lengths, *known)
 
 
 def _or_minus_one(number: int | None) -> int:
@@ -313,87 +312,6 @@ def _or_minus_one(number: int | None) -> int:
 
 def _or_none(number: int) -> int | None:
     return None if number == -1 else number
-
-
-def _join(*parts: Lists) -> Lists:
-    return [x for tables, _ in parts for x in tables], [x for _, sizes in parts for x in sizes]
-
-
-def _batch_lists(batch: Batch) -> Lists:
-    tables = [batch.cu_seqlens_q, batch.seq_lens, batch.block_table]
-    guesses = [_or_minus_one(batch.num_keys), _or_minus_one(batch.num_tokens)]
-    return tables, [batch.max_query_len, batch.max_seq_len, *guesses]
-
-
-def _plan_lists(plan: Plan) -> Lists:
-    tables: list[Tensor | None] = [plan.first_keys, plan.positions, plan.sequences]
-    left, right = plan.window_size
-    return _join(_batch_lists(plan.batch), (tables, [_or_minus_one(plan.block_size), int(plan.causal), left, right]))
-
-
-def _cascade_lists(plan: CascadePlan) -> Lists:
-    return _join(_batch_lists(plan.batch), *map(_plan_lists, plan.levels))
-
-
-def _tree_lists(plan: Plan | TreePlan) -> Lists:
-    if isinstance(plan, Plan):
-        return _plan_lists(plan)
-    trees: list[Tensor | None] = [plan.trees.parents, plan.trees.lens, plan.depths, plan.ancestors]
-    return _join(_plan_lists(plan.whole), _plan_lists(plan.prefix), (trees, []))
-
-
-def _batch(tables: Iterator[Tensor | None], sizes: Iterator[int]) -> Batch:
-    cu_seqlens_q, seq_lens, block_table = islice(tables, 3)
-    assert cu_seqlens_q is not None and seq_lens is not None
-    max_query_len, max_seq_len, num_keys, num_tokens = islice(sizes, 4)
-    guesses = (_or_none(num_keys), _or_none(num_tokens))
-    return Batch(cu_seqlens_q, seq_lens, block_table, max_query_len, max_seq_len, *guesses)
-
-
-def _plan(tables: Iterator[Tensor | None], sizes: Iterator[int]) -> Plan:
-    batch = _batch(tables, sizes)
-    block_size, causal, left, right = islice(sizes, 4)
-    return Plan(batch, _or_none(block_size), bool(causal), (left, right), *islice(tables, 3))
-
-
-def _cascade_plan(tables: Iterator[Tensor | None], sizes: Iterator[int]) -> CascadePlan:
-    batch, levels = _batch(tables, sizes), []
-    for first in sizes:
-        levels.append(_plan(tables, _with_first(first, sizes)))
-    return CascadePlan(batch, tuple(levels))
-
-
-def _tree_plan(tables: Iterator[Tensor | None], sizes: Iterator[int]) -> Plan | TreePlan:
-    whole = _plan(tables, sizes)
-    for first in sizes:  # nothing more of a plan without trees
-        prefix = _plan(tables, _with_first(first, sizes))
-        parents, lens, depths, ancestors = tables
-        assert parents is not None and lens is not None and depths is not None and ancestors is not None
-        return TreePlan(whole, prefix, Trees(parents, lens), depths, ancestors)
-    return whole
-
-
-def _prefill_plan(tables: Iterator[Tensor | None], sizes: Iterator[int]) -> PrefillPlan:
-    block_size, blocks = islice(sizes, 2)
-    own, chunks = _plan(tables, sizes), []
-    for first in sizes:
-        plan = _plan(tables, _with_first(first, sizes))
-        (slots,) = islice(tables, 1)
-        assert slots is not None
-        chunks.append(ContextChunk(plan, slots))
-    return PrefillPlan(own, tuple(chunks), block_size, _or_none(blocks))
-
-
-def _with_first(first: int, others: Iterator[int]) -> Iterator[int]:
-    yield first
-    yield from others
-
-
-def _options_list(
-    options: AttentionOptions,
-) -> tuple[float | None, float, Tensor | None, Tensor | None, bool, bool]:
-    biases = (options.alibi_slopes, options.sinks)
-    return options.softmax_scale, options.softcap, *biases, options.batch_invariant, options.alibi_sqrt
 
 
 def _scales_lists(
@@ -422,159 +340,34 @@ def _scales(tensors: list[Tensor | None], numbers: list[float], kind: torch.dtyp
 
 # --- the operators ---
 
+PLAN = "Tensor?[] tables, SymInt[] sizes"
+OPTIONS = {  # in their order, with their types
+    "softmax_scale": "float?",
+    "softcap": "float",
+    "alibi_slopes": "Tensor?",
+    "sinks": "Tensor?",
+    "batch_invariant": "bool",
+    "alibi_sqrt": "bool",
+}
+PLANNED = ", ".join([PLAN, *(f"{kind} {name}" for name, kind in OPTIONS.items())])
+SCALES = "Tensor?[] scales, float[] scale_numbers, ScalarType? scale_format"
+PAGES = "Tensor query, Tensor key_cache, Tensor value_cache"
+TOKENS = "Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping"
 
-def _define(
-    name: str,
-    arguments: str,
-    compute: Callable[..., Any],
-    shape: Callable[..., Any],
-    *,
-    returns: str = ANSWER,
-    writes_to: Sequence[str] = (),
-) -> None:
-    schema = f"({arguments}) -> {returns}"
-    operator = torch.library.custom_op(f"fastattn::{name}", compute, mutates_args=writes_to, schema=schema)
-    operator.register_fake(shape)
+
+def _like_value(query: Tensor, value: Tensor, **others: Any) -> tuple[Tensor, Tensor]:
+    return _like(query, value.shape[-1])
 
 
-def _answer_like(query: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return memory of the shape and type of an answer, for the compiler, which fills in nothing."""
-    kind = torch.float64 if query.dtype == torch.float64 else torch.float32
+def _like_pages(query: Tensor, value_cache: Tensor, **others: Any) -> tuple[Tensor, Tensor]:
+    return _like(query, value_cache.shape[-1])
+
+
+def _like(query: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Return memory of the shapes and types of an output and its LSE, for the compiler, which fills in nothing."""
     out = query.new_empty(*query.shape[:2], width, dtype=checks.type_of_outputs(query, None))
+    kind = torch.float64 if query.dtype == torch.float64 else torch.float32
     return out, query.new_empty(query.shape[:2], dtype=kind)
-
-
-def _define_path(
-    name: str, tensors: str, attention: Callable[..., Any], read: Callable[..., Any], width: Callable[..., int]
-) -> None:
-    """Define the operator of a path that takes `tensors`, a plan and options, and no more."""
-    count = tensors.count("Tensor")
-
-    def compute(*arguments: Any) -> Any:
-        tables, sizes, *options = arguments[count:]
-        plan = read(iter(tables), iter(sizes))
-        return attention(*arguments[:count], plan, AttentionOptions(*options), return_lse=True)
-
-    def shape(*arguments: Any) -> Any:
-        return _answer_like(arguments[0], width(*arguments[:count]))
-
-    _define(name, f"{tensors}, {PLAN}, {OPTIONS}", compute, shape)
-
-
-def _value_width(query: Tensor, key: Tensor, value: Tensor) -> int:
-    return value.shape[-1]
-
-
-_define_path("dense", "Tensor query, Tensor key, Tensor value", dense_path.attention, _plan, _value_width)
-_define_path("chunked_prefill", PAGES, chunked_prefill_path.attention, _plan, _value_width)
-_define_path("sliding_window", PAGES, sliding_window_path.attention, _plan, _value_width)
-_define_path("local", PAGES, local_path.attention, _plan, _value_width)
-_define_path("speculative", PAGES, speculative_path.attention, _tree_plan, _value_width)
-_define_path("cascade", PAGES, cascade_path.attention, _cascade_plan, _value_width)
-
-
-def _differential(
-    query: Tensor, cache: Tensor, tables: list[Tensor | None], sizes: list[int], *options_and_more: Any
-) -> Any:
-    *options, lambda_full, lambda_init, norm_weight, norm_eps, tensors, numbers, kind = options_and_more
-    return differential_path.attention(
-        query,
-        cache,
-        _plan(iter(tables), iter(sizes)),
-        AttentionOptions(*options),
-        lambda_full=lambda_full,
-        lambda_init=lambda_init,
-        norm_weight=norm_weight,
-        norm_eps=norm_eps,
-        return_lse=True,
-        scales=_scales(tensors, numbers, kind),
-    )
-
-
-_define(
-    "differential",
-    f"Tensor query, Tensor cache, {PLAN}, {OPTIONS}, "
-    f"Tensor lambda_full, float lambda_init, Tensor? norm_weight, float norm_eps, {SCALES}",
-    _differential,
-    lambda query, *others: _answer_like(query, query.shape[-1]),
-)
-
-
-def _mla(query: Tensor, cache: Tensor, tables: list[Tensor | None], sizes: list[int], *options_and_more: Any) -> Any:
-    *options, latent_rank, cache_scale = options_and_more
-    plan, of_cache = _tree_plan(iter(tables), iter(sizes)), dict(latent_rank=latent_rank, cache_scale=cache_scale)
-    return mla_path.attention(query, cache, plan, AttentionOptions(*options), **of_cache, return_lse=True)
-
-
-_define(
-    "mla",
-    f"Tensor query, Tensor cache, {PLAN}, {OPTIONS}, SymInt latent_rank, float cache_scale",
-    _mla,
-    lambda query, *others: _answer_like(query, others[-2]),
-)
-
-
-def _mla_prefill(
-    query: Tensor,
-    latent: Tensor,
-    rope_key: Tensor,
-    cache: Tensor,
-    tables: list[Tensor | None],
-    sizes: list[int],
-    *options_and_more: Any,
-) -> Any:
-    *options, key_projection, value_projection, cache_scale = options_and_more
-    return mla_path.prefill(
-        query,
-        latent,
-        rope_key,
-        cache,
-        _prefill_plan(iter(tables), iter(sizes)),
-        AttentionOptions(*options),
-        key_projection=key_projection,
-        value_projection=value_projection,
-        cache_scale=cache_scale,
-        return_lse=True,
-    )
-
-
-_define(
-    "mla_prefill",
-    f"Tensor query, Tensor latent, Tensor rope_key, Tensor cache, {PLAN}, {OPTIONS}, "
-    "Tensor key_projection, Tensor value_projection, float cache_scale",
-    _mla_prefill,
-    lambda query, *others: _answer_like(query, others[-2].shape[1]),
-)
-
-
-def _quantized(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    tables: list[Tensor | None],
-    sizes: list[int],
-    *options_and_scales: Any,
-) -> Any:
-    *options, tensors, numbers, kind = options_and_scales
-    is_cascade, *others = sizes
-    make_plan = _cascade_plan if is_cascade else _tree_plan
-    return quantized_path.attention(
-        query,
-        key_cache,
-        value_cache,
-        make_plan(iter(tables), iter(others)),
-        AttentionOptions(*options),
-        scales=_scales(tensors, numbers, kind),
-        return_lse=True,
-    )
-
-
-_define(
-    "quantized",
-    f"{PAGES}, {PLAN}, {OPTIONS}, {SCALES}",
-    _quantized,
-    lambda query, key_cache, value_cache, *others: _answer_like(query, value_cache.shape[-1]),
-)
 
 
 def _merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -582,63 +375,76 @@ def _merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     return out, lse.clone() if lse is lses[0] else lse  # an operator returns memory of its own
 
 
-_define("merge", "Tensor[] outs, Tensor[] lses", _merge, lambda outs, lses: (outs[0].clone(), lses[0].clone()))
-_define(
-    "add_sinks",
-    "Tensor out, Tensor lse, Tensor sinks",
-    merge_path.add_sinks,
-    lambda out, lse, sinks: (out.clone(), lse.clone()),
-)
-
-TOKENS = "Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping"
-
-
-def _nothing(*arguments: Any) -> None:
-    """Return what a write does."""
-
-
-_define("write", TOKENS, kv_cache_path.write, _nothing, returns="()", writes_to=("key_cache", "value_cache"))
-_define(
-    "write_differential",
-    f"Tensor key, Tensor value, Tensor(a!) cache, Tensor slot_mapping, {SCALES}",
-    lambda *tokens_and_scales: differential_path.write(
-        *tokens_and_scales[:-3], scales=_scales(*tokens_and_scales[-3:])
+# Of each operator the path's function, the arguments by their names there, and the rule for its result, if it has one.
+OPERATORS: dict[str, tuple[Callable[..., Any], str, Callable[..., Any] | None]] = {
+    "dense": (dense_path.attention, f"Tensor query, Tensor key, Tensor value, {PLANNED}", _like_value),
+    "chunked_prefill": (chunked_prefill_path.attention, f"{PAGES}, {PLANNED}", _like_pages),
+    "sliding_window": (sliding_window_path.attention, f"{PAGES}, {PLANNED}", _like_pages),
+    "local": (local_path.attention, f"{PAGES}, {PLANNED}", _like_pages),
+    "cascade": (cascade_path.attention, f"{PAGES}, {PLANNED}", _like_pages),
+    "speculative": (speculative_path.attention, f"{PAGES}, {PLANNED}", _like_pages),
+    "quantized": (quantized_path.attention, f"{PAGES}, {PLANNED}, {SCALES}", _like_pages),
+    "differential": (
+        differential_path.attention,
+        f"Tensor query, Tensor cache, {PLANNED}, "
+        f"Tensor lambda_full, float lambda_init, Tensor? norm_weight, float norm_eps, {SCALES}",
+        lambda query, **others: _like(query, query.shape[-1]),
     ),
-    _nothing,
-    returns="()",
-    writes_to=("cache",),
-)
-_define(
-    "write_latents",
-    "Tensor latent, Tensor rope_key, Tensor(a!) cache, Tensor slot_mapping, float cache_scale",
-    lambda *tokens_and_scale: mla_path.write(*tokens_and_scale[:-1], cache_scale=tokens_and_scale[-1]),
-    _nothing,
-    returns="()",
-    writes_to=("cache",),
-)
+    "mla": (
+        mla_path.attention,
+        f"Tensor query, Tensor cache, {PLANNED}, SymInt latent_rank, float cache_scale",
+        lambda query, latent_rank, **others: _like(query, latent_rank),
+    ),
+    "mla_prefill": (
+        mla_path.prefill,
+        f"Tensor query, Tensor latent, Tensor rope_key, Tensor cache, {PLANNED}, "
+        "Tensor key_projection, Tensor value_projection, float cache_scale",
+        lambda query, value_projection, **others: _like(query, value_projection.shape[1]),
+    ),
+    "merge": (_merge, "Tensor[] outs, Tensor[] lses", lambda outs, lses: (outs[0].clone(), lses[0].clone())),
+    "add_sinks": (
+        merge_path.add_sinks,
+        "Tensor out, Tensor lse, Tensor sinks",
+        lambda out, lse, sinks: (out.clone(), lse.clone()),
+    ),
+    "write": (kv_cache_path.write, TOKENS, None),
+    "write_differential": (
+        differential_path.write,
+        f"Tensor key, Tensor value, Tensor(a!) cache, Tensor slot_mapping, {SCALES}",
+        None,
+    ),
+    "write_latents": (
+        mla_path.write,
+        "Tensor latent, Tensor rope_key, Tensor(a!) cache, Tensor slot_mapping, float cache_scale",
+        None,
+    ),
+    "write_quantized": (quantized_path.write, f"{TOKENS}, Tensor(c!)? token_scales, {SCALES}", None),
+}
 
 
-def _write_quantized(
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    token_scales: Tensor | None,
-    tensors: list[Tensor | None],
-    numbers: list[float],
-    kind: torch.dtype | None,
-) -> None:
-    tensors = tensors if token_scales is None else [token_scales, *tensors[1:]]
-    scales = _scales(tensors, numbers, kind)
-    quantized_path.write(key, value, key_cache, value_cache, slot_mapping, scales=scales)
+def _define(name: str, path: Callable[..., Any], arguments: str, result: Callable[..., Any] | None) -> None:
+    """Define an operator that calls a path, with what was taken apart put together."""
+    names = [argument.split()[-1] for argument in arguments.split(", ")]
+
+    def compute(*values: Any) -> Any:
+        named = dict(zip(names, values, strict=True))
+        if "tables" in named:
+            named["plan"] = _plan(named.pop("tables"), named.pop("sizes"))
+            named["options"] = AttentionOptions(**{option: named.pop(option) for option in OPTIONS})
+            named["return_lse"] = True
+        if "scale_format" in named:
+            scales, token_scales = named["scales"], named.pop("token_scales", None)
+            scales = scales if token_scales is None else [token_scales, *scales[1:]]
+            named["scales"] = _scales(scales, named.pop("scale_numbers"), named.pop("scale_format"))
+        return path(**named)
+
+    def fake(*values: Any) -> Any:
+        return None if result is None else result(**dict(zip(names, values, strict=True)))
+
+    schema = f"({arguments}) -> {'()' if result is None else '(Tensor, Tensor)'}"
+    written = [argument.split()[-1] for argument in arguments.split(", ") if "!" in argument]
+    torch.library.custom_op(f"fastattn::{name}", compute, mutates_args=written, schema=schema).register_fake(fake)
 
 
-_define(
-    "write_quantized",
-    f"{TOKENS}, Tensor(c!)? token_scales, {SCALES}",
-    _write_quantized,
-    _nothing,
-    returns="()",
-    writes_to=("key_cache", "value_cache", "token_scales"),
-)
+for _name, _operator in OPERATORS.items():
+    _define(_name, *_operator)

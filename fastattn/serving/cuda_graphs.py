@@ -1,20 +1,20 @@
 """Steps replayed as CUDA graphs: a runner for `refattn.serving.Engine`.
 
-On a GPU a small model waits for its host: a step is some twenty launches per layer, each faster done than asked for. So
-a step is recorded, once for each shape, and replayed as one launch:
+On a GPU a small model is bound by CPU launch overhead: a step is some twenty launches per layer, and each takes the GPU
+less time than the CPU. So a step is captured as a CUDA graph, once for each shape, and replayed as one launch:
 
     requests       1, 2, 4, 8, 16, 24, ..: a step with fewer has padding rows, which see and write nothing
     tokens         one per request in a decode; else rounded up by less than an eighth, with padding rows likewise
     drafts         trees of any shape, whose parents are in buffers, too; each of their nodes has logits
-    what changes   tokens, lengths, blocks and the maps of window pools are in buffers that the recording reads, filled
+    what changes   tokens, lengths, blocks and the maps of window pools are in buffers that the graph reads, filled
                    anew for each step; plans are derived from them on the device, once per step
-    capacity       a power of two; a step with a longer sequence makes a recording of its own, for twice the length
+    capacity       a power of two; a step with a longer sequence is captured anew, for twice the length
 
-A decode is recorded at once, as more of its shape follow. A step with prompts is recorded when its shape comes again,
+A decode is captured at once, as more of its shape follow. A step with prompts is captured when its shape comes again,
 and only if the host takes longer for it than the GPU. A model whose own code synchronizes with the device cannot be
-recorded: its steps run launch by launch, and a warning says so.
+captured: its steps run launch by launch, and a warning says so.
 
-Source: CUDA graphs over a paged cache as in vLLM and SGLang, which pad to recorded sizes too.
+Source: CUDA graphs over a paged cache as in vLLM and SGLang, which pad to captured sizes too.
 """
 
 import logging
@@ -35,12 +35,12 @@ from refattn.serving import Engine, StepTokens
 
 logger = logging.getLogger(__name__)
 
-FEWEST_TOKENS = 1024  # that a recording has room for, in each sequence
+FEWEST_TOKENS = 1024  # that a graph has room for, in each sequence
 LAYER_SECONDS = 3e-4  # what a layer that is not replayed costs the host, so what a cascade has to save
 
 
 class Shape(NamedTuple):
-    """The capacity of a recording.
+    """The capacity of a captured graph.
 
     Attributes:
         rows: requests.
@@ -61,8 +61,8 @@ class CudaGraphs:
     """Records steps and replays them; one runner serves one engine, whose twin is `fastattn`.
 
     Attributes:
-        records: whether steps are recorded: the result of `can_record`, until it turns out that the model cannot be
-            recorded. None before the first step.
+        records: whether steps are captured: the result of `can_record`, until it turns out that the model cannot be
+            captured. None before the first step.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class CudaGraphs:
         return engine.model.device.type == "cuda" and engine.twin.package is fastattn
 
     def run(self, engine: Engine, tokens: StepTokens) -> Float[Tensor, "rows v"] | None:
-        """Run a step and return the logits of its `logits_rows`; None if it is not recorded.
+        """Run a step and return the logits of its `logits_rows`; None if it is not captured.
 
         Raises:
             ValueError: if the runner has served another engine.
@@ -118,20 +118,20 @@ class CudaGraphs:
 
     @cached_property
     def memory(self) -> Any:
-        """The pool of memory that all recordings share, as one is replayed at a time."""
+        """The pool of memory that all graphs share, as one is replayed at a time."""
         return torch.cuda.graph_pool_handle()
 
 
 class _RecordingError(RuntimeError):
-    """A step runs, but it cannot be recorded as a CUDA graph."""
+    """A step runs, but it cannot be captured as a CUDA graph."""
 
 
 class _Step:
-    """A step of some shape, recorded when it is first run.
+    """A step of some shape, captured when it is first run.
 
     Args:
         server: the engine that runs the model.
-        runner: whose recordings share their memory.
+        runner: whose graphs share their memory.
         shape: what it has room for.
     """
 
@@ -163,7 +163,7 @@ class _Step:
         return self.replay()[: len(tokens.logits_rows)]
 
     def _fill(self, tokens: StepTokens) -> None:
-        """Write a step where the recording reads it; rows without a request have no query."""
+        """Write a step where the graph reads it; rows without a request have no query."""
         rows, _, num_tokens, nodes, _ = self.shape
         ends, count = list(accumulate(tokens.query_lens)), len(tokens.query_lens)
         unused = [0] * (rows - count)
@@ -206,12 +206,12 @@ def _record(step: Callable[[], Tensor], runner: CudaGraphs, name: str) -> Callab
     """Record what a step launches, and return the function that launches it again and returns the same tensor.
 
     Raises:
-        _RecordingError: if the step runs, but its recording fails.
+        _RecordingError: if the step runs, but its capture fails.
     """
     here = torch.cuda.current_stream()
     aside = torch.cuda.Stream()
     aside.wait_stream(here)
-    with torch.cuda.stream(aside):  # kernels are compiled and libraries set up before anything is recorded
+    with torch.cuda.stream(aside):  # kernels are compiled and libraries set up before anything is captured
         step()
     here.wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
@@ -219,7 +219,7 @@ def _record(step: Callable[[], Tensor], runner: CudaGraphs, name: str) -> Callab
         with torch.cuda.graph(graph, pool=runner.memory):
             logits = step()
     except Exception as error:
-        torch.cuda.set_stream(here)  # a recording that fails may leave its own stream behind
+        torch.cuda.set_stream(here)  # a capture that fails may leave its own stream behind
         raise _RecordingError(f"{name} cannot be recorded") from error
 
     def replay() -> Tensor:
@@ -230,7 +230,7 @@ def _record(step: Callable[[], Tensor], runner: CudaGraphs, name: str) -> Callab
 
 
 def _rounded_up(count: int) -> int:
-    """Return the number of rows that a step of `count` requests is recorded with."""
+    """Return the number of rows that a step of `count` requests is captured with."""
     return _power_of_2(count) if count <= 8 else -(-count // 8) * 8
 
 

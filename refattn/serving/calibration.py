@@ -1,9 +1,9 @@
-"""Calibration: how large the keys and values of a model become, so that the codes of a cache get scales that fit.
+"""Calibration: how large the keys and values of a model become, so that a quantised cache gets scales that fit.
 
     amax[h, c]         the largest |x| that any token of the prompts has in KV head h and channel c
-    scale of fp8       max over c of amax[h, c] / largest code           one per head, of keys and of values
+    scale of fp8       max over c of amax[h, c] / largest number         one per head, of keys and of values
     scale of int8      amax[h, c] / 127                                  of values; a key has its own
-    of latents in fp8  largest amax / largest code                       one, of latents and of rotary keys
+    of latents in fp8  largest amax / largest number                     one, of latents and of rotary keys
 
 A number past the largest that was seen saturates, so the prompts should be like what the model will be asked.
 """
@@ -40,7 +40,7 @@ def calibrate(
         calibration = calibrate(model, prompts)
         server = Engine(model, num_blocks=512, kv_cache_dtype="int8", calibration=calibration)
 
-    One calibration is good for every type of code, for either twin, and for every engine of the model.
+    One calibration is good for every format, for either twin, and for every engine of the model.
 
     Args:
         model: as in `Engine`; its attention is an engine's from now on.

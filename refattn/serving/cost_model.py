@@ -65,7 +65,7 @@ def estimate_seconds(
 ) -> float:
     """Estimate how long a cascade over some prefixes takes; without prefixes, how long attention takes.
 
-    A launch divides its work into tiles, `tile_rows` query rows times `tile_keys` keys of one key head, and distributes
+    A launch divides its work into tiles, `tile_rows` query rows times `tile_keys` keys of one KV head, and distributes
     them to the workers. All workers compute one tile each at the same time: a wave. A tile takes as long as reading its
     keys and values or computing its two products, whichever is longer, and every level is one more launch:
 
@@ -80,7 +80,7 @@ def estimate_seconds(
         seq_lens: tokens of each request, the new ones included.
         prefixes: what is shared.
         num_heads: query heads, `h`.
-        num_kv_heads: key heads, `hk`.
+        num_kv_heads: KV heads, `hk`.
         head_size: elements of a key and of a value, `d`.
         element_size: bytes of an element.
         machine: the hardware, for example `H200` or `CPU` of this module.
@@ -144,7 +144,7 @@ def worthwhile_prefixes(
         seq_lens: tokens of each request, the new ones included.
         prefixes: what is shared, from `find_prefixes`.
         num_heads: query heads, `h`.
-        num_kv_heads: key heads, `hk`.
+        num_kv_heads: KV heads, `hk`.
         head_size: elements of a key and of a value, `d`.
         element_size: bytes of an element.
         machine: the hardware, for example `H200` or `CPU` of this module.
@@ -178,7 +178,7 @@ def vllm_use_cascade(
     """Decide as vLLM does, for one prefix that all requests share; the engine takes `worthwhile_prefixes` instead.
 
     Never for prefixes below 256 tokens, for fewer than 8 requests, nor with ALiBi, windows, chunks or context
-    parallelism. Else always, if a request has several new tokens, or each key head has one query head; a decode of
+    parallelism. Else always, if a request has several new tokens, or each KV head has one query head; a decode of
     grouped heads is compared by waves of tiles of 128 queries and 128 keys:
 
         with a cascade     ceil(h * ceil(b / 128) / SMs) * tiles of the prefix
@@ -188,7 +188,7 @@ def vllm_use_cascade(
         query_lens: new tokens of each request.
         common_prefix_len: tokens that all of them share.
         num_heads: query heads, `h`.
-        num_kv_heads: key heads, `hk`.
+        num_kv_heads: KV heads, `hk`.
         num_sms: multiprocessors of the GPU.
         has_alibi: the layers have ALiBi slopes.
         has_window: some layer has a sliding window.

@@ -34,7 +34,7 @@ from refattn.interface.values import describe, expect
 KV_CACHE_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8}
 KEY_RANGE, VALUE_RANGE = 200.0, 100.0  # what the largest numbers of a first step become in fp8, as in vLLM
 WORKSPACE = 16384  # context tokens whose keys and values are made at a time: 1.25 GiB in DeepSeek-V3's sizes, bfloat16
-PATHS = {CascadePlan: "cascade", TreePlan: "speculative"}  # that take such a plan; chunked_prefill takes the others
+PATHS = {CascadePlan: "cascade", TreePlan: "speculative"}  # paths of these plans; chunked_prefill takes others
 Lens = Sequence[tuple[int, int]]  # of each request its new tokens, and all its tokens
 AnyPlan = Plan | CascadePlan | TreePlan | PrefillPlan
 Parts = tuple[tuple[slice, AnyPlan], ...]  # of a step: the query rows of each part, and their plan

@@ -328,7 +328,7 @@ def _falcon_attention(
     """Take Falcon, with rotary positions or with ALiBi."""
     fused = module.query_key_value(hidden_states)
     query, key, value = (rearrange(x, "1 t h d -> 1 h t d") for x in module._split_heads(fused))
-    if module.new_decoder_architecture:  # repeats each key head for its query heads
+    if module.new_decoder_architecture:  # repeats each KV head for its query heads
         key, value = (x[:, :: module.num_heads // module.num_kv_heads] for x in (key, value))
     if alibi is None:
         query, key = _code(module).apply_rotary_pos_emb(query, key, *position_embeddings)

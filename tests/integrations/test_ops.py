@@ -280,7 +280,7 @@ def test_every_field_of_a_plan_crosses():
         sequences=torch.tensor([0, 0, 1], dtype=torch.int32),
     )
     tables, sizes = ops._plan_lists(plan)
-    again = ops._plan(iter(tables), iter(sizes))
+    again = ops._plan(tables, sizes)
     fields = [(kind, field.name) for kind in (Batch, Plan) for field in dataclasses.fields(kind) if field.init]
     for kind, name in fields:
         if name == "batch":
@@ -292,11 +292,13 @@ def test_every_field_of_a_plan_crosses():
     assert ops._plan_lists(again)[1] == sizes
 
 
-def test_errors_are_those_of_the_path():
+def test_errors_are_those_of_the_path(shapes_unchecked):
     query, key_cache, value_cache, batch = BATCH.tensors
     plan = chunked_prefill.plan(batch, block_size=P)
     with pytest.raises(ValueError, match=r"sinks: expected floating point \[h=4\]"):
         ops.chunked_prefill(query, key_cache, value_cache, plan, AttentionOptions(sinks=torch.zeros(3)))
+    with pytest.raises(ValueError, match="plan: expected a plan of the path, got Batch"):
+        ops.chunked_prefill(query, key_cache, value_cache, batch)
     with pytest.raises(ValueError, match="slot_mapping"):
         ops.write(draw(2, 2, 16), draw(2, 2, 16), key_cache, value_cache, torch.tensor([3, 3]))
     with pytest.raises(RuntimeError, match="no autograd|backward|autograd"):

@@ -18,7 +18,7 @@ import refattn.serving.engine
 import refattn.serving.sampling
 import refattn.serving.scheduler
 from fastattn.serving import CudaGraphs
-from refattn.serving import CPU, BlockPool, Counters, Engine, NGram, Request, SamplingParams, StepTokens, sample
+from refattn.serving import CPU, BlockPool, Counters, Draft, Engine, NGram, Request, SamplingParams, StepTokens, sample
 from tests.helpers.engines import GREEDY, MODELS, PROMPTS, SYSTEM, TWINS, assert_nothing_is_held, make_engine, outputs
 from tests.helpers.tiny_models import SHARED_CACHES, byte_tokenizer, make_family, make_llama, make_model
 
@@ -236,6 +236,19 @@ def test_the_youngest_is_preempted_and_its_answer_stays(llama):
         engine.step()
     assert engine.counters.preemptions == 2, "later the oldest needs a fourth block, and the second one has it"
     assert [request.output_ids for request in requests] == transformers_outputs(llama, prompts)
+
+
+def test_the_tokens_of_a_step():
+    """A chunk of a prompt, whose logits nobody wants, a decode, and a decode with drafts, all of which have logits."""
+    chunk = Request([1, 2, 3, 4, 5], 5, GREEDY, num_computed_tokens=1, blocks=[3, 0])
+    decode = Request([7, 8], 1, GREEDY, num_computed_tokens=1, blocks=[2])
+    drafted = Request([9], 1, GREEDY, blocks=[1], draft=Draft((4, 6), (-1, 0, 1)))
+    tokens = StepTokens.of({chunk: 2, decode: 1, drafted: 3})
+    tables = [[3, 0], [2], [1]]
+    assert tokens == StepTokens([2, 1, 3], [3, 2, 3], tables, [2, 3, 8, 9, 4, 6], [2, 3, 4, 5], None)
+    drafted.draft = Draft((4, 6), (-1, 0, 0))
+    tree = StepTokens.of({chunk: 2, decode: 1, drafted: 3})
+    assert tree == replace(tokens, parents=[range(-1, 1), range(-1, 0), (-1, 0, 0)])
 
 
 @pytest.mark.covers("A34")
