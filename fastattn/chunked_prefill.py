@@ -4,7 +4,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fastattn.kernels import dispatch
-from refattn.interface import AttentionOptions, Batch, Plan
+from refattn.interface import AttentionOptions, Batch, Pages, Plan
 from refattn.interface.checks import check_paged
 from refattn.interface.values import check_sizes
 
@@ -32,5 +32,5 @@ def attention(
     Raises:
         NotImplementedError: if no kernel computes the combination, with the reason of each.
     """
-    tensors = query, key_cache, value_cache
-    return dispatch.attend(dispatch.paged, check_paged, tensors, plan, options, out, return_lse)
+    keys = Pages(key_cache, value_cache)
+    return dispatch.attend(check_paged, query, keys, plan, options, out, return_lse)

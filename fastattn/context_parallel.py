@@ -18,7 +18,10 @@ from refattn.interface import (
     Fp8Scales,
     Group,
     Int8Scales,
+    Pages,
     Plan,
+    QuantizedPages,
+    Rows,
     Shard,
 )
 from refattn.interface.ambient import refuse_gradients, without_autocast
@@ -102,15 +105,15 @@ def attention(
     rows, pools = dict(query=query, key=key, value=value), dict(key_cache=key_cache, value_cache=value_cache)
     refuse_gradients(dispatch.NO_BACKWARD, **rows, **pools, options=options)
     all_heads = group.all_gather(query, dim=1)
-    pages = all_heads, key_cache, value_cache, plan.context, options.without_sinks()
-    part, lse = dispatch.paged(*pages) if scales is None else dispatch.quantized(*pages, scales=scales)
+    keys = Pages(key_cache, value_cache) if scales is None else QuantizedPages(key_cache, value_cache, scales)
+    part, lse = dispatch.compute(all_heads, keys, plan.context, options.without_sinks())
 
     total = group.all_gather(lse[None], dim=0).logsumexp(0)  # [t, h of all ranks]
     weight = (lse - total).exp_()[..., None]  # NaN where no rank has a key: such a part counts for nothing in the merge
     context = group.reduce_scatter(part * weight, dim=1)  # float32: the parts are added once more
     context_lse = total.chunk(group.size, dim=1)[group.rank].contiguous()
 
-    new, new_lse = dispatch.dense(query, key[:, key_heads], value[:, key_heads], plan.own, options)
+    new, new_lse = dispatch.compute(query, Rows(key[:, key_heads], value[:, key_heads]), plan.own, options)
     answer, lse = dispatch.merge([context, new.to(context.dtype)], [context_lse, new_lse])
     out = answer.to(query.dtype) if out is None else out.copy_(answer)
     return (out, lse) if return_lse else out

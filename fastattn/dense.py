@@ -5,7 +5,7 @@ from torch import Tensor
 
 from fastattn.kernels import dispatch
 from fastattn.kernels.replay import memo_of
-from refattn.interface import AttentionOptions, Batch, Plan
+from refattn.interface import AttentionOptions, Batch, Plan, Rows
 from refattn.interface.checks import check_dense
 
 
@@ -36,4 +36,4 @@ def attention(
     Raises:
         NotImplementedError: if no kernel computes the combination, with the reason of each.
     """
-    return dispatch.attend(dispatch.dense, check_dense, (query, key, value), plan, options, out, return_lse)
+    return dispatch.attend(check_dense, query, Rows(key, value), plan, options, out, return_lse)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fastattn import chunked_prefill, kv_cache, quantized
 from fastattn.kernels import dispatch
-from refattn.interface import AttentionOptions, Batch, Fp8Scales, Plan
+from refattn.interface import AttentionOptions, AttentionPlan, Batch, Fp8Scales, Pairs, Plan
 from refattn.interface.ambient import without_autocast
 from refattn.interface.checks import (
     check_differential,
@@ -26,7 +26,7 @@ def plan(batch: Batch, *, block_size: int, causal: bool = True, window_size: tup
 def attention(
     query: Float[Tensor, "t h d"],
     cache: Shaped[Tensor, "2 2 *pages pairs d"],
-    plan: Plan,
+    plan: AttentionPlan,
     options: AttentionOptions = AttentionOptions(),
     *,
     lambda_full: Float[Tensor, ""],
@@ -46,9 +46,9 @@ def attention(
         NotImplementedError: if no kernel computes the combination, with the reason of each.
     """
     return dispatch.attend(
-        dispatch.differential,
         check_differential,
-        (query, cache),
+        query,
+        Pairs(cache, scales),
         plan,
         options,
         out,
@@ -57,7 +57,6 @@ def attention(
         lambda_init=lambda_init,
         norm_weight=norm_weight,
         norm_eps=norm_eps,
-        scales=scales,
     )
 
 

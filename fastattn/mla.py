@@ -13,7 +13,7 @@ from fastattn.kernels import dispatch
 from fastattn.kernels.problem import latent_scales
 from fastattn.kernels.replay import memo_of
 from fastattn.metadata import positions, slot_mapping
-from refattn.interface import AttentionOptions, Batch, ContextChunk, Plan, PrefillPlan, TreePlan
+from refattn.interface import AttentionOptions, AttentionPlan, Batch, ContextChunk, Latents, Plan, PrefillPlan, Rows
 from refattn.interface.ambient import refuse_gradients, without_autocast
 from refattn.interface.checks import (
     check_latent,
@@ -36,7 +36,7 @@ def plan(batch: Batch, *, block_size: int) -> Plan:
 def attention(
     query: Float[Tensor, "t h d"],
     cache: Float[Tensor, "n p c"],
-    plan: Plan | TreePlan,
+    plan: AttentionPlan,
     options: AttentionOptions,
     *,
     latent_rank: int,
@@ -51,8 +51,8 @@ def attention(
     Raises:
         NotImplementedError: if no kernel computes the combination, with the reason of each.
     """
-    more = dict(latent_rank=latent_rank, cache_scale=cache_scale)
-    return dispatch.attend(dispatch.mla, check_latent, (query, cache), plan, options, out, return_lse, **more)
+    keys = Latents(cache, latent_rank, cache_scale)
+    return dispatch.attend(check_latent, query, keys, plan, options, out, return_lse)
 
 
 def plan_prefill(batch: Batch, *, block_size: int, workspace: int, max_context_len: int | None = None) -> PrefillPlan:
@@ -136,7 +136,7 @@ def prefill(
     rank, rope = latent.shape[1], rope_key.shape[1]
     projections = {name: projection.contiguous() for name, projection in projections.items()}  # once for all parts
     latent, rope_key = _as_read(latent, rope_key, cache, cache_scale)
-    answer, lse = dispatch.dense(query, *_keys_and_values(latent, rope_key, **projections), plan.own, options)
+    answer, lse = dispatch.compute(query, _keys_and_values(latent, rope_key, **projections), plan.own, options)
     if plan.chunks:
         answer = answer.to(lse.dtype)  # hundreds of merges would lose digits in 16 bits
     for chunk in plan.chunks:
@@ -163,8 +163,8 @@ def _attend_to_chunk(
     """Attend from all new tokens to a chunk of their contexts, whose keys and values are gone when it returns."""
     read = _read_numbers(cache, chunk.slots, cache_scale, query.dtype)[:, : rank + rope]
     projections = dict(key_projection=key_projection, value_projection=value_projection)
-    key, value = _keys_and_values(read[:, :rank], read[:, rank:], **projections)
-    return dispatch.dense(query, key, value, chunk.plan, options.without_sinks())
+    keys = _keys_and_values(read[:, :rank], read[:, rank:], **projections)
+    return dispatch.compute(query, keys, chunk.plan, options.without_sinks())
 
 
 def _as_read(
@@ -205,14 +205,14 @@ def _keys_and_values(
     *,
     key_projection: Float[Tensor, "h nope r"],
     value_projection: Float[Tensor, "h dv r"],
-) -> tuple[Float[Tensor, "s h d"], Float[Tensor, "s h dv"]]:
-    """Make the keys and values of every head, by one product each."""
+) -> Rows:
+    """Make the keys `[s, h, d]` and values `[s, h, dv]` of every head, by one product each."""
     h, nope, _ = key_projection.shape
     key = latent.new_empty(latent.shape[0], h, nope + rope_key.shape[1])
     per_head = (latent.expand(h, -1, -1), key_projection.mT)
     torch.bmm(*per_head, out=key[..., :nope].transpose(0, 1))  # to its place, which takes no copy
     key[..., nope:] = rope_key[:, None]
-    return key, (latent @ value_projection.flatten(0, 1).mT).unflatten(1, (h, -1))
+    return Rows(key, (latent @ value_projection.flatten(0, 1).mT).unflatten(1, (h, -1)))
 
 
 @without_autocast

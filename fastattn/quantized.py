@@ -7,7 +7,15 @@ from jaxtyping import Float, Float32, Int8, Int64, Shaped
 from torch import Tensor
 
 from fastattn.kernels import dispatch
-from refattn.interface import AttentionOptions, Batch, CascadePlan, Fp8Scales, Int8Scales, Plan, TreePlan
+from refattn.interface import (
+    AttentionOptions,
+    AttentionPlan,
+    Batch,
+    Fp8Scales,
+    Int8Scales,
+    Plan,
+    QuantizedPages,
+)
 from refattn.interface.checks import (
     check_int8_pools,
     check_quantized,
@@ -30,7 +38,7 @@ def attention(
     query: Float[Tensor, "t h d"],
     key_cache: Shaped[Tensor, "n p hk d"],
     value_cache: Shaped[Tensor, "n p hk dv"],
-    plan: Plan | CascadePlan | TreePlan,
+    plan: AttentionPlan,
     options: AttentionOptions = AttentionOptions(),
     *,
     scales: Fp8Scales | Int8Scales,
@@ -48,8 +56,8 @@ def attention(
     if isinstance(query, Tensor) and query.dtype in FP8_FORMATS:
         check_quantized(query, key_cache, value_cache, plan, options, scales, out, return_lse)
         query, scales = _as_numbers(query, scales, out)
-    tensors = query, key_cache, value_cache
-    return dispatch.attend(dispatch.quantized, check_quantized, tensors, plan, options, out, return_lse, scales=scales)
+    keys = QuantizedPages(key_cache, value_cache, scales)
+    return dispatch.attend(check_quantized, query, keys, plan, options, out, return_lse)
 
 
 def _as_numbers(query: Tensor, scales: Fp8Scales | Int8Scales, out: Tensor | None) -> tuple[Tensor, Fp8Scales]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastattn import chunked_prefill, sliding_window
 from fastattn.kernels import dispatch
-from refattn.interface import Accepted, AttentionOptions, Batch, DraftStep, Plan, TreePlan, Trees
+from refattn.interface import Accepted, AttentionOptions, Batch, DraftStep, Pages, Plan, TreePlan, Trees
 from refattn.interface.checks import check_tree
 from refattn.interface.contents import check_block_table, check_num_tokens
 from refattn.interface.trees import (
@@ -155,8 +155,8 @@ def attention(
     """
     if isinstance(plan, Plan):
         return chunked_prefill.attention(query, key_cache, value_cache, plan, options, return_lse=return_lse, out=out)
-    tensors = query, key_cache, value_cache
-    return dispatch.attend(dispatch.tree, check_tree, tensors, plan, options, out, return_lse)
+    keys = Pages(key_cache, value_cache)
+    return dispatch.attend(check_tree, query, keys, plan, options, out, return_lse)
 
 
 def accept(batch: Batch, trees: Trees, drafts: Int64[Tensor, "t"], chosen: Int64[Tensor, "t"]) -> Accepted:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from refattn import chunked_prefill, kv_cache, quantized
 from refattn.attention import attend_plan, finish
-from refattn.interface import AttentionOptions, Batch, Fp8Scales, Pairs, Plan
+from refattn.interface import AttentionOptions, AttentionPlan, Batch, Fp8Scales, Pairs, Plan
 from refattn.interface.ambient import compute_dtype, without_autocast
 from refattn.interface.checks import (
     check_differential,
@@ -58,7 +58,7 @@ def plan(batch: Batch, *, block_size: int, causal: bool = True, window_size: tup
 def attention(
     query: Float[Tensor, "t h d"],
     cache: Shaped[Tensor, "2 2 *pages pairs d"],
-    plan: Plan,
+    plan: AttentionPlan,
     options: AttentionOptions = AttentionOptions(),
     *,
     lambda_full: Float[Tensor, ""],
@@ -82,7 +82,8 @@ def attention(
         query: new tokens of all sequences, heads in interleaved pairs; rows after the last sequence are padding.
         cache: the pool, `[half, key or value, n, p, hk/2, d]`; any strides. Rows `[half, key or value, s, hk/2, d]`
             under a plan over rows (`split_halves`).
-        plan: from `plan`, once per step; or from `dense.plan`, over rows.
+        plan: from `plan`, or of another path over pages, once per step; levels of a cascade and drafted trees, too. Or
+            from `dense.plan`, over rows.
         options: those of the layer; slopes and sinks have one number for each of the `h` heads.
         lambda_full: weight of the second softmax, from `compute_lambda`.
         lambda_init: the constant of the layer that was learned around, `0.8 - 0.6 * exp(-0.3 * layer)`.

@@ -27,7 +27,16 @@ from torch import Tensor
 
 from refattn import kv_cache, quantized
 from refattn.attention import attend_plan, attend_sequences, finish
-from refattn.interface import AttentionOptions, Batch, ContextChunk, Fp8Scales, Latents, Plan, PrefillPlan, TreePlan
+from refattn.interface import (
+    AttentionOptions,
+    AttentionPlan,
+    Batch,
+    ContextChunk,
+    Fp8Scales,
+    Latents,
+    Plan,
+    PrefillPlan,
+)
 from refattn.interface.ambient import compute_dtype, without_autocast
 from refattn.interface.checks import (
     check_latent,
@@ -64,7 +73,7 @@ def plan(batch: Batch, *, block_size: int) -> Plan:
 def attention(
     query: Float[Tensor, "t h d"],
     cache: Float[Tensor, "n p c"],
-    plan: Plan | TreePlan,
+    plan: AttentionPlan,
     options: AttentionOptions,
     *,
     latent_rank: int,
@@ -83,7 +92,7 @@ def attention(
         query: absorbed queries of the new tokens (`absorb`), with `d = r + rope`.
         cache: the pool of latents, `c >= r + rope`: elements after those are never read. In the type of the query, or
             codes, `torch.float8_e4m3fn` or `torch.float8_e5m2`.
-        plan: from `plan`, or of drafted trees from `speculative.plan`, once per step.
+        plan: from `plan`, or of another path over pages, once per step; levels of a cascade and drafted trees, too.
         options: those of the layer. It has to say `softmax_scale`: it comes from the head size before absorption.
         latent_rank: elements of a latent, `r`.
         cache_scale: what codes are multiplied with, above 0: one number for latents and rotary keys. 1 for a pool of

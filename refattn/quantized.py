@@ -34,13 +34,12 @@ from torch import Tensor
 from refattn.attention import attend_plan, finish
 from refattn.interface import (
     AttentionOptions,
+    AttentionPlan,
     Batch,
-    CascadePlan,
     Fp8Scales,
     Int8Scales,
     Plan,
     QuantizedPages,
-    TreePlan,
 )
 from refattn.interface.checks import (
     check_int8_pools,
@@ -80,7 +79,7 @@ def attention(
     query: Float[Tensor, "t h d"],
     key_cache: Shaped[Tensor, "n p hk d"],
     value_cache: Shaped[Tensor, "n p hk dv"],
-    plan: Plan | CascadePlan | TreePlan,
+    plan: AttentionPlan,
     options: AttentionOptions = AttentionOptions(),
     *,
     scales: Fp8Scales | Int8Scales,

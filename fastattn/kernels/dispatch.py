@@ -2,32 +2,27 @@
 
 A kernel is a module with
 
-    OPERATIONS                      the names of the operations that it has, each a function of the module
+    OPERATIONS                      the names of what it computes
     unsupported_reason(problem)     why it cannot compute a problem, or None
 
-and its operations are called as
+and with a function for each of its operations. All attention is one function, whatever stores the keys and whoever may
+see whom, and what it takes of these is among the names:
 
-    dense(query, key, value, plan, options, out)                     attend over ragged rows
-    paged(query, key_cache, value_cache, plan, options, out)         attend over pages
-    levels(query, key_cache, value_cache, plans, options, out)       attend to the levels of a cascade, and merge
-    tree(query, key_cache, value_cache, plan, options, out)          attend over pages that end with a drafted tree
-    differential(query, cache, plan, options, subtraction, out)      attend to pairs of keys and values, and subtract
-    mla(query, cache, plan, options, latent_rank, out, scales)       attend to latents, keys and values in one; codes
-                                                                     if there are scales
-    mla_tree(query, cache, plan, options, latent_rank, out, scales)  attend to latents that end with a drafted tree
-    quantized(query, key_cache, value_cache, plan, options, scales, out)     attend over pages of codes
-    quantized_levels(query, key_cache, value_cache, plans, options, scales, out)     attend to the levels of a cascade
-    quantized_tree(query, key_cache, value_cache, plan, options, scales, out)        attend over pages before a tree
-    merge(outs, lses)                                                combine partial answers
-    add_sinks(out, lse, sinks)                                       give sinks their share of an answer
-    write(key, value, key_cache, value_cache, slot_mapping)          write new tokens into the pool
+    attend(query, keys, plan, options, out)     attend under a plan to `Rows` ("dense"), `Pages` ("paged"),
+                                                `QuantizedPages` ("quantized") or `Latents` ("mla"); under drafted trees
+                                                ("tree", "quantized_tree", "mla_tree"); under all levels of a cascade in
+                                                one call ("levels", "quantized_levels")
+    differential(query, cache, plan, options, subtraction, out)     attend to pairs of keys and values, and subtract
+    merge(outs, lses)                                               combine partial answers
+    add_sinks(out, lse, sinks)                                      give sinks their share of an answer
+    write(key, value, key_cache, value_cache, slot_mapping)         write new tokens into the pool
     write_quantized(key, value, key_cache, value_cache, slot_mapping, scales)    write them as codes
-    copy_blocks(cache, pairs)                                        copy blocks inside a pool
-    compact(cache, batch, trees, accepted, block_size)               move accepted nodes to the front of their trees
-    slot_mapping(batch, num_tokens, block_size)                      where each new token is written
-    trim(batch, left, block_size, columns)                           lengths and tables of a window
-    cut_chunks(batch, chunk_size, block_size, num_chunks, columns)   lengths and tables of virtual sequences
-    draw_trees(batch, trees, num_tokens)                             depths, ancestors and positions of nodes
+    copy_blocks(cache, pairs)                                       copy blocks inside a pool
+    compact(cache, batch, trees, accepted, block_size)              move accepted nodes to the front of their trees
+    slot_mapping(batch, num_tokens, block_size)                     where each new token is written
+    trim(batch, left, block_size, columns)                          lengths and tables of a window
+    cut_chunks(batch, chunk_size, block_size, num_chunks, columns)  lengths and tables of virtual sequences
+    draw_trees(batch, trees, num_tokens)                            depths, ancestors and positions of nodes
 
 A kernel may record how to replay a call of attention at less CPU overhead; see `fastattn.kernels.replay`.
 
@@ -41,7 +36,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from functools import cache, lru_cache, partial, wraps
+from functools import cache, lru_cache, wraps
 from inspect import signature
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
@@ -51,7 +46,7 @@ from jaxtyping import Float, Int32, Int64, Shaped
 from torch import Tensor
 
 from fastattn.kernels.device import num_multiprocessors
-from fastattn.kernels.problem import Problem, Subtraction, attention_problem, key_starts, latent_scales, stored_types
+from fastattn.kernels.problem import Problem, Subtraction, attention_problem, key_starts, stored_types
 from fastattn.kernels.replay import (
     RETURN_LSE,
     Key,
@@ -67,12 +62,17 @@ from fastattn.kernels.replay import (
 )
 from refattn.interface import (
     Accepted,
+    AnyKeys,
     AttentionOptions,
+    AttentionPlan,
     Batch,
-    CascadePlan,
     Fp8Scales,
     Int8Scales,
+    Keys,
+    Pages,
+    Pairs,
     Plan,
+    QuantizedPages,
     TreePlan,
     Trees,
 )
@@ -327,228 +327,147 @@ def _launches(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def attend(
-    operation: Callable[..., tuple[Tensor, Tensor]],
     check: Callable[..., object],
-    tensors: tuple[Tensor, ...],
-    plan: Plan | CascadePlan | TreePlan,
+    query: Tensor,
+    keys: AnyKeys,
+    plan: AttentionPlan,
     options: AttentionOptions,
     out: Tensor | None,
     return_lse: bool,
     **more: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attend by one of the operations below: replay the call if its plan remembers it, else check and compute it.
+    """Attend: replay the call if its plan remembers it, else check and compute it.
 
     Nothing that is checked differs in a replay, see `fastattn.kernels.replay`: bad arguments give another cache key.
 
     Args:
-        operation: a function below.
-        check: raises a ValueError for bad arguments; it takes all of those that follow.
-        tensors: the queries and then the keys and values, or the pool that holds both.
+        check: raises a ValueError for bad arguments; it takes all that follow by name, and the fields of `keys`.
+        query: query rows of all sequences, `[t, h, d]`.
+        keys: where the keys are.
         plan: the lengths, the tables, and who may see whom.
         options: those of the layer.
         out: where the outputs go; new memory if None.
         return_lse: return the log-sum-exps, too.
-        more: the arguments that only this path has.
+        more: how the answers of pairs are subtracted.
 
     Raises:
         ValueError: as `check` does.
         NotImplementedError: if no kernel computes the combination, with the reason of each.
     """
-    cache_key = key_of(operation, _asked_for.get(), tensors, plan, options, out, return_lse, more)
+    cache_key = key_of(_asked_for.get(), query, keys, plan, options, out, return_lse, more)
     replay = None if cache_key is None else memo_of(plan).replays.get(cache_key)
     if replay is not None:
         try:
             if out is None:
-                answer, lse = replay(*tensors, plan, options, None, **more)
+                answer, lse = replay(query, keys, plan, options, None, **more)
             else:
-                answer, lse = _into(out, *replay(*tensors, plan, options, _memory(out), **more))
+                answer, lse = _into(out, *replay(query, keys, plan, options, _memory(out), **more))
             return (answer, lse) if return_lse else answer
         except torch.OutOfMemoryError:
             pass  # computed once more as a first call is, which says what helps
-    check(*tensors, plan, options, out=out, return_lse=return_lse, **more)
-    answer, lse = operation(*tensors, plan, options, out, cache_key, **more)
+    check(query=query, plan=plan, options=options, out=out, return_lse=return_lse, **keys._asdict(), **more)
+    answer, lse = compute(query, keys, plan, options, out, cache_key, **more)
     return (answer, lse) if return_lse else answer
 
 
-def _compute(
-    function: Replay,
-    cache_key: Key | None,
-    tensors: tuple[Tensor, ...],
-    plan: Plan | CascadePlan | TreePlan,
+@_launches
+def compute(
+    query: Tensor,
+    keys: AnyKeys,
+    plan: AttentionPlan,
     options: AttentionOptions,
-    out: Tensor | None,
-    *,
-    adapt: Callable[[Replay], Replay] = lambda function: function,
-    can_record: bool = True,
+    out: Tensor | None = None,
+    cache_key: Key | None = None,
     **more: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Compute a call, and let its plan remember under a key how to replay it.
+    """Attend to what has been checked; returns the outputs and their log-sum-exps.
 
     Args:
-        function: the operation of a kernel. It is replayed itself if the kernel records nothing.
-        cache_key: from `key_of`; None to remember nothing.
-        tensors: as in `attend`, and so on.
-        plan: likewise.
-        options: likewise.
-        out: likewise.
-        adapt: turns the operation of a kernel into a function of the arguments of the path.
-        can_record: what the kernel records is all of the call.
+        query: as in `attend`, and what follows.
+        keys: where the keys are.
+        plan: the lengths, the tables, and who may see whom.
+        options: those of the layer.
+        out: where the outputs go; new memory if None.
+        cache_key: from `key_of`, under which the plan will remember how to replay the call; None to remember nothing.
         more: as in `attend`.
     """
-    call, into = adapt(function), None
+    call, adapt, can_record = _caller(query, keys, plan, options)
+    into = None
     if cache_key is not None and can_record:
         into = Recorder(return_lse=cache_key[RETURN_LSE] is True)
     with recording(into):
-        answer, lse = call(*tensors, plan, options, _memory(out), **more)
+        answer, lse = call(query, keys, plan, options, _memory(out), **more)
     if cache_key is not None:
         memo_of(plan).replays[cache_key] = call if into is None or into.replay is None else adapt(into.replay)
     return _into(out, answer, lse)
 
 
-@_launches
-def dense(
-    query: Float[Tensor, "t h d"],
-    key: Float[Tensor, "s hk d"],
-    value: Float[Tensor, "s hk dv"],
-    plan: Plan,
-    options: AttentionOptions,
-    out: Float[Tensor, "t h dv"] | None = None,
-    cache_key: Key | None = None,
-) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over ragged rows; arguments are those of `fastattn.dense.attention`, and a key to remember the call."""
-    tensors = query, key, value
-    kernel = choose(attention_problem("dense", *tensors, plan, options))
-    return _compute(kernel.dense, cache_key, tensors, plan, options, out)
+def _caller(
+    query: Tensor, keys: AnyKeys, plan: AttentionPlan, options: AttentionOptions
+) -> tuple[Replay, Callable[[Replay], Replay], bool]:
+    """Return what computes a call, how to call what a kernel records of it, and whether that is all of the call.
 
-
-@_launches
-def paged(
-    query: Float[Tensor, "t h d"],
-    key_cache: Float[Tensor, "n p hk d"],
-    value_cache: Float[Tensor, "n p hk dv"],
-    plan: Plan,
-    options: AttentionOptions,
-    out: Float[Tensor, "t h dv"] | None = None,
-    cache_key: Key | None = None,
-) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over pages; arguments are those of `fastattn.chunked_prefill.attention`, and a key as in `dense`."""
-    tensors = query, key_cache, value_cache
-    kernel = choose(attention_problem("paged", *tensors, plan, options))
-    return _compute(kernel.paged, cache_key, tensors, plan, options, out)
-
-
-@_launches
-def levels(
-    query: Float[Tensor, "t h d"],
-    key_cache: Float[Tensor, "n p hk d"],
-    value_cache: Float[Tensor, "n p hk dv"],
-    plan: CascadePlan,
-    options: AttentionOptions,
-    out: Float[Tensor, "t h dv"] | None = None,
-    cache_key: Key | None = None,
-) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over pages level by level, in one call where a kernel takes all levels, else in one per level and a merge.
-
-    Arguments are those of `fastattn.cascade.attention`, and a key as in `dense`.
+    The levels of a cascade are one call where each has the same kernel, and it takes all of them. Otherwise a kernel is
+    chosen for each, and the answers merge. Over codes a kernel that takes all of them goes first.
     """
-    tensors = query, key_cache, value_cache
-    kernels = [choose(attention_problem("paged", *tensors, *one)) for one in _levels_of(plan, options)]
-    if len(set(kernels)) == 1 and "levels" in kernels[0].OPERATIONS:
-        return _compute(kernels[0].levels, cache_key, tensors, plan, options, out, adapt=_of_levels)
+    if isinstance(keys, Pairs):
+        return _caller_of_pairs(query, keys, plan, options)
+    problem = attention_problem(query, keys, plan, options)
+    if len(plan.levels) == 1 or isinstance(keys, QuantizedPages):
+        return choose(problem).attend, _as_it_is, True
+    kernels = [choose(attention_problem(query, keys, *one)) for one in _levels_of(plan, options)]
+    if len(set(kernels)) == 1 and problem.operation in kernels[0].OPERATIONS:
+        return kernels[0].attend, _as_it_is, True
     merging = choose(Problem("merge", query.device, _lse_dtype(query)))
 
     def one_by_one(
-        query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: CascadePlan, options: AttentionOptions, _: object
+        query: Tensor, keys: Keys, plan: AttentionPlan, options: AttentionOptions, _: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        work = _levels_of(plan, options)
-        tensors = query, key_cache, value_cache
-        parts = [kernel.paged(*tensors, *one, None) for kernel, one in zip(kernels, work, strict=True)]
-        answer: tuple[Tensor, Tensor] = merging.merge(*zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
+        work = zip(kernels, _levels_of(plan, options), strict=True)
+        parts = [kernel.attend(query, keys, *one, None) for kernel, one in work]
+        answer: tuple[Tensor, Tensor] = merging.merge(*zip(*parts, strict=True))
         return answer
 
-    return _compute(one_by_one, cache_key, tensors, plan, options, out, can_record=False)
+    return one_by_one, _as_it_is, False
 
 
-def _levels_of(plan: CascadePlan, options: AttentionOptions) -> list[tuple[Plan, AttentionOptions]]:
+def _as_it_is(function: Replay) -> Replay:
+    return function
+
+
+def _levels_of(plan: AttentionPlan, options: AttentionOptions) -> list[tuple[Plan | TreePlan, AttentionOptions]]:
     """Return each level with its options: sinks count once, in the last level, where every query is."""
     *shared, own = plan.levels
     return [*((level, options.without_sinks()) for level in shared), (own, options)]
 
 
-def _of_levels(function: Replay) -> Replay:
-    """Let the operation of a kernel that takes a list of plans take a cascade."""
-    return lambda query, key_cache, value_cache, plan, *others: function(
-        query, key_cache, value_cache, plan.levels, *others
-    )
+# --- differential attention ---
 
 
-@_launches
-def tree(
-    query: Float[Tensor, "t h d"],
-    key_cache: Float[Tensor, "n p hk d"],
-    value_cache: Float[Tensor, "n p hk dv"],
-    plan: TreePlan,
-    options: AttentionOptions,
-    out: Float[Tensor, "t h dv"] | None = None,
-    cache_key: Key | None = None,
-) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over pages that end with a tree; arguments are those of `fastattn.speculative.attention`, and a key."""
-    tensors = query, key_cache, value_cache
-    kernel = choose(attention_problem("tree", *tensors, plan.whole, options))
-    return _compute(kernel.tree, cache_key, tensors, plan, options, out)
+def _caller_of_pairs(
+    query: Tensor, keys: Pairs, plan: AttentionPlan, options: AttentionOptions
+) -> tuple[Replay, Callable[[Replay], Replay], bool]:
+    """Return as `_caller` a kernel that subtracts, which reads every key and value once, where one can.
 
-
-@_launches
-def differential(
-    query: Float[Tensor, "t h d"],
-    cache: Shaped[Tensor, "2 2 *pages pairs d"],
-    plan: Plan,
-    options: AttentionOptions,
-    out: Float[Tensor, "t h d"] | None = None,
-    cache_key: Key | None = None,
-    *,
-    lambda_full: Float[Tensor, ""],
-    lambda_init: float,
-    norm_weight: Float[Tensor, "dv"] | None = None,
-    norm_eps: float = 1e-5,
-    scales: Fp8Scales | None = None,
-) -> tuple[Float[Tensor, "t h d"], Float[Tensor, "t h"]]:
-    """Attend twice, subtract and norm: `softmax(q1 k1) [v1; v2] - lambda * softmax(q2 k2) [v1; v2]`.
-
-    A kernel with this operation reads every key and value once; where none can, or one is asked for that cannot, it is
-    four calls over pages, as always over an fp8 cache. Rows are read as pages of one row each. Arguments are those of
-    `fastattn.differential.attention`, and a key as in `dense`; slopes and sinks have one number for each of the `h`
-    heads.
+    Where none can, or one is asked for that cannot, it is four calls of attention, as always over an fp8 cache, under
+    the levels of a cascade and under drafted trees.
     """
-    operation = "paged" if scales is None else "quantized"
-    pages, over_pages = _in_pages(cache, plan)
-    problem = attention_problem(operation, query[:, ::2], pages[0, 0], pages[0, 1], over_pages, options, scales)
-    kernel = _choose_differential(problem, _asked_for.get()) if scales is None else None
-    subtract = partial(_subtract, choose(problem), operation) if kernel is None else kernel.differential
-    return _compute(
-        subtract,
-        cache_key,
-        (query, cache),
-        plan,
-        options,
-        out,
-        adapt=_of_pairs,
-        can_record=kernel is not None and over_pages is plan,  # launches know one table, and rows have one per call
-        lambda_full=lambda_full,
-        lambda_init=lambda_init,
-        norm_weight=norm_weight,
-        norm_eps=norm_eps,
-        scales=scales,
-    )
+    if keys.scales is None and isinstance(plan, Plan):
+        pages, over_pages = _in_pages(keys.cache, plan)
+        problem = attention_problem(query[:, ::2], Pages(pages[0, 0], pages[0, 1]), over_pages, options)
+        kernel = _choose_differential(problem, _asked_for.get())
+        if kernel is not None:  # launches know one table, and rows have one per call
+            return _of_kernel(kernel.differential), _of_kernel, over_pages is plan
+    return _with_subtraction(_subtract), _as_it_is, False
 
 
-def _of_pairs(function: Replay) -> Replay:
-    """Let the operation of a kernel take what `differential` does."""
+def _with_subtraction(function: Replay) -> Replay:
+    """Let a function that subtracts take how answers are subtracted as the path does."""
 
     def call(
         query: Tensor,
-        cache: Tensor,
-        plan: Plan,
+        keys: Pairs,
+        plan: AttentionPlan,
         options: AttentionOptions,
         out: Tensor | None,
         *,
@@ -556,14 +475,17 @@ def _of_pairs(function: Replay) -> Replay:
         lambda_init: float,
         norm_weight: Tensor | None,
         norm_eps: float,
-        scales: Fp8Scales | None,
     ) -> tuple[Tensor, Tensor]:
         subtraction = Subtraction(lambda_full, norm_weight, float(norm_eps), 1.0 - lambda_init)
-        scaled = () if scales is None else (scales,)
-        answer, lse = function(query, *_in_pages(cache, plan), options, subtraction, out, *scaled)
+        answer, lse = function(query, keys, plan, options, subtraction, out)
         return answer if answer is out else answer.view(query.shape), lse
 
     return call
+
+
+def _of_kernel(function: Replay) -> Replay:
+    """Let the operation `differential` of a kernel, which is over pages, take what the path does."""
+    return _with_subtraction(lambda query, keys, plan, *others: function(query, *_in_pages(keys.cache, plan), *others))
 
 
 def _in_pages(cache: Tensor, plan: Plan) -> tuple[Tensor, Plan]:
@@ -586,98 +508,27 @@ def _in_pages(cache: Tensor, plan: Plan) -> tuple[Tensor, Plan]:
 
 
 def _subtract(
-    kernel: ModuleType,
-    operation: str,
     query: Tensor,
-    cache: Tensor,
-    plan: Plan,
+    keys: Pairs,
+    plan: AttentionPlan,
     options: AttentionOptions,
     subtraction: Subtraction,
     _: Tensor | None,
-    scales: Fp8Scales | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute differential attention by four calls of a kernel over pages, two for each softmax."""
+    """Compute differential attention by four calls of attention, two for each softmax."""
     lse = query.new_empty(query.shape[:2], dtype=_lse_dtype(query))
-    answers = []
+    answers: list[Tensor] = []
     for half in (0, 1):
-        its_options, parts = options.of_heads(slice(half, None, 2)), []
+        queries, its_options = query[:, half::2], options.of_heads(slice(half, None, 2))
+        parts: list[Tensor] = []
         for other in (0, 1):
-            pools = cache[half, 0], cache[other, 1]
-            codes = () if scales is None else (scales.of_halves(half, other),)
-            part, lse[:, half::2] = getattr(kernel, operation)(
-                query[:, half::2], *pools, plan, its_options, *codes, None
-            )
+            pools = keys.of_halves(half, other)
+            call = _caller(queries, pools, plan, its_options)[0]
+            part, lse[:, half::2] = call(queries, pools, plan, its_options, None)
             parts.append(part.to(lse.dtype))
         answers.append(torch.cat(parts, dim=-1))
     difference = answers[0] - subtraction.lambda_full.to(lse.dtype) * answers[1]
     return subtraction.finish(difference).to(query.dtype), lse
-
-
-def _lse_dtype(query: Tensor) -> torch.dtype:
-    return torch.float64 if query.dtype == torch.float64 else torch.float32
-
-
-@_launches
-def mla(
-    query: Float[Tensor, "t h d"],
-    cache: Float[Tensor, "n p c"],
-    plan: Plan | TreePlan,
-    options: AttentionOptions,
-    out: Float[Tensor, "t h {latent_rank}"] | None = None,
-    cache_key: Key | None = None,
-    *,
-    latent_rank: int,
-    cache_scale: float = 1.0,
-) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
-    """Attend to latents, or quantised latents; arguments are those of `fastattn.mla.attention`, and a key."""
-    pages = cache[:, :, None, : query.shape[2]]
-    name, whole = ("mla_tree", plan.whole) if isinstance(plan, TreePlan) else ("mla", plan)
-    asked = query, pages, pages[..., :latent_rank], whole, options, latent_scales(cache, cache_scale)
-    function = getattr(choose(attention_problem(name, *asked)), name)
-    more: dict[str, Any] = dict(latent_rank=latent_rank, cache_scale=cache_scale)
-    return _compute(function, cache_key, (query, cache), plan, options, out, adapt=_of_latents, **more)
-
-
-def _of_latents(function: Replay) -> Replay:
-    """Let the operation of a kernel take what `mla` does."""
-    return lambda query, cache, plan, options, out, latent_rank, cache_scale: function(
-        query, cache, plan, options, latent_rank, out, latent_scales(cache, cache_scale)
-    )
-
-
-@_launches
-def quantized(
-    query: Float[Tensor, "t h d"],
-    key_cache: Shaped[Tensor, "n p hk d"],
-    value_cache: Shaped[Tensor, "n p hk dv"],
-    plan: Plan | CascadePlan | TreePlan,
-    options: AttentionOptions,
-    out: Float[Tensor, "t h dv"] | None = None,
-    cache_key: Key | None = None,
-    *,
-    scales: Fp8Scales | Int8Scales,
-) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over quantised pages; arguments are those of `fastattn.quantized.attention`, and a key as in `dense`."""
-    tensors, adapt = (query, key_cache, value_cache), _of_codes
-    if isinstance(plan, CascadePlan):
-        name, whole, adapt = "quantized_levels", plan.levels[-1], _of_levels_of_codes
-    elif isinstance(plan, TreePlan):
-        name, whole = "quantized_tree", plan.whole
-    else:
-        name, whole = "quantized", plan
-    kernel = choose(attention_problem(name, *tensors, whole, options, scales))
-    return _compute(getattr(kernel, name), cache_key, tensors, plan, options, out, adapt=adapt, scales=scales)
-
-
-def _of_codes(function: Replay) -> Replay:
-    """Let the operation of a kernel take what `quantized` does."""
-    return lambda query, key_cache, value_cache, plan, options, out, scales: function(
-        query, key_cache, value_cache, plan, options, scales, out
-    )
-
-
-def _of_levels_of_codes(function: Replay) -> Replay:
-    return _of_codes(_of_levels(function))
 
 
 @lru_cache(maxsize=4096)
@@ -689,6 +540,10 @@ def _choose_differential(problem: Problem, asked: str | None) -> ModuleType | No
         return _choose(problem._replace(operation="differential"), asked)
     except NotImplementedError:
         return None
+
+
+def _lse_dtype(query: Tensor) -> torch.dtype:
+    return torch.float64 if query.dtype == torch.float64 else torch.float32
 
 
 def _memory(out: Tensor | None) -> Tensor | None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fastattn.kernels.problem import Problem, key_starts, uses_positions
 from fastattn.kernels.torch_ops import add_sinks
-from refattn.interface import AttentionOptions, Fp8Scales, Plan, TreePlan
+from refattn.interface import AttentionOptions, AttentionPlan, Keys, Latents, Plan, Rows, TreePlan
 
 OPERATIONS = ("dense", "paged", "tree", "mla", "mla_tree")
 TILE = 256  # queries at a time
@@ -38,74 +38,34 @@ def unsupported_reason(problem: Problem) -> str | None:
     return None
 
 
-def dense(
+def attend(
     query: Float[Tensor, "t h d"],
-    key: Float[Tensor, "s hk d"],
-    value: Float[Tensor, "s hk dv"],
-    plan: Plan,
+    keys: Keys,
+    plan: AttentionPlan,
     options: AttentionOptions,
     out: Float[Tensor, "t h dv"] | None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over ragged rows; see `fastattn.kernels.dispatch`."""
+    """Attend to rows, pages or latents in one level; see `fastattn.kernels.dispatch`."""
+    (level,) = plan.levels
+    if isinstance(keys, Rows):
+        read = _from_rows(keys, level.whole)
+    elif isinstance(keys, Latents):
+        pages = keys.cache[:, :, None, : query.shape[2]]
+        read = _from_pages(pages, pages[..., : keys.latent_rank], level.whole)
+    else:
+        read = _from_pages(keys[0], keys[1], level.whole)
+    tree = plan if isinstance(plan, TreePlan) else None
+    return _attend(query, read, keys.value_head_size, level.whole, options, tree=tree)
+
+
+def _from_rows(rows: Rows, plan: Plan) -> Read:
+    """Return what reads keys and values where the rows of a sequence begin."""
     starts = key_starts(plan).tolist()
 
     def read(sequence: int, places: Int64[Tensor, "keys"]) -> tuple[Tensor, Tensor]:
-        return key[starts[sequence] + places], value[starts[sequence] + places]
+        return rows.key[starts[sequence] + places], rows.value[starts[sequence] + places]
 
-    return _attend(query, read, value.shape[-1], plan, options)
-
-
-def paged(
-    query: Float[Tensor, "t h d"],
-    key_cache: Float[Tensor, "n p hk d"],
-    value_cache: Float[Tensor, "n p hk dv"],
-    plan: Plan,
-    options: AttentionOptions,
-    out: Float[Tensor, "t h dv"] | None,
-) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over pages; see `fastattn.kernels.dispatch`."""
-    return _attend(query, _from_pages(key_cache, value_cache, plan), value_cache.shape[-1], plan, options)
-
-
-def tree(
-    query: Float[Tensor, "t h d"],
-    key_cache: Float[Tensor, "n p hk d"],
-    value_cache: Float[Tensor, "n p hk dv"],
-    plan: TreePlan,
-    options: AttentionOptions,
-    out: Float[Tensor, "t h dv"] | None,
-) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over pages that end with a tree; see `fastattn.kernels.dispatch`."""
-    read = _from_pages(key_cache, value_cache, plan.whole)
-    return _attend(query, read, value_cache.shape[-1], plan.whole, options, tree=plan)
-
-
-def mla(
-    query: Float[Tensor, "t h d"],
-    cache: Float[Tensor, "n p c"],
-    plan: Plan,
-    options: AttentionOptions,
-    latent_rank: int,
-    out: Float[Tensor, "t h {latent_rank}"] | None,
-    scales: Fp8Scales | None = None,
-) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
-    """Attend to latents, each as key and as value; see `fastattn.kernels.dispatch`."""
-    pages = cache[:, :, None, : query.shape[2]]
-    return paged(query, pages, pages[..., :latent_rank], plan, options, out)
-
-
-def mla_tree(
-    query: Float[Tensor, "t h d"],
-    cache: Float[Tensor, "n p c"],
-    plan: TreePlan,
-    options: AttentionOptions,
-    latent_rank: int,
-    out: Float[Tensor, "t h {latent_rank}"] | None,
-    scales: Fp8Scales | None = None,
-) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
-    """Attend to latents that end with a tree; see `fastattn.kernels.dispatch`."""
-    pages = cache[:, :, None, : query.shape[2]]
-    return tree(query, pages, pages[..., :latent_rank], plan, options, out)
+    return read
 
 
 def _from_pages(key_cache: Tensor, value_cache: Tensor, plan: Plan) -> Read:

@@ -8,7 +8,20 @@ from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from fastattn.kernels.replay import memo_of
-from refattn.interface import AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan
+from refattn.interface import (
+    AttentionOptions,
+    AttentionPlan,
+    Batch,
+    Fp8Scales,
+    Int8Scales,
+    Keys,
+    Latents,
+    Pages,
+    Plan,
+    QuantizedPages,
+    Rows,
+    TreePlan,
+)
 from refattn.interface.scales import FP8_FORMATS
 
 FAR = 2**30  # tokens: with a position that is not as far it fits into 32 bits
@@ -80,40 +93,54 @@ class Problem(NamedTuple):
         return self.num_heads > 0
 
 
-def attention_problem(
-    operation: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    plan: Plan,
-    options: AttentionOptions,
-    scales: Fp8Scales | Int8Scales | None = None,
-) -> Problem:
-    """Describe the attention of queries `[t, h, d]` over keys `[..., hk, d]` and values `[..., hk, dv]`."""
-    batch = plan.batch
+STORED = {Rows: "dense", Pages: "paged", QuantizedPages: "quantized", Latents: "mla"}  # the operation under a `Plan`
+
+
+def operation_of(keys: Keys, plan: AttentionPlan) -> str:
+    """Return the name of attention to some storage under a plan, as `fastattn.kernels.dispatch` lists them."""
+    name = STORED[type(keys)]
+    kind = "tree" if isinstance(plan, TreePlan) else "levels" if len(plan.levels) > 1 else ""
+    if not kind:
+        return name
+    return kind if name == "paged" else f"{name}_{kind}"
+
+
+def attention_problem(query: Tensor, keys: Keys, plan: AttentionPlan, options: AttentionOptions) -> Problem:
+    """Describe a call of attention, by the last level of a cascade; `[t, h, d]` queries."""
+    scales: Fp8Scales | Int8Scales | None = None
+    if isinstance(keys, Latents):
+        key = keys.cache[:, :, None, : query.shape[2]]
+        value, scales = key[..., : keys.latent_rank], latent_scales(keys.cache, keys.cache_scale)
+    elif isinstance(keys, QuantizedPages):
+        key, value, scales = keys
+    else:
+        key, value = keys
+    whole = plan.levels[-1].whole
+    batch = whole.batch
     return Problem(
-        operation,
-        query.device,
-        query.dtype,
-        query.shape[1],
-        key.shape[-2],
-        query.shape[2],
-        value.shape[-1],
-        plan.block_size,
-        batch.max_query_len,
-        batch.max_seq_len,
-        batch.num_seqs,
-        plan.window,
-        uses_positions(plan, options),
-        options.softcap > 0,
-        options.alibi_slopes is not None,
-        options.sinks is not None,
-        options.batch_invariant,
-        query.device.type != "cuda" or all(map(has_aligned_heads, (query, key, value) if scales is None else (query,))),
+        operation=operation_of(keys, plan),
+        device=query.device,
+        dtype=query.dtype,
+        num_heads=query.shape[1],
+        num_kv_heads=key.shape[-2],
+        head_size=query.shape[2],
+        value_head_size=value.shape[-1],
+        block_size=whole.block_size,
+        max_query_len=batch.max_query_len,
+        max_seq_len=batch.max_seq_len,
+        num_seqs=batch.num_seqs,
+        window=whole.window,
+        positions=uses_positions(whole, options),
+        softcap=options.softcap > 0,
+        alibi=options.alibi_slopes is not None,
+        alibi_sqrt=options.alibi_sqrt,
+        sinks=options.sinks is not None,
+        batch_invariant=options.batch_invariant,
+        aligned=query.device.type != "cuda"
+        or all(map(has_aligned_heads, (query, key, value) if scales is None else (query,))),
         uniform=_is_uniform(batch) and query.shape[0] >= batch.num_seqs * batch.max_query_len,
         stored=None if scales is None else stored_types(scales, value),
         rounds_query=scales is not None and (isinstance(scales, Int8Scales) or scales.query is not None),
-        alibi_sqrt=options.alibi_sqrt,
         num_tokens=query.shape[0],
         even=batch.num_keys is not None and EVEN * batch.num_keys >= batch.max_seq_len * batch.num_seqs,
     )

@@ -4,7 +4,7 @@ Layers of a step call with the same plan, and with tensors that differ in little
 is checked, a kernel is chosen, and its launches are prepared; and the memo of the plan stores how to replay it. A call
 with the same cache key is replayed: checks, choice and launches would come out the same.
 
-    in the cache key       the operation, the kernel asked for, types, shapes, strides, devices, numbers of the options,
+    in the cache key       the storage, the kernel asked for, types, shapes, strides, devices, numbers of the options,
                            and whether a gradient is wanted, which no kernel has
     not in the cache key   the contents of tensors, the numbers of scales, and addresses, as long as they are multiples
                            of 16 bytes
@@ -28,24 +28,29 @@ import torch
 from torch import Tensor
 
 from refattn.interface import (
+    AnyKeys,
     AttentionOptions,
+    AttentionPlan,
     CascadePlan,
     ContextParallelPlan,
     Fp8Scales,
     Int8Scales,
+    Pages,
     Plan,
     PrefillPlan,
+    QuantizedPages,
+    Rows,
     TreePlan,
 )
 from refattn.interface.ambient import is_autocast_enabled
 
 ALIGNMENT = 16  # bytes
-RETURN_LSE = 2  # the place in a key of whether log-sum-exps are wanted
+RETURN_LSE = 1  # the place in a key of whether log-sum-exps are wanted
 MAX_WRITES = 1024  # writes that are remembered; with one more, all are forgotten
 
 Key = tuple[object, ...]
 Replay = Callable[..., tuple[Tensor, Tensor]]
-AnyPlan = Plan | CascadePlan | TreePlan | PrefillPlan | ContextParallelPlan
+AnyPlan = AttentionPlan | PrefillPlan | ContextParallelPlan
 
 
 # --- the memo of a plan ---
@@ -140,10 +145,10 @@ def recording(into: Recorder | None) -> Iterator[None]:
 
 
 def key_of(
-    operation: object,
     asked_for: str | None,
-    tensors: tuple[Tensor, ...],
-    plan: AnyPlan,
+    query: Tensor,
+    keys: AnyKeys,
+    plan: AttentionPlan,
     options: AttentionOptions,
     out: Tensor | None,
     return_lse: bool,
@@ -156,16 +161,25 @@ def key_of(
     which has to be switched off.
 
     Args:
-        operation: of `fastattn.kernels.dispatch`.
         asked_for: the kernel asked for by `use_kernel`.
-        tensors: the queries and then the keys and values, or the pool that holds both.
+        query: query rows of all sequences.
+        keys: where the keys are.
         plan: the lengths, the tables, and who may see whom.
         options: those of the layer.
         out: where the outputs go; None for new memory.
         return_lse: the log-sum-exps are wanted, too.
-        more: the arguments that only this path has.
+        more: the arguments that only differential attention has.
     """
-    query, key, value = tensors[0], tensors[1], tensors[-1]
+    storage = type(keys)
+    others: tuple[object, ...] = ()
+    if isinstance(keys, (Pages, Rows)):
+        key, value = keys
+    elif isinstance(keys, QuantizedPages):
+        key, value, scales = keys
+        others = (scales,)
+    else:  # one pool of both
+        key = value = keys[0]
+        others = keys[1:]
     if not (type(query) is type(key) is type(value) is Tensor):
         return None
     kind = type(plan)
@@ -182,24 +196,24 @@ def key_of(
         return None
     try:
         address = query.data_ptr() | key.data_ptr() | value.data_ptr()
-        others: Key | None = ()
-        if more or out is not None or options.alibi_slopes is not None or options.sinks is not None:
+        layouts: Key | None = ()
+        if others or more or out is not None or options.alibi_slopes is not None or options.sinks is not None:
             given: list[object] = [out, options.alibi_slopes, options.sinks]
-            for x in more.values():
+            for x in (*others, *more.values()):
                 is_scales = type(x) is Fp8Scales or type(x) is Int8Scales
                 given += (type(x), *vars(x).values()) if is_scales else (x,)
-            bits, others = _layouts(given)
+            bits, layouts = _layouts(given)
             address |= bits
-        if address % ALIGNMENT or others is None:
+        if address % ALIGNMENT or layouts is None:
             return None
         return (
-            *(operation, asked_for, return_lse, device),
+            *(asked_for, return_lse, storage, device),
             *(query.dtype, query.shape, query.stride()),
             *(key.dtype, key.shape, key.stride(), key.device),
             *(value.dtype, value.shape, value.stride(), value.device),
             *(options.softmax_scale, options.softcap, options.batch_invariant, options.alibi_sqrt),
             torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad),
-            others,
+            layouts,
         )
     except RuntimeError:  # of a sparse or nested tensor, which has no strides
         return None

@@ -6,12 +6,13 @@ from refattn.interface.options import AttentionOptions
 from refattn.interface.parallel import DistributedGroup, Group, Shard, simulate_ranks
 from refattn.interface.plan import CascadePlan, ContextChunk, ContextParallelPlan, Needs, Plan, PrefillPlan
 from refattn.interface.scales import Fp8Scales, Int8Scales
-from refattn.interface.trees import Accepted, DraftStep, TreePlan, Trees
+from refattn.interface.trees import Accepted, AttentionPlan, DraftStep, TreePlan, Trees
 
 __all__ = [
     "Accepted",
     "AnyKeys",
     "AttentionOptions",
+    "AttentionPlan",
     "Batch",
     "CascadePlan",
     "ContextChunk",

@@ -16,7 +16,7 @@ from refattn.interface.options import AttentionOptions
 from refattn.interface.parallel import Group
 from refattn.interface.plan import CascadePlan, ContextParallelPlan, Plan, PrefillPlan
 from refattn.interface.scales import FP8_FORMATS, Fp8Scales, Int8Scales
-from refattn.interface.trees import TreePlan
+from refattn.interface.trees import AttentionPlan, TreePlan
 from refattn.interface.values import (
     check_can_be_written,
     check_flag,
@@ -36,6 +36,7 @@ from refattn.interface.values import (
 QUERY_TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 FEW_SLOTS = 512  # up to which Python sorts them sooner than torch
 ROUNDING = "rounding to codes has no gradient; use torch.no_grad(), or a cache of numbers"
+OF_A_GROUP = "as a group of a cascade is of several sequences"  # why a cascade takes no scale per sequence
 WRITTEN = "as a token that is written knows no sequence"  # why a write takes no scale per sequence
 
 
@@ -112,7 +113,7 @@ def check_cascade(
     if not isinstance(plan, CascadePlan):
         raise ValueError(f"plan: expected a CascadePlan, got {describe(plan)}")
     check_paged(query, key_cache, value_cache, plan.levels[-1], options, out, return_lse)
-    _check_levels(key_cache, plan, options)
+    _check_levels("key_cache", key_cache, plan, options)
 
 
 def check_tree(
@@ -194,7 +195,7 @@ def check_context_parallel(
 def check_latent(
     query: Tensor,
     cache: Tensor,
-    plan: Plan | TreePlan,
+    plan: AttentionPlan,
     options: AttentionOptions,
     out: Tensor | None,
     return_lse: bool,
@@ -218,12 +219,13 @@ def check_latent(
         raise ValueError(f"latent_rank: expected at most the query's head size of {size}, got {latent_rank}")
     _check_latents(cache, query, size, cache_scale)
     _check_scale(options)
-    if not isinstance(plan, Plan | TreePlan):
-        raise ValueError(f"plan: expected a Plan or a TreePlan, got {describe(plan)}")
-    whole = plan.whole if isinstance(plan, TreePlan) else plan
+    _check_plan(plan)
     pages, types = cache[:, :, None], (cache.dtype, cache.dtype)
     pools = pages[..., :size], pages[..., :latent_rank]
-    return check_paged(query, *pools, whole, options, out, return_lse, pool="cache", types=types)
+    own = plan.levels[-1].whole
+    block_table = check_paged(query, *pools, own, options, out, return_lse, pool="cache", types=types)
+    _check_levels("cache", cache, plan, options)
+    return block_table
 
 
 def check_latent_prefill(
@@ -351,7 +353,7 @@ def _check_scale(options: AttentionOptions) -> None:
 def check_differential(
     query: Tensor,
     cache: Tensor,
-    plan: Plan,
+    plan: AttentionPlan,
     options: AttentionOptions,
     out: Tensor | None,
     return_lse: bool,
@@ -371,9 +373,9 @@ def check_differential(
         ValueError: naming the argument, what was expected and what came.
     """
     _check_query(query)
-    if not isinstance(plan, Plan):
-        raise ValueError(f"plan: expected a Plan, got {describe(plan)}")
-    over_rows = plan.block_size is None
+    _check_plan(plan)
+    own = plan.levels[-1].whole
+    over_rows = own.block_size is None
     dims = ("2", "2", "s", "hk/2", "d") if over_rows else ("2", "2", "n", "p", "hk/2", "d")
     kind = query.dtype if scales is None else _stored_in_pairs(cache, scales)
     expect(cache, "cache", kind, dims, (2, 2, *(None,) * (len(dims) - 3), query.shape[2]))
@@ -394,15 +396,19 @@ def check_differential(
         same_device(query=query, norm_weight=norm_weight)
     _check_options(options, query)
     _check_result(query, query.shape[2], out, return_lse)
-    tensors = query[:, ::2], cache[0, 0], cache[0, 1], plan, options.of_heads(slice(0, None, 2)), None, return_lse
+    its_options = options.of_heads(slice(0, None, 2))
+    tensors = query[:, ::2], cache[0, 0], cache[0, 1], own, its_options, None, return_lse
     if over_rows:
         if scales is not None:
             raise ValueError("scales: expected None over rows, which are not quantised, got Fp8Scales")
         check_dense(*tensors, rows="cache")
         return
     check_paged(*tensors, pool="cache", types=(kind, kind))
+    _check_levels("cache", cache[0, 0], plan, its_options)
     if scales is not None:
-        _check_scales(scales, cache[0, 0], cache[0, 1], *_num_seqs(plan), hk=2 * pairs)
+        if isinstance(plan, CascadePlan):
+            _check_no_scale_per_sequence(scales, 2 * pairs, OF_A_GROUP)
+        _check_scales(scales, cache[0, 0], cache[0, 1], *_num_seqs(own), hk=2 * pairs)
 
 
 def check_lambdas(lambda_init: float, **vectors: Tensor) -> None:
@@ -476,7 +482,7 @@ def check_quantized(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    plan: Plan | CascadePlan | TreePlan,
+    plan: AttentionPlan,
     options: AttentionOptions,
     scales: Fp8Scales | Int8Scales,
     out: Tensor | None,
@@ -489,17 +495,15 @@ def check_quantized(
     Raises:
         ValueError: naming the argument, what was expected and what came.
     """
-    if not isinstance(plan, Plan | CascadePlan | TreePlan):
-        raise ValueError(f"plan: expected a Plan, a CascadePlan or a TreePlan, got {describe(plan)}")
+    _check_plan(plan)
     types = _stored_types(key_cache, value_cache, scales)
     if isinstance(query, Tensor) and query.dtype in FP8_FORMATS:
         query = _as_numbers(query, scales, out)
-    own = plan.levels[-1] if isinstance(plan, CascadePlan) else plan
-    own = own.whole if isinstance(own, TreePlan) else own
+    own = plan.levels[-1].whole
     check_paged(query, key_cache, value_cache, own, options, out, return_lse, types=types)
+    _check_levels("key_cache", key_cache, plan, options)
     if isinstance(plan, CascadePlan):
-        _check_levels(key_cache, plan, options)
-        _check_no_scale_per_sequence(scales, key_cache.shape[2], "as a group of a cascade is of several sequences")
+        _check_no_scale_per_sequence(scales, key_cache.shape[2], OF_A_GROUP)
     _check_scales(scales, key_cache, value_cache, *_num_seqs(own))
     codes = (
         {"key_cache": key_cache} if types[1] in QUERY_TYPES else {"key_cache": key_cache, "value_cache": value_cache}
@@ -893,11 +897,17 @@ def _check_pool(name: str, pool: Tensor, plan: Plan) -> Int32[Tensor, "b m"]:
     return plan.batch.block_table
 
 
-def _check_levels(key_cache: Tensor, plan: CascadePlan, options: AttentionOptions) -> None:
+def _check_plan(plan: AttentionPlan) -> None:
+    """Check that something is a plan that any storage over pages is read under."""
+    if not isinstance(plan, Plan | CascadePlan | TreePlan):
+        raise ValueError(f"plan: expected a Plan, a CascadePlan or a TreePlan, got {describe(plan)}")
+
+
+def _check_levels(name: str, pool: Tensor, plan: AttentionPlan, options: AttentionOptions) -> None:
     """Check the levels of a cascade that are shared: their blocks, and that their positions are known for ALiBi."""
     for level in plan.levels[:-1]:
-        _check_pool("key_cache", key_cache, level)
-        _check_positions(level, options)
+        _check_pool(name, pool, level.whole)
+        _check_positions(level.whole, options)
 
 
 def _check_positions(plan: Plan, options: AttentionOptions) -> None:

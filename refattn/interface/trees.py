@@ -26,7 +26,7 @@ from torch import Tensor
 
 from refattn.interface.batch import Batch
 from refattn.interface.contents import check_block_table, check_lengths
-from refattn.interface.plan import Plan
+from refattn.interface.plan import CascadePlan, Plan
 from refattn.interface.values import (
     check_can_be_written,
     check_floating,
@@ -151,6 +151,9 @@ class TreePlan:
     def levels(self) -> "tuple[TreePlan, ...]":
         """The plans whose answers merge into one: this one alone."""
         return (self,)
+
+
+AttentionPlan = Plan | CascadePlan | TreePlan  # whatever says who may see whom, over any storage
 
 
 class Accepted(NamedTuple):

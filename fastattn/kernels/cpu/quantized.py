@@ -8,8 +8,6 @@ So blocks are turned into numbers only where they are gathered, a slab at a time
 Everything is computed in float32, float64 for float64 queries.
 """
 
-from collections.abc import Sequence
-
 import torch
 from jaxtyping import Float, Float32, Int8, Int64, Shaped
 from torch import Tensor
@@ -19,18 +17,16 @@ from fastattn.kernels.cpu.attention import tree as attend_to_tree
 from fastattn.kernels.cpu.codes import Codes
 from fastattn.kernels.cpu.schedule import schedule_of
 from fastattn.kernels.torch_ops import merge
-from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales, Plan, TreePlan
+from refattn.interface import AttentionOptions, AttentionPlan, Fp8Scales, Int8Scales, Plan, TreePlan
 
 
 def attention(
     query: Float[Tensor, "t h d"],
     key_cache: Shaped[Tensor, "n p hk d"],
     value_cache: Shaped[Tensor, "n p hk dv"],
-    levels: Sequence[Plan],
+    plan: AttentionPlan,
     options: AttentionOptions,
     scales: Fp8Scales | Int8Scales,
-    *,
-    tree: TreePlan | None = None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend over quantised pages, of fp8 also where values are the keys; see `fastattn.kernels.dispatch`.
 
@@ -38,12 +34,11 @@ def attention(
         query: query rows of all sequences, not quantised.
         key_cache: the pool of keys.
         value_cache: the pool of values.
-        levels: the plan of each level; the last is that of the sequences, which scales may be of.
+        plan: the levels, of which the last is that of the sequences, which scales may be of; or trees.
         options: those of the layer; sinks count once.
         scales: what the codes are multiplied with.
-        tree: the trees at the end of the sequences, of the only level.
     """
-    *shared, plan = levels
+    *shared, whole = (level.whole for level in plan.levels)
     compute = torch.float64 if query.dtype == torch.float64 else torch.float32
     group = query.shape[1] // key_cache.shape[2]
     if isinstance(scales, Fp8Scales):
@@ -51,9 +46,9 @@ def attention(
         values = keys if value_cache is key_cache else Codes(value_cache.view(scales.format), compute)
         rounded = query.to(compute)
         if scales.query is not None:
-            of_query = _per_row(scales.query, plan, query.shape[0], group)
+            of_query = _per_row(scales.query, whole, query.shape[0], group)
             rounded = to_fp8(query, of_query, scales.format).to(compute) * of_query.to(compute)
-        of_key, of_value = (_per_row(scale, plan, query.shape[0], group) for scale in (scales.key, scales.value))
+        of_key, of_value = (_per_row(scale, whole, query.shape[0], group) for scale in (scales.key, scales.value))
         rounded = rounded * of_key.mul(keys.factor).to(compute)
         after: Tensor | None = of_value.mul(values.factor)
     else:
@@ -61,12 +56,12 @@ def attention(
         of_query = row_scale(query)
         rounded = to_int8(query, of_query).to(compute) * of_query.to(compute)
         after = None if scales.value is None else scales.value.repeat_interleave(group, 0)
-    if tree is None:
-        parts = [paged(rounded, keys, values, level, options.without_sinks()) for level in shared]
-        parts.append(paged(rounded, keys, values, plan, options))
-        out, lse = merge(*zip(*parts, strict=True)) if shared else parts[0]
+    if isinstance(plan, TreePlan):
+        out, lse = attend_to_tree(rounded, keys, values, plan, options)
     else:
-        out, lse = attend_to_tree(rounded, keys, values, tree, options)
+        parts = [paged(rounded, keys, values, level, options.without_sinks()) for level in shared]
+        parts.append(paged(rounded, keys, values, whole, options))
+        out, lse = merge(*zip(*parts, strict=True)) if shared else parts[0]
     if after is not None:
         out = out * after.to(compute)
     return out.to(query.dtype), lse

@@ -15,7 +15,7 @@ from typing import no_type_check
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float, Shaped
+from jaxtyping import Float
 from torch import Tensor
 
 from fastattn.kernels.flash.repage import repage
@@ -23,7 +23,7 @@ from fastattn.kernels.problem import EXPANDED_BLOCK
 from fastattn.kernels.replay import memo_of
 from fastattn.kernels.triton.codes import Codes, codes_of, prepare_query, row_scale
 from fastattn.kernels.triton.run import converts_fp8, find_tile
-from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales, Plan
+from refattn.interface import AttentionOptions, Fp8Scales, Plan, QuantizedPages
 
 BLOCK_TOKENS = 32
 
@@ -33,31 +33,28 @@ Paged = Callable[
 ]
 
 
-def attend(
+def attend_to_numbers(
     paged: Paged,
     query: Float[Tensor, "t h d"],
-    key_cache: Shaped[Tensor, "n p hk d"],
-    value_cache: Shaped[Tensor, "n p hk dv"],
+    keys: QuantizedPages,
     plan: Plan,
     options: AttentionOptions,
-    scales: Fp8Scales | Int8Scales,
     out: Float[Tensor, "t h dv"] | None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Expand codes, and attend over the pages that come of it.
 
     Args:
-        paged: the operation of a kernel, as `fastattn.kernels.dispatch` says.
-        query: query rows of all sequences, and what follows as in the operation `quantized`.
-        key_cache: the pool of keys.
-        value_cache: the pool of values; codes, or numbers in the type of the queries.
+        paged: attends over pages of numbers by a kernel.
+        query: query rows of all sequences.
+        keys: the pools; values are codes, or numbers in the type of the queries.
         plan: the lengths, the block table, and who may see whom.
         options: those of the layer.
-        scales: what the codes are multiplied with.
         out: contiguous memory for the outputs; new memory if None.
 
     Returns:
         The outputs, and their log-sum-exps in float32.
     """
+    key_cache, value_cache, scales = keys
     codes = codes_of(scales)
     if isinstance(scales, Fp8Scales):
         key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
@@ -66,7 +63,7 @@ def attend(
     table = None if over_pages is None else over_pages.batch.block_table
     _, of_key, of_value = codes.numbers
     expand = partial(repage, batch=plan.batch, block_size=EXPANDED_BLOCK, dtype=query.dtype, sequences=plan.sequences)
-    keys, table = expand(key_cache, table=table, codes=codes.kind, number=of_key, scales=codes.key)
+    numbers, table = expand(key_cache, table=table, codes=codes.kind, number=of_key, scales=codes.key)
     kind = "" if value_cache.is_floating_point() else codes.kind
     values, _ = expand(value_cache, table=table, codes=kind, number=of_value, scales=codes.value)
     if over_pages is None:
@@ -74,7 +71,7 @@ def attend(
         over_pages = memo.expanded = replace(plan, batch=batch, block_size=EXPANDED_BLOCK)
     if codes.kind == "int8" or codes.rounds_query:
         query = round_queries(query, plan, codes)
-    return paged(query, keys, values, over_pages, options, out)
+    return paged(query, numbers, values, over_pages, options, out)
 
 
 def round_queries(query: Float[Tensor, "t h d"], plan: Plan, codes: Codes) -> Float[Tensor, "t h d"]:

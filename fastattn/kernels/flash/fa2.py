@@ -16,7 +16,7 @@ from fastattn.kernels.device import cannot_import, capability
 from fastattn.kernels.flash import NO_POSITIONS, NOT_ALIGNED, one_head_size, pad_values, side_by_side
 from fastattn.kernels.flash.torch_flash import window_for_flash
 from fastattn.kernels.problem import Problem, key_starts, window_within_reach
-from refattn.interface import AttentionOptions, Plan
+from refattn.interface import AttentionOptions, AttentionPlan, Keys, Pages, Plan, Rows
 
 PAGE = 256  # its pages are a multiple of this
 OPERATIONS = ("dense", "paged")
@@ -47,6 +47,21 @@ def unsupported_reason(problem: Problem) -> str | None:
         return CHUNKS
     broken = cannot_import("flash_attn", "flash-attn", "flash_attn_varlen_func", "flash_attn_with_kvcache")
     return broken or _refusal(problem.head_size, problem.dtype, problem.device)
+
+
+def attend(
+    query: Float[Tensor, "t h d"],
+    keys: Keys,
+    plan: AttentionPlan,
+    options: AttentionOptions,
+    out: Float[Tensor, "t h dv"] | None,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend to rows, or to pages; see `fastattn.kernels.dispatch`."""
+    (level,) = plan.levels
+    if isinstance(keys, Rows):
+        return dense(query, *keys, level.whole, options, out)
+    assert isinstance(keys, Pages)  # of no other storage are its operations
+    return paged(query, *keys, level.whole, options, out)
 
 
 def dense(

@@ -29,14 +29,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float
 from torch import Tensor
 
 from fastattn.kernels.device import cannot_import, capability
 from fastattn.kernels.flash import NO_CODES, NO_POSITIONS, NOT_ALIGNED, cannot_expand, side_by_side
 from fastattn.kernels.flash.schedule import schedule_of
 from fastattn.kernels.problem import Problem, expanded, key_starts, window_within_reach
-from refattn.interface import AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan, TreePlan
+from refattn.interface import (
+    AttentionOptions,
+    AttentionPlan,
+    Batch,
+    Keys,
+    Latents,
+    Plan,
+    QuantizedPages,
+    Rows,
+    TreePlan,
+)
 
 OPERATIONS = ("dense", "paged", "quantized", "tree", "mla", "mla_tree")
 INTERFACE = "flash_attn_interface"  # the module of FlashAttention's own package for Hopper
@@ -100,6 +110,33 @@ def unsupported_reason(problem: Problem) -> str | None:
     return _cannot_load() or _refusal(*sizes, problem.dtype, problem.device, latents=over_latents)
 
 
+def attend(
+    query: Float[Tensor, "t h d"],
+    keys: Keys,
+    plan: AttentionPlan,
+    options: AttentionOptions,
+    out: Float[Tensor, "t h dv"] | None,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend to rows, pages or latents, or to codes, which become numbers first; see `fastattn.kernels.dispatch`.
+
+    Of a tree it attends to the keys before it, and a launch of ours to its nodes.
+    """
+    (level,) = plan.levels
+    if isinstance(keys, Latents):
+        if isinstance(plan, TreePlan):
+            return mla_tree(query, keys.cache, plan, options, keys.latent_rank, out)
+        return mla(query, keys.cache, level.whole, options, keys.latent_rank, out)
+    if isinstance(keys, QuantizedPages):
+        from fastattn.kernels.flash.expand import attend_to_numbers
+
+        return attend_to_numbers(paged, query, keys, level.whole, options, out)
+    if isinstance(keys, Rows):
+        return dense(query, *keys, level.whole, options, out)
+    if isinstance(plan, TreePlan):
+        return tree(query, *keys, plan, options, out)
+    return paged(query, *keys, level.whole, options, out)
+
+
 def dense(
     query: Float[Tensor, "t h d"],
     key: Float[Tensor, "s hk d"],
@@ -126,21 +163,6 @@ def paged(
     where = dict(seqused_k=plan.batch.seq_lens, page_table=side_by_side(table))
     loads_tiles = key_cache.shape[1] >= SMALLEST_TILE
     return _attend(query, key_cache, value_cache, plan, options, where, loads_tiles=loads_tiles)
-
-
-def quantized(
-    query: Float[Tensor, "t h d"],
-    key_cache: Shaped[Tensor, "n p hk d"],
-    value_cache: Shaped[Tensor, "n p hk dv"],
-    plan: Plan,
-    options: AttentionOptions,
-    scales: Fp8Scales | Int8Scales,
-    out: Float[Tensor, "t h dv"] | None,
-) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over pages of codes, which become pages of numbers first; see `fastattn.kernels.dispatch`."""
-    from fastattn.kernels.flash.expand import attend
-
-    return attend(paged, query, key_cache, value_cache, plan, options, scales, out)
 
 
 def tree(
@@ -178,7 +200,6 @@ def mla(
     options: AttentionOptions,
     latent_rank: int,
     out: Float[Tensor, "t h {latent_rank}"] | None,
-    scales: Fp8Scales | None = None,
 ) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
     """Attend to latents; see `fastattn.kernels.dispatch`."""
     from fastattn.kernels.flash.adapt import adapt, nothing
@@ -204,7 +225,6 @@ def mla_tree(
     options: AttentionOptions,
     latent_rank: int,
     out: Float[Tensor, "t h {latent_rank}"] | None,
-    scales: Fp8Scales | None = None,
 ) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
     """Attend to latents before a tree, and by a launch of ours to its nodes; see `fastattn.kernels.dispatch`."""
     from fastattn.kernels.triton.attention import attend_to_latent_nodes

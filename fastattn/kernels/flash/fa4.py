@@ -9,13 +9,13 @@ Source: Zadouri et al. 2026, "FlashAttention-4"; Shah et al. 2024, "FlashAttenti
 """
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float
 from torch import Tensor
 
 from fastattn.kernels.device import cannot_import, capability
 from fastattn.kernels.flash import NO_POSITIONS, NOT_ALIGNED, cannot_expand, side_by_side
 from fastattn.kernels.problem import Problem, expanded, has_aligned_heads, key_starts, window_within_reach
-from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales, Plan
+from refattn.interface import AttentionOptions, AttentionPlan, Keys, Pages, Plan, QuantizedPages, Rows
 
 OPERATIONS = ("dense", "paged", "quantized")
 LARGEST_HEAD = {9: 256, 10: 128, 11: 128}  # by compute capability
@@ -60,6 +60,25 @@ def unsupported_reason(problem: Problem) -> str | None:
     return cannot_import("flash_attn.cute.interface", "flash-attn-4", "_flash_attn_fwd")
 
 
+def attend(
+    query: Float[Tensor, "t h d"],
+    keys: Keys,
+    plan: AttentionPlan,
+    options: AttentionOptions,
+    out: Float[Tensor, "t h dv"] | None,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend to rows, to pages, or to codes, which become pages of numbers first; see `fastattn.kernels.dispatch`."""
+    (level,) = plan.levels
+    if isinstance(keys, QuantizedPages):
+        from fastattn.kernels.flash.expand import attend_to_numbers
+
+        return attend_to_numbers(paged, query, keys, level.whole, options, out)
+    if isinstance(keys, Rows):
+        return dense(query, *keys, level.whole, options, out)
+    assert isinstance(keys, Pages)  # of no other storage are its operations
+    return paged(query, *keys, level.whole, options, out)
+
+
 def dense(
     query: Float[Tensor, "t h d"],
     key: Float[Tensor, "s hk d"],
@@ -91,21 +110,6 @@ def paged(
         value_cache, _ = repage(value_cache, batch, block_size=FAST_BLOCK)
     where = dict(seqused_k=side_by_side(batch.seq_lens), page_table=side_by_side(table))
     return _attend(query, key_cache, value_cache, plan, options, out, tails_are_zero=copied, **where)
-
-
-def quantized(
-    query: Float[Tensor, "t h d"],
-    key_cache: Shaped[Tensor, "n p hk d"],
-    value_cache: Shaped[Tensor, "n p hk dv"],
-    plan: Plan,
-    options: AttentionOptions,
-    scales: Fp8Scales | Int8Scales,
-    out: Float[Tensor, "t h dv"] | None,
-) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over pages of codes, which become pages of numbers first; see `fastattn.kernels.dispatch`."""
-    from fastattn.kernels.flash.expand import attend
-
-    return attend(paged, query, key_cache, value_cache, plan, options, scales, out)
 
 
 def _should_copy(query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: Plan) -> bool:

@@ -24,7 +24,7 @@ from fastattn.kernels.device import cannot_import, capability
 from fastattn.kernels.flash import NO_CODES, NO_POSITIONS, NOT_ALIGNED, side_by_side
 from fastattn.kernels.flash.schedule import schedule_of
 from fastattn.kernels.problem import Problem
-from refattn.interface import AttentionOptions, Fp8Scales, Plan, TreePlan
+from refattn.interface import AttentionOptions, AttentionPlan, Keys, Latents, Plan, TreePlan
 
 OPERATIONS = ("mla", "mla_tree")
 INTERFACE = "flash_mla.flash_mla_interface"
@@ -64,6 +64,21 @@ def unsupported_reason(problem: Problem) -> str | None:
     return _cannot_load()
 
 
+def attend(
+    query: Float[Tensor, "t h d"],
+    keys: Keys,
+    plan: AttentionPlan,
+    options: AttentionOptions,
+    out: Float[Tensor, "t h dv"] | None,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend to latents, before a tree and by a launch of ours to its nodes; see `fastattn.kernels.dispatch`."""
+    assert isinstance(keys, Latents)  # of no other storage are its operations
+    (level,) = plan.levels
+    if isinstance(plan, TreePlan):
+        return mla_tree(query, keys.cache, plan, options, keys.latent_rank, out)
+    return mla(query, keys.cache, level.whole, options, keys.latent_rank, out)
+
+
 def mla(
     query: Float[Tensor, "t h d"],
     cache: Float[Tensor, "n p c"],
@@ -71,7 +86,6 @@ def mla(
     options: AttentionOptions,
     latent_rank: int,
     out: Float[Tensor, "t h {latent_rank}"] | None,
-    scales: Fp8Scales | None = None,
 ) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
     """Attend to latents; see `fastattn.kernels.dispatch`."""
     from fastattn.kernels.flash.adapt import adapt, nothing
@@ -113,7 +127,6 @@ def mla_tree(
     options: AttentionOptions,
     latent_rank: int,
     out: Float[Tensor, "t h {latent_rank}"] | None,
-    scales: Fp8Scales | None = None,
 ) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
     """Attend to latents before a tree, and by a launch of ours to its nodes; see `fastattn.kernels.dispatch`."""
     from fastattn.kernels.triton.attention import attend_to_latent_nodes

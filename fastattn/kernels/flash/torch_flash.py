@@ -12,7 +12,7 @@ from torch import Tensor
 from fastattn.kernels.device import capability
 from fastattn.kernels.flash import NO_POSITIONS, NOT_ALIGNED, one_head_size, pad_values
 from fastattn.kernels.problem import FAR, Problem, key_starts, window_within_reach
-from refattn.interface import AttentionOptions, Plan
+from refattn.interface import AttentionOptions, AttentionPlan, Keys, Plan, Rows
 
 OPERATIONS = ("dense",)
 
@@ -38,6 +38,19 @@ def unsupported_reason(problem: Problem) -> str | None:
     if not problem.aligned:
         return NOT_ALIGNED
     return None
+
+
+def attend(
+    query: Float[Tensor, "t h d"],
+    keys: Keys,
+    plan: AttentionPlan,
+    options: AttentionOptions,
+    out: Float[Tensor, "t h dv"] | None,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend to rows; see `fastattn.kernels.dispatch`."""
+    assert isinstance(keys, Rows)  # of no other storage is its operation
+    (level,) = plan.levels
+    return dense(query, *keys, level.whole, options, out)
 
 
 def dense(

@@ -9,7 +9,19 @@ from torch import Tensor
 
 from fastattn.kernels.device import cannot_import, cannot_interpret, capability, is_rocm
 from fastattn.kernels.problem import Problem, Subtraction
-from refattn.interface import Accepted, AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan, TreePlan, Trees
+from refattn.interface import (
+    Accepted,
+    AttentionOptions,
+    AttentionPlan,
+    Batch,
+    Fp8Scales,
+    Int8Scales,
+    Keys,
+    Latents,
+    Plan,
+    TreePlan,
+    Trees,
+)
 
 OPERATIONS = (
     *("dense", "paged", "levels", "tree", "differential", "mla", "mla_tree", "merge"),
@@ -60,60 +72,27 @@ def unsupported_reason(problem: Problem) -> str | None:
 # the name of an operation: its first import would put the file in the place of the function.
 
 
-def dense(
+def attend(
     query: Float[Tensor, "t h d"],
-    key: Float[Tensor, "s hk d"],
-    value: Float[Tensor, "s hk dv"],
-    plan: Plan,
+    keys: Keys,
+    plan: AttentionPlan,
     options: AttentionOptions,
     out: Float[Tensor, "t h dv"] | None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over ragged rows; see `fastattn.kernels.dispatch`."""
-    from fastattn.kernels.triton.attention import attend
+    """Attend to any storage under any plan, but to latents in one level; see `fastattn.kernels.dispatch`.
 
-    return attend(query, key, value, plan, options, out)
+    A tree is one softmax with the keys before it, latents are loaded once as key and as value, and codes become numbers
+    in registers.
+    """
+    from fastattn.kernels.triton.attention import attend_levels, pools_of
+    from fastattn.kernels.triton.codes import codes_in_pairs
 
-
-def paged(
-    query: Float[Tensor, "t h d"],
-    key_cache: Float[Tensor, "n p hk d"],
-    value_cache: Float[Tensor, "n p hk dv"],
-    plan: Plan,
-    options: AttentionOptions,
-    out: Float[Tensor, "t h dv"] | None,
-) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over pages; see `fastattn.kernels.dispatch`."""
-    from fastattn.kernels.triton.attention import attend
-
-    return attend(query, key_cache, value_cache, plan, options, out)
-
-
-def levels(
-    query: Float[Tensor, "t h d"],
-    key_cache: Float[Tensor, "n p hk d"],
-    value_cache: Float[Tensor, "n p hk dv"],
-    plans: Sequence[Plan],
-    options: AttentionOptions,
-    out: Float[Tensor, "t h dv"] | None,
-) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over the pages of several levels, merged; see `fastattn.kernels.dispatch`."""
-    from fastattn.kernels.triton.attention import attend_levels
-
-    return attend_levels(query, key_cache, value_cache, plans, options, out)
-
-
-def tree(
-    query: Float[Tensor, "t h d"],
-    key_cache: Float[Tensor, "n p hk d"],
-    value_cache: Float[Tensor, "n p hk dv"],
-    plan: TreePlan,
-    options: AttentionOptions,
-    out: Float[Tensor, "t h dv"] | None,
-) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over pages that end with a tree, as one softmax; see `fastattn.kernels.dispatch`."""
-    from fastattn.kernels.triton.attention import attend_levels
-
-    return attend_levels(query, key_cache, value_cache, [plan.whole], options, out, tree=plan)
+    key, value, codes = pools_of(query, keys)
+    plans = [level.whole for level in plan.levels]
+    if codes.kind:
+        key, value = codes_in_pairs(query, key, value, plans, options)
+    tree, shared = plan if isinstance(plan, TreePlan) else None, isinstance(keys, Latents)
+    return attend_levels(query, key, value, plans, options, out, shared=shared, codes=codes, tree=tree)
 
 
 def differential(
@@ -128,131 +107,6 @@ def differential(
     from fastattn.kernels.triton.pairs import attend
 
     return attend(query, cache, plan, options, subtraction, out)
-
-
-def mla(
-    query: Float[Tensor, "t h d"],
-    cache: Float[Tensor, "n p c"],
-    plan: Plan,
-    options: AttentionOptions,
-    latent_rank: int,
-    out: Float[Tensor, "t h {latent_rank}"] | None,
-    scales: Fp8Scales | None = None,
-) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
-    """Attend to latents, each loaded once, as key and as value; see `fastattn.kernels.dispatch`."""
-    return _attend_to_latents(query, cache, plan, options, latent_rank, out, scales)
-
-
-def mla_tree(
-    query: Float[Tensor, "t h d"],
-    cache: Float[Tensor, "n p c"],
-    plan: TreePlan,
-    options: AttentionOptions,
-    latent_rank: int,
-    out: Float[Tensor, "t h {latent_rank}"] | None,
-    scales: Fp8Scales | None = None,
-) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
-    """Attend to latents that end with a tree, as one softmax; see `fastattn.kernels.dispatch`."""
-    return _attend_to_latents(query, cache, plan.whole, options, latent_rank, out, scales, tree=plan)
-
-
-def _attend_to_latents(
-    query: Tensor,
-    cache: Tensor,
-    plan: Plan,
-    options: AttentionOptions,
-    latent_rank: int,
-    out: Tensor | None,
-    scales: Fp8Scales | None,
-    *,
-    tree: TreePlan | None = None,
-) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
-    from fastattn.kernels.triton.attention import attend_levels
-
-    pages = cache[:, :, None, : query.shape[2]]
-    latents = pages[..., :latent_rank]
-    if scales is None:
-        return attend_levels(query, pages, latents, [plan], options, out, shared=True, tree=tree)
-    return _attend_to_codes(query, pages, latents, [plan], options, scales, out, shared=True, tree=tree)
-
-
-def quantized(
-    query: Float[Tensor, "t h d"],
-    key_cache: Shaped[Tensor, "n p hk d"],
-    value_cache: Shaped[Tensor, "n p hk dv"],
-    plan: Plan,
-    options: AttentionOptions,
-    scales: Fp8Scales | Int8Scales,
-    out: Float[Tensor, "t h dv"] | None,
-) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over pages of codes, which become numbers in registers; see `fastattn.kernels.dispatch`."""
-    return _attend_to_codes(query, key_cache, value_cache, [plan], options, scales, out)
-
-
-def quantized_levels(
-    query: Float[Tensor, "t h d"],
-    key_cache: Shaped[Tensor, "n p hk d"],
-    value_cache: Shaped[Tensor, "n p hk dv"],
-    plans: Sequence[Plan],
-    options: AttentionOptions,
-    scales: Fp8Scales | Int8Scales,
-    out: Float[Tensor, "t h dv"] | None,
-) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over the pages of codes of several levels, merged; see `fastattn.kernels.dispatch`."""
-    return _attend_to_codes(query, key_cache, value_cache, plans, options, scales, out)
-
-
-def quantized_tree(
-    query: Float[Tensor, "t h d"],
-    key_cache: Shaped[Tensor, "n p hk d"],
-    value_cache: Shaped[Tensor, "n p hk dv"],
-    plan: TreePlan,
-    options: AttentionOptions,
-    scales: Fp8Scales | Int8Scales,
-    out: Float[Tensor, "t h dv"] | None,
-) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    """Attend over pages of codes that end with a tree, as one softmax; see `fastattn.kernels.dispatch`."""
-    return _attend_to_codes(query, key_cache, value_cache, [plan.whole], options, scales, out, tree=plan)
-
-
-def _attend_to_codes(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    plans: Sequence[Plan],
-    options: AttentionOptions,
-    scales: Fp8Scales | Int8Scales,
-    out: Tensor | None,
-    *,
-    shared: bool = False,
-    tree: TreePlan | None = None,
-) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    from fastattn.kernels.triton.attention import attend_levels
-    from fastattn.kernels.triton.codes import codes_of
-
-    key, value = _seen_by_kernel(query, key_cache, value_cache, plans, options, scales)
-    return attend_levels(query, key, value, plans, options, out, shared=shared, codes=codes_of(scales), tree=tree)
-
-
-def _seen_by_kernel(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    plans: Sequence[Plan],
-    options: AttentionOptions,
-    scales: Fp8Scales | Int8Scales,
-) -> tuple[Tensor, Tensor]:
-    """Return pools of codes as the kernel takes them: those of fp8 as bytes, those of values in pairs if that pays."""
-    from fastattn.kernels.triton.codes import in_pairs
-
-    if isinstance(scales, Fp8Scales):
-        key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
-    # Few rows wait for memory, and gain by pairs. With 64 rows Triton 3.6 compiles pairs to code that reads memory
-    # which is not its own, on an NVIDIA H200 with two accumulators of 32 columns; a level that is shared has many rows.
-    # Beside queries of 32 bits it turns pairs in local memory.
-    rows = max(plan.batch.max_query_len for plan in plans) * (query.shape[1] // key_cache.shape[2])
-    pays = rows <= 16 and query.element_size() == 2 and not options.batch_invariant
-    return key_cache, in_pairs(value_cache) if pays else value_cache
 
 
 def merge(

@@ -29,8 +29,8 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from fastattn.kernels.device import is_rocm
-from fastattn.kernels.problem import key_starts, uses_positions
-from fastattn.kernels.replay import AnyPlan, Key, key_of_launch, launch_once, recorder
+from fastattn.kernels.problem import key_starts, latent_scales, uses_positions
+from fastattn.kernels.replay import Key, key_of_launch, launch_once, recorder
 from fastattn.kernels.triton.codes import NO_CODES, Codes, are_pairs, codes_of, in_pairs, size_of
 from fastattn.kernels.triton.decode import attend_few_rows
 from fastattn.kernels.triton.launch import Launch, SplitLaunches
@@ -55,7 +55,16 @@ from fastattn.kernels.triton.run import (
     visible_keys,
     with_scale_above_0,
 )
-from refattn.interface import AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan, TreePlan
+from refattn.interface import (
+    AttentionOptions,
+    AttentionPlan,
+    Batch,
+    Keys,
+    Latents,
+    Plan,
+    QuantizedPages,
+    TreePlan,
+)
 
 FEWEST_KEYS = 256  # that are worth a program of their own
 MOST_KEYS = 2048  # of a sequence in one program: one much longer than the others must not run alone at the end
@@ -159,7 +168,7 @@ def attend_levels(
         launch = _launch(
             query, key, value, levels[0], options, tunings[0], out, lse, shared=shared, codes=codes, tree=tree
         )
-        _record(out, [(launch, 0)], 1, None, options, shared=shared, codes=codes)
+        _record(out, [(launch, 0)], 1, None, options)
         return out, lse
 
     parts = query.new_empty(num_parts, *out.shape, dtype=torch.float32)
@@ -205,7 +214,7 @@ def attend_levels(
         ),
         dict(num_warps=4) | ({"launch_pdl": True} if overlap else {}),
     )
-    _record(out, launches, num_parts, reduction, options, shared=shared, codes=codes)
+    _record(out, launches, num_parts, reduction, options)
     return out, lse
 
 
@@ -266,47 +275,38 @@ def attend_to_nodes(
 
 
 class Launches(SplitLaunches):
-    """The launches of a call, each method called as an operation of the kernel is; see `fastattn.kernels.replay`."""
+    """The launches of a call, which are called as a kernel is; see `fastattn.kernels.replay`."""
 
     def attend(
         self,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        plan: AnyPlan,
+        keys: Keys,
+        plan: AttentionPlan,
         options: AttentionOptions,
         out: Tensor | None,
-        codes: Codes = NO_CODES,
     ) -> tuple[Tensor, Tensor]:
-        """Attend with numbers, or quantised values, which may come as they are stored."""
+        """Attend with other tensors, and other scales of the same layout; codes come as they are stored."""
+        key, value, codes = pools_of(query, keys, addresses=True)
         of_reduction = (_side_by_side(options.sinks),)
         return self.replay((query, key, value), _of_layer(query, options, codes).values(), of_reduction, out)
 
-    def attend_to_codes(
-        self,
-        query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        plan: AnyPlan,
-        options: AttentionOptions,
-        scales: Fp8Scales | Int8Scales,
-        out: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Attend to quantised values, with other scales of the same layout."""
-        return self.attend(query, key_cache, value_cache, plan, options, out, codes_of(scales))
 
-    def attend_to_latents(
-        self,
-        query: Tensor,
-        cache: Tensor,
-        plan: AnyPlan,
-        options: AttentionOptions,
-        latent_rank: int,
-        out: Tensor | None,
-        scales: Fp8Scales | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Attend to latents, which begin where their pool begins, as keys and as values."""
-        return self.attend(query, cache, cache, plan, options, out, NO_CODES if scales is None else codes_of(scales))
+def pools_of(query: Tensor, keys: Keys, *, addresses: bool = False) -> tuple[Tensor, Tensor, Codes]:
+    """Return keys, values and what turns them into numbers.
+
+    Latents are pages of one head, whose values are the first elements of its keys; where addresses alone are asked
+    for, they are the pool as it is, where both begin.
+    """
+    if isinstance(keys, Latents):
+        codes = NO_CODES if (scales := latent_scales(keys.cache, keys.cache_scale)) is None else codes_of(scales)
+        if addresses:
+            return keys.cache, keys.cache, codes
+        pages = keys.cache[:, :, None, : query.shape[2]]
+        return pages, pages[..., : keys.latent_rank], codes
+    if isinstance(keys, QuantizedPages):
+        return keys.key_cache, keys.value_cache, codes_of(keys.scales)
+    key, value = keys
+    return key, value, NO_CODES
 
 
 def _record(
@@ -315,9 +315,6 @@ def _record(
     num_parts: int,
     reduction: Launch | None,
     options: AttentionOptions,
-    *,
-    shared: bool,
-    codes: Codes,
 ) -> None:
     """Record how to replay the call that is under way; not if its scale is not positive, which changes the query."""
     into = recorder()
@@ -325,7 +322,7 @@ def _record(
         return
     t, h, dv = out.shape
     made = Launches(out.shape, (t, h, dv), launches, num_parts, reduction, with_lse=into.return_lse)
-    into.replay = made.attend_to_latents if shared else made.attend_to_codes if codes.kind else made.attend
+    into.replay = made.attend
 
 
 def _has_scale_above_0(options: AttentionOptions) -> bool:

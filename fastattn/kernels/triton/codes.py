@@ -9,6 +9,7 @@ each divided by a power of two; but codes of latents that are not read in pairs 
 rounded to 16 bits, as over a plain cache, and never to codes.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple, no_type_check
 
 import torch
@@ -16,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from refattn.interface import Fp8Scales, Int8Scales
+from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales, Plan
 
 
 class Codes(NamedTuple):
@@ -52,6 +53,21 @@ def codes_of(scales: Fp8Scales | Int8Scales) -> Codes:
     of_value, value = _number_and_tensor(scales.value)
     rounds_query = scales.query is not None
     return Codes(FORMATS[scales.format], (of_query, of_key, of_value), query, key, value, rounds_query)
+
+
+def codes_in_pairs(
+    query: Tensor, key: Tensor, value: Tensor, plans: Sequence[Plan], options: AttentionOptions
+) -> tuple[Tensor, Tensor]:
+    """Return pools of codes as kernels take them: those of fp8 as bytes, those of values in pairs if that pays.
+
+    Few rows wait for memory, and gain by pairs. With 64 rows Triton 3.6 compiles pairs to code that reads memory which
+    is not its own, on an NVIDIA H200 with two accumulators of 32 columns; a level that is shared has many rows. Beside
+    queries of 32 bits it turns pairs in local memory.
+    """
+    key, value = (x.view(torch.uint8) if x.dtype in FORMATS else x for x in (key, value))
+    rows = max(plan.batch.max_query_len for plan in plans) * (query.shape[1] // key.shape[2])
+    pays = rows <= 16 and query.element_size() == 2 and not options.batch_invariant
+    return key, in_pairs(value) if pays else value
 
 
 def _number_and_tensor(scale: float | Tensor | None) -> tuple[float, Tensor | None]:
