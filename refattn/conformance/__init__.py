@@ -4,6 +4,15 @@
 
 checks your kernel (`conformance.check`; `conformance.testing` for pytest). The names imported here need only torch;
 the search for failing batches needs the extra `conformance`.
+
+    workload     a call as plain numbers: of a test, of the kit, of the search, of the benchmark
+    oracle       its right answer, in float64, without the reference
+    cases        the batches of the tests, in a poisoned pool       spec, readout    five proofs of a path
+    example      the workloads that the kit draws                   contract         what a kernel promises
+    kernel       how a kernel is called, and what it claims         check, isolate   whether it keeps to it
+    libraries    one caller per library                             adapters         their kernels
+    mistakes     known mistakes, by which a failure is named        search           random workloads of every path
+    tolerance    the one tolerance                                  report, field    what came of it
 """
 
 from refattn.conformance.call import attend, prepare
