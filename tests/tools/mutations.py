@@ -104,8 +104,8 @@ MUTATIONS: list[Mutation] = [
         "attention over the cache of another layer writes into it",
         (
             "refattn/differential.py",
-            "    answers, lses = [], []",
-            "    answers, lses = [], []\n    cache[1] = cache[0]",
+            "    keys, answers, lses = Pairs(cache, scales), [], []",
+            "    keys, answers, lses = Pairs(cache, scales), [], []\n    cache[1] = cache[0]",
         ),
         (
             "fastattn/differential.py",
@@ -174,9 +174,9 @@ MUTATIONS: list[Mutation] = [
         "A7 A25 A31 B61",
         "every sequence reads the first rows of keys",
         (
-            "refattn/dense.py",
-            "((key[k0:k1], value[k0:k1]) for",
-            "((key[: k1 - k0], value[: k1 - k0]) for",
+            "refattn/keys.py",
+            "yield keys.key[first:last], keys.value[first:last]",
+            "yield keys.key[: last - first], keys.value[: last - first]",
         ),
         (
             CPU + "attention.py",
@@ -339,8 +339,8 @@ MUTATIONS: list[Mutation] = [
         "the caller's memory is left as it is",
         (
             "refattn/attention.py",
-            "out = result.to(query.dtype) if out is None else out.copy_(result)",
-            "out = result.to(query.dtype)",
+            "out = result.to(dtype) if out is None else out.copy_(result)",
+            "out = result.to(dtype)",
         ),
         (DISPATCH, "return out.copy_(answer), lse", "return answer, lse"),
     ),
@@ -422,8 +422,8 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             "fastattn/chunked_prefill.py",
-            "    return dispatch.attend(dispatch.paged, check_paged, tensors, plan, options, out, return_lse)",
-            "    answer = dispatch.attend(dispatch.paged, check_paged, tensors, plan, options, out, return_lse)\n"
+            "    return dispatch.attend(check_paged, query, keys, plan, options, out, return_lse)",
+            "    answer = dispatch.attend(check_paged, query, keys, plan, options, out, return_lse)\n"
             "    return (answer[0], answer[1] * 0) if return_lse else answer",
         ),
     ),
@@ -745,10 +745,14 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "B78 B76",
         "only the last level counts",
-        ("refattn/cascade.py", "result, lse = merge(*zip(*parts, strict=True))", "result, lse = parts[-1]"),
+        (
+            "refattn/attention.py",
+            "return parts[0] if len(parts) == 1 else merge(*zip(*parts, strict=True))",
+            "return parts[-1]",
+        ),
         (
             DISPATCH,
-            "merging.merge(*zip(*parts, strict=True)) if len(parts) > 1 else parts[0]",
+            "merging.merge(*zip(*parts, strict=True))",
             "parts[-1]",
         ),
     ),
@@ -776,7 +780,7 @@ MUTATIONS: list[Mutation] = [
         "B80",
         "every level counts the sinks",
         (
-            "refattn/cascade.py",
+            "refattn/attention.py",
             "its_options = options if level is plan.levels[-1] else options.without_sinks()",
             "its_options = options",
         ),
@@ -809,9 +813,9 @@ MUTATIONS: list[Mutation] = [
         "B83",
         "only the last level of codes counts",
         (
-            "refattn/quantized.py",
-            "merge(*zip(*parts, strict=True)) if len(parts) > 1 else parts[0]",
-            "parts[-1]",
+            "refattn/attention.py",
+            "return parts[0] if len(parts) == 1 else merge(*zip(*parts, strict=True))",
+            "return parts[-1]",
         ),
         (CPU + "quantized.py", "merge(*zip(*parts, strict=True)) if shared else parts[0]", "parts[-1]"),
     ),
@@ -910,14 +914,14 @@ MUTATIONS: list[Mutation] = [
         "the codes of a rank stand for twice as much",
         (
             "refattn/context_parallel.py",
-            "        query, sequences = quantized._read(query, key_cache, value_cache, plan.context, scales)",
-            "        query, sequences = quantized._read(query, key_cache, value_cache, plan.context, scales)\n"
-            "        sequences = [(2 * key, value) for key, value in sequences]",
+            "read_query(query, stored, plan.context), read(query, stored, plan.context)",
+            "read_query(query, stored, plan.context), read(query, stored, plan.context)\n"
+            "    sequences = ((key if scales is None else 2 * key, value) for key, value in sequences)",
         ),
         (
             "fastattn/context_parallel.py",
-            "dispatch.quantized(*pages, scales=scales)",
-            "dispatch.quantized(2 * pages[0], *pages[1:], scales=scales)",
+            "dispatch.compute(all_heads, keys,",
+            "dispatch.compute(all_heads if scales is None else 2 * all_heads, keys,",
         ),
     ),
     *breaks(
@@ -953,9 +957,9 @@ MUTATIONS: list[Mutation] = [
         "A18",
         "keys are read under the scale of values",
         (
-            "refattn/quantized.py",
-            "for codes, scale in ((key, scales.key), (value, scales.value))",
-            "for codes, scale in ((key, scales.value), (value, scales.key))",
+            "refattn/keys.py",
+            "for x in (scales.key, scales.value))",
+            "for x in (scales.value, scales.key))",
         ),
         (
             CPU + "quantized.py",
@@ -966,14 +970,14 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "A19",
         "a write multiplies by the scale",
-        ("refattn/quantized.py", "(x.float() / scale).clamp(", "(x.float() * scale).clamp("),
+        ("refattn/keys.py", "(x.float() / scale).clamp(", "(x.float() * scale).clamp("),
         (CPU + "quantized.py", "x.float().div(scale).clamp_(", "x.float().mul(scale).clamp_("),
     ),
     *breaks(
         "A19",
         "a write rounds towards zero",
         (
-            "refattn/quantized.py",
+            "refattn/keys.py",
             ".clamp(-largest, largest).to(kind)",
             ".clamp(-largest, largest).mul(1 - 2**-5).to(kind)",
         ),
@@ -986,13 +990,13 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "A19 B101",
         "infinity stays infinite",
-        ("refattn/quantized.py", ".clamp(-largest, largest).to(kind)", ".to(kind)"),
+        ("refattn/keys.py", ".clamp(-largest, largest).to(kind)", ".to(kind)"),
         (CPU + "quantized.py", ".clamp_(-largest, largest).to(kind)", ".to(kind)"),
     ),
     *breaks(
         "A20 A17",
         "bytes are read as whole numbers",
-        ("refattn/quantized.py", "codes.view(scales.format).to(compute)", "codes.view(torch.uint8).to(compute)"),
+        ("refattn/keys.py", "codes.view(scales.format).to(compute)", "codes.view(torch.uint8).to(compute)"),
         (
             CPU + "quantized.py",
             "keys = Codes(key_cache.view(scales.format), compute)",
@@ -1002,16 +1006,20 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "A21",
         "queries stay as they are",
-        ("refattn/quantized.py", "if scales.query is None:", "if True:"),
+        (
+            "refattn/keys.py",
+            "if isinstance(scales, Fp8Scales) and scales.query is None:",
+            "if isinstance(scales, Fp8Scales):",
+        ),
         (CPU + "quantized.py", "if scales.query is not None:", "if False:"),
     ),
     *breaks(
         "B180",
         "queries in fp8 are rounded once more",
         (
-            "refattn/quantized.py",
-            "codes = query if query.dtype == scales.format else _to_fp8(query, of_query, scales.format)",
-            "codes = _to_fp8(query, of_query, scales.format)",
+            "refattn/keys.py",
+            "codes = x if query.dtype == scales.format else to_fp8(x, of_heads, scales.format)",
+            "codes = to_fp8(x, of_heads, scales.format)",
         ),
     ),
     *breaks(
@@ -1026,7 +1034,7 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "A22 B93 B98 B100",
         "keys are read without their scales",
-        ("refattn/quantized.py", "key.to(compute) * of_key.to(compute)", "key.to(compute)"),
+        ("refattn/keys.py", "key.to(compute) * of_key.to(compute)", "key.to(compute)"),
         (CPU + "codes.py", "return out if self.scale is None else out.mul_", "return out if True else out.mul_"),
     ),
     *breaks(
@@ -1042,16 +1050,16 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "A23",
         "every sequence has the scales of the first",
-        ("refattn/quantized.py", "numbers = numbers[sequence] if", "numbers = numbers[0] if"),
+        ("refattn/keys.py", "numbers = numbers[sequence] if", "numbers = numbers[0] if"),
         (CPU + "quantized.py", "scale.index_select(0, sequences)", "scale[:1]"),
     ),
     *breaks(
         "D126",
         "virtual sequences have the scales of the first",
         (
-            "refattn/quantized.py",
-            "member = i if plan.sequences is None else int(plan.sequences[i])",
-            "member = i if plan.sequences is None else 0",
+            "refattn/keys.py",
+            "return i if plan.sequences is None else int(plan.sequences[i])",
+            "return i if plan.sequences is None else 0",
         ),
         (
             CPU + "quantized.py",
@@ -1063,7 +1071,7 @@ MUTATIONS: list[Mutation] = [
         "B51",
         "every head has the scale of the first",
         (
-            "refattn/quantized.py",
+            "refattn/keys.py",
             "numbers.expand(num_kv_heads)",
             "numbers.flatten()[:1].expand(num_kv_heads)",
         ),
@@ -1077,7 +1085,7 @@ MUTATIONS: list[Mutation] = [
         "B92",
         "int8 values are read without their scales",
         (
-            "refattn/quantized.py",
+            "refattn/keys.py",
             "value.to(compute) * (1.0 if of_value is None else of_value.to(compute))",
             "value.to(compute)",
         ),
@@ -1091,9 +1099,9 @@ MUTATIONS: list[Mutation] = [
         "B95",
         "all heads of a token share a scale",
         (
-            "refattn/quantized.py",
-            "return _scale_of(x.float().abs().amax(-1, keepdim=True))",
-            "return _scale_of(x.float().abs().amax((-2, -1), keepdim=True).expand(*x.shape[:-1], 1).clone())",
+            "refattn/keys.py",
+            "return scale_of(x.float().abs().amax(-1, keepdim=True))",
+            "return scale_of(x.float().abs().amax((-2, -1), keepdim=True).expand(*x.shape[:-1], 1).clone())",
         ),
         (
             CPU + "quantized.py",
@@ -1104,7 +1112,7 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "B95",
         "whole numbers are rounded down",
-        ("refattn/quantized.py", ".round().clamp(-127, 127)", ".floor().clamp(-127, 127)"),
+        ("refattn/keys.py", ".round().clamp(-127, 127)", ".floor().clamp(-127, 127)"),
         (CPU + "quantized.py", ".round_().clamp_(-127, 127)", ".floor_().clamp_(-127, 127)"),
     ),
     *breaks(
@@ -1129,7 +1137,7 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "B97",
         "the codes of keys are not written",
-        ("refattn/quantized.py", "key_cache[block, row] = _to_int8(key[token], scale)", "pass"),
+        ("refattn/quantized.py", "key_cache[block, row] = to_int8(key[token], scale)", "pass"),
         (CPU + "quantized.py", "key_cache[blocks, rows] = to_int8(key, scale)", "pass"),
     ),
     *breaks(
@@ -1170,8 +1178,9 @@ MUTATIONS: list[Mutation] = [
         "pairs are made of the first and the second half of the heads",
         (
             "refattn/differential.py",
-            "    answers, lses = [], []",
-            "    answers, lses = [], []\n    query = query.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)",
+            "    keys, answers, lses = Pairs(cache, scales), [], []",
+            "    keys, answers, lses = Pairs(cache, scales), [], []\n"
+            "    query = query.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)",
         ),
         (
             CPU + "pairs.py",
@@ -1211,8 +1220,8 @@ MUTATIONS: list[Mutation] = [
         "both softmaxes weigh the first half of the values",
         (
             "refattn/differential.py",
-            "        answers.append(answer)",
-            "        answers.append(torch.cat([answer.chunk(2, -1)[0]] * 2, dim=-1))",
+            "keys.of_halves(half, other), plan, its_options) for",
+            "keys.of_halves(half, 0), plan, its_options) for",
         ),
         (CPU + "pairs.py", "_slabs(pools[half, 1], blocks", "_slabs(pools[0, 1], blocks"),
     ),
@@ -1261,11 +1270,10 @@ MUTATIONS: list[Mutation] = [
         "C118",
         "the halves have the scales of each other",
         (
-            "refattn/differential.py",
-            "plan, scales.of_halves(of_keys, of_values))",
-            "plan, scales.of_halves(1 - of_keys, 1 - of_values))",
+            "refattn/interface/keys.py",
+            "self.scales.of_halves(half, other))",
+            "self.scales.of_halves(1 - half, 1 - other))",
         ),
-        (DISPATCH, "(scales.of_halves(half, other),)", "(scales.of_halves(1 - half, 1 - other),)"),
     ),
     *in_both(
         "C118",
@@ -1377,7 +1385,7 @@ MUTATIONS: list[Mutation] = [
         "a window counts nodes, not depths",
         (
             "refattn/attention.py",
-            "keys[first_node:] = first_node + plan.depths[i, : len(parents)]",
+            "keys[first_node:] = first_node + plan.depths[i, : len(ancestors)]",
             "keys[first_node:] = keys[first_node:]",
         ),
         (CPU + "schedule.py", "depths[mine, None] - depths,", "node[mine, None] - node,"),
@@ -1415,8 +1423,8 @@ MUTATIONS: list[Mutation] = [
         "the query rows are the oldest nodes",
         (
             "refattn/attention.py",
-            "masks.tree(parents)[len(parents) - t :]",
-            "masks.tree(parents)[:t]",
+            "ancestors[len(ancestors) - query_len :]",
+            "ancestors[:query_len]",
         ),
         (
             CPU + "schedule.py",
@@ -1444,8 +1452,8 @@ MUTATIONS: list[Mutation] = [
         "siblings see each other",
         (
             "refattn/attention.py",
-            "        visible[:, first_node:] &= masks.tree(parents)[len(parents) - t :].to(device)\n",
-            "",
+            "visible[:, first_node:] &= ancestors[len(ancestors) - query_len :]",
+            "pass",
         ),
         (
             CPU + "attention.py",
@@ -1541,9 +1549,9 @@ MUTATIONS: list[Mutation] = [
         "D154",
         "values are the last elements of a row",
         (
-            "refattn/mla.py",
-            "sequences = ((key, key[..., :latent_rank]) for key in keys)",
-            "sequences = ((key, key[..., -latent_rank:]) for key in keys)",
+            "refattn/keys.py",
+            "yield key, key[..., : keys.latent_rank]",
+            "yield key, key[..., -keys.latent_rank :]",
         ),
     ),
     *breaks(
@@ -1551,15 +1559,15 @@ MUTATIONS: list[Mutation] = [
         "the rotary part of a query does not count",
         (
             "refattn/mla.py",
-            'pages = rearrange(cache[..., : query.shape[2]], "n p d -> n p 1 d")',
-            'pages = rearrange(cache[..., : query.shape[2]], "n p d -> n p 1 d")\n'
-            "    query = torch.cat([query[..., :latent_rank], 0 * query[..., latent_rank:]], dim=-1)",
+            "    result, lse = attend_plan(query, keys,",
+            "    query = torch.cat([query[..., :latent_rank], 0 * query[..., latent_rank:]], dim=-1)\n"
+            "    result, lse = attend_plan(query, keys,",
         ),
         (
             "fastattn/mla.py",
-            "return dispatch.attend(dispatch.mla,",
+            "return dispatch.attend(check_latent,",
             "query = torch.cat([query[..., :latent_rank], 0 * query[..., latent_rank:]], dim=-1)\n"
-            "    return dispatch.attend(dispatch.mla,",
+            "    return dispatch.attend(check_latent,",
         ),
     ),
     *breaks(
