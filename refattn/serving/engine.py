@@ -110,7 +110,7 @@ class Engine:
         batch_invariant: compute the attention of every row bit-identically, whatever else is in the batch. There is no
             cascade then, as it depends on the other requests. The model's own matrix products are not covered.
         speculation: how to draft tokens, which the model verifies next to the confirmed ones; None drafts nothing. More
-            than one branch needs layers that take trees: full ones, those with a window, and those of latents.
+            than one branch needs layers that take trees: all but those of local chunks.
         kv_cache_dtype: what the pools hold: "auto", the model's own type; or quantised values of 8 bits, "fp8_e4m3",
             "fp8_e5m2" or "int8", for twice as many tokens in the same memory and answers that may differ. Latents and
             pairs have no int8.
@@ -608,9 +608,12 @@ class Engine:
         """Return the shared prefixes of a step for which a cascade is worth it on a machine."""
         lens = tokens.query_lens, tokens.seq_lens
         self.counters.key_reads += sum(tokens.seq_lens)
-        full = next((layer.storage for layer in self.layers if layer.takes_cascades), None)
-        if full is None or self.batch_invariant or tokens.parents is not None:
+        layer = next((layer for layer in self.layers if layer.takes_cascades), None)
+        if layer is None or self.batch_invariant or tokens.parents is not None:
             return []
+        if layer.expands_prefills and max(tokens.query_lens, default=0) > self.decode_len:
+            return []  # a prefill that computes keys and values reads its context once anyway
+        full = layer.storage
         found = self.twin.cascade.find_prefixes(*lens, tokens.block_tables, block_size=self.block_size)
         prefixes = worthwhile_prefixes(
             *lens,
@@ -808,8 +811,10 @@ def _check_autocast(model: Any) -> None:
 
 
 def _pools_of(cache: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return the pools of a layer: keys and values, scales besides, or one of latents or of pairs."""
-    return cache if isinstance(cache, tuple) else (cache,)
+    """Return the pools of a layer, by blocks: keys and values, scales besides, one of latents, or the four of pairs."""
+    if isinstance(cache, tuple):
+        return cache
+    return (cache,) if cache.ndim == 3 else tuple(pool for half in cache for pool in half)
 
 
 def _progress(requests: Iterable[Request]) -> dict[Request, tuple[int, tuple[int, int]]]:

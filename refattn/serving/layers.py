@@ -256,8 +256,8 @@ class Pairs:
         value_scale: of fp8 values, likewise.
     """
 
-    takes_cascades: ClassVar[bool] = False
-    takes_trees: ClassVar[bool] = False
+    takes_cascades: ClassVar[bool] = True
+    takes_trees: ClassVar[bool] = True
     num_kv_heads: int
     head_size: int
     dtype: torch.dtype | None = None
@@ -328,7 +328,7 @@ class Latents:
             the largest number of the format. No plan depends on it.
     """
 
-    takes_cascades: ClassVar[bool] = False
+    takes_cascades: ClassVar[bool] = True
     takes_trees: ClassVar[bool] = True
     num_kv_heads: ClassVar[int] = 1  # which all query heads share
     latent_rank: int

@@ -123,12 +123,12 @@ def test_greedy_is_generate(deepseek, expected, twin, schedule, monkeypatch, cal
 
 @pytest.mark.parametrize("twin", TWINS)
 def test_decodes_are_absorbed_and_prompts_are_not(deepseek, expected, twin, calls):
-    """Each once per step for all layers, and no prefix goes through a cascade, even where that would be free."""
+    """Each once per step for all layers; what decodes share goes through a cascade, which is free here."""
     free = replace(CPU, launch_seconds=0.0, workers=1, tile_keys=4)
     engine = make_engine(deepseek, twin, max_num_batched_tokens=16, machine=free)
     calls.clear()
     assert outputs(engine) == expected
-    assert engine.counters.saved_key_reads == 0
+    assert 0 < engine.counters.saved_key_reads < engine.counters.key_reads
     for name, lengths, _ in calls:
         assert (set(lengths) == {1}) if name == "plan" else (min(lengths) > 1)
     names = [name for name, _, _ in calls]

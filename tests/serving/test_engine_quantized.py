@@ -339,6 +339,23 @@ def test_pairs_in_fp8_answer_as_a_plain_cache_of_rounded_numbers(pairs, kind, ca
         assert {cache.dtype for cache in engine.caches} == {KV_CACHE_DTYPES[kind]}
 
 
+@pytest.mark.parametrize("kind", ["auto", "fp8_e4m3"])
+def test_drafted_trees_and_shared_prefixes_change_no_answer_of_pairs(pairs, kind):
+    """What is accepted moves in all four pools; a cascade is free on this machine."""
+    options = dict(kv_cache_dtype=kind, calibration=None if kind == "auto" else calibrate(pairs, OTHERS))
+    drafts = Oracle(max_drafts=3, max_branches=3)
+    for twin in (refattn, fastattn):
+        expected, engine = answers(pairs, **options, twin=twin)
+        assert engine.counters.saved_key_reads == 0
+        whole = [[*prompt, *output] for prompt, output in zip(PROMPTS, expected, strict=True)]
+        object.__setattr__(drafts, "answers", whole)
+        got, engine = answers(pairs, **options, twin=twin, speculation=drafts)
+        assert got == expected and engine.counters.accepted_tokens > 0
+        free = replace(CPU, launch_seconds=0.0, workers=1, tile_keys=4)
+        got, engine = answers(pairs, **options, twin=twin, machine=free)
+        assert got == expected and engine.counters.saved_key_reads > 0
+
+
 def test_scales_of_pairs_are_in_the_order_of_interleaved_pairs(pairs):
     calibration = calibrate(pairs, OTHERS)
     for twin in (refattn, fastattn):

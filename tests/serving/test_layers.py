@@ -183,8 +183,9 @@ def test_what_a_layer_takes_is_what_its_mask_and_its_storage_take():
         for storage in ("pages", "int8", "pairs", "latents")
         for layer in [Layer(MASKS[mask], STORAGES[storage])]
     }
-    assert [pair for pair, (cascades, _) in flags.items() if cascades] == [("causal", "pages"), ("causal", "int8")]
-    with_trees = [(mask, storage) for mask in ("causal", "window") for storage in ("pages", "int8", "latents")]
+    storages = ("pages", "int8", "pairs", "latents")
+    assert [pair for pair, (cascades, _) in flags.items() if cascades] == [("causal", storage) for storage in storages]
+    with_trees = [(mask, storage) for mask in ("causal", "window") for storage in storages]
     assert [pair for pair, (_, trees) in flags.items() if trees] == with_trees
     assert str(Layer(Window(5), Pairs(HK, D))) == "Window over Pairs"
 
