@@ -98,19 +98,7 @@ def find_prefixes(
 ) -> list[Prefix]:
     """Find every prefix that a run of neighbouring sequences shares, as a tree: outer ones before what they enclose.
 
-    Args:
-        query_lens: new tokens of each request.
-        seq_lens: tokens of each request, the new ones included.
-        block_tables: pool blocks of each request, in order.
-        block_size: tokens in a block, `p`.
-
-    Returns:
-        The prefixes; none if no keys are shared.
-
-    Raises:
-        ValueError: if the arguments differ in length, a length is negative, or a request has too few blocks.
-
-    Source: `refattn.cascade.find_prefixes`; one pass over the neighbours, as over the LCP array of a suffix tree.
+    Arguments, results and errors are those of `refattn.cascade.find_prefixes`.
     """
     check_sizes(block_size=block_size)
     check_requests(query_lens, seq_lens, block_tables, block_size=block_size)

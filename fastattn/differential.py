@@ -69,25 +69,7 @@ def compute_lambda(
     *,
     lambda_init: float,
 ) -> Float[Tensor, ""]:
-    """Return the weight of the second softmax, in float32.
-
-        exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init
-
-    Args:
-        lambda_q1: learned, as are the other three.
-        lambda_k1: its partner in the first product.
-        lambda_q2: of the second product.
-        lambda_k2: its partner.
-        lambda_init: the constant of the layer.
-
-    Returns:
-        One number for all heads of the layer; it changes with the weights only, so compute it once.
-
-    Raises:
-        ValueError: if the vectors differ in type, shape or device, or `lambda_init` is not a finite number.
-
-    Source: `refattn.differential.compute_lambda`.
-    """
+    """Return the weight of the second softmax, in float32; the twin of `refattn.differential.compute_lambda`."""
     check_lambdas(lambda_init, lambda_q1=lambda_q1, lambda_k1=lambda_k1, lambda_q2=lambda_q2, lambda_k2=lambda_k2)
     vectors = torch.stack([lambda_q1, lambda_k1, lambda_q2, lambda_k2])
     vectors = vectors if vectors.dtype == torch.float64 else vectors.float()
@@ -99,16 +81,7 @@ def compute_lambda(
 def interleave_halves(heads: Shaped[Tensor, "t h d"]) -> Shaped[Tensor, "t h d"]:
     """Bring heads from the order of transformers' DiffLlama into pairs: it keeps all first heads before all second.
 
-    Args:
-        heads: query, key or value, with an even number of heads.
-
-    Returns:
-        The same heads in pairs.
-
-    Raises:
-        ValueError: if the shape does not fit, or the number of heads is odd.
-
-    Source: `refattn.differential.interleave_halves`.
+    Arguments, results and errors are those of `refattn.differential.interleave_halves`.
     """
     check_halves(heads)
     return torch.stack(heads.chunk(2, dim=1), dim=2).flatten(1, 2)
@@ -129,24 +102,7 @@ def allocate(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Shaped[Tensor, "2 2 n p pairs d"]:
-    """Make an empty pool, `[half, key or value, n, p, hk/2, d]`.
-
-    Args:
-        num_blocks: blocks in the pool, `n`.
-        block_size: tokens in a block, `p`.
-        num_kv_heads: key heads, `hk`, an even number.
-        head_size: elements of a key and of a value, `d`.
-        dtype: type of an element.
-        device: where the pool is.
-
-    Returns:
-        The pool, filled with zeros.
-
-    Raises:
-        ValueError: if a size is not positive, the number of heads is odd, or there is no such type or device.
-
-    Source: `refattn.differential.allocate`.
-    """
+    """Make an empty pool, `[half, key or value, n, p, hk/2, d]`; the twin of `refattn.differential.allocate`."""
     check_sizes(num_blocks=num_blocks, block_size=block_size, num_kv_heads=num_kv_heads, head_size=head_size)
     check_memory(dtype, device)
     if num_kv_heads % 2:
@@ -164,18 +120,7 @@ def write(
 ) -> None:
     """Write new tokens into the pool, in place: the first heads of the pairs to one half, the second to the other.
 
-    Args:
-        key: the new keys, heads in interleaved pairs; rows after the last slot are padding.
-        value: the new values, likewise.
-        cache: the pool, changed in place.
-        slot_mapping: the slot of each token, each at most once; -1 is padding and is not written.
-        scales: those of an fp8 cache, into which tokens of any floating point type are quantised.
-
-    Raises:
-        ValueError: if types, shapes or devices do not match; on a CPU also if a slot is outside the pool or is given
-            twice. Nothing is written then.
-
-    Source: `refattn.differential.write`.
+    Arguments, results and errors are those of `refattn.differential.write`.
     """
     check_pairs(cache, scales=scales, key=key, value=value)
     for half in (0, 1):

@@ -25,26 +25,7 @@ def allocate(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> tuple[Shaped[Tensor, "n p hk d"], Shaped[Tensor, "n p hk dv"]]:
-    """Make an empty pool of keys and one of values.
-
-    Args:
-        num_blocks: blocks in the pool, `n`.
-        block_size: tokens in a block, `p`.
-        num_kv_heads: key heads, `hk`.
-        head_size: elements of a key, `d`.
-        value_head_size: elements of a value, `dv`; as `head_size` if None.
-        layout: "NHD" (tokens outside heads) or "HND" (heads outside tokens); the index order is the same.
-        dtype: type of an element.
-        device: where the pool is.
-
-    Returns:
-        `key_cache` and `value_cache`, filled with zeros.
-
-    Raises:
-        ValueError: if a size is not positive, or there is no such layout, type or device.
-
-    Source: `refattn.kv_cache.allocate`.
-    """
+    """Make an empty pool of keys and one of values; the twin of `refattn.kv_cache.allocate`."""
     sizes = (head_size, head_size if value_head_size is None else value_head_size)
     check_sizes(
         num_blocks=num_blocks,
@@ -74,29 +55,7 @@ def allocate_layers(
 ) -> tuple[Shaped[Tensor, "n ..."], list[tuple[Shaped[Tensor, "n p hk d"], Shaped[Tensor, "n p hk d"]]]]:
     """Make one empty pool for all layers: a block holds the keys and values of its tokens in every layer.
 
-        NHD    [n, layers, 2, p, hk, d]      HND    [n, hk, layers, 2, p, d]
-
-    So a block moves with one copy, whatever the number of layers: `copy_blocks([pool], pairs)`. In HND a block is cut
-    by heads first, so that ranks with a share of the heads exchange contiguous memory.
-
-    Args:
-        num_layers: layers that share the pool.
-        num_blocks: blocks in the pool, `n`.
-        block_size: tokens in a block, `p`.
-        num_kv_heads: key heads, `hk`.
-        head_size: elements of a key and of a value, `d`.
-        layout: "NHD" (tokens outside heads) or "HND" (heads outside tokens); views have the same index order.
-        dtype: type of an element.
-        device: where the pool is.
-
-    Returns:
-        The pool as it lies in memory, filled with zeros; and for each layer its `key_cache` and `value_cache`, strided
-        views of it that every path and write takes.
-
-    Raises:
-        ValueError: if a size is not positive, or there is no such layout, type or device.
-
-    Source: `refattn.kv_cache.allocate_layers`.
+    Arguments, results and errors are those of `refattn.kv_cache.allocate_layers`.
     """
     check_sizes(
         num_layers=num_layers,
@@ -126,18 +85,7 @@ def write(
 ) -> None:
     """Write new tokens into the pool, in place: token `t` goes to row `slot % p` of block `slot // p`.
 
-    Args:
-        key: the new keys; rows after the last slot are padding.
-        value: the new values.
-        key_cache: the pool of keys, changed in place.
-        value_cache: the pool of values, changed in place.
-        slot_mapping: the slot of each token, each at most once; -1 is padding and is not written.
-
-    Raises:
-        ValueError: if types, shapes or devices do not match; on a CPU also if a slot is outside the pool or is given
-            twice. Nothing is written then.
-
-    Source: `refattn.kv_cache.write`.
+    Arguments, results and errors are those of `refattn.kv_cache.write`.
     """
     cache_key, is_written = dispatch.replay_write(key, value, key_cache, value_cache, slot_mapping)
     if not is_written:
@@ -147,21 +95,7 @@ def write(
 
 
 def gather(cache: Shaped[Tensor, "n p hk d"], blocks: Int32[Tensor, "m"], seq_len: int) -> Shaped[Tensor, "s hk d"]:
-    """Read the keys or the values of one sequence, in order.
-
-    Args:
-        cache: the pool.
-        blocks: the sequence's row of the block table; entries past its last block are not read.
-        seq_len: how many tokens the sequence has, `s`.
-
-    Returns:
-        A copy of its tokens.
-
-    Raises:
-        ValueError: if there are too few blocks; on a CPU also if one is outside the pool.
-
-    Source: `refattn.kv_cache.gather`.
-    """
+    """Read the keys or the values of one sequence, in order; the twin of `refattn.kv_cache.gather`."""
     check_gather(cache, blocks, seq_len)
     used = blocks[: -(-seq_len // cache.shape[1])]
     rows = rearrange(as_bytes(cache).index_select(0, used), "m p hk d -> (m p) hk d")[:seq_len]
@@ -171,15 +105,7 @@ def gather(cache: Shaped[Tensor, "n p hk d"], blocks: Int32[Tensor, "m"], seq_le
 def copy_blocks(caches: Sequence[Shaped[Tensor, "n ..."]], pairs: Int64[Tensor, "k 2"]) -> None:
     """Copy whole blocks inside their pools, in place; every source is read before anything is written.
 
-    Args:
-        caches: pools with the block as first dimension, all copied alike: a `[2, n, p, hk, d]` pool of keys and values
-            comes as `pool.unbind(0)`, an `[n, 2, p, hk, d]` pool as it is.
-        pairs: source and destination block of each copy; each destination once.
-
-    Raises:
-        ValueError: if a block is outside a pool or is written twice. Nothing is written then.
-
-    Source: `refattn.kv_cache.copy_blocks`.
+    Arguments, results and errors are those of `refattn.kv_cache.copy_blocks`.
     """
     check_block_pairs(caches, caches, pairs, names=("caches", "caches"))
     dispatch.copy_blocks(caches, pairs)
@@ -192,17 +118,7 @@ def swap_blocks(
 ) -> None:
     """Copy whole blocks from some pools to others, which may be on another device (out to the host and back).
 
-    Args:
-        sources: pools with the block as first dimension.
-        destinations: as many pools of the same block shape and type, changed in place; their number of blocks and
-            their device may differ.
-        pairs: block of the source and block of the destination of each copy; each destination once.
-
-    Raises:
-        ValueError: if the pools do not match, a block is outside its pool, or is written twice. Nothing is written
-            then.
-
-    Source: `refattn.kv_cache.swap_blocks`.
+    Arguments, results and errors are those of `refattn.kv_cache.swap_blocks`.
     """
     check_block_pairs(sources, destinations, pairs)
     refuse_gradients(dispatch.NO_BACKWARD, sources=sources, destinations=destinations)

@@ -37,22 +37,7 @@ def make_batch(
     *,
     device: torch.device | str = "cpu",
 ) -> Batch:
-    """Build the batch of some requests from what a scheduler knows of them.
-
-    Args:
-        query_lens: new tokens of each request.
-        seq_lens: tokens of each request, the new ones included.
-        block_tables: pool blocks of each request, in order; None where there is no cache.
-        device: device of the tensors of the batch.
-
-    Returns:
-        The batch; shorter rows of the block table are filled up with -1.
-
-    Raises:
-        ValueError: if the arguments differ in length, a length is negative, or a length or a block is not an int32.
-
-    Source: `refattn.metadata.make_batch`.
-    """
+    """Build the batch of some requests, by one copy to the device; the twin of `refattn.metadata.make_batch`."""
     check_requests(query_lens, seq_lens, block_tables)
     check_device(device)
     b, columns = len(seq_lens), max(map(len, block_tables or ()), default=0)
@@ -75,17 +60,7 @@ def make_batch(
 def positions(batch: Batch, num_tokens: int) -> Int64[Tensor, "t"]:
     """Return the position of each query row in its sequence, in tokens; 0 for padding rows.
 
-    Args:
-        batch: the lengths.
-        num_tokens: query rows, `t`, the padding rows included.
-
-    Returns:
-        `seq_len - query_len + i` for query `i` of a sequence (negative where there are more queries than keys).
-
-    Raises:
-        ValueError: if `num_tokens` is negative, or (on a CPU) less than the query rows of the batch.
-
-    Source: `refattn.metadata.positions`.
+    Arguments, results and errors are those of `refattn.metadata.positions`.
     """
     check_num_tokens(num_tokens, batch)
     _, place, padding = places(batch, num_tokens)
@@ -95,24 +70,7 @@ def positions(batch: Batch, num_tokens: int) -> Int64[Tensor, "t"]:
 def slot_mapping(batch: Batch, num_tokens: int, *, block_size: int, window: int | None = None) -> Int64[Tensor, "t"]:
     """Return the slot that each new token is written to; -1 for padding rows and for positions below 0.
 
-    A batch without a block table, or with one without a column, has no cache yet, as in the run that finds out how much
-    memory is left for it: all slots are -1, and nothing is written.
-
-    Args:
-        batch: the lengths and the block table.
-        num_tokens: query rows, `t`, the padding rows included.
-        block_size: tokens in a block, `p`.
-        window: write the last so many tokens of each sequence only, as no later query sees those before them. For a
-            prefill that attends to its new tokens where they are (`dense`), before decodes under a window.
-
-    Returns:
-        `block * p + row` for the token's place in the pool.
-
-    Raises:
-        ValueError: if `num_tokens` is negative, or (on a CPU) the table has too few columns for the lengths, or no
-            block for a token that is to be written, or the batch has more than `num_tokens` query rows.
-
-    Source: `refattn.metadata.slot_mapping`.
+    Arguments, results and errors are those of `refattn.metadata.slot_mapping`.
     """
     check_num_tokens(num_tokens, batch)
     check_sizes(block_size=block_size)
@@ -144,21 +102,7 @@ def split_decodes_and_prefills(
 ) -> tuple[Part, Part]:
     """Split a batch into its decodes and its prefills, which use different kernels.
 
-    Args:
-        batch: a batch with all its decodes before all its prefills, or after them.
-        query_lens: the new tokens of each sequence, known on the host, so that nothing synchronizes.
-        decode_len: a sequence with at most this many new tokens is a decode (above 1 with speculative decoding).
-        seq_lens: tokens of each sequence, where they are known, too: each part then says how long its own longest
-            sequence is, and how many keys it has. Without them, as in a batch that grows, the maximum of the whole.
-
-    Returns:
-        The decodes and the prefills, each a `Part(batch, tokens)`; `tokens` is its slice of the query rows.
-
-    Raises:
-        ValueError: if decodes and prefills are mixed, or `query_lens` or `seq_lens` has another length than the batch,
-            or (on a CPU) other lengths.
-
-    Source: `refattn.metadata.split_decodes_and_prefills`.
+    Arguments, results and errors are those of `refattn.metadata.split_decodes_and_prefills`.
     """
     check_split(batch, query_lens, decode_len, seq_lens)
     kinds = [length <= decode_len for length in query_lens]
@@ -185,26 +129,7 @@ def advance(
 ) -> Batch:
     """Update a batch in place for the next step: each sequence keeps its number of new tokens and grows by as many.
 
-    `seq_lens` and `slots` are overwritten where they are, so that a captured CUDA graph sees the new values, and so are
-    the inputs of the model, if they are given. A padding sequence (no new tokens) is not changed.
-
-    Args:
-        batch: the batch of the step before, whose block table has blocks for the new tokens already.
-        slots: the slots of the step before, overwritten.
-        block_size: tokens in a block, `p`.
-        sampled_ids: the token that was sampled for each sequence, which has one new token per step.
-        input_ids: the inputs of the step before, overwritten by the sampled tokens; padding rows stay.
-        input_positions: the positions of the step before, overwritten; 0 for padding rows.
-
-    Returns:
-        A batch of the same tensors, with `max_seq_len` raised as far as the block table allows.
-
-    Raises:
-        ValueError: if the slots are no int64 `[t]` where the batch is; if a sequence has several new tokens and one was
-            sampled; on a CPU also if there are fewer rows than query rows, or a sequence outgrows the block table.
-            Nothing is changed then.
-
-    Source: `refattn.metadata.advance`.
+    Arguments, results and errors are those of `refattn.metadata.advance`.
     """
     block_table = check_advance(batch, slots, block_size=block_size)
     check_next_inputs(batch, sampled_ids, input_ids, input_positions)
@@ -223,17 +148,7 @@ def advance(
 def update_block_table(batch: Batch, block_table: Int32[Tensor, "b m"]) -> Batch:
     """Return the same batch with the block table of another cache group (layers with a pool of their own).
 
-    Args:
-        batch: the batch of one group.
-        block_table: the blocks that the same sequences have in the other group's pool.
-
-    Returns:
-        A batch that shares the other tensors; take the slots of its group from it with `slot_mapping`.
-
-    Raises:
-        ValueError: if the table has another type, device or number of rows.
-
-    Source: `refattn.metadata.update_block_table`.
+    Arguments, results and errors are those of `refattn.metadata.update_block_table`.
     """
     check_batch(batch)
     return dataclasses.replace(batch, block_table=block_table)
@@ -244,22 +159,7 @@ def make_cross_batch(
 ) -> Batch:
     """Return the batch of cross attention: the query rows of a decoder's batch, and the keys of its encoder.
 
-    Plan it without a causal mask: `chunked_prefill.plan(cross, block_size=p, causal=False)`, or `dense.plan` over rows.
-    The encoder's keys are in pages of their own, and are written once, when its tokens are there: their slots are
-    those of `make_batch(encoder_lens, encoder_lens, block_tables)`.
-
-    Args:
-        batch: of the decoder in this step.
-        encoder_lens: tokens that the encoder has of each request; 0 where there is none.
-        block_tables: the blocks of each request's encoder tokens; None where there is no cache.
-
-    Returns:
-        A batch with as many sequences, whose keys are the encoder's.
-
-    Raises:
-        ValueError: if the arguments differ in length, a length is negative, or a length or a block is not an int32.
-
-    Source: `refattn.metadata.make_cross_batch`.
+    Arguments, results and errors are those of `refattn.metadata.make_cross_batch`.
     """
     check_encoder_lens(batch, encoder_lens)
     keys = make_batch(encoder_lens, encoder_lens, block_tables, device=batch.device)
@@ -275,23 +175,7 @@ def make_cross_batch(
 def split_encoder(batch: Batch, encoder_lens: Sequence[int], *, block_size: int) -> tuple[Batch, Batch]:
     """Split sequences that begin with their encoder's tokens into what cross attention and self-attention read.
 
-        row of request a    e e e e e e e e | d d d d d      8 tokens of the encoder, 5 of the decoder, blocks of 4
-        block table         7       2         9       1      cross attention: 7 2, self-attention: 9 1
-
-    Args:
-        batch: both kinds of tokens in one row of the block table, the encoder's first, in whole blocks; `seq_lens`
-            counts both.
-        encoder_lens: tokens of each request's encoder.
-        block_size: tokens in a block, `p`.
-
-    Returns:
-        The batch of cross attention, to be planned without a causal mask, and that of the decoder's self-attention.
-
-    Raises:
-        ValueError: if there are more or fewer lengths than sequences, if one ends inside of a block, or (on a CPU) past
-            its sequence.
-
-    Source: `refattn.metadata.split_encoder`.
+    Arguments, results and errors are those of `refattn.metadata.split_encoder`.
     """
     block_table = check_encoder(batch, encoder_lens, block_size=block_size)
     lens = torch.frombuffer(array("i", encoder_lens or [0]), dtype=torch.int32)[: batch.num_seqs].to(batch.device)
