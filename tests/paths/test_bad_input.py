@@ -415,6 +415,12 @@ A_PLAN = [
     ),
     ("plan", "the class", Plan, "plan: expected a Plan, got type"),
 ]
+ANY_PLAN = "plan: expected a Plan, a CascadePlan or a TreePlan, got "
+NO_PLAN = [
+    ("plan", "None", None, f"{ANY_PLAN}None"),
+    ("plan", "a batch", lambda plan: plan.batch, f"{ANY_PLAN}refattn.interface.batch.Batch"),
+    ("plan", "the class", Plan, f"{ANY_PLAN}type"),
+]
 NOTHING = Batch(ints(0), ints(), ints()[:, None], 0, 0)
 EMPTY_CASCADE = CascadePlan(NOTHING, (Plan(NOTHING, 4),))
 
@@ -744,7 +750,8 @@ BAD = {
     "local.attention": OF_PAGES,
     "cascade.attention": [*OF_EVERY_PATH, *of_pool("key_cache"), *POOLS, *LEVELS],
     "differential.attention": [
-        *OF_ONE_PLAN,
+        *OF_EVERY_PATH,
+        *NO_PLAN,
         *of_pool("cache"),
         ("plan", "over rows", in_rows, "cache: expected float32 [2, 2, s, hk/2, d=8], got float32 [2, 2, 10, 4, 1, 8]"),
         ("cache", "None", None, "cache: expected float32 [2, 2, n, p, hk/2, d=8], got None"),

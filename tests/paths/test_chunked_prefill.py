@@ -695,7 +695,7 @@ def test_what_was_written_to_is_checked_by_the_next_plan(twin):
 def test_a_kernel_without_memory_says_what_helps(monkeypatch):
     inputs = build(Case("c", ((2, 6),)))
     monkeypatch.setattr(
-        cpu_kernel, "paged", mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried 9 GiB"))
+        cpu_kernel, "attend", mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried 9 GiB"))
     )
     with pytest.raises(torch.OutOfMemoryError, match=r"query: .* max_num_batched_tokens.*num_blocks\). CUDA .* 9 GiB"):
         attend(fastattn.chunked_prefill, *inputs.tensors)

@@ -65,7 +65,7 @@ OPTIONS = {
 def in_pairs(case: Case) -> Case:
     """Twice the heads, so that there is an even number of them; values are as wide as keys here."""
     h, hk = case.heads
-    return dataclasses.replace(case, heads=(2 * h, 2 * hk), value_head_size=None)
+    return dataclasses.replace(case, heads=(2 * h, 2 * hk), value_head_size=0)
 
 
 def two_halves(key_cache: torch.Tensor, value_cache: torch.Tensor) -> torch.Tensor:

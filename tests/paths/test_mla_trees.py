@@ -352,8 +352,8 @@ def of_others(plan):
 
 
 BAD = {
-    "plan: expected a Plan or a TreePlan, got None": dict(plan=lambda plan: None),
-    "plan: expected a Plan or a TreePlan, got refattn.interface.plan.PrefillPlan": dict(plan=of_others),
+    "plan: expected a Plan, a CascadePlan or a TreePlan, got None": dict(plan=lambda plan: None),
+    "plan: expected a Plan, a CascadePlan or a TreePlan, got refattn.interface.plan.PrefillPlan": dict(plan=of_others),
     "cache: expected blocks of 16 tokens, as in the plan, got p=8": dict(cache=lambda x: x[:, :8]),
     "query: expected at least 31 rows": dict(query=lambda x: x[:30]),
     "cache: expected rows of at least r + rope = 40 elements, got c=39": dict(cache=lambda x: x[..., :39]),

@@ -24,7 +24,7 @@ from fastattn.kernels.flash.expand import round_queries
 from fastattn.kernels.flash.repage import repage
 from fastattn.kernels.triton.codes import codes_of
 from refattn.conformance import attend
-from refattn.interface import Fp8Scales, Int8Scales, Plan
+from refattn.interface import Fp8Scales, Int8Scales, Pages, Plan
 from refattn.metadata import make_batch
 from tests.helpers.batches import HARMLESS, POISON, Case
 from tests.helpers.kernels_present import HALVES, PRESENT, Kernel
@@ -60,7 +60,9 @@ def stand_in(monkeypatch):
     """Let flash-attn-4 compute on a CPU; what it refuses there is what cannot be expanded."""
     if ON_CPU:
         monkeypatch.setattr(importlib.import_module(repage.__module__), "BLOCK_ROWS", 64)  # for fewer programs
-        monkeypatch.setattr(fa4, "paged", cpu.paged)
+        monkeypatch.setattr(
+            fa4, "paged", lambda query, key, value, *others: cpu.attend(query, Pages(key, value), *others)
+        )
         monkeypatch.setattr(fa4, "unsupported_reason", cannot_expand)
         dispatch._choose.cache_clear()
     yield
