@@ -20,11 +20,10 @@ from refattn.interface.checks import (
     check_latent_prefill,
     check_latent_slots,
     check_projection,
-    rows_with_slots,
 )
 from refattn.interface.contents import check_workspace
 from refattn.interface.scales import FP8_FORMATS
-from refattn.interface.values import check_memory, check_sizes
+from refattn.interface.values import check_memory, check_sizes, rows_with_slots
 
 
 def plan(batch: Batch, *, block_size: int) -> Plan:

@@ -21,11 +21,10 @@ from refattn.interface.checks import (
     check_quantized,
     check_quantized_slots,
     check_values,
-    rows_with_slots,
     type_of_outputs,
 )
 from refattn.interface.scales import FP8_FORMATS
-from refattn.interface.values import check_sizes
+from refattn.interface.values import check_sizes, rows_with_slots
 
 
 def plan(batch: Batch, *, block_size: int, causal: bool = True, window_size: tuple[int, int] = (-1, -1)) -> Plan:

@@ -43,11 +43,10 @@ from refattn.interface.checks import (
     check_latent_prefill,
     check_latent_slots,
     check_projection,
-    rows_with_slots,
 )
 from refattn.interface.contents import check_workspace
 from refattn.interface.scales import FP8_FORMATS
-from refattn.interface.values import check_memory, check_sizes
+from refattn.interface.values import check_memory, check_sizes, rows_with_slots
 from refattn.keys import read_latents
 from refattn.merge import merge
 from refattn.metadata import positions

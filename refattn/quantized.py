@@ -46,10 +46,9 @@ from refattn.interface.checks import (
     check_quantized,
     check_quantized_slots,
     check_values,
-    rows_with_slots,
     type_of_outputs,
 )
-from refattn.interface.values import check_sizes
+from refattn.interface.values import check_sizes, rows_with_slots
 from refattn.keys import per_head, row_scale, scale_of, to_fp8, to_int8
 
 

@@ -734,14 +734,6 @@ def check_slots(
         raise ValueError(f"slot_mapping: expected each slot once, got slot {twice[0]} for several tokens")
 
 
-def rows_with_slots(key: Tensor, value: Tensor, slot_mapping: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rows of new keys and values that have a slot, if there are more rows: what is left is padding."""
-    tensors = (key, value, slot_mapping)
-    if all(isinstance(x, Tensor) and x.ndim for x in tensors) and key.shape[0] == value.shape[0] > len(slot_mapping):
-        return key[: len(slot_mapping)], value[: len(slot_mapping)]
-    return key, value
-
-
 def check_block_pairs(
     sources: Sequence[Tensor],
     destinations: Sequence[Tensor],

@@ -73,9 +73,8 @@ def check_block_table(batch: Batch, *, block_size: int, new_lens: Tensor | None 
     """
     check_batch(batch)
     check_sizes(block_size=block_size)
-    if batch.block_table is None:
-        raise ValueError("block_table: expected int32 [b, m], got None: this path reads a paged cache")
-    b, m = batch.block_table.shape
+    block_table = _table_of(batch)
+    b, m = block_table.shape
     if batch.seq_lens.is_cpu and b:
         lengths = batch.seq_lens.long() if new_lens is None else batch.seq_lens.long() + new_lens
         longest = int(lengths.argmax())
@@ -85,6 +84,13 @@ def check_block_table(batch: Batch, *, block_size: int, new_lens: Tensor | None 
                 f"block_table: expected at least {needed} columns for the {int(lengths[longest])} keys of sequence "
                 f"{longest} in blocks of {block_size}, got {m}"
             )
+    return block_table
+
+
+def _table_of(batch: Batch) -> Int32[Tensor, "b m"]:
+    """Return the block table of a batch, which has to have one."""
+    if batch.block_table is None:
+        raise ValueError("block_table: expected int32 [b, m], got None: this path reads a paged cache")
     return batch.block_table
 
 
@@ -423,7 +429,7 @@ def check_prefixes(prefixes: Sequence[Prefix], batch: Batch, *, block_size: int)
         ValueError: naming the prefix, what was expected and what came.
     """
     check_contents(batch, block_size)
-    check_tree(prefixes)
+    check_prefix_types(prefixes)
     block_table = check_block_table(batch, block_size=block_size)
     is_read = batch.seq_lens.is_cpu
     tables: list[list[int]] = block_table.tolist() if is_read else []
@@ -505,12 +511,10 @@ def check_shard(batch: Batch, shard: Shard, *, block_size: int) -> Int32[Tensor,
         raise ValueError(
             f"shard: expected runs of at most block_size={block_size} tokens, got interleave={shard.interleave}"
         )
-    if batch.block_table is None:
-        raise ValueError("block_table: expected int32 [b, m], got None: this path reads a paged cache")
-    return batch.block_table
+    return _table_of(batch)
 
 
-def check_tree(prefixes: Sequence[Prefix]) -> None:
+def check_prefix_types(prefixes: Sequence[Prefix]) -> None:
     """Check the types of some prefixes.
 
     Raises:

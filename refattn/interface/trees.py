@@ -39,7 +39,7 @@ from refattn.interface.values import (
     same_device,
 )
 
-WORD = 64  # nodes that one word of an ancestor mask tells of
+WORD = 64  # bits in a word of an ancestor mask
 MOST_NODES = 1024  # of a tree
 
 

@@ -251,3 +251,11 @@ def describe(value: object) -> str:
         return repr(value)
     kind = type(value)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def rows_with_slots(key: Tensor, value: Tensor, slot_mapping: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rows of new keys and values that have a slot, if there are more rows: what is left is padding."""
+    tensors = (key, value, slot_mapping)
+    if all(isinstance(x, Tensor) and x.ndim for x in tensors) and key.shape[0] == value.shape[0] > len(slot_mapping):
+        return key[: len(slot_mapping)], value[: len(slot_mapping)]
+    return key, value

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from refattn.interface import Prefix
-from refattn.interface.contents import check_requests, check_tree
+from refattn.interface.contents import check_prefix_types, check_requests
 from refattn.interface.values import check_int, check_sizes, describe
 
 
@@ -94,7 +94,7 @@ def estimate_seconds(
     Source: the waves are those of vLLM's `use_cascade_attention`.
     """
     check_requests(query_lens, seq_lens, None)
-    check_tree(prefixes)
+    check_prefix_types(prefixes)
     _check_machine(machine)
     check_sizes(num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size, element_size=element_size)
     per_worker = machine.workers / machine.bytes_per_second, machine.workers / machine.flops_per_second
@@ -155,7 +155,7 @@ def worthwhile_prefixes(
     Raises:
         ValueError: if the arguments differ in length, or a size is not positive.
     """
-    check_tree(prefixes)
+    check_prefix_types(prefixes)
     shape = dict(num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size, element_size=element_size)
 
     ranking = sorted(prefixes, key=lambda prefix: _saved_reads(prefix, prefixes), reverse=True)
