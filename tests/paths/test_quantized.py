@@ -289,7 +289,7 @@ def test_scales_of_sequences_go_with_virtual_ones():
 @each_package
 @each_kind
 def test_levels_of_a_cascade_merge(package, kind):
-    """Each level of its plan, one by one, over the same bytes: together they are attention over all keys."""
+    """Each level of its plan, one by one, over the same bytes; and all at once: both are attention over all keys."""
     cascade, merge, module = (
         importlib.import_module(f"{package}.{name}") for name in ("cascade", "merge", "quantized")
     )
@@ -299,11 +299,12 @@ def test_levels_of_a_cascade_merge(package, kind):
     table[1:, :2] = table[0, :2]  # 32 keys are everybody's
     batch = replace(stored.batch, block_table=table)
     call = partial(module.attention, *stored.tensors[:3], scales=stored.scales, return_lse=True)
-    levels = cascade.plan(batch, prefixes=[Prefix(0, 3, 32)], block_size=16).levels
-    assert len(levels) == 2
-    merged = merge.merge(*zip(*map(call, levels), strict=True))
-    for one, other in zip(merged, call(module.plan(batch, block_size=16)), strict=True):
+    plan = cascade.plan(batch, prefixes=[Prefix(0, 3, 32)], block_size=16)
+    assert len(plan.levels) == 2
+    merged = merge.merge(*zip(*map(call, plan.levels), strict=True))
+    for one, at_once, other in zip(merged, call(plan), call(module.plan(batch, block_size=16)), strict=True):
         torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6)
+        torch.testing.assert_close(at_once, other, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.covers("B98", "B100")

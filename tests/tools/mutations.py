@@ -1268,6 +1268,15 @@ MUTATIONS: list[Mutation] = [
     ),
     *breaks(
         "C118",
+        "the twin subtracts over the values of the other half",
+        (
+            DISPATCH,
+            "keys.of_halves(half, other), plan, its_options, None)",
+            "keys.of_halves(half, 1 - other), plan, its_options, None)",
+        ),
+    ),
+    *breaks(
+        "C118",
         "the halves have the scales of each other",
         (
             "refattn/interface/keys.py",
