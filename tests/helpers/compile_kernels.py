@@ -184,10 +184,11 @@ def launch_all(gpu, largest):
     knobs.runtime.add_stages_inspection_hook = cut_short
     driver.set_active(Driver())
 
-    from fastattn.kernels.flash.adapt import adapt
     from fastattn.kernels.flash.expand import round_queries
     from fastattn.kernels.flash.repage import repage
-    from fastattn.kernels.triton import attention, cache, codes, pairs, parts, tables
+    from fastattn.kernels.gpu import codes
+    from fastattn.kernels.gpu.adapt import adapt
+    from fastattn.kernels.triton import attention, cache, pairs, parts, tables
 
     if largest:
         attend_levels = attention.attend_levels

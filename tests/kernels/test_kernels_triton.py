@@ -29,8 +29,9 @@ import refattn.kv_cache
 import refattn.merge
 from fastattn.kernels import Problem, dispatch, triton
 from fastattn.kernels import device as devices
-from fastattn.kernels.flash.adapt import adapt, nothing
 from fastattn.kernels.flash.repage import repage
+from fastattn.kernels.gpu.adapt import adapt, nothing
+from fastattn.kernels.gpu.tile import SCRATCH_BYTES, Tuning, is_wide, shrink
 from fastattn.kernels.problem import Subtraction
 from fastattn.kernels.replay import memo_of
 from fastattn.kernels.triton import attention as triton_attention
@@ -38,7 +39,6 @@ from fastattn.kernels.triton import cache as triton_cache
 from fastattn.kernels.triton import pairs as triton_pairs
 from fastattn.kernels.triton.attention import attend
 from fastattn.kernels.triton.parts import merge_states
-from fastattn.kernels.triton.run import SCRATCH_BYTES, Tuning, is_wide, shrink
 from refattn.interface import Accepted, AttentionOptions, Batch, Plan
 from refattn.metadata import make_batch
 from tests.helpers import (

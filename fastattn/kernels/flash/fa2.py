@@ -75,9 +75,9 @@ def dense(
     """Attend over ragged rows; see `fastattn.kernels.dispatch`."""
     from flash_attn import flash_attn_varlen_func
 
-    from fastattn.kernels.flash.adapt import adapt, nothing
+    from fastattn.kernels.gpu.adapt import adapt, nothing
+    from fastattn.kernels.gpu.tile import with_scale_above_0
     from fastattn.kernels.triton.attention import repair
-    from fastattn.kernels.triton.run import with_scale_above_0
 
     batch = plan.batch
     if 0 in (query.shape[0], key.shape[0], batch.num_seqs):
@@ -119,9 +119,9 @@ def paged(
     """
     from flash_attn import flash_attn_with_kvcache
 
-    from fastattn.kernels.flash.adapt import adapt, nothing
+    from fastattn.kernels.gpu.adapt import adapt, nothing
+    from fastattn.kernels.gpu.tile import with_scale_above_0
     from fastattn.kernels.triton.attention import repair
-    from fastattn.kernels.triton.run import with_scale_above_0
 
     batch = plan.batch
     assert batch.block_table is not None  # the path has checked it

@@ -202,7 +202,7 @@ def mla(
     out: Float[Tensor, "t h {latent_rank}"] | None,
 ) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
     """Attend to latents; see `fastattn.kernels.dispatch`."""
-    from fastattn.kernels.flash.adapt import adapt, nothing
+    from fastattn.kernels.gpu.adapt import adapt, nothing
     from fastattn.kernels.triton.attention import repair_latents
 
     table = plan.batch.block_table
@@ -243,7 +243,7 @@ def _attend(
     *,
     loads_tiles: bool,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    from fastattn.kernels.flash.adapt import adapt, nothing
+    from fastattn.kernels.gpu.adapt import adapt, nothing
     from fastattn.kernels.triton.attention import repair
 
     if _is_empty(query, key, plan):

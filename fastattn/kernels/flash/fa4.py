@@ -140,9 +140,9 @@ def _attend(
     # What its public function calls; that one prepares for a backward pass, which takes 20 us on the host.
     from flash_attn.cute.interface import _flash_attn_fwd
 
-    from fastattn.kernels.flash.adapt import adapt, nothing
+    from fastattn.kernels.gpu.adapt import adapt, nothing
+    from fastattn.kernels.gpu.tile import with_scale_above_0
     from fastattn.kernels.triton.attention import repair
-    from fastattn.kernels.triton.run import with_scale_above_0
 
     batch = plan.batch
     if 0 in (query.shape[0], key.shape[0], batch.num_seqs):

@@ -88,9 +88,9 @@ def mla(
     out: Float[Tensor, "t h {latent_rank}"] | None,
 ) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
     """Attend to latents; see `fastattn.kernels.dispatch`."""
-    from fastattn.kernels.flash.adapt import adapt, nothing
+    from fastattn.kernels.gpu.adapt import adapt, nothing
+    from fastattn.kernels.gpu.tile import with_scale_above_0
     from fastattn.kernels.triton.attention import repair_latents
-    from fastattn.kernels.triton.run import with_scale_above_0
 
     batch, table = plan.batch, plan.batch.block_table
     assert table is not None  # the path has checked it

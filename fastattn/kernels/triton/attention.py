@@ -29,12 +29,10 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from fastattn.kernels.device import is_rocm
-from fastattn.kernels.problem import key_starts, latent_scales, uses_positions
-from fastattn.kernels.replay import Key, key_of_launch, launch_once, recorder
-from fastattn.kernels.triton.codes import NO_CODES, Codes, are_pairs, codes_of, in_pairs, size_of
-from fastattn.kernels.triton.decode import attend_few_rows
-from fastattn.kernels.triton.launch import Launch, SplitLaunches
-from fastattn.kernels.triton.run import (
+from fastattn.kernels.gpu.codes import NO_CODES, Codes, are_pairs, codes_of, in_pairs, size_of
+from fastattn.kernels.gpu.decode import attend_few_rows
+from fastattn.kernels.gpu.launch import Launch, SplitLaunches
+from fastattn.kernels.gpu.tile import (
     CHANGING,
     INTERPRETED,
     STEP_OF_WORDS,
@@ -55,6 +53,8 @@ from fastattn.kernels.triton.run import (
     visible_keys,
     with_scale_above_0,
 )
+from fastattn.kernels.problem import key_starts, latent_scales, uses_positions
+from fastattn.kernels.replay import Key, key_of_launch, launch_once, recorder
 from refattn.interface import (
     AttentionOptions,
     AttentionPlan,
@@ -102,7 +102,7 @@ def attend(
         out: contiguous memory for the outputs; new memory if None.
         shared: `value` is a view of the first elements of each key: load them once, as key and as value.
         codes: what the pools hold, if it is codes; those of fp8 are seen as bytes, those of values as pairs of bytes,
-            if they lie so (`fastattn.kernels.triton.codes.in_pairs`).
+            if they lie so (`fastattn.kernels.gpu.codes.in_pairs`).
 
     Returns:
         The outputs, and their log-sum-exps in float32.

@@ -13,8 +13,8 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
+from fastattn.kernels.gpu.launch import Launch
 from fastattn.kernels.replay import key_of_launch, launch_once
-from fastattn.kernels.triton.launch import Launch
 from refattn.interface import AttentionOptions, Plan
 
 BLOCK_TOKENS = 32

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastattn.kernels import device as devices
-from fastattn.kernels.triton.codes import from_codes, from_pairs, power_of_two, prepare_query, row_scale, value_type
+from fastattn.kernels.gpu.codes import from_codes, from_pairs, power_of_two, prepare_query, row_scale, value_type
 
 INTERPRETED = triton.knobs.runtime.interpret  # kernels run in Python, on CPU tensors
 
