@@ -76,8 +76,8 @@ def dense(
     from flash_attn import flash_attn_varlen_func
 
     from fastattn.kernels.gpu.adapt import adapt, nothing
+    from fastattn.kernels.gpu.repair import repair
     from fastattn.kernels.gpu.tile import with_scale_above_0
-    from fastattn.kernels.triton.attention import repair
 
     batch = plan.batch
     if 0 in (query.shape[0], key.shape[0], batch.num_seqs):
@@ -120,8 +120,8 @@ def paged(
     from flash_attn import flash_attn_with_kvcache
 
     from fastattn.kernels.gpu.adapt import adapt, nothing
+    from fastattn.kernels.gpu.repair import repair
     from fastattn.kernels.gpu.tile import with_scale_above_0
-    from fastattn.kernels.triton.attention import repair
 
     batch = plan.batch
     assert batch.block_table is not None  # the path has checked it

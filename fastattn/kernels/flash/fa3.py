@@ -177,7 +177,7 @@ def tree(
 
     See `fastattn.kernels.dispatch`.
     """
-    from fastattn.kernels.triton.attention import attend_to_nodes, repair
+    from fastattn.kernels.gpu.repair import attend_to_nodes, repair
 
     table = plan.prefix.batch.block_table
     assert table is not None  # the path has checked it
@@ -203,7 +203,7 @@ def mla(
 ) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
     """Attend to latents; see `fastattn.kernels.dispatch`."""
     from fastattn.kernels.gpu.adapt import adapt, nothing
-    from fastattn.kernels.triton.attention import repair_latents
+    from fastattn.kernels.gpu.repair import repair_latents
 
     table = plan.batch.block_table
     assert table is not None  # the path has checked it
@@ -227,7 +227,7 @@ def mla_tree(
     out: Float[Tensor, "t h {latent_rank}"] | None,
 ) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
     """Attend to latents before a tree, and by a launch of ours to its nodes; see `fastattn.kernels.dispatch`."""
-    from fastattn.kernels.triton.attention import attend_to_latent_nodes
+    from fastattn.kernels.gpu.repair import attend_to_latent_nodes
 
     before = mla(query, cache, plan.prefix, options.without_sinks(), latent_rank, None)
     return attend_to_latent_nodes(query, cache, plan, options, latent_rank, before)
@@ -244,7 +244,7 @@ def _attend(
     loads_tiles: bool,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     from fastattn.kernels.gpu.adapt import adapt, nothing
-    from fastattn.kernels.triton.attention import repair
+    from fastattn.kernels.gpu.repair import repair
 
     if _is_empty(query, key, plan):
         return nothing(query, value.shape[-1], plan, options)

@@ -141,8 +141,8 @@ def _attend(
     from flash_attn.cute.interface import _flash_attn_fwd
 
     from fastattn.kernels.gpu.adapt import adapt, nothing
+    from fastattn.kernels.gpu.repair import repair
     from fastattn.kernels.gpu.tile import with_scale_above_0
-    from fastattn.kernels.triton.attention import repair
 
     batch = plan.batch
     if 0 in (query.shape[0], key.shape[0], batch.num_seqs):

@@ -89,8 +89,8 @@ def mla(
 ) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
     """Attend to latents; see `fastattn.kernels.dispatch`."""
     from fastattn.kernels.gpu.adapt import adapt, nothing
+    from fastattn.kernels.gpu.repair import repair_latents
     from fastattn.kernels.gpu.tile import with_scale_above_0
-    from fastattn.kernels.triton.attention import repair_latents
 
     batch, table = plan.batch, plan.batch.block_table
     assert table is not None  # the path has checked it
@@ -129,7 +129,7 @@ def mla_tree(
     out: Float[Tensor, "t h {latent_rank}"] | None,
 ) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
     """Attend to latents before a tree, and by a launch of ours to its nodes; see `fastattn.kernels.dispatch`."""
-    from fastattn.kernels.triton.attention import attend_to_latent_nodes
+    from fastattn.kernels.gpu.repair import attend_to_latent_nodes
 
     before = mla(query, cache, plan.prefix, options.without_sinks(), latent_rank, None)
     return attend_to_latent_nodes(query, cache, plan, options, latent_rank, before)

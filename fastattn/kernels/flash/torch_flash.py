@@ -63,8 +63,8 @@ def dense(
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend over ragged rows; see `fastattn.kernels.dispatch`."""
     from fastattn.kernels.gpu.adapt import adapt, nothing
+    from fastattn.kernels.gpu.repair import repair
     from fastattn.kernels.gpu.tile import with_scale_above_0
-    from fastattn.kernels.triton.attention import repair
 
     batch = plan.batch
     if 0 in (query.shape[0], key.shape[0], batch.num_seqs):

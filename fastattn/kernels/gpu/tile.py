@@ -58,6 +58,10 @@ class Tuning(NamedTuple):
     run: int = 0
 
 
+LATENT_16 = Tuning(16, 32, 4, 3, 1, 1)
+LATENT_64 = Tuning(64, 64, 8, 2, 1, 1)
+
+
 def multiprocessors(device: torch.device) -> int:
     """Return the number of multiprocessors; a few for the interpreter, so that its tests split keys too."""
     return 4 if INTERPRETED else devices.num_multiprocessors(device)
@@ -102,6 +106,11 @@ def shrink(tuning: Tuning, row_bytes: int, key_bytes: int, room: int, fewest_sta
         more = (tuning._replace(num_stages=n) for n in range(asked.num_stages, tuning.num_stages, -1))
         tuning = next((larger for larger in more if not is_too_large(larger)), tuning)
     return tuning
+
+
+def step_for(block_n: int, row_bytes: int) -> int:
+    """Return the keys of a step that are as many bytes as `block_n` keys of 256 bytes."""
+    return max(16, min(128, block_n * 256 // row_bytes))
 
 
 def keeps_values_twice(device: torch.device) -> bool:
