@@ -32,7 +32,7 @@ from fastattn.kernels import device as devices
 from fastattn.kernels.flash.repage import repage
 from fastattn.kernels.gpu import attention_kernel
 from fastattn.kernels.gpu import repair as gpu_repair
-from fastattn.kernels.gpu.adapt import adapt, nothing
+from fastattn.kernels.gpu.adapt import adapt, empty_answer
 from fastattn.kernels.gpu.tile import SCRATCH_BYTES, Tuning, is_wide, shrink
 from fastattn.kernels.problem import Subtraction
 from fastattn.kernels.replay import memo_of
@@ -1024,6 +1024,6 @@ def test_where_there_is_no_key_the_sinks_are_all(has_sinks, device):
     query, rows = torch.randn(4, 3, 24, device=device), torch.randn(0, 1, 24, device=device)
     options = AttentionOptions(sinks=torch.randn(3, device=device) if has_sinks else None)
     want = refattn.dense.attention(query, rows, rows, plan, options, return_lse=True)
-    got = nothing(query, 24, plan, options)
+    got = empty_answer(query, 24, plan, options)
     assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
     assert got[1].isfinite().sum() == (9 if has_sinks else 0)

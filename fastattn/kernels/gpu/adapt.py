@@ -73,7 +73,7 @@ def adapt(
     return out, lse.T
 
 
-def nothing(
+def empty_answer(
     query: Float[Tensor, "t h d"], value_head_size: int, plan: Plan, options: AttentionOptions
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Answer for a batch without a sequence, a query row or a key: 0, and the sinks alone in the softmax."""
