@@ -9,7 +9,7 @@ from jaxtyping import Float, Int32, Int64, Shaped
 from torch import Tensor
 
 from fastattn.kernels import dispatch
-from fastattn.kernels.torch_ops import places
+from fastattn.kernels.problem import places
 from fastattn.metadata import positions
 from refattn.interface import (
     AttentionOptions,

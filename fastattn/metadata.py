@@ -10,7 +10,7 @@ from jaxtyping import Int32, Int64, Shaped
 from torch import Tensor
 
 from fastattn.kernels import dispatch
-from fastattn.kernels.torch_ops import places
+from fastattn.kernels.problem import places
 from refattn.interface import Batch, Part
 from refattn.interface.contents import (
     check_advance,

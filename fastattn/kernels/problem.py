@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int32
+from jaxtyping import Float, Int32, Int64, Shaped
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
@@ -208,6 +208,16 @@ def key_starts(plan: Plan) -> Int32[Tensor, "_"]:
     """
     starts = memo_of(plan).cu_seqlens_k
     return plan.batch.cu_seqlens_k if starts is None else starts
+
+
+def places(batch: Batch, num_tokens: int) -> tuple[Int64[Tensor, "t"], Int64[Tensor, "t"], Shaped[Tensor, "t"]]:
+    """Return the sequence of each query row, its position in it, and whether the row is padding."""
+    rows = torch.arange(num_tokens, device=batch.device)
+    sequence = torch.searchsorted(batch.cu_seqlens_q[1:], rows, right=True).clamp(max=max(batch.num_seqs - 1, 0))
+    if batch.num_seqs == 0:
+        return rows, rows, torch.ones_like(rows, dtype=torch.bool)
+    place = rows + (batch.seq_lens - batch.cu_seqlens_q[1:])[sequence]
+    return sequence, place, rows >= batch.cu_seqlens_q[-1]
 
 
 class Subtraction(NamedTuple):

@@ -1,4 +1,7 @@
-"""Everything but attention itself (merging, the cache, tables) in plain torch, on any device."""
+"""Everything but attention itself (merging, the cache, tables) in plain torch, on any device.
+
+A kernel like any other, and what those in torch (`cpu`, `plain`) share: they merge their own parts by it.
+"""
 
 from collections.abc import Sequence
 
@@ -7,7 +10,7 @@ from einops import rearrange
 from jaxtyping import Float, Int32, Int64, Shaped
 from torch import Tensor
 
-from fastattn.kernels.problem import Problem, as_bytes
+from fastattn.kernels.problem import Problem, as_bytes, places
 from refattn.interface import Accepted, Batch, Trees
 
 OPERATIONS = (
@@ -104,16 +107,6 @@ def slot_mapping(batch: Batch, num_tokens: int, block_size: int) -> Int64[Tensor
     place = place.masked_fill(nowhere, 0)
     block = batch.block_table[sequence, place // block_size].long()
     return (block * block_size + place % block_size).masked_fill(nowhere, -1)
-
-
-def places(batch: Batch, num_tokens: int) -> tuple[Int64[Tensor, "t"], Int64[Tensor, "t"], Shaped[Tensor, "t"]]:
-    """Return the sequence of each query row, its position in it, and whether the row is padding."""
-    rows = torch.arange(num_tokens, device=batch.device)
-    sequence = torch.searchsorted(batch.cu_seqlens_q[1:], rows, right=True).clamp(max=max(batch.num_seqs - 1, 0))
-    if batch.num_seqs == 0:
-        return rows, rows, torch.ones_like(rows, dtype=torch.bool)
-    place = rows + (batch.seq_lens - batch.cu_seqlens_q[1:])[sequence]
-    return sequence, place, rows >= batch.cu_seqlens_q[-1]
 
 
 def trim(

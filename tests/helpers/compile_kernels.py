@@ -184,10 +184,12 @@ def launch_all(gpu, largest):
     knobs.runtime.add_stages_inspection_hook = cut_short
     driver.set_active(Driver())
 
-    from fastattn.kernels.flash.adapt import adapt
     from fastattn.kernels.flash.expand import round_queries
     from fastattn.kernels.flash.repage import repage
-    from fastattn.kernels.triton import attention, cache, codes, pairs, parts, tables
+    from fastattn.kernels.gpu import codes
+    from fastattn.kernels.gpu.adapt import adapt
+    from fastattn.kernels.gpu.repair import attend_to_latent_nodes, attend_to_nodes, repair
+    from fastattn.kernels.triton import attention, cache, pairs, parts, tables
 
     if largest:
         attend_levels = attention.attend_levels
@@ -238,7 +240,7 @@ def launch_all(gpu, largest):
     attention.attend(query, keys, keys, plan(64, positions=at), plain)
     somewhere = plan(64, causal=False, window_size=(100, -1), positions=at, first_keys=first_keys)
     attention.attend(query, keys, keys, somewhere, all_of_them)  # a shared level of a cascade
-    attention.repair(query, query, keys, keys, plan(64), plain)
+    repair(query, query, keys, keys, plan(64), plain)
     of_keys, of_values = torch.ones(64, 16, 2), torch.ones(2, 128)
     invariant = AttentionOptions(batch_invariant=True)
     for query_len, options, held, value_dtype in (  # products of 16 rows, of 64 and of 128
@@ -283,7 +285,7 @@ def launch_all(gpu, largest):
         drafts = speculative.plan(batch(nodes), block_size=16, trees=trees, window_size=window_size)
         query = torch.zeros(2 * nodes, 8, 128, dtype=half)
         attention.attend_levels(query, keys, keys, [drafts.whole], tree_options, tree=drafts)
-        attention.attend_to_nodes(query, keys, keys, drafts, tree_options, query, torch.zeros(8, 2 * nodes))
+        attend_to_nodes(query, keys, keys, drafts, tree_options, query, torch.zeros(8, 2 * nodes))
         of_codes = codes.Codes("int8", key=of_keys) if nodes == 64 else codes.Codes("e4m3")
         keys_of_codes = pool(2, 128, torch.int8 if nodes == 64 else torch.uint8)
         values = codes.in_pairs(keys_of_codes) if nodes == 4 else keys_of_codes  # 16 rows
@@ -296,7 +298,7 @@ def launch_all(gpu, largest):
             of_latents = dict(shared=True, codes=codes.Codes(kind, (1.0, 0.5, 0.5)), tree=drafts)
             attention.attend_levels(query, pages, value, [drafts.whole], plain, **of_latents)
         numbers, before = pool(1, 512 + 64, half)[:, :, 0], (query[..., :512].clone(), torch.zeros(2 * nodes, heads))
-        attention.attend_to_latent_nodes(query, numbers, drafts, plain, 512, before)
+        attend_to_latent_nodes(query, numbers, drafts, plain, 512, before)
 
     subtraction = Subtraction(torch.tensor(0.5), torch.ones(128), 1e-5, 0.2)
     for query_len, options, asked in some(

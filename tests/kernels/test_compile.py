@@ -61,20 +61,20 @@ def test_every_kernel_compiles_and_fits_with_the_tiles_that_are_chosen_for_a_gpu
 def test_the_number_of_an_amd_architecture_is_no_compute_capability(monkeypatch, forget_choices):
     """PyTorch reports (9, 4) for gfx942, which is more than (9, 0), and none of NVIDIA's instructions is there."""
     from fastattn.kernels.flash import fa3, fa4, flash_mla
+    from fastattn.kernels.gpu import tile
     from fastattn.kernels.problem import Problem
-    from fastattn.kernels.triton import run
 
     gpu = torch.device("cuda", 7)
     properties = type("Properties", (), {"shared_memory_per_block": 65536, "multi_processor_count": 304})
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(run, "INTERPRETED", False)
+    monkeypatch.setattr(tile, "INTERPRETED", False)
     asked = (devices.capability, devices.shared_memory, devices.is_rocm, devices.num_multiprocessors)
     for question in asked:
         question.cache_clear()
     try:
-        assert not run.can_overlap(gpu) and not run.converts_fp8(gpu) and not run.keeps_values_twice(gpu)
+        assert not tile.can_overlap(gpu) and not tile.converts_fp8(gpu) and not tile.keeps_values_twice(gpu)
         assert devices.shared_memory(gpu) == 65536
         problem = Problem("paged", gpu, torch.bfloat16, 8, 8, 128, 128, 16, 1, 100, 2, (-1, 0))
         assert all(kernel.unsupported_reason(problem) for kernel in (fa3, fa4, flash_mla))

@@ -500,7 +500,7 @@ def test_a_table_whose_columns_lie_apart_is_copied(block_size, vllm, device):
 def test_small_pages_are_not_looked_at_again(block_size, window, repaired, vllm, device, monkeypatch):
     """From pages smaller than any tile it loads row by row: there is nothing to repair, but before a window."""
     looked = []
-    monkeypatch.setattr("fastattn.kernels.triton.attention.repair", lambda *arguments: looked.append(arguments))
+    monkeypatch.setattr("fastattn.kernels.gpu.repair.repair", lambda *arguments: looked.append(arguments))
     case = Case("small", ((4, 70), (1, 33)), heads=(2, 1), block_size=block_size)
     call(build(case, device=device, dtype=torch.float16), "pages", window_size=window)
     assert bool(looked) == repaired

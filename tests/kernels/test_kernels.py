@@ -32,6 +32,7 @@ import refattn.metadata
 from fastattn.kernels import Problem, cpu, dispatch, problem, triton
 from fastattn.kernels import device as devices
 from fastattn.kernels.flash import fa2, fa3, fa4, flash_mla, torch_flash
+from fastattn.kernels.gpu import repair as gpu_repair
 from fastattn.kernels.problem import Subtraction
 from fastattn.kernels.triton import attention as triton_attention
 from fastattn.kernels.triton import cache as triton_cache
@@ -441,16 +442,9 @@ def test_our_kernel_writes_where_it_is_told_to(way, device, monkeypatch):
 
 MAY_IMPORT = {
     "cpu": {"fastattn.kernels.torch_ops"},
-    "triton": set(),
-    "flash": {
-        "fastattn.kernels.triton.attention.attend_to_latent_nodes",
-        "fastattn.kernels.triton.attention.attend_to_nodes",
-        "fastattn.kernels.triton.attention.repair",
-        "fastattn.kernels.triton.attention.repair_latents",
-        "fastattn.kernels.triton.launch",
-        "fastattn.kernels.triton.codes",
-        "fastattn.kernels.triton.run",
-    },
+    "gpu": set(),
+    "triton": {"fastattn.kernels.gpu"},
+    "flash": {"fastattn.kernels.gpu"},
 }
 
 
@@ -1212,7 +1206,7 @@ def test_pages_that_were_copied_need_no_repair(monkeypatch):
     monkeypatch.setattr(fa4, "QUERY_ROWS", 0)
     inputs = build(RAGGED, dtype=torch.float16)
     poison(inputs)
-    with mock.patch.object(triton_attention, "repair") as repair:
+    with mock.patch.object(gpu_repair, "repair") as repair:
         out, lse = fa4.paged(*given(*inputs.tensors), None)
     assert not repair.called
     assert_matches_reference(out, lse, by_pages, *inputs.tensors)

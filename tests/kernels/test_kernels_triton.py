@@ -29,16 +29,19 @@ import refattn.kv_cache
 import refattn.merge
 from fastattn.kernels import Problem, dispatch, triton
 from fastattn.kernels import device as devices
-from fastattn.kernels.flash.adapt import adapt, nothing
 from fastattn.kernels.flash.repage import repage
+from fastattn.kernels.gpu import attention_kernel
+from fastattn.kernels.gpu import repair as gpu_repair
+from fastattn.kernels.gpu.adapt import adapt, empty_answer
+from fastattn.kernels.gpu.tile import SCRATCH_BYTES, Tuning, is_wide, shrink
 from fastattn.kernels.problem import Subtraction
 from fastattn.kernels.replay import memo_of
 from fastattn.kernels.triton import attention as triton_attention
 from fastattn.kernels.triton import cache as triton_cache
 from fastattn.kernels.triton import pairs as triton_pairs
+from fastattn.kernels.triton import tuning as triton_tuning
 from fastattn.kernels.triton.attention import attend
 from fastattn.kernels.triton.parts import merge_states
-from fastattn.kernels.triton.run import SCRATCH_BYTES, Tuning, is_wide, shrink
 from refattn.interface import Accepted, AttentionOptions, Batch, Plan
 from refattn.metadata import make_batch
 from tests.helpers import (
@@ -146,7 +149,9 @@ def test_layers_of_a_step_are_launched_alike(splits, device):
     with fastattn.use_kernel("triton"), launched_as(splits=splits, most_splits=splits, block_n=16):
         for is_replayed, layer, options in layers:
             tensors = layer.query, layer.key_cache, layer.value_cache
-            with mock.patch.object(triton_attention, "_launch", wraps=triton_attention._launch) as launch:
+            with mock.patch.object(
+                triton_attention, "launch_attention", wraps=triton_attention.launch_attention
+            ) as launch:
                 answer = attend(*tensors, plan, AttentionOptions(**options))
                 assert launch.called != is_replayed
                 in_memory = torch.full_like(answer[0], torch.nan)
@@ -194,10 +199,10 @@ def test_tokens_of_a_block_that_32_bits_do_not_reach(stride, wide):
 def test_splits_that_were_measured(tune, programs, visible, expected):
     """On an H200 of 132 multiprocessors, with as few rows as can be: how many splits, and the warps of a program."""
     if tune == "_tune_latents":
-        chosen = triton_attention._tune_latents(16, 1152, programs, visible, 132)
+        chosen = triton_tuning._tune_latents(16, 1152, programs, visible, 132)
     else:
         of_codes = tune == "_tune_codes"
-        chosen = triton_attention._tune(8, 128 if of_codes else 256, programs, visible, 132, of_codes)
+        chosen = triton_tuning._tune(8, 128 if of_codes else 256, programs, visible, 132, of_codes)
     assert (chosen.splits, chosen.num_warps) == expected
 
 
@@ -284,7 +289,7 @@ def test_trees_without_a_node_have_no_row(device):
     plan = fastattn.speculative.plan(batch, trees=trees, block_size=4)
     query, pool = torch.randn(3, 2, 16, device=device), torch.randn(2, 4, 1, 16, device=device)
     before = torch.full_like(query, torch.nan), torch.full((2, 3), torch.nan, device=device)
-    out, lse = triton_attention.attend_to_nodes(query, pool, pool, plan, AttentionOptions(), *before)
+    out, lse = gpu_repair.attend_to_nodes(query, pool, pool, plan, AttentionOptions(), *before)
     assert not out.any() and lse.isneginf().all()
 
 
@@ -306,7 +311,7 @@ def test_a_long_sequence_gets_more_splits_among_short_ones(device):
 
     with (
         launched_as(splits=2, most_splits=9, block_n=16),
-        mock.patch.object(triton_attention, "BLOCK_SEQS", 4),
+        mock.patch.object(attention_kernel, "BLOCK_SEQS", 4),
         mock.patch.object(triton_attention, "_reduce_kernel", NotesParts()),
     ):
         attend(*given(*inputs.tensors))
@@ -341,7 +346,7 @@ SHARED_MEMORY = {"H200": 232448, "A100": 166912, "RTX 4090": 101376}  # bytes th
 @pytest.mark.parametrize("block_m", [16, 64, 128])
 def test_a_launch_fits_into_the_shared_memory(card, row_bytes, block_m):
     """A step of keys and its values, for each one in flight, beside the tile."""
-    chosen = triton_attention._tune(block_m, row_bytes, 64, 4096, 132)
+    chosen = triton_tuning._tune(block_m, row_bytes, 64, 4096, 132)
     room = SHARED_MEMORY[card]
     fitted = shrink(chosen, row_bytes, 2 * row_bytes, room)
 
@@ -500,7 +505,7 @@ def test_fixed_runs_of_keys_for_queries_at_any_positions(window_size, device):
     inputs = build(case, device=device)
     options = dict(causal=False, window_size=window_size, batch_invariant=True)
     left, right = window_size
-    with mock.patch.object(triton_attention, "INVARIANT_RUN", 64):
+    with mock.patch.object(triton_tuning, "INVARIANT_RUN", 64):
         sees = (lambda i, j: (j >= i - left) & (j <= i + right)) if left >= 0 else (lambda i, j: j > -1)
         assert_right_at([199, 20, 90, 140], inputs, case, sees, options)
 
@@ -529,7 +534,7 @@ def test_levels_keep_their_fixed_runs_of_keys(device):
     shared = Plan(make_batch([2], [320], [tables[0][:20]], device=device), 16, causal=False)
     own = Plan(make_batch([2], [80], [tables[0][20:]], device=device), 16)
     options = AttentionOptions(batch_invariant=True)
-    with mock.patch.object(triton_attention, "INVARIANT_RUN", 64):
+    with mock.patch.object(triton_tuning, "INVARIANT_RUN", 64):
         out, lse = triton_attention.attend_levels(*inputs.tensors[:3], [shared, own], options)
     assert_matches_reference(out, lse, by_reference, *inputs.tensors)
 
@@ -693,7 +698,7 @@ REPAIRS = {  # of tiles of 32 queries: 0, 1 and 2 of the first sequence, 3 of th
 @pytest.mark.parametrize("over", ["pages", "rows"])
 def test_repair_computes_again_what_is_nan(options, spoilt, repaired, over, device, monkeypatch):
     """And nothing else: other tiles keep what they have, even if it is wrong."""
-    monkeypatch.setattr(triton_attention, "LARGEST_TILE", 8)
+    monkeypatch.setattr(attention_kernel, "LARGEST_TILE", 8)
     case = Case("c", ((70, 90), (0, 3), (4, 33)), heads=(2, 1), padding_rows=2)
     inputs = build(case, device=device, dtype=torch.float16)
     tensors = inputs.tensors if over == "pages" else inputs.rows
@@ -705,7 +710,7 @@ def test_repair_computes_again_what_is_nan(options, spoilt, repaired, over, devi
     for tile in repaired:
         rows = (slice(0, 32), slice(32, 64), slice(64, 70), slice(70, 74))[tile]
         expected[rows] = right[rows]
-    triton_attention.repair(out, *asked)
+    gpu_repair.repair(out, *asked)
     torch.testing.assert_close(out, expected, rtol=2e-3, atol=1e-3, equal_nan=True)
 
 
@@ -713,7 +718,7 @@ def test_what_is_nan_rightly_stays_so(device):
     inputs = build(Case("c", ((5, 40), (3, 20)), heads=(2, 1)), device=device, dtype=torch.float16)
     inputs.value_cache[inputs.batch.block_table[0, 0], 3] = torch.nan
     out = torch.full_like(inputs.query, torch.nan)
-    triton_attention.repair(out, *given(*inputs.tensors))
+    gpu_repair.repair(out, *given(*inputs.tensors))
     assert out[:5].isnan().all() and torch.isfinite(out[5:]).all()
 
 
@@ -761,7 +766,7 @@ def test_rows_do_not_change_with_the_rest_of_the_batch(options, device):
     """Alone, a sequence has other tiles and fewer splits than beside a long one."""
     case = Case("company", ((1, 150), (1, 260), (20, 70), (4, 44)), heads=(2, 1))
     inputs = build(case, device=device)
-    with mock.patch.object(triton_attention, "INVARIANT_RUN", 128):
+    with mock.patch.object(triton_tuning, "INVARIANT_RUN", 128):
         together, lse_together = attend(*given(*inputs.tensors, **on(device, options)))
         row = 0
         for i, (q, s) in enumerate(case.lens):
@@ -775,7 +780,7 @@ def test_rows_do_not_change_with_the_rest_of_the_batch(options, device):
 def test_rows_do_not_change_with_the_chunk_they_come_in(options, device):
     """The window of the first rows begins in another run of keys than that of the last ones."""
     inputs = build(Case("chunk", ((12, 330), (3, 2)), heads=(2, 1)), device=device)
-    with mock.patch.object(triton_attention, "INVARIANT_RUN", 128):
+    with mock.patch.object(triton_tuning, "INVARIANT_RUN", 128):
         expected, expected_lse = attend(*given(*inputs.tensors, **on(device, options)))
         row = 0
         for size in (5, 1, 3, 1, 2):  # that of 1 at last begins a step of keys after the first ones
@@ -790,7 +795,7 @@ def test_what_does_not_change_is_right(options, device):
     """So that two equally wrong answers are not taken for one that does not change."""
     case = Case("long", ((33, 90), (1, 200), (0, 4), (5, 2)), heads=(2, 1), padding_rows=3)
     inputs = build(case, device=device)
-    with mock.patch.object(triton_attention, "INVARIANT_RUN", 64):
+    with mock.patch.object(triton_tuning, "INVARIANT_RUN", 64):
         assert_agrees("chunked_prefill", *inputs.tensors, **on(device, options))
 
 
@@ -1019,6 +1024,6 @@ def test_where_there_is_no_key_the_sinks_are_all(has_sinks, device):
     query, rows = torch.randn(4, 3, 24, device=device), torch.randn(0, 1, 24, device=device)
     options = AttentionOptions(sinks=torch.randn(3, device=device) if has_sinks else None)
     want = refattn.dense.attention(query, rows, rows, plan, options, return_lse=True)
-    got = nothing(query, 24, plan, options)
+    got = empty_answer(query, 24, plan, options)
     assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
     assert got[1].isfinite().sum() == (9 if has_sinks else 0)

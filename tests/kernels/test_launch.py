@@ -11,7 +11,7 @@ from fastattn import chunked_prefill
 from fastattn.kernels import dispatch
 from fastattn.metadata import make_batch
 
-launch = pytest.importorskip("fastattn.kernels.triton.launch", reason="needs Triton")
+launch = pytest.importorskip("fastattn.kernels.gpu.launch", reason="needs Triton")
 
 SIGNATURE = {
     "query": "*bf16",

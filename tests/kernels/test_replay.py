@@ -416,10 +416,11 @@ class ByAddress:
 @pytest.mark.parametrize("splits", [1, 3])
 def test_partial_outputs_in_one_allocation_are_found_by_their_addresses(name, return_lse, splits):
     attention = pytest.importorskip("fastattn.kernels.triton.attention", reason="needs Triton")
-    if not attention.INTERPRETED:
-        pytest.skip("launches by the driver, on a GPU, find them so")
+    from fastattn.kernels.gpu import attention_kernel, launch, tile
     from fastattn.kernels.triton import pairs
 
+    if not tile.INTERPRETED:
+        pytest.skip("launches by the driver, on a GPU, find them so")
     *tensors, batch, more = lay_out(name)
     *others, _, other_more = lay_out(name, seed=1)
     sinks = AttentionOptions(**OPTIONS, sinks=torch.tensor([1.0, -2.0, 3.0, 0.0]))
@@ -429,18 +430,17 @@ def test_partial_outputs_in_one_allocation_are_found_by_their_addresses(name, re
         module, "tune", lambda *a: tune(*a)._replace(splits=splits, most_splits=splits, block_n=16)
     )
     launched = []
-    launch = module.Launch
 
     def note(*arguments):
-        launched.append(launch(*arguments))
+        launched.append(launch.Launch(*arguments))
         return launched[-1]
 
-    noted = mock.patch.object(module, "Launch", note)
+    noted = mock.patch.object(module, "Launch", note), mock.patch.object(attention_kernel, "Launch", note)
     with fastattn.use_kernel("triton"), split:
         for options in (AttentionOptions(**OPTIONS), sinks):
             plan = plan_of(name, batch)
             launched.clear()
-            with noted:
+            with noted[0], noted[1]:
                 call(*tensors, plan, options, return_lse=return_lse, **more)
             num_levels = len(plan.levels) if "cascade" in name else 1
             assert len(launched) == (num_levels + 1 if splits * num_levels > 1 else 1)

@@ -429,8 +429,8 @@ LONG = {
 def test_long_queries_in_one_run_of_keys(name, options, device, monkeypatch):
     """Our Triton kernel, with the difference in the program that attends, as where a batch has many tiles."""
     case = LONG[name]
+    from fastattn.kernels.gpu.tile import Tuning
     from fastattn.kernels.triton import pairs
-    from fastattn.kernels.triton.run import Tuning
 
     whole = Tuning(block_m=64, block_n=64, num_warps=4, num_stages=2, splits=1, most_splits=1)
     monkeypatch.setattr(pairs, "tune", lambda *_: whole)

@@ -11,8 +11,8 @@ import torch
 
 import fastattn.kv_cache
 import fastattn.local
+from fastattn.kernels.gpu.tile import Tuning
 from fastattn.kernels.triton import attention as triton_attention
-from fastattn.kernels.triton.run import Tuning
 from refattn.interface import Batch, Shard
 from tests.helpers.bad_input import MOST
 from tests.helpers.batches import Case, build

@@ -19,10 +19,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fastattn.kernels.flash.repage import repage
+from fastattn.kernels.gpu.codes import Codes, codes_of, prepare_query, row_scale
+from fastattn.kernels.gpu.tile import converts_fp8, find_tile
 from fastattn.kernels.problem import EXPANDED_BLOCK
 from fastattn.kernels.replay import memo_of
-from fastattn.kernels.triton.codes import Codes, codes_of, prepare_query, row_scale
-from fastattn.kernels.triton.run import converts_fp8, find_tile
 from refattn.interface import AttentionOptions, Fp8Scales, Plan, QuantizedPages
 
 BLOCK_TOKENS = 32

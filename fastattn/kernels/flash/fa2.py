@@ -75,13 +75,13 @@ def dense(
     """Attend over ragged rows; see `fastattn.kernels.dispatch`."""
     from flash_attn import flash_attn_varlen_func
 
-    from fastattn.kernels.flash.adapt import adapt, nothing
-    from fastattn.kernels.triton.attention import repair
-    from fastattn.kernels.triton.run import with_scale_above_0
+    from fastattn.kernels.gpu.adapt import adapt, empty_answer
+    from fastattn.kernels.gpu.repair import repair
+    from fastattn.kernels.gpu.tile import with_scale_above_0
 
     batch = plan.batch
     if 0 in (query.shape[0], key.shape[0], batch.num_seqs):
-        return nothing(query, value.shape[-1], plan, options)
+        return empty_answer(query, value.shape[-1], plan, options)
     causal, window, longest = window_for_flash(plan, options)
     signed, scale = with_scale_above_0(query, options.softmax_scale)  # it masks before it scales
     out, lse, _ = flash_attn_varlen_func(
@@ -119,14 +119,14 @@ def paged(
     """
     from flash_attn import flash_attn_with_kvcache
 
-    from fastattn.kernels.flash.adapt import adapt, nothing
-    from fastattn.kernels.triton.attention import repair
-    from fastattn.kernels.triton.run import with_scale_above_0
+    from fastattn.kernels.gpu.adapt import adapt, empty_answer
+    from fastattn.kernels.gpu.repair import repair
+    from fastattn.kernels.gpu.tile import with_scale_above_0
 
     batch = plan.batch
     assert batch.block_table is not None  # the path has checked it
     if 0 in (query.shape[0], key_cache.shape[0], batch.num_seqs, batch.block_table.shape[1]):
-        return nothing(query, value_cache.shape[-1], plan, options)
+        return empty_answer(query, value_cache.shape[-1], plan, options)
     rows = torch.arange(query.shape[0], device=query.device, dtype=torch.int32)
     sequences = torch.searchsorted(batch.cu_seqlens_q[1:], rows, right=True).clamp_(max=batch.num_seqs - 1)
     query_of_sequence = batch.cu_seqlens_q[:-1].clamp(max=query.shape[0] - 1)

@@ -177,7 +177,7 @@ def tree(
 
     See `fastattn.kernels.dispatch`.
     """
-    from fastattn.kernels.triton.attention import attend_to_nodes, repair
+    from fastattn.kernels.gpu.repair import attend_to_nodes, repair
 
     table = plan.prefix.batch.block_table
     assert table is not None  # the path has checked it
@@ -202,13 +202,13 @@ def mla(
     out: Float[Tensor, "t h {latent_rank}"] | None,
 ) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
     """Attend to latents; see `fastattn.kernels.dispatch`."""
-    from fastattn.kernels.flash.adapt import adapt, nothing
-    from fastattn.kernels.triton.attention import repair_latents
+    from fastattn.kernels.gpu.adapt import adapt, empty_answer
+    from fastattn.kernels.gpu.repair import repair_latents
 
     table = plan.batch.block_table
     assert table is not None  # the path has checked it
     if _is_empty(query, cache, plan):
-        return nothing(query, latent_rank, plan, options)
+        return empty_answer(query, latent_rank, plan, options)
     where = dict(seqused_k=plan.batch.seq_lens, page_table=side_by_side(table))
     pages = cache[:, :, None, : query.shape[2]]
     parts = (query[..., latent_rank:], pages[..., latent_rank:], pages[..., :latent_rank])
@@ -227,7 +227,7 @@ def mla_tree(
     out: Float[Tensor, "t h {latent_rank}"] | None,
 ) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
     """Attend to latents before a tree, and by a launch of ours to its nodes; see `fastattn.kernels.dispatch`."""
-    from fastattn.kernels.triton.attention import attend_to_latent_nodes
+    from fastattn.kernels.gpu.repair import attend_to_latent_nodes
 
     before = mla(query, cache, plan.prefix, options.without_sinks(), latent_rank, None)
     return attend_to_latent_nodes(query, cache, plan, options, latent_rank, before)
@@ -243,11 +243,11 @@ def _attend(
     *,
     loads_tiles: bool,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
-    from fastattn.kernels.flash.adapt import adapt, nothing
-    from fastattn.kernels.triton.attention import repair
+    from fastattn.kernels.gpu.adapt import adapt, empty_answer
+    from fastattn.kernels.gpu.repair import repair
 
     if _is_empty(query, key, plan):
-        return nothing(query, value.shape[-1], plan, options)
+        return empty_answer(query, value.shape[-1], plan, options)
     out, lse = _forward(query, key, value, plan, options, where)
     out, lse = adapt(out, lse, plan, options)
     if loads_tiles or plan.window[0] >= 0:  # what is before a window it may read too, from any page

@@ -140,13 +140,13 @@ def _attend(
     # What its public function calls; that one prepares for a backward pass, which takes 20 us on the host.
     from flash_attn.cute.interface import _flash_attn_fwd
 
-    from fastattn.kernels.flash.adapt import adapt, nothing
-    from fastattn.kernels.triton.attention import repair
-    from fastattn.kernels.triton.run import with_scale_above_0
+    from fastattn.kernels.gpu.adapt import adapt, empty_answer
+    from fastattn.kernels.gpu.repair import repair
+    from fastattn.kernels.gpu.tile import with_scale_above_0
 
     batch = plan.batch
     if 0 in (query.shape[0], key.shape[0], batch.num_seqs):
-        return nothing(query, value.shape[-1], plan, options)
+        return empty_answer(query, value.shape[-1], plan, options)
     left, right = window_within_reach(plan)
     signed, scale = with_scale_above_0(query, options.softmax_scale)  # it masks before it scales
     result, lse, *_ = _flash_attn_fwd(

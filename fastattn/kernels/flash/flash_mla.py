@@ -88,14 +88,14 @@ def mla(
     out: Float[Tensor, "t h {latent_rank}"] | None,
 ) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
     """Attend to latents; see `fastattn.kernels.dispatch`."""
-    from fastattn.kernels.flash.adapt import adapt, nothing
-    from fastattn.kernels.triton.attention import repair_latents
-    from fastattn.kernels.triton.run import with_scale_above_0
+    from fastattn.kernels.gpu.adapt import adapt, empty_answer
+    from fastattn.kernels.gpu.repair import repair_latents
+    from fastattn.kernels.gpu.tile import with_scale_above_0
 
     batch, table = plan.batch, plan.batch.block_table
     assert table is not None  # the path has checked it
     if 0 in (query.numel(), cache.numel(), batch.num_seqs, batch.max_query_len, batch.max_seq_len, table.shape[1]):
-        return nothing(query, latent_rank, plan, options)
+        return empty_answer(query, latent_rank, plan, options)
     num_rows = batch.num_seqs * batch.max_query_len
     # It masks scores, and looks for the largest, before it scales them.
     rows, scale = with_scale_above_0(query[:num_rows], options.softmax_scale)
@@ -129,7 +129,7 @@ def mla_tree(
     out: Float[Tensor, "t h {latent_rank}"] | None,
 ) -> tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
     """Attend to latents before a tree, and by a launch of ours to its nodes; see `fastattn.kernels.dispatch`."""
-    from fastattn.kernels.triton.attention import attend_to_latent_nodes
+    from fastattn.kernels.gpu.repair import attend_to_latent_nodes
 
     before = mla(query, cache, plan.prefix, options.without_sinks(), latent_rank, None)
     return attend_to_latent_nodes(query, cache, plan, options, latent_rank, before)

@@ -11,8 +11,8 @@ import triton.language as tl
 from jaxtyping import Float32, Int32, Shaped
 from torch import Tensor
 
-from fastattn.kernels.triton.codes import from_codes
-from fastattn.kernels.triton.run import converts_fp8, pad
+from fastattn.kernels.gpu.codes import from_codes
+from fastattn.kernels.gpu.tile import converts_fp8, pad
 from refattn.interface import Batch
 
 BLOCK_ROWS = 16

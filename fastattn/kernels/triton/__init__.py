@@ -84,8 +84,8 @@ def attend(
     A tree is one softmax with the keys before it, latents are loaded once as key and as value, and codes become numbers
     in registers.
     """
+    from fastattn.kernels.gpu.codes import codes_in_pairs
     from fastattn.kernels.triton.attention import attend_levels, pools_of
-    from fastattn.kernels.triton.codes import codes_in_pairs
 
     key, value, codes = pools_of(query, keys)
     plans = [level.whole for level in plan.levels]

@@ -12,10 +12,10 @@ import triton.language as tl
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
+from fastattn.kernels.gpu.codes import FORMATS, row_scale, to_fp8, to_int8
+from fastattn.kernels.gpu.launch import Launch
+from fastattn.kernels.gpu.tile import converts_fp8
 from fastattn.kernels.problem import as_bytes
-from fastattn.kernels.triton.codes import FORMATS, row_scale, to_fp8, to_int8
-from fastattn.kernels.triton.launch import Launch
-from fastattn.kernels.triton.run import converts_fp8
 from refattn.interface import Accepted, Batch, Fp8Scales, Int8Scales, Trees
 
 BLOCK_ROWS = 16

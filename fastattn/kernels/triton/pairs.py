@@ -20,10 +20,8 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from fastattn.kernels.problem import Subtraction
-from fastattn.kernels.replay import recorder
-from fastattn.kernels.triton.launch import Launch, SplitLaunches
-from fastattn.kernels.triton.run import (
+from fastattn.kernels.gpu.launch import Launch, SplitLaunches
+from fastattn.kernels.gpu.tile import (
     CHANGING,
     FEWEST_COLUMNS,
     Tuning,
@@ -42,6 +40,8 @@ from fastattn.kernels.triton.run import (
     visible_keys,
     with_scale_above_0,
 )
+from fastattn.kernels.problem import Subtraction
+from fastattn.kernels.replay import recorder
 from refattn.interface import AttentionOptions, Plan
 
 FEWEST_KEYS = 128  # that are worth a program of their own

@@ -10,7 +10,7 @@ The loop that is left is short, so the arithmetic of addresses counts, too: plac
 step, offsets are bytes, which keys and values share if their pools have the same strides, and block numbers are
 unsigned, so that a product with a stride has no high half to correct.
 
-Source: as `fastattn.kernels.triton.run`. What it saves was counted in the code for an NVIDIA H200 (Triton 3.6): a step
+Source: as `fastattn.kernels.gpu.tile`. What it saves was counted in the code for an NVIDIA H200 (Triton 3.6): a step
 of 128 keys in e4m3 took a warp 1772 instructions before, and 957 here.
 """
 
@@ -19,8 +19,8 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from fastattn.kernels.triton.codes import from_codes, from_pairs, power_of_two, prepare_query, row_scale, value_type
-from fastattn.kernels.triton.run import finish_scores, seen_by_all, update_softmax
+from fastattn.kernels.gpu.codes import from_codes, from_pairs, power_of_two, prepare_query, row_scale, value_type
+from fastattn.kernels.gpu.tile import finish_scores, seen_by_all, update_softmax
 
 # Triton's interpreter finds a function only if it stands above the one that calls it.
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastattn.kernels import device as devices
-from fastattn.kernels.triton.codes import from_codes, from_pairs, power_of_two, prepare_query, row_scale, value_type
+from fastattn.kernels.gpu.codes import from_codes, from_pairs, power_of_two, prepare_query, row_scale, value_type
 
 INTERPRETED = triton.knobs.runtime.interpret  # kernels run in Python, on CPU tensors
 
@@ -56,6 +56,10 @@ class Tuning(NamedTuple):
     most_splits: int
     registers: int | None = None
     run: int = 0
+
+
+LATENT_16 = Tuning(16, 32, 4, 3, 1, 1)
+LATENT_64 = Tuning(64, 64, 8, 2, 1, 1)
 
 
 def multiprocessors(device: torch.device) -> int:
@@ -102,6 +106,11 @@ def shrink(tuning: Tuning, row_bytes: int, key_bytes: int, room: int, fewest_sta
         more = (tuning._replace(num_stages=n) for n in range(asked.num_stages, tuning.num_stages, -1))
         tuning = next((larger for larger in more if not is_too_large(larger)), tuning)
     return tuning
+
+
+def step_for(block_n: int, row_bytes: int) -> int:
+    """Return the keys of a step that are as many bytes as `block_n` keys of 256 bytes."""
+    return max(16, min(128, block_n * 256 // row_bytes))
 
 
 def keeps_values_twice(device: torch.device) -> bool:

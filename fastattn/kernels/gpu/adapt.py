@@ -13,8 +13,8 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
+from fastattn.kernels.gpu.launch import Launch
 from fastattn.kernels.replay import key_of_launch, launch_once
-from fastattn.kernels.triton.launch import Launch
 from refattn.interface import AttentionOptions, Plan
 
 BLOCK_TOKENS = 32
@@ -73,7 +73,7 @@ def adapt(
     return out, lse.T
 
 
-def nothing(
+def empty_answer(
     query: Float[Tensor, "t h d"], value_head_size: int, plan: Plan, options: AttentionOptions
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Answer for a batch without a sequence, a query row or a key: 0, and the sinks alone in the softmax."""

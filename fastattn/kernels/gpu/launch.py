@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fastattn.kernels.device import is_rocm
-from fastattn.kernels.triton.run import INTERPRETED
+from fastattn.kernels.gpu.tile import INTERPRETED
 
 
 class Launch:

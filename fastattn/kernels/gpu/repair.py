@@ -1,0 +1,164 @@
+"""Put right what another kernel answered: NaN that no query may see, and the nodes of trees that it does not know.
+
+Source: the kernel of `fastattn.kernels.gpu.attention_kernel`.
+"""
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from fastattn.kernels.gpu.attention_kernel import (
+    bytes_of_a_program,
+    has_scale_above_0,
+    launch_attention,
+    of_layer,
+    spare_stages,
+)
+from fastattn.kernels.gpu.codes import NO_CODES
+from fastattn.kernels.gpu.tile import LATENT_16, LATENT_64, Tuning, fit, pad, step_for
+from fastattn.kernels.replay import Key, key_of_launch, launch_once
+from refattn.interface import AttentionOptions, Plan, TreePlan
+
+
+def repair(
+    out: Float[Tensor, "t h dv"],
+    query: Float[Tensor, "t h d"],
+    key: Float[Tensor, "s hk d"] | Float[Tensor, "n p hk d"],
+    value: Float[Tensor, "s hk dv"] | Float[Tensor, "n p hk dv"],
+    plan: Plan,
+    options: AttentionOptions,
+    *,
+    shared: bool = False,
+) -> None:
+    """Compute again, in place, what another kernel answered with NaN because it multiplied memory that nobody sees.
+
+    A kernel that loads whole tiles gives a weight of 0 to values past a sequence's end, before a window, or of the
+    next sequence: harmless while they are finite, but 0 times NaN is NaN. The log-sum-exp does not suffer, as the
+    scores of such keys are replaced. A NaN that a query may see comes out again.
+
+    It costs a launch, and a look at the answers that a tile of at most `LARGEST_TILE` rows and keys can have spoilt:
+    those of the last queries of a sequence, in a window also of the first ones, of all queries without a causal mask.
+
+    Args:
+        out: the answers; rows side by side.
+        query: what they were computed from, and so on.
+        key: the pool of keys if it has four dimensions, else the key rows of all sequences.
+        value: the pool of values, or the value rows.
+        plan: the lengths, the block table for pages, and who may see whom.
+        options: those of the layer; the sinks are in `out` already.
+        shared: values are the first elements of their keys; see `launch_attention`.
+
+    Source: the module.
+    """
+    if 0 in (*query.shape[:2], plan.batch.num_seqs):
+        return
+    row_bytes, key_bytes = bytes_of_a_program(query, key, value, shared)
+    tensors = query, key, value
+
+    def launch() -> Callable[..., None]:
+        tuning = LATENT_16 if shared else Tuning(64, step_for(64, row_bytes), 4, 3, 1, 1)
+        room = dict(row_bytes=row_bytes, key_bytes=key_bytes, fewest_stages=2 if shared else 1)
+        tuning = fit(tuning, query.device, **room)
+        return launch_attention(*tensors, plan, options, tuning, out, None, shared=shared).replay
+
+    cache_key = _key_of_launch("repair", (*tensors, out), options, shared=shared)
+    launch_once(plan, cache_key, (*tensors, out, None, *of_layer(query, options).values()), launch)
+
+
+def repair_latents(
+    out: Float[Tensor, "t h r"],
+    query: Float[Tensor, "t h d"],
+    cache: Float[Tensor, "n p c"],
+    plan: Plan,
+    options: AttentionOptions,
+    latent_rank: int,
+) -> None:
+    """Do the same for what a kernel answered over latents; see `repair` and `fastattn.mla.attention`.
+
+    Source: the module.
+    """
+    pages = cache[:, :, None, : query.shape[2]]
+    repair(out, query, pages, pages[..., :latent_rank], plan, options, shared=True)
+
+
+def attend_to_nodes(
+    query: Float[Tensor, "t h d"],
+    key: Float[Tensor, "n p hk d"],
+    value: Float[Tensor, "n p hk dv"],
+    plan: TreePlan,
+    options: AttentionOptions,
+    out: Float[Tensor, "t h dv"],
+    prefix_lse: Float[Tensor, "h t"],
+    *,
+    shared: bool = False,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend to the nodes of trees, and take in what another kernel answered over the keys before them.
+
+    One launch over few keys, which writes where it reads; the sinks count here.
+
+    Args:
+        query: query rows of all sequences.
+        key: the pool of keys.
+        value: the pool of values.
+        plan: the trees.
+        options: those of the layer.
+        out: the answers over the keys before the trees, changed in place; rows side by side. Padding rows may hold
+            anything, and so may rows whose tree has no key before it.
+        prefix_lse: their log-sum-exps, natural log; infinite, of either sign, for NaN.
+        shared: values are the first elements of their keys; see `launch_attention`.
+
+    Returns:
+        The outputs, and their log-sum-exps in float32.
+
+    Source: the module.
+    """
+    lse = query.new_empty(query.shape[:2], dtype=torch.float32)
+    if not plan.trees.max_len:  # all rows are padding
+        return out.zero_(), lse.fill_(-torch.inf)
+    row_bytes, key_bytes = bytes_of_a_program(query, key, value, shared)
+    rows = plan.whole.batch.max_query_len * (query.shape[1] // key.shape[-2])
+    tensors = query, key, value
+
+    def launch() -> Callable[..., None]:
+        if shared:
+            tuning = LATENT_16 if rows <= 16 else LATENT_64
+        else:
+            tuning = Tuning(16 if rows <= 16 else 64, step_for(32, row_bytes), 4, 2, 1, 1)
+        tuning = tuning._replace(block_n=max(16, min(tuning.block_n, pad(plan.trees.max_len))))
+        spare = min(0, spare_stages(query, shared, NO_CODES, tuning.block_m))
+        room = dict(row_bytes=row_bytes, key_bytes=key_bytes, fewest_stages=2 if shared else 1, spare=spare)
+        tuning = fit(tuning, query.device, **room)
+        return launch_attention(
+            *tensors, plan.whole, options, tuning, out, lse, shared=shared, tree=plan, prefix_lse=prefix_lse
+        ).replay
+
+    cache_key = _key_of_launch("nodes", (*tensors, out, prefix_lse), options, shared=shared)
+    launch_once(plan.whole, cache_key, (*tensors, out, lse, *of_layer(query, options).values(), prefix_lse), launch)
+    return out, lse
+
+
+def attend_to_latent_nodes(
+    query: Float[Tensor, "t h d"],
+    cache: Float[Tensor, "n p c"],
+    plan: TreePlan,
+    options: AttentionOptions,
+    latent_rank: int,
+    answer: tuple[Float[Tensor, "t h r"], Float[Tensor, "t h"]],
+) -> tuple[Float[Tensor, "t h r"], Float[Tensor, "t h"]]:
+    """Do the same over latents, given another kernel's answer over those before the trees; see `attend_to_nodes`.
+
+    Source: the module.
+    """
+    pages, (out, lse) = cache[:, :, None, : query.shape[2]], answer
+    return attend_to_nodes(query, pages, pages[..., :latent_rank], plan, options, out, lse.T.contiguous(), shared=True)
+
+
+def _key_of_launch(name: str, tensors: tuple[Tensor, ...], options: AttentionOptions, *, shared: bool) -> Key | None:
+    """Return the cache key of a launch over another kernel's output; None if it is not replayed, as in `_record`."""
+    return (
+        key_of_launch(f"{name} of latents" if shared else name, tensors, options)
+        if has_scale_above_0(options)
+        else None
+    )

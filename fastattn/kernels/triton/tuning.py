@@ -1,0 +1,156 @@
+"""Choose the shape of a launch of attention: rows of a tile, keys of a step, warps, and how often keys are split."""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from fastattn.kernels.gpu.attention_kernel import bytes_of_a_row, count_tiles
+from fastattn.kernels.gpu.codes import are_pairs, size_of
+from fastattn.kernels.gpu.tile import LATENT_16, LATENT_64, Tuning, multiprocessors, step_for
+from fastattn.kernels.problem import uses_positions
+from refattn.interface import AttentionOptions, Batch, Plan
+
+FEWEST_KEYS = 256  # that are worth a program of their own
+MOST_KEYS = 2048  # of a sequence in one program: one much longer than the others must not run alone at the end
+MOST_PART_BYTES = 2**28  # that the parts of all splits may take
+TOO_FEW = {1: 1.1, 2: 1.03, 3: 1.03}  # how much longer so few programs take that a multiprocessor could hold more of
+LONG_RUN = 3072 * 256  # bytes of the keys of a program, from which on two of them are enough
+MOSTLY = 0.9  # of the multiprocessors
+EVEN = 1.25  # times the average is the longest sequence, at most, of some that need no balance
+INVARIANT_RUN = 2048  # keys of a split under `batch_invariant`
+
+
+def tune(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: Plan,
+    options: AttentionOptions,
+    row_bytes: int,
+    shared: bool = False,
+    fewest_rows: int = 16,
+) -> Tuning:
+    """Choose the shape of a launch from sizes that the host knows.
+
+    Under `batch_invariant` nothing depends on the batch: not the tile, not the step, and not where a split begins.
+    """
+    batch, num_kv_heads = plan.batch, key.shape[-2]
+    group = query.shape[1] // num_kv_heads
+    visible = _most_visible_keys(plan, options)
+    if options.batch_invariant:
+        may_begin_inside = plan.window[0] >= 0
+        splits = max(1, -(-visible // INVARIANT_RUN) + may_begin_inside)
+        if shared:
+            return LATENT_64._replace(splits=splits, most_splits=splits, run=INVARIANT_RUN)
+        return Tuning(64, step_for(64, row_bytes), 4, 3, splits, splits, run=INVARIANT_RUN)
+    rows = batch.max_query_len * group
+    many_rows = 64 if rows <= 64 or row_bytes > 256 or shared else 128
+    block_m = fewest_rows if rows <= fewest_rows else 16 if rows <= 16 else many_rows
+    tiles = count_tiles(batch, query.shape[0], group, block_m)
+    tune_tiles = _tune_latents if shared else _tune
+    of_codes = key.dtype != query.dtype
+    if block_m <= 16 and of_codes and query.dtype != torch.float32:  # steps of as many bytes, be they codes
+        row_bytes = max(bytes_of_a_row(key), bytes_of_a_row(value))
+    programs, num_multiprocessors = tiles * num_kv_heads, multiprocessors(query.device)
+    tuning = tune_tiles(block_m, row_bytes, programs, visible, num_multiprocessors, of_codes)
+    if shared and are_pairs(value):
+        tuning = tuning._replace(block_n=2 * tuning.block_n)  # steps of as many bytes
+    if batch.num_seqs == 1 or rows > block_m or _about_as_long(batch, visible):  # there is nothing to balance
+        return tuning
+    room = MOST_PART_BYTES // (4 * query.shape[0] * query.shape[1] * size_of(value))
+    return tuning._replace(most_splits=max(tuning.splits, min(room, -(-visible // MOST_KEYS))))
+
+
+def _about_as_long(batch: Batch, visible: int) -> bool:
+    """Return whether the sequences are known to have about as many keys each, of those that are visible."""
+    return batch.num_keys is not None and EVEN * batch.num_keys >= visible * batch.num_seqs
+
+
+@cache
+def _tune(
+    block_m: int, row_bytes: int, programs: int, visible: int, num_multiprocessors: int, of_codes: bool = False
+) -> Tuning:
+    """Choose the splits that keep all multiprocessors busy to the end, and how a program works then.
+
+    As long as all programs run at once, the time is that of the multiprocessor with the most keys to read; it takes
+    about 100 KB on their way to it to keep the memory busy. More programs than fit come and go, at a small loss. One
+    sequence of 131072 keys takes 127 us in 33 splits, two programs each, and 132 us in 66; of codes of 8 bits, 70 us in
+    49 and 76 us in 66.
+
+    Source: measured on an NVIDIA H200 with bfloat16 and head size 128; wider rows get shorter steps.
+    """
+    few_rows = block_m <= 16
+    at_once = 3 if block_m == 8 and of_codes else 4 if few_rows else 128 // block_m  # that a multiprocessor holds
+
+    def time(splits: int) -> float:
+        on_one = -(-programs * splits // num_multiprocessors)
+        if on_one > at_once:
+            return 1.05 * programs / num_multiprocessors
+        is_long = on_one == 2 and visible * row_bytes >= splits * LONG_RUN  # and there are fewer parts to merge
+        return on_one / splits * (1.0 if not few_rows or on_one == at_once or is_long else TOO_FEW[on_one])
+
+    splits = min(range(1, max(1, visible // FEWEST_KEYS) + 1), key=time)
+    on_one = -(-programs * splits // num_multiprocessors)
+    block_n = step_for(64, row_bytes)
+    if few_rows and on_one > 3:
+        return Tuning(block_m, block_n, 2, 2, splits, splits)
+    return Tuning(block_m, block_n, 8 if block_m == 128 else 4, 2 if at_once == 3 else 3, splits, splits)
+
+
+@cache
+def _tune_latents(
+    block_m: int, row_bytes: int, programs: int, visible: int, num_multiprocessors: int, of_codes: bool = False
+) -> Tuning:
+    """Choose how often to split the keys where each is a value, too, and how a program works then.
+
+    A multiprocessor holds two programs of 16 rows, or one of 64. One of 16 with longer steps is as good, if nearly all
+    have one: 64 sequences of 8192 keys take 144 us in two splits each, and 148 us in four.
+
+    Source: measured on an NVIDIA H200 with bfloat16, latents of 512 elements and rotary keys of 64. With 64 rows the
+    compiler (Triton 3.6) lets both halves of a program compute the same scores, as it lays the warps of a product along
+    its rows if the result goes into another product.
+    """
+    tuning, at_once = (LATENT_16, 2) if block_m == 16 else (LATENT_64, 1)
+    splits = min(num_multiprocessors // programs, visible // FEWEST_KEYS)
+    if block_m == 16 and not of_codes and programs * splits >= MOSTLY * num_multiprocessors:
+        return tuning._replace(block_n=64, splits=splits, most_splits=splits)
+
+    def time(splits: int) -> float:
+        on_one = -(-programs * splits // num_multiprocessors)
+        if on_one > at_once:
+            return 1.05 * programs / num_multiprocessors
+        return on_one / splits * (1.0 if on_one == at_once else 1.2)
+
+    splits = min(range(1, max(1, visible // FEWEST_KEYS) + 1), key=time)
+    return tuning._replace(splits=splits, most_splits=splits)
+
+
+def beside_others(tuning: Tuning, of_codes: bool = False) -> Tuning:
+    """Change a launch so that those of other levels have room beside it: one multiplies while the other reads.
+
+    Codes take registers while they become numbers, so with them it is smaller tiles that make room, and no limit.
+
+    Source: measured on an NVIDIA H200; with all registers or all multiprocessors taken, one level waits for the other.
+    8 warps with 168 registers a thread leave 4 warps 176; the compiler takes fewer by itself
+    (tests/kernels/test_compile.py).
+    """
+    if tuning.run:
+        return tuning  # which keys a split has must not depend on other levels either
+    if tuning.block_m <= 16:
+        return tuning._replace(num_warps=4, num_stages=2)
+    if of_codes and tuning.block_m == 128:
+        splits, most_splits = max(1, tuning.splits // 2), max(1, tuning.most_splits // 2)
+        return tuning._replace(block_m=64, num_warps=4, splits=splits, most_splits=most_splits)
+    splits = max(1, tuning.splits * 7 // 8)
+    registers = 168 if tuning.num_warps == 8 else None
+    return tuning._replace(splits=splits, most_splits=max(splits, tuning.most_splits * 7 // 8), registers=registers)
+
+
+def _most_visible_keys(plan: Plan, options: AttentionOptions) -> int:
+    """Bound the keys that the queries of one sequence see, together; those at any positions may see all."""
+    batch, (left, right) = plan.batch, plan.window
+    visible = batch.max_seq_len
+    if not uses_positions(plan, options) and left >= 0 and right >= 0:
+        visible = min(visible, left + batch.max_query_len + right)
+    return visible
