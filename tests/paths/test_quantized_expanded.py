@@ -61,7 +61,7 @@ def stand_in(monkeypatch):
     if ON_CPU:
         monkeypatch.setattr(importlib.import_module(repage.__module__), "BLOCK_ROWS", 64)  # for fewer programs
         monkeypatch.setattr(fa4, "paged", cpu.paged)
-        monkeypatch.setattr(fa4, "unsupported_reason", cannot_expand)
+        monkeypatch.setattr(fa4.KERNEL, "unsupported_reason", cannot_expand)
         dispatch._choose.cache_clear()
     yield
     dispatch._choose.cache_clear()
