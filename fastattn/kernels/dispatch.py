@@ -1,12 +1,12 @@
 """The one chooser: which kernel computes an operation. Paths call the functions here, and never a kernel directly.
 
-A kernel is a module with
+A kernel is an object (`fastattn.kernels.kernel`), the `KERNEL` of its module, with
 
-    OPERATIONS                      the names of what it computes
+    operations                      the names of what it computes
     unsupported_reason(problem)     why it cannot compute a problem, or None
 
-and with a function for each of its operations. All attention is one function, whatever stores the keys and whoever may
-see whom, and what it takes of these is among the names:
+and with a table of its functions, one for each operation. All attention is one function, whatever stores the keys and
+whoever may see whom, and what it takes of these is among the names:
 
     attend(query, keys, plan, options, out)     attend under a plan to `Rows` ("dense"), `Pages` ("paged"),
                                                 `QuantizedPages` ("quantized") or `Latents` ("mla"); under drafted trees
@@ -19,9 +19,9 @@ see whom, and what it takes of these is among the names:
     write_quantized(key, value, key_cache, value_cache, slot_mapping, scales)    write them as codes
     copy_blocks(cache, pairs)                                       copy blocks inside a pool
     compact(cache, batch, trees, accepted, block_size)              move accepted nodes to the front of their trees
-    slot_mapping(batch, num_tokens, block_size)                     where each new token is written
-    trim(batch, left, block_size, columns)                          lengths and tables of a window
-    cut_chunks(batch, chunk_size, block_size, num_chunks, columns)  lengths and tables of virtual sequences
+    slot_mapping(batch, num_tokens, *, block_size)                  where each new token is written
+    trim(batch, left, *, block_size, columns)                       lengths and tables of a window
+    cut_chunks(batch, chunk_size, *, block_size, num_chunks, columns)    lengths and tables of virtual sequences
     draw_trees(batch, trees, num_tokens)                            depths, ancestors and positions of nodes
 
 A kernel may record how to replay a call of attention at less CPU overhead; see `fastattn.kernels.replay`.
@@ -38,7 +38,6 @@ from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache, lru_cache, partial, wraps
 from inspect import signature
-from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -46,6 +45,7 @@ from jaxtyping import Float, Int32, Int64, Shaped
 from torch import Tensor
 
 from fastattn.kernels.device import num_multiprocessors
+from fastattn.kernels.kernel import Kernel
 from fastattn.kernels.problem import Problem, Subtraction, attention_problem, key_starts, stored_types
 from fastattn.kernels.replay import (
     RETURN_LSE,
@@ -226,14 +226,14 @@ def use_kernel(name: str) -> Iterator[None]:
         _asked_for.reset(token)
 
 
-def choose(problem: Problem) -> ModuleType:
+def choose(problem: Problem) -> Kernel:
     """Choose the kernel for a problem: the one asked for, else the first in the order of `priorities` that can.
 
     Args:
         problem: what is to be computed.
 
     Returns:
-        The kernel's module.
+        The kernel.
 
     Raises:
         NotImplementedError: if no kernel can, or the one asked for can't, with the reasons.
@@ -242,9 +242,9 @@ def choose(problem: Problem) -> ModuleType:
 
 
 @lru_cache(maxsize=4096)
-def _choose(problem: Problem, asked: str | None) -> ModuleType:
+def _choose(problem: Problem, asked: str | None) -> Kernel:
     names = priorities(problem)
-    if asked is not None and problem.operation in _load(asked).OPERATIONS:
+    if asked is not None and problem.operation in _load(asked).operations:
         names = (asked,)
     reasons = {}
     for name in names:
@@ -258,10 +258,9 @@ def _choose(problem: Problem, asked: str | None) -> ModuleType:
 def unsupported_reason(name: str, problem: Problem) -> str | None:
     """Return why a kernel cannot compute a problem, or None."""
     kernel = _load(name)
-    if problem.operation not in kernel.OPERATIONS:
+    if problem.operation not in kernel.operations:
         return f"has no operation {problem.operation}"
-    reason: str | None = kernel.unsupported_reason(problem)
-    return reason
+    return kernel.unsupported_reason(problem)
 
 
 def explain(problem: Problem) -> str:
@@ -272,15 +271,10 @@ def explain(problem: Problem) -> str:
     """
     lines = [f"{name}: {unsupported_reason(name, problem) or 'can'}" for name in NAMES]
     try:
-        lines.append(f"chosen: {name_of(choose(problem))}")
+        lines.append(f"chosen: {choose(problem).name}")
     except NotImplementedError as error:
         lines.append(str(error))
     return "\n".join(lines)
-
-
-def name_of(kernel: ModuleType) -> str:
-    """Return the name that `use_kernel` knows a kernel's module by."""
-    return next(name for name, module in MODULES.items() if module == kernel.__name__)
 
 
 def forget() -> None:
@@ -291,8 +285,9 @@ def forget() -> None:
 
 
 @cache
-def _load(name: str) -> ModuleType:
-    return importlib.import_module(MODULES[name])
+def _load(name: str) -> Kernel:
+    kernel: Kernel = importlib.import_module(MODULES[name]).KERNEL
+    return kernel
 
 
 # --- attention ---
@@ -416,16 +411,17 @@ def _caller(
     if len(plan.levels) == 1 or isinstance(keys, QuantizedPages):
         return choose(problem).attend, _as_it_is, True
     kernels = [choose(attention_problem(query, keys, *one)) for one in _levels_of(plan, options)]
-    if len(set(kernels)) == 1 and problem.operation in kernels[0].OPERATIONS:
+    if len(set(kernels)) == 1 and problem.operation in kernels[0].operations:
         return kernels[0].attend, _as_it_is, True
-    merging = choose(Problem("merge", query.device, _lse_dtype(query)))
+    attends = [kernel.attend for kernel in kernels]
+    merge = choose(Problem("merge", query.device, _lse_dtype(query))).merge
 
     def one_by_one(
         query: Tensor, keys: Keys, plan: AttentionPlan, options: AttentionOptions, _: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        work = zip(kernels, _levels_of(plan, options), strict=True)
-        parts = [kernel.attend(query, keys, *one, None) for kernel, one in work]
-        answer: tuple[Tensor, Tensor] = merging.merge(*zip(*parts, strict=True))
+        work = zip(attends, _levels_of(plan, options), strict=True)
+        parts = [attend(query, keys, *one, None) for attend, one in work]
+        answer: tuple[Tensor, Tensor] = merge(*zip(*parts, strict=True))
         return answer
 
     return one_by_one, _as_it_is, False
@@ -536,9 +532,9 @@ def _subtract(
 
 
 @lru_cache(maxsize=4096)
-def _choose_differential(problem: Problem, asked: str | None) -> ModuleType | None:
+def _choose_differential(problem: Problem, asked: str | None) -> Kernel | None:
     """Return the kernel that subtracts by itself; None if none can, or one is asked for that has only attention."""
-    if asked is not None and "differential" not in _load(asked).OPERATIONS and "paged" in _load(asked).OPERATIONS:
+    if asked is not None and "differential" not in _load(asked).operations and "paged" in _load(asked).operations:
         return None
     try:
         return _choose(problem._replace(operation="differential"), asked)
@@ -647,7 +643,8 @@ def compact(
 @_launches
 def slot_mapping(batch: Batch, num_tokens: int, *, block_size: int) -> Int64[Tensor, "t"]:
     """Compute the slot of each new token; arguments are those of `fastattn.metadata.slot_mapping`."""
-    return choose(Problem("slot_mapping", batch.device, torch.int64)).slot_mapping(batch, num_tokens, block_size)
+    kernel = choose(Problem("slot_mapping", batch.device, torch.int64))
+    return kernel.slot_mapping(batch, num_tokens, block_size=block_size)
 
 
 @_launches
@@ -655,7 +652,7 @@ def trim(
     batch: Batch, left: int, *, block_size: int, columns: int
 ) -> tuple[Int32[Tensor, "b"], Int32[Tensor, "b"], Int32[Tensor, "b columns"]]:
     """Cut off the blocks that no query sees; returns the first keys, the lengths and the block table that are left."""
-    return choose(Problem("trim", batch.device, torch.int32)).trim(batch, left, block_size, columns)
+    return choose(Problem("trim", batch.device, torch.int32)).trim(batch, left, block_size=block_size, columns=columns)
 
 
 @_launches
@@ -664,7 +661,7 @@ def cut_chunks(
 ) -> tuple[Int32[Tensor, "_"], Int32[Tensor, "v"], Int32[Tensor, "v"], Int32[Tensor, "v columns"]]:
     """Cut sequences at the ends of chunks; returns query rows, first keys, lengths and tables of virtual sequences."""
     kernel = choose(Problem("cut_chunks", batch.device, torch.int32))
-    return kernel.cut_chunks(batch, chunk_size, block_size, num_chunks, columns)
+    return kernel.cut_chunks(batch, chunk_size, block_size=block_size, num_chunks=num_chunks, columns=columns)
 
 
 @_launches

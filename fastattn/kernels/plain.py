@@ -14,11 +14,11 @@ from einops import einsum, rearrange, repeat
 from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
+from fastattn.kernels.kernel import Kernel
 from fastattn.kernels.problem import Problem, key_starts, uses_positions
 from fastattn.kernels.torch_ops import add_sinks
 from refattn.interface import AttentionOptions, AttentionPlan, Keys, Latents, Plan, Rows, TreePlan
 
-OPERATIONS = ("dense", "paged", "tree", "mla", "mla_tree")
 TILE = 256  # queries at a time
 
 # Reads some keys of a sequence, and their values: its number and their places.
@@ -36,6 +36,14 @@ def unsupported_reason(problem: Problem) -> str | None:
     if problem.batch_invariant:
         return "computes by matrix products, whose bits depend on their sizes"
     return None
+
+
+KERNEL = Kernel(
+    "plain",
+    unsupported_reason,
+    attends=("dense", "paged", "tree", "mla", "mla_tree"),
+    functions={"attend": f"{__name__}:attend"},
+)
 
 
 def attend(

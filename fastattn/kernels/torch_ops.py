@@ -10,18 +10,33 @@ from einops import rearrange
 from jaxtyping import Float, Int32, Int64, Shaped
 from torch import Tensor
 
+from fastattn.kernels.kernel import Kernel
 from fastattn.kernels.problem import Problem, as_bytes, places
 from refattn.interface import Accepted, Batch, Trees
-
-OPERATIONS = (
-    *("merge", "add_sinks", "write", "copy_blocks", "compact"),
-    *("slot_mapping", "trim", "cut_chunks", "draw_trees"),
-)
 
 
 def unsupported_reason(problem: Problem) -> str | None:
     """Return why this kernel cannot compute a problem, or None: torch computes these operations everywhere."""
     return None
+
+
+FUNCTIONS = (
+    "merge",
+    "add_sinks",
+    "write",
+    "copy_blocks",
+    "compact",
+    "slot_mapping",
+    "trim",
+    "cut_chunks",
+    "draw_trees",
+)
+KERNEL = Kernel(
+    "torch",
+    unsupported_reason,
+    attends=(),
+    functions={name: f"{__name__}:{name}" for name in FUNCTIONS},
+)
 
 
 def merge(

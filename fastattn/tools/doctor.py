@@ -6,7 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fastattn.kernels.device import package_version
-from fastattn.kernels.dispatch import NAMES, choose, name_of, unsupported_reason
+from fastattn.kernels.dispatch import NAMES, choose, unsupported_reason
 from fastattn.kernels.problem import Problem
 
 PACKAGES = {
@@ -58,7 +58,7 @@ def _features(device: torch.device, here: list[str], problems: dict[str, Problem
     table.add_column("taken")
     for feature, problem in problems.items():
         try:
-            taken = name_of(choose(problem))
+            taken = choose(problem).name
         except NotImplementedError:
             taken = "none"
         table.add_row(feature, *(_cell(name, problem) for name in here), taken)

@@ -88,7 +88,7 @@ def _noting_choices() -> Iterator[None]:
             kernel = choose(*arguments)
             noted = _chosen.get()
             if noted is not None and kernel is not None:
-                noted.append(dispatch.name_of(kernel))
+                noted.append(kernel.name)
             return kernel
 
         return choose_and_note

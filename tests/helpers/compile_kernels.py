@@ -189,7 +189,7 @@ def launch_all(gpu, largest):
     from fastattn.kernels.gpu import codes
     from fastattn.kernels.gpu.adapt import adapt
     from fastattn.kernels.gpu.repair import attend_to_latent_nodes, attend_to_nodes, repair
-    from fastattn.kernels.triton import attention, cache, pairs, parts, tables
+    from fastattn.kernels.triton import attention, cache, differential, merge, metadata
 
     if largest:
         attend_levels = attention.attend_levels
@@ -310,7 +310,7 @@ def launch_all(gpu, largest):
     ):
         query = torch.zeros(2 * query_len, 64, 64, dtype=half)
         both = torch.zeros(2, 2, 64, 16, 16, 64, dtype=half)
-        pairs.attend(query, both, plan(query_len, 4096, **asked), options, subtraction)
+        differential.differential(query, both, plan(query_len, 4096, **asked), options, subtraction)
 
     keys, tokens = pool(2, 128, half), torch.zeros(5, 2, 128, dtype=half)
     cache.write(tokens, tokens, keys, keys, torch.arange(5))
@@ -329,15 +329,15 @@ def launch_all(gpu, largest):
         round_queries(query, plan(64), codes.Codes(held, query=of_query))
     repage(pool(2, 128, torch.int8), batch(64), block_size=128, dtype=half, codes="int8", scales=of_values)
     accepted = speculative.accept(batch(96), trees, torch.zeros(192).long(), torch.zeros(192).long())
-    cache.compact(keys, batch(96), trees, accepted)
+    cache.compact(keys, batch(96), trees, accepted, 16)
     for options in (plain, AttentionOptions(sinks=torch.ones(8))):
         adapt(torch.zeros(128, 8, 64, dtype=half), torch.zeros(8, 128), plan(64), options)
         adapt(torch.zeros(128, 8, 512, dtype=half), torch.zeros(8, 128), plan(64), options)
-    parts.merge_states([torch.zeros(5, 8, 128, dtype=half)] * 9, [torch.zeros(5, 8)] * 9)
-    tables.slot_mapping(batch(1), 2, block_size=16)
-    tables.cut_chunks(batch(64), 128, block_size=16, num_chunks=2, columns=8)
-    tables.trim(batch(64), 100, block_size=16, columns=12)
-    tables.draw_trees(batch(96), trees, 192)
+    merge.merge([torch.zeros(5, 8, 128, dtype=half)] * 9, [torch.zeros(5, 8)] * 9)
+    metadata.slot_mapping(batch(1), 2, block_size=16)
+    metadata.cut_chunks(batch(64), 128, block_size=16, num_chunks=2, columns=8)
+    metadata.trim(batch(64), 100, block_size=16, columns=12)
+    metadata.draw_trees(batch(96), trees, 192)
 
 
 if __name__ == "__main__":

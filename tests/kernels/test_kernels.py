@@ -36,9 +36,9 @@ from fastattn.kernels.gpu import repair as gpu_repair
 from fastattn.kernels.problem import Subtraction
 from fastattn.kernels.triton import attention as triton_attention
 from fastattn.kernels.triton import cache as triton_cache
-from fastattn.kernels.triton import pairs as triton_pairs
-from fastattn.kernels.triton import parts as triton_parts
-from fastattn.kernels.triton import tables as triton_tables
+from fastattn.kernels.triton import differential as triton_differential
+from fastattn.kernels.triton import merge as triton_merge
+from fastattn.kernels.triton import metadata as triton_metadata
 from refattn.interface import AttentionOptions, CascadePlan, Pages, Pairs, Plan, Rows
 from tests.helpers.batches import Case, attend, build
 from tests.helpers.kernels_present import PRESENT, Kernel, each_kernel, has_to_compute
@@ -83,7 +83,7 @@ def test_a_kernel_is_asked_for_inside_its_block_only(monkeypatch):
 
     def asked():
         problem = ON_GPU._replace(device=torch.device("cpu"), dtype=torch.float16)
-        return dispatch.name_of(dispatch.choose(problem))
+        return dispatch.choose(problem).name
 
     assert asked() == "cpu"
     with fastattn.use_kernel("triton"):
@@ -105,14 +105,15 @@ def test_a_kernel_is_asked_for_inside_its_block_only(monkeypatch):
 
 def of_kernels(monkeypatch, order, **described):
     """Let these be the kernels, asked in an order: each of a reason or None, and operations besides dense and paged."""
-    modules = {}
+    kernels = {}
     for name, (reason, *operations) in described.items():
-        modules[name] = ModuleType(f"kernels.{name}")
-        modules[name].OPERATIONS = ("dense", "paged", *operations)
-        modules[name].unsupported_reason = lambda problem, reason=reason: reason
+        functions = {operation: f"kernels.{name}:{operation}" for operation in operations}
+        kernels[name] = fastattn.kernels.kernel.Kernel(
+            name, lambda problem, reason=reason: reason, ("dense", "paged"), functions
+        )
     monkeypatch.setattr(dispatch, "NAMES", tuple(described))
     monkeypatch.setattr(dispatch, "MODULES", {name: f"kernels.{name}" for name in described})
-    monkeypatch.setattr(dispatch, "_load", modules.__getitem__)
+    monkeypatch.setattr(dispatch, "_load", kernels.__getitem__)
     monkeypatch.setattr(dispatch, "priorities", lambda problem: tuple(order))
 
 
@@ -129,7 +130,7 @@ def of_kernels(monkeypatch, order, **described):
 )
 def test_which_kernel_is_chosen(order, described, chosen, monkeypatch):
     of_kernels(monkeypatch, order, **described)
-    assert dispatch.name_of(dispatch.choose(ON_GPU)) == chosen
+    assert dispatch.choose(ON_GPU).name == chosen
     assert dispatch.explain(ON_GPU).splitlines()[-1] == f"chosen: {chosen}"
 
 
@@ -153,8 +154,8 @@ def test_who_subtracts(order, described, asked, fused, chosen, monkeypatch):
     """A kernel that has the whole operation goes before all that would be called four times."""
     of_kernels(monkeypatch, order, **described)
     kernel = dispatch._choose_differential(ON_GPU._replace(operation="paged"), asked)
-    assert (kernel and dispatch.name_of(kernel)) == fused
-    assert dispatch.name_of(dispatch._choose(ON_GPU, asked)) == chosen
+    assert (kernel and kernel.name) == fused
+    assert dispatch._choose(ON_GPU, asked).name == chosen
 
 
 def test_nobody_can(monkeypatch):
@@ -171,22 +172,22 @@ def test_nobody_can(monkeypatch):
 def test_what_a_kernel_lacks_is_chosen_as_ever():
     """FlashAttention writes no cache and makes no table; over pairs of heads it is called four times."""
     with fastattn.use_kernel("flash_mla"):
-        assert dispatch.name_of(dispatch.choose(ON_GPU)) == dispatch.priorities(ON_GPU)[0], "it has latents alone"
+        assert dispatch.choose(ON_GPU).name == dispatch.priorities(ON_GPU)[0], "it has latents alone"
     for name in ("fa4", "fa3", "fa2", "torch_flash"):
         with fastattn.use_kernel(name):
-            assert dispatch.name_of(dispatch.choose(ON_GPU)) == name
+            assert dispatch.choose(ON_GPU).name == name
             for operation in ("merge", "write", "copy_blocks", "slot_mapping", "trim", "cut_chunks"):
                 moved = Problem(operation, torch.device("cuda"), torch.float32)
-                assert dispatch.name_of(dispatch.choose(moved)) == "triton"
+                assert dispatch.choose(moved).name == "triton"
                 assert dispatch.explain(moved).splitlines()[-1] == "chosen: triton"
             sinks = Problem("add_sinks", torch.device("cuda"), torch.float32)
-            assert dispatch.name_of(dispatch.choose(sinks)) == "torch"
+            assert dispatch.choose(sinks).name == "torch"
     decodes = ON_GPU._replace(operation="paged", block_size=256, max_query_len=1)
     for name in ("fa4", "fa3", "fa2"):
         assert dispatch._choose_differential(decodes, name) is None
-        assert dispatch.name_of(dispatch._choose(decodes, name)) == name
-    assert dispatch._choose_differential(decodes, None) is triton
-    assert dispatch._choose_differential(decodes, "triton") is triton
+        assert dispatch._choose(decodes, name).name == name
+    assert dispatch._choose_differential(decodes, None) is triton.KERNEL
+    assert dispatch._choose_differential(decodes, "triton") is triton.KERNEL
 
 
 ATTENTION = {
@@ -198,13 +199,13 @@ ATTENTION = {
 @pytest.mark.parametrize("name", dispatch.NAMES)
 def test_a_kernel_has_the_operations_that_it_names(name):
     """As functions, and still so when every file of its folder has been imported under a name of its own."""
-    module = importlib.import_module(dispatch.MODULES[name])
+    module, kernel = importlib.import_module(dispatch.MODULES[name]), dispatch._load(name)
     for file in pkgutil.iter_modules(getattr(module, "__path__", []), f"{module.__name__}."):
         importlib.import_module(file.name)
-    for operation in module.OPERATIONS:
+    for operation in kernel.operations:
         function = "attend" if operation in ATTENTION else operation
-        assert inspect.isfunction(getattr(module, function)), operation
-    assert dispatch.name_of(module) == name
+        assert inspect.isfunction(getattr(kernel, function)), operation
+    assert kernel.name == name
 
 
 CODES = ON_GPU._replace(
@@ -250,7 +251,7 @@ DECODES = dict(max_query_len=1, num_tokens=2)
 )
 def test_codes_are_expanded_where_a_key_meets_many_queries(chosen, change):
     problem = CODES._replace(**change)
-    assert dispatch.name_of(dispatch.choose(problem)) == chosen
+    assert dispatch.choose(problem).name == chosen
     assert dispatch.explain(problem).splitlines()[-1] == f"chosen: {chosen}"
 
 
@@ -332,10 +333,10 @@ def cut_chunks(device):
 BESIDE_ATTENTION = {
     write: (triton_cache, "write"),
     copy_blocks: (triton_cache, "copy_blocks"),
-    merge: (triton_parts, "merge_states"),
-    slot_mapping: (triton_tables, "slot_mapping"),
-    trim: (triton_tables, "trim"),
-    cut_chunks: (triton_tables, "cut_chunks"),
+    merge: (triton_merge, "merge"),
+    slot_mapping: (triton_metadata, "slot_mapping"),
+    trim: (triton_metadata, "trim"),
+    cut_chunks: (triton_metadata, "cut_chunks"),
 }
 
 
@@ -428,12 +429,12 @@ def test_our_kernel_writes_where_it_is_told_to(way, device, monkeypatch):
     out, lse = triton_attention.attend(*given(*inputs.tensors), memory)
     assert out is memory and torch.equal(out, expected) and torch.equal(lse, expected_lse)
     _, (query, cache, batch) = in_pairs(((3, 70), (1, 40)), device)
-    tuning = triton_pairs.Tuning(16, 16, 4, 2, splits, splits)
-    monkeypatch.setattr(triton_pairs, "tune", lambda *asked: tuning)
+    tuning = triton_differential.Tuning(16, 16, 4, 2, splits, splits)
+    monkeypatch.setattr(triton_differential, "tune", lambda *asked: tuning)
     asked = *given(query, cache, batch), Subtraction(torch.tensor(0.35, device=device), None, 1e-5, 0.8)
-    expected, _ = triton_pairs.attend(*asked)
+    expected, _ = triton_differential.differential(*asked)
     memory = torch.full_like(query, torch.nan)
-    out, _ = triton_pairs.attend(*asked, memory)
+    out, _ = triton_differential.differential(*asked, memory)
     assert out is memory and torch.equal(out, expected)
 
 
@@ -466,7 +467,13 @@ def test_a_kernel_imports_no_other_kernel(folder):
     root = Path(fastattn.kernels.__file__).parent
     files = sorted((root / folder).rglob("*.py"))
     assert len(files) > 3
-    shared = ("fastattn.kernels.problem", "fastattn.kernels.replay", "fastattn.kernels.device", "refattn.interface")
+    shared = (
+        "fastattn.kernels.kernel",
+        "fastattn.kernels.problem",
+        "fastattn.kernels.replay",
+        "fastattn.kernels.device",
+        "refattn.interface",
+    )
     always = (*shared, f"fastattn.kernels.{folder}")
     for file in files:
         for name in imported_by(file):
@@ -480,11 +487,17 @@ def test_what_all_kernels_share_imports_no_kernel():
         "problem.py": ("refattn.interface", "fastattn.kernels.replay"),
         "replay.py": ("refattn.interface",),
         "device.py": (),
-        "torch_ops.py": ("refattn.interface", "fastattn.kernels.problem"),
-        "plain.py": ("refattn.interface", "fastattn.kernels.problem", "fastattn.kernels.torch_ops"),
+        "kernel.py": ("fastattn.kernels.problem",),
+        "torch_ops.py": ("refattn.interface", "fastattn.kernels.kernel", "fastattn.kernels.problem"),
+        "plain.py": (
+            "refattn.interface",
+            "fastattn.kernels.kernel",
+            "fastattn.kernels.problem",
+            "fastattn.kernels.torch_ops",
+        ),
         "dispatch.py": (
             *("refattn.interface", "fastattn.kernels.problem", "fastattn.kernels.replay"),
-            "fastattn.kernels.device",
+            *("fastattn.kernels.device", "fastattn.kernels.kernel"),
         ),
         "__init__.py": ("fastattn.kernels.problem", "fastattn.kernels.dispatch"),
     }
@@ -511,14 +524,15 @@ def in_pairs(lens, device, dtype=torch.float32):
 def test_differential_by_a_kernel_that_has_only_attention(asked, monkeypatch):
     """By four calls: each half of the heads with its own slopes and sinks, over the values of both halves."""
     case, arguments = in_pairs(((5, 30), (1, 40), (3, 2)), "cpu")
-    only_attention = ModuleType("only_attention")
-    vars(only_attention).update({name: getattr(cpu, name) for name in ("unsupported_reason", "schedule")})
-    only_attention.OPERATIONS = ("dense", "paged")
-    only_attention.attend = mock.Mock(wraps=cpu.attend)
+    functions = {"attend": cpu.KERNEL.functions["attend"]}
+    only_attention = fastattn.kernels.kernel.Kernel(
+        "only_attention", cpu.unsupported_reason, ("dense", "paged"), functions
+    )
+    monkeypatch.setattr(cpu, "attend", mock.Mock(wraps=cpu.attend))
     monkeypatch.setattr(dispatch, "_load", lambda name: only_attention)
     options = dict(lambda_full=torch.tensor(0.35), lambda_init=0.2, norm_weight=torch.linspace(0.5, 2.0, 48))
     assert_twins_agree("differential", *arguments, **options, **per_head(asked, case, "cpu"))
-    assert only_attention.attend.call_count == 3 * 4
+    assert cpu.attend.call_count == 3 * 4
 
 
 # --- the differential kernel of ours ---
@@ -533,8 +547,8 @@ def subtracted(query, cache, plan, options, **subtraction):
 @pytest.mark.parametrize("asked", ["sinks", "window-and-slopes"])
 def test_a_split_differential_of_an_odd_head_size(splits, asked, device, monkeypatch):
     """Parts of more splits than are merged at a time, some without keys, and columns that no value has."""
-    tuning = triton_pairs.Tuning(16, 16, 4, 2, splits, splits)
-    monkeypatch.setattr(triton_pairs, "tune", lambda *_: tuning)
+    tuning = triton_differential.Tuning(16, 16, 4, 2, splits, splits)
+    monkeypatch.setattr(triton_differential, "tune", lambda *_: tuning)
     case, (query, cache, batch) = in_pairs(((3, 70), (1, 331), (0, 5), (3, 2)), device)
     arguments = query, cache, with_strided_table(batch)
     options = dict(sinks=True) if asked == "sinks" else dict(causal=False, window_size=(40, 3), alibi_slopes=True)
@@ -548,8 +562,8 @@ def test_a_split_differential_of_an_odd_head_size(splits, asked, device, monkeyp
 
 @pytest.mark.parametrize("splits", [1, 3])
 def test_differential_reads_nothing_that_nobody_may_see(splits, device, monkeypatch):
-    tuning = triton_pairs.Tuning(16, 16, 4, 2, splits, splits)
-    monkeypatch.setattr(triton_pairs, "tune", lambda *_: tuning)
+    tuning = triton_differential.Tuning(16, 16, 4, 2, splits, splits)
+    monkeypatch.setattr(triton_differential, "tune", lambda *_: tuning)
     _, (query, cache, batch) = in_pairs(((2, 70), (1, 41)), device)
     subtraction = dict(lambda_full=torch.tensor(0.35, device=device), lambda_init=0.2)
     answers = []
@@ -632,7 +646,7 @@ def test_values_of_another_size_are_computed_or_refused_by_name():
     problem = ON_GPU._replace(head_size=192, value_head_size=128)
     for name in ("fa2", "torch_flash", "fa4", "fa3", "triton"):
         assert dispatch.unsupported_reason(name, problem) is None
-    assert dispatch.name_of(dispatch.choose(problem._replace(num_seqs=64, max_query_len=2048))) == "fa4"
+    assert dispatch.choose(problem._replace(num_seqs=64, max_query_len=2048)).name == "fa4"
     pages = problem._replace(operation="paged", block_size=256, max_query_len=1)
     larger = problem._replace(head_size=128, value_head_size=192)
     for name, asked, refused in (
@@ -665,7 +679,7 @@ def test_each_kernel_refuses_nothing_that_it_has_to_compute(name):
                     has_to = has_to_compute(name, problem)
                     computed += has_to
                     reason = dispatch.unsupported_reason(name, problem)
-                    assert problem.operation not in module.OPERATIONS or reason == module.unsupported_reason(problem)
+                    assert problem.operation not in module.operations or reason == module.unsupported_reason(problem)
                     assert not has_to or reason is None, f"{name} refuses {problem}: {reason}"
                     assert reason is None or len(reason) > 20
     assert computed > 100, "it has to compute hardly anything"
@@ -756,13 +770,13 @@ def test_a_refusal_of_what_a_kernel_has_to_compute_fails(monkeypatch, forget_cho
 
     kernel = Kernel("cpu", (torch.float32,))
     kernel.check(ask)
-    monkeypatch.setattr(cpu, "unsupported_reason", lambda problem: "it would rather not compute today")
+    monkeypatch.setattr(cpu.KERNEL, "unsupported_reason", lambda problem: "it would rather not compute today")
     forget_choices()
     with pytest.raises(AssertionError, match="cpu has to compute this: .*rather not"):
         kernel.check(ask)
     monkeypatch.setattr("tests.helpers.kernels_present.has_to_compute", lambda name, problem: False)
     kernel.check(ask)
-    monkeypatch.setattr(cpu, "unsupported_reason", lambda problem: "no")
+    monkeypatch.setattr(cpu.KERNEL, "unsupported_reason", lambda problem: "no")
     with pytest.raises(AssertionError, match="without a reason"):
         kernel.check(ask)
     with pytest.raises(AssertionError, match="no kernel has been asked"):
@@ -817,8 +831,8 @@ def test_a_folder_that_another_package_fills_is_no_package(folder):
         "the package flash-attn can't be imported: the module flash_attn that is here has no flash"
     )
     assert dispatch.unsupported_reason("fa4", CHUNK) is None
-    assert dispatch.name_of(dispatch.choose(WINDOWED)) == "torch_flash"
-    assert dispatch.name_of(dispatch.choose(CHUNK)) == "fa4"
+    assert dispatch.choose(WINDOWED).name == "torch_flash"
+    assert dispatch.choose(CHUNK).name == "fa4"
     with fastattn.use_kernel("fa2"), pytest.raises(NotImplementedError, match="fa2: the package flash-attn can't"):
         dispatch.choose(WINDOWED)
 
@@ -826,8 +840,8 @@ def test_a_folder_that_another_package_fills_is_no_package(folder):
 def test_flash_attn_alone_is_enough(folder):
     """Without flash-attn-4, whose folder may stand there empty."""
     lay(folder, "flash_attn/__init__", "flash_attn_varlen_func", "flash_attn_with_kvcache")
-    assert dispatch.name_of(dispatch.choose(WINDOWED)) == "fa2"
-    assert dispatch.name_of(dispatch.choose(CHUNK)) == "fa2"
+    assert dispatch.choose(WINDOWED).name == "fa2"
+    assert dispatch.choose(CHUNK).name == "fa2"
     assert "No module named 'flash_attn.cute'" in dispatch.unsupported_reason("fa4", CHUNK)
     devices.cannot_import.cache_clear()
     (folder / "flash_attn" / "cute").mkdir()
@@ -842,9 +856,9 @@ def test_flash_attn_alone_is_enough(folder):
 @pytest.mark.parametrize("name", ["flash_attn", "flash_attn_interface", "flash_mla", "flash_mla/flash_mla_interface"])
 def test_empty_folders_are_no_packages(name, folder):
     (folder / name).mkdir(parents=True)
-    assert dispatch.name_of(dispatch.choose(WINDOWED)) == "torch_flash"
-    assert dispatch.name_of(dispatch.choose(CHUNK)) == "torch_flash"
-    assert dispatch.name_of(dispatch.choose(LATENTS)) == "triton"
+    assert dispatch.choose(WINDOWED).name == "torch_flash"
+    assert dispatch.choose(CHUNK).name == "torch_flash"
+    assert dispatch.choose(LATENTS).name == "triton"
     for kernel, asked in (("fa2", CHUNK), ("fa3", CHUNK), ("fa4", CHUNK), ("flash_mla", LATENTS)):
         assert "can't be imported: " in dispatch.unsupported_reason(kernel, asked)
 

@@ -38,10 +38,9 @@ from fastattn.kernels.problem import Subtraction
 from fastattn.kernels.replay import memo_of
 from fastattn.kernels.triton import attention as triton_attention
 from fastattn.kernels.triton import cache as triton_cache
-from fastattn.kernels.triton import pairs as triton_pairs
+from fastattn.kernels.triton import differential as triton_differential
 from fastattn.kernels.triton import tuning as triton_tuning
 from fastattn.kernels.triton.attention import attend
-from fastattn.kernels.triton.parts import merge_states
 from refattn.interface import Accepted, AttentionOptions, Batch, Plan
 from refattn.metadata import make_batch
 from tests.helpers import (
@@ -636,10 +635,10 @@ def test_no_table_entry_and_no_slot_is_read_that_no_query_sees(launch, device, m
     noted = interpreted.note_reads(monkeypatch)
     if isinstance(launch, str) and "differential" in launch:
         splits = 1 if launch == "differential" else 2
-        monkeypatch.setattr(triton_pairs, "tune", lambda *_: Tuning(16, 16, 4, 2, splits, splits))
+        monkeypatch.setattr(triton_differential, "tune", lambda *_: Tuning(16, 16, 4, 2, splits, splits))
         cache = torch.stack([torch.stack([inputs.key_cache, inputs.value_cache])] * 2)
         subtraction = Subtraction(torch.tensor(0.5), None, 1e-5, 1.0)
-        triton_pairs.attend(*given(inputs.query, cache, batch, **options), subtraction)
+        triton_differential.differential(*given(inputs.query, cache, batch, **options), subtraction)
         pools = [cache.permute(2, 3, 0, 1, 4, 5)]  # the slot comes first
     else:
         options["batch_invariant"] = launch == "fixed-runs"
@@ -972,7 +971,7 @@ def test_merge_states(num_parts, dtype, device):
     wide_outs = [out.double() for out in outs]
     ref, ref_lse = refattn.merge.merge(wide_outs, [lse.double() for lse in lses])
     low, low_lse = refattn.merge.merge(outs, lses)
-    out, lse = merge_states(outs, lses)
+    out, lse = triton_merge.merge(outs, lses)
     assert_close(out, ref, low, name="out")
     assert_close(lse, ref_lse, low_lse, name="lse")
 

@@ -417,14 +417,14 @@ class ByAddress:
 def test_partial_outputs_in_one_allocation_are_found_by_their_addresses(name, return_lse, splits):
     attention = pytest.importorskip("fastattn.kernels.triton.attention", reason="needs Triton")
     from fastattn.kernels.gpu import attention_kernel, launch, tile
-    from fastattn.kernels.triton import pairs
+    from fastattn.kernels.triton import differential
 
     if not tile.INTERPRETED:
         pytest.skip("launches by the driver, on a GPU, find them so")
     *tensors, batch, more = lay_out(name)
     *others, _, other_more = lay_out(name, seed=1)
     sinks = AttentionOptions(**OPTIONS, sinks=torch.tensor([1.0, -2.0, 3.0, 0.0]))
-    module = pairs if name == "differential" else attention
+    module = differential if name == "differential" else attention
     tune, call = module.tune, PATHS[name].attention
     split = mock.patch.object(
         module, "tune", lambda *a: tune(*a)._replace(splits=splits, most_splits=splits, block_n=16)

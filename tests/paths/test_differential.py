@@ -430,10 +430,10 @@ def test_long_queries_in_one_run_of_keys(name, options, device, monkeypatch):
     """Our Triton kernel, with the difference in the program that attends, as where a batch has many tiles."""
     case = LONG[name]
     from fastattn.kernels.gpu.tile import Tuning
-    from fastattn.kernels.triton import pairs
+    from fastattn.kernels.triton import differential
 
     whole = Tuning(block_m=64, block_n=64, num_warps=4, num_stages=2, splits=1, most_splits=1)
-    monkeypatch.setattr(pairs, "tune", lambda *_: whole)
+    monkeypatch.setattr(differential, "tune", lambda *_: whole)
     for dtype in (torch.float16, torch.bfloat16) if device == "cuda" else (torch.float16,):
         arguments, _ = lay_out(case, device=device, dtype=dtype)
         with fastattn.use_kernel("triton"):

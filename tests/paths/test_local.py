@@ -18,7 +18,7 @@ import refattn.local
 import refattn.masks
 import refattn.metadata
 from fastattn.kernels import dispatch, torch_ops
-from fastattn.kernels.triton import tables as triton_tables
+from fastattn.kernels.triton import metadata as triton_metadata
 from refattn.interface import Batch, Plan
 from tests.helpers.bad_input import BAD_INPUT
 from tests.helpers.batches import (
@@ -251,7 +251,7 @@ def test_one_launch_makes_the_same_virtual_batches(case, blocks, device):
     batch, p = build(case, device=device).batch, case.block_size
     num_chunks = (max(batch.max_query_len, 1) + blocks * p - 2) // (blocks * p) + 1
     sizes = dict(block_size=p, num_chunks=num_chunks, columns=min(blocks, batch.block_table.shape[1]))
-    launched = triton_tables.cut_chunks(batch, blocks * p, **sizes)
+    launched = triton_metadata.cut_chunks(batch, blocks * p, **sizes)
     by_torch = torch_ops.cut_chunks(batch, blocks * p, **sizes)
     assert all(torch.equal(*pair) for pair in zip(launched, by_torch, strict=True))
 
@@ -263,13 +263,13 @@ def test_one_launch_makes_the_same_tables_on_drawn_batches(case, blocks, device)
     sizes = dict(block_size=p, num_chunks=num_chunks, columns=min(blocks, batch.block_table.shape[1]))
     pairs = [
         *zip(
-            triton_tables.cut_chunks(batch, blocks * p, **sizes),
+            triton_metadata.cut_chunks(batch, blocks * p, **sizes),
             torch_ops.cut_chunks(batch, blocks * p, **sizes),
             strict=True,
         )
     ]
     rows = sum(q for q, _ in case.lens) + case.padding_rows
-    slots = [module.slot_mapping(batch, rows, block_size=p) for module in (triton_tables, refattn.metadata)]
+    slots = [module.slot_mapping(batch, rows, block_size=p) for module in (triton_metadata, refattn.metadata)]
     assert all(torch.equal(*pair) for pair in [*pairs, slots])
 
 

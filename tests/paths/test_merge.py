@@ -79,7 +79,7 @@ def test_hundreds_of_parts_are_as_exact_as_two(kernel, dtype, number, device):
 @pytest.mark.skipif("triton" not in [k.name for k in PRESENT], reason="needs Triton")
 def test_no_launch_takes_more_parts_than_a_few(device):
     """Each number of parts is a compilation, which takes the longer the more there are: 91 s for 128."""
-    from fastattn.kernels.triton import parts
+    from fastattn.kernels.triton import merge as triton_merge
 
     launched = []
 
@@ -88,9 +88,9 @@ def test_no_launch_takes_more_parts_than_a_few(device):
             return lambda outs, *arguments, NUM_PARTS, **sizes: launched.append((len(outs), NUM_PARTS))
 
     states = [(torch.zeros(2, 3, 4, device=device), torch.zeros(2, 3, device=device))] * 300
-    with mock.patch.object(parts, "_merge_kernel", Kernel()), fastattn.use_kernel("triton"):
+    with mock.patch.object(triton_merge, "_merge_kernel", Kernel()), fastattn.use_kernel("triton"):
         fastattn.merge.merge(*zip(*states, strict=True))
-    assert all(given == number <= parts.PARTS_AT_ONCE for given, number in launched)
+    assert all(given == number <= triton_merge.PARTS_AT_ONCE for given, number in launched)
     assert sum(number - 1 for _, number in launched) == 299, "every part is merged once"
     assert len(set(launched)) <= 2, "more compilations than one for many parts and one for the rest"
 

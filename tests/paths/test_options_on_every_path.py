@@ -350,12 +350,12 @@ def test_everything_beside_attention_is_plain_pytorch_on_such_a_device(kind):
     others = ("merge", "add_sinks", "write", "copy_blocks", "compact", "slot_mapping", "trim", "cut_chunks")
     for operation in others:
         chosen = dispatch.choose(Problem(operation, torch.device(kind), torch.float32))
-        assert dispatch.name_of(chosen) == "torch"
+        assert chosen.name == "torch"
     attention = Problem("paged", torch.device(kind), torch.float16, 4, 2, 64, 64, 16, 1, 100, 3)
     if kind == "meta":  # whose lengths nobody can read
         with pytest.raises(NotImplementedError, match="plain: reads the lengths, and a tensor on meta has no elements"):
             dispatch.choose(attention)
     else:
-        assert dispatch.name_of(dispatch.choose(attention)) == "plain"
+        assert dispatch.choose(attention).name == "plain"
     with fastattn.use_kernel("triton"), pytest.raises(NotImplementedError, match=f"the tensors are on {kind}"):
         dispatch.choose(attention)

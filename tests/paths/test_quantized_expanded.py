@@ -63,7 +63,7 @@ def stand_in(monkeypatch):
         monkeypatch.setattr(
             fa4, "paged", lambda query, key, value, *others: cpu.attend(query, Pages(key, value), *others)
         )
-        monkeypatch.setattr(fa4, "unsupported_reason", cannot_expand)
+        monkeypatch.setattr(fa4.KERNEL, "unsupported_reason", cannot_expand)
         dispatch._choose.cache_clear()
     yield
     dispatch._choose.cache_clear()

@@ -20,7 +20,7 @@ import refattn.kv_cache
 import refattn.metadata
 import refattn.sliding_window
 from fastattn.kernels import dispatch
-from fastattn.kernels.triton import tables as triton_tables
+from fastattn.kernels.triton import metadata as triton_metadata
 from tests.helpers.bad_input import BAD_INPUT
 from tests.helpers.batches import (
     GARBAGE,
@@ -232,7 +232,7 @@ def test_one_launch_trims_the_same(case, left, device):
     batch, p = build(case, device=device).batch, case.block_size
     left = min(left, batch.max_seq_len - p - 1)  # where there is something to cut
     columns = min(-(-(left + batch.max_query_len + p - 1) // p), batch.block_table.shape[1])
-    first_keys, seq_lens, block_table = triton_tables.trim(batch, left, block_size=p, columns=columns)
+    first_keys, seq_lens, block_table = triton_metadata.trim(batch, left, block_size=p, columns=columns)
     launched = replace(batch, seq_lens=seq_lens, block_table=block_table)
     plan = refattn.sliding_window.plan(batch, window_size=(left, 0), block_size=p)
     by_loops = plan.batch

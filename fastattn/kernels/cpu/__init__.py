@@ -5,6 +5,7 @@ from torch import Tensor
 
 from fastattn.kernels.cpu import attention, pairs
 from fastattn.kernels.cpu import quantized as over_codes
+from fastattn.kernels.kernel import Kernel
 from fastattn.kernels.problem import Problem, Subtraction, latent_scales
 from refattn.interface import (
     AttentionOptions,
@@ -19,11 +20,6 @@ from refattn.interface import (
     TreePlan,
 )
 
-OPERATIONS = (
-    *("dense", "paged", "tree", "differential", "mla", "mla_tree"),
-    *("quantized", "quantized_levels", "quantized_tree", "write_quantized"),
-)
-
 
 def unsupported_reason(problem: Problem) -> str | None:
     """Return why this kernel cannot compute a problem, or None: almost everything that is on a CPU."""
@@ -32,6 +28,15 @@ def unsupported_reason(problem: Problem) -> str | None:
     if problem.operation == "differential" and problem.positions:
         return "subtracts the answers of query rows that are the last of their sequences, at no other positions"
     return None
+
+
+FUNCTIONS = ("attend", "differential", "write_quantized")
+KERNEL = Kernel(
+    "cpu",
+    unsupported_reason,
+    attends=("dense", "paged", "tree", "mla", "mla_tree", "quantized", "quantized_levels", "quantized_tree"),
+    functions={name: f"{__name__}:{name}" for name in FUNCTIONS},
+)
 
 
 def attend(

@@ -15,11 +15,11 @@ from torch import Tensor
 from fastattn.kernels.device import cannot_import, capability
 from fastattn.kernels.flash import NO_POSITIONS, NOT_ALIGNED, one_head_size, pad_values, side_by_side
 from fastattn.kernels.flash.torch_flash import window_for_flash
+from fastattn.kernels.kernel import Kernel
 from fastattn.kernels.problem import Problem, key_starts, window_within_reach
 from refattn.interface import AttentionOptions, AttentionPlan, Keys, Pages, Plan, Rows
 
 PAGE = 256  # its pages are a multiple of this
-OPERATIONS = ("dense", "paged")
 CHUNKS = "over pages it takes one query per sequence; with more, it writes LSEs out of place where a query sees nothing"
 
 
@@ -47,6 +47,14 @@ def unsupported_reason(problem: Problem) -> str | None:
         return CHUNKS
     broken = cannot_import("flash_attn", "flash-attn", "flash_attn_varlen_func", "flash_attn_with_kvcache")
     return broken or _refusal(problem.head_size, problem.dtype, problem.device)
+
+
+KERNEL = Kernel(
+    "fa2",
+    unsupported_reason,
+    attends=("dense", "paged"),
+    functions={"attend": f"{__name__}:attend"},
+)
 
 
 def attend(

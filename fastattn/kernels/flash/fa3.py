@@ -35,6 +35,7 @@ from torch import Tensor
 from fastattn.kernels.device import cannot_import, capability
 from fastattn.kernels.flash import NO_CODES, NO_POSITIONS, NOT_ALIGNED, cannot_expand, side_by_side
 from fastattn.kernels.flash.schedule import schedule_of
+from fastattn.kernels.kernel import Kernel
 from fastattn.kernels.problem import Problem, expanded, key_starts, window_within_reach
 from refattn.interface import (
     AttentionOptions,
@@ -48,7 +49,6 @@ from refattn.interface import (
     TreePlan,
 )
 
-OPERATIONS = ("dense", "paged", "quantized", "tree", "mla", "mla_tree")
 INTERFACE = "flash_attn_interface"  # the module of FlashAttention's own package for Hopper
 FUNCTIONS = ("flash_attn_varlen_func", "flash_attn_with_kvcache")  # of that module
 LIBRARY = "_vllm_fa3_C"  # vLLM's: `_vllm_fa3_C.abi3.so`, and the namespace of its operators
@@ -108,6 +108,14 @@ def unsupported_reason(problem: Problem) -> str | None:
     if not problem.aligned:
         return NOT_ALIGNED
     return _cannot_load() or _refusal(*sizes, problem.dtype, problem.device, latents=over_latents)
+
+
+KERNEL = Kernel(
+    "fa3",
+    unsupported_reason,
+    attends=("dense", "paged", "quantized", "tree", "mla", "mla_tree"),
+    functions={"attend": f"{__name__}:attend"},
+)
 
 
 def attend(

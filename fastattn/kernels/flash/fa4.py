@@ -14,10 +14,10 @@ from torch import Tensor
 
 from fastattn.kernels.device import cannot_import, capability
 from fastattn.kernels.flash import NO_POSITIONS, NOT_ALIGNED, cannot_expand, side_by_side
+from fastattn.kernels.kernel import Kernel
 from fastattn.kernels.problem import Problem, expanded, has_aligned_heads, key_starts, window_within_reach
 from refattn.interface import AttentionOptions, AttentionPlan, Keys, Pages, Plan, QuantizedPages, Rows
 
-OPERATIONS = ("dense", "paged", "quantized")
 LARGEST_HEAD = {9: 256, 10: 128, 11: 128}  # by compute capability
 FAST_BLOCK = 128  # tokens in a page that loads fastest
 QUERY_ROWS = 6144  # of a key head and a sequence, on average, that are worth a copy of the pages
@@ -58,6 +58,14 @@ def unsupported_reason(problem: Problem) -> str | None:
     if not problem.aligned:
         return NOT_ALIGNED
     return cannot_import("flash_attn.cute.interface", "flash-attn-4", "_flash_attn_fwd")
+
+
+KERNEL = Kernel(
+    "fa4",
+    unsupported_reason,
+    attends=("dense", "paged", "quantized"),
+    functions={"attend": f"{__name__}:attend"},
+)
 
 
 def attend(

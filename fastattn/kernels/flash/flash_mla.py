@@ -23,10 +23,10 @@ from torch.nn.functional import pad
 from fastattn.kernels.device import cannot_import, capability
 from fastattn.kernels.flash import NO_CODES, NO_POSITIONS, NOT_ALIGNED, side_by_side
 from fastattn.kernels.flash.schedule import schedule_of
+from fastattn.kernels.kernel import Kernel
 from fastattn.kernels.problem import Problem
 from refattn.interface import AttentionOptions, AttentionPlan, Keys, Latents, Plan, TreePlan
 
-OPERATIONS = ("mla", "mla_tree")
 INTERFACE = "flash_mla.flash_mla_interface"
 PACKAGE = "sgl-flash-mla"
 LATENT = (64, 512)  # sizes of rotary keys and of latents
@@ -62,6 +62,14 @@ def unsupported_reason(problem: Problem) -> str | None:
     if not problem.aligned:
         return NOT_ALIGNED
     return _cannot_load()
+
+
+KERNEL = Kernel(
+    "flash_mla",
+    unsupported_reason,
+    attends=("mla", "mla_tree"),
+    functions={"attend": f"{__name__}:attend"},
+)
 
 
 def attend(

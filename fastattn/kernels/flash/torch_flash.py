@@ -11,10 +11,9 @@ from torch import Tensor
 
 from fastattn.kernels.device import capability
 from fastattn.kernels.flash import NO_POSITIONS, NOT_ALIGNED, one_head_size, pad_values
+from fastattn.kernels.kernel import Kernel
 from fastattn.kernels.problem import FAR, Problem, key_starts, window_within_reach
 from refattn.interface import AttentionOptions, AttentionPlan, Keys, Plan, Rows
-
-OPERATIONS = ("dense",)
 
 
 def unsupported_reason(problem: Problem) -> str | None:
@@ -38,6 +37,14 @@ def unsupported_reason(problem: Problem) -> str | None:
     if not problem.aligned:
         return NOT_ALIGNED
     return None
+
+
+KERNEL = Kernel(
+    "torch_flash",
+    unsupported_reason,
+    attends=("dense",),
+    functions={"attend": f"{__name__}:attend"},
+)
 
 
 def attend(

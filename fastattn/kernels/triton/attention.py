@@ -35,7 +35,7 @@ from fastattn.kernels.gpu.attention_kernel import (
     of_layer,
     spare_stages,
 )
-from fastattn.kernels.gpu.codes import NO_CODES, Codes, are_pairs, codes_of, in_pairs, size_of
+from fastattn.kernels.gpu.codes import NO_CODES, Codes, are_pairs, codes_in_pairs, codes_of, in_pairs, size_of
 from fastattn.kernels.gpu.launch import Launch, SplitLaunches
 from fastattn.kernels.gpu.tile import CHANGING, STEP_OF_WORDS, can_overlap, fit, merge_parts, normalize, pad, store_rows
 from fastattn.kernels.problem import latent_scales
@@ -45,6 +45,26 @@ from refattn.interface import AttentionOptions, AttentionPlan, Keys, Latents, Pl
 
 MERGED_AT_ONCE = 64  # parts, of one head or of several
 MERGED_ELEMENTS = 8192  # and elements of them, at most
+
+
+def attend_to_keys(
+    query: Float[Tensor, "t h d"],
+    keys: Keys,
+    plan: AttentionPlan,
+    options: AttentionOptions,
+    out: Float[Tensor, "t h dv"] | None,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend to any storage under any plan, but to latents in one level; see `fastattn.kernels.dispatch`.
+
+    A tree is one softmax with the keys before it, latents are loaded once as key and as value, and codes become numbers
+    in registers.
+    """
+    key, value, codes = pools_of(query, keys)
+    plans = [level.whole for level in plan.levels]
+    if codes.kind:
+        key, value = codes_in_pairs(query, key, value, plans, options)
+    tree, shared = plan if isinstance(plan, TreePlan) else None, isinstance(keys, Latents)
+    return attend_levels(query, key, value, plans, options, out, shared=shared, codes=codes, tree=tree)
 
 
 def attend(

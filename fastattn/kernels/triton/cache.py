@@ -149,7 +149,7 @@ def copy_blocks(cache: Shaped[Tensor, "n ..."], pairs: Int64[Tensor, "k 2"]) -> 
     )
 
 
-def compact(cache: Shaped[Tensor, "n p ..."], batch: Batch, trees: Trees, accepted: Accepted) -> None:
+def compact(cache: Shaped[Tensor, "n p ..."], batch: Batch, trees: Trees, accepted: Accepted, block_size: int) -> None:
     """Move accepted nodes to the first slots of their trees, in place; see `fastattn.speculative.compact`.
 
     One program takes the same few elements of all nodes of a tree, in their order. A node only ever moves to a slot
@@ -160,6 +160,7 @@ def compact(cache: Shaped[Tensor, "n p ..."], batch: Batch, trees: Trees, accept
         batch: the lengths and the block table.
         trees: the trees.
         accepted: the nodes to keep.
+        block_size: tokens in a block, which the pool says, too.
     """
     assert batch.block_table is not None  # the path has checked it
     if 0 in (cache.numel(), batch.num_seqs, trees.max_len):

@@ -48,7 +48,7 @@ FEWEST_KEYS = 128  # that are worth a program of their own
 AT_ONCE = 2  # programs that a multiprocessor holds where a tile has 16 rows
 
 
-def attend(
+def differential(
     query: Float[Tensor, "t h d"],
     cache: Float[Tensor, "2 2 n p pairs d"],
     plan: Plan,

@@ -23,7 +23,7 @@ BLOCK_ROWS = 16
 PARTS_AT_ONCE = 8  # of a launch: one of 8 compiles in 0.9 s on the host of an NVIDIA H200, one of 128 in 91 s
 
 
-def merge_states(
+def merge(
     outs: Sequence[Float[Tensor, "t h dv"]], lses: Sequence[Float[Tensor, "t h"]]
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Combine answers of the same queries over disjoint keys; see `fastattn.merge.merge`.
