@@ -27,9 +27,17 @@ def test_they_are_numbered_from_one():
     assert [path.name[:3] for path in run.notebooks()] == [f"{i:02}_" for i in range(1, len(run.notebooks()) + 1)]
 
 
+@pytest.fixture(scope="session")
+def kernel():
+    """Give all of them one process, as half of their time goes into imports."""
+    kernel = run.start_kernel()
+    yield kernel
+    kernel.shutdown_kernel(now=True)
+
+
 @each_notebook
-def test_it_prints_what_it_stores(path):
-    executed, seconds = run.execute(path)
+def test_it_prints_what_it_stores(path, kernel):
+    executed, seconds = run.execute(path, kernel)
     assert run.compare(read(path), executed) == [], f"`make notebooks ARGS='{path.name[:2]} --inplace'` stores it"
     assert seconds < run.LIMIT
 
