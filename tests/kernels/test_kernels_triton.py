@@ -39,6 +39,7 @@ from fastattn.kernels.replay import memo_of
 from fastattn.kernels.triton import attention as triton_attention
 from fastattn.kernels.triton import cache as triton_cache
 from fastattn.kernels.triton import differential as triton_differential
+from fastattn.kernels.triton import merge as triton_merge
 from fastattn.kernels.triton import tuning as triton_tuning
 from fastattn.kernels.triton.attention import attend
 from refattn.interface import Accepted, AttentionOptions, Batch, Plan

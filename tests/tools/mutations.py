@@ -164,7 +164,7 @@ MUTATIONS: list[Mutation] = [
         "B54",
         "rows without a slot are not left out",
         (
-            "refattn/interface/checks.py",
+            "refattn/interface/values.py",
             "        return key[: len(slot_mapping)], value[: len(slot_mapping)]",
             "        return key, value",
         ),
@@ -752,7 +752,7 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             DISPATCH,
-            "merging.merge(*zip(*parts, strict=True))",
+            "merge(*zip(*parts, strict=True))",
             "parts[-1]",
         ),
     ),
