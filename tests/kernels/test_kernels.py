@@ -790,9 +790,11 @@ def test_a_refusal_of_what_a_kernel_has_to_compute_fails(monkeypatch, forget_cho
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A folder on the path for packages, and a Hopper without any others."""
-    for name in [name for name in sys.modules if name.split(".")[0] in ("flash_attn", "flash_mla", fa3.INTERFACE)]:
+    packages = ("flash_attn", "flash_mla", fa3.INTERFACE)
+    for name in [name for name in sys.modules if name.split(".")[0] in packages]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *(p for p in sys.path if not Path(p, "flash_attn").exists())])
+    without = [p for p in sys.path if not any(Path(p, package).exists() for package in packages)]
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *without])
     monkeypatch.setattr(dispatch, "num_multiprocessors", lambda device: 132)
     monkeypatch.setattr(fa2, "_refusal", lambda *asked: None)
     monkeypatch.setattr(fa3, "_find_library", lambda: None)
@@ -803,7 +805,7 @@ def folder(tmp_path, monkeypatch):
         function.cache_clear()
     importlib.invalidate_caches()
     yield tmp_path
-    for name in [name for name in sys.modules if name.split(".")[0] in ("flash_attn", "flash_mla", fa3.INTERFACE)]:
+    for name in [name for name in sys.modules if name.split(".")[0] in packages]:
         del sys.modules[name]
     for function in remembered:
         function.cache_clear()
