@@ -15,7 +15,7 @@ from torch import Tensor
 from fastattn.kernels import dispatch
 from fastattn.metadata import positions
 from refattn.interface import AttentionOptions, Batch, CascadePlan, Pages, Plan, Prefix
-from refattn.interface.checks import check_cascade
+from refattn.interface.call import check_plan
 from refattn.interface.contents import check_prefixes, check_requests
 from refattn.interface.values import LARGEST_INT32, check_sizes, check_window
 
@@ -85,8 +85,8 @@ def attention(
     Raises:
         NotImplementedError: if no kernel computes the combination, with the reason of each.
     """
-    keys = Pages(key_cache, value_cache)
-    return dispatch.attend(check_cascade, query, keys, plan, options, out, return_lse)
+    check_plan(plan, CascadePlan)
+    return dispatch.attend(query, Pages(key_cache, value_cache), plan, options, out, return_lse)
 
 
 def find_prefixes(

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from fastattn.kernels import dispatch
 from refattn.interface import AttentionOptions, Batch, Pages, Plan
-from refattn.interface.checks import check_paged
+from refattn.interface.call import check_plan
 from refattn.interface.values import check_sizes
 
 
@@ -32,5 +32,5 @@ def attention(
     Raises:
         NotImplementedError: if no kernel computes the combination, with the reason of each.
     """
-    keys = Pages(key_cache, value_cache)
-    return dispatch.attend(check_paged, query, keys, plan, options, out, return_lse)
+    check_plan(plan, Plan)
+    return dispatch.attend(query, Pages(key_cache, value_cache), plan, options, out, return_lse)

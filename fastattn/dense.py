@@ -6,7 +6,6 @@ from torch import Tensor
 from fastattn.kernels import dispatch
 from fastattn.kernels.replay import memo_of
 from refattn.interface import AttentionOptions, Batch, Plan, Rows
-from refattn.interface.checks import check_dense
 
 
 def plan(batch: Batch, *, causal: bool = True, window_size: tuple[int, int] = (-1, -1)) -> Plan:
@@ -36,4 +35,4 @@ def attention(
     Raises:
         NotImplementedError: if no kernel computes the combination, with the reason of each.
     """
-    return dispatch.attend(check_dense, query, Rows(key, value), plan, options, out, return_lse)
+    return dispatch.attend(query, Rows(key, value), plan, options, out, return_lse)

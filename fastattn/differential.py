@@ -8,14 +8,9 @@ from fastattn import chunked_prefill, kv_cache, quantized
 from fastattn.kernels import dispatch
 from refattn.interface import AttentionOptions, AttentionPlan, Batch, Fp8Scales, Pairs, Plan
 from refattn.interface.ambient import without_autocast
-from refattn.interface.checks import (
-    check_differential,
-    check_halves,
-    check_lambdas,
-    check_pairs,
-    check_rows_of_pairs,
-)
+from refattn.interface.checks import check_halves, check_lambdas, check_rows_of_pairs
 from refattn.interface.values import check_memory, check_sizes
+from refattn.interface.writes import check_pairs
 
 
 def plan(batch: Batch, *, block_size: int, causal: bool = True, window_size: tuple[int, int] = (-1, -1)) -> Plan:
@@ -46,7 +41,6 @@ def attention(
         NotImplementedError: if no kernel computes the combination, with the reason of each.
     """
     return dispatch.attend(
-        check_differential,
         query,
         Pairs(cache, scales),
         plan,

@@ -10,8 +10,8 @@ from torch import Tensor
 from fastattn.kernels import dispatch
 from fastattn.kernels.problem import as_bytes
 from refattn.interface.ambient import refuse_gradients
-from refattn.interface.checks import check_block_pairs, check_gather, check_slots
 from refattn.interface.values import check_memory, check_sizes, rows_with_slots
+from refattn.interface.writes import check_block_pairs, check_gather, check_slots
 
 
 def allocate(

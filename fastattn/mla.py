@@ -15,15 +15,11 @@ from fastattn.kernels.replay import memo_of
 from fastattn.metadata import positions, slot_mapping
 from refattn.interface import AttentionOptions, AttentionPlan, Batch, ContextChunk, Latents, Plan, PrefillPlan, Rows
 from refattn.interface.ambient import refuse_gradients, without_autocast
-from refattn.interface.checks import (
-    check_latent,
-    check_latent_prefill,
-    check_latent_slots,
-    check_projection,
-)
+from refattn.interface.checks import check_latent_prefill, check_projection
 from refattn.interface.contents import check_workspace
 from refattn.interface.scales import FP8_FORMATS
 from refattn.interface.values import check_memory, check_sizes, rows_with_slots
+from refattn.interface.writes import check_latent_slots
 
 
 def plan(batch: Batch, *, block_size: int) -> Plan:
@@ -51,7 +47,7 @@ def attention(
         NotImplementedError: if no kernel computes the combination, with the reason of each.
     """
     keys = Latents(cache, latent_rank, cache_scale)
-    return dispatch.attend(check_latent, query, keys, plan, options, out, return_lse)
+    return dispatch.attend(query, keys, plan, options, out, return_lse)
 
 
 def plan_prefill(batch: Batch, *, block_size: int, workspace: int, max_context_len: int | None = None) -> PrefillPlan:

@@ -46,7 +46,7 @@ from refattn.interface import (
     PrefillPlan,
     TreePlan,
     Trees,
-    checks,
+    scales,
 )
 
 PLANS = (Plan, CascadePlan, TreePlan, PrefillPlan)  # which of them a list of sizes is begins it
@@ -365,7 +365,7 @@ def _like_pages(query: Tensor, value_cache: Tensor, **others: Any) -> tuple[Tens
 
 def _like(query: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Return memory of the shapes and types of an output and its LSE, for the compiler, which fills in nothing."""
-    out = query.new_empty(*query.shape[:2], width, dtype=checks.type_of_outputs(query, None))
+    out = query.new_empty(*query.shape[:2], width, dtype=scales.type_of_outputs(query, None))
     kind = torch.float64 if query.dtype == torch.float64 else torch.float32
     return out, query.new_empty(query.shape[:2], dtype=kind)
 

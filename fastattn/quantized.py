@@ -16,15 +16,9 @@ from refattn.interface import (
     Plan,
     QuantizedPages,
 )
-from refattn.interface.checks import (
-    check_int8_pools,
-    check_quantized,
-    check_quantized_slots,
-    check_values,
-    type_of_outputs,
-)
-from refattn.interface.scales import FP8_FORMATS
+from refattn.interface.scales import FP8_FORMATS, type_of_outputs
 from refattn.interface.values import check_sizes, rows_with_slots
+from refattn.interface.writes import check_int8_pools, check_quantized_slots, check_values
 
 
 def plan(batch: Batch, *, block_size: int, causal: bool = True, window_size: tuple[int, int] = (-1, -1)) -> Plan:
@@ -53,15 +47,15 @@ def attention(
         NotImplementedError: if no kernel computes the combination, with the reason of each.
     """
     if isinstance(query, Tensor) and query.dtype in FP8_FORMATS:
-        check_quantized(query, key_cache, value_cache, plan, options, scales, out, return_lse)
+        QuantizedPages(key_cache, value_cache, scales).check(query, plan, options, out, return_lse)
         query, scales = _as_numbers(query, scales, out)
     keys = QuantizedPages(key_cache, value_cache, scales)
-    return dispatch.attend(check_quantized, query, keys, plan, options, out, return_lse)
+    return dispatch.attend(query, keys, plan, options, out, return_lse)
 
 
 def _as_numbers(query: Tensor, scales: Fp8Scales | Int8Scales, out: Tensor | None) -> tuple[Tensor, Fp8Scales]:
     """Return a query in fp8 in the type of its outputs, and scales of keys that carry its own."""
-    assert isinstance(scales, Fp8Scales) and scales.query is not None  # as `check_quantized` has made sure
+    assert isinstance(scales, Fp8Scales) and scales.query is not None  # as has been checked
     scales = Fp8Scales(scales.key * scales.query, scales.value, format=scales.format)
     return query.to(type_of_outputs(query, out)), scales
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from fastattn import chunked_prefill, sliding_window
 from fastattn.kernels import dispatch
 from refattn.interface import Accepted, AttentionOptions, Batch, DraftStep, Pages, Plan, TreePlan, Trees
-from refattn.interface.checks import check_tree
+from refattn.interface.call import check_plan
 from refattn.interface.contents import check_block_table, check_num_tokens
 from refattn.interface.trees import (
     check_accepted,
@@ -153,10 +153,8 @@ def attention(
     Raises:
         NotImplementedError: if no kernel computes the combination, with the reason of each.
     """
-    if isinstance(plan, Plan):
-        return chunked_prefill.attention(query, key_cache, value_cache, plan, options, return_lse=return_lse, out=out)
-    keys = Pages(key_cache, value_cache)
-    return dispatch.attend(check_tree, query, keys, plan, options, out, return_lse)
+    check_plan(plan, Plan, TreePlan, source="speculative.plan")
+    return dispatch.attend(query, Pages(key_cache, value_cache), plan, options, out, return_lse)
 
 
 def accept(batch: Batch, trees: Trees, drafts: Int64[Tensor, "t"], chosen: Int64[Tensor, "t"]) -> Accepted:

@@ -3,6 +3,7 @@
 attend              the formula, for one sequence
 attend_sequences    the formula for each sequence of a plan, under its mask
 attend_plan         the same for each level of a plan, whatever stores the keys; the answers of levels merge
+attend_to           the same as a path does it: checked before, and handed over as its caller asks
 """
 
 from collections.abc import Iterable
@@ -16,6 +17,7 @@ from torch import Tensor
 from refattn import masks
 from refattn.interface import AttentionOptions, CascadePlan, Keys, Plan, TreePlan
 from refattn.interface.ambient import compute_dtype, without_autocast
+from refattn.interface.scales import type_of_outputs
 from refattn.keys import read, read_query
 from refattn.merge import merge
 
@@ -208,6 +210,27 @@ def _mask_and_bias(
         return visible, None
     sizes = options.alibi_slopes, query_len, seq_len
     return visible, masks.alibi(*sizes, dtype=compute, sqrt=options.alibi_sqrt, **places)
+
+
+def attend_to(
+    query: Float[Tensor, "t h d"],
+    keys: Keys,
+    plan: Plan | CascadePlan | TreePlan,
+    options: AttentionOptions,
+    *,
+    return_lse: bool,
+    out: Float[Tensor, "t h dv"] | None,
+) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Check a call of a path, attend as its plan says, and return the answer as every path does.
+
+    Arguments are those of the path.
+
+    Raises:
+        ValueError: naming the argument that does not fit. Nothing is written then.
+    """
+    keys.check(query, plan, options, out, return_lse)
+    result, lse = attend_plan(query, keys, plan, options)
+    return finish(result, lse, type_of_outputs(query, out), return_lse=return_lse, out=out)
 
 
 def finish(

@@ -20,9 +20,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from refattn.attention import attend_plan, finish
+from refattn.attention import attend_to
 from refattn.interface import AttentionOptions, Batch, CascadePlan, Pages, Plan, Prefix
-from refattn.interface.checks import check_cascade
+from refattn.interface.call import check_plan
 from refattn.interface.contents import check_prefixes, check_requests
 from refattn.interface.values import check_sizes, check_window
 from refattn.metadata import make_batch, positions
@@ -110,9 +110,8 @@ def attention(
 
     Source: Juravsky et al. 2024, "Hydragen"; Ye et al. 2024, "Cascade Inference" (FlashInfer).
     """
-    check_cascade(query, key_cache, value_cache, plan, options, out, return_lse)
-    result, lse = attend_plan(query, Pages(key_cache, value_cache), plan, options)
-    return finish(result, lse, query.dtype, return_lse=return_lse, out=out)
+    check_plan(plan, CascadePlan)
+    return attend_to(query, Pages(key_cache, value_cache), plan, options, return_lse=return_lse, out=out)
 
 
 def find_prefixes(

@@ -13,9 +13,9 @@ All three are the same computation: the last `query_len` of `seq_len` tokens att
 from jaxtyping import Float
 from torch import Tensor
 
-from refattn.attention import attend_plan, finish
+from refattn.attention import attend_to
 from refattn.interface import AttentionOptions, Batch, Pages, Plan
-from refattn.interface.checks import check_paged
+from refattn.interface.call import check_plan
 from refattn.interface.values import check_sizes
 
 
@@ -70,6 +70,5 @@ def attention(
 
     Source: Agrawal et al. 2023, "Sarathi"; Kwon et al. 2023, "PagedAttention".
     """
-    check_paged(query, key_cache, value_cache, plan, options, out, return_lse)
-    result, lse = attend_plan(query, Pages(key_cache, value_cache), plan, options)
-    return finish(result, lse, query.dtype, return_lse=return_lse, out=out)
+    check_plan(plan, Plan)
+    return attend_to(query, Pages(key_cache, value_cache), plan, options, return_lse=return_lse, out=out)

@@ -9,9 +9,8 @@ For encoders (`causal=False`), cross attention (any number of keys per query) an
 from jaxtyping import Float
 from torch import Tensor
 
-from refattn.attention import attend_plan, finish
+from refattn.attention import attend_to
 from refattn.interface import AttentionOptions, Batch, Plan, Rows
-from refattn.interface.checks import check_dense
 
 
 def plan(batch: Batch, *, causal: bool = True, window_size: tuple[int, int] = (-1, -1)) -> Plan:
@@ -61,6 +60,4 @@ def attention(
 
     Source: Dao et al. 2022, "FlashAttention" (its variable-length form).
     """
-    check_dense(query, key, value, plan, options, out, return_lse)
-    result, lse = attend_plan(query, Rows(key, value), plan, options)
-    return finish(result, lse, query.dtype, return_lse=return_lse, out=out)
+    return attend_to(query, Rows(key, value), plan, options, return_lse=return_lse, out=out)

@@ -26,14 +26,9 @@ from refattn import chunked_prefill, kv_cache, quantized
 from refattn.attention import attend_plan, finish
 from refattn.interface import AttentionOptions, AttentionPlan, Batch, Fp8Scales, Pairs, Plan
 from refattn.interface.ambient import compute_dtype, without_autocast
-from refattn.interface.checks import (
-    check_differential,
-    check_halves,
-    check_lambdas,
-    check_pairs,
-    check_rows_of_pairs,
-)
+from refattn.interface.checks import check_halves, check_lambdas, check_rows_of_pairs
 from refattn.interface.values import check_memory, check_sizes
+from refattn.interface.writes import check_pairs
 
 
 def plan(batch: Batch, *, block_size: int, causal: bool = True, window_size: tuple[int, int] = (-1, -1)) -> Plan:
@@ -105,9 +100,9 @@ def attention(
 
     Source: Ye et al. 2024, "Differential Transformer"; reuse of a cache: Sun et al. 2024, "You Only Cache Once".
     """
-    check_differential(
+    keys, answers, lses = Pairs(cache, scales), [], []
+    keys.check(
         query,
-        cache,
         plan,
         options,
         out,
@@ -116,9 +111,7 @@ def attention(
         lambda_init=lambda_init,
         norm_weight=norm_weight,
         norm_eps=norm_eps,
-        scales=scales,
     )
-    keys, answers, lses = Pairs(cache, scales), [], []
     for half in (0, 1):
         queries, its_options = query[:, half::2], options.of_heads(slice(half, None, 2))
         parts = [attend_plan(queries, keys.of_halves(half, other), plan, its_options) for other in (0, 1)]

@@ -20,8 +20,8 @@ from jaxtyping import Int32, Int64, Shaped
 from torch import Tensor
 
 from refattn.interface.ambient import without_autocast
-from refattn.interface.checks import check_block_pairs, check_gather, check_slots
 from refattn.interface.values import check_memory, check_sizes, rows_with_slots
+from refattn.interface.writes import check_block_pairs, check_gather, check_slots
 
 
 def allocate(

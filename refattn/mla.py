@@ -26,7 +26,7 @@ from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 from refattn import kv_cache, quantized
-from refattn.attention import attend_plan, attend_sequences, finish
+from refattn.attention import attend_sequences, attend_to, finish
 from refattn.interface import (
     AttentionOptions,
     AttentionPlan,
@@ -38,15 +38,11 @@ from refattn.interface import (
     PrefillPlan,
 )
 from refattn.interface.ambient import compute_dtype, without_autocast
-from refattn.interface.checks import (
-    check_latent,
-    check_latent_prefill,
-    check_latent_slots,
-    check_projection,
-)
+from refattn.interface.checks import check_latent_prefill, check_projection
 from refattn.interface.contents import check_workspace
 from refattn.interface.scales import FP8_FORMATS
 from refattn.interface.values import check_memory, check_sizes, rows_with_slots
+from refattn.interface.writes import check_latent_slots
 from refattn.keys import read_latents
 from refattn.merge import merge
 from refattn.metadata import positions
@@ -108,9 +104,7 @@ def attention(
     Source: DeepSeek-AI 2024, "DeepSeek-V2", section 2.1 and appendix C; one scale: `k_scale` of vLLM's MLA backends.
     """
     keys = Latents(cache, latent_rank, cache_scale)
-    check_latent(query, cache, plan, options, out, return_lse, latent_rank=latent_rank, cache_scale=cache_scale)
-    result, lse = attend_plan(query, keys, plan, options)
-    return finish(result, lse, query.dtype, return_lse=return_lse, out=out)
+    return attend_to(query, keys, plan, options, return_lse=return_lse, out=out)
 
 
 def plan_prefill(batch: Batch, *, block_size: int, workspace: int, max_context_len: int | None = None) -> PrefillPlan:

@@ -31,7 +31,7 @@ from einops import rearrange
 from jaxtyping import Float, Float32, Int8, Int64, Shaped
 from torch import Tensor
 
-from refattn.attention import attend_plan, finish
+from refattn.attention import attend_to
 from refattn.interface import (
     AttentionOptions,
     AttentionPlan,
@@ -41,14 +41,8 @@ from refattn.interface import (
     Plan,
     QuantizedPages,
 )
-from refattn.interface.checks import (
-    check_int8_pools,
-    check_quantized,
-    check_quantized_slots,
-    check_values,
-    type_of_outputs,
-)
 from refattn.interface.values import check_sizes, rows_with_slots
+from refattn.interface.writes import check_int8_pools, check_quantized_slots, check_values
 from refattn.keys import per_head, row_scale, scale_of, to_fp8, to_int8
 
 
@@ -113,9 +107,8 @@ def attention(
 
     Source: the descales of Shah et al. 2024, "FlashAttention-3".
     """
-    check_quantized(query, key_cache, value_cache, plan, options, scales, out, return_lse)
-    result, lse = attend_plan(query, QuantizedPages(key_cache, value_cache, scales), plan, options)
-    return finish(result, lse, type_of_outputs(query, out), return_lse=return_lse, out=out)
+    keys = QuantizedPages(key_cache, value_cache, scales)
+    return attend_to(query, keys, plan, options, return_lse=return_lse, out=out)
 
 
 def write(

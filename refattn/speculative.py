@@ -30,9 +30,9 @@ from jaxtyping import Bool, Float, Int32, Int64, Shaped
 from torch import Tensor
 
 from refattn import chunked_prefill, masks
-from refattn.attention import attend_plan, finish
+from refattn.attention import attend_to
 from refattn.interface import Accepted, AttentionOptions, Batch, DraftStep, Pages, Plan, TreePlan, Trees
-from refattn.interface.checks import check_tree
+from refattn.interface.call import check_plan
 from refattn.interface.contents import check_block_table, check_num_tokens
 from refattn.interface.trees import (
     WORD,
@@ -251,11 +251,8 @@ def attention(
 
     Source: Miao et al. 2024, "SpecInfer" (a mask of ancestors); Cai et al. 2024, "Medusa".
     """
-    if isinstance(plan, Plan):
-        return chunked_prefill.attention(query, key_cache, value_cache, plan, options, return_lse=return_lse, out=out)
-    check_tree(query, key_cache, value_cache, plan, options, out, return_lse)
-    result, lse = attend_plan(query, Pages(key_cache, value_cache), plan, options)
-    return finish(result, lse, query.dtype, return_lse=return_lse, out=out)
+    check_plan(plan, Plan, TreePlan, source="speculative.plan")
+    return attend_to(query, Pages(key_cache, value_cache), plan, options, return_lse=return_lse, out=out)
 
 
 def accept(batch: Batch, trees: Trees, drafts: Int64[Tensor, "t"], chosen: Int64[Tensor, "t"]) -> Accepted:

@@ -322,7 +322,6 @@ def _launches(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def attend(
-    check: Callable[..., object],
     query: Tensor,
     keys: AnyKeys,
     plan: AttentionPlan,
@@ -336,7 +335,6 @@ def attend(
     Nothing that is checked differs in a replay, see `fastattn.kernels.replay`: bad arguments give another cache key.
 
     Args:
-        check: raises a ValueError for bad arguments; it takes all that follow by name, and the fields of `keys`.
         query: query rows of all sequences, `[t, h, d]`.
         keys: where the keys are.
         plan: the lengths, the tables, and who may see whom.
@@ -346,7 +344,7 @@ def attend(
         more: how the answers of pairs are subtracted.
 
     Raises:
-        ValueError: as `check` does.
+        ValueError: as `keys.check` does.
         NotImplementedError: if no kernel computes the combination, with the reason of each.
     """
     cache_key = key_of(_asked_for.get(), query, keys, plan, options, out, return_lse, more)
@@ -360,7 +358,7 @@ def attend(
             return (answer, lse) if return_lse else answer
         except torch.OutOfMemoryError:
             pass  # computed once more as a first call is, which says what helps
-    check(query=query, plan=plan, options=options, out=out, return_lse=return_lse, **keys._asdict(), **more)
+    keys.check(query, plan, options, out, return_lse, **more)
     answer, lse = compute(query, keys, plan, options, out, cache_key, **more)
     return (answer, lse) if return_lse else answer
 

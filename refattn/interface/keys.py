@@ -6,15 +6,52 @@
     Latents           a pool of vectors that are key and value       mla
     Pairs             pools for both heads of each pair              differential
 
-Who may see whom is the plan's to say: every storage is read under every plan over rows, or over pages.
+Who may see whom is the plan's to say: every storage is read under every plan over rows, or over pages. Each checks a
+call of attention to it; see `refattn.interface.call` for what calls have in common.
 """
 
+from math import isfinite
 from typing import NamedTuple
 
+import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from refattn.interface.scales import Fp8Scales, Int8Scales
+from refattn.interface.ambient import refuse_gradients
+from refattn.interface.call import (
+    check_levels,
+    check_options,
+    check_plan,
+    check_pool,
+    check_query,
+    check_result,
+    check_tokens,
+    num_seqs_of,
+)
+from refattn.interface.options import AttentionOptions
+from refattn.interface.plan import CascadePlan, Plan
+from refattn.interface.scales import (
+    FP8_FORMATS,
+    Fp8Scales,
+    Int8Scales,
+    check_no_scale_per_sequence,
+    check_scales,
+    stored_types,
+    type_of_outputs,
+)
+from refattn.interface.trees import AttentionPlan
+from refattn.interface.values import (
+    QUERY_TYPES,
+    check_floating,
+    check_number,
+    check_sizes,
+    describe,
+    expect,
+    same_device,
+)
+
+ROUNDING = "rounding to codes has no gradient; use torch.no_grad(), or a cache of numbers"
+OF_A_GROUP = "as a group of a cascade is of several sequences"  # why a cascade takes no scale per sequence
 
 
 class Rows(NamedTuple):
@@ -33,6 +70,33 @@ class Rows(NamedTuple):
         """Elements of a value, `dv`."""
         return self.value.shape[-1]
 
+    def check(
+        self,
+        query: Tensor,
+        plan: AttentionPlan,
+        options: AttentionOptions,
+        out: Tensor | None,
+        return_lse: bool,
+        *,
+        name: str = "key",
+    ) -> None:
+        """Check a call of a path without a cache, whose errors call the rows by the name that it has for them.
+
+        Raises:
+            ValueError: naming the argument, what was expected and what came.
+        """
+        check_plan(plan, Plan)
+        assert isinstance(plan, Plan)
+        check_tokens(query, self.key, self.value, ("key", "value"), ("s", "hk", "d"), plan, options)
+        if plan.block_size is not None:
+            raise ValueError(f"plan: expected one over rows, from dense.plan, got blocks of {plan.block_size} tokens")
+        check_result(query, self.value_head_size, out, return_lse)
+        if plan.needs is not None and plan.needs.key_rows > self.key.shape[0]:
+            raise ValueError(
+                f"{name}: expected at least the {plan.needs.key_rows} rows that seq_lens adds up to, "
+                f"got {self.key.shape[0]}"
+            )
+
 
 class Pages(NamedTuple):
     """Keys and values in the blocks of a pool.
@@ -49,6 +113,30 @@ class Pages(NamedTuple):
     def value_head_size(self) -> int:
         """Elements of a value, `dv`."""
         return self.value_cache.shape[-1]
+
+    def check(
+        self,
+        query: Tensor,
+        plan: AttentionPlan,
+        options: AttentionOptions,
+        out: Tensor | None,
+        return_lse: bool,
+        *,
+        pool: str = "key_cache",
+        types: tuple[torch.dtype, torch.dtype] | None = None,
+    ) -> None:
+        """Check a call over pages: query `[t, h, d]`, under any plan over pages.
+
+        Errors call the pool by the name that its path has for it. Caches have the type of the query, or those given.
+
+        Raises:
+            ValueError: naming the argument, what was expected and what came.
+        """
+        own, names = plan.levels[-1].whole, ("key_cache", "value_cache")
+        check_tokens(query, self.key_cache, self.value_cache, names, ("n", "p", "hk", "d"), own, options, types)
+        check_result(query, self.value_head_size, out, return_lse)
+        check_pool(pool, self.key_cache, own)
+        check_levels(pool, self.key_cache, plan, options)
 
 
 class QuantizedPages(NamedTuple):
@@ -69,6 +157,38 @@ class QuantizedPages(NamedTuple):
         """Elements of a value, `dv`."""
         return self.value_cache.shape[-1]
 
+    def check(
+        self,
+        query: Tensor,
+        plan: AttentionPlan,
+        options: AttentionOptions,
+        out: Tensor | None,
+        return_lse: bool,
+    ) -> None:
+        """Check a call over quantised pages: as over pages, and that the scales fit them.
+
+        A query in fp8 has a scale, and its outputs the type of `out`, or bfloat16.
+
+        Raises:
+            ValueError: naming the argument, what was expected and what came.
+        """
+        check_plan(plan)
+        key_cache, value_cache, scales = self
+        types = stored_types(key_cache, value_cache, scales)
+        if isinstance(query, Tensor) and query.dtype in FP8_FORMATS:
+            query = _as_numbers(query, scales, out)
+        Pages(key_cache, value_cache).check(query, plan, options, out, return_lse, types=types)
+        if isinstance(plan, CascadePlan):
+            check_no_scale_per_sequence(scales, key_cache.shape[2], OF_A_GROUP)
+        check_scales(scales, key_cache, value_cache, *num_seqs_of(plan.levels[-1].whole))
+        codes = {"key_cache": key_cache}
+        if types[1] not in QUERY_TYPES:
+            codes["value_cache"] = value_cache
+        of_query = None if isinstance(scales, Int8Scales) else scales.query
+        if isinstance(scales, Int8Scales) or of_query is not None:
+            codes |= {"query": query} | ({"scales.query": of_query} if isinstance(of_query, Tensor) else {})
+        refuse_gradients(ROUNDING, **codes)
+
 
 class Latents(NamedTuple):
     """Latents with their rotary keys: one key head for all query heads, whose value is the latent.
@@ -87,6 +207,32 @@ class Latents(NamedTuple):
     def value_head_size(self) -> int:
         """Elements of a value: the latent."""
         return self.latent_rank
+
+    def check(
+        self,
+        query: Tensor,
+        plan: AttentionPlan,
+        options: AttentionOptions,
+        out: Tensor | None,
+        return_lse: bool,
+    ) -> None:
+        """Check a call over latents: an absorbed query `[t, h, r + rope]`, and rows that hold as much.
+
+        The cache has the type of the query, or holds codes of fp8 under a scale.
+
+        Raises:
+            ValueError: naming the argument, what was expected and what came.
+        """
+        _, _, size = check_query(query)
+        check_sizes(latent_rank=self.latent_rank)
+        if self.latent_rank > size:
+            raise ValueError(f"latent_rank: expected at most the query's head size of {size}, got {self.latent_rank}")
+        check_latents(self.cache, query, size, self.cache_scale)
+        check_scale_is_given(options)
+        check_plan(plan)
+        latents, types = self.cache[:, :, None], (self.cache.dtype, self.cache.dtype)
+        pages = Pages(latents[..., :size], latents[..., : self.latent_rank])
+        pages.check(query, plan, options, out, return_lse, pool="cache", types=types)
 
 
 class Pairs(NamedTuple):
@@ -107,6 +253,105 @@ class Pairs(NamedTuple):
             return QuantizedPages(key, value, self.scales.of_halves(half, other))
         return Rows(key, value) if key.ndim == 3 else Pages(key, value)
 
+    def check(
+        self,
+        query: Tensor,
+        plan: AttentionPlan,
+        options: AttentionOptions,
+        out: Tensor | None,
+        return_lse: bool,
+        *,
+        lambda_full: Tensor,
+        lambda_init: float,
+        norm_weight: Tensor | None,
+        norm_eps: float,
+    ) -> None:
+        """Check a call of differential attention: query `[t, h, d]` in pairs of heads, and what the answers go through.
+
+        Raises:
+            ValueError: naming the argument, what was expected and what came.
+        """
+        check_query(query)
+        check_plan(plan)
+        own, cache, scales = plan.levels[-1].whole, self.cache, self.scales
+        over_rows = own.block_size is None
+        dims = ("2", "2", "s", "hk/2", "d") if over_rows else ("2", "2", "n", "p", "hk/2", "d")
+        kind = query.dtype if scales is None else stored_in_pairs(cache, scales)
+        expect(cache, "cache", kind, dims, (2, 2, *(None,) * (len(dims) - 3), query.shape[2]))
+        h, pairs = query.shape[1], cache.shape[-2]
+        if h % 2 or pairs == 0 or (h // 2) % pairs:
+            raise ValueError(f"query: expected pairs of heads, in a number that hk/2={pairs} divides, got h={h}")
+        same_device(query=query, cache=cache)
+        expect(lambda_full, "lambda_full", None, (), ())
+        check_floating("lambda_full", lambda_full)
+        same_device(query=query, lambda_full=lambda_full)
+        if lambda_full.is_cpu and not isfinite(lambda_full.item()):
+            raise ValueError(f"lambda_full: expected a finite number, got {lambda_full.item()}")
+        check_number("lambda_init", lambda_init)
+        check_number("norm_eps", norm_eps, above=0.0)
+        if norm_weight is not None:
+            expect(norm_weight, "norm_weight", None, ("2 * d",), (2 * query.shape[2],))
+            check_floating("norm_weight", norm_weight)
+            same_device(query=query, norm_weight=norm_weight)
+        check_options(options, query)
+        check_result(query, query.shape[2], out, return_lse)
+        its_options = options.of_heads(slice(0, None, 2))
+        tensors, call = (cache[0, 0], cache[0, 1]), (its_options, None, return_lse)
+        if over_rows:
+            if scales is not None:
+                raise ValueError("scales: expected None over rows, which are not quantised, got Fp8Scales")
+            Rows(*tensors).check(query[:, ::2], own, *call, name="cache")
+            return
+        Pages(*tensors).check(query[:, ::2], plan, *call, pool="cache", types=(kind, kind))
+        if scales is not None:
+            if isinstance(plan, CascadePlan):
+                check_no_scale_per_sequence(scales, 2 * pairs, OF_A_GROUP)
+            check_scales(scales, *tensors, *num_seqs_of(own), hk=2 * pairs)
+
 
 Keys = Rows | Pages | QuantizedPages | Latents
 AnyKeys = Keys | Pairs
+
+
+def check_latents(cache: Tensor, query: Tensor, size: int, cache_scale: float) -> None:
+    """Check a cache `[n, p, c]` of latents whose rows hold at least `size` elements, and its scale."""
+    holds_codes = isinstance(cache, Tensor) and cache.dtype in FP8_FORMATS
+    expect(cache, "cache", None if holds_codes else query.dtype, ("n", "p", "c"), (None, None, None))
+    if cache.shape[2] < size:
+        raise ValueError(f"cache: expected rows of at least r + rope = {size} elements, got c={cache.shape[2]}")
+    if holds_codes:
+        refuse_gradients(ROUNDING, cache=cache)
+    check_cache_scale(cache, cache_scale)
+
+
+def check_cache_scale(cache: Tensor, cache_scale: float) -> None:
+    """Check the scale of a cache of latents: 1, unless it holds codes."""
+    check_number("cache_scale", cache_scale, above=0.0)
+    if cache_scale != 1 and cache.dtype not in FP8_FORMATS:
+        kind = str(cache.dtype).removeprefix("torch.")
+        raise ValueError(
+            f"cache_scale: expected 1 for a cache of {kind}, which holds no codes of fp8, got {cache_scale}"
+        )
+
+
+def check_scale_is_given(options: AttentionOptions) -> None:
+    """Check that options say the scale of the scores, which a size of latents does not."""
+    if isinstance(options, AttentionOptions) and options.softmax_scale is None:
+        raise ValueError(
+            "softmax_scale: expected a number, as the head size before absorption is unknown here, got None"
+        )
+
+
+def stored_in_pairs(cache: Tensor, scales: Fp8Scales) -> torch.dtype:
+    """Return the type that a quantised cache of pairs has to have."""
+    if not isinstance(scales, Fp8Scales):
+        raise ValueError(f"scales: expected Fp8Scales for a cache of pairs, got {describe(scales)}")
+    return stored_types(cache, cache, scales)[0]
+
+
+def _as_numbers(query: Tensor, scales: Fp8Scales | Int8Scales, out: Tensor | None) -> Tensor:
+    """Return a stand-in for a query in fp8, of its shape and the type of its outputs, whose elements are not read."""
+    if not isinstance(scales, Fp8Scales) or scales.query is None:
+        raise ValueError(f"scales.query: expected the scale of a query that comes as {describe(query)}, got none")
+    expect(query, "query", scales.format, ("t", "h", "d"), (None, None, None))
+    return torch.empty((), dtype=type_of_outputs(query, out), device=query.device).expand(query.shape)

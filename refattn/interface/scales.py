@@ -4,6 +4,7 @@ There is one class per kind of cache, because their scales differ: those of fp8 
 int8 keys are stored next to the cache, one per token and head, and are set by each write.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 
@@ -11,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from refattn.interface.values import check_number, describe, expect
+from refattn.interface.values import QUERY_TYPES, check_number, describe, expect, same_device
 
 FP8_FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -103,3 +104,75 @@ def _check_numbers(name: str, scale: Tensor) -> None:
     wrong = [number for number in scale.flatten().tolist() if not isfinite(number) or number <= 0]
     if wrong:
         raise ValueError(f"{name}: expected finite numbers above 0, got {wrong[0]}")
+
+
+def stored_types(
+    key_cache: Tensor, value_cache: Tensor, scales: Fp8Scales | Int8Scales
+) -> tuple[torch.dtype, torch.dtype]:
+    """Return the types that the pools have to have."""
+    if isinstance(scales, Fp8Scales):
+        is_bytes = isinstance(key_cache, Tensor) and key_cache.dtype == torch.uint8
+        kind = torch.uint8 if is_bytes else scales.format
+        return kind, kind
+    if not isinstance(scales, Int8Scales):
+        raise ValueError(f"scales: expected Fp8Scales or Int8Scales, got {describe(scales)}")
+    if scales.value is not None:
+        return torch.int8, torch.int8
+    if not isinstance(value_cache, Tensor) or value_cache.dtype not in QUERY_TYPES:
+        types = "bfloat16, float16, float32 or float64"
+        raise ValueError(
+            f"value_cache: expected a floating point type ({types}), as there is no scales.value, "
+            f"got {describe(value_cache)}"
+        )
+    return torch.int8, value_cache.dtype
+
+
+def check_no_scale_per_sequence(
+    scales: Fp8Scales | Int8Scales, hk: int, why: str, *, besides: Sequence[str] = ()
+) -> None:
+    """Check that no scale is one per sequence and head, `besides` some, and say why it must not be."""
+    for name, scale in scales.by_name().items() if isinstance(scales, Fp8Scales) else ():
+        if name not in besides and isinstance(scale, Tensor) and scale.ndim == 2:
+            raise ValueError(f"scales.{name}: expected a number or float32 [hk={hk}], {why}, got {describe(scale)}")
+
+
+def check_scales(
+    scales: Fp8Scales | Int8Scales,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    num_seqs: int | None,
+    at_least: bool,
+    hk: int | None = None,
+) -> None:
+    """Check scales against pools, and those of fp8 against a number of sequences, if it is known.
+
+    There are `hk` key heads, or as many as in the pool if that is None.
+    """
+    n, p, heads, _ = key_cache.shape
+    hk = heads if hk is None else hk
+    if isinstance(scales, Int8Scales):
+        expect(scales.key, "scales.key", torch.float32, ("n", "p", "hk"), (n, p, hk))
+        same_device(key_cache=key_cache, **{"scales.key": scales.key})
+        if scales.value is not None:
+            expect(scales.value, "scales.value", torch.float32, ("hk", "dv"), (hk, value_cache.shape[-1]))
+            same_device(key_cache=key_cache, **{"scales.value": scales.value})
+        return
+    for name, scale in scales.by_name().items():
+        if not isinstance(scale, Tensor):
+            continue
+        fits = scale.ndim == 1 or num_seqs is None or scale.shape[0] == num_seqs
+        if num_seqs is not None and at_least:
+            fits = fits or scale.shape[0] > num_seqs
+        if scale.shape[-1] != hk or not fits:
+            b = "b" if num_seqs is None else f"b>={num_seqs}" if at_least else f"b={num_seqs}"
+            raise ValueError(
+                f"scales.{name}: expected a number or float32 [hk={hk}] or [{b}, hk={hk}], got {describe(scale)}"
+            )
+        same_device(key_cache=key_cache, **{f"scales.{name}": scale})
+
+
+def type_of_outputs(query: Tensor, out: Tensor | None) -> torch.dtype:
+    """Return the type of the outputs for a query: its own; of a query in fp8 that of `out`, or bfloat16."""
+    if query.dtype not in FP8_FORMATS:
+        return query.dtype
+    return out.dtype if isinstance(out, Tensor) and out.dtype in QUERY_TYPES else torch.bfloat16

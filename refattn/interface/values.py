@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 LARGEST_INT32 = 2**31 - 1
+QUERY_TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def check_sizes(**sizes: int) -> None:
@@ -217,6 +218,18 @@ def check_floating(name: str, tensor: Tensor) -> None:
     """
     if not tensor.is_floating_point():
         raise ValueError(f"{name}: expected a floating point type, got {describe(tensor)}")
+
+
+def check_numbers(name: str, tensor: Tensor) -> torch.dtype:
+    """Check that something is a tensor of a type that is computed in, and return the type.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    if not isinstance(tensor, Tensor) or tensor.dtype not in QUERY_TYPES:
+        types = "bfloat16, float16, float32 or float64"
+        raise ValueError(f"{name}: expected a floating point type ({types}), got {describe(tensor)}")
+    return tensor.dtype
 
 
 def check_list(name: str, values: Sequence[Any], what: str) -> None:

@@ -117,7 +117,7 @@ def nothing_is_chosen():
 
 def nothing_is_checked():
     """Let a check fail that every call of attention makes."""
-    return mock.patch("refattn.interface.checks._check_query", side_effect=AssertionError("a query was checked"))
+    return mock.patch("refattn.interface.call.check_query", side_effect=AssertionError("a query was checked"))
 
 
 @in_each_path

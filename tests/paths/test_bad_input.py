@@ -19,7 +19,19 @@ import torch
 from torch import Tensor
 
 from refattn.conformance.call import OPTIONS as OPTION_NAMES
-from refattn.interface import AttentionOptions, Batch, CascadePlan, Plan, Prefix, checks, contents
+from refattn.interface import (
+    AttentionOptions,
+    Batch,
+    CascadePlan,
+    Pages,
+    Pairs,
+    Plan,
+    Prefix,
+    Rows,
+    checks,
+    contents,
+    writes,
+)
 from tests.helpers.bad_input import MOST, PREFIXES, REQUESTS_BAD
 from tests.helpers.batches import Case, build
 
@@ -1070,8 +1082,18 @@ def test_bad_input_is_named_where_the_plan_keeps_a_good_call(call, argument, bad
         perform("fastattn", call, {**arguments, argument: wrong})
     assert str(error.value).startswith(message)
     assert bits(tensors) == before
-    with mock.patch("refattn.interface.checks._check_query", side_effect=AssertionError):  # a replay checks nothing
+    with mock.patch("refattn.interface.call.check_query", side_effect=AssertionError):  # a replay checks nothing
         assert torch.equal(perform("fastattn", call, arguments), good)
+
+
+@pytest.mark.parametrize("package", ["refattn", "fastattn"])
+def test_a_path_refuses_a_plan_of_another_that_keeps_a_good_call(package):
+    inputs = build(SMALL)
+    cascade, chunks = (importlib.import_module(f"{package}.{name}") for name in ("cascade", "chunked_prefill"))
+    plan = cascade.plan(inputs.batch, prefixes=(), block_size=4)
+    cascade.attention(*inputs.tensors[:3], plan)
+    with pytest.raises(ValueError, match=r"^plan: expected a Plan, got .*\.CascadePlan$"):
+        chunks.attention(*inputs.tensors[:3], plan)
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -1214,23 +1236,23 @@ def test_the_checks_read_nothing_on_a_device():
     options = AttentionOptions(alibi_slopes=per_head, sinks=per_head)
     in_rows, in_pages = Plan(whole), Plan(whole, 4, window_size=(3, 0))
     assert in_rows.needs is None and in_pages.needs is None
-    checks.check_dense(query, nowhere(25, 2, 8), nowhere(25, 2, 8), in_rows, options, query, True)
-    checks.check_paged(query, pool, pool, in_pages, options, query, True)
-    checks.check_cascade(query, pool, pool, CascadePlan(whole, levels), options, query, True)
+    Rows(nowhere(25, 2, 8), nowhere(25, 2, 8)).check(query, in_rows, options, query, True)
+    for plan in (in_pages, CascadePlan(whole, levels)):
+        Pages(pool, pool).check(query, plan, options, query, True)
     contents.check_lengths(whole)
     contents.check_block_table(whole, block_size=4)
     contents.check_prefixes([Prefix(0, 2, 4)], whole, block_size=4)
     contents.check_num_tokens(0, whole)
     contents.check_split(whole, [2, 1], 1)
     contents.check_advance(whole, slots, block_size=4)
-    checks.check_slots(nowhere(3, 2, 8), nowhere(3, 2, 8), pool, pool, slots)
-    checks.check_block_pairs([pool], [pool], nowhere(2, 2, dtype=torch.int64))
-    checks.check_gather(pool, nowhere(2, **lengths), 8)
+    writes.check_slots(nowhere(3, 2, 8), nowhere(3, 2, 8), pool, pool, slots)
+    writes.check_block_pairs([pool], [pool], nowhere(2, 2, dtype=torch.int64))
+    writes.check_gather(pool, nowhere(2, **lengths), 8)
     checks.check_partials([query, query], [nowhere(3, 4)] * 2)
     checks.check_sinks(query, per_head)
     cache, lambda_full = nowhere(2, 2, 10, 4, 1, 8), nowhere()
     lambdas = dict(lambda_full=lambda_full, lambda_init=0.2, norm_weight=nowhere(16), norm_eps=1e-5)
-    checks.check_differential(query, cache, in_pages, options, query, True, **lambdas)
+    Pairs(cache).check(query, in_pages, options, query, True, **lambdas)
 
 
 def test_a_prefix_is_one_of_the_table_on_a_device_too():

@@ -13,8 +13,7 @@ import fastattn.cascade
 import fastattn.mla
 import fastattn.quantized
 import fastattn.speculative
-from refattn.interface import AttentionOptions, Batch, CascadePlan, Fp8Scales, Plan, Prefix, Shard
-from refattn.interface.checks import check_cascade
+from refattn.interface import AttentionOptions, Batch, CascadePlan, Fp8Scales, Pages, Plan, Prefix, Shard
 from tests.helpers.batches import build
 from tests.helpers.every_path import CASE, MATRICES
 
@@ -100,8 +99,8 @@ def test_alibi_in_a_cascade_of_unknown_positions_is_refused():
         options = AttentionOptions(**SLOPES)
         fastattn.quantized.attention(query, codes, codes, plan, options, scales=Fp8Scales(1.0, 1.0))
     known = plan_of("cascade", KNOWN, prefixes=SHARED, block_size=16)
-    check_cascade(query, pool, pool, known, AttentionOptions(**SLOPES), None, False)
-    check_cascade(query, pool, pool, plan, AttentionOptions(), None, False)
+    Pages(pool, pool).check(query, known, AttentionOptions(**SLOPES), None, False)
+    Pages(pool, pool).check(query, plan, AttentionOptions(), None, False)
 
 
 def test_alibi_in_a_prefill_of_unknown_positions_is_refused():

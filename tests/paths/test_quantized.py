@@ -19,7 +19,7 @@ import refattn.kv_cache
 import refattn.local
 import refattn.quantized
 from fastattn.kernels import dispatch
-from refattn.interface import AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan, Prefix, checks
+from refattn.interface import AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan, Prefix, QuantizedPages, writes
 from refattn.metadata import make_batch
 from tests.helpers.batches import (
     HARMLESS,
@@ -917,9 +917,9 @@ def test_the_checks_read_nothing_on_a_device():
         else:
             scales = written = Int8Scales(nowhere(10, 4, 2), nowhere(2, 8))
         for plan in (Plan(batch, 4), Plan(batch, 4, sequences=ints(2))):
-            checks.check_quantized(query, pool, pool, plan, AttentionOptions(), scales, None, False)
-        checks.check_quantized_slots(query[:, :2], query[:, :2], pool, pool, slots, written)
-    checks.check_values([query])
+            QuantizedPages(pool, pool, scales).check(query, plan, AttentionOptions(), None, False)
+        writes.check_quantized_slots(query[:, :2], query[:, :2], pool, pool, slots, written)
+    writes.check_values([query])
 
 
 def test_a_query_is_not_changed():

@@ -422,8 +422,8 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             "fastattn/chunked_prefill.py",
-            "    return dispatch.attend(check_paged, query, keys, plan, options, out, return_lse)",
-            "    answer = dispatch.attend(check_paged, query, keys, plan, options, out, return_lse)\n"
+            "    return dispatch.attend(query, Pages(key_cache, value_cache), plan, options, out, return_lse)",
+            "    answer = dispatch.attend(query, Pages(key_cache, value_cache), plan, options, out, return_lse)\n"
             "    return (answer[0], answer[1] * 0) if return_lse else answer",
         ),
     ),
@@ -1568,15 +1568,15 @@ MUTATIONS: list[Mutation] = [
         "the rotary part of a query does not count",
         (
             "refattn/mla.py",
-            "    result, lse = attend_plan(query, keys,",
+            "    return attend_to(query, keys,",
             "    query = torch.cat([query[..., :latent_rank], 0 * query[..., latent_rank:]], dim=-1)\n"
-            "    result, lse = attend_plan(query, keys,",
+            "    return attend_to(query, keys,",
         ),
         (
             "fastattn/mla.py",
-            "return dispatch.attend(check_latent,",
+            "return dispatch.attend(",
             "query = torch.cat([query[..., :latent_rank], 0 * query[..., latent_rank:]], dim=-1)\n"
-            "    return dispatch.attend(check_latent,",
+            "    return dispatch.attend(",
         ),
     ),
     *breaks(

@@ -1,0 +1,271 @@
+"""Checks of what moves keys and values: writes by slots, copies of blocks, gathers; and of pools made for them."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from refattn.interface.ambient import refuse_gradients
+from refattn.interface.keys import ROUNDING, check_cache_scale, stored_in_pairs
+from refattn.interface.scales import (
+    FP8_FORMATS,
+    Fp8Scales,
+    Int8Scales,
+    check_no_scale_per_sequence,
+    check_scales,
+    stored_types,
+)
+from refattn.interface.values import (
+    QUERY_TYPES,
+    check_can_be_written,
+    check_floating,
+    check_list,
+    check_memory,
+    check_numbers,
+    check_own_memory,
+    check_sizes,
+    describe,
+    expect,
+    is_int,
+    same_device,
+)
+
+FEW_SLOTS = 512  # up to which Python sorts them sooner than torch
+WRITTEN = "as a token that is written knows no sequence"  # why a write takes no scale per sequence
+
+
+def check_slots(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    types: tuple[torch.dtype, torch.dtype] | None = None,
+) -> None:
+    """Check a write of new tokens `[t, hk, d]` into the pool `[n, p, hk, d]` by slots `[t]`.
+
+    Tokens have the types of the caches, or those given.
+
+    Raises:
+        ValueError: naming the argument; on a CPU also if a slot is outside the pool, or given twice.
+    """
+    expect(key_cache, "key_cache", None, ("n", "p", "hk", "d"), (None, None, None, None))
+    expect(value_cache, "value_cache", None, ("n", "p", "hk", "dv"), (*key_cache.shape[:3], None))
+    check_sizes(block_size=key_cache.shape[1])
+    key_type, value_type = types or (key_cache.dtype, value_cache.dtype)
+    expect(key, "key", key_type, ("t", "hk", "d"), (None, *key_cache.shape[2:]))
+    expect(value, "value", value_type, ("t", "hk", "dv"), (key.shape[0], *value_cache.shape[2:]))
+    expect(slot_mapping, "slot_mapping", torch.int64, ("t",), (key.shape[0],))
+    check_can_be_written(key_cache=key_cache, value_cache=value_cache)
+    same_device(key=key, value=value, key_cache=key_cache, value_cache=value_cache, slot_mapping=slot_mapping)
+    check_own_memory("key_cache", key_cache)
+    check_own_memory("value_cache", value_cache)
+    if not slot_mapping.is_cpu or not slot_mapping.numel():
+        return
+    last = key_cache.shape[0] * key_cache.shape[1] - 1
+    if slot_mapping.numel() <= FEW_SLOTS:
+        slots = sorted(slot_mapping.tolist())
+        twice = [slot for slot, following in pairwise(slots) if slot == following >= 0]
+    else:
+        ordered = slot_mapping.sort().values
+        slots = [int(ordered[0]), int(ordered[-1])]
+        twice = ordered[1:][(ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)][:1].tolist()
+    if slots[0] < -1 or slots[-1] > last:
+        wrong = slots[0] if slots[0] < -1 else slots[-1]
+        raise ValueError(f"slot_mapping: expected slots in 0..{last}, or -1 for padding, got {wrong}")
+    if twice:
+        raise ValueError(f"slot_mapping: expected each slot once, got slot {twice[0]} for several tokens")
+
+
+def check_quantized_slots(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    scales: Fp8Scales | Int8Scales,
+) -> None:
+    """Check a quantising write of new tokens `[t, hk, d]` into the pool `[n, p, hk, d]` by slots `[t]`.
+
+    Raises:
+        ValueError: naming the argument; on a CPU also if a slot is outside the pool, or given twice.
+    """
+    stored = stored_types(key_cache, value_cache, scales)
+    for name, cache, kind in (("key_cache", key_cache, stored[0]), ("value_cache", value_cache, stored[1])):
+        expect(cache, name, kind, ("n", "p", "hk", "d" if name == "key_cache" else "dv"), (None,) * 4)
+    for name, tensor in (("key", key), ("value", value)):
+        check_numbers(name, tensor)
+    kept_as_it_is = isinstance(scales, Int8Scales) and scales.value is None
+    check_slots(
+        key,
+        value,
+        key_cache,
+        value_cache,
+        slot_mapping,
+        types=(key.dtype, value_cache.dtype if kept_as_it_is else key.dtype),
+    )
+    check_no_scale_per_sequence(scales, key_cache.shape[2], WRITTEN, besides=("query",))
+    check_scales(scales, key_cache, value_cache, None, at_least=False)
+    if isinstance(scales, Int8Scales):
+        check_own_memory("scales.key", scales.key)
+    refuse_gradients(ROUNDING, key=key, value=None if kept_as_it_is else value, scales=scales)
+
+
+def check_latent_slots(
+    latent: Tensor, rope_key: Tensor, cache: Tensor, slot_mapping: Tensor, *, cache_scale: float
+) -> None:
+    """Check a write of new latents `[t, r]` and rotary keys `[t, rope]` into the cache `[n, p, c]` by slots `[t]`.
+
+    They have the type of the cache, or any floating point type if it holds codes of fp8.
+
+    Raises:
+        ValueError: naming the argument; on a CPU also if a slot is outside the pool, or given twice.
+    """
+    expect(cache, "cache", None, ("n", "p", "c"), (None, None, None))
+    check_cache_scale(cache, cache_scale)
+    kind = cache.dtype
+    if kind in FP8_FORMATS:
+        kind = check_numbers("latent", latent)
+        refuse_gradients(ROUNDING, latent=latent, rope_key=rope_key)
+    t, rank = expect(latent, "latent", kind, ("t", "r"), (None, None))
+    _, rope = expect(rope_key, "rope_key", kind, ("t", "rope"), (t, None))
+    if rank + rope > cache.shape[2]:
+        raise ValueError(f"cache: expected rows of at least r + rope = {rank + rope} elements, got c={cache.shape[2]}")
+    pages = cache[:, :, None]
+    pools = pages[..., :rank], pages[..., rank : rank + rope]
+    check_can_be_written(cache=cache)
+    check_slots(latent[:, None], rope_key[:, None], *pools, slot_mapping, types=(kind, kind))
+
+
+def check_pairs(cache: Tensor, *, scales: Fp8Scales | None = None, **tokens: Tensor) -> None:
+    """Check new keys and values `[t, hk, d]` of differential attention, before either half of them is written.
+
+    With scales the cache holds quantised values, and tokens have any floating point type.
+
+    Raises:
+        ValueError: naming the first that does not fit the cache `[2, 2, n, p, hk/2, d]`.
+    """
+    kind = None if scales is None else stored_in_pairs(cache, scales)
+    expect(cache, "cache", kind, ("2", "2", "n", "p", "hk/2", "d"), (2, 2, None, None, None, None))
+    hk = 2 * cache.shape[4]
+    for name, tensor in tokens.items():
+        kind = cache.dtype if scales is None else check_numbers(name, tensor)
+        expect(tensor, name, kind, ("t", "hk", "d"), (None, hk, cache.shape[5]))
+    if tokens:
+        check_own_memory("cache", cache)
+    if scales is not None:
+        check_no_scale_per_sequence(scales, hk, WRITTEN, besides=("query",))
+        check_scales(scales, cache[0, 0], cache[0, 1], None, at_least=False, hk=hk)
+
+
+def check_block_pairs(
+    sources: Sequence[Tensor],
+    destinations: Sequence[Tensor],
+    pairs: Tensor,
+    *,
+    names: tuple[str, str] = ("sources", "destinations"),
+) -> None:
+    """Check a copy of whole blocks between caches whose first dimension is the block.
+
+    Raises:
+        ValueError: if the caches differ in number, block shape or type, and (where the pairs are on a CPU) if a block
+            is outside its pool, or is written twice.
+    """
+    for name, caches in zip(names, (sources, destinations), strict=True):
+        if not isinstance(caches, (list, tuple)):
+            raise ValueError(f"{name}: expected a list of caches, got {describe(caches)}")
+        for i, cache in enumerate(caches):
+            if not isinstance(cache, Tensor) or cache.ndim < 1:
+                raise ValueError(f"{name}[{i}]: expected a cache [n, ...], got {describe(cache)}")
+    if len(sources) != len(destinations):
+        raise ValueError(f"{names[1]}: expected {len(sources)} caches, as in sources, got {len(destinations)}")
+    for i, (source, destination) in enumerate(zip(sources, destinations, strict=True)):
+        if source.dtype != destination.dtype or source.shape[1:] != destination.shape[1:]:
+            raise ValueError(f"{names[1]}[{i}]: expected blocks as in {describe(source)}, got {describe(destination)}")
+        check_own_memory(f"{names[1]}[{i}]", destination)
+        check_can_be_written(**{f"{names[1]}[{i}]": destination})
+    expect(pairs, "pairs", torch.int64, ("k", "2"), (None, 2))
+    if not pairs.is_cpu or not pairs.numel() or not sources:
+        return
+    for column, caches in ((0, sources), (1, destinations)):
+        n = min(cache.shape[0] for cache in caches)
+        if int(pairs[:, column].min()) < 0 or int(pairs[:, column].max()) >= n:
+            raise ValueError(f"pairs: expected blocks in 0..{n - 1}, got {pairs[:, column].tolist()}")
+    if pairs[:, 1].unique().numel() != pairs.shape[0]:
+        raise ValueError(f"pairs: expected each destination once, got {pairs[:, 1].tolist()}")
+
+
+def check_gather(cache: Tensor, blocks: Tensor, seq_len: int) -> None:
+    """Check that a row of a block table covers a sequence of `seq_len` tokens of a cache `[n, p, hk, d]`.
+
+    Raises:
+        ValueError: if there are too few blocks, and on a CPU if one is outside the pool.
+    """
+    expect(cache, "cache", None, ("n", "p", "hk", "d"), (None, None, None, None))
+    check_sizes(block_size=cache.shape[1])
+    expect(blocks, "blocks", torch.int32, ("m",), (None,))
+    same_device(cache=cache, blocks=blocks)
+    room = blocks.shape[0] * cache.shape[1]
+    if not is_int(seq_len) or not 0 <= seq_len <= room:
+        raise ValueError(f"seq_len: expected 0..{room} for {blocks.shape[0]} blocks, got {describe(seq_len)}")
+    needed = -(-seq_len // cache.shape[1])
+    if blocks.is_cpu and needed:
+        used = blocks[:needed]
+        if int(used.min()) < 0 or int(used.max()) >= cache.shape[0]:
+            raise ValueError(f"blocks: expected entries in 0..{cache.shape[0] - 1}, got {used.tolist()}")
+
+
+def check_int8_pools(
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_size: int,
+    value_head_size: int,
+    layout: str,
+    value_dtype: torch.dtype,
+    device: torch.device | str,
+) -> None:
+    """Check the sizes, the layout, the type of values and the place of int8 pools that share one buffer.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+    """
+    check_sizes(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        value_head_size=value_head_size,
+    )
+    check_memory(value_dtype, device, name="value_dtype")
+    if value_dtype != torch.int8 and value_dtype not in QUERY_TYPES:
+        kind = str(value_dtype).removeprefix("torch.")
+        raise ValueError(f"value_dtype: expected int8, bfloat16, float16, float32 or float64, got {kind}")
+    if layout not in ("NHD", "HND"):
+        raise ValueError(f'layout: expected "NHD" or "HND", got {layout!r}')
+    key_bytes = num_blocks * block_size * num_kv_heads * head_size
+    if key_bytes % value_dtype.itemsize:
+        raise ValueError(
+            f"head_size: expected keys of a multiple of {value_dtype.itemsize} bytes in all, as a value of that size "
+            f"begins where they end, got {key_bytes}"
+        )
+
+
+def check_values(values: Sequence[Tensor]) -> None:
+    """Check values `[t, hk, dv]` that a scale is to be calibrated over; on a CPU also that all are finite.
+
+    Raises:
+        ValueError: naming the tensor, what was expected and what came.
+    """
+    check_list("values", values, "tensors [t, hk, dv]")
+    if not values:
+        raise ValueError("values: expected at least one tensor [t, hk, dv], got none")
+    for i, value in enumerate(values):
+        sizes = (None, None, None) if i == 0 else (None, *values[0].shape[1:])
+        expect(value, f"values[{i}]", None, ("t", "hk", "dv"), sizes)
+        check_floating(f"values[{i}]", value)
+        same_device(**{"values[0]": values[0], f"values[{i}]": value})
+        if value.is_cpu and not value.isfinite().all():
+            raise ValueError(f"values[{i}]: expected finite numbers, got others")
