@@ -2,16 +2,13 @@
 
 A kernel is an object (`fastattn.kernels.kernel`), the `KERNEL` of its module, with
 
-    operations                      the names of what it computes
+    computes(problem)               whether it has a function for it at all
     unsupported_reason(problem)     why it cannot compute a problem, or None
 
 and with a table of its functions, one for each operation. All attention is one function, whatever stores the keys and
-whoever may see whom, and what it takes of these is among the names:
+whoever may see whom; a kernel says which storages it takes, under which of them drafted trees, or all levels at once:
 
-    attend(query, keys, plan, options, out)     attend under a plan to `Rows` ("dense"), `Pages` ("paged"),
-                                                `QuantizedPages` ("quantized") or `Latents` ("mla"); under drafted trees
-                                                ("tree", "quantized_tree", "mla_tree"); under all levels of a cascade in
-                                                one call ("levels", "quantized_levels")
+    attend(query, keys, plan, options, out)                         attend under a plan to `Keys`
     differential(query, cache, plan, options, subtraction, out)     attend to pairs of keys and values, and subtract
     merge(outs, lses)                                               combine partial answers
     add_sinks(out, lse, sinks)                                      give sinks their share of an answer
@@ -143,24 +140,22 @@ def priorities(problem: Problem) -> tuple[str, ...]:
         return ("plain",) if problem.is_attention else ("torch",)
     if not problem.is_attention:
         return "triton", "torch"
-    if problem.operation == "quantized":
+    if problem.keys == "quantized":
         pays_to_expand = _rows_per_key(problem) >= ROWS_TO_EXPAND and not _pays_to_split(problem)
         return ("fa4", "fa3", "triton") if pays_to_expand else ("triton",)
-    if problem.operation.startswith("quantized"):
-        return ("triton",)
-    if problem.operation == "tree":
-        return ("fa3", "triton") if _rows(problem) > 16 and _fills(problem) else ("triton", "fa3")
-    if problem.operation in ("mla", "mla_tree"):
+    if problem.keys == "latents":
         if _rows(problem) <= 16:
             return "triton", "flash_mla", "fa3"
         return ("flash_mla", "fa3", "triton") if _fills(problem) else ("flash_mla", "triton", "fa3")
-    if problem.operation == "dense" and problem.window[0] >= 0:
+    if problem.tree:
+        return ("fa3", "triton") if _rows(problem) > 16 and _fills(problem) else ("triton", "fa3")
+    if problem.keys == "rows" and problem.window[0] >= 0:
         return "fa2", "torch_flash", "triton", "fa4"
     if _pays_to_split(problem):
         return "triton", "fa4", "fa3", "fa2", "torch_flash"
-    if problem.operation == "paged" and problem.window == (-1, 0) and _rows(problem) <= 64:
+    if problem.keys == "pages" and problem.window == (-1, 0) and _rows(problem) <= 64:
         return (*(("fa3", "triton") if _fills(problem) else ("triton", "fa3")), "fa4", "fa2", "torch_flash")
-    if problem.operation == "paged" and problem.window == (-1, 0) and problem.block_size == FA3_PAGE:
+    if problem.keys == "pages" and problem.window == (-1, 0) and problem.block_size == FA3_PAGE:
         return "fa3", "fa4", "fa2", "torch_flash", "triton"
     return "fa4", "fa3", "fa2", "torch_flash", "triton"
 
@@ -186,7 +181,7 @@ def _pays_to_split(problem: Problem) -> bool:
 
 def _fills(problem: Problem) -> bool:
     """Return whether a kernel that splits no keys keeps most multiprocessors at work, each for about as long."""
-    rows = 64 if problem.operation in ("mla", "mla_tree") else 128  # of its tiles
+    rows = 64 if problem.keys == "latents" else 128  # of its tiles
     tiles = problem.num_seqs * problem.num_kv_heads * -(-_rows(problem) // rows)
     return problem.even and tiles >= FULL * num_multiprocessors(problem.device)
 
@@ -244,7 +239,7 @@ def choose(problem: Problem) -> Kernel:
 @lru_cache(maxsize=4096)
 def _choose(problem: Problem, asked: str | None) -> Kernel:
     names = priorities(problem)
-    if asked is not None and problem.operation in _load(asked).operations:
+    if asked is not None and _load(asked).computes(problem):
         names = (asked,)
     reasons = {}
     for name in names:
@@ -252,14 +247,14 @@ def _choose(problem: Problem, asked: str | None) -> Kernel:
         if reasons[name] is None:
             return _load(name)
     why_not = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-    raise NotImplementedError(f"no kernel computes this {problem.operation} operation: {why_not}")
+    raise NotImplementedError(f"no kernel computes {problem.what}: {why_not}")
 
 
 def unsupported_reason(name: str, problem: Problem) -> str | None:
     """Return why a kernel cannot compute a problem, or None."""
     kernel = _load(name)
-    if problem.operation not in kernel.operations:
-        return f"has no operation {problem.operation}"
+    if not kernel.computes(problem):
+        return f"does not compute {problem.what}"
     return kernel.unsupported_reason(problem)
 
 
@@ -409,7 +404,7 @@ def _caller(
     if len(plan.levels) == 1 or isinstance(keys, QuantizedPages):
         return choose(problem).attend, _as_it_is, True
     kernels = [choose(attention_problem(query, keys, *one)) for one in _levels_of(plan, options)]
-    if len(set(kernels)) == 1 and problem.operation in kernels[0].operations:
+    if len(set(kernels)) == 1 and kernels[0].computes(problem):
         return kernels[0].attend, _as_it_is, True
     attends = [kernel.attend for kernel in kernels]
     merge = choose(Problem("merge", query.device, _lse_dtype(query))).merge
@@ -532,7 +527,7 @@ def _subtract(
 @lru_cache(maxsize=4096)
 def _choose_differential(problem: Problem, asked: str | None) -> Kernel | None:
     """Return the kernel that subtracts by itself; None if none can, or one is asked for that has only attention."""
-    if asked is not None and "differential" not in _load(asked).operations and "paged" in _load(asked).operations:
+    if asked is not None and "pages" in _load(asked).attends and "differential" not in _load(asked).functions:
         return None
     try:
         return _choose(problem._replace(operation="differential"), asked)

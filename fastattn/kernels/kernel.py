@@ -17,7 +17,9 @@ class Kernel:
     Attributes:
         name: what `use_kernel` knows it by.
         unsupported_reason: returns why it cannot compute a problem, or None.
-        attends: the operations that are its function `attend`, each a storage of keys or what is done over one.
+        attends: the storages of keys that its function `attend` takes, by their names in `problem.STORAGES`.
+        trees: those of them that it takes under drafted trees.
+        levels: those of them of which it takes all levels of a cascade in one call.
         functions: where each function is, `"module:function"`; the module is imported when it is first asked for.
     """
 
@@ -25,11 +27,14 @@ class Kernel:
     unsupported_reason: Callable[[Problem], str | None]
     attends: tuple[str, ...]
     functions: Mapping[str, str]
+    trees: tuple[str, ...] = ()
+    levels: tuple[str, ...] = ()
 
-    @property
-    def operations(self) -> tuple[str, ...]:
-        """The names of what it computes."""
-        return (*self.attends, *(name for name in self.functions if name != "attend"))
+    def computes(self, problem: Problem) -> bool:
+        """Return whether it has a function for a problem, be it for all of its sizes and options or not."""
+        if problem.operation != "attend":
+            return problem.operation in self.functions
+        return problem.keys in (self.trees if problem.tree else self.levels if problem.levels > 1 else self.attends)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """Return a function of the table."""

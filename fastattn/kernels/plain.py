@@ -41,7 +41,8 @@ def unsupported_reason(problem: Problem) -> str | None:
 KERNEL = Kernel(
     "plain",
     unsupported_reason,
-    attends=("dense", "paged", "tree", "mla", "mla_tree"),
+    attends=("rows", "pages", "latents"),
+    trees=("pages", "latents"),
     functions={"attend": f"{__name__}:attend"},
 )
 

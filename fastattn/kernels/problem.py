@@ -33,9 +33,12 @@ class Problem(NamedTuple):
     """One operation on tensors of some sizes; no tensor is in it and none is read for it.
 
     Attributes:
-        operation: what is to be computed, one of those that `fastattn.kernels.dispatch` lists.
+        operation: what is to be computed, one of those that `fastattn.kernels.dispatch` lists; "attend" for attention.
         device: where the tensors are.
         dtype: the type of the queries, or of what is moved.
+        keys: where the keys are that are attended to, one of `STORAGES`.
+        levels: levels of a cascade that are one call.
+        tree: drafted trees say who may see whom.
         num_heads: query heads, `h`.
         num_kv_heads: key heads, `hk`.
         head_size: elements of a query and a key, `d`.
@@ -64,6 +67,9 @@ class Problem(NamedTuple):
     operation: str
     device: torch.device
     dtype: torch.dtype
+    keys: str = ""
+    levels: int = 1
+    tree: bool = False
     num_heads: int = 0
     num_kv_heads: int = 0
     head_size: int = 0
@@ -92,17 +98,18 @@ class Problem(NamedTuple):
         """Whether the operation computes attention; others move data, merge, or make tables."""
         return self.num_heads > 0
 
+    @property
+    def what(self) -> str:
+        """What is to be computed, in words."""
+        if self.operation == "differential":
+            return "differential attention"
+        if self.operation != "attend":
+            return f"the operation {self.operation}"
+        under = " under drafted trees" if self.tree else " in several levels" if self.levels > 1 else ""
+        return f"attention to {'quantised pages' if self.keys == 'quantized' else self.keys}{under}"
 
-STORED = {Rows: "dense", Pages: "paged", QuantizedPages: "quantized", Latents: "mla"}  # the operation under a `Plan`
 
-
-def operation_of(keys: Keys, plan: AttentionPlan) -> str:
-    """Return the name of attention to some storage under a plan, as `fastattn.kernels.dispatch` lists them."""
-    name = STORED[type(keys)]
-    kind = "tree" if isinstance(plan, TreePlan) else "levels" if len(plan.levels) > 1 else ""
-    if not kind:
-        return name
-    return kind if name == "paged" else f"{name}_{kind}"
+STORAGES = {Rows: "rows", Pages: "pages", QuantizedPages: "quantized", Latents: "latents"}
 
 
 def attention_problem(query: Tensor, keys: Keys, plan: AttentionPlan, options: AttentionOptions) -> Problem:
@@ -118,9 +125,12 @@ def attention_problem(query: Tensor, keys: Keys, plan: AttentionPlan, options: A
     whole = plan.levels[-1].whole
     batch = whole.batch
     return Problem(
-        operation=operation_of(keys, plan),
+        operation="attend",
         device=query.device,
         dtype=query.dtype,
+        keys=STORAGES[type(keys)],
+        levels=len(plan.levels),
+        tree=isinstance(plan, TreePlan),
         num_heads=query.shape[1],
         num_kv_heads=key.shape[-2],
         head_size=query.shape[2],
@@ -149,9 +159,7 @@ def attention_problem(query: Tensor, keys: Keys, plan: AttentionPlan, options: A
 def expanded(problem: Problem) -> Problem:
     """Describe what is left of attention over codes when they have become numbers in the type of the queries."""
     aligned = problem.aligned or problem.rounds_query  # rounded queries are new ones
-    return problem._replace(
-        operation="paged", block_size=EXPANDED_BLOCK, stored=None, rounds_query=False, aligned=aligned
-    )
+    return problem._replace(keys="pages", block_size=EXPANDED_BLOCK, stored=None, rounds_query=False, aligned=aligned)
 
 
 def stored_types(scales: Fp8Scales | Int8Scales, value: Tensor) -> tuple[torch.dtype, torch.dtype]:

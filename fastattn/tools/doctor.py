@@ -70,21 +70,28 @@ def _cell(name: str, problem: Problem) -> Text:
     reason = unsupported_reason(name, problem)
     if reason is None:
         return Text("yes", style="green")
-    if problem.operation == "paged":
-        over_rows = unsupported_reason(name, problem._replace(operation="dense", block_size=None))
+    if problem.keys == "pages" and problem.levels == 1 and not problem.tree:
+        of_rows = problem._replace(keys="rows", block_size=None)
+        over_rows = unsupported_reason(name, of_rows)
         if over_rows is None:
             return Text("over rows only", style="yellow")
-        if reason == "has no operation paged" and over_rows != "has no operation dense":
+        if _has_none(reason) and not _has_none(over_rows):
             reason = over_rows  # which says more of a kernel for rows
     return Text(reason, style="dim")
+
+
+def _has_none(reason: str) -> bool:
+    """Return whether a reason says only that a kernel has no such function."""
+    return reason.startswith("does not compute ")
 
 
 def _usual(device: torch.device) -> Problem:
     """Describe a usual problem: a chunk of a prompt over pages of 16 tokens, with the heads of an 8B model."""
     return Problem(
-        operation="paged",
+        operation="attend",
         device=device,
         dtype=torch.float32 if device.type == "cpu" else torch.bfloat16,
+        keys="pages",
         num_heads=32,
         num_kv_heads=8,
         head_size=128,
@@ -104,16 +111,16 @@ def _problems(device: torch.device) -> dict[str, Problem]:
     problems = {
         "prefill, pages of 16": usual,
         "prefill, pages of 256": usual._replace(block_size=256),
-        "prefill, no pages": usual._replace(operation="dense", block_size=None),
+        "prefill, no pages": usual._replace(keys="rows", block_size=None),
         "decode": usual._replace(max_query_len=1),
         "decode, pages of 256": usual._replace(max_query_len=1, block_size=256),
         "head size 64": usual._replace(head_size=64, value_head_size=64),
         "head size 256": usual._replace(head_size=256, value_head_size=256),
         "keys of 192, values of 128": usual._replace(head_size=192),
-        "all levels of a cascade in one call": usual._replace(operation="levels"),
+        "all levels of a cascade in one call": usual._replace(levels=2),
         "differential": usual._replace(operation="differential"),
         "latents": usual._replace(
-            operation="mla",
+            keys="latents",
             num_heads=128,
             num_kv_heads=1,
             head_size=512 + 64,
@@ -123,15 +130,15 @@ def _problems(device: torch.device) -> dict[str, Problem]:
             uniform=True,
         ),
     }
-    codes = usual._replace(operation="quantized", stored=(torch.float8_e4m3fn, torch.float8_e4m3fn))
+    codes = usual._replace(keys="quantized", stored=(torch.float8_e4m3fn, torch.float8_e4m3fn))
     problems |= {
         "prefill, fp8 codes": codes,
         "decode, fp8 codes": codes._replace(max_query_len=1, num_tokens=4),
         "prefill, int8 codes": codes._replace(stored=(torch.int8, torch.int8), rounds_query=True),
         "latents, fp8 codes": problems["latents"]._replace(stored=codes.stored),
-        "drafted trees": usual._replace(operation="tree", window=(-1, -1), max_query_len=16, num_tokens=64),
+        "drafted trees": usual._replace(tree=True, window=(-1, -1), max_query_len=16, num_tokens=64),
         "latents, drafted trees": problems["latents"]._replace(
-            operation="mla_tree", window=(-1, -1), max_query_len=16, num_tokens=64
+            tree=True, window=(-1, -1), max_query_len=16, num_tokens=64
         ),
     }
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
@@ -156,8 +163,8 @@ def _state(name: str, problems: dict[str, Problem]) -> Text:
         return Text("runs", style="green")
     if None in others:
         return Text(f"in part: {first}", style="yellow")
-    of_its_own = [reason for reason in others if reason is not None and not reason.startswith("has no operation")]
-    reason = of_its_own[0] if first.startswith("has no operation") and of_its_own else first
+    of_its_own = [reason for reason in others if reason is not None and not _has_none(reason)]
+    reason = of_its_own[0] if _has_none(first) and of_its_own else first
     return Text(f"no: {reason}", style="dim")
 
 

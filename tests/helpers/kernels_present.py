@@ -24,9 +24,9 @@ def has_to_compute(name: str, problem: Problem) -> bool:
     """
     if name in ("cpu", "triton"):
         return True
-    if problem.operation in ("mla", "mla_tree"):
+    if problem.keys == "latents":
         return has_to_attend_to_latents(name, problem)
-    if problem.operation == "quantized":
+    if problem.keys == "quantized":
         if problem.stored[1] not in (problem.stored[0], problem.dtype):
             return False
         problem = expanded(problem)

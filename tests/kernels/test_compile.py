@@ -76,7 +76,7 @@ def test_the_number_of_an_amd_architecture_is_no_compute_capability(monkeypatch,
     try:
         assert not tile.can_overlap(gpu) and not tile.converts_fp8(gpu) and not tile.keeps_values_twice(gpu)
         assert devices.shared_memory(gpu) == 65536
-        problem = Problem("paged", gpu, torch.bfloat16, 8, 8, 128, 128, 16, 1, 100, 2, (-1, 0))
+        problem = Problem("attend", gpu, torch.bfloat16, "pages", 1, False, 8, 8, 128, 128, 16, 1, 100, 2, (-1, 0))
         assert all(kernel.unsupported_reason(problem) for kernel in (fa3, fa4, flash_mla))
         assert "compute capability" not in (fastattn.kernels.triton.unsupported_reason(problem) or "")
     finally:

@@ -258,7 +258,9 @@ def interface(monkeypatch, device):
 
 def usual(**changes) -> Problem:
     """Describe a chunk of a prompt over pages of 16 tokens."""
-    problem = Problem("paged", torch.device("cuda"), torch.float16, 32, 8, 128, 128, 16, 512, 4096, 4, (-1, 0))
+    problem = Problem(
+        "attend", torch.device("cuda"), torch.float16, "pages", 1, False, 32, 8, 128, 128, 16, 512, 4096, 4, (-1, 0)
+    )
     return problem._replace(**changes)
 
 
@@ -619,7 +621,7 @@ def test_it_is_taken_where_flash_attention_4_is_not(hopper, monkeypatch):
     for drafted in (drafts._replace(even=False), drafts._replace(num_seqs=12)):
         names = dispatch.priorities(drafted)
         assert names.index("triton") < names.index("fa3"), "which splits no keys, so that one long sequence takes long"
-    trees = drafts._replace(operation="tree")
+    trees = drafts._replace(tree=True)
     assert dispatch.priorities(trees)[0] == "fa3"
     assert dispatch.priorities(trees._replace(even=False))[0] == dispatch.priorities(trees._replace(num_seqs=1))[0]
     assert dispatch.priorities(trees._replace(num_seqs=1))[0] == "triton"

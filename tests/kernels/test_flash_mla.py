@@ -35,7 +35,12 @@ OPTIONS = {
     "sinks": dict(sinks=True),
 }
 USUAL = Problem(
-    "mla", torch.device("cuda"), torch.bfloat16, 128, 1, RANK + ROPE, RANK, 64, 1, 4096, 4, (-1, 0), uniform=True
+    "attend",
+    torch.device("cuda"),
+    torch.bfloat16,
+    *("latents", 1, False),
+    *(128, 1, RANK + ROPE, RANK, 64, 1, 4096, 4, (-1, 0)),
+    uniform=True,
 )
 
 
@@ -296,7 +301,7 @@ def hopper(monkeypatch):
 
 @pytest.mark.parametrize("name", ["flash_mla", "fa3"])
 def test_what_they_compute(name, hopper):
-    tree = USUAL._replace(operation="mla_tree", window=(-1, -1), max_query_len=16)
+    tree = USUAL._replace(tree=True, window=(-1, -1), max_query_len=16)
     assert dispatch.unsupported_reason(name, tree) is None
     refused = dispatch.unsupported_reason(name, tree._replace(positions=True, window=(9, -1)))
     assert "window" in refused
@@ -328,7 +333,7 @@ BOTH = [
         ("flash_mla", "has no softcap", dict(softcap=True)),
         ("flash_mla", "has no windows", dict(window=(20, 0))),
         ("flash_mla", "as many new tokens of every sequence", dict(uniform=False)),
-        ("flash_mla", "has no operation paged", dict(operation="paged")),
+        ("flash_mla", "does not compute attention to pages", dict(keys="pages")),
     ],
 )
 def test_they_say_why_not(name, reason, changes, hopper):

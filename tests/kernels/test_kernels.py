@@ -46,9 +46,10 @@ from tests.helpers.options import given, per_head
 from tests.helpers.tolerance import assert_matches_reference, assert_twins_agree
 
 ON_GPU = Problem(
-    operation="dense",
+    operation="attend",
     device=torch.device("cuda"),
     dtype=torch.bfloat16,
+    keys="rows",
     num_heads=4,
     num_kv_heads=2,
     head_size=64,
@@ -104,12 +105,12 @@ def test_a_kernel_is_asked_for_inside_its_block_only(monkeypatch):
 
 
 def of_kernels(monkeypatch, order, **described):
-    """Let these be the kernels, asked in an order: each of a reason or None, and operations besides dense and paged."""
+    """Let these be the kernels, asked in an order: each with a reason or None, and functions besides `attend`."""
     kernels = {}
     for name, (reason, *operations) in described.items():
         functions = {operation: f"kernels.{name}:{operation}" for operation in operations}
         kernels[name] = fastattn.kernels.kernel.Kernel(
-            name, lambda problem, reason=reason: reason, ("dense", "paged"), functions
+            name, lambda problem, reason=reason: reason, ("rows", "pages"), functions
         )
     monkeypatch.setattr(dispatch, "NAMES", tuple(described))
     monkeypatch.setattr(dispatch, "MODULES", {name: f"kernels.{name}" for name in described})
@@ -153,19 +154,22 @@ def test_which_kernel_is_chosen(order, described, chosen, monkeypatch):
 def test_who_subtracts(order, described, asked, fused, chosen, monkeypatch):
     """A kernel that has the whole operation goes before all that would be called four times."""
     of_kernels(monkeypatch, order, **described)
-    kernel = dispatch._choose_differential(ON_GPU._replace(operation="paged"), asked)
+    kernel = dispatch._choose_differential(ON_GPU._replace(keys="pages"), asked)
     assert (kernel and kernel.name) == fused
     assert dispatch._choose(ON_GPU, asked).name == chosen
 
 
 def test_nobody_can(monkeypatch):
     of_kernels(monkeypatch, "ab", a=["has no time"], b=["has no mind"])
-    with pytest.raises(NotImplementedError, match="no kernel computes this dense operation: a: has no time; b: has no"):
+    with pytest.raises(NotImplementedError, match="no kernel computes attention to rows: a: has no time; b: has no"):
         dispatch.choose(ON_GPU)
     assert dispatch.explain(ON_GPU).splitlines()[:2] == ["a: has no time", "b: has no mind"]
-    with fastattn.use_kernel("b"), pytest.raises(NotImplementedError, match="dense operation: b: has no mind$"):
+    with fastattn.use_kernel("b"), pytest.raises(NotImplementedError, match="attention to rows: b: has no mind$"):
         dispatch.choose(ON_GPU)
-    assert dispatch.explain(ON_GPU._replace(operation="merge")).splitlines()[0] == "a: has no operation merge"
+    assert (
+        dispatch.explain(ON_GPU._replace(operation="merge")).splitlines()[0]
+        == "a: does not compute the operation merge"
+    )
 
 
 @pytest.mark.usefixtures("hopper")
@@ -182,18 +186,12 @@ def test_what_a_kernel_lacks_is_chosen_as_ever():
                 assert dispatch.explain(moved).splitlines()[-1] == "chosen: triton"
             sinks = Problem("add_sinks", torch.device("cuda"), torch.float32)
             assert dispatch.choose(sinks).name == "torch"
-    decodes = ON_GPU._replace(operation="paged", block_size=256, max_query_len=1)
+    decodes = ON_GPU._replace(keys="pages", block_size=256, max_query_len=1)
     for name in ("fa4", "fa3", "fa2"):
         assert dispatch._choose_differential(decodes, name) is None
         assert dispatch._choose(decodes, name).name == name
     assert dispatch._choose_differential(decodes, None) is triton.KERNEL
     assert dispatch._choose_differential(decodes, "triton") is triton.KERNEL
-
-
-ATTENTION = {
-    *problem.STORED.values(),
-    *("tree", "levels", "mla_tree", "quantized_tree", "quantized_levels"),
-}
 
 
 @pytest.mark.parametrize("name", dispatch.NAMES)
@@ -202,14 +200,15 @@ def test_a_kernel_has_the_operations_that_it_names(name):
     module, kernel = importlib.import_module(dispatch.MODULES[name]), dispatch._load(name)
     for file in pkgutil.iter_modules(getattr(module, "__path__", []), f"{module.__name__}."):
         importlib.import_module(file.name)
-    for operation in kernel.operations:
-        function = "attend" if operation in ATTENTION else operation
-        assert inspect.isfunction(getattr(kernel, function)), operation
+    for function in kernel.functions:
+        assert inspect.isfunction(getattr(kernel, function)), function
+    assert ("attend" in kernel.functions) == bool(kernel.attends)
+    assert {*kernel.trees, *kernel.levels} <= {*kernel.attends} <= {*problem.STORAGES.values()}
     assert kernel.name == name
 
 
 CODES = ON_GPU._replace(
-    operation="quantized",
+    keys="quantized",
     num_heads=32,
     num_kv_heads=8,
     head_size=128,
@@ -270,10 +269,10 @@ def test_codes_are_expanded_or_refused_where_it_is_asked_for():
                 ("ALiBi", dict(alibi=True)),
                 ("take triton", dict(batch_invariant=True)),
             ):
-                with pytest.raises(NotImplementedError, match=f"quantized operation: {name}: .*{reason}"):
+                with pytest.raises(NotImplementedError, match=f"quantised pages: {name}: .*{reason}"):
                     dispatch.choose(CODES._replace(**change))
     for name in ("fa2", "torch_flash", "flash_mla"):
-        assert dispatch.unsupported_reason(name, CODES) == "has no operation quantized"
+        assert dispatch.unsupported_reason(name, CODES) == "does not compute attention to quantised pages"
 
 
 # --- what goes with attention ---
@@ -526,7 +525,7 @@ def test_differential_by_a_kernel_that_has_only_attention(asked, monkeypatch):
     case, arguments = in_pairs(((5, 30), (1, 40), (3, 2)), "cpu")
     functions = {"attend": cpu.KERNEL.functions["attend"]}
     only_attention = fastattn.kernels.kernel.Kernel(
-        "only_attention", cpu.unsupported_reason, ("dense", "paged"), functions
+        "only_attention", cpu.unsupported_reason, ("rows", "pages"), functions
     )
     monkeypatch.setattr(cpu, "attend", mock.Mock(wraps=cpu.attend))
     monkeypatch.setattr(dispatch, "_load", lambda name: only_attention)
@@ -647,7 +646,7 @@ def test_values_of_another_size_are_computed_or_refused_by_name():
     for name in ("fa2", "torch_flash", "fa4", "fa3", "triton"):
         assert dispatch.unsupported_reason(name, problem) is None
     assert dispatch.choose(problem._replace(num_seqs=64, max_query_len=2048)).name == "fa4"
-    pages = problem._replace(operation="paged", block_size=256, max_query_len=1)
+    pages = problem._replace(keys="pages", block_size=256, max_query_len=1)
     larger = problem._replace(head_size=128, value_head_size=192)
     for name, asked, refused in (
         ("fa2", pages, "one head size for keys and values over pages, .*, not 192 and 128"),
@@ -668,7 +667,7 @@ def test_each_kernel_refuses_nothing_that_it_has_to_compute(name):
             for block_size, query_len in ((None, 100), (None, 1), (16, 100), (16, 1), (256, 1), (256, 9)):
                 for dtype in (torch.bfloat16, torch.float16, torch.float32):
                     problem = ON_GPU._replace(
-                        operation="dense" if block_size is None else "paged",
+                        keys="rows" if block_size is None else "pages",
                         dtype=dtype,
                         head_size=size,
                         value_head_size=value_size,
@@ -679,7 +678,7 @@ def test_each_kernel_refuses_nothing_that_it_has_to_compute(name):
                     has_to = has_to_compute(name, problem)
                     computed += has_to
                     reason = dispatch.unsupported_reason(name, problem)
-                    assert problem.operation not in module.operations or reason == module.unsupported_reason(problem)
+                    assert not module.computes(problem) or reason == module.unsupported_reason(problem)
                     assert not has_to or reason is None, f"{name} refuses {problem}: {reason}"
                     assert reason is None or len(reason) > 20
     assert computed > 100, "it has to compute hardly anything"
@@ -698,7 +697,7 @@ def test_flash_attention_refuses_what_it_would_answer_wrongly(other):
 @pytest.mark.usefixtures("hopper")
 def test_flash_attention_4_refuses_head_sizes_with_which_it_reads_other_memory():
     """Illegal accesses of 4.0.0b36 on an NVIDIA H200: 16 beside 64, and 160 over pages, whatever the page."""
-    pages = ON_GPU._replace(operation="paged", block_size=16, window=(-1, 0))
+    pages = ON_GPU._replace(keys="pages", block_size=16, window=(-1, 0))
     for sizes, over_rows, over_pages in (
         ((16, 16), True, True),
         ((16, 64), False, False),
@@ -820,7 +819,7 @@ def lay(folder: Path, name: str, *functions: str) -> None:
 
 WINDOWED = ON_GPU._replace(window=(9, 0))
 CHUNK = ON_GPU._replace(num_seqs=64, max_query_len=2048, max_seq_len=2048)
-LATENTS = ON_GPU._replace(operation="mla", num_heads=128, num_kv_heads=1, head_size=576, value_head_size=512)
+LATENTS = ON_GPU._replace(keys="latents", num_heads=128, num_kv_heads=1, head_size=576, value_head_size=512)
 LATENTS = LATENTS._replace(block_size=64, max_query_len=1, uniform=True)
 
 

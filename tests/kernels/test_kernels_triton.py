@@ -85,9 +85,10 @@ def launched_as(**changes):
 def test_it_is_taken_where_it_answers_first(taken, lens, heads, options, monkeypatch):
     monkeypatch.setattr(dispatch, "num_multiprocessors", lambda device: 132)
     problem = Problem(
-        "paged",
+        "attend",
         torch.device("cuda"),
         torch.bfloat16,
+        *("pages", 1, False),
         *heads,
         *(128, 128) if heads == (32, 8) else (64, 64),
         block_size=16,
@@ -806,9 +807,10 @@ def test_a_batch_of_padding_rows_only(device):
 
 
 GOOD = Problem(
-    operation="paged",
+    operation="attend",
     device=torch.device("cpu"),
     dtype=torch.float16,
+    keys="pages",
     num_heads=4,
     num_kv_heads=2,
     head_size=64,

@@ -390,7 +390,7 @@ def test_a_kernel_is_told_positions_where_they_matter(options, positions, monkey
     monkeypatch.setattr(dispatch, "compute", note_plan)
     attend(fastattn.cascade, *step.tensors, **filled(options, step, device))
     (plan,) = given
-    *shared, own = (problem for problem in asked if problem.operation == "paged")
+    *shared, own = (problem for problem in asked if problem.keys == "pages" and problem.levels == 1)
     firsts = ([0] * 6, [32, 32, 32, 0, 48, 48])
     for problem, level, first_keys in zip(shared, plan.levels[:-1], firsts, strict=True):
         assert problem.window[1] == -1 and not level.causal and not problem.sinks

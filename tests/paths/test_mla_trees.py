@@ -341,7 +341,7 @@ def test_the_chooser_says_who_verifies_trees(device_type, monkeypatch):
     assert dispatch.priorities(on_gpu) == ("flash_mla", "triton", "fa3"), "FlashAttention-3 splits no keys"
     assert dispatch.priorities(on_gpu._replace(num_seqs=256, even=True)) == ("flash_mla", "fa3", "triton")
     assert dispatch.priorities(on_gpu._replace(max_query_len=4))[0] == "triton"  # 16 rows
-    assert dispatch.unsupported_reason("fa4", problem) == "has no operation mla_tree"
+    assert dispatch.unsupported_reason("fa4", problem) == "does not compute attention to latents under drafted trees"
 
 
 # --- bad input ---

@@ -335,13 +335,13 @@ def test_plain_pytorch_computes_every_path_over_numbers(path, layer):
 def test_what_plain_pytorch_does_not_compute_is_refused_by_name():
     inputs = build(replace(CASE, padding_rows=2))
     for path in ("quantized-fp8", "quantized-int8"):
-        with pytest.raises(NotImplementedError, match="no kernel computes this quantized operation: plain: "):
+        with pytest.raises(NotImplementedError, match="no kernel computes attention to quantised pages: plain: "):
             PATHS[path]("fastattn", inputs)
     with pytest.raises(NotImplementedError, match="plain: computes by matrix products, whose bits depend"):
         PATHS["chunked_prefill"]("fastattn", inputs, batch_invariant=True)
     key = torch.zeros(1, 2, 8)
     pools = [torch.zeros(1, 4, 2, 8, dtype=torch.float8_e4m3fn) for _ in range(2)]
-    with pytest.raises(NotImplementedError, match="no kernel computes this write_quantized operation"):
+    with pytest.raises(NotImplementedError, match="no kernel computes the operation write_quantized"):
         fastattn.quantized.write(key, key, *pools, torch.tensor([0]), scales=Fp8Scales(1.0, 1.0))
 
 
@@ -351,7 +351,7 @@ def test_everything_beside_attention_is_plain_pytorch_on_such_a_device(kind):
     for operation in others:
         chosen = dispatch.choose(Problem(operation, torch.device(kind), torch.float32))
         assert chosen.name == "torch"
-    attention = Problem("paged", torch.device(kind), torch.float16, 4, 2, 64, 64, 16, 1, 100, 3)
+    attention = Problem("attend", torch.device(kind), torch.float16, "pages", 1, False, 4, 2, 64, 64, 16, 1, 100, 3)
     if kind == "meta":  # whose lengths nobody can read
         with pytest.raises(NotImplementedError, match="plain: reads the lengths, and a tensor on meta has no elements"):
             dispatch.choose(attention)

@@ -388,7 +388,24 @@ def test_divisions_are_rounded_as_they_should_be(device):
 
 def test_a_gpu_computes_decodes_by_our_kernel():
     gpu = torch.device("cuda")
-    problem = Problem("quantized", gpu, torch.bfloat16, 4, 2, 64, 64, 16, 1, 100, 3, stored=(E4M3, E4M3), num_tokens=3)
+    problem = Problem(
+        "attend",
+        gpu,
+        torch.bfloat16,
+        "quantized",
+        1,
+        False,
+        4,
+        2,
+        64,
+        64,
+        16,
+        1,
+        100,
+        3,
+        stored=(E4M3, E4M3),
+        num_tokens=3,
+    )
     assert dispatch.priorities(problem) == ("triton",)
 
 

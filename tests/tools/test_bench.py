@@ -575,7 +575,7 @@ def test_the_doctor_shows_what_runs_in_part(monkeypatch):
     kernels, _, features = result.output.partition("What runs on cuda:0, Hopper")
     assert "cuda:1" not in result.output
     (state,) = [line for line in kernels.splitlines() if "│ torch_flash" in line]
-    assert "in part: has no operation paged" in state
+    assert "in part: does not compute attention to pages" in state
     taken = {line.split("│")[1].strip(): line.split("│")[-2].strip() for line in features.splitlines() if "│" in line}
     assert taken["prefill, no pages"] == "torch_flash" and taken["prefill, pages of 16"] == "triton"
     assert taken["decode"] == "triton" and taken["float64"] == "none"

@@ -34,7 +34,9 @@ FUNCTIONS = ("attend", "differential", "write_quantized")
 KERNEL = Kernel(
     "cpu",
     unsupported_reason,
-    attends=("dense", "paged", "tree", "mla", "mla_tree", "quantized", "quantized_levels", "quantized_tree"),
+    attends=("rows", "pages", "quantized", "latents"),
+    trees=("pages", "quantized", "latents"),
+    levels=("quantized",),
     functions={name: f"{__name__}:{name}" for name in FUNCTIONS},
 )
 

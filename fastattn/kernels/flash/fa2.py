@@ -52,7 +52,7 @@ def unsupported_reason(problem: Problem) -> str | None:
 KERNEL = Kernel(
     "fa2",
     unsupported_reason,
-    attends=("dense", "paged"),
+    attends=("rows", "pages"),
     functions={"attend": f"{__name__}:attend"},
 )
 

@@ -73,7 +73,7 @@ UNUSED: dict[str, Any] = dict.fromkeys(
 
 def unsupported_reason(problem: Problem) -> str | None:
     """Return why this kernel can't compute a problem, or None."""
-    if problem.operation == "quantized":
+    if problem.keys == "quantized":
         return unsupported_reason(expanded(problem)) or cannot_expand(problem)
     if problem.device.type != "cuda":
         return f"computes on CUDA, the tensors are on {problem.device.type}"
@@ -85,7 +85,7 @@ def unsupported_reason(problem: Problem) -> str | None:
     if problem.stored is not None:
         return NO_CODES
     sizes = (problem.head_size, problem.value_head_size)
-    over_latents = problem.operation in ("mla", "mla_tree")
+    over_latents = problem.keys == "latents"
     if over_latents:
         sizes = (sizes[0] - sizes[1], sizes[1])
         if sizes != LATENT:
@@ -97,7 +97,7 @@ def unsupported_reason(problem: Problem) -> str | None:
         return f"head sizes that are multiples of 8 up to {LARGEST_HEAD}, not {sizes[0]}"
     if problem.alibi:
         return "has no ALiBi: take fa2 or triton"
-    if problem.operation in ("tree", "mla_tree") and problem.positions:
+    if problem.tree and problem.positions:
         return "reads the keys before a tree without a mask, not those of a window"
     if problem.window[0] >= 0 and problem.max_query_len > 1:
         return "shows keys before the window where a tile of queries reaches over more than a tile of keys: take fa4"
@@ -113,7 +113,8 @@ def unsupported_reason(problem: Problem) -> str | None:
 KERNEL = Kernel(
     "fa3",
     unsupported_reason,
-    attends=("dense", "paged", "quantized", "tree", "mla", "mla_tree"),
+    attends=("rows", "pages", "quantized", "latents"),
+    trees=("pages", "latents"),
     functions={"attend": f"{__name__}:attend"},
 )
 

@@ -26,7 +26,7 @@ MOST_COPIED_BYTES = 2**29  # of keys and values: what a call may take besides it
 
 def unsupported_reason(problem: Problem) -> str | None:
     """Return why this kernel can't compute a problem, or None."""
-    if problem.operation == "quantized":
+    if problem.keys == "quantized":
         return unsupported_reason(expanded(problem)) or cannot_expand(problem)
     if problem.device.type != "cuda":
         return f"computes on CUDA, the tensors are on {problem.device.type}"
@@ -63,7 +63,7 @@ def unsupported_reason(problem: Problem) -> str | None:
 KERNEL = Kernel(
     "fa4",
     unsupported_reason,
-    attends=("dense", "paged", "quantized"),
+    attends=("rows", "pages", "quantized"),
     functions={"attend": f"{__name__}:attend"},
 )
 

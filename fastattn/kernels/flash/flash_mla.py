@@ -67,7 +67,8 @@ def unsupported_reason(problem: Problem) -> str | None:
 KERNEL = Kernel(
     "flash_mla",
     unsupported_reason,
-    attends=("mla", "mla_tree"),
+    attends=("latents",),
+    trees=("latents",),
     functions={"attend": f"{__name__}:attend"},
 )
 

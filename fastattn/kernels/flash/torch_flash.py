@@ -42,7 +42,7 @@ def unsupported_reason(problem: Problem) -> str | None:
 KERNEL = Kernel(
     "torch_flash",
     unsupported_reason,
-    attends=("dense",),
+    attends=("rows",),
     functions={"attend": f"{__name__}:attend"},
 )
 

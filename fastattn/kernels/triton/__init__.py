@@ -39,7 +39,7 @@ def unsupported_reason(problem: Problem) -> str | None:
     if problem.stored is not None and torch.float64 in problem.stored and problem.is_attention:
         return "multiplies values of up to 32 bits, not those of float64"
     rope = problem.head_size - problem.value_head_size
-    if problem.operation in ("mla", "mla_tree"):
+    if problem.keys == "latents":
         if problem.value_head_size > LARGEST_LATENT or rope > LARGEST_ROPE:
             sizes = f"{problem.value_head_size} and {rope}"
             return f"latents of up to {LARGEST_LATENT} and rotary keys of up to {LARGEST_ROPE} elements, not {sizes}"
@@ -51,7 +51,9 @@ def unsupported_reason(problem: Problem) -> str | None:
 KERNEL = Kernel(
     "triton",
     unsupported_reason,
-    attends=("dense", "paged", "levels", "tree", "mla", "mla_tree", "quantized", "quantized_levels", "quantized_tree"),
+    attends=("rows", "pages", "quantized", "latents"),
+    trees=("pages", "quantized", "latents"),
+    levels=("pages", "quantized"),
     functions={  # Triton is imported when a kernel is first called: it is not there on every machine
         "attend": f"{__name__}.attention:attend_to_keys",
         "differential": f"{__name__}.differential:differential",
