@@ -121,8 +121,7 @@ def nothing_is_checked():
 
 
 @in_each_path
-@pytest.mark.parametrize("return_lse", [False, True], ids=["out", "lse"])
-@pytest.mark.parametrize("kernel", [None, "triton"], ids=["chosen", "triton"])
+@pytest.mark.parametrize(("return_lse", "kernel"), [(False, "triton"), (True, None)], ids=["out-triton", "lse-chosen"])
 def test_a_call_is_replayed_with_the_tensors_of_another_layer(name, return_lse, kernel, device):
     attention = PATHS[name].attention
     *first, batch, more = lay_out(name, device=device)
@@ -412,8 +411,7 @@ class ByAddress:
     "name",
     ["chunked_prefill", "cascade", "tree", "latents", "fp8 latents", "differential", "e4m3", "int8", "int8 cascade"],
 )
-@pytest.mark.parametrize("return_lse", [False, True], ids=["out", "lse"])
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(("return_lse", "splits"), [(False, 1), (True, 3), (False, 3)], ids=str)
 def test_partial_outputs_in_one_allocation_are_found_by_their_addresses(name, return_lse, splits):
     attention = pytest.importorskip("fastattn.kernels.triton.attention", reason="needs Triton")
     from fastattn.kernels.gpu import attention_kernel, launch, tile

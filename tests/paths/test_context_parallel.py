@@ -258,8 +258,10 @@ MASKED = {
 @pytest.mark.covers("B182")
 @each_package
 @each_kind
-@pytest.mark.parametrize("masked", MASKED)
-@pytest.mark.parametrize(("num_ranks", "interleave"), [(2, 1), (2, 16), (4, 3)])
+@pytest.mark.parametrize(
+    ("num_ranks", "interleave", "masked"),
+    [(2, 1, "causal"), (4, 3, "causal"), (2, 16, "window"), (4, 3, "window"), (2, 1, "both-ways")],
+)
 def test_codes_of_the_ranks_are_attended_to_by_hand(num_ranks, interleave, masked, kind, package):
     tensors, codes, stored = of_codes(kind)
     arguments, sees = MASKED[masked]

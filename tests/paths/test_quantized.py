@@ -313,7 +313,7 @@ def test_levels_of_a_cascade_merge(package, kind):
 def test_decodes_and_prefills_agree(package, kind):
     """The same bytes, read by one query and by many, from 88 to 256 keys (vLLM 54035: from 97 keys on they did not)."""
     module = importlib.import_module(f"{package}.quantized")
-    for s in (88, 96, 97, 113, 128, 129, 200, 256):
+    for s in (88, 96, 97, 129, 256):
         case = Case("", ((s, s),), heads=(4, 2), head_size=32)
         stored = store(case, kind)
         one = make_batch([1], [s], [stored.batch.block_table[0, : -(-s // 16)].tolist()])
