@@ -9,6 +9,8 @@ PYTHON ?= python3
 CONSTRAINTS ?= constraints.txt
 ARGS ?=
 JOBS ?= 2
+VERSION ?= dev
+ALIAS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -16,8 +18,8 @@ export VENV CONSTRAINTS
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # two pips in one environment would trip over each other
-.PHONY: help demo exercises lab test compile mutants search vllm-test site-test matrix check bench readme docs notebooks
-.PHONY: release-check clean
+.PHONY: help demo exercises lab test compile mutants search vllm-test site-test matrix check bench readme docs docs-version
+.PHONY: notebooks release-check clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -67,6 +69,10 @@ readme: $(VENV)/.docs  ## the README's measurements, from docs/results, and the 
 
 docs: $(VENV)/.docs  ## the site, into site/
 	$(BIN)/mkdocs build --strict $(ARGS)
+
+docs-version: $(VENV)/.pages  ## the site, as a version on the branch gh-pages; VERSION=v0.1.0 ALIAS=stable ARGS=--push
+	$(BIN)/mike deploy --update-aliases $(ARGS) $(VERSION) $(ALIAS)
+	$(BIN)/mike set-default $(ARGS) $$($(BIN)/mike list stable > /dev/null 2>&1 && echo stable || echo $(VERSION))
 
 notebooks: $(VENV)/.cells $(VENV)/.model  ## run every notebook; ARGS=--inplace stores what they print
 	$(BIN)/python notebooks/run.py $(ARGS)

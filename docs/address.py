@@ -102,3 +102,21 @@ def clone(address: str) -> str:
     if not address:
         return ""
     return f"```bash\ngit clone {address}\ncd {address.rpartition('/')[2]}\n```"
+
+
+def citation(address: str) -> str:
+    """Return CITATION.cff, in the order in which a code host shows it."""
+    lines = [
+        "cff-version: 1.2.0",
+        "message: If twinattn helped you, please cite it.",
+        "title: twinattn",
+        'abstract: "The attention of LLM serving, written twice: a reference to read and a fast twin to run."',
+        "type: software",
+        "authors:",
+        "  - name: The authors of twinattn",
+        "license: Apache-2.0",
+        "keywords: [attention, paged attention, inference, LLM, PyTorch]",
+    ]
+    if address:
+        lines += [f"repository-code: {address}", f"url: {site(address)}"]
+    return "\n".join(lines) + "\n"

@@ -15,6 +15,7 @@ from refattn.drawing import animation
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs/results"
+CITATION = ROOT / "CITATION.cff"
 STEP = ROOT / "docs/assets/step.svg"
 TWINS = ("fastattn", "refattn")
 FIELD = ROOT / "docs/proof/conformance.md"
@@ -133,6 +134,7 @@ def main() -> None:
     put(ROOT / "README.md", "measured", tables())
     for name, text in of_address(address.repository()).items():
         put(ROOT / "README.md", name, text)
+    CITATION.write_text(address.citation(address.repository()))
     put(FIELD, "honoured", honoured())
 
 

@@ -4,7 +4,7 @@ The wheel goes into an environment that has nothing, in a folder that is not the
 words are followed: its ten lines, a kernel with a bug that is found, the demo, a notebook. A typed client of the
 package is checked by mypy. Then the sdist is installed in its place, and the ten lines run once more.
 
-The files stay in dist/. `--quick` ends after the ten lines.
+The files stay in dist/. `--quick` ends after the ten lines, `--version v0.1.0` says which version is expected.
 """
 
 import argparse
@@ -46,11 +46,14 @@ def main() -> None:
     """Do all of it; whatever fails ends it with the message of what failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="end after the README's ten lines")
-    quick = parser.parse_args().quick
+    parser.add_argument("--version", help="what it has to be, as a tag: v0.1.0")
+    options = parser.parse_args()
     wheel, sdist = build()
+    version = wheel.name.split("-")[1]
+    assert options.version in (None, f"v{version}"), f"the version is {version}, the tag {options.version}"
     look_into(wheel, sdist)
     with tempfile.TemporaryDirectory() as folder:
-        Newcomer(Path(folder)).go(wheel, sdist, quick=quick)
+        Newcomer(Path(folder)).go(wheel, sdist, quick=options.quick)
     say(f"{wheel.name} and {sdist.name} in {DIST}: a release could upload them")
 
 

@@ -42,6 +42,7 @@ def test_without_an_address_nothing_is_made_of_it(address):
     assert address.urls("") == {}
     assert [make("") for make in (address.site, address.badges, address.clone)] == [""] * 3
     assert address.colab("", "01_ragged_batch.ipynb") == ""
+    assert "http" not in address.citation("") and f"repository-code: {SOMEWHERE}\n" in address.citation(SOMEWHERE)
 
 
 def test_all_links_are_made_of_one_address(address):
@@ -92,6 +93,7 @@ def test_the_readme_shows_what_is_made_of_the_address(address):
     for name, text in readme.of_address(address.repository()).items():
         shown = page.partition(f"<!-- {name}: made by docs/readme.py -->")[2].partition(f"<!-- end of {name} -->")[0]
         assert shown.strip() == text, "`make readme` writes it"
+    assert (ROOT / "CITATION.cff").read_text() == address.citation(address.repository()), "`make readme` writes it"
 
 
 # --- with make, and without ---
