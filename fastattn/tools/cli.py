@@ -1,4 +1,4 @@
-"""The command line: `fastattn demo`, `compare`, `bench`, `search`, `doctor`, `conformance` and `quantization`."""
+"""The command line: `fastattn demo`, `compare`, `bench`, `search`, `doctor`, `notebooks` and others."""
 
 from pathlib import Path
 from typing import Annotated
@@ -81,13 +81,28 @@ def doctor() -> None:
     module.run()
 
 
+@main.command()
+def notebooks(
+    folder: Annotated[Path, typer.Argument(help="A new folder for them.")] = Path("notebooks"),
+) -> None:
+    """Copy the notebooks and the exercises into a folder of yours, to open and to change them there."""
+    from fastattn.tools import course
+
+    try:
+        first = course.copy(folder)
+    except ValueError as error:
+        typer.echo(error, err=True)
+        raise typer.Exit(2) from error
+    typer.echo(f"Open the first one by: jupyter lab {first}")
+
+
 @main.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def conformance(context: typer.Context) -> None:
     """Prove an attention kernel, anybody's: the same as `python -m refattn.conformance`."""
     try:
         from refattn.conformance import __main__ as module
     except ModuleNotFoundError as error:
-        typer.echo(f"{error}; pip install -e '.[conformance]' brings what a check needs", err=True)
+        typer.echo(f"{error}; pip install 'twinattn[conformance]' brings what a check needs", err=True)
         raise typer.Exit(2) from error
 
     raise typer.Exit(module.main(context.args))

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fastattn.tools import course
 from fastattn.tools.bench.rows import rows
 from fastattn.tools.bench.work import Attention
 
@@ -107,15 +108,15 @@ class Roofline:
         return buffer.getvalue().decode()
 
 
-def measured(folder: Path | str) -> Roofline:
+def measured(folder: Path | str | None = None) -> Roofline:
     """Read the roof of every machine in a folder of results, and the rows that compute attention.
 
     Rows of the host's time are left out: a call comes back before the GPU is done.
 
     Args:
-        folder: where `fastattn.tools.bench.report.write` writes.
+        folder: where `fastattn.tools.bench.report.write` writes; None for the measurements that come with the package.
     """
-    files = sorted(Path(folder).glob("*.json"))
+    files = sorted(Path(folder or course.folder() / "docs/results").glob("*.json"))
     return Roofline([_machine(json.loads(file.read_text())["runs"]) for file in files])
 
 

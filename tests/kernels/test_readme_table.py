@@ -1,0 +1,98 @@
+"""The README's table of which FlashAttention runs is what the chooser chooses, on machines that need not be here."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastattn.kernels import Problem, dispatch, triton
+from fastattn.kernels.flash import fa2, fa3, fa4, flash_mla, torch_flash
+
+README = Path(__file__).parent.parent.parent / "README.md"
+PROMPTS = Problem(
+    operation="paged",
+    device=torch.device("cuda"),
+    dtype=torch.bfloat16,
+    num_heads=32,
+    num_kv_heads=8,
+    head_size=128,
+    value_head_size=128,
+    block_size=16,
+    max_query_len=8192,
+    max_seq_len=8192,
+    num_seqs=2,
+    window=(-1, 0),
+    num_tokens=2 * 8192,
+    even=True,
+)
+OVER_ROWS = PROMPTS._replace(operation="dense", block_size=None)
+DECODES = PROMPTS._replace(max_query_len=1, num_seqs=64, num_tokens=64)
+COLUMNS = {
+    "prompts, no pages": OVER_ROWS,
+    "with a window": OVER_ROWS._replace(window=(1023, 0)),
+    "prompts over pages": PROMPTS,
+    "decodes": DECODES,
+    "latents": DECODES._replace(
+        operation="mla", num_heads=128, num_kv_heads=1, head_size=576, value_head_size=512, block_size=64, uniform=True
+    ),
+    "drafted trees": DECODES._replace(operation="tree", window=(-1, -1), max_query_len=16, num_tokens=64 * 16),
+}
+MACHINES = {  # what the table calls them: compute capabilities, and the packages for them
+    "a CPU, float32": ([], ()),
+    "NVIDIA from Ampere on": ([(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)], ()),
+    "NVIDIA from Ampere on, `flash-attn` alone": ([(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)], ("fa2",)),
+    "Hopper, all packages": ([(9, 0)], ("fa2", "fa3", "fa4", "flash_mla")),
+    "Blackwell (B200), `flash-attn` and `flash-attn-4`": ([(10, 0)], ("fa2", "fa4")),
+}
+
+
+def table() -> dict[str, dict[str, str]]:
+    """Read the README's table: of each machine the kernel in each column."""
+    (found,) = re.findall(r"^\| machine, and packages.*?\n\n", README.read_text(), re.MULTILINE | re.DOTALL)
+    head, _, *rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in found.strip().splitlines()]
+    return {name: dict(zip(head[1:], cells, strict=True)) for name, *cells in rows}
+
+
+def have(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], packages: tuple[str, ...]) -> None:
+    """Let there be a GPU, and some packages."""
+
+    def unless_there(name):
+        return lambda *asked, **options: None if name in packages else f"there is no {name}"
+
+    for module in (triton, fa4, fa3, flash_mla, fa2, torch_flash):
+        monkeypatch.setattr(module, "capability", lambda device: capability)
+    monkeypatch.setattr(dispatch, "num_multiprocessors", lambda device: 132)
+    for module, asks in (
+        (fa2, "cannot_import"),
+        (fa4, "cannot_import"),
+        (fa3, "_cannot_load"),
+        (flash_mla, "_cannot_load"),
+    ):
+        monkeypatch.setattr(module, asks, unless_there(module.KERNEL.name))
+    for module in (fa2, fa3):
+        monkeypatch.setattr(module, "_refusal", lambda *asked, **options: None)
+
+
+def test_the_table_has_these_machines_and_columns():
+    assert [*table()] == [*MACHINES]
+    assert all([*cells] == [*COLUMNS] for cells in table().values())
+
+
+def chosen(problems: dict[str, Problem]) -> dict[str, str]:
+    return {column: dispatch.choose(problem).name for column, problem in problems.items()}
+
+
+@pytest.mark.parametrize("name", [name for name, (capabilities, _) in MACHINES.items() if capabilities])
+def test_it_is_what_is_chosen_on_a_gpu(name, monkeypatch, forget_choices):
+    capabilities, packages = MACHINES[name]
+    for capability in capabilities:
+        have(monkeypatch, capability, packages)
+        forget_choices()
+        assert chosen(COLUMNS) == table()[name], capability
+
+
+def test_it_is_what_is_chosen_on_a_cpu():
+    on_cpu = dict(device=torch.device("cpu"), dtype=torch.float32)
+    problems = {column: problem._replace(**on_cpu) for column, problem in COLUMNS.items()}
+    assert chosen(problems) == table()["a CPU, float32"]
