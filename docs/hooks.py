@@ -466,4 +466,5 @@ def text_of_notebook(path: Path, source: str) -> str:
         source.replace("<details>", '<details markdown="1">').replace(".ipynb", ".md").replace("](../docs/", "](../")
     )
     source = re.sub(r"\]\(\.\./((?:refattn|fastattn|tests)/[\w/]+\.py)", r"](../source/\1.md", source)
+    source = re.sub(r"\]\((exercises/[\w/]+\.py)\)", r"](../source/notebooks/\1.md)", source)
     return LINK_TO_EXPLORER.sub(r'<a href="\2index.html\3">\1</a>', source)

@@ -39,7 +39,7 @@ WRONG = {
         ("    scores = scores.masked_fill(~visible, -torch.inf)\n", "", "a share of the denominator"),
     ],
     "attend_heads": [
-        (".repeat_interleave(group, dim=1)", ".repeat(1, group, 1)", "neighbours share a key head"),
+        (".repeat_interleave(group, dim=1)", ".repeat(1, group, 1)", "neighbours share a KV head"),
         (
             "return torch.einsum",
             "return torch.einsum('hts->ths', weights), torch.einsum",

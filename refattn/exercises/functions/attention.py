@@ -101,9 +101,9 @@ def _attend_first_head(query: Tensor, key: Tensor, value: Tensor, visible: Tenso
 
 def _attend_heads_trials() -> Iterator[Trial]:
     for says, heads, lens, sizes in (
-        ("4 query heads, 2 key heads", (4, 2), (1, 3), (4, 4)),
-        ("as many key heads as query heads", (3, 3), (2, 4), (4, 4)),
-        ("one key head for all", (4, 1), (2, 4), (4, 4)),
+        ("4 query heads, 2 KV heads", (4, 2), (1, 3), (4, 4)),
+        ("as many KV heads as query heads", (3, 3), (2, 4), (4, 4)),
+        ("one KV head for all", (4, 1), (2, 4), (4, 4)),
         ("6 and 2 heads, and values of another size", (6, 2), (3, 7), (8, 5)),
     ):
         (h, hk), (t, s), (d, dv) = heads, lens, sizes
@@ -116,13 +116,13 @@ ATTEND_HEADS = Exercise(
     _attend_heads,
     _attend_heads_trials,
     {
-        "neighbours share a key head: i // g. This is i % hk, so `repeat` where `repeat_interleave` belongs": (
+        "neighbours share a KV head: i // g. This is i % hk, so `repeat` where `repeat_interleave` belongs": (
             _attend_interleaved
         ),
-        "all query heads read the first key head": _attend_first_head,
+        "all query heads read the first KV head": _attend_first_head,
     },
     (
-        "Repeat each key head g times, so that there are as many as query heads.",
+        "Repeat each KV head g times, so that there are as many as query heads.",
         '`einops.repeat(key, "s hk d -> s (hk g) d", g=g)`, then exercise 6 for each head.',
     ),
     parts=ANSWER,

@@ -1,4 +1,4 @@
-"""How partial answers combine: by their log-sum-exp, in one pass, over splits, with a sink, under a shared prefix."""
+"""How partial outputs combine: by their log-sum-exp, in one pass, over splits, with a sink, under a shared prefix."""
 
 from collections.abc import Iterator, Sequence
 from math import ceil
