@@ -44,6 +44,7 @@ from fastattn.kernels import dispatch
 from refattn import drawing
 from refattn.conformance.contract import ATTENDS, PROPERTIES
 from refattn.exercises import learner
+from refattn.exercises.functions import EXERCISES
 
 INSERT = re.compile(r"^(?P<instead>.+) <!-- (?P<name>\w+)(?P<arguments>.*?) -->$", re.MULTILINE)
 CAPTION = re.compile(r"\*(.+?)\* ")
@@ -131,9 +132,14 @@ def kernels(page: Page, instead: str) -> str:
 def exercises(page: Page, instead: str, folder: str = "") -> str:
     """List the exercises or the puzzles, with the title of each file."""
     letter = "p" * bool(folder)
-    lines = [f"| {'puzzle' if folder else 'function'} | what it is about |", "|---|---|"]
+    lines = [f"| {'puzzle' if folder else 'function'} | what it is about |{' effort |' * (not folder)}"]
+    lines.append("|---|---|" + "---|" * (not folder))
     for i, path in enumerate(learner.files(ROOT / "notebooks/exercises" / folder), 1):
-        lines.append(f"| {letter}{i} · [`{path.stem[3:]}`]({to(page, page_of(path))}) | {learner.title(path)} |")
+        line = f"| {letter}{i} · [`{path.stem[3:]}`]({to(page, page_of(path))}) | {learner.title(path)} |"
+        if not folder:
+            exercise = EXERCISES[i - 1]
+            line += f" {'●' * exercise.level}{'○' * (3 - exercise.level)} {exercise.minutes} min |"
+        lines.append(line)
     return "\n".join(lines)
 
 
