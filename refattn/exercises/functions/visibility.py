@@ -220,7 +220,7 @@ def _chunks_of_silent(query_lens: list[int], seq_lens: list[int], block_tables: 
     """Make a piece of the last chunk of a sequence without new tokens, too."""
     pieces: tuple[list[Any], list[Any], list[Any]] = ([], [], [])
     for query_len, seq_len, blocks in zip(query_lens, seq_lens, block_tables, strict=True):
-        found = virtual_batches([query_len or 1], [seq_len], [blocks], **rest)
+        found: Any = virtual_batches([query_len or 1], [seq_len], [blocks], **rest)
         for part, more in zip(pieces, found, strict=True):
             part.extend(more if query_len or part is not pieces[0] else [0])
     return pieces
