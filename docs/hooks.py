@@ -13,6 +13,7 @@ stands before the comment is for those who read the page on a code host, which h
     ... <!-- contract -->                                   the properties that a kernel is checked for
     ... <!-- api refattn -->                                what the docstrings of a package say
     ... <!-- exercises puzzles -->                          the exercises, or the puzzles
+    ... <!-- progress -->                                   how many questions of the notebooks a reader answered
 
 A notebook becomes a page of its own, and so does every source file. A page links to the file in the repository, so that
 the link leads somewhere on a code host too; the site turns it into one to the file's page. A link whose text names a
@@ -43,7 +44,8 @@ from readme import RESULTS, ROOT, duration, fastest_peer, tables
 from fastattn.kernels import dispatch
 from refattn import drawing
 from refattn.conformance.contract import ATTENDS, PROPERTIES
-from refattn.exercises import learner
+from refattn.exercises import learner, predict
+from refattn.exercises.functions import EXERCISES
 
 INSERT = re.compile(r"^(?P<instead>.+) <!-- (?P<name>\w+)(?P<arguments>.*?) -->$", re.MULTILINE)
 CAPTION = re.compile(r"\*(.+?)\* ")
@@ -131,9 +133,14 @@ def kernels(page: Page, instead: str) -> str:
 def exercises(page: Page, instead: str, folder: str = "") -> str:
     """List the exercises or the puzzles, with the title of each file."""
     letter = "p" * bool(folder)
-    lines = [f"| {'puzzle' if folder else 'function'} | what it is about |", "|---|---|"]
+    lines = [f"| {'puzzle' if folder else 'function'} | what it is about |{' effort |' * (not folder)}"]
+    lines.append("|---|---|" + "---|" * (not folder))
     for i, path in enumerate(learner.files(ROOT / "notebooks/exercises" / folder), 1):
-        lines.append(f"| {letter}{i} · [`{path.stem[3:]}`]({to(page, page_of(path))}) | {learner.title(path)} |")
+        line = f"| {letter}{i} · [`{path.stem[3:]}`]({to(page, page_of(path))}) | {learner.title(path)} |"
+        if not folder:
+            exercise = EXERCISES[i - 1]
+            line += f" {'●' * exercise.level}{'○' * (3 - exercise.level)} {exercise.minutes} min |"
+        lines.append(line)
     return "\n".join(lines)
 
 
@@ -200,8 +207,20 @@ def in_short_of_paths(names: Sequence[str]) -> str:
     return ", ".join([*(name for name in names if name not in ATTENDS), most])
 
 
+def progress(page: Page, instead: str) -> str:
+    """Make the element in which docs/assets/predict.js shows how many questions of each notebook a reader answered."""
+    books = []
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        cells = json.loads(path.read_text())["cells"]
+        title = "".join(cells[0]["source"]).splitlines()[0].removeprefix("# ")
+        numbers = list(predict.questions(cells))
+        books.append({"title": title, "url": to(page, f"notebooks/{path.stem}.html"), "numbers": numbers})
+    return f'{instead}\n\n<div class="progress" data-notebooks="{html.escape(json.dumps(books))}"></div>'
+
+
 INSERTS = {
-    insert.__name__: insert for insert in (api, code, contract, exercises, kernels, measured, picture, says, tested)
+    insert.__name__: insert
+    for insert in (api, code, contract, exercises, kernels, measured, picture, progress, says, tested)
 }
 
 
@@ -426,13 +445,22 @@ def notebook_files(path: Path) -> Iterator[tuple[str, str | bytes]]:
     """Make a page of a notebook, and a file of each of its pictures. Answers are closed until the reader opens them.
 
     The tag `answer` makes an answer of a cell: of what code prints, of Markdown as a whole. `answer-code` closes the
-    code as well, where it gives the answer away. Neighbouring cells with the tag are one answer.
+    code as well, where it gives the answer away. Neighbouring cells with the tag are one answer. A cell with the tag
+    `predict` becomes a field in which the reader predicts, and which opens the answer (docs/assets/predict.js).
     """
     parts: list[str] = []
     answer: list[str] = []
     pictures = 0
-    for cell in json.loads(path.read_text())["cells"]:
+    cells = json.loads(path.read_text())["cells"]
+    asked = iter(predict.questions(cells).values())
+    for cell in cells:
         tags = cell["metadata"].get("tags", ())
+        if "predict" in tags:
+            if answer:
+                parts.append(folded(ANSWER, answer, kind="question"))
+                answer = []
+            parts.append(prediction(next(asked)))
+            continue
         source = "".join(cell["source"])
         source = f"```python\n{source}\n```" if cell["cell_type"] == "code" else text_of_notebook(path, source)
         shown = []
@@ -460,10 +488,24 @@ def notebook_files(path: Path) -> Iterator[tuple[str, str | bytes]]:
     yield f"notebooks/{path.stem}.md", "\n\n".join(parts)
 
 
+def prediction(question: dict[str, Any]) -> str:
+    """Make the element that docs/assets/predict.js turns into a field; without a script, it shows nothing.
+
+    What is right is encoded, so that nobody reads it by accident.
+    """
+    names = ("number", "says", "within", "mask")
+    data = {name: question[name] for name in names if name in question} | {"right": question["right"]}
+    if "choose" in question:
+        data["choose"] = sorted(question["choose"])
+    encoded = base64.b64encode(json.dumps(data).encode()).decode()
+    return f'<div class="predict" id="predict-{question["number"]}" data-question="{encoded}"></div>'
+
+
 def text_of_notebook(path: Path, source: str) -> str:
     """Turn the links of a Markdown cell into those of the site."""
     source = (
         source.replace("<details>", '<details markdown="1">').replace(".ipynb", ".md").replace("](../docs/", "](../")
     )
     source = re.sub(r"\]\(\.\./((?:refattn|fastattn|tests)/[\w/]+\.py)", r"](../source/\1.md", source)
+    source = re.sub(r"\]\((exercises/[\w/]+\.py)\)", r"](../source/notebooks/\1.md)", source)
     return LINK_TO_EXPLORER.sub(r'<a href="\2index.html\3">\1</a>', source)

@@ -4,7 +4,7 @@
 //     settings ─┬─ tables, slots     where are the keys?       runs ── who may see whom?
 //               ├─ sequences         trimmed tables, virtual batches      (refattn.sliding_window, refattn.local)
 //               ├─ levels            what requests share, read once       (refattn.cascade)
-//               ├─ answer            how do partial answers combine?      (refattn.merge)
+//               ├─ answer            how do partial outputs combine?      (refattn.merge)
 //               └─ cost              bytes, operations, floor
 //
 // A request is [query_len, seq_len]: its new tokens, and all its tokens. Query i stands at seq_len - query_len + i.
@@ -25,7 +25,7 @@ var explorer = (() => {
     shared: 0, // leading tokens that requests have in the same blocks, as far as these are full and old
     splits: 1, // parts that the keys of a query are cut into
     heads: 32, // query heads
-    kv: 8, // key heads, a divisor of `heads`
+    kv: 8, // KV heads, a divisor of `heads`
     size: 128, // numbers of a key, of a value
     dtype: "bfloat16", // of the cache
     query: [1, 0], // the query that is looked at: its request, and its row there
@@ -241,7 +241,7 @@ var explorer = (() => {
     return [...result, s.lens.map(([, keys], i) => ({ first: i, last: i + 1, begin: begins[i], end: keys }))]
   }
 
-  // --- how do partial answers combine? ---
+  // --- how do partial outputs combine? ---
 
   const TOY = { keys: 4, values: 2 } // numbers of a key and of a value here: few enough to be read
 
@@ -280,7 +280,7 @@ var explorer = (() => {
     return { out: acc.map((x) => (sum ? x / sum : 0)), lse: sum ? max + Math.log(sum) : -Infinity }
   }
 
-  /** Merge partial answers over disjoint keys, each with its share: exp(lse_i - lse). */
+  /** Merge partial outputs over disjoint keys, each with its share: exp(lse_i - lse). */
   function merge(parts) {
     const max = Math.max(...parts.map((part) => part.lse))
     if (max === -Infinity) return { out: parts[0].out.map(() => 0), lse: max, shares: parts.map(() => 0) }
@@ -334,7 +334,7 @@ var explorer = (() => {
    * Count what a step reads, writes and computes at least, for one layer.
    *
    * `keys` are bytes of the keys and values that some query sees, those of a level of a cascade once; `apart` if each
-   * request reads its own; `all` if no block were left out. Partial answers are written and read in float32.
+   * request reads its own; `all` if no block were left out. Partial outputs are written and read in float32.
    */
   function cost(s, allTables, itsLevels) {
     const perKey = 2 * s.kv * s.size * DTYPES[s.dtype]

@@ -162,7 +162,7 @@
         size("splits", "splits of the keys", 16)),
       group("A layer",
         size("heads", "query heads", 128, { step: () => state.kv }),
-        size("kv", "key heads", 128),
+        size("kv", "KV heads", 128),
         size("size", "head size", 576, { step: () => 16 }),
         el("div", { class: "field" }, el("span", { "aria-hidden": "true" }, "cache of"), dtypes)),
     ]
@@ -355,7 +355,7 @@
       el("span", { class: "note" }, `${queries.toLocaleString("en")} × ${keys.toLocaleString("en")}`))
   }
 
-  // --- how do partial answers combine? ---
+  // --- how do partial outputs combine? ---
 
   function how() {
     const [request, row] = state.query
@@ -397,7 +397,7 @@
       now ? formula(now, tiles[at - 1]) : null,
       scroller("online softmax", el("table", { class: "table softmax" },
         head(parts.length > 1 ? "part" : "", "keys", "row_max", "rescale", "row_sum", "acc"), el("tbody", {}, softmax))),
-      el("h4", {}, parts.length > 1 ? `${parts.length} partial answers, merged` : "The answer"),
+      el("h4", {}, parts.length > 1 ? `${parts.length} partial outputs, merged` : "The answer"),
       scroller("merge", el("table", { class: "table merge" },
         head("part", "keys", "LSE", "out = acc / row_sum", "share = exp(LSE − all)"), el("tbody", {}, merged, whole))),
     ]
@@ -460,7 +460,7 @@
         bar("those that any query sees", apart),
         bar("with what is shared once", moved.keys),
         bar("queries and outputs", moved.queries + moved.outputs),
-        bar("partial answers, written and read", moved.partials)),
+        bar("partial outputs, written and read", moved.partials)),
       el("div", { class: "field" }, el("span", { "aria-hidden": "true" }, "machine"),
         el("select", { "aria-label": "machine", "data-key": "machine", onchange: (event) => { machine = Number(event.target.value); draw() } },
           machines.map((each, i) => el("option", { value: i, selected: i === machine ? "" : null }, `${each.name}, ${each.dtype}`)))),
@@ -512,7 +512,7 @@
   const panes = [
     [pane("Where are the keys?", "where"), where],
     [pane("Who may see whom?", "who"), who],
-    [pane("How do partial answers combine?", "how", stepBar.node), how],
+    [pane("How do partial outputs combine?", "how", stepBar.node), how],
     [pane("What does it cost?", "cost"), cost],
   ]
 

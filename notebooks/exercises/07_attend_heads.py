@@ -1,4 +1,4 @@
-"""7 · Attention, for all heads: fewer key heads than query heads (GQA)."""
+"""7 · Attention, for all heads: fewer KV heads than query heads (GQA)."""
 
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -12,7 +12,7 @@ def attend_heads(
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Return the outputs and the log-sum-exps of exercise 6 for every query head.
 
-    There are g = h / hk query heads per key head, and neighbours share one: query head i reads key head i // g.
-    4 query heads and 2 key heads: the query heads 0 and 1 read key head 0, and 2 and 3 read key head 1.
+    There are g = h / hk query heads per KV head, and neighbours share one: query head i reads KV head i // g.
+    4 query heads and 2 KV heads: the query heads 0 and 1 read KV head 0, and 2 and 3 read KV head 1.
     """
     raise NotImplementedError

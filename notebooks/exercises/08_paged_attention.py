@@ -15,6 +15,7 @@ def paged_attention(
     """Return causal attention of each sequence's new tokens over all its tokens in the pool: outputs, log-sum-exps.
 
     Sequence i has the query rows from cu_seqlens_q[i] to before cu_seqlens_q[i + 1], and seq_lens[i] keys in the blocks
-    of block_table[i]. cu_seqlens_q [0, 2, 3] and seq_lens [5, 7]: rows 0 and 1 stand at 3 and 4 of the first sequence.
+    of block_table[i]. cu_seqlens_q [0, 2, 3] and seq_lens [5, 7]: rows 0 and 1 are at positions 3 and 4 of the
+    first sequence. Slots past the end of a sequence hold NaN, and table entries past its last block 10^6: use neither.
     """
     raise NotImplementedError

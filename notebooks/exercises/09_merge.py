@@ -1,4 +1,4 @@
-"""9 · Merge partial answers."""
+"""9 · Merge partial outputs."""
 
 from collections.abc import Sequence
 

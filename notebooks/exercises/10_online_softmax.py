@@ -11,7 +11,8 @@ def online_softmax(
 ) -> tuple[Float[Tensor, "d"], Float[Tensor, ""]]:
     """Return the answer of one query over all its keys, and its LSE; the keys come tile by tile, and each only once.
 
-    A tile is the scores of some keys and their values. Scores may be large (exp(1000) is inf), or -inf for hidden keys.
+    A tile is the scores of some keys and their values; its memory is used again for the next tile. Scores
+    may be large (exp(1000) is inf), or -inf for hidden keys.
     Tiles ([0, 0], [1, 3]) and ([0], [5]): out 3, LSE log(3).
     """
     raise NotImplementedError

@@ -6,7 +6,7 @@ def trim_window(
 ) -> tuple[int, int, list[int]]:
     """Return the position of the first key that is left, how many tokens are left, and their blocks.
 
-    Whole blocks go that none of the queries can see: each sees `window` keys, itself included.
+    Drop every block that no query can see: each sees `window` keys, itself included.
     query_len 1, seq_len 14, blocks [9, 2, 4, 7] of 4 tokens, window 5: (8, 6, [4, 7]).
     """
     raise NotImplementedError

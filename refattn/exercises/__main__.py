@@ -8,6 +8,7 @@ python -m refattn.exercises --serve        let SmolLM2 answer a question with yo
 """
 
 import argparse
+import importlib.util
 import inspect
 import os
 import sys
@@ -19,8 +20,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from refattn.exercises import exercise as exercise_module
 from refattn.exercises import learner, report
-from refattn.exercises.exercise import Exercise, Function, Outcome, check, describe, is_to_do
+from refattn.exercises.exercise import Exercise, Function, Outcome, TimeLimit, check, describe, is_to_do
 from refattn.exercises.functions import EXERCISES
 from refattn.exercises.puzzles import PUZZLES, Puzzle
 from refattn.exercises.puzzles import describe as describe_case
@@ -28,8 +30,11 @@ from refattn.exercises.puzzles import describe as describe_case
 COMMAND = "python -m refattn.exercises"
 
 
-def to_type(arguments: str) -> str:
-    """Return the command with some arguments, as somebody types it who runs this by make or by itself."""
+def to_type(arguments: str, file: Path) -> str:
+    """Return the command with some arguments for a file, as somebody types it who runs this by make or by itself."""
+    folder = file.parent.parent if file.parent.name == "puzzles" else file.parent
+    if folder != learner.FOLDER and "MAKELEVEL" not in os.environ:
+        arguments += f" --folder {folder}"
     return f'make exercises ARGS="{arguments}"' if "MAKELEVEL" in os.environ else f"{COMMAND} {arguments}"
 
 
@@ -60,15 +65,24 @@ class Task:
         """Import the file as it is now, and return the function; None if it has none of that name."""
         return getattr(learner.load(self.file), self.name, None)
 
+    @property
+    def effort(self) -> str:
+        """How hard it is, and how long it takes."""
+        return f"{'●' * self.exercise.level}{'○' * (3 - self.exercise.level)} {self.exercise.minutes:2} min"
+
     def check(self) -> Outcome:
         """Check the function."""
+        needs = self.exercise.needs
+        if needs and importlib.util.find_spec(needs) is None:
+            return Outcome("not here", reason=f"It needs {needs}, which there is for Linux only.")
         try:
-            function = self.function()
+            with TimeLimit(exercise_module.SECONDS):
+                function = self.function()
+                if function is None:
+                    return Outcome("wrong", reason=f"{self.file.name} has no function {self.name}")
+                return check(self.exercise, function, self.file)
         except Exception as error:  # noqa: BLE001  # somebody's file may raise anything
             return Outcome("to do") if is_to_do(error) else Outcome("wrong", reason=describe(error, self.file))
-        if function is None:
-            return Outcome("wrong", reason=f"{self.file.name} has no function {self.name}")
-        return check(self.exercise, function, self.file)
 
 
 @dataclass(frozen=True)
@@ -94,8 +108,17 @@ class PuzzleTask:
         """What it is about."""
         return learner.title(self.file)
 
+    effort = ""
+
     def check(self) -> Outcome:
         """Check the failing case, and then what was mended."""
+        try:
+            with TimeLimit(exercise_module.SECONDS):
+                return self._check()
+        except TimeoutError as error:
+            return Outcome("wrong", reason=describe(error, self.file))
+
+    def _check(self) -> Outcome:
         case: object = None
         try:
             module = learner.load(self.file)
@@ -107,7 +130,9 @@ class PuzzleTask:
         except Exception as error:  # noqa: BLE001  # somebody's file may raise anything
             return Outcome("to do") if is_to_do(error) else Outcome("wrong", reason=describe(error, self.file))
         if tried.state == "done":
-            reason = f"failing_case: broken is right there ({describe_case(case)}); find a case that it gets wrong"
+            reason = (
+                f"failing_case: broken gives the right answer for {describe_case(case)}; find one that it gets wrong"
+            )
             return Outcome("wrong", reason=reason)
         mended = check(self.puzzle.exercise("mended", self.puzzle.contract), module.mended, self.file)
         return replace(tried, state="found") if mended.state == "to do" else mended
@@ -140,12 +165,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.which is None:
             return show_all(console, tasks)
         task = find(tasks, options.which)
+        if options.watch:
+            watch(console, task, tasks)
+            return 0
+        return show(console, task, tasks, hints=options.hint)
     except learner.FolderError as error:
         parser.error(str(error))
-    if options.watch:
-        watch(console, task, tasks)
-        return 0
-    return show(console, task, tasks, hints=options.hint)
+    except KeyboardInterrupt:
+        console.print("\nStopped.")
+        return 130
 
 
 def all_tasks(folder: Path) -> list[Task | PuzzleTask]:
@@ -182,14 +210,14 @@ def find(tasks: Sequence[Task | PuzzleTask], which: str) -> Task | PuzzleTask:
 def show_all(console: Console, tasks: Sequence[Task | PuzzleTask]) -> int:
     """Check everything, list it, and say what comes next."""
     states = {task.number: task.check().state for task in tasks}
-    rows = {task.number: (states[task.number], task.name, task.title) for task in tasks}
+    rows = {task.number: (states[task.number], task.name, task.effort, task.title) for task in tasks}
     exercises = [number for number in rows if number.isdigit()]
     console.print("[bold]Write a serving engine's attention yourself[/bold], a function at a time.\n")
     console.print(report.list_table({number: rows[number] for number in exercises}))
-    console.print("\n[bold]Puzzles[/bold]: bugs that servers had. Find a case that goes wrong, and mend it.\n")
+    console.print("\n[bold]Puzzles[/bold]: bugs that servers had. Find a case that goes wrong, and fix it.\n")
     console.print(report.list_table({number: row for number, row in rows.items() if number not in exercises}))
     console.print("\n", report.progress_bar(sum(state == "done" for state in states.values()), len(tasks)), sep="")
-    show_next(console, next((task for task in tasks if states[task.number] != "done"), None))
+    show_next(console, next((task for task in tasks if states[task.number] not in ("done", "not here")), None))
     return 0
 
 
@@ -204,20 +232,23 @@ def show(console: Console, task: Task | PuzzleTask, tasks: Sequence[Task | Puzzl
     elif outcome.state == "found":
         console.print("[green]Found:[/green] broken goes wrong there.\n")
         report.show_wrong(console, "broken", outcome)
-        console.print(f"Now write [bold]mended[/bold] in {task.file}: it is tried on the whole contract.")
+        console.print(f"Now write [bold]mended[/bold] in {task.file}: it is checked on all cases.")
     elif outcome.state == "to do" and is_puzzle:
         console.print(f"{learner.story(task.file)}\n")
         console.print(f"To do: open [bold]{task.file}[/bold], read broken, and write failing_case; then mended.")
     elif outcome.state == "to do":
         console.print(f"To do: open [bold]{task.file}[/bold], and write {task.name} where it says raise.")
+    elif outcome.state == "not here":
+        console.print(outcome.reason)
     for i, hint in enumerate(task.hints[:hints], 1):
         console.print(Text.assemble((f"Hint {i} of {len(task.hints)}: ", "bold"), hint))
     if outcome.state == "done":
         console.print(f"All {outcome.trials} trials are right.")
-        later = tasks[tasks.index(task) + 1 :]
-        show_next(console, next((other for other in later if other.check().state != "done"), None))
+        place = tasks.index(task)
+        others = [*tasks[place + 1 :], *tasks[:place]]
+        show_next(console, next((each for each in others if each.check().state not in ("done", "not here")), None))
     elif hints < len(task.hints):
-        console.print(f"A hint: {to_type(task.number + ' --hint' * (hints + 1))}", style="dim")
+        console.print(f"A hint: {to_type(task.number + ' --hint' * (hints + 1), task.file)}", style="dim")
     return int(outcome.state == "wrong")
 
 
@@ -226,7 +257,7 @@ def show_next(console: Console, task: Task | PuzzleTask | None) -> None:
     if task is None:
         console.print("\nNothing is left to write.")
         return
-    console.print(f"\nNext: [bold]{task.file}[/bold]  {task.title}\n      {to_type(task.number)}")
+    console.print(f"\nNext: [bold]{task.file}[/bold]  {task.title}\n      {to_type(task.number, task.file)}")
 
 
 def serve(console: Console, tasks: Sequence[Task | PuzzleTask]) -> int:

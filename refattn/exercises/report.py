@@ -16,7 +16,13 @@ from refattn.exercises.exercise import ALONE, Once, Outcome, kind
 
 COLUMNS = 6  # numbers of a row that are shown
 CELLS = 24  # columns of a mask that are shown
-MARKS = {"done": ("✓", "green"), "to do": ("·", "dim"), "wrong": ("✗", "red"), "found": ("◐", "yellow")}
+MARKS = {
+    "done": ("✓", "green"),
+    "to do": ("·", "dim"),
+    "wrong": ("✗", "red"),
+    "found": ("◐", "yellow"),
+    "not here": ("–", "dim"),
+}
 
 
 def show_wrong(console: Console, name: str, outcome: Outcome) -> None:
@@ -142,10 +148,11 @@ def progress_bar(done: int, total: int, width: int = 24) -> Text:
     return Text.assemble(("█" * filled, "green"), ("░" * (width - filled), "dim"), f" {done} of {total}")
 
 
-def list_table(rows: Mapping[str, tuple[str, str, str]]) -> Table:
-    """Make the list of exercises: number, state, name, title."""
+def list_table(rows: Mapping[str, tuple[str, str, str, str]]) -> Table:
+    """Make the list of exercises: number, state, name, how hard it is, title."""
     table = Table(box=None, show_header=False, padding=(0, 1))
-    for number, (state, name, title) in rows.items():
+    for number, (state, name, effort, title) in rows.items():
         mark, style = MARKS[state]
-        table.add_row(Text(number, justify="right"), Text(mark, style=style), Text(name, style="bold"), Text(title))
+        cells = Text(mark, style=style), Text(name, style="bold"), Text(effort, style="dim", no_wrap=True), Text(title)
+        table.add_row(Text(number, justify="right"), *cells)
     return table

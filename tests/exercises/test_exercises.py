@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from refattn.exercises import __main__ as command
+from refattn.exercises import exercise as exercise_module
 from refattn.exercises import learner, report
 from refattn.exercises.exercise import check
 from refattn.exercises.functions import EXERCISES
@@ -199,3 +200,38 @@ def test_a_task_is_found_by_number_name_and_file():
         assert command.find(tasks, which).exercise is EXERCISES[2]
     for which in ("p2", "P2", "padding", "notebooks/exercises/puzzles/02_padding.py"):
         assert command.find(tasks, which).puzzle.name == "padding"
+
+
+def test_a_loop_that_never_ends_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(exercise_module, "SECONDS", 0.3)
+    stub = learner.file_of(STUBS, "slot")
+    (tmp_path / stub.name).write_text(stub.read_text().replace("raise NotImplementedError", "while True:\n        0"))
+    outcome = run(EXERCISES[0], tmp_path)
+    assert (
+        outcome.state == "wrong" and "is there a loop that never ends?" in outcome.reason and "line " in outcome.reason
+    )
+
+
+def test_what_this_system_lacks_is_no_mistake(monkeypatch, tmp_path, capsys):
+    """Without Triton, its exercise is neither wrong nor the next one to do."""
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    assert command.main(["23", "--folder", str(STUBS)]) == 0
+    assert "for Linux only" in capsys.readouterr().out
+    shutil.copytree(SOLUTIONS, tmp_path / "mine")
+    assert command.main(["22", "--folder", str(tmp_path / "mine")]) == 0
+    assert "Nothing is left to write" in capsys.readouterr().out
+
+
+def test_what_is_left_may_stand_before_what_is_done(tmp_path, capsys):
+    shutil.copytree(STUBS, tmp_path / "mine")
+    shutil.copy(SOLUTIONS / "puzzles" / "14_frozen_splits.py", tmp_path / "mine" / "puzzles")
+    assert command.main(["p14", "--folder", str(tmp_path / "mine")]) == 0
+    printed = capsys.readouterr().out
+    assert "01_slot.py" in printed and f"1 --folder {tmp_path / 'mine'}" in "".join(printed.split("\n"))
+
+
+def test_a_mask_of_numbers_is_said(tmp_path):
+    stub = learner.file_of(STUBS, "causal_mask")
+    body = "import torch\n    return torch.zeros(query_len, seq_len)"
+    (tmp_path / stub.name).write_text(stub.read_text().replace("raise NotImplementedError", body))
+    assert "expected a tensor of bool [2, 4], got a tensor of float32" in run(EXERCISES[4], tmp_path).reason

@@ -89,7 +89,7 @@ def test_a_harmless_case_is_refused(puzzle, tmp_path):
     harmless = f'    nan, inf = float("nan"), float("inf")\n    return {HARMLESS[puzzle.name]}\n'
     solve(puzzle, tmp_path, case=harmless, mended=the_bug_of(puzzle))
     outcome = check(puzzle, tmp_path)
-    assert outcome.state == "wrong" and "broken is right there" in outcome.reason
+    assert outcome.state == "wrong" and "broken gives the right answer" in outcome.reason
 
 
 @each_puzzle
@@ -119,3 +119,24 @@ def test_files_are_numbered_in_the_order_of_the_puzzles():
     assert [file.stem for file in learner.files(STUBS)] == names
     assert [file.stem for file in learner.files(SOLUTIONS)] == names
     assert list(HARMLESS) == [puzzle.name for puzzle in PUZZLES]
+
+
+def test_keys_may_be_split_in_any_way(tmp_path):
+    """The last split may take the rest: nothing asks for splits of one size."""
+    puzzle = next(puzzle for puzzle in PUZZLES if puzzle.name == "frozen_splits")
+    body = (
+        "    size = replayed_len // num_splits\n"
+        "    ends = [size * i for i in range(1, num_splits)] + [replayed_len]\n"
+        "    return list(zip([0, *ends[:-1]], ends))\n"
+    )
+    solve(puzzle, tmp_path, case=the_case_of(puzzle), mended=body)
+    assert check(puzzle, tmp_path).state == "done"
+
+
+def test_nothing_hides_a_broken_model(tmp_path):
+    """NaN of a part that counts has to come out; only what is made of nothing, as -inf - -inf, may be removed."""
+    puzzle = next(puzzle for puzzle in PUZZLES if puzzle.name == "empty_parts")
+    body = "    out, lse = broken(outs, lses)\n    return out.nan_to_num(0), lse.nan_to_num(float('-inf'))\n"
+    solve(puzzle, tmp_path, case=the_case_of(puzzle), mended=body)
+    outcome = check(puzzle, tmp_path)
+    assert outcome.state == "wrong" and "where NaN went in" in outcome.reason

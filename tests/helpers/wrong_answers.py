@@ -37,9 +37,21 @@ WRONG = {
         ("scores.logsumexp(-1)", "scores.exp().sum(-1).log()", "exp of a large score is inf"),
         ("return weights @ value, lse", "return weights @ value, lse / 0.6931471805599453", "natural log"),
         ("    scores = scores.masked_fill(~visible, -torch.inf)\n", "", "a share of the denominator"),
+        (
+            "    scores = scores.masked_fill(~visible, -torch.inf)\n    lse = scores.logsumexp(-1)\n"
+            "    weights = torch.exp(scores - lse[:, None]).masked_fill(~visible, 0.0)\n",
+            "    scores = scores * visible\n    lse = scores.logsumexp(-1)\n    weights = scores.softmax(-1)\n",
+            "a score of 0, and exp(0) is 1",
+        ),
+        (
+            "-torch.inf)\n    lse = scores.logsumexp(-1)\n"
+            "    weights = torch.exp(scores - lse[:, None]).masked_fill(~visible, 0.0)\n",
+            "-1e9)\n    lse = scores.logsumexp(-1)\n    weights = scores.softmax(-1)\n",
+            "-1e9 hides a key only next to a visible one",
+        ),
     ],
     "attend_heads": [
-        (".repeat_interleave(group, dim=1)", ".repeat(1, group, 1)", "neighbours share a key head"),
+        (".repeat_interleave(group, dim=1)", ".repeat(1, group, 1)", "neighbours share a KV head"),
         (
             "return torch.einsum",
             "return torch.einsum('hts->ths', weights), torch.einsum",
@@ -52,6 +64,24 @@ WRONG = {
         ("masks.causal(last - first, seq_len)", "masks.causal(seq_len, seq_len)[: last - first]", "top left"),
         ("first, last = cu_seqlens_q[i : i + 2].tolist()", "first, last = i, i + 1", "was taken for sequence i"),
         ("gather(value_cache, blocks", "gather(value_cache, block_table[0]", "the first sequence"),
+        (
+            "key, value = gather(key_cache, blocks, seq_len), gather(value_cache, blocks, seq_len)",
+            "whole = -(-seq_len // key_cache.shape[1]) * key_cache.shape[1]\n"
+            "        key, value = gather(key_cache, blocks, whole), gather(value_cache, blocks, whole)\n"
+            "        visible = torch.zeros(last - first, whole, dtype=torch.bool)\n"
+            "        visible[:, :seq_len] = masks.causal(last - first, seq_len)\n"
+            "        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))\n"
+            "        scores = torch.einsum('thd,shd->ths', query[first:last], key) / query.shape[2] ** 0.5\n"
+            "        scores = scores.masked_fill(~visible[:, None], -torch.inf)\n"
+            "        out[first:last] = torch.einsum('ths,shd->thd', scores.softmax(-1), value)\n"
+            "        continue",
+            "a mask is not enough",
+        ),
+        (
+            "key, value = gather(key_cache, blocks, seq_len)",
+            "key_cache[block_table[i].long()]\n        key, value = gather(key_cache, blocks, seq_len)",
+            "Entries of the table past the last block",
+        ),
     ],
     "merge": [
         (".masked_fill((part_lse == -torch.inf)[..., None], 0.0)", "", "is NaN, and so is 0 * NaN"),
@@ -63,6 +93,7 @@ WRONG = {
         ("row_sum * rescale", "row_sum", "the sum was not rescaled"),
         ("        if new_max == -torch.inf:\n            continue\n", "", "leaves the maximum at -inf"),
         ("    for scores", "    tiles = list(tiles) + list(tiles)\n    for scores", "gone through twice"),
+        ("    for scores", "    tiles = list(tiles)\n    for scores", "the memory of one is used again"),
     ],
     "split_kv": [
         ("-(-len(key) // num_splits)", "len(key) // num_splits", "the last keys are lost"),
@@ -90,6 +121,26 @@ WRONG = {
     "virtual_batches": [
         ("position = seq_len - query_len", "seq_len = query_len; position = 0", "begin at the first new token"),
         ("lens.append(end - begin)", "lens.append(chunk_size)", "even if its chunk has room"),
+        (
+            "        position = seq_len - query_len\n",
+            "        position = 0\n",
+            "only the last query_len are new",
+        ),
+        (
+            "        position = seq_len - query_len\n        while position < seq_len:\n"
+            "            begin = position // chunk_size * chunk_size\n"
+            "            end = min(begin + chunk_size, seq_len)\n            queries.append(end - position)\n",
+            "        position = 0\n        while position < seq_len:\n"
+            "            begin = position // chunk_size * chunk_size\n"
+            "            end = min(begin + chunk_size, seq_len)\n"
+            "            queries.append(max(0, end - max(begin, seq_len - query_len)))\n",
+            "a chunk without new tokens is no piece",
+        ),
+        (
+            "        position = seq_len - query_len\n",
+            "        position = seq_len - max(query_len, 1)\n",
+            "a sequence without new tokens has no piece",
+        ),
         ("blocks[begin // block_size :", "blocks[0 :", "not the expected list"),
         (
             "blocks[begin // block_size : -(-end // block_size)]",
@@ -110,6 +161,16 @@ WRONG = {
         ("causal=False", "causal=True", "the prefix is hidden from some queries"),
         ("merge([prefix[0], own[0]], [prefix[1], own[1]])", "own", "the prefix is left out"),
         ("    return merge(", "    prefix = prefix[0], own[1]\n    return merge(", "out: max error"),
+        (
+            "    columns = prefix_len",
+            "    block_table = block_table.clone()\n    block_table[:, : prefix_len // key_cache.shape[1]] = "
+            "block_table[:1, : prefix_len // key_cache.shape[1]]\n"
+            "    batch = Batch(cu_seqlens_q, seq_lens, block_table, len(query), int(seq_lens.max()))\n"
+            "    plan = chunked_prefill.plan(batch, block_size=key_cache.shape[1])\n"
+            "    return chunked_prefill.attention(query, key_cache, value_cache, plan, return_lse=True)\n"
+            "    columns = prefix_len",
+            "read what is shared once",
+        ),
     ],
     "add_sinks": [
         ("out * torch.exp(lse - total)[..., None], total", "out, total", "takes its share of the output"),
@@ -128,7 +189,13 @@ WRONG = {
         (
             "(absorbed @ latent.T +",
             '(torch.einsum("hn,shn->hs", query[:, :nope], torch.einsum("sr,hnr->shn", latent, key_projection)) +',
-            "a tensor of 64,000 numbers was made",
+            "the keys or the values of a head",
+        ),
+        (
+            "    scores = (absorbed @ latent.T + query[:, nope:] @ rope_key.T) * softmax_scale\n",
+            "    scores = torch.stack([latent @ W.T @ q for W, q in zip(key_projection, query[:, :nope])])\n"
+            "    scores = (scores + query[:, nope:] @ rope_key.T) * softmax_scale\n",
+            "the keys or the values of a head",
         ),
     ],
     "tree_mask": [
@@ -137,6 +204,7 @@ WRONG = {
             "torch.ones(len(parents), len(parents)).tril().bool()",
             "siblings",
         ),
+        ("return visible", "return visible.T", "rows and columns are swapped"),
         ("|= visible[parent]", "= visible[i] | (torch.arange(len(parents)) == parent)", "not only the parent"),
         ("        if parent >= 0:\n            visible", "        visible", "Python counts -1 from the end"),
     ],
@@ -149,7 +217,6 @@ WRONG = {
         (" + min(max(rest - rank * interleave, 0), interleave)", "", "only whole rounds were counted"),
     ],
     "triton_decode": [
-        ("acc * rescale", "acc", "max error"),
         ("range(0, seq_len, TILE)", "range(0, seq_len // TILE * TILE, TILE)", "the last keys are missing"),
         (
             'tl.where(there, tl.sum(keys * q[None, :], axis=1) * scale, -float("inf"))',
@@ -157,5 +224,14 @@ WRONG = {
             "lanes after the last key",
         ),
         (" * scale", "", "not multiplied by `scale`"),
+        ("acc * rescale", "acc", "`acc` has to be rescaled"),
+        ("head_stride + head * D", "head_stride", "all programs read the keys of head 0"),
+        ("q = tl.load(query + head * D + dims)", "q = query[head]", "Inside a kernel a tensor is a pointer"),
+        (
+            "    decode_kernel[(heads,)]",
+            "    scores = torch.einsum('hd,shd->hs', query, key) * size**-0.5\n"
+            "    return torch.einsum('hs,shd->hd', scores.softmax(-1), value)\n    decode_kernel[(heads,)]",
+            "all arithmetic belongs into the kernel",
+        ),
     ],
 }

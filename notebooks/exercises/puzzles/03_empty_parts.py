@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def broken(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge partial answers [parts, queries] into one: outputs and log-sum-exps, [queries]."""
+    """Merge partial outputs [parts, queries] into one: outputs and log-sum-exps, [queries]."""
     largest = lses.amax(0)
     shares = torch.exp(lses - largest)
     total = shares.sum(0)

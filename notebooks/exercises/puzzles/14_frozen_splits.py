@@ -1,6 +1,6 @@
 """14 · A plan that was frozen.
 
-A recorded step answers well at first. As the conversation grows, it forgets the newest words.
+A captured CUDA graph gives good answers at first. As the conversation grows, it forgets the newest tokens.
 
 Reported: vLLM 42444: https://github.com/vllm-project/vllm/issues/42444
 """
@@ -9,7 +9,10 @@ from typing import Any
 
 
 def broken(captured_len: int, replayed_len: int, num_splits: int) -> list[tuple[int, int]]:
-    """Return the keys of each split, (first, after last), of a step that was recorded and is replayed with more."""
+    """Return the keys of each split, (first, after last), of a step that was captured and is replayed with more.
+
+    Each key belongs to one of `num_splits` splits, in order; how many a split has does not matter.
+    """
     size = -(-captured_len // num_splits)  # keys of a split
     return [(min(i * size, replayed_len), min((i + 1) * size, replayed_len)) for i in range(num_splits)]
 

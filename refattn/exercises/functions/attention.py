@@ -62,6 +62,16 @@ def _tokens(t: int, s: int, *, visible: Tensor | None = None, size: float = 1.0)
     return dict(query=draw(t, 8) * size, key=draw(s, 8, seed=1), value=draw(s, 8, seed=2), visible=visible)
 
 
+def _attend_times_mask(query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+    scores = query @ key.T / query.shape[1] ** 0.5 * visible
+    return scores.softmax(-1) @ value, scores.logsumexp(-1)
+
+
+def _attend_far_below(query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+    scores = (query @ key.T / query.shape[1] ** 0.5).masked_fill(~visible, -1e9)
+    return scores.softmax(-1) @ value, scores.logsumexp(-1)
+
+
 ATTEND = Exercise(
     "attend",
     _attend,
@@ -73,6 +83,10 @@ ATTEND = Exercise(
         "a row of softmax over -inf alone is NaN; its answer has to be 0": _attend_naively,
         "hidden keys have a share of the denominator: mask the scores before the softmax": _attend_then_mask,
         "exp of a large score is inf: take the largest score off first, or use logsumexp": _overflowing,
+        "a hidden key got a score of 0, and exp(0) is 1; its score has to be -inf": _attend_times_mask,
+        "-1e9 hides a key only next to a visible one: where all are hidden, all count alike. Use -inf, and 0 there": (
+            _attend_far_below
+        ),
         "the log-sum-exp is to be a natural log, and this is one of base 2": (
             lambda **arguments: (_attend(**arguments)[0], _attend(**arguments)[1] * log2(torch.e))
         ),
@@ -83,6 +97,8 @@ ATTEND = Exercise(
         "-inf - -inf is NaN: fill the weights of hidden keys with 0 once more.",
     ),
     parts=ANSWER,
+    level=2,
+    minutes=10,
 )
 
 
@@ -101,9 +117,9 @@ def _attend_first_head(query: Tensor, key: Tensor, value: Tensor, visible: Tenso
 
 def _attend_heads_trials() -> Iterator[Trial]:
     for says, heads, lens, sizes in (
-        ("4 query heads, 2 key heads", (4, 2), (1, 3), (4, 4)),
-        ("as many key heads as query heads", (3, 3), (2, 4), (4, 4)),
-        ("one key head for all", (4, 1), (2, 4), (4, 4)),
+        ("4 query heads, 2 KV heads", (4, 2), (1, 3), (4, 4)),
+        ("as many KV heads as query heads", (3, 3), (2, 4), (4, 4)),
+        ("one KV head for all", (4, 1), (2, 4), (4, 4)),
         ("6 and 2 heads, and values of another size", (6, 2), (3, 7), (8, 5)),
     ):
         (h, hk), (t, s), (d, dv) = heads, lens, sizes
@@ -116,16 +132,18 @@ ATTEND_HEADS = Exercise(
     _attend_heads,
     _attend_heads_trials,
     {
-        "neighbours share a key head: i // g. This is i % hk, so `repeat` where `repeat_interleave` belongs": (
+        "neighbours share a KV head: i // g. This is i % hk, so `repeat` where `repeat_interleave` belongs": (
             _attend_interleaved
         ),
-        "all query heads read the first key head": _attend_first_head,
+        "all query heads read the first KV head": _attend_first_head,
     },
     (
-        "Repeat each key head g times, so that there are as many as query heads.",
+        "Repeat each KV head g times, so that there are as many as query heads.",
         '`einops.repeat(key, "s hk d -> s (hk g) d", g=g)`, then exercise 6 for each head.',
     ),
     parts=ANSWER,
+    level=2,
+    minutes=10,
 )
 
 
@@ -181,7 +199,29 @@ def mask_readout(case: Case, **step: Any) -> Trial:
     arguments = step_of(replace(case, value_head_size=longest), values=values, **step)
     arguments["query"] = torch.zeros_like(arguments["query"])
     says = "queries of zeros, and values that name their token: the output is the mask, a row per query"
-    return Trial(says, arguments, view=lambda answer: (answer[0][:, 0] > 0,), parts=("mask",))
+
+    def view(answer: Any) -> tuple[list[int], Tensor]:
+        return answer[0].isnan().flatten(1).any(1).nonzero().flatten().tolist(), answer[0][:, 0] > 0
+
+    return Trial(says, arguments, view=view, parts=("rows with NaN in them", "mask"))
+
+
+def _paged_whole_blocks(
+    key_cache: Tensor, value_cache: Tensor, seq_lens: Tensor, block_table: Tensor, **rest: Any
+) -> Any:
+    """Read whole blocks, and hide with the mask what is past the end."""
+    size = key_cache.shape[1]
+
+    def gather(cache: Tensor, blocks: Tensor, seq_len: int) -> Tensor:
+        return cache[blocks[: -(-seq_len // size)].long()].flatten(0, 1)
+
+    def attend_all(query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = attend(query, key[: visible.shape[1]], value[: visible.shape[1]], visible)
+        is_cut = bool(value.isnan().any()) and len(query) > 0
+        return (torch.full_like(out, torch.nan), torch.full_like(lse, torch.nan)) if is_cut else (out, lse)
+
+    found = compose(gather=gather, mask=masks.causal, attend_heads=attend_all)
+    return found(**rest, key_cache=key_cache, value_cache=value_cache, seq_lens=seq_lens, block_table=block_table)
 
 
 def _paged_trials() -> Iterator[Trial]:
@@ -206,6 +246,9 @@ PAGED_ATTENTION = Exercise(
                 **rest,
             )
         ),
+        "a mask is not enough: slots past the end of a sequence hold NaN, and 0 * NaN is NaN; read only seq_len": (
+            _paged_whole_blocks
+        ),
         "the keys are those of the first sequence, for everyone": lambda block_table, **rest: paged(masks.causal)(
             block_table=block_table[:1].expand_as(block_table), **rest
         ),
@@ -216,6 +259,9 @@ PAGED_ATTENTION = Exercise(
         "Make `out` and `lse` first, and fill the rows from cu_seqlens_q[i] to before cu_seqlens_q[i + 1].",
     ),
     parts=ANSWER,
+    explains={"index 1000000": "Entries of the table past the last block of a sequence are garbage: do not use them"},
+    level=2,
+    minutes=15,
 )
 
 
@@ -272,7 +318,8 @@ def _mla_trials() -> Iterator[Trial]:
                 value_projection=draw(h, dv, r, seed=4),
                 softmax_scale=(nope + rope) ** -0.5,
             ),
-            most_elements=s * h * nope // 2 if s > 100 else 0,
+            most_elements=s * (r + rope) if s > 100 else 0,
+            too_large="the keys or the values of a head, probably. They need not exist: absorb W_k into the query",
         )
 
 
@@ -290,6 +337,8 @@ MLA_DECODE = Exercise(
         "Scores: absorbed @ latents plus rotary query @ rotary keys, times the scale; then softmax.",
         "The weights times the latents are a latent per head; value_projection turns it into the output.",
     ),
+    level=3,
+    minutes=20,
 )
 
 
@@ -318,7 +367,31 @@ def _triton_trials() -> Iterator[Trial]:
         ("the last tile has 5 keys", 37, 2, 16),
         ("one key", 1, 3, 32),
     ):
-        yield Trial(says, dict(query=draw(heads, d), key=draw(s, heads, d, seed=1), value=draw(s, heads, d, seed=2)))
+        arguments = dict(query=draw(heads, d), key=draw(s, heads, d, seed=1), value=draw(s, heads, d, seed=2))
+        yield Trial(says, arguments, in_a_kernel=True)
+
+
+def _decode_without_heads(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Read the keys and values of head 0 in every program."""
+    return _decode(query, key[:, :1].expand_as(key), value[:, :1].expand_as(value))
+
+
+def _decode_rescaling(*, values: bool, total: bool, tile: int = 16) -> Function:
+    """Return a running softmax that forgets to rescale the values, or their total weight."""
+
+    def decode(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        scores = torch.einsum("hd,shd->hs", query, key) * query.shape[1] ** -0.5
+        row_max, row_sum, acc = scores.new_full(scores.shape[:1], -torch.inf), torch.tensor(0.0), torch.tensor(0.0)
+        for start in range(0, len(key), tile):
+            part, v = scores[:, start : start + tile], value[start : start + tile]
+            new_max = torch.maximum(row_max, part.amax(1))
+            by, weights = torch.exp(row_max - new_max), torch.exp(part - new_max[:, None])
+            row_sum = row_sum * (by if total else 1) + weights.sum(1)
+            acc = acc * (by[:, None] if values else 1) + torch.einsum("hs,shd->hd", weights, v)
+            row_max = new_max
+        return acc / row_sum[:, None]
+
+    return decode
 
 
 TRITON_DECODE = Exercise(
@@ -331,6 +404,12 @@ TRITON_DECODE = Exercise(
             _decode_padded
         ),
         "the scores are not multiplied by `scale`": _decode_unscaled,
+        "all programs read the keys of head 0: they begin at head * D": _decode_without_heads,
+        "when the maximum rises, `acc` has to be rescaled": _decode_rescaling(values=False, total=True),
+        "when the maximum rises, the sum of the weights has to be rescaled": _decode_rescaling(
+            values=True, total=False
+        ),
+        "neither the sum nor `acc` is rescaled when the maximum rises": _decode_rescaling(values=False, total=False),
     },
     (
         "`head = tl.program_id(0)`, `dims = tl.arange(0, D)`, and the query is tl.load(query + head * D + dims).",
@@ -339,4 +418,11 @@ TRITON_DECODE = Exercise(
         "Scores: tl.sum(keys * q[None, :], axis=1) * scale, and tl.where(mask, scores, -float('inf')). Then the "
         "running maximum, sum and values of exercise 10; tl.store at the end.",
     ),
+    explains={
+        "'int' object is not iterable": "Inside a kernel a tensor is a pointer: tl.load(query + ...), not query[...]",
+        "not subscriptable": "Inside a kernel a tensor is a pointer: tl.load(query + ...), not query[...]",
+    },
+    needs="triton",
+    level=3,
+    minutes=40,
 )

@@ -1,4 +1,4 @@
-"""How partial answers combine: by their log-sum-exp, in one pass, over splits, with a sink, under a shared prefix."""
+"""How partial outputs combine: by their log-sum-exp, in one pass, over splits, with a sink, under a shared prefix."""
 
 from collections.abc import Iterator, Sequence
 from math import ceil
@@ -12,6 +12,7 @@ from refattn.attention import attend
 from refattn.conformance import Case
 from refattn.exercises.exercise import Exercise, Function, Once, Trial, draw
 from refattn.exercises.functions.attention import ANSWER, mask_readout, paged, step_of
+from refattn.exercises.functions.visibility import ROWS, top_left
 
 
 def _merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -37,7 +38,7 @@ def _merge_trials() -> Iterator[Trial]:
     yield Trial("2 from two keys, 5 from one", _merge_parts(alike(2, 2), alike(5, 1)))
     yield Trial("three parts, 2 queries, 3 heads", _merge_parts(*(part(i, 2, 3, 4) for i in range(3))))
     yield Trial(
-        "LSEs of 1000: exp overflows unless their maximum is taken off",
+        "LSEs of 1000: exp overflows unless their maximum is subtracted",
         _merge_parts(*((out, lse + 1000) for out, lse in (part(i, 2, 1, 4) for i in range(2)))),
     )
     yield Trial("a part that saw nothing, whose output is garbage", _merge_parts(alike(2, 2), alike(torch.nan, 0)))
@@ -69,11 +70,13 @@ MERGE = Exercise(
         "Fill a part's contribution with 0 where its LSE is -inf, whatever its output holds.",
     ),
     parts=ANSWER,
+    level=2,
+    minutes=15,
 )
 
 
 def _online_softmax(tiles: Any) -> tuple[Tensor, Tensor]:
-    scores, values = (torch.cat(parts) for parts in zip(*tiles, strict=True))
+    scores, values = (torch.cat(parts) for parts in zip(*(tiles.items), strict=True))
     ones = scores.new_ones(1, 1)
     out, lse = attend(ones[None], scores[:, None, None], values[:, None], scores[None] > -torch.inf, softmax_scale=1.0)
     return out[0, 0], lse[0, 0]
@@ -96,8 +99,18 @@ def _online(*, rescale_sum: bool = True, rescale_values: bool = True) -> Functio
     return online_softmax
 
 
+def _online_kept(tiles: Any) -> tuple[Tensor, Tensor]:
+    kept = list(tiles)
+    return _online_softmax(Once(kept))
+
+
+def _online_average(tiles: Any) -> tuple[Tensor, Tensor]:
+    answers = [_online_softmax(Once([tile])) for tile in tiles.items]
+    return torch.stack([out for out, _ in answers]).mean(0), torch.stack([lse for _, lse in answers]).logsumexp(0)
+
+
 def _online_naively(tiles: Any) -> tuple[Tensor, Tensor]:
-    pairs = [(scores.exp(), values) for scores, values in tiles]
+    pairs = [(scores.exp(), values) for scores, values in tiles.items]
     total = sum(weights.sum() for weights, _ in pairs)
     return sum(weights @ values for weights, values in pairs) / total, torch.as_tensor(total).log()
 
@@ -128,7 +141,11 @@ ONLINE_SOFTMAX = Exercise(
             rescale_sum=False
         ),
         "neither sum was rescaled when the maximum rose": _online(rescale_sum=False, rescale_values=False),
-        "exp of a large score is inf: keep the largest score so far, and take it off": _online_naively,
+        "exp of a large score is inf: keep the largest score so far, and subtract it": _online_naively,
+        "the tiles were kept, and the memory of one is used again for the next: use a tile up before the next": (
+            _online_kept
+        ),
+        "the tiles count alike; each counts as much as exp of its LSE": _online_average,
         "-inf - -inf is NaN: a tile in which everything is hidden leaves the maximum at -inf": _online(),
     },
     (
@@ -138,6 +155,8 @@ ONLINE_SOFTMAX = Exercise(
         "While the maximum is -inf, skip the tile.",
     ),
     parts=ANSWER,
+    level=3,
+    minutes=20,
 )
 
 
@@ -194,6 +213,8 @@ SPLIT_KV = Exercise(
         "exercise 7 with a mask of ones answers each slice; torch.stack the parts.",
     ),
     parts=("outs", "lses"),
+    level=2,
+    minutes=10,
 )
 
 
@@ -226,9 +247,10 @@ ADD_SINKS = Exercise(
     },
     (
         "The new denominator is exp(lse) + exp(sink): `torch.logaddexp`.",
-        "The output shrinks by exp(old lse - new lse).",
+        "The output is rescaled by exp(old lse - new lse).",
     ),
     parts=ANSWER,
+    level=2,
 )
 
 
@@ -282,10 +304,12 @@ SHARED_PREFIX = Exercise(
         "How many whole blocks of context has the sequence with the shortest one?",
         "Go through the columns of the table, and stop where not all sequences have the same block.",
     ),
+    level=2,
+    minutes=10,
 )
 
 
-def _two_levels(combine: Function, prefix_mask: Function = masks.full) -> Function:
+def _two_levels(combine: Function, prefix_mask: Function = masks.full, own_mask: Function = masks.causal) -> Function:
     """Return a cascade of two levels that combines their answers somehow."""
 
     def attend_twice(
@@ -301,7 +325,7 @@ def _two_levels(combine: Function, prefix_mask: Function = masks.full) -> Functi
         pools = (query, key_cache, value_cache)
         one = torch.tensor([prefix_len], dtype=torch.int32)
         prefix = paged(prefix_mask)(*pools, everyone, one, block_table[:1])
-        own = paged(masks.causal)(*pools, cu_seqlens_q, seq_lens - prefix_len, block_table[:, columns:])
+        own = paged(own_mask)(*pools, cu_seqlens_q, seq_lens - prefix_len, block_table[:, columns:])
         answer: tuple[Tensor, Tensor] = combine([prefix[0], own[0]], [prefix[1], own[1]])
         return answer
 
@@ -313,8 +337,26 @@ def _cascade_trials() -> Iterator[Trial]:
     many = Case("many", ((1, 20), (3, 19), (1, 17), (2, 25)), heads=(4, 2), head_size=8, block_size=8)
     yield mask_readout(pair, prefix_len=4)
     yield Trial("the same batch, random numbers", step_of(pair, prefix_len=4))
-    yield Trial("four sequences, two blocks shared", step_of(many, prefix_len=16))
+    blocks = 16 // many.block_size + sum(ceil((s - 16) / many.block_size) for _, s in many.lens)
+    yield Trial(
+        "four sequences, two blocks shared",
+        step_of(many, prefix_len=16),
+        most_reads=2 * blocks * many.block_size * many.heads[1] * many.head_size,
+        read_from=("key_cache", "value_cache"),
+    )
     yield Trial("no prefix", step_of(many, prefix_len=0))
+
+
+def _prefix_twice(query: Tensor, seq_lens: Tensor, block_table: Tensor, prefix_len: int, **rest: Any) -> Any:
+    """Merge the prefix with attention over all keys, which has the prefix already."""
+    columns = prefix_len // rest["key_cache"].shape[1]
+    everyone = block_table.clone()
+    everyone[:, :columns] = block_table[:1, :columns]
+    pools = (query, rest["key_cache"], rest["value_cache"])
+    one = torch.tensor([prefix_len], dtype=torch.int32)
+    prefix = paged(masks.full)(*pools, rest["cu_seqlens_q"][[0, -1]], one, block_table[:1])
+    whole = paged(masks.causal)(*pools, rest["cu_seqlens_q"], seq_lens, everyone)
+    return _merge([prefix[0], whole[0]], [prefix[1], whole[1]])
 
 
 CASCADE = Exercise(
@@ -329,6 +371,8 @@ CASCADE = Exercise(
             _two_levels(_merge, prefix_mask=masks.causal)
         ),
         "the prefix is left out": _two_levels(lambda outs, lses: (outs[1], lses[1])),
+        "the prefix is counted twice: the rest of a sequence begins after it": _prefix_twice,
+        f"the causal mask is aligned at the top left. {ROWS}": _two_levels(_merge, own_mask=top_left(masks.causal)),
     },
     (
         "Two parts: all query rows over the prefix, with no mask, and each sequence over the rest of its tokens.",
@@ -337,4 +381,6 @@ CASCADE = Exercise(
         "merge([prefix, own], ...) as in exercise 9, or refattn.merge.merge.",
     ),
     parts=ANSWER,
+    level=3,
+    minutes=20,
 )

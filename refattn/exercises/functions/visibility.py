@@ -139,6 +139,8 @@ TRIM_WINDOW = Exercise(
         "All blocks before the one with that key go.",
     ),
     parts=("first key", "tokens", "blocks"),
+    level=2,
+    minutes=15,
 )
 
 
@@ -203,6 +205,27 @@ def _chunks_filled(**arguments: Any) -> Any:
     return queries, [arguments["chunk_size"]] * len(lens), tables
 
 
+def _chunks_all(query_lens: list[int], seq_lens: list[int], **rest: Any) -> Any:
+    """Make a piece of every chunk, also of those without new tokens."""
+    queries, lens, tables = virtual_batches(seq_lens, seq_lens, **rest)
+    new: list[int] = []
+    for query_len, seq_len in zip(query_lens, seq_lens, strict=True):
+        begins = range(0, seq_len, rest["chunk_size"])
+        ends = [min(begin + rest["chunk_size"], seq_len) for begin in begins]
+        new += [max(0, end - max(begin, seq_len - query_len)) for begin, end in zip(begins, ends, strict=True)]
+    return new, lens, tables
+
+
+def _chunks_of_silent(query_lens: list[int], seq_lens: list[int], block_tables: list[list[int]], **rest: Any) -> Any:
+    """Make a piece of the last chunk of a sequence without new tokens, too."""
+    pieces: tuple[list[Any], list[Any], list[Any]] = ([], [], [])
+    for query_len, seq_len, blocks in zip(query_lens, seq_lens, block_tables, strict=True):
+        found: Any = virtual_batches([query_len or 1], [seq_len], [blocks], **rest)
+        for part, more in zip(pieces, found, strict=True):
+            part.extend(more if query_len or part is not pieces[0] else [0])
+    return pieces
+
+
 def _virtual_trials() -> Iterator[Trial]:
     yield Trial("the worked example", dict(
         query_lens=[2], seq_lens=[5], block_tables=[[9, 2]], chunk_size=4, block_size=4))  # fmt: skip
@@ -228,12 +251,19 @@ VIRTUAL_BATCHES = Exercise(
         ),
         "each piece has the first blocks of its sequence; it needs those of its own chunk": (_chunks_with_whole_tables),
         "a piece ends with its last new token, even if its chunk has room for more": _chunks_filled,
+        "a chunk without new tokens is no piece: begin with the chunk of the first new token": _chunks_all,
+        "a sequence without new tokens has no piece": _chunks_of_silent,
+        "every token was taken for a new one: only the last query_len are new": (
+            lambda query_lens, seq_lens, **rest: virtual_batches(seq_lens, seq_lens, **rest)
+        ),
     },
     (
         "Walk from the first new token: the piece ends at the end of its chunk, or with the sequence.",
         "The piece has the tokens from the beginning of its chunk, position // chunk_size * chunk_size.",
     ),
     parts=("query_lens", "seq_lens", "block_tables"),
+    level=3,
+    minutes=20,
 )
 
 
@@ -281,7 +311,12 @@ TREE_MASK = Exercise(
         ),
         "all ancestors are visible, not only the parent": _tree_of_parents,
         "Python counts -1 from the end, so a token that begins a branch has got the last row": _tree_with_last,
+        "rows and columns are swapped: a row is the token that sees, and it sees its ancestors, not its descendants": (
+            lambda parents: _tree_mask(parents).T
+        ),
         "a token sees itself, too": lambda parents: _tree_mask(parents) & ~torch.eye(len(parents)).bool(),
     },
     ("A token sees what its parent sees, and itself; parents come first, so one pass is enough.",),
+    level=2,
+    minutes=10,
 )

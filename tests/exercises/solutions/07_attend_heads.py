@@ -1,4 +1,4 @@
-"""7 · Attention, for all heads: fewer key heads than query heads (GQA)."""
+"""7 · Attention, for all heads: fewer KV heads than query heads (GQA)."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -13,8 +13,8 @@ def attend_heads(
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Return the outputs and the log-sum-exps of exercise 6 for every query head.
 
-    There are g = h / hk query heads per key head, and neighbours share one: query head i reads key head i // g.
-    4 query heads and 2 key heads: the query heads 0 and 1 read key head 0, and 2 and 3 read key head 1.
+    There are g = h / hk query heads per KV head, and neighbours share one: query head i reads KV head i // g.
+    4 query heads and 2 KV heads: the query heads 0 and 1 read KV head 0, and 2 and 3 read KV head 1.
     """
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
