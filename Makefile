@@ -18,8 +18,8 @@ export VENV CONSTRAINTS
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # two pips in one environment would trip over each other
-.PHONY: help demo exercises lab test compile mutants search vllm-test site-test matrix check bench readme docs docs-version
-.PHONY: notebooks release-check clean
+.PHONY: help demo exercises lab test compile mutants search vllm-test families site-test matrix check bench readme docs
+.PHONY: docs-version notebooks release-check clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -44,6 +44,9 @@ mutants: $(VENV)/.test $(VENV)/.model  ## break each feature once, and see its t
 
 vllm-test: .venv-vllm/.ready  ## the backend inside vLLM on a CPU, in an environment of its own
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/integrations/vllm_engine.py $(ARGS)
+
+families: $(VENV)/.test  ## every family of transformers against eager: what is right, what is refused, and why; ARGS="llama t5"
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.integrations.families $(ARGS)
 
 site-test: $(VENV)/.site  ## the site in headless Chromium; ARGS="--screenshots FOLDER" leaves pictures of its pages
 	$(BIN)/python -m pytest tests/browser/built_site.py $(ARGS)

@@ -16,14 +16,15 @@ after the last, int32 `[b, 1, q, 2]`. The layers get that tensor as their mask.
 
 So padding, packed sequences and chunks all become sequences of a ragged batch, for `dense`. If the cache has gaps, the
 keys are copied into contiguous rows. Padding is neither read nor computed; queries of padding return 0. Each query must
-see one contiguous run of keys, and what neither twin can compute raises an error that names it.
+see one contiguous run of keys, and what neither twin can compute raises an error that names it: a model whose attention
+does not go through AttentionInterface when it is made, one that computes with the mask itself when it does so.
 
 For `generate_batch`, the continuous batching of transformers, call `use_in_generate_batch`. For a server with a paged
 cache, which the twins read directly, see `refattn.serving.Engine`.
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -31,7 +32,8 @@ import torch
 from einops import rearrange
 from jaxtyping import Bool, Float, Int32, Int64
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
+from torch.utils._pytree import tree_leaves
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 import fastattn.dense
@@ -57,11 +59,24 @@ OF_THE_STEP = (  # of `generate_batch`
     "write_index",
 )
 # What transformers passes along that asks nothing of an attention.
-IGNORED = HARMLESS | {"is_causal", "layer_idx", "logits_to_keep", "cache_position", "return_dict"}
+IGNORED = HARMLESS | {
+    "is_causal",
+    "layer_idx",
+    "logits_to_keep",
+    "cache_position",
+    "return_dict",
+    "output_hidden_states",
+}
 
 
 def register() -> None:
-    """Make `attn_implementation="refattn"` and `"fastattn"` known to transformers; to do so again changes nothing."""
+    """Make `attn_implementation="refattn"` and `"fastattn"` known to transformers; to do so again changes nothing.
+
+    transformers would also take these names for models that have an attention of their own. From here on, it refuses.
+    """
+    check = PreTrainedModel.get_correct_attn_implementation
+    if not hasattr(check, "refuses_twins"):
+        PreTrainedModel.get_correct_attn_implementation = _refusing_twins(check)
     for name, twin in TWINS.items():
         AttentionInterface.register(name, partial(_attention, twin))
         AttentionMaskInterface.register(name, visible_keys)
@@ -86,8 +101,57 @@ def use_in_generate_batch(model: Any, name: str) -> None:
         raise ValueError(f"name: expected one of {', '.join(TWINS)}, got {name!r}")
     if not model._can_set_attn_implementation():
         raise ValueError(f"model: expected one built on AttentionInterface, got {type(model).__name__}")
+    if model.config.get_text_config(decoder=True).model_type == "diffllama":
+        raise NotImplementedError(
+            "model: DiffLlama attends twice in each layer, and the cache of generate_batch has room for the keys and "
+            "values of one; refattn.serving.Engine serves it"
+        )
     register()
     model.config._attn_implementation = PAGED_PREFIX + name
+
+
+def _refusing_twins(check: Callable[..., str]) -> Callable[..., str]:
+    """Let transformers' check of an implementation refuse the twins for a model that would not call them."""
+
+    @wraps(check)
+    def get_correct_attn_implementation(self: Any, requested_attention: str | None, *args: Any, **options: Any) -> str:
+        if requested_attention in (*TWINS, *(PAGED_PREFIX + name for name in TWINS)):
+            # False only where transformers has read the source; of a class in a notebook it has none to read.
+            self._can_set_attn_implementation()
+            if getattr(self, "_can_set_attn_implementation_cached_value", None) is False:
+                raise NotImplementedError(
+                    f"attn_implementation: expected a model built on transformers' AttentionInterface for "
+                    f"{requested_attention!r}, got {type(self).__name__}, which has an attention of its own; in a "
+                    "model of several parts, name those that are: "
+                    f'attn_implementation={{"text_config": "{requested_attention}"}}'
+                )
+        return check(self, requested_attention, *args, **options)
+
+    get_correct_attn_implementation.refuses_twins = True  # type: ignore[attr-defined]
+    return get_correct_attn_implementation
+
+
+class VisibleKeys(Tensor):
+    """What each query sees, int32 `[b, 1, q, 2]`: for a model a mask to pass on, and no numbers to compute with.
+
+    A model that adds its mask to the scores would else add these, and answer wrongly without a word. What is made of
+    them is of this class, too.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse to be combined with scores, queries or values.
+
+        Raises:
+            NotImplementedError: naming the function.
+        """
+        for x in tree_leaves((args, kwargs)):
+            if isinstance(x, Tensor) and not isinstance(x, VisibleKeys) and x.is_floating_point():
+                raise NotImplementedError(
+                    "attention_mask: expected a model that passes its mask to AttentionInterface, got one that calls "
+                    f'{getattr(func, "__name__", func)} with it; attn_implementation="eager" computes this model'
+                )
+        return super().__torch_function__(func, types, args, kwargs or {})
 
 
 @torch.compiler.disable
@@ -146,7 +210,7 @@ def visible_keys(
         positions = torch.arange(q_length, device=seen.device) + q_offset
         real = attention_mask.to(seen.device)[:, positions.clamp(max=attention_mask.shape[1] - 1)]
         seen = seen * rearrange(real, "b q -> b 1 q 1")
-    return seen
+    return seen.as_subclass(VisibleKeys)
 
 
 def _no_mask(*args: Any, attention_mask: Tensor | None = None, **others: Any) -> None:
@@ -181,11 +245,13 @@ class Layout(NamedTuple):
         plan: over the rows.
         query_rows: of all `b q` query rows, those that see a key, in the order of the plan; None for all.
         key_rows: of all `b kv` key rows, those of the plan's sequences, one after the other.
+        rest: of other query rows, for which the mask is read from its end to its beginning.
     """
 
     plan: Plan
     query_rows: Int64[Tensor, "t"] | None
     key_rows: Int64[Tensor, "s"] | slice
+    rest: "Layout | None" = None
 
 
 @torch.compiler.disable
@@ -233,6 +299,7 @@ def _attention(
         ValueError: if the mask is one for other queries or keys.
     """
     _check_others(others)
+    query, key, value = _as_autocast_has_them(query, key, value)
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         attention_mask = _without_mask(query, key, bool(causal), sliding_window)
@@ -260,14 +327,17 @@ def _attend(
     key: Float[Tensor, "b hk kv d"],
     value: Float[Tensor, "b hk kv dv"],
 ) -> Float[Tensor, "b q h dv"]:
-    rows = rearrange(query, "b h q d -> (b q) h d")
-    if layout.query_rows is not None:
-        rows = rows[layout.query_rows]
-    keys, values = (rearrange(x, "b hk kv d -> (b kv) hk d")[layout.key_rows] for x in (key, value))
-    out = path.attention(rows, keys, values, layout.plan, options)
-    if layout.query_rows is not None:
-        every_row = out.new_zeros(query.shape[0] * query.shape[2], *out.shape[1:])
-        out = every_row.index_copy_(0, layout.query_rows, out)
+    queries = rearrange(query, "b h q d -> (b q) h d")
+    keys, values = (rearrange(x, "b hk kv d -> (b kv) hk d") for x in (key, value))
+    every_row = None
+    part: Layout | None = layout
+    while part is not None:
+        rows = queries if part.query_rows is None else queries[part.query_rows]
+        out = path.attention(rows, keys[part.key_rows], values[part.key_rows], part.plan, options)
+        if part.query_rows is not None:
+            every_row = out.new_zeros(len(queries), *out.shape[1:]) if every_row is None else every_row
+            out = every_row.index_copy_(0, part.query_rows, out)
+        part = part.rest
     return rearrange(out, "(b q) h dv -> b q h dv", b=query.shape[0])
 
 
@@ -300,6 +370,7 @@ def _paged_attention(
     if step.get("block_table") is not None:
         raise NotImplementedError("max_blocks_per_request: expected 0, as the cache writes its keys, got block tables")
     _check_others({name: x for name, x in step.items() if name not in OF_THE_STEP})
+    query, key, value = _as_autocast_has_them(query, key, value)
     key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=step)
     starts, ends = step["cu_seq_lens_q"].int(), step["cu_seq_lens_k"].int()
     batch = Batch(starts, ends.diff(), None, int(step["max_length_q"]), int(step["max_length_k"]))
@@ -321,9 +392,20 @@ def _check_others(others: dict[str, Any]) -> None:
                 what = "computes dropout" if name == "dropout" else "has weights of its softmax to return"
                 raise NotImplementedError(f'{name}: neither twin {what}, got {value}; attn_implementation="eager" does')
         elif name not in IGNORED and value is not None and value is not False:
+            got = f"{str(value.dtype)[6:]} {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
             raise NotImplementedError(
-                f"{name}: expected no option of attention that the twins do not know, got {value!r}"
+                f"{name}: expected no option of attention that the twins do not know, got {got}; "
+                'attn_implementation="eager" may'
             )
+
+
+def _as_autocast_has_them(*tensors: Tensor) -> list[Tensor]:
+    """Cast as autocast does for the attention of PyTorch: rotary positions leave some of them in float32."""
+    kind = tensors[0].device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        return [x if x.dtype == torch.float64 else x.to(dtype) for x in tensors]
+    return list(tensors)
 
 
 class _Forward(torch.autograd.Function):
@@ -371,10 +453,10 @@ def _layout(
     before: tuple[int, int, Any, Any, Layout] | None = getattr(mask, "layout_of_rows", None)
     if before is not None and before[:2] == (batch_size, num_keys) and before[2] is edges[0] and before[3] is edges[1]:
         return before[-1]
-    seen = mask[:, 0].expand(batch_size, -1, -1)
+    seen = mask.as_subclass(Tensor)[:, 0].expand(batch_size, -1, -1)
     if edges[0] is not None:
         seen = _in_documents(seen, num_keys, edges[0], edges[1])
-    layout = _lay_out(seen, num_keys, metadata)
+    layout = _lay_out_in_parts(seen, num_keys, metadata)
     mask.layout_of_rows = (batch_size, num_keys, *edges, layout)  # type: ignore[attr-defined]
     return layout
 
@@ -395,6 +477,39 @@ def _in_documents(
     first, after = seen[0].cpu().long().unbind(-1)
     first, after = torch.maximum(first, begin), torch.minimum(after, end)
     return torch.stack([first, torch.maximum(first, after)], dim=-1)[None].int().to(seen.device)
+
+
+def _lay_out_in_parts(seen: Int32[Tensor, "b q 2"], num_keys: int, metadata: ModuleType) -> Layout:
+    """Make a ragged batch of a mask, or two: one of the queries of images under a window, and one of the others.
+
+    The queries of an image see up to its end, whatever its length, and a window hides from each what the one before it
+    still sees. Read from its end, such a mask is causal: queries that see keys from the same one on, each one more.
+
+        keys       0 1 2 3 4 5                 5 4 3 2 1 0
+        query 1    1 1 1 1 1 .      query 3    . 1 1 . . .
+        query 2    . 1 1 1 1 .      query 2    . 1 1 1 1 .   and so on, with the window of the other queries' plan
+        query 3    . . 1 1 1 .      query 1    . 1 1 1 1 1   left out
+    """
+    first, end = seen.cpu().long().unbind(-1)  # [b, q]
+    some = end > first
+    if _window_of(first, end) is None and some.shape[1] > 1:
+        joins = (end.diff() == 0) & some[:, 1:] & some[:, :-1]
+        moves = joins & (first.diff() > 0)
+        run = torch.nn.functional.pad(~joins, (1, 0), value=True).flatten().cumsum(0) - 1  # of queries with one end
+        moved = torch.zeros(int(run[-1]) + 1, dtype=torch.int64)
+        moved.index_add_(0, run, torch.nn.functional.pad(moves, (1, 0)).flatten().long())
+        images = (moved[run] > 0).view_as(some).to(seen.device)[..., None]
+        if images.any():
+            layout, backwards = _lay_out(seen * ~images, num_keys, metadata), (seen * images).flip(1)
+            rest = _lay_out(torch.where(images.flip(1), num_keys - backwards.flip(2), backwards), num_keys, metadata)
+            size, q = some.numel(), some.shape[1]
+            query_rows = torch.arange(size, device=seen.device) if rest.query_rows is None else rest.query_rows
+            key_rows = torch.arange(len(seen) * num_keys, device=seen.device)[rest.key_rows]
+            query_rows, key_rows = (
+                row // width * width + width - 1 - row % width for row, width in ((query_rows, q), (key_rows, num_keys))
+            )
+            return layout._replace(rest=rest._replace(query_rows=query_rows, key_rows=key_rows))
+    return _lay_out(seen, num_keys, metadata)
 
 
 def _lay_out(seen: Int32[Tensor, "b q 2"], num_keys: int, metadata: ModuleType) -> Layout:

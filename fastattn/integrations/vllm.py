@@ -14,14 +14,14 @@ pool as the paths know it. An fp8 pool is one of bytes, with one scale for all k
 tensors of one number, which nobody reads on the host.
 
 What is declared here is what a validation of vLLM lets through; anything else it refuses by name before it loads a
-model. Full CUDA graphs are not declared: vLLM then replays what lies between the attentions of its layers, and calls
-those.
+model. On a CPU it does not validate; there, the layer and the builder refuse. Full CUDA graphs are not declared: vLLM
+then replays what lies between the attentions of its layers, and calls those.
 
 Written against vLLM 0.32 (its CPU wheel) and 0.33.
 """
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -47,6 +47,30 @@ NAME = "FASTATTN"
 BACKEND = "fastattn.integrations.vllm.FastAttentionBackend"
 ON_CPU = "FASTATTN_REPLACES_CPU_ATTN"
 LARGEST_HEAD = 256
+# Fields of a step's metadata that the builder reads, and hints, which change no answer. What else is set, it refuses.
+READ = (
+    "query_start_loc",
+    "query_start_loc_cpu",
+    "seq_lens",
+    "num_reqs",
+    "num_actual_tokens",
+    "max_query_len",
+    "max_seq_len",
+    "block_table_tensor",
+    "slot_mapping",
+    "causal",
+)
+HINTS = (
+    "logits_indices_padded",
+    "num_logits_indices",
+    "max_logits_per_req",
+    "dcp_local_seq_lens_cpu_upper_bound",
+    "positions",
+    "is_prefilling",
+    "seq_lens_cpu_upper_bound",
+    "req_idx",
+    "replayssm_decode_base_cpu",
+)
 FP8_FORMATS = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
@@ -108,9 +132,16 @@ class FastAttentionMetadataBuilder(AttentionMetadataBuilder[FastAttentionMetadat
             fast_build: not used, as nothing here takes long.
 
         Raises:
-            NotImplementedError: if queries are to see later keys.
+            NotImplementedError: if queries are to see later keys, or a field is set that this backend does not know:
+                ranges of images that see each other, prefixes that a window keeps, lengths of a rank.
         """
         common = common_attn_metadata
+        for name in (x.name for x in fields(common) if x.name not in (*READ, *HINTS) and x.name[0] != "_"):
+            value = getattr(common, name)
+            if value is not None and (isinstance(value, Tensor) or not hasattr(value, "__len__") or len(value)):
+                raise NotImplementedError(
+                    f"{name}: expected none, got {type(value).__name__}; this backend does not declare what it is for"
+                )
         if common.causal is not True:
             raise NotImplementedError(f"causal: expected True, got {common.causal}; this backend declares no other")
         # Not how many tokens there are: vLLM may count padding, and kernels would take all sequences for equally long.
@@ -118,8 +149,8 @@ class FastAttentionMetadataBuilder(AttentionMetadataBuilder[FastAttentionMetadat
             cu_seqlens_q=common.query_start_loc,
             seq_lens=common.seq_lens,
             block_table=common.block_table_tensor,
-            max_query_len=common.max_query_len,
-            max_seq_len=common.max_seq_len,
+            max_query_len=int(common.max_query_len),  # chunked attention makes them with NumPy
+            max_seq_len=int(common.max_seq_len),
         )
         return FastAttentionMetadata(batch, self.block_size, common.num_actual_tokens)
 
@@ -140,6 +171,7 @@ class FastAttentionImpl(AttentionImpl[FastAttentionMetadata]):
         attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None,
         sinks: Tensor | None = None,
+        use_alibi_sqrt: bool = False,
     ) -> None:
         if attn_type != AttentionType.DECODER:
             kind = AttentionType(attn_type).value
@@ -147,18 +179,22 @@ class FastAttentionImpl(AttentionImpl[FastAttentionMetadata]):
         if not FastAttentionBackend.supports_kv_cache_dtype(kv_cache_dtype):
             names = ", ".join(FastAttentionBackend.supported_kv_cache_dtypes)
             raise NotImplementedError(f"kv_cache_dtype: expected one of {names}, got {kv_cache_dtype}")
+        for name in ("dcp_world_size", "pcp_world_size"):  # vLLM sets them before this
+            if getattr(self, name, 1) > 1:
+                raise NotImplementedError(f"{name}: expected 1, got {getattr(self, name)}; context is not split here")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.sliding_window, self.kv_cache_dtype = sliding_window, kv_cache_dtype
         self.softcap = logits_soft_cap or 0.0
         self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
-        self.sinks = sinks
+        self.sinks, self.alibi_sqrt = sinks, use_alibi_sqrt
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
 
     @cached_property
     def options(self) -> AttentionOptions:
         """The options of the layer: made by its first step, as sinks are weights, which a model loads later."""
-        return AttentionOptions(self.scale, self.softcap, self.alibi_slopes, self.sinks, envs.VLLM_BATCH_INVARIANT)
+        given = (self.scale, self.softcap, self.alibi_slopes, self.sinks, envs.VLLM_BATCH_INVARIANT)
+        return AttentionOptions(*given, alibi_sqrt=self.alibi_sqrt)
 
     def do_kv_cache_update(
         self, layer: torch.nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -221,6 +257,12 @@ class FastAttentionImpl(AttentionImpl[FastAttentionMetadata]):
 
     def _scales(self, layer: Any) -> Fp8Scales:
         """Return the scales of a layer, seen once for each KV head: what vLLM writes into them later shows."""
+        for name in ("_k_scale", "_v_scale"):
+            if getattr(layer, name).numel() != 1:
+                shape = list(getattr(layer, name).shape)
+                raise NotImplementedError(
+                    f"{name}: expected one number for the layer, got {shape}; there is none per head"
+                )
         key, value = (scale.reshape(1).expand(self.num_kv_heads) for scale in (layer._k_scale, layer._v_scale))
         return Fp8Scales(key, value, format=FP8_FORMATS[self.kv_cache_dtype])
 
@@ -265,6 +307,11 @@ class FastAttentionBackend(AttentionBackend):
     @classmethod
     def supports_sink(cls) -> bool:
         """Return whether attention sinks are computed."""
+        return True
+
+    @classmethod
+    def supports_alibi_sqrt(cls) -> bool:
+        """Return whether ALiBi by the root of the distance is computed."""
         return True
 
     @classmethod

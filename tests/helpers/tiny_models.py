@@ -98,14 +98,19 @@ SHARED_CACHES = dict(
 )
 
 
-def make_family(family, device="cpu", **changes):
-    """Make a tiny model of a family, by its `config.model_type`, in which every parameter matters."""
+def family_config(family, **changes):
+    """Make the configuration of a tiny model of a family, by its `config.model_type`."""
     config_class = CONFIG_MAPPING[family]
     known = {name for base in config_class.__mro__ for name in getattr(base, "__annotations__", {})}
     known -= {*config_class.attribute_map, "bos_token_id", "eos_token_id", "initializer_range"}
-    config = config_class(**{name: size for name, size in FAMILY_SIZES.items() if name in known} | changes)
+    return config_class(**{name: size for name, size in FAMILY_SIZES.items() if name in known} | changes)
+
+
+def make_family(family, device="cpu", auto=AutoModelForCausalLM, **changes):
+    """Make a tiny model of a family in which every parameter matters."""
+    config = family_config(family, **changes)
     torch.manual_seed(1)
-    make = Mistral4ForCausalLM._from_config if family == "mistral4" else AutoModelForCausalLM.from_config  # no "auto"
+    make = Mistral4ForCausalLM._from_config if family == "mistral4" else auto.from_config  # no "auto" for it
     model = make(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in model.parameters():  # sinks, norms and biases begin as 0 or 1

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Generic, TypeVar
 
+import numpy as np
 import torch
 
 T = TypeVar("T")
@@ -40,6 +41,21 @@ class CommonAttentionMetadata:
     block_table_tensor: torch.Tensor
     slot_mapping: torch.Tensor
     causal: bool | torch.Tensor = True
+    logits_indices_padded: torch.Tensor | None = None
+    num_logits_indices: int | None = None
+    max_logits_per_req: int | None = None
+    encoder_seq_lens: torch.Tensor | None = None
+    encoder_seq_lens_cpu: np.ndarray | None = None
+    dcp_local_seq_lens: torch.Tensor | None = None
+    dcp_local_seq_lens_cpu_upper_bound: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    is_prefilling: torch.Tensor | None = None
+    seq_lens_cpu_upper_bound: torch.Tensor | None = None
+    req_idx: np.ndarray | None = None
+    mm_req_doc_ranges: dict[int, list[tuple[int, int]]] | None = None
+    rswa_prefix_lens: torch.Tensor | None = None
+    replayssm_decode_base_cpu: torch.Tensor | None = None
+    _num_computed_tokens_cache: torch.Tensor | None = None
 
 
 class AttentionBackend:

@@ -7,11 +7,15 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
     BartConfig,
     BartForConditionalGeneration,
     ContinuousBatchingConfig,
     DynamicCache,
     GenerationConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     StaticCache,
 )
 from transformers.masking_utils import (
@@ -25,7 +29,7 @@ import fastattn.dense
 import refattn.dense
 from fastattn.integrations import transformers as integration
 from refattn.serving import demo_model
-from tests.helpers.tiny_models import CHANGES, make_family, make_model
+from tests.helpers.tiny_models import CHANGES, FAMILY_SIZES, VISION, family_config, make_family, make_model
 
 TWINS = ("refattn", "fastattn")
 FAMILIES = tuple(  # a sentence reads better here than a list of its words
@@ -263,7 +267,8 @@ def test_a_mask_as_rows_is_the_mask(name, padding, device):
     module = torch.nn.Module()
     for skip in (False, True):
         seen = integration.visible_keys(**arguments, allow_is_causal_skip=skip)
-        dropped = (seen[:, 0, :, 0] == seen[:, 0, :, 1]) if skip else ~visible.any(-1)
+        first, end = seen.as_subclass(torch.Tensor)[:, 0].unbind(-1)
+        dropped = (first == end) if skip else ~visible.any(-1)
         assert skip or not dropped[visible.any(-1)].any()
         for twin in integration.TWINS.values():
             out, _ = integration._attention(twin, module, query, key, value, seen)
@@ -356,6 +361,155 @@ def test_a_model_is_refused_what_the_twins_do_not_do():
         model(TOKENS, attention_mask=torch.zeros(3, 1, 17, 17))
     own = torch.ones(17, 17).tril().bool().expand(3, 1, 17, 17)
     torch.testing.assert_close(model(TOKENS, attention_mask=own).logits, logits)
+
+
+# Models with an attention of their own, which adds its mask to the scores, and what their tiny configurations need.
+OWN_ATTENTION = {
+    **dict.fromkeys("bloom mpt gpt_neox_japanese rembert roformer megatron-bert trocr mvp mpnet falcon".split(), {}),  # noqa: SIM905
+    "big_bird": dict(attention_type="original_full"),
+    "codegen": dict(n_embd=64, n_head=4, rotary_dim=8),
+    "gpt_neo": dict(attention_types=[[["global", "local"], 1]], num_layers=2, num_heads=6),
+    "gptj": dict(rotary_dim=8),
+    "xglm": dict(num_layers=1, attention_heads=6),
+}
+
+
+@pytest.mark.parametrize("family", OWN_ATTENTION)
+@torch.no_grad()
+def test_a_model_with_an_attention_of_its_own_is_refused_before_it_computes(family):
+    """The name alone would be taken for them, and they would add the integers of the mask to their scores."""
+    auto = AutoModelForMaskedLM if family == "mpnet" else AutoModelForCausalLM
+    for name in (*TWINS, "flash_fastattn"):
+        message = f"attn_implementation: expected a model built on .*AttentionInterface for '{name}', got "
+        with pytest.raises(NotImplementedError, match=message):
+            auto.from_config(family_config(family, **OWN_ATTENTION[family]), attn_implementation=name)
+    model = make_family(family, auto=auto, **OWN_ATTENTION[family])
+    two = TOKENS[:, :2]
+    logits = model(two).logits
+    model.set_attn_implementation("fastattn")  # which transformers logs that it does not do
+    assert torch.equal(model(two).logits, logits)
+    model.config._attn_implementation = "fastattn"  # past all checks
+    with pytest.raises(NotImplementedError, match="attention_mask: expected a model that passes its mask to Attention"):
+        model(two)
+
+
+def test_no_number_comes_of_what_each_query_sees():
+    """However a model would take it for a mask of its own."""
+    seen, scores = integration.visible_keys(1, 2, 2), torch.zeros(1, 1, 2, 2)
+    for wrong in (
+        lambda: scores + seen,
+        lambda: scores + seen[:, :, :, :2].expand(1, 3, 2, 2),
+        lambda: scores + (1.0 - seen.to(torch.float32)) * -1e4,
+        lambda: scores.masked_fill(seen == 0, -torch.inf),
+        lambda: torch.where(seen > 0, scores, -torch.inf),
+        lambda: torch.baddbmm(seen[0], scores[0], scores[0]),
+        lambda: F.scaled_dot_product_attention(scores, scores, scores, attn_mask=seen),
+        lambda: scores.add_(seen),
+        lambda: torch.cat([scores, seen]),
+    ):
+        with pytest.raises(NotImplementedError, match="attention_mask: expected a model that passes its mask"):
+            wrong()
+    assert not scores.any()
+
+
+def test_diffllama_is_refused_in_generate_batch():
+    """Its layers attend twice, and the second call would write over the values of the first."""
+    with pytest.raises(NotImplementedError, match="model: DiffLlama attends twice in each layer"):
+        integration.use_in_generate_batch(make_family("diffllama"), "fastattn")
+
+
+def test_an_option_that_is_a_tensor_is_not_printed_whole():
+    with pytest.raises(NotImplementedError, match=r"position_bias: .*, got float32 \[1, 4, 5, 5\]; attn_impl"):
+        attention(position_bias=torch.zeros(1, 4, 5, 5))
+
+
+# --- what users do besides ---
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("twin", TWINS)
+@torch.no_grad()
+def test_hidden_states_and_autocast(family, twin, calls):
+    model = make_family(family)
+    expected = model(TOKENS, output_hidden_states=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        low = model(TOKENS).logits
+    model.set_attn_implementation(twin)
+    out = model(TOKENS, output_hidden_states=True)
+    assert len(out.hidden_states) == len(expected.hidden_states) == 3
+    for one, other in zip(out.hidden_states, expected.hidden_states, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = model(TOKENS).logits  # of queries and keys in float32, and values in bfloat16
+    error = (low - expected.logits).abs().max()
+    assert 0 < (logits - expected.logits).abs().max() <= 2 * error and calls[twin] == 4
+
+
+@torch.no_grad()
+def test_llava(device):
+    """A model of two parts, whose images come from a layer of the first one."""
+    vision = dict(VISION, model_type="clip_vision_model", num_hidden_layers=3)
+    text = dict(FAMILY_SIZES, model_type="llama", num_hidden_layers=1)
+    config = LlavaConfig(vision_config=vision, text_config=text, image_token_id=96)
+    model = make_model(LlavaForConditionalGeneration, config, device)
+    tokens = TOKENS[:1].clone().to(device)
+    tokens[0, 3:7] = 96
+    pixels = torch.rand(1, 3, 28, 28, generator=torch.Generator().manual_seed(0)).to(device)
+    model.set_attn_implementation("eager")
+    expected = model(input_ids=tokens, pixel_values=pixels).logits
+    model.set_attn_implementation("fastattn")
+    logits = model(input_ids=tokens, pixel_values=pixels).logits
+    torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5 * float(expected.std()))
+
+
+def images_under_a_window(*images, window):
+    """Return a rule: a window, and images whose tokens see each other whole, whatever the window hides."""
+
+    def rule(b, h, i, j):
+        seen = (j <= i) & (i - j < window)
+        for first, last in images:
+            seen = seen | ((i >= first) & (i < last) & (j > i) & (j < last))
+        return seen
+
+    return rule
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+def test_images_past_a_window(padding):
+    """Gemma 3 with images after its window: of each query the run has another beginning, and all have one end.
+
+    A sequence for each of them would copy the keys of the cache as often as there are queries in images.
+    """
+    kv = 96
+    rule = images_under_a_window((2, 9), (20, 50), (50, 60), (70, 96), window=12)
+    mask = torch.ones(2, kv, dtype=torch.bool)
+    mask[0, :padding] = False
+    for q in (kv, 40):  # a prompt, and its last chunk, which begins inside an image
+        sizes = dict(batch_size=2, q_length=q, kv_length=kv, q_offset=kv - q, mask_function=rule, attention_mask=mask)
+        seen = integration.visible_keys(**sizes)
+        visible = integration.sdpa_mask(**sizes, allow_is_causal_skip=False)
+        query, key, value = draw(2, 4, q, 16), draw(2, 2, kv, 16), draw(2, 2, kv, 16)
+        repeated = (x.double().repeat_interleave(2, 1) for x in (key, value))
+        expected = F.scaled_dot_product_attention(query.double(), *repeated, attn_mask=visible).nan_to_num()
+        for twin in integration.TWINS.values():
+            out, _ = integration._attention(twin, torch.nn.Module(), query, key, value, seen)
+            rows = visible.any(-1)[:, 0] & mask[:, kv - q :]
+            torch.testing.assert_close(out.double()[rows], expected.transpose(1, 2)[rows], rtol=1e-4, atol=2e-6)
+        layout = seen.layout_of_rows[-1]
+        copied = sum(int(part.plan.batch.seq_lens.sum()) for part in (layout, layout.rest))
+        assert copied <= integration.COPIES * 2 * kv
+
+
+@torch.no_grad()
+def test_an_image_alone_under_a_window():
+    """Every query is of an image: nothing is left for the window."""
+    rule = images_under_a_window((0, 40), window=4)
+    seen = integration.visible_keys(1, 40, 40, mask_function=rule)
+    query, key, value = draw(1, 2, 40, 16), draw(1, 2, 40, 16), draw(1, 2, 40, 16)
+    out, _ = integration._attention(integration.TWINS["fastattn"], torch.nn.Module(), query, key, value, seen)
+    visible = integration.sdpa_mask(1, 40, 40, mask_function=rule, allow_is_causal_skip=False)
+    expected = F.scaled_dot_product_attention(query, key, value, attn_mask=visible).transpose(1, 2)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=2e-6)
 
 
 # --- a real model ---

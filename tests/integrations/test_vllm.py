@@ -3,9 +3,11 @@
 `make vllm-test` runs the same backend inside vLLM (`vllm_engine.py`).
 """
 
+import dataclasses
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,6 +23,10 @@ VARIANTS = {
     "plain": ({}, {}),
     "window": (dict(sliding_window=7), dict(window_size=(6, 0))),
     "softcap-sinks": (SOFTCAP_AND_SINKS, dict(softcap=5.0, sinks=SOFTCAP_AND_SINKS["sinks"])),
+    "alibi-sqrt": (
+        dict(alibi_slopes=[0.5, 0.25, 0.1, 0.0], use_alibi_sqrt=True),
+        dict(alibi_slopes=torch.tensor([0.5, 0.25, 0.1, 0.0]), alibi_sqrt=True),
+    ),
     "alibi": (dict(alibi_slopes=[0.5, 0.25, 0.1, 0.0]), dict(alibi_slopes=torch.tensor([0.5, 0.25, 0.1, 0.0]))),
 }
 
@@ -225,6 +231,7 @@ def test_what_is_declared(backend):
     assert kind.get_builder_cls() is backend.FastAttentionMetadataBuilder
     assert [size for size in (8, 60, 64, 96, 256, 264) if kind.supports_head_size(size)] == [8, 64, 96, 256]
     assert kind.supports_sink() and kind.supports_sliding_window() and kind.supports_batch_invariance()
+    assert kind.supports_alibi_sqrt()
     assert not kind.forward_includes_kv_cache_update
     assert [name for name in ("auto", "fp8", "fp8_e5m2", "fp8_inc", "int8") if kind.supports_kv_cache_dtype(name)] == [
         *("auto", "fp8", "fp8_e5m2")
@@ -243,6 +250,59 @@ def test_what_is_not_declared_is_refused(backend):
         backend.FastAttentionImpl(4, 32, 0.2, kv_cache_dtype="fp8_ds_mla")
     with pytest.raises(NotImplementedError, match="output_scale: expected none"):
         layer.forward(torch.nn.Module(), None, None, None, None, None, torch.ones(3), output_scale=torch.ones(1))
+
+
+NOT_DECLARED = {  # what vLLM does not validate on a CPU
+    "mm_req_doc_ranges": {0: [(1, 4)]},
+    "rswa_prefix_lens": torch.tensor([3]),
+    "dcp_local_seq_lens": torch.tensor([3]),
+    "encoder_seq_lens": torch.tensor([3]),
+    "encoder_seq_lens_cpu": np.array([3]),
+}
+
+
+@pytest.mark.parametrize("name", NOT_DECLARED)
+def test_metadata_that_would_be_ignored_is_refused(backend, name):
+    inputs, builder = build(CASE, poison=HARMLESS), make_builder(backend, "cpu")
+    with pytest.raises(NotImplementedError, match=f"^{name}: expected none, got "):
+        builder.build(0, common_metadata(inputs.batch, 3, **{name: NOT_DECLARED[name]}))
+    hints = dict(is_prefilling=torch.tensor([True]), req_idx=np.array([0]), positions=torch.tensor([0]))
+    builder.build(0, common_metadata(inputs.batch, 3, mm_req_doc_ranges={}, **hints))
+
+
+def test_a_field_of_a_later_vllm_is_refused_until_it_is_known(backend):
+    """What it stands for, nobody here knows."""
+    later = dataclasses.make_dataclass(
+        "Later", [("tree_mask", object, None)], bases=(vllm_doubles.CommonAttentionMetadata,)
+    )
+    common = common_metadata(build(CASE, poison=HARMLESS).batch, 3)
+    values = {x.name: getattr(common, x.name) for x in dataclasses.fields(common)}
+    make_builder(backend, "cpu").build(0, later(**values))
+    with pytest.raises(NotImplementedError, match="tree_mask: expected none, got Tensor"):
+        make_builder(backend, "cpu").build(0, later(**values, tree_mask=torch.ones(2)))
+
+
+def test_lengths_of_numpy(backend):
+    """Chunked attention, of Llama 4, makes the step's virtual batches with NumPy."""
+    inputs = build(CASE, poison=HARMLESS)
+    lengths = dict(max_query_len=np.int32(10), max_seq_len=np.int64(33))
+    batch = make_builder(backend, "cpu").build(0, common_metadata(inputs.batch, 3, **lengths)).batch
+    assert (type(batch.max_query_len), batch.max_query_len, type(batch.max_seq_len)) == (int, 10, int)
+
+
+@pytest.mark.parametrize("name", ["dcp_world_size", "pcp_world_size"])
+def test_a_layer_of_several_ranks_is_refused(backend, monkeypatch, name):
+    monkeypatch.setattr(backend.FastAttentionImpl, name, 2, raising=False)  # as vLLM does before __init__
+    with pytest.raises(NotImplementedError, match=f"{name}: expected 1, got 2"):
+        backend.FastAttentionImpl(4, 32, 0.2)
+
+
+def test_scales_per_head_are_refused(backend):
+    layer = vllm_layer(backend, "cpu")
+    layer._v_scale = torch.ones(2)
+    impl = backend.FastAttentionImpl(4, 32, 0.2, num_kv_heads=2, kv_cache_dtype="fp8")
+    with pytest.raises(NotImplementedError, match=r"_v_scale: expected one number for the layer, got \[2\]"):
+        impl._scales(layer)
 
 
 def test_batch_invariance_is_vllms_variable(backend, monkeypatch):
