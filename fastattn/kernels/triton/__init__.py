@@ -23,6 +23,8 @@ def unsupported_reason(problem: Problem) -> str | None:
         return "needs a GPU of compute capability 8.0 or newer"
     if problem.operation == "differential" and problem.positions:
         return "subtracts the answers of query rows that are the last of their sequences, at no other positions"
+    if problem.operation == "differential" and problem.intervals:
+        return "subtracts under causal masks and windows, and under no interval of keys for each query"
     if problem.operation == "merge" and problem.dtype != torch.float32:
         return f"merges by log-sum-exps in float32, not {problem.dtype}"
     if problem.operation == "copy_blocks" and not problem.aligned:
