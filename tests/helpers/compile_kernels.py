@@ -228,6 +228,9 @@ def launch_all(gpu, largest):
         attention.attend(query, keys, codes.in_pairs(keys), plan(1), plain, codes=codes.Codes("e4m3"))
         query, keys = torch.zeros(2, 16, 512 + 64, dtype=half), pool(1, 512 + 64, half)
         attention.attend(query, keys, keys[..., :512], plan(1), plain, shared=True)
+        ends = dict(causal=False, first_visible=torch.zeros(2).int(), last_visible=torch.ones(2).int())
+        query, keys = torch.zeros(2, 8, 128, dtype=half), pool(2, 128, half)
+        attention.attend(query, keys, keys, plan(1, **ends), plain)  # of intervals
     for dtype, head_size, query_len in some((half, 64, 512), (half, 256, 512), (torch.float32, 256, 512)):
         query = torch.zeros(2 * query_len, 8, head_size, dtype=dtype)
         keys = pool(2, head_size, dtype)
@@ -240,6 +243,10 @@ def launch_all(gpu, largest):
     attention.attend(query, keys, keys, plan(64, positions=at), plain)
     somewhere = plan(64, causal=False, window_size=(100, -1), positions=at, first_keys=first_keys)
     attention.attend(query, keys, keys, somewhere, all_of_them)  # a shared level of a cascade
+    ends = dict(causal=False, first_visible=at, last_visible=at)
+    for head_size in some(128, 256):
+        of_rows, of_keys = torch.zeros(128, 8, head_size, dtype=half), pool(2, head_size, half)
+        attention.attend(of_rows, of_keys, of_keys, plan(64, **ends, first_keys=first_keys), all_of_them)
     repair(query, query, keys, keys, plan(64), plain)
     of_keys, of_values = torch.ones(64, 16, 2), torch.ones(2, 128)
     invariant = AttentionOptions(batch_invariant=True)

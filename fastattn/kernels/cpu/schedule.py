@@ -213,6 +213,8 @@ def _intervals(first: Int64[Tensor, "t"], last: Int64[Tensor, "t"]) -> Intervals
 
     Segments of few queries next to each other are one: a call for each would take longer than a mask.
     """
+    if not len(first):
+        return Intervals(first, last, [])
     sees = first <= last
     first, last = first.masked_fill(~sees, 0), last.masked_fill(~sees, -1)
     step, same_first = last.diff(), first.diff() == 0
@@ -221,17 +223,21 @@ def _intervals(first: Int64[Tensor, "t"], last: Int64[Tensor, "t"]) -> Intervals
     alike = torch.where(both_see & same_first & (step == 1), 1, alike)
     values, counts = (x.tolist() for x in alike.unique_consecutive(return_counts=True))
     cuts: list[tuple[int, int, str]] = []  # of queries
-    begin, end = 0, 1
-    for value, count in zip(values, counts, strict=True):
-        end += count
-        kind = ("same", "causal", "any")[value] if end - begin >= FEWEST_ALIKE else "any"
-        if kind == "any" and cuts and cuts[-1][2] == "any":
-            cuts[-1] = (cuts[-1][0], end, "any")
+    begin = seen = 0
+
+    def cut(end: int, kind: str) -> int:
+        if begin < end and end - begin < FEWEST_ALIKE:
+            kind = "any"
+        if cuts and kind == cuts[-1][2] == "any":
+            cuts[-1] = (cuts[-1][0], end, kind)
         elif begin < end:
             cuts.append((begin, end, kind))
-        begin = end
-    if begin < len(first):  # a single query
-        cuts.append((begin, len(first), "any"))
+        return end
+
+    for value, count in zip(values, counts, strict=True):
+        seen += count  # so many neighbours; the last query of some that are not alike may be the first of others
+        begin = cut(seen + (value < 2), ("same", "causal", "any")[value])
+    cut(len(first), "any")
     segments = []
     for begin, end, kind in cuts:
         some = sees[begin:end]
