@@ -278,10 +278,10 @@ def _plan(tables: list[Any], sizes: list[int]) -> AnyPlan:
     kind, *sizes = sizes
     count, plans = len(sizes) // SIZES, []
     for i in range(count):
-        own = tables[i * TABLES : (i + 1) * TABLES]
+        its_own = tables[i * TABLES : (i + 1) * TABLES]
         *batch_sizes, block_size, causal, left, right = sizes[i * SIZES : (i + 1) * SIZES]
-        masked = (_batch(own[:3], batch_sizes), _or_none(block_size), bool(causal), (left, right))
-        plans.append(Plan(*masked, *own[3:]))
+        masked = (_batch(its_own[:3], batch_sizes), _or_none(block_size), bool(causal), (left, right))
+        plans.append(Plan(*masked, *its_own[3:]))
     tables, sizes = tables[count * TABLES :], sizes[count * SIZES :]
     if PLANS[kind] is CascadePlan:
         return CascadePlan(_batch(tables, sizes), tuple(plans))

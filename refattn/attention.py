@@ -204,8 +204,8 @@ def _mask_and_bias(
     visible = masks.window(query_len, seq_len, whole.window, **places)
     if whole.first_visible is not None and whole.last_visible is not None:
         first_key = 0 if whole.first_keys is None else int(whole.first_keys[i])
-        intervals = (x[slice(*rows)].to(device) for x in (whole.first_visible, whole.last_visible))
-        visible &= masks.interval(*intervals, seq_len, first_key=first_key)
+        first, last = (x[slice(*rows)].to(device) for x in (whole.first_visible, whole.last_visible))
+        visible &= masks.interval(first, last, seq_len, first_key=first_key)
     if ancestors is not None:
         visible[:, first_node:] &= ancestors[len(ancestors) - query_len :]
     if options.alibi_slopes is None:
