@@ -164,7 +164,7 @@ def attend_sequences(
     out = query.new_zeros(*query.shape[:2], value_head_size, dtype=compute)
     lse = query.new_full(query.shape[:2], -torch.inf, dtype=torch.promote_types(compute, torch.float32))
     for i, ((q0, q1), (key, value)) in enumerate(zip(plan.batch.query_rows(), sequences, strict=True)):
-        visible, bias = _mask_and_bias(plan, i, (q0, q1), len(key), options, compute, query.device)
+        visible, bias = mask_and_bias(plan, i, (q0, q1), len(key), options, compute, query.device)
         out[q0:q1], lse[q0:q1] = attend(
             query[q0:q1].to(compute),
             key,
@@ -179,7 +179,7 @@ def attend_sequences(
     return out, lse
 
 
-def _mask_and_bias(
+def mask_and_bias(
     plan: Plan | TreePlan,
     i: int,
     rows: tuple[int, int],

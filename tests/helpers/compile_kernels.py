@@ -189,7 +189,7 @@ def launch_all(gpu, largest):
     from fastattn.kernels.gpu import codes
     from fastattn.kernels.gpu.adapt import adapt
     from fastattn.kernels.gpu.repair import attend_to_latent_nodes, attend_to_nodes, repair
-    from fastattn.kernels.triton import attention, cache, differential, merge, metadata
+    from fastattn.kernels.triton import attention, cache, differential, merge, metadata, selection
 
     if largest:
         attend_levels = attention.attend_levels
@@ -345,6 +345,13 @@ def launch_all(gpu, largest):
     metadata.cut_chunks(batch(64), 128, block_size=16, num_chunks=2, columns=8)
     metadata.trim(batch(64), 100, block_size=16, columns=12)
     metadata.draw_trees(batch(96), trees, 192)
+    for held, kind in some((half, half), (torch.uint8, torch.float8_e4m3fn), (torch.uint8, half), last=2):
+        index, size = torch.zeros(64, 16, 132 if held == torch.uint8 else 128, dtype=held), torch.zeros(3, 128)
+        selection.write_index(size.to(half), index, torch.arange(3))
+        of_heads = torch.zeros(2, 64, 128).to(kind), torch.zeros(2, 64)
+        scores = selection.score_index(*of_heads, index, plan(1))
+    selection.score_index(*of_heads, index, plan(1, causal=False, first_visible=at, last_visible=at))
+    selection.select(scores, 2048)
 
 
 if __name__ == "__main__":

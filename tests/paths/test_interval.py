@@ -112,7 +112,7 @@ def drawn(batch, t, seed=0):
 # --- the masks ---
 
 
-@pytest.mark.covers("D186")
+@pytest.mark.covers("F191")
 @each_rule
 def test_intervals_are_the_mask_and_the_same_in_both_packages(rule):
     for case in cases_of(rule):
@@ -146,7 +146,7 @@ def test_spans_are_those_of_the_masks_of_transformers():
         assert seen == [int(first[i]) <= j <= int(last[i]) for j in range(12)]
 
 
-@pytest.mark.covers("D187")
+@pytest.mark.covers("F192")
 @each_twin
 @pytest.mark.parametrize("rule", ["spans-in-a-window", "prefix"])
 def test_each_query_sees_its_interval_and_nothing_else(twin, rule, device):
@@ -155,7 +155,7 @@ def test_each_query_sees_its_interval_and_nothing_else(twin, rule, device):
         check_mask(twin, rule, case, device)
 
 
-@pytest.mark.covers("D187")
+@pytest.mark.covers("F192")
 @each_kernel
 @each_rule
 def test_each_kernel_keeps_to_the_intervals(kernel, rule, device):
@@ -176,7 +176,7 @@ def check_mask(twin, rule, case, device):
 # --- the formula ---
 
 
-@pytest.mark.covers("D187")
+@pytest.mark.covers("F192")
 def test_the_reference_is_the_formula_in_float64():
     case = Case("drawn", ((7, 20), (1, 9), (5, 5)), heads=(4, 2), head_size=8, padding_rows=1)
     inputs = build(case, dtype=torch.float64)
@@ -218,7 +218,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.covers("D187")
+@pytest.mark.covers("F192")
 @each_kernel
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_drawn_intervals_agree_with_the_reference(kernel, options, device):
@@ -238,7 +238,7 @@ def test_drawn_batches_and_intervals_on_a_cpu(case, seed):
         assert_twins_agree("interval", *inputs.tensors, again=False, intervals=intervals)
 
 
-@pytest.mark.covers("D187")
+@pytest.mark.covers("F192")
 def test_queries_that_share_an_interval_are_computed_together_and_each_shape_is_right():
     """Runs of one interval, of growing ones, of empty ones, and of windows: one call each, where the CPU can."""
     case = Case("shapes", ((140, 160),), heads=(4, 2))
@@ -260,7 +260,7 @@ def test_queries_that_share_an_interval_are_computed_together_and_each_shape_is_
 # --- what nobody sees, and nothing to see ---
 
 
-@pytest.mark.covers("D188")
+@pytest.mark.covers("F193")
 @each_kernel
 def test_keys_that_no_query_sees_may_hold_anything(kernel, device):
     """Between the intervals of a tile, too: the keys that some tile loads, and no query sees."""
@@ -293,7 +293,7 @@ def test_keys_that_no_query_sees_may_hold_anything(kernel, device):
         assert all(map(torch.equal, *answers))
 
 
-@pytest.mark.covers("D188")
+@pytest.mark.covers("F193")
 @each_twin
 def test_a_query_with_an_empty_interval_sees_nothing(twin, device):
     inputs = build(Case("empty", ((4, 20), (1, 5))), device=device)
@@ -335,7 +335,7 @@ def test_numbers_at_the_ends_of_int32_and_levels_of_a_cascade(kernel, device):
         kernel.check(hold)
 
 
-@pytest.mark.covers("D187")
+@pytest.mark.covers("F192")
 @each_kernel
 def test_no_bit_of_a_row_depends_on_the_rest_of_the_batch(kernel, device):
     case = Case("three", ((5, 30), (40, 90), (1, 33)), heads=(4, 2))
@@ -400,7 +400,7 @@ def test_packages_without_such_a_mask_refuse_it_by_name(name, monkeypatch):
     assert "no interval" not in (module.unsupported_reason(problem._replace(intervals=False)) or "")
 
 
-@pytest.mark.covers("D189")
+@pytest.mark.covers("F194")
 @each_twin
 def test_a_chunk_of_a_prompt_does_not_end_inside_a_span(twin):
     """The later keys of the span are not in the cache yet: to cut the interval there would answer wrongly."""
@@ -431,7 +431,7 @@ BAD = {
 }
 
 
-@pytest.mark.covers("D189")
+@pytest.mark.covers("F194")
 @each_twin
 @pytest.mark.parametrize(("arguments", "message"), BAD.values(), ids=BAD)
 def test_bad_intervals_are_refused(twin, arguments, message, shapes_unchecked):

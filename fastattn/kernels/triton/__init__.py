@@ -33,6 +33,10 @@ def unsupported_reason(problem: Problem) -> str | None:
         return f"copies at most {MAX_PAIRS} blocks at once, not {problem.num_pairs}"
     if problem.operation == "compact" and not problem.aligned:
         return "moves tokens of pools of at most four dimensions"
+    if problem.operation == "score_index" and interpreted and problem.dtype == torch.bfloat16:
+        return "computes torch.float16 and torch.float32 in the interpreter, not torch.bfloat16"
+    if problem.operation in ("write_index", "score_index") and problem.dtype == torch.float64:
+        return "computes in float32, and rounds float64 to it"
     types = [torch.float16, torch.float32, torch.bfloat16]
     if interpreted:
         types.remove(torch.bfloat16)  # the interpreter multiplies matrices of it wrongly
@@ -66,5 +70,8 @@ KERNEL = Kernel(
         "trim": f"{__name__}.metadata:trim",
         "cut_chunks": f"{__name__}.metadata:cut_chunks",
         "draw_trees": f"{__name__}.metadata:draw_trees",
+        "write_index": f"{__name__}.selection:write_index",
+        "score_index": f"{__name__}.selection:score_index",
+        "select": f"{__name__}.selection:select",
     },
 )
