@@ -126,8 +126,8 @@ def attention(
             as single tokens without a copy.
     """
     check_selected_options(options)
-    pools = (by_token(name, pool) for name, pool in (("key_cache", key_cache), ("value_cache", value_cache)))
-    return chunked_prefill.attention(query, *pools, plan, options, return_lse=return_lse, out=out)
+    keys, values = by_token("key_cache", key_cache), by_token("value_cache", value_cache)
+    return chunked_prefill.attention(query, keys, values, plan, options, return_lse=return_lse, out=out)
 
 
 def latent_attention(
