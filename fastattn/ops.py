@@ -50,7 +50,7 @@ from refattn.interface import (
 )
 
 PLANS = (Plan, CascadePlan, TreePlan, PrefillPlan)  # which of them a list of sizes is begins it
-TABLES, SIZES = 6, 8  # tensors and whole numbers of a `Plan`
+TABLES, SIZES = 8, 8  # tensors and whole numbers of a `Plan`
 
 Answer = Tensor | tuple[Tensor, Tensor]
 AnyPlan = Plan | CascadePlan | TreePlan | PrefillPlan
@@ -268,7 +268,7 @@ def _plan_lists(plan: AnyPlan) -> Lists:
     sizes = [PLANS.index(type(plan))]
     for x in plans:
         batch_tables, batch_sizes = _batch_lists(x.batch)
-        tables += [*batch_tables, x.first_keys, x.positions, x.sequences]
+        tables += [*batch_tables, x.first_keys, x.positions, x.sequences, x.first_visible, x.last_visible]
         sizes += [*batch_sizes, _or_minus_one(x.block_size), int(x.causal), *x.window_size]
     return tables + own[0], sizes + own[1]
 
@@ -278,10 +278,10 @@ def _plan(tables: list[Any], sizes: list[int]) -> AnyPlan:
     kind, *sizes = sizes
     count, plans = len(sizes) // SIZES, []
     for i in range(count):
-        *of_batch, first_keys, positions, sequences = tables[i * TABLES : (i + 1) * TABLES]
+        its_own = tables[i * TABLES : (i + 1) * TABLES]
         *batch_sizes, block_size, causal, left, right = sizes[i * SIZES : (i + 1) * SIZES]
-        masked = (_batch(of_batch, batch_sizes), _or_none(block_size), bool(causal), (left, right))
-        plans.append(Plan(*masked, first_keys, positions, sequences))
+        masked = (_batch(its_own[:3], batch_sizes), _or_none(block_size), bool(causal), (left, right))
+        plans.append(Plan(*masked, *its_own[3:]))
     tables, sizes = tables[count * TABLES :], sizes[count * SIZES :]
     if PLANS[kind] is CascadePlan:
         return CascadePlan(_batch(tables, sizes), tuple(plans))

@@ -166,7 +166,7 @@ def attend_sequences(
     out = query.new_zeros(*query.shape[:2], value_head_size, dtype=compute)
     lse = query.new_full(query.shape[:2], -torch.inf, dtype=torch.promote_types(compute, torch.float32))
     for i, ((q0, q1), (key, value)) in enumerate(zip(plan.batch.query_rows(), sequences, strict=True)):
-        visible, bias = _mask_and_bias(plan, i, (q0, q1), len(key), options, compute, query.device)
+        visible, bias = mask_and_bias(plan, i, (q0, q1), len(key), options, compute, query.device)
         out[q0:q1], lse[q0:q1] = attend(
             query[q0:q1].to(compute),
             key,
@@ -181,7 +181,7 @@ def attend_sequences(
     return out, lse
 
 
-def _mask_and_bias(
+def mask_and_bias(
     plan: Plan | TreePlan,
     i: int,
     rows: tuple[int, int],
@@ -204,6 +204,10 @@ def _mask_and_bias(
         keys[first_node:] = first_node + plan.depths[i, : len(ancestors)]  # the positions of siblings are the same
         places["key_positions"] = keys
     visible = masks.window(query_len, seq_len, whole.window, **places)
+    if whole.first_visible is not None and whole.last_visible is not None:
+        first_key = 0 if whole.first_keys is None else int(whole.first_keys[i])
+        first, last = (x[slice(*rows)].to(device) for x in (whole.first_visible, whole.last_visible))
+        visible &= masks.interval(first, last, seq_len, first_key=first_key)
     if ancestors is not None:
         visible[:, first_node:] &= ancestors[len(ancestors) - query_len :]
     if options.alibi_slopes is None:

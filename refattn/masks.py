@@ -3,10 +3,10 @@
 A sequence of `seq_len` keys ends with its `query_len` new tokens, so query `i` has position `seq_len - query_len + i`
 and key `j` has position `j`. With `query_len = 3` and `seq_len = 5`:
 
-    causal      window (1, 0)   chunk of 2      full
-    1 1 1 0 0   0 1 1 0 0       0 0 1 0 0       1 1 1 1 1
-    1 1 1 1 0   0 0 1 1 0       0 0 1 1 0       1 1 1 1 1
-    1 1 1 1 1   0 0 0 1 1       0 0 0 0 1       1 1 1 1 1
+    causal      window (1, 0)   chunk of 2      full        interval 0..3, 0..3, 2..4
+    1 1 1 0 0   0 1 1 0 0       0 0 1 0 0       1 1 1 1 1   1 1 1 1 0
+    1 1 1 1 0   0 0 1 1 0       0 0 1 1 0       1 1 1 1 1   1 1 1 1 0
+    1 1 1 1 1   0 0 0 1 1       0 0 0 0 1       1 1 1 1 1   0 0 1 1 1
 
 Masks combine with `&`.
 """
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 from einops import rearrange
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
 from refattn.interface.values import check_window
@@ -77,6 +77,22 @@ def chunk(query_len: int, seq_len: int, chunk_size: int, *, device: torch.device
     """
     i, j = _grid(query_len, seq_len, device)
     return (j <= i) & (i // chunk_size == j // chunk_size)
+
+
+def interval(
+    first_visible: Int[Tensor, "t"], last_visible: Int[Tensor, "t"], seq_len: int, *, first_key: int = 0
+) -> Bool[Tensor, "t s"]:
+    """Show each query the keys from its first visible one to its last, both included; none if the last is before that.
+
+    Args:
+        first_visible: the position of the first key that each query sees.
+        last_visible: the position of the last one.
+        seq_len: keys of the sequence, `s`; an interval that reaches past them shows those that there are.
+        first_key: the position of the first of them.
+    """
+    keys = first_key + torch.arange(seq_len, device=first_visible.device)
+    first, last = (rearrange(x.long(), "t -> t 1") for x in (first_visible, last_visible))
+    return (first <= keys) & (keys <= last)
 
 
 def visible_keys(

@@ -20,6 +20,9 @@ whoever may see whom; a kernel says which storages it takes, under which of them
     trim(batch, left, *, block_size, columns)                       lengths and tables of a window
     cut_chunks(batch, chunk_size, *, block_size, num_chunks, columns)    lengths and tables of virtual sequences
     draw_trees(batch, trees, num_tokens)                            depths, ancestors and positions of nodes
+    write_index(key, index_cache, slot_mapping)                     write index keys into their pool
+    score_index(query, weights, index_cache, plan)                  score the keys that queries may see
+    select(scores, topk)                                            the positions of the best
 
 A kernel may record how to replay a call of attention at less CPU overhead; see `fastattn.kernels.replay`.
 
@@ -38,7 +41,7 @@ from inspect import signature
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from jaxtyping import Float, Int32, Int64, Shaped
+from jaxtyping import Float, Float32, Int32, Int64, Shaped
 from torch import Tensor
 
 from fastattn.kernels.device import num_multiprocessors
@@ -663,3 +666,38 @@ def draw_trees(
 ) -> tuple[Int32[Tensor, "b w"], Int64[Tensor, "b w words"], Int32[Tensor, "t"]]:
     """Find the depths and the ancestors of nodes, and the positions of query rows; see `torch_ops.draw_trees`."""
     return choose(Problem("draw_trees", batch.device, torch.int32)).draw_trees(batch, trees, num_tokens)
+
+
+# --- selected keys ---
+
+
+@_launches
+def write_index(
+    key: Float[Tensor, "t d"], index_cache: Shaped[Tensor, "n p c"], slot_mapping: Int64[Tensor, "t"]
+) -> None:
+    """Write index keys into their pool; arguments are those of `fastattn.sparse.write`."""
+    choose(Problem("write_index", key.device, key.dtype)).write_index(key, index_cache, slot_mapping)
+
+
+def read_index(index_cache: Shaped[Tensor, "n p c"], slots: Int64[Tensor, "s"]) -> Float[Tensor, "s d"]:
+    """Read index keys; arguments are those of `fastattn.sparse.read`."""
+    keys: Tensor = choose(Problem("read_index", index_cache.device, index_cache.dtype)).read_index(index_cache, slots)
+    return keys
+
+
+@_launches
+def score_index(
+    query: Float[Tensor, "t h d"], weights: Float[Tensor, "t h"], index_cache: Shaped[Tensor, "n p c"], plan: Plan
+) -> Float32[Tensor, "t s"]:
+    """Score the keys that queries may see; arguments are those of `fastattn.sparse.scores`."""
+    scores: Tensor = choose(Problem("score_index", query.device, query.dtype)).score_index(
+        query, weights, index_cache, plan
+    )
+    return scores
+
+
+@_launches
+def select(scores: Float32[Tensor, "t s"], topk: int) -> Int32[Tensor, "t k"]:
+    """Select the keys with the highest scores; arguments are those of `fastattn.sparse.select`."""
+    selected: Tensor = choose(Problem("select", scores.device, scores.dtype)).select(scores, topk)
+    return selected

@@ -152,6 +152,10 @@ def _mask(
         visible = visible & (distance <= left)
     if right >= 0:
         visible = visible & (distance >= -right)
+    if plan.first_visible is not None and plan.last_visible is not None:
+        first_key = 0 if plan.first_keys is None else plan.first_keys[sequence].long()
+        first, last = (x[rows].long()[:, None] - first_key for x in (plan.first_visible, plan.last_visible))
+        visible = visible & (first <= keys) & (keys <= last)
     return distance, visible
 
 

@@ -62,6 +62,7 @@ class Problem(NamedTuple):
         stored: the types of the codes, or numbers, that keys and values are in a quantised cache; None in any other.
         rounds_query: queries are rounded as keys are.
         even: the host knows that all sequences have about as many keys.
+        intervals: each query row sees an interval of keys of its own.
     """
 
     operation: str
@@ -92,6 +93,7 @@ class Problem(NamedTuple):
     alibi_sqrt: bool = False
     num_tokens: int = 0
     even: bool = False
+    intervals: bool = False
 
     @property
     def is_attention(self) -> bool:
@@ -153,6 +155,7 @@ def attention_problem(query: Tensor, keys: Keys, plan: AttentionPlan, options: A
         rounds_query=scales is not None and (isinstance(scales, Int8Scales) or scales.query is not None),
         num_tokens=query.shape[0],
         even=batch.num_keys is not None and EVEN * batch.num_keys >= batch.max_seq_len * batch.num_seqs,
+        intervals=any(level.whole.first_visible is not None for level in plan.levels),
     )
 
 

@@ -31,11 +31,13 @@ FUNCTIONS = (
     "cut_chunks",
     "draw_trees",
 )
+OF_SELECTION = ("write_index", "read_index", "score_index", "select")
 KERNEL = Kernel(
     "torch",
     unsupported_reason,
     attends=(),
-    functions={name: f"{__name__}:{name}" for name in FUNCTIONS},
+    functions={name: f"{__name__}:{name}" for name in FUNCTIONS}
+    | {name: f"fastattn.kernels.torch_selection:{name}" for name in OF_SELECTION},
 )
 
 

@@ -4,7 +4,15 @@ from refattn.interface.batch import Batch, Part, Prefix
 from refattn.interface.keys import AnyKeys, Keys, Latents, Pages, Pairs, QuantizedPages, Rows
 from refattn.interface.options import AttentionOptions
 from refattn.interface.parallel import DistributedGroup, Group, Shard, simulate_ranks
-from refattn.interface.plan import CascadePlan, ContextChunk, ContextParallelPlan, Needs, Plan, PrefillPlan
+from refattn.interface.plan import (
+    CascadePlan,
+    ContextChunk,
+    ContextParallelPlan,
+    Intervals,
+    Needs,
+    Plan,
+    PrefillPlan,
+)
 from refattn.interface.scales import Fp8Scales, Int8Scales
 from refattn.interface.trees import Accepted, AttentionPlan, DraftStep, TreePlan, Trees
 
@@ -22,6 +30,7 @@ __all__ = [
     "Fp8Scales",
     "Group",
     "Int8Scales",
+    "Intervals",
     "Keys",
     "Latents",
     "Needs",

@@ -525,3 +525,64 @@ def check_prefix_types(prefixes: Sequence[Prefix]) -> None:
         if not isinstance(prefix, Prefix) or not all(map(is_int, prefix)):
             came = repr(prefix) if isinstance(prefix, Prefix) else describe(prefix)
             raise ValueError(f"prefixes[{i}]: expected a Prefix of Python ints, got {came}")
+
+
+def check_intervals(batch: Batch, intervals: Sequence[Tensor]) -> None:
+    """Check the intervals of the query rows of a batch: on a CPU, that they end where their sequences do, or before.
+
+    Raises:
+        ValueError: if they are no int32 of one length, or elsewhere; if an interval reaches past its sequence.
+    """
+    check_lengths(batch)
+    if not isinstance(intervals, Sequence) or len(intervals) != 2:
+        raise ValueError(f"intervals: expected Intervals, a first and a last key each, got {describe(intervals)}")
+    first, last = intervals
+    (rows,) = expect(first, "intervals.first", torch.int32, ("t",), (None,))
+    expect(last, "intervals.last", torch.int32, ("t",), (rows,))
+    same_device(seq_lens=batch.seq_lens, **{"intervals.first": first, "intervals.last": last})
+    if not batch.seq_lens.is_cpu:
+        return
+    used = int(batch.cu_seqlens_q[-1])
+    if rows < used:
+        raise ValueError(f"intervals: expected one for each of the {used} query rows, got {rows}")
+    ends = batch.seq_lens.repeat_interleave(batch.query_lens)
+    wrong = (first[:used] <= last[:used]) & (last[:used] >= ends)
+    if wrong.any():
+        row = int(wrong.int().argmax())
+        raise ValueError(
+            f"intervals: expected to end before key {int(ends[row])}, where the sequence of query row {row} ends, got "
+            f"{int(last[row])}: a prompt is not cut inside a span, whose later keys are not there yet"
+        )
+
+
+def check_spans(batch: Batch, spans: Tensor) -> None:
+    """Check spans of sequences: on a CPU, that each has both ends, and that they follow one another.
+
+    Raises:
+        ValueError: if they are no int32 `[b, n, 2]`, or elsewhere; if one ends before it begins, or begins before the
+            one before it has ended.
+    """
+    check_lengths(batch)
+    expect(spans, "spans", torch.int32, ("b", "n", "2"), (batch.num_seqs, None, 2))
+    same_device(seq_lens=batch.seq_lens, spans=spans)
+    if not spans.is_cpu:
+        return
+    for i, pairs in enumerate(spans.tolist()):
+        before = -1
+        for first, last in (pair for pair in pairs if pair[0] >= 0):
+            if not before < first <= last:
+                raise ValueError(f"spans: expected first and last tokens, rising, of sequence {i}, got {pairs}")
+            before = last
+
+
+def check_prefix_lens(batch: Batch, prefix_lens: Tensor) -> None:
+    """Check the number of tokens of each sequence that see one another.
+
+    Raises:
+        ValueError: if they are no int32 `[b]`, elsewhere, or (on a CPU) negative.
+    """
+    check_lengths(batch)
+    expect(prefix_lens, "prefix_lens", torch.int32, ("b",), (batch.num_seqs,))
+    same_device(seq_lens=batch.seq_lens, prefix_lens=prefix_lens)
+    if prefix_lens.is_cpu and (prefix_lens < 0).any():
+        raise ValueError(f"prefix_lens: expected lengths of at least 0, got {prefix_lens.tolist()}")

@@ -11,6 +11,7 @@ A plan describes sequences of keys, each with some query rows. They may be those
     sliding window    without the blocks that no query sees      start of the first block that is left
     local             one for each chunk with new tokens         start of the chunk
     cascade           groups that share keys, level by level     end of the level above
+    interval          those of the batch                         0
 """
 
 from dataclasses import dataclass, field
@@ -41,12 +42,25 @@ class Needs(NamedTuple):
     blocks: int
 
 
+class Intervals(NamedTuple):
+    """The keys that each query row sees, where that is one run of them: by position, both ends included.
+
+    Attributes:
+        first: the position of the first key; below 0 is 0.
+        last: the position of the last key; before the first if the query sees nothing.
+    """
+
+    first: Int32[Tensor, "t"]
+    last: Int32[Tensor, "t"]
+
+
 @dataclass(frozen=True, eq=False)
 class Plan:
     """Sequences of keys, and which of them each query row may see.
 
     Query row `i` of a sequence with `q` queries and `s` keys has position `first_key + s - q + i`, or the one given by
-    `positions`. It sees key `j`, at position `first_key + j`, if `causal` and `window_size` allow it.
+    `positions`. It sees key `j`, at position `first_key + j`, if `causal` and `window_size` allow it, or if that is in
+    its interval, from `first_visible` to `last_visible`, both included.
 
     Attributes:
         batch: the query rows of each sequence, its number of keys, and the blocks that hold them.
@@ -58,6 +72,10 @@ class Plan:
             padding may hold anything.
         sequences: the sequence of the batch that each sequence of the plan belongs to, for tensors with one row per
             sequence of the batch; None where they are the same.
+        first_visible: the position of the first key that each query row sees, in place of a causal mask and a window;
+            None where those say who sees whom. Rows of padding may hold anything.
+        last_visible: the position of the last key that it sees; one before the first if it sees nothing. A sequence has
+            no key before its first one and after its last one, whatever an interval says.
         needs: how large the tensors have to be; None where the tables are on a device, where they are not read.
 
     On a CPU the contents of the tables are checked here, once, and not when a layer attends: if a table changes, make a
@@ -74,6 +92,8 @@ class Plan:
     first_keys: Int32[Tensor, "b"] | None = None
     positions: Int32[Tensor, "t"] | None = None
     sequences: Int32[Tensor, "b"] | None = None
+    first_visible: Int32[Tensor, "t"] | None = None
+    last_visible: Int32[Tensor, "t"] | None = None
     needs: Needs | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -87,17 +107,35 @@ class Plan:
             ("first_keys", self.first_keys, self.batch.num_seqs),
             ("positions", self.positions, None),
             ("sequences", self.sequences, self.batch.num_seqs),
+            ("first_visible", self.first_visible, None),
+            ("last_visible", self.last_visible, None),
         ):
             if numbers is not None:
                 expect(numbers, name, torch.int32, ("b" if size is not None else "t",), (size,))
                 same_device(seq_lens=self.batch.seq_lens, **{name: numbers})
+        self._check_intervals()
         needs = check_contents(self.batch, self.block_size, self.first_keys)
-        if needs is not None and self.positions is not None and self.positions.shape[0] < needs[0]:
-            raise ValueError(
-                f"positions: expected at least {needs[0]}, one for each query row of the batch, "
-                f"got {self.positions.shape[0]}"
-            )
+        for name in ("positions", "first_visible"):
+            numbers = getattr(self, name)
+            if needs is not None and numbers is not None and numbers.shape[0] < needs[0]:
+                raise ValueError(
+                    f"{name}: expected at least {needs[0]}, one for each query row of the batch, got {numbers.shape[0]}"
+                )
         object.__setattr__(self, "needs", None if needs is None else Needs(*needs))
+
+    def _check_intervals(self) -> None:
+        """Check that intervals have two ends, and that no other mask is beside them."""
+        if self.first_visible is None and self.last_visible is None:
+            return
+        if self.first_visible is None or self.last_visible is None:
+            name, other = ("first", "last") if self.first_visible is None else ("last", "first")
+            raise ValueError(f"{name}_visible: expected int32 [t], as {other}_visible is given, got None")
+        expect(self.last_visible, "last_visible", torch.int32, ("t",), self.first_visible.shape)
+        if self.window != (-1, -1):
+            raise ValueError(
+                f"causal, window_size: expected False and (-1, -1) where each query row has its interval, "
+                f"got {self.causal} and {self.window_size}"
+            )
 
     @property
     def window(self) -> tuple[int, int]:

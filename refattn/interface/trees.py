@@ -127,6 +127,8 @@ class TreePlan:
             level = getattr(self, name)
             if not isinstance(level, Plan) or level.block_size is None or level.positions is None:
                 raise ValueError(f"{name}: expected a Plan over pages with positions, got {describe(level)}")
+            if level.first_visible is not None:
+                raise ValueError(f"{name}: expected no intervals, as a node sees its ancestors, got first_visible")
         if not isinstance(self.trees, Trees):
             raise ValueError(f"trees: expected Trees, got {describe(self.trees)}")
         check_trees(self.whole.batch, self.trees)

@@ -189,7 +189,7 @@ def launch_all(gpu, largest):
     from fastattn.kernels.gpu import codes
     from fastattn.kernels.gpu.adapt import adapt
     from fastattn.kernels.gpu.repair import attend_to_latent_nodes, attend_to_nodes, repair
-    from fastattn.kernels.triton import attention, cache, differential, merge, metadata
+    from fastattn.kernels.triton import attention, cache, differential, merge, metadata, selection
 
     if largest:
         attend_levels = attention.attend_levels
@@ -228,6 +228,9 @@ def launch_all(gpu, largest):
         attention.attend(query, keys, codes.in_pairs(keys), plan(1), plain, codes=codes.Codes("e4m3"))
         query, keys = torch.zeros(2, 16, 512 + 64, dtype=half), pool(1, 512 + 64, half)
         attention.attend(query, keys, keys[..., :512], plan(1), plain, shared=True)
+        ends = dict(causal=False, first_visible=torch.zeros(2).int(), last_visible=torch.ones(2).int())
+        query, keys = torch.zeros(2, 8, 128, dtype=half), pool(2, 128, half)
+        attention.attend(query, keys, keys, plan(1, **ends), plain)  # of intervals
     for dtype, head_size, query_len in some((half, 64, 512), (half, 256, 512), (torch.float32, 256, 512)):
         query = torch.zeros(2 * query_len, 8, head_size, dtype=dtype)
         keys = pool(2, head_size, dtype)
@@ -240,6 +243,10 @@ def launch_all(gpu, largest):
     attention.attend(query, keys, keys, plan(64, positions=at), plain)
     somewhere = plan(64, causal=False, window_size=(100, -1), positions=at, first_keys=first_keys)
     attention.attend(query, keys, keys, somewhere, all_of_them)  # a shared level of a cascade
+    ends = dict(causal=False, first_visible=at, last_visible=at)
+    for head_size in some(128, 256):
+        of_rows, of_keys = torch.zeros(128, 8, head_size, dtype=half), pool(2, head_size, half)
+        attention.attend(of_rows, of_keys, of_keys, plan(64, **ends, first_keys=first_keys), all_of_them)
     repair(query, query, keys, keys, plan(64), plain)
     of_keys, of_values = torch.ones(64, 16, 2), torch.ones(2, 128)
     invariant = AttentionOptions(batch_invariant=True)
@@ -338,6 +345,13 @@ def launch_all(gpu, largest):
     metadata.cut_chunks(batch(64), 128, block_size=16, num_chunks=2, columns=8)
     metadata.trim(batch(64), 100, block_size=16, columns=12)
     metadata.draw_trees(batch(96), trees, 192)
+    for held, kind in some((half, half), (torch.uint8, torch.float8_e4m3fn), (torch.uint8, half), last=2):
+        index, size = torch.zeros(64, 16, 132 if held == torch.uint8 else 128, dtype=held), torch.zeros(3, 128)
+        selection.write_index(size.to(half), index, torch.arange(3))
+        of_heads = torch.zeros(2, 64, 128).to(kind), torch.zeros(2, 64)
+        scores = selection.score_index(*of_heads, index, plan(1))
+    selection.score_index(*of_heads, index, plan(1, causal=False, first_visible=at, last_visible=at))
+    selection.select(scores, 2048)
 
 
 if __name__ == "__main__":

@@ -279,17 +279,22 @@ def test_every_field_of_a_plan_crosses():
         positions=torch.arange(rows, dtype=torch.int32),
         sequences=torch.tensor([0, 0, 1], dtype=torch.int32),
     )
-    tables, sizes = ops._plan_lists(plan)
-    again = ops._plan(tables, sizes)
+    ends = (torch.arange(rows, dtype=torch.int32) for _ in range(2))
+    spans = dataclasses.replace(
+        plan, window_size=(-1, -1), **dict(zip(("first_visible", "last_visible"), ends, strict=True))
+    )
     fields = [(kind, field.name) for kind in (Batch, Plan) for field in dataclasses.fields(kind) if field.init]
-    for kind, name in fields:
-        if name == "batch":
-            continue
-        value, other = (getattr(x if kind is Plan else x.batch, name) for x in (plan, again))
-        default = next(f.default for f in dataclasses.fields(kind) if f.name == name)
-        assert value is not default and value != default if not isinstance(value, torch.Tensor) else True, name
-        assert value is other if isinstance(value, torch.Tensor) else value == other, name
-    assert ops._plan_lists(again)[1] == sizes
+    for one, has_not in ((plan, ("first_visible", "last_visible")), (spans, ("window_size",))):
+        tables, sizes = ops._plan_lists(one)
+        again = ops._plan(tables, sizes)
+        for kind, name in fields:
+            if name in ("batch", *has_not):
+                continue
+            value, other = (getattr(x if kind is Plan else x.batch, name) for x in (one, again))
+            default = next(f.default for f in dataclasses.fields(kind) if f.name == name)
+            assert value is not default and value != default if not isinstance(value, torch.Tensor) else True, name
+            assert value is other if isinstance(value, torch.Tensor) else value == other, name
+        assert ops._plan_lists(again)[1] == sizes
 
 
 def test_errors_are_those_of_the_path(shapes_unchecked):

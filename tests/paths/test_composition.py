@@ -20,6 +20,7 @@ P = 4  # tokens in a block
 QUERY_LENS, SEQ_LENS = [3, 1, 4, 2], [14, 11, 9, 2]
 TABLES = [[7, 2, 9, 4], [7, 2, 5], [0, 3, 8], [6]]  # the first two share two blocks
 PARENTS = [[-1, 0, 0], [-1], [-1, 0, 1, 0], [-1, 0]]
+SPANS = [[[11, 13]], [[10, 10]], [[4, 8]], [[-1, -1]]]  # first and last tokens that see one another
 NUM_BLOCKS, PADDING = 10, 2
 SCALE = 0.3
 
@@ -33,13 +34,19 @@ class Mask:
     path: str
     left: int = -1
     chunk: int = 0
+    over_rows: bool = False
 
     def plan(self, package, device):
         """Plan the batch by a path of a twin."""
         path = importlib.import_module(f"{package}.{self.path}")
-        tables = None if self.path == "dense" else TABLES
+        tables = None if self.path == "dense" or self.over_rows else TABLES
         batch = make_batch(QUERY_LENS, SEQ_LENS, tables, device=device)
         window = {} if self.left < 0 else dict(window_size=(self.left, 0))
+        if self.path == "interval":
+            spans = torch.tensor(SPANS, dtype=torch.int32, device=device)
+            where = dict(window_size=(self.left, -1)) if window else {}
+            seen = path.image_spans(batch, spans, sum(QUERY_LENS) + PADDING, **where)
+            return path.plan(batch, intervals=seen, block_size=None if self.over_rows else P)
         if self.path == "dense":
             return path.plan(batch, **window)
         if self.path == "local":
@@ -61,6 +68,10 @@ class Mask:
                 above[j], positions[j] = before | {j}, len(before)
         rows = range(seq_len - query_len, seq_len)
         distance = torch.tensor([[positions[r] - positions[j] for j in range(seq_len)] for r in rows])
+        if self.path == "interval":
+            ((first, last),) = SPANS[i]
+            for j in range(max(first, 0), last + 1):
+                above[j] |= set(range(first, last + 1))
         visible = torch.tensor([[j in above[r] for j in range(seq_len)] for r in rows])
         if self.left >= 0:
             visible &= distance <= self.left
@@ -77,8 +88,9 @@ MASKS = {
     "cascade in a window": Mask("cascade", left=6),
     "tree": Mask("speculative"),
     "tree in a window": Mask("speculative", left=1),
+    "spans in a window": Mask("interval", left=3),
 }
-ROWS = {"causal": Mask("dense"), "window": Mask("dense", left=5)}
+ROWS = {"causal": Mask("dense"), "window": Mask("dense", left=5), "spans": Mask("interval", over_rows=True)}
 
 # --- where the keys are ---
 

@@ -1818,6 +1818,243 @@ MUTATIONS: list[Mutation] = [
             "        return None if error else None",
         ),
     ),
+    # --- intervals, and selected keys ---
+    *breaks(
+        "F191",
+        "a window hides no key of a span",
+        (
+            "refattn/interval.py",
+            "last = end if whole_spans or right < 0 else min(end, position + right)",
+            "last = end",
+        ),
+        (
+            "fastattn/interval.py",
+            "reach = end if whole_spans or right < 0 else end.minimum(position[:, None] + right)",
+            "reach = end",
+        ),
+    ),
+    *breaks(
+        "F191",
+        "images are seen causally where the window is shorter than they are",
+        (
+            "refattn/interval.py",
+            "                    first = min(first, begin) if whole_spans else first",
+            "                    first = min(first, begin)",
+        ),
+        ("fastattn/interval.py", "        if whole_spans:", "        if True:"),
+    ),
+    *breaks(
+        "F191",
+        "a prefix ends one token late",
+        ("refattn/interval.py", "lasts[row] = prefix - 1 if 0 <=", "lasts[row] = prefix if 0 <="),
+        (
+            "fastattn/interval.py",
+            "position.maximum(prefix_lens[sequence] - 1)",
+            "position.maximum(prefix_lens[sequence])",
+        ),
+    ),
+    *breaks(
+        "F192",
+        "the last key of an interval is hidden",
+        (
+            "refattn/masks.py",
+            "    return (first <= keys) & (keys <= last)",
+            "    return (first <= keys) & (keys < last)",
+        ),
+        (
+            "fastattn/kernels/cpu/attention.py",
+            "bias.masked_fill_((keys < first) | (keys > last), -torch.inf)",
+            "bias.masked_fill_((keys < first) | (keys >= last), -torch.inf)",
+        ),
+        (
+            "fastattn/kernels/gpu/tile.py",
+            "(j[None, :] <= last_of_rows[:, None])",
+            "(j[None, :] < last_of_rows[:, None])",
+        ),
+    ),
+    *breaks(
+        "F192",
+        "queries of one tile see what the first of them sees",
+        (
+            "fastattn/kernels/gpu/tile.py",
+            "        all_to = tl.minimum(last_key, tl.min(tl.where(is_row, last_of_rows, last_key), 0) + 1)",
+            "        all_to = last_key",
+        ),
+    ),
+    *breaks(
+        "F192",
+        "a chunk of growing intervals begins a key late",
+        (
+            "fastattn/kernels/cpu/attention.py",
+            "context = len(k) - (rows.stop - rows.start)  # keys",
+            "context = len(k) - (rows.stop - rows.start) - 1  # keys",
+        ),
+    ),
+    *breaks(
+        "F193",
+        "keys between the intervals of a tile are read",
+        (
+            "fastattn/kernels/gpu/tile.py",
+            "                is_key &= tl.max((seen & is_row[:, None]).to(tl.int32), 0) > 0\n",
+            "                is_key &= tl.max((seen & is_row[:, None]).to(tl.int32), 0) >= 0\n",
+        ),
+        (
+            "refattn/attention.py",
+            "    v = value.to(compute).masked_fill(nobody_sees, 0.0)",
+            "    v = value.to(compute)",
+        ),
+    ),
+    *breaks(
+        "F194",
+        "a chunk may end inside a span",
+        (
+            "refattn/interface/contents.py",
+            "    wrong = (first[:used] <= last[:used]) & (last[:used] >= ends)",
+            "    wrong = (first[:used] <= last[:used]) & (last[:used] > ends + 9)",
+        ),
+    ),
+    *breaks(
+        "F195",
+        "the scale of a token follows its own codes",
+        (
+            "refattn/sparse.py",
+            "        at_scale = block_size * size + row * SCALE_BYTES",
+            "        at_scale = (row + 1) * size + row * SCALE_BYTES",
+        ),
+        (
+            "fastattn/kernels/torch_selection.py",
+            "(block, SCALE_BYTES, 1), first + p * size)",
+            "(block, SCALE_BYTES, 1), first + size)",
+        ),
+    ),
+    *breaks(
+        "F195",
+        "a slot of -1 is written",
+        ("refattn/sparse.py", "        if slot == -1:", "        if slot == -2:"),
+        ("fastattn/kernels/torch_selection.py", "    written = slot_mapping >= 0", "    written = slot_mapping >= -1"),
+        ("fastattn/kernels/triton/selection.py", "    is_written = slot >= 0", "    is_written = slot >= -1"),
+    ),
+    *breaks(
+        "F196",
+        "the ReLU comes after the sum",
+        (
+            "refattn/sparse.py",
+            'einsum(weights[q0:q1].float(), products.relu(), "t h, t h s -> t s")',
+            'einsum(weights[q0:q1].float(), products, "t h, t h s -> t s").relu()',
+        ),
+        (
+            "fastattn/kernels/torch_selection.py",
+            "weights[q0 + row] @ (queries[q0 + row] @ key).relu_()",
+            "(weights[q0 + row] @ (queries[q0 + row] @ key)).relu_()",
+        ),
+        (
+            "fastattn/kernels/triton/selection.py",
+            "positive = tl.where(products < 0.0, 0.0, products)",
+            "positive = tl.where(products < 0.0, products, products)",
+        ),
+    ),
+    *breaks(
+        "F196",
+        "the last head is left out of the sum",
+        (
+            "fastattn/kernels/triton/selection.py",
+            "    is_head = heads < NUM_HEADS",
+            "    is_head = heads < NUM_HEADS - 1",
+        ),
+        (
+            "refattn/sparse.py",
+            'products = einsum(query[q0:q1].float(), key.float(), "t h d, s d -> t h s")',
+            'products = einsum(query[q0:q1].float(), key.float(), "t h d, s d -> t h s"); products[:, -1] = 0.0',
+        ),
+    ),
+    *breaks(
+        "F197",
+        "ties go to the higher position",
+        (
+            "refattn/sparse.py",
+            "-numbers[j], j))[:topk]",
+            "-numbers[j], -j))[:topk]",
+        ),
+        (
+            "fastattn/kernels/torch_selection.py",
+            "at.cumsum(1) <= topk - above.sum(1, keepdim=True)",
+            "at.flip(1).cumsum(1).flip(1) <= topk - above.sum(1, keepdim=True)",
+        ),
+        (
+            "fastattn/kernels/triton/selection.py",
+            "(is_tie & (place <= wanted))",
+            "(is_tie & (place > ties + tl.sum(is_tie.to(tl.int32), 0) - wanted))",
+        ),
+    ),
+    *breaks(
+        "F197",
+        "-0 is less than 0",
+        (
+            "fastattn/kernels/torch_selection.py",
+            "bits = numbers.masked_fill(numbers == 0, 0.0).view(torch.int32)",
+            "bits = numbers.contiguous().view(torch.int32)",
+        ),
+        (
+            "fastattn/kernels/triton/selection.py",
+            "tl.where(numbers == 0.0, 0.0, numbers).to(tl.int32, bitcast=True)",
+            "numbers.to(tl.int32, bitcast=True)",
+        ),
+    ),
+    *breaks(
+        "F197",
+        "what is no key is selected where there are too few",
+        ("refattn/sparse.py", "if score != -torch.inf]", "if score == score]"),
+        ("fastattn/kernels/torch_selection.py", "is_key = numbers != -torch.inf", "is_key = numbers == numbers"),
+        (
+            "fastattn/kernels/triton/selection.py",
+            '        is_key = numbers != float("-inf")',
+            "        is_key = j < width",
+        ),
+    ),
+    *breaks(
+        "F198",
+        "-1 is the last slot of the pool, and is followed",
+        ("refattn/sparse.py", "                if j >= 0:", "                if j >= -1:"),
+        ("fastattn/sparse.py", "    is_key = (positions >= 0) & (pos", "    is_key = (positions >= -1) & (pos"),
+    ),
+    *breaks(
+        "F198",
+        "a position past the end is followed on a device",
+        ("fastattn/sparse.py", "(positions < batch.seq_lens[sequence][:, None])", "(positions < 2**31)"),
+    ),
+    *breaks(
+        "F198",
+        "a position past the end passes on a host",
+        (
+            "refattn/interface/selection.py",
+            "    wrong = (positions[:used] < -1) | (positions[:used] >= ends)",
+            "    wrong = positions[:used] < -1",
+        ),
+    ),
+    *breaks(
+        "F199",
+        "slots are taken for blocks of more than one token",
+        (
+            "refattn/sparse.py",
+            "    return pool.flatten(0, 1).unsqueeze(1)",
+            "    return pool.transpose(0, 1).flatten(0, 1).unsqueeze(1)",
+        ),
+        (
+            "fastattn/sparse.py",
+            "    return pool.flatten(0, 1).unsqueeze(1)",
+            "    return pool.transpose(0, 1).flatten(0, 1).unsqueeze(1)",
+        ),
+    ),
+    *breaks(
+        "F199",
+        "a query sees what is left of another's list",
+        (
+            "fastattn/sparse.py",
+            "        seq_lens=is_key.sum(1, dtype=torch.int32),",
+            "        seq_lens=(positions >= -1).sum(1, dtype=torch.int32),",
+        ),
+        ("refattn/sparse.py", "[len(lists[row]) for row, _ in rows]", "[min(len(lists[row]), 3) for row, _ in rows]"),
+    ),
 ]
 
 # Rows that are broken in fastattn alone, by the reason why the reference has no such feature.

@@ -27,6 +27,8 @@ def unsupported_reason(problem: Problem) -> str | None:
         return f"computes on the CPU, the tensors are on {problem.device.type}"
     if problem.operation == "differential" and problem.positions:
         return "subtracts the answers of query rows that are the last of their sequences, at no other positions"
+    if problem.operation == "differential" and problem.intervals:
+        return "subtracts under causal masks and windows, and under no interval of keys for each query"
     return None
 
 

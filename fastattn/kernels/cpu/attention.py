@@ -6,6 +6,7 @@ batch is split into pieces, and the pieces of one query merge by their log-sum-e
     a chunk with context     full part | causal part         (keys before the chunk | the chunk itself)
     a window                 small tiles of queries in one call, each over the band of keys that it can see, with a mask
     ALiBi, edges, positions  larger tiles one by one, over some keys at a time, with a mask
+    intervals                queries that see the same keys in one call, those that each see one more as a chunk
     a drafted tree           full part | its nodes, with a mask
     a softcap                those tiles by our own matrix products: ATen's call has no softcap
     decodes                  some sequences in one call, the query heads of a group as rows, a mask for their lengths
@@ -77,7 +78,7 @@ def paged(
     pieces: Sequence[Piece] = ()
     if query.numel():
         positions, schedule = uses_positions(plan, options), schedule_of(plan)
-        if positions or options.batch_invariant or options.softcap:
+        if positions or options.batch_invariant or options.softcap or plan.first_visible is not None:
             pieces = schedule.apart(positions)
         else:
             pieces = schedule.together(key_cache.shape[1:], BUFFER, prompts=options.alibi_slopes is None)
@@ -151,7 +152,7 @@ def _piece(
         return _decodes(query, key_cache, value_cache, piece, options)
     if isinstance(piece, Prompts):
         return _prompts(query, key_cache, value_cache, piece, options)
-    if piece.view.window == (-1, -1) and _is_plain(options):
+    if piece.view.window == (-1, -1) and piece.view.intervals is None and _is_plain(options):
         slabs = _slabs(key_cache, value_cache, piece.blocks, piece.view.num_keys)
         return _merge(*(_flash(query, k, v, options.softmax_scale) for k, v in slabs))
     first_row = piece.view.first_key % key_cache.shape[1]
@@ -299,6 +300,8 @@ def _sequence(
     context = int(view.positions[0])
     if options.batch_invariant:
         return _aligned_tiles(query, key, value, view, options)
+    if view.intervals is not None:
+        return _segments(query, key, value, view, options)
     if _is_plain(options) and view.window == (-1, -1):
         return _flash(query, key, value, options.softmax_scale)
     if not _is_plain(options) or view.window != (-1, 0) or not view.consecutive or context < 0:
@@ -308,6 +311,53 @@ def _sequence(
         return own
     before = _flash(query, key[:context], value[:context], options.softmax_scale)
     return _merge(before, own)
+
+
+def _segments(
+    query: Float[Tensor, "t h d"],
+    key: Float[Tensor, "s hk d"],
+    value: Float[Tensor, "s hk dv"],
+    view: View,
+    options: AttentionOptions,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend from queries that see an interval of keys each, those of one shape at a time."""
+    assert view.intervals is not None
+    out, lse = _empty_answer(query, value.shape[-1])
+    for segment in view.intervals.segments:
+        rows = segment.rows
+        if segment.kind == "any" or not _is_plain(options):
+            for q0, q1 in _cut(rows.start, rows.stop):
+                out[q0:q1], lse[q0:q1] = _masked(query[q0:q1], key, value, view, slice(q0, q1), options)
+            continue
+        k, v = (x[segment.first_key - view.first_key : segment.end_key - view.first_key] for x in (key, value))
+        if segment.kind == "same":
+            out[rows], lse[rows] = _flash(query[rows], k, v, options.softmax_scale)
+            continue
+        context = len(k) - (rows.stop - rows.start)  # keys that all of them see, before the last of the first query
+        parts = [_flash(query[rows], k[context:], v[context:], options.softmax_scale, causal=True)]
+        if context:
+            parts.append(_flash(query[rows], k[:context], v[:context], options.softmax_scale))
+        out[rows], lse[rows] = _merge(*parts)
+    return out, lse
+
+
+def _masked(
+    query: Float[Tensor, "t h d"],
+    key: Float[Tensor, "s hk d"],
+    value: Float[Tensor, "s hk dv"],
+    view: View,
+    rows: slice,
+    options: AttentionOptions,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend from a tile, the queries `rows` of a view, to the keys that it sees, a slab at a time, with a mask."""
+    parts, at = [], torch.arange(rows.start, rows.stop, device="cpu")
+    begin, end = _seen_by(view, rows)
+    for k0 in range(begin, end, SLAB):
+        k1 = min(k0 + SLAB, end)
+        bias = _bias_in(view, at, torch.arange(k0, k1, device="cpu"), query.dtype, options)
+        k, v = (x[k0 - view.first_key : k1 - view.first_key] for x in (key, value))
+        parts.append(_rectangle(query, k, v, bias, options))
+    return _merge(*parts) if parts else _empty_answer(query, value.shape[-1])
 
 
 def _tiles(
@@ -326,16 +376,7 @@ def _tiles(
         first_key = int(view.positions[band.start]) - view.window[0] - view.first_key
         out[rows], lse[rows] = _band(query[rows], key, value, first_key, view.window, options)
     for q0, q1 in (*_cut(0, band.start), *_cut(band.stop, t)):
-        positions = view.positions[q0:q1]
-        parts = []
-        begin, end = _seen_by(positions, view)
-        for k0 in range(begin, end, SLAB):
-            k1 = min(k0 + SLAB, end)
-            bias = _bias(positions[:, None] - torch.arange(k0, k1, device="cpu"), query.dtype, view.window, options)
-            k, v = (x[k0 - view.first_key : k1 - view.first_key] for x in (key, value))
-            parts.append(_rectangle(query[q0:q1], k, v, bias, options))
-        if parts:
-            out[q0:q1], lse[q0:q1] = _merge(*parts)
+        out[q0:q1], lse[q0:q1] = _masked(query[q0:q1], key, value, view, slice(q0, q1), options)
     return out, lse
 
 
@@ -357,13 +398,13 @@ def _aligned_tiles(
     for q0 in range(-(offset % INVARIANT_TILE), t, INVARIANT_TILE):
         rows = slice(max(0, q0), min(q0 + INVARIANT_TILE, t))
         places = slice(rows.start - q0, rows.stop - q0)
-        positions = view.positions[torch.arange(q0, q0 + INVARIANT_TILE, device="cpu").clamp(rows.start, rows.stop - 1)]
+        at = torch.arange(q0, q0 + INVARIANT_TILE, device="cpu").clamp(rows.start, rows.stop - 1)
         tile = _take(query, q0, INVARIANT_TILE)
         parts = []
-        begin, end = _seen_by(view.positions[rows], view)
+        begin, end = _seen_by(view, rows)
         for k0 in range(begin - begin % INVARIANT_SLAB, end, INVARIANT_SLAB):
             keys = torch.arange(k0, k0 + INVARIANT_SLAB, device="cpu")
-            bias = _bias(positions[:, None] - keys, query.dtype, view.window, options)
+            bias = _bias_in(view, at, keys, query.dtype, options)
             missing = (keys < view.first_key) | (keys >= view.end_key)
             k, v = (_take(x, k0 - view.first_key, INVARIANT_SLAB) for x in (key, value))
             parts.append(_rectangle(tile, k, v, bias.masked_fill_(missing, -torch.inf), options))
@@ -378,12 +419,27 @@ def _take(x: Float[Tensor, "rows heads size"], first: int, count: int) -> Float[
     return functional.pad(x[begin:end], (0, 0, 0, 0, begin - first, first + count - end)).contiguous()
 
 
-def _seen_by(positions: Int64[Tensor, "t"], view: View) -> tuple[int, int]:
-    """Return the first key that some queries see, and the one past their last."""
-    left, right = view.window
+def _seen_by(view: View, rows: slice) -> tuple[int, int]:
+    """Return the first key that some queries of a view see, and the one past their last."""
+    if view.intervals is not None:
+        first, last = view.intervals.first[rows], view.intervals.last[rows]
+        sees = last >= 0
+        return (int(first[sees].min()), int(last.max()) + 1) if sees.any() else (view.first_key, view.first_key)
+    (left, right), positions = view.window, view.positions[rows]
     begin = view.first_key if left < 0 else max(view.first_key, int(positions.min()) - left)
     end = view.end_key if right < 0 else min(view.end_key, int(positions.max()) + right + 1)
     return begin, end
+
+
+def _bias_in(
+    view: View, at: Int64[Tensor, "t"], keys: Int64[Tensor, "s"], dtype: torch.dtype, options: AttentionOptions
+) -> Float[Tensor, "#h t s"]:
+    """Return what is added to the scores of some queries of a view: ALiBi, -inf where one does not see a key."""
+    bias = _bias(view.positions[at][:, None] - keys, dtype, view.window, options)
+    if view.intervals is None:
+        return bias
+    first, last = view.intervals.first[at][:, None], view.intervals.last[at][:, None]
+    return bias.masked_fill_((keys < first) | (keys > last), -torch.inf)
 
 
 def _rectangle(

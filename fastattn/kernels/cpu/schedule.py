@@ -31,6 +31,7 @@ from refattn.interface import Plan, TreePlan
 
 RUN = 512  # least keys of a run
 SHORT_PROMPT = 256  # most tokens of a prompt that is computed with others
+FEWEST_ALIKE = 16  # queries whose intervals have one shape, to have a call of their own
 WASTE = 1.5  # decodes go into one call while that reads at most this many times the keys there are
 
 
@@ -48,6 +49,7 @@ class Schedule:
         # Not the plan itself, which keeps this: neither would be freed before Python looks for cycles.
         self.batch, self.block_size, self.window = plan.batch, plan.block_size, plan.window
         self.positions, self.first_keys = plan.positions, plan.first_keys
+        self.first_visible, self.last_visible = plan.first_visible, plan.last_visible
         self._apart: dict[bool, list[Apart]] = {}
         self._views: dict[bool, list[tuple[slice, int, View]]] = {}
         self._kept: dict[Hashable, Any] = {}
@@ -157,7 +159,12 @@ class Schedule:
             assert self.positions is not None
             first_key = 0 if self.first_keys is None else int(self.first_keys[sequence])
             given = self.positions[rows].long() - first_key
-        return _view(rows, seq_len, self.window, given)
+        intervals = None
+        if self.first_visible is not None and self.last_visible is not None:
+            first_key = 0 if self.first_keys is None else int(self.first_keys[sequence])
+            first, last = (x[rows].long() - first_key for x in (self.first_visible, self.last_visible))
+            intervals = _intervals(first.clamp(min=0), last.clamp(max=seq_len - 1))
+        return _view(rows, seq_len, self.window, given, intervals)
 
 
 def schedule_of(plan: Plan) -> Schedule:
@@ -170,6 +177,77 @@ def schedule_of(plan: Plan) -> Schedule:
 
 
 @dataclass(frozen=True)
+class Segment:
+    """Neighbouring queries of one sequence whose intervals have a shape that ATen's call computes.
+
+    Attributes:
+        rows: which queries of the sequence.
+        kind: "same" if all see the same keys, "causal" if each sees one more than the one before it; else "any".
+        first_key: the first key that some of them see.
+        end_key: the one past the last.
+    """
+
+    rows: slice
+    kind: str
+    first_key: int
+    end_key: int
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """The keys that each query of one sequence sees, where that is one run of them.
+
+    Attributes:
+        first: the first key of each; 0 of a query that sees nothing.
+        last: the last key; -1 of such a query.
+        segments: the queries that see something, by the shape of what they see.
+    """
+
+    first: Int64[Tensor, "t"]
+    last: Int64[Tensor, "t"]
+    segments: list[Segment]
+
+
+def _intervals(first: Int64[Tensor, "t"], last: Int64[Tensor, "t"]) -> Intervals:
+    """Cut the queries of a sequence where the shape of what they see changes.
+
+    Segments of few queries next to each other are one: a call for each would take longer than a mask.
+    """
+    if not len(first):
+        return Intervals(first, last, [])
+    sees = first <= last
+    first, last = first.masked_fill(~sees, 0), last.masked_fill(~sees, -1)
+    step, same_first = last.diff(), first.diff() == 0
+    both_see = sees[1:] & sees[:-1]
+    alike = torch.where(both_see & same_first & (step == 0), 0, 2)
+    alike = torch.where(both_see & same_first & (step == 1), 1, alike)
+    values, counts = (x.tolist() for x in alike.unique_consecutive(return_counts=True))
+    cuts: list[tuple[int, int, str]] = []  # of queries
+    begin = seen = 0
+
+    def cut(end: int, kind: str) -> int:
+        if begin < end and end - begin < FEWEST_ALIKE:
+            kind = "any"
+        if cuts and kind == cuts[-1][2] == "any":
+            cuts[-1] = (cuts[-1][0], end, kind)
+        elif begin < end:
+            cuts.append((begin, end, kind))
+        return end
+
+    for value, count in zip(values, counts, strict=True):
+        seen += count  # so many neighbours; the last query of some that are not alike may be the first of others
+        begin = cut(seen + (value < 2), ("same", "causal", "any")[value])
+    cut(len(first), "any")
+    segments = []
+    for begin, end, kind in cuts:
+        some = sees[begin:end]
+        if some.any():
+            keys = int(first[begin:end][some].min()), int(last[begin:end].max()) + 1
+            segments.append(Segment(slice(begin, end), "same" if end - begin == 1 else kind, *keys))
+    return Intervals(first, last, segments)
+
+
+@dataclass(frozen=True)
 class View:
     """Which keys the queries of one sequence see.
 
@@ -179,6 +257,7 @@ class View:
         window: `(left, right)` as in `Plan.window`, where a limit that hides nothing is none.
         first_key: the first key that a query sees.
         end_key: the one past the last that a query sees.
+        intervals: what each query sees, where no window says it.
     """
 
     positions: Int64[Tensor, "t"]
@@ -186,6 +265,7 @@ class View:
     window: tuple[int, int]
     first_key: int
     end_key: int
+    intervals: Intervals | None = None
 
     @property
     def num_keys(self) -> int:
@@ -193,7 +273,13 @@ class View:
         return max(0, self.end_key - self.first_key)
 
 
-def _view(rows: slice, seq_len: int, window: tuple[int, int], given: Int64[Tensor, "t"] | None) -> View:
+def _view(
+    rows: slice,
+    seq_len: int,
+    window: tuple[int, int],
+    given: Int64[Tensor, "t"] | None,
+    intervals: Intervals | None = None,
+) -> View:
     left, right = window
     positions = torch.arange(seq_len - (rows.stop - rows.start), seq_len, device="cpu")
     consecutive = given is None
@@ -201,6 +287,10 @@ def _view(rows: slice, seq_len: int, window: tuple[int, int], given: Int64[Tenso
         positions = given
     if not len(positions):
         return View(positions, consecutive, (left, right), 0, 0)
+    if intervals is not None:
+        first_key = min((segment.first_key for segment in intervals.segments), default=0)
+        end_key = max((segment.end_key for segment in intervals.segments), default=0)
+        return View(positions, consecutive, (-1, -1), first_key, end_key, intervals)
     lowest, highest = int(positions.min()), int(positions.max())
     left = -1 if left >= highest else left
     right = -1 if lowest + right >= seq_len - 1 else right

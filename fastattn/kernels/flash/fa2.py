@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fastattn.kernels.device import cannot_import, capability
-from fastattn.kernels.flash import NO_POSITIONS, NOT_ALIGNED, one_head_size, pad_values, side_by_side
+from fastattn.kernels.flash import NO_INTERVALS, NO_POSITIONS, NOT_ALIGNED, one_head_size, pad_values, side_by_side
 from fastattn.kernels.flash.torch_flash import window_for_flash
 from fastattn.kernels.kernel import Kernel
 from fastattn.kernels.problem import Problem, key_starts, window_within_reach
@@ -41,6 +41,8 @@ def unsupported_reason(problem: Problem) -> str | None:
         return "multiplies the slopes of ALiBi by the distance, not by its root"
     if problem.positions:
         return NO_POSITIONS
+    if problem.intervals:
+        return NO_INTERVALS
     if not problem.aligned:
         return NOT_ALIGNED
     if problem.block_size is not None and problem.max_query_len > 1:

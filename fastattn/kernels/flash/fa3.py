@@ -33,7 +33,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fastattn.kernels.device import cannot_import, capability
-from fastattn.kernels.flash import NO_CODES, NO_POSITIONS, NOT_ALIGNED, cannot_expand, side_by_side
+from fastattn.kernels.flash import NO_CODES, NO_INTERVALS, NO_POSITIONS, NOT_ALIGNED, cannot_expand, side_by_side
 from fastattn.kernels.flash.schedule import schedule_of
 from fastattn.kernels.kernel import Kernel
 from fastattn.kernels.problem import Problem, expanded, key_starts, window_within_reach
@@ -103,6 +103,8 @@ def unsupported_reason(problem: Problem) -> str | None:
         return "shows keys before the window where a tile of queries reaches over more than a tile of keys: take fa4"
     if problem.positions:
         return NO_POSITIONS
+    if problem.intervals:
+        return NO_INTERVALS
     if problem.batch_invariant:
         return "its tiles follow the longest query of the batch, and the bits of its answers with them: take triton"
     if not problem.aligned:

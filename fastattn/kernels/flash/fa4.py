@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fastattn.kernels.device import cannot_import, capability
-from fastattn.kernels.flash import NO_POSITIONS, NOT_ALIGNED, cannot_expand, side_by_side
+from fastattn.kernels.flash import NO_INTERVALS, NO_POSITIONS, NOT_ALIGNED, cannot_expand, side_by_side
 from fastattn.kernels.kernel import Kernel
 from fastattn.kernels.problem import Problem, expanded, has_aligned_heads, key_starts, window_within_reach
 from refattn.interface import AttentionOptions, AttentionPlan, Keys, Pages, Plan, QuantizedPages, Rows
@@ -55,6 +55,8 @@ def unsupported_reason(problem: Problem) -> str | None:
         return "whether it copies pages, and so its tiles, depends on the batch: take triton"
     if problem.positions:
         return NO_POSITIONS
+    if problem.intervals:
+        return NO_INTERVALS
     if not problem.aligned:
         return NOT_ALIGNED
     return cannot_import("flash_attn.cute.interface", "flash-attn-4", "_flash_attn_fwd")

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fastattn.kernels.device import cannot_import, capability
-from fastattn.kernels.flash import NO_CODES, NO_POSITIONS, NOT_ALIGNED, side_by_side
+from fastattn.kernels.flash import NO_CODES, NO_INTERVALS, NO_POSITIONS, NOT_ALIGNED, side_by_side
 from fastattn.kernels.flash.schedule import schedule_of
 from fastattn.kernels.kernel import Kernel
 from fastattn.kernels.problem import Problem
@@ -55,6 +55,8 @@ def unsupported_reason(problem: Problem) -> str | None:
         return f"has no windows, not even {problem.window}"
     if problem.positions:
         return NO_POSITIONS
+    if problem.intervals:
+        return NO_INTERVALS
     if problem.batch_invariant:
         return "splits the keys of a sequence by the lengths of all: take triton"
     if not problem.uniform:

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fastattn.kernels.device import capability
-from fastattn.kernels.flash import NO_POSITIONS, NOT_ALIGNED, one_head_size, pad_values
+from fastattn.kernels.flash import NO_INTERVALS, NO_POSITIONS, NOT_ALIGNED, one_head_size, pad_values
 from fastattn.kernels.kernel import Kernel
 from fastattn.kernels.problem import FAR, Problem, key_starts, window_within_reach
 from refattn.interface import AttentionOptions, AttentionPlan, Keys, Plan, Rows
@@ -34,6 +34,8 @@ def unsupported_reason(problem: Problem) -> str | None:
         return "PyTorch builds its FlashAttention without ALiBi: take fa2 or triton"
     if problem.positions:
         return NO_POSITIONS
+    if problem.intervals:
+        return NO_INTERVALS
     if not problem.aligned:
         return NOT_ALIGNED
     return None

@@ -22,6 +22,7 @@ from fastattn.kernels.gpu.tile import (
     Tuning,
     attend_to_run,
     converts_fp8,
+    find_intervals,
     find_positions,
     find_tile,
     is_wide,
@@ -82,6 +83,7 @@ def launch_attention(
     block_table = batch.block_table if key.ndim == 4 else None
     left, right = plan.window
     positions = plan.positions if uses_positions(plan, options) else None
+    intervals = plan.first_visible is not None
     query, scale = with_scale_above_0(query, options.softmax_scale)
     one_tile = _is_one_tile(batch, group, tuning.block_m)
     tiles = count_tiles(batch, num_tokens, group, tuning.block_m)
@@ -106,7 +108,9 @@ def launch_attention(
             cu_seqlens_k=key_starts(plan) if block_table is None else None,
             seq_lens=batch.seq_lens,
             query_positions=contiguous(positions),
-            first_keys=None if positions is None else contiguous(plan.first_keys),
+            first_keys=None if positions is None and not intervals else contiguous(plan.first_keys),
+            first_visible=contiguous(plan.first_visible),
+            last_visible=contiguous(plan.last_visible),
             tree_lens=None if tree is None else contiguous(tree.trees.lens),
             depths=None if tree is None else contiguous(tree.depths),
             ancestors=None if tree is None else contiguous(tree.ancestors),
@@ -366,6 +370,8 @@ def _attend_kernel(
     seq_lens,
     query_positions,
     first_keys,
+    first_visible,  # [t], None where a window says who sees whom
+    last_visible,
     tree_lens,
     depths,  # [b, w]
     ancestors,  # [b, w, WORDS]
@@ -455,6 +461,11 @@ def _attend_kernel(
 
     # Which keys: those that some row sees, and of them the run of this split.
     first_seen, last_key = visible_keys(first_position, last_position, seq_len, left, right, LEFT, RIGHT)
+    first_of_rows, last_of_rows = None, None
+    if first_visible is not None:
+        first_of_rows, last_of_rows, first_seen, last_key = find_intervals(
+            first_visible, last_visible, first_keys, sequence, tokens, is_row, seq_len
+        )
     tree_start, node_depths, row_ancestors = None, None, None
     if WORDS > 0:
         tree_len = tl.load(tree_lens + sequence)
@@ -620,6 +631,8 @@ def _attend_kernel(
             row_ancestors,
             WORDS,
             ALIBI_SQRT,
+            first_of_rows,
+            last_of_rows,
         )
     if prefix_lse is not None:
         row_max, row_sum, acc = _take_prefix(

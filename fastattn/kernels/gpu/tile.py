@@ -22,7 +22,7 @@ INTERPRETED = triton.knobs.runtime.interpret  # kernels run in Python, on CPU te
 # What changes from batch to batch, which must not lead to another compilation.
 CHANGING = (
     *("block_table", "cu_seqlens_q", "cu_seqlens_k", "seq_lens", "query_positions", "first_keys", "table_row_stride"),
-    *("num_tokens", "num_seqs", "splits", "left", "right"),
+    *("num_tokens", "num_seqs", "splits", "left", "right", "first_visible", "last_visible"),
     *("tree_lens", "depths", "ancestors", "tree_width", "prefix_lse_head_stride"),
 )
 
@@ -239,6 +239,27 @@ def visible_keys(
 
 @triton.jit
 @no_type_check
+def find_intervals(first_visible, last_visible, first_keys, sequence, tokens, is_row, seq_len):
+    """Return the first and the last key that each row of a tile sees, and bound those that some row does.
+
+    They are read by query row, and counted from the first key of the sequence. A row that sees nothing has a last key
+    before its first one, and no part in the bounds. Positions are cut before one is subtracted from the other: both
+    may be nearly 2**31.
+    """
+    begin = 0
+    if first_keys is not None:
+        begin = tl.load(first_keys + sequence)
+    first = tl.maximum(tl.load(first_visible + tokens, mask=is_row, other=0), begin) - begin
+    last = tl.load(last_visible + tokens, mask=is_row, other=-1)
+    last = tl.where(last < begin, -1, tl.minimum(tl.maximum(last, begin) - begin, seq_len - 1))
+    sees = is_row & (first <= last)
+    first_key = tl.min(tl.where(sees, first, seq_len), 0)
+    last_key = tl.max(tl.where(sees, last, -1), 0) + 1
+    return first, last, first_key, last_key
+
+
+@triton.jit
+@no_type_check
 def _tanh(x):
     size = tl.abs(x)
     square = x * x
@@ -435,6 +456,8 @@ def attend_to_run(
     row_ancestors=None,
     WORDS: tl.constexpr = 0,
     ALIBI_SQRT: tl.constexpr = False,
+    first_of_rows=None,
+    last_of_rows=None,
 ):
     """Attend from a tile to the keys from `first_key` up to `last_key` of a sequence, by an online softmax in base 2.
 
@@ -452,7 +475,8 @@ def attend_to_run(
     read two at a time, side by side, if `value` points to 16 bits.
 
     With `WORDS` the keys from `tree_start` on are nodes of a tree: they stand by `node_depths` after its root, and a
-    row sees those whose bits `row_ancestors` point to. Only steps with such keys look at that.
+    row sees those whose bits `row_ancestors` point to. Only steps with such keys look at that. With `first_of_rows` and
+    `last_of_rows` a row sees the keys between its two, and there is no other mask.
 
     It returns the highest score of each row, the sum of the weights relative to it, and the weighted sum of the values.
     """
@@ -480,6 +504,10 @@ def attend_to_run(
         words_of_rows = None
         if WORDS == 1:
             words_of_rows = tl.load(row_ancestors, mask=is_row, other=0)
+    INTERVALS: tl.constexpr = first_of_rows is not None
+    if INTERVALS:
+        all_from = tl.max(tl.where(is_row, first_of_rows, 0), 0)
+        all_to = tl.minimum(last_key, tl.min(tl.where(is_row, last_of_rows, last_key), 0) + 1)
     PAIRS: tl.constexpr = value.dtype.element_ty == tl.uint16
     KEY_SIZE: tl.constexpr = HEAD_SIZE - VALUE_HEAD_SIZE if SHARED else HEAD_SIZE  # of what is no value
     LEAST: tl.constexpr = 32 if CODES == "int8" else 16  # of a product
@@ -527,7 +555,7 @@ def attend_to_run(
     acc = tl.zeros([BLOCK_M, VALUE_PAD // PER_LOAD], tl.float32)  # of the first of each pair
     if PAIRS:
         acc_of_seconds = tl.zeros([BLOCK_M, VALUE_PAD // 2], tl.float32)
-    PHASES: tl.constexpr = 3 if WORDS > 0 or (BLOCK_M > 16 and (LEFT or RIGHT)) else 1
+    PHASES: tl.constexpr = 3 if WORDS > 0 or (BLOCK_M > 16 and (LEFT or RIGHT or INTERVALS)) else 1
     for phase in tl.static_range(PHASES):
         begin, end = phase_of_run(phase, PHASES, first_key, last_key, all_from, all_to, BLOCK_N)
         for start in range(begin, end, BLOCK_N):
@@ -556,6 +584,9 @@ def attend_to_run(
                 if LEFT:
                     seen &= positions[:, None] - key_positions[None, :] <= left
                 is_key &= tl.max((seen & is_row[:, None]).to(tl.int32), 0) > 0  # what no row sees is not read either
+            if INTERVALS and phase != 1:
+                seen = (first_of_rows[:, None] <= j[None, :]) & (j[None, :] <= last_of_rows[:, None])
+                is_key &= tl.max((seen & is_row[:, None]).to(tl.int32), 0) > 0
             if BLOCK_SIZE > 0:
                 blocks = next_blocks.to(tl.uint32).to(tl.int64)  # not negative: a product with a stride is shorter
                 ahead = (start if ONE_PAGE else j) + BLOCK_N

@@ -23,6 +23,8 @@ def unsupported_reason(problem: Problem) -> str | None:
         return "needs a GPU of compute capability 8.0 or newer"
     if problem.operation == "differential" and problem.positions:
         return "subtracts the answers of query rows that are the last of their sequences, at no other positions"
+    if problem.operation == "differential" and problem.intervals:
+        return "subtracts under causal masks and windows, and under no interval of keys for each query"
     if problem.operation == "merge" and problem.dtype != torch.float32:
         return f"merges by log-sum-exps in float32, not {problem.dtype}"
     if problem.operation == "copy_blocks" and not problem.aligned:
@@ -31,6 +33,10 @@ def unsupported_reason(problem: Problem) -> str | None:
         return f"copies at most {MAX_PAIRS} blocks at once, not {problem.num_pairs}"
     if problem.operation == "compact" and not problem.aligned:
         return "moves tokens of pools of at most four dimensions"
+    if problem.operation == "score_index" and interpreted and problem.dtype == torch.bfloat16:
+        return "computes torch.float16 and torch.float32 in the interpreter, not torch.bfloat16"
+    if problem.operation in ("write_index", "score_index") and problem.dtype == torch.float64:
+        return "computes in float32, and rounds float64 to it"
     types = [torch.float16, torch.float32, torch.bfloat16]
     if interpreted:
         types.remove(torch.bfloat16)  # the interpreter multiplies matrices of it wrongly
@@ -66,5 +72,8 @@ KERNEL = Kernel(
         "trim": f"{__name__}.metadata:trim",
         "cut_chunks": f"{__name__}.metadata:cut_chunks",
         "draw_trees": f"{__name__}.metadata:draw_trees",
+        "write_index": f"{__name__}.selection:write_index",
+        "score_index": f"{__name__}.selection:score_index",
+        "select": f"{__name__}.selection:select",
     },
 )

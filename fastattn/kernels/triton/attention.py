@@ -141,7 +141,8 @@ def attend_levels(
         return out.zero_(), lse.fill_(-torch.inf)
 
     row_bytes, key_bytes = bytes_of_a_program(query, key, value, shared)
-    fewest_rows = 16 if shared or tree is not None or key.ndim == 3 else 8  # of a tile: see `attend_few_rows`
+    masked = tree is not None or any(level.first_visible is not None for level in levels)
+    fewest_rows = 16 if shared or masked or key.ndim == 3 else 8  # of a tile: see `attend_few_rows`
     tunings = [tune(query, key, value, level, options, row_bytes, shared, fewest_rows) for level in levels]
     if len(levels) > 1:
         tunings = [beside_others(tuning, of_codes=bool(codes.kind)) for tuning in tunings]

@@ -39,7 +39,7 @@ def tune(
     group = query.shape[1] // num_kv_heads
     visible = _most_visible_keys(plan, options)
     if options.batch_invariant:
-        may_begin_inside = plan.window[0] >= 0
+        may_begin_inside = plan.window[0] >= 0 or plan.first_visible is not None
         splits = max(1, -(-visible // INVARIANT_RUN) + may_begin_inside)
         if shared:
             return LATENT_64._replace(splits=splits, most_splits=splits, run=INVARIANT_RUN)

@@ -1,0 +1,118 @@
+"""Index keys, their scores, and the selection of the best, in plain torch, on any device; part of the kernel `torch`.
+
+A score is computed by products of one shape, a query and `KEYS` index keys, whatever else there is: so no bit of it
+depends on the batch. The selection compares numbers as integers, whose order is that of the numbers.
+"""
+
+import torch
+from jaxtyping import Float, Float32, Int32, Int64, Shaped
+from torch import Tensor
+from torch.nn.functional import pad
+
+from refattn.interface import Plan
+from refattn.interface.selection import INDEX_FORMAT, SCALE_BYTES, SMALLEST, holds_codes, index_size_of
+
+KEYS = 1024  # index keys of a product
+ELEMENTS = 2**24  # scores that are ordered at a time
+LARGEST_CODE = torch.finfo(INDEX_FORMAT).max
+
+
+def write_index(
+    key: Float[Tensor, "t d"], index_cache: Shaped[Tensor, "n p c"], slot_mapping: Int64[Tensor, "t"]
+) -> None:
+    """Write index keys into their pool; see `fastattn.sparse.write`."""
+    written = slot_mapping >= 0
+    key, slot_mapping = key[written], slot_mapping[written]
+    blocks, rows = slot_mapping // index_cache.shape[1], slot_mapping % index_cache.shape[1]
+    if not holds_codes(index_cache):
+        index_cache[blocks, rows] = key
+        return
+    codes, scales = _parts(index_cache)
+    numbers = key.float()
+    scale = numbers.abs().amax(-1, keepdim=True).clamp(min=SMALLEST)
+    scale = scale / torch.full_like(scale, LARGEST_CODE)  # a GPU divides by a number as it multiplies by its reciprocal
+    rounded = (numbers / scale).clamp(-LARGEST_CODE, LARGEST_CODE).to(INDEX_FORMAT)
+    codes[blocks, rows] = rounded.view(torch.uint8)
+    scales[blocks, rows] = scale.view(torch.uint8)
+
+
+def read_index(index_cache: Shaped[Tensor, "n p c"], slots: Int64[Tensor, "s"]) -> Float[Tensor, "s d"]:
+    """Return the index keys in some slots; see `fastattn.sparse.read`."""
+    blocks, rows = slots // index_cache.shape[1], slots % index_cache.shape[1]
+    if not holds_codes(index_cache):
+        return index_cache[blocks, rows]
+    codes, scales = _parts(index_cache)
+    return codes[blocks, rows].view(INDEX_FORMAT).float() * scales[blocks, rows].view(torch.float32)
+
+
+def _parts(index_cache: Shaped[Tensor, "n p c"]) -> tuple[Shaped[Tensor, "n p d"], Shaped[Tensor, "n p 4"]]:
+    """Return views of the codes and of the bytes of the scales."""
+    (n, p, _), size, block = index_cache.shape, index_size_of(index_cache), index_cache.stride(0)
+    first = index_cache.storage_offset()
+    codes = index_cache.as_strided((n, p, size), (block, size, 1), first)
+    scales = index_cache.as_strided((n, p, SCALE_BYTES), (block, SCALE_BYTES, 1), first + p * size)
+    return codes, scales
+
+
+def score_index(
+    query: Float[Tensor, "t h d"], weights: Float[Tensor, "t h"], index_cache: Shaped[Tensor, "n p c"], plan: Plan
+) -> Float32[Tensor, "t s"]:
+    """Score the keys that queries may see, some keys of a sequence at a time; see `fastattn.sparse.scores`."""
+    batch, block_size, device = plan.batch, index_cache.shape[1], query.device
+    assert batch.block_table is not None  # the path has checked it
+    result = torch.full((len(query), batch.max_seq_len), -torch.inf, dtype=torch.float32, device=device)
+    queries, weights = query.float(), weights.float()
+    left, right = plan.window
+    for i, ((q0, q1), seq_len) in enumerate(zip(batch.query_rows(), batch.seq_lens.tolist(), strict=True)):
+        if q0 == q1:
+            continue
+        position = torch.arange(seq_len - (q1 - q0), seq_len, device=device)
+        if plan.first_visible is not None and plan.last_visible is not None:
+            first, last = plan.first_visible[q0:q1].long(), plan.last_visible[q0:q1].long()
+        else:
+            first = position - left if left >= 0 else torch.zeros_like(position)
+            last = position + right if right >= 0 else torch.full_like(position, seq_len - 1)
+        first, last = first.clamp(min=0), last.clamp(max=seq_len - 1)
+        sees = first <= last
+        begin, end = (int(first[sees].min()), int(last[sees].max()) + 1) if sees.any() else (0, 0)
+        for k0 in range(begin // KEYS * KEYS, end, KEYS):
+            place = torch.arange(k0, min(k0 + KEYS, end), device=device)
+            slots = batch.block_table[i, place // block_size].long() * block_size + place % block_size
+            key = pad(read_index(index_cache, slots).float(), (0, 0, 0, KEYS - len(place))).T.contiguous()
+            visible = (first[:, None] <= place) & (place <= last[:, None])
+            for row in visible.any(1).nonzero()[:, 0].tolist():
+                sums = weights[q0 + row] @ (queries[q0 + row] @ key).relu_()
+                numbers = sums[: len(place)].masked_fill_(~visible[row], -torch.inf)
+                result[q0 + row, k0 : k0 + len(place)] = numbers
+    return result
+
+
+def select(scores: Float32[Tensor, "t s"], topk: int) -> Int32[Tensor, "t {topk}"]:
+    """Select the highest scores, of equal ones the first; see `fastattn.sparse.select`.
+
+    The lowest number that is selected follows from `topk` alone; of the numbers equal to it, as many as there is room
+    for, counted from the left.
+    """
+    t, s = scores.shape
+    selected = torch.full((t, topk + 1), -1, dtype=torch.int32, device=scores.device)
+    if not s:
+        return selected[:, :topk]
+    step = max(1, ELEMENTS // s)
+    for first in range(0, t, step):
+        numbers = scores[first : first + step]
+        is_key = numbers != -torch.inf
+        order = _in_order(numbers)
+        lowest = order.topk(min(topk, s), dim=1).values[:, -1:]
+        above, at = (order > lowest) & is_key, (order == lowest) & is_key
+        chosen = above | (at & (at.cumsum(1) <= topk - above.sum(1, keepdim=True)))
+        column = torch.where(chosen, chosen.cumsum(1) - 1, topk)
+        positions = torch.arange(s, dtype=torch.int32, device=scores.device).expand_as(column)
+        selected[first : first + step].scatter_(1, column, positions)
+    return selected[:, :topk].contiguous()
+
+
+def _in_order(numbers: Float32[Tensor, "t s"]) -> Int32[Tensor, "t s"]:
+    """Return integers that are ordered as numbers are: both zeros alike, NaN above all."""
+    bits = numbers.masked_fill(numbers == 0, 0.0).view(torch.int32)
+    order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return order.masked_fill(numbers.isnan(), torch.iinfo(torch.int32).max)

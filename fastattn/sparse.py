@@ -1,0 +1,175 @@
+"""Selected keys by the fastest kernels, without synchronizing; the twin of `refattn.sparse`."""
+
+import torch
+from jaxtyping import Float, Float32, Int32, Int64, Shaped
+from torch import Tensor
+
+from fastattn import chunked_prefill, mla
+from fastattn.kernels import dispatch
+from fastattn.kernels.problem import places
+from refattn.interface import AttentionOptions, Batch, Plan
+from refattn.interface.ambient import refuse_gradients
+from refattn.interface.selection import (
+    SCALE_BYTES,
+    check_index_write,
+    check_scores,
+    check_select,
+    check_selected,
+    check_selected_options,
+)
+from refattn.interface.values import check_memory, check_sizes
+
+
+def allocate(
+    num_blocks: int,
+    block_size: int,
+    *,
+    index_size: int = 128,
+    dtype: torch.dtype = torch.uint8,
+    device: torch.device | str = "cpu",
+) -> Shaped[Tensor, "n p c"]:
+    """Make an empty pool of index keys; the twin of `refattn.sparse.allocate`."""
+    check_sizes(num_blocks=num_blocks, block_size=block_size, index_size=index_size)
+    codes = dtype == torch.uint8
+    if not codes:
+        check_memory(dtype, device)
+    elif index_size % SCALE_BYTES:
+        raise ValueError(f"index_size: expected a multiple of 4 in bytes, got {index_size}")
+    return torch.zeros(num_blocks, block_size, index_size + SCALE_BYTES * codes, dtype=dtype, device=device)
+
+
+def write(key: Float[Tensor, "t d"], index_cache: Shaped[Tensor, "n p c"], slot_mapping: Int64[Tensor, "t"]) -> None:
+    """Write index keys of new tokens into their pool, in place; the twin of `refattn.sparse.write`."""
+    check_index_write(key, index_cache, slot_mapping)
+    refuse_gradients(dispatch.NO_BACKWARD, key=key)
+    dispatch.write_index(key, index_cache, slot_mapping)
+
+
+def read(index_cache: Shaped[Tensor, "n p c"], slots: Int64[Tensor, "s"]) -> Float[Tensor, "s d"]:
+    """Return the index keys in some slots of a pool; the twin of `refattn.sparse.read`."""
+    return dispatch.read_index(index_cache, slots)
+
+
+def scores(
+    query: Float[Tensor, "t h d"],
+    weights: Float[Tensor, "t h"],
+    index_cache: Shaped[Tensor, "n p c"],
+    plan: Plan,
+) -> Float32[Tensor, "t s"]:
+    """Score every key that a query may see, in one pass over the index keys; the twin of `refattn.sparse.scores`.
+
+    No bit of a score depends on the rest of the batch: a product has one query, whatever comes with it.
+    """
+    check_scores(query, weights, index_cache, plan)
+    return dispatch.score_index(query, weights, index_cache, plan)
+
+
+def select(scores: Float32[Tensor, "t s"], topk: int) -> Int32[Tensor, "t {topk}"]:
+    """Select the keys with the highest scores, of equal ones the lower; the twin of `refattn.sparse.select`."""
+    check_select(scores, topk)
+    return dispatch.select(scores, topk)
+
+
+def slots(batch: Batch, positions: Int32[Tensor, "t k"], *, block_size: int) -> Int32[Tensor, "t k"]:
+    """Return the slots of selected keys in the pool; the twin of `refattn.sparse.slots`.
+
+    On a device a position that the sequence does not have is none: no kernel follows it.
+    """
+    block_table = check_selected(batch, positions, block_size=block_size)
+    sequence, _, padding = places(batch, len(positions))
+    if not batch.num_seqs or not block_table.numel():
+        return torch.full_like(positions, -1)
+    is_key = (positions >= 0) & (positions < batch.seq_lens[sequence][:, None]) & ~padding[:, None]
+    place = positions.clamp(min=0)
+    column = (place // block_size).clamp(max=block_table.shape[1] - 1)
+    found = block_table[sequence[:, None], column] * block_size + place % block_size
+    return torch.where(is_key, found, -1)
+
+
+def plan(batch: Batch, *, positions: Int32[Tensor, "t k"], block_size: int) -> Plan:
+    """Plan attention of each query to the keys that were selected for it; the twin of `refattn.sparse.plan`.
+
+    Padding rows are sequences without a query.
+    """
+    found = slots(batch, positions, block_size=block_size)
+    t, k = found.shape
+    is_key = found >= 0
+    order = torch.where(is_key, is_key.cumsum(1) - 1, k)
+    table = torch.zeros(t, k + 1, dtype=torch.int32, device=batch.device).scatter_(1, order, found)
+    rows = torch.arange(t + 1, dtype=torch.int32, device=batch.device)
+    one_by_one = Batch(
+        cu_seqlens_q=rows.minimum(batch.cu_seqlens_q[-1]),
+        seq_lens=is_key.sum(1, dtype=torch.int32),
+        block_table=table[:, :k],
+        max_query_len=1,
+        max_seq_len=k,
+        num_tokens=batch.num_tokens,
+    )
+    sequences, _, _ = places(batch, t)
+    return Plan(one_by_one, 1, causal=False, sequences=sequences.int())
+
+
+def attention(
+    query: Float[Tensor, "t h d"],
+    key_cache: Float[Tensor, "n p hk d"],
+    value_cache: Float[Tensor, "n p hk dv"],
+    plan: Plan,
+    options: AttentionOptions = AttentionOptions(),
+    *,
+    return_lse: bool = False,
+    out: Float[Tensor, "t h dv"] | None = None,
+) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend from each new token to the keys that were selected for it; the twin of `refattn.sparse.attention`.
+
+    Raises:
+        NotImplementedError: if no kernel computes the combination, with the reason of each; if the pool cannot be seen
+            as single tokens without a copy.
+    """
+    check_selected_options(options)
+    keys, values = by_token("key_cache", key_cache), by_token("value_cache", value_cache)
+    return chunked_prefill.attention(query, keys, values, plan, options, return_lse=return_lse, out=out)
+
+
+def latent_attention(
+    query: Float[Tensor, "t h d"],
+    cache: Shaped[Tensor, "n p c"],
+    plan: Plan,
+    options: AttentionOptions,
+    *,
+    latent_rank: int,
+    cache_scale: float = 1.0,
+    return_lse: bool = False,
+    out: Float[Tensor, "t h {latent_rank}"] | None = None,
+) -> Float[Tensor, "t h {latent_rank}"] | tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
+    """Attend from absorbed queries to selected latents; the twin of `refattn.sparse.latent_attention`.
+
+    Raises:
+        NotImplementedError: as `attention`.
+    """
+    check_selected_options(options)
+    return mla.attention(
+        query,
+        by_token("cache", cache),
+        plan,
+        options,
+        latent_rank=latent_rank,
+        cache_scale=cache_scale,
+        return_lse=return_lse,
+        out=out,
+    )
+
+
+def by_token(name: str, pool: Shaped[Tensor, "n p ..."]) -> Shaped[Tensor, "slots 1 ..."]:
+    """Return a pool as one of blocks of a single token, which is a view of it; the twin of `refattn.sparse.by_token`.
+
+    Raises:
+        NotImplementedError: if the blocks of the pool do not follow one another token by token, as in the layout HND.
+    """
+    if not isinstance(pool, Tensor) or pool.ndim < 3:
+        raise ValueError(f"{name}: expected a pool of blocks of tokens, got {pool!r:.60}")
+    if len(pool) > 1 and pool.stride(0) != pool.shape[1] * pool.stride(1):
+        raise NotImplementedError(
+            f"{name}: a pool is read token by token where its tokens follow one another, as in NHD; the strides of "
+            f"this one are {tuple(pool.stride()[:2])} with blocks of {pool.shape[1]} tokens, and it would be copied"
+        )
+    return pool.flatten(0, 1).unsqueeze(1)

@@ -1,0 +1,171 @@
+"""Checks of selected keys: the pool of index keys, scores, and positions that a query is to see."""
+
+import torch
+from jaxtyping import Int32
+from torch import Tensor
+
+from refattn.interface.batch import Batch
+from refattn.interface.contents import check_block_table, check_lengths
+from refattn.interface.options import AttentionOptions
+from refattn.interface.plan import Plan
+from refattn.interface.values import (
+    check_can_be_written,
+    check_floating,
+    check_own_memory,
+    check_sizes,
+    describe,
+    expect,
+    same_device,
+)
+
+SCALE_BYTES = 4  # of a token's scale, a float32
+INDEX_FORMAT = torch.float8_e4m3fn  # of codes
+SMALLEST = 1e-4  # largest element of a key, at least, that a scale is made of
+
+
+def holds_codes(index_cache: Tensor) -> bool:
+    """Return whether a pool of index keys is one of codes and scales, in bytes."""
+    return index_cache.dtype == torch.uint8
+
+
+def index_size_of(index_cache: Tensor) -> int:
+    """Return the elements of an index key."""
+    return index_cache.shape[-1] - (SCALE_BYTES if holds_codes(index_cache) else 0)
+
+
+def check_index_cache(index_cache: Tensor) -> None:
+    """Check a pool of index keys: numbers `[n, p, d]`, or bytes `[n, p, d + 4]` of codes and scales.
+
+    Raises:
+        ValueError: naming what does not fit. The bytes of a block lie side by side, in multiples of 4, as the scales of
+            its tokens follow the codes of all of them.
+    """
+    _, p, c = expect(index_cache, "index_cache", None, ("n", "p", "d"), (None, None, None))
+    check_sizes(block_size=p)
+    if not holds_codes(index_cache):
+        check_floating("index_cache", index_cache)
+        if index_cache.element_size() < 2:
+            raise ValueError(f"index_cache: expected numbers of 16 bits or more, or uint8, got {describe(index_cache)}")
+        return
+    if c <= SCALE_BYTES or c % SCALE_BYTES:
+        raise ValueError(f"index_cache: expected a multiple of 4 codes and 4 bytes of a scale, got c={c}")
+    s0, s1, s2 = index_cache.stride()
+    if (s1, s2) != (c, 1) or s0 % SCALE_BYTES or index_cache.storage_offset() % SCALE_BYTES:
+        raise ValueError(
+            "index_cache: expected the bytes of a block side by side, from a multiple of 4 on, got strides "
+            f"{(s0, s1, s2)}"
+        )
+
+
+def check_index_write(key: Tensor, index_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Check a write of index keys `[t, d]` into their pool by slots `[t]`.
+
+    Raises:
+        ValueError: naming the argument; on a CPU also if a slot is outside the pool, or given twice.
+    """
+    check_index_cache(index_cache)
+    expect(key, "key", None, ("t", "d"), (None, index_size_of(index_cache)))
+    check_floating("key", key)
+    if not holds_codes(index_cache) and key.dtype != index_cache.dtype:
+        raise ValueError(f"key: expected {index_cache.dtype}, the type of the pool, got {key.dtype}")
+    expect(slot_mapping, "slot_mapping", torch.int64, ("t",), (key.shape[0],))
+    check_can_be_written(index_cache=index_cache)
+    check_own_memory("index_cache", index_cache)
+    same_device(key=key, index_cache=index_cache, slot_mapping=slot_mapping)
+    if not slot_mapping.is_cpu or not slot_mapping.numel():
+        return
+    last = index_cache.shape[0] * index_cache.shape[1] - 1
+    ordered = slot_mapping.sort().values
+    if int(ordered[0]) < -1 or int(ordered[-1]) > last:
+        wrong = int(ordered[0]) if int(ordered[0]) < -1 else int(ordered[-1])
+        raise ValueError(f"slot_mapping: expected slots in 0..{last}, or -1 for padding, got {wrong}")
+    twice = ordered[1:][(ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)]
+    if len(twice):
+        raise ValueError(f"slot_mapping: expected each slot once, got slot {int(twice[0])} for several tokens")
+
+
+def check_scores(query: Tensor, weights: Tensor, index_cache: Tensor, plan: Plan) -> None:
+    """Check what scores are computed of.
+
+    Raises:
+        ValueError: naming the argument that does not fit.
+    """
+    t, h, _ = expect(query, "query", None, ("t", "h", "d"), (None, None, None))
+    check_index_cache(index_cache)
+    check_floating("query", query)
+    if not h:
+        raise ValueError(f"query: expected at least one index head, got {describe(query)}")
+    if query.element_size() == 1 and query.dtype != INDEX_FORMAT:
+        raise ValueError(f"query: expected numbers, or codes of {INDEX_FORMAT}, got {query.dtype}")
+    expect(query, "query", None, ("t", "h", "d"), (t, h, index_size_of(index_cache)))
+    expect(weights, "weights", None, ("t", "h"), (t, h))
+    check_floating("weights", weights)
+    if not isinstance(plan, Plan):
+        raise ValueError(f"plan: expected a Plan, got {describe(plan)}")
+    if plan.block_size is None:
+        raise ValueError("plan: expected one over pages, with a block size, got one over rows, from dense.plan")
+    if plan.block_size != index_cache.shape[1]:
+        raise ValueError(
+            f"index_cache: expected blocks of {plan.block_size} tokens, as in the plan, got p={index_cache.shape[1]}"
+        )
+    if plan.first_keys is not None or plan.positions is not None:
+        raise ValueError(
+            "plan: expected sequences from their first token on, with their queries at the end, got others"
+        )
+    same_device(query=query, weights=weights, index_cache=index_cache, seq_lens=plan.batch.seq_lens)
+    if plan.needs is not None and plan.needs.query_rows > t:
+        raise ValueError(f"query: expected at least {plan.needs.query_rows} rows, where cu_seqlens_q ends, got t={t}")
+    if plan.needs is not None and plan.needs.blocks > len(index_cache):
+        raise ValueError(
+            f"index_cache: expected at least {plan.needs.blocks} blocks, as the block table leads to block "
+            f"{plan.needs.blocks - 1}, got n={len(index_cache)}"
+        )
+
+
+def check_select(scores: Tensor, topk: int) -> None:
+    """Check scores `[t, s]` of which some are to be selected.
+
+    Raises:
+        ValueError: naming the argument that does not fit.
+    """
+    expect(scores, "scores", torch.float32, ("t", "s"), (None, None))
+    check_sizes(topk=topk)
+
+
+def check_selected(batch: Batch, positions: Tensor, *, block_size: int) -> Int32[Tensor, "b m"]:
+    """Check the positions that each query row is to see: on a CPU, that its sequence has them.
+
+    Returns:
+        The block table.
+
+    Raises:
+        ValueError: naming what does not fit.
+    """
+    block_table = check_block_table(batch, block_size=block_size)
+    check_lengths(batch)
+    rows, _ = expect(positions, "positions", torch.int32, ("t", "k"), (None, None))
+    same_device(seq_lens=batch.seq_lens, positions=positions)
+    if not batch.seq_lens.is_cpu:
+        return block_table
+    used = int(batch.cu_seqlens_q[-1])
+    if rows < used:
+        raise ValueError(f"positions: expected at least {used} rows, where cu_seqlens_q ends, got t={rows}")
+    ends = batch.seq_lens.repeat_interleave(batch.query_lens)[:, None]
+    wrong = (positions[:used] < -1) | (positions[:used] >= ends)
+    if wrong.any():
+        row, column = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"positions: expected 0..{int(ends[row, 0]) - 1}, or -1 for none, of query row {row}, got "
+            f"{int(positions[row, column])}"
+        )
+    return block_table
+
+
+def check_selected_options(options: AttentionOptions) -> None:
+    """Check that no option depends on where a key stands: a list of slots does not say it.
+
+    Raises:
+        ValueError: if there are ALiBi slopes.
+    """
+    if isinstance(options, AttentionOptions) and options.alibi_slopes is not None:
+        raise ValueError("alibi_slopes: expected None, as selected keys have no positions, got slopes")

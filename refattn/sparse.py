@@ -1,0 +1,320 @@
+"""Selected keys: a query scores all keys cheaply, keeps the best of them, and attends to those alone.
+
+Beside its latent (or its key and value) a token has an index key, a short vector in a pool of its own. A small network,
+the indexer, scores every key that a query may see; the `topk` best are attended to, of 131072 perhaps 2048:
+
+    scores       0.7  0.0  0.0  2.1  0.0  0.3           of the keys at positions 0 to 5, for one query
+    select 4     0    1    .    3    .    5             0.0 is a tie: the lower position goes first
+    slots        36   37   .    23   .    9             where in the pool they lie, in blocks of 4
+    plan         a sequence of one query and 4 keys, whose block table is 36 37 23 9, in blocks of one token
+
+The last line is the point: with blocks of one token a list of slots *is* a block table, and the query a sequence of its
+own. So selection is an answer to "who may see whom" and needs no new attention: as in local attention, each query is a
+virtual sequence, over pages, codes or latents.
+
+    allocate, write       the pool of index keys: in 16 bits, or in fp8 with one scale per token, as servers lay it out
+    scores                of every key that a query may see
+    select                the best of them, by a stated rule for ties
+    slots, plan           where they are, and the plan of attention to them
+    attention             over pages; `latent_attention` over latents
+
+Ties are no corner case. A score is a sum of ReLUs, so many are exactly 0, and the last place often falls among them:
+what takes any of them selects another set from run to run, and from rank to rank.
+
+Source: DeepSeek-AI 2025, "DeepSeek-V3.2".
+"""
+
+from dataclasses import replace
+
+import torch
+from einops import einsum
+from jaxtyping import Float, Float32, Int32, Int64, Shaped
+from torch import Tensor
+
+from refattn import chunked_prefill, mla
+from refattn.attention import mask_and_bias
+from refattn.interface import AttentionOptions, Batch, Plan
+from refattn.interface.ambient import without_autocast
+from refattn.interface.selection import (
+    INDEX_FORMAT,
+    SCALE_BYTES,
+    SMALLEST,
+    check_index_write,
+    check_scores,
+    check_select,
+    check_selected,
+    check_selected_options,
+    holds_codes,
+    index_size_of,
+)
+from refattn.interface.values import check_memory, check_sizes
+from refattn.metadata import make_batch
+
+
+def allocate(
+    num_blocks: int,
+    block_size: int,
+    *,
+    index_size: int = 128,
+    dtype: torch.dtype = torch.uint8,
+    device: torch.device | str = "cpu",
+) -> Shaped[Tensor, "n p c"]:
+    """Make an empty pool of index keys.
+
+    In bytes, the codes of all tokens of a block come first, and then their scales; with blocks of 4 tokens:
+
+        block   code 0 | code 1 | code 2 | code 3 | scale 0 | scale 1 | scale 2 | scale 3
+        bytes   128      128      128      128      4         4         4         4
+
+    Args:
+        num_blocks: blocks in the pool, `n`.
+        block_size: tokens in a block, `p`.
+        index_size: elements of an index key, a multiple of 4 in bytes.
+        dtype: `torch.uint8` for codes (e4m3) and scales, or the type of numbers.
+        device: device of the pool.
+
+    Returns:
+        `[n, p, d]` of numbers, or `[n, p, d + 4]` bytes, whose last dimension counts the bytes of a token and is not
+        where they are.
+
+    Raises:
+        ValueError: if a size is not positive, or the type is another.
+
+    Source: `indexer_k_quant_and_cache` of vLLM; DeepGEMM, `fp8_paged_mqa_logits`.
+    """
+    check_sizes(num_blocks=num_blocks, block_size=block_size, index_size=index_size)
+    codes = dtype == torch.uint8
+    if not codes:
+        check_memory(dtype, device)
+    elif index_size % SCALE_BYTES:
+        raise ValueError(f"index_size: expected a multiple of 4 in bytes, got {index_size}")
+    return torch.zeros(num_blocks, block_size, index_size + SCALE_BYTES * codes, dtype=dtype, device=device)
+
+
+@without_autocast
+def write(key: Float[Tensor, "t d"], index_cache: Shaped[Tensor, "n p c"], slot_mapping: Int64[Tensor, "t"]) -> None:
+    """Write index keys of new tokens into their pool, in place.
+
+    As codes, a key is divided by its scale, `max(1e-4, largest element) / 448`, and rounded: its largest element
+    becomes the largest code.
+
+    Args:
+        key: the new index keys, after their norm and rotation; in the type of the pool, or any if it holds codes.
+        index_cache: the pool, changed in place.
+        slot_mapping: the slot of each token, each at most once; -1 is padding and is not written.
+
+    Raises:
+        ValueError: naming the argument that does not fit. Nothing is written then.
+    """
+    check_index_write(key, index_cache, slot_mapping)
+    block_size, size = index_cache.shape[1], index_size_of(index_cache)
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if slot == -1:
+            continue
+        block, row = divmod(slot, block_size)
+        if not holds_codes(index_cache):
+            index_cache[block, row] = key[token]
+            continue
+        largest = torch.finfo(INDEX_FORMAT).max
+        scale = key[token].float().abs().amax().clamp(min=SMALLEST) / torch.full((), largest, device=key.device)
+        codes = (key[token].float() / scale).clamp(-largest, largest).to(INDEX_FORMAT)
+        page = index_cache[block].flatten()
+        page[row * size : (row + 1) * size] = codes.view(torch.uint8)
+        at_scale = block_size * size + row * SCALE_BYTES
+        page[at_scale : at_scale + SCALE_BYTES] = scale.reshape(1).view(torch.uint8)
+
+
+def read(index_cache: Shaped[Tensor, "n p c"], slots: Int64[Tensor, "s"]) -> Float[Tensor, "s d"]:
+    """Return the index keys in some slots of a pool: numbers as they are, codes times their scales, in float32."""
+    blocks, rows = slots // index_cache.shape[1], slots % index_cache.shape[1]
+    if not holds_codes(index_cache):
+        return index_cache[blocks, rows]
+    p, size = index_cache.shape[1], index_size_of(index_cache)
+    pages = index_cache.flatten(1)
+    codes = pages[:, : p * size].unflatten(1, (p, size))[blocks, rows].view(INDEX_FORMAT)
+    scales = pages[:, p * size :].unflatten(1, (p, SCALE_BYTES))[blocks, rows].view(torch.float32)
+    return codes.float() * scales
+
+
+@without_autocast
+def scores(
+    query: Float[Tensor, "t h d"],
+    weights: Float[Tensor, "t h"],
+    index_cache: Shaped[Tensor, "n p c"],
+    plan: Plan,
+) -> Float32[Tensor, "t s"]:
+    """Score every key that a query may see: `sum_h weights[h] * relu(query[h] . key)`.
+
+    A factor above 0 moves through a ReLU. So the scale of a query in fp8 is multiplied into its weights, as
+    `head_size ** -0.5` and `heads ** -0.5` are, and the scale of a key may follow after the sum.
+
+    Args:
+        query: index queries of the new tokens, after their rotation: numbers, or codes of fp8 (e4m3), whose scales are
+            in the weights.
+        weights: of the index heads, with all factors; they may be negative.
+        index_cache: the pool of index keys, the new ones included.
+        plan: of `chunked_prefill.plan` (or of intervals): who may see whom at all.
+
+    Returns:
+        Scores in float32 by position; `-inf` where a query may not see the key, or there is none. The columns are those
+        of the longest sequence that the batch states, `max_seq_len`.
+
+    Raises:
+        ValueError: naming the argument that does not fit.
+
+    Source: DeepSeek-AI 2025, "DeepSeek-V3.2", equation 1 (the "lightning indexer").
+    """
+    check_scores(query, weights, index_cache, plan)
+    batch, block_size = plan.batch, index_cache.shape[1]
+    assert batch.block_table is not None  # a plan over pages has one
+    result = torch.full((len(query), batch.max_seq_len), -torch.inf, dtype=torch.float32, device=query.device)
+    for i, ((q0, q1), seq_len) in enumerate(zip(batch.query_rows(), batch.seq_lens.tolist(), strict=True)):
+        places = torch.arange(seq_len, device=query.device)
+        key = read(index_cache, batch.block_table[i, places // block_size].long() * block_size + places % block_size)
+        products = einsum(query[q0:q1].float(), key.float(), "t h d, s d -> t h s")
+        sums = einsum(weights[q0:q1].float(), products.relu(), "t h, t h s -> t s")
+        visible, _ = mask_and_bias(plan, i, (q0, q1), seq_len, AttentionOptions(), torch.float32, query.device)
+        result[q0:q1, :seq_len] = sums.masked_fill(~visible, -torch.inf)
+    return result
+
+
+def select(scores: Float32[Tensor, "t s"], topk: int) -> Int32[Tensor, "t {topk}"]:
+    """Select the keys with the highest scores of each query; of equal scores, those at lower positions.
+
+    The answer depends on the scores of the query alone: not on the batch, not on how often it is asked. +0 and -0 are
+    equal; NaN counts as higher than any number, as for `torch.topk`; `-inf` is no key.
+
+    Args:
+        scores: by position, from `scores`.
+        topk: how many keys, at most. Fewer if fewer have a score: then all of them, and attention is dense.
+
+    Returns:
+        Positions, rising; -1 past the last.
+
+    Raises:
+        ValueError: naming the argument that does not fit.
+    """
+    check_select(scores, topk)
+    selected = torch.full((len(scores), topk), -1, dtype=torch.int32, device=scores.device)
+    for row, numbers in enumerate(scores.tolist()):
+        keys = [j for j, score in enumerate(numbers) if score != -torch.inf]
+        best = sorted(keys, key=lambda j: (numbers[j] == numbers[j], -numbers[j], j))[:topk]  # NaN first; stable
+        selected[row, : len(best)] = torch.tensor(sorted(best), dtype=torch.int32)
+    return selected
+
+
+def slots(batch: Batch, positions: Int32[Tensor, "t k"], *, block_size: int) -> Int32[Tensor, "t k"]:
+    """Return the slots of selected keys in the pool, `block * p + row`; -1 where a row has none, and in padding rows.
+
+    Args:
+        batch: the lengths and the block table.
+        positions: of the keys that each query row is to see, in the sequence of the row; -1 anywhere is none.
+        block_size: tokens in a block, `p`.
+
+    Raises:
+        ValueError: naming the argument that does not fit; on a CPU also if a position is none of the sequence.
+    """
+    block_table = check_selected(batch, positions, block_size=block_size)
+    result = torch.full_like(positions, -1)
+    for (q0, q1), blocks in zip(batch.query_rows(), block_table.tolist(), strict=True):
+        for row in range(q0, q1):
+            for column, j in enumerate(positions[row].tolist()):
+                if j >= 0:
+                    result[row, column] = blocks[j // block_size] * block_size + j % block_size
+    return result
+
+
+def plan(batch: Batch, *, positions: Int32[Tensor, "t k"], block_size: int) -> Plan:
+    """Plan attention of each query to the keys that were selected for it.
+
+    Args:
+        batch: the lengths and the block table.
+        positions: from `select`, or any others: -1 anywhere is none, and a position that is listed twice counts twice.
+        block_size: tokens in a block of the pool, `p`.
+
+    Returns:
+        A plan with a sequence for each query row, whose block table has the slots, in blocks of one token: for a pool
+        whose blocks are seen as single tokens, `attention` and `latent_attention`. `sequences` says whose row it is.
+
+    Raises:
+        ValueError: as `slots`.
+    """
+    lists = [[slot for slot in row if slot >= 0] for row in slots(batch, positions, block_size=block_size).tolist()]
+    rows = [(row, i) for i, (q0, q1) in enumerate(batch.query_rows()) for row in range(q0, q1)]
+    one_by_one = make_batch(
+        [1] * len(rows), [len(lists[row]) for row, _ in rows], [lists[row] for row, _ in rows], device=batch.device
+    )
+    longest = replace(one_by_one, max_seq_len=positions.shape[1])
+    sequences = torch.tensor([i for _, i in rows], dtype=torch.int32, device=batch.device)
+    return Plan(longest, 1, causal=False, sequences=sequences)
+
+
+def attention(
+    query: Float[Tensor, "t h d"],
+    key_cache: Float[Tensor, "n p hk d"],
+    value_cache: Float[Tensor, "n p hk dv"],
+    plan: Plan,
+    options: AttentionOptions = AttentionOptions(),
+    *,
+    return_lse: bool = False,
+    out: Float[Tensor, "t h dv"] | None = None,
+) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend from each new token to the keys that were selected for it, in pages.
+
+    Args:
+        query: new tokens of all sequences, one after the other; rows after the last sequence are padding.
+        key_cache: the pool of keys.
+        value_cache: the pool of values.
+        plan: from `plan`.
+        options: those of the layer, without ALiBi.
+        return_lse: also return the log-sum-exp.
+        out: where to write the outputs; a new tensor if None.
+
+    Returns:
+        As `chunked_prefill.attention`.
+
+    Raises:
+        ValueError: naming the argument that does not fit. Nothing is written then.
+    """
+    check_selected_options(options)
+    keys, values = by_token("key_cache", key_cache), by_token("value_cache", value_cache)
+    return chunked_prefill.attention(query, keys, values, plan, options, return_lse=return_lse, out=out)
+
+
+def latent_attention(
+    query: Float[Tensor, "t h d"],
+    cache: Shaped[Tensor, "n p c"],
+    plan: Plan,
+    options: AttentionOptions,
+    *,
+    latent_rank: int,
+    cache_scale: float = 1.0,
+    return_lse: bool = False,
+    out: Float[Tensor, "t h {latent_rank}"] | None = None,
+) -> Float[Tensor, "t h {latent_rank}"] | tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
+    """Attend from absorbed queries to the latents that were selected for each: DeepSeek sparse attention.
+
+    Arguments, results and errors are those of `mla.attention`; the plan is from `plan`, and there is no ALiBi.
+    """
+    check_selected_options(options)
+    return mla.attention(
+        query,
+        by_token("cache", cache),
+        plan,
+        options,
+        latent_rank=latent_rank,
+        cache_scale=cache_scale,
+        return_lse=return_lse,
+        out=out,
+    )
+
+
+def by_token(name: str, pool: Shaped[Tensor, "n p ..."]) -> Shaped[Tensor, "slots 1 ..."]:
+    """Return a pool as one of blocks of a single token: block `slot` is row `slot % p` of block `slot // p`.
+
+    Raises:
+        ValueError: if it has no blocks of tokens.
+    """
+    if not isinstance(pool, Tensor) or pool.ndim < 3:
+        raise ValueError(f"{name}: expected a pool of blocks of tokens, got {pool!r:.60}")
+    return pool.flatten(0, 1).unsqueeze(1)

@@ -1,0 +1,485 @@
+"""Intervals: each query sees one run of keys, and nothing else, whichever mask the run comes from."""
+
+import importlib
+import math
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fastattn.cascade
+import fastattn.dense
+import fastattn.interval
+import fastattn.ops
+import refattn.attention
+import refattn.cascade
+import refattn.chunked_prefill
+import refattn.dense
+import refattn.interval
+import refattn.metadata
+from fastattn.kernels import dispatch
+from fastattn.kernels.cpu.schedule import schedule_of
+from fastattn.kernels.problem import Problem
+from refattn.interface import AttentionOptions, CascadePlan, Intervals, Plan, TreePlan
+from tests.helpers.batches import CASES, HARMLESS, POISON, Case, attend, build, ragged_cases, read_masks
+from tests.helpers.kernels_present import each_kernel
+from tests.helpers.tolerance import assert_twins_agree
+
+TWINS = [refattn.interval, fastattn.interval]
+each_twin = pytest.mark.parametrize("twin", TWINS, ids=["ref", "fast"])
+NAMES = ("chunk", "mixed", "more-queries-than-keys", "empty-rows", "odd-blocks", "verification")
+SOME = [case for case in CASES if case.name in NAMES]
+BLOCKS = [Case("whole-blocks", ((6, 12), (12, 12), (1, 18), (0, 6), (48, 96)), heads=(4, 2), padding_rows=2)]
+SPANS = ((2, 6), (7, 7), (15, 40), (60, 190))  # first and last tokens, as far as a sequence has them
+
+
+def spans_of(case):
+    """Return the spans of each sequence, cut at its end; where it has none, -1."""
+    rows = [[(a, min(b, s - 1)) if a < s else (-1, -1) for a, b in SPANS] for _, s in case.lens]
+    return torch.tensor(rows, dtype=torch.int32).reshape(len(rows), len(SPANS), 2)
+
+
+def together(i, j):
+    """Whether two positions are in one span."""
+    return any(a <= i <= b and a <= j <= b for a, b in SPANS)
+
+
+def prefix_of(case):
+    return torch.tensor([min(20, s) for _, s in case.lens], dtype=torch.int32)
+
+
+RULES = {  # of a mask: its intervals, and whether query i sees key j
+    "causal": (lambda twin, case, *where: twin.causal(*where), lambda i, j: j <= i),
+    "window": (lambda twin, case, *where: twin.causal(*where, window_size=(9, 0)), lambda i, j: i - 9 <= j <= i),
+    "spans": (
+        lambda twin, case, batch, t: twin.image_spans(batch, spans_of(case).to(batch.device), t),
+        lambda i, j: j <= i or together(i, j),
+    ),
+    "spans-in-a-window": (
+        lambda twin, case, batch, t: twin.image_spans(batch, spans_of(case).to(batch.device), t, window_size=(9, -1)),
+        lambda i, j: (j <= i or together(i, j)) and i - j <= 9,
+    ),
+    "spans-in-a-window-to-both-sides": (
+        lambda twin, case, batch, t: twin.image_spans(batch, spans_of(case).to(batch.device), t, window_size=(9, 4)),
+        lambda i, j: (j <= i or together(i, j)) and i - j <= 9 and j - i <= 4,
+    ),
+    "whole-spans-and-a-window": (
+        lambda twin, case, batch, t: twin.image_spans(
+            batch, spans_of(case).to(batch.device), t, window_size=(9, 0), whole_spans=True
+        ),
+        lambda i, j: (i - 9 <= j <= i) or together(i, j),
+    ),
+    "prefix": (
+        lambda twin, case, batch, t: twin.prefix_lm(batch, prefix_of(case).to(batch.device), t),
+        lambda i, j: j <= i or (0 <= i < 20 and j < 20),
+    ),
+    "blocks": (
+        lambda twin, case, *where: twin.diffusion_blocks(*where, diffusion_block=6),
+        lambda i, j: i >= 0 and j // 6 <= i // 6,
+    ),
+}
+each_rule = pytest.mark.parametrize("rule", RULES)
+
+
+def cases_of(rule):
+    return BLOCKS if rule == "blocks" else SOME
+
+
+def intervals_of(rule, twin, case, batch):
+    return RULES[rule][0](twin, case, batch, sum(q for q, _ in case.lens) + case.padding_rows)
+
+
+def masks_of(rule, case):
+    """Draw the masks by hand."""
+    sees = RULES[rule][1]
+    return [[[sees(s - q + i, j) for j in range(s)] for i in range(q)] for q, s in case.lens]
+
+
+def drawn(batch, t, seed=0):
+    """Draw intervals, of which some are empty, and some begin before the sequence or at its end."""
+    random = torch.Generator().manual_seed(seed)
+    ends = torch.zeros(t, dtype=torch.int64)
+    used = int(batch.cu_seqlens_q[-1])
+    ends[:used] = batch.seq_lens.long().repeat_interleave(batch.query_lens)
+    first = (torch.rand(t, generator=random) * (ends + 5)).long() - 3
+    last = torch.minimum(first + (torch.rand(t, generator=random) ** 2 * (ends + 3)).long() - 1, ends - 1)
+    return Intervals(first.int(), last.int())
+
+
+# --- the masks ---
+
+
+@pytest.mark.covers("F191")
+@each_rule
+def test_intervals_are_the_mask_and_the_same_in_both_packages(rule):
+    for case in cases_of(rule):
+        batch = build(case).batch
+        ours, theirs = (intervals_of(rule, twin, case, batch) for twin in TWINS)
+        for one, other in zip(ours, theirs, strict=True):
+            assert one.dtype == other.dtype == torch.int32
+            assert torch.equal(one, other), case
+        row = 0
+        for mask, (q, s) in zip(masks_of(rule, case), case.lens, strict=True):
+            for i in range(q):
+                first, last = int(ours.first[row + i]), int(ours.last[row + i])
+                assert [first <= j <= last for j in range(s)] == mask[i]
+            row += q
+        assert (ours.first[row:] == 0).all() and (ours.last[row:] == -1).all()
+
+
+def test_spans_are_those_of_the_masks_of_transformers():
+    """Gemma 3 and 4: `sliding_window and (causal or same image)`, token by token."""
+    masks = pytest.importorskip("transformers.masking_utils")
+    image = torch.tensor([[-1, 0, 0, 0, 0, 0, -1, -1, 1, 1, 1, -1]])
+    sees = masks.and_masks(
+        masks.sliding_window_overlay(4),
+        masks.or_masks(masks.causal_mask_function, masks.blockwise_overlay(image)),
+    )
+    batch = refattn.metadata.make_batch([12], [12])
+    spans = torch.tensor([[[1, 5], [8, 10]]], dtype=torch.int32)
+    first, last = refattn.interval.image_spans(batch, spans, 12, window_size=(3, -1))
+    for i in range(12):
+        seen = [bool(sees(0, 0, torch.tensor(i), torch.tensor(j))) for j in range(12)]
+        assert seen == [int(first[i]) <= j <= int(last[i]) for j in range(12)]
+
+
+@pytest.mark.covers("F192")
+@each_twin
+@pytest.mark.parametrize("rule", ["spans-in-a-window", "prefix"])
+def test_each_query_sees_its_interval_and_nothing_else(twin, rule, device):
+    for case in SOME:
+        case = replace(case, heads=(2, 1), head_size=64, value_head_size=64)
+        check_mask(twin, rule, case, device)
+
+
+@pytest.mark.covers("F192")
+@each_kernel
+@each_rule
+def test_each_kernel_keeps_to_the_intervals(kernel, rule, device):
+    with kernel.asked_for():
+        for case in cases_of(rule)[-1 if kernel.is_interpreted else -3 :]:
+            kernel.check(check_mask, fastattn.interval, rule, replace(case, heads=(2, 1), value_head_size=64), device)
+
+
+def check_mask(twin, rule, case, device):
+    def attention(*tensors, **options):
+        return attend(twin, *tensors, intervals=intervals_of(rule, twin, case, tensors[-1]), **options)
+
+    read = read_masks(attention, replace(case, head_size=64), device=device)
+    for mask, expected, (q, s) in zip(read, masks_of(rule, case), case.lens, strict=True):
+        assert mask.tolist() == torch.tensor(expected, dtype=torch.bool).reshape(q, s).tolist()
+
+
+# --- the formula ---
+
+
+@pytest.mark.covers("F192")
+def test_the_reference_is_the_formula_in_float64():
+    case = Case("drawn", ((7, 20), (1, 9), (5, 5)), heads=(4, 2), head_size=8, padding_rows=1)
+    inputs = build(case, dtype=torch.float64)
+    intervals = drawn(inputs.batch, 14)
+    sinks = torch.linspace(-1, 1, 4)
+    out, lse = attend(refattn.interval, *inputs.tensors, intervals=intervals, sinks=sinks, return_lse=True)
+    row = 0
+    for (q, s), key, value in zip(case.lens, inputs.keys, inputs.values, strict=True):
+        for r in range(row, row + q):
+            for head in range(4):
+                scores = [
+                    float(inputs.query[r, head] @ key[j, head // 2]) * 8**-0.5
+                    for j in range(s)
+                    if intervals.first[r] <= j <= intervals.last[r]
+                ]
+                keys = [j for j in range(s) if intervals.first[r] <= j <= intervals.last[r]]
+                total = sum(math.exp(x) for x in scores) + math.exp(float(sinks[head]))
+                expected = sum((math.exp(x) * value[j, head // 2] for x, j in zip(scores, keys, strict=True)), 0.0)
+                torch.testing.assert_close(
+                    out[r, head], torch.as_tensor(expected).double().expand(8) / total, rtol=1e-10, atol=1e-12
+                )
+                assert float(lse[r, head]) == pytest.approx(math.log(total), rel=1e-10)
+        row += q
+
+
+@each_twin
+def test_a_window_and_a_causal_mask_are_intervals(twin, device):
+    inputs = build(SOME[0], device=device)
+    for window_size in ((-1, -1), (30, 0)):
+        plain = attend(refattn.chunked_prefill, *inputs.tensors, window_size=window_size)
+        intervals = twin.causal(inputs.batch, len(inputs.query), window_size=window_size)
+        torch.testing.assert_close(attend(twin, *inputs.tensors, intervals=intervals), plain, rtol=1e-5, atol=1e-5)
+
+
+OPTIONS = {
+    "plain": {},
+    "everything": dict(softmax_scale=-0.2, softcap=5.0, alibi_slopes=torch.rand(6), sinks=torch.randn(6)),
+    "alone": dict(batch_invariant=True),
+}
+
+
+@pytest.mark.covers("F192")
+@each_kernel
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_drawn_intervals_agree_with_the_reference(kernel, options, device):
+    case = Case("drawn", ((40, 71), (1, 30), (18, 18), (0, 5), (4, 2)), heads=(6, 3), padding_rows=2)
+    inputs = build(case, dtype=kernel.dtypes[0], device=device)
+    options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    intervals = Intervals(*(x.to(device) for x in drawn(build(case).batch, len(inputs.query))))
+    with kernel.asked_for():
+        kernel.check(assert_twins_agree, "interval", *inputs.tensors, intervals=intervals, **options)
+
+
+@given(case=ragged_cases(head_sizes=(64,)), seed=st.integers(0, 9))
+def test_drawn_batches_and_intervals_on_a_cpu(case, seed):
+    inputs = build(case)
+    intervals = drawn(inputs.batch, len(inputs.query), seed)
+    with dispatch.use_kernel("cpu"):
+        assert_twins_agree("interval", *inputs.tensors, again=False, intervals=intervals)
+
+
+@pytest.mark.covers("F192")
+def test_queries_that_share_an_interval_are_computed_together_and_each_shape_is_right():
+    """Runs of one interval, of growing ones, of empty ones, and of windows: one call each, where the CPU can."""
+    case = Case("shapes", ((140, 160),), heads=(4, 2))
+    inputs = build(case)
+    first, last = torch.zeros(140, dtype=torch.int32), torch.full((140,), 40, dtype=torch.int32)
+    last[30:60] = torch.arange(60, 90)  # one key more each
+    first[60:80], last[60:80] = 9, 3  # nothing
+    first[80:110], last[80:110] = torch.arange(5, 35), torch.arange(50, 80)  # a window
+    first[110:111], last[110:111] = 159, 159
+    first[111:], last[111:] = 17, 100
+    plan = fastattn.interval.plan(inputs.batch, intervals=Intervals(first, last), block_size=16)
+    (piece,) = schedule_of(plan).apart(False)
+    kinds = [(segment.rows.start, segment.rows.stop, segment.kind) for segment in piece.view.intervals.segments]
+    assert kinds == [(0, 30, "same"), (30, 60, "causal"), (60, 111, "any"), (111, 140, "same")]
+    with dispatch.use_kernel("cpu"):
+        assert_twins_agree("interval", *inputs.tensors, intervals=Intervals(first, last))
+
+
+# --- what nobody sees, and nothing to see ---
+
+
+@pytest.mark.covers("F193")
+@each_kernel
+def test_keys_that_no_query_sees_may_hold_anything(kernel, device):
+    """Between the intervals of a tile, too: the keys that some tile loads, and no query sees."""
+    case = Case("gaps", ((40, 200), (1, 90), (3, 60)), heads=(2, 1), padding_rows=1)
+    first = torch.tensor([5] * 20 + [150] * 20 + [33] + [0, 50, 9] + [0], dtype=torch.int32)
+    last = torch.tensor([29] * 20 + [181] * 20 + [60] + [7, 52, 2] + [99], dtype=torch.int32)
+    answers = []
+    for poison in (HARMLESS, POISON):
+        inputs = build(case, dtype=kernel.dtypes[0], poison=poison)
+        row = 0
+        for i, (q, s) in enumerate(case.lens):
+            seen = {j for r in range(row, row + q) for j in range(int(first[r]), int(last[r]) + 1)}
+            row += q
+            for at, j in enumerate(j for j in range(s) if j not in seen):
+                block = int(inputs.batch.block_table[i, j // 16])
+                for pool in (inputs.key_cache, inputs.value_cache):
+                    pool[block, j % 16] = poison[at % len(poison)]
+        tensors = [x.to(device) for x in inputs.tensors[:3]]
+        batch = build(case, dtype=kernel.dtypes[0], device=device).batch
+        intervals = Intervals(first.to(device), last.to(device))
+        with kernel.asked_for():
+            kernel.check(
+                lambda tensors=tensors, batch=batch, intervals=intervals: answers.append(
+                    attend(fastattn.interval, *tensors, batch, intervals=intervals, return_lse=True)
+                )
+            )
+        reference = attend(refattn.interval, *tensors, batch, intervals=intervals, return_lse=True)
+        assert all(x.isfinite().all() for x in (reference[0], reference[1][:43]))
+    if answers:
+        assert all(map(torch.equal, *answers))
+
+
+@pytest.mark.covers("F193")
+@each_twin
+def test_a_query_with_an_empty_interval_sees_nothing(twin, device):
+    inputs = build(Case("empty", ((4, 20), (1, 5))), device=device)
+    first = torch.tensor([3, 0, 19, 2**31 - 1, 1], dtype=torch.int32, device=device)
+    last = torch.tensor([2, -1, -(2**31), -5, 0], dtype=torch.int32, device=device)
+    sinks = torch.randn(4, device=device)
+    for options, expected in (({}, torch.full((4,), -math.inf)), (dict(sinks=sinks), sinks.cpu())):
+        out, lse = attend(twin, *inputs.tensors, intervals=Intervals(first, last), **options, return_lse=True)
+        assert not out.any()
+        assert torch.equal(lse.cpu(), expected.expand(5, 4))
+
+
+@each_kernel
+def test_numbers_at_the_ends_of_int32_and_levels_of_a_cascade(kernel, device):
+    """Positions count from the sequence's first token, in each level; a first key may be any number below 0."""
+    case = Case("far", ((3, 70), (2, 40)), heads=(2, 1))
+    inputs = build(case, dtype=kernel.dtypes[0], device=device)
+    first = torch.tensor([-(2**31), 10, 40, -7, 35], dtype=torch.int32, device=device)
+    last = torch.tensor([20, 50, 69, 39, 39], dtype=torch.int32, device=device)
+    whole = fastattn.interval.plan(inputs.batch, intervals=Intervals(first, last), block_size=16)
+    table, lens = inputs.batch.block_table, inputs.batch.seq_lens
+    shared = replace(inputs.batch, seq_lens=torch.full_like(lens, 32), max_seq_len=32, num_keys=None)
+    own = replace(inputs.batch, seq_lens=lens - 32, block_table=table[:, 2:], max_seq_len=38, num_keys=None)
+    of_rows = dict(first_visible=first, last_visible=last)
+    levels = (
+        Plan(shared, 16, False, **of_rows),
+        Plan(own, 16, False, first_keys=torch.full_like(lens, 32), **of_rows),
+    )
+    cut = CascadePlan(inputs.batch, levels)
+    expected = refattn.interval.attention(*inputs.tensors[:3], whole)
+    torch.testing.assert_close(refattn.cascade.attention(*inputs.tensors[:3], cut), expected)
+
+    def hold():
+        for path, plan in ((fastattn.interval, whole), (fastattn.cascade, cut)):
+            out = path.attention(*inputs.tensors[:3], plan)
+            torch.testing.assert_close(out, expected, rtol=2e-3, atol=2e-3)
+
+    with kernel.asked_for():
+        kernel.check(hold)
+
+
+@pytest.mark.covers("F192")
+@each_kernel
+def test_no_bit_of_a_row_depends_on_the_rest_of_the_batch(kernel, device):
+    case = Case("three", ((5, 30), (40, 90), (1, 33)), heads=(4, 2))
+    inputs = build(case, dtype=kernel.dtypes[0], device=device)
+    spans = dict(spans=spans_of(case).to(device))
+    if kernel.is_interpreted:
+        return  # the bits of NumPy's products depend on where a row stands
+
+    def hold():
+        batch = inputs.batch
+        intervals = fastattn.interval.image_spans(batch, **spans, num_tokens=46)
+        out = attend(fastattn.interval, *inputs.tensors, intervals=intervals, batch_invariant=True)
+        alone = refattn.metadata.make_batch([40], [90], [batch.block_table[1].tolist()], device=device)
+        mine = Intervals(*(x[5:45] for x in intervals))
+        row = attend(
+            fastattn.interval, inputs.query[5:45], *inputs.tensors[1:3], alone, intervals=mine, batch_invariant=True
+        )
+        assert torch.equal(row, out[5:45])
+
+    with kernel.asked_for():
+        kernel.check(hold)
+
+
+# --- other ways to the same plan, and bad input ---
+
+
+def test_an_operator_for_the_compiler_takes_the_intervals_along(device):
+    inputs = build(SOME[1], device=device)
+    intervals = intervals_of("prefix", fastattn.interval, SOME[1], inputs.batch)
+    plan = fastattn.interval.plan(inputs.batch, intervals=intervals, block_size=16)
+    out = fastattn.ops.chunked_prefill(*inputs.tensors[:3], plan)
+    assert torch.equal(out, fastattn.interval.attention(*inputs.tensors[:3], plan))
+
+
+def test_rows_without_a_cache(device):
+    inputs = build(SOME[1], device=device)
+    for twin, dense in ((refattn.interval, refattn.dense), (fastattn.interval, fastattn.dense)):
+        intervals = intervals_of("spans", twin, SOME[1], inputs.batch)
+        plan = twin.plan(inputs.batch, intervals=intervals)
+        expected = attend(refattn.interval, *inputs.tensors, intervals=intervals)
+        torch.testing.assert_close(dense.attention(*inputs.rows[:3], plan), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["fa2", "fa3", "fa4", "flash_mla", "torch_flash"])
+def test_packages_without_such_a_mask_refuse_it_by_name(name, monkeypatch):
+    module = importlib.import_module(dispatch.MODULES[name])
+    monkeypatch.setattr(module, "capability", lambda device: (9, 0))
+    latents = name == "flash_mla"
+    problem = Problem(
+        "mla" if latents else "dense" if name == "torch_flash" else "paged",
+        torch.device("cuda", 0),
+        torch.bfloat16,
+        8,
+        1 if latents else 8,
+        576 if latents else 128,
+        512 if latents else 128,
+        None if name == "torch_flash" else 256 if name == "fa2" else 64,
+        uniform=True,
+        intervals=True,
+    )
+    assert "no interval of keys for each query" in module.unsupported_reason(problem)
+    assert "no interval" not in (module.unsupported_reason(problem._replace(intervals=False)) or "")
+
+
+@pytest.mark.covers("F194")
+@each_twin
+def test_a_chunk_of_a_prompt_does_not_end_inside_a_span(twin):
+    """The later keys of the span are not in the cache yet: to cut the interval there would answer wrongly."""
+    whole, cut = (refattn.metadata.make_batch([length], [length], [[0, 1]]) for length in (12, 9))
+    spans = torch.tensor([[[4, 11]]], dtype=torch.int32)
+    twin.plan(whole, intervals=twin.image_spans(whole, spans, 12), block_size=16)
+    with pytest.raises(ValueError, match="expected to end before key 9, where the sequence of query row 4 ends, got 1"):
+        twin.plan(cut, intervals=twin.image_spans(cut, spans, 9), block_size=16)
+    before = refattn.metadata.make_batch([4], [4], [[0, 1]])
+    twin.plan(before, intervals=twin.image_spans(before, spans, 4), block_size=16)
+
+
+I32 = partial(torch.tensor, dtype=torch.int32)
+GOOD = Intervals(I32([0, 0, 0]), I32([3, 4, 5]))
+BAD = {
+    "no-pair": (dict(intervals=I32([0, 0, 0])), "intervals: expected Intervals"),
+    "of-64-bits": (dict(intervals=(GOOD.first.long(), GOOD.last)), r"intervals.first: expected int32 \[t\], got int64"),
+    "unequal": (
+        dict(intervals=(GOOD.first, GOOD.last[:2])),
+        r"intervals.last: expected int32 \[t=3\], got int32 \[2\]",
+    ),
+    "too-few": (
+        dict(intervals=(GOOD.first[:2], GOOD.last[:2])),
+        "intervals: expected one for each of the 3 query rows",
+    ),
+    "past-the-end": (dict(intervals=(GOOD.first, I32([3, 4, 6]))), "intervals: expected to end before key 6"),
+    "block-size": (dict(intervals=GOOD, block_size=0), "block_size: expected"),
+}
+
+
+@pytest.mark.covers("F194")
+@each_twin
+@pytest.mark.parametrize(("arguments", "message"), BAD.values(), ids=BAD)
+def test_bad_intervals_are_refused(twin, arguments, message, shapes_unchecked):
+    batch = refattn.metadata.make_batch([3], [6], [[0]])
+    twin.plan(batch, intervals=GOOD, block_size=16)
+    with pytest.raises(ValueError, match=message):
+        twin.plan(batch, **{"block_size": 16, **arguments})
+
+
+@each_twin
+def test_bad_masks_are_refused(twin, shapes_unchecked):
+    batch = refattn.metadata.make_batch([3], [6], [[0]])
+    for call, message in (
+        (lambda: twin.image_spans(batch, torch.zeros(1, 1, 3).int(), 3), r"spans: expected int32 \[b=1, n, 2\]"),
+        (lambda: twin.image_spans(batch, I32([[[3, 2]]]), 3), "spans: expected first and last tokens, rising"),
+        (lambda: twin.image_spans(batch, I32([[[0, 3], [3, 5]]]), 3), "spans: expected first and last tokens, rising"),
+        (lambda: twin.image_spans(batch, I32([[[0, 3]]]), 2), "num_tokens: expected at least 3"),
+        (lambda: twin.image_spans(batch, I32([[[0, 3]]]), 3, whole_spans=1), "whole_spans: expected True or False"),
+        (lambda: twin.causal(batch, 3, window_size=(-2, 0)), "window_size: expected"),
+        (lambda: twin.prefix_lm(batch, torch.tensor([3]), 3), r"prefix_lens: expected int32 \[b=1\]"),
+        (lambda: twin.prefix_lm(batch, I32([-1]), 3), "prefix_lens: expected lengths of at least 0"),
+        (lambda: twin.diffusion_blocks(batch, 3, diffusion_block=0), "diffusion_block: expected a positive int"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_a_plan_has_both_ends_and_no_other_mask(shapes_unchecked):
+    batch = refattn.metadata.make_batch([3], [6], [[0]])
+    for arguments, message in (
+        (dict(first_visible=GOOD.first), "last_visible: expected int32"),
+        (dict(last_visible=GOOD.last), "first_visible: expected int32"),
+        (dict(first_visible=GOOD.first, last_visible=GOOD.last[:2]), "last_visible: expected int32"),
+        (dict(first_visible=GOOD.first[:2], last_visible=GOOD.last[:2]), "first_visible: expected at least 3"),
+        (dict(first_visible=GOOD.first, last_visible=GOOD.last, causal=True), "causal, window_size: expected False"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Plan(batch, 16, **{"causal": False, **arguments})
+    speculative = importlib.import_module("refattn.speculative")
+    tree = speculative.plan(batch, block_size=16, trees=speculative.make_trees([[-1, 0, 0]]))
+    masked = replace(tree.whole, first_visible=GOOD.first, last_visible=GOOD.last)
+    with pytest.raises(ValueError, match="whole: expected no intervals"):
+        TreePlan(masked, tree.prefix, tree.trees, tree.depths, tree.ancestors)
+
+
+def test_a_second_layer_replays_the_first(device):
+    inputs = build(SOME[1], device=device)
+    intervals = intervals_of("prefix", fastattn.interval, SOME[1], inputs.batch)
+    plan = fastattn.interval.plan(inputs.batch, intervals=intervals, block_size=16)
+    first, second = (fastattn.interval.attention(*inputs.tensors[:3], plan, AttentionOptions()) for _ in range(2))
+    assert torch.equal(first, second)
