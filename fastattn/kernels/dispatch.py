@@ -23,6 +23,8 @@ whoever may see whom, and what it takes of these is among the names:
     trim(batch, left, *, block_size, columns)                       lengths and tables of a window
     cut_chunks(batch, chunk_size, *, block_size, num_chunks, columns)    lengths and tables of virtual sequences
     draw_trees(batch, trees, num_tokens)                            depths, ancestors and positions of nodes
+    recurrent(query, key, value, log_decay, beta, states, plan, options, out)    fold new tokens into states
+    convolve(inputs, weight, states, plan, bias, silu, out)         mix tokens with the inputs before them
 
 A kernel may record how to replay a call of attention at less CPU overhead; see `fastattn.kernels.replay`.
 
@@ -73,6 +75,8 @@ from refattn.interface import (
     Pairs,
     Plan,
     QuantizedPages,
+    RecurrentOptions,
+    StatePlan,
     TreePlan,
     Trees,
 )
@@ -670,3 +674,43 @@ def draw_trees(
 ) -> tuple[Int32[Tensor, "b w"], Int64[Tensor, "b w words"], Int32[Tensor, "t"]]:
     """Find the depths and the ancestors of nodes, and the positions of query rows; see `torch_ops.draw_trees`."""
     return choose(Problem("draw_trees", batch.device, torch.int32)).draw_trees(batch, trees, num_tokens)
+
+
+# --- layers that keep a state ---
+
+
+@_launches
+def recurrent(
+    query: Float[Tensor, "t h dk"],
+    key: Float[Tensor, "t h dk"],
+    value: Float[Tensor, "t hv dv"],
+    log_decay: Float[Tensor, "t hv"] | Float[Tensor, "t hv dk"],
+    beta: Float[Tensor, "t hv"],
+    states: Float[Tensor, "n hv dv dk"],
+    plan: StatePlan,
+    options: RecurrentOptions,
+    out: Float[Tensor, "t hv dv"] | None,
+) -> Float[Tensor, "t hv dv"]:
+    """Fold new tokens into states; arguments are those of `fastattn.recurrent.attention`."""
+    problem = Problem(
+        "recurrent", query.device, query.dtype, head_size=query.shape[-1], value_head_size=value.shape[-1]
+    )
+    result: Tensor = choose(problem).recurrent(query, key, value, log_decay, beta, states, plan, options, out)
+    return result
+
+
+@_launches
+def convolve(
+    inputs: Float[Tensor, "t c"],
+    weight: Float[Tensor, "c width"],
+    states: Float[Tensor, "n w c"],
+    plan: StatePlan,
+    bias: Float[Tensor, "c"] | None,
+    silu: bool,
+    out: Float[Tensor, "t c"] | None,
+) -> Float[Tensor, "t c"]:
+    """Mix tokens with the inputs before them; arguments are those of `fastattn.recurrent.convolve`."""
+    result: Tensor = choose(Problem("convolve", inputs.device, inputs.dtype)).convolve(
+        inputs, weight, states, plan, bias, silu, out
+    )
+    return result

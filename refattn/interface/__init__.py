@@ -6,6 +6,7 @@ from refattn.interface.options import AttentionOptions
 from refattn.interface.parallel import DistributedGroup, Group, Shard, simulate_ranks
 from refattn.interface.plan import CascadePlan, ContextChunk, ContextParallelPlan, Needs, Plan, PrefillPlan
 from refattn.interface.scales import Fp8Scales, Int8Scales
+from refattn.interface.states import RecurrentOptions, StatePlan
 from refattn.interface.trees import Accepted, AttentionPlan, DraftStep, TreePlan, Trees
 
 __all__ = [
@@ -32,8 +33,10 @@ __all__ = [
     "PrefillPlan",
     "Prefix",
     "QuantizedPages",
+    "RecurrentOptions",
     "Rows",
     "Shard",
+    "StatePlan",
     "TreePlan",
     "Trees",
     "simulate_ranks",

@@ -34,7 +34,8 @@ def unsupported_reason(problem: Problem) -> str | None:
     types = [torch.float16, torch.float32, torch.bfloat16]
     if interpreted:
         types.remove(torch.bfloat16)  # the interpreter multiplies matrices of it wrongly
-    if problem.is_attention and problem.dtype not in types:
+    over_states = problem.operation in ("recurrent", "convolve")
+    if (problem.is_attention or over_states) and problem.dtype not in types:
         return f"computes {', '.join(map(str, types))}, not {problem.dtype}"
     if problem.stored is not None and torch.float64 in problem.stored and problem.is_attention:
         return "multiplies values of up to 32 bits, not those of float64"
@@ -64,5 +65,7 @@ KERNEL = Kernel(
         "trim": f"{__name__}.metadata:trim",
         "cut_chunks": f"{__name__}.metadata:cut_chunks",
         "draw_trees": f"{__name__}.metadata:draw_trees",
+        "recurrent": f"{__name__}.recurrent:recurrent",
+        "convolve": f"{__name__}.recurrent:convolve",
     },
 )
