@@ -61,15 +61,15 @@ def recurrent(
     """Fold new tokens into states; see `fastattn.kernels.dispatch`."""
     compute = torch.promote_types(query.dtype, torch.float32)
     scale = query.shape[-1] ** -0.5 if options.scale is None else options.scale
-    result = value.new_zeros(value.shape) if out is None else out.zero_()
+    result = value.new_zeros(value.shape)
     sequences = _sequences(plan)
-    is_short = [plan.per_draft or sequence.length <= FEW for sequence in sequences]
     tokens = _Tokens(query, key, value, log_decay, beta, compute, scale)
+    is_short = [plan.per_draft or sequence.length <= FEW or not tokens.are_finite(sequence) for sequence in sequences]
     for some, run in ((True, _by_token), (False, _by_chunk)):
         chosen = [sequence for sequence, short in zip(sequences, is_short, strict=True) if short is some]
         if chosen:
             run(tokens, states, plan, chosen, options.delta, result)
-    return result
+    return result if out is None else out.copy_(result)
 
 
 class _Tokens:
@@ -89,6 +89,13 @@ class _Tokens:
         self.compute, self.scale, self.per_channel = compute, scale, log_decay.ndim == 3
         self.group = value.shape[1] // query.shape[1]
 
+    def are_finite(self, sequence: _Sequence) -> bool:
+        """Return whether a sequence has no NaN: in a chunk it would reach the tokens before it, 0 times NaN."""
+        rows = slice(sequence.row, sequence.row + sequence.length)
+        query, key, value, log_decay, beta = (x[rows] for x in self.tensors)
+        are_finite = all(bool(x.sum(dtype=self.compute).isfinite()) for x in (query, key, value, beta))
+        return are_finite and not bool(log_decay.isnan().any())
+
     def read(self, rows: Int64[Tensor, "..."]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return queries, keys, values, decays and beta of some rows; one that is negative changes nothing.
 
@@ -97,10 +104,10 @@ class _Tokens:
         nothing = rows < 0
         some = bool(nothing.any())
         found = []
-        for x, fill in zip(self.tensors, (0.0, 0.0, 0.0, 0.0, 0.0), strict=True):
+        for x in self.tensors:
             x = x.index_select(0, rows.clamp(min=0).flatten()).to(self.compute).unflatten(0, rows.shape)
             if some:
-                x = x.masked_fill_(nothing[(...,) + (None,) * (x.ndim - rows.ndim)], fill)
+                x = x.masked_fill_(nothing[(...,) + (None,) * (x.ndim - rows.ndim)], 0.0)
             found.append(x)
         query, key, value, log_decay, beta = found
         return query.mul_(self.scale), key, value, log_decay.exp_(), beta
@@ -324,10 +331,10 @@ def convolve(
     The inputs of each sequence follow those of its state, and all sequences one another: one convolution.
     """
     compute = torch.promote_types(inputs.dtype, torch.float32)
-    result = inputs.new_zeros(inputs.shape) if out is None else out.zero_()
+    result = inputs.new_zeros(inputs.shape)
     sequences, width = _sequences(plan), weight.shape[1]
     if not sequences:
-        return result
+        return result if out is None else out.zero_()
     last, keep = _read_states(states, sequences, compute), _Keep(plan)
     pieces, rows, kept = [], [], []
     for i, sequence in enumerate(sequences):
@@ -349,4 +356,4 @@ def convolve(
         first += width - 1 + sequence.length
     windows = torch.stack([joined[end : end + width - 1] for _, _, end in kept])
     keep.write(states, windows, [sequence for sequence, _, _ in kept], [count for _, count, _ in kept])
-    return result
+    return result if out is None else out.copy_(result)

@@ -64,9 +64,10 @@ def recurrent(
         "GROUP": num_heads // query.shape[1],
         "DK": key_head_size,
         "DV": value_head_size,
+        "PAD_K": _pad(key_head_size),
         "DELTA": options.delta,
     }
-    block_v = min(BLOCK_V, max(FEWEST_IN_CHUNK, triton.next_power_of_2(value_head_size)))
+    block_v = min(BLOCK_V, _pad(value_head_size))
     grid = (plan.batch.num_seqs + 1, num_heads, triton.cdiv(value_head_size, block_v))
     chunk = _chunk_size(plan, query)
     if plan.per_draft or per_channel or chunk < FEWEST_IN_CHUNK or plan.batch.max_query_len <= FEW:
@@ -80,11 +81,16 @@ def recurrent(
         num_chunks = triton.cdiv(plan.batch.max_query_len, chunk) + 1  # the first may begin inside one
         own = {name: x for name, x in arguments.items() if name not in _NOT_OF_SYSTEMS}
         _systems_kernel[(plan.batch.num_seqs * num_chunks, num_heads)](
-            **own, written=written, answered=answered, num_chunks=num_chunks
+            **own, written=written, answered=answered, num_chunks=num_chunks, PAD_V=_pad(value_head_size)
         )
     stages = 2 if chunk == CHUNK and _has_room(query.device) else 1
     _chunks_kernel[grid](**arguments, written=written, answered=answered, BLOCK_V=block_v, num_stages=stages)
     return out
+
+
+def _pad(size: int) -> int:
+    """Return the elements of a tile that holds some, in rows that can be multiplied."""
+    return max(FEWEST_IN_CHUNK, triton.next_power_of_2(size))
 
 
 _NOT_OF_SYSTEMS = ("query", "query_strides", "states", "states_strides", "out", "out_strides", "scale", "DELTA")
@@ -194,6 +200,7 @@ def _tokens_kernel(
     GROUP: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
+    PAD_K: tl.constexpr,
     DELTA: tl.constexpr,
     PER_CHANNEL: tl.constexpr,
     PER_DRAFT: tl.constexpr,
@@ -217,7 +224,7 @@ def _tokens_kernel(
         num_tokens,
     )
     at_v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
-    at_k = tl.arange(0, triton.next_power_of_2(DK))
+    at_k = tl.arange(0, PAD_K)
     in_v, in_k = at_v < DV, at_k < DK
     of_out = out + head * out_strides[1] + at_v * out_strides[2]
     if slot < 0:
@@ -278,6 +285,15 @@ def _between(log_decay, row, in_chunk, stride, CHUNK: tl.constexpr):
     return between, tl.exp(tl.cumsum(logs, 0)), to_end, tl.exp(tl.sum(logs, 0))
 
 
+@triton.jit
+@no_type_check
+def _dot_with_earlier(weights, rows, PRECISION: tl.constexpr):
+    """Multiply lower triangular weights with rows, so that NaN in a row reaches those after it, and none before."""
+    is_finite = tl.abs(rows) < float("inf")
+    products = tl.dot(weights, tl.where(is_finite, rows, 0.0), input_precision=PRECISION)
+    return tl.where(tl.cumsum(tl.where(is_finite, 0, 1), 0) > 0, float("nan"), products)
+
+
 @triton.jit(do_not_specialize=(*CHANGING, "num_chunks"))
 @no_type_check
 def _systems_kernel(
@@ -309,6 +325,8 @@ def _systems_kernel(
     GROUP: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
+    PAD_K: tl.constexpr,
+    PAD_V: tl.constexpr,
     PER_DRAFT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -337,7 +355,7 @@ def _systems_kernel(
     at = tl.arange(0, CHUNK)
     in_chunk = (first + at >= 0) & (first + at < length)
     row = first_row + first + at
-    at_k, at_v = tl.arange(0, triton.next_power_of_2(DK)), tl.arange(0, triton.next_power_of_2(DV))
+    at_k, at_v = tl.arange(0, PAD_K), tl.arange(0, PAD_V)
     between, from_start, _, _ = _between(
         log_decay + head * log_decay_strides[1], row, in_chunk, log_decay_strides[0], CHUNK
     )
@@ -349,17 +367,17 @@ def _systems_kernel(
     inverse = tl.where(at[:, None] > at[None, :], -products * between * rates[:, None], 0.0)
     for i in range(1, CHUNK):  # the rows above row i are those of the inverse already
         own = tl.sum(tl.where(at[:, None] == i, inverse, 0.0), 0)
-        own += tl.sum(own[:, None] * inverse, 0)
+        own += tl.sum(tl.where(at[:, None] < i, own[:, None] * inverse, 0.0), 0)
         inverse = tl.where(at[:, None] == i, own[None, :], inverse)
     inverse = tl.where(at[:, None] == at[None, :], 1.0, inverse)
     keys = keys.to(tl.float32) * (rates * from_start)[:, None]
-    result = tl.dot(inverse, keys, input_precision=PRECISION)
+    result = _dot_with_earlier(inverse, keys, PRECISION)
     rows = (row * tl.num_programs(1) + head)[:, None]
     tl.store(answered + rows * DK + at_k[None, :], result, in_keys)
     in_values = in_chunk[:, None] & (at_v < DV)[None, :]
     of_values = value + head * value_strides[1] + row[:, None] * value_strides[0] + at_v[None, :] * value_strides[2]
     values = tl.load(of_values, in_values, 0.0).to(tl.float32) * rates[:, None]
-    result = tl.dot(inverse, values, input_precision=PRECISION)
+    result = _dot_with_earlier(inverse, values, PRECISION)
     tl.store(written + rows * DV + at_v[None, :], result, in_values)
 
 
@@ -400,6 +418,7 @@ def _chunks_kernel(
     GROUP: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
+    PAD_K: tl.constexpr,
     DELTA: tl.constexpr,
     PER_DRAFT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -424,7 +443,7 @@ def _chunks_kernel(
         num_tokens,
     )
     at_v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
-    at_k, at = tl.arange(0, triton.next_power_of_2(DK)), tl.arange(0, CHUNK)
+    at_k, at = tl.arange(0, PAD_K), tl.arange(0, CHUNK)
     in_v, in_k = at_v < DV, at_k < DK
     of_out = out + head * out_strides[1] + at_v[None, :] * out_strides[2]
     if slot < 0:
@@ -463,7 +482,8 @@ def _chunks_kernel(
             values = tl.load(of_values + at_v[None, :] * value_strides[2], in_values, 0.0).to(tl.float32)
             values *= rates[:, None]
         weights = tl.dot(queries, tl.trans(keys), input_precision="ieee") * between
-        result = tl.dot(weights, values, input_precision=PRECISION)
+        weights = tl.where(at[:, None] >= at[None, :], weights, 0.0)  # which 0 times NaN would not be
+        result = _dot_with_earlier(weights, values, PRECISION)
         result += tl.dot(queries.to(tl.float32) * from_start[:, None], state, input_precision=PRECISION)
         tl.store(of_out + row[:, None] * out_strides[0], (result * scale).to(out.dtype.element_ty), in_values)
         keys = keys.to(tl.float32) * to_end[:, None]
