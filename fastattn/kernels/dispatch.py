@@ -23,6 +23,8 @@ whoever may see whom; a kernel says which storages it takes, under which of them
     write_index(key, index_cache, slot_mapping)                     write index keys into their pool
     score_index(query, weights, index_cache, plan)                  score the keys that queries may see
     select(scores, topk)                                            the positions of the best
+    recurrent(query, key, value, log_decay, beta, states, plan, options, out)    fold new tokens into states
+    convolve(inputs, weight, states, plan, bias, silu, out)         mix tokens with the inputs before them
 
 A kernel may record how to replay a call of attention at less CPU overhead; see `fastattn.kernels.replay`.
 
@@ -73,6 +75,8 @@ from refattn.interface import (
     Pairs,
     Plan,
     QuantizedPages,
+    RecurrentOptions,
+    StatePlan,
     TreePlan,
     Trees,
 )
@@ -701,3 +705,43 @@ def select(scores: Float32[Tensor, "t s"], topk: int) -> Int32[Tensor, "t k"]:
     """Select the keys with the highest scores; arguments are those of `fastattn.sparse.select`."""
     selected: Tensor = choose(Problem("select", scores.device, scores.dtype)).select(scores, topk)
     return selected
+
+
+# --- layers that keep a state ---
+
+
+@_launches
+def recurrent(
+    query: Float[Tensor, "t h dk"],
+    key: Float[Tensor, "t h dk"],
+    value: Float[Tensor, "t hv dv"],
+    log_decay: Float[Tensor, "t hv"] | Float[Tensor, "t hv dk"],
+    beta: Float[Tensor, "t hv"],
+    states: Float[Tensor, "n hv dv dk"],
+    plan: StatePlan,
+    options: RecurrentOptions,
+    out: Float[Tensor, "t hv dv"] | None,
+) -> Float[Tensor, "t hv dv"]:
+    """Fold new tokens into states; arguments are those of `fastattn.recurrent.attention`."""
+    problem = Problem(
+        "recurrent", query.device, query.dtype, head_size=query.shape[-1], value_head_size=value.shape[-1]
+    )
+    result: Tensor = choose(problem).recurrent(query, key, value, log_decay, beta, states, plan, options, out)
+    return result
+
+
+@_launches
+def convolve(
+    inputs: Float[Tensor, "t c"],
+    weight: Float[Tensor, "c width"],
+    states: Float[Tensor, "n w c"],
+    plan: StatePlan,
+    bias: Float[Tensor, "c"] | None,
+    silu: bool,
+    out: Float[Tensor, "t c"] | None,
+) -> Float[Tensor, "t c"]:
+    """Mix tokens with the inputs before them; arguments are those of `fastattn.recurrent.convolve`."""
+    result: Tensor = choose(Problem("convolve", inputs.device, inputs.dtype)).convolve(
+        inputs, weight, states, plan, bias, silu, out
+    )
+    return result

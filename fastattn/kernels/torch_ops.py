@@ -16,7 +16,9 @@ from refattn.interface import Accepted, Batch, Trees
 
 
 def unsupported_reason(problem: Problem) -> str | None:
-    """Return why this kernel cannot compute a problem, or None: torch computes these operations everywhere."""
+    """Return why this kernel cannot compute a problem, or None: torch computes nearly all of these everywhere."""
+    if problem.operation in STATES and problem.device.type in ("cuda", "meta"):
+        return "reads the lengths and the slots on the host, for which a GPU would have to wait"
     return None
 
 
@@ -32,12 +34,14 @@ FUNCTIONS = (
     "draw_trees",
 )
 OF_SELECTION = ("write_index", "read_index", "score_index", "select")
+OF_STATES = ("recurrent", "convolve")
 KERNEL = Kernel(
     "torch",
     unsupported_reason,
     attends=(),
     functions={name: f"{__name__}:{name}" for name in FUNCTIONS}
-    | {name: f"fastattn.kernels.torch_selection:{name}" for name in OF_SELECTION},
+    | {name: f"fastattn.kernels.torch_selection:{name}" for name in OF_SELECTION}
+    | {name: f"fastattn.kernels.torch_recurrent:{name}" for name in OF_STATES},
 )
 
 

@@ -14,6 +14,7 @@ from refattn.interface.plan import (
     PrefillPlan,
 )
 from refattn.interface.scales import Fp8Scales, Int8Scales
+from refattn.interface.states import RecurrentOptions, StatePlan
 from refattn.interface.trees import Accepted, AttentionPlan, DraftStep, TreePlan, Trees
 
 __all__ = [
@@ -41,8 +42,10 @@ __all__ = [
     "PrefillPlan",
     "Prefix",
     "QuantizedPages",
+    "RecurrentOptions",
     "Rows",
     "Shard",
+    "StatePlan",
     "TreePlan",
     "Trees",
     "simulate_ranks",

@@ -24,11 +24,12 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
 from triton.runtime import driver
 
+from fastattn import recurrent as twin
 from fastattn import speculative
 from fastattn.kernels import device as devices
 from fastattn.kernels.problem import Subtraction
 from fastattn.metadata import make_batch
-from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales, Plan
+from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales, Plan, RecurrentOptions
 
 
 class Gpu(NamedTuple):
@@ -352,6 +353,48 @@ def launch_all(gpu, largest):
         scores = selection.score_index(*of_heads, index, plan(1))
     selection.score_index(*of_heads, index, plan(1, causal=False, first_visible=at, last_visible=at))
     selection.select(scores, 2048)
+    launch_over_states(some)
+
+
+def launch_over_states(some):
+    """Launch what layers with a state need: decodes, drafts with checkpoints, prompts by chunks, the convolution."""
+    from fastattn.kernels.triton import recurrent
+
+    half, indices = torch.bfloat16, torch.tensor([[1, 2], [3, 4]], dtype=torch.int32)
+    kept = dict(checkpoint_indices=torch.full((2, 64), -1, dtype=torch.int32), block_size=64)
+    for dtype, head_size, query_len, drafts, per_channel, delta in some(
+        (half, 128, 1, False, False, True),
+        (half, 128, 2, True, True, True),
+        (half, 128, 512, False, False, False),
+        (torch.float32, 256, 512, False, False, True),
+        (half, 128, 512, False, False, True),
+        last=2,
+    ):
+        batch = make_batch([query_len] * 2, [1024] * 2)
+        plan = twin.plan(batch, state_indices=indices if drafts else indices[:, 0], **kept)
+        query = torch.zeros(2 * query_len, 4, head_size, dtype=dtype)
+        value = torch.zeros(2 * query_len, 8, head_size, dtype=dtype)
+        decay = torch.zeros(2 * query_len, 8, *([head_size] if per_channel else []))
+        states, options = torch.zeros(8, 8, head_size, head_size), RecurrentOptions(delta=delta)
+        recurrent.recurrent(
+            query, query, value, decay, decay.view(2 * query_len, 8, -1)[..., 0], states, plan, options, None
+        )
+        inputs, weight = torch.zeros(2 * query_len, 512, dtype=dtype), torch.zeros(512, 4, dtype=dtype)
+        recurrent.convolve(inputs, weight, torch.zeros(8, 3, 512), plan, weight[:, 0], True, None)
+    batch = make_batch([1] * 2, [1024] * 2)
+    plan, query = twin.plan(batch, state_indices=indices[:, 0]), torch.zeros(2, 8, 128, dtype=half)
+    with to_the_end():
+        recurrent.recurrent(
+            query,
+            query,
+            query,
+            query[..., 0],
+            query[..., 0],
+            torch.zeros(8, 8, 128, 128),
+            plan,
+            RecurrentOptions(),
+            None,
+        )
 
 
 if __name__ == "__main__":

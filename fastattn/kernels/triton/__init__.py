@@ -40,7 +40,8 @@ def unsupported_reason(problem: Problem) -> str | None:
     types = [torch.float16, torch.float32, torch.bfloat16]
     if interpreted:
         types.remove(torch.bfloat16)  # the interpreter multiplies matrices of it wrongly
-    if problem.is_attention and problem.dtype not in types:
+    over_states = problem.operation in ("recurrent", "convolve")
+    if (problem.is_attention or over_states) and problem.dtype not in types:
         return f"computes {', '.join(map(str, types))}, not {problem.dtype}"
     if problem.stored is not None and torch.float64 in problem.stored and problem.is_attention:
         return "multiplies values of up to 32 bits, not those of float64"
@@ -75,5 +76,7 @@ KERNEL = Kernel(
         "write_index": f"{__name__}.selection:write_index",
         "score_index": f"{__name__}.selection:score_index",
         "select": f"{__name__}.selection:select",
+        "recurrent": f"{__name__}.recurrent:recurrent",
+        "convolve": f"{__name__}.recurrent:convolve",
     },
 )

@@ -1,0 +1,730 @@
+"""Layers that keep a state: tokens one by one for decodes and drafts, by chunks for prompts; and their convolution.
+
+    decode, drafts, decays per channel      one program per sequence, head and part of the values; its state stays in
+                                            registers from the first token to the last: it is read once, and written
+                                            once per slot that keeps it
+    prompts                                 first what chunks are without a state, all of them at once (the triangular
+                                            system of each); then one program per sequence, head and part of the values
+                                            goes from chunk to chunk with its state
+
+A program reads the lengths and the slots itself, and one more writes zeros to the rows after the last sequence. So
+nothing depends on the host, and a captured graph replays with other lengths, slots and padding.
+
+As in `fastattn.kernels.torch_recurrent`, sums of logarithms are never subtracted: those of a chunk are summed from each
+token on, so a gate of exactly 0 or a saturated one changes nothing for the tokens after it.
+
+Source: Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence Length".
+"""
+
+from math import gcd
+from typing import Any, no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float
+from torch import Tensor
+
+from fastattn.kernels import device as devices
+from fastattn.kernels.gpu.tile import INTERPRETED
+from refattn.interface import RecurrentOptions, StatePlan
+
+CHUNK = 64  # tokens whose system of equations is solved at once
+FEWEST_IN_CHUNK = 16  # rows of a product of matrices, at least
+FEW = 16  # tokens, up to which sequences go token by token
+BLOCK_V = 32  # values of a state in one program
+BLOCK_T, BLOCK_C = 32, 128  # tokens and channels of a tile of the convolution
+
+CHANGING = ("num_seqs", "num_tokens", "table_stride", "column_stride", "checkpoint_stride", "checkpoint_column_stride")
+
+
+def recurrent(
+    query: Float[Tensor, "t h dk"],
+    key: Float[Tensor, "t h dk"],
+    value: Float[Tensor, "t hv dv"],
+    log_decay: Float[Tensor, "t hv"] | Float[Tensor, "t hv dk"],
+    beta: Float[Tensor, "t hv"],
+    states: Float[Tensor, "n hv dv dk"],
+    plan: StatePlan,
+    options: RecurrentOptions,
+    out: Float[Tensor, "t hv dv"] | None,
+) -> Float[Tensor, "t hv dv"]:
+    """Fold new tokens into states; see `fastattn.kernels.dispatch`."""
+    num_tokens, num_heads, value_head_size = value.shape
+    key_head_size, per_channel = query.shape[-1], log_decay.ndim == 3
+    out = torch.empty_like(value, memory_format=torch.contiguous_format) if out is None else out
+    if not num_tokens:
+        return out
+    tensors = dict(query=query, key=key, value=value, beta=beta, log_decay=log_decay, states=states, out=out)
+    arguments = {
+        **tensors,
+        **{f"{name}_strides": x.stride() for name, x in tensors.items()},
+        **_tables(plan, num_tokens),
+        "scale": key_head_size**-0.5 if options.scale is None else float(options.scale),
+        "GROUP": num_heads // query.shape[1],
+        "DK": key_head_size,
+        "DV": value_head_size,
+        "PAD_K": _pad(key_head_size),
+        "DELTA": options.delta,
+    }
+    block_v = min(BLOCK_V, _pad(value_head_size))
+    grid = (plan.batch.num_seqs + 1, num_heads, triton.cdiv(value_head_size, block_v))
+    chunk = _chunk_size(plan, query)
+    if plan.per_draft or per_channel or chunk < FEWEST_IN_CHUNK or plan.batch.max_query_len <= FEW:
+        _tokens_kernel[grid](**arguments, BLOCK_V=block_v, PER_CHANNEL=per_channel)
+        return out
+    arguments |= {"CHUNK": chunk, "PRECISION": "ieee" if query.dtype == torch.float32 or devices.is_rocm() else "tf32"}
+    written = answered = value
+    if options.delta:
+        written = torch.empty(value.shape, dtype=torch.float32, device=value.device)
+        answered = torch.empty(*value.shape[:2], key_head_size, dtype=torch.float32, device=value.device)
+        num_chunks = triton.cdiv(plan.batch.max_query_len, chunk) + 1  # the first may begin inside one
+        own = {name: x for name, x in arguments.items() if name not in _NOT_OF_SYSTEMS}
+        _systems_kernel[(plan.batch.num_seqs * num_chunks, num_heads)](
+            **own, written=written, answered=answered, num_chunks=num_chunks, PAD_V=_pad(value_head_size)
+        )
+    stages = 2 if chunk == CHUNK and _has_room(query.device) else 1
+    _chunks_kernel[grid](**arguments, written=written, answered=answered, BLOCK_V=block_v, num_stages=stages)
+    return out
+
+
+def _pad(size: int) -> int:
+    """Return the elements of a tile that holds some, in rows that can be multiplied."""
+    return max(FEWEST_IN_CHUNK, triton.next_power_of_2(size))
+
+
+_NOT_OF_SYSTEMS = ("query", "query_strides", "states", "states_strides", "out", "out_strides", "scale", "DELTA")
+
+
+def _chunk_size(plan: StatePlan, query: Tensor) -> int:
+    """Return how many tokens a chunk has: blocks end with one, and wide keys in 32 bits have to fit."""
+    size = CHUNK if plan.block_size is None else gcd(CHUNK, plan.block_size)
+    return min(size, CHUNK // 2) if query.shape[-1] * query.element_size() > 256 else size
+
+
+def _has_room(device: torch.device) -> bool:
+    """Return whether two chunks of 64 tokens fit into shared memory at once: they take 137 KiB for keys of 128."""
+    return not INTERPRETED and devices.shared_memory(device) > 160 * 1024
+
+
+def _tables(plan: StatePlan, num_tokens: int) -> dict[str, Any]:
+    """Return the tables of a plan as arguments of a kernel."""
+    indices, checkpoints = plan.state_indices, plan.checkpoint_indices
+    return dict(
+        cu_seqlens_q=plan.batch.cu_seqlens_q,
+        seq_lens=plan.batch.seq_lens,
+        state_indices=indices,
+        has_initial_state=plan.has_initial_state,
+        num_accepted=plan.num_accepted,
+        checkpoints=checkpoints,
+        table_stride=indices.stride(0),
+        column_stride=indices.stride(1) if plan.per_draft else 0,
+        has_stride=plan.has_initial_state.stride(0),
+        accepted_stride=0 if plan.num_accepted is None else plan.num_accepted.stride(0),
+        checkpoint_stride=0 if checkpoints is None else checkpoints.stride(0),
+        checkpoint_column_stride=0 if checkpoints is None else checkpoints.stride(1),
+        num_seqs=plan.batch.num_seqs,
+        num_tokens=num_tokens,
+        PER_DRAFT=plan.per_draft,
+        BLOCK_SIZE=plan.block_size or 0,
+    )
+
+
+@triton.jit
+@no_type_check
+def _find_sequence(
+    sequence,
+    cu_seqlens_q,
+    seq_lens,
+    state_indices,
+    has_initial_state,
+    num_accepted,
+    table_stride,
+    column_stride,
+    has_stride,
+    accepted_stride,
+    num_seqs,
+    num_tokens,
+):
+    """Return a sequence's first row, its length, the position of its first token, its first slot, and its state's.
+
+    The state's slot is -1 if there is none; the first is if the sequence is padding, as what is after the last one.
+    """
+    is_sequence = sequence < num_seqs
+    first_row = tl.load(cu_seqlens_q + sequence)
+    length = tl.load(cu_seqlens_q + sequence + 1, is_sequence, num_tokens) - first_row
+    position = tl.maximum(tl.load(seq_lens + sequence, is_sequence, 0) - length, 0)
+    row = state_indices + sequence.to(tl.int64) * table_stride
+    slot = tl.load(row, is_sequence, -1)
+    start = slot
+    if num_accepted is not None:
+        accepted = tl.load(num_accepted + sequence * accepted_stride, slot >= 0, 1)
+        start = tl.load(row + (accepted - 1) * column_stride, slot >= 0, -1)
+    has_state = tl.load(has_initial_state + sequence * has_stride, is_sequence, 0) != 0
+    slot = tl.where(has_state & (start < 0), -1, slot)
+    return first_row.to(tl.int64), length, position, slot.to(tl.int64), tl.where(has_state, start, -1).to(tl.int64)
+
+
+@triton.jit(do_not_specialize=CHANGING)
+@no_type_check
+def _tokens_kernel(
+    query,
+    key,
+    value,
+    log_decay,
+    beta,
+    states,
+    out,
+    query_strides,
+    key_strides,
+    value_strides,
+    log_decay_strides,
+    beta_strides,
+    states_strides,
+    out_strides,
+    cu_seqlens_q,
+    seq_lens,
+    state_indices,
+    has_initial_state,
+    num_accepted,
+    checkpoints,
+    table_stride,
+    column_stride,
+    has_stride,
+    accepted_stride,
+    checkpoint_stride,
+    checkpoint_column_stride,
+    num_seqs,
+    num_tokens,
+    scale,
+    GROUP: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    PAD_K: tl.constexpr,
+    DELTA: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
+    PER_DRAFT: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Fold the tokens of a sequence into part of one head's state, one by one."""
+    sequence, head = tl.program_id(0), tl.program_id(1)
+    first_row, length, position, slot, start = _find_sequence(
+        sequence,
+        cu_seqlens_q,
+        seq_lens,
+        state_indices,
+        has_initial_state,
+        num_accepted,
+        table_stride,
+        column_stride,
+        has_stride,
+        accepted_stride,
+        num_seqs,
+        num_tokens,
+    )
+    at_v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    at_k = tl.arange(0, PAD_K)
+    in_v, in_k = at_v < DV, at_k < DK
+    of_out = out + head * out_strides[1] + at_v * out_strides[2]
+    if slot < 0:
+        for token in range(0, length):
+            tl.store(of_out + (first_row + token) * out_strides[0], tl.zeros([BLOCK_V], out.dtype.element_ty), in_v)
+        return
+    of_states = (
+        states
+        + head * states_strides[1]
+        + at_v.to(tl.int64)[:, None] * states_strides[2]
+        + at_k.to(tl.int64)[None, :] * states_strides[3]
+    )
+    in_state = in_v[:, None] & in_k[None, :]
+    state = tl.load(of_states + start * states_strides[0], in_state & (start >= 0), 0.0).to(tl.float32)
+    for token in range(0, length):
+        row = first_row + token
+        at = row * key_strides[0] + (head // GROUP) * key_strides[1]
+        k = tl.load(key + at + at_k * key_strides[2], in_k, 0.0).to(tl.float32)
+        at = row * query_strides[0] + (head // GROUP) * query_strides[1]
+        q = tl.load(query + at + at_k * query_strides[2], in_k, 0.0).to(tl.float32) * scale
+        at = row * value_strides[0] + head * value_strides[1]
+        v = tl.load(value + at + at_v * value_strides[2], in_v, 0.0).to(tl.float32)
+        of_decay = log_decay + row * log_decay_strides[0] + head * log_decay_strides[1]
+        if PER_CHANNEL:
+            state *= tl.exp(tl.load(of_decay + at_k * log_decay_strides[2], in_k, 0.0).to(tl.float32))[None, :]
+        else:
+            state *= tl.exp(tl.load(of_decay).to(tl.float32))
+        if DELTA:
+            v -= tl.sum(state * k[None, :], 1)
+        v *= tl.load(beta + row * beta_strides[0] + head * beta_strides[1]).to(tl.float32)
+        state += v[:, None] * k[None, :]
+        answer = tl.sum(state * q[None, :], 1)
+        tl.store(of_out + row * out_strides[0], answer.to(out.dtype.element_ty), in_v)
+        kept = state.to(states.dtype.element_ty)
+        if PER_DRAFT:
+            own = tl.load(state_indices + sequence.to(tl.int64) * table_stride + token * column_stride).to(tl.int64)
+            tl.store(of_states + own * states_strides[0], kept, in_state & (own >= 0))
+        if BLOCK_SIZE:  # noqa: SIM102 (without blocks the compiler leaves all of it out)
+            if (position + token + 1) % BLOCK_SIZE == 0:
+                column = (position + token + 1) // BLOCK_SIZE - 1
+                at = sequence.to(tl.int64) * checkpoint_stride + column * checkpoint_column_stride
+                own = tl.load(checkpoints + at).to(tl.int64)
+                tl.store(of_states + own * states_strides[0], kept, in_state & (own >= 0))
+    if not PER_DRAFT:
+        tl.store(of_states + slot * states_strides[0], state.to(states.dtype.element_ty), in_state & (length > 0))
+
+
+@triton.jit
+@no_type_check
+def _between(log_decay, row, in_chunk, stride, CHUNK: tl.constexpr):
+    """Return the decays between two tokens of a chunk, 0 for later ones; since its start; up to its end; and of all."""
+    at = tl.arange(0, CHUNK)
+    logs = tl.load(log_decay + row * stride, in_chunk, 0.0).to(tl.float32)
+    later = at[:, None] > at[None, :]
+    sums = tl.cumsum(tl.where(later, logs[:, None], 0.0), 0)
+    between = tl.where(at[:, None] >= at[None, :], tl.exp(sums), 0.0)
+    to_end = tl.exp(tl.sum(tl.where(later, logs[:, None], 0.0), 0))
+    return between, tl.exp(tl.cumsum(logs, 0)), to_end, tl.exp(tl.sum(logs, 0))
+
+
+@triton.jit
+@no_type_check
+def _dot_with_earlier(weights, rows, PRECISION: tl.constexpr):
+    """Multiply lower triangular weights with rows, so that NaN in a row reaches those after it, and none before."""
+    is_finite = tl.abs(rows) < float("inf")
+    products = tl.dot(weights, tl.where(is_finite, rows, 0.0), input_precision=PRECISION)
+    return tl.where(tl.cumsum(tl.where(is_finite, 0, 1), 0) > 0, float("nan"), products)
+
+
+@triton.jit(do_not_specialize=(*CHANGING, "num_chunks"))
+@no_type_check
+def _systems_kernel(
+    key,
+    value,
+    log_decay,
+    beta,
+    written,
+    answered,
+    key_strides,
+    value_strides,
+    log_decay_strides,
+    beta_strides,
+    cu_seqlens_q,
+    seq_lens,
+    state_indices,
+    has_initial_state,
+    num_accepted,
+    checkpoints,
+    table_stride,
+    column_stride,
+    has_stride,
+    accepted_stride,
+    checkpoint_stride,
+    checkpoint_column_stride,
+    num_seqs,
+    num_tokens,
+    num_chunks,
+    GROUP: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    PAD_K: tl.constexpr,
+    PAD_V: tl.constexpr,
+    PER_DRAFT: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Solve the system of one chunk and head: what its tokens write after a state of zeros, and less for any state."""
+    sequence, chunk = tl.program_id(0) // num_chunks, tl.program_id(0) % num_chunks
+    head = tl.program_id(1)
+    first_row, length, position, slot, _ = _find_sequence(
+        sequence,
+        cu_seqlens_q,
+        seq_lens,
+        state_indices,
+        has_initial_state,
+        num_accepted,
+        table_stride,
+        column_stride,
+        has_stride,
+        accepted_stride,
+        num_seqs,
+        num_tokens,
+    )
+    first = chunk * CHUNK - position % CHUNK
+    if (slot < 0) | (first >= length):
+        return
+    at = tl.arange(0, CHUNK)
+    in_chunk = (first + at >= 0) & (first + at < length)
+    row = first_row + first + at
+    at_k, at_v = tl.arange(0, PAD_K), tl.arange(0, PAD_V)
+    between, from_start, _, _ = _between(
+        log_decay + head * log_decay_strides[1], row, in_chunk, log_decay_strides[0], CHUNK
+    )
+    rates = tl.load(beta + row * beta_strides[0] + head * beta_strides[1], in_chunk, 0.0).to(tl.float32)
+    in_keys = in_chunk[:, None] & (at_k < DK)[None, :]
+    of_keys = key + (head // GROUP) * key_strides[1] + row[:, None] * key_strides[0] + at_k[None, :] * key_strides[2]
+    keys = tl.load(of_keys, in_keys, 0.0)
+    products = tl.dot(keys, tl.trans(keys), input_precision="ieee")
+    inverse = tl.where(at[:, None] > at[None, :], -products * between * rates[:, None], 0.0)
+    for i in range(1, CHUNK):  # the rows above row i are those of the inverse already
+        own = tl.sum(tl.where(at[:, None] == i, inverse, 0.0), 0)
+        own += tl.sum(tl.where(at[:, None] < i, own[:, None] * inverse, 0.0), 0)
+        inverse = tl.where(at[:, None] == i, own[None, :], inverse)
+    inverse = tl.where(at[:, None] == at[None, :], 1.0, inverse)
+    keys = keys.to(tl.float32) * (rates * from_start)[:, None]
+    result = _dot_with_earlier(inverse, keys, PRECISION)
+    rows = (row * tl.num_programs(1) + head)[:, None]
+    tl.store(answered + rows * DK + at_k[None, :], result, in_keys)
+    in_values = in_chunk[:, None] & (at_v < DV)[None, :]
+    of_values = value + head * value_strides[1] + row[:, None] * value_strides[0] + at_v[None, :] * value_strides[2]
+    values = tl.load(of_values, in_values, 0.0).to(tl.float32) * rates[:, None]
+    result = _dot_with_earlier(inverse, values, PRECISION)
+    tl.store(written + rows * DV + at_v[None, :], result, in_values)
+
+
+@triton.jit(do_not_specialize=CHANGING)
+@no_type_check
+def _chunks_kernel(
+    query,
+    key,
+    value,
+    log_decay,
+    beta,
+    states,
+    out,
+    written,
+    answered,
+    query_strides,
+    key_strides,
+    value_strides,
+    log_decay_strides,
+    beta_strides,
+    states_strides,
+    out_strides,
+    cu_seqlens_q,
+    seq_lens,
+    state_indices,
+    has_initial_state,
+    num_accepted,
+    checkpoints,
+    table_stride,
+    column_stride,
+    has_stride,
+    accepted_stride,
+    checkpoint_stride,
+    checkpoint_column_stride,
+    num_seqs,
+    num_tokens,
+    scale,
+    GROUP: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    PAD_K: tl.constexpr,
+    DELTA: tl.constexpr,
+    PER_DRAFT: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Go through the chunks of a sequence with part of one head's state, which is `[dk, dv]` here."""
+    sequence, head = tl.program_id(0), tl.program_id(1)
+    first_row, length, position, slot, start = _find_sequence(
+        sequence,
+        cu_seqlens_q,
+        seq_lens,
+        state_indices,
+        has_initial_state,
+        num_accepted,
+        table_stride,
+        column_stride,
+        has_stride,
+        accepted_stride,
+        num_seqs,
+        num_tokens,
+    )
+    at_v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    at_k, at = tl.arange(0, PAD_K), tl.arange(0, CHUNK)
+    in_v, in_k = at_v < DV, at_k < DK
+    of_out = out + head * out_strides[1] + at_v[None, :] * out_strides[2]
+    if slot < 0:
+        for first in range(0, length, CHUNK):
+            row = first_row + first + at
+            zeros = tl.zeros([CHUNK, BLOCK_V], out.dtype.element_ty)
+            tl.store(of_out + row[:, None] * out_strides[0], zeros, (first + at < length)[:, None] & in_v[None, :])
+        return
+    of_states = (
+        states
+        + head * states_strides[1]
+        + at_v.to(tl.int64)[None, :] * states_strides[2]
+        + at_k.to(tl.int64)[:, None] * states_strides[3]
+    )
+    in_state = in_k[:, None] & in_v[None, :]
+    state = tl.load(of_states + start * states_strides[0], in_state & (start >= 0), 0.0).to(tl.float32)
+    for first in range(-(position % CHUNK), length, CHUNK):
+        in_chunk = (first + at >= 0) & (first + at < length)
+        row = first_row + first + at
+        between, from_start, to_end, total = _between(
+            log_decay + head * log_decay_strides[1], row, in_chunk, log_decay_strides[0], CHUNK
+        )
+        in_keys, in_values = in_chunk[:, None] & in_k[None, :], in_chunk[:, None] & in_v[None, :]
+        of_keys = key + (head // GROUP) * key_strides[1] + row[:, None] * key_strides[0]
+        keys = tl.load(of_keys + at_k[None, :] * key_strides[2], in_keys, 0.0)
+        of_queries = query + (head // GROUP) * query_strides[1] + row[:, None] * query_strides[0]
+        queries = tl.load(of_queries + at_k[None, :] * query_strides[2], in_keys, 0.0)
+        if DELTA:
+            rows = (row * tl.num_programs(1) + head)[:, None]
+            values = tl.load(written + rows * DV + at_v[None, :], in_values, 0.0)
+            answers = tl.load(answered + rows * DK + at_k[None, :], in_keys, 0.0)
+            values -= tl.dot(answers, state, input_precision=PRECISION)
+        else:
+            rates = tl.load(beta + row * beta_strides[0] + head * beta_strides[1], in_chunk, 0.0).to(tl.float32)
+            of_values = value + head * value_strides[1] + row[:, None] * value_strides[0]
+            values = tl.load(of_values + at_v[None, :] * value_strides[2], in_values, 0.0).to(tl.float32)
+            values *= rates[:, None]
+        weights = tl.dot(queries, tl.trans(keys), input_precision="ieee") * between
+        weights = tl.where(at[:, None] >= at[None, :], weights, 0.0)  # which 0 times NaN would not be
+        result = _dot_with_earlier(weights, values, PRECISION)
+        result += tl.dot(queries.to(tl.float32) * from_start[:, None], state, input_precision=PRECISION)
+        tl.store(of_out + row[:, None] * out_strides[0], (result * scale).to(out.dtype.element_ty), in_values)
+        keys = keys.to(tl.float32) * to_end[:, None]
+        state = state * total + tl.dot(tl.trans(keys), values, input_precision=PRECISION)
+        if BLOCK_SIZE:
+            end = position + first + CHUNK
+            if (end % BLOCK_SIZE == 0) & (first + CHUNK <= length):
+                column = end // BLOCK_SIZE - 1
+                of_slot = checkpoints + sequence.to(tl.int64) * checkpoint_stride + column * checkpoint_column_stride
+                own = tl.load(of_slot).to(tl.int64)
+                kept = state.to(states.dtype.element_ty)
+                tl.store(of_states + own * states_strides[0], kept, in_state & (own >= 0))
+    tl.store(of_states + slot * states_strides[0], state.to(states.dtype.element_ty), in_state & (length > 0))
+
+
+def convolve(
+    inputs: Float[Tensor, "t c"],
+    weight: Float[Tensor, "c width"],
+    states: Float[Tensor, "n w c"],
+    plan: StatePlan,
+    bias: Float[Tensor, "c"] | None,
+    silu: bool,
+    out: Float[Tensor, "t c"] | None,
+) -> Float[Tensor, "t c"]:
+    """Convolve each channel with its last inputs, then write the last of them; see `fastattn.kernels.dispatch`.
+
+    The second launch writes what the first one reads, so that tiles of tokens need not wait for one another.
+    """
+    (num_tokens, channels), width = inputs.shape, weight.shape[1]
+    out = torch.empty_like(inputs, memory_format=torch.contiguous_format) if out is None else out
+    if not num_tokens:
+        return out
+    num_seqs, blocks = plan.batch.num_seqs, triton.cdiv(channels, BLOCK_C)
+    shared = dict(
+        inputs=inputs,
+        states=states,
+        inputs_strides=inputs.stride(),
+        states_strides=states.stride(),
+        **_tables(plan, num_tokens),
+        CHANNELS=channels,
+        WIDTH=width,
+        BLOCK_C=BLOCK_C,
+    )
+    tiles = triton.cdiv(max(plan.batch.max_query_len, 1), BLOCK_T)
+    _convolve_kernel[(num_seqs + 1, blocks, tiles)](
+        **shared,
+        weight=weight,
+        bias=bias,
+        out=out,
+        weight_strides=weight.stride(),
+        bias_stride=0 if bias is None else bias.stride(0),
+        out_strides=out.stride(),
+        SILU=silu,
+        BLOCK_T=BLOCK_T,
+    )
+    if width > 1 and num_seqs:
+        _keep_inputs_kernel[(num_seqs, blocks)](**shared)
+    return out
+
+
+@triton.jit(do_not_specialize=CHANGING)
+@no_type_check
+def _convolve_kernel(
+    inputs,
+    states,
+    weight,
+    bias,
+    out,
+    inputs_strides,
+    states_strides,
+    weight_strides,
+    bias_stride,
+    out_strides,
+    cu_seqlens_q,
+    seq_lens,
+    state_indices,
+    has_initial_state,
+    num_accepted,
+    checkpoints,
+    table_stride,
+    column_stride,
+    has_stride,
+    accepted_stride,
+    checkpoint_stride,
+    checkpoint_column_stride,
+    num_seqs,
+    num_tokens,
+    CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SILU: tl.constexpr,
+    PER_DRAFT: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Compute some tokens and channels of a sequence."""
+    sequence = tl.program_id(0)
+    first_row, length, _, slot, start = _find_sequence(
+        sequence,
+        cu_seqlens_q,
+        seq_lens,
+        state_indices,
+        has_initial_state,
+        num_accepted,
+        table_stride,
+        column_stride,
+        has_stride,
+        accepted_stride,
+        num_seqs,
+        num_tokens,
+    )
+    channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    in_channels = (channel < CHANNELS)[None, :]
+    for first in range(tl.program_id(2) * BLOCK_T, length, tl.num_programs(2) * BLOCK_T):
+        token = first + tl.arange(0, BLOCK_T)
+        total = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
+        if slot >= 0:
+            if bias is not None:
+                total += tl.load(bias + channel * bias_stride, channel < CHANNELS, 0.0).to(tl.float32)[None, :]
+            for w in tl.static_range(WIDTH):
+                source = token + (w - WIDTH + 1)
+                of_inputs = inputs + (first_row + source)[:, None] * inputs_strides[0]
+                is_new = ((source >= 0) & (source < length))[:, None] & in_channels
+                x = tl.load(of_inputs + channel[None, :] * inputs_strides[1], is_new, 0.0).to(tl.float32)
+                of_states = states + start * states_strides[0] + (source + WIDTH - 1)[:, None] * states_strides[1]
+                is_old = ((source < 0) & (start >= 0))[:, None] & in_channels
+                x += tl.load(of_states + channel[None, :] * states_strides[2], is_old, 0.0).to(tl.float32)
+                of_weight = weight + channel * weight_strides[0] + w * weight_strides[1]
+                total += x * tl.load(of_weight, channel < CHANNELS, 0.0).to(tl.float32)[None, :]
+            if SILU:
+                total = total / (1.0 + tl.exp(-total))
+        of_out = out + (first_row + token)[:, None] * out_strides[0] + channel[None, :] * out_strides[1]
+        tl.store(of_out, total.to(out.dtype.element_ty), (token < length)[:, None] & in_channels)
+
+
+@triton.jit(do_not_specialize=CHANGING)
+@no_type_check
+def _keep_inputs_kernel(
+    inputs,
+    states,
+    inputs_strides,
+    states_strides,
+    cu_seqlens_q,
+    seq_lens,
+    state_indices,
+    has_initial_state,
+    num_accepted,
+    checkpoints,
+    table_stride,
+    column_stride,
+    has_stride,
+    accepted_stride,
+    checkpoint_stride,
+    checkpoint_column_stride,
+    num_seqs,
+    num_tokens,
+    CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PER_DRAFT: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Write the last inputs of some channels of a sequence; the slot that they are read from is the last one."""
+    sequence = tl.program_id(0)
+    first_row, length, position, slot, start = _find_sequence(
+        sequence,
+        cu_seqlens_q,
+        seq_lens,
+        state_indices,
+        has_initial_state,
+        num_accepted,
+        table_stride,
+        column_stride,
+        has_stride,
+        accepted_stride,
+        num_seqs,
+        num_tokens,
+    )
+    if (slot < 0) | (length == 0):
+        return
+    channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    in_channels = channel < CHANNELS
+    of_inputs = inputs + channel * inputs_strides[1]
+    of_states = states + channel * states_strides[2]
+    if BLOCK_SIZE:
+        for end in range(BLOCK_SIZE - position % BLOCK_SIZE, length + 1, BLOCK_SIZE):
+            column = (position + end) // BLOCK_SIZE - 1
+            of_slot = checkpoints + sequence.to(tl.int64) * checkpoint_stride + column * checkpoint_column_stride
+            own = tl.load(of_slot).to(tl.int64)
+            _keep(
+                of_inputs, of_states, inputs_strides[0], states_strides, first_row, end, start, own, in_channels, WIDTH
+            )
+    if PER_DRAFT:
+        row = state_indices + sequence.to(tl.int64) * table_stride
+        last = 0
+        for token in range(0, length):
+            own = tl.load(row + token * column_stride).to(tl.int64)
+            if own == start:
+                last = token + 1
+            else:
+                _keep(
+                    of_inputs,
+                    of_states,
+                    inputs_strides[0],
+                    states_strides,
+                    first_row,
+                    token + 1,
+                    start,
+                    own,
+                    in_channels,
+                    WIDTH,
+                )
+        if (last > 0) & (start >= 0):
+            _keep(
+                of_inputs,
+                of_states,
+                inputs_strides[0],
+                states_strides,
+                first_row,
+                last,
+                start,
+                start,
+                in_channels,
+                WIDTH,
+            )
+    else:
+        _keep(
+            of_inputs, of_states, inputs_strides[0], states_strides, first_row, length, start, slot, in_channels, WIDTH
+        )
+
+
+@triton.jit
+@no_type_check
+def _keep(
+    of_inputs, of_states, row_stride, states_strides, first_row, end, start, slot, in_channels, WIDTH: tl.constexpr
+):
+    """Write the inputs before some token to a slot, oldest first: each is read before its own memory is written."""
+    for w in tl.static_range(WIDTH - 1):
+        source = end + (w - WIDTH + 1)
+        x = tl.load(of_inputs + (first_row + source) * row_stride, in_channels & (source >= 0), 0.0)
+        old = of_states + start * states_strides[0] + (source + WIDTH - 1) * states_strides[1]
+        before = tl.load(old, in_channels & (source < 0) & (start >= 0), 0.0).to(tl.float32)
+        x = tl.where(source >= 0, x.to(tl.float32), before).to(of_states.dtype.element_ty)
+        tl.store(of_states + slot * states_strides[0] + w * states_strides[1], x, in_channels & (slot >= 0))

@@ -1,0 +1,286 @@
+"""Layers that keep a state: the slots of a step, and what a layer fixes; the counterpart of `Plan` and its options.
+
+A state has a fixed size, whatever the length of its sequence, so a sequence has slots instead of a block table:
+
+    state_indices [b]       [4, 0, -1]                  sequence 0 has slot 4, sequence 1 has slot 0, row 2 is padding
+    state_indices [b, c]    [[4, 7, 2], [0, 5, -1]]     drafts: the state after token i of this step goes to column i
+
+A negative index is padding, as -1 is in a slot mapping: it is neither read nor written. So slot 0 is a slot like any
+other. (Some kernels reserve it, or -1 for their last slot; `docs/paths/recurrent.md` says which.)
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Bool, Int32
+from torch import Tensor
+
+from refattn.interface.batch import Batch
+from refattn.interface.contents import check_batch, check_lengths
+from refattn.interface.values import (
+    check_can_be_written,
+    check_flag,
+    check_floating,
+    check_number,
+    check_own_memory,
+    check_sizes,
+    describe,
+    expect,
+    same_device,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class RecurrentOptions:
+    """The options of a layer that keeps a state.
+
+    Attributes:
+        scale: factor on the queries, any finite number; `dk ** -0.5` if None.
+        delta: write the difference to what the state already answers to a key (the delta rule), instead of the value.
+
+    Raises:
+        ValueError: naming the option, what was expected and what came.
+    """
+
+    scale: float | None = None
+    delta: bool = True
+
+    def __post_init__(self) -> None:
+        """Check every option."""
+        if self.scale is not None:
+            check_number("scale", self.scale)
+        check_flag("delta", self.delta)
+
+
+@dataclass(frozen=True, eq=False)
+class StatePlan:
+    """Where the state of each sequence is before a step, and where it is kept.
+
+    Attributes:
+        batch: the query rows of each sequence. Its `seq_lens` count where blocks end; no block table is read.
+        state_indices: the slot of each sequence `[b]`, from which the state is read and to which it is written after
+            the last token. Or `[b, c]` for a step of at most `c` tokens per sequence, drafts among them: the state
+            after token `i` is written to column `i`, if that is not negative. A sequence whose first entry is negative
+            is padding: its rows return 0, and none of its slots is read or written.
+        has_initial_state: which sequences have a state; others start from zeros, whatever their slot holds.
+        num_accepted: with `[b, c]`, how many tokens of the step before were kept: the state is in column
+            `num_accepted - 1`. All 1 if None. That of padding may be anything.
+        checkpoint_indices: the slot that keeps the state at the end of each block: column `j` after token
+            `(j + 1) * block_size` of the sequence. Negative where none is kept; None keeps none. Only columns of blocks
+            that end in this step are read.
+        block_size: tokens in a block; None without checkpoints.
+        num_rows: query rows that there have to be; None where the tables are on a device, where they are not read.
+        num_slots: slots that a pool has to have; None on a device.
+
+    Nothing is read or written for a sequence without new tokens, and entries that the step does not use may hold
+    anything. On a CPU the contents are checked here, once: if a table changes, make a new plan. On a device a sequence
+    that has a state in column `num_accepted - 1`, and no slot there, is padding.
+
+    Raises:
+        ValueError: naming the argument that does not fit; on a CPU also if two states of the step share a slot.
+    """
+
+    batch: Batch
+    state_indices: Int32[Tensor, "b"] | Int32[Tensor, "b c"]
+    has_initial_state: Bool[Tensor, "b"]
+    num_accepted: Int32[Tensor, "b"] | None = None
+    checkpoint_indices: Int32[Tensor, "b m"] | None = None
+    block_size: int | None = None
+    num_rows: int | None = field(default=None, init=False, repr=False)
+    num_slots: int | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Check the tables, and their contents where they are on the host."""
+        check_batch(self.batch)
+        check_lengths(self.batch)
+        b = self.batch.num_seqs
+        per_draft = isinstance(self.state_indices, Tensor) and self.state_indices.ndim == 2
+        dims = ("b", "c") if per_draft else ("b",)
+        shape = expect(self.state_indices, "state_indices", torch.int32, dims, (b, None)[: len(dims)])
+        expect(self.has_initial_state, "has_initial_state", torch.bool, ("b",), (b,))
+        tables = dict(state_indices=self.state_indices, has_initial_state=self.has_initial_state)
+        if per_draft and not shape[1]:
+            raise ValueError("state_indices: expected at least one column, got none")
+        if self.num_accepted is not None:
+            if not per_draft:
+                raise ValueError("num_accepted: expected with state_indices [b, c] only, which has a state per token")
+            expect(self.num_accepted, "num_accepted", torch.int32, ("b",), (b,))
+            tables["num_accepted"] = self.num_accepted
+        if (self.checkpoint_indices is None) != (self.block_size is None):
+            raise ValueError("block_size: expected with checkpoint_indices, and only with them")
+        if self.checkpoint_indices is not None and self.block_size is not None:
+            check_sizes(block_size=self.block_size)
+            expect(self.checkpoint_indices, "checkpoint_indices", torch.int32, ("b", "m"), (b, None))
+            tables["checkpoint_indices"] = self.checkpoint_indices
+        same_device(seq_lens=self.batch.seq_lens, **tables)
+        if self.batch.device.type == "cpu":
+            object.__setattr__(self, "num_rows", int(self.batch.cu_seqlens_q[-1]))
+            object.__setattr__(self, "num_slots", self._check_contents())
+
+    @property
+    def per_draft(self) -> bool:
+        """Whether a state is kept after each token of the step."""
+        return self.state_indices.ndim == 2
+
+    @property
+    def first_positions(self) -> Int32[Tensor, "b"]:
+        """The position of the first new token of each sequence."""
+        return self.batch.context_lens.clamp(min=0)
+
+    def _check_contents(self) -> int:
+        """Check the slots that the step uses, and return how many a pool has to have."""
+        rows = self.state_indices.tolist() if self.per_draft else [[slot] for slot in self.state_indices.tolist()]
+        accepted = [1] * len(rows) if self.num_accepted is None else self.num_accepted.tolist()
+        checkpoints = [[]] * len(rows) if self.checkpoint_indices is None else self.checkpoint_indices.tolist()
+        has_state, positions = self.has_initial_state.tolist(), self.first_positions.tolist()
+        owners: dict[int, int] = {}
+        for i, (query_len, slots) in enumerate(zip(self.batch.query_lens.tolist(), rows, strict=True)):
+            if not query_len or slots[0] < 0:
+                continue
+            if self.per_draft and query_len > len(slots):
+                raise ValueError(
+                    f"state_indices: expected a column for each of the {query_len} new tokens of sequence {i}, "
+                    f"got {len(slots)}"
+                )
+            if not 1 <= accepted[i] <= len(slots):
+                raise ValueError(
+                    f"num_accepted: expected 1..{len(slots)}, a column of state_indices, got {accepted[i]} for "
+                    f"sequence {i}"
+                )
+            if has_state[i] and slots[accepted[i] - 1] < 0:
+                raise ValueError(
+                    f"state_indices: expected a slot in column {accepted[i] - 1}, where the state of sequence {i} is, "
+                    f"got {slots[accepted[i] - 1]}"
+                )
+            used = slots[:query_len] if self.per_draft else slots[:]
+            if has_state[i] and slots[accepted[i] - 1] not in used:
+                used.append(slots[accepted[i] - 1])
+            if self.block_size is not None:
+                ended = slice(positions[i] // self.block_size, (positions[i] + query_len) // self.block_size)
+                if ended.stop > max(ended.start, len(checkpoints[i])):
+                    raise ValueError(
+                        f"checkpoint_indices: expected a column for each of the {ended.stop} blocks that sequence {i} "
+                        f"ends, got {len(checkpoints[i])}"
+                    )
+                used += checkpoints[i][ended]
+            for slot in used:
+                if slot >= 0 and owners.setdefault(slot, i) != i or slot >= 0 and used.count(slot) > 1:
+                    other = owners[slot]
+                    raise ValueError(
+                        f"state_indices: expected a slot for each state, got slot {slot} for "
+                        + (f"sequences {other} and {i}" if other != i else f"two states of sequence {i}")
+                    )
+        return max(owners, default=-1) + 1
+
+
+def check_recurrent(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    states: Tensor,
+    plan: StatePlan,
+    options: RecurrentOptions,
+    out: Tensor | None,
+) -> None:
+    """Check a call of `recurrent.attention`; it has the shapes.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+    """
+    t, h, dk = expect(query, "query", None, ("t", "h", "dk"), (None, None, None))
+    check_floating("query", query)
+    expect(key, "key", query.dtype, ("t", "h", "dk"), (t, h, dk))
+    _, hv, dv = expect(value, "value", query.dtype, ("t", "hv", "dv"), (t, None, None))
+    check_sizes(h=h, dk=dk, hv=hv, dv=dv)
+    if hv % h:
+        raise ValueError(f"value: expected a number of heads that h={h} divides, got hv={hv}")
+    if isinstance(log_decay, Tensor) and log_decay.ndim == 3:
+        expect(log_decay, "log_decay", None, ("t", "hv", "dk"), (t, hv, dk))
+    else:
+        expect(log_decay, "log_decay", None, ("t", "hv"), (t, hv))
+    expect(beta, "beta", None, ("t", "hv"), (t, hv))
+    check_floating("log_decay", log_decay)
+    check_floating("beta", beta)
+    expect(states, "states", None, ("n", "hv", "dv", "dk"), (None, hv, dv, dk))
+    if not isinstance(options, RecurrentOptions):
+        raise ValueError(f"options: expected RecurrentOptions, got {describe(options)}")
+    tensors = dict(query=query, key=key, value=value, log_decay=log_decay, beta=beta, states=states)
+    _check_step("query", t, "states", states, plan, out, value, tensors)
+
+
+def check_convolution(
+    inputs: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    states: Tensor,
+    plan: StatePlan,
+    silu: bool,
+    out: Tensor | None,
+) -> None:
+    """Check a call of `recurrent.convolve`; it has the shapes.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+    """
+    t, channels = expect(inputs, "inputs", None, ("t", "c"), (None, None))
+    check_floating("inputs", inputs)
+    _, width = expect(weight, "weight", None, ("c", "width"), (channels, None))
+    check_floating("weight", weight)
+    check_sizes(c=channels, width=width)
+    tensors = dict(inputs=inputs, weight=weight, states=states)
+    if bias is not None:
+        expect(bias, "bias", None, ("c",), (channels,))
+        check_floating("bias", bias)
+        tensors["bias"] = bias
+    expect(states, "states", None, ("n", "width - 1", "c"), (None, width - 1, channels))
+    check_flag("silu", silu)
+    _check_step("inputs", t, "states", states, plan, out, inputs, tensors)
+
+
+def _check_step(
+    rows_name: str,
+    num_rows: int,
+    name: str,
+    states: Tensor,
+    plan: StatePlan,
+    out: Tensor | None,
+    like: Tensor,
+    tensors: dict[str, Tensor],
+) -> None:
+    """Check a pool of states, the plan, the devices, and where the outputs go."""
+    check_floating(name, states)
+    if not isinstance(plan, StatePlan):
+        raise ValueError(f"plan: expected a StatePlan, from recurrent.plan, got {describe(plan)}")
+    same_device(**tensors, seq_lens=plan.batch.seq_lens)
+    check_own_memory(name, states)
+    check_can_be_written(**{name: states})
+    if plan.num_rows is not None and plan.num_rows > num_rows:
+        raise ValueError(
+            f"{rows_name}: expected at least {plan.num_rows} rows, where cu_seqlens_q ends, got t={num_rows}"
+        )
+    if plan.num_slots is not None and plan.num_slots > states.shape[0]:
+        raise ValueError(f"{name}: expected at least {plan.num_slots} slots, as the plan uses, got n={states.shape[0]}")
+    if out is not None:
+        expect(out, "out", like.dtype, tuple(map(str, like.shape)), tuple(like.shape))
+        same_device(out=out, seq_lens=plan.batch.seq_lens)
+        check_own_memory("out", out)
+        if out.requires_grad and torch.is_grad_enabled():
+            raise ValueError("out: expected memory that requires no gradient, got some that does")
+
+
+def check_accepted_slots(state_indices: Tensor, num_accepted: Tensor) -> None:
+    """Check a choice of one state per sequence among those of its drafts: slots `[b, c]`, and numbers `[b]`.
+
+    Raises:
+        ValueError: naming the argument; on a CPU also if a number of a sequence that is no padding is outside `1..c`.
+    """
+    b, columns = expect(state_indices, "state_indices", torch.int32, ("b", "c"), (None, None))
+    check_sizes(c=columns)
+    expect(num_accepted, "num_accepted", torch.int32, ("b",), (b,))
+    same_device(state_indices=state_indices, num_accepted=num_accepted)
+    if state_indices.is_cpu:
+        wrong = ((num_accepted < 1) | (num_accepted > columns)) & (state_indices[:, 0] >= 0)
+        if wrong.any():
+            raise ValueError(f"num_accepted: expected 1..{columns}, got {int(num_accepted[wrong][0])}")

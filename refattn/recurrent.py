@@ -1,0 +1,228 @@
+"""Layers that keep a state: the keys of a sequence are folded into one matrix, which a token reads and changes.
+
+Attention keeps every key and value. A recurrent layer keeps one matrix per head, and of each token this happens to it:
+
+    state    <- decay * state                             forget a little of everything
+    seen      = state @ key                               what the state answers to this key
+    state    <- state + beta * (value - seen) key^T       write the difference (the delta rule), or all of the value
+    out       = scale * state @ query                     read, after the write: a token sees itself
+
+    layer                             decay                    delta   beta        query, key, value
+    GDN (Qwen3-Next)                  one per head             yes     sigmoid     normalised to length 1; grouped
+    KDA (Kimi Linear)                 one per key channel      yes     sigmoid     as GDN
+    Mamba-2 (Nemotron-H, Granite 4)   exp(A dt), per head      no      dt          C, B, x
+    lightning (MiniMax-01), RetNet    a constant per head      no      1           any
+
+Where are the keys? In a matrix of `dv x dk` per head, whatever the length: it has a slot in a pool, not blocks. Who may
+see whom? Token `i` sees token `j <= i`; without the delta rule the weight is `beta_j (q_i . k_j)` times the decays
+between them, and with it later keys also overwrite earlier ones. How do partial answers combine? Tokens `a` to `b` do
+`state -> state M + N` to any state, an affine map; two neighbouring runs of tokens compose, `(N1 M2 + N2, M1 M2)`, as
+partial outputs of attention merge by their log-sum-exps. There is no softmax, so there is none of these here.
+
+The chunked form, which the twin uses, is that idea inside 64 tokens: what each token of a chunk writes depends on what
+the tokens before it wrote, which is a triangular system of 64 equations; its solution is linear in the state before the
+chunk. So a chunk is a few matrix products, and only the states between chunks come one after the other.
+
+Before the layer, `convolve` mixes each channel with its last few inputs, which are a second state with the same slots.
+
+Source: Yang et al. 2024, "Gated Delta Networks"; Kimi Team 2025, "Kimi Linear"; Dao and Gu 2024, "Transformers are
+SSMs"; Qin et al. 2024, "Lightning Attention-2"; Yang et al. 2024, "Parallelizing Linear Transformers with the Delta
+Rule over Sequence Length".
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from einops import einsum, repeat
+from jaxtyping import Bool, Float, Int32
+from torch import Tensor
+from torch.nn.functional import silu as apply_silu
+
+from refattn.interface import Batch, RecurrentOptions, StatePlan
+from refattn.interface.ambient import compute_dtype, without_autocast
+from refattn.interface.states import check_convolution, check_recurrent
+
+
+def plan(
+    batch: Batch,
+    *,
+    state_indices: Int32[Tensor, "b"] | Int32[Tensor, "b c"],
+    has_initial_state: Bool[Tensor, "b"] | None = None,
+    num_accepted: Int32[Tensor, "b"] | None = None,
+    checkpoint_indices: Int32[Tensor, "b m"] | None = None,
+    block_size: int | None = None,
+) -> StatePlan:
+    """Plan a step of all layers that keep a state.
+
+    Args:
+        batch: the lengths; it needs no block table.
+        state_indices: the slot of each sequence; or, where tokens are drafts, the slot of the state after each of them.
+            A sequence whose first slot is negative is padding.
+        has_initial_state: which sequences have a state; others start from zeros. Those with a context, if None.
+        num_accepted: with a slot per draft, how many tokens of the step before were kept; all 1 if None.
+        checkpoint_indices: the slot that keeps the state at the end of each block; negative for none.
+        block_size: tokens in a block, with `checkpoint_indices`.
+
+    Returns:
+        A plan for every layer of this step; `StatePlan` says more of each table.
+
+    Raises:
+        ValueError: naming the argument that does not fit; the contents are checked on a CPU.
+    """
+    if has_initial_state is None:
+        has_initial_state = batch.context_lens > 0
+    return StatePlan(batch, state_indices, has_initial_state, num_accepted, checkpoint_indices, block_size)
+
+
+@without_autocast
+def attention(
+    query: Float[Tensor, "t h dk"],
+    key: Float[Tensor, "t h dk"],
+    value: Float[Tensor, "t hv dv"],
+    log_decay: Float[Tensor, "t hv"] | Float[Tensor, "t hv dk"],
+    beta: Float[Tensor, "t hv"],
+    states: Float[Tensor, "n hv dv dk"],
+    plan: StatePlan,
+    options: RecurrentOptions = RecurrentOptions(),
+    *,
+    out: Float[Tensor, "t hv dv"] | None = None,
+) -> Float[Tensor, "t hv dv"]:
+    """Fold the new tokens of each sequence into its state, one by one, and read the state after each.
+
+    Args:
+        query: query rows of all sequences, one after the other; rows after the last sequence are padding.
+        key: the keys. A layer with the delta rule normalises them to length 1 before, else the state may grow.
+        value: the values; `hv` is a multiple of `h`, and neighbouring value heads share a query and a key.
+        log_decay: natural logarithm of the decay, per head or per key channel: 0 keeps everything, `-inf` forgets it.
+        beta: how much of a token is written.
+        states: the pool, changed in place: any strides, any floating type. A state is computed in float32 (float64 for
+            float64 input) during the step, and rounded when it is written.
+        plan: from `plan`, once per step.
+        options: those of the layer.
+        out: where to write the outputs; a new tensor if None.
+
+    Returns:
+        The outputs, in the type of the query. Rows of padding are 0.
+
+    Raises:
+        ValueError: naming the argument that does not fit. Nothing is written then.
+    """
+    check_recurrent(query, key, value, log_decay, beta, states, plan, options, out)
+    dtype, compute = query.dtype, compute_dtype(query.dtype)
+    scale = query.shape[-1] ** -0.5 if options.scale is None else options.scale
+    group = value.shape[1] // query.shape[1]
+    query, key = (repeat(x.to(compute), "t h dk -> t (h g) dk", g=group) for x in (query, key))
+    value, decay, beta = value.to(compute), log_decay.to(compute).exp(), beta.to(compute)
+
+    result = torch.zeros(value.shape, dtype=compute, device=value.device)
+    for sequence in _sequences(plan):
+        state = _read(states, sequence.start, compute)
+        for row, slots in zip(sequence.rows, sequence.kept, strict=True):
+            state = _step(state, key[row], value[row], decay[row], beta[row], delta=options.delta)
+            result[row] = einsum(state, query[row] * scale, "hv dv dk, hv dk -> hv dv")
+            for slot in slots:
+                states[slot] = state
+    return result.to(dtype) if out is None else out.copy_(result)
+
+
+def _step(
+    state: Float[Tensor, "hv dv dk"],
+    key: Float[Tensor, "hv dk"],
+    value: Float[Tensor, "hv dv"],
+    decay: Float[Tensor, "hv"] | Float[Tensor, "hv dk"],
+    beta: Float[Tensor, "hv"],
+    *,
+    delta: bool,
+) -> Float[Tensor, "hv dv dk"]:
+    """Return the state after one token."""
+    state = state * (decay[:, None, None] if decay.ndim == 1 else decay[:, None, :])
+    seen = einsum(state, key, "hv dv dk, hv dk -> hv dv") if delta else 0.0
+    return state + einsum(beta[:, None] * (value - seen), key, "hv dv, hv dk -> hv dv dk")
+
+
+@without_autocast
+def convolve(
+    inputs: Float[Tensor, "t c"],
+    weight: Float[Tensor, "c width"],
+    states: Float[Tensor, "n w c"],
+    plan: StatePlan,
+    *,
+    bias: Float[Tensor, "c"] | None = None,
+    silu: bool = True,
+    out: Float[Tensor, "t c"] | None = None,
+) -> Float[Tensor, "t c"]:
+    """Mix each channel of a token with its last few inputs: a causal convolution per channel, and SiLU.
+
+        out[i] = silu(bias + sum over w of weight[:, w] * input[i - (width - 1) + w])
+
+    Args:
+        inputs: the channels of all tokens, queries, keys and values side by side; rows as in `attention`.
+        weight: `width` factors per channel, the last one for the token itself.
+        states: the last `width - 1` inputs of each slot, the oldest first, changed in place: any strides, any floating
+            type. Inputs before a sequence's first token are 0.
+        plan: from `plan`, the same as for `attention`.
+        bias: added before SiLU.
+        silu: apply SiLU to the sum.
+        out: where to write the outputs; a new tensor if None.
+
+    Returns:
+        The outputs, in the type of the inputs. Rows of padding are 0.
+
+    Raises:
+        ValueError: naming the argument that does not fit. Nothing is written then.
+    """
+    check_convolution(inputs, weight, bias, states, plan, silu, out)
+    dtype, compute = inputs.dtype, compute_dtype(inputs.dtype)
+    inputs, weight = inputs.to(compute), weight.to(compute)
+    result = torch.zeros(inputs.shape, dtype=compute, device=inputs.device)
+    for sequence in _sequences(plan):
+        last = _read(states, sequence.start, compute)  # [width - 1, c]
+        for row, slots in zip(sequence.rows, sequence.kept, strict=True):
+            window = torch.cat([last, inputs[row : row + 1]])
+            total = einsum(window, weight, "width c, c width -> c")
+            total = total if bias is None else total + bias.to(compute)
+            result[row] = apply_silu(total) if silu else total
+            last = window[1:]
+            for slot in slots:
+                states[slot] = last
+    return result.to(dtype) if out is None else out.copy_(result)
+
+
+class _Sequence(NamedTuple):
+    """The query rows of a sequence, the slot of its state if it has one, and the slots that keep it after each row."""
+
+    rows: range
+    start: int | None
+    kept: list[list[int]]
+
+
+def _sequences(plan: StatePlan) -> Iterator[_Sequence]:
+    """List the sequences of a step that have new tokens and are no padding."""
+    tables = plan.state_indices.tolist(), plan.has_initial_state.tolist(), plan.first_positions.tolist()
+    for i, ((q0, q1), slots, has_state, first) in enumerate(zip(plan.batch.query_rows(), *tables, strict=True)):
+        if q0 == q1 or (slots[0] if plan.per_draft else slots) < 0:
+            continue
+        kept: list[list[int]] = [[] for _ in range(q0, q1)]
+        if plan.per_draft:
+            accepted = 1 if plan.num_accepted is None else int(plan.num_accepted[i])
+            start = slots[accepted - 1]
+            for token in range(q1 - q0):
+                kept[token].append(slots[token])
+        else:
+            start = slots
+            kept[-1].append(slots)
+        if plan.checkpoint_indices is not None and plan.block_size is not None:
+            for token in range(q1 - q0):
+                block, rest = divmod(first + token + 1, plan.block_size)
+                if not rest:
+                    kept[token].append(int(plan.checkpoint_indices[i, block - 1]))
+        kept = [[slot for slot in slots if slot >= 0] for slots in kept]
+        yield _Sequence(range(q0, q1), start if has_state else None, kept)
+
+
+def _read(states: Float[Tensor, "n ..."], slot: int | None, dtype: torch.dtype) -> Float[Tensor, "..."]:
+    """Return a copy of the state in a slot, of the same layout whatever that of the pool; zeros without a slot."""
+    if slot is None:
+        return torch.zeros(states.shape[1:], dtype=dtype, device=states.device)
+    return states[slot].to(dtype, memory_format=torch.contiguous_format, copy=True)

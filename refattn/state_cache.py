@@ -1,0 +1,129 @@
+"""The pool of states: one slot per sequence, more for drafts and for checkpoints; copied whole, never appended to.
+
+    pool of n = 5 slots        request a, at token 70      slot 3    changes with every token
+    slot 1   a, after 32       its checkpoints             slots 1, 4
+    slot 3   a, now            a draft may be rejected     the slot of the last accepted token is the state
+    slot 4   a, after 64
+
+Blocks of keys are written once and stay valid for every longer sequence, so requests with a prefix share them. A state
+is overwritten by the next token. So what a later request is to begin with has to be kept, at the end of a block, while
+it is computed (`checkpoint_indices` of `recurrent.plan`), and is copied before that request changes it:
+
+    fork             copy(pools, [[own, new]])               two requests go on from the same tokens
+    prefix hit       copy(pools, [[checkpoint, new]])        a request begins where a state was kept, nowhere else
+    preempt          kv_cache.swap_blocks                    a slot moves to the host as a block does
+
+Source: `MambaSpec` and `mamba_utils` of vLLM: the layout of states, and when servers keep them.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Int32, Int64, Shaped
+from torch import Tensor
+
+from refattn import kv_cache
+from refattn.interface.states import check_accepted_slots
+from refattn.interface.values import check_memory, check_sizes
+
+
+def allocate(
+    num_slots: int,
+    num_value_heads: int,
+    value_head_size: int,
+    key_head_size: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Float[Tensor, "n hv dv dk"]:
+    """Make an empty pool of states.
+
+    Args:
+        num_slots: slots in the pool, `n`.
+        num_value_heads: heads of the values, `hv`.
+        value_head_size: elements of a value, `dv`.
+        key_head_size: elements of a key, `dk`.
+        dtype: type of an element. In 16 bits a state loses digits with every step that writes it.
+        device: where the pool is.
+
+    Returns:
+        The pool, filled with zeros.
+
+    Raises:
+        ValueError: if a size is not positive, or there is no such type or device.
+    """
+    check_sizes(
+        num_slots=num_slots,
+        num_value_heads=num_value_heads,
+        value_head_size=value_head_size,
+        key_head_size=key_head_size,
+    )
+    check_memory(dtype, device)
+    return torch.zeros(num_slots, num_value_heads, value_head_size, key_head_size, dtype=dtype, device=device)
+
+
+def allocate_inputs(
+    num_slots: int,
+    width: int,
+    num_channels: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Float[Tensor, "n w c"]:
+    """Make an empty pool for the last inputs of a convolution.
+
+    Args:
+        num_slots: slots in the pool, `n`: the same slots as those of the states.
+        width: inputs that an output depends on; `width - 1` of them are kept.
+        num_channels: channels, `c`.
+        dtype: type of an element.
+        device: where the pool is.
+
+    Returns:
+        The pool `[n, width - 1, c]`, filled with zeros.
+
+    Raises:
+        ValueError: if a size is not positive, or there is no such type or device.
+    """
+    check_sizes(num_slots=num_slots, width=width, num_channels=num_channels)
+    check_memory(dtype, device)
+    return torch.zeros(num_slots, width - 1, num_channels, dtype=dtype, device=device)
+
+
+def copy(pools: Sequence[Shaped[Tensor, "n ..."]], pairs: Int64[Tensor, "k 2"]) -> None:
+    """Copy states to other slots, in place; every source is read before anything is written.
+
+    A fork copies a state to one slot or several, a prefix hit copies a checkpoint to a request's own slot.
+
+    Args:
+        pools: the pools of all layers, of states and of inputs, all copied alike.
+        pairs: source and destination slot of each copy; each destination once.
+
+    Raises:
+        ValueError: if a slot is outside a pool or is written twice. Nothing is written then.
+    """
+    kv_cache.copy_blocks(pools, pairs)
+
+
+def accepted_slots(state_indices: Int32[Tensor, "b c"], num_accepted: Int32[Tensor, "b"]) -> Int32[Tensor, "b"]:
+    """Return the slot of the state after the last accepted token: the rollback of a step of drafts.
+
+    Keys of rejected drafts stay in their blocks, and the next step overwrites them. A state cannot be shortened, so the
+    step kept one per draft, and the one after the last accepted draft is the state from now on.
+
+    Args:
+        state_indices: the slots of the step, one per token.
+        num_accepted: how many tokens of the step are kept, at least 1: the first was no draft.
+
+    Returns:
+        Column `num_accepted - 1` of each row. A row whose first slot is negative is padding, and returns that.
+
+    Raises:
+        ValueError: naming the argument that does not fit; on a CPU also if a number is outside `1..c`.
+    """
+    check_accepted_slots(state_indices, num_accepted)
+    slots = [
+        row[accepted - 1] if row[0] >= 0 else row[0]
+        for row, accepted in zip(state_indices.tolist(), num_accepted.tolist(), strict=True)
+    ]
+    return torch.tensor(slots, dtype=torch.int32, device=state_indices.device)
