@@ -385,14 +385,15 @@ def test_packages_without_such_a_mask_refuse_it_by_name(name, monkeypatch):
     monkeypatch.setattr(module, "capability", lambda device: (9, 0))
     latents = name == "flash_mla"
     problem = Problem(
-        "mla" if latents else "dense" if name == "torch_flash" else "paged",
+        "attend",
         torch.device("cuda", 0),
         torch.bfloat16,
-        8,
-        1 if latents else 8,
-        576 if latents else 128,
-        512 if latents else 128,
-        None if name == "torch_flash" else 256 if name == "fa2" else 64,
+        keys="latents" if latents else "rows" if name == "torch_flash" else "pages",
+        num_heads=8,
+        num_kv_heads=1 if latents else 8,
+        head_size=576 if latents else 128,
+        value_head_size=512 if latents else 128,
+        block_size=None if name == "torch_flash" else 256 if name == "fa2" else 64,
         uniform=True,
         intervals=True,
     )
