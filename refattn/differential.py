@@ -188,7 +188,7 @@ def split_halves(key: Shaped[Tensor, "s hk d"], value: Shaped[Tensor, "s hk d"])
 
     Args:
         key: the keys of all sequences, one after the other, heads in interleaved pairs.
-        value: their values, likewise.
+        value: their values, in the same pairs.
 
     Returns:
         A copy, `[half, key or value, s, hk/2, d]`.
@@ -244,7 +244,7 @@ def write(
 
     Args:
         key: the new keys, heads in interleaved pairs; rows after the last slot are padding.
-        value: the new values, likewise.
+        value: the new values, in the same pairs.
         cache: the pool, changed in place.
         slot_mapping: the slot of each token, each at most once; -1 is padding and is not written.
         scales: those of an fp8 cache, into which tokens of any floating point type are quantised as `quantized.write`

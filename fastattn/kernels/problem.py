@@ -166,7 +166,7 @@ def expanded(problem: Problem) -> Problem:
 
 
 def stored_types(scales: Fp8Scales | Int8Scales, value: Tensor) -> tuple[torch.dtype, torch.dtype]:
-    """Return the types of keys and values in a quantised cache, be it of bytes or not."""
+    """Return the types of keys and values in a quantised cache, which may be kept as bytes."""
     return (scales.format, scales.format) if isinstance(scales, Fp8Scales) else (torch.int8, value.dtype)
 
 

@@ -207,7 +207,7 @@ def _flex(
 
 
 def _documents(lengths: Tensor, size: int, first: Tensor) -> tuple[Tensor, Tensor]:
-    """Return of each row whose it is, -1 of nobody, and its position."""
+    """Return the sequence of each row (-1 for padding), and its position."""
     rows = torch.arange(size, device=lengths.device)
     ends = lengths.cumsum(0)
     owner = torch.searchsorted(ends, rows, right=True)

@@ -244,7 +244,7 @@ class ContextParallelPlan:
 
 
 def _check_levels(batch: Batch, levels: tuple[Plan, ...]) -> None:
-    """Check that the levels of a cascade hold the keys of a batch: shared ones first, each sequence's own at last."""
+    """Check that the levels of a cascade hold the keys of a batch: shared ones first, each sequence's own last."""
     starts, seq_lens = batch.cu_seqlens_q.tolist(), batch.seq_lens.tolist()
     keys = [0] * len(seq_lens)  # of each sequence, in the levels so far
     for i, level in enumerate(levels):

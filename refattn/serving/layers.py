@@ -65,7 +65,7 @@ class Amax(NamedTuple):
 
     Attributes:
         key: per KV head and channel, `[hk, d]` float32 on the CPU; of latents, in a layer that has them, `[1, r]`.
-        value: likewise, `[hk, dv]`; of rotary keys in a layer with latents, `[1, rope]`.
+        value: per KV head and channel, `[hk, dv]`; of rotary keys in a layer with latents, `[1, rope]`.
     """
 
     key: Float32[Tensor, "hk d"]

@@ -139,7 +139,7 @@ class Utils:
 
 
 def usage(binary):
-    """Read from a cubin how many registers a thread takes, and the bytes of memory in their place."""
+    """Read from a cubin how many registers each thread takes, and the bytes of memory in their place."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
         file.flush()

@@ -391,7 +391,7 @@ def _aligned_tiles(
 
     The last bits of a product depend on its shape, and on where in it a row stands. So the bits of a query are the
     same whatever other queries there are, of its own sequence too. Places without a query or a key hold zeros, and
-    such a query stands where the nearest one does, so that it sees nothing that nobody sees.
+    a query of zeros stands where its nearest neighbour does: it sees no key that only it would see.
     """
     out, lse = _empty_answer(query, value.shape[-1])
     t, offset = query.shape[0], int(view.positions[0]) if view.consecutive else 0
@@ -554,7 +554,7 @@ def _call(
     bias: Float[Tensor, "#b #h #t s"] | None = None,
     all_see_some: bool = False,
 ) -> tuple[Float[Tensor, "b h t dv"], Float[Tensor, "b h t"]]:
-    """Call ATen, and put right what it does not do.
+    """Call ATen, and mend the answers that it gets wrong.
 
     It wants one head size for keys and values. It answers a row that sees nothing with an LSE of 0; such rows are put
     right, unless it is known that there are none. Under a causal mask it multiplies `-inf` by the scale. Without a

@@ -87,13 +87,13 @@ def dense(
 
     from fastattn.kernels.gpu.adapt import adapt, empty_answer
     from fastattn.kernels.gpu.repair import repair
-    from fastattn.kernels.gpu.tile import with_scale_above_0
+    from fastattn.kernels.gpu.tile import with_positive_scale
 
     batch = plan.batch
     if 0 in (query.shape[0], key.shape[0], batch.num_seqs):
         return empty_answer(query, value.shape[-1], plan, options)
     causal, window, longest = window_for_flash(plan, options)
-    signed, scale = with_scale_above_0(query, options.softmax_scale)  # it masks before it scales
+    signed, scale = with_positive_scale(query, options.softmax_scale)  # it masks before it scales
     out, lse, _ = flash_attn_varlen_func(
         signed,
         key,
@@ -131,7 +131,7 @@ def paged(
 
     from fastattn.kernels.gpu.adapt import adapt, empty_answer
     from fastattn.kernels.gpu.repair import repair
-    from fastattn.kernels.gpu.tile import with_scale_above_0
+    from fastattn.kernels.gpu.tile import with_positive_scale
 
     batch = plan.batch
     assert batch.block_table is not None  # the path has checked it
@@ -144,7 +144,7 @@ def paged(
     longest = batch.block_table.shape[1] * key_cache.shape[1]
     if options.alibi_slopes is not None and not 0 <= left < longest:
         left = longest - 1  # see `window_for_flash`
-    signed, scale = with_scale_above_0(query, options.softmax_scale)
+    signed, scale = with_positive_scale(query, options.softmax_scale)
     out, lse = flash_attn_with_kvcache(
         rearrange(signed.index_select(0, query_of_sequence), "b h d -> b 1 h d"),
         key_cache,

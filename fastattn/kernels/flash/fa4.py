@@ -152,13 +152,13 @@ def _attend(
 
     from fastattn.kernels.gpu.adapt import adapt, empty_answer
     from fastattn.kernels.gpu.repair import repair
-    from fastattn.kernels.gpu.tile import with_scale_above_0
+    from fastattn.kernels.gpu.tile import with_positive_scale
 
     batch = plan.batch
     if 0 in (query.shape[0], key.shape[0], batch.num_seqs):
         return empty_answer(query, value.shape[-1], plan, options)
     left, right = window_within_reach(plan)
-    signed, scale = with_scale_above_0(query, options.softmax_scale)  # it masks before it scales
+    signed, scale = with_positive_scale(query, options.softmax_scale)  # it masks before it scales
     result, lse, *_ = _flash_attn_fwd(
         signed,
         key,

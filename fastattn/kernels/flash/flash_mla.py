@@ -101,7 +101,7 @@ def mla(
     """Attend to latents; see `fastattn.kernels.dispatch`."""
     from fastattn.kernels.gpu.adapt import adapt, empty_answer
     from fastattn.kernels.gpu.repair import repair_latents
-    from fastattn.kernels.gpu.tile import with_scale_above_0
+    from fastattn.kernels.gpu.tile import with_positive_scale
 
     batch, table = plan.batch, plan.batch.block_table
     assert table is not None  # the path has checked it
@@ -109,7 +109,7 @@ def mla(
         return empty_answer(query, latent_rank, plan, options)
     num_rows = batch.num_seqs * batch.max_query_len
     # It masks scores, and looks for the largest, before it scales them.
-    rows, scale = with_scale_above_0(query[:num_rows], options.softmax_scale)
+    rows, scale = with_positive_scale(query[:num_rows], options.softmax_scale)
     module = importlib.import_module(INTERFACE)
     result, logs = module.flash_mla_with_kvcache(
         rearrange(rows, "(b t) h d -> b t h d", b=batch.num_seqs),

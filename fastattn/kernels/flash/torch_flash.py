@@ -73,13 +73,13 @@ def dense(
     """Attend over ragged rows; see `fastattn.kernels.dispatch`."""
     from fastattn.kernels.gpu.adapt import adapt, empty_answer
     from fastattn.kernels.gpu.repair import repair
-    from fastattn.kernels.gpu.tile import with_scale_above_0
+    from fastattn.kernels.gpu.tile import with_positive_scale
 
     batch = plan.batch
     if 0 in (query.shape[0], key.shape[0], batch.num_seqs):
         return empty_answer(query, value.shape[-1], plan, options)
     causal, window, longest = window_for_flash(plan, options)
-    signed, scale = with_scale_above_0(query, options.softmax_scale)  # it masks before it scales
+    signed, scale = with_positive_scale(query, options.softmax_scale)  # it masks before it scales
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         signed,
         key,

@@ -31,7 +31,7 @@ from fastattn.kernels.gpu.tile import (
     pad,
     store_rows,
     visible_keys,
-    with_scale_above_0,
+    with_positive_scale,
 )
 from fastattn.kernels.problem import key_starts, uses_positions
 from refattn.interface import AttentionOptions, Batch, Plan, TreePlan
@@ -84,7 +84,7 @@ def launch_attention(
     left, right = plan.window
     positions = plan.positions if uses_positions(plan, options) else None
     intervals = plan.first_visible is not None
-    query, scale = with_scale_above_0(query, options.softmax_scale)
+    query, scale = with_positive_scale(query, options.softmax_scale)
     one_tile = _is_one_tile(batch, group, tuning.block_m)
     tiles = count_tiles(batch, num_tokens, group, tuning.block_m)
     return Launch(
@@ -182,7 +182,7 @@ def of_layer(query: Tensor, options: AttentionOptions, codes: Codes = NO_CODES) 
 
 
 def has_scale_above_0(options: AttentionOptions) -> bool:
-    """Return whether the query is multiplied as it is; see `with_scale_above_0`."""
+    """Return whether the query is multiplied as it is; see `with_positive_scale`."""
     return options.softmax_scale is None or options.softmax_scale > 0
 
 
@@ -338,7 +338,7 @@ def _take_prefix(
 ):
     """Take what another kernel answered over the keys before a tree into the softmax over its nodes.
 
-    Its log-sum-exp is infinite, of either sign, where it saw NaN; where it saw no key nothing of it counts.
+    The other answer has an infinite log-sum-exp, of either sign, where it met NaN; where it saw no key, it is ignored.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     at_dv = tl.arange(0, acc.shape[1])

@@ -1,4 +1,4 @@
-"""What a Triton program does for a few query rows, as in a decode: keys stand where `attend_to_run` has its rows.
+"""What a Triton program does for a few query rows, as in a decode: the transposed product of `attend_to_run`.
 
 A matrix product of a GPU has at least 16 rows, but 8 columns are enough. Four heads that share a key head fill a
 quarter of a tile of 16 rows, and half of 8 columns:

@@ -147,7 +147,7 @@ def attend_to_latent_nodes(
     latent_rank: int,
     answer: tuple[Float[Tensor, "t h r"], Float[Tensor, "t h"]],
 ) -> tuple[Float[Tensor, "t h r"], Float[Tensor, "t h"]]:
-    """Do the same over latents, given another kernel's answer over those before the trees; see `attend_to_nodes`.
+    """Attend to the latents of drafted nodes, and merge with another kernel's answer over those before the trees.
 
     Source: the module.
     """

@@ -133,7 +133,7 @@ def converts_fp8(device: torch.device) -> bool:
     return not INTERPRETED and devices.capability(device) >= (8, 9)
 
 
-def with_scale_above_0(query: Tensor, softmax_scale: float | None) -> tuple[Tensor, float]:
+def with_positive_scale(query: Tensor, softmax_scale: float | None) -> tuple[Tensor, float]:
     """Return a query and a positive scale whose products are those asked for, to the bit."""
     scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     if scale > 0:

@@ -38,7 +38,7 @@ from fastattn.kernels.gpu.tile import (
     seen_by_all,
     update_softmax,
     visible_keys,
-    with_scale_above_0,
+    with_positive_scale,
 )
 from fastattn.kernels.problem import Subtraction
 from fastattn.kernels.replay import recorder
@@ -70,7 +70,7 @@ def differential(
 
     group = num_heads // 2 // num_pairs  # query pairs that share a pair of key heads
     left, right = plan.window
-    query, scale = with_scale_above_0(query, options.softmax_scale)
+    query, scale = with_positive_scale(query, options.softmax_scale)
     of_layer, of_reduction = _of_layer(options, subtraction)
     row_bytes = pad(head_size) * query.element_size()  # a key here has two halves, and so has its value
     tuning = fit(tune(query, cache, plan, options), query.device, row_bytes=2 * row_bytes, key_bytes=4 * row_bytes)
@@ -471,7 +471,7 @@ def _reduce_kernel(
     OVERLAP: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
 ):
-    """Merge the parts of both heads of a pair, one token a program, and subtract."""
+    """Merge the parts of both heads of a pair, one token per program, and subtract."""
     token = tl.program_id(0).to(tl.int64)
     pair = tl.program_id(1)
     is_query = token < tl.load(cu_seqlens_q + num_seqs)

@@ -132,7 +132,7 @@ def beside_others(tuning: Tuning, of_codes: bool = False) -> Tuning:
     Codes take registers while they become numbers, so with them it is smaller tiles that make room, and no limit.
 
     Source: measured on an NVIDIA H200; with all registers or all multiprocessors taken, one level waits for the other.
-    8 warps with 168 registers a thread leave 4 warps 176; the compiler takes fewer by itself
+    8 warps with 168 registers per thread leave 4 warps 176; the compiler takes fewer by itself
     (tests/kernels/test_compile.py).
     """
     if tuning.run:

@@ -84,7 +84,7 @@ def take_turns(calls: dict[str, Sequence[Call]], *, seconds: float) -> dict[str,
 
     Args:
         calls: of each contender the same call over each set of inputs.
-        seconds: the time that each may use; whoever needs more for three calls gets three.
+        seconds: the time that each may use, or what three calls take if that is more.
 
     Returns:
         The timing of each.
