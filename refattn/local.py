@@ -44,8 +44,8 @@ def plan(batch: Batch, *, chunk_size: int, block_size: int, window_size: tuple[i
 
     Returns:
         A plan with the same query rows and a sequence for each chunk that has some of them; `first_keys` says where each
-        chunk begins, `sequences` which sequence it belongs to. It may have more sequences, without queries. Take the slots and rotary
-        positions of new tokens from `batch`.
+        chunk begins, and `sequences` which sequence it belongs to. It may have more sequences, without queries. Take
+        the slots and rotary positions of new tokens from `batch`.
 
     Raises:
         ValueError: if the block size does not divide the chunk, or the batch has no block table or (on a CPU) too few
