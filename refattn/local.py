@@ -43,8 +43,8 @@ def plan(batch: Batch, *, chunk_size: int, block_size: int, window_size: tuple[i
             and in its chunk.
 
     Returns:
-        A plan with the same query rows and a sequence for each chunk that has some of them; `first_keys` says where each
-        chunk begins, and `sequences` which sequence it belongs to. It may have more sequences, without queries. Take
+        A plan with the same query rows and a sequence for each chunk that has some; `first_keys` says where each chunk
+        begins, and `sequences` which sequence it belongs to. It may have more sequences, without queries. Take
         the slots and rotary positions of new tokens from `batch`.
 
     Raises:
