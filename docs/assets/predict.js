@@ -23,7 +23,7 @@ const predictions = (() => {
   // "1 073 741 824" and "1,073,741,824" are one number, "0, 2, 3" are three.
   function numbers(text) {
     const joined = text.replace(/(?<=\d)[ \u202f,](?=\d{3}(?!\d))(?<!\d{4}.)/g, "")
-    return (joined.match(/-?\d+(?:\.\d+)?(?:e-?\d+)?/gi) ?? []).map(Number)
+    return (joined.match(/-?(?:\d+(?:\.\d+)?|\.\d+)(?:e-?\d+)?/gi) ?? []).map(Number)
   }
 
   return { judge, numbers }

@@ -265,3 +265,44 @@ def test_the_search_works_from_a_file(page, site):
         page.locator("header label.md-header__button[for=__search]").tap()
     page.get_by_role("textbox", name="Search").press_sequentially("explorer")
     expect(page.locator(".md-search-result__item").first).to_contain_text("Explorer", ignore_case=True)
+
+
+def test_a_mask_is_painted_and_opens_the_answer(page, site):
+    look(page, site, "notebooks/01_ragged_batch.html")
+    asked = page.locator("#predict-1\\.5")
+    answer = page.locator("#predict-1\\.5 ~ details.question").first
+    expect(answer).not_to_have_attribute("open", "")
+    cells = asked.locator(".cell")
+    expect(cells).to_have_count(10)
+    first, last = cells.nth(0).bounding_box(), cells.nth(4).bounding_box()
+    cells.nth(0).scroll_into_view_if_needed()
+    for i in range(10):  # by keys, one after the other
+        cells.nth(i).focus()
+        page.keyboard.press(" ")
+    asked.get_by_role("button", name="Check").click()
+    expect(asked.locator("output")).to_have_text("9 of 10 are right.")
+    expect(answer).to_have_attribute("open", "")
+    cells.nth(4).click()
+    asked.get_by_role("button", name="Check").click()
+    expect(asked.locator("output")).to_have_text("✓ Right.")
+    assert first["x"] < last["x"]
+
+
+def test_a_prediction_is_remembered(page, site):
+    look(page, site, "notebooks/01_ragged_batch.html")
+    asked = page.locator("#predict-1\\.3")
+    asked.get_by_role("textbox").fill("0 2 3")
+    asked.get_by_role("button", name="Check").click()
+    expect(asked.locator("output")).to_have_text("Type 4 numbers.")
+    asked.get_by_role("textbox").fill("[0, 2, 3, 6]")
+    asked.get_by_role("textbox").press("Enter")
+    expect(asked.locator("output")).to_have_text("✓ Right.")
+    page.locator("#predict-1\\.7").get_by_label("yes").check()
+    page.locator("#predict-1\\.7").get_by_role("button", name="Check").click()
+    expect(page.locator("#predict-1\\.7 output")).to_have_text("Not so.")
+    page.reload()
+    expect(asked.get_by_role("textbox")).to_have_value("0, 2, 3, 6")
+    expect(asked.locator("output")).to_have_text("✓ Right.")
+    look(page, site, "index.html")
+    expect(page.locator(".progress")).to_contain_text("2 of 92 predictions made, 1 right.")
+    expect(page.locator(".progress li").first).to_contain_text("2 / 8")

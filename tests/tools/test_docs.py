@@ -389,6 +389,19 @@ def test_features_broken_on_purpose_are_a_table(monkeypatch):
     assert "| A1 | fastattn/a.py: nothing is copied | survives |" in shown
 
 
+@pytest.mark.parametrize(("collected", "says"), [(5, "; 2 of 5 had not finished"), (3, "1 failed."), (2, "1 failed.")])
+def test_more_outcomes_than_tests_leave_none_unfinished(collected, says, monkeypatch):
+    """A test that fails, and once more when it is torn down, has two outcomes."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    results = dict(
+        **dict(date="2026-01-01T00:00:00+00:00", commit="0123456789ab", versions={}, machine=dict(name="A Processor")),
+        **dict(
+            collected=collected, all=dict(passed=2, failed=1), by_file={}, by_kernel={}, not_passed=[], device="cpu"
+        ),
+    )
+    assert says in importlib.import_module("hooks").outcomes(results)
+
+
 def test_every_result_of_the_tests_is_shown(monkeypatch):
     """Whatever kinds of files lie in docs/results/tests, and more than one of a kind."""
     monkeypatch.syspath_prepend(ROOT / "docs")
