@@ -65,6 +65,10 @@ class Task:
         try:
             function = self.function()
         except Exception as error:  # noqa: BLE001  # somebody's file may raise anything
+            if isinstance(error, ModuleNotFoundError) and error.name == "triton" and sys.platform != "linux":
+                return Outcome(
+                    "elsewhere", reason="needs Linux: Triton, in which it is written, comes for no other system"
+                )
             return Outcome("to do") if is_to_do(error) else Outcome("wrong", reason=describe(error, self.file))
         if function is None:
             return Outcome("wrong", reason=f"{self.file.name} has no function {self.name}")
@@ -181,15 +185,18 @@ def find(tasks: Sequence[Task | PuzzleTask], which: str) -> Task | PuzzleTask:
 
 def show_all(console: Console, tasks: Sequence[Task | PuzzleTask]) -> int:
     """Check everything, list it, and say what comes next."""
-    states = {task.number: task.check().state for task in tasks}
+    outcomes = {task.number: task.check() for task in tasks}
+    states = {number: outcome.state for number, outcome in outcomes.items()}
     rows = {task.number: (states[task.number], task.name, task.title) for task in tasks}
+    rows |= {number: (*row[:2], outcomes[number].reason) for number, row in rows.items() if row[0] == "elsewhere"}
+    here = sum(state != "elsewhere" for state in states.values())
     exercises = [number for number in rows if number.isdigit()]
     console.print("[bold]Write a serving engine's attention yourself[/bold], a function at a time.\n")
     console.print(report.list_table({number: rows[number] for number in exercises}))
     console.print("\n[bold]Puzzles[/bold]: bugs that servers had. Find a case that goes wrong, and mend it.\n")
     console.print(report.list_table({number: row for number, row in rows.items() if number not in exercises}))
-    console.print("\n", report.progress_bar(sum(state == "done" for state in states.values()), len(tasks)), sep="")
-    show_next(console, next((task for task in tasks if states[task.number] != "done"), None))
+    console.print("\n", report.progress_bar(sum(state == "done" for state in states.values()), here), sep="")
+    show_next(console, next((task for task in tasks if states[task.number] not in ("done", "elsewhere")), None))
     return 0
 
 
@@ -205,6 +212,9 @@ def show(console: Console, task: Task | PuzzleTask, tasks: Sequence[Task | Puzzl
         console.print("[green]Found:[/green] broken goes wrong there.\n")
         report.show_wrong(console, "broken", outcome)
         console.print(f"Now write [bold]mended[/bold] in {task.file}: it is tried on the whole contract.")
+    elif outcome.state == "elsewhere":
+        console.print(outcome.reason)
+        return 0
     elif outcome.state == "to do" and is_puzzle:
         console.print(f"{learner.story(task.file)}\n")
         console.print(f"To do: open [bold]{task.file}[/bold], read broken, and write failing_case; then mended.")
@@ -215,7 +225,7 @@ def show(console: Console, task: Task | PuzzleTask, tasks: Sequence[Task | Puzzl
     if outcome.state == "done":
         console.print(f"All {outcome.trials} trials are right.")
         later = tasks[tasks.index(task) + 1 :]
-        show_next(console, next((other for other in later if other.check().state != "done"), None))
+        show_next(console, next((other for other in later if other.check().state not in ("done", "elsewhere")), None))
     elif hints < len(task.hints):
         console.print(f"A hint: {to_type(task.number + ' --hint' * (hints + 1))}", style="dim")
     return int(outcome.state == "wrong")

@@ -69,7 +69,7 @@ class Outcome:
     """What came of a function.
 
     Attributes:
-        state: "done", "to do", or "wrong".
+        state: "done", "to do", "wrong", or "elsewhere" where this system lacks what it is written in.
         trials: how many trials there were, up to the first that went wrong.
         trial: the one that went wrong.
         reason: what is wrong with its answer.

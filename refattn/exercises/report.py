@@ -16,7 +16,13 @@ from refattn.exercises.exercise import ALONE, Once, Outcome, kind
 
 COLUMNS = 6  # numbers of a row that are shown
 CELLS = 24  # columns of a mask that are shown
-MARKS = {"done": ("✓", "green"), "to do": ("·", "dim"), "wrong": ("✗", "red"), "found": ("◐", "yellow")}
+MARKS = {
+    "done": ("✓", "green"),
+    "to do": ("·", "dim"),
+    "wrong": ("✗", "red"),
+    "found": ("◐", "yellow"),
+    "elsewhere": ("–", "dim"),  # nothing is wrong with it: it needs another system
+}
 
 
 def show_wrong(console: Console, name: str, outcome: Outcome) -> None:

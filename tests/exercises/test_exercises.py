@@ -4,6 +4,7 @@ import inspect
 import os
 import re
 import shutil
+import sys
 from io import StringIO
 from pathlib import Path
 
@@ -120,6 +121,21 @@ def test_the_page_shows_what_the_command_prints(tmp_path, monkeypatch, capsys):
     assert command.main(["1", "--folder", str(tmp_path / "notebooks" / "exercises")]) == 1
     printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert re.search(r"```text\n(.*?)```", page, re.DOTALL)[1].splitlines() == printed
+
+
+def test_what_needs_another_system_is_no_red_mark(monkeypatch, capsys):
+    """On a Mac, where there is no Triton, exercise 23 says so; on Linux it is a package that is missing."""
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.setattr(command, "all_tasks", lambda folder, every=command.all_tasks: every(folder)[22:24])
+    for system, status, says in (("darwin", 0, "needs Linux"), ("linux", 1, "ModuleNotFoundError")):
+        monkeypatch.setattr(sys, "platform", system)
+        assert command.main(["23", "--folder", str(STUBS)]) == status
+        assert says in capsys.readouterr().out
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert command.main(["--folder", str(STUBS)]) == 0
+    printed = capsys.readouterr().out
+    assert "✗" not in printed and re.search(r"23 +– +triton_decode +needs Linux", printed)
+    assert "0 of 1" in printed and "Next:" in printed
 
 
 @pytest.mark.parametrize(
