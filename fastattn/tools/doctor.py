@@ -1,12 +1,17 @@
 """`fastattn doctor`: which kernels this machine can run, what each computes, and why it cannot compute the rest."""
 
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
 import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from fastattn.kernels.device import package_version
-from fastattn.kernels.dispatch import NAMES, choose, unsupported_reason
+from fastattn.kernels.dispatch import NAMES, choose, priorities, unsupported_reason
 from fastattn.kernels.problem import Problem
 
 PACKAGES = {
@@ -29,10 +34,7 @@ def run(console: Console | None = None) -> None:
         console: where to print; standard output if None.
     """
     console = console or Console()
-    first_of_kind: dict[str, int] = {}
-    for i in range(torch.cuda.device_count()):
-        first_of_kind.setdefault(torch.cuda.get_device_name(i), i)
-    devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in first_of_kind.values())]
+    devices = _devices()
     problems = {device: _problems(device) for device in devices}
 
     table = Table(title="Kernels")
@@ -47,6 +49,32 @@ def run(console: Console | None = None) -> None:
     for device in devices:
         here = [name for name in NAMES if None in _reasons(name, problems[device])]
         console.print(_features(device, here, problems[device]))
+
+
+def as_dict() -> dict[str, Any]:
+    """Return the same for a file: versions, and of each device and problem the kernel that is taken and all reasons."""
+    versions = {package: package_version(package) for package in dict.fromkeys(PACKAGES.values())}
+    devices = {}
+    for device in _devices():
+        problems = _problems(device)
+        devices[_describe(device)] = {
+            feature: {
+                "taken": next(
+                    (name for name in priorities(problem) if unsupported_reason(name, problem) is None), None
+                ),
+                "reasons": {name: unsupported_reason(name, problem) for name in NAMES},
+            }
+            for feature, problem in problems.items()
+        }
+    return {"versions": versions, "devices": devices}
+
+
+def _devices() -> list[torch.device]:
+    """Return the CPU, and the first GPU of each kind."""
+    first_of_kind: dict[str, int] = {}
+    for i in range(torch.cuda.device_count()):
+        first_of_kind.setdefault(torch.cuda.get_device_name(i), i)
+    return [torch.device("cpu"), *(torch.device("cuda", i) for i in first_of_kind.values())]
 
 
 def _features(device: torch.device, here: list[str], problems: dict[str, Problem]) -> Table:
@@ -177,3 +205,7 @@ def _describe(device: torch.device) -> str:
     if device.type == "cpu":
         return "CPU"
     return f"{device}, {torch.cuda.get_device_name(device)}"
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(json.dumps(as_dict(), indent=1) + "\n")

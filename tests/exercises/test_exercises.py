@@ -1,5 +1,6 @@
 """Every exercise can be solved, its check fails for the stub and for wrong answers, and it says what is wrong."""
 
+import importlib.util
 import inspect
 import os
 import re
@@ -121,6 +122,21 @@ def test_the_page_shows_what_the_command_prints(tmp_path, monkeypatch, capsys):
     assert command.main(["1", "--folder", str(tmp_path / "notebooks" / "exercises")]) == 1
     printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert re.search(r"```text\n(.*?)```", page, re.DOTALL)[1].splitlines() == printed
+
+
+def test_what_needs_another_system_is_no_red_mark(monkeypatch, capsys):
+    """On a Mac there is no Triton, in which exercise 23 is written."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == "triton" else find(name, *more)
+    )
+    monkeypatch.setattr(command, "all_tasks", lambda folder, every=command.all_tasks: every(folder)[22:24])
+    assert command.main(["23", "--folder", str(STUBS)]) == 0
+    assert "for Linux only" in capsys.readouterr().out
+    assert command.main(["--folder", str(STUBS)]) == 0
+    printed = capsys.readouterr().out
+    assert "✗" not in printed and re.search(r"23 +– +triton_decode", printed)
+    assert "Next:" in printed
 
 
 @pytest.mark.parametrize(
