@@ -297,7 +297,6 @@ def _select_kernel(scores, selected, score_strides, width, topk, BLOCK: tl.const
     lowest = (row * 0).to(tl.uint32)  # of what is selected, its highest bits first
     wanted = topk  # of the numbers that have these bits
     for step in tl.static_range(4):
-        SHIFT: tl.constexpr = 24 - 8 * step
         counts = tl.zeros([256], tl.int32)
         for first in range(0, width, BLOCK):
             j = first + at
@@ -305,12 +304,12 @@ def _select_kernel(scores, selected, score_strides, width, topk, BLOCK: tl.const
             order = _in_order(numbers)
             counted = numbers != float("-inf")
             if step > 0:
-                counted &= (order >> (SHIFT + 8)) == (lowest >> (SHIFT + 8))
-            counts += tl.histogram(((order >> SHIFT) & 255).to(tl.int32), 256, mask=counted)
+                counted &= (order >> (32 - 8 * step)) == (lowest >> (32 - 8 * step))
+            counts += tl.histogram(((order >> (24 - 8 * step)) & 255).to(tl.int32), 256, mask=counted)
         above = tl.sum(counts, 0) - tl.cumsum(counts, 0)  # numbers with a larger digit
         digit = tl.min(tl.where(above < wanted, digits, 255), 0)
         wanted -= tl.sum(tl.where(digits == digit, above, 0), 0)
-        lowest |= digit.to(tl.uint32) << SHIFT
+        lowest |= digit.to(tl.uint32) << (24 - 8 * step)
     ties, count = row.to(tl.int32) * 0, row.to(tl.int32) * 0
     for first in range(0, width, BLOCK):
         j = first + at
