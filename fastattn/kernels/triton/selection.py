@@ -26,7 +26,7 @@ from refattn.interface import Plan
 from refattn.interface.selection import SCALE_BYTES, SMALLEST, holds_codes, index_size_of
 
 BLOCK_ROWS = 16  # tokens of a program that writes
-BLOCK_N = 128  # keys of a program that scores
+BLOCK_N = 128  # keys of a program that scores, of at most 256 bytes as they are multiplied
 QUERIES = 4  # queries of such a program, at most
 BLOCK = 2048  # scores that are read at a time
 
@@ -67,7 +67,9 @@ def score_index(
     left, right = plan.window
     codes, query_codes = holds_codes(index_cache), query.element_size() == 1
     query, weights = as_bytes(query) if query_codes else query, weights.float()
-    grid = (count_tiles(batch, t, 1, QUERIES), -(-batch.max_seq_len // BLOCK_N))
+    key_bytes = size * (2 if query_codes else query.element_size())
+    block_n = BLOCK_N if key_bytes <= 256 else BLOCK_N // 2
+    grid = (count_tiles(batch, t, 1, QUERIES), -(-batch.max_seq_len // block_n))
     _score_index_kernel[grid](
         query,
         weights,
@@ -93,7 +95,7 @@ def score_index(
         SIZE=size,
         BLOCK_SIZE=index_cache.shape[1],
         QUERIES=QUERIES,
-        BLOCK_N=BLOCK_N,
+        BLOCK_N=block_n,
         ONE_TILE=batch.max_query_len <= QUERIES,
         LEFT=left >= 0,
         RIGHT=right >= 0,
