@@ -14,16 +14,21 @@ from refattn.interface.values import check_flag, check_sizes, check_window
 attention = chunked_prefill.attention
 
 
-def plan(batch: Batch, *, intervals: Intervals, block_size: int | None = None) -> Plan:
+def plan(
+    batch: Batch,
+    *,
+    first_visible: Int32[Tensor, "t"],
+    last_visible: Int32[Tensor, "t"],
+    block_size: int | None = None,
+) -> Plan:
     """Plan attention of queries that see one run of keys each; the twin of `refattn.interval.plan`.
 
     The tensors are kept, so a captured graph that fills them anew attends by the next step's intervals.
     """
-    check_intervals(batch, intervals)
+    check_intervals(batch, first_visible, last_visible)
     if block_size is not None:
         check_sizes(block_size=block_size)
-    first, last = intervals
-    plan = Plan(batch, block_size, causal=False, first_visible=first, last_visible=last)
+    plan = Plan(batch, block_size, causal=False, first_visible=first_visible, last_visible=last_visible)
     if block_size is None:
         memo_of(plan).cu_seqlens_k = batch.cu_seqlens_k
     return plan

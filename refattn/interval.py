@@ -36,13 +36,20 @@ from refattn.interface.values import check_flag, check_sizes, check_window
 attention = chunked_prefill.attention
 
 
-def plan(batch: Batch, *, intervals: Intervals, block_size: int | None = None) -> Plan:
+def plan(
+    batch: Batch,
+    *,
+    first_visible: Int32[Tensor, "t"],
+    last_visible: Int32[Tensor, "t"],
+    block_size: int | None = None,
+) -> Plan:
     """Plan attention of queries that see one run of keys each.
 
     Args:
         batch: the lengths and, over pages, the block table.
-        intervals: the first and the last key that each query row sees, by position; rows of padding may hold anything.
-            A CUDA graph reads the tensors that it was captured with: fill them anew for the next step.
+        first_visible: the position of the first key that each query row sees; rows of padding may hold anything.
+        last_visible: the position of the last one, before the first if the row sees nothing. The functions below return
+            both. A CUDA graph reads the tensors that it was captured with: fill them anew for the next step.
         block_size: tokens in a block, `p`; None for rows, of which `dense.attention` reads keys and values.
 
     Returns:
@@ -53,11 +60,10 @@ def plan(batch: Batch, *, intervals: Intervals, block_size: int | None = None) -
         ValueError: naming the argument that does not fit; on a CPU also if an interval ends after its sequence. On a
             device that is not read, and keys after the end of a sequence are seen by nobody.
     """
-    check_intervals(batch, intervals)
+    check_intervals(batch, first_visible, last_visible)
     if block_size is not None:
         check_sizes(block_size=block_size)
-    first, last = intervals
-    return Plan(batch, block_size, causal=False, first_visible=first, last_visible=last)
+    return Plan(batch, block_size, causal=False, first_visible=first_visible, last_visible=last_visible)
 
 
 def causal(batch: Batch, num_tokens: int, *, window_size: tuple[int, int] = (-1, -1)) -> Intervals:

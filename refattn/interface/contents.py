@@ -527,31 +527,29 @@ def check_prefix_types(prefixes: Sequence[Prefix]) -> None:
             raise ValueError(f"prefixes[{i}]: expected a Prefix of Python ints, got {came}")
 
 
-def check_intervals(batch: Batch, intervals: Sequence[Tensor]) -> None:
+def check_intervals(batch: Batch, first_visible: Tensor, last_visible: Tensor) -> None:
     """Check the intervals of the query rows of a batch: on a CPU, that they end where their sequences do, or before.
 
     Raises:
         ValueError: if they are no int32 of one length, or elsewhere; if an interval reaches past its sequence.
     """
     check_lengths(batch)
-    if not isinstance(intervals, Sequence) or len(intervals) != 2:
-        raise ValueError(f"intervals: expected Intervals, a first and a last key each, got {describe(intervals)}")
-    first, last = intervals
-    (rows,) = expect(first, "intervals.first", torch.int32, ("t",), (None,))
-    expect(last, "intervals.last", torch.int32, ("t",), (rows,))
-    same_device(seq_lens=batch.seq_lens, **{"intervals.first": first, "intervals.last": last})
+    (rows,) = expect(first_visible, "first_visible", torch.int32, ("t",), (None,))
+    expect(last_visible, "last_visible", torch.int32, ("t",), (rows,))
+    same_device(seq_lens=batch.seq_lens, first_visible=first_visible, last_visible=last_visible)
     if not batch.seq_lens.is_cpu:
         return
     used = int(batch.cu_seqlens_q[-1])
     if rows < used:
-        raise ValueError(f"intervals: expected one for each of the {used} query rows, got {rows}")
+        raise ValueError(f"first_visible: expected at least {used}, one for each query row of the batch, got {rows}")
     ends = batch.seq_lens.repeat_interleave(batch.query_lens)
-    wrong = (first[:used] <= last[:used]) & (last[:used] >= ends)
+    last = last_visible[:used]
+    wrong = (first_visible[:used] <= last) & (last >= ends)
     if wrong.any():
         row = int(wrong.int().argmax())
         raise ValueError(
-            f"intervals: expected to end before key {int(ends[row])}, where the sequence of query row {row} ends, got "
-            f"{int(last[row])}: a prompt is not cut inside a span, whose later keys are not there yet"
+            f"last_visible: expected to end before key {int(ends[row])}, where the sequence of query row {row} ends, "
+            f"got {int(last[row])}: a prompt is not cut inside a span, whose later keys are not there yet"
         )
 
 

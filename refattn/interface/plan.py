@@ -46,12 +46,12 @@ class Intervals(NamedTuple):
     """The keys that each query row sees, where that is one run of them: by position, both ends included.
 
     Attributes:
-        first: the position of the first key; below 0 is 0.
-        last: the position of the last key; before the first if the query sees nothing.
+        first_visible: the position of the first key; below 0 is 0.
+        last_visible: the position of the last key; before the first if the query sees nothing.
     """
 
-    first: Int32[Tensor, "t"]
-    last: Int32[Tensor, "t"]
+    first_visible: Int32[Tensor, "t"]
+    last_visible: Int32[Tensor, "t"]
 
 
 @dataclass(frozen=True, eq=False)

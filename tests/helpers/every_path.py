@@ -119,6 +119,19 @@ def over_ranks(package: str, inputs: Any, **options: Any) -> Any:
     return attend_on_all(package, 2, *inputs.tensors, interleave=1, **options)
 
 
+def sparse(package: str, inputs: Any, **options: Any) -> Any:
+    """Every other key up to a query, and its own, in the order of their distance."""
+    path, batch = (importlib.import_module(f"{package}.sparse"), inputs.batch)
+    rows = []
+    for query_len, seq_len in zip(batch.query_lens.tolist(), batch.seq_lens.tolist(), strict=True):
+        for position in range(seq_len - query_len, seq_len):
+            seen = list(range(position, -1, -2))
+            rows.append(seen + [-1] * (64 - len(seen)))
+    rows += [[-1] * 64] * (len(inputs.query) - len(rows))
+    positions = torch.tensor(rows, dtype=torch.int32, device=inputs.query.device)
+    return attend(path, *inputs.tensors, positions=positions, **options)
+
+
 PATHS = {
     "dense": plain("dense"),
     "chunked_prefill": plain("chunked_prefill"),
@@ -133,6 +146,7 @@ PATHS = {
     "quantized-int8": quantized("int8"),
     "speculative": trees,
     "context_parallel": over_ranks,
+    "sparse": sparse,
 }
 
 

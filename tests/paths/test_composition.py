@@ -46,7 +46,7 @@ class Mask:
             spans = torch.tensor(SPANS, dtype=torch.int32, device=device)
             where = dict(window_size=(self.left, -1)) if window else {}
             seen = path.image_spans(batch, spans, sum(QUERY_LENS) + PADDING, **where)
-            return path.plan(batch, intervals=seen, block_size=None if self.over_rows else P)
+            return path.plan(batch, **seen._asdict(), block_size=None if self.over_rows else P)
         if self.path == "dense":
             return path.plan(batch, **window)
         if self.path == "local":

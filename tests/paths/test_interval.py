@@ -124,10 +124,10 @@ def test_intervals_are_the_mask_and_the_same_in_both_packages(rule):
         row = 0
         for mask, (q, s) in zip(masks_of(rule, case), case.lens, strict=True):
             for i in range(q):
-                first, last = int(ours.first[row + i]), int(ours.last[row + i])
+                first, last = int(ours.first_visible[row + i]), int(ours.last_visible[row + i])
                 assert [first <= j <= last for j in range(s)] == mask[i]
             row += q
-        assert (ours.first[row:] == 0).all() and (ours.last[row:] == -1).all()
+        assert (ours.first_visible[row:] == 0).all() and (ours.last_visible[row:] == -1).all()
 
 
 def test_spans_are_those_of_the_masks_of_transformers():
@@ -166,7 +166,7 @@ def test_each_kernel_keeps_to_the_intervals(kernel, rule, device):
 
 def check_mask(twin, rule, case, device):
     def attention(*tensors, **options):
-        return attend(twin, *tensors, intervals=intervals_of(rule, twin, case, tensors[-1]), **options)
+        return attend(twin, *tensors, **intervals_of(rule, twin, case, tensors[-1])._asdict(), **options)
 
     read = read_masks(attention, replace(case, head_size=64), device=device)
     for mask, expected, (q, s) in zip(read, masks_of(rule, case), case.lens, strict=True):
@@ -182,7 +182,7 @@ def test_the_reference_is_the_formula_in_float64():
     inputs = build(case, dtype=torch.float64)
     intervals = drawn(inputs.batch, 14)
     sinks = torch.linspace(-1, 1, 4)
-    out, lse = attend(refattn.interval, *inputs.tensors, intervals=intervals, sinks=sinks, return_lse=True)
+    out, lse = attend(refattn.interval, *inputs.tensors, **intervals._asdict(), sinks=sinks, return_lse=True)
     row = 0
     for (q, s), key, value in zip(case.lens, inputs.keys, inputs.values, strict=True):
         for r in range(row, row + q):
@@ -190,9 +190,9 @@ def test_the_reference_is_the_formula_in_float64():
                 scores = [
                     float(inputs.query[r, head] @ key[j, head // 2]) * 8**-0.5
                     for j in range(s)
-                    if intervals.first[r] <= j <= intervals.last[r]
+                    if intervals.first_visible[r] <= j <= intervals.last_visible[r]
                 ]
-                keys = [j for j in range(s) if intervals.first[r] <= j <= intervals.last[r]]
+                keys = [j for j in range(s) if intervals.first_visible[r] <= j <= intervals.last_visible[r]]
                 total = sum(math.exp(x) for x in scores) + math.exp(float(sinks[head]))
                 expected = sum((math.exp(x) * value[j, head // 2] for x, j in zip(scores, keys, strict=True)), 0.0)
                 torch.testing.assert_close(
@@ -208,7 +208,7 @@ def test_a_window_and_a_causal_mask_are_intervals(twin, device):
     for window_size in ((-1, -1), (30, 0)):
         plain = attend(refattn.chunked_prefill, *inputs.tensors, window_size=window_size)
         intervals = twin.causal(inputs.batch, len(inputs.query), window_size=window_size)
-        torch.testing.assert_close(attend(twin, *inputs.tensors, intervals=intervals), plain, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(attend(twin, *inputs.tensors, **intervals._asdict()), plain, rtol=1e-5, atol=1e-5)
 
 
 OPTIONS = {
@@ -227,7 +227,7 @@ def test_drawn_intervals_agree_with_the_reference(kernel, options, device):
     options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
     intervals = Intervals(*(x.to(device) for x in drawn(build(case).batch, len(inputs.query))))
     with kernel.asked_for():
-        kernel.check(assert_twins_agree, "interval", *inputs.tensors, intervals=intervals, **options)
+        kernel.check(assert_twins_agree, "interval", *inputs.tensors, **intervals._asdict(), **options)
 
 
 @given(case=ragged_cases(head_sizes=(64,)), seed=st.integers(0, 9))
@@ -235,7 +235,7 @@ def test_drawn_batches_and_intervals_on_a_cpu(case, seed):
     inputs = build(case)
     intervals = drawn(inputs.batch, len(inputs.query), seed)
     with dispatch.use_kernel("cpu"):
-        assert_twins_agree("interval", *inputs.tensors, again=False, intervals=intervals)
+        assert_twins_agree("interval", *inputs.tensors, again=False, **intervals._asdict())
 
 
 @pytest.mark.covers("F192")
@@ -249,12 +249,12 @@ def test_queries_that_share_an_interval_are_computed_together_and_each_shape_is_
     first[80:110], last[80:110] = torch.arange(5, 35), torch.arange(50, 80)  # a window
     first[110:111], last[110:111] = 159, 159
     first[111:], last[111:] = 17, 100
-    plan = fastattn.interval.plan(inputs.batch, intervals=Intervals(first, last), block_size=16)
+    plan = fastattn.interval.plan(inputs.batch, **Intervals(first, last)._asdict(), block_size=16)
     (piece,) = schedule_of(plan).apart(False)
     kinds = [(segment.rows.start, segment.rows.stop, segment.kind) for segment in piece.view.intervals.segments]
     assert kinds == [(0, 30, "same"), (30, 60, "causal"), (60, 111, "any"), (111, 140, "same")]
     with dispatch.use_kernel("cpu"):
-        assert_twins_agree("interval", *inputs.tensors, intervals=Intervals(first, last))
+        assert_twins_agree("interval", *inputs.tensors, **Intervals(first, last)._asdict())
 
 
 # --- what nobody sees, and nothing to see ---
@@ -284,16 +284,15 @@ def test_keys_that_no_query_sees_may_hold_anything(kernel, device):
         with kernel.asked_for():
             kernel.check(
                 lambda tensors=tensors, batch=batch, intervals=intervals: answers.append(
-                    attend(fastattn.interval, *tensors, batch, intervals=intervals, return_lse=True)
+                    attend(fastattn.interval, *tensors, batch, **intervals._asdict(), return_lse=True)
                 )
             )
-        reference = attend(refattn.interval, *tensors, batch, intervals=intervals, return_lse=True)
+        reference = attend(refattn.interval, *tensors, batch, **intervals._asdict(), return_lse=True)
         assert all(x.isfinite().all() for x in (reference[0], reference[1][:43]))
     if answers:
         assert all(map(torch.equal, *answers))
 
 
-@pytest.mark.covers("F193")
 @each_twin
 def test_a_query_with_an_empty_interval_sees_nothing(twin, device):
     inputs = build(Case("empty", ((4, 20), (1, 5))), device=device)
@@ -301,7 +300,7 @@ def test_a_query_with_an_empty_interval_sees_nothing(twin, device):
     last = torch.tensor([2, -1, -(2**31), -5, 0], dtype=torch.int32, device=device)
     sinks = torch.randn(4, device=device)
     for options, expected in (({}, torch.full((4,), -math.inf)), (dict(sinks=sinks), sinks.cpu())):
-        out, lse = attend(twin, *inputs.tensors, intervals=Intervals(first, last), **options, return_lse=True)
+        out, lse = attend(twin, *inputs.tensors, **Intervals(first, last)._asdict(), **options, return_lse=True)
         assert not out.any()
         assert torch.equal(lse.cpu(), expected.expand(5, 4))
 
@@ -313,7 +312,7 @@ def test_numbers_at_the_ends_of_int32_and_levels_of_a_cascade(kernel, device):
     inputs = build(case, dtype=kernel.dtypes[0], device=device)
     first = torch.tensor([-(2**31), 10, 40, -7, 35], dtype=torch.int32, device=device)
     last = torch.tensor([20, 50, 69, 39, 39], dtype=torch.int32, device=device)
-    whole = fastattn.interval.plan(inputs.batch, intervals=Intervals(first, last), block_size=16)
+    whole = fastattn.interval.plan(inputs.batch, **Intervals(first, last)._asdict(), block_size=16)
     table, lens = inputs.batch.block_table, inputs.batch.seq_lens
     shared = replace(inputs.batch, seq_lens=torch.full_like(lens, 32), max_seq_len=32, num_keys=None)
     own = replace(inputs.batch, seq_lens=lens - 32, block_table=table[:, 2:], max_seq_len=38, num_keys=None)
@@ -335,7 +334,6 @@ def test_numbers_at_the_ends_of_int32_and_levels_of_a_cascade(kernel, device):
         kernel.check(hold)
 
 
-@pytest.mark.covers("F192")
 @each_kernel
 def test_no_bit_of_a_row_depends_on_the_rest_of_the_batch(kernel, device):
     case = Case("three", ((5, 30), (40, 90), (1, 33)), heads=(4, 2))
@@ -347,11 +345,11 @@ def test_no_bit_of_a_row_depends_on_the_rest_of_the_batch(kernel, device):
     def hold():
         batch = inputs.batch
         intervals = fastattn.interval.image_spans(batch, **spans, num_tokens=46)
-        out = attend(fastattn.interval, *inputs.tensors, intervals=intervals, batch_invariant=True)
+        out = attend(fastattn.interval, *inputs.tensors, **intervals._asdict(), batch_invariant=True)
         alone = refattn.metadata.make_batch([40], [90], [batch.block_table[1].tolist()], device=device)
         mine = Intervals(*(x[5:45] for x in intervals))
         row = attend(
-            fastattn.interval, inputs.query[5:45], *inputs.tensors[1:3], alone, intervals=mine, batch_invariant=True
+            fastattn.interval, inputs.query[5:45], *inputs.tensors[1:3], alone, **mine._asdict(), batch_invariant=True
         )
         assert torch.equal(row, out[5:45])
 
@@ -365,7 +363,7 @@ def test_no_bit_of_a_row_depends_on_the_rest_of_the_batch(kernel, device):
 def test_an_operator_for_the_compiler_takes_the_intervals_along(device):
     inputs = build(SOME[1], device=device)
     intervals = intervals_of("prefix", fastattn.interval, SOME[1], inputs.batch)
-    plan = fastattn.interval.plan(inputs.batch, intervals=intervals, block_size=16)
+    plan = fastattn.interval.plan(inputs.batch, **intervals._asdict(), block_size=16)
     out = fastattn.ops.chunked_prefill(*inputs.tensors[:3], plan)
     assert torch.equal(out, fastattn.interval.attention(*inputs.tensors[:3], plan))
 
@@ -374,8 +372,8 @@ def test_rows_without_a_cache(device):
     inputs = build(SOME[1], device=device)
     for twin, dense in ((refattn.interval, refattn.dense), (fastattn.interval, fastattn.dense)):
         intervals = intervals_of("spans", twin, SOME[1], inputs.batch)
-        plan = twin.plan(inputs.batch, intervals=intervals)
-        expected = attend(refattn.interval, *inputs.tensors, intervals=intervals)
+        plan = twin.plan(inputs.batch, **intervals._asdict())
+        expected = attend(refattn.interval, *inputs.tensors, **intervals._asdict())
         torch.testing.assert_close(dense.attention(*inputs.rows[:3], plan), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -407,28 +405,24 @@ def test_a_chunk_of_a_prompt_does_not_end_inside_a_span(twin):
     """The later keys of the span are not in the cache yet: to cut the interval there would answer wrongly."""
     whole, cut = (refattn.metadata.make_batch([length], [length], [[0, 1]]) for length in (12, 9))
     spans = torch.tensor([[[4, 11]]], dtype=torch.int32)
-    twin.plan(whole, intervals=twin.image_spans(whole, spans, 12), block_size=16)
+    twin.plan(whole, **twin.image_spans(whole, spans, 12)._asdict(), block_size=16)
     with pytest.raises(ValueError, match="expected to end before key 9, where the sequence of query row 4 ends, got 1"):
-        twin.plan(cut, intervals=twin.image_spans(cut, spans, 9), block_size=16)
+        twin.plan(cut, **twin.image_spans(cut, spans, 9)._asdict(), block_size=16)
     before = refattn.metadata.make_batch([4], [4], [[0, 1]])
-    twin.plan(before, intervals=twin.image_spans(before, spans, 4), block_size=16)
+    twin.plan(before, **twin.image_spans(before, spans, 4)._asdict(), block_size=16)
 
 
 I32 = partial(torch.tensor, dtype=torch.int32)
 GOOD = Intervals(I32([0, 0, 0]), I32([3, 4, 5]))
 BAD = {
-    "no-pair": (dict(intervals=I32([0, 0, 0])), "intervals: expected Intervals"),
-    "of-64-bits": (dict(intervals=(GOOD.first.long(), GOOD.last)), r"intervals.first: expected int32 \[t\], got int64"),
-    "unequal": (
-        dict(intervals=(GOOD.first, GOOD.last[:2])),
-        r"intervals.last: expected int32 \[t=3\], got int32 \[2\]",
-    ),
+    "of-64-bits": (dict(first_visible=torch.zeros(3).long()), r"first_visible: expected int32 \[t\], got int64"),
+    "unequal": (dict(last_visible=I32([3, 4])), r"last_visible: expected int32 \[t=3\], got int32 \[2\]"),
     "too-few": (
-        dict(intervals=(GOOD.first[:2], GOOD.last[:2])),
-        "intervals: expected one for each of the 3 query rows",
+        dict(first_visible=I32([0, 0]), last_visible=I32([3, 4])),
+        "first_visible: expected at least 3, one for each query row",
     ),
-    "past-the-end": (dict(intervals=(GOOD.first, I32([3, 4, 6]))), "intervals: expected to end before key 6"),
-    "block-size": (dict(intervals=GOOD, block_size=0), "block_size: expected"),
+    "past-the-end": (dict(last_visible=I32([3, 4, 6])), "last_visible: expected to end before key 6"),
+    "block-size": (dict(block_size=0), "block_size: expected"),
 }
 
 
@@ -437,9 +431,9 @@ BAD = {
 @pytest.mark.parametrize(("arguments", "message"), BAD.values(), ids=BAD)
 def test_bad_intervals_are_refused(twin, arguments, message, shapes_unchecked):
     batch = refattn.metadata.make_batch([3], [6], [[0]])
-    twin.plan(batch, intervals=GOOD, block_size=16)
+    twin.plan(batch, **GOOD._asdict(), block_size=16)
     with pytest.raises(ValueError, match=message):
-        twin.plan(batch, **{"block_size": 16, **arguments})
+        twin.plan(batch, **{**GOOD._asdict(), "block_size": 16, **arguments})
 
 
 @each_twin
@@ -463,17 +457,23 @@ def test_bad_masks_are_refused(twin, shapes_unchecked):
 def test_a_plan_has_both_ends_and_no_other_mask(shapes_unchecked):
     batch = refattn.metadata.make_batch([3], [6], [[0]])
     for arguments, message in (
-        (dict(first_visible=GOOD.first), "last_visible: expected int32"),
-        (dict(last_visible=GOOD.last), "first_visible: expected int32"),
-        (dict(first_visible=GOOD.first, last_visible=GOOD.last[:2]), "last_visible: expected int32"),
-        (dict(first_visible=GOOD.first[:2], last_visible=GOOD.last[:2]), "first_visible: expected at least 3"),
-        (dict(first_visible=GOOD.first, last_visible=GOOD.last, causal=True), "causal, window_size: expected False"),
+        (dict(first_visible=GOOD.first_visible), "last_visible: expected int32"),
+        (dict(last_visible=GOOD.last_visible), "first_visible: expected int32"),
+        (dict(first_visible=GOOD.first_visible, last_visible=GOOD.last_visible[:2]), "last_visible: expected int32"),
+        (
+            dict(first_visible=GOOD.first_visible[:2], last_visible=GOOD.last_visible[:2]),
+            "first_visible: expected at least 3",
+        ),
+        (
+            dict(first_visible=GOOD.first_visible, last_visible=GOOD.last_visible, causal=True),
+            "causal, window_size: expected False",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             Plan(batch, 16, **{"causal": False, **arguments})
     speculative = importlib.import_module("refattn.speculative")
     tree = speculative.plan(batch, block_size=16, trees=speculative.make_trees([[-1, 0, 0]]))
-    masked = replace(tree.whole, first_visible=GOOD.first, last_visible=GOOD.last)
+    masked = replace(tree.whole, first_visible=GOOD.first_visible, last_visible=GOOD.last_visible)
     with pytest.raises(ValueError, match="whole: expected no intervals"):
         TreePlan(masked, tree.prefix, tree.trees, tree.depths, tree.ancestors)
 
@@ -481,6 +481,6 @@ def test_a_plan_has_both_ends_and_no_other_mask(shapes_unchecked):
 def test_a_second_layer_replays_the_first(device):
     inputs = build(SOME[1], device=device)
     intervals = intervals_of("prefix", fastattn.interval, SOME[1], inputs.batch)
-    plan = fastattn.interval.plan(inputs.batch, intervals=intervals, block_size=16)
+    plan = fastattn.interval.plan(inputs.batch, **intervals._asdict(), block_size=16)
     first, second = (fastattn.interval.attention(*inputs.tensors[:3], plan, AttentionOptions()) for _ in range(2))
     assert torch.equal(first, second)

@@ -229,6 +229,10 @@ def test_the_root_of_the_distance(path, package, device):
     inputs.query.zero_()
     call = partial(PATHS[path], package, inputs, return_lse=True)
     slopes = BIAS.to(inputs.query.device)
+    if path == "sparse":
+        with pytest.raises(ValueError, match="alibi_slopes: expected None, as selected keys have no positions"):
+            call(alibi_slopes=slopes, alibi_sqrt=True)
+        return
     if package == "fastattn" and path == "context_parallel":
         with pytest.raises(NotImplementedError, match="no kernel computes"):
             call(alibi_slopes=slopes, alibi_sqrt=True)
@@ -256,7 +260,9 @@ def test_the_root_of_the_distance(path, package, device):
 
 @pytest.mark.covers("B58")
 @pytest.mark.skipif("triton" not in [kernel.name for kernel in PRESENT], reason="needs Triton")
-@pytest.mark.parametrize("path", [path for path in PATHS if path != "context_parallel"])  # which has no ALiBi
+@pytest.mark.parametrize(
+    "path", [path for path in PATHS if path not in ("context_parallel", "sparse")]
+)  # without ALiBi
 def test_our_own_kernel_takes_the_root_where_it_takes_the_distance(path, device):
     inputs = build(replace(CASE, padding_rows=2), device=device)
     slopes = BIAS.to(device)
@@ -320,7 +326,7 @@ def on_a_strange_device(monkeypatch, forget_choices):
 @pytest.mark.parametrize("path", NUMBERS)
 def test_plain_pytorch_computes_every_path_over_numbers(path, layer):
     options = LAYERS[layer]
-    if path == "context_parallel" and layer == "alibi":
+    if path in ("context_parallel", "sparse") and layer == "alibi":
         return  # refused before a kernel is chosen, see `test_the_root_of_the_distance`
     if "softmax_scale" in options and path.startswith("mla"):
         return  # which these paths fix

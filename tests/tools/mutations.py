@@ -1909,8 +1909,8 @@ MUTATIONS: list[Mutation] = [
         "a chunk may end inside a span",
         (
             "refattn/interface/contents.py",
-            "    wrong = (first[:used] <= last[:used]) & (last[:used] >= ends)",
-            "    wrong = (first[:used] <= last[:used]) & (last[:used] > ends + 9)",
+            "    wrong = (first_visible[:used] <= last) & (last >= ends)",
+            "    wrong = (first_visible[:used] <= last) & (last > ends + 9)",
         ),
     ),
     *breaks(

@@ -26,7 +26,7 @@ from refattn.interface import Plan
 from refattn.interface.selection import SCALE_BYTES, SMALLEST, holds_codes, index_size_of
 
 BLOCK_ROWS = 16  # tokens of a program that writes
-BLOCK_N = 128  # keys of a program that scores
+BLOCK_N = 128  # keys of a program that scores, of at most 256 bytes as they are multiplied
 QUERIES = 4  # queries of such a program, at most
 BLOCK = 2048  # scores that are read at a time
 
@@ -67,7 +67,9 @@ def score_index(
     left, right = plan.window
     codes, query_codes = holds_codes(index_cache), query.element_size() == 1
     query, weights = as_bytes(query) if query_codes else query, weights.float()
-    grid = (count_tiles(batch, t, 1, QUERIES), -(-batch.max_seq_len // BLOCK_N))
+    key_bytes = size * (2 if query_codes else query.element_size())
+    block_n = BLOCK_N if key_bytes <= 256 else BLOCK_N // 2
+    grid = (count_tiles(batch, t, 1, QUERIES), -(-batch.max_seq_len // block_n))
     _score_index_kernel[grid](
         query,
         weights,
@@ -93,7 +95,7 @@ def score_index(
         SIZE=size,
         BLOCK_SIZE=index_cache.shape[1],
         QUERIES=QUERIES,
-        BLOCK_N=BLOCK_N,
+        BLOCK_N=block_n,
         ONE_TILE=batch.max_query_len <= QUERIES,
         LEFT=left >= 0,
         RIGHT=right >= 0,
@@ -297,7 +299,6 @@ def _select_kernel(scores, selected, score_strides, width, topk, BLOCK: tl.const
     lowest = (row * 0).to(tl.uint32)  # of what is selected, its highest bits first
     wanted = topk  # of the numbers that have these bits
     for step in tl.static_range(4):
-        SHIFT: tl.constexpr = 24 - 8 * step
         counts = tl.zeros([256], tl.int32)
         for first in range(0, width, BLOCK):
             j = first + at
@@ -305,12 +306,12 @@ def _select_kernel(scores, selected, score_strides, width, topk, BLOCK: tl.const
             order = _in_order(numbers)
             counted = numbers != float("-inf")
             if step > 0:
-                counted &= (order >> (SHIFT + 8)) == (lowest >> (SHIFT + 8))
-            counts += tl.histogram(((order >> SHIFT) & 255).to(tl.int32), 256, mask=counted)
+                counted &= (order >> (32 - 8 * step)) == (lowest >> (32 - 8 * step))
+            counts += tl.histogram(((order >> (24 - 8 * step)) & 255).to(tl.int32), 256, mask=counted)
         above = tl.sum(counts, 0) - tl.cumsum(counts, 0)  # numbers with a larger digit
         digit = tl.min(tl.where(above < wanted, digits, 255), 0)
         wanted -= tl.sum(tl.where(digits == digit, above, 0), 0)
-        lowest |= digit.to(tl.uint32) << SHIFT
+        lowest |= digit.to(tl.uint32) << (24 - 8 * step)
     ties, count = row.to(tl.int32) * 0, row.to(tl.int32) * 0
     for first in range(0, width, BLOCK):
         j = first + at
