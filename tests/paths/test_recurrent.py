@@ -50,6 +50,7 @@ def maps_by_hand(step, head, rows, scale):
 # --- the formula ---
 
 
+@pytest.mark.covers("R203", "R208")
 @pytest.mark.parametrize("per_channel", [False, True], ids=["per-head", "per-channel"])
 def test_tokens_are_affine_maps_of_the_state_and_neighbours_compose(per_channel):
     """The third question: partial outputs of attention merge by LSE, runs of tokens by `(M1 M2, N1 M2 + N2)`."""
@@ -123,6 +124,7 @@ def test_equals_mamba2_of_transformers():
     torch.testing.assert_close(states[1:], state, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.covers("R204")
 @each_computer
 def test_the_convolution_is_that_of_transformers(kernel):
     from transformers.models.qwen3_next import modeling_qwen3_next as qwen
@@ -210,7 +212,7 @@ def poisoned(kernel, poison):
     states[free], last[free] = poison, poison  # 6 and 4 belong to sequences that have no state yet
     tables = dict(
         state_indices=ints([4, -1, 1, 6, 1]),  # the one without new tokens still names the slot of another
-        has_initial_state=torch.tensor([False, True, True, False, True]),
+        has_initial_state=torch.tensor([False, True, False, False, True]),
         checkpoint_indices=ints([[99] * 3, [99] * 3, [99] * 3, [99] * 3, [99, 5, -7]]),
         block_size=16,
     )
@@ -219,6 +221,7 @@ def poisoned(kernel, poison):
     return out, mixed, states, last
 
 
+@pytest.mark.covers("R201", "R202")
 @each_computer
 def test_memory_that_nobody_may_see_changes_no_bit(kernel):
     """Free slots, slots of sequences that begin, padding rows and sequences, and entries that the step does not use.
@@ -238,6 +241,19 @@ def test_memory_that_nobody_may_see_changes_no_bit(kernel):
     assert states[[1, 4, 5, 6]].isfinite().all() and last[[1, 4, 5, 6]].isfinite().all()
 
 
+@pytest.mark.covers("R202")
+@each_computer
+@pytest.mark.parametrize("length", [2, 20])
+def test_a_sequence_without_tokens_leaves_the_slot_of_another_alone(kernel, length):
+    step, states, has_state = draw(length), draw_states(2), torch.tensor([False, True, False])
+    alone = states.clone()
+    tables = dict(state_indices=ints([1, 1, 1]), has_initial_state=has_state)
+    out = attend(kernel, step, states, lengths((0, length, 0), (9, 3, 0)), **tables)
+    assert torch.equal(out, attend(kernel, step, alone, lengths([length], [3]), state_indices=ints([1])))
+    assert torch.equal(states, alone)
+
+
+@pytest.mark.covers("R203")
 @each_computer
 @pytest.mark.parametrize("name", ["key", "value", "log_decay"])
 def test_nan_reaches_the_tokens_after_it_and_none_before(kernel, name):
@@ -260,6 +276,7 @@ def test_slots_may_be_permuted(kernel):
     assert torch.equal(states[[4, 2, 0, 1, 3]], permuted)
 
 
+@pytest.mark.covers("R202")
 @each_computer
 def test_slot_0_is_a_slot_and_a_negative_one_is_padding_alone(kernel):
     """FlashInfer's -1 has two meanings: one kernel writes to slot 0 for it, another skips and returns 0."""
@@ -273,6 +290,7 @@ def test_slot_0_is_a_slot_and_a_negative_one_is_padding_alone(kernel):
 # --- cut, roll back, begin again ---
 
 
+@pytest.mark.covers("R201")
 def test_a_sequence_that_is_cut_anywhere_has_the_same_bits():
     """See transformers 46190 and FLA 285: a forward pass over all, and prefill and decode, gave other answers."""
     step, inputs, weight = draw(9), torch.randn(9, 5), torch.randn(5, 4)
@@ -291,6 +309,7 @@ def test_a_sequence_that_is_cut_anywhere_has_the_same_bits():
         assert all(map(torch.equal, whole, in_parts(*cuts))), cuts
 
 
+@pytest.mark.covers("R201", "R203")
 @each_kernel
 def test_prefill_and_decode_agree_with_the_whole(kernel):
     step, states = draw(40), draw_states(2)
@@ -305,6 +324,7 @@ def test_prefill_and_decode_agree_with_the_whole(kernel):
     assert_close(states[1], ref[1], low[1], name="states")
 
 
+@pytest.mark.covers("R205")
 @each_computer
 def test_rejected_drafts_are_rolled_back(kernel):
     """The state after the last accepted token goes on, as if nothing else had been drafted; of both states.
@@ -347,6 +367,7 @@ def test_rejected_drafts_are_rolled_back(kernel):
             torch.testing.assert_close(pool[[3, 6]], other[[2, 0]])
 
 
+@pytest.mark.covers("R206")
 @each_computer
 def test_a_checkpoint_at_a_blocks_end_is_where_another_request_begins(kernel):
     """Blocks are those of the sequence, not of the step; nothing is kept between them.
@@ -406,6 +427,7 @@ STEPS = {
 }
 
 
+@pytest.mark.covers("R203", "R208")
 @each_kernel
 @pytest.mark.parametrize("options", [RecurrentOptions(), RecurrentOptions(-0.7, delta=False)], ids=["delta", "plain"])
 @pytest.mark.parametrize("per_channel", [False, True], ids=["per-head", "per-channel"])

@@ -28,6 +28,7 @@ def test_a_pool_has_values_before_keys_and_a_convolution_one_input_less_than_its
     assert twin.allocate_inputs(2, 1, 5).shape == (2, 0, 5)
 
 
+@pytest.mark.covers("R207")
 @each_twin
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_copies_read_every_slot_before_they_write_one_in_all_pools(twin, dtype, device):
@@ -41,6 +42,7 @@ def test_copies_read_every_slot_before_they_write_one_in_all_pools(twin, dtype, 
         assert torch.equal(bits(pool), bits(old[[2, 1, 0, 3, 2]]))
 
 
+@pytest.mark.covers("R207")
 @each_twin
 def test_a_fork_goes_on_like_the_request_that_it_left(twin):
     step, states = draw(6), twin.allocate(3, 4, 6, 8)
@@ -64,6 +66,7 @@ def test_a_preempted_request_comes_back_with_its_state(package):
     assert torch.equal(out, expected)
 
 
+@pytest.mark.covers("R205")
 @each_twin
 def test_the_state_after_the_last_accepted_token_is_chosen(twin, device):
     columns = ints([[7, 2, 5], [0, 1, 3], [-1, 4, 6], [9, 8, -1]]).to(device)

@@ -37,6 +37,8 @@ CPU = "fastattn/kernels/cpu/"
 TORCH_OPS = "fastattn/kernels/torch_ops.py"
 DISPATCH = "fastattn/kernels/dispatch.py"
 GRAPHS = "fastattn/serving/cuda_graphs.py"
+RECURRENT = "fastattn/kernels/torch_recurrent.py"
+OUR_RECURRENT = "fastattn/kernels/triton/recurrent.py"
 
 MUTATIONS: list[Mutation] = [
     # --- the cache ---
@@ -2054,6 +2056,148 @@ MUTATIONS: list[Mutation] = [
             "        seq_lens=(positions >= -1).sum(1, dtype=torch.int32),",
         ),
         ("refattn/sparse.py", "[len(lists[row]) for row, _ in rows]", "[min(len(lists[row]), 3) for row, _ in rows]"),
+    ),
+    # --- layers that keep a state ---
+    *breaks(
+        "R201",
+        "a sequence that begins goes on from what its slot held",
+        ("refattn/recurrent.py", "start if has_state else None", "start"),
+        (RECURRENT, "    start = start.where(plan.has_initial_state, -1)", "    pass"),
+        (OUR_RECURRENT, "tl.where(has_state, start, -1).to(tl.int64)", "start.to(tl.int64)"),
+    ),
+    *breaks(
+        "R201",
+        "the state after the first token is kept, and not that after the last",
+        ("refattn/recurrent.py", "kept[-1].append(slots)", "kept[0].append(slots)"),
+        (RECURRENT, "            elif count == sequence.length:", "            elif count == 1:"),
+    ),
+    *breaks(
+        "R202",
+        "padding is the last slot, or the first",
+        ("refattn/recurrent.py", "if q0 == q1 or (slots[0] if plan.per_draft else slots) < 0:", "if q0 == q1:"),
+        (RECURRENT, "if slot >= 0 and q1 > q0:", "if q1 > q0:"),
+        (
+            OUR_RECURRENT,
+            "    slot = tl.where(has_state & (start < 0), -1, slot)",
+            "    slot, start = tl.maximum(slot, 0), tl.maximum(start, 0)",
+        ),
+    ),
+    *breaks(
+        "R202",
+        "a sequence without tokens writes the state that it has",
+        (
+            OUR_RECURRENT,
+            "\n    tl.store(of_states + slot * states_strides[0], state.to(states.dtype.element_ty), in_state &"
+            " (length > 0))",
+            "\n    tl.store(of_states + slot * states_strides[0], state.to(states.dtype.element_ty), in_state)",
+        ),
+    ),
+    *breaks(
+        "R203",
+        "value heads share a query with those far away",
+        ("refattn/recurrent.py", '"t h dk -> t (h g) dk"', '"t h dk -> t (g h) dk"'),
+        (RECURRENT, "x.repeat_interleave(tokens.group, 1)[..., None]", "x.repeat(1, tokens.group, 1)[..., None]"),
+    ),
+    *breaks(
+        "R203",
+        "what the state answers is subtracted whole",
+        ("refattn/recurrent.py", "beta[:, None] * (value - seen)", "(beta[:, None] * value - seen)"),
+        (
+            RECURRENT,
+            "new = (new - now @ key if delta else new) * beta[..., None, None]",
+            "new = new * beta[..., None, None] - (now @ key if delta else 0.0)",
+        ),
+        (
+            OUR_RECURRENT,
+            "            v -= tl.sum(state * k[None, :], 1)",
+            "            v -= tl.sum(state * k[None, :], 1) / 2",
+        ),
+    ),
+    *breaks(
+        "R203",
+        "in a chunk, keys meet the state before it without the decays since then",
+        (
+            RECURRENT,
+            "right = torch.cat([value, key * from_start * beta], dim=-1)",
+            "right = torch.cat([value, key * beta], dim=-1)",
+        ),
+        (OUR_RECURRENT, "(rates * from_start)[:, None]", "rates[:, None]"),
+    ),
+    *breaks(
+        "R203",
+        "of two halves with decays per channel, the first ends where it did",
+        (RECURRENT, "        after_1 *= since_2[..., -1:, :]\n", ""),
+    ),
+    *breaks(
+        "R203",
+        "NaN in a token reaches those before it in its chunk",
+        (RECURRENT, "or not tokens.are_finite(sequence)", "or False"),
+        (
+            OUR_RECURRENT,
+            "weights, tl.where(is_finite, rows, 0.0), input_precision=PRECISION",
+            "weights, rows, input_precision=PRECISION",
+        ),
+    ),
+    *breaks(
+        "R204",
+        "the inputs that are kept are those before the last ones",
+        ("refattn/recurrent.py", "            last = window[1:]", "            last = window[:-1]"),
+        (RECURRENT, "joined[end : end + width - 1] for", "joined[end - 1 : end + width - 2] for"),
+        (
+            OUR_RECURRENT,
+            "        x = tl.load(of_inputs + (first_row + source) * row_stride",
+            "        x = tl.load(of_inputs + (first_row + source - 1) * row_stride",
+        ),
+    ),
+    *breaks(
+        "R205",
+        "a step goes on from the state after the first draft, whatever was accepted",
+        ("refattn/recurrent.py", "start = slots[accepted - 1]", "start = slots[0]"),
+        (RECURRENT, "        start = plan.state_indices.gather(1, columns[:, None])[:, 0]", "        pass"),
+        (OUR_RECURRENT, "tl.load(row + (accepted - 1) * column_stride", "tl.load(row + 0 * accepted * column_stride"),
+    ),
+    *breaks(
+        "R205",
+        "the state after the last draft is chosen",
+        ("refattn/state_cache.py", "row[accepted - 1] if row[0] >= 0", "row[-1] if row[0] >= 0"),
+        ("fastattn/state_cache.py", "(num_accepted - 1).clamp(0,", "(num_accepted + 99).clamp(0,"),
+    ),
+    *breaks(
+        "R206",
+        "blocks are those of the step, not of the sequence",
+        ("refattn/recurrent.py", "divmod(first + token + 1, plan.block_size)", "divmod(token + 1, plan.block_size)"),
+        (
+            RECURRENT,
+            "if self.block_size is not None and (sequence.position + count) % self.block_size == 0:",
+            "if self.block_size is not None and count % self.block_size == 0:",
+        ),
+        (OUR_RECURRENT, "            end = position + first + CHUNK", "            end = first + CHUNK"),
+    ),
+    *in_both(
+        "R207",
+        "no slot is copied",
+        "state_cache.py",
+        "    kv_cache.copy_blocks(pools, pairs)",
+        "    return",
+    ),
+    *breaks(
+        "R208",
+        "no gate is closed",
+        ("refattn/recurrent.py", "log_decay.to(compute).exp()", "log_decay.to(compute).exp().clamp(min=1e-3)"),
+    ),
+    *breaks(
+        "R208",
+        "sums of logarithms are subtracted",
+        (
+            RECURRENT,
+            "between = decay[..., None].where(before, 1.0).cumprod(2).tril_()",
+            "between = (decay.log().cumsum(2)[..., None] - decay.log().cumsum(2)[:, :, None]).exp().tril_()",
+        ),
+        (
+            OUR_RECURRENT,
+            "    sums = tl.cumsum(tl.where(later, logs[:, None], 0.0), 0)",
+            "    sums = tl.cumsum(logs, 0)[:, None] - tl.cumsum(logs, 0)[None, :]",
+        ),
     ),
 ]
 
