@@ -33,8 +33,10 @@ import coverage_rows  # noqa: E402
 
 from tests.helpers.planted import replace_lines  # noqa: E402
 from tests.tools.mutations import MUTATIONS, UNBROKEN, Mutation  # noqa: E402
+from tests.tools.mutations_at_large import AT_LARGE  # noqa: E402
 
 COPIED = ("refattn", "fastattn", "tests", "docs/proof", "docs/coverage_rows.py", "pyproject.toml")
+LARGE = "at large"  # in place of a row
 TIMES = itertools.count(2**31)  # of what is planted, in seconds: no compiled file has them
 LOADED = ("torch", "triton", "transformers.modeling_utils", "hypothesis", "jaxtyping", "beartype", "einops", "pytest")
 
@@ -112,7 +114,7 @@ def copy_tree(to: Path) -> None:
             shutil.copy2(ROOT / name, to / name)
 
 
-def run_tests(tree: Path, tests: list[str], results: Path, device: str) -> None:
+def run_tests(tree: Path, tests: list[str], results: Path, device: str, *, until_one_fails: bool) -> None:
     """Run tests in a copy of the tree: in a process of its own, which it ends."""
     status = -1  # unless pytest comes to its end
     try:
@@ -131,6 +133,7 @@ def run_tests(tree: Path, tests: list[str], results: Path, device: str) -> None:
 
         jaxtyping.install_import_hook = lambda *arguments, **options: None  # shapes go unchecked: twice as quick
         options = ["-q", "-p", "no:cacheprovider", "--tb=short", "--device", device]
+        options += ["-x"] if until_one_fails else []
         status = int(pytest.main([*options, *tests], plugins=[Recorder(results)]))
     except BaseException:  # noqa: BLE001  # whatever it is, the parent must not see two of itself
         traceback.print_exc()
@@ -152,7 +155,7 @@ class Run:
         self.start = time.monotonic()
         self.process = os.fork()
         if self.process == 0:
-            run_tests(tree, tests, self.results, device)
+            run_tests(tree, tests, self.results, device, until_one_fails=mutation is not None and not mutation.rows)
 
     def is_over(self, seconds: float) -> bool:
         """Return whether it has ended, and end it after that many seconds."""
@@ -224,10 +227,10 @@ def judge(mutation: Mutation, outcome: dict[str, Any]) -> dict[str, str]:
     """Return, for each row of a mutation, what its tests did."""
     tests = covering_tests()
     verdicts = {}
-    for row in mutation.rows:
+    for row in mutation.rows or (LARGE,):
         if outcome["broken"]:
             verdicts[row] = "broken"
-        elif {*tests.get(row, [])} & {*outcome["failed"]}:
+        elif {*(outcome["failed"] if row == LARGE else tests.get(row, []))} & {*outcome["failed"]}:
             verdicts[row] = "caught"
         else:
             verdicts[row] = "undecided" if outcome["status"] is None else "survives"
@@ -243,6 +246,9 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="where the twins compute: cpu or cuda")
     parser.add_argument("--name", default="", help="only mutations with this in their name or file")
     parser.add_argument("--unbroken", action="store_true", help="plant nothing: the tests have to pass")
+    parser.add_argument(
+        "--at-large", action="store_true", help="those of no row: kernels, plans, serving, integrations"
+    )
     parser.add_argument("--list", action="store_true", help="print the mutations, and run none")
     parser.add_argument("--output", type=Path, help="JSON file to write the results to")
     options = parser.parse_args()
@@ -252,7 +258,10 @@ def main() -> None:
         parser.error(f"no rows of docs/proof/coverage.toml: {', '.join(sorted(unknown))}")
     tests = covering_tests()
     chosen: list[tuple[Mutation | None, list[str]]] = []
-    for mutation in MUTATIONS:
+    for mutation in AT_LARGE if options.at_large else []:
+        if options.name in f"{mutation.file} {mutation.name}":
+            chosen.append((mutation, list(mutation.tests)))
+    for mutation in [] if options.at_large else MUTATIONS:
         rows = tuple(row for row in mutation.rows if not options.rows or row in options.rows)
         if rows and options.name in f"{mutation.file} {mutation.name}":
             chosen.append((mutation._replace(rows=rows), sorted({test for row in rows for test in tests.get(row, [])})))

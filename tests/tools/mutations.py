@@ -14,13 +14,14 @@ Text = str | tuple[str, ...]
 
 
 class Mutation(NamedTuple):
-    """An edit that breaks the feature of some rows."""
+    """An edit that breaks the feature of some rows, or what some files of tests hold."""
 
     name: str
     rows: tuple[str, ...]
     file: str
     old: Text
     new: Text
+    tests: tuple[str, ...] = ()
 
 
 def breaks(rows: str, name: str, *edits: tuple[str, Text, Text]) -> list[Mutation]:

@@ -12,6 +12,7 @@ import pytest
 
 from tests.helpers.planted import replace_lines
 from tests.tools.mutations import FASTATTN_ALONE, MUTATIONS, UNBROKEN
+from tests.tools.mutations_at_large import AT_LARGE
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -68,7 +69,7 @@ def test_a_row_without_a_test_is_found(coverage, monkeypatch):
 
 def test_every_mutation_finds_its_lines_and_is_python():
     """Who changes a line that a mutation names finds out here, and changes the mutation."""
-    for mutation in MUTATIONS:
+    for mutation in [*MUTATIONS, *AT_LARGE]:
         source = (ROOT / mutation.file).read_text()
         broken = replace_lines(source, mutation.old, mutation.new, mutation.file)
         assert broken != source, f"{mutation.name} changes nothing"

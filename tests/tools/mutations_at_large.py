@@ -1,0 +1,529 @@
+"""Mutations of what no row of docs/proof/coverage.toml is about: kernels, plans, serving, integrations.
+
+`make mutants ARGS=--at-large` plants each, and sees that some test of the named files fails. They are mistakes that a
+change could make without a word: an end off by one, a check that is gone, a block that is given away twice.
+"""
+
+from tests.tools.mutations import Mutation, Text
+
+TRITON = "tests/kernels/test_kernels_triton.py"
+REPLAY = "tests/kernels/test_replay.py"
+ENGINE = "tests/serving/test_engine.py"
+FAULTS = "tests/serving/test_engine_faults.py"
+WINDOWS = "tests/serving/test_window_pool.py"
+DRAFTS = "tests/serving/test_speculation.py"
+TRANSFORMERS = "tests/integrations/test_transformers.py"
+VLLM = "tests/integrations/test_vllm.py"
+BAD_INPUT = "tests/paths/test_bad_input.py"
+NEAR = "tests/paths/test_near_int32.py"
+
+TILE = "fastattn/kernels/gpu/tile.py"
+TABLES = "fastattn/kernels/triton/metadata.py"
+MERGE = "fastattn/kernels/triton/merge.py"
+SCHEDULE = "fastattn/kernels/cpu/schedule.py"
+KEY = "fastattn/kernels/replay.py"
+DISPATCH = "fastattn/kernels/dispatch.py"
+SCHEDULER = "refattn/serving/scheduler.py"
+BLOCKS = "refattn/serving/block_pool.py"
+WINDOW_POOL = "refattn/serving/window_pool.py"
+SERVER = "refattn/serving/engine.py"
+SAMPLING = "refattn/serving/sampling.py"
+HUGGING = "fastattn/integrations/transformers.py"
+BACKEND = "fastattn/integrations/vllm.py"
+
+
+def planted(name: str, file: str, old: Text, new: Text, *tests: str) -> Mutation:
+    """Return a mutation, and the files of which some test has to fail."""
+    return Mutation(name, (), file, old, new, tests)
+
+
+AT_LARGE: list[Mutation] = [
+    # --- kernels ---
+    planted(
+        "a right side and a position are added as they are",
+        TILE,
+        "last_key = last_position + 1 + tl.minimum(right, seq_len - 1 - last_position)",
+        "last_key = last_position + 1 + right",
+        NEAR,
+    ),
+    planted(
+        "a window begins one key late",
+        TILE,
+        "first_key -= tl.minimum(left, first_key)",
+        "first_key -= tl.minimum(left - 1, first_key)",
+        TRITON,
+    ),
+    planted(
+        "a tile belongs to the sequence before",
+        TILE,
+        "if _first_tile(cu_seqlens_q, middle, GROUP, BLOCK_M) <= tile:",
+        "if _first_tile(cu_seqlens_q, middle, GROUP, BLOCK_M) < tile:",
+        TRITON,
+    ),
+    planted(
+        "a capped score has no sign",
+        TILE,
+        "tl.where(x < 0.0, -1.0, 1.0) * tl.where(size < 0.05, small, large)",
+        "tl.where(size < 0.05, small, large)",
+        TRITON,
+    ),
+    planted(
+        "sums are not rescaled",
+        TILE,
+        "    shrink = tl.exp2(row_max - base)\n    return weights",
+        "    shrink = tl.exp2(base - base)\n    return weights",
+        TRITON,
+    ),
+    planted(
+        "the last step of a tile is not masked",
+        TILE,
+        "full_to = first_key + tl.maximum(all_to - first_key, 0) // BLOCK_N * BLOCK_N",
+        "full_to = first_key + tl.cdiv(tl.maximum(all_to - first_key, 0), BLOCK_N) * BLOCK_N",
+        TRITON,
+    ),
+    planted(
+        "the second word of a mask is shifted by one bit less",
+        TILE,
+        "words = (low >> shift) | ((high << (63 - shift)) << 1)",
+        "words = (low >> shift) | (high << (63 - shift))",
+        "tests/paths/test_speculative.py",
+    ),
+    planted(
+        "a small score is capped by a formula for large ones",
+        TILE,
+        "tl.where(size < 0.05, small, large)",
+        "tl.where(size < 0.5, small, large)",
+        TRITON,
+        "tests/paths/test_chunked_prefill.py",
+    ),
+    planted(
+        "a window is cut at the end of the sequence",
+        TABLES,
+        "cut = tl.maximum(seq_len - query_len - left, 0) // block_size",
+        "cut = tl.maximum(seq_len - left, 0) // block_size",
+        "tests/paths/test_sliding_window.py",
+        TRITON,
+    ),
+    planted(
+        "chunks of negative positions are rounded up",
+        TABLES,
+        "first_chunk = (context_len - tl.where(context_len < 0, chunk_size - 1, 0)) // chunk_size",
+        "first_chunk = context_len // chunk_size",
+        "tests/paths/test_local.py",
+        TRITON,
+    ),
+    planted(
+        "the first row of a sequence is the last one of that before",
+        TABLES,
+        "before = (middle < num_seqs) & (ends <= row)",
+        "before = (middle < num_seqs) & (ends < row)",
+        "tests/paths/test_metadata.py",
+        "tests/paths/test_kv_cache.py",
+        TRITON,
+    ),
+    planted(
+        "nodes of a tree stand one after the other",
+        TABLES,
+        "tl.load(seq_lens + sequence) - tree_len + depth, mask=is_row)",
+        "tl.load(seq_lens + sequence) - tree_len + node, mask=is_row)",
+        "tests/paths/test_speculative.py",
+    ),
+    planted(
+        "a merge of nothing divides by 0",
+        MERGE,
+        "row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)",
+        "row_sum = row_sum + 0.0",
+        TRITON,
+    ),
+    planted(
+        "a merge of many parts rounds in between",
+        MERGE,
+        "out, lse = _merge(outs[:PARTS_AT_ONCE], lses[:PARTS_AT_ONCE], torch.float32)",
+        "out, lse = _merge(outs[:PARTS_AT_ONCE], lses[:PARTS_AT_ONCE], dtype)",
+        "tests/paths/test_merge.py",
+        TRITON,
+    ),
+    planted(
+        "a decode's window has one key less",
+        SCHEDULE,
+        "num_keys = [seq_len if left < 0 else min(seq_len, left + 1) for _, seq_len in lens]",
+        "num_keys = [seq_len if left < 0 else min(seq_len, max(1, left)) for _, seq_len in lens]",
+        "tests/paths/test_sliding_window.py",
+    ),
+    planted(
+        "a chunk of a prompt is taken for a whole one",
+        SCHEDULE,
+        "1 < query_len == seq_len <= SHORT_PROMPT",
+        "1 < query_len <= seq_len <= SHORT_PROMPT",
+        "tests/paths/test_chunked_prefill.py",
+    ),
+    planted(
+        "positions are counted from the start of the sequence, whose first blocks are cut off",
+        SCHEDULE,
+        "given = self.positions[rows].long() - first_key",
+        "given = self.positions[rows].long()",
+        "tests/paths/test_sliding_window.py",
+        "tests/paths/test_local.py",
+        "tests/paths/test_cascade.py",
+    ),
+    planted(
+        "a replay knows no softcap",
+        KEY,
+        "*(options.softmax_scale, options.softcap, options.batch_invariant, options.alibi_sqrt),\n            torch",
+        "*(options.softmax_scale, options.batch_invariant, options.alibi_sqrt),\n            torch",
+        REPLAY,
+    ),
+    planted(
+        "a replay asks for no gradient",
+        KEY,
+        "torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad),",
+        "False,",
+        "tests/paths/test_gradients.py",
+        REPLAY,
+    ),
+    planted(
+        "a replay of any address",
+        KEY,
+        "        if address % ALIGNMENT or layouts is None:\n            return None\n        return (\n",
+        "        if layouts is None:\n            return None\n        return (\n",
+        REPLAY,
+    ),
+    planted(
+        "an answer is written into strided memory as if it were contiguous",
+        DISPATCH,
+        "return out if out is not None and out.is_contiguous() else None",
+        "return out",
+        "tests/paths/test_every_path.py",
+        TRITON,
+    ),
+    planted(
+        "sinks count in every level",
+        DISPATCH,
+        "*((level, options.without_sinks()) for level in shared), (own, options)]",
+        "*((level, options) for level in shared), (own, options)]",
+        "tests/paths/test_cascade.py",
+    ),
+    # --- plans and checks ---
+    planted(
+        "rows of keys may be too few",
+        "refattn/interface/keys.py",
+        "if plan.needs is not None and plan.needs.key_rows > self.key.shape[0]:",
+        "if False:",
+        BAD_INPUT,
+    ),
+    planted(
+        "shared levels are not checked",
+        "refattn/interface/keys.py",
+        "        check_levels(pool, self.key_cache, plan, options)\n",
+        "",
+        "tests/paths/test_plans_on_a_device.py",
+        BAD_INPUT,
+    ),
+    planted(
+        "a pool may have too few blocks",
+        "refattn/interface/call.py",
+        "if plan.needs is not None and plan.needs.blocks > num_blocks:",
+        "if False:",
+        BAD_INPUT,
+    ),
+    planted(
+        "a query may have too few rows",
+        "refattn/interface/call.py",
+        "if plan.needs is not None and plan.needs.query_rows > query.shape[0]:",
+        "if False:",
+        BAD_INPUT,
+    ),
+    planted(
+        "an output may overlap itself",
+        "refattn/interface/call.py",
+        '        check_own_memory("out", out)\n',
+        "",
+        BAD_INPUT,
+    ),
+    planted(
+        "a slot may be given twice", "refattn/interface/writes.py", "    if twice:\n", "    if False:\n", BAD_INPUT
+    ),
+    planted(
+        "a destination may be given twice",
+        "refattn/interface/writes.py",
+        "if pairs[:, 1].unique().numel() != pairs.shape[0]:",
+        "if False:",
+        BAD_INPUT,
+    ),
+    planted(
+        "a path takes a plan of another",
+        "fastattn/chunked_prefill.py",
+        "    check_plan(plan, Plan)\n",
+        "",
+        BAD_INPUT,
+    ),
+    planted(
+        "a prefix may be used after a gap",
+        WINDOW_POOL,
+        "if run >= count - _first_block(count * self.block_size, self.left, self.block_size):",
+        "if run >= 1:",
+        WINDOWS,
+        ENGINE,
+    ),
+    planted(
+        "a block is given back while a token of it is seen",
+        WINDOW_POOL,
+        "return 0 if left < 0 else max(0, position - left) // block_size",
+        "return 0 if left < 0 else max(0, position - left + block_size - 1) // block_size",
+        WINDOWS,
+    ),
+    planted(
+        "a block that is shared again stays free",
+        WINDOW_POOL,
+        "                del self._free[self.window_block[block]]\n",
+        "",
+        WINDOWS,
+    ),
+    planted(
+        "a block that gets other tokens is still found",
+        WINDOW_POOL,
+        "                self._kept.pop(block, None)  # it gets other tokens\n",
+        "",
+        WINDOWS,
+    ),
+    planted(
+        "padding is written into the last block of a window",
+        WINDOW_POOL,
+        "return slots.masked_fill((block < 0) | (slot_mapping < 0), -1)",
+        "return slots.masked_fill(block < 0, -1)",
+        WINDOWS,
+    ),
+    # --- serving ---
+    planted(
+        "decodes wait for older prompts",
+        SCHEDULER,
+        "sorted(self.running, key=lambda request: request.num_pending > 1)",
+        "sorted(self.running, key=lambda request: 0)",
+        ENGINE,
+    ),
+    planted(
+        "all of a prompt may be cached, and no token is left for its logits",
+        SCHEDULER,
+        "cached = self._find(request.tokens[:-1])",
+        "cached = self._find(request.tokens)",
+        ENGINE,
+    ),
+    planted(
+        "cached blocks that are free count as free once more",
+        SCHEDULER,
+        "unused = sum(self.pool.users[block] == 0 for block in cached)",
+        "unused = 0",
+        ENGINE,
+        FAULTS,
+    ),
+    planted(
+        "a block is found before it is full",
+        SCHEDULER,
+        "for i in range(len(request.contents), request.num_computed_tokens // self.block_size):",
+        "for i in range(len(request.contents), -(-request.num_computed_tokens // self.block_size)):",
+        ENGINE,
+    ),
+    planted(
+        "a preempted request goes to the end of the queue",
+        SCHEDULER,
+        "self.waiting.appendleft(youngest)",
+        "self.waiting.append(youngest)",
+        ENGINE,
+    ),
+    planted(
+        "a finished request keeps its blocks of windows",
+        SCHEDULER,
+        "            pool.release(request)\n",
+        "            pass\n",
+        ENGINE,
+    ),
+    planted(
+        "a preempted request keeps its scheduled tokens",
+        SCHEDULER,
+        "            scheduled.pop(youngest, None)\n",
+        "",
+        ENGINE,
+    ),
+    planted("a block that is written anew is still found", BLOCKS, "        self.forget(blocks)\n", "", ENGINE),
+    planted(
+        "an equal hash is a proof",
+        BLOCKS,
+        "return block if prefix.parent is parent and prefix.tokens == tokens else None",
+        "return block",
+        ENGINE,
+    ),
+    planted("a shared block is handed out", BLOCKS, "            self.free.pop(block, None)\n", "", ENGINE),
+    planted(
+        "the beginning of a prefix is reused first",
+        BLOCKS,
+        "for block in reversed(blocks):",
+        "for block in blocks:",
+        ENGINE,
+    ),
+    planted(
+        "what a failed request wrote is found",
+        SERVER,
+        "            self.pool.forget(request.blocks)  # nobody can say what they hold\n",
+        "",
+        FAULTS,
+    ),
+    planted(
+        "half a character at the end is lost",
+        SERVER,
+        'if text.endswith("\\N{REPLACEMENT CHARACTER}") and self._reason_to_end(request, token) is None:',
+        'if text.endswith("\\N{REPLACEMENT CHARACTER}"):',
+        ENGINE,
+    ),
+    planted(
+        "accepted drafts do not count in the length",
+        SERVER,
+        "length = len(request.output_ids) + len(request.accepted) + 1",
+        "length = len(request.output_ids) + 1",
+        DRAFTS,
+    ),
+    planted(
+        "the last token needs a block",
+        SERVER,
+        "length = len(tokens) + sampling.max_tokens - 1",
+        "length = len(tokens) + sampling.max_tokens",
+        ENGINE,
+    ),
+    planted(
+        "drafts go on after the end",
+        SERVER,
+        "if events[-1].token_id is None or self._reason_to_end(request, events[-1].token_id):",
+        "if events[-1].token_id is None:",
+        DRAFTS,
+    ),
+    planted(
+        "a draft's random number is that of the token before",
+        SAMPLING,
+        "len(request.output_ids) + ahead",
+        "len(request.output_ids)",
+        DRAFTS,
+    ),
+    planted(
+        "the token that reaches top_p is cut off",
+        SAMPLING,
+        "ends.where(ends - probabilities < top_p, 0.0)",
+        "ends.where(ends < top_p, 0.0)",
+        ENGINE,
+    ),
+    planted(
+        "a draft has one node too many",
+        "refattn/serving/speculation.py",
+        "if len(tokens) == nodes:",
+        "if len(tokens) > nodes:",
+        DRAFTS,
+    ),
+    planted(
+        "the last tokens are found at the end itself",
+        "refattn/serving/speculation.py",
+        "for start in range(len(tokens) - length - 1, -1, -1):",
+        "for start in range(len(tokens) - length, -1, -1):",
+        DRAFTS,
+    ),
+    planted(
+        "a pool of windows has no room for the blocks that a window begins and ends in",
+        "refattn/serving/layers.py",
+        "seen = min(max_num_seqs, num_blocks) * (self.mask.reach - 1 + 2 * block_size - 2)",
+        "seen = min(max_num_seqs, num_blocks) * (self.mask.reach - 1)",
+        ENGINE,
+        "tests/serving/test_layers.py",
+    ),
+    planted(
+        "NaN of one request is in the scales of all",
+        SERVER,
+        "(x.float().abs().nan_to_num(nan=0.0, posinf=0.0) for x in (key, value))",
+        "(x.float().abs() for x in (key, value))",
+        "tests/serving/test_engine_quantized.py",
+    ),
+    # --- integrations ---
+    planted(
+        "a mask with a gap is one without",
+        HUGGING,
+        "if not torch.equal(end - first, count):",
+        "if False:",
+        TRANSFORMERS,
+    ),
+    planted(
+        "queries of padding see keys",
+        HUGGING,
+        'seen = seen * rearrange(real, "b q -> b 1 q 1")',
+        "pass",
+        TRANSFORMERS,
+    ),
+    planted(
+        "a window of generate_batch has one key more",
+        HUGGING,
+        "left = -1 if sliding_window is None else sliding_window - 1",
+        "left = -1 if sliding_window is None else sliding_window",
+        TRANSFORMERS,
+    ),
+    planted(
+        "the rest of a mask is left out", HUGGING, "        part = part.rest\n", "        part = None\n", TRANSFORMERS
+    ),
+    planted(
+        "dropout is passed over",
+        HUGGING,
+        '        if name in ("dropout", "output_attentions"):\n            if value:\n',
+        '        if name in ("dropout", "output_attentions"):\n            if value and False:\n',
+        TRANSFORMERS,
+    ),
+    planted(
+        "autocast is not asked",
+        HUGGING,
+        "if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):",
+        "if False:",
+        TRANSFORMERS,
+    ),
+    planted(
+        "unknown options are passed over",
+        HUGGING,
+        "elif name not in IGNORED and value is not None and value is not False:",
+        "elif False:",
+        TRANSFORMERS,
+    ),
+    planted(
+        "vLLM's window has one key more",
+        BACKEND,
+        "(-1, -1) if sliding_window is None else (sliding_window - 1, 0)",
+        "(-1, -1) if sliding_window is None else (sliding_window, 0)",
+        VLLM,
+    ),
+    planted(
+        "vLLM may ask for queries that see later keys",
+        BACKEND,
+        "if common.causal is not True:",
+        "if False:",
+        VLLM,
+    ),
+    planted(
+        "what vLLM sets and nobody knows is passed over",
+        BACKEND,
+        "if value is not None and (isinstance(value, Tensor) or",
+        "if False and (isinstance(value, Tensor) or",
+        VLLM,
+    ),
+    planted(
+        "vLLM's encoders are decoders",
+        BACKEND,
+        "if attn_type != AttentionType.DECODER:",
+        "if False:",
+        VLLM,
+    ),
+    planted(
+        "the root of ALiBi's distance is its distance",
+        BACKEND,
+        "alibi_sqrt=self.alibi_sqrt)",
+        "alibi_sqrt=False)",
+        VLLM,
+    ),
+    planted(
+        "context that vLLM splits is taken for whole",
+        BACKEND,
+        "if getattr(self, name, 1) > 1:",
+        "if False:",
+        VLLM,
+    ),
+]
