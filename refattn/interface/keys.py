@@ -315,6 +315,7 @@ AnyKeys = Keys | Pairs
 
 def check_latents(cache: Tensor, query: Tensor, size: int, cache_scale: float) -> None:
     """Check a cache `[n, p, c]` of latents whose rows hold at least `size` elements, and its scale."""
+    _refuse_int8(cache)
     holds_codes = isinstance(cache, Tensor) and cache.dtype in FP8_FORMATS
     expect(cache, "cache", None if holds_codes else query.dtype, ("n", "p", "c"), (None, None, None))
     if cache.shape[2] < size:
@@ -324,8 +325,17 @@ def check_latents(cache: Tensor, query: Tensor, size: int, cache_scale: float) -
     check_cache_scale(cache, cache_scale)
 
 
+def _refuse_int8(cache: object) -> None:
+    if isinstance(cache, Tensor) and cache.dtype == torch.int8:
+        raise ValueError(
+            "cache: expected numbers or codes of fp8 for latents, got int8: a key in int8 has a scale per token, a value "
+            "one per channel, and a latent is both"
+        )
+
+
 def check_cache_scale(cache: Tensor, cache_scale: float) -> None:
     """Check the scale of a cache of latents: 1, unless it holds codes."""
+    _refuse_int8(cache)
     check_number("cache_scale", cache_scale, above=0.0)
     if cache_scale != 1 and cache.dtype not in FP8_FORMATS:
         kind = str(cache.dtype).removeprefix("torch.")

@@ -512,7 +512,7 @@ def test_bad_pools_and_writes_are_named_and_nothing_is_written(twin):
     codes = torch.zeros_like(given.cache).to(E4M3)
     for cache, message in (
         (codes.view(torch.uint8), "cache: expected float32 [n, p, c], got uint8"),
-        (codes.view(torch.int8), "cache: expected float32 [n, p, c], got int8"),
+        (codes.view(torch.int8), "cache: expected numbers or codes of fp8 for latents, got int8: a key"),
         (codes[..., :39], "cache: expected rows of at least r + rope = 40 elements, got c=39"),
         (codes[:, :, None], "cache: expected [n, p, c], got float8_e4m3fn"),
         (codes[:, :8], "cache: expected blocks of 16 tokens, as in the plan, got p=8"),
@@ -523,6 +523,7 @@ def test_bad_pools_and_writes_are_named_and_nothing_is_written(twin):
     latent, rope_key, slots = torch.ones(2, RANK), torch.ones(2, ROPE), torch.tensor([1, 2])
     for arguments, message in (
         ((latent.to(E4M3), rope_key, codes, slots), "latent: expected a floating point type"),
+        ((latent, rope_key, codes.view(torch.int8), slots), "cache: expected numbers or codes of fp8 for latents"),
         ((latent, rope_key.half(), codes, slots), "rope_key: expected float32 [t=2, rope], got float16"),
         ((latent, torch.ones(2, ROPE + 9), codes, slots), "cache: expected rows of at least r + rope = 49"),
         ((latent, rope_key, codes, torch.tensor([1, 10**6])), "slot_mapping: expected slots in 0.."),
