@@ -328,8 +328,8 @@ def check_latents(cache: Tensor, query: Tensor, size: int, cache_scale: float) -
 def _refuse_int8(cache: object) -> None:
     if isinstance(cache, Tensor) and cache.dtype == torch.int8:
         raise ValueError(
-            "cache: expected numbers or codes of fp8 for latents, got int8: a key in int8 has a scale per token, a value "
-            "one per channel, and a latent is both"
+            "cache: expected numbers or codes of fp8 for latents, got int8: a key in int8 has a scale per token, a "
+            "value one per channel, and a latent is both"
         )
 
 
