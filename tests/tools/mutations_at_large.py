@@ -117,9 +117,8 @@ AT_LARGE: list[Mutation] = [
         TABLES,
         "before = (middle < num_seqs) & (ends <= row)",
         "before = (middle < num_seqs) & (ends < row)",
+        "tests/kernels/test_kernels.py",
         "tests/paths/test_metadata.py",
-        "tests/paths/test_kv_cache.py",
-        TRITON,
     ),
     planted(
         "nodes of a tree stand one after the other",
