@@ -1,6 +1,5 @@
-"""A learner's functions serve a model in the engine, and whose function computed is said truly."""
+"""A learner's functions serve a model, all of them compute something, and whose they are is said truly."""
 
-from dataclasses import replace
 from functools import cache
 from io import StringIO
 from pathlib import Path
@@ -8,65 +7,103 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-import refattn
 from refattn.exercises import __main__ as command
 from refattn.exercises import serve
-from refattn.serving import Engine, SamplingParams
+from refattn.exercises.functions import EXERCISES
+from refattn.exercises.nanoserve import EXACT, Server
 from tests.helpers.tiny_models import byte_tokenizer, make_llama
 
 FOLDER = Path(__file__).parent / "solutions"
-PROMPT = list(range(40))
-
-
-def functions(*names):
-    tasks = {task.name: task for task in command.all_tasks(FOLDER)}
-    return {name: tasks[name].function() for name in names}
-
-
-def outputs(twin):
-    machine = replace(serve.EAGER, tile_keys=4)
-    engine = Engine(make_llama(), num_blocks=32, block_size=4, max_num_batched_tokens=24, twin=twin, machine=machine)
-    prompts = [[*PROMPT, 1, 2], [*PROMPT, 3]]
-    requests = engine.generate(prompts, SamplingParams(max_tokens=4))
-    return [request.output_ids for request in requests], engine.counters
+PREFIX = list(range(40))
+PROMPTS = [[*PREFIX, 1, 2], [*PREFIX, 3], [5, 6, 5, 6, 5]]
+SIZES = dict(block_size=4, budget=24)
+NAMES = [exercise.name for exercise in EXERCISES]
 
 
 @cache
-def by_reference():
-    return outputs(refattn)
+def solutions():
+    tasks = {task.name: task for task in command.all_tasks(FOLDER)}
+    pytest.importorskip("triton", reason="Triton comes for Linux only, and the last exercise is written in it")
+    return {name: tasks[name].function() for name in NAMES}
 
 
-@pytest.mark.parametrize(
-    "names", [serve.USED, ("write", "gather"), ("causal_mask", "attend_heads", "merge"), ()], ids=len
-)
-def test_the_answers_are_those_of_the_reference(names, shapes_unchecked):
-    twin = serve.LearnersTwin(functions(*names))
-    answers, counters = outputs(twin)
-    assert (answers, counters) == by_reference()
-    assert counters.saved_key_reads > 0, "no cascade, so no merge was tried"
-    unused = {"causal_mask", "attend_heads"} if "paged_attention" in names else set()
-    assert {name for name in serve.USED if not twin.calls[name]} == unused
+@cache
+def by_transformers(ways=("paged",)):
+    return [serve.by_transformers(make_llama(), prompt, ways=ways) for prompt in PROMPTS]
 
 
-def test_a_wrong_function_gives_other_words(shapes_unchecked):
-    right = functions("slot_mapping")["slot_mapping"]
-    twin = serve.LearnersTwin({"slot_mapping": lambda *arguments: [slot ^ 1 for slot in right(*arguments)]})
-    assert outputs(twin)[0] != by_reference()[0]
+@pytest.fixture(autouse=True)
+def as_a_learner_runs_them(shapes_unchecked, monkeypatch):
+    monkeypatch.setattr(serve, "MAX_TOKENS", 4)
 
 
-def test_the_command_shows_both_answers(monkeypatch, tmp_path, shapes_unchecked):
+def answers(functions, **options):
+    return Server(make_llama(), functions, **SIZES, **options).serve(PROMPTS, 4)
+
+
+@pytest.mark.parametrize("way", EXACT)
+def test_each_way_gives_the_answers_of_transformers(way):
+    assert answers(solutions(), ways=[way]) == by_transformers()
+
+
+def test_guesses_change_nothing():
+    assert answers(solutions(), ways=["heads"], guesses=True) == by_transformers()
+
+
+def test_other_layers_give_the_answers_of_transformers_with_their_masks():
+    mixed = by_transformers(serve.MIXED)
+    assert answers(solutions(), ways=serve.MIXED) == mixed != by_transformers()
+
+
+@pytest.mark.parametrize("way", ["window", "chunk", "sinks"])
+def test_each_other_layer_does(way):
+    assert answers(solutions(), ways=[way]) == by_transformers((way,)) != by_transformers()
+
+
+def test_every_function_computes_something():
+    calls, counted = serve.count_calls({})
+    for ways, guesses in (((way,), False) for way in EXACT):
+        answers(counted, ways=ways, guesses=guesses)
+    answers(counted, ways=serve.MIXED)
+    answers(counted, ways=["int8"], guesses=True)
+    assert [name for name in NAMES if not calls[name]] == []
+
+
+@pytest.mark.parametrize("name", ["slot_mapping", "causal_mask", "shared_prefix"])
+def test_a_wrong_function_gives_other_tokens(name):
+    right = solutions()[name]
+    wrong = {
+        "slot_mapping": lambda *arguments: [slot ^ 1 for slot in right(*arguments)],
+        "causal_mask": lambda query_len, seq_len: right(query_len, seq_len).roll(1, 1),
+        "shared_prefix": lambda *arguments: max(0, right(*arguments) - 4),
+    }[name]
+    got = answers(solutions() | {name: wrong}, ways=["heads", "cascade"])
+    assert (got == by_transformers()) == (name == "shared_prefix"), "a shorter prefix is right, too"
+
+
+def test_prompts_share_their_blocks():
+    server = Server(make_llama(), solutions(), ways=["cascade"], **SIZES)
+    server.serve(PROMPTS[:1], 1)
+    before = len(server.free)
+    server.serve(PROMPTS[1:2], 1)
+    assert before - len(server.free) == 1, "ten blocks are those of the first prompt"
+
+
+def test_the_command_shows_both_answers(monkeypatch, tmp_path):
     """With a tiny model in the place of SmolLM2: whose functions, both answers, and whether they are the same."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     monkeypatch.setattr(serve, "model_file", lambda: tmp_path)
     monkeypatch.setattr(serve, "load", lambda file: (make_llama(vocab_size=257, eos_token_id=256), tokenizer))
-    monkeypatch.setattr(serve, "SYSTEM", "Guide children.")
+    monkeypatch.setattr(serve, "SYSTEM", "Guide children, kindly.")
     monkeypatch.setattr(serve, "MAX_TOKENS", 3)
-    console = Console(file=StringIO(), width=100)
-    assert serve.serve(console, functions("write"), dict.fromkeys(serve.USED, "5"))
+    console = Console(file=StringIO(), width=120)
+    numbers = {name: str(i) for i, name in enumerate(NAMES, 1)}
+    assert serve.serve(console, {"write": solutions()["write"]}, numbers)
     text = console.file.getvalue()
-    assert "write " in text and "your function" in text and "exercise 5 is not done" in text
-    assert text.count("yours") == text.count("transformers  ") == 2 and "The same tokens" in text
+    assert "served by 1 of your functions and 22 of the reference's" in text
+    assert [line.split()[2] for line in text.splitlines()[1:24]].count("yours") == 1
+    assert text.count("this server") == text.count("transformers  ") == 8 and "✓ The same tokens" in text
 
 
 def test_a_missing_model_is_said(monkeypatch, capsys):
@@ -74,5 +111,6 @@ def test_a_missing_model_is_said(monkeypatch, capsys):
         raise FileNotFoundError("it is not here")
 
     monkeypatch.setattr(serve, "model_file", missing)
+    monkeypatch.setattr(command.Task, "check", lambda task: command.Outcome("to do"))
     assert command.main(["--serve", "--folder", str(FOLDER)]) == 2
     assert "`make demo` brings both" in " ".join(capsys.readouterr().out.split())
