@@ -159,6 +159,15 @@ def test_an_environment_that_is_broken_is_named_and_left(tmp_path):
     assert (tmp_path / "mine/work.txt").exists() and not (tmp_path / "mine/.demo").exists()
 
 
+def test_what_needs_linux_says_so_elsewhere(monkeypatch, capsys):
+    module = task_file()
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(module, "install", lambda extra: pytest.fail("nothing is installed for it"))
+    monkeypatch.setattr(module, "FOLDER", Path("not-there"))
+    assert module.main(["test"]) == 0
+    assert "needs Linux" in capsys.readouterr().out
+
+
 def test_what_is_no_task_is_answered_with_those_that_are(tmp_path):
     assert run(tmp_path, "--help").returncode == 0
     wrong = run(tmp_path, "tset")
