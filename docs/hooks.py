@@ -481,10 +481,10 @@ def notebook_files(path: Path) -> Iterator[tuple[str, str | bytes]]:
     pictures = 0
     for cell in json.loads(path.read_text())["cells"]:
         tags = cell["metadata"].get("tags", ())
-        if "install" in tags:  # which is for Colab
-            continue
         source = "".join(cell["source"])
         source = f"```python\n{source}\n```" if cell["cell_type"] == "code" else text_of_notebook(path, source)
+        if "install" in tags:  # which is for Colab
+            continue
         shown = []
         for output in cell.get("outputs", ()):
             data = output.get("data", {})

@@ -324,6 +324,37 @@ def test_the_readme_says_which_paths_were_measured():
         assert (state == "measured") == (path in measured), f"{name}: {state}"
 
 
+def test_a_report_of_somebodys_gpu_is_shown(monkeypatch, tmp_path):
+    """Each part by what it found, or where it found nothing by how it ended."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    hooks = importlib.import_module("hooks")
+    head = dict(date="2026-01-02T03:04:05+00:00", commit=None, versions=dict(torch="2.13.0", triton=None))
+    doctor = dict(devices={"CPU": {"decode": dict(taken="cpu")}, "cuda:0, A GPU": {"decode": dict(taken=None)}})
+    search = dict(paths=[dict(path="merge", calls={"cpu": dict(right=3, refused=1)}, findings=[{}])])
+    bench = json.loads((ROOT / "docs/results/cpu-amd-epyc.json").read_text())
+    kit = json.loads((ROOT / "docs/results/conformance/cpu-amd-epyc.json").read_text())
+    parts = {
+        name: dict(exit_status=0, seconds=90.0, found=found)
+        for name, found in dict(doctor=doctor, search=search, bench=bench, kit=kit).items()
+    }
+    parts["tests"] = dict(exit_status=None, seconds=7200.0, found=None, last_lines=["it hung", "here"])
+    report = dict(head, machine=dict(name="A GPU"), parts=parts)
+    (tmp_path / "reports").mkdir()
+    monkeypatch.setattr(hooks, "RESULTS", tmp_path)
+    assert hooks.reports(None, "") == "There are none yet."
+    (tmp_path / "reports/a-gpu.json").write_text(json.dumps(report))
+    shown = hooks.reports(None, "")
+    assert "### A GPU\n\n2026-01-02, 03:04 UTC, commit unknown; torch 2.13.0." in shown
+    for line in (
+        "| decode | cpu | none |",
+        "| merge | 4 | 1 |",
+        '??? note "tests: 120.0 minutes, over time"',
+        "    here",
+    ):
+        assert line in shown
+    assert "`decode-16x4096`" in shown and hooks.field.tables(kit).splitlines()[-1] in shown
+
+
 def test_the_moving_picture_is_that_of_the_code():
     assert (ROOT / "docs/assets/step.svg").read_text() == animation.animation(), "`make readme` writes it"
 
@@ -388,37 +419,6 @@ def test_features_broken_on_purpose_are_a_table(monkeypatch):
     shown = importlib.import_module("hooks").outcomes(results)
     assert "commit 0123456789ab; torch 2.13.0. 1 of 2 times a marked test failed." in shown
     assert "| A1 | fastattn/a.py: nothing is copied | survives |" in shown
-
-
-def test_a_report_of_somebodys_gpu_is_shown(monkeypatch, tmp_path):
-    """Each part by what it found, or where it found nothing by how it ended."""
-    monkeypatch.syspath_prepend(ROOT / "docs")
-    hooks = importlib.import_module("hooks")
-    head = dict(date="2026-01-02T03:04:05+00:00", commit=None, versions=dict(torch="2.13.0", triton=None))
-    doctor = dict(devices={"CPU": {"decode": dict(taken="cpu")}, "cuda:0, A GPU": {"decode": dict(taken=None)}})
-    search = dict(paths=[dict(path="merge", calls={"cpu": dict(right=3, refused=1)}, findings=[{}])])
-    bench = json.loads((ROOT / "docs/results/cpu-amd-epyc.json").read_text())
-    kit = json.loads((ROOT / "docs/results/conformance/cpu-amd-epyc.json").read_text())
-    parts = {
-        name: dict(exit_status=0, seconds=90.0, found=found)
-        for name, found in dict(doctor=doctor, search=search, bench=bench, kit=kit).items()
-    }
-    parts["tests"] = dict(exit_status=None, seconds=7200.0, found=None, last_lines=["it hung", "here"])
-    report = dict(head, machine=dict(name="A GPU"), parts=parts)
-    (tmp_path / "reports").mkdir()
-    monkeypatch.setattr(hooks, "RESULTS", tmp_path)
-    assert hooks.reports(None, "") == "There are none yet."
-    (tmp_path / "reports/a-gpu.json").write_text(json.dumps(report))
-    shown = hooks.reports(None, "")
-    assert "### A GPU\n\n2026-01-02, 03:04 UTC, commit unknown; torch 2.13.0." in shown
-    for line in (
-        "| decode | cpu | none |",
-        "| merge | 4 | 1 |",
-        '??? note "tests: 120.0 minutes, over time"',
-        "    here",
-    ):
-        assert line in shown
-    assert "`decode-16x4096`" in shown and hooks.field.tables(kit).splitlines()[-1] in shown
 
 
 def test_every_result_of_the_tests_is_shown(monkeypatch):
