@@ -81,7 +81,7 @@ def on_post_page(output: str, *, page: Page, config: MkDocsConfig) -> str:
         "og:description": page.meta["description"],
     }
     if config.site_url:
-        shown |= {"og:url": page.canonical_url or "", "og:image": config.site_url + PREVIEW}
+        shown |= {"og:url": page.canonical_url or "", "og:image": where(config) + PREVIEW}
         shown |= {"og:image:width": "1200", "og:image:height": "630", "twitter:card": "summary_large_image"}
     tags = "\n".join(f'<meta property="{name}" content="{html.escape(text)}">' for name, text in shown.items())
     return output.replace("</head>", f"{tags}\n</head>", 1)
@@ -91,7 +91,7 @@ def on_post_template(output_content: str, *, template_name: str, config: MkDocsC
     """Let the page of wrong addresses find its style and its links wherever the site is."""
     if template_name != "404.html":
         return output_content
-    root = re.sub(r"^https?://[^/]+", "", config.site_url or "/")
+    root = re.sub(r"^https?://[^/]+", "", where(config) or "/")
     relative = re.sub(rf'((?:href|src|data-base|action)="){re.escape(root)}', r"\1./", output_content)
     relative = re.sub(r'(<script id="__config".*?</script>)', rf"\1\n{TELL_TOP}", relative, flags=re.DOTALL)
     names = sorted(SEEN["top"] | {"assets", "search"})
@@ -116,6 +116,11 @@ def on_post_build(*, config: MkDocsConfig) -> None:
     file.write_text(json.dumps(index, separators=(",", ":")), encoding="utf-8")
 
 
+def where(config: MkDocsConfig) -> str:
+    """Return the address of the site, which ends in a slash, or nothing; mike appends a version without one."""
+    return f"{config.site_url.rstrip('/')}/" if config.site_url else ""
+
+
 def llms(nav: Navigation, config: MkDocsConfig) -> str:
     """List all pages for programs that read, with what each says first. Source: https://llmstxt.org."""
     lines = [f"# {config.site_name}", "", f"> {config.site_description}"]
@@ -126,8 +131,7 @@ def llms(nav: Navigation, config: MkDocsConfig) -> str:
                 lines.extend(["", f"## {item.title}", ""])
                 add(item.children)
             elif isinstance(item, Page):
-                where = (config.site_url or "") + item.url
-                lines.append(f"- [{item.title}]({where}): {item.meta['description']}")
+                lines.append(f"- [{item.title}]({where(config)}{item.url}): {item.meta['description']}")
 
     pages, sections = ([item for item in nav.items if isinstance(item, kind)] for kind in (Page, Section))
     lines.append("")

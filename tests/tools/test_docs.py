@@ -523,6 +523,12 @@ def test_what_a_page_says_where_the_site_has_an_address(monkeypatch):
     tags = finding.on_post_page("<head></head>", page=page, config=config)
     assert 'og:image" content="https://somebody.github.io/twins/assets/preview.png"' in tags
     assert 'og:url" content="https://somebody.github.io/twins/m.html"' in tags
+    config.site_url += "dev"  # as mike has it
+    tags = finding.on_post_page("<head></head>", page=page, config=config)
+    assert 'og:image" content="https://somebody.github.io/twins/dev/assets/preview.png"' in tags
+    finding.SEEN.setdefault("top", set())
+    wrong = '<head><script id="__config">{"base": "/twins/dev"}</script><a href="/twins/dev/paths/a.html"></a>'
+    assert 'href="./paths/a.html"' in finding.on_post_template(wrong, template_name="404.html", config=config)
     page.file.src_uri = "paths/merge.md"
     assert finding.on_page_markdown("# M", page=page, config=config, files=None) == "# M"
 

@@ -83,7 +83,9 @@ def test_links_of_the_readme_on_a_package_index(address):
         assert not [link for link in links if not re.match(r"[a-z]+:|#", link)]
         ours = {link.removeprefix(SOMEWHERE) for link in links if link.startswith(SOMEWHERE)}
         assert ours >= {f"/{'raw' if link.endswith('.svg') else 'blob'}/v1.0/{link}" for link in relative if repository}
-    assert "![" not in address.without_relative_links("a ![b](c.svg) d", "", "main")
+    code = "```python\nf = table[i](x)\n```"
+    assert address.without_relative_links(f"[a](b.md)\n\n{code}\n", "", "main") == f"a\n\n{code}\n"
+    assert address.without_relative_links("a ![b](c.svg)", "", "main") == "a "
     assert address.without_relative_links("[`a[i]`](b.py), [c](#d)", "", "main") == "`a[i]`, [c](#d)"
 
 
