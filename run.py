@@ -35,6 +35,8 @@ TASKS = {  # of each its extras, and its command
     "lab": (("notebooks", "model"), ("-m", "jupyter", "lab", "notebooks/01_ragged_batch.ipynb")),
 }
 
+NEEDS_LINUX = ("test",)  # half of the tests are of our GPU kernels, in Triton's interpreter
+
 
 def main(arguments: list[str]) -> int:
     """Do what the command line asks for, and return the exit status."""
@@ -46,6 +48,11 @@ def main(arguments: list[str]) -> int:
     if name not in TASKS:
         sys.stdout.write(__doc__)
         return 0 if name in ("-h", "--help") else 2
+    if name in NEEDS_LINUX and sys.platform != "linux":
+        say(
+            f"{name} needs Linux: Triton comes for no other system. The demo, the exercises and the notebooks run here."
+        )
+        return 0
     extras, command = TASKS[name]
     for extra in extras:
         if not is_installed(extra):

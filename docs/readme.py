@@ -12,6 +12,7 @@ import address
 from fastattn.tools.bench import report, roofline
 from refattn.conformance import field
 from refattn.drawing import animation
+from refattn.serving import demo_model
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs/results"
@@ -136,6 +137,25 @@ def main() -> None:
         put(ROOT / "README.md", name, text)
     CITATION.write_text(address.citation(address.repository()))
     put(FIELD, "honoured", honoured())
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        path.write_text(with_install_cell(path.read_text(), address.repository()))
+
+
+def with_install_cell(notebook: str, repository: str) -> str:
+    """Return the text of a notebook with the cell that installs what it needs in its second place, and nowhere else."""
+    parsed = json.loads(notebook)
+    model = demo_model.WHEEL if "model_file()" in notebook else ""
+    cell = {
+        "cell_type": "code",
+        "execution_count": None,
+        "id": "install",
+        "metadata": {"tags": ["install"]},
+        "outputs": [],
+        "source": address.install(repository, model=model).splitlines(keepends=True),
+    }
+    first, *others = (cell for cell in parsed["cells"] if cell["id"] != "install")
+    parsed["cells"] = [first, cell, *others]
+    return json.dumps(parsed, indent=1, ensure_ascii=False, sort_keys=True) + "\n"
 
 
 def of_address(repository: str) -> dict[str, str]:

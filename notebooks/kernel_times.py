@@ -80,6 +80,7 @@ def seconds(call: Callable[[], object]) -> float:
 def kernels_of(notebook: Path) -> ModuleType:
     """Make a module of the functions of a notebook that Triton compiles, in their order."""
     cells = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
+    cells = [cell for cell in cells if "install" not in cell["metadata"].get("tags", ())]  # that is no Python
     sources = ["import triton\nimport triton.language as tl\n"]
     for source in ("".join(cell["source"]) for cell in cells):
         lines = source.splitlines()

