@@ -353,7 +353,8 @@ def _select_unsorted(scores: list[float], topk: int) -> list[int]:
 
 
 def _select_without_keys(scores: list[float], topk: int) -> list[int]:
-    return sorted(sorted(range(len(scores)), key=lambda j: -scores[j])[:topk])
+    best = sorted(sorted(range(len(scores)), key=lambda j: -scores[j])[:topk])
+    return best + [-1] * (topk - len(best))
 
 
 def _select_above_zero(scores: list[float], topk: int) -> list[int]:
