@@ -292,6 +292,13 @@ LATENTS: dict[str, Any] = dict(heads=((16, 1), (128, 1)), head_sizes=((576, 512)
 ONE_QUERY = {"empty rows": RECTANGLE, "padding": RECTANGLE}
 
 
+def topk(scores: Tensor, topk: int) -> Tensor:
+    """Return `torch.topk`, with -1 for what is no key; which of equal scores it takes is not said."""
+    values, positions = scores.topk(min(topk, scores.shape[1]), dim=1)
+    positions = positions.masked_fill(values == -torch.inf, -1)
+    return torch.nn.functional.pad(positions, (0, topk - positions.shape[1]), value=-1)
+
+
 def _of(package: str, distribution: str) -> tuple[str, str, Callable[[], str | None]]:
     return package, distribution, partial(missing, package)
 
@@ -301,7 +308,11 @@ KERNELS = (
         Adapter(f"{package}.{path}", path, None, *_of(package, "twinattn"), needs_cuda=False)
         for package in ("refattn", "fastattn")
         for path in PATHS
+        if path != "select"  # a function of the file sparse.py
     ),
+    Adapter("refattn.sparse:select", "select", None, *_of("refattn", "twinattn"), needs_cuda=False),
+    Adapter("fastattn.sparse:select", "select", None, *_of("fastattn", "twinattn"), needs_cuda=False),
+    Adapter("topk", "select", topk, *TORCH, needs_cuda=False),
     Adapter("sdpa", "dense", sdpa, *TORCH, needs_cuda=False),
     Adapter("flex", "dense", flex, *TORCH, needs_cuda=False),
     Adapter("flex-lse", "dense", flex_with_lse, *TORCH),

@@ -104,6 +104,10 @@ def draw_example(
     if path == "cascade":
         shared = options["shared"] = draw(st.integers(0, 2))
         pairs = [(q, max(q, s) + shared * block_size) for q, s in pairs]
+    if path == "interval" and "seen" not in options:
+        options["seen"] = draw(st.sampled_from(("spans", "prefix", "drawn")))
+    if path in ("sparse", "select") and "topk" not in options:
+        options["topk"] = draw(st.sampled_from((8, 1, 16)))
     if path == "merge":
         options["parts"] = draw(st.sampled_from(claims.parts))
     return Example(
@@ -260,6 +264,8 @@ def hold(
     A query whose scores are in the hundreds has an LSE of that size, and each weight is off by the rounding of a score.
     """
     wide, low = expected(example, arguments)
+    if example.path == "select":
+        return hold_selection(arguments, answers["out"].detach().cpu(), wide["out"])
     rows = None if example.path in ("merge", "kv_cache") else example.num_tokens
     for name in wide:
         if name not in answers or (only and name not in only):
@@ -286,6 +292,51 @@ def hold(
             assert_close(came, want, low[name], name=name, largest_score=score if name == "out" else 1.0)
         except AssertionError as error:
             raise Broken(str(error)) from None
+
+
+def hold_selection(arguments: Arguments, came: Tensor, want: Tensor) -> None:
+    """Hold selected positions to those of the rule, in any order: the best scores, of equal ones the first."""
+    if came.shape != want.shape or came.is_floating_point():
+        raise Broken(f"out: expected integers {list(want.shape)}, got {came.dtype} {list(came.shape)}")
+    scores = arguments["scores"].cpu()
+    for row, (ours, right) in enumerate(zip(came.tolist(), want.tolist(), strict=True)):
+        got, should = [x for x in ours if x >= 0], [x for x in right if x >= 0]
+        if sorted(got) == should and min(ours, default=-1) >= -1:
+            continue
+        where = f"row {row}: got positions {sorted(got)}, expected {should}"
+        if len(set(got)) < len(got):
+            raise Broken(f"{where}: a position is there twice")
+        if max(got, default=-1) >= scores.shape[1] or any(scores[row, x] == -torch.inf for x in got):
+            raise Broken(f"{where}: a position is selected that has no key")
+        if len(got) != len(should):
+            raise Broken(f"{where}: {len(got)} keys instead of {len(should)}; -1 is for what is left")
+        same = sorted(scores[row, got].tolist()) == sorted(scores[row, should].tolist())
+        raise Broken(f"{where}: {'of equal scores, not the lower positions' if same else 'not the highest scores'}")
+
+
+def of_equal_scores(draw: Draw, kernel: Kernel) -> Example:
+    """Draw scores that are all equal, or on a plateau: which are taken is up to the rule alone."""
+    kind = draw(st.sampled_from(("zeros", "plateau", "negative")))
+    return draw_example(draw, kernel, options={"kind": kind})
+
+
+def fewer_than_asked_for(draw: Draw, kernel: Kernel) -> Example:
+    """Draw queries that see fewer keys than are to be selected."""
+    return draw_example(draw, kernel, options={"topk": 64, "kind": draw(st.sampled_from(("drawn", "negative")))})
+
+
+def alone(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Select for each query by itself, for all in another order, and for all again: the same keys."""
+    arguments = example.tensors(dtype, device)
+    scores = arguments["scores"]
+    whole = ask(kernel, example, arguments)["out"]
+    flipped = ask(kernel, example, arguments | dict(scores=scores.flip(0)))["out"].flip(0)
+    again = ask(kernel, example, arguments)["out"]
+    for row in range(len(scores)):
+        one = ask(kernel, example, arguments | dict(scores=scores[row : row + 1]))["out"][0]
+        for name, other in (("alone", one), ("in another order", flipped[row]), ("when asked again", again[row])):
+            if sorted(other.tolist()) != sorted(whole[row].tolist()):
+                raise Broken(f"row {row}: other keys are selected {name}")
 
 
 def answer(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
@@ -399,7 +450,7 @@ def with_gap(x: Tensor) -> Tensor:
 def last_stride(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
     """Compare over tensors whose elements do not lie side by side."""
     arguments = example.tensors(dtype, device)
-    for word in ("query", "key", "value", "key_cache", "value_cache", "cache"):
+    for word in ("query", "key", "value", "key_cache", "value_cache", "cache", "scores"):
         if word in arguments:
             x = arguments[word]
             arguments[word] = torch.stack([x, torch.full_like(x, 0.5)], dim=-1)[..., 0]
@@ -522,7 +573,7 @@ def writes(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) ->
     arguments = example.tensors(dtype, device)
     inputs = ["key", "value", "slot_mapping"]
     if example.path != "kv_cache":
-        inputs += ["query", "key_cache", "value_cache", "cache", "outs", "lses"]
+        inputs += ["query", "key_cache", "value_cache", "cache", "outs", "lses", "scores"]
     before = {word: _copied(arguments[word]) for word in inputs if word in arguments}
     ask(kernel, example, arguments)
     for word, old in before.items():
@@ -579,7 +630,7 @@ def graph(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> 
         raise Broken(f"captured short and replayed long, {error}") from None
 
 
-OUTPUTS_ALONE = (mask, answer, nan, writes, out_memory)
+OUTPUTS_ALONE = (mask, answer, nan, writes, out_memory, alone)
 ATTENDS = tuple(path.name for path in PATHS.values() if path.attends)
 LOUDLY = (*(name for name in ATTENDS if name != "differential"), "merge")  # whose norm magnifies rounding
 READ_OUT = tuple(name for name in ATTENDS if name not in ("differential", "quantized"))  # whose output is the mask
@@ -646,6 +697,37 @@ PROPERTIES = (
         ("chunked_prefill", "sliding_window"),
     ),
     Property(
+        "outside the interval",
+        "Keys that no query sees may hold anything, those between two intervals, too.",
+        plain,
+        poisoned("window"),
+        paths=("interval",),
+    ),
+    Property(
+        "not selected", "Keys that no query selected may hold anything.", plain, poisoned("window"), paths=("sparse",)
+    ),
+    Property(
+        "ties",
+        "Of equal scores, those at lower positions are selected; 0 and -0 are equal.",
+        of_equal_scores,
+        answer,
+        paths=("select",),
+    ),
+    Property(
+        "few keys",
+        "Where fewer keys are visible than asked for, all of them are selected, and -1 stands for the rest.",
+        fewer_than_asked_for,
+        answer,
+        paths=("select",),
+    ),
+    Property(
+        "alone",
+        "The selection of a query depends on its scores alone, every time.",
+        of_equal_scores,
+        alone,
+        paths=("select",),
+    ),
+    Property(
         "outside the chunk",
         "Keys that no query sees may hold anything.",
         hidden_behind,
@@ -667,7 +749,7 @@ PROPERTIES = (
         "The last dimension need not be contiguous.",
         plain,
         last_stride,
-        paths=(*ATTENDS, "kv_cache"),
+        paths=(*ATTENDS, "kv_cache", "select"),
     ),
     Property(
         "offsets",

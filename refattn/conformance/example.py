@@ -39,7 +39,8 @@ class Example(Workload):
     Attributes:
         options: of the plan and of `AttentionOptions`, by name; True for slopes and sinks, which are then made. Of
             `cascade`, `shared`: blocks that all sequences share. Of `merge`, `parts`, and `empty`: whether rows are. Of
-            `quantized`, `scales` of keys and values.
+            `quantized`, `scales` of keys and values. Of `interval`, `seen`: "spans", "prefix" or "drawn". Of `sparse`,
+            `topk`: keys of a query, at most. Of `select`, `topk` and `kind` of the scores.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -59,7 +60,44 @@ class Example(Workload):
 
     def masks(self) -> list[Tensor]:
         """Draw which keys each query of each sequence should see, `[t, s]`."""
+        if self.path == "sparse":
+            return [
+                torch.stack([torch.isin(torch.arange(s), row) for row in rows]) if q else torch.zeros(0, s).bool()
+                for (q, s), rows in zip(self.lens, self.selected(), strict=True)
+            ]
         return [sight(self, i).visible for i in range(len(self.lens))]
+
+    def span(self, i: int) -> tuple[Tensor, Tensor]:
+        """Return the first and the last key that each query of a sequence may see; of `interval` by `seen`."""
+        if self.path != "interval":
+            return super().span(i)
+        q, s = self.lens[i]
+        at, drawn = torch.arange(s - q, s), random.Random(1000 * self.seed + s)
+        kind = self.options.get("seen", "drawn")
+        if kind == "prefix":
+            prefix = drawn.randint(0, s)
+            return torch.zeros_like(at), torch.where((at >= 0) & (at < prefix), prefix - 1, at)
+        if kind == "spans":
+            begin = drawn.randint(0, max(0, s - 1))
+            end = min(s - 1, begin + drawn.randint(0, 30))
+            inside = (at >= begin) & (at <= end)
+            return (at - 9).clamp(min=0), torch.where(inside, end, at)
+        first = torch.tensor([drawn.randint(-2, s + 1) for _ in range(q)], dtype=torch.int64)
+        last = torch.tensor([drawn.randint(x - 2, max(x - 2, s - 1)) for x in first.tolist()], dtype=torch.int64)
+        return first, last.clamp(max=s - 1)
+
+    def selected(self) -> list[Tensor]:
+        """Draw the positions that each query of each sequence sees under `sparse`, with -1 anywhere, `[t, k]`."""
+        drawn, topk, lists = random.Random(self.seed), self.options.get("topk", 8), []
+        for q, s in self.lens:
+            rows = []
+            for _ in range(q):
+                count = drawn.randint(0, min(s, topk))
+                row = drawn.sample(range(s), count) + [-1] * (topk - count)
+                drawn.shuffle(row)
+                rows.append(row)
+            lists.append(torch.tensor(rows, dtype=torch.int32).reshape(q, topk))
+        return lists
 
     def parents(self, i: int) -> list[int]:
         """Return the parents of the nodes of a tree of `speculative`: they follow from their number and the seed."""
@@ -103,11 +141,11 @@ class Path:
     @property
     def module(self) -> ModuleType:
         """The reference."""
-        return import_module(f"refattn.{self.name}")
+        return import_module(f"refattn.{'sparse' if self.name == 'select' else self.name}")
 
     @property
     def attends(self) -> bool:
-        """Whether it is attention, and no merge or write."""
+        """Whether it is attention, and no merge, write or selection."""
         return self.function == "attention"
 
 
@@ -121,6 +159,9 @@ def expected(example: Example, arguments: Arguments) -> tuple[Answers, Answers]:
         pools = {name: arguments[name].clone() for name in ("key_cache", "value_cache")}
         path.module.write(**{**arguments, **pools})
         return pools, pools
+    if path.function == "select":
+        selected = {"out": path.module.select(**arguments)}
+        return selected, selected
 
     def by_reference(arguments: Arguments) -> Answers:
         if path.function == "merge":
@@ -209,6 +250,16 @@ def _paged(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> 
     options = _options(example)
     if example.path == "speculative":
         options["trees"] = make_trees(list(map(example.parents, range(len(example.lens)))))
+    if example.path == "interval":
+        spans = [example.span(i) for i in range(len(example.lens))]
+        padding = torch.zeros(example.padding_rows)  # those rows may hold anything
+        options.pop("seen", None)
+        for name, ends in zip(("first_visible", "last_visible"), zip(*spans, strict=True), strict=True):
+            options[name] = torch.cat([*ends, padding]).int()
+    if example.path == "sparse":
+        topk = options.pop("topk", 8)
+        padding = torch.full((example.padding_rows, topk), -1, dtype=torch.int32)
+        options["positions"] = torch.cat([*example.selected(), padding])
     if example.path == "cascade":
         batch, options = _sharing(example, batch, options)
     batch = replace(batch, block_table=_table(example, batch, _unowned(drawn.key_cache, example, batch)))
@@ -295,6 +346,26 @@ def _new_tokens(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]
     return dict(**rows, **pools, slot_mapping=slots)
 
 
+def _scores(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> Arguments:
+    """Draw scores, most of them on a plateau of exact zeros, as sums of ReLUs are."""
+    generator = torch.Generator().manual_seed(example.seed)
+    t, s = example.num_tokens, max((s for _, s in example.lens), default=0)
+    scores = torch.randn(t, s, generator=generator, dtype=torch.float32)
+    kind = example.options.get("kind", "plateau")
+    if kind == "plateau":
+        scores = (scores - 1.0).relu()
+    if kind == "zeros":
+        scores = torch.where(scores > 0, 0.0, -0.0)
+    if kind == "negative":
+        scores = -(scores - 1.0).relu()
+    for (_, length), rows in zip(
+        example.lens, torch.arange(t).split([q for q, _ in example.lens]), strict=True
+    ):  # a sequence has no keys past its end, and a query none after itself
+        position = torch.arange(length - len(rows), length)
+        scores[rows] = scores[rows].masked_fill(torch.arange(s) > position[:, None], -torch.inf)
+    return dict(scores=scores, topk=example.options.get("topk", 8))
+
+
 def _options(example: Example) -> Arguments:
     """Fill in the options that have one number per head."""
     h, options = example.heads[0], dict(example.options)
@@ -355,6 +426,16 @@ PATHS = {
         Path("sliding_window", ROWS_AND_PAGES, _paged, planned=("causal", "window_size"), pools=POOLS),
         Path("local", ROWS_AND_PAGES, _paged, planned=("chunk_size",), pools=POOLS),
         Path("cascade", ROWS_AND_PAGES, _paged, planned=("prefixes", "window_size"), pools=POOLS),
+        Path("interval", ROWS_AND_PAGES, _paged, planned=("first_visible", "last_visible"), pools=POOLS),
+        Path(
+            "sparse",
+            ROWS_AND_PAGES,
+            _paged,
+            planned=("positions",),
+            pools=POOLS,
+            options=("softmax_scale", "softcap", "sinks", "batch_invariant"),
+        ),
+        Path("select", ("scores", "topk"), _scores, function="select", options=()),
         Path("speculative", ROWS_AND_PAGES, _paged, planned=("trees", "window_size"), pools=POOLS),
         Path(
             "differential",

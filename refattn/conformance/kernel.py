@@ -85,6 +85,7 @@ OF_PATH = {
     "mla": Claims(heads=((1, 1), (4, 1), (16, 1)), head_sizes=((96, 64), (80, 64))),
     "differential": Claims(heads=((2, 2), (4, 2), (8, 4)), head_sizes=((64, 64), (128, 128))),
     "quantized": Claims(dtypes=(torch.float32, torch.bfloat16)),
+    "select": Claims(dtypes=(torch.float32,), heads=((1, 1),), head_sizes=((64, 64),), block_sizes=(16,)),
 }  # what a function without claims is taken to claim
 
 
@@ -155,7 +156,7 @@ class Kernel:
             return [*path.words, "block_size"] if path.function == "write" else [*path.words]
         of_batch = [word for word in OF_BATCH if path.pools or word != "block_table"]
         words = [*path.words, "batch", *of_batch, *path.planned, *path.options, "plan", "options", "return_lse", "out"]
-        extra = {"dense": ["cu_seqlens_k"], "cascade": ["common_prefix_len"]}
+        extra = {"dense": ["cu_seqlens_k"], "cascade": ["common_prefix_len"], "sparse": ["slots"]}
         return [*words, *extra.get(self.path, ()), *(["block_size"] if path.pools else [])]
 
     def takes(self, option: str) -> bool:
@@ -207,6 +208,9 @@ class Kernel:
                 asked[name] = self._plan(example, arguments)
             elif name == "options":
                 asked[name] = AttentionOptions(**{x: arguments[x] for x in path.options if x in arguments})
+            elif name == "slots":
+                at = arguments["positions"], example.block_size
+                asked[name] = PATHS["sparse"].module.slots(arguments["batch"], at[0], block_size=at[1])
             elif name == "block_size":
                 asked[name] = example.block_size
             elif name == "cu_seqlens_k" or (name in OF_BATCH and "batch" in arguments):

@@ -216,4 +216,58 @@ def write(key, value, key_cache, value_cache, slot_mapping):
     value_cache[slots // p, slots % p] = value[keep]
 
 
+def interval(
+    query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, first_visible, last_visible, return_lse=False
+):
+    """Attention to an interval of keys for each query."""
+    seen = []
+    for s in seq_lens.tolist():
+        j = torch.arange(s)
+        low, high = first_visible[:, None], last_visible[:, None]
+        seen.append((low <= j) & (j <= high))
+    return masked(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, seen, return_lse)
+
+
+def sparse(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, slots, return_lse=False):
+    """Attention to the slots of a pool that are listed for each query, -1 for none."""
+    p, seen = key_cache.shape[1], []
+    for b, s in enumerate(seq_lens.tolist()):
+        j = torch.arange(s)
+        mine = block_table[b, j // p].long() * p + j % p
+        chosen = slots.long()
+        chosen = chosen.masked_fill(chosen < 0, -7)
+        seen.append((chosen[:, :, None] == mine).any(1))
+    return masked(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, seen, return_lse)
+
+
+def masked(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, seen, return_lse):
+    """Attention over pages under a mask of all query rows for each sequence."""
+    p, h = key_cache.shape[1], query.shape[1]
+    out, lse = query.new_zeros(*query.shape[:2], value_cache.shape[-1]), torch.full(query.shape[:2], -torch.inf)
+    edges = cu_seqlens_q.tolist()
+    for b, s in enumerate(seq_lens.tolist()):
+        rows, j = slice(edges[b], edges[b + 1]), torch.arange(s)
+        see = seen[b][rows]
+        if see.numel() == 0:
+            continue
+        where = block_table[b, j // p].long(), j % p
+        k, v = (pool[where].float().masked_fill(~see.any(0)[:, None, None], 0.0) for pool in (key_cache, value_cache))
+        k, v = (x.repeat_interleave(h // x.shape[1], dim=1) for x in (k, v))
+        scores = torch.einsum("thd,jhd->htj", query[rows].float(), k) * query.shape[-1] ** -0.5
+        scores = scores.masked_fill(~see, -torch.inf)
+        sums = scores.logsumexp(-1)
+        weights = torch.exp(scores - sums[..., None]).masked_fill(~see, 0.0)
+        out[rows] = torch.einsum("htj,jhd->thd", weights, v).to(out.dtype)
+        lse[rows] = sums.T
+    return (out, lse) if return_lse else out
+
+
+def select(scores, topk):
+    """Select the best scores, by a stable sort."""
+    t, s = scores.shape
+    order = torch.argsort(scores, dim=1, descending=True, stable=True)[:, :topk]
+    chosen = torch.where(scores.gather(1, order) > -torch.inf, order, -1)
+    return torch.cat([chosen, torch.full((t, max(0, topk - s)), -1)], dim=1)
+
+
 LOG2E = math.log2(math.e)

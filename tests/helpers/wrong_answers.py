@@ -234,4 +234,18 @@ WRONG = {
             "all arithmetic belongs into the kernel",
         ),
     ],
+    "span_mask": [
+        (
+            "    visible = j <= i\n",
+            "    visible = (j <= i) & (j > i - window)\n    window = seq_len\n",
+            "an OR where an AND belongs",
+        ),
+        (" & (j > i - window)", "", "the window is to hide early keys"),
+        ("torch.arange(seq_len - query_len, seq_len)", "torch.arange(query_len)", "aligned at the top left"),
+    ],
+    "select_keys": [
+        ("key=lambda j: -scores[j]", "key=lambda j: (-scores[j], -j)", "the lower positions"),
+        ("sorted(best)", "best", "the positions are to rise"),
+        (' if score > float("-inf")]', "]", "a score of -inf is no key"),
+    ],
 }

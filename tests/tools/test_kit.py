@@ -30,7 +30,11 @@ pytestmark = [
 ]
 
 BY_HAND = {"paged": "chunked_prefill", "write": "kv_cache"} | {
-    name: name for name in ("dense", "local", "sliding_window", "quantized", "mla", "cascade", "differential", "merge")
+    name: name
+    for name in (
+        *("dense", "local", "sliding_window", "quantized", "mla", "cascade", "differential", "merge"),
+        *("interval", "sparse", "select"),
+    )
 }
 # Not called by their names: of several tokens of padding, which one stays in the last slot is up to the machine.
 BLAMED_OTHERWISE = ("padding-writes-last",)
@@ -65,6 +69,8 @@ def test_no_complaint(package):
     tried = 0
     for name, path in BY_HAND.items():
         target = getattr(by_hand, name) if package == "by_hand" else f"fastattn.{path}"
+        if (package, path) == ("fastattn", "select"):
+            target = "fastattn.sparse:select"
         report = check(target, path, examples=2 if package == "by_hand" else 1)
         assert not report.failures, as_text(report)
         tried += sum(finding.examples for finding in report.findings)

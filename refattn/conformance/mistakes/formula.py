@@ -71,6 +71,7 @@ class Attention(Formula, is_base=True):
 
     paths: tuple[str, ...] = (
         *("dense", "chunked_prefill", "sliding_window", "local", "cascade", "mla", "quantized", "speculative"),
+        *("interval", "sparse"),
     )
 
     def __init__(self, example: Example, arguments: Arguments, variant: Any = None) -> None:
@@ -81,7 +82,8 @@ class Attention(Formula, is_base=True):
         self.batch = a["batch"]
         self.lens = example.lens
         left, right = a.get("window_size", (-1, -1))
-        self.mask = Mask(a.get("causal", True), left, right, a.get("chunk_size", 0))
+        says_itself = "first_visible" in a or "positions" in a  # who may see whom
+        self.mask = Mask(a.get("causal", not says_itself), left, right, a.get("chunk_size", 0))
         scale = a.get("softmax_scale")
         self.scale = example.head_size**-0.5 if scale is None else scale
         self.softcap, self.slopes, self.sinks = a.get("softcap", 0.0), a.get("alibi_slopes"), a.get("sinks")
@@ -127,7 +129,25 @@ class Attention(Formula, is_base=True):
         visible = self._visible(pos, j[None], s, q)
         if "trees" in self.arguments:
             visible = self._in_tree(visible, self.example.masks()[i])
+        rows = slice(sum(length for length, _ in self.lens[:i]), sum(length for length, _ in self.lens[: i + 1]))
+        if "first_visible" in self.arguments:
+            first, last = (self.arguments[name][rows, None] for name in ("first_visible", "last_visible"))
+            visible = visible & self._in_interval(first, last, j[None])
+        if "positions" in self.arguments:
+            counts = self._counts(self.arguments["positions"][rows], s)
+            visible = visible & (counts > 0)
+            scores = scores + counts.log().masked_fill(counts == 0, 0.0)  # a key that is listed twice counts twice
         return self._softmax(scores, visible, self._grouped(value))
+
+    def _in_interval(self, first: Tensor, last: Tensor, j: Tensor) -> Tensor:
+        """Return which keys `[1, n]` are in the intervals of the queries, `[t, 1]` each end."""
+        return (j >= first) & (j <= last)
+
+    def _counts(self, positions: Tensor, s: int) -> Tensor:
+        """Return how often each of `s` keys was selected for each query, `[t, s]`."""
+        counts = torch.zeros(len(positions), s + 1, dtype=torch.float64)
+        at = torch.where(positions < 0, s, positions).long()
+        return counts.scatter_add_(1, at, torch.ones_like(at, dtype=torch.float64))[:, :s]
 
     def _in_tree(self, visible: Tensor, mask: Tensor) -> Tensor:
         """Return who may see whom where the queries are nodes of a tree; more keys may be loaded than there are."""

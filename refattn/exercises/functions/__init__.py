@@ -26,4 +26,6 @@ EXERCISES = (
     visibility.TREE_MASK,
     cache.LOCAL_LEN,
     attention.TRITON_DECODE,
+    visibility.SPAN_MASK,
+    visibility.SELECT_KEYS,
 )

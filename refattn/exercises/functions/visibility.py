@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from refattn import local, masks, metadata, sliding_window
+from refattn import local, masks, metadata, sliding_window, sparse
 from refattn.conformance import Case, masks_by_hand
 from refattn.exercises.exercise import Exercise, Function, Trial
 
@@ -319,4 +319,111 @@ TREE_MASK = Exercise(
     ("A token sees what its parent sees, and itself; parents come first, so one pass is enough.",),
     level=2,
     minutes=10,
+)
+
+
+def _span(i: int, j: int, spans: list[tuple[int, int]]) -> bool:
+    return any(first <= i <= last and first <= j <= last for first, last in spans)
+
+
+def _spans_under(rule: Callable[..., bool]) -> Function:
+    def draw(query_len: int, seq_len: int, spans: list[tuple[int, int]], window: int) -> Bool[Tensor, "t s"]:
+        return mask_of(lambda i, j: rule(i, j, spans, window))(query_len, seq_len)
+
+    return draw
+
+
+def _span_and_window(i: int, j: int, spans: list[tuple[int, int]], window: int) -> bool:
+    return (j <= i or _span(i, j, spans)) and i - j < window
+
+
+def _span_trials() -> Iterator[Trial]:
+    for says, sizes, spans, window in (
+        ("the worked example: an image of two tokens", (4, 5), [(2, 3)], 3),
+        ("an image longer than the window", (8, 9), [(1, 7)], 3),
+        ("two images", (10, 12), [(2, 5), (8, 10)], 6),
+        ("no image", (3, 6), [], 2),
+        ("a decode after an image", (1, 8), [(2, 6)], 9),
+    ):
+        yield Trial(says, dict(query_len=sizes[0], seq_len=sizes[1], spans=spans, window=window))
+
+
+SPAN_MASK = Exercise(
+    "span_mask",
+    _spans_under(_span_and_window),
+    _span_trials,
+    {
+        "an OR where an AND belongs: the window hides the early keys of a span, too": _spans_under(
+            lambda i, j, spans, window: (j <= i and i - j < window) or _span(i, j, spans)
+        ),
+        "the tokens of an image see its later tokens": _spans_under(
+            lambda i, j, spans, window: j <= i and i - j < window
+        ),
+        "the window is to hide early keys": _spans_under(lambda i, j, spans, window: j <= i or _span(i, j, spans)),
+        "two images do not see each other's later tokens: a key has to be in the same span as the query": _spans_under(
+            lambda i, j, spans, window: (j <= i or (_span(i, i, spans) and _span(j, j, spans))) and i - j < window
+        ),
+        f"the mask is aligned at the top left. {ROWS}": lambda query_len, seq_len, spans, window: _spans_under(
+            _span_and_window
+        )(seq_len, seq_len, spans, window)[:query_len],
+    },
+    ("Draw the causal mask, OR the square of each span, AND the window: in this order.",),
+)
+
+
+def _select_keys(scores: list[float], topk: int) -> list[int]:
+    selected: list[int] = sparse.select(torch.tensor([scores], dtype=torch.float32), topk)[0].tolist()
+    return selected
+
+
+def _select_higher(scores: list[float], topk: int) -> list[int]:
+    best = _select_keys(scores[::-1], topk)
+    keys = [len(scores) - 1 - j for j in best if j >= 0]
+    return sorted(keys) + [-1] * (topk - len(keys))
+
+
+def _select_unsorted(scores: list[float], topk: int) -> list[int]:
+    best = [j for j in _select_keys(scores, topk) if j >= 0]
+    return sorted(best, key=lambda j: -scores[j]) + [-1] * (topk - len(best))
+
+
+def _select_without_keys(scores: list[float], topk: int) -> list[int]:
+    best = sorted(sorted(range(len(scores)), key=lambda j: -scores[j])[:topk])
+    return best + [-1] * (topk - len(best))
+
+
+def _select_above_zero(scores: list[float], topk: int) -> list[int]:
+    best = [j for j in _select_keys(scores, topk) if j >= 0 and scores[j] > 0]
+    return best + [-1] * (topk - len(best))
+
+
+def _select_without_fill(scores: list[float], topk: int) -> list[int]:
+    return [j for j in _select_keys(scores, topk) if j >= 0]
+
+
+def _select_trials() -> Iterator[Trial]:
+    nothing = float("-inf")
+    for says, scores, topk in (
+        ("the worked example: two of three zeros are left out", [0.0, 2.0, 0.0, 1.0, 0.0], 3),
+        ("fewer keys than are asked for", [nothing, 0.5], 3),
+        ("a plateau of zeros", [0.0] * 6, 4),
+        ("negative scores, and zeros of both signs", [-1.0, -0.0, -3.0, 0.0, -0.0], 2),
+        ("no key", [nothing, nothing], 2),
+        ("all different", [0.1, 0.9, 0.4, 0.7, 0.3], 2),
+    ):
+        yield Trial(says, dict(scores=scores, topk=topk))
+
+
+SELECT_KEYS = Exercise(
+    "select_keys",
+    _select_keys,
+    _select_trials,
+    {
+        "of equal scores the lower positions are selected": _select_higher,
+        "the positions are to rise, whatever their scores": _select_unsorted,
+        "a score of -inf is no key": _select_without_keys,
+        "a score of 0 is one like any other": _select_above_zero,
+        "-1 fills up the list to topk positions": _select_without_fill,
+    },
+    ("Python's sort is stable: what is equal keeps its order.", "Sort the positions by -score, cut, and sort again."),
 )
