@@ -5,8 +5,8 @@ chunk, what token i writes is `u[i] = beta[i] (v[i] - what the state answers to 
 
     u[i] + sum over j < i of beta[i] D[i, j] (k[i] . k[j]) u[j] = beta[i] v[i] - beta[i] (from_start[i] S) k[i]
 
-That is a unit lower triangular system, `(1 + L) u = ...`, whose solution for the values and for the keys is one call of
-`solve_triangular`. What follows is products of matrices:
+That is a unit lower triangular system, `(1 + L) u = ...`, which is inverted once for the values and for the keys. What
+follows is products of matrices:
 
     out[i]   = (from_start[i] S) q[i] + sum over j <= i of D[i, j] (q[i] . k[j]) u[j]
     S_next   = (all decays) S + sum over j of u[j] (D[last, j] k[j])
@@ -33,6 +33,7 @@ from torch.nn.functional import silu as apply_silu
 from refattn.interface import RecurrentOptions, StatePlan
 
 CHUNK = 64  # tokens whose system of equations is solved at once
+SMALL = 16  # equations, of which substitution solves a block
 FEW = 8  # tokens, up to which a sequence goes token by token: a chunk has as many products, and more of them
 AT_ONCE = 2**18  # elements of the largest intermediate result: more would not stay in the cache
 
@@ -131,10 +132,12 @@ def _sequences(plan: StatePlan) -> list[_Sequence]:
 
 def _read_states(states: Tensor, sequences: list[_Sequence], compute: torch.dtype) -> Tensor:
     """Return the states before the step, zeros where there are none."""
-    state = states.new_zeros(len(sequences), *states.shape[1:], dtype=compute)
     known = [i for i, sequence in enumerate(sequences) if sequence.start >= 0]
-    if known:
-        state[known] = states[[sequences[i].start for i in known]].to(compute)
+    found = states.index_select(0, torch.tensor([sequences[i].start for i in known], dtype=torch.int64)).to(compute)
+    if len(known) == len(sequences):
+        return found.contiguous()
+    state = found.new_zeros(len(sequences), *states.shape[1:])
+    state[known] = found
     return state
 
 
@@ -162,7 +165,8 @@ class _Keep:
                     sources.append(i)
                     targets.append(slot)
         if targets:
-            states[targets] = state[sources].to(states.dtype)
+            kept = state if sources == list(range(len(state))) else state[sources]
+            states.index_copy_(0, torch.tensor(targets), kept.to(states.dtype))
 
 
 def _by_token(
@@ -179,7 +183,7 @@ def _by_token(
         now.mul_(decay[:, :, None, :] if tokens.per_channel else decay[:, :, None, None])
         new = value[..., None]  # [b, hv, dv, 1]
         new = (new - now @ key if delta else new) * beta[..., None, None]
-        now.add_(new * key.mT)
+        now.flatten(0, 1).baddbmm_(new.flatten(0, 1), key.mT.flatten(0, 1))
         result[rows] = (now @ query)[..., 0].to(result.dtype)
         keep.write(states, now, sequences, [token + 1] * len(sequences))
 
@@ -285,9 +289,40 @@ def _solve(tokens: _Tokens, rows: Int64[Tensor, "x c"], delta: bool) -> _Local:
         return _Local(value, None, read, weights, kept, total)
     (system,) = (x.mul_(beta) for x in answers)
     right = torch.cat([value, key * from_start * beta], dim=-1)
-    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    written, answered = solved.split([value.shape[-1], key.shape[-1]], dim=-1)
+    written, answered = (_inverse(system) @ right).split([value.shape[-1], key.shape[-1]], dim=-1)
     return _Local(written, answered, read, weights, kept, total)
+
+
+def _inverse(system: Float[Tensor, "x hv c c"]) -> Float[Tensor, "x hv c c"]:
+    """Return the inverse of `1 + L`, with L below the diagonal of a system: of blocks of 16, then of twice as many.
+
+        (A    )^-1   ( A^-1              )
+        (C   B)    = (-B^-1 C A^-1   B^-1)
+
+    Substitution goes row by row; these are products of matrices.
+    """
+    length = system.shape[-1]
+    inverse = torch.zeros_like(system)
+    size = min(SMALL, length)
+    smallest = _diagonal_blocks(system, size).movedim(-1, 2)  # [x, hv, blocks, size, size]
+    identity = torch.eye(size, dtype=system.dtype).expand_as(smallest)
+    solved = torch.linalg.solve_triangular(smallest, identity, upper=False, unitriangular=True)
+    _diagonal_blocks(inverse, size).copy_(solved.movedim(2, -1))
+    while size < length:
+        below = _diagonal_blocks(system, 2 * size)[:, :, size:, :size].movedim(-1, 2)
+        first, second = solved[:, :, ::2], solved[:, :, 1::2]
+        blocks = _diagonal_blocks(inverse, 2 * size)
+        blocks[:, :, size:, :size] = (second @ below @ first).neg_().movedim(2, -1)
+        size *= 2
+        solved = blocks.movedim(-1, 2)
+    return inverse
+
+
+def _diagonal_blocks(matrix: Float[Tensor, "x hv c c"], size: int) -> Float[Tensor, "x hv size size n"]:
+    """Return a view of the blocks on the diagonal."""
+    chunks, heads, length, _ = matrix.shape
+    blocks = matrix.view(chunks, heads, length // size, size, length // size, size)
+    return blocks.diagonal(dim1=2, dim2=4)
 
 
 def _halves(
@@ -308,8 +343,7 @@ def _halves(
         after_1, after_2 = after.view(split).unbind(3)
         late = (right.view(split)[:, :, :, 0] * after_1).mT
         for left, weights in zip(lefts, all_weights, strict=True):
-            pairs = weights.view(chunks, heads, -1, 2 * half, length // (2 * half), 2 * half)
-            blocks = pairs[:, :, :, half:, :, :half].diagonal(dim1=2, dim2=4)  # [x, hv, half, half, blocks]
+            blocks = _diagonal_blocks(weights, 2 * half)[:, :, half:, :half]
             blocks.copy_(((left.view(split)[:, :, :, 1] * since_2) @ late).movedim(2, -1))
         after_1 *= since_2[..., -1:, :]
         since_2 *= since_1[..., -1:, :]

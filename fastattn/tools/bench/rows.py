@@ -14,6 +14,7 @@ from fastattn.tools.bench import generation, peers
 from fastattn.tools.bench.generation import Generation
 from fastattn.tools.bench.peers import Contender, twin
 from fastattn.tools.bench.ranks import ranks
+from fastattn.tools.bench.states import States, states_transformers, states_twin
 from fastattn.tools.bench.work import (
     Attention,
     CacheWrite,
@@ -211,7 +212,22 @@ def _cpu(shrink: int) -> Iterator[Row]:
         (peers.virtual_batches_twin(), peers.virtual_batches_numpy(), peers.virtual_batches_twin("refattn")),
     )
     yield Row("metadata", "slots-256", Slots(256, 32768, 8192), (peers.slots_twin(), peers.slots_twin("refattn")))
+    yield from _states(
+        (1, 4096 // shrink, (8, 4), False, "10 x refattn"),
+        (1, 4096 // shrink, (8, 4), True, "10 x refattn"),
+        (16, 1, (8, 4), False, "ahead of transformers"),
+    )
     yield from _engine(shrink)
+
+
+def _states(*works: tuple[int, int, tuple[int, int], bool, str]) -> Iterator[Row]:
+    """Make rows of layers that keep a state: requests, new tokens of each, heads, the kind of decay, the aim."""
+    for num_seqs, query_len, heads, per_channel, aim in works:
+        work = States(num_seqs, query_len, heads, per_channel=per_channel)
+        kind = "decode" if query_len == 1 else f"prefill-{query_len}"
+        name = f"{kind}-{num_seqs}x{heads[0]}-heads" + ("-per-channel" if per_channel else "")
+        transformers = () if per_channel else (states_transformers(),)
+        yield Row("recurrent", name, work, (states_twin(), *transformers, states_twin("refattn")), aim=aim)
 
 
 def _cuda(shrink: int) -> Iterator[Row]:
@@ -375,6 +391,15 @@ def _cuda(shrink: int) -> Iterator[Row]:
         yield Row("local", f"virtual-batches-256-{clock}", tables, virtual, clock=clock, aim=aim)
         slots = Slots(256, 32768, 8192)
         yield Row("metadata", f"slots-256-{clock}", slots, (peers.slots_twin(),), clock=clock, aim=aim)
+    for num_seqs, query_len, heads in (
+        *((b, 1, (32, 16)) for b in (1, 64, 256)),
+        *((b, length // shrink, (32, 16)) for b, length in ((1, 8192), (1, 32768), (8, 1024))),
+    ):
+        states = States(num_seqs, query_len, heads)
+        aims = {1: "2.7 µs", 64: "67 µs", 256: "258 µs"} if query_len == 1 else {}
+        kind = "decode" if query_len == 1 else f"prefill-{query_len}"
+        name, aim = f"{kind}-{num_seqs}x{heads[0]}-heads", aims.get(num_seqs, "the best peer")
+        yield Row("recurrent", name, states, (states_twin(),), clock="graph" if query_len == 1 else "events", aim=aim)
     yield from _engine_of_a_server(shrink)
 
 
