@@ -439,6 +439,21 @@ def test_a_prompt_that_is_all_there_still_computes_its_last_token(llama):
 
 
 @pytest.mark.parametrize("twin", TWINS)
+def test_the_last_token_of_an_answer_is_not_in_the_pool(llama, twin):
+    """It never went through the model, even where it fills the last block: whoever goes on from it computes its keys."""
+    engine = Engine(llama, twin=twin, num_blocks=16, block_size=4)
+    (first,) = engine.generate([PROMPTS[0][:5]], SamplingParams(max_tokens=7, stop_token_ids=()))
+    assert len(first.tokens) == 12, "the answer ends with a block"
+    follow_up = [*first.tokens, 7]
+    (second,) = engine.generate([follow_up], SamplingParams(max_tokens=5, stop_token_ids=()))
+    assert engine.counters.cached_blocks == 2
+    (alone,) = Engine(llama, twin=twin, num_blocks=16, block_size=4).generate(
+        [follow_up], SamplingParams(max_tokens=5, stop_token_ids=())
+    )
+    assert second.output_ids == alone.output_ids
+
+
+@pytest.mark.parametrize("twin", TWINS)
 def test_equal_hashes_give_right_answers(llama, expected, twin, monkeypatch):
     monkeypatch.setattr(refattn.serving.block_pool, "_block_hash", lambda parent, tokens: 0)
     engine = make_engine(llama, twin, num_blocks=15)
