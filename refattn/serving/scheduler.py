@@ -86,9 +86,9 @@ class Scheduler:
         for pool in self.window_pools:
             for request in self.running:
                 pool.trim(request, request.num_computed_tokens, request.blocks)
-        for request in sorted(self.running, key=lambda request: request.num_pending > 1):  # decodes first, then by age
+        for request in list(self.running):  # by age; only the youngest may be a prompt, so decodes go first
             count = min(request.num_pending, self.max_num_batched_tokens - sum(scheduled.values()))
-            if request.status == "running" and count and self._allocate_or_preempt(request, count, scheduled):
+            if request.status == "running" and count and self._allocate_or_preempt(request, count):
                 scheduled[request] = count
         while self.waiting and len(self.running) < self.max_num_seqs and self.counters.preemptions == preemptions:
             count = self.max_num_batched_tokens - sum(scheduled.values())
@@ -96,10 +96,10 @@ class Scheduler:
                 break
             request = self.waiting.popleft()
             scheduled[request] = min(request.num_pending, count)
-            self._allocate_or_preempt(request, scheduled[request], scheduled)
+            self._allocate_or_preempt(request, scheduled[request])
         return dict(sorted(scheduled.items(), key=lambda item: item[0].blocks))  # who shares blocks stands together
 
-    def _allocate_or_preempt(self, request: Request, count: int, scheduled: dict[Request, int]) -> bool:
+    def _allocate_or_preempt(self, request: Request, count: int) -> bool:
         """Give a request the blocks for `count` more tokens, preempting the youngest request while too few are free.
 
         False if the youngest was the request itself. The oldest always gets its blocks, so there is always one that
@@ -108,7 +108,6 @@ class Scheduler:
         needed = self.blocks_for(request.num_computed_tokens + count) - len(request.blocks)
         while needed > len(self.pool.free):
             youngest = self.running[-1]
-            scheduled.pop(youngest, None)
             self._stop(youngest, "waiting")
             self.waiting.appendleft(youngest)
             self.counters.preemptions += 1

@@ -169,7 +169,7 @@ def test_sinks_reach_the_path(llama, twin):
     query, key, value = (torch.randn(1, heads, 1, 16, device=llama.device) for heads in (6, 2, 2))
     request = engine.add([1])
     engine.scheduler._start(request)
-    engine.scheduler._allocate_or_preempt(request, 1, {})
+    engine.scheduler._allocate_or_preempt(request, 1)
     inputs = engine.make_inputs(StepTokens.of({request: 1}))
     module, step = llama.model.layers[0].self_attn, inputs["step"]
     plain = engine.attend(module, query, key, value, step=step)
@@ -440,16 +440,14 @@ def test_a_prompt_that_is_all_there_still_computes_its_last_token(llama):
 
 @pytest.mark.parametrize("twin", TWINS)
 def test_the_last_token_of_an_answer_is_not_in_the_pool(llama, twin):
-    """It never went through the model, even where it fills the last block: whoever goes on from it computes its keys."""
-    engine = Engine(llama, twin=twin, num_blocks=16, block_size=4)
-    (first,) = engine.generate([PROMPTS[0][:5]], SamplingParams(max_tokens=7, stop_token_ids=()))
+    """It never went through the model, even where it fills the last block: who goes on from it computes its keys."""
+    engine, asked = make_engine(llama, twin), SamplingParams(max_tokens=7, stop_token_ids=())
+    (first,) = engine.generate([range(1, 6)], asked)
     assert len(first.tokens) == 12, "the answer ends with a block"
     follow_up = [*first.tokens, 7]
-    (second,) = engine.generate([follow_up], SamplingParams(max_tokens=5, stop_token_ids=()))
+    (second,) = engine.generate([follow_up], asked)
     assert engine.counters.cached_blocks == 2
-    (alone,) = Engine(llama, twin=twin, num_blocks=16, block_size=4).generate(
-        [follow_up], SamplingParams(max_tokens=5, stop_token_ids=())
-    )
+    (alone,) = make_engine(llama, twin).generate([follow_up], asked)
     assert second.output_ids == alone.output_ids
 
 

@@ -321,13 +321,6 @@ AT_LARGE: list[Mutation] = [
         "            pass\n",
         ENGINE,
     ),
-    planted(
-        "a preempted request keeps its scheduled tokens",
-        SCHEDULER,
-        "            scheduled.pop(youngest, None)\n",
-        "",
-        ENGINE,
-    ),
     planted("a block that is written anew is still found", BLOCKS, "        self.forget(blocks)\n", "", ENGINE),
     planted(
         "an equal hash is a proof",
