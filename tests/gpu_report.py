@@ -32,7 +32,7 @@ def parts(device: str, seconds: float, jobs: int, *, quick: bool) -> dict[str, t
     """Return the command of each part; `{out}` in it is the file, of the benchmark the folder, that it writes."""
     few = ("tests/paths/test_merge.py",) if quick else ("-n", str(jobs), "--dist", "worksteal")
     search = ("--paths", "merge", "--workloads", "20") if quick else ("--seconds", str(seconds))
-    rows = ("--quick", "--rows", "merge") if quick else ()
+    rows = ("--quick", "--rows", "metadata") if quick else ()
     kit = ("--examples", "2", "--adapter", "fastattn.merge") if quick else ()
     return {
         "doctor": ("fastattn.tools.doctor", "{out}"),
