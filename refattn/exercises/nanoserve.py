@@ -202,6 +202,8 @@ class Server:
         self.ways = [ways[layer % len(ways)] for layer in range(config.num_hidden_layers)]
         sizes = num_blocks, block_size, config.num_key_value_heads, config.head_dim
         self.pools = [tuple(torch.zeros(2, *sizes)) for _ in self.ways]
+        end = model.generation_config.eos_token_id
+        self.ends = set(end if isinstance(end, list) else [end])
         self.sinks = torch.linspace(-2.0, 2.0, config.num_attention_heads)
         self.free, self.cached = list(range(num_blocks)), dict[tuple[int, ...], int]()
         self.running: list[Request] = []
@@ -214,7 +216,7 @@ class Server:
         self.running = list(requests)
         while self.running:
             self.step()
-        return [request.output[:max_tokens] for request in requests]
+        return [request.output for request in requests]
 
     @torch.no_grad()
     def step(self) -> None:
@@ -286,7 +288,9 @@ class Server:
             request.output.append(chosen[row])
         if drafts and row == count - 1 and drafts[-1] == chosen[row]:
             request.output.append(chosen[-1])  # the sibling: its key is computed again, in its place
-        if len(request.output) >= request.max_tokens:
+        ends = [place for place, token in enumerate(request.output, 1) if token in self.ends]
+        del request.output[min([request.max_tokens, *ends]) :]
+        if ends or len(request.output) == request.max_tokens:
             self.running.remove(request)
 
 

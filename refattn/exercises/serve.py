@@ -74,6 +74,8 @@ def serve(console: Console, functions: Mapping[str, Function], numbers: Mapping[
     ):
         with console.status(f"The server answers: {says}"):
             served[says] = Server(model, counted, ways=ways, guesses=guesses).serve(prompts, MAX_TOKENS), expected
+    others = len(EXERCISES) - len(functions)
+    console.print(f"{MODEL}, served by {len(functions)} of your functions and {others} of the reference's\n")
     console.print(_whose(functions, numbers, calls))
     is_right = True
     for says, (answers, expected) in served.items():
@@ -124,8 +126,10 @@ def by_transformers(model: Any, prompt: list[int], *, ways: Sequence[str] = ("pa
         return answer
     AttentionInterface.register("masked", _masked(ways))
     model.set_attn_implementation("masked")
-    tokens = list(prompt)
+    tokens, end = list(prompt), model.generation_config.eos_token_id
     for _ in range(MAX_TOKENS):
+        if len(tokens) > len(prompt) and tokens[-1] == end:
+            break
         tokens.append(int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
     return tokens[len(prompt) :]
 
@@ -150,9 +154,7 @@ def _masked(ways: Sequence[str]) -> Callable[..., Any]:
 
 def _whose(functions: Mapping[str, Function], numbers: Mapping[str, str], calls: Mapping[str, int]) -> Table:
     """List who computed what, and how often."""
-    others = len(EXERCISES) - len(functions)
-    title = f"{MODEL}, served by {len(functions)} of your functions and {others} of the reference's"
-    table = Table(box=None, padding=(0, 1), title=title, title_justify="left", show_header=False)
+    table = Table(box=None, padding=(0, 1), show_header=False)
     for _ in range(3):
         table.add_column()
     table.add_column(justify="right")

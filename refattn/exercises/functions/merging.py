@@ -76,7 +76,8 @@ MERGE = Exercise(
 
 
 def _online_softmax(tiles: Any) -> tuple[Tensor, Tensor]:
-    scores, values = (torch.cat(parts) for parts in zip(*(tiles.items), strict=True))
+    items = tiles.items if isinstance(tiles, Once) else tiles
+    scores, values = (torch.cat(parts) for parts in zip(*items, strict=True))
     ones = scores.new_ones(1, 1)
     out, lse = attend(ones[None], scores[:, None, None], values[:, None], scores[None] > -torch.inf, softmax_scale=1.0)
     return out[0, 0], lse[0, 0]
