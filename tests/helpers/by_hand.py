@@ -217,3 +217,4 @@ def write(key, value, key_cache, value_cache, slot_mapping):
 
 
 LOG2E = math.log2(math.e)
+LATER: dict = {}  # for a mistake that is planted

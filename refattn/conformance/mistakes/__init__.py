@@ -8,6 +8,7 @@ then shows the docstring of that class. `Attention` itself is right; it shares n
     pages         where the keys are        hidden              memory that no query may see
     scores        scale, cap, ALiBi         trees, latents, quantized, differential, merge, writes
     softmax       sum, sinks, LSE           empty               fully masked rows
+    tiles         what shows past the size of a tile, of a batch, of a group, of a split
 """
 
 import re
@@ -29,6 +30,7 @@ from refattn.conformance.mistakes import (
     scores,
     softmax,
     splits,
+    tiles,
     trees,
     writes,
 )
@@ -39,7 +41,7 @@ from refattn.conformance.mistakes.writes import Write
 
 # Of mistakes that explain an answer equally well, the first is named: the plainest come first.
 ORDER = (
-    *(masks, pages, scores, softmax, empty, splits, hidden, cascade, trees, latents, quantized, differential),
+    *(masks, pages, scores, softmax, empty, splits, tiles, hidden, cascade, trees, latents, quantized, differential),
     *(merge, writes),
 )
 
