@@ -20,7 +20,7 @@ from refattn.conformance.check import Finding, Report
 from refattn.conformance.contract import of_path
 from refattn.conformance.example import PATHS
 from refattn.conformance.isolate import check_apart
-from refattn.conformance.kernel import BadKernelError
+from refattn.conformance.kernel import HALVES, BadKernelError
 from refattn.conformance.report import STYLES, as_html, lines, mark
 
 
@@ -37,7 +37,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--property", action="append", dest="only", metavar="NAME", help="check only this property; may be repeated"
     )
-    parser.add_argument("--dtype", action="append", default=[], help="float32, float16 or bfloat16; may be repeated")
+    parser.add_argument(
+        "--dtype",
+        action="append",
+        default=[],
+        choices=[str(dtype).removeprefix("torch.") for dtype in HALVES],
+        help="may be repeated; those that the kernel claims if none is said",
+    )
     parser.add_argument("--examples", type=int, default=20, help="batches per property and type (%(default)s)")
     parser.add_argument("--seconds", type=float, default=600.0, help="time limit for one kernel (%(default)s)")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds to wait for one call (%(default)s)")

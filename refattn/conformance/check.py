@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.errors import Flaky
 from torch import Tensor
 
-from refattn.conformance import contract, mistakes
+from refattn.conformance import contract, landmarks, mistakes
 from refattn.conformance.adapters import kernel_of
 from refattn.conformance.contract import Broken, CrashedError, NotClaimedError, Property, RefusedError
 from refattn.conformance.example import Answers, Arguments, Example, expected
@@ -26,7 +26,13 @@ from refattn.conformance.tolerance import bound, distance, on_cpu
 FAILED = ("wrong", "raises", "crashed", "hung")  # outcomes that break the contract
 EVIDENCE = 6  # more batches, to tell mistakes apart
 SHRINKING = 10.0  # seconds, at most; 0: no failure shrinks
-PROBABLE = 0.75  # of the failures, that a mistake has to explain
+AGAIN = 0.2  # of these, once a mistake is known that other properties have shown
+PROBABLE = 0.75  # of the failures, and of what is right, that a mistake has to explain
+REPEATS, REPEATING = 40, 2.0  # of a call that failed, at most, and seconds for it
+RACE = (
+    "not-deterministic",
+    "The same call gives other numbers each time: a race, or memory that is read before it is written.",
+)
 
 
 @dataclass(frozen=True)
@@ -170,15 +176,20 @@ def reproduce(
     *,
     dtype: str = "float32",
     device: str = "cpu",
+    times: int = 1,
 ) -> None:
-    """Check one property of a kernel on one batch.
+    """Check one property of a kernel on one batch; of a kernel with a race, many times.
 
     Raises:
         Broken: if it does not hold.
     """
     kernel = kernel_of(target, example.path)
     prop = next(x for x in contract.of_path(example.path) if x.name == name)
-    prop.check(kernel, example, getattr(torch, dtype), device)
+    checks = dict.fromkeys((prop.check, prop.check_landmark or prop.check))
+    for _ in range(times):
+        for check_of in checks:
+            check_of(kernel, example, getattr(torch, dtype), device)
+            kernel.calls.clear()
 
 
 @dataclass
@@ -201,10 +212,12 @@ def _look(
 ) -> Finding:
     """Search batches on which a property does not hold, one type after the other."""
     tried, refused, reason = 0, 0, ""
-    most = min(examples, prop.examples or examples, kernel.claims.max_examples or examples)
+    drawn = examples if prop.examples is None else prop.examples
+    most = min(examples, drawn, kernel.claims.max_examples or examples)
     for i, dtype in enumerate(dtypes):
-        search = _Search(kernel, prop, dtype, device, on_example)
-        failure = search.run(most if i == 0 else -(-most // 2))
+        search = _Search(kernel, prop, dtype, device, on_example, SHRINKING * (AGAIN if blamed else 1))
+        marks = prop.landmarks(kernel) if i == 0 and kernel.path in landmarks.KNOWN else []
+        failure = search.visit(marks[: kernel.claims.max_examples]) or search.run(most if i == 0 else -(-most // 2))
         if search.not_claimed:
             return Finding(prop.name, prop.promise, "not claimed", search.reason)
         tried, refused, reason = tried + search.tried, refused + search.refused, search.reason or reason
@@ -227,7 +240,9 @@ class _Search:
         dtype: torch.dtype,
         device: str,
         on_example: Callable[[str, Example], None] | None,
+        shrinking: float,
     ) -> None:
+        self.shrinking = shrinking
         self.kernel, self.prop, self.dtype, self.device, self.on_example = kernel, prop, dtype, device, on_example
         self.tried, self.refused, self.reason, self.not_claimed = 0, 0, "", False
         self.trials: list[_Trial] = []
@@ -236,15 +251,44 @@ class _Search:
         self.ends = math.inf
         self.batches = st.composite(lambda draw: prop.draw(draw, kernel))()
 
+    def visit(self, marks: Sequence[Example]) -> Broken | None:
+        """Try the landmarks until one fails, and make that one smaller as long as it does."""
+        drawn = self.prop
+        self.prop = replace(drawn, check=drawn.check_landmark or drawn.check)
+        for mark in marks:
+            self._try(mark)
+            if repr(mark) in self.failures:
+                self.smallest = self._smaller(mark)
+                return self.failures[repr(self.smallest)]
+        self.prop = drawn
+        return None
+
+    def _smaller(self, failing: Example) -> Example:
+        """Leave out sequences, queries and keys as long as a batch fails, and time is left."""
+        ends, before = time.monotonic() + self.shrinking, None
+        while failing is not before:
+            before = failing
+            for smaller in landmarks.smaller(failing):
+                if time.monotonic() > ends:
+                    return failing
+                if repr(smaller) not in self.failures:
+                    self._try(smaller)
+                if repr(smaller) in self.failures:
+                    failing = smaller
+                    break
+        return failing
+
     def run(self, examples: int) -> Broken | None:
         """Draw batches until one fails, and shrink that one."""
+        if not examples:
+            return None
         test = given(self.batches)(self._try_and_raise)
         run = settings(
             max_examples=examples,
             derandomize=True,
             deadline=None,
             database=None,
-            phases=(Phase.generate, Phase.shrink) if SHRINKING else (Phase.generate,),
+            phases=(Phase.generate, Phase.shrink) if self.shrinking else (Phase.generate,),
             suppress_health_check=list(HealthCheck),
             report_multiple_bugs=False,
             print_blob=False,
@@ -265,7 +309,7 @@ class _Search:
         self._try(example)
         if repr(example) in self.failures:
             if self.ends == math.inf:
-                self.ends = time.monotonic() + SHRINKING
+                self.ends = time.monotonic() + self.shrinking
             self.smallest = example
             raise self.failures[repr(example)]
 
@@ -297,6 +341,7 @@ class _Search:
         """Describe a failure: its masks, and what is probably wrong; of equals first what was blamed before."""
         example = self.smallest
         assert example is not None
+        is_race = self._differs_from_call_to_call(example)
         self._gather()
         name, where = (
             str(self.dtype).removeprefix("torch."),
@@ -311,12 +356,34 @@ class _Search:
             self.refused,
             repr(example),
             name,
-            tuple((mistake.name, mistake.says) for mistake in probable(example, self.trials, blamed)),
-            *self._masks(example),
+            (RACE,)
+            if is_race
+            else tuple((mistake.name, mistake.says) for mistake in probable(example, self.trials, blamed)),
+            *(((), ()) if is_race else self._masks(example)),
             f"from refattn.conformance.check import Example, reproduce; "
-            f"reproduce({self.kernel.name!r}, {self.prop.name!r}, {example!r}, dtype={name!r}{where})",
+            f"reproduce({self.kernel.name!r}, {self.prop.name!r}, {example!r}, dtype={name!r}{where}"
+            f"{', times=1000' if is_race else ''})",
             self.kernel.without_lse and self.prop.compares_lse,
         )
+
+    def _differs_from_call_to_call(self, example: Example) -> bool:
+        """Return whether the kernel is right at times, or wrong each time in another way, on the same numbers."""
+        ends, failed, first = time.monotonic() + REPEATING, 0, None
+        for count in range(1, REPEATS + 1):
+            self.kernel.calls.clear()
+            try:
+                self.prop.check(self.kernel, example, self.dtype, self.device)
+            except Broken:
+                failed += 1
+            except RefusedError:
+                return False
+            answers = self.kernel.calls[-1][1] if self.kernel.calls else {}
+            first = answers if first is None else first
+            if failed < count or not _nearly_alike(first, answers):
+                return True
+            if time.monotonic() > ends:
+                break
+        return False
 
     def _gather(self) -> None:
         """Try some more batches as evidence, large ones too, and each with random numbers in ordinary memory."""
@@ -353,6 +420,15 @@ class _Search:
         return ((), ()) if wrong is None else (_rows(want), _rows(wrong))
 
 
+def _nearly_alike(one: Answers, other: Answers) -> bool:
+    """Return whether two answers differ by no more than sums in another order do."""
+    return all(
+        torch.allclose(one[name].float(), x.float(), rtol=0.05, atol=0.05, equal_nan=True)
+        for name, x in other.items()
+        if name in one and one[name].shape == x.shape
+    )
+
+
 def _rows(drawn: Sequence[Tensor]) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple("".join("1" if x else "0" for x in row) for row in mask.tolist()) for mask in drawn)
 
@@ -376,16 +452,18 @@ def probable(
     """
     newest = [trial for trial in reversed(trials) if trial.calls]
     ordered = sorted(newest, key=lambda trial: (not trial.failed, trial.example != smallest))
-    seen, calls = set(), []
+    seen, trials = set(), []
     for trial in ordered:
-        if (repr(trial.example), len(trial.calls)) not in seen:
-            seen.add((repr(trial.example), len(trial.calls)))
-            calls.append((trial, _Evidence(trial.example, *trial.calls[-1])))
+        key = repr(trial.example), len(trial.calls), trial.failed
+        if key not in seen:
+            seen.add(key)
+            trials.append(trial)
+    wrong = sorted((trial for trial in trials if trial.failed), key=_cost)[: 2 * EVIDENCE]  # the cheapest
+    right = [trial for trial in trials if not trial.failed][: EVIDENCE // 2]
     nothing_wrong = mistakes.without_mistake(smallest.path)
-    failing = [evidence for trial, evidence in calls if trial.failed][:EVIDENCE]
-    failing = [evidence for evidence in failing if not evidence.agrees(nothing_wrong)]
-    failing.sort(key=lambda evidence: sum(q * s for q, s in evidence.example.lens))  # the cheapest first
-    passing = [evidence for trial, evidence in calls if not trial.failed][: EVIDENCE // 2]
+    failing = [_Evidence(trial.example, *trial.calls[-1]) for trial in wrong]
+    failing = [evidence for evidence in failing if not evidence.agrees(nothing_wrong)][:EVIDENCE]
+    passing = [_Evidence(trial.example, *trial.calls[-1]) for trial in right]
     if not failing:
         return []
     scores: dict[str, tuple[float, mistakes.Mistake]] = {}
@@ -396,12 +474,17 @@ def probable(
             if missed > (1 - PROBABLE) * len(failing):
                 break
         else:
-            score = len(failing) - missed + sum(evidence.agrees(mistake) for evidence in passing)
-            if score > scores.get(mistake.name, (0.0, mistake))[0]:
+            agreed = sum(evidence.agrees(mistake) for evidence in passing)
+            score = len(failing) - missed + agreed
+            if agreed >= PROBABLE * len(passing) and score > scores.get(mistake.name, (0.0, mistake))[0]:
                 scores[mistake.name] = score, mistake
     best = max((score for score, _ in scores.values()), default=0)
     found = [mistake for score, mistake in scores.values() if score == best]
     return sorted(found, key=lambda mistake: mistake.name not in blamed)[:most]
+
+
+def _cost(trial: _Trial) -> int:
+    return sum(q * s for q, s in trial.example.lens)
 
 
 class _Evidence:
@@ -410,7 +493,8 @@ class _Evidence:
     def __init__(self, example: Example, arguments: Arguments, answers: Answers) -> None:
         self.example, self.arguments = example, on_cpu(arguments)
         self.answers = {name: x.detach().cpu() for name, x in answers.items()}
-        self.wide, self.low = expected(example, self.arguments)
+        without_out = {name: x for name, x in self.arguments.items() if name != "out"}
+        self.wide, self.low = expected(example, without_out)
 
     def agrees(self, mistake: mistakes.Mistake) -> bool:
         """Return whether a mistake gives these answers."""

@@ -12,8 +12,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from refattn.conformance import landmarks
 from refattn.conformance.example import PATHS, Answers, Arguments, Example, expected, poison
 from refattn.conformance.kernel import Kernel, Shape
+from refattn.conformance.landmarks import Landmarks
 from refattn.conformance.readout import one_hot_values
 from refattn.conformance.tolerance import assert_close
 
@@ -21,6 +23,7 @@ Draw = st.DrawFn
 Check = Callable[[Kernel, Example, torch.dtype, str], None]
 LARGE = 2**31  # elements: offsets beyond do not fit into 32 bits
 LOUD = 100.0  # factor on the queries, at which exp(score) overflows
+LOW = 60.0  # added to keys and taken from queries: all scores are then far below -10,000
 
 
 class Broken(AssertionError):
@@ -50,8 +53,10 @@ class Property:
         check: calls the kernel on it, and raises `Broken`.
         needs: what the kernel must take, for this to be asked.
         paths: where it is asked; everywhere if empty.
-        examples: the most batches; as many as are asked for if None.
+        examples: the most batches that are drawn; as many as are asked for if None.
         cuda: whether it is asked on a GPU only.
+        landmarks: batches that are tried before those that are drawn.
+        check_landmark: the check of these, if it is another.
     """
 
     name: str
@@ -62,6 +67,8 @@ class Property:
     paths: tuple[str, ...] = ()
     examples: int | None = None
     cuda: bool = False
+    landmarks: Landmarks = landmarks.none
+    check_landmark: Check | None = None
 
     @property
     def compares_lse(self) -> bool:
@@ -77,6 +84,8 @@ class Property:
                 return f"has no parameter {option}"
         if self.cuda and not device.startswith("cuda"):
             return "is of a GPU"
+        if self.name == "padding" and PATHS[kernel.path].attends and not kernel.knows_query_lens:
+            return "has no parameter that says which rows are padding"
         return None
 
 
@@ -192,8 +201,10 @@ def odd_lengths(draw: Draw, kernel: Kernel) -> Example:
     odd = draw(st.sampled_from(((0, 3), (2, 0), (3, 1))))
     most = kernel.claims.max_query_len or 6
 
+    least = 0 if kernel.knows_query_lens else 1  # where each sequence has one query, none has no query
+
     def insert(drawn: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        return [(min(q, most), s) for q, s in [*drawn[:1], odd, *drawn[1:]]]
+        return [(max(least, min(q, most)), s) for q, s in [*drawn[:1], odd, *drawn[1:]]]
 
     return draw_example(draw, kernel, pairs.map(insert))
 
@@ -364,13 +375,18 @@ def everything(kernel: Kernel, example: Example, dtype: torch.dtype, device: str
 
 
 def loud(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Compare where scores are in the hundreds."""
+    """Compare where scores are in the hundreds, and in float32 where all of them are far below -10,000."""
     arguments = example.tensors(dtype, device)
     if example.path == "merge":
         arguments["lses"] = [x * 60 for x in arguments["lses"]]
     else:
         arguments["query"] = arguments["query"] * LOUD
     hold(example, arguments, ask(kernel, example, arguments), is_loud=True)
+    keys = [word for word in ("key", "key_cache") if word in arguments]
+    if dtype == torch.float32 and keys and example.path in READ_OUT:
+        low = example.tensors(dtype, device)
+        low["query"], low[keys[0]] = low["query"] - LOW, low[keys[0]] + LOW
+        hold(example, low, ask(kernel, example, low), is_loud=True)
 
 
 def mask(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
@@ -392,6 +408,52 @@ def mask(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> N
         if not off <= 4 * torch.finfo(dtype).eps:
             raise Broken(f"sequence {i}: the visible keys do not weigh alike, though all their scores are 0")
         row += len(want)
+
+
+def glance(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Look whether each query sees its keys, all at once: with zero queries the output is the mean of their values.
+
+    Those are 1 and -1, so that a key more or less among n moves every element by about 1/n.
+    """
+    generator = torch.Generator().manual_seed(example.seed)
+    values = [
+        torch.randint(0, 2, (s, example.heads[1], example.value_size), generator=generator).float() * 2 - 1
+        for _, s in example.lens
+    ]
+    shared = example.options.get("shared", 0) * example.block_size
+    for value in values[1:]:
+        value[:shared] = values[0][:shared]
+    arguments = example.tensors(dtype, device, values=values)
+    out = ask(kernel, example, arguments | dict(query=torch.zeros_like(arguments["query"])))["out"].detach().cpu()
+    if out.shape[0] != example.num_tokens + example.padding_rows:
+        raise Broken(f"out: {out.shape[0]} rows, expected {example.num_tokens + example.padding_rows}")
+    row, group = 0, example.heads[0] // example.heads[1]
+    for i, (mask, value) in enumerate(zip(example.masks(), values, strict=True)):
+        value = value[:, :1] if example.path == "mla" else value  # where all heads share one latent
+        shares = (mask / mask.sum(-1, keepdim=True).clamp(min=1)).double()
+        want = torch.einsum("ts,shd->thd", shares, value.double()).repeat_interleave(group, dim=1)
+        off = (out[row : row + len(mask)].double() - want).abs().amax(-1)
+        allowed = torch.finfo(dtype).eps * want.abs().amax(-1) + 16 * torch.finfo(torch.float32).eps
+        wrong = (~(off <= allowed)).nonzero()
+        if len(wrong):
+            t, head = wrong[0].tolist()
+            raise Broken(
+                f"sequence {i}, head {head}: query row {t} does not return the mean of the keys that it may see"
+            )
+        row += len(mask)
+
+
+def at_landmarks(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Look at the mask where the output shows it and no option changes weights, and compare everything."""
+    if example.path in READ_OUT and not {"alibi_slopes", "sinks"} & set(example.options):
+        glance(kernel, example, dtype, device)
+    everything(kernel, example, dtype, device)
+
+
+def outputs_at_landmarks(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Do so without the log-sum-exp."""
+    glance(kernel, example, dtype, device)
+    answer(kernel, example, dtype, device)
 
 
 def seen_masks(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> list[Tensor]:
@@ -429,6 +491,10 @@ def strides(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -
     for word in words:
         if word in arguments:
             arguments[word] = with_gap(arguments[word]) if example.seed % 2 else outside_in(arguments[word])
+    table = arguments["batch"].block_table if "batch" in arguments else None
+    if table is not None:  # the beginning of each row of a larger one, as servers have it
+        table = torch.cat([table, torch.full_like(table, -1)], dim=1)[:, : table.shape[1]]
+        arguments["batch"] = replace(arguments["batch"], block_table=table)
     if "lses" in arguments:
         arguments["lses"] = [x.T.contiguous().T for x in arguments["lses"]]
         arguments["outs"] = [with_gap(x) for x in arguments["outs"]]
@@ -454,6 +520,24 @@ def last_stride(kernel: Kernel, example: Example, dtype: torch.dtype, device: st
         if word in arguments:
             x = arguments[word]
             arguments[word] = torch.stack([x, torch.full_like(x, 0.5)], dim=-1)[..., 0]
+    hold(example, arguments, ask(kernel, example, arguments))
+
+
+def without_lse(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare an output that comes alone with the reference."""
+    arguments = example.tensors(dtype, device)
+    hold(example, arguments, ask(kernel, example, arguments, return_lse=False), only=("out",))
+
+
+def upper_bounds(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare with a longest query and a longest sequence that are longer than any of the batch."""
+    arguments = example.tensors(dtype, device)
+    batch = arguments["batch"]
+    more = 0 if kernel.claims.max_query_len == 1 else 3
+    columns = example.block_size if batch.block_table is None else batch.block_table.shape[1] * example.block_size
+    most = max(batch.max_seq_len, min(columns, batch.max_seq_len + example.block_size))
+    batch = replace(batch, max_query_len=batch.max_query_len + more, max_seq_len=most)
+    arguments = arguments | dict(batch=batch)
     hold(example, arguments, ask(kernel, example, arguments))
 
 
@@ -529,12 +613,25 @@ def again(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> 
     """Compare a second call, after one over other and more sequences, with the reference."""
     other = replace(example, lens=(*example.lens, *((q, s + 7) for q, s in example.lens)), seed=example.seed + 1)
     arguments = example.tensors(dtype, device)
-    ask(kernel, example, arguments)
+    earlier = ask(kernel, example, arguments)
+    before = {name: x.clone() for name, x in earlier.items()}
     ask(kernel, other, other.tensors(dtype, device))
+    ask(kernel, example, arguments | again_with(arguments))
+    for name, x in before.items():
+        if not torch.equal(x.nan_to_num(7.0), earlier[name].nan_to_num(7.0)):
+            raise Broken(f"{name}: a later call wrote into what an earlier one had returned")
     try:
         hold(example, arguments, ask(kernel, example, arguments))
     except Broken as error:
         raise Broken(f"in the second call, {error}") from None
+
+
+def again_with(arguments: Arguments) -> Arguments:
+    """Return other numbers for a call of the same sizes."""
+    if "query" in arguments:
+        return {"query": -arguments["query"]}
+    words = [word for word in ("key", "value") if word in arguments]
+    return {word: -arguments[word] for word in words} or {"outs": [-x for x in arguments["outs"]]}
 
 
 def nan(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
@@ -600,6 +697,18 @@ def out_memory(kernel: Kernel, example: Example, dtype: torch.dtype, device: str
         raise Broken("out: the output that is returned is not the memory that was given")
 
 
+def strided_out(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Give memory for the output that is a view: heads outside tokens, or a gap after each row."""
+    arguments = example.tensors(dtype, device)
+    t, (h, _), dv = example.num_tokens, example.heads, example.output_size
+    memory = torch.full((h, t, dv) if example.seed % 2 else (t, 2 * h, dv), 7.0, dtype=dtype, device=device)
+    view = memory.transpose(0, 1) if example.seed % 2 else memory[:, :h]
+    answers = ask(kernel, example, arguments, out=view)
+    hold(example, arguments, answers | dict(out=view), only=("out",))
+    if not example.seed % 2 and not (memory[:, h:] == 7).all():
+        raise Broken("out: memory between the rows of the given one was written")
+
+
 def graph(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
     """Capture a CUDA graph with one key per query, and replay it with as many as the batch has."""
     arguments = example.tensors(dtype, device)
@@ -630,19 +739,35 @@ def graph(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> 
         raise Broken(f"captured short and replayed long, {error}") from None
 
 
-OUTPUTS_ALONE = (mask, answer, nan, writes, out_memory, alone)
+OUTPUTS_ALONE = (mask, answer, outputs_at_landmarks, nan, writes, out_memory, strided_out, without_lse, alone)
 ATTENDS = tuple(path.name for path in PATHS.values() if path.attends)
 LOUDLY = (*(name for name in ATTENDS if name != "differential"), "merge")  # whose norm magnifies rounding
 READ_OUT = tuple(name for name in ATTENDS if name not in ("differential", "quantized"))  # whose output is the mask
 PAGED = tuple(path.name for path in PATHS.values() if path.pools and path.attends)
 MIXTURE = ("softmax_scale", "softcap", "alibi_slopes", "sinks")
 
+
+def all_together(kernel: Kernel) -> list[Example]:
+    """Return the landmarks of all options that a kernel takes."""
+    numbers = dict(softmax_scale=0.3, softcap=5.0, alibi_slopes=True, sinks=True)
+    return landmarks.long(**{name: x for name, x in numbers.items() if kernel.takes(name)})(kernel)
+
+
 PROPERTIES = (
     Property(
-        "mask", "Each query sees exactly the keys that it may see, all alike.", of_any_shape, mask, paths=READ_OUT
+        "mask",
+        "Each query sees exactly the keys that it may see, all alike.",
+        of_any_shape,
+        mask,
+        paths=READ_OUT,
+        landmarks=landmarks.every_shape,
     ),
     Property(
-        "answer", "The output is that of the formula, within twice the error of its own type.", of_any_shape, answer
+        "answer",
+        "The output is that of the formula, within twice the error of its own type.",
+        of_any_shape,
+        answer,
+        landmarks=landmarks.every_shape,
     ),
     Property(
         "not causal",
@@ -651,6 +776,8 @@ PROPERTIES = (
         mask,
         ("causal",),
         ("dense", "chunked_prefill"),
+        landmarks=landmarks.long(causal=False),
+        check_landmark=outputs_at_landmarks,
     ),
     Property(
         "window",
@@ -659,6 +786,8 @@ PROPERTIES = (
         mask,
         ("window_size",),
         ("dense", "chunked_prefill", "sliding_window"),
+        landmarks=landmarks.long(window_size=(90, 0)),
+        check_landmark=outputs_at_landmarks,
     ),
     Property(
         "lse",
@@ -673,6 +802,41 @@ PROPERTIES = (
         odd_lengths,
         everything,
         paths=tuple(name for name in ATTENDS if name != "speculative"),  # whose trees are among their keys
+        landmarks=landmarks.without_queries,
+    ),
+    Property(
+        "upper bounds",
+        "max_query_len and max_seq_len may be larger than any length of the batch.",
+        plain,
+        upper_bounds,
+        paths=tuple(name for name in landmarks.KNOWN if name not in ("cascade", "speculative")),
+    ),
+    Property(
+        "edges",
+        "Keys may fill a tile or a block exactly, or be one more or less.",
+        plain,
+        at_landmarks,
+        paths=landmarks.KNOWN,
+        examples=0,
+        landmarks=landmarks.edges,
+    ),
+    Property(
+        "many sequences",
+        "A batch may have many sequences, each of another length.",
+        plain,
+        at_landmarks,
+        paths=landmarks.KNOWN,
+        examples=0,
+        landmarks=landmarks.many_sequences,
+    ),
+    Property(
+        "many queries",
+        "Sequences may have several tiles of queries.",
+        plain,
+        at_landmarks,
+        paths=landmarks.KNOWN,
+        examples=0,
+        landmarks=landmarks.many_queries,
     ),
     Property(
         "empty parts", "A part in which a query sees no key has no weight.", empty_parts, everything, paths=("merge",)
@@ -684,6 +848,8 @@ PROPERTIES = (
         everything,
         paths=ATTENDS,
         examples=4,
+        landmarks=landmarks.very_long,
+        check_landmark=at_landmarks,
     ),
     Property("range", "Scores in the hundreds do not overflow.", plain, loud, paths=LOUDLY),
     Property("blocks", "Blocks that belong to no sequence may hold anything.", plain, poisoned("blocks"), paths=PAGED),
@@ -743,7 +909,23 @@ PROPERTIES = (
         paths=ATTENDS,
     ),
     Property("padding", "A token with slot -1 is not written.", padded, answer, paths=("kv_cache",)),
-    Property("strides", "Tensors may be views: other layouts, gaps between rows and pages.", plain, strides),
+    Property(
+        "strides",
+        "Tensors may be views: other layouts, gaps between rows and pages.",
+        plain,
+        strides,
+        landmarks=landmarks.some,
+    ),
+    Property(
+        "without lse",
+        "Without return_lse the output is the same.",
+        plain,
+        without_lse,
+        ("return_lse",),
+        ATTENDS,
+        examples=2,
+        landmarks=landmarks.long(),
+    ),
     Property(
         "last stride",
         "The last dimension need not be contiguous.",
@@ -766,6 +948,7 @@ PROPERTIES = (
         everything,
         ("softmax_scale",),
         ATTENDS,
+        landmarks=landmarks.long(softmax_scale=0.3),
     ),
     Property(
         "softcap",
@@ -774,6 +957,7 @@ PROPERTIES = (
         everything,
         ("softcap",),
         ATTENDS,
+        landmarks=landmarks.long(softcap=5.0),
     ),
     Property(
         "alibi",
@@ -782,6 +966,7 @@ PROPERTIES = (
         everything,
         ("alibi_slopes",),
         ATTENDS,
+        landmarks=landmarks.long(alibi_slopes=True),
     ),
     Property(
         "sinks",
@@ -790,10 +975,23 @@ PROPERTIES = (
         everything,
         ("sinks",),
         ATTENDS,
+        landmarks=landmarks.of_sinks,
     ),
-    Property("together", "All options can be combined.", with_options(*MIXTURE), everything, paths=ATTENDS),
     Property(
-        "scales", "Keys and values have separate scales.", with_options("scales"), everything, paths=("quantized",)
+        "together",
+        "All options can be combined.",
+        with_options(*MIXTURE),
+        everything,
+        paths=ATTENDS,
+        landmarks=all_together,
+    ),
+    Property(
+        "scales",
+        "Keys and values have separate scales.",
+        with_options("scales"),
+        everything,
+        paths=("quantized",),
+        landmarks=landmarks.long(scales=(0.5, 0.25)),
     ),
     Property(
         "decode is prefill",
@@ -816,6 +1014,7 @@ PROPERTIES = (
     Property(
         "out", "out= is filled and returned; memory around it is not touched.", plain, out_memory, ("out",), ATTENDS
     ),
+    Property("out strides", "out= may be a view with any strides.", plain, strided_out, ("out",), ATTENDS),
     Property(
         "graph",
         "A CUDA graph captured with short sequences is right for long ones.",

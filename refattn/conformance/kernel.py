@@ -22,6 +22,7 @@ from refattn.conformance.example import PATHS, Answers, Arguments, Example
 from refattn.interface import AttentionOptions
 
 OF_BATCH = ("cu_seqlens_q", "seq_lens", "block_table", "max_query_len", "max_seq_len", "query_lens", "context_lens")
+QUERY_LENS = {"cu_seqlens_q", "query_lens", "context_lens", "batch", "plan"}  # what says where queries are
 NEUTRAL = {
     "causal": True,
     "window_size": (-1, -1),
@@ -60,7 +61,7 @@ class Claims:
     """
 
     dtypes: tuple[torch.dtype, ...] = HALVES
-    heads: tuple[tuple[int, int], ...] = ((1, 1), (2, 1), (3, 3), (8, 2), (4, 2))
+    heads: tuple[tuple[int, int], ...] = ((1, 1), (2, 1), (3, 3), (6, 2), (28, 4), (8, 2), (4, 2))
     head_sizes: tuple[tuple[int, int], ...] = ((64, 64), (128, 128))
     block_sizes: tuple[int, ...] = (16, 32, 64)
     max_query_len: int | None = None
@@ -82,8 +83,8 @@ class Claims:
 
 
 OF_PATH = {
-    "mla": Claims(heads=((1, 1), (4, 1), (16, 1)), head_sizes=((96, 64), (80, 64))),
-    "differential": Claims(heads=((2, 2), (4, 2), (8, 4)), head_sizes=((64, 64), (128, 128))),
+    "mla": Claims(heads=((1, 1), (4, 1), (7, 1), (16, 1)), head_sizes=((96, 64), (80, 64))),
+    "differential": Claims(heads=((2, 2), (4, 2), (12, 4), (8, 4)), head_sizes=((64, 64), (128, 128))),
     "quantized": Claims(dtypes=(torch.float32, torch.bfloat16)),
     "select": Claims(dtypes=(torch.float32,), heads=((1, 1),), head_sizes=((64, 64),), block_sizes=(16,)),
 }  # what a function without claims is taken to claim
@@ -143,6 +144,8 @@ class Kernel:
                     "A function of a few lines with these names can call yours in any other way."
                 )
         limits = getattr(self.function, "__claims__", {})
+        if PATHS[self.path].attends and not QUERY_LENS & set(self.parameters):
+            limits = {"max_query_len": 1} | limits  # nothing says how many queries a sequence has: this is a decode
         self.claims = Claims(**{**{f.name: getattr(self._usual, f.name) for f in fields(Claims)}, **limits})
 
     @property
@@ -166,13 +169,18 @@ class Kernel:
         by_options = option in path.options and "options" in self.parameters
         return option in self.parameters or by_plan or by_options
 
+    @property
+    def knows_query_lens(self) -> bool:
+        """Return whether a parameter says how many queries each sequence has; else each has one, as in a decode."""
+        return bool(QUERY_LENS & set(self.parameters))
+
     def __call__(self, example: Example, arguments: Arguments, **more: Any) -> Answers:
         """Call the function with the words that it names, and return its answers by name.
 
         Args:
             example: what the arguments are of.
             arguments: of the path.
-            more: `out`.
+            more: `out`, `return_lse`.
         """
         path = PATHS[self.path]
         if path.function == "write":
@@ -183,7 +191,11 @@ class Kernel:
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()
         answers: Answers = pools if path.function == "write" else self.named(came)
-        self.calls.append((arguments, answers))
+        if "out" in more:  # which the kernel has written, and the reference would, too
+            kept = {name: preserving_clone(x) for name, x in answers.items()}
+            self.calls.append((arguments | {"out": preserving_clone(more["out"])}, kept))
+        else:
+            self.calls.append((arguments, answers))
         return answers
 
     def named(self, came: Any) -> Answers:

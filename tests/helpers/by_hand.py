@@ -271,3 +271,4 @@ def select(scores, topk):
 
 
 LOG2E = math.log2(math.e)
+LATER: dict = {}  # for a mistake that is planted

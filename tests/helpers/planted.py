@@ -554,3 +554,211 @@ PLANTED = [
         "torch.argsort(torch.where(scores == -torch.inf, torch.inf, scores), dim=1, stable=True)",
     ),
 ]
+
+SEE = "see = torch.ones(n, len(j), dtype=torch.bool)"
+BLOCK = "block = block_table[b, j // p].long()"
+REPEAT = "k = k.repeat_interleave(h // hk, dim=1)\n                v = v.repeat_interleave(h // hk, dim=1)"
+LENGTHS = "first, last, s = starts[b], starts[b + 1], lengths[b]"
+OF_SINKS = "total = total + torch.exp(sinks.float()[:, None] - whole)"
+RETURNED = "    return (out, lse) if return_lse else out\n\n\ndef dense"
+NEW_OUT = "        out = query.new_empty(t, h, dv)\n"
+LOSES_LAST_KEY = "see = ((j < s - 1) | torch.tensor(s % 16 != 0)).expand(n, -1)"
+
+# Mistakes past a size, which batches drawn at random do not show: what `check` should call each, the property that finds
+# it, the lines, those with the mistake, and what the kernel claims.
+PAST_A_SIZE = {
+    "full-blocks-of-64": ("full-tile-loses-last-key", "edges", SEE, LOSES_LAST_KEY, dict(block_sizes=(64,))),
+    "full-blocks-of-256": ("full-tile-loses-last-key", "edges", SEE, LOSES_LAST_KEY, dict(block_sizes=(256,))),
+    "second-tile-of-queries": (
+        "later-queries-off-by-one",
+        "many queries",
+        "see = see & (j <= pos)",
+        "see = see & (j <= pos + (torch.arange(n)[:, None] >= 64))",
+        {},
+    ),
+    "ninth-sequence": (
+        "lengths-past-a-count",
+        "many sequences",
+        LENGTHS,
+        LENGTHS.replace("lengths[b]", "lengths[b % 8]"),
+        {},
+    ),
+    "groups-of-three-and-seven": (
+        "groups-of-powers-of-two",
+        "answer",
+        REPEAT,
+        "heads = (torch.arange(h) // (1 << (h // hk - 1).bit_length())).clamp(max=hk - 1)\n"
+        "                k, v = k[:, heads], v[:, heads]",
+        {},
+    ),
+    "softcap-in-splits": (
+        "softcap-ignored-in-splits",
+        "softcap",
+        "if softcap:",
+        "if softcap and (n > 1 or s <= 256):",
+        {},
+    ),
+    "alibi-in-splits": (
+        "alibi-from-split",
+        "alibi",
+        "(pos - j).abs()",
+        "(pos - (j - begin if n == 1 else j)).abs()",
+        {},
+    ),
+    "window-in-splits": (
+        "window-ignored-in-splits",
+        "window",
+        "if window_size[0] >= 0:",
+        "if window_size[0] >= 0 and (n > 1 or s <= 256):",
+        {},
+    ),
+    "strides-of-out": (
+        "out-strides-assumed",
+        "out strides",
+        (NEW_OUT, RETURNED),
+        (
+            NEW_OUT + "    given, out = out, out if out.is_contiguous() else query.new_empty(t, h, dv)\n",
+            "    if given is not out:\n        given.as_strided((out.numel(),), (1,)).copy_(out.flatten())\n"
+            "        out = given\n" + RETURNED,
+        ),
+        {},
+    ),
+}
+
+# Mistakes that have no name: the kernel, the property that finds it, the lines, and those with the mistake.
+UNNAMED = {
+    "table-of-8-bits": ("paged", "many sequences", BLOCK, "block = block_table[b, j // p].to(torch.int8).long()"),
+    "blocks-of-16": (
+        "paged",
+        "mask",
+        BLOCK,
+        "block = block_table[b, (j // 16).clamp(max=block_table.shape[1] - 1)].long()",
+    ),
+    "table-of-32-columns": ("paged", "many keys", BLOCK, "block = block_table[b, (j // p).clamp(max=31)].long()"),
+    "table-is-contiguous": (
+        "paged",
+        "strides",
+        BLOCK,
+        "block = block_table.as_strided(block_table.shape, (block_table.shape[1], 1))[b, j // p].long()",
+    ),
+    "slopes-of-kv-heads": (
+        "paged",
+        "alibi",
+        "alibi_slopes[:, None, None]",
+        "alibi_slopes[torch.arange(h) // (h // hk), None, None]",
+    ),
+    "distances-in-bfloat16": ("paged", "alibi", "(pos - j).abs()", "(pos - j).abs().bfloat16().float()"),
+    "sinks-of-kv-heads": (
+        "paged",
+        "sinks",
+        OF_SINKS,
+        OF_SINKS.replace("float()[:, None]", "float()[torch.arange(h) // (h // hk), None]"),
+    ),
+    "sinks-where-there-are-keys": (
+        "paged",
+        "sinks",
+        OF_SINKS,
+        "total = torch.where(total > 0, total + torch.exp(sinks.float()[:, None] - whole), total)",
+    ),
+    "sinks-of-first-sequence": (
+        "paged",
+        "sinks",
+        "if sinks is not None:\n            total",
+        "if sinks is not None and b == 0:\n            total",
+    ),
+    "values-of-other-groups": (
+        "paged",
+        "answer",
+        REPEAT,
+        REPEAT.replace("v = v.repeat_interleave(h // hk, dim=1)", "v = v.repeat(1, h // hk, 1)"),
+    ),
+    "large-groups": ("paged", "answer", REPEAT, REPEAT + "\n                v = v.flip(1) if h // hk > 4 else v"),
+    "sixteen-splits": (
+        "paged",
+        "many keys",
+        "range(0, max(s, 1), SPLIT)",
+        "range(0, max(min(s, 16 * SPLIT), 1), SPLIT)",
+    ),
+    "sixty-four-splits": (
+        "paged",
+        "many keys",
+        "range(0, max(s, 1), SPLIT)",
+        "range(0, max(min(s, 64 * SPLIT), 1), SPLIT)",
+    ),
+    "half-of-a-head-of-128": (
+        "paged",
+        "answer",
+        'torch.einsum("thd,jhd->htj", q, k) * scale',
+        'torch.einsum("thd,jhd->htj", q[..., :64], k[..., :64]) * scale',
+    ),
+    "scale-of-a-head-of-64": ("paged", "answer", "scale = d**-0.5 if", "scale = 64**-0.5 if"),
+    "queries-wrap": (
+        "paged",
+        "many queries",
+        "q = query[first:last].float()",
+        "q = query[first:last].float()[torch.arange(n) % 128]",
+    ),
+    "row-is-sequence": (
+        "paged",
+        "empty rows",
+        LENGTHS,
+        LENGTHS + "\n        if max_query_len == 1 and last > first:\n            first, last = b, b + 1",
+    ),
+    "rows-past-the-tile": (
+        "paged",
+        "many sequences",
+        ("for b in range(len(lengths)):", "q = query[first:last].float()"),
+        (
+            "for b in reversed(range(len(lengths))):",
+            "q = query[first:last].float()\n        out[first : first + -(-n // 16) * 16] = 0",
+        ),
+    ),
+    "tiles-before-the-last-window": (
+        "paged",
+        "window",
+        SEE,
+        SEE + "\n                if window_size[0] >= 0:"
+        "\n                    see = see & (j // TILE >= (s - 1 - window_size[0]) // TILE)",
+    ),
+    "context-of-whole-blocks": (
+        "paged",
+        "many queries",
+        SEE,
+        SEE + "\n                see = see & ((n == 1) | (j >= s - n) | (j < (s - n) // p * p))",
+    ),
+    "positions-from-zero": (
+        "paged",
+        "empty rows",
+        "pos = torch.arange(s - n, s)[:, None]",
+        "pos = torch.arange(s - n, s).clamp(min=0)[:, None]",
+    ),
+    "longest-is-exact": (
+        "paged",
+        "upper bounds",
+        LENGTHS,
+        LENGTHS + "\n        s = s if max_seq_len == max(lengths) else s - 1",
+    ),
+    "largest-score-from-minus-10000": (
+        "paged",
+        "range",
+        "top = torch.full((h, n), -torch.inf)",
+        "top = torch.full((h, n), -1e4)",
+    ),
+    "output-is-a-workspace": (
+        "paged",
+        "again",
+        NEW_OUT,
+        "        out = LATER.setdefault((t, h, dv), query.new_empty(t, h, dv))\n",
+    ),
+    "cap-of-first-tiles": ("paged", "softcap", "if softcap:", "if softcap and tile < 64:"),
+    "lse-of-half": ("paged", "lse", "lse = torch.empty(t, h)\n", "lse = torch.empty(t, h, dtype=torch.float16)\n"),
+    "output-of-two-splits": (
+        "paged",
+        "without lse",
+        "whole = torch.stack([part[2] for part in parts]).amax(0)",
+        "parts = parts if return_lse or len(parts) < 3 else parts[:-1]\n        "
+        "whole = torch.stack([part[2] for part in parts]).amax(0)",
+    ),
+    "merge-of-four": ("merge", "answer", "zip(outs, lses, strict=True)", "zip(outs[:4], lses[:4], strict=True)"),
+    "slot-zero-is-padding": ("write", "answer", "keep = slot_mapping >= 0", "keep = slot_mapping > 0"),
+}

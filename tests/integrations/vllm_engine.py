@@ -42,6 +42,7 @@ MODELS = {
             intermediate_size_mlp=64,
             num_local_experts=4,
             moe_layers=[],
+            interleave_moe_layer_step=0,
         )
     ),
 }

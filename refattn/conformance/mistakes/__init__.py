@@ -9,6 +9,7 @@ then shows the docstring of that class. `Attention` itself is right; it shares n
     scores        scale, cap, ALiBi         trees, latents, quantized, differential, merge, writes
     softmax       sum, sinks, LSE           empty               fully masked rows
     intervals     one for each query        selection           the best keys, and no others
+    tiles         what shows past the size of a tile, of a batch, of a group, of a split
 """
 
 import re
@@ -32,6 +33,7 @@ from refattn.conformance.mistakes import (
     selection,
     softmax,
     splits,
+    tiles,
     trees,
     writes,
 )
@@ -43,8 +45,8 @@ from refattn.conformance.mistakes.writes import Write
 
 # Of mistakes that explain an answer equally well, the first is named: the plainest come first.
 ORDER = (
-    *(intervals, selection, masks, pages, scores, softmax, empty, splits, hidden, cascade, trees, latents, quantized),
-    *(differential, merge, writes),
+    *(intervals, selection, masks, pages, scores, softmax, empty, splits, tiles, hidden, cascade, trees, latents),
+    *(quantized, differential, merge, writes),
 )
 
 

@@ -1,0 +1,139 @@
+"""Landmarks: batches that are always tried, at the places where kernels change their way of computing.
+
+A batch drawn at random is small, and seldom meets such a place: the second tile of queries, the length that fills a
+tile or a block exactly, the ninth sequence, a group of seven heads, an option in a decode whose keys are split.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from refattn.conformance.example import PATHS, Example
+from refattn.conformance.kernel import Kernel, Shape
+
+Lens = tuple[tuple[int, int], ...]
+Landmarks = Callable[[Kernel], list[Example]]
+
+KNOWN = (
+    "dense",
+    "chunked_prefill",
+    "sliding_window",
+    "local",
+    "cascade",
+    "speculative",
+    "differential",
+    "mla",
+    "quantized",
+)
+TILES = (16, 32, 64, 128, 256)  # keys, or queries, that kernels take at a time
+MOST_NODES = 8  # of a tree
+
+
+def none(kernel: Kernel) -> list[Example]:
+    """Return no landmarks."""
+    return []
+
+
+def example(kernel: Kernel, lens: Lens, shape: Shape | None = None, **options: Any) -> Example:
+    """Make a batch of what a kernel claims, as near to the given lengths as its path and its claims allow."""
+    claims, path = kernel.claims, kernel.path
+    heads, (head_size, value_head_size), block_size = shape or claims.shapes[0]
+    most = min(claims.max_query_len or max(q for q, _ in lens), MOST_NODES if path == "speculative" else 10**6)
+    pairs = [(min(q, most), max(s, claims.min_seq_len, 0 if path != "speculative" else min(q, most))) for q, s in lens]
+    if path == "sliding_window":
+        options.setdefault("window_size", (300, 0))
+    if path == "local":
+        options["chunk_size"] = block_size * 3
+    if path == "cascade":
+        options["shared"] = 1
+        pairs = [(q, max(q, s) + block_size) for q, s in pairs]
+    sizes = (head_size, 0 if value_head_size == head_size else value_head_size, block_size)
+    return Example(path, tuple(pairs), heads, *sizes, options=options)
+
+
+def every_shape(kernel: Kernel) -> list[Example]:
+    """Return a batch for every number of heads, every head size and every block size that a kernel claims."""
+    claims = kernel.claims
+    heads, sizes, block_size = claims.shapes[0]
+    shapes = [(x, sizes, block_size) for x in claims.heads]
+    shapes += [(heads, x, block_size) for x in claims.head_sizes[1:]]
+    shapes += [(heads, sizes, x) for x in claims.block_sizes[1:] if PATHS[kernel.path].pools]
+    return [example(kernel, ((3, 20), (1, 2 * shape[2] + 1)), shape) for shape in shapes]
+
+
+def edges(kernel: Kernel) -> list[Example]:
+    """Return decodes over as many keys as fill tiles and blocks, one less and one more; of some block sizes."""
+    batches = []
+    for block_size in dict.fromkeys((kernel.claims.block_sizes[0], kernel.claims.block_sizes[-1])):
+        filled = sorted({*TILES, block_size, 2 * block_size, 3 * block_size, 512})
+        lens = tuple((1, s + more) for s in filled for more in (-1, 0, 1))
+        heads, sizes, _ = kernel.claims.shapes[0]
+        batches.append(example(kernel, lens, (heads, sizes, block_size)))
+    return batches
+
+
+def without_queries(kernel: Kernel) -> list[Example]:
+    """Return sequences without queries beside decodes, and sequences without keys."""
+    least = 0 if kernel.knows_query_lens else 1
+    batches = ((0, 7), (1, 9), (0, 3), (1, 40)), ((5, 2), (0, 0), (2, 0), (3, 30))
+    return [example(kernel, tuple((max(least, q), s) for q, s in lens)) for lens in batches]
+
+
+def very_long(kernel: Kernel) -> list[Example]:
+    """Return decodes that are split, one of them over more keys than 64 splits of 64 have."""
+    return [*long()(kernel), example(kernel, ((1, 4200),))]
+
+
+def some(kernel: Kernel) -> list[Example]:
+    """Return three sequences, with each of two seeds."""
+    batch = example(kernel, ((3, 20), (1, 33), (2, 40)))
+    return [batch, replace(batch, seed=1)]
+
+
+def many_sequences(kernel: Kernel) -> list[Example]:
+    """Return more sequences than a kernel may have thought of, each of another length: decodes, and some chunks."""
+    decodes = tuple((1, 1 + (7 * i) % 37) for i in range(131))
+    mixed = tuple((1 + i % 3, 3 + (5 * i) % 23) for i in range(19))
+    return [example(kernel, decodes), example(kernel, mixed)]
+
+
+def many_queries(kernel: Kernel) -> list[Example]:
+    """Return prompts and chunks of several tiles of queries, and such that fill them exactly."""
+    return [
+        example(kernel, lens) for lens in (((64, 64), (65, 130), (129, 129)), ((200, 333),), ((257, 300), (128, 150)))
+    ]
+
+
+def long(**options: Any) -> Landmarks:
+    """Return what makes decodes over keys that kernels split, and a chunk of several tiles, with these options."""
+
+    def batches(kernel: Kernel) -> list[Example]:
+        claims = kernel.claims
+        shape = max(claims.heads), claims.head_sizes[-1], claims.block_sizes[-1]
+        return [
+            example(kernel, ((1, 700), (1, 9), (1, 1100)), **options),
+            example(kernel, ((1, 520),), shape, **options),
+            example(kernel, ((130, 333),), **options),
+        ]
+
+    return batches
+
+
+def of_sinks(kernel: Kernel) -> list[Example]:
+    """Return sinks over keys that kernels split, and beside no keys: the LSE of such a row is its sink."""
+    beside_nothing = ((2, 0), (3, 30)) if kernel.path not in ("cascade", "speculative") else ((3, 30),)
+    return [*long(sinks=True)(kernel), example(kernel, beside_nothing, sinks=True)]
+
+
+def smaller(example: Example) -> Iterator[Example]:
+    """Yield batches with fewer sequences, queries or keys, the much smaller ones first."""
+    lens, least = example.lens, example.options.get("shared", 0) * example.block_size
+    for size in (len(lens) // 2, len(lens) // 4, 1):
+        if size and size < len(lens):
+            for first in range(0, len(lens), size):
+                rest = lens[:first] + lens[first + size :]
+                yield replace(example, lens=rest)
+    for i, (q, s) in enumerate(lens if len(lens) < MOST_NODES else ()):
+        for pair in ((1, s), (q // 2, s), (q, s // 2), (q, s - s // 4), (q - 1, s - 1), (q - 1, s), (q, s - 1)):
+            if pair != (q, s) and 1 <= pair[0] <= pair[1] - least:
+                yield replace(example, lens=(*lens[:i], pair, *lens[i + 1 :]))
