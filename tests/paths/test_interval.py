@@ -230,6 +230,16 @@ def test_drawn_intervals_agree_with_the_reference(kernel, options, device):
         kernel.check(assert_twins_agree, "interval", *inputs.tensors, **intervals._asdict(), **options)
 
 
+@each_kernel
+def test_keys_that_are_split_over_programs_agree(kernel, device):
+    """Some splits have no key of an interval, and some rows none of a split's."""
+    case = Case("long", ((3, 900), (1, 40), (70, 300)), heads=(2, 1))
+    inputs = build(case, dtype=kernel.dtypes[0], device=device)
+    intervals = Intervals(*(x.to(device) for x in drawn(build(case).batch, len(inputs.query), seed=3)))
+    with kernel.asked_for():
+        kernel.check(assert_twins_agree, "interval", *inputs.tensors, **intervals._asdict())
+
+
 @given(case=ragged_cases(head_sizes=(64,)), seed=st.integers(0, 9))
 def test_drawn_batches_and_intervals_on_a_cpu(case, seed):
     inputs = build(case)

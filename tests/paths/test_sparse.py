@@ -290,12 +290,12 @@ def test_equal_scores_go_to_the_lower_position(twin, topk):
 @pytest.mark.covers("F197")
 @each_selector
 @given(data=st.data())
-def test_drawn_scores_are_selected_as_by_hand(kernel, data):
+def test_drawn_scores_are_selected_as_by_hand(kernel, data, device):
     numbers = data.draw(st.lists(st.sampled_from([-math.inf, -1.5, -0.0, 0.0, 1e-45, 2.0, 2.0000002]), min_size=1))
     topk = data.draw(st.integers(1, 12))
     scores = torch.tensor([numbers, numbers[::-1]])
     with dispatch.use_kernel(kernel):
-        selected = fastattn.sparse.select(scores, topk)
+        selected = fastattn.sparse.select(scores.to(device), topk)
     assert selected.tolist() == [by_hand(row, topk) for row in scores.tolist()]
 
 

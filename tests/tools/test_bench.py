@@ -21,7 +21,7 @@ from fastattn.kernels import NAMES, dispatch
 from fastattn.kernels import device as devices
 from fastattn.kernels.device import package_version
 from fastattn.kernels.flash import fa2, fa3, fa4, flash_mla
-from fastattn.tools.bench import Bench, in_rows, measure, peers, reading, report
+from fastattn.tools.bench import Bench, in_rows, measure, peers, reading, report, selection
 from fastattn.tools.bench.measure import Ceilings
 from fastattn.tools.bench.peers import Contender, twin
 from fastattn.tools.bench.rows import Row, _cuda, rows
@@ -229,6 +229,27 @@ def test_the_judge_of_a_cache_write_sees_every_element():
         judge(None)
 
 
+def test_the_judges_of_a_selection_reject_another_choice_among_equal_scores():
+    """And scores of one head too few, and attention to one key too many."""
+    best = selection.Selection(3, 200, 150)
+    inputs = best.draw(CPU, torch.float32, 0)
+    with pytest.raises(WrongAnswerError, match="positions differ"):
+        best.judge(inputs)(199 - selection.select_twin().prepare((inputs[0].flip(1), 150))().flip(1))
+    index = selection.IndexScores(3, 100, num_heads=4, size=16, block_size=16)
+    indexed = index.draw(CPU, torch.float32, 0)
+    indexed.weights[:, 3] = 1.0
+    judge = index.judge(indexed)
+    indexed.weights[:, 3] = 0.0
+    with pytest.raises(WrongAnswerError, match="scores"):
+        judge(selection.scores_twin().prepare(indexed)())
+    latents = selection.SelectedLatents(3, 200, 40, num_heads=4, rank=32, rope=8, block_size=16)
+    selected = latents.draw(CPU, torch.float32, 0)
+    judge = latents.judge(selected)
+    selected.positions[:, 0] = -1
+    with pytest.raises(WrongAnswerError, match="out"):
+        judge(selection.selected_twin().prepare(selected)())
+
+
 SIZES = dict(heads=(4, 2), head_size=16, block_size=16)
 PREFILL, DECODE = ((256, 256),) * 2, ((1, 300),) * 3
 WINDOW = workload(((256, 256),), window=70, **SIZES)
@@ -318,6 +339,25 @@ CONTENDERS = [
     (Slots(5, 256, 64), peers.slots_twin()),
     (CacheWrite(32, 2, 8, 4), peers.write_twin()),
     (CacheWrite(32, 2, 8, 4), peers.write_index_put()),
+    *(
+        (selection.Spans(lens=((64, 64),) * 2, heads=(4, 2), head_size=16, every=32, image=20), contender)
+        for contender in (
+            *(selection.spans_twin(), selection.spans_twin("refattn"), selection.causal_call()),
+            peers.sdpa(masked=True),
+        )
+    ),
+    *(
+        (selection.IndexScores(3, 100, num_heads=4, size=16, block_size=16), contender)
+        for contender in (selection.scores_twin(), selection.scores_twin("refattn"), selection.scores_einsum())
+    ),
+    *(
+        (selection.Selection(3, 200, 150), contender)
+        for contender in (selection.select_twin(), selection.select_twin("refattn"), selection.torch_topk())
+    ),
+    *(
+        (selection.SelectedLatents(3, 200, 40, num_heads=4, rank=32, rope=8, block_size=16), contender)
+        for contender in (selection.selected_twin(), selection.selected_twin("refattn"), selection.gathered())
+    ),
 ]
 
 

@@ -69,8 +69,8 @@ def score_index(
     query, weights = as_bytes(query) if query_codes else query, weights.float()
     key_bytes = size * (2 if query_codes else query.element_size())
     block_n = BLOCK_N if key_bytes <= 256 else BLOCK_N // 2
-    grid = (count_tiles(batch, t, 1, QUERIES), -(-batch.max_seq_len // block_n))
-    _score_index_kernel[grid](
+    programs = count_tiles(batch, t, 1, QUERIES) * -(-batch.max_seq_len // block_n)
+    _score_index_kernel[(programs,)](
         query,
         weights,
         index_cache,
@@ -204,13 +204,14 @@ def _score_index_kernel(
     QUERY_CODES: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    tile = tl.program_id(0)
+    runs = tl.cdiv(width, BLOCK_N)  # of keys, one for each program of a tile
+    tile = tl.program_id(0) // runs
     sequence, first_row = find_tile(cu_seqlens_q, tile, num_seqs, 1, QUERIES, ONE_TILE)
     first_query = tl.load(cu_seqlens_q + sequence)
     query_len = tl.load(cu_seqlens_q + sequence + 1) - first_query
     seq_len = tl.load(seq_lens + sequence)
     last_row = tl.minimum(first_row + QUERIES, query_len)
-    j = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    j = tl.program_id(0) % runs * BLOCK_N + tl.arange(0, BLOCK_N)
     in_width = j < width
 
     # Which of the keys some query of the tile sees: no other is read.
@@ -276,7 +277,7 @@ def _score_index_kernel(
     token = (tl.load(cu_seqlens_q + num_seqs) + tile).to(tl.int64)  # rows of padding
     while token < num_tokens:
         tl.store(result + token * width + j, tl.full([BLOCK_N], float("-inf"), tl.float32), in_width)
-        token += tl.num_programs(0)
+        token += tl.num_programs(0) // runs
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.nn.attention import SDPBackend
 
-from fastattn.tools.bench import generation, peers
+from fastattn.tools.bench import generation, peers, selection
 from fastattn.tools.bench.generation import Generation
 from fastattn.tools.bench.peers import Contender, twin
 from fastattn.tools.bench.ranks import ranks
@@ -217,6 +217,7 @@ def _cpu(shrink: int) -> Iterator[Row]:
         (1, 4096 // shrink, (8, 4), True, "10 x refattn"),
         (16, 1, (8, 4), False, "ahead of transformers"),
     )
+    yield from _selection_on_a_cpu(shrink)
     yield from _engine(shrink)
 
 
@@ -357,6 +358,7 @@ def _cuda(shrink: int) -> Iterator[Row]:
 
     yield from _latents_of_a_server(shrink)
     yield from _quantized_of_a_server(shrink)
+    yield from _selection_of_a_server(shrink)
 
     write = CacheWrite(65536 // shrink)
     yield Row(
@@ -453,6 +455,60 @@ def _quantized_of_a_server(shrink: int) -> Iterator[Row]:
         (peers.quantized_write_twin(),),
         aim="0.85 of the copy's speed",
     )
+
+
+def _selection_on_a_cpu(shrink: int) -> Iterator[Row]:
+    """Intervals and selected keys, small."""
+    length = 2048 // shrink
+    spans = selection.Spans(lens=((length, length),), heads=(8, 2), head_size=64, every=length // 4, image=length // 8)
+    contenders = selection.spans_twin(), selection.causal_call(), peers.aten_cpu_masked(), peers.sdpa(masked=True)
+    reference = selection.spans_twin("refattn")
+    yield _row(f"prefill-{length}-images", spans, *contenders, reference, aim="1.05 of a causal call")
+    index = selection.IndexScores(4, 8192 // shrink, num_heads=16)
+    yield Row(
+        "sparse",
+        f"scores-4x{index.seq_len}",
+        index,
+        (selection.scores_twin(), selection.scores_einsum(), selection.scores_twin("refattn")),
+    )
+    best = selection.Selection(4, 32768 // shrink, 2048 // shrink)
+    yield Row("sparse", f"select-4x{best.seq_len}", best, (selection.select_twin(), selection.torch_topk()))
+    sizes = dict(num_heads=16, rank=128, rope=32)
+    latents = selection.SelectedLatents(4, 16384 // shrink, 2048 // shrink, **sizes)
+    yield Row(
+        "sparse",
+        f"decode-4x{latents.topk}-of-{latents.seq_len}",
+        latents,
+        (selection.selected_twin(), selection.gathered()),
+    )
+
+
+def _selection_of_a_server(shrink: int) -> Iterator[Row]:
+    """Prompts with images of Gemma 3, and the layers of DeepSeek-V3.2."""
+    length = 8192 // shrink
+    spans = selection.Spans(lens=((length, length),) * 2, every=length // 8, image=length // 32)
+    contenders = selection.spans_twin(), selection.causal_call(), peers.sdpa(masked=True)
+    yield _row(f"prefill-2x{length}-images", spans, *contenders, aim="at most 1.05 of a causal call")
+    for b, aim in ((16, "at most 110 µs"), (1, "")):
+        index = selection.IndexScores(b, 131072 // shrink)
+        by_einsum = (selection.scores_einsum(),)
+        name = f"scores-{b}x{index.seq_len}"
+        yield Row("sparse", name, index, (selection.scores_twin(), *by_einsum), clock="graph", aim=aim)
+    for b, aim in ((1, "at most 40 µs"), (64, "at most 90 µs")):
+        best = selection.Selection(b, 131072 // shrink, 2048 // shrink)
+        name = f"select-{b}x{best.seq_len}"
+        both = selection.select_twin(), selection.torch_topk()
+        yield Row("sparse", name, best, both, clock="graph", aim=aim)
+    for b in (1, 64, 256):
+        latents = selection.SelectedLatents(b, 32768 // shrink, 2048 // shrink)
+        yield Row(
+            "sparse",
+            f"decode-{b}x{latents.topk}-of-{latents.seq_len}",
+            latents,
+            (selection.selected_twin(), selection.gathered()),
+            clock="graph",
+            aim="within 1.4 of FlashMLA's sparse decode",
+        )
 
 
 def _latents_of_a_server(shrink: int) -> Iterator[Row]:
