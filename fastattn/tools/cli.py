@@ -1,4 +1,4 @@
-"""The command line: `fastattn demo`, `compare`, `bench`, `search`, `doctor`, `notebooks` and others."""
+"""The command line: `fastattn demo`, `serve`, `bench`, `search`, `doctor`, `notebooks` and others."""
 
 from pathlib import Path
 from typing import Annotated
@@ -44,6 +44,49 @@ def demo(
         typer.echo(error, err=True)
         raise typer.Exit(2) from error
     raise typer.Exit(0 if proven else 1)
+
+
+@main.command()
+def serve(
+    model: Annotated[
+        Path | None, typer.Argument(help="A folder with a model of transformers.", show_default="the demo's model")
+    ] = None,
+    host: Annotated[str, typer.Option(help="The address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 takes a free one.")] = 8000,
+    twin: Annotated[str, typer.Option(help="Which twin computes: refattn or fastattn.")] = "fastattn",
+    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1 ...")] = "cpu",
+    num_blocks: Annotated[int, typer.Option(min=1, help="Blocks in the pool; few, to see preemption.")] = 256,
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens in a block.")] = 16,
+    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Most tokens in a step.")] = 256,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Most requests that run at once.")] = 64,
+    max_waiting: Annotated[int, typer.Option(min=1, help="Most requests that wait; more get 429.")] = 256,
+    log_steps: Annotated[bool, typer.Option("--log-steps", help="Log a line per step.")] = False,
+) -> None:
+    """Serve a model over HTTP to OpenAI's clients, to watch an engine work; not for production."""
+    try:
+        from fastattn.tools import serve as module
+    except ModuleNotFoundError as error:
+        typer.echo(f"{error}; pip install 'twinattn[serve]' brings what a server needs", err=True)
+        raise typer.Exit(2) from error
+    from refattn.serving.demo_model import MissingModelError
+
+    try:
+        module.run(
+            model,
+            host=host,
+            port=port,
+            twin=twin,
+            device=device,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            max_waiting=max_waiting,
+            log_steps=log_steps,
+        )
+    except (MissingModelError, NotImplementedError, ValueError) as error:
+        typer.echo(error, err=True)
+        raise typer.Exit(2) from error
 
 
 @main.command()
