@@ -23,6 +23,9 @@ def demo(
     kv_cache_dtype: Annotated[
         str, typer.Option(help="What the cache holds: auto, or codes: fp8_e4m3, fp8_e5m2, int8.")
     ] = "auto",
+    profile: Annotated[
+        Path | None, typer.Option(help="Show where the time of a step goes, and draw some steps into this file (.svg).")
+    ] = None,
 ) -> None:
     """Let a real model answer prompts through both twins, and compare their words with transformers' own."""
     from fastattn.tools import demo as module  # late: `--help` does not need torch
@@ -36,7 +39,11 @@ def demo(
             device=device,
             speculate=speculate,
             kv_cache_dtype=kv_cache_dtype,
+            profile=profile,
         )
+    except ModuleNotFoundError as error:
+        typer.echo(f"{error}; pip install 'twinattn[bench]' brings what a picture needs", err=True)
+        raise typer.Exit(2) from error
     except module.RequestError as error:
         typer.echo(error, err=True)
         raise typer.Exit(1) from error
