@@ -1,4 +1,4 @@
-"""What the fast twin adds to a server: steps replayed as CUDA graphs, for `refattn.serving.Engine`."""
+"""What the fast twin adds to `refattn.serving.Engine`: steps replayed as CUDA graphs, and a thread for a server."""
 
 from fastattn.serving.cuda_graphs import CudaGraphs
 

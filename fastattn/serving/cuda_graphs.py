@@ -157,7 +157,9 @@ class _Step:
 
     def run(self, tokens: StepTokens) -> Float[Tensor, "rows v"]:
         """Run the model over the new tokens of a step, and return the logits of its `logits_rows`."""
+        self.server.mark("copies")
         self._fill(tokens)
+        self.server.mark("forward")
         if self.replay is None:
             self.replay = _record(self._step, self.runner, type(self.server.model).__name__)
         return self.replay()[: len(tokens.logits_rows)]

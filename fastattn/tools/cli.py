@@ -1,4 +1,4 @@
-"""The command line: `fastattn demo`, `compare`, `bench`, `search`, `doctor`, `notebooks` and others."""
+"""The command line: `fastattn demo`, `serve`, `bench`, `search`, `doctor`, `notebooks` and others."""
 
 from pathlib import Path
 from typing import Annotated
@@ -23,6 +23,9 @@ def demo(
     kv_cache_dtype: Annotated[
         str, typer.Option(help="What the cache holds: auto, or codes: fp8_e4m3, fp8_e5m2, int8.")
     ] = "auto",
+    profile: Annotated[
+        Path | None, typer.Option(help="Show where the time of a step goes, and draw some steps into this file (.svg).")
+    ] = None,
 ) -> None:
     """Let a real model answer prompts through both twins, and compare their words with transformers' own."""
     from fastattn.tools import demo as module  # late: `--help` does not need torch
@@ -36,7 +39,11 @@ def demo(
             device=device,
             speculate=speculate,
             kv_cache_dtype=kv_cache_dtype,
+            profile=profile,
         )
+    except ModuleNotFoundError as error:
+        typer.echo(f"{error}; pip install 'twinattn[bench]' brings what a picture needs", err=True)
+        raise typer.Exit(2) from error
     except module.RequestError as error:
         typer.echo(error, err=True)
         raise typer.Exit(1) from error
@@ -44,6 +51,49 @@ def demo(
         typer.echo(error, err=True)
         raise typer.Exit(2) from error
     raise typer.Exit(0 if proven else 1)
+
+
+@main.command()
+def serve(
+    model: Annotated[
+        Path | None, typer.Argument(help="A folder with a model of transformers.", show_default="the demo's model")
+    ] = None,
+    host: Annotated[str, typer.Option(help="The address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 takes a free one.")] = 8000,
+    twin: Annotated[str, typer.Option(help="Which twin computes: refattn or fastattn.")] = "fastattn",
+    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1 ...")] = "cpu",
+    num_blocks: Annotated[int, typer.Option(min=1, help="Blocks in the pool; few, to see preemption.")] = 256,
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens in a block.")] = 16,
+    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Most tokens in a step.")] = 256,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Most requests that run at once.")] = 64,
+    max_waiting: Annotated[int, typer.Option(min=1, help="Most requests that wait; more get 429.")] = 256,
+    log_steps: Annotated[bool, typer.Option("--log-steps", help="Log a line per step.")] = False,
+) -> None:
+    """Serve a model over HTTP to OpenAI's clients, to watch an engine work; not for production."""
+    try:
+        from fastattn.tools import serve as module
+    except ModuleNotFoundError as error:
+        typer.echo(f"{error}; pip install 'twinattn[serve]' brings what a server needs", err=True)
+        raise typer.Exit(2) from error
+    from refattn.serving.demo_model import MissingModelError
+
+    try:
+        module.run(
+            model,
+            host=host,
+            port=port,
+            twin=twin,
+            device=device,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            max_waiting=max_waiting,
+            log_steps=log_steps,
+        )
+    except (MissingModelError, NotImplementedError, ValueError) as error:
+        typer.echo(error, err=True)
+        raise typer.Exit(2) from error
 
 
 @main.command()

@@ -20,7 +20,7 @@ import gc
 import importlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass, replace
 from io import StringIO
@@ -40,6 +40,7 @@ from torch.nn.functional import cross_entropy
 import fastattn
 from fastattn import kv_cache, metadata
 from fastattn.serving import CudaGraphs
+from fastattn.tools.profile import Profile, check_file, draw, times_table
 from refattn.conformance.tolerance import FLOAT32_ROUNDINGS, Distance, bound
 from refattn.interface import AttentionOptions, CascadePlan, Plan
 from refattn.serving import CPU, Amax, Counters, Engine, NGram, Request, SamplingParams, StepTokens, calibrate
@@ -129,6 +130,7 @@ def run(
     device: str = "cpu",
     speculate: str | None = None,
     kv_cache_dtype: str = "auto",
+    profile: Path | None = None,
     console: Console | None = None,
 ) -> bool:
     """Serve the prompts, compare, and print it all.
@@ -140,6 +142,7 @@ def run(
         device: where to run.
         speculate: serve texts to repeat, without drafts and with them: "chain" or "tree"; None for no drafts.
         kv_cache_dtype: what the pools of keys and values hold, as in `refattn.serving.Engine`.
+        profile: show where the time of a step goes instead of comparing, and draw some steps into this file.
         console: where to print; standard output if None.
 
     Returns:
@@ -149,8 +152,9 @@ def run(
     Raises:
         refattn.serving.demo_model.MissingModelError: if the model is not installed.
         RequestError: if an engine could not answer a prompt.
-        ValueError: naming the argument, if the twin, the device, the kind of draft or the type is not there, or a
-            question is empty.
+        ValueError: naming the argument, if the twin, the device, the kind of draft or the type is not there, a question
+            is empty, or the profile cannot be drawn.
+        ModuleNotFoundError: if there is no matplotlib to draw it.
     """
     if twin not in ("both", *TWINS):
         raise ValueError(f"twin: expected both, {' or '.join(TWINS)}, got {twin!r}")
@@ -161,6 +165,8 @@ def run(
         raise ValueError(f"speculate: expected {' or '.join(SPECULATION)}, got {speculate!r}")
     if kv_cache_dtype not in ("auto", *KV_CACHE_DTYPES):
         raise ValueError(f"kv_cache_dtype: expected auto, {', '.join(KV_CACHE_DTYPES)}, got {kv_cache_dtype!r}")
+    if profile is not None:
+        check_file(profile)
     is_plain = kv_cache_dtype == "auto"
     console = console or Console()
     names: tuple[str, ...] = TWINS if twin == "both" else (twin,)
@@ -171,7 +177,7 @@ def run(
         cache, others = f"a paged cache of {kv_cache_dtype}", "those over a plain cache"
     console.print(
         f"{MODEL} answers prompts over {cache}, its attention computed by {', and once more by '.join(names)}. "
-        f"Then its words are compared with {others}.",
+        + (f"Then its words are compared with {others}." if profile is None else "Each step is timed."),
         highlight=False,
     )
     work = prepare(console, questions, max_tokens, device)
@@ -182,6 +188,9 @@ def run(
         console.print(
             f"The scales of {kv_cache_dtype} are calibrated on {tokens} tokens of other texts.", highlight=False
         )
+    if profile is not None:
+        time_steps(work, names, profile, console)
+        return True
     compares = twin == "both" and speculate is None
     announced = Stages([*names, *[COMPARISON] * compares, TRANSFORMERS if is_plain else PLAIN], work, console)
     runs: list[Run] = []
@@ -347,13 +356,14 @@ class Run:
     pool_bytes: int
 
 
-def serve(work: Work, name: str, console: Console) -> Run:
-    """Serve all prompts with one twin, and show the answers as they come."""
+def serve(work: Work, name: str, console: Console, watch: Callable[[Engine], object] = id) -> Run:
+    """Serve all prompts with one twin, and show the answers as they come; `watch` is called with its engine."""
     warm_up(work, name, console)
     seconds = decode_seconds = 0.0
     decode_tokens = 0
     with PeakMemory(work.model.device) as memory, Answers(work, name, console) as answers:
         engine = work.engine(name)
+        watch(engine)
         requests = [engine.add(prompt, work.sampling) for prompt in work.prompts]
         while engine.running or engine.waiting:
             chunks, start = engine.counters.chunks, time.perf_counter()
@@ -383,6 +393,19 @@ def warm_up(work: Work, name: str, console: Console) -> None:
         check_answered(work.engine(name).generate(work.prompts, work.sampling))
     seconds = time.perf_counter() - start
     console.print(f"Everything ran once before, to compile fastattn's kernels: {seconds:.0f} s, not counted below.")
+
+
+def time_steps(work: Work, names: Sequence[str], file: Path, console: Console) -> None:
+    """Serve all prompts with each twin, print where the time of its steps goes, and draw some of them."""
+    profiles: list[Profile] = []
+    for name in names:
+        console.rule(name)
+        serve(work, name, console, watch=lambda engine: profiles.append(Profile(engine)))
+    runs = {name: profile.steps for name, profile in zip(names, profiles, strict=True)}
+    for name, steps in runs.items():
+        console.print(times_table(steps, name))
+    draw(runs, file)
+    console.print(f"Some steps are drawn in {file}; all times are the host's.", highlight=False)
 
 
 class Answers:

@@ -84,6 +84,10 @@ class Step:
     plans: dict[Layer, Parts]
 
 
+def _unmarked(phase: str) -> None:
+    """Take no notice of what a step does next."""
+
+
 @runtime_checkable
 class Runner(Protocol):
     """Runs some steps in its own way, over what of an engine is public."""
@@ -94,6 +98,10 @@ class Runner(Protocol):
 
 class Engine:
     """Serves requests with a model; its attention is computed by `twin`.
+
+    Attributes:
+        mark: called with what a step does from here on, for a profile: "scheduling", "tables", "copies", "forward",
+            "sampling" or "bookkeeping", and "done" when it is over.
 
     Args:
         model: a causal LM of transformers, of one of the families in `models.VERIFIED`. Its attention is replaced by
@@ -220,6 +228,7 @@ class Engine:
                 f"{block_size} tokens, which are {size / 2**30:.3g} GiB. {error}"
             ) from error
         self.scheduler = Scheduler(num_blocks, block_size, **limits, window_pools=self.window_pools.values())
+        self.mark: Callable[[str], None] = _unmarked
         self._is_stepping = False
         self._aborted: deque[Request] = deque()  # to be ended as soon as no step is under way
         self._attended: list[int] = []  # the layers whose attention this pass has computed
@@ -328,6 +337,7 @@ class Engine:
             NotImplementedError: under `torch.autocast`. Nothing is computed then.
         """
         _check_autocast(self.model)
+        self.mark("scheduling")
         unfinished = [*self.running, *self.waiting]
         counted = vars(self.counters).copy()
         before: dict[Request, tuple[int, tuple[int, int]]] = {}
@@ -350,6 +360,7 @@ class Engine:
         finally:
             self._is_stepping = False
             self._abort_all([])
+            self.mark("done")
 
     def _add_all(
         self, prompts: Iterable[str | Iterable[int]], sampling: SamplingParams | Sequence[SamplingParams]
@@ -466,6 +477,7 @@ class Engine:
             failure = _describe(error)  # in words: the exception itself would keep all tensors of the pass alive
         else:
             self._calculates_scales = False
+            self.mark("bookkeeping")
             return {request: self._next_events(request, tokens.get(request, [])) for request in scheduled}
         if len(scheduled) == 1:
             return {request: [Event(request, error=failure)] for request in scheduled}
@@ -476,6 +488,7 @@ class Engine:
 
     def _choose(self, logits: Float[Tensor, "rows v"], due: Sequence[Request]) -> dict[Request, list[int | None]]:
         """Choose the next tokens of requests: one, or those of the drafts that the model chose, too, and one more."""
+        self.mark("sampling")
         if not any(request.draft for request in due):
             return {request: [token] for request, token in zip(due, choose(logits, due), strict=True)}
         drafts = [request.draft or Draft((), (-1,)) for request in due]
@@ -518,6 +531,7 @@ class Engine:
 
         A request with a draft has a row for each of its nodes.
         """
+        self.mark("tables")
         tokens, logits = StepTokens.of(scheduled), None
         if self.runner is not None and not self._calculates_scales:
             logits = self.runner.run(self, tokens)
@@ -532,6 +546,7 @@ class Engine:
             tokens: the new tokens.
             prefixes: the shared keys that a cascade reads once.
         """
+        self.mark("copies")
         device, trees = self.model.device, None
         lens = tokens.query_lens, tokens.seq_lens
         batch = self.twin.metadata.make_batch(*lens, tokens.block_tables, device=device)
@@ -560,6 +575,7 @@ class Engine:
             prefixes: the shared keys that a cascade reads once.
             lens: the new tokens and all tokens of each request; None if there is padding, or only the device knows.
         """
+        self.mark("tables")
         num_tokens = len(input_ids)
         if trees is None:
             positions = self.twin.metadata.positions(batch, num_tokens)
@@ -629,6 +645,7 @@ class Engine:
 
     def run_model(self, inputs: dict[str, Any]) -> Float[Tensor, "b v"]:
         """Run the model once; its keyword arguments reach `attend` in every layer."""
+        self.mark("forward")
         if not models.is_replaced(self.model):
             models.replace_attention(self.model)
         self._attended.clear()

@@ -17,6 +17,7 @@ import fastattn.chunked_prefill
 from fastattn.tools import demo
 from fastattn.tools.bench import generation
 from fastattn.tools.cli import main
+from fastattn.tools.profile import PHASES
 from refattn.serving import SamplingParams, demo_model
 from tests.helpers.tiny_models import byte_tokenizer, make_llama
 
@@ -75,6 +76,20 @@ def test_demo_with_drafts_gives_the_same_answers_in_no_more_steps(tiny, speculat
     assert [line.split(": ")[1].rsplit(", about")[0] for line in text.splitlines() if " of 3: " in line] == [
         *("fastattn", "fastattn, with drafts", demo.TRANSFORMERS)
     ]
+
+
+def test_demo_with_a_profile_times_each_phase(tiny, tmp_path):
+    file = tmp_path / "step.svg"
+    done, text = run_with(profile=file, twin="fastattn")
+    assert done and "compared" not in text
+    for phase in PHASES:
+        assert text.count(f"│ {phase} ") == 1
+    assert file.read_text().count("<svg ") == 1 and str(file) in text.replace("\n", "")
+    for wrong in (tmp_path / "step.nothing", tmp_path / "nowhere" / "step.svg"):
+        with pytest.raises(ValueError, match="profile: expected a file in a folder that is there, of .*svg"):
+            run_with(profile=wrong)
+    result = CliRunner().invoke(main, ["demo", "--profile", "step.nothing"])
+    assert result.exit_code == 2 and "profile: expected" in result.output
 
 
 @pytest.mark.parametrize(("speculate", "kind"), [("chain", "int8"), ("tree", "fp8_e4m3")])

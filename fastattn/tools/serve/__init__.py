@@ -1,0 +1,109 @@
+"""`fastattn serve`: the engine behind HTTP, with the API that OpenAI's clients speak. It is to learn from.
+
+    POST /v1/completions         a text, or its tokens, goes on; with "stream" as server-sent events
+    POST /v1/chat/completions    messages are answered, by the model's own chat template; likewise
+    GET  /v1/models              the one model
+    GET  /metrics                time to first token, inter-token latency, prefix cache, preemptions, blocks, queue
+    GET  /health                 200 while the engine's thread runs
+
+An error is a sentence, `{"error": {"message": ...}}`: 400 for bad input, and for what this server does not compute, as
+nothing is ignored that would change an answer; 404 for another model; 429 if the queue is full. If a client hangs up,
+its request ends.
+
+Source: the OpenAI API's reference of completions and chat completions; names of metrics as in vLLM.
+"""
+
+import importlib
+import logging
+from contextlib import redirect_stderr
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from fastattn.serving import CudaGraphs
+from fastattn.tools.demo import TWINS, check_device
+from fastattn.tools.serve.api import Api
+from refattn.serving import Engine
+from refattn.serving.demo_model import MODEL, load, model_file
+
+logger = logging.getLogger(__name__)
+
+
+def run(
+    folder: Path | None = None,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    twin: str = "fastattn",
+    device: str = "cpu",
+    num_blocks: int = 256,
+    block_size: int = 16,
+    max_num_batched_tokens: int = 256,
+    max_num_seqs: int = 64,
+    max_waiting: int = 256,
+    log_steps: bool = False,
+) -> None:
+    """Load a model and serve it, until Ctrl-C.
+
+    Args:
+        folder: a folder with a causal LM of transformers and its tokenizer; None for the demo's model.
+        host: the address to listen at.
+        port: the port; 0 for a free one, which the log names.
+        twin: "refattn" or "fastattn".
+        device: where to run.
+        num_blocks: blocks in the pool, as in `refattn.serving.Engine`; few, and requests are preempted.
+        block_size: tokens in a block.
+        max_num_batched_tokens: most tokens in a step.
+        max_num_seqs: most requests that run at once.
+        max_waiting: most requests that wait; more get 429.
+        log_steps: log a line per step.
+
+    Raises:
+        refattn.serving.demo_model.MissingModelError: if the demo's model is not installed.
+        ValueError: naming the argument, if there is no such model, twin or device, or a size is wrong.
+        NotImplementedError: if the engine does not serve the model.
+    """
+    if twin not in TWINS:
+        raise ValueError(f"twin: expected {' or '.join(TWINS)}, got {twin!r}")
+    check_device(device)
+    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    for name in ("fastattn", "uvicorn"):
+        logging.getLogger(name).setLevel(logging.INFO)
+    with redirect_stderr(StringIO()):  # transformers' bars
+        model, tokenizer = load(model_file()) if folder is None else load_folder(folder)
+    engine = Engine(
+        model.to(device),
+        tokenizer=tokenizer,
+        twin=importlib.import_module(twin),
+        runner=CudaGraphs() if twin == "fastattn" and model.device.type == "cuda" else None,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+    )
+    api = Api(engine, MODEL if folder is None else folder.resolve().name, max_waiting=max_waiting, log_steps=log_steps)
+    logger.info(
+        "%s over %s, with %d blocks of %d tokens; this is no production server", api.name, twin, num_blocks, block_size
+    )
+    uvicorn.run(api.app, host=host, port=port, log_config=None, access_log=False, timeout_graceful_shutdown=3)
+
+
+def load_folder(folder: Path) -> tuple[Any, Any]:
+    """Load a model, in its own type, and its tokenizer, from a folder of transformers.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        if not folder.is_dir():
+            raise OSError("there is no such folder")
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        return AutoModelForCausalLM.from_pretrained(folder, dtype="auto"), tokenizer
+    except OSError as error:
+        raise ValueError(
+            f"model: expected a folder with a model of transformers, got {str(folder)!r}: {error}"
+        ) from error
