@@ -158,4 +158,14 @@ WRONG = {
         ),
         (" * scale", "", "not multiplied by `scale`"),
     ],
+    "fold": [
+        ("value - state @ key", "value", "the delta rule writes its difference"),
+        ("    state = decay * state\n    return state", "    return decay * state", "the state fades first"),
+        ("beta * (value - state @ key)", "(beta * value - state @ key)", "beta is of the whole difference"),
+    ],
+    "rollback": [
+        ("row[count - 1]", "row[-1]", "the rejected ones too"),
+        ("row[count - 1]", "row[min(count, len(row) - 1)]", "end in column `count - 1`"),
+        ("is_padding = row[0] < 0", "is_padding = False", "is padding, whatever else it holds"),
+    ],
 }

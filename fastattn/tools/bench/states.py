@@ -14,7 +14,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from fastattn.tools.bench.peers import Call, Contender
+from fastattn.tools.bench.measure import Call
+from fastattn.tools.bench.peers import Contender
 from fastattn.tools.bench.work import Judge, hold
 from refattn.interface import Batch, StatePlan
 

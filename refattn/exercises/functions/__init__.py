@@ -1,6 +1,6 @@
 """The exercises, in order: what each function computes, with what it is tried, and what people write instead."""
 
-from refattn.exercises.functions import attention, cache, merging, visibility
+from refattn.exercises.functions import attention, cache, merging, states, visibility
 
 EXERCISES = (
     cache.SLOT,
@@ -26,4 +26,6 @@ EXERCISES = (
     visibility.TREE_MASK,
     cache.LOCAL_LEN,
     attention.TRITON_DECODE,
+    states.FOLD,
+    states.ROLLBACK,
 )
