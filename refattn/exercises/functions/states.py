@@ -91,7 +91,7 @@ ROLLBACK = Exercise(
         ],
     },
     (
-        "Nothing can be taken out of a state. Which of those that were kept has the accepted tokens in it, and no other?",
+        "Nothing can be taken out of a state. Which of those kept has all of the accepted tokens in it, and no other?",
         "The state after token i is in column i, and the first accepted token is token 0.",
     ),
 )
