@@ -248,4 +248,14 @@ WRONG = {
         ("sorted(best)", "best", "the positions are to rise"),
         (' if score > float("-inf")]', "]", "a score of -inf is no key"),
     ],
+    "fold": [
+        ("value - state @ key", "value", "the delta rule writes its difference"),
+        ("    state = decay * state\n    return state", "    return decay * state", "the state fades first"),
+        ("beta * (value - state @ key)", "(beta * value - state @ key)", "beta is of the whole difference"),
+    ],
+    "rollback": [
+        ("row[count - 1]", "row[-1]", "the rejected ones too"),
+        ("row[count - 1]", "row[min(count, len(row) - 1)]", "end in column `count - 1`"),
+        ("is_padding = row[0] < 0", "is_padding = False", "is padding, whatever else it holds"),
+    ],
 }

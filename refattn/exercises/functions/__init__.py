@@ -1,6 +1,6 @@
 """The exercises, in order: what each function computes, with what it is tried, and what people write instead."""
 
-from refattn.exercises.functions import attention, cache, merging, visibility
+from refattn.exercises.functions import attention, cache, merging, states, visibility
 
 EXERCISES = (
     cache.SLOT,
@@ -28,4 +28,6 @@ EXERCISES = (
     attention.TRITON_DECODE,
     visibility.SPAN_MASK,
     visibility.SELECT_KEYS,
+    states.FOLD,
+    states.ROLLBACK,
 )
