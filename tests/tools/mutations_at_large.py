@@ -408,13 +408,6 @@ AT_LARGE: list[Mutation] = [
         ENGINE,
         "tests/serving/test_layers.py",
     ),
-    planted(
-        "NaN of one request is in the scales of all",
-        SERVER,
-        "(x.float().abs().nan_to_num(nan=0.0, posinf=0.0) for x in (key, value))",
-        "(x.float().abs() for x in (key, value))",
-        "tests/serving/test_engine_quantized.py",
-    ),
     # --- integrations ---
     planted(
         "a mask with a gap is one without",
