@@ -30,6 +30,7 @@ var explorer = (() => {
     dtype: "bfloat16", // of the cache
     query: [1, 0], // the query that is looked at: its request, and its row there
     step: 0, // how far its online softmax has come, in tiles
+    machine: 0, // whose rates the costs are at: a place in machines.js
   }
   const PRESETS = {
     "three requests": "",
@@ -73,6 +74,7 @@ var explorer = (() => {
     const request = whole(s.query[0], 0, s.lens.length - 1, 0)
     s.query = [request, whole(s.query[1], 0, Math.max(0, s.lens[request][0] - 1), 0)]
     s.step = number("step", 0, MOST.keys)
+    s.machine = number("machine", 0, 9)
     return s
   }
 
@@ -378,7 +380,18 @@ var explorer = (() => {
       flops,
       pairs,
       intensity: moved ? flops / moved : 0,
+      linear: linear(s, queries),
     }
+  }
+
+  /**
+   * Count the matrices around this attention, of a Llama whose hidden size is that of all heads and whose MLP is 3.5
+   * times as wide, as in Llama-3-8B: their weights have 16 bits and are read once for all rows of the step.
+   */
+  function linear({ heads, kv, size }, rows) {
+    const hidden = heads * size
+    const parameters = hidden * (2 * hidden + 2 * kv * size) + 3 * 3.5 * hidden * hidden
+    return { moved: 2 * parameters, flops: 2 * parameters * rows, intensity: rows }
   }
 
   /** Return the shortest time in seconds in which a machine moves these bytes and computes these operations. */

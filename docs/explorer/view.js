@@ -16,7 +16,6 @@
   const root = document.getElementById("explorer-app")
   let state = explorer.fromHash(location.hash)
   let shown = explorer.everything(state)
-  let machine = 0
 
   // --- elements ---
 
@@ -447,7 +446,10 @@
 
   function cost() {
     const { bytes: moved, all, apart, intensity, flops } = shown.cost
-    const at = machines[machine]
+    const { linear } = shown.cost
+    const chosen = Math.min(state.machine, machines.length - 1)
+    const at = machines[chosen]
+    const around = explorer.floor(linear, at)
     const floor = explorer.floor(shown.cost, at)
     const most = Math.max(all, moved.queries + moved.outputs, moved.partials, 1)
     const bar = (label, value) =>
@@ -462,20 +464,24 @@
         bar("queries and outputs", moved.queries + moved.outputs),
         bar("partial outputs, written and read", moved.partials)),
       el("div", { class: "field" }, el("span", { "aria-hidden": "true" }, "machine"),
-        el("select", { "aria-label": "machine", "data-key": "machine", onchange: (event) => { machine = Number(event.target.value); draw() } },
-          machines.map((each, i) => el("option", { value: i, selected: i === machine ? "" : null }, `${each.name}, ${each.dtype}`)))),
+        el("select", { "aria-label": "machine", "data-key": "machine", onchange: (event) => set({ machine: Number(event.target.value) }) },
+          machines.map((each, i) => el("option", { value: i, selected: i === chosen ? "" : null }, `${each.name}, ${each.dtype}`)))),
       el("p", { class: "floor" }, el("strong", {}, seconds(floor.seconds)), ` at least, for ${floor.limit}: `,
         `${seconds(floor.memory)} to move ${bytes(shown.cost.moved)} as fast as memory is read, `,
         `${seconds(floor.arithmetic)} for ${unit(flops, ["", "k", "M", "G", "T", "P"]).trim()} operations. `,
-        `That is ${number(intensity, intensity < 10 ? 1 : 0)} operations per byte.`),
-      roofline(at, intensity),
-      el("p", { class: "note" }, `Roofs are the rates that the benchmark measured, products in ${at.dtype}; small marks are its rows. `,
+        `That is ${number(intensity, intensity < 10 ? 1 : 0)} operations per byte.`,
+        floor.seconds < 5e-6 ? " (To launch a kernel alone takes a few microseconds, so a step as small as this waits for its launches.)" : ""),
+      el("p", { class: "linear" }, "The matrices around it, ", el("strong", {}, bytes(linear.moved)), " of weights in 16 bits, are read once for ",
+        `${count(linear.intensity, "row")}, so ${linear.intensity.toLocaleString("en")} operations per byte: ${seconds(around.seconds)} at least, `,
+        around.limit === "memory" ? "memory-bound. More requests in the step would cost them nothing." : "compute-bound."),
+      roofline(at, intensity, linear.intensity),
+      el("p", { class: "note" }, `Large dot: this attention. Ring: the matrices around it. Small dots: rows of our benchmark, whose rates the roofs are, products in ${at.dtype}. `,
         "Nothing here is a measurement of this step."),
     ]
   }
 
   /** The roofline of a machine: its measured rows, and the dot of this step on the roof. */
-  function roofline({ read, product, points, name }, intensity) {
+  function roofline({ read, product, points, name }, intensity, ofLinear) {
     const [width, height] = [520, 240]
     const x = (v) => 62 + (Math.log10(Math.min(Math.max(v, 0.1), 1e4)) + 1) * ((width - 92) / 5)
     const top = Math.ceil(Math.log10(product))
@@ -495,7 +501,9 @@
     el("path", { class: "roof", d: `M${x(start)} ${y(roof(start))}L${x(product / read)} ${y(product)}L${x(1e4)} ${y(product)}` }),
     points.filter(([, each, rate]) => rate > floor && each >= 0.1).map(([row, each, rate]) =>
       el("circle", { class: "row", cx: x(each), cy: y(rate), r: 2.5 }, el("title", {}, row))),
-    el("text", { class: "tick", x: width / 2, y: height - 4 }, "operations per byte, and per second"),
+    el("text", { class: "tick", x: width / 2, y: height - 4 }, "operations per byte"),
+    el("text", { class: "tick", style: "text-anchor: start", x: 68, y: 26 }, "operations per second"),
+    ofLinear ? el("circle", { class: "ring", r: 6, cx: x(ofLinear), cy: y(Math.max(floor, roof(Math.max(ofLinear, start)))) }) : null,
     intensity ? el("circle", { class: "dot", r: 7, cx: x(intensity), cy: y(Math.max(floor, roof(Math.max(intensity, start)))) }) : null)
   }
 

@@ -246,7 +246,7 @@ def test_it_opens_from_a_clone_without_a_site(page, site):
 
 def test_a_path_leads_into_the_explorer_in_its_state(page, site):
     look(page, site, "paths/sliding_window.html")
-    press(page, "a window of three, in the explorer", role="link")
+    press(page, "a window of three", role="link")
     expect(page.locator(".where")).to_contain_text("Trimmed tables")
 
 

@@ -13,6 +13,8 @@ import pytest
 import torch
 from einops import rearrange
 from py_mini_racer import MiniRacer
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from fastattn.tools.bench.work import workload
 from refattn import cascade, chunked_prefill, kv_cache, local, masks, metadata, sliding_window, speculative
@@ -76,6 +78,7 @@ def draw(mask: str, seed: int) -> dict[str, Any]:
         "dtype": rng.choice(["float32", "bfloat16", "fp8"]),
         "query": [request, rng.randrange(max(1, lens[request][0]))],
         "step": 0,
+        "machine": rng.randrange(3),
     }
 
 
@@ -369,6 +372,16 @@ def test_pairs_and_keys_are_those_of_the_mask(drawn):
             of_group = {key for key in keys if group["begin"] <= key < group["end"]}
             read += max(of_group) - min(of_group) + 1 if of_group else 0
         assert shown["cost"]["bytes"]["keys"] == read * per_key
+
+
+def test_the_matrices_around_it_are_those_of_llama_3(explorer):
+    """Weights of one layer of Llama-3-8B, less its two norms; every row of the step shares one read of them."""
+    linear = explorer("everything", {"lens": [[1, 9]] * 5, "heads": 32, "kv": 8, "size": 128})["cost"]["linear"]
+    with torch.device("meta"):
+        sizes = dict(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8)
+        layer = LlamaDecoderLayer(LlamaConfig(**sizes), 0)
+    parameters = sum(x.numel() for x in layer.parameters() if x.ndim == 2)
+    assert linear == {"moved": 2 * parameters, "flops": 5 * 2 * parameters, "intensity": 5}
 
 
 # --- settings ---
