@@ -1,4 +1,4 @@
-"""A server in one file: the functions of the exercises, all 23 of them, put together.
+"""A server in one file: the first 23 functions of the exercises, put together; the others are of other models.
 
 It serves a Llama that transformers has loaded, and replaces its attention only. A step is one call of the model for all
 requests: some tokens of prompts, one of each answer, and guesses of what may follow. How a layer computes its attention

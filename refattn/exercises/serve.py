@@ -33,6 +33,8 @@ short and friendly sentences, with plain words. When you are not sure, you say s
 QUESTIONS = ("Why is the sky blue?", "Why do cats purr?")
 MAX_TOKENS = 8
 MIXED = ("paged", *OTHERS)  # layers of other models between those of its own
+ELSEWHERE = ("span_mask", "select_keys", "fold", "rollback")  # of models with images, an indexer, a state
+SERVED = tuple(exercise for exercise in EXERCISES if exercise.name not in ELSEWHERE)
 
 
 def serve(console: Console, functions: Mapping[str, Function], numbers: Mapping[str, str]) -> bool:
@@ -74,8 +76,9 @@ def serve(console: Console, functions: Mapping[str, Function], numbers: Mapping[
     ):
         with console.status(f"The server answers: {says}"):
             served[says] = Server(model, counted, ways=ways, guesses=guesses).serve(prompts, MAX_TOKENS), expected
-    others = len(EXERCISES) - len(functions)
-    console.print(f"{MODEL}, served by {len(functions)} of your functions and {others} of the reference's\n")
+    yours = sum(exercise.name in functions for exercise in SERVED)
+    others = len(SERVED) - yours
+    console.print(f"{MODEL}, served by {yours} of your functions and {others} of the reference's\n")
     console.print(_whose(functions, numbers, calls))
     is_right = True
     for says, (answers, expected) in served.items():
@@ -106,7 +109,7 @@ def count_calls(functions: Mapping[str, Function]) -> tuple[Counter[str], dict[s
 
         return call
 
-    names = {exercise.name: functions.get(exercise.name, exercise.reference) for exercise in EXERCISES}
+    names = {exercise.name: functions.get(exercise.name, exercise.reference) for exercise in SERVED}
     return calls, {name: counted(name, function) for name, function in names.items()}
 
 
@@ -158,7 +161,7 @@ def _whose(functions: Mapping[str, Function], numbers: Mapping[str, str], calls:
     for _ in range(3):
         table.add_column()
     table.add_column(justify="right")
-    for exercise in EXERCISES:
+    for exercise in SERVED:
         is_yours = exercise.name in functions
         whose = Text("yours", style="green") if is_yours else Text("the reference's", style="dim")
         name = Text(exercise.name, style="bold")

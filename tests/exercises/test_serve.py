@@ -9,7 +9,6 @@ from rich.console import Console
 
 from refattn.exercises import __main__ as command
 from refattn.exercises import serve
-from refattn.exercises.functions import EXERCISES
 from refattn.exercises.nanoserve import EXACT, Server
 from tests.helpers.tiny_models import byte_tokenizer, make_llama
 
@@ -17,7 +16,7 @@ FOLDER = Path(__file__).parent / "solutions"
 PREFIX = list(range(40))
 PROMPTS = [[*PREFIX, 1, 2], [*PREFIX, 3], [5, 6, 5, 6, 5]]
 SIZES = dict(block_size=4, budget=24)
-NAMES = [exercise.name for exercise in EXERCISES]
+NAMES = [exercise.name for exercise in serve.SERVED]
 
 
 def tiny():
