@@ -13,10 +13,12 @@ An operator takes tensors, numbers, and lists of them. So plans and options are 
               tensor and no number where there are no scales
 
 The plan is made outside the graph, once per step, and the same graph accepts the next step's plan with other lengths.
-The memo of a plan (`fastattn.kernels.replay`) is not passed on, so nothing is replayed, and on a CPU the tables are
-checked in every layer. There are no gradients: PyTorch raises an error if one is requested.
+The operator remembers the last plans that it put together, by their tensors: a step's later layers get the same one,
+with its memo (`fastattn.kernels.replay`), and replay what the first one worked out. A tensor that was written since is
+not the same. There are no gradients: PyTorch raises an error if one is requested.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,6 +53,7 @@ from refattn.interface import (
 
 PLANS = (Plan, CascadePlan, TreePlan, PrefillPlan)  # which of them a list of sizes is begins it
 TABLES, SIZES = 8, 8  # tensors and whole numbers of a `Plan`
+REMEMBERED = 16  # plans: a step has one for each kind of layer
 
 Answer = Tensor | tuple[Tensor, Tensor]
 AnyPlan = Plan | CascadePlan | TreePlan | PrefillPlan
@@ -273,6 +276,27 @@ def _plan_lists(plan: AnyPlan) -> Lists:
     return tables + own[0], sizes + own[1]
 
 
+_plans: OrderedDict[tuple[object, ...], tuple[list[Any], AnyPlan]] = OrderedDict()
+
+
+def _same_plan(tables: list[Any], sizes: list[int]) -> AnyPlan:
+    """Return the plan of such lists: for the same tensors, unwritten since, the same one.
+
+    The tensors are kept with it, so that no other can have their identity.
+    """
+    try:
+        key = (*sizes, *[None if x is None else (id(x), x._version) for x in tables])
+    except RuntimeError:  # tensors made in inference mode have no version
+        return _plan(tables, sizes)
+    found = _plans.pop(key, None)
+    if found is None:
+        found = list(tables), _plan(tables, sizes)
+    _plans[key] = found  # the newest
+    while len(_plans) > REMEMBERED:
+        _plans.popitem(last=False)
+    return found[1]
+
+
 def _plan(tables: list[Any], sizes: list[int]) -> AnyPlan:
     """Return the plan of such lists."""
     kind, *sizes = sizes
@@ -429,7 +453,7 @@ def _define(name: str, path: Callable[..., Any], arguments: str, result: Callabl
     def compute(*values: Any) -> Any:
         named = dict(zip(names, values, strict=True))
         if "tables" in named:
-            named["plan"] = _plan(named.pop("tables"), named.pop("sizes"))
+            named["plan"] = _same_plan(named.pop("tables"), named.pop("sizes"))
             named["options"] = AttentionOptions(**{option: named.pop(option) for option in OPTIONS})
             named["return_lse"] = True
         if "scale_format" in named:

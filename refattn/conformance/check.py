@@ -217,7 +217,8 @@ def _look(
     for i, dtype in enumerate(dtypes):
         search = _Search(kernel, prop, dtype, device, on_example, SHRINKING * (AGAIN if blamed else 1))
         marks = prop.landmarks(kernel) if i == 0 and kernel.path in landmarks.KNOWN else []
-        failure = search.visit(marks[: kernel.claims.max_examples]) or search.run(most if i == 0 else -(-most // 2))
+        visited = min(2 * examples, kernel.claims.max_examples or len(marks))
+        failure = search.run(most if i == 0 else -(-most // 2)) or search.visit(marks[:visited])
         if search.not_claimed:
             return Finding(prop.name, prop.promise, "not claimed", search.reason)
         tried, refused, reason = tried + search.tried, refused + search.refused, search.reason or reason

@@ -297,6 +297,23 @@ def test_every_field_of_a_plan_crosses():
         assert ops._plan_lists(again)[1] == sizes
 
 
+def test_later_layers_of_a_step_get_the_same_plan():
+    """They replay what its first layer worked out; tables that were written since make another one."""
+    plan = chunked_prefill.plan(metadata.make_batch([1, 2], [20, 30], [[0, 1], [2, 3]]), block_size=P)
+    lists = ops._plan_lists(plan)
+    first = ops._same_plan(*lists)
+    assert ops._same_plan(*ops._plan_lists(plan)) is first
+    plan.batch.seq_lens.sub_(1)
+    later = ops._same_plan(*lists)
+    assert later is not first and later.batch.seq_lens.tolist() == [19, 29]
+    with torch.inference_mode():
+        fresh = chunked_prefill.plan(metadata.make_batch([1], [20], [[0, 1]]), block_size=P)
+        assert ops._same_plan(*ops._plan_lists(fresh)) is not ops._same_plan(*ops._plan_lists(fresh))
+    for _ in range(2 * ops.REMEMBERED):
+        ops._same_plan(*ops._plan_lists(chunked_prefill.plan(metadata.make_batch([1], [20], [[0, 1]]), block_size=P)))
+    assert len(ops._plans) == ops.REMEMBERED
+
+
 def test_errors_are_those_of_the_path(shapes_unchecked):
     query, key_cache, value_cache, batch = BATCH.tensors
     plan = chunked_prefill.plan(batch, block_size=P)

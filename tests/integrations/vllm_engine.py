@@ -36,7 +36,7 @@ MODELS = {
     "llama4": lambda: Llama4ForCausalLM(
         Llama4TextConfig(
             **SMALL,
-            attention_chunk_size=16,
+            attention_chunk_size=32,
             layer_types=["chunked_attention", "full_attention"],
             no_rope_layers=[1, 0],
             intermediate_size_mlp=64,

@@ -34,7 +34,7 @@ def test_a_mistake_past_a_size_is_found_and_named(name, monkeypatch):
     mistake, prop, old, new, limits = PAST_A_SIZE[name]
     monkeypatch.setattr(checking, "SHRINKING", 1.0)
     monkeypatch.setattr(checking, "EVIDENCE", 2)
-    report = check(claims(**limits)(plant("paged", old, new)), "chunked_prefill", examples=2, only=[prop], **FLOAT32)
+    report = check(claims(**limits)(plant("paged", old, new)), "chunked_prefill", examples=3, only=[prop], **FLOAT32)
     assert [name for name, _ in report.failures[0].mistakes][:1] == [mistake]
     example = checking.parse_example(report.failures[0].example)
     with pytest.raises(Broken):
@@ -48,7 +48,7 @@ def test_a_mistake_without_a_name_is_found(name, monkeypatch):
     kernel, prop, old, new = UNNAMED[name]
     monkeypatch.setattr(checking, "probable", lambda *args: [])  # what is known is asked above
     assert check(
-        plant(kernel, old, new), OF[kernel], examples=2 if kernel == "paged" else 8, only=[prop], **FLOAT32
+        plant(kernel, old, new), OF[kernel], examples=3 if kernel == "paged" else 8, only=[prop], **FLOAT32
     ).failures
 
 

@@ -1,0 +1,51 @@
+"""The fixture `prove`, in a repository of somebody else."""
+
+import tomllib
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+pytest_plugins = ("pytester",)
+THEIRS = """
+import torch
+from refattn.conformance import claims
+
+def right(outs, lses):
+    top = torch.stack(list(lses)).amax(0)
+    base = torch.where(top == -torch.inf, 0.0, top)
+    weights = [torch.exp(x - base) for x in lses]
+    total = sum(weights)
+    parts = [torch.where((w == 0)[..., None], 0.0, o.float() * w[..., None]) for o, w in zip(outs, weights)]
+    out = sum(parts) / torch.where(total == 0, 1.0, total)[..., None]
+    return out.to(outs[0].dtype), total.log() + base
+
+def averages(outs, lses):
+    return sum(outs) / len(outs), torch.stack(list(lses)).logsumexp(0)
+
+def refuses(outs, lses):
+    raise NotImplementedError("no merge on this card")
+
+def test_right(prove):
+    prove(right, "merge", examples=2, dtypes=[torch.float32])
+
+def test_averages(prove):
+    prove(averages, "merge", examples=2, dtypes=[torch.float32], only=["answer"])
+
+def test_nothing(prove):
+    prove(refuses, "merge", examples=2, dtypes=[torch.float32], only=["answer"])
+"""
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_a_stranger_proves_a_kernel(pytester):
+    pytester.makepyfile(THEIRS)
+    result = pytester.runpytest_inprocess("-p", "refattn.conformance.plugin", "-p", "no:cacheprovider")
+    result.assert_outcomes(passed=1, failed=2)
+    result.stdout.fnmatch_lines(["*probably merge-averages*", "*nothing was checked*"])
+
+
+def test_the_entry_point_is_the_plugin():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    (name,) = project["entry-points"]["pytest11"].values()
+    assert hasattr(import_module(name), "prove")
