@@ -105,6 +105,7 @@ def write(key: Float[Tensor, "t d"], index_cache: Shaped[Tensor, "n p c"], slot_
 
     Raises:
         ValueError: naming the argument that does not fit. Nothing is written then.
+        NotImplementedError: if a key that is rounded requires a gradient.
     """
     check_index_write(key, index_cache, slot_mapping)
     block_size, size = index_cache.shape[1], index_size_of(index_cache)

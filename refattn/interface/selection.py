@@ -4,6 +4,7 @@ import torch
 from jaxtyping import Int32
 from torch import Tensor
 
+from refattn.interface.ambient import refuse_gradients
 from refattn.interface.batch import Batch
 from refattn.interface.contents import check_block_table, check_lengths
 from refattn.interface.options import AttentionOptions
@@ -20,6 +21,7 @@ from refattn.interface.values import (
 
 SCALE_BYTES = 4  # of a token's scale, a float32
 INDEX_FORMAT = torch.float8_e4m3fn  # of codes
+ROUNDING = "rounding to codes has no gradient; use torch.no_grad(), or a pool of numbers"
 SMALLEST = 1e-4  # largest element of a key, at least, that a scale is made of
 
 
@@ -62,6 +64,7 @@ def check_index_write(key: Tensor, index_cache: Tensor, slot_mapping: Tensor) ->
 
     Raises:
         ValueError: naming the argument; on a CPU also if a slot is outside the pool, or given twice.
+        NotImplementedError: if a key that is rounded requires a gradient.
     """
     check_index_cache(index_cache)
     expect(key, "key", None, ("t", "d"), (None, index_size_of(index_cache)))
@@ -72,6 +75,8 @@ def check_index_write(key: Tensor, index_cache: Tensor, slot_mapping: Tensor) ->
     check_can_be_written(index_cache=index_cache)
     check_own_memory("index_cache", index_cache)
     same_device(key=key, index_cache=index_cache, slot_mapping=slot_mapping)
+    if holds_codes(index_cache):
+        refuse_gradients(ROUNDING, key=key)
     if not slot_mapping.is_cpu or not slot_mapping.numel():
         return
     last = index_cache.shape[0] * index_cache.shape[1] - 1

@@ -632,3 +632,20 @@ def test_a_bad_write_changes_nothing():
         with pytest.raises(ValueError, match="each slot once"):
             twin.write(torch.ones(3, 8), pool, torch.tensor([0, 2, 2]))
         assert not pool.any()
+
+
+@each_twin
+def test_a_gradient_does_not_get_lost_in_codes(twin):
+    """Scores of numbers have one in the reference; what is rounded, and the twin, refuse it."""
+    key = torch.randn(3, 8, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="gradient|backward"):
+        twin.write(key, twin.allocate(2, 4, index_size=8), torch.arange(3))
+    query, weights, pool, batch, _ = lay_out(dtype=torch.float32)
+    query.requires_grad_()
+    if twin is fastattn.sparse:
+        with pytest.raises(NotImplementedError, match="backward"):
+            twin.scores(query, weights, pool, plan_of(batch))
+        return
+    scores = twin.scores(query, weights, pool, plan_of(batch))
+    scores[scores > -math.inf].sum().backward()
+    assert query.grad[:15].abs().sum() > 0 and query.grad.isfinite().all() and not query.grad[15:].any()
