@@ -238,6 +238,13 @@ def test_a_stop_text_ends_the_request(server, alone, streams):
     assert server.engine.counters.steps - steps == end, "no step is made for what nobody will see"
 
 
+def test_what_might_have_been_a_stop_text_is_not_lost(server, alone):
+    (whole,) = alone.generate([PROMPT], SamplingParams(max_tokens=9, **DRAWN))
+    stop = f"{whole.text[-2:]} and more"
+    answer = server.client.completions.create(model="tiny", prompt=PROMPT, max_tokens=9, stop=stop, **DRAWN)
+    assert (text_of(answer, False), answer.choices[0].finish_reason) == (whole.text, "length")
+
+
 # What goes wrong.
 
 
