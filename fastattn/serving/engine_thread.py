@@ -106,10 +106,8 @@ class EngineThread:
             raise ValueError(f"max_waiting: expected an int of at least 1, got {max_waiting!r}")
         self.engine, self.max_waiting, self.log_steps = engine, max_waiting, log_steps
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # None: stop
-        self._coming, self._count = (
-            0,
-            threading.Lock(),
-        )  # requests that are submitted, and not in the engine's queue yet
+        self._coming = 0  # requests that are submitted, and not in the engine's own queue yet
+        self._count = threading.Lock()  # while one is counted, or goes from here to there
         self._answers: dict[Request, Answer] = {}  # under way; only the engine's thread knows them
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -173,6 +171,10 @@ class EngineThread:
                     return
                 job()
         finally:
+            while not self._jobs.empty():  # nobody waits for ever
+                job = self._jobs.get()
+                if job is not None:
+                    job()
             self._deliver(self._fail_all("the engine has stopped"))
 
     def _deliver(self, pieces: Iterable[tuple[Answer, Piece | ValueError]]) -> None:

@@ -238,6 +238,13 @@ def test_a_stop_text_ends_the_request(server, alone, streams):
     assert server.engine.counters.steps - steps == end, "no step is made for what nobody will see"
 
 
+def test_what_might_have_been_a_stop_text_is_not_lost(server, alone):
+    (whole,) = alone.generate([PROMPT], SamplingParams(max_tokens=9, **DRAWN))
+    stop = f"{whole.text[-2:]} and more"
+    answer = server.client.completions.create(model="tiny", prompt=PROMPT, max_tokens=9, stop=stop, **DRAWN)
+    assert (text_of(answer, False), answer.choices[0].finish_reason) == (whole.text, "length")
+
+
 # What goes wrong.
 
 
@@ -433,15 +440,32 @@ def test_models_health_and_what_is_not_there(server):
 
 
 def test_a_thread_that_has_died_is_seen(llama, tokenizer, monkeypatch):
-    engine = make_engine(llama, tokenizer=tokenizer)
+    """By a request that was under way, by one that had just come, and by later ones."""
+    engine, gate, errors = make_engine(llama, tokenizer=tokenizer), threading.Event(), []
+
+    def step():
+        gate.wait(30)
+        sys.exit("gone")
+
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
-    monkeypatch.setattr(engine, "step", lambda: sys.exit("gone"))
+    monkeypatch.setattr(engine, "step", step)
     with served(engine) as server:
-        with pytest.raises(openai.InternalServerError):
-            server.client.completions.create(model="tiny", prompt=PROMPT, temperature=0)
+
+        def ask():
+            with pytest.raises(openai.InternalServerError) as error:
+                server.client.completions.create(model="tiny", prompt=PROMPT, temperature=0)
+            errors.append(str(error.value))
+
+        asking = [threading.Thread(target=ask) for _ in range(2)]
+        for thread in asking:
+            thread.start()
+        until(lambda: server.api.thread.num_waiting == 2)
+        gate.set()
+        for thread in asking:
+            thread.join(30)
         until(lambda: not server.api.thread.is_alive)
-        with pytest.raises(openai.InternalServerError, match="the engine has stopped"):
-            server.client.completions.create(model="tiny", prompt=PROMPT)
+        ask()
+        assert len(errors) == 3 and all("the engine has stopped" in error for error in errors)
         with pytest.raises(urllib.error.HTTPError, match="503"):
             urllib.request.urlopen(f"{server.url}/health")
 

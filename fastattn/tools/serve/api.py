@@ -4,8 +4,8 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -111,7 +111,7 @@ class Api:
             pass
         self.thread.abort(answer)
 
-    async def _pieces(self, answer: Answer) -> AsyncIterator[Piece]:
+    async def _pieces(self, answer: Answer) -> AsyncGenerator[Piece, None]:
         """Yield the pieces of an answer up to its last, and measure them."""
         before, piece = None, Piece()
         try:
@@ -131,17 +131,18 @@ class Api:
         count = 0
         if response.ask.is_chat:
             yield _event(response.chunk({"role": "assistant", "content": ""}))
-        async for piece in self._pieces(response.ask.answer):
-            count += len(piece.token_ids)
-            if piece.error is not None:
-                yield _event(_error_body(500, piece.error))
-                break
-            if piece.text:
-                yield _event(response.chunk({"content": piece.text}))
-            if piece.finish_reason is not None:
-                yield _event(response.chunk({}, piece.finish_reason))
-                if response.ask.usage:
-                    yield _event(response.body(chunk=True) | {"choices": [], "usage": response.usage(count)})
+        async with aclosing(self._pieces(response.ask.answer)) as pieces:
+            async for piece in pieces:
+                count += len(piece.token_ids)
+                if piece.error is not None:
+                    yield _event(_error_body(500, piece.error))
+                    break
+                if piece.text:
+                    yield _event(response.chunk({"content": piece.text}))
+                if piece.finish_reason is not None:
+                    yield _event(response.chunk({}, piece.finish_reason))
+                    if response.ask.usage:
+                        yield _event(response.body(chunk=True) | {"choices": [], "usage": response.usage(count)})
         yield "data: [DONE]\n\n"
 
     def _no_such_model(self, name: Any) -> Response:
