@@ -16,6 +16,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from refattn.conformance import states as of_states
 from refattn.conformance.call import attend
 from refattn.conformance.cases import HARMLESS, build, poisoned
 from refattn.conformance.oracle import sight
@@ -39,7 +40,7 @@ class Example(Workload):
     Attributes:
         options: of the plan and of `AttentionOptions`, by name; True for slopes and sinks, which are then made. Of
             `cascade`, `shared`: blocks that all sequences share. Of `merge`, `parts`, and `empty`: whether rows are. Of
-            `quantized`, `scales` of keys and values.
+            `quantized`, `scales` of keys and values. Of `recurrent`, `padding`, `drafts`, `scale` and `delta`.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -89,7 +90,8 @@ class Path:
         planned: the arguments of its plan, beside the batch and the block size.
         pools: those of its tensors that are paged, and the number of dimensions before the blocks.
         build: makes the arguments of an example.
-        options: of `AttentionOptions`, that it may take.
+        options: of `AttentionOptions`, that it may take; of `RecurrentOptions` where it changes states.
+        in_place: those of its tensors that a call changes, which are answers, too.
     """
 
     name: str
@@ -99,6 +101,7 @@ class Path:
     planned: tuple[str, ...] = ()
     pools: tuple[tuple[str, int], ...] = ()
     options: tuple[str, ...] = ("softmax_scale", "softcap", "alibi_slopes", "sinks", "batch_invariant")
+    in_place: tuple[str, ...] = ()
 
     @property
     def module(self) -> ModuleType:
@@ -108,7 +111,7 @@ class Path:
     @property
     def attends(self) -> bool:
         """Whether it is attention, and no merge or write."""
-        return self.function == "attention"
+        return self.function == "attention" and not self.in_place
 
 
 def expected(example: Example, arguments: Arguments) -> tuple[Answers, Answers]:
@@ -117,6 +120,8 @@ def expected(example: Example, arguments: Arguments) -> tuple[Answers, Answers]:
     It computes on the CPU, whatever the device of the arguments is. A write has one answer, to the bit: the pools.
     """
     path, arguments = PATHS[example.path], on_cpu(arguments)
+    if path.in_place:
+        return of_states.expected(arguments)
     if path.function == "write":
         pools = {name: arguments[name].clone() for name in ("key_cache", "value_cache")}
         path.module.write(**{**arguments, **pools})
@@ -295,6 +300,11 @@ def _new_tokens(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]
     return dict(**rows, **pools, slot_mapping=slots)
 
 
+def _states(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> Arguments:
+    """Draw tokens, and states in the slots of a pool."""
+    return of_states.tensors(example, example.options, dtype)
+
+
 def _options(example: Example) -> Arguments:
     """Fill in the options that have one number per head."""
     h, options = example.heads[0], dict(example.options)
@@ -373,6 +383,14 @@ PATHS = {
             function="write",
             pools=POOLS,
             options=(),
+        ),
+        Path(
+            "recurrent",
+            of_states.TOKENS,
+            _states,
+            planned=of_states.TABLES,
+            options=("scale", "delta"),
+            in_place=("states",),
         ),
     )
 }

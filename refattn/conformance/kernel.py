@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from refattn.conformance.example import PATHS, Answers, Arguments, Example
-from refattn.interface import AttentionOptions
+from refattn.interface import AttentionOptions, RecurrentOptions
 
 OF_BATCH = ("cu_seqlens_q", "seq_lens", "block_table", "max_query_len", "max_seq_len", "query_lens", "context_lens")
 NEUTRAL = {
@@ -33,6 +33,8 @@ NEUTRAL = {
     "out": None,
     "prefixes": (),
     "common_prefix_len": 0,
+    "num_accepted": None,
+    "delta": True,
 }  # what a parameter without a default gets where nothing is asked of it
 HALVES = (torch.float32, torch.float16, torch.bfloat16)
 Shape = tuple[tuple[int, int], tuple[int, int], int]  # heads, head sizes, block size
@@ -85,6 +87,7 @@ OF_PATH = {
     "mla": Claims(heads=((1, 1), (4, 1), (16, 1)), head_sizes=((96, 64), (80, 64))),
     "differential": Claims(heads=((2, 2), (4, 2), (8, 4)), head_sizes=((64, 64), (128, 128))),
     "quantized": Claims(dtypes=(torch.float32, torch.bfloat16)),
+    "recurrent": Claims(heads=((1, 1), (4, 2)), head_sizes=((64, 64),), block_sizes=(16,)),  # heads: of values first
 }  # what a function without claims is taken to claim
 
 
@@ -151,10 +154,11 @@ class Kernel:
     def words(self) -> list[str]:
         """List the names that a parameter may have."""
         path = PATHS[self.path]
-        if not path.attends:
+        if not path.attends and not path.in_place:
             return [*path.words, "block_size"] if path.function == "write" else [*path.words]
         of_batch = [word for word in OF_BATCH if path.pools or word != "block_table"]
-        words = [*path.words, "batch", *of_batch, *path.planned, *path.options, "plan", "options", "return_lse", "out"]
+        words = [*path.words, "batch", *of_batch, *path.planned, *path.options, "plan", "options", "out"]
+        words += [] if path.in_place else ["return_lse"]
         extra = {"dense": ["cu_seqlens_k"], "cascade": ["common_prefix_len"]}
         return [*words, *extra.get(self.path, ()), *(["block_size"] if path.pools else [])]
 
@@ -177,12 +181,14 @@ class Kernel:
         if path.function == "write":
             pools = {name: preserving_clone(arguments[name]) for name in ("key_cache", "value_cache")}
             arguments = {**arguments, **pools}
+        given, states = arguments, {name: preserving_clone(arguments[name]) for name in path.in_place}
+        arguments = {**arguments, **states}
         with filled_memory():
             came = self.function(**self.asked(example, {**arguments, **more}))
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()
-        answers: Answers = pools if path.function == "write" else self.named(came)
-        self.calls.append((arguments, answers))
+        answers: Answers = pools if path.function == "write" else {**self.named(came), **states}
+        self.calls.append((given, answers))
         return answers
 
     def named(self, came: Any) -> Answers:
@@ -206,7 +212,8 @@ class Kernel:
             elif name == "plan":
                 asked[name] = self._plan(example, arguments)
             elif name == "options":
-                asked[name] = AttentionOptions(**{x: arguments[x] for x in path.options if x in arguments})
+                make = RecurrentOptions if path.in_place else AttentionOptions
+                asked[name] = make(**{x: arguments[x] for x in path.options if x in arguments})
             elif name == "block_size":
                 asked[name] = example.block_size
             elif name == "cu_seqlens_k" or (name in OF_BATCH and "batch" in arguments):
@@ -224,7 +231,7 @@ class Kernel:
         make = self.plan or PATHS[self.path].module.plan
         takes = inspect.signature(make).parameters
         planned = {name: arguments[name] for name in takes if name in arguments and name != "batch"}
-        if "block_size" in takes:
+        if "block_size" in takes and not PATHS[self.path].in_place:
             planned["block_size"] = example.block_size
         return make(arguments["batch"], **planned)
 

@@ -8,6 +8,7 @@ then shows the docstring of that class. `Attention` itself is right; it shares n
     pages         where the keys are        hidden              memory that no query may see
     scores        scale, cap, ALiBi         trees, latents, quantized, differential, merge, writes
     softmax       sum, sinks, LSE           empty               fully masked rows
+    states        layers that keep a state
 """
 
 import re
@@ -29,18 +30,20 @@ from refattn.conformance.mistakes import (
     scores,
     softmax,
     splits,
+    states,
     trees,
     writes,
 )
 from refattn.conformance.mistakes.differential import Differential
 from refattn.conformance.mistakes.formula import KNOWN, Attention, Formula
 from refattn.conformance.mistakes.merge import Merge
+from refattn.conformance.mistakes.states import State
 from refattn.conformance.mistakes.writes import Write
 
 # Of mistakes that explain an answer equally well, the first is named: the plainest come first.
 ORDER = (
     *(masks, pages, scores, softmax, empty, splits, hidden, cascade, trees, latents, quantized, differential),
-    *(merge, writes),
+    *(merge, writes, states),
 )
 
 
@@ -88,7 +91,7 @@ def _of_pairs(kind: type[Attention]) -> type[Formula]:
 
 def without_mistake(path: str) -> Mistake:
     """Return the right formula of a path, as if it were a mistake."""
-    formula = next(kind for kind in (Attention, Differential, Merge, Write) if path in kind.paths)
+    formula = next(kind for kind in (Attention, Differential, Merge, Write, State) if path in kind.paths)
     return Mistake("none", "Nothing is wrong.", formula)
 
 
