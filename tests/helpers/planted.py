@@ -507,7 +507,7 @@ PLANTED = [
         ("            state = state + torch.einsum", 'einsum("hvk,hk->hv", state, q[row])'),
         ("            before, state = state, state + torch.einsum", 'einsum("hvk,hk->hv", before, q[row])'),
     ),
-    ("recurrent", "never-fades", "answer", "log_decay[row].float().exp()", "log_decay[row].float().exp() ** 0"),
+    ("recurrent", "never-fades", "answer", "log_decay[row].float().exp()", "torch.ones_like(log_decay[row].float())"),
     ("recurrent", "value-added-whole", "answer", "if delta else 0.0", "if False else 0.0"),
     (
         "recurrent",
@@ -515,6 +515,27 @@ PLANTED = [
         "answer",
         "torch.arange(value.shape[1]) // group",
         "torch.arange(value.shape[1]) % query.shape[1]",
+    ),
+    (
+        "recurrent",
+        "answers-before-it-fades",
+        "answer",
+        (
+            "            state = state * log_decay[row].float().exp()[:, None, None]\n",
+            'seen = torch.einsum("hvk,hk->hv", state, k[row]) if delta else 0.0\n',
+        ),
+        (
+            "",
+            'seen = torch.einsum("hvk,hk->hv", state, k[row]) if delta else 0.0\n'
+            "            state = state * log_decay[row].float().exp()[:, None, None]\n",
+        ),
+    ),
+    (
+        "recurrent",
+        "keys-before-values",
+        "answer",
+        ("states[start].float() if", "            states[slots[0]] = state"),
+        ("states[start].float().mT if", "            states[slots[0]] = state.mT"),
     ),
     ("recurrent", "logarithm-of-two", "answer", "log_decay[row].float().exp()", "log_decay[row].float().exp2()"),
 ]

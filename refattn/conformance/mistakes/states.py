@@ -1,4 +1,4 @@
-"""A layer that keeps a state once more, token by token in loops over heads, and mistakes in it."""
+"""A layer that keeps a state once more, token by token, and mistakes in it."""
 
 from collections.abc import Sequence
 
@@ -45,29 +45,34 @@ class State(Formula, is_base=True):
         if slot >= 0:
             self.states[slot] = state
 
-    def _head(self, head: int) -> int:
-        """Return the head of queries and keys of a head of values."""
-        return head * self.arguments["query"].shape[1] // self.arguments["value"].shape[1]
+    def _heads(self, num_heads: int, num_value_heads: int) -> Tensor:
+        """Return the head of queries and keys of each head of values."""
+        return torch.arange(num_value_heads) * num_heads // num_value_heads
 
     def _fold(self, state: Tensor, row: int) -> Tensor:
-        """Change the state by one token, and read it; heads one by one."""
-        a, new = self.arguments, []
-        for head in range(len(state)):
-            query, key = (a[name][row, self._head(head)].double() for name in ("query", "key"))
-            decay, beta = float(a["log_decay"][row, head].double().exp()), float(a["beta"][row, head])
-            one = self._step(state[head], key, a["value"][row, head].double(), decay, beta)
-            read = self._read(state[head], one)
-            self.out[row, head] = a["scale"] * (read @ query)
-            new.append(one)
-        return torch.stack(new)
-
-    def _read(self, before: Tensor, after: Tensor) -> Tensor:
+        """Change the states of all heads `[hv, dv, dk]` by one token, and read them."""
+        a = self.arguments
+        heads = self._heads(a["query"].shape[1], a["value"].shape[1])
+        query, key = (a[name][row].double()[heads] for name in ("query", "key"))
+        decay, beta = self._decay(a["log_decay"][row].double()), a["beta"][row].double()
+        faded = decay[:, None, None] * state
+        after = self._write(state, faded, key, a["value"][row].double(), beta)
+        self.out[row] = a["scale"] * (self._read(faded, after) @ query[..., None])[..., 0]
         return after
 
-    def _step(self, state: Tensor, key: Tensor, value: Tensor, decay: float, beta: float) -> Tensor:
-        state = decay * state
-        seen = state @ key if self.arguments.get("delta", True) else 0.0
-        return state + beta * torch.outer(value - seen, key)
+    def _decay(self, log_decay: Tensor) -> Tensor:
+        return log_decay.exp()
+
+    def _write(self, before: Tensor, faded: Tensor, key: Tensor, value: Tensor, beta: Tensor) -> Tensor:
+        """Return the state after a token is written to it."""
+        seen = (self._answering(before, faded) @ key[..., None])[..., 0] if self.arguments.get("delta", True) else 0.0
+        return faded + (beta[:, None] * (value - seen))[..., None] * key[:, None, :]
+
+    def _answering(self, before: Tensor, faded: Tensor) -> Tensor:
+        return faded
+
+    def _read(self, faded: Tensor, after: Tensor) -> Tensor:
+        return after
 
 
 class StateOfTheOneBefore(State):
@@ -122,29 +127,36 @@ class DraftsNotRolledBack(State):
 class ReadBeforeWritten(State):
     """A token reads the state before it is written, so it does not see itself."""
 
-    def _read(self, before: Tensor, after: Tensor) -> Tensor:
-        return before
+    def _read(self, faded: Tensor, after: Tensor) -> Tensor:
+        return faded
 
 
 class NeverFades(State):
     """The decay is ignored."""
 
-    def _step(self, state: Tensor, key: Tensor, value: Tensor, decay: float, beta: float) -> Tensor:
-        return super()._step(state, key, value, 1.0, beta)
+    def _decay(self, log_decay: Tensor) -> Tensor:
+        return torch.ones_like(log_decay)
+
+
+class LogarithmOfTwo(State):
+    """The logarithms of decays are taken to the base 2."""
+
+    def _decay(self, log_decay: Tensor) -> Tensor:
+        return log_decay.exp2()
 
 
 class ValueAddedWhole(State):
     """The value is added, and not its difference to what the state answers: the delta rule is left out."""
 
-    def _step(self, state: Tensor, key: Tensor, value: Tensor, decay: float, beta: float) -> Tensor:
-        return decay * state + beta * torch.outer(value, key)
+    def _answering(self, before: Tensor, faded: Tensor) -> Tensor:
+        return torch.zeros_like(faded)
 
 
 class AnswersBeforeItFades(State):
     """The state answers to a key before it fades, and is corrected by too much."""
 
-    def _step(self, state: Tensor, key: Tensor, value: Tensor, decay: float, beta: float) -> Tensor:
-        return decay * state + beta * torch.outer(value - state @ key, key)
+    def _answering(self, before: Tensor, faded: Tensor) -> Tensor:
+        return before
 
 
 class KeysBeforeValues(State):
@@ -160,12 +172,5 @@ class KeysBeforeValues(State):
 class HeadsInterleaved(State):
     """Value heads share queries and keys in turns, and not with their neighbours."""
 
-    def _head(self, head: int) -> int:
-        return head % int(self.arguments["query"].shape[1])
-
-
-class LogarithmOfTwo(State):
-    """The logarithms of decays are taken to the base 2."""
-
-    def _step(self, state: Tensor, key: Tensor, value: Tensor, decay: float, beta: float) -> Tensor:
-        return super()._step(state, key, value, decay ** torch.tensor(2.0).log().item(), beta)
+    def _heads(self, num_heads: int, num_value_heads: int) -> Tensor:
+        return torch.arange(num_value_heads) % num_heads
