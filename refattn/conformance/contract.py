@@ -354,7 +354,7 @@ def answer(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) ->
     """Compare the output, or what was written, with the reference."""
     arguments = example.tensors(dtype, device)
     answers = ask(kernel, example, arguments)
-    hold(example, arguments, answers, only=() if example.path == "kv_cache" else ("out",))
+    hold(example, arguments, answers, only=() if example.path in ("kv_cache", "recurrent") else ("out",))
 
 
 def lse(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
@@ -740,6 +740,88 @@ def graph(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> 
         raise Broken(f"captured short and replayed long, {error}") from None
 
 
+# --- layers that keep a state ---
+
+
+def over_states(**options: Any) -> Callable[[Draw, Kernel], Example]:
+    """Return what draws a step with these options; a list is a choice."""
+
+    def drawn(draw: Draw, kernel: Kernel) -> Example:
+        chosen = {name: draw(st.sampled_from(x)) if isinstance(x, list) else x for name, x in options.items()}
+        return draw_example(draw, kernel, options=chosen)
+
+    return drawn
+
+
+def without_tokens(draw: Draw, kernel: Kernel) -> Example:
+    """Draw sequences without new tokens among others."""
+    pairs = st.lists(st.tuples(st.integers(0, 5), st.integers(6, 30)), min_size=1, max_size=3)
+    return draw_example(draw, kernel, pairs.map(lambda drawn: [drawn[0], (0, 9), *drawn[1:]]))
+
+
+def free_slots(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Put NaN into slots that nobody may read: free ones, and those of sequences that begin."""
+    arguments = example.tensors(dtype, device)
+    used = {slot for (q, _), slot in zip(example.lens, arguments["state_indices"].tolist(), strict=True) if q}
+    known = arguments["has_initial_state"].tolist()
+    read = {slot for slot, has_state in zip(arguments["state_indices"].tolist(), known, strict=True) if has_state}
+    states = arguments["states"] = arguments["states"].clone()
+    hidden = [slot for slot in range(len(states)) if slot not in read & used]
+    states[hidden] = torch.nan
+    answers = ask(kernel, example, arguments)
+    wide, low = expected(example, arguments)
+    written = sorted(used)
+    for slot in set(range(len(states))) - used:
+        if not answers["states"][slot].isnan().all():
+            raise Broken(f"states: slot {slot} was written, which no sequence of the step has")
+    for name, rows in (("out", slice(None)), ("states", written)):
+        try:
+            assert_close(answers[name].cpu()[rows], wide[name][rows], low[name][rows], name=name)
+        except AssertionError as error:
+            raise Broken(f"with NaN in free slots, {error}") from None
+
+
+def cut(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Compare the last token of each sequence, in a step of its own, with the same token among the others."""
+    arguments = example.tensors(dtype, device)
+    rows = [range(q) for q, _ in example.lens]
+    starts = arguments["batch"].cu_seqlens_q.tolist()
+    states, outs = arguments["states"], torch.empty_like(arguments["value"])
+    for part, lens in (
+        ([list(x)[:-1] for x in rows], [(q - 1, s - 1) for q, s in example.lens]),
+        ([list(x)[-1:] for x in rows], [(1, s) for _, s in example.lens]),
+    ):
+        step = replace(example, lens=tuple(lens))
+        tables = step.tensors(dtype, device)
+        at = torch.tensor([starts[i] + x for i, some in enumerate(part) for x in some], dtype=torch.int64)
+        at = at.to(outs.device)
+        tokens = {name: arguments[name][at] for name in ("query", "key", "value", "log_decay", "beta")}
+        same = {name: arguments[name] for name in ("state_indices", "scale")}
+        has_state = tables["has_initial_state"]
+        answers = ask(kernel, step, tables | tokens | same | dict(states=states, has_initial_state=has_state))
+        states, outs[at] = answers["states"], answers["out"]
+    try:
+        hold(example, arguments, dict(out=outs, states=states))
+    except Broken as error:
+        raise Broken(f"computed in two steps, {error}") from None
+
+
+def nan_before(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Put NaN into the last value of each sequence: the tokens before it are numbers, and it is not."""
+    arguments = example.tensors(dtype, device)
+    last = torch.tensor([q for q, _ in example.lens]).cumsum(0) - 1
+    value = arguments["value"] = arguments["value"].clone()
+    value[last] = torch.nan
+    out = ask(kernel, example, arguments)["out"].cpu()
+    is_last = torch.zeros(len(out), dtype=torch.bool)
+    is_last[last] = True
+    if out[~is_last].isnan().any():
+        row = int((out.isnan().flatten(1).any(-1) & ~is_last).nonzero()[0])
+        raise Broken(f"out: NaN in row {row}, before the token that has it")
+    if not out[is_last].isnan().flatten(1).any(-1).all():
+        raise Broken("out: a number in the row of a token whose value is NaN")
+
+
 OUTPUTS_ALONE = (mask, answer, outputs_at_landmarks, nan, writes, out_memory, strided_out, without_lse, alone)
 ATTENDS = tuple(path.name for path in PATHS.values() if path.attends)
 LOUDLY = (*(name for name in ATTENDS if name != "differential"), "merge")  # whose norm magnifies rounding
@@ -1008,6 +1090,68 @@ PROPERTIES = (
         invariance,
         ("batch_invariant",),
         ("dense", "chunked_prefill", "sliding_window", "local", "mla"),
+    ),
+    Property(
+        "free slots",
+        "Slots of nobody, and of sequences that begin, may hold anything; the first are not written.",
+        plain,
+        free_slots,
+        paths=("recurrent",),
+    ),
+    Property(
+        "padding slot",
+        "A sequence with a negative slot returns 0, and changes no state.",
+        over_states(padding=True),
+        everything,
+        paths=("recurrent",),
+    ),
+    Property(
+        "padding", "Rows after the last sequence are 0 and change nothing.", padded, everything, paths=("recurrent",)
+    ),
+    Property(
+        "no tokens",
+        "A sequence without new tokens keeps its state.",
+        without_tokens,
+        everything,
+        paths=("recurrent",),
+    ),
+    Property(
+        "drafts",
+        "The state after each token is kept in its slot, and a step begins after the last accepted one.",
+        over_states(drafts=True),
+        everything,
+        ("num_accepted",),
+        ("recurrent",),
+    ),
+    Property(
+        "steps",
+        "A sequence that is computed in two steps has the same outputs and state.",
+        plain,
+        cut,
+        paths=("recurrent",),
+    ),
+    Property(
+        "without delta",
+        "delta=False writes the value itself.",
+        over_states(delta=False),
+        everything,
+        ("delta",),
+        ("recurrent",),
+    ),
+    Property(
+        "read scale",
+        "Any finite scale is used, also 0 and negative ones.",
+        over_states(scale=[0.3, 1.0, 0.0, -0.3]),
+        everything,
+        ("scale",),
+        ("recurrent",),
+    ),
+    Property(
+        "nan before",
+        "A NaN reaches no token before its own.",
+        plain,
+        nan_before,
+        paths=("recurrent",),
     ),
     Property("again", "A call does not affect later calls.", plain, again),
     Property("nan", "A NaN reaches exactly the queries that see it.", plain, nan, paths=READ_OUT),

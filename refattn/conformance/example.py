@@ -16,6 +16,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from refattn.conformance import states as of_states
 from refattn.conformance.call import attend
 from refattn.conformance.cases import HARMLESS, build, poisoned
 from refattn.conformance.oracle import sight
@@ -40,7 +41,8 @@ class Example(Workload):
         options: of the plan and of `AttentionOptions`, by name; True for slopes and sinks, which are then made. Of
             `cascade`, `shared`: blocks that all sequences share. Of `merge`, `parts`, and `empty`: whether rows are. Of
             `quantized`, `scales` of keys and values. Of `interval`, `seen`: "spans", "prefix" or "drawn". Of `sparse`,
-            `topk`: keys of a query, at most. Of `select`, `topk` and `kind` of the scores.
+            `topk`: keys of a query, at most. Of `select`, `topk` and `kind` of the scores. Of
+            `recurrent`, `padding`, `drafts`, `scale` and `delta`.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -127,7 +129,8 @@ class Path:
         planned: the arguments of its plan, beside the batch and the block size.
         pools: those of its tensors that are paged, and the number of dimensions before the blocks.
         build: makes the arguments of an example.
-        options: of `AttentionOptions`, that it may take.
+        options: of `AttentionOptions`, that it may take; of `RecurrentOptions` where it changes states.
+        in_place: those of its tensors that a call changes, which are answers, too.
     """
 
     name: str
@@ -137,6 +140,7 @@ class Path:
     planned: tuple[str, ...] = ()
     pools: tuple[tuple[str, int], ...] = ()
     options: tuple[str, ...] = ("softmax_scale", "softcap", "alibi_slopes", "sinks", "batch_invariant")
+    in_place: tuple[str, ...] = ()
 
     @property
     def module(self) -> ModuleType:
@@ -145,8 +149,8 @@ class Path:
 
     @property
     def attends(self) -> bool:
-        """Whether it is attention, and no merge, write or selection."""
-        return self.function == "attention"
+        """Whether it is attention, and no merge, write, selection or step of a state."""
+        return self.function == "attention" and not self.in_place
 
 
 def expected(example: Example, arguments: Arguments) -> tuple[Answers, Answers]:
@@ -155,6 +159,8 @@ def expected(example: Example, arguments: Arguments) -> tuple[Answers, Answers]:
     It computes on the CPU, whatever the device of the arguments is. A write has one answer, to the bit: the pools.
     """
     path, arguments = PATHS[example.path], on_cpu(arguments)
+    if path.in_place:
+        return of_states.expected(arguments)
     if path.function == "write":
         pools = {name: arguments[name].clone() for name in ("key_cache", "value_cache")}
         path.module.write(**{**arguments, **pools})
@@ -366,6 +372,11 @@ def _scores(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) ->
     return dict(scores=scores, topk=example.options.get("topk", 8))
 
 
+def _states(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> Arguments:
+    """Draw tokens, and states in the slots of a pool."""
+    return of_states.tensors(example, example.options, dtype)
+
+
 def _options(example: Example) -> Arguments:
     """Fill in the options that have one number per head."""
     h, options = example.heads[0], dict(example.options)
@@ -454,6 +465,14 @@ PATHS = {
             function="write",
             pools=POOLS,
             options=(),
+        ),
+        Path(
+            "recurrent",
+            of_states.TOKENS,
+            _states,
+            planned=of_states.TABLES,
+            options=("scale", "delta"),
+            in_place=("states",),
         ),
     )
 }

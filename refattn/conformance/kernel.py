@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from refattn.conformance.example import PATHS, Answers, Arguments, Example
-from refattn.interface import AttentionOptions
+from refattn.interface import AttentionOptions, RecurrentOptions
 
 OF_BATCH = ("cu_seqlens_q", "seq_lens", "block_table", "max_query_len", "max_seq_len", "query_lens", "context_lens")
 QUERY_LENS = {"cu_seqlens_q", "query_lens", "context_lens", "batch", "plan"}  # what says where queries are
@@ -34,6 +34,8 @@ NEUTRAL = {
     "out": None,
     "prefixes": (),
     "common_prefix_len": 0,
+    "num_accepted": None,
+    "delta": True,
 }  # what a parameter without a default gets where nothing is asked of it
 HALVES = (torch.float32, torch.float16, torch.bfloat16)
 Shape = tuple[tuple[int, int], tuple[int, int], int]  # heads, head sizes, block size
@@ -87,6 +89,7 @@ OF_PATH = {
     "differential": Claims(heads=((2, 2), (4, 2), (12, 4), (8, 4)), head_sizes=((64, 64), (128, 128))),
     "quantized": Claims(dtypes=(torch.float32, torch.bfloat16)),
     "select": Claims(dtypes=(torch.float32,), heads=((1, 1),), head_sizes=((64, 64),), block_sizes=(16,)),
+    "recurrent": Claims(heads=((1, 1), (4, 2)), head_sizes=((64, 64),), block_sizes=(16,)),  # heads: of values first
 }  # what a function without claims is taken to claim
 
 
@@ -155,10 +158,11 @@ class Kernel:
     def words(self) -> list[str]:
         """List the names that a parameter may have."""
         path = PATHS[self.path]
-        if not path.attends:
+        if not path.attends and not path.in_place:
             return [*path.words, "block_size"] if path.function == "write" else [*path.words]
         of_batch = [word for word in OF_BATCH if path.pools or word != "block_table"]
-        words = [*path.words, "batch", *of_batch, *path.planned, *path.options, "plan", "options", "return_lse", "out"]
+        words = [*path.words, "batch", *of_batch, *path.planned, *path.options, "plan", "options", "out"]
+        words += [] if path.in_place else ["return_lse"]
         extra = {"dense": ["cu_seqlens_k"], "cascade": ["common_prefix_len"], "sparse": ["slots"]}
         return [*words, *extra.get(self.path, ()), *(["block_size"] if path.pools else [])]
 
@@ -186,16 +190,18 @@ class Kernel:
         if path.function == "write":
             pools = {name: preserving_clone(arguments[name]) for name in ("key_cache", "value_cache")}
             arguments = {**arguments, **pools}
+        given, states = arguments, {name: preserving_clone(arguments[name]) for name in path.in_place}
+        arguments = {**arguments, **states}
         with filled_memory():
             came = self.function(**self.asked(example, {**arguments, **more}))
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()
-        answers: Answers = pools if path.function == "write" else self.named(came)
+        answers: Answers = pools if path.function == "write" else {**self.named(came), **states}
         if "out" in more:  # which the kernel has written, and the reference would, too
             kept = {name: preserving_clone(x) for name, x in answers.items()}
-            self.calls.append((arguments | {"out": preserving_clone(more["out"])}, kept))
+            self.calls.append((given | {"out": preserving_clone(more["out"])}, kept))
         else:
-            self.calls.append((arguments, answers))
+            self.calls.append((given, answers))
         return answers
 
     def named(self, came: Any) -> Answers:
@@ -219,7 +225,8 @@ class Kernel:
             elif name == "plan":
                 asked[name] = self._plan(example, arguments)
             elif name == "options":
-                asked[name] = AttentionOptions(**{x: arguments[x] for x in path.options if x in arguments})
+                make = RecurrentOptions if path.in_place else AttentionOptions
+                asked[name] = make(**{x: arguments[x] for x in path.options if x in arguments})
             elif name == "slots":
                 at = arguments["positions"], example.block_size
                 asked[name] = PATHS["sparse"].module.slots(arguments["batch"], at[0], block_size=at[1])
@@ -240,7 +247,7 @@ class Kernel:
         make = self.plan or PATHS[self.path].module.plan
         takes = inspect.signature(make).parameters
         planned = {name: arguments[name] for name in takes if name in arguments and name != "batch"}
-        if "block_size" in takes:
+        if "block_size" in takes and not PATHS[self.path].in_place:
             planned["block_size"] = example.block_size
         return make(arguments["batch"], **planned)
 

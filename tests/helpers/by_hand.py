@@ -272,3 +272,40 @@ def select(scores, topk):
 
 LOG2E = math.log2(math.e)
 LATER: dict = {}  # for a mistake that is planted
+
+
+def recurrent(
+    query,
+    key,
+    value,
+    log_decay,
+    beta,
+    states,
+    cu_seqlens_q,
+    state_indices,
+    has_initial_state,
+    scale,
+    num_accepted=None,
+    delta=True,
+):
+    """Fold tokens into states, all heads of a token at once; slots are `[b]`, or `[b, columns]` for drafts."""
+    out = torch.zeros(value.shape, dtype=torch.float32)
+    group = value.shape[1] // query.shape[1]
+    q, k = (x.float()[:, torch.arange(value.shape[1]) // group] for x in (query, key))
+    for i, (begin, end) in enumerate(zip(cu_seqlens_q[:-1].tolist(), cu_seqlens_q[1:].tolist(), strict=True)):
+        slots = state_indices[i].reshape(-1).tolist()
+        if slots[0] < 0 or begin == end:
+            continue
+        start = slots[int(num_accepted[i]) - 1] if num_accepted is not None else slots[0]
+        state = states[start].float() if has_initial_state[i] else torch.zeros(states.shape[1:])
+        for row in range(begin, end):
+            state = state * log_decay[row].float().exp()[:, None, None]
+            seen = torch.einsum("hvk,hk->hv", state, k[row]) if delta else 0.0
+            written = beta[row].float()[:, None] * (value[row].float() - seen)
+            state = state + torch.einsum("hv,hk->hvk", written, k[row])
+            out[row] = scale * torch.einsum("hvk,hk->hv", state, q[row])
+            if len(slots) > 1 and slots[row - begin] >= 0:
+                states[slots[row - begin]] = state
+        if len(slots) == 1:
+            states[slots[0]] = state
+    return out.to(value.dtype)

@@ -553,6 +553,64 @@ PLANTED = [
         "torch.argsort(scores, dim=1, descending=True, stable=True)",
         "torch.argsort(torch.where(scores == -torch.inf, torch.inf, scores), dim=1, stable=True)",
     ),
+    # layers that keep a state
+    ("recurrent", "state-of-the-one-before", "answer", "if has_initial_state[i] else", "if True else"),
+    ("recurrent", "state-forgotten", "answer", "if has_initial_state[i] else", "if False else"),
+    ("recurrent", "state-not-kept", "answer", "            states[slots[0]] = state", "            pass"),
+    (
+        "recurrent",
+        "padding-is-slot-zero",
+        "padding slot",
+        "slots = state_indices[i].reshape(-1).tolist()",
+        "slots = state_indices[i].clamp(min=0).reshape(-1).tolist()",
+    ),
+    ("recurrent", "padding-is-the-last-slot", "padding slot", "if slots[0] < 0 or begin == end", "if begin == end"),
+    ("recurrent", "slot-zero-is-padding", "answer", "if slots[0] < 0 or", "if slots[0] <= 0 or"),
+    (
+        "recurrent",
+        "drafts-not-rolled-back",
+        "drafts",
+        "slots[int(num_accepted[i]) - 1] if num_accepted is not None else slots[0]",
+        "slots[0]",
+    ),
+    (
+        "recurrent",
+        "read-before-written",
+        "answer",
+        ("            state = state + torch.einsum", 'einsum("hvk,hk->hv", state, q[row])'),
+        ("            before, state = state, state + torch.einsum", 'einsum("hvk,hk->hv", before, q[row])'),
+    ),
+    ("recurrent", "never-fades", "answer", "log_decay[row].float().exp()", "torch.ones_like(log_decay[row].float())"),
+    ("recurrent", "value-added-whole", "answer", "if delta else 0.0", "if False else 0.0"),
+    (
+        "recurrent",
+        "heads-interleaved",
+        "answer",
+        "torch.arange(value.shape[1]) // group",
+        "torch.arange(value.shape[1]) % query.shape[1]",
+    ),
+    (
+        "recurrent",
+        "answers-before-it-fades",
+        "answer",
+        (
+            "            state = state * log_decay[row].float().exp()[:, None, None]\n",
+            'seen = torch.einsum("hvk,hk->hv", state, k[row]) if delta else 0.0\n',
+        ),
+        (
+            "",
+            'seen = torch.einsum("hvk,hk->hv", state, k[row]) if delta else 0.0\n'
+            "            state = state * log_decay[row].float().exp()[:, None, None]\n",
+        ),
+    ),
+    (
+        "recurrent",
+        "keys-before-values",
+        "answer",
+        ("states[start].float() if", "            states[slots[0]] = state"),
+        ("states[start].float().mT if", "            states[slots[0]] = state.mT"),
+    ),
+    ("recurrent", "logarithm-of-two", "answer", "log_decay[row].float().exp()", "log_decay[row].float().exp2()"),
 ]
 
 SEE = "see = torch.ones(n, len(j), dtype=torch.bool)"

@@ -33,7 +33,7 @@ BY_HAND = {"paged": "chunked_prefill", "write": "kv_cache"} | {
     name: name
     for name in (
         *("dense", "local", "sliding_window", "quantized", "mla", "cascade", "differential", "merge"),
-        *("interval", "sparse", "select"),
+        *("interval", "sparse", "select", "recurrent"),
     )
 }
 # Not called by their names: of several tokens of padding, which one stays in the last slot is up to the machine.

@@ -10,6 +10,7 @@ then shows the docstring of that class. `Attention` itself is right; it shares n
     softmax       sum, sinks, LSE           empty               fully masked rows
     intervals     one for each query        selection           the best keys, and no others
     tiles         what shows past the size of a tile, of a batch, of a group, of a split
+    states        layers that keep a state
 """
 
 import re
@@ -33,6 +34,7 @@ from refattn.conformance.mistakes import (
     selection,
     softmax,
     splits,
+    states,
     tiles,
     trees,
     writes,
@@ -41,12 +43,13 @@ from refattn.conformance.mistakes.differential import Differential
 from refattn.conformance.mistakes.formula import KNOWN, Attention, Formula
 from refattn.conformance.mistakes.merge import Merge
 from refattn.conformance.mistakes.selection import Selection
+from refattn.conformance.mistakes.states import State
 from refattn.conformance.mistakes.writes import Write
 
 # Of mistakes that explain an answer equally well, the first is named: the plainest come first.
 ORDER = (
     *(intervals, selection, masks, pages, scores, softmax, empty, splits, tiles, hidden, cascade, trees, latents),
-    *(quantized, differential, merge, writes),
+    *(quantized, differential, merge, writes, states),
 )
 
 
@@ -94,7 +97,7 @@ def _of_pairs(kind: type[Attention]) -> type[Formula]:
 
 def without_mistake(path: str) -> Mistake:
     """Return the right formula of a path, as if it were a mistake."""
-    formula = next(kind for kind in (Attention, Differential, Merge, Write, Selection) if path in kind.paths)
+    formula = next(kind for kind in (Attention, Differential, Merge, Write, Selection, State) if path in kind.paths)
     return Mistake("none", "Nothing is wrong.", formula)
 
 

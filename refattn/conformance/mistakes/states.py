@@ -1,0 +1,176 @@
+"""A layer that keeps a state once more, token by token, and mistakes in it."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from refattn.conformance.example import Answers
+from refattn.conformance.mistakes.formula import Formula
+
+
+class State(Formula, is_base=True):
+    """The gated delta rule over slots."""
+
+    paths: tuple[str, ...] = ("recurrent",)
+
+    def answers(self) -> Answers:
+        """Fold all sequences, one after the other."""
+        a = self.arguments
+        self.states, self.out = a["states"].double().clone(), torch.zeros(a["value"].shape, dtype=torch.float64)
+        ends = a["batch"].cu_seqlens_q.tolist()
+        table = a["state_indices"] if a["state_indices"].ndim == 2 else a["state_indices"][:, None]
+        for i, slots in enumerate(table.tolist()):
+            slots = self._slots(slots)
+            if ends[i] == ends[i + 1] or slots[0] < 0:
+                continue
+            accepted = int(a["num_accepted"][i]) if "num_accepted" in a else 1
+            state = self._begin(slots, accepted, bool(a["has_initial_state"][i]))
+            for token, row in enumerate(range(ends[i], ends[i + 1])):
+                state = self._fold(state, row)
+                if a["state_indices"].ndim == 2:
+                    self._keep(slots[token], state)
+            if a["state_indices"].ndim == 1:
+                self._keep(slots[0], state)
+        return {"out": self.out.to(a["value"].dtype), "states": self.states.to(a["states"].dtype)}
+
+    def _slots(self, slots: list[int]) -> list[int]:
+        return slots
+
+    def _begin(self, slots: Sequence[int], accepted: int, has_state: bool) -> Tensor:
+        state = self.states[slots[accepted - 1]].clone()
+        return state if has_state else torch.zeros_like(state)
+
+    def _keep(self, slot: int, state: Tensor) -> None:
+        if slot >= 0:
+            self.states[slot] = state
+
+    def _heads(self, num_heads: int, num_value_heads: int) -> Tensor:
+        """Return the head of queries and keys of each head of values."""
+        return torch.arange(num_value_heads) * num_heads // num_value_heads
+
+    def _fold(self, state: Tensor, row: int) -> Tensor:
+        """Change the states of all heads `[hv, dv, dk]` by one token, and read them."""
+        a = self.arguments
+        heads = self._heads(a["query"].shape[1], a["value"].shape[1])
+        query, key = (a[name][row].double()[heads] for name in ("query", "key"))
+        decay, beta = self._decay(a["log_decay"][row].double()), a["beta"][row].double()
+        faded = decay[:, None, None] * state
+        after = self._write(state, faded, key, a["value"][row].double(), beta)
+        self.out[row] = a["scale"] * (self._read(faded, after) @ query[..., None])[..., 0]
+        return after
+
+    def _decay(self, log_decay: Tensor) -> Tensor:
+        return log_decay.exp()
+
+    def _write(self, before: Tensor, faded: Tensor, key: Tensor, value: Tensor, beta: Tensor) -> Tensor:
+        """Return the state after a token is written to it."""
+        seen = (self._answering(before, faded) @ key[..., None])[..., 0] if self.arguments.get("delta", True) else 0.0
+        return faded + (beta[:, None] * (value - seen))[..., None] * key[:, None, :]
+
+    def _answering(self, before: Tensor, faded: Tensor) -> Tensor:
+        return faded
+
+    def _read(self, faded: Tensor, after: Tensor) -> Tensor:
+        return after
+
+
+class StateOfTheOneBefore(State):
+    """A sequence that begins goes on from what its slot held: has_initial_state is ignored."""
+
+    def _begin(self, slots: Sequence[int], accepted: int, has_state: bool) -> Tensor:
+        return super()._begin(slots, accepted, True)
+
+
+class StateForgotten(State):
+    """Every step begins from zeros: the state of a slot is never read."""
+
+    def _begin(self, slots: Sequence[int], accepted: int, has_state: bool) -> Tensor:
+        return super()._begin(slots, accepted, False)
+
+
+class StateNotKept(State):
+    """The state after the step is not written to its slot."""
+
+    def _keep(self, slot: int, state: Tensor) -> None:
+        pass
+
+
+class PaddingIsSlotZero(State):
+    """A negative index is clamped to 0: padding changes slot 0, and its rows are not 0."""
+
+    def _slots(self, slots: list[int]) -> list[int]:
+        return [max(slot, 0) for slot in slots]
+
+
+class PaddingIsTheLastSlot(State):
+    """A negative index counts from the end: padding changes the last slot, and its rows are not 0."""
+
+    def _slots(self, slots: list[int]) -> list[int]:
+        return [slot % len(self.arguments["states"]) for slot in slots]
+
+
+class SlotZeroIsPadding(State):
+    """Slot 0 is taken for padding: the sequence that has it returns 0."""
+
+    def _slots(self, slots: list[int]) -> list[int]:
+        return [slot if slot > 0 else -1 for slot in slots]
+
+
+class DraftsNotRolledBack(State):
+    """A step begins after the first draft of the step before, however many were accepted."""
+
+    def _begin(self, slots: Sequence[int], accepted: int, has_state: bool) -> Tensor:
+        return super()._begin(slots, 1, has_state)
+
+
+class ReadBeforeWritten(State):
+    """A token reads the state before it is written, so it does not see itself."""
+
+    def _read(self, faded: Tensor, after: Tensor) -> Tensor:
+        return faded
+
+
+class NeverFades(State):
+    """The decay is ignored."""
+
+    def _decay(self, log_decay: Tensor) -> Tensor:
+        return torch.ones_like(log_decay)
+
+
+class LogarithmOfTwo(State):
+    """The logarithms of decays are taken to the base 2."""
+
+    def _decay(self, log_decay: Tensor) -> Tensor:
+        return log_decay.exp2()
+
+
+class ValueAddedWhole(State):
+    """The value is added, and not its difference to what the state answers: the delta rule is left out."""
+
+    def _answering(self, before: Tensor, faded: Tensor) -> Tensor:
+        return torch.zeros_like(faded)
+
+
+class AnswersBeforeItFades(State):
+    """The state answers to a key before it fades, and is corrected by too much."""
+
+    def _answering(self, before: Tensor, faded: Tensor) -> Tensor:
+        return before
+
+
+class KeysBeforeValues(State):
+    """States are taken as [dk, dv]: keys and values have changed places in the pool."""
+
+    def _begin(self, slots: Sequence[int], accepted: int, has_state: bool) -> Tensor:
+        return super()._begin(slots, accepted, has_state).mT
+
+    def _keep(self, slot: int, state: Tensor) -> None:
+        super()._keep(slot, state.mT)
+
+
+class HeadsInterleaved(State):
+    """Value heads share queries and keys in turns, and not with their neighbours."""
+
+    def _heads(self, num_heads: int, num_value_heads: int) -> Tensor:
+        return torch.arange(num_value_heads) % num_heads

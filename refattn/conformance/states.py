@@ -1,0 +1,80 @@
+"""Layers that keep a state, as the kit draws them: tokens, a pool of states, slots, and the answers of the reference.
+
+A call changes the states in place, so they are an answer, too.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from refattn import recurrent
+from refattn.conformance.tolerance import WIDER
+from refattn.conformance.workload import Workload
+from refattn.interface import Batch, RecurrentOptions
+from refattn.interface.ambient import computing_in
+
+TOKENS = ("query", "key", "value", "log_decay", "beta", "states")
+TABLES = ("state_indices", "has_initial_state", "num_accepted")
+
+
+def tensors(example: Workload, options: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Draw the tokens of a step, states in shuffled slots, and the tables.
+
+    Of the options, `padding` makes every second sequence padding, beginning with the second; `drafts` gives each a slot
+    per token, and a state after some token of a step before.
+    """
+    generator = torch.Generator().manual_seed(example.seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float32)
+
+    lens, (hv, h) = example.lens, example.heads
+    b, t, dk, dv = len(lens), sum(q for q, _ in lens) + example.padding_rows, example.head_size, example.value_size
+    queries = torch.tensor([q for q, _ in lens], dtype=torch.int32)
+    seq_lens = torch.tensor([s for _, s in lens], dtype=torch.int32)
+    ends = torch.nn.functional.pad(queries.cumsum(0, dtype=torch.int32), (1, 0))
+    columns = max([1, *queries.tolist()]) + 1 if options.get("drafts") else 1
+    slots = torch.randperm(b * columns + 3, generator=generator)[: b * columns].int().view(b, columns)
+    if options.get("padding"):
+        slots[1::2] = -1
+    log_decay = -torch.rand(t, hv, generator=generator, dtype=torch.float32)
+    log_decay[torch.rand(t, hv, generator=generator) < 0.1] = -torch.inf  # which forgets everything
+    made: dict[str, Any] = dict(
+        query=normal(t, h, dk).to(dtype),
+        key=normalize(normal(t, h, dk), dim=-1).to(dtype),
+        value=normal(t, hv, dv).to(dtype),
+        log_decay=log_decay,
+        beta=torch.rand(t, hv, generator=generator, dtype=torch.float32),
+        states=normal(b * columns + 3, hv, dv, dk),
+        batch=Batch(ends, seq_lens, None, max([0, *queries.tolist()]), max([0, *seq_lens.tolist()])),
+        state_indices=slots if options.get("drafts") else slots[:, 0].contiguous(),
+        has_initial_state=seq_lens > queries,
+        scale=options.get("scale", dk**-0.5),
+    )
+    if options.get("drafts"):
+        accepted = torch.randint(1, columns + 1, (b,), generator=generator, dtype=torch.int32)
+        made["num_accepted"] = accepted
+    if "delta" in options:
+        made["delta"] = options["delta"]
+    return made
+
+
+def fold(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the outputs of the reference and the states after it."""
+    states = arguments["states"].clone()
+    tables = {name: arguments[name] for name in TABLES if name in arguments}
+    plan = recurrent.plan(arguments["batch"], **tables)
+    options = RecurrentOptions(arguments["scale"], arguments.get("delta", True))
+    tokens = (arguments[name] for name in TOKENS[:-1])
+    return {"out": recurrent.attention(*tokens, states, plan, options), "states": states}
+
+
+def expected(arguments: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the answers of the reference in a wider type, and those of its formula in the type of the query."""
+    dtype = arguments["query"].dtype
+    wide = fold({**arguments, **{name: arguments[name].to(WIDER[dtype]) for name in TOKENS}})
+    with computing_in(dtype):
+        return wide, fold(arguments)
