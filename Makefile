@@ -18,7 +18,7 @@ export VENV CONSTRAINTS
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # two pips in one environment would trip over each other
-.PHONY: help demo exercises lab test compile mutants search vllm-test families site-test matrix check bench readme docs
+.PHONY: help demo serve exercises lab test compile mutants search vllm-test families site-test matrix check bench readme docs
 .PHONY: docs-version gpu-report notebooks release-check clean
 
 help:  ## this list
@@ -29,6 +29,9 @@ demo: $(VENV)/.demo $(VENV)/.model  ## a real model answers eight prompts throug
 
 exercises: $(VENV)/.exercises  ## write the functions yourself; ARGS=1 checks the first, ARGS="1 --hint" helps
 	@$(BIN)/python -m refattn.exercises $(ARGS) || [ $$? = 1 ]  # a wrong answer is no error here
+
+serve: $(VENV)/.serve $(VENV)/.model  ## the demo's model behind HTTP, for OpenAI's clients; ARGS=--log-steps
+	$(BIN)/python -m fastattn serve $(ARGS)
 
 lab: $(VENV)/.notebooks $(VENV)/.model  ## the notebooks in JupyterLab, which opens the first
 	$(BIN)/python -m jupyter lab notebooks/01_ragged_batch.ipynb $(ARGS)

@@ -10,7 +10,7 @@ An error is a sentence, `{"error": {"message": ...}}`: 400 for bad input, and fo
 nothing is ignored that would change an answer; 404 for another model; 429 if the queue is full. If a client hangs up,
 its request ends.
 
-Source: the OpenAI API's reference of completions and chat completions; names of metrics as in vLLM.
+Source: the OpenAI API's reference of completions and chat completions; metrics are named after those of vLLM.
 """
 
 import importlib

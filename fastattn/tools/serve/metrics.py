@@ -79,8 +79,11 @@ class EngineMetrics(Collector):
             "steps": (counters.steps, "Forward passes."),
             "computed_tokens": (counters.computed_tokens, "Tokens that went through the model."),
             "prompt_chunks": (counters.chunks, "Chunks of prompts, and of requests to compute again."),
-            "prefix_cache_hit_tokens": (counters.cached_tokens, "Tokens that did not, as their blocks were cached."),
-            "prefix_cache_hit_blocks": (counters.cached_blocks, "Those blocks."),
+            "prefix_cache_hit_tokens": (
+                counters.cached_tokens,
+                "Tokens that did not go through it: their blocks were cached.",
+            ),
+            "prefix_cache_hit_blocks": (counters.cached_blocks, "Blocks that were found in the prefix cache."),
             "preemptions": (counters.preemptions, "How often a request lost its blocks to an older one."),
         }
         for name, (value, text) in gauges.items():
