@@ -68,8 +68,8 @@ def fold(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
     tables = {name: arguments[name] for name in TABLES if name in arguments}
     plan = recurrent.plan(arguments["batch"], **tables)
     options = RecurrentOptions(arguments["scale"], arguments.get("delta", True))
-    tokens = (arguments[name] for name in TOKENS[:-1])
-    return {"out": recurrent.attention(*tokens, states, plan, options), "states": states}
+    tokens = {name: arguments[name] for name in TOKENS[:-1]}
+    return {"out": recurrent.attention(**tokens, states=states, plan=plan, options=options), "states": states}
 
 
 def expected(arguments: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
