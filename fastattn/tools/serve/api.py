@@ -122,8 +122,7 @@ class Api:
                 before = self.measured.observe(answer, before, piece)
                 yield piece
         finally:
-            if piece.finish_reason is None:  # nobody listens any more
-                self.thread.abort(answer)
+            if piece.finish_reason is None:  # the client has hung up
                 self.measured.observe(answer, before, Piece(finish_reason="abort"))
 
     async def _stream(self, response: "_Response") -> AsyncIterator[str]:
