@@ -22,8 +22,8 @@ from transformers.models.auto import modeling_auto
 
 import fastattn.dense
 from fastattn.integrations import transformers as integration
+from tests.helpers.padded import OWN_ATTENTION, PADDINGS, TOKENS, padded
 from tests.helpers.tiny_models import CHANGES, make_family
-from tests.integrations.test_transformers import OWN_ATTENTION, PADDINGS, TOKENS, padded
 
 KINDS = {
     "causal": (AutoModelForCausalLM, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),

@@ -29,6 +29,7 @@ import fastattn.dense
 import refattn.dense
 from fastattn.integrations import transformers as integration
 from refattn.serving import demo_model
+from tests.helpers.padded import OWN_ATTENTION, PADDINGS, TOKENS, padded
 from tests.helpers.tiny_models import CHANGES, FAMILY_SIZES, VISION, family_config, make_family, make_model
 
 TWINS = ("refattn", "fastattn")
@@ -38,8 +39,6 @@ FAMILIES = tuple(  # a sentence reads better here than a list of its words
     mistral mixtral modernbert-decoder olmo2 persimmon phi3 qwen2 qwen3_moe starcoder2
     """.split()  # noqa: SIM905
 )
-TOKENS = torch.randint(1, 97, (3, 17), generator=torch.Generator().manual_seed(0))
-PADDINGS = {"none": [[0, 0]] * 3, "left": [[5, 0], [1, 0], [0, 0]], "right": [[0, 5], [0, 1], [0, 0]]}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -61,14 +60,6 @@ def calls(monkeypatch):
 
         monkeypatch.setattr(module, "attention", counting)
     return counted
-
-
-def padded(padding):
-    """Make the attention mask with some padding to the left and to the right in each row."""
-    mask = torch.ones_like(TOKENS)
-    for row, (left, right) in zip(mask, PADDINGS[padding], strict=True):
-        row[:left], row[len(row) - right :] = 0, 0
-    return mask
 
 
 def outputs(model, name):
@@ -364,16 +355,6 @@ def test_a_model_is_refused_what_the_twins_do_not_do():
 
 
 # Models with an attention of their own, which adds its mask to the scores, and what their tiny configurations need.
-OWN_ATTENTION = {
-    **dict.fromkeys("bloom mpt gpt_neox_japanese rembert roformer megatron-bert trocr mvp mpnet falcon".split(), {}),  # noqa: SIM905
-    "big_bird": dict(attention_type="original_full"),
-    "codegen": dict(n_embd=64, n_head=4, rotary_dim=8),
-    "gpt_neo": dict(attention_types=[[["global", "local"], 1]], num_layers=2, num_heads=6),
-    "gptj": dict(rotary_dim=8),
-    "xglm": dict(num_layers=1, attention_heads=6),
-}
-
-
 @pytest.mark.parametrize("family", OWN_ATTENTION)
 @torch.no_grad()
 def test_a_model_with_an_attention_of_its_own_is_refused_before_it_computes(family):

@@ -121,7 +121,7 @@ def test_right_drafts_save_steps(llama, kind, branches, twin, device):
 def test_wild_drafts_change_no_answer(llama, kind, twin, device):
     """Whatever the layers: windows in smaller pools, chunks, pairs, latents, with chains where there are no trees."""
     model = llama if kind == "plain" else make_model(*MODELS[kind], device)
-    takes_trees = kind in ("plain", "window", "window and full, softcap, scale", "latents")
+    takes_trees = kind in ("plain", "window", "window and full, softcap, scale", "latents", "differential")
     wild = Wild(max_drafts=3, max_branches=3 if takes_trees else 1)
     if not takes_trees:
         with pytest.raises(
