@@ -119,3 +119,12 @@ def install(monkeypatch, *, on_cpu: bool = True) -> ModuleType:
     monkeypatch.delattr("fastattn.integrations.vllm", raising=False)
     monkeypatch.setitem(sys.modules, "fastattn.integrations.vllm", backend)
     return backend
+
+
+NOT_DECLARED = {  # what vLLM does not validate on a CPU
+    "mm_req_doc_ranges": {0: [(1, 4)]},
+    "rswa_prefix_lens": torch.tensor([3]),
+    "dcp_local_seq_lens": torch.tensor([3]),
+    "encoder_seq_lens": torch.tensor([3]),
+    "encoder_seq_lens_cpu": np.array([3]),
+}

@@ -252,20 +252,11 @@ def test_what_is_not_declared_is_refused(backend):
         layer.forward(torch.nn.Module(), None, None, None, None, None, torch.ones(3), output_scale=torch.ones(1))
 
 
-NOT_DECLARED = {  # what vLLM does not validate on a CPU
-    "mm_req_doc_ranges": {0: [(1, 4)]},
-    "rswa_prefix_lens": torch.tensor([3]),
-    "dcp_local_seq_lens": torch.tensor([3]),
-    "encoder_seq_lens": torch.tensor([3]),
-    "encoder_seq_lens_cpu": np.array([3]),
-}
-
-
-@pytest.mark.parametrize("name", NOT_DECLARED)
+@pytest.mark.parametrize("name", vllm_doubles.NOT_DECLARED)
 def test_metadata_that_would_be_ignored_is_refused(backend, name):
     inputs, builder = build(CASE, poison=HARMLESS), make_builder(backend, "cpu")
     with pytest.raises(NotImplementedError, match=f"^{name}: expected none, got "):
-        builder.build(0, common_metadata(inputs.batch, 3, **{name: NOT_DECLARED[name]}))
+        builder.build(0, common_metadata(inputs.batch, 3, **{name: vllm_doubles.NOT_DECLARED[name]}))
     hints = dict(is_prefilling=torch.tensor([True]), req_idx=np.array([0]), positions=torch.tensor([0]))
     builder.build(0, common_metadata(inputs.batch, 3, mm_req_doc_ranges={}, **hints))
 

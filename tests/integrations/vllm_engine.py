@@ -25,7 +25,6 @@ from transformers import (
 
 from tests.helpers import vllm_doubles
 from tests.helpers.tiny_models import SIZES
-from tests.integrations.test_vllm import NOT_DECLARED
 
 SMALL = SIZES | dict(num_attention_heads=4, head_dim=32, max_position_embeddings=256)  # a head of 32, for CPU_ATTN
 MODELS = {
@@ -148,7 +147,7 @@ def test_the_doubles_are_like_vllms_classes():
 
     fields = {field.name for field in dataclasses.fields(real.CommonAttentionMetadata)}
     assert {field.name for field in dataclasses.fields(vllm_doubles.CommonAttentionMetadata)} <= fields
-    known = {*integration.READ, *integration.HINTS, *NOT_DECLARED}
+    known = {*integration.READ, *integration.HINTS, *vllm_doubles.NOT_DECLARED}
     assert {name for name in fields if name[0] != "_"} == known, "vLLM has fields that nobody has decided about"
     for ours, base, names in (
         (integration.FastAttentionImpl, real.AttentionImpl, ("forward",)),
