@@ -63,7 +63,10 @@ class Adapter:
         """Return what is checked."""
         if self.function is not None:
             return Kernel(self.name, self.path, self.function)
-        kernel = find(f"{self.package}.{self.path}")
+        path = PATHS[self.path]
+        module = path.module.__name__.rpartition(".")[2]
+        where = module if module == self.path else f"{module}:{path.function}"  # several paths in one module
+        kernel = find(f"{self.package}.{where}", self.path)
         return Kernel(self.name, self.path, kernel.function, kernel.plan)
 
 

@@ -631,6 +631,8 @@ def again_with(arguments: Arguments) -> Arguments:
     """Return other numbers for a call of the same sizes."""
     if "query" in arguments:
         return {"query": -arguments["query"]}
+    if "scores" in arguments:
+        return {"scores": arguments["scores"].flip(0)}
     words = [word for word in ("key", "value") if word in arguments]
     return {word: -arguments[word] for word in words} or {"outs": [-x for x in arguments["outs"]]}
 

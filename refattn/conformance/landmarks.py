@@ -52,12 +52,11 @@ def example(kernel: Kernel, lens: Lens, shape: Shape | None = None, **options: A
 
 
 def every_shape(kernel: Kernel) -> list[Example]:
-    """Return a batch for every number of heads, every head size and every block size that a kernel claims."""
+    """Return batches that have every number of heads, every head size and every block size that a kernel claims."""
     claims = kernel.claims
-    heads, sizes, block_size = claims.shapes[0]
-    shapes = [(x, sizes, block_size) for x in claims.heads]
-    shapes += [(heads, x, block_size) for x in claims.head_sizes[1:]]
-    shapes += [(heads, sizes, x) for x in claims.block_sizes[1:] if PATHS[kernel.path].pools]
+    block_sizes = claims.block_sizes if PATHS[kernel.path].pools else claims.block_sizes[:1]
+    h, d, p = (len(x) for x in (claims.heads, claims.head_sizes, block_sizes))
+    shapes = [(claims.heads[i % h], claims.head_sizes[i % d], block_sizes[i % p]) for i in range(max(h, d, p))]
     return [example(kernel, ((3, 20), (1, 2 * shape[2] + 1)), shape) for shape in shapes]
 
 

@@ -253,10 +253,10 @@ def masked(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, s
         where = block_table[b, j // p].long(), j % p
         k, v = (pool[where].float().masked_fill(~see.any(0)[:, None, None], 0.0) for pool in (key_cache, value_cache))
         k, v = (x.repeat_interleave(h // x.shape[1], dim=1) for x in (k, v))
-        scores = torch.einsum("thd,jhd->htj", query[rows].float(), k) * query.shape[-1] ** -0.5
-        scores = scores.masked_fill(~see, -torch.inf)
-        sums = scores.logsumexp(-1)
-        weights = torch.exp(scores - sums[..., None]).masked_fill(~see, 0.0)
+        products = torch.einsum("thd,jhd->htj", query[rows].float(), k) * query.shape[-1] ** -0.5
+        seen_scores = products.masked_fill(~see, -torch.inf)
+        sums = seen_scores.logsumexp(-1)
+        weights = torch.exp(seen_scores - sums[..., None]).masked_fill(~see, 0.0)
         out[rows] = torch.einsum("htj,jhd->thd", weights, v).to(out.dtype)
         lse[rows] = sums.T
     return (out, lse) if return_lse else out

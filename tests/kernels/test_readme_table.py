@@ -11,9 +11,10 @@ from fastattn.kernels.flash import fa2, fa3, fa4, flash_mla, torch_flash
 
 README = Path(__file__).parent.parent.parent / "README.md"
 PROMPTS = Problem(
-    operation="paged",
+    operation="attend",
     device=torch.device("cuda"),
     dtype=torch.bfloat16,
+    keys="pages",
     num_heads=32,
     num_kv_heads=8,
     head_size=128,
@@ -26,7 +27,7 @@ PROMPTS = Problem(
     num_tokens=2 * 8192,
     even=True,
 )
-OVER_ROWS = PROMPTS._replace(operation="dense", block_size=None)
+OVER_ROWS = PROMPTS._replace(keys="rows", block_size=None)
 DECODES = PROMPTS._replace(max_query_len=1, num_seqs=64, num_tokens=64)
 COLUMNS = {
     "prompts, no pages": OVER_ROWS,
@@ -34,9 +35,9 @@ COLUMNS = {
     "prompts over pages": PROMPTS,
     "decodes": DECODES,
     "latents": DECODES._replace(
-        operation="mla", num_heads=128, num_kv_heads=1, head_size=576, value_head_size=512, block_size=64, uniform=True
+        keys="latents", num_heads=128, num_kv_heads=1, head_size=576, value_head_size=512, block_size=64, uniform=True
     ),
-    "drafted trees": DECODES._replace(operation="tree", window=(-1, -1), max_query_len=16, num_tokens=64 * 16),
+    "drafted trees": DECODES._replace(tree=True, window=(-1, -1), max_query_len=16, num_tokens=64 * 16),
 }
 MACHINES = {  # what the table calls them: compute capabilities, and the packages for them
     "a CPU, float32": ([], ()),

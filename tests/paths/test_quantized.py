@@ -946,7 +946,7 @@ def test_what_reads_no_codes_says_so(package):
         cascade.attention(query, key_cache, value_cache, levels)
     with pytest.raises(ValueError, match=r"^key_cache: expected float32 .*, got float8_e4m3fn"):
         plain.attention(query, key_cache, value_cache, plain.plan(batch, block_size=4))
-    with pytest.raises(ValueError, match=r"^cache: expected float32 .*, got int8"):
+    with pytest.raises(ValueError, match=r"^cache: expected numbers or codes of fp8 for latents, got int8"):
         latents = torch.zeros(5, 4, 8, dtype=torch.int8)
         options = AttentionOptions(softmax_scale=1.0)
         mla.attention(query, latents, mla.plan(batch, block_size=4), options, latent_rank=6)
