@@ -609,7 +609,7 @@ def test_the_doctor_shows_what_runs_in_part(monkeypatch):
     for module in (fa3, flash_mla):
         monkeypatch.setattr(module, "_cannot_load", lambda: "there is no library")
     devices.capability.cache_clear()
-    result = CliRunner().invoke(main, ["doctor"], env={"COLUMNS": "150"})
+    result = CliRunner().invoke(main, ["doctor"], env={"COLUMNS": "200"})
     devices.capability.cache_clear()
     assert result.exit_code == 0, result.output
     kernels, _, features = result.output.partition("What runs on cuda:0, Hopper")
