@@ -304,5 +304,5 @@ def test_a_prediction_is_remembered(page, site):
     expect(asked.get_by_role("textbox")).to_have_value("0, 2, 3, 6")
     expect(asked.locator("output")).to_have_text("✓ Right.")
     look(page, site, "index.html")
-    expect(page.locator(".progress")).to_contain_text("2 of 92 predictions made, 1 right.")
+    expect(page.locator(".progress")).to_contain_text("2 of 103 predictions made, 1 right.")
     expect(page.locator(".progress li").first).to_contain_text("2 / 8")
