@@ -27,6 +27,7 @@ FLOAT32 = dict(dtypes=[torch.float32])
 def no_shrinking(monkeypatch):
     monkeypatch.setattr(checking, "SHRINKING", 0.0)
     monkeypatch.setattr(checking, "EVIDENCE", 4)
+    monkeypatch.setattr(checking, "REPEATS", 3)
 
 
 @pytest.mark.parametrize("name", PAST_A_SIZE)
@@ -34,6 +35,7 @@ def test_a_mistake_past_a_size_is_found_and_named(name, monkeypatch):
     mistake, prop, old, new, limits = PAST_A_SIZE[name]
     monkeypatch.setattr(checking, "SHRINKING", 1.0)
     monkeypatch.setattr(checking, "EVIDENCE", 4)
+    monkeypatch.setattr(checking, "REPEATS", 3)
     report = check(claims(**limits)(plant("paged", old, new)), "chunked_prefill", examples=3, only=[prop], **FLOAT32)
     assert [name for name, _ in report.failures[0].mistakes][:1] == [mistake]
     example = checking.parse_example(report.failures[0].example)

@@ -45,6 +45,7 @@ def no_shrinking(monkeypatch):
     """Take less time than a person would give it."""
     monkeypatch.setattr(checking, "SHRINKING", 0.0)
     monkeypatch.setattr(checking, "EVIDENCE", 4)
+    monkeypatch.setattr(checking, "REPEATS", 3)
 
 
 @pytest.mark.parametrize(("kernel", "mistake", "name", "old", "new"), PLANTED, ids=[f"{x[0]}-{x[1]}" for x in PLANTED])
