@@ -128,6 +128,7 @@ def run_tests(tree: Path, tests: list[str], results: Path, device: str, *, until
         for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
             del sys.modules[name]  # the tree has its own
         os.environ["PYTHONPATH"] = str(tree)
+        vars(sys.modules["__main__"]).pop("__file__", None)  # a process that is spawned would import it, from here
         import jaxtyping
         import pytest
 

@@ -190,7 +190,6 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "A25 A29 A32 B50",
         "every mask is causal",
-        ("refattn/masks.py", "(left, 0 if causal else right)", "(left, 0)"),
         ("refattn/interface/plan.py", "return left, 0 if self.causal else right", "return left, 0"),
     ),
     *breaks(
