@@ -73,7 +73,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 
 def on_post_page(output: str, *, page: Page, config: MkDocsConfig) -> str:
-    """Give a page what others show of it where somebody links to it."""
+    """Put the Open Graph tags into a page, by which other sites show a preview of a link to it."""
     shown = {
         "og:type": "article",
         "og:site_name": config.site_name,

@@ -127,7 +127,7 @@ def _refusing_twins(check: Callable[..., str]) -> Callable[..., str]:
                 )
         return check(self, requested_attention, *args, **options)
 
-    get_correct_attn_implementation.refuses_twins = True  # type: ignore[attr-defined]
+    vars(get_correct_attn_implementation)["refuses_twins"] = True
     return get_correct_attn_implementation
 
 

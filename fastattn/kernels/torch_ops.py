@@ -17,8 +17,8 @@ from refattn.interface import Accepted, Batch, Trees
 
 def unsupported_reason(problem: Problem) -> str | None:
     """Return why this kernel cannot compute a problem, or None: torch computes nearly all of these everywhere."""
-    if problem.operation in OF_STATES and problem.device.type in ("cuda", "meta"):
-        return "reads the lengths and the slots on the host, for which a GPU would have to wait"
+    if problem.operation in (*OF_STATES, "score_index") and problem.device.type in ("cuda", "meta"):
+        return "reads the lengths on the host, for which a GPU would have to wait"
     return None
 
 

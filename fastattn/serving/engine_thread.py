@@ -196,7 +196,7 @@ class EngineThread:
                 sampling = replace(sampling, max_tokens=max(1, int(room)))
         except ValueError as error:
             first = error
-        except Exception as error:
+        except Exception as error:  # whatever a tokenizer raises, it is the fault of one prompt
             logger.exception("a prompt could not be read")
             first = ValueError(f"prompt: expected one that the tokenizer reads, got {type(error).__name__}: {error}")
         with self._count:
@@ -219,7 +219,7 @@ class EngineThread:
         start, before = time.perf_counter(), replace(self.engine.counters)
         try:
             events = self.engine.step()
-        except Exception as error:
+        except Exception as error:  # whatever a model raises: nobody may be left waiting, and the thread goes on
             logger.exception("a step failed, and with it every request under way")
             return [*self._fail_all(f"{type(error).__name__}: {error}")]
         now = time.perf_counter()

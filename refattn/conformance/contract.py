@@ -701,7 +701,7 @@ def out_memory(kernel: Kernel, example: Example, dtype: torch.dtype, device: str
 
 
 def strided_out(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-    """Give memory for the output that is a view: heads outside tokens, or a gap after each row."""
+    """Ask for the output in memory with strides: heads outside tokens, or a gap after each row."""
     arguments = example.tensors(dtype, device)
     t, (h, _), dv = example.num_tokens, example.heads, example.output_size
     memory = torch.full((h, t, dv) if example.seed % 2 else (t, 2 * h, dv), 7.0, dtype=dtype, device=device)

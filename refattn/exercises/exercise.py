@@ -360,7 +360,7 @@ def compare(got: Mapping[str, Any], expected: Mapping[str, Any], low: Mapping[st
 
 
 def _first_difference(mine: Any, want: Any) -> str:
-    """Say where two lists differ first; nothing if they are no lists."""
+    """Return the first index at which two lists differ, in words; an empty text if they are no lists."""
     if not (isinstance(mine, list | tuple) and isinstance(want, list | tuple)):
         return ""
     for i, (got, expected) in enumerate(zip(mine, want, strict=False)):

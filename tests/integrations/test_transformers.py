@@ -1,5 +1,6 @@
 """Models of transformers with the attention of either twin: the logits and the tokens of eager, for every mask."""
 
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -405,6 +406,16 @@ def test_an_option_that_is_a_tensor_is_not_printed_whole():
 
 
 # --- what users do besides ---
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_autocast_casts_what_rotary_positions_leave_in_float32(twin):
+    query, key, value = torch.randn(3, 1, 2, 5, 8)
+    attend = partial(integration._attention, integration.TWINS[twin], torch.nn.Module())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, _ = attend(query, key, value.bfloat16(), None)
+    expected, _ = attend(query.bfloat16(), key.bfloat16(), value.bfloat16(), None)
+    assert out.dtype == torch.bfloat16 and torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

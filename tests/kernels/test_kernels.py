@@ -173,6 +173,17 @@ def test_nobody_can(monkeypatch):
 
 
 @pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("operation", ["recurrent", "convolve", "score_index"])
+def test_nothing_that_waits_for_a_gpu_takes_the_place_of_a_kernel(operation):
+    """Plain torch reads lengths on the host: of what our kernel refuses there, it is not the next choice."""
+    on_gpu = Problem(operation, torch.device("cuda"), torch.float64)
+    with pytest.raises(NotImplementedError, match=f"the operation {operation}: triton: .*; torch: reads the lengths"):
+        dispatch.choose(on_gpu)
+    assert dispatch.choose(on_gpu._replace(dtype=torch.bfloat16)).name == "triton"
+    assert dispatch.choose(on_gpu._replace(device=torch.device("cpu"))).name == "torch"
+
+
+@pytest.mark.usefixtures("hopper")
 def test_what_a_kernel_lacks_is_chosen_as_ever():
     """FlashAttention writes no cache and makes no table; over pairs of heads it is called four times."""
     with fastattn.use_kernel("flash_mla"):

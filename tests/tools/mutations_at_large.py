@@ -329,7 +329,7 @@ AT_LARGE: list[Mutation] = [
         "return block",
         ENGINE,
     ),
-    planted("a shared block is handed out", BLOCKS, "            self.free.pop(block, None)\n", "", ENGINE),
+    planted("a block in use is allocated again", BLOCKS, "            self.free.pop(block, None)\n", "", ENGINE),
     planted(
         "the beginning of a prefix is reused first",
         BLOCKS,

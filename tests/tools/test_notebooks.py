@@ -31,7 +31,7 @@ def test_they_are_numbered_from_one():
 
 @pytest.fixture(scope="session")
 def kernel():
-    """Give all of them one process, as half of their time goes into imports."""
+    """Start one process for all notebooks: half of their time would go into imports."""
     kernel = run.start_kernel()
     yield kernel
     kernel.shutdown_kernel(now=True)
