@@ -6,8 +6,8 @@
     Latents           a pool of vectors that are key and value       mla
     Pairs             pools for both heads of each pair              differential
 
-Who may see whom is the plan's to say: every storage is read under every plan over rows, or over pages. Each checks a
-call of attention to it; see `refattn.interface.call` for what calls have in common.
+Who may see whom is the plan's to say: rows are read under a `Plan`, and every pool under every plan over pages. Each
+storage checks a call of attention to it; `refattn.interface.call` has what calls have in common.
 """
 
 from math import isfinite
