@@ -5,6 +5,7 @@ less time than the CPU. So a step is captured as a CUDA graph, once for each sha
 
     requests       1, 2, 4, 8, 16, 24, ..: a step with fewer has padding rows, which see and write nothing
     tokens         one per request in a decode; else rounded up by less than an eighth, with padding rows likewise
+    decodes        launched before the tokens of the one before are read, which they find on the device
     drafts         trees of any shape, whose parents are in buffers, too; each of their nodes has logits
     what changes   tokens, lengths, blocks and the maps of window pools are in buffers that the graph reads, filled
                    anew for each step; plans are derived from them on the device, once per step
@@ -19,19 +20,22 @@ Source: CUDA graphs over a paged cache as in vLLM and SGLang, which pad to captu
 
 import logging
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Float64, Int32, Int64
 from torch import Tensor
 
 import fastattn
-from refattn.interface import Batch, Trees
-from refattn.serving import Engine, StepTokens
+from fastattn.serving.rows import Rows
+from refattn.interface import Batch, Prefix, Trees
+from refattn.serving import Engine, Request, StepTokens
+from refattn.serving.engine import UnderWay
+from refattn.serving.sampling import sample
 
 logger = logging.getLogger(__name__)
 
@@ -68,13 +72,52 @@ class CudaGraphs:
     def __init__(self) -> None:
         self.records: bool | None = None
         self._engine: Engine | None = None
-        self._steps: dict[Shape, _Step] = {}
+        self._steps: dict[Shape, _Step | _Decode] = {}
         self._seen: Counter[Shape] = Counter()  # steps with prompts, by shape
+        self._last: _Launched | None = None  # the decode whose tokens are in `chosen`
 
     @staticmethod
     def can_record(engine: Engine) -> bool:
         """Return whether everything is computed by `fastattn` on CUDA: another twin may synchronize with the device."""
         return engine.model.device.type == "cuda" and engine.twin.package is fastattn
+
+    def launch(self, engine: Engine, requests: Sequence[Request]) -> UnderWay | None:
+        """Launch a decode of one token of each request; None if it is not captured.
+
+        Raises:
+            ValueError: if the runner has served another engine.
+        """
+        if not self._is_recording(engine):
+            return None
+        engine.mark("tables")
+        tokens, rows = StepTokens.of(dict.fromkeys(requests, 1)), Rows.of(requests)
+        prefixes = self._find_prefixes(tokens)
+        if not prefixes:
+            return self._replay(rows)
+        logits = engine.run_model(engine.make_inputs(tokens, prefixes))
+        self._last = None
+        return _Launched(requests, _read_later(sample(logits, *rows.settings.to(logits.device))), rows)
+
+    def launch_next(self, engine: Engine, before: UnderWay, rows: Sequence[int]) -> UnderWay | None:
+        """Launch the decode after one whose tokens have not been read, for some of its rows; None if that one shared
+        prefixes, or is not the last one that was launched.
+        """
+        if self._last is None or before is not self._last or not self._is_recording(engine):
+            return None
+        engine.mark("tables")
+        return self._replay(self._last.rows.next(rows, block_size=engine.block_size))
+
+    def _replay(self, rows: Rows) -> "_Launched | None":
+        """Launch a decode as a graph; None if it cannot be captured."""
+        assert self._engine is not None  # a step has come
+        shape = _shape_of_decode(self._engine, rows)
+        decode = self._steps.get(shape) or _Decode(self._engine, self, shape)
+        self._steps[shape] = decode
+        try:
+            self._last = decode.launch(rows)
+        except _RecordingError as error:
+            self._give_up(error)
+        return self._last
 
     def run(self, engine: Engine, tokens: StepTokens) -> Float[Tensor, "rows v"] | None:
         """Run a step and return the logits of its `logits_rows`; None if it is not captured.
@@ -82,28 +125,41 @@ class CudaGraphs:
         Raises:
             ValueError: if the runner has served another engine.
         """
+        if not self._is_recording(engine):
+            return None
+        shape = _shape_of(engine, tokens)
+        if not self._is_worth_recording(engine, shape):
+            return None
+        prefixes = self._find_prefixes(tokens)
+        if prefixes:
+            return engine.run_model(engine.make_inputs(tokens, prefixes))
+        step = self._steps.get(shape) or _Step(engine, self, shape)
+        self._steps[shape] = step
+        try:
+            return step.run(tokens)
+        except _RecordingError as error:
+            self._give_up(error)
+            return engine.run_model(engine.make_inputs(tokens))
+
+    def _is_recording(self, engine: Engine) -> bool:
+        """Return whether steps of this engine are captured."""
         if self._engine not in (None, engine):
             raise ValueError("engine: expected the one that this runner served before, got another")
         self._engine = engine
         if self.records is None:
             self.records = self.can_record(engine)
-        if not self.records:
-            return None
-        shape = _shape_of(engine, tokens)
-        if shape.queries > 1 and not self._is_worth_recording(engine, shape):
-            return None
-        machine = replace(engine.machine, launch_seconds=max(LAYER_SECONDS, engine.machine.launch_seconds))
-        prefixes = engine.find_prefixes(tokens, machine)
-        if prefixes:
-            return engine.run_model(engine.make_inputs(tokens, prefixes))
-        if shape not in self._steps:
-            self._steps[shape] = _Step(engine, self, shape)
-        try:
-            return self._steps[shape].run(tokens)
-        except _RecordingError as error:
-            logger.warning("%s: its steps are not recorded any more", error, exc_info=True)
-            self.records = False
-            return engine.run_model(engine.make_inputs(tokens))
+        return self.records
+
+    def _give_up(self, error: "_RecordingError") -> None:
+        logger.warning("%s: its steps are not recorded any more", error, exc_info=True)
+        self.records, self._last = False, None
+
+    def _find_prefixes(self, tokens: StepTokens) -> list[Prefix]:
+        """Return the shared prefixes for which it is worth it to launch a step one by one."""
+        assert self._engine is not None  # a step has come
+        machine = self._engine.machine
+        machine = replace(machine, launch_seconds=max(LAYER_SECONDS, machine.launch_seconds))
+        return self._engine.find_prefixes(tokens, machine)
 
     def _is_worth_recording(self, engine: Engine, shape: Shape) -> bool:
         """Return whether a step with prompts takes the host longer than the GPU, and is not the first of its shape."""
@@ -117,6 +173,13 @@ class CudaGraphs:
         return sum(weight.numel() for weight in self._engine.model.parameters())
 
     @cached_property
+    def chosen(self) -> Int64[Tensor, "rows"]:
+        """The tokens of the last decode, on the device, where the next one reads them."""
+        assert self._engine is not None  # a step has come
+        rows = _rounded_up(self._engine.max_num_seqs)
+        return torch.zeros(rows, dtype=torch.int64, device=self._engine.model.device)
+
+    @cached_property
     def memory(self) -> Any:
         """The pool of memory that all graphs share, as one is replayed at a time."""
         return torch.cuda.graph_pool_handle()
@@ -124,6 +187,124 @@ class CudaGraphs:
 
 class _RecordingError(RuntimeError):
     """A step runs, but it cannot be captured as a CUDA graph."""
+
+
+@dataclass(frozen=True)
+class _Launched(UnderWay):
+    """A decode under way, with the rows that the next one follows from."""
+
+    rows: Rows
+
+
+def _read_later(tokens: Int64[Tensor, "b"]) -> Callable[[], list[int | None]]:
+    """Copy tokens to the host as soon as they are there; return the function that waits for them."""
+    host = torch.empty_like(tokens, device="cpu", pin_memory=tokens.is_cuda)
+    host.copy_(tokens, non_blocking=True)
+    done = _record_event(tokens.device)
+
+    def read() -> list[int | None]:
+        if done is not None:
+            done.synchronize()
+        return [None if token < 0 else token for token in host.tolist()]
+
+    return read
+
+
+class _Decode:
+    """A decode of some shape, captured when it is first launched.
+
+    Everything that changes from decode to decode is copied at once, from memory of the host that the device can read.
+    There are two pieces of it, in turns, as one may still be on its way.
+
+    Args:
+        server: the engine that runs the model.
+        runner: whose graphs share their memory.
+        shape: what it has room for.
+    """
+
+    def __init__(self, server: Engine, runner: CudaGraphs, shape: Shape) -> None:
+        self.server, self.runner, self.shape = server, runner, shape
+        device = server.model.device
+        self.inputs = _Inputs.allocate(shape, device)
+        self.staged = [(_Inputs.allocate(shape, torch.device("cpu"), pinned=device.type == "cuda")) for _ in range(2)]
+        self.copied: list[Any] = [None, None]  # the event after the last copy of each
+        self.batch = Batch(
+            cu_seqlens_q=self.inputs.cu_seqlens_q,
+            seq_lens=self.inputs.seq_lens,
+            block_table=self.inputs.block_table,
+            max_query_len=1,
+            max_seq_len=shape.columns * server.block_size,
+        )
+        self.replay: Callable[[], Tensor] | None = None
+
+    def launch(self, rows: Rows) -> _Launched:
+        """Launch the decode of some rows, and the choice of their next tokens."""
+        self.server.mark("copies")
+        self._copy(rows)
+        self.server.mark("forward")
+        if self.replay is None:
+            self.replay = _record(self._step, self.runner, type(self.server.model).__name__)
+        count = len(rows.requests)
+        tokens = sample(self.replay()[:count], *self.inputs.settings[:, :count])
+        self.runner.chosen[:count] = tokens
+        return _Launched(rows.requests, _read_later(tokens), rows)
+
+    def _copy(self, rows: Rows) -> None:
+        """Write the rows where the graph reads them; rows without a request have no query."""
+        self.staged.reverse(), self.copied.reverse()
+        if self.copied[0] is not None:
+            self.copied[0].synchronize()
+        self.staged[0].fill(rows)
+        self.inputs.memory.copy_(self.staged[0].memory, non_blocking=True)
+        self.copied[0] = _record_event(self.inputs.memory.device)
+        for pool in self.server.window_pools.values():
+            pool.refresh(self.inputs.memory.device)
+
+    def _step(self) -> Float[Tensor, "rows v"]:
+        """Make the inputs of the model on the device, and run it. A row that failed goes on with token 0, unread."""
+        sources, given = self.inputs.sources.long(), self.inputs.input_ids
+        input_ids = self.runner.chosen[sources.clamp(min=0)].clamp(min=0).where(sources >= 0, given)
+        return self.server.run_model(self.server.inputs_of(self.batch, input_ids, torch.arange(len(sources), device=sources.device)))
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """What changes from decode to decode, in one piece of memory; attributes as in `Rows` and `Batch`."""
+
+    memory: Int32[Tensor, "n"]
+    settings: Float64[Tensor, "3 rows"]
+    seq_lens: Int32[Tensor, "rows"]
+    cu_seqlens_q: Int32[Tensor, "_"]
+    sources: Int32[Tensor, "rows"]
+    input_ids: Int32[Tensor, "rows"]
+    block_table: Int32[Tensor, "rows columns"]
+
+    @classmethod
+    def allocate(cls, shape: Shape, device: torch.device, *, pinned: bool = False) -> "_Inputs":
+        """Allocate the memory for a shape; floats come first, as they begin at multiples of 8 bytes."""
+        rows, columns = shape.rows, shape.columns
+        sizes = [6 * rows, rows, rows + 1, rows, rows, rows * columns]
+        memory = torch.zeros(sum(sizes), dtype=torch.int32, device=device, pin_memory=pinned)
+        settings, *others, table = memory.split(sizes)
+        return cls(memory, settings.view(torch.float64).view(3, rows), *others, table.view(rows, columns))
+
+    def fill(self, rows: Rows) -> None:
+        """Write some rows, and padding after them."""
+        count, columns = rows.block_table.shape
+        self.settings[:, :count] = rows.settings
+        torch.arange(len(self.cu_seqlens_q), out=self.cu_seqlens_q).clamp_(max=count)
+        for mine, given in ((self.seq_lens, rows.seq_lens), (self.sources, rows.sources), (self.input_ids, rows.input_ids)):
+            mine[:count], mine[count:] = given, 0
+        self.block_table[:count, :columns] = rows.block_table
+
+
+def _record_event(device: torch.device) -> Any:
+    """Return an event for what was launched so far; None on a device that has done it by now."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
 
 
 class _Step:
@@ -193,15 +374,24 @@ class _Step:
         return self.server.run_model(inputs)
 
 
+def _shape_of_decode(engine: Engine, rows: Rows) -> Shape:
+    """Return the room for a decode."""
+    count = _rounded_up(len(rows.requests))
+    return Shape(count, _columns(engine, int(rows.seq_lens.max())), count, 1)
+
+
 def _shape_of(engine: Engine, tokens: StepTokens) -> Shape:
-    """Return the room for a step."""
-    columns = _power_of_2(-(-max(*tokens.seq_lens, FEWEST_TOKENS) // engine.block_size))
-    rows, queries = _rounded_up(len(tokens.query_lens)), _power_of_2(max(tokens.query_lens))
-    if queries == 1:
-        return Shape(rows, columns, rows, 1)
+    """Return the room for a step that is no decode: it has several tokens of a request, or not all have logits."""
+    queries = max(2, _power_of_2(max(tokens.query_lens)))
     unit = max(1, _power_of_2(len(tokens.input_ids)) // 16)
     num_tokens = -(-len(tokens.input_ids) // unit) * unit
-    return Shape(rows, columns, num_tokens, queries, trees=tokens.parents is not None)
+    rows = _rounded_up(len(tokens.query_lens))
+    return Shape(rows, _columns(engine, max(tokens.seq_lens)), num_tokens, queries, trees=tokens.parents is not None)
+
+
+def _columns(engine: Engine, num_tokens: int) -> int:
+    """Return how many blocks of a sequence a step has room for."""
+    return _power_of_2(-(-max(num_tokens, FEWEST_TOKENS) // engine.block_size))
 
 
 def _record(step: Callable[[], Tensor], runner: CudaGraphs, name: str) -> Callable[[], Tensor]:

@@ -16,6 +16,15 @@ is worth reading them once; pairs of softmaxes are computed by `differential`, l
 A layer with a window or with chunks has a smaller pool (`WindowPool`) if no step can need all of its blocks: a block is
 freed as soon as no later token can see it.
 
+A runner may launch a decode before the tokens of the one before it are read (`AsyncRunner`), so that the device does not
+wait for the host:
+
+    host      launch 7 | launch 8 | read 7, book | launch 9 | read 8, book | launch 10 | ...
+    device             | 7                   | 8                   | 9                   | ...
+
+Step 8 takes the tokens of step 7 on the device. It is launched only if nobody else may start, and all have blocks. A
+request that step 7 turns out to end is in step 8 for nothing: its row is not read.
+
 With `speculation`, a decode also verifies drafted tokens. A draft is right if the model chooses the same token with the
 same random number that the token would have without drafts. So the answers are the same, in fewer steps.
 
@@ -26,7 +35,7 @@ Model Serving with PagedAttention" (blocks, blocks shared by hash, preemption by
 
 import logging
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from itertools import chain
@@ -94,6 +103,30 @@ class Runner(Protocol):
 
     def run(self, engine: "Engine", tokens: StepTokens) -> Float[Tensor, "rows v"] | None:
         """Run the model over the new tokens of a step; return the logits of `logits_rows`, None to leave it."""
+
+
+@dataclass(frozen=True)
+class UnderWay:
+    """A decode that has been launched, and whose tokens have not been read.
+
+    Attributes:
+        requests: its requests, one row each.
+        tokens: waits for the next token of each, and returns them; None for one whose logits are not finite.
+    """
+
+    requests: Sequence[Request]
+    tokens: Callable[[], list[int | None]]
+
+
+@runtime_checkable
+class AsyncRunner(Runner, Protocol):
+    """Launches decodes without waiting for their tokens, which it chooses on the device, by each request's `sampling`."""
+
+    def launch(self, engine: "Engine", requests: Sequence[Request]) -> UnderWay | None:
+        """Launch one token of each request, its last one, which the host knows; return None to leave it."""
+
+    def launch_next(self, engine: "Engine", before: UnderWay, rows: Sequence[int]) -> UnderWay | None:
+        """Launch the decode after one whose tokens have not been read, for some of its rows; None to leave it."""
 
 
 class Engine:
@@ -230,6 +263,7 @@ class Engine:
         self.scheduler = Scheduler(num_blocks, block_size, **limits, window_pools=self.window_pools.values())
         self.mark: Callable[[str], None] = _unmarked
         self._is_stepping = False
+        self._under_way: UnderWay | None = None  # a decode that is launched, and not read yet
         self._aborted: deque[Request] = deque()  # to be ended as soon as no step is under way
         self._attended: list[int] = []  # the layers whose attention this pass has computed
         self._calculates_scales = False  # in every pass, until one over requests has succeeded
@@ -329,6 +363,8 @@ class Engine:
     def step(self) -> list[Event]:
         """Run the model once over the scheduled tokens, and append a token to each request that is ready for one.
 
+        With an `AsyncRunner`, the next decode may be under way when it returns.
+
         A request that makes the model, the sampler or the tokenizer raise an exception, or whose logits are not finite,
         ends with a `finish_reason` of "error", and the others get their tokens. Any other exception, for example from
         Ctrl-C, is raised here and the step is undone: its requests wait, with the tokens that they had.
@@ -343,18 +379,20 @@ class Engine:
         before: dict[Request, tuple[int, tuple[int, int]]] = {}
         try:
             self._is_stepping = True
-            scheduled = self._add_drafts(self.scheduler.schedule())
-            if any(layer.splits_decodes for layer in self.layers):
-                scheduled = self._decodes_first(scheduled)
+            under_way, self._under_way = self._under_way, None
+            scheduled = {} if under_way is None else _going_on(under_way)
+            if not scheduled:
+                under_way, scheduled = None, self._schedule()
             before = _progress(scheduled)
             if not scheduled:
                 return []
-            events = self._compute(scheduled)
+            events = self._compute(scheduled, under_way)
             for request, its_events in events.items():
                 self._commit(request, scheduled[request], its_events)
             self.counters.steps += 1
             return list(chain.from_iterable(events.values()))  # in Python 3.12 no except is sure after a comprehension
         except BaseException:
+            self._under_way = None
             self.scheduler.undo(unfinished, before, counted)
             raise
         finally:
@@ -436,6 +474,11 @@ class Engine:
                 self.scheduler.undo(unfinished)
                 raise
 
+    def _schedule(self) -> dict[Request, int]:
+        """Choose how many tokens of which requests go into a step, drafts included, in the order of its rows."""
+        scheduled = self._add_drafts(self.scheduler.schedule())
+        return self._decodes_first(scheduled) if any(layer.splits_decodes for layer in self.layers) else scheduled
+
     def _add_drafts(self, scheduled: dict[Request, int]) -> dict[Request, int]:
         """Let decodes take along what may follow their tokens, as far as step, pool and answer have room."""
         if self.speculation is None:
@@ -444,7 +487,7 @@ class Engine:
         branches = None if max(scheduled.values(), default=0) <= MOST_NODES else 1
         for request, count in scheduled.items():
             request.draft, request.accepted = None, []
-            depth = request.sampling.max_tokens - len(request.output_ids) - 1
+            depth = request.sampling.max_tokens - request.num_outputs - 1
             if count != 1 or request.num_pending != 1 or depth < 1 or room < 1:
                 continue
             nodes = min(room, MOST_NODES - 1)
@@ -460,20 +503,30 @@ class Engine:
         order = self.twin.metadata.order_decodes_first(counts, decode_len=self.decode_len)
         return {requests[i]: counts[i] for i in order}
 
-    def _compute(self, scheduled: dict[Request, int]) -> dict[Request, list[Event]]:
+    def _compute(self, scheduled: dict[Request, int], under_way: UnderWay | None = None) -> dict[Request, list[Event]]:
         """Run the model over what is scheduled, and return the events of each request, which change nothing yet.
 
         A request gets its next token, or several if drafts were right, or a failure; none if it has more to compute
         first. A pass that raises does not say which of its requests is at fault, so each of them goes through the model
         alone then, and writes the same keys and values into the same slots.
+
+        Args:
+            scheduled: the number of new tokens of each request.
+            under_way: the pass, if it has been launched already.
         """
         due = [request for request, count in scheduled.items() if count >= request.num_pending]
         counted = vars(self.counters).copy()
         try:
-            tokens = self._choose(self._forward(scheduled), due)
+            under_way = under_way or self._launch(scheduled)
+            if under_way is None:
+                tokens = self._choose(self._forward(scheduled), due)
+            else:
+                self._under_way = self._launch_next(under_way)
+                tokens = self._read(under_way)
         except Exception as error:
             logger.exception("a pass over %d requests failed", len(scheduled))
             vars(self.counters).update(counted)
+            self._under_way = None
             failure = _describe(error)  # in words: the exception itself would keep all tensors of the pass alive
         else:
             self._calculates_scales = False
@@ -485,6 +538,48 @@ class Engine:
         for request, count in scheduled.items():
             outcomes |= self._compute({request: count})
         return outcomes
+
+    def _launch(self, scheduled: Mapping[Request, int]) -> UnderWay | None:
+        """Launch a step of decodes; None if there is no runner for it, or it is no such step."""
+        if not isinstance(self.runner, AsyncRunner) or self._calculates_scales:
+            return None
+        if any(count > 1 or request.num_pending > 1 for request, count in scheduled.items()):
+            return None
+        counted = vars(self.counters).copy()
+        launched = self.runner.launch(self, list(scheduled))
+        if launched is None:
+            vars(self.counters).update(counted)
+        return launched
+
+    def _launch_next(self, before: UnderWay) -> UnderWay | None:
+        """Launch the decode after one that is under way, unless what it computes depends on the tokens of that one.
+
+        Requests that have all their tokens then are left out. It depends on those tokens if a waiting request can start
+        where one of them ends, or if blocks are short.
+        """
+        assert isinstance(self.runner, AsyncRunner)  # it has launched the one before
+        going_on = _going_on(before)
+        if len(going_on) < len(self.running) or (self.waiting and len(going_on) < self.max_num_seqs):
+            return None
+        rows = [
+            row
+            for row, request in enumerate(before.requests)
+            if request in going_on and request.num_outputs + 1 < request.sampling.max_tokens
+        ]
+        if not rows or 2 * len(rows) > self.max_num_batched_tokens or self.speculation is not None:
+            return None
+        if not self.scheduler.allocate_ahead([before.requests[row] for row in rows]):
+            return None
+        try:
+            return self.runner.launch_next(self, before, rows)
+        except Exception:  # it is computed in a step of its own then, where its failure belongs
+            logger.exception("a decode of %d requests could not be launched ahead", len(rows))
+            return None
+
+    def _read(self, under_way: UnderWay) -> dict[Request, list[int | None]]:
+        """Wait for the tokens of a decode."""
+        self.mark("sampling")
+        return {request: [token] for request, token in zip(under_way.requests, under_way.tokens(), strict=True)}
 
     def _choose(self, logits: Float[Tensor, "rows v"], due: Sequence[Request]) -> dict[Request, list[int | None]]:
         """Choose the next tokens of requests: one, or those of the drafts that the model chose, too, and one more."""
@@ -786,7 +881,7 @@ class Engine:
         stops = request.sampling.stop_token_ids
         if token in (self.end_token_ids if stops is None else stops):
             return "stop"
-        length = len(request.output_ids) + len(request.accepted) + 1
+        length = request.num_outputs + len(request.accepted) + 1
         return "length" if length == request.sampling.max_tokens else None
 
     def _commit(self, request: Request, count: int, events: Sequence[Event]) -> None:
@@ -834,12 +929,17 @@ def _pools_of(cache: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return (cache,) if cache.ndim == 3 else tuple(pool for half in cache for pool in half)
 
 
+def _going_on(under_way: UnderWay) -> dict[Request, int]:
+    """Return the requests of a decode that have not ended since it was launched, with one token each."""
+    return {request: 1 for request in under_way.requests if request.status == "running"}
+
+
 def _progress(requests: Iterable[Request]) -> dict[Request, tuple[int, tuple[int, int]]]:
     """Return how far the outputs and the texts of requests are.
 
     Not in `step`: from Python 3.12 on, `except` and `finally` may miss an interrupt inside of a comprehension.
     """
-    return {request: (len(request.output_ids), request.decoded) for request in requests}
+    return {request: (request.num_outputs, request.decoded) for request in requests}
 
 
 def _describe(error: Exception) -> str:

@@ -75,6 +75,11 @@ class Request:
         return self.tokens[self.prompt_len :]
 
     @property
+    def num_outputs(self) -> int:
+        """How many tokens were generated."""
+        return len(self.tokens) - self.prompt_len
+
+    @property
     def text(self) -> str:
         """The answer so far, if the engine has a tokenizer."""
         return "".join(self.pieces)

@@ -77,19 +77,15 @@ def choose(
     There is no token for a row with NaN or `+inf`, or with nothing above `-inf`. A request may have several rows, after
     drafted tokens: `ahead` says how many of them. Each is chosen as it will be if those are accepted.
     """
+    settings = settings_of(requests, [0] * len(requests) if ahead is None else ahead)
+    return [None if token < 0 else token for token in sample(logits, *settings.to(logits.device)).tolist()]
+
+
+def settings_of(requests: Sequence[Sampled], ahead: Sequence[int]) -> Tensor:
+    """TEMPORARY"""
     settings = [request.sampling for request in requests]
-    is_sound = logits.amax(-1).isfinite()
-    if all(setting.temperature == 0 for setting in settings):
-        tokens = logits.argmax(-1)
-    else:
-        steps = [0] * len(requests) if ahead is None else ahead
-        uniform = [_uniform(*row) for row in zip(requests, steps, strict=True)]
-        columns = ([s.temperature for s in settings], [s.top_p for s in settings], uniform)
-        tokens = sample(
-            logits.where(rearrange(is_sound, "b -> b 1"), 0.0),
-            *(torch.tensor(column, dtype=torch.float64, device=logits.device) for column in columns),
-        )
-    return [None if token < 0 else token for token in tokens.where(is_sound, -1).tolist()]
+    uniform = [_uniform(*row) for row in zip(requests, ahead, strict=True)]
+    return torch.tensor(([s.temperature for s in settings], [s.top_p for s in settings], uniform), dtype=torch.float64)
 
 
 def _uniform(request: Sampled, ahead: int = 0) -> float:
@@ -101,7 +97,12 @@ def _uniform(request: Sampled, ahead: int = 0) -> float:
     return Random(f"{request.sampling.seed}/{len(request.output_ids) + ahead}").random()
 
 
-def sample(
+def sample(logits, temperature, top_p, uniform):
+    sound = logits.amax(-1).isfinite()
+    return _sample(logits.where(sound[:, None], 0.0), temperature, top_p, uniform).where(sound, -1)
+
+
+def _sample(
     logits: Float[Tensor, "b v"],
     temperature: Float[Tensor, "b"],
     top_p: Float[Tensor, "b"],

@@ -125,6 +125,16 @@ class Scheduler:
             pool.hold(request, count, request.num_computed_tokens + count, request.blocks)
         return True
 
+    def allocate_ahead(self, requests: Iterable[Request]) -> bool:
+        """Allocate the blocks for two more tokens of decodes, the one under way and the next; False if blocks are short.
+
+        Nobody is preempted, and what was allocated before they were short stays allocated: its turn comes.
+        """
+        for request in requests:
+            if request.num_computed_tokens + 2 > len(request.blocks) * self.block_size and not self.allocate(request, 2):
+                return False
+        return True
+
     def _start(self, request: Request) -> bool:
         """Let a request run after its cached prefix, if there are blocks for all its tokens so far."""
         cached = self._find(request.tokens[:-1])  # the last token has to go through the model: for its logits
@@ -154,7 +164,7 @@ class Scheduler:
     def keep(self, request: Request, count: int) -> None:
         """Record what a step computed for a request, and register its full blocks for prefix caching."""
         self.counters.computed_tokens += count
-        self.counters.chunks += request.num_pending > 1 or not request.output_ids
+        self.counters.chunks += request.num_pending > 1 or not request.num_outputs
         self._advance(request, count)
 
     def keep_drafts(self, request: Request, count: int) -> None:

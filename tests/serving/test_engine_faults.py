@@ -648,6 +648,7 @@ TINY_SAMPLINGS = (
 LONGEST = 8 + 6 - 1  # most tokens that a request has in the pool
 PASS = ("make_batch", "model", "attention", "write", "sampler")  # sites of one pass over some requests
 BOOKS = ("allocate", "share", "find", "remember", "release", "forget")  # sites of the allocator
+SAMPLE = fastattn.serving.cuda_graphs.sample
 ERRORS = (RuntimeError("planted"), torch.OutOfMemoryError("planted"), ValueError("planted"), MemoryError("planted"))
 
 
@@ -704,6 +705,15 @@ class Faults:
         self.left -= self.culprit is None
         return self.left == -1 or self.culprit is not None
 
+    def spoil(self, logits, requests):
+        """Return logits, one row per request, with the fault in them if it is their turn."""
+        for row, request in enumerate(requests):
+            if self.is_due("logits", [request]):
+                self.blamed.add(request)
+                logits = logits.clone()
+                logits[row, row % 23] = self.action
+        return logits
+
     def passed(self, site, requests=None):
         """Let it go wrong if it is to."""
         requests = self.current if requests is None else requests
@@ -746,19 +756,21 @@ def faulty_engine_class(base, faults):
     """Make a class of engines that pass the faults on their way."""
 
     class FaultyEngine(base):
-        def _compute(self, scheduled):
+        def _compute(self, scheduled, under_way=None):
             faults.current = tuple(scheduled)
-            return super()._compute(scheduled)
+            return super()._compute(scheduled, under_way)
 
         def _forward(self, scheduled):
             logits = super()._forward(scheduled)
-            due = [request for request, count in scheduled.items() if count == request.num_pending]
-            for row, request in enumerate(due):
-                if faults.is_due("logits", [request]):
-                    faults.blamed.add(request)
-                    logits = logits.clone()
-                    logits[row, row % 23] = faults.action
-            return logits
+            return faults.spoil(logits, [r for r, count in scheduled.items() if count == r.num_pending])
+
+        def _launch_next(self, before):
+            """A launch ahead blames nobody: if it fails, its decode is computed in a step of its own."""
+            current, faults.current = faults.current, ()
+            try:
+                return super()._launch_next(before)
+            finally:
+                faults.current = current
 
         def run_model(self, inputs):
             faults.passed("model")
@@ -802,9 +814,15 @@ class EngineMachine(RuleBasedStateMachine):
         self.patches.setattr(
             refattn.serving.engine, "choose", lambda *args: (self.faults.passed("sampler"), choose(*args))[1]
         )
+        self.patches.setattr(fastattn.serving.cuda_graphs, "sample", self.sample)
         self.patches.setattr(refattn.serving.engine.logger, "disabled", True)
         self.patches.setattr(fastattn.serving.cuda_graphs, "_record", lambda step, memory, name: step)
         self.requests, self.aborted, self.streams = [], set(), []
+
+    def sample(self, logits, *settings):
+        """Choose the tokens of a decode that a runner launches."""
+        self.faults.passed("sampler")
+        return SAMPLE(self.faults.spoil(logits, self.faults.current), *settings)
 
     @initialize(
         block_size=st.integers(1, 4),

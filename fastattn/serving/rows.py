@@ -1,0 +1,77 @@
+"""The requests of a decode as tensors on the host, and the next decode's from them, before any token has been read.
+
+Three requests decode; the second one gets its last token in this decode, and the third fills a block of 4 with it:
+
+    this decode       seq_lens  5 7 4      block_table  [[9 2] [4 7] [1 -]]      sources  -  -  -
+    the next one      seq_lens  6 5        block_table  [[9 2] [1 3]]            sources  0  2
+
+A row of the next decode is a row of this one, with one token and now and then a block more, so what is left for Python
+to do is little: it has no loop over requests but for their random numbers. `sources` says from which row of this decode
+its token comes, which only the device knows yet; -1 is a token that the host knows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float64, Int32
+from torch import Tensor
+from torch.nn.functional import pad
+
+from refattn.serving import Request
+from refattn.serving.sampling import settings_of
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a decode needs of its requests; one row each.
+
+    Attributes:
+        requests: the requests.
+        seq_lens: their tokens, the new one included.
+        block_table: their blocks, -1 after the last.
+        input_ids: their new tokens; 0 if only the device knows it.
+        sources: the row of the decode before that chooses the new token; -1 if the host knows it.
+        settings: temperature, `top_p` and random number of the next token, as `sample` takes them.
+    """
+
+    requests: list[Request]
+    seq_lens: Int32[Tensor, "b"]
+    block_table: Int32[Tensor, "b m"]
+    input_ids: Int32[Tensor, "b"]
+    sources: Int32[Tensor, "b"]
+    settings: Float64[Tensor, "3 b"]
+
+    @classmethod
+    def of(cls, requests: Sequence[Request]) -> "Rows":
+        """Return the rows of requests whose last token is to be computed."""
+        columns = max(len(request.blocks) for request in requests)
+        return cls(
+            list(requests),
+            _int32([len(request.tokens) for request in requests]),
+            _int32([request.blocks + [-1] * (columns - len(request.blocks)) for request in requests]),
+            _int32([request.tokens[-1] for request in requests]),
+            torch.full((len(requests),), -1, dtype=torch.int32),
+            settings_of(requests, [0] * len(requests)),
+        )
+
+    def next(self, rows: Sequence[int], *, block_size: int) -> "Rows":
+        """Return the rows of the decode after this one, for some of its rows, in order.
+
+        Args:
+            rows: which ones go on.
+            block_size: tokens in a block; each request has a block for its next token.
+        """
+        kept, requests = _int32(rows), [self.requests[row] for row in rows]
+        last = self.seq_lens[kept]  # the place of the next token
+        table = self.block_table[kept]
+        column = last // block_size
+        table = pad(table, (0, max(0, int(column.max()) + 1 - table.shape[1])), value=-1)
+        for row in (last % block_size == 0).nonzero()[:, 0].tolist():  # their next token begins a block
+            place = int(column[row])
+            table[row, place] = requests[row].blocks[place]
+        return Rows(requests, last + 1, table, torch.zeros_like(kept), kept, settings_of(requests, [1] * len(rows)))
+
+
+def _int32(numbers: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
