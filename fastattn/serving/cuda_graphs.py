@@ -107,6 +107,25 @@ class CudaGraphs:
         engine.mark("tables")
         return self._replay(self._last.rows.next(rows, block_size=engine.block_size))
 
+    @torch.no_grad()
+    def warm_up(self, engine: Engine, num_tokens: int) -> None:
+        """Capture the decodes of as many requests as may run, up to a length; they compute padding rows alone.
+
+        Args:
+            engine: the engine, which runs nothing now.
+            num_tokens: tokens of the longest sequence.
+        """
+        if not self._is_recording(engine):
+            return
+        counts = sorted({_rounded_up(count) for count in range(1, engine.max_num_seqs + 1)}, reverse=True)
+        lengths = sorted({_columns(engine, length) for length in (1, *_doublings(num_tokens))})
+        try:
+            for shape in (Shape(count, columns, count, 1) for count in counts for columns in lengths):
+                decode = self._steps.setdefault(shape, _Decode(engine, self, shape))
+                decode.capture()
+        except _RecordingError as error:
+            self._give_up(error)
+
     def _replay(self, rows: Rows) -> "_Launched | None":
         """Launch a decode as a graph; None if it cannot be captured."""
         assert self._engine is not None  # a step has come
@@ -242,12 +261,16 @@ class _Decode:
         self.server.mark("copies")
         self._copy(rows)
         self.server.mark("forward")
-        if self.replay is None:
-            self.replay = _record(self._step, self.runner, type(self.server.model).__name__)
         count = len(rows.requests)
-        tokens = sample(self.replay()[:count], *self.inputs.settings[:, :count])
+        tokens = sample(self.capture()()[:count], *self.inputs.settings[:, :count])
         self.runner.chosen[:count] = tokens
         return _Launched(rows.requests, _read_later(tokens), rows)
+
+    def capture(self) -> Callable[[], Tensor]:
+        """Return what launches the model and returns its logits, captured when it is first asked for."""
+        if self.replay is None:
+            self.replay = _record(self._step, self.runner, type(self.server.model).__name__)
+        return self.replay
 
     def _copy(self, rows: Rows) -> None:
         """Write the rows where the graph reads them; rows without a request have no query."""
@@ -422,8 +445,14 @@ def _record(step: Callable[[], Tensor], runner: CudaGraphs, name: str) -> Callab
 
 
 def _rounded_up(count: int) -> int:
-    """Return the number of rows that a step of `count` requests is captured with."""
-    return _power_of_2(count) if count <= 8 else -(-count // 8) * 8
+    """Return the number of rows that a step of `count` requests is captured with: a power of two, or 1/8 more at most."""
+    unit = max(8, _power_of_2(count) // 16)
+    return _power_of_2(count) if count <= 8 else -(-count // unit) * unit
+
+
+def _doublings(number: int) -> list[int]:
+    """Return a number, its half, the half of that and so on, down to 1."""
+    return [number >> shift for shift in range(number.bit_length())]
 
 
 def _power_of_2(number: int) -> int:

@@ -7,7 +7,7 @@ An engine calls `mark` with what it does from here on; a profile writes down whe
                                            device
 
 The times are the host's. On a GPU, `forward` is the time to launch the model, and the host waits for the GPU where it
-reads the tokens: in `sampling`.
+reads the tokens: in `sampling`. When the GPU begins and ends what a step has launched is read from its own clock.
 """
 
 import time
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
+import torch
 from rich.table import Table
 
 from refattn.serving import Engine
@@ -58,11 +59,38 @@ class StepTimes:
         return sum(end - start for name, start, end in self.spans if name == phase)
 
 
+class GpuClock:
+    """When a GPU does what the host launches, by events on its stream, on the clock of the host."""
+
+    def __init__(self) -> None:
+        self._zero = torch.cuda.Event(enable_timing=True)
+        self._zero.record()
+        self._zero.synchronize()
+        self._start = time.perf_counter()
+        self._events: list[list[torch.cuda.Event]] = []  # of each launch, where it begins and where it ends
+
+    def mark(self, before: str, phase: str) -> None:
+        """Put an event where the launch of a model begins or ends."""
+        if phase == "forward":
+            self._events.append([])
+        if "forward" in (before, phase) and before != phase:
+            self._events[-1].append(torch.cuda.Event(enable_timing=True))
+            self._events[-1][-1].record()
+
+    def spans(self) -> list[tuple[float, float]]:
+        """Wait for the GPU; return from when to when it was at each launch, in seconds on the host's clock."""
+        torch.cuda.synchronize()
+        whole = [events for events in self._events if len(events) == 2]
+        times = [[self._start + self._zero.elapsed_time(event) / 1e3 for event in events] for events in whole]
+        return [(start, end) for start, end in times]
+
+
 class Profile:
     """Writes down the times of an engine's steps, from here on.
 
     Attributes:
         steps: the steps that computed something, in order.
+        gpu: when the GPU was at what they launched; None on a CPU.
 
     Args:
         engine: the engine, whose `mark` is set.
@@ -74,10 +102,13 @@ class Profile:
         self._before = replace(engine.counters)
         self._step = StepTimes(0.0)
         self._phase = ""
+        self.gpu = GpuClock() if engine.model.device.type == "cuda" else None
         engine.mark = self._mark
 
     def _mark(self, phase: str) -> None:
         now = time.perf_counter()
+        if self.gpu is not None:
+            self.gpu.mark(self._phase, phase)
         if phase == "scheduling":
             self._step, self._before = StepTimes(now), replace(self._engine.counters)
         else:
@@ -172,6 +203,46 @@ def draw(runs: Mapping[str, Sequence[StepTimes]], file: Path) -> None:
         axes.set_title(name, loc="left")
         axes.spines[["top", "right"]].set_visible(False)
     every[-1].set_xlabel("milliseconds since the step began, on the host")
+    figure.legend(loc="outside upper center", ncols=len(PHASES), frameon=False)
+    figure.savefig(file)
+
+
+def draw_timeline(steps: Sequence[StepTimes], gpu: Sequence[tuple[float, float]], file: Path) -> None:
+    """Draw some steps one after the other, on one axis: what the host did, and when the GPU was at what it launched.
+
+    Args:
+        steps: the steps, in order.
+        gpu: when the GPU was at each launch, as `GpuClock.spans` returns it.
+        file: where to write the picture, in the format of its suffix.
+
+    Raises:
+        ValueError: if there are no steps, or no such format or folder.
+    """
+    check_file(file)
+    from matplotlib.figure import Figure
+
+    if not steps:
+        raise ValueError("steps: expected some, got none")
+    shown = some(steps)
+    zero, end = shown[0].start, shown[-1].start + shown[-1].seconds
+    figure = Figure(figsize=(9, 2.2), layout="constrained")
+    axes = figure.subplots()
+    for phase, colour in zip(PHASES, COLOURS, strict=True):
+        bars = [
+            ((step.start + begun - zero) * 1e3, (done - begun) * 1e3)
+            for step in shown
+            for found, begun, done in step.spans
+            if found == phase
+        ]
+        axes.broken_barh(bars, (0.6, 0.8), color=colour, label=phase)
+    launches = [(begun, done) for begun, done in gpu if begun < end and done > zero]
+    bars = [((begun - zero) * 1e3, (done - begun) * 1e3) for begun, done in launches]
+    axes.broken_barh(bars, (-0.4, 0.8), color="#444444", edgecolor="white")
+    for step in shown:
+        axes.axvline((step.start - zero) * 1e3, color="black", linewidth=0.5, linestyle=":")
+    axes.set(xlim=(0, (end - zero) * 1e3), yticks=[0, 1], yticklabels=["GPU", "host"])
+    axes.set_xlabel("milliseconds; a dotted line is where a step begins")
+    axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside upper center", ncols=len(PHASES), frameon=False)
     figure.savefig(file)
 

@@ -128,6 +128,9 @@ class AsyncRunner(Runner, Protocol):
     def launch_next(self, engine: "Engine", before: UnderWay, rows: Sequence[int]) -> UnderWay | None:
         """Launch the decode after one whose tokens have not been read, for some of its rows; None to leave it."""
 
+    def warm_up(self, engine: "Engine", num_tokens: int) -> None:
+        """Capture the decodes that may come, of sequences of up to `num_tokens` tokens."""
+
 
 class Engine:
     """Serves requests with a model; its attention is computed by `twin`.
@@ -358,6 +361,29 @@ class Engine:
             raise ValueError(f"request: expected one of this engine, got one of another, which is {request.status}")
         self._abort_all([request])
 
+    def warm_up(self, num_tokens: int = 1024) -> None:
+        """Do now what the first steps would do else: compile kernels, capture decodes. Everything it computes is discarded.
+
+        Args:
+            num_tokens: tokens of the longest sequence to be ready for.
+
+        Raises:
+            ValueError: if there are requests, or `num_tokens` is not an int of at least 1.
+        """
+        if type(num_tokens) is not int or num_tokens < 1:
+            raise ValueError(f"num_tokens: expected an int of at least 1, got {num_tokens!r}")
+        if self.running or self.waiting:
+            raise ValueError(f"warm_up: expected no requests, got {len(self.running) + len(self.waiting)}")
+        num_tokens = int(min(num_tokens, self.max_request_tokens))
+        counted = vars(self.counters).copy()
+        try:
+            lengths = {min(self.max_num_batched_tokens, num_tokens), 1}
+            self.generate([[0] * length for length in lengths], SamplingParams(max_tokens=1, stop_token_ids=()))
+            if isinstance(self.runner, AsyncRunner):
+                self.runner.warm_up(self, num_tokens)
+        finally:
+            self.scheduler.undo([], None, counted)
+
     @_cpu_by_default
     @torch.no_grad()
     def step(self) -> list[Event]:
@@ -379,10 +405,7 @@ class Engine:
         before: dict[Request, tuple[int, tuple[int, int]]] = {}
         try:
             self._is_stepping = True
-            under_way, self._under_way = self._under_way, None
-            scheduled = {} if under_way is None else _going_on(under_way)
-            if not scheduled:
-                under_way, scheduled = None, self._schedule()
+            scheduled, under_way = self._next_pass()
             before = _progress(scheduled)
             if not scheduled:
                 return []
@@ -449,7 +472,7 @@ class Engine:
                     if request not in shown:
                         continue
                     is_last, pieces = request.status == "finished", request.pieces[shown[request] :]
-                    for token, piece in zip(request.output_ids[shown[request] :], pieces, strict=True):
+                    for token, piece in zip(request.tokens[request.prompt_len + shown[request] :], pieces, strict=True):
                         yield Event(request, token, piece)
                     shown[request] += len(pieces)
                     if is_last:
@@ -473,6 +496,15 @@ class Engine:
             except BaseException:
                 self.scheduler.undo(unfinished)
                 raise
+
+    def _next_pass(self) -> tuple[dict[Request, int], UnderWay | None]:
+        """Return what comes now: the decode that is under way, if somebody waits for it, or what the scheduler chooses."""
+        under_way, self._under_way = self._under_way, None
+        scheduled = {} if under_way is None else _going_on(under_way)
+        if not scheduled:
+            return self._schedule(), None
+        self.counters.key_reads += sum(len(request.tokens) for request in scheduled)
+        return scheduled, under_way
 
     def _schedule(self) -> dict[Request, int]:
         """Choose how many tokens of which requests go into a step, drafts included, in the order of its rows."""
@@ -566,8 +598,10 @@ class Engine:
             for row, request in enumerate(before.requests)
             if request in going_on and request.num_outputs + 1 < request.sampling.max_tokens
         ]
-        if not rows or 2 * len(rows) > self.max_num_batched_tokens or self.speculation is not None:
+        if not rows or self.speculation is not None:
             return None
+        if self.window_pools and 2 * len(rows) > self.max_num_batched_tokens:
+            return None  # they hold both tokens, and have room for those of a step
         if not self.scheduler.allocate_ahead([before.requests[row] for row in rows]):
             return None
         try:

@@ -1,0 +1,256 @@
+"""Many requests at once: tokens per second, time to the first token, and time between tokens.
+
+The load is that of nano-vllm's own benchmark: 256 requests, 100 to 1024 tokens in and as many out, all there at the
+start, over a model of the sizes of Qwen3-0.6B with random weights. nano-vllm (github.com/GeeeekExplorer/nano-vllm) runs
+beside it from a folder with its source, in a process of its own.
+
+    tokens per second        all tokens of all answers, over the time until the last one
+    time to first token      of each request, from the start
+    time between tokens      of each request and each pair of its tokens: what a reader sees
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from random import Random
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+
+import fastattn
+from fastattn.serving import CudaGraphs
+from fastattn.tools.bench.measure import circumstances, machine
+from fastattn.tools.profile import Profile, draw_timeline, times_table
+from refattn.serving import Engine, SamplingParams
+
+SIZES = dict(  # Qwen3-0.6B's
+    vocab_size=151936,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_hidden_layers=28,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=40960,
+    tie_word_embeddings=True,
+)
+NUM_REQUESTS, FEWEST, MOST, LARGEST_TOKEN = 256, 100, 1024, 10000  # as in nano-vllm's bench.py
+BUDGET = 16384  # tokens in a step, nano-vllm's default
+ROUNDS = 2  # the first one may have something left to compile
+
+
+@dataclass
+class Round:
+    """One round of requests.
+
+    Attributes:
+        server: who served it.
+        temperature: of all requests.
+        number: 0 for the first.
+        tokens: how many were generated.
+        seconds: how long it took, from the first request to the last token.
+        first: time to first token, in seconds: median and 99th percentile.
+        between: time between tokens, likewise.
+    """
+
+    server: str
+    temperature: float
+    number: int
+    tokens: int
+    seconds: float
+    first: tuple[float, float]
+    between: tuple[float, float]
+
+    @classmethod
+    def of(cls, server: str, temperature: float, number: int, start: float, stamps: Sequence[Sequence[float]]) -> "Round":
+        """Sum up when each token of each request came."""
+        first = [its[0] - start for its in stamps]
+        between = [later - earlier for its in stamps for earlier, later in zip(its, its[1:], strict=False)]
+        end = max(its[-1] for its in stamps)
+        return cls(
+            server, temperature, number, sum(map(len, stamps)), end - start, _median_and_99(first), _median_and_99(between)
+        )
+
+    @property
+    def tokens_per_second(self) -> float:
+        """How many tokens came in a second."""
+        return self.tokens / self.seconds
+
+
+@dataclass(frozen=True)
+class Load:
+    """Prompts, and how many tokens to generate for each.
+
+    Attributes:
+        prompts: the prompts.
+        max_tokens: tokens of each answer; no token ends one.
+    """
+
+    prompts: list[list[int]] = field(repr=False)
+    max_tokens: list[int]
+
+    @classmethod
+    def draw(cls, seed: int, num_requests: int = NUM_REQUESTS, most: int = MOST) -> "Load":
+        """Draw a load, the same one for the same seed."""
+        random = Random(seed)
+        fewest = min(FEWEST, most)
+        prompts = [
+            [random.randint(0, LARGEST_TOKEN) for _ in range(random.randint(fewest, most))] for _ in range(num_requests)
+        ]
+        return cls(prompts, [random.randint(fewest, most) for _ in range(num_requests)])
+
+
+def run(
+    console: Console,
+    *,
+    temperatures: Sequence[float] = (0.0, 0.6),
+    nano_vllm: Path | None = None,
+    results: Path | None = None,
+    picture: Path | None = None,
+) -> None:
+    """Serve the load with this engine and with nano-vllm, print the figures, and write them.
+
+    Args:
+        console: where to print.
+        temperatures: a round with each.
+        nano_vllm: the folder with nano-vllm's source; None to leave it out.
+        results: a JSON file to write.
+        picture: a file to draw some steps into.
+
+    Raises:
+        ValueError: if there is no CUDA device.
+    """
+    if not torch.cuda.is_available():
+        raise ValueError("device: expected a CUDA device, which the load is made for, got none")
+    rounds = []
+    if nano_vllm is not None:
+        rounds += of_nano_vllm(nano_vllm, temperatures)
+        console.print(table(rounds))
+    engine = make_engine(make_model(SIZES, torch.device("cuda"), torch.bfloat16))
+    start = time.perf_counter()
+    engine.warm_up(2 * MOST)
+    warm_up = time.perf_counter() - start
+    for temperature in temperatures:
+        rounds += [serve(engine, Load.draw(number), temperature, number) for number in range(ROUNDS)]
+        console.print(table(rounds))
+    profile = Profile(engine)
+    serve(engine, Load.draw(ROUNDS), temperatures[-1], ROUNDS)
+    console.print(times_table(profile.steps, "a round more, with a profile"))
+    if picture is not None and profile.gpu is not None:
+        draw_timeline(profile.steps, profile.gpu.spans(), picture)
+    if results is not None:
+        head = {"machine": machine(torch.device("cuda")), **circumstances(), "warm_up_seconds": warm_up}
+        results.parent.mkdir(parents=True, exist_ok=True)
+        results.write_text(json.dumps(head | {"rounds": [asdict(one) for one in rounds]}, indent=1) + "\n")
+
+
+def make_model(sizes: dict[str, Any], device: torch.device, dtype: torch.dtype) -> Any:
+    """Make a model with random weights."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.Qwen3Config(**sizes), dtype=dtype)
+    return model.to(device).eval()
+
+
+def make_engine(model: Any, *, num_seqs: int = NUM_REQUESTS, budget: int = BUDGET) -> Engine:
+    """Make the engine that serves a model fastest: fused layers, captured decodes."""
+    runner = CudaGraphs() if model.device.type == "cuda" else None
+    sizes = dict(num_blocks=num_seqs * 2 * MOST // 16, max_num_batched_tokens=budget, max_num_seqs=num_seqs)
+    return Engine(model, block_size=16, twin=fastattn, runner=runner, **sizes)
+
+
+def serve(engine: Engine, load: Load, temperature: float, number: int) -> Round:
+    """Serve a load with this project's engine."""
+    start = time.perf_counter()
+    settings = dict(temperature=temperature, stop_token_ids=())
+    requests = [
+        engine.add(prompt, SamplingParams(max_tokens=count, seed=seed, **settings))
+        for seed, (prompt, count) in enumerate(zip(load.prompts, load.max_tokens, strict=True))
+    ]
+    stamps: dict[Any, list[float]] = {request: [] for request in requests}
+    while engine.running or engine.waiting:
+        events = engine.step()
+        now = time.perf_counter()
+        for event in events:
+            stamps[event.request].append(now)
+    failed = [request.error for request in requests if request.error is not None]
+    if failed:
+        raise RuntimeError(f"{len(failed)} requests failed, the first with {failed[0]}")
+    return Round.of("this engine", temperature, number, start, list(stamps.values()))
+
+
+def of_nano_vllm(folder: Path, temperatures: Sequence[float]) -> list[Round]:
+    """Serve the load with nano-vllm, in a process of its own."""
+    with tempfile.TemporaryDirectory() as model:
+        transformers.Qwen3Config(**SIZES, dtype="bfloat16").save_pretrained(model)
+        command = [sys.executable, "-m", "fastattn.tools.load", str(folder), model, *map(str, temperatures)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
+    if done.returncode:
+        raise RuntimeError(f"nano-vllm ended with exit code {done.returncode}; its last words are above")
+    return [Round(**one) for one in json.loads(done.stdout.splitlines()[-1])]
+
+
+def _serve_with_nano_vllm(folder: str, model: str, temperatures: Sequence[float]) -> list[Round]:
+    """Serve the load with nano-vllm, in this process: random weights, no tokenizer, no end token."""
+    sys.path.insert(0, folder)
+    from types import SimpleNamespace
+
+    tokenizer = SimpleNamespace(eos_token_id=-1, decode=lambda tokens: "")
+    transformers.AutoTokenizer.from_pretrained = classmethod(lambda *args, **kwargs: tokenizer)  # type: ignore[method-assign,assignment]
+    import nanovllm.engine.model_runner as runner  # type: ignore[import-not-found]
+
+    def randomize(network: torch.nn.Module, _path: str) -> None:
+        for weight in network.parameters():
+            torch.nn.init.normal_(weight, std=0.02) if weight.ndim > 1 else torch.nn.init.ones_(weight)
+
+    runner.load_model = randomize
+    llm = __import__("nanovllm").LLM(model, max_model_len=4096, max_num_seqs=NUM_REQUESTS, max_num_batched_tokens=BUDGET)
+    params = __import__("nanovllm").SamplingParams
+    llm.generate([[1, 2, 3]], params(max_tokens=16), use_tqdm=False)
+    rounds = []
+    for temperature in temperatures:
+        for number in range(ROUNDS):
+            load = Load.draw(number)
+            start = time.perf_counter()
+            for prompt, count in zip(load.prompts, load.max_tokens, strict=True):  # it has no greedy choice
+                llm.add_request(prompt, params(temperature=max(temperature, 0.01), ignore_eos=True, max_tokens=count))
+            sequences = list(llm.scheduler.waiting)
+            stamps: list[list[float]] = [[] for _ in sequences]
+            while not llm.is_finished():
+                llm.step()
+                now = time.perf_counter()
+                for sequence, its in zip(sequences, stamps, strict=True):
+                    if sequence.num_completion_tokens > len(its):
+                        its.append(now)
+            rounds.append(Round.of("nano-vllm", temperature, number, start, stamps))
+    return rounds
+
+
+def table(rounds: Sequence[Round]) -> Table:
+    """Return the figures of some rounds as a table."""
+    shown = Table(title=f"{NUM_REQUESTS} requests at once, {FEWEST} to {MOST} tokens in and out")
+    for column in ("server", "temperature", "round", "tokens/s", "seconds", "first token", "99 %", "between", "99 %"):
+        shown.add_column(column, justify="left" if column == "server" else "right")
+    for one in rounds:
+        times = [f"{value * 1e3:.1f} ms" for value in (*one.first, *one.between)]
+        speed = f"{one.tokens_per_second:.0f}"
+        shown.add_row(one.server, str(one.temperature), str(one.number + 1), speed, f"{one.seconds:.2f}", *times)
+    return shown
+
+
+def _median_and_99(values: Sequence[float]) -> tuple[float, float]:
+    return median(values), quantiles(values, n=100, method="inclusive")[98] if len(values) > 1 else values[0]
+
+
+if __name__ == "__main__":
+    found = _serve_with_nano_vllm(sys.argv[1], sys.argv[2], [float(word) for word in sys.argv[3:]])
+    print(json.dumps([asdict(one) for one in found]))

@@ -1,0 +1,237 @@
+"""Decodes that are launched before the tokens of the one before are read: in which order, and that nothing else changes.
+
+On a CPU a capture is the step itself, run again, and a launch is over when it returns; everything else is as on a GPU.
+"""
+
+import pytest
+import torch
+
+import fastattn.serving.cuda_graphs
+from fastattn.serving import CudaGraphs
+from fastattn.serving.rows import Rows
+from refattn.serving import NGram, SamplingParams
+from tests.helpers.engines import MODELS, PROMPTS, assert_nothing_is_held, make_engine, outputs
+from tests.helpers.tiny_models import make_llama, make_model
+
+LONG = [SamplingParams(max_tokens=count, temperature=0.7 * (count % 2), seed=count) for count in range(6, 12)]
+
+
+@pytest.fixture(scope="module")
+def llama(device):
+    return make_llama().to(device)
+
+
+class Watched(CudaGraphs):
+    """Writes down when decodes are launched and when their tokens are read, by their number."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.records, self.said, self.count, self.rows = True, [], 0, []
+
+    def _replay(self, rows):
+        launched = super()._replay(rows)
+        self.count += 1
+        self.said.append(f"launch {self.count}")
+        self.rows.append(rows)
+        read, number = launched.tokens, self.count
+        object.__setattr__(launched, "tokens", lambda: (self.said.append(f"read {number}"), read())[1])
+        return launched
+
+
+@pytest.fixture
+def ahead(monkeypatch, device):
+    """Make engines whose decodes are watched."""
+    if device == "cpu":
+        monkeypatch.setattr(fastattn.serving.cuda_graphs, "_record", lambda step, memory, name: step)
+    return lambda model, **options: make_engine(model, "fastattn", runner=Watched(device), **options)
+
+
+def test_the_next_decode_is_launched_before_a_token_is_read(llama, ahead):
+    engine = ahead(llama)
+    (request,) = engine.generate(PROMPTS[1:2], SamplingParams(max_tokens=5, stop_token_ids=()))
+    assert len(request.output_ids) == 5  # the first by the prompt's own step
+    order = ["launch 1", "launch 2", "read 1", "launch 3", "read 2", "launch 4", "read 3", "read 4"]
+    assert engine.runner.said == order, "and none that only computes what nobody asked for"
+    assert engine.counters.steps == 5
+    assert_nothing_is_held(engine)
+
+
+@pytest.mark.parametrize("sampling", [LONG, SamplingParams(max_tokens=9)], ids=["sampled", "greedy"])
+def test_answers_are_those_of_an_engine_that_waits(llama, ahead, sampling):
+    """Requests of different lengths leave one after the other, and the rows of the others move up."""
+    engine, waiting = ahead(llama), make_engine(llama, "fastattn")
+    expected = outputs(waiting, PROMPTS, sampling)
+    assert outputs(engine, PROMPTS, sampling) == expected
+    assert any(rows.sources.max() >= 0 for rows in engine.runner.rows)
+    counted = vars(engine.counters)
+    assert counted == vars(waiting.counters), "a launch ahead counts when it is read"
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_every_kind_of_layer(kind, ahead, device):
+    model = make_model(*MODELS[kind], device)
+    engine = ahead(model, num_blocks=40, max_num_batched_tokens=24)
+    assert outputs(engine, PROMPTS, LONG) == outputs(
+        make_engine(model, "fastattn", num_blocks=40, max_num_batched_tokens=24), PROMPTS, LONG
+    )
+    assert any(rows.sources.max() >= 0 for rows in engine.runner.rows)
+
+
+def test_a_stop_token_ends_a_request_whose_next_token_is_under_way(llama, ahead):
+    """Its row is computed for nothing, and read by nobody; its blocks go to others at once."""
+    plain = outputs(make_engine(llama), PROMPTS)
+    stop = next(token for token in plain[4][1:-1] if token not in plain[1])
+    stopping = SamplingParams(max_tokens=9, stop_token_ids=(stop,))
+    expected = outputs(make_engine(llama), PROMPTS, stopping)
+    assert len(expected[4]) < 9 == len(expected[1])
+    engine = ahead(llama, num_blocks=30)
+    for _ in range(2):  # the second time, prefixes are found: only blocks that hold what they say
+        assert outputs(engine, PROMPTS, stopping) == expected
+        assert_nothing_is_held(engine)
+
+
+def test_who_is_aborted_or_added_while_a_decode_is_under_way(llama, ahead):
+    alone = [outputs(make_engine(llama), [prompt])[0] for prompt in PROMPTS]
+    engine = ahead(llama, num_blocks=30)
+    first, second = (engine.add(PROMPTS[i], SamplingParams(max_tokens=9)) for i in (1, 2))
+    while len(first.output_ids) < 3:
+        engine.step()
+    assert engine._under_way is not None
+    engine.abort(second)
+    third = engine.add(PROMPTS[4], SamplingParams(max_tokens=9))  # takes the blocks that the row under way writes to
+    while engine.running or engine.waiting:
+        engine.step()
+    assert (first.output_ids, third.output_ids) == (alone[1], alone[4])
+    assert second.output_ids == alone[2][: len(second.output_ids)] and second.finish_reason == "abort"
+    assert_nothing_is_held(engine)
+    assert outputs(engine, PROMPTS) == alone, "and a decode that nobody waits for is forgotten"
+
+
+def test_a_waiting_request_starts_where_another_ends(llama, ahead):
+    engine = ahead(llama, max_num_seqs=2)
+    assert outputs(engine, PROMPTS, LONG) == outputs(make_engine(llama), PROMPTS, LONG)
+    ahead_of = [rows for rows in engine.runner.rows if rows.sources.max() >= 0]
+    assert ahead_of, "while two run and nobody else may, the next decode does not depend on who waits"
+
+
+def test_too_few_blocks_for_two_tokens(llama, ahead):
+    engine = ahead(llama, num_blocks=15, max_num_batched_tokens=10)
+    assert outputs(engine, PROMPTS, LONG) == outputs(make_engine(llama), PROMPTS, LONG)
+    assert engine.counters.preemptions > 0
+    assert_nothing_is_held(engine)
+
+
+def test_drafts_follow_tokens_that_are_known(llama, ahead):
+    engine = ahead(llama, speculation=NGram(max_drafts=3))
+    assert outputs(engine, PROMPTS, LONG) == outputs(make_engine(llama), PROMPTS, LONG)
+    assert not any(rows.sources.max() >= 0 for rows in engine.runner.rows)
+
+
+def test_a_row_that_fails_while_the_next_token_is_under_way(llama, ahead, monkeypatch):
+    """NaN has no token: the decode after it goes on with token 0 in that row, and the others do not notice."""
+    alone, sample = outputs(make_engine(llama), PROMPTS), fastattn.serving.cuda_graphs.sample
+    engine, calls = ahead(llama), []
+
+    def spoil(logits, *settings):
+        calls.append(len(logits))
+        if len(calls) == 3:
+            logits = logits.clone()
+            logits[1] = torch.nan
+        return sample(logits, *settings)
+
+    monkeypatch.setattr(fastattn.serving.cuda_graphs, "sample", spoil)
+    requests = engine.generate(PROMPTS, SamplingParams(max_tokens=9))
+    (failed,) = (request for request in requests if request.finish_reason == "error")
+    assert "logits: expected finite numbers" in failed.error
+    for request, answer in zip(requests, alone, strict=True):
+        assert request.output_ids == answer[: len(request.output_ids)]
+        assert len(request.output_ids) == 9 or request is failed
+    assert len(failed.output_ids) < 9
+    assert calls[3] == len(PROMPTS), "the next decode was under way"
+    assert_nothing_is_held(engine)
+
+
+def test_a_launch_ahead_that_raises_is_made_again_in_its_own_step(llama, ahead, monkeypatch, caplog):
+    engine = ahead(llama)
+    alone, launch_next, raised = outputs(make_engine(llama), PROMPTS), engine.runner.launch_next, []
+
+    def raise_once(*args):
+        if len(engine.runner.rows) == 4 and not raised:
+            raised.append(True)
+            raise RuntimeError("planted")
+        return launch_next(*args)
+
+    monkeypatch.setattr(engine.runner, "launch_next", raise_once)
+    assert outputs(engine, PROMPTS) == alone
+    assert raised and "could not be launched ahead" in caplog.text
+
+
+def test_an_interrupt_undoes_the_step_and_forgets_what_is_under_way(llama, ahead, monkeypatch):
+    engine = ahead(llama)
+    alone, requests = outputs(make_engine(llama), PROMPTS), [engine.add(p, SamplingParams(max_tokens=9)) for p in PROMPTS]
+    while len(requests[0].output_ids) < 4:
+        engine.step()
+    assert engine._under_way is not None
+    monkeypatch.setattr(engine, "_read", lambda under_way: exec("raise KeyboardInterrupt"))
+    before = [request.output_ids for request in requests]
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    monkeypatch.undo()
+    assert engine._under_way is None and [request.output_ids for request in requests] == before
+    engine.runner.records = False
+    while engine.running or engine.waiting:
+        engine.step()
+    assert [request.output_ids for request in requests] == alone
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 4])
+def test_rows_of_the_next_decode_are_those_of_its_requests(llama, block_size, monkeypatch, ahead):
+    """What follows from the rows before equals what is made anew from the requests, but for the token nobody knows."""
+    engine, found = ahead(llama, block_size=block_size, num_blocks=150), []
+    replay = engine.runner._replay
+
+    def compare(rows):
+        if rows.sources.max() >= 0:
+            known = [len(request.tokens) for request in rows.requests]
+            for request in rows.requests:
+                request.tokens.append(3)
+            anew = Rows.of(rows.requests)
+            for request in rows.requests:
+                request.tokens.pop()
+            assert anew.seq_lens.tolist() == rows.seq_lens.tolist() == [count + 1 for count in known]
+            for row, length in enumerate(rows.seq_lens.tolist()):
+                blocks = -(-length // block_size)
+                assert anew.block_table[row, :blocks].tolist() == rows.block_table[row, :blocks].tolist()
+            torch.testing.assert_close(rows.settings, anew.settings, rtol=0, atol=0)
+            found.append(len(known))
+        return replay(rows)
+
+    monkeypatch.setattr(engine.runner, "_replay", compare)
+    engine.generate(PROMPTS, LONG)
+    assert len(set(found)) > 2, "requests leave one after the other"
+
+
+def test_warming_up_leaves_nothing_behind_and_nothing_to_capture(llama, ahead):
+    engine = ahead(llama, max_num_seqs=9)
+    fresh = vars(engine.counters).copy()
+    engine.warm_up(300)
+    assert vars(engine.counters) == fresh and not engine.pool.contents
+    assert_nothing_is_held(engine)
+    shapes = {shape for shape in engine.runner._steps if shape.queries == 1}
+    assert {(shape.rows, shape.columns) for shape in shapes} == {(r, 256) for r in (1, 2, 4, 8, 16)}
+    assert all(engine.runner._steps[shape].replay is not None for shape in shapes)
+    assert outputs(engine, PROMPTS) == outputs(make_engine(llama), PROMPTS)
+    assert {shape for shape in engine.runner._steps if shape.queries == 1} == shapes
+
+
+@pytest.mark.parametrize("twin", ["refattn", "fastattn"])
+def test_warming_up_is_for_an_engine_without_requests(llama, twin):
+    engine = make_engine(llama, twin)
+    engine.warm_up()
+    assert_nothing_is_held(engine)
+    for wrong in (0, True, 1.5):
+        with pytest.raises(ValueError, match="num_tokens: expected an int of at least 1"):
+            engine.warm_up(wrong)
+    engine.add([1, 2])
+    with pytest.raises(ValueError, match="warm_up: expected no requests, got 1"):
+        engine.warm_up()
