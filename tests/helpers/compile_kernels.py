@@ -190,7 +190,7 @@ def launch_all(gpu, largest):
     from fastattn.kernels.gpu import codes
     from fastattn.kernels.gpu.adapt import adapt
     from fastattn.kernels.gpu.repair import attend_to_latent_nodes, attend_to_nodes, repair
-    from fastattn.kernels.triton import attention, cache, differential, merge, metadata, selection
+    from fastattn.kernels.triton import attention, cache, differential, layers, merge, metadata, selection
 
     if largest:
         attend_levels = attention.attend_levels
@@ -354,6 +354,16 @@ def launch_all(gpu, largest):
     selection.score_index(*of_heads, index, plan(1, causal=False, first_visible=at, last_visible=at))
     selection.select(scores, 2048)
     launch_over_states(some)
+    for hidden, num_heads, num_kv_heads, head_size in some((1024, 16, 8, 128), (8192, 64, 8, 96)):  # fused layers
+        rows, of_hidden = torch.zeros(5, hidden, dtype=half), torch.zeros(hidden, dtype=half)
+        of_head = torch.zeros(head_size, dtype=half)
+        layers.rms_norm(rows, of_hidden, 1e-6)
+        layers.rms_norm(rows, of_hidden, 1e-6, rows)
+        qkv = torch.zeros(5, (num_heads + 2 * num_kv_heads) * head_size, dtype=half)
+        positions = torch.zeros(2, 5, head_size, dtype=half)
+        layers.qk_norm_rope(qkv, num_heads, num_kv_heads, head_size, *positions)
+        layers.qk_norm_rope(qkv, num_heads, num_kv_heads, head_size, *positions, of_head, of_head, 1e-6)
+        layers.silu_mul(torch.zeros(5, 6 * hidden, dtype=half))
 
 
 def launch_over_states(some):

@@ -14,13 +14,35 @@ LARGEST_ROPE = 128
 MAX_PAIRS = 1024  # copies of blocks that one program can hold
 
 
+def is_interpreted(device: torch.device) -> bool:
+    """Return whether kernels run in Triton's interpreter on a device."""
+    return device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def unsupported_device(device: torch.device) -> str | None:
+    """Return why these kernels do not run on a device, or None."""
+    interpreted = is_interpreted(device)
+    if device.type != "cuda" and not interpreted:
+        return f"computes on CUDA, the tensors are on {device.type} (TRITON_INTERPRET=1 runs it on the CPU)"
+    if not interpreted and not is_rocm() and capability(device) < (8, 0):
+        return "needs a GPU of compute capability 8.0 or newer"
+    return None
+
+
+def float_types(device: torch.device) -> list[torch.dtype]:
+    """Return the types of numbers that these kernels compute in on a device."""
+    types = [torch.float16, torch.float32, torch.bfloat16]
+    if is_interpreted(device):
+        types.remove(torch.bfloat16)  # the interpreter multiplies matrices of it wrongly
+    return types
+
+
 def unsupported_reason(problem: Problem) -> str | None:
     """Return why this kernel cannot compute a problem, or None."""
-    interpreted = problem.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
-    if problem.device.type != "cuda" and not interpreted:
-        return f"computes on CUDA, the tensors are on {problem.device.type} (TRITON_INTERPRET=1 runs it on the CPU)"
-    if not interpreted and not is_rocm() and capability(problem.device) < (8, 0):
-        return "needs a GPU of compute capability 8.0 or newer"
+    interpreted = is_interpreted(problem.device)
+    wrong_device = unsupported_device(problem.device)
+    if wrong_device:
+        return wrong_device
     if problem.operation == "differential" and problem.positions:
         return "subtracts the answers of query rows that are the last of their sequences, at no other positions"
     if problem.operation == "differential" and problem.intervals:
@@ -37,9 +59,7 @@ def unsupported_reason(problem: Problem) -> str | None:
         return "computes torch.float16 and torch.float32 in the interpreter, not torch.bfloat16"
     if problem.operation in ("write_index", "score_index") and problem.dtype == torch.float64:
         return "computes in float32, and rounds float64 to it"
-    types = [torch.float16, torch.float32, torch.bfloat16]
-    if interpreted:
-        types.remove(torch.bfloat16)  # the interpreter multiplies matrices of it wrongly
+    types = float_types(problem.device)
     over_states = problem.operation in ("recurrent", "convolve")
     if (problem.is_attention or over_states) and problem.dtype not in types:
         return f"computes {', '.join(map(str, types))}, not {problem.dtype}"
@@ -78,5 +98,8 @@ KERNEL = Kernel(
         "select": f"{__name__}.selection:select",
         "recurrent": f"{__name__}.recurrent:recurrent",
         "convolve": f"{__name__}.recurrent:convolve",
+        "rms_norm": f"{__name__}.layers:rms_norm",
+        "qk_norm_rope": f"{__name__}.layers:qk_norm_rope",
+        "silu_mul": f"{__name__}.layers:silu_mul",
     },
 )
