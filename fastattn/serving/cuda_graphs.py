@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Float, Float64, Int32, Int64
@@ -38,6 +38,7 @@ from refattn.serving.engine import UnderWay
 from refattn.serving.sampling import sample
 
 logger = logging.getLogger(__name__)
+S = TypeVar("S", "_Step", "_Decode")
 
 FEWEST_TOKENS = 1024  # that a graph has room for, in each sequence
 LAYER_SECONDS = 3e-4  # what a layer that is not replayed costs the host, so what a cascade has to save
@@ -121,8 +122,7 @@ class CudaGraphs:
         lengths = sorted({_columns(engine, length) for length in (1, *_doublings(num_tokens))})
         try:
             for shape in (Shape(count, columns, count, 1) for count in counts for columns in lengths):
-                decode = self._steps.setdefault(shape, _Decode(engine, self, shape))
-                decode.capture()
+                self._step_of(shape, _Decode).capture()
         except _RecordingError as error:
             self._give_up(error)
 
@@ -130,10 +130,8 @@ class CudaGraphs:
         """Launch a decode as a graph; None if it cannot be captured."""
         assert self._engine is not None  # a step has come
         shape = _shape_of_decode(self._engine, rows)
-        decode = self._steps.get(shape) or _Decode(self._engine, self, shape)
-        self._steps[shape] = decode
         try:
-            self._last = decode.launch(rows)
+            self._last = self._step_of(shape, _Decode).launch(rows)
         except _RecordingError as error:
             self._give_up(error)
         return self._last
@@ -152,13 +150,20 @@ class CudaGraphs:
         prefixes = self._find_prefixes(tokens)
         if prefixes:
             return engine.run_model(engine.make_inputs(tokens, prefixes))
-        step = self._steps.get(shape) or _Step(engine, self, shape)
-        self._steps[shape] = step
         try:
-            return step.run(tokens)
+            return self._step_of(shape, _Step).run(tokens)
         except _RecordingError as error:
             self._give_up(error)
             return engine.run_model(engine.make_inputs(tokens))
+
+    def _step_of(self, shape: Shape, kind: type[S]) -> S:
+        """Return the step of a shape, which is captured when it is first run."""
+        assert self._engine is not None  # a step has come
+        if shape not in self._steps:
+            self._steps[shape] = kind(self._engine, self, shape)
+        step = self._steps[shape]
+        assert isinstance(step, kind)  # decodes have one token per request, and others do not
+        return step
 
     def _is_recording(self, engine: Engine) -> bool:
         """Return whether steps of this engine are captured."""
@@ -274,7 +279,8 @@ class _Decode:
 
     def _copy(self, rows: Rows) -> None:
         """Write the rows where the graph reads them; rows without a request have no query."""
-        self.staged.reverse(), self.copied.reverse()
+        self.staged.reverse()
+        self.copied.reverse()
         if self.copied[0] is not None:
             self.copied[0].synchronize()
         self.staged[0].fill(rows)
@@ -287,7 +293,9 @@ class _Decode:
         """Make the inputs of the model on the device, and run it. A row that failed goes on with token 0, unread."""
         sources, given = self.inputs.sources.long(), self.inputs.input_ids
         input_ids = self.runner.chosen[sources.clamp(min=0)].clamp(min=0).where(sources >= 0, given)
-        return self.server.run_model(self.server.inputs_of(self.batch, input_ids, torch.arange(len(sources), device=sources.device)))
+        return self.server.run_model(
+            self.server.inputs_of(self.batch, input_ids, torch.arange(len(sources), device=sources.device))
+        )
 
 
 @dataclass(frozen=True)
@@ -308,15 +316,20 @@ class _Inputs:
         rows, columns = shape.rows, shape.columns
         sizes = [6 * rows, rows, rows + 1, rows, rows, rows * columns]
         memory = torch.zeros(sum(sizes), dtype=torch.int32, device=device, pin_memory=pinned)
-        settings, *others, table = memory.split(sizes)
-        return cls(memory, settings.view(torch.float64).view(3, rows), *others, table.view(rows, columns))
+        settings, seq_lens, cu_seqlens_q, sources, input_ids, table = memory.split(sizes)
+        floats = settings.view(torch.float64).view(3, rows)
+        return cls(memory, floats, seq_lens, cu_seqlens_q, sources, input_ids, table.view(rows, columns))
 
     def fill(self, rows: Rows) -> None:
         """Write some rows, and padding after them."""
         count, columns = rows.block_table.shape
         self.settings[:, :count] = rows.settings
         torch.arange(len(self.cu_seqlens_q), out=self.cu_seqlens_q).clamp_(max=count)
-        for mine, given in ((self.seq_lens, rows.seq_lens), (self.sources, rows.sources), (self.input_ids, rows.input_ids)):
+        for mine, given in (
+            (self.seq_lens, rows.seq_lens),
+            (self.sources, rows.sources),
+            (self.input_ids, rows.input_ids),
+        ):
             mine[:count], mine[count:] = given, 0
         self.block_table[:count, :columns] = rows.block_table
 
@@ -445,7 +458,7 @@ def _record(step: Callable[[], Tensor], runner: CudaGraphs, name: str) -> Callab
 
 
 def _rounded_up(count: int) -> int:
-    """Return the number of rows that a step of `count` requests is captured with: a power of two, or 1/8 more at most."""
+    """Return with how many rows a step of `count` requests is captured: a power of two, or at most 1/8 more, by 8."""
     unit = max(8, _power_of_2(count) // 16)
     return _power_of_2(count) if count <= 8 else -(-count // unit) * unit
 

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 import fastattn
-from fastattn.serving import CudaGraphs
+from fastattn.serving import CudaGraphs, fuse
 from fastattn.tools.bench.measure import circumstances, machine
 from fastattn.tools.profile import Profile, draw_timeline, times_table
 from refattn.serving import Engine, SamplingParams
@@ -72,13 +72,21 @@ class Round:
     between: tuple[float, float]
 
     @classmethod
-    def of(cls, server: str, temperature: float, number: int, start: float, stamps: Sequence[Sequence[float]]) -> "Round":
+    def of(
+        cls, server: str, temperature: float, number: int, start: float, stamps: Sequence[Sequence[float]]
+    ) -> "Round":
         """Sum up when each token of each request came."""
         first = [its[0] - start for its in stamps]
         between = [later - earlier for its in stamps for earlier, later in zip(its, its[1:], strict=False)]
         end = max(its[-1] for its in stamps)
         return cls(
-            server, temperature, number, sum(map(len, stamps)), end - start, _median_and_99(first), _median_and_99(between)
+            server,
+            temperature,
+            number,
+            sum(map(len, stamps)),
+            end - start,
+            _median_and_99(first),
+            _median_and_99(between),
         )
 
     @property
@@ -164,16 +172,22 @@ def make_model(sizes: dict[str, Any], device: torch.device, dtype: torch.dtype) 
 def make_engine(model: Any, *, num_seqs: int = NUM_REQUESTS, budget: int = BUDGET) -> Engine:
     """Make the engine that serves a model fastest: fused layers, captured decodes."""
     runner = CudaGraphs() if model.device.type == "cuda" else None
-    sizes = dict(num_blocks=num_seqs * 2 * MOST // 16, max_num_batched_tokens=budget, max_num_seqs=num_seqs)
-    return Engine(model, block_size=16, twin=fastattn, runner=runner, **sizes)
+    return Engine(
+        fuse(model),
+        num_blocks=num_seqs * 2 * MOST // 16,
+        block_size=16,
+        max_num_batched_tokens=budget,
+        max_num_seqs=num_seqs,
+        twin=fastattn,
+        runner=runner,
+    )
 
 
 def serve(engine: Engine, load: Load, temperature: float, number: int) -> Round:
     """Serve a load with this project's engine."""
     start = time.perf_counter()
-    settings = dict(temperature=temperature, stop_token_ids=())
     requests = [
-        engine.add(prompt, SamplingParams(max_tokens=count, seed=seed, **settings))
+        engine.add(prompt, SamplingParams(count, temperature, seed=seed, stop_token_ids=()))
         for seed, (prompt, count) in enumerate(zip(load.prompts, load.max_tokens, strict=True))
     ]
     stamps: dict[Any, list[float]] = {request: [] for request in requests}
@@ -205,7 +219,7 @@ def _serve_with_nano_vllm(folder: str, model: str, temperatures: Sequence[float]
     from types import SimpleNamespace
 
     tokenizer = SimpleNamespace(eos_token_id=-1, decode=lambda tokens: "")
-    transformers.AutoTokenizer.from_pretrained = classmethod(lambda *args, **kwargs: tokenizer)  # type: ignore[method-assign,assignment]
+    transformers.AutoTokenizer.from_pretrained = classmethod(lambda *args, **kwargs: tokenizer)
     import nanovllm.engine.model_runner as runner  # type: ignore[import-not-found]
 
     def randomize(network: torch.nn.Module, _path: str) -> None:
@@ -213,7 +227,9 @@ def _serve_with_nano_vllm(folder: str, model: str, temperatures: Sequence[float]
             torch.nn.init.normal_(weight, std=0.02) if weight.ndim > 1 else torch.nn.init.ones_(weight)
 
     runner.load_model = randomize
-    llm = __import__("nanovllm").LLM(model, max_model_len=4096, max_num_seqs=NUM_REQUESTS, max_num_batched_tokens=BUDGET)
+    llm = __import__("nanovllm").LLM(
+        model, max_model_len=4096, max_num_seqs=NUM_REQUESTS, max_num_batched_tokens=BUDGET
+    )
     params = __import__("nanovllm").SamplingParams
     llm.generate([[1, 2, 3]], params(max_tokens=16), use_tqdm=False)
     rounds = []
@@ -253,4 +269,4 @@ def _median_and_99(values: Sequence[float]) -> tuple[float, float]:
 
 if __name__ == "__main__":
     found = _serve_with_nano_vllm(sys.argv[1], sys.argv[2], [float(word) for word in sys.argv[3:]])
-    print(json.dumps([asdict(one) for one in found]))
+    sys.stdout.write(json.dumps([asdict(one) for one in found]) + "\n")

@@ -16,8 +16,8 @@ is worth reading them once; pairs of softmaxes are computed by `differential`, l
 A layer with a window or with chunks has a smaller pool (`WindowPool`) if no step can need all of its blocks: a block is
 freed as soon as no later token can see it.
 
-A runner may launch a decode before the tokens of the one before it are read (`AsyncRunner`), so that the device does not
-wait for the host:
+A runner may launch a decode before the tokens of the one before it are read (`AsyncRunner`), so that the device waits
+for the host no more:
 
     host      launch 7 | launch 8 | read 7, book | launch 9 | read 8, book | launch 10 | ...
     device             | 7                   | 8                   | 9                   | ...
@@ -120,7 +120,7 @@ class UnderWay:
 
 @runtime_checkable
 class AsyncRunner(Runner, Protocol):
-    """Launches decodes without waiting for their tokens, which it chooses on the device, by each request's `sampling`."""
+    """Launches decodes without waiting for their tokens, which it chooses on the device, by the requests' `sampling`."""
 
     def launch(self, engine: "Engine", requests: Sequence[Request]) -> UnderWay | None:
         """Launch one token of each request, its last one, which the host knows; return None to leave it."""
@@ -362,7 +362,7 @@ class Engine:
         self._abort_all([request])
 
     def warm_up(self, num_tokens: int = 1024) -> None:
-        """Do now what the first steps would do else: compile kernels, capture decodes. Everything it computes is discarded.
+        """Do now what the first steps would do else: compile kernels, capture decodes. What it computes is discarded.
 
         Args:
             num_tokens: tokens of the longest sequence to be ready for.
@@ -498,7 +498,7 @@ class Engine:
                 raise
 
     def _next_pass(self) -> tuple[dict[Request, int], UnderWay | None]:
-        """Return what comes now: the decode that is under way, if somebody waits for it, or what the scheduler chooses."""
+        """Return what comes now: the decode that is under way, if anybody is left in it, or what the scheduler says."""
         under_way, self._under_way = self._under_way, None
         scheduled = {} if under_way is None else _going_on(under_way)
         if not scheduled:

@@ -126,12 +126,14 @@ class Scheduler:
         return True
 
     def allocate_ahead(self, requests: Iterable[Request]) -> bool:
-        """Allocate the blocks for two more tokens of decodes, the one under way and the next; False if blocks are short.
+        """Allocate the blocks for two tokens of decodes, the one under way and the next; False if blocks are short.
 
         Nobody is preempted, and what was allocated before they were short stays allocated: its turn comes.
         """
         for request in requests:
-            if request.num_computed_tokens + 2 > len(request.blocks) * self.block_size and not self.allocate(request, 2):
+            if request.num_computed_tokens + 2 > len(request.blocks) * self.block_size and not self.allocate(
+                request, 2
+            ):
                 return False
         return True
 

@@ -1,4 +1,4 @@
-"""Decodes that are launched before the tokens of the one before are read: in which order, and that nothing else changes.
+"""Decodes that are launched before the tokens of the one before are read: their order, and that nothing else changes.
 
 On a CPU a capture is the step itself, run again, and a launch is over when it returns; everything else is as on a GPU.
 """
@@ -168,7 +168,10 @@ def test_a_launch_ahead_that_raises_is_made_again_in_its_own_step(llama, ahead, 
 
 def test_an_interrupt_undoes_the_step_and_forgets_what_is_under_way(llama, ahead, monkeypatch):
     engine = ahead(llama)
-    alone, requests = outputs(make_engine(llama), PROMPTS), [engine.add(p, SamplingParams(max_tokens=9)) for p in PROMPTS]
+    alone, requests = (
+        outputs(make_engine(llama), PROMPTS),
+        [engine.add(p, SamplingParams(max_tokens=9)) for p in PROMPTS],
+    )
     while len(requests[0].output_ids) < 4:
         engine.step()
     assert engine._under_way is not None
