@@ -1,5 +1,6 @@
-"""What the fast twin adds to `refattn.serving.Engine`: steps replayed as CUDA graphs, and a thread for a server."""
+"""What the fast twin adds to `refattn.serving.Engine`: next tokens, CUDA graphs of steps, a thread for a server."""
 
 from fastattn.serving.cuda_graphs import CudaGraphs
+from fastattn.serving.sampling import sample
 
-__all__ = ["CudaGraphs"]
+__all__ = ["CudaGraphs", "sample"]

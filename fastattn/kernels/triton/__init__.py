@@ -78,5 +78,6 @@ KERNEL = Kernel(
         "select": f"{__name__}.selection:select",
         "recurrent": f"{__name__}.recurrent:recurrent",
         "convolve": f"{__name__}.recurrent:convolve",
+        "sample": f"{__name__}.sampling:sample",
     },
 )
