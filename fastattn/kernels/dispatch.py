@@ -25,6 +25,7 @@ whoever may see whom; a kernel says which storages it takes, under which of them
     select(scores, topk)                                            the positions of the best
     recurrent(query, key, value, log_decay, beta, states, plan, options, out)    fold new tokens into states
     convolve(inputs, weight, states, plan, bias, silu, out)         mix tokens with the inputs before them
+    sample(logits, temperature, top_p, uniform)                     draw the next tokens
 
 A kernel may record how to replay a call of attention at less CPU overhead; see `fastattn.kernels.replay`.
 
@@ -745,3 +746,18 @@ def convolve(
         inputs, weight, states, plan, bias, silu, out
     )
     return result
+
+
+# --- next tokens ---
+
+
+@_launches
+def sample(
+    logits: Float[Tensor, "b v"],
+    temperature: Float[Tensor, "b"],
+    top_p: Float[Tensor, "b"] | None,
+    uniform: Float[Tensor, "b"],
+) -> Int64[Tensor, "b"]:
+    """Draw a token from each row; arguments are those of `fastattn.serving.sampling.sample`."""
+    tokens: Tensor = choose(Problem("sample", logits.device, logits.dtype)).sample(logits, temperature, top_p, uniform)
+    return tokens

@@ -17,7 +17,7 @@ from refattn.interface import Accepted, Batch, Trees
 
 def unsupported_reason(problem: Problem) -> str | None:
     """Return why this kernel cannot compute a problem, or None: torch computes nearly all of these everywhere."""
-    if problem.operation in (*OF_STATES, "score_index") and problem.device.type in ("cuda", "meta"):
+    if problem.operation in (*OF_STATES, "score_index", "sample") and problem.device.type in ("cuda", "meta"):
         return "reads the lengths on the host, for which a GPU would have to wait"
     return None
 
@@ -41,7 +41,8 @@ KERNEL = Kernel(
     attends=(),
     functions={name: f"{__name__}:{name}" for name in FUNCTIONS}
     | {name: f"fastattn.kernels.torch_selection:{name}" for name in OF_SELECTION}
-    | {name: f"fastattn.kernels.torch_recurrent:{name}" for name in OF_STATES},
+    | {name: f"fastattn.kernels.torch_recurrent:{name}" for name in OF_STATES}
+    | {"sample": "fastattn.kernels.torch_sampling:sample"},
 )
 
 

@@ -32,10 +32,10 @@ from torch import Tensor
 
 import fastattn
 from fastattn.serving.rows import Rows
+from fastattn.serving.sampling import sample
 from refattn.interface import Batch, Prefix, Trees
 from refattn.serving import Engine, Request, StepTokens
 from refattn.serving.engine import UnderWay
-from refattn.serving.sampling import sample
 
 logger = logging.getLogger(__name__)
 S = TypeVar("S", "_Step", "_Decode")
@@ -97,7 +97,7 @@ class CudaGraphs:
             return self._replay(rows)
         logits = engine.run_model(engine.make_inputs(tokens, prefixes))
         self._last = None
-        return _Launched(requests, _read_later(sample(logits, *rows.settings.to(logits.device))), rows)
+        return _Launched(requests, _read_later(_choose(logits, rows, rows.settings.to(logits.device))), rows)
 
     def launch_next(self, engine: Engine, before: UnderWay, rows: Sequence[int]) -> UnderWay | None:
         """Launch the decode after one whose tokens have not been read, for some of its rows; None if that one shared
@@ -220,6 +220,12 @@ class _Launched(UnderWay):
     rows: Rows
 
 
+def _choose(logits: Float[Tensor, "b v"], rows: Rows, settings: Float64[Tensor, "3 b"]) -> Int64[Tensor, "b"]:
+    """Choose the next tokens on the device, where the settings are; the host knows whether there is any nucleus."""
+    temperature, top_p, uniform = settings
+    return sample(logits, temperature, top_p if bool((rows.settings[1] < 1).any()) else None, uniform)
+
+
 def _read_later(tokens: Int64[Tensor, "b"]) -> Callable[[], list[int | None]]:
     """Copy tokens to the host as soon as they are there; return the function that waits for them."""
     host = torch.empty_like(tokens, device="cpu", pin_memory=tokens.is_cuda)
@@ -267,7 +273,7 @@ class _Decode:
         self._copy(rows)
         self.server.mark("forward")
         count = len(rows.requests)
-        tokens = sample(self.capture()()[:count], *self.inputs.settings[:, :count])
+        tokens = _choose(self.capture()()[:count], rows, self.inputs.settings[:, :count])
         self.runner.chosen[:count] = tokens
         return _Launched(rows.requests, _read_later(tokens), rows)
 

@@ -171,9 +171,10 @@ def make_model(sizes: dict[str, Any], device: torch.device, dtype: torch.dtype) 
 
 def make_engine(model: Any, *, num_seqs: int = NUM_REQUESTS, budget: int = BUDGET) -> Engine:
     """Make the engine that serves a model fastest: fused layers, captured decodes."""
-    runner = CudaGraphs() if model.device.type == "cuda" else None
+    on_gpu = model.device.type == "cuda"
+    runner = CudaGraphs() if on_gpu else None
     return Engine(
-        fuse(model),
+        fuse(model) if on_gpu else model,
         num_blocks=num_seqs * 2 * MOST // 16,
         block_size=16,
         max_num_batched_tokens=budget,
@@ -264,7 +265,9 @@ def table(rounds: Sequence[Round]) -> Table:
 
 
 def _median_and_99(values: Sequence[float]) -> tuple[float, float]:
-    return median(values), quantiles(values, n=100, method="inclusive")[98] if len(values) > 1 else values[0]
+    if len(values) < 2:
+        return (values[0], values[0]) if values else (0.0, 0.0)
+    return median(values), quantiles(values, n=100, method="inclusive")[98]
 
 
 if __name__ == "__main__":

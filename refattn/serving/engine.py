@@ -618,11 +618,12 @@ class Engine:
     def _choose(self, logits: Float[Tensor, "rows v"], due: Sequence[Request]) -> dict[Request, list[int | None]]:
         """Choose the next tokens of requests: one, or those of the drafts that the model chose, too, and one more."""
         self.mark("sampling")
+        sample = self.twin.serving.sampling.sample
         if not any(request.draft for request in due):
-            return {request: [token] for request, token in zip(due, choose(logits, due), strict=True)}
+            return {request: [token] for request, token in zip(due, choose(logits, due, sample=sample), strict=True)}
         drafts = [request.draft or Draft((), (-1,)) for request in due]
         rows = [request for request, draft in zip(due, drafts, strict=True) for _ in draft.parents]
-        chosen = choose(logits, rows, [depth for draft in drafts for depth in draft.depths])
+        chosen = choose(logits, rows, [depth for draft in drafts for depth in draft.depths], sample=sample)
         path, metadata = self.twin.speculative, self.twin.metadata
         trees = path.make_trees([draft.parents for draft in drafts])
         sizes = [len(draft.parents) for draft in drafts]

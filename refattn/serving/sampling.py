@@ -1,14 +1,16 @@
-"""How the next token of a request is chosen."""
+"""How the next tokens of requests are chosen: greedily, or drawn from their logits with temperature and top-p.
 
-from collections.abc import Sequence
+A drawn token needs one random number in [0, 1). It follows from the seed of the request and from the token's place in
+the answer alone, so it is known before the logits are, and it does not depend on the rest of the batch.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
-from random import Random
 from typing import Protocol, runtime_checkable
 
 import torch
-from einops import rearrange
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
 
@@ -19,8 +21,8 @@ class SamplingParams:
     Attributes:
         max_tokens: most tokens to generate.
         temperature: divides the logits; 0 takes the most likely token.
-        top_p: draw from the fewest, most likely tokens whose probabilities add up to this.
-        seed: seed of the request's random numbers. Each token has its own, whatever else is in the batch.
+        top_p: draw from the fewest, most likely tokens whose probabilities add up to at least this.
+        seed: seed of the request's random numbers, any int. Each token has its own, whatever else is in the batch.
         stop_token_ids: tokens that end the answer, as its last; None for the model's own end tokens.
 
     Raises:
@@ -65,71 +67,160 @@ class Sampled(Protocol):
         """How its tokens are chosen."""
 
     @property
-    def output_ids(self) -> list[int]:
-        """Its tokens so far."""
+    def num_outputs(self) -> int:
+        """How many tokens it has so far."""
 
 
-def choose(
-    logits: Float[Tensor, "b v"], requests: Sequence[Sampled], ahead: Sequence[int] | None = None
-) -> list[int | None]:
-    """Choose the next token of each request, from its own row of logits and its own random numbers.
-
-    There is no token for a row with NaN or `+inf`, or with nothing above `-inf`. A request may have several rows, after
-    drafted tokens: `ahead` says how many of them. Each is chosen as it will be if those are accepted.
-    """
-    settings = settings_of(requests, [0] * len(requests) if ahead is None else ahead)
-    return [None if token < 0 else token for token in sample(logits, *settings.to(logits.device)).tolist()]
-
-
-def settings_of(requests: Sequence[Sampled], ahead: Sequence[int]) -> Tensor:
-    """TEMPORARY"""
-    settings = [request.sampling for request in requests]
-    uniform = [_uniform(*row) for row in zip(requests, ahead, strict=True)]
-    return torch.tensor(([s.temperature for s in settings], [s.top_p for s in settings], uniform), dtype=torch.float64)
-
-
-def _uniform(request: Sampled, ahead: int = 0) -> float:
-    """Return the random number in [0, 1) of a request's next token, or of one that comes later.
-
-    It follows from the seed and the token's place alone, so a step that is run again, or a request that is computed
-    again, draws the same.
-    """
-    return Random(f"{request.sampling.seed}/{len(request.output_ids) + ahead}").random()
-
-
-def sample(logits, temperature, top_p, uniform):
-    sound = logits.amax(-1).isfinite()
-    return _sample(logits.where(sound[:, None], 0.0), temperature, top_p, uniform).where(sound, -1)
-
-
-def _sample(
+def sample(
     logits: Float[Tensor, "b v"],
     temperature: Float[Tensor, "b"],
-    top_p: Float[Tensor, "b"],
+    top_p: Float[Tensor, "b"] | None,
     uniform: Float[Tensor, "b"],
 ) -> Int64[Tensor, "b"]:
-    """Draw a token from each row, with one random number of [0, 1) each.
+    """Draw a token from each row of logits, with one random number in [0, 1) each.
 
-    The tokens of a row are placed on a line by their probabilities, the most likely first. The line is cut after the
-    token that reaches `top_p`, and the random number is a position on what is left:
+    The tokens lie on a line in the order of their ids, each as long as it is likely: token i has the length
+    `exp((logits[i] - max(logits)) / temperature)`. The random number is a position on the line:
 
-        |-------- the --------|---- a ----|-- one --|- my -|·····
-        0                                        top_p          1
+        |-- 0 --|- 1 -|-------- 2 --------|3|---- 4 ----|       without top_p
+        |-- 0 --|-------- 2 --------|---- 4 ----|               with top_p=0.8: tokens 1 and 3 have no length
+        0                      ^ uniform = 0.55         1
+
+    With `top_p`, only the nucleus has a length: the fewest most likely tokens whose probabilities add up to at least
+    `top_p`; of equally likely tokens those with lower ids come first.
 
     Args:
-        logits: a row for each request, each with a finite largest one.
-        temperature: divides the logits; a row with 0 gives its most likely token.
-        top_p: where to cut the line.
-        uniform: the random numbers.
+        logits: a row for each token to draw; a token with `-inf` is never drawn.
+        temperature: divides the logits; a row with 0 takes the first of its largest logits.
+        top_p: the probability that the nucleus reaches, above 0; 1 takes all tokens, and so does None in every row.
+        uniform: the random numbers, in [0, 1).
+
+    Returns:
+        The token of each row, computed from this row alone, in float64; -1 where the logits have NaN or `+inf`, or
+        nothing above `-inf`.
+
+    Raises:
+        ValueError: if the vocabulary is empty.
 
     Source: Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration".
     """
-    temperature, top_p, uniform = (rearrange(x, "b -> b 1") for x in (temperature, top_p, uniform))
-    # The largest is taken off first: divided by a very small temperature it would be infinite.
-    scaled = (logits.double() - logits.double().amax(-1, keepdim=True)) / temperature.where(temperature > 0, 1.0)
-    probabilities, token_ids = scaled.softmax(-1).sort(descending=True, stable=True)
-    ends = probabilities.cumsum(-1)  # [b, v], where each token ends on the line
-    length = ends.where(ends - probabilities < top_p, 0.0).amax(-1, keepdim=True)
-    place = torch.searchsorted(ends, uniform * length, right=True)
-    drawn = token_ids.gather(-1, place.minimum(torch.searchsorted(ends, length)))  # not past the cut, by rounding
-    return rearrange(drawn.where(temperature > 0, logits.argmax(-1, keepdim=True)), "b 1 -> b")
+    check_sample(logits)
+    cuts = torch.ones_like(temperature) if top_p is None else top_p
+    # On the CPU a sum of float64 has one order, so that a row gives the same bits in every batch.
+    rows = zip(logits.cpu(), temperature.tolist(), cuts.tolist(), uniform.tolist(), strict=True)
+    return torch.tensor([_sample_row(*row) for row in rows], dtype=torch.int64, device=logits.device)
+
+
+def check_sample(logits: Float[Tensor, "b v"]) -> None:
+    """Check what `sample` of either twin takes."""
+    if logits.shape[-1] == 0:
+        raise ValueError(f"logits: expected a vocabulary of at least one token, got {list(logits.shape)}")
+
+
+def _sample_row(logits: Float[Tensor, "v"], temperature: float, top_p: float, uniform: float) -> int:
+    largest = logits.max()  # NaN, if there is one
+    if not largest.isfinite():
+        return -1
+    if temperature == 0:
+        return int(logits.argmax())
+    # The largest is subtracted first: divided by a very small temperature it would be infinite.
+    weights = ((logits.double() - largest.double()) / temperature).exp()  # [v], at most 1
+    if top_p < 1:
+        weights = weights.where(_nucleus(logits, weights, top_p), 0.0)
+    ends = weights.cumsum(0)  # [v], where each token ends on the line
+    token = torch.searchsorted(ends, uniform * ends[-1], right=True)  # the first that ends after the position
+    last = torch.searchsorted(ends, ends[-1])  # the product may be rounded up to the end of the line
+    return int(torch.minimum(token, last))
+
+
+def _nucleus(logits: Float[Tensor, "v"], weights: Float64[Tensor, "v"], top_p: float) -> Bool[Tensor, "v"]:
+    """Return which tokens are needed to reach `top_p`: those before which the sum is still below it."""
+    by_likelihood = logits.argsort(descending=True, stable=True)  # equal ones in the order of ids
+    ends = weights[by_likelihood].cumsum(0)
+    before = torch.nn.functional.pad(ends[:-1], (1, 0))
+    is_needed = torch.empty_like(by_likelihood, dtype=torch.bool)
+    is_needed[by_likelihood] = before < top_p * ends[-1]
+    return is_needed
+
+
+def uniforms(seeds: Sequence[int], places: Sequence[int]) -> Float64[Tensor, "b"]:
+    """Return the random number of each pair of a seed and a place, in [0, 1), on the CPU.
+
+    `splitmix64` of a place is the output of the generator of that name, `place` steps after the state that the seed
+    gives: no number needs the one before it, so all are computed at once, in any order and as often as needed.
+
+    Args:
+        seeds: any ints; those that are equal modulo 2**64 are the same.
+        places: the number of each token in its answer, from 0.
+
+    Returns:
+        Float64 with all of its 53 random bits: a multiple of 2**-53, at most 1 - 2**-53.
+
+    Source: Steele, Lea and Flood 2014, "Fast Splittable Pseudorandom Number Generators"; the constants are those of
+        Vigna's `splitmix64.c`.
+    """
+    state = _splitmix64(torch.tensor([seed % 2**64 for seed in seeds], dtype=torch.uint64).view(torch.int64))
+    bits = _splitmix64(state + torch.tensor(list(places), dtype=torch.int64) * GOLDEN_GAMMA)
+    return _shift_right(bits, 11).double() * 2.0**-53
+
+
+# Odd numbers of 64 bits, written as the int64 with the same bits: torch multiplies int64 modulo 2**64.
+GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - 2**64  # 2**64 divided by the golden ratio
+MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
+MIX_2 = 0x94D049BB133111EB - 2**64
+
+
+def _splitmix64(state: Int64[Tensor, "b"]) -> Int64[Tensor, "b"]:
+    """Return the output of the step after a state, as the int64 with the same bits."""
+    x = state + GOLDEN_GAMMA
+    x = (x ^ _shift_right(x, 30)) * MIX_1
+    x = (x ^ _shift_right(x, 27)) * MIX_2
+    return x ^ _shift_right(x, 31)
+
+
+def _shift_right(x: Int64[Tensor, "b"], count: int) -> Int64[Tensor, "b"]:
+    """Shift in zeros; `>>` of a negative int64 shifts in ones."""
+    return (x >> count) & (2 ** (64 - count) - 1)
+
+
+def settings_of(requests: Sequence[Sampled], ahead: Sequence[int] | None = None) -> Float64[Tensor, "3 b"]:
+    """Return what `sample` needs besides the logits: the temperatures, the top-p and the random numbers.
+
+    Nothing here needs the logits, so a step may compute it while the model runs.
+
+    Args:
+        requests: the request of each row; one may have several rows.
+        ahead: how many tokens each row's token comes after the next one of its request; None for the next ones.
+    """
+    settings = [request.sampling for request in requests]
+    places = [request.num_outputs for request in requests]
+    if ahead is not None:
+        places = [place + count for place, count in zip(places, ahead, strict=True)]
+    columns = [s.temperature for s in settings], [s.top_p for s in settings]
+    return torch.stack([*torch.tensor(columns, dtype=torch.float64), uniforms([s.seed for s in settings], places)])
+
+
+def choose(
+    logits: Float[Tensor, "b v"],
+    requests: Sequence[Sampled],
+    ahead: Sequence[int] | None = None,
+    *,
+    sample: Callable[..., Tensor] = sample,
+) -> list[int | None]:
+    """Choose the next token of each request, from its own row of logits and its own random numbers.
+
+    Args:
+        logits: a row for each request.
+        requests: the requests. One may have several rows, after drafted tokens; each is chosen as it will be if those
+            are accepted.
+        ahead: how many drafted tokens come before each row's token; None for no drafts.
+        sample: the `sample` of a twin.
+
+    Returns:
+        The tokens; None for a row with NaN or `+inf`, or with nothing above `-inf`.
+    """
+    settings = settings_of(requests, ahead)
+    cuts = bool((settings[1] < 1).any())  # asked on the host: a row without top_p does not pay for it
+    temperature, top_p, uniform = settings.to(logits.device)
+    tokens = sample(logits, temperature, top_p if cuts else None, uniform).tolist()
+    return [None if token < 0 else token for token in tokens]

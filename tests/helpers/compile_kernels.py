@@ -190,7 +190,7 @@ def launch_all(gpu, largest):
     from fastattn.kernels.gpu import codes
     from fastattn.kernels.gpu.adapt import adapt
     from fastattn.kernels.gpu.repair import attend_to_latent_nodes, attend_to_nodes, repair
-    from fastattn.kernels.triton import attention, cache, differential, layers, merge, metadata, selection
+    from fastattn.kernels.triton import attention, cache, differential, layers, merge, metadata, sampling, selection
 
     if largest:
         attend_levels = attention.attend_levels
@@ -353,6 +353,9 @@ def launch_all(gpu, largest):
         scores = selection.score_index(*of_heads, index, plan(1))
     selection.score_index(*of_heads, index, plan(1, causal=False, first_visible=at, last_visible=at))
     selection.select(scores, 2048)
+    settings = torch.ones(3, 2, dtype=torch.float64)
+    for kind in some(torch.float64, torch.float32, half):
+        sampling.sample(torch.zeros(2, 151936, dtype=kind), settings[0], settings[1], settings[2])
     launch_over_states(some)
     for hidden, num_heads, num_kv_heads, head_size in some((1024, 16, 8, 128), (8192, 64, 8, 96)):  # fused layers
         rows, of_hidden = torch.zeros(5, hidden, dtype=half), torch.zeros(hidden, dtype=half)

@@ -15,10 +15,9 @@ import fastattn.serving.cuda_graphs
 import fastattn.tools.demo
 import refattn.serving.block_pool
 import refattn.serving.engine
-import refattn.serving.sampling
 import refattn.serving.scheduler
 from fastattn.serving import CudaGraphs
-from refattn.serving import CPU, BlockPool, Counters, Draft, Engine, NGram, Request, SamplingParams, StepTokens, sample
+from refattn.serving import CPU, BlockPool, Counters, Draft, Engine, NGram, Request, SamplingParams, StepTokens
 from tests.helpers.engines import GREEDY, MODELS, PROMPTS, SYSTEM, TWINS, assert_nothing_is_held, make_engine, outputs
 from tests.helpers.pairs import every_pair
 from tests.helpers.tiny_models import SHARED_CACHES, byte_tokenizer, make_family, make_llama, make_model
@@ -563,15 +562,6 @@ def test_sampled_tokens_depend_on_the_request_alone(llama):
     assert together != outputs(make_engine(llama), PROMPTS, SamplingParams(max_tokens=9, temperature=1.0, seed=77))
 
 
-@pytest.mark.parametrize("top_p", [0.5, 1.0])
-def test_a_random_number_of_1_draws_the_last_token_on_the_line(top_p):
-    """To which the product of a number below 1 with the length of the line may be rounded."""
-    logits = torch.tensor([[0.1, 0.6, 0.2, 0.1], [0.1, 0.1, 0.3, 0.5], [0.0, 1.0, 0.0, 0.0]]).log()
-    ones = torch.ones(3, dtype=torch.float64)
-    drawn = sample(logits, ones, top_p * ones, ones)
-    assert drawn.tolist() == ([1, 3, 1] if top_p < 1 else [3, 1, 1])
-
-
 @pytest.mark.parametrize("twin", TWINS)
 @pytest.mark.parametrize("branches", [None, 1, 3])
 @pytest.mark.parametrize("kind", ["window and full, softcap, scale", "latents"])
@@ -607,53 +597,11 @@ def test_autocast_is_refused_and_changes_nothing(llama, kind, device):
     assert [request.output_ids for request in requests] == expected
 
 
-def test_every_token_has_a_random_number_of_its_own():
-    requests = [
-        Request([5] * length, 2, SamplingParams(seed=seed), status="running")
-        for seed in (-1, 0, 1)
-        for length in range(2, 402)
-    ]
-    uniform = refattn.serving.sampling._uniform
-    drawn = torch.tensor([uniform(request) for request in requests], dtype=torch.float64)
-    assert len(drawn.unique()) == len(requests)
-    # 1200 numbers in ten bins: 120 in each, give or take four standard deviations.
-    assert ((drawn * 10).long().bincount(minlength=10) - 120).abs().max() < 4 * (1200 * 0.1 * 0.9) ** 0.5
-    assert [uniform(request) for request in requests] == drawn.tolist(), "the same when asked again"
-
-
 def test_greedy_and_sampled_requests_go_together(llama, expected):
     samplings = [GREEDY, TEMPERED] * 3
     mixed = outputs(make_engine(llama), PROMPTS, samplings)
     assert mixed[::2] == expected[::2]
     assert mixed[1::2] == outputs(make_engine(llama), PROMPTS, TEMPERED)[1::2]
-
-
-@pytest.mark.parametrize(
-    ("temperature", "top_p", "shares"),
-    [
-        (1.0, 1.0, [0.2, 0.5, 0.0, 0.3]),
-        (1.0, 0.5, [0.0, 1.0, 0.0, 0.0]),
-        (1.0, 0.51, [0.0, 0.625, 0.0, 0.375]),
-        (0.5, 1.0, [0.04 / 0.38, 0.25 / 0.38, 0.0, 0.09 / 0.38]),
-        (0.0, 1.0, [0.0, 1.0, 0.0, 0.0]),
-    ],
-)
-def test_tokens_are_drawn_by_their_probability(temperature, top_p, shares):
-    n = 10_000
-    logits = torch.tensor([[0.2, 0.5, 0.0, 0.3]], dtype=torch.float64).log().expand(n, 4)
-    column = torch.ones(n, dtype=torch.float64)
-    uniform = (torch.arange(n, dtype=torch.float64) + 0.5) / n
-    drawn = sample(logits, temperature * column, top_p * column, uniform)
-    assert (drawn.bincount(minlength=4) / n).tolist() == pytest.approx(shares, abs=2 / n)
-
-
-def test_the_ends_of_what_can_be_drawn():
-    """The smallest and the largest random number, temperatures that divide to infinity, and tokens that cannot come."""
-    logits = torch.tensor([[80.0, -torch.inf, 81.0, 3.0]]).expand(4, 4)
-    temperature = torch.tensor([1.0, 1.0, 1e-310, 1e300], dtype=torch.float64)
-    top_p = torch.tensor([1.0, 0.7, 1.0, 1.0], dtype=torch.float64)
-    uniform = torch.tensor([0.0, 1 - 2**-53, 1 - 2**-53, 1 - 2**-53], dtype=torch.float64)
-    assert sample(logits, temperature, top_p, uniform).tolist() == [2, 2, 2, 3]
 
 
 # The end, and the text.
@@ -694,7 +642,7 @@ def scripted(monkeypatch, texts):
     """Let the model say these bytes to the requests, in order."""
     scripts = {}
 
-    def choose(logits, requests):
+    def choose(logits, requests, **_):
         assert len(logits) == len(requests)
         for request in requests:
             if request not in scripts:

@@ -12,6 +12,7 @@ ENGINE = "tests/serving/test_engine.py"
 FAULTS = "tests/serving/test_engine_faults.py"
 WINDOWS = "tests/serving/test_window_pool.py"
 DRAFTS = "tests/serving/test_speculation.py"
+NEXT_TOKENS = "tests/serving/test_sampling.py"
 TRANSFORMERS = "tests/integrations/test_transformers.py"
 VLLM = "tests/integrations/test_vllm.py"
 BAD_INPUT = "tests/paths/test_bad_input.py"
@@ -375,16 +376,16 @@ AT_LARGE: list[Mutation] = [
     planted(
         "a draft's random number is that of the token before",
         SAMPLING,
-        "len(request.output_ids) + ahead",
-        "len(request.output_ids)",
+        "place + count for",
+        "place for",
         DRAFTS,
     ),
     planted(
         "the token that reaches top_p is cut off",
         SAMPLING,
-        "ends.where(ends - probabilities < top_p, 0.0)",
-        "ends.where(ends < top_p, 0.0)",
-        ENGINE,
+        "before < top_p * ends[-1]",
+        "ends < top_p * ends[-1]",
+        NEXT_TOKENS,
     ),
     planted(
         "a draft has one node too many",

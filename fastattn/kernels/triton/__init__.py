@@ -101,5 +101,6 @@ KERNEL = Kernel(
         "rms_norm": f"{__name__}.layers:rms_norm",
         "qk_norm_rope": f"{__name__}.layers:qk_norm_rope",
         "silu_mul": f"{__name__}.layers:silu_mul",
+        "sample": f"{__name__}.sampling:sample",
     },
 )

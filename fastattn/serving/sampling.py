@@ -1,0 +1,23 @@
+"""Draw the next tokens of all requests at once; the twin of `refattn.serving.sampling`."""
+
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from fastattn.kernels import dispatch
+from refattn.serving.sampling import check_sample
+
+
+def sample(
+    logits: Float[Tensor, "b v"],
+    temperature: Float[Tensor, "b"],
+    top_p: Float[Tensor, "b"] | None,
+    uniform: Float[Tensor, "b"],
+) -> Int64[Tensor, "b"]:
+    """Draw a token from each row of logits, with one random number in [0, 1) each.
+
+    Arguments, results and errors are those of `refattn.serving.sampling.sample`. On a GPU nothing waits for the device,
+    and a graph may capture it; the same token comes out unless the random number, or the nucleus, is within 1e-12 of a
+    token's end on the line. Rows without top-p cost less with `top_p=None` than with ones, for its launches.
+    """
+    check_sample(logits)
+    return dispatch.sample(logits, temperature, top_p, uniform)

@@ -1,0 +1,138 @@
+"""The load of many requests: what is asked, what is measured, and what a results file says."""
+
+import io
+import json
+import sys
+import textwrap
+from statistics import median
+
+import pytest
+import torch
+from rich.console import Console
+
+from fastattn.tools import load
+from fastattn.tools.load import Load, Round, make_engine, make_model, serve, table
+
+TINY = dict(
+    vocab_size=load.LARGEST_TOKEN + 1,
+    hidden_size=16,
+    intermediate_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    max_position_embeddings=4096,
+)
+
+
+def test_the_load_is_that_of_nano_vllm():
+    """As its bench.py draws it; these sums are of `random.seed(0)`, then prompts, then lengths of answers."""
+    drawn = Load.draw(0)
+    assert (len(drawn.prompts), sum(drawn.max_tokens), sum(map(len, drawn.prompts))) == (256, 133966, 142827)
+    assert all(100 <= n <= 1024 for n in (*map(len, drawn.prompts), *drawn.max_tokens))
+    assert Load.draw(1).prompts != drawn.prompts and Load.draw(0) == drawn
+
+
+def test_what_a_round_sums_up():
+    one = Round.of("x", 0.6, 1, 10.0, [[11.0, 11.5, 12.5], [13.0, 14.0]])
+    assert (one.tokens, one.seconds, one.tokens_per_second) == (5, 4.0, 1.25)
+    assert one.first[0] == 2.0 and one.between[0] == median([0.5, 1.0, 1.0])
+    assert 2.9 < one.first[1] <= 3.0
+    assert Round.of("x", 0.0, 0, 1.0, [[2.0]]).between == (0.0, 0.0), "an answer of one token has nothing between"
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """A load of four requests over a tiny model."""
+    monkeypatch.setattr(load, "SIZES", TINY)
+    draw = Load.draw
+    monkeypatch.setattr(Load, "draw", lambda seed: draw(seed, num_requests=4, most=9))
+
+
+def test_the_engine_serves_it(small):
+    engine = make_engine(make_model(TINY, torch.device("cpu"), torch.float32), num_seqs=4, budget=64)
+    given = Load.draw(0)
+    done = serve(engine, given, 0.6, 0)
+    assert done.tokens == sum(given.max_tokens) and 0 < done.first[0] <= done.seconds
+    assert engine.counters.preemptions == 0 and not engine.running
+    text = Console(width=150, record=True, file=io.StringIO())
+    text.print(table([done]))
+    assert f"{done.tokens_per_second:.0f}" in text.export_text()
+
+
+def test_a_failure_is_no_figure(small):
+    engine = make_engine(make_model(TINY, torch.device("cpu"), torch.float32), num_seqs=4, budget=64)
+    with torch.no_grad():
+        engine.model.lm_head.weight.fill_(torch.nan)
+    with pytest.raises(RuntimeError, match="4 requests failed, the first with FloatingPointError"):
+        serve(engine, Load.draw(0), 0.0, 0)
+
+
+NANO = """
+    class Sequence:
+        num_completion_tokens = 0
+    class SamplingParams:
+        def __init__(self, temperature=1.0, ignore_eos=True, max_tokens=0):
+            assert temperature > 0 and ignore_eos
+            self.max_tokens = max_tokens
+    class LLM:
+        def __init__(self, folder, max_model_len, max_num_seqs, max_num_batched_tokens):
+            import json, pathlib, types
+            assert json.loads(pathlib.Path(folder, "config.json").read_text())["hidden_size"] == 16
+            self.scheduler = types.SimpleNamespace(waiting=[])
+            self.left = {}
+        def generate(self, prompts, params, use_tqdm):
+            pass
+        def add_request(self, prompt, params):
+            self.scheduler.waiting.append(Sequence())
+            self.left[self.scheduler.waiting[-1]] = params.max_tokens
+        def is_finished(self):
+            return not self.left
+        def step(self):
+            self.scheduler.waiting.clear()
+            for sequence in list(self.left):
+                sequence.num_completion_tokens += 1
+                self.left[sequence] -= 1
+                if not self.left[sequence]:
+                    del self.left[sequence]
+"""
+
+
+def test_nano_vllm_is_asked_the_same(small, tmp_path, monkeypatch):
+    """With a double of its interface: `LLM`, `SamplingParams`, `scheduler.waiting` and `step`."""
+    package = tmp_path / "nanovllm"
+    (package / "engine").mkdir(parents=True)
+    (package / "__init__.py").write_text(textwrap.dedent(NANO).replace("SamplingParams:", "SamplingParams:", 1))
+    (package / "engine/__init__.py").touch()
+    (package / "engine/model_runner.py").write_text("load_model = None\n")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(load.transformers, "AutoTokenizer", type("AutoTokenizer", (), {}))
+    load.transformers.Qwen3Config(**TINY).save_pretrained(tmp_path / "model")
+    found = load._serve_with_nano_vllm(str(tmp_path), str(tmp_path / "model"), [0.0, 0.6])
+    for name in [name for name in sys.modules if name.startswith("nanovllm")]:
+        del sys.modules[name]
+    assert [(one.server, one.temperature, one.number) for one in found] == [
+        ("nano-vllm", temperature, number) for temperature in (0.0, 0.6) for number in range(load.ROUNDS)
+    ]
+    assert [one.tokens for one in found] == [sum(Load.draw(number).max_tokens) for number in (0, 1, 0, 1)]
+
+
+def test_without_a_gpu_it_says_so(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="device: expected a CUDA device"):
+        load.run(Console(quiet=True))
+
+
+def test_a_run_writes_what_it_measured(small, tmp_path, monkeypatch, device):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(load, "make_model", lambda sizes, *_: make_model(sizes, torch.device("cpu"), torch.float32))
+    monkeypatch.setattr(load, "machine", lambda device: {"name": "a GPU"})
+    nano = Round("nano-vllm", 0.0, 0, 10, 1.0, (0.1, 0.2), (0.01, 0.02))
+    monkeypatch.setattr(load, "of_nano_vllm", lambda folder, temperatures: [nano])
+    text = Console(width=150, record=True, file=io.StringIO())
+    load.run(text, temperatures=(0.0,), nano_vllm=tmp_path, results=tmp_path / "new/load.json")
+    found = json.loads((tmp_path / "new/load.json").read_text())
+    assert found["machine"] == {"name": "a GPU"} and found["date"] and found["versions"]["python"]
+    assert [one["server"] for one in found["rounds"]] == ["nano-vllm", "this engine", "this engine"]
+    assert Round(**found["rounds"][0] | {"first": (0.1, 0.2), "between": (0.01, 0.02)}) == nano
+    assert "with a profile" in text.export_text()
