@@ -7,6 +7,7 @@ less time than the CPU. So a step is captured as a CUDA graph, once for each sha
     tokens         one per request in a decode; else rounded up by less than an eighth, with padding rows likewise
     decodes        launched before the tokens of the one before are read, which they find on the device
     drafts         trees of any shape, whose parents are in buffers, too; each of their nodes has logits
+    their order    the longest sequence first: the GPU ends with short ones then, on all of its multiprocessors
     what changes   tokens, lengths, blocks and the maps of window pools are in buffers that the graph reads, filled
                    anew for each step; plans are derived from them on the device, once per step
     capacity       a power of two; a step with a longer sequence is captured anew, for twice the length
@@ -91,10 +92,11 @@ class CudaGraphs:
         if not self._is_recording(engine):
             return None
         engine.mark("tables")
-        tokens, rows = StepTokens.of(dict.fromkeys(requests, 1)), Rows.of(requests)
+        tokens = StepTokens.of(dict.fromkeys(requests, 1))
         prefixes = self._find_prefixes(tokens)
         if not prefixes:
-            return self._replay(rows)
+            return self._replay(Rows.of(sorted(requests, key=lambda request: -len(request.tokens))))
+        rows = Rows.of(requests)
         logits = engine.run_model(engine.make_inputs(tokens, prefixes))
         self._last = None
         return _Launched(requests, _read_later(_choose(logits, rows, rows.settings.to(logits.device))), rows)

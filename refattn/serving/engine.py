@@ -33,6 +33,7 @@ Model Serving with PagedAttention" (blocks, blocks shared by hash, preemption by
 "Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve" (chunks of prompts beside decodes).
 """
 
+import gc
 import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -364,6 +365,9 @@ class Engine:
     def warm_up(self, num_tokens: int = 1024) -> None:
         """Do now what the first steps would do else: compile kernels, capture decodes. What it computes is discarded.
 
+        Prompts are computed whole, in chunks and beside decodes. The objects that are there then are taken out of Python's
+        garbage collection, which would look at each of them now and then, for a tenth of a second.
+
         Args:
             num_tokens: tokens of the longest sequence to be ready for.
 
@@ -377,12 +381,15 @@ class Engine:
         num_tokens = int(min(num_tokens, self.max_request_tokens))
         counted = vars(self.counters).copy()
         try:
-            lengths = {min(self.max_num_batched_tokens, num_tokens), 1}
-            self.generate([[0] * length for length in lengths], SamplingParams(max_tokens=1, stop_token_ids=()))
+            length, count = max(1, num_tokens - 1), self.max_num_batched_tokens // num_tokens + 2
+            prompts = [[i % self.vocab_size] * length for i in range(min(count, self.max_num_seqs))]
+            self.generate([[0], *prompts], SamplingParams(max_tokens=min(2, num_tokens), stop_token_ids=()))
             if isinstance(self.runner, AsyncRunner):
                 self.runner.warm_up(self, num_tokens)
         finally:
             self.scheduler.undo([], None, counted)
+        gc.collect()
+        gc.freeze()
 
     @_cpu_by_default
     @torch.no_grad()

@@ -3,6 +3,8 @@
 On a CPU a capture is the step itself, run again, and a launch is over when it returns; everything else is as on a GPU.
 """
 
+import gc
+
 import pytest
 import torch
 
@@ -63,6 +65,8 @@ def test_answers_are_those_of_an_engine_that_waits(llama, ahead, sampling):
     expected = outputs(waiting, PROMPTS, sampling)
     assert outputs(engine, PROMPTS, sampling) == expected
     assert any(rows.sources.max() >= 0 for rows in engine.runner.rows)
+    for rows in engine.runner.rows:
+        assert rows.seq_lens.tolist() == sorted(rows.seq_lens.tolist(), reverse=True), "the longest begins first"
     counted = vars(engine.counters)
     assert counted == vars(waiting.counters), "a launch ahead counts when it is read"
 
@@ -214,10 +218,21 @@ def test_rows_of_the_next_decode_are_those_of_its_requests(llama, block_size, mo
     assert len(set(found)) > 2, "requests leave one after the other"
 
 
-def test_warming_up_leaves_nothing_behind_and_nothing_to_capture(llama, ahead):
-    engine = ahead(llama, max_num_seqs=9)
+@pytest.fixture
+def collected():
+    """Give the garbage collection its objects back."""
+    yield
+    gc.unfreeze()
+
+
+def test_warming_up_leaves_nothing_behind_and_nothing_to_capture(llama, ahead, collected, monkeypatch):
+    engine, steps = ahead(llama, max_num_seqs=9), []
+    run = engine.runner.run
+    monkeypatch.setattr(engine.runner, "run", lambda e, tokens: (steps.append(tokens.query_lens), run(e, tokens))[1])
     fresh = vars(engine.counters).copy()
     engine.warm_up(300)
+    assert gc.get_freeze_count()
+    assert any(min(lens) == 1 < max(lens) for lens in steps), "a chunk of a prompt beside a decode"
     assert vars(engine.counters) == fresh and not engine.pool.contents
     assert_nothing_is_held(engine)
     shapes = {shape for shape in engine.runner._steps if shape.queries == 1}
@@ -228,7 +243,7 @@ def test_warming_up_leaves_nothing_behind_and_nothing_to_capture(llama, ahead):
 
 
 @pytest.mark.parametrize("twin", ["refattn", "fastattn"])
-def test_warming_up_is_for_an_engine_without_requests(llama, twin):
+def test_warming_up_is_for_an_engine_without_requests(llama, twin, collected):
     engine = make_engine(llama, twin)
     engine.warm_up()
     assert_nothing_is_held(engine)

@@ -1,5 +1,6 @@
 """The load of many requests: what is asked, what is measured, and what a results file says."""
 
+import gc
 import io
 import json
 import sys
@@ -131,6 +132,7 @@ def test_a_run_writes_what_it_measured(small, tmp_path, monkeypatch, device):
     monkeypatch.setattr(load, "of_nano_vllm", lambda folder, temperatures: [nano])
     text = Console(width=150, record=True, file=io.StringIO())
     load.run(text, temperatures=(0.0,), nano_vllm=tmp_path, results=tmp_path / "new/load.json")
+    gc.unfreeze()
     found = json.loads((tmp_path / "new/load.json").read_text())
     assert found["machine"] == {"name": "a GPU"} and found["date"] and found["versions"]["python"]
     assert [one["server"] for one in found["rounds"]] == ["nano-vllm", "this engine", "this engine"]
