@@ -500,6 +500,7 @@ def test_what_all_kernels_share_imports_no_kernel():
         "kernel.py": ("fastattn.kernels.problem",),
         "torch_ops.py": ("refattn.interface", "fastattn.kernels.kernel", "fastattn.kernels.problem"),
         "torch_recurrent.py": ("refattn.interface",),
+        "torch_sampling.py": (),
         "torch_selection.py": ("refattn.interface",),
         "plain.py": (
             "refattn.interface",

@@ -4,7 +4,7 @@
     _draw       a program for a row: the block in which its position lies, and the token in the block
 
 That is all for greedy rows and for rows without top-p, and nothing of a row depends on another row. With top-p, the
-least likely token of the nucleus is found in between, by its logit as an integer of 16, 32 or 64 bits in the same order:
+least likely token of the nucleus is found in between, by its logit as an integer of 16, 32 or 64 bits, in their order:
 
     _bisect     for a row and a block, once for each four bits: the weights by the value of these bits, of those tokens
                 whose higher bits are known to be the threshold's
@@ -47,28 +47,30 @@ def sample(
     first, ties = torch.empty(2, b, num_blocks, dtype=torch.int32, device=device)
     row = (logits, logits.stride(), temperature, temperature.stride(0))
     _sum_kernel[(b, num_blocks)](*row, maxima, sums, first, v, **sizes)
-    threshold = tokens  # is not read
+    cuts = (temperature, 0)  # is not read without top-p, and the threshold neither
+    threshold, mass = tokens, sums
     if top_p is not None:
-        bits = 8 * logits.element_size()
-        row += (top_p, top_p.stride(0))
+        cuts = (top_p, top_p.stride(0))
         # Two of each, as a launch reads what the one before it has written.
         bins = torch.empty(2, b, num_blocks, 16, dtype=torch.float64, device=device)
         prefixes = torch.empty(2, b, dtype=torch.int64, device=device)
         masses = torch.empty(2, b, dtype=torch.float64, device=device)
-        for step, shift in enumerate(range(bits - 4, -1, -4)):
-            old, new = (step + 1) % 2, step % 2
-            states = (bins[old], prefixes[old], masses[old], bins[new], prefixes[new], masses[new])
-            _bisect_kernel[(b, num_blocks)](*row, maxima, sums, *states, v, shift, IS_FIRST=step == 0, **sizes)
-        states = (bins[new], prefixes[new], masses[new], prefixes[old], masses[old])
-        _cut_kernel[(b, num_blocks)](*row, maxima, sums, *states, above, ties, weight, v, **sizes)
-        threshold, mass = prefixes[old], masses[old]
-    else:
-        row += (temperature, 0)
-        mass = sums
-    cut = (above, ties, weight, threshold, mass)
-    _draw_kernel[(b,)](
-        *row, uniform, uniform.stride(0), maxima, sums, first, *cut, tokens, v, int(top_p is not None), **sizes
-    )
+        old, new = 1, 0
+        for shift in range(8 * logits.element_size() - 4, -1, -4):
+            found, wanted = (bins[old], prefixes[old], masses[old]), (bins[new], prefixes[new], masses[new])
+            is_first = shift == 8 * logits.element_size() - 4
+            _bisect_kernel[(b, num_blocks)](
+                *row, *cuts, maxima, sums, *found, *wanted, v, shift, IS_FIRST=is_first, **sizes
+            )
+            old, new = new, old
+        threshold, mass = prefixes[new], masses[new]
+        found = (bins[old], prefixes[old], masses[old])
+        _cut_kernel[(b, num_blocks)](
+            *row, *cuts, maxima, sums, *found, threshold, mass, above, ties, weight, v, **sizes
+        )
+    nucleus = (above, ties, weight, threshold, mass)
+    place = (uniform, uniform.stride(0))
+    _draw_kernel[(b,)](*row, *cuts, *place, maxima, sums, first, *nucleus, tokens, v, int(top_p is not None), **sizes)
     return tokens
 
 
