@@ -52,7 +52,7 @@ def rms_norm(
     total = None if residual is None else torch.empty_like(out)
     rows, row_strides = _rows(x)
     others, residual_strides = (None, (0, 0)) if residual is None else _rows(residual)
-    block = triton.next_power_of_2(width)
+    block = 1 << (width - 1).bit_length()
     _launch(
         _rms_norm_kernel,
         (x.numel() // max(width, 1),),
@@ -114,7 +114,7 @@ def qk_norm_rope(
     num_rows = tokens.numel() * num_changed
     _launch(
         _qk_norm_rope_kernel,
-        (triton.cdiv(num_rows, BLOCK_HEADS),),
+        (-(-num_rows // BLOCK_HEADS),),
         dict(
             qkv=rows,
             cos=cos,
@@ -153,7 +153,7 @@ def silu_mul(gate_up: Float[Tensor, "*n two_c"]) -> Float[Tensor, "*n c"]:
     rows, strides = _rows(gate_up)
     _launch(
         _silu_mul_kernel,
-        (gate_up.shape[:-1].numel(), triton.cdiv(width, BLOCK_ELEMENTS)),
+        (gate_up.shape[:-1].numel(), -(-width // BLOCK_ELEMENTS)),
         dict(gate_up=rows, out=out),
         dict(strides=strides, WIDTH=width, BLOCK=BLOCK_ELEMENTS),
         num_warps=4,
