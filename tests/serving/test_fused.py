@@ -238,6 +238,19 @@ def add_lora(model):
     model.model.layers[0].self_attn.v_proj = other
 
 
+class Quantised(torch.Tensor):
+    """A weight that is multiplied in its own way."""
+
+
+def quantise(model):
+    linear = model.model.layers[0].mlp.gate_proj
+    linear.weight = nn.Parameter(linear.weight.data.as_subclass(Quantised), requires_grad=False)
+
+
+def change_eps(model):
+    model.model.layers[0].self_attn.q_norm.variance_epsilon = 0.3
+
+
 def parametrize(model):
     parametrizations.weight_norm(model.model.layers[0].mlp.up_proj)
 
@@ -263,6 +276,7 @@ def take_gelu(model):
 
 CHANGED = {  # what is changed, and the part that is left alone
     add_lora: "self_attn",
+    quantise: "mlp",
     parametrize: "mlp",
     tie: "self_attn",
     replace_forward: "mlp",

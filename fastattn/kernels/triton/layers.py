@@ -99,7 +99,12 @@ def qk_norm_rope(
 
     Returns:
         The queries and the keys: new tensors, or views where nothing changes them.
+
+    Raises:
+        ValueError: if the cosines are of another head size.
     """
+    if cos is not None and cos.shape[-1] != head_size:
+        raise ValueError(f"cos: expected [.., {head_size}], as heads have so many elements, got {tuple(cos.shape)}")
     tokens, num_changed = qkv.shape[:-1], num_heads + num_kv_heads
     if cos is None and query_weight is None:
         heads = qkv.unflatten(-1, (-1, head_size))
