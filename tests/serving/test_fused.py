@@ -217,7 +217,7 @@ def test_hooks_are_called(when, llama, calls):
 def test_a_layer_takes_what_it_is_given(device):
     """What a layer has normed for the next one is not used if somebody changes its output in between."""
     model = fuse(tiny("llama", device))
-    hook = model.model.layers[0].register_forward_hook(lambda module, args, out: out.mul_(3))
+    hook = model.model.layers[0].register_forward_hook(lambda module, args, out: out.add_(1))
     changed = logits(model)
     assert_same(changed, logits(unfuse(model)))
     hook.remove()
@@ -245,10 +245,6 @@ class Quantised(torch.Tensor):
 def quantise(model):
     linear = model.model.layers[0].mlp.gate_proj
     linear.weight = nn.Parameter(linear.weight.data.as_subclass(Quantised), requires_grad=False)
-
-
-def change_eps(model):
-    model.model.layers[0].self_attn.q_norm.variance_epsilon = 0.3
 
 
 def parametrize(model):
@@ -298,6 +294,13 @@ def test_what_is_not_plain_is_left_alone(change, llama, caplog):
     if change is tie:
         attention = llama.model.layers[0].self_attn
         assert attention.v_proj.weight is attention.k_proj.weight
+
+
+def test_norms_of_different_eps_are_left_alone(device):
+    """One launch norms queries and keys."""
+    model = tiny("qwen3", device)
+    model.model.layers[0].self_attn.q_norm.variance_epsilon = 0.3
+    assert "model.layers.0.self_attn" not in fused_parts(fuse(model))
 
 
 @pytest.mark.parametrize("change", [add_lora, take_gelu, replace_forward], ids=lambda change: change.__name__)
