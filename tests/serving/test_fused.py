@@ -297,9 +297,9 @@ def test_what_is_not_plain_is_left_alone(change, llama, caplog):
 
 
 def test_norms_of_different_eps_are_left_alone(device):
-    """One launch norms queries and keys."""
+    """One launch norms queries and keys; over random tokens the difference does not show."""
     model = tiny("qwen3", device)
-    model.model.layers[0].self_attn.q_norm.variance_epsilon = 0.3
+    model.model.layers[0].self_attn.q_norm.variance_epsilon *= 2
     assert "model.layers.0.self_attn" not in fused_parts(fuse(model))
 
 
@@ -318,9 +318,13 @@ def another_mlp(monkeypatch):
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: own(self, x) + 0.1 * x)
 
 
-def another_rotation(monkeypatch):
+def another_rotation_of_keys(monkeypatch):
     own = modeling_llama.apply_rotary_pos_emb
-    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, cos, sin: own(q, k, cos, -sin))
+
+    def rotate(query, key, cos, sin):
+        return own(query, key, cos, sin)[0], own(query, key, cos, -sin)[1]
+
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", rotate)
 
 
 def another_residual(monkeypatch):
@@ -336,7 +340,7 @@ def another_norm(monkeypatch):
 
 PLANTED = {
     another_mlp: ["mlp"],
-    another_rotation: ["self_attn"],
+    another_rotation_of_keys: ["self_attn"],
     another_residual: [""],
     another_norm: ["", "norm"],
 }
