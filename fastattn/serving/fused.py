@@ -78,7 +78,7 @@ def fuse(model: Any) -> Any:
     users = Counter(x.data_ptr() for module in model.modules() for x in module.parameters(recurse=False))
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(model.device.type, enabled=False):
         for name, part in parts.items():
-            reason = part.cannot_fuse(model.dtype, users) or part.prove(model)
+            reason = part.cannot_fuse(model, users) or part.prove(model)
             if reason:
                 left.setdefault(reason, []).append(name)
             else:
@@ -134,12 +134,12 @@ def _is_known(module: Any, kind: str) -> bool:
     return of_transformers and type(module).__name__ in [family + kind for family in FAMILIES]
 
 
-def _is_as_built(module: Any, dtype: torch.dtype) -> bool:
-    """Return whether a module has no hook that would be skipped, its class's `forward`, and weights of a type."""
+def _is_as_built(module: Any, device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether a module has no hooks, its class's `forward`, and its weight, if it has one, is as named."""
     if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
         return False
     weight = module._parameters.get("weight")
-    return weight is None or weight.dtype == dtype
+    return weight is None or (weight.dtype == dtype and weight.device == device)
 
 
 # --- parts ---
@@ -151,13 +151,15 @@ class _Fused:
     Attributes:
         module: the module.
         skipped: its submodules whose own code is not called, by name.
+        products: those of them that are packed into one product.
     """
 
     kind = ""  # how the name of the module's class ends
 
-    def __init__(self, module: Any, *skipped: str) -> None:
+    def __init__(self, module: Any, *others: str, packed: Sequence[str] = ()) -> None:
         self.module = module
-        self.skipped: dict[str, Any] = {name: getattr(module, name, None) for name in skipped}
+        self.skipped: dict[str, Any] = {name: getattr(module, name, None) for name in (*packed, *others)}
+        self.products = _Packed([self.skipped[name] for name in packed])
 
     def __call__(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
         if self.can_compute(hidden_states):
@@ -176,13 +178,16 @@ class _Fused:
         if type(hidden_states) is not Tensor or torch.is_autocast_enabled(device.type) or _unsupported(device, dtype):
             return False
         children = self.module._modules
-        return all(children.get(name) is child and _is_as_built(child, dtype) for name, child in self.skipped.items())
+        for name, child in self.skipped.items():
+            if children.get(name) is not child or not _is_as_built(child, device, dtype):
+                return False
+        return self.products.is_packed()
 
-    def cannot_fuse(self, dtype: torch.dtype, users: Counter[int]) -> str | None:
+    def cannot_fuse(self, model: Any, users: Counter[int]) -> str | None:
         """Return why the module cannot be fused, as far as its structure shows, or None.
 
         Args:
-            dtype: the type of the model.
+            model: the model that it is a part of.
             users: how many parameters of the model begin at an address.
         """
         module = self.module
@@ -191,14 +196,15 @@ class _Fused:
         if "forward" in vars(module):
             return f"{type(module).__name__} has another forward than its class"
         for name, child in self.skipped.items():
-            if child is None or not _is_as_built(child, dtype):
+            if child is None or not _is_as_built(child, model.device, model.dtype):
                 return f"{name} has hooks, another forward than its class, or another type than the model"
             if name.endswith("norm") and not _is_known(child, "RMSNorm"):
                 return f"{name} is a {type(child).__name__}"
-        return None
+        return self.products.cannot_pack(users)
 
     def prove(self, model: Any) -> str | None:
         """Compute over random tokens what the module's own code does; return that it differs, or None."""
+        self.products.pack()
         tokens = _random(model, 3, model.config.get_text_config().hidden_size)
         inputs = self.inputs(model)
         with self.stand_ins() as calls:
@@ -235,20 +241,15 @@ class _MLP(_Fused):
     kind = "MLP"
 
     def __init__(self, module: Any) -> None:
-        super().__init__(module, "gate_proj", "up_proj", "act_fn")
-        self.products = _Packed([self.skipped["gate_proj"], self.skipped["up_proj"]])
+        super().__init__(module, "act_fn", packed=("gate_proj", "up_proj"))
 
     def compute(self, hidden_states: Tensor) -> Any:
         return self.module.down_proj(triton.silu_mul(self.products(hidden_states)))
 
-    def can_compute(self, hidden_states: Tensor) -> bool:
-        return super().can_compute(hidden_states) and self.products.is_packed()
-
-    def cannot_fuse(self, dtype: torch.dtype, users: Counter[int]) -> str | None:
-        reason = super().cannot_fuse(dtype, users) or self.products.cannot_pack(users)
-        if reason is None and type(self.skipped["act_fn"]).__name__ not in SILU:
-            reason = f"its activation is {type(self.skipped['act_fn']).__name__}"
-        return reason or self.products.pack()
+    def cannot_fuse(self, model: Any, users: Counter[int]) -> str | None:
+        activation = type(self.skipped["act_fn"]).__name__
+        reason = super().cannot_fuse(model, users)
+        return reason or (None if activation in SILU else f"the activation is {activation}, not one of {SILU}")
 
 
 class _Attention(_Fused):
@@ -262,22 +263,20 @@ class _Attention(_Fused):
 
     def __init__(self, module: Any) -> None:
         norms = ("q_norm", "k_norm") if hasattr(module, "q_norm") else ()
-        super().__init__(module, "q_proj", "k_proj", "v_proj", *norms)
-        self.products = _Packed([self.skipped[name] for name in ("q_proj", "k_proj", "v_proj")])
+        super().__init__(module, *norms, packed=("q_proj", "k_proj", "v_proj"))
         self.norms = [self.skipped[name] for name in norms]
         self.options: dict[str, Any] | None = None
 
     def compute(
         self,
         hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        position_embeddings: Any = None,
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
         **options: Any,
     ) -> Any:
         module, head_size = self.module, self.module.head_dim
-        rotates = getattr(module, "use_rope", True)  # not in every layer of SmolLM3
-        cos, sin = position_embeddings if rotates and position_embeddings is not None else (None, None)
+        cos, sin = position_embeddings if getattr(module, "use_rope", True) else (None, None)  # as layers of SmolLM3
         qkv = self.products(hidden_states)
         num_heads, num_kv_heads = (linear.out_features // head_size for linear in self.products.linears[:2])
         query_weight, key_weight = [norm.weight for norm in self.norms] or (None, None)
@@ -288,24 +287,21 @@ class _Attention(_Fused):
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # transformers has the heads in front
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, module.layer_idx)
-        out, weights = self.interface(module, query, key, value, attention_mask, **self.options or {}, **options)
+        name, eager = module.config._attn_implementation, self.code.eager_attention_forward
+        attend = self.code.ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
+        out, weights = attend(module, query, key, value, attention_mask, **self.options or {}, **options)
         return module.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), weights
 
     @property
-    def interface(self) -> Any:
-        """What computes attention, chosen as the module's own code does."""
-        code = sys.modules[type(self.module).__module__]
-        name = self.module.config._attn_implementation
-        return code.ALL_ATTENTION_FUNCTIONS.get_interface(name, code.eager_attention_forward)
+    def code(self) -> Any:
+        """The Python module of the attention's class."""
+        return sys.modules[type(self.module).__module__]
 
-    def can_compute(self, hidden_states: Tensor) -> bool:
-        return super().can_compute(hidden_states) and self.products.is_packed()
-
-    def cannot_fuse(self, dtype: torch.dtype, users: Counter[int]) -> str | None:
-        reason = super().cannot_fuse(dtype, users) or self.products.cannot_pack(users)
+    def cannot_fuse(self, model: Any, users: Counter[int]) -> str | None:
+        reason = super().cannot_fuse(model, users)
         if reason is None and len({norm.variance_epsilon for norm in self.norms}) > 1:
-            reason = "the norms of queries and keys have different eps"
-        return reason or self.products.pack()
+            return "the norms of queries and keys have different eps"
+        return reason
 
     def inputs(self, model: Any) -> dict[str, Any]:
         angles = _random(model, 3, self.module.head_dim // 2)
@@ -322,11 +318,8 @@ class _Attention(_Fused):
                 self.options = options
             return query.transpose(1, 2).contiguous(), None
 
-        config = self.module.config
-        functions, before = (
-            sys.modules[type(self.module).__module__].ALL_ATTENTION_FUNCTIONS,
-            config._attn_implementation,
-        )
+        config, functions = self.module.config, self.code.ALL_ATTENTION_FUNCTIONS
+        before = config._attn_implementation
         functions[PROBE], config._attn_implementation = attend, PROBE
         try:
             yield calls
@@ -367,7 +360,7 @@ class _Layer(_Fused):
         norm = layer.post_attention_layernorm
         normed, hidden_states = triton.rms_norm(attended, norm.weight, norm.variance_epsilon, hidden_states)
         added, norm = layer.mlp(normed), self.next_norm
-        if norm is None or added.is_inference():
+        if norm is None or added.is_inference() or not _is_as_built(norm, added.device, added.dtype):
             return hidden_states + added
         normed, hidden_states = triton.rms_norm(added, norm.weight, norm.variance_epsilon, hidden_states)
         hidden_states.normed = norm, normed, hidden_states._version  # type: ignore[attr-defined]
@@ -431,7 +424,7 @@ class _Packed:
     """Linear layers over the same input as one product: their weights are rows of one tensor, and views of it.
 
     Attributes:
-        linears: the linear layers.
+        linears: the linear layers; there may be none.
     """
 
     def __init__(self, linears: Sequence[Any]) -> None:
@@ -463,6 +456,8 @@ class _Packed:
     @torch.no_grad()
     def pack(self) -> None:
         """Lay the weights side by side."""
+        if not self.linears:
+            return
         self._weight = _side_by_side([linear.weight for linear in self.linears])
         biases = [linear.bias for linear in self.linears]
         self._bias = None if biases[0] is None else _side_by_side(biases)

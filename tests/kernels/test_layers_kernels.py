@@ -88,6 +88,8 @@ def test_qk_norm_rope_of_one_row_of_positions_for_a_batch(device):
     query, key = layers.qk_norm_rope(qkv, 1, 1, 4, cos[..., :4], sin[..., 1:5])
     expected = rotate(qkv[..., :8].unflatten(-1, (2, 4)), cos[..., :4], sin[..., 1:5])
     assert torch.equal(torch.cat([query, key], 2), expected)
+    with pytest.raises(ValueError, match=r"cos: expected \[.., 4\], .*, got \(1, 3, 2\)"):
+        layers.qk_norm_rope(qkv, 1, 1, 4, cos[..., :2], sin[..., :2])
 
 
 def test_qk_norm_rope_of_nothing_launches_nothing(device):

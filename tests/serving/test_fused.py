@@ -217,7 +217,7 @@ def test_hooks_are_called(when, llama, calls):
 def test_a_layer_takes_what_it_is_given(device):
     """What a layer has normed for the next one is not used if somebody changes its output in between."""
     model = fuse(tiny("llama", device))
-    hook = model.model.layers[0].register_forward_hook(lambda module, args, out: out.mul_(3))
+    hook = model.model.layers[0].register_forward_hook(lambda module, args, out: out.add_(1))
     changed = logits(model)
     assert_same(changed, logits(unfuse(model)))
     hook.remove()
@@ -236,6 +236,15 @@ def add_lora(model):
     other = Lora(linear.in_features, linear.out_features, bias=False)
     other.weight = linear.weight
     model.model.layers[0].self_attn.v_proj = other
+
+
+class Quantised(torch.Tensor):
+    """A weight that is multiplied in its own way."""
+
+
+def quantise(model):
+    linear = model.model.layers[0].mlp.gate_proj
+    linear.weight = nn.Parameter(linear.weight.data.as_subclass(Quantised), requires_grad=False)
 
 
 def parametrize(model):
@@ -263,6 +272,7 @@ def take_gelu(model):
 
 CHANGED = {  # what is changed, and the part that is left alone
     add_lora: "self_attn",
+    quantise: "mlp",
     parametrize: "mlp",
     tie: "self_attn",
     replace_forward: "mlp",
@@ -286,6 +296,13 @@ def test_what_is_not_plain_is_left_alone(change, llama, caplog):
         assert attention.v_proj.weight is attention.k_proj.weight
 
 
+def test_norms_of_different_eps_are_left_alone(device):
+    """One launch norms queries and keys; over random tokens the difference does not show."""
+    model = tiny("qwen3", device)
+    model.model.layers[0].self_attn.q_norm.variance_epsilon *= 2
+    assert "model.layers.0.self_attn" not in fused_parts(fuse(model))
+
+
 @pytest.mark.parametrize("change", [add_lora, take_gelu, replace_forward], ids=lambda change: change.__name__)
 def test_what_is_replaced_later_is_called(change, llama):
     fuse(llama)
@@ -301,9 +318,13 @@ def another_mlp(monkeypatch):
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: own(self, x) + 0.1 * x)
 
 
-def another_rotation(monkeypatch):
+def another_rotation_of_keys(monkeypatch):
     own = modeling_llama.apply_rotary_pos_emb
-    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, cos, sin: own(q, k, cos, -sin))
+
+    def rotate(query, key, cos, sin):
+        return own(query, key, cos, sin)[0], own(query, key, cos, -sin)[1]
+
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", rotate)
 
 
 def another_residual(monkeypatch):
@@ -319,7 +340,7 @@ def another_norm(monkeypatch):
 
 PLANTED = {
     another_mlp: ["mlp"],
-    another_rotation: ["self_attn"],
+    another_rotation_of_keys: ["self_attn"],
     another_residual: [""],
     another_norm: ["", "norm"],
 }

@@ -52,7 +52,7 @@ def rms_norm(
     total = None if residual is None else torch.empty_like(out)
     rows, row_strides = _rows(x)
     others, residual_strides = (None, (0, 0)) if residual is None else _rows(residual)
-    block = triton.next_power_of_2(width)
+    block = 1 << (width - 1).bit_length()
     _launch(
         _rms_norm_kernel,
         (x.numel() // max(width, 1),),
@@ -99,7 +99,12 @@ def qk_norm_rope(
 
     Returns:
         The queries and the keys: new tensors, or views where nothing changes them.
+
+    Raises:
+        ValueError: if the cosines are of another head size.
     """
+    if cos is not None and cos.shape[-1] != head_size:
+        raise ValueError(f"cos: expected [.., {head_size}], as heads have so many elements, got {tuple(cos.shape)}")
     tokens, num_changed = qkv.shape[:-1], num_heads + num_kv_heads
     if cos is None and query_weight is None:
         heads = qkv.unflatten(-1, (-1, head_size))
@@ -114,7 +119,7 @@ def qk_norm_rope(
     num_rows = tokens.numel() * num_changed
     _launch(
         _qk_norm_rope_kernel,
-        (triton.cdiv(num_rows, BLOCK_HEADS),),
+        (-(-num_rows // BLOCK_HEADS),),
         dict(
             qkv=rows,
             cos=cos,
@@ -153,7 +158,7 @@ def silu_mul(gate_up: Float[Tensor, "*n two_c"]) -> Float[Tensor, "*n c"]:
     rows, strides = _rows(gate_up)
     _launch(
         _silu_mul_kernel,
-        (gate_up.shape[:-1].numel(), triton.cdiv(width, BLOCK_ELEMENTS)),
+        (gate_up.shape[:-1].numel(), -(-width // BLOCK_ELEMENTS)),
         dict(gate_up=rows, out=out),
         dict(strides=strides, WIDTH=width, BLOCK=BLOCK_ELEMENTS),
         num_warps=4,
