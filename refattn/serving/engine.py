@@ -244,9 +244,10 @@ class Engine:
                 f"num_blocks: expected a pool that fits into the memory of {model.device}, got {num_blocks} blocks of "
                 f"{block_size} tokens, which are {size / 2**30:.3g} GiB. {error}"
             ) from error
-        states = self._allocate_states(num_blocks, num_kept_states)
-        pools = dict(window_pools=self.window_pools.values(), states=states)
-        self.scheduler = Scheduler(num_blocks, block_size, **limits, **pools)
+        slots = self._allocate_states(num_blocks, num_kept_states)
+        self.scheduler = Scheduler(
+            num_blocks, block_size, **limits, window_pools=self.window_pools.values(), states=slots
+        )
         self.mark: Callable[[str], None] = _unmarked
         self._is_stepping = False
         self._aborted: deque[Request] = deque()  # to be ended as soon as no step is under way
@@ -276,7 +277,7 @@ class Engine:
         """The bytes of all layers' pools, scales included, as the tensors have them."""
         tensors = [x for cache in self.caches for x in _pools_of(cache)]
         tensors += [x for layer in self.layers for x in layer.fixed_scales]
-        tensors += [x for pools in self.states.values() for x in pools if x is not None]
+        tensors += [x for pools in self.state_caches.values() for x in pools if x is not None]
         return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
 
     @property
@@ -578,8 +579,9 @@ class Engine:
         inputs = self.inputs_of(batch, input_ids, rows, trees, prefixes, list(zip(*lens, strict=True)))
         pool = self.scheduler.states
         if pool is not None:
-            made = plan_states(self.twin, batch, tokens.requests, tokens.query_lens, pool, list(self.states.values()))
-            inputs["step"] = replace(inputs["step"], states=made)
+            caches = list(self.state_caches.values())
+            states = plan_states(self.twin, batch, tokens.requests, tokens.query_lens, pool, caches)
+            inputs["step"] = replace(inputs["step"], states=states)
         return inputs
 
     def inputs_of(
@@ -696,7 +698,7 @@ class Engine:
             step: the plans of the step.
         """
         self._folded.append(module.layer_idx)
-        return Recurrence(self.twin, self.states[module.layer_idx], step.states)
+        return Recurrence(self.twin, self.state_caches[module.layer_idx], step.states)
 
     def attend(
         self,
@@ -737,7 +739,7 @@ class Engine:
             ValueError: for an unknown option, or a window other than the layer's.
         """
         models.check_options(others)
-        index = self.places[module.layer_idx]
+        index: Any = self.places[module.layer_idx]
         self._attended.append(module.layer_idx)
         if self._calculates_scales and self.owners[index] == index:
             self._calculate_scales(index, key, value)
@@ -777,7 +779,7 @@ class Engine:
         """
         if num_kept is not None and (type(num_kept) is not int or num_kept < 0):
             raise ValueError(f"num_kept_states: expected None or an int of at least 0, got {num_kept!r}")
-        self.states: dict[int, StatePools] = {}
+        self.state_caches: dict[int, StatePools] = {}
         if not self.state_layers:
             return None
         most = min(self.max_num_seqs, num_blocks)
@@ -787,7 +789,7 @@ class Engine:
         where = dict(dtype=self.model.dtype, device=self.model.device)
         try:
             for index, layer in self.state_layers.items():
-                self.states[index] = layer.allocate(self.twin, pool.num_slots, **where)
+                self.state_caches[index] = layer.allocate(self.twin, pool.num_slots, **where)
         except torch.OutOfMemoryError as error:
             size = sum(layer.bytes_per_slot(self.model.dtype) for layer in self.state_layers.values())
             raise torch.OutOfMemoryError(

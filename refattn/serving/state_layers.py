@@ -66,8 +66,8 @@ class StateLayer:
         states = twin.state_cache.allocate(*sizes, dtype=_state_dtype(dtype), device=device)
         if not self.width:
             return StatePools(states, None)
-        sizes = num_slots, self.width, self.num_channels
-        return StatePools(states, twin.state_cache.allocate_inputs(*sizes, dtype=dtype, device=device))
+        inputs = twin.state_cache.allocate_inputs(num_slots, self.width, self.num_channels, dtype=dtype, device=device)
+        return StatePools(states, inputs)
 
 
 def _state_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -70,8 +70,6 @@ class StatePool:
     def __init__(self, num_requests: int, num_kept: int, *, block_size: int, decode_len: int = 1) -> None:
         check_sizes(num_requests=num_requests, block_size=block_size, decode_len=decode_len)
         check_int("num_kept", num_kept)
-        if num_kept < 0:
-            raise ValueError(f"num_kept: expected at least 0, got {num_kept}")
         self.num_slots = num_requests * (1 + decode_len) + num_kept
         self.num_kept, self.block_size, self.decode_len = num_kept, block_size, decode_len
         self.reset()
