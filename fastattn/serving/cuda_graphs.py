@@ -80,7 +80,12 @@ class CudaGraphs:
 
     @staticmethod
     def can_record(engine: Engine) -> bool:
-        """Return whether everything is computed by `fastattn` on CUDA: another twin may synchronize with the device."""
+        """Return whether everything is computed by `fastattn` on CUDA: another twin may synchronize with the device.
+
+        A model with layers that keep a state runs launch by launch: the slots of a step are not in buffers yet.
+        """
+        if engine.state_layers:
+            return False
         return engine.model.device.type == "cuda" and engine.twin.package is fastattn
 
     def launch(self, engine: Engine, requests: Sequence[Request]) -> UnderWay | None:

@@ -100,7 +100,7 @@ class _Observer(Engine):
         **options: Any,
     ) -> Float[Tensor, "1 t h dout"]:
         """Compute the attention of a layer, and look at its keys and values on their way."""
-        index = module.layer_idx
+        index = self.places[module.layer_idx]
         here = tuple(reduce(x.float().abs(), "1 hk t d -> hk d", "max") for x in (key, value))
         before = self.largest.get(index, here)
         self.largest[index] = torch.maximum(before[0], here[0]), torch.maximum(before[1], here[1])

@@ -14,7 +14,7 @@ chunks by `local`, all else by `chunked_prefill`, or by `cascade` in a step whos
 is worth reading them once; pairs of softmaxes are computed by `differential`, latents by `mla`, 8 bits by `quantized`.
 
 A layer with a window or with chunks has a smaller pool (`WindowPool`) if no step can need all of its blocks: a block is
-freed as soon as no later token can see it.
+freed as soon as no later token can see it. A layer that keeps a state has no keys at all, and slots in a `StatePool`.
 
 A runner may launch a decode before the tokens of the one before it are read (`AsyncRunner`), so that the device waits
 for the host no more:
@@ -37,7 +37,7 @@ import gc
 import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from itertools import chain
 from math import ceil
@@ -59,6 +59,8 @@ from refattn.serving.request import Draft, Event, Request, StepTokens, tokenize
 from refattn.serving.sampling import GREEDY, SamplingParams, choose
 from refattn.serving.scheduler import Counters, Scheduler
 from refattn.serving.speculation import DraftModel, NGram
+from refattn.serving.state_layers import Recurrence, StateParts, StatePools, plan_states
+from refattn.serving.state_pool import StatePool
 from refattn.serving.window_pool import WindowPool
 
 logger = logging.getLogger(__name__)
@@ -87,11 +89,13 @@ class Step:
         batch: the lengths and blocks of its requests.
         slot_mappings: where the new tokens go, in the pool of each kind of layer.
         plans: the plans of each kind of layer, with the query rows of each.
+        states: the plans of all layers that keep a state, likewise.
     """
 
     batch: Batch
     slot_mappings: dict[Layer, Int64[Tensor, "t"]]
     plans: dict[Layer, Parts]
+    states: StateParts = ()
 
 
 def _unmarked(phase: str) -> None:
@@ -161,6 +165,8 @@ class Engine:
             pairs have no int8.
         calibration: how large keys and values become, from `calibrate`, for the scales. None: fp8 has scales of 1, and
             saturates at its largest number; of int8 only the keys are quantised, and values stay as they are.
+        num_kept_states: states that are kept for cached prefixes in a model with layers that keep a state, besides
+            those of the requests that run; None for as many as those. Other models have none.
         calculate_kv_scales: work out the scales of fp8 while serving, where there is no calibration: by the largest
             keys and values of the first step, with room for larger ones to come (`layers.KEY_RANGE`). From then on they
             are fixed, so no later answer depends on what else is served, but all depend on the first step.
@@ -170,7 +176,8 @@ class Engine:
     Raises:
         ValueError: naming the argument, for a size that is not an int of at least 1, an unknown type of cache, a
             calibration of another model, or a model that would be served wrongly.
-        NotImplementedError: if the model has layers that the engine keeps in no such cache; or under `torch.autocast`.
+        NotImplementedError: if the model has layers that the engine keeps in no such cache; for `batch_invariant` with
+            layers that keep a state; or under `torch.autocast`.
         torch.OutOfMemoryError: if a GPU has no room for the pool.
     """
 
@@ -192,6 +199,7 @@ class Engine:
         kv_cache_dtype: str = "auto",
         calibration: Sequence[Amax] | None = None,
         calculate_kv_scales: bool = False,
+        num_kept_states: int | None = None,
         trust_model: bool = False,
     ) -> None:
         sizes = dict(
@@ -215,6 +223,10 @@ class Engine:
         layers = models.layers_of(self.config, most_tokens, batch_invariant=batch_invariant)
         self.layers = quantize(layers, kv_cache_dtype)
         self.owners = models.owners_of(self.config)  # of each layer, the one whose pool it reads
+        self.places = {index: place for place, index in enumerate(models.attention_layers(self.config))}
+        self.state_layers = models.state_layers(model)
+        if batch_invariant and self.state_layers:
+            raise NotImplementedError("batch_invariant: no kernel of layers that keep a state is, got True")
         if type(calculate_kv_scales) is not bool:
             raise ValueError(f"calculate_kv_scales: expected True or False, got {calculate_kv_scales!r}")
         if calculate_kv_scales and (calibration is not None or not kv_cache_dtype.startswith("fp8")):
@@ -232,6 +244,11 @@ class Engine:
         if speculation is not None and speculation.max_branches > 1 and without:
             raise ValueError(
                 f"speculation: expected max_branches=1, as {without[0]} has no plan for trees, "
+                f"got {speculation.max_branches}"
+            )
+        if speculation is not None and speculation.max_branches > 1 and self.state_layers:
+            raise ValueError(
+                "speculation: expected max_branches=1 with layers that keep a state, as a state follows one token, "
                 f"got {speculation.max_branches}"
             )
         self.machine = machine or (CPU if model.device.type == "cpu" else H200)
@@ -264,12 +281,16 @@ class Engine:
                 f"num_blocks: expected a pool that fits into the memory of {model.device}, got {num_blocks} blocks of "
                 f"{block_size} tokens, which are {size / 2**30:.3g} GiB. {error}"
             ) from error
-        self.scheduler = Scheduler(num_blocks, block_size, **limits, window_pools=self.window_pools.values())
+        slots = self._allocate_states(num_blocks, num_kept_states)
+        self.scheduler = Scheduler(
+            num_blocks, block_size, **limits, window_pools=self.window_pools.values(), states=slots
+        )
         self.mark: Callable[[str], None] = _unmarked
         self._is_stepping = False
         self._under_way: UnderWay | None = None  # a decode that is launched, and not read yet
         self._aborted: deque[Request] = deque()  # to be ended as soon as no step is under way
         self._attended: list[int] = []  # the layers whose attention this pass has computed
+        self._folded: list[int] = []  # and those whose states
         self._calculates_scales = False  # in every pass, until one over requests has succeeded
         self._try_model()
         self._calculates_scales = calculate_kv_scales
@@ -294,6 +315,7 @@ class Engine:
         """The bytes of all layers' pools, scales included, as the tensors have them."""
         tensors = [x for cache in self.caches for x in _pools_of(cache)]
         tensors += [x for layer in self.layers for x in layer.fixed_scales]
+        tensors += [x for pools in self.state_caches.values() for x in pools if x is not None]
         return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
 
     @property
@@ -516,7 +538,8 @@ class Engine:
     def _schedule(self) -> dict[Request, int]:
         """Choose how many tokens of which requests go into a step, drafts included, in the order of its rows."""
         scheduled = self._add_drafts(self.scheduler.schedule())
-        return self._decodes_first(scheduled) if any(layer.splits_decodes for layer in self.layers) else scheduled
+        splits = self.state_layers or any(layer.splits_decodes for layer in self.layers)
+        return self._decodes_first(scheduled) if splits else scheduled
 
     def _add_drafts(self, scheduled: dict[Request, int]) -> dict[Request, int]:
         """Let decodes take along what may follow their tokens, as far as step, pool and answer have room."""
@@ -691,7 +714,13 @@ class Engine:
             trees = self.twin.speculative.make_trees(tokens.parents, device=device)
         input_ids = torch.tensor(tokens.input_ids, device=device)
         rows = torch.tensor(tokens.logits_rows, dtype=torch.int64, device=device)
-        return self.inputs_of(batch, input_ids, rows, trees, prefixes, list(zip(*lens, strict=True)))
+        inputs = self.inputs_of(batch, input_ids, rows, trees, prefixes, list(zip(*lens, strict=True)))
+        pool = self.scheduler.states
+        if pool is not None:
+            caches = list(self.state_caches.values())
+            states = plan_states(self.twin, batch, tokens.requests, tokens.query_lens, pool, caches)
+            inputs["step"] = replace(inputs["step"], states=states)
+        return inputs
 
     def inputs_of(
         self,
@@ -786,12 +815,28 @@ class Engine:
         if not models.is_replaced(self.model):
             models.replace_attention(self.model)
         self._attended.clear()
+        self._folded.clear()
         logits = models.run(self.model, inputs, self)
-        if sorted(self._attended) != list(range(len(self.layers))):
+        if sorted(self._attended) != sorted(self.places):
             raise ValueError(
                 f"model: expected every one of {len(self.layers)} layers to attend once, got layers {self._attended}"
             )
+        if sorted(self._folded) != sorted(self.state_layers):
+            raise ValueError(
+                f"model: expected every one of the layers {[*self.state_layers]} to change its state once, got layers "
+                f"{self._folded}"
+            )
         return logits
+
+    def recurrence(self, module: Any, step: "Step") -> Recurrence:
+        """Return what a layer that keeps a state computes with in a step.
+
+        Args:
+            module: the layer's module in the model.
+            step: the plans of the step.
+        """
+        self._folded.append(module.layer_idx)
+        return Recurrence(self.twin, self.state_caches[module.layer_idx], step.states)
 
     def attend(
         self,
@@ -832,14 +877,15 @@ class Engine:
             ValueError: for an unknown option, or a window other than the layer's.
         """
         models.check_options(others)
-        index = module.layer_idx
-        self._attended.append(index)
+        index: Any = self.places[module.layer_idx]
+        self._attended.append(module.layer_idx)
         if self._calculates_scales and self.owners[index] == index:
             self._calculate_scales(index, key, value)
         layer = self.layers[index]
         if (sliding_window or 0) != layer.mask.window:
             raise ValueError(
-                f"sliding_window: expected {layer.mask.window or None} in layer {index}, {layer}, got {sliding_window}"
+                f"sliding_window: expected {layer.mask.window or None} in layer {module.layer_idx}, {layer}, "
+                f"got {sliding_window}"
             )
         scale = module.scaling if scaling is None else scaling
         options = AttentionOptions(scale, softcap or 0.0, alibi_slopes, s_aux, self.batch_invariant)
@@ -862,6 +908,34 @@ class Engine:
                 ranges = KEY_RANGE, VALUE_RANGE
                 self.layers[i] = self.layers[i].calibrated(self.twin, amax, self.model.device, ranges)
 
+    def _allocate_states(self, num_blocks: int, num_kept: int | None) -> StatePool | None:
+        """Make the pools of the layers that keep a state, and return their slots; None without such layers.
+
+        Raises:
+            ValueError: if `num_kept` is not an int of at least 0.
+            torch.OutOfMemoryError: if a GPU has no room for the pools.
+        """
+        if num_kept is not None and (type(num_kept) is not int or num_kept < 0):
+            raise ValueError(f"num_kept_states: expected None or an int of at least 0, got {num_kept!r}")
+        self.state_caches: dict[int, StatePools] = {}
+        if not self.state_layers:
+            return None
+        most = min(self.max_num_seqs, num_blocks)
+        pool = StatePool(
+            most, most if num_kept is None else num_kept, block_size=self.block_size, decode_len=self.decode_len
+        )
+        where = dict(dtype=self.model.dtype, device=self.model.device)
+        try:
+            for index, layer in self.state_layers.items():
+                self.state_caches[index] = layer.allocate(self.twin, pool.num_slots, **where)
+        except torch.OutOfMemoryError as error:
+            size = sum(layer.bytes_per_slot(self.model.dtype) for layer in self.state_layers.values())
+            raise torch.OutOfMemoryError(
+                f"max_num_seqs: expected states that fit into the memory of {self.model.device}, got {pool.num_slots} "
+                f"slots of {size / 2**20:.3g} MiB. {error}"
+            ) from error
+        return pool
+
     def _try_model(self) -> None:
         """Run the model over one token in the first block, so that one that cannot be served is refused at once."""
         request = Request([0], 1, GREEDY, blocks=[0])
@@ -869,6 +943,9 @@ class Engine:
         try:
             for pool in self.window_pools.values():
                 pool.hold(request, 1, 1, request.blocks)
+            if self.scheduler.states is not None:
+                self.scheduler.states.share(request, [])
+                self.scheduler.states.hold(request, 1, 1)
             models.replace_attention(self.model)  # even if the config says so: another model may have the same config
             with torch.no_grad():
                 self.run_model(self.make_inputs(StepTokens.of({request: 1})))
@@ -883,6 +960,8 @@ class Engine:
             ) from error
         for pool in self.window_pools.values():
             pool.reset()
+        if self.scheduler.states is not None:
+            self.scheduler.states.reset()
 
     def _next_events(self, request: Request, tokens: Sequence[int | None]) -> list[Event]:
         """Return the events of a request's next tokens, up to the one that ends it."""

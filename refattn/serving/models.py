@@ -3,7 +3,8 @@
 Most models call their attention through transformers' `AttentionInterface` and pass on their keyword arguments, one of
 which is then the engine. Where a family computes attention in a module of its own, that module's `forward` is replaced
 (`REPLACED`), and a context variable holds the engine during the pass. Latent attention also goes through the interface;
-there, only the method that computes keys and values from latents is replaced.
+there, only the method that computes keys and values from latents is replaced. Layers that keep a state have modules of
+their own (`state_modules`).
 """
 
 import importlib
@@ -20,7 +21,9 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
+from refattn.serving import state_modules
 from refattn.serving.layers import Causal, Chunk, Latents, Layer, Mask, Pages, Pairs, Storage, Window
+from refattn.serving.state_layers import StateLayer
 
 ATTENTION = "twinattn"  # the name of `paged_attention` there
 # The families of models, by `config.model_type`, whose logits have been compared with those of transformers' own eager
@@ -34,6 +37,7 @@ LATENT = (
     "deepseek_v2",
     "deepseek_v3",
     "glm4_moe_lite",
+    "kimi_linear",
     "longcat_flash",
     "minicpm3",
     "mistral4",
@@ -46,6 +50,8 @@ UNSERVED = {
     "nemotron": "whose attention is not passed the keyword arguments of its model",
     "stablelm": "whose attention is not passed the keyword arguments of its model",
 }
+# Kinds of layers without attention: those that keep a state, and those that look at one token only.
+STATE, NO_ATTENTION = "linear_attention", ("linear_attention", "mlp", "moe")
 HARMLESS = {  # options of an attention that change nothing in a decoder that only infers
     "dropout",  # 0 then
     "encoder_hidden_states",  # None then
@@ -154,6 +160,7 @@ def replace_attention(model: Any) -> None:
                 module.forward = partial(_forward, module, attention, alibi_slopes(module))
         if model.config.model_type in LATENT and hasattr(module, "expand_kv"):
             module.expand_kv = partial(_expand_latents, module)
+    state_modules.replace_states(model)
 
 
 def is_replaced(model: Any) -> bool:
@@ -388,8 +395,25 @@ def check_options(options: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}: expected none in a decoder that only infers, got {options[name]!r}")
 
 
+def state_layers(model: Any) -> dict[int, StateLayer]:
+    """Return the layers of a model that keep a state, by their index.
+
+    Raises:
+        ValueError: if the model has layers with a state that the engine has no path of.
+    """
+    found = state_modules.state_layers(model)
+    unknown = [i for i, kind in enumerate(_all_kinds(model.config.get_text_config())) if kind == STATE]
+    unknown = [i for i in unknown if i not in found]
+    if unknown:
+        known = ", ".join(state_modules.KINDS)
+        raise ValueError(
+            f"model: expected layers that keep a state to be of {known}, got another in layer {unknown[0]}"
+        )
+    return found
+
+
 def layers_of(config: Any, num_tokens: int, *, batch_invariant: bool = False) -> list[Layer]:
-    """Return the specification of every layer, where a sequence or a step has up to `num_tokens` tokens.
+    """Return the specification of every layer with attention; a sequence or a step has up to `num_tokens` tokens.
 
     Args:
         config: the configuration of a decoder.
@@ -411,7 +435,7 @@ def layers_of(config: Any, num_tokens: int, *, batch_invariant: bool = False) ->
 
 
 def owners_of(config: Any) -> list[int]:
-    """Return for each layer the one whose pool it reads: itself, or an earlier one of its kind, whose keys it shares.
+    """Return for each layer with attention the one whose pool it reads: itself, or an earlier one of its kind.
 
     Source: Gemma 3n, whose last layers attend to keys of the last layer of their kind before them; Sun et al. 2024,
         "You Only Cache Once".
@@ -424,7 +448,17 @@ def owners_of(config: Any) -> list[int]:
     ]
 
 
+def attention_layers(config: Any) -> list[int]:
+    """Return the indices of the layers with attention: all, or those that are not of another kind."""
+    return [i for i, kind in enumerate(_all_kinds(config)) if kind not in NO_ATTENTION]
+
+
 def _kinds(config: Any) -> list[str]:
+    """Return the kind of each layer with attention by its name in transformers."""
+    return [kind for kind in _all_kinds(config) if kind not in NO_ATTENTION]
+
+
+def _all_kinds(config: Any) -> list[str]:
     """Return the kind of each layer by its name in transformers."""
     every_layer = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
     return list(getattr(config, "layer_types", None) or [every_layer] * config.num_hidden_layers)
@@ -436,7 +470,9 @@ def _mask(kind: str, config: Any) -> Mask:
     Raises:
         ValueError: if there is none.
     """
-    if kind == "full_attention" or config.model_type == "diffllama":  # whose layers see all, whatever its config says
+    if (
+        kind in ("full_attention", "hybrid") or config.model_type == "diffllama"
+    ):  # whose layers see all, whatever its config says
         return Causal()
     if kind == "sliding_attention":
         return Window(config.sliding_window or 0)

@@ -102,6 +102,7 @@ class StepTokens:
         logits_rows: the query rows whose logits are wanted: the last one of each request with nothing left to compute;
             of one with a draft all.
         parents: the new tokens of each request as a tree, confirmed ones as a chain; None if all drafts are chains.
+        requests: whose they are.
     """
 
     query_lens: list[int]
@@ -110,11 +111,13 @@ class StepTokens:
     input_ids: list[int]
     logits_rows: list[int]
     parents: list[Sequence[int]] | None
+    requests: list[Request] = field(default_factory=list, compare=False)
 
     @classmethod
     def of(cls, scheduled: Mapping[Request, int]) -> "StepTokens":
         """Return the tokens of a step, from its requests with the number of new tokens of each."""
-        tokens = cls(list(scheduled.values()), [], [request.blocks for request in scheduled], [], [], None)
+        tables = [request.blocks for request in scheduled]
+        tokens = cls(list(scheduled.values()), [], tables, [], [], None, list(scheduled))
         for request, count in scheduled.items():
             first, drafted = request.num_computed_tokens, () if request.draft is None else request.draft.tokens
             tokens.seq_lens.append(first + count)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from refattn.serving.block_pool import BlockPool
 from refattn.serving.request import Request
+from refattn.serving.state_pool import StatePool
 from refattn.serving.window_pool import WindowPool
 
 
@@ -46,11 +47,13 @@ class Scheduler:
     """Chooses the tokens of a step, and keeps track of requests and blocks.
 
     A request has its blocks in the pool, and for those inside its window also one in each window pool. So a cached
-    prefix can be used only as far as the blocks of its last window are still in all of them.
+    prefix can be used only as far as the blocks of its last window are still in all of them, and only up to a block
+    at whose end the state was kept, if there are layers with a state.
 
     Attributes:
         pool: the blocks.
         window_pools: the blocks of layers with a smaller pool.
+        states: the slots of layers that keep a state; None without such layers.
         waiting: requests that wait, oldest first, and all of them younger than those that run.
         running: requests that run, oldest first.
         counters: the counters so far.
@@ -61,6 +64,7 @@ class Scheduler:
         max_num_batched_tokens: most tokens in a step.
         max_num_seqs: most requests that run at once.
         window_pools: pools that have room for what any step sees of them.
+        states: slots for `max_num_seqs` requests, or for as many as there are blocks; None without such layers.
     """
 
     def __init__(
@@ -71,10 +75,11 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_num_seqs: int,
         window_pools: Iterable[WindowPool] = (),
+        states: StatePool | None = None,
     ) -> None:
         self.block_size, self.max_num_batched_tokens = block_size, max_num_batched_tokens
         self.max_num_seqs, self.window_pools = max_num_seqs, tuple(window_pools)
-        self.pool = BlockPool(num_blocks, block_size)
+        self.pool, self.states = BlockPool(num_blocks, block_size), states
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.counters = Counters()
@@ -86,6 +91,9 @@ class Scheduler:
         for pool in self.window_pools:
             for request in self.running:
                 pool.trim(request, request.num_computed_tokens, request.blocks)
+        if self.states is not None:
+            for request in self.running:
+                self.states.settle(request)
         for request in list(self.running):  # by age; only the youngest may be a prompt, so decodes go first
             count = min(request.num_pending, self.max_num_batched_tokens - sum(scheduled.values()))
             if request.status == "running" and count and self._allocate_or_preempt(request, count):
@@ -123,6 +131,8 @@ class Scheduler:
         request.blocks += self.pool.allocate(needed)
         for pool in self.window_pools:
             pool.hold(request, count, request.num_computed_tokens + count, request.blocks)
+        if self.states is not None:
+            self.states.hold(request, count, request.num_computed_tokens + count)
         return True
 
     def allocate_ahead(self, requests: Iterable[Request]) -> bool:
@@ -149,6 +159,8 @@ class Scheduler:
         self.running.append(request)
         request.status, request.blocks, request.num_computed_tokens = "running", cached, len(cached) * self.block_size
         request.contents = [self.pool.contents[block] for block in cached]
+        if self.states is not None:
+            self.states.share(request, request.contents)
         self.counters.cached_blocks += len(cached)
         self.counters.cached_tokens += request.num_computed_tokens
         return True
@@ -161,6 +173,8 @@ class Scheduler:
             count = len(found)
             for pool in self.window_pools:
                 found = found[: pool.usable(found)]
+            if self.states is not None:
+                found = found[: self.states.usable([self.pool.contents[block] for block in found])]
         return found
 
     def keep(self, request: Request, count: int) -> None:
@@ -196,6 +210,8 @@ class Scheduler:
         self.pool.release(request.blocks)
         for pool in self.window_pools:
             pool.release(request)
+        if self.states is not None:
+            self.states.release(request)
         request.status, request.num_computed_tokens, request.blocks, request.contents = status, 0, [], []
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -218,6 +234,8 @@ class Scheduler:
         self.pool = BlockPool(len(self.pool.users), self.block_size)
         for pool in self.window_pools:
             pool.reset()
+        if self.states is not None:
+            self.states.reset()
         for request, (num_tokens, decoded) in (before or {}).items():
             del request.tokens[request.prompt_len + num_tokens :], request.pieces[num_tokens:]
             request.decoded = decoded

@@ -140,6 +140,36 @@ WINDOWS = dict(layer_types=["sliding_attention", "full_attention"])
 VISION = dict(
     hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
 )
+# Layers that keep a state around one with attention; sizes that are all different.
+HYBRID = dict(num_hidden_layers=3, layer_types=["linear_attention", "full_attention", "linear_attention"])
+DELTA = HYBRID | dict(
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+    linear_conv_kernel_dim=4,
+)
+MAMBA2 = dict(mamba_n_heads=6, mamba_d_head=16, mamba_d_state=10, mamba_n_groups=2, head_dim=8)
+STATES = {
+    "bamba": MAMBA2 | dict(attn_layer_indices=[1]),
+    "falcon_h1": MAMBA2 | dict(mamba_d_ssm=48, mamba_d_head=8),
+    "granitemoehybrid": MAMBA2 | dict(layer_types=HYBRID["layer_types"][:2], shared_intermediate_size=32),
+    "kimi_linear": LATENT_SIZES | HYBRID | dict(linear_num_heads=3, linear_head_dim=8),
+    "minimax": HYBRID | dict(block_size=8, sliding_window=None),
+    "nemotron_h": dict(
+        layers_block_type=["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+        mamba_num_heads=6,
+        mamba_head_dim=8,
+        n_groups=2,
+        ssm_state_size=10,
+        sliding_window=None,
+        moe_shared_expert_intermediate_size=32,
+    ),
+    "olmo_hybrid": DELTA | dict(head_dim=8),
+    "qwen3_5_moe_text": DELTA,
+    "qwen3_5_text": DELTA,
+    "qwen3_next": DELTA,
+}
 CHANGES = {  # what the tiny model of a family needs besides the sizes, or has in place of its defaults
     **dict.fromkeys(
         "afmoe beam cohere2 cohere2_moe cwm exaone4 exaone_moe flint gemma2 gemma3_text gpt_oss granite_swa "  # noqa: SIM905
@@ -148,6 +178,7 @@ CHANGES = {  # what the tiny model of a family needs besides the sizes, or has i
     ),
     **dict.fromkeys(("qwen2", "qwen3", "smollm3"), dict(use_sliding_window=True) | WINDOWS),
     **dict.fromkeys(LATENT, LATENT_SIZES),
+    **STATES,
     "dots1": dict(n_shared_experts=1) | WINDOWS,
     "ernie4_5_moe": dict(moe_k=2),
     "falcon": dict(new_decoder_architecture=True, num_kv_heads=2),

@@ -28,6 +28,7 @@ from tests.helpers.tiny_models import (
     CHANGES,
     LATENT_SIZES,
     SIZES,
+    STATES,
     WINDOWS,
     YARN,
     make_family,
@@ -87,6 +88,13 @@ VARIANTS = {  # other ways in which a family of the list computes its attention,
     "deepseek_v3 with rotary halves": ("deepseek_v3", LATENT_SIZES | dict(rope_interleave=False), "eager"),
     "bloom, 8 heads": ("bloom", dict(n_head=8), "eager"),
     "mpt, 8 heads": ("mpt", dict(n_heads=8), "eager"),
+    "falcon_h1 with a norm": ("falcon_h1", STATES["falcon_h1"] | dict(mamba_rms_norm=True), "eager"),
+    "nemotron_h with a bound on dt": ("nemotron_h", STATES["nemotron_h"] | dict(time_step_min=1.4), "eager"),
+    "olmo_hybrid with beta up to 1": (
+        "olmo_hybrid",
+        STATES["olmo_hybrid"] | dict(linear_allow_neg_eigval=False),
+        "eager",
+    ),
 }
 
 
@@ -219,7 +227,6 @@ REFUSED = {
     "codegen": ("codegen", {}, "not built on transformers' AttentionInterface"),
     "alibi elsewhere": ("llama", dict(alibi=True), "with alibi"),
     "latents, some of them": ("deepseek_v32", LATENT_SIZES, "which has latent attention .* of the family deepseek_v32"),
-    "latents and a state": ("kimi_linear", LATENT_SIZES, "which has latent attention .* of the family kimi_linear"),
     "stablelm": ("stablelm", {}, "whose attention is not passed the keyword arguments"),
     "gemma 4": ("gemma4_text", dict(vocab_size_per_layer_input=97), "whose layers have heads of different sizes"),
 }

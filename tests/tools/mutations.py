@@ -40,6 +40,8 @@ DISPATCH = "fastattn/kernels/dispatch.py"
 GRAPHS = "fastattn/serving/cuda_graphs.py"
 RECURRENT = "fastattn/kernels/torch_recurrent.py"
 OUR_RECURRENT = "fastattn/kernels/triton/recurrent.py"
+STATE_POOL, STATE_LAYERS = "refattn/serving/state_pool.py", "refattn/serving/state_layers.py"
+STATE_MODULES = "refattn/serving/state_modules.py"
 
 MUTATIONS: list[Mutation] = [
     # --- the cache ---
@@ -2179,6 +2181,85 @@ MUTATIONS: list[Mutation] = [
         "state_cache.py",
         "    kv_cache.copy_blocks(pools, pairs)",
         "    return",
+    ),
+    *breaks(
+        "R209",
+        "the state moves on after a step that failed",
+        (STATE_POOL, "        if count:", "        if slots.targets:"),
+    ),
+    *breaks(
+        "R209",
+        "a request that ends or waits keeps its slots",
+        ("refattn/serving/scheduler.py", "            self.states.release(request)", "            pass"),
+    ),
+    *breaks(
+        "R209",
+        "a step that is undone keeps its slots",
+        ("refattn/serving/scheduler.py", "            self.states.reset()", "            pass"),
+    ),
+    *breaks(
+        "R209",
+        "a decode writes where it reads",
+        (STATE_LAYERS, "table([[*row, start] for", "table([[max(row[0], start), *row[1:], start] for"),
+    ),
+    *breaks(
+        "R210",
+        "keys without a state are used",
+        ("refattn/serving/scheduler.py", "found[: self.states.usable([", "found[: len(["),
+    ),
+    *breaks(
+        "R210",
+        "the state after all of a prompt is kept",
+        (STATE_POOL, "last = (seq_len - (seq_len == request.prompt_len)) //", "last = seq_len //"),
+    ),
+    *breaks(
+        "R210",
+        "all states of an answer are kept",
+        (STATE_POOL, "                self._forget(self.kept[slots.latest])", "                pass"),
+    ),
+    *breaks(
+        "R210",
+        "two requests read one slot",
+        (STATE_LAYERS, "(not are_decodes or pool.is_shared(one.start))", "not are_decodes"),
+    ),
+    *breaks(
+        "R210",
+        "a state that was used again is taken like any other",
+        (STATE_POOL, "move_to_end(slot, last=slot in self._contents)", "move_to_end(slot, last=False)"),
+    ),
+    *breaks(
+        "R211",
+        "the state after the last draft goes on",
+        (STATE_POOL, "slots.targets.pop(min(count, len(slots.targets)) - 1)", "slots.targets.pop()"),
+    ),
+    *breaks(
+        "R211",
+        "the state after a rejected draft is kept",
+        (STATE_POOL, "if (block + 1) * self.block_size <= request.num_computed_tokens:", "if slots.first:"),
+    ),
+    *breaks(
+        "R212",
+        "a gate without its bias",
+        (STATE_MODULES, "softplus(a.float() + module.dt_bias)", "softplus(a.float())"),
+    ),
+    *breaks(
+        "R212",
+        "a query and a key as long as they are",
+        (
+            STATE_MODULES,
+            "recurrence.attention(_unit(query), _unit(key), value,",
+            "recurrence.attention(query, key, value,",
+        ),
+    ),
+    *breaks(
+        "R212",
+        "what is written is not scaled by dt",
+        (STATE_MODULES, "dt.float(), dt, ADDITION)", "dt.float(), dt.new_ones(dt.shape), ADDITION)"),
+    ),
+    *breaks(
+        "R212",
+        "heads have the decays of others",
+        (STATE_MODULES, "-module.slope_rate.flatten().expand", "-module.slope_rate.flatten().flip(0).expand"),
     ),
     *breaks(
         "R208",
