@@ -16,6 +16,7 @@ from refattn.serving import demo_model
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs/results"
+LOADS = RESULTS / "load"
 CITATION = ROOT / "CITATION.cff"
 STEP = ROOT / "docs/assets/step.svg"
 TWINS = ("fastattn", "refattn")
@@ -68,7 +69,41 @@ def tables() -> str:
             is_timed = any(reference(row) for _, _, row in rows)
             titles = [head, "path", "fastattn", "fastest peer", "its time", "fastattn / peer", *["refattn"] * is_timed]
             lines = [f"| {' | '.join(titles)} |", "|---|---|--:|---|--:|--:|" + "--:|" * is_timed]
-            parts.append("\n".join([*lines, *(line(name, row, is_timed) for name, _, row in rows)]))
+            lines += [line(name, row, is_timed) for name, _, row in rows]
+            parts.append("\n".join(lines + [loaded(file, is_timed) for file in sorted(LOADS.glob(f"{device}-*.json"))]))
+    return "\n\n".join(parts)
+
+
+def loaded(file: Path, is_timed: bool) -> str:
+    """Make the line of the last round of many requests, whose times are of another day than the table's."""
+    found = json.loads(file.read_text())
+    ours, peer = (last_round(found, server) for server in ("this engine", "nano-vllm"))
+    name = f"nano-vllm's benchmark: 256 requests, {ours['tokens']} tokens ({found['date'][:10]})"
+    cells = [name, "engine", f"**{duration(ours['seconds'])}**", "nano-vllm", duration(peer["seconds"])]
+    cells.append(f"{ours['seconds'] / peer['seconds']:.2f}")
+    return f"| {' | '.join([*cells, *[''] * is_timed])} |"
+
+
+def last_round(found: dict[str, Any], server: str) -> dict[str, Any]:
+    """Return the last round of a server, which has drawn its tokens at a temperature, and nothing left to compile."""
+    rounds: list[dict[str, Any]] = found["rounds"]
+    return max((one for one in rounds if one["server"] == server), key=lambda one: (one["temperature"], one["number"]))
+
+
+def load() -> str:
+    """Make a table of all rounds of many requests, for each machine."""
+    parts = []
+    for file in sorted(LOADS.glob("*.json")):
+        found = json.loads(file.read_text())
+        head = f"{found['machine']['name']}, {found['date'][:10]}, torch {found['versions']['torch']}"
+        titles = [head, "temperature", "round", "tokens/s", "seconds", "first token", "99 %", "between tokens", "99 %"]
+        lines = [f"| {' | '.join(titles)} |", "|---|--:|--:|--:|--:|--:|--:|--:|--:|"]
+        for one in found["rounds"]:
+            cells = [one["server"], f"{one['temperature']}", f"{one['number'] + 1}"]
+            cells += [f"{one['tokens'] / one['seconds']:,.0f}", f"{one['seconds']:.2f}"]
+            cells += [duration(seconds) for seconds in (*one["first"], *one["between"])]
+            lines.append(f"| {' | '.join(cells)} |")
+        parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
 
@@ -137,6 +172,7 @@ def main() -> None:
         put(ROOT / "README.md", name, text)
     CITATION.write_text(address.citation(address.repository()))
     put(FIELD, "honoured", honoured())
+    put(ROOT / "docs/paths/engine.md", "load", load())
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         path.write_text(with_install_cell(path.read_text(), address.repository()))
 

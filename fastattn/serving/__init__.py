@@ -1,4 +1,4 @@
-"""What the fast twin adds to `refattn.serving.Engine`: CUDA graphs, fused layers, next tokens, a thread for a server."""
+"""What the fast twin adds to `refattn.serving.Engine`: CUDA graphs, fused layers, sampling, a thread for a server."""
 
 from fastattn.serving.cuda_graphs import CudaGraphs
 from fastattn.serving.fused import fuse, unfuse

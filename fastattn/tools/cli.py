@@ -115,6 +115,26 @@ def bench(
         raise typer.Exit(2) from error
 
 
+@main.command()
+def load(
+    temperature: Annotated[list[float] | None, typer.Option(help="A round with it; several times.")] = None,
+    nano_vllm: Annotated[Path | None, typer.Option(help="A folder with nano-vllm's source, to run beside.")] = None,
+    results: Annotated[Path | None, typer.Option(help="Write the figures into this file (.json).")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw some steps into this file (.svg).")] = None,
+) -> None:
+    """Serve 256 requests at once on a GPU: tokens per second, and how long each waits for its tokens."""
+    from rich.console import Console
+
+    from fastattn.tools import load as module
+
+    try:
+        temperatures = tuple(temperature or (0.0, 0.6))
+        module.run(Console(), temperatures=temperatures, nano_vllm=nano_vllm, results=results, picture=picture)
+    except (ValueError, ModuleNotFoundError) as error:
+        typer.echo(error, err=True)
+        raise typer.Exit(2) from error
+
+
 @main.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def search(context: typer.Context) -> None:
     """Search for wrong answers: random batches of every path and kernel against the reference and an oracle."""

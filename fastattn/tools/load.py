@@ -15,8 +15,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 from random import Random
 from statistics import median, quantiles
@@ -148,11 +149,11 @@ def run(
     start = time.perf_counter()
     engine.warm_up(2 * MOST)
     warm_up = time.perf_counter() - start
-    for temperature in temperatures:
-        rounds += [serve(engine, Load.draw(number), temperature, number) for number in range(ROUNDS)]
-        console.print(table(rounds))
+    for temperature, number, given in _rounds(temperatures):
+        rounds.append(serve(engine, given, temperature, number))
+    console.print(table(rounds))
     profile = Profile(engine)
-    serve(engine, Load.draw(ROUNDS), temperatures[-1], ROUNDS)
+    serve(engine, Load.draw(ROUNDS * len(temperatures)), temperatures[-1], ROUNDS)
     console.print(times_table(profile.steps, "a round more, with a profile"))
     if picture is not None and profile.gpu is not None:
         draw_timeline(profile.steps, profile.gpu.spans(), picture)
@@ -234,22 +235,26 @@ def _serve_with_nano_vllm(folder: str, model: str, temperatures: Sequence[float]
     params = __import__("nanovllm").SamplingParams
     llm.generate([[1, 2, 3]], params(max_tokens=16), use_tqdm=False)
     rounds = []
-    for temperature in temperatures:
-        for number in range(ROUNDS):
-            load = Load.draw(number)
-            start = time.perf_counter()
-            for prompt, count in zip(load.prompts, load.max_tokens, strict=True):  # it has no greedy choice
-                llm.add_request(prompt, params(temperature=max(temperature, 0.01), ignore_eos=True, max_tokens=count))
-            sequences = list(llm.scheduler.waiting)
-            stamps: list[list[float]] = [[] for _ in sequences]
-            while not llm.is_finished():
-                llm.step()
-                now = time.perf_counter()
-                for sequence, its in zip(sequences, stamps, strict=True):
-                    if sequence.num_completion_tokens > len(its):
-                        its.append(now)
-            rounds.append(Round.of("nano-vllm", temperature, number, start, stamps))
+    for temperature, number, load in _rounds(temperatures):
+        start = time.perf_counter()
+        for prompt, count in zip(load.prompts, load.max_tokens, strict=True):  # it has no greedy choice
+            llm.add_request(prompt, params(temperature=max(temperature, 0.01), ignore_eos=True, max_tokens=count))
+        sequences = list(llm.scheduler.waiting)
+        stamps: list[list[float]] = [[] for _ in sequences]
+        while not llm.is_finished():
+            llm.step()
+            now = time.perf_counter()
+            for sequence, its in zip(sequences, stamps, strict=True):
+                if sequence.num_completion_tokens > len(its):
+                    its.append(now)
+        rounds.append(Round.of("nano-vllm", temperature, number, start, stamps))
     return rounds
+
+
+def _rounds(temperatures: Sequence[float]) -> Iterator[tuple[float, int, Load]]:
+    """Yield all rounds; each has other prompts, so that none is found in the cache."""
+    for i, (temperature, number) in enumerate(product(temperatures, range(ROUNDS))):
+        yield temperature, number, Load.draw(i)
 
 
 def table(rounds: Sequence[Round]) -> Table:

@@ -125,7 +125,7 @@ class UnderWay:
 
 @runtime_checkable
 class AsyncRunner(Runner, Protocol):
-    """Launches decodes without waiting for their tokens, which it chooses on the device, by the requests' `sampling`."""
+    """Launches decodes without waiting for their tokens, which it chooses on the device, as `sampling` says."""
 
     def launch(self, engine: "Engine", requests: Sequence[Request]) -> UnderWay | None:
         """Launch one token of each request, its last one, which the host knows; return None to leave it."""
@@ -387,8 +387,8 @@ class Engine:
     def warm_up(self, num_tokens: int = 1024) -> None:
         """Do now what the first steps would do else: compile kernels, capture decodes. What it computes is discarded.
 
-        Prompts are computed whole, in chunks and beside decodes. The objects that are there then are taken out of Python's
-        garbage collection, which would look at each of them now and then, for a tenth of a second.
+        Prompts are computed whole, in chunks and beside decodes. The objects that are there then are taken out of
+        Python's garbage collection, which would look at each of them now and then, for a tenth of a second.
 
         Args:
             num_tokens: tokens of the longest sequence to be ready for.

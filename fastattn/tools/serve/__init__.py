@@ -20,9 +20,10 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import torch
 import uvicorn
 
-from fastattn.serving import CudaGraphs
+from fastattn.serving import CudaGraphs, fuse
 from fastattn.tools.demo import TWINS, check_device
 from fastattn.tools.serve.api import Api
 from refattn.serving import Engine
@@ -73,21 +74,35 @@ def run(
         logging.getLogger(name).setLevel(logging.INFO)
     with redirect_stderr(StringIO()):  # transformers' bars
         model, tokenizer = load(model_file()) if folder is None else load_folder(folder)
+    on_gpu = twin == "fastattn" and torch.device(device).type == "cuda"
+    if on_gpu:
+        model = fuse_if_known(model.to(device))
     engine = Engine(
         model.to(device),
         tokenizer=tokenizer,
         twin=importlib.import_module(twin),
-        runner=CudaGraphs() if twin == "fastattn" and model.device.type == "cuda" else None,
+        runner=CudaGraphs() if on_gpu else None,
         num_blocks=num_blocks,
         block_size=block_size,
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
     )
+    if on_gpu:
+        engine.warm_up()
     api = Api(engine, MODEL if folder is None else folder.resolve().name, max_waiting=max_waiting, log_steps=log_steps)
     logger.info(
         "%s over %s, with %d blocks of %d tokens; this is no production server", api.name, twin, num_blocks, block_size
     )
     uvicorn.run(api.app, host=host, port=port, log_config=None, access_log=False, timeout_graceful_shutdown=3)
+
+
+def fuse_if_known(model: Any) -> Any:
+    """Fuse the layers of a model, in place, or log why they stay the model's own code."""
+    try:
+        return fuse(model.eval())
+    except (NotImplementedError, ValueError) as error:
+        logger.info("layers are not fused: %s", error)
+        return model
 
 
 def load_folder(folder: Path) -> tuple[Any, Any]:
