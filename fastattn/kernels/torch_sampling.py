@@ -55,8 +55,7 @@ def _draw(
     if top_p < 1:
         weights = _cut(logits, weights, top_p)
     ends = weights.cumsum_(0)
-    token = torch.searchsorted(ends, uniform * ends[-1], right=True)
-    return torch.minimum(token, torch.searchsorted(ends, ends[-1]))
+    return torch.searchsorted(ends, uniform * ends[-1], right=True)
 
 
 def _cut(logits: Float[Tensor, "v"], weights: Float64[Tensor, "v"], top_p: float) -> Float64[Tensor, "v"]:

@@ -128,9 +128,8 @@ def _sample_row(logits: Float[Tensor, "v"], temperature: float, top_p: float, un
     if top_p < 1:
         weights = weights.where(_nucleus(logits, weights, top_p), 0.0)
     ends = weights.cumsum(0)  # [v], where each token ends on the line
-    token = torch.searchsorted(ends, uniform * ends[-1], right=True)  # the first that ends after the position
-    last = torch.searchsorted(ends, ends[-1])  # the product may be rounded up to the end of the line
-    return int(torch.minimum(token, last))
+    # The first that ends after the position: there is one, as a number below 1 times the last end is below it.
+    return int(torch.searchsorted(ends, uniform * ends[-1], right=True))
 
 
 def _nucleus(logits: Float[Tensor, "v"], weights: Float64[Tensor, "v"], top_p: float) -> Bool[Tensor, "v"]:
