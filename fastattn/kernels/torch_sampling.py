@@ -19,11 +19,13 @@ def sample(
 ) -> Int64[Tensor, "b"]:
     """Draw a token from each row; see `fastattn.serving.sampling.sample`."""
     largest, tokens = _largest(logits)
-    tokens = tokens.where(largest.isfinite(), -1)
-    drawn = ((temperature > 0) & largest.isfinite()).nonzero().flatten().tolist()
-    cuts = torch.ones_like(temperature) if top_p is None else top_p
+    is_sound = largest.isfinite()
+    tokens = tokens.where(is_sound, -1)
+    drawn = [row for row, degree in enumerate(temperature.tolist()) if degree > 0]
     for row in drawn:
-        tokens[row] = _draw(logits[row], largest[row], temperature[row], float(cuts[row]), uniform[row])
+        if is_sound[row]:
+            cut = 1.0 if top_p is None else float(top_p[row])
+            tokens[row] = _draw(logits[row], largest[row], temperature[row], cut, uniform[row])
     return tokens
 
 
