@@ -19,11 +19,13 @@ def sample(
 ) -> Int64[Tensor, "b"]:
     """Draw a token from each row; see `fastattn.serving.sampling.sample`."""
     largest, tokens = _largest(logits)
-    tokens = tokens.where(largest.isfinite(), -1)
-    drawn = ((temperature > 0) & largest.isfinite()).nonzero().flatten().tolist()
-    cuts = torch.ones_like(temperature) if top_p is None else top_p
+    is_sound = largest.isfinite()
+    tokens = tokens.where(is_sound, -1)
+    drawn = [row for row, degree in enumerate(temperature.tolist()) if degree > 0]
     for row in drawn:
-        tokens[row] = _draw(logits[row], largest[row], temperature[row], float(cuts[row]), uniform[row])
+        if is_sound[row]:
+            cut = 1.0 if top_p is None else float(top_p[row])
+            tokens[row] = _draw(logits[row], largest[row], temperature[row], cut, uniform[row])
     return tokens
 
 
@@ -55,8 +57,7 @@ def _draw(
     if top_p < 1:
         weights = _cut(logits, weights, top_p)
     ends = weights.cumsum_(0)
-    token = torch.searchsorted(ends, uniform * ends[-1], right=True)
-    return torch.minimum(token, torch.searchsorted(ends, ends[-1]))
+    return torch.searchsorted(ends, uniform * ends[-1], right=True)
 
 
 def _cut(logits: Float[Tensor, "v"], weights: Float64[Tensor, "v"], top_p: float) -> Float64[Tensor, "v"]:

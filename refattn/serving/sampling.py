@@ -128,9 +128,8 @@ def _sample_row(logits: Float[Tensor, "v"], temperature: float, top_p: float, un
     if top_p < 1:
         weights = weights.where(_nucleus(logits, weights, top_p), 0.0)
     ends = weights.cumsum(0)  # [v], where each token ends on the line
-    token = torch.searchsorted(ends, uniform * ends[-1], right=True)  # the first that ends after the position
-    last = torch.searchsorted(ends, ends[-1])  # the product may be rounded up to the end of the line
-    return int(torch.minimum(token, last))
+    # The first that ends after the position: there is one, as a number below 1 times the last end is below it.
+    return int(torch.searchsorted(ends, uniform * ends[-1], right=True))
 
 
 def _nucleus(logits: Float[Tensor, "v"], weights: Float64[Tensor, "v"], top_p: float) -> Bool[Tensor, "v"]:
@@ -186,7 +185,8 @@ def _shift_right(x: Int64[Tensor, "b"], count: int) -> Int64[Tensor, "b"]:
 def settings_of(requests: Sequence[Sampled], ahead: Sequence[int] | None = None) -> Float64[Tensor, "3 b"]:
     """Return what `sample` needs besides the logits: the temperatures, the top-p and the random numbers.
 
-    Nothing here needs the logits, so a step may compute it while the model runs.
+    Nothing here needs the logits, so a step may compute it while the model runs. Where all rows are greedy, none needs
+    a random number, and all of them are 0.
 
     Args:
         requests: the request of each row; one may have several rows.
@@ -196,8 +196,11 @@ def settings_of(requests: Sequence[Sampled], ahead: Sequence[int] | None = None)
     places = [request.num_outputs for request in requests]
     if ahead is not None:
         places = [place + count for place, count in zip(places, ahead, strict=True)]
-    columns = [s.temperature for s in settings], [s.top_p for s in settings]
-    return torch.stack([*torch.tensor(columns, dtype=torch.float64), uniforms([s.seed for s in settings], places)])
+    columns = [s.temperature for s in settings], [s.top_p for s in settings], [0.0] * len(settings)
+    result = torch.tensor(columns, dtype=torch.float64)
+    if any(columns[0]):
+        result[2] = uniforms([s.seed for s in settings], places)
+    return result
 
 
 def choose(

@@ -11,6 +11,7 @@ from fastattn.serving import sampling as twin
 from refattn.serving import sampling as reference
 from refattn.serving.sampling import SamplingParams, choose, sample, settings_of, uniforms
 from tests.helpers import kernels_present  # noqa: F401 (quickens the interpreter)
+from tests.helpers.steps import record
 
 SMALLEST_STEP = 2.0**-53
 NEXT_TO_ONE = 1 - SMALLEST_STEP
@@ -145,14 +146,16 @@ def test_the_ends_of_what_can_be_drawn(draw):
 
 
 def test_of_equal_tokens_the_nucleus_has_those_with_lower_ids(draw):
-    """Of ten equal ones the first three reach 0.3; 0.0 and -0.0 are equal."""
-    logits = torch.zeros(4, 200)
+    """Of ten equal ones the first three reach 0.3; 0.0 and -0.0 are equal; and the second 1.0 is not needed."""
+    logits = torch.zeros(5, 200)
     logits[:, 10:] = -torch.inf
     logits[1, :10:2] *= -1.0
     logits[2] = logits[2].roll(60)  # across the blocks
     logits[3, 7] = 9.0
-    uniform, top_p = column(NEXT_TO_ONE, NEXT_TO_ONE, NEXT_TO_ONE, 0.0), column(0.3, 0.3, 0.5, 0.5)
-    assert draw(logits, torch.ones(4), top_p, uniform).tolist() == [2, 2, 64, 7]
+    logits[4, :3] = torch.tensor([1.0, 1.0, 2.0])
+    logits[4, 3:] = -torch.inf
+    uniform, top_p = column(NEXT_TO_ONE, NEXT_TO_ONE, NEXT_TO_ONE, 0.0, 0.5), column(0.3, 0.3, 0.5, 0.5, 0.7)
+    assert draw(logits, torch.ones(5), top_p, uniform).tolist() == [2, 2, 64, 7, 2]
 
 
 def test_rows_without_a_token(draw):
@@ -189,6 +192,7 @@ def rows_of(dtype, v, seed):
     b, chance = 12, torch.Generator().manual_seed(seed)
     logits = 4 * torch.randn(b, v, generator=chance)
     logits[::3] = logits[::3].round()  # ties
+    logits[0] -= 30  # none above 0
     is_masked = torch.rand(b, v, generator=chance) < 0.5
     is_masked[:, 0] = False
     logits[1::4] = logits[1::4].masked_fill(is_masked[1::4], -torch.inf)
@@ -232,6 +236,24 @@ def test_a_row_does_not_depend_on_the_batch(draw, dtype):
         for row in range(0, len(uniform), 97):
             among = draw(logits, column(0.0, 2.0, 0.7, 1.0, 0.3), top_ps, uniform[row].expand(5))
             assert among[2] == together[row]
+
+
+@pytest.mark.parametrize("cuts", [False, True], ids=["whole", "top-p"])
+def test_a_recorded_draw_follows_its_buffers(cuts, device):
+    """A graph that waits for nothing: rows turn from greedy ones to drawn ones and back, and from sound to faulty."""
+    steps = [rows_of(torch.float32, 130, seed) for seed in (1, 2)]
+    steps.append(tuple(x.flip(0) for x in steps[0]))
+    buffers = [x.to(device) for x in steps[0]]
+    if not cuts:
+        buffers[2] = None
+    replay = record(lambda: twin.sample(*buffers), device)
+    for step in steps:
+        for buffer, x in zip(buffers, step, strict=True):
+            if buffer is not None:
+                buffer.copy_(x)
+        logits, temperature, top_p, uniform = step
+        expected = sample(logits, temperature, top_p if cuts else None, uniform)
+        assert (replay().cpu() == expected)[uniform < NEXT_TO_ONE].all()
 
 
 # --- requests ---
