@@ -812,7 +812,9 @@ class EngineMachine(RuleBasedStateMachine):
         self.patches.setattr(refattn.serving.scheduler, "BlockPool", faulty_allocator_class(self.faults))
         choose = refattn.serving.engine.choose
         self.patches.setattr(
-            refattn.serving.engine, "choose", lambda *args: (self.faults.passed("sampler"), choose(*args))[1]
+            refattn.serving.engine,
+            "choose",
+            lambda *args, **how: (self.faults.passed("sampler"), choose(*args, **how))[1],
         )
         self.patches.setattr(fastattn.serving.cuda_graphs, "sample", self.sample)
         self.patches.setattr(refattn.serving.engine.logger, "disabled", True)

@@ -59,9 +59,9 @@ def engine_logits(model, monkeypatch, twin="refattn", **options):
     """Take the logits that the engine chooses the first tokens from."""
     rows = {}
 
-    def watch(choose, logits, requests):
+    def watch(choose, logits, requests, **how):
         rows.update(zip(requests, logits, strict=True))
-        return choose(logits, requests)
+        return choose(logits, requests, **how)
 
     with monkeypatch.context() as watched:
         watched.setattr(refattn.serving.engine, "choose", partial(watch, refattn.serving.engine.choose))

@@ -224,13 +224,13 @@ def test_a_request_whose_logits_are_not_finite_fails_alone(llama, twin, monkeypa
     """After tokens of the same step that were still right."""
     choose, seen = refattn.serving.engine.choose, []
 
-    def spoil(logits, requests, *ahead):
+    def spoil(logits, requests, *ahead, **how):
         seen.append(len(requests))
         if ahead and max(ahead[0]) >= 1:
             logits = logits.clone()
             last = max(range(len(requests)), key=lambda row: ahead[0][row])
             logits[last] = float("nan")
-        return choose(logits, requests, *ahead)
+        return choose(logits, requests, *ahead, **how)
 
     monkeypatch.setattr(refattn.serving.engine, "choose", spoil)
     engine = make_engine(llama, twin, speculation=CHAIN)
