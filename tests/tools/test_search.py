@@ -28,7 +28,7 @@ from refattn.conformance.search import (
 )
 from refattn.conformance.search.draw import normalized, smaller
 from refattn.conformance.search.loop import DTYPES
-from refattn.conformance.search.trial import REFERENCE
+from refattn.conformance.search.trial import REFERENCE, _OneAccumulator
 from refattn.conformance.workload import LARGEST
 from refattn.interface import AttentionOptions, Int8Scales
 from tests.helpers import by_hand
@@ -331,6 +331,48 @@ def test_a_batch_that_does_not_say_its_rows_may_be_refused_on_a_device_and_no_ot
     work = Workload("chunked_prefill", says_num_tokens=False)
     assert try_kernel(Truth(work, "meta"), twin, None).kind == "refused"
     assert try_kernel(Truth(work), twin, None).kind == "raw error"
+
+
+ONE_NUMBER = dict(path="mla_prefill", head_size=40, value_head_size=32, dtype="bfloat16", stored="e4m3", workspace=1)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        dict(block_size=64, seed=3946, softmax_scale=0.1),
+        dict(padding_rows=17, seed=2529, softmax_scale=2.0),
+        dict(lens=((1, 1), (1, 1)), block_size=64, seed=2684, cache_scale=3.0, softmax_scale=0.1),
+    ],
+    ids=["one-number", "one-number-and-padding", "two-numbers"],
+)
+def test_a_number_by_which_the_formula_is_right_by_chance_is_no_measure(more):
+    """Found on a GPU: a key is rounded, and the LSE of one key with it; the formula's errors happen to cancel."""
+    work = Workload(**{**ONE_NUMBER, **more})
+    assert try_kernel(Truth(work), command.twin([None]), None).kind == "right"
+
+    def prefill(*arguments, **more):
+        answer = REFERENCE["mla"].prefill(*arguments, **more)
+        return (answer[0], answer[1] + 0.5) if more.get("return_lse") else answer
+
+    modules = changed("mla", prefill=prefill)
+    assert try_kernel(Truth(work), Twin(lambda name: modules.get(name, REFERENCE[name])), None).kind == "wrong"
+
+
+def test_float32_may_be_added_up_in_any_order_and_not_in_fewer_bits():
+    """Found on a GPU: 576 products in one accumulator, by whose error times a score of 30 a weight is off."""
+    work = Workload("mla", ((2, 61),), (1, 1), 576, 512, 1, seed=31, stored="e5m2", cache_scale=3.0, softmax_scale=0.1)
+    right = REFERENCE["mla"].attention
+
+    def one_by_one(*arguments, **more):
+        with _OneAccumulator():
+            return right(*arguments, **more)
+
+    def in_tf32(query, *arguments, **more):
+        return right((query.view(torch.int32) & ~0x1FFF).view(torch.float32), *arguments, **more)
+
+    for attention, kind in ((one_by_one, "right"), (in_tf32, "wrong")):
+        modules = changed("mla", attention=attention)
+        assert try_kernel(Truth(work), Twin(lambda name, m=modules: m.get(name, REFERENCE[name])), None).kind == kind
 
 
 # --- the fast twin, and the generator ---
