@@ -19,20 +19,25 @@ from refattn import (
     context_parallel,
     dense,
     differential,
+    interval,
     kv_cache,
     local,
     merge,
     metadata,
     mla,
     quantized,
+    recurrent,
     sliding_window,
+    sparse,
     speculative,
+    state_cache,
 )
 from refattn.conformance.oracle import Answer
 from refattn.conformance.search import moves
-from refattn.conformance.search.inputs import Call, Modules, laid, lay_out, memory, moved
+from refattn.conformance.search.inputs import Call, Modules, laid, memory, moved
+from refattn.conformance.search.layout import lay_out
 from refattn.conformance.tolerance import WIDER, Distance, bound, distance
-from refattn.conformance.workload import MOVES, Workload
+from refattn.conformance.workload import Workload
 from refattn.interface import Batch
 from refattn.interface.ambient import computing_in
 
@@ -44,14 +49,18 @@ REFERENCE = {
         context_parallel,
         dense,
         differential,
+        interval,
         kv_cache,
         local,
         merge,
         metadata,
         mla,
         quantized,
+        recurrent,
         sliding_window,
+        sparse,
         speculative,
+        state_cache,
     )
 }
 FAULTS = ("wrong", "raw error", "crash", "hang")
@@ -161,13 +170,12 @@ class Truth:
         """
         assert not isinstance(self.low, str)
         answers = [self.low]
-        if self.work.dtype == "float32":
+        if self.work.dtype == "float32" or self.work.operation == "scores":
             with _OneAccumulator():
                 answers.append(self._by_formula())
-        rows = ~self.expected.free
 
         def errors(right: Tensor, lows: Iterable[Tensor]) -> Distance:
-            known = (_finite(right[rows], low[rows]) for low in lows)
+            known = (_finite(self._said(right), self._said(low)) for low in lows)
             return _largest(distance(low, right) for right, low in known)
 
         of_out, of_lse = zip(*answers, strict=True)
@@ -194,10 +202,11 @@ class Truth:
         """What is wrong with the reference in a wider type, by the oracle: nothing, one hopes."""
         wide = WIDER[getattr(torch, self.work.dtype)]
         out, lse = self._by_reference(wide)
-        exact = wide == torch.float64 and self.work.path != "merge"  # whose LSE stay float32
-        rows, loose = ~self.expected.free, 1e-9 if exact else 1e-4
-        for name, one, other in (("out", out, self.expected.out), ("lse", lse, self.expected.lse)):
-            if not torch.allclose(one[rows].double(), other[rows], rtol=loose, atol=100 * loose, equal_nan=True):
+        in_float32 = self.work.path in ("merge", "recurrent") or self.work.operation == "scores"  # LSE, states, scores
+        loose = 1e-9 if wide == torch.float64 and not in_float32 else 1e-4
+        for name, one, right in zip(self.call.answers, (out, lse), self.expected[:2], strict=True):
+            one, right = self._said(one), self._said(right)
+            if not torch.allclose(one.double(), right, rtol=loose, atol=100 * loose, equal_nan=True):
                 return f"the reference and the oracle differ in {name}"
         return ""
 
@@ -213,6 +222,10 @@ class Truth:
     def _more_errors_of(self, i: int) -> Distance:
         return self.more_errors[i]
 
+    def _said(self, answer: Tensor) -> Tensor:
+        """Return the rows of an answer about which something is said."""
+        return answer[~self.expected.free] if len(self.expected.free) else answer
+
     def judge(self, out: Tensor, lse: Tensor, *, nan_too: bool = True) -> None:
         """Hold an answer to the oracle by the one tolerance; without `nan_too`, not the rows that have to be NaN.
 
@@ -222,18 +235,17 @@ class Truth:
             _WrongError: saying what is off.
         """
         assert not isinstance(self.low, str)
-        if lse.dtype != torch.float32:
+        if self.call.answers[1] == "lse" and lse.dtype != torch.float32:
             raise _WrongError(f"lse: expected float32, got {lse.dtype}")
-        names = enumerate(("out", "lse"))
-        for (i, name), one, right, low in zip(
-            names, (out, lse), (self.expected.out, self.expected.lse), self.low, strict=True
-        ):
+        names = enumerate(self.call.answers)
+        for (i, name), one, right, low in zip(names, (out, lse), self.expected[:2], self.low, strict=True):
             if one.shape != right.shape:
                 raise _WrongError(f"{name}: expected shape {list(right.shape)}, got {list(one.shape)}")
-            rows = ~self.expected.free
+            one, right, low = (self._said(x) for x in (one.cpu(), right, low))
             if not nan_too:
-                rows &= ~self.expected.out.isnan().flatten(1).any(1) & ~self.expected.lse.isnan().any(1)
-            _compare(name, one.cpu()[rows], right[rows], low[rows], partial(self._more_errors_of, i))
+                known = ~self._said(self.expected.out.flatten(1).isnan().any(1) | self.expected.lse.isnan().any(1))
+                one, right, low = one[known], right[known], low[known]
+            _compare(name, one, right, low, partial(self._more_errors_of, i))
 
 
 class _OneAccumulator(TorchDispatchMode):
@@ -325,7 +337,7 @@ def _try_once(truth: Truth, twin: Twin, kernel: str | None) -> tuple[Outcome, fl
     work, device, chosen, known = truth.work, truth.device, [], ""
     try:
         with twin.asking(kernel) as chosen:
-            if work.path in MOVES:
+            if work.is_exact:
                 moves.check(work, twin.modules, device)
             else:
                 known = _attend(truth, twin, chosen)
@@ -337,7 +349,7 @@ def _try_once(truth: Truth, twin: Twin, kernel: str | None) -> tuple[Outcome, fl
         if is_fatal(error):
             raise
         return _judge_error(error, truth, device), float("inf")
-    is_checked = work.path not in MOVES and device == "cpu" and not work.seed % CHECKED
+    is_checked = not work.is_exact and device == "cpu" and not work.seed % CHECKED
     if is_checked and truth.of_reference:
         return Outcome("wrong", truth.of_reference), float("inf")
     return Outcome("exception" if known else "right", known, tuple(dict.fromkeys(chosen))), 0.0
@@ -357,7 +369,7 @@ def _judge_error(error: Exception, truth: Truth, device: str) -> Outcome:
         return Outcome("refused", reason_of(error))
     if "num_tokens" in str(error) and not truth.work.says_num_tokens and device != "cpu":  # there it is not known
         return Outcome("refused", normal(str(error)))
-    if truth.work.path not in MOVES and isinstance(truth.low, str):
+    if not truth.work.is_exact and isinstance(truth.low, str):
         return Outcome("refused", f"by both twins: {normal(truth.low)}")
     return Outcome("raw error", f"good input is refused: {says}")
 
@@ -418,7 +430,7 @@ def _attend(truth: Truth, twin: Twin, chosen: list[str]) -> str:
             raise
         truth.judge(out, lse, nan_too=False)
 
-    if work.path != "merge" and work.seed % 2 == 0:
+    if work.path != "merge" and (work.seed % 2 == 0 or not call.takes_out):
         other = lay_out(work, layer=1)
         second = moved({**other.tensors, "batch": None}, device) | {n: x for n, x in first.items() if "batch" in n}
         reused = call.run(modules, plan, second, return_lse=True)
