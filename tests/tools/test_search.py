@@ -232,6 +232,115 @@ def a_position_below_0():
     return "metadata", changed("metadata", positions=positions)
 
 
+def an_interval_that_ends_a_key_early():
+    def plan(batch, *, last_visible, **planned):
+        last = torch.where(last_visible > 0, last_visible - 1, last_visible)
+        return REFERENCE["interval"].plan(batch, last_visible=last, **planned)
+
+    return "interval", changed("interval", plan=plan)
+
+
+def a_first_key_that_wraps():
+    def plan(batch, *, first_visible, **planned):
+        return REFERENCE["interval"].plan(batch, first_visible=first_visible & LARGEST, **planned)
+
+    return "interval", changed("interval", plan=plan)
+
+
+def a_key_that_is_listed_twice_and_counts_once():
+    def plan(batch, *, positions, **planned):
+        once = positions.clone()
+        for row in once:
+            for column, j in enumerate(row.tolist()):
+                row[column] = -1 if j in row[:column].tolist() else j
+        return REFERENCE["sparse"].plan(batch, positions=once, **planned)
+
+    return "sparse", changed("sparse", plan=plan)
+
+
+def of_equal_scores_the_last():
+    def select(scores, topk):
+        s = scores.shape[1]
+        mirrored = REFERENCE["sparse"].select(scores.flip(1), topk)
+        turned = torch.where(mirrored >= 0, s - 1 - mirrored, s)
+        selected = turned.sort(1).values
+        return selected.masked_fill(selected == s, -1)
+
+    return "sparse", changed("sparse", select=select)
+
+
+def scores_of_later_keys():
+    def scores(query, weights, pool, plan):
+        left, right = plan.window
+        return REFERENCE["sparse"].scores(query, weights, pool, replace(plan, causal=False, window_size=(left, -1)))
+
+    return "sparse", changed("sparse", scores=scores)
+
+
+def an_index_scale_twice_as_large():
+    def write(key, pool, slots):
+        REFERENCE["sparse"].write(key * (2 if pool.dtype == torch.uint8 else 1), pool, slots)
+
+    return "sparse", changed("sparse", write=write)
+
+
+def the_state_of_a_rejected_draft():
+    def plan(batch, *, num_accepted=None, **tables):
+        return REFERENCE["recurrent"].plan(batch, **tables, num_accepted=None)
+
+    return "recurrent", changed("recurrent", plan=plan)
+
+
+def a_checkpoint_that_is_not_kept():
+    def plan(batch, *, checkpoint_indices=None, **tables):
+        if checkpoint_indices is not None:
+            checkpoint_indices = checkpoint_indices.masked_fill(checkpoint_indices >= 0, -1)
+        return REFERENCE["recurrent"].plan(batch, checkpoint_indices=checkpoint_indices, **tables)
+
+    return "recurrent", changed("recurrent", plan=plan)
+
+
+def a_decay_after_the_write():
+    def attention(query, key, value, log_decay, beta, states, plan, options, **more):
+        later = torch.cat([log_decay[1:], log_decay[:1]])
+        return REFERENCE["recurrent"].attention(query, key, value, later, beta, states, plan, options, **more)
+
+    return "recurrent", changed("recurrent", attention=attention)
+
+
+def a_byte_after_the_states():
+    def attention(*arguments, **more):
+        out, states = REFERENCE["recurrent"].attention(*arguments, **more), arguments[5]
+        states.untyped_storage()[-1] = 1
+        return out
+
+    return "recurrent", changed("recurrent", attention=attention)
+
+
+def a_convolution_that_forgets_what_was_before():
+    def convolve(inputs, weight, states, plan, **more):
+        nothing = torch.zeros_like(plan.has_initial_state)
+        return REFERENCE["recurrent"].convolve(inputs, weight, states, replace(plan, has_initial_state=nothing), **more)
+
+    return "recurrent", changed("recurrent", convolve=convolve)
+
+
+def copies_of_states_one_after_the_other():
+    def copy(pools, pairs):
+        for pair in pairs.split(1):
+            REFERENCE["state_cache"].copy(pools, pair)
+
+    return "state_cache", changed("state_cache", copy=copy)
+
+
+def the_slot_after_the_last_accepted_one():
+    def accepted_slots(state_indices, num_accepted):
+        later = torch.minimum(num_accepted + 1, torch.tensor(state_indices.shape[1])).int()
+        return REFERENCE["state_cache"].accepted_slots(state_indices, torch.where(state_indices[:, 0] >= 0, later, 1))
+
+    return "state_cache", changed("state_cache", accepted_slots=accepted_slots)
+
+
 MISTAKES = [
     a_window_one_too_wide,
     a_window_near_the_largest_number_that_overflows,
@@ -246,6 +355,19 @@ MISTAKES = [
     a_tree_whose_siblings_see_one_another,
     an_error_that_torch_raises,
     a_position_below_0,
+    an_interval_that_ends_a_key_early,
+    a_first_key_that_wraps,
+    a_key_that_is_listed_twice_and_counts_once,
+    of_equal_scores_the_last,
+    scores_of_later_keys,
+    an_index_scale_twice_as_large,
+    the_state_of_a_rejected_draft,
+    a_checkpoint_that_is_not_kept,
+    a_decay_after_the_write,
+    a_byte_after_the_states,
+    a_convolution_that_forgets_what_was_before,
+    copies_of_states_one_after_the_other,
+    the_slot_after_the_last_accepted_one,
 ]
 
 

@@ -212,18 +212,18 @@ def draw(random: Random, path: str, palette: Palette, *, longest: int = 4097) ->
         ranks=palette.ranks,
         interleave=random.choice((1, 1, 2, 3, palette.block_size)),
         parts=random.choice(palette.parts),
-        intervals=random.choice(INTERVALS),
-        topk=random.choice((1, 3, 8, 40, 64)),
-        slots=random.choice(SLOTS),
-        state_dtype=palette.state_dtype,
-        delta=palette.delta,
-        per_channel=palette.per_channel,
         softmax_scale=random.choice((1.0, 0.05, 0.3, -0.3, 0.0, 2.0)) if "scale" in has else None,
         softcap=random.choice((1.0, 0.1, 5.0, 50.0)) if "softcap" in has else 0.0,
         alibi=palette.alibi if has & {"alibi", "alibi_sqrt"} else "",
         alibi_sqrt="alibi_sqrt" in has,
         sinks=random.choice(("small", "large", "mixed")) if "sinks" in has else "",
         batch_invariant="batch_invariant" in has,
+        intervals=random.choice(INTERVALS),
+        topk=random.choice((1, 3, 8, 40, 64)),
+        slots=random.choice(SLOTS),
+        state_dtype=palette.state_dtype,
+        delta=palette.delta,
+        per_channel=palette.per_channel,
     )
     if work.plan_path == "speculative" or work.operation in ("compact", "trees", "accept"):
         work = _drafting(random, work)
@@ -413,8 +413,9 @@ def _of_selection(work: Workload) -> dict[str, Any]:
     if "attention" in work.operation:
         are_latents = work.heads[1] == 1 and work.value_size < work.head_size
         return dict(operation="latent_attention" if are_latents else "attention")
-    of_pool = dict(stored="numbers" if work.stored == "numbers" else "e4m3", pool="NHD")
-    return dict(value_head_size=0, **(of_pool if work.operation in ("scores", "write_index") else {}))
+    if work.operation in ("scores", "write_index"):
+        return dict(stored="numbers" if work.stored == "numbers" else "e4m3", pool="NHD")
+    return {}
 
 
 # --- making smaller ---

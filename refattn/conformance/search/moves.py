@@ -337,7 +337,7 @@ def _copy_states(work: Workload, modules: Modules, device: str) -> None:
 
 def _write_index(work: Workload, modules: Modules, device: str) -> None:
     slots, num_blocks = _new_slots(work)
-    g, p, size = _generator(work), work.block_size, -(-work.head_size // 4) * 4
+    g, p, size = _generator(work), work.block_size, min(256, -(-work.head_size // 4) * 4)
     rows = torch.randn(len(slots), 1, size, generator=g) * 10.0 ** (work.seed % 7 - 3)
     key = laid(rows.to(_dtype(work)), _rows_kind(work))[:, 0]
     codes = work.stored != "numbers"

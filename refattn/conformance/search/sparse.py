@@ -134,7 +134,7 @@ def index_keys(work: Workload, generator: torch.Generator, num_blocks: int, hidd
 
 def index_size(work: Workload) -> int:
     """Return the elements of an index key: a multiple of 4, as the scales in a pool of bytes are aligned."""
-    return -(-work.head_size // 4) * 4
+    return min(256, -(-work.head_size // 4) * 4)
 
 
 def _scores(work: Workload, generator: torch.Generator) -> Call:
