@@ -28,7 +28,7 @@ from refattn.conformance.search import (
 )
 from refattn.conformance.search.draw import normalized, smaller
 from refattn.conformance.search.loop import DTYPES
-from refattn.conformance.search.trial import REFERENCE, _OneAccumulator
+from refattn.conformance.search.trial import REFERENCE, OneAccumulator
 from refattn.conformance.workload import LARGEST
 from refattn.interface import AttentionOptions, Int8Scales
 from tests.helpers import by_hand
@@ -486,7 +486,7 @@ def test_float32_may_be_added_up_in_any_order_and_not_in_fewer_bits():
     right = REFERENCE["mla"].attention
 
     def one_by_one(*arguments, **more):
-        with _OneAccumulator():
+        with OneAccumulator():
             return right(*arguments, **more)
 
     def in_tf32(query, *arguments, **more):

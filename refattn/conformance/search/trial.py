@@ -163,15 +163,15 @@ class Truth:
         """Return how far the formula in the type of the query is from the oracle, in outputs and in LSEs, at most.
 
         In float32 it is so in either of two orders of its sums: that of the device, and one product after the other
-        into one accumulator, as a kernel's loop over a head adds up. Each of the `n` sums of a score is rounded by up
-        to `u = 2**-24` of what is summed so far. Where that grows evenly to a score `s`, the errors add up to about
-        `0.6 * u * |s| * sqrt(n / 3)`: with 576 elements and a score of 30 to 1.5e-5, and so much is the weight of its
-        key off. Who adds up in blocks of 64, as a library does, has a third of it.
+        into one accumulator, as a kernel's loop over a head adds up. Each of the `n` sums of a score is rounded by at
+        most `u = 2**-24` of what is summed so far, by `u / sqrt(3)` as a root mean square. Where that grows evenly to a
+        score `s`, the errors add up to `u / sqrt(3) * |s| * sqrt(n / 3)`: with 576 elements and a score of 30 to
+        1.4e-5, and so much is the weight of its key off. Who adds up in blocks of 64, as a library does, has a third.
         """
         assert not isinstance(self.low, str)
         answers = [self.low]
         if self.work.dtype == "float32" or self.work.operation == "scores":
-            with _OneAccumulator():
+            with OneAccumulator():
                 answers.append(self._by_formula())
 
         def errors(right: Tensor, lows: Iterable[Tensor]) -> Distance:
@@ -248,7 +248,7 @@ class Truth:
             _compare(name, one, right, low, partial(self._more_errors_of, i))
 
 
-class _OneAccumulator(TorchDispatchMode):
+class OneAccumulator(TorchDispatchMode):
     """Add the products of matrices up one after the other, each sum rounded."""
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
