@@ -8,7 +8,7 @@ from jaxtyping import Int32, Int64, Shaped
 from torch import Tensor
 
 from fastattn.kernels import dispatch
-from fastattn.kernels.problem import as_bytes
+from fastattn.kernels.problem import as_bytes, as_integers
 from refattn.interface.ambient import refuse_gradients
 from refattn.interface.values import check_memory, check_sizes, rows_with_slots
 from refattn.interface.writes import check_block_pairs, check_gather, check_slots
@@ -123,7 +123,7 @@ def swap_blocks(
     check_block_pairs(sources, destinations, pairs)
     refuse_gradients(dispatch.NO_BACKWARD, sources=sources, destinations=destinations)
     for source, destination in zip(sources, destinations, strict=True):
-        _copy(as_bytes(source), as_bytes(destination), pairs)
+        _copy(as_integers(source), as_integers(destination), pairs)
 
 
 def _copy(source: Tensor, destination: Tensor, pairs: Tensor) -> None:

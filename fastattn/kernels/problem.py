@@ -212,6 +212,15 @@ def as_bytes(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.element_size() == 1 else x
 
 
+def as_integers(x: Tensor) -> Tensor:
+    """Return elements as integers of their size, which share their memory: so operations of torch move them to the bit.
+
+    With deterministic algorithms a GPU puts rows of float16 and bfloat16 into a tensor by way of float32, which gives a
+    NaN other bits; and it puts no fp8 anywhere.
+    """
+    return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+
+
 def key_starts(plan: Plan) -> Int32[Tensor, "_"]:
     """Return where the keys of each sequence begin in rows: from the memo of the plan, or summed from the lengths.
 

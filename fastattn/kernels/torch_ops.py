@@ -11,7 +11,7 @@ from jaxtyping import Float, Int32, Int64, Shaped
 from torch import Tensor
 
 from fastattn.kernels.kernel import Kernel
-from fastattn.kernels.problem import Problem, as_bytes, places
+from fastattn.kernels.problem import Problem, as_integers, places
 from refattn.interface import Accepted, Batch, Trees
 
 
@@ -90,7 +90,7 @@ def write(
     slot_mapping: Int64[Tensor, "t"],
 ) -> None:
     """Write new tokens into the pool; see `fastattn.kv_cache.write`."""
-    key, value, key_cache, value_cache = (as_bytes(x) for x in (key, value, key_cache, value_cache))
+    key, value, key_cache, value_cache = (as_integers(x) for x in (key, value, key_cache, value_cache))
     if slot_mapping.numel() and int(slot_mapping.min()) < 0:
         real = slot_mapping >= 0
         key, value, slot_mapping = key[real], value[real], slot_mapping[real]
@@ -104,7 +104,7 @@ def write(
 
 def copy_blocks(cache: Shaped[Tensor, "n ..."], pairs: Int64[Tensor, "k 2"]) -> None:
     """Copy blocks inside a pool; see `fastattn.kv_cache.copy_blocks`."""
-    cache = as_bytes(cache)
+    cache = as_integers(cache)
     blocks = cache.index_select(0, pairs[:, 0].to(cache.device))
     cache.index_copy_(0, pairs[:, 1].to(cache.device), blocks)
 
@@ -112,7 +112,7 @@ def copy_blocks(cache: Shaped[Tensor, "n ..."], pairs: Int64[Tensor, "k 2"]) -> 
 def compact(cache: Shaped[Tensor, "n p ..."], batch: Batch, trees: Trees, accepted: Accepted, block_size: int) -> None:
     """Move accepted nodes to the first slots of their trees; see `fastattn.speculative.compact`."""
     assert batch.block_table is not None  # the path has checked it
-    cache = as_bytes(cache)
+    cache = as_integers(cache)
     target = torch.arange(trees.max_len, device=batch.device)
     sequence, target = ((target < accepted.lens[:, None]) & (accepted.nodes != target)).nonzero(as_tuple=True)
     first = (batch.seq_lens - trees.lens)[sequence]

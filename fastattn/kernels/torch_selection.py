@@ -9,6 +9,7 @@ from jaxtyping import Float, Float32, Int32, Int64, Shaped
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fastattn.kernels.problem import as_integers
 from refattn.interface import Plan
 from refattn.interface.selection import INDEX_FORMAT, SCALE_BYTES, SMALLEST, holds_codes, index_size_of
 
@@ -25,7 +26,7 @@ def write_index(
     key, slot_mapping = key[written], slot_mapping[written]
     blocks, rows = slot_mapping // index_cache.shape[1], slot_mapping % index_cache.shape[1]
     if not holds_codes(index_cache):
-        index_cache[blocks, rows] = key
+        as_integers(index_cache)[blocks, rows] = as_integers(key)
         return
     codes, scales = _parts(index_cache)
     numbers = key.float()

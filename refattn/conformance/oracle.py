@@ -25,7 +25,7 @@ class Answer(NamedTuple):
     Attributes:
         out: the outputs `[t, h, dv]`.
         lse: the log-sum-exps `[t, h]`.
-        free: rows `[t]` about which nothing is said, as a NaN lies in another row's sight.
+        free: rows `[t]` about which nothing is said, as a NaN lies in another row's sight; empty for none.
     """
 
     out: Tensor

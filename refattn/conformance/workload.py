@@ -28,13 +28,16 @@ ATTENTION = (
     "mla",
     "mla_prefill",
     "context_parallel",
+    "interval",
+    "sparse",
+    "recurrent",
 )
-MOVES = ("kv_cache", "metadata")  # what moves data, and what makes tables: right to the bit
+MOVES = ("kv_cache", "metadata", "state_cache")  # what moves data, and what makes tables: right to the bit
 PATHS = (*ATTENTION, "merge", *MOVES)
 
 PLANS = {  # the plans that a path's attention takes
-    "quantized": ("chunked_prefill", "sliding_window", "local", "cascade", "speculative"),
-    "mla": ("chunked_prefill", "speculative"),
+    "quantized": ("chunked_prefill", "sliding_window", "local", "cascade", "speculative", "interval"),
+    "mla": ("chunked_prefill", "speculative", "interval"),
 }
 OPERATIONS = {
     "kv_cache": (
@@ -48,7 +51,11 @@ OPERATIONS = {
         "gather",
     ),
     "metadata": ("positions", "slot_mapping", "advance", "block_table_from_slots", "ranks", "trees", "accept"),
+    "sparse": ("attention", "latent_attention", "scores", "select", "slots", "write_index"),
+    "recurrent": ("attention", "attention", "convolve"),
+    "state_cache": ("copy", "accepted_slots"),
 }
+EXACT = ("select", "slots", "write_index")  # what moves data or makes tables on a path of attention
 STORED = ("numbers", "e4m3", "e5m2", "int8", "int8-keys")
 POOLS = ("NHD", "HND", "padded", "every-other", "offset", "expanded")
 ROWS = ("plain", "padded", "every-other", "offset", "heads-last", "expanded", "expanded-size")
@@ -56,6 +63,8 @@ TABLES = ("plain", "tight", "every-other", "transposed")
 OUTS = ("new", "contiguous", "padded", "every-other")
 POISON = ("mixed", "nan", "finite", "none")
 NANS = ("", "key", "value")
+INTERVALS = ("any", "spans", "prefix")
+SLOTS = ("one", "drafts", "checkpoints", "both")
 
 
 @dataclass(frozen=True, repr=False)
@@ -98,6 +107,12 @@ class Workload:
         ranks: that share each sequence.
         interleave: tokens of a run on one rank.
         parts: how many answers are merged.
+        intervals: of keys that queries see: any, those of images, those of a prefix; one of `INTERVALS`.
+        topk: keys that are selected for a query, at most.
+        slots: of states: one per sequence, one per draft, one per block that ends, or both; one of `SLOTS`.
+        state_dtype: of the states.
+        delta: whether a layer with states has the delta rule.
+        per_channel: whether it has a decay per key channel.
         softmax_scale: None for the default.
         softcap: 0 for none.
         alibi: type of the slopes; "" for none.
@@ -141,6 +156,12 @@ class Workload:
     ranks: int = 2
     interleave: int = 1
     parts: int = 2
+    intervals: str = "any"
+    topk: int = 8
+    slots: str = "one"
+    state_dtype: str = "float32"
+    delta: bool = True
+    per_channel: bool = False
     softmax_scale: float | None = None
     softcap: float = 0.0
     alibi: str = ""
@@ -157,6 +178,11 @@ class Workload:
         default = {of.name: of.default for of in fields(self)}
         shown = [f"{name}={value!r}" for name, value in said.items() if name == "lens" or value != default[name]]
         return f"{type(self).__name__}({', '.join([repr(first), *shown])})"
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it moves data or makes tables, and is right to the bit or wrong."""
+        return self.path in MOVES or (self.path == "sparse" and self.operation in EXACT)
 
     @property
     def plan_path(self) -> str:
@@ -237,6 +263,9 @@ class Workload:
         A query sees all keys in between, and none where the first is after the last. Of trees it is that of a chain.
         """
         q, s = self.lens[i]
+        if self.plan_path == "interval":
+            first, last = torch.tensor(self.interval_rows(i), dtype=torch.int64).view(q, 2).unbind(1)
+            return first.clamp(min=0), last.clamp(max=s - 1)
         at = torch.arange(s - q, s)
         left, right = self.window
         first = torch.zeros_like(at) if left < 0 else at - left
@@ -247,6 +276,27 @@ class Workload:
             begin = at.div(self.chunk, rounding_mode="floor") * self.chunk
             first, last = torch.maximum(first, begin), torch.minimum(last, begin + self.chunk - 1)
         return first.clamp(min=0), last.clamp(max=s - 1)
+
+    def interval_rows(self, i: int) -> list[tuple[int, int]]:
+        """Return the first and the last key that each query of a sequence sees, as they are written."""
+        (q, s), chosen = self.lens[i], Random(f"{self.seed}/intervals/{i}")
+        if self.intervals == "any":
+            return [
+                (
+                    chosen.choice((-LARGEST - 1, -3, 0, chosen.randint(0, s), chosen.randint(0, s), LARGEST)),
+                    chosen.choice((s - 1, s - 1, chosen.randint(-1, s - 1), chosen.randint(-1, s - 1), -LARGEST - 1)),
+                )
+                for _ in range(q)
+            ]
+        ends = sorted(chosen.sample(range(s), min(s, 4)))
+        spans = (
+            [(0, ends[0])] if self.intervals == "prefix" and ends else list(zip(ends[::2], ends[1::2], strict=False))
+        )
+        rows = []
+        for at in range(s - q, s):  # a query sees what is before it, itself, and all of its span
+            reaches = [last for first, last in spans if first <= at <= last or self.intervals == "prefix"]
+            rows.append((0, max([at, *reaches])))
+        return rows
 
     def as_line(self) -> str:
         """Write it as one line of JSON: what differs from the defaults."""

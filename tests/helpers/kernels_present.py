@@ -32,7 +32,7 @@ def has_to_compute(name: str, problem: Problem) -> bool:
         problem = expanded(problem)
     over_pages = problem.block_size is not None
     sizes = {problem.head_size, problem.value_head_size}
-    if problem.dtype not in HALVES or problem.positions or not problem.aligned:
+    if problem.dtype not in HALVES or problem.positions or problem.intervals or not problem.aligned:
         return False
     can_be_padded = len(sizes) == 1 or (not over_pages and problem.value_head_size < problem.head_size)
     if name == "fa4":
@@ -54,7 +54,9 @@ def has_to_compute(name: str, problem: Problem) -> bool:
 
 def has_to_attend_to_latents(name: str, problem: Problem) -> bool:
     """Whether a FlashAttention or FlashMLA may not refuse latents: those of DeepSeek's size, and no option but few."""
-    if problem.dtype not in HALVES or problem.positions or not problem.aligned or problem.stored is not None:
+    if problem.dtype not in HALVES or not problem.aligned or problem.stored is not None:
+        return False
+    if problem.positions or problem.intervals:
         return False
     if (problem.head_size, problem.value_head_size) != (576, 512) or problem.alibi or problem.batch_invariant:
         return False

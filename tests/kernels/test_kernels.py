@@ -501,7 +501,7 @@ def test_what_all_kernels_share_imports_no_kernel():
         "torch_ops.py": ("refattn.interface", "fastattn.kernels.kernel", "fastattn.kernels.problem"),
         "torch_recurrent.py": ("refattn.interface",),
         "torch_sampling.py": (),
-        "torch_selection.py": ("refattn.interface",),
+        "torch_selection.py": ("refattn.interface", "fastattn.kernels.problem"),
         "plain.py": (
             "refattn.interface",
             "fastattn.kernels.kernel",
@@ -811,6 +811,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(dispatch, "num_multiprocessors", lambda device: 132)
     monkeypatch.setattr(fa2, "_refusal", lambda *asked: None)
     monkeypatch.setattr(fa3, "_find_library", lambda: None)
+    monkeypatch.setattr(fa3, "LIBRARY", "_no_such_library")  # a test before may have loaded it into this process
     for module in (triton, fa4, fa3, flash_mla, fa2, torch_flash):
         monkeypatch.setattr(module, "capability", lambda device: (9, 0))
     remembered = (devices.cannot_import, fa3._cannot_load, flash_mla._cannot_load)

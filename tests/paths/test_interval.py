@@ -26,7 +26,7 @@ from fastattn.kernels.problem import Problem
 from refattn.interface import AttentionOptions, CascadePlan, Intervals, Plan, TreePlan
 from tests.helpers.batches import CASES, HARMLESS, POISON, Case, attend, build, ragged_cases, read_masks
 from tests.helpers.kernels_present import each_kernel
-from tests.helpers.tolerance import assert_twins_agree
+from tests.helpers.tolerance import assert_matches_reference, assert_twins_agree
 
 TWINS = [refattn.interval, fastattn.interval]
 each_twin = pytest.mark.parametrize("twin", TWINS, ids=["ref", "fast"])
@@ -332,13 +332,17 @@ def test_numbers_at_the_ends_of_int32_and_levels_of_a_cascade(kernel, device):
         Plan(own, 16, False, first_keys=torch.full_like(lens, 32), **of_rows),
     )
     cut = CascadePlan(inputs.batch, levels)
-    expected = refattn.interval.attention(*inputs.tensors[:3], whole)
-    torch.testing.assert_close(refattn.cascade.attention(*inputs.tensors[:3], cut), expected)
+    tensors = inputs.tensors[:3]
+    wide = [x.float() for x in tensors]
+    torch.testing.assert_close(refattn.cascade.attention(*wide, cut), refattn.interval.attention(*wide, whole))
 
     def hold():
-        for path, plan in ((fastattn.interval, whole), (fastattn.cascade, cut)):
-            out = path.attention(*inputs.tensors[:3], plan)
-            torch.testing.assert_close(out, expected, rtol=2e-3, atol=2e-3)
+        for twin, reference, plan in (
+            (fastattn.interval, refattn.interval, whole),
+            (fastattn.cascade, refattn.cascade, cut),
+        ):
+            answer = twin.attention(*tensors, plan, return_lse=True)
+            assert_matches_reference(*answer, reference.attention, *tensors, plan)
 
     with kernel.asked_for():
         kernel.check(hold)

@@ -9,10 +9,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastattn
 import fastattn.chunked_prefill
 import fastattn.kv_cache
+import fastattn.sparse
 import fastattn.speculative
 import refattn.chunked_prefill
 import refattn.kv_cache
@@ -483,3 +485,39 @@ def test_pools_of_fp8_of_any_shape_are_copied_and_swapped(twin, shape, kind, dev
             assert torch.equal(on_host(out), rows[[3, 5]])
             rows[[5, 0, 2]] = rows[[3, 5, 5]]
             assert torch.equal(on_host(pool), rows)
+
+
+class PutByWayOfFloat32(TorchDispatchMode):
+    """Puts rows somewhere as a GPU does with deterministic algorithms: a NaN of 16 bits comes out with other bits."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        *args, last = args
+        puts = function in (torch.ops.aten.index_put_.default, torch.ops.aten.index_copy_.default)
+        if puts and last.is_floating_point() and last.itemsize == 2:
+            other = torch.full_like(last, 0x7FFF, dtype=torch.int16).view(last.dtype)
+            last = torch.where(last.isnan(), other, last)
+        return function(*args, last, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_what_plain_torch_moves_keeps_its_bits(dtype):
+    """Written, copied, swapped and compacted, and as index keys; both layouts."""
+    tokens = torch.arange(0x7F81, 0x7F81 + 2 * 2 * 8, dtype=torch.int16).view(dtype).view(2, 2, 8).clone()
+    tokens[0, 0] = -0.0
+    drafts = make_batch([3], [6], [[4, 2]]), fastattn.speculative.make_trees([(-1, 0, 0)])
+    accepted = Accepted(*(torch.tensor(x, dtype=torch.int32) for x in ([[0, 2, -1]], [2])), torch.tensor([7]))
+    ints = partial(torch.tensor, dtype=torch.int64)
+    for layout in ("NHD", "HND"):
+        pools = fastattn.kv_cache.allocate(6, 4, 2, 8, layout=layout, dtype=dtype)
+        host = [torch.zeros_like(pool) for pool in pools]
+        index = fastattn.sparse.allocate(2, 4, index_size=8, dtype=dtype)
+        with PutByWayOfFloat32(), fastattn.use_kernel("torch"):
+            fastattn.kv_cache.write(tokens, tokens, *pools, ints([11, 9]))
+            fastattn.sparse.write(tokens[1], index, ints([3, 4]))
+            fastattn.kv_cache.copy_blocks(pools, ints([[2, 1]]))
+            fastattn.kv_cache.swap_blocks(pools, host, ints([[1, 0]]))
+            fastattn.speculative.compact(pools, *drafts, accepted, block_size=4)
+        for pool, out in zip(pools, host, strict=True):
+            assert all(torch.equal(bits(x), bits(tokens[0])) for x in (pool[2, 3], pool[1, 3], out[0, 3]))
+            assert torch.equal(bits(pool[2, 0]), bits(tokens[1]))
+        assert torch.equal(bits(index[0, 3]), bits(tokens[1, 0])) and torch.equal(bits(index[1, 0]), bits(tokens[1, 1]))

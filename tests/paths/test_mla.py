@@ -477,7 +477,8 @@ def test_the_memory_of_a_prefill_does_not_grow_with_its_context(kernel, device):
     for chunks in (2, 6) if kernel.is_interpreted else (2, 16):
         case = Case("long", ((new, new + 16 * chunks),), heads=(4, 1), block_size=16)
         given = Latents(case, dtype=kernel.dtypes[0], device=device, sizes=sizes)
-        plan = fastattn.mla.plan_prefill(given.batch, block_size=16, workspace=16)
+        longest = 16 * chunks  # which a device is not asked for
+        plan = fastattn.mla.plan_prefill(given.batch, block_size=16, workspace=16, max_context_len=longest)
         assert len(plan.chunks) == chunks
         tensors = given.query, *given.new.split([sizes.rank, sizes.rope], dim=1), given.cache
         options = AttentionOptions(softmax_scale=SCALE)

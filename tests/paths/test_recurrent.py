@@ -92,8 +92,10 @@ def test_equals_the_gated_delta_rule_of_transformers():
     step.log_decay.clamp_(min=-5)  # theirs subtracts sums of logarithms
     initial = states[1].transpose(1, 2)[None].clone()
     ours = attend("reference", step, states, lengths([70], [3]), state_indices=ints([1]))
+    query, key = (x.repeat_interleave(2, dim=1) for x in step[:2])  # some versions want as many heads as of values
     for theirs in (qwen.torch_recurrent_gated_delta_rule, qwen.torch_chunk_gated_delta_rule):
-        out, state = theirs(*(x[None] for x in step), initial_state=initial, output_final_state=True)
+        tensors = (x[None] for x in (query, key, *step[2:]))
+        out, state = theirs(*tensors, initial_state=initial, output_final_state=True)
         torch.testing.assert_close(ours, out[0], atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(states[1], state[0].transpose(1, 2), atol=1e-5, rtol=1e-5)
 

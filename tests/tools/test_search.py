@@ -28,7 +28,7 @@ from refattn.conformance.search import (
 )
 from refattn.conformance.search.draw import normalized, smaller
 from refattn.conformance.search.loop import DTYPES
-from refattn.conformance.search.trial import REFERENCE
+from refattn.conformance.search.trial import REFERENCE, OneAccumulator
 from refattn.conformance.workload import LARGEST
 from refattn.interface import AttentionOptions, Int8Scales
 from tests.helpers import by_hand
@@ -232,6 +232,115 @@ def a_position_below_0():
     return "metadata", changed("metadata", positions=positions)
 
 
+def an_interval_that_ends_a_key_early():
+    def plan(batch, *, last_visible, **planned):
+        last = torch.where(last_visible > 0, last_visible - 1, last_visible)
+        return REFERENCE["interval"].plan(batch, last_visible=last, **planned)
+
+    return "interval", changed("interval", plan=plan)
+
+
+def a_first_key_that_wraps():
+    def plan(batch, *, first_visible, **planned):
+        return REFERENCE["interval"].plan(batch, first_visible=first_visible & LARGEST, **planned)
+
+    return "interval", changed("interval", plan=plan)
+
+
+def a_key_that_is_listed_twice_and_counts_once():
+    def plan(batch, *, positions, **planned):
+        once = positions.clone()
+        for row in once:
+            for column, j in enumerate(row.tolist()):
+                row[column] = -1 if j in row[:column].tolist() else j
+        return REFERENCE["sparse"].plan(batch, positions=once, **planned)
+
+    return "sparse", changed("sparse", plan=plan)
+
+
+def of_equal_scores_the_last():
+    def select(scores, topk):
+        s = scores.shape[1]
+        mirrored = REFERENCE["sparse"].select(scores.flip(1), topk)
+        turned = torch.where(mirrored >= 0, s - 1 - mirrored, s)
+        selected = turned.sort(1).values
+        return selected.masked_fill(selected == s, -1)
+
+    return "sparse", changed("sparse", select=select)
+
+
+def scores_of_later_keys():
+    def scores(query, weights, pool, plan):
+        left, right = plan.window
+        return REFERENCE["sparse"].scores(query, weights, pool, replace(plan, causal=False, window_size=(left, -1)))
+
+    return "sparse", changed("sparse", scores=scores)
+
+
+def an_index_scale_twice_as_large():
+    def write(key, pool, slots):
+        REFERENCE["sparse"].write(key * (2 if pool.dtype == torch.uint8 else 1), pool, slots)
+
+    return "sparse", changed("sparse", write=write)
+
+
+def the_state_of_a_rejected_draft():
+    def plan(batch, *, num_accepted=None, **tables):
+        return REFERENCE["recurrent"].plan(batch, **tables, num_accepted=None)
+
+    return "recurrent", changed("recurrent", plan=plan)
+
+
+def a_checkpoint_that_is_not_kept():
+    def plan(batch, *, checkpoint_indices=None, **tables):
+        if checkpoint_indices is not None:
+            checkpoint_indices = checkpoint_indices.masked_fill(checkpoint_indices >= 0, -1)
+        return REFERENCE["recurrent"].plan(batch, checkpoint_indices=checkpoint_indices, **tables)
+
+    return "recurrent", changed("recurrent", plan=plan)
+
+
+def a_decay_after_the_write():
+    def attention(query, key, value, log_decay, beta, states, plan, options, **more):
+        later = torch.cat([log_decay[1:], log_decay[:1]])
+        return REFERENCE["recurrent"].attention(query, key, value, later, beta, states, plan, options, **more)
+
+    return "recurrent", changed("recurrent", attention=attention)
+
+
+def a_byte_after_the_states():
+    def attention(*arguments, **more):
+        out, states = REFERENCE["recurrent"].attention(*arguments, **more), arguments[5]
+        states.untyped_storage()[-1] = 1
+        return out
+
+    return "recurrent", changed("recurrent", attention=attention)
+
+
+def a_convolution_that_forgets_what_was_before():
+    def convolve(inputs, weight, states, plan, **more):
+        nothing = torch.zeros_like(plan.has_initial_state)
+        return REFERENCE["recurrent"].convolve(inputs, weight, states, replace(plan, has_initial_state=nothing), **more)
+
+    return "recurrent", changed("recurrent", convolve=convolve)
+
+
+def copies_of_states_one_after_the_other():
+    def copy(pools, pairs):
+        for pair in pairs.split(1):
+            REFERENCE["state_cache"].copy(pools, pair)
+
+    return "state_cache", changed("state_cache", copy=copy)
+
+
+def the_slot_after_the_last_accepted_one():
+    def accepted_slots(state_indices, num_accepted):
+        later = torch.minimum(num_accepted + 1, torch.tensor(state_indices.shape[1])).int()
+        return REFERENCE["state_cache"].accepted_slots(state_indices, torch.where(state_indices[:, 0] >= 0, later, 1))
+
+    return "state_cache", changed("state_cache", accepted_slots=accepted_slots)
+
+
 MISTAKES = [
     a_window_one_too_wide,
     a_window_near_the_largest_number_that_overflows,
@@ -246,6 +355,19 @@ MISTAKES = [
     a_tree_whose_siblings_see_one_another,
     an_error_that_torch_raises,
     a_position_below_0,
+    an_interval_that_ends_a_key_early,
+    a_first_key_that_wraps,
+    a_key_that_is_listed_twice_and_counts_once,
+    of_equal_scores_the_last,
+    scores_of_later_keys,
+    an_index_scale_twice_as_large,
+    the_state_of_a_rejected_draft,
+    a_checkpoint_that_is_not_kept,
+    a_decay_after_the_write,
+    a_byte_after_the_states,
+    a_convolution_that_forgets_what_was_before,
+    copies_of_states_one_after_the_other,
+    the_slot_after_the_last_accepted_one,
 ]
 
 
@@ -331,6 +453,48 @@ def test_a_batch_that_does_not_say_its_rows_may_be_refused_on_a_device_and_no_ot
     work = Workload("chunked_prefill", says_num_tokens=False)
     assert try_kernel(Truth(work, "meta"), twin, None).kind == "refused"
     assert try_kernel(Truth(work), twin, None).kind == "raw error"
+
+
+ONE_NUMBER = dict(path="mla_prefill", head_size=40, value_head_size=32, dtype="bfloat16", stored="e4m3", workspace=1)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        dict(block_size=64, seed=3946, softmax_scale=0.1),
+        dict(padding_rows=17, seed=2529, softmax_scale=2.0),
+        dict(lens=((1, 1), (1, 1)), block_size=64, seed=2684, cache_scale=3.0, softmax_scale=0.1),
+    ],
+    ids=["one-number", "one-number-and-padding", "two-numbers"],
+)
+def test_a_number_by_which_the_formula_is_right_by_chance_is_no_measure(more):
+    """Found on a GPU: a key is rounded, and the LSE of one key with it; the formula's errors happen to cancel."""
+    work = Workload(**{**ONE_NUMBER, **more})
+    assert try_kernel(Truth(work), command.twin([None]), None).kind == "right"
+
+    def prefill(*arguments, **more):
+        answer = REFERENCE["mla"].prefill(*arguments, **more)
+        return (answer[0], answer[1] + 0.5) if more.get("return_lse") else answer
+
+    modules = changed("mla", prefill=prefill)
+    assert try_kernel(Truth(work), Twin(lambda name: modules.get(name, REFERENCE[name])), None).kind == "wrong"
+
+
+def test_float32_may_be_added_up_in_any_order_and_not_in_fewer_bits():
+    """Found on a GPU: 576 products in one accumulator, by whose error times a score of 30 a weight is off."""
+    work = Workload("mla", ((2, 61),), (1, 1), 576, 512, 1, seed=31, stored="e5m2", cache_scale=3.0, softmax_scale=0.1)
+    right = REFERENCE["mla"].attention
+
+    def one_by_one(*arguments, **more):
+        with OneAccumulator():
+            return right(*arguments, **more)
+
+    def in_tf32(query, *arguments, **more):
+        return right((query.view(torch.int32) & ~0x1FFF).view(torch.float32), *arguments, **more)
+
+    for attention, kind in ((one_by_one, "right"), (in_tf32, "wrong")):
+        modules = changed("mla", attention=attention)
+        assert try_kernel(Truth(work), Twin(lambda name, m=modules: m.get(name, REFERENCE[name])), None).kind == kind
 
 
 # --- the fast twin, and the generator ---

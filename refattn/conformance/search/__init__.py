@@ -2,6 +2,9 @@
 
 draw        workloads: drawn, and made smaller
 inputs      the tensors of one, and how it is planned and made
+sparse      the same where keys are selected, and scored
+recurrent   the same for layers that keep a state
+layout      which of the three it is
 moves       the same for what moves data and makes tables
 trial       one call with one kernel, judged
 loop        many of them

@@ -13,8 +13,9 @@ from typing import Any
 from refattn.conformance.workload import (
     ATTENTION,
     DEFAULTS,
+    EXACT,
+    INTERVALS,
     LARGEST,
-    MOVES,
     NANS,
     OPERATIONS,
     OUTS,
@@ -22,6 +23,7 @@ from refattn.conformance.workload import (
     POISON,
     POOLS,
     ROWS,
+    SLOTS,
     STORED,
     TABLES,
     Workload,
@@ -55,6 +57,9 @@ class Palette:
     query_scale: bool = False
     ranks: int = 2
     parts: tuple[int, ...] = (2,)
+    state_dtype: str = "float32"
+    delta: bool = True
+    per_channel: bool = False
 
 
 def draw_palette(random: Random, path: str, dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16")) -> Palette:
@@ -77,6 +82,13 @@ def draw_palette(random: Random, path: str, dtypes: tuple[str, ...] = ("float32"
         head_size, value_head_size = random.choice(((576, 512), (576, 512), (40, 32), (96, 64), (136, 128), (24, 16)))
         hk, stored = 1, random.choice(("numbers", "numbers", "e4m3", "e5m2"))
         h = random.choice((1, 2, 5, 8, 16, 16, 32, 128)) if path == "mla" else random.choice((1, 2, 3, 8))
+    if path == "sparse" and random.random() < 0.5:
+        head_size, value_head_size = random.choice(((576, 512), (40, 32), (96, 64), (24, 16)))
+        h, hk, stored = random.choice((1, 2, 5, 16)), 1, random.choice(("numbers", "e4m3", "e5m2"))
+    if path == "recurrent":
+        head_size, value_head_size = random.choice((16, 32, 64, 128, 5, 24)), random.choice((0, 0, 16, 64, 7))
+        hk = random.choice((1, 1, 2, 3))
+        h = hk * random.choice((1, 1, 2, 4))
     if path == "context_parallel":
         h = hk * random.choice((4, 8, 12))
     if path in ("quantized", "kv_cache"):
@@ -90,8 +102,9 @@ def draw_palette(random: Random, path: str, dtypes: tuple[str, ...] = ("float32"
     def two(choices: tuple[Any, ...], share: float) -> tuple[Any, ...]:
         return (choices[0], random.choice(choices[1:])) if random.random() < share else choices[:1]
 
+    dtype = random.choice(dtypes)
     return Palette(
-        random.choice(dtypes),
+        dtype,
         head_size,
         value_head_size,
         block_size,
@@ -109,6 +122,9 @@ def draw_palette(random: Random, path: str, dtypes: tuple[str, ...] = ("float32"
         query_scale=random.random() < 0.2,
         ranks=random.choice((1, 2, 2, 4)),
         parts=(random.choice((1, 2, 2)), random.choice((3, 5, 33))),
+        state_dtype=random.choice(("float32", "float32", dtype)),
+        delta=random.random() < 0.6,
+        per_channel=random.random() < 0.4,
     )
 
 
@@ -202,6 +218,12 @@ def draw(random: Random, path: str, palette: Palette, *, longest: int = 4097) ->
         alibi_sqrt="alibi_sqrt" in has,
         sinks=random.choice(("small", "large", "mixed")) if "sinks" in has else "",
         batch_invariant="batch_invariant" in has,
+        intervals=random.choice(INTERVALS),
+        topk=random.choice((1, 3, 8, 40, 64)),
+        slots=random.choice(SLOTS),
+        state_dtype=palette.state_dtype,
+        delta=palette.delta,
+        per_channel=palette.per_channel,
     )
     if work.plan_path == "speculative" or work.operation in ("compact", "trees", "accept"):
         work = _drafting(random, work)
@@ -214,11 +236,12 @@ def draw(random: Random, path: str, palette: Palette, *, longest: int = 4097) ->
 
 MOST_PARTS = 80  # of a prefill over latents
 MOST_PRODUCTS = 2e7  # of elements of queries and keys, so that the oracle and the reference take milliseconds
+MOST_TOKENS = 150  # that are folded into states one by one
 
 
 def bounded(work: Workload) -> Workload:
     """Return the workload with fewer queries, or with shorter contexts, if it is much to compute."""
-    if work.path in (*MOVES, "merge"):
+    if work.is_exact or work.path == "merge":
         return work
 
     if work.path == "mla_prefill":  # each chunk of the context is a part of its own, for each sequence
@@ -226,6 +249,11 @@ def bounded(work: Workload) -> Workload:
         work = replace(work, workspace=max(work.workspace, -(-parts // MOST_PARTS)))
 
     def products(work: Workload) -> int:
+        if work.path == "recurrent":
+            tokens = work.num_tokens if work.operation == "attention" else 1
+            states = tokens + len(work.lens) * max(q for q, _ in work.lens)
+            too_many = MOST_PRODUCTS / MOST_TOKENS * (work.num_tokens - 1) if work.num_tokens > MOST_TOKENS else 0
+            return max(int(too_many) + 1, work.heads[0] * work.head_size * work.value_size * states)
         per_key = 40 if work.path == "mla_prefill" else 1  # made of a latent
         return work.heads[0] * work.head_size * sum((q + per_key) * s for q, s in work.lens)
 
@@ -303,19 +331,23 @@ def normalized(work: Workload) -> Workload:
         changes["prefixes"] = ()
     if plan in ("local", "cascade") or path in ("mla", "mla_prefill", "context_parallel") or work.has_trees:
         changes["causal"] = True
-    if path in ("mla", "mla_prefill", "merge", *MOVES) and plan != "speculative":
+    if path == "sparse":
+        changes |= _of_selection(work)
+    operation = changes.get("operation", work.operation)
+    takes_no_window = path in ("mla", "mla_prefill", "merge", "recurrent") or work.is_exact or "attention" in operation
+    if (takes_no_window and plan != "speculative") or plan == "interval":
         changes["window"] = (-1, -1)
-    if path in ("mla", "mla_prefill"):
+    if plan == "interval" or path == "recurrent" or work.is_exact or "attention" in operation:
+        changes["causal"] = True
+    if path in ("mla", "mla_prefill") or operation == "latent_attention":
         changes["softmax_scale"] = 0.1 if work.softmax_scale is None else work.softmax_scale
     if path == "dense":
         changes["table"] = "plain"
     if path == "merge" and work.rows.startswith("expanded"):
         changes["rows"] = "plain"  # heads have seen keys or none each by itself
-    if path not in ("quantized", "mla", "mla_prefill") and work.operation not in (
-        "write_latents",
-        "write_quantized",
-        "copy_blocks",
-        "swap_blocks",
+    if path not in ("quantized", "mla", "mla_prefill") and operation not in (
+        *("write_latents", "write_quantized", "copy_blocks", "swap_blocks"),
+        *("latent_attention", "scores", "write_index"),
     ):
         changes["stored"] = "numbers"
     if (
@@ -345,19 +377,45 @@ def normalized(work: Workload) -> Workload:
         interleave=path == "context_parallel" or work.operation == "ranks",
         parts=path == "merge",
         scales=work.stored in ("e4m3", "e5m2") and (path == "quantized" or work.operation == "write_quantized"),
-        query_scale=work.stored in ("e4m3", "e5m2") and path == "quantized",
+        query_scale=work.stored in ("e4m3", "e5m2") and (path == "quantized" or operation == "scores"),
         cache_scale=work.stored in ("e4m3", "e5m2")
-        and (path in ("mla", "mla_prefill") or work.operation == "write_latents"),
-        nan_at=path in ATTENTION and path not in ("mla_prefill", "context_parallel") and work.stored == "numbers",
+        and (path in ("mla", "mla_prefill") or operation in ("write_latents", "latent_attention")),
+        nan_at=path in ATTENTION
+        and path not in ("mla_prefill", "context_parallel", "recurrent")
+        and operation not in EXACT
+        and work.stored == "numbers",
+        intervals=plan == "interval",
+        topk=path == "sparse" and operation not in ("scores", "write_index"),
+        slots=path == "recurrent",
+        state_dtype=path in ("recurrent", "state_cache"),
+        delta=path == "recurrent" and operation == "attention",
+        per_channel=path == "recurrent" and operation == "attention",
     )
     changes |= {name: DEFAULTS[name] for name, is_taken in takes.items() if not is_taken}
     if plan == "cascade" and work.window[0] >= 0:
         changes["nan_at"] = ""  # a NaN that one sequence of a group sees may show in the others
-    if path in ("merge", *MOVES):
-        changes |= dict(alibi="", alibi_sqrt=False, softcap=0.0, batch_invariant=False, softmax_scale=None, nan_at="")
-    if path in MOVES:
+    if path == "sparse":
+        changes |= dict(alibi="", alibi_sqrt=False)  # a list of slots does not say where its keys stand
+    no_options = work.is_exact or operation in ("scores", "convolve")
+    if path == "merge" or no_options or path == "recurrent":
+        changes |= dict(alibi="", alibi_sqrt=False, softcap=0.0, batch_invariant=False)
+    if path == "merge" or no_options:
+        changes |= dict(softmax_scale=None)
+    if path == "merge" or work.is_exact or path == "recurrent":
+        changes |= dict(nan_at="")
+    if no_options or path == "recurrent":
         changes["sinks"] = ""
     return replace(work, **changes)
+
+
+def _of_selection(work: Workload) -> dict[str, Any]:
+    """Return what has to be changed where keys are selected: latents have one head, whose values are a part of it."""
+    if "attention" in work.operation:
+        are_latents = work.heads[1] == 1 and work.value_size < work.head_size
+        return dict(operation="latent_attention" if are_latents else "attention")
+    if work.operation in ("scores", "write_index"):
+        return dict(stored="numbers" if work.stored == "numbers" else "e4m3", pool="NHD")
+    return {}
 
 
 # --- making smaller ---

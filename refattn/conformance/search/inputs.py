@@ -35,6 +35,8 @@ class Call:
         run: makes the call from those and the plan; it takes `return_lse` and `out`.
         expected: the oracle's answer.
         out_shape: of the output.
+        answers: the names of the two that come back: what is called the LSE elsewhere may be something else.
+        takes_out: whether the output may be written into memory that is given.
     """
 
     tensors: dict[str, Any]
@@ -44,19 +46,16 @@ class Call:
     expected: Callable[[], Answer]
     out_shape: tuple[int, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
+    answers: tuple[str, str] = ("out", "lse")
+    takes_out: bool = True
 
 
-def lay_out(work: Workload, layer: int = 0) -> Call:
-    """Make the tensors of a workload.
-
-    Args:
-        work: a workload of a path of attention, or of `merge`.
-        layer: another one has other numbers in the same blocks, so that the plan serves it, too.
-    """
+def attention_call(work: Workload, generator: torch.Generator) -> Call:
+    """Make the tensors of a workload of a path whose answer is one softmax, or partial ones to merge."""
     makers = dict(
         dense=_rows, differential=_pairs, mla=_latents, mla_prefill=_prefill, context_parallel=_ranks, merge=_partials
     )
-    return makers.get(work.path, _pages)(work, torch.Generator().manual_seed(31 * work.seed + layer))
+    return makers.get(work.path, _pages)(work, generator)
 
 
 # --- where a tensor lies ---
@@ -114,6 +113,20 @@ def moved(x: Any, device: str) -> Any:
         return {name: moved(value, device) for name, value in x.items()}
     if type(x) in (list, tuple):
         return type(x)(moved(y, device) for y in x)
+    return x
+
+
+def copied(x: Any) -> Any:
+    """Copy tensors with the memory around them."""
+    if isinstance(x, Tensor):
+        flat = torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage().clone())
+        return flat.as_strided(x.shape, x.stride(), x.storage_offset())
+    if isinstance(x, dict):
+        return {name: copied(y) for name, y in x.items()}
+    if isinstance(x, list):
+        return [copied(y) for y in x]
+    if isinstance(x, Int8Scales):
+        return replace(x, key=copied(x.key))
     return x
 
 
@@ -194,7 +207,7 @@ def _poison(work: Workload) -> tuple[float, ...]:
     return {"mixed": POISON, "nan": (torch.nan,), "finite": FINITE_POISON, "none": (0.5,)}[work.poison]
 
 
-def _hidden(work: Workload, num_slots: int, slots: list[Tensor]) -> Tensor:
+def drawn_hidden(work: Workload, num_slots: int, slots: list[Tensor]) -> Tensor:
     """Return which slots of a pool no query may see."""
     hidden = torch.ones(num_slots, dtype=torch.bool)
     for i, own in enumerate(slots):
@@ -202,7 +215,7 @@ def _hidden(work: Workload, num_slots: int, slots: list[Tensor]) -> Tensor:
     return hidden
 
 
-def _pool(
+def drawn_pool(
     work: Workload, generator: torch.Generator, num_blocks: int, heads: int, size: int, hidden: Tensor, kind: int
 ) -> Tensor:
     """Draw a pool of numbers `[n, p, heads, size]`, poisoned where nobody may see."""
@@ -214,14 +227,16 @@ def _pool(
     return rows.to(getattr(torch, work.dtype)).view(num_blocks, work.block_size, heads, size)
 
 
-def _query(work: Workload, generator: torch.Generator, size: int) -> Tensor:
+def drawn_query(work: Workload, generator: torch.Generator, size: int) -> Tensor:
+    """Draw query rows `[t, h, size]`, poisoned after the last sequence."""
     t, h = sum(q for q, _ in work.lens), work.heads[0]
     rows = torch.randn(t + work.padding_rows, h, size, generator=generator)
     rows[t:] = poisoned(work.padding_rows, h, size, _poison(work))
     return laid(rows.to(getattr(torch, work.dtype)), work.rows)
 
 
-def _options(work: Workload, generator: torch.Generator) -> dict[str, Any]:
+def drawn_options(work: Workload, generator: torch.Generator) -> dict[str, Any]:
+    """Draw the options of a layer, by the name of `AttentionOptions`."""
     h = work.heads[0]
     options: dict[str, Any] = {}
     if work.softmax_scale is not None:
@@ -279,13 +294,18 @@ def planning(work: Workload, modules: Modules, batch: Batch, **more: Any) -> Cal
         more: arguments of a plan that takes no others, beside the block size.
     """
     name, p = work.plan_path, work.block_size
-    if work.path == "mla" and name != "speculative":
+    if work.path == "mla" and name not in ("speculative", "interval"):
         name = "mla"
     planned: dict[str, Any] = dict(block_size=p, causal=work.causal, window_size=work.window)
     if more:
         planned = dict(block_size=p, **more)
     elif name == "dense":
         del planned["block_size"]
+    elif name == "interval":
+        padding = [(LARGEST, -LARGEST), (-LARGEST, LARGEST), (3, 5)] * work.padding_rows  # which may hold anything
+        rows = [pair for i in range(len(work.lens)) for pair in work.interval_rows(i)] + padding[: work.padding_rows]
+        pairs = torch.tensor(rows, dtype=torch.int32).view(-1, 2).to(batch.device)
+        planned = dict(first_visible=pairs[:, 0], last_visible=pairs[:, 1], block_size=p)
     elif name == "local":
         planned = dict(chunk_size=work.chunk, block_size=p, window_size=work.window)
     elif name == "cascade":
@@ -307,14 +327,14 @@ def _rows(work: Workload, generator: torch.Generator) -> Call:
     edges = torch.tensor([0, *(s for _, s in work.lens)]).cumsum(0).tolist()
     slots = [torch.arange(first, last) for first, last in zip(edges, edges[1:], strict=False)]
     num_rows = edges[-1] + work.padding_rows
-    hidden, one = _hidden(work, num_rows, slots), replace(work, block_size=1)
+    hidden, one = drawn_hidden(work, num_rows, slots), replace(work, block_size=1)
     kind = {"NHD": "plain", "HND": "heads-last"}.get(work.pool, work.pool)
-    hk, batch, options = work.heads[1], make_batch(work, None), _options(work, generator)
+    hk, batch, options = work.heads[1], make_batch(work, None), drawn_options(work, generator)
     key, value = (
-        laid(_pool(one, generator, num_rows, hk, size, hidden, i)[:, 0], kind)
+        laid(drawn_pool(one, generator, num_rows, hk, size, hidden, i)[:, 0], kind)
         for i, size in enumerate((work.head_size, work.value_size))
     )
-    query = _query(work, generator, work.head_size)
+    query = drawn_query(work, generator, work.head_size)
 
     def run(modules: Modules, plan: Any, tensors: dict[str, Any], **more: Any) -> Any:
         rows = (tensors[name] for name in ("query", "key", "value"))
@@ -333,17 +353,17 @@ def _rows(work: Workload, generator: torch.Generator) -> Call:
 def _pages(work: Workload, generator: torch.Generator) -> Call:
     """Keys and values in pages, of numbers or of codes."""
     owned, num_blocks = tables(work)
-    p, hk, options = work.block_size, work.heads[1], _options(work, generator)
+    p, hk, options = work.block_size, work.heads[1], drawn_options(work, generator)
     slots = [slots_of(work, blocks, s) for blocks, (_, s) in zip(owned, work.lens, strict=True)]
-    hidden = _hidden(work, num_blocks * p, slots)
-    tensors: dict[str, Any] = dict(query=_query(work, generator, work.head_size), options=options)
+    hidden = drawn_hidden(work, num_blocks * p, slots)
+    tensors: dict[str, Any] = dict(query=drawn_query(work, generator, work.head_size), options=options)
     tensors["batch"] = make_batch(work, block_table(work, owned))
     sizes = work.head_size, work.value_size
     query = tensors["query"]
     more: tuple[str, ...] = ("key_cache", "value_cache")
     if work.stored == "numbers":
         for kind, (name, size) in enumerate(zip(more, sizes, strict=True)):
-            tensors[name] = laid(_pool(work, generator, num_blocks, hk, size, hidden, kind), work.pool)
+            tensors[name] = laid(drawn_pool(work, generator, num_blocks, hk, size, hidden, kind), work.pool)
     else:
         tensors |= _codes(work, generator, num_blocks, hidden)
         if isinstance(tensors["scales"], Fp8Scales) or tensors["scales"].value is not None:
@@ -411,7 +431,7 @@ def _codes(work: Workload, generator: torch.Generator, num_blocks: int, hidden: 
         of_value = 0.005 + 0.02 * torch.rand(hk, work.value_size, generator=generator)
         values = pool(value, torch.int8)
     else:
-        values = laid(_pool(work, generator, num_blocks, hk, work.value_size, hidden, 1), work.pool)
+        values = laid(drawn_pool(work, generator, num_blocks, hk, work.value_size, hidden, 1), work.pool)
     by_token = laid(of_key.view(num_blocks, p, hk), "heads-last" if work.pool == "HND" else "plain")
     if work.pool == "HND":
         by_token = of_key.view(num_blocks, p, hk).transpose(1, 2).contiguous().transpose(1, 2)
@@ -458,16 +478,16 @@ def _rounded_queries(work: Workload, query: Tensor, scales: Fp8Scales | Int8Scal
 def _pairs(work: Workload, generator: torch.Generator) -> Call:
     """Differential attention: pairs of heads, and a pool with a half for each member of the pairs."""
     owned, num_blocks = tables(work)
-    p, d, (h, hk), options = work.block_size, work.head_size, work.heads, _options(work, generator)
+    p, d, (h, hk), options = work.block_size, work.head_size, work.heads, drawn_options(work, generator)
     slots = [slots_of(work, blocks, s) for blocks, (_, s) in zip(owned, work.lens, strict=True)]
-    hidden = _hidden(work, num_blocks * p, slots)
-    pools = [_pool(work, generator, num_blocks, hk // 2, d, hidden, kind % 2) for kind in range(4)]
+    hidden = drawn_hidden(work, num_blocks * p, slots)
+    pools = [drawn_pool(work, generator, num_blocks, hk // 2, d, hidden, kind % 2) for kind in range(4)]
     cache = torch.stack(pools).view(2, 2, num_blocks, p, hk // 2, d)
     if work.pool in ("HND", "expanded"):
         cache = cache.transpose(3, 4).contiguous().transpose(3, 4)
     elif work.pool not in ("NHD", "padded"):
         cache = laid(cache, work.pool)
-    query, batch = _query(work, generator, d), make_batch(work, block_table(work, owned))
+    query, batch = drawn_query(work, generator, d), make_batch(work, block_table(work, owned))
     weight = None if work.seed % 3 == 0 else torch.linspace(0.5, 1.5, 2 * d).to(query.dtype)
     tensors: dict[str, Any] = dict(query=query, cache=cache, batch=batch, options=options, weight=weight)
     tensors["lam"] = torch.tensor(LAMBDA)
@@ -514,12 +534,12 @@ def _pairs(work: Workload, generator: torch.Generator) -> Call:
     )
 
 
-def _latent_pool(
+def drawn_latents(
     work: Workload, generator: torch.Generator, num_blocks: int, hidden: Tensor
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Draw a pool of latents with some columns after them, and return how the oracle reads slots of it."""
     d, p = work.head_size, work.block_size
-    numbers = _pool(replace(work, dtype="float32"), generator, num_blocks, 1, d + SPARE, hidden, 0)[:, :, 0]
+    numbers = drawn_pool(replace(work, dtype="float32"), generator, num_blocks, 1, d + SPARE, hidden, 0)[:, :, 0]
     numbers[..., d:] = torch.nan if work.poison in ("nan", "mixed") else 7.0
     cache = numbers.to(getattr(torch, work.dtype) if work.stored == "numbers" else FP8[work.stored])
     if work.stored == "e4m3":  # casts differ in what becomes of infinity
@@ -538,9 +558,9 @@ def _latents(work: Workload, generator: torch.Generator) -> Call:
     """Absorbed queries over latents."""
     owned, num_blocks = tables(work)
     slots = [slots_of(work, blocks, s) for blocks, (_, s) in zip(owned, work.lens, strict=True)]
-    hidden, rank = _hidden(work, num_blocks * work.block_size, slots), work.value_size
-    cache, read = _latent_pool(work, generator, num_blocks, hidden)
-    query, options = _query(work, generator, work.head_size), _options(work, generator)
+    hidden, rank = drawn_hidden(work, num_blocks * work.block_size, slots), work.value_size
+    cache, read = drawn_latents(work, generator, num_blocks, hidden)
+    query, options = drawn_query(work, generator, work.head_size), drawn_options(work, generator)
     tensors = dict(query=query, cache=cache, batch=make_batch(work, block_table(work, owned)), options=options)
     scale = 1.0 if work.stored == "numbers" else work.cache_scale
 
@@ -574,14 +594,14 @@ def _prefill(work: Workload, generator: torch.Generator) -> Call:
     owned, num_blocks = tables(work)
     rank, d = work.value_size, work.head_size
     rope, (nope, dv) = work.rope_size, work.made_sizes
-    h, dtype, options = work.heads[0], getattr(torch, work.dtype), _options(work, generator)
+    h, dtype, options = work.heads[0], getattr(torch, work.dtype), drawn_options(work, generator)
     contexts = [slots_of(work, blocks, s)[: s - q] for blocks, (q, s) in zip(owned, work.lens, strict=True)]
     hidden = torch.ones(num_blocks * work.block_size, dtype=torch.bool)
     for (q, _), own in zip(work.lens, contexts, strict=True):
         if q:
             hidden[own] = False
-    cache, read = _latent_pool(work, generator, num_blocks, hidden)
-    query = _query(replace(work, head_size=nope + rope), generator, nope + rope)
+    cache, read = drawn_latents(work, generator, num_blocks, hidden)
+    query = drawn_query(replace(work, head_size=nope + rope), generator, nope + rope)
     new = torch.randn(len(query), d, generator=generator)
     new[len(query) - work.padding_rows :] = poisoned(work.padding_rows, 1, d, _poison(work))[:, 0]
     new = new.to(dtype)
@@ -633,9 +653,9 @@ def _prefill(work: Workload, generator: torch.Generator) -> Call:
 
 def _ranks(work: Workload, generator: torch.Generator) -> Call:
     """Deal the context of every sequence out to ranks, each with a pool of its own, and call the path on all."""
-    (h, hk), dtype, p, options = work.heads, getattr(torch, work.dtype), work.block_size, _options(work, generator)
+    (h, hk), dtype, p, options = work.heads, getattr(torch, work.dtype), work.block_size, drawn_options(work, generator)
     sizes, t = (work.head_size, work.value_size), sum(q for q, _ in work.lens)
-    query = _query(work, generator, work.head_size)
+    query = drawn_query(work, generator, work.head_size)
     whole = [[torch.randn(s, hk, size, generator=generator).to(dtype) for size in sizes] for _, s in work.lens]
     new = []
     for kind, size in enumerate(sizes):
@@ -725,7 +745,7 @@ def _partials(work: Workload, generator: torch.Generator) -> Call:
         out[empty] = poisoned(int(empty.sum()), 1, dv, _poison(work))[:, 0]
         outs.append(laid(out.to(getattr(torch, work.dtype)), work.rows))
         lses.append(lse)
-    options = _options(work, generator)
+    options = drawn_options(work, generator)
     tensors: dict[str, Any] = dict(outs=outs, lses=lses, options=options)
 
     def run(modules: Modules, plan: Any, tensors: dict[str, Any], **more: Any) -> Any:

@@ -14,6 +14,7 @@ from refattn.conformance.search.inputs import (
     SPARE,
     Modules,
     block_table,
+    copied,
     laid,
     make_batch,
     memory,
@@ -53,6 +54,11 @@ def check(work: Workload, modules: Modules, device: str) -> None:
         ranks=_ranks,
         trees=_trees,
         accept=_accept,
+        write_index=_write_index,
+        select=_select,
+        slots=_slots_of_selected,
+        copy=_copy_states,
+        accepted_slots=_accepted_slots,
     )
     functions[work.operation](work, modules, device)
 
@@ -104,7 +110,7 @@ def _run_and_compare(
     Raises:
         MovedWronglyError: if any of the memory differs after that.
     """
-    there = {name: _copied(x) if device == "cpu" or name in stay else moved(x, device) for name, x in tensors.items()}
+    there = {name: copied(x) if device == "cpu" or name in stay else moved(x, device) for name, x in tensors.items()}
     answer = call(there)
     change(tensors)
     for name, x in tensors.items():
@@ -114,20 +120,6 @@ def _run_and_compare(
                 where = int((piece != other).nonzero()[0])
                 raise MovedWronglyError(f"{name}: byte {where} of its memory is another one")
     return answer
-
-
-def _copied(x: Any) -> Any:
-    """Copy tensors with the memory around them."""
-    if isinstance(x, Tensor):
-        flat = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage().clone())
-        return flat.as_strided(x.shape, x.stride(), x.storage_offset())
-    if isinstance(x, dict):
-        return {name: _copied(y) for name, y in x.items()}
-    if isinstance(x, list):
-        return [_copied(y) for y in x]
-    if isinstance(x, Int8Scales):
-        return replace(x, key=_copied(x.key))
-    return x
 
 
 def _new_slots(work: Workload) -> tuple[Tensor, int]:
@@ -321,6 +313,56 @@ def _copy(work: Workload, modules: Modules, device: str) -> None:
     _run_and_compare(call, tensors, change, device, on_host)
 
 
+def _copy_states(work: Workload, modules: Modules, device: str) -> None:
+    """Copy states of all layers to other slots: some to several, and some that are overwritten, too."""
+    g, shuffle, count = _generator(work), Random(work.seed), 4 + len(work.lens)
+    state = getattr(torch, work.state_dtype)
+    shapes = [(work.heads[0], min(work.value_size, 16), min(work.head_size, 16)), (work.seed % 4, work.head_size)]
+    pools = [laid(torch.randn(count, *shape, generator=g).to(state), _pool_kind(work)) for shape in shapes]
+    to = shuffle.sample(range(count), shuffle.randint(0, count))
+    pairs = torch.tensor([[shuffle.randrange(count), slot] for slot in to], dtype=torch.int64).view(-1, 2)
+
+    def change(tensors: dict[str, Any]) -> None:
+        for pool in tensors["pools"]:
+            before = pool.clone()
+            for slot, destination in pairs.tolist():
+                pool[destination] = before[slot]
+
+    on_host = () if work.seed % 2 else ("pairs",)
+    tensors: dict[str, Any] = dict(pools=pools, pairs=pairs)
+    _run_and_compare(
+        lambda there: modules("state_cache").copy(there["pools"], there["pairs"]), tensors, change, device, on_host
+    )
+
+
+def _write_index(work: Workload, modules: Modules, device: str) -> None:
+    slots, num_blocks = _new_slots(work)
+    g, p, size = _generator(work), work.block_size, min(256, -(-work.head_size // 4) * 4)
+    rows = torch.randn(len(slots), 1, size, generator=g) * 10.0 ** (work.seed % 7 - 3)
+    key = laid(rows.to(_dtype(work)), _rows_kind(work))[:, 0]
+    codes = work.stored != "numbers"
+    if codes:
+        pool = torch.randint(0, 256, (num_blocks, p, size + 4), generator=g).to(torch.uint8)
+    else:
+        pool = torch.randn(num_blocks, p, size, generator=g).to(_dtype(work))
+    tensors: dict[str, Any] = dict(key=key, pool=pool, slots=slots)
+
+    def change(tensors: dict[str, Any]) -> None:
+        for token, slot in enumerate(slots.tolist()):
+            block, row, numbers = slot // p, slot % p, tensors["key"][token]
+            if slot >= 0 and codes:
+                largest = numbers.float().abs().max().clamp(min=1e-4)
+                scale = largest / torch.tensor(448.0)
+                page = tensors["pool"][block].view(-1)
+                page[row * size : (row + 1) * size] = _to_fp8(numbers, scale, FP8["e4m3"]).view(torch.uint8)
+                page[p * size + 4 * row : p * size + 4 * row + 4] = scale.view(1).view(torch.uint8)
+            elif slot >= 0:
+                tensors["pool"][block, row] = numbers
+
+    names = ("key", "pool", "slots")
+    _run_and_compare(lambda there: modules("sparse").write(*(there[name] for name in names)), tensors, change, device)
+
+
 def _accepted(work: Workload) -> Accepted:
     """Accept some branch of each tree."""
     chosen, nodes, lens = Random(work.seed), [], []
@@ -473,6 +515,49 @@ def _ranks(work: Workload, modules: Modules, device: str) -> None:
         expected = torch.tensor(slots + [-1] * work.padding_rows, dtype=torch.int64)
         came = modules("context_parallel").slot_mapping(batch, len(expected), shard=shard, block_size=p)
         _expect(f"slots of rank {rank}", came, expected)
+
+
+def _select(work: Workload, modules: Modules, device: str) -> None:
+    """Select by counting, for each key, those before it: of a higher score, or of the same one on its left."""
+    g, t, s = _generator(work), max(1, work.num_tokens % 40), max(s for _, s in work.lens)
+    scores = torch.randn(t, s, generator=g)
+    if work.seed % 2:
+        scores = scores.mul(2).round()  # many are equal, and some are -0
+    scores[torch.rand(t, s, generator=g) < (0.1, 0.5, 0.95)[work.seed % 3]] = -torch.inf
+    if work.seed % 5 == 0:
+        scores[torch.rand(t, s, generator=g) < 0.1] = torch.nan
+    expected = torch.full((t, work.topk), -1, dtype=torch.int32)
+    at = torch.arange(s)
+    for row, numbers in enumerate(scores):
+        rank = numbers.nan_to_num(torch.inf, posinf=torch.inf, neginf=-torch.inf)  # a NaN is above all that is drawn
+        before = (rank[None] > rank[:, None]) | ((rank[None] == rank[:, None]) & (at[None] < at[:, None]))
+        taken = ((before.sum(1) < work.topk) & (rank != -torch.inf)).nonzero().flatten()
+        expected[row, : len(taken)] = taken.int()
+    came = modules("sparse").select(scores.to(device), work.topk)
+    _expect("selected", came, expected)
+
+
+def _slots_of_selected(work: Workload, modules: Modules, device: str) -> None:
+    owned, _, batch = _on_device(work, device)
+    chosen, rows, expected, p = Random(work.seed), [], [], work.block_size
+    for i, (q, s) in enumerate(work.lens):
+        for _ in range(q):
+            row = [chosen.randint(-1, s - 1) for _ in range(work.topk)]
+            rows.append(row)
+            expected.append([owned[i][j // p] * p + j % p if j >= 0 else -1 for j in row])
+    rows += [[1_000_000] * work.topk] * work.padding_rows
+    expected += [[-1] * work.topk] * work.padding_rows
+    positions, slots = (torch.tensor(x, dtype=torch.int32).view(-1, work.topk) for x in (rows, expected))
+    _expect("slots", modules("sparse").slots(batch, positions.to(device), block_size=p), slots)
+
+
+def _accepted_slots(work: Workload, modules: Modules, device: str) -> None:
+    chosen, columns = Random(work.seed), 1 + work.seed % 9
+    rows = [[chosen.randint(-1, 99) for _ in range(columns)] for _ in work.lens]
+    accepted = [chosen.randint(1, columns) if row[0] >= 0 else chosen.choice((-3, 0, 1 << 20)) for row in rows]
+    expected = [row[number - 1] if row[0] >= 0 else row[0] for row, number in zip(rows, accepted, strict=True)]
+    tables = (torch.tensor(x, dtype=torch.int32).to(device) for x in (rows, accepted))
+    _expect("slots", modules("state_cache").accepted_slots(*tables), torch.tensor(expected, dtype=torch.int32))
 
 
 def _trees(work: Workload, modules: Modules, device: str) -> None:
