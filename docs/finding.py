@@ -65,8 +65,9 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     """Describe a page by its first paragraph, and let Colab open a notebook."""
     page.meta.setdefault("description", description(markdown) or config.site_description)
     source = page.file.src_uri
-    opened = address.colab(address.repository(), f"{Path(source).stem}.ipynb")
-    if source.startswith("notebooks/") and opened:
+    is_notebook = source.startswith("notebooks/")
+    opened = address.colab(address.repository(), f"{Path(source).stem}.ipynb") if is_notebook else ""
+    if opened:
         title, _, rest = markdown.partition("\n")
         return f"{title}\n\n[Open in Colab]({opened}){{ .md-button }}\n{rest}"
     return markdown

@@ -26,6 +26,7 @@ test leads to the line of that test, which must exist:
 
 import ast
 import base64
+import functools
 import html
 import json
 import posixpath
@@ -474,11 +475,20 @@ def documentation(path: Path) -> str:
 
 def definition(path: Path, name: str) -> ast.FunctionDef | ast.ClassDef:
     """Find a function or class of a file."""
-    if path.exists():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
-                return node
-    raise PluginError(f"{path.relative_to(ROOT)} has no {name}")
+    found = definitions(path.read_text()).get(name) if path.exists() else None
+    if found is None:
+        raise PluginError(f"{path.relative_to(ROOT)} has no {name}")
+    return found
+
+
+@functools.cache  # hundreds of links lead into some files
+def definitions(source: str) -> dict[str, ast.FunctionDef | ast.ClassDef]:
+    """Return the functions and classes of a file's text by their names; of a name the outermost, and the first."""
+    found: dict[str, ast.FunctionDef | ast.ClassDef] = {}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.setdefault(node.name, node)
+    return found
 
 
 def to(page: Page, target: str) -> str:

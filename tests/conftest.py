@@ -46,6 +46,7 @@ def pytest_configure(config):
     if config.getoption("--device") == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
     torch.manual_seed(0)
+    gc.disable()  # until all tests are collected: there is no garbage among them
     # Annotated shapes are checked on every call, in the cases that are chosen below, except in Triton's own language.
     jaxtyping.jaxtyped = where_shapes_are(jaxtyping.jaxtyped)
     jaxtyping.install_import_hook(["refattn", "fastattn"], "beartype.beartype")
@@ -93,6 +94,7 @@ def pytest_xdist_node_collection_finished(node, ids):
 def pytest_collection_finish(session):
     session.config.stash[COLLECTED] = len(session.items)
     gc.freeze()  # torch, transformers and the tests stay, and nobody has to look through them for garbage again
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter, config):
@@ -132,9 +134,9 @@ def pytest_terminal_summary(terminalreporter, config):
 @pytest.fixture(autouse=True)
 def unwritten_memory_is_nan():
     """Let `torch.empty` give NaN, so that what is read before it is written shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_deterministic_debug_mode("warn")
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")
 
 
 @pytest.fixture(autouse=True)

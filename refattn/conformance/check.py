@@ -21,7 +21,7 @@ from refattn.conformance.adapters import kernel_of
 from refattn.conformance.contract import Broken, CrashedError, NotClaimedError, Property, RefusedError
 from refattn.conformance.example import Answers, Arguments, Example, expected
 from refattn.conformance.kernel import BadKernelError, Kernel
-from refattn.conformance.tolerance import bound, distance, on_cpu
+from refattn.conformance.tolerance import Distance, bound, distance, on_cpu
 
 FAILED = ("wrong", "raises", "crashed", "hung")  # outcomes that break the contract
 EVIDENCE = 6  # more batches, to tell mistakes apart
@@ -283,10 +283,12 @@ class _Search:
         """Draw batches until one fails, and shrink that one."""
         if not examples:
             return None
-        test = given(self.batches)(self._try_and_raise)
+
+        def test(example: Example) -> None:  # short, as hypothesis reads its source each time
+            self._try_and_raise(example)
+
         run = settings(
             max_examples=examples,
-            derandomize=True,
             deadline=None,
             database=None,
             phases=(Phase.generate, Phase.shrink) if self.shrinking else (Phase.generate,),
@@ -294,7 +296,7 @@ class _Search:
             report_multiple_bugs=False,
             print_blob=False,
             verbosity=Verbosity.quiet,
-        )(test)
+        )(seed(3)(given(self.batches)(test)))  # any one, but always the same batches
         try:
             run()
         except (Broken, Flaky):
@@ -496,6 +498,7 @@ class _Evidence:
         self.answers = {name: x.detach().cpu() for name, x in answers.items()}
         without_out = {name: x for name, x in self.arguments.items() if name != "out"}
         self.wide, self.low = expected(example, without_out)
+        self.errors: dict[str, Distance] = {}  # by name
 
     def agrees(self, mistake: mistakes.Mistake) -> bool:
         """Return whether a mistake gives these answers."""
@@ -512,22 +515,18 @@ class _Evidence:
             return torch.equal(came.double(), given.double())
         if self.example.path == "select":  # in any order
             return torch.equal(came.long().sort().values, given.long().sort().values)
-        given = given.to(came.dtype).double()
-        came = came.double()
-        if not torch.equal(came.isnan(), given.isnan()) or not torch.equal(came.isinf(), given.isinf()):
-            return False
-        infinite = given.isinf()
-        if not torch.equal(came[infinite], given[infinite]):
-            return False
-        finite = given.isfinite()
-        right = self.wide[name].isfinite() & self.low[name].isfinite()
-        size = float(given[finite].abs().max()) if finite.any() else 0.0
-        error = distance(self.low[name][right], self.wide[name][right])
-        return (
-            float((came - given)[finite].abs().max()) <= 4 * bound(error, size, self.answers[name].dtype).max
-            if finite.any()
-            else True
-        )
+        given, came = given.to(came.dtype).double(), came.double()
+        alike = (came == given) | (came.isnan() & given.isnan())
+        off = (came - given).abs().masked_fill_(alike, 0.0)  # NaN or infinite where only one of the two is
+        size = float(given.nan_to_num(0.0, posinf=0.0, neginf=0.0).abs().max()) if given.numel() else 0.0
+        return not off.numel() or float(off.max()) <= 4 * bound(self._error(name), size, self.answers[name].dtype).max
+
+    def _error(self, name: str) -> Distance:
+        """Return how far the reference in the type of the answer is from the wide one, where both are numbers."""
+        if name not in self.errors:
+            right = self.wide[name].isfinite() & self.low[name].isfinite()
+            self.errors[name] = distance(self.low[name][right], self.wide[name][right])
+        return self.errors[name]
 
 
 def parse_example(text: str) -> Example:

@@ -3,6 +3,7 @@
 A property draws a batch and calls the kernel. It returns nothing, or raises `Broken` with what was seen and expected.
 """
 
+import functools
 import mmap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -135,13 +136,18 @@ def draw_example(
 def sequences(kernel: Kernel, *, longest: int = 50, most: int = 3) -> Any:
     """Return a strategy for lengths: decodes, whole prompts, and chunks of them; as often of several as of one."""
     queries = min(8 if kernel.path == "speculative" else 12, kernel.claims.max_query_len or 12)
-    least = max(1, kernel.claims.min_seq_len)
+    short = kernel.claims.max_query_len is not None or kernel.path == "speculative"
+    return _sequences(queries, max(1, kernel.claims.min_seq_len), longest, most, short)
+
+
+@functools.cache  # making the strategy takes longer than drawing from it
+def _sequences(queries: int, least: int, longest: int, most: int, short: bool) -> Any:
+    """Return the strategy, of prompts too if it is not for `short` queries alone."""
     decodes = st.tuples(st.just(1), st.integers(least, longest))
     chunks = st.tuples(st.integers(1, queries), st.integers(0, longest - queries)).map(
         lambda pair: (pair[0], max(least, pair[0] + pair[1]))
     )
-    prompts = st.integers(max(1, kernel.claims.min_seq_len), longest).map(lambda s: (s, s))
-    short = kernel.claims.max_query_len is not None or kernel.path == "speculative"
+    prompts = st.integers(least, longest).map(lambda s: (s, s))
     kinds = (decodes, chunks) if short else (decodes, chunks, prompts)
     return st.one_of(*(st.tuples(*[st.one_of(*kinds)] * count) for count in range(1, most + 1)))
 
@@ -475,11 +481,11 @@ def one_hot(example: Example, dtype: torch.dtype, device: str, first: int = 0) -
 
 
 def poisoned(name: str) -> Check:
-    """Return a check of answers over poison in a part of the memory that nobody may see."""
+    """Return a check of answers over poison in a part of the memory that nobody may see: they are those without it."""
 
     def check(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
-        arguments = poison(example, example.tensors(dtype, device), name)
-        hold(example, arguments, ask(kernel, example, arguments))
+        arguments = example.tensors(dtype, device)
+        hold(example, arguments, ask(kernel, example, poison(example, arguments, name)))
 
     return check
 
@@ -537,8 +543,7 @@ def upper_bounds(kernel: Kernel, example: Example, dtype: torch.dtype, device: s
     columns = example.block_size if batch.block_table is None else batch.block_table.shape[1] * example.block_size
     most = max(batch.max_seq_len, min(columns, batch.max_seq_len + example.block_size))
     batch = replace(batch, max_query_len=batch.max_query_len + more, max_seq_len=most)
-    arguments = arguments | dict(batch=batch)
-    hold(example, arguments, ask(kernel, example, arguments))
+    hold(example, arguments, ask(kernel, example, arguments | dict(batch=batch)))
 
 
 def offsets(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:

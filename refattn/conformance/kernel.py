@@ -255,12 +255,12 @@ class Kernel:
 @contextmanager
 def filled_memory() -> Iterator[None]:
     """Let `torch.empty` give NaN, so that what is returned before it is written shows."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("warn")  # use_deterministic_algorithms does so, and imports Inductor: seconds
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.set_deterministic_debug_mode(before)
 
 
 def preserving_clone(x: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Keys of a sequence on several ranks: the answer is that of one machine, however they are dealt out."""
 
+import multiprocessing
 import re
 from dataclasses import dataclass, replace
 from functools import partial
@@ -518,8 +519,13 @@ CALLS = [
 
 
 def check_processes(num_ranks, backend, calls, folder):
-    """Run a process per rank, and hold what they answer to the reference of one machine."""
-    torch.multiprocessing.spawn(run_process, (num_ranks, str(folder), backend, calls), nprocs=num_ranks)
+    """Run a process per rank, and hold what they answer to the reference of one machine.
+
+    They are forks of a process that is not this one, so PyTorch is imported once, and no thread is lost on the way.
+    """
+    multiprocessing.set_forkserver_preload([run_process.__module__])
+    asked = dict(nprocs=num_ranks, start_method="forkserver")
+    torch.multiprocessing.start_processes(run_process, (num_ranks, str(folder), backend, calls), **asked)
     answers = [torch.load(folder / f"{rank}.pt") for rank in range(num_ranks)]
     for i, (case, dtype, options) in enumerate(calls):
         out, lse = (torch.cat([answer[i][part] for answer in answers], 1) for part in (0, 1))

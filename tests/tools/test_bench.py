@@ -517,7 +517,7 @@ def test_rows_have_names_of_their_own(device_type, quick):
 
 
 FEW = 8  # sequences; with more it takes long, and their contenders are those of other rows
-ROWS = [row for row in _cuda(64) if row.path != "engine" and len(getattr(row.work, "lens", ())) <= FEW]
+ROWS = [row for row in _cuda(128) if row.path != "engine" and len(getattr(row.work, "lens", ())) <= FEW]
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if not row.name.endswith("-graph")], ids=str)

@@ -40,7 +40,7 @@ def tiny(monkeypatch):
     model = make_llama(vocab_size=257, eos_token_id=256)
     prompts = [list(question.encode()) for question in QUESTIONS]
     other = [list(b"A text apart."), list(b"And 1 more!")]
-    sampling = SamplingParams(max_tokens=20)
+    sampling = SamplingParams(max_tokens=14)
     work = demo.Work(model, byte_tokenizer(), QUESTIONS, prompts, sampling, num_blocks=6, to_calibrate=other)
     monkeypatch.setattr(demo, "prepare", lambda *_: work)
     monkeypatch.setattr(demo, "TOKEN_BUDGET", 24)

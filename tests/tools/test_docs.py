@@ -5,6 +5,7 @@ import importlib
 import io
 import json
 import re
+import runpy
 import subprocess
 import sys
 import textwrap
@@ -111,7 +112,10 @@ def test_the_other_twin_can_be_imported_instead(page, monkeypatch):
 
 
 @each_page
-def test_commands_on_a_page_exist(page):
+@pytest.mark.filterwarnings("ignore:.*prior to execution of")  # runpy's: the module was imported before
+def test_commands_on_a_page_exist(page, monkeypatch, shapes_unchecked):
+    """Those of Python are run in this process, which has imported PyTorch already."""
+    monkeypatch.chdir(ROOT)
     for block in blocks_of(page):
         if block.language not in ("console", "sh", "bash"):
             continue
@@ -120,7 +124,12 @@ def test_commands_on_a_page_exist(page):
             if command and command[0] == "make":
                 assert command[1] in MAKE_TARGETS, f"{page.name}:{block.line} has no such target: {line}"
             elif command and command[0] == "python":
-                subprocess.run([sys.executable, *command[1:]], cwd=ROOT, check=True, capture_output=True)
+                assert command[1] == "-m", line
+                monkeypatch.setattr(sys, "argv", command[2:])
+                try:
+                    runpy.run_module(command[2], run_name="__main__")
+                except SystemExit as ended:
+                    assert not ended.code, line
 
 
 # --- the site ---

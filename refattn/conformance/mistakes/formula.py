@@ -194,12 +194,16 @@ class Attention(Formula, is_base=True):
 
     def _scores(self, query: Tensor, key: Tensor, pos: Tensor, j: Tensor) -> Tensor:
         """Return the scores, `[h, t, n]`."""
-        scores = self.scale * torch.einsum("thd,nhd->htn", query, key)
+        scores = self.scale * self._products(query, key)
         if self.softcap:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         if self.slopes is not None:
             scores = scores - self.slopes.double()[:, None, None] * self._distance(pos, j)
         return scores
+
+    def _products(self, query: Tensor, key: Tensor) -> Tensor:
+        """Return the products of queries and keys, `[h, t, n]`."""
+        return query.transpose(0, 1) @ key.permute(1, 2, 0)
 
     def _distance(self, pos: Tensor, j: Tensor) -> Tensor:
         """Return how far a key is from a query; of a tree, by depth."""
@@ -245,7 +249,11 @@ class Attention(Formula, is_base=True):
     def _product(self, weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:
         """Return the weighted sum of values; those that nobody sees stay out."""
         value = value.masked_fill(~visible.any(0)[:, None, None], 0.0)
-        return torch.einsum("htn,nhd->thd", weights, value)
+        return self._weighted(weights, value)
+
+    def _weighted(self, weights: Tensor, value: Tensor) -> Tensor:
+        """Return the sums of values under the weights, `[t, h, d]`."""
+        return (weights @ value.transpose(0, 1)).transpose(0, 1)
 
     def _divisor(self, total: Tensor, weights: Tensor) -> Tensor:
         """Return what the sum is divided by."""

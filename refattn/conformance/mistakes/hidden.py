@@ -15,7 +15,7 @@ class HiddenTimesNan(Attention):
     """Values that a window or a chunk hides are multiplied by a weight of 0: NaN there reaches the output."""
 
     def _product(self, weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:
-        return torch.einsum("htn,nhd->thd", weights, value)
+        return self._weighted(weights, value)
 
 
 class ZeroTimesNan(PastTheEnd):
@@ -25,7 +25,7 @@ class ZeroTimesNan(PastTheEnd):
         return Attention._visible(self, pos, j, s, q)
 
     def _product(self, weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:
-        return torch.einsum("htn,nhd->thd", weights, value)
+        return self._weighted(weights, value)
 
 
 class MaskAdded(PastTheEnd):
@@ -38,7 +38,7 @@ class MaskAdded(PastTheEnd):
         return scores + torch.zeros_like(scores).masked_fill(~visible, -INFINITY)
 
     def _product(self, weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:
-        return torch.einsum("htn,nhd->thd", weights, value)
+        return self._weighted(weights, value)
 
 
 class WholePoolTimesNan(Attention):
@@ -57,7 +57,7 @@ class FiniteSentinel(Attention):
         return scores.masked_fill(~visible, self.variant)
 
     def _product(self, weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:
-        return torch.einsum("htn,nhd->thd", weights, value)
+        return self._weighted(weights, value)
 
 
 class PaddingComputed(Attention):

@@ -84,16 +84,14 @@ class SoftcapUnmasks(Attention):
         return self.softcap * torch.tanh(masked / self.softcap) if self.softcap else masked
 
     def _product(self, weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:
-        return (
-            torch.einsum("htn,nhd->thd", weights, value) if self.softcap else super()._product(weights, value, visible)
-        )
+        return self._weighted(weights, value) if self.softcap else super()._product(weights, value, visible)
 
 
 class SoftcapUnscaled(Attention):
     """The softcap bounds the products before they are scaled."""
 
     def _scores(self, query: Tensor, key: Tensor, pos: Tensor, j: Tensor) -> Tensor:
-        products = torch.einsum("thd,nhd->htn", query, key)
+        products = self._products(query, key)
         if self.softcap:
             products = self.softcap * torch.tanh(products / self.softcap)
         scores = self.scale * products
@@ -106,7 +104,7 @@ class SoftcapWithoutFactor(Attention):
     """The factor of the softcap is missing: tanh(score / cap), not times cap."""
 
     def _scores(self, query: Tensor, key: Tensor, pos: Tensor, j: Tensor) -> Tensor:
-        scores = self.scale * torch.einsum("thd,nhd->htn", query, key)
+        scores = self.scale * self._products(query, key)
         if self.softcap:
             scores = torch.tanh(scores / self.softcap)
         if self.slopes is not None:
@@ -154,7 +152,7 @@ class AlibiUnderCap(Attention):
     """The ALiBi bias is added before the softcap, which bounds it."""
 
     def _scores(self, query: Tensor, key: Tensor, pos: Tensor, j: Tensor) -> Tensor:
-        scores = self.scale * torch.einsum("thd,nhd->htn", query, key)
+        scores = self.scale * self._products(query, key)
         if self.slopes is not None:
             scores = scores - self.slopes.double()[:, None, None] * self._distance(pos, j)
         return self.softcap * torch.tanh(scores / self.softcap) if self.softcap else scores

@@ -58,7 +58,7 @@ class NotRescaled(Attention):
             weights = (tile - base).exp()
             if rescales_sum:
                 total = total * (peak - base).exp()
-            acc = acc + torch.einsum("htn,nhd->thd", weights, rows)
+            acc = acc + self._weighted(weights, rows)
             total = total + weights.sum(-1, keepdim=True)
             peak = new
         base = peak.masked_fill(peak == -INFINITY, 0.0)
