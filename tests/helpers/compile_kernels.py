@@ -190,6 +190,7 @@ def launch_all(gpu, largest):
     from fastattn.kernels.gpu import codes
     from fastattn.kernels.gpu.adapt import adapt
     from fastattn.kernels.gpu.repair import attend_to_latent_nodes, attend_to_nodes, repair
+    from fastattn.kernels.gpu.rounding import round_to_codes
     from fastattn.kernels.triton import attention, cache, differential, merge, metadata, selection
 
     if largest:
@@ -335,6 +336,9 @@ def launch_all(gpu, largest):
         asked = dict(block_size=128, dtype=half, codes=held, scales=of_pool)
         repage(pool(2, 128, torch.int8 if held == "int8" else torch.uint8), batch(64), **asked)
         round_queries(query, plan(64), codes.Codes(held, query=of_query))
+    for of_codes in (torch.float8_e4m3fn, torch.float8_e5m2):
+        round_to_codes(query, 0.5, of_codes, of_codes)
+        round_to_codes(query, 0.5, of_codes, half)
     repage(pool(2, 128, torch.int8), batch(64), block_size=128, dtype=half, codes="int8", scales=of_values)
     accepted = speculative.accept(batch(96), trees, torch.zeros(192).long(), torch.zeros(192).long())
     cache.compact(keys, batch(96), trees, accepted, 16)

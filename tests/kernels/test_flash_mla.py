@@ -17,7 +17,7 @@ import refattn.mla
 import refattn.speculative
 from fastattn.kernels import Problem, attention_problem, dispatch
 from fastattn.kernels.flash import fa3, flash_mla, schedule
-from refattn.interface import AttentionOptions, Batch, Pages, Plan
+from refattn.interface import AttentionOptions, Batch, Latents, Pages, Plan
 from tests.helpers import gpu_package_doubles
 from tests.helpers.batches import Case, build, poisoned
 from tests.helpers.tolerance import assert_matches_reference
@@ -49,7 +49,8 @@ def with_whole_pages(out, cache, rank, tables, lengths, queries):
     for i, (table, length) in enumerate(zip(tables, lengths.tolist(), strict=True)):
         if cache.shape[1] >= fa3.SMALLEST_TILE and length % cache.shape[1]:
             past = cache[table[length // cache.shape[1]], length % cache.shape[1] :, :rank]
-            out[queries == i] += (0 * past.float()).sum(0).to(out)
+            rows = i if queries is None else queries == i
+            out[rows] += (0 * past.float()).sum(0).to(out)
     return out
 
 
@@ -64,12 +65,40 @@ class FlashMLA:
         self.schedules += 1
         return gpu_package_doubles.FlashMLASchedMeta()
 
+    def get_mla_decoding_metadata(self, seqlens_k, num_q_tokens, h_k, h_q, is_fp8_kvcache, topk, use_legacy):
+        assert use_legacy and is_fp8_kvcache and topk is None and h_k == 1 and num_q_tokens % h_q == 0
+        assert seqlens_k.is_contiguous() and seqlens_k.min() > 0, "it would begin with the page before the first"
+        self.schedules += 1
+        return (num_q_tokens, h_q), seqlens_k.clone()
+
+    def over_codes(self, q, k_cache, block_table, cache_seqlens, head_dim_v, schedule, descale_q, descale_k, **options):
+        """Multiply codes, with weights that are not rounded here, so that the tolerance is that of any kernel.
+
+        The package answers in bfloat16, in which the interpreter knows no NaN.
+        """
+        assert q.dtype == k_cache.dtype == torch.float8_e4m3fn and options.pop("is_fp8_kvcache")
+        assert descale_q.shape == descale_k.shape == (1,) and descale_q.dtype == descale_k.dtype == torch.float32
+        assert torch.equal(schedule.num_splits, cache_seqlens), "the schedule is of other lengths"
+        assert schedule.tile_scheduler_metadata == (q.shape[1] * q.shape[2], q.shape[2])
+        for table, length in zip(block_table, cache_seqlens.tolist(), strict=True):
+            assert table[: -(-length // 64)].min() >= 0 and table[: -(-length // 64)].max() < len(k_cache)
+        plain = gpu_package_doubles.FlashMLASchedMeta()
+        numbers = q.float() * descale_q, k_cache.float() * descale_k
+        out, lse = gpu_package_doubles.flash_mla_with_kvcache(
+            *numbers, block_table, cache_seqlens, head_dim_v, plain, **options
+        )
+        return with_whole_pages(out.half(), numbers[1][:, :, 0], RANK, block_table, cache_seqlens, None), lse
+
     def flash_mla_with_kvcache(self, q, k_cache, block_table, cache_seqlens, head_dim_v, schedule, **options):
         self.calls.append(dict(q=q, k_cache=k_cache, block_table=block_table, schedule=schedule, **options))
         for x in (q, k_cache):
-            assert x.stride(-1) == 1 and all(stride % 8 == 0 for stride in x.stride()[:-1]) and x.data_ptr() % 16 == 0
+            assert x.stride(-1) == 1 and x.data_ptr() % 16 == 0
+            assert all(stride * x.itemsize % 16 == 0 for stride in x.stride()[:-1])
         assert q.shape[-1] == k_cache.shape[-1] == RANK + ROPE and head_dim_v == RANK
         assert block_table.dtype == cache_seqlens.dtype == torch.int32 and cache_seqlens.is_contiguous()
+        if "is_fp8_kvcache" in options:
+            out, lse = self.over_codes(q, k_cache, block_table, cache_seqlens, head_dim_v, schedule, **options)
+            return out, torch.where(lse == -math.inf, math.inf, lse)
         out, lse = gpu_package_doubles.flash_mla_with_kvcache(
             q, k_cache, block_table, cache_seqlens, head_dim_v, schedule, **options
         )
@@ -115,6 +144,7 @@ def flash_mla_package(monkeypatch, device):
     package.__path__, package.has_legacy = [], lambda: True
     module.flash_mla_with_kvcache = double.flash_mla_with_kvcache
     module.FlashMLASchedMeta = double.make_schedule
+    module.get_mla_decoding_metadata = double.get_mla_decoding_metadata
     monkeypatch.setitem(sys.modules, "flash_mla", package)
     monkeypatch.setitem(sys.modules, flash_mla.INTERFACE, module)
     return double
@@ -170,6 +200,43 @@ def test_flash_mla_agrees_with_the_reference(case, options, flash_mla_package):
     hold_to_the_reference(flash_mla, case, options)
     (asked,) = flash_mla_package.calls
     assert asked["use_legacy"] and asked["causal"] and asked["q"].shape[:2] == (len(case.lens), case.lens[0][0])
+
+
+CODES = dict(cache_scale=0.7, query_scale=0.013)
+
+
+def in_codes(case: Case) -> tuple[torch.Tensor, Latents, Batch]:
+    """Lay a case out as queries in float16 and latents in fp8, with codes of NaN all around."""
+    query, cache, batch = latents(case)
+    unused = torch.zeros(*cache.shape[:2], 8).half()  # a row of codes has to be a multiple of 16 bytes
+    codes = torch.cat([cache, unused], -1).to(torch.float8_e4m3fn)
+    return query, Latents(codes, RANK, **CODES, fp8_weights=True), batch
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("case", UNIFORM, ids=str)
+def test_products_of_codes_agree_with_the_reference(case, options, flash_mla_package):
+    """A sequence without keys is one of a key there, whatever its table says; layers have scales of their own."""
+    query, keys, batch = in_codes(case)
+    options = filled(options, case.heads[0])
+    assert batch.block_table is not None
+    batch.block_table[batch.seq_lens == 0] = -1
+
+    def by_reference(query, cache, batch, **asked):
+        plan = refattn.mla.plan(batch, block_size=64)
+        return refattn.mla.attention(query, cache, plan, options, latent_rank=RANK, **scales, **asked)
+
+    plan = Plan(batch, 64)
+    for scales in (CODES, dict(cache_scale=1.0, query_scale=0.1)):
+        keys = keys._replace(**scales)
+        out, lse = flash_mla.attend(query, keys, plan, options, None)
+        assert_matches_reference(out, lse, by_reference, query, keys.cache, batch)
+    first, second = flash_mla_package.calls
+    assert first["schedule"] is second["schedule"] and first["k_cache"].data_ptr() == keys.cache.data_ptr()
+    assert first["descale_k"] == torch.tensor(0.7) and second["descale_q"] == torch.tensor(0.1)
+    batch.block_table[0, 0] = batch.block_table[0, 0].clone()  # a table that was written to is read again
+    flash_mla.attend(query, keys, plan, options, None)
+    assert flash_mla_package.calls[-1]["schedule"] is not second["schedule"]
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -299,6 +366,10 @@ def hopper(monkeypatch):
     monkeypatch.setattr(fa3, "_refusal", lambda *_, **__: None)
 
 
+STORED = dict(stored=(torch.float8_e4m3fn, torch.float8_e4m3fn))
+ALLOWED = STORED | dict(rounds_query=True, fp8_weights=True)
+
+
 @pytest.mark.parametrize("name", ["flash_mla", "fa3"])
 def test_what_they_compute(name, hopper):
     tree = USUAL._replace(tree=True, window=(-1, -1), max_query_len=16)
@@ -308,6 +379,9 @@ def test_what_they_compute(name, hopper):
     for dtype in (torch.bfloat16, torch.float16):
         for changes in ({}, dict(sinks=True), dict(max_query_len=3), dict(num_heads=16), dict(window=(-1, -1))):
             assert dispatch.unsupported_reason(name, USUAL._replace(dtype=dtype, **changes)) is None
+    if name == "flash_mla":  # first of all, with so many heads
+        codes = USUAL._replace(**ALLOWED)
+        assert dispatch.unsupported_reason(name, codes) is None and dispatch.priorities(codes)[0] == name
     softcap = USUAL._replace(softcap=True)
     assert (dispatch.unsupported_reason(name, softcap) is None) == (name == "fa3")
 
@@ -321,7 +395,6 @@ BOTH = [
     ("positions: take triton", dict(positions=True)),
     ("take triton", dict(batch_invariant=True)),
     ("16 bytes", dict(aligned=False)),
-    ("no codes of fp8: take triton", dict(stored=(torch.float8_e4m3fn, torch.float8_e4m3fn))),
 ]
 
 
@@ -329,6 +402,12 @@ BOTH = [
     ("name", "reason", "changes"),
     [
         *((name, *refusal) for name in ("flash_mla", "fa3") for refusal in BOTH),
+        ("fa3", "no codes of fp8: take triton", ALLOWED),
+        ("flash_mla", "not allowed without query_scale: take triton", STORED),
+        ("flash_mla", "not allowed without fp8_weights: take triton", STORED | dict(rounds_query=True)),
+        ("flash_mla", "multiplies codes of float8_e4m3fn", ALLOWED | dict(stored=(torch.float8_e5m2,) * 2)),
+        ("flash_mla", "answers in bfloat16", ALLOWED | dict(dtype=torch.float16)),
+        ("flash_mla", "no codes of fp8: take triton", ALLOWED | dict(tree=True)),
         ("flash_mla", "pages of 64 tokens, not 16", dict(block_size=16)),
         ("flash_mla", "has no softcap", dict(softcap=True)),
         ("flash_mla", "has no windows", dict(window=(20, 0))),

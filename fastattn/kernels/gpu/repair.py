@@ -6,7 +6,7 @@ Source: the kernel of `fastattn.kernels.gpu.attention_kernel`.
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from fastattn.kernels.gpu.attention_kernel import (
@@ -25,8 +25,8 @@ from refattn.interface import AttentionOptions, Plan, TreePlan
 def repair(
     out: Float[Tensor, "t h dv"],
     query: Float[Tensor, "t h d"],
-    key: Float[Tensor, "s hk d"] | Float[Tensor, "n p hk d"],
-    value: Float[Tensor, "s hk dv"] | Float[Tensor, "n p hk dv"],
+    key: Float[Tensor, "s hk d"] | Shaped[Tensor, "n p hk d"],
+    value: Float[Tensor, "s hk dv"] | Shaped[Tensor, "n p hk dv"],
     plan: Plan,
     options: AttentionOptions,
     *,

@@ -534,7 +534,8 @@ def attend_to_run(
     query_factors = None
     if CODES != "":
         AS_QUERY: tl.constexpr = SHARED and not PAIRS  # a changed query would be loaded anew for each product
-        VALUE_TYPE: tl.constexpr = q.dtype if AS_QUERY else value_type(q.dtype, value.dtype.element_ty)
+        OF_QUERY: tl.constexpr = tl.float16 if ROUND_QUERY and q.dtype == tl.bfloat16 else q.dtype
+        VALUE_TYPE: tl.constexpr = OF_QUERY if AS_QUERY else value_type(q.dtype, value.dtype.element_ty)
         if CODES == "int8":
             query_factors = row_scale(q.to(tl.float32))
         elif not ROUND_QUERY and q.dtype == tl.bfloat16 and not AS_QUERY:
@@ -548,6 +549,8 @@ def attend_to_run(
                 query_values = prepare_query(query_values, query_factors[:, None], CODES, ROUND_QUERY, HARDWARE)
         elif ROUND_QUERY:
             q = prepare_query(q, query_scale, CODES, ROUND_QUERY, HARDWARE)
+            if SHARED:
+                query_values = prepare_query(query_values, query_scale, CODES, ROUND_QUERY, HARDWARE)
         if SHARED and PAIRS:
             query_values, query_seconds = tl.split(tl.reshape(query_values, [BLOCK_M, VALUE_PAD // 2, 2]))
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
