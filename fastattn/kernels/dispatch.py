@@ -151,6 +151,9 @@ def priorities(problem: Problem) -> tuple[str, ...]:
         pays_to_expand = _rows_per_key(problem) >= ROWS_TO_EXPAND and not _pays_to_split(problem)
         return ("fa4", "fa3", "triton") if pays_to_expand else ("triton",)
     if problem.keys == "latents":
+        if problem.block_size == 1 and problem.max_query_len == 1:  # selected latents: FlashMLA does not split them
+            full = problem.num_seqs * problem.num_heads >= 64 * SELECTED_FULL * num_multiprocessors(problem.device)
+            return ("flash_mla", "triton", "fa3") if full else ("triton", "flash_mla", "fa3")
         if _rows(problem) <= 16:
             return "triton", "flash_mla", "fa3"
         return ("flash_mla", "fa3", "triton") if _fills(problem) else ("flash_mla", "triton", "fa3")
@@ -170,6 +173,7 @@ def priorities(problem: Problem) -> tuple[str, ...]:
 FA3_PAGE = 128  # tokens in a page: prompts of 2 x 8192 tokens take FlashAttention-3 1.78 ms there, flash-attn-4 1.82
 ROWS_TO_EXPAND = 512  # that meet a key, on average, from which on its codes become numbers in memory; an estimate
 FULL = 0.8  # tiles for each multiprocessor, from which on FlashAttention-3 itself splits no keys
+SELECTED_FULL = 0.5  # tiles of 64 heads for each multiprocessor, from which on FlashMLA goes first; an estimate
 FEW_OPERATIONS = 8e9  # of all products, at most, so that they are over before the host has launched others
 
 

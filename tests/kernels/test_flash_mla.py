@@ -12,8 +12,10 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+import fastattn.sparse
 import fastattn.speculative
 import refattn.mla
+import refattn.sparse
 import refattn.speculative
 from fastattn.kernels import Problem, attention_problem, dispatch
 from fastattn.kernels.flash import fa3, flash_mla, schedule
@@ -64,6 +66,20 @@ class FlashMLA:
     def make_schedule(self):
         self.schedules += 1
         return gpu_package_doubles.FlashMLASchedMeta()
+
+    def flash_mla_sparse_fwd(self, q, kv, indices, sm_scale, d_v, *, topk_length, use_legacy):
+        """Attend from each query to the slots that it has, fewer than a multiple of 128, or outside of the pool."""
+        self.calls.append(dict(q=q, kv=kv, indices=indices, topk_length=topk_length))
+        assert use_legacy and sm_scale > 0 and d_v == RANK and q.shape[1] in (64, 128)
+        assert indices.dtype == topk_length.dtype == torch.int32 and indices.shape[1] == kv.shape[1] == 1
+        assert indices.stride(-1) == 1 and indices.shape[2] % 128 == 0 and topk_length.shape == (len(q),)
+        assert all(x.stride(-1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 for x in (q, kv))
+        table = torch.where(torch.arange(indices.shape[2]) < topk_length[:, None], indices[:, 0], -1)
+        is_slot = (table >= 0) & (table < len(kv))
+        tables = [row[some] for row, some in zip(table, is_slot, strict=True)]
+        where = (RANK, torch.arange(len(q) + 1), tables, is_slot.sum(1), sm_scale)
+        out, lse = gpu_package_doubles.over_latents(q, kv, *where, causal=False)
+        return out.to(q.dtype), None, torch.where(lse == -math.inf, math.inf, lse)
 
     def get_mla_decoding_metadata(self, seqlens_k, num_q_tokens, h_k, h_q, is_fp8_kvcache, topk, use_legacy):
         assert use_legacy and is_fp8_kvcache and topk is None and h_k == 1 and num_q_tokens % h_q == 0
@@ -145,6 +161,7 @@ def flash_mla_package(monkeypatch, device):
     module.flash_mla_with_kvcache = double.flash_mla_with_kvcache
     module.FlashMLASchedMeta = double.make_schedule
     module.get_mla_decoding_metadata = double.get_mla_decoding_metadata
+    module.flash_mla_sparse_fwd = double.flash_mla_sparse_fwd
     monkeypatch.setitem(sys.modules, "flash_mla", package)
     monkeypatch.setitem(sys.modules, flash_mla.INTERFACE, module)
     return double
@@ -275,6 +292,34 @@ def test_nothing_to_attend_to_asks_nothing(lens, kernel, flash_mla_package, fa3_
     out, lse = kernel.mla(query, cache, Plan(batch, 64), filled({}, 2), RANK, None)
     assert out.shape == (*query.shape[:2], RANK) and not out.any() and (lse == -math.inf).all()
     assert not flash_mla_package.calls and not fa3_library.calls
+
+
+@pytest.mark.parametrize("options", [{}, dict(softmax_scale=-0.05), dict(sinks=True)], ids=["plain", "scale", "sinks"])
+@pytest.mark.parametrize(("padding_rows", "topk"), [(0, 128), (3, 130)], ids=["all-rows", "padding"])
+def test_selected_latents_agree_with_the_reference(padding_rows, topk, options, flash_mla_package):
+    """Some positions of each sequence, none, one twice, -1 between others; NaN in all latents that nobody selects."""
+    case = Case("", ((3, 70), (1, 33), (2, 260)), heads=(64, 1), block_size=64, padding_rows=padding_rows)
+    query, cache, batch = latents(case)
+    options = filled(options, 64)
+    t = len(query)
+    positions = torch.full((t, topk), -1, dtype=torch.int32)
+    for row, (seq_len, count) in enumerate([(70, 60), (70, 0), (70, 70), (33, 33), (260, 128), (260, 1)]):
+        positions[row, torch.randperm(topk)[:count]] = torch.randperm(seq_len)[:count].int()
+    positions[0, :2] = positions[0].max()
+    unseen = torch.ones(cache.shape[0] * 64, dtype=torch.bool)
+    unseen[fastattn.sparse.slots(batch, positions, block_size=64).flatten().clamp(min=0).long()] = False
+    cache.flatten(0, 1)[unseen] = math.nan
+
+    def by_reference(query, cache, batch, **asked):
+        plan = refattn.sparse.plan(batch, positions=positions, block_size=64)
+        return refattn.sparse.latent_attention(query, cache, plan, options, latent_rank=RANK, **asked)
+
+    plan = fastattn.sparse.plan(batch, positions=positions, block_size=64)
+    keys = Latents(fastattn.sparse.by_token("cache", cache), RANK)
+    out, lse = flash_mla.attend(query, keys, plan, options, None)
+    assert_matches_reference(out, lse, by_reference, query, cache, batch)
+    (asked,) = flash_mla_package.calls
+    assert asked["kv"].data_ptr() == cache.data_ptr(), "the pool was copied"
 
 
 # --- drafted trees: theirs is what lies before them ---
@@ -409,6 +454,11 @@ BOTH = [
         ("flash_mla", "answers in bfloat16", ALLOWED | dict(dtype=torch.float16)),
         ("flash_mla", "no codes of fp8: take triton", ALLOWED | dict(tree=True)),
         ("flash_mla", "pages of 64 tokens, not 16", dict(block_size=16)),
+        ("flash_mla", "pages of 64 tokens, not 1", dict(block_size=1, max_query_len=2)),
+        ("flash_mla", "bfloat16 over selected latents", dict(block_size=1, dtype=torch.float16)),
+        ("flash_mla", "64 or 128 heads over selected latents, not 16", dict(block_size=1, num_heads=16)),
+        ("flash_mla", "no codes of fp8", dict(block_size=1) | ALLOWED),
+        ("flash_mla", "as many new tokens of every sequence", dict(block_size=1, uniform=False)),
         ("flash_mla", "has no softcap", dict(softcap=True)),
         ("flash_mla", "has no windows", dict(window=(20, 0))),
         ("flash_mla", "as many new tokens of every sequence", dict(uniform=False)),
@@ -473,3 +523,6 @@ def test_their_order(hopper, monkeypatch):
     assert dispatch.priorities(USUAL._replace(num_seqs=64, even=True)) == ("flash_mla", "fa3", "triton")
     assert dispatch.priorities(USUAL._replace(num_heads=16)) == ("triton", "flash_mla", "fa3")
     assert dispatch.priorities(USUAL._replace(device=torch.device("cpu")))[0] == "cpu"
+    for num_seqs, first in ((32, "triton"), (33, "flash_mla")):  # of 128 heads; 66 are half of all multiprocessors
+        assert dispatch.priorities(USUAL._replace(block_size=1, num_seqs=num_seqs))[0] == first
+    assert dispatch.unsupported_reason("flash_mla", USUAL._replace(block_size=1, window=(-1, -1))) is None

@@ -9,6 +9,10 @@ meet the latents. So it takes them where both are allowed (`query_scale`, `fp8_w
 and never otherwise. That kernel begins with a page of every sequence, also of one without keys: it is told of one key
 there, and the answer is fixed up.
 
+Where a page is one token and a sequence one query, as in a plan of selected keys, it is the kernel for sparse prefills,
+of any number of queries: a program has 64 heads of a query and all its keys, so that many queries keep it busy. It
+fills with zeros where a query has fewer keys, and follows no slot outside of the pool.
+
 It loads whole pages and gives what lies past a sequence's end a weight of 0; NaN that results from it is repaired. It
 drops a split whose scores are NaN, so NaN in a latent reaches the output only if the sequence is not split. Of a
 sequence that ends with a drafted tree it reads the latents before the tree.
@@ -35,8 +39,16 @@ from refattn.interface import AttentionOptions, AttentionPlan, Keys, Latents, Pl
 
 INTERFACE = "flash_mla.flash_mla_interface"
 PACKAGE = "sgl-flash-mla"
+FUNCTIONS = (
+    "flash_mla_with_kvcache",
+    "FlashMLASchedMeta",
+    "get_mla_decoding_metadata",
+    "flash_mla_sparse_fwd",
+)  # of that module
 LATENT = (64, 512)  # sizes of rotary keys and of latents
 BLOCK_SIZE = 64  # tokens in a page
+SELECTED_HEADS = (64, 128)  # of a query, over selected latents
+SELECTED_STEP = 128  # selected latents, of which there has to be a multiple
 
 
 def unsupported_reason(problem: Problem) -> str | None:
@@ -53,7 +65,9 @@ def unsupported_reason(problem: Problem) -> str | None:
     sizes = (problem.head_size - problem.value_head_size, problem.value_head_size)
     if sizes != LATENT:
         return f"latents of {LATENT[1]} elements and rotary keys of {LATENT[0]}, not {sizes[1]} and {sizes[0]}"
-    if problem.block_size != BLOCK_SIZE:
+    if (selected := is_of_selected(problem)) and (refused := _cannot_select(problem)) is not None:
+        return refused
+    if problem.block_size != BLOCK_SIZE and not selected:
         return f"pages of {BLOCK_SIZE} tokens, not {problem.block_size}: take fa3 or triton"
     if problem.softcap or problem.alibi:
         return f"has no {'softcap' if problem.softcap else 'ALiBi'}: take triton"
@@ -70,6 +84,22 @@ def unsupported_reason(problem: Problem) -> str | None:
     if not problem.aligned:
         return NOT_ALIGNED
     return _cannot_load()
+
+
+def is_of_selected(problem: Problem) -> bool:
+    """Return whether each sequence is one query and the latents that it sees, as in a plan of selected keys."""
+    return problem.block_size == 1 and problem.max_query_len == 1 and not problem.tree
+
+
+def _cannot_select(problem: Problem) -> str | None:
+    """Return why the kernel for selected latents can't compute a problem, or None."""
+    if problem.stored is not None:
+        return NO_CODES
+    if problem.dtype != torch.bfloat16:
+        return f"computes bfloat16 over selected latents, not {problem.dtype}"
+    if problem.num_heads not in SELECTED_HEADS:
+        return f"64 or 128 heads over selected latents, not {problem.num_heads}"
+    return None
 
 
 def _cannot_multiply_codes(problem: Problem) -> str | None:
@@ -110,6 +140,8 @@ def attend(
         return mla_tree(query, keys.cache, plan, options, keys.latent_rank, out)
     if keys.query_scale is not None:
         return mla_codes(query, keys, level.whole, options)
+    if level.whole.block_size == 1:
+        return selected(query, keys, level.whole, options)
     return mla(query, keys.cache, level.whole, options, keys.latent_rank, out)
 
 
@@ -209,6 +241,34 @@ def mla_codes(
     return result, lse
 
 
+def selected(
+    query: Float[Tensor, "t h d"], keys: Latents, plan: Plan, options: AttentionOptions
+) -> tuple[Float[Tensor, "t h {keys.latent_rank}"], Float[Tensor, "t h"]]:
+    """Attend from each query to the latents of its own, which the block table names one by one; see the module."""
+    from fastattn.kernels.gpu.adapt import adapt, empty_answer
+    from fastattn.kernels.gpu.tile import with_positive_scale
+
+    batch, table, rank = plan.batch, plan.batch.block_table, keys.latent_rank
+    assert table is not None  # the path has checked it
+    if 0 in (query.numel(), keys.cache.numel(), batch.num_seqs, batch.max_query_len, batch.max_seq_len, table.shape[1]):
+        return empty_answer(query, rank, plan, options)
+    rows, scale = with_positive_scale(query[: batch.num_seqs], options.softmax_scale)
+    slots = pad(table, (0, -table.shape[1] % SELECTED_STEP), value=-1) if table.shape[1] % SELECTED_STEP else table
+    result, _, logs = importlib.import_module(INTERFACE).flash_mla_sparse_fwd(
+        rows,
+        keys.cache[:, :, : query.shape[2]],
+        side_by_side(slots)[:, None],
+        scale,
+        rank,
+        topk_length=batch.seq_lens,
+        use_legacy=True,
+    )
+    num_padding = query.shape[0] - batch.num_seqs
+    if num_padding:
+        result, logs = pad(result, (0, 0, 0, 0, 0, num_padding)), pad(logs, (0, 0, 0, num_padding))
+    return adapt(result, logs.T, plan, options)
+
+
 def _as_rows(
     result: Float[Tensor, "b t h r"], logs: Float[Tensor, "b h t"], num_tokens: int
 ) -> tuple[Float[Tensor, "{num_tokens} h r"], Float[Tensor, "h {num_tokens}"]]:
@@ -238,7 +298,7 @@ def mla_tree(
 @cache
 def _cannot_load() -> str | None:
     """Return why there is no FlashMLA here, or that its half for Hopper is missing; None once it is loaded."""
-    reason = cannot_import(INTERFACE, PACKAGE, "flash_mla_with_kvcache", "FlashMLASchedMeta")
+    reason = cannot_import(INTERFACE, PACKAGE, *FUNCTIONS)
     reason = reason or cannot_import("flash_mla", PACKAGE, "has_legacy")  # DeepSeek's own package has not
     if reason is not None:
         return reason
