@@ -67,8 +67,9 @@ def repair(
         room = dict(row_bytes=row_bytes, key_bytes=key_bytes, fewest_stages=2 if shared else 1)
         tuning = fit(tuning, query.device, **room)
         overlap = adapted and can_overlap(query.device)
-        how = dict(shared=shared, codes=codes, overlap=overlap)
-        return launch_attention(*tensors, plan, options, tuning, out, None, **how).replay
+        return launch_attention(
+            *tensors, plan, options, tuning, out, None, overlap=overlap, shared=shared, codes=codes
+        ).replay
 
     cache_key = _key_of_launch(f"repair {codes.kind} {adapted}", (*tensors, out), options, shared=shared)
     launch_once(plan, cache_key, (*tensors, out, None, *of_layer(query, options, codes).values()), launch)
