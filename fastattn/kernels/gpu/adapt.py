@@ -131,10 +131,12 @@ def _adapt_kernel(
     begin = tl.program_id(0).to(tl.int64) * STEPS * BLOCK_TOKENS
     num_used = tl.load(cu_seqlens_q + num_seqs)
     if STEPS > 1 and not BY_LENGTHS:  # nearly always nothing is to be done, which one look at all tokens tells
-        tokens = begin + tl.arange(0, STEPS * BLOCK_TOKENS)
-        logs = tl.load(lse + head * lse_head_stride + tokens * lse_token_stride, mask=tokens < num_used, other=0.0)
-        is_odd = (logs != logs) | (tl.abs(logs) == float("inf")) | ((tokens >= num_used) & (tokens < num_tokens))
-        if tl.max(is_odd.to(tl.int32), 0) == 0:
+        all_tokens = begin + tl.arange(0, STEPS * BLOCK_TOKENS)
+        at = lse + head * lse_head_stride + all_tokens * lse_token_stride
+        all_logs = tl.load(at, mask=all_tokens < num_used, other=0.0)
+        is_padding = (all_tokens >= num_used) & (all_tokens < num_tokens)
+        some = (all_logs != all_logs) | (tl.abs(all_logs) == float("inf")) | is_padding
+        if tl.max(some.to(tl.int32), 0) == 0:
             return
     for step in range(STEPS):
         tokens = begin + step * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)

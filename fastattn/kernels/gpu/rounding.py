@@ -14,7 +14,7 @@ from torch import Tensor
 from fastattn.kernels.gpu.codes import FORMATS, from_codes, to_fp8
 from fastattn.kernels.gpu.tile import converts_fp8
 
-BLOCK = 4096  # elements of a program
+BLOCK = 2048  # elements of a program
 
 
 def round_to_codes(x: Tensor, scale: float, kind: torch.dtype, dtype: torch.dtype) -> Shaped[Tensor, "..."]:
