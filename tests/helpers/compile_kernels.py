@@ -345,6 +345,8 @@ def launch_all(gpu, largest):
     for options in (plain, AttentionOptions(sinks=torch.ones(8))):
         adapt(torch.zeros(128, 8, 64, dtype=half), torch.zeros(8, 128), plan(64), options)
         adapt(torch.zeros(128, 8, 512, dtype=half), torch.zeros(8, 128), plan(64), options)
+        adapt(torch.zeros(16384, 8, 64, dtype=half), torch.zeros(8, 16384), plan(64), options)
+        adapt(torch.zeros(16384, 8, 64, dtype=half), torch.zeros(8, 16384), plan(64), options, by_lengths=True)
     merge.merge([torch.zeros(5, 8, 128, dtype=half)] * 9, [torch.zeros(5, 8)] * 9)
     metadata.slot_mapping(batch(1), 2, block_size=16)
     metadata.cut_chunks(batch(64), 128, block_size=16, num_chunks=2, columns=8)

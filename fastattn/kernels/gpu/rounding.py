@@ -35,7 +35,7 @@ def round_to_codes(x: Tensor, scale: float, kind: torch.dtype, dtype: torch.dtyp
     return codes.view(kind) if dtype == kind else codes
 
 
-@triton.jit(do_not_specialize=["num_elements"])
+@triton.jit  # which asks whether the elements are a multiple of 16: then it moves several at a time
 @no_type_check
 def _round_to_codes_kernel(
     x, codes, scale, num_elements, BLOCK: tl.constexpr, CODES: tl.constexpr, HARDWARE: tl.constexpr
