@@ -558,7 +558,9 @@ def attend_to_run(
     acc = tl.zeros([BLOCK_M, VALUE_PAD // PER_LOAD], tl.float32)  # of the first of each pair
     if PAIRS:
         acc_of_seconds = tl.zeros([BLOCK_M, VALUE_PAD // 2], tl.float32)
-    PHASES: tl.constexpr = 3 if WORDS > 0 or (BLOCK_M > 16 and (LEFT or RIGHT or INTERVALS)) else 1
+    # Three copies of a loop over latents take registers that no copy has.
+    MASKED: tl.constexpr = BLOCK_M > 16 and not SHARED and (LEFT or RIGHT or INTERVALS)
+    PHASES: tl.constexpr = 3 if WORDS > 0 or MASKED else 1
     for phase in tl.static_range(PHASES):
         begin, end = phase_of_run(phase, PHASES, first_key, last_key, all_from, all_to, BLOCK_N)
         for start in range(begin, end, BLOCK_N):
