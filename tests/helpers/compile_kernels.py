@@ -230,6 +230,9 @@ def launch_all(gpu, largest):
         attention.attend(query, keys, codes.in_pairs(keys), plan(1), plain, codes=codes.Codes("e4m3"))
         query, keys = torch.zeros(2, 16, 512 + 64, dtype=half), pool(1, 512 + 64, half)
         attention.attend(query, keys, keys[..., :512], plan(1), plain, shared=True)
+        query, keys = torch.zeros(2, 128, 512 + 64, dtype=half), pool(1, 512 + 64, torch.uint8)  # a tile of 64 rows
+        of_latents = dict(shared=True, codes=codes.Codes("e4m3", (1.0, 0.5, 0.5)))
+        attention.attend(query, keys, keys[..., :512], plan(1), plain, **of_latents)
         ends = dict(causal=False, first_visible=torch.zeros(2).int(), last_visible=torch.ones(2).int())
         query, keys = torch.zeros(2, 8, 128, dtype=half), pool(2, 128, half)
         attention.attend(query, keys, keys, plan(1, **ends), plain)  # of intervals
@@ -276,8 +279,7 @@ def launch_all(gpu, largest):
     for heads, kind in ((128, ""), (16, "e4m3"), (128, "e4m3")):  # over latents and codes of them, 64 rows and 16
         query, pages = torch.zeros(2, heads, 512 + 64, dtype=half), pool(1, 512 + 64, torch.uint8 if kind else half)
         value = codes.in_pairs(pages[..., :512]) if heads == 16 else pages[..., :512]
-        whole = plan(1, causal=False)
-        attention.attend(query, pages, value, whole, plain, shared=True, codes=codes.Codes(kind, (1.0, 0.5, 0.5)))
+        attention.attend(query, pages, value, plan(1), plain, shared=True, codes=codes.Codes(kind, (1.0, 0.5, 0.5)))
     for nodes, page in ((65, 16), (130, 128)):  # two words of a mask and three, with the widest steps
         trees = speculative.make_trees([[-1, *range(nodes - 1)]] * 2)
         of_pages = [list(range(1024 // page))] * 2
