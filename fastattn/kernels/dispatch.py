@@ -125,8 +125,8 @@ def priorities(problem: Problem) -> tuple[str, ...]:
 
     Over latents FlashMLA is fastest where there are many heads: 64 decodes of 128 heads over 8192 keys take it 0.26 ms,
     FlashAttention-3 0.29 and ours 0.54. With 16 heads ours is: 0.157, 0.165 and 0.147 ms; and 128 of 16 heads over 2048
-    keys 84, 93 and 79 us. Codes of latents are read by ours alone, unless a call
-    lets FlashMLA round queries and weights: 64 decodes of 128 heads over 8192 keys then take it 0.24 ms.
+    keys 84, 93 and 79 us. Codes of latents are read by ours alone, unless a call lets FlashMLA round queries and
+    weights: 64 decodes of 128 heads over 8192 keys then take it 0.24 ms.
 
     Of selected latents FlashMLA splits none: 16 queries of 128 heads over 2048 each take it 59 us and ours 64, 64 of
     them 80 and 140, 8 of them 57 and 39.
