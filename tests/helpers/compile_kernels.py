@@ -230,9 +230,11 @@ def launch_all(gpu, largest):
         attention.attend(query, keys, codes.in_pairs(keys), plan(1), plain, codes=codes.Codes("e4m3"))
         query, keys = torch.zeros(2, 16, 512 + 64, dtype=half), pool(1, 512 + 64, half)
         attention.attend(query, keys, keys[..., :512], plan(1), plain, shared=True)
-        query, keys = torch.zeros(2, 128, 512 + 64, dtype=half), pool(1, 512 + 64, torch.uint8)  # a tile of 64 rows
+        # Latents, a tile of 64 rows over pages of as many tokens.
+        query, keys = torch.zeros(2, 128, 512 + 64, dtype=half), torch.zeros(16, 64, 1, 512 + 64, dtype=torch.uint8)
+        decodes = Plan(make_batch([1] * 2, [1024] * 2, [list(range(16))] * 2), 64)
         of_latents = dict(shared=True, codes=codes.Codes("e4m3", (1.0, 0.5, 0.5)))
-        attention.attend(query, keys, keys[..., :512], plan(1), plain, **of_latents)
+        attention.attend(query, keys, keys[..., :512], decodes, plain, **of_latents)
         ends = dict(causal=False, first_visible=torch.zeros(2).int(), last_visible=torch.ones(2).int())
         query, keys = torch.zeros(2, 8, 128, dtype=half), pool(2, 128, half)
         attention.attend(query, keys, keys, plan(1, **ends), plain)  # of intervals

@@ -1050,6 +1050,16 @@ def test_adapt_fixes_up_what_flash_attention_returns_otherwise(options, nothing,
     assert_close(got_lse, ref_lse, ref_lse.float(), name="lse")
 
 
+def test_padding_alone_is_a_reason_to_fix_up(device, monkeypatch):
+    """Where one look at the log-sum-exps of many tokens finds nothing else."""
+    monkeypatch.setattr(gpu_adapt, "PROGRAMS", 0)
+    plan = Plan(make_batch([3, 4], [9, 4], [[]] * 2, device=device))
+    out, lse = torch.ones(9, 2, 24, device=device), torch.ones(2, 9, device=device)
+    got, got_lse = adapt(out.clone(), lse.clone(), plan, AttentionOptions())
+    assert torch.equal(got[:7], out[:7]) and not got[7:].any()
+    assert (got_lse[:7] == 1).all() and (got_lse[7:] == -torch.inf).all()
+
+
 @pytest.mark.parametrize("has_sinks", [False, True], ids=["plain", "sinks"])
 def test_where_there_is_no_key_the_sinks_are_all(has_sinks, device):
     """One row of padding after two sequences with queries and one without."""
