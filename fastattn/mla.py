@@ -36,17 +36,20 @@ def attention(
     *,
     latent_rank: int,
     cache_scale: float = 1.0,
+    query_scale: float | None = None,
+    fp8_weights: bool = False,
     return_lse: bool = False,
     out: Float[Tensor, "t h {latent_rank}"] | None = None,
 ) -> Float[Tensor, "t h {latent_rank}"] | tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
     """Attend from absorbed queries to the latents of each sequence; the twin of `refattn.mla.attention`.
 
-    Arguments, results and errors are those of `refattn.mla.attention`.
+    Arguments, results and errors are those of `refattn.mla.attention`. Where `fp8_weights` allows it, FlashMLA may be
+    chosen, which rounds the weights.
 
     Raises:
         NotImplementedError: if no kernel computes the combination, with the reason of each.
     """
-    keys = Latents(cache, latent_rank, cache_scale)
+    keys = Latents(cache, latent_rank, cache_scale, query_scale, fp8_weights)
     return dispatch.attend(query, keys, plan, options, out, return_lse)
 
 

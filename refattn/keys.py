@@ -3,7 +3,7 @@
     Rows              sequence `i` has rows `cu_seqlens_k[i]` to `cu_seqlens_k[i + 1]`
     Pages             its tokens are in the blocks of row `i` of the block table
     QuantizedPages    likewise, and a number is `scale * code`; queries may be rounded as keys are
-    Latents           likewise, and the value is the first part of the key
+    Latents           pages of which the value is the first part of the key; codes of fp8 as in quantised pages
 
 All that follows, masks and softmax and merging, is the same for each of them (`refattn.attention`).
 """
@@ -65,6 +65,9 @@ def read_query(query: Float[Tensor, "t h d"], keys: Keys, plan: Plan) -> Float[T
     Returns:
         The queries, in the compute type if they are rounded.
     """
+    if isinstance(keys, Latents) and keys.query_scale is not None:
+        compute, scale = compute_dtype(query.dtype), per_head(keys.query_scale, query.shape[1], 0).to(query.device)
+        return to_fp8(query, scale, keys.cache.dtype).to(compute) * scale.to(compute)
     if not isinstance(keys, QuantizedPages):
         return query
     compute, scales = compute_dtype(query.dtype), keys.scales

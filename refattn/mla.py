@@ -73,6 +73,8 @@ def attention(
     *,
     latent_rank: int,
     cache_scale: float = 1.0,
+    query_scale: float | None = None,
+    fp8_weights: bool = False,
     return_lse: bool = False,
     out: Float[Tensor, "t h {latent_rank}"] | None = None,
 ) -> Float[Tensor, "t h {latent_rank}"] | tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
@@ -92,6 +94,11 @@ def attention(
         latent_rank: elements of a latent, `r`.
         cache_scale: what codes are multiplied with, above 0: one number for latents and rotary keys. 1 for a pool of
             numbers.
+        query_scale: round queries to the format of the codes before they meet them, as a kernel does that multiplies in
+            fp8; their codes are multiplied with this number, above 0. None: queries stay as they are.
+        fp8_weights: beside a `query_scale`, let a kernel round the weights of the softmax to that format, too, before
+            they meet the latents. This function does not. A kernel that does differs from it: a weight by a sixteenth
+            of itself (e4m3), or by 2**-10 of the largest weight that its query has, whichever is more.
         return_lse: also return the log-sum-exp.
         out: where to write the outputs; a new tensor if None.
 
@@ -103,7 +110,7 @@ def attention(
 
     Source: DeepSeek-AI 2024, "DeepSeek-V2", section 2.1 and appendix C; one scale: `k_scale` of vLLM's MLA backends.
     """
-    keys = Latents(cache, latent_rank, cache_scale)
+    keys = Latents(cache, latent_rank, cache_scale, query_scale, fp8_weights)
     return attend_to(query, keys, plan, options, return_lse=return_lse, out=out)
 
 

@@ -126,7 +126,11 @@ def priorities(problem: Problem) -> tuple[str, ...]:
 
     Over latents FlashMLA is fastest where there are many heads: 64 decodes of 128 heads over 8192 keys take it 0.26 ms,
     FlashAttention-3 0.29 and ours 0.54. With 16 heads ours is: 0.157, 0.165 and 0.147 ms; and 128 of 16 heads over 2048
-    keys 84, 93 and 79 us. Codes of latents are read by ours alone.
+    keys 84, 93 and 79 us. Codes of latents are read by ours alone, unless a call lets FlashMLA round queries and
+    weights: 64 decodes of 128 heads over 8192 keys then take it 0.24 ms.
+
+    Of selected latents FlashMLA splits none: 16 queries of 128 heads over 2048 each take it 59 us and ours 64, 64 of
+    them 80 and 140, 8 of them 57 and 39.
 
     Over codes ours turns them into numbers in registers, for each tile of queries anew. Where a key meets many queries,
     they are expanded into memory once, for a kernel of numbers; flash-attn-4 comes first, as it splits no keys and so
@@ -152,6 +156,9 @@ def priorities(problem: Problem) -> tuple[str, ...]:
         pays_to_expand = _rows_per_key(problem) >= ROWS_TO_EXPAND and not _pays_to_split(problem)
         return ("fa4", "fa3", "triton") if pays_to_expand else ("triton",)
     if problem.keys == "latents":
+        if problem.block_size == 1 and problem.max_query_len == 1:  # selected latents: FlashMLA does not split them
+            full = problem.num_seqs * problem.num_heads >= 64 * SELECTED_FULL * num_multiprocessors(problem.device)
+            return ("flash_mla", "triton", "fa3") if full else ("triton", "flash_mla", "fa3")
         if _rows(problem) <= 16:
             return "triton", "flash_mla", "fa3"
         return ("flash_mla", "fa3", "triton") if _fills(problem) else ("flash_mla", "triton", "fa3")
@@ -171,6 +178,7 @@ def priorities(problem: Problem) -> tuple[str, ...]:
 FA3_PAGE = 128  # tokens in a page: prompts of 2 x 8192 tokens take FlashAttention-3 1.78 ms there, flash-attn-4 1.82
 ROWS_TO_EXPAND = 512  # that meet a key, on average, from which on its codes become numbers in memory; an estimate
 FULL = 0.8  # tiles for each multiprocessor, from which on FlashAttention-3 itself splits no keys
+SELECTED_FULL = 0.24  # tiles of 64 heads for each multiprocessor, from which on FlashMLA goes first
 FEW_OPERATIONS = 8e9  # of all products, at most, so that they are over before the host has launched others
 
 

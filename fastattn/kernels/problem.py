@@ -61,6 +61,7 @@ class Problem(NamedTuple):
         uniform: the host knows that every sequence has `max_query_len` new tokens.
         stored: the types of the codes, or numbers, that keys and values are in a quantised cache; None in any other.
         rounds_query: queries are rounded as keys are.
+        fp8_weights: over latents in fp8 the weights of the softmax may be rounded, too.
         even: the host knows that all sequences have about as many keys.
         intervals: each query row sees an interval of keys of its own.
     """
@@ -94,6 +95,7 @@ class Problem(NamedTuple):
     num_tokens: int = 0
     even: bool = False
     intervals: bool = False
+    fp8_weights: bool = False
 
     @property
     def is_attention(self) -> bool:
@@ -119,7 +121,8 @@ def attention_problem(query: Tensor, keys: Keys, plan: AttentionPlan, options: A
     scales: Fp8Scales | Int8Scales | None = None
     if isinstance(keys, Latents):
         key = keys.cache[:, :, None, : query.shape[2]]
-        value, scales = key[..., : keys.latent_rank], latent_scales(keys.cache, keys.cache_scale)
+        value = key[..., : keys.latent_rank]
+        scales = latent_scales(keys.cache, keys.cache_scale, keys.query_scale)
     elif isinstance(keys, QuantizedPages):
         key, value, scales = keys
     else:
@@ -149,13 +152,14 @@ def attention_problem(query: Tensor, keys: Keys, plan: AttentionPlan, options: A
         sinks=options.sinks is not None,
         batch_invariant=options.batch_invariant,
         aligned=query.device.type != "cuda"
-        or all(map(has_aligned_heads, (query, key, value) if scales is None else (query,))),
+        or all(map(has_aligned_heads, (query,) if isinstance(keys, QuantizedPages) else (query, key, value))),
         uniform=_is_uniform(batch) and query.shape[0] >= batch.num_seqs * batch.max_query_len,
         stored=None if scales is None else stored_types(scales, value),
         rounds_query=scales is not None and (isinstance(scales, Int8Scales) or scales.query is not None),
         num_tokens=query.shape[0],
         even=batch.num_keys is not None and EVEN * batch.num_keys >= batch.max_seq_len * batch.num_seqs,
         intervals=any(level.whole.first_visible is not None for level in plan.levels),
+        fp8_weights=isinstance(keys, Latents) and keys.fp8_weights,
     )
 
 
@@ -170,9 +174,9 @@ def stored_types(scales: Fp8Scales | Int8Scales, value: Tensor) -> tuple[torch.d
     return (scales.format, scales.format) if isinstance(scales, Fp8Scales) else (torch.int8, value.dtype)
 
 
-def latent_scales(cache: Tensor, cache_scale: float) -> Fp8Scales | None:
+def latent_scales(cache: Tensor, cache_scale: float, query_scale: float | None = None) -> Fp8Scales | None:
     """Return the scales of a pool of latents: one number for keys and for values; None if it is not quantised."""
-    return Fp8Scales(cache_scale, cache_scale, format=cache.dtype) if cache.dtype in FP8_FORMATS else None
+    return Fp8Scales(cache_scale, cache_scale, query_scale, cache.dtype) if cache.dtype in FP8_FORMATS else None
 
 
 def uses_positions(plan: Plan, options: AttentionOptions) -> bool:

@@ -261,7 +261,7 @@ def _layouts(values: Iterable[object]) -> tuple[int, Key | None]:
             layouts.append(x)
         elif isinstance(x, float) and kind is float and 0.0 < x < inf and x != 1.0:
             layouts.append(float)
-        elif kind is float or kind is int:
+        elif kind is float or kind is int or kind is bool:
             layouts.append((kind, x))
         elif isinstance(x, Tensor):
             bits |= x.data_ptr()

@@ -42,6 +42,7 @@ from refattn.interface.scales import (
 from refattn.interface.trees import AttentionPlan
 from refattn.interface.values import (
     QUERY_TYPES,
+    check_flag,
     check_floating,
     check_number,
     check_sizes,
@@ -197,11 +198,16 @@ class Latents(NamedTuple):
         cache: the pool; a row is a latent, its rotary key, and what is never read. Numbers, or codes of fp8.
         latent_rank: elements of a latent, `r`.
         cache_scale: what codes are multiplied with; 1 for numbers.
+        query_scale: queries are rounded to the format of the codes, and this is what theirs are multiplied with; None:
+            they stay as they are.
+        fp8_weights: a kernel may round the weights of the softmax to that format, too.
     """
 
     cache: Shaped[Tensor, "n p c"]
     latent_rank: int
     cache_scale: float = 1.0
+    query_scale: float | None = None
+    fp8_weights: bool = False
 
     @property
     def value_head_size(self) -> int:
@@ -228,11 +234,25 @@ class Latents(NamedTuple):
         if self.latent_rank > size:
             raise ValueError(f"latent_rank: expected at most the query's head size of {size}, got {self.latent_rank}")
         check_latents(self.cache, query, size, self.cache_scale)
+        self._check_rounding(query)
         check_scale_is_given(options)
         check_plan(plan)
         latents, types = self.cache[:, :, None], (self.cache.dtype, self.cache.dtype)
         pages = Pages(latents[..., :size], latents[..., : self.latent_rank])
         pages.check(query, plan, options, out, return_lse, pool="cache", types=types)
+
+    def _check_rounding(self, query: Tensor) -> None:
+        """Check that queries are rounded beside codes only, and weights only where queries are."""
+        check_flag("fp8_weights", self.fp8_weights)
+        if self.query_scale is None:
+            if self.fp8_weights:
+                raise ValueError("fp8_weights: expected a query_scale with it, as queries are rounded then, got none")
+            return
+        check_number("query_scale", self.query_scale, above=0.0)
+        if self.cache.dtype not in FP8_FORMATS:
+            kind = str(self.cache.dtype).removeprefix("torch.")
+            raise ValueError(f"query_scale: expected None for a cache of {kind}, which holds no codes of fp8, got one")
+        refuse_gradients(ROUNDING, query=query)
 
 
 class Pairs(NamedTuple):

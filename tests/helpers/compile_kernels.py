@@ -190,6 +190,7 @@ def launch_all(gpu, largest):
     from fastattn.kernels.gpu import codes
     from fastattn.kernels.gpu.adapt import adapt
     from fastattn.kernels.gpu.repair import attend_to_latent_nodes, attend_to_nodes, repair
+    from fastattn.kernels.gpu.rounding import round_to_codes
     from fastattn.kernels.triton import attention, cache, differential, layers, merge, metadata, sampling, selection
 
     if largest:
@@ -229,6 +230,11 @@ def launch_all(gpu, largest):
         attention.attend(query, keys, codes.in_pairs(keys), plan(1), plain, codes=codes.Codes("e4m3"))
         query, keys = torch.zeros(2, 16, 512 + 64, dtype=half), pool(1, 512 + 64, half)
         attention.attend(query, keys, keys[..., :512], plan(1), plain, shared=True)
+        # Latents, a tile of 64 rows over pages of as many tokens.
+        query, keys = torch.zeros(2, 128, 512 + 64, dtype=half), torch.zeros(16, 64, 1, 512 + 64, dtype=torch.uint8)
+        decodes = Plan(make_batch([1] * 2, [1024] * 2, [list(range(16))] * 2), 64)
+        of_latents = dict(shared=True, codes=codes.Codes("e4m3", (1.0, 0.5, 0.5)))
+        attention.attend(query, keys, keys[..., :512], decodes, plain, **of_latents)
         ends = dict(causal=False, first_visible=torch.zeros(2).int(), last_visible=torch.ones(2).int())
         query, keys = torch.zeros(2, 8, 128, dtype=half), pool(2, 128, half)
         attention.attend(query, keys, keys, plan(1, **ends), plain)  # of intervals
@@ -275,8 +281,7 @@ def launch_all(gpu, largest):
     for heads, kind in ((128, ""), (16, "e4m3"), (128, "e4m3")):  # over latents and codes of them, 64 rows and 16
         query, pages = torch.zeros(2, heads, 512 + 64, dtype=half), pool(1, 512 + 64, torch.uint8 if kind else half)
         value = codes.in_pairs(pages[..., :512]) if heads == 16 else pages[..., :512]
-        whole = plan(1, causal=False)
-        attention.attend(query, pages, value, whole, plain, shared=True, codes=codes.Codes(kind, (1.0, 0.5, 0.5)))
+        attention.attend(query, pages, value, plan(1), plain, shared=True, codes=codes.Codes(kind, (1.0, 0.5, 0.5)))
     for nodes, page in ((65, 16), (130, 128)):  # two words of a mask and three, with the widest steps
         trees = speculative.make_trees([[-1, *range(nodes - 1)]] * 2)
         of_pages = [list(range(1024 // page))] * 2
@@ -335,12 +340,17 @@ def launch_all(gpu, largest):
         asked = dict(block_size=128, dtype=half, codes=held, scales=of_pool)
         repage(pool(2, 128, torch.int8 if held == "int8" else torch.uint8), batch(64), **asked)
         round_queries(query, plan(64), codes.Codes(held, query=of_query))
+    for of_codes in (torch.float8_e4m3fn, torch.float8_e5m2):
+        round_to_codes(query, 0.5, of_codes, of_codes)
+        round_to_codes(query, 0.5, of_codes, half)
     repage(pool(2, 128, torch.int8), batch(64), block_size=128, dtype=half, codes="int8", scales=of_values)
     accepted = speculative.accept(batch(96), trees, torch.zeros(192).long(), torch.zeros(192).long())
     cache.compact(keys, batch(96), trees, accepted, 16)
     for options in (plain, AttentionOptions(sinks=torch.ones(8))):
         adapt(torch.zeros(128, 8, 64, dtype=half), torch.zeros(8, 128), plan(64), options)
         adapt(torch.zeros(128, 8, 512, dtype=half), torch.zeros(8, 128), plan(64), options)
+        adapt(torch.zeros(16384, 8, 64, dtype=half), torch.zeros(8, 16384), plan(64), options)
+        adapt(torch.zeros(16384, 8, 64, dtype=half), torch.zeros(8, 16384), plan(64), options, by_lengths=True)
     merge.merge([torch.zeros(5, 8, 128, dtype=half)] * 9, [torch.zeros(5, 8)] * 9)
     metadata.slot_mapping(batch(1), 2, block_size=16)
     metadata.cut_chunks(batch(64), 128, block_size=16, num_chunks=2, columns=8)

@@ -43,13 +43,16 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     flashinfer_mla.BatchMLAPagedAttentionWrapper = Latents
     flash_mla.flash_mla_with_kvcache = flash_mla_with_kvcache
     flash_mla.get_mla_metadata = lambda: (FlashMLASchedMeta(), None)
+    flash_mla.__path__, codes = [], ModuleType("flash_mla.flash_mla_interface")
+    codes.flash_mla_with_kvcache, codes.FlashMLASchedMeta = flash_mla_with_kvcache, FlashMLASchedMeta
+    codes.get_mla_decoding_metadata = get_mla_decoding_metadata
     fa2.flash_attn_varlen_func, fa2.flash_attn_with_kvcache = fa2_varlen, fa2_with_kvcache
     fa4.flash_attn_varlen_func = fa4_varlen
     flashinfer.BatchPrefillWithPagedKVCacheWrapper = Prefill
     flashinfer.BatchDecodeWithPagedKVCacheWrapper = Decode
     flashinfer.MultiLevelCascadeAttentionWrapper = Cascade
     flashinfer.merge_states = merge_states
-    for module in (fa2, fa4, flashinfer, flashinfer_mla, flash_mla):
+    for module in (fa2, fa4, flashinfer, flashinfer_mla, flash_mla, codes):
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
@@ -136,11 +139,23 @@ class FlashMLASchedMeta:
     tile_scheduler_metadata = num_splits = None
 
 
+def get_mla_decoding_metadata(seqlens_k, num_q_tokens, h_k, h_q, is_fp8_kvcache, topk, *, use_legacy):
+    """Share out the work over codes, whose first call does not."""
+    assert use_legacy and is_fp8_kvcache and topk is None and h_k == 1
+    return torch.Size([num_q_tokens // h_q, h_q]), seqlens_k.clone()
+
+
 def flash_mla_with_kvcache(
     q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits=None, softmax_scale=None,
-    causal=False, *, use_legacy=False,
+    causal=False, *, use_legacy=False, is_fp8_kvcache=False, descale_q=None, descale_k=None,
 ):  # fmt: skip
-    """Attend as FlashMLA does on Hopper: `q` is `[b, s, h, d]`, the log-sum-exp `[b, h, s]`."""
+    """Attend as FlashMLA does on Hopper: `q` is `[b, s, h, d]`, the log-sum-exp `[b, h, s]`.
+
+    Codes are multiplied as what they are times their scales; no weight is rounded.
+    """
+    if is_fp8_kvcache:
+        assert q.dtype == k_cache.dtype == torch.float8_e4m3fn and descale_q.shape == descale_k.shape == (1,)
+        q, k_cache = q.float() * descale_q, k_cache.float() * descale_k
     assert use_legacy and num_splits is None and k_cache.shape[2] == 1 and k_cache.shape[1] == 64
     assert q.stride(-1) == k_cache.stride(-1) == block_table.stride(-1) == 1 and softmax_scale > 0
     schedule = tile_scheduler_metadata

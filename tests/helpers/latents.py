@@ -83,8 +83,22 @@ def filled(options, heads, device):
     )
 
 
-def attend(twin, query, cache, batch, *, latent_rank=RANK, cache_scale=1.0, return_lse=True, out=None, **options):
+def attend(
+    twin,
+    query,
+    cache,
+    batch,
+    *,
+    latent_rank=RANK,
+    cache_scale=1.0,
+    query_scale=None,
+    fp8_weights=False,
+    return_lse=True,
+    out=None,
+    **options,
+):
     plan, of_cache = twin.plan(batch, block_size=cache.shape[1]), dict(latent_rank=latent_rank, cache_scale=cache_scale)
+    of_cache |= dict(query_scale=query_scale, fp8_weights=fp8_weights)
     return twin.attention(query, cache, plan, AttentionOptions(**options), **of_cache, return_lse=return_lse, out=out)
 
 

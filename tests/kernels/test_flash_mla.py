@@ -12,12 +12,14 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+import fastattn.sparse
 import fastattn.speculative
 import refattn.mla
+import refattn.sparse
 import refattn.speculative
 from fastattn.kernels import Problem, attention_problem, dispatch
 from fastattn.kernels.flash import fa3, flash_mla, schedule
-from refattn.interface import AttentionOptions, Batch, Pages, Plan
+from refattn.interface import AttentionOptions, Batch, Latents, Pages, Plan
 from tests.helpers import gpu_package_doubles
 from tests.helpers.batches import Case, build, poisoned
 from tests.helpers.tolerance import assert_matches_reference
@@ -49,7 +51,8 @@ def with_whole_pages(out, cache, rank, tables, lengths, queries):
     for i, (table, length) in enumerate(zip(tables, lengths.tolist(), strict=True)):
         if cache.shape[1] >= fa3.SMALLEST_TILE and length % cache.shape[1]:
             past = cache[table[length // cache.shape[1]], length % cache.shape[1] :, :rank]
-            out[queries == i] += (0 * past.float()).sum(0).to(out)
+            rows = i if queries is None else queries == i
+            out[rows] += (0 * past.float()).sum(0).to(out)
     return out
 
 
@@ -64,12 +67,54 @@ class FlashMLA:
         self.schedules += 1
         return gpu_package_doubles.FlashMLASchedMeta()
 
+    def flash_mla_sparse_fwd(self, q, kv, indices, sm_scale, d_v, *, topk_length, use_legacy):
+        """Attend from each query to the slots that it has, fewer than a multiple of 128, or outside of the pool."""
+        self.calls.append(dict(q=q, kv=kv, indices=indices, topk_length=topk_length))
+        assert use_legacy and sm_scale > 0 and d_v == RANK and q.shape[1] in (64, 128)
+        assert indices.dtype == topk_length.dtype == torch.int32 and indices.shape[1] == kv.shape[1] == 1
+        assert indices.stride(-1) == 1 and indices.shape[2] % 128 == 0 and topk_length.shape == (len(q),)
+        assert all(x.stride(-1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 for x in (q, kv))
+        table = torch.where(torch.arange(indices.shape[2]) < topk_length[:, None], indices[:, 0], -1)
+        is_slot = (table >= 0) & (table < len(kv))
+        tables = [row[some] for row, some in zip(table, is_slot, strict=True)]
+        where = (RANK, torch.arange(len(q) + 1), tables, is_slot.sum(1), sm_scale)
+        out, lse = gpu_package_doubles.over_latents(q, kv, *where, causal=False)
+        return out.to(q.dtype), None, torch.where(lse == -math.inf, math.inf, lse)
+
+    def get_mla_decoding_metadata(self, seqlens_k, num_q_tokens, h_k, h_q, is_fp8_kvcache, topk, use_legacy):
+        assert use_legacy and is_fp8_kvcache and topk is None and h_k == 1 and num_q_tokens % h_q == 0
+        assert seqlens_k.is_contiguous() and seqlens_k.min() > 0, "it would begin with the page before the first"
+        self.schedules += 1
+        return (num_q_tokens, h_q), seqlens_k.clone()
+
+    def over_codes(self, q, k_cache, block_table, cache_seqlens, head_dim_v, schedule, descale_q, descale_k, **options):
+        """Multiply codes, with weights that are not rounded here, so that the tolerance is that of any kernel.
+
+        The package answers in bfloat16, in which the interpreter knows no NaN.
+        """
+        assert q.dtype == k_cache.dtype == torch.float8_e4m3fn and options.pop("is_fp8_kvcache")
+        assert descale_q.shape == descale_k.shape == (1,) and descale_q.dtype == descale_k.dtype == torch.float32
+        assert torch.equal(schedule.num_splits, cache_seqlens), "the schedule is of other lengths"
+        assert schedule.tile_scheduler_metadata == (q.shape[1] * q.shape[2], q.shape[2])
+        for table, length in zip(block_table, cache_seqlens.tolist(), strict=True):
+            assert table[: -(-length // 64)].min() >= 0 and table[: -(-length // 64)].max() < len(k_cache)
+        plain = gpu_package_doubles.FlashMLASchedMeta()
+        numbers = q.float() * descale_q, k_cache.float() * descale_k
+        out, lse = gpu_package_doubles.flash_mla_with_kvcache(
+            *numbers, block_table, cache_seqlens, head_dim_v, plain, **options
+        )
+        return with_whole_pages(out.half(), numbers[1][:, :, 0], RANK, block_table, cache_seqlens, None), lse
+
     def flash_mla_with_kvcache(self, q, k_cache, block_table, cache_seqlens, head_dim_v, schedule, **options):
         self.calls.append(dict(q=q, k_cache=k_cache, block_table=block_table, schedule=schedule, **options))
         for x in (q, k_cache):
-            assert x.stride(-1) == 1 and all(stride % 8 == 0 for stride in x.stride()[:-1]) and x.data_ptr() % 16 == 0
+            assert x.stride(-1) == 1 and x.data_ptr() % 16 == 0
+            assert all(stride * x.itemsize % 16 == 0 for stride in x.stride()[:-1])
         assert q.shape[-1] == k_cache.shape[-1] == RANK + ROPE and head_dim_v == RANK
         assert block_table.dtype == cache_seqlens.dtype == torch.int32 and cache_seqlens.is_contiguous()
+        if "is_fp8_kvcache" in options:
+            out, lse = self.over_codes(q, k_cache, block_table, cache_seqlens, head_dim_v, schedule, **options)
+            return out, torch.where(lse == -math.inf, math.inf, lse)
         out, lse = gpu_package_doubles.flash_mla_with_kvcache(
             q, k_cache, block_table, cache_seqlens, head_dim_v, schedule, **options
         )
@@ -115,6 +160,8 @@ def flash_mla_package(monkeypatch, device):
     package.__path__, package.has_legacy = [], lambda: True
     module.flash_mla_with_kvcache = double.flash_mla_with_kvcache
     module.FlashMLASchedMeta = double.make_schedule
+    module.get_mla_decoding_metadata = double.get_mla_decoding_metadata
+    module.flash_mla_sparse_fwd = double.flash_mla_sparse_fwd
     monkeypatch.setitem(sys.modules, "flash_mla", package)
     monkeypatch.setitem(sys.modules, flash_mla.INTERFACE, module)
     return double
@@ -172,6 +219,43 @@ def test_flash_mla_agrees_with_the_reference(case, options, flash_mla_package):
     assert asked["use_legacy"] and asked["causal"] and asked["q"].shape[:2] == (len(case.lens), case.lens[0][0])
 
 
+CODES = dict(cache_scale=0.7, query_scale=0.013)
+
+
+def in_codes(case: Case) -> tuple[torch.Tensor, Latents, Batch]:
+    """Lay a case out as queries in float16 and latents in fp8, with codes of NaN all around."""
+    query, cache, batch = latents(case)
+    unused = torch.zeros(*cache.shape[:2], 8).half()  # a row of codes has to be a multiple of 16 bytes
+    codes = torch.cat([cache, unused], -1).to(torch.float8_e4m3fn)
+    return query, Latents(codes, RANK, **CODES, fp8_weights=True), batch
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("case", UNIFORM, ids=str)
+def test_products_of_codes_agree_with_the_reference(case, options, flash_mla_package):
+    """A sequence without keys is one of a key there, whatever its table says; layers have scales of their own."""
+    query, keys, batch = in_codes(case)
+    options = filled(options, case.heads[0])
+    assert batch.block_table is not None
+    batch.block_table[batch.seq_lens == 0] = -1
+
+    def by_reference(query, cache, batch, **asked):
+        plan = refattn.mla.plan(batch, block_size=64)
+        return refattn.mla.attention(query, cache, plan, options, latent_rank=RANK, **scales, **asked)
+
+    plan = Plan(batch, 64)
+    for scales in (CODES, dict(cache_scale=1.0, query_scale=0.1)):
+        keys = keys._replace(**scales)
+        out, lse = flash_mla.attend(query, keys, plan, options, None)
+        assert_matches_reference(out, lse, by_reference, query, keys.cache, batch)
+    first, second = flash_mla_package.calls
+    assert first["schedule"] is second["schedule"] and first["k_cache"].data_ptr() == keys.cache.data_ptr()
+    assert first["descale_k"] == torch.tensor(0.7) and second["descale_q"] == torch.tensor(0.1)
+    batch.block_table[0, 0] = batch.block_table[0, 0].clone()  # a table that was written to is read again
+    flash_mla.attend(query, keys, plan, options, None)
+    assert flash_mla_package.calls[-1]["schedule"] is not second["schedule"]
+
+
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("case", [*UNIFORM, RAGGED, replace(RAGGED, name="small-pages", block_size=16)], ids=str)
 def test_a_second_query_agrees_with_the_reference(case, options, fa3_library):
@@ -208,6 +292,34 @@ def test_nothing_to_attend_to_asks_nothing(lens, kernel, flash_mla_package, fa3_
     out, lse = kernel.mla(query, cache, Plan(batch, 64), filled({}, 2), RANK, None)
     assert out.shape == (*query.shape[:2], RANK) and not out.any() and (lse == -math.inf).all()
     assert not flash_mla_package.calls and not fa3_library.calls
+
+
+@pytest.mark.parametrize("options", [{}, dict(softmax_scale=-0.05), dict(sinks=True)], ids=["plain", "scale", "sinks"])
+@pytest.mark.parametrize(("padding_rows", "topk"), [(0, 128), (3, 130)], ids=["all-rows", "padding"])
+def test_selected_latents_agree_with_the_reference(padding_rows, topk, options, flash_mla_package):
+    """Some positions of each sequence, none, one twice, -1 between others; NaN in all latents that nobody selects."""
+    case = Case("", ((3, 70), (1, 33), (2, 260)), heads=(64, 1), block_size=64, padding_rows=padding_rows)
+    query, cache, batch = latents(case)
+    options = filled(options, 64)
+    t = len(query)
+    positions = torch.full((t, topk), -1, dtype=torch.int32)
+    for row, (seq_len, count) in enumerate([(70, 60), (70, 0), (70, 70), (33, 33), (260, 128), (260, 1)]):
+        positions[row, torch.randperm(topk)[:count]] = torch.randperm(seq_len)[:count].int()
+    positions[0, :2] = positions[0].max()
+    unseen = torch.ones(cache.shape[0] * 64, dtype=torch.bool)
+    unseen[fastattn.sparse.slots(batch, positions, block_size=64).flatten().clamp(min=0).long()] = False
+    cache.flatten(0, 1)[unseen] = math.nan
+
+    def by_reference(query, cache, batch, **asked):
+        plan = refattn.sparse.plan(batch, positions=positions, block_size=64)
+        return refattn.sparse.latent_attention(query, cache, plan, options, latent_rank=RANK, **asked)
+
+    plan = fastattn.sparse.plan(batch, positions=positions, block_size=64)
+    keys = Latents(fastattn.sparse.by_token("cache", cache), RANK)
+    out, lse = flash_mla.attend(query, keys, plan, options, None)
+    assert_matches_reference(out, lse, by_reference, query, cache, batch)
+    (asked,) = flash_mla_package.calls
+    assert asked["kv"].data_ptr() == cache.data_ptr(), "the pool was copied"
 
 
 # --- drafted trees: theirs is what lies before them ---
@@ -299,6 +411,10 @@ def hopper(monkeypatch):
     monkeypatch.setattr(fa3, "_refusal", lambda *_, **__: None)
 
 
+STORED = dict(stored=(torch.float8_e4m3fn, torch.float8_e4m3fn))
+ALLOWED = STORED | dict(rounds_query=True, fp8_weights=True)
+
+
 @pytest.mark.parametrize("name", ["flash_mla", "fa3"])
 def test_what_they_compute(name, hopper):
     tree = USUAL._replace(tree=True, window=(-1, -1), max_query_len=16)
@@ -308,6 +424,9 @@ def test_what_they_compute(name, hopper):
     for dtype in (torch.bfloat16, torch.float16):
         for changes in ({}, dict(sinks=True), dict(max_query_len=3), dict(num_heads=16), dict(window=(-1, -1))):
             assert dispatch.unsupported_reason(name, USUAL._replace(dtype=dtype, **changes)) is None
+    if name == "flash_mla":  # first of all, with so many heads
+        codes = USUAL._replace(**ALLOWED)
+        assert dispatch.unsupported_reason(name, codes) is None and dispatch.priorities(codes)[0] == name
     softcap = USUAL._replace(softcap=True)
     assert (dispatch.unsupported_reason(name, softcap) is None) == (name == "fa3")
 
@@ -321,7 +440,6 @@ BOTH = [
     ("positions: take triton", dict(positions=True)),
     ("take triton", dict(batch_invariant=True)),
     ("16 bytes", dict(aligned=False)),
-    ("no codes of fp8: take triton", dict(stored=(torch.float8_e4m3fn, torch.float8_e4m3fn))),
 ]
 
 
@@ -329,7 +447,18 @@ BOTH = [
     ("name", "reason", "changes"),
     [
         *((name, *refusal) for name in ("flash_mla", "fa3") for refusal in BOTH),
+        ("fa3", "no codes of fp8: take triton", ALLOWED),
+        ("flash_mla", "not allowed without query_scale: take triton", STORED),
+        ("flash_mla", "not allowed without fp8_weights: take triton", STORED | dict(rounds_query=True)),
+        ("flash_mla", "multiplies codes of float8_e4m3fn", ALLOWED | dict(stored=(torch.float8_e5m2,) * 2)),
+        ("flash_mla", "answers in bfloat16", ALLOWED | dict(dtype=torch.float16)),
+        ("flash_mla", "no codes of fp8: take triton", ALLOWED | dict(tree=True)),
         ("flash_mla", "pages of 64 tokens, not 16", dict(block_size=16)),
+        ("flash_mla", "pages of 64 tokens, not 1", dict(block_size=1, max_query_len=2)),
+        ("flash_mla", "bfloat16 over selected latents", dict(block_size=1, dtype=torch.float16)),
+        ("flash_mla", "64 or 128 heads over selected latents, not 16", dict(block_size=1, num_heads=16)),
+        ("flash_mla", "no codes of fp8", dict(block_size=1) | ALLOWED),
+        ("flash_mla", "as many new tokens of every sequence", dict(block_size=1, uniform=False)),
         ("flash_mla", "has no softcap", dict(softcap=True)),
         ("flash_mla", "has no windows", dict(window=(20, 0))),
         ("flash_mla", "as many new tokens of every sequence", dict(uniform=False)),
@@ -394,3 +523,6 @@ def test_their_order(hopper, monkeypatch):
     assert dispatch.priorities(USUAL._replace(num_seqs=64, even=True)) == ("flash_mla", "fa3", "triton")
     assert dispatch.priorities(USUAL._replace(num_heads=16)) == ("triton", "flash_mla", "fa3")
     assert dispatch.priorities(USUAL._replace(device=torch.device("cpu")))[0] == "cpu"
+    for num_seqs, first in ((15, "triton"), (16, "flash_mla")):  # of 128 heads
+        assert dispatch.priorities(USUAL._replace(block_size=1, num_seqs=num_seqs))[0] == first
+    assert dispatch.unsupported_reason("flash_mla", USUAL._replace(block_size=1, window=(-1, -1))) is None

@@ -30,6 +30,7 @@ import refattn.merge
 from fastattn.kernels import Problem, dispatch, triton
 from fastattn.kernels import device as devices
 from fastattn.kernels.flash.repage import repage
+from fastattn.kernels.gpu import adapt as gpu_adapt
 from fastattn.kernels.gpu import attention_kernel
 from fastattn.kernels.gpu import repair as gpu_repair
 from fastattn.kernels.gpu.adapt import adapt, empty_answer
@@ -715,6 +716,28 @@ def test_repair_computes_again_what_is_nan(options, spoilt, repaired, over, devi
     torch.testing.assert_close(out, expected, rtol=2e-3, atol=1e-3, equal_nan=True)
 
 
+@pytest.mark.parametrize("window", [(-1, 0), (40, 0)], ids=["causal", "window"])
+def test_repair_looks_at_the_ends_of_long_sequences_alone(window, device, monkeypatch):
+    """Of 13 tiles of 32 queries the last ones, and before a window also the first ones; and each of them once."""
+    monkeypatch.setattr(attention_kernel, "LARGEST_TILE", 8)
+    case = Case("c", ((410, 520), (0, 3), (4, 33), (100, 160)), heads=(2, 1), padding_rows=2)
+    inputs = build(case, device=device, dtype=torch.float16)
+    asked = given(*inputs.tensors, causal=False, window_size=window)
+    launches = []
+    launch = attention_kernel.launch_attention
+    monkeypatch.setattr(gpu_repair, "launch_attention", lambda *a, **k: launches.append(launch(*a, **k)) or launches[0])
+    right, _ = attend(*asked)
+    out = torch.full_like(right, 7.0)
+    spoilt = [0, 7, 40, 200, 370, 402, 409, 410, 413, 414, 500, 513]
+    out[spoilt, 1, 5] = torch.nan
+    gpu_repair.repair(out, *asked)
+    per_sequence = 2 if window[0] < 0 else 4
+    assert launches[0]._grid[0] == 4 * per_sequence < attention_kernel.count_tiles(inputs.batch, 516, 2, 64)
+    ends = [402, 409, 410, 413, 513] + ([] if window[0] < 0 else [0, 7, 414])
+    assert set(spoilt) - set(out[:, 1, 5].isnan().nonzero()[:, 0].tolist()) == set(ends)
+    torch.testing.assert_close(out[ends], right[ends], rtol=2e-3, atol=1e-3)
+
+
 def test_what_is_nan_rightly_stays_so(device):
     inputs = build(Case("c", ((5, 40), (3, 20)), heads=(2, 1)), device=device, dtype=torch.float16)
     inputs.value_cache[inputs.batch.block_table[0, 0], 3] = torch.nan
@@ -989,9 +1012,16 @@ ADAPTED = {
 
 
 @pytest.mark.parametrize("options", ADAPTED.values(), ids=ADAPTED)
-@pytest.mark.parametrize("nothing", [torch.inf, -torch.inf, torch.nan], ids=str)
-def test_adapt_fixes_up_what_flash_attention_returns_otherwise(options, nothing, device):
-    """It may say anything where nothing is seen, and its `inf` where NaN is seen is no reason to answer 0."""
+@pytest.mark.parametrize(
+    ("nothing", "programs"), [(torch.inf, 1024), (-torch.inf, 0), (torch.nan, 1024), (0.5, 0)], ids=str
+)
+def test_adapt_fixes_up_what_flash_attention_returns_otherwise(options, nothing, programs, device, monkeypatch):
+    """It may say anything where nothing is seen, and its `inf` where NaN is seen is no reason to answer 0.
+
+    A number too, if the lengths are to say it. One program may look at many tokens.
+    """
+    monkeypatch.setattr(gpu_adapt, "PROGRAMS", programs)
+    by_lengths = nothing == 0.5
     query_lens = [3, 0, 40, 2, *[1] * 70, 5, 4]
     seq_lens = [9, 6, 0, 2, *[i % 2 for i in range(70)], 0, 2]
     batch = make_batch(query_lens, seq_lens, [[]] * len(seq_lens), device=device)
@@ -1011,12 +1041,23 @@ def test_adapt_fixes_up_what_flash_attention_returns_otherwise(options, nothing,
         sinks = options.sinks.cpu().double()
         ref[is_query], ref_lse[is_query] = refattn.merge.add_sinks(ref[is_query], ref_lse[is_query], sinks)
     out[blind], lse[:, blind] = torch.nan, nothing
-    out[1, 2], lse[2, 1] = torch.nan, nothing  # saw NaN
-    got, got_lse = (x.cpu() for x in adapt(out.to(device), lse.to(device), plan, options))
+    out[1, 2], lse[2, 1] = torch.nan, torch.inf if by_lengths else nothing  # saw NaN
+    got = adapt(out.to(device), lse.to(device), plan, options, by_lengths=by_lengths)
+    got, got_lse = (x.cpu() for x in got)
     assert got[1, 2].isnan().all() and got_lse[1, 2].isnan()
     got[1, 2], got_lse[1, 2] = ref[1, 2], ref_lse[1, 2]
     assert_close(got, ref, ref.float())
     assert_close(got_lse, ref_lse, ref_lse.float(), name="lse")
+
+
+def test_padding_alone_is_a_reason_to_fix_up(device, monkeypatch):
+    """Where one look at the log-sum-exps of many tokens finds nothing else."""
+    monkeypatch.setattr(gpu_adapt, "PROGRAMS", 0)
+    plan = Plan(make_batch([3, 4], [9, 4], [[]] * 2, device=device))
+    out, lse = torch.ones(9, 2, 24, device=device), torch.ones(2, 9, device=device)
+    got, got_lse = adapt(out.clone(), lse.clone(), plan, AttentionOptions())
+    assert torch.equal(got[:7], out[:7]) and not got[7:].any()
+    assert (got_lse[:7] == 1).all() and (got_lse[7:] == -torch.inf).all()
 
 
 @pytest.mark.parametrize("has_sinks", [False, True], ids=["plain", "sinks"])

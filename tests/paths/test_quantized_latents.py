@@ -167,6 +167,51 @@ def hold(given: Latents, sizes=EVEN, **options) -> None:
     assert torch.equal(memory, out)
 
 
+OF_QUERIES = 0.013  # such that a small query has codes below the smallest normal one, and some saturate
+
+
+@each_twin
+@each_kind
+def test_formula_of_rounded_queries(twin, kind):
+    """The codes of the queries by hand; a weight is not rounded, whether it might be or not."""
+    given = in_codes(MIXED, kind, dtype=torch.float64)
+    fixed = dict(cache_scale=OF_CODES, softmax_scale=SCALE)
+    largest = torch.finfo(kind).max
+    of_query = OF_QUERIES if kind == E4M3 else OF_QUERIES / 99  # its codes reach 57344
+    numbers = (given.absorbed.float() / torch.tensor(of_query)).clamp(-largest, largest)
+    assert (numbers.abs() == largest).any(), "no query saturates"
+    codes = [nearest(x, kind) for x in numbers.nan_to_num(0.0).flatten().tolist()]
+    rounded = decoded(kind)[codes].view(numbers.shape) * float(torch.tensor(of_query))
+    expected = attend(twin, rounded, given.cache, given.batch, **fixed)
+    for allowed in (False, True):
+        got = attend(twin, given.absorbed, given.cache, given.batch, query_scale=of_query, fp8_weights=allowed, **fixed)
+        for x, y in zip(got, expected, strict=True):
+            torch.testing.assert_close(x[:-2], y[:-2], rtol=1e-10, atol=1e-12)
+
+
+@each_kernel
+@pytest.mark.parametrize("case", [DECODES, replace(MIXED, heads=(24, 1))], ids=["few-rows", "many-rows"])
+def test_twins_round_queries_alike(kernel, case, device):
+    """To the same codes: what is left is the tolerance of any kernel. And each layer by its own scale."""
+    case = replace(case, lens=tuple((q, min(s, 300)) for q, s in case.lens)) if kernel.is_interpreted else case
+    given = in_codes(case, E4M3, device=device, dtype=kernel.dtypes[-1])
+    plan = fastattn.mla.plan(given.batch, block_size=case.block_size)
+    arguments = given.absorbed, given.cache, given.batch
+    for scale in (OF_QUERIES, 0.1, 0.05):
+        fixed = dict(cache_scale=OF_CODES, query_scale=scale)
+        with kernel.asked_for():
+            out, lse = fastattn.mla.attention(
+                *arguments[:2],
+                plan,
+                AttentionOptions(softmax_scale=SCALE),
+                latent_rank=RANK,
+                **fixed,
+                fp8_weights=True,
+                return_lse=True,
+            )
+        assert_matches_reference(out, lse, by_reference(attend, **fixed), *arguments, softmax_scale=SCALE)
+
+
 @each_kernel
 @pytest.mark.parametrize("seed", range(4))
 def test_the_error_of_a_prefill_is_that_of_keys_in_the_type_of_the_query(kernel, seed, device):
@@ -503,6 +548,25 @@ def test_bad_scales_are_named(twin, message):
     with named:
         twin.write(latent, rope_key, cache, torch.arange(3), cache_scale=scale)
     assert torch.equal(bits(cache), before)
+
+
+BAD_ROUNDING = {
+    "query_scale: expected a finite number above 0, got 0.0": (E4M3, dict(query_scale=0.0)),
+    "query_scale: expected a finite number above 0, got nan": (E4M3, dict(query_scale=math.nan)),
+    "query_scale: expected None for a cache of float32, which holds no codes": (torch.float32, dict(query_scale=0.5)),
+    "fp8_weights: expected a query_scale with it": (E4M3, dict(fp8_weights=True)),
+    "fp8_weights: expected True or False, got 1": (E4M3, dict(query_scale=1.0, fp8_weights=1)),
+}
+
+
+@each_twin
+@pytest.mark.usefixtures("shapes_unchecked")
+@pytest.mark.parametrize("message", BAD_ROUNDING)
+def test_bad_rounding_is_named(twin, message):
+    kind, asked = BAD_ROUNDING[message]
+    given = Latents(SMALL_CASE, poison=HARMLESS)
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        attend(twin, given.absorbed, given.cache.to(kind), given.batch, softmax_scale=SCALE, **asked)
 
 
 @each_twin

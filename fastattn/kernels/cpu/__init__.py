@@ -58,7 +58,7 @@ def attend(
     scales: Fp8Scales | Int8Scales | None = None
     if isinstance(keys, Latents):
         key = value = keys.cache[:, :, None, : query.shape[2]]
-        scales = latent_scales(keys.cache, keys.cache_scale)
+        scales = latent_scales(keys.cache, keys.cache_scale, keys.query_scale)
     elif isinstance(keys, QuantizedPages):
         key, value, scales = keys
     else:

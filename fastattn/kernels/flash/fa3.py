@@ -200,7 +200,7 @@ def tree(
     where = dict(seqused_k=plan.prefix.batch.seq_lens, page_table=side_by_side(table))
     answer, lse = _forward(query, key_cache, value_cache, plan.prefix, options, where)
     if key_cache.shape[1] >= SMALLEST_TILE:
-        repair(answer, query, key_cache, value_cache, plan.prefix, options)
+        repair(answer, query, key_cache, value_cache, plan.prefix, options, adapted=False)
     return attend_to_nodes(query, key_cache, value_cache, plan, options, answer, lse.contiguous())
 
 

@@ -4,6 +4,15 @@ It takes a rectangle of queries (the same number of new tokens for every sequenc
 of 512 elements and rotary keys of 64. A tile is 64 rows of `tokens x heads`. The keys are split over all
 multiprocessors by a schedule, which a separate kernel computes from the lengths; the plan keeps it for the whole step.
 
+Over latents in fp8 (e4m3) it multiplies codes: queries are rounded, and the weights of the softmax, too, before they
+meet the latents. So it takes them where both are allowed (`query_scale`, `fp8_weights` of `fastattn.mla.attention`),
+and never otherwise. That kernel begins with a page of every sequence, also of one without keys: it is told of one key
+there, and the answer is fixed up.
+
+Where a page is one token and a sequence one query, as in a plan of selected keys, it is the kernel for sparse prefills,
+of any number of queries: a program has 64 heads of a query and all its keys, so that many queries keep it busy. It
+fills with zeros where a query has fewer keys, and follows no slot outside of the pool.
+
 It loads whole pages and gives what lies past a sequence's end a weight of 0; NaN that results from it is repaired. It
 drops a split whose scores are NaN, so NaN in a latent reaches the output only if the sequence is not split. Of a
 sequence that ends with a drafted tree it reads the latents before the tree.
@@ -12,7 +21,8 @@ Source: DeepSeek-AI 2025, "FlashMLA"; github.com/deepseek-ai/FlashMLA.
 """
 
 import importlib
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -24,13 +34,21 @@ from fastattn.kernels.device import cannot_import, capability
 from fastattn.kernels.flash import NO_CODES, NO_INTERVALS, NO_POSITIONS, NOT_ALIGNED, side_by_side
 from fastattn.kernels.flash.schedule import schedule_of
 from fastattn.kernels.kernel import Kernel
-from fastattn.kernels.problem import Problem
+from fastattn.kernels.problem import Problem, latent_scales
 from refattn.interface import AttentionOptions, AttentionPlan, Keys, Latents, Plan, TreePlan
 
 INTERFACE = "flash_mla.flash_mla_interface"
 PACKAGE = "sgl-flash-mla"
+FUNCTIONS = (
+    "flash_mla_with_kvcache",
+    "FlashMLASchedMeta",
+    "get_mla_decoding_metadata",
+    "flash_mla_sparse_fwd",
+)  # of that module
 LATENT = (64, 512)  # sizes of rotary keys and of latents
 BLOCK_SIZE = 64  # tokens in a page
+SELECTED_HEADS = (64, 128)  # of a query, over selected latents
+SELECTED_STEP = 128  # selected latents, of which there has to be a multiple
 
 
 def unsupported_reason(problem: Problem) -> str | None:
@@ -42,12 +60,14 @@ def unsupported_reason(problem: Problem) -> str | None:
         return f"needs a GPU of compute capability 9.0, not {major}.{minor}"
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"computes float16 and bfloat16, not {problem.dtype}"
-    if problem.stored is not None:
-        return NO_CODES
+    if problem.stored is not None and (rounded := _cannot_multiply_codes(problem)) is not None:
+        return rounded
     sizes = (problem.head_size - problem.value_head_size, problem.value_head_size)
     if sizes != LATENT:
         return f"latents of {LATENT[1]} elements and rotary keys of {LATENT[0]}, not {sizes[1]} and {sizes[0]}"
-    if problem.block_size != BLOCK_SIZE:
+    if (selected := is_of_selected(problem)) and (refused := _cannot_select(problem)) is not None:
+        return refused
+    if problem.block_size != BLOCK_SIZE and not selected:
         return f"pages of {BLOCK_SIZE} tokens, not {problem.block_size}: take fa3 or triton"
     if problem.softcap or problem.alibi:
         return f"has no {'softcap' if problem.softcap else 'ALiBi'}: take triton"
@@ -64,6 +84,37 @@ def unsupported_reason(problem: Problem) -> str | None:
     if not problem.aligned:
         return NOT_ALIGNED
     return _cannot_load()
+
+
+def is_of_selected(problem: Problem) -> bool:
+    """Return whether each sequence is one query and the latents that it sees, as in a plan of selected keys."""
+    return problem.block_size == 1 and problem.max_query_len == 1 and not problem.tree
+
+
+def _cannot_select(problem: Problem) -> str | None:
+    """Return why the kernel for selected latents can't compute a problem, or None."""
+    if problem.stored is not None:
+        return NO_CODES
+    if problem.dtype != torch.bfloat16:
+        return f"computes bfloat16 over selected latents, not {problem.dtype}"
+    if problem.num_heads not in SELECTED_HEADS:
+        return f"64 or 128 heads over selected latents, not {problem.num_heads}"
+    return None
+
+
+def _cannot_multiply_codes(problem: Problem) -> str | None:
+    """Return why latents in fp8 can't be multiplied as they are, or None."""
+    assert problem.stored is not None  # it is over codes
+    if problem.tree:
+        return NO_CODES
+    if problem.stored[0] != torch.float8_e4m3fn:
+        return f"multiplies codes of float8_e4m3fn, not {problem.stored[0]}: take triton"
+    if not (problem.rounds_query and problem.fp8_weights):
+        missing = "fp8_weights" if problem.rounds_query else "query_scale"
+        return f"rounds queries and weights to fp8, which is not allowed without {missing}: take triton"
+    if problem.dtype != torch.bfloat16:
+        return f"answers in bfloat16 over codes, not in {problem.dtype}"
+    return None
 
 
 KERNEL = Kernel(
@@ -87,6 +138,10 @@ def attend(
     (level,) = plan.levels
     if isinstance(plan, TreePlan):
         return mla_tree(query, keys.cache, plan, options, keys.latent_rank, out)
+    if keys.query_scale is not None:
+        return mla_codes(query, keys, level.whole, options)
+    if level.whole.block_size == 1:
+        return selected(query, keys, level.whole, options)
     return mla(query, keys.cache, level.whole, options, keys.latent_rank, out)
 
 
@@ -122,13 +177,107 @@ def mla(
         causal=plan.causal,
         use_legacy=True,  # the half of the wheel for Hopper
     )
-    result, lse = rearrange(result, "b t h r -> (b t) h r"), rearrange(logs, "b h t -> h (b t)")
-    num_padding = query.shape[0] - num_rows
-    if num_padding:
-        result, lse = pad(result, (0, 0, 0, 0, 0, num_padding)), pad(lse, (0, num_padding))
-    result, lse = adapt(result, lse, plan, options)
+    result, lse = adapt(*_as_rows(result, logs, query.shape[0]), plan, options)
     repair_latents(result, query, cache, plan, options, latent_rank)
     return result, lse
+
+
+def mla_codes(
+    query: Float[Tensor, "t h d"], keys: Latents, plan: Plan, options: AttentionOptions
+) -> tuple[Float[Tensor, "t h {keys.latent_rank}"], Float[Tensor, "t h"]]:
+    """Attend to latents in fp8 by products of codes, with queries and weights rounded; see the module."""
+    from fastattn.kernels.gpu.adapt import adapt, empty_answer
+    from fastattn.kernels.gpu.codes import codes_of
+    from fastattn.kernels.gpu.repair import repair
+    from fastattn.kernels.gpu.rounding import round_to_codes
+    from fastattn.kernels.gpu.tile import with_positive_scale
+
+    cache, rank, of_cache, of_query, _ = keys
+    batch, table = plan.batch, plan.batch.block_table
+    assert table is not None and of_query is not None  # the path has checked it
+    if 0 in (query.numel(), cache.numel(), batch.num_seqs, batch.max_query_len, batch.max_seq_len, table.shape[1]):
+        return empty_answer(query, rank, plan, options)
+    num_rows, num_heads = batch.num_seqs * batch.max_query_len, query.shape[1]
+    rows, scale = with_positive_scale(query[:num_rows], options.softmax_scale)
+    codes = round_to_codes(rows, of_query, cache.dtype, cache.dtype)
+    module = importlib.import_module(INTERFACE)
+
+    def make() -> Any:
+        """Share out the work; a sequence without keys has one there, in any page."""
+        lengths = batch.seq_lens.clamp(min=1)
+        pages = torch.where(batch.seq_lens[:, None] > 0, table, 0)
+        meta = module.FlashMLASchedMeta()
+        meta.tile_scheduler_metadata, meta.num_splits = module.get_mla_decoding_metadata(
+            lengths, num_heads * batch.max_query_len, 1, num_heads, True, None, use_legacy=True
+        )
+        return lengths, pages, meta
+
+    # Whoever writes into a table in place has other pages in it.
+    name = ("flash_mla of codes", num_heads, batch.max_query_len, None if table.is_inference() else table._version)
+    lengths, pages, meta = schedule_of(plan, name, make)
+    descales = [
+        schedule_of(plan, ("scale", x), partial(torch.full, (1,), x, dtype=torch.float32, device=query.device))
+        for x in (of_query, of_cache)
+    ]
+    result, logs = module.flash_mla_with_kvcache(
+        rearrange(codes, "(b t) h d -> b t h d", b=batch.num_seqs),
+        cache[:, :, None, : query.shape[2]],
+        pages,
+        lengths,
+        rank,
+        meta,
+        softmax_scale=scale,
+        causal=plan.causal,
+        is_fp8_kvcache=True,
+        use_legacy=True,
+        descale_q=descales[0],
+        descale_k=descales[1],
+    )
+    result, lse = adapt(*_as_rows(result, logs, query.shape[0]), plan, options, by_lengths=True)
+    scales = latent_scales(cache, of_cache, of_query)
+    assert scales is not None  # it is over codes
+    pool = cache.view(torch.uint8)[:, :, None, : query.shape[2]]
+    repair(result, query, pool, pool[..., :rank], plan, options, shared=True, codes=codes_of(scales))
+    return result, lse
+
+
+def selected(
+    query: Float[Tensor, "t h d"], keys: Latents, plan: Plan, options: AttentionOptions
+) -> tuple[Float[Tensor, "t h {keys.latent_rank}"], Float[Tensor, "t h"]]:
+    """Attend from each query to the latents of its own, which the block table names one by one; see the module."""
+    from fastattn.kernels.gpu.adapt import adapt, empty_answer
+    from fastattn.kernels.gpu.tile import with_positive_scale
+
+    batch, table, rank = plan.batch, plan.batch.block_table, keys.latent_rank
+    assert table is not None  # the path has checked it
+    if 0 in (query.numel(), keys.cache.numel(), batch.num_seqs, batch.max_query_len, batch.max_seq_len, table.shape[1]):
+        return empty_answer(query, rank, plan, options)
+    rows, scale = with_positive_scale(query[: batch.num_seqs], options.softmax_scale)
+    slots = pad(table, (0, -table.shape[1] % SELECTED_STEP), value=-1) if table.shape[1] % SELECTED_STEP else table
+    result, _, logs = importlib.import_module(INTERFACE).flash_mla_sparse_fwd(
+        rows,
+        keys.cache[:, :, : query.shape[2]],
+        side_by_side(slots)[:, None],
+        scale,
+        rank,
+        topk_length=batch.seq_lens,
+        use_legacy=True,
+    )
+    num_padding = query.shape[0] - batch.num_seqs
+    if num_padding:
+        result, logs = pad(result, (0, 0, 0, 0, 0, num_padding)), pad(logs, (0, 0, 0, num_padding))
+    return adapt(result, logs.T, plan, options)
+
+
+def _as_rows(
+    result: Float[Tensor, "b t h r"], logs: Float[Tensor, "b h t"], num_tokens: int
+) -> tuple[Float[Tensor, "{num_tokens} h r"], Float[Tensor, "h {num_tokens}"]]:
+    """Return answers as query rows, with rows of padding after them."""
+    out, lse = rearrange(result, "b t h r -> (b t) h r"), rearrange(logs, "b h t -> h (b t)")
+    num_padding = num_tokens - len(out)
+    if num_padding:
+        out, lse = pad(out, (0, 0, 0, 0, 0, num_padding)), pad(lse, (0, num_padding))
+    return out, lse
 
 
 def mla_tree(
@@ -149,7 +298,7 @@ def mla_tree(
 @cache
 def _cannot_load() -> str | None:
     """Return why there is no FlashMLA here, or that its half for Hopper is missing; None once it is loaded."""
-    reason = cannot_import(INTERFACE, PACKAGE, "flash_mla_with_kvcache", "FlashMLASchedMeta")
+    reason = cannot_import(INTERFACE, PACKAGE, *FUNCTIONS)
     reason = reason or cannot_import("flash_mla", PACKAGE, "has_legacy")  # DeepSeek's own package has not
     if reason is not None:
         return reason

@@ -1,7 +1,8 @@
 """Fix up the outputs of FlashAttention where its conventions differ from ours: empty rows, padding rows, NaN, sinks.
 
 FlashAttention returns an LSE of `+inf` or `-inf` both for a query that sees no key and for one that sees NaN; the
-lengths tell them apart. This takes one launch and writes only the affected rows (all rows if sinks are added).
+lengths tell them apart. This takes one launch, which looks at the log-sum-exps of some hundred tokens at a time, and
+writes only the affected rows (all rows if sinks are added).
 """
 
 from collections.abc import Callable
@@ -14,10 +15,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fastattn.kernels.gpu.launch import Launch
+from fastattn.kernels.gpu.tile import can_overlap
 from fastattn.kernels.replay import key_of_launch, launch_once
 from refattn.interface import AttentionOptions, Plan
 
 BLOCK_TOKENS = 32
+MOST_STEPS = 16  # of so many tokens, for a program that may find that there is nothing to fix up
+PROGRAMS = 1024  # at least, where there is work for as many
 BLOCK_SEQS = 64  # that are counted at a time
 
 
@@ -26,6 +30,8 @@ def adapt(
     lse: Float[Tensor, "h t"],
     plan: Plan,
     options: AttentionOptions,
+    *,
+    by_lengths: bool = False,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Answer 0 and `-inf` in padding rows and where a query sees nothing, NaN where it sees NaN, and add the sinks.
 
@@ -36,6 +42,7 @@ def adapt(
         lse: its log-sum-exps, natural log, changed in place.
         plan: the lengths, and the window, which say who sees nothing.
         options: what the layer fixes: its sinks are added.
+        by_lengths: the kernel may have answered with any number where a query sees nothing: the lengths alone say it.
 
     Returns:
         The same tensors, the outputs contiguous, as `repair` wants them, the log-sum-exps with tokens first.
@@ -44,11 +51,15 @@ def adapt(
     num_tokens, num_heads, value_head_size = out.shape
     batch, sinks = plan.batch, None if options.sinks is None else options.sinks.contiguous()
     left, right = plan.window
+    steps = 1
+    while sinks is None and steps < MOST_STEPS and num_tokens * num_heads > 2 * steps * BLOCK_TOKENS * PROGRAMS:
+        steps *= 2
+    overlap = can_overlap(out.device)
 
     def launch() -> Callable[..., None]:
         return Launch(
             _adapt_kernel,
-            (-(-num_tokens // BLOCK_TOKENS), num_heads),
+            (-(-num_tokens // (steps * BLOCK_TOKENS)), num_heads),
             dict(out=out, lse=lse, sinks=sinks),
             dict(
                 cu_seqlens_q=batch.cu_seqlens_q,
@@ -65,11 +76,14 @@ def adapt(
                 VALUE_HEAD_SIZE=value_head_size,
                 BLOCK_TOKENS=BLOCK_TOKENS,
                 BLOCK_SEQS=BLOCK_SEQS,
+                STEPS=steps,
+                BY_LENGTHS=by_lengths,
+                OVERLAP=overlap,
             ),
             dict(num_warps=4 if sinks is not None or value_head_size > 256 else 1),
         ).replay
 
-    launch_once(plan, key_of_launch("adapt", (out, lse), options), (out, lse, sinks), launch)
+    launch_once(plan, key_of_launch(f"adapt {by_lengths}", (out, lse), options), (out, lse, sinks), launch)
     return out, lse.T
 
 
@@ -107,44 +121,64 @@ def _adapt_kernel(
     VALUE_HEAD_SIZE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_SEQS: tl.constexpr,
+    STEPS: tl.constexpr,
+    BY_LENGTHS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    tokens = tl.program_id(0).to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()  # what looks at the outputs after this waits for it itself
     head = tl.program_id(1)
-    is_token = tokens < num_tokens
-    is_query = is_token & (tokens < tl.load(cu_seqlens_q + num_seqs))
-    logs = tl.load(lse + head * lse_head_stride + tokens * lse_token_stride, mask=is_query, other=0.0)
-    is_odd = (logs != logs) | (tl.abs(logs) == float("inf"))
-    sees_nothing = is_token & (tokens >= tl.load(cu_seqlens_q + num_seqs))
-    if tl.max(is_odd.to(tl.int32), 0) > 0:  # seldom: who has a sum has seen something
-        sequence = tl.zeros([BLOCK_TOKENS], tl.int32)  # how many end before the token
-        for first in range(0, num_seqs, BLOCK_SEQS):
-            seqs = first + tl.arange(0, BLOCK_SEQS)
-            ends = tl.load(cu_seqlens_q + 1 + seqs, mask=seqs < num_seqs, other=num_tokens + 1)
-            sequence += tl.sum((ends[None, :] <= tokens[:, None]).to(tl.int32), 1)
-        seq_len = tl.load(seq_lens + sequence, mask=is_odd, other=0)
-        position = seq_len - tl.load(cu_seqlens_q + 1 + sequence, mask=is_odd, other=0) + tokens
-        first_key = tl.where(left < 0, 0, tl.maximum(position - left, 0))
-        last_key = tl.where(right < 0, seq_len, tl.minimum(position + right + 1, seq_len))
-        sees_nothing |= is_odd & (first_key >= last_key)
-    logs = tl.where(is_odd, float("nan"), logs)
-    logs = tl.where(sees_nothing, float("-inf"), logs)
+    begin = tl.program_id(0).to(tl.int64) * STEPS * BLOCK_TOKENS
+    num_used = tl.load(cu_seqlens_q + num_seqs)
+    if STEPS > 1 and not BY_LENGTHS:  # nearly always nothing is to be done, which one look at all tokens tells
+        all_tokens = begin + tl.arange(0, STEPS * BLOCK_TOKENS)
+        at = lse + head * lse_head_stride + all_tokens * lse_token_stride
+        all_logs = tl.load(at, mask=all_tokens < num_used, other=0.0)
+        is_padding = (all_tokens >= num_used) & (all_tokens < num_tokens)
+        some = (all_logs != all_logs) | (tl.abs(all_logs) == float("inf")) | is_padding
+        if tl.max(some.to(tl.int32), 0) == 0:
+            return
+    for step in range(STEPS):
+        tokens = begin + step * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+        is_token = tokens < num_tokens
+        is_query = is_token & (tokens < num_used)
+        logs = tl.load(lse + head * lse_head_stride + tokens * lse_token_stride, mask=is_query, other=0.0)
+        is_odd = (logs != logs) | (tl.abs(logs) == float("inf"))
+        sees_nothing = is_token & (tokens >= num_used)
+        asked = is_query if BY_LENGTHS else is_odd
+        if tl.max(asked.to(tl.int32), 0) > 0:  # seldom: who has a sum has seen something
+            sequence = tl.zeros([BLOCK_TOKENS], tl.int32)  # how many end before the token
+            for first in range(0, num_seqs, BLOCK_SEQS):
+                seqs = first + tl.arange(0, BLOCK_SEQS)
+                ends = tl.load(cu_seqlens_q + 1 + seqs, mask=seqs < num_seqs, other=num_tokens + 1)
+                sequence += tl.sum((ends[None, :] <= tokens[:, None]).to(tl.int32), 1)
+            seq_len = tl.load(seq_lens + sequence, mask=asked, other=0)
+            position = seq_len - tl.load(cu_seqlens_q + 1 + sequence, mask=asked, other=0) + tokens
+            first_key = tl.where(left < 0, 0, tl.maximum(position - left, 0))
+            last_key = tl.where(right < 0, seq_len, tl.minimum(position + right + 1, seq_len))
+            sees_nothing |= asked & (first_key >= last_key)
+        is_odd |= sees_nothing
+        logs = tl.where(is_odd, float("nan"), logs)
+        logs = tl.where(sees_nothing, float("-inf"), logs)
 
-    VALUE_PAD: tl.constexpr = triton.next_power_of_2(VALUE_HEAD_SIZE)
-    at_dv = tl.arange(0, VALUE_PAD)
-    places = (tokens * out_token_stride + head * out_head_stride)[:, None] + (at_dv * out_stride)[None, :]
-    in_value = (at_dv < VALUE_HEAD_SIZE)[None, :]
-    if tl.max((sees_nothing | is_odd).to(tl.int32), 0) > 0:
-        rows = tl.where(sees_nothing, 0.0, float("nan"))[:, None] + tl.zeros([BLOCK_TOKENS, VALUE_PAD], tl.float32)
-        tl.store(out + places, rows.to(out.dtype.element_ty), mask=(sees_nothing | is_odd)[:, None] & in_value)
-    if sinks is not None:
-        sink = tl.load(sinks + head).to(tl.float32)
-        # exp(lse) / (exp(lse) + exp(sink)), as a product: a GPU takes a share below 1e-38 for 0, whatever it is of.
-        root = tl.exp(tl.minimum(logs - sink, 0.0) * 0.5)
-        share = root / (1.0 + tl.exp(-tl.abs(logs - sink)))
-        some = (is_query & (logs > float("-inf")))[:, None] & in_value
-        values = tl.load(out + places, mask=some, other=0.0).to(tl.float32) * share[:, None] * root[:, None]
-        tl.store(out + places, values.to(out.dtype.element_ty), mask=some)
-        higher = tl.maximum(logs, sink)
-        with_sink = higher + tl.log(tl.exp(logs - higher) + tl.exp(sink - higher))
-        logs = tl.where(is_query, with_sink, logs)
-    tl.store(lse + head * lse_head_stride + tokens * lse_token_stride, logs, mask=is_token)
+        VALUE_PAD: tl.constexpr = triton.next_power_of_2(VALUE_HEAD_SIZE)
+        at_dv = tl.arange(0, VALUE_PAD)
+        places = (tokens * out_token_stride + head * out_head_stride)[:, None] + (at_dv * out_stride)[None, :]
+        in_value = (at_dv < VALUE_HEAD_SIZE)[None, :]
+        if tl.max(is_odd.to(tl.int32), 0) > 0:
+            rows = tl.where(sees_nothing, 0.0, float("nan"))[:, None] + tl.zeros([BLOCK_TOKENS, VALUE_PAD], tl.float32)
+            tl.store(out + places, rows.to(out.dtype.element_ty), mask=is_odd[:, None] & in_value)
+        is_changed = is_odd
+        if sinks is not None:
+            sink = tl.load(sinks + head).to(tl.float32)
+            # exp(lse) / (exp(lse) + exp(sink)), as a product: a GPU takes a share below 1e-38 for 0, whatever it is of.
+            root = tl.exp(tl.minimum(logs - sink, 0.0) * 0.5)
+            share = root / (1.0 + tl.exp(-tl.abs(logs - sink)))
+            some = (is_query & (logs > float("-inf")))[:, None] & in_value
+            values = tl.load(out + places, mask=some, other=0.0).to(tl.float32) * share[:, None] * root[:, None]
+            tl.store(out + places, values.to(out.dtype.element_ty), mask=some)
+            higher = tl.maximum(logs, sink)
+            with_sink = higher + tl.log(tl.exp(logs - higher) + tl.exp(sink - higher))
+            logs = tl.where(is_query, with_sink, logs)
+            is_changed = is_token
+        tl.store(lse + head * lse_head_stride + tokens * lse_token_stride, logs, mask=is_changed)

@@ -68,7 +68,8 @@ def launch_attention(
         tuning: the shape of the launch.
         out: the answer, or the first of the parts.
         lse: likewise; None to repair the answer.
-        overlap: whether the launch after this one may begin early; None if this one gives the answer, not parts.
+        overlap: whether the launch after this one may begin early; None if this one gives the answer, not parts. To
+            repair: whether this one may begin early, and waits for the one before.
         after: another level was launched before, that what follows has to wait for, too.
         shared: `value` is a view of the first elements of each key: load them once, as key and as value.
         codes: what the pools hold, if it is codes; see `fastattn.kernels.triton.attention.attend`.
@@ -87,6 +88,13 @@ def launch_attention(
     query, scale = with_positive_scale(query, options.softmax_scale)
     one_tile = _is_one_tile(batch, group, tuning.block_m)
     tiles = count_tiles(batch, num_tokens, group, tuning.block_m)
+    ends, starts = 0, 0
+    if lse is None and positions is None and not one_tile:
+        ends, starts = _spoilt_tiles(plan, group, tuning.block_m)
+        if ends and batch.num_seqs * (ends + starts) < tiles:
+            tiles = batch.num_seqs * (ends + starts)
+        else:
+            ends, starts = 0, 0
     return Launch(
         _attend_kernel,
         (tiles * num_kv_heads, tuning.most_splits),
@@ -141,7 +149,7 @@ def launch_attention(
             BLOCK_M=tuning.block_m,
             BLOCK_N=tuning.block_n,
             BLOCK_SEQS=BLOCK_SEQS,
-            SPLIT=overlap is not None,
+            SPLIT=overlap is not None and lse is not None,
             RUN=tuning.run,
             BALANCE=tuning.most_splits > tuning.splits,
             ONE_TILE=one_tile,
@@ -149,6 +157,8 @@ def launch_attention(
             LEFT=left >= 0,
             RIGHT=right >= 0,
             LARGEST_TILE=LARGEST_TILE,
+            ENDS=ends,
+            STARTS=starts,
             OVERLAP=bool(overlap),
             AFTER=bool(overlap and after),
             CODES=codes.kind,
@@ -160,7 +170,7 @@ def launch_attention(
             ALIBI_SQRT=options.alibi_sqrt,
         ),
         dict(num_warps=tuning.num_warps, num_stages=tuning.num_stages)
-        | ({"launch_pdl": True} if overlap and after else {})
+        | ({"launch_pdl": True} if overlap and (after or lse is None) else {})
         | ({"maxnreg": tuning.registers} if tuning.registers and not (INTERPRETED or is_rocm()) else {}),
     )
 
@@ -215,6 +225,18 @@ def count_tiles(batch: Batch, num_tokens: int, group: int, block_m: int) -> int:
     if batch.num_seqs == 1:
         return -(-num_tokens * group // block_m)
     return batch.num_seqs + num_tokens * group // block_m
+
+
+def _spoilt_tiles(plan: Plan, group: int, block_m: int) -> tuple[int, int]:
+    """Return how many tiles at the end and at the start of a sequence another kernel can have spoilt; 0 for any of all.
+
+    They are those of the rows that the kernel looks at: the last ones, and in a window also the first ones.
+    """
+    left, right = plan.window
+    if right < 0:
+        return 0, 0
+    ends = -(-(LARGEST_TILE + right) * group // block_m) + 1
+    return ends, -(-LARGEST_TILE * group // block_m) + 1 if left >= 0 else 0
 
 
 def bytes_of_a_program(query: Tensor, key: Tensor, value: Tensor, shared: bool) -> tuple[int, int]:
@@ -418,6 +440,8 @@ def _attend_kernel(
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
     LARGEST_TILE: tl.constexpr,
+    ENDS: tl.constexpr,
+    STARTS: tl.constexpr,
     OVERLAP: tl.constexpr,
     AFTER: tl.constexpr,
     CODES: tl.constexpr,
@@ -429,7 +453,9 @@ def _attend_kernel(
     ALIBI_SQRT: tl.constexpr,
 ):
     REPAIR: tl.constexpr = lse is None
-    if OVERLAP:
+    if OVERLAP and REPAIR:
+        tl.extra.cuda.gdc_wait()  # for what has fixed up the outputs
+    elif OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()  # the reduction may be put in place now; it waits for our results itself
     LOG2E: tl.constexpr = 1.4426950408889634
     NUM_KV_HEADS: tl.constexpr = NUM_HEADS // GROUP
@@ -438,10 +464,19 @@ def _attend_kernel(
     split = tl.program_id(1)
 
     # Which rows of which sequence.
-    sequence, first_row = find_tile(cu_seqlens_q, tile, num_seqs, GROUP, BLOCK_M, ONE_TILE)
+    if ENDS > 0:
+        sequence = tile // (ENDS + STARTS)
+    else:
+        sequence, first_row = find_tile(cu_seqlens_q, tile, num_seqs, GROUP, BLOCK_M, ONE_TILE)
     first_query = tl.load(cu_seqlens_q + sequence)
     query_len = tl.load(cu_seqlens_q + sequence + 1) - first_query
     seq_len = tl.load(seq_lens + sequence)
+    if ENDS > 0:  # the last tiles, from the end on, and then the first ones that are none of the last
+        place = tile % (ENDS + STARTS)
+        of_sequence = tl.cdiv(query_len * GROUP, BLOCK_M)
+        here = tl.where(place < ENDS, of_sequence - 1 - place, place - ENDS)
+        is_one = (here >= 0) & ((place < ENDS) | (here < of_sequence - ENDS))
+        first_row = tl.where(is_one, here * BLOCK_M, query_len * GROUP)
     if first_row >= query_len * GROUP:
         if not (SPLIT or REPAIR):
             _fill_padding_rows(

@@ -6,7 +6,7 @@ Source: the kernel of `fastattn.kernels.gpu.attention_kernel`.
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from fastattn.kernels.gpu.attention_kernel import (
@@ -16,8 +16,8 @@ from fastattn.kernels.gpu.attention_kernel import (
     of_layer,
     spare_stages,
 )
-from fastattn.kernels.gpu.codes import NO_CODES
-from fastattn.kernels.gpu.tile import LATENT_16, LATENT_64, Tuning, fit, pad, step_for
+from fastattn.kernels.gpu.codes import NO_CODES, Codes
+from fastattn.kernels.gpu.tile import LATENT_16, LATENT_64, Tuning, can_overlap, fit, pad, step_for
 from fastattn.kernels.replay import Key, key_of_launch, launch_once
 from refattn.interface import AttentionOptions, Plan, TreePlan
 
@@ -25,12 +25,14 @@ from refattn.interface import AttentionOptions, Plan, TreePlan
 def repair(
     out: Float[Tensor, "t h dv"],
     query: Float[Tensor, "t h d"],
-    key: Float[Tensor, "s hk d"] | Float[Tensor, "n p hk d"],
-    value: Float[Tensor, "s hk dv"] | Float[Tensor, "n p hk dv"],
+    key: Float[Tensor, "s hk d"] | Shaped[Tensor, "n p hk d"],
+    value: Float[Tensor, "s hk dv"] | Shaped[Tensor, "n p hk dv"],
     plan: Plan,
     options: AttentionOptions,
     *,
     shared: bool = False,
+    codes: Codes = NO_CODES,
+    adapted: bool = True,
 ) -> None:
     """Compute again, in place, what another kernel answered with NaN because it multiplied memory that nobody sees.
 
@@ -49,6 +51,9 @@ def repair(
         plan: the lengths, the block table for pages, and who may see whom.
         options: those of the layer; the sinks are in `out` already.
         shared: values are the first elements of their keys; see `launch_attention`.
+        codes: what the pools hold, if it is codes: those of fp8 are seen as bytes, and their scales are numbers.
+        adapted: `fastattn.kernels.gpu.adapt.adapt` was launched just before: this launch may begin while that one ends.
+            It must not begin while a package's own launch ends, which may be over before the one that it follows.
 
     Source: the module.
     """
@@ -61,10 +66,13 @@ def repair(
         tuning = LATENT_16 if shared else Tuning(64, step_for(64, row_bytes), 4, 3, 1, 1)
         room = dict(row_bytes=row_bytes, key_bytes=key_bytes, fewest_stages=2 if shared else 1)
         tuning = fit(tuning, query.device, **room)
-        return launch_attention(*tensors, plan, options, tuning, out, None, shared=shared).replay
+        overlap = adapted and can_overlap(query.device)
+        return launch_attention(
+            *tensors, plan, options, tuning, out, None, overlap=overlap, shared=shared, codes=codes
+        ).replay
 
-    cache_key = _key_of_launch("repair", (*tensors, out), options, shared=shared)
-    launch_once(plan, cache_key, (*tensors, out, None, *of_layer(query, options).values()), launch)
+    cache_key = _key_of_launch(f"repair {codes.kind} {adapted}", (*tensors, out), options, shared=shared)
+    launch_once(plan, cache_key, (*tensors, out, None, *of_layer(query, options, codes).values()), launch)
 
 
 def repair_latents(

@@ -534,7 +534,8 @@ def attend_to_run(
     query_factors = None
     if CODES != "":
         AS_QUERY: tl.constexpr = SHARED and not PAIRS  # a changed query would be loaded anew for each product
-        VALUE_TYPE: tl.constexpr = q.dtype if AS_QUERY else value_type(q.dtype, value.dtype.element_ty)
+        OF_QUERY: tl.constexpr = tl.float16 if ROUND_QUERY and q.dtype == tl.bfloat16 else q.dtype
+        VALUE_TYPE: tl.constexpr = OF_QUERY if AS_QUERY else value_type(q.dtype, value.dtype.element_ty)
         if CODES == "int8":
             query_factors = row_scale(q.to(tl.float32))
         elif not ROUND_QUERY and q.dtype == tl.bfloat16 and not AS_QUERY:
@@ -548,6 +549,8 @@ def attend_to_run(
                 query_values = prepare_query(query_values, query_factors[:, None], CODES, ROUND_QUERY, HARDWARE)
         elif ROUND_QUERY:
             q = prepare_query(q, query_scale, CODES, ROUND_QUERY, HARDWARE)
+            if SHARED:
+                query_values = prepare_query(query_values, query_scale, CODES, ROUND_QUERY, HARDWARE)
         if SHARED and PAIRS:
             query_values, query_seconds = tl.split(tl.reshape(query_values, [BLOCK_M, VALUE_PAD // 2, 2]))
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -555,7 +558,9 @@ def attend_to_run(
     acc = tl.zeros([BLOCK_M, VALUE_PAD // PER_LOAD], tl.float32)  # of the first of each pair
     if PAIRS:
         acc_of_seconds = tl.zeros([BLOCK_M, VALUE_PAD // 2], tl.float32)
-    PHASES: tl.constexpr = 3 if WORDS > 0 or (BLOCK_M > 16 and (LEFT or RIGHT or INTERVALS)) else 1
+    # Three copies of a loop over latents take registers that no copy has.
+    MASKED: tl.constexpr = BLOCK_M > 16 and not SHARED and (LEFT or RIGHT or INTERVALS)
+    PHASES: tl.constexpr = 3 if WORDS > 0 or MASKED else 1
     for phase in tl.static_range(PHASES):
         begin, end = phase_of_run(phase, PHASES, first_key, last_key, all_from, all_to, BLOCK_N)
         for start in range(begin, end, BLOCK_N):

@@ -19,6 +19,7 @@ Source: Dao et al. 2023, "Flash-Decoding"; the tiles of a ragged batch are found
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import no_type_check
 
 import torch
@@ -37,9 +38,10 @@ from fastattn.kernels.gpu.attention_kernel import (
 )
 from fastattn.kernels.gpu.codes import NO_CODES, Codes, are_pairs, codes_in_pairs, codes_of, in_pairs, size_of
 from fastattn.kernels.gpu.launch import Launch, SplitLaunches
+from fastattn.kernels.gpu.rounding import round_to_codes
 from fastattn.kernels.gpu.tile import CHANGING, STEP_OF_WORDS, can_overlap, fit, merge_parts, normalize, pad, store_rows
 from fastattn.kernels.problem import latent_scales
-from fastattn.kernels.replay import recorder
+from fastattn.kernels.replay import recorder, recording
 from fastattn.kernels.triton.tuning import beside_others, tune
 from refattn.interface import AttentionOptions, AttentionPlan, Keys, Latents, Plan, QuantizedPages, TreePlan
 
@@ -60,11 +62,21 @@ def attend_to_keys(
     in registers.
     """
     key, value, codes = pools_of(query, keys)
+    if isinstance(keys, Latents) and keys.query_scale is not None:
+        # In the loop they would be converted with the latents to the type of the query; as float16 neither is.
+        out = query.new_empty(*query.shape[:2], keys.latent_rank) if out is None else out
+        kind = torch.float16 if query.itemsize == 2 else query.dtype
+        query, codes = (
+            round_to_codes(query, keys.query_scale, keys.cache.dtype, kind),
+            codes._replace(rounds_query=False),
+        )
     plans = [level.whole for level in plan.levels]
     if codes.kind:
         key, value = codes_in_pairs(query, key, value, plans, options)
     tree, shared = plan if isinstance(plan, TreePlan) else None, isinstance(keys, Latents)
-    return attend_levels(query, key, value, plans, options, out, shared=shared, codes=codes, tree=tree)
+    is_rounded = isinstance(keys, Latents) and keys.query_scale is not None  # which a replay would not do
+    with recording(None) if is_rounded else nullcontext():
+        return attend_levels(query, key, value, plans, options, out, shared=shared, codes=codes, tree=tree)
 
 
 def attend(
@@ -230,7 +242,8 @@ def pools_of(query: Tensor, keys: Keys, *, addresses: bool = False) -> tuple[Ten
     for, they are the pool as it is, where both begin.
     """
     if isinstance(keys, Latents):
-        codes = NO_CODES if (scales := latent_scales(keys.cache, keys.cache_scale)) is None else codes_of(scales)
+        scales = latent_scales(keys.cache, keys.cache_scale, keys.query_scale)
+        codes = NO_CODES if scales is None else codes_of(scales)
         if addresses:
             return keys.cache, keys.cache, codes
         pages = keys.cache[:, :, None, : query.shape[2]]

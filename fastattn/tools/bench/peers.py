@@ -538,6 +538,36 @@ def flash_mla() -> Contender:
     )
 
 
+def flash_mla_codes() -> Contender:
+    """FlashMLA over latents in fp8, by its product of codes; queries are rounded before the time is taken."""
+
+    def prepare_call(inputs: Inputs) -> Call:
+        query = inputs.query.to(torch.float8_e4m3fn)
+        return flash_mla_package.prepare_codes(query, *_latents(inputs)[1:], cache_scale=inputs.scales)
+
+    return Contender(
+        "FlashMLA, queries and weights in fp8", prepare_call, rows="b t h r -> (b t) h r", judge=_by_fp8_weights
+    )
+
+
+def twin_in_fp8() -> Contender:
+    """Our path over latents in fp8, where queries and weights may be rounded; it rounds the queries itself."""
+
+    def prepare_call(inputs: Inputs) -> Call:
+        return partial(_call(inputs.work, inputs, partial(_path, "fastattn"), {}), query_scale=1.0, fp8_weights=True)
+
+    return Contender("fastattn, queries and weights in fp8", prepare_call, judge=_by_fp8_weights)
+
+
+def _path(package: str, name: str) -> Any:
+    return importlib.import_module(f"{package}.{name}")
+
+
+def _by_fp8_weights(inputs: Inputs) -> Judge:
+    """Hold an answer to twice the error of weights in fp8, whose largest is 1."""
+    return inputs.work.judge(inputs, partial(of_fp8_weights, largest=1.0))
+
+
 def _latents(inputs: Inputs) -> tuple[Tensor, Tensor, Batch, int, float]:
     """Return what attention over latents takes."""
     assert inputs.work.softmax_scale is not None

@@ -444,15 +444,23 @@ def the_formula(
 
 
 def of_fp8_weights(
-    work: Workload, attend: Attend, query: Tensor, key: Tensor, value: Tensor, seen: Sight
+    work: Workload,
+    attend: Attend,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seen: Sight,
+    *,
+    largest: float = 256.0,
 ) -> tuple[Tensor, Tensor]:
     """Compute it as FlashAttention-3 does over fp8: queries are rounded to fp8, too, and weights, times 256.
 
-    It rounds weights in all types but float64: the tolerance is twice that.
+    FlashMLA does so over latents, and its `largest` weight is 1. This rounds weights in all types but float64: the
+    tolerance is twice that.
     """
     kind, dtype = FORMATS[work.stored], value.dtype
     query, key, value = (x.to(torch.float64) for x in (query.to(kind), key, value))
-    scale = query.shape[2] ** -0.5
+    scale = query.shape[2] ** -0.5 if work.softmax_scale is None else work.softmax_scale
     out, lse = _exactly(query, key, value, seen, scale)
     if dtype == torch.float64:
         return out, lse
@@ -460,7 +468,7 @@ def of_fp8_weights(
     key, value = (x.repeat_interleave(group, 1) for x in (key, value))
     scores = torch.einsum("thd,shd->ths", query, key) * scale
     scores = scores.masked_fill(~seen.visible[:, None], -torch.inf)
-    weights = ((scores - scores.amax(-1, keepdim=True)).exp() * 256).float().to(kind).double() / 256
+    weights = ((scores - scores.amax(-1, keepdim=True)).exp() * largest).float().to(kind).double() / largest
     weights = weights * (scores.amax(-1) - lse).exp()[..., None]
     return torch.einsum("ths,shd->thd", weights, value).to(dtype), lse
 

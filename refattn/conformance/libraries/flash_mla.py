@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import torch
 from einops import rearrange
 from torch import Tensor
 
@@ -39,3 +40,33 @@ def prepare(
         use_legacy=True,
     )
     return of_rectangle(call) if return_lse else output_of(call)
+
+
+def prepare_codes(
+    query: Tensor, cache: Tensor, batch: Batch, latent_rank: int, softmax_scale: float, *, cache_scale: float
+) -> Call:
+    """Prepare it over latents in fp8, of queries in fp8 as well; the work is shared out before the first call."""
+    from flash_mla.flash_mla_interface import FlashMLASchedMeta, flash_mla_with_kvcache, get_mla_decoding_metadata
+
+    schedule, rows = FlashMLASchedMeta(), len(query) // batch.num_seqs * query.shape[1]
+    schedule.tile_scheduler_metadata, schedule.num_splits = get_mla_decoding_metadata(
+        batch.seq_lens, rows, 1, query.shape[1], True, None, use_legacy=True
+    )
+    scales = (torch.full((1,), x, dtype=torch.float32, device=query.device) for x in (1.0, cache_scale))
+    descale_q, descale_k = scales
+    call = partial(
+        flash_mla_with_kvcache,
+        rearrange(query, "(b t) h d -> b t h d", b=batch.num_seqs),
+        cache[:, :, None, : query.shape[-1]],
+        batch.block_table,
+        batch.seq_lens,
+        latent_rank,
+        schedule,
+        softmax_scale=softmax_scale,
+        causal=True,
+        is_fp8_kvcache=True,
+        use_legacy=True,
+        descale_q=descale_q,
+        descale_k=descale_k,
+    )
+    return output_of(call)
