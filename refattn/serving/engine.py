@@ -128,11 +128,11 @@ class Engine:
             pairs have no int8.
         calibration: how large keys and values become, from `calibrate`, for the scales. None: fp8 has scales of 1, and
             saturates at its largest number; of int8 only the keys are quantised, and values stay as they are.
-        num_kept_states: states that are kept for cached prefixes in a model with layers that keep a state, besides
-            those of the requests that run; None for as many as those. Other models have none.
         calculate_kv_scales: work out the scales of fp8 while serving, where there is no calibration: by the largest
             keys and values of the first step, with room for larger ones to come (`layers.KEY_RANGE`). From then on they
             are fixed, so no later answer depends on what else is served, but all depend on the first step.
+        num_kept_states: states that are kept for cached prefixes in a model with layers that keep a state, besides
+            those of the requests that run; None for as many as those. Other models have none.
         trust_model: serve a model of another family too. Its answers have not been compared with transformers' own:
             do that before you rely on them.
 
