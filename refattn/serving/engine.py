@@ -189,7 +189,9 @@ class Engine:
         self.places = {index: place for place, index in enumerate(models.attention_layers(self.config))}
         self.state_layers = models.state_layers(model)
         if batch_invariant and self.state_layers:
-            raise NotImplementedError("batch_invariant: no kernel of layers that keep a state is, got True")
+            raise NotImplementedError(
+                "batch_invariant: expected False with layers that keep a state, none of whose kernels is, got True"
+            )
         if type(calculate_kv_scales) is not bool:
             raise ValueError(f"calculate_kv_scales: expected True or False, got {calculate_kv_scales!r}")
         if calculate_kv_scales and (calibration is not None or not kv_cache_dtype.startswith("fp8")):
@@ -690,13 +692,18 @@ class Engine:
             )
         return logits
 
-    def recurrence(self, module: Any, step: "Step") -> Recurrence:
+    def recurrence(self, module: Any, step: "Step", **others: Any) -> Recurrence:
         """Return what a layer that keeps a state computes with in a step.
 
         Args:
             module: the layer's module in the model.
-            step: the plans of the step.
+            step: the plans of the step, from `make_inputs`.
+            others: other arguments that transformers passes, of those in `models.HARMLESS`.
+
+        Raises:
+            ValueError: for an unknown option.
         """
+        models.check_options(others)
         self._folded.append(module.layer_idx)
         return Recurrence(self.twin, self.state_caches[module.layer_idx], step.states)
 

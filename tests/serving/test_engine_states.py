@@ -367,7 +367,11 @@ def test_nothing_is_recorded(qwen):
 
 
 REFUSED = {
-    "batch invariance": (dict(batch_invariant=True), NotImplementedError, "batch_invariant: no kernel of layers"),
+    "batch invariance": (
+        dict(batch_invariant=True),
+        NotImplementedError,
+        "batch_invariant: expected False with layers",
+    ),
     "trees": (
         dict(speculation=NGram(max_branches=2)),
         ValueError,
@@ -408,8 +412,9 @@ def test_states_without_memory(qwen, monkeypatch):
         make_engine(qwen, max_num_seqs=16)
 
 
-def test_a_mask_of_its_own(qwen):
-    engine = make_engine(qwen)
-    inputs = dict(hidden_states=torch.zeros(1, 1, 48), attention_mask=torch.ones(1, 1), engine=engine, step=None)
-    with pytest.raises(ValueError, match="attention_mask: expected None"):
-        qwen.model.layers[0].linear_attn(**inputs)
+@pytest.mark.parametrize("option", ["attention_mask", "cache_params", "seq_idx"])
+def test_options_that_the_engine_does_not_know(qwen, option):
+    """An option that a new transformers passes to such a layer is not left out."""
+    given = {"hidden_states": torch.zeros(1, 1, 48), "engine": make_engine(qwen), "step": None, option: torch.ones(1)}
+    with pytest.raises(ValueError, match=f"{option}: expected"):
+        qwen.model.layers[0].linear_attn(**given)
