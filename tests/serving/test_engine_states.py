@@ -5,6 +5,7 @@
 
 import importlib
 from dataclasses import dataclass
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -359,11 +360,10 @@ def test_a_model_is_what_it_was_without_an_engine(qwen, expected):
 
 def test_nothing_is_recorded(qwen):
     """The slots of a step are not where a graph would read them."""
-    engine = make_engine(qwen, "fastattn", runner=CudaGraphs())
-    engine.generate(PROMPTS[:1], GREEDY)
-    assert engine.runner.records is False
-    with mock.patch.object(Engine, "model", mock.Mock(device=torch.device("cuda")), create=True):
-        assert not CudaGraphs.can_record(mock.Mock(wraps=engine, state_layers=engine.state_layers))
+    engine = make_engine(qwen, "fastattn")
+    on_gpu = SimpleNamespace(model=SimpleNamespace(device=torch.device("cuda")), twin=engine.twin)
+    assert not CudaGraphs.can_record(SimpleNamespace(**vars(on_gpu), state_layers=engine.state_layers))
+    assert CudaGraphs.can_record(SimpleNamespace(**vars(on_gpu), state_layers={}))
 
 
 REFUSED = {
