@@ -9,6 +9,7 @@ from refattn.serving.request import Draft, Event, Request, StepTokens
 from refattn.serving.sampling import SamplingParams, sample
 from refattn.serving.scheduler import Counters, Scheduler
 from refattn.serving.speculation import DraftModel, NGram
+from refattn.serving.state_pool import StatePool
 from refattn.serving.window_pool import WindowPool
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Request",
     "SamplingParams",
     "Scheduler",
+    "StatePool",
     "Step",
     "StepTokens",
     "WindowPool",

@@ -165,11 +165,11 @@ class Engine:
             pairs have no int8.
         calibration: how large keys and values become, from `calibrate`, for the scales. None: fp8 has scales of 1, and
             saturates at its largest number; of int8 only the keys are quantised, and values stay as they are.
-        num_kept_states: states that are kept for cached prefixes in a model with layers that keep a state, besides
-            those of the requests that run; None for as many as those. Other models have none.
         calculate_kv_scales: work out the scales of fp8 while serving, where there is no calibration: by the largest
             keys and values of the first step, with room for larger ones to come (`layers.KEY_RANGE`). From then on they
             are fixed, so no later answer depends on what else is served, but all depend on the first step.
+        num_kept_states: states that are kept for cached prefixes in a model with layers that keep a state, besides
+            those of the requests that run; None for as many as those. Other models have none.
         trust_model: serve a model of another family too. Its answers have not been compared with transformers' own:
             do that before you rely on them.
 
@@ -226,7 +226,9 @@ class Engine:
         self.places = {index: place for place, index in enumerate(models.attention_layers(self.config))}
         self.state_layers = models.state_layers(model)
         if batch_invariant and self.state_layers:
-            raise NotImplementedError("batch_invariant: no kernel of layers that keep a state is, got True")
+            raise NotImplementedError(
+                "batch_invariant: expected False with layers that keep a state, none of whose kernels is, got True"
+            )
         if type(calculate_kv_scales) is not bool:
             raise ValueError(f"calculate_kv_scales: expected True or False, got {calculate_kv_scales!r}")
         if calculate_kv_scales and (calibration is not None or not kv_cache_dtype.startswith("fp8")):
@@ -828,13 +830,18 @@ class Engine:
             )
         return logits
 
-    def recurrence(self, module: Any, step: "Step") -> Recurrence:
+    def recurrence(self, module: Any, step: "Step", **others: Any) -> Recurrence:
         """Return what a layer that keeps a state computes with in a step.
 
         Args:
             module: the layer's module in the model.
-            step: the plans of the step.
+            step: the plans of the step, from `make_inputs`.
+            others: other arguments that transformers passes, of those in `models.HARMLESS`.
+
+        Raises:
+            ValueError: for an unknown option.
         """
+        models.check_options(others)
         self._folded.append(module.layer_idx)
         return Recurrence(self.twin, self.state_caches[module.layer_idx], step.states)
 

@@ -158,20 +158,18 @@ def _plan_part(
 
     options = _checkpoints(batch, slots, query_lens, pool.block_size)
     are_decodes = query_lens[0] <= pool.decode_len
-    is_copied = [one.start is not None and (not are_decodes or pool.is_shared(one.start)) for one in slots]
-    pairs = [(one.start, one.targets[-1]) for one, copied in zip(slots, is_copied, strict=True) if copied]
+    pairs, rows, columns = [], [], []
+    for one in slots:
+        start, unused = -1 if one.start is None else one.start, [-1] * (pool.decode_len - len(one.targets))
+        if start >= 0 and (not are_decodes or pool.is_shared(start)):
+            pairs.append((start, one.targets[-1]))
+            start = -1
+        rows.append([*one.targets, *unused, start])
+        columns.append(len(one.targets) if start < 0 else pool.decode_len + 1)  # where the state is
     if pairs:
         twin.state_cache.copy([x for layer in pools for x in layer if x is not None], table(pairs, torch.int64))
     if are_decodes:
-        rows = [one.targets + [-1] * (pool.decode_len - len(one.targets)) for one in slots]
-        starts = [
-            -1 if one.start is None or copied else one.start for one, copied in zip(slots, is_copied, strict=True)
-        ]
-        options["state_indices"] = table([[*row, start] for row, start in zip(rows, starts, strict=True)])
-        columns = [
-            len(one.targets) if start < 0 else pool.decode_len + 1 for one, start in zip(slots, starts, strict=True)
-        ]
-        options["num_accepted"] = table(columns)  # where the state is
+        options |= dict(state_indices=table(rows), num_accepted=table(columns))
     else:
         options["state_indices"] = table([one.targets[0] for one in slots])
     plan: StatePlan = twin.recurrent.plan(batch, **options)

@@ -31,7 +31,7 @@ ADDITION = RecurrentOptions(scale=1.0, delta=False)
 
 
 def gated_delta_net(
-    module: Any, recurrence: Recurrence, hidden_states: Float[Tensor, "1 t width"], **options: Any
+    module: Any, recurrence: Recurrence, hidden_states: Float[Tensor, "1 t width"]
 ) -> Float[Tensor, "1 t width"]:
     """Take a gated delta net: one projection for all (Qwen3-Next), or several (Qwen3.5, OLMo Hybrid)."""
     if hasattr(module, "in_proj_qkvz"):
@@ -60,7 +60,7 @@ def gated_delta_net(
 
 
 def kimi_delta_attention(
-    module: Any, recurrence: Recurrence, hidden_states: Float[Tensor, "1 t width"], **options: Any
+    module: Any, recurrence: Recurrence, hidden_states: Float[Tensor, "1 t width"]
 ) -> Float[Tensor, "1 t width"]:
     """Take Kimi Linear: a decay for each channel of the keys."""
     inputs = torch.cat([p(hidden_states)[0] for p in (module.q_proj, module.k_proj, module.v_proj)], dim=-1)
@@ -73,7 +73,7 @@ def kimi_delta_attention(
 
 
 def mamba2(
-    module: Any, recurrence: Recurrence, hidden_states: Float[Tensor, "1 t width"], **options: Any
+    module: Any, recurrence: Recurrence, hidden_states: Float[Tensor, "1 t width"]
 ) -> Float[Tensor, "1 t width"]:
     """Take a Mamba-2: `C`, `B` and `x` are query, key and value, and `dt` says how much is written and forgotten."""
     if hasattr(module, "mup_vector"):  # Falcon-H1
@@ -92,7 +92,7 @@ def mamba2(
 
 
 def lightning_attention(
-    module: Any, recurrence: Recurrence, hidden_states: Float[Tensor, "1 t width"], **options: Any
+    module: Any, recurrence: Recurrence, hidden_states: Float[Tensor, "1 t width"]
 ) -> tuple[Float[Tensor, "1 t width"], None]:
     """Take MiniMax: each head has a decay of its own, the same for all tokens."""
     heads = _heads(module.act_fn(module.qkv_proj(hidden_states))[0], 3 * module.head_dim)
@@ -191,15 +191,17 @@ def replace_states(model: Any) -> None:
 def _forward(
     module: Any, forward: Callable[..., Any], hidden_states: Float[Tensor, "1 t width"], *args: Any, **options: Any
 ) -> Any:
-    """Call what stands in for a module's own forward, if an engine runs the model.
+    """Call what stands in for a module's own forward, if an engine runs the model; else it is what it was.
 
     Raises:
-        ValueError: if the model has a mask of its own.
+        ValueError: if the model has a mask or a cache of its own, or an option that the engine does not know.
     """
-    engine, step = options.pop("engine", None), options.pop("step", None)
-    if engine is None:
+    if "engine" not in options:
         return type(module).forward(module, hidden_states, *args, **options)
-    mask = options.get("attention_mask")
-    if mask is not None:
-        raise ValueError(f"attention_mask: expected None, as the batch says who sees whom, got {mask.shape}")
-    return forward(module, engine.recurrence(module, step), hidden_states, **options)
+    engine, step = options.pop("engine"), options.pop("step")
+    options.pop("position_embeddings", None)  # which these layers do not use
+    for name in ("attention_mask", "cache_params"):
+        value = options.pop(name, None)
+        if value is not None:
+            raise ValueError(f"{name}: expected None, as the step says who sees whom, got {type(value).__name__}")
+    return forward(module, engine.recurrence(module, step, **options), hidden_states)

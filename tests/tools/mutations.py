@@ -2200,7 +2200,7 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "R209",
         "a decode writes where it reads",
-        (STATE_LAYERS, "table([[*row, start] for", "table([[max(row[0], start), *row[1:], start] for"),
+        (STATE_LAYERS, "rows.append([*one.targets,", "rows.append([max(one.targets[0], start), *one.targets[1:],"),
     ),
     *breaks(
         "R210",
@@ -2220,7 +2220,7 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "R210",
         "two requests read one slot",
-        (STATE_LAYERS, "(not are_decodes or pool.is_shared(one.start))", "not are_decodes"),
+        (STATE_LAYERS, "(not are_decodes or pool.is_shared(start))", "not are_decodes"),
     ),
     *breaks(
         "R210",
