@@ -282,6 +282,7 @@ def test_settings_are_known_before_the_logits():
     ahead = settings_of(REQUESTS, [0, 1, 2, 0])
     assert ahead[2].tolist() == uniforms([0, 7, -1, 7], [0, 4, 10, 3]).tolist()
     assert settings_of([]).shape == (3, 0)
+    assert settings_of(REQUESTS[:1]).tolist() == [[0], [1], [0]], "greedy rows alone need no random number"
 
 
 @pytest.mark.parametrize("package", [reference, twin], ids=["refattn", "fastattn"])
