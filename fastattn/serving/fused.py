@@ -46,7 +46,6 @@ logger = logging.getLogger(__name__)
 # The families whose code was read, by the names of their classes: `LlamaDecoderLayer`, `LlamaAttention`, `LlamaMLP` and
 # `LlamaRMSNorm`. They differ in biases, in norms of heads, in windows, and in layers without rotary positions.
 FAMILIES = ("Cwm", "Llama", "Ministral", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "SmolLM3")
-SILU = ("SiLU", "SiLUActivation")
 PROBE = "fastattn_probe"  # the name, in the AttentionInterface, of what stands in for attention in a proof
 ROUNDING = 0.02  # of the root mean square; two orders of the same sums differ by less, other formulas by more
 
@@ -236,7 +235,7 @@ class _Norm(_Fused):
 
 
 class _MLP(_Fused):
-    """A SwiGLU."""
+    """A SwiGLU; a proof shows that the activation is SiLU."""
 
     kind = "MLP"
 
@@ -245,11 +244,6 @@ class _MLP(_Fused):
 
     def compute(self, hidden_states: Tensor) -> Any:
         return self.module.down_proj(triton.silu_mul(self.products(hidden_states)))
-
-    def cannot_fuse(self, model: Any, users: Counter[int]) -> str | None:
-        activation = type(self.skipped["act_fn"]).__name__
-        reason = super().cannot_fuse(model, users)
-        return reason or (None if activation in SILU else f"the activation is {activation}, not one of {SILU}")
 
 
 class _Attention(_Fused):

@@ -18,12 +18,11 @@ from tests.helpers import kernels_present  # noqa: F401 (quickens the interprete
 from tests.helpers.engines import make_engine, outputs
 from tests.helpers.tiny_models import CHANGES, make_family
 
-TOKENS = torch.tensor([[3, 14, 15], [27, 18, 28]])
-PROMPTS, FEW = [[3, 14, 15, 92, 14, 15], [27, 18]], SamplingParams(max_tokens=3)
+TOKENS = torch.tensor([[3, 14], [27, 18]])
+PROMPTS, FEW = [[3, 14, 3], [27]], SamplingParams(max_tokens=2)
 FAMILIES = {  # by `config.model_type`, with what the tiny model of a family has besides
     "cwm": {},
-    "llama": {},
-    "llama with biases": dict(attention_bias=True, mlp_bias=True),
+    "llama": dict(attention_bias=True, mlp_bias=True),
     "ministral": {},
     "mistral": {},
     "qwen2": {},
@@ -34,15 +33,14 @@ FAMILIES = {  # by `config.model_type`, with what the tiny model of a family has
 ALL = ["model.layers.0", "model.layers.0.self_attn", "model.layers.0.mlp", "model.norm"]  # of one layer
 
 
-def tiny(name, device, **changes):
-    family = name.split()[0]
-    return make_family(family, device, **CHANGES.get(family, {}) | FAMILIES[name] | changes)
+def tiny(family, device, **changes):
+    return make_family(family, device, **CHANGES.get(family, {}) | FAMILIES[family] | changes)
 
 
 @pytest.fixture
 def llama(device):
     """A model of one layer."""
-    return tiny("llama", device, num_hidden_layers=1)
+    return make_family("llama", device, num_hidden_layers=1)
 
 
 @torch.no_grad()
@@ -74,21 +72,27 @@ def calls(monkeypatch):
 # What is fused.
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_family_has_the_logits_and_the_tokens_of_its_own_code(name, device, calls):
-    model = tiny(name, device)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_has_the_logits_and_the_tokens_of_its_own_code(family, device, calls):
+    model = tiny(family, device)
     expected, tokens = logits(model), outputs(make_engine(model, "fastattn"), PROMPTS, FEW)
     model.set_attn_implementation("sdpa")
     assert fuse(model) is model
     calls.clear()
     assert_same(logits(model), expected)
-    layer = ["qk_norm_rope", "rms_norm", *["silu_mul"] * (name != "qwen3_moe"), "rms_norm"]
+    layer = ["qk_norm_rope", "rms_norm", *["silu_mul"] * (family != "qwen3_moe"), "rms_norm"]
     assert calls == ["rms_norm", *layer * 2], "a layer norms for the next one, and the last one for the last norm"
     assert outputs(make_engine(model, "fastattn"), PROMPTS, FEW) == tokens
-    unfuse(model).set_attn_implementation("sdpa")
+
+
+def test_it_can_be_undone(llama, calls):
+    expected = logits(llama)
+    assert fused_parts(fuse(llama)) == ALL
+    assert fused_parts(fuse(llama)) == ALL, "once more is no other"
+    assert unfuse(llama) is llama and not fused_parts(llama)
     calls.clear()
-    assert_same(logits(model), expected)
-    assert not calls and not fused_parts(model)
+    assert_same(logits(llama), expected)
+    assert not calls
 
 
 def test_the_engine_has_all_it_had(device):
