@@ -355,8 +355,8 @@ AT_LARGE: list[Mutation] = [
     planted(
         "accepted drafts do not count in the length",
         SERVER,
-        "length = len(request.output_ids) + len(request.accepted) + 1",
-        "length = len(request.output_ids) + 1",
+        "length = request.num_outputs + len(request.accepted) + 1",
+        "length = request.num_outputs + 1",
         DRAFTS,
     ),
     planted(

@@ -298,8 +298,8 @@ def mla_tree(
 @cache
 def _cannot_load() -> str | None:
     """Return why there is no FlashMLA here, or that its half for Hopper is missing; None once it is loaded."""
-    reason = cannot_import(INTERFACE, PACKAGE, *FUNCTIONS)
-    reason = reason or cannot_import("flash_mla", PACKAGE, "has_legacy")  # DeepSeek's own package has not
+    reason = cannot_import("flash_mla", PACKAGE, "has_legacy")  # DeepSeek's own package has not
+    reason = reason or cannot_import(INTERFACE, PACKAGE, *FUNCTIONS)
     if reason is not None:
         return reason
     if not importlib.import_module("flash_mla").has_legacy():
