@@ -40,7 +40,7 @@ test: $(VENV)/.test $(VENV)/.model  ## the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 compile: $(VENV)/.test  ## every launch of our kernels through the compiler for six GPUs that need not be there, in 10 minutes
-	$(BIN)/python -m pytest -n $(JOBS) tests/kernels/test_compile.py --every-gpu --timeout 900 $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) tests/kernels/test_compile.py --every-gpu --timeout 900 -o faulthandler_timeout=0 $(ARGS)
 
 mutants: $(VENV)/.test $(VENV)/.model  ## break each feature once, and see its tests fail; ARGS="A6 D143" takes these rows
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py --jobs $(JOBS) $(ARGS)

@@ -70,13 +70,14 @@ def where_shapes_are(jaxtyped):
 def pytest_collection_modifyitems(config, items):
     """Begin with what takes longest where pytest-xdist gives the tests out one by one, or one worker ends after all."""
     on_gpu = config.getoption("--device") != "cpu"
+    is_limit_asked_for = config.getoption("timeout", None) is not None  # a mark would take its place
     cases = Counter()
     for item in items:
         test = item.nodeid.partition("[")[0]
         item.stash[CASE] = cases[test]
         cases[test] += 1
         compiles_all_it_draws = on_gpu and getattr(item.function, "is_hypothesis_test", False)
-        if item.path.name in LONG or compiles_all_it_draws:
+        if (item.path.name in LONG or compiles_all_it_draws) and not is_limit_asked_for:
             item.add_marker(pytest.mark.timeout(300))
 
     def takes_long(item):

@@ -4,6 +4,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -55,3 +58,20 @@ def test_a_test_that_does_not_end_fails(tmp_path):
     for name in ("test_in_c", "test_that_is_repeated"):
         assert f"crashed while running 'test_planted.py::{name}'" in run.stdout
     assert "4 failed, 1 passed" in run.stdout
+
+
+@pytest.mark.parametrize(("asked", "marked"), [(None, 1), (900.0, 0), (0.0, 0)])
+def test_the_limit_of_the_command_line_is_that_of_long_tests_too(asked, marked, request):
+    """`make compile` asks for more than they have otherwise, as a machine may be slow."""
+    (conftest,) = (
+        plugin
+        for plugin in request.config.pluginmanager.get_plugins()
+        if getattr(plugin, "__file__", None) == str(ROOT / "tests/conftest.py")
+    )
+    marks, options = [], {"--device": "cpu", "timeout": asked}
+    item = SimpleNamespace(
+        nodeid="long", stash={}, path=Path("test_compile.py"), function=None, add_marker=marks.append
+    )
+    config = SimpleNamespace(getoption=lambda name, default=None: options[name])
+    conftest.pytest_collection_modifyitems(config, [item])
+    assert len(marks) == marked
