@@ -226,7 +226,7 @@ def collected():
 
 
 def test_warming_up_leaves_nothing_behind_and_nothing_to_capture(llama, ahead, collected, monkeypatch):
-    engine, steps = ahead(llama, max_num_seqs=9), []
+    engine, steps = ahead(llama, max_num_seqs=9, num_blocks=150), []
     run = engine.runner.run
     monkeypatch.setattr(engine.runner, "run", lambda e, tokens: (steps.append(tokens.query_lens), run(e, tokens))[1])
     fresh = vars(engine.counters).copy()
