@@ -103,6 +103,10 @@ def test_who_is_aborted_or_added_while_a_decode_is_under_way(llama, ahead):
     assert engine._under_way is not None
     engine.abort(second)
     third = engine.add(PROMPTS[4], SamplingParams(max_tokens=9))  # takes the blocks that the row under way writes to
+    engine.step()
+    assert engine._under_way is None and third.status == "waiting", "what is launched next depends on it"
+    engine.step()
+    assert third.status == "running"
     while engine.running or engine.waiting:
         engine.step()
     assert (first.output_ids, third.output_ids) == (alone[1], alone[4])

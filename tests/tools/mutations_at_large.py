@@ -13,6 +13,7 @@ FAULTS = "tests/serving/test_engine_faults.py"
 WINDOWS = "tests/serving/test_window_pool.py"
 DRAFTS = "tests/serving/test_speculation.py"
 NEXT_TOKENS = "tests/serving/test_sampling.py"
+AHEAD = "tests/serving/test_decodes_ahead.py"
 TRANSFORMERS = "tests/integrations/test_transformers.py"
 VLLM = "tests/integrations/test_vllm.py"
 BAD_INPUT = "tests/paths/test_bad_input.py"
@@ -29,6 +30,7 @@ BLOCKS = "refattn/serving/block_pool.py"
 WINDOW_POOL = "refattn/serving/window_pool.py"
 SERVER = "refattn/serving/engine.py"
 SAMPLING = "refattn/serving/sampling.py"
+ROWS = "fastattn/serving/rows.py"
 HUGGING = "fastattn/integrations/transformers.py"
 BACKEND = "fastattn/integrations/vllm.py"
 
@@ -351,6 +353,48 @@ AT_LARGE: list[Mutation] = [
         'if text.endswith("\\N{REPLACEMENT CHARACTER}") and self._reason_to_end(request, token) is None:',
         'if text.endswith("\\N{REPLACEMENT CHARACTER}"):',
         ENGINE,
+    ),
+    planted(
+        "a decode ahead takes the token of another row",
+        ROWS,
+        "torch.zeros_like(kept), kept, settings_of",
+        "torch.zeros_like(kept), torch.zeros_like(kept), settings_of",
+        AHEAD,
+    ),
+    planted(
+        "a decode ahead draws with the random number of the token before",
+        ROWS,
+        "settings_of(requests, [1] * len(rows))",
+        "settings_of(requests, [0] * len(rows))",
+        AHEAD,
+    ),
+    planted(
+        "a block that begins in a decode ahead is not in its table",
+        ROWS,
+        "table[row, place] = requests[row].blocks[place]",
+        "table[row, place] = requests[row].blocks[place - 1]",
+        AHEAD,
+    ),
+    planted(
+        "a decode is launched ahead of a request that may start",
+        SERVER,
+        "if len(going_on) < len(self.running) or (self.waiting and len(going_on) < self.max_num_seqs):",
+        "if len(going_on) < len(self.running):",
+        AHEAD,
+    ),
+    planted(
+        "a decode ahead goes on past the last token of a request",
+        SERVER,
+        "if request in going_on and request.num_outputs + 1 < request.sampling.max_tokens",
+        "if request in going_on",
+        AHEAD,
+    ),
+    planted(
+        "a decode ahead has no block for its token",
+        "refattn/serving/scheduler.py",
+        "if request.num_computed_tokens + 2 > len(request.blocks) * self.block_size and not self.allocate(request, 2):",
+        "if request.num_computed_tokens + 2 > len(request.blocks) * self.block_size and not self.allocate(request, 1):",
+        AHEAD,
     ),
     planted(
         "accepted drafts do not count in the length",
