@@ -885,29 +885,6 @@ def test_deepseeks_own_package_is_not_the_one_with_the_half_for_hopper(folder):
     assert "module flash_mla that is here has no has_legacy" in dispatch.unsupported_reason("flash_mla", LATENTS)
 
 
-E5M2 = dict(keys="quantized", stored=(torch.float8_e5m2, torch.float8_e5m2), intervals=True, softcap=True)
-
-
-@pytest.mark.parametrize(
-    ("changed", "refused"),
-    [
-        ({}, True),
-        (dict(softcap=False), False),
-        (dict(intervals=False), False),
-        (dict(keys="pages", stored=None), False),
-        (dict(max_query_len=1), False),
-        (dict(head_size=64, value_head_size=64), False),
-        (dict(head_size=64), True),
-    ],
-)
-def test_what_ended_in_illegal_accesses_is_refused_by_name(hopper, changed, refused):
-    """Found by the search on an H200, over e5m2; nothing that differs in one of these was wrong there."""
-    sizes = dict(num_heads=32, num_kv_heads=2, head_size=128, value_head_size=128, block_size=16, max_query_len=2)
-    problem = Problem("attend", torch.device("cuda"), torch.float16, **sizes | E5M2 | changed)
-    reason = dispatch.unsupported_reason("triton", problem)
-    assert ("was seen to read other memory" in (reason or "")) == refused
-
-
 # --- adapters, with doubles of what they call ---
 
 TILE = 64  # keys that a double loads at a time

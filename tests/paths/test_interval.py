@@ -349,6 +349,27 @@ def test_numbers_at_the_ends_of_int32_and_levels_of_a_cascade(kernel, device):
 
 
 @each_kernel
+def test_an_interval_that_begins_at_the_end_of_int32_in_a_tile_of_many_rows(kernel, device):
+    """A kernel that counts steps up to where all rows see all keys may not count up to there."""
+    case = Case("many rows", ((1, 1), (20, 40)), heads=(16, 1))
+    inputs = build(case, dtype=kernel.dtypes[0], device=device)
+    first, last = torch.zeros(21, dtype=torch.int32), torch.full((21,), 39, dtype=torch.int32)
+    last[0] = 0
+    first[5], last[5] = 2**31 - 1, 7  # sees nothing
+    first[9], last[9] = 2**31 - 1, -1
+    intervals = Intervals(first.to(device), last.to(device))
+
+    def hold():
+        plan = fastattn.interval.plan(inputs.batch, **intervals._asdict(), block_size=case.block_size)
+        answer = fastattn.interval.attention(*inputs.tensors[:3], plan, return_lse=True)
+        assert_matches_reference(*answer, refattn.interval.attention, *inputs.tensors[:3], plan)
+        assert (answer[0][[5, 9]] == 0).all()
+
+    with kernel.asked_for():
+        kernel.check(hold)
+
+
+@each_kernel
 def test_no_bit_of_a_row_depends_on_the_rest_of_the_batch(kernel, device):
     case = Case("three", ((5, 30), (40, 90), (1, 33)), heads=(4, 2))
     inputs = build(case, dtype=kernel.dtypes[0], device=device)

@@ -250,6 +250,7 @@ def find_intervals(first_visible, last_visible, first_keys, sequence, tokens, is
     if first_keys is not None:
         begin = tl.load(first_keys + sequence)
     first = tl.maximum(tl.load(first_visible + tokens, mask=is_row, other=0), begin) - begin
+    first = tl.minimum(first, seq_len)  # steps are counted up to it, and added to it
     last = tl.load(last_visible + tokens, mask=is_row, other=-1)
     last = tl.where(last < begin, -1, tl.minimum(tl.maximum(last, begin) - begin, seq_len - 1))
     sees = is_row & (first <= last)

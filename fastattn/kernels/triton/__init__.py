@@ -9,7 +9,6 @@ from fastattn.kernels.kernel import Kernel
 from fastattn.kernels.problem import Problem
 
 LARGEST_HEAD = 256
-LARGEST_SAFE_HEAD = 64  # under intervals with a softcap over codes, see `_may_crash`
 LARGEST_LATENT = 512
 LARGEST_ROPE = 128
 MAX_PAIRS = 1024  # copies of blocks that one program can hold
@@ -66,8 +65,6 @@ def unsupported_reason(problem: Problem) -> str | None:
         return f"computes {', '.join(map(str, types))}, not {problem.dtype}"
     if problem.stored is not None and torch.float64 in problem.stored and problem.is_attention:
         return "multiplies values of up to 32 bits, not those of float64"
-    if not interpreted and _may_crash(problem):
-        return "was seen to read other memory over codes, with a softcap, under intervals of many rows of large heads"
     rope = problem.head_size - problem.value_head_size
     if problem.keys == "latents":
         if problem.value_head_size > LARGEST_LATENT or rope > LARGEST_ROPE:
@@ -76,17 +73,6 @@ def unsupported_reason(problem: Problem) -> str | None:
     elif max(problem.head_size, problem.value_head_size) > LARGEST_HEAD:
         return f"head sizes up to {LARGEST_HEAD}, not {problem.head_size} and {problem.value_head_size}"
     return cannot_import("triton", "triton", "jit") or (cannot_interpret() if interpreted else None)
-
-
-def _may_crash(problem: Problem) -> bool:
-    """Return whether a problem is like the ones that ended in illegal accesses, on an H200 with Triton 3.6.
-
-    All had 16 query heads per KV head of 128 elements, several new tokens, a softcap, and intervals over e5m2; without
-    the softcap, or over 16 bits, the same shapes were right. Why is not known, so the line is drawn wider.
-    """
-    rows = problem.max_query_len * problem.num_heads // max(problem.num_kv_heads, 1)
-    large = max(problem.head_size, problem.value_head_size) > LARGEST_SAFE_HEAD
-    return problem.intervals and problem.softcap and problem.stored is not None and rows > 16 and large
 
 
 KERNEL = Kernel(
