@@ -62,7 +62,8 @@ def has_to_attend_to_latents(name: str, problem: Problem) -> bool:
         return False
     if name == "flash_mla":
         return problem.block_size == 64 and problem.uniform and not problem.softcap
-    return name == "fa3"
+    is_window_of_many = problem.window[0] >= 0 and problem.max_query_len > 1
+    return name == "fa3" and not is_window_of_many
 
 
 @dataclass(frozen=True)

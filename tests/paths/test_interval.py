@@ -312,7 +312,9 @@ def test_a_query_with_an_empty_interval_sees_nothing(twin, device):
     for options, expected in (({}, torch.full((4,), -math.inf)), (dict(sinks=sinks), sinks.cpu())):
         out, lse = attend(twin, *inputs.tensors, **Intervals(first, last)._asdict(), **options, return_lse=True)
         assert not out.any()
-        assert torch.equal(lse.cpu(), expected.expand(5, 4))
+        # A GPU takes sinks to base 2 and back: half an ulp for the product, two for its division.
+        rounding = 3 * torch.finfo(torch.float32).eps
+        torch.testing.assert_close(lse.cpu(), expected.expand(5, 4), rtol=rounding, atol=0)
 
 
 @each_kernel
