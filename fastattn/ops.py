@@ -128,10 +128,13 @@ def mla(
     *,
     latent_rank: int,
     cache_scale: float = 1.0,
+    query_scale: float | None = None,
+    fp8_weights: bool = False,
     return_lse: bool = False,
 ) -> Float[Tensor, "t h {latent_rank}"] | tuple[Float[Tensor, "t h {latent_rank}"], Float[Tensor, "t h"]]:
     """Attend from absorbed queries to latents; the operator of `fastattn.mla.attention`."""
-    return _attend("mla", (query, cache), plan, options, return_lse, latent_rank, cache_scale)
+    more = (latent_rank, cache_scale, query_scale, fp8_weights)
+    return _attend("mla", (query, cache), plan, options, return_lse, *more)
 
 
 def mla_prefill(
@@ -416,7 +419,8 @@ OPERATORS: dict[str, tuple[Callable[..., Any], str, Callable[..., Any] | None]] 
     ),
     "mla": (
         mla_path.attention,
-        f"Tensor query, Tensor cache, {PLANNED}, SymInt latent_rank, float cache_scale",
+        f"Tensor query, Tensor cache, {PLANNED}, SymInt latent_rank, float cache_scale, "
+        "float? query_scale, bool fp8_weights",
         lambda query, latent_rank, **others: _like(query, latent_rank),
     ),
     "mla_prefill": (

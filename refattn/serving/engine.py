@@ -650,7 +650,7 @@ class Engine:
     def _choose(self, logits: Float[Tensor, "rows v"], due: Sequence[Request]) -> dict[Request, list[int | None]]:
         """Choose the next tokens of requests: one, or those of the drafts that the model chose, too, and one more."""
         self.mark("sampling")
-        sample = self.twin.serving.sampling.sample
+        sample = self.twin.sample
         if not any(request.draft for request in due):
             return {request: [token] for request, token in zip(due, choose(logits, due, sample=sample), strict=True)}
         drafts = [request.draft or Draft((), (-1,)) for request in due]

@@ -8,8 +8,9 @@ by the paths of either twin. Equal layers share one plan per step.
 """
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from refattn.interface import (
     Trees,
 )
 from refattn.interface.values import describe, expect
+from refattn.serving import sampling
 
 KV_CACHE_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8}
 KEY_RANGE, VALUE_RANGE = 200.0, 100.0  # what the largest numbers of a first step become in fp8, as in vLLM
@@ -52,6 +54,15 @@ class Twin:
 
     def __init__(self, package: Any) -> None:
         self.package = package
+
+    @property
+    def sample(self) -> Callable[..., Tensor]:
+        """What draws the next tokens: the package's own, or the reference's if it has no part for serving."""
+        serving = getattr(self.package, "serving", None)
+        if serving is None and isinstance(self.package, ModuleType):
+            serving = importlib.import_module(f"{self.package.__name__}.serving")
+        draw: Callable[..., Tensor] = sampling.sample if serving is None else serving.sampling.sample
+        return draw
 
     def __getattr__(self, module: str) -> Any:
         """Return a module of the package."""

@@ -38,14 +38,11 @@ class Spans(Attention):
     every: int = 1024
     image: int = 256
 
-    def span(self, i: int) -> tuple[Tensor, Tensor]:
+    def interval_rows(self, i: int) -> list[tuple[int, int]]:
         """Return the first and the last key that each query of a sequence may see."""
-        first, last = super().span(i)
         q, s = self.lens[i]
-        at = torch.arange(s - q, s)
-        begin = at // self.every * self.every
-        end = (begin + self.image - 1).clamp(max=s - 1)
-        return first, torch.where(at <= end, end, last)
+        ends = [(at, at // self.every * self.every + self.image - 1) for at in range(s - q, s)]
+        return [(0, min(end, s - 1) if at <= end else at) for at, end in ends]
 
 
 def spans_twin(package: str = "fastattn", kernel: str | None = None) -> Contender:
