@@ -141,9 +141,8 @@ class Scheduler:
         Nobody is preempted, and what was allocated before they were short stays allocated: its turn comes.
         """
         for request in requests:
-            if request.num_computed_tokens + 2 > len(request.blocks) * self.block_size and not self.allocate(
-                request, 2
-            ):
+            is_short = request.num_computed_tokens + 2 > len(request.blocks) * self.block_size
+            if is_short and not self.allocate(request, 2):
                 return False
         return True
 

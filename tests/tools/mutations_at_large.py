@@ -392,8 +392,8 @@ AT_LARGE: list[Mutation] = [
     planted(
         "a decode ahead has no block for its token",
         "refattn/serving/scheduler.py",
-        "if request.num_computed_tokens + 2 > len(request.blocks) * self.block_size and not self.allocate(request, 2):",
-        "if request.num_computed_tokens + 2 > len(request.blocks) * self.block_size and not self.allocate(request, 1):",
+        "self.allocate(request, 2)",
+        "self.allocate(request, 1)",
         AHEAD,
     ),
     planted(
