@@ -32,7 +32,7 @@ from jaxtyping import Float, Float64, Int32, Int64
 from torch import Tensor
 
 import fastattn
-from fastattn.serving.rows import Rows
+from fastattn.serving.decode_rows import DecodeRows
 from fastattn.serving.sampling import sample
 from refattn.interface import Batch, Prefix, Trees
 from refattn.serving import Engine, Request, StepTokens
@@ -100,15 +100,16 @@ class CudaGraphs:
         tokens = StepTokens.of(dict.fromkeys(requests, 1))
         prefixes = self._find_prefixes(tokens)
         if not prefixes:
-            return self._replay(Rows.of(sorted(requests, key=lambda request: -len(request.tokens))))
-        rows = Rows.of(requests)
+            return self._replay(DecodeRows.of(sorted(requests, key=lambda request: -len(request.tokens))))
+        rows = DecodeRows.of(requests)
         logits = engine.run_model(engine.make_inputs(tokens, prefixes))
         self._last = None
         return _Launched(requests, _read_later(_choose(logits, rows, rows.settings.to(logits.device))), rows)
 
     def launch_next(self, engine: Engine, before: UnderWay, rows: Sequence[int]) -> UnderWay | None:
-        """Launch the decode after one whose tokens have not been read, for some of its rows; None if that one shared
-        prefixes, or is not the last one that was launched.
+        """Launch the decode after one whose tokens have not been read, for some of its rows.
+
+        None if that one shared prefixes, or if another one was launched since.
         """
         if self._last is None or before is not self._last or not self._is_recording(engine):
             return None
@@ -133,7 +134,7 @@ class CudaGraphs:
         except _RecordingError as error:
             self._give_up(error)
 
-    def _replay(self, rows: Rows) -> "_Launched | None":
+    def _replay(self, rows: DecodeRows) -> "_Launched | None":
         """Launch a decode as a graph; None if it cannot be captured."""
         assert self._engine is not None  # a step has come
         shape = _shape_of_decode(self._engine, rows)
@@ -224,10 +225,10 @@ class _RecordingError(RuntimeError):
 class _Launched(UnderWay):
     """A decode under way, with the rows that the next one follows from."""
 
-    rows: Rows
+    rows: DecodeRows
 
 
-def _choose(logits: Float[Tensor, "b v"], rows: Rows, settings: Float64[Tensor, "3 b"]) -> Int64[Tensor, "b"]:
+def _choose(logits: Float[Tensor, "b v"], rows: DecodeRows, settings: Float64[Tensor, "3 b"]) -> Int64[Tensor, "b"]:
     """Choose the next tokens on the device, where the settings are; the host knows whether there is any nucleus."""
     temperature, top_p, uniform = settings
     return sample(logits, temperature, top_p if bool((rows.settings[1] < 1).any()) else None, uniform)
@@ -263,7 +264,7 @@ class _Decode:
         self.server, self.runner, self.shape = server, runner, shape
         device = server.model.device
         self.inputs = _Inputs.allocate(shape, device)
-        self.staged = [(_Inputs.allocate(shape, torch.device("cpu"), pinned=device.type == "cuda")) for _ in range(2)]
+        self.staged = [_Inputs.allocate(shape, torch.device("cpu"), pinned=device.type == "cuda") for _ in range(2)]
         self.copied: list[Any] = [None, None]  # the event after the last copy of each
         self.batch = Batch(
             cu_seqlens_q=self.inputs.cu_seqlens_q,
@@ -274,7 +275,7 @@ class _Decode:
         )
         self.replay: Callable[[], Tensor] | None = None
 
-    def launch(self, rows: Rows) -> _Launched:
+    def launch(self, rows: DecodeRows) -> _Launched:
         """Launch the decode of some rows, and the choice of their next tokens."""
         self.server.mark("copies")
         self._copy(rows)
@@ -290,7 +291,7 @@ class _Decode:
             self.replay = _record(self._step, self.runner, type(self.server.model).__name__)
         return self.replay
 
-    def _copy(self, rows: Rows) -> None:
+    def _copy(self, rows: DecodeRows) -> None:
         """Write the rows where the graph reads them; rows without a request have no query."""
         self.staged.reverse()
         self.copied.reverse()
@@ -313,7 +314,7 @@ class _Decode:
 
 @dataclass(frozen=True)
 class _Inputs:
-    """What changes from decode to decode, in one piece of memory; attributes as in `Rows` and `Batch`."""
+    """What changes from decode to decode, in one piece of memory; attributes as in `DecodeRows` and `Batch`."""
 
     memory: Int32[Tensor, "n"]
     settings: Float64[Tensor, "3 rows"]
@@ -333,7 +334,7 @@ class _Inputs:
         floats = settings.view(torch.float64).view(3, rows)
         return cls(memory, floats, seq_lens, cu_seqlens_q, sources, input_ids, table.view(rows, columns))
 
-    def fill(self, rows: Rows) -> None:
+    def fill(self, rows: DecodeRows) -> None:
         """Write some rows, and padding after them."""
         count, columns = rows.block_table.shape
         self.settings[:, :count] = rows.settings
@@ -423,7 +424,7 @@ class _Step:
         return self.server.run_model(inputs)
 
 
-def _shape_of_decode(engine: Engine, rows: Rows) -> Shape:
+def _shape_of_decode(engine: Engine, rows: DecodeRows) -> Shape:
     """Return the room for a decode."""
     count = _rounded_up(len(rows.requests))
     return Shape(count, _columns(engine, int(rows.seq_lens.max())), count, 1)

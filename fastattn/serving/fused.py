@@ -93,7 +93,7 @@ def fuse(model: Any) -> Any:
 
 
 def unfuse(model: Any) -> Any:
-    """Give a model its own code back, in place, and return it. Its packed weights stay side by side."""
+    """Restore a model's own code, in place, and return the model. Its weights stay packed."""
     for module in model.modules():
         if isinstance(vars(module).get("forward"), _Fused):
             del module.forward
@@ -357,6 +357,7 @@ class _Layer(_Fused):
         if norm is None or added.is_inference() or not _is_as_built(norm, added.device, added.dtype):
             return hidden_states + added
         normed, hidden_states = triton.rms_norm(added, norm.weight, norm.variance_epsilon, hidden_states)
+        # An attribute is gone with its tensor; a class of tensors would meet every operation of the model.
         hidden_states.normed = norm, normed, hidden_states._version  # type: ignore[attr-defined]
         return hidden_states
 

@@ -222,17 +222,16 @@ def _serve_with_nano_vllm(folder: str, model: str, temperatures: Sequence[float]
 
     tokenizer = SimpleNamespace(eos_token_id=-1, decode=lambda tokens: "")
     transformers.AutoTokenizer.from_pretrained = classmethod(lambda *args, **kwargs: tokenizer)
-    import nanovllm.engine.model_runner as runner  # type: ignore[import-not-found]
+    import nanovllm  # type: ignore[import-not-found]  # its source in a folder; no index has it
+    from nanovllm.engine import model_runner as runner  # type: ignore[import-not-found]
 
     def randomize(network: torch.nn.Module, _path: str) -> None:
         for weight in network.parameters():
             torch.nn.init.normal_(weight, std=0.02) if weight.ndim > 1 else torch.nn.init.ones_(weight)
 
     runner.load_model = randomize
-    llm = __import__("nanovllm").LLM(
-        model, max_model_len=4096, max_num_seqs=NUM_REQUESTS, max_num_batched_tokens=BUDGET
-    )
-    params = __import__("nanovllm").SamplingParams
+    llm = nanovllm.LLM(model, max_model_len=4096, max_num_seqs=NUM_REQUESTS, max_num_batched_tokens=BUDGET)
+    params = nanovllm.SamplingParams
     llm.generate([[1, 2, 3]], params(max_tokens=16), use_tqdm=False)
     rounds = []
     for temperature, number, load in _rounds(temperatures):

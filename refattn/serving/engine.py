@@ -397,6 +397,7 @@ class Engine:
 
         Raises:
             ValueError: if there are requests, or `num_tokens` is not an int of at least 1.
+            RuntimeError: if the model fails.
         """
         if type(num_tokens) is not int or num_tokens < 1:
             raise ValueError(f"num_tokens: expected an int of at least 1, got {num_tokens!r}")
@@ -407,7 +408,10 @@ class Engine:
         try:
             length, count = max(1, num_tokens - 1), self.max_num_batched_tokens // num_tokens + 2
             prompts = [[i % self.vocab_size] * length for i in range(min(count, self.max_num_seqs))]
-            self.generate([[0], *prompts], SamplingParams(max_tokens=min(2, num_tokens), stop_token_ids=()))
+            requests = self.generate([[0], *prompts], SamplingParams(max_tokens=min(2, num_tokens), stop_token_ids=()))
+            failed = [request.error for request in requests if request.error is not None]
+            if failed:
+                raise RuntimeError(f"warm_up: {len(failed)} of {len(requests)} requests failed: {failed[0]}")
             if isinstance(self.runner, AsyncRunner):
                 self.runner.warm_up(self, num_tokens)
         finally:

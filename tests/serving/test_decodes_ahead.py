@@ -10,7 +10,7 @@ import torch
 
 import fastattn.serving.cuda_graphs
 from fastattn.serving import CudaGraphs
-from fastattn.serving.rows import Rows
+from fastattn.serving.decode_rows import DecodeRows
 from refattn.serving import NGram, SamplingParams
 from tests.helpers.engines import MODELS, PROMPTS, assert_nothing_is_held, make_engine, outputs
 from tests.helpers.tiny_models import make_llama, make_model
@@ -206,7 +206,7 @@ def test_rows_of_the_next_decode_are_those_of_its_requests(llama, block_size, mo
             known = [len(request.tokens) for request in rows.requests]
             for request in rows.requests:
                 request.tokens.append(3)
-            anew = Rows.of(rows.requests)
+            anew = DecodeRows.of(rows.requests)
             for request in rows.requests:
                 request.tokens.pop()
             assert anew.seq_lens.tolist() == rows.seq_lens.tolist() == [count + 1 for count in known]
@@ -224,7 +224,7 @@ def test_rows_of_the_next_decode_are_those_of_its_requests(llama, block_size, mo
 
 @pytest.fixture
 def collected():
-    """Give the garbage collection its objects back."""
+    """Undo `gc.freeze` after a test."""
     yield
     gc.unfreeze()
 
@@ -254,6 +254,12 @@ def test_warming_up_is_for_an_engine_without_requests(llama, twin, collected):
     for wrong in (0, True, 1.5):
         with pytest.raises(ValueError, match="num_tokens: expected an int of at least 1"):
             engine.warm_up(wrong)
+    run = engine.run_model
+    engine.run_model = lambda inputs: run(inputs) * torch.nan
+    with pytest.raises(RuntimeError, match="warm_up: 3 of 3 requests failed: FloatingPointError: logits"):
+        engine.warm_up()
+    engine.run_model = run
+    assert_nothing_is_held(engine)
     engine.add([1, 2])
     with pytest.raises(ValueError, match="warm_up: expected no requests, got 1"):
         engine.warm_up()

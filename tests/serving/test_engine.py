@@ -45,15 +45,6 @@ def expected(llama):
     return transformers_outputs(llama, PROMPTS)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Threads cost more than they bring at these sizes."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 # The words are those of transformers.
 
 

@@ -52,15 +52,6 @@ SHORT = SamplingParams(max_tokens=3)
 MIXED = [GREEDY, WARM, GREEDY, WARM, GREEDY]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Threads cost more than they bring at these sizes."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def with_nan(model):
     with torch.no_grad():
         model.get_input_embeddings().weight[NAN] = torch.nan

@@ -29,15 +29,6 @@ PROMPTS = [[11], [*SYSTEM, 40, 41], [7, 3] * 10, [*SYSTEM, 50], list(range(60, 9
 GREEDY = SamplingParams(max_tokens=6, stop_token_ids=())
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Threads cost more than they bring at these sizes."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def make_deepseek(device):
     """Make a model without experts, which could not be recorded."""
     changes = dict(first_k_dense_replace=2, rope_parameters=YARN, eos_token_id=None)

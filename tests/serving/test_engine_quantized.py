@@ -49,15 +49,6 @@ each_way = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Threads cost more than they bring at these sizes."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def models(device):
     return {family: make_family(family, device, **changes) for family, changes in FAMILIES.items()}

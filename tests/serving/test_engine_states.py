@@ -19,21 +19,11 @@ from refattn.serving.block_pool import BlockContent
 from refattn.serving.request import Draft
 from refattn.serving.state_layers import StateLayer
 from refattn.serving.state_pool import StatePool
+from tests.helpers.engines import SYSTEM, TWINS
 from tests.helpers.tiny_models import STATES, make_family
 
-TWINS = ("refattn", "fastattn")
-SYSTEM = [5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2]
 PROMPTS = [[11], [*SYSTEM, 40, 41], [7, 3] * 10, [*SYSTEM, 50], [*SYSTEM, 40, 41, 42]]
 GREEDY = SamplingParams(max_tokens=6, stop_token_ids=())
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Threads cost more than they bring at these sizes."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def make_hybrid(family, device):

@@ -30,7 +30,7 @@ BLOCKS = "refattn/serving/block_pool.py"
 WINDOW_POOL = "refattn/serving/window_pool.py"
 SERVER = "refattn/serving/engine.py"
 SAMPLING = "refattn/serving/sampling.py"
-ROWS = "fastattn/serving/rows.py"
+ROWS = "fastattn/serving/decode_rows.py"
 HUGGING = "fastattn/integrations/transformers.py"
 BACKEND = "fastattn/integrations/vllm.py"
 

@@ -6,8 +6,8 @@ multiprocessors by a schedule, which a separate kernel computes from the lengths
 
 Over latents in fp8 (e4m3) it multiplies codes: queries are rounded, and the weights of the softmax, too, before they
 meet the latents. So it takes them where both are allowed (`query_scale`, `fp8_weights` of `fastattn.mla.attention`),
-and never otherwise. That kernel begins with a page of every sequence, also of one without keys: it is told of one key
-there, and the answer is fixed up.
+and only there. Its kernel reads the first page of every sequence, even of one without keys, so such a sequence is
+given one key, and its answer is fixed up.
 
 Where a page is one token and a sequence one query, as in a plan of selected keys, it is the kernel for sparse prefills,
 of any number of queries: a program has 64 heads of a query and all its keys, so that many queries keep it busy. It

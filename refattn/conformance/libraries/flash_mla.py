@@ -1,6 +1,7 @@
 """FlashMLA: DeepSeek's latent attention, its half for Hopper, in the package `sgl-flash-mla`."""
 
 from functools import partial
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -24,21 +25,10 @@ def prepare(
     return_lse: bool = False,
 ) -> Call:
     """Prepare `flash_mla_with_kvcache`, for as many queries of each sequence; its first call shares out the work."""
-    from flash_mla import flash_mla_with_kvcache, get_mla_metadata
+    from flash_mla import get_mla_metadata
 
     schedule, _ = get_mla_metadata()
-    call = partial(
-        flash_mla_with_kvcache,
-        rearrange(query, "(b t) h d -> b t h d", b=batch.num_seqs),
-        cache[:, :, None, : query.shape[-1]],
-        batch.block_table,
-        batch.seq_lens,
-        latent_rank,
-        schedule,
-        softmax_scale=softmax_scale,
-        causal=True,
-        use_legacy=True,
-    )
+    call = _prepare(query, cache, batch, latent_rank, schedule, softmax_scale=softmax_scale)
     return of_rectangle(call) if return_lse else output_of(call)
 
 
@@ -46,7 +36,7 @@ def prepare_codes(
     query: Tensor, cache: Tensor, batch: Batch, latent_rank: int, softmax_scale: float, *, cache_scale: float
 ) -> Call:
     """Prepare it over latents in fp8, of queries in fp8 as well; the work is shared out before the first call."""
-    from flash_mla.flash_mla_interface import FlashMLASchedMeta, flash_mla_with_kvcache, get_mla_decoding_metadata
+    from flash_mla.flash_mla_interface import FlashMLASchedMeta, get_mla_decoding_metadata
 
     schedule, rows = FlashMLASchedMeta(), len(query) // batch.num_seqs * query.shape[1]
     schedule.tile_scheduler_metadata, schedule.num_splits = get_mla_decoding_metadata(
@@ -54,7 +44,16 @@ def prepare_codes(
     )
     scales = (torch.full((1,), x, dtype=torch.float32, device=query.device) for x in (1.0, cache_scale))
     descale_q, descale_k = scales
-    call = partial(
+    codes = dict(is_fp8_kvcache=True, descale_q=descale_q, descale_k=descale_k)
+    call = _prepare(query, cache, batch, latent_rank, schedule, softmax_scale=softmax_scale, **codes)
+    return output_of(call)
+
+
+def _prepare(query: Tensor, cache: Tensor, batch: Batch, latent_rank: int, schedule: Any, **options: Any) -> Call:
+    """Prepare its half for Hopper under a causal mask, with the work shared out by `schedule`."""
+    from flash_mla.flash_mla_interface import flash_mla_with_kvcache
+
+    return partial(
         flash_mla_with_kvcache,
         rearrange(query, "(b t) h d -> b t h d", b=batch.num_seqs),
         cache[:, :, None, : query.shape[-1]],
@@ -62,11 +61,7 @@ def prepare_codes(
         batch.seq_lens,
         latent_rank,
         schedule,
-        softmax_scale=softmax_scale,
         causal=True,
-        is_fp8_kvcache=True,
         use_legacy=True,
-        descale_q=descale_q,
-        descale_k=descale_k,
+        **options,
     )
-    return output_of(call)

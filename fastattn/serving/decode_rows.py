@@ -23,7 +23,7 @@ from refattn.serving.sampling import settings_of
 
 
 @dataclass(frozen=True)
-class Rows:
+class DecodeRows:
     """What a decode needs of its requests; one row each.
 
     Attributes:
@@ -43,7 +43,7 @@ class Rows:
     settings: Float64[Tensor, "3 b"]
 
     @classmethod
-    def of(cls, requests: Sequence[Request]) -> "Rows":
+    def of(cls, requests: Sequence[Request]) -> "DecodeRows":
         """Return the rows of requests whose last token is to be computed."""
         columns = max(len(request.blocks) for request in requests)
         return cls(
@@ -55,7 +55,7 @@ class Rows:
             settings_of(requests, [0] * len(requests)),
         )
 
-    def next(self, rows: Sequence[int], *, block_size: int) -> "Rows":
+    def next(self, rows: Sequence[int], *, block_size: int) -> "DecodeRows":
         """Return the rows of the decode after this one, for some of its rows, in order.
 
         Args:
@@ -70,7 +70,9 @@ class Rows:
         for row in (last % block_size == 0).nonzero()[:, 0].tolist():  # their next token begins a block
             place = int(column[row])
             table[row, place] = requests[row].blocks[place]
-        return Rows(requests, last + 1, table, torch.zeros_like(kept), kept, settings_of(requests, [1] * len(rows)))
+        return DecodeRows(
+            requests, last + 1, table, torch.zeros_like(kept), kept, settings_of(requests, [1] * len(rows))
+        )
 
 
 def _int32(numbers: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
