@@ -12,9 +12,11 @@ from types import ModuleType
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize, softplus
 
-from refattn import masks, merge
+from refattn import masks, merge, recurrent
 from refattn.attention import attend
+from refattn.interface import Batch
 
 # Of the wheel vllm 0.33.0, as its library registers them.
 FA3 = "_vllm_fa3_C"
@@ -36,7 +38,7 @@ FA3_SCHEDULE = """
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `flash_attn`, `flash_attn.cute`, `flashinfer` and `flash_mla` be these."""
+    """Let `flash_attn`, `flash_attn.cute`, `flashinfer`, `flash_mla`, `fla` and `attn_gym` be these."""
     fa2, fa4, flashinfer = (ModuleType(name) for name in ("flash_attn", "flash_attn.cute", "flashinfer"))
     flashinfer_mla, flash_mla = ModuleType("flashinfer.mla"), ModuleType("flash_mla")
     fa2.__path__ = flashinfer.__path__ = []
@@ -45,14 +47,17 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     flash_mla.get_mla_metadata = lambda: (FlashMLASchedMeta(), None)
     flash_mla.__path__, codes = [], ModuleType("flash_mla.flash_mla_interface")
     codes.flash_mla_with_kvcache, codes.FlashMLASchedMeta = flash_mla_with_kvcache, FlashMLASchedMeta
-    codes.get_mla_decoding_metadata = get_mla_decoding_metadata
+    codes.get_mla_decoding_metadata, codes.flash_mla_sparse_fwd = get_mla_decoding_metadata, flash_mla_sparse_fwd
     fa2.flash_attn_varlen_func, fa2.flash_attn_with_kvcache = fa2_varlen, fa2_with_kvcache
     fa4.flash_attn_varlen_func = fa4_varlen
     flashinfer.BatchPrefillWithPagedKVCacheWrapper = Prefill
     flashinfer.BatchDecodeWithPagedKVCacheWrapper = Decode
     flashinfer.MultiLevelCascadeAttentionWrapper = Cascade
     flashinfer.merge_states = merge_states
-    for module in (fa2, fa4, flashinfer, flashinfer_mla, flash_mla, codes):
+    fla, gdn = ModuleType("fla.ops.gated_delta_rule"), ModuleType("attn_gym.linear.gdn")
+    fla.chunk_gated_delta_rule, fla.fused_recurrent_gated_delta_rule = fla_chunk, fla_recurrent
+    gdn.paged_chunk_gdn, gdn.recurrent_gdn_decode = gdn_chunk, gdn_decode
+    for module in (fa2, fa4, flashinfer, flashinfer_mla, flash_mla, codes, fla, gdn):
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
@@ -143,6 +148,55 @@ def get_mla_decoding_metadata(seqlens_k, num_q_tokens, h_k, h_q, is_fp8_kvcache,
     """Share out the work over codes, whose first call does not."""
     assert use_legacy and is_fp8_kvcache and topk is None and h_k == 1
     return torch.Size([num_q_tokens // h_q, h_q]), seqlens_k.clone()
+
+
+def flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v, *, use_legacy):
+    assert use_legacy and kv.shape[1] == indices.shape[1] == 1 and indices.dtype == torch.int32
+    lengths = [indices.shape[2]] * len(q)
+    out, lse = over_latents(q, kv, d_v, torch.arange(len(q) + 1), indices[:, 0], lengths, sm_scale, causal=False)
+    return out, None, lse
+
+
+def fold(query, key, value, log_decay, beta, ends, states) -> tuple[Tensor, Tensor]:
+    """Fold the tokens of each sequence into its state `[b, hv, dv, dk]`, with two slots for each: before and after."""
+    num_seqs = len(ends) - 1
+    lens = ends.diff().int()
+    pool, rows = torch.cat((states, states)), torch.arange(2 * num_seqs, dtype=torch.int32)
+    before = Batch(ends.int(), lens + 1, None, int(lens.max()), int(lens.max()) + 1)
+    plan = recurrent.plan(before, state_indices=rows[num_seqs:])
+    out = recurrent.attention(query, key, value, log_decay, beta, pool, plan)
+    return out, pool[num_seqs:]
+
+
+def fla_chunk(q, k, v, g, beta, *, cu_seqlens, output_final_state, state_v_first, initial_state=None):
+    assert output_final_state and state_v_first and cu_seqlens.dtype == torch.int64 and len(q) == 1
+    if initial_state is None:
+        initial_state = q.new_zeros(len(cu_seqlens) - 1, v.shape[2], v.shape[3], q.shape[3])
+    out, states = fold(q[0], k[0], v[0], g[0], beta[0], cu_seqlens, initial_state)
+    return out[None], states
+
+
+def fla_recurrent(q, k, v, *, g, beta, initial_state, cu_seqlens, output_final_state, state_v_first):
+    options = dict(output_final_state=output_final_state, state_v_first=state_v_first)
+    return fla_chunk(q, k, v, g, beta, cu_seqlens=cu_seqlens, initial_state=initial_state, **options)
+
+
+def gdn_chunk(q, k, v, gate, beta, state_cache, state_indices, *, cu_seqlens, has_initial_state):
+    assert state_indices.is_contiguous() and state_indices.min() > 0 and state_indices.dtype == torch.int32
+    before = state_cache[state_indices.long()] * has_initial_state[:, None, None, None]
+    out, state_cache[state_indices.long()] = fold(q[0], k[0], v[0], gate[0], beta[0], cu_seqlens, before)
+    return out[None]
+
+
+def gdn_decode(packed_qkv, raw_gate, raw_beta, A_log, dt_bias, state_cache, state_indices):
+    num_seqs, (heads, dv, dk) = len(packed_qkv), state_cache.shape[1:]
+    qk, value = packed_qkv.split((packed_qkv.shape[1] - heads * dv, heads * dv), 1)
+    query, key = (normalize(x.unflatten(1, (-1, dk)), dim=-1) for x in qk.chunk(2, 1))
+    rows = query[None], key[None], value.unflatten(1, (heads, dv))[None]
+    gate, ends = -A_log.exp() * softplus(raw_gate + dt_bias), torch.arange(num_seqs + 1)
+    begins = torch.ones(num_seqs, dtype=torch.bool)
+    more = dict(cu_seqlens=ends, has_initial_state=begins)
+    return gdn_chunk(*rows, gate, raw_beta.sigmoid(), state_cache, state_indices, **more)
 
 
 def flash_mla_with_kvcache(

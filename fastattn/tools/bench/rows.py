@@ -14,7 +14,7 @@ from fastattn.tools.bench import generation, peers, selection
 from fastattn.tools.bench.generation import Generation
 from fastattn.tools.bench.peers import Contender, twin
 from fastattn.tools.bench.ranks import ranks
-from fastattn.tools.bench.states import States, states_transformers, states_twin
+from fastattn.tools.bench.states import States, states_attn_gym, states_fla, states_transformers, states_twin
 from fastattn.tools.bench.work import (
     Attention,
     CacheWrite,
@@ -401,7 +401,8 @@ def _cuda(shrink: int) -> Iterator[Row]:
         aims = {1: "2.7 µs", 64: "67 µs", 256: "258 µs"} if query_len == 1 else {}
         kind = "decode" if query_len == 1 else f"prefill-{query_len}"
         name, aim = f"{kind}-{num_seqs}x{heads[0]}-heads", aims.get(num_seqs, "the best peer")
-        yield Row("recurrent", name, states, (states_twin(),), clock="graph" if query_len == 1 else "events", aim=aim)
+        contenders = states_twin(), states_fla(), states_attn_gym()
+        yield Row("recurrent", name, states, contenders, clock="graph" if query_len == 1 else "events", aim=aim)
     yield from _engine_of_a_server(shrink)
 
 
@@ -509,6 +510,14 @@ def _selection_of_a_server(shrink: int) -> Iterator[Row]:
             clock="graph",
             aim="within 1.4 of FlashMLA's sparse decode",
         )
+    prompt = selection.SelectedLatents(1, 65536 // shrink, 2048 // shrink, query_len=4096 // shrink)
+    yield Row(
+        "sparse",
+        f"prefill-{prompt.tokens}x{prompt.topk}-of-{prompt.seq_len}",
+        prompt,
+        (selection.selected_twin(), selection.selected_flash_mla()),
+        aim="at most FlashMLA's time",
+    )
 
 
 def _latents_of_a_server(shrink: int) -> Iterator[Row]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from fastattn.tools.bench.measure import Call
 from fastattn.tools.bench.peers import Contender, twin
 from fastattn.tools.bench.work import Attention, Inputs, Judge, WrongAnswerError, hold
+from refattn.conformance.libraries import flash_mla
 from refattn.interface import AttentionOptions, Batch, Plan
 from refattn.interface.selection import INDEX_FORMAT, SCALE_BYTES
 
@@ -285,12 +286,12 @@ class Selected(NamedTuple):
 
 @dataclass(frozen=True)
 class SelectedLatents:
-    """Decodes that attend to some latents of each sequence, with the sizes of DeepSeek-V3.2.
+    """Queries that attend to some latents of their sequence each, with the sizes of DeepSeek-V3.2.
 
     Attributes:
-        num_seqs: decodes.
+        num_seqs: sequences.
         seq_len: keys of each.
-        topk: keys that each sees.
+        topk: keys that each query sees.
         num_heads: query heads.
         rank: elements of a latent.
         rope: of its rotary key.
@@ -304,19 +305,26 @@ class SelectedLatents:
     rank: int = 512
     rope: int = 64
     block_size: int = 64
+    query_len: int = 1
+
+    @property
+    def tokens(self) -> int:
+        """Queries of all sequences."""
+        return self.num_seqs * self.query_len
 
     def flops(self) -> int:
         """Count two products for each key that is seen."""
-        return 2 * self.num_seqs * self.topk * self.num_heads * (2 * self.rank + self.rope)
+        return 2 * self.tokens * self.topk * self.num_heads * (2 * self.rank + self.rope)
 
     def reads(self, itemsize: int) -> int:
         """Count each selected latent once, its slot, and the queries."""
         size = self.rank + self.rope
-        return self.num_seqs * (self.topk * (size * itemsize + 4) + self.num_heads * size * itemsize)
+        seen = min(self.tokens * self.topk, self.num_seqs * self.seq_len)  # prompts read most latents more than once
+        return seen * size * itemsize + self.tokens * (4 * self.topk + self.num_heads * size * itemsize)
 
     def writes(self, itemsize: int) -> int:
         """Count the outputs once."""
-        return self.num_seqs * self.num_heads * self.rank * itemsize
+        return self.tokens * self.num_heads * self.rank * itemsize
 
     def draw(self, device: torch.device, dtype: torch.dtype, seed: int) -> Selected:
         """Draw queries, latents in shuffled blocks, and positions."""
@@ -328,12 +336,13 @@ class SelectedLatents:
         blocks, size = -(-self.seq_len // self.block_size), self.rank + self.rope
         table = torch.randperm(self.num_seqs * blocks, generator=generator, device=device).int()
         lens = torch.full((self.num_seqs,), self.seq_len, dtype=torch.int32, device=device)
-        rows = torch.arange(self.num_seqs + 1, dtype=torch.int32, device=device)
-        batch = Batch(rows, lens, table.view(self.num_seqs, blocks), 1, self.seq_len, None, self.num_seqs)
-        drawn = torch.rand(self.num_seqs, self.seq_len, generator=generator, device=device)
-        positions = drawn.argsort(1)[:, : self.topk].sort(1).values.int()
+        ends = torch.arange(self.num_seqs + 1, dtype=torch.int32, device=device) * self.query_len
+        batch = Batch(ends, lens, table.view(self.num_seqs, blocks), self.query_len, self.seq_len, None, self.tokens)
+        visible = self.seq_len - self.query_len + 1  # by the first query, and so by all
+        drawn = torch.rand(self.tokens, visible, generator=generator, device=device)
+        positions = drawn.topk(self.topk, dim=1).indices.sort(1).values.int()
         return Selected(
-            normal(self.num_seqs, self.num_heads, size),
+            normal(self.tokens, self.num_heads, size),
             normal(self.num_seqs * blocks, self.block_size, size),
             batch,
             positions,
@@ -341,9 +350,9 @@ class SelectedLatents:
         )
 
     def judge(self, inputs: Selected) -> Judge:
-        """Compute the answer of some sequences in float64."""
+        """Compute the answer of some queries in float64."""
         exact, low = (
-            torch.stack([_attend(inputs, i, dtype) for i in range(min(SAMPLE, self.num_seqs))])
+            torch.stack([_attend(inputs, i, dtype) for i in range(min(SAMPLE, self.tokens))])
             for dtype in (torch.float64, inputs.query.dtype)
         )
 
@@ -364,7 +373,8 @@ def _attend(inputs: Selected, i: int, dtype: torch.dtype) -> Tensor:
 def _slots(inputs: Selected) -> Tensor:
     assert inputs.batch.block_table is not None
     block_size, positions = inputs.cache.shape[1], inputs.positions.long()
-    return inputs.batch.block_table.gather(1, positions // block_size).long() * block_size + positions % block_size
+    table = inputs.batch.block_table.repeat_interleave(inputs.batch.max_query_len, 0)
+    return table.gather(1, positions // block_size).long() * block_size + positions % block_size
 
 
 def selected_twin(package: str = "fastattn") -> Contender:
@@ -398,3 +408,12 @@ def gathered() -> Contender:
         return call
 
     return Contender("gather, einsum, softmax", prepare)
+
+
+def selected_flash_mla() -> Contender:
+    """FlashMLA's kernel for selected latents, over slots that are there already."""
+
+    def prepare(inputs: Selected) -> Call:
+        return flash_mla.prepare_selected(inputs.query, inputs.cache, _slots(inputs), inputs.rank)
+
+    return Contender("FlashMLA, slots known", prepare)

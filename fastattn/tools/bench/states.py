@@ -64,7 +64,7 @@ class States:
         return 4 * self.num_seqs * self.heads[0] * self.head_size**2
 
     def draw(self, device: torch.device, dtype: torch.dtype, seed: int) -> "StateInputs":
-        """Draw tokens with keys of length 1 and gates that keep most, and states in shuffled slots."""
+        """Draw tokens with queries and keys of length 1, gates that keep most, and states in shuffled slots."""
         generator = torch.Generator(device).manual_seed(seed)
         (hv, h), d, t = self.heads, self.head_size, self.tokens
 
@@ -79,7 +79,7 @@ class States:
         lens = torch.full_like(ends[1:], self.query_len + context)
         return StateInputs(
             self,
-            normal(t, h, d).to(dtype),
+            normalize(normal(t, h, d), dim=-1).to(dtype),
             normalize(normal(t, h, d), dim=-1).to(dtype),
             normal(t, hv, d).to(dtype),
             log_decay,
@@ -156,3 +156,59 @@ def states_transformers() -> Contender:
         return lambda: function(*rows, initial_state=before, output_final_state=True)[0].flatten(0, 1)
 
     return Contender("transformers", prepare)
+
+
+def states_fla() -> Contender:
+    """Flash Linear Attention, over states that lie one after the other: it knows no slots."""
+
+    def prepare(inputs: StateInputs) -> Call:
+        module: Any = importlib.import_module("fla.ops.gated_delta_rule")
+        work, rows = inputs.work, [x[None] for x in inputs[1:6]]
+        ends = inputs.batch.cu_seqlens_q.long()
+        options = dict(cu_seqlens=ends, output_final_state=True, state_v_first=True)
+        if work.query_len > 1:
+            return lambda: module.chunk_gated_delta_rule(*rows, **options)[0][0]
+        query, key, value, log_decay, beta = rows
+        before = inputs.states[inputs.slots[:, 1].long()]
+        step = module.fused_recurrent_gated_delta_rule
+        return lambda: step(query, key, value, g=log_decay, beta=beta, initial_state=before, **options)[0][0]
+
+    return Contender("FLA", prepare)
+
+
+def states_attn_gym() -> Contender:
+    """attention-gym over slots. Its decode makes the gates and the lengths of 1 itself, and writes where it read."""
+
+    def prepare(inputs: StateInputs) -> Call:
+        module: Any = importlib.import_module("attn_gym.linear.gdn")
+        work, (hv, _) = inputs.work, inputs.work.heads
+        states = torch.cat((inputs.states[:1], inputs.states))  # its slot 0 is padding
+        of_step = inputs.slots[:, int(work.query_len == 1)].contiguous() + 1
+        if work.query_len > 1:
+            begins = torch.zeros(work.num_seqs, dtype=torch.bool, device=states.device)
+            rows = [x[None] for x in inputs[1:6]]
+            options = dict(cu_seqlens=inputs.batch.cu_seqlens_q, has_initial_state=begins)
+            return lambda: module.paged_chunk_gdn(*rows, states, of_step, **options)[0]
+        packed = torch.cat([x.flatten(1) for x in inputs[1:4]], 1)
+        gate = (-inputs.log_decay).clamp_min(1e-30).expm1().log()[None]  # whose softplus is the decay
+        zeros = torch.zeros(hv, device=states.device)
+        raw = gate, inputs.beta.logit()[None], zeros, zeros.clone()
+        return lambda: module.recurrent_gdn_decode(packed, *raw, states, of_step)[0]
+
+    return Contender("attention-gym", prepare, judge=_judge_of_the_first)
+
+
+def _judge_of_the_first(inputs: StateInputs) -> Judge:
+    """Hold the first answer to the right one: where states are moved in place, the next call answers another question.
+
+    A prompt's calls all begin without a state.
+    """
+    judge = inputs.work.judge(inputs)
+    held: list[bool] = []
+
+    def judge_of_the_first(out: Tensor, lse: Tensor | None = None) -> None:
+        if not held or inputs.work.query_len > 1:
+            judge(out, lse)
+            held.append(True)
+
+    return judge_of_the_first

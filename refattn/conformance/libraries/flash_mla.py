@@ -49,6 +49,16 @@ def prepare_codes(
     return output_of(call)
 
 
+def prepare_selected(query: Tensor, cache: Tensor, slots: Tensor, latent_rank: int) -> Call:
+    """Prepare its kernel for sparse prefills: of each query the slots of the latents that it sees, `[t, k]`."""
+    from flash_mla.flash_mla_interface import flash_mla_sparse_fwd
+
+    size = query.shape[-1]
+    rows = cache[..., :size].flatten(0, 1)[:, None]
+    call = partial(flash_mla_sparse_fwd, query, rows, slots.int()[:, None], size**-0.5, latent_rank, use_legacy=True)
+    return output_of(call)
+
+
 def _prepare(query: Tensor, cache: Tensor, batch: Batch, latent_rank: int, schedule: Any, **options: Any) -> Call:
     """Prepare its half for Hopper under a causal mask, with the work shared out by `schedule`."""
     from flash_mla.flash_mla_interface import flash_mla_with_kvcache
