@@ -3,9 +3,9 @@
     decode, drafts, decays per channel      one program per sequence, head and part of the values; its state stays in
                                             registers from the first token to the last: it is read once, and written
                                             once per slot that keeps it
-    prompts                                 first what chunks are without a state, all of them at once (the triangular
-                                            system of each); then one program per sequence, head and part of the values
-                                            goes from chunk to chunk with its state
+    prompts                                 first what the tokens of a chunk are to one another, for all chunks at
+                                            once (the triangular system of each); then one program per sequence, head
+                                            and part of the values goes from chunk to chunk with its state
 
 A program reads the lengths and the slots itself, and one more writes zeros to the rows after the last sequence. So
 nothing depends on the host, and a captured graph replays with other lengths, slots and padding.
@@ -32,7 +32,12 @@ from refattn.interface import RecurrentOptions, StatePlan
 CHUNK = 64  # tokens whose system of equations is solved at once
 FEWEST_IN_CHUNK = 16  # rows of a product of matrices, at least
 FEW = 16  # tokens, up to which sequences go token by token
-BLOCK_V = 32  # values of a state in one program
+BLOCK_V = 32  # values of a state in one program that goes token by token, of this many warps
+TOKENS_WARPS = 4
+CHUNKS_BLOCK_V = 32  # and in one that goes chunk by chunk
+CHUNKS_WARPS = 4
+WITHIN_WARPS = 8  # of a program that looks at one chunk
+MOST_STAGES = 3  # chunks in shared memory at once
 BLOCK_T, BLOCK_C = 32, 128  # tokens and channels of a tile of the convolution
 
 CHANGING = ("num_seqs", "num_tokens", "table_stride", "column_stride", "checkpoint_stride", "checkpoint_column_stride")
@@ -67,24 +72,30 @@ def recurrent(
         "PAD_K": _pad(key_head_size),
         "DELTA": options.delta,
     }
-    block_v = min(BLOCK_V, _pad(value_head_size))
-    grid = (plan.batch.num_seqs + 1, num_heads, triton.cdiv(value_head_size, block_v))
     chunk = _chunk_size(plan, query)
-    if plan.per_draft or per_channel or chunk < FEWEST_IN_CHUNK or plan.batch.max_query_len <= FEW:
-        _tokens_kernel[grid](**arguments, BLOCK_V=block_v, PER_CHANNEL=per_channel)
+    by_token = plan.per_draft or per_channel or chunk < FEWEST_IN_CHUNK or plan.batch.max_query_len <= FEW
+    block_v = min(BLOCK_V if by_token else CHUNKS_BLOCK_V, _pad(value_head_size))
+    grid = (plan.batch.num_seqs + 1, num_heads, triton.cdiv(value_head_size, block_v))
+    if by_token:
+        _tokens_kernel[grid](**arguments, BLOCK_V=block_v, PER_CHANNEL=per_channel, num_warps=TOKENS_WARPS)
         return out
-    arguments |= {"CHUNK": chunk, "PRECISION": "ieee" if query.dtype == torch.float32 or devices.is_rocm() else "tf32"}
-    written = answered = value
-    if options.delta:
-        written = torch.empty(value.shape, dtype=torch.float32, device=value.device)
-        answered = torch.empty(*value.shape[:2], key_head_size, dtype=torch.float32, device=value.device)
-        num_chunks = triton.cdiv(plan.batch.max_query_len, chunk) + 1  # the first may begin inside one
-        own = {name: x for name, x in arguments.items() if name not in _NOT_OF_SYSTEMS}
-        _systems_kernel[(plan.batch.num_seqs * num_chunks, num_heads)](
-            **own, written=written, answered=answered, num_chunks=num_chunks, PAD_V=_pad(value_head_size)
-        )
-    stages = 2 if chunk == CHUNK and _has_room(query.device) else 1
-    _chunks_kernel[grid](**arguments, written=written, answered=answered, BLOCK_V=block_v, num_stages=stages)
+    precision = "ieee" if devices.is_rocm() else "tf32x3" if query.dtype == torch.float32 else "tf32"
+    arguments |= {"CHUNK": chunk, "PRECISION": precision}
+    # What 16 bits round here is what they round anyway, but fp16 may not hold it: products are in bfloat16, or in 32.
+    operand = torch.bfloat16 if query.dtype == torch.bfloat16 else torch.float32
+    made = {
+        "written": torch.empty(value.shape, dtype=operand, device=value.device),
+        "answered": torch.empty(*value.shape[:2], key_head_size, dtype=operand, device=value.device)
+        if options.delta
+        else None,
+        "weights": torch.empty(*value.shape[:2], chunk, dtype=operand, device=value.device),
+        "decays": torch.empty(*value.shape[:2], 2, dtype=torch.float32, device=value.device),
+    }
+    num_places = num_tokens // chunk + 2 * plan.batch.num_seqs  # of chunks: the first may begin inside one
+    own = {name: x for name, x in arguments.items() if name not in _OF_STATES}
+    _within_kernel[(num_places, num_heads)](**own, **made, PAD_V=_pad(value_head_size), num_warps=WITHIN_WARPS)
+    own = {name: x for name, x in arguments.items() if name not in _OF_CHUNKS}
+    _chunks_kernel[grid](**own, **made, BLOCK_V=block_v, num_warps=CHUNKS_WARPS, num_stages=_stages(query, chunk))
     return out
 
 
@@ -93,7 +104,8 @@ def _pad(size: int) -> int:
     return max(FEWEST_IN_CHUNK, triton.next_power_of_2(size))
 
 
-_NOT_OF_SYSTEMS = ("query", "query_strides", "states", "states_strides", "out", "out_strides", "scale", "DELTA")
+_OF_STATES = ("states", "states_strides", "out", "out_strides", "scale")
+_OF_CHUNKS = ("value", "value_strides", "log_decay", "log_decay_strides", "beta", "beta_strides")
 
 
 def _chunk_size(plan: StatePlan, query: Tensor) -> int:
@@ -102,9 +114,10 @@ def _chunk_size(plan: StatePlan, query: Tensor) -> int:
     return min(size, CHUNK // 2) if query.shape[-1] * query.element_size() > 256 else size
 
 
-def _has_room(device: torch.device) -> bool:
-    """Return whether two chunks of 64 tokens fit into shared memory at once: they take 137 KiB for keys of 128."""
-    return not INTERPRETED and devices.shared_memory(device) > 160 * 1024
+def _stages(query: Tensor, chunk: int) -> int:
+    """Return how many chunks are in shared memory at once: one of 64 tokens, keys of 128, takes 60 KiB in bfloat16."""
+    tokens = chunk * (3 * _pad(query.shape[-1]) + CHUNKS_BLOCK_V + chunk) * (2 if query.dtype == torch.bfloat16 else 4)
+    return 1 if INTERPRETED else max(1, min(MOST_STAGES, devices.shared_memory(query.device) // (tokens + 8192)))
 
 
 def _tables(plan: StatePlan, num_tokens: int) -> dict[str, Any]:
@@ -274,35 +287,104 @@ def _tokens_kernel(
 
 @triton.jit
 @no_type_check
+def _first_place(cu_seqlens_q, sequence, CHUNK: tl.constexpr):
+    return tl.load(cu_seqlens_q + sequence) // CHUNK + 2 * sequence
+
+
+@triton.jit
+@no_type_check
+def _find_chunk(place, cu_seqlens_q, num_seqs, CHUNK: tl.constexpr):
+    """Return the sequence that has some place among all chunks, and which of its chunks it is, found by halving.
+
+    Chunks end where positions are multiples of their size, so a sequence has at most two more than it fills.
+    """
+    sequence = place * 0
+    high = num_seqs - 1
+    while sequence < high:
+        middle = (sequence + high + 1) // 2
+        if _first_place(cu_seqlens_q, middle, CHUNK) <= place:
+            sequence = middle
+        else:
+            high = middle - 1
+    return sequence, place - _first_place(cu_seqlens_q, sequence, CHUNK)
+
+
+@triton.jit
+@no_type_check
 def _between(log_decay, row, in_chunk, stride, CHUNK: tl.constexpr):
-    """Return the decays between two tokens of a chunk, 0 for later ones; since its start; up to its end; and of all."""
+    """Return the decays between two tokens of a chunk, 0 for later ones; since its start; and up to its end."""
     at = tl.arange(0, CHUNK)
     logs = tl.load(log_decay + row * stride, in_chunk, 0.0).to(tl.float32)
     later = at[:, None] > at[None, :]
     sums = tl.cumsum(tl.where(later, logs[:, None], 0.0), 0)
     between = tl.where(at[:, None] >= at[None, :], tl.exp(sums), 0.0)
-    to_end = tl.exp(tl.sum(tl.where(later, logs[:, None], 0.0), 0))
-    return between, tl.exp(tl.cumsum(logs, 0)), to_end, tl.exp(tl.sum(logs, 0))
+    return between, tl.exp(tl.cumsum(logs, 0)), tl.exp(tl.sum(tl.where(later, logs[:, None], 0.0), 0))
 
 
 @triton.jit
 @no_type_check
-def _dot_with_earlier(weights, rows, PRECISION: tl.constexpr):
+def _after(is_bad, CHUNK: tl.constexpr):
+    """Return which rows of a chunk have a bad one among them and those before, in each column."""
+    at = tl.arange(0, CHUNK)
+    earlier = tl.where(at[:, None] >= at[None, :], 1.0, 0.0).to(tl.float16)
+    return tl.dot(earlier, is_bad.to(tl.float16)) > 0.0
+
+
+@triton.jit
+@no_type_check
+def _dot_with_earlier(weights, rows, PRECISION: tl.constexpr, CHUNK: tl.constexpr):
     """Multiply lower triangular weights with rows, so that NaN in a row reaches those after it, and none before."""
     is_finite = tl.abs(rows) < float("inf")
     products = tl.dot(weights, tl.where(is_finite, rows, 0.0), input_precision=PRECISION)
-    return tl.where(tl.cumsum(tl.where(is_finite, 0, 1), 0) > 0, float("nan"), products)
+    return tl.where(_after(tl.where(is_finite, 0.0, 1.0), CHUNK), float("nan"), products)
 
 
-@triton.jit(do_not_specialize=(*CHANGING, "num_chunks"))
+@triton.jit
 @no_type_check
-def _systems_kernel(
+def _join_blocks(inverse, system, PART: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr):
+    """Invert blocks on the diagonal of four parts each, whose own inverses are there already.
+
+    What couples the parts, X, has a fourth power of 0, so `(1 - X)^-1 = (1 + X) (1 + X^2)`.
+    """
+    at = tl.arange(0, CHUNK)
+    is_coupled = at[:, None] // (4 * PART) == at[None, :] // (4 * PART)
+    is_coupled &= at[:, None] // PART != at[None, :] // PART
+    coupled = tl.dot(inverse, tl.where(is_coupled, system, 0.0), input_precision=PRECISION)
+    inverse += tl.dot(tl.dot(coupled, coupled, input_precision=PRECISION), inverse, input_precision=PRECISION)
+    return inverse + tl.dot(coupled, inverse, input_precision=PRECISION)
+
+
+@triton.jit
+@no_type_check
+def _invert(system, PRECISION: tl.constexpr, CHUNK: tl.constexpr):
+    """Return the inverse of 1 minus a matrix that is 0 on and above its diagonal.
+
+    In blocks of 4, 16 and 64 rows, one after the other: powers of the whole matrix would grow too large.
+    """
+    at = tl.arange(0, CHUNK)
+    coupled = tl.where(at[:, None] // 4 == at[None, :] // 4, system, 0.0)
+    inverse = tl.where(at[:, None] == at[None, :], 1.0, 0.0) + coupled
+    squared = tl.dot(coupled, coupled, input_precision=PRECISION)
+    inverse += squared + tl.dot(squared, coupled, input_precision=PRECISION)
+    inverse = _join_blocks(inverse, system, 4, PRECISION, CHUNK)
+    if CHUNK > 16:
+        inverse = _join_blocks(inverse, system, 16, PRECISION, CHUNK)
+    return inverse
+
+
+@triton.jit(do_not_specialize=CHANGING)
+@no_type_check
+def _within_kernel(
+    query,
     key,
     value,
     log_decay,
     beta,
-    written,
-    answered,
+    written,  # [t, hv, dv]: what each token writes after a state of zeros
+    answered,  # [t, hv, dk]: times the state before the chunk, what it writes less for it; None without the delta rule
+    weights,  # [t, hv, CHUNK]: of what the chunk's tokens write, in the answer to each query
+    decays,  # [t, hv, 2]: since the chunk's start, and up to its end
+    query_strides,
     key_strides,
     value_strides,
     log_decay_strides,
@@ -321,19 +403,19 @@ def _systems_kernel(
     checkpoint_column_stride,
     num_seqs,
     num_tokens,
-    num_chunks,
     GROUP: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
     PAD_K: tl.constexpr,
     PAD_V: tl.constexpr,
+    DELTA: tl.constexpr,
     PER_DRAFT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Solve the system of one chunk and head: what its tokens write after a state of zeros, and less for any state."""
-    sequence, chunk = tl.program_id(0) // num_chunks, tl.program_id(0) % num_chunks
+    """Compute what the tokens of one chunk are to one another, in one head; all chunks are independent here."""
+    sequence, chunk = _find_chunk(tl.program_id(0), cu_seqlens_q, num_seqs, CHUNK)
     head = tl.program_id(1)
     first_row, length, position, slot, _ = _find_sequence(
         sequence,
@@ -355,30 +437,41 @@ def _systems_kernel(
     at = tl.arange(0, CHUNK)
     in_chunk = (first + at >= 0) & (first + at < length)
     row = first_row + first + at
+    own_row = row * tl.num_programs(1) + head
     at_k, at_v = tl.arange(0, PAD_K), tl.arange(0, PAD_V)
-    between, from_start, _, _ = _between(
+    between, from_start, to_end = _between(
         log_decay + head * log_decay_strides[1], row, in_chunk, log_decay_strides[0], CHUNK
     )
-    rates = tl.load(beta + row * beta_strides[0] + head * beta_strides[1], in_chunk, 0.0).to(tl.float32)
+    tl.store(decays + own_row * 2, from_start, in_chunk)
+    tl.store(decays + own_row * 2 + 1, to_end, in_chunk)
     in_keys = in_chunk[:, None] & (at_k < DK)[None, :]
     of_keys = key + (head // GROUP) * key_strides[1] + row[:, None] * key_strides[0] + at_k[None, :] * key_strides[2]
     keys = tl.load(of_keys, in_keys, 0.0)
-    products = tl.dot(keys, tl.trans(keys), input_precision="ieee")
-    inverse = tl.where(at[:, None] > at[None, :], -products * between * rates[:, None], 0.0)
-    for i in range(1, CHUNK):  # the rows above row i are those of the inverse already
-        own = tl.sum(tl.where(at[:, None] == i, inverse, 0.0), 0)
-        own += tl.sum(tl.where(at[:, None] < i, own[:, None] * inverse, 0.0), 0)
-        inverse = tl.where(at[:, None] == i, own[None, :], inverse)
-    inverse = tl.where(at[:, None] == at[None, :], 1.0, inverse)
-    keys = keys.to(tl.float32) * (rates * from_start)[:, None]
-    result = _dot_with_earlier(inverse, keys, PRECISION)
-    rows = (row * tl.num_programs(1) + head)[:, None]
-    tl.store(answered + rows * DK + at_k[None, :], result, in_keys)
+    of_queries = query + (head // GROUP) * query_strides[1] + row[:, None] * query_strides[0]
+    queries = tl.load(of_queries + at_k[None, :] * query_strides[2], in_keys, 0.0)
+    products = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * between
+    products = tl.where(at[:, None] >= at[None, :], products, 0.0)  # which 0 times NaN would not be
+    tl.store(weights + own_row[:, None] * CHUNK + at[None, :], products, in_chunk[:, None])
+
+    rates = tl.load(beta + row * beta_strides[0] + head * beta_strides[1], in_chunk, 0.0).to(tl.float32)
     in_values = in_chunk[:, None] & (at_v < DV)[None, :]
     of_values = value + head * value_strides[1] + row[:, None] * value_strides[0] + at_v[None, :] * value_strides[2]
     values = tl.load(of_values, in_values, 0.0).to(tl.float32) * rates[:, None]
-    result = _dot_with_earlier(inverse, values, PRECISION)
-    tl.store(written + rows * DV + at_v[None, :], result, in_values)
+    if DELTA:
+        system = -tl.dot(keys, tl.trans(keys), input_precision=PRECISION) * between * rates[:, None]
+        system = tl.where(at[:, None] > at[None, :], system, 0.0)
+        is_finite = tl.abs(system) < float("inf")
+        inverse = _invert(tl.where(is_finite, system, 0.0), PRECISION, CHUNK)
+        is_bad = tl.max(tl.where(is_finite, 0, 1), 1)[:, None] > 0  # then all that is written from here on is NaN
+        keys = tl.where(is_bad, float("nan"), keys.to(tl.float32) * (rates * from_start)[:, None])
+        result = _dot_with_earlier(inverse, keys, PRECISION, CHUNK)
+        tl.store(answered + own_row[:, None] * DK + at_k[None, :], result, in_keys)
+        values = tl.where(is_bad, float("nan"), values)
+        values = _dot_with_earlier(inverse, values, PRECISION, CHUNK)
+    else:
+        is_finite = tl.abs(values) < float("inf")
+        values = tl.where(_after(tl.where(is_finite, 0.0, 1.0), CHUNK), float("nan"), values)
+    tl.store(written + own_row[:, None] * DV + at_v[None, :], values, in_values)
 
 
 @triton.jit(do_not_specialize=CHANGING)
@@ -386,18 +479,14 @@ def _systems_kernel(
 def _chunks_kernel(
     query,
     key,
-    value,
-    log_decay,
-    beta,
     states,
     out,
     written,
     answered,
+    weights,
+    decays,
     query_strides,
     key_strides,
-    value_strides,
-    log_decay_strides,
-    beta_strides,
     states_strides,
     out_strides,
     cu_seqlens_q,
@@ -460,42 +549,41 @@ def _chunks_kernel(
     )
     in_state = in_k[:, None] & in_v[None, :]
     state = tl.load(of_states + start * states_strides[0], in_state & (start >= 0), 0.0).to(tl.float32)
+    OPERAND: tl.constexpr = written.dtype.element_ty
     for first in range(-(position % CHUNK), length, CHUNK):
         in_chunk = (first + at >= 0) & (first + at < length)
         row = first_row + first + at
-        between, from_start, to_end, total = _between(
-            log_decay + head * log_decay_strides[1], row, in_chunk, log_decay_strides[0], CHUNK
-        )
+        own_row = row * tl.num_programs(1) + head
         in_keys, in_values = in_chunk[:, None] & in_k[None, :], in_chunk[:, None] & in_v[None, :]
-        of_keys = key + (head // GROUP) * key_strides[1] + row[:, None] * key_strides[0]
-        keys = tl.load(of_keys + at_k[None, :] * key_strides[2], in_keys, 0.0)
-        of_queries = query + (head // GROUP) * query_strides[1] + row[:, None] * query_strides[0]
-        queries = tl.load(of_queries + at_k[None, :] * query_strides[2], in_keys, 0.0)
+        values = tl.load(written + own_row[:, None] * DV + at_v[None, :], in_values, 0.0).to(tl.float32)
+        before = state.to(OPERAND)
         if DELTA:
-            rows = (row * tl.num_programs(1) + head)[:, None]
-            values = tl.load(written + rows * DV + at_v[None, :], in_values, 0.0)
-            answers = tl.load(answered + rows * DK + at_k[None, :], in_keys, 0.0)
-            values -= tl.dot(answers, state, input_precision=PRECISION)
-        else:
-            rates = tl.load(beta + row * beta_strides[0] + head * beta_strides[1], in_chunk, 0.0).to(tl.float32)
-            of_values = value + head * value_strides[1] + row[:, None] * value_strides[0]
-            values = tl.load(of_values + at_v[None, :] * value_strides[2], in_values, 0.0).to(tl.float32)
-            values *= rates[:, None]
-        weights = tl.dot(queries, tl.trans(keys), input_precision="ieee") * between
-        weights = tl.where(at[:, None] >= at[None, :], weights, 0.0)  # which 0 times NaN would not be
-        result = _dot_with_earlier(weights, values, PRECISION)
-        result += tl.dot(queries.to(tl.float32) * from_start[:, None], state, input_precision=PRECISION)
-        tl.store(of_out + row[:, None] * out_strides[0], (result * scale).to(out.dtype.element_ty), in_values)
-        keys = keys.to(tl.float32) * to_end[:, None]
-        state = state * total + tl.dot(tl.trans(keys), values, input_precision=PRECISION)
+            answers = tl.load(answered + own_row[:, None] * DK + at_k[None, :], in_keys, 0.0)
+            values -= tl.dot(answers, before, input_precision=PRECISION)
+        to_end = tl.load(decays + own_row * 2 + 1, in_chunk, 0.0)
+        last = first_row + tl.minimum(first + CHUNK, length) - 1
+        total = tl.load(decays + (last * tl.num_programs(1) + head) * 2)
+        of_keys = key + (head // GROUP) * key_strides[1] + row[:, None] * key_strides[0]
+        keys = tl.load(of_keys + at_k[None, :] * key_strides[2], in_keys, 0.0).to(OPERAND)
+        kept = (values * to_end[:, None]).to(OPERAND)
+        state = state * total + tl.dot(tl.trans(keys), kept, input_precision=PRECISION)
+
+        of_queries = query + (head // GROUP) * query_strides[1] + row[:, None] * query_strides[0]
+        queries = tl.load(of_queries + at_k[None, :] * query_strides[2], in_keys, 0.0).to(OPERAND)
+        from_start = tl.load(decays + own_row * 2, in_chunk, 0.0)
+        own_weights = tl.load(weights + own_row[:, None] * CHUNK + at[None, :], in_chunk[:, None], 0.0)
+        is_finite = tl.abs(values) < float("inf")  # NaN is in all rows after the first that has it: see above
+        result = tl.dot(queries, before, input_precision=PRECISION) * from_start[:, None]
+        result += tl.dot(own_weights, tl.where(is_finite, values, 0.0).to(OPERAND), input_precision=PRECISION)
+        result = tl.where(is_finite, result * scale, float("nan"))
+        tl.store(of_out + row[:, None] * out_strides[0], result.to(out.dtype.element_ty), in_values)
         if BLOCK_SIZE:
             end = position + first + CHUNK
             if (end % BLOCK_SIZE == 0) & (first + CHUNK <= length):
                 column = end // BLOCK_SIZE - 1
                 of_slot = checkpoints + sequence.to(tl.int64) * checkpoint_stride + column * checkpoint_column_stride
                 own = tl.load(of_slot).to(tl.int64)
-                kept = state.to(states.dtype.element_ty)
-                tl.store(of_states + own * states_strides[0], kept, in_state & (own >= 0))
+                tl.store(of_states + own * states_strides[0], state.to(states.dtype.element_ty), in_state & (own >= 0))
     tl.store(of_states + slot * states_strides[0], state.to(states.dtype.element_ty), in_state & (length > 0))
 
 
