@@ -464,13 +464,12 @@ def of_fp8_weights(
     out, lse = _exactly(query, key, value, seen, scale)
     if dtype == torch.float64:
         return out, lse
-    group = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(group, 1) for x in (key, value))
-    scores = torch.einsum("thd,shd->ths", query, key) * scale
+    groups = rearrange(query, "t (k g) d -> t k g d", k=key.shape[1])
+    scores = torch.einsum("tkgd,skd->tkgs", groups, key).flatten(1, 2) * scale
     scores = scores.masked_fill(~seen.visible[:, None], -torch.inf)
     weights = ((scores - scores.amax(-1, keepdim=True)).exp() * largest).float().to(kind).double() / largest
-    weights = weights * (scores.amax(-1) - lse).exp()[..., None]
-    return torch.einsum("ths,shd->thd", weights, value).to(dtype), lse
+    weights = rearrange(weights * (scores.amax(-1) - lse).exp()[..., None], "t (k g) s -> t k g s", k=key.shape[1])
+    return torch.einsum("tkgs,skd->tkgd", weights, value).flatten(1, 2).to(dtype), lse
 
 
 def normed_difference(first: Float[Tensor, "t pairs dv"], second: Float[Tensor, "t pairs dv"]) -> Tensor:
