@@ -36,6 +36,8 @@ BLOCK_V = 32  # values of a state in one program that goes token by token, of th
 TOKENS_WARPS = 4
 CHUNKS_BLOCK_V = 32  # and in one that goes chunk by chunk
 CHUNKS_WARPS = 4
+COLUMNS = 64  # of keys or values that such a program holds at a time
+WITHIN_MORE: dict = {}
 WITHIN_WARPS = 8  # of a program that looks at one chunk
 MOST_STAGES = 3  # chunks in shared memory at once
 BLOCK_T, BLOCK_C = 32, 128  # tokens and channels of a tile of the convolution
@@ -93,7 +95,7 @@ def recurrent(
     }
     num_places = num_tokens // chunk + 2 * plan.batch.num_seqs  # of chunks: the first may begin inside one
     own = {name: x for name, x in arguments.items() if name not in _OF_STATES}
-    _within_kernel[(num_places, num_heads)](**own, **made, PAD_V=_pad(value_head_size), num_warps=WITHIN_WARPS)
+    _within_kernel[(num_places, num_heads)](**own, **made, COLUMNS=COLUMNS, num_warps=WITHIN_WARPS, **WITHIN_MORE)
     own = {name: x for name, x in arguments.items() if name not in _OF_CHUNKS}
     _chunks_kernel[grid](**own, **made, BLOCK_V=block_v, num_warps=CHUNKS_WARPS, num_stages=_stages(query, chunk))
     return out
@@ -332,10 +334,11 @@ def _after(is_bad, CHUNK: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _dot_with_earlier(weights, rows, PRECISION: tl.constexpr, CHUNK: tl.constexpr):
+def _dot_with_earlier(weights, rows, OPERAND: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr):
     """Multiply lower triangular weights with rows, so that NaN in a row reaches those after it, and none before."""
     is_finite = tl.abs(rows) < float("inf")
-    products = tl.dot(weights, tl.where(is_finite, rows, 0.0), input_precision=PRECISION)
+    rows = tl.where(is_finite, rows, 0.0).to(OPERAND)
+    products = tl.dot(weights, rows, input_precision=PRECISION)
     return tl.where(_after(tl.where(is_finite, 0.0, 1.0), CHUNK), float("nan"), products)
 
 
@@ -407,7 +410,7 @@ def _within_kernel(
     DK: tl.constexpr,
     DV: tl.constexpr,
     PAD_K: tl.constexpr,
-    PAD_V: tl.constexpr,
+    COLUMNS: tl.constexpr,
     DELTA: tl.constexpr,
     PER_DRAFT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -438,15 +441,15 @@ def _within_kernel(
     in_chunk = (first + at >= 0) & (first + at < length)
     row = first_row + first + at
     own_row = row * tl.num_programs(1) + head
-    at_k, at_v = tl.arange(0, PAD_K), tl.arange(0, PAD_V)
+    at_k = tl.arange(0, PAD_K)
     between, from_start, to_end = _between(
         log_decay + head * log_decay_strides[1], row, in_chunk, log_decay_strides[0], CHUNK
     )
     tl.store(decays + own_row * 2, from_start, in_chunk)
     tl.store(decays + own_row * 2 + 1, to_end, in_chunk)
     in_keys = in_chunk[:, None] & (at_k < DK)[None, :]
-    of_keys = key + (head // GROUP) * key_strides[1] + row[:, None] * key_strides[0] + at_k[None, :] * key_strides[2]
-    keys = tl.load(of_keys, in_keys, 0.0)
+    of_rows = key + (head // GROUP) * key_strides[1] + row[:, None] * key_strides[0]
+    keys = tl.load(of_rows + at_k[None, :] * key_strides[2], in_keys, 0.0)
     of_queries = query + (head // GROUP) * query_strides[1] + row[:, None] * query_strides[0]
     queries = tl.load(of_queries + at_k[None, :] * query_strides[2], in_keys, 0.0)
     products = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * between
@@ -454,24 +457,31 @@ def _within_kernel(
     tl.store(weights + own_row[:, None] * CHUNK + at[None, :], products, in_chunk[:, None])
 
     rates = tl.load(beta + row * beta_strides[0] + head * beta_strides[1], in_chunk, 0.0).to(tl.float32)
-    in_values = in_chunk[:, None] & (at_v < DV)[None, :]
-    of_values = value + head * value_strides[1] + row[:, None] * value_strides[0] + at_v[None, :] * value_strides[2]
-    values = tl.load(of_values, in_values, 0.0).to(tl.float32) * rates[:, None]
+    OPERAND: tl.constexpr = written.dtype.element_ty
     if DELTA:
         system = -tl.dot(keys, tl.trans(keys), input_precision=PRECISION) * between * rates[:, None]
         system = tl.where(at[:, None] > at[None, :], system, 0.0)
         is_finite = tl.abs(system) < float("inf")
-        inverse = _invert(tl.where(is_finite, system, 0.0), PRECISION, CHUNK)
+        inverse = _invert(tl.where(is_finite, system, 0.0), PRECISION, CHUNK).to(OPERAND)
         is_bad = tl.max(tl.where(is_finite, 0, 1), 1)[:, None] > 0  # then all that is written from here on is NaN
-        keys = tl.where(is_bad, float("nan"), keys.to(tl.float32) * (rates * from_start)[:, None])
-        result = _dot_with_earlier(inverse, keys, PRECISION, CHUNK)
-        tl.store(answered + own_row[:, None] * DK + at_k[None, :], result, in_keys)
-        values = tl.where(is_bad, float("nan"), values)
-        values = _dot_with_earlier(inverse, values, PRECISION, CHUNK)
-    else:
-        is_finite = tl.abs(values) < float("inf")
-        values = tl.where(_after(tl.where(is_finite, 0.0, 1.0), CHUNK), float("nan"), values)
-    tl.store(written + own_row[:, None] * DV + at_v[None, :], values, in_values)
+        for first_column in range(0, DK, COLUMNS):
+            columns = first_column + tl.arange(0, COLUMNS)
+            in_part = in_chunk[:, None] & (columns < DK)[None, :]
+            part = tl.load(of_rows + columns[None, :] * key_strides[2], in_part, 0.0).to(tl.float32)
+            part = tl.where(is_bad, float("nan"), part * (rates * from_start)[:, None])
+            part = _dot_with_earlier(inverse, part, OPERAND, PRECISION, CHUNK)
+            tl.store(answered + own_row[:, None] * DK + columns[None, :], part, in_part)
+    of_values = value + head * value_strides[1] + row[:, None] * value_strides[0]
+    for first_column in range(0, DV, COLUMNS):
+        columns = first_column + tl.arange(0, COLUMNS)
+        in_part = in_chunk[:, None] & (columns < DV)[None, :]
+        part = tl.load(of_values + columns[None, :] * value_strides[2], in_part, 0.0).to(tl.float32) * rates[:, None]
+        if DELTA:
+            part = _dot_with_earlier(inverse, tl.where(is_bad, float("nan"), part), OPERAND, PRECISION, CHUNK)
+        else:
+            is_finite = tl.abs(part) < float("inf")
+            part = tl.where(_after(tl.where(is_finite, 0.0, 1.0), CHUNK), float("nan"), part)
+        tl.store(written + own_row[:, None] * DV + columns[None, :], part, in_part)
 
 
 @triton.jit(do_not_specialize=CHANGING)
