@@ -322,6 +322,40 @@ def test_a_long_row_more_ties_than_a_step_holds_and_any_strides(kernel, device):
             assert torch.equal(fastattn.sparse.select(scores.flip(0).to(device), topk).cpu(), whole.flip(0))
 
 
+def in_splits():
+    """Scores over many splits of 64: plateaus across them, at their borders, and whole splits without a key."""
+    torch.manual_seed(0)
+    rows = torch.randn(7, 317).sub(1.0).relu()  # most are 0
+    rows[1, ::3] = -0.0
+    rows[2] = 3.5
+    rows[3, 40:300] = -math.inf
+    rows[4] = torch.randn(317) * 1e-40  # denormal
+    rows[4, 63:65], rows[4, 200] = math.nan, math.inf
+    rows[5] = -math.inf
+    rows[6] = -torch.arange(317).float()
+    return rows
+
+
+@pytest.mark.covers("F197")
+@pytest.mark.skipif("triton" not in KERNELS, reason="needs Triton")
+@pytest.mark.parametrize(
+    ("length", "topk", "bits", "most"), [(317, 193, 5, 64), (193, 65, 5, 64), (300, 64, 8, 3), (70, 80, 5, 64)]
+)
+def test_splits_of_a_row_agree_on_what_is_selected(length, topk, bits, most, monkeypatch, device):
+    """As long rows are selected from, by a launch for each digit; nothing that is read is left from before."""
+    from fastattn.kernels.triton import selection
+
+    for name, value in (("SPLIT", 64), ("BLOCK", 32), ("BITS", bits), ("MOST_SPLITS", most)):
+        monkeypatch.setattr(selection, name, value)
+    monkeypatch.setattr(selection, "multiprocessors", lambda device: 4)
+    monkeypatch.setattr(torch, "empty", lambda *shape, **more: torch.full(shape, -7, **more))
+    rows = in_splits()[:, :length]
+    scores = torch.full((length, 15), math.nan)[:, ::2][:, :7].T.copy_(rows)  # of any strides
+    with dispatch.use_kernel("triton"):
+        selected = fastattn.sparse.select(scores.to(device), topk).cpu()
+    assert torch.equal(selected, refattn.sparse.select(rows, topk))
+
+
 @each_selector
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0)])
 def test_nothing_to_select_from(kernel, shape, device):
