@@ -4,6 +4,7 @@
     score_index     a program for a tile of queries and `BLOCK_N` keys, which are read once for all of them
     select          a program for a query: its threshold by counts of five bits at a time, and then one pass in order;
                     of few long rows, a program for some scores of a query, and a launch for each count
+    plan_selected   a program for a query: whose it is, the slots of its keys, one after the other
 
 A score is a product with one query, of one shape, so no bit of it depends on the batch. The threshold is exact, and
 ties go to lower positions as they are counted in order: nothing is sorted, and no two programs race. Splits of a row
@@ -24,7 +25,7 @@ from fastattn.kernels.gpu.attention_kernel import contiguous, count_tiles
 from fastattn.kernels.gpu.codes import from_codes, to_fp8
 from fastattn.kernels.gpu.tile import CHANGING, converts_fp8, find_tile, multiprocessors, pad, visible_keys
 from fastattn.kernels.problem import as_bytes
-from refattn.interface import Plan
+from refattn.interface import Batch, Plan
 from refattn.interface.selection import SCALE_BYTES, SMALLEST, holds_codes, index_size_of
 
 BLOCK_ROWS = 16  # tokens of a program that writes
@@ -36,6 +37,9 @@ SELECT_WARPS = 8
 SPLIT = 8192  # scores of a split, at least; a row of no more is never split
 MOST_SPLITS = 64  # of a row
 ROWS_TO_FILL = 2  # for each multiprocessor, from which on no row is split
+BLOCK_SEQS = 256  # sequences that are looked at at a time, for that of a row
+BLOCK_KEYS = 2048  # selected keys that are looked up at a time
+PLAN_WARPS = 8
 
 
 def write_index(
@@ -137,6 +141,61 @@ def select(scores: Float32[Tensor, "t s"], topk: int) -> Int32[Tensor, "t {topk}
         _count_kernel[(t, splits)](*work, step, **fixed)
     _write_kernel[(t, splits)](*work, selected, **fixed)
     return selected
+
+
+def selected_slots(batch: Batch, positions: Int32[Tensor, "t k"], *, block_size: int) -> Int32[Tensor, "t k"]:
+    """Return the slots of selected keys, in one launch; see `fastattn.sparse.slots`."""
+    slots = torch.empty(positions.shape, dtype=torch.int32, device=batch.device)
+    if slots.numel():
+        _launch_plan(batch, positions, block_size, slots)
+    return slots
+
+
+def plan_selected(
+    batch: Batch, positions: Int32[Tensor, "t k"], *, block_size: int
+) -> tuple[Int32[Tensor, "_"], Int32[Tensor, "t"], Int32[Tensor, "t k"], Int32[Tensor, "t"]]:
+    """Make a sequence of each query row, in one launch; see `fastattn.kernels.torch_selection.plan_selected`."""
+    t, k = positions.shape
+    rows, seq_lens, table, sequences = (
+        torch.empty(shape, dtype=torch.int32, device=batch.device) for shape in ((t + 1,), (t,), (t, k), (t,))
+    )
+    if not t:
+        return rows.zero_(), seq_lens, table, sequences
+    _launch_plan(batch, positions, block_size, table, rows, seq_lens, sequences)
+    return rows, seq_lens, table, sequences
+
+
+def _launch_plan(
+    batch: Batch,
+    positions: Int32[Tensor, "t k"],
+    block_size: int,
+    slots: Int32[Tensor, "t k"],
+    new_cu_seqlens_q: Int32[Tensor, "_"] | None = None,
+    new_seq_lens: Int32[Tensor, "t"] | None = None,
+    sequences: Int32[Tensor, "t"] | None = None,
+) -> None:
+    """Look up selected keys: each in its place, or, where there are lengths to be written, one after the other."""
+    t, k = positions.shape
+    assert batch.block_table is not None  # the path has checked it
+    _plan_selected_kernel[(t,)](
+        batch.cu_seqlens_q,
+        batch.seq_lens,
+        batch.block_table,
+        positions,
+        slots,
+        new_cu_seqlens_q,
+        new_seq_lens,
+        sequences,
+        batch.block_table.stride(),
+        positions.stride(),
+        batch.num_seqs,
+        batch.block_table.shape[1],
+        k,
+        block_size,
+        BLOCK_SEQS=BLOCK_SEQS,
+        BLOCK_KEYS=min(BLOCK_KEYS, pad(max(k, 1))),
+        num_warps=PLAN_WARPS,
+    )
 
 
 def _scales(index_cache: Shaped[Tensor, "n p c"]) -> Float32[Tensor, "n p"]:
@@ -488,3 +547,65 @@ def _write_kernel(
     )
     if split == splits - 1:
         _fill_rest(row_selected, count, topk, BLOCK)
+
+
+@triton.jit(do_not_specialize=[*CHANGING, "positions", "columns", "k"])
+@no_type_check
+def _plan_selected_kernel(
+    cu_seqlens_q,
+    seq_lens,
+    block_table,
+    positions,
+    slots,  # [t, k]
+    new_cu_seqlens_q,
+    new_seq_lens,  # None: every slot stays in the place of its position
+    sequences,
+    table_strides,
+    position_strides,
+    num_seqs,
+    columns,
+    k,
+    block_size,
+    BLOCK_SEQS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+):
+    """Look up the selected keys of one query row; a row of padding has none.
+
+    Its sequence is found by counting those that end before it: all are read at once, where halving would wait for one
+    after the other.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    sequence = tl.program_id(0) * 0
+    for first in range(0, num_seqs, BLOCK_SEQS):
+        i = first + tl.arange(0, BLOCK_SEQS)
+        ends = tl.load(cu_seqlens_q + 1 + i, i < num_seqs, 0)
+        sequence += tl.sum(((i < num_seqs) & (ends <= row)).to(tl.int32), 0)
+    is_row = (sequence < num_seqs) & (columns > 0)
+    seq_len = tl.load(seq_lens + sequence, is_row, 0)
+    blocks = block_table + sequence.to(tl.int64) * table_strides[0]
+    row_positions, row_slots = positions + row * position_strides[0], slots + row * k
+    count = tl.program_id(0) * 0
+    for first in range(0, k, BLOCK_KEYS):
+        at = first + tl.arange(0, BLOCK_KEYS)
+        position = tl.load(row_positions + at.to(tl.int64) * position_strides[1], at < k, -1)
+        is_key = (position >= 0) & (position < seq_len)
+        position = tl.where(is_key, position, 0)
+        column = tl.minimum(position // block_size, columns - 1).to(tl.int64)
+        slot = tl.load(blocks + column * table_strides[1], is_key, 0) * block_size + position % block_size
+        if new_seq_lens is None:
+            tl.store(row_slots + at, tl.where(is_key, slot, -1), at < k)
+        else:
+            is_key &= slot >= 0
+            place = count + tl.cumsum(is_key.to(tl.int32), 0) - 1
+            tl.store(row_slots + place, slot, is_key)
+            count += tl.sum(is_key.to(tl.int32), 0)
+    if new_seq_lens is not None:
+        for first in range(count, k, BLOCK_KEYS):
+            at = first + tl.arange(0, BLOCK_KEYS)
+            tl.store(row_slots + at, tl.zeros([BLOCK_KEYS], tl.int32), at < k)
+        tl.store(new_seq_lens + row, count)
+        tl.store(sequences + row, tl.maximum(tl.minimum(sequence, num_seqs - 1), 0))
+        end = tl.load(cu_seqlens_q + num_seqs)
+        tl.store(new_cu_seqlens_q + row + 1, tl.minimum(tl.program_id(0) + 1, end))
+        if row == 0:
+            tl.store(new_cu_seqlens_q, 0)
