@@ -6,7 +6,6 @@ from torch import Tensor
 
 from fastattn import chunked_prefill, mla
 from fastattn.kernels import dispatch
-from fastattn.kernels.problem import places
 from refattn.interface import AttentionOptions, Batch, Plan
 from refattn.interface.ambient import refuse_gradients
 from refattn.interface.selection import (
@@ -75,15 +74,8 @@ def slots(batch: Batch, positions: Int32[Tensor, "t k"], *, block_size: int) -> 
 
     On a device a position that the sequence does not have is none: no kernel follows it.
     """
-    block_table = check_selected(batch, positions, block_size=block_size)
-    sequence, _, padding = places(batch, len(positions))
-    if not batch.num_seqs or not block_table.numel():
-        return torch.full_like(positions, -1)
-    is_key = (positions >= 0) & (positions < batch.seq_lens[sequence][:, None]) & ~padding[:, None]
-    place = positions.clamp(min=0)
-    column = (place // block_size).clamp(max=block_table.shape[1] - 1)
-    found = block_table[sequence[:, None], column] * block_size + place % block_size
-    return torch.where(is_key, found, -1)
+    check_selected(batch, positions, block_size=block_size)
+    return dispatch.selected_slots(batch, positions, block_size=block_size)
 
 
 def plan(batch: Batch, *, positions: Int32[Tensor, "t k"], block_size: int) -> Plan:
@@ -91,22 +83,17 @@ def plan(batch: Batch, *, positions: Int32[Tensor, "t k"], block_size: int) -> P
 
     Padding rows are sequences without a query.
     """
-    found = slots(batch, positions, block_size=block_size)
-    t, k = found.shape
-    is_key = found >= 0
-    order = torch.where(is_key, is_key.cumsum(1) - 1, k)
-    table = torch.zeros(t, k + 1, dtype=torch.int32, device=batch.device).scatter_(1, order, found)
-    rows = torch.arange(t + 1, dtype=torch.int32, device=batch.device)
+    check_selected(batch, positions, block_size=block_size)
+    rows, seq_lens, table, sequences = dispatch.plan_selected(batch, positions, block_size=block_size)
     one_by_one = Batch(
-        cu_seqlens_q=rows.minimum(batch.cu_seqlens_q[-1]),
-        seq_lens=is_key.sum(1, dtype=torch.int32),
-        block_table=table[:, :k],
+        cu_seqlens_q=rows,
+        seq_lens=seq_lens,
+        block_table=table,
         max_query_len=1,
-        max_seq_len=k,
+        max_seq_len=positions.shape[1],
         num_tokens=batch.num_tokens,
     )
-    sequences, _, _ = places(batch, t)
-    return Plan(one_by_one, 1, causal=False, sequences=sequences.int())
+    return Plan(one_by_one, 1, causal=False, sequences=sequences)
 
 
 def attention(

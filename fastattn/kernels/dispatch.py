@@ -23,6 +23,8 @@ whoever may see whom; a kernel says which storages it takes, under which of them
     write_index(key, index_cache, slot_mapping)                     write index keys into their pool
     score_index(query, weights, index_cache, plan)                  score the keys that queries may see
     select(scores, topk)                                            the positions of the best
+    selected_slots(batch, positions, *, block_size)                 where selected keys are
+    plan_selected(batch, positions, *, block_size)                  lengths and tables of a sequence for each query
     recurrent(query, key, value, log_decay, beta, states, plan, options, out)    fold new tokens into states
     convolve(inputs, weight, states, plan, bias, silu, out)         mix tokens with the inputs before them
     sample(logits, temperature, top_p, uniform)                     draw the next tokens
@@ -714,6 +716,23 @@ def select(scores: Float32[Tensor, "t s"], topk: int) -> Int32[Tensor, "t k"]:
     """Select the keys with the highest scores; arguments are those of `fastattn.sparse.select`."""
     selected: Tensor = choose(Problem("select", scores.device, scores.dtype)).select(scores, topk)
     return selected
+
+
+@_launches
+def selected_slots(batch: Batch, positions: Int32[Tensor, "t k"], *, block_size: int) -> Int32[Tensor, "t k"]:
+    """Find the slots of selected keys; arguments are those of `fastattn.sparse.slots`."""
+    kernel = choose(Problem("selected_slots", batch.device, torch.int32))
+    slots: Tensor = kernel.selected_slots(batch, positions, block_size=block_size)
+    return slots
+
+
+@_launches
+def plan_selected(
+    batch: Batch, positions: Int32[Tensor, "t k"], *, block_size: int
+) -> tuple[Int32[Tensor, "_"], Int32[Tensor, "t"], Int32[Tensor, "t k"], Int32[Tensor, "t"]]:
+    """Make a sequence of each query row; returns query rows, lengths, the table, and whose row each of them is."""
+    kernel = choose(Problem("plan_selected", batch.device, torch.int32))
+    return kernel.plan_selected(batch, positions, block_size=block_size)
 
 
 # --- layers that keep a state ---

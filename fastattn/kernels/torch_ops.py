@@ -33,7 +33,7 @@ FUNCTIONS = (
     "cut_chunks",
     "draw_trees",
 )
-OF_SELECTION = ("write_index", "read_index", "score_index", "select")
+OF_SELECTION = ("write_index", "read_index", "score_index", "select", "selected_slots", "plan_selected")
 OF_STATES = ("recurrent", "convolve")
 KERNEL = Kernel(
     "torch",

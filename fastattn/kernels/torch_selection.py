@@ -9,8 +9,8 @@ from jaxtyping import Float, Float32, Int32, Int64, Shaped
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fastattn.kernels.problem import as_integers
-from refattn.interface import Plan
+from fastattn.kernels.problem import as_integers, places
+from refattn.interface import Batch, Plan
 from refattn.interface.selection import INDEX_FORMAT, SCALE_BYTES, SMALLEST, holds_codes, index_size_of
 
 KEYS = 1024  # index keys of a product
@@ -117,3 +117,35 @@ def _in_order(numbers: Float32[Tensor, "t s"]) -> Int32[Tensor, "t s"]:
     bits = numbers.masked_fill(numbers == 0, 0.0).view(torch.int32)
     order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return order.masked_fill(numbers.isnan(), torch.iinfo(torch.int32).max)
+
+
+def selected_slots(batch: Batch, positions: Int32[Tensor, "t k"], *, block_size: int) -> Int32[Tensor, "t k"]:
+    """Return the slots of selected keys; see `fastattn.sparse.slots`."""
+    block_table = batch.block_table
+    assert block_table is not None  # the path has checked it
+    if not batch.num_seqs or not block_table.numel():
+        return torch.full_like(positions, -1)
+    sequence, _, padding = places(batch, len(positions))
+    is_key = (positions >= 0) & (positions < batch.seq_lens[sequence][:, None]) & ~padding[:, None]
+    place = positions.clamp(min=0)
+    column = (place // block_size).clamp(max=block_table.shape[1] - 1)
+    found = block_table[sequence[:, None], column] * block_size + place % block_size
+    return torch.where(is_key, found, -1)
+
+
+def plan_selected(
+    batch: Batch, positions: Int32[Tensor, "t k"], *, block_size: int
+) -> tuple[Int32[Tensor, "_"], Int32[Tensor, "t"], Int32[Tensor, "t k"], Int32[Tensor, "t"]]:
+    """Make a sequence of each query row; see `fastattn.sparse.plan`.
+
+    Returns:
+        `cu_seqlens_q`, `seq_lens` and the block table of these sequences, and the sequence that each row is of.
+    """
+    found = selected_slots(batch, positions, block_size=block_size)
+    t, k = found.shape
+    is_key = found >= 0
+    order = torch.where(is_key, is_key.cumsum(1) - 1, k)
+    table = torch.zeros(t, k + 1, dtype=torch.int32, device=batch.device).scatter_(1, order, found)
+    rows = torch.arange(t + 1, dtype=torch.int32, device=batch.device).minimum(batch.cu_seqlens_q[-1])
+    sequences, _, _ = places(batch, t)
+    return rows, is_key.sum(1, dtype=torch.int32), table[:, :k], sequences.int()

@@ -3,6 +3,7 @@
 import math
 import os
 import struct
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -322,6 +323,40 @@ def test_a_long_row_more_ties_than_a_step_holds_and_any_strides(kernel, device):
             assert torch.equal(fastattn.sparse.select(scores.flip(0).to(device), topk).cpu(), whole.flip(0))
 
 
+def in_splits():
+    """Scores over many splits of 64: plateaus across them, at their borders, and whole splits without a key."""
+    torch.manual_seed(0)
+    rows = torch.randn(7, 317).sub(1.0).relu()  # most are 0
+    rows[1, ::3] = -0.0
+    rows[2] = 3.5
+    rows[3, 40:300] = -math.inf
+    rows[4] = torch.randn(317) * 1e-40  # denormal
+    rows[4, 63:65], rows[4, 200] = math.nan, math.inf
+    rows[5] = -math.inf
+    rows[6] = -torch.arange(317).float()
+    return rows
+
+
+@pytest.mark.covers("F197")
+@pytest.mark.skipif("triton" not in KERNELS, reason="needs Triton")
+@pytest.mark.parametrize(
+    ("length", "topk", "bits", "most"), [(317, 193, 5, 64), (193, 65, 5, 64), (300, 64, 8, 3), (70, 80, 5, 64)]
+)
+def test_splits_of_a_row_agree_on_what_is_selected(length, topk, bits, most, monkeypatch, device):
+    """As long rows are selected from, by a launch for each digit; nothing that is read is left from before."""
+    from fastattn.kernels.triton import selection
+
+    for name, value in (("SPLIT", 64), ("BLOCK", 32), ("BITS", bits), ("MOST_SPLITS", most)):
+        monkeypatch.setattr(selection, name, value)
+    monkeypatch.setattr(selection, "multiprocessors", lambda device: 4)
+    monkeypatch.setattr(torch, "empty", lambda *shape, **more: torch.full(shape, -7, **more))
+    rows = in_splits()[:, :length]
+    scores = torch.full((length, 15), math.nan)[:, ::2][:, :7].T.copy_(rows)  # of any strides
+    with dispatch.use_kernel("triton"):
+        selected = fastattn.sparse.select(scores.to(device), topk).cpu()
+    assert torch.equal(selected, refattn.sparse.select(rows, topk))
+
+
 @each_selector
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0)])
 def test_nothing_to_select_from(kernel, shape, device):
@@ -371,14 +406,62 @@ def test_slots_and_the_plan_that_they_are(twin, device):
     assert plan.sequences.tolist()[:row] == sequences
 
 
-def test_a_position_that_a_sequence_does_not_have_is_followed_by_nobody(monkeypatch):
+@pytest.mark.covers("F198")
+@each_selector
+@pytest.mark.parametrize("lens", [CASE.lens, ((0, 0), (0, 6), *[(1, 9)] * 3, (0, 0), (2, 19), (1, 0))])
+def test_each_kernel_makes_the_plan_that_the_reference_makes(kernel, lens, monkeypatch, device):
+    """From any strides, some sequences and keys at a time, with rows of padding and sequences without a query."""
+    if kernel == "triton":
+        from fastattn.kernels.triton import selection
+
+        monkeypatch.setattr(selection, "BLOCK_SEQS", 2)
+        monkeypatch.setattr(selection, "BLOCK_KEYS", 4)
+    case = Case("many", lens, heads=(4, 2), block_size=8, padding_rows=2)
+    batch, positions = build(case, device=device).batch, drawn_positions(case, k=11)
+    table = torch.full((batch.num_seqs, 2 * batch.block_table.shape[1]), GARBAGE[0], dtype=torch.int32, device=device)
+    table[:, ::2] = batch.block_table
+    batch = replace(batch, block_table=table[:, ::2])
+    spread = torch.full((len(positions), 22), 5, dtype=torch.int32)
+    spread[:, ::2] = positions
+    used, sequences = int(batch.cu_seqlens_q[-1]), [i for i, (q, _) in enumerate(lens) for _ in range(q)]
+    expected = refattn.sparse.plan(batch, positions=positions.to(device), block_size=8).batch
+    with dispatch.use_kernel(kernel):
+        plan = fastattn.sparse.plan(batch, positions=spread.to(device)[:, ::2], block_size=8)
+        slots = fastattn.sparse.slots(batch, spread.to(device)[:, ::2], block_size=8)
+    assert slots.tolist() == refattn.sparse.slots(batch, positions.to(device), block_size=8).tolist()
+    assert plan.sequences.tolist() == [*sequences, len(lens) - 1, len(lens) - 1] and plan.sequences.dtype == torch.int32
+    assert plan.batch.cu_seqlens_q.tolist() == [*range(used + 1), used, used]
+    assert plan.batch.seq_lens.tolist() == [*expected.seq_lens.tolist(), 0, 0]
+    table, width = plan.batch.block_table, expected.block_table.shape[1]
+    assert torch.equal(table[:used, :width].cpu(), expected.block_table.clamp(min=0).cpu())
+    assert table.shape == (used + 2, 11) and not table[:, width:].any() and not table[used:].any()
+
+
+@each_selector
+def test_without_sequences_or_blocks_no_key_is_found(kernel, device):
+    for batch in (make_batch([], [], [], device=device), make_batch([1], [0], [[]], device=device)):
+        for shape in ((2, 3), (2, 0), (1, 0)):
+            positions = torch.full(shape, -1, dtype=torch.int32, device=device)
+            with dispatch.use_kernel(kernel):
+                plan = fastattn.sparse.plan(batch, positions=positions, block_size=8).batch
+                assert torch.equal(fastattn.sparse.slots(batch, positions, block_size=8), positions)
+            assert plan.block_table.shape == shape and not plan.block_table.any() and not plan.seq_lens.any()
+            used = batch.num_seqs
+            assert plan.cu_seqlens_q.tolist() == [min(row, used) for row in range(shape[0] + 1)]
+
+
+@each_selector
+def test_a_position_that_a_sequence_does_not_have_is_followed_by_nobody(kernel, monkeypatch, device):
     """On a device nothing is read; there it is none."""
-    batch = build(CASE).batch
+    batch = build(CASE, device=device).batch
     monkeypatch.setattr(fastattn.sparse, "check_selected", lambda batch, positions, block_size: batch.block_table)
     positions = drawn_positions()
     positions[4] = I32([3, 9, 2**31 - 1, -7, 8, -(2**31), *[-1] * 6])  # of 9 keys
-    slots = fastattn.sparse.slots(batch, positions, block_size=8)[4].tolist()
+    with dispatch.use_kernel(kernel):
+        slots = fastattn.sparse.slots(batch, positions.to(device), block_size=8)[4].tolist()
+        plan = fastattn.sparse.plan(batch, positions=positions.to(device), block_size=8).batch
     assert [slot >= 0 for slot in slots[:6]] == [True, False, False, False, True, False]
+    assert plan.block_table[4].tolist() == [slots[0], slots[4], *[0] * 10] and int(plan.seq_lens[4]) == 2
 
 
 # --- attention ---

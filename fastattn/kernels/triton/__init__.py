@@ -96,6 +96,8 @@ KERNEL = Kernel(
         "write_index": f"{__name__}.selection:write_index",
         "score_index": f"{__name__}.selection:score_index",
         "select": f"{__name__}.selection:select",
+        "selected_slots": f"{__name__}.selection:selected_slots",
+        "plan_selected": f"{__name__}.selection:plan_selected",
         "recurrent": f"{__name__}.recurrent:recurrent",
         "convolve": f"{__name__}.recurrent:convolve",
         "rms_norm": f"{__name__}.layers:rms_norm",

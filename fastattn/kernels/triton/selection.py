@@ -2,10 +2,13 @@
 
     write_index     a program for some tokens: the scale, the codes, both into their part of the page
     score_index     a program for a tile of queries and `BLOCK_N` keys, which are read once for all of them
-    select          a program for a query: its threshold by four counts of eight bits, and then one pass in order
+    select          a program for a query: its threshold by counts of five bits at a time, and then one pass in order;
+                    of few long rows, a program for some scores of a query, and a launch for each count
+    plan_selected   a program for a query: whose it is, the slots of its keys, one after the other
 
 A score is a product with one query, of one shape, so no bit of it depends on the batch. The threshold is exact, and
-ties go to lower positions as they are counted in order: nothing is sorted, and no two programs race.
+ties go to lower positions as they are counted in order: nothing is sorted, and no two programs race. Splits of a row
+agree on its next five bits between two launches: each of them sums the counts of all, which the launch before wrote.
 
 Source: DeepGEMM, `fp8_paged_mqa_logits`; radix selection: Alabi et al. 2012, "Fast K-Selection Algorithms for GPUs".
 """
@@ -20,15 +23,23 @@ from torch import Tensor
 
 from fastattn.kernels.gpu.attention_kernel import contiguous, count_tiles
 from fastattn.kernels.gpu.codes import from_codes, to_fp8
-from fastattn.kernels.gpu.tile import CHANGING, converts_fp8, find_tile, visible_keys
+from fastattn.kernels.gpu.tile import CHANGING, converts_fp8, find_tile, multiprocessors, pad, visible_keys
 from fastattn.kernels.problem import as_bytes
-from refattn.interface import Plan
+from refattn.interface import Batch, Plan
 from refattn.interface.selection import SCALE_BYTES, SMALLEST, holds_codes, index_size_of
 
 BLOCK_ROWS = 16  # tokens of a program that writes
 BLOCK_N = 128  # keys of a program that scores, of at most 256 bytes as they are multiplied
 QUERIES = 4  # queries of such a program, at most
-BLOCK = 2048  # scores that are read at a time
+BLOCK = 4096  # scores that are read at a time, at most 2**15
+BITS = 5  # of a digit; at least 5, as a warp counts 32 digits by a vote for each bit
+SELECT_WARPS = 8
+SPLIT = 8192  # scores of a split, at least; a row of no more is never split
+MOST_SPLITS = 64  # of a row
+ROWS_TO_FILL = 2  # for each multiprocessor, from which on no row is split
+BLOCK_SEQS = 256  # sequences that are looked at at a time, for that of a row
+BLOCK_KEYS = 2048  # selected keys that are looked up at a time
+PLAN_WARPS = 8
 
 
 def write_index(
@@ -108,14 +119,83 @@ def score_index(
 
 
 def select(scores: Float32[Tensor, "t s"], topk: int) -> Int32[Tensor, "t {topk}"]:
-    """Select the highest scores, of equal ones the first, in one launch; see `fastattn.sparse.select`."""
+    """Select the highest scores, of equal ones the first; see `fastattn.sparse.select`.
+
+    It is one launch where there are many rows, or short ones; else one for each digit, and one that writes.
+    """
     t, s = scores.shape
     selected = torch.empty(t, topk, dtype=torch.int32, device=scores.device)
-    if t and s:
-        block = min(BLOCK, triton.next_power_of_2(s))
-        _select_kernel[(t,)](scores, selected, scores.stride(), s, topk, BLOCK=block, num_warps=8)
+    if not t or not s:
+        return selected.fill_(-1)
+    fixed = dict(BLOCK=min(BLOCK, pad(s)), BITS=BITS, num_warps=SELECT_WARPS)
+    if s <= SPLIT or t >= ROWS_TO_FILL * multiprocessors(scores.device):
+        _select_kernel[(t,)](scores, selected, scores.stride(), s, topk, **fixed)
         return selected
-    return selected.fill_(-1)
+    split_blocks = -(-max(SPLIT, -(-s // MOST_SPLITS)) // BLOCK)
+    splits, steps = -(-s // (split_blocks * BLOCK)), -(-32 // BITS)
+    counts = torch.empty(t, splits, steps, 2**BITS, dtype=torch.int32, device=scores.device)
+    states = torch.empty(t, steps, 2, dtype=torch.int32, device=scores.device)
+    work = (scores, counts, states, scores.stride(), s, topk, splits, split_blocks)
+    fixed["SPLITS"] = pad(splits)
+    for step in range(steps):
+        _count_kernel[(t, splits)](*work, step, **fixed)
+    _write_kernel[(t, splits)](*work, selected, **fixed)
+    return selected
+
+
+def selected_slots(batch: Batch, positions: Int32[Tensor, "t k"], *, block_size: int) -> Int32[Tensor, "t k"]:
+    """Return the slots of selected keys, in one launch; see `fastattn.sparse.slots`."""
+    slots = torch.empty(positions.shape, dtype=torch.int32, device=batch.device)
+    if slots.numel():
+        _launch_plan(batch, positions, block_size, slots)
+    return slots
+
+
+def plan_selected(
+    batch: Batch, positions: Int32[Tensor, "t k"], *, block_size: int
+) -> tuple[Int32[Tensor, "_"], Int32[Tensor, "t"], Int32[Tensor, "t k"], Int32[Tensor, "t"]]:
+    """Make a sequence of each query row, in one launch; see `fastattn.kernels.torch_selection.plan_selected`."""
+    t, k = positions.shape
+    rows, seq_lens, table, sequences = (
+        torch.empty(shape, dtype=torch.int32, device=batch.device) for shape in ((t + 1,), (t,), (t, k), (t,))
+    )
+    if not t:
+        return rows.zero_(), seq_lens, table, sequences
+    _launch_plan(batch, positions, block_size, table, rows, seq_lens, sequences)
+    return rows, seq_lens, table, sequences
+
+
+def _launch_plan(
+    batch: Batch,
+    positions: Int32[Tensor, "t k"],
+    block_size: int,
+    slots: Int32[Tensor, "t k"],
+    new_cu_seqlens_q: Int32[Tensor, "_"] | None = None,
+    new_seq_lens: Int32[Tensor, "t"] | None = None,
+    sequences: Int32[Tensor, "t"] | None = None,
+) -> None:
+    """Look up selected keys: each in its place, or, where there are lengths to be written, one after the other."""
+    t, k = positions.shape
+    assert batch.block_table is not None  # the path has checked it
+    _plan_selected_kernel[(t,)](
+        batch.cu_seqlens_q,
+        batch.seq_lens,
+        batch.block_table,
+        positions,
+        slots,
+        new_cu_seqlens_q,
+        new_seq_lens,
+        sequences,
+        batch.block_table.stride(),
+        positions.stride(),
+        batch.num_seqs,
+        batch.block_table.shape[1],
+        k,
+        block_size,
+        BLOCK_SEQS=BLOCK_SEQS,
+        BLOCK_KEYS=min(BLOCK_KEYS, pad(max(k, 1))),
+        num_warps=PLAN_WARPS,
+    )
 
 
 def _scales(index_cache: Shaped[Tensor, "n p c"]) -> Float32[Tensor, "n p"]:
@@ -290,43 +370,242 @@ def _in_order(numbers):
     return (order ^ -2147483648).to(tl.uint32, bitcast=True)
 
 
+@triton.jit
+@no_type_check
+def _read_scores(row_scores, stride, j, width, MASKED: tl.constexpr):
+    """Read scores, `-inf` past the last one; without a mask, which would be read one by one, where all are there."""
+    at = row_scores + j.to(tl.int64) * stride
+    return tl.load(at, mask=(j < width) if MASKED else None, other=float("-inf") if MASKED else None)
+
+
+@triton.jit
+@no_type_check
+def _count_digits(row_scores, stride, first, end, width, lowest, step, BLOCK: tl.constexpr, BITS: tl.constexpr):
+    """Count the digits of a step in some blocks of scores, of those that have the bits that are known so far.
+
+    A digit is `BITS` bits. That of the last step repeats bits that are known, if 32 bits are no multiple.
+    """
+    shift = tl.maximum(32 - BITS - BITS * step, 0)
+    known = tl.full([], 0xFFFFFFFF, tl.uint32) << (31 - BITS * step) << 1  # in two: none in the first step
+    counts = tl.zeros([2**BITS], tl.int32)
+    whole = width // BLOCK
+    for MASKED in tl.static_range(2):
+        for block in range(tl.maximum(first, whole) if MASKED else first, end if MASKED else tl.minimum(end, whole)):
+            numbers = _read_scores(row_scores, stride, block * BLOCK + tl.arange(0, BLOCK), width, MASKED)
+            order = _in_order(numbers)
+            counted = (numbers != float("-inf")) & ((order & known) == lowest)
+            counts += tl.histogram(((order >> shift) & (2**BITS - 1)).to(tl.int32), 2**BITS, mask=counted)
+    return counts
+
+
+@triton.jit
+@no_type_check
+def _find_digit(counts, lowest, wanted, step, BITS: tl.constexpr):
+    """Return the lowest number that is selected, by one more digit, and how many are wanted of those that have it."""
+    digits = tl.arange(0, 2**BITS)
+    above = tl.sum(counts, 0) - tl.cumsum(counts, 0)  # numbers with a larger digit
+    digit = tl.min(tl.where(above < wanted, digits, 2**BITS - 1), 0)
+    wanted -= tl.sum(tl.where(digits == digit, above, 0), 0)
+    return lowest | (digit.to(tl.uint32) << tl.maximum(32 - BITS - BITS * step, 0)), wanted
+
+
+@triton.jit
+@no_type_check
+def _write_positions(
+    row_scores, stride, row_selected, first, end, width, lowest, wanted, above, ties, BLOCK: tl.constexpr
+):
+    """Write the positions that are selected in some blocks, in order; return how many there are up to their end.
+
+    Before them there are `above` numbers above the lowest one that is selected, and `ties` that equal it. Both are
+    counted in one sum, in a half of 32 bits each.
+    """
+    whole = width // BLOCK
+    for MASKED in tl.static_range(2):
+        for block in range(tl.maximum(first, whole) if MASKED else first, end if MASKED else tl.minimum(end, whole)):
+            j = block * BLOCK + tl.arange(0, BLOCK)
+            numbers = _read_scores(row_scores, stride, j, width, MASKED)
+            order = _in_order(numbers)
+            is_key = numbers != float("-inf")
+            is_above, is_tie = is_key & (order > lowest), is_key & (order == lowest)
+            both = is_above.to(tl.int32) + (is_tie.to(tl.int32) << 16)
+            sums, total = tl.cumsum(both, 0), tl.sum(both, 0)
+            place = ties + (sums >> 16)
+            column = above + (sums & 0xFFFF) + tl.minimum(place, wanted) - 1
+            tl.store(row_selected + column, j, is_above | (is_tie & (place <= wanted)))
+            above += total & 0xFFFF
+            ties += total >> 16
+    return above + tl.minimum(ties, wanted)
+
+
+@triton.jit
+@no_type_check
+def _fill_rest(row_selected, count, topk, BLOCK: tl.constexpr):
+    for first in range(count, topk, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        tl.store(row_selected + column, tl.full([BLOCK], -1, tl.int32), column < topk)
+
+
 @triton.jit(do_not_specialize=["width", "topk"])
 @no_type_check
-def _select_kernel(scores, selected, score_strides, width, topk, BLOCK: tl.constexpr):
+def _select_kernel(scores, selected, score_strides, width, topk, BLOCK: tl.constexpr, BITS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    digits = tl.arange(0, 256)
-    row_scores = scores + row * score_strides[0]
-    lowest = (row * 0).to(tl.uint32)  # of what is selected, its highest bits first
+    row_scores, row_selected = scores + row * score_strides[0], selected + row * topk
+    lowest = tl.full([], 0, tl.uint32)  # of what is selected, its highest bits first
     wanted = topk  # of the numbers that have these bits
-    for step in tl.static_range(4):
-        counts = tl.zeros([256], tl.int32)
-        for first in range(0, width, BLOCK):
-            j = first + at
-            numbers = tl.load(row_scores + j.to(tl.int64) * score_strides[1], j < width, float("-inf"))
-            order = _in_order(numbers)
-            counted = numbers != float("-inf")
-            if step > 0:
-                counted &= (order >> (32 - 8 * step)) == (lowest >> (32 - 8 * step))
-            counts += tl.histogram(((order >> (24 - 8 * step)) & 255).to(tl.int32), 256, mask=counted)
-        above = tl.sum(counts, 0) - tl.cumsum(counts, 0)  # numbers with a larger digit
-        digit = tl.min(tl.where(above < wanted, digits, 255), 0)
-        wanted -= tl.sum(tl.where(digits == digit, above, 0), 0)
-        lowest |= digit.to(tl.uint32) << (24 - 8 * step)
-    ties, count = row.to(tl.int32) * 0, row.to(tl.int32) * 0
-    for first in range(0, width, BLOCK):
-        j = first + at
-        numbers = tl.load(row_scores + j.to(tl.int64) * score_strides[1], j < width, float("-inf"))
-        order = _in_order(numbers)
-        is_key = numbers != float("-inf")
-        is_tie = is_key & (order == lowest)
-        place = ties + tl.cumsum(is_tie.to(tl.int32), 0)
-        chosen = (is_key & (order > lowest)) | (is_tie & (place <= wanted))
-        column = count + tl.cumsum(chosen.to(tl.int32), 0) - 1
-        tl.store(selected + row * topk + column, j, chosen)
-        ties += tl.sum(is_tie.to(tl.int32), 0)
-        count += tl.sum(chosen.to(tl.int32), 0)
-    while count < topk:
-        column = count + at
-        tl.store(selected + row * topk + column, -1, column < topk)
-        count += BLOCK
+    blocks = tl.cdiv(width, BLOCK)
+    for step in range((31 + BITS) // BITS):
+        counts = _count_digits(row_scores, score_strides[1], 0, blocks, width, lowest, step, BLOCK, BITS)
+        lowest, wanted = _find_digit(counts, lowest, wanted, step, BITS)
+    none = wanted * 0
+    count = _write_positions(
+        row_scores, score_strides[1], row_selected, 0, blocks, width, lowest, wanted, none, none, BLOCK
+    )
+    _fill_rest(row_selected, count, topk, BLOCK)
+
+
+@triton.jit
+@no_type_check
+def _agree(row_counts, row_states, steps, topk, splits, SPLITS: tl.constexpr, BITS: tl.constexpr):
+    """Return what `_find_digit` finds in the last of some steps, from the counts of all splits and the state before."""
+    STEPS: tl.constexpr = (31 + BITS) // BITS
+    lowest = tl.full([], 0, tl.uint32)
+    wanted = topk
+    if steps > 0:
+        step = steps - 1
+        lowest = tl.load(row_states + 2 * step).to(tl.uint32, bitcast=True)
+        wanted = tl.load(row_states + 2 * step + 1)
+        split, digits = tl.arange(0, SPLITS)[:, None], tl.arange(0, 2**BITS)[None, :]
+        of_splits = tl.load(row_counts + (split * STEPS + step) * 2**BITS + digits, split < splits, 0)
+        lowest, wanted = _find_digit(tl.sum(of_splits, 0), lowest, wanted, step, BITS)
+    return lowest, wanted
+
+
+@triton.jit(do_not_specialize=["width", "topk", "splits", "split_blocks", "step"])
+@no_type_check
+def _count_kernel(
+    scores,
+    counts,  # [t, splits, steps, digits]
+    states,  # [t, steps, 2]: before each step, the lowest number so far, and how many are wanted
+    score_strides,
+    width,
+    topk,
+    splits,
+    split_blocks,
+    step,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """Count the digits of a step in one split of a row; what it reads of others, the launch before has written."""
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    STEPS: tl.constexpr = (31 + BITS) // BITS
+    row_counts, row_states = counts + row * splits * STEPS * 2**BITS, states + row * STEPS * 2
+    lowest, wanted = _agree(row_counts, row_states, step, topk, splits, SPLITS, BITS)
+    if split == 0:
+        tl.store(row_states + 2 * step, lowest.to(tl.int32, bitcast=True))
+        tl.store(row_states + 2 * step + 1, wanted)
+    first = split * split_blocks
+    end = tl.minimum(first + split_blocks, tl.cdiv(width, BLOCK))
+    row_scores = scores + row * score_strides[0]
+    of_split = _count_digits(row_scores, score_strides[1], first, end, width, lowest, step, BLOCK, BITS)
+    tl.store(row_counts + (split * STEPS + step) * 2**BITS + tl.arange(0, 2**BITS), of_split)
+
+
+@triton.jit(do_not_specialize=["width", "topk", "splits", "split_blocks"])
+@no_type_check
+def _write_kernel(
+    scores,
+    counts,
+    states,
+    score_strides,
+    width,
+    topk,
+    splits,
+    split_blocks,
+    selected,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """Write what is selected in one split of a row, after what is selected in those before it."""
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    STEPS: tl.constexpr = (31 + BITS) // BITS
+    row_counts, row_states = counts + row * splits * STEPS * 2**BITS, states + row * STEPS * 2
+    lowest, wanted = _agree(row_counts, row_states, STEPS, topk, splits, SPLITS, BITS)
+    others, digits = tl.arange(0, SPLITS)[:, None], tl.arange(0, 2**BITS)[None, :]
+    above, ties = split * 0, split * 0
+    for step in tl.static_range(STEPS):
+        earlier = tl.load(row_counts + (others * STEPS + step) * 2**BITS + digits, others < split, 0)
+        digit = ((lowest >> max(32 - BITS - BITS * step, 0)) & (2**BITS - 1)).to(tl.int32)
+        above += tl.sum(tl.sum(tl.where(digits > digit, earlier, 0), 1), 0)
+        ties = tl.sum(tl.sum(tl.where(digits == digit, earlier, 0), 1), 0)  # in the last step, of the whole number
+    first = split * split_blocks
+    end = tl.minimum(first + split_blocks, tl.cdiv(width, BLOCK))
+    row_scores, row_selected = scores + row * score_strides[0], selected + row * topk
+    count = _write_positions(
+        row_scores, score_strides[1], row_selected, first, end, width, lowest, wanted, above, ties, BLOCK
+    )
+    if split == splits - 1:
+        _fill_rest(row_selected, count, topk, BLOCK)
+
+
+@triton.jit(do_not_specialize=[*CHANGING, "positions", "columns", "k"])
+@no_type_check
+def _plan_selected_kernel(
+    cu_seqlens_q,
+    seq_lens,
+    block_table,
+    positions,
+    slots,  # [t, k]
+    new_cu_seqlens_q,
+    new_seq_lens,  # None: every slot stays in the place of its position
+    sequences,
+    table_strides,
+    position_strides,
+    num_seqs,
+    columns,
+    k,
+    block_size,
+    BLOCK_SEQS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+):
+    """Look up the selected keys of one query row; a row of padding has none.
+
+    Its sequence is found by counting those that end before it: all are read at once, where halving would wait for one
+    after the other.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    sequence = tl.program_id(0) * 0
+    for first in range(0, num_seqs, BLOCK_SEQS):
+        i = first + tl.arange(0, BLOCK_SEQS)
+        ends = tl.load(cu_seqlens_q + 1 + i, i < num_seqs, 0)
+        sequence += tl.sum(((i < num_seqs) & (ends <= row)).to(tl.int32), 0)
+    is_row = (sequence < num_seqs) & (columns > 0)
+    seq_len = tl.load(seq_lens + sequence, is_row, 0)
+    blocks = block_table + sequence.to(tl.int64) * table_strides[0]
+    row_positions, row_slots = positions + row * position_strides[0], slots + row * k
+    count = tl.program_id(0) * 0
+    for first in range(0, k, BLOCK_KEYS):
+        at = first + tl.arange(0, BLOCK_KEYS)
+        position = tl.load(row_positions + at.to(tl.int64) * position_strides[1], at < k, -1)
+        is_key = (position >= 0) & (position < seq_len)
+        position = tl.where(is_key, position, 0)
+        column = tl.minimum(position // block_size, columns - 1).to(tl.int64)
+        slot = tl.load(blocks + column * table_strides[1], is_key, 0) * block_size + position % block_size
+        if new_seq_lens is None:
+            tl.store(row_slots + at, tl.where(is_key, slot, -1), at < k)
+        else:
+            is_key &= slot >= 0
+            place = count + tl.cumsum(is_key.to(tl.int32), 0) - 1
+            tl.store(row_slots + place, slot, is_key)
+            count += tl.sum(is_key.to(tl.int32), 0)
+    if new_seq_lens is not None:
+        for first in range(count, k, BLOCK_KEYS):
+            at = first + tl.arange(0, BLOCK_KEYS)
+            tl.store(row_slots + at, tl.zeros([BLOCK_KEYS], tl.int32), at < k)
+        tl.store(new_seq_lens + row, count)
+        tl.store(sequences + row, tl.maximum(tl.minimum(sequence, num_seqs - 1), 0))
+        end = tl.load(cu_seqlens_q + num_seqs)
+        tl.store(new_cu_seqlens_q + row + 1, tl.minimum(tl.program_id(0) + 1, end))
+        if row == 0:
+            tl.store(new_cu_seqlens_q, 0)
