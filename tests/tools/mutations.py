@@ -2118,7 +2118,7 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "R203",
         "value heads share a query with those far away",
-        ("refattn/recurrent.py", '"t h dk -> t (h g) dk"', '"t h dk -> t (g h) dk"'),
+        ("refattn/recurrent.py", '"t h dk -> t (h g) dk", g=group', '"t h dk -> t (g h) dk", g=group'),
         (RECURRENT, "x.repeat_interleave(tokens.group, 1)[..., None]", "x.repeat(1, tokens.group, 1)[..., None]"),
     ),
     *breaks(
@@ -2325,7 +2325,11 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "R208",
         "no gate is closed",
-        ("refattn/recurrent.py", "log_decay.to(compute).exp()", "log_decay.to(compute).exp().clamp(min=1e-3)"),
+        (
+            "refattn/recurrent.py",
+            "log_decay.to(compute).exp(), beta.to(compute)\n\n    result",
+            "log_decay.to(compute).exp().clamp(min=1e-3), beta.to(compute)\n\n    result",
+        ),
     ),
     *breaks(
         "R208",
