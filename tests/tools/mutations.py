@@ -2144,7 +2144,12 @@ MUTATIONS: list[Mutation] = [
             "right = torch.cat([value, key * from_start * beta], dim=-1)",
             "right = torch.cat([value, key * beta], dim=-1)",
         ),
-        (OUR_RECURRENT, "(rates * from_start)[:, None]", "rates[:, None]"),
+        (OUR_RECURRENT, "rates[:, None] * from_start", "rates[:, None]"),
+    ),
+    *breaks(
+        "R203",
+        "with a decay per channel, a key fades by the decays of the next block, too",
+        (OUR_RECURRENT, " & (at % BLOCK != BLOCK - 1)", ""),
     ),
     *breaks(
         "R203",

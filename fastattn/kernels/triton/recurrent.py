@@ -1,17 +1,31 @@
 """Layers that keep a state: tokens one by one for decodes and drafts, by chunks for prompts; and their convolution.
 
-    decode, drafts, decays per channel      one program per sequence, head and part of the values; its state stays in
-                                            registers from the first token to the last: it is read once, and written
-                                            once per slot that keeps it
-    prompts                                 first what chunks are without a state, all of them at once (the triangular
-                                            system of each); then one program per sequence, head and part of the values
-                                            goes from chunk to chunk with its state
+    decode, drafts    one program per sequence, head and part of the values; its state stays in registers from the first
+                      token to the last: it is read once, and written once per slot that keeps it
+    prompts           first what chunks are without a state, all of them at once (the triangular system of each); then
+                      one program per sequence, head and part of the values goes from chunk to chunk with its state
 
 A program reads the lengths and the slots itself, and one more writes zeros to the rows after the last sequence. So
 nothing depends on the host, and a captured graph replays with other lengths, slots and padding.
 
 As in `fastattn.kernels.torch_recurrent`, sums of logarithms are never subtracted: those of a chunk are summed from each
 token on, so a gate of exactly 0 or a saturated one changes nothing for the tokens after it.
+
+With a decay per channel, the weight of two tokens is a sum over channels, each with a product of decays of its own. The
+usual way divides: `(q[i] exp(g[i])) . (k[j] exp(-g[j]))`, with g the sum of logarithms since some token, and `exp(-g)`
+overflows after a few strong gates. Here a pair of tokens is split at a token between them, the middle of the smallest
+block of 2, 4, 8 .. tokens that holds both: the decays up to the middle belong to the key, those after it to the query.
+
+    a chunk of 8, the pairs of each product of matrices      j  0 1 2 3 4 5 6 7
+                                                          i  1  a
+    a   halves of 1 token                                    2  b b
+    b   halves of 2                                          3  b b a
+    c   halves of 4                                          4  c c c c
+                                                             5  c c c c a
+                                                             6  c c c c b b
+                                                             7  c c c c b b a
+
+So every exponent is a sum of logarithms of decays, and no factor is larger than 1, however strong the gates are.
 
 Source: Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence Length".
 """
@@ -69,11 +83,13 @@ def recurrent(
     }
     block_v = min(BLOCK_V, _pad(value_head_size))
     grid = (plan.batch.num_seqs + 1, num_heads, triton.cdiv(value_head_size, block_v))
-    chunk = _chunk_size(plan, query)
-    if plan.per_draft or per_channel or chunk < FEWEST_IN_CHUNK or plan.batch.max_query_len <= FEW:
-        _tokens_kernel[grid](**arguments, BLOCK_V=block_v, PER_CHANNEL=per_channel)
+    chunk = _chunk_size(plan, query, per_channel)
+    arguments["PER_CHANNEL"] = per_channel
+    if plan.per_draft or chunk < FEWEST_IN_CHUNK or plan.batch.max_query_len <= FEW:
+        _tokens_kernel[grid](**arguments, BLOCK_V=block_v)
         return out
     arguments |= {"CHUNK": chunk, "PRECISION": "ieee" if query.dtype == torch.float32 or devices.is_rocm() else "tf32"}
+    arguments["LEVELS"] = chunk.bit_length() - 1 if per_channel else 0
     written = answered = value
     if options.delta:
         written = torch.empty(value.shape, dtype=torch.float32, device=value.device)
@@ -96,10 +112,10 @@ def _pad(size: int) -> int:
 _NOT_OF_SYSTEMS = ("query", "query_strides", "states", "states_strides", "out", "out_strides", "scale", "DELTA")
 
 
-def _chunk_size(plan: StatePlan, query: Tensor) -> int:
-    """Return how many tokens a chunk has: blocks end with one, and wide keys in 32 bits have to fit."""
+def _chunk_size(plan: StatePlan, query: Tensor, per_channel: bool) -> int:
+    """Return how many tokens a chunk has: blocks end with one, and wide keys in 32 bits have to fit, as decays have."""
     size = CHUNK if plan.block_size is None else gcd(CHUNK, plan.block_size)
-    return min(size, CHUNK // 2) if query.shape[-1] * query.element_size() > 256 else size
+    return min(size, CHUNK // 2) if per_channel or query.shape[-1] * query.element_size() > 256 else size
 
 
 def _has_room(device: torch.device) -> bool:
@@ -202,9 +218,9 @@ def _tokens_kernel(
     DV: tl.constexpr,
     PAD_K: tl.constexpr,
     DELTA: tl.constexpr,
-    PER_CHANNEL: tl.constexpr,
     PER_DRAFT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     """Fold the tokens of a sequence into part of one head's state, one by one."""
@@ -287,6 +303,82 @@ def _between(log_decay, row, in_chunk, stride, CHUNK: tl.constexpr):
 
 @triton.jit
 @no_type_check
+def _of_channels(of_decays, first_row, first, length, in_k, stride, CHUNK: tl.constexpr):
+    """Return the decays of each channel since the start of a chunk, after each token up to its end, and of all."""
+    logs, later = _read_logs(of_decays, first_row, first, length, in_k, stride, CHUNK, CHUNK)
+    return tl.exp(tl.cumsum(logs, 0)), tl.exp(tl.cumsum(later, 0, reverse=True)), tl.exp(tl.sum(logs, 0))
+
+
+@triton.jit
+@no_type_check
+def _read_logs(of_decays, first_row, first, length, in_k, stride, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the logarithms of each token, and those of the token after it, 0 after the last one of a block."""
+    at = tl.arange(0, CHUNK)
+    token = first + at
+    of_tokens = of_decays + (first_row + token)[:, None] * stride
+    is_real = (token >= 0) & (token < length)
+    logs = tl.load(of_tokens, is_real[:, None] & in_k[None, :], 0.0).to(tl.float32)
+    has_next = (token + 1 >= 0) & (token + 1 < length) & (at % BLOCK != BLOCK - 1)
+    later = tl.load(of_tokens + stride, has_next[:, None] & in_k[None, :], 0.0).to(tl.float32)
+    return logs, later
+
+
+@triton.jit
+@no_type_check
+def _weights(
+    left,
+    right,
+    of_decays,
+    first_row,
+    first,
+    length,
+    in_k,
+    stride,
+    CHUNK: tl.constexpr,
+    PAD_K: tl.constexpr,
+    LEVELS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Return `sum over d of left[i, d] right[j, d] D[i, j, d]` for j <= i, and 0 for others."""
+    at = tl.arange(0, CHUNK)
+    left, right = left.to(tl.float32), right.to(tl.float32)
+    weights = tl.where(at[:, None] == at[None, :], tl.sum(left * right, 1)[:, None], 0.0)
+    for level in tl.static_range(LEVELS):
+        products = _pairs(
+            left, right, of_decays, first_row, first, length, in_k, stride, CHUNK, PAD_K, 1 << level, PRECISION
+        )
+        half_i, half_j = at[:, None] >> level, at[None, :] >> level
+        weights = tl.where((half_i > half_j) & (half_i // 2 == half_j // 2), products, weights)
+    return weights
+
+
+@triton.jit
+@no_type_check
+def _pairs(
+    left,
+    right,
+    of_decays,
+    first_row,
+    first,
+    length,
+    in_k,
+    stride,
+    CHUNK: tl.constexpr,
+    PAD_K: tl.constexpr,
+    HALF: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Return what is the weight of tokens i and j, if i is in the second half of a block of two, and j in the first."""
+    logs, later = _read_logs(of_decays, first_row, first, length, in_k, stride, CHUNK, HALF)
+    since = tl.cumsum(tl.reshape(logs, [CHUNK // HALF, HALF, PAD_K]), 1)
+    until = tl.cumsum(tl.reshape(later, [CHUNK // HALF, HALF, PAD_K]), 1, reverse=True)
+    left *= tl.exp(tl.reshape(since, [CHUNK, PAD_K]))
+    right *= tl.exp(tl.reshape(until, [CHUNK, PAD_K]))
+    return tl.dot(left, tl.trans(right), input_precision=PRECISION)
+
+
+@triton.jit
+@no_type_check
 def _dot_with_earlier(weights, rows, PRECISION: tl.constexpr):
     """Multiply lower triangular weights with rows, so that NaN in a row reaches those after it, and none before."""
     is_finite = tl.abs(rows) < float("inf")
@@ -329,8 +421,10 @@ def _systems_kernel(
     PAD_V: tl.constexpr,
     PER_DRAFT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
+    LEVELS: tl.constexpr,
 ):
     """Solve the system of one chunk and head: what its tokens write after a state of zeros, and less for any state."""
     sequence, chunk = tl.program_id(0) // num_chunks, tl.program_id(0) % num_chunks
@@ -356,21 +450,28 @@ def _systems_kernel(
     in_chunk = (first + at >= 0) & (first + at < length)
     row = first_row + first + at
     at_k, at_v = tl.arange(0, PAD_K), tl.arange(0, PAD_V)
-    between, from_start, _, _ = _between(
-        log_decay + head * log_decay_strides[1], row, in_chunk, log_decay_strides[0], CHUNK
-    )
+    of_decays = log_decay + head * log_decay_strides[1]
     rates = tl.load(beta + row * beta_strides[0] + head * beta_strides[1], in_chunk, 0.0).to(tl.float32)
     in_keys = in_chunk[:, None] & (at_k < DK)[None, :]
     of_keys = key + (head // GROUP) * key_strides[1] + row[:, None] * key_strides[0] + at_k[None, :] * key_strides[2]
     keys = tl.load(of_keys, in_keys, 0.0)
-    products = tl.dot(keys, tl.trans(keys), input_precision="ieee")
-    inverse = tl.where(at[:, None] > at[None, :], -products * between * rates[:, None], 0.0)
+    if PER_CHANNEL:
+        of_decays += at_k[None, :] * log_decay_strides[2]
+        in_k, stride = at_k < DK, log_decay_strides[0]
+        products = _weights(
+            keys, keys, of_decays, first_row, first, length, in_k, stride, CHUNK, PAD_K, LEVELS, PRECISION
+        )
+        from_start, _, _ = _of_channels(of_decays, first_row, first, length, in_k, stride, CHUNK)
+    else:
+        between, since, _, _ = _between(of_decays, row, in_chunk, log_decay_strides[0], CHUNK)
+        products, from_start = tl.dot(keys, tl.trans(keys), input_precision="ieee") * between, since[:, None]
+    inverse = tl.where(at[:, None] > at[None, :], -products * rates[:, None], 0.0)
     for i in range(1, CHUNK):  # the rows above row i are those of the inverse already
         own = tl.sum(tl.where(at[:, None] == i, inverse, 0.0), 0)
         own += tl.sum(tl.where(at[:, None] < i, own[:, None] * inverse, 0.0), 0)
         inverse = tl.where(at[:, None] == i, own[None, :], inverse)
     inverse = tl.where(at[:, None] == at[None, :], 1.0, inverse)
-    keys = keys.to(tl.float32) * (rates * from_start)[:, None]
+    keys = keys.to(tl.float32) * rates[:, None] * from_start
     result = _dot_with_earlier(inverse, keys, PRECISION)
     rows = (row * tl.num_programs(1) + head)[:, None]
     tl.store(answered + rows * DK + at_k[None, :], result, in_keys)
@@ -422,8 +523,10 @@ def _chunks_kernel(
     DELTA: tl.constexpr,
     PER_DRAFT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
+    LEVELS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     """Go through the chunks of a sequence with part of one head's state, which is `[dk, dv]` here."""
@@ -463,9 +566,6 @@ def _chunks_kernel(
     for first in range(-(position % CHUNK), length, CHUNK):
         in_chunk = (first + at >= 0) & (first + at < length)
         row = first_row + first + at
-        between, from_start, to_end, total = _between(
-            log_decay + head * log_decay_strides[1], row, in_chunk, log_decay_strides[0], CHUNK
-        )
         in_keys, in_values = in_chunk[:, None] & in_k[None, :], in_chunk[:, None] & in_v[None, :]
         of_keys = key + (head // GROUP) * key_strides[1] + row[:, None] * key_strides[0]
         keys = tl.load(of_keys + at_k[None, :] * key_strides[2], in_keys, 0.0)
@@ -481,12 +581,24 @@ def _chunks_kernel(
             of_values = value + head * value_strides[1] + row[:, None] * value_strides[0]
             values = tl.load(of_values + at_v[None, :] * value_strides[2], in_values, 0.0).to(tl.float32)
             values *= rates[:, None]
-        weights = tl.dot(queries, tl.trans(keys), input_precision="ieee") * between
+        of_decays = log_decay + head * log_decay_strides[1]
+        if PER_CHANNEL:
+            of_decays += at_k[None, :] * log_decay_strides[2]
+            stride = log_decay_strides[0]
+            weights = _weights(
+                queries, keys, of_decays, first_row, first, length, in_k, stride, CHUNK, PAD_K, LEVELS, PRECISION
+            )
+            from_start, to_end, total = _of_channels(of_decays, first_row, first, length, in_k, stride, CHUNK)
+            total = total[:, None]
+        else:
+            between, since, up_to, total = _between(of_decays, row, in_chunk, log_decay_strides[0], CHUNK)
+            weights = tl.dot(queries, tl.trans(keys), input_precision="ieee") * between
+            from_start, to_end = since[:, None], up_to[:, None]
         weights = tl.where(at[:, None] >= at[None, :], weights, 0.0)  # which 0 times NaN would not be
         result = _dot_with_earlier(weights, values, PRECISION)
-        result += tl.dot(queries.to(tl.float32) * from_start[:, None], state, input_precision=PRECISION)
+        result += tl.dot(queries.to(tl.float32) * from_start, state, input_precision=PRECISION)
         tl.store(of_out + row[:, None] * out_strides[0], (result * scale).to(out.dtype.element_ty), in_values)
-        keys = keys.to(tl.float32) * to_end[:, None]
+        keys = keys.to(tl.float32) * to_end
         state = state * total + tl.dot(tl.trans(keys), values, input_precision=PRECISION)
         if BLOCK_SIZE:
             end = position + first + CHUNK
