@@ -4,10 +4,13 @@ Partial answers are sent and summed in float32. Nothing synchronizes with the ho
 captures the collectives together with the kernels.
 """
 
+from dataclasses import replace
+
 import torch
-from jaxtyping import Float, Int32, Int64, Shaped
+from jaxtyping import Bool, Float, Int32, Int64, Shaped
 from torch import Tensor
 
+from fastattn import recurrent
 from fastattn.kernels import dispatch
 from fastattn.kernels.problem import places
 from fastattn.metadata import positions
@@ -21,8 +24,10 @@ from refattn.interface import (
     Pages,
     Plan,
     QuantizedPages,
+    RecurrentOptions,
     Rows,
     Shard,
+    StatePlan,
 )
 from refattn.interface.ambient import refuse_gradients, without_autocast
 from refattn.interface.checks import check_context_parallel
@@ -34,6 +39,7 @@ from refattn.interface.contents import (
     check_shard,
     check_written_blocks,
 )
+from refattn.interface.states import check_ranks, check_recurrent
 from refattn.interface.values import check_int, check_window
 
 
@@ -117,6 +123,64 @@ def attention(
     answer, lse = dispatch.merge([context, new.to(context.dtype)], [context_lse, new_lse])
     out = answer.to(query.dtype) if out is None else out.copy_(answer)
     return (out, lse) if return_lse else out
+
+
+@without_autocast
+def recurrent_attention(
+    query: Float[Tensor, "t h dk"],
+    key: Float[Tensor, "t h dk"],
+    value: Float[Tensor, "t hv dv"],
+    log_decay: Float[Tensor, "t hv"] | Float[Tensor, "t hv dk"],
+    beta: Float[Tensor, "t hv"],
+    states: Float[Tensor, "n hv dv dk"],
+    plan: StatePlan,
+    options: RecurrentOptions = RecurrentOptions(),
+    *,
+    group: Group,
+    out: Float[Tensor, "t hv dv"] | None = None,
+) -> Float[Tensor, "t hv dv"]:
+    """Fold the tokens of all ranks into states; the twin of `refattn.context_parallel.recurrent_attention`.
+
+    Ranks exchange their maps in float32, or in float64 for such input.
+
+    Raises:
+        NotImplementedError: if no kernel computes the combination, with the reason of each.
+    """
+    check_recurrent(query, key, value, log_decay, beta, states, plan, options, out)
+    check_ranks(plan, group)
+    tokens = dict(query=query, key=key, value=value, log_decay=log_decay, beta=beta, states=states)
+    refuse_gradients(dispatch.NO_BACKWARD, **tokens)
+    own = recurrent.state_map(key, value, log_decay, beta, plan, options)
+    told = torch.stack([plan.batch.query_lens, plan.has_initial_state.int()])
+    lens, has_state = group.all_gather(told[None], dim=0).unbind(1)
+    sizes = own.factor.shape[2], own.added.shape[2]
+    maps = group.all_gather(torch.cat(own, dim=2)[None], dim=0)  # [ranks, b, hv, dk + dv, dk]
+
+    is_written = (plan.state_indices >= 0) & (lens.sum(0) > 0)
+    first = states[plan.state_indices.clamp(min=0).long()].to(own.added.dtype)
+    state = first.where((is_written & has_state[0].bool())[:, None, None, None], 0.0)
+    for rank, one in enumerate(maps):
+        factor, added = one.split(sizes, dim=2)
+        if rank == group.rank:
+            _put(states, plan.state_indices, is_written, state)
+        state = state @ factor + added
+    begun = replace(plan, has_initial_state=torch.ones_like(plan.has_initial_state))
+    out = recurrent.attention(query, key, value, log_decay, beta, states, begun, options, out=out)
+    _put(states, plan.state_indices, is_written, state)
+    return out
+
+
+def _put(states: Float[Tensor, "n ..."], slots: Int32[Tensor, "b"], wanted: Bool[Tensor, "b"], values: Tensor) -> None:
+    """Write some of the states to their slots, without waiting for the device.
+
+    Every row writes. One that is not wanted writes what the first wanted one does, where there is any, else what its
+    slot holds.
+    """
+    if not len(slots):
+        return
+    rows = torch.arange(len(slots), device=slots.device).where(wanted, wanted.int().argmax())
+    slots = slots[rows].clamp(min=0).long()
+    states.index_copy_(0, slots, values[rows].to(states.dtype).where(wanted.any(), states[slots]))
 
 
 def own_positions(length: int, shard: Shard) -> Int64[Tensor, "s"]:

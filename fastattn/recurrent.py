@@ -1,11 +1,17 @@
 """Layers that keep a state, by chunks of tokens instead of one by one; the twin of `refattn.recurrent`."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
 from jaxtyping import Bool, Float, Int32
 from torch import Tensor
 
 from fastattn.kernels import dispatch
-from refattn.interface import Batch, RecurrentOptions, StatePlan
-from refattn.interface.states import check_convolution, check_recurrent
+from fastattn.kernels.problem import places
+from refattn.interface import Batch, RecurrentOptions, StateMap, StatePlan
+from refattn.interface.ambient import without_autocast
+from refattn.interface.states import check_compose, check_convolution, check_recurrent, check_state_map
 
 
 def plan(
@@ -43,6 +49,55 @@ def attention(
     """
     check_recurrent(query, key, value, log_decay, beta, states, plan, options, out)
     return dispatch.recurrent(query, key, value, log_decay, beta, states, plan, options, out)
+
+
+def state_map(
+    key: Float[Tensor, "t h dk"],
+    value: Float[Tensor, "t hv dv"],
+    log_decay: Float[Tensor, "t hv"] | Float[Tensor, "t hv dk"],
+    beta: Float[Tensor, "t hv"],
+    plan: StatePlan,
+    options: RecurrentOptions = RecurrentOptions(),
+) -> StateMap:
+    """Return what new tokens do to any state before them; the twin of `refattn.recurrent.state_map`.
+
+    The kernels of `attention` compute both parts: in a pool of zeros, and, with values of zeros, in one of identities.
+    Without the delta rule there is no need for the second: tokens only fade what was before them.
+
+    Raises:
+        NotImplementedError: if no kernel computes the combination, with the reason of each.
+    """
+    check_state_map(key, value, log_decay, beta, plan, options)
+    (t, hv, dv), dk, b = value.shape, key.shape[-1], plan.batch.num_seqs
+    compute, device = torch.promote_types(key.dtype, torch.float32), key.device
+    slots = plan.state_indices[:, 0] if plan.per_draft else plan.state_indices
+    slots = torch.arange(b, dtype=torch.int32, device=device).where(slots >= 0, -1)
+    gates = log_decay, beta
+
+    added = torch.zeros(b, hv, dv, dk, dtype=compute, device=device)
+    from_zeros = StatePlan(plan.batch, slots, torch.zeros(b, dtype=torch.bool, device=device))
+    attention(key, key, value, *gates, added, from_zeros, options)
+    if options.delta:
+        factor = torch.eye(dk, dtype=compute, device=device).expand(b, hv, dk, dk).contiguous()
+        nothing = key.new_zeros(()).expand(t, hv, dk)
+        attention(key, key, nothing, *gates, factor, replace(from_zeros, has_initial_state=slots >= 0), options)
+        return StateMap(factor, added)
+    sequence, _, padding = places(plan.batch, t)
+    logs = log_decay.to(compute) if log_decay.ndim == 3 else log_decay[..., None].expand(t, hv, dk).to(compute)
+    unused = padding | (slots[sequence] < 0) if b else padding
+    sums = torch.zeros(b + 1, hv, dk, dtype=compute, device=device)
+    sums.index_add_(0, sequence.where(~unused, b), logs)
+    return StateMap(sums[:b].exp().diag_embed(), added)
+
+
+@without_autocast
+def compose(maps: Sequence[StateMap]) -> StateMap:
+    """Return what neighbouring runs of tokens do one after the other; the twin of `refattn.recurrent.compose`."""
+    check_compose(maps)
+    factor, added = maps[0]
+    for after in maps[1:]:
+        factor, added = factor @ after.factor, added @ after.factor + after.added
+    return StateMap(factor, added)
 
 
 def convolve(

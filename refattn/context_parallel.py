@@ -12,13 +12,19 @@ Two ranks, a sequence of 9 tokens of which the last 2 are new, runs of 2 tokens:
     4. each rank gets its own heads back, and merges in the new tokens, which every rank has
 
 A rank without any key of a context contributes 0 with an LSE of `-inf`, which has no weight.
+
+Layers that keep a state have no keys to deal out. There each rank has a consecutive part of the new tokens, and what
+merges are maps of the state (`recurrent_attention`).
 """
 
+from dataclasses import replace
+
 import torch
-from einops import rearrange
+from einops import einsum, rearrange
 from jaxtyping import Float, Int32, Int64, Shaped
 from torch import Tensor
 
+from refattn import recurrent
 from refattn.attention import attend, attend_plan, finish
 from refattn.interface import (
     AttentionOptions,
@@ -30,8 +36,10 @@ from refattn.interface import (
     Pages,
     Plan,
     QuantizedPages,
+    RecurrentOptions,
     Rows,
     Shard,
+    StatePlan,
 )
 from refattn.interface.ambient import compute_dtype, without_autocast
 from refattn.interface.checks import check_context_parallel
@@ -43,6 +51,7 @@ from refattn.interface.contents import (
     check_shard,
     check_written_blocks,
 )
+from refattn.interface.states import check_ranks, check_recurrent
 from refattn.interface.values import check_int, check_window
 from refattn.keys import read, read_query
 from refattn.merge import merge
@@ -188,6 +197,79 @@ def _attend_to_own_context(
             batch_invariant=options.batch_invariant,
         )
     return out, lse
+
+
+@without_autocast
+def recurrent_attention(
+    query: Float[Tensor, "t h dk"],
+    key: Float[Tensor, "t h dk"],
+    value: Float[Tensor, "t hv dv"],
+    log_decay: Float[Tensor, "t hv"] | Float[Tensor, "t hv dk"],
+    beta: Float[Tensor, "t hv"],
+    states: Float[Tensor, "n hv dv dk"],
+    plan: StatePlan,
+    options: RecurrentOptions = RecurrentOptions(),
+    *,
+    group: Group,
+    out: Float[Tensor, "t hv dv"] | None = None,
+) -> Float[Tensor, "t hv dv"]:
+    """Fold the new tokens of sequences into their states; each rank has a consecutive part of each sequence.
+
+    A state goes from token to token, so rank 1 would wait for rank 0. But what the tokens of a rank do to any state
+    before them is a map, which it computes alone (`recurrent.state_map`), and maps compose:
+
+        rank 0    tokens 0 .. 3    state -> state F0 + A0
+        rank 1    tokens 4 .. 7    state -> state F1 + A1      begins with  state F0 + A0
+        rank 2    tokens 8, 9      state -> state F2 + A2      begins with (state F0 + A0) F1 + A1
+
+    The ranks exchange their maps once, whatever the number of tokens, and each then computes its own outputs.
+
+    Args:
+        query: as in `recurrent.attention`: the rank's own tokens, and what follows. A part may be empty.
+        key: the rank's keys.
+        value: its values.
+        log_decay: natural logarithm of its decays.
+        beta: how much of each of its tokens is written.
+        states: the rank's own pool, changed in place. Before, the slot of a sequence holds the state before the tokens
+            of all ranks, if there is one; after, the state after all of them. So a decode may go on anywhere.
+        plan: from `recurrent.plan` over the rank's own tokens, with one slot per sequence. All ranks have the same
+            sequences; their slots may differ. Whether there is a state before is taken from rank 0, whose tokens come
+            first. A block's state is kept by the rank that has the block's last token.
+        options: those of the layer.
+        group: the ranks, in the order of their tokens.
+        out: where to write the outputs; a new tensor if None.
+
+    Returns:
+        The outputs of the rank's tokens, in the type of the query. Rows of padding are 0.
+
+    Raises:
+        ValueError: naming the argument that does not fit. Nothing is written and nothing exchanged then.
+
+    Source: the context parallelism of flash-linear-attention, which composes the same maps.
+    """
+    check_recurrent(query, key, value, log_decay, beta, states, plan, options, out)
+    check_ranks(plan, group)
+    own = recurrent.state_map(key, value, log_decay, beta, plan, options)
+    told = torch.stack([plan.batch.query_lens, plan.has_initial_state.int()])
+    lens, has_state = rearrange(group.all_gather(told, dim=0), "(ranks two) b -> two ranks b", two=2)
+    factors = group.all_gather(rearrange(own.factor, "b hv i dk -> 1 b hv i dk"), dim=0)
+    added = group.all_gather(rearrange(own.added, "b hv dv dk -> 1 b hv dv dk"), dim=0)
+
+    after = {}
+    for i, slot in enumerate(plan.state_indices.tolist()):
+        if slot < 0 or not lens[:, i].any():
+            continue
+        state = states[slot].to(own.added.dtype) if has_state[0, i] else torch.zeros_like(own.added[i])
+        for rank in range(group.size):
+            if rank == group.rank:
+                states[slot] = state
+            state = einsum(state, factors[rank, i], "hv dv j, hv j dk -> hv dv dk") + added[rank, i]
+        after[slot] = state
+    begun = replace(plan, has_initial_state=torch.ones_like(plan.has_initial_state))
+    result = recurrent.attention(query, key, value, log_decay, beta, states, begun, options, out=out)
+    for slot, state in after.items():
+        states[slot] = state
+    return result
 
 
 def own_positions(length: int, shard: Shard) -> Int64[Tensor, "s"]:

@@ -17,7 +17,8 @@ Where are the keys? In a matrix of `dv x dk` per head, whatever the length: it h
 see whom? Token `i` sees token `j <= i`; without the delta rule the weight is `beta_j (q_i . k_j)` times the decays
 between them, and with it later keys also overwrite earlier ones. How do partial answers combine? Tokens `a` to `b` do
 `state -> state M + N` to any state, an affine map; two neighbouring runs of tokens compose, `(N1 M2 + N2, M1 M2)`, as
-partial outputs of attention merge by their log-sum-exps. There is no softmax, so there is none of these here.
+partial outputs of attention merge by their log-sum-exps (`state_map`, `compose`). There is no softmax, so there is none
+of these here.
 
 The chunked form, which the twin uses, is that idea inside 64 tokens: what each token of a chunk writes depends on what
 the tokens before it wrote, which is a triangular system of 64 equations; its solution is linear in the state before the
@@ -30,7 +31,7 @@ SSMs"; Qin et al. 2024, "Lightning Attention-2"; Yang et al. 2024, "Parallelizin
 Rule over Sequence Length".
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -39,9 +40,9 @@ from jaxtyping import Bool, Float, Int32
 from torch import Tensor
 from torch.nn.functional import silu as apply_silu
 
-from refattn.interface import Batch, RecurrentOptions, StatePlan
+from refattn.interface import Batch, RecurrentOptions, StateMap, StatePlan
 from refattn.interface.ambient import compute_dtype, without_autocast
-from refattn.interface.states import check_convolution, check_recurrent
+from refattn.interface.states import check_compose, check_convolution, check_recurrent, check_state_map
 
 
 def plan(
@@ -142,6 +143,77 @@ def _step(
 
 
 @without_autocast
+def state_map(
+    key: Float[Tensor, "t h dk"],
+    value: Float[Tensor, "t hv dv"],
+    log_decay: Float[Tensor, "t hv"] | Float[Tensor, "t hv dk"],
+    beta: Float[Tensor, "t hv"],
+    plan: StatePlan,
+    options: RecurrentOptions = RecurrentOptions(),
+) -> StateMap:
+    """Return what the new tokens of each sequence do to any state before them, `state -> state @ factor + added`.
+
+        factor    what becomes of the identity, if nothing but decays and keys comes: no token adds a value
+        added     what becomes of zeros
+
+    Args:
+        key: as in `attention`, and what follows.
+        value: the values.
+        log_decay: natural logarithm of the decay.
+        beta: how much of a token is written.
+        plan: its lengths; slots are neither read nor written.
+        options: those of the layer.
+
+    Returns:
+        The map of each sequence; of padding and of sequences without new tokens the one that changes nothing.
+
+    Raises:
+        ValueError: naming the argument that does not fit.
+    """
+    check_state_map(key, value, log_decay, beta, plan, options)
+    compute, (hv, dv), dk = compute_dtype(key.dtype), value.shape[1:], key.shape[-1]
+    key = repeat(key.to(compute), "t h dk -> t (h g) dk", g=hv // key.shape[1])
+    value, decay, beta = value.to(compute), log_decay.to(compute).exp(), beta.to(compute)
+    identity = repeat(torch.eye(dk, dtype=compute, device=key.device), "rows dk -> hv rows dk", hv=hv)
+    factors = [identity] * plan.batch.num_seqs
+    added = [identity.new_zeros(hv, dv, dk)] * plan.batch.num_seqs
+    for sequence in _sequences(plan):
+        i = sequence.number
+        for row in sequence.rows:
+            gates = key[row], decay[row], beta[row]
+            factors[i] = _step(factors[i], gates[0], key.new_zeros(hv, dk), *gates[1:], delta=options.delta)
+            added[i] = _step(added[i], gates[0], value[row], *gates[1:], delta=options.delta)
+    if not factors:
+        return StateMap(identity.new_zeros(0, hv, dk, dk), identity.new_zeros(0, hv, dv, dk))
+    return StateMap(torch.stack(factors), torch.stack(added))
+
+
+@without_autocast
+def compose(maps: Sequence[StateMap]) -> StateMap:
+    """Return what neighbouring runs of tokens do one after the other: the merge of states.
+
+        state -> state F1 + A1 -> (state F1 + A1) F2 + A2 = state (F1 F2) + (A1 F2 + A2)
+
+    Partial outputs of attention merge in any order; these do not: a decay comes after what it makes fade.
+
+    Args:
+        maps: of the runs, the first tokens first; at least one.
+
+    Returns:
+        The map of all of them.
+
+    Raises:
+        ValueError: if there is none, or they differ in shape or type.
+    """
+    check_compose(maps)
+    factor, added = maps[0]
+    for after in maps[1:]:
+        factor = einsum(factor, after.factor, "b hv i j, b hv j dk -> b hv i dk")
+        added = einsum(added, after.factor, "b hv dv j, b hv j dk -> b hv dv dk") + after.added
+    return StateMap(factor, added)
+
+
+@without_autocast
 def convolve(
     inputs: Float[Tensor, "t c"],
     weight: Float[Tensor, "c width"],
@@ -190,8 +262,9 @@ def convolve(
 
 
 class _Sequence(NamedTuple):
-    """The query rows of a sequence, the slot of its state if it has one, and the slots that keep it after each row."""
+    """Its number, its query rows, the slot of its state if it has one, and the slots that keep it after each row."""
 
+    number: int
     rows: range
     start: int | None
     kept: list[list[int]]
@@ -218,7 +291,7 @@ def _sequences(plan: StatePlan) -> Iterator[_Sequence]:
                 if not rest:
                     kept[token].append(int(plan.checkpoint_indices[i, block - 1]))
         kept = [[slot for slot in slots if slot >= 0] for slots in kept]
-        yield _Sequence(range(q0, q1), start if has_state else None, kept)
+        yield _Sequence(i, range(q0, q1), start if has_state else None, kept)
 
 
 def _read(states: Float[Tensor, "n ..."], slot: int | None, dtype: torch.dtype) -> Float[Tensor, "..."]:

@@ -7,6 +7,8 @@ less time than the CPU. So a step is captured as a CUDA graph, once for each sha
     tokens         one per request in a decode; else rounded up by less than an eighth, with padding rows likewise
     decodes        launched before the tokens of the one before are read, which they find on the device
     drafts         trees of any shape, whose parents are in buffers, too; each of their nodes has logits
+    states         the slots that a step reads, writes and keeps are in buffers, too, and those of padding rows are -1;
+                   each request of a decode reads one slot and writes another, ahead a third one
     their order    the longest sequence first: the GPU ends with short ones then, on all of its multiprocessors
     what changes   tokens, lengths, blocks and the maps of window pools are in buffers that the graph reads, filled
                    anew for each step; plans are derived from them on the device, once per step
@@ -24,7 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -37,6 +39,7 @@ from fastattn.serving.sampling import sample
 from refattn.interface import Batch, Prefix, Trees
 from refattn.serving import Engine, Request, StepTokens
 from refattn.serving.engine import UnderWay
+from refattn.serving.state_layers import StateParts, copy_states, decode_plan, prefill_plan, row_len, rows_of
 
 logger = logging.getLogger(__name__)
 S = TypeVar("S", "_Step", "_Decode")
@@ -80,12 +83,7 @@ class CudaGraphs:
 
     @staticmethod
     def can_record(engine: Engine) -> bool:
-        """Return whether everything is computed by `fastattn` on CUDA: another twin may synchronize with the device.
-
-        A model with layers that keep a state runs launch by launch: the slots of a step are not in buffers yet.
-        """
-        if engine.state_layers:
-            return False
+        """Return whether everything is computed by `fastattn` on CUDA: another twin may synchronize with the device."""
         return engine.model.device.type == "cuda" and engine.twin.package is fastattn
 
     def launch(self, engine: Engine, requests: Sequence[Request]) -> UnderWay | None:
@@ -100,8 +98,9 @@ class CudaGraphs:
         tokens = StepTokens.of(dict.fromkeys(requests, 1))
         prefixes = self._find_prefixes(tokens)
         if not prefixes:
-            return self._replay(DecodeRows.of(sorted(requests, key=lambda request: -len(request.tokens))))
-        rows = DecodeRows.of(requests)
+            longest_first = sorted(requests, key=lambda request: -len(request.tokens))
+            return self._replay(DecodeRows.of(longest_first, engine.scheduler.states))
+        rows = DecodeRows.of(requests, engine.scheduler.states)
         logits = engine.run_model(engine.make_inputs(tokens, prefixes))
         self._last = None
         return _Launched(requests, _read_later(_choose(logits, rows, rows.settings.to(logits.device))), rows)
@@ -114,7 +113,8 @@ class CudaGraphs:
         if self._last is None or before is not self._last or not self._is_recording(engine):
             return None
         engine.mark("tables")
-        return self._replay(self._last.rows.next(rows, block_size=engine.block_size))
+        states = engine.scheduler.states
+        return self._replay(self._last.rows.next(rows, block_size=engine.block_size, states=states))
 
     @torch.no_grad()
     def warm_up(self, engine: Engine, num_tokens: int) -> None:
@@ -263,8 +263,9 @@ class _Decode:
     def __init__(self, server: Engine, runner: CudaGraphs, shape: Shape) -> None:
         self.server, self.runner, self.shape = server, runner, shape
         device = server.model.device
-        self.inputs = _Inputs.allocate(shape, device)
-        self.staged = [_Inputs.allocate(shape, torch.device("cpu"), pinned=device.type == "cuda") for _ in range(2)]
+        slots, host = _slots_len(server), torch.device("cpu")
+        self.inputs = _Inputs.allocate(shape, slots, device)
+        self.staged = [_Inputs.allocate(shape, slots, host, pinned=device.type == "cuda") for _ in range(2)]
         self.copied: list[Any] = [None, None]  # the event after the last copy of each
         self.batch = Batch(
             cu_seqlens_q=self.inputs.cu_seqlens_q,
@@ -277,16 +278,20 @@ class _Decode:
 
     def launch(self, rows: DecodeRows) -> _Launched:
         """Launch the decode of some rows, and the choice of their next tokens."""
+        replay = self.capture()
         self.server.mark("copies")
         self._copy(rows)
         self.server.mark("forward")
         count = len(rows.requests)
-        tokens = _choose(self.capture()()[:count], rows, self.inputs.settings[:, :count])
+        tokens = _choose(replay()[:count], rows, self.inputs.settings[:, :count])
         self.runner.chosen[:count] = tokens
         return _Launched(rows.requests, _read_later(tokens), rows)
 
     def capture(self) -> Callable[[], Tensor]:
-        """Return what launches the model and returns its logits, captured when it is first asked for."""
+        """Return what launches the model and returns its logits, captured when it is first asked for.
+
+        A capture computes the step once before: so no request is there yet, whose state would change twice.
+        """
         if self.replay is None:
             self.replay = _record(self._step, self.runner, type(self.server.model).__name__)
         return self.replay
@@ -300,6 +305,7 @@ class _Decode:
         self.staged[0].fill(rows)
         self.inputs.memory.copy_(self.staged[0].memory, non_blocking=True)
         self.copied[0] = _record_event(self.inputs.memory.device)
+        copy_states(self.server.twin, rows.copies, list(self.server.state_caches.values()))
         for pool in self.server.window_pools.values():
             pool.refresh(self.inputs.memory.device)
 
@@ -307,9 +313,8 @@ class _Decode:
         """Make the inputs of the model on the device, and run it. A row that failed goes on with token 0, unread."""
         sources, given = self.inputs.sources.long(), self.inputs.input_ids
         input_ids = self.runner.chosen[sources.clamp(min=0)].clamp(min=0).where(sources >= 0, given)
-        return self.server.run_model(
-            self.server.inputs_of(self.batch, input_ids, torch.arange(len(sources), device=sources.device))
-        )
+        rows, states = torch.arange(len(sources), device=sources.device), _plan_states(self, self.inputs.slots)
+        return self.server.run_model(self.server.inputs_of(self.batch, input_ids, rows, states=states))
 
 
 @dataclass(frozen=True)
@@ -323,16 +328,18 @@ class _Inputs:
     sources: Int32[Tensor, "rows"]
     input_ids: Int32[Tensor, "rows"]
     block_table: Int32[Tensor, "rows columns"]
+    slots: Int32[Tensor, "rows slots"]
 
     @classmethod
-    def allocate(cls, shape: Shape, device: torch.device, *, pinned: bool = False) -> "_Inputs":
+    def allocate(cls, shape: Shape, slots_len: int, device: torch.device, *, pinned: bool = False) -> "_Inputs":
         """Allocate the memory for a shape; floats come first, as they begin at multiples of 8 bytes."""
         rows, columns = shape.rows, shape.columns
-        sizes = [6 * rows, rows, rows + 1, rows, rows, rows * columns]
+        sizes = [6 * rows, rows, rows + 1, rows, rows, rows * columns, rows * slots_len]
         memory = torch.zeros(sum(sizes), dtype=torch.int32, device=device, pin_memory=pinned)
-        settings, seq_lens, cu_seqlens_q, sources, input_ids, table = memory.split(sizes)
+        settings, seq_lens, cu_seqlens_q, sources, input_ids, table, slots = memory.split(sizes)
         floats = settings.view(torch.float64).view(3, rows)
-        return cls(memory, floats, seq_lens, cu_seqlens_q, sources, input_ids, table.view(rows, columns))
+        tables = table.view(rows, columns), slots.fill_(-1).view(rows, slots_len)
+        return cls(memory, floats, seq_lens, cu_seqlens_q, sources, input_ids, *tables)
 
     def fill(self, rows: DecodeRows) -> None:
         """Write some rows, and padding after them."""
@@ -346,6 +353,26 @@ class _Inputs:
         ):
             mine[:count], mine[count:] = given, 0
         self.block_table[:count, :columns] = rows.block_table
+        self.slots[:count], self.slots[count:] = rows.slots, -1
+
+
+def _slots_len(server: Engine) -> int:
+    """Return the numbers that say where the states of a request are; 0 without layers that keep one."""
+    pool = server.scheduler.states
+    return 0 if pool is None else row_len(pool)
+
+
+def _plan_states(step: "_Decode | _Step", slots: Int32[Tensor, "rows slots"]) -> StateParts:
+    """Plan the layers that keep a state on the device, from the slots of each row.
+
+    Decodes and prefills have a plan each, over all rows: nobody knows yet which rows are which.
+    """
+    pool = step.server.scheduler.states
+    if pool is None:
+        return ()
+    plans = [decode_plan, prefill_plan][: 1 if step.shape.queries <= pool.decode_len else 2]
+    num_blocks = step.shape.columns if pool.num_kept else 0
+    return tuple((slice(None), plan(step.server.twin, step.batch, slots, pool, num_blocks)) for plan in plans)
 
 
 def _record_event(device: torch.device) -> Any:
@@ -371,11 +398,12 @@ class _Step:
         rows, columns, tokens, queries, has_trees = shape
         device = server.model.device
         self.most_logits = rows if server.speculation is None else tokens  # every node of a draft has some
-        nodes = queries if has_trees else 0
-        sizes = [tokens, rows + 1, rows, self.most_logits, rows, rows * nodes]
+        nodes, slots_len = queries if has_trees else 0, _slots_len(server)
+        sizes = [tokens, rows + 1, rows, self.most_logits, rows, rows * slots_len, rows * nodes]
         self.numbers = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        self.input_ids, cu_seqlens_q, seq_lens, self.logits_rows, tree_lens, parents = self.numbers.split(sizes)
-        self.trees = Trees(parents.view(rows, nodes), tree_lens) if has_trees else None
+        self.input_ids, cu_seqlens_q, seq_lens, self.logits_rows, tree_lens, slots, parents = self.numbers.split(sizes)
+        self.slots = slots.fill_(-1).view(rows, slots_len)
+        self.trees = Trees(parents.fill_(-1).view(rows, nodes), tree_lens) if has_trees else None
         self.block_table = torch.full((rows, columns), -1, dtype=torch.int32, device=device)
         self.batch = Batch(
             cu_seqlens_q=cu_seqlens_q,
@@ -388,11 +416,11 @@ class _Step:
 
     def run(self, tokens: StepTokens) -> Float[Tensor, "rows v"]:
         """Run the model over the new tokens of a step, and return the logits of its `logits_rows`."""
+        if self.replay is None:  # which computes it once, when no request is there yet
+            self.replay = _record(self._step, self.runner, type(self.server.model).__name__)
         self.server.mark("copies")
         self._fill(tokens)
         self.server.mark("forward")
-        if self.replay is None:
-            self.replay = _record(self._step, self.runner, type(self.server.model).__name__)
         return self.replay()[: len(tokens.logits_rows)]
 
     def _fill(self, tokens: StepTokens) -> None:
@@ -407,6 +435,12 @@ class _Step:
             *(*tokens.logits_rows, *[0] * (self.most_logits - len(tokens.logits_rows))),
             *(*tokens.query_lens, *unused),
         ]
+        states = self.server.scheduler.states
+        if states is not None:
+            slots = [states.slots[request] for request in tokens.requests]
+            of_states, copies = rows_of(slots, tokens.query_lens, states)
+            numbers += chain(*of_states, [-1] * (row_len(states) * len(unused)))
+            copy_states(self.server.twin, copies, list(self.server.state_caches.values()))
         if tokens.parents is not None:  # the shape has room for trees then
             for parents in tokens.parents:
                 numbers += [*parents, *[-1] * (nodes - len(parents))]
@@ -420,8 +454,8 @@ class _Step:
 
     def _step(self) -> Float[Tensor, "rows v"]:
         """Make the inputs of the model on the device, and run it."""
-        inputs = self.server.inputs_of(self.batch, self.input_ids, self.logits_rows.long(), self.trees)
-        return self.server.run_model(inputs)
+        states, rows = _plan_states(self, self.slots), self.logits_rows.long()
+        return self.server.run_model(self.server.inputs_of(self.batch, self.input_ids, rows, self.trees, states=states))
 
 
 def _shape_of_decode(engine: Engine, rows: DecodeRows) -> Shape:
@@ -433,6 +467,8 @@ def _shape_of_decode(engine: Engine, rows: DecodeRows) -> Shape:
 def _shape_of(engine: Engine, tokens: StepTokens) -> Shape:
     """Return the room for a step that is no decode: it has several tokens of a request, or not all have logits."""
     queries = max(2, _power_of_2(max(tokens.query_lens)))
+    if engine.state_layers and 1 < max(tokens.query_lens) <= engine.decode_len:
+        queries = min(queries, engine.decode_len)  # a step without prefills has no plan for them
     unit = max(1, _power_of_2(len(tokens.input_ids)) // 16)
     num_tokens = -(-len(tokens.input_ids) // unit) * unit
     rows = _rounded_up(len(tokens.query_lens))

@@ -6,8 +6,8 @@ Three requests decode; the second one gets its last token in this decode, and th
     the next one      seq_lens  6 5        block_table  [[9 2] [1 3]]            sources  0  2
 
 A row of the next decode is a row of this one, with one token and now and then a block more, so what is left for Python
-to do is little: it has no loop over requests but for their random numbers. `sources` says from which row of this decode
-its token comes, which only the device knows yet; -1 is a token that the host knows.
+to do is little: it has no loop over requests but for their random numbers and their states. `sources` says from which
+row of this decode its token comes, which only the device knows yet; -1 is a token that the host knows.
 """
 
 from collections.abc import Sequence
@@ -20,6 +20,8 @@ from torch.nn.functional import pad
 
 from refattn.serving import Request
 from refattn.serving.sampling import settings_of
+from refattn.serving.state_layers import rows_of
+from refattn.serving.state_pool import Slots, StatePool
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class DecodeRows:
         input_ids: their new tokens; 0 if only the device knows it.
         sources: the row of the decode before that chooses the new token; -1 if the host knows it.
         settings: temperature, `top_p` and random number of the next token, as `sample` takes them.
+        slots: where their states are, as in `state_layers.rows_of`; no columns without layers that keep one.
+        copies: the states that are copied before the decode.
     """
 
     requests: list[Request]
@@ -41,10 +45,17 @@ class DecodeRows:
     input_ids: Int32[Tensor, "b"]
     sources: Int32[Tensor, "b"]
     settings: Float64[Tensor, "3 b"]
+    slots: Int32[Tensor, "b columns"]
+    copies: list[tuple[int, int]]
 
     @classmethod
-    def of(cls, requests: Sequence[Request]) -> "DecodeRows":
-        """Return the rows of requests whose last token is to be computed."""
+    def of(cls, requests: Sequence[Request], states: StatePool | None = None) -> "DecodeRows":
+        """Return the rows of requests whose last token is to be computed.
+
+        Args:
+            requests: the requests.
+            states: where their states are; None without layers that keep one.
+        """
         columns = max(len(request.blocks) for request in requests)
         return cls(
             list(requests),
@@ -53,14 +64,16 @@ class DecodeRows:
             _int32([request.tokens[-1] for request in requests]),
             torch.full((len(requests),), -1, dtype=torch.int32),
             settings_of(requests, [0] * len(requests)),
+            *_states_of([None if states is None else states.slots[request] for request in requests], states),
         )
 
-    def next(self, rows: Sequence[int], *, block_size: int) -> "DecodeRows":
+    def next(self, rows: Sequence[int], *, block_size: int, states: StatePool | None = None) -> "DecodeRows":
         """Return the rows of the decode after this one, for some of its rows, in order.
 
         Args:
             rows: which ones go on.
             block_size: tokens in a block; each request has a block for its next token.
+            states: where their states are, slots for that decode included; None without layers that keep one.
         """
         kept, requests = _int32(rows), [self.requests[row] for row in rows]
         last = self.seq_lens[kept]  # the place of the next token
@@ -71,8 +84,26 @@ class DecodeRows:
             place = int(column[row])
             table[row, place] = requests[row].blocks[place]
         return DecodeRows(
-            requests, last + 1, table, torch.zeros_like(kept), kept, settings_of(requests, [1] * len(rows))
+            requests,
+            last + 1,
+            table,
+            torch.zeros_like(kept),
+            kept,
+            settings_of(requests, [1] * len(rows)),
+            *_states_of([None if states is None else states.slots[request].ahead for request in requests], states),
         )
+
+
+def _states_of(
+    slots: Sequence[Slots | None], states: StatePool | None
+) -> tuple[Int32[Tensor, "b columns"], list[tuple[int, int]]]:
+    """Return the rows of states in a decode, and the copies before it."""
+    if states is None:
+        return torch.empty(len(slots), 0, dtype=torch.int32), []
+    known = [one for one in slots if one is not None]
+    assert len(known) == len(slots)  # whoever decodes has them, and whoever decodes ahead has those, too
+    rows, copies = rows_of(known, [1] * len(known), states)
+    return _int32(rows), copies
 
 
 def _int32(numbers: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:

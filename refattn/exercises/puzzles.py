@@ -218,6 +218,23 @@ def _splits(captured_len: int, replayed_len: int, num_splits: int) -> list[tuple
     return [(min(i * size, replayed_len), min((i + 1) * size, replayed_len)) for i in range(num_splits)]
 
 
+def _draft_stayed(num_tokens: int, accepted: int) -> dict[str, Any]:
+    _expect(accepted_is_not_between_1_and_num_tokens=1 <= accepted <= num_tokens)
+    tokens = dict(keys=draw(num_tokens, 3), values=draw(num_tokens, 2, seed=1))
+    return dict(state=draw(2, 3, seed=2), **tokens, accepted=accepted)
+
+
+def _rolled_back(state: Tensor, keys: Tensor, values: Tensor, accepted: int) -> tuple[Tensor, Tensor]:
+    fades = 0.5 ** torch.arange(accepted).flip(0)
+    return keys[:accepted], 0.5**accepted * state + (values[:accepted] * fades[:, None]).T @ keys[:accepted]
+
+
+def _kept_states(num_cached: int, kept: list[int], block_size: int) -> dict[str, Any]:
+    _expect(block_size_is_less_than_1=block_size >= 1, num_cached_is_negative=num_cached >= 0)
+    _expect(a_state_was_kept_inside_a_block=all(length > 0 and length % block_size == 0 for length in kept))
+    return dict(num_cached=num_cached, kept=kept, block_size=block_size)
+
+
 INF = float("inf")
 
 PUZZLES = (
@@ -346,5 +363,25 @@ PUZZLES = (
             len(ranges),
         ),
         viewed=("keys, split after split", "splits"),
+    ),
+    Puzzle(
+        "draft_stayed",
+        _rolled_back,
+        _draft_stayed,
+        [case for case in _grid(num_tokens=[1, 2, 4], accepted=[1, 2, 3, 4]) if case["accepted"] <= case["num_tokens"]],
+        ("Which of the two can be cropped?", "The rejected tokens are inside a sum. When did it not have them yet?"),
+        parts=("keys", "state"),
+    ),
+    Puzzle(
+        "kept_states",
+        lambda num_cached, kept, block_size: max(
+            (length for length in kept if length <= num_cached // block_size * block_size), default=0
+        ),
+        _kept_states,
+        _grid(num_cached=[0, 3, 8, 11], kept=[[], [4], [8], [12], [12, 4], [4, 8, 12]], block_size=[1, 2, 4]),
+        (
+            "Can the state after 4 tokens be computed from the keys of 8?",
+            "A state may be kept after more tokens than there are keys for.",
+        ),
     ),
 )

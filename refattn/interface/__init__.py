@@ -14,7 +14,7 @@ from refattn.interface.plan import (
     PrefillPlan,
 )
 from refattn.interface.scales import Fp8Scales, Int8Scales
-from refattn.interface.states import RecurrentOptions, StatePlan
+from refattn.interface.states import RecurrentOptions, StateMap, StatePlan
 from refattn.interface.trees import Accepted, AttentionPlan, DraftStep, TreePlan, Trees
 
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "RecurrentOptions",
     "Rows",
     "Shard",
+    "StateMap",
     "StatePlan",
     "TreePlan",
     "Trees",

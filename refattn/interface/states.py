@@ -9,14 +9,17 @@ A negative index is padding, as -1 is in a slot mapping: it is neither read nor 
 other. (Some kernels reserve it, or -1 for their last slot; `docs/paths/recurrent.md` says which.)
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Int32
+from jaxtyping import Bool, Float, Int32
 from torch import Tensor
 
 from refattn.interface.batch import Batch
 from refattn.interface.contents import check_batch, check_lengths
+from refattn.interface.parallel import Group
 from refattn.interface.values import (
     check_can_be_written,
     check_flag,
@@ -173,6 +176,18 @@ class StatePlan:
         return max(owners, default=-1) + 1
 
 
+class StateMap(NamedTuple):
+    """What a run of tokens does to any state before it, `state -> state @ factor + added`.
+
+    Attributes:
+        factor: per sequence and head, in float32 or wider; diagonal without the delta rule.
+        added: the state after the run, if the one before it is zeros.
+    """
+
+    factor: Float[Tensor, "b hv dk dk"]
+    added: Float[Tensor, "b hv dv dk"]
+
+
 def check_recurrent(
     query: Tensor,
     key: Tensor,
@@ -192,7 +207,35 @@ def check_recurrent(
     t, h, dk = expect(query, "query", None, ("t", "h", "dk"), (None, None, None))
     check_floating("query", query)
     expect(key, "key", query.dtype, ("t", "h", "dk"), (t, h, dk))
-    _, hv, dv = expect(value, "value", query.dtype, ("t", "hv", "dv"), (t, None, None))
+    hv, dv = _check_values(key, value, log_decay, beta)
+    expect(states, "states", None, ("n", "hv", "dv", "dk"), (None, hv, dv, dk))
+    if not isinstance(options, RecurrentOptions):
+        raise ValueError(f"options: expected RecurrentOptions, got {describe(options)}")
+    tensors = dict(query=query, key=key, value=value, log_decay=log_decay, beta=beta, states=states)
+    _check_step("query", t, "states", states, plan, out, value, tensors)
+
+
+def check_state_map(
+    key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, plan: StatePlan, options: RecurrentOptions
+) -> None:
+    """Check a call of `recurrent.state_map`.
+
+    Raises:
+        ValueError: naming the argument, what was expected and what came.
+    """
+    t, _, _ = expect(key, "key", None, ("t", "h", "dk"), (None, None, None))
+    check_floating("key", key)
+    _check_values(key, value, log_decay, beta)
+    if not isinstance(options, RecurrentOptions):
+        raise ValueError(f"options: expected RecurrentOptions, got {describe(options)}")
+    tensors = dict(key=key, value=value, log_decay=log_decay, beta=beta)
+    _check_plan("key", t, plan, tensors)
+
+
+def _check_values(key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor) -> tuple[int, int]:
+    """Check values and gates by the keys, and return the heads and the size of values."""
+    t, h, dk = key.shape
+    _, hv, dv = expect(value, "value", key.dtype, ("t", "hv", "dv"), (t, None, None))
     check_sizes(h=h, dk=dk, hv=hv, dv=dv)
     if hv % h:
         raise ValueError(f"value: expected a number of heads that h={h} divides, got hv={hv}")
@@ -203,11 +246,35 @@ def check_recurrent(
     expect(beta, "beta", None, ("t", "hv"), (t, hv))
     check_floating("log_decay", log_decay)
     check_floating("beta", beta)
-    expect(states, "states", None, ("n", "hv", "dv", "dk"), (None, hv, dv, dk))
-    if not isinstance(options, RecurrentOptions):
-        raise ValueError(f"options: expected RecurrentOptions, got {describe(options)}")
-    tensors = dict(query=query, key=key, value=value, log_decay=log_decay, beta=beta, states=states)
-    _check_step("query", t, "states", states, plan, out, value, tensors)
+    return hv, dv
+
+
+def check_compose(maps: Sequence[StateMap]) -> None:
+    """Check maps of neighbouring runs of tokens.
+
+    Raises:
+        ValueError: if there is none, or they differ in shape, type or device.
+    """
+    if not isinstance(maps, list | tuple) or not maps or not all(isinstance(one, StateMap) for one in maps):
+        raise ValueError(f"maps: expected at least one StateMap, in a list, got {describe(maps)}")
+    b, hv, _, dk = expect(maps[0].factor, "maps[0].factor", None, ("b", "hv", "dk", "dk"), (None, None, None, None))
+    _, _, dv, _ = expect(maps[0].added, "maps[0].added", None, ("b", "hv", "dv", "dk"), (b, hv, None, dk))
+    for i, one in enumerate(maps):
+        expect(one.factor, f"maps[{i}].factor", maps[0].factor.dtype, ("b", "hv", "dk", "dk"), (b, hv, dk, dk))
+        expect(one.added, f"maps[{i}].added", maps[0].factor.dtype, ("b", "hv", "dv", "dk"), (b, hv, dv, dk))
+        same_device(factor=maps[0].factor, **{f"maps[{i}].factor": one.factor, f"maps[{i}].added": one.added})
+
+
+def check_ranks(plan: StatePlan, group: Group) -> None:
+    """Check a step of layers that keep a state in parts on several ranks.
+
+    Raises:
+        ValueError: if the plan keeps a state per draft, or the group is none.
+    """
+    if isinstance(plan, StatePlan) and plan.per_draft:
+        raise ValueError("plan: expected one slot per sequence, as tokens on several ranks are no drafts, got several")
+    if not isinstance(group, Group):
+        raise ValueError(f"group: expected ranks, got {describe(group)}")
 
 
 def check_convolution(
@@ -251,15 +318,9 @@ def _check_step(
 ) -> None:
     """Check a pool of states, the plan, the devices, and where the outputs go."""
     check_floating(name, states)
-    if not isinstance(plan, StatePlan):
-        raise ValueError(f"plan: expected a StatePlan, from recurrent.plan, got {describe(plan)}")
-    same_device(**tensors, seq_lens=plan.batch.seq_lens)
+    _check_plan(rows_name, num_rows, plan, tensors)
     check_own_memory(name, states)
     check_can_be_written(**{name: states})
-    if plan.num_rows is not None and plan.num_rows > num_rows:
-        raise ValueError(
-            f"{rows_name}: expected at least {plan.num_rows} rows, where cu_seqlens_q ends, got t={num_rows}"
-        )
     if plan.num_slots is not None and plan.num_slots > states.shape[0]:
         raise ValueError(f"{name}: expected at least {plan.num_slots} slots, as the plan uses, got n={states.shape[0]}")
     if out is not None:
@@ -268,6 +329,17 @@ def _check_step(
         check_own_memory("out", out)
         if out.requires_grad and torch.is_grad_enabled():
             raise ValueError("out: expected memory that requires no gradient, got some that does")
+
+
+def _check_plan(rows_name: str, num_rows: int, plan: StatePlan, tensors: dict[str, Tensor]) -> None:
+    """Check that a plan is one for some rows."""
+    if not isinstance(plan, StatePlan):
+        raise ValueError(f"plan: expected a StatePlan, from recurrent.plan, got {describe(plan)}")
+    same_device(**tensors, seq_lens=plan.batch.seq_lens)
+    if plan.num_rows is not None and plan.num_rows > num_rows:
+        raise ValueError(
+            f"{rows_name}: expected at least {plan.num_rows} rows, where cu_seqlens_q ends, got t={num_rows}"
+        )
 
 
 def check_accepted_slots(state_indices: Tensor, num_accepted: Tensor) -> None:

@@ -538,6 +538,7 @@ class Engine:
         scheduled = {} if under_way is None else _going_on(under_way)
         if not scheduled:
             return self._schedule(), None
+        self.scheduler.follow(scheduled)
         self.counters.key_reads += sum(len(request.tokens) for request in scheduled)
         return scheduled, under_way
 
@@ -720,13 +721,12 @@ class Engine:
             trees = self.twin.speculative.make_trees(tokens.parents, device=device)
         input_ids = torch.tensor(tokens.input_ids, device=device)
         rows = torch.tensor(tokens.logits_rows, dtype=torch.int64, device=device)
-        inputs = self.inputs_of(batch, input_ids, rows, trees, prefixes, list(zip(*lens, strict=True)))
         pool = self.scheduler.states
+        states: StateParts = ()
         if pool is not None:
-            caches = list(self.state_caches.values())
-            states = plan_states(self.twin, batch, tokens.requests, tokens.query_lens, pool, caches)
-            inputs["step"] = replace(inputs["step"], states=states)
-        return inputs
+            slots = [pool.slots[request] for request in tokens.requests]
+            states = plan_states(self.twin, batch, slots, tokens.query_lens, pool, list(self.state_caches.values()))
+        return self.inputs_of(batch, input_ids, rows, trees, prefixes, list(zip(*lens, strict=True)), states)
 
     def inputs_of(
         self,
@@ -736,6 +736,7 @@ class Engine:
         trees: Trees | None = None,
         prefixes: Sequence[Prefix] = (),
         lens: Lens | None = None,
+        states: StateParts = (),
     ) -> dict[str, Any]:
         """Make the inputs of the model from tensors, without waiting for the device: a graph may capture it.
 
@@ -746,6 +747,7 @@ class Engine:
             trees: the new tokens of all requests as trees; None if all drafts are chains.
             prefixes: the shared keys that a cascade reads once.
             lens: the new tokens and all tokens of each request; None if there is padding, or only the device knows.
+            states: the plans of all layers that keep a state.
         """
         self.mark("tables")
         num_tokens = len(input_ids)
@@ -757,7 +759,7 @@ class Engine:
             input_ids=input_ids[None],
             position_ids=positions[None],
             logits_to_keep=logits_rows,
-            step=self.plan_step(batch, num_tokens, prefixes, lens, trees),
+            step=replace(self.plan_step(batch, num_tokens, prefixes, lens, trees), states=states),
         )
 
     def plan_step(
@@ -933,7 +935,11 @@ class Engine:
             return None
         most = min(self.max_num_seqs, num_blocks)
         pool = StatePool(
-            most, most if num_kept is None else num_kept, block_size=self.block_size, decode_len=self.decode_len
+            most,
+            most if num_kept is None else num_kept,
+            block_size=self.block_size,
+            decode_len=self.decode_len,
+            ahead=isinstance(self.runner, AsyncRunner) and self.speculation is None,
         )
         where = dict(dtype=self.model.dtype, device=self.model.device)
         try:

@@ -125,12 +125,8 @@ class Scheduler:
 
     def allocate(self, request: Request, count: int) -> bool:
         """Allocate the blocks for `count` new tokens of a request, drafts included; False if too few are free."""
-        needed = self.blocks_for(request.num_computed_tokens + count) - len(request.blocks)
-        if needed > len(self.pool.free):
+        if not self._allocate_blocks(request, count):
             return False
-        request.blocks += self.pool.allocate(needed)
-        for pool in self.window_pools:
-            pool.hold(request, count, request.num_computed_tokens + count, request.blocks)
         if self.states is not None:
             self.states.hold(request, count, request.num_computed_tokens + count)
         return True
@@ -142,8 +138,26 @@ class Scheduler:
         """
         for request in requests:
             is_short = request.num_computed_tokens + 2 > len(request.blocks) * self.block_size
-            if is_short and not self.allocate(request, 2):
+            if is_short and not self._allocate_blocks(request, 2):
                 return False
+            if self.states is not None:
+                self.states.hold_ahead(request)
+        return True
+
+    def follow(self, requests: Iterable[Request]) -> None:
+        """Go on to a decode that `allocate_ahead` was called for; what came of the one before it is recorded."""
+        if self.states is not None:
+            for request in requests:
+                self.states.follow(request)
+
+    def _allocate_blocks(self, request: Request, count: int) -> bool:
+        """Allocate the blocks for `count` new tokens of a request; False if too few are free."""
+        needed = self.blocks_for(request.num_computed_tokens + count) - len(request.blocks)
+        if needed > len(self.pool.free):
+            return False
+        request.blocks += self.pool.allocate(needed)
+        for pool in self.window_pools:
+            pool.hold(request, count, request.num_computed_tokens + count, request.blocks)
         return True
 
     def _start(self, request: Request) -> bool:

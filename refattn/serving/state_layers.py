@@ -6,22 +6,26 @@ and so one plan per step:
     decodes, with drafts    read the state in the last column, and write the one after each token to the others
     prefills                their states are copied first to where they will be: both are one slot there
     a shared state          likewise, in decodes, too: a plan gives no slot to two sequences
+
+Decodes and prefills have a plan each, over their own rows. In a captured step nobody knows before which rows these are:
+there each plan has all rows, those of the others as padding, whose outputs are 0, and the outputs of both are added.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int32
 from torch import Tensor
 
 from refattn.interface import Batch, Part, RecurrentOptions, StatePlan
 from refattn.serving.layers import Twin
-from refattn.serving.request import Request
 from refattn.serving.state_pool import Slots, StatePool
 
-StateParts = tuple[tuple[slice, StatePlan], ...]  # of a step: the query rows of each part, and their plan
+# The query rows of each part of a step, and their plan. If every part has all rows, a row is padding in all but one.
+StateParts = tuple[tuple[slice, StatePlan], ...]
 
 
 class StatePools(NamedTuple):
@@ -94,7 +98,7 @@ class Recurrence:
         """Mix each channel of the new tokens with its last inputs, and apply SiLU."""
         path = self.twin.recurrent
         outs = [path.convolve(inputs[rows], weight, self.pools.inputs, plan, bias=bias) for rows, plan in self.parts]
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
+        return self._join(outs)
 
     def attention(
         self,
@@ -110,80 +114,136 @@ class Recurrence:
         outs = [
             path.attention(*(x[rows] for x in tokens), self.pools.states, plan, options) for rows, plan in self.parts
         ]
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
+        return self._join(outs)
+
+    def _join(self, outs: Sequence[Float[Tensor, "..."]]) -> Float[Tensor, "..."]:
+        """Put the outputs of the parts together."""
+        if len(outs) > 1 and all(rows == slice(None) for rows, _ in self.parts):
+            return reduce(torch.add, outs)
+        return outs[0] if len(outs) == 1 else torch.cat(list(outs))
 
 
 def plan_states(
-    twin: Twin,
-    batch: Batch,
-    requests: Sequence[Request],
-    query_lens: Sequence[int],
-    pool: StatePool,
-    pools: Sequence[StatePools],
-) -> StateParts:
-    """Plan a step of all layers that keep a state, and copy the states of prefills to where they will be.
-
-    Args:
-        twin: the package that computes.
-        batch: the lengths of the step, decodes before prefills.
-        requests: of each sequence.
-        query_lens: the new tokens of each.
-        pool: which slots they have.
-        pools: of all layers.
-    """
-    parts: Sequence[Part] = [Part(batch, slice(None))]
-    if min(query_lens) <= pool.decode_len < max(query_lens):
-        parts = twin.metadata.split_decodes_and_prefills(batch, query_lens, decode_len=pool.decode_len)
-    plans, first = [], 0
-    for part in parts:
-        end = first + part.batch.num_seqs
-        slots = [pool.slots[request] for request in requests[first:end]]
-        plans.append((part.tokens, _plan_part(twin, part.batch, slots, query_lens[first:end], pool, pools)))
-        first = end
-    return tuple(plans)
-
-
-def _plan_part(
     twin: Twin,
     batch: Batch,
     slots: Sequence[Slots],
     query_lens: Sequence[int],
     pool: StatePool,
     pools: Sequence[StatePools],
-) -> StatePlan:
-    """Plan some decodes or some prefills, and copy the states of the latter."""
+) -> StateParts:
+    """Plan a step of all layers that keep a state, and copy the states that it begins with where they have to be.
 
-    def table(rows: Sequence[Any], dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.tensor(rows, dtype=dtype, device=batch.device)
+    Args:
+        twin: the package that computes.
+        batch: the lengths of the step, decodes before prefills.
+        slots: of each request.
+        query_lens: the new tokens of each.
+        pool: whose slots they are.
+        pools: of all layers.
+    """
+    rows, pairs = rows_of(slots, query_lens, pool)
+    copy_states(twin, pairs, pools)
+    table = torch.tensor(rows, dtype=torch.int32, device=batch.device)
+    ends = [(one.first + query_len) // pool.block_size for one, query_len in zip(slots, query_lens, strict=True)]
+    parts: Sequence[Part] = [Part(batch, slice(None))]
+    if min(query_lens) <= pool.decode_len < max(query_lens):
+        parts = twin.metadata.split_decodes_and_prefills(batch, query_lens, decode_len=pool.decode_len)
+    plans, first = [], 0
+    for part in parts:
+        end = first + part.batch.num_seqs
+        keeps = any(one.checkpoint is not None for one in slots[first:end])
+        columns = max(ends[first:end]) if keeps else 0
+        plan = decode_plan if query_lens[first] <= pool.decode_len else prefill_plan
+        plans.append((part.tokens, plan(twin, part.batch, table[first:end], pool, columns)))
+        first = end
+    return tuple(plans)
 
-    options = _checkpoints(batch, slots, query_lens, pool.block_size)
-    are_decodes = query_lens[0] <= pool.decode_len
-    pairs, rows, columns = [], [], []
-    for one in slots:
-        start, unused = -1 if one.start is None else one.start, [-1] * (pool.decode_len - len(one.targets))
-        if start >= 0 and (not are_decodes or pool.is_shared(start)):
+
+def rows_of(
+    slots: Sequence[Slots], query_lens: Sequence[int], pool: StatePool
+) -> tuple[list[list[int]], list[tuple[int, int]]]:
+    """Return what plans of a step are made of, a row of numbers for each request; and the states to copy before it.
+
+        columns                a decode of 3 tokens at most      a prefill        padding
+        slots of a decode      5 6 -  2                          - - -  -         - - -  -
+        of a prefill           -                                 5                -
+        num_accepted           4                                 -                -
+        a block, and its slot  7  9                              7  9             -  -
+
+    A decode has the slots after each of its tokens, and then the one that it begins with, which `num_accepted` points
+    to. At the end of a block a state is kept in a slot. All that is not there is -1, and so is all padding.
+
+    Args:
+        slots: of each request.
+        query_lens: the new tokens of each.
+        pool: whose slots they are.
+    """
+    rows, pairs = [], []
+    for one, query_len in zip(slots, query_lens, strict=True):
+        is_decode = query_len <= pool.decode_len
+        start = -1 if one.start is None else one.start
+        if start >= 0 and (not is_decode or pool.is_shared(start)):
             pairs.append((start, one.targets[-1]))
             start = -1
-        rows.append([*one.targets, *unused, start])
-        columns.append(len(one.targets) if start < 0 else pool.decode_len + 1)  # where the state is
+        decode, prefill, accepted = [-1] * (pool.decode_len + 1), one.targets[0], -1
+        if is_decode:
+            decode[: len(one.targets)], decode[-1], prefill = one.targets, start, -1
+            accepted = len(one.targets) if start < 0 else len(decode)  # where the state is
+        rows.append([*decode, prefill, accepted, *(one.checkpoint or (-1, -1))])
+    return rows, pairs
+
+
+def row_len(pool: StatePool) -> int:
+    """Return the numbers of a row of `rows_of`."""
+    return pool.decode_len + 5
+
+
+def copy_states(twin: Twin, pairs: Sequence[tuple[int, int]], pools: Sequence[StatePools]) -> None:
+    """Copy states before a step, in all layers, without waiting for the device.
+
+    Args:
+        twin: the package that computes.
+        pairs: from `rows_of`.
+        pools: of all layers.
+    """
     if pairs:
-        twin.state_cache.copy([x for layer in pools for x in layer if x is not None], table(pairs, torch.int64))
-    if are_decodes:
-        options |= dict(state_indices=table(rows), num_accepted=table(columns))
-    else:
-        options["state_indices"] = table([one.targets[0] for one in slots])
-    plan: StatePlan = twin.recurrent.plan(batch, **options)
+        device = pools[0].states.device
+        table = torch.tensor(pairs, dtype=torch.int64, pin_memory=device.type == "cuda")
+        caches = [x for layer in pools for x in layer if x is not None]
+        twin.state_cache.copy(caches, table.to(device, non_blocking=True))
+
+
+def decode_plan(
+    twin: Twin, batch: Batch, rows: Int32[Tensor, "b columns"], pool: StatePool, num_blocks: int
+) -> StatePlan:
+    """Plan the decodes among some requests; for others it is padding.
+
+    Args:
+        twin: the package that computes.
+        batch: the lengths of the step.
+        rows: those of `rows_of`, on the device of the batch.
+        pool: whose slots they are.
+        num_blocks: blocks of a request whose ends may be kept; 0 keeps none.
+    """
+    width = pool.decode_len + 1
+    kept = _checkpoints(rows, pool, num_blocks)
+    plan: StatePlan = twin.recurrent.plan(batch, state_indices=rows[:, :width], num_accepted=rows[:, width + 1], **kept)
     return plan
 
 
-def _checkpoints(batch: Batch, slots: Sequence[Slots], query_lens: Sequence[int], block_size: int) -> dict[str, Any]:
+def prefill_plan(
+    twin: Twin, batch: Batch, rows: Int32[Tensor, "b columns"], pool: StatePool, num_blocks: int
+) -> StatePlan:
+    """Plan the prefills among some requests; for others it is padding. Arguments are those of `decode_plan`."""
+    kept = _checkpoints(rows, pool, num_blocks)
+    plan: StatePlan = twin.recurrent.plan(batch, state_indices=rows[:, pool.decode_len + 1], **kept)
+    return plan
+
+
+def _checkpoints(rows: Int32[Tensor, "b columns"], pool: StatePool, num_blocks: int) -> dict[str, Any]:
     """Return the slots of the states that are kept, with a column for each block that a sequence may end."""
-    if all(one.checkpoint is None for one in slots):
+    if not num_blocks:
         return {}
-    columns = max((one.first + query_len) // block_size for one, query_len in zip(slots, query_lens, strict=True))
-    indices = torch.full((len(slots), columns), -1, dtype=torch.int32)
-    for row, one in zip(indices, slots, strict=True):
-        if one.checkpoint is not None:
-            block, slot = one.checkpoint
-            row[block] = slot
-    return dict(checkpoint_indices=indices.to(batch.device), block_size=block_size)
+    block, slot = rows[:, -2:-1], rows[:, -1:]
+    column = torch.arange(num_blocks, dtype=torch.int32, device=rows.device)
+    return dict(checkpoint_indices=slot.where(column == block, -1), block_size=pool.block_size)

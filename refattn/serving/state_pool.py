@@ -17,6 +17,9 @@ One request with a prompt of 11 tokens, in blocks of 4 and steps of at most 9:
 
 A kept state is free memory: it stays until its slot is needed, and the least recently used one goes first. Of an answer
 only the latest one stays.
+
+A decode that is launched before the tokens of the one before it are read (`hold_ahead`) reads the slot that that one
+writes, and writes a third one: the state before both is still there if the first of them has to be computed again.
 """
 
 from collections import OrderedDict
@@ -38,6 +41,7 @@ class Slots:
         targets: where the state after each of its new tokens goes; one for more of them than a decode has: after all.
         checkpoint: the block at whose end a state is kept, by its place in the request, and the slot; None for none.
         latest: what the kept state of its answer is the state after; None without one.
+        ahead: those of the decode after this one, if it is launched already.
     """
 
     first: int
@@ -45,6 +49,7 @@ class Slots:
     targets: list[int] = field(default_factory=list)
     checkpoint: tuple[int, int] | None = None
     latest: BlockContent | None = None
+    ahead: "Slots | None" = None
 
 
 class StatePool:
@@ -62,15 +67,18 @@ class StatePool:
         num_kept: states that are kept besides; more of them while fewer requests run.
         block_size: tokens in a block, at whose ends states are kept.
         decode_len: most new tokens of a decode, its drafts included.
+        ahead: whether decodes are launched ahead, each of which writes to one slot more.
 
     Raises:
         ValueError: naming the argument that is out of range.
     """
 
-    def __init__(self, num_requests: int, num_kept: int, *, block_size: int, decode_len: int = 1) -> None:
+    def __init__(
+        self, num_requests: int, num_kept: int, *, block_size: int, decode_len: int = 1, ahead: bool = False
+    ) -> None:
         check_sizes(num_requests=num_requests, block_size=block_size, decode_len=decode_len)
         check_int("num_kept", num_kept)
-        self.num_slots = num_requests * (1 + decode_len) + num_kept
+        self.num_slots = num_requests * (1 + decode_len + ahead) + num_kept
         self.num_kept, self.block_size, self.decode_len = num_kept, block_size, decode_len
         self.reset()
 
@@ -111,6 +119,26 @@ class StatePool:
         slots = self.slots[request]
         while len(slots.targets) < (query_len if query_len <= self.decode_len else 1):
             slots.targets.append(self._take())
+        self._hold_checkpoint(request, slots, seq_len)
+
+    def hold_ahead(self, request: Request) -> None:
+        """Take the slots that the decode after this one writes to, before this one has been read."""
+        slots = self.slots[request]
+        if slots.ahead is None:
+            (target,) = slots.targets  # of a decode without drafts
+            slots.ahead = Slots(slots.first + 1, target, [self._take()])
+            self._hold_checkpoint(request, slots.ahead, slots.first + 2)
+
+    def follow(self, request: Request) -> None:
+        """Go on to the decode that was launched ahead: what came of the one before it is known now."""
+        ahead, self.slots[request].ahead = self.slots[request].ahead, None
+        assert ahead is not None  # it was launched
+        self.settle(request)
+        slots = self.slots[request]
+        slots.targets, slots.checkpoint = ahead.targets, ahead.checkpoint
+
+    def _hold_checkpoint(self, request: Request, slots: Slots, seq_len: int) -> None:
+        """Take a slot for the state at the last end of a block in a step, if there is one."""
         last = (seq_len - (seq_len == request.prompt_len)) // self.block_size
         if slots.checkpoint is None and last * self.block_size > slots.first and self._pending < self.num_kept:
             slots.checkpoint = last - 1, self._take()
@@ -124,8 +152,12 @@ class StatePool:
         """Take note of what came of a step: how many tokens `request.num_computed_tokens` says are computed.
 
         The state after the last of them is the request's from now on, and the other slots of the step are free again.
+        So are those of a decode that was launched ahead: nobody reads what it computes.
         """
         slots = self.slots[request]
+        if slots.ahead is not None:
+            self._drop(slots.ahead)
+            slots.ahead = None
         count = request.num_computed_tokens - slots.first
         if count:
             before, slots.start = slots.start, slots.targets.pop(min(count, len(slots.targets)) - 1)
@@ -148,6 +180,14 @@ class StatePool:
             slots = self.slots.pop(request)
             if slots.start is not None:
                 self._release(slots.start)
+
+    def _drop(self, ahead: Slots) -> None:
+        """Free the slots of a decode that nobody reads."""
+        for slot in ahead.targets:
+            self._release(slot)
+        if ahead.checkpoint is not None:
+            self._release(ahead.checkpoint[1])
+            self._pending -= 1
 
     def _keep(self, request: Request, block: int, slot: int) -> None:
         """Let a state be found that a request has at the end of a block, unless there is another one."""

@@ -392,7 +392,9 @@ def launch_over_states(some):
         (half, 128, 1, False, False, True),
         (half, 128, 2, True, True, True),
         (half, 128, 512, False, False, False),
+        (half, 128, 512, False, True, True),
         (torch.float32, 256, 512, False, False, True),
+        (torch.float32, 256, 512, False, True, True),
         (half, 128, 512, False, False, True),
         last=2,
     ):

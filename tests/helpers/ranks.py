@@ -14,6 +14,7 @@ from refattn.conformance import Case, build
 from refattn.conformance.call import OPTIONS
 from refattn.interface import AttentionOptions, Batch, DistributedGroup, Group, Int8Scales, Shard, simulate_ranks
 from refattn.kv_cache import gather
+from refattn.metadata import make_batch
 
 PER_HEAD = ("alibi_slopes", "sinks")
 
@@ -99,6 +100,32 @@ def attend_on_all(package: str, num_ranks: int, *tensors, return_lse: bool = Fal
     return (out, torch.cat(lses, 1)) if return_lse else out
 
 
+def part_of(step, batch: Batch, rank: int, cuts: list[list[int]]):
+    """Return a rank's tokens of each sequence, and its batch; `cuts` has where each rank's part of a sequence ends."""
+    rows, lens, ends = [], [], []
+    for (q0, _), context, cut in zip(batch.query_rows(), batch.context_lens.tolist(), cuts, strict=True):
+        first, end = (0, *cut)[rank], cut[rank]
+        rows += range(q0 + first, q0 + end)
+        lens.append(end - first)
+        ends.append(context + end)
+    return type(step)(*(x[rows] for x in step)), make_batch(lens, ends), rows
+
+
+def fold_part(package: str, group: Group, step, states: Tensor, batch: Batch, cuts, options, **tables):
+    """Fold a rank's tokens into a pool of its own; return the rows, the outputs and the pool."""
+    own, own_batch, rows = part_of(step, batch, group.rank, cuts)
+    pool, path = states.clone(), import_module(f"{package}.context_parallel")
+    plan = import_module(f"{package}.recurrent").plan(own_batch, **tables)
+    return rows, path.recurrent_attention(*own, pool, plan, options, group=group), pool
+
+
+def fold_on_all(package: str, num_ranks: int, *arguments, **tables) -> tuple[Tensor, list[Tensor]]:
+    """Fold on simulated ranks; return the outputs of all tokens, and the pool of each rank."""
+    parts = simulate_ranks(num_ranks, lambda group: fold_part(package, group, *arguments, **tables))
+    out = torch.cat([part for _, part, _ in parts])[torch.tensor(sum((rows for rows, _, _ in parts), [])).argsort()]
+    return out, [pool for _, _, pool in parts]
+
+
 def _new_rows(cache: Tensor, batch: Batch, num_rows: int) -> Tensor:
     """Read the keys of the new tokens out of a whole pool; padding rows hold NaN."""
     rows = cache.new_full((num_rows, *cache.shape[2:]), torch.nan)
@@ -125,8 +152,10 @@ def replay(call: Callable[[], Any], seq_lens: Tensor, shortest: Tensor) -> Any:
     return answer
 
 
-def run_process(rank: int, size: int, folder: str, backend: str, calls: list[tuple[Case, torch.dtype, dict]]) -> None:
-    """Be one of several processes: attend in every case, and leave the answers in a folder."""
+def run_process(
+    rank: int, size: int, folder: str, backend: str, calls: list[tuple[Case, torch.dtype, dict]], folded=None
+) -> None:
+    """Be one of several processes: attend in every case, fold some tokens, and leave the answers in a folder."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group(backend, f"file://{folder}/store", rank=rank, world_size=size)
     device = "cpu" if backend == "gloo" else f"cuda:{rank}"
@@ -148,5 +177,8 @@ def run_process(rank: int, size: int, folder: str, backend: str, calls: list[tup
         call = prepare_rank("fastattn", DistributedGroup(), (*tensors, batch), return_lse=True, **options)
         answer = call() if backend == "gloo" else replay(call, batch.seq_lens, batch.query_lens)
         answers.append(tuple(x.cpu() for x in answer))
+    if folded is not None:
+        arguments, tables = folded
+        answers.append(fold_part("fastattn", DistributedGroup(), *arguments, **tables))
     torch.save(answers, Path(folder, f"{rank}.pt"))
     torch.distributed.destroy_process_group()

@@ -4,18 +4,21 @@ import multiprocessing
 import re
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 
 import pytest
 import torch
 
 import fastattn.context_parallel
 import refattn.context_parallel
+import refattn.recurrent
 from refattn import chunked_prefill, metadata
 from refattn.conformance import PathSpec, attend
-from refattn.interface import DistributedGroup, Fp8Scales, Group, Shard, simulate_ranks
+from refattn.interface import DistributedGroup, Fp8Scales, Group, RecurrentOptions, Shard, simulate_ranks
 from tests.helpers.batches import Case, build, masks_by_hand
 from tests.helpers.kernels_present import each_kernel
-from tests.helpers.ranks import attend_on_all, run_process
+from tests.helpers.ranks import attend_on_all, fold_on_all, run_process
+from tests.helpers.states import draw, draw_states, ints, lengths
 from tests.helpers.stored import KINDS, Stored, rounded_by_hand, store
 from tests.helpers.tolerance import assert_matches_reference
 
@@ -518,14 +521,14 @@ CALLS = [
 ]
 
 
-def check_processes(num_ranks, backend, calls, folder):
+def check_processes(num_ranks, backend, calls, folder, folded=None):
     """Run a process per rank, and hold what they answer to the reference of one machine.
 
     They are forks of a process that is not this one, so PyTorch is imported once, and no thread is lost on the way.
     """
     multiprocessing.set_forkserver_preload([run_process.__module__])
     asked = dict(nprocs=num_ranks, start_method="forkserver")
-    torch.multiprocessing.start_processes(run_process, (num_ranks, str(folder), backend, calls), **asked)
+    torch.multiprocessing.start_processes(run_process, (num_ranks, str(folder), backend, calls, folded), **asked)
     answers = [torch.load(folder / f"{rank}.pt") for rank in range(num_ranks)]
     for i, (case, dtype, options) in enumerate(calls):
         out, lse = (torch.cat([answer[i][part] for answer in answers], 1) for part in (0, 1))
@@ -536,10 +539,106 @@ def check_processes(num_ranks, backend, calls, folder):
         assert_matches_reference(out, lse, reference, *build(case, dtype=dtype).tensors, **options)
 
 
-@pytest.mark.covers("B88")
+@pytest.mark.covers("B88", "R213")
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_processes_of_torch_distributed(num_ranks, tmp_path):
-    check_processes(num_ranks, "gloo", CALLS, tmp_path)
+    """Of keys on several ranks, and of the last call tokens, which are folded into states."""
+    step, states, batch, cuts = draw(29), draw_states(4), lengths((20, 0, 9), (3, 5, 0)), CUTS[num_ranks]
+    tables = dict(state_indices=ints([2, 1, 0]))
+    folded = (step, states, batch, cuts, RecurrentOptions()), tables
+    check_processes(num_ranks, "gloo", CALLS, tmp_path, folded)
+    parts = [torch.load(tmp_path / f"{rank}.pt")[-1] for rank in range(num_ranks)]
+    out, pools = fold_on_all("fastattn", num_ranks, *folded[0], **tables)
+    for rows, part, pool in parts:
+        assert torch.equal(part, out[rows]) and torch.equal(pool, pools[0])
+
+
+# --- states ---
+
+CUTS = {  # where the part of each rank ends, in each sequence
+    1: [[20], [0], [9]],
+    2: [[13, 20], [0, 0], [0, 9]],
+    3: [[0, 17, 20], [0, 0, 0], [9, 9, 9]],
+    4: [[2, 2, 19, 20], [0, 0, 0, 0], [3, 4, 8, 9]],
+}
+
+
+@pytest.mark.covers("R213")
+@each_package
+@pytest.mark.parametrize("num_ranks", CUTS)
+@pytest.mark.parametrize("options", [RecurrentOptions(), RecurrentOptions(0.7, delta=False)], ids=["delta", "plain"])
+@pytest.mark.parametrize("per_channel", [False, True], ids=["per-head", "per-channel"])
+def test_any_cut_into_ranks_is_the_whole(package, num_ranks, options, per_channel):
+    """In float64, with gates of 0 and saturated ones; free slots and those of sequences that begin hold NaN."""
+    batch, step = lengths((20, 0, 9, 1), (3, 5, 0, 2)), draw(30, per_channel=per_channel).to(torch.float64)
+    cuts = [*CUTS[num_ranks], [1] * num_ranks]
+    states = torch.full((7, 4, 6, 8), torch.nan, dtype=torch.float64)
+    states[[2, 1]] = draw_states(2).double()
+    tables = dict(state_indices=ints([2, 1, 0, -1]), block_size=8)
+    tables["checkpoint_indices"] = ints([[3, 4], [-1, -1], [5, -1], [6, 6]])
+    whole = states.clone()
+    plan = refattn.recurrent.plan(batch, **tables)
+    expected = refattn.recurrent.attention(*step, whole, plan, options)
+    out, pools = fold_on_all(package, num_ranks, step, states, batch, cuts, options, **tables)
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-11)
+    assert not out[29].any(), "padding"
+    for pool in pools:
+        torch.testing.assert_close(pool[[2, 1, 0]], whole[[2, 1, 0]], rtol=1e-10, atol=1e-11)
+        assert torch.equal(pool[1], states[1]) and pool[6].isnan().all(), "nobody has a new token there"
+    kept = torch.stack([pool[3:6] for pool in pools])  # by the rank with the last token of the block
+    assert (kept.isfinite().flatten(2).all(-1).sum(0) == 1).all()
+    torch.testing.assert_close(kept.nan_to_num().sum(0), whole[3:6], rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.covers("R213")
+@each_package
+def test_maps_compose_in_order(package):
+    """Of three runs of tokens in any grouping, and not the other way around; of nothing it is the identity."""
+    path = import_module(f"{package}.recurrent")
+    step = draw(9).to(torch.float64)
+    maps = []
+    for rows in (slice(0, 2), slice(2, 3), slice(3, 9)):
+        plan = path.plan(lengths([rows.stop - rows.start], [rows.start]), state_indices=ints([0]))
+        maps.append(path.state_map(*step.rows(rows)[1:], plan))
+    whole = path.state_map(*step[1:], path.plan(lengths([9], [0]), state_indices=ints([0])))
+    first, second, third = maps
+    for composed in (path.compose(maps), path.compose([first, path.compose([second, third])])):
+        for one, other in zip(composed, whole, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+    assert not torch.allclose(path.compose(maps[::-1]).added, whole.added)
+    nothing = path.plan(lengths((0, 9), (4, 0)), state_indices=ints([0, -1]))
+    factor, added = path.state_map(*step[1:], nothing)
+    assert torch.equal(factor, torch.eye(8, dtype=torch.float64).expand(2, 4, 8, 8)) and not added.any()
+    before = draw_states(1).double()
+    after = before.clone()
+    path.attention(*step, after, path.plan(lengths([9], [4]), state_indices=ints([0])))
+    torch.testing.assert_close(before @ whole.factor + whole.added, after, rtol=1e-10, atol=1e-11)
+
+
+@each_package
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_parts_of_a_step_that_cannot_be_are_named(package):
+    path, recurrent = PACKAGES[package], import_module(f"{package}.recurrent")
+    step, states = draw(2), draw_states(3)
+    plan = recurrent.plan(lengths([2], [0]), state_indices=ints([1]))
+    drafts = recurrent.plan(lengths([2], [0]), state_indices=ints([[1, 2]]))
+    before, one = states.clone(), recurrent.state_map(*step[1:], plan)
+    for message, call in (
+        ("plan: expected one slot", lambda: path.recurrent_attention(*step, states, drafts, group=_Alone(0, 2))),
+        ("group: expected ranks, got None", lambda: path.recurrent_attention(*step, states, plan, group=None)),
+        (
+            "value: expected",
+            lambda: path.recurrent_attention(*step[:2], step.beta, *step[3:], states, plan, group=None),
+        ),
+        ("plan: expected a StatePlan", lambda: recurrent.state_map(*step[1:], None)),
+        ("options: expected RecurrentOptions", lambda: recurrent.state_map(*step[1:], plan, None)),
+        ("key: expected at least 2 rows", lambda: recurrent.state_map(*step.rows(slice(1))[1:], plan)),
+        ("maps: expected at least one StateMap", lambda: recurrent.compose([])),
+        ("maps[1].added: expected", lambda: recurrent.compose([one, one._replace(added=one.factor)])),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            call()
+    assert torch.equal(states, before)
 
 
 @pytest.mark.covers("B88")

@@ -257,10 +257,13 @@ def test_a_sequence_without_tokens_leaves_the_slot_of_another_alone(kernel, leng
 
 @pytest.mark.covers("R203")
 @each_computer
-@pytest.mark.parametrize("name", ["key", "value", "log_decay"])
-def test_nan_reaches_the_tokens_after_it_and_none_before(kernel, name):
+@pytest.mark.parametrize(
+    ("name", "per_channel"),
+    [("key", False), ("value", False), ("log_decay", False), ("key", True), ("log_decay", True)],
+)
+def test_nan_reaches_the_tokens_after_it_and_none_before(kernel, name, per_channel):
     """In a chunk, all of whose tokens meet in one product, it would be 0 times NaN."""
-    step, states = draw(20, h=1, hv=1), draw_states(1, 1)
+    step, states = draw(20, h=1, hv=1, per_channel=per_channel), draw_states(1, 1)
     getattr(step, name)[12] = torch.nan
     out = attend(kernel, step, states, lengths([20], [0]), state_indices=ints([0]))
     assert out[:12].isfinite().all() and out[12:].isnan().any(-1).all() and states.isnan().any()
@@ -448,6 +451,24 @@ def test_twins_agree(kernel, options, per_channel, lens):
 def test_twins_agree_over_a_whole_chunk_and_more(kernel):
     step = draw(131, h=1, hv=1, dk=17, dv=18)
     assert_twins_agree(kernel, step, draw_states(1, 1, 18, 17), lengths([131], [7]), state_indices=ints([0]))
+
+
+STRONG = {  # logarithms of decays, by token and channel
+    "none": lambda gates: gates.zero_(),
+    "strong": lambda gates: gates.fill_(-80.0),
+    "strong for some tokens": lambda gates: gates[::3].fill_(-80.0),
+}
+
+
+@pytest.mark.covers("R203", "R208")
+@each_kernel
+@pytest.mark.parametrize("gates", STRONG.values(), ids=STRONG)
+def test_chunks_with_a_decay_per_channel(kernel, gates):
+    """Whole chunks and parts of them: `exp(80)` to the power of a few tokens would not be a number."""
+    step = draw(92, h=1, hv=2, dk=9, dv=3, per_channel=True)
+    gates(step.log_decay)
+    tables = dict(state_indices=ints([2, 0]), checkpoint_indices=ints([[-1, 1], [3, -1]]), block_size=32)
+    assert_twins_agree(kernel, step, draw_states(4, 2, 3, 9), lengths((71, 20), (7, 13)), **tables)
 
 
 @each_kernel

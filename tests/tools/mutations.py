@@ -2061,6 +2061,27 @@ MUTATIONS: list[Mutation] = [
     ),
     # --- layers that keep a state ---
     *breaks(
+        "R213",
+        "a rank begins with what is before all of them",
+        (
+            "refattn/context_parallel.py",
+            '"hv dv j, hv j dk -> hv dv dk") + added[rank, i]',
+            '"hv dv j, hv j dk -> hv dv dk") + added[rank, i] * (rank + 1 == group.size)',
+        ),
+        (
+            "fastattn/context_parallel.py",
+            "if rank == group.rank:\n            _put(",
+            "if not rank:\n            _put(",
+        ),
+    ),
+    *in_both(
+        "R213",
+        "maps without what came before them",
+        "recurrent.py",
+        " + after.added",
+        " * 0 + after.added",
+    ),
+    *breaks(
         "R201",
         "a sequence that begins goes on from what its slot held",
         ("refattn/recurrent.py", "start if has_state else None", "start"),
@@ -2097,7 +2118,7 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "R203",
         "value heads share a query with those far away",
-        ("refattn/recurrent.py", '"t h dk -> t (h g) dk"', '"t h dk -> t (g h) dk"'),
+        ("refattn/recurrent.py", '"t h dk -> t (h g) dk", g=group', '"t h dk -> t (g h) dk", g=group'),
         (RECURRENT, "x.repeat_interleave(tokens.group, 1)[..., None]", "x.repeat(1, tokens.group, 1)[..., None]"),
     ),
     *breaks(
@@ -2123,7 +2144,12 @@ MUTATIONS: list[Mutation] = [
             "right = torch.cat([value, key * from_start * beta], dim=-1)",
             "right = torch.cat([value, key * beta], dim=-1)",
         ),
-        (OUR_RECURRENT, "(rates * from_start)[:, None]", "rates[:, None]"),
+        (OUR_RECURRENT, "rates[:, None] * from_start", "rates[:, None]"),
+    ),
+    *breaks(
+        "R203",
+        "with a decay per channel, a key fades by the decays of the next block, too",
+        (OUR_RECURRENT, " & (at % BLOCK != BLOCK - 1)", ""),
     ),
     *breaks(
         "R203",
@@ -2200,7 +2226,47 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "R209",
         "a decode writes where it reads",
-        (STATE_LAYERS, "rows.append([*one.targets,", "rows.append([max(one.targets[0], start), *one.targets[1:],"),
+        (
+            STATE_LAYERS,
+            "prefill = one.targets, start, -1",
+            "prefill = [max(one.targets[0], start), *one.targets[1:]], start, -1",
+        ),
+    ),
+    *breaks(
+        "R209",
+        "a decode ahead writes where the one before it reads",
+        (
+            STATE_POOL,
+            "Slots(slots.first + 1, target, [self._take()])",
+            "Slots(slots.first + 1, target, [self._take() if slots.start is None else slots.start])",
+        ),
+    ),
+    *breaks(
+        "R202",
+        "padding rows of a captured decode have slot 0",
+        (
+            GRAPHS,
+            "self.slots[:count], self.slots[count:] = rows.slots, -1",
+            "self.slots[:count], self.slots[count:] = rows.slots, 0",
+        ),
+    ),
+    *breaks(
+        "R209",
+        "a captured decode goes on with the slots of the one before",
+        (
+            GRAPHS,
+            "self.slots[:count], self.slots[count:] = rows.slots, -1",
+            "self.slots[:count] = rows.slots.where(self.slots[:count] < 0, self.slots[:count])",
+        ),
+    ),
+    *breaks(
+        "R210",
+        "a step is captured over its requests, whose states change twice",
+        (
+            GRAPHS,
+            ("        replay = self.capture()\n", "        tokens = _choose(replay()["),
+            ("", "        replay = self.capture()\n        tokens = _choose(replay()["),
+        ),
     ),
     *breaks(
         "R210",
@@ -2220,7 +2286,7 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "R210",
         "two requests read one slot",
-        (STATE_LAYERS, "(not are_decodes or pool.is_shared(start))", "not are_decodes"),
+        (STATE_LAYERS, "(not is_decode or pool.is_shared(start))", "not is_decode"),
     ),
     *breaks(
         "R210",
@@ -2264,7 +2330,11 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "R208",
         "no gate is closed",
-        ("refattn/recurrent.py", "log_decay.to(compute).exp()", "log_decay.to(compute).exp().clamp(min=1e-3)"),
+        (
+            "refattn/recurrent.py",
+            "log_decay.to(compute).exp(), beta.to(compute)\n\n    result",
+            "log_decay.to(compute).exp().clamp(min=1e-3), beta.to(compute)\n\n    result",
+        ),
     ),
     *breaks(
         "R208",

@@ -357,8 +357,8 @@ AT_LARGE: list[Mutation] = [
     planted(
         "a decode ahead takes the token of another row",
         ROWS,
-        "torch.zeros_like(kept), kept, settings_of",
-        "torch.zeros_like(kept), torch.zeros_like(kept), settings_of",
+        "torch.zeros_like(kept),\n            kept,",
+        "torch.zeros_like(kept),\n            torch.zeros_like(kept),",
         AHEAD,
     ),
     planted(
@@ -392,8 +392,8 @@ AT_LARGE: list[Mutation] = [
     planted(
         "a decode ahead has no block for its token",
         "refattn/serving/scheduler.py",
-        "self.allocate(request, 2)",
-        "self.allocate(request, 1)",
+        "self._allocate_blocks(request, 2)",
+        "self._allocate_blocks(request, 1)",
         AHEAD,
     ),
     planted(

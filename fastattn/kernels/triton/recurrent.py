@@ -1,17 +1,32 @@
 """Layers that keep a state: tokens one by one for decodes and drafts, by chunks for prompts; and their convolution.
 
-    decode, drafts, decays per channel      one program per sequence, head and part of the values; its state stays in
-                                            registers from the first token to the last: it is read once, and written
-                                            once per slot that keeps it
-    prompts                                 first what the tokens of a chunk are to one another, for all chunks at
-                                            once (the triangular system of each); then one program per sequence, head
-                                            and part of the values goes from chunk to chunk with its state
+    decode, drafts    one program per sequence, head and part of the values; its state stays in registers from the first
+                      token to the last: it is read once, and written once per slot that keeps it
+    prompts           first what the tokens of a chunk are to one another, for all chunks at once (the triangular system
+                      of each); then one program per sequence, head and part of the values goes from chunk to chunk
+                      with its state
 
 A program reads the lengths and the slots itself, and one more writes zeros to the rows after the last sequence. So
 nothing depends on the host, and a captured graph replays with other lengths, slots and padding.
 
 As in `fastattn.kernels.torch_recurrent`, sums of logarithms are never subtracted: those of a chunk are summed from each
 token on, so a gate of exactly 0 or a saturated one changes nothing for the tokens after it.
+
+With a decay per channel, the weight of two tokens is a sum over channels, each with a product of decays of its own. The
+usual way divides: `(q[i] exp(g[i])) . (k[j] exp(-g[j]))`, with g the sum of logarithms since some token, and `exp(-g)`
+overflows after a few strong gates. Here a pair of tokens is split at a token between them, the middle of the smallest
+block of 2, 4, 8 .. tokens that holds both: the decays up to the middle belong to the key, those after it to the query.
+
+    a chunk of 8, the pairs of each product of matrices      j  0 1 2 3 4 5 6 7
+                                                          i  1  a
+    a   halves of 1 token                                    2  b b
+    b   halves of 2                                          3  b b a
+    c   halves of 4                                          4  c c c c
+                                                             5  c c c c a
+                                                             6  c c c c b b
+                                                             7  c c c c b b a
+
+So every exponent is a sum of logarithms of decays, and no factor is larger than 1, however strong the gates are.
 
 Source: Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence Length".
 """
@@ -74,28 +89,37 @@ def recurrent(
         "PAD_K": _pad(key_head_size),
         "DELTA": options.delta,
     }
-    chunk = _chunk_size(plan, query)
-    by_token = plan.per_draft or per_channel or chunk < FEWEST_IN_CHUNK or plan.batch.max_query_len <= FEW
+    chunk = _chunk_size(plan, query, per_channel)
+    by_token = plan.per_draft or chunk < FEWEST_IN_CHUNK or plan.batch.max_query_len <= FEW
     block_v = min(BLOCK_V if by_token else CHUNKS_BLOCK_V, _pad(value_head_size))
     grid = (plan.batch.num_seqs + 1, num_heads, triton.cdiv(value_head_size, block_v))
+    arguments["PER_CHANNEL"] = per_channel
     if by_token:
-        _tokens_kernel[grid](**arguments, BLOCK_V=block_v, PER_CHANNEL=per_channel, num_warps=TOKENS_WARPS)
+        _tokens_kernel[grid](**arguments, BLOCK_V=block_v, num_warps=TOKENS_WARPS)
         return out
     precision = "ieee" if devices.is_rocm() else "tf32x3" if query.dtype == torch.float32 else "tf32"
     arguments |= {"CHUNK": chunk, "PRECISION": precision}
     # What 16 bits round here is what they round anyway, but fp16 may not hold it: products are in bfloat16, or in 32.
     operand = torch.bfloat16 if query.dtype == torch.bfloat16 else torch.float32
+    like_keys = (num_tokens, num_heads, key_head_size)
+
+    def empty(*shape: int, dtype: torch.dtype = operand) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=value.device)
+
     made = {
-        "written": torch.empty(value.shape, dtype=operand, device=value.device),
-        "answered": torch.empty(*value.shape[:2], key_head_size, dtype=operand, device=value.device)
-        if options.delta
-        else None,
-        "weights": torch.empty(*value.shape[:2], chunk, dtype=operand, device=value.device),
-        "decays": torch.empty(*value.shape[:2], 2, dtype=torch.float32, device=value.device),
+        "written": empty(*value.shape),
+        "answered": empty(*like_keys) if options.delta else None,
+        "weights": empty(num_tokens, num_heads, chunk),
+        "decays": empty(num_tokens, num_heads, key_head_size if per_channel else 2, dtype=torch.float32),
+        "queries_since": empty(*like_keys) if per_channel else None,
+        "keys_until": empty(*like_keys) if per_channel else None,
     }
     num_places = num_tokens // chunk + 2 * plan.batch.num_seqs  # of chunks: the first may begin inside one
     own = {name: x for name, x in arguments.items() if name not in _OF_STATES}
-    _within_kernel[(num_places, num_heads)](**own, **made, COLUMNS=COLUMNS, num_warps=WITHIN_WARPS, **WITHIN_MORE)
+    levels = chunk.bit_length() - 1 if per_channel else 0
+    _within_kernel[(num_places, num_heads)](
+        **own, **made, LEVELS=levels, COLUMNS=COLUMNS, num_warps=WITHIN_WARPS, **WITHIN_MORE
+    )
     own = {name: x for name, x in arguments.items() if name not in _OF_CHUNKS}
     _chunks_kernel[grid](**own, **made, BLOCK_V=block_v, num_warps=CHUNKS_WARPS, num_stages=_stages(query, chunk))
     return out
@@ -110,10 +134,10 @@ _OF_STATES = ("states", "states_strides", "out", "out_strides", "scale")
 _OF_CHUNKS = ("value", "value_strides", "log_decay", "log_decay_strides", "beta", "beta_strides")
 
 
-def _chunk_size(plan: StatePlan, query: Tensor) -> int:
-    """Return how many tokens a chunk has: blocks end with one, and wide keys in 32 bits have to fit."""
+def _chunk_size(plan: StatePlan, query: Tensor, per_channel: bool) -> int:
+    """Return how many tokens a chunk has: blocks end with one, and wide keys in 32 bits have to fit, as decays have."""
     size = CHUNK if plan.block_size is None else gcd(CHUNK, plan.block_size)
-    return min(size, CHUNK // 2) if query.shape[-1] * query.element_size() > 256 else size
+    return min(size, CHUNK // 2) if per_channel or query.shape[-1] * query.element_size() > 256 else size
 
 
 def _stages(query: Tensor, chunk: int) -> int:
@@ -325,6 +349,82 @@ def _between(log_decay, row, in_chunk, stride, CHUNK: tl.constexpr):
 
 @triton.jit
 @no_type_check
+def _of_channels(of_decays, first_row, first, length, in_k, stride, CHUNK: tl.constexpr):
+    """Return the decays of each channel since the start of a chunk, after each token up to its end, and of all."""
+    logs, later = _read_logs(of_decays, first_row, first, length, in_k, stride, CHUNK, CHUNK)
+    return tl.exp(tl.cumsum(logs, 0)), tl.exp(tl.cumsum(later, 0, reverse=True)), tl.exp(tl.sum(logs, 0))
+
+
+@triton.jit
+@no_type_check
+def _read_logs(of_decays, first_row, first, length, in_k, stride, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the logarithms of each token, and those of the token after it, 0 after the last one of a block."""
+    at = tl.arange(0, CHUNK)
+    token = first + at
+    of_tokens = of_decays + (first_row + token)[:, None] * stride
+    is_real = (token >= 0) & (token < length)
+    logs = tl.load(of_tokens, is_real[:, None] & in_k[None, :], 0.0).to(tl.float32)
+    has_next = (token + 1 >= 0) & (token + 1 < length) & (at % BLOCK != BLOCK - 1)
+    later = tl.load(of_tokens + stride, has_next[:, None] & in_k[None, :], 0.0).to(tl.float32)
+    return logs, later
+
+
+@triton.jit
+@no_type_check
+def _weights(
+    left,
+    right,
+    of_decays,
+    first_row,
+    first,
+    length,
+    in_k,
+    stride,
+    CHUNK: tl.constexpr,
+    PAD_K: tl.constexpr,
+    LEVELS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Return `sum over d of left[i, d] right[j, d] D[i, j, d]` for j <= i, and 0 for others."""
+    at = tl.arange(0, CHUNK)
+    left, right = left.to(tl.float32), right.to(tl.float32)
+    weights = tl.where(at[:, None] == at[None, :], tl.sum(left * right, 1)[:, None], 0.0)
+    for level in tl.static_range(LEVELS):
+        products = _pairs(
+            left, right, of_decays, first_row, first, length, in_k, stride, CHUNK, PAD_K, 1 << level, PRECISION
+        )
+        half_i, half_j = at[:, None] >> level, at[None, :] >> level
+        weights = tl.where((half_i > half_j) & (half_i // 2 == half_j // 2), products, weights)
+    return weights
+
+
+@triton.jit
+@no_type_check
+def _pairs(
+    left,
+    right,
+    of_decays,
+    first_row,
+    first,
+    length,
+    in_k,
+    stride,
+    CHUNK: tl.constexpr,
+    PAD_K: tl.constexpr,
+    HALF: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Return what is the weight of tokens i and j, if i is in the second half of a block of two, and j in the first."""
+    logs, later = _read_logs(of_decays, first_row, first, length, in_k, stride, CHUNK, HALF)
+    since = tl.cumsum(tl.reshape(logs, [CHUNK // HALF, HALF, PAD_K]), 1)
+    until = tl.cumsum(tl.reshape(later, [CHUNK // HALF, HALF, PAD_K]), 1, reverse=True)
+    left *= tl.exp(tl.reshape(since, [CHUNK, PAD_K]))
+    right *= tl.exp(tl.reshape(until, [CHUNK, PAD_K]))
+    return tl.dot(left, tl.trans(right), input_precision=PRECISION)
+
+
+@triton.jit
+@no_type_check
 def _after(is_bad, CHUNK: tl.constexpr):
     """Return which rows of a chunk have a bad one among them and those before, in each column."""
     at = tl.arange(0, CHUNK)
@@ -386,7 +486,9 @@ def _within_kernel(
     written,  # [t, hv, dv]: what each token writes after a state of zeros
     answered,  # [t, hv, dk]: times the state before the chunk, what it writes less for it; None without the delta rule
     weights,  # [t, hv, CHUNK]: of what the chunk's tokens write, in the answer to each query
-    decays,  # [t, hv, 2]: since the chunk's start, and up to its end
+    decays,  # [t, hv, 2]: since the chunk's start, and up to its end; or [t, hv, dk]: in its last row, all of it
+    queries_since,  # [t, hv, dk]: times the decays of the channels since the chunk's start; None without such
+    keys_until,  # [t, hv, dk]: times those up to its end
     query_strides,
     key_strides,
     value_strides,
@@ -414,6 +516,8 @@ def _within_kernel(
     DELTA: tl.constexpr,
     PER_DRAFT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
+    LEVELS: tl.constexpr,
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -442,35 +546,61 @@ def _within_kernel(
     row = first_row + first + at
     own_row = row * tl.num_programs(1) + head
     at_k = tl.arange(0, PAD_K)
-    between, from_start, to_end = _between(
-        log_decay + head * log_decay_strides[1], row, in_chunk, log_decay_strides[0], CHUNK
-    )
-    tl.store(decays + own_row * 2, from_start, in_chunk)
-    tl.store(decays + own_row * 2 + 1, to_end, in_chunk)
     in_keys = in_chunk[:, None] & (at_k < DK)[None, :]
     of_rows = key + (head // GROUP) * key_strides[1] + row[:, None] * key_strides[0]
     keys = tl.load(of_rows + at_k[None, :] * key_strides[2], in_keys, 0.0)
     of_queries = query + (head // GROUP) * query_strides[1] + row[:, None] * query_strides[0]
     queries = tl.load(of_queries + at_k[None, :] * query_strides[2], in_keys, 0.0)
-    products = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * between
+    of_decays = log_decay + head * log_decay_strides[1]
+    if PER_CHANNEL:
+        in_k, stride = at_k < DK, log_decay_strides[0]
+        of_channels = of_decays + at_k[None, :] * log_decay_strides[2]
+        products = _weights(
+            queries, keys, of_channels, first_row, first, length, in_k, stride, CHUNK, PAD_K, LEVELS, PRECISION
+        )
+    else:
+        between, from_start, to_end = _between(of_decays, row, in_chunk, log_decay_strides[0], CHUNK)
+        tl.store(decays + own_row * 2, from_start, in_chunk)
+        tl.store(decays + own_row * 2 + 1, to_end, in_chunk)
+        products = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * between
     products = tl.where(at[:, None] >= at[None, :], products, 0.0)  # which 0 times NaN would not be
     tl.store(weights + own_row[:, None] * CHUNK + at[None, :], products, in_chunk[:, None])
 
     rates = tl.load(beta + row * beta_strides[0] + head * beta_strides[1], in_chunk, 0.0).to(tl.float32)
     OPERAND: tl.constexpr = written.dtype.element_ty
     if DELTA:
-        system = -tl.dot(keys, tl.trans(keys), input_precision=PRECISION) * between * rates[:, None]
+        if PER_CHANNEL:
+            system = _weights(
+                keys, keys, of_channels, first_row, first, length, in_k, stride, CHUNK, PAD_K, LEVELS, PRECISION
+            )
+        else:
+            system = tl.dot(keys, tl.trans(keys), input_precision=PRECISION) * between
+        system *= -rates[:, None]
         system = tl.where(at[:, None] > at[None, :], system, 0.0)
         is_finite = tl.abs(system) < float("inf")
         inverse = _invert(tl.where(is_finite, system, 0.0), PRECISION, CHUNK).to(OPERAND)
         is_bad = tl.max(tl.where(is_finite, 0, 1), 1)[:, None] > 0  # then all that is written from here on is NaN
-        for first_column in range(0, DK, COLUMNS):
-            columns = first_column + tl.arange(0, COLUMNS)
-            in_part = in_chunk[:, None] & (columns < DK)[None, :]
-            part = tl.load(of_rows + columns[None, :] * key_strides[2], in_part, 0.0).to(tl.float32)
-            part = tl.where(is_bad, float("nan"), part * (rates * from_start)[:, None])
+    for first_column in range(0, DK if DELTA or PER_CHANNEL else 0, COLUMNS):
+        columns = first_column + tl.arange(0, COLUMNS)
+        in_part = in_chunk[:, None] & (columns < DK)[None, :]
+        part = tl.load(of_rows + columns[None, :] * key_strides[2], in_part, 0.0).to(tl.float32)
+        at_part = own_row[:, None] * DK + columns[None, :]
+        if PER_CHANNEL:
+            of_channels = of_decays + columns[None, :] * log_decay_strides[2]
+            since, until, total = _of_channels(
+                of_channels, first_row, first, length, columns < DK, log_decay_strides[0], CHUNK
+            )
+            last = (first_row + tl.minimum(first + CHUNK, length) - 1) * tl.num_programs(1) + head
+            tl.store(decays + last * DK + columns, total, columns < DK)
+            tl.store(keys_until + at_part, part * until, in_part)
+            asked = tl.load(of_queries + columns[None, :] * query_strides[2], in_part, 0.0).to(tl.float32)
+            tl.store(queries_since + at_part, asked * since, in_part)
+        else:
+            since = from_start[:, None]
+        if DELTA:
+            part = tl.where(is_bad, float("nan"), part * rates[:, None] * since)
             part = _dot_with_earlier(inverse, part, OPERAND, PRECISION, CHUNK)
-            tl.store(answered + own_row[:, None] * DK + columns[None, :], part, in_part)
+            tl.store(answered + at_part, part, in_part)
     of_values = value + head * value_strides[1] + row[:, None] * value_strides[0]
     for first_column in range(0, DV, COLUMNS):
         columns = first_column + tl.arange(0, COLUMNS)
@@ -495,6 +625,8 @@ def _chunks_kernel(
     answered,
     weights,
     decays,
+    queries_since,
+    keys_until,
     query_strides,
     key_strides,
     states_strides,
@@ -521,6 +653,7 @@ def _chunks_kernel(
     DELTA: tl.constexpr,
     PER_DRAFT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -570,20 +703,25 @@ def _chunks_kernel(
         if DELTA:
             answers = tl.load(answered + own_row[:, None] * DK + at_k[None, :], in_keys, 0.0)
             values -= tl.dot(answers, before, input_precision=PRECISION)
-        to_end = tl.load(decays + own_row * 2 + 1, in_chunk, 0.0)
-        last = first_row + tl.minimum(first + CHUNK, length) - 1
-        total = tl.load(decays + (last * tl.num_programs(1) + head) * 2)
-        of_keys = key + (head // GROUP) * key_strides[1] + row[:, None] * key_strides[0]
-        keys = tl.load(of_keys + at_k[None, :] * key_strides[2], in_keys, 0.0).to(OPERAND)
-        kept = (values * to_end[:, None]).to(OPERAND)
-        state = state * total + tl.dot(tl.trans(keys), kept, input_precision=PRECISION)
-
-        of_queries = query + (head // GROUP) * query_strides[1] + row[:, None] * query_strides[0]
-        queries = tl.load(of_queries + at_k[None, :] * query_strides[2], in_keys, 0.0).to(OPERAND)
-        from_start = tl.load(decays + own_row * 2, in_chunk, 0.0)
+        last = (first_row + tl.minimum(first + CHUNK, length) - 1) * tl.num_programs(1) + head
+        if PER_CHANNEL:
+            at_keys = own_row[:, None] * DK + at_k[None, :]
+            keys = tl.load(keys_until + at_keys, in_keys, 0.0)
+            queries = tl.load(queries_since + at_keys, in_keys, 0.0)
+            total = tl.load(decays + last * DK + at_k, in_k, 0.0)[:, None]
+            kept, result = values, tl.dot(queries, before, input_precision=PRECISION)
+        else:
+            of_keys = key + (head // GROUP) * key_strides[1] + row[:, None] * key_strides[0]
+            keys = tl.load(of_keys + at_k[None, :] * key_strides[2], in_keys, 0.0).to(OPERAND)
+            of_queries = query + (head // GROUP) * query_strides[1] + row[:, None] * query_strides[0]
+            queries = tl.load(of_queries + at_k[None, :] * query_strides[2], in_keys, 0.0).to(OPERAND)
+            total = tl.load(decays + last * 2)
+            kept = values * tl.load(decays + own_row * 2 + 1, in_chunk, 0.0)[:, None]
+            result = tl.dot(queries, before, input_precision=PRECISION)
+            result *= tl.load(decays + own_row * 2, in_chunk, 0.0)[:, None]
+        state = state * total + tl.dot(tl.trans(keys), kept.to(OPERAND), input_precision=PRECISION)
         own_weights = tl.load(weights + own_row[:, None] * CHUNK + at[None, :], in_chunk[:, None], 0.0)
         is_finite = tl.abs(values) < float("inf")  # NaN is in all rows after the first that has it: see above
-        result = tl.dot(queries, before, input_precision=PRECISION) * from_start[:, None]
         result += tl.dot(own_weights, tl.where(is_finite, values, 0.0).to(OPERAND), input_precision=PRECISION)
         result = tl.where(is_finite, result * scale, float("nan"))
         tl.store(of_out + row[:, None] * out_strides[0], result.to(out.dtype.element_ty), in_values)
