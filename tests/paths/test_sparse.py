@@ -189,6 +189,29 @@ def test_scores_under_other_masks(kernel, mask, device):
     torch.testing.assert_close(scores, refattn.sparse.scores(query, weights, pool, mask(batch)), rtol=1e-4, atol=2e-4)
 
 
+@pytest.mark.covers("F196")
+@pytest.mark.skipif("triton" not in KERNELS, reason="needs Triton")
+@pytest.mark.parametrize("lens", [CASE.lens, ((1, 70), (0, 9), (1, 33), (1, 1), (1, 0))], ids=["chunks", "decodes"])
+@pytest.mark.parametrize("mask", [None, (9, 0)], ids=["causal", "window"])
+def test_a_program_scores_several_steps_of_keys(lens, mask, monkeypatch, device):
+    """As with long contexts: steps that nobody sees before and after those that are scored, and fewer at the end."""
+    from fastattn.kernels.triton import selection
+
+    monkeypatch.setattr(selection, "BLOCK_N", 16)
+    monkeypatch.setattr(selection, "STEPS", 3)
+    monkeypatch.setattr(selection, "multiprocessors", lambda device: 1)
+    case, answers = Case("steps", lens, heads=(4, 2), block_size=8, padding_rows=2), []
+    for poison in (HARMLESS, POISON):
+        query, weights, pool, batch, _ = lay_out(case, poison=poison, device=device)
+        plan = plan_of(batch, window_size=mask) if mask else plan_of(batch)
+        with dispatch.use_kernel("triton"):
+            answers.append(fastattn.sparse.scores(query, weights, pool, plan))
+    assert torch.equal(*answers)
+    expected = refattn.sparse.scores(query, weights, pool, plan)
+    assert torch.equal(expected.isinf(), answers[0].isinf())
+    torch.testing.assert_close(answers[0], expected, rtol=1e-4, atol=2e-4)
+
+
 @each_scorer
 def test_no_bit_of_a_score_depends_on_the_rest_of_the_batch(kernel, device):
     query, weights, pool, batch, _ = lay_out(device=device)

@@ -1,7 +1,7 @@
 """Index keys, their scores, and the selection of the best, in Triton; the kernel `triton` of `fastattn.sparse`.
 
     write_index     a program for some tokens: the scale, the codes, both into their part of the page
-    score_index     a program for a tile of queries and `BLOCK_N` keys, which are read once for all of them
+    score_index     a program for a tile of queries and some steps of `BLOCK_N` keys, each read once for all of them
     select          a program for a query: its threshold by counts of five bits at a time, and then one pass in order;
                     of few long rows, a program for some scores of a query, and a launch for each count
     plan_selected   a program for a query: whose it is, the slots of its keys, one after the other
@@ -23,13 +23,27 @@ from torch import Tensor
 
 from fastattn.kernels.gpu.attention_kernel import contiguous, count_tiles
 from fastattn.kernels.gpu.codes import from_codes, to_fp8
-from fastattn.kernels.gpu.tile import CHANGING, converts_fp8, find_tile, multiprocessors, pad, visible_keys
+from fastattn.kernels.gpu.tile import (
+    CHANGING,
+    Tuning,
+    converts_fp8,
+    find_tile,
+    fit,
+    multiprocessors,
+    pad,
+    visible_keys,
+)
 from fastattn.kernels.problem import as_bytes
 from refattn.interface import Batch, Plan
 from refattn.interface.selection import SCALE_BYTES, SMALLEST, holds_codes, index_size_of
 
 BLOCK_ROWS = 16  # tokens of a program that writes
-BLOCK_N = 128  # keys of a program that scores, of at most 256 bytes as they are multiplied
+BLOCK_N = 128  # keys of a step of a program that scores, of at most 256 bytes as they are multiplied
+STEPS = 8  # of such a program, at most
+PROGRAMS = 2  # for each multiprocessor, so many that steps become programs of their own
+SCORE_WARPS = 4
+STAGES_OF_CODES = 5  # half of them read the block table, so two steps of keys are in flight
+STAGES_OF_NUMBERS = 3
 QUERIES = 4  # queries of such a program, at most
 BLOCK = 4096  # scores that are read at a time, at most 2**15
 BITS = 5  # of a digit; at least 5, as a warp counts 32 digits by a vote for each bit
@@ -79,9 +93,22 @@ def score_index(
     codes, query_codes = holds_codes(index_cache), query.element_size() == 1
     query, weights = as_bytes(query) if query_codes else query, weights.float()
     key_bytes = size * (2 if query_codes else query.element_size())
-    block_n = BLOCK_N if key_bytes <= 256 else BLOCK_N // 2
-    programs = count_tiles(batch, t, 1, QUERIES) * -(-batch.max_seq_len // block_n)
-    _score_index_kernel[(programs,)](
+    asked = Tuning(
+        block_m=pad(max(num_heads, 16)),
+        block_n=BLOCK_N if key_bytes <= 256 else BLOCK_N // 2,
+        num_warps=SCORE_WARPS,
+        num_stages=STAGES_OF_CODES if codes else STAGES_OF_NUMBERS,
+        splits=1,
+        most_splits=1,
+    )
+    stored_bytes = size * index_cache.itemsize
+    tuning = fit(asked, query.device, row_bytes=pad(size) * key_bytes // size, key_bytes=stored_bytes)
+    block_n = tuning.block_n
+    tiles, steps = count_tiles(batch, t, 1, QUERIES), STEPS
+    enough = PROGRAMS * multiprocessors(query.device)
+    while steps > 1 and tiles * -(-batch.max_seq_len // (steps * block_n)) < enough:
+        steps //= 2
+    _score_index_kernel[(tiles * -(-batch.max_seq_len // (steps * block_n)),)](
         query,
         weights,
         index_cache,
@@ -100,6 +127,7 @@ def score_index(
         t,
         batch.num_seqs,
         batch.max_seq_len,
+        steps,
         left,
         right,
         NUM_HEADS=num_heads,
@@ -108,12 +136,13 @@ def score_index(
         QUERIES=QUERIES,
         BLOCK_N=block_n,
         ONE_TILE=batch.max_query_len <= QUERIES,
+        ONE_ROW=batch.max_query_len <= 1,
         LEFT=left >= 0,
         RIGHT=right >= 0,
         QUERY_CODES=query_codes,
         HARDWARE=converts_fp8(query.device),
-        num_warps=4,
-        num_stages=2,
+        num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages,
     )
     return result
 
@@ -250,7 +279,105 @@ def _write_index_kernel(
         tl.store(scales + block * (cache_strides[0] // 4) + place, scale, is_written)
 
 
-@triton.jit(do_not_specialize=[*CHANGING, "width"])
+@triton.jit
+@no_type_check
+def _interval(
+    first_visible, last_visible, token, position, seq_len, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr
+):
+    """Return the first key that a query sees, and the end of those that it sees."""
+    if first_visible is None:
+        first, end = visible_keys(position, position, seq_len, left, right, LEFT, RIGHT)
+    else:
+        first = tl.load(first_visible + token)
+        end = tl.minimum(tl.load(last_visible + token), seq_len - 1) + 1
+    return tl.maximum(first, 0), tl.minimum(end, seq_len)
+
+
+@triton.jit
+@no_type_check
+def _read_keys(
+    index_cache,
+    scales,
+    table,
+    table_stride,
+    cache_strides,
+    j,
+    seen,
+    SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """Read the keys of a step that are seen, [keys, d], and their scales, which only codes have."""
+    column = (j // BLOCK_SIZE).to(tl.int64)
+    blocks = tl.load(table + column * table_stride, mask=seen, other=0).to(tl.uint32).to(tl.int64)
+    places = (j % BLOCK_SIZE).to(tl.int64)
+    PAD: tl.constexpr = triton.next_power_of_2(SIZE) if SIZE > 16 else 16
+    at_d = tl.arange(0, PAD)[None, :]
+    in_key = seen[:, None] & (at_d < SIZE)
+    scale = tl.full(j.shape, 1.0, tl.float32)
+    if scales is None:
+        at = blocks * cache_strides[0] + places * cache_strides[1]
+        k = tl.load(index_cache + at[:, None] + at_d.to(tl.int64) * cache_strides[2], in_key, 0.0)
+    else:
+        at = blocks * cache_strides[0] + places * SIZE
+        scale = tl.load(scales + blocks * (cache_strides[0] // 4) + places, seen, 0.0)
+        k = from_codes(tl.load(index_cache + at[:, None] + at_d, in_key, 0), "e4m3", HARDWARE)
+    return k, scale
+
+
+@triton.jit
+@no_type_check
+def _read_query(
+    query,
+    weights,
+    query_strides,
+    weight_strides,
+    token,
+    is_row,
+    NUM_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    QUERY_CODES: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """Read the index heads of one query, [heads, d], and their weights."""
+    PAD: tl.constexpr = triton.next_power_of_2(SIZE) if SIZE > 16 else 16
+    HEADS: tl.constexpr = triton.next_power_of_2(NUM_HEADS) if NUM_HEADS > 16 else 16
+    at_d, heads = tl.arange(0, PAD)[None, :], tl.arange(0, HEADS)
+    is_head = (heads < NUM_HEADS) & is_row
+    at = query + token * query_strides[0] + heads.to(tl.int64)[:, None] * query_strides[1]
+    q = tl.load(at + at_d.to(tl.int64) * query_strides[2], is_head[:, None] & (at_d < SIZE), 0)
+    if QUERY_CODES:
+        q = from_codes(q, "e4m3", HARDWARE)
+    w = tl.load(weights + token * weight_strides[0] + heads * weight_strides[1], is_head, 0.0)
+    return q, w
+
+
+@triton.jit
+@no_type_check
+def _score(q, w, k, scale, CODES: tl.constexpr):
+    """Return the scores of the keys of a step, which are the rows of the product: so a thread has sums of its own."""
+    if q.dtype == k.dtype:
+        products = tl.dot(k, tl.trans(q), input_precision="ieee")
+    elif CODES and q.dtype == tl.bfloat16:
+        products = tl.dot(k.to(tl.bfloat16), tl.trans(q), input_precision="ieee")  # which holds every code
+    else:
+        products = tl.dot(k.to(tl.float32), tl.trans(q.to(tl.float32)), input_precision="ieee")
+    positive = tl.where(products < 0.0, 0.0, products)  # NaN stays
+    sums = tl.sum(positive * w[None, :], 1)
+    if CODES:
+        sums *= scale
+    return sums
+
+
+@triton.jit
+@no_type_check
+def _hide(row_result, begin, end, width, BLOCK_N: tl.constexpr):
+    for first in range(begin, end, BLOCK_N):
+        j = first + tl.arange(0, BLOCK_N)
+        tl.store(row_result + j, tl.full([BLOCK_N], float("-inf"), tl.float32), j < width)
+
+
+@triton.jit(do_not_specialize=[*CHANGING, "width", "steps"])
 @no_type_check
 def _score_index_kernel(
     query,
@@ -271,6 +398,7 @@ def _score_index_kernel(
     num_tokens,
     num_seqs,
     width,
+    steps,
     left,
     right,
     NUM_HEADS: tl.constexpr,
@@ -279,84 +407,96 @@ def _score_index_kernel(
     QUERIES: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ONE_TILE: tl.constexpr,
+    ONE_ROW: tl.constexpr,
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
     QUERY_CODES: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
-    runs = tl.cdiv(width, BLOCK_N)  # of keys, one for each program of a tile
+    runs = tl.cdiv(width, steps * BLOCK_N)  # of keys, one for each program of a tile
     tile = tl.program_id(0) // runs
     sequence, first_row = find_tile(cu_seqlens_q, tile, num_seqs, 1, QUERIES, ONE_TILE)
     first_query = tl.load(cu_seqlens_q + sequence)
     query_len = tl.load(cu_seqlens_q + sequence + 1) - first_query
     seq_len = tl.load(seq_lens + sequence)
     last_row = tl.minimum(first_row + QUERIES, query_len)
-    j = tl.program_id(0) % runs * BLOCK_N + tl.arange(0, BLOCK_N)
-    in_width = j < width
+    begin = tl.program_id(0) % runs * steps * BLOCK_N
+    end = tl.minimum(begin + steps * BLOCK_N, width)
+    table = block_table + sequence.to(tl.int64) * table_row_stride
 
-    # Which of the keys some query of the tile sees: no other is read.
+    # The steps of the run that have keys which some query of the tile sees: no other is read.
     context = seq_len - query_len
-    seen = j < 0
+    first_key, last_key = seq_len, seq_len * 0
     for row in range(first_row, last_row):
-        if first_visible is None:
-            first, end = visible_keys(context + row, context + row, seq_len, left, right, LEFT, RIGHT)
-        else:
-            first = tl.load(first_visible + first_query + row)
-            end = tl.minimum(tl.load(last_visible + first_query + row), seq_len - 1) + 1
-        seen |= (j >= first) & (j < end)
-    seen &= j < seq_len
-    PAD: tl.constexpr = triton.next_power_of_2(SIZE) if SIZE > 16 else 16
-    HEADS: tl.constexpr = triton.next_power_of_2(NUM_HEADS) if NUM_HEADS > 16 else 16
-    at_d, heads = tl.arange(0, PAD), tl.arange(0, HEADS)
-    is_head = heads < NUM_HEADS
-    if tl.max(seen.to(tl.int32), 0) > 0:
-        column = (j // BLOCK_SIZE).to(tl.int64)
-        table = block_table + sequence.to(tl.int64) * table_row_stride
-        blocks = tl.load(table + column * table_stride, mask=seen, other=0).to(tl.uint32).to(tl.int64)
-        places = (j % BLOCK_SIZE).to(tl.int64)
-        in_key = seen[None, :] & (at_d < SIZE)[:, None]
-        if scales is None:
-            at = blocks * cache_strides[0] + places * cache_strides[1]
-            k = tl.load(index_cache + at[None, :] + at_d.to(tl.int64)[:, None] * cache_strides[2], in_key, 0.0)
-        else:
-            at = blocks * cache_strides[0] + places * SIZE
-            k = from_codes(tl.load(index_cache + at[None, :] + at_d[:, None], in_key, 0), "e4m3", HARDWARE)
-            scale = tl.load(scales + blocks * (cache_strides[0] // 4) + places, seen, 0.0)
-        for row in range(first_row, last_row):
-            token = (first_query + row).to(tl.int64)
-            at_query = query + token * query_strides[0] + heads.to(tl.int64)[:, None] * query_strides[1]
-            q = tl.load(
-                at_query + at_d.to(tl.int64)[None, :] * query_strides[2],
-                is_head[:, None] & (at_d < SIZE)[None, :],
-                0,
+        token = (first_query + row).to(tl.int64)
+        first, last = _interval(first_visible, last_visible, token, context + row, seq_len, left, right, LEFT, RIGHT)
+        first_key = tl.minimum(first_key, tl.where(first < last, first, seq_len))
+        last_key = tl.maximum(last_key, tl.where(first < last, last, 0))
+    scored_from = tl.minimum(tl.maximum(first_key // BLOCK_N * BLOCK_N, begin), end)
+    scored_to = tl.maximum(tl.minimum(tl.cdiv(last_key, BLOCK_N) * BLOCK_N, end), scored_from)
+    for row in range(first_row, last_row):
+        row_result = result + (first_query + row).to(tl.int64) * width
+        _hide(row_result, begin, scored_from, width, BLOCK_N)
+        _hide(row_result, scored_to, end, width, BLOCK_N)
+
+    if ONE_ROW:
+        token = first_query.to(tl.int64)
+        q, w = _read_query(
+            query,
+            weights,
+            query_strides,
+            weight_strides,
+            token,
+            query_len > 0,
+            NUM_HEADS,
+            SIZE,
+            QUERY_CODES,
+            HARDWARE,
+        )
+        for first in range(scored_from, scored_to, BLOCK_N):
+            j = first + tl.arange(0, BLOCK_N)
+            seen = (j >= first_key) & (j < last_key)
+            k, scale = _read_keys(
+                index_cache, scales, table, table_stride, cache_strides, j, seen, SIZE, BLOCK_SIZE, HARDWARE
             )
-            if QUERY_CODES:
-                q = from_codes(q, "e4m3", HARDWARE)
-            if q.dtype == k.dtype:
-                products = tl.dot(q, k, input_precision="ieee")
-            elif scales is not None and q.dtype == tl.bfloat16:
-                products = tl.dot(q, k.to(tl.bfloat16), input_precision="ieee")  # which holds every code
-            else:
-                products = tl.dot(q.to(tl.float32), k.to(tl.float32), input_precision="ieee")
-            w = tl.load(weights + token * weight_strides[0] + heads * weight_strides[1], is_head, 0.0)
-            positive = tl.where(products < 0.0, 0.0, products)  # NaN stays
-            sums = tl.sum(positive * w[:, None], 0)
-            if scales is not None:
-                sums *= scale
-            if first_visible is None:
-                first, end = visible_keys(context + row, context + row, seq_len, left, right, LEFT, RIGHT)
-            else:
-                first = tl.load(first_visible + token)
-                end = tl.minimum(tl.load(last_visible + token), seq_len - 1) + 1
-            visible = (j >= first) & (j < end) & seen
-            tl.store(result + token * width + j, tl.where(visible, sums, float("-inf")), in_width)
+            sums = _score(q, w, k, scale, scales is not None)
+            tl.store(result + token * width + j, tl.where(seen, sums, float("-inf")), j < width)
     else:
-        for row in range(first_row, last_row):
-            token = (first_query + row).to(tl.int64)
-            tl.store(result + token * width + j, tl.full([BLOCK_N], float("-inf"), tl.float32), in_width)
+        for first in range(scored_from, scored_to, BLOCK_N):
+            j = first + tl.arange(0, BLOCK_N)
+            seen = j < 0
+            for row in range(first_row, last_row):
+                token = (first_query + row).to(tl.int64)
+                begins, ends = _interval(
+                    first_visible, last_visible, token, context + row, seq_len, left, right, LEFT, RIGHT
+                )
+                seen |= (j >= begins) & (j < ends)
+            k, scale = _read_keys(
+                index_cache, scales, table, table_stride, cache_strides, j, seen, SIZE, BLOCK_SIZE, HARDWARE
+            )
+            for row in range(first_row, last_row):
+                token = (first_query + row).to(tl.int64)
+                q, w = _read_query(
+                    query,
+                    weights,
+                    query_strides,
+                    weight_strides,
+                    token,
+                    row < last_row,
+                    NUM_HEADS,
+                    SIZE,
+                    QUERY_CODES,
+                    HARDWARE,
+                )
+                sums = _score(q, w, k, scale, scales is not None)
+                begins, ends = _interval(
+                    first_visible, last_visible, token, context + row, seq_len, left, right, LEFT, RIGHT
+                )
+                visible = (j >= begins) & (j < ends)
+                tl.store(result + token * width + j, tl.where(visible, sums, float("-inf")), j < width)
     token = (tl.load(cu_seqlens_q + num_seqs) + tile).to(tl.int64)  # rows of padding
     while token < num_tokens:
-        tl.store(result + token * width + j, tl.full([BLOCK_N], float("-inf"), tl.float32), in_width)
+        _hide(result + token * width, begin, end, width, BLOCK_N)
         token += tl.num_programs(0) // runs
 
 
