@@ -586,9 +586,9 @@ def _within_kernel(
         part = tl.load(of_rows + columns[None, :] * key_strides[2], in_part, 0.0).to(tl.float32)
         at_part = own_row[:, None] * DK + columns[None, :]
         if PER_CHANNEL:
-            of_channels = of_decays + columns[None, :] * log_decay_strides[2]
+            of_part = of_decays + columns[None, :] * log_decay_strides[2]
             since, until, total = _of_channels(
-                of_channels, first_row, first, length, columns < DK, log_decay_strides[0], CHUNK
+                of_part, first_row, first, length, columns < DK, log_decay_strides[0], CHUNK
             )
             last = (first_row + tl.minimum(first + CHUNK, length) - 1) * tl.num_programs(1) + head
             tl.store(decays + last * DK + columns, total, columns < DK)
