@@ -11,7 +11,8 @@ The engine runs the model's own code and replaces only its attention: transforme
 of each layer to `models.paged_attention`, and the engine writes them into the pool and attends over it with the given
 twin. It computes nothing itself. A layer is a mask over a storage (`layers`): windows are planned by `sliding_window`,
 chunks by `local`, all else by `chunked_prefill`, or by `cascade` in a step whose requests share so many blocks that it
-is worth reading them once; pairs of softmaxes are computed by `differential`, latents by `mla`, 8 bits by `quantized`.
+is worth reading them once; pairs of softmaxes are computed by `differential`, latents by `mla`, selected ones by
+`sparse`, 8 bits by `quantized`.
 
 A layer with a window or with chunks has a smaller pool (`WindowPool`) if no step can need all of its blocks: a block is
 freed as soon as no later token can see it. A layer that keeps a state has no keys at all, and slots in a `StatePool`.
@@ -49,12 +50,24 @@ from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 
 import refattn
-from refattn.interface import Accepted, AttentionOptions, Batch, Prefix, Trees
+from refattn.interface import Accepted, AttentionOptions, Batch, Plan, Prefix, Trees
 from refattn.interface.trees import MOST_NODES
 from refattn.serving import models
 from refattn.serving.block_pool import BlockPool
 from refattn.serving.cost_model import CPU, H200, Machine, saved_key_reads, worthwhile_prefixes
-from refattn.serving.layers import KEY_RANGE, VALUE_RANGE, Amax, Layer, Lens, Parts, Twin, quantize, set_scales
+from refattn.serving.index_modules import IndexTokens
+from refattn.serving.layers import (
+    KEY_RANGE,
+    VALUE_RANGE,
+    Amax,
+    Layer,
+    Lens,
+    Parts,
+    SelectedLatents,
+    Twin,
+    quantize,
+    set_scales,
+)
 from refattn.serving.request import Draft, Event, Request, StepTokens, tokenize
 from refattn.serving.sampling import GREEDY, SamplingParams, choose
 from refattn.serving.scheduler import Counters, Scheduler
@@ -849,6 +862,23 @@ class Engine:
         self._folded.append(module.layer_idx)
         return Recurrence(self.twin, self.state_caches[module.layer_idx], step.states)
 
+    def select(self, module: Any, tokens: IndexTokens, *, step: "Step") -> Int32[Tensor, "t k"]:
+        """Write the index keys of a layer into its pool, and select the keys that its queries are to see.
+
+        Args:
+            module: the layer's indexer in the model.
+            tokens: what the indexer makes of the new tokens.
+            step: the batch and the plans of the step.
+
+        Returns:
+            Positions, -1 past the last, for `attend`.
+        """
+        index: Any = self.places[module.layer_idx]
+        layer = self.layers[index]
+        ((_, plan),) = step.plans[layer]  # they are not planned in parts
+        assert isinstance(layer.storage, SelectedLatents) and isinstance(plan, Plan)
+        return layer.storage.select(self.twin, tokens, self.caches[index], step.slot_mappings[layer], plan)
+
     def attend(
         self,
         module: Any,
@@ -862,6 +892,7 @@ class Engine:
         softcap: float | None = None,
         s_aux: Float[Tensor, "h"] | None = None,
         alibi_slopes: Float[Tensor, "h"] | None = None,
+        indices: Int32[Tensor, "1 t k"] | None = None,
         **others: Any,
     ) -> Float[Tensor, "1 t h dout"]:
         """Compute the attention of a layer: write its keys and values into its pool, and attend on its path.
@@ -879,6 +910,7 @@ class Engine:
             softcap: bound on the scores.
             s_aux: the sinks.
             alibi_slopes: one per query head; None for no ALiBi.
+            indices: from `select`, of this layer or an earlier one; None where all keys are seen.
             others: other arguments that transformers passes, of those in `models.HARMLESS`.
 
         Returns:
@@ -904,7 +936,8 @@ class Engine:
         if self.owners[index] != index:  # its keys are those of an earlier layer, which has written them
             tokens[1:] = [None, None]
         slots, plan = step.slot_mappings[layer], step.plans[layer]
-        out = layer.attend(self.twin, module, *tokens, self.caches[index], slots, plan, options)
+        positions = None if indices is None else indices[0]
+        out = layer.attend(self.twin, module, *tokens, self.caches[index], slots, plan, options, positions)
         return out[None].contiguous()  # [1, t, h, d], as transformers' own: some models view it
 
     def _calculate_scales(self, index: int, key: Float[Tensor, "1 hk t dk"], value: Float[Tensor, "1 hk t dv"]) -> None:

@@ -76,6 +76,9 @@ LATENT_SIZES = dict(
     first_k_dense_replace=1,
     n_shared_experts=1,
 )
+# An indexer that selects fewer keys than the prompts have; with so many heads no two scores are equal.
+INDEX_SIZES = LATENT_SIZES | dict(index_topk=5, index_head_dim=12, index_n_heads=8)
+SHARED_SELECTION = INDEX_SIZES | dict(indexer_types=["full", "shared"])
 YARN = dict(
     rope_type="yarn",
     rope_theta=1e4,
@@ -178,6 +181,8 @@ CHANGES = {  # what the tiny model of a family needs besides the sizes, or has i
     ),
     **dict.fromkeys(("qwen2", "qwen3", "smollm3"), dict(use_sliding_window=True) | WINDOWS),
     **dict.fromkeys(LATENT, LATENT_SIZES),
+    **dict.fromkeys(("axk2", "deepseek_v32"), INDEX_SIZES),
+    **dict.fromkeys(("glm_moe_dsa", "hy_v4"), SHARED_SELECTION),
     **STATES,
     "dots1": dict(n_shared_experts=1) | WINDOWS,
     "ernie4_5_moe": dict(moe_k=2),
