@@ -580,6 +580,24 @@ class Layer:
         plan = twin.speculative.plan(batch, block_size=block_size, trees=trees, window_size=window_size)
         return ((slice(None), plan),)
 
+    def plan_spans(
+        self, twin: Twin, batch: Batch, spans: Int32[Tensor, "b n 2"], num_tokens: int, block_size: int
+    ) -> Parts:
+        """Plan a step in which the tokens of a span see one another, as far as the mask looks back.
+
+        Args:
+            twin: the package that computes.
+            batch: the lengths and blocks of the step; of a window pool, where a block that nobody sees is -1.
+            spans: the first and the last token of each, by sequence; -1 for none.
+            num_tokens: query rows.
+            block_size: tokens in a block.
+        """
+        assert batch.block_table is not None  # the engine's pools are in pages
+        window_size = (self.mask.reach - 1, -1) if self.mask.reach else (-1, -1)
+        seen = twin.interval.image_spans(batch, spans, num_tokens, window_size=window_size)
+        some = replace(batch, block_table=batch.block_table.clamp(min=0))  # any block: no key of it is seen
+        return ((slice(None), twin.interval.plan(some, **seen._asdict(), block_size=block_size)),)
+
     def attend(
         self,
         twin: Twin,

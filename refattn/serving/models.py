@@ -48,6 +48,10 @@ LATENT = (
     "mistral4",
     "youtu",
 )
+# Those of them in whose prompts some tokens may see one another: as `(causal or same span) and window`.
+# The latter says of itself that it is not causal; it is, but in a span, its prefix.
+PREFIX_LM = "paligemma"
+SPANNED = ("gemma3", PREFIX_LM)
 # What some of the others do that the engine does not. Nothing but their own code would show it.
 UNSERVED = {
     "gemma4": "whose layers have heads of different sizes",
@@ -107,7 +111,10 @@ def _reason_to_refuse(model: Any) -> str | None:
     for name in ("position_ids", "logits_to_keep"):
         if name not in parameters and not is_outside:  # ALiBi needs no positions
             return f"whose forward takes no {name}"
+    is_prefix_lm = model.config.model_type == PREFIX_LM
     for option in ("alibi", "add_cross_attention", "use_bidirectional_attention"):
+        if option == "use_bidirectional_attention" and is_prefix_lm:
+            continue
         if any(getattr(config, option, None) for config in configs) and not is_outside:
             return f"with {option}"
     unknown = index_modules.unknown(model)
@@ -118,7 +125,7 @@ def _reason_to_refuse(model: Any) -> str | None:
     if any(getattr(config, "is_causal", True) is False for config in configs):
         return "with is_causal=False"
     for name, module in model.named_modules():
-        if hasattr(module, "layer_idx") and getattr(module, "is_causal", True) is False:
+        if hasattr(module, "layer_idx") and getattr(module, "is_causal", True) is False and not is_prefix_lm:
             return f"whose attention {name} is not causal; a model that can be both needs is_decoder=True"
         if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
             return f"whose positions begin past padding_idx={module.padding_idx}"

@@ -8,6 +8,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     Mistral4ForCausalLM,
+    PaliGemmaForConditionalGeneration,
     PreTrainedTokenizerFast,
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -113,7 +114,8 @@ def make_family(family, device="cpu", auto=AutoModelForCausalLM, **changes):
     """Make a tiny model of a family in which every parameter matters."""
     config = family_config(family, **changes)
     torch.manual_seed(1)
-    make = Mistral4ForCausalLM._from_config if family == "mistral4" else auto.from_config  # no "auto" for it
+    own = {"mistral4": Mistral4ForCausalLM, "paligemma": PaliGemmaForConditionalGeneration}  # no "auto" for them
+    make = own[family]._from_config if family in own else auto.from_config
     model = make(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in model.parameters():  # sinks, norms and biases begin as 0 or 1
@@ -199,5 +201,11 @@ CHANGES = {  # what the tiny model of a family needs besides the sizes, or has i
     ),
     "longcat_flash": LATENT_SIZES
     | dict(num_layers=1, ffn_hidden_size=64, expert_ffn_hidden_size=32, zero_expert_num=2, moe_topk=2),
+    "paligemma": dict(
+        text_config=SIZES | dict(model_type="gemma", max_position_embeddings=128),
+        vision_config=VISION | dict(model_type="siglip_vision_model"),
+        projection_dim=48,
+        hidden_size=48,
+    ),
     "mistral4": LATENT_SIZES | dict(head_dim=20, rope_parameters=YARN | dict(llama_4_scaling_beta=0.1)),
 }

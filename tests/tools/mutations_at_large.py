@@ -291,8 +291,8 @@ AT_LARGE: list[Mutation] = [
     planted(
         "all of a prompt may be cached, and no token is left for its logits",
         SCHEDULER,
-        "cached = self._find(request.tokens[:-1])",
-        "cached = self._find(request.tokens)",
+        "self.pool.find(request.tokens[:-1], request.spans)",
+        "self.pool.find(request.tokens, request.spans)",
         ENGINE,
     ),
     planted(
