@@ -160,12 +160,8 @@ def test_a_prefix_is_found_up_to_a_span_and_with_the_same_spans(gemma):
 
     engine.generate([IMAGES[0]], SAMPLING)
     tokens = IMAGES[0].tokens
-    assert [found(tokens, (2, 9)), found(tokens), found(tokens, (2, 8)), found(tokens, (2, 9), (11, 12))] == [
-        3,
-        0,
-        0,
-        2,
-    ]
+    others = [(), ((2, 8),), ((2, 9), (11, 12))]
+    assert [found(tokens, *spans) for spans in (IMAGES[0].spans, *others)] == [3, 0, 0, 0]
     assert found(tokens[:9], (2, 9)) == 0, "which ends inside"
     assert found([*START, *SECOND, 7, 8], (2, 9)) == 0
     engine.generate([IMAGES[4]], SAMPLING)
