@@ -166,8 +166,9 @@ def test_a_prefix_is_found_up_to_a_span_and_with_the_same_spans(gemma):
     assert found([*START, *SECOND, 7, 8], (2, 9)) == 0
     engine.generate([IMAGES[4]], SAMPLING)
     tokens = IMAGES[4].tokens
-    assert found(tokens, *IMAGES[4].spans) == 4
-    assert found([*tokens[:16], 0, 0, 0], *IMAGES[4].spans) == 2, "the first two blocks hold no part of the last span"
+    assert len(engine.pool.find(tokens, IMAGES[4].spans)) == 4
+    assert found(tokens, *IMAGES[4].spans) == 2, "as the fourth block ends inside of the last span"
+    assert found([*tokens[:16], 0, 0, 0], *IMAGES[4].spans) == 2, "of which the first two hold nothing"
 
 
 def test_drafts_are_chains_beside_a_span(gemma, expected):
