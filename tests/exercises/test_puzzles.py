@@ -26,6 +26,8 @@ HARMLESS = {  # cases that the bug does not show on
     "rank_lengths": dict(context_len=4, new_len=3, rank=1, num_ranks=2, interleave=2),
     "block_or_slot": dict(blocks=[3, 1, 0], seq_len=3, block_size=1),
     "frozen_splits": dict(captured_len=8, replayed_len=8, num_splits=2),
+    "tied_scores": dict(scores=[0.0, 2.0, 0.0], topk=3, slots=[4, 2, 8]),
+    "span_or_window": dict(seq_len=6, first=1, last=3, window=9),
 }
 
 each_puzzle = pytest.mark.parametrize("puzzle", PUZZLES, ids=lambda puzzle: puzzle.name)
