@@ -573,7 +573,7 @@ class Engine:
         if self.speculation is None:
             return scheduled
         room = self.max_num_batched_tokens - sum(scheduled.values())
-        has_spans = any(request.has_span(count) for request, count in scheduled.items())
+        has_spans = any(request.spans and request.has_span(count) for request, count in scheduled.items())
         branches = 1 if has_spans or max(scheduled.values(), default=0) > MOST_NODES else None
         for request, count in scheduled.items():
             request.draft, request.accepted = None, []

@@ -110,6 +110,8 @@ class Request:
     def cut(self, count: int) -> int:
         """Return how many tokens, up to `count`, go into a step: not a part of a span, as its tokens see all of it."""
         count = min(count, self.num_pending)
+        if not self.spans:
+            return count
         end = self.num_computed_tokens + count
         return next((first - self.num_computed_tokens for first, last in self.spans if first < end <= last), count)
 
@@ -148,9 +150,9 @@ class StepTokens:
     def of(cls, scheduled: Mapping[Request, int]) -> "StepTokens":
         """Return the tokens of a step, from its requests with the number of new tokens of each."""
         tables = [request.blocks for request in scheduled]
-        spans = [request.spans for request in scheduled]
-        none = not any(request.has_span(count) for request, count in scheduled.items())
-        tokens = cls(list(scheduled.values()), [], tables, [], [], None, list(scheduled), None if none else spans)
+        has_spans = any(request.spans and request.has_span(count) for request, count in scheduled.items())
+        spans = [request.spans for request in scheduled] if has_spans else None
+        tokens = cls(list(scheduled.values()), [], tables, [], [], None, list(scheduled), spans)
         for request, count in scheduled.items():
             first, drafted = request.num_computed_tokens, () if request.draft is None else request.draft.tokens
             tokens.seq_lens.append(first + count)
