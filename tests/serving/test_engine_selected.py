@@ -20,8 +20,8 @@ from tests.helpers.tiny_models import INDEX_SIZES, make_family
 TWINS = ("refattn", "fastattn")
 RANK, ROPE, INDEX = (INDEX_SIZES[name] for name in ("kv_lora_rank", "qk_rope_head_dim", "index_head_dim"))
 SYSTEM = [5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2]
-PROMPTS = [[11], [*SYSTEM, 40, 41], [7, 3] * 10, [*SYSTEM, 50], list(range(60, 93)), [*SYSTEM, 40, 41, 42]]
-GREEDY = SamplingParams(max_tokens=6, stop_token_ids=())
+PROMPTS = [[11], [*SYSTEM, 40, 41], [7, 3] * 8, [*SYSTEM, 50], list(range(60, 84))]
+GREEDY = SamplingParams(max_tokens=5, stop_token_ids=())
 NO_EXPERTS = INDEX_SIZES | dict(first_k_dense_replace=3, eos_token_id=None)  # which could not be captured
 MODELS = {
     "deepseek_v32": NO_EXPERTS,
@@ -32,7 +32,7 @@ MODELS = {
 def transformers_outputs(model, prompts):
     model.set_attn_implementation("eager")
     rows = [torch.tensor([prompt], device=model.device) for prompt in prompts]
-    return [model.generate(row, max_new_tokens=6, do_sample=False)[0, row.shape[1] :].tolist() for row in rows]
+    return [model.generate(row, max_new_tokens=5, do_sample=False)[0, row.shape[1] :].tolist() for row in rows]
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_what_is_selected_decides(expected, device):
     model = make_family("deepseek_v32", device, **NO_EXPERTS | dict(index_topk=100))
     some, every = expected, transformers_outputs(model, PROMPTS)
     assert outputs(make_engine(model, "fastattn")) == every
-    assert sum(a != b for a, b in zip(some, every, strict=True)) >= 4
+    assert sum(a != b for a, b in zip(some, every, strict=True)) >= 3
     assert len(set(map(tuple, some))) == len(PROMPTS)
 
 
@@ -81,7 +81,7 @@ class Chains(Wild):
 
 SCHEDULES = {
     "short steps": dict(max_num_batched_tokens=9, max_num_seqs=3, batch_invariant=True),
-    "smallest pool": dict(num_blocks=10, max_num_batched_tokens=13),
+    "smallest pool": dict(num_blocks=8, max_num_batched_tokens=13),
     "odd blocks, drafts": dict(block_size=7, num_blocks=12, speculation=Chains(4)),
 }
 
@@ -135,9 +135,9 @@ def test_of_equal_scores_those_at_lower_positions_are_read(device, monkeypatch):
             layer.self_attn.indexer.weights_proj.weight.zero_()
     with monkeypatch.context() as stable:
         stable.setattr(torch.Tensor, "topk", stable_topk)
-        expected = transformers_outputs(model, PROMPTS)
+        expected = transformers_outputs(model, PROMPTS[1:3])
     for twin in TWINS:
-        assert outputs(make_engine(model, twin)) == expected
+        assert outputs(make_engine(model, twin), PROMPTS[1:3]) == expected
 
 
 def test_over_codes_of_latents_keys_are_selected_as_before(deepseek, monkeypatch):
@@ -163,11 +163,10 @@ def test_recorded_steps_select(deepseek, expected, monkeypatch, device):
     if device == "cpu":  # a recording is the step itself there, run again
         monkeypatch.setattr(fastattn.serving.cuda_graphs, "_record", lambda step, memory, name: step)
     monkeypatch.setattr(fastattn.serving.cuda_graphs, "FEWEST_TOKENS", 16)
-    engine = make_engine(deepseek, "fastattn", runner=CudaGraphs(), num_blocks=15, max_num_batched_tokens=10)
+    engine = make_engine(deepseek, "fastattn", runner=CudaGraphs(), num_blocks=8, max_num_batched_tokens=10)
     engine.runner.records = True
     monkeypatch.setattr(engine.runner, "_is_worth_recording", lambda engine, shape: True)
-    for _ in range(2):
-        assert outputs(engine) == expected
+    assert outputs(engine) == expected
     assert engine.counters.preemptions > 0
     assert {shape.queries > 1 for shape in engine.runner._steps} == {False, True}
 
