@@ -4,8 +4,9 @@
     storage    Pages, QuantizedPages, Pairs, Latents,      allocates a pool, writes and attends
                SelectedLatents                             and selects keys, too
 
-Every mask goes with every storage; a storage without a path for cascades or for drafted trees says so. All is computed
-by the paths of either twin. Equal layers share one plan per step.
+Every mask goes with every storage, but for keys that are selected, which are causal; a storage without a path for
+cascades or for drafted trees says so. All is computed by the paths of either twin. Equal layers share one plan per
+step.
 """
 
 import importlib
