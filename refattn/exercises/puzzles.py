@@ -8,17 +8,19 @@ which answer is right.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import isfinite
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from refattn import masks
+from refattn import interval, masks, sparse
 from refattn.attention import attend
 from refattn.exercises.exercise import Exercise, Function, Trial, draw
 from refattn.exercises.functions.cache import local_len, slot
 from refattn.exercises.functions.merging import shared_prefix
 from refattn.exercises.functions.visibility import virtual_batches
+from refattn.metadata import make_batch
 
 Case = Mapping[str, Any]
 
@@ -235,6 +237,28 @@ def _kept_states(num_cached: int, kept: list[int], block_size: int) -> dict[str,
     return dict(num_cached=num_cached, kept=kept, block_size=block_size)
 
 
+def _tied_scores(scores: list[float], topk: int, slots: list[int]) -> dict[str, Any]:
+    _expect(the_lists_differ_in_length=len(scores) == len(slots), a_slot_comes_twice=len(set(slots)) == len(slots))
+    _expect(topk_is_not_between_1_and_the_number_of_keys=1 <= topk <= len(scores))
+    _expect(a_score_is_not_finite=all(isfinite(score) for score in scores))
+    return dict(scores=scores, topk=topk, slots=slots)
+
+
+def _selected(scores: list[float], topk: int, slots: list[int]) -> list[int]:
+    return [slots[j] for j in sparse.select(torch.tensor([scores], dtype=torch.float32), topk)[0].tolist()]
+
+
+def _span_or_window(seq_len: int, first: int, last: int, window: int) -> dict[str, Any]:
+    _expect(the_image_is_not_in_the_prompt=0 <= first <= last < seq_len, window_is_less_than_1=window >= 1)
+    return dict(seq_len=seq_len, first=first, last=last, window=window)
+
+
+def _intervals(seq_len: int, first: int, last: int, window: int) -> list[tuple[int, int]]:
+    spans = torch.tensor([[[first, last]]], dtype=torch.int32)
+    seen = interval.image_spans(make_batch([seq_len], [seq_len]), spans, seq_len, window_size=(window - 1, -1))
+    return list(zip(*(ends.tolist() for ends in seen), strict=True))
+
+
 INF = float("inf")
 
 PUZZLES = (
@@ -383,5 +407,23 @@ PUZZLES = (
             "Can the state after 4 tokens be computed from the keys of 8?",
             "A state may be kept after more tokens than there are keys for.",
         ),
+    ),
+    Puzzle(
+        "tied_scores",
+        _selected,
+        _tied_scores,
+        [
+            dict(scores=scores, topk=topk, slots=[9, 4, 7, 0, 3, 12][: len(scores)])
+            for scores in ([1.0, 3.0, 2.0], [0.0] * 6, [0.0, 2.0, 0.0, 0.0, -1.0, 0.0], [5.0, 0.0, 0.0, 0.0, 5.0])
+            for topk in (1, 2, 3)
+        ],
+        ("How many scores may be equal to the lowest selected one?", "What is slots[-1] in Python, and in a kernel?"),
+    ),
+    Puzzle(
+        "span_or_window",
+        _intervals,
+        _span_or_window,
+        _grid(seq_len=[7], first=[0, 2], last=[2, 5], window=[1, 2, 3, 9]),
+        ("How long is the image, and how long the window?", "A window hides tokens of the image, too."),
     ),
 )

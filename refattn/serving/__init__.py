@@ -5,7 +5,7 @@ from refattn.serving.calibration import calibrate
 from refattn.serving.cost_model import CPU, H200, Machine
 from refattn.serving.engine import Engine, Step
 from refattn.serving.layers import Amax
-from refattn.serving.request import Draft, Event, Request, StepTokens
+from refattn.serving.request import Draft, Event, Prompt, Request, StepTokens
 from refattn.serving.sampling import SamplingParams, sample
 from refattn.serving.scheduler import Counters, Scheduler
 from refattn.serving.speculation import DraftModel, NGram
@@ -24,6 +24,7 @@ __all__ = [
     "Event",
     "Machine",
     "NGram",
+    "Prompt",
     "Request",
     "SamplingParams",
     "Scheduler",

@@ -4,6 +4,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+Span = tuple[int, int]  # the first and the last one of some tokens that see one another
+
 
 @dataclass(frozen=True, eq=False)
 class BlockContent:
@@ -11,14 +13,39 @@ class BlockContent:
 
     A prefix is one object, however many requests begin with it. So comparing a block and all before it takes only the
     block's own tokens and the identity of its parent.
+
+    Attributes:
+        parent: what is before them; None for the first block.
+        tokens: from `block_key`.
+        hash: of both.
     """
 
     parent: "BlockContent | None"
-    tokens: tuple[int, ...]
+    tokens: "BlockKey"
     hash: int
 
 
-def _block_hash(parent: BlockContent | None, tokens: tuple[int, ...]) -> int:
+BlockKey = tuple[int | tuple[int, ...], ...]
+
+
+def block_key(tokens: Sequence[int], start: int, block_size: int, spans: Sequence[Span] = ()) -> BlockKey:
+    """Return what the keys of a full block depend on, beside the blocks before it.
+
+    Those are its own tokens. A token of a span sees those of the span that come later, too, in later blocks; so a whole
+    span is a part of every block that has some of it.
+
+    Args:
+        tokens: of a sequence.
+        start: the first one of the block.
+        block_size: tokens in a block.
+        spans: of the sequence.
+    """
+    end = start + block_size
+    touched = (span for span in spans if span[0] < end and span[1] >= start)
+    return *tokens[start:end], *((first, last, *tokens[first : last + 1]) for first, last in touched)
+
+
+def _block_hash(parent: BlockContent | None, tokens: BlockKey) -> int:
     """Hash the tokens of a block and, through the hash of its parent, all tokens before them."""
     return hash((parent and parent.hash, tokens))
 
@@ -41,19 +68,19 @@ class BlockPool:
         self.contents: dict[int, BlockContent] = {}  # of the blocks that can be found
         self.block_of: dict[int, int] = {}  # those blocks, by hash
 
-    def find(self, tokens: Sequence[int]) -> list[int]:
-        """Find the blocks that hold the start of `tokens`, as many as there are."""
+    def find(self, tokens: Sequence[int], spans: Sequence[Span] = ()) -> list[int]:
+        """Find the blocks that hold the start of `tokens`, as many as there are; the last one may end inside a span."""
         blocks: list[int] = []
         parent = None
         for start in range(0, len(tokens) - self.block_size + 1, self.block_size):
-            block = self._look_up(parent, tuple(tokens[start : start + self.block_size]))
+            block = self._look_up(parent, block_key(tokens, start, self.block_size, spans))
             if block is None:
                 break
             blocks.append(block)
             parent = self.contents[block]
         return blocks
 
-    def remember(self, block: int, parent: BlockContent | None, tokens: tuple[int, ...]) -> BlockContent:
+    def remember(self, block: int, parent: BlockContent | None, tokens: BlockKey) -> BlockContent:
         """Register a full block for prefix caching, unless another one has the same content; return that content."""
         same = self._look_up(parent, tokens)
         if same is not None:
@@ -64,7 +91,7 @@ class BlockPool:
         self.contents[block], self.block_of[prefix.hash] = prefix, block
         return prefix
 
-    def _look_up(self, parent: BlockContent | None, tokens: tuple[int, ...]) -> int | None:
+    def _look_up(self, parent: BlockContent | None, tokens: BlockKey) -> int | None:
         block = self.block_of.get(_block_hash(parent, tokens))
         if block is None:
             return None

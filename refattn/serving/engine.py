@@ -11,7 +11,8 @@ The engine runs the model's own code and replaces only its attention: transforme
 of each layer to `models.paged_attention`, and the engine writes them into the pool and attends over it with the given
 twin. It computes nothing itself. A layer is a mask over a storage (`layers`): windows are planned by `sliding_window`,
 chunks by `local`, all else by `chunked_prefill`, or by `cascade` in a step whose requests share so many blocks that it
-is worth reading them once; pairs of softmaxes are computed by `differential`, latents by `mla`, 8 bits by `quantized`.
+is worth reading them once; pairs of softmaxes are computed by `differential`, latents by `mla`, selected ones by
+`sparse`, 8 bits by `quantized`.
 
 A layer with a window or with chunks has a smaller pool (`WindowPool`) if no step can need all of its blocks: a block is
 freed as soon as no later token can see it. A layer that keeps a state has no keys at all, and slots in a `StatePool`.
@@ -49,13 +50,25 @@ from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 
 import refattn
-from refattn.interface import Accepted, AttentionOptions, Batch, Prefix, Trees
+from refattn.interface import Accepted, AttentionOptions, Batch, Plan, Prefix, Trees
 from refattn.interface.trees import MOST_NODES
 from refattn.serving import models
-from refattn.serving.block_pool import BlockPool
+from refattn.serving.block_pool import BlockPool, Span
 from refattn.serving.cost_model import CPU, H200, Machine, saved_key_reads, worthwhile_prefixes
-from refattn.serving.layers import KEY_RANGE, VALUE_RANGE, Amax, Layer, Lens, Parts, Twin, quantize, set_scales
-from refattn.serving.request import Draft, Event, Request, StepTokens, tokenize
+from refattn.serving.index_modules import IndexTokens
+from refattn.serving.layers import (
+    KEY_RANGE,
+    VALUE_RANGE,
+    Amax,
+    Layer,
+    Lens,
+    Parts,
+    SelectedLatents,
+    Twin,
+    quantize,
+    set_scales,
+)
+from refattn.serving.request import AnyPrompt, Draft, Event, Prompt, Request, StepTokens, check_spans, tokenize
 from refattn.serving.sampling import GREEDY, SamplingParams, choose
 from refattn.serving.scheduler import Counters, Scheduler
 from refattn.serving.speculation import DraftModel, NGram
@@ -336,7 +349,7 @@ class Engine:
         return self.scheduler.pool
 
     def generate(
-        self, prompts: Iterable[str | Iterable[int]], sampling: SamplingParams | Sequence[SamplingParams] = GREEDY
+        self, prompts: Iterable[AnyPrompt], sampling: SamplingParams | Sequence[SamplingParams] = GREEDY
     ) -> list[Request]:
         """Answer all prompts together, and return their finished requests in order.
 
@@ -351,7 +364,7 @@ class Engine:
         return requests
 
     def stream(
-        self, prompts: Iterable[str | Iterable[int]], sampling: SamplingParams | Sequence[SamplingParams] = GREEDY
+        self, prompts: Iterable[AnyPrompt], sampling: SamplingParams | Sequence[SamplingParams] = GREEDY
     ) -> Generator[Event, None, None]:
         """Answer all prompts together, as `generate` does, and yield every token as it comes.
 
@@ -361,13 +374,13 @@ class Engine:
         next(events)  # queues the requests; a generator that never began would end without its `finally`
         return events
 
-    def add(self, prompt: str | Iterable[int], sampling: SamplingParams = GREEDY) -> Request:
-        """Queue a prompt: token ids, or text if the engine has a tokenizer.
+    def add(self, prompt: AnyPrompt, sampling: SamplingParams = GREEDY) -> Request:
+        """Queue a prompt: token ids, text if the engine has a tokenizer, or a `Prompt` with spans.
 
         Raises:
             ValueError: naming the argument, if the prompt is empty, is not made of tokens that the model knows, or can
-                never fit into the pool, or into the model's positions, with `max_tokens` after it. Nothing is queued
-                then.
+                never fit into the pool, or into the model's positions, with `max_tokens` after it; if it has spans and
+                the model is of no family in `models.SPANNED`, or a step has not room for one. Nothing is queued then.
         """
         return self._add_all([prompt], sampling)[0]
 
@@ -459,7 +472,7 @@ class Engine:
             self.mark("done")
 
     def _add_all(
-        self, prompts: Iterable[str | Iterable[int]], sampling: SamplingParams | Sequence[SamplingParams]
+        self, prompts: Iterable[AnyPrompt], sampling: SamplingParams | Sequence[SamplingParams]
     ) -> list[Request]:
         if isinstance(prompts, str) or not isinstance(prompts, Iterable):
             raise ValueError(f"prompts: expected a list of prompts, got {prompts!r}")
@@ -471,12 +484,20 @@ class Engine:
         self.waiting.extend(requests)
         return requests
 
-    def _make_request(self, prompt: str | Iterable[int], sampling: SamplingParams) -> Request:
+    def _make_request(self, prompt: AnyPrompt, sampling: SamplingParams) -> Request:
         if not isinstance(sampling, SamplingParams):
             raise ValueError(f"sampling: expected a SamplingParams, got {sampling!r}")
-        tokens = tokenize(prompt, self.tokenizer)
+        given = prompt if isinstance(prompt, Prompt) else Prompt(prompt)
+        tokens = tokenize(given.tokens, self.tokenizer)
         if not tokens:
             raise ValueError("prompt: expected at least one token, got none")
+        family = self.model.config.model_type
+        if given.spans and family not in models.SPANNED:
+            raise ValueError(
+                f"spans: expected none in a model of the family {family}, which has no such mask, only of "
+                f"{', '.join(models.SPANNED)}, got {given.spans}"
+            )
+        spans = check_spans(given.spans, len(tokens), self.max_num_batched_tokens)
         last_id = self.vocab_size - 1
         if min(tokens) < 0 or max(tokens) > last_id:
             raise ValueError(f"prompt: expected token ids in 0..{last_id}, got {min(tokens)}..{max(tokens)}")
@@ -491,10 +512,10 @@ class Engine:
             )
         if length > self.max_positions:
             raise ValueError(f"prompt: expected to fit in the model's {self.max_positions} positions, {asked} {length}")
-        return Request(tokens, len(tokens), sampling)
+        return Request(tokens, len(tokens), sampling, spans=spans)
 
     def _events_of(
-        self, prompts: Iterable[str | Iterable[int]], sampling: SamplingParams | Sequence[SamplingParams]
+        self, prompts: Iterable[AnyPrompt], sampling: SamplingParams | Sequence[SamplingParams]
     ) -> Generator[Any, None, None]:
         """Queue some prompts, yield the list of their requests, then every token, whoever makes the steps."""
         requests: list[Request] = []
@@ -553,7 +574,8 @@ class Engine:
         if self.speculation is None:
             return scheduled
         room = self.max_num_batched_tokens - sum(scheduled.values())
-        branches = None if max(scheduled.values(), default=0) <= MOST_NODES else 1
+        has_spans = any(request.spans and request.has_span(count) for request, count in scheduled.items())
+        branches = 1 if has_spans or max(scheduled.values(), default=0) > MOST_NODES else None
         for request, count in scheduled.items():
             request.draft, request.accepted = None, []
             depth = request.sampling.max_tokens - request.num_outputs - 1
@@ -700,7 +722,7 @@ class Engine:
         """
         self.mark("tables")
         tokens, logits = StepTokens.of(scheduled), None
-        if self.runner is not None and not self._calculates_scales:
+        if self.runner is not None and tokens.spans is None and not self._calculates_scales:
             logits = self.runner.run(self, tokens)
         if logits is None:
             logits = self.run_model(self.make_inputs(tokens, self.find_prefixes(tokens, self.machine)))
@@ -726,7 +748,10 @@ class Engine:
         if pool is not None:
             slots = [pool.slots[request] for request in tokens.requests]
             states = plan_states(self.twin, batch, slots, tokens.query_lens, pool, list(self.state_caches.values()))
-        return self.inputs_of(batch, input_ids, rows, trees, prefixes, list(zip(*lens, strict=True)), states)
+        inputs = self.inputs_of(batch, input_ids, rows, trees, prefixes, list(zip(*lens, strict=True)), states)
+        if tokens.spans is not None:
+            inputs["step"] = self.plan_spans(inputs["step"], len(input_ids), tokens.spans)
+        return inputs
 
     def inputs_of(
         self,
@@ -794,12 +819,30 @@ class Engine:
             step.plans.update({layer: ((slice(None), cascade),) for layer in step.plans if layer.takes_cascades})
         return step
 
+    def plan_spans(self, step: "Step", num_tokens: int, spans: Sequence[Sequence[Span]]) -> "Step":
+        """Plan a step anew whose requests have spans, once for all equal layers.
+
+        Args:
+            step: from `plan_step`.
+            num_tokens: query rows.
+            spans: of each request.
+        """
+        most = max(map(len, spans))
+        rows = [[*its_spans, *[(-1, -1)] * (most - len(its_spans))] for its_spans in spans]
+        table = torch.tensor(rows, dtype=torch.int32, device=step.batch.device)
+        plans = {}
+        for layer in step.plans:
+            pool = self.window_pools.get(layer)
+            where = step.batch if pool is None else pool.translate_batch(step.batch)
+            plans[layer] = layer.plan_spans(self.twin, where, table, num_tokens, self.block_size)
+        return replace(step, plans=plans)
+
     def find_prefixes(self, tokens: StepTokens, machine: Machine) -> list[Prefix]:
         """Return the shared prefixes of a step for which a cascade is worth it on a machine."""
         lens = tokens.query_lens, tokens.seq_lens
         self.counters.key_reads += sum(tokens.seq_lens)
         layer = next((layer for layer in self.layers if layer.takes_cascades), None)
-        if layer is None or self.batch_invariant or tokens.parents is not None:
+        if layer is None or self.batch_invariant or tokens.parents is not None or tokens.spans is not None:
             return []
         if layer.expands_prefills and max(tokens.query_lens, default=0) > self.decode_len:
             return []  # a prefill that computes keys and values reads its context once anyway
@@ -851,6 +894,23 @@ class Engine:
         self._folded.append(module.layer_idx)
         return Recurrence(self.twin, self.state_caches[module.layer_idx], step.states)
 
+    def select(self, module: Any, tokens: IndexTokens, *, step: "Step") -> Int32[Tensor, "t k"]:
+        """Write the index keys of a layer into its pool, and select the keys that its queries are to see.
+
+        Args:
+            module: the layer's indexer in the model.
+            tokens: what the indexer makes of the new tokens.
+            step: the batch and the plans of the step.
+
+        Returns:
+            Positions, -1 past the last, for `attend`.
+        """
+        index: Any = self.places[module.layer_idx]
+        layer = self.layers[index]
+        ((_, plan),) = step.plans[layer]  # they are not planned in parts
+        assert isinstance(layer.storage, SelectedLatents) and isinstance(plan, Plan)
+        return layer.storage.select(self.twin, tokens, self.caches[index], step.slot_mappings[layer], plan)
+
     def attend(
         self,
         module: Any,
@@ -864,6 +924,7 @@ class Engine:
         softcap: float | None = None,
         s_aux: Float[Tensor, "h"] | None = None,
         alibi_slopes: Float[Tensor, "h"] | None = None,
+        indices: Int32[Tensor, "1 t k"] | None = None,
         **others: Any,
     ) -> Float[Tensor, "1 t h dout"]:
         """Compute the attention of a layer: write its keys and values into its pool, and attend on its path.
@@ -881,6 +942,7 @@ class Engine:
             softcap: bound on the scores.
             s_aux: the sinks.
             alibi_slopes: one per query head; None for no ALiBi.
+            indices: from `select`, of this layer or an earlier one; None where all keys are seen.
             others: other arguments that transformers passes, of those in `models.HARMLESS`.
 
         Returns:
@@ -906,7 +968,8 @@ class Engine:
         if self.owners[index] != index:  # its keys are those of an earlier layer, which has written them
             tokens[1:] = [None, None]
         slots, plan = step.slot_mappings[layer], step.plans[layer]
-        out = layer.attend(self.twin, module, *tokens, self.caches[index], slots, plan, options)
+        positions = None if indices is None else indices[0]
+        out = layer.attend(self.twin, module, *tokens, self.caches[index], slots, plan, options, positions)
         return out[None].contiguous()  # [1, t, h, d], as transformers' own: some models view it
 
     def _calculate_scales(self, index: int, key: Float[Tensor, "1 hk t dk"], value: Float[Tensor, "1 hk t dv"]) -> None:

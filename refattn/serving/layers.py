@@ -1,10 +1,12 @@
 """A layer of a model is a mask over a storage: who may see whom, and where the keys are.
 
     mask       Causal, Window, Chunk                       plans a step
-    storage    Pages, QuantizedPages, Pairs, Latents       allocates a pool, writes and attends
+    storage    Pages, QuantizedPages, Pairs, Latents,      allocates a pool, writes and attends
+               SelectedLatents                             and selects keys, too
 
-Every mask goes with every storage; a storage without a path for cascades or for drafted trees says so. All is computed
-by the paths of either twin. Equal layers share one plan per step.
+Every mask goes with every storage, but for keys that are selected, which are causal; a storage without a path for
+cascades or for drafted trees says so. All is computed by the paths of either twin. Equal layers share one plan per
+step.
 """
 
 import importlib
@@ -15,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from einops import rearrange, reduce
-from jaxtyping import Float, Float32, Int64
+from jaxtyping import Float, Float32, Int32, Int64
 from torch import Tensor
 
 from refattn.interface import (
@@ -32,6 +34,7 @@ from refattn.interface import (
 )
 from refattn.interface.values import describe, expect
 from refattn.serving import sampling
+from refattn.serving.index_modules import IndexTokens
 
 KV_CACHE_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8}
 KEY_RANGE, VALUE_RANGE = 200.0, 100.0  # what the largest numbers of a first step become in fp8, as in vLLM
@@ -42,7 +45,9 @@ AnyPlan = Plan | CascadePlan | TreePlan | PrefillPlan
 Parts = tuple[tuple[slice, AnyPlan], ...]  # of a step: the query rows of each part, and their plan
 Scale = float | Float32[Tensor, "..."]
 Ranges = tuple[float, float]  # what the largest key and the largest value become in fp8; None for the format's largest
-Tokens = Sequence[Any]  # query, key, value `[t, heads, size]`; keys and values None in a layer that has none of its own
+# Query, key, value `[t, heads, size]`, keys and values None in a layer that has none of its own; and where keys are
+# selected, the positions of those, `[t, k]`.
+Tokens = Sequence[Any]
 
 
 class Twin:
@@ -349,6 +354,11 @@ class Latents:
     cache_scale: float = field(default=1.0, compare=False)
 
     @property
+    def expands_prefills(self) -> bool:
+        """Whether prefills compute keys and values."""
+        return not self.batch_invariant
+
+    @property
     def head_size(self) -> int:
         """Elements of a latent and of a rotary key together."""
         return self.latent_rank + self.rope_size
@@ -379,11 +389,7 @@ class Latents:
             ValueError: if the module's keys and values are more than a matrix times a latent.
         """
         query, latent, rope_key = tokens
-        linear = module.kv_b_proj
-        if type(linear) is not torch.nn.Linear or linear.bias is not None:  # an adapter or a type of fewer bits, say
-            raise ValueError(f"model: expected a kv_b_proj that is a Linear without a bias, got {linear}")
-        weight = rearrange(linear.weight, "(h made) r -> h made r", h=query.shape[1])  # a view, so always up to date
-        key_projection, value_projection = weight.tensor_split([query.shape[2] - self.rope_size], dim=1)
+        key_projection, value_projection = self.projections(module, query)
         path, scale = twin.mla, dict(cache_scale=self.cache_scale)
         if isinstance(plan, PrefillPlan):
             projections = dict(key_projection=key_projection, value_projection=value_projection)
@@ -392,8 +398,95 @@ class Latents:
         latents = path.attention(absorbed, cache, plan, options, latent_rank=self.latent_rank, **scale)
         return path.project(latents, value_projection)
 
+    def projections(
+        self, module: Any, query: Float[Tensor, "t h d"]
+    ) -> Sequence[Float[Tensor, "h nope r"] | Float[Tensor, "h dv r"]]:
+        """Return the matrices that make keys and values of latents, views of the module's, so always up to date.
 
-Storage = Pages | QuantizedPages | Pairs | Latents
+        Raises:
+            ValueError: if they are more than a matrix times a latent.
+        """
+        linear = module.kv_b_proj
+        if type(linear) is not torch.nn.Linear or linear.bias is not None:  # an adapter or a type of fewer bits, say
+            raise ValueError(f"model: expected a kv_b_proj that is a Linear without a bias, got {linear}")
+        weight = rearrange(linear.weight, "(h made) r -> h made r", h=query.shape[1])
+        return weight.tensor_split([query.shape[2] - self.rope_size], dim=1)
+
+
+@dataclass(frozen=True)
+class SelectedLatents(Latents):
+    """Latents of which a query sees those that an indexer has selected for it (DeepSeek sparse attention).
+
+    The index keys that it selects by have a pool of their own, with the blocks and slots of the latents: so whatever
+    happens to a block happens to both. All queries absorb, as no two see the same keys.
+
+    Attributes:
+        topk: keys that a query sees, at most.
+        index_size: elements of an index key, in the type of the model whatever `dtype` is; 0 in a layer that sees what
+            an earlier layer has selected, and has no index keys.
+    """
+
+    takes_cascades: ClassVar[bool] = False
+    takes_trees: ClassVar[bool] = False
+    expands_prefills: ClassVar[bool] = False
+    topk: int = field(kw_only=True)
+    index_size: int = field(kw_only=True)
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Return the bytes of a token in the pools of a model of a type."""
+        return super().bytes_per_token(dtype) + self.index_size * dtype.itemsize
+
+    def allocate(self, twin: Twin, *blocks: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+        """Make a pool of latents, and one of index keys if there are any."""
+        latents = super().allocate(twin, *blocks, dtype=dtype, device=device)
+        if not self.index_size:
+            return (latents,)
+        return latents, twin.sparse.allocate(*blocks, index_size=self.index_size, dtype=dtype, device=device)
+
+    def write(self, twin: Twin, key: Tensor, value: Tensor, cache: Any, slot_mapping: Int64[Tensor, "t"]) -> None:
+        """Write new latents and rotary keys into their pool; `select` has written the index keys."""
+        super().write(twin, key, value, cache[0], slot_mapping)
+
+    def select(
+        self, twin: Twin, tokens: IndexTokens, cache: Any, slot_mapping: Int64[Tensor, "t"], plan: Plan
+    ) -> Int32[Tensor, "t k"]:
+        """Write new index keys into their pool, and return the positions of the keys that each query is to see.
+
+        Raises:
+            ValueError: if this layer has no index keys.
+        """
+        if not self.index_size:
+            raise ValueError("model: expected a layer without index keys to select none, got one that does")
+        twin.sparse.write(tokens.key, cache[1], slot_mapping)
+        scores = twin.sparse.scores(tokens.query, tokens.weights, cache[1], plan)
+        return twin.sparse.select(scores, min(self.topk, scores.shape[1]))
+
+    def attend(
+        self, twin: Twin, module: Any, tokens: Tokens, cache: Any, plan: AnyPlan, options: AttentionOptions
+    ) -> Float[Tensor, "t h dv"]:
+        """Attend over the latents that were selected, absorbed.
+
+        Raises:
+            ValueError: if nothing was, or as `Latents`.
+        """
+        query, _, _, positions = tokens
+        if positions is None:
+            raise ValueError("indices: expected the positions of selected keys, got none")
+        assert isinstance(plan, Plan) and plan.block_size is not None  # a causal mask over pages
+        key_projection, value_projection = self.projections(module, query)
+        selected = twin.sparse.plan(plan.batch, positions=positions, block_size=plan.block_size)
+        latents = twin.sparse.latent_attention(
+            twin.mla.absorb(query, key_projection),
+            cache[0],
+            selected,
+            options,
+            latent_rank=self.latent_rank,
+            cache_scale=self.cache_scale,
+        )
+        return twin.mla.project(latents, value_projection)
+
+
+Storage = Pages | QuantizedPages | Pairs | Latents | SelectedLatents
 
 
 # --- layers ---
@@ -427,7 +520,7 @@ class Layer:
     @property
     def expands_prefills(self) -> bool:
         """Whether prefills compute keys and values from latents, where they can be told from decodes."""
-        return isinstance(self.storage, Latents) and not self.storage.batch_invariant and not self.mask.reach
+        return isinstance(self.storage, Latents) and self.storage.expands_prefills and not self.mask.reach
 
     @property
     def splits_decodes(self) -> bool:
@@ -488,6 +581,24 @@ class Layer:
         plan = twin.speculative.plan(batch, block_size=block_size, trees=trees, window_size=window_size)
         return ((slice(None), plan),)
 
+    def plan_spans(
+        self, twin: Twin, batch: Batch, spans: Int32[Tensor, "b n 2"], num_tokens: int, block_size: int
+    ) -> Parts:
+        """Plan a step in which the tokens of a span see one another, as far as the mask looks back.
+
+        Args:
+            twin: the package that computes.
+            batch: the lengths and blocks of the step; of a window pool, where a block that nobody sees is -1.
+            spans: the first and the last token of each, by sequence; -1 for none.
+            num_tokens: query rows.
+            block_size: tokens in a block.
+        """
+        assert batch.block_table is not None  # the engine's pools are in pages
+        window_size = (self.mask.reach - 1, -1) if self.mask.reach else (-1, -1)
+        seen = twin.interval.image_spans(batch, spans, num_tokens, window_size=window_size)
+        some = replace(batch, block_table=batch.block_table.clamp(min=0))  # any block: no key of it is seen
+        return ((slice(None), twin.interval.plan(some, **seen._asdict(), block_size=block_size)),)
+
     def attend(
         self,
         twin: Twin,
@@ -499,18 +610,27 @@ class Layer:
         slot_mapping: Int64[Tensor, "t"],
         parts: Parts,
         options: AttentionOptions,
+        positions: Int32[Tensor, "t k"] | None = None,
     ) -> Float[Tensor, "t h dout"]:
         """Write the new keys and values into the pool, if they are the layer's own and not None, and attend over it.
 
-        Of latents, `key` is the latent and `value` the rotary key, each as one head.
+        Of latents, `key` is the latent and `value` the rotary key, each as one head. Where keys are selected, those at
+        `positions` are seen.
+
+        Raises:
+            ValueError: for positions in a layer that selects no keys.
         """
+        selects = isinstance(self.storage, SelectedLatents)
+        if positions is not None and not selects:
+            raise ValueError(f"indices: expected none in a layer that sees all keys, {self}, got some")
+        all_tokens = (query, key, value, positions) if selects else (query, key, value)
         if key is not None and value is not None:
             self.storage.write(twin, key, value, cache, slot_mapping)
         if len(parts) == 1:
-            return self.storage.attend(twin, module, (query, key, value), cache, parts[0][1], options)
+            return self.storage.attend(twin, module, all_tokens, cache, parts[0][1], options)
         outs = []
         for rows, plan in parts:
-            tokens = [None if x is None else x[rows] for x in (query, key, value)]
+            tokens = [None if x is None else x[rows] for x in all_tokens]
             outs.append(self.storage.attend(twin, module, tokens, cache, plan, options))
         return torch.cat(outs)
 
@@ -536,7 +656,7 @@ def _quantize(storage: Storage, dtype: torch.dtype) -> Storage:
     if isinstance(storage, Pages | QuantizedPages):
         return QuantizedPages(storage.num_kv_heads, storage.head_size, dtype)
     if dtype == torch.int8:
-        kind = type(storage).__name__.lower()
+        kind = "latents" if isinstance(storage, Latents) else type(storage).__name__.lower()
         raise NotImplementedError(
             f"kv_cache_dtype: the engine keeps no {kind} in a pool of int8, only of auto, fp8_e4m3, fp8_e5m2"
         )

@@ -4,7 +4,7 @@ Most models call their attention through transformers' `AttentionInterface` and 
 which is then the engine. Where a family computes attention in a module of its own, that module's `forward` is replaced
 (`REPLACED`), and a context variable holds the engine during the pass. Latent attention also goes through the interface;
 there, only the method that computes keys and values from latents is replaced. Layers that keep a state have modules of
-their own (`state_modules`).
+their own (`state_modules`), and so has what selects keys (`index_modules`).
 """
 
 import importlib
@@ -21,8 +21,8 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from refattn.serving import state_modules
-from refattn.serving.layers import Causal, Chunk, Latents, Layer, Mask, Pages, Pairs, Storage, Window
+from refattn.serving import index_modules, state_modules
+from refattn.serving.layers import Causal, Chunk, Latents, Layer, Mask, Pages, Pairs, SelectedLatents, Storage, Window
 from refattn.serving.state_layers import StateLayer
 
 ATTENTION = "twinattn"  # the name of `paged_attention` there
@@ -31,18 +31,27 @@ ATTENTION = "twinattn"  # the name of `paged_attention` there
 VERIFIED = tuple(files("refattn.serving").joinpath("verified.txt").read_text("utf-8").split())
 # Those of them whose attention is not called through transformers' AttentionInterface; ALiBi is no part of that.
 OUTSIDE = ("bloom", "falcon", "mpt")
-# Those of them whose layers keep latents (MLA).
+# Those of them whose layers keep latents (MLA), and those of these whose queries see a selection of them.
+SELECTED = ("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4")
 LATENT = (
     "axk1",
+    "axk2",
     "deepseek_v2",
     "deepseek_v3",
+    "deepseek_v32",
     "glm4_moe_lite",
+    "glm_moe_dsa",
+    "hy_v4",
     "kimi_linear",
     "longcat_flash",
     "minicpm3",
     "mistral4",
     "youtu",
 )
+# Those of them in whose prompts some tokens may see one another: as `(causal or same span) and window`.
+# The latter says of itself that it is not causal; it is, but in a span, its prefix.
+PREFIX_LM = "paligemma"
+SPANNED = ("gemma3", PREFIX_LM)
 # What some of the others do that the engine does not. Nothing but their own code would show it.
 UNSERVED = {
     "gemma4": "whose layers have heads of different sizes",
@@ -52,6 +61,8 @@ UNSERVED = {
 }
 # Kinds of layers without attention: those that keep a state, and those that look at one token only.
 STATE, NO_ATTENTION = "linear_attention", ("linear_attention", "mlp", "moe")
+# In place of a mask, for models that take one apart whether they use it or not.
+NO_MASK = torch.empty(1, 1, 0, 0)
 HARMLESS = {  # options of an attention that change nothing in a decoder that only infers
     "dropout",  # 0 then
     "encoder_hidden_states",  # None then
@@ -100,15 +111,21 @@ def _reason_to_refuse(model: Any) -> str | None:
     for name in ("position_ids", "logits_to_keep"):
         if name not in parameters and not is_outside:  # ALiBi needs no positions
             return f"whose forward takes no {name}"
+    is_prefix_lm = model.config.model_type == PREFIX_LM
     for option in ("alibi", "add_cross_attention", "use_bidirectional_attention"):
+        if option == "use_bidirectional_attention" and is_prefix_lm:
+            continue
         if any(getattr(config, option, None) for config in configs) and not is_outside:
             return f"with {option}"
+    unknown = index_modules.unknown(model)
+    if unknown is not None:
+        return f"whose layers select keys by a {unknown}, not {', '.join(index_modules.KINDS)}"
     if any(getattr(config, "kv_lora_rank", None) for config in configs) and model.config.model_type not in LATENT:
         return f"which has latent attention (MLA) of the family {model.config.model_type}, not of {', '.join(LATENT)}"
     if any(getattr(config, "is_causal", True) is False for config in configs):
         return "with is_causal=False"
     for name, module in model.named_modules():
-        if hasattr(module, "layer_idx") and getattr(module, "is_causal", True) is False:
+        if hasattr(module, "layer_idx") and getattr(module, "is_causal", True) is False and not is_prefix_lm:
             return f"whose attention {name} is not causal; a model that can be both needs is_decoder=True"
         if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
             return f"whose positions begin past padding_idx={module.padding_idx}"
@@ -138,6 +155,10 @@ def max_positions(config: Any) -> int | float:
     return min((number for number in found if number), default=inf)
 
 
+# The engine that runs a model, and its step: for modules that are not passed what their model is called with.
+_UNDER_WAY: ContextVar[tuple[Any, Any] | None] = ContextVar("_UNDER_WAY", default=None)
+
+
 def replace_attention(model: Any) -> None:
     """Let the layers of a model call `paged_attention`, or what is in `REPLACED`.
 
@@ -161,6 +182,7 @@ def replace_attention(model: Any) -> None:
         if model.config.model_type in LATENT and hasattr(module, "expand_kv"):
             module.expand_kv = partial(_expand_latents, module)
     state_modules.replace_states(model)
+    index_modules.replace_indexers(model, _UNDER_WAY.get)
 
 
 def is_replaced(model: Any) -> bool:
@@ -172,10 +194,6 @@ def is_replaced(model: Any) -> bool:
     return model.config.model_type in OUTSIDE or config._attn_implementation == ATTENTION
 
 
-# The engine that runs a model, and its step: for attentions that are not passed what their model is called with.
-_UNDER_WAY: ContextVar[tuple[Any, Any] | None] = ContextVar("_UNDER_WAY", default=None)
-
-
 def run(model: Any, inputs: Mapping[str, Any], engine: Any) -> Float[Tensor, "b v"]:
     """Run a model once, so that each of its layers calls `engine.attend`, and return the logits.
 
@@ -184,14 +202,18 @@ def run(model: Any, inputs: Mapping[str, Any], engine: Any) -> Float[Tensor, "b 
         inputs: what to call it with, and the step.
         engine: whose step it is.
     """
-    if model.config.model_type not in OUTSIDE:
-        logits: Tensor = model(**inputs, engine=engine, use_cache=False).logits[0]
-        return logits
-    known = signature(model.forward).parameters
-    inputs = {name: value for name, value in inputs.items() if name != "position_ids" or name in known}
-    before = _UNDER_WAY.set((engine, inputs.pop("step")))
+    if model.config.model_type in OUTSIDE:
+        known = signature(model.forward).parameters
+        arguments = {
+            name: x for name, x in inputs.items() if name != "step" and (name != "position_ids" or name in known)
+        }
+    else:
+        arguments = dict(inputs, engine=engine)
+    if model.config.model_type in SELECTED:
+        arguments["attention_mask"] = NO_MASK
+    before = _UNDER_WAY.set((engine, inputs["step"]))
     try:
-        logits = model(**inputs, use_cache=False).logits[0]
+        logits: Tensor = model(**arguments, use_cache=False).logits[0]
     finally:
         _UNDER_WAY.reset(before)
     return logits
@@ -216,7 +238,7 @@ def paged_attention(
         raise ValueError(
             'engine: expected one to run this model; model.set_attn_implementation("sdpa") frees it, got None'
         )
-    if attention_mask is not None:
+    if attention_mask is not None and attention_mask is not NO_MASK:
         raise ValueError(f"attention_mask: expected None, as the batch says who sees whom, got {attention_mask.shape}")
     return engine.attend(module, query, key, value, **step), None
 
@@ -431,6 +453,8 @@ def layers_of(config: Any, num_tokens: int, *, batch_invariant: bool = False) ->
             f"got up to {num_tokens}"
         )
     storage = _storage(config, batch_invariant)
+    if config.model_type in SELECTED:
+        return [Layer(mask, selects) for mask, selects in zip(masks, _selections(config, storage), strict=True)]
     return [Layer(mask, storage) for mask in masks]
 
 
@@ -474,6 +498,8 @@ def _mask(kind: str, config: Any) -> Mask:
         kind in ("full_attention", "hybrid") or config.model_type == "diffllama"
     ):  # whose layers see all, whatever its config says
         return Causal()
+    if kind == "indexed_attention" and config.model_type in SELECTED:
+        return Causal()  # of which some are selected
     if kind == "sliding_attention":
         return Window(config.sliding_window or 0)
     if kind == "chunked_attention":
@@ -503,6 +529,13 @@ def _storage(config: Any, batch_invariant: bool) -> Storage:
         raise ValueError(f"model: expected hidden_size to be a multiple of {heads} heads, got {width}")
     storage = Pairs if config.model_type == "diffllama" else Pages  # it calls attention twice per layer
     return storage(num_kv_heads, head_size or width // heads)
+
+
+def _selections(config: Any, storage: Storage) -> list[SelectedLatents]:
+    """Return where each layer keeps its latents, and the index keys that it selects by, if it does."""
+    kinds = getattr(config, "indexer_types", None) or ["full"] * config.num_hidden_layers
+    sizes = [config.index_head_dim if kind == "full" else 0 for kind in kinds]
+    return [SelectedLatents(**vars(storage), topk=config.index_topk, index_size=size) for size in sizes]
 
 
 def end_token_ids(model: Any) -> tuple[int, ...]:

@@ -1,12 +1,28 @@
-"""A request on its way through the engine, its drafted tokens, and the events that report on it."""
+"""A request on its way through the engine: its prompt, its drafted tokens, and the events that report on it."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from operator import index
 from typing import Any
 
-from refattn.serving.block_pool import BlockContent
+from refattn.serving.block_pool import BlockContent, Span
 from refattn.serving.sampling import SamplingParams
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt in which some tokens see one another, the later ones included: those of an image, or a whole prefix.
+
+    Attributes:
+        tokens: token ids, or text if the engine has a tokenizer.
+        spans: the first and the last one of those tokens, by position, for each run of them.
+    """
+
+    tokens: str | Iterable[int]
+    spans: Sequence[Span] = ()
+
+
+AnyPrompt = str | Iterable[int] | Prompt
 
 
 @dataclass(frozen=True)
@@ -53,6 +69,7 @@ class Request:
         contents: the contents of the full ones among them, in order.
         draft: drafted tokens after the last token, during a step; None if nothing is drafted.
         accepted: accepted tokens of that step that are not yet recorded.
+        spans: as in `Prompt`.
     """
 
     tokens: list[int]
@@ -68,6 +85,7 @@ class Request:
     contents: list[BlockContent] = field(default_factory=list)
     draft: Draft | None = None
     accepted: list[int] = field(default_factory=list)
+    spans: tuple[Span, ...] = ()
 
     @property
     def output_ids(self) -> list[int]:
@@ -89,6 +107,19 @@ class Request:
         """Tokens that must still go through the model: 1 for a decode, more for a prompt."""
         return len(self.tokens) - self.num_computed_tokens
 
+    def cut(self, count: int) -> int:
+        """Return how many tokens, up to `count`, go into a step: not a part of a span, as its tokens see all of it."""
+        count = min(count, self.num_pending)
+        if not self.spans:
+            return count
+        end = self.num_computed_tokens + count
+        return next((first - self.num_computed_tokens for first, last in self.spans if first < end <= last), count)
+
+    def has_span(self, count: int) -> bool:
+        """Return whether some of the next `count` tokens are in a span of several."""
+        start = self.num_computed_tokens
+        return any(first < start + count and last >= start and last > first for first, last in self.spans)
+
 
 @dataclass(frozen=True)
 class StepTokens:
@@ -103,6 +134,7 @@ class StepTokens:
             of one with a draft all.
         parents: the new tokens of each request as a tree, confirmed ones as a chain; None if all drafts are chains.
         requests: whose they are.
+        spans: of each request; None if no new token is in one.
     """
 
     query_lens: list[int]
@@ -112,12 +144,15 @@ class StepTokens:
     logits_rows: list[int]
     parents: list[Sequence[int]] | None
     requests: list[Request] = field(default_factory=list, compare=False)
+    spans: list[tuple[Span, ...]] | None = None
 
     @classmethod
     def of(cls, scheduled: Mapping[Request, int]) -> "StepTokens":
         """Return the tokens of a step, from its requests with the number of new tokens of each."""
         tables = [request.blocks for request in scheduled]
-        tokens = cls(list(scheduled.values()), [], tables, [], [], None, list(scheduled))
+        has_spans = any(request.spans and request.has_span(count) for request, count in scheduled.items())
+        spans = [request.spans for request in scheduled] if has_spans else None
+        tokens = cls(list(scheduled.values()), [], tables, [], [], None, list(scheduled), spans)
         for request, count in scheduled.items():
             first, drafted = request.num_computed_tokens, () if request.draft is None else request.draft.tokens
             tokens.seq_lens.append(first + count)
@@ -159,6 +194,33 @@ def tokenize(prompt: str | Iterable[int], tokenizer: Any) -> list[int]:
     if isinstance(prompt, str) and tokenizer is None:
         raise ValueError("prompt: expected token ids, as there is no tokenizer, got text")
     return token_ids(tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt)
+
+
+def check_spans(spans: Sequence[Span], num_tokens: int, most: int) -> tuple[Span, ...]:
+    """Check the spans of a prompt, and return them.
+
+    Args:
+        spans: as in `Prompt`.
+        num_tokens: tokens of the prompt.
+        most: tokens of a step, through which a span goes as a whole.
+
+    Raises:
+        ValueError: if they are no pairs of positions in the prompt, rising, or a span has more tokens than a step.
+    """
+    before = -1
+    for span in spans:
+        if not isinstance(span, Sequence) or [type(x) for x in span] != [int, int]:
+            raise ValueError(f"spans: expected pairs of ints, the first and the last token of each, got {span!r}")
+        first, last = span
+        if not before < first <= last < num_tokens:
+            raise ValueError(f"spans: expected first and last tokens in 0..{num_tokens - 1}, rising, got {list(spans)}")
+        if last - first >= most:
+            raise ValueError(
+                f"spans: expected at most max_num_batched_tokens={most} tokens in a span, which are computed in one "
+                f"step, got {last - first + 1}"
+            )
+        before = last
+    return tuple((first, last) for first, last in spans)
 
 
 def token_ids(prompt: Iterable[int]) -> list[int]:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from refattn.serving.block_pool import BlockPool
+from refattn.serving.block_pool import BlockPool, block_key
 from refattn.serving.request import Request
 from refattn.serving.state_pool import StatePool
 from refattn.serving.window_pool import WindowPool
@@ -95,7 +95,7 @@ class Scheduler:
             for request in self.running:
                 self.states.settle(request)
         for request in list(self.running):  # by age; only the youngest may be a prompt, so decodes go first
-            count = min(request.num_pending, self.max_num_batched_tokens - sum(scheduled.values()))
+            count = request.cut(self.max_num_batched_tokens - sum(scheduled.values()))
             if request.status == "running" and count and self._allocate_or_preempt(request, count):
                 scheduled[request] = count
         while self.waiting and len(self.running) < self.max_num_seqs and self.counters.preemptions == preemptions:
@@ -103,8 +103,10 @@ class Scheduler:
             if not count or not self._start(self.waiting[0]):
                 break
             request = self.waiting.popleft()
-            scheduled[request] = min(request.num_pending, count)
-            self._allocate_or_preempt(request, scheduled[request])
+            count = request.cut(count)
+            if count:  # else it waits for a step with room for a whole span
+                scheduled[request] = count
+                self._allocate_or_preempt(request, count)
         return dict(sorted(scheduled.items(), key=lambda item: item[0].blocks))  # who shares blocks stands together
 
     def _allocate_or_preempt(self, request: Request, count: int) -> bool:
@@ -162,7 +164,7 @@ class Scheduler:
 
     def _start(self, request: Request) -> bool:
         """Let a request run after its cached prefix, if there are blocks for all its tokens so far."""
-        cached = self._find(request.tokens[:-1])  # the last token has to go through the model: for its logits
+        cached = self._find(request)
         unused = sum(self.pool.users[block] == 0 for block in cached)  # free so far
         if self.blocks_for(len(request.tokens)) - len(cached) > len(self.pool.free) - unused:
             return False
@@ -178,12 +180,18 @@ class Scheduler:
         self.counters.cached_tokens += request.num_computed_tokens
         return True
 
-    def _find(self, tokens: Sequence[int]) -> list[int]:
-        """Find the blocks of the longest cached prefix of `tokens` after which a request can go on in all pools."""
-        found = self.pool.find(tokens)
+    def _find(self, request: Request) -> list[int]:
+        """Find the blocks of the longest cached prefix after which a request can go on in all pools.
+
+        Its last token has to go through the model, for its logits, and a span as a whole.
+        """
+        found = self.pool.find(request.tokens[:-1], request.spans)
         count = None
         while count != len(found):
             count = len(found)
+            for first, last in request.spans:
+                if first < len(found) * self.block_size <= last:
+                    found = found[: first // self.block_size]
             for pool in self.window_pools:
                 found = found[: pool.usable(found)]
             if self.states is not None:
@@ -208,7 +216,7 @@ class Scheduler:
         """Let more tokens of a request have their keys in the pool, and its blocks be found that are full now."""
         request.num_computed_tokens += count
         for i in range(len(request.contents), request.num_computed_tokens // self.block_size):
-            tokens = tuple(request.tokens[i * self.block_size : (i + 1) * self.block_size])
+            tokens = block_key(request.tokens, i * self.block_size, self.block_size, request.spans)
             parent = request.contents[-1] if request.contents else None
             request.contents.append(self.pool.remember(request.blocks[i], parent, tokens))
 

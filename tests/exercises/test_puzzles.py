@@ -28,6 +28,8 @@ HARMLESS = {  # cases that the bug does not show on
     "frozen_splits": dict(captured_len=8, replayed_len=8, num_splits=2),
     "draft_stayed": dict(num_tokens=3, accepted=3),
     "kept_states": dict(num_cached=9, kept=[8], block_size=4),
+    "tied_scores": dict(scores=[0.0, 2.0, 0.0], topk=3, slots=[4, 2, 8]),
+    "span_or_window": dict(seq_len=6, first=1, last=3, window=9),
 }
 
 each_puzzle = pytest.mark.parametrize("puzzle", PUZZLES, ids=lambda puzzle: puzzle.name)

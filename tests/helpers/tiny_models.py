@@ -8,6 +8,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     Mistral4ForCausalLM,
+    PaliGemmaForConditionalGeneration,
     PreTrainedTokenizerFast,
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -76,6 +77,9 @@ LATENT_SIZES = dict(
     first_k_dense_replace=1,
     n_shared_experts=1,
 )
+# An indexer that selects fewer keys than the prompts have; with so many heads no two scores are equal.
+INDEX_SIZES = LATENT_SIZES | dict(index_topk=5, index_head_dim=12, index_n_heads=8)
+SHARED_SELECTION = INDEX_SIZES | dict(indexer_types=["full", "shared"])
 YARN = dict(
     rope_type="yarn",
     rope_theta=1e4,
@@ -110,7 +114,8 @@ def make_family(family, device="cpu", auto=AutoModelForCausalLM, **changes):
     """Make a tiny model of a family in which every parameter matters."""
     config = family_config(family, **changes)
     torch.manual_seed(1)
-    make = Mistral4ForCausalLM._from_config if family == "mistral4" else auto.from_config  # no "auto" for it
+    own = {"mistral4": Mistral4ForCausalLM, "paligemma": PaliGemmaForConditionalGeneration}  # no "auto" for them
+    make = own[family]._from_config if family in own else auto.from_config
     model = make(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in model.parameters():  # sinks, norms and biases begin as 0 or 1
@@ -178,6 +183,8 @@ CHANGES = {  # what the tiny model of a family needs besides the sizes, or has i
     ),
     **dict.fromkeys(("qwen2", "qwen3", "smollm3"), dict(use_sliding_window=True) | WINDOWS),
     **dict.fromkeys(LATENT, LATENT_SIZES),
+    **dict.fromkeys(("axk2", "deepseek_v32"), INDEX_SIZES),
+    **dict.fromkeys(("glm_moe_dsa", "hy_v4"), SHARED_SELECTION),
     **STATES,
     "dots1": dict(n_shared_experts=1) | WINDOWS,
     "ernie4_5_moe": dict(moe_k=2),
@@ -194,5 +201,11 @@ CHANGES = {  # what the tiny model of a family needs besides the sizes, or has i
     ),
     "longcat_flash": LATENT_SIZES
     | dict(num_layers=1, ffn_hidden_size=64, expert_ffn_hidden_size=32, zero_expert_num=2, moe_topk=2),
+    "paligemma": dict(
+        text_config=SIZES | dict(model_type="gemma", max_position_embeddings=128),
+        vision_config=VISION | dict(model_type="siglip_vision_model"),
+        projection_dim=48,
+        hidden_size=48,
+    ),
     "mistral4": LATENT_SIZES | dict(head_dim=20, rope_parameters=YARN | dict(llama_4_scaling_beta=0.1)),
 }

@@ -26,6 +26,7 @@ from refattn.serving.layers import Causal, Layer, Pairs, Twin
 from refattn.serving.models import LATENT, VERIFIED
 from tests.helpers.tiny_models import (
     CHANGES,
+    INDEX_SIZES,
     LATENT_SIZES,
     SIZES,
     STATES,
@@ -226,7 +227,16 @@ REFUSED = {
     # These failed too, but in the first step, or without a word of why.
     "codegen": ("codegen", {}, "not built on transformers' AttentionInterface"),
     "alibi elsewhere": ("llama", dict(alibi=True), "with alibi"),
-    "latents, some of them": ("deepseek_v32", LATENT_SIZES, "which has latent attention .* of the family deepseek_v32"),
+    "latents, some of them": (
+        "bailing_hybrid",
+        LATENT_SIZES,
+        "which has latent attention .* of the family bailing_hybrid",
+    ),
+    "selected keys, some of them": (
+        "dots3_note_text",
+        INDEX_SIZES,
+        "whose layers select keys by a Dots3NoteTextIndexer, not DeepseekV32Indexer, .*GlmMoeDsaIndexer",
+    ),
     "stablelm": ("stablelm", {}, "whose attention is not passed the keyword arguments"),
     "gemma 4": ("gemma4_text", dict(vocab_size_per_layer_input=97), "whose layers have heads of different sizes"),
 }

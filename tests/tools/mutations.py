@@ -1809,8 +1809,8 @@ MUTATIONS: list[Mutation] = [
         "an engine computes keys and values under batch invariance",
         (
             "refattn/serving/layers.py",
-            "isinstance(self.storage, Latents) and not self.storage.batch_invariant and not self.mask.reach",
-            "isinstance(self.storage, Latents) and not self.mask.reach",
+            "        return not self.batch_invariant\n",
+            "        return True\n",
         ),
     ),
     *breaks(

@@ -14,6 +14,8 @@ WINDOWS = "tests/serving/test_window_pool.py"
 DRAFTS = "tests/serving/test_speculation.py"
 NEXT_TOKENS = "tests/serving/test_sampling.py"
 AHEAD = "tests/serving/test_decodes_ahead.py"
+SELECTED = "tests/serving/test_engine_selected.py"
+SPANS = "tests/serving/test_engine_spans.py"
 TRANSFORMERS = "tests/integrations/test_transformers.py"
 VLLM = "tests/integrations/test_vllm.py"
 BAD_INPUT = "tests/paths/test_bad_input.py"
@@ -291,8 +293,8 @@ AT_LARGE: list[Mutation] = [
     planted(
         "all of a prompt may be cached, and no token is left for its logits",
         SCHEDULER,
-        "cached = self._find(request.tokens[:-1])",
-        "cached = self._find(request.tokens)",
+        "self.pool.find(request.tokens[:-1], request.spans)",
+        "self.pool.find(request.tokens, request.spans)",
         ENGINE,
     ),
     planted(
@@ -452,6 +454,55 @@ AT_LARGE: list[Mutation] = [
         "seen = min(max_num_seqs, num_blocks) * (self.mask.reach - 1)",
         ENGINE,
         "tests/serving/test_layers.py",
+    ),
+    planted(
+        "the index key of a token lies in the slot of another",
+        "refattn/serving/layers.py",
+        "twin.sparse.write(tokens.key, cache[1], slot_mapping)",
+        "twin.sparse.write(tokens.key, cache[1], slot_mapping.roll(1))",
+        SELECTED,
+    ),
+    planted(
+        "every key that a query may see is selected",
+        "refattn/serving/layers.py",
+        "return twin.sparse.select(scores, min(self.topk, scores.shape[1]))",
+        "return twin.sparse.select(scores, scores.shape[1])",
+        SELECTED,
+    ),
+    planted(
+        "an index key is rotated by pairs of neighbours",
+        "refattn/serving/index_modules.py",
+        'HALVES = Kind("apply_rotary_pos_emb", rotary_first=True)',
+        'HALVES = Kind("apply_rotary_pos_emb_interleave", rotary_first=True)',
+        SELECTED,
+    ),
+    planted(
+        "a block is found by its own tokens, whatever they have seen of others",
+        BLOCKS,
+        "return *tokens[start:end], *((first, last, *tokens[first : last + 1]) for first, last in touched)",
+        "return *tokens[start:end], *((first, last) for first, last in touched)",
+        SPANS,
+    ),
+    planted(
+        "a cached prefix ends inside a span",
+        SCHEDULER,
+        "found = found[: first // self.block_size]",
+        "found = found[: last // self.block_size]",
+        SPANS,
+    ),
+    planted(
+        "a chunk of a prompt ends inside a span",
+        "refattn/serving/request.py",
+        "for first, last in self.spans if first < end <= last), count)",
+        "for first, last in self.spans if first < end < last), count)",
+        SPANS,
+    ),
+    planted(
+        "a window shows one token more to the tokens of a span",
+        "refattn/serving/layers.py",
+        "window_size = (self.mask.reach - 1, -1) if",
+        "window_size = (self.mask.reach, -1) if",
+        SPANS,
     ),
     # --- integrations ---
     planted(
