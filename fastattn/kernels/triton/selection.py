@@ -44,6 +44,7 @@ PROGRAMS = 2  # for each multiprocessor, so many that steps become programs of t
 SCORE_WARPS = 4
 STAGES_OF_CODES = 5  # half of them read the block table, so two steps of keys are in flight
 STAGES_OF_NUMBERS = 3
+STAGES_OF_QUERIES = 2  # where a tile has several, which are what is read ahead then
 QUERIES = 4  # queries of such a program, at most
 BLOCK = 4096  # scores that are read at a time, at most 2**15
 BITS = 5  # of a digit; at least 5, as a warp counts 32 digits by a vote for each bit
@@ -93,11 +94,12 @@ def score_index(
     codes, query_codes = holds_codes(index_cache), query.element_size() == 1
     query, weights = as_bytes(query) if query_codes else query, weights.float()
     key_bytes = size * (2 if query_codes else query.element_size())
+    stages = STAGES_OF_CODES if codes else STAGES_OF_NUMBERS
     asked = Tuning(
         block_m=pad(max(num_heads, 16)),
         block_n=BLOCK_N if key_bytes <= 256 else BLOCK_N // 2,
         num_warps=SCORE_WARPS,
-        num_stages=STAGES_OF_CODES if codes else STAGES_OF_NUMBERS,
+        num_stages=stages if batch.max_query_len <= 1 else STAGES_OF_QUERIES,
         splits=1,
         most_splits=1,
     )
