@@ -47,13 +47,13 @@ from refattn.interface import RecurrentOptions, StatePlan
 CHUNK = 64  # tokens whose system of equations is solved at once
 FEWEST_IN_CHUNK = 16  # rows of a product of matrices, at least
 FEW = 16  # tokens, up to which sequences go token by token
-BLOCK_V = 32  # values of a state in one program that goes token by token, of this many warps
-TOKENS_WARPS = 4
+BLOCK_V = 8  # values of a state in one program that goes token by token, of this many warps
+TOKENS_WARPS = 1
 CHUNKS_BLOCK_V = 32  # and in one that goes chunk by chunk
 CHUNKS_WARPS = 4
 COLUMNS = 64  # of keys or values that such a program holds at a time
-WITHIN_MORE: dict = {}
-WITHIN_WARPS = 8  # of a program that looks at one chunk
+WITHIN_WARPS = 4
+WITHIN_REGISTERS = 168  # of a thread of it on an NVIDIA GPU: three such programs on a multiprocessor, and few spills
 MOST_STAGES = 3  # chunks in shared memory at once
 BLOCK_T, BLOCK_C = 32, 128  # tokens and channels of a tile of the convolution
 
@@ -117,8 +117,9 @@ def recurrent(
     num_places = num_tokens // chunk + 2 * plan.batch.num_seqs  # of chunks: the first may begin inside one
     own = {name: x for name, x in arguments.items() if name not in _OF_STATES}
     levels = chunk.bit_length() - 1 if per_channel else 0
+    on_nvidia = {} if INTERPRETED or devices.is_rocm() else {"maxnreg": WITHIN_REGISTERS}
     _within_kernel[(num_places, num_heads)](
-        **own, **made, LEVELS=levels, COLUMNS=COLUMNS, num_warps=WITHIN_WARPS, **WITHIN_MORE
+        **own, **made, LEVELS=levels, COLUMNS=COLUMNS, num_warps=WITHIN_WARPS, **on_nvidia
     )
     own = {name: x for name, x in arguments.items() if name not in _OF_CHUNKS}
     _chunks_kernel[grid](**own, **made, BLOCK_V=block_v, num_warps=CHUNKS_WARPS, num_stages=_stages(query, chunk))
@@ -135,15 +136,29 @@ _OF_CHUNKS = ("value", "value_strides", "log_decay", "log_decay_strides", "beta"
 
 
 def _chunk_size(plan: StatePlan, query: Tensor, per_channel: bool) -> int:
-    """Return how many tokens a chunk has: blocks end with one, and wide keys in 32 bits have to fit, as decays have."""
+    """Return how many tokens a chunk has: blocks end with one, and two of them fit into shared memory; 0 if none does.
+
+    Two on an NVIDIA GPU: what Triton 3.6 compiles for one at a time answers wrongly on Hopper.
+    """
     size = CHUNK if plan.block_size is None else gcd(CHUNK, plan.block_size)
-    return min(size, CHUNK // 2) if per_channel or query.shape[-1] * query.element_size() > 256 else size
+    if per_channel or query.shape[-1] * query.element_size() > 256:
+        size = min(size, CHUNK // 2)
+    while size >= FEWEST_IN_CHUNK and not _stages(query, size):
+        size //= 2
+    return size if size >= FEWEST_IN_CHUNK else 0
 
 
 def _stages(query: Tensor, chunk: int) -> int:
-    """Return how many chunks are in shared memory at once: one of 64 tokens, keys of 128, takes 60 KiB in bfloat16."""
-    tokens = chunk * (3 * _pad(query.shape[-1]) + CHUNKS_BLOCK_V + chunk) * (2 if query.dtype == torch.bfloat16 else 4)
-    return 1 if INTERPRETED else max(1, min(MOST_STAGES, devices.shared_memory(query.device) // (tokens + 8192)))
+    """Return how many chunks are in shared memory at once; 0 if they are too large.
+
+    One of 64 tokens with keys of 128 takes 60 KiB in bfloat16.
+    """
+    if INTERPRETED:
+        return 1
+    elements = chunk * (3 * _pad(query.shape[-1]) + CHUNKS_BLOCK_V + chunk)
+    room = devices.shared_memory(query.device) - 8192
+    stages = min(MOST_STAGES, room // (elements * (2 if query.dtype == torch.bfloat16 else 4)))
+    return stages if stages >= (1 if devices.is_rocm() else 2) else 0
 
 
 def _tables(plan: StatePlan, num_tokens: int) -> dict[str, Any]:

@@ -39,17 +39,16 @@ from refattn.interface.selection import SCALE_BYTES, SMALLEST, holds_codes, inde
 
 BLOCK_ROWS = 16  # tokens of a program that writes
 BLOCK_N = 128  # keys of a step of a program that scores, of at most 256 bytes as they are multiplied
-STEPS = 8  # of such a program, at most
+STEPS = 16  # of such a program, at most
 PROGRAMS = 2  # for each multiprocessor, so many that steps become programs of their own
 SCORE_WARPS = 4
-STAGES_OF_CODES = 5  # half of them read the block table, so two steps of keys are in flight
-STAGES_OF_NUMBERS = 3
+STAGES = 3  # steps of keys that are read ahead
 STAGES_OF_QUERIES = 2  # where a tile has several, which are what is read ahead then
 QUERIES = 4  # queries of such a program, at most
 BLOCK = 4096  # scores that are read at a time, at most 2**15
 BITS = 5  # of a digit; at least 5, as a warp counts 32 digits by a vote for each bit
-SELECT_WARPS = 8
-SPLIT = 8192  # scores of a split, at least; a row of no more is never split
+SELECT_WARPS = 4
+SPLIT = 4096  # scores of a split, at least; a row of no more is never split
 MOST_SPLITS = 64  # of a row
 ROWS_TO_FILL = 2  # for each multiprocessor, from which on no row is split
 BLOCK_SEQS = 256  # sequences that are looked at at a time, for that of a row
@@ -94,7 +93,7 @@ def score_index(
     codes, query_codes = holds_codes(index_cache), query.element_size() == 1
     query, weights = as_bytes(query) if query_codes else query, weights.float()
     key_bytes = size * (2 if query_codes else query.element_size())
-    stages = STAGES_OF_CODES if codes else STAGES_OF_NUMBERS
+    stages = STAGES
     asked = Tuning(
         block_m=pad(max(num_heads, 16)),
         block_n=BLOCK_N if key_bytes <= 256 else BLOCK_N // 2,
