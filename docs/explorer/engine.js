@@ -33,7 +33,7 @@ var engine = (() => {
     "one at a time": "requests=0,32,20,0;0,32,20,0;0,32,20,0;0,32,20,0;0,32,20,0;0,32,20,0;0,32,20,0;0,32,20,0&blocks=32&budget=512&seqs=1&step=19",
     "batching pays": "requests=0,32,20,0;0,32,20,0;0,32,20,0;0,32,20,0;0,32,20,0;0,32,20,0;0,32,20,0;0,32,20,0&blocks=32&budget=512&step=19",
     "keys beside weights":
-      `requests=${Array(12).fill("0,8200,12,1").join(";")}&shared=8192&blocks=64&block=256&budget=16384&step=12`,
+      `requests=${Array(12).fill("0,8200,12,1").join(";")}&shared=8192&blocks=64&block=256&budget=16384&step=5`,
   }
 
   // --- settings, and the text after the # of an address ---

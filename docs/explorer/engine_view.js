@@ -372,7 +372,7 @@
     const done = part ? part.first + part.count : step.running.some((each) => each.i === i) ? computedBefore(i) : 0
     const all = prompt + output - 1
     return el("span", { class: "member", title: `${NAMES[i]}: the keys of ${done} of ${count(all, "token")} are in the pool` }, chip(i),
-      el("span", { class: "bar", style: paint(i) }, el("span", { style: `width: ${(100 * done) / all}%` }),
+      el("span", { class: "gauge", style: paint(i) }, el("span", { style: `width: ${(100 * done) / all}%` }),
         el("i", { style: `left: ${(100 * prompt) / all}%` })))
   }
 

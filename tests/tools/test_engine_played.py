@@ -143,9 +143,7 @@ def test_every_step_is_that_of_the_scheduler(played):
             shown["scheduled"] = [{k: each[k] for k in ("i", "count", "first")} for each in step["scheduled"]]
             shown["started"] = [{k: each[k] for k in ("i", "tokens")} for each in step["started"]]
             assert shown == said
-            assert step["counters"] == {
-                name: getattr(replay.scheduler.counters, name) for name in step["counters"]
-            }
+            assert step["counters"] == {name: getattr(replay.scheduler.counters, name) for name in step["counters"]}
         assert not (to_come or replay.scheduler.waiting or replay.scheduler.running), "everybody is done"
         for name in seen:
             seen[name] += vars(replay.scheduler.counters)[name]
@@ -155,7 +153,7 @@ def test_every_step_is_that_of_the_scheduler(played):
 def test_what_is_refused_is_what_the_engine_refuses(played):
     engine_of_pool = {}
     num_refused = 0
-    for trace in played[:60]:
+    for trace in played[:30]:
         settings = trace["settings"]
         sizes = settings["blocks"], settings["block"]
         if sizes not in engine_of_pool:
@@ -171,7 +169,7 @@ def test_what_is_refused_is_what_the_engine_refuses(played):
     assert num_refused
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_the_loop_is_that_of_the_engine(evaluate, seed):
     """A model in the loop, whose tokens nobody knew before: the same counters, step for step."""
     settings = draw(seed) | {"blocks": 24, "block": 3, "seqs": 3, "budget": 7}
@@ -193,7 +191,7 @@ def test_the_loop_is_that_of_the_engine(evaluate, seed):
 
 def test_a_step_costs_what_the_benchmark_counts(evaluate, played):
     """Attention of all layers, as `fastattn bench` counts it, and matrices whose weights are read once for all rows."""
-    for trace in played[:40]:
+    for trace in played[:15]:
         model = evaluate("engine.sizes(given[0])", trace["settings"]["model"])
         machine = evaluate("machines[given[0]]", trace["settings"]["machine"])
         itemsize = {"float32": 4, "bfloat16": 2}[machine["dtype"]]
@@ -227,7 +225,7 @@ def test_the_parameters_are_those_of_the_model(evaluate):
 
 
 def test_latency_and_throughput(evaluate, played):
-    for trace in played[:60]:
+    for trace in played[:20]:
         steps, requests = trace["steps"], trace["requests"]
         for step in steps[:: max(1, len(steps) // 3)]:
             count = 0
@@ -272,35 +270,48 @@ def test_presets_and_links_are_addresses(evaluate):
         assert not any(request["isRefused"] for request in trace["requests"])
 
 
-def test_each_preset_shows_what_it_says(evaluate):
-    play = {name: evaluate("engine.play(engine.fromHash(engine.PRESETS[given[0]]))", name) for name in PRESETS}
-    shown = {name: trace["steps"][trace["settings"]["step"]] for name, trace in play.items()}
+def test_the_answers_on_the_page(evaluate):
+    """Every number that the page answers its own questions with is what the engine shows then, in this order."""
 
-    def gaps(name: str) -> float:
-        until = play[name]["steps"][-1]["end"]
-        return max(evaluate("engine.latency(given[0], given[1])", r, until)["worst"] for r in play[name]["requests"][:3])
+    def play(name: str, **changes: Any) -> dict[str, Any]:
+        settings = evaluate("engine.fromHash(engine.PRESETS[given[0]])", name)
+        trace = evaluate("engine.play(given[0])", settings | changes)
+        until = trace["steps"][-1]["end"]
+        trace["latency"] = [evaluate("engine.latency(given[0], given[1])", r, until) for r in trace["requests"]]
+        trace["throughput"] = evaluate("engine.throughput(given[0], given[1])", trace["requests"], until)
+        trace["shown"] = trace["steps"][settings["step"]]
+        return trace
 
-    whole, chunks = "a long prompt stalls decodes", "the same in chunks"
-    assert gaps(whole) > 10 * gaps(chunks)
-    assert any(each["isPrompt"] for each in shown[whole]["scheduled"]) and shown[whole]["cost"]["rows"] > 8000
-    assert any(each["tokens"] for each in shown["a shared prefix"]["started"])
-    assert shown["preemption"]["preempted"]
-    alone, together = (play[name]["steps"][-1]["end"] for name in ("one at a time", "batching pays"))
-    assert alone > 7 * together
-    assert shown["keys beside weights"]["cost"]["attention"]["seconds"] > (
-        0.5 * shown["keys beside weights"]["cost"]["linear"]["seconds"]
+    page = (ROOT / "docs/explorer/engine.md").read_text()
+    answers = page.split("<summary>Answers</summary>")[1].split("</details>")[0]
+
+    whole, chunks = play("a long prompt stalls decodes"), play("the same in chunks")
+    assert {len(each["shown"]["arrived"]) for each in (whole, chunks)} == {1}
+    worst = [max(each["worst"] for each in trace["latency"][:3]) * 1e3 for trace in (whole, chunks)]
+    ttft = [trace["latency"][3]["ttft"] * 1e3 for trace in (whole, chunks)]
+    alone, together = play("one at a time"), play("batching pays")
+    longest = [trace["shown"]["seconds"] * 1e3 for trace in (alone, together)]
+    assert [f"{each:.1f}" for each in longest] == ["3.5", "3.5"]
+    prefix = play("a shared prefix")
+    b, c = (
+        [each for each in step["started"] if each["i"] == i] for step, i in ((prefix["shown"], 1), (prefix["shown"], 2))
     )
-
-
-PRESETS = (
-    "a long prompt stalls decodes",
-    "the same in chunks",
-    "a shared prefix",
-    "preemption",
-    "one at a time",
-    "batching pays",
-    "keys beside weights",
-)
+    assert b[0]["tokens"] == 1024 and not c[0]["tokens"]
+    requests = [[0, *rest] if i == 1 else [at, *rest] for i, (at, *rest) in enumerate(prefix["settings"]["requests"])]
+    assert not play("a shared prefix", requests=requests, budget=4096)["steps"][0]["started"][1]["tokens"]
+    preempted = play("preemption")
+    assert preempted["shown"]["preempted"] == [2]
+    assert sorted(i for step in preempted["steps"] for i in step["preempted"]) == [1, 2, 2]
+    enough = next(n for n in range(12, 30) if not play("preemption", blocks=n)["steps"][-1]["counters"]["preemptions"])
+    keys = play("keys beside weights")["shown"]
+    assert len({block for each in keys["running"] for block in each["blocks"]}) == 44
+    expected = [
+        f"{worst[0]:.0f}", "512", f"{worst[1]:.1f}", f"{ttft[0]:.0f}", f"{ttft[1]:.0f}", "512",
+        f"{longest[0]:.2f}", f"{alone['throughput']:.0f}", f"{together['throughput']:,.0f}",
+        "1024", str(1100 - b[0]["tokens"]), "1100", str(enough), "12",
+        f"{keys['cost']['attention']['seconds'] * 1e3:.2f}", f"{keys['seconds'] * 1e3:.2f}", "8192",
+    ]  # fmt: skip
+    assert re.findall(r"\d+(?:,\d{3})*(?:\.\d+)?", answers) == expected
 
 
 @pytest.mark.parametrize(
@@ -312,7 +323,7 @@ def test_nonsense_in_an_address_becomes_legal_settings(evaluate, hash):
     settings = evaluate("engine.play(engine.fromHash(given[0]))", hash)["settings"]
     assert evaluate("engine.legal(given[0])", settings) == settings
     assert all(numbers and len(numbers) == 4 for numbers in settings["requests"])
-    assert 1 <= settings["budget"] and settings["seqs"] <= 12 and settings["blocks"] <= 512
+    assert settings["budget"] >= 1 and settings["seqs"] <= 12 and settings["blocks"] <= 512
 
 
 def test_a_trace_that_never_ends_is_cut(evaluate):
