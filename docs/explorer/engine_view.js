@@ -20,6 +20,7 @@
   let trace = engine.play(state)
   let playing = null // a timer
   let dragged = null // while an arrival is dragged: its request, and the scale, which stays
+  let droppedAt = -Infinity // when that ended: the click that follows is none
 
   // --- elements ---
 
@@ -110,7 +111,7 @@
     button("›", "step forward", () => go(at() + 1)), stepSlider, stepSays)
 
   const budgetSlider = el("input", {
-    type: "range", min: 0, max: BUDGETS.length - 1, id: "engine-budget", oninput: () => set({ budget: BUDGETS[budgetSlider.value] }),
+    type: "range", min: 0, max: BUDGETS.length - 1, id: "engine-budget", "aria-label": "chunk budget", oninput: () => set({ budget: BUDGETS[budgetSlider.value] }),
   })
   const budgetSays = el("output", { for: "engine-budget" })
   const budget = el("div", { class: "transport budget" }, el("label", { for: "engine-budget" }, "chunk budget"), budgetSlider, budgetSays)
@@ -226,7 +227,8 @@
         el("path", { class: "lost", d: cross(x(each.start), top + i * ROW + 11) }, el("title", {}, `${NAMES[i]} is preempted`)))
       return el("g", { style: paint(i) },
         el("text", { class: "name", x: 12, y: top + i * ROW + 15 }, NAMES[i]),
-        Object.entries(parts).map(([kind, d]) => el("path", { class: kind, d }, el("title", {}, `${NAMES[i]}: ${KINDS[kind]}`))), lost)
+        Object.entries(parts).map(([kind, d]) => el("path", { class: kind, d }, el("title", {}, `${NAMES[i]}: ${KINDS[kind]}`))), lost,
+        request.isRefused ? el("text", { class: "tick refused-says", x: x(0) + 4, y: top + i * ROW + 15 }, refusal(request)) : null)
     })
     const strip = Object.entries(PARTS).map(([name, colour]) => {
       const d = steps.flatMap((each) => segments(each).filter((part) => part.name === name).map(({ from, to }) =>
@@ -250,6 +252,7 @@
       width, height, viewBox: `0 0 ${width} ${height}`, role: "img",
       "aria-label": `timeline of ${count(requests.length, "request")} and ${count(steps.length, "step")}${step ? `, step ${at() + 1} from ${time(step.start)} to ${time(step.end)}` : ""}`,
       onclick: (event) => {
+        if (event.target.closest(".arrival") || performance.now() - droppedAt < 300) return
         const box = event.currentTarget.getBoundingClientRect()
         const seconds = (event.clientX - box.left - 28) / scale
         if (event.clientY - box.top < LANE) {
@@ -272,6 +275,8 @@
       timelineBox.scrollLeft = x(step.start) - timelineBox.clientWidth / 2
     }
   }
+
+  const refusal = ({ prompt, output }) => `refused: needs ${Math.ceil((prompt + output - 1) / state.block)} blocks of ${state.blocks}`
 
   /** A step in the row of a request: full for a prefill, a lower bar for a decode, a line for who waits. */
   function shape(kind, from, to, y) {
@@ -305,6 +310,7 @@
     addEventListener(name, () => {
       if (!dragged) return
       dragged = null
+      droppedAt = performance.now()
       draw()
     })
   }
@@ -493,7 +499,7 @@
     const step = now()
     const rows = trace.requests.map((request) => {
       const found = engine.latency(request, step.end)
-      const doing = request.isRefused ? "refused: the pool is too small" : request.arrives > step.start ? "to come"
+      const doing = request.isRefused ? refusal(request) : request.arrives > step.start ? "to come"
         : found.tokens === request.output ? "done" : KINDS[kindOf(step, request.i)]
       return el("tr", {}, el("th", { scope: "row" }, chip(request.i)), el("td", {}, doing), el("td", { class: "numbers" }, `${found.tokens} of ${request.output}`),
         [found.ttft, found.mean, found.worst].map((value) => el("td", { class: "numbers" }, time(value))))
@@ -503,11 +509,16 @@
     const worst = Math.max(0, ...all.map((each) => each.worst ?? 0))
     const big = (value, text) => el("div", { class: "big" }, el("strong", {}, value), el("span", {}, text))
     const { counters } = step
+    const end = trace.steps[last()].end
+    const whole = trace.requests.map((request) => engine.latency(request, end)).filter(({ tokens }) => tokens)
+    const mean = whole.reduce((total, { ttft }) => total + ttft, 0) / whole.length
     return [
       el("div", { class: "bigs" },
         big(digits(engine.throughput(trace.requests, step.end)), "output tokens per second: throughput"),
         big(ttfts.length ? time(ttfts.reduce((a, b) => a + b, 0) / ttfts.length) : "–", "to the first token, on average: TTFT"),
         big(worst ? time(worst) : "–", "between two tokens, at worst: inter-token latency")),
+      el("p", {}, "When all are done: ", el("strong", {}, `${digits(engine.throughput(trace.requests, end))} tokens per second`), ", TTFT ", el("strong", {}, time(mean)),
+        ", inter-token latency at worst ", el("strong", {}, time(Math.max(0, ...whole.map((each) => each.worst ?? 0)))), "."),
       scroller("latency of the requests", el("table", { class: "table latency" },
         head("", "in this step", "tokens", "TTFT", "inter-token, mean", "worst"), el("tbody", {}, rows))),
       el("p", { class: "note" }, `After ${time(step.end)} and ${count(at() + 1, "step")}: ${count(counters.computed_tokens, "token")} went through the model, `,
@@ -552,7 +563,7 @@
     const step = now()
     says.textContent = step ? sentence(step) : ""
     for (const [body, content] of panes) {
-      body.replaceChildren(...(step ? content().filter((child) => child !== null) : [el("p", {}, "Nobody asks. Drop a request onto the timeline.")]))
+      body.replaceChildren(...(step ? content().filter((child) => child !== null) : [el("p", {}, trace.requests.length ? "Every request is refused: the pool is too small for it." : "Nobody asks. Drop a request onto the timeline.")]))
     }
   }
 
