@@ -106,7 +106,7 @@
   const playButton = button("▶\uFE0E", "play", () => play(!playing))
   const stepSlider = el("input", { type: "range", min: 0, "aria-label": "step", oninput: () => go(Number(stepSlider.value)) })
   const stepSays = el("output", {})
-  const transport = el("div", { class: "transport", role: "group", "aria-label": "steps" },
+  const transport = el("div", { class: "transport of-steps", role: "group", "aria-label": "steps" },
     button("|‹", "first step", () => go(0)), button("‹", "step back", () => go(at() - 1)), playButton,
     button("›", "step forward", () => go(at() + 1)), stepSlider, stepSays)
 
@@ -471,10 +471,10 @@
   }
 
   function roofline({ read, product, name }, ...parts) {
-    const [width, height] = [520, 200]
+    const [width, height] = [520, 216]
     const x = (v) => 62 + (Math.log10(Math.min(Math.max(v, 0.1), 1e4)) + 1) * ((width - 92) / 5)
     const top = Math.ceil(Math.log10(product))
-    const y = (v) => 12 + (top - Math.log10(v)) * ((height - 50) / 4)
+    const y = (v) => 12 + (top - Math.log10(v)) * ((height - 64) / 4)
     const roof = (v) => Math.max(10 ** (top - 4), Math.min(v * read, product))
     const start = Math.max(0.1, 10 ** (top - 4) / read)
     const power = (k) => `${10 ** (k % 3)} ${["", "k", "M", "G", "T", "P"][Math.floor(k / 3)]}`
@@ -484,8 +484,8 @@
       class: "roofline", viewBox: `0 0 ${width} ${height}`, role: "img",
       "aria-label": `roofline of ${name}: the ridge is at ${Math.round(product / read)} operations per byte; matrices at ${digits(linear)}, attention at ${digits(attention)}`,
     },
-    [0.1, 1, 10, 100, 1000, 10000].map((tick) => el("g", {}, el("line", { class: "grid", x1: x(tick), x2: x(tick), y1: 12, y2: height - 38 }),
-      el("text", { class: "tick", x: x(tick), y: height - 22 }, tick.toLocaleString("en")))),
+    [0.1, 1, 10, 100, 1000, 10000].map((tick) => el("g", {}, el("line", { class: "grid", x1: x(tick), x2: x(tick), y1: 12, y2: height - 52 }),
+      el("text", { class: "tick", x: x(tick), y: height - 30 }, tick.toLocaleString("en")))),
     [0, 1, 2, 3, 4].map((k) => el("text", { class: "tick left", x: 56, y: y(10 ** (top - k)) + 4 }, power(top - k))),
     el("path", { class: "roof", d: `M${x(start)} ${y(roof(start))}L${x(product / read)} ${y(product)}L${x(1e4)} ${y(product)}` }),
     el("text", { class: "tick", x: width / 2, y: height - 4 }, "operations per byte"),
@@ -516,11 +516,11 @@
       el("div", { class: "bigs" },
         big(digits(engine.throughput(trace.requests, step.end)), "output tokens per second: throughput"),
         big(ttfts.length ? time(ttfts.reduce((a, b) => a + b, 0) / ttfts.length) : "–", "to the first token, on average: TTFT"),
-        big(worst ? time(worst) : "–", "between two tokens, at worst: inter-token latency")),
-      el("p", {}, "When all are done: ", el("strong", {}, `${digits(engine.throughput(trace.requests, end))} tokens per second`), ", TTFT ", el("strong", {}, time(mean)),
-        ", inter-token latency at worst ", el("strong", {}, time(Math.max(0, ...whole.map((each) => each.worst ?? 0)))), "."),
+        big(worst ? time(worst) : "–", "between two tokens, at worst: inter-token latency (ITL)")),
+      el("p", {}, "When all are done: ", el("strong", {}, `${digits(engine.throughput(trace.requests, end))} tokens per second`), ", mean TTFT ", el("strong", {}, time(mean)),
+        ", worst inter-token latency ", el("strong", {}, time(Math.max(0, ...whole.map((each) => each.worst ?? 0)))), "."),
       scroller("latency of the requests", el("table", { class: "table latency" },
-        head("", "in this step", "tokens", "TTFT", "inter-token, mean", "worst"), el("tbody", {}, rows))),
+        head("", "now", "tokens", "TTFT", "ITL, mean", "ITL, worst"), el("tbody", {}, rows))),
       el("p", { class: "note" }, `After ${time(step.end)} and ${count(at() + 1, "step")}: ${count(counters.computed_tokens, "token")} went through the model, `,
         `${counters.cached_tokens.toLocaleString("en")} did not have to; ${count(counters.chunks, "chunk")} of prompts; `,
         `${counters.key_reads.toLocaleString("en")} keys read per layer.`),
@@ -540,7 +540,7 @@
         el("svg", { width: 22, height: 20, style: paint(0) }, el("path", { class: kind, d: shape(kind, 1, 21, 0) })), KINDS[kind])),
       el("span", { class: "key" }, el("svg", { width: 16, height: 20 }, el("path", { class: "lost", d: cross(8, 11) })), "preempted"),
       el("span", { class: "key" }, "lowest line:"), Object.keys(PARTS).map((name) => legend("owned", SAYS[name], PARTS[name]))))
-  root.replaceChildren(presets, transport, budget, timelinePane)
+  root.replaceChildren(presets, el("div", { class: "dock" }, transport, budget), timelinePane)
   const pane = (title, id) => {
     const body = el("div", {})
     root.append(el("section", { class: `pane ${id}`, "aria-label": title }, el("h3", {}, title), body))

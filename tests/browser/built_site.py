@@ -292,7 +292,7 @@ def test_the_budget_of_the_engine_is_dragged(page, site):
     for _ in range(10):
         budget.press("ArrowLeft")
     expect(page.locator(".budget output")).to_have_text("512 tokens per step")
-    expect(page.locator(".feel")).to_contain_text("inter-token latency at worst 14.6 ms.")
+    expect(page.locator(".feel")).to_contain_text("worst inter-token latency 14.6 ms.")
     expect(page.get_by_role("link", name="the same in chunks")).to_have_attribute("aria-current", "true")
 
 
