@@ -338,8 +338,9 @@
     const decodes = step.scheduled.filter((each) => !each.isPrompt).map((each) => each.i)
     if (decodes.length) text.push(`${names(decodes)} ${verb(decodes, "decodes", "decode")}, one token each.`.replace("decodes, one token each", "decodes one token"))
     for (const { i, count: tokens, first } of prompts) {
-      const all = trace.requests[i].prompt
-      text.push(`${NAMES[i]} computes ${count(tokens, "token")} of its prompt${first + tokens < all ? `; ${count(all - first - tokens, "token")} are left for later steps` : ""}.`)
+      const { prompt, times } = trace.requests[i]
+      const all = prompt + times.filter((each) => each <= step.start).length
+      text.push(`${NAMES[i]} computes ${count(tokens, "token")}${all > prompt ? ", prompt and output so far" : " of its prompt"}${first + tokens < all ? `; ${count(all - first - tokens, "token")} are left for later steps` : ""}.`)
     }
     const stalled = step.running.map((each) => each.i).filter((i) => !step.scheduled.some((each) => each.i === i))
     if (stalled.length) text.push(`The budget is spent before ${names(stalled)} ${verb(stalled, "gets", "get")} a token.`)
@@ -422,13 +423,13 @@
       }
       if (kept.has(block)) {
         const i = step.writers[block]
-        return el("span", { class: "cell kept", style: paint(i), title: `block ${block}: free, but what ${NAMES[i]} wrote can still be hit` }, NAMES[i])
+        return el("span", { class: "cell kept", style: paint(i), title: `block ${block}: free, but still holds what ${NAMES[i]} wrote` }, NAMES[i])
       }
       return el("span", { class: "cell", title: `block ${block}: free${block === next ? ", and handed out next" : ""}` })
     })
     const free = step.free.length
     const cached = step.free.filter((block) => kept.has(block)).length
-    const line = `${count(state.blocks - free, "block")} in use, ${free} free; of these ${cached} ${cached === 1 ? "still holds" : "still hold"} a prefix that can be hit.`
+    const line = `${count(state.blocks - free, "block")} in use, ${free} free; of these ${cached} still ${cached === 1 ? "holds" : "hold"} cached tokens.`
     return [
       el("p", {}, line),
       el("div", { class: state.blocks > 64 ? "blocks-of-pool small" : "blocks-of-pool", role: "img", "aria-label": `the pool: ${line}` }, cells),
@@ -517,7 +518,7 @@
         big(digits(engine.throughput(trace.requests, step.end)), "output tokens per second: throughput"),
         big(ttfts.length ? time(ttfts.reduce((a, b) => a + b, 0) / ttfts.length) : "–", "to the first token, on average: TTFT"),
         big(worst ? time(worst) : "–", "between two tokens, at worst: inter-token latency (ITL)")),
-      el("p", {}, "When all are done: ", el("strong", {}, `${digits(engine.throughput(trace.requests, end))} tokens per second`), ", mean TTFT ", el("strong", {}, time(mean)),
+      el("p", {}, trace.isCut ? "After the last of these steps: " : "When all are done: ", el("strong", {}, `${digits(engine.throughput(trace.requests, end))} tokens per second`), ", mean TTFT ", el("strong", {}, time(mean)),
         ", worst inter-token latency ", el("strong", {}, time(Math.max(0, ...whole.map((each) => each.worst ?? 0)))), "."),
       scroller("latency of the requests", el("table", { class: "table latency" },
         head("", "now", "tokens", "TTFT", "ITL, mean", "ITL, worst"), el("tbody", {}, rows))),

@@ -3,12 +3,14 @@
 import json
 import random
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from py_mini_racer import MiniRacer
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from fastattn.tools.bench.work import workload
 from refattn.serving import Engine, SamplingParams
@@ -151,22 +153,15 @@ def test_every_step_is_that_of_the_scheduler(played):
 
 
 def test_what_is_refused_is_what_the_engine_refuses(played):
-    engine_of_pool = {}
-    num_refused = 0
-    for trace in played[:30]:
-        settings = trace["settings"]
-        sizes = settings["blocks"], settings["block"]
-        if sizes not in engine_of_pool:
-            engine_of_pool[sizes] = Engine(make_llama(), num_blocks=sizes[0], block_size=sizes[1])
+    model = make_llama()
+    traces = [trace for trace in played if {each["isRefused"] for each in trace["requests"]} == {True, False}][:6]
+    for trace in traces:
+        engine = Engine(model, num_blocks=trace["settings"]["blocks"], block_size=trace["settings"]["block"])
         for request in trace["requests"]:
-            params = SamplingParams(max_tokens=request["output"])
-            if request["isRefused"]:
-                num_refused += 1
-                with pytest.raises(ValueError, match="expected to fit in the pool"):
-                    engine_of_pool[sizes].add([1] * request["prompt"], params)
-            else:
-                engine_of_pool[sizes].add([1] * request["prompt"], params)
-    assert num_refused
+            refused = pytest.raises(ValueError, match="expected to fit in the pool")
+            with refused if request["isRefused"] else nullcontext():
+                engine.add([1] * request["prompt"], SamplingParams(max_tokens=request["output"]))
+    assert len(traces) == 6
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -216,12 +211,25 @@ def test_a_step_costs_what_the_benchmark_counts(evaluate, played):
         assert sum(shares.values()) == pytest.approx(sum(step["seconds"] for step in trace["steps"]))
 
 
-def test_the_parameters_are_those_of_the_model(evaluate):
-    """All that `sizes` says of a model, against that model: SmolLM2's weights and its cache."""
-    sizes = evaluate("engine.sizes('SmolLM2-135M')")
-    assert sizes == {"parameters": 0.135e9, "layers": 30, "heads": 9, "kv": 3, "size": 64}
-    assert "Llama-3-8B" in evaluate("engine.MODELS()")
-    assert not {"Gemma-2-9B", "Mixtral-8x7B", "DeepSeek-V3"} & {*evaluate("engine.MODELS()")}
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("SmolLM2-135M", dict(vocab_size=49152, hidden_size=576, intermediate_size=1536, tie_word_embeddings=True)),
+        ("Llama-3-8B", dict(vocab_size=128256, hidden_size=4096, intermediate_size=14336)),
+    ],
+)
+def test_the_parameters_are_those_of_the_model(evaluate, name, config):
+    sizes = evaluate("engine.sizes(given[0])", name)
+    config |= dict(num_attention_heads=sizes["heads"], num_key_value_heads=sizes["kv"], head_dim=sizes["size"])
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=sizes["layers"], **config))
+    assert sizes["parameters"] == pytest.approx(sum(x.numel() for x in model.parameters()), rel=0.005)
+
+
+def test_models_are_those_whose_layers_see_everything(evaluate):
+    names = {*evaluate("engine.MODELS()")}
+    assert names >= {"Llama-3-8B", "SmolLM2-135M", "Llama-2-7B"}
+    assert not names & {"Gemma-2-9B", "Mixtral-8x7B", "DeepSeek-V3", "Mistral-7B-v0.1"}
 
 
 def test_latency_and_throughput(evaluate, played):
