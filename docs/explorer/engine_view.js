@@ -43,7 +43,7 @@
     const [r, g, b] = [1, 3, 5].map((at) => (parseInt(colour.slice(at, at + 2), 16) / 255) ** 2.2)
     return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.18 ? "#000" : "#fff"
   }
-  const fill = (colour) => `--fill: ${colour}; --on: ${on(colour)}`
+  const fill = (colour) => `--fill: ${colour}; --on: ${on(colour)}; --off: ${on(colour) === "#000" ? "#fff" : "#000"}`
   const paint = (i) => fill(COLOURS[i])
   const chip = (i) => el("span", { class: "chip", style: paint(i) }, NAMES[i])
   const names = (list) => list.map((i) => NAMES[i]).join(", ").replace(/, (?=\w$)/, " and ")
