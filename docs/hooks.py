@@ -53,7 +53,7 @@ from refattn.exercises.functions import EXERCISES
 INSERT = re.compile(r"^(?P<instead>.+) <!-- (?P<name>\w+)(?P<arguments>.*?) -->$", re.MULTILINE)
 CAPTION = re.compile(r"\*(.+?)\* ")
 LINK_TO_SOURCE = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<path>[^)\s]+\.py)\)")
-LINK_TO_EXPLORER = re.compile(r"\[([^\]]*)\]\(((?:\.\./)*explorer/)index\.md(#[^)\s]+)\)")  # in some state
+LINK_TO_EXPLORER = re.compile(r"\[([^\]]*)\]\(((?:\.\./)*explorer/(?:index|engine))\.md(#[^)\s]+)\)")  # in some state
 ANSWER = "What do you think? Open the answer"
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 SOURCE_OF_IDEA = re.compile(
@@ -90,7 +90,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     if page.file.src_uri.startswith(("source/", "notebooks/")):  # whose links are turned where the pages are made
         return markdown
     markdown = LINK_TO_SOURCE.sub(lambda match: link(page, **match.groupdict()), markdown)
-    return INSERT.sub(insert, LINK_TO_EXPLORER.sub(r'<a href="\2index.html\3">\1</a>', markdown))
+    return INSERT.sub(insert, LINK_TO_EXPLORER.sub(r'<a href="\2.html\3">\1</a>', markdown))
 
 
 def on_page_content(content: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -568,4 +568,4 @@ def text_of_notebook(path: Path, source: str) -> str:
     )
     source = re.sub(r"\]\(\.\./((?:refattn|fastattn|tests)/[\w/]+\.py)", r"](../source/\1.md", source)
     source = re.sub(r"\]\((exercises/[\w/]+\.py)\)", r"](../source/notebooks/\1.md)", source)
-    return LINK_TO_EXPLORER.sub(r'<a href="\2index.html\3">\1</a>', source)
+    return LINK_TO_EXPLORER.sub(r'<a href="\2.html\3">\1</a>', source)

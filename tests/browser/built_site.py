@@ -1,4 +1,4 @@
-"""The built site in a browser: the explorer by clicks, keys and touch, on a desk and on a phone, light and dark.
+"""The built site in a browser: explorer and engine by clicks, keys and touch, on a desk and on a phone, light and dark.
 
 `make site-test` builds the site and runs this file, whose name keeps it out of `make test`: it needs Chromium. With
 `--screenshots FOLDER` it leaves a picture of each page that it looks at.
@@ -26,6 +26,7 @@ PAGES = {  # with some of each kind
     "home": "index.html",
     "explorer": "explorer/index.html",
     "cascade": "explorer/index.html#lens=2,13;1,15;3,11&shared=8",
+    "played": "explorer/engine.html",
     "path": "paths/sliding_window.html",
     "notebook": "notebooks/05_sliding_window.html",
     "benchmark": "proof/benchmark.html",
@@ -228,8 +229,9 @@ def test_the_floor_is_of_the_machine_that_is_chosen(page, site):
     assert page.locator(".cost .floor strong").inner_text() != fast
 
 
-def test_every_control_has_a_name(page, site):
-    look(page, site, "explorer/index.html#mask=tree")
+@pytest.mark.parametrize("address", ["explorer/index.html#mask=tree", "explorer/engine.html"])
+def test_every_control_has_a_name(page, site, address):
+    look(page, site, address)
     nameless = page.evaluate(
         """() => [...document.querySelectorAll(".explorer :is(input, button, select, svg[role=img])")]
           .filter((each) => !(each.ariaLabel || each.textContent.trim() || each.closest("label")))
@@ -248,6 +250,76 @@ def test_a_path_leads_into_the_explorer_in_its_state(page, site):
     look(page, site, "paths/sliding_window.html")
     press(page, "a window of three", role="link")
     expect(page.locator(".where")).to_contain_text("Trimmed tables")
+
+
+def test_the_engine_is_played_step_by_step(page, site):
+    look(page, site, "explorer/engine.html")
+    expect(page.locator(".step .says")).to_contain_text("A prefix hit: the first 32 tokens of c")
+    press(page, "step forward")
+    assert address(page) == "step=5"
+    expect(page.locator(".transport output").first).to_have_text("step 6 of 39")
+    slider = page.get_by_role("slider", name="step", exact=True)
+    slider.focus()
+    slider.press("End")
+    expect(page.locator(".feel")).to_contain_text("20 of 20")
+    page.get_by_role("group", name="timeline").press("ArrowLeft")
+    assert address(page) == "step=37"
+    press(page, "play")
+    expect(page.locator(".transport output").first).to_have_text("step 39 of 39")
+    expect(page.get_by_role("button", name="play", exact=True)).to_be_visible()
+
+
+def test_a_request_of_the_engine_is_preempted_and_comes_back(page, site):
+    look(page, site, "explorer/engine.html")
+    press(page, "preemption", role="link")
+    expect(page.locator(".step .says")).to_contain_text("c, the youngest, is preempted")
+    expect(page.locator(".pool-pane .kept[title*='what c wrote']")).to_have_count(3)
+    slider = page.get_by_role("slider", name="step", exact=True)
+    for _ in range(13):
+        slider.press("ArrowRight")
+    expect(page.locator(".step .says")).to_contain_text("b and c are back")
+    page.get_by_role("spinbutton", name="blocks in the pool").fill("19")
+    page.get_by_role("spinbutton", name="blocks in the pool").press("Enter")
+    expect(page.locator(".pool-pane")).to_contain_text("0 preemptions")
+
+
+def test_the_budget_of_the_engine_is_dragged(page, site):
+    look(page, site, "explorer/engine.html")
+    press(page, "a long prompt stalls decodes", role="link")
+    expect(page.locator(".feel .big").nth(2)).to_contain_text("211 ms")
+    budget = page.get_by_role("slider", name="chunk budget")
+    budget.focus()
+    for _ in range(10):
+        budget.press("ArrowLeft")
+    expect(page.locator(".budget output")).to_have_text("512 tokens per step")
+    expect(page.locator(".feel")).to_contain_text("worst inter-token latency 14.6 ms.")
+    expect(page.get_by_role("link", name="the same in chunks")).to_have_attribute("aria-current", "true")
+
+
+def test_a_request_is_dropped_onto_the_timeline_and_dragged(page, site):
+    look(page, site, "explorer/engine.html")
+    timeline = page.locator(".timeline svg")
+    timeline.click(position={"x": 150, "y": 8})
+    expect(page.locator(".arrival")).to_have_count(6)
+    arrival = page.get_by_role("spinbutton", name="arrival of f")
+    before = float(arrival.input_value())
+    box = page.locator(".arrival").nth(5).bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 10)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] / 2 + 60, box["y"] + 10, steps=4)
+    page.mouse.up()
+    assert float(arrival.input_value()) > before + 5
+    expect(page.locator(".arrival")).to_have_count(6)
+    press(page, "remove request f")
+    expect(page.locator(".arrival")).to_have_count(5)
+    press(page, "Copy link")
+    expect(page.locator(".copy")).not_to_have_text("Copy link")
+
+
+def test_a_path_leads_into_the_engine_in_its_state(page, site):
+    look(page, site, "paths/engine.html")
+    press(page, "a request is preempted", role="link")
+    expect(page.locator(".step .says")).to_contain_text("is preempted")
 
 
 def test_an_answer_is_closed_until_it_is_opened(page, site):
