@@ -4,8 +4,8 @@ var machines = [
  {
   "name": "NVIDIA H200",
   "dtype": "bfloat16",
-  "read": 4604000000000.0,
-  "product": 708600000000000.0,
+  "read": 4605000000000.0,
+  "product": 712600000000000.0,
   "points": [
    [
     "cascade/decode-64-prefix-8192-own-256",
@@ -31,16 +31,6 @@ var machines = [
     "mla/decode-128x2048-heads-16",
     29.78,
     115400000000000.0
-   ],
-   [
-    "mla/decode-64x8192-heads-128-fp8",
-    456.6,
-    244600000000000.0
-   ],
-   [
-    "mla/decode-64x8192-heads-16-fp8",
-    60.0,
-    173700000000000.0
    ],
    [
     "mla/decode-32x8194-tokens-2-heads-128",
@@ -226,6 +216,21 @@ var machines = [
     "dense/prefill-2x8192-heads-192-128",
     2048.0,
     632800000000000.0
+   ],
+   [
+    "interval/prefill-2x8192-images",
+    3303.0,
+    352700000000000.0
+   ],
+   [
+    "mla/decode-64x8192-heads-128-fp8",
+    456.6,
+    254500000000000.0
+   ],
+   [
+    "mla/decode-64x8192-heads-16-fp8",
+    60.0,
+    171000000000000.0
    ]
   ]
  },
