@@ -373,7 +373,9 @@ def _state_lists(plan: StatePlan) -> Lists:
 
 def _state_plan(tables: list[Any], sizes: list[int]) -> StatePlan:
     """Return the plan of states of such lists."""
-    return StatePlan(_batch(tables[:3], sizes[:-1]), *tables[3:], _or_none(sizes[-1]))
+    state_indices, has_initial_state, num_accepted, checkpoint_indices = tables[3:]
+    kept = num_accepted, checkpoint_indices, _or_none(sizes[-1])
+    return StatePlan(_batch(tables[:3], sizes[:-1]), state_indices, has_initial_state, *kept)
 
 
 def _recurrent(
