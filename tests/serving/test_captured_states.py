@@ -11,10 +11,8 @@ from fastattn.serving import CudaGraphs
 from refattn.serving import SamplingParams
 from refattn.serving.block_pool import BlockContent
 from refattn.serving.state_pool import StatePool
-from tests.helpers.engines import SYSTEM
-from tests.helpers.tape import tape_recorder
-from tests.serving.test_decodes_ahead import Watched
-from tests.serving.test_engine_states import (
+from tests.helpers.engines import SYSTEM, Watched
+from tests.helpers.state_engines import (
     GREEDY,
     PROMPTS,
     assert_all_free,
@@ -24,6 +22,7 @@ from tests.serving.test_engine_states import (
     outputs,
     run,
 )
+from tests.helpers.tape import tape_recorder
 
 LENGTHS = [SamplingParams(max_tokens=count, temperature=0.5 * (count % 2), seed=count) for count in (9, 4, 11, 6, 7)]
 
