@@ -8,6 +8,7 @@ An operator takes tensors, numbers, and lists of them. So plans and options are 
 
     plan      `tables`, its tensors, and `sizes`, its whole numbers, after the number of its type; -1 stands for None
     levels    plan after plan in the same two lists, and then the batch of the cascade; trees and chunks likewise
+    states    those of a plan of states are `state_tables` and `state_sizes`; its operators write to `out`
     options   an argument each
     scales    `scales`, the tensors, and `scale_numbers`, where 0 stands for none; `scale_format` is None for int8. No
               tensor and no number where there are no scales
@@ -35,6 +36,7 @@ from fastattn import local as local_path
 from fastattn import merge as merge_path
 from fastattn import mla as mla_path
 from fastattn import quantized as quantized_path
+from fastattn import recurrent as recurrent_path
 from fastattn import sliding_window as sliding_window_path
 from fastattn import speculative as speculative_path
 from refattn.interface import (
@@ -46,6 +48,8 @@ from refattn.interface import (
     Int8Scales,
     Plan,
     PrefillPlan,
+    RecurrentOptions,
+    StatePlan,
     TreePlan,
     Trees,
     scales,
@@ -167,6 +171,38 @@ def quantized(
 ) -> Float[Tensor, "t h dv"] | tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend over pages of quantised values; the operator of `fastattn.quantized.attention`."""
     return _attend("quantized", (query, key_cache, value_cache), plan, options, return_lse, *_scales_lists(scales))
+
+
+def recurrent(
+    query: Float[Tensor, "t h dk"],
+    key: Float[Tensor, "t h dk"],
+    value: Float[Tensor, "t hv dv"],
+    log_decay: Float[Tensor, "t hv"] | Float[Tensor, "t hv dk"],
+    beta: Float[Tensor, "t hv"],
+    states: Float[Tensor, "n hv dv dk"],
+    plan: StatePlan,
+    options: RecurrentOptions = RecurrentOptions(),
+) -> Float[Tensor, "t hv dv"]:
+    """Fold tokens into states, in place; the operator of `fastattn.recurrent.attention`."""
+    out = value.new_empty(value.shape)
+    tokens, more = (query, key, value, log_decay, beta), (options.scale, options.delta)
+    torch.ops.fastattn.recurrent(*tokens, states, out, *_state_lists(plan), *more)
+    return out
+
+
+def convolve(
+    inputs: Float[Tensor, "t c"],
+    weight: Float[Tensor, "c width"],
+    states: Float[Tensor, "n w c"],
+    plan: StatePlan,
+    *,
+    bias: Float[Tensor, "c"] | None = None,
+    silu: bool = True,
+) -> Float[Tensor, "t c"]:
+    """Mix tokens with the inputs before them; the operator of `fastattn.recurrent.convolve`."""
+    out = inputs.new_empty(inputs.shape)
+    torch.ops.fastattn.convolve(inputs, weight, states, out, *_state_lists(plan), bias, silu)
+    return out
 
 
 # --- what goes with them ---
@@ -322,6 +358,37 @@ def _plan(tables: list[Any], sizes: list[int]) -> AnyPlan:
     return plans[0]
 
 
+def _state_lists(plan: StatePlan) -> Lists:
+    """Return the tables and the sizes of a plan of states.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    if type(plan) is not StatePlan:
+        raise ValueError(f"plan: expected a StatePlan, from recurrent.plan, got {type(plan).__name__}")
+    tables, sizes = _batch_lists(plan.batch)
+    own = plan.state_indices, plan.has_initial_state, plan.num_accepted, plan.checkpoint_indices
+    return [*tables, *own], [*sizes, _or_minus_one(plan.block_size)]
+
+
+def _state_plan(tables: list[Any], sizes: list[int]) -> StatePlan:
+    """Return the plan of states of such lists."""
+    state_indices, has_initial_state, num_accepted, checkpoint_indices = tables[3:]
+    kept = num_accepted, checkpoint_indices, _or_none(sizes[-1])
+    return StatePlan(_batch(tables[:3], sizes[:-1]), state_indices, has_initial_state, *kept)
+
+
+def _recurrent(
+    state_tables: list[Any], state_sizes: list[int], scale: float | None, delta: bool, **tensors: Tensor
+) -> None:
+    plan = _state_plan(state_tables, state_sizes)
+    recurrent_path.attention(**tensors, plan=plan, options=RecurrentOptions(scale, delta))
+
+
+def _convolve(state_tables: list[Any], state_sizes: list[int], **others: Any) -> None:
+    recurrent_path.convolve(**others, plan=_state_plan(state_tables, state_sizes))
+
+
 def _batch_lists(batch: Batch) -> Lists:
     known = [_or_minus_one(batch.num_keys), _or_minus_one(batch.num_tokens)]
     return [batch.cu_seqlens_q, batch.seq_lens, batch.block_table], [batch.max_query_len, batch.max_seq_len, *known]
@@ -378,6 +445,7 @@ OPTIONS = {  # in their order, with their types
 }
 PLANNED = ", ".join([PLAN, *(f"{kind} {name}" for name, kind in OPTIONS.items())])
 SCALES = "Tensor?[] scales, float[] scale_numbers, ScalarType? scale_format"
+STATES = "Tensor?[] state_tables, SymInt[] state_sizes"
 PAGES = "Tensor query, Tensor key_cache, Tensor value_cache"
 TOKENS = "Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping"
 
@@ -447,6 +515,17 @@ OPERATORS: dict[str, tuple[Callable[..., Any], str, Callable[..., Any] | None]] 
         None,
     ),
     "write_quantized": (quantized_path.write, f"{TOKENS}, Tensor(c!)? token_scales, {SCALES}", None),
+    "recurrent": (
+        _recurrent,
+        "Tensor query, Tensor key, Tensor value, Tensor log_decay, Tensor beta, Tensor(a!) states, Tensor(b!) out, "
+        f"{STATES}, float? scale, bool delta",
+        None,
+    ),
+    "convolve": (
+        _convolve,
+        f"Tensor inputs, Tensor weight, Tensor(a!) states, Tensor(b!) out, {STATES}, Tensor? bias, bool silu",
+        None,
+    ),
 }
 
 

@@ -15,6 +15,7 @@ from transformers import (
     MistralForCausalLM,
 )
 
+from fastattn.serving import CudaGraphs
 from refattn.serving import Engine, SamplingParams
 from tests.helpers.tiny_models import LATENT_SIZES, SIZES, YARN
 
@@ -63,3 +64,20 @@ MODELS = {
         ),
     ),
 }
+
+
+class Watched(CudaGraphs):
+    """Writes down when decodes are launched and when their tokens are read, by their number."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.records, self.said, self.count, self.rows = True, [], 0, []
+
+    def _replay(self, rows):
+        launched = super()._replay(rows)
+        self.count += 1
+        self.said.append(f"launch {self.count}")
+        self.rows.append(rows)
+        read, number = launched.tokens, self.count
+        object.__setattr__(launched, "tokens", lambda: (self.said.append(f"read {number}"), read())[1])
+        return launched

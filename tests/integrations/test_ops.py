@@ -22,11 +22,12 @@ from fastattn import (
     mla,
     ops,
     quantized,
+    recurrent,
     sliding_window,
     speculative,
 )
 from refattn.conformance import HARMLESS, Case, build
-from refattn.interface import AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan, Prefix, Trees
+from refattn.interface import AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan, Prefix, RecurrentOptions, Trees
 
 BATCH = build(Case("mixed", ((4, 20), (1, 33), (10, 17)), heads=(4, 2), head_size=16, padding_rows=1), poison=HARMLESS)
 P = 16  # tokens in a block
@@ -42,7 +43,9 @@ OTHERS = {
     "write_differential": differential.write,
     "write_latents": mla.write,
     "write_quantized": quantized.write,
+    "convolve": recurrent.convolve,
 }
+POOLS = {"recurrent": 5, "convolve": 2}  # the argument that is changed besides
 
 
 def draw(*shape):
@@ -113,6 +116,16 @@ def calls():
     yield "write_differential", (*tokens, coded.clone(), slots), of_pairs
     yield "write_latents", (*new[1:], latents.clone(), slots), {}
     yield "write_latents", (*new[1:], codes.clone(), slots), of_codes
+    lens, slots = metadata.make_batch([2, 1], [5, 9]), torch.tensor([[3, 0, 1], [2, -1, -1]], dtype=torch.int32)
+    kept = dict(checkpoint_indices=torch.tensor([[4, -1, -1], [-1] * 3], dtype=torch.int32), block_size=4)
+    drafts = recurrent.plan(lens, state_indices=slots, num_accepted=torch.tensor([3, 1], dtype=torch.int32), **kept)
+    folded = recurrent.plan(lens, state_indices=slots[:, 0])
+    decays = -draw(4, 4, 8).abs()
+    tokens = (draw(4, 2, 8), draw(4, 2, 8), draw(4, 4, 6))
+    yield "recurrent", (*tokens, decays, draw(4, 4), draw(5, 4, 6, 8), drafts), {}
+    plain = RecurrentOptions(0.5, delta=False)
+    yield "recurrent", (*tokens, decays[..., 0], draw(4, 4), draw(5, 4, 6, 8), folded, plain), {}
+    yield "convolve", (draw(4, 5), draw(5, 4), draw(5, 3, 5), drafts), dict(bias=draw(5), silu=False)
 
 
 def quantized_caches(num_blocks):
@@ -155,7 +168,9 @@ def test_an_operator_is_its_path(name, arguments, keywords):
     both = dict(return_lse=True) if "return_lse" in inspect.signature(path_of(name)).parameters else {}
     answer = getattr(ops, name)(*ours[0], **ours[1], **both)
     expected = path_of(name)(*theirs[0], **theirs[1], **both)
-    if name.startswith("write"):
+    if name in POOLS:
+        answer, expected = ([out, call[0][POOLS[name]]] for out, call in ((answer, ours), (expected, theirs)))
+    elif name.startswith("write"):
         assert answer is None
         answer, expected = ([x for x in written(*call) if isinstance(x, torch.Tensor)] for call in (ours, theirs))
     else:
@@ -186,7 +201,9 @@ def test_one_graph(name, arguments, keywords, shapes_unchecked):
     compiled = torch.compile(getattr(ops, name), fullgraph=True, backend="aot_eager")
     ours, theirs = (memory(arguments), memory(keywords)), (memory(arguments), memory(keywords))
     answer, expected = compiled(*ours[0], **ours[1]), getattr(ops, name)(*theirs[0], **theirs[1])
-    pairs = zip(written(*ours), written(*theirs), strict=True) if answer is None else [(answer, expected)]
+    pairs = [(answer, expected)]
+    if answer is None or name in POOLS:
+        pairs += zip(written(*ours), written(*theirs), strict=True)
     for one, other in pairs:
         if isinstance(one, tuple):
             assert all(map(torch.equal, one, other))

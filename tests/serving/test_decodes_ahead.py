@@ -9,10 +9,9 @@ import pytest
 import torch
 
 import fastattn.serving.cuda_graphs
-from fastattn.serving import CudaGraphs
 from fastattn.serving.decode_rows import DecodeRows
 from refattn.serving import NGram, SamplingParams
-from tests.helpers.engines import MODELS, PROMPTS, assert_nothing_is_held, make_engine, outputs
+from tests.helpers.engines import MODELS, PROMPTS, Watched, assert_nothing_is_held, make_engine, outputs
 from tests.helpers.tiny_models import make_llama, make_model
 
 LONG = [SamplingParams(max_tokens=count, temperature=0.7 * (count % 2), seed=count) for count in range(6, 12)]
@@ -21,23 +20,6 @@ LONG = [SamplingParams(max_tokens=count, temperature=0.7 * (count % 2), seed=cou
 @pytest.fixture(scope="module")
 def llama(device):
     return make_llama().to(device)
-
-
-class Watched(CudaGraphs):
-    """Writes down when decodes are launched and when their tokens are read, by their number."""
-
-    def __init__(self, device):
-        super().__init__()
-        self.records, self.said, self.count, self.rows = True, [], 0, []
-
-    def _replay(self, rows):
-        launched = super()._replay(rows)
-        self.count += 1
-        self.said.append(f"launch {self.count}")
-        self.rows.append(rows)
-        read, number = launched.tokens, self.count
-        object.__setattr__(launched, "tokens", lambda: (self.said.append(f"read {number}"), read())[1])
-        return launched
 
 
 @pytest.fixture

@@ -3,8 +3,6 @@
 `test_engine_models.py` compares the logits of every family. Here answers are those of transformers' own `generate`.
 """
 
-import importlib
-from dataclasses import dataclass
 from types import SimpleNamespace
 from unittest import mock
 
@@ -14,20 +12,22 @@ import torch
 import refattn
 import refattn.state_cache
 from fastattn.serving import CudaGraphs
-from refattn.serving import Engine, NGram, Request, SamplingParams, calibrate
+from refattn.serving import Engine, NGram, SamplingParams, calibrate
 from refattn.serving.block_pool import BlockContent
-from refattn.serving.request import Draft
 from refattn.serving.state_layers import StateLayer
 from refattn.serving.state_pool import StatePool
 from tests.helpers.engines import SYSTEM, TWINS
+from tests.helpers.state_engines import (
+    GREEDY,
+    PROMPTS,
+    assert_all_free,
+    drafts_of,
+    make_engine,
+    make_hybrid,
+    outputs,
+    run,
+)
 from tests.helpers.tiny_models import STATES, make_family
-
-PROMPTS = [[11], [*SYSTEM, 40, 41], [7, 3] * 10, [*SYSTEM, 50], [*SYSTEM, 40, 41, 42]]
-GREEDY = SamplingParams(max_tokens=6, stop_token_ids=())
-
-
-def make_hybrid(family, device):
-    return make_family(family, device, **STATES[family] | dict(eos_token_id=None))
 
 
 @pytest.fixture(scope="module")
@@ -46,45 +46,6 @@ def expected(qwen):
     answers = transformers_outputs(qwen)
     assert len(set(map(tuple, answers))) == len(PROMPTS), "the model should not always say the same"
     return answers
-
-
-@dataclass(frozen=True)
-class Oracle(NGram):
-    """Drafts the right answers, with a wrong token at a depth that changes."""
-
-    answers: tuple = ()
-
-    def propose(self, tokens, *, depth, nodes, branches=None):
-        (right,) = {whole[len(tokens) :] for whole in self.answers if whole[: len(tokens)] == tuple(tokens)}
-        right, wrong = right[: min(depth, nodes, self.max_drafts)], len(tokens) % 4
-        drafted = tuple((token + 1) % 97 if i == wrong else token for i, token in enumerate(right))
-        return Draft(drafted, tuple(range(-1, len(drafted)))) if drafted else None
-
-
-def drafts_of(prompts, answers):
-    return Oracle(max_drafts=3, answers=tuple((*p, *a) for p, a in zip(prompts, answers, strict=True)))
-
-
-def make_engine(model, twin="refattn", **options):
-    sizes = dict(num_blocks=64, block_size=4, max_num_batched_tokens=64)
-    engine = Engine(model, twin=importlib.import_module(twin), **sizes | options)
-    for pools in engine.state_caches.values():  # as after other requests
-        for pool in pools:
-            if pool is not None:
-                pool.fill_(torch.nan)
-    return engine
-
-
-def outputs(engine, prompts=PROMPTS):
-    answers = [request.output_ids for request in engine.generate(prompts, GREEDY)]
-    assert_all_free(engine)
-    return answers
-
-
-def assert_all_free(engine):
-    pool = engine.scheduler.states
-    assert sorted(pool.free) == list(range(pool.num_slots)) and not pool.slots and not any(pool._users)
-    assert {slot: content for content, slot in pool.kept.items()} == pool._contents
 
 
 SCHEDULES = {
@@ -194,18 +155,6 @@ def test_several_requests_begin_with_one_state(qwen, expected, twin, caplog):
 
 
 # The pool alone.
-
-
-def run(pool, length, contents=(), prompt=None):
-    """Let a request of some tokens compute them in one step, and return it."""
-    tokens = list(range(length))
-    request = Request(tokens, length if prompt is None else prompt, GREEDY)
-    begin = pool.usable(contents)
-    pool.share(request, contents[:begin])
-    request.num_computed_tokens = begin * pool.block_size
-    pool.hold(request, length - request.num_computed_tokens, length)
-    request.num_computed_tokens, request.contents = length, list(contents)
-    return request
 
 
 @pytest.mark.covers("R210")
