@@ -402,12 +402,14 @@ def _attend_biased_by_reference(
     bias: Float[Tensor, "b h q kv"],
 ) -> Float[Tensor, "b q h dv"]:
     """Attend by the formula of the reference, a sequence at a time; arguments are those of `_attend_biased`."""
-    numbers = dict(softmax_scale=options.softmax_scale, softcap=options.softcap, sinks=options.sinks)
+    scale, softcap, sinks = options.softmax_scale, options.softcap, options.sinks
     rows = []
     for q, k, v, scores in zip(query, key, value, bias, strict=True):
         visible = scores > -torch.inf  # [h, q, kv]
         q, k, v = (rearrange(x, "h s size -> s h size") for x in (q, k, v))
-        out, _ = refattn.attention.attend(q, k, v, visible.any(0), bias=scores, **numbers)
+        out, _ = refattn.attention.attend(
+            q, k, v, visible.any(0), softmax_scale=scale, softcap=softcap, bias=scores, sinks=sinks
+        )
         rows.append(out.masked_fill(~rearrange(visible.any(-1), "h q -> q h 1"), 0.0))
     return torch.stack(rows)
 

@@ -4,6 +4,8 @@ import inspect
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import pytest
 import torch
@@ -201,10 +203,22 @@ def test_the_whole_cache_and_an_int():
     q, caches = draw(2, 1, 4, 16), (draw(2, 9, 2, 16), draw(2, 9, 2, 16) + 1)
     whole = flash_attn.flash_attn_with_kvcache(q, *caches)
     assert torch.equal(whole, flash_attn.flash_attn_with_kvcache(q, *caches, cache_seqlens=9))
-    unsplit = flash_attn.flash_attn_with_kvcache(q, *caches, num_splits=1)
-    alone = flash_attn.flash_attn_with_kvcache(q[1:], *(x[1:] for x in caches), num_splits=1)
-    assert torch.equal(unsplit[1:], alone)
     torch.testing.assert_close(whole[1].double(), by_hand(q[1], caches[0][1], caches[1][1])[0], rtol=1e-5, atol=1e-6)
+
+
+def test_one_split_is_an_answer_that_does_not_depend_on_the_batch(twin, monkeypatch):
+    attention, seen = flash_attn._twin.interval.attention, []
+
+    def record(query, key_cache, value_cache, plan, options, **others):
+        seen.append(options.batch_invariant)
+        return attention(query, key_cache, value_cache, plan, options, **others)
+
+    monkeypatch.setattr(flash_attn._twin.interval, "attention", record)
+    q, caches = draw(2, 1, 4, 16), (draw(2, 9, 2, 16), draw(2, 9, 2, 16) + 1)
+    both, alone = (flash_attn.flash_attn_with_kvcache(q[i:], *(x[i:] for x in caches), num_splits=1) for i in (0, 1))
+    assert torch.equal(both[1:], alone) and seen == [True, True]
+    flash_attn.flash_attn_with_kvcache(q, *caches, num_splits=4)
+    assert seen[2:] == [False]
 
 
 def test_what_is_refused_is_named_and_nothing_is_written(shapes_unchecked):
@@ -270,11 +284,18 @@ assert "fastattn.integrations.flash_attn has taken its name" in why, why  # else
 """
 
 
+def test_the_package_is_not_hidden(twin, monkeypatch):
+    package = ModuleType("flash_attn")
+    package.__spec__ = ModuleSpec("flash_attn", None)
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    with pytest.raises(RuntimeError, match="flash_attn: expected no module of that name, got one that is installed"):
+        flash_attn.install(twin)
+    assert sys.modules["flash_attn"] is package
+
+
 def test_it_takes_the_name_of_the_package(twin):
-    if cannot_import("flash_attn", "flash-attn") is None:  # where the package is, it stays
-        with pytest.raises(RuntimeError, match="one that is installed"):
-            flash_attn.install(twin)
-        return
+    if cannot_import("flash_attn", "flash-attn") is None:
+        return  # there it does not
     with pytest.raises(ValueError, match="twin: expected one of refattn, fastattn"):
         flash_attn.install("flash")
     if twin == "fastattn":

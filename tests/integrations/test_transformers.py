@@ -121,7 +121,7 @@ BIASES = {  # what comes beside queries 3..7 of 8 keys: a bias for each head, an
     "a-bias-without-a-mask": (1, 4, 5, 8, None),
     "a-bias-for-keys": (1, 4, 1, 8, "runs"),
     "a-mask-with-gaps": (2, 4, 5, 8, "gaps"),
-    "a-float-mask": (2, 1, 1, 8, "float"),
+    "a-float-mask": (2, 4, 5, 8, "float"),
 }
 
 
@@ -147,7 +147,9 @@ def test_a_bias_of_the_scores_is_added(name, twin, device):
         mask = visible = ((j <= i) & (j != 1) & (i != 4))[None, None].expand(2, 1, 5, 8)
         key[:, :, 1] = value[:, :, 1] = torch.nan
     else:
-        bias[1, ..., 5:], mask, given = -torch.inf, bias, {}
+        bias[1, ..., 5:] = bias[0, 2, 3] = -torch.inf  # keys that nobody sees, and all keys of a query in one head
+        mask, bias = bias, bias + draw(1, 4, 1, 8).to(device)
+        given = dict(position_bias=draw(1, 4, 1, 8).to(device))
     out, _ = integration._attention(integration.TWINS[twin], module, query, key, value, mask, scaling=0.3, **given)
     k, v = (x.double().nan_to_num().repeat_interleave(2, 1) for x in (key, value))
     scores = (query.double() @ k.mT * 0.3 + bias).masked_fill(~visible, -torch.inf)
