@@ -99,6 +99,8 @@ def outcome(kind, family):
         if model.num_parameters() > 5e7:
             return "not built", "too large by default"
         expected, words = answers(kind, model, TOKENS)
+    except TooLongError:
+        raise
     except Exception as error:  # noqa: BLE001  of transformers, before the twin is asked
         return "not built", first_line(error)
     counted, attention, biased = [], fastattn.dense.attention, integration._attend_biased
