@@ -14,14 +14,20 @@ An operator takes tensors, numbers, and lists of them. So plans and options are 
               tensor and no number where there are no scales
 
 The plan is made outside the graph, once per step, and the same graph accepts the next step's plan with other lengths.
-The operator remembers the last plans that it put together, by their tensors: a step's later layers get the same one,
-with its memo (`fastattn.kernels.replay`), and replay what the first one worked out. A tensor that was written since is
-not the same. There are no gradients: PyTorch raises an error if one is requested.
+What a compiler sees of a plan it compiles for: its type, which tables it has, sizes of 0 and 1. Of `prepare(plan)` it
+sees a number, by which the operator finds the plan: one graph for all of them.
+
+Of lists, the operator remembers the last plans that it put together, by their tensors: a step's later layers get the
+same one, with its memo (`fastattn.kernels.replay`), and replay what the first one worked out. A tensor that was written
+since is not the same. There are no gradients: PyTorch raises an error if one is requested.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from jaxtyping import Float, Int64, Shaped
@@ -64,6 +70,60 @@ AnyPlan = Plan | CascadePlan | TreePlan | PrefillPlan
 Lists = tuple[list[Tensor | None], list[int]]
 
 
+# --- plans, for a graph ---
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedPlan:
+    """A plan as a compiled graph takes it; from `prepare`.
+
+    Attributes:
+        plan: any plan, which the graph does not look into.
+        number: by which the operators find it, int64 on the CPU.
+    """
+
+    plan: AnyPlan
+    number: Tensor
+
+
+_prepared: WeakValueDictionary[int, PreparedPlan] = WeakValueDictionary()
+_numbers = count(1)
+
+
+def prepare(plan: AnyPlan) -> PreparedPlan:
+    """Return a plan for which no graph is compiled anew, whatever its type, its tables and its lengths.
+
+    Call it outside the graph, once per step, and hold on to what it returns while graphs run. The operators read the
+    plan's tables when they run; a graph that writes to those itself has to take the plan as it is.
+
+    Args:
+        plan: of any path that has an operator.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    _check_type(plan)
+    number = next(_numbers)
+    prepared = PreparedPlan(plan, torch.tensor(number, device="cpu"))
+    _prepared[number] = prepared
+    return prepared
+
+
+def flatten(plan: AnyPlan) -> Lists:
+    """Return the tables and the sizes of a plan, as the operators in `torch.ops.fastattn` take them.
+
+    For `torch.export`, which takes tensors and whole numbers. The order is that of this module's docstring; plans of
+    one kind with the same tables have lists of the same length.
+
+    Args:
+        plan: of any path that has an operator.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    return _plan_lists(plan)
+
+
 # --- the paths ---
 
 
@@ -71,7 +131,7 @@ def dense(
     query: Float[Tensor, "t h d"],
     key: Float[Tensor, "s hk d"],
     value: Float[Tensor, "s hk dv"],
-    plan: Plan,
+    plan: Plan | PreparedPlan,
     options: AttentionOptions = AttentionOptions(),
     *,
     return_lse: bool = False,
@@ -87,7 +147,7 @@ def _over_pages(name: str) -> Callable[..., Answer]:
         query: Float[Tensor, "t h d"],
         key_cache: Float[Tensor, "n p hk d"],
         value_cache: Float[Tensor, "n p hk dv"],
-        plan: Plan | CascadePlan | TreePlan,
+        plan: Plan | CascadePlan | TreePlan | PreparedPlan,
         options: AttentionOptions = AttentionOptions(),
         *,
         return_lse: bool = False,
@@ -109,7 +169,7 @@ speculative = _over_pages("speculative")
 def differential(
     query: Float[Tensor, "t h d"],
     cache: Shaped[Tensor, "2 2 *pages pairs d"],
-    plan: Plan,
+    plan: Plan | PreparedPlan,
     options: AttentionOptions = AttentionOptions(),
     *,
     lambda_full: Float[Tensor, ""],
@@ -127,7 +187,7 @@ def differential(
 def mla(
     query: Float[Tensor, "t h d"],
     cache: Float[Tensor, "n p c"],
-    plan: Plan | TreePlan,
+    plan: Plan | TreePlan | PreparedPlan,
     options: AttentionOptions,
     *,
     latent_rank: int,
@@ -146,7 +206,7 @@ def mla_prefill(
     latent: Float[Tensor, "t r"],
     rope_key: Float[Tensor, "t rope"],
     cache: Float[Tensor, "n p c"],
-    plan: PrefillPlan,
+    plan: PrefillPlan | PreparedPlan,
     options: AttentionOptions,
     *,
     key_projection: Float[Tensor, "h nope r"],
@@ -163,7 +223,7 @@ def quantized(
     query: Float[Tensor, "t h d"],
     key_cache: Shaped[Tensor, "n p hk d"],
     value_cache: Shaped[Tensor, "n p hk dv"],
-    plan: Plan | CascadePlan | TreePlan,
+    plan: Plan | CascadePlan | TreePlan | PreparedPlan,
     options: AttentionOptions = AttentionOptions(),
     *,
     scales: Fp8Scales | Int8Scales,
@@ -278,11 +338,19 @@ def write_quantized(
 
 
 def _attend(
-    name: str, tensors: Sequence[Tensor], plan: AnyPlan, options: AttentionOptions, return_lse: bool, *more: Any
+    name: str,
+    tensors: Sequence[Tensor],
+    plan: AnyPlan | PreparedPlan,
+    options: AttentionOptions,
+    return_lse: bool,
+    *more: Any,
 ) -> Any:
     """Call the operator of a path, with its plan and its options taken apart."""
     given = (getattr(options, name) for name in OPTIONS)
-    answer = getattr(torch.ops.fastattn, name)(*tensors, *_plan_lists(plan), *given, *more)
+    if isinstance(plan, PreparedPlan):
+        answer = getattr(torch.ops.fastattn, name + BY_NUMBER)(*tensors, plan.number, *given, *more)
+    else:
+        answer = getattr(torch.ops.fastattn, name)(*tensors, *_plan_lists(plan), *given, *more)
     return answer if return_lse else answer[0]
 
 
@@ -295,8 +363,7 @@ def _plan_lists(plan: AnyPlan) -> Lists:
     Raises:
         ValueError: if it is none.
     """
-    if type(plan) not in PLANS:
-        raise ValueError(f"plan: expected a plan of the path, got {type(plan).__name__}")
+    _check_type(plan)
     plans: Sequence[Any] = [plan]
     own: Lists = ([], [])
     if isinstance(plan, CascadePlan):
@@ -313,6 +380,23 @@ def _plan_lists(plan: AnyPlan) -> Lists:
         tables += [*batch_tables, x.first_keys, x.positions, x.sequences, x.first_visible, x.last_visible]
         sizes += [*batch_sizes, _or_minus_one(x.block_size), int(x.causal), *x.window_size]
     return tables + own[0], sizes + own[1]
+
+
+def _check_type(plan: object) -> None:
+    if type(plan) not in PLANS:
+        raise ValueError(f"plan: expected a plan of the path, got {type(plan).__name__}")
+
+
+def _plan_of(number: Tensor) -> AnyPlan:
+    """Return the plan that was prepared under a number.
+
+    Raises:
+        RuntimeError: if nobody holds it any more.
+    """
+    prepared = _prepared.get(int(number))
+    if prepared is None:
+        raise RuntimeError("plan: expected one that is held while its graph runs, got one that was let go")
+    return prepared.plan
 
 
 _plans: OrderedDict[tuple[object, ...], tuple[list[Any], AnyPlan]] = OrderedDict()
@@ -435,6 +519,7 @@ def _scales(tensors: list[Tensor | None], numbers: list[float], kind: torch.dtyp
 # --- the operators ---
 
 PLAN = "Tensor?[] tables, SymInt[] sizes"
+NUMBER, BY_NUMBER = "Tensor plan_number", "_by_number"  # in place of a plan, and what the operator is called then
 OPTIONS = {  # in their order, with their types
     "softmax_scale": "float?",
     "softcap": "float",
@@ -535,8 +620,11 @@ def _define(name: str, path: Callable[..., Any], arguments: str, result: Callabl
 
     def compute(*values: Any) -> Any:
         named = dict(zip(names, values, strict=True))
-        if "tables" in named:
+        if "plan_number" in named:
+            named["plan"] = _plan_of(named.pop("plan_number"))
+        elif "tables" in named:
             named["plan"] = _same_plan(named.pop("tables"), named.pop("sizes"))
+        if "plan" in named:
             named["options"] = AttentionOptions(**{option: named.pop(option) for option in OPTIONS})
             named["return_lse"] = True
         if "scale_format" in named:
@@ -553,5 +641,7 @@ def _define(name: str, path: Callable[..., Any], arguments: str, result: Callabl
     torch.library.custom_op(f"fastattn::{name}", compute, mutates_args=written, schema=schema).register_fake(fake)
 
 
-for _name, _operator in OPERATORS.items():
-    _define(_name, *_operator)
+for _name, (_path, _arguments, _result) in OPERATORS.items():
+    _define(_name, _path, _arguments, _result)
+    if PLAN in _arguments:
+        _define(_name + BY_NUMBER, _path, _arguments.replace(PLAN, NUMBER), _result)

@@ -17,7 +17,8 @@ after the last, int32 `[b, 1, q, 2]`. The layers get that tensor as their mask.
 So padding, packed sequences and chunks all become sequences of a ragged batch, for `dense`. If the cache has gaps, the
 keys are copied into contiguous rows. Padding is neither read nor computed; queries of padding return 0. Each query must
 see one contiguous run of keys, and what neither twin can compute raises an error that names it: a model whose attention
-does not go through AttentionInterface when it is made, one that computes with the mask itself when it does so.
+does not go through AttentionInterface when it is made, one that computes with the mask itself when it does so. Where a
+layer has a bias of its scores, or a mask that is added to them, there is no such batch: see `_attend_biased`.
 
 For `generate_batch`, the continuous batching of transformers, call `use_in_generate_batch`. For a server with a paged
 cache, which the twins read directly, see `refattn.serving.Engine`.
@@ -32,12 +33,14 @@ import torch
 from einops import rearrange
 from jaxtyping import Bool, Float, Int32, Int64
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 import fastattn.dense
 import fastattn.metadata
+import refattn.attention
 import refattn.dense
 import refattn.metadata
 from refattn.interface import AttentionOptions, Batch, Plan
@@ -272,6 +275,7 @@ def _attention(
     cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | None = None,
     max_length_k: int | None = None,
+    position_bias: Float[Tensor, "..."] | None = None,
     **others: Any,
 ) -> tuple[Float[Tensor, "b q h dv"], None]:
     """Compute the attention of a layer; transformers calls this in place of its own.
@@ -282,7 +286,8 @@ def _attention(
         query: of the new tokens.
         key: of all tokens in the cache, as it is.
         value: likewise.
-        attention_mask: `visible_keys`; a mask of a user's own, boolean, `[b, 1, q, kv]`; or None.
+        attention_mask: `visible_keys`; a mask of a user's own, boolean, `[b, 1, q, kv]`; one that is added to the
+            scores, floating point, that can be expanded to `[b, h, q, kv]`; or None.
         scaling: the softmax scale.
         softcap: bound on the scores.
         s_aux: the sinks.
@@ -292,6 +297,7 @@ def _attention(
         cu_seq_lens_k: the same once more.
         max_length_q: not needed.
         max_length_k: not needed.
+        position_bias: added to the scores, like a mask of floating point (T5).
         others: what else the model was called with.
 
     Raises:
@@ -300,6 +306,18 @@ def _attention(
     """
     _check_others(others)
     query, key, value = _as_autocast_has_them(query, key, value)
+    is_added = attention_mask is not None and attention_mask.is_floating_point()
+    if is_added or position_bias is not None:
+        if cu_seq_lens_q is not None:
+            raise NotImplementedError("cu_seq_lens_q: expected none beside a bias of the scores, got packed sequences")
+        added = {"position_bias": position_bias, "attention_mask": attention_mask if is_added else None}
+        bias = _sum_of(added, query, key)
+        if not is_added:
+            causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+            bias = bias.masked_fill(~_visible(attention_mask, query, key, bool(causal), sliding_window), -torch.inf)
+        options = AttentionOptions(scaling, softcap or 0.0, sinks=s_aux)
+        attend = _attend_biased_by_reference if twin[0] is refattn.dense else _attend_biased
+        return _without_gradients(partial(attend, options), query, key, value, bias), None
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         attention_mask = _without_mask(query, key, bool(causal), sliding_window)
@@ -308,8 +326,8 @@ def _attention(
     elif attention_mask.dtype != torch.int32 or attention_mask.ndim != 4 or attention_mask.shape[1::2] != (1, 2):
         kind = str(attention_mask.dtype).removeprefix("torch.")
         raise NotImplementedError(
-            "attention_mask: expected [b, s] of zeros and ones or a boolean [b, 1, q, kv], got "
-            f"{kind} {list(attention_mask.shape)}; neither twin supports float masks, or one mask per head"
+            "attention_mask: expected [b, s] of zeros and ones, a boolean [b, 1, q, kv] or floating point, got "
+            f"{kind} {list(attention_mask.shape)}; neither twin supports one boolean mask per head"
         )
     if attention_mask.shape[0] not in (1, query.shape[0]) or attention_mask.shape[2] != query.shape[2]:
         b, q, came = query.shape[0], query.shape[2], list(attention_mask.shape)
@@ -339,6 +357,104 @@ def _attend(
             out = every_row.index_copy_(0, part.query_rows, out)
         part = part.rest
     return rearrange(out, "(b q) h dv -> b q h dv", b=query.shape[0])
+
+
+# --- the attention of a layer whose scores have a bias ---
+
+
+def _attend_biased(
+    options: AttentionOptions,
+    query: Float[Tensor, "b h q d"],
+    key: Float[Tensor, "b hk kv d"],
+    value: Float[Tensor, "b hk kv dv"],
+    bias: Float[Tensor, "b h q kv"],
+) -> Float[Tensor, "b q h dv"]:
+    """Attend by PyTorch's own attention, the fastest that takes a number for each score.
+
+    Args:
+        options: those of the layer.
+        query: of the new tokens.
+        key: of all tokens in the cache.
+        value: likewise.
+        bias: added to the scaled scores; `-inf` hides a key.
+
+    Raises:
+        NotImplementedError: for a softcap or sinks, which it does not have.
+    """
+    if options.softcap or options.sinks is not None:
+        name = "softcap" if options.softcap else "s_aux"
+        raise NotImplementedError(f'{name}: expected none beside a bias of the scores; "refattn" computes both')
+    visible = bias > -torch.inf
+    nobody_sees = ~visible.any(2).any(1)[:, None, :, None]  # [b, 1, kv, 1]: they may hold anything, and 0 * NaN is NaN
+    low = bias.clamp(min=torch.finfo(query.dtype).min).to(query.dtype).masked_fill(~visible, -torch.inf)
+    key, value = (x.masked_fill(nobody_sees, 0.0) for x in (key, value))
+    grouped = query.shape[1] != key.shape[1]
+    out = scaled_dot_product_attention(query, key, value, low, scale=options.softmax_scale, enable_gqa=grouped)
+    out = out.masked_fill(~visible.any(-1, keepdim=True), 0.0)
+    return rearrange(out, "b h q dv -> b q h dv").contiguous()
+
+
+def _attend_biased_by_reference(
+    options: AttentionOptions,
+    query: Float[Tensor, "b h q d"],
+    key: Float[Tensor, "b hk kv d"],
+    value: Float[Tensor, "b hk kv dv"],
+    bias: Float[Tensor, "b h q kv"],
+) -> Float[Tensor, "b q h dv"]:
+    """Attend by the formula of the reference, a sequence at a time; arguments are those of `_attend_biased`."""
+    scale, softcap, sinks = options.softmax_scale, options.softcap, options.sinks
+    rows = []
+    for q, k, v, scores in zip(query, key, value, bias, strict=True):
+        visible = scores > -torch.inf  # [h, q, kv]
+        q, k, v = (rearrange(x, "h s size -> s h size") for x in (q, k, v))
+        out, _ = refattn.attention.attend(
+            q, k, v, visible.any(0), softmax_scale=scale, softcap=softcap, bias=scores, sinks=sinks
+        )
+        rows.append(out.masked_fill(~rearrange(visible.any(-1), "h q -> q h 1"), 0.0))
+    return torch.stack(rows)
+
+
+def _sum_of(added: dict[str, Tensor | None], query: Tensor, key: Tensor) -> Float[Tensor, "b h q kv"]:
+    """Return the sum of what is added to the scores.
+
+    Raises:
+        ValueError: naming what cannot be expanded to one number for each score.
+    """
+    size = torch.Size([*query.shape[:3], key.shape[2]])
+    total = torch.zeros(1, dtype=torch.float32, device=query.device)
+    for name, x in added.items():
+        if x is not None:
+            if x.ndim != 4 or any(one not in (1, all_of) for one, all_of in zip(x.shape, size, strict=True)):
+                raise ValueError(f"{name}: expected a number for each of the scores {list(size)}, got {list(x.shape)}")
+            total = total + x
+    return total.expand(size)
+
+
+def _visible(
+    mask: Tensor | None, query: Tensor, key: Tensor, causal: bool, sliding_window: int | None
+) -> Bool[Tensor, "_ 1 q kv"]:
+    """Return a mask, or what a layer without one sees, as a truth for each score; keys may have gaps here.
+
+    Raises:
+        ValueError: if the mask is one for other queries or keys.
+    """
+    b, q, kv = query.shape[0], query.shape[2], key.shape[2]
+    if mask is None:
+        mask = _without_mask(query, key, causal, sliding_window)
+    if mask.dtype == torch.bool and mask.ndim == 4:
+        visible = mask
+    elif mask.dtype == torch.int32 and mask.ndim == 4 and mask.shape[1::2] == (1, 2):
+        first, end = mask.as_subclass(Tensor).long().unbind(-1)  # [b, 1, q]
+        j = torch.arange(kv, device=mask.device)
+        visible = (j >= first[..., None]) & (j < end[..., None])
+    else:
+        raise NotImplementedError(
+            f"attention_mask: expected one of transformers, or a boolean one, beside a bias, got {mask.dtype}"
+        )
+    if visible.shape[0] not in (1, b) or visible.shape[2] not in (1, q) or visible.shape[3] != kv:
+        came = list(mask.shape)
+        raise ValueError(f"attention_mask: expected one for {b} rows of {q} queries over {kv} keys, got {came}")
+    return visible
 
 
 @torch.compiler.disable

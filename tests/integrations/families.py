@@ -2,6 +2,7 @@
 
     make families                      all of them, some minutes
     make families ARGS="llama t5"      some
+    make families ARGS="masked"        all of a kind: causal, masked, seq2seq, speech
 
 A family is a tiny model with random weights. It is right if its logits are those of eager without padding, with padding
 on the left and on the right, its greedy tokens too if it generates, and the twin computed them. It fails if an answer
@@ -17,7 +18,12 @@ from collections import Counter
 
 import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+)
 from transformers.models.auto import modeling_auto
 
 import fastattn.dense
@@ -29,6 +35,15 @@ KINDS = {
     "causal": (AutoModelForCausalLM, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
     "masked": (AutoModelForMaskedLM, modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
     "seq2seq": (AutoModelForSeq2SeqLM, modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
+    "speech": (AutoModelForSpeechSeq2Seq, modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES),
+}
+DECODES = dict(decoder_start_token_id=0, forced_bos_token_id=None, forced_eos_token_id=None)
+OF_T5 = dict(d_kv=8, d_ff=64, num_layers=2)  # its scores have no scale: with its own head size rounding decides
+ENCODERS = {  # what models with an encoder need besides the sizes
+    **dict.fromkeys("longt5 mt5 pop2piano switch_transformers t5 udop umt5".split(), OF_T5),  # noqa: SIM905
+    "whisper": dict(num_mel_bins=8, max_source_positions=20, begin_suppress_tokens=None, suppress_tokens=None),
+    "moonshine": dict(encoder_num_attention_heads=6, decoder_num_attention_heads=6),
+    "speech_to_text": dict(input_feat_per_channel=8, max_source_positions=128),
 }
 SECONDS = 60  # for a family
 TOLERANCE = 5e-5  # of the standard deviation of the logits
@@ -49,15 +64,28 @@ class TooLongError(Exception):
 def answers(kind, model, tokens):
     """Compute logits under each padding, and some tokens where the family generates."""
     logits, words = [], None
-    more = dict(decoder_input_ids=tokens[:, :5]) if kind == "seq2seq" else {}
-    for padding in PADDINGS:
-        mask = padded(padding)
-        out = model(tokens, attention_mask=mask, **more).logits
-        logits.append(out.flatten(0, -2) if more else out[mask.bool()])
+    more = dict(decoder_input_ids=tokens[:, :5]) if kind in ("seq2seq", "speech") else {}
+    for padding in PADDINGS if kind != "speech" else ["none"]:
+        given = dict(input_ids=tokens, attention_mask=padded(padding)) if kind != "speech" else sound(model)
+        out = model(**given, **more).logits
+        logits.append(out.flatten(0, -2) if more else out[given["attention_mask"].bool()])
     if kind != "masked":
         greedy = dict(max_new_tokens=4, do_sample=False, pad_token_id=0)
-        words = model.generate(tokens, attention_mask=padded("left"), **greedy)
+        given = dict(input_ids=tokens, attention_mask=padded("left")) if kind != "speech" else sound(model)
+        words = model.generate(**given, **greedy)
     return torch.cat(logits), words
+
+
+def sound(model):
+    """Draw what a model of speech hears: bands of a spectrum, or a wave."""
+    draws, config = torch.Generator().manual_seed(0), model.config
+    if model.main_input_name == "input_values":
+        return dict(input_values=torch.randn(3, 4000, generator=draws))
+    if hasattr(config, "num_mel_bins"):
+        return dict(
+            input_features=torch.randn(3, config.num_mel_bins, 2 * config.max_source_positions, generator=draws)
+        )
+    return dict(input_features=torch.randn(3, 40, config.input_feat_per_channel, generator=draws))
 
 
 def outcome(kind, family):
@@ -65,19 +93,26 @@ def outcome(kind, family):
     auto, _ = KINDS[kind]
     try:
         changes = CHANGES.get(family) or OWN_ATTENTION.get(family, {})
+        if kind in ("seq2seq", "speech"):
+            changes = DECODES | ENCODERS.get(family, {}) | changes
         model = make_family(family, auto=auto, **changes)
         if model.num_parameters() > 5e7:
             return "not built", "too large by default"
         expected, words = answers(kind, model, TOKENS)
+    except TooLongError:
+        raise
     except Exception as error:  # noqa: BLE001  of transformers, before the twin is asked
         return "not built", first_line(error)
-    counted, attention = [], fastattn.dense.attention
+    counted, attention, biased = [], fastattn.dense.attention, integration._attend_biased
 
-    def counting(*args, **options):
-        counted.append(1)
-        return attention(*args, **options)
+    def counting(function):
+        def count(*args, **options):
+            counted.append(1)
+            return function(*args, **options)
 
-    fastattn.dense.attention = counting
+        return count
+
+    fastattn.dense.attention, integration._attend_biased = counting(attention), counting(biased)
     try:
         auto.from_config(model.config, attn_implementation="fastattn")  # what a user writes, and what may be refused
         model.set_attn_implementation("fastattn")
@@ -89,7 +124,7 @@ def outcome(kind, family):
     except Exception as error:  # noqa: BLE001  whatever a model raises
         return "UNCLEAR", f"{type(error).__name__}: {first_line(error)}"
     finally:
-        fastattn.dense.attention = attention
+        fastattn.dense.attention, integration._attend_biased = attention, biased
     error, most = float((logits - expected).abs().max()), TOLERANCE * float(expected.std())
     if not error <= most or not (words is None or torch.equal(words, twin_words)):
         return "WRONG", f"logits differ by {error:.1e}, where {most:.1e} would be rounding"
@@ -113,7 +148,7 @@ def main(chosen):
     signal.signal(signal.SIGALRM, too_long)
     console, counts = Console(soft_wrap=True, highlight=False), Counter()
     for kind, (_, mapping) in KINDS.items():
-        for family in sorted(set(mapping) & set(chosen or mapping)):
+        for family in sorted(mapping if kind in chosen else set(mapping) & set(chosen or mapping)):
             signal.alarm(SECONDS)
             try:
                 result, says = outcome(kind, family)

@@ -2,12 +2,14 @@
 
 import dataclasses
 import inspect
+import random
 import shutil
 from importlib import import_module
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.decorators import mark_unbacked
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from fastattn import (
@@ -178,6 +180,10 @@ def test_an_operator_is_its_path(name, arguments, keywords):
         assert torch.equal(alone[0] if name in ("merge", "add_sinks") else alone, answer[0])
     assert len(answer) == len(expected) >= 2
     assert all(torch.equal(one, other) for one, other in zip(answer, expected, strict=True))
+    if "plan" in inspect.signature(path_of(name)).parameters:
+        prepared = [ops.prepare(x) if type(x) in ops.PLANS else x for x in memory(arguments)]
+        answer = getattr(ops, name)(*prepared, **memory(keywords), **both)
+        assert all(torch.equal(one, other) for one, other in zip(answer, expected, strict=True))
 
 
 @pytest.mark.parametrize(("name", "arguments", "keywords"), CALLS)
@@ -209,6 +215,140 @@ def test_one_graph(name, arguments, keywords, shapes_unchecked):
             assert all(map(torch.equal, one, other))
         elif isinstance(one, torch.Tensor):
             assert torch.equal(one, other)
+
+
+# --- one graph, whatever the steps ---
+
+
+def steps(name, count, seed=0):
+    """Yield operator, tensors with a token dimension, and a function of the rest, of steps that have little in common.
+
+    One sequence and several, decodes and chunks, chains and trees, windows that leave blocks behind and that do not.
+    """
+    draws = random.Random(seed)
+    pools = (draw(40, 4, 2, 16), draw(40, 4, 2, 16) + 1)
+    latents, scale = draw(40, 4, 24), AttentionOptions(softmax_scale=0.2)
+    codes, of_codes = [torch.zeros(40, 4, 2, 16, dtype=torch.uint8)] * 2, dict(scales=Fp8Scales(0.5, 0.5))
+    for _ in range(count):
+        query_lens = [draws.choice([1, 1, 3]) for _ in range(draws.choice([1, 1, 2, 3]))]
+        trees = None
+        if name in ("speculative", "mla") and draws.random() < 0.5:
+            trees = speculative.make_trees([[-1, *range(length - 1)] for length in query_lens])
+        shared = draws.choice([0, 1, 2]) if len(query_lens) > 1 else 0
+        seq_lens = [4 * shared + length + draws.choice([0, 1, 30]) for length in query_lens]
+        blocks = draws.sample(range(2, 40), 35)
+        tables = [[0, 1][:shared] + [blocks.pop() for _ in range(-(-s // 4) - shared)] for s in seq_lens]
+        batch, t = metadata.make_batch(query_lens, seq_lens, tables), sum(query_lens)
+        query, over = draw(t, 4, 16), dict(block_size=4)
+        if name == "dense":
+            rows, plan = draw(2, sum(seq_lens), 2, 16), dense.plan(metadata.make_batch(query_lens, seq_lens))
+            yield name, (query, *rows), (plan,), {}
+        elif name == "differential":
+            subtraction = dict(lambda_full=torch.tensor(0.4), lambda_init=0.2)
+            yield name, (query,), (draw(2, 2, 40, 4, 1, 16), differential.plan(batch, **over)), subtraction
+        elif name == "mla":
+            plan = speculative.plan(batch, trees=trees, **over)
+            yield name, (draw(t, 4, 24),), (latents, plan, scale), dict(latent_rank=20)
+        elif name == "mla_prefill":
+            plan = mla.plan_prefill(batch, workspace=16, **over)
+            made = dict(key_projection=draw(4, 12, 20), value_projection=draw(4, 10, 20))
+            yield name, (query, draw(t, 20), draw(t, 4)), (latents, plan, scale), made
+        elif name == "quantized":
+            yield name, (query,), (*codes, quantized.plan(batch, **over)), of_codes
+        else:
+            window, prefixes = draws.choice([(-1, -1), (6, 0)]), [Prefix(0, len(query_lens), 4 * shared)]
+            path, more = {
+                "chunked_prefill": (chunked_prefill, {}),
+                "sliding_window": (sliding_window, dict(window_size=(6, 0))),
+                "local": (local, dict(chunk_size=8)),
+                "cascade": (cascade, dict(prefixes=prefixes if shared else [])),
+                "speculative": (speculative, dict(trees=trees, window_size=window)),
+            }[name]
+            plan = path.plan(batch, **more, **over)
+            yield name, (query,), (*pools, plan), {}
+
+
+PLANNED = sorted({call.values[0] for call in CALLS if any(type(x) in ops.PLANS for x in call.values[1])})
+
+
+@pytest.mark.parametrize("name", PLANNED)
+@torch.no_grad()
+def test_one_graph_for_all_steps(name, shapes_unchecked):
+    """Of a prepared plan nothing is compiled for; with tokens marked as what changes, no step is compiled anew."""
+    torch._dynamo.reset()
+    graphs = CompileCounterWithBackend("eager")
+    compiled = torch.compile(getattr(ops, name), fullgraph=True, backend=graphs)
+    for _, tensors, others, keywords in steps(name, 20):
+        for x in tensors:
+            mark_unbacked(x, 0)
+        prepared = [ops.prepare(x) if type(x) in ops.PLANS else x for x in others]
+        assert torch.equal(compiled(*tensors, *prepared, **keywords), getattr(ops, name)(*tensors, *others, **keywords))
+    assert graphs.frame_count == 1
+
+
+@torch.no_grad()
+def test_a_few_graphs_where_nothing_is_marked(shapes_unchecked):
+    """The first number of tokens, any number, and one token: trees, chains and windows make no other."""
+    torch._dynamo.reset()
+    graphs = CompileCounterWithBackend("eager")
+    compiled = torch.compile(ops.speculative, fullgraph=True, backend=graphs)
+    for _, tensors, (*pools, plan), _ in steps("speculative", 80):
+        compiled(*tensors, *pools, ops.prepare(plan))
+    assert 2 <= graphs.frame_count <= 3
+
+
+def test_a_prepared_plan_has_to_be_held():
+    query, *pools, batch = BATCH.tensors
+    plan = chunked_prefill.plan(batch, block_size=P)
+    prepared, flat = ops.prepare(plan), (None, 0.0, None, None, False, False)
+    torch.library.opcheck(torch.ops.fastattn.chunked_prefill_by_number.default, (query, *pools, prepared.number, *flat))
+    number = prepared.number
+    del prepared
+    with pytest.raises(RuntimeError, match="plan: expected one that is held while its graph runs"):
+        torch.ops.fastattn.chunked_prefill_by_number(query, *pools, number, *flat)
+    with pytest.raises(ValueError, match="plan: expected a plan of the path, got Batch"):
+        ops.prepare(batch)
+
+
+class Exported(nn.Module):
+    """A layer whose plan comes as tables and whole numbers."""
+
+    def forward(self, query, key_cache, value_cache, tables, sizes):
+        flat = (None, 5.0, None, None, False, False)  # the options, in the order of `AttentionOptions`
+        out, _ = torch.ops.fastattn.chunked_prefill(query, key_cache, value_cache, tables, sizes, *flat)
+        return out.flatten(1)
+
+
+@torch.no_grad()
+def test_a_module_is_exported_saved_loaded_and_runs_with_other_lengths(tmp_path):
+    pools = (draw(40, 4, 2, 16), draw(40, 4, 2, 16) + 1)
+
+    def inputs(query_lens, seq_lens, tables):
+        plan = chunked_prefill.plan(metadata.make_batch(query_lens, seq_lens, tables), block_size=4)
+        query = draw(sum(query_lens), 4, 16)
+        return (query, *pools, *ops.flatten(plan)), chunked_prefill.attention(
+            query, *pools, plan, AttentionOptions(softcap=5.0)
+        )
+
+    auto = torch.export.Dim.DYNAMIC
+    flat, _ = inputs([3, 2], [5, 9], [[5, 1, 3], [2, 7, 4]])
+    *_, tables, sizes = flat
+    lengths = [1, 2, 3, 4]  # of the sizes those of the batch; the block size and the mask stay
+    dynamic = (
+        {0: auto},
+        None,
+        None,
+        [None if x is None else dict.fromkeys(range(x.ndim), auto) for x in tables],
+        [auto if i in lengths else None for i in range(len(sizes))],
+    )
+    program = torch.export.export(Exported(), flat, dynamic_shapes=dynamic, strict=False)
+    torch.export.save(program, tmp_path / "layer.pt2")
+    module = torch.export.load(tmp_path / "layer.pt2").module()
+    others = [([2, 4, 2], [2, 14, 30], [[5, -1], [1, 3, 2, 9], list(range(10, 18))])]
+    for lens in others:
+        tables = [[*blocks, *[-1] * (max(map(len, lens[2])) - len(blocks))] for blocks in lens[2]]
+        flat, expected = inputs(*lens[:2], tables)
+        assert torch.equal(module(*flat), expected.flatten(1))
 
 
 class Layer(nn.Module):
@@ -347,6 +487,7 @@ def test_errors_are_those_of_the_path(shapes_unchecked):
 def test_every_path_has_an_operator():
     """But for those of a rank among others, which talk to those others."""
     named = {name for name, value in vars(ops).items() if inspect.isfunction(value) and not name.startswith("_")}
+    named -= {"prepare", "flatten", "dataclass"}  # which make arguments
     assert named == {call.values[0] for call in CALLS}, "an operator is not tested"
     for name in named:
         takes = inspect.signature(path_of(name)).parameters

@@ -10,6 +10,7 @@ from einops import rearrange
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
     BartConfig,
     BartForConditionalGeneration,
     ContinuousBatchingConfig,
@@ -112,6 +113,78 @@ def test_an_encoder_and_a_decoder_with_cross_attention(twin, device, calls):
     (logits, words), (twin_logits, twin_words) = results
     torch.testing.assert_close(twin_logits, logits, rtol=0, atol=2e-5 * float(logits.std()))
     assert torch.equal(twin_words, words) and calls[twin] > 0
+
+
+# --- numbers that are added to the scores ---
+
+BIASES = {  # what comes beside queries 3..7 of 8 keys: a bias for each head, and a mask
+    "a-bias-without-a-mask": (1, 4, 5, 8, None),
+    "a-bias-for-keys": (1, 4, 1, 8, "runs"),
+    "a-mask-with-gaps": (2, 4, 5, 8, "gaps"),
+    "a-float-mask": (2, 4, 5, 8, "float"),
+}
+
+
+@pytest.mark.parametrize("name", BIASES)
+@pytest.mark.parametrize("twin", TWINS)
+def test_a_bias_of_the_scores_is_added(name, twin, device):
+    *size, kind = BIASES[name]
+    query, key, value = (draw(2, h, n, 16).to(device) for h, n in ((4, 5), (2, 8), (2, 8)))
+    bias = draw(*size).to(device)
+    i, j = torch.arange(3, 8, device=device)[:, None], torch.arange(8, device=device)
+    visible, given = torch.ones(2, 1, 5, 8, dtype=torch.bool, device=device), dict(position_bias=bias)
+    mask, module = None, torch.nn.Module()
+    if kind is None:
+        module.is_causal, query = True, query[:, :, -1:]
+        bias = given["position_bias"] = bias[:, :, -1:]
+        visible = visible[:, :, -1:]
+    elif kind == "runs":
+        padding = torch.tensor([[False, False, True, True, True, True, True, True], [True] * 8], device=device)
+        mask = integration.visible_keys(2, 5, 8, q_offset=3, attention_mask=padding, device=device)
+        visible = padding[:, None, None] & (j <= i)
+        key[0, :, :2] = value[0, :, :2] = torch.nan
+    elif kind == "gaps":
+        mask = visible = ((j <= i) & (j != 1) & (i != 4))[None, None].expand(2, 1, 5, 8)
+        key[:, :, 1] = value[:, :, 1] = torch.nan
+    else:
+        bias[1, ..., 5:] = bias[0, 2, 3] = -torch.inf  # keys that nobody sees, and all keys of a query in one head
+        mask, bias = bias, bias + draw(1, 4, 1, 8).to(device)
+        given = dict(position_bias=draw(1, 4, 1, 8).to(device))
+    out, _ = integration._attention(integration.TWINS[twin], module, query, key, value, mask, scaling=0.3, **given)
+    k, v = (x.double().nan_to_num().repeat_interleave(2, 1) for x in (key, value))
+    scores = (query.double() @ k.mT * 0.3 + bias).masked_fill(~visible, -torch.inf)
+    expected = (scores.softmax(-1).nan_to_num() @ v).transpose(1, 2)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_a_bias_of_another_size_is_an_error(twin):
+    query, key = draw(2, 4, 5, 16), draw(2, 2, 8, 16)
+    attend = partial(integration._attention, integration.TWINS[twin], torch.nn.Module(), query, key, key)
+    for name, *size in (("position_bias", 1, 4, 5, 7), ("position_bias", 4, 5, 8), ("attention_mask", 2, 1, 4, 8)):
+        given = dict(attention_mask=None) | {name: torch.zeros(size)}
+        with pytest.raises(ValueError, match=f"{name}: expected a number for each of the scores"):
+            attend(**given)
+    with pytest.raises(ValueError, match="attention_mask: expected one for 2 rows of 5 queries over 8 keys"):
+        attend(torch.ones(2, 1, 5, 7) > 0, position_bias=torch.zeros(1, 4, 5, 8))
+
+
+@torch.no_grad()
+def test_t5(device):
+    """Positions are a bias of the scores, for encoder, decoder and cross attention alike."""
+    sizes = dict(d_kv=8, d_ff=64, num_layers=2, decoder_start_token_id=0)
+    model = make_family("t5", device, AutoModelForSeq2SeqLM, **sizes)
+    inputs = dict(input_ids=TOKENS.to(device), attention_mask=padded("left").to(device))
+    results = []
+    for name in ("eager", *TWINS):
+        model.set_attn_implementation(name)
+        logits = model(**inputs, decoder_input_ids=TOKENS[:, :5].to(device)).logits
+        greedy = dict(max_new_tokens=4, do_sample=False)
+        words = [model.generate(**inputs, **greedy, **more) for more in ({}, dict(cache_implementation="static"))]
+        results.append((logits, torch.stack(words)))
+    for logits, words in results[1:]:
+        torch.testing.assert_close(logits, results[0][0], rtol=0, atol=5e-5 * float(results[0][0].std()))
+        assert torch.equal(words, results[0][1])
 
 
 # --- caches and packed sequences ---
@@ -310,9 +383,22 @@ def two_windows(b, h, i, j):
 REFUSED = {
     "dropout: neither twin computes dropout, got 0.5": lambda: attention(dropout=0.5),
     "output_attentions: neither twin has": lambda: attention(output_attentions=True),
-    "attention_mask: expected .*, got float32 [2, 1, 5, 5]": lambda: attention(torch.zeros(2, 1, 5, 5)),
     "attention_mask: expected .*, got bool [2, 4, 5, 5]": lambda: attention(torch.ones(2, 4, 5, 5) > 0),
-    "position_bias: expected no option": lambda: attention(position_bias=torch.zeros(1, 4, 5, 5)),
+    "softcap: expected none beside a bias": lambda: attention(torch.zeros(2, 1, 5, 5), softcap=3.0),
+    "s_aux: expected none beside a bias": lambda: attention(torch.zeros(2, 1, 5, 5), s_aux=torch.zeros(4)),
+    "cu_seq_lens_q: expected none beside a bias": lambda: attention(
+        torch.zeros(2, 1, 5, 5), cu_seq_lens_q=torch.tensor([0, 5])
+    ),
+    "attention_mask: expected one of transformers, or a boolean one, beside a bias, got torch.int64": lambda: attention(
+        torch.ones(2, 5).long(), position_bias=torch.zeros(1, 4, 5, 5)
+    ),
+    # What a model makes of the mask of its own, in the one length at which it would have the size of scores.
+    "attention_mask: expected a model that passes its mask": lambda: integration._attention(
+        integration.TWINS["fastattn"],
+        torch.nn.Module(),
+        *draw(3, 1, 4, 2, 16),
+        (1.0 - integration.visible_keys(1, 2, 2).to(torch.float32)) * -1e4,
+    ),
     "attention_mask: expected the keys that a query sees to be one run": lambda: integration.visible_keys(
         1, 5, 5, mask_function=gap
     ),
@@ -349,10 +435,10 @@ def test_a_model_is_refused_what_the_twins_do_not_do():
         logits.sum().backward()
     with pytest.raises((NotImplementedError, ValueError), match="attentions"):
         model(TOKENS, output_attentions=True)
-    with pytest.raises(NotImplementedError, match="attention_mask: expected"):
-        model(TOKENS, attention_mask=torch.zeros(3, 1, 17, 17))
     own = torch.ones(17, 17).tril().bool().expand(3, 1, 17, 17)
     torch.testing.assert_close(model(TOKENS, attention_mask=own).logits, logits)
+    added = torch.zeros(3, 1, 17, 17).masked_fill(~own, -torch.inf)
+    torch.testing.assert_close(model(TOKENS, attention_mask=added).logits, logits)
 
 
 # Models with an attention of their own, which adds its mask to the scores, and what their tiny configurations need.
@@ -401,8 +487,8 @@ def test_diffllama_is_refused_in_generate_batch():
 
 
 def test_an_option_that_is_a_tensor_is_not_printed_whole():
-    with pytest.raises(NotImplementedError, match=r"position_bias: .*, got float32 \[1, 4, 5, 5\]; attn_impl"):
-        attention(position_bias=torch.zeros(1, 4, 5, 5))
+    with pytest.raises(NotImplementedError, match=r"relative_bias: .*, got float32 \[1, 4, 5, 5\]; attn_impl"):
+        attention(relative_bias=torch.zeros(1, 4, 5, 5))
 
 
 # --- what users do besides ---

@@ -1,0 +1,302 @@
+"""FlashAttention's functions over both twins, against a formula written out, and under the name of the package."""
+
+import inspect
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+import pytest
+import torch
+
+from fastattn.integrations import flash_attn
+from fastattn.kernels.device import cannot_import
+
+# As published with flash-attn 2.8.
+COMMON = "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None"
+LENGTHS = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
+SIGNATURES = {
+    "flash_attn_func": f"q, k, v, {COMMON}, deterministic=False, return_attn_probs=False",
+    "flash_attn_varlen_func": f"q, k, v, {LENGTHS}, {COMMON}, deterministic=False, return_attn_probs=False, "
+    "block_table=None",
+    "flash_attn_with_kvcache": "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, "
+    "cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None, "
+    "causal=False, window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0, "
+    "return_softmax_lse=False",
+}
+
+
+@pytest.fixture(params=["fastattn", "refattn"], autouse=True)
+def twin(request, monkeypatch):
+    monkeypatch.setattr(flash_attn, "_twin", flash_attn.TWINS[request.param])
+    return request.param
+
+
+def draw(*shape, device="cpu"):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(device)
+
+
+def by_hand(q, k, v, causal=False, window=(-1, -1), scale=None, softcap=0.0, slopes=None, leftpad=0):
+    """Compute one sequence in float64, with the mask as FlashAttention's docstring has it."""
+    q, k, v = (x.double() for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = torch.einsum("thd,shd->hts", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    j = torch.arange(len(k), device=q.device)
+    i = torch.arange(len(q), device=q.device)[:, None] + len(k) - len(q)
+    if slopes is not None:
+        scores = scores - slopes.double()[:, None, None] * (i - j).abs()
+    left, right = window[0], 0 if causal else window[1]
+    sees = (j >= leftpad) & ((left < 0) | (j >= i - left)) & ((right < 0) | (j <= i + right))
+    scores = scores.masked_fill(~sees, -torch.inf)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse[..., None]).exp().masked_fill(~sees, 0.0)
+    return torch.einsum("hts,shd->thd", weights, v), lse
+
+
+def assert_close_pair(out, lse, expected):
+    for one, other in zip((out, lse), expected, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=2e-6)
+
+
+@dataclass
+class Cached:
+    """A call over a cache."""
+
+    queries: int
+    new: int
+    how: dict
+    rows: tuple = (0, 1, 2)
+    leftpad: tuple = (0, 0, 0)
+    pages: bool = False
+
+
+CACHED = {
+    "decode": Cached(1, 1, dict(causal=True)),
+    "rows-of-the-cache": Cached(4, 4, dict(causal=True, window_size=(6, 0), softcap=3.0, slopes=True), (4, 0, 2)),
+    "more-queries-than-new": Cached(3, 2, dict(softmax_scale=0.3), (4, 0, 2), (1, 7, 0)),
+    "left-padding": Cached(3, 3, dict(causal=True, window_size=(5, -1), slopes=True), leftpad=(1, 20, 0)),
+    "window-on-both-sides": Cached(2, 0, dict(window_size=(4, 2), softmax_scale=-0.2)),
+    "pages": Cached(5, 5, dict(causal=True, window_size=(20, 0)), pages=True),
+}
+
+
+def paged(rows, table, p):
+    """Lay rows `[b, s, ...]` out in pages of `p`, at the places of a table, with NaN in all others."""
+    pool = torch.full((int(table.max()) + 2, p, *rows.shape[2:]), torch.nan, device=rows.device)
+    for row, blocks in zip(rows, table.tolist(), strict=True):
+        for column, block in enumerate(block for block in blocks if block >= 0):
+            part = row[column * p : (column + 1) * p]
+            pool[block, : len(part)] = part
+    return pool
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_over_a_cache(name, device, shapes_unchecked):
+    case, lens, p = CACHED[name], [5, 20, 30], 8
+    q, k, v = (draw(3, n, h, 16, device=device) for n, h in ((case.queries, 6), (case.new, 2), (case.new, 2)))
+    held = [draw(5, 37, 2, 16, device=device) + x for x in (0, 1)]
+    how = dict(case.how)
+    slopes = torch.rand(6, device=device) if how.pop("slopes", False) else None
+    table = torch.tensor([[5, 1, 0, 7, 8], [3, 9, 2, 6, 12], [11, 4, 10, 13, 14]], dtype=torch.int32, device=device)
+    caches = [paged(x[:3], table, p) for x in held] if case.pages else [x.clone() for x in held]
+    before = [x.clone() for x in caches]
+    where = dict(block_table=table) if case.pages else {}
+    if case.rows != (0, 1, 2):
+        where["cache_batch_idx"] = torch.tensor(case.rows, dtype=torch.int32, device=device)
+    if any(case.leftpad):
+        where["cache_leftpad"] = torch.tensor(case.leftpad, dtype=torch.int32, device=device)
+    out, lse = flash_attn.flash_attn_with_kvcache(
+        q,
+        *caches,
+        *((k, v) if case.new else (None, None)),
+        cache_seqlens=torch.tensor(lens, dtype=torch.int32, device=device),
+        **where,
+        **how,
+        alibi_slopes=slopes,
+        return_softmax_lse=True,
+    )
+    for i, (row, length) in enumerate(zip(case.rows, lens, strict=True)):
+        keys, values = (torch.cat([x[row, :length], new[i]]) for x, new in zip(held, (k, v), strict=True))
+        window, scale = how.get("window_size", (-1, -1)), how.get("softmax_scale")
+        mask = (how.get("causal", False), window, scale, how.get("softcap", 0.0), slopes, case.leftpad[i])
+        assert_close_pair(out[i], lse[i], by_hand(q[i], keys, values, *mask))
+        for cache, old, x, new in zip(caches, before, held, (k, v), strict=True):
+            if case.pages:
+                written = paged(torch.cat([x[row, :length], new[i]])[None], table[i : i + 1], p)
+                used = table[i, : -(-(length + case.new) // p)].long()
+                assert torch.equal(
+                    cache[used].flatten(0, 1)[: length + case.new], written[used].flatten(0, 1)[: length + case.new]
+                )
+            else:
+                expected = old[row].clone()
+                expected[length : length + case.new] = new[i]
+                assert torch.equal(cache[row], expected)
+
+
+@pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "halves"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "all"])
+def test_rotary_positions(causal, interleaved, shapes_unchecked):
+    """A rotation is a product of complex numbers; without a mask all queries stand at the first new position."""
+    lens, half, longest = torch.tensor([3, 7], dtype=torch.int32), 4, 12
+    angles = torch.rand(longest, half) * 6
+    q, k, v = draw(2, 3, 2, 10), draw(2, 3, 1, 10), draw(2, 3, 1, 10)
+    caches = [draw(2, longest, 1, 10), draw(2, longest, 1, 10) + 1]
+    old = [x.clone() for x in caches]
+
+    def turn(x, position):
+        head, rest = x[:, : 2 * half], x[:, 2 * half :]
+        pairs = head.unflatten(-1, (half, 2)) if interleaved else head.unflatten(-1, (2, half)).mT
+        turned = torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones(half), angles[position])
+        pairs = torch.view_as_real(turned)
+        return torch.cat([(pairs if interleaved else pairs.mT).flatten(-2), rest], -1)
+
+    out = flash_attn.flash_attn_with_kvcache(
+        q, *caches, k, v, angles.cos(), angles.sin(), lens, causal=causal, rotary_interleaved=interleaved
+    )
+    for i, length in enumerate(lens.tolist()):
+        keys = torch.stack([turn(k[i, j], length + j) for j in range(3)])
+        torch.testing.assert_close(caches[0][i, length : length + 3], keys, rtol=1e-5, atol=1e-6)
+        queries = torch.stack([turn(q[i, j], length + (j if causal else 0)) for j in range(3)])
+        rows = torch.cat([old[0][i, :length], keys]), torch.cat([old[1][i, :length], v[i]])
+        torch.testing.assert_close(out[i].double(), by_hand(queries, *rows, causal)[0], rtol=1e-5, atol=1e-6)
+
+
+RAGGED = ([3, 0, 4, 2], [5, 4, 2, 0])  # new tokens and all tokens: more queries than keys, and none, too
+
+
+@pytest.mark.parametrize("pages", [False, True], ids=["rows", "pages"])
+def test_ragged(pages, device, shapes_unchecked):
+    query_lens, seq_lens = RAGGED
+    starts, ends = (torch.tensor([0, *x], device=device).cumsum(0, dtype=torch.int32) for x in (query_lens, seq_lens))
+    q, k, v = (draw(n, h, 16, device=device) for n, h in ((9, 6), (11, 2), (11, 2)))
+    table = torch.tensor([[5, 1], [3, -1], [2, -1], [-1, -1]], dtype=torch.int32, device=device)
+    tensors, where = (k, v), {}
+    if pages:
+        rows = [torch.nn.utils.rnn.pad_sequence(x.split(seq_lens), batch_first=True) for x in (k, v)]
+        tensors, where = [paged(x, table, 4) for x in rows], dict(block_table=table)
+    how = dict(causal=True, window_size=(2, -1), softcap=4.0)
+    lengths = (starts, ends, max(query_lens), max(seq_lens))
+    out, lse, probabilities = flash_attn.flash_attn_varlen_func(
+        q, *tensors, *lengths, **how, **where, return_attn_probs=True
+    )
+    assert lse.shape == (6, 9) and probabilities.numel() == 0
+    for i in range(4):
+        mine, keys = slice(*starts[i : i + 2].tolist()), slice(*ends[i : i + 2].tolist())
+        assert_close_pair(out[mine], lse[:, mine], by_hand(q[mine], k[keys], v[keys], True, (2, -1), None, 4.0))
+    assert (out[3:5] == 0).all() and (lse[:, 3:5] == -torch.inf).all(), "queries before the first key see nothing"
+    alone = flash_attn.flash_attn_varlen_func(q, *tensors, *lengths, **how, **where)
+    assert torch.equal(alone, out)
+
+
+def test_sequences_of_one_length():
+    q, k, v = draw(2, 3, 4, 16), draw(2, 5, 2, 16), draw(2, 5, 2, 16)
+    out, lse, _ = flash_attn.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    for i in range(2):
+        assert_close_pair(out[i], lse[i], by_hand(q[i], k[i], v[i], True))
+    assert torch.equal(flash_attn.flash_attn_func(q, k, v, causal=True), out)
+
+
+def test_the_whole_cache_and_an_int():
+    q, caches = draw(2, 1, 4, 16), (draw(2, 9, 2, 16), draw(2, 9, 2, 16) + 1)
+    whole = flash_attn.flash_attn_with_kvcache(q, *caches)
+    assert torch.equal(whole, flash_attn.flash_attn_with_kvcache(q, *caches, cache_seqlens=9))
+    torch.testing.assert_close(whole[1].double(), by_hand(q[1], caches[0][1], caches[1][1])[0], rtol=1e-5, atol=1e-6)
+
+
+def test_one_split_is_an_answer_that_does_not_depend_on_the_batch(twin, monkeypatch):
+    attention, seen = flash_attn._twin.interval.attention, []
+
+    def record(query, key_cache, value_cache, plan, options, **others):
+        seen.append(options.batch_invariant)
+        return attention(query, key_cache, value_cache, plan, options, **others)
+
+    monkeypatch.setattr(flash_attn._twin.interval, "attention", record)
+    q, caches = draw(2, 1, 4, 16), (draw(2, 9, 2, 16), draw(2, 9, 2, 16) + 1)
+    both, alone = (flash_attn.flash_attn_with_kvcache(q[i:], *(x[i:] for x in caches), num_splits=1) for i in (0, 1))
+    assert torch.equal(both[1:], alone) and seen == [True, True]
+    flash_attn.flash_attn_with_kvcache(q, *caches, num_splits=4)
+    assert seen[2:] == [False]
+
+
+def test_what_is_refused_is_named_and_nothing_is_written(shapes_unchecked):
+    q, new, cache = draw(2, 1, 4, 16), draw(2, 1, 2, 16), draw(2, 9, 2, 16)
+    before = cache.clone()
+
+    def refused(error, message, *arguments, q=q, **options):
+        with pytest.raises(error, match=message):
+            flash_attn.flash_attn_with_kvcache(q, cache, cache, *arguments, **options)
+        assert torch.equal(cache, before)
+
+    table = torch.zeros(2, 1, dtype=torch.int32)
+    wide = torch.zeros(9, 9)
+    refused(ValueError, "cache_seqlens: expected 0..8 tokens", new, new, cache_seqlens=9)
+    refused(ValueError, "cache_seqlens: expected one beside", new, new)
+    refused(ValueError, "v: expected one beside", new, cache_seqlens=1)
+    refused(ValueError, "query: expected a number of heads", new, new, cache_seqlens=1, q=draw(2, 1, 3, 16))
+    refused(ValueError, "rotary_cos: expected None without new keys", rotary_cos=wide)
+    refused(ValueError, "rotary_cos: expected at least 9 pos", new, new, wide, wide, cache_seqlens=1)
+    refused(ValueError, "rotary_sin: expected one beside", new, new, wide, cache_seqlens=1)
+    refused(ValueError, "cache_batch_idx: expected None", cache_batch_idx=table[:, 0], block_table=table)
+    refused(NotImplementedError, "cache_leftpad", cache_leftpad=table[:, 0], block_table=table)
+    refused(NotImplementedError, "alibi_slopes: expected one per head", alibi_slopes=torch.ones(2, 4))
+    with pytest.raises(NotImplementedError, match="dropout_p"):
+        flash_attn.flash_attn_func(q, cache, cache, dropout_p=0.1)
+    with pytest.raises(ValueError, match="cu_seqlens_k: expected keys from row 0"):
+        ends = torch.tensor([1, 3], dtype=torch.int32)
+        flash_attn.flash_attn_varlen_func(draw(2, 4, 16), *(2 * [draw(3, 2, 16)]), ends - 1, ends, 2, 2)
+
+
+def test_gradients_are_those_of_the_reference_or_refused(twin):
+    q, k, v = (draw(1, 3, 2, 8).requires_grad_() for _ in range(3))
+    if twin == "fastattn":
+        with pytest.raises(NotImplementedError, match="no backward"):
+            flash_attn.flash_attn_func(q, k, v)
+        return
+    flash_attn.flash_attn_func(q, k, v, causal=True).sum().backward()
+    ours = [x.grad.clone() for x in (q, k, v)]
+    expected = torch.autograd.grad(by_hand(q[0], k[0], v[0], True)[0].sum(), (q, k, v))
+    for one, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_signatures_are_those_that_are_published():
+    for name, published in SIGNATURES.items():
+        ours = inspect.signature(getattr(flash_attn, name)).parameters.values()
+        given = ", ".join(x.name if x.default is x.empty else f"{x.name}={x.default!r}" for x in ours)
+        assert given == published, name
+
+
+INSTALLED = """
+from fastattn.integrations import flash_attn as ours
+ours.install("refattn")
+import refattn
+import flash_attn
+from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+from flash_attn.flash_attn_interface import flash_attn_func
+assert flash_attn is ours and ours._twin is refattn
+ours.install()
+from fastattn.kernels.device import cannot_import
+why = cannot_import("flash_attn", "flash-attn", "flash_attn_func")
+assert "fastattn.integrations.flash_attn has taken its name" in why, why  # else fa2 would call itself
+"""
+
+
+def test_the_package_is_not_hidden(twin, monkeypatch):
+    package = ModuleType("flash_attn")
+    package.__spec__ = ModuleSpec("flash_attn", None)
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    with pytest.raises(RuntimeError, match="flash_attn: expected no module of that name, got one that is installed"):
+        flash_attn.install(twin)
+    assert sys.modules["flash_attn"] is package
+
+
+def test_it_takes_the_name_of_the_package(twin):
+    if cannot_import("flash_attn", "flash-attn") is None:
+        return  # there it does not
+    with pytest.raises(ValueError, match="twin: expected one of refattn, fastattn"):
+        flash_attn.install("flash")
+    if twin == "fastattn":
+        subprocess.run([sys.executable, "-c", INSTALLED], check=True)
