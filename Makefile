@@ -72,9 +72,10 @@ check: $(VENV)/.dev  ## format, lint, types, import rules
 bench: $(VENV)/.bench $(VENV)/.model  ## every path measured against its peers
 	$(BIN)/python -m fastattn bench $(ARGS)
 
-readme: $(VENV)/.docs  ## the README's measurements, from docs/results, and the page of what is covered
+readme: $(VENV)/.docs  ## the README's measurements, from docs/results, the pages of what is covered and of bugs
 	$(BIN)/python docs/readme.py
 	$(BIN)/python docs/coverage_rows.py
+	$(BIN)/python docs/museum.py
 
 docs: $(VENV)/.docs  ## the site, into site/
 	$(BIN)/mkdocs build --strict $(ARGS)
