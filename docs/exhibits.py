@@ -252,8 +252,8 @@ def the_other_tensors_strides() -> Picture:
 
 @exhibit("Merging", "831", "A sink that overflows")
 def a_sink_that_overflows() -> Picture:
-    """A sink takes weight from all keys. Added without subtracting the maximum, exp(sink) overflows once it is large,
-    and a query returns NaN where it should return almost nothing.
+    """A sink takes weight from all keys. Added without subtracting the maximum, exp(sink) is too much, and overflows
+    once the sink is large: a query returns NaN where it should return almost nothing.
     """
     example = Example("chunked_prefill", lens=((1, 2),), heads=(1, 1), head_size=8)
     cells: list[list[list[float]]] = [[], []]
@@ -352,7 +352,7 @@ def a_cap_that_unmasks() -> Picture:
 @exhibit("Drafts and captured steps", "15360", "Accepted drafts that stay where they are")
 def accepted_drafts_that_stay() -> Picture:
     """Five tokens were drafted; the first, the third and the fifth are accepted. The next step reads three slots after
-    the context. Unless the accepted ones move up, two of those hold rejected drafts.
+    the context. Unless the accepted ones move up, it reads a rejected one, and not the last.
     """
     trees = speculative.make_trees([[-1, 0, 0, 2, 2]])
     batch = make_batch([5], [9], [[2, 0, 1]])

@@ -17,7 +17,7 @@ BUGS = ROOT / "docs/proof/bugs.md"
 PAGE = ROOT / "docs/proof/museum.md"
 PICTURES = ROOT / "docs/assets/museum"
 INK, SEEN, WRONG = "#767676", "#0072B2", "#D55E00"  # legible on white, and on black
-CELL, LETTER, GAP, LINE = 15, 6.7, 7, 20  # pixels: a cell, a letter, between runs of columns, a line of text
+CELL, LETTER, GAP, LINE = 15, 7.2, 7, 20  # pixels: a cell, a letter, between runs of columns, a line of text
 WIDEST = 350  # pixels of a phone's page
 HEAD = """\
 # A museum of bugs
@@ -114,8 +114,8 @@ def svg(picture: Picture) -> str:
     label = LETTER * max(map(len, picture.rows)) + 6
     columns = [sum(n for _, n in picture.columns[:i]) for i in range(len(picture.columns))]
     body = len(picture.right[0]) * width + GAP * (len(columns) - 1)
-    for (name, _), first in zip(picture.columns, columns, strict=True):  # a name may be wider than its columns
-        body = max(body, first * width + LETTER * len(name))
+    for i, (name, _) in enumerate(picture.columns):  # a name may be wider than its columns
+        body = max(body, columns[i] * width + i * GAP + LETTER * len(name))
     is_beside = 2 * (label + body) + 2 * GAP <= WIDEST
     panel = 2 * LINE + len(picture.rows) * height
     top = 0.0 if is_beside else panel + GAP
@@ -125,8 +125,8 @@ def svg(picture: Picture) -> str:
         (picture.wrong, (label + body + 2 * GAP) * is_beside, top, "the bug"),
     ):
         drawing.text(x + label, y + 14, title, bold=True)
-        for (name, _), first, gaps in zip(picture.columns, columns, range(len(columns)), strict=True):
-            drawing.text(x + label + first * width + gaps * GAP, y + LINE + 14, name)
+        for i, (name, _) in enumerate(picture.columns):
+            drawing.text(x + label + columns[i] * width + i * GAP, y + LINE + 14, name)
         for i, row in enumerate(cells):
             drawing.text(x, y + 2 * LINE + (i + 0.5) * height + 4, picture.rows[i])
             at = [x + label + j * width + GAP * sum(first <= j for first in columns[1:]) for j in range(len(row))]
