@@ -82,7 +82,8 @@ docs: $(VENV)/.docs  ## the site, into site/
 
 docs-version: $(VENV)/.pages  ## the site, as a version on the branch gh-pages; VERSION=v0.1.0 ALIAS=stable ARGS=--push
 	$(BIN)/mike deploy --update-aliases $(ARGS) $(VERSION) $(ALIAS)
-	$(BIN)/mike set-default $(ARGS) $$($(BIN)/mike list stable > /dev/null 2>&1 && echo stable || echo $(VERSION))
+	shown=$$($(BIN)/mike list stable > /dev/null 2>&1 && echo stable || echo $(VERSION)); \
+	$(BIN)/mike set-default $(ARGS) $$shown && $(BIN)/python docs/pages_root.py $(ARGS) $$shown
 
 notebooks: $(VENV)/.cells $(VENV)/.model  ## run every notebook; ARGS=--inplace stores what they print
 	$(BIN)/python notebooks/run.py $(ARGS)
