@@ -30,9 +30,9 @@ def main() -> None:
     page = git_utils.read_file(BRANCH, f"{asked.shown}/404.html").decode()
     root = urlsplit(address.site(address.repository())).path
     content = at_root(page, names, asked.shown, root)
-    with contextlib.suppress(git_utils.GitEmptyCommit):  # it is there already
-        with git_utils.Commit(BRANCH, "The page of wrong addresses leads to the versions") as commit:
-            commit.add_file(git_utils.FileInfo("404.html", content))
+    said = "The page of wrong addresses leads to the versions"
+    with contextlib.suppress(git_utils.GitEmptyCommit), git_utils.Commit(BRANCH, said) as commit:
+        commit.add_file(git_utils.FileInfo("404.html", content))
     if asked.push:
         git_utils.push_branch(asked.remote, BRANCH)
 
