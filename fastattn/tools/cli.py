@@ -1,5 +1,6 @@
 """The command line: `fastattn demo`, `serve`, `bench`, `search`, `doctor`, `notebooks` and others."""
 
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -8,8 +9,18 @@ import typer
 main = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"twinattn {version('twinattn')}")
+        raise typer.Exit
+
+
 @main.callback()
-def about() -> None:
+def about(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
     """Attention for LLM serving, written twice: refattn to read, fastattn to run."""
 
 
@@ -101,9 +112,9 @@ def bench(
     device: Annotated[str, typer.Option(help="What to measure: cpu, cuda, cuda:1 ...")] = "cpu",
     rows: Annotated[list[str] | None, typer.Option(help="Part of a row's name; may be given several times.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the results.", show_default="docs/results")] = None,
-    quick: Annotated[bool, typer.Option(help="Small and few: to see that it works. Writes only to --out.")] = False,
+    quick: Annotated[bool, typer.Option(help="A smoke test: small and few. Writes only to --out.")] = False,
 ) -> None:
-    """Measure every path against its peers; an answer that is wrong has no speed."""
+    """Measure every path against its peers; wrong answers are not timed."""
     from fastattn.tools import bench as module
 
     if out is None and not quick:

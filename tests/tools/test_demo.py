@@ -63,6 +63,18 @@ def row(text, name):
     return cells
 
 
+def test_equal_answers_are_shown_once(tiny):
+    """What the second twin says differently is shown below what the first said."""
+    proven, text = run_with()
+    assert proven and text.count("Count to ten, and then back to one.\n") == 1
+    assert "5 of 5 answers are those above, token by token." in text
+    console = Console(file=StringIO(), width=100)
+    work = demo.prepare()
+    demo.serve(work, "fastattn", console, above=[[7]] * 5)
+    assert all(f"{question}\n" in console.file.getvalue() for question in QUESTIONS)
+    assert "0 of 5 answers are those above" in console.file.getvalue()
+
+
 @pytest.mark.parametrize("speculate", ["chain", "tree"])
 def test_demo_with_drafts_gives_the_same_answers_in_no_more_steps(tiny, speculate):
     proven, text = run_with(speculate=speculate, twin="fastattn")
@@ -104,8 +116,8 @@ def test_demo_with_drafts_over_codes_says_what_each_costs(tiny, speculate, kind,
     assert coded < uncoded * 0.3
     serve = demo.serve
 
-    def spoiled(work, name, console):
-        done = serve(work, name, console)
+    def spoiled(work, name, console, **more):
+        done = serve(work, name, console, **more)
         return dataclasses.replace(done, outputs=[[7], *done.outputs[1:]]) if name.endswith(demo.DRAFTS) else done
 
     monkeypatch.setattr(demo, "serve", spoiled)
