@@ -30,7 +30,7 @@ def demo(
     prompt: Annotated[list[str] | None, typer.Option(help="Your own prompt; may be given several times.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens in an answer.")] = 40,
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1 ...")] = "cpu",
-    speculate: Annotated[str | None, typer.Option(help="Draft tokens of texts to repeat: chain or tree.")] = None,
+    speculate: Annotated[str | None, typer.Option(help="Speculative decoding, on texts to repeat: chain or tree.")] = None,
     kv_cache_dtype: Annotated[
         str, typer.Option(help="What the cache holds: auto, or codes: fp8_e4m3, fp8_e5m2, int8.")
     ] = "auto",
@@ -179,7 +179,7 @@ def notebooks(
 
 @main.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def conformance(context: typer.Context) -> None:
-    """Prove an attention kernel, anybody's: the same as `python -m refattn.conformance`."""
+    """Check any attention kernel for conformance: the same as `python -m refattn.conformance`."""
     try:
         from refattn.conformance import __main__ as module
     except ModuleNotFoundError as error:
