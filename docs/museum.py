@@ -111,7 +111,7 @@ def svg(picture: Picture) -> str:
     are_texts = isinstance(picture.right[0][0], str)
     width = widest(picture) if are_texts else CELL
     height = LINE if are_texts else CELL
-    label = LETTER * max(map(len, picture.rows)) + 6
+    label = LETTER * max(map(len, picture.rows)) + 9
     columns = [sum(n for _, n in picture.columns[:i]) for i in range(len(picture.columns))]
     body = len(picture.right[0]) * width + GAP * (len(columns) - 1)
     for i, (name, _) in enumerate(picture.columns):  # a name may be wider than its columns
