@@ -27,6 +27,7 @@ from refattn.drawing.figure import as_image
 
 PREVIEW = "assets/preview.png"
 SEEN: dict[str, Any] = {}  # what one event leaves for a later one
+IZE = re.compile(r"((?:de)?quanti|(?:de)?normali|materiali|initiali|optimi|seriali)([sz])(e[srd]?|ing|ation)")
 LONGEST = 200  # characters of a description
 NO_PARAGRAPH = re.compile(r"^(#|<|\||!|```|-|\d+\.|\?\?\?|:::|---|\$\$|    )")
 # At any depth, and wherever the site is: all that is known are the names of what stands at its top. At the root of
@@ -139,7 +140,8 @@ def on_post_build(*, config: MkDocsConfig) -> None:
     file = folder / "search/search_index.json"
     index = json.loads(file.read_text(encoding="utf-8"))
     for entry in index["docs"]:
-        entry["text"] += "".join(f"\n<p>{words}</p>" for words in [parts(f"{entry['title']} {entry['text']}")] if words)
+        said = f"{entry['title']} {entry['text']}"
+        entry["text"] += "".join(f"\n<p>{words}</p>" for words in (parts(said), spellings(said)) if words)
     file.write_text(json.dumps(index, separators=(",", ":")), encoding="utf-8")
 
 
@@ -171,6 +173,14 @@ def parts(text: str) -> str:
     """Return the parts of identifiers in a text, `slot mapping` of `slot_mapping`, less those that are words of it."""
     words = set(re.findall(r"\w+", re.sub(r"<[^>]+>", " ", text).lower()))
     found = {part for word in words if "_" in word.strip("_") for part in word.split("_") if len(part) > 1}
+    return " ".join(sorted(found - words))
+
+
+def spellings(text: str) -> str:
+    """Return the other spelling of words in a text, `quantized` of `quantised`, less those that are words of it."""
+    words = set(re.findall(r"[a-z]+", re.sub(r"<[^>]+>", " ", text).lower()))
+    other = {"s": "z", "z": "s"}
+    found = {f"{match[1]}{other[match[2]]}{match[3]}" for match in map(IZE.fullmatch, words) if match}
     return " ".join(sorted(found - words))
 
 

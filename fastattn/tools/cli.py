@@ -30,7 +30,9 @@ def demo(
     prompt: Annotated[list[str] | None, typer.Option(help="Your own prompt; may be given several times.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens in an answer.")] = 40,
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1 ...")] = "cpu",
-    speculate: Annotated[str | None, typer.Option(help="Speculative decoding, on texts to repeat: chain or tree.")] = None,
+    speculate: Annotated[
+        str | None, typer.Option(help="Speculative decoding, on texts to repeat: chain or tree.")
+    ] = None,
     kv_cache_dtype: Annotated[
         str, typer.Option(help="What the cache holds: auto, or codes: fp8_e4m3, fp8_e5m2, int8.")
     ] = "auto",
