@@ -72,16 +72,18 @@ check: $(VENV)/.dev  ## format, lint, types, import rules
 bench: $(VENV)/.bench $(VENV)/.model  ## every path measured against its peers
 	$(BIN)/python -m fastattn bench $(ARGS)
 
-readme: $(VENV)/.docs  ## the README's measurements, from docs/results, and the page of what is covered
+readme: $(VENV)/.docs  ## the README's measurements, from docs/results, the pages of what is covered and of bugs
 	$(BIN)/python docs/readme.py
 	$(BIN)/python docs/coverage_rows.py
+	$(BIN)/python docs/museum.py
 
 docs: $(VENV)/.docs  ## the site, into site/
 	$(BIN)/mkdocs build --strict $(ARGS)
 
 docs-version: $(VENV)/.pages  ## the site, as a version on the branch gh-pages; VERSION=v0.1.0 ALIAS=stable ARGS=--push
 	$(BIN)/mike deploy --update-aliases $(ARGS) $(VERSION) $(ALIAS)
-	$(BIN)/mike set-default $(ARGS) $$($(BIN)/mike list stable > /dev/null 2>&1 && echo stable || echo $(VERSION))
+	shown=$$($(BIN)/mike list stable > /dev/null 2>&1 && echo stable || echo $(VERSION)); \
+	$(BIN)/mike set-default $(ARGS) $$shown && $(BIN)/python docs/pages_root.py $(ARGS) $$shown
 
 notebooks: $(VENV)/.cells $(VENV)/.model  ## run every notebook; ARGS=--inplace stores what they print
 	$(BIN)/python notebooks/run.py $(ARGS)

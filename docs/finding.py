@@ -9,6 +9,7 @@ import io
 import json
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +27,26 @@ from refattn.drawing.figure import as_image
 
 PREVIEW = "assets/preview.png"
 SEEN: dict[str, Any] = {}  # what one event leaves for a later one
+IZE = re.compile(r"((?:de)?quanti|(?:de)?normali|materiali|initiali|optimi|seriali)([sz])(e[srd]?|ing|ation)")
 LONGEST = 200  # characters of a description
 NO_PARAGRAPH = re.compile(r"^(#|<|\||!|```|-|\d+\.|\?\?\?|:::|---|\$\$|    )")
-# At any depth, and wherever the site is: all that is known are the names of what stands at its top.
+# At any depth, and wherever the site is: all that is known are the names of what stands at its top. At the root of
+# several versions, `versions` are their names, `shown` is the one to lead to from elsewhere, and `root` is where the
+# root is, if that is known.
 FIND_TOP = """<script>
-(function (names) {
-  var parts = location.pathname.split("/"), at = parts.findIndex(function (part) { return names.indexOf(part) >= 0; });
-  var top = parts.slice(0, at < 0 ? parts.length - 1 : at).join("/") + "/";
+(function (names, versions, shown, root) {
+  var parts = location.pathname.split("/"), from = root ? root.split("/").length - 1 : 1;
+  function place(known) {
+    return parts.findIndex(function (part, i) { return i >= from && known.indexOf(part) >= 0; });
+  }
+  var version = place(versions), at = place(names);
+  var end = version >= 0 ? version + 1 : shown && root ? from : at >= 0 ? at : parts.length - 1;
+  var top = parts.slice(0, end).concat(version < 0 && shown ? [shown] : []).join("/") + "/";
   self.siteTop = top.replace(/["<>]/g, "");
   document.write('<base href="' + siteTop + '">');
 })(%s);
 </script>"""
+OF_ONE_VERSION = ', [], "", ""'
 TELL_TOP = """<script>
 var config = document.getElementById("__config");
 config.textContent = config.textContent.replace(/"base": "[^"]*"/, '"base": "' + siteTop + '"');
@@ -96,7 +106,24 @@ def on_post_template(output_content: str, *, template_name: str, config: MkDocsC
     relative = re.sub(rf'((?:href|src|data-base|action)="){re.escape(root)}', r"\1./", output_content)
     relative = re.sub(r'(<script id="__config".*?</script>)', rf"\1\n{TELL_TOP}", relative, flags=re.DOTALL)
     names = sorted(SEEN["top"] | {"assets", "search"})
-    return relative.replace("<head>", f"<head>\n{FIND_TOP % json.dumps(names)}", 1)
+    return relative.replace("<head>", f"<head>\n{FIND_TOP % (json.dumps(names) + OF_ONE_VERSION)}", 1)
+
+
+def at_root(page: str, versions: Sequence[str], shown: str, root: str = "") -> str:
+    """Make the page of wrong addresses of one version that of all: Pages shows the one at the root, whatever is asked.
+
+    Args:
+        page: as it was built for the version `shown`.
+        versions: the names of all, aliases included.
+        shown: where links lead if what is asked names no version.
+        root: the path of the root, which ends in a slash; empty if it is not known.
+
+    Raises:
+        ValueError: if the page is not one that `on_post_template` made.
+    """
+    if page.count(OF_ONE_VERSION) != 1:
+        raise ValueError("page: expected the 404.html of one version")
+    return page.replace(OF_ONE_VERSION, f", {json.dumps(list(versions))}, {json.dumps(shown)}, {json.dumps(root)}")
 
 
 def on_nav(nav: Navigation, *, config: MkDocsConfig, files: Files) -> Navigation:
@@ -113,7 +140,8 @@ def on_post_build(*, config: MkDocsConfig) -> None:
     file = folder / "search/search_index.json"
     index = json.loads(file.read_text(encoding="utf-8"))
     for entry in index["docs"]:
-        entry["text"] += "".join(f"\n<p>{words}</p>" for words in [parts(f"{entry['title']} {entry['text']}")] if words)
+        said = f"{entry['title']} {entry['text']}"
+        entry["text"] += "".join(f"\n<p>{words}</p>" for words in (parts(said), spellings(said)) if words)
     file.write_text(json.dumps(index, separators=(",", ":")), encoding="utf-8")
 
 
@@ -145,6 +173,14 @@ def parts(text: str) -> str:
     """Return the parts of identifiers in a text, `slot mapping` of `slot_mapping`, less those that are words of it."""
     words = set(re.findall(r"\w+", re.sub(r"<[^>]+>", " ", text).lower()))
     found = {part for word in words if "_" in word.strip("_") for part in word.split("_") if len(part) > 1}
+    return " ".join(sorted(found - words))
+
+
+def spellings(text: str) -> str:
+    """Return the other spelling of words in a text, `quantized` of `quantised`, less those that are words of it."""
+    words = set(re.findall(r"[a-z]+", re.sub(r"<[^>]+>", " ", text).lower()))
+    other = {"s": "z", "z": "s"}
+    found = {f"{match[1]}{other[match[2]]}{match[3]}" for match in map(IZE.fullmatch, words) if match}
     return " ".join(sorted(found - words))
 
 

@@ -4,7 +4,7 @@
   "use strict"
 
   const COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00"] // of the requests
-  const ON_COLOURS = ["#fff", "#000", "#fff", "#000", "#000", "#fff"]
+  const ON_COLOURS = ["#fff", "#000", "#000", "#000", "#000", "#000"] // 5 : 1 and more
   const SHARED = "#F0E442"
   const SYSTEM = "You are a kind and patient museum guide".split(" ")
   const WORDS = ["Why is the sky blue", "Why do cats purr ? They like", "Name three colours"].map((text) => text.split(" "))
@@ -45,7 +45,8 @@
   }
 
   const number = (x, digits = 3) => (x === -Infinity ? "−∞" : x.toFixed(digits).replace("-", "−"))
-  const count = (n, noun) => `${n.toLocaleString("en")} ${noun}${n === 1 ? "" : "s"}`
+  const whole = (n) => n.toLocaleString("en")
+  const count = (n, noun) => `${whole(n)} ${noun}${n === 1 ? "" : "s"}`
 
   function unit(x, units, base = 1000) {
     let i = 0
@@ -179,11 +180,12 @@
   function where() {
     const readers = readersOf()
     const first = state.mask === "window" ? shown.sequences.map((each) => each.first / state.block) : []
+    const most = shown.pool > 1000 ? 6 : 12 // numbers of four digits need more room
     const rows = shown.tables.map((blocks, request) =>
       el("tr", {}, el("th", { scope: "row" }, chip(request)),
-        el("td", { class: "blocks" }, blocks.slice(0, 12).map((block, k) =>
+        el("td", { class: "blocks" }, blocks.slice(0, most).map((block, k) =>
           el("span", { class: k < (first[request] ?? 0) ? "block gone" : "block", style: paintBlock(readers.get(block)) }, String(block))),
-        blocks.length > 12 ? ` … ${count(blocks.length, "block")}` : ""),
+        blocks.length > most ? ` … ${count(blocks.length, "block")}` : ""),
         el("td", { class: "numbers" }, list(shown.slots[request]))))
     return [
       el("p", {}, `${poolLine()} Key j of a request is in row j mod ${state.block} of its block j div ${state.block}.`),
@@ -199,7 +201,7 @@
 
   function poolLine() {
     const used = new Set(shown.tables.flat()).size
-    return `${count(used, "block")} of ${shown.pool} ${used === 1 ? "is" : "are"} taken, wherever there was room.`
+    return `${count(used, "block")} of ${whole(shown.pool)} ${used === 1 ? "is" : "are"} taken, wherever there was room.`
   }
 
   /** The pool, a row per block; new tokens have a bold frame, and their slot as a title. */
@@ -266,20 +268,38 @@
     says.textContent = sentence(...state.query)
     return [
       el("p", {}, "Each row is a new token and sees the filled keys. Select a row to see its numbers below."),
+      state.mask === "tree" ? tree() : null,
       el("div", { class: "masks", role: "listbox", "aria-label": "queries", onkeydown: choose }, grids),
       says,
     ]
+  }
+
+  /** The tree that is typed as parents: a node below the one that it follows, roots at the top. */
+  function tree() {
+    const depths = [], columns = []
+    let widest = 0
+    state.tree.forEach((parent, node) => {
+      depths.push(parent < 0 ? 0 : depths[parent] + 1)
+      const first = state.tree.indexOf(parent) === node // a first child stands below its parent, others beside it
+      columns.push(first && parent >= 0 ? columns[parent] : node ? ++widest : 0)
+    })
+    const x = (node) => 16 + columns[node] * 34, y = (node) => 16 + depths[node] * 34
+    const [width, height] = [Math.max(...columns) * 34 + 32, Math.max(...depths) * 34 + 32]
+    const says = state.tree.map((parent, node) => (parent < 0 ? `${node} is a root` : `${node} follows ${parent}`)).join(", ")
+    return el("svg", { class: "tree", width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `The tree of drafted tokens: node ${says}.` },
+      state.tree.map((parent, node) => (parent < 0 ? null : el("line", { x1: x(parent), y1: y(parent), x2: x(node), y2: y(node) }))),
+      state.tree.map((_, node) => [el("circle", { cx: x(node), cy: y(node), r: 12 }), el("text", { x: x(node), y: y(node) + 4 }, String(node))]))
   }
 
   function sentence(request, row, key = null) {
     const lens = state.lens[request]
     if (!lens[0]) return `${NAMES[request]} has no new token.`
     const runs = explorer.runs(state, lens, row)
-    const name = `${NAMES[request]}, query “${token(request, lens[1] - lens[0] + row)}” at position ${shown.positions[request][row]}`
+    const name = `${NAMES[request]}, query “${token(request, lens[1] - lens[0] + row)}” at position ${whole(shown.positions[request][row])}`
     if (key !== null) return `${name}, ${explorer.sees(runs, key) ? "sees" : "does not see"} key ${key} “${token(request, key)}”.`
     const total = runs.reduce((sum, [begin, end]) => sum + end - begin, 0)
-    const text = runs.map(([begin, end]) => (end - begin === 1 ? begin : `${begin} to ${end - 1}`)).join(" and ")
-    return total ? `${name}, sees ${total} of ${count(lens[1], "key")}: ${text}.` : `${name}, sees nothing and answers 0.`
+    const text = runs.map(([begin, end]) => (end - begin === 1 ? whole(begin) : `${whole(begin)} to ${whole(end - 1)}`)).join(" and ")
+    return total ? `${name}, sees ${whole(total)} of ${count(lens[1], "key")}: ${text}.` : `${name}, sees nothing and answers 0.`
   }
 
   /** A mask cell by cell, under the boxes of its blocks. */

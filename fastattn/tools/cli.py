@@ -1,5 +1,6 @@
 """The command line: `fastattn demo`, `serve`, `bench`, `search`, `doctor`, `notebooks` and others."""
 
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -8,8 +9,18 @@ import typer
 main = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"twinattn {version('twinattn')}")
+        raise typer.Exit
+
+
 @main.callback()
-def about() -> None:
+def about(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
     """Attention for LLM serving, written twice: refattn to read, fastattn to run."""
 
 
@@ -19,7 +30,9 @@ def demo(
     prompt: Annotated[list[str] | None, typer.Option(help="Your own prompt; may be given several times.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens in an answer.")] = 40,
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1 ...")] = "cpu",
-    speculate: Annotated[str | None, typer.Option(help="Draft tokens of texts to repeat: chain or tree.")] = None,
+    speculate: Annotated[
+        str | None, typer.Option(help="Speculative decoding, on texts to repeat: chain or tree.")
+    ] = None,
     kv_cache_dtype: Annotated[
         str, typer.Option(help="What the cache holds: auto, or codes: fp8_e4m3, fp8_e5m2, int8.")
     ] = "auto",
@@ -101,9 +114,9 @@ def bench(
     device: Annotated[str, typer.Option(help="What to measure: cpu, cuda, cuda:1 ...")] = "cpu",
     rows: Annotated[list[str] | None, typer.Option(help="Part of a row's name; may be given several times.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the results.", show_default="docs/results")] = None,
-    quick: Annotated[bool, typer.Option(help="Small and few: to see that it works. Writes only to --out.")] = False,
+    quick: Annotated[bool, typer.Option(help="A smoke test: small and few. Writes only to --out.")] = False,
 ) -> None:
-    """Measure every path against its peers; an answer that is wrong has no speed."""
+    """Measure every path against its peers; wrong answers are not timed."""
     from fastattn.tools import bench as module
 
     if out is None and not quick:
@@ -168,7 +181,7 @@ def notebooks(
 
 @main.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def conformance(context: typer.Context) -> None:
-    """Prove an attention kernel, anybody's: the same as `python -m refattn.conformance`."""
+    """Check any attention kernel for conformance: the same as `python -m refattn.conformance`."""
     try:
         from refattn.conformance import __main__ as module
     except ModuleNotFoundError as error:

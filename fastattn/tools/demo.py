@@ -196,7 +196,7 @@ def run(
     runs: list[Run] = []
     for name in names:
         announced.next(runs)
-        runs.append(serve(work, name, console))
+        runs.append(serve(work, name, console, above=runs[0].outputs if runs else None))
     comparison = None
     if compares:
         announced.next(runs)
@@ -356,12 +356,29 @@ class Run:
     pool_bytes: int
 
 
-def serve(work: Work, name: str, console: Console, watch: Callable[[Engine], object] = id) -> Run:
-    """Serve all prompts with one twin, and show the answers as they come; `watch` is called with its engine."""
+def serve(
+    work: Work,
+    name: str,
+    console: Console,
+    watch: Callable[[Engine], object] = id,
+    above: Sequence[Sequence[int]] | None = None,
+) -> Run:
+    """Serve all prompts with one twin, and show the answers as they come.
+
+    Args:
+        work: the model, the prompts, and the sizes.
+        name: of the twin.
+        console: where to show them.
+        watch: is called with the engine.
+        above: the tokens of answers that were shown; only others are shown once more.
+
+    Returns:
+        The answers, and how long they took.
+    """
     warm_up(work, name, console)
     seconds = decode_seconds = 0.0
     decode_tokens = 0
-    with PeakMemory(work.model.device) as memory, Answers(work, name, console) as answers:
+    with PeakMemory(work.model.device) as memory, Answers(work, name, console, above) as answers:
         engine = work.engine(name)
         watch(engine)
         requests = [engine.add(prompt, work.sampling) for prompt in work.prompts]
@@ -376,6 +393,9 @@ def serve(work: Work, name: str, console: Console, watch: Callable[[Engine], obj
             check_answered(requests)
             answers.show(requests)
     outputs = [request.output_ids for request in requests]
+    if above is not None:
+        same = sum(list(ours) == list(shown) for ours, shown in zip(outputs, above, strict=True))
+        console.print(f"{same} of {len(outputs)} answers are those above, token by token.", highlight=False)
     counted = engine.counters, memory.peak_bytes, engine.pool_bytes
     return Run(name, outputs, seconds, decode_seconds, decode_tokens, *counted)
 
@@ -409,11 +429,15 @@ def time_steps(work: Work, names: Sequence[str], file: Path, console: Console) -
 
 
 class Answers:
-    """Shows the answers: on a terminal all of them as they grow, elsewhere each as it is finished."""
+    """Shows the answers: on a terminal all of them as they grow, elsewhere each as it is finished.
 
-    def __init__(self, work: Work, name: str, console: Console) -> None:
+    Those that stand above already, whose tokens are given, are shown while they grow, and do not stay.
+    """
+
+    def __init__(self, work: Work, name: str, console: Console, above: Sequence[Sequence[int]] | None = None) -> None:
         self.work, self.name, self.console = work, name, console
-        self.live = Live(console=console, auto_refresh=False)
+        self.above: Sequence[Sequence[int] | None] = above or [None] * len(work.questions)
+        self.live = Live(console=console, auto_refresh=False, transient=above is not None)
         self.finished: list[Request] = []
 
     def __enter__(self) -> "Answers":
@@ -429,9 +453,11 @@ class Answers:
         if self.console.is_terminal:
             self.live.update(self._table(requests), refresh=True)
             return
-        for question, request in zip(self.work.questions, requests, strict=True):
+        for question, request, above in zip(self.work.questions, requests, self.above, strict=True):
             if request.status == "finished" and request not in self.finished:
                 self.finished.append(request)
+                if above is not None and list(request.output_ids) == list(above):
+                    continue
                 self.console.print(Text.assemble((question, "bold"), "\n  ", request.text.replace("\n", " ")))
 
     def _table(self, requests: Sequence[Request]) -> Table:

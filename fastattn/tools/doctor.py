@@ -14,6 +14,8 @@ from fastattn.kernels.device import package_version
 from fastattn.kernels.dispatch import NAMES, choose, priorities, unsupported_reason
 from fastattn.kernels.problem import Problem
 
+NONE = "none"
+WIDE = 70  # characters of a line that has room for packages and versions
 PACKAGES = {
     "cpu": "torch",
     "torch": "torch",
@@ -37,18 +39,31 @@ def run(console: Console | None = None) -> None:
     devices = _devices()
     problems = {device: _problems(device) for device in devices}
 
+    for device in devices:
+        console.print(_in_short(device, problems[device]), highlight=False)
+    is_wide = console.width >= WIDE
     table = Table(title="Kernels")
     table.add_column("kernel", no_wrap=True)
-    for column in ("package", "version", *map(_describe, devices)):
-        table.add_column(column, overflow="fold")
+    for column in (*("package", "version") * is_wide, *map(_describe, devices)):
+        table.add_column(column)
     for name in NAMES:
         states = [_state(name, problems[device]) for device in devices]
-        table.add_row(name, PACKAGES[name], package_version(PACKAGES[name]) or "not installed", *states)
+        of_package = (PACKAGES[name], package_version(PACKAGES[name]) or "not installed") if is_wide else ()
+        table.add_row(name, *of_package, *states)
     console.print(table)
 
     for device in devices:
-        here = [name for name in NAMES if None in _reasons(name, problems[device])]
+        here = [name for name in NAMES if is_wide and None in _reasons(name, problems[device])]
         console.print(_features(device, here, problems[device]))
+
+
+def _in_short(device: torch.device, problems: dict[str, Problem]) -> str:
+    """Say in a sentence what computes attention on a device, and how many of the problems below nothing computes."""
+    taken = {feature: _taken(problem) for feature, problem in problems.items()}
+    usual, decode = next(iter(taken.values())), taken["decode"]
+    first = f"{_describe(device)}: prompts are computed by {usual}, decodes by {decode}."
+    missing = [feature for feature, name in taken.items() if name == NONE]
+    return f"{first} Everything below runs." if not missing else f"{first} Not computed: {', '.join(missing)}."
 
 
 def as_dict() -> dict[str, Any]:
@@ -82,15 +97,20 @@ def _features(device: torch.device, here: list[str], problems: dict[str, Problem
     table = Table(title=f"What runs on {_describe(device)}")
     table.add_column("problem")
     for name in here:
-        table.add_column(name, overflow="fold")
+        table.add_column(name)
     table.add_column("taken")
     for feature, problem in problems.items():
-        try:
-            taken = choose(problem).name
-        except NotImplementedError:
-            taken = "none"
-        table.add_row(feature, *(_cell(name, problem) for name in here), taken)
+        table.add_row(feature, *(_cell(name, problem) for name in here), _taken(problem))
+    table.caption = "–: it has no such function" if here else None
     return table
+
+
+def _taken(problem: Problem) -> str:
+    """Return the kernel that is taken for a problem; levels that none takes at once are computed one by one, merged."""
+    try:
+        return choose(problem).name
+    except NotImplementedError:
+        return NONE if problem.levels == 1 else f"{_taken(problem._replace(levels=1))}, level by level"
 
 
 def _cell(name: str, problem: Problem) -> Text:
@@ -105,7 +125,7 @@ def _cell(name: str, problem: Problem) -> Text:
             return Text("over rows only", style="yellow")
         if _has_none(reason) and not _has_none(over_rows):
             reason = over_rows  # which says more of a kernel for rows
-    return Text(reason, style="dim")
+    return Text("–" if _has_none(reason) else reason, style="dim")
 
 
 def _has_none(reason: str) -> bool:

@@ -31,7 +31,9 @@ def main(arguments: list[str] | None = None) -> int:
         description="Check an attention kernel against the contract, property by property.",
         epilog="Example: python -m refattn.conformance my_package:my_attention --path chunked_prefill",
     )
-    parser.add_argument("kernel", nargs="?", help="module:function, a module of a path, or the name of an adapter")
+    parser.add_argument(
+        "kernel", nargs="?", help="module:function, file.py:function, a module of a path, or the name of an adapter"
+    )
     parser.add_argument("--path", choices=list(PATHS), help="the path that the kernel computes")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1 ...")
     parser.add_argument(
@@ -88,7 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
     if asked.json:
         asked.json.write_text(json.dumps(report.as_dict(), indent=1) + "\n")
     if asked.html:
-        asked.html.write_text(as_html([report]))
+        asked.html.write_text(as_html([report], field.about(asked.device)))
     show(report, console)
     return 1 if report.failures else 0
 
@@ -137,7 +139,7 @@ def _all(asked: argparse.Namespace, options: dict[str, Any], console: Console) -
                 found = field.results(reports, missing, asked.device, earlier)
                 asked.out.write_text(json.dumps(found, indent=1) + "\n")
     if asked.html:
-        asked.html.write_text(as_html(reports))
+        asked.html.write_text(as_html(reports, field.about(asked.device)))
     return 1 if any(report.failures for report in reports) else 0
 
 

@@ -149,6 +149,16 @@ def _version(distribution: str, package: str | None) -> str | None:
             return None
 
 
+def about(device: str) -> dict[str, str]:
+    """Say when and where a report was made, and with which versions."""
+    packages = {"Python": platform.python_version(), "torch": torch.__version__, "triton": _version("triton", None)}
+    return {
+        "Checked": f"{datetime.now(UTC):%Y-%m-%d, %H:%M} UTC",
+        "On": f"{_machine(device)} ({device}), {platform.system()} {platform.machine()}",
+        "With": ", ".join(f"{name} {number}" for name, number in packages.items() if number),
+    }
+
+
 def _machine(device: str) -> str:
     if device.startswith("cuda"):
         return torch.cuda.get_device_name(device)

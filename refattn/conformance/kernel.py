@@ -8,10 +8,13 @@ is called with exactly these. It has no parameter `softcap`, so softcaps are not
 import importlib
 import inspect
 import itertools
+import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -284,10 +287,13 @@ def find(target: str | Callable[..., Any] | ModuleType, path: str | None = None)
     if not isinstance(target, str) and not isinstance(target, ModuleType):
         name = f"{target.__module__}:{getattr(target, '__qualname__', name)}"
     if isinstance(target, str):
+        of_file = re.fullmatch(r"(.+\.py)(?::([\w.]+))?", target)
         module_name, _, function = target.partition(":")
+        if of_file:
+            module_name, function = of_file[1], of_file[2] or ""
         try:
-            target = importlib.import_module(module_name)
-        except ImportError as error:
+            target = _module_of(Path(module_name)) if of_file else importlib.import_module(module_name)
+        except (ImportError, FileNotFoundError) as error:
             raise BadKernelError(f"{module_name} cannot be imported: {error}") from error
         for part in filter(None, function.split(".")):
             if not hasattr(target, part):
@@ -306,3 +312,16 @@ def find(target: str | Callable[..., Any] | ModuleType, path: str | None = None)
     if not callable(target):
         raise BadKernelError(f"{name}: expected a function, got {type(target).__name__}")
     return Kernel(name, path, target)
+
+
+def _module_of(file: Path) -> ModuleType:
+    """Import a file, whose neighbours it can import, too, as when Python runs it."""
+    if not file.is_file():
+        raise FileNotFoundError("there is no such file")
+    folder, name = str(file.resolve().parent), file.stem
+    known = sys.modules.get(name)
+    if known is not None and getattr(known, "__file__", None) != str(file.resolve()):
+        raise ImportError(f"there is another module {name} already; rename the file")
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    return importlib.import_module(name)

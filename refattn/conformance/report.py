@@ -93,23 +93,34 @@ PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <style>
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; background: #fff; }}
-table {{ border-collapse: collapse; width: 100%; }} td, th {{ text-align: left; padding: .25rem .6rem; border-bottom: 1px solid #ddd; vertical-align: top; }}
-.ok {{ color: #00694f; }} .bad {{ color: #b00020; font-weight: 600; }} .none {{ color: #777; }}
-.masks {{ display: flex; gap: 2rem; flex-wrap: wrap; }} .mask td {{ width: 1.1rem; height: 1.1rem; padding: 0; border: 1px solid #bbb; }} .mask {{ width: auto; }}
-.one {{ background: #0072b2; }} .extra {{ background: #d55e00; }} .missing {{ background: #fff; outline: 3px solid #d55e00; outline-offset: -3px; }}
-pre {{ background: #f4f4f4; padding: .6rem; overflow-x: auto; }} section {{ margin: 2rem 0; }}
+:root {{ color-scheme: light dark; --text: #222; --page: #fff; --line: #ddd; --faint: #666; --code: #f4f4f4; --ok: #00694f; --bad: #b00020; --one: #0072b2; }}
+@media (prefers-color-scheme: dark) {{ :root {{ --text: #ddd; --page: #1b1b1f; --line: #444; --faint: #aaa; --code: #2a2a30; --ok: #4fc3a1; --bad: #ff8a80; --one: #56b4e9; }} }}
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: var(--text); background: var(--page); overflow-wrap: anywhere; }}
+table {{ border-collapse: collapse; width: 100%; }} td, th {{ text-align: left; padding: .25rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top; }}
+td:nth-child(2) {{ min-width: 6rem; }}
+.ok {{ color: var(--ok); }} .bad {{ color: var(--bad); font-weight: 600; }} .none {{ color: var(--faint); }}
+.masks {{ display: flex; gap: 2rem; flex-wrap: wrap; overflow-x: auto; }} .mask td {{ width: 1.1rem; min-width: 1.1rem; height: 1.1rem; padding: 0; border: 1px solid #8888; }} .mask {{ width: auto; }}
+.one {{ background: var(--one); }} .extra {{ background: #d55e00; }} .missing {{ outline: 3px solid #d55e00; outline-offset: -3px; }}
+.key {{ display: inline-block; width: 1rem; height: 1rem; vertical-align: -.15rem; border: 1px solid #8888; }}
+pre {{ background: var(--code); padding: .6rem; white-space: pre-wrap; }} section {{ margin: 2rem 0; }}
 </style></head><body>
 {body}
 </body></html>
 """
 
 
+LEGEND = (
+    '<p class="none"><span class="key one"></span> seen, as it should be; <span class="key extra"></span> seen, and should '
+    'not be; <span class="key missing"></span> not seen, and should be</p>'
+)
+
+
 def as_html(reports: Sequence[Report], about: dict[str, Any] | None = None) -> str:
     """Write reports as one page that needs nothing else."""
     parts = []
     for report in reports:
-        counts = f"{sum(x.outcome == 'honoured' for x in report.findings)} honoured, {len(report.failures)} failed"
+        honoured, unclaimed = (sum(x.outcome == kind for x in report.findings) for kind in ("honoured", "not claimed"))
+        counts = f"{honoured} honoured, {len(report.failures)} failed, {unclaimed} not claimed"
         parts.append(
             f"<h1>{_safe(report.kernel)}</h1><p>{_safe(report.path)} on {_safe(report.device)}: {counts}</p><table>"
         )
@@ -138,7 +149,7 @@ def _section(finding: Finding) -> str:
             masks = "".join(
                 f"<div><p>{name}</p>{_mask(want, rows)}</div>" for name, rows in (("expected", want), ("seen", got))
             )
-            parts.append(f'<div class="masks">{masks}</div>')
+            parts.append(f'<div class="masks">{masks}</div>{LEGEND}')
     if finding.example:
         parts.append(
             f"<p>The smallest batch that fails ({_safe(finding.dtype)}):</p><pre>{_safe(finding.example)}</pre>"

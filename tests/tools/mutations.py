@@ -1709,7 +1709,11 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "B52",
         "nothing is said of a kernel that cannot",
-        ("fastattn/tools/doctor.py", '    return Text(reason, style="dim")', '    return Text("no", style="dim")'),
+        (
+            "fastattn/tools/doctor.py",
+            'Text("–" if _has_none(reason) else reason, style="dim")',
+            'Text("–", style="dim")',
+        ),
     ),
     *breaks(
         "B52",

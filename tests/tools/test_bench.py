@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 import os
+import re
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -594,6 +595,20 @@ def test_the_doctor_knows_every_kernel():
     assert result.exit_code == 0, result.output
     assert all(name in result.output for name in NAMES)
     assert "softcap" in result.output and "decode" in result.output
+    assert "CPU: prompts are computed by" in result.output.splitlines()[0]
+
+
+def test_the_command_says_its_version():
+    result = CliRunner().invoke(main, ["--version"])
+    assert result.exit_code == 0 and re.fullmatch(r"twinattn \d+\.\d+\S*", result.output.strip())
+
+
+def test_the_doctor_cuts_no_word_of_a_narrow_terminal():
+    result = CliRunner().invoke(main, ["doctor"], env={"COLUMNS": "40"})
+    assert result.exit_code == 0, result.output
+    words = set(re.sub(r"[│┃]", " ", result.output).split())
+    assert {"attention", "softcap", "torch_flash", "copy_blocks", "compute"} <= words
+    assert "…" not in result.output and max(map(len, result.output.splitlines())) <= 40
 
 
 @pytest.mark.covers("B52")

@@ -63,6 +63,18 @@ def row(text, name):
     return cells
 
 
+def test_equal_answers_are_shown_once(tiny):
+    """What another twin says differently is shown below what the first said."""
+    console, again = (Console(file=StringIO(), width=100) for _ in range(2))
+    work = demo.prepare()
+    first = demo.serve(work, "fastattn", console).outputs
+    demo.serve(work, "fastattn", again, above=[[7], *first[1:]])
+    shown = again.file.getvalue()
+    assert all(f"{question}\n" in console.file.getvalue() for question in QUESTIONS)
+    assert [question for question in QUESTIONS if f"{question}\n" in shown] == QUESTIONS[:1]
+    assert "4 of 5 answers are those above, token by token." in shown
+
+
 @pytest.mark.parametrize("speculate", ["chain", "tree"])
 def test_demo_with_drafts_gives_the_same_answers_in_no_more_steps(tiny, speculate):
     proven, text = run_with(speculate=speculate, twin="fastattn")
@@ -104,8 +116,8 @@ def test_demo_with_drafts_over_codes_says_what_each_costs(tiny, speculate, kind,
     assert coded < uncoded * 0.3
     serve = demo.serve
 
-    def spoiled(work, name, console):
-        done = serve(work, name, console)
+    def spoiled(work, name, console, **more):
+        done = serve(work, name, console, **more)
         return dataclasses.replace(done, outputs=[[7], *done.outputs[1:]]) if name.endswith(demo.DRAFTS) else done
 
     monkeypatch.setattr(demo, "serve", spoiled)

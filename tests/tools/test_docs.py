@@ -514,6 +514,8 @@ def test_identifiers_are_found_whole_and_by_their_parts(site):
         assert search(words)[0][0][0] == words
     assert any(title == "slot_mapping" for page in search("mapping")[:6] for title, _ in page)
     assert any("refattn.interface.Batch" in place for page in search("seqlens") for _, place in page)
+    british, american = ({page[0][1].split("#")[0] for page in search(word)} for word in ("quantised", "quantized"))
+    assert british == american and {"paths/quantized.html", "reference/refattn.html"} <= british
 
 
 def test_a_page_says_what_it_is_to_those_who_link_to_it(site):
@@ -578,7 +580,14 @@ def test_programs_find_every_page(site):
 def test_the_page_of_wrong_addresses_finds_the_site(asked, top, site):
     """Its links are relative to the top of the site, which a script finds, whatever folder the site is in."""
     page = next(path for path in site if path.name == "404.html")
-    text = page.read_text()
+    assert top_found(page.read_text(), asked) == top
+    local = [url for url in site[page].links + site[page].fetched if not re.match(r"[a-z]+:|#", url)]
+    assert len(local) > 20 and not [url for url in local if url.startswith("/")]
+    assert all((page.parent / urldefrag(unquote(url)).url.split("?")[0]).exists() for url in local)
+
+
+def top_found(text: str, asked: str) -> str:
+    """Return what the page of wrong addresses takes for the top of the site, where an address is asked that is none."""
     script = re.search(r"<head>\s*<script>(.*?)</script>", text, re.DOTALL)[1]
     racer = MiniRacer()
     racer.eval("var self = globalThis, said = '', document = {write(text) { said += text; }};")
@@ -587,11 +596,36 @@ def test_the_page_of_wrong_addresses_finds_the_site(asked, top, site):
     racer.eval(f"var element = {{textContent: {json.dumps(config[1])}}}; document.getElementById = () => element;")
     racer.eval(script)
     racer.eval(config[2])
-    assert json.loads(racer.eval("element.textContent"))["base"] == top
+    top = json.loads(racer.eval("element.textContent"))["base"]
     assert racer.eval("said") == f'<base href="{top}">'
-    local = [url for url in site[page].links + site[page].fetched if not re.match(r"[a-z]+:|#", url)]
-    assert len(local) > 20 and not [url for url in local if url.startswith("/")]
-    assert all((page.parent / urldefrag(unquote(url)).url.split("?")[0]).exists() for url in local)
+    return top
+
+
+@pytest.mark.parametrize(
+    ("asked", "top", "root"),
+    [
+        ("/twins/nothing.html", "/twins/stable/", "/twins/"),
+        ("/twins/paths/nothing.html", "/twins/stable/", "/twins/"),
+        ("/twins/dev/paths/nothing.html", "/twins/dev/", "/twins/"),
+        ("/twins/v0.1.0/nothing.html", "/twins/v0.1.0/", "/twins/"),
+        ("/twins/v0.0.9/paths/nothing.html", "/twins/stable/", "/twins/"),  # a version that is gone
+        ("/dev/stable/nothing.html", "/dev/stable/", "/dev/"),  # a repository with a version's name
+        ("/dev/nothing.html", "/dev/stable/", "/dev/"),
+        ("/nothing.html", "/stable/", "/"),
+        ("/twins/nothing.html", "/twins/stable/", ""),
+        ("/twins/dev/deep/nothing.html", "/twins/dev/", ""),
+        ("/twins/notebooks/nothing.html", "/twins/stable/", ""),
+    ],
+)
+def test_the_page_of_wrong_addresses_at_the_root_finds_a_version(asked, top, root, site, monkeypatch):
+    """Where versions are beside one another, Pages shows one page for all."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    at_root = importlib.import_module("finding").at_root
+    text = next(path for path in site if path.name == "404.html").read_text()
+    of_all = at_root(text, ["dev", "v0.1.0", "stable"], "stable", root)
+    assert top_found(of_all, asked) == top
+    with pytest.raises(ValueError, match="of one version"):
+        at_root(of_all, [], "dev")
 
 
 def test_no_signature_is_wider_than_a_page(site):

@@ -2,13 +2,14 @@
 
 import json
 import os
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from refattn.conformance import Example, claims, contract, isolate
+from refattn.conformance import Example, claims, contract, field, isolate
 from refattn.conformance import __main__ as command
 from refattn.conformance import check as checking
 from refattn.conformance.adapters import ADAPTERS
@@ -96,10 +97,29 @@ def test_a_failure_shrinks_and_is_drawn():
     text = as_text(report)
     assert "expected   seen\n    . 1        X 1" in text
     assert "probably window-one-too-many" in text
-    page = as_html([report])
+    page = as_html([report], field.about("cpu"))
     assert "window-one-too-many" in page and 'class="extra"' in page and "http" not in page
+    assert "1 failed, 0 not claimed" in page and f"torch {torch.__version__}" in page and "Checked: 20" in page
+    assert 'class="key missing"' in page and "prefers-color-scheme: dark" in page
     with pytest.raises(Broken, match="query row 0 should not see key 0"):
         reproduce(kernel, "window", checking.parse_example(finding.example))
+
+
+def test_a_kernel_may_be_a_file(tmp_path, monkeypatch):
+    file = tmp_path / "in_a_file.py"
+    file.write_text("from helper_of_it import attention as mine\n")
+    (tmp_path / "helper_of_it.py").write_text("def attention(query, key_cache, value_cache, batch): ...\n")
+    monkeypatch.setattr("sys.path", sys.path[:])
+    monkeypatch.chdir(tmp_path)
+    for target in (f"{file}:mine", "./in_a_file.py:mine"):
+        assert find(target, "chunked_prefill").function is sys.modules["in_a_file"].mine
+    with pytest.raises(BadKernelError, match="in_a_file.py has no yours"):
+        find("in_a_file.py:yours", "chunked_prefill")
+    with pytest.raises(BadKernelError, match="nowhere.py cannot be imported: there is no such file"):
+        find("nowhere.py:mine", "chunked_prefill")
+    (tmp_path / "json.py").write_text("")
+    with pytest.raises(BadKernelError, match="another module json already"):
+        find("json.py:mine", "chunked_prefill")
 
 
 def test_a_tree_that_is_ignored_is_named():

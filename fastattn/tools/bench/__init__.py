@@ -55,8 +55,8 @@ def run(
         raise ValueError(f"device: expected cpu, or cuda where torch finds a GPU, got {device!r}")
     chosen = [row for row in rows(place.type, quick=quick) if not only or any(part in str(row) for part in only)]
     if not chosen:
-        names = ", ".join(map(str, rows(place.type, quick=quick)))
-        raise ValueError(f"rows: expected part of the name of a row, got {' '.join(only)!r}; there are {names}")
+        names = "\n  ".join(map(str, rows(place.type, quick=quick)))
+        raise ValueError(f"rows: expected part of the name of a row, got {' '.join(only)!r}; there are\n  {names}")
     dtype = torch.float32
     if place.type == "cpu":
         torch.set_num_threads(measure.all_cores())

@@ -142,7 +142,7 @@ ONLINE_SOFTMAX = Exercise(
             rescale_sum=False
         ),
         "neither sum was rescaled when the maximum rose": _online(rescale_sum=False, rescale_values=False),
-        "exp of a large score is inf: keep the largest score so far, and subtract it": _online_naively,
+        "exp of a large score is inf: subtract the running maximum": _online_naively,
         "the tiles were kept, and the memory of one is used again for the next: use a tile up before the next": (
             _online_kept
         ),

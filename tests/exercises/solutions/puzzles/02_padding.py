@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def broken(pool: Tensor, new: Tensor, slots: list[int]) -> Tensor:
-    """Return the pool with each new row written to its slot; the slot -1 is padding, written nowhere."""
+    """Return the pool with each new row written to its slot; the slot -1 marks padding, which is skipped."""
     pool = pool.clone()
     pool[torch.tensor(slots, dtype=torch.long)] = new
     return pool
