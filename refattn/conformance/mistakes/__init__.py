@@ -11,6 +11,7 @@ then shows the docstring of that class. `Attention` itself is right; it shares n
     intervals     one for each query        selection           the best keys, and no others
     tiles         what shows past the size of a tile, of a batch, of a group, of a split
     states        layers that keep a state
+    backward      gradients: mistakes of the backward alone; those of the forward have gradients, too
 """
 
 import re
@@ -20,6 +21,7 @@ from typing import Any
 
 from refattn.conformance.example import Answers, Arguments, Example
 from refattn.conformance.mistakes import (
+    backward,
     cascade,
     differential,
     empty,
@@ -39,6 +41,7 @@ from refattn.conformance.mistakes import (
     trees,
     writes,
 )
+from refattn.conformance.mistakes.backward import Backward, by_autograd
 from refattn.conformance.mistakes.differential import Differential
 from refattn.conformance.mistakes.formula import KNOWN, Attention, Formula
 from refattn.conformance.mistakes.merge import Merge
@@ -76,7 +79,7 @@ class Mistake:
 
 def of_path(path: str) -> Iterator[Mistake]:
     """Yield the known mistakes of a path."""
-    for module in ORDER:
+    for module in (backward, *ORDER) if path == "dense_backward" else ORDER:  # its own come first
         for kind in KNOWN:
             if kind.__module__ != module.__name__:
                 continue
@@ -84,6 +87,8 @@ def of_path(path: str) -> Iterator[Mistake]:
                 yield from _variants(kind, kind)
             elif path == "differential" and issubclass(kind, Attention) and "chunked_prefill" in kind.paths:
                 yield from _variants(kind, _of_pairs(kind))
+            elif path == "dense_backward" and issubclass(kind, Attention) and "dense" in kind.paths:
+                yield from _variants(kind, by_autograd(kind))
 
 
 def _of_pairs(kind: type[Attention]) -> type[Formula]:
@@ -97,7 +102,9 @@ def _of_pairs(kind: type[Attention]) -> type[Formula]:
 
 def without_mistake(path: str) -> Mistake:
     """Return the right formula of a path, as if it were a mistake."""
-    formula = next(kind for kind in (Attention, Differential, Merge, Write, Selection, State) if path in kind.paths)
+    formula = next(
+        kind for kind in (Attention, Differential, Merge, Write, Selection, State, Backward) if path in kind.paths
+    )
     return Mistake("none", "Nothing is wrong.", formula)
 
 
