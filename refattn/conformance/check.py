@@ -471,6 +471,8 @@ def probable(
         return []
     scores: dict[str, tuple[float, mistakes.Mistake]] = {}
     for mistake in mistakes.of_path(smallest.path):
+        if mistake.is_of_forward and any(score == len(failing) + len(passing) for score, _ in scores.values()):
+            break  # a mistake of the backward alone explains everything
         missed = 0
         for evidence in failing:
             missed += not evidence.agrees(mistake)

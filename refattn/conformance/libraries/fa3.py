@@ -98,6 +98,30 @@ def prepare(
     return with_lse(call) if return_lse else output_of(call)
 
 
+def no_backward() -> str | None:
+    """Return why it cannot be differentiated: vLLM's library has no backward."""
+    return None if is_installed(INTERFACE) else f"{INTERFACE} is not installed"
+
+
+def prepare_for_gradients(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    batch: Batch,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    return_lse: bool = False,
+) -> Call:
+    """Prepare `flash_attn_varlen_func` of its own package over rows, to be differentiated."""
+    asked = dict(max_seqlen_q=batch.max_query_len, softcap=softcap, deterministic=deterministic)
+    asked |= dict(softmax_scale=query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
+    call = _of_interface(query, key, value, batch, causal, window_size, None, asked)
+    return with_lse(call) if return_lse else output_of(call)
+
+
 def prepare_latents(
     query: Tensor, cache: Tensor, batch: Batch, latent_rank: int, softmax_scale: float, return_lse: bool = False
 ) -> Call:

@@ -16,7 +16,7 @@ then shows the docstring of that class. `Attention` itself is right; it shares n
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from refattn.conformance.example import Answers, Arguments, Example
@@ -65,12 +65,14 @@ class Mistake:
         says: what is wrong, in a sentence.
         formula: what computes it.
         variant: of the numbers that the formula depends on.
+        is_of_forward: whether it is one of gradients that are right for a forward that is not.
     """
 
     name: str
     says: str
     formula: type[Formula]
     variant: Any = None
+    is_of_forward: bool = False
 
     def answers(self, example: Example, arguments: Arguments) -> Answers:
         """Return what a kernel with this mistake answers."""
@@ -88,7 +90,7 @@ def of_path(path: str) -> Iterator[Mistake]:
             elif path == "differential" and issubclass(kind, Attention) and "chunked_prefill" in kind.paths:
                 yield from _variants(kind, _of_pairs(kind))
             elif path == "dense_backward" and issubclass(kind, Attention) and "dense" in kind.paths:
-                yield from _variants(kind, by_autograd(kind))
+                yield from (replace(x, is_of_forward=True) for x in _variants(kind, by_autograd(kind)))
 
 
 def _of_pairs(kind: type[Attention]) -> type[Formula]:

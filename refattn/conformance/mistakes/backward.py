@@ -433,18 +433,21 @@ class LastTileAlone(Backward):
 
 
 class LastTileLost(Backward):
-    """What the last, partial tile adds to a gradient is lost."""
+    """What the last, partial tile of keys, or of queries, adds to the gradients is lost."""
 
-    variants: Sequence[Any] = tuple((name, tile) for tile in TILES for name in ("dq", "dk"))
+    variants: Sequence[Any] = tuple((name, tile) for tile in TILES for name in ("keys", "queries", "dq", "dk"))
 
     def _products(self, ds: Tensor, p: Tensor, of: Rows) -> tuple[Tensor, Tensor, Tensor]:
         name, tile = self.variant
         dq, dk, dv = super()._products(ds, p, of)
+        ds, p = ds.clone(), p.clone()
+        dim = -1 if name in ("keys", "dq") else -2
+        for x in (ds, p):
+            x.transpose(dim, -1)[..., x.shape[dim] // tile * tile :] = 0
+        less_dq, less_dk, less_dv = super()._products(ds, p, of)
         if name == "dq":
-            rest = slice(0, ds.shape[-1] // tile * tile)
-            return self.scale * (ds[..., rest] @ of.key[:, rest]), dk, dv
-        rest = slice(0, ds.shape[-2] // tile * tile)
-        return dq, self.scale * (ds[:, rest].mT @ of.query[:, rest]), p[:, rest].mT @ of.grad_out[:, rest]
+            return less_dq, dk, dv
+        return dq if name == "dk" else less_dq, less_dk, less_dv
 
 
 # --- sinks ---
@@ -479,21 +482,31 @@ class SinkGradientOfLastRow(Backward):
 
 
 class BackwardWithoutSink(Backward):
-    """The weights are computed again without the sink in their sum."""
+    """The weights are computed again without the sink in their sum; perhaps that of the sink, too."""
+
+    variants: Sequence[Any] = ("weights", "sink, too")
 
     def _base(self, lse: Tensor) -> Tensor:
+        self.ratio = (lse - self.without_sink).exp()
         return self.without_sink
+
+    def _of_sinks(self, p_sink: Tensor, delta: Tensor, grad_lse: Tensor) -> Tensor:
+        return super()._of_sinks(p_sink * (self.ratio if self.variant != "weights" else 1), delta, grad_lse)
 
 
 # --- memory, and rows that see no key ---
 
 
 class GradientTakenForContiguous(Backward):
-    """The gradient of the output is read as if it were contiguous, whatever its strides are."""
+    """The gradient of the output is read as if it were contiguous, all of it or the rows of each sequence."""
+
+    variants: Sequence[Any] = ("all", "sequence")
 
     def _grad_out(self, grad_out: Tensor) -> Tensor:
-        t, h, d = grad_out.shape
-        return grad_out.as_strided((t, h, d), (h * d, d, 1))
+        h, d = grad_out.shape[1:]
+        lengths = [q for q, _ in self.example.lens]
+        parts = [*grad_out.split([*lengths, len(grad_out) - sum(lengths)])] if self.variant != "all" else [grad_out]
+        return torch.cat([x.as_strided(x.shape, (h * d, d, 1)) for x in parts])
 
 
 class GradientTakenForDense(Backward):
@@ -513,6 +526,8 @@ class EmptyGradientIsNan(Backward):
     variants: Sequence[Any] = ("rows", "keys", "all")
 
     def _of_empty(self, dq: Tensor, dk: Tensor, dv: Tensor, empty: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if not dk.shape[1]:  # without keys there is nothing that is multiplied
+            return dq, dk, dv
         spoilt = empty.any(1, keepdim=True)
         if self.variant != "keys":
             dq = dq.masked_fill(empty, torch.nan)
