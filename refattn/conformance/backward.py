@@ -208,8 +208,8 @@ def nan(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> No
             for some in others:
                 part = slice(*some)
                 try:
-                    tensors = (x[name_][part] for x in (answers, wide, low))
-                    gradients.assert_close(name_, *tensors, sizes[name_], dtype)
+                    came, want, rounded = (x[name_][part] for x in (answers, wide, low))
+                    gradients.assert_close(name_, came, want, rounded, sizes[name_], dtype)
                 except AssertionError as error:
                     raise Broken(f"with a NaN in another sequence, {error}") from None
 

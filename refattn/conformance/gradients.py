@@ -115,10 +115,10 @@ def sizes(example: Workload, arguments: Mapping[str, Any]) -> dict[str, float]:
     largest, of_sinks, row, first = dict.fromkeys(OF.values(), 0.0), torch.zeros(()), 0, 0
     for i, (q, s) in enumerate(example.lens):
         rows, keys = slice(row, row + q), slice(first, first + s)
-        of_keys = (arguments[name].detach()[keys] for name in ("key", "value"))
-        of_rows = (x.detach()[rows] for x in (arguments["grad_out"], lse))
-        query = arguments["query"].detach()[rows]
-        _, found = oracle.differentiate(query, *of_keys, oracle.sight(example, i), *of_rows, **options)
+        query, grad_out, grad_lse = (x.detach()[rows] for x in (arguments["query"], arguments["grad_out"], lse))
+        key, value = (arguments[name].detach()[keys] for name in ("key", "value"))
+        seen = oracle.sight(example, i)
+        _, found = oracle.differentiate(query, key, value, seen, grad_out, grad_lse, **options)
         for name, x in zip(("dq", "dk", "dv"), found, strict=False):
             largest[name] = max(largest[name], float(x.abs().max()) if x.numel() else 0.0)
         of_sinks = of_sinks + found.dsinks

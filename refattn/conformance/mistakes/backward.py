@@ -53,10 +53,10 @@ class Backward(Formula, is_base=True):
         row = first = 0
         for q, s in self.example.lens:
             rows, keys = slice(row, row + q), self._keys(row, first, s, len(key))
-            of_keys = (x[keys].transpose(0, 1).repeat_interleave(self.group, 0) for x in (key, value))
-            of_rows = (x[rows].transpose(0, 1) for x in (grad_out, grad_lse[..., None]))
-            pos, j = torch.arange(s - q, s)[:, None], torch.arange(s)[None]
-            dq, dk, dv, dsinks = self._sequence(Rows(query[rows].transpose(0, 1), *of_keys, *of_rows, pos, j))
+            k, v = (x[keys].transpose(0, 1).repeat_interleave(self.group, 0) for x in (key, value))
+            mine, go, gl = (x[rows].transpose(0, 1) for x in (query, grad_out, grad_lse[..., None]))
+            of = Rows(mine, k, v, go, gl, torch.arange(s - q, s)[:, None], torch.arange(s)[None])
+            dq, dk, dv, dsinks = self._sequence(of)
             found["dq"][rows] = dq.transpose(0, 1)
             for name, x in (("dk", dk), ("dv", dv)):
                 found[name][keys] = self._of_group(x).transpose(0, 1)
