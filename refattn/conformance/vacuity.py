@@ -159,6 +159,8 @@ def _passes(check: Check, kernel: Callable[..., Any]) -> bool:
 def _shown_by(mistake: mistakes.Mistake, batches: list[tuple[Example, Arguments, Answers]], kernel: Kernel) -> str:
     """Return the first batch on which a mistake gives another answer that can be seen; nothing if none does."""
     for example, arguments, right in batches:
+        if len(example.lens) > 100 and mistake.formula.__module__ != mistakes.tiles.__name__:
+            continue  # so many sequences take time, and show what is past a size alone
         with suppress(*CANNOT_BE_MADE):
             given = mistake.answers(example, arguments)
             for name, x in right.items():
