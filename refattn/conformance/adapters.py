@@ -324,13 +324,16 @@ KERNELS = (
     Adapter("sdpa", "dense", sdpa, *TORCH, needs_cuda=False),
     Adapter("flex", "dense", flex, *TORCH, needs_cuda=False),
     Adapter("flex-lse", "dense", flex_with_lse, *TORCH),
+    Adapter("varlen", "dense", prepared(pytorch.prepare_varlen, dtypes=HALVES), *(None, "torch", varlen)),
     Adapter("sdpa-backward", "dense_backward", sdpa, *TORCH, needs_cuda=False),
     Adapter("flex-backward", "dense_backward", flex, *TORCH),
     Adapter("flex-lse-backward", "dense_backward", flex_with_lse, *TORCH),
     Adapter(
         "varlen-backward",
         "dense_backward",
-        prepared(pytorch.prepare_varlen, dtypes=HALVES),
+        prepared(
+            pytorch.prepare_varlen, dtypes=HALVES, not_claimed={"batch invariance": "is said of its outputs alone"}
+        ),
         *(None, "torch", varlen),
     ),
     Adapter("fa2-backward", "dense_backward", prepared(fa2.prepare, dtypes=HALVES), *FA2),

@@ -36,8 +36,9 @@ def prepare_varlen(
     causal: bool = True,
     window_size: tuple[int, int] = (-1, -1),
     return_lse: bool = False,
+    batch_invariant: bool = False,
 ) -> Call:
-    """Prepare `torch.nn.attention.varlen.varlen_attn` over rows; its log-sum-exp is `[h, t]`."""
+    """Prepare `torch.nn.attention.varlen.varlen_attn` over rows; one split is invariant, as its documentation says."""
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
     call = partial(
@@ -46,6 +47,7 @@ def prepare_varlen(
         scale=softmax_scale,
         window_size=(window_size[0], 0) if causal else window_size,
         enable_gqa=True,
+        num_splits=1 if batch_invariant else None,
     )
     return with_lse(partial(call, return_aux=AuxRequest(lse=True))) if return_lse else call
 
