@@ -12,6 +12,7 @@ stands before the comment is for those who read the page on a code host, which h
     ... <!-- tested -->                                     the results of the tests on other machines and processors
     ... <!-- reports -->                                    what `make gpu-report` wrote on machines of others
     ... <!-- contract -->                                   the properties that a kernel is checked for
+    ... <!-- contract dense_backward -->                    those of its gradients
     ... <!-- api refattn -->                                what the docstrings of a package say
     ... <!-- exercises puzzles -->                          the exercises, or the puzzles
     ... <!-- progress -->                                   how many questions of the notebooks a reader answered
@@ -46,7 +47,7 @@ from readme import RESULTS, ROOT, duration, fastest_peer, tables
 from fastattn.kernels import dispatch
 from refattn import drawing
 from refattn.conformance import field
-from refattn.conformance.contract import ATTENDS, PROPERTIES
+from refattn.conformance.contract import ATTENDS, PROPERTIES, of_path
 from refattn.exercises import learner, predict
 from refattn.exercises.functions import EXERCISES
 
@@ -198,8 +199,11 @@ def reports(page: Page, instead: str) -> str:
     return "\n\n".join(report(json.loads(file.read_text())) for file in files) or "There are none yet."
 
 
-def contract(page: Page, instead: str) -> str:
-    """List the properties that a kernel is checked for, and on which paths."""
+def contract(page: Page, instead: str, path: str = "") -> str:
+    """List the properties that a kernel is checked for, and on which paths; or those of a path that has its own."""
+    if path:
+        rows = [f"| {found.name} | {found.promise} |" for found in of_path(path)]
+        return "\n".join([instead, "", "| property | promise |", "|---|---|", *rows])
     lines = ["| property | promise | on |", "|---|---|---|"]
     for found in PROPERTIES:
         promise = found.promise.replace("|", r"\|")

@@ -142,6 +142,8 @@ def honoured() -> str:
         if list(field.failures(found)):
             parts += ['<details markdown="1"><summary>Where, and on which batch</summary>']
             parts += [field.list_failures(found), "</details>"]
+        parts += ['<details markdown="1"><summary>What was not claimed, and why</summary>']
+        parts += [field.list_not_claimed(found), "</details>"]
     return "\n\n".join(parts)
 
 

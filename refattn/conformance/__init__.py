@@ -13,6 +13,8 @@ the search for failing batches needs the extra `conformance`.
     libraries    one caller per library                             adapters         their kernels
     mistakes     known mistakes, by which a failure is named        search           random workloads of every path
     tolerance    the one tolerance                                  report, field    what came of it
+    gradients    what a backward is asked, and its right answer     backward         what gradients promise
+    vacuity      somebody's test, run against the known mistakes    testing, plugin  for pytest
 """
 
 from refattn.conformance.call import attend, prepare
@@ -22,6 +24,7 @@ from refattn.conformance.kernel import claims
 from refattn.conformance.readout import assert_same_masks, masks_by_hand, read_masks
 from refattn.conformance.spec import PathSpec
 from refattn.conformance.tolerance import assert_close, assert_matches_reference
+from refattn.conformance.vacuity import vacuous
 from refattn.conformance.workload import Workload
 
 __all__ = [
@@ -43,4 +46,5 @@ __all__ = [
     "poisoned",
     "prepare",
     "read_masks",
+    "vacuous",
 ]

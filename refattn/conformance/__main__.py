@@ -1,6 +1,8 @@
 """`python -m refattn.conformance my_package:my_attention --path chunked_prefill`: check a kernel against the contract.
 
 Exit status: 0 if it honours all that it claims, 1 if not, 2 if it cannot be called.
+
+`python -m refattn.conformance vacuous my_test.py::check chunked_prefill`: check a check; 1 if it lets a mistake pass.
 """
 
 import argparse
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from refattn.conformance import field
@@ -20,12 +23,16 @@ from refattn.conformance.check import Finding, Report
 from refattn.conformance.contract import of_path
 from refattn.conformance.example import PATHS
 from refattn.conformance.isolate import check_apart
-from refattn.conformance.kernel import HALVES, BadKernelError
+from refattn.conformance.kernel import HALVES, BadKernelError, find
 from refattn.conformance.report import STYLES, as_html, lines, mark
+from refattn.conformance.vacuity import PLANTED, find_check, vacuous
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Check what the command line names."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["vacuous"]:
+        return _vacuous(arguments[1:])
     parser = argparse.ArgumentParser(
         prog="python -m refattn.conformance",
         description="Check an attention kernel against the contract, property by property.",
@@ -93,6 +100,33 @@ def main(arguments: list[str] | None = None) -> int:
         asked.html.write_text(as_html([report], field.about(asked.device)))
     show(report, console)
     return 1 if report.failures else 0
+
+
+def _vacuous(arguments: list[str]) -> int:
+    """Show which known mistakes somebody's check lets pass."""
+    parser = argparse.ArgumentParser(
+        prog="python -m refattn.conformance vacuous",
+        description="Run a check of yours against kernels with known mistakes: which of them does it let pass?",
+        epilog="Example: python -m refattn.conformance vacuous tests/test_attention.py::check chunked_prefill",
+    )
+    parser.add_argument("check", help="file.py::function or module:function, which takes a kernel")
+    parser.add_argument("path", choices=list(PLANTED), help="the path that the kernel computes")
+    parser.add_argument("--like", help="your kernel, whose parameters those with mistakes have: module:function")
+    asked = parser.parse_args(arguments)
+    try:
+        like = find(asked.like, asked.path).function if asked.like else None
+        found = vacuous(find_check(asked.check), asked.path, like=like)
+    except (BadKernelError, ValueError) as error:
+        print(error, file=sys.stderr)  # noqa: T201
+        return 2
+    console = Console(highlight=False)
+    console.print(found.title)
+    table = Table("mistake", "what is wrong", "forms", "a batch that shows it", box=None, pad_edge=False)
+    for x in found.missed:
+        table.add_row(Text(x.name), Text(x.says), f"{x.forms} of {x.of}", Text(x.shown_by))
+    if found.missed:
+        console.print(table)
+    return 1 if found.missed else 0
 
 
 def show(report: Report, console: Console) -> None:

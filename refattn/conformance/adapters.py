@@ -302,6 +302,11 @@ def topk(scores: Tensor, topk: int) -> Tensor:
     return torch.nn.functional.pad(positions, (0, topk - positions.shape[1]), value=-1)
 
 
+def varlen() -> str | None:
+    """Return why there is no `varlen_attn`, which came with PyTorch 2.10."""
+    return missing("torch.nn.attention.varlen")
+
+
 def _of(package: str, distribution: str) -> tuple[str, str, Callable[[], str | None]]:
     return package, distribution, partial(missing, package)
 
@@ -319,6 +324,31 @@ KERNELS = (
     Adapter("sdpa", "dense", sdpa, *TORCH, needs_cuda=False),
     Adapter("flex", "dense", flex, *TORCH, needs_cuda=False),
     Adapter("flex-lse", "dense", flex_with_lse, *TORCH),
+    Adapter("varlen", "dense", prepared(pytorch.prepare_varlen, dtypes=HALVES), *(None, "torch", varlen)),
+    Adapter("sdpa-backward", "dense_backward", sdpa, *TORCH, needs_cuda=False),
+    Adapter("flex-backward", "dense_backward", flex, *TORCH),
+    Adapter("flex-lse-backward", "dense_backward", flex_with_lse, *TORCH),
+    Adapter(
+        "varlen-backward",
+        "dense_backward",
+        prepared(
+            pytorch.prepare_varlen, dtypes=HALVES, not_claimed={"batch invariance": "is said of its outputs alone"}
+        ),
+        *(None, "torch", varlen),
+    ),
+    Adapter("fa2-backward", "dense_backward", prepared(fa2.prepare, dtypes=HALVES), *FA2),
+    Adapter(
+        "fa3-backward",
+        "dense_backward",
+        prepared(fa3.prepare_for_gradients, dtypes=HALVES, refusals=(INNER_STRIDE,)),
+        *("flash_attn_interface", "flash-attn-3", fa3.no_backward),
+    ),
+    Adapter(
+        "fa4-backward",
+        "dense_backward",
+        prepared(fa4.prepare_for_gradients, dtypes=HALVES, **HEADS_OF_FA4),
+        *FA4,
+    ),
     Adapter("fa2", "dense", prepared(fa2.prepare, dtypes=HALVES), *FA2),
     Adapter("fa2-pages", "chunked_prefill", prepared(fa2.prepare, IN_PAGES, dtypes=HALVES, block_sizes=(256,)), *FA2),
     Adapter(

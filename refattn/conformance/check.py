@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from hypothesis.errors import Flaky
 from torch import Tensor
 
-from refattn.conformance import contract, landmarks, mistakes
+from refattn.conformance import contract, gradients, landmarks, mistakes
 from refattn.conformance.adapters import kernel_of
 from refattn.conformance.contract import Broken, CrashedError, NotClaimedError, Property, RefusedError
-from refattn.conformance.example import Answers, Arguments, Example, expected
+from refattn.conformance.example import PATHS, Answers, Arguments, Example, expected
 from refattn.conformance.kernel import BadKernelError, Kernel
 from refattn.conformance.tolerance import Distance, bound, distance, on_cpu
 
@@ -216,7 +216,7 @@ def _look(
     most = min(examples, drawn, kernel.claims.max_examples or examples)
     for i, dtype in enumerate(dtypes):
         search = _Search(kernel, prop, dtype, device, on_example, SHRINKING * (AGAIN if blamed else 1))
-        marks = prop.landmarks(kernel) if i == 0 and kernel.path in landmarks.KNOWN else []
+        marks = prop.landmarks(kernel) if i == 0 and kernel.path in (*landmarks.KNOWN, "dense_backward") else []
         visited = min(2 * examples, kernel.claims.max_examples or len(marks))
         failure = search.run(most if i == 0 else -(-most // 2)) or search.visit(marks[:visited])
         if search.not_claimed:
@@ -471,6 +471,8 @@ def probable(
         return []
     scores: dict[str, tuple[float, mistakes.Mistake]] = {}
     for mistake in mistakes.of_path(smallest.path):
+        if mistake.is_of_forward and any(score == len(failing) + len(passing) for score, _ in scores.values()):
+            break  # a mistake of the backward alone explains everything
         missed = 0
         for evidence in failing:
             missed += not evidence.agrees(mistake)
@@ -498,6 +500,8 @@ class _Evidence:
         self.answers = {name: x.detach().cpu() for name, x in answers.items()}
         without_out = {name: x for name, x in self.arguments.items() if name != "out"}
         self.wide, self.low = expected(example, without_out)
+        is_gradient = PATHS[example.path].differentiates
+        self.sizes = gradients.sizes(example, self.arguments) if is_gradient else {}  # of the terms, before they cancel
         self.errors: dict[str, Distance] = {}  # by name
 
     def agrees(self, mistake: mistakes.Mistake) -> bool:
@@ -519,6 +523,7 @@ class _Evidence:
         alike = (came == given) | (came.isnan() & given.isnan())
         off = (came - given).abs().masked_fill_(alike, 0.0)  # NaN or infinite where only one of the two is
         size = float(given.nan_to_num(0.0, posinf=0.0, neginf=0.0).abs().max()) if given.numel() else 0.0
+        size = max(size, self.sizes.get(name, 0.0))
         return not off.numel() or float(off.max()) <= 4 * bound(self._error(name), size, self.answers[name].dtype).max
 
     def _error(self, name: str) -> Distance:

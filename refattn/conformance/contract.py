@@ -13,12 +13,12 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from refattn.conformance import landmarks
+from refattn.conformance import gradients, landmarks
 from refattn.conformance.example import PATHS, Answers, Arguments, Example, expected, poison
 from refattn.conformance.kernel import Kernel, Shape
 from refattn.conformance.landmarks import Landmarks
 from refattn.conformance.readout import one_hot_values
-from refattn.conformance.tolerance import assert_close
+from refattn.conformance.tolerance import assert_close, on_cpu
 
 Draw = st.DrawFn
 Check = Callable[[Kernel, Example, torch.dtype, str], None]
@@ -283,6 +283,8 @@ def hold(
     wide, low = expected(example, arguments)
     if example.path == "select":
         return hold_selection(arguments, answers["out"].detach().cpu(), wide["out"])
+    if PATHS[example.path].differentiates:
+        return hold_gradients(example, arguments, answers, is_loud=is_loud)
     rows = None if example.path in ("merge", "kv_cache") else example.num_tokens
     for name in wide:
         if name not in answers or (only and name not in only):
@@ -307,6 +309,24 @@ def hold(
         try:
             score = float(wide["lse"].abs().nan_to_num(0.0, posinf=0.0).max()) if is_loud and want.numel() else 1.0
             assert_close(came, want, low[name], name=name, largest_score=score if name == "out" else 1.0)
+        except AssertionError as error:
+            raise Broken(str(error)) from None
+
+
+def hold_gradients(example: Example, arguments: Arguments, answers: Answers, *, is_loud: bool = False) -> None:
+    """Hold gradients to those of the reference, each in the type of what it is of."""
+    wide, low = expected(example, arguments)
+    arguments = on_cpu(arguments)
+    sizes, dtype = gradients.sizes(example, arguments), arguments["query"].dtype
+    score = LOUD * example.head_size**0.5 if is_loud else 1.0
+    for of, name in gradients.OF.items():
+        if name not in answers or name not in wide:
+            continue
+        came = answers[name].detach().cpu()
+        if came.dtype != arguments[of].dtype:
+            raise Broken(f"{name}: {str(came.dtype).removeprefix('torch.')}, expected the type of what it is of")
+        try:
+            gradients.assert_close(name, came, wide[name], low[name], sizes[name], dtype, largest_score=score)
         except AssertionError as error:
             raise Broken(str(error)) from None
 
@@ -522,7 +542,7 @@ def with_gap(x: Tensor) -> Tensor:
 def last_stride(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
     """Compare over tensors whose elements do not lie side by side."""
     arguments = example.tensors(dtype, device)
-    for word in ("query", "key", "value", "key_cache", "value_cache", "cache", "scores"):
+    for word in ("query", "key", "value", "key_cache", "value_cache", "cache", "scores", "grad_out"):
         if word in arguments:
             x = arguments[word]
             arguments[word] = torch.stack([x, torch.full_like(x, 0.5)], dim=-1)[..., 0]
@@ -678,7 +698,7 @@ def writes(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) ->
     arguments = example.tensors(dtype, device)
     inputs = ["key", "value", "slot_mapping"]
     if example.path != "kv_cache":
-        inputs += ["query", "key_cache", "value_cache", "cache", "outs", "lses", "scores"]
+        inputs += ["query", "key_cache", "value_cache", "cache", "outs", "lses", "scores", "grad_out", "grad_lse"]
     before = {word: _copied(arguments[word]) for word in inputs if word in arguments}
     ask(kernel, example, arguments)
     for word, old in before.items():
@@ -1181,4 +1201,8 @@ PROPERTIES = (
 
 def of_path(path: str) -> list[Property]:
     """List the properties of a path, in the order in which they are asked."""
+    if PATHS[path].differentiates:
+        from refattn.conformance import backward  # its properties are made of what is here
+
+        return list(backward.PROPERTIES)
     return [x for x in PROPERTIES if not x.paths or path in x.paths]

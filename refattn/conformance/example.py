@@ -17,6 +17,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from refattn.conformance import gradients
 from refattn.conformance import states as of_states
 from refattn.conformance.call import attend
 from refattn.conformance.cases import HARMLESS, build, poisoned
@@ -28,6 +29,7 @@ from refattn.interface.ambient import computing_in
 from refattn.metadata import slot_mapping
 from refattn.speculative import make_trees
 
+IN_MODULE = {"select": "sparse", "dense_backward": "dense"}  # of the reference, where it has another name
 Arguments = dict[str, Any]
 Answers = dict[str, Tensor]
 SHOWN = ("lens", "heads", "head_size", "value_head_size", "block_size", "padding_rows", "options", "seed")
@@ -45,7 +47,8 @@ class Example(Workload):
             `cascade`, `shared`: blocks that all sequences share. Of `merge`, `parts`, and `empty`: whether rows are. Of
             `quantized`, `scales` of keys and values. Of `interval`, `seen`: "spans", "prefix" or "drawn". Of `sparse`,
             `topk`: keys of a query, at most. Of `select`, `topk` and `kind` of the scores. Of
-            `recurrent`, `padding`, `drafts`, `scale` and `delta`.
+            `recurrent`, `padding`, `drafts`, `scale` and `delta`. Of `dense_backward`, `grad_lse`: whether there is
+            a gradient of the log-sum-exp.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -134,6 +137,7 @@ class Path:
         build: makes the arguments of an example.
         options: of `AttentionOptions`, that it may take; of `RecurrentOptions` where it changes states.
         in_place: those of its tensors that a call changes, which are answers, too.
+        differentiates: whether its answers are gradients.
     """
 
     name: str
@@ -144,16 +148,17 @@ class Path:
     pools: tuple[tuple[str, int], ...] = ()
     options: tuple[str, ...] = ("softmax_scale", "softcap", "alibi_slopes", "sinks", "batch_invariant")
     in_place: tuple[str, ...] = ()
+    differentiates: bool = False
 
     @property
     def module(self) -> ModuleType:
         """The reference."""
-        return import_module(f"refattn.{'sparse' if self.name == 'select' else self.name}")
+        return import_module(f"refattn.{IN_MODULE.get(self.name, self.name)}")
 
     @property
     def attends(self) -> bool:
-        """Whether it is attention, and no merge, write, selection or step of a state."""
-        return self.function == "attention" and not self.in_place
+        """Whether it is attention, and no merge, write, selection, step of a state or gradient."""
+        return self.function == "attention" and not self.in_place and not self.differentiates
 
 
 def expected(example: Example, arguments: Arguments) -> tuple[Answers, Answers]:
@@ -195,6 +200,8 @@ def _expected(path: "Path", example: Example, arguments: Arguments) -> tuple[Ans
     """Compute what `expected` returns."""
     if path.in_place:
         return of_states.expected(arguments)
+    if path.differentiates:
+        return gradients.expected(arguments)
     if path.function == "write":
         pools = {name: arguments[name].clone() for name in ("key_cache", "value_cache")}
         path.module.write(**{**arguments, **pools})
@@ -255,13 +262,13 @@ def poison(example: Example, arguments: Arguments, name: str) -> Arguments:
         example: whose arguments they are.
         arguments: what they are; left alone.
         name: of a `region`; "table" for the entries past a sequence's last block; "padding" for query rows after the
-            last sequence, and in `dense` key rows.
+            last sequence, of rows of keys those, too, and of outputs their gradients.
     """
     changed = dict(arguments)
     if name == "table":
         changed["batch"] = replace(arguments["batch"], block_table=_table(example, arguments["batch"], (-1, 1_000_000)))
     elif name == "padding":
-        for word in ("query", "key", "value"):
+        for word in ("query", "key", "value", "grad_out"):
             if word in changed and example.padding_rows:
                 rows = changed[word] = changed[word].clone()
                 shape = (example.padding_rows, *rows.shape[1:])
@@ -312,6 +319,13 @@ def _dense(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> 
     query, key, value, batch = drawn.rows
     batch = replace(batch, block_table=None)
     return dict(query=changed.get("query", query), key=key, value=value, batch=batch, **_options(example))
+
+
+def _with_gradients(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> Arguments:
+    """Draw a batch of `dense`, and the gradients of what it returns."""
+    arguments = _dense(example, dtype, changed)
+    arguments.pop("grad_lse", None)
+    return arguments | gradients.tensors(example, example.options, dtype)
 
 
 def _latents(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> Arguments:
@@ -467,6 +481,13 @@ PATHS = {
     path.name: path
     for path in (
         Path("dense", ("query", "key", "value"), _dense, planned=("causal", "window_size")),
+        Path(
+            "dense_backward",
+            ("query", "key", "value", "grad_out", "grad_lse"),
+            _with_gradients,
+            planned=("causal", "window_size"),
+            differentiates=True,
+        ),
         Path("chunked_prefill", ROWS_AND_PAGES, _paged, planned=("causal", "window_size"), pools=POOLS),
         Path("sliding_window", ROWS_AND_PAGES, _paged, planned=("causal", "window_size"), pools=POOLS),
         Path("local", ROWS_AND_PAGES, _paged, planned=("chunk_size",), pools=POOLS),

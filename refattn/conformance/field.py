@@ -122,6 +122,20 @@ def list_failures(found: dict[str, Any]) -> str:
     return "\n".join(parts) or "None."
 
 
+def list_not_claimed(found: dict[str, Any]) -> str:
+    """Write what each kernel was not asked, with the reasons."""
+    lines = []
+    for report in found["reports"]:
+        by_reason: dict[str, list[str]] = {}
+        for finding in report["findings"]:
+            if finding["outcome"] == "not claimed":
+                by_reason.setdefault(finding.get("detail", "no reason is known"), []).append(finding["property"])
+        if by_reason:
+            said = "; ".join(f"*{', '.join(names)}*: {reason}" for reason, names in by_reason.items())
+            lines.append(f"- `{report['kernel']}`: {said}.")
+    return "\n".join(lines) or "Everything was claimed."
+
+
 def _versions(run: dict[str, Any]) -> str:
     return ", ".join(f"{name} {number}" for name, number in run["versions"].items() if number)
 

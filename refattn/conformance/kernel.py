@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from refattn.conformance import gradients
 from refattn.conformance.example import PATHS, Answers, Arguments, Example
 from refattn.interface import AttentionOptions, RecurrentOptions
 
@@ -39,6 +40,8 @@ NEUTRAL = {
     "common_prefix_len": 0,
     "num_accepted": None,
     "delta": True,
+    "grad_lse": None,
+    "deterministic": False,
 }  # what a parameter without a default gets where nothing is asked of it
 HALVES = (torch.float32, torch.float16, torch.bfloat16)
 Shape = tuple[tuple[int, int], tuple[int, int], int]  # heads, head sizes, block size
@@ -161,12 +164,13 @@ class Kernel:
     def words(self) -> list[str]:
         """List the names that a parameter may have."""
         path = PATHS[self.path]
-        if not path.attends and not path.in_place:
+        if not path.attends and not path.in_place and not path.differentiates:
             return [*path.words, "block_size"] if path.function == "write" else [*path.words]
         of_batch = [word for word in OF_BATCH if path.pools or word != "block_table"]
         words = [*path.words, "batch", *of_batch, *path.planned, *path.options, "plan", "options", "out"]
         words += [] if path.in_place else ["return_lse"]
         extra = {"dense": ["cu_seqlens_k"], "cascade": ["common_prefix_len"], "sparse": ["slots"]}
+        extra["dense_backward"] = ["cu_seqlens_k", "lse", "deterministic"]
         return [*words, *extra.get(self.path, ()), *(["block_size"] if path.pools else [])]
 
     def takes(self, option: str) -> bool:
@@ -187,9 +191,13 @@ class Kernel:
         Args:
             example: what the arguments are of.
             arguments: of the path.
-            more: `out`, `return_lse`.
+            more: `out`, `return_lse`; of gradients `wanted`, what is differentiated by.
         """
         path = PATHS[self.path]
+        if path.differentiates:
+            answers = self._differentiated(example, arguments, **more)
+            self.calls.append((arguments, answers))
+            return answers
         if path.function == "write":
             pools = {name: preserving_clone(arguments[name]) for name in ("key_cache", "value_cache")}
             arguments = {**arguments, **pools}
@@ -199,13 +207,42 @@ class Kernel:
             came = self.function(**self.asked(example, {**arguments, **more}))
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()
-        answers: Answers = pools if path.function == "write" else {**self.named(came), **states}
+        answers = pools if path.function == "write" else {**self.named(came), **states}
         if "out" in more:  # which the kernel has written, and the reference would, too
             kept = {name: preserving_clone(x) for name, x in answers.items()}
             self.calls.append((given | {"out": preserving_clone(more["out"])}, kept))
         else:
             self.calls.append((given, answers))
         return answers
+
+    @property
+    def is_backward(self) -> bool:
+        """Return whether it computes gradients itself, where others are differentiated by autograd."""
+        return "grad_out" in self.parameters
+
+    def _differentiated(self, example: Example, arguments: Arguments, wanted: tuple[str, ...] = ()) -> Answers:
+        """Return the gradients of a kernel by name: those of autograd, or its own if it is a backward."""
+        arguments = {**arguments, "return_lse": "grad_lse" in arguments}
+        with filled_memory():
+            if self.is_backward:
+                if "grad_lse" in arguments and "grad_lse" not in self.parameters:
+                    raise gradients.NoGradientError("has no parameter grad_lse")
+                out, lse = gradients.forward({name: x for name, x in arguments.items() if name != "return_lse"})
+                came = self.function(**self.asked(example, {**arguments, "out": out, "lse": lse}))
+                answers = self._gradients(came)
+            else:
+                answers = gradients.differentiate(
+                    lambda given: self.function(**self.asked(example, given)), arguments, wanted
+                )
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+        return answers
+
+    def _gradients(self, came: Any) -> Answers:
+        """Name what a backward returned."""
+        if isinstance(came, tuple | list) and len(came) in (3, 4) and all(isinstance(x, Tensor) for x in came):
+            return dict(zip(gradients.OF.values(), came, strict=False))
+        raise TypeError(f"expected (dq, dk, dv), or (dq, dk, dv, dsinks), got {type(came).__name__}")
 
     def named(self, came: Any) -> Answers:
         """Name what the function returned."""

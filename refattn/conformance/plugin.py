@@ -1,12 +1,15 @@
-"""A plugin of pytest: a fixture with which any repository proves its kernel in two lines.
+"""A plugin of pytest: fixtures with which any repository proves its kernel, or its own test, in two lines.
 
     def test_my_kernel(prove):
         prove(my_kernel, "chunked_prefill")
 
+    def test_my_own_check_can_fail(vacuous):         # and says which known mistakes a test of yours lets pass
+        vacuous(check, "chunked_prefill", like=my_kernel)
+
 pytest finds it by the entry point `pytest11` where this package is installed with the extra `conformance`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -32,3 +35,20 @@ def prove() -> Callable[..., None]:
             pytest.fail("nothing was checked:\n" + as_text(report), pytrace=False)
 
     return prove
+
+
+@pytest.fixture
+def vacuous() -> Callable[..., None]:
+    """Return a function that runs a check against known mistakes, and fails the test with those that pass.
+
+    It takes what `refattn.conformance.vacuous` does, and `allowed`: names of mistakes that may pass.
+    """
+
+    def vacuous(check: Callable[..., object], path: str, *, allowed: Sequence[str] = (), **options: Any) -> None:
+        from refattn.conformance import vacuous  # torch is imported for those who use it
+
+        found = vacuous(check, path, **options)
+        if any(x.name not in allowed for x in found.missed):
+            pytest.fail(str(found), pytrace=False)
+
+    return vacuous

@@ -80,9 +80,10 @@ def from_pages(cache, tables, lengths) -> list[Tensor]:
 
 def fa4_varlen(
     q, k, v, *, cu_seqlens_q, max_seqlen_q, max_seqlen_k, cu_seqlens_k=None, seqused_k=None, page_table=None,
-    causal=False, window_size=(None, None), softmax_scale=None, softcap=0.0, return_lse=False,
+    causal=False, window_size=(None, None), softmax_scale=None, softcap=0.0, return_lse=False, deterministic=False,
+    learnable_sink=None,
 ):  # fmt: skip
-    assert softmax_scale is None and not softcap
+    assert softmax_scale is None and not softcap and learnable_sink is None
     if page_table is None:
         keys, values = (x.split(cu_seqlens_k.diff().tolist()) for x in (k, v))
     else:
@@ -94,7 +95,7 @@ def fa4_varlen(
 
 def fa2_varlen(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, causal=False, window_size=(-1, -1),
-    softmax_scale=None, softcap=0.0, alibi_slopes=None, return_attn_probs=False, block_table=None,
+    softmax_scale=None, softcap=0.0, alibi_slopes=None, return_attn_probs=False, block_table=None, deterministic=False,
 ):  # fmt: skip
     assert alibi_slopes is None
     pages = dict(seqused_k=cu_seqlens_k.diff(), page_table=block_table)

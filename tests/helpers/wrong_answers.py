@@ -258,4 +258,11 @@ WRONG = {
         ("row[count - 1]", "row[min(count, len(row) - 1)]", "end in column `count - 1`"),
         ("is_padding = row[0] < 0", "is_padding = False", "is padding, whatever else it holds"),
     ],
+    "backward": [
+        ("- delta)", ")", "delta is left out"),
+        ("scale * weights * (", "weights * (", "the scale is left out"),
+        (".masked_fill(~visible, 0.0)", "", "the mask is left out"),
+        (".masked_fill(~visible, 0.0)", " * visible", "inf times 0 is NaN"),
+        ("scale * weights * (", "scale**2 * weights * (", "the scale is there twice"),
+    ],
 }

@@ -1,10 +1,16 @@
 """The kit that proves a path: how it calls one."""
 
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
 import pytest
 import torch
+from torch.nn.attention import varlen
 
 from refattn import chunked_prefill, metadata
-from refattn.conformance import CASES, Case, Example, Workload, attend, prepare
+from refattn.conformance import CASES, Case, Example, Workload, attend, field, prepare
+from refattn.conformance.adapters import ADAPTERS
 
 
 def inputs():
@@ -37,3 +43,35 @@ def test_what_is_computed_prints_as_code():
 def test_an_example_has_the_mask_of_its_options():
     example = Example("sliding_window", ((3, 5),), options={"window_size": (1, 0)})
     assert example.masks()[0].int().tolist() == [[0, 1, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 1, 1]]
+
+
+@pytest.mark.parametrize(("name", "default"), [("fa3", 0), ("varlen", None)])
+def test_adapters_that_claim_batch_invariance_ask_for_one_split(name, default, monkeypatch):
+    """By the arguments of their documentation; on a CPU, none of them runs."""
+    asked = []
+
+    def records(query, key, value, *args, num_splits, **named):
+        asked.append(num_splits)
+        return torch.zeros_like(query), torch.zeros(query.shape[1], query.shape[0])
+
+    module = ModuleType("flash_attn_interface")
+    module.__spec__, module.flash_attn_varlen_func = ModuleSpec("flash_attn_interface", None), records
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
+    monkeypatch.setattr(varlen, "varlen_attn", records)
+    kernel = ADAPTERS[name].kernel()
+    assert kernel.takes("batch_invariant")
+    example = Example("dense", ((1, 5), (2, 3)), (4, 2))
+    for options in ({}, {"batch_invariant": True}):
+        kernel(example, example.tensors(torch.float16) | options)
+    assert asked == [default, 1]
+
+
+def test_what_is_not_claimed_is_listed_with_its_reason():
+    def finding(name, outcome="not claimed"):
+        return {"property": name, "outcome": outcome, "detail": "plans on the host"}
+
+    found = {
+        "reports": [{"kernel": "one", "findings": [finding("graph"), finding("mask", "honoured"), finding("out")]}]
+    }
+    assert field.list_not_claimed(found) == "- `one`: *graph, out*: plans on the host."
+    assert field.list_not_claimed({"reports": []}) == "Everything was claimed."

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from refattn.conformance import mistakes
+
 pytest_plugins = ("pytester",)
 THEIRS = """
 import torch
@@ -35,16 +37,29 @@ def test_averages(prove):
 
 def test_nothing(prove):
     prove(refuses, "merge", examples=2, dtypes=[torch.float32], only=["answer"])
+
+def only_shapes(attention):
+    query, ends = torch.zeros(3, 1, 64), torch.tensor([0, 3], dtype=torch.int32)
+    assert attention(query, query, query, ends).shape == query.shape
+
+def small(query, key, value, cu_seqlens_q):
+    raise NotImplementedError
+
+def test_vacuous(vacuous):
+    vacuous(only_shapes, "dense", like=small, allowed=["causal-top-left"])
 """
 
 
 @pytest.mark.usefixtures("shapes_unchecked")
-def test_a_stranger_proves_a_kernel(pytester):
+def test_a_stranger_proves_a_kernel(pytester, monkeypatch):
+    some = [x for x in mistakes.KNOWN if x.__module__ == mistakes.merge.__name__ or x.__name__.startswith("Causal")]
+    monkeypatch.setattr(mistakes, "KNOWN", some)
     pytester.makepyfile(THEIRS)
     loaded = [] if entry_points(group="pytest11", name="twinattn") else ["-p", "refattn.conformance.plugin"]
     result = pytester.runpytest_inprocess(*loaded, "-p", "no:cacheprovider")
-    result.assert_outcomes(passed=1, failed=2)
+    result.assert_outcomes(passed=1, failed=3)
     result.stdout.fnmatch_lines(["*probably merge-averages*", "*nothing was checked*"])
+    result.stdout.fnmatch_lines(["* mistakes in dense pass this check"])
 
 
 def test_the_entry_point_is_the_plugin():

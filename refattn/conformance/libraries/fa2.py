@@ -25,8 +25,9 @@ def prepare(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     return_lse: bool = False,
+    deterministic: bool = False,
 ) -> Call:
-    """Prepare `flash_attn_varlen_func`, over rows or over pages of a multiple of 256."""
+    """Prepare `flash_attn_varlen_func`, over rows or over pages of a multiple of 256; its backward: `deterministic`."""
     from flash_attn import flash_attn_varlen_func
 
     call = partial(
@@ -38,6 +39,7 @@ def prepare(
         softcap=softcap,
         alibi_slopes=alibi_slopes,
         block_table=batch.block_table,
+        **({"deterministic": True} if deterministic else {}),
     )
     # This is how to get the LSE.
     return with_lse(partial(call, return_attn_probs=True)) if return_lse else call

@@ -54,6 +54,7 @@ def prepare(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     return_lse: bool = False,
+    batch_invariant: bool = False,
     *,
     value_query: Tensor | None = None,
     descales: tuple[Tensor, Tensor, Tensor] | None = None,
@@ -71,6 +72,7 @@ def prepare(
         window_size: of the mask.
         softcap: of the scores.
         return_lse: also return the log-sum-exp.
+        batch_invariant: do not split keys, as how depends on the batch.
         value_query: a second query `[t, h, dv]`, which meets the values.
         descales: of queries, keys and values in fp8, `[b, hk]` each.
         is_scheduled: share out the work now, as vLLM does, and not in the call (vLLM's library, over pages).
@@ -85,7 +87,7 @@ def prepare(
         max_seqlen_q=batch.max_query_len,
         softmax_scale=query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
         softcap=softcap,
-        num_splits=SPLITS,
+        num_splits=1 if batch_invariant else SPLITS,
     )
     if descales is not None:
         asked |= dict(zip(("q_descale", "k_descale", "v_descale"), descales, strict=True))
@@ -98,13 +100,44 @@ def prepare(
     return with_lse(call) if return_lse else output_of(call)
 
 
+def no_backward() -> str | None:
+    """Return why it cannot be differentiated: vLLM's library has no backward."""
+    return None if is_installed(INTERFACE) else f"{INTERFACE} is not installed"
+
+
+def prepare_for_gradients(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    batch: Batch,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    return_lse: bool = False,
+) -> Call:
+    """Prepare `flash_attn_varlen_func` of its own package over rows, to be differentiated."""
+    asked = dict(max_seqlen_q=batch.max_query_len, softcap=softcap, deterministic=deterministic)
+    asked |= dict(softmax_scale=query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
+    call = _of_interface(query, key, value, batch, causal, window_size, None, asked)
+    return with_lse(call) if return_lse else output_of(call)
+
+
 def prepare_latents(
-    query: Tensor, cache: Tensor, batch: Batch, latent_rank: int, softmax_scale: float, return_lse: bool = False
+    query: Tensor,
+    cache: Tensor,
+    batch: Batch,
+    latent_rank: int,
+    softmax_scale: float,
+    return_lse: bool = False,
+    batch_invariant: bool = False,
 ) -> Call:
     """Prepare a call over latents: its second query meets the values."""
     pages = cache[:, :, None, : query.shape[-1]]
     tensors = query[..., latent_rank:], pages[..., latent_rank:], pages[..., :latent_rank]
-    return prepare(*tensors, batch, softmax_scale, return_lse=return_lse, value_query=query[..., :latent_rank])
+    asked: dict[str, Any] = dict(return_lse=return_lse, batch_invariant=batch_invariant)
+    return prepare(*tensors, batch, softmax_scale, **asked, value_query=query[..., :latent_rank])
 
 
 def _of_interface(

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from refattn.conformance.libraries import Call, missing, output_of, with_lse
@@ -27,6 +28,32 @@ def prepare(
     """Prepare `flash_attn_varlen_func`, over rows or over pages."""
     function = planned(batch, softmax_scale, causal, window_size, softcap, return_lse)
     call = partial(function, query, key, value)
+    return with_lse(call) if return_lse else output_of(call)
+
+
+def prepare_for_gradients(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    batch: Batch,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+) -> Call:
+    """Prepare `flash_attn_varlen_func` over rows, to be differentiated.
+
+    Raises:
+        NotImplementedError: for sinks beside queries that are not bfloat16, as its sinks are.
+    """
+    if sinks is not None and query.dtype != torch.bfloat16:
+        raise NotImplementedError("learnable_sink: bfloat16 only")
+    function = planned(batch, softmax_scale, causal, window_size, softcap, return_lse)
+    more = {} if sinks is None else {"learnable_sink": sinks.to(torch.bfloat16)}
+    call = partial(function, query, key, value, deterministic=deterministic, **more)
     return with_lse(call) if return_lse else output_of(call)
 
 

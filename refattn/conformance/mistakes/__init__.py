@@ -11,15 +11,17 @@ then shows the docstring of that class. `Attention` itself is right; it shares n
     intervals     one for each query        selection           the best keys, and no others
     tiles         what shows past the size of a tile, of a batch, of a group, of a split
     states        layers that keep a state
+    backward      gradients: mistakes of the backward alone; those of the forward have gradients, too
 """
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from refattn.conformance.example import Answers, Arguments, Example
 from refattn.conformance.mistakes import (
+    backward,
     cascade,
     differential,
     empty,
@@ -39,6 +41,7 @@ from refattn.conformance.mistakes import (
     trees,
     writes,
 )
+from refattn.conformance.mistakes.backward import Backward, by_autograd
 from refattn.conformance.mistakes.differential import Differential
 from refattn.conformance.mistakes.formula import KNOWN, Attention, Formula
 from refattn.conformance.mistakes.merge import Merge
@@ -62,12 +65,14 @@ class Mistake:
         says: what is wrong, in a sentence.
         formula: what computes it.
         variant: of the numbers that the formula depends on.
+        is_of_forward: whether it is one of gradients that are right for a forward that is not.
     """
 
     name: str
     says: str
     formula: type[Formula]
     variant: Any = None
+    is_of_forward: bool = False
 
     def answers(self, example: Example, arguments: Arguments) -> Answers:
         """Return what a kernel with this mistake answers."""
@@ -76,7 +81,7 @@ class Mistake:
 
 def of_path(path: str) -> Iterator[Mistake]:
     """Yield the known mistakes of a path."""
-    for module in ORDER:
+    for module in (backward, *ORDER) if path == "dense_backward" else ORDER:  # its own come first
         for kind in KNOWN:
             if kind.__module__ != module.__name__:
                 continue
@@ -84,6 +89,8 @@ def of_path(path: str) -> Iterator[Mistake]:
                 yield from _variants(kind, kind)
             elif path == "differential" and issubclass(kind, Attention) and "chunked_prefill" in kind.paths:
                 yield from _variants(kind, _of_pairs(kind))
+            elif path == "dense_backward" and issubclass(kind, Attention) and "dense" in kind.paths:
+                yield from (replace(x, is_of_forward=True) for x in _variants(kind, by_autograd(kind)))
 
 
 def _of_pairs(kind: type[Attention]) -> type[Formula]:
@@ -97,7 +104,9 @@ def _of_pairs(kind: type[Attention]) -> type[Formula]:
 
 def without_mistake(path: str) -> Mistake:
     """Return the right formula of a path, as if it were a mistake."""
-    formula = next(kind for kind in (Attention, Differential, Merge, Write, Selection, State) if path in kind.paths)
+    formula = next(
+        kind for kind in (Attention, Differential, Merge, Write, Selection, State, Backward) if path in kind.paths
+    )
     return Mistake("none", "Nothing is wrong.", formula)
 
 

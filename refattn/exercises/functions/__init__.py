@@ -1,6 +1,6 @@
 """The exercises, in order: what each function computes, with what it is tried, and what people write instead."""
 
-from refattn.exercises.functions import attention, cache, merging, states, visibility
+from refattn.exercises.functions import attention, cache, gradients, merging, states, visibility
 
 EXERCISES = (
     cache.SLOT,
@@ -30,4 +30,5 @@ EXERCISES = (
     visibility.SELECT_KEYS,
     states.FOLD,
     states.ROLLBACK,
+    gradients.BACKWARD,
 )
