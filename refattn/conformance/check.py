@@ -469,19 +469,25 @@ def probable(
     passing = [_Evidence(trial.example, *trial.calls[-1]) for trial in right]
     if not failing:
         return []
+    known = list(mistakes.of_path(smallest.path))
+    explains_first = [failing[0].agrees(mistake) for mistake in known]
     scores: dict[str, tuple[float, mistakes.Mistake]] = {}
-    for mistake in mistakes.of_path(smallest.path):
-        missed = 0
-        for evidence in failing:
-            missed += not evidence.agrees(mistake)
-            if missed > (1 - PROBABLE) * len(failing):
-                break
-        else:
+    best = 0.0
+    for explains in (True, False):
+        for mistake, does in zip(known, explains_first, strict=True):
+            missed = 0 if does else 1
+            for evidence in failing[1:] if does == explains else ():
+                if missed <= (1 - PROBABLE) * len(failing):
+                    missed += not evidence.agrees(mistake)
+            if does != explains or missed > (1 - PROBABLE) * len(failing):
+                continue
             agreed = sum(evidence.agrees(mistake) for evidence in passing)
             score = len(failing) - missed + agreed
             if agreed >= PROBABLE * len(passing) and score > scores.get(mistake.name, (0.0, mistake))[0]:
                 scores[mistake.name] = score, mistake
-    best = max((score for score, _ in scores.values()), default=0)
+        best = max((score for score, _ in scores.values()), default=0.0)
+        if best == len(failing) + len(passing):
+            break  # who misses the first failure explains less
     found = [mistake for score, mistake in scores.values() if score == best]
     return sorted(found, key=lambda mistake: mistake.name not in blamed)[:most]
 
