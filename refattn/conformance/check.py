@@ -470,20 +470,26 @@ def probable(
     if not failing:
         return []
     scores: dict[str, tuple[float, mistakes.Mistake]] = {}
-    for mistake in mistakes.of_path(smallest.path):
-        if mistake.is_of_forward and any(score == len(failing) + len(passing) for score, _ in scores.values()):
-            break  # a mistake of the backward alone explains everything
-        missed = 0
-        for evidence in failing:
-            missed += not evidence.agrees(mistake)
-            if missed > (1 - PROBABLE) * len(failing):
-                break
-        else:
-            agreed = sum(evidence.agrees(mistake) for evidence in passing)
-            score = len(failing) - missed + agreed
-            if agreed >= PROBABLE * len(passing) and score > scores.get(mistake.name, (0.0, mistake))[0]:
-                scores[mistake.name] = score, mistake
-    best = max((score for score, _ in scores.values()), default=0)
+    best = 0.0
+    of_path = mistakes.of_path(smallest.path)
+    for is_of_forward in (False, True):  # a mistake of the backward alone goes before one that comes from the forward
+        known = [mistake for mistake in of_path if mistake.is_of_forward == is_of_forward]
+        explains_first = [] if best == len(failing) + len(passing) else [failing[0].agrees(x) for x in known]
+        for explains in (True, False):
+            if best == len(failing) + len(passing):
+                break  # who misses the first failure explains less
+            for mistake, does in zip(known, explains_first, strict=True):
+                missed = 0 if does else 1
+                for evidence in failing[1:] if does == explains else ():
+                    if missed <= (1 - PROBABLE) * len(failing):
+                        missed += not evidence.agrees(mistake)
+                if does != explains or missed > (1 - PROBABLE) * len(failing):
+                    continue
+                agreed = sum(evidence.agrees(mistake) for evidence in passing)
+                score = len(failing) - missed + agreed
+                if agreed >= PROBABLE * len(passing) and score > scores.get(mistake.name, (0.0, mistake))[0]:
+                    scores[mistake.name] = score, mistake
+            best = max((score for score, _ in scores.values()), default=0.0)
     found = [mistake for score, mistake in scores.values() if score == best]
     return sorted(found, key=lambda mistake: mistake.name not in blamed)[:most]
 

@@ -14,11 +14,13 @@ import re
 import subprocess
 import sys
 import tempfile
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 from triton import knobs
+from triton._C.libtriton import passes
 from triton.backends.amd import compiler as amd
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
@@ -83,6 +85,12 @@ def to_the_end():
     Translator.to_the_end = False
 
 
+def untidied():
+    """Leave out what tidies the code up behind the last pass that lays out memory and can refuse an operation."""
+    names = ("add_canonicalizer", "add_cse", "add_symbol_dce")
+    return mock.patch.multiple(passes.common, **dict.fromkeys(names, lambda *_: None))
+
+
 def cut_short(backend=None, stages=None, options=None, language=None, capability=None):
     """Let the compiler end where shared memory is laid out; a hook of Triton's."""
     if backend is None:
@@ -91,7 +99,8 @@ def cut_short(backend=None, stages=None, options=None, language=None, capability
 
     def lay_out(module, metadata):
         try:
-            return whole(module, metadata)
+            with nullcontext() if Translator.to_the_end else untidied():
+                return whole(module, metadata)
         except Done:
             metadata.update(shared=module.get_int_attr("ttg.shared"), name="")
             metadata["tmem_size"] = module.get_int_attr("ttg.tensor_memory_size")
@@ -183,6 +192,7 @@ def launch_all(gpu, largest):
     devices.shared_memory = lambda device: gpu.shared_memory
     nvidia.llvm, amd.llvm = Translator(nvidia.llvm), Translator(amd.llvm)
     knobs.runtime.add_stages_inspection_hook = cut_short
+    knobs.compilation.disable_line_info = True  # which only a debugger reads
     driver.set_active(Driver())
 
     from fastattn.kernels.flash.expand import round_queries
@@ -202,6 +212,8 @@ def launch_all(gpu, largest):
                 attend_levels(query, key, value, levels, *options, tree=tree, **asked)
 
         attention.attend_levels = attend_if_largest
+        # The same kernel for heads of 128 elements, and over latents with the tile of the trees below.
+        repair = attend_to_nodes = attend_to_latent_nodes = lambda *_: None
 
     def some(*cases, last=1):
         """Return all cases of a loop, or of the largest launches the last ones."""

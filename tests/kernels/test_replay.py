@@ -29,6 +29,7 @@ from fastattn.kernels.replay import memo_of
 from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales, Pages, Prefix, QuantizedPages, Rows
 from tests.helpers import kernels_present  # noqa: F401 (quickens the interpreter)
 from tests.helpers.batches import Case, build
+from tests.helpers.pairs import every_pair
 from tests.helpers.stored import apart, store
 
 CASE = Case("layers", ((2, 40), (1, 60), (0, 9)), heads=(4, 2), padding_rows=1)
@@ -120,36 +121,39 @@ def nothing_is_checked():
     return mock.patch("refattn.interface.call.check_query", side_effect=AssertionError("a query was checked"))
 
 
-@in_each_path
-@pytest.mark.parametrize(("return_lse", "kernel"), [(False, "triton"), (True, None)], ids=["out-triton", "lse-chosen"])
-def test_a_call_is_replayed_with_the_tensors_of_another_layer(name, return_lse, kernel, device):
+@pytest.mark.parametrize(
+    ("name", "kernel", "given"),
+    every_pair(PATHS, ["triton", None], [(), ("sinks",), ("sinks", "alibi_slopes", "softcap")]),
+    ids=str,
+)
+def test_a_call_is_replayed_with_the_tensors_of_another_layer(name, kernel, given, device):
+    """The output alone by our own kernel, and with its log-sum-exp by the one that is chosen."""
+    return_lse = kernel is None
     attention = PATHS[name].attention
     *first, batch, more = lay_out(name, device=device)
     *other, _, others = lay_out(name, seed=1, device=device)
     slopes, sinks = (torch.linspace(a, 1.0, 4, device=device) for a in (0.1, -2.0))
+    asked = {what: dict(sinks=sinks, alibi_slopes=slopes, softcap=5.0)[what] for what in given}
     with nullcontext() if kernel is None else fastattn.use_kernel(kernel):
-        for asked in ({}, dict(sinks=sinks), dict(sinks=sinks, alibi_slopes=slopes, softcap=5.0)):
-            plan = plan_of(name, batch)
-            options = AttentionOptions(**OPTIONS, **asked)
-            with nothing_is_checked(), pytest.raises(AssertionError, match="a query was checked"):
-                attention(*first, plan, options, return_lse=return_lse, **more)
-            changed = {what: x.flip(0) for what, x in asked.items() if what != "softcap"}
-            other_options = replace(options, **changed)
+        plan = plan_of(name, batch)
+        options = AttentionOptions(**OPTIONS, **asked)
+        with nothing_is_checked(), pytest.raises(AssertionError, match="a query was checked"):
             attention(*first, plan, options, return_lse=return_lse, **more)
-            anew = attention(*other, plan_of(name, batch), other_options, return_lse=return_lse, **others)
-            with nothing_is_chosen(), nothing_is_checked():
-                replayed = attention(*other, plan, other_options, return_lse=return_lse, **others)
-            out = torch.full_like(replayed[0] if return_lse else replayed, torch.nan)
-            attention(*first, plan, options, out=out, return_lse=return_lse, **more)
-            with nothing_is_chosen(), nothing_is_checked():
-                in_out = attention(
-                    *other, plan, other_options, out=out.fill_(torch.nan), return_lse=return_lse, **others
-                )
-            if not return_lse:
-                anew, replayed, in_out = (anew,), (replayed,), (in_out,)
-            assert in_out[0] is out
-            assert all(map(torch.equal, replayed, anew))
-            assert all(map(torch.equal, in_out, anew))
+        changed = {what: x.flip(0) for what, x in asked.items() if what != "softcap"}
+        other_options = replace(options, **changed)
+        attention(*first, plan, options, return_lse=return_lse, **more)
+        anew = attention(*other, plan_of(name, batch), other_options, return_lse=return_lse, **others)
+        with nothing_is_chosen(), nothing_is_checked():
+            replayed = attention(*other, plan, other_options, return_lse=return_lse, **others)
+        out = torch.full_like(replayed[0] if return_lse else replayed, torch.nan)
+        attention(*first, plan, options, out=out, return_lse=return_lse, **more)
+        with nothing_is_chosen(), nothing_is_checked():
+            in_out = attention(*other, plan, other_options, out=out.fill_(torch.nan), return_lse=return_lse, **others)
+        if not return_lse:
+            anew, replayed, in_out = (anew,), (replayed,), (in_out,)
+        assert in_out[0] is out
+        assert all(map(torch.equal, replayed, anew))
+        assert all(map(torch.equal, in_out, anew))
 
 
 def other_calls(device):
@@ -407,12 +411,17 @@ class ByAddress:
         self.launch._packed = packed
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["chunked_prefill", "cascade", "tree", "latents", "fp8 latents", "differential", "e4m3", "int8", "int8 cascade"],
+OF_OUR_KERNEL = (
+    *("chunked_prefill", "cascade", "tree", "latents", "fp8 latents", "differential", "e4m3", "int8", "int8 cascade"),
 )
-@pytest.mark.parametrize(("return_lse", "splits"), [(False, 1), (True, 3), (False, 3)], ids=str)
-def test_partial_outputs_in_one_allocation_are_found_by_their_addresses(name, return_lse, splits):
+
+
+@pytest.mark.parametrize(
+    ("name", "lse_and_splits", "sinks"),
+    every_pair(OF_OUR_KERNEL, [(False, 1), (True, 3), (False, 3)], [None, (1.0, -2.0, 3.0, 0.0)]),
+    ids=str,
+)
+def test_partial_outputs_in_one_allocation_are_found_by_their_addresses(name, lse_and_splits, sinks):
     attention = pytest.importorskip("fastattn.kernels.triton.attention", reason="needs Triton")
     from fastattn.kernels.gpu import attention_kernel, launch, tile
     from fastattn.kernels.triton import differential
@@ -421,7 +430,8 @@ def test_partial_outputs_in_one_allocation_are_found_by_their_addresses(name, re
         pytest.skip("launches by the driver, on a GPU, find them so")
     *tensors, batch, more = lay_out(name)
     *others, _, other_more = lay_out(name, seed=1)
-    sinks = AttentionOptions(**OPTIONS, sinks=torch.tensor([1.0, -2.0, 3.0, 0.0]))
+    return_lse, splits = lse_and_splits
+    options = AttentionOptions(**OPTIONS, sinks=None if sinks is None else torch.tensor(sinks))
     module = differential if name == "differential" else attention
     tune, call = module.tune, PATHS[name].attention
     split = mock.patch.object(
@@ -435,19 +445,18 @@ def test_partial_outputs_in_one_allocation_are_found_by_their_addresses(name, re
 
     noted = mock.patch.object(module, "Launch", note), mock.patch.object(attention_kernel, "Launch", note)
     with fastattn.use_kernel("triton"), split:
-        for options in (AttentionOptions(**OPTIONS), sinks):
-            plan = plan_of(name, batch)
-            launched.clear()
-            with noted[0], noted[1]:
-                call(*tensors, plan, options, return_lse=return_lse, **more)
-            num_levels = len(plan.levels) if "cascade" in name else 1
-            assert len(launched) == (num_levels + 1 if splits * num_levels > 1 else 1)
-            for made in launched:
-                made._packed = ByAddress(made)
-            anew = call(*others, plan_of(name, batch), options, return_lse=return_lse, **other_more)
-            replayed = call(*others, plan, options, return_lse=return_lse, **other_more)
-            assert all(made._packed.calls == 1 for made in launched)
-            assert all(map(torch.equal, replayed, anew)) if return_lse else torch.equal(replayed, anew)
+        plan = plan_of(name, batch)
+        launched.clear()
+        with noted[0], noted[1]:
+            call(*tensors, plan, options, return_lse=return_lse, **more)
+        num_levels = len(plan.levels) if "cascade" in name else 1
+        assert len(launched) == (num_levels + 1 if splits * num_levels > 1 else 1)
+        for made in launched:
+            made._packed = ByAddress(made)
+        anew = call(*others, plan_of(name, batch), options, return_lse=return_lse, **other_more)
+        replayed = call(*others, plan, options, return_lse=return_lse, **other_more)
+        assert all(made._packed.calls == 1 for made in launched)
+        assert all(map(torch.equal, replayed, anew)) if return_lse else torch.equal(replayed, anew)
 
 
 # --- writes ---

@@ -3,7 +3,9 @@
 Triton's interpreter takes a sum that overflows for an error, see `interpreted`.
 """
 
+import functools
 import importlib
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -98,6 +100,7 @@ PAGE, LENGTH = 2**14, 2**31 - 2048
 LONG = (LENGTH, PAGE + 50)  # the window of the second one lies in two blocks
 
 
+@functools.cache
 def few_of_many(device, query_lens=(1, 1)):
     """Lay out queries, a pool of two blocks, and a table that leads to the first again and again."""
     generator = torch.Generator().manual_seed(3)
@@ -112,6 +115,14 @@ def few_of_many(device, query_lens=(1, 1)):
     return query, *pools, batch
 
 
+@functools.cache
+def attend_at_the_end(path, window, query_lens, device):
+    """Attend by a path, once where it is the reference."""
+    module, tensors = importlib.import_module(path), few_of_many(device, query_lens)
+    plan = module.plan(tensors[-1], block_size=PAGE, window_size=window, causal=False)
+    return module.attention(*tensors[:-1], plan, return_lse=True)
+
+
 @pytest.mark.parametrize("query_lens", [(1, 1), (3, 20)], ids=["decodes", "chunks"])
 @pytest.mark.parametrize("window", [(100, 0), (100, 7), (100, MOST)], ids=str)
 @pytest.mark.parametrize(
@@ -119,19 +130,9 @@ def few_of_many(device, query_lens=(1, 1)):
 )
 def test_a_window_at_the_end_of_as_many_keys(path, by, window, query_lens, device, monkeypatch):
     monkeypatch.setattr(triton_attention, "tune", lambda *_: Tuning(16, 16, 4, 2, 1, 1))
-    tensors = few_of_many(device, query_lens)
-
-    def attend(package, name):
-        module = importlib.import_module(f"{package}.{name}")
-        plan = module.plan(tensors[-1], block_size=PAGE, window_size=window, causal=False)
-        return module.attention(*tensors[:-1], plan, return_lse=True)
-
-    expected = attend("refattn", "sliding_window")
-    if by == "triton":
-        with fastattn.use_kernel("triton"):
-            answer = attend("fastattn", path)
-    else:
-        answer = attend("fastattn", path)
+    expected = attend_at_the_end("refattn.sliding_window", window, query_lens, device)
+    with fastattn.use_kernel("triton") if by == "triton" else nullcontext():
+        answer = attend_at_the_end.__wrapped__(f"fastattn.{path}", window, query_lens, device)
     for one, other in zip(answer, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 

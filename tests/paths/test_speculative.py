@@ -1,6 +1,7 @@
 """Drafted tokens: who sees whom in every small tree, what a verification keeps, and where it is kept."""
 
 import dataclasses
+import functools
 import itertools
 import random
 from contextlib import nullcontext
@@ -491,20 +492,31 @@ def entries(plan: TreePlan) -> dict[str, object]:
     return held
 
 
+PLANNED = [SMALL[i] for i in range(0, len(SMALL), 5)] + LARGE
+
+
+@functools.cache
+def planned_by_the_reference(window, queries, device):
+    """Lay out a batch and its trees, and plan them: the batch, the trees, entries and positions."""
+    batch = build(case_of(PLANNED, contexts=(40, 3, 64, 0), queries=queries), device=device).batch
+    trees = refattn.speculative.make_trees(PLANNED, device=device)
+    plan = refattn.speculative.plan(batch, block_size=16, trees=trees, window_size=(window, 0))
+    places = refattn.speculative.positions(batch, trees, int(batch.cu_seqlens_q[-1]) + 3)
+    return batch, trees, entries(plan), places.tolist()
+
+
 @pytest.mark.parametrize("triton", [False, True], ids=["torch", "triton"])
 @pytest.mark.parametrize("window", [-1, 0, 9, 40])
 @pytest.mark.parametrize("queries", [None, 2])
 def test_twins_plan_alike(triton, window, queries, device):
-    trees = [SMALL[i] for i in range(0, len(SMALL), 5)] + LARGE
-    batch = build(case_of(trees, contexts=(40, 3, 64, 0), queries=queries), device=device).batch
-    ours = refattn.speculative.make_trees(trees, device=device)
-    theirs = fastattn.speculative.make_trees(trees, device=device)
-    assert torch.equal(ours.parents, theirs.parents) and torch.equal(ours.lens, theirs.lens)
+    batch, trees, expected, places = planned_by_the_reference(window, queries, device)
+    theirs = fastattn.speculative.make_trees(PLANNED, device=device)
+    assert torch.equal(trees.parents, theirs.parents) and torch.equal(trees.lens, theirs.lens)
     with fastattn.use_kernel("triton" if triton else "torch"):
-        plans = [twin.plan(batch, block_size=16, trees=ours, window_size=(window, 0)) for twin in TWINS]
-        places = [twin.positions(batch, ours, int(batch.cu_seqlens_q[-1]) + 3).tolist() for twin in TWINS]
-    assert entries(plans[0]) == entries(plans[1])
-    assert places[0] == places[1]
+        plan = fastattn.speculative.plan(batch, block_size=16, trees=trees, window_size=(window, 0))
+        found = fastattn.speculative.positions(batch, trees, int(batch.cu_seqlens_q[-1]) + 3).tolist()
+    assert entries(plan) == expected
+    assert found == places
 
 
 def test_the_example_of_the_docstring():

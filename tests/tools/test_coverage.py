@@ -1,6 +1,7 @@
 """Every feature of the backends that the project started from has its tests, and every mark names a feature."""
 
 import ast
+import functools
 import importlib
 import json
 import subprocess
@@ -17,10 +18,19 @@ from tests.tools.mutations_at_large import AT_LARGE
 ROOT = Path(__file__).parent.parent.parent
 
 
+@functools.cache
+def covering_tests():
+    """Read all tests once."""
+    return importlib.import_module("coverage_rows").covering_tests()
+
+
 @pytest.fixture
 def coverage(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
-    return importlib.import_module("coverage_rows")
+    module = importlib.import_module("coverage_rows")
+    covering_tests()
+    monkeypatch.setattr(module, "covering_tests", covering_tests)
+    return module
 
 
 def rows(coverage):

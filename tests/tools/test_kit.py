@@ -25,7 +25,7 @@ from tests.helpers.gpu_package_doubles import fa3_library, install
 from tests.helpers.planted import PLANTED, plant
 
 pytestmark = [
-    pytest.mark.usefixtures("shapes_unchecked"),  # which takes as long as all the rest
+    pytest.mark.usefixtures("shapes_unchecked", "no_shrinking"),  # each takes as long as all the rest
     pytest.mark.filterwarnings("ignore:.*random:hypothesis.errors.HypothesisDeprecationWarning"),  # of beartype's
     pytest.mark.filterwarnings("ignore:.*(flex_attention|return_lse)"),
 ]
@@ -41,6 +41,9 @@ BY_HAND = {"paged": "chunked_prefill", "write": "kv_cache"} | {
 BLAMED_OTHERWISE = ("padding-writes-last",)
 
 
+PATIENCE = {name: getattr(checking, name) for name in ("SHRINKING", "EVIDENCE", "REPEATS")}
+
+
 @pytest.fixture
 def no_shrinking(monkeypatch):
     """Take less time than a person would give it."""
@@ -49,8 +52,14 @@ def no_shrinking(monkeypatch):
     monkeypatch.setattr(checking, "REPEATS", 3)
 
 
+@pytest.fixture
+def patience(no_shrinking, monkeypatch):
+    """Take the time that a person gives it."""
+    for name, value in PATIENCE.items():
+        monkeypatch.setattr(checking, name, value)
+
+
 @pytest.mark.parametrize(("kernel", "mistake", "name", "old", "new"), PLANTED, ids=[f"{x[0]}-{x[1]}" for x in PLANTED])
-@pytest.mark.usefixtures("no_shrinking")
 def test_planted(kernel, mistake, name, old, new):
     """Each is caught, and called by its name."""
     report = check(plant(kernel, old, new), BY_HAND[kernel], examples=6, dtypes=[torch.float32], only=[name])
@@ -88,6 +97,7 @@ def test_the_reference_of_a_path_passes_its_own_contract():
 WINDOW = ("paged", "j >= pos - window_size[0]", "j >= pos - window_size[0] - 1")
 
 
+@pytest.mark.usefixtures("patience")
 def test_a_failure_shrinks_and_is_drawn():
     kernel = plant(*WINDOW)
     report = check(kernel, "chunked_prefill", only=["window"], dtypes=[torch.float32])
@@ -188,7 +198,6 @@ def failed(report):
     return [finding.property for finding in report.failures]
 
 
-@pytest.mark.usefixtures("no_shrinking")
 def test_a_wrong_lse_is_one_finding():
     report = check(plant("paged", *BASE_TWO), "chunked_prefill", examples=2, dtypes=[torch.float32])
     assert failed(report) == ["lse"]
@@ -205,7 +214,6 @@ def test_a_wrong_lse_is_one_finding():
     )
 
 
-@pytest.mark.usefixtures("no_shrinking")
 def test_a_wrong_lse_hides_no_wrong_output():
     """The window is too long, and what it should hide is seen."""
     kernel = plant("paged", (BASE_TWO[0], WINDOW[1]), (BASE_TWO[1], WINDOW[2]))
@@ -215,7 +223,6 @@ def test_a_wrong_lse_hides_no_wrong_output():
     assert not any(finding.detail.startswith("lse") for finding in report.failures if finding.property != "lse")
 
 
-@pytest.mark.usefixtures("no_shrinking")
 def test_a_wrong_lse_is_looked_at_where_it_is_not_asked_for():
     """So it is in a test per property, and after a crash, in the next process."""
     report = check(plant("paged", *BASE_TWO), "chunked_prefill", examples=2, dtypes=[torch.float32], only=["tail"])
@@ -470,6 +477,7 @@ def test_kernels_that_are_not_checked_now_keep_their_results():
         run("fastattn.merge", first | {"machine": "a laptop"})
 
 
+@pytest.mark.usefixtures("patience")
 def test_a_search_has_an_end():
     """The time that shrinking may take is bounded."""
     began = time.monotonic()
