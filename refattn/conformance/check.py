@@ -471,7 +471,7 @@ def probable(
         return []
     scores: dict[str, tuple[float, mistakes.Mistake]] = {}
     best = 0.0
-    of_path = mistakes.of_path(smallest.path)
+    of_path = list(mistakes.of_path(smallest.path))
     for is_of_forward in (False, True):  # a mistake of the backward alone goes before one that comes from the forward
         known = [mistake for mistake in of_path if mistake.is_of_forward == is_of_forward]
         explains_first = [] if best == len(failing) + len(passing) else [failing[0].agrees(x) for x in known]
