@@ -678,7 +678,7 @@ def an_image_longer_than_the_window() -> Picture:
     return intervals(right, interval.causal(batch, 10, window_size=(3, -1)), (10, 10))
 
 
-@exhibit("Intervals and selected keys", "50539", "An OR where an AND belongs")
+@exhibit("Intervals and selected keys", "50539", "An OR where an AND belongs", puzzle="span_or_window")
 def an_or_where_an_and_belongs() -> Picture:
     """Tokens 2 to 7 are an image. The model means: causal or in the image, and in the window. With the OR outside, the
     image is seen whole, window or not.
@@ -714,7 +714,7 @@ def selected(choices: Sequence[Tensor], num_keys: int) -> list[list[float]]:
     return [[float(j in row.tolist()) for j in range(num_keys)] for row in choices]
 
 
-@exhibit("Intervals and selected keys", "30645", "Too many ties")
+@exhibit("Intervals and selected keys", "30645", "Too many ties", puzzle="tied_scores")
 def too_many_ties() -> Picture:
     """Eight keys have the same score, and four are wanted. There is room for fewer ties, so none is taken, and the
     list holds −1 four times. Who follows a −1 reads the first key.
@@ -894,7 +894,7 @@ def slots_of_the_capture() -> Picture:
     return folded(Captured, [(1, 3), (1, 5)], [2, 0], 3, of_slots=True)
 
 
-@exhibit("Layers that keep a state", "49036", "Rejected drafts that stay")
+@exhibit("Layers that keep a state", "49036", "Rejected drafts that stay", puzzle="draft_stayed")
 def rejected_drafts_that_stay() -> Picture:
     """The step before drafted three tokens and kept a state after each; one was accepted. The next token should go on
     from the first state, and goes on from the last.
@@ -911,7 +911,7 @@ def rejected_drafts_that_stay() -> Picture:
     return replace(drawn, columns=[("a", 1), ("drafts", 3)], rows=["next"])
 
 
-@exhibit("Layers that keep a state", "6681", "A prefix without its state")
+@exhibit("Layers that keep a state", "6681", "A prefix without its state", puzzle="kept_states")
 def a_prefix_without_its_state() -> Picture:
     """The keys of a prefix are in the cache, so its tokens are skipped. Nobody kept the state after them, and the
     layers that have one begin from nothing.

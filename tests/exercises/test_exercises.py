@@ -241,8 +241,8 @@ def test_what_this_system_lacks_is_no_mistake(monkeypatch, tmp_path, capsys):
 def test_what_is_left_may_stand_before_what_is_done(tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("MAKELEVEL", raising=False)
     shutil.copytree(STUBS, tmp_path / "mine")
-    shutil.copy(SOLUTIONS / "puzzles" / "16_kept_states.py", tmp_path / "mine" / "puzzles")
-    assert command.main(["p16", "--folder", str(tmp_path / "mine")]) == 0
+    shutil.copy(SOLUTIONS / "puzzles" / "18_span_or_window.py", tmp_path / "mine" / "puzzles")
+    assert command.main(["p18", "--folder", str(tmp_path / "mine")]) == 0
     printed = capsys.readouterr().out
     printed = "".join(printed.split("\n"))
     assert "01_slot.py" in printed and f"1 --folder {tmp_path / 'mine'}" in printed

@@ -1966,8 +1966,8 @@ MUTATIONS: list[Mutation] = [
         "the last head is left out of the sum",
         (
             "fastattn/kernels/triton/selection.py",
-            "    is_head = heads < NUM_HEADS",
-            "    is_head = heads < NUM_HEADS - 1",
+            "    is_head = (heads < NUM_HEADS) & is_row",
+            "    is_head = (heads < NUM_HEADS - 1) & is_row",
         ),
         (
             "refattn/sparse.py",
@@ -2023,12 +2023,20 @@ MUTATIONS: list[Mutation] = [
         "F198",
         "-1 is the last slot of the pool, and is followed",
         ("refattn/sparse.py", "                if j >= 0:", "                if j >= -1:"),
-        ("fastattn/sparse.py", "    is_key = (positions >= 0) & (pos", "    is_key = (positions >= -1) & (pos"),
+        (
+            "fastattn/kernels/torch_selection.py",
+            "    is_key = (positions >= 0) & (pos",
+            "    is_key = (positions >= -1) & (pos",
+        ),
     ),
     *breaks(
         "F198",
         "a position past the end is followed on a device",
-        ("fastattn/sparse.py", "(positions < batch.seq_lens[sequence][:, None])", "(positions < 2**31)"),
+        (
+            "fastattn/kernels/torch_selection.py",
+            "(positions < batch.seq_lens[sequence][:, None])",
+            "(positions < 2**31)",
+        ),
     ),
     *breaks(
         "F198",
@@ -2057,9 +2065,9 @@ MUTATIONS: list[Mutation] = [
         "F199",
         "a query sees what is left of another's list",
         (
-            "fastattn/sparse.py",
-            "        seq_lens=is_key.sum(1, dtype=torch.int32),",
-            "        seq_lens=(positions >= -1).sum(1, dtype=torch.int32),",
+            "fastattn/kernels/torch_selection.py",
+            "    return rows, is_key.sum(1, dtype=torch.int32), table",
+            "    return rows, (positions >= -1).sum(1, dtype=torch.int32), table",
         ),
         ("refattn/sparse.py", "[len(lists[row]) for row, _ in rows]", "[min(len(lists[row]), 3) for row, _ in rows]"),
     ),

@@ -1,4 +1,4 @@
-"""24 · A state: fold one token into it."""
+"""26 · A state: fold one token into it."""
 
 from jaxtyping import Float
 from torch import Tensor

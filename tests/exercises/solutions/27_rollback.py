@@ -1,4 +1,4 @@
-"""25 · A state: drafts that were rejected."""
+"""27 · A state: drafts that were rejected."""
 
 
 def rollback(slots: list[list[int]], accepted: list[int]) -> list[int]:
