@@ -2156,7 +2156,7 @@ MUTATIONS: list[Mutation] = [
             "right = torch.cat([value, key * from_start * beta], dim=-1)",
             "right = torch.cat([value, key * beta], dim=-1)",
         ),
-        (OUR_RECURRENT, "rates[:, None] * from_start", "rates[:, None]"),
+        (OUR_RECURRENT, "part * rates[:, None] * since", "part * rates[:, None]"),
     ),
     *breaks(
         "R203",
@@ -2174,8 +2174,8 @@ MUTATIONS: list[Mutation] = [
         (RECURRENT, "or not tokens.are_finite(sequence)", "or False"),
         (
             OUR_RECURRENT,
-            "weights, tl.where(is_finite, rows, 0.0), input_precision=PRECISION",
-            "weights, rows, input_precision=PRECISION",
+            "    rows = tl.where(is_finite, rows, 0.0).to(OPERAND)\n",
+            "    rows = rows.to(OPERAND)\n",
         ),
     ),
     *breaks(
