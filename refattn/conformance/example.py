@@ -5,6 +5,7 @@
 The tensors are a dict with the names that the path's `plan`, `AttentionOptions` and `attention` give them.
 """
 
+import ctypes
 import hashlib
 import random
 from collections.abc import Callable, Mapping
@@ -182,7 +183,7 @@ def _note(x: Any, update: Callable[[Any], None]) -> None:
     if isinstance(x, Tensor):
         update(f"{x.dtype}{list(x.shape)}".encode())
         rows = x.detach().clone(memory_format=torch.contiguous_format)
-        update(rows.flatten().view(torch.uint8).numpy())
+        update(ctypes.string_at(rows.data_ptr(), rows.nbytes))  # NumPy need not be installed
     elif is_dataclass(x) and not isinstance(x, type):
         update(type(x).__name__.encode())
         _note([getattr(x, f.name) for f in fields(x)], update)
