@@ -85,7 +85,7 @@ def anchor(title: str) -> str:
 
 
 def described(picture: Picture) -> str:
-    """Say in words what a picture shows."""
+    """Describe a picture for readers who cannot see it."""
     if isinstance(picture.right[0][0], str):
         lines = zip(picture.rows, picture.right, picture.wrong, strict=True)
         told = (

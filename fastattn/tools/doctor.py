@@ -58,7 +58,7 @@ def run(console: Console | None = None) -> None:
 
 
 def _in_short(device: torch.device, problems: dict[str, Problem]) -> str:
-    """Say in a sentence what computes attention on a device, and how many of the problems below nothing computes."""
+    """Summarize which kernels compute prompts and decodes on a device, and name the problems that none computes."""
     taken = {feature: _taken(problem) for feature, problem in problems.items()}
     usual, decode = next(iter(taken.values())), taken["decode"]
     first = f"{_describe(device)}: prompts are computed by {usual}, decodes by {decode}."

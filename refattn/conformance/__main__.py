@@ -92,7 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         report = check_apart(asked.kernel, asked.path, **options)
     except BadKernelError as error:
-        print(error, file=sys.stderr)  # noqa: T201
+        sys.stderr.write(f"{error}\n")
         return 2
     if asked.json:
         asked.json.write_text(json.dumps(report.as_dict(), indent=1) + "\n")
@@ -117,7 +117,7 @@ def _vacuous(arguments: list[str]) -> int:
         like = find(asked.like, asked.path).function if asked.like else None
         found = vacuous(find_check(asked.check), asked.path, like=like)
     except (BadKernelError, ValueError) as error:
-        print(error, file=sys.stderr)  # noqa: T201
+        sys.stderr.write(f"{error}\n")
         return 2
     console = Console(highlight=False)
     console.print(found.title)

@@ -164,7 +164,7 @@ def _version(distribution: str, package: str | None) -> str | None:
 
 
 def about(device: str) -> dict[str, str]:
-    """Say when and where a report was made, and with which versions."""
+    """Return the date, the machine and the versions of a report."""
     packages = {"Python": platform.python_version(), "torch": torch.__version__, "triton": _version("triton", None)}
     return {
         "Checked": f"{datetime.now(UTC):%Y-%m-%d, %H:%M} UTC",

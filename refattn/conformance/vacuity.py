@@ -221,7 +221,7 @@ def _of_all_words(path: str) -> Callable[..., Any]:
     def any_kernel(**named: Any) -> Any:
         raise NotImplementedError("says its parameters alone")
 
-    any_kernel.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    any_kernel.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # what `inspect` reads of a function
         [inspect.Parameter(name, positional, default=None) for name in first]
         + [inspect.Parameter(name, by_name, default=None) for name in rest]
     )

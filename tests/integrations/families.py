@@ -40,7 +40,7 @@ KINDS = {
 DECODES = dict(decoder_start_token_id=0, forced_bos_token_id=None, forced_eos_token_id=None)
 OF_T5 = dict(d_kv=8, d_ff=64, num_layers=2)  # its scores have no scale: with its own head size rounding decides
 ENCODERS = {  # what models with an encoder need besides the sizes
-    **dict.fromkeys("longt5 mt5 pop2piano switch_transformers t5 udop umt5".split(), OF_T5),  # noqa: SIM905
+    **dict.fromkeys(("longt5", "mt5", "pop2piano", "switch_transformers", "t5", "udop", "umt5"), OF_T5),
     "whisper": dict(num_mel_bins=8, max_source_positions=20, begin_suppress_tokens=None, suppress_tokens=None),
     "moonshine": dict(encoder_num_attention_heads=6, decoder_num_attention_heads=6),
     "speech_to_text": dict(input_feat_per_channel=8, max_source_positions=128),

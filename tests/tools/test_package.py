@@ -38,6 +38,12 @@ def test_type_checkers_read_our_types(package):
 # --- the repository's address ---
 
 
+def test_the_kit_needs_no_numpy():
+    """Its extra does not bring it; what only tests and the demo need may."""
+    for file in [*(ROOT / "refattn/conformance").rglob("*.py"), *(ROOT / "refattn/interface").rglob("*.py")]:
+        assert not re.search(r"\.numpy\(\)|^\s*(import|from) numpy", file.read_text(), re.MULTILINE), file
+
+
 def test_without_an_address_nothing_is_made_of_it(address):
     assert address.urls("") == {}
     assert [make("") for make in (address.site, address.badges, address.clone)] == [""] * 3

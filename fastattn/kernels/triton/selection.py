@@ -93,12 +93,11 @@ def score_index(
     codes, query_codes = holds_codes(index_cache), query.element_size() == 1
     query, weights = as_bytes(query) if query_codes else query, weights.float()
     key_bytes = size * (2 if query_codes else query.element_size())
-    stages = STAGES
     asked = Tuning(
         block_m=pad(max(num_heads, 16)),
         block_n=BLOCK_N if key_bytes <= 256 else BLOCK_N // 2,
         num_warps=SCORE_WARPS,
-        num_stages=stages if batch.max_query_len <= 1 else STAGES_OF_QUERIES,
+        num_stages=STAGES if batch.max_query_len <= 1 else STAGES_OF_QUERIES,
         splits=1,
         most_splits=1,
     )

@@ -1,6 +1,6 @@
 """The gradients of attention once more, in steps, and mistakes in them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -573,9 +573,9 @@ def by_autograd(kind: type[Attention]) -> type[Formula]:
 
     class OfForward(Formula, is_base=True):
         def answers(self) -> Answers:
-            attention: Callable[[Arguments], Any] = lambda given: tuple(  # noqa: E731
-                kind(self.example, given, self.variant).answers().values()
-            )
+            def attention(given: Arguments) -> tuple[Any, ...]:
+                return tuple(kind(self.example, given, self.variant).answers().values())
+
             return gradients.differentiate(attention, self.arguments)
 
     return OfForward
