@@ -336,6 +336,8 @@ def launch_all(gpu, largest):
         query = torch.zeros(2 * query_len, 64, 64, dtype=half)
         both = torch.zeros(2, 2, 64, 16, 16, 64, dtype=half)
         differential.differential(query, both, plan(query_len, 4096, **asked), options, subtraction)
+    query, both = torch.zeros(128, 8, 8, dtype=torch.float32), torch.zeros(2, 2, 64, 16, 2, 8, dtype=torch.float32)
+    differential.differential(query, both, plan(64), plain, subtraction)  # of narrow heads, whose steps are no longer
 
     keys, tokens = pool(2, 128, half), torch.zeros(5, 2, 128, dtype=half)
     cache.write(tokens, tokens, keys, keys, torch.arange(5))

@@ -22,7 +22,7 @@ STRIDES = {
     "rows-innermost": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
     "every-second-element": spread,
     "shifted": shift,
-    "one-element": lambda x: x[..., :1].expand(x.shape),
+    "one-element": lambda x: x[..., :1].div(8).expand(x.shape),  # so that 64 products alike are as large as others
     "one-head": lambda x: x[..., :1, :].expand(x.shape),
     "one-row": lambda x: x[:1].expand(x.shape),
 }

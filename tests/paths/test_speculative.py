@@ -421,7 +421,7 @@ def test_the_twin_answers_as_the_reference_does(kernel, name, shape, device):
     inputs = build(case, dtype=kernel.dtypes[0], device=device)
     made, options = fastattn.speculative.make_trees(trees, device=device), options_of(name, case.heads[0], device)
     with kernel.asked_for():
-        if "alibi_sqrt" in options and kernel.name not in ("cpu", "triton"):
+        if "alibi_sqrt" in options and kernel.name in ("fa2", "fa3", "fa4"):  # others have no trees, or the root
             with pytest.raises(NotImplementedError, match="has no ALiBi|one head size|under drafted trees"):
                 attend(fastattn.speculative, *inputs.tensors, trees=made, **options)
             return
@@ -486,7 +486,7 @@ def entries(plan: TreePlan) -> dict[str, object]:
             level.batch.query_lens.tolist(),
             [blocks[: -(-s // size)] for blocks, s in rows],
             [0] * len(lens) if level.first_keys is None else level.first_keys.tolist(),
-            level.positions.tolist(),
+            level.positions[: sum(level.batch.query_lens.tolist())].tolist(),
             (level.window, level.causal, size),
         )
     return held

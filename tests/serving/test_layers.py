@@ -78,7 +78,7 @@ def by_hand(layer, module, query, key, value, visible):
     storage = layer.storage
     if isinstance(storage, Latents):
         latent, rope_key = (x if storage.dtype is None else rounded(x, storage.cache_scale, FP8) for x in (key, value))
-        weight = module.kv_b_proj.weight.detach().unflatten(0, (H, -1))
+        weight = module.kv_b_proj.weight.detach().cpu().unflatten(0, (H, -1))
         made = torch.einsum("hmr,sr->shm", weight.double(), latent[:, 0].double())
         key = torch.cat([made[..., :NOPE], rope_key.double().expand(-1, H, -1)], -1)
         return softmax_times(query, key, made[..., NOPE:], visible)

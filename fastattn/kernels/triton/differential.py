@@ -190,11 +190,11 @@ def tune(query: Tensor, cache: Tensor, plan: Plan, options: AttentionOptions) ->
     if left >= 0 and right >= 0:
         visible = min(visible, left + batch.max_query_len + right)
     is_narrow = rows <= 16 and not options.batch_invariant
-    block_m = 16 if is_narrow or head_size > 128 else 64  # the answers of a tile have to fit into registers, twice
+    by_fma = query.dtype == torch.float32  # products without tensor cores: their operands take registers, too
+    block_m = 16 if is_narrow or head_size > 128 or by_fma else 64  # the answers of a tile have to fit, twice
     tiles = batch.num_seqs if rows <= block_m else batch.num_seqs + query.shape[0] * group // block_m
-    tuning = _tune(
-        block_m, pad(head_size) * query.element_size(), tiles * num_pairs, visible, multiprocessors(query.device)
-    )
+    row_bytes = max(pad(head_size) * query.element_size(), 128) * (2 if by_fma else 1)  # narrow rows: scores fill them
+    tuning = _tune(block_m, row_bytes, tiles * num_pairs, visible, multiprocessors(query.device))
     return tuning._replace(splits=1, most_splits=1) if options.batch_invariant else tuning
 
 
