@@ -38,14 +38,16 @@ def tune(
     batch, num_kv_heads = plan.batch, key.shape[-2]
     group = query.shape[1] // num_kv_heads
     visible = _most_visible_keys(plan, options)
+    by_fma = query.dtype == torch.float32 and not shared
     if options.batch_invariant:
         may_begin_inside = plan.window[0] >= 0 or plan.first_visible is not None
         splits = max(1, -(-visible // INVARIANT_RUN) + may_begin_inside)
         if shared:
             return LATENT_64._replace(splits=splits, most_splits=splits, run=INVARIANT_RUN)
-        return Tuning(64, step_for(64, row_bytes), 4, 3, splits, splits, run=INVARIANT_RUN)
+        tuning = Tuning(64, step_for(64, row_bytes), 4, 3, splits, splits, run=INVARIANT_RUN)
+        return _without_tensor_cores(tuning) if by_fma else tuning
     rows = batch.max_query_len * group
-    many_rows = 64 if rows <= 64 or row_bytes > 256 or shared else 128
+    many_rows = 64 if rows <= 64 or row_bytes > 256 or shared or by_fma else 128
     block_m = fewest_rows if rows <= fewest_rows else 16 if rows <= 16 else many_rows
     tiles = count_tiles(batch, query.shape[0], group, block_m)
     tune_tiles = _tune_latents if shared else _tune
@@ -56,10 +58,20 @@ def tune(
     tuning = tune_tiles(block_m, row_bytes, programs, visible, num_multiprocessors, of_codes)
     if shared and are_pairs(value):
         tuning = tuning._replace(block_n=2 * tuning.block_n)  # steps of as many bytes
+    if by_fma and block_m > 16:
+        tuning = _without_tensor_cores(tuning)
     if batch.num_seqs == 1 or rows > block_m or _about_as_long(batch, visible):  # there is nothing to balance
         return tuning
     room = MOST_PART_BYTES // (4 * query.shape[0] * query.shape[1] * size_of(value))
     return tuning._replace(most_splits=max(tuning.splits, min(room, -(-visible // MOST_KEYS))))
+
+
+def _without_tensor_cores(tuning: Tuning) -> Tuning:
+    """Give each thread a quarter of the numbers: their operands take registers, too, as products are its own FMAs.
+
+    In float32, 64 rows of 64 elements by steps of 64 keys spill 10 KB and take the compiler four times as long.
+    """
+    return tuning._replace(block_n=max(16, tuning.block_n // 2), num_warps=8)
 
 
 def _about_as_long(batch: Batch, visible: int) -> bool:
