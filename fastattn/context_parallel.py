@@ -39,7 +39,7 @@ from refattn.interface.contents import (
     check_shard,
     check_written_blocks,
 )
-from refattn.interface.states import check_ranks, check_recurrent
+from refattn.interface.states import check_convolution, check_ranks, check_recurrent
 from refattn.interface.values import check_int, check_window
 
 
@@ -151,14 +151,11 @@ def recurrent_attention(
     tokens = dict(query=query, key=key, value=value, log_decay=log_decay, beta=beta, states=states)
     refuse_gradients(dispatch.NO_BACKWARD, **tokens)
     own = recurrent.state_map(key, value, log_decay, beta, plan, options)
-    told = torch.stack([plan.batch.query_lens, plan.has_initial_state.int()])
-    lens, has_state = group.all_gather(told[None], dim=0).unbind(1)
+    lens, has_state = _lengths_of_ranks(plan, group)
     sizes = own.factor.shape[2], own.added.shape[2]
     maps = group.all_gather(torch.cat(own, dim=2)[None], dim=0)  # [ranks, b, hv, dk + dv, dk]
 
-    is_written = (plan.state_indices >= 0) & (lens.sum(0) > 0)
-    first = states[plan.state_indices.clamp(min=0).long()].to(own.added.dtype)
-    state = first.where((is_written & has_state[0].bool())[:, None, None, None], 0.0)
+    state, is_written = _first(states, plan, lens, has_state, own.added.dtype)
     for rank, one in enumerate(maps):
         factor, added = one.split(sizes, dim=2)
         if rank == group.rank:
@@ -168,6 +165,63 @@ def recurrent_attention(
     out = recurrent.attention(query, key, value, log_decay, beta, states, begun, options, out=out)
     _put(states, plan.state_indices, is_written, state)
     return out
+
+
+@without_autocast
+def recurrent_convolve(
+    inputs: Float[Tensor, "t c"],
+    weight: Float[Tensor, "c width"],
+    states: Float[Tensor, "n w c"],
+    plan: StatePlan,
+    *,
+    group: Group,
+    bias: Float[Tensor, "c"] | None = None,
+    silu: bool = True,
+    out: Float[Tensor, "t c"] | None = None,
+) -> Float[Tensor, "t c"]:
+    """Convolve the tokens of all ranks; the twin of `refattn.context_parallel.recurrent_convolve`.
+
+    Raises:
+        NotImplementedError: if no kernel computes the combination, with the reason of each.
+    """
+    check_convolution(inputs, weight, bias, states, plan, silu, out)
+    check_ranks(plan, group)
+    refuse_gradients(dispatch.NO_BACKWARD, inputs=inputs, weight=weight, states=states, bias=bias)
+    kept = states.shape[1]
+    place = torch.arange(kept, device=inputs.device)
+    rows = plan.batch.cu_seqlens_q[1:, None] + place - kept  # [b, w], up to the last of each part; a short one uses few
+    ends = inputs[rows.clamp(min=0).long()] if len(inputs) else inputs.new_zeros(*rows.shape, inputs.shape[1])
+    lens, has_state = _lengths_of_ranks(plan, group)
+    ends = group.all_gather(ends[None], dim=0)
+
+    last, is_written = _first(states, plan, lens, has_state, torch.promote_types(inputs.dtype, states.dtype))
+    for rank, (new, end) in enumerate(zip(lens, ends, strict=True)):
+        if rank == group.rank:
+            _put(states, plan.state_indices, is_written, last)
+        source = place + new[:, None]  # [b, w]: those that stay move to the left
+        stays = last.gather(1, source.clamp(max=kept - 1).long()[..., None].expand_as(last))
+        last = stays.where((source < kept)[..., None], end.to(last.dtype))
+    begun = replace(plan, has_initial_state=torch.ones_like(plan.has_initial_state))
+    out = recurrent.convolve(inputs, weight, states, begun, bias=bias, silu=silu, out=out)
+    _put(states, plan.state_indices, is_written, last)
+    return out
+
+
+def _lengths_of_ranks(plan: StatePlan, group: Group) -> tuple[Int32[Tensor, "ranks b"], Int32[Tensor, "ranks b"]]:
+    """Return the new tokens that each rank has of each sequence, and whether each takes it to have a state."""
+    own = torch.stack([plan.batch.query_lens, plan.has_initial_state.int()])
+    lens, has_state = group.all_gather(own[None], dim=0).unbind(1)
+    return lens, has_state
+
+
+def _first(
+    states: Float[Tensor, "n ..."], plan: StatePlan, lens: Tensor, has_state: Tensor, dtype: torch.dtype
+) -> tuple[Float[Tensor, "b ..."], Bool[Tensor, "b"]]:
+    """Return what is before the tokens of all ranks, zeros if nothing, and which sequences have any new token."""
+    is_written = (plan.state_indices >= 0) & (lens.sum(0) > 0)
+    first = states[plan.state_indices.clamp(min=0).long()].to(dtype)
+    has_any = (is_written & has_state[0].bool()).view(-1, *[1] * (states.ndim - 1))
+    return first.where(has_any, 0.0), is_written
 
 
 def _put(states: Float[Tensor, "n ..."], slots: Int32[Tensor, "b"], wanted: Bool[Tensor, "b"], values: Tensor) -> None:

@@ -14,7 +14,7 @@ Two ranks, a sequence of 9 tokens of which the last 2 are new, runs of 2 tokens:
 A rank without any key of a context contributes 0 with an LSE of `-inf`, which has no weight.
 
 Layers that keep a state have no keys to deal out. There each rank has a consecutive part of the new tokens, and what
-merges are maps of the state (`recurrent_attention`).
+merges are maps of the state (`recurrent_attention`). The convolution before has its last inputs (`recurrent_convolve`).
 """
 
 from dataclasses import replace
@@ -51,7 +51,7 @@ from refattn.interface.contents import (
     check_shard,
     check_written_blocks,
 )
-from refattn.interface.states import check_ranks, check_recurrent
+from refattn.interface.states import check_convolution, check_ranks, check_recurrent
 from refattn.interface.values import check_int, check_window
 from refattn.keys import read, read_query
 from refattn.merge import merge
@@ -250,8 +250,7 @@ def recurrent_attention(
     check_recurrent(query, key, value, log_decay, beta, states, plan, options, out)
     check_ranks(plan, group)
     own = recurrent.state_map(key, value, log_decay, beta, plan, options)
-    told = torch.stack([plan.batch.query_lens, plan.has_initial_state.int()])
-    lens, has_state = rearrange(group.all_gather(told, dim=0), "(ranks two) b -> two ranks b", two=2)
+    lens, has_state = _lengths_of_ranks(plan, group)
     factors = group.all_gather(rearrange(own.factor, "b hv i dk -> 1 b hv i dk"), dim=0)
     added = group.all_gather(rearrange(own.added, "b hv dv dk -> 1 b hv dv dk"), dim=0)
 
@@ -270,6 +269,82 @@ def recurrent_attention(
     for slot, state in after.items():
         states[slot] = state
     return result
+
+
+@without_autocast
+def recurrent_convolve(
+    inputs: Float[Tensor, "t c"],
+    weight: Float[Tensor, "c width"],
+    states: Float[Tensor, "n w c"],
+    plan: StatePlan,
+    *,
+    group: Group,
+    bias: Float[Tensor, "c"] | None = None,
+    silu: bool = True,
+    out: Float[Tensor, "t c"] | None = None,
+) -> Float[Tensor, "t c"]:
+    """Convolve the new tokens of sequences, each rank its own consecutive part, as in `recurrent_attention`.
+
+    A part begins with the last `width - 1` inputs before it. They may come from several ranks, as parts may be short:
+
+        width 4    rank 0 has a b c d      begins with what the slot holds
+                   rank 1 has e            begins with b c d
+                   rank 2 has nothing
+                   rank 3 has f g          begins with c d e, and f g comes after them: every slot then holds e f g
+
+    So the ranks exchange the last `width - 1` inputs of their parts once, and each puts together those before its own.
+
+    Args:
+        inputs: as in `recurrent.convolve`: the rank's own tokens, and what follows. A part may be empty.
+        weight: the factors of each channel, on all ranks alike.
+        states: the rank's own pool, changed in place. Before, the slot of a sequence holds the last inputs before the
+            tokens of all ranks, if there are any; after, the last ones of all. In a pool of a narrower type than the
+            inputs, those of the ranks before are rounded to it.
+        plan: the same as for `recurrent_attention`.
+        group: the ranks, in the order of their tokens.
+        bias: added before SiLU.
+        silu: apply SiLU to the sum.
+        out: where to write the outputs; a new tensor if None.
+
+    Returns:
+        The outputs of the rank's tokens, in the type of the inputs. Rows of padding are 0.
+
+    Raises:
+        ValueError: naming the argument that does not fit. Nothing is written and nothing exchanged then.
+    """
+    check_convolution(inputs, weight, bias, states, plan, silu, out)
+    check_ranks(plan, group)
+    kept, compute = states.shape[1], torch.promote_types(inputs.dtype, states.dtype)
+    ends = inputs.new_zeros(plan.batch.num_seqs, *states.shape[1:])  # the last inputs of each part, at the right
+    for i, (q0, q1) in enumerate(plan.batch.query_rows()):
+        part = inputs[max(q0, q1 - kept) : q1]
+        ends[i, kept - len(part) :] = part
+    lens, has_state = _lengths_of_ranks(plan, group)
+    ends = group.all_gather(rearrange(ends, "b w c -> 1 b w c"), dim=0).to(compute)
+
+    after = {}
+    for i, slot in enumerate(plan.state_indices.tolist()):
+        if slot < 0 or not lens[:, i].any():
+            continue
+        last = states[slot].to(compute) if has_state[0, i] else torch.zeros_like(ends[0, i])
+        for rank in range(group.size):
+            if rank == group.rank:
+                states[slot] = last
+            new = min(int(lens[rank, i]), kept)
+            last = torch.cat([last[new:], ends[rank, i, kept - new :]])
+        after[slot] = last
+    begun = replace(plan, has_initial_state=torch.ones_like(plan.has_initial_state))
+    result = recurrent.convolve(inputs, weight, states, begun, bias=bias, silu=silu, out=out)
+    for slot, last in after.items():
+        states[slot] = last
+    return result
+
+
+def _lengths_of_ranks(plan: StatePlan, group: Group) -> tuple[Int32[Tensor, "ranks b"], Int32[Tensor, "ranks b"]]:
+    """Return the new tokens that each rank has of each sequence, and whether each takes it to have a state."""
+    own = torch.stack([plan.batch.query_lens, plan.has_initial_state.int()])
+    lens, has_state = rearrange(group.all_gather(own, dim=0), "(ranks two) b -> two ranks b", two=2)
+    return lens, has_state
 
 
 def own_positions(length: int, shard: Shard) -> Int64[Tensor, "s"]:

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from refattn.conformance.example import PATHS
 from refattn.conformance.kernel import Kernel, claims, find
-from refattn.conformance.libraries import Call, fa2, fa3, fa4, flash_mla, flashinfer, missing, pytorch
+from refattn.conformance.libraries import Call, attn_gym, fa2, fa3, fa4, fla, flash_mla, flashinfer, missing, pytorch
 from refattn.interface import Batch
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -281,6 +281,72 @@ def sglang_merge(outs: list[Tensor], lses: list[Tensor]) -> Any:
     return merge_state(outs[0], lses[0], outs[1], lses[1])
 
 
+# --- layers that keep a state ---
+
+
+def over_gathered_states(prepare: Callable[..., Call], **limits: Any) -> Callable[..., Tensor]:
+    """Return a kernel over slots from one over states that lie one after the other, as servers call it.
+
+    It gathers the states of a step, zeros for sequences that begin, and afterwards writes them to their slots.
+    """
+
+    @claims(**{"not_claimed": NO_SLOTS} | limits)
+    def kernel(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        log_decay: Tensor,
+        beta: Tensor,
+        states: Tensor,
+        cu_seqlens_q: Tensor,
+        state_indices: Tensor,
+        has_initial_state: Tensor,
+        scale: float,
+    ) -> Tensor:
+        slots = state_indices.long()
+        before = states[slots].masked_fill(~has_initial_state[:, None, None, None], 0.0)
+        out, after = prepare(query, key, value, log_decay, beta, before, cu_seqlens_q, scale)()
+        states[slots] = after.to(states.dtype)
+        return out
+
+    return kernel
+
+
+def over_slots_from_1(prepare: Callable[..., Call], **limits: Any) -> Callable[..., Tensor]:
+    """Return a kernel over slots from one to whom slot 0 is padding: its pool begins with one slot more."""
+
+    @claims(**limits)
+    def kernel(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        log_decay: Tensor,
+        beta: Tensor,
+        states: Tensor,
+        cu_seqlens_q: Tensor,
+        state_indices: Tensor,
+        has_initial_state: Tensor,
+        scale: float,
+    ) -> Tensor:
+        pool = torch.cat([states[:1], states])
+        tables = state_indices + 1, cu_seqlens_q, has_initial_state
+        out = prepare(query, key, value, log_decay, beta, pool, *tables, scale)()
+        states.copy_(pool[1:])
+        return out
+
+    return kernel
+
+
+NO_SLOTS = {
+    "padding slot": "knows no slots",
+    "padding": "says nothing of rows that no sequence has",
+}
+UNWRITTEN = {"padding": "rows past the last sequence are not written"}
+FINITE = {"forgets": "decays are finite"}
+NO_TOKENS = "must have nonempty dimensions"  # what attention-gym raises
+SAME_HEADS: dict[str, Any] = dict(heads=((1, 1), (4, 4)))  # values have as many heads as keys
+
+
 # --- all of them, in the order of the tables ---
 
 TORCH = None, "torch", lambda: None
@@ -290,6 +356,7 @@ FLASHINFER, FLASH_MLA = (
     ("flashinfer", "flashinfer-python", flashinfer.available),
     ("flash_mla", "sgl-flash-mla", flash_mla.available),
 )
+FLA, ATTN_GYM = ("fla.ops", "fla-core", fla.available), ("attn_gym", "attn-gym", attn_gym.available)
 HEADS_OF_FA4: dict[str, Any] = dict(heads=((1, 1), (4, 2)), head_sizes=((128, 128),))
 LATENTS: dict[str, Any] = dict(heads=((16, 1), (128, 1)), head_sizes=((576, 512),), block_sizes=(64,))
 ONE_QUERY = {"empty rows": RECTANGLE, "padding": RECTANGLE}
@@ -311,6 +378,11 @@ def _of(package: str, distribution: str) -> tuple[str, str, Callable[[], str | N
     return package, distribution, partial(missing, package)
 
 
+def _name(library: str, layer: str, form: str) -> str:
+    return f"{library}-{layer}" + ("-recurrent" if form == "recurrent" else "")
+
+
+OF_ATTN_GYM = [(layer, form) for layer in ("gdn", "kda") for form in ("chunk", "recurrent")]
 KERNELS = (
     *(
         Adapter(f"{package}.{path}", path, None, *_of(package, "twinattn"), needs_cuda=False)
@@ -434,6 +506,67 @@ KERNELS = (
     Adapter("vllm-merge", "merge", vllm_merge, *_of("vllm.v1.attention.ops.triton_merge_attn_states", "vllm")),
     Adapter(
         "sglang-merge", "merge", sglang_merge, *_of("sglang.srt.layers.attention.triton_ops.merge_state", "sglang")
+    ),
+    *(
+        Adapter(
+            _name("fla", layer, form),
+            "recurrent",
+            over_gathered_states(
+                partial(fla.prepare, layer=layer, form=form),
+                dtypes=HALVES,
+                layers=(layer,),
+                **(SAME_HEADS if layer == "mamba2" else {}),
+            ),
+            *FLA,
+        )
+        for layer, form in fla.FUNCTIONS
+    ),
+    *(
+        Adapter(
+            _name("fla-naive", layer, form),
+            "recurrent",
+            over_gathered_states(
+                partial(fla.prepare_naive, layer=layer, form=form),
+                dtypes=(torch.float32,),
+                layers=(layer,),
+                **({} if layer == "kda" else SAME_HEADS),
+            ),
+            *FLA,
+            needs_cuda=False,
+        )
+        for layer, form in fla.NAIVE
+    ),
+    *(
+        Adapter(
+            _name("attn-gym", layer, form),
+            "recurrent",
+            over_slots_from_1(
+                partial(attn_gym.prepare, layer=layer, form=form),
+                dtypes=HALVES,
+                layers=(layer,),
+                not_claimed=UNWRITTEN | (FINITE if layer == "kda" else {}),
+                refusals=(NO_TOKENS,),
+                **(SAME_HEADS if layer == "kda" else {}),
+            ),
+            *ATTN_GYM,
+        )
+        for layer, form in OF_ATTN_GYM
+    ),
+    *(
+        Adapter(
+            _name("attn-gym-reference", layer, form),
+            "recurrent",
+            over_gathered_states(
+                partial(attn_gym.prepare_reference, layer=layer, form=form),
+                layers=(layer,),
+                not_claimed=NO_SLOTS | (FINITE if layer == "kda" else {}),
+                refusals=(NO_TOKENS,),
+                **(SAME_HEADS if layer == "kda" else {}),
+            ),
+            *ATTN_GYM,
+            needs_cuda=False,
+        )
+        for layer, form in OF_ATTN_GYM
     ),
 )
 ADAPTERS = {adapter.name: adapter for adapter in KERNELS}

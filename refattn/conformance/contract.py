@@ -58,6 +58,7 @@ class Property:
         cuda: whether it is asked on a GPU only.
         landmarks: batches that are tried after those that are drawn, which are smaller.
         check_landmark: the check of these, if it is another.
+        layer: of those that keep a state, the one that it is about.
     """
 
     name: str
@@ -70,11 +71,17 @@ class Property:
     cuda: bool = False
     landmarks: Landmarks = landmarks.none
     check_landmark: Check | None = None
+    layer: str = ""
 
     @property
     def compares_lse(self) -> bool:
         """Whether it compares the log-sum-exp too, where there is one."""
         return self.check not in OUTPUTS_ALONE
+
+    @property
+    def draws_other_lengths(self) -> bool:
+        """Whether a sequence has no new token in it, or several, whatever a kernel claims."""
+        return self.draw in (without_tokens, of_several_chunks) or self.check is cut
 
     def not_asked(self, kernel: Kernel, device: str) -> str | None:
         """Return why this is not asked of a kernel, or None if it is."""
@@ -85,8 +92,13 @@ class Property:
                 return f"has no parameter {option}"
         if self.cuda and not device.startswith("cuda"):
             return "is of a GPU"
-        if self.name == "padding" and PATHS[kernel.path].attends and not kernel.knows_query_lens:
+        is_step = PATHS[kernel.path].attends or bool(PATHS[kernel.path].in_place)
+        if self.name == "padding" and is_step and not kernel.knows_query_lens:
             return "has no parameter that says which rows are padding"
+        if self.draws_other_lengths and kernel.claims.max_query_len == 1:
+            return "every sequence has one token"
+        if self.layer and self.layer not in kernel.claims.layers:
+            return f"claims layers={kernel.claims.layers}, and not {self.layer!r}"
         return None
 
 
@@ -120,6 +132,11 @@ def draw_example(
         options["topk"] = draw(st.sampled_from((8, 1, 16)))
     if path == "merge":
         options["parts"] = draw(st.sampled_from(claims.parts))
+    if path == "recurrent":
+        if claims.layers[0] != "gdn":
+            options.setdefault("layer", claims.layers[0])
+        if not kernel.knows_beginnings:
+            pairs = [(q, max(s, q + 1)) for q, s in pairs]
     return Example(
         path,
         tuple(pairs),
@@ -780,10 +797,23 @@ def over_states(**options: Any) -> Callable[[Draw, Kernel], Example]:
     return drawn
 
 
+def per_channel(draw: Draw, kernel: Kernel) -> Example:
+    """Draw decays per key channel, weak and strong ones, and such that forget everything if that is claimed."""
+    kinds = ("weak", "strong", *(() if "forgets" in kernel.claims.not_claimed else ("forget",)))
+    return draw_example(draw, kernel, options={"layer": "kda", "decays": draw(st.sampled_from(kinds))})
+
+
 def without_tokens(draw: Draw, kernel: Kernel) -> Example:
     """Draw sequences without new tokens among others."""
     pairs = st.lists(st.tuples(st.integers(0, 5), st.integers(6, 30)), min_size=1, max_size=3)
     return draw_example(draw, kernel, pairs.map(lambda drawn: [drawn[0], (0, 9), *drawn[1:]]))
+
+
+def of_several_chunks(draw: Draw, kernel: Kernel) -> Example:
+    """Draw lengths that fill chunks of 64 tokens, one less and one more, with and without a state before."""
+    return draw_example(
+        draw, kernel, st.sampled_from((((64, 64), (65, 130)), ((63, 70), (1, 9), (128, 128)), ((150, 200),)))
+    )
 
 
 def free_slots(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
@@ -823,7 +853,7 @@ def cut(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> No
         at = torch.tensor([starts[i] + x for i, some in enumerate(part) for x in some], dtype=torch.int64)
         at = at.to(outs.device)
         tokens = {name: arguments[name][at] for name in ("query", "key", "value", "log_decay", "beta")}
-        same = {name: arguments[name] for name in ("state_indices", "scale")}
+        same = {name: arguments[name] for name in ("state_indices", "scale", "delta") if name in arguments}
         has_state = tables["has_initial_state"]
         answers = ask(kernel, step, tables | tokens | same | dict(states=states, has_initial_state=has_state))
         states, outs[at] = answers["states"], answers["out"]
@@ -1155,6 +1185,36 @@ PROPERTIES = (
         "A sequence that is computed in two steps has the same outputs and state.",
         plain,
         cut,
+        paths=("recurrent",),
+    ),
+    Property(
+        "chunks",
+        "A prompt of several chunks of 64 tokens has the same outputs and state as token by token.",
+        of_several_chunks,
+        everything,
+        paths=("recurrent",),
+        examples=3,
+    ),
+    Property(
+        "decay per channel",
+        "Each key channel may have a decay of its own.",
+        per_channel,
+        everything,
+        paths=("recurrent",),
+        layer="kda",
+    ),
+    Property(
+        "strong decays",
+        "Decays may be as strong as e^-60, with weak ones beside them.",
+        over_states(decays="strong"),
+        everything,
+        paths=("recurrent",),
+    ),
+    Property(
+        "forgets",
+        "A decay of 0, whose logarithm is -inf, forgets everything before the token: no NaN from -inf minus -inf.",
+        over_states(decays="forget"),
+        everything,
         paths=("recurrent",),
     ),
     Property(

@@ -27,6 +27,7 @@ from refattn.interface import AttentionOptions, RecurrentOptions
 
 OF_BATCH = ("cu_seqlens_q", "seq_lens", "block_table", "max_query_len", "max_seq_len", "query_lens", "context_lens")
 QUERY_LENS = {"cu_seqlens_q", "query_lens", "context_lens", "batch", "plan"}  # what says where queries are
+BEGINNINGS = {"has_initial_state", "seq_lens", "context_lens", "batch", "plan"}  # what says who has no state yet
 NEUTRAL = {
     "causal": True,
     "window_size": (-1, -1),
@@ -62,6 +63,7 @@ class Claims:
         max_query_len: the most queries of a sequence; 1 for a decode kernel.
         min_seq_len: the fewest keys of a sequence.
         parts: numbers of parts that a merge takes.
+        layers: kinds of layers that keep a state, of `states.LAYERS`; the first is what most properties draw.
         not_claimed: names of properties, each with the reason, in the words of its documentation.
         refusals: parts of the messages by which it says what it does not compute, where it raises something else than
             NotImplementedError.
@@ -75,6 +77,7 @@ class Claims:
     max_query_len: int | None = None
     min_seq_len: int = 0
     parts: tuple[int, ...] = (2, 3, 5)
+    layers: tuple[str, ...] = ("gdn",)
     not_claimed: Mapping[str, str] = field(default_factory=dict)
     refusals: tuple[str, ...] = ()
     max_examples: int | None = None
@@ -153,8 +156,11 @@ class Kernel:
                     "A function of a few lines with these names can call yours in any other way."
                 )
         limits = getattr(self.function, "__claims__", {})
-        if PATHS[self.path].attends and not QUERY_LENS & set(self.parameters):
+        is_step = PATHS[self.path].attends or PATHS[self.path].in_place
+        if is_step and not QUERY_LENS & set(self.parameters):
             limits = {"max_query_len": 1} | limits  # nothing says how many queries a sequence has: this is a decode
+        if "plan" in self.parameters:
+            limits = {"layers": ("gdn", "kda")} | limits  # it has the path's own signature, and all of its layers
         self.claims = Claims(**{**{f.name: getattr(self._usual, f.name) for f in fields(Claims)}, **limits})
 
     @property
@@ -184,6 +190,11 @@ class Kernel:
     def knows_query_lens(self) -> bool:
         """Return whether a parameter says how many queries each sequence has; else each has one, as in a decode."""
         return bool(QUERY_LENS & set(self.parameters))
+
+    @property
+    def knows_beginnings(self) -> bool:
+        """Return whether a parameter says which sequences begin; else each has a state, as in a decode."""
+        return bool(BEGINNINGS & set(self.parameters))
 
     def __call__(self, example: Example, arguments: Arguments, **more: Any) -> Answers:
         """Call the function with the words that it names, and return its answers by name.

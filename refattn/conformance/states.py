@@ -18,13 +18,19 @@ from refattn.interface.ambient import computing_in
 
 TOKENS = ("query", "key", "value", "log_decay", "beta", "states")
 TABLES = ("state_indices", "has_initial_state", "num_accepted")
+LAYERS = {
+    "gdn": "a decay per head, and the delta rule",
+    "kda": "a decay per key channel, and the delta rule",
+    "mamba2": "a decay per head, and the value itself is written; lightning attention, too",
+}
 
 
 def tensors(example: Workload, options: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """Draw the tokens of a step, states in shuffled slots, and the tables.
 
-    Of the options, `padding` makes every second sequence padding, beginning with the second; `drafts` gives each a slot
-    per token, and a state after some token of a step before.
+    Of the options, `layer` is one of `LAYERS`; `padding` makes every second sequence padding, beginning with the
+    second; `drafts` gives each a slot per token, and a state after some token of a step before; `decays` are "weak", or
+    some of them "strong", down to e^-60, or such that they "forget" everything.
     """
     generator = torch.Generator().manual_seed(example.seed)
 
@@ -40,8 +46,11 @@ def tensors(example: Workload, options: Mapping[str, Any], dtype: torch.dtype) -
     slots = torch.randperm(b * columns + 3, generator=generator)[: b * columns].int().view(b, columns)
     if options.get("padding"):
         slots[1::2] = -1
-    log_decay = -torch.rand(t, hv, generator=generator, dtype=torch.float32)
-    log_decay[torch.rand(t, hv, generator=generator) < 0.1] = -torch.inf  # which forgets everything
+    layer, decays = options.get("layer", "gdn"), options.get("decays", "weak")
+    log_decay = -torch.rand(t, hv, *([dk] if layer == "kda" else []), generator=generator, dtype=torch.float32)
+    if decays != "weak":
+        chosen = torch.rand(log_decay.shape, generator=generator) < 0.1
+        log_decay[chosen] = -torch.inf if decays == "forget" else 60 * log_decay[chosen]
     made: dict[str, Any] = dict(
         query=normal(t, h, dk).to(dtype),
         key=normalize(normal(t, h, dk), dim=-1).to(dtype),
@@ -57,8 +66,8 @@ def tensors(example: Workload, options: Mapping[str, Any], dtype: torch.dtype) -
     if options.get("drafts"):
         accepted = torch.randint(1, columns + 1, (b,), generator=generator, dtype=torch.int32)
         made["num_accepted"] = accepted
-    if "delta" in options:
-        made["delta"] = options["delta"]
+    if "delta" in options or layer == "mamba2":
+        made["delta"] = options.get("delta", False)
     return made
 
 

@@ -27,6 +27,7 @@ PAGES = {  # with some of each kind
     "explorer": "explorer/index.html",
     "cascade": "explorer/index.html#lens=2,13;1,15;3,11&shared=8",
     "played": "explorer/engine.html",
+    "state": "explorer/state.html#step=3",
     "path": "paths/sliding_window.html",
     "notebook": "notebooks/05_sliding_window.html",
     "benchmark": "proof/benchmark.html",

@@ -7,6 +7,8 @@ import math
 
 import torch
 
+from refattn.conformance import claims
+
 TILE = 16  # keys at a time
 SPLIT = 64  # keys of a part, merged at the end
 
@@ -274,6 +276,7 @@ LOG2E = math.log2(math.e)
 LATER: dict = {}  # for a mistake that is planted
 
 
+@claims(layers=("gdn", "kda"))
 def recurrent(
     query,
     key,
@@ -299,7 +302,8 @@ def recurrent(
         start = slots[int(num_accepted[i]) - 1] if num_accepted is not None else slots[0]
         state = states[start].float() if has_initial_state[i] else torch.zeros(states.shape[1:])
         for row in range(begin, end):
-            state = state * log_decay[row].float().exp()[:, None, None]
+            decay = log_decay[row].float().exp()
+            state = state * decay.view(len(decay), 1, -1)
             seen = torch.einsum("hvk,hk->hv", state, k[row]) if delta else 0.0
             written = beta[row].float()[:, None] * (value[row].float() - seen)
             state = state + torch.einsum("hv,hk->hvk", written, k[row])

@@ -16,7 +16,7 @@ from torch.nn.functional import normalize, softplus
 
 from refattn import masks, merge, recurrent
 from refattn.attention import attend
-from refattn.interface import Batch
+from refattn.interface import Batch, RecurrentOptions
 
 # Of the wheel vllm 0.33.0, as its library registers them.
 FA3 = "_vllm_fa3_C"
@@ -54,10 +54,14 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     flashinfer.BatchDecodeWithPagedKVCacheWrapper = Decode
     flashinfer.MultiLevelCascadeAttentionWrapper = Cascade
     flashinfer.merge_states = merge_states
-    fla, gdn = ModuleType("fla.ops.gated_delta_rule"), ModuleType("attn_gym.linear.gdn")
-    fla.chunk_gated_delta_rule, fla.fused_recurrent_gated_delta_rule = fla_chunk, fla_recurrent
-    gdn.paged_chunk_gdn, gdn.recurrent_gdn_decode = gdn_chunk, gdn_decode
-    for module in (fa2, fa4, flashinfer, flashinfer_mla, flash_mla, codes, fla, gdn):
+    fla, fla_kda, fla_gla = (ModuleType(f"fla.ops.{name}") for name in ("gated_delta_rule", "kda", "simple_gla"))
+    fla.chunk_gated_delta_rule, fla.fused_recurrent_gated_delta_rule = fla_fold, fla_recurrent_gdn
+    fla_kda.chunk_kda = fla_kda.fused_recurrent_kda = fla_fold
+    fla_gla.chunk_simple_gla = fla_gla.fused_recurrent_simple_gla = fla_simple_gla
+    gdn, kda = (ModuleType(f"attn_gym.linear.{name}") for name in ("gdn", "kda"))
+    gdn.paged_chunk_gdn, gdn.recurrent_gdn, gdn.recurrent_gdn_decode = gym_chunk, gym_recurrent, gdn_decode
+    kda.paged_chunk_kda, kda.recurrent_kda = gym_chunk_kda, gym_recurrent
+    for module in (fa2, fa4, flashinfer, flashinfer_mla, flash_mla, codes, fla, fla_kda, fla_gla, gdn, kda):
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
@@ -158,35 +162,64 @@ def flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v, *, use_legacy):
     return out, None, lse
 
 
-def fold(query, key, value, log_decay, beta, ends, states) -> tuple[Tensor, Tensor]:
+def fold(query, key, value, log_decay, beta, ends, states, scale=None, *, delta=True) -> tuple[Tensor, Tensor]:
     """Fold the tokens of each sequence into its state `[b, hv, dv, dk]`, with two slots for each: before and after."""
     num_seqs = len(ends) - 1
     lens = ends.diff().int()
     pool, rows = torch.cat((states, states)), torch.arange(2 * num_seqs, dtype=torch.int32)
     before = Batch(ends.int(), lens + 1, None, int(lens.max()), int(lens.max()) + 1)
     plan = recurrent.plan(before, state_indices=rows[num_seqs:])
-    out = recurrent.attention(query, key, value, log_decay, beta, pool, plan)
+    tokens = query, key, value, log_decay.float(), beta.float()
+    out = recurrent.attention(*tokens, pool, plan, RecurrentOptions(scale, delta))
     return out, pool[num_seqs:]
 
 
-def fla_chunk(q, k, v, g, beta, *, cu_seqlens, output_final_state, state_v_first, initial_state=None):
+def fla_fold(q, k, v, g, beta=None, scale=None, initial_state=None, output_final_state=False, state_v_first=False,
+             cu_seqlens=None):  # fmt: skip
+    """All of FLA's kernels; that of Mamba-2 has no beta."""
     assert output_final_state and state_v_first and cu_seqlens.dtype == torch.int64 and len(q) == 1
     if initial_state is None:
         initial_state = q.new_zeros(len(cu_seqlens) - 1, v.shape[2], v.shape[3], q.shape[3])
-    out, states = fold(q[0], k[0], v[0], g[0], beta[0], cu_seqlens, initial_state)
+    assert len(initial_state) == len(cu_seqlens) - 1
+    written = torch.ones(v.shape[:3]) if beta is None else beta
+    out, states = fold(q[0], k[0], v[0], g[0], written[0], cu_seqlens, initial_state, scale, delta=beta is not None)
     return out[None], states
 
 
-def fla_recurrent(q, k, v, *, g, beta, initial_state, cu_seqlens, output_final_state, state_v_first):
-    options = dict(output_final_state=output_final_state, state_v_first=state_v_first)
-    return fla_chunk(q, k, v, g, beta, cu_seqlens=cu_seqlens, initial_state=initial_state, **options)
+def fla_recurrent_gdn(q, k, v, g=None, gk=None, gv=None, beta=None, scale=None, initial_state=None,
+                      output_final_state=False, state_v_first=False, cu_seqlens=None):  # fmt: skip
+    """Its order of arguments is another one."""
+    assert gk is gv is None
+    return fla_fold(q, k, v, g, beta, scale, initial_state, output_final_state, state_v_first, cu_seqlens)
 
 
-def gdn_chunk(q, k, v, gate, beta, state_cache, state_indices, *, cu_seqlens, has_initial_state):
-    assert state_indices.is_contiguous() and state_indices.min() > 0 and state_indices.dtype == torch.int32
-    before = state_cache[state_indices.long()] * has_initial_state[:, None, None, None]
-    out, state_cache[state_indices.long()] = fold(q[0], k[0], v[0], gate[0], beta[0], cu_seqlens, before)
-    return out[None]
+def fla_simple_gla(q, k, v, g=None, g_gamma=None, scale=None, initial_state=None, output_final_state=False,
+                   state_v_first=False, cu_seqlens=None):  # fmt: skip
+    """Values have as many heads as queries."""
+    assert g_gamma is None and q.shape[2] == v.shape[2]
+    return fla_fold(q, k, v, g, None, scale, initial_state, output_final_state, state_v_first, cu_seqlens)
+
+
+def gym_chunk(q, k, v, gate, beta, state_cache, state_indices, *, cu_seqlens, has_initial_state, scale=None):
+    """Non-positive slots are padding: 0 comes out, and no slot changes."""
+    assert state_indices.is_contiguous() and state_indices.dtype == torch.int32 and has_initial_state.is_contiguous()
+    before = state_cache[state_indices.clamp(min=0).long()] * has_initial_state[:, None, None, None]
+    out, after = fold(q[0], k[0], v[0], gate[0], beta[0], cu_seqlens, before, scale)
+    is_real = state_indices > 0
+    state_cache[state_indices[is_real].long()] = after[is_real]
+    return (out * is_real.repeat_interleave(cu_seqlens.diff())[:, None, None])[None]
+
+
+def gym_chunk_kda(q, k, v, gate, beta, state_cache, state_indices, *, cu_seqlens, has_initial_state):
+    """It has no scale, and a decay for each key channel."""
+    assert gate.shape == q.shape
+    more = dict(cu_seqlens=cu_seqlens, has_initial_state=has_initial_state)
+    return gym_chunk(q, k, v, gate, beta, state_cache, state_indices, **more)
+
+
+def gym_recurrent(q, k, v, gate, beta, initial_state, *, cu_seqlens, scale, state_indices, has_initial_state):
+    more = dict(cu_seqlens=cu_seqlens, has_initial_state=has_initial_state, scale=scale)
+    return gym_chunk(q, k, v, gate, beta, initial_state, state_indices, **more), None
 
 
 def gdn_decode(packed_qkv, raw_gate, raw_beta, A_log, dt_bias, state_cache, state_indices):
@@ -195,9 +228,8 @@ def gdn_decode(packed_qkv, raw_gate, raw_beta, A_log, dt_bias, state_cache, stat
     query, key = (normalize(x.unflatten(1, (-1, dk)), dim=-1) for x in qk.chunk(2, 1))
     rows = query[None], key[None], value.unflatten(1, (heads, dv))[None]
     gate, ends = -A_log.exp() * softplus(raw_gate + dt_bias), torch.arange(num_seqs + 1)
-    begins = torch.ones(num_seqs, dtype=torch.bool)
-    more = dict(cu_seqlens=ends, has_initial_state=begins)
-    return gdn_chunk(*rows, gate, raw_beta.sigmoid(), state_cache, state_indices, **more)
+    more = dict(cu_seqlens=ends, has_initial_state=torch.ones(num_seqs, dtype=torch.bool))
+    return gym_chunk(*rows, gate, raw_beta.sigmoid(), state_cache, state_indices, **more)
 
 
 def flash_mla_with_kvcache(

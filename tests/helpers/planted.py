@@ -594,13 +594,13 @@ PLANTED = [
         "answers-before-it-fades",
         "answer",
         (
-            "            state = state * log_decay[row].float().exp()[:, None, None]\n",
+            "            decay = log_decay[row].float().exp()\n            state = state * decay.view(len(decay), 1, -1)\n",
             'seen = torch.einsum("hvk,hk->hv", state, k[row]) if delta else 0.0\n',
         ),
         (
             "",
             'seen = torch.einsum("hvk,hk->hv", state, k[row]) if delta else 0.0\n'
-            "            state = state * log_decay[row].float().exp()[:, None, None]\n",
+            "            decay = log_decay[row].float().exp()\n            state = state * decay.view(len(decay), 1, -1)\n",
         ),
     ),
     (
@@ -611,6 +611,24 @@ PLANTED = [
         ("states[start].float().mT if", "            states[slots[0]] = state.mT"),
     ),
     ("recurrent", "logarithm-of-two", "answer", "log_decay[row].float().exp()", "log_decay[row].float().exp2()"),
+    ("recurrent", "values-fade", "decay per channel", "decay.view(len(decay), 1, -1)", "decay.view(len(decay), -1, 1)"),
+    (
+        "recurrent",
+        "channels-fade-alike",
+        "decay per channel",
+        "decay.view(len(decay), 1, -1)",
+        "decay.view(len(decay), 1, -1).mean(-1, keepdim=True)",
+    ),
+    (
+        "recurrent",
+        "state-between-chunks-lost",
+        "chunks",
+        ("        for row in range(begin, end):\n", "            decay = log_decay[row]"),
+        (
+            "        first = state\n        for row in range(begin, end):\n",
+            "            state = state if (row - begin) % 64 else first\n            decay = log_decay[row]",
+        ),
+    ),
 ]
 
 SEE = "see = torch.ones(n, len(j), dtype=torch.bool)"

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -119,9 +119,24 @@ def fold_part(package: str, group: Group, step, states: Tensor, batch: Batch, cu
     return rows, path.recurrent_attention(*own, pool, plan, options, group=group), pool
 
 
-def fold_on_all(package: str, num_ranks: int, *arguments, **tables) -> tuple[Tensor, list[Tensor]]:
+class Channels(NamedTuple):
+    """The tokens of a step before the layer, as a convolution has them."""
+
+    inputs: Tensor
+
+
+def convolve_part(package: str, group: Group, step: Channels, states: Tensor, batch: Batch, cuts, weights, **tables):
+    """Convolve a rank's tokens likewise; `weights` are those of the taps, the bias, and whether SiLU follows."""
+    own, own_batch, rows = part_of(step, batch, group.rank, cuts)
+    pool, path = states.clone(), import_module(f"{package}.context_parallel")
+    plan = import_module(f"{package}.recurrent").plan(own_batch, **tables)
+    weight, bias, silu = weights
+    return rows, path.recurrent_convolve(*own, weight, pool, plan, group=group, bias=bias, silu=silu), pool
+
+
+def fold_on_all(package: str, num_ranks: int, *arguments, of_part=fold_part, **tables) -> tuple[Tensor, list[Tensor]]:
     """Fold on simulated ranks; return the outputs of all tokens, and the pool of each rank."""
-    parts = simulate_ranks(num_ranks, lambda group: fold_part(package, group, *arguments, **tables))
+    parts = simulate_ranks(num_ranks, lambda group: of_part(package, group, *arguments, **tables))
     out = torch.cat([part for _, part, _ in parts])[torch.tensor(sum((rows for rows, _, _ in parts), [])).argsort()]
     return out, [pool for _, _, pool in parts]
 
@@ -153,9 +168,9 @@ def replay(call: Callable[[], Any], seq_lens: Tensor, shortest: Tensor) -> Any:
 
 
 def run_process(
-    rank: int, size: int, folder: str, backend: str, calls: list[tuple[Case, torch.dtype, dict]], folded=None
+    rank: int, size: int, folder: str, backend: str, calls: list[tuple[Case, torch.dtype, dict]], folded=()
 ) -> None:
-    """Be one of several processes: attend in every case, fold some tokens, and leave the answers in a folder."""
+    """Be one of several processes: attend in every case, fold and convolve some tokens, and leave the answers."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group(backend, f"file://{folder}/store", rank=rank, world_size=size)
     device = "cpu" if backend == "gloo" else f"cuda:{rank}"
@@ -177,8 +192,7 @@ def run_process(
         call = prepare_rank("fastattn", DistributedGroup(), (*tensors, batch), return_lse=True, **options)
         answer = call() if backend == "gloo" else replay(call, batch.seq_lens, batch.query_lens)
         answers.append(tuple(x.cpu() for x in answer))
-    if folded is not None:
-        arguments, tables = folded
-        answers.append(fold_part("fastattn", DistributedGroup(), *arguments, **tables))
+    for of_part, arguments, tables in folded:
+        answers.append(of_part("fastattn", DistributedGroup(), *arguments, **tables))
     torch.save(answers, Path(folder, f"{rank}.pt"))
     torch.distributed.destroy_process_group()

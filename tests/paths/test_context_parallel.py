@@ -17,7 +17,14 @@ from refattn.conformance import PathSpec, attend
 from refattn.interface import DistributedGroup, Fp8Scales, Group, RecurrentOptions, Shard, simulate_ranks
 from tests.helpers.batches import Case, build, masks_by_hand
 from tests.helpers.kernels_present import each_kernel
-from tests.helpers.ranks import attend_on_all, fold_on_all, run_process
+from tests.helpers.ranks import (
+    Channels,
+    attend_on_all,
+    convolve_part,
+    fold_on_all,
+    fold_part,
+    run_process,
+)
 from tests.helpers.states import draw, draw_states, ints, lengths
 from tests.helpers.stored import KINDS, Stored, rounded_by_hand, store
 from tests.helpers.tolerance import assert_matches_reference
@@ -521,7 +528,7 @@ CALLS = [
 ]
 
 
-def check_processes(num_ranks, backend, calls, folder, folded=None):
+def check_processes(num_ranks, backend, calls, folder, folded=()):
     """Run a process per rank, and hold what they answer to the reference of one machine.
 
     They are forks of a process that is not this one, so PyTorch is imported once, and no thread is lost on the way.
@@ -542,15 +549,19 @@ def check_processes(num_ranks, backend, calls, folder, folded=None):
 @pytest.mark.covers("B88", "R213")
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_processes_of_torch_distributed(num_ranks, tmp_path):
-    """Of keys on several ranks, and of the last call tokens, which are folded into states."""
-    step, states, batch, cuts = draw(29), draw_states(4), lengths((20, 0, 9), (3, 5, 0)), CUTS[num_ranks]
-    tables = dict(state_indices=ints([2, 1, 0]))
-    folded = (step, states, batch, cuts, RecurrentOptions()), tables
-    check_processes(num_ranks, "gloo", CALLS, tmp_path, folded)
-    parts = [torch.load(tmp_path / f"{rank}.pt")[-1] for rank in range(num_ranks)]
-    out, pools = fold_on_all("fastattn", num_ranks, *folded[0], **tables)
-    for rows, part, pool in parts:
-        assert torch.equal(part, out[rows]) and torch.equal(pool, pools[0])
+    """Of keys on several ranks, and of the last two calls tokens, which are folded into states, or convolved."""
+    batch, cuts, tables = lengths((20, 0, 9), (3, 5, 0)), CUTS[num_ranks], dict(state_indices=ints([2, 1, 0]))
+    channels, weights, inputs = draw_channels(29)
+    calls = (
+        (fold_part, (draw(29), draw_states(4), batch, cuts, RecurrentOptions()), tables),
+        (convolve_part, (channels, inputs, batch, cuts, weights), tables),
+    )
+    check_processes(num_ranks, "gloo", CALLS, tmp_path, calls)
+    answers = [torch.load(tmp_path / f"{rank}.pt")[-len(calls) :] for rank in range(num_ranks)]
+    for (of_part, arguments, _), parts in zip(calls, zip(*answers, strict=True), strict=True):
+        out, pools = fold_on_all("fastattn", num_ranks, *arguments, of_part=of_part, **tables)
+        for rows, part, pool in parts:
+            assert torch.equal(part, out[rows]) and torch.equal(pool, pools[0])
 
 
 # --- states ---
@@ -590,6 +601,56 @@ def test_any_cut_into_ranks_is_the_whole(package, num_ranks, options, per_channe
     torch.testing.assert_close(kept.nan_to_num().sum(0), whole[3:6], rtol=1e-10, atol=1e-11)
 
 
+def draw_channels(num_tokens, width=4, dtype=torch.float32):
+    """Draw the inputs of a convolution, its weights, its bias, and the last inputs of four slots."""
+    numbers = torch.Generator().manual_seed(7)
+    inputs, last, weight = (torch.randn(shape, generator=numbers) for shape in ((num_tokens, 5), (4, 3, 5), (5, 4)))
+    weights = weight[:, :width].to(dtype), torch.randn(5, generator=numbers).to(dtype), True
+    return Channels(inputs.to(dtype)), weights, last[:, : width - 1].to(dtype)
+
+
+@pytest.mark.covers("R213")
+@each_package
+@pytest.mark.parametrize("num_ranks", CUTS)
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_any_cut_into_ranks_is_the_whole_convolution(package, num_ranks, width):
+    """Ranks may have fewer tokens than are kept, or none; a part then begins with inputs of several ranks."""
+    batch, (channels, weights, last) = lengths((20, 0, 9, 1), (3, 5, 0, 2)), draw_channels(30, width, torch.float64)
+    cuts = [*CUTS[num_ranks], [1] * num_ranks]
+    states = torch.full((7, width - 1, 5), torch.nan, dtype=torch.float64)
+    states[[2, 1]] = last[:2]
+    tables = dict(state_indices=ints([2, 1, 0, -1]), block_size=8)
+    tables["checkpoint_indices"] = ints([[3, 4], [-1, -1], [5, -1], [6, 6]])
+    whole = states.clone()
+    plan = refattn.recurrent.plan(batch, **tables)
+    expected = refattn.recurrent.convolve(channels.inputs, weights[0], whole, plan, bias=weights[1])
+    shown = channels, states, batch, cuts, weights
+    out, pools = fold_on_all(package, num_ranks, *shown, of_part=convolve_part, **tables)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-13)
+    assert not out[29].any(), "padding"
+    for pool in pools:
+        assert torch.equal(pool[[2, 1, 0]], whole[[2, 1, 0]]) and torch.equal(pool[1], states[1])
+        assert pool[6].isnan().all()
+    if width > 1:
+        kept = torch.stack([pool[3:6] for pool in pools])  # by the rank with the last token of the block
+        assert (kept.isfinite().flatten(2).all(-1).sum(0) == 1).all()
+        assert torch.equal(kept.nan_to_num().sum(0), whole[3:6])
+
+
+@each_package
+def test_pools_that_are_wider_than_the_inputs_lose_nothing(package):
+    """A slot in float32 beside inputs in 16 bits loses nothing on its way, past a rank without any token either."""
+    channels, weights, last = draw_channels(2, dtype=torch.bfloat16)
+    batch, tables = lengths([2], [4]), dict(state_indices=ints([1]))
+    whole = last.float() + 2.0**-20
+    shown = channels, whole.clone(), batch, [[1, 1, 2]], weights
+    plan = refattn.recurrent.plan(batch, **tables)
+    expected = refattn.recurrent.convolve(channels.inputs, weights[0], whole, plan, bias=weights[1])
+    out, pools = fold_on_all(package, 3, *shown, of_part=convolve_part, **tables)
+    torch.testing.assert_close(out, expected)
+    assert all(torch.equal(pool, whole) for pool in pools)
+
+
 @pytest.mark.covers("R213")
 @each_package
 def test_maps_compose_in_order(package):
@@ -623,9 +684,14 @@ def test_parts_of_a_step_that_cannot_be_are_named(package):
     plan = recurrent.plan(lengths([2], [0]), state_indices=ints([1]))
     drafts = recurrent.plan(lengths([2], [0]), state_indices=ints([[1, 2]]))
     before, one = states.clone(), recurrent.state_map(*step[1:], plan)
+    channels, (weight, _, _), last = draw_channels(2)
+    taps, last_before = (channels.inputs, weight), last.clone()
     for message, call in (
         ("plan: expected one slot", lambda: path.recurrent_attention(*step, states, drafts, group=_Alone(0, 2))),
         ("group: expected ranks, got None", lambda: path.recurrent_attention(*step, states, plan, group=None)),
+        ("plan: expected one slot", lambda: path.recurrent_convolve(*taps, last, drafts, group=_Alone(0, 2))),
+        ("group: expected ranks, got None", lambda: path.recurrent_convolve(*taps, last, plan, group=None)),
+        ("states: expected", lambda: path.recurrent_convolve(*taps, last[:, 1:], plan, group=_Alone(0, 2))),
         (
             "value: expected",
             lambda: path.recurrent_attention(*step[:2], step.beta, *step[3:], states, plan, group=None),
@@ -638,7 +704,7 @@ def test_parts_of_a_step_that_cannot_be_are_named(package):
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             call()
-    assert torch.equal(states, before)
+    assert torch.equal(states, before) and torch.equal(last, last_before)
 
 
 @pytest.mark.covers("B88")

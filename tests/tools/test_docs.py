@@ -188,8 +188,8 @@ def test_links_lead_somewhere(site):
             target = (path.parent / url).resolve() if url else path
             if not target.is_file():
                 broken.append(f"{path.name}: {link} is not there")
-            elif anchor and (target.match("explorer/index.html") or target.match("explorer/engine.html")):
-                continue  # a state, see test_explorer.py and test_engine_played.py
+            elif anchor and any(target.match(f"explorer/{name}.html") for name in ("index", "engine", "state")):
+                continue  # a state, see test_explorer.py, test_engine_played.py and test_state_played.py
             elif anchor and target in site and anchor not in site[target].ids:
                 broken.append(f"{path.name}: {link} has no such place")
     assert not broken, "\n".join(sorted(set(broken)))

@@ -86,6 +86,30 @@ def test_no_complaint(name):
     assert sum(tried) > (100 if PATHS[path].attends else 20)  # a thousand of all paths
 
 
+def decode_over_states(query, key, value, log_decay, beta, states, state_indices, scale):
+    """All sequences at once, as servers decode; padding has slot -1."""
+    group, is_real = value.shape[1] // query.shape[1], state_indices >= 0
+    query, key = (x.float().repeat_interleave(group, 1) for x in (query, key))
+    slots = state_indices.clamp(min=0).long()
+    after = states[slots] * log_decay.exp()[..., None, None]
+    seen = torch.einsum("bhvk, bhk -> bhv", after, key)
+    after += torch.einsum("bhv, bhk -> bhvk", beta[..., None] * (value.float() - seen), key)
+    states[slots[is_real]] = after[is_real]
+    out = torch.einsum("bhvk, bhk -> bhv", after, query * scale) * is_real[:, None, None]
+    return out.to(value.dtype)
+
+
+def test_a_decode_over_states_is_asked_for_one_token_of_each():
+    """It need not know where sequences begin, and has no layers but those that it claims."""
+    report = check(decode_over_states, "recurrent", examples=1)
+    assert not report.failures, as_text(report)
+    not_claimed = {finding.property for finding in report.findings if finding.outcome == "not claimed"}
+    assert not_claimed == {
+        *("padding", "no tokens", "drafts", "steps", "chunks"),
+        *("decay per channel", "without delta"),
+    }
+
+
 def test_the_reference_of_a_path_passes_its_own_contract():
     report = check("refattn.chunked_prefill", examples=1, dtypes=[torch.float32])
     assert not report.failures, as_text(report)
@@ -417,6 +441,8 @@ def test_the_command_lists_adapters(capsys):
 WITH_DOUBLES = [
     *("fa2", "fa2-pages", "fa2-decode", "fa3", "fa3-pages", "fa3-latents", "fa4", "fa4-pages"),
     *("flashinfer", "flashinfer-decode", "flashinfer-latents", "flashinfer-merge", "flash_mla"),
+    *("fla-gdn", "fla-gdn-recurrent", "fla-kda", "fla-kda-recurrent", "fla-mamba2", "fla-mamba2-recurrent"),
+    *("attn-gym-gdn", "attn-gym-gdn-recurrent", "attn-gym-kda", "attn-gym-kda-recurrent"),
 ]
 
 
@@ -431,7 +457,7 @@ def test_adapters_call_their_packages_rightly(name, monkeypatch):
 
 
 def _asked(kernel):
-    names = ("mask", "answer", "lse", "window")
+    names = ("mask", "answer", "lse", "window", "padding slot", "read scale")
     return [x.name for x in PROPERTIES if x.name in names and (not x.paths or kernel.path in x.paths)]
 
 

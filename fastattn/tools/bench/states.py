@@ -17,6 +17,7 @@ from torch.nn.functional import normalize
 from fastattn.tools.bench.measure import Call
 from fastattn.tools.bench.peers import Contender
 from fastattn.tools.bench.work import Judge, hold
+from refattn.conformance.libraries import attn_gym, fla
 from refattn.interface import Batch, StatePlan
 
 SAMPLED_VALUES = 4  # rows of a state whose answer is checked: none depends on another
@@ -162,16 +163,11 @@ def states_fla() -> Contender:
     """Flash Linear Attention, over states that lie one after the other: it knows no slots."""
 
     def prepare(inputs: StateInputs) -> Call:
-        module: Any = importlib.import_module("fla.ops.gated_delta_rule")
-        work, rows = inputs.work, [x[None] for x in inputs[1:6]]
-        ends = inputs.batch.cu_seqlens_q.long()
-        options = dict(cu_seqlens=ends, output_final_state=True, state_v_first=True)
-        if work.query_len > 1:
-            return lambda: module.chunk_gated_delta_rule(*rows, **options)[0][0]
-        query, key, value, log_decay, beta = rows
-        before = inputs.states[inputs.slots[:, 1].long()]
-        step = module.fused_recurrent_gated_delta_rule
-        return lambda: step(query, key, value, g=log_decay, beta=beta, initial_state=before, **options)[0][0]
+        is_decode, tokens = inputs.work.query_len == 1, inputs[1:6]
+        before = inputs.states[inputs.slots[:, 1].long()] if is_decode else None
+        form = "recurrent" if is_decode else "chunk"
+        call = fla.prepare(*tokens, before, inputs.batch.cu_seqlens_q, form=form)
+        return lambda: call()[0]
 
     return Contender("FLA", prepare)
 
@@ -180,20 +176,13 @@ def states_attn_gym() -> Contender:
     """attention-gym over slots. Its decode makes the gates and the lengths of 1 itself, and writes where it read."""
 
     def prepare(inputs: StateInputs) -> Call:
-        module: Any = importlib.import_module("attn_gym.linear.gdn")
-        work, (hv, _) = inputs.work, inputs.work.heads
+        is_decode, tokens = inputs.work.query_len == 1, inputs[1:6]
         states = torch.cat((inputs.states[:1], inputs.states))  # its slot 0 is padding
-        of_step = inputs.slots[:, int(work.query_len == 1)].contiguous() + 1
-        if work.query_len > 1:
-            begins = torch.zeros(work.num_seqs, dtype=torch.bool, device=states.device)
-            rows = [x[None] for x in inputs[1:6]]
-            options = dict(cu_seqlens=inputs.batch.cu_seqlens_q, has_initial_state=begins)
-            return lambda: module.paged_chunk_gdn(*rows, states, of_step, **options)[0]
-        packed = torch.cat([x.flatten(1) for x in inputs[1:4]], 1)
-        gate = (-inputs.log_decay).clamp_min(1e-30).expm1().log()[None]  # whose softplus is the decay
-        zeros = torch.zeros(hv, device=states.device)
-        raw = gate, inputs.beta.logit()[None], zeros, zeros.clone()
-        return lambda: module.recurrent_gdn_decode(packed, *raw, states, of_step)[0]
+        of_step = inputs.slots[:, int(is_decode)].contiguous() + 1
+        if is_decode:
+            return attn_gym.prepare_decode(*tokens, states, of_step)
+        begins = torch.zeros(inputs.work.num_seqs, dtype=torch.bool, device=states.device)
+        return attn_gym.prepare(*tokens, states, of_step, inputs.batch.cu_seqlens_q, begins)
 
     return Contender("attention-gym", prepare, judge=_judge_of_the_first)
 

@@ -18,6 +18,7 @@ class State(Formula, is_base=True):
         """Fold all sequences, one after the other."""
         a = self.arguments
         self.states, self.out = a["states"].double().clone(), torch.zeros(a["value"].shape, dtype=torch.float64)
+        self.read = self.states
         ends = a["batch"].cu_seqlens_q.tolist()
         table = a["state_indices"] if a["state_indices"].ndim == 2 else a["state_indices"][:, None]
         for i, slots in enumerate(table.tolist()):
@@ -38,7 +39,7 @@ class State(Formula, is_base=True):
         return slots
 
     def _begin(self, slots: Sequence[int], accepted: int, has_state: bool) -> Tensor:
-        state = self.states[slots[accepted - 1]].clone()
+        state = self.read[slots[accepted - 1]].clone()
         return state if has_state else torch.zeros_like(state)
 
     def _keep(self, slot: int, state: Tensor) -> None:
@@ -55,13 +56,16 @@ class State(Formula, is_base=True):
         heads = self._heads(a["query"].shape[1], a["value"].shape[1])
         query, key = (a[name][row].double()[heads] for name in ("query", "key"))
         decay, beta = self._decay(a["log_decay"][row].double()), a["beta"][row].double()
-        faded = decay[:, None, None] * state
+        faded = self._fade(state, decay[:, None, None] if decay.ndim == 1 else decay[:, None, :])
         after = self._write(state, faded, key, a["value"][row].double(), beta)
         self.out[row] = a["scale"] * (self._read(faded, after) @ query[..., None])[..., 0]
         return after
 
     def _decay(self, log_decay: Tensor) -> Tensor:
         return log_decay.exp()
+
+    def _fade(self, state: Tensor, decay: Tensor) -> Tensor:
+        return decay * state
 
     def _write(self, before: Tensor, faded: Tensor, key: Tensor, value: Tensor, beta: Tensor) -> Tensor:
         """Return the state after a token is written to it."""
@@ -96,14 +100,25 @@ class StateNotKept(State):
         pass
 
 
-class PaddingIsSlotZero(State):
+class PaddingHasASlot(State, is_base=True):
+    """Padding goes on from a slot; where a live sequence has it, too, it counts who reads and who writes first."""
+
+    variants = ("one after the other", "all at once")
+
+    def _begin(self, slots: Sequence[int], accepted: int, has_state: bool) -> Tensor:
+        if self.variant == "all at once" and self.read is self.states:
+            self.read = self.states.clone()
+        return super()._begin(slots, accepted, has_state)
+
+
+class PaddingIsSlotZero(PaddingHasASlot):
     """A negative index is clamped to 0: padding changes slot 0, and its rows are not 0."""
 
     def _slots(self, slots: list[int]) -> list[int]:
         return [max(slot, 0) for slot in slots]
 
 
-class PaddingIsTheLastSlot(State):
+class PaddingIsTheLastSlot(PaddingHasASlot):
     """A negative index counts from the end: padding changes the last slot, and its rows are not 0."""
 
     def _slots(self, slots: list[int]) -> list[int]:
@@ -174,3 +189,36 @@ class HeadsInterleaved(State):
 
     def _heads(self, num_heads: int, num_value_heads: int) -> Tensor:
         return torch.arange(num_value_heads) % num_heads
+
+
+class ValuesFade(State):
+    """A decay per key channel is applied to the channels of the value."""
+
+    def _fade(self, state: Tensor, decay: Tensor) -> Tensor:
+        per_channel = decay.shape[-1] > 1 and state.shape[1] == state.shape[2]
+        return super()._fade(state, decay.mT if per_channel else decay)
+
+
+class ChannelsFadeAlike(State):
+    """A decay per key channel is taken from one channel, or averaged, for all of a head."""
+
+    variants = ("first", "mean")
+
+    def _fade(self, state: Tensor, decay: Tensor) -> Tensor:
+        alike = decay[..., :1] if self.variant == "first" else decay.mean(-1, keepdim=True)
+        return super()._fade(state, alike)
+
+
+class StateBetweenChunksLost(State):
+    """A chunk does not begin with the state after the chunk before it."""
+
+    variants = (16, 32, 64, 128)
+
+    def _begin(self, slots: Sequence[int], accepted: int, has_state: bool) -> Tensor:
+        self.token, self.before = 0, super()._begin(slots, accepted, has_state)
+        return self.before
+
+    def _fold(self, state: Tensor, row: int) -> Tensor:
+        state = state if self.token % self.variant else self.before
+        self.token += 1
+        return super()._fold(state, row)
