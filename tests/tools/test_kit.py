@@ -1,5 +1,6 @@
 """The kit that proves anybody's kernel: it finds planted mistakes, names them, and leaves right kernels alone."""
 
+import dataclasses
 import json
 import os
 import sys
@@ -403,6 +404,50 @@ def test_the_command(stranger, capsys):
 def test_the_command_says_what_cannot_be_called(stranger, capsys):
     assert command.main(["stranger:nobody", "--path=merge"]) == 2
     assert "stranger has no nobody" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("device", ["mps", "meta", "cuda:99", "no device"])
+def test_a_device_that_is_not_here_is_named(device, capsys):
+    if device == "mps" and torch.backends.mps.is_available():
+        pytest.skip("it is")
+    for asked in (["refattn.merge"], ["--list"], ["--all-installed"]):
+        assert command.main([*asked, f"--device={device}"]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("device: expected one that computes here (cpu") and f"got '{device}': " in said
+        assert said.count("\n") == 1 and len(said) < 400
+    with pytest.raises(BadKernelError, match="device: expected one that computes here"):
+        check("refattn.merge", device=device)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_arguments_are_made_for_any_device(path):
+    """None of them stays behind, or has a type that only some devices have: MPS has no float64."""
+    options = dict(shared=1) if path == "cascade" else {}
+    heads = (2, 2) if path == "differential" else (4, 2)
+    made = Example(path, ((1, 20), (3, 30)), heads, options=options).tensors(torch.float32, "meta")
+    tensors = list(tensors_of(made))
+    assert {x.device.type for x in tensors} == {"meta"} and torch.float64 not in {x.dtype for x in tensors}
+
+
+def tensors_of(x):
+    """Yield the tensors in what a call gets."""
+    if isinstance(x, torch.Tensor):
+        yield x
+    elif dataclasses.is_dataclass(x):
+        yield from tensors_of([getattr(x, field.name) for field in dataclasses.fields(x)])
+    elif isinstance(x, dict | list | tuple):
+        for y in x.values() if isinstance(x, dict) else x:
+            yield from tensors_of(y)
+
+
+def test_a_call_is_waited_for_on_its_device(monkeypatch):
+    waited = []
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    for path in ("merge", "dense_backward"):  # lists of tensors; a call that is differentiated
+        example = Example(path, ((2, 2),), (1, 1), options=dict(parts=2) if path == "merge" else {})
+        find(f"refattn.{path.removesuffix('_backward')}", path)(example, example.tensors(torch.float32))
+    assert waited == [torch.device("cpu")] * 2
 
 
 def test_the_command_lists_adapters(capsys):
