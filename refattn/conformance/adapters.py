@@ -326,7 +326,7 @@ KERNELS = (
     Adapter("flex-lse", "dense", flex_with_lse, *TORCH),
     Adapter("varlen", "dense", prepared(pytorch.prepare_varlen, dtypes=HALVES), *(None, "torch", varlen)),
     Adapter("sdpa-backward", "dense_backward", sdpa, *TORCH, needs_cuda=False),
-    Adapter("flex-backward", "dense_backward", flex, *TORCH),
+    Adapter("flex-backward", "dense_backward", flex, *TORCH, needs_cuda=False),
     Adapter("flex-lse-backward", "dense_backward", flex_with_lse, *TORCH),
     Adapter(
         "varlen-backward",
