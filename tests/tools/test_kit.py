@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from refattn.conformance import Example, claims, contract, field, isolate
+from refattn.conformance import Example, claims, contract, field, isolate, mistakes
 from refattn.conformance import __main__ as command
 from refattn.conformance import check as checking
 from refattn.conformance.adapters import ADAPTERS
@@ -21,9 +22,9 @@ from refattn.conformance.field import list_failures, results, tables
 from refattn.conformance.isolate import check_apart
 from refattn.conformance.kernel import BadKernelError, find
 from refattn.conformance.report import as_html, as_text
-from tests.helpers import by_hand
+from tests.helpers import by_hand, planted_backward
 from tests.helpers.gpu_package_doubles import fa3_library, install
-from tests.helpers.planted import PLANTED, plant
+from tests.helpers.planted import PAST_A_SIZE, PLANTED, UNNAMED, plant
 
 pytestmark = [
     pytest.mark.usefixtures("shapes_unchecked", "no_shrinking"),  # each takes as long as all the rest
@@ -73,6 +74,17 @@ def test_how_many_are_planted():
     assert len(PLANTED) >= 60
     assert len({x[2:] for x in PLANTED}) == len(PLANTED)
     assert sum(x[1] in BLAMED_OTHERWISE for x in PLANTED) <= len(PLANTED) / 10
+
+
+def test_the_page_says_how_many_mistakes_are_known_and_found():
+    page = (Path(__file__).parents[2] / "docs/proof/prove_your_kernel.md").read_text()
+    known = len({mistake.name for path in PATHS for mistake in mistakes.of_path(path)})
+    assert re.findall(r"(\d+) (?:known )?mistakes\b", page.partition("## Your function")[0]) == [str(known)]
+    assert f"The kit knows {known} mistakes by name." in page
+    named = len(PLANTED) - sum(x[1] in BLAMED_OTHERWISE for x in PLANTED)
+    counts = [(len(PLANTED), named), *((len(x), len(x)) for x in (PAST_A_SIZE, planted_backward.PLANTED))]
+    rows = re.findall(r"\| (\d+) \| (\d+) \| (\d*)", page)
+    assert rows == [(str(n), str(n), str(names)) for n, names in counts] + [(*[str(len(UNNAMED))] * 2, "")]
 
 
 @pytest.mark.parametrize("name", BY_HAND)
