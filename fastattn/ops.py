@@ -15,13 +15,15 @@ An operator takes tensors, numbers, and lists of them. So plans and options are 
 
 The plan is made outside the graph, once per step, and the same graph accepts the next step's plan with other lengths.
 What a compiler sees of a plan it compiles for: its type, which tables it has, sizes of 0 and 1. Of `prepare(plan)` it
-sees a number, by which the operator finds the plan: one graph for all of them.
+sees a number, by which the operator finds the plan: one graph for all of them. A plan that is not prepared counts
+against the compiler's limit of graphs, and a warning says so before that is reached.
 
 Of lists, the operator remembers the last plans that it put together, by their tensors: a step's later layers get the
 same one, with its memo (`fastattn.kernels.replay`), and replay what the first one worked out. A tensor that was written
 since is not the same. There are no gradients: PyTorch raises an error if one is requested.
 """
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,6 +34,7 @@ from weakref import WeakValueDictionary
 import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
+from torch._guards import CompileContext, CompileId
 
 from fastattn import cascade as cascade_path
 from fastattn import chunked_prefill as chunked_prefill_path
@@ -82,7 +85,7 @@ class PreparedPlan:
         number: by which the operators find it, int64 on the CPU.
     """
 
-    plan: AnyPlan
+    plan: AnyPlan | StatePlan
     number: Tensor
 
 
@@ -90,7 +93,7 @@ _prepared: WeakValueDictionary[int, PreparedPlan] = WeakValueDictionary()
 _numbers = count(1)
 
 
-def prepare(plan: AnyPlan) -> PreparedPlan:
+def prepare(plan: AnyPlan | StatePlan) -> PreparedPlan:
     """Return a plan for which no graph is compiled anew, whatever its type, its tables and its lengths.
 
     Call it outside the graph, once per step, and hold on to what it returns while graphs run. The operators read the
@@ -102,7 +105,8 @@ def prepare(plan: AnyPlan) -> PreparedPlan:
     Raises:
         ValueError: if it is none.
     """
-    _check_type(plan)
+    if type(plan) is not StatePlan:
+        _check_type(plan)
     number = next(_numbers)
     prepared = PreparedPlan(plan, torch.tensor(number, device="cpu"))
     _prepared[number] = prepared
@@ -240,13 +244,13 @@ def recurrent(
     log_decay: Float[Tensor, "t hv"] | Float[Tensor, "t hv dk"],
     beta: Float[Tensor, "t hv"],
     states: Float[Tensor, "n hv dv dk"],
-    plan: StatePlan,
+    plan: StatePlan | PreparedPlan,
     options: RecurrentOptions = RecurrentOptions(),
 ) -> Float[Tensor, "t hv dv"]:
     """Fold tokens into states, in place; the operator of `fastattn.recurrent.attention`."""
     out = value.new_empty(value.shape)
-    tokens, more = (query, key, value, log_decay, beta), (options.scale, options.delta)
-    torch.ops.fastattn.recurrent(*tokens, states, out, *_state_lists(plan), *more)
+    tokens = query, key, value, log_decay, beta
+    _fold("recurrent", (*tokens, states, out), plan, options.scale, options.delta)
     return out
 
 
@@ -254,14 +258,14 @@ def convolve(
     inputs: Float[Tensor, "t c"],
     weight: Float[Tensor, "c width"],
     states: Float[Tensor, "n w c"],
-    plan: StatePlan,
+    plan: StatePlan | PreparedPlan,
     *,
     bias: Float[Tensor, "c"] | None = None,
     silu: bool = True,
 ) -> Float[Tensor, "t c"]:
     """Mix tokens with the inputs before them; the operator of `fastattn.recurrent.convolve`."""
     out = inputs.new_empty(inputs.shape)
-    torch.ops.fastattn.convolve(inputs, weight, states, out, *_state_lists(plan), bias, silu)
+    _fold("convolve", (inputs, weight, states, out), plan, bias, silu)
     return out
 
 
@@ -354,6 +358,14 @@ def _attend(
     return answer if return_lse else answer[0]
 
 
+def _fold(name: str, tensors: Sequence[Tensor], plan: StatePlan | PreparedPlan, *more: Any) -> None:
+    """Call the operator of a path over states, with its plan taken apart."""
+    if isinstance(plan, PreparedPlan):
+        getattr(torch.ops.fastattn, name + BY_NUMBER)(*tensors, plan.number, *more)
+    else:
+        getattr(torch.ops.fastattn, name)(*tensors, *_state_lists(plan), *more)
+
+
 # --- plans and scales, taken apart and put together ---
 
 
@@ -387,7 +399,7 @@ def _check_type(plan: object) -> None:
         raise ValueError(f"plan: expected a plan of the path, got {type(plan).__name__}")
 
 
-def _plan_of(number: Tensor) -> AnyPlan:
+def _plan_of(number: Tensor) -> AnyPlan | StatePlan:
     """Return the plan that was prepared under a number.
 
     Raises:
@@ -462,15 +474,12 @@ def _state_plan(tables: list[Any], sizes: list[int]) -> StatePlan:
     return StatePlan(_batch(tables[:3], sizes[:-1]), state_indices, has_initial_state, *kept)
 
 
-def _recurrent(
-    state_tables: list[Any], state_sizes: list[int], scale: float | None, delta: bool, **tensors: Tensor
-) -> None:
-    plan = _state_plan(state_tables, state_sizes)
+def _recurrent(plan: StatePlan, scale: float | None, delta: bool, **tensors: Tensor) -> None:
     recurrent_path.attention(**tensors, plan=plan, options=RecurrentOptions(scale, delta))
 
 
-def _convolve(state_tables: list[Any], state_sizes: list[int], **others: Any) -> None:
-    recurrent_path.convolve(**others, plan=_state_plan(state_tables, state_sizes))
+def _convolve(**arguments: Any) -> None:
+    recurrent_path.convolve(**arguments)
 
 
 def _batch_lists(batch: Batch) -> Lists:
@@ -624,7 +633,9 @@ def _define(name: str, path: Callable[..., Any], arguments: str, result: Callabl
             named["plan"] = _plan_of(named.pop("plan_number"))
         elif "tables" in named:
             named["plan"] = _same_plan(named.pop("tables"), named.pop("sizes"))
-        if "plan" in named:
+        elif "state_tables" in named:
+            named["plan"] = _state_plan(named.pop("state_tables"), named.pop("state_sizes"))
+        if "softcap" in named:
             named["options"] = AttentionOptions(**{option: named.pop(option) for option in OPTIONS})
             named["return_lse"] = True
         if "scale_format" in named:
@@ -634,6 +645,9 @@ def _define(name: str, path: Callable[..., Any], arguments: str, result: Callabl
         return path(**named)
 
     def fake(*values: Any) -> Any:
+        graph = CompileContext.current_compile_id()
+        if graph is not None and (PLAN in arguments or STATES in arguments):
+            _warn_of_limit(name, graph)
         return None if result is None else result(**dict(zip(names, values, strict=True)))
 
     schema = f"({arguments}) -> {'()' if result is None else '(Tensor, Tensor)'}"
@@ -641,7 +655,23 @@ def _define(name: str, path: Callable[..., Any], arguments: str, result: Callabl
     torch.library.custom_op(f"fastattn::{name}", compute, mutates_args=written, schema=schema).register_fake(fake)
 
 
+def _warn_of_limit(name: str, graph: CompileId) -> None:
+    """Warn where half of the graphs that the compiler makes of a function are made, and a plan is not prepared.
+
+    At the limit PyTorch's error says which guard failed last, and not what to do.
+    """
+    made, most = (graph.frame_compile_id or 0) + 1, torch._dynamo.config.recompile_limit
+    if made > most // 2:
+        warnings.warn(
+            f"fastattn.ops.{name}: torch.compile has made graph {made} of a function, and stops after {most}. A plan "
+            "that is not prepared has a graph for each type, each choice of tables, and sizes of 0 and 1; of "
+            "ops.prepare(plan), made outside the graph, there is one for all",
+            stacklevel=2,
+        )
+
+
 for _name, (_path, _arguments, _result) in OPERATORS.items():
     _define(_name, _path, _arguments, _result)
-    if PLAN in _arguments:
-        _define(_name + BY_NUMBER, _path, _arguments.replace(PLAN, NUMBER), _result)
+    for _lists in (PLAN, STATES):
+        if _lists in _arguments:
+            _define(_name + BY_NUMBER, _path, _arguments.replace(_lists, NUMBER), _result)

@@ -38,13 +38,16 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 
-from fastattn import chunked_prefill, quantized
+from fastattn import chunked_prefill, dense, quantized
 from fastattn.kv_cache import write
 from refattn.interface import AttentionOptions, Batch, Fp8Scales, Plan
 
 NAME = "FASTATTN"
 BACKEND = "fastattn.integrations.vllm.FastAttentionBackend"
+NAME_OVER_LATENTS = "FASTATTN_MLA"
+BACKEND_OVER_LATENTS = "fastattn.integrations.vllm_mla.FastMLABackend"
 ON_CPU = "FASTATTN_REPLACES_CPU_ATTN"
 LARGEST_HEAD = 256
 # Fields of a step's metadata that the builder reads, and hints, which change no answer. What else is set, it refuses.
@@ -71,6 +74,7 @@ HINTS = (
     "req_idx",
     "replayssm_decode_base_cpu",
 )
+ATTENDS = (AttentionType.DECODER, AttentionType.ENCODER_ONLY)
 FP8_FORMATS = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
@@ -82,8 +86,34 @@ def register() -> None:
     """
     if NAME not in AttentionBackendEnum.__members__:
         register_backend(NAME, BACKEND)
+        register_backend(NAME_OVER_LATENTS, BACKEND_OVER_LATENTS)
     if current_platform.is_cpu() and os.environ.get(ON_CPU) == "1":
         register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)
+        for name in ("CPU_MLA", "AMX_MLA"):  # whichever this processor has
+            register_backend(AttentionBackendEnum[name], BACKEND_OVER_LATENTS)
+
+
+def check_step(common: Any, *, is_causal: bool = True) -> None:
+    """Check that a builder knows every field that vLLM has set for a step.
+
+    Raises:
+        NotImplementedError: for one that it does not know, and for another mask.
+    """
+    for name in (x.name for x in fields(common) if x.name not in (*READ, *HINTS) and x.name[0] != "_"):
+        value = getattr(common, name)
+        if value is not None and (isinstance(value, Tensor) or not hasattr(value, "__len__") or len(value)):
+            raise NotImplementedError(
+                f"{name}: expected none, got {type(value).__name__}; this backend does not declare what it is for"
+            )
+    if common.causal is not is_causal:
+        raise NotImplementedError(f"causal: expected {is_causal}, got {common.causal}; this backend declares no other")
+
+
+def refuse_ranks(layer: Any) -> None:
+    """Refuse a context that is split over ranks: vLLM says so in the attributes of a layer, before it is made."""
+    for name in ("dcp_world_size", "pcp_world_size"):
+        if getattr(layer, name, 1) > 1:
+            raise NotImplementedError(f"{name}: expected 1, got {getattr(layer, name)}; context is not split here")
 
 
 @dataclass
@@ -94,21 +124,26 @@ class FastAttentionMetadata:
         batch: vLLM's tables.
         block_size: tokens in a block.
         num_actual_tokens: query rows, without those that only pad.
+        is_encoder: whether tokens see each other, in both directions, and no cache.
         plans: those of the step so far, by window.
     """
 
     batch: Batch
     block_size: int
     num_actual_tokens: int
+    is_encoder: bool = False
     plans: dict[int | None, Plan] = field(default_factory=dict)
 
     def plan(self, sliding_window: int | None) -> Plan:
         """Return the plan of a window, in tokens; None for no window. The layers of a group may differ in theirs."""
         if sliding_window not in self.plans:
-            window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
-            self.plans[sliding_window] = chunked_prefill.plan(
-                self.batch, block_size=self.block_size, window_size=window
-            )
+            reach = -1 if sliding_window is None else sliding_window - 1
+            if self.is_encoder:
+                made = dense.plan(self.batch, causal=False, window_size=(reach, reach))
+            else:
+                window = (reach, -1 if sliding_window is None else 0)
+                made = chunked_prefill.plan(self.batch, block_size=self.block_size, window_size=window)
+            self.plans[sliding_window] = made
         return self.plans[sliding_window]
 
 
@@ -120,6 +155,7 @@ class FastAttentionMetadataBuilder(AttentionMetadataBuilder[FastAttentionMetadat
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.block_size: int = kv_cache_spec.block_size
+        self.is_encoder = isinstance(kv_cache_spec, EncoderOnlyAttentionSpec)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
@@ -136,23 +172,16 @@ class FastAttentionMetadataBuilder(AttentionMetadataBuilder[FastAttentionMetadat
                 ranges of images that see each other, prefixes that a window keeps, lengths of a rank.
         """
         common = common_attn_metadata
-        for name in (x.name for x in fields(common) if x.name not in (*READ, *HINTS) and x.name[0] != "_"):
-            value = getattr(common, name)
-            if value is not None and (isinstance(value, Tensor) or not hasattr(value, "__len__") or len(value)):
-                raise NotImplementedError(
-                    f"{name}: expected none, got {type(value).__name__}; this backend does not declare what it is for"
-                )
-        if common.causal is not True:
-            raise NotImplementedError(f"causal: expected True, got {common.causal}; this backend declares no other")
+        check_step(common, is_causal=not self.is_encoder)
         # Not how many tokens there are: vLLM may count padding, and kernels would take all sequences for equally long.
         batch = Batch(
             cu_seqlens_q=common.query_start_loc,
             seq_lens=common.seq_lens,
-            block_table=common.block_table_tensor,
+            block_table=None if self.is_encoder else common.block_table_tensor,
             max_query_len=int(common.max_query_len),  # chunked attention makes them with NumPy
             max_seq_len=int(common.max_seq_len),
         )
-        return FastAttentionMetadata(batch, self.block_size, common.num_actual_tokens)
+        return FastAttentionMetadata(batch, self.block_size, common.num_actual_tokens, self.is_encoder)
 
 
 class FastAttentionImpl(AttentionImpl[FastAttentionMetadata]):
@@ -173,15 +202,14 @@ class FastAttentionImpl(AttentionImpl[FastAttentionMetadata]):
         sinks: Tensor | None = None,
         use_alibi_sqrt: bool = False,
     ) -> None:
-        if attn_type != AttentionType.DECODER:
-            kind = AttentionType(attn_type).value
-            raise NotImplementedError(f"attn_type: expected {AttentionType.DECODER.value}, got {kind}")
+        if not FastAttentionBackend.supports_attn_type(attn_type):
+            names, kind = " or ".join(x.value for x in ATTENDS), AttentionType(attn_type).value
+            raise NotImplementedError(f"attn_type: expected {names}, got {kind}")
+        self.is_encoder = attn_type == AttentionType.ENCODER_ONLY
         if not FastAttentionBackend.supports_kv_cache_dtype(kv_cache_dtype):
             names = ", ".join(FastAttentionBackend.supported_kv_cache_dtypes)
             raise NotImplementedError(f"kv_cache_dtype: expected one of {names}, got {kv_cache_dtype}")
-        for name in ("dcp_world_size", "pcp_world_size"):  # vLLM sets them before this
-            if getattr(self, name, 1) > 1:
-                raise NotImplementedError(f"{name}: expected 1, got {getattr(self, name)}; context is not split here")
+        refuse_ranks(self)
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.sliding_window, self.kv_cache_dtype = sliding_window, kv_cache_dtype
@@ -231,7 +259,7 @@ class FastAttentionImpl(AttentionImpl[FastAttentionMetadata]):
         Args:
             layer: has the scales of an fp8 pool.
             query: of the new tokens `[t, h, d]`, and of padding; not quantised, as this backend does not ask for that.
-            key: not used; it is in the pool.
+            key: of the tokens `[t, hk, d]`, for an encoder; not used by a decoder, whose keys are in the pool.
             value: likewise.
             kv_cache: the pool, `[n, hk, p, 2 d]`.
             attn_metadata: of the step; None while vLLM measures memory.
@@ -248,6 +276,9 @@ class FastAttentionImpl(AttentionImpl[FastAttentionMetadata]):
             return output.fill_(0)
         tokens = attn_metadata.num_actual_tokens
         plan = attn_metadata.plan(self.sliding_window)
+        if self.is_encoder:  # its tokens are all here; there is no pool
+            dense.attention(query[:tokens], key[:tokens], value[:tokens], plan, self.options, out=output[:tokens])
+            return output
         arguments, out = (query[:tokens], *self._pools(kv_cache), plan, self.options), output[:tokens]
         if self.kv_cache_dtype in FP8_FORMATS:
             quantized.attention(*arguments, scales=self._scales(layer), out=out)
@@ -303,6 +334,11 @@ class FastAttentionBackend(AttentionBackend):
     def supports_head_size(cls, head_size: int) -> bool:
         """Return whether a head of this size is computed."""
         return head_size % 8 == 0 and head_size <= LARGEST_HEAD
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        """Return whether layers of this type are computed: of decoders, and of encoders that stand alone."""
+        return attn_type in ATTENDS
 
     @classmethod
     def supports_sink(cls) -> bool:

@@ -1,6 +1,6 @@
 """`python -m refattn.conformance my_package:my_attention --path chunked_prefill`: check a kernel against the contract.
 
-Exit status: 0 if it honours all that it claims, 1 if not, 2 if it cannot be called.
+Exit status: 0 if it honours all that it claims, 1 if not, 2 if it cannot be called, or there is no such device.
 
 `python -m refattn.conformance vacuous my_test.py::check chunked_prefill`: check a check; 1 if it lets a mistake pass.
 """
@@ -23,7 +23,7 @@ from refattn.conformance.check import Finding, Report
 from refattn.conformance.contract import of_path
 from refattn.conformance.example import PATHS
 from refattn.conformance.isolate import check_apart
-from refattn.conformance.kernel import HALVES, BadKernelError, find
+from refattn.conformance.kernel import HALVES, BadKernelError, check_device, find
 from refattn.conformance.report import STYLES, as_html, lines, mark
 from refattn.conformance.vacuity import PLANTED, find_check, vacuous
 
@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
         "kernel", nargs="?", help="module:function, file.py:function, a module of a path, or the name of an adapter"
     )
     parser.add_argument("--path", choices=list(PATHS), help="the path that the kernel computes")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1 ...")
+    parser.add_argument("--device", default="cpu", help="any of torch that is here: cpu, cuda, cuda:1, mps, xpu ...")
     parser.add_argument(
         "--property", action="append", dest="only", metavar="NAME", help="check only this property; may be repeated"
     )
@@ -72,6 +72,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="with --all-installed: write the results to this file")
     asked = parser.parse_args(arguments)
     console = Console(highlight=False, soft_wrap=True)
+    try:
+        check_device(asked.device)
+    except BadKernelError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
     if asked.list:
         for adapter in ADAPTERS.values():
             reason = adapter.why_not(asked.device)

@@ -41,7 +41,7 @@ class Adapter:
         package: its module; None if it comes with torch.
         distribution: whose version is reported.
         available: says why it cannot be loaded, or None.
-        needs_cuda: whether it runs on a GPU only.
+        needs_cuda: whether it runs on CUDA only.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Adapter:
         """Return why it does not run here, or None if it does."""
         reason = self.available()
         if reason is None and self.needs_cuda and not device.startswith("cuda"):
-            reason = "runs on a GPU only"
+            reason = "runs on CUDA only"
         return reason
 
     def kernel(self) -> Kernel:
@@ -398,7 +398,7 @@ KERNELS = (
     Adapter("flex-lse", "dense", flex_with_lse, *TORCH),
     Adapter("varlen", "dense", prepared(pytorch.prepare_varlen, dtypes=HALVES), *(None, "torch", varlen)),
     Adapter("sdpa-backward", "dense_backward", sdpa, *TORCH, needs_cuda=False),
-    Adapter("flex-backward", "dense_backward", flex, *TORCH),
+    Adapter("flex-backward", "dense_backward", flex, *TORCH, needs_cuda=False),
     Adapter("flex-lse-backward", "dense_backward", flex_with_lse, *TORCH),
     Adapter(
         "varlen-backward",

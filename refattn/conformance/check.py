@@ -20,7 +20,7 @@ from refattn.conformance import contract, gradients, landmarks, mistakes
 from refattn.conformance.adapters import kernel_of
 from refattn.conformance.contract import Broken, CrashedError, NotClaimedError, Property, RefusedError
 from refattn.conformance.example import PATHS, Answers, Arguments, Example, expected
-from refattn.conformance.kernel import BadKernelError, Kernel
+from refattn.conformance.kernel import BadKernelError, Kernel, check_device
 from refattn.conformance.tolerance import Distance, bound, distance, on_cpu
 
 FAILED = ("wrong", "raises", "crashed", "hung")  # outcomes that break the contract
@@ -111,7 +111,7 @@ def check(
     Args:
         target: the kernel, as `refattn.conformance.kernel.find` takes it.
         path: which path it computes.
-        device: where the tensors are.
+        device: where the tensors are: any that torch has, "cpu", "cuda:1", "mps", "xpu".
         dtypes: of them; those that the kernel claims if None.
         examples: batches per property and type.
         only: names of properties; all if None.
@@ -124,9 +124,10 @@ def check(
         The report.
 
     Raises:
-        BadKernelError: if the kernel cannot be called at all.
+        BadKernelError: if the kernel cannot be called at all, or there is no such device.
     """
     kernel = kernel_of(target, path)
+    check_device(device)
     report = Report(kernel.name, kernel.path, device)
     began = time.monotonic()
     chosen = contract.of_path(kernel.path)

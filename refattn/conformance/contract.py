@@ -15,7 +15,7 @@ from torch import Tensor
 
 from refattn.conformance import gradients, landmarks
 from refattn.conformance.example import PATHS, Answers, Arguments, Example, expected, poison
-from refattn.conformance.kernel import Kernel, Shape
+from refattn.conformance.kernel import Kernel, Shape, device_of
 from refattn.conformance.landmarks import Landmarks
 from refattn.conformance.readout import one_hot_values
 from refattn.conformance.tolerance import assert_close, on_cpu
@@ -55,7 +55,7 @@ class Property:
         needs: what the kernel must take, for this to be asked.
         paths: where it is asked; everywhere if empty.
         examples: the most batches that are drawn; as many as are asked for if None.
-        cuda: whether it is asked on a GPU only.
+        cuda: whether it is asked of CUDA only.
         landmarks: batches that are tried after those that are drawn, which are smaller.
         check_landmark: the check of these, if it is another.
         layer: of those that keep a state, the one that it is about.
@@ -91,7 +91,7 @@ class Property:
             if not kernel.takes(option):
                 return f"has no parameter {option}"
         if self.cuda and not device.startswith("cuda"):
-            return "is of a GPU"
+            return "is of CUDA"
         is_step = PATHS[kernel.path].attends or bool(PATHS[kernel.path].in_place)
         if self.name == "padding" and is_step and not kernel.knows_query_lens:
             return "has no parameter that says which rows are padding"
@@ -278,14 +278,9 @@ def ask(kernel: Kernel, example: Example, arguments: Arguments, **more: Any) -> 
 
 
 def _answers_still(arguments: Arguments) -> bool:
-    """Return whether the device of a call computes after an error: some of CUDA's spoil a process, others only a call.
-
-    A merge has its tensors in lists.
-    """
-    firsts = (x[0] if isinstance(x, list) and x else x for x in arguments.values())
-    tensor = next(x for x in firsts if isinstance(x, Tensor))
+    """Return whether the device of a call still computes: some errors of CUDA spoil a process, others only a call."""
     try:
-        return float(torch.ones(2, device=tensor.device).sum()) == 2.0
+        return float(torch.ones(2, device=device_of(arguments)).sum()) == 2.0
     except Exception:  # noqa: BLE001  whatever it is, the device did not answer
         return False
 

@@ -174,8 +174,11 @@ def about(device: str) -> dict[str, str]:
 
 
 def _machine(device: str) -> str:
-    if device.startswith("cuda"):
-        return torch.cuda.get_device_name(device)
+    kind = torch.device(device).type
+    if kind == "mps":
+        return torch.backends.mps.get_name()
+    if kind != "cpu":
+        return str(torch.get_device_module(kind).get_device_name(device))
     info = Path("/proc/cpuinfo")
     names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
     return names[0].partition(":")[2].strip() if names else platform.processor() or platform.machine()

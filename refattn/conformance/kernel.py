@@ -216,8 +216,7 @@ class Kernel:
         arguments = {**arguments, **states}
         with filled_memory():
             came = self.function(**self.asked(example, {**arguments, **more}))
-            if torch.cuda.is_initialized():
-                torch.cuda.synchronize()
+            synchronize(arguments)
         answers = pools if path.function == "write" else {**self.named(came), **states}
         if "out" in more:  # which the kernel has written, and the reference would, too
             kept = {name: preserving_clone(x) for name, x in answers.items()}
@@ -245,8 +244,7 @@ class Kernel:
                 answers = gradients.differentiate(
                     lambda given: self.function(**self.asked(example, given)), arguments, wanted
                 )
-            if torch.cuda.is_initialized():
-                torch.cuda.synchronize()
+            synchronize(arguments)
         return answers
 
     def _gradients(self, came: Any) -> Answers:
@@ -301,6 +299,39 @@ class Kernel:
         if "block_size" in takes and not PATHS[self.path].in_place:
             planned["block_size"] = example.block_size
         return make(arguments["batch"], **planned)
+
+
+def device_of(arguments: Arguments) -> torch.device:
+    """Return where the tensors of a call are; a merge has its tensors in lists."""
+    firsts = (x[0] if isinstance(x, list) and x else x for x in arguments.values())
+    return next(x.device for x in firsts if isinstance(x, Tensor))
+
+
+def synchronize(arguments: Arguments) -> None:
+    """Wait until the device of a call has computed it: an error of the kernel then is one of this call."""
+    device, accelerator = device_of(arguments), torch.accelerator.current_accelerator()
+    if accelerator is not None and device.type == accelerator.type:
+        torch.accelerator.synchronize(device)
+
+
+def check_device(device: str) -> None:
+    """Check that a device computes: that torch knows its name, and that it is there.
+
+    Raises:
+        BadKernelError: if not, with those that are there.
+    """
+    if device == "cpu":
+        return
+    try:
+        torch.ones(2, device=device).sum().item()
+    except Exception as error:  # a backend raises what it likes
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        count = torch.accelerator.device_count() if accelerator is not None else 0
+        there = ["cpu", *(f"{accelerator.type}:{i}" if i else accelerator.type for i in range(count) if accelerator)]
+        says = str(error).strip().partition("\n")[0].partition(". ")[0]
+        raise BadKernelError(
+            f"device: expected one that computes here ({', '.join(there)}), got {device!r}: {says}"
+        ) from error
 
 
 @contextmanager

@@ -17,6 +17,7 @@ T = TypeVar("T")
 
 class AttentionType(enum.StrEnum):
     DECODER = "decoder"
+    ENCODER = "encoder"
     ENCODER_ONLY = "encoder_only"
 
 
@@ -70,10 +71,41 @@ class AttentionImpl(Generic[T]):
     pass
 
 
+class MLAAttentionImpl(Generic[T]):
+    pass
+
+
+class EncoderOnlyAttentionSpec(SimpleNamespace):
+    pass
+
+
 class AttentionMetadataBuilder(Generic[T]):
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
         self.kv_cache_spec, self.layer_names, self.vllm_config = kv_cache_spec, layer_names, vllm_config
         self.device = device
+
+    def _init_reorder_batch_threshold(self, reorder_batch_threshold, supports_spec_as_decode):
+        self.reorder_batch_threshold = reorder_batch_threshold
+
+
+class MLACommonMetadataBuilder:
+    @staticmethod
+    def determine_chunked_prefill_workspace_size(vllm_config):
+        return 24  # tokens, so that contexts come in several chunks
+
+
+def split_kv_b_proj(kv_b_proj, out_dtype, kv_lora_rank, num_heads, qk_nope_head_dim, v_head_dim):
+    """Split a weight `[h * (nope + dv), r]` into `[r, h, nope]` and `[r, h, dv]`."""
+    weight = kv_b_proj.weight.to(out_dtype).T.view(kv_lora_rank, num_heads, qk_nope_head_dim + v_head_dim)
+    return weight.split([qk_nope_head_dim, v_head_dim], dim=-1)
+
+
+def split_decodes_and_prefills(common, decode_threshold):
+    """Split where the first sequence has more new tokens, as vLLM has put decodes first."""
+    lens = common.query_start_loc_cpu.diff().tolist()
+    decodes = next((i for i, length in enumerate(lens) if length > decode_threshold), len(lens))
+    tokens = sum(lens[:decodes])
+    return decodes, len(lens) - decodes, tokens, sum(lens) - tokens
 
 
 def modules(on_cpu: bool) -> dict[str, ModuleType]:
@@ -83,6 +115,9 @@ def modules(on_cpu: bool) -> dict[str, ModuleType]:
     class AttentionBackendEnum:
         CPU_ATTN = "CPU_ATTN"
         __members__ = registered
+
+        def __class_getitem__(cls, name):
+            return name
 
     registry = ModuleType("vllm.v1.attention.backends.registry")
     registry.AttentionBackendEnum = AttentionBackendEnum
@@ -95,6 +130,7 @@ def modules(on_cpu: bool) -> dict[str, ModuleType]:
         CommonAttentionMetadata,
         AttentionBackend,
         AttentionImpl,
+        MLAAttentionImpl,
         AttentionMetadataBuilder,
     ):
         setattr(backend, kind.__name__, kind)
@@ -102,10 +138,18 @@ def modules(on_cpu: bool) -> dict[str, ModuleType]:
     platforms.current_platform = SimpleNamespace(is_cpu=lambda: on_cpu)
     envs = ModuleType("vllm.envs")
     envs.VLLM_BATCH_INVARIANT = False
+    specs, utils = ModuleType("vllm.v1.kv_cache_interface"), ModuleType("vllm.v1.attention.backends.utils")
+    over_latents = ModuleType("vllm.model_executor.layers.attention.mla_attention")
+    specs.EncoderOnlyAttentionSpec, utils.split_decodes_and_prefills = (
+        EncoderOnlyAttentionSpec,
+        split_decodes_and_prefills,
+    )
+    over_latents.MLACommonMetadataBuilder, over_latents.split_kv_b_proj = MLACommonMetadataBuilder, split_kv_b_proj
     vllm = ModuleType("vllm")
     vllm.envs = envs
-    made = [vllm, envs, platforms, backend, registry]
+    made = [vllm, envs, platforms, backend, registry, specs, utils, over_latents]
     made += [ModuleType(name) for name in ("vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends")]
+    made += [ModuleType(f"vllm.model_executor{name}") for name in ("", ".layers", ".layers.attention")]
     return {module.__name__: module for module in made}
 
 
@@ -118,6 +162,17 @@ def install(monkeypatch, *, on_cpu: bool = True) -> ModuleType:
 
     monkeypatch.delattr("fastattn.integrations.vllm", raising=False)
     monkeypatch.setitem(sys.modules, "fastattn.integrations.vllm", backend)
+    return backend
+
+
+def install_over_latents(monkeypatch) -> ModuleType:
+    """Import the part for latents over the doubles, until a test ends."""
+    install(monkeypatch)
+    monkeypatch.delitem(sys.modules, "fastattn.integrations.vllm_mla", raising=False)
+    import fastattn.integrations.vllm_mla as backend
+
+    monkeypatch.delattr("fastattn.integrations.vllm_mla", raising=False)
+    monkeypatch.setitem(sys.modules, "fastattn.integrations.vllm_mla", backend)
     return backend
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import random
 import shutil
+import warnings
 from importlib import import_module
 
 import pytest
@@ -29,7 +30,17 @@ from fastattn import (
     speculative,
 )
 from refattn.conformance import HARMLESS, Case, build
-from refattn.interface import AttentionOptions, Batch, Fp8Scales, Int8Scales, Plan, Prefix, RecurrentOptions, Trees
+from refattn.interface import (
+    AttentionOptions,
+    Batch,
+    Fp8Scales,
+    Int8Scales,
+    Plan,
+    Prefix,
+    RecurrentOptions,
+    StatePlan,
+    Trees,
+)
 
 BATCH = build(Case("mixed", ((4, 20), (1, 33), (10, 17)), heads=(4, 2), head_size=16, padding_rows=1), poison=HARMLESS)
 P = 16  # tokens in a block
@@ -47,6 +58,7 @@ OTHERS = {
     "write_quantized": quantized.write,
     "convolve": recurrent.convolve,
 }
+PREPARED = (*ops.PLANS, StatePlan)
 POOLS = {"recurrent": 5, "convolve": 2}  # the argument that is changed besides
 
 
@@ -140,6 +152,8 @@ def quantized_caches(num_blocks):
 
 CALLS = [pytest.param(*call, id=f"{call[0]}-{i}") for i, call in enumerate(calls())]
 
+PLANNED = sorted({call.values[0] for call in CALLS if any(type(x) in PREPARED for x in call.values[1])})
+
 
 def path_of(name):
     return OTHERS.get(name) or import_module(f"fastattn.{name}").attention
@@ -181,25 +195,39 @@ def test_an_operator_is_its_path(name, arguments, keywords):
     assert len(answer) == len(expected) >= 2
     assert all(torch.equal(one, other) for one, other in zip(answer, expected, strict=True))
     if "plan" in inspect.signature(path_of(name)).parameters:
-        prepared = [ops.prepare(x) if type(x) in ops.PLANS else x for x in memory(arguments)]
+        prepared = [ops.prepare(x) if type(x) in PREPARED else x for x in memory(arguments)]
         answer = getattr(ops, name)(*prepared, **memory(keywords), **both)
         answer = [answer, prepared[POOLS[name]]] if name in POOLS else answer
         assert all(torch.equal(one, other) for one, other in zip(answer, expected, strict=True))
 
 
+def flattened(name, arguments, keywords, monkeypatch, suffix=""):
+    """Return the operator that a function calls, and what with."""
+    operator, seen = getattr(torch.ops.fastattn, name + suffix), []
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.ops.fastattn, name + suffix, lambda *flat: seen.append(flat) or operator(*flat))
+        getattr(ops, name)(*memory(arguments), **memory(keywords))
+    return operator, seen[0]
+
+
 @pytest.mark.parametrize(("name", "arguments", "keywords"), CALLS)
 def test_opcheck(name, arguments, keywords, monkeypatch):
     """PyTorch's own check: the schema says what is written to, and the compiler's rule gives the right shapes."""
-    operator, seen = getattr(torch.ops.fastattn, name), []
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.ops.fastattn, name, lambda *flat: seen.append(flat) or operator(*flat))
-        getattr(ops, name)(*memory(arguments), **memory(keywords))
-    (flat,) = seen
+    operator, flat = flattened(name, arguments, keywords, monkeypatch)
     over_fp8 = any(isinstance(x, torch.Tensor) and x.dtype == torch.float8_e5m2 for x in flat)
     checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     checks = checks if over_fp8 else ("test_schema", *checks)  # which multiplies arguments, and torch no fp8
     results = torch.library.opcheck(operator.default, flat, test_utils=checks)
     assert set(results.values()) == {"SUCCESS"} and len(results) == len(checks)
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_opcheck_of_prepared_plans(name, monkeypatch):
+    _, arguments, keywords = next(call.values for call in CALLS if call.values[0] == name)
+    prepared = [ops.prepare(x) if type(x) in PREPARED else x for x in arguments]
+    operator, flat = flattened(name, prepared, keywords, monkeypatch, ops.BY_NUMBER)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    assert set(torch.library.opcheck(operator.default, flat, test_utils=checks).values()) == {"SUCCESS"}
 
 
 @pytest.mark.parametrize(("name", "arguments", "keywords"), CALLS)
@@ -256,6 +284,16 @@ def steps(name, count, seed=0):
             yield name, (query, draw(t, 20), draw(t, 4)), (latents, plan, scale), made
         elif name == "quantized":
             yield name, (query,), (*codes, quantized.plan(batch, **over)), of_codes
+        elif name in ("recurrent", "convolve"):
+            drafts = draws.choice([0, 2])  # slots beside the first, and where to begin among them
+            slots = torch.tensor(draws.sample(range(9), 9), dtype=torch.int32)[: 3 * len(query_lens)].view(-1, 3)
+            begun = dict(num_accepted=torch.ones(len(query_lens), dtype=torch.int32)) if drafts else {}
+            plan = recurrent.plan(batch, state_indices=slots if drafts else slots[:, 0].contiguous(), **begun)
+            if name == "convolve":
+                yield name, (draw(t, 5),), (draw(5, 4), draw(9, 3, 5), plan), {}
+            else:
+                tokens = (draw(t, 2, 8), draw(t, 2, 8), draw(t, 4, 6), -draw(t, 4).abs(), draw(t, 4))
+                yield name, tokens, (draw(9, 4, 6, 8), plan), {}
         else:
             window, prefixes = draws.choice([(-1, -1), (6, 0)]), [Prefix(0, len(query_lens), 4 * shared)]
             path, more = {
@@ -269,9 +307,6 @@ def steps(name, count, seed=0):
             yield name, (query,), (*pools, plan), {}
 
 
-PLANNED = sorted({call.values[0] for call in CALLS if any(type(x) in ops.PLANS for x in call.values[1])})
-
-
 @pytest.mark.parametrize("name", PLANNED)
 @torch.no_grad()
 def test_one_graph_for_all_steps(name, shapes_unchecked):
@@ -282,8 +317,14 @@ def test_one_graph_for_all_steps(name, shapes_unchecked):
     for _, tensors, others, keywords in steps(name, 20):
         for x in tensors:
             mark_unbacked(x, 0)
-        prepared = [ops.prepare(x) if type(x) in ops.PLANS else x for x in others]
-        assert torch.equal(compiled(*tensors, *prepared, **keywords), getattr(ops, name)(*tensors, *others, **keywords))
+        prepared = [ops.prepare(x) if type(x) in PREPARED else x for x in memory(others)]
+        answer, expected = (
+            compiled(*tensors, *prepared, **keywords),
+            getattr(ops, name)(*tensors, *others, **keywords),
+        )
+        assert torch.equal(answer, expected)
+        if name in POOLS:
+            assert torch.equal(prepared[-2], others[-2])
     assert graphs.frame_count == 1
 
 
@@ -298,11 +339,30 @@ def test_a_few_graphs_where_nothing_is_marked(shapes_unchecked):
     assert 2 <= graphs.frame_count <= 3
 
 
+@torch.no_grad()
+def test_a_plan_that_is_not_prepared_is_warned_of_before_the_limit(shapes_unchecked):
+    """PyTorch's own error names a guard. By then half of the graphs that it allows have come with a warning."""
+    torch._dynamo.reset()
+    graphs = CompileCounterWithBackend("eager")
+    compiled = torch.compile(ops.speculative, fullgraph=True, backend=graphs)
+    many = steps("speculative", 40)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        while graphs.frame_count < torch._dynamo.config.recompile_limit // 2:
+            _, tensors, others, _ = next(many)
+            compiled(*tensors, *others)
+    with pytest.warns(
+        UserWarning, match=r"fastattn\.ops\.speculative: .* graph 5 .* stops after 8.*ops\.prepare\(plan\)"
+    ):
+        while graphs.frame_count == torch._dynamo.config.recompile_limit // 2:
+            _, tensors, others, _ = next(many)
+            compiled(*tensors, *others)
+
+
 def test_a_prepared_plan_has_to_be_held():
     query, *pools, batch = BATCH.tensors
     plan = chunked_prefill.plan(batch, block_size=P)
     prepared, flat = ops.prepare(plan), (None, 0.0, None, None, False, False)
-    torch.library.opcheck(torch.ops.fastattn.chunked_prefill_by_number.default, (query, *pools, prepared.number, *flat))
     number = prepared.number
     del prepared
     with pytest.raises(RuntimeError, match="plan: expected one that is held while its graph runs"):

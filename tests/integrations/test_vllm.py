@@ -10,10 +10,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
-from refattn import chunked_prefill, quantized
+from refattn import chunked_prefill, dense, metadata, quantized
 from refattn.conformance import HARMLESS, Case, attend, build
-from refattn.interface import Fp8Scales
+from refattn.interface import AttentionOptions, Fp8Scales
 from tests.helpers import vllm_doubles
 from tests.helpers.tolerance import assert_matches_reference
 
@@ -69,12 +70,12 @@ def test_a_layer_gives_what_the_reference_gives(backend, variant, layout, device
     of_vllm = {k: x.to(device) if isinstance(x, torch.Tensor) else x for k, x in of_vllm.items()}
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     inputs = build(CASE, device=device, dtype=dtype, poison=HARMLESS)
-    metadata = make_builder(backend, device).build(0, common_metadata(inputs.batch, len(inputs.query)))
+    step = make_builder(backend, device).build(0, common_metadata(inputs.batch, len(inputs.query)))
     with torch.device(device):  # as vLLM makes its layers
         layer = backend.FastAttentionImpl(4, 32, 0.2, num_kv_heads=2, **of_vllm)
     output = torch.full_like(inputs.query, 7.0)
     nothing = torch.nn.Module()
-    answer = layer.forward(nothing, inputs.query, None, None, vllm_pool(inputs, layout), metadata, output)
+    answer = layer.forward(nothing, inputs.query, None, None, vllm_pool(inputs, layout), step, output)
     assert answer is output and (output[-CASE.padding_rows :] == 7.0).all(), "padding is not written"
     rows = slice(0, inputs.batch.num_tokens)
     of_ours = {k: x.to(device) if isinstance(x, torch.Tensor) else x for k, x in of_ours.items()}
@@ -88,8 +89,8 @@ def test_a_layer_gives_what_the_reference_gives(backend, variant, layout, device
         softmax_scale=0.2,
         **of_ours,
     )
-    assert list(metadata.plans) == [of_vllm.get("sliding_window")]
-    assert metadata.plan(of_vllm.get("sliding_window")) is metadata.plan(of_vllm.get("sliding_window"))
+    assert list(step.plans) == [of_vllm.get("sliding_window")]
+    assert step.plan(of_vllm.get("sliding_window")) is step.plan(of_vllm.get("sliding_window"))
 
 
 def fp8_pool(inputs, layout, kind):
@@ -124,11 +125,11 @@ def test_a_layer_over_fp8_gives_what_the_reference_gives(backend, variant, layou
     )
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     inputs = build(CASE, device=device, dtype=dtype, poison=HARMLESS)
-    metadata = make_builder(backend, device).build(0, common_metadata(inputs.batch, len(inputs.query)))
+    step = make_builder(backend, device).build(0, common_metadata(inputs.batch, len(inputs.query)))
     with torch.device(device):
         impl = backend.FastAttentionImpl(4, 32, 0.2, num_kv_heads=2, kv_cache_dtype=name, **of_vllm)
     output, pool = torch.full_like(inputs.query, 7.0), fp8_pool(inputs, layout, kind)
-    impl.forward(vllm_layer(backend, device), inputs.query, None, None, pool, metadata, output)
+    impl.forward(vllm_layer(backend, device), inputs.query, None, None, pool, step, output)
     assert (output[-CASE.padding_rows :] == 7.0).all(), "padding is not written"
     rows = slice(0, inputs.batch.num_tokens)
     pools = [x.transpose(1, 2) for x in pool.split(32, dim=-1)]
@@ -172,10 +173,10 @@ def test_padding_is_not_taken_for_tokens(backend, device):
     layer, builder = backend.FastAttentionImpl(4, 32, 0.2, num_kv_heads=2), make_builder(backend, device)
     outputs = []
     for tokens in (3, 4):
-        metadata = builder.build(0, common_metadata(inputs.batch, 4, num_actual_tokens=tokens))
+        step = builder.build(0, common_metadata(inputs.batch, 4, num_actual_tokens=tokens))
         output, pool = torch.zeros_like(inputs.query), vllm_pool(inputs, "LBNHC")
-        outputs.append(layer.forward(torch.nn.Module(), inputs.query, None, None, pool, metadata, output)[:3])
-    assert metadata.batch.num_tokens is None
+        outputs.append(layer.forward(torch.nn.Module(), inputs.query, None, None, pool, step, output)[:3])
+    assert step.batch.num_tokens is None
     torch.testing.assert_close(*outputs, rtol=0, atol=1e-6 if device == "cpu" else 1e-2)
 
 
@@ -217,8 +218,10 @@ def test_it_registers_under_a_name_of_its_own(monkeypatch, on_cpu, asked):
     backend.register()
     backend.register()
     path = "fastattn.integrations.vllm.FastAttentionBackend"
-    assert backend.AttentionBackendEnum.__members__ == {"FASTATTN": path} | (
-        {"CPU_ATTN": path} if on_cpu and asked else {}
+    over_latents = "fastattn.integrations.vllm_mla.FastMLABackend"
+    replaced = {"CPU_ATTN": path, "CPU_MLA": over_latents, "AMX_MLA": over_latents}
+    assert backend.AttentionBackendEnum.__members__ == {"FASTATTN": path, "FASTATTN_MLA": over_latents} | (
+        replaced if on_cpu and asked else {}
     )
     assert backend.FastAttentionBackend.get_name() == "FASTATTN"
     assert path == f"{backend.FastAttentionBackend.__module__}.{backend.FastAttentionBackend.__qualname__}"
@@ -239,13 +242,118 @@ def test_what_is_declared(backend):
     assert [major for major in (7, 8, 9) if kind.supports_compute_capability(SimpleNamespace(major=major))] == [8, 9]
 
 
+@pytest.mark.parametrize("window", [None, 4])
+def test_a_layer_of_an_encoder_sees_both_sides(backend, window):
+    """It has no pool: keys and values are those of the call, and the window reaches as far after a token as before."""
+    lens, spec = [5, 0, 9], vllm_doubles.EncoderOnlyAttentionSpec(block_size=16)
+    batch = metadata.make_batch(lens, lens)
+    builder = backend.FastAttentionMetadataBuilder(spec, ["0"], None, "cpu")
+    common = common_metadata(batch, 16, num_actual_tokens=14, causal=False)
+    layer = backend.FastAttentionImpl(
+        *(4, 32, 0.2), num_kv_heads=2, sliding_window=window, attn_type=vllm_doubles.AttentionType.ENCODER_ONLY
+    )
+    query, key, value = torch.randn(16, 4, 32), torch.randn(16, 2, 32), torch.randn(16, 2, 32)
+    key[14:], value[14:] = torch.nan, torch.nan  # padding
+    output = torch.full_like(query, 7.0)
+    layer.forward(torch.nn.Module(), query, key, value, torch.tensor([]), builder.build(0, common), output)
+    assert (output[14:] == 7.0).all()
+    reach = -1 if window is None else window - 1
+    plan = dense.plan(batch, causal=False, window_size=(reach, reach))
+    expected = dense.attention(query[:14], key[:14], value[:14], plan, AttentionOptions(softmax_scale=0.2))
+    torch.testing.assert_close(output[:14], expected)
+    with pytest.raises(NotImplementedError, match="causal: expected False, got True"):
+        builder.build(0, common_metadata(batch, 16))
+
+
+# --- latents ---
+
+R, ROPE, NOPE, DV, H = 24, 8, 12, 10, 3
+
+
+@pytest.fixture
+def over_latents(monkeypatch):
+    return vllm_doubles.install_over_latents(monkeypatch)
+
+
+def latent_layer(backend, **changes):
+    """Make a layer with a weight that is drawn, as vLLM does."""
+    sizes = dict(kv_lora_rank=R, qk_nope_head_dim=NOPE, qk_rope_head_dim=ROPE, qk_head_dim=NOPE + ROPE, v_head_dim=DV)
+    given = dict(num_heads=H, head_size=R + ROPE, scale=0.3, num_kv_heads=1, kv_cache_dtype="auto", q_lora_rank=None)
+    nothing = dict.fromkeys(("alibi_slopes", "sliding_window", "logits_soft_cap", "kv_sharing_target_layer_name"))
+    projection = torch.nn.Linear(R, H * (NOPE + DV), bias=False)
+    kind = dict(attn_type=vllm_doubles.AttentionType.DECODER, kv_b_proj=projection)
+    layer = backend.FastMLAImpl(**nothing | given | sizes | kind | changes)
+    layer.process_weights_after_loading(torch.float32)
+    return layer, projection.weight.detach().view(H, NOPE + DV, R).split([NOPE, DV], 1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("lens", [((1, 20), (1, 1), (10, 37), (4, 4), (2, 30)), ((1, 20),), ((9, 20),)])
+def test_a_layer_over_latents_is_the_formula(over_latents, lens):
+    """New latents are written; decodes attend absorbed and prefills do not: both as keys and values made of latents."""
+    torch.manual_seed(0)
+    queries, lengths = zip(*lens, strict=True)
+    counts = [-(-s // 16) for s in lengths]
+    blocks = iter(torch.randperm(sum(counts) + 2).tolist())
+    tables = [[next(blocks) for _ in range(n)] for n in counts]
+    batch = metadata.make_batch(queries, lengths, [row + [-1] * (max(counts) - len(row)) for row in tables])
+    layer, (key_projection, value_projection) = latent_layer(over_latents)
+    latents, pool, t = [torch.randn(s, R + ROPE) for s in lengths], torch.full((sum(counts) + 2, 16, R + ROPE), 3.0), 0
+    slots = [
+        torch.tensor([row[j // 16] * 16 + j % 16 for j in range(s)]) for row, s in zip(tables, lengths, strict=True)
+    ]
+    flat, new = pool.view(-1, R + ROPE), torch.cat([x[s - q :] for x, (q, s) in zip(latents, lens, strict=True)])
+    for x, at, (q, s) in zip(latents, slots, lens, strict=True):
+        flat[at[: s - q]] = x[: s - q]
+    where = torch.cat([at[s - q :] for at, (q, s) in zip(slots, lens, strict=True)])
+    layer.do_kv_cache_update(new[:, :R], new[:, None, R:], pool, where, "auto", torch.ones(()))
+    query, output = torch.randn(sum(queries), H, NOPE + ROPE), torch.zeros(sum(queries), H * DV)
+    builder = over_latents.FastMLAMetadataBuilder(SimpleNamespace(block_size=16), ["0"], None, "cpu")
+    step = builder.build(0, common_metadata(batch, len(query), seq_lens_cpu_upper_bound=batch.seq_lens))
+    t = step.num_decode_tokens
+    if step.num_prefills:
+        layer.forward_mha(query[t:], new[t:, :R], new[t:, None, R:], pool, step, torch.ones(()), output[t:])
+    if step.num_decodes:
+        absorbed = torch.einsum("thn,hnr->thr", query[:t, :, :NOPE], key_projection)
+        answer, lse = layer.forward_mqa((absorbed, query[:t, :, NOPE:]), pool, step, None)
+        output[:t] = torch.einsum("thr,hvr->thv", answer, value_projection).flatten(1)
+        assert lse is None
+    row = 0
+    for x, (q, s) in zip(latents, lens, strict=True):
+        made = torch.einsum("sr,hnr->hsn", x[:, :R], key_projection)
+        key = torch.cat([made, x[:, R:].expand(H, -1, -1)], -1)
+        value = torch.einsum("sr,hvr->hsv", x[:, :R], value_projection)
+        mask = torch.ones(q, s, dtype=torch.bool).tril(s - q)
+        mine = query[row : row + q].transpose(0, 1)
+        expected = scaled_dot_product_attention(mine, key, value, attn_mask=mask, scale=0.3).transpose(0, 1).flatten(1)
+        torch.testing.assert_close(output[row : row + q], expected, rtol=1e-4, atol=1e-5)
+        row += q
+    assert (step.num_decodes, step.num_prefills) == (sum(q == 1 for q in queries), sum(q > 1 for q in queries))
+
+
+def test_what_layers_over_latents_do_not_compute_is_refused(over_latents):
+    for name, given in (("sliding_window", 5), ("indexer", object()), ("alibi_slopes", [1.0])):
+        with pytest.raises(NotImplementedError, match=f"{name}: expected none over latents"):
+            latent_layer(over_latents, **{name: given})
+    with pytest.raises(NotImplementedError, match="kv_cache_dtype: expected one of auto, .*, got fp8"):
+        latent_layer(over_latents, kv_cache_dtype="fp8")
+    builder = over_latents.FastMLAMetadataBuilder(SimpleNamespace(block_size=16), ["0"], None, "cpu")
+    with pytest.raises(NotImplementedError, match="causal: expected True, got False"):
+        builder.build(0, common_metadata(build(CASE, poison=HARMLESS).batch, 3, causal=False))
+    layer, _ = latent_layer(over_latents)
+    with pytest.raises(NotImplementedError, match="output_scale: expected none"):
+        layer.forward_mha(*[None] * 6, torch.ones(3, 30), output_scale=torch.ones(1))
+    kind = over_latents.FastMLABackend
+    assert kind.is_mla() and [size for size in (320, 570, 576, 640) if kind.supports_head_size(size)] == [320, 576]
+
+
 def test_what_is_not_declared_is_refused(backend):
     inputs = build(CASE, poison=HARMLESS)
     builder, layer = make_builder(backend, "cpu"), backend.FastAttentionImpl(4, 32, 0.2, num_kv_heads=2)
     with pytest.raises(NotImplementedError, match="causal: expected True, got False"):
         builder.build(0, common_metadata(inputs.batch, 3, causal=False))
-    with pytest.raises(NotImplementedError, match="attn_type: expected .*decoder"):
-        backend.FastAttentionImpl(4, 32, 0.2, attn_type=vllm_doubles.AttentionType.ENCODER_ONLY)
+    with pytest.raises(NotImplementedError, match="attn_type: expected decoder or encoder_only, got encoder"):
+        backend.FastAttentionImpl(4, 32, 0.2, attn_type=vllm_doubles.AttentionType.ENCODER)
     with pytest.raises(NotImplementedError, match="kv_cache_dtype: expected one of auto, .*, got fp8_ds_mla"):
         backend.FastAttentionImpl(4, 32, 0.2, kv_cache_dtype="fp8_ds_mla")
     with pytest.raises(NotImplementedError, match="output_scale: expected none"):

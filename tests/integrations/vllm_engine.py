@@ -15,16 +15,22 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import (
+    BertConfig,
+    BertModel,
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    ModernBertConfig,
+    ModernBertModel,
 )
 
 from tests.helpers import vllm_doubles
-from tests.helpers.tiny_models import SIZES
+from tests.helpers.tiny_models import SIZES, byte_tokenizer
 
 SMALL = SIZES | dict(num_attention_heads=4, head_dim=32, max_position_embeddings=256)  # a head of 32, for CPU_ATTN
 MODELS = {
@@ -44,20 +50,56 @@ MODELS = {
             interleave_moe_layer_step=0,
         )
     ),
+    "deepseek_v2": lambda: DeepseekV2ForCausalLM(
+        DeepseekV2Config(
+            **SMALL | dict(num_key_value_heads=4, head_dim=64, initializer_range=0.02),
+            kv_lora_rank=512,  # which CPU_MLA is compiled for, with 64 rotary
+            q_lora_rank=None,
+            qk_rope_head_dim=64,
+            qk_nope_head_dim=32,
+            v_head_dim=32,
+            first_k_dense_replace=2,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            n_shared_experts=1,
+            moe_intermediate_size=32,
+        )
+    ),
+}
+WIDE = dict(hidden_size=128, num_key_value_heads=4, vocab_size=257)  # 4 heads of 32, and a token for each byte
+OVER_LATENTS = ("deepseek_v2",)
+ENCODERS = {
+    "bert": lambda: BertModel(BertConfig(**SMALL | WIDE)),
+    "modernbert": lambda: ModernBertModel(
+        ModernBertConfig(
+            **SMALL | WIDE | dict(num_hidden_layers=3),
+            cls_token_id=1,
+            sep_token_id=2,
+            global_attn_every_n_layers=3,
+            local_attention=8,
+        )
+    ),
 }
 TOKENS = torch.randint(3, 97, (60,), generator=torch.Generator().manual_seed(0)).tolist()
 PROMPTS = [TOKENS[:50], [*TOKENS[:45], 5, 6, 7], [9, 8, 7], TOKENS[:20]]
 BUDGET = 32  # tokens of a step, so that long prompts come in chunks
 
 
-def serve(path, prompts):
-    """Answer the prompts twice in this process, and print the tokens and what the backend saw."""
+def stock_name(name):
+    """Return which of vLLM's backends a model has on a CPU."""
+    if name not in OVER_LATENTS:
+        return "CPU_ATTN"
+    return "AMX_MLA" if torch.cpu._is_amx_tile_supported() else "CPU_MLA"
+
+
+def serve(path, prompts, name):
+    """Answer the prompts twice in this process, and print the tokens, or embeddings, and what the backend saw."""
     from vllm import LLM, SamplingParams
     from vllm.plugins import load_general_plugins
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     load_general_plugins()  # as vLLM does when it begins: through the entry point of this package
-    kind, steps = AttentionBackendEnum.CPU_ATTN.get_class(), []
+    kind, steps = AttentionBackendEnum[stock_name(name)].get_class(), []
     ours = kind.__module__.startswith("fastattn")
     if ours:
         build = kind.get_builder_cls().build
@@ -68,33 +110,37 @@ def serve(path, prompts):
             return metadata
 
         kind.get_builder_cls().build = watch
+    more = dict(attention_backend="FASTATTN_MLA" if name in OVER_LATENTS else "FASTATTN") if ours else {}
     engine = LLM(
         model=path,
-        skip_tokenizer_init=True,
+        skip_tokenizer_init=name not in ENCODERS,
         enforce_eager=True,
         dtype="float32",
         max_model_len=128,
-        max_num_batched_tokens=BUDGET,
+        max_num_batched_tokens=128 if name in (*OVER_LATENTS, *ENCODERS) else BUDGET,
         max_num_seqs=8,
         block_size=32,
-        enable_prefix_caching=True,
-        **dict(attention_backend="FASTATTN") if ours else {},
+        enable_prefix_caching=name not in ENCODERS,
+        **more | (dict(runner="pooling") if name in ENCODERS else {}),
     )
     steps.clear()  # of the run that measures memory
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
-    words, counts = [], []
+    words, counts, asked = [], [], [dict(prompt_token_ids=prompt) for prompt in prompts]
     for _ in range(2):
         done = len(steps)
-        answers = engine.generate([dict(prompt_token_ids=prompt) for prompt in prompts], greedy, use_tqdm=False)
-        words.append([list(answer.outputs[0].token_ids) for answer in answers])
+        if name in ENCODERS:
+            words.append([answer.outputs.embedding for answer in engine.embed(asked, use_tqdm=False)])
+        else:
+            answers = engine.generate(asked, greedy, use_tqdm=False)
+            words.append([list(answer.outputs[0].token_ids) for answer in answers])
         counts.append(sum(step.num_actual_tokens for step in steps[done:]))
-    windows = sorted({window or 0 for step in steps for window in step.plans})
+    windows = sorted({window or 0 for step in steps for window in getattr(step, "plans", ())})
     most = max((step.num_actual_tokens for step in steps), default=0)
     report = dict(backend=kind.__name__, words=words, counts=counts, most=most, windows=windows, steps=len(steps))
     sys.stdout.write("REPORT " + json.dumps(report) + "\n")
 
 
-def run(path, prompts, **environment):
+def run(path, prompts, name, **environment):
     """Serve in a process of its own."""
     own = dict(
         PYTHONPATH=os.pathsep.join(sys.path),
@@ -102,7 +148,7 @@ def run(path, prompts, **environment):
         VLLM_CPU_KVCACHE_SPACE="1",
         VLLM_LOGGING_LEVEL="ERROR",
     )
-    arguments = [sys.executable, __file__, str(path), json.dumps(prompts)]
+    arguments = [sys.executable, __file__, str(path), json.dumps(prompts), name]
     done = subprocess.run(
         arguments, env=os.environ | own | environment, check=False, capture_output=True, text=True, timeout=280
     )
@@ -111,24 +157,45 @@ def run(path, prompts, **environment):
     return json.loads(lines[0].removeprefix("REPORT "))
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", MODELS)
-def test_the_same_tokens_as_stock(name, tmp_path):
+def both(name, make, folder):
+    """Save a model with weights that matter, and serve it with vLLM's backend and with ours."""
     torch.manual_seed(1)
-    model = MODELS[name]()
+    model = make()
     with torch.no_grad():
         for parameter in model.parameters():  # norms begin as 0 or 1
             parameter.add_(0.15 * torch.randn_like(parameter))
         model.get_input_embeddings().weight.mul_(0.05)  # or each word would be followed by itself
-    model.save_pretrained(tmp_path)
-    stock, ours = run(tmp_path, PROMPTS), run(tmp_path, PROMPTS, FASTATTN_REPLACES_CPU_ATTN="1")
-    assert (stock["backend"], ours["backend"]) == ("CPUAttentionBackend", "FastAttentionBackend")
+    model.save_pretrained(folder)
+    if name in ENCODERS:  # without one, vLLM does not begin
+        byte_tokenizer().save_pretrained(folder)
+    return [run(folder, PROMPTS, name, **ours) for ours in ({}, dict(FASTATTN_REPLACES_CPU_ATTN="1"))]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_tokens_as_stock(name, tmp_path):
+    stock, ours = both(name, MODELS[name], tmp_path)
+    kinds = ("MLABackend", "FastMLABackend") if name in OVER_LATENTS else ("AttentionBackend", "FastAttentionBackend")
+    assert stock["backend"].endswith(kinds[0]) and "Fast" not in stock["backend"] and ours["backend"] == kinds[1]
     assert ours["words"] == stock["words"]
     assert len({tuple(words) for words in ours["words"][0]}) == len(PROMPTS)
     prompt_tokens = sum(map(len, PROMPTS))
+    if name in OVER_LATENTS:  # on a CPU, vLLM has neither chunks nor cached prefixes for these
+        assert ours["counts"][0] > prompt_tokens
+        return
     assert ours["most"] <= BUDGET < max(map(len, PROMPTS)), "prompts come in chunks"
     assert ours["counts"][0] >= prompt_tokens and ours["counts"][1] < ours["counts"][0], "a prefix is found again"
     assert ours["windows"] == ([0, 11] if name == "gemma2" else [0])
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ENCODERS)
+def test_the_same_embeddings_as_stock(name, tmp_path):
+    stock, ours = both(name, ENCODERS[name], tmp_path)
+    assert ours["backend"] == "FastAttentionBackend" and ours["steps"]
+    torch.testing.assert_close(torch.tensor(ours["words"]), torch.tensor(stock["words"]), rtol=1e-4, atol=1e-5)
+    assert torch.tensor(ours["words"][0]).std(0).max() > 0.01, "prompts differ in their embeddings"
+    assert ours["windows"] == ([0, 5] if name == "modernbert" else [0])
 
 
 @pytest.mark.timeout(300)
@@ -163,4 +230,4 @@ def test_the_doubles_are_like_vllms_classes():
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], json.loads(sys.argv[2]))
+    serve(sys.argv[1], json.loads(sys.argv[2]), sys.argv[3])

@@ -1,7 +1,9 @@
 """The kit that proves anybody's kernel: it finds planted mistakes, names them, and leaves right kernels alone."""
 
+import dataclasses
 import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -9,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from refattn.conformance import Example, claims, contract, field, isolate
+from refattn.conformance import Example, claims, contract, field, isolate, mistakes
 from refattn.conformance import __main__ as command
 from refattn.conformance import check as checking
 from refattn.conformance.adapters import ADAPTERS
@@ -20,9 +22,9 @@ from refattn.conformance.field import list_failures, results, tables
 from refattn.conformance.isolate import check_apart
 from refattn.conformance.kernel import BadKernelError, find
 from refattn.conformance.report import as_html, as_text
-from tests.helpers import by_hand
+from tests.helpers import by_hand, planted_backward
 from tests.helpers.gpu_package_doubles import fa3_library, install
-from tests.helpers.planted import PLANTED, plant
+from tests.helpers.planted import PAST_A_SIZE, PLANTED, UNNAMED, plant
 
 pytestmark = [
     pytest.mark.usefixtures("shapes_unchecked", "no_shrinking"),  # each takes as long as all the rest
@@ -72,6 +74,17 @@ def test_how_many_are_planted():
     assert len(PLANTED) >= 60
     assert len({x[2:] for x in PLANTED}) == len(PLANTED)
     assert sum(x[1] in BLAMED_OTHERWISE for x in PLANTED) <= len(PLANTED) / 10
+
+
+def test_the_page_says_how_many_mistakes_are_known_and_found():
+    page = (Path(__file__).parents[2] / "docs/proof/prove_your_kernel.md").read_text()
+    known = len({mistake.name for path in PATHS for mistake in mistakes.of_path(path)})
+    assert re.findall(r"(\d+) (?:known )?mistakes\b", page.partition("## Your function")[0]) == [str(known)]
+    assert f"The kit knows {known} mistakes by name." in page
+    named = len(PLANTED) - sum(x[1] in BLAMED_OTHERWISE for x in PLANTED)
+    counts = [(len(PLANTED), named), *((len(x), len(x)) for x in (PAST_A_SIZE, planted_backward.PLANTED))]
+    rows = re.findall(r"\| (\d+) \| (\d+) \| (\d*)", page)
+    assert rows == [(str(n), str(n), str(names)) for n, names in counts] + [(*[str(len(UNNAMED))] * 2, "")]
 
 
 @pytest.mark.parametrize("name", BY_HAND)
@@ -427,6 +440,50 @@ def test_the_command(stranger, capsys):
 def test_the_command_says_what_cannot_be_called(stranger, capsys):
     assert command.main(["stranger:nobody", "--path=merge"]) == 2
     assert "stranger has no nobody" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("device", ["mps", "meta", "cuda:99", "no device"])
+def test_a_device_that_is_not_here_is_named(device, capsys):
+    if device == "mps" and torch.backends.mps.is_available():
+        pytest.skip("it is")
+    for asked in (["refattn.merge"], ["--list"], ["--all-installed"]):
+        assert command.main([*asked, f"--device={device}"]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("device: expected one that computes here (cpu") and f"got '{device}': " in said
+        assert said.count("\n") == 1 and len(said) < 400
+    with pytest.raises(BadKernelError, match="device: expected one that computes here"):
+        check("refattn.merge", device=device)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_arguments_are_made_for_any_device(path):
+    """None of them stays behind, or has a type that only some devices have: MPS has no float64."""
+    options = dict(shared=1) if path == "cascade" else {}
+    heads = (2, 2) if path == "differential" else (4, 2)
+    made = Example(path, ((1, 20), (3, 30)), heads, options=options).tensors(torch.float32, "meta")
+    tensors = list(tensors_of(made))
+    assert {x.device.type for x in tensors} == {"meta"} and torch.float64 not in {x.dtype for x in tensors}
+
+
+def tensors_of(x):
+    """Yield the tensors in what a call gets."""
+    if isinstance(x, torch.Tensor):
+        yield x
+    elif dataclasses.is_dataclass(x):
+        yield from tensors_of([getattr(x, field.name) for field in dataclasses.fields(x)])
+    elif isinstance(x, dict | list | tuple):
+        for y in x.values() if isinstance(x, dict) else x:
+            yield from tensors_of(y)
+
+
+def test_a_call_is_waited_for_on_its_device(monkeypatch):
+    waited = []
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    for path in ("merge", "dense_backward"):  # lists of tensors; a call that is differentiated
+        example = Example(path, ((2, 2),), (1, 1), options=dict(parts=2) if path == "merge" else {})
+        find(f"refattn.{path.removesuffix('_backward')}", path)(example, example.tensors(torch.float32))
+    assert waited == [torch.device("cpu")] * 2
 
 
 def test_the_command_lists_adapters(capsys):
