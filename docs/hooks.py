@@ -37,6 +37,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import address
+import pyodide
 from latex2mathml.converter import convert as latex_to_mathml
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
@@ -48,12 +50,14 @@ from fastattn.kernels import dispatch
 from refattn import drawing
 from refattn.conformance import field
 from refattn.conformance.contract import ATTENDS, PROPERTIES, of_path
-from refattn.exercises import learner, predict
+from refattn.exercises import in_page, learner, lists, predict
+from refattn.exercises.exercise import Exercise
 from refattn.exercises.functions import EXERCISES
 
 INSERT = re.compile(r"^(?P<instead>.+) <!-- (?P<name>\w+)(?P<arguments>.*?) -->$", re.MULTILINE)
 CAPTION = re.compile(r"\*(.+?)\* ")
 LINK_TO_SOURCE = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<path>[^)\s]+\.py)\)")
+LINK_TO_EXERCISE = re.compile(r"\(exercises/\d\d_(\w+)\.py\)")
 LINK_TO_EXPLORER = re.compile(r"\[([^\]]*)\]\(((?:\.\./)*explorer/(?:index|engine))\.md(#[^)\s]+)\)")  # in some state
 ANSWER = "What do you think? Open the answer"
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
@@ -73,6 +77,10 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
             files.append(File.generated(config, name, content=content))
     for name in drawing.EXAMPLES:
         files.append(File.generated(config, f"pictures/{name}.svg", content=drawing.example(name)._repr_svg_()))
+    files.append(File.generated(config, "assets/exercises/in_page.py", content=Path(in_page.__file__).read_text()))
+    for exercise in (each for each in EXERCISES if each.in_page):
+        name = f"assets/exercises/{exercise.name}.json"
+        files.append(File.generated(config, name, content=lists.of_exercise(exercise)))
     for path in source_files():
         page = File.generated(config, page_of(path), content=source_page(path), inclusion=InclusionLevel.NOT_IN_NAV)
         files.append(page)
@@ -508,7 +516,8 @@ def notebook_files(path: Path) -> Iterator[tuple[str, str | bytes]]:
 
     The tag `answer` makes an answer of a cell: of what code prints, of Markdown as a whole. `answer-code` closes the
     code as well, where it gives the answer away. Neighbouring cells with the tag are one answer. A cell with the tag
-    `predict` becomes a field in which the reader predicts, and which opens the answer (docs/assets/predict.js).
+    `predict` becomes a field in which the reader predicts, and which opens the answer (docs/assets/predict.js). One
+    with the tag `exercise` becomes a box in which the reader writes it (docs/assets/exercise.js).
     """
     parts: list[str] = []
     answer: list[str] = []
@@ -517,11 +526,14 @@ def notebook_files(path: Path) -> Iterator[tuple[str, str | bytes]]:
     asked = iter(predict.questions(cells).values())
     for cell in cells:
         tags = cell["metadata"].get("tags", ())
+        if answer and {"predict", "exercise"} & set(tags):
+            parts.append(folded(ANSWER, answer, kind="question"))
+            answer = []
         if "predict" in tags:
-            if answer:
-                parts.append(folded(ANSWER, answer, kind="question"))
-                answer = []
             parts.append(prediction(next(asked)))
+            continue
+        if "exercise" in tags:
+            parts.append(written(path, exercise_of(cell)))
             continue
         source = "".join(cell["source"])
         source = f"```python\n{source}\n```" if cell["cell_type"] == "code" else text_of_notebook(path, source)
@@ -563,6 +575,47 @@ def prediction(question: dict[str, Any]) -> str:
         data["choose"] = sorted(question["choose"])
     encoded = base64.b64encode(json.dumps(data).encode()).decode()
     return f'<div class="predict" id="predict-{question["number"]}" data-question="{encoded}"></div>'
+
+
+def exercise_of(cell: dict[str, Any]) -> Exercise:
+    """Return the exercise that a cell with the tag `exercise` links to."""
+    name = LINK_TO_EXERCISE.findall("".join(cell["source"]))[0]
+    return next(exercise for exercise in EXERCISES if exercise.name == name)
+
+
+def written(path: Path, exercise: Exercise) -> str:
+    """Make the box of an exercise: its stub and hints, and where it is checked.
+
+    Where the site has Python, docs/assets/exercise.js turns the stub of one that needs no PyTorch into an editor.
+    """
+    file = learner.file_of(ROOT / "notebooks/exercises", exercise.name)
+    title, number = learner.title(file), int(file.stem[:2])
+    runs = exercise.in_page and pyodide.is_here()
+    about = f' data-name="{exercise.name}" data-title="{html.escape(title)}"' * runs
+    effort = f"{'●' * exercise.level}{'○' * (3 - exercise.level)} {exercise.minutes} minutes"
+    colab = address.colab(address.repository(), f"{path.stem}.ipynb")
+    cell = f"[in Colab]({colab})" if colab else "in a notebook"
+    source = f"[`{file.relative_to(ROOT).as_posix()}`](../source/notebooks/exercises/{file.name}.md)"
+    elsewhere = (
+        f"{source}, checked by `make exercises ARGS={number}`, or {cell}: "
+        f"`from refattn.exercises.here import check`, then `check({exercise.name})`. [How](../exercises.md)"
+    )
+    why = (
+        "With tensors: " if runs else "In " if exercise.in_page else "It needs PyTorch, which no page has. Write it in "
+    )
+    stub = lists.stub(file) if exercise.in_page else learner.code(file)
+    hints = [
+        folded(f"Hint {i} of {len(exercise.hints)}", [hint], kind="tip") for i, hint in enumerate(exercise.hints, 1)
+    ]
+    parts = [
+        f'<div class="exercise" id="write-{exercise.name}"{about} markdown>',
+        f'**Write it: {title[0].lower()}{title[1:]}** <span class="effort">{effort}</span>',
+        f"```python\n{stub.rstrip()}\n```",
+        *hints,
+        f"{why}{elsewhere}\n{{ .elsewhere }}",
+        "</div>",
+    ]
+    return "\n\n".join(parts)
 
 
 def text_of_notebook(path: Path, source: str) -> str:

@@ -30,25 +30,7 @@ const predictions = (() => {
 })()
 
 if (typeof document !== "undefined") {
-  const KEY = "twinattn.predictions"
-
-  const remembered = () => {
-    try {
-      return JSON.parse(localStorage.getItem(KEY)) ?? {}
-    } catch {
-      return {} // a browser that keeps nothing for a file, or something else under this name
-    }
-  }
-  const remember = (all) => {
-    try {
-      localStorage.setItem(KEY, JSON.stringify(all))
-    } catch {} // then it is forgotten with the page
-  }
-  const el = (name, attributes = {}, ...children) => {
-    const made = Object.assign(document.createElement(name), attributes)
-    made.append(...children)
-    return made
-  }
+  const { element: el } = reader
 
   /** Return the answer that a question opens: the next folded one. */
   function answerBelow(node) {
@@ -88,7 +70,7 @@ if (typeof document !== "undefined") {
   function field(node) {
     const bytes = Uint8Array.from(atob(node.dataset.question), (letter) => letter.charCodeAt(0))
     const question = JSON.parse(new TextDecoder().decode(bytes))
-    const before = remembered()[question.number]
+    const before = reader.recall("predictions")[question.number]
     const says = el("output", {})
     const form = el("form", {})
     const form_of = { choose: choices, mask: mask, numbers: line }
@@ -134,9 +116,9 @@ if (typeof document !== "undefined") {
         return
       }
       const [same, count] = predictions.judge(question, guess)
-      const all = remembered()
+      const all = reader.recall("predictions")
       all[question.number] = { guess, same, count }
-      remember(all)
+      reader.remember("predictions", all)
       show({ same, count })
       const answer = answerBelow(node)
       if (answer) answer.open = true
@@ -147,7 +129,7 @@ if (typeof document !== "undefined") {
 
   function progress(node) {
     const books = JSON.parse(node.dataset.notebooks)
-    const all = remembered()
+    const all = reader.recall("predictions")
     const lines = books.map(({ title, url, numbers }) => {
       const tried = numbers.filter((number) => all[number])
       const right = tried.filter((number) => all[number].same === all[number].count)
