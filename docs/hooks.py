@@ -229,13 +229,16 @@ def in_short_of_paths(names: Sequence[str]) -> str:
 
 
 def progress(page: Page, instead: str) -> str:
-    """Make the element in which docs/assets/predict.js shows how many questions of each notebook a reader answered."""
+    """Make the element in which docs/assets/predict.js shows how many questions and exercises a reader has done."""
     books = []
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         cells = json.loads(path.read_text())["cells"]
         title = "".join(cells[0]["source"]).splitlines()[0].removeprefix("# ")
         numbers = list(predict.questions(cells))
-        books.append({"title": title, "url": to(page, f"notebooks/{path.stem}.html"), "numbers": numbers})
+        boxes = [exercise_of(cell) for cell in cells if "exercise" in cell["metadata"].get("tags", ())]
+        names = [exercise.name for exercise in boxes if exercise.in_page and pyodide.is_here()]
+        url = to(page, f"notebooks/{path.stem}.html")
+        books.append({"title": title, "url": url, "numbers": numbers, "exercises": names})
     return f'{instead}\n\n<div class="progress" data-notebooks="{html.escape(json.dumps(books))}"></div>'
 
 

@@ -130,17 +130,21 @@ if (typeof document !== "undefined") {
   function progress(node) {
     const books = JSON.parse(node.dataset.notebooks)
     const all = reader.recall("predictions")
-    const lines = books.map(({ title, url, numbers }) => {
+    const exercises = reader.recall("exercises")
+    const lines = books.map(({ title, url, numbers, exercises: names }) => {
       const tried = numbers.filter((number) => all[number])
       const right = tried.filter((number) => all[number].same === all[number].count)
-      return { title, url, total: numbers.length, tried: tried.length, right: right.length }
+      const written = names.filter((name) => exercises[name]?.state === "right").length
+      return { title, url, total: numbers.length, tried: tried.length, right: right.length, exercises: names.length, written }
     })
     const sum = (name) => lines.reduce((total, each) => total + each[name], 0)
     const next = lines.find((each) => each.tried < each.total)
     const bar = (each) => el("progress", { max: each.total, value: each.tried, ariaLabel: `${each.title}: ${each.tried} of ${each.total} questions` })
-    const rows = lines.map((each) => el("li", {}, el("a", { href: each.url }, each.title), bar(each), `${each.tried} / ${each.total}`))
+    const pens = (each) => each.exercises ? el("span", { title: "functions written" }, ` · ✎ ${each.written} / ${each.exercises}`) : ""
+    const rows = lines.map((each) => el("li", {}, el("a", { href: each.url }, each.title), bar(each), `${each.tried} / ${each.total}`, pens(each)))
     const begun = `${sum("tried")} of ${sum("total")} predictions made, ${sum("right")} right.`
-    const head = el("p", {}, sum("tried") ? begun : `${sum("total")} questions to predict, none answered yet. `)
+    const head = el("p", {}, sum("tried") ? begun : `${sum("total")} questions to predict, none answered yet.`)
+    if (sum("exercises")) head.append(` ${sum("written")} of ${sum("exercises")} functions written in the pages.`)
     if (next) head.append(" ", el("a", { href: next.url }, `${sum("tried") ? "Continue" : "Begin"} with ${next.title}`), ".")
     node.replaceChildren(head, el("ul", {}, ...rows))
   }

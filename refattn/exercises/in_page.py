@@ -16,8 +16,7 @@ from typing import Any
 
 YOURS = "your code"  # the name of what somebody wrote, in tracebacks
 ALONE = "answer"  # the name of an answer that has no parts
-CLOSE = 1e-9  # of the largest element: both sides compute in float64
-ALIKE = 1e-5  # for the answer of a mistake, parts of which may be of float32
+CLOSE = 1e-6  # of the largest element: about what float32 can tell
 LONGEST = 100  # characters of a value that are shown
 Answer = dict[str, Any]
 
@@ -200,7 +199,7 @@ def likely(exercise: Mapping[str, Any], function: Callable[..., Any], number: in
 
 def _alike(one: Answer | None, other: Answer) -> bool:
     """Return whether two answers are the same; None is that of a mistake that raised something."""
-    return one is not None and all(_same(one[part], mine, ALIKE * _largest(one[part])) for part, mine in other.items())
+    return one is not None and all(_same(one[part], mine, CLOSE * _largest(one[part])) for part, mine in other.items())
 
 
 def describe(error: BaseException, source: str) -> str:
@@ -306,7 +305,7 @@ def _short(value: Any) -> str:
 
 def _write(value: Any) -> str:
     if isinstance(value, dict):
-        return f"{len(value['once'])} tiles: {_write(value['once'])}"
+        return _write(value["once"])
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_write, value))}]"
     return f"{value:.4g}" if isinstance(value, float) else repr(value)
