@@ -14,6 +14,7 @@ stands before the comment is for those who read the page on a code host, which h
     ... <!-- contract -->                                   the properties that a kernel is checked for
     ... <!-- contract dense_backward -->                    those of its gradients
     ... <!-- api refattn -->                                what the docstrings of a package say
+    ... <!-- exercise slot -->                              the box in which an exercise is written
     ... <!-- exercises puzzles -->                          the exercises, or the puzzles
     ... <!-- progress -->                                   how many questions of the notebooks a reader answered
 
@@ -142,16 +143,25 @@ def kernels(page: Page, instead: str) -> str:
     return "\n".join(lines)
 
 
+def exercise(page: Page, instead: str, name: str) -> str:
+    """Show the box of an exercise."""
+    found = next(exercise for exercise in EXERCISES if exercise.name == name)
+    return written(found, posixpath.relpath(".", posixpath.dirname(page.file.src_uri)) + "/")
+
+
 def exercises(page: Page, instead: str, folder: str = "") -> str:
     """List the exercises or the puzzles, with the title of each file."""
     letter = "p" * bool(folder)
     lines = [f"| {'puzzle' if folder else 'function'} | what it is about |{' effort |' * (not folder)}"]
     lines.append("|---|---|" + "---|" * (not folder))
     for i, path in enumerate(learner.files(ROOT / "notebooks/exercises" / folder), 1):
-        line = f"| {letter}{i} · [`{path.stem[3:]}`]({to(page, page_of(path))}) | {learner.title(path)} |"
+        name, about = path.stem[3:], learner.title(path)
         if not folder:
-            exercise = EXERCISES[i - 1]
-            line += f" {'●' * exercise.level}{'○' * (3 - exercise.level)} {exercise.minutes} min |"
+            about = f'<a href="{to(page, f"notebooks/{places()[name]}.html")}#write-{name}">{about}</a>'
+        line = f"| {letter}{i} · [`{name}`]({to(page, page_of(path))}) | {about} |"
+        if not folder:
+            task = EXERCISES[i - 1]
+            line += f" {'●' * task.level}{'○' * (3 - task.level)} {task.minutes} min{' ✎' * task.in_page} |"
         lines.append(line)
     return "\n".join(lines)
 
@@ -244,7 +254,20 @@ def progress(page: Page, instead: str) -> str:
 
 INSERTS = {
     insert.__name__: insert
-    for insert in (api, code, contract, exercises, kernels, measured, picture, progress, reports, says, tested)
+    for insert in (
+        api,
+        code,
+        contract,
+        exercise,
+        exercises,
+        kernels,
+        measured,
+        picture,
+        progress,
+        reports,
+        says,
+        tested,
+    )
 }
 
 
@@ -536,7 +559,7 @@ def notebook_files(path: Path) -> Iterator[tuple[str, str | bytes]]:
             parts.append(prediction(next(asked)))
             continue
         if "exercise" in tags:
-            parts.append(written(path, exercise_of(cell)))
+            parts.append(written(exercise_of(cell), "../"))
             continue
         source = "".join(cell["source"])
         source = f"```python\n{source}\n```" if cell["cell_type"] == "code" else text_of_notebook(path, source)
@@ -586,22 +609,37 @@ def exercise_of(cell: dict[str, Any]) -> Exercise:
     return next(exercise for exercise in EXERCISES if exercise.name == name)
 
 
-def written(path: Path, exercise: Exercise) -> str:
+@functools.cache
+def places() -> dict[str, str]:
+    """Return the notebook of each exercise: where its idea appears."""
+    return {
+        exercise_of(cell).name: path.stem
+        for path in sorted((ROOT / "notebooks").glob("*.ipynb"))
+        for cell in json.loads(path.read_text())["cells"]
+        if "exercise" in cell["metadata"].get("tags", ())
+    }
+
+
+def written(exercise: Exercise, top: str) -> str:
     """Make the box of an exercise: its stub and hints, and where it is checked.
 
     Where the site has Python, docs/assets/exercise.js turns the stub of one that needs no PyTorch into an editor.
+
+    Args:
+        exercise: the exercise.
+        top: the way from the page to the top of the site.
     """
     file = learner.file_of(ROOT / "notebooks/exercises", exercise.name)
     title, number = learner.title(file), int(file.stem[:2])
     runs = exercise.in_page and pyodide.is_here()
     about = f' data-name="{exercise.name}" data-title="{html.escape(title)}"' * runs
     effort = f"{'●' * exercise.level}{'○' * (3 - exercise.level)} {exercise.minutes} minutes"
-    colab = address.colab(address.repository(), f"{path.stem}.ipynb")
+    colab = address.colab(address.repository(), f"{places()[exercise.name]}.ipynb")
     cell = f"[in Colab]({colab})" if colab else "in a notebook"
-    source = f"[`{file.relative_to(ROOT).as_posix()}`](../source/notebooks/exercises/{file.name}.md)"
+    source = f"[`{file.relative_to(ROOT).as_posix()}`]({top}source/notebooks/exercises/{file.name}.md)"
     elsewhere = (
         f"{source}, checked by `make exercises ARGS={number}`, or {cell}: "
-        f"`from refattn.exercises.here import check`, then `check({exercise.name})`. [How](../exercises.md)"
+        f"`from refattn.exercises.here import check`, then `check({exercise.name})`. [How]({top}exercises.md)"
     )
     why = (
         "With tensors: " if runs else "In " if exercise.in_page else "It needs PyTorch, which no page has. Write it in "
@@ -610,10 +648,11 @@ def written(path: Path, exercise: Exercise) -> str:
     hints = [
         folded(f"Hint {i} of {len(exercise.hints)}", [hint], kind="tip") for i, hint in enumerate(exercise.hints, 1)
     ]
+    shown = f"```python\n{stub.rstrip()}\n```"
     parts = [
         f'<div class="exercise" id="write-{exercise.name}"{about} markdown>',
         f'**Write it: {title[0].lower()}{title[1:]}** <span class="effort">{effort}</span>',
-        f"```python\n{stub.rstrip()}\n```",
+        shown if exercise.in_page else folded("What to write", [shown]),
         *hints,
         f"{why}{elsewhere}\n{{ .elsewhere }}",
         "</div>",

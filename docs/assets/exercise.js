@@ -57,7 +57,11 @@
       area.setRangeText(text, area.selectionStart, area.selectionEnd, "end")
       area.dispatchEvent(new Event("input"))
     }
-    const fit = () => { area.rows = area.value.split("\n").length + 1 }
+    const fit = () => {
+      area.style.height = "auto"
+      area.rows = area.value.split("\n").length + 1
+      if (area.scrollHeight > area.clientHeight + 1) area.style.height = `${area.scrollHeight + 24}px` // where lines wrap
+    }
     area.addEventListener("input", fit)
     area.addEventListener("keydown", (event) => {
       const line = area.value.slice(0, area.selectionStart).split("\n").at(-1)
@@ -75,8 +79,7 @@
       }
       leaves = event.key === "Escape" || (leaves && event.key === "Shift")
     })
-    fit()
-    return area
+    return { area, fit }
   }
 
   function make(node) {
@@ -91,7 +94,7 @@
     }
     const stub = given.textContent.trimEnd() + "\n"
     const before = recall("exercises")[name]
-    const area = editor(before?.source ?? stub)
+    const { area, fit } = editor(before?.source ?? stub)
     area.setAttribute("aria-label", `${title}: your code`)
     const button = element("button", { type: "button", className: "md-button md-button--primary" }, "Run")
     const again = element("button", { type: "button", className: "md-button" }, "Start again")
@@ -152,6 +155,7 @@
     area.addEventListener("change", () => keep())
     area.addEventListener("keydown", (event) => { if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) button.click() })
     given.closest(".highlight").replaceWith(area, element("div", { className: "bar" }, button, again, says), result)
+    fit()
     if (before && before.state !== "begun") {
       node.dataset.state = before.state
       if (before.state === "right") says.textContent = "✓ You wrote it."

@@ -140,8 +140,9 @@ if (typeof document !== "undefined") {
     const sum = (name) => lines.reduce((total, each) => total + each[name], 0)
     const next = lines.find((each) => each.tried < each.total)
     const bar = (each) => el("progress", { max: each.total, value: each.tried, ariaLabel: `${each.title}: ${each.tried} of ${each.total} questions` })
-    const pens = (each) => each.exercises ? el("span", { title: "functions written" }, ` · ✎ ${each.written} / ${each.exercises}`) : ""
-    const rows = lines.map((each) => el("li", {}, el("a", { href: each.url }, each.title), bar(each), `${each.tried} / ${each.total}`, pens(each)))
+    const counts = (each) => el("span", {}, `${each.tried} / ${each.total}`,
+      each.exercises ? el("span", { title: "functions written in the page" }, ` · ✎ ${each.written} / ${each.exercises}`) : "")
+    const rows = lines.map((each) => el("li", {}, el("a", { href: each.url }, each.title), bar(each), counts(each)))
     const begun = `${sum("tried")} of ${sum("total")} predictions made, ${sum("right")} right.`
     const head = el("p", {}, sum("tried") ? begun : `${sum("total")} questions to predict, none answered yet.`)
     if (sum("exercises")) head.append(` ${sum("written")} of ${sum("exercises")} functions written in the pages.`)
