@@ -641,9 +641,7 @@ def written(exercise: Exercise, top: str) -> str:
         f"{source}, checked by `make exercises ARGS={number}`, or {cell}: "
         f"`from refattn.exercises.here import check`, then `check({exercise.name})`. [How]({top}exercises.md)"
     )
-    why = (
-        "With tensors: " if runs else "In " if exercise.in_page else "It needs PyTorch, which no page has. Write it in "
-    )
+    why = "On your machine: " if runs else "Write it in " if exercise.in_page else "It needs PyTorch. Write it in "
     stub = lists.stub(file) if exercise.in_page else learner.code(file)
     hints = [
         folded(f"Hint {i} of {len(exercise.hints)}", [hint], kind="tip") for i, hint in enumerate(exercise.hints, 1)

@@ -119,8 +119,14 @@
     }
 
     const box = {
-      waits: () => { says.textContent = "Loading Python, 13 MB, the first time …" },
+      waits: () => {
+        const since = Date.now()
+        const tell = () => { says.textContent = `Loading Python, 13 MB the first time … ${Math.round((Date.now() - since) / 1000)} s` }
+        tell()
+        box.timer = setInterval(tell, 1000)
+      },
       runs: () => {
+        clearTimeout(box.timer)
         says.textContent = "Running …"
         box.timer = setTimeout(() => {
           stop()

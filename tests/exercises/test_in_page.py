@@ -1,6 +1,7 @@
 """Exercises in the pages of the site: their check holds the cases of the terminal's, and judges and says the same."""
 
 import ast
+import importlib
 import json
 import sys
 from functools import cache
@@ -147,3 +148,16 @@ def test_an_exercise_is_checked_in_a_cell(capsys):
     assert "All 6 trials are right" in capsys.readouterr().out
     with pytest.raises(ValueError, match="function: expected one named slot"):
         here.check(run)
+
+
+def test_python_for_the_page_is_the_pinned_one(monkeypatch, tmp_path, capsys):
+    """Another archive is refused; without npm, the site is built without Python, and that is said."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    pyodide = importlib.import_module("pyodide")
+    with pytest.raises(ValueError, match="expected sha512-"):
+        pyodide.unpack(b"something else", tmp_path / "pyodide")
+    assert not pyodide.is_here(tmp_path / "pyodide") and not (tmp_path / "pyodide").exists()
+    monkeypatch.setattr(pyodide, "is_here", lambda: False)
+    monkeypatch.setattr(pyodide.shutil, "which", lambda name: None)
+    assert pyodide.main() == 0
+    assert "Exercises will not run in the pages of the site: there is no npm" in capsys.readouterr().out
