@@ -52,6 +52,7 @@ families: $(VENV)/.test  ## every family of transformers against eager: what is 
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.integrations.families $(ARGS)
 
 site-test: $(VENV)/.site  ## the site in headless Chromium; ARGS="--screenshots FOLDER" leaves pictures of its pages
+	$(BIN)/python docs/pyodide.py
 	$(BIN)/python -m pytest tests/browser/built_site.py $(ARGS)
 
 matrix: $(VENV)/.test $(VENV)/.model  ## the tests as on other processors, with more threads, by the Pythons of .venv-3.*
@@ -78,9 +79,11 @@ readme: $(VENV)/.docs  ## the README's measurements, from docs/results, the page
 	$(BIN)/python docs/museum.py
 
 docs: $(VENV)/.docs  ## the site, into site/
+	$(BIN)/python docs/pyodide.py
 	$(BIN)/mkdocs build --strict $(ARGS)
 
 docs-version: $(VENV)/.pages  ## the site, as a version on the branch gh-pages; VERSION=v0.1.0 ALIAS=stable ARGS=--push
+	$(BIN)/python docs/pyodide.py
 	$(BIN)/mike deploy --update-aliases $(ARGS) $(VERSION) $(ALIAS)
 	shown=$$($(BIN)/mike list stable > /dev/null 2>&1 && echo stable || echo $(VERSION)); \
 	$(BIN)/mike set-default $(ARGS) $$shown && $(BIN)/python docs/pages_root.py $(ARGS) $$shown
@@ -92,7 +95,7 @@ release-check: $(VENV)/.release  ## build the wheel and the sdist, and try both 
 	$(BIN)/python tests/release_check.py $(ARGS)
 
 clean:  ## remove .venv, caches and build outputs
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis site dist
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis site dist docs/assets/pyodide
 	find refattn fastattn tests notebooks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # .venv/.NAME is the stamp of the extra NAME. run.py makes .venv, and refuses a Python that is too old.

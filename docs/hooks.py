@@ -14,6 +14,7 @@ stands before the comment is for those who read the page on a code host, which h
     ... <!-- contract -->                                   the properties that a kernel is checked for
     ... <!-- contract dense_backward -->                    those of its gradients
     ... <!-- api refattn -->                                what the docstrings of a package say
+    ... <!-- exercise slot -->                              the box in which an exercise is written
     ... <!-- exercises puzzles -->                          the exercises, or the puzzles
     ... <!-- progress -->                                   how many questions of the notebooks a reader answered
 
@@ -37,6 +38,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import address
+import pyodide
 from latex2mathml.converter import convert as latex_to_mathml
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
@@ -48,12 +51,14 @@ from fastattn.kernels import dispatch
 from refattn import drawing
 from refattn.conformance import field
 from refattn.conformance.contract import ATTENDS, PROPERTIES, of_path
-from refattn.exercises import learner, predict
+from refattn.exercises import in_page, learner, lists, predict
+from refattn.exercises.exercise import Exercise
 from refattn.exercises.functions import EXERCISES
 
 INSERT = re.compile(r"^(?P<instead>.+) <!-- (?P<name>\w+)(?P<arguments>.*?) -->$", re.MULTILINE)
 CAPTION = re.compile(r"\*(.+?)\* ")
 LINK_TO_SOURCE = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<path>[^)\s]+\.py)\)")
+LINK_TO_EXERCISE = re.compile(r"\(exercises/\d\d_(\w+)\.py\)")
 LINK_TO_EXPLORER = re.compile(r"\[([^\]]*)\]\(((?:\.\./)*explorer/(?:index|engine|state))\.md(#[^)\s]+)\)")  # in some state
 ANSWER = "What do you think? Open the answer"
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
@@ -73,6 +78,10 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
             files.append(File.generated(config, name, content=content))
     for name in drawing.EXAMPLES:
         files.append(File.generated(config, f"pictures/{name}.svg", content=drawing.example(name)._repr_svg_()))
+    files.append(File.generated(config, "assets/exercises/in_page.py", content=Path(in_page.__file__).read_text()))
+    for exercise in (each for each in EXERCISES if each.in_page):
+        name = f"assets/exercises/{exercise.name}.json"
+        files.append(File.generated(config, name, content=lists.of_exercise(exercise)))
     for path in source_files():
         page = File.generated(config, page_of(path), content=source_page(path), inclusion=InclusionLevel.NOT_IN_NAV)
         files.append(page)
@@ -134,16 +143,25 @@ def kernels(page: Page, instead: str) -> str:
     return "\n".join(lines)
 
 
+def exercise(page: Page, instead: str, name: str) -> str:
+    """Show the box of an exercise."""
+    found = next(exercise for exercise in EXERCISES if exercise.name == name)
+    return written(found, posixpath.relpath(".", posixpath.dirname(page.file.src_uri)) + "/")
+
+
 def exercises(page: Page, instead: str, folder: str = "") -> str:
     """List the exercises or the puzzles, with the title of each file."""
     letter = "p" * bool(folder)
     lines = [f"| {'puzzle' if folder else 'function'} | what it is about |{' effort |' * (not folder)}"]
     lines.append("|---|---|" + "---|" * (not folder))
     for i, path in enumerate(learner.files(ROOT / "notebooks/exercises" / folder), 1):
-        line = f"| {letter}{i} · [`{path.stem[3:]}`]({to(page, page_of(path))}) | {learner.title(path)} |"
+        name, about = path.stem[3:], learner.title(path)
         if not folder:
-            exercise = EXERCISES[i - 1]
-            line += f" {'●' * exercise.level}{'○' * (3 - exercise.level)} {exercise.minutes} min |"
+            about = f'<a href="{to(page, f"notebooks/{places()[name]}.html")}#write-{name}">{about}</a>'
+        line = f"| {letter}{i} · [`{name}`]({to(page, page_of(path))}) | {about} |"
+        if not folder:
+            task = EXERCISES[i - 1]
+            line += f" {'●' * task.level}{'○' * (3 - task.level)} {task.minutes} min{' ✎' * task.in_page} |"
         lines.append(line)
     return "\n".join(lines)
 
@@ -221,19 +239,35 @@ def in_short_of_paths(names: Sequence[str]) -> str:
 
 
 def progress(page: Page, instead: str) -> str:
-    """Make the element in which docs/assets/predict.js shows how many questions of each notebook a reader answered."""
+    """Make the element in which docs/assets/predict.js shows how many questions and exercises a reader has done."""
     books = []
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         cells = json.loads(path.read_text())["cells"]
         title = "".join(cells[0]["source"]).splitlines()[0].removeprefix("# ")
         numbers = list(predict.questions(cells))
-        books.append({"title": title, "url": to(page, f"notebooks/{path.stem}.html"), "numbers": numbers})
+        boxes = [exercise_of(cell) for cell in cells if "exercise" in cell["metadata"].get("tags", ())]
+        names = [exercise.name for exercise in boxes if exercise.in_page and pyodide.is_here()]
+        url = to(page, f"notebooks/{path.stem}.html")
+        books.append({"title": title, "url": url, "numbers": numbers, "exercises": names})
     return f'{instead}\n\n<div class="progress" data-notebooks="{html.escape(json.dumps(books))}"></div>'
 
 
 INSERTS = {
     insert.__name__: insert
-    for insert in (api, code, contract, exercises, kernels, measured, picture, progress, reports, says, tested)
+    for insert in (
+        api,
+        code,
+        contract,
+        exercise,
+        exercises,
+        kernels,
+        measured,
+        picture,
+        progress,
+        reports,
+        says,
+        tested,
+    )
 }
 
 
@@ -508,7 +542,8 @@ def notebook_files(path: Path) -> Iterator[tuple[str, str | bytes]]:
 
     The tag `answer` makes an answer of a cell: of what code prints, of Markdown as a whole. `answer-code` closes the
     code as well, where it gives the answer away. Neighbouring cells with the tag are one answer. A cell with the tag
-    `predict` becomes a field in which the reader predicts, and which opens the answer (docs/assets/predict.js).
+    `predict` becomes a field in which the reader predicts, and which opens the answer (docs/assets/predict.js). One
+    with the tag `exercise` becomes a box in which the reader writes it (docs/assets/exercise.js).
     """
     parts: list[str] = []
     answer: list[str] = []
@@ -517,11 +552,14 @@ def notebook_files(path: Path) -> Iterator[tuple[str, str | bytes]]:
     asked = iter(predict.questions(cells).values())
     for cell in cells:
         tags = cell["metadata"].get("tags", ())
+        if answer and {"predict", "exercise"} & set(tags):
+            parts.append(folded(ANSWER, answer, kind="question"))
+            answer = []
         if "predict" in tags:
-            if answer:
-                parts.append(folded(ANSWER, answer, kind="question"))
-                answer = []
             parts.append(prediction(next(asked)))
+            continue
+        if "exercise" in tags:
+            parts.append(written(exercise_of(cell), "../"))
             continue
         source = "".join(cell["source"])
         source = f"```python\n{source}\n```" if cell["cell_type"] == "code" else text_of_notebook(path, source)
@@ -563,6 +601,61 @@ def prediction(question: dict[str, Any]) -> str:
         data["choose"] = sorted(question["choose"])
     encoded = base64.b64encode(json.dumps(data).encode()).decode()
     return f'<div class="predict" id="predict-{question["number"]}" data-question="{encoded}"></div>'
+
+
+def exercise_of(cell: dict[str, Any]) -> Exercise:
+    """Return the exercise that a cell with the tag `exercise` links to."""
+    name = LINK_TO_EXERCISE.findall("".join(cell["source"]))[0]
+    return next(exercise for exercise in EXERCISES if exercise.name == name)
+
+
+@functools.cache
+def places() -> dict[str, str]:
+    """Return the notebook of each exercise: where its idea appears."""
+    return {
+        exercise_of(cell).name: path.stem
+        for path in sorted((ROOT / "notebooks").glob("*.ipynb"))
+        for cell in json.loads(path.read_text())["cells"]
+        if "exercise" in cell["metadata"].get("tags", ())
+    }
+
+
+def written(exercise: Exercise, top: str) -> str:
+    """Make the box of an exercise: its stub and hints, and where it is checked.
+
+    Where the site has Python, docs/assets/exercise.js turns the stub of one that needs no PyTorch into an editor.
+
+    Args:
+        exercise: the exercise.
+        top: the way from the page to the top of the site.
+    """
+    file = learner.file_of(ROOT / "notebooks/exercises", exercise.name)
+    title, number = learner.title(file), int(file.stem[:2])
+    runs = exercise.in_page and pyodide.is_here()
+    about = f' data-name="{exercise.name}" data-title="{html.escape(title)}"' * runs
+    effort = f"{'●' * exercise.level}{'○' * (3 - exercise.level)} {exercise.minutes} minutes"
+    colab = address.colab(address.repository(), f"{places()[exercise.name]}.ipynb")
+    cell = f"[in Colab]({colab})" if colab else "in a notebook"
+    source = f"[`{file.relative_to(ROOT).as_posix()}`]({top}source/notebooks/exercises/{file.name}.md)"
+    elsewhere = (
+        f"{source}, checked by `make exercises ARGS={number}`, or {cell}: "
+        f"`from refattn.exercises.here import check`, then `check({exercise.name})`. [How]({top}exercises.md)"
+    )
+    why = "On your machine: " if runs else "Write it in " if exercise.in_page else "It needs PyTorch. Write it in "
+    stub = lists.stub(file) if exercise.in_page else learner.code(file)
+    hints = [
+        folded(f"Hint {i} of {len(exercise.hints)}", [hint], kind="tip") for i, hint in enumerate(exercise.hints, 1)
+    ]
+    shown = f"```python\n{stub.rstrip()}\n```"
+    parts = [
+        f'<div class="exercise" id="write-{exercise.name}"{about} markdown>',
+        f'**Write it: {title[0].lower()}{title[1:]}** <span class="effort">{effort}</span>',
+        shown if exercise.in_page else folded("What to write", [shown]),
+        *hints,
+        f"{why}{elsewhere}\n{{ .elsewhere }}",
+        "</div>",
+    ]
+    return "\n\n".join(parts)
 
 
 def text_of_notebook(path: Path, source: str) -> str:

@@ -116,6 +116,7 @@ def svg(picture: Picture) -> str:
     body = len(picture.right[0]) * width + GAP * (len(columns) - 1)
     for i, (name, _) in enumerate(picture.columns):  # a name may be wider than its columns
         body = max(body, columns[i] * width + i * GAP + LETTER * len(name))
+    body = max(body, 8 * len("the bug"))  # in bold
     is_beside = 2 * (label + body) + 2 * GAP <= WIDEST
     panel = 2 * LINE + len(picture.rows) * height
     top = 0.0 if is_beside else panel + GAP

@@ -30,25 +30,7 @@ const predictions = (() => {
 })()
 
 if (typeof document !== "undefined") {
-  const KEY = "twinattn.predictions"
-
-  const remembered = () => {
-    try {
-      return JSON.parse(localStorage.getItem(KEY)) ?? {}
-    } catch {
-      return {} // a browser that keeps nothing for a file, or something else under this name
-    }
-  }
-  const remember = (all) => {
-    try {
-      localStorage.setItem(KEY, JSON.stringify(all))
-    } catch {} // then it is forgotten with the page
-  }
-  const el = (name, attributes = {}, ...children) => {
-    const made = Object.assign(document.createElement(name), attributes)
-    made.append(...children)
-    return made
-  }
+  const { element: el } = reader
 
   /** Return the answer that a question opens: the next folded one. */
   function answerBelow(node) {
@@ -88,7 +70,7 @@ if (typeof document !== "undefined") {
   function field(node) {
     const bytes = Uint8Array.from(atob(node.dataset.question), (letter) => letter.charCodeAt(0))
     const question = JSON.parse(new TextDecoder().decode(bytes))
-    const before = remembered()[question.number]
+    const before = reader.recall("predictions")[question.number]
     const says = el("output", {})
     const form = el("form", {})
     const form_of = { choose: choices, mask: mask, numbers: line }
@@ -134,9 +116,9 @@ if (typeof document !== "undefined") {
         return
       }
       const [same, count] = predictions.judge(question, guess)
-      const all = remembered()
+      const all = reader.recall("predictions")
       all[question.number] = { guess, same, count }
-      remember(all)
+      reader.remember("predictions", all)
       show({ same, count })
       const answer = answerBelow(node)
       if (answer) answer.open = true
@@ -147,18 +129,23 @@ if (typeof document !== "undefined") {
 
   function progress(node) {
     const books = JSON.parse(node.dataset.notebooks)
-    const all = remembered()
-    const lines = books.map(({ title, url, numbers }) => {
+    const all = reader.recall("predictions")
+    const exercises = reader.recall("exercises")
+    const lines = books.map(({ title, url, numbers, exercises: names }) => {
       const tried = numbers.filter((number) => all[number])
       const right = tried.filter((number) => all[number].same === all[number].count)
-      return { title, url, total: numbers.length, tried: tried.length, right: right.length }
+      const written = names.filter((name) => exercises[name]?.state === "right").length
+      return { title, url, total: numbers.length, tried: tried.length, right: right.length, exercises: names.length, written }
     })
     const sum = (name) => lines.reduce((total, each) => total + each[name], 0)
     const next = lines.find((each) => each.tried < each.total)
     const bar = (each) => el("progress", { max: each.total, value: each.tried, ariaLabel: `${each.title}: ${each.tried} of ${each.total} questions` })
-    const rows = lines.map((each) => el("li", {}, el("a", { href: each.url }, each.title), bar(each), `${each.tried} / ${each.total}`))
+    const counts = (each) => el("span", {}, `${each.tried} / ${each.total}`,
+      each.exercises ? el("span", { title: "functions written in the page" }, ` · ✎ ${each.written} / ${each.exercises}`) : "")
+    const rows = lines.map((each) => el("li", {}, el("a", { href: each.url }, each.title), bar(each), counts(each)))
     const begun = `${sum("tried")} of ${sum("total")} predictions made, ${sum("right")} right.`
-    const head = el("p", {}, sum("tried") ? begun : `${sum("total")} questions to predict, none answered yet. `)
+    const head = el("p", {}, sum("tried") ? begun : `${sum("total")} questions to predict, none answered yet.`)
+    if (sum("exercises")) head.append(` ${sum("written")} of ${sum("exercises")} functions written in the pages.`)
     if (next) head.append(" ", el("a", { href: next.url }, `${sum("tried") ? "Continue" : "Begin"} with ${next.title}`), ".")
     node.replaceChildren(head, el("ul", {}, ...rows))
   }

@@ -160,9 +160,10 @@ def _bars(weights: Sequence[float], shares: Sequence[float]) -> list[tuple[str, 
 
 
 def _caption(scene: int, text: str) -> tuple[str, str]:
-    return _moving(
-        f"c{scene}", _only(scene, state=(8, 18, 1.0, 1.0)), f'<text style="font-size:13px">{escape(text)}</text>'
-    )
+    """Show what is said in a scene; the captions change at once, for two at a time cannot be read."""
+    shape = f'<text style="font-size:13px">{escape(text)}</text>'
+    rule, shape = _moving(f"c{scene}", _only(scene, state=(8, 18, 1.0, 1.0)), shape)
+    return f"{rule}#c{scene}{{animation-timing-function:step-end}}", shape
 
 
 # --- places and movements ---
@@ -196,7 +197,8 @@ def _moving(name: str, states: Sequence[State], shape: str) -> tuple[str, str]:
         f"{100 * (scene + TURN) / count:.4g}%,{100 * (scene + 1) / count:.4g}%{css(state)}"
         for scene, state in enumerate(states)
     )
-    rule = f"@keyframes {name}{{{frames}}}#{name}{{animation:{name} {SECONDS * count:g}s infinite}}"
+    begins = -SECONDS * TURN  # where the first scene stands still
+    rule = f"@keyframes {name}{{{frames}}}#{name}{{animation:{name} {SECONDS * count:g}s {begins:g}s infinite}}"
     return f"{rule}#{name}{css(states[0])}", f'<g id="{name}">{shape}</g>'
 
 

@@ -72,6 +72,7 @@ class Exercise:
         needs: a module that it needs and that not every system has.
         level: how hard it is, from 1 to 3.
         minutes: that it takes, about.
+        in_page: whether it can be written over lists, without PyTorch, as in the pages of the site.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Exercise:
     needs: str = ""
     level: int = 1
     minutes: int = 5
+    in_page: bool = False
 
 
 @dataclass(frozen=True)
@@ -210,7 +212,7 @@ def check(exercise: Exercise, function: Function, file: Path | None = None) -> O
     for number, trial in enumerate(exercise.trials(), 1):
         got: Mapping[str, Any] = {}
         try:
-            got = _call(exercise, trial, function, trial.arguments)
+            got = answer_of(exercise, trial, function, trial.arguments)
             compare(got, *_both(exercise, trial, exercise.reference))
         except Exception as error:  # noqa: BLE001  # somebody's code may raise anything
             if is_to_do(error):
@@ -259,7 +261,7 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
     return type(value)(cast(each, dtype) for each in value) if isinstance(value, list | tuple) else value
 
 
-def _call(exercise: Exercise, trial: Trial, function: Function, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def answer_of(exercise: Exercise, trial: Trial, function: Function, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Call a function with copies, and return its answer by parts.
 
     Raises:
@@ -381,7 +383,7 @@ def kind(value: Any) -> str:
 def _both(exercise: Exercise, trial: Trial, function: Function) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what a function answers in float64, and in float32."""
     wide = {name: cast(value, torch.float64) for name, value in trial.arguments.items()}
-    return _call(exercise, trial, function, wide), _call(exercise, trial, function, trial.arguments)
+    return answer_of(exercise, trial, function, wide), answer_of(exercise, trial, function, trial.arguments)
 
 
 def _find_mistake(exercise: Exercise, function: Function, number: int, got: Mapping[str, Any]) -> str:
@@ -413,7 +415,7 @@ def _find_mistake(exercise: Exercise, function: Function, number: int, got: Mapp
 def _agrees(exercise: Exercise, trial: Trial, known: Function, other: Function) -> bool:
     """Return whether another function answers as a known one."""
     try:
-        answer = _call(exercise, trial, other, trial.arguments)
+        answer = answer_of(exercise, trial, other, trial.arguments)
     except Exception:  # noqa: BLE001  # somebody's code may raise anything, and so may a mistake
         return False
     return _is_like(exercise, trial, known, answer)

@@ -65,3 +65,8 @@ def title(file: Path) -> str:
 def story(file: Path) -> str:
     """Return what a puzzle tells: the paragraphs after its title."""
     return documentation(file).partition("\n\n")[2]
+
+
+def code(file: Path) -> str:
+    """Return the text of a file after its title."""
+    return file.read_text().split('"""\n', 1)[1].lstrip()

@@ -4,16 +4,24 @@
 `--screenshots FOLDER` it leaves a picture of each page that it looks at.
 """
 
+import functools
+import http.server
+import json
 import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Page, expect, sync_playwright
 
+from refattn.exercises import predict
+
 ROOT = Path(__file__).parent.parent.parent
+CELLS = [json.loads(path.read_text())["cells"] for path in (ROOT / "notebooks").glob("*.ipynb")]
+QUESTIONS = sum(len(predict.questions(cells)) for cells in CELLS)
 CHROMIUM = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
 HOW_TO_INSTALL = (
     "no Chromium: `apt install chromium` on Debian, `snap install chromium` on Ubuntu, `brew install chromium` on "
@@ -30,6 +38,7 @@ PAGES = {  # with some of each kind
     "state": "explorer/state.html#step=3",
     "path": "paths/sliding_window.html",
     "notebook": "notebooks/05_sliding_window.html",
+    "written": "notebooks/02_paged_cache.html",
     "benchmark": "proof/benchmark.html",
 }
 
@@ -66,6 +75,30 @@ def page(request, browser, site):
     yield page
     context.close()
     assert not wrong
+
+
+@pytest.fixture(scope="session")
+def served(site):
+    """Serve the site on this machine, where Python starts: from a file it does not."""
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=site)
+    handler.log_message = lambda *_: None
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.fixture
+def visited(browser, served):
+    """Open a page of the served site; nothing may be asked for elsewhere. `asked` are the addresses of its files."""
+    context = browser.new_context(**DESK)
+    page = context.new_page()
+    page.set_default_timeout(120_000)  # for a browser that starts Python on a machine with other work
+    page.asked, elsewhere = [], []
+    context.on("request", lambda request: (page.asked if served in request.url else elsewhere).append(request.url))
+    yield page
+    context.close()
+    assert not [address for address in elsewhere if not address.startswith(("blob:", "data:"))]
 
 
 def look(page: Page, site: Path, address: str) -> None:
@@ -377,5 +410,52 @@ def test_a_prediction_is_remembered(page, site):
     expect(asked.get_by_role("textbox")).to_have_value("0, 2, 3, 6")
     expect(asked.locator("output")).to_have_text("✓ Right.")
     look(page, site, "index.html")
-    expect(page.locator(".progress")).to_contain_text("2 of 103 predictions made, 1 right.")
+    expect(page.locator(".progress")).to_contain_text(f"2 of {QUESTIONS} predictions made, 1 right.")
     expect(page.locator(".progress li").first).to_contain_text("2 / 8")
+
+
+def test_an_exercise_is_written_in_the_page(visited, served):
+    """A likely mistake is named, the solution is right and remembered; Python is loaded when Run is pressed."""
+    visited.goto(f"{served}/notebooks/02_paged_cache.html")
+    box = visited.locator("#write-slot")
+    editor, run, says = box.get_by_role("textbox"), box.get_by_role("button", name="Run"), box.locator("output")
+    stub = editor.input_value()
+    assert not [address for address in visited.asked if "pyodide" in address]
+    editor.fill(stub.replace("raise NotImplementedError", "return blocks[0] * block_size + position % block_size"))
+    run.click()
+    expect(says).to_have_text("✗ Trial 1 is wrong.", timeout=120_000)
+    expect(box.locator(".result")).to_contain_text("expected 9\ngot      37")
+    expect(box.locator(".mistake")).to_have_text(
+        "Probably: the block of a token is blocks[position // block_size], and not always the first."
+    )
+    assert [address for address in visited.asked if address.endswith("pyodide.asm.wasm")]
+    right = "return blocks[position // block_size] * block_size + position % block_size"
+    editor.fill(stub.replace("raise NotImplementedError", right))
+    run.click()
+    expect(says).to_have_text("✓ All 6 trials are right.")
+    visited.reload()
+    expect(says).to_have_text("✓ You wrote it.")
+    assert right in editor.input_value()
+    visited.goto(f"{served}/index.html")
+    expect(visited.locator(".progress")).to_contain_text("1 of 17 functions written in the pages.")
+
+
+def test_a_loop_that_never_ends_is_ended(visited, served):
+    visited.clock.install()
+    visited.goto(f"{served}/notebooks/02_paged_cache.html")
+    box = visited.locator("#write-slot")
+    box.get_by_role("textbox").fill("def slot(position, blocks, block_size):\n    while True: pass\n")
+    box.get_by_role("button", name="Run").click()
+    expect(box.locator("output")).to_have_text("Running …", timeout=120_000)
+    visited.clock.fast_forward(20_000)
+    expect(box.locator(".result")).to_contain_text("is there a loop that never ends?")
+    box.get_by_role("button", name="Start again").click()
+    assert "raise NotImplementedError" in box.get_by_role("textbox").input_value()
+
+
+def test_an_exercise_says_where_it_runs_when_it_is_opened_as_a_file(page, site):
+    look(page, site, "notebooks/02_paged_cache.html")
+    expect(page.locator("#write-slot .served")).to_contain_text("Python does not start from a file")
+    expect(page.locator("#write-slot button", has_text="Run")).to_have_count(0)
+    look(page, site, "notebooks/03_merge.html")
+    expect(page.locator("#write-merge .elsewhere")).to_contain_text("It needs PyTorch")

@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+import json
 import os
 import re
 import shutil
@@ -13,9 +14,10 @@ from rich.console import Console
 
 from refattn.exercises import __main__ as command
 from refattn.exercises import exercise as exercise_module
-from refattn.exercises import learner, report
+from refattn.exercises import learner, lists, report
 from refattn.exercises.exercise import check
 from refattn.exercises.functions import EXERCISES
+from tests.helpers.over_lists import named_in_page
 from tests.helpers.wrong_answers import WRONG
 
 ROOT = Path(__file__).parent.parent.parent
@@ -93,9 +95,12 @@ def test_every_exercise_has_wrong_answers():
 
 @each_exercise
 def test_known_mistakes_are_named(exercise):
+    """In the terminal, and at the same trial in the pages of the site."""
+    page = json.loads(lists.of_exercise(exercise)) if exercise.in_page else None
     for says, mistake in exercise.mistakes.items():
         outcome = check(exercise, mistake)
         assert outcome.state == "wrong" and outcome.mistake == says, outcome.reason
+        assert page is None or named_in_page(page, says) == (outcome.trials, says)
 
 
 def test_files_are_numbered_in_the_order_of_the_exercises():

@@ -31,7 +31,7 @@ SWAP = re.compile(r"from refattn import (.*)  # or: from fastattn.*")
 MAKE_TARGETS = re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 MARK = re.compile(
-    r"<!-- (?P<name>api|code|contract|exercises|kernels|measured|picture|reports|says|tested)\b"
+    r"<!-- (?P<name>api|code|contract|exercise|exercises|kernels|measured|picture|reports|says|tested)\b"
     r"(?P<arguments>[^:]*?) -->"
 )
 
@@ -232,6 +232,19 @@ def test_nothing_is_left_unmade(site):
             html = path.read_text()
             assert "arithmatex" not in html and not MARK.search(html), path.name
         assert all(picture.get("alt") for picture in page.pictures), f"{path.name} has a picture without a description"
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+def test_a_box_says_where_an_exercise_runs(is_here, monkeypatch):
+    """In the page if Python is there and no PyTorch is needed; elsewhere always."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    hooks = importlib.import_module("hooks")
+    monkeypatch.setattr(hooks.pyodide, "is_here", lambda: is_here)
+    monkeypatch.setattr(hooks.address, "repository", lambda: "https://github.com/Somebody/twins")
+    slot, attend = (hooks.written(hooks.EXERCISES[number - 1], "../") for number in (1, 6))
+    assert ('data-name="slot"' in slot) == is_here and "data-name" not in attend
+    assert "It needs PyTorch" in attend and "`make exercises ARGS=6`" in attend and "Hint 3 of 3" in attend
+    assert "twins/blob/main/notebooks/04_chunked_prefill.ipynb" in attend and "02_paged_cache.ipynb" in slot
 
 
 def test_letters_of_formulas_are_in_the_glossary():

@@ -51,6 +51,7 @@ SLOT = Exercise(
         "In which of its blocks is the token, and in which row? `divmod(position, block_size)` says both.",
         "Block b begins at slot b * block_size; the row comes on top.",
     ),
+    in_page=True,
 )
 
 
@@ -96,6 +97,7 @@ SLOT_MAPPING = Exercise(
         "The new tokens of a sequence stand at the positions from seq_len - query_len to before seq_len.",
         "Exercise 1 turns each position into a slot.",
     ),
+    in_page=True,
 )
 
 
@@ -150,10 +152,11 @@ WRITE = Exercise(
         ),
     },
     (
-        "Loop over the tokens: `for token, slot in enumerate(slot_mapping.tolist())`.",
-        "`divmod(slot, block_size)` is the block and the row; the block size is key_cache.shape[1].",
+        "Loop over the tokens and their slots: `for token, slot in enumerate(slot_mapping)`.",
+        "`divmod(slot, block_size)` is the block and the row; the block size is len(key_cache[0]).",
     ),
     changes=("key_cache", "value_cache"),
+    in_page=True,
 )
 
 
@@ -199,8 +202,9 @@ GATHER = Exercise(
     },
     (
         "How many blocks hold seq_len tokens? Look at no entry of `blocks` after those.",
-        "`cache[block_ids]` picks blocks; merge its first two dimensions, and cut at seq_len.",
+        "Token j is in block blocks[j // block_size], in row j % block_size; a block is len(cache[0]) tokens long.",
     ),
+    in_page=True,
 )
 
 
@@ -274,4 +278,5 @@ LOCAL_LEN = Exercise(
         "Token j is in run j // interleave, and run k is on rank k % num_ranks.",
         "Whole rounds give `interleave` tokens each; of the last one, a rank has between 0 and `interleave`.",
     ),
+    in_page=True,
 )

@@ -158,6 +158,7 @@ ONLINE_SOFTMAX = Exercise(
     parts=ANSWER,
     level=3,
     minutes=20,
+    in_page=True,
 )
 
 
@@ -307,6 +308,7 @@ SHARED_PREFIX = Exercise(
     ),
     level=2,
     minutes=10,
+    in_page=True,
 )
 
 

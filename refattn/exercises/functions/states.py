@@ -51,9 +51,10 @@ FOLD = Exercise(
         ),
     },
     (
-        "What does the state answer to the key, once it has faded? A product of a matrix and a vector: `state @ key`.",
-        "What is written is an outer product, `torch.outer`, with as many rows as a value has elements.",
+        "What does the state answer to the key, once it has faded? A product of a matrix and a vector.",
+        "What is written is an outer product: row i is the key times element i of what is missing of the value.",
     ),
+    in_page=True,
 )
 
 
@@ -94,4 +95,5 @@ ROLLBACK = Exercise(
         "Nothing can be taken out of a state. Which of those kept has all of the accepted tokens in it, and no other?",
         "The state after token i is in column i, and the first accepted token is token 0.",
     ),
+    in_page=True,
 )

@@ -63,6 +63,7 @@ CAUSAL_MASK = Exercise(
         ROWS,
         "With the positions of queries as a column and those of keys as a row, one comparison makes the mask.",
     ),
+    in_page=True,
 )
 
 
@@ -82,6 +83,7 @@ WINDOW_MASK = Exercise(
         f"the mask is aligned at the top left. {ROWS}": top_left(mask_of(_window)),
     },
     ("Two comparisons: not after the query, and less than `window` before it.",),
+    in_page=True,
 )
 
 
@@ -141,6 +143,7 @@ TRIM_WINDOW = Exercise(
     parts=("first key", "tokens", "blocks"),
     level=2,
     minutes=15,
+    in_page=True,
 )
 
 
@@ -169,6 +172,7 @@ CHUNK_MASK = Exercise(
         f"the mask is aligned at the top left. {ROWS}": top_left(mask_of(_chunk)),
     },
     ("The chunk of position i is i // chunk_size.",),
+    in_page=True,
 )
 
 
@@ -264,6 +268,7 @@ VIRTUAL_BATCHES = Exercise(
     parts=("query_lens", "seq_lens", "block_tables"),
     level=3,
     minutes=20,
+    in_page=True,
 )
 
 
@@ -319,6 +324,7 @@ TREE_MASK = Exercise(
     ("A token sees what its parent sees, and itself; parents come first, so one pass is enough.",),
     level=2,
     minutes=10,
+    in_page=True,
 )
 
 
@@ -368,6 +374,7 @@ SPAN_MASK = Exercise(
         )(seq_len, seq_len, spans, window)[:query_len],
     },
     ("Draw the causal mask, OR the square of each span, AND the window: in this order.",),
+    in_page=True,
 )
 
 
@@ -426,4 +433,5 @@ SELECT_KEYS = Exercise(
         "-1 fills up the list to topk positions": _select_without_fill,
     },
     ("Python's sort is stable: what is equal keeps its order.", "Sort the positions by -score, cut, and sort again."),
+    in_page=True,
 )

@@ -14,7 +14,7 @@ def write(
     """Write the key and the value of each new token to its slot, in place; slot -1 marks padding: skip it.
 
     The caches have `n` blocks of `p` tokens, and a token has `hk` heads. Nothing is returned.
-    In blocks of 4, the slot 9 is row 1 of block 2: `key_cache[2, 1]`.
+    In blocks of 4, the slot 9 is row 1 of block 2: `key_cache[2][1]`.
     """
     for token, slot in enumerate(slot_mapping.tolist()):
         if slot < 0:
