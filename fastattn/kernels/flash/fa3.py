@@ -43,6 +43,7 @@ from refattn.interface import (
     Batch,
     Keys,
     Latents,
+    Pages,
     Plan,
     QuantizedPages,
     Rows,
@@ -143,6 +144,7 @@ def attend(
         return attend_to_numbers(paged, query, keys, level.whole, options, out)
     if isinstance(keys, Rows):
         return dense(query, *keys, level.whole, options, out)
+    assert isinstance(keys, Pages)  # it takes no other storage
     if isinstance(plan, TreePlan):
         return tree(query, *keys, plan, options, out)
     return paged(query, *keys, level.whole, options, out)

@@ -6,6 +6,7 @@ another kernel answered. Which splits there are is said by whoever launches it (
 Source: as `fastattn.kernels.gpu.tile`; the tiles of a ragged batch are found as in vLLM's Triton attention.
 """
 
+from math import gcd
 from typing import no_type_check
 
 import triton
@@ -110,6 +111,7 @@ def launch_attention(
             query_scales=None,
             key_scales=None,
             value_scales=None,
+            group_scales=None,
             prefix_lse=None,
             block_table=block_table,
             cu_seqlens_q=batch.cu_seqlens_q,
@@ -130,6 +132,7 @@ def launch_attention(
             query_scale_strides=_strides_by_head(codes.query),
             key_scale_strides=_strides_by_head(codes.key),
             value_scale_strides=_strides_by_head(codes.value),
+            group_scale_strides=() if codes.groups is None else codes.groups.stride(),
             sequences=plan.sequences if codes.kind else None,
             table_row_stride=0 if block_table is None else block_table.stride(0),
             table_stride=1 if block_table is None else block_table.stride(1),
@@ -168,6 +171,7 @@ def launch_attention(
             SHARED=shared,
             SAME_STRIDES=_in_bytes(key) == _in_bytes(value),
             ALIBI_SQRT=options.alibi_sqrt,
+            ROW_ALIGN=_alignment_of_rows(value, codes),
         ),
         dict(num_warps=tuning.num_warps, num_stages=tuning.num_stages)
         | ({"launch_pdl": True} if overlap and (after or lse is None) else {})
@@ -188,6 +192,7 @@ def of_layer(query: Tensor, options: AttentionOptions, codes: Codes = NO_CODES) 
         arguments["scale"] = (abs(scale) or 1.0) * of_key * of_query  # of the scores, above 0
         arguments |= dict(query_number=of_query, value_number=of_value)
         arguments |= dict(query_scales=codes.query, key_scales=codes.key, value_scales=codes.value)
+        arguments["group_scales"] = codes.groups
     return arguments
 
 
@@ -211,6 +216,14 @@ def _strides_by_head(scales: Tensor | None) -> tuple[int, ...]:
     if scales is None:
         return ()
     return (0, *scales.stride()) if scales.ndim == 1 else scales.stride()
+
+
+def _alignment_of_rows(value: Tensor, codes: Codes) -> int:
+    """Return how many bytes packed rows are multiples of, up to 16, for loads of several numbers; 0 for others.
+
+    Triton asks only whether strides are multiples of 16, and those of 656 bytes are 328 numbers.
+    """
+    return 0 if codes.groups is None else gcd(16, *value.stride()[:2])
 
 
 def _is_one_tile(batch: Batch, group: int, block_m: int) -> bool:
@@ -419,9 +432,11 @@ def _attend_kernel(
     query_scales,
     key_scales,
     value_scales,
+    group_scales,  # of packed latents
     query_scale_strides,
     key_scale_strides,
     value_scale_strides,
+    group_scale_strides,
     sequences,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -451,6 +466,7 @@ def _attend_kernel(
     SHARED: tl.constexpr,
     SAME_STRIDES: tl.constexpr,
     ALIBI_SQRT: tl.constexpr,
+    ROW_ALIGN: tl.constexpr,
 ):
     REPAIR: tl.constexpr = lse is None
     if OVERLAP and REPAIR:
@@ -668,6 +684,9 @@ def _attend_kernel(
             ALIBI_SQRT,
             first_of_rows,
             last_of_rows,
+            group_scales,
+            group_scale_strides,
+            ROW_ALIGN,
         )
     if prefix_lse is not None:
         row_max, row_sum, acc = _take_prefix(
