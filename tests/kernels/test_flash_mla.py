@@ -106,10 +106,7 @@ class FlashMLA:
         return with_whole_pages(out.half(), numbers[1][:, :, 0], RANK, block_table, cache_seqlens, None), lse
 
     def of_packed(self, q, k_cache, head_dim_v, schedule, *, indices, softmax_scale, is_fp8_kvcache, use_legacy):
-        """Attend from each query to packed rows, as the package does: numbers, and scales, of 16 bits.
-
-        It follows any slot but -1, and multiplies what it reads there by a weight of 0 where there is none to give.
-        """
+        """Attend from each query to packed rows, as the package does; it follows any slot but -1."""
         assert use_legacy and is_fp8_kvcache and softmax_scale > 0 and head_dim_v == RANK and q.shape[2] in (64, 128)
         assert q.shape[1] == indices.shape[1] == k_cache.shape[2] == 1 and k_cache.shape[3] == 656
         assert k_cache.is_contiguous() and k_cache.dtype == torch.uint8
@@ -117,16 +114,8 @@ class FlashMLA:
         if schedule.tile_scheduler_metadata is None:  # of the first call, and of these sizes
             schedule.tile_scheduler_metadata = (*q.shape[:3], indices.shape, k_cache.shape[1])
         assert schedule.tile_scheduler_metadata == (*q.shape[:3], indices.shape, k_cache.shape[1])
-        rows, slots = k_cache.view(-1, 656), indices[:, 0]
-        assert slots.min() >= -1 and slots.max() < len(rows), "a slot outside of the pool is followed"
-        codes, scales = rows[:, :512].view(torch.float8_e4m3fn), rows[:, 512:528].view(torch.float32)
-        latents = (codes.float().unflatten(1, (4, 128)) * scales.half().float()[..., None]).flatten(1)
-        pool = torch.cat([latents, rows[:, 528:].view(torch.bfloat16).float()], 1).to(q.dtype)
-        tables = [row[row >= 0] for row in slots]
-        lengths = torch.tensor([len(table) for table in tables])
-        where = (RANK, torch.arange(len(q) + 1), tables, lengths, softmax_scale)
-        out, lse = gpu_package_doubles.over_latents(q[:, 0], pool[:, None], *where, causal=False)
-        return out.to(q.dtype)[:, None], torch.where(lse == -math.inf, math.inf, lse)[..., None]
+        out, lse = gpu_package_doubles.over_packed(q, k_cache, indices, head_dim_v, softmax_scale)
+        return out, torch.where(lse == -math.inf, math.inf, lse)
 
     def flash_mla_with_kvcache(self, q, k_cache, block_table, cache_seqlens, head_dim_v, schedule, **options):
         if options.get("indices") is not None:

@@ -59,6 +59,28 @@ def prepare_selected(query: Tensor, cache: Tensor, slots: Tensor, latent_rank: i
     return output_of(call)
 
 
+def prepare_packed(query: Tensor, cache: Tensor, slots: Tensor, latent_rank: int, softmax_scale: float) -> Call:
+    """Prepare its kernel for sparse decodes, over rows of 656 bytes; its first call shares out the work."""
+    from flash_mla import get_mla_metadata
+    from flash_mla.flash_mla_interface import flash_mla_with_kvcache
+
+    schedule, _ = get_mla_metadata()
+    call = partial(
+        flash_mla_with_kvcache,
+        query[:, None],
+        cache[:, :, None],
+        None,
+        None,
+        latent_rank,
+        schedule,
+        softmax_scale=softmax_scale,
+        is_fp8_kvcache=True,
+        indices=slots.int()[:, None],
+        use_legacy=True,
+    )
+    return output_of(call)
+
+
 def _prepare(query: Tensor, cache: Tensor, batch: Batch, latent_rank: int, schedule: Any, **options: Any) -> Call:
     """Prepare its half for Hopper under a causal mask, with the work shared out by `schedule`."""
     from flash_mla.flash_mla_interface import flash_mla_with_kvcache
