@@ -334,7 +334,6 @@ BAD = {
 }
 
 
-@pytest.mark.covers("F214")
 @each_twin
 @pytest.mark.parametrize(("message", "changes"), BAD.items(), ids=BAD)
 def test_what_does_not_fit_is_named(twin, message, changes):

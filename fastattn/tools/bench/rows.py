@@ -474,7 +474,7 @@ def _selection_on_a_cpu(shrink: int) -> Iterator[Row]:
     )
     best = selection.Selection(4, 32768 // shrink, 2048 // shrink)
     yield Row("sparse", f"select-4x{best.seq_len}", best, (selection.select_twin(), selection.torch_topk()))
-    sizes = dict(num_heads=16, rank=128, rope=32)
+    sizes: dict[str, Any] = dict(num_heads=16, rank=128, rope=32)
     latents = selection.SelectedLatents(4, 16384 // shrink, 2048 // shrink, **sizes)
     for work, name in ((latents, ""), (replace(latents, packed=True), "-packed")):
         yield Row(

@@ -433,7 +433,8 @@ def selected_flash_mla() -> Contender:
     """FlashMLA's kernel for selected latents, over slots that are there already."""
 
     def prepare(inputs: Selected) -> Call:
-        return flash_mla.prepare_selected(inputs.query, inputs.cache, _slots(inputs), inputs.rank)
+        scale = inputs.query.shape[-1] ** -0.5
+        return flash_mla.prepare_selected(inputs.query, inputs.cache, _slots(inputs), inputs.rank, scale)
 
     return Contender("FlashMLA, slots known", prepare)
 
