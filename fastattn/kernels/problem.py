@@ -66,6 +66,7 @@ class Problem(NamedTuple):
         fp8_weights: over latents in fp8 the weights of the softmax may be rounded, too.
         even: the host knows that all sequences have about as many keys.
         intervals: each query row sees an interval of keys of its own.
+        extends_causal: it is all keys up to the query, and some after it.
     """
 
     operation: str
@@ -98,6 +99,7 @@ class Problem(NamedTuple):
     even: bool = False
     intervals: bool = False
     fp8_weights: bool = False
+    extends_causal: bool = False
 
     @property
     def is_attention(self) -> bool:
@@ -172,6 +174,7 @@ def attention_problem(query: Tensor, keys: Keys, plan: AttentionPlan, options: A
         even=batch.num_keys is not None and EVEN * batch.num_keys >= batch.max_seq_len * batch.num_seqs,
         intervals=any(level.whole.first_visible is not None for level in plan.levels),
         fp8_weights=isinstance(keys, Latents) and keys.fp8_weights,
+        extends_causal=whole.extends_causal,
     )
 
 
@@ -192,7 +195,10 @@ def has_packed_rows(keys: PackedLatents, head_size: int) -> bool:
 def expanded(problem: Problem) -> Problem:
     """Describe what is left of attention over codes when they have become numbers in the type of the queries."""
     aligned = problem.aligned or problem.rounds_query  # rounded queries are new ones
-    return problem._replace(keys="pages", block_size=EXPANDED_BLOCK, stored=None, rounds_query=False, aligned=aligned)
+    numbers = problem._replace(
+        keys="pages", block_size=EXPANDED_BLOCK, stored=None, rounds_query=False, aligned=aligned
+    )
+    return numbers._replace(extends_causal=False)  # their keys after each query are codes
 
 
 def stored_types(scales: Fp8Scales | Int8Scales, value: Tensor) -> tuple[torch.dtype, torch.dtype]:

@@ -199,7 +199,7 @@ def launch_all(gpu, largest):
     from fastattn.kernels.flash.repage import repage
     from fastattn.kernels.gpu import codes
     from fastattn.kernels.gpu.adapt import adapt
-    from fastattn.kernels.gpu.repair import attend_to_latent_nodes, attend_to_nodes, repair
+    from fastattn.kernels.gpu.repair import attend_after, attend_to_latent_nodes, attend_to_nodes, repair
     from fastattn.kernels.gpu.rounding import round_to_codes
     from fastattn.kernels.gpu.slots import slots_in_pool
     from fastattn.kernels.triton import attention, cache, differential, layers, merge, metadata, sampling, selection
@@ -269,6 +269,8 @@ def launch_all(gpu, largest):
     for head_size in some(128, 256):
         of_rows, of_keys = torch.zeros(128, 8, head_size, dtype=half), pool(2, head_size, half)
         attention.attend(of_rows, of_keys, of_keys, plan(64, **ends, first_keys=first_keys), all_of_them)
+    after = AttentionOptions(softcap=5.0)
+    attend_after(query, keys, keys, plan(64, **ends), after, query.clone(), torch.zeros(128, 8))
     repair(query, query, keys, keys, plan(64), plain)
     of_keys, of_values = torch.ones(64, 16, 2), torch.ones(2, 128)
     invariant = AttentionOptions(batch_invariant=True)

@@ -2072,6 +2072,30 @@ MUTATIONS: list[Mutation] = [
         ("refattn/sparse.py", "[len(lists[row]) for row, _ in rows]", "[min(len(lists[row]), 3) for row, _ in rows]"),
     ),
     *breaks(
+        "F192",
+        "without first keys the last ones are taken as they come",
+        (
+            "refattn/interval.py",
+            "lasts[row] = max(seq_len - q1 + row, int(last_visible[row]))",
+            "lasts[row] = int(last_visible[row])",
+        ),
+        ("fastattn/interval.py", "last_visible.maximum(position)", "last_visible"),
+    ),
+    *breaks(
+        "F192",
+        "the key of a query itself counts twice, up to it and after it",
+        ("fastattn/interval.py", "after = position.int() + 1", "after = position.int()"),
+    ),
+    *breaks(
+        "F192",
+        "what was attended to before is left out",
+        (
+            "fastattn/kernels/gpu/attention_kernel.py",
+            "is_row & (tree_start > 0) if WORDS > 0 else is_row,",
+            "is_row & (tree_start > 0) if WORDS > 0 else is_row & (rows < 0),",
+        ),
+    ),
+    *breaks(
         "F214",
         "a group has the scale of the one before it",
         ("refattn/mla.py", "= scale, rope_key[token]", "= scale.roll(1), rope_key[token]"),

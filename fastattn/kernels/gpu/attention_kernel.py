@@ -75,8 +75,8 @@ def launch_attention(
         shared: `value` is a view of the first elements of each key: load them once, as key and as value.
         codes: what the pools hold, if it is codes; see `fastattn.kernels.triton.attention.attend`.
         tree: the trees at the end of the sequences, whose plan this is.
-        prefix_lse: the log-sum-exps `[h, t]` of what `out` holds already, the answer over the keys before the trees;
-            None to attend to all keys.
+        prefix_lse: the log-sum-exps `[h, t]` of what `out` holds already, the answer over the keys before the trees, or
+            outside of the intervals, which then has our conventions; None to attend to all keys.
     """
     batch = plan.batch
     num_tokens, num_heads, head_size = query.shape
@@ -370,15 +370,18 @@ def _take_prefix(
     heads,
     has_prefix,
     VALUE_HEAD_SIZE: tl.constexpr,
+    ADAPTED: tl.constexpr,
 ):
     """Take what another kernel answered over the keys before a tree into the softmax over its nodes.
 
     The other answer has an infinite log-sum-exp, of either sign, where it met NaN; where it saw no key, it is ignored.
+    If it is `ADAPTED`, both are said by the log-sum-exp: NaN, and minus infinity.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     at_dv = tl.arange(0, acc.shape[1])
     logs = tl.load(prefix_lse + heads * prefix_lse_head_stride + tokens, mask=has_prefix, other=float("-inf"))
-    logs = tl.where(has_prefix & (tl.abs(logs) == float("inf")), float("nan"), logs)
+    if not ADAPTED:
+        logs = tl.where(has_prefix & (tl.abs(logs) == float("inf")), float("nan"), logs)
     values = tl.load(
         out + places[:, None] * VALUE_HEAD_SIZE + at_dv[None, :],
         mask=has_prefix[:, None] & (at_dv < VALUE_HEAD_SIZE)[None, :],
@@ -528,7 +531,10 @@ def _attend_kernel(
             first_seen = tl.maximum(first_seen, tree_start)
     first_key = first_seen // BLOCK_N * BLOCK_N
     if prefix_lse is not None:
-        first_key = first_seen  # no other row has to begin its steps there
+        if WORDS > 0:
+            first_key = first_seen  # no other row has to begin its steps there
+        elif first_seen >= last_key:
+            return  # the other answer is the whole one
     places = split.to(tl.int64) * num_tokens * NUM_HEADS + tokens * NUM_HEADS + heads
     if REPAIR:
         VALUE_PAD: tl.constexpr = triton.next_power_of_2(VALUE_HEAD_SIZE)
@@ -699,8 +705,9 @@ def _attend_kernel(
             places,
             tokens,
             heads,
-            is_row & (tree_start > 0),
+            is_row & (tree_start > 0) if WORDS > 0 else is_row,
             VALUE_HEAD_SIZE,
+            WORDS == 0,
         )
     sink = None
     if sinks is not None and not SPLIT:

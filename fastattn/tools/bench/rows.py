@@ -489,7 +489,8 @@ def _selection_of_a_server(shrink: int) -> Iterator[Row]:
     """Prompts with images of Gemma 3, and the layers of DeepSeek-V3.2."""
     length = 8192 // shrink
     spans = selection.Spans(lens=((length, length),) * 2, every=length // 8, image=length // 32)
-    contenders = selection.spans_twin(), selection.causal_call(), peers.sdpa(masked=True)
+    ours = selection.spans_twin(), selection.spans_twin(kernel="triton")
+    contenders = *ours, selection.causal_call(), peers.sdpa(masked=True)
     yield _row(f"prefill-2x{length}-images", spans, *contenders, aim="at most 1.05 of a causal call")
     for b, aim in ((16, "at most 110 µs"), (1, "")):
         index = selection.IndexScores(b, 131072 // shrink)

@@ -56,10 +56,14 @@ def spans_twin(package: str = "fastattn", kernel: str | None = None) -> Contende
 
     def prepare(inputs: Inputs) -> Call:
         work, path = inputs.work, importlib.import_module(f"{package}.interval")
-        ends = zip(*(work.span(i) for i in range(len(work.lens))), strict=True)
-        first, last = (torch.cat(x).int().to(inputs.query.device) for x in ends)
-        plan = path.plan(inputs.batch, first_visible=first, last_visible=last, block_size=work.block_size)
-        return partial(path.attention, inputs.query, inputs.key_cache, inputs.value_cache, plan)
+        last = torch.cat([work.span(i)[1] for i in range(len(work.lens))]).int().to(inputs.query.device)
+        plan = path.plan(inputs.batch, last_visible=last, block_size=work.block_size)
+
+        def call(**more: Any) -> Any:
+            with nullcontext() if kernel is None else use_kernel(kernel):
+                return path.attention(inputs.query, inputs.key_cache, inputs.value_cache, plan, **more)
+
+        return call
 
     return Contender(package if kernel is None else f"{package}, {kernel}", prepare, lse=True)
 
