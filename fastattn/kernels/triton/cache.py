@@ -399,18 +399,18 @@ def _write_packed_kernel(
         at_row = block * code_strides[0] + place * code_strides[1]
         tl.store(codes + at_row[:, None] + at[None, :] * code_strides[2], rounded, is_row[:, None])
         tl.store(scales + block * scale_strides[0] + place * scale_strides[1] + group * scale_strides[2], scale, is_row)
-    else:
+    else:  # in names of its own: Triton wants one type for each
         ROPE_PAD: tl.constexpr = triton.next_power_of_2(ROPE_SIZE)
-        at = tl.arange(0, ROPE_PAD)
-        in_row = is_row[:, None] & (at < ROPE_SIZE)[None, :]
-        numbers = tl.load(
-            rope_key + row[:, None] * rope_strides[0] + at.to(tl.int64)[None, :] * rope_strides[1], in_row, 0.0
+        at_rope = tl.arange(0, ROPE_PAD)
+        in_rope = is_row[:, None] & (at_rope < ROPE_SIZE)[None, :]
+        rope = tl.load(
+            rope_key + row[:, None] * rope_strides[0] + at_rope.to(tl.int64)[None, :] * rope_strides[1], in_rope, 0.0
         ).to(tl.float32)
-        bits = numbers.to(tl.uint32, bitcast=True)
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # to the nearest, of two to the even
-        rounded = tl.where(numbers != numbers, (bits >> 16) | 0x40, rounded)
-        at_row = block * rotary_strides[0] + place * rotary_strides[1]
-        tl.store(rotary + at_row[:, None] + at[None, :] * rotary_strides[2], rounded.to(tl.int16), in_row)
+        bits = rope.to(tl.uint32, bitcast=True)
+        halves = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # to the nearest, of two to the even
+        halves = tl.where(rope != rope, (bits >> 16) | 0x40, halves)
+        at_rotary = block * rotary_strides[0] + place * rotary_strides[1]
+        tl.store(rotary + at_rotary[:, None] + at_rope[None, :] * rotary_strides[2], halves.to(tl.int16), in_rope)
 
 
 @triton.jit(do_not_specialize=["pairs", "num_pairs"])
