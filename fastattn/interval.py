@@ -17,7 +17,7 @@ attention = chunked_prefill.attention
 def plan(
     batch: Batch,
     *,
-    first_visible: Int32[Tensor, "t"],
+    first_visible: Int32[Tensor, "t"] | None = None,
     last_visible: Int32[Tensor, "t"],
     block_size: int | None = None,
 ) -> Plan:
@@ -28,9 +28,16 @@ def plan(
     check_intervals(batch, first_visible, last_visible)
     if block_size is not None:
         check_sizes(block_size=block_size)
-    plan = Plan(batch, block_size, causal=False, first_visible=first_visible, last_visible=last_visible)
+    ends, after = Intervals(last_visible if first_visible is None else first_visible, last_visible), None
+    if first_visible is None:
+        _, position, padding = places(batch, len(last_visible))
+        ends = _intervals(torch.zeros_like(position), last_visible.maximum(position), padding)
+        after = position.int() + 1
+    plan = Plan(batch, block_size, causal=False, extends_causal=after is not None, **ends._asdict())
     if block_size is None:
         memo_of(plan).cu_seqlens_k = batch.cu_seqlens_k
+    if after is not None:  # what a kernel for causal masks leaves out
+        memo_of(plan).after = after
     return plan
 
 

@@ -13,10 +13,12 @@ from fastattn.kernels import dispatch
 from fastattn.kernels.problem import latent_scales
 from fastattn.kernels.replay import memo_of
 from fastattn.metadata import positions, slot_mapping
-from refattn.interface import AttentionOptions, AttentionPlan, Batch, ContextChunk, Latents, Plan, PrefillPlan, Rows
+from refattn.interface import AttentionOptions, AttentionPlan, Batch, ContextChunk, Plan, PrefillPlan, Rows
 from refattn.interface.ambient import refuse_gradients, without_autocast
 from refattn.interface.checks import check_latent_prefill, check_projection
 from refattn.interface.contents import check_workspace
+from refattn.interface.keys import latents_of
+from refattn.interface.packed import is_packed, packed_size
 from refattn.interface.scales import FP8_FORMATS
 from refattn.interface.values import check_memory, check_sizes, rows_with_slots
 from refattn.interface.writes import check_latent_slots
@@ -30,7 +32,7 @@ def plan(batch: Batch, *, block_size: int) -> Plan:
 
 def attention(
     query: Float[Tensor, "t h d"],
-    cache: Float[Tensor, "n p c"],
+    cache: Shaped[Tensor, "n p c"],
     plan: AttentionPlan,
     options: AttentionOptions,
     *,
@@ -49,7 +51,7 @@ def attention(
     Raises:
         NotImplementedError: if no kernel computes the combination, with the reason of each.
     """
-    keys = Latents(cache, latent_rank, cache_scale, query_scale, fp8_weights)
+    keys = latents_of(cache, latent_rank, cache_scale, query_scale, fp8_weights)
     return dispatch.attend(query, keys, plan, options, out, return_lse)
 
 
@@ -93,7 +95,7 @@ def prefill(
     query: Float[Tensor, "t h d"],
     latent: Float[Tensor, "t r"],
     rope_key: Float[Tensor, "t rope"],
-    cache: Float[Tensor, "n p c"],
+    cache: Shaped[Tensor, "n p c"],
     plan: PrefillPlan,
     options: AttentionOptions,
     *,
@@ -148,7 +150,7 @@ def prefill(
 
 def _attend_to_chunk(
     query: Float[Tensor, "t h d"],
-    cache: Float[Tensor, "n p c"],
+    cache: Shaped[Tensor, "n p c"],
     chunk: ContextChunk,
     options: AttentionOptions,
     rank: int,
@@ -159,23 +161,23 @@ def _attend_to_chunk(
     value_projection: Float[Tensor, "h dv r"],
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend from all new tokens to a chunk of their contexts, whose keys and values are gone when it returns."""
-    read = _read_numbers(cache, chunk.slots, cache_scale, query.dtype)[:, : rank + rope]
+    read = _read_numbers(cache, chunk.slots, rank, rope, cache_scale, query.dtype)
     projections = dict(key_projection=key_projection, value_projection=value_projection)
     keys = _keys_and_values(read[:, :rank], read[:, rank:], **projections)
     return dispatch.compute(query, keys, chunk.plan, options.without_sinks())
 
 
 def _as_read(
-    latent: Float[Tensor, "t r"], rope_key: Float[Tensor, "t rope"], cache: Float[Tensor, "n p c"], cache_scale: float
+    latent: Float[Tensor, "t r"], rope_key: Float[Tensor, "t rope"], cache: Shaped[Tensor, "n p c"], cache_scale: float
 ) -> tuple[Float[Tensor, "t r"], Float[Tensor, "t rope"]]:
     """Return new latents and rotary keys as later steps read them: over a pool of codes, what their codes stand for."""
-    if cache.dtype not in FP8_FORMATS:
+    if cache.dtype not in FP8_FORMATS and not is_packed(cache):
         return latent, rope_key
     (t, rank), rope = latent.shape, rope_key.shape[1]
     pool = allocate(max(1, t), 1, rank, rope, dtype=cache.dtype, device=cache.device)  # a kernel knows its block size
     slots = torch.arange(t, device=cache.device)
     write(latent, rope_key, pool, slots, cache_scale=cache_scale)
-    read = _read_numbers(pool, slots, cache_scale, latent.dtype)
+    read = _read_numbers(pool, slots, rank, rope, cache_scale, latent.dtype)
     return read[:, :rank], read[:, rank:]
 
 
@@ -188,12 +190,19 @@ def _read(cache: Shaped[Tensor, "n p c"], slots: Int64[Tensor, "s"]) -> Shaped[T
 
 
 def _read_numbers(
-    cache: Float[Tensor, "n p c"], slots: Int64[Tensor, "s"], cache_scale: float, dtype: torch.dtype
-) -> Float[Tensor, "s c"]:
-    """Read rows of the pool, as numbers of a type if they are codes."""
+    cache: Shaped[Tensor, "n p c"],
+    slots: Int64[Tensor, "s"],
+    rank: int,
+    rope: int,
+    cache_scale: float,
+    dtype: torch.dtype,
+) -> Float[Tensor, "s {rank}+{rope}"]:
+    """Read the latents and rotary keys in some rows of the pool, as numbers of a type if they are codes."""
+    if is_packed(cache):
+        return dispatch.read_packed(_read(cache, slots), rank, rope, dtype)
     if cache.dtype not in FP8_FORMATS:
-        return _read(cache, slots)
-    codes = _read(cache.view(torch.uint8), slots).view(cache.dtype)
+        return _read(cache, slots)[:, : rank + rope]
+    codes = _read(cache.view(torch.uint8), slots).view(cache.dtype)[:, : rank + rope]
     return codes.to(dtype).mul_(torch.tensor(cache_scale, dtype=torch.float32, device="cpu"))
 
 
@@ -243,7 +252,8 @@ def allocate(
     """Make an empty pool of latents; the twin of `refattn.mla.allocate`."""
     check_sizes(num_blocks=num_blocks, block_size=block_size, latent_rank=latent_rank, rope_size=rope_size)
     check_memory(dtype, device)
-    return torch.zeros(num_blocks, block_size, latent_rank + rope_size, dtype=dtype, device=device)
+    size = packed_size(latent_rank, rope_size) if dtype == torch.uint8 else latent_rank + rope_size
+    return torch.zeros(num_blocks, block_size, size, dtype=dtype, device=device)
 
 
 def write(
@@ -258,6 +268,9 @@ def write(
     latent, rope_key = rows_with_slots(latent, rope_key, slot_mapping)
     check_latent_slots(latent, rope_key, cache, slot_mapping, cache_scale=cache_scale)
     refuse_gradients(dispatch.NO_BACKWARD, latent=latent, rope_key=rope_key, cache=cache)
+    if is_packed(cache):
+        dispatch.write_packed(latent, rope_key, cache, slot_mapping)
+        return
     rank, width = latent.shape[1], latent.shape[1] + rope_key.shape[1]
     pages, scales = cache[:, :, None], latent_scales(cache, cache_scale)
     tokens = latent[:, None], rope_key[:, None], pages[..., :rank], pages[..., rank:width], slot_mapping

@@ -190,7 +190,7 @@ def differential(
 
 def mla(
     query: Float[Tensor, "t h d"],
-    cache: Float[Tensor, "n p c"],
+    cache: Shaped[Tensor, "n p c"],
     plan: Plan | TreePlan | PreparedPlan,
     options: AttentionOptions,
     *,
@@ -209,7 +209,7 @@ def mla_prefill(
     query: Float[Tensor, "t h d"],
     latent: Float[Tensor, "t r"],
     rope_key: Float[Tensor, "t rope"],
-    cache: Float[Tensor, "n p c"],
+    cache: Shaped[Tensor, "n p c"],
     plan: PrefillPlan | PreparedPlan,
     options: AttentionOptions,
     *,

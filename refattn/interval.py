@@ -39,7 +39,7 @@ attention = chunked_prefill.attention
 def plan(
     batch: Batch,
     *,
-    first_visible: Int32[Tensor, "t"],
+    first_visible: Int32[Tensor, "t"] | None = None,
     last_visible: Int32[Tensor, "t"],
     block_size: int | None = None,
 ) -> Plan:
@@ -47,7 +47,10 @@ def plan(
 
     Args:
         batch: the lengths and, over pages, the block table.
-        first_visible: the position of the first key that each query row sees; rows of padding may hold anything.
+        first_visible: the position of the first key that each query row sees; rows of padding may hold anything. None:
+            every row sees the keys from the first one up to itself, and those after it up to its last one, as image
+            spans and prefixes have it in layers without a window. Then a kernel for causal masks may do most of it; and
+            a CUDA graph has to capture the plan, too.
         last_visible: the position of the last one, before the first if the row sees nothing. The functions below return
             both. A CUDA graph reads the tensors that it was captured with: fill them anew for the next step.
         block_size: tokens in a block, `p`; None for rows, of which `dense.attention` reads keys and values.
@@ -63,7 +66,11 @@ def plan(
     check_intervals(batch, first_visible, last_visible)
     if block_size is not None:
         check_sizes(block_size=block_size)
-    return Plan(batch, block_size, causal=False, first_visible=first_visible, last_visible=last_visible)
+    extends_causal = first_visible is None
+    if first_visible is None:
+        first_visible, last_visible = _up_to(batch, last_visible)
+    ends = Intervals(first_visible, last_visible)._asdict()
+    return Plan(batch, block_size, causal=False, extends_causal=extends_causal, **ends)
 
 
 def causal(batch: Batch, num_tokens: int, *, window_size: tuple[int, int] = (-1, -1)) -> Intervals:
@@ -185,6 +192,15 @@ def diffusion_blocks(batch: Batch, num_tokens: int, *, diffusion_block: int) -> 
         for row in range(q0, q1):
             position = seq_len - q1 + row
             lasts[row] = position if position < 0 else (position // diffusion_block + 1) * diffusion_block - 1
+    return _intervals(firsts, lasts, batch)
+
+
+def _up_to(batch: Batch, last_visible: Int32[Tensor, "t"]) -> Intervals:
+    """Return the intervals of queries that see the keys up to themselves, and after that up to their last one."""
+    firsts, lasts = [0] * len(last_visible), [-1] * len(last_visible)
+    for (q0, q1), seq_len in zip(batch.query_rows(), batch.seq_lens.tolist(), strict=True):
+        for row in range(q0, q1):
+            lasts[row] = max(seq_len - q1 + row, int(last_visible[row]))
     return _intervals(firsts, lasts, batch)
 
 

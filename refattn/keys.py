@@ -4,6 +4,7 @@
     Pages             its tokens are in the blocks of row `i` of the block table
     QuantizedPages    likewise, and a number is `scale * code`; queries may be rounded as keys are
     Latents           pages of which the value is the first part of the key; codes of fp8 as in quantised pages
+    PackedLatents     likewise, in bytes: codes under a scale for each 128 of them, and rotary keys as numbers
 
 All that follows, masks and softmax and merging, is the same for each of them (`refattn.attention`).
 """
@@ -12,11 +13,12 @@ from collections.abc import Iterator
 
 import torch
 from einops import rearrange, repeat
-from jaxtyping import Float, Float32, Int8, Shaped
+from jaxtyping import Float, Float32, Int8, Shaped, UInt8
 from torch import Tensor
 
-from refattn.interface import Fp8Scales, Int8Scales, Keys, Latents, Pages, Plan, QuantizedPages, Rows
+from refattn.interface import Fp8Scales, Int8Scales, Keys, Latents, PackedLatents, Pages, Plan, QuantizedPages, Rows
 from refattn.interface.ambient import compute_dtype
+from refattn.interface.packed import LATENT_GROUP, PACKED_FORMAT, SMALLEST_SCALE, packed_parts
 from refattn.kv_cache import gather
 
 Sequences = Iterator[tuple[Float[Tensor, "_ hk d"], Float[Tensor, "_ hk dv"]]]
@@ -42,6 +44,11 @@ def read(query: Float[Tensor, "t h d"], keys: Keys, plan: Plan) -> Sequences:
         if isinstance(keys, Latents):
             pages = rearrange(keys.cache[..., : query.shape[2]], "n p d -> n p 1 d")
             key = read_latents(gather(pages, blocks, seq_len), keys.cache_scale, query.dtype)
+            yield key, key[..., : keys.latent_rank]
+            continue
+        if isinstance(keys, PackedLatents):
+            rows = gather(rearrange(keys.cache, "n p c -> n p 1 c"), blocks, seq_len)
+            key = read_packed(rows, keys.latent_rank, query.shape[2] - keys.latent_rank, query.dtype)
             yield key, key[..., : keys.latent_rank]
             continue
         key, value = (gather(cache, blocks, seq_len) for cache in keys[:2])
@@ -91,6 +98,17 @@ def read_query(query: Float[Tensor, "t h d"], keys: Keys, plan: Plan) -> Float[T
 def read_latents(codes: Shaped[Tensor, "*rows d"], cache_scale: float, dtype: torch.dtype) -> Float[Tensor, "*rows d"]:
     """Return the latents that codes stand for, in the compute type of queries of `dtype`; 1 leaves numbers alone."""
     return codes.to(compute_dtype(dtype)) * torch.tensor(cache_scale, dtype=torch.float32, device="cpu")
+
+
+def read_packed(
+    rows: UInt8[Tensor, "*rows c"], latent_rank: int, rope_size: int, dtype: torch.dtype
+) -> Float[Tensor, "*rows d"]:
+    """Return the latents and rotary keys of packed rows, in the compute type of queries of `dtype`."""
+    compute = compute_dtype(dtype)
+    codes, scales, rope_key = packed_parts(rows, latent_rank, rope_size)
+    groups = rearrange(codes.view(PACKED_FORMAT).to(compute), "... (g e) -> ... g e", e=LATENT_GROUP)
+    latent = rearrange(groups * scales.to(compute)[..., None], "... g e -> ... (g e)")
+    return torch.cat([latent, rope_key.to(compute)], dim=-1)
 
 
 def _member(plan: Plan, i: int) -> int:
@@ -156,6 +174,12 @@ def scale_of(largest: Float32[Tensor, "..."]) -> Float32[Tensor, "..."]:
     """Return the scale by which the largest number becomes 127; 1 if it is 0, or too small to be divided."""
     scale = largest / torch.full_like(largest, 127.0)  # a GPU divides by a number as it multiplies by its reciprocal
     return scale.masked_fill(scale == 0, 1.0)
+
+
+def group_scales(latent: Float[Tensor, "_"]) -> Float32[Tensor, "_"]:
+    """Return the scale of each 128 elements of a latent: its largest becomes 448; the smallest normal number for 0."""
+    largest = rearrange(latent.float().abs(), "(g e) -> g e", e=LATENT_GROUP).amax(-1)
+    return (largest / torch.full_like(largest, torch.finfo(PACKED_FORMAT).max)).clamp(min=SMALLEST_SCALE)
 
 
 def per_head(scale: float | Float32[Tensor, "..."], num_kv_heads: int, sequence: int) -> Float32[Tensor, "hk 1"]:

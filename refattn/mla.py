@@ -15,6 +15,9 @@ The second has one key head of size `r + rope` for all query heads, whose values
 
 A pool may hold codes of fp8 instead of numbers, `x = cache_scale * code`, under one scale for a layer: a latent is key
 and value at once, and lies in a row with its rotary key. Then a write rounds to codes, as that of `refattn.quantized`.
+
+A pool of bytes holds packed rows: codes under a scale for each 128 of them, which a write finds, and rotary keys that
+are not rounded to codes (`refattn.interface.packed`; 656 bytes of a token with the sizes above).
 """
 
 from dataclasses import replace
@@ -22,7 +25,7 @@ from typing import Any
 
 import torch
 from einops import einsum, rearrange, repeat
-from jaxtyping import Float, Int64, Shaped
+from jaxtyping import Float, Int64, Shaped, UInt8
 from torch import Tensor
 
 from refattn import kv_cache, quantized
@@ -33,17 +36,18 @@ from refattn.interface import (
     Batch,
     ContextChunk,
     Fp8Scales,
-    Latents,
     Plan,
     PrefillPlan,
 )
 from refattn.interface.ambient import compute_dtype, without_autocast
 from refattn.interface.checks import check_latent_prefill, check_projection
 from refattn.interface.contents import check_workspace
+from refattn.interface.keys import latents_of
+from refattn.interface.packed import LATENT_GROUP, PACKED_FORMAT, is_packed, packed_parts, packed_size
 from refattn.interface.scales import FP8_FORMATS
 from refattn.interface.values import check_memory, check_sizes, rows_with_slots
 from refattn.interface.writes import check_latent_slots
-from refattn.keys import read_latents
+from refattn.keys import group_scales, read_latents, read_packed, to_fp8
 from refattn.merge import merge
 from refattn.metadata import positions
 
@@ -67,7 +71,7 @@ def plan(batch: Batch, *, block_size: int) -> Plan:
 
 def attention(
     query: Float[Tensor, "t h d"],
-    cache: Float[Tensor, "n p c"],
+    cache: Shaped[Tensor, "n p c"],
     plan: AttentionPlan,
     options: AttentionOptions,
     *,
@@ -88,7 +92,7 @@ def attention(
     Args:
         query: absorbed queries of the new tokens (`absorb`), with `d = r + rope`.
         cache: the pool of latents, `c >= r + rope`: elements after those are never read. In the type of the query, or
-            codes, `torch.float8_e4m3fn` or `torch.float8_e5m2`.
+            codes, `torch.float8_e4m3fn` or `torch.float8_e5m2`, or packed rows, `torch.uint8`.
         plan: from `plan`, or of another path over pages, once per step; levels of a cascade and drafted trees, too.
         options: those of the layer. It has to say `softmax_scale`: it comes from the head size before absorption.
         latent_rank: elements of a latent, `r`.
@@ -110,7 +114,7 @@ def attention(
 
     Source: DeepSeek-AI 2024, "DeepSeek-V2", section 2.1 and appendix C; one scale: `k_scale` of vLLM's MLA backends.
     """
-    keys = Latents(cache, latent_rank, cache_scale, query_scale, fp8_weights)
+    keys = latents_of(cache, latent_rank, cache_scale, query_scale, fp8_weights)
     return attend_to(query, keys, plan, options, return_lse=return_lse, out=out)
 
 
@@ -167,7 +171,7 @@ def prefill(
     query: Float[Tensor, "t h d"],
     latent: Float[Tensor, "t r"],
     rope_key: Float[Tensor, "t rope"],
-    cache: Float[Tensor, "n p c"],
+    cache: Shaped[Tensor, "n p c"],
     plan: PrefillPlan,
     options: AttentionOptions,
     *,
@@ -208,7 +212,7 @@ def prefill(
     tensors = query, latent, rope_key, cache
     check_latent_prefill(*tensors, plan, options, out, return_lse, **projections, cache_scale=cache_scale)
     rank, rope = latent.shape[1], rope_key.shape[1]
-    rows = rearrange(cache[..., : rank + rope], "n p d -> (n p) d")
+    rows = rearrange(cache, "n p c -> (n p) c")
     latent, rope_key = _as_read(latent, rope_key, cache, cache_scale)
 
     if options.batch_invariant:
@@ -223,7 +227,7 @@ def prefill(
 
     answers = [part(latent, rope_key, plan.own, options)]
     for chunk in plan.chunks:
-        read = read_latents(rows[chunk.slots], cache_scale, query.dtype)
+        read = _numbers(rows[chunk.slots], rank, rope, cache_scale, query.dtype)
         answers.append(part(read[:, :rank], read[:, rank:], chunk.plan, options.without_sinks()))
     result, lse = merge(*zip(*answers, strict=True))
     return finish(result, lse, query.dtype, return_lse=return_lse, out=out)
@@ -241,7 +245,8 @@ def _in_one_part(
 
     Chunks have a size that depends on how many sequences there are, and bits of partial answers depend on that size.
     """
-    parts = [(chunk.plan, read_latents(rows[chunk.slots], cache_scale, dtype)) for chunk in plan.chunks]
+    sizes = latent.shape[1], rope_key.shape[1]
+    parts = [(chunk.plan, _numbers(rows[chunk.slots], *sizes, cache_scale, dtype)) for chunk in plan.chunks]
     parts.append((plan.own, torch.cat([latent, rope_key], dim=-1)))
     sequences = [
         torch.cat([tokens[slice(*part.batch.key_rows()[i])].to(compute_dtype(dtype)) for part, tokens in parts])
@@ -251,20 +256,29 @@ def _in_one_part(
     longest = max(map(len, sequences), default=0)
     batch = replace(plan.own.batch, seq_lens=lens, max_seq_len=longest, num_keys=None)
     whole = torch.cat(sequences) if sequences else torch.cat([latent, rope_key], dim=-1)
-    return *whole.split([latent.shape[1], rope_key.shape[1]], dim=-1), replace(plan, own=Plan(batch), chunks=())
+    return *whole.split(sizes, dim=-1), replace(plan, own=Plan(batch), chunks=())
 
 
 def _as_read(
-    latent: Float[Tensor, "t r"], rope_key: Float[Tensor, "t rope"], cache: Float[Tensor, "n p c"], cache_scale: float
+    latent: Float[Tensor, "t r"], rope_key: Float[Tensor, "t rope"], cache: Shaped[Tensor, "n p c"], cache_scale: float
 ) -> tuple[Float[Tensor, "t r"], Float[Tensor, "t rope"]]:
     """Return new latents and rotary keys as later steps read them: over a pool of codes, what their codes stand for."""
-    if cache.dtype not in FP8_FORMATS:
+    if cache.dtype not in FP8_FORMATS and not is_packed(cache):
         return latent, rope_key
     (t, rank), rope = latent.shape, rope_key.shape[1]
     pool = allocate(max(1, t), 1, rank, rope, dtype=cache.dtype, device=cache.device)
     write(latent, rope_key, pool, torch.arange(t, device=cache.device), cache_scale=cache_scale)
-    read = read_latents(pool[:t, 0], cache_scale, latent.dtype)
+    read = _numbers(pool[:t, 0], rank, rope, cache_scale, latent.dtype)
     return read[:, :rank], read[:, rank:]
+
+
+def _numbers(
+    rows: Shaped[Tensor, "s c"], rank: int, rope: int, cache_scale: float, dtype: torch.dtype
+) -> Float[Tensor, "s {rank}+{rope}"]:
+    """Return the latents and rotary keys in rows of a pool, in the compute type of queries of `dtype`."""
+    if is_packed(rows):
+        return read_packed(rows, rank, rope, dtype)
+    return read_latents(rows[:, : rank + rope], cache_scale, dtype)
 
 
 @without_autocast
@@ -349,18 +363,20 @@ def allocate(
         block_size: tokens in a block, `p`.
         latent_rank: elements of a latent, `r`.
         rope_size: elements of a rotary key, `rope`.
-        dtype: type of an element; `torch.float8_e4m3fn` or `torch.float8_e5m2` for codes.
+        dtype: type of an element; `torch.float8_e4m3fn` or `torch.float8_e5m2` for codes, `torch.uint8` for packed
+            rows.
         device: where the pool is.
 
     Returns:
-        The pool, `c = r + rope`, filled with zeros.
+        The pool, `c = r + rope`, filled with zeros; of packed rows `c = r + 4 * r / 128 + 2 * rope` bytes.
 
     Raises:
-        ValueError: if a size is not positive, or there is no such type or device.
+        ValueError: if a size is not positive, or not one of packed rows, or there is no such type or device.
     """
     check_sizes(num_blocks=num_blocks, block_size=block_size, latent_rank=latent_rank, rope_size=rope_size)
     check_memory(dtype, device)
-    return torch.zeros(num_blocks, block_size, latent_rank + rope_size, dtype=dtype, device=device)
+    size = packed_size(latent_rank, rope_size) if dtype == torch.uint8 else latent_rank + rope_size
+    return torch.zeros(num_blocks, block_size, size, dtype=dtype, device=device)
 
 
 def write(
@@ -374,10 +390,15 @@ def write(
     """Write new latents and rotary keys into the pool, in place, side by side; slot -1 is padding.
 
         code = cast(clamp(x / cache_scale, -largest, largest))        into a pool of codes, as `quantized.write`
+        code = cast(clamp(x / scale, -448, 448))                      into packed rows, which keep the scales:
+        scale of 128 elements = max |x| / 448, at least 2**-126       so zeros stay zeros
+        rotary key = cast(x)                                          to bfloat16
+
+    A NaN, or an infinity, makes NaN of the elements that share its scale.
 
     Args:
-        latent: of the new tokens, in the type of the pool; of any floating point type for a pool of codes. Rows after
-            the last slot are padding.
+        latent: of the new tokens, in the type of the pool; of any floating point type for a pool of codes, and for
+            packed rows. Rows after the last slot are padding.
         rope_key: their rotary keys, of the same type.
         cache: the pool, changed in place in the first `r + rope` elements of a row.
         slot_mapping: the slot of each token, each at most once; -1 is not written.
@@ -389,6 +410,9 @@ def write(
     """
     latent, rope_key = rows_with_slots(latent, rope_key, slot_mapping)
     check_latent_slots(latent, rope_key, cache, slot_mapping, cache_scale=cache_scale)
+    if is_packed(cache):
+        _write_packed(latent, rope_key, cache, slot_mapping)
+        return
     rank, width = latent.shape[1], latent.shape[1] + rope_key.shape[1]
     pages = rearrange(cache, "n p c -> n p 1 c")  # as one head, whose key is the latent, and its value the rotary key
     key, value = (rearrange(x, "t c -> t 1 c") for x in (latent, rope_key))
@@ -398,3 +422,21 @@ def write(
         quantized.write(key, value, key_cache, value_cache, slot_mapping, scales=scales)
     else:
         kv_cache.write(key, value, key_cache, value_cache, slot_mapping)
+
+
+def _write_packed(
+    latent: Float[Tensor, "t r"],
+    rope_key: Float[Tensor, "t rope"],
+    cache: UInt8[Tensor, "n p c"],
+    slot_mapping: Int64[Tensor, "t"],
+) -> None:
+    codes, scales, rotary = packed_parts(cache, latent.shape[1], rope_key.shape[1])
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if slot == -1:
+            continue
+        block, row = divmod(slot, cache.shape[1])
+        scale = group_scales(latent[token])
+        groups = rearrange(latent[token], "(g e) -> g e", e=LATENT_GROUP)
+        rounded = to_fp8(groups, rearrange(scale, "g -> g 1"), PACKED_FORMAT)
+        codes[block, row] = rearrange(rounded, "g e -> (g e)").view(torch.uint8)
+        scales[block, row], rotary[block, row] = scale, rope_key[token].to(rotary.dtype)

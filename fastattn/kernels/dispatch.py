@@ -14,6 +14,8 @@ whoever may see whom; a kernel says which storages it takes, under which of them
     add_sinks(out, lse, sinks)                                      give sinks their share of an answer
     write(key, value, key_cache, value_cache, slot_mapping)         write new tokens into the pool
     write_quantized(key, value, key_cache, value_cache, slot_mapping, scales)    write them as codes
+    write_packed(latent, rope_key, cache, slot_mapping)             write latents as codes, in rows of bytes
+    read_packed(rows, latent_rank, rope_size, dtype)                read such rows as numbers
     copy_blocks(cache, pairs)                                       copy blocks inside a pool
     compact(cache, batch, trees, accepted, block_size)              move accepted nodes to the front of their trees
     slot_mapping(batch, num_tokens, *, block_size)                  where each new token is written
@@ -46,7 +48,7 @@ from inspect import signature
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from jaxtyping import Float, Float32, Int32, Int64, Shaped
+from jaxtyping import Float, Float32, Int32, Int64, Shaped, UInt8
 from torch import Tensor
 
 from fastattn.kernels.device import num_multiprocessors
@@ -157,6 +159,8 @@ def priorities(problem: Problem) -> tuple[str, ...]:
     if problem.keys == "quantized":
         pays_to_expand = _rows_per_key(problem) >= ROWS_TO_EXPAND and not _pays_to_split(problem)
         return ("fa4", "fa3", "triton") if pays_to_expand else ("triton",)
+    if problem.keys == "packed":
+        return "flash_mla", "triton"
     if problem.keys == "latents":
         if problem.block_size == 1 and problem.max_query_len == 1:  # selected latents: FlashMLA does not split them
             full = problem.num_seqs * problem.num_heads >= 64 * SELECTED_FULL * num_multiprocessors(problem.device)
@@ -629,6 +633,27 @@ def write_quantized(
     """Quantise new tokens and write them into the pool; arguments are those of `fastattn.quantized.write`."""
     kernel = choose(Problem("write_quantized", key.device, key.dtype, stored=stored_types(scales, value_cache)))
     kernel.write_quantized(key, value, key_cache, value_cache, slot_mapping, scales)
+
+
+@_launches
+def write_packed(
+    latent: Float[Tensor, "t r"],
+    rope_key: Float[Tensor, "t rope"],
+    cache: UInt8[Tensor, "n p c"],
+    slot_mapping: Int64[Tensor, "t"],
+) -> None:
+    """Write latents and rotary keys into packed rows; arguments are those of `fastattn.mla.write`."""
+    kernel = choose(Problem("write_packed", latent.device, latent.dtype))
+    kernel.write_packed(latent, rope_key, cache, slot_mapping)
+
+
+def read_packed(
+    rows: UInt8[Tensor, "*rows c"], latent_rank: int, rope_size: int, dtype: torch.dtype
+) -> Float[Tensor, "*rows d"]:
+    """Read packed rows as numbers of a type; see `torch_ops.read_packed`."""
+    kernel = choose(Problem("read_packed", rows.device, dtype))
+    numbers: Tensor = kernel.read_packed(rows, latent_rank, rope_size, dtype)
+    return numbers
 
 
 def copy_blocks(caches: Sequence[Shaped[Tensor, "n ..."]], pairs: Int64[Tensor, "k 2"]) -> None:

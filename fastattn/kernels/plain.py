@@ -17,7 +17,7 @@ from torch import Tensor
 from fastattn.kernels.kernel import Kernel
 from fastattn.kernels.problem import Problem, key_starts, uses_positions
 from fastattn.kernels.torch_ops import add_sinks
-from refattn.interface import AttentionOptions, AttentionPlan, Keys, Latents, Plan, Rows, TreePlan
+from refattn.interface import AttentionOptions, AttentionPlan, Keys, Latents, Pages, Plan, Rows, TreePlan
 
 TILE = 256  # queries at a time
 
@@ -62,7 +62,8 @@ def attend(
         pages = keys.cache[:, :, None, : query.shape[2]]
         read = _from_pages(pages, pages[..., : keys.latent_rank], level.whole)
     else:
-        read = _from_pages(keys[0], keys[1], level.whole)
+        assert isinstance(keys, Pages)  # it takes no other storage
+        read = _from_pages(*keys, level.whole)
     tree = plan if isinstance(plan, TreePlan) else None
     return _attend(query, read, keys.value_head_size, level.whole, options, tree=tree)
 

@@ -16,12 +16,14 @@ from refattn.interface import (
     Int8Scales,
     Keys,
     Latents,
+    PackedLatents,
     Pages,
     Plan,
     QuantizedPages,
     Rows,
     TreePlan,
 )
+from refattn.interface.packed import PACKED_FORMAT, packed_size
 from refattn.interface.scales import FP8_FORMATS
 
 FAR = 2**30  # tokens: with a position that is not as far it fits into 32 bits
@@ -56,7 +58,7 @@ class Problem(NamedTuple):
         sinks: there are sinks.
         batch_invariant: no bit of a row may depend on what else is in the batch.
         aligned: the elements of each head lie side by side, from a multiple of 16 bytes on; of queries alone where
-            keys and values are codes.
+            keys and values are codes. Of packed latents also that their rows have no gaps.
         num_pairs: copies of blocks that are asked for.
         uniform: the host knows that every sequence has `max_query_len` new tokens.
         stored: the types of the codes, or numbers, that keys and values are in a quantised cache; None in any other.
@@ -64,6 +66,7 @@ class Problem(NamedTuple):
         fp8_weights: over latents in fp8 the weights of the softmax may be rounded, too.
         even: the host knows that all sequences have about as many keys.
         intervals: each query row sees an interval of keys of its own.
+        extends_causal: it is all keys up to the query, and some after it.
     """
 
     operation: str
@@ -96,6 +99,7 @@ class Problem(NamedTuple):
     even: bool = False
     intervals: bool = False
     fp8_weights: bool = False
+    extends_causal: bool = False
 
     @property
     def is_attention(self) -> bool:
@@ -110,16 +114,25 @@ class Problem(NamedTuple):
         if self.operation != "attend":
             return f"the operation {self.operation}"
         under = " under drafted trees" if self.tree else " in several levels" if self.levels > 1 else ""
-        return f"attention to {'quantised pages' if self.keys == 'quantized' else self.keys}{under}"
+        return f"attention to {NAMES.get(self.keys, self.keys)}{under}"
 
 
-STORAGES = {Rows: "rows", Pages: "pages", QuantizedPages: "quantized", Latents: "latents"}
+NAMES = {"quantized": "quantised pages", "packed": "packed latents"}
+STORAGES = {
+    Rows: "rows",
+    Pages: "pages",
+    QuantizedPages: "quantized",
+    Latents: "latents",
+    PackedLatents: "packed",
+}
 
 
 def attention_problem(query: Tensor, keys: Keys, plan: AttentionPlan, options: AttentionOptions) -> Problem:
     """Describe a call of attention, by the last level of a cascade; `[t, h, d]` queries."""
     scales: Fp8Scales | Int8Scales | None = None
-    if isinstance(keys, Latents):
+    if isinstance(keys, PackedLatents):
+        key = value = keys.cache[:, :, None]
+    elif isinstance(keys, Latents):
         key = keys.cache[:, :, None, : query.shape[2]]
         value = key[..., : keys.latent_rank]
         scales = latent_scales(keys.cache, keys.cache_scale, keys.query_scale)
@@ -139,7 +152,7 @@ def attention_problem(query: Tensor, keys: Keys, plan: AttentionPlan, options: A
         num_heads=query.shape[1],
         num_kv_heads=key.shape[-2],
         head_size=query.shape[2],
-        value_head_size=value.shape[-1],
+        value_head_size=keys.value_head_size,
         block_size=whole.block_size,
         max_query_len=batch.max_query_len,
         max_seq_len=batch.max_seq_len,
@@ -152,21 +165,40 @@ def attention_problem(query: Tensor, keys: Keys, plan: AttentionPlan, options: A
         sinks=options.sinks is not None,
         batch_invariant=options.batch_invariant,
         aligned=query.device.type != "cuda"
-        or all(map(has_aligned_heads, (query,) if isinstance(keys, QuantizedPages) else (query, key, value))),
+        or all(map(has_aligned_heads, (query,) if isinstance(keys, QuantizedPages) else (query, key, value)))
+        and (not isinstance(keys, PackedLatents) or has_packed_rows(keys, query.shape[2])),
         uniform=_is_uniform(batch) and query.shape[0] >= batch.num_seqs * batch.max_query_len,
-        stored=None if scales is None else stored_types(scales, value),
+        stored=_stored_in(keys, scales, value),
         rounds_query=scales is not None and (isinstance(scales, Int8Scales) or scales.query is not None),
         num_tokens=query.shape[0],
         even=batch.num_keys is not None and EVEN * batch.num_keys >= batch.max_seq_len * batch.num_seqs,
         intervals=any(level.whole.first_visible is not None for level in plan.levels),
         fp8_weights=isinstance(keys, Latents) and keys.fp8_weights,
+        extends_causal=whole.extends_causal,
     )
+
+
+def _stored_in(
+    keys: Keys, scales: Fp8Scales | Int8Scales | None, value: Tensor
+) -> tuple[torch.dtype, torch.dtype] | None:
+    if isinstance(keys, PackedLatents):
+        return PACKED_FORMAT, PACKED_FORMAT
+    return None if scales is None else stored_types(scales, value)
+
+
+def has_packed_rows(keys: PackedLatents, head_size: int) -> bool:
+    """Return whether each packed row begins where the one before it ends; `head_size` is that of queries."""
+    size, (block, row, _) = packed_size(keys.latent_rank, head_size - keys.latent_rank), keys.cache.stride()
+    return keys.cache.shape[2] == size == row and block == keys.cache.shape[1] * size
 
 
 def expanded(problem: Problem) -> Problem:
     """Describe what is left of attention over codes when they have become numbers in the type of the queries."""
     aligned = problem.aligned or problem.rounds_query  # rounded queries are new ones
-    return problem._replace(keys="pages", block_size=EXPANDED_BLOCK, stored=None, rounds_query=False, aligned=aligned)
+    numbers = problem._replace(
+        keys="pages", block_size=EXPANDED_BLOCK, stored=None, rounds_query=False, aligned=aligned
+    )
+    return numbers._replace(extends_causal=False)  # their keys after each query are codes
 
 
 def stored_types(scales: Fp8Scales | Int8Scales, value: Tensor) -> tuple[torch.dtype, torch.dtype]:

@@ -67,6 +67,8 @@ class Memo:
         cu_seqlens_k: where the keys of each sequence begin in rows.
         cpu_schedule: how the CPU kernel divides the work.
         expanded: the plan over the pages into which quantised values are expanded.
+        after: of intervals that extend a causal mask, the position after that of each query row.
+        parts: of such intervals, the plan of the causal mask, and that of the keys after each query.
         pages: on a CPU, the plan over rows as one over pages of one row each, by the number of rows.
     """
 
@@ -76,6 +78,8 @@ class Memo:
     cu_seqlens_k: Tensor | None = None
     cpu_schedule: Any = None
     expanded: Plan | None = None
+    after: Tensor | None = None
+    parts: tuple[Plan, Plan] | None = None
     pages: dict[int, Plan] = field(default_factory=dict)
 
 

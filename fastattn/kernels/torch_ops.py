@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 import torch
 from einops import rearrange
-from jaxtyping import Float, Int32, Int64, Shaped
+from jaxtyping import Float, Int32, Int64, Shaped, UInt8
 from torch import Tensor
 
 from fastattn.kernels.kernel import Kernel
 from fastattn.kernels.problem import Problem, as_integers, places
 from refattn.interface import Accepted, Batch, Trees
+from refattn.interface.packed import LATENT_GROUP, PACKED_FORMAT, SMALLEST_SCALE, packed_parts
 
 
 def unsupported_reason(problem: Problem) -> str | None:
@@ -26,6 +27,8 @@ FUNCTIONS = (
     "merge",
     "add_sinks",
     "write",
+    "write_packed",
+    "read_packed",
     "copy_blocks",
     "compact",
     "slot_mapping",
@@ -100,6 +103,35 @@ def write(
             cache.flatten(0, 1).index_copy_(0, slot_mapping, new)
         else:
             cache[slot_mapping // block_size, slot_mapping % block_size] = new
+
+
+def write_packed(
+    latent: Float[Tensor, "t r"],
+    rope_key: Float[Tensor, "t rope"],
+    cache: UInt8[Tensor, "n p c"],
+    slot_mapping: Int64[Tensor, "t"],
+) -> None:
+    """Write latents and rotary keys into packed rows, all at once; see `fastattn.mla.write`."""
+    written = slot_mapping >= 0
+    latent, rope_key, slot_mapping = latent[written], rope_key[written], slot_mapping[written]
+    blocks, rows = slot_mapping // cache.shape[1], slot_mapping % cache.shape[1]
+    codes, scales, rotary = packed_parts(cache, latent.shape[1], rope_key.shape[1])
+    groups, largest = latent.float().unflatten(1, (-1, LATENT_GROUP)), torch.finfo(PACKED_FORMAT).max
+    scale = groups.abs().amax(-1)
+    scale = (scale / torch.full_like(scale, largest)).clamp_(min=SMALLEST_SCALE)
+    rounded = (groups / scale[..., None]).clamp_(-largest, largest).to(PACKED_FORMAT)
+    codes[blocks, rows] = rounded.view(torch.uint8).flatten(1)
+    scales[blocks, rows] = scale
+    as_integers(rotary)[blocks, rows] = as_integers(rope_key.to(rotary.dtype))
+
+
+def read_packed(
+    rows: UInt8[Tensor, "*rows c"], latent_rank: int, rope_size: int, dtype: torch.dtype
+) -> Float[Tensor, "*rows d"]:
+    """Read packed rows as numbers of a type, the latents before the rotary keys."""
+    codes, scales, rotary = packed_parts(rows, latent_rank, rope_size)
+    numbers = codes.view(PACKED_FORMAT).float().unflatten(-1, (-1, LATENT_GROUP)) * scales[..., None]
+    return torch.cat([numbers.flatten(-2).to(dtype), rotary.to(dtype)], -1)
 
 
 def copy_blocks(cache: Shaped[Tensor, "n ..."], pairs: Int64[Tensor, "k 2"]) -> None:

@@ -359,6 +359,7 @@ FLASHINFER, FLASH_MLA = (
 FLA, ATTN_GYM = ("fla.ops", "fla-core", fla.available), ("attn_gym", "attn-gym", attn_gym.available)
 HEADS_OF_FA4: dict[str, Any] = dict(heads=((1, 1), (4, 2)), head_sizes=((128, 128),))
 LATENTS: dict[str, Any] = dict(heads=((16, 1), (128, 1)), head_sizes=((576, 512),), block_sizes=(64,))
+OF_SPARSE = {"select": "select", "sparse_latents": "latent_attention"}  # functions of the file sparse.py
 ONE_QUERY = {"empty rows": RECTANGLE, "padding": RECTANGLE}
 
 
@@ -366,6 +367,13 @@ def topk(scores: Tensor, topk: int) -> Tensor:
     """Return `torch.topk`, with -1 for what is no key; which of equal scores it takes is not said."""
     values, positions = scores.topk(min(topk, scores.shape[1]), dim=1)
     positions = positions.masked_fill(values == -torch.inf, -1)
+    return torch.nn.functional.pad(positions, (0, topk - positions.shape[1]), value=-1)
+
+
+def stable_sort(scores: Tensor, topk: int) -> Tensor:
+    """Return the first of a stable sort, which leaves equal scores in their order."""
+    values, positions = scores.sort(dim=1, descending=True, stable=True)
+    positions = positions.masked_fill(values == -torch.inf, -1)[:, :topk]
     return torch.nn.functional.pad(positions, (0, topk - positions.shape[1]), value=-1)
 
 
@@ -388,11 +396,15 @@ KERNELS = (
         Adapter(f"{package}.{path}", path, None, *_of(package, "twinattn"), needs_cuda=False)
         for package in ("refattn", "fastattn")
         for path in PATHS
-        if path != "select"  # a function of the file sparse.py
+        if path not in OF_SPARSE
     ),
-    Adapter("refattn.sparse:select", "select", None, *_of("refattn", "twinattn"), needs_cuda=False),
-    Adapter("fastattn.sparse:select", "select", None, *_of("fastattn", "twinattn"), needs_cuda=False),
+    *(
+        Adapter(f"{package}.sparse:{function}", path, None, *_of(package, "twinattn"), needs_cuda=False)
+        for path, function in OF_SPARSE.items()
+        for package in ("refattn", "fastattn")
+    ),
     Adapter("topk", "select", topk, *TORCH, needs_cuda=False),
+    Adapter("stable-sort", "select", stable_sort, *TORCH, needs_cuda=False),
     Adapter("sdpa", "dense", sdpa, *TORCH, needs_cuda=False),
     Adapter("flex", "dense", flex, *TORCH, needs_cuda=False),
     Adapter("flex-lse", "dense", flex_with_lse, *TORCH),
@@ -497,6 +509,19 @@ KERNELS = (
             not_claimed=ONE_QUERY,
             refusals=(INNER_STRIDE,),
             **LATENTS,
+        ),
+        *FLASH_MLA,
+    ),
+    Adapter(
+        "flash_mla-selected",
+        "sparse_latents",
+        prepared(
+            flash_mla.prepare_selected,
+            dtypes=(torch.bfloat16,),
+            heads=((64, 1), (128, 1)),
+            head_sizes=((576, 512),),
+            block_sizes=(64,),
+            refusals=(INNER_STRIDE,),
         ),
         *FLASH_MLA,
     ),

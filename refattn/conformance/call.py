@@ -13,21 +13,25 @@ from refattn.interface import AttentionOptions
 OPTIONS = tuple(field.name for field in fields(AttentionOptions))
 
 
-def prepare(path: ModuleType, *tensors_and_batch: Any, **arguments: Any) -> Callable[..., Any]:
+def prepare(
+    path: ModuleType, *tensors_and_batch: Any, function: str = "attention", **arguments: Any
+) -> Callable[..., Any]:
     """Plan a step, and return the call that attends in one layer of it.
 
     Args:
         path: a module with `plan` and `attention`, of any package.
         tensors_and_batch: what `attention` takes before its plan, and the batch in the plan's place; or none, and all
             of them by name.
+        function: what attends, if it is not `attention`.
         arguments: those of `plan` (`causal`, `chunk_size`, ...), of `AttentionOptions` (`softcap`, ...) and of
             `attention` (`return_lse`, ...), in any order. Without a block size, that of the cache is taken.
 
     Returns:
         The call; it takes more keyword arguments of `attention`.
     """
+    attention = getattr(path, function)
     if not tensors_and_batch:
-        before_plan = itertools.takewhile(lambda name: name != "plan", inspect.signature(path.attention).parameters)
+        before_plan = itertools.takewhile(lambda name: name != "plan", inspect.signature(attention).parameters)
         tensors_and_batch = tuple(arguments.pop(name) for name in (*before_plan, "batch"))
     *tensors, batch = tensors_and_batch
     takes = inspect.signature(path.plan).parameters
@@ -35,7 +39,7 @@ def prepare(path: ModuleType, *tensors_and_batch: Any, **arguments: Any) -> Call
     if "block_size" in takes and "block_size" not in planned:
         planned["block_size"] = tensors[-1].shape[-3]  # [.., p, hk, d]
     options = AttentionOptions(**{name: arguments.pop(name) for name in OPTIONS if name in arguments})
-    return partial(path.attention, *tensors, path.plan(batch, **planned), options, **arguments)
+    return partial(attention, *tensors, path.plan(batch, **planned), options, **arguments)
 
 
 def attend(path: ModuleType, *tensors_and_batch: Any, **arguments: Any) -> Any:

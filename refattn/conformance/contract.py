@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from refattn.conformance import gradients, landmarks
-from refattn.conformance.example import PATHS, Answers, Arguments, Example, expected, poison
+from refattn.conformance.example import PATHS, SELECTED, Answers, Arguments, Example, expected, poison
 from refattn.conformance.kernel import Kernel, Shape, device_of
 from refattn.conformance.landmarks import Landmarks
 from refattn.conformance.readout import one_hot_values
@@ -128,7 +128,7 @@ def draw_example(
         pairs = [(q, max(q, s) + shared * block_size) for q, s in pairs]
     if path == "interval" and "seen" not in options:
         options["seen"] = draw(st.sampled_from(("spans", "prefix", "drawn")))
-    if path in ("sparse", "select") and "topk" not in options:
+    if path in (*SELECTED, "select") and "topk" not in options:
         options["topk"] = draw(st.sampled_from((8, 1, 16)))
     if path == "merge":
         options["parts"] = draw(st.sampled_from(claims.parts))
@@ -467,7 +467,7 @@ def glance(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) ->
         raise Broken(f"out: {out.shape[0]} rows, expected {example.num_tokens + example.padding_rows}")
     row, group = 0, example.heads[0] // example.heads[1]
     for i, (mask, value) in enumerate(zip(example.masks(), values, strict=True)):
-        value = value[:, :1] if example.path == "mla" else value  # where all heads share one latent
+        value = value[:, :1] if example.path in ("mla", "sparse_latents") else value  # where all heads share one latent
         shares = (mask / mask.sum(-1, keepdim=True).clamp(min=1)).double()
         want = torch.einsum("ts,shd->thd", shares, value.double()).repeat_interleave(group, dim=1)
         off = (out[row : row + len(mask)].double() - want).abs().amax(-1)
@@ -1005,7 +1005,7 @@ PROPERTIES = (
         paths=("interval",),
     ),
     Property(
-        "not selected", "Keys that no query selected may hold anything.", plain, poisoned("window"), paths=("sparse",)
+        "not selected", "Keys that no query selected may hold anything.", plain, poisoned("window"), paths=SELECTED
     ),
     Property(
         "ties",

@@ -30,12 +30,17 @@ from refattn.interface.ambient import computing_in
 from refattn.metadata import slot_mapping
 from refattn.speculative import make_trees
 
-IN_MODULE = {"select": "sparse", "dense_backward": "dense"}  # of the reference, where it has another name
+IN_MODULE = {
+    "select": "sparse",
+    "sparse_latents": "sparse",
+    "dense_backward": "dense",
+}  # of the reference, where it has another name
 Arguments = dict[str, Any]
 Answers = dict[str, Tensor]
 SHOWN = ("lens", "heads", "head_size", "value_head_size", "block_size", "padding_rows", "options", "seed")
 MOST_EXPECTED = 256  # answers that are kept
 _EXPECTED: dict[bytes, tuple[Answers, Answers]] = {}  # by the bits of their arguments
+SELECTED = ("sparse", "sparse_latents")  # paths whose queries have lists of keys
 LAMBDA, LAMBDA_INIT = 0.3, 0.2  # of differential attention: neither 0, nor alike
 
 
@@ -46,8 +51,8 @@ class Example(Workload):
     Attributes:
         options: of the plan and of `AttentionOptions`, by name; True for slopes and sinks, which are then made. Of
             `cascade`, `shared`: blocks that all sequences share. Of `merge`, `parts`, and `empty`: whether rows are. Of
-            `quantized`, `scales` of keys and values. Of `interval`, `seen`: "spans", "prefix" or "drawn". Of `sparse`,
-            `topk`: keys of a query, at most. Of `select`, `topk` and `kind` of the scores. Of
+            `quantized`, `scales` of keys and values. Of `interval`, `seen`: "spans", "prefix" or "drawn". Of `sparse`
+            and `sparse_latents`, `topk`: keys of a query, at most. Of `select`, `topk` and `kind` of the scores. Of
             `recurrent`, `padding`, `drafts`, `scale` and `delta`. Of `dense_backward`, `grad_lse`: whether there is
             a gradient of the log-sum-exp.
     """
@@ -69,7 +74,7 @@ class Example(Workload):
 
     def masks(self) -> list[Tensor]:
         """Draw which keys each query of each sequence should see, `[t, s]`."""
-        if self.path == "sparse":
+        if self.path in SELECTED:
             return [
                 torch.stack([torch.isin(torch.arange(s), row) for row in rows]) if q else torch.zeros(0, s).bool()
                 for (q, s), rows in zip(self.lens, self.selected(), strict=True)
@@ -96,7 +101,7 @@ class Example(Workload):
         return first, last.clamp(max=s - 1)
 
     def selected(self) -> list[Tensor]:
-        """Draw the positions that each query of each sequence sees under `sparse`, with -1 anywhere, `[t, k]`."""
+        """Draw the positions that each query of each sequence sees that has a list, with -1 anywhere, `[t, k]`."""
         drawn, topk, lists = random.Random(self.seed), self.options.get("topk", 8), []
         for q, s in self.lens:
             rows = []
@@ -159,7 +164,7 @@ class Path:
     @property
     def attends(self) -> bool:
         """Whether it is attention, and no merge, write, selection, step of a state or gradient."""
-        return self.function == "attention" and not self.in_place and not self.differentiates
+        return self.function in ("attention", "latent_attention") and not self.in_place and not self.differentiates
 
 
 def expected(example: Example, arguments: Arguments) -> tuple[Answers, Answers]:
@@ -216,7 +221,7 @@ def _expected(path: "Path", example: Example, arguments: Arguments) -> tuple[Ans
             out, lse = path.module.merge(**arguments)
         else:
             of_pages = dict(block_size=example.block_size) if path.pools else {}
-            out, lse = attend(path.module, **arguments, **of_pages, return_lse=True)
+            out, lse = attend(path.module, function=path.function, **arguments, **of_pages, return_lse=True)
         return {"out": out, "lse": lse}
 
     dtype = (arguments["outs"][0] if path.function == "merge" else arguments["query"]).dtype
@@ -305,14 +310,17 @@ def _paged(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> 
         for name, ends in zip(("first_visible", "last_visible"), zip(*spans, strict=True), strict=True):
             options[name] = torch.cat([*ends, padding]).int()
     if example.path == "sparse":
-        topk = options.pop("topk", 8)
-        padding = torch.full((example.padding_rows, topk), -1, dtype=torch.int32)
-        options["positions"] = torch.cat([*example.selected(), padding])
+        options["positions"] = _positions(example, options.pop("topk", 8))
     if example.path == "cascade":
         batch, options = _sharing(example, batch, options)
     batch = replace(batch, block_table=_table(example, batch, _unowned(drawn.key_cache, example, batch)))
     query = changed.get("query", drawn.query)
     return dict(query=query, key_cache=drawn.key_cache, value_cache=drawn.value_cache, batch=batch, **options)
+
+
+def _positions(example: Example, topk: int) -> Tensor:
+    """Return the positions that were selected for each query row; rows of padding have none."""
+    return torch.cat([*example.selected(), torch.full((example.padding_rows, topk), -1, dtype=torch.int32)])
 
 
 def _dense(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> Arguments:
@@ -340,6 +348,8 @@ def _latents(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -
     cache = torch.cat([drawn.key_cache[:, :, 0], torch.full_like(drawn.key_cache[:, :, 0, :8], 0.5)], dim=-1)
     batch = replace(drawn.batch, block_table=_table(example, drawn.batch, _unowned(cache, example, drawn.batch)))
     options = {"softmax_scale": 0.1, **_options(example)}
+    if example.path == "sparse_latents":
+        options["positions"] = _positions(example, options.pop("topk", 8))
     return dict(query=changed.get("query", drawn.query), cache=cache, batch=batch, latent_rank=rank, **options)
 
 
@@ -500,6 +510,15 @@ PATHS = {
             _paged,
             planned=("positions",),
             pools=POOLS,
+            options=("softmax_scale", "softcap", "sinks", "batch_invariant"),
+        ),
+        Path(
+            "sparse_latents",
+            ("query", "cache", "latent_rank"),
+            _latents,
+            function="latent_attention",
+            planned=("positions",),
+            pools=(("cache", 0),),
             options=("softmax_scale", "softcap", "sinks", "batch_invariant"),
         ),
         Path("select", ("scores", "topk"), _scores, function="select", options=()),

@@ -1,7 +1,7 @@
 """What both twins take and return besides tensors: batches, plans, options, scales, groups. Computes no attention."""
 
 from refattn.interface.batch import Batch, Part, Prefix
-from refattn.interface.keys import AnyKeys, Keys, Latents, Pages, Pairs, QuantizedPages, Rows
+from refattn.interface.keys import AnyKeys, Keys, Latents, PackedLatents, Pages, Pairs, QuantizedPages, Rows
 from refattn.interface.options import AttentionOptions
 from refattn.interface.parallel import DistributedGroup, Group, Shard, simulate_ranks
 from refattn.interface.plan import (
@@ -35,6 +35,7 @@ __all__ = [
     "Keys",
     "Latents",
     "Needs",
+    "PackedLatents",
     "Pages",
     "Pairs",
     "Part",

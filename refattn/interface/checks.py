@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from refattn.interface.call import check_options, check_pool, check_positions, check_query, check_result, num_seqs_of
-from refattn.interface.keys import Rows, check_latents, check_scale_is_given
+from refattn.interface.keys import Rows, check_cache_scale, check_latents, check_scale_is_given
 from refattn.interface.options import AttentionOptions
+from refattn.interface.packed import check_packed, is_packed
 from refattn.interface.parallel import Group
 from refattn.interface.plan import ContextParallelPlan, PrefillPlan
 from refattn.interface.scales import Fp8Scales, Int8Scales, check_scales, stored_types
@@ -94,7 +95,11 @@ def check_latent_prefill(
     _, rope = expect(rope_key, "rope_key", query.dtype, ("t", "rope"), (t, None))
     expect(key_projection, "key_projection", query.dtype, ("h", "nope", "r"), (h, size - rope, rank))
     expect(value_projection, "value_projection", query.dtype, ("h", "dv", "r"), (h, None, rank))
-    check_latents(cache, query, rank + rope, cache_scale)
+    if is_packed(cache):
+        check_packed(cache, rank, rope)
+        check_cache_scale(cache, cache_scale)
+    else:
+        check_latents(cache, query, rank + rope, cache_scale)
     check_scale_is_given(options)
     same_device(
         query=query,

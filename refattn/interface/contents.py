@@ -527,13 +527,18 @@ def check_prefix_types(prefixes: Sequence[Prefix]) -> None:
             raise ValueError(f"prefixes[{i}]: expected a Prefix of Python ints, got {came}")
 
 
-def check_intervals(batch: Batch, first_visible: Tensor, last_visible: Tensor) -> None:
+def check_intervals(batch: Batch, first_visible: Tensor | None, last_visible: Tensor) -> None:
     """Check the intervals of the query rows of a batch: on a CPU, that they end where their sequences do, or before.
+
+    Those without a first key begin with the sequence.
 
     Raises:
         ValueError: if they are no int32 of one length, or elsewhere; if an interval reaches past its sequence.
     """
     check_lengths(batch)
+    if first_visible is None:
+        expect(last_visible, "last_visible", torch.int32, ("t",), (None,))
+        first_visible = torch.zeros_like(last_visible)
     (rows,) = expect(first_visible, "first_visible", torch.int32, ("t",), (None,))
     expect(last_visible, "last_visible", torch.int32, ("t",), (rows,))
     same_device(seq_lens=batch.seq_lens, first_visible=first_visible, last_visible=last_visible)

@@ -4,6 +4,7 @@
     Pages             blocks of a pool, by a block table             chunked prefill, windows, local, cascades, trees
     QuantizedPages    the same in 8 bits, and scales                 quantized
     Latents           a pool of vectors that are key and value       mla
+    PackedLatents     the same in bytes: codes, scales, numbers      mla, sparse
     Pairs             pools for both heads of each pair              differential
 
 Who may see whom is the plan's to say: rows are read under a `Plan`, and every pool under every plan over pages. Each
@@ -14,7 +15,7 @@ from math import isfinite
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Shaped, UInt8
 from torch import Tensor
 
 from refattn.interface.ambient import refuse_gradients
@@ -29,6 +30,7 @@ from refattn.interface.call import (
     num_seqs_of,
 )
 from refattn.interface.options import AttentionOptions
+from refattn.interface.packed import check_packed, is_packed
 from refattn.interface.plan import CascadePlan, Plan
 from refattn.interface.scales import (
     FP8_FORMATS,
@@ -255,6 +257,71 @@ class Latents(NamedTuple):
         refuse_gradients(ROUNDING, query=query)
 
 
+class PackedLatents(NamedTuple):
+    """Latents in fp8 with a scale for each 128 elements, and rotary keys in bfloat16, in rows of bytes.
+
+    Attributes:
+        cache: the pool; a row is as in `refattn.interface.packed`, and what follows in it is never read.
+        latent_rank: elements of a latent, `r`.
+    """
+
+    cache: UInt8[Tensor, "n p c"]
+    latent_rank: int
+
+    @property
+    def value_head_size(self) -> int:
+        """Elements of a value: the latent."""
+        return self.latent_rank
+
+    def check(
+        self,
+        query: Tensor,
+        plan: AttentionPlan,
+        options: AttentionOptions,
+        out: Tensor | None,
+        return_lse: bool,
+    ) -> None:
+        """Check a call over packed latents: an absorbed query `[t, h, r + rope]`, and rows of bytes that hold as much.
+
+        Raises:
+            ValueError: naming the argument, what was expected and what came.
+        """
+        _, _, size = check_query(query)
+        check_sizes(latent_rank=self.latent_rank)
+        if self.latent_rank >= size:
+            raise ValueError(f"latent_rank: expected less than the query's head size of {size}, got {self.latent_rank}")
+        check_packed(self.cache, self.latent_rank, size - self.latent_rank)
+        check_scale_is_given(options)
+        check_plan(plan)
+        # As pages whose keys have the size of the query: what is read of them is not looked at.
+        key = self.cache[:, :, None, :1].expand(-1, -1, -1, size)
+        pages = Pages(key, key[..., : self.latent_rank])
+        pages.check(query, plan, options, out, return_lse, pool="cache", types=(torch.uint8, torch.uint8))
+
+
+def latents_of(
+    cache: Tensor,
+    latent_rank: int,
+    cache_scale: float = 1.0,
+    query_scale: float | None = None,
+    fp8_weights: bool = False,
+) -> Latents | PackedLatents:
+    """Return where latents are: packed ones, if the pool is one of bytes.
+
+    Raises:
+        ValueError: if there is a scale besides, as packed rows have their own, and no query is rounded for them.
+    """
+    if not is_packed(cache):
+        return Latents(cache, latent_rank, cache_scale, query_scale, fp8_weights)
+    check_cache_scale(cache, cache_scale)
+    for name, given in (("query_scale", query_scale is not None), ("fp8_weights", fp8_weights is not False)):
+        if given:
+            raise ValueError(
+                f"{name}: expected none for packed latents, whose codes are multiplied as numbers, got one"
+            )
+    return PackedLatents(cache, latent_rank)
+
+
 class Pairs(NamedTuple):
     """Both heads of each pair of differential attention, in halves: two pools of keys, and two of values.
 
@@ -329,7 +396,7 @@ class Pairs(NamedTuple):
             check_scales(scales, *tensors, *num_seqs_of(own), hk=2 * pairs)
 
 
-Keys = Rows | Pages | QuantizedPages | Latents
+Keys = Rows | Pages | QuantizedPages | Latents | PackedLatents
 AnyKeys = Keys | Pairs
 
 

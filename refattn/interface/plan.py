@@ -76,6 +76,8 @@ class Plan:
             None where those say who sees whom. Rows of padding may hold anything.
         last_visible: the position of the last key that it sees; one before the first if it sees nothing. A sequence has
             no key before its first one and after its last one, whatever an interval says.
+        extends_causal: every interval begins at 0 and ends at the query itself or after it: a causal mask, and later
+            keys. Nothing depends on it but how a kernel may compute the answer.
         needs: how large the tensors have to be; None where the tables are on a device, where they are not read.
 
     On a CPU the contents of the tables are checked here, once, and not when a layer attends: if a table changes, make a
@@ -94,11 +96,13 @@ class Plan:
     sequences: Int32[Tensor, "b"] | None = None
     first_visible: Int32[Tensor, "t"] | None = None
     last_visible: Int32[Tensor, "t"] | None = None
+    extends_causal: bool = False
     needs: Needs | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Check the arguments, and the contents of the tables where they are on the host."""
         check_flag("causal", self.causal)
+        check_flag("extends_causal", self.extends_causal)
         check_window(self.window_size)
         if self.block_size is not None:
             check_sizes(block_size=self.block_size)
@@ -121,11 +125,28 @@ class Plan:
                 raise ValueError(
                     f"{name}: expected at least {needs[0]}, one for each query row of the batch, got {numbers.shape[0]}"
                 )
+        if needs is not None and self.extends_causal:
+            self._check_extension()
         object.__setattr__(self, "needs", None if needs is None else Needs(*needs))
+
+    def _check_extension(self) -> None:
+        """Check that the intervals of all rows begin at 0 and end at the row itself, or after it."""
+        assert self.first_visible is not None and self.last_visible is not None  # checked
+        batch, used = self.batch, int(self.batch.cu_seqlens_q[-1])
+        ends = (batch.seq_lens - batch.cu_seqlens_q[1:]).repeat_interleave(batch.query_lens)
+        wrong = (self.first_visible[:used] > 0) | (self.last_visible[:used] < torch.arange(used) + ends)
+        if wrong.any():
+            row = int(wrong.int().argmax())
+            raise ValueError(
+                f"extends_causal: expected intervals from 0 up to each query or past it, got "
+                f"{int(self.first_visible[row])} to {int(self.last_visible[row])} in query row {row}"
+            )
 
     def _check_intervals(self) -> None:
         """Check that intervals have two ends, and that no other mask is beside them."""
         if self.first_visible is None and self.last_visible is None:
+            if self.extends_causal:
+                raise ValueError("extends_causal: expected intervals with it, got none")
             return
         if self.first_visible is None or self.last_visible is None:
             name, other = ("first", "last") if self.first_visible is None else ("last", "first")

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from refattn.interface.ambient import refuse_gradients
 from refattn.interface.keys import ROUNDING, check_cache_scale, stored_in_pairs
+from refattn.interface.packed import check_packed, is_packed, packed_parts
 from refattn.interface.scales import (
     FP8_FORMATS,
     Fp8Scales,
@@ -118,7 +119,7 @@ def check_latent_slots(
 ) -> None:
     """Check a write of new latents `[t, r]` and rotary keys `[t, rope]` into the cache `[n, p, c]` by slots `[t]`.
 
-    They have the type of the cache, or any floating point type if it holds codes of fp8.
+    They have the type of the cache, or any floating point type if it holds codes of fp8 or packed rows.
 
     Raises:
         ValueError: naming the argument; on a CPU also if a slot is outside the pool, or given twice.
@@ -126,15 +127,23 @@ def check_latent_slots(
     expect(cache, "cache", None, ("n", "p", "c"), (None, None, None))
     check_cache_scale(cache, cache_scale)
     kind = cache.dtype
-    if kind in FP8_FORMATS:
+    if kind in FP8_FORMATS or is_packed(cache):
         kind = check_numbers("latent", latent)
         refuse_gradients(ROUNDING, latent=latent, rope_key=rope_key)
     t, rank = expect(latent, "latent", kind, ("t", "r"), (None, None))
     _, rope = expect(rope_key, "rope_key", kind, ("t", "rope"), (t, None))
-    if rank + rope > cache.shape[2]:
-        raise ValueError(f"cache: expected rows of at least r + rope = {rank + rope} elements, got c={cache.shape[2]}")
     pages = cache[:, :, None]
-    pools = pages[..., :rank], pages[..., rank : rank + rope]
+    if is_packed(cache):
+        check_packed(cache, rank, rope)
+        check_own_memory("cache", cache)
+        codes, _, rotary = packed_parts(pages, rank, rope)
+        pools = codes, rotary
+    else:
+        if rank + rope > cache.shape[2]:
+            raise ValueError(
+                f"cache: expected rows of at least r + rope = {rank + rope} elements, got c={cache.shape[2]}"
+            )
+        pools = pages[..., :rank], pages[..., rank : rank + rope]
     check_can_be_written(cache=cache)
     check_slots(latent[:, None], rope_key[:, None], *pools, slot_mapping, types=(kind, kind))
 

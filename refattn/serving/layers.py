@@ -597,7 +597,9 @@ class Layer:
         window_size = (self.mask.reach - 1, -1) if self.mask.reach else (-1, -1)
         seen = twin.interval.image_spans(batch, spans, num_tokens, window_size=window_size)
         some = replace(batch, block_table=batch.block_table.clamp(min=0))  # any block: no key of it is seen
-        return ((slice(None), twin.interval.plan(some, **seen._asdict(), block_size=block_size)),)
+        first = seen.first_visible if self.mask.reach else None
+        ends = dict(first_visible=first, last_visible=seen.last_visible)
+        return ((slice(None), twin.interval.plan(some, **ends, block_size=block_size)),)
 
     def attend(
         self,

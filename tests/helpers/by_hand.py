@@ -230,7 +230,7 @@ def interval(
     return masked(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, seen, return_lse)
 
 
-def sparse(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, slots, return_lse=False):
+def sparse(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, slots, return_lse=False, scale=None):
     """Attention to the slots of a pool that are listed for each query, -1 for none."""
     p, seen = key_cache.shape[1], []
     for b, s in enumerate(seq_lens.tolist()):
@@ -239,10 +239,18 @@ def sparse(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, s
         chosen = slots.long()
         chosen = chosen.masked_fill(chosen < 0, -7)
         seen.append((chosen[:, :, None] == mine).any(1))
-    return masked(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, seen, return_lse)
+    return masked(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, seen, return_lse, scale)
 
 
-def masked(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, seen, return_lse):
+def sparse_latents(
+    query, cache, cu_seqlens_q, seq_lens, block_table, slots, latent_rank, softmax_scale, return_lse=False
+):
+    """Attention to the latents of a pool that are listed for each query."""
+    keys, values = cache[:, :, None, : query.shape[-1]], cache[:, :, None, :latent_rank]
+    return sparse(query, keys, values, cu_seqlens_q, seq_lens, block_table, slots, return_lse, softmax_scale)
+
+
+def masked(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, seen, return_lse, scale=None):
     """Attention over pages under a mask of all query rows for each sequence."""
     p, h = key_cache.shape[1], query.shape[1]
     out, lse = query.new_zeros(*query.shape[:2], value_cache.shape[-1]), torch.full(query.shape[:2], -torch.inf)
@@ -255,7 +263,8 @@ def masked(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, s
         where = block_table[b, j // p].long(), j % p
         k, v = (pool[where].float().masked_fill(~see.any(0)[:, None, None], 0.0) for pool in (key_cache, value_cache))
         k, v = (x.repeat_interleave(h // x.shape[1], dim=1) for x in (k, v))
-        products = torch.einsum("thd,jhd->htj", query[rows].float(), k) * query.shape[-1] ** -0.5
+        products = torch.einsum("thd,jhd->htj", query[rows].float(), k)
+        products = products * (query.shape[-1] ** -0.5 if scale is None else scale)
         seen_scores = products.masked_fill(~see, -torch.inf)
         sums = seen_scores.logsumexp(-1)
         weights = torch.exp(seen_scores - sums[..., None]).masked_fill(~see, 0.0)

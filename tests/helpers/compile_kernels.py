@@ -31,7 +31,7 @@ from fastattn import speculative
 from fastattn.kernels import device as devices
 from fastattn.kernels.problem import Subtraction
 from fastattn.metadata import make_batch
-from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales, Plan, RecurrentOptions
+from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales, PackedLatents, Plan, RecurrentOptions
 
 
 class Gpu(NamedTuple):
@@ -199,8 +199,9 @@ def launch_all(gpu, largest):
     from fastattn.kernels.flash.repage import repage
     from fastattn.kernels.gpu import codes
     from fastattn.kernels.gpu.adapt import adapt
-    from fastattn.kernels.gpu.repair import attend_to_latent_nodes, attend_to_nodes, repair
+    from fastattn.kernels.gpu.repair import attend_after, attend_to_latent_nodes, attend_to_nodes, repair
     from fastattn.kernels.gpu.rounding import round_to_codes
+    from fastattn.kernels.gpu.slots import slots_in_pool
     from fastattn.kernels.triton import attention, cache, differential, layers, merge, metadata, sampling, selection
 
     if largest:
@@ -247,6 +248,8 @@ def launch_all(gpu, largest):
         decodes = Plan(make_batch([1] * 2, [1024] * 2, [list(range(16))] * 2), 64)
         of_latents = dict(shared=True, codes=codes.Codes("e4m3", (1.0, 0.5, 0.5)))
         attention.attend(query, keys, keys[..., :512], decodes, plain, **of_latents)
+        packed = PackedLatents(torch.zeros(16, 64, 656, dtype=torch.uint8), 512)
+        attention.attend_to_keys(query, packed, decodes, AttentionOptions(softmax_scale=0.1), None)
         ends = dict(causal=False, first_visible=torch.zeros(2).int(), last_visible=torch.ones(2).int())
         query, keys = torch.zeros(2, 8, 128, dtype=half), pool(2, 128, half)
         attention.attend(query, keys, keys, plan(1, **ends), plain)  # of intervals
@@ -266,6 +269,8 @@ def launch_all(gpu, largest):
     for head_size in some(128, 256):
         of_rows, of_keys = torch.zeros(128, 8, head_size, dtype=half), pool(2, head_size, half)
         attention.attend(of_rows, of_keys, of_keys, plan(64, **ends, first_keys=first_keys), all_of_them)
+    after = AttentionOptions(softcap=5.0)
+    attend_after(query, keys, keys, plan(64, **ends), after, query.clone(), torch.zeros(128, 8))
     repair(query, query, keys, keys, plan(64), plain)
     of_keys, of_values = torch.ones(64, 16, 2), torch.ones(2, 128)
     invariant = AttentionOptions(batch_invariant=True)
@@ -344,6 +349,8 @@ def launch_all(gpu, largest):
     for scales in (Fp8Scales(0.5, torch.ones(2)), Int8Scales(torch.ones(64, 16, 2), torch.ones(2, 128))):
         kind = scales.format if isinstance(scales, Fp8Scales) else torch.int8
         cache.write_quantized(tokens, tokens, pool(2, 128, kind), pool(2, 128, kind), torch.arange(5), scales)
+    cache.write_packed(torch.zeros(5, 512, dtype=half), torch.zeros(5, 64, dtype=half), packed.cache, torch.arange(5))
+    slots_in_pool(batch(1), 1024, step=128)
     cache.copy_blocks(keys, torch.tensor([[0, 1], [2, 3]]))
     repage(keys, batch(64), block_size=128)
     for held, of_pool, of_query in (

@@ -17,6 +17,7 @@ from torch.nn.functional import normalize, softplus
 from refattn import masks, merge, recurrent
 from refattn.attention import attend
 from refattn.interface import Batch, RecurrentOptions
+from refattn.interface.packed import packed_parts
 
 # Of the wheel vllm 0.33.0, as its library registers them.
 FA3 = "_vllm_fa3_C"
@@ -232,14 +233,32 @@ def gdn_decode(packed_qkv, raw_gate, raw_beta, A_log, dt_bias, state_cache, stat
     return gym_chunk(*rows, gate, raw_beta.sigmoid(), state_cache, state_indices, **more)
 
 
+def over_packed(q, k_cache, indices, rank, softmax_scale) -> tuple[Tensor, Tensor]:
+    """Attend from each query `[b, 1, h, d]` to the packed rows in its slots, -1 but none; the scales have 16 bits."""
+    rope = q.shape[-1] - rank
+    rows, slots = k_cache.reshape(-1, k_cache.shape[-1]), indices[:, 0]
+    assert slots.min() >= -1 and slots.max() < len(rows), "a slot outside of the pool is followed"
+    codes, scales, rope_key = packed_parts(rows, rank, rope)
+    scales = scales.to(q.dtype).float()[..., None]
+    latents = (codes.view(torch.float8_e4m3fn).float().unflatten(1, (-1, 128)) * scales).flatten(1)
+    pool = torch.cat([latents, rope_key.float()], 1).to(q.dtype)[:, None]
+    tables = [row[row >= 0] for row in slots]
+    where = (rank, torch.arange(len(q) + 1), tables, [len(table) for table in tables], softmax_scale)
+    out, lse = over_latents(q[:, 0], pool, *where, causal=False)
+    return out.to(q.dtype)[:, None], lse[..., None]
+
+
 def flash_mla_with_kvcache(
     q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits=None, softmax_scale=None,
-    causal=False, *, use_legacy=False, is_fp8_kvcache=False, descale_q=None, descale_k=None,
+    causal=False, *, use_legacy=False, is_fp8_kvcache=False, descale_q=None, descale_k=None, indices=None,
 ):  # fmt: skip
     """Attend as FlashMLA does on Hopper: `q` is `[b, s, h, d]`, the log-sum-exp `[b, h, s]`.
 
     Codes are multiplied as what they are times their scales; no weight is rounded.
     """
+    if indices is not None:
+        assert use_legacy and is_fp8_kvcache and not causal and block_table is cache_seqlens is None
+        return over_packed(q, k_cache, indices, head_dim_v, softmax_scale)
     if is_fp8_kvcache:
         assert q.dtype == k_cache.dtype == torch.float8_e4m3fn and descale_q.shape == descale_k.shape == (1,)
         q, k_cache = q.float() * descale_q, k_cache.float() * descale_k

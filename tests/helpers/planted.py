@@ -519,6 +519,13 @@ PLANTED = [
         "chosen.masked_fill((chosen < 0).cumsum(1) > 0, -7)",
     ),
     (
+        "sparse_latents",
+        "values-from-the-end",
+        "mask",
+        "cache[:, :, None, :latent_rank]",
+        "cache[:, :, None, query.shape[-1] - latent_rank : query.shape[-1]]",
+    ),
+    (
         "select",
         "ties-to-higher",
         "ties",

@@ -19,7 +19,7 @@ import refattn.sparse
 import refattn.speculative
 from fastattn.kernels import Problem, attention_problem, dispatch
 from fastattn.kernels.flash import fa3, flash_mla, schedule
-from refattn.interface import AttentionOptions, Batch, Latents, Pages, Plan
+from refattn.interface import AttentionOptions, Batch, Latents, PackedLatents, Pages, Plan
 from tests.helpers import gpu_package_doubles
 from tests.helpers.batches import Case, build, poisoned
 from tests.helpers.tolerance import assert_matches_reference
@@ -105,7 +105,23 @@ class FlashMLA:
         )
         return with_whole_pages(out.half(), numbers[1][:, :, 0], RANK, block_table, cache_seqlens, None), lse
 
+    def of_packed(self, q, k_cache, head_dim_v, schedule, *, indices, softmax_scale, is_fp8_kvcache, use_legacy):
+        """Attend from each query to packed rows, as the package does; it follows any slot but -1."""
+        assert use_legacy and is_fp8_kvcache and softmax_scale > 0 and head_dim_v == RANK and q.shape[2] in (64, 128)
+        assert q.shape[1] == indices.shape[1] == k_cache.shape[2] == 1 and k_cache.shape[3] == 656
+        assert k_cache.is_contiguous() and k_cache.dtype == torch.uint8
+        assert indices.dtype == torch.int32 and indices.stride(-1) == 1 and indices.shape[2] % 128 == 0
+        if schedule.tile_scheduler_metadata is None:  # of the first call, and of these sizes
+            schedule.tile_scheduler_metadata = (*q.shape[:3], indices.shape, k_cache.shape[1])
+        assert schedule.tile_scheduler_metadata == (*q.shape[:3], indices.shape, k_cache.shape[1])
+        out, lse = gpu_package_doubles.over_packed(q, k_cache, indices, head_dim_v, softmax_scale)
+        return out, torch.where(lse == -math.inf, math.inf, lse)
+
     def flash_mla_with_kvcache(self, q, k_cache, block_table, cache_seqlens, head_dim_v, schedule, **options):
+        if options.get("indices") is not None:
+            assert block_table is cache_seqlens is None
+            self.calls.append(dict(q=q, k_cache=k_cache, schedule=schedule, **options))
+            return self.of_packed(q, k_cache, head_dim_v, schedule, **options)
         self.calls.append(dict(q=q, k_cache=k_cache, block_table=block_table, schedule=schedule, **options))
         for x in (q, k_cache):
             assert x.stride(-1) == 1 and x.data_ptr() % 16 == 0
@@ -322,6 +338,55 @@ def test_selected_latents_agree_with_the_reference(padding_rows, topk, options, 
     assert asked["kv"].data_ptr() == cache.data_ptr(), "the pool was copied"
 
 
+@pytest.mark.covers("F214")
+@pytest.mark.parametrize(
+    ("heads", "padding_rows", "options"), [(64, 2, {}), (64, 0, OPTIONS["negative-scale"]), (128, 2, OPTIONS["sinks"])]
+)
+def test_packed_latents_agree_with_the_reference(heads, padding_rows, options, flash_mla_package):
+    """Lists with -1, an empty one, garbage past each end, poison in every row that nobody has selected."""
+    case = Case("packed", ((3, 70), (2, 33), (1, 130)), heads=(heads, 1), block_size=24, padding_rows=padding_rows)
+    query, cache, batch = latents(case)
+    options, (n, p) = filled(options, heads), cache.shape[:2]
+    packed = torch.full((n, p, 656), 0xFF, dtype=torch.uint8)
+    positions = torch.full((len(query), 20), -1, dtype=torch.int32)
+    for row, (seq_len, count) in enumerate([(70, 18), (70, 0), (70, 20), (33, 7), (33, 20), (130, 1)]):
+        positions[row, torch.randperm(20)[:count]] = torch.randperm(seq_len)[:count].int()
+    slots = fastattn.sparse.slots(batch, positions, block_size=p)
+    seen = slots.flatten().unique()
+    seen = seen[seen >= 0].long()
+    rows = cache.flatten(0, 1)[seen]
+    refattn.mla.write(rows[:, :RANK], rows[:, RANK : RANK + ROPE], packed, seen)
+
+    def by_reference(query, packed, batch, **asked):
+        plan = refattn.sparse.plan(batch, positions=positions, block_size=p)
+        return refattn.sparse.latent_attention(query, packed, plan, options, latent_rank=RANK, **asked)
+
+    keys = PackedLatents(fastattn.sparse.by_token("cache", packed), RANK)
+    for _ in range(2):  # layers select anew, and share what depends on sizes alone
+        plan = fastattn.sparse.plan(batch, positions=positions, block_size=p)
+        table, lengths = plan.batch.block_table, plan.batch.seq_lens
+        past = torch.arange(20) >= lengths[:, None]
+        table[past] = torch.tensor([10**9, 0, -7]).repeat(40)[: int(past.sum())].int()
+        out, lse = flash_mla.attend(query, keys, plan, options, None)
+    assert_matches_reference(out, lse, by_reference, query, packed, batch)
+    first, second = flash_mla_package.calls
+    assert first["k_cache"].data_ptr() == packed.data_ptr(), "the pool was copied"
+    assert first["schedule"] is second["schedule"]
+
+
+def test_slots_of_a_prefill_end_with_the_list(flash_mla_package):
+    """Its kernel reads what follows the list before it is left out, so a NaN there would spoil the answer."""
+    case = Case("selected", ((1, 70), (1, 33)), heads=(64, 1), block_size=64)
+    query, cache, batch = latents(case)
+    positions = torch.tensor([[3, -1, 69], [5, 2, 8]], dtype=torch.int32)
+    plan = fastattn.sparse.plan(batch, positions=positions, block_size=64)
+    plan.batch.block_table[0, 2] = 1  # a slot of the pool, but past the end of the list
+    flash_mla.attend(query, Latents(fastattn.sparse.by_token("cache", cache), RANK), plan, filled({}, 64), None)
+    (asked,) = flash_mla_package.calls
+    assert (asked["indices"][0, 0, :2] >= 0).all() and (asked["indices"][0, 0, 2:] == -1).all()
+    assert (asked["indices"][1, 0, 3:] == -1).all()
+
+
 # --- drafted trees: theirs is what lies before them ---
 
 
@@ -412,6 +477,7 @@ def hopper(monkeypatch):
 
 
 STORED = dict(stored=(torch.float8_e4m3fn, torch.float8_e4m3fn))
+PACKED = STORED | dict(keys="packed", block_size=1, window=(-1, -1))
 ALLOWED = STORED | dict(rounds_query=True, fp8_weights=True)
 
 
@@ -458,6 +524,13 @@ BOTH = [
         ("flash_mla", "bfloat16 over selected latents", dict(block_size=1, dtype=torch.float16)),
         ("flash_mla", "64 or 128 heads over selected latents, not 16", dict(block_size=1, num_heads=16)),
         ("flash_mla", "no codes of fp8", dict(block_size=1) | ALLOWED),
+        ("flash_mla", "where each sequence is one query with a list of slots", PACKED | dict(block_size=64)),
+        ("flash_mla", "where each sequence is one query with a list of slots", PACKED | dict(max_query_len=2)),
+        ("flash_mla", "bfloat16 over selected latents", PACKED | dict(dtype=torch.float16)),
+        ("flash_mla", "64 or 128 heads over selected latents, not 32", PACKED | dict(num_heads=32)),
+        ("flash_mla", "16 bytes", PACKED | dict(aligned=False)),
+        ("flash_mla", "take triton", PACKED | dict(batch_invariant=True)),
+        ("flash_mla", "does not compute attention to packed latents under", PACKED | dict(tree=True)),
         ("flash_mla", "as many new tokens of every sequence", dict(block_size=1, uniform=False)),
         ("flash_mla", "has no softcap", dict(softcap=True)),
         ("flash_mla", "has no windows", dict(window=(20, 0))),
@@ -523,6 +596,9 @@ def test_their_order(hopper, monkeypatch):
     assert dispatch.priorities(USUAL._replace(num_seqs=64, even=True)) == ("flash_mla", "fa3", "triton")
     assert dispatch.priorities(USUAL._replace(num_heads=16)) == ("triton", "flash_mla", "fa3")
     assert dispatch.priorities(USUAL._replace(device=torch.device("cpu")))[0] == "cpu"
+    packed = USUAL._replace(**PACKED, num_seqs=1)
+    assert dispatch.priorities(packed) == ("flash_mla", "triton"), "whose kernel splits the keys of a few queries"
+    assert dispatch.unsupported_reason("flash_mla", packed) is None
     for num_seqs, first in ((15, "triton"), (16, "flash_mla")):  # of 128 heads
         assert dispatch.priorities(USUAL._replace(block_size=1, num_seqs=num_seqs))[0] == first
     assert dispatch.unsupported_reason("flash_mla", USUAL._replace(block_size=1, window=(-1, -1))) is None

@@ -23,7 +23,7 @@ import refattn.metadata
 from fastattn.kernels import dispatch
 from fastattn.kernels.cpu.schedule import schedule_of
 from fastattn.kernels.problem import Problem
-from refattn.interface import AttentionOptions, CascadePlan, Intervals, Plan, TreePlan
+from refattn.interface import AttentionOptions, CascadePlan, Intervals, Pages, Plan, Rows, TreePlan
 from tests.helpers.batches import CASES, HARMLESS, POISON, Case, attend, build, ragged_cases, read_masks
 from tests.helpers.kernels_present import each_kernel
 from tests.helpers.tolerance import assert_matches_reference, assert_twins_agree
@@ -447,6 +447,106 @@ def test_a_chunk_of_a_prompt_does_not_end_inside_a_span(twin):
         twin.plan(cut, **twin.image_spans(cut, spans, 9)._asdict(), block_size=16)
     before = refattn.metadata.make_batch([4], [4], [[0, 1]])
     twin.plan(before, **twin.image_spans(before, spans, 4)._asdict(), block_size=16)
+
+
+# --- intervals that extend a causal mask ---
+
+
+@pytest.mark.covers("F192")
+@each_twin
+@pytest.mark.parametrize("rule", ["spans", "prefix", "causal"])
+def test_without_first_keys_each_query_sees_what_is_before_it(twin, rule, device):
+    """The same plan as of both ends, whatever stands in place of ends before the queries."""
+    case = next(case for case in SOME if case.name == "mixed")
+    batch = build(case, device=device).batch
+    ends = intervals_of(rule, twin, case, batch)
+    behind = torch.where(torch.arange(len(ends.last_visible), device=device) % 3 == 0, -5, ends.last_visible)
+    keeps = ends.last_visible == intervals_of("causal", twin, case, batch).last_visible
+    plan = twin.plan(batch, last_visible=torch.where(keeps, behind, ends.last_visible), block_size=case.block_size)
+    assert plan.extends_causal and not twin.plan(batch, **ends._asdict(), block_size=16).extends_causal
+    used = int(batch.cu_seqlens_q[-1])
+    assert torch.equal(plan.first_visible[:used], ends.first_visible[:used])
+    assert torch.equal(plan.last_visible[:used], ends.last_visible[:used])
+    for name, wrong in (("first_visible", ends.first_visible + 1), ("last_visible", ends.last_visible - 1)):
+        if device == "cpu":
+            with pytest.raises(ValueError, match="extends_causal: expected intervals from 0 up to each query"):
+                replace(plan, **{name: wrong})
+    with pytest.raises(ValueError, match="extends_causal: expected intervals with it, got none"):
+        Plan(batch, 16, extends_causal=True)
+
+
+EXTENDED = {
+    "plain": {},
+    "everything": dict(softcap=5.0, sinks=torch.linspace(-2.0, 3.0, 4)),
+    "negative-scale": dict(softmax_scale=-0.2),
+}
+
+
+@pytest.mark.covers("F192")
+@pytest.mark.parametrize("options", EXTENDED.values(), ids=EXTENDED)
+@pytest.mark.parametrize("over_rows", [False, True], ids=["pages", "rows"])
+@pytest.mark.parametrize("rule", ["spans", "prefix"])
+def test_a_causal_kernel_and_the_keys_after_it_are_all(rule, over_rows, options, device):
+    """Any kernel up to each query, ours after it: one softmax, sinks counted once, other rows left alone."""
+    pytest.importorskip("triton")
+    from fastattn.kernels.flash.extend import attend_up_to_and_after
+
+    lens = ((6, 70), (80, 80), (5, 3), (0, 9), (1, 40))
+    case = Case("extended", tuple((s, s) for _, s in lens) if over_rows else lens, heads=(4, 2), padding_rows=3)
+    given = build(case, dtype=torch.float16, device=device)
+    options = AttentionOptions(**{name: x.to(device) if name == "sinks" else x for name, x in options.items()})
+    seen = []
+
+    def up_to(query, keys, plan, options, out):
+        assert plan.window == (-1, 0) and plan.first_visible is None
+        with dispatch.use_kernel("triton"):
+            answer = dispatch.compute(query, keys, plan, options, out)
+        seen.append([x.clone() for x in answer])
+        return answer
+
+    def plan_of(twin, batch):
+        ends = intervals_of(rule, twin, case, batch)
+        return twin.plan(batch, last_visible=ends.last_visible, block_size=None if over_rows else case.block_size)
+
+    keys = Rows(*given.rows[1:3]) if over_rows else Pages(given.key_cache, given.value_cache)
+    batch = given.rows[3] if over_rows else given.batch
+    if over_rows:
+        batch = replace(batch, block_table=None)
+    plan, query = plan_of(fastattn.interval, batch), given.rows[0] if over_rows else given.query
+    out, lse = attend_up_to_and_after(up_to, query, keys, plan, options, None)
+    attention = refattn.dense.attention if over_rows else refattn.interval.attention
+
+    def by_reference(query, key, value, batch, **asked):
+        return attention(query, key, value, plan_of(refattn.interval, batch), options, **asked)
+
+    assert_matches_reference(out, lse, by_reference, query, *keys, batch)
+    see_more = plan.last_visible > fastattn.interval.causal(batch, len(query)).last_visible
+    (before,) = seen
+    assert see_more.any() and not torch.equal(before[0][see_more], out[see_more])
+    torch.testing.assert_close(before[0][~see_more], out[~see_more], rtol=0, atol=1e-3)
+
+
+def test_a_causal_kernel_takes_intervals_that_extend_it(monkeypatch):
+    """Where FlashAttention is asked first for prompts; not for others, and over no codes."""
+    from fastattn.kernels.flash import fa3, fa4
+
+    for module in (fa3, fa4):
+        monkeypatch.setattr(module, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(fa3, "_cannot_load", lambda: None)
+    monkeypatch.setattr(fa3, "_refusal", lambda *_, **__: None)
+    monkeypatch.setattr(fa4, "cannot_import", lambda *_: None)
+    monkeypatch.setattr(dispatch, "num_multiprocessors", lambda device: 132)
+    sizes = ("pages", 1, False, 32, 8, 128, 128, 16, 8192, 8192, 2)
+    prompts = Problem("attend", torch.device("cuda"), torch.bfloat16, *sizes, intervals=True, extends_causal=True)
+    assert dispatch.priorities(prompts)[0] == "fa4"
+    for name in ("fa3", "fa4"):
+        assert dispatch.unsupported_reason(name, prompts) is None
+        assert dispatch.unsupported_reason(name, prompts._replace(keys="rows", block_size=None)) is None
+        others = dict(extends_causal=False), dict(keys="quantized", stored=(torch.int8, torch.int8))
+        for changes in others:
+            assert dispatch.unsupported_reason(name, prompts._replace(**changes)) is not None
+    decodes = prompts._replace(max_query_len=1, num_seqs=64)
+    assert dispatch.priorities(decodes)[0] == "triton"
 
 
 I32 = partial(torch.tensor, dtype=torch.int32)

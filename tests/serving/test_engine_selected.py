@@ -86,6 +86,7 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.covers("F216")
 @pytest.mark.parametrize(("name", "schedule", "twin"), every_pair(MODELS, SCHEDULES, TWINS))
 def test_greedy_is_generate(models, name, twin, schedule):
     """Prompts in chunks, preemptions, rejected drafts, and shared prefixes the second time."""
@@ -113,6 +114,7 @@ def test_a_layer_keeps_latents_and_index_keys(models):
     assert engine.pool_bytes == 20 * 4 * sum(layer.storage.bytes_per_token(torch.float32) for layer in engine.layers)
 
 
+@pytest.mark.covers("F216")
 @pytest.mark.parametrize("twin", TWINS)
 def test_what_others_left_in_the_pools_is_not_read(deepseek, expected, twin):
     engine = make_engine(deepseek, twin, num_blocks=15, max_num_batched_tokens=10)

@@ -111,6 +111,7 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.covers("F215")
 @pytest.mark.parametrize(("name", "schedule", "twin"), every_pair(MODELS, SCHEDULES, TWINS))
 def test_logits_are_those_of_transformers(expected, name, schedule, twin, monkeypatch):
     """In chunks, beside others, after a preemption; and with prefixes that are found the second time."""
@@ -133,6 +134,7 @@ def check_no_spans(tokens):
     assert tokens.spans is None
 
 
+@pytest.mark.covers("F215")
 def test_a_span_is_computed_as_a_whole(gemma, monkeypatch):
     """Whatever else a step has room for; and it begins as soon as there is room for all of it."""
     engine = make_engine(gemma, max_num_batched_tokens=9, max_num_seqs=2)
@@ -151,6 +153,7 @@ def test_a_span_is_computed_as_a_whole(gemma, monkeypatch):
     assert [step.get(second) for step in steps][:5] == [None, None, (0, 2), (2, 10), (10, 13)]
 
 
+@pytest.mark.covers("F215")
 def test_a_prefix_is_found_up_to_a_span_and_with_the_same_spans(gemma):
     """A block has the tokens of every span that it has a part of, so those that see other tokens are not found."""
     engine = make_engine(gemma)

@@ -2071,6 +2071,113 @@ MUTATIONS: list[Mutation] = [
         ),
         ("refattn/sparse.py", "[len(lists[row]) for row, _ in rows]", "[min(len(lists[row]), 3) for row, _ in rows]"),
     ),
+    *breaks(
+        "F192",
+        "without first keys the last ones are taken as they come",
+        (
+            "refattn/interval.py",
+            "lasts[row] = max(seq_len - q1 + row, int(last_visible[row]))",
+            "lasts[row] = int(last_visible[row])",
+        ),
+        ("fastattn/interval.py", "last_visible.maximum(position)", "last_visible"),
+    ),
+    *breaks(
+        "F192",
+        "the key of a query itself counts twice, up to it and after it",
+        ("fastattn/interval.py", "after = position.int() + 1", "after = position.int()"),
+    ),
+    *breaks(
+        "F192",
+        "what was attended to before is left out",
+        (
+            "fastattn/kernels/gpu/attention_kernel.py",
+            "is_row & (tree_start > 0) if WORDS > 0 else is_row,",
+            "is_row & (tree_start > 0) if WORDS > 0 else is_row & (rows < 0),",
+        ),
+    ),
+    *breaks(
+        "F214",
+        "a group has the scale of the one before it",
+        ("refattn/mla.py", "= scale, rope_key[token]", "= scale.roll(1), rope_key[token]"),
+        (
+            "refattn/keys.py",
+            "groups * scales.to(compute)[..., None]",
+            "groups * scales.to(compute).roll(1, -1)[..., None]",
+        ),
+        (TORCH_OPS, "    scales[blocks, rows] = scale", "    scales[blocks, rows] = scale.roll(1, 1)"),
+        (CPU + "codes.py", "mul_(scales.mul(256.0)", "mul_(scales.roll(1, -1).mul(256.0)"),
+        (
+            "fastattn/kernels/gpu/codes.py",
+            "scales + rows[:, None] + at[None, :] * stride,",
+            "scales + rows[:, None] + (GROUPS - 1 - at)[None, :] * stride,",
+        ),
+        (
+            "fastattn/kernels/triton/cache.py",
+            "place * scale_strides[1] + group * scale_strides[2]",
+            "place * scale_strides[1] + (GROUPS - 1 - group) * scale_strides[2]",
+        ),
+    ),
+    *breaks(
+        "F214",
+        "zeros are divided by zero",
+        ("refattn/keys.py", ".clamp(min=SMALLEST_SCALE)", ""),
+        (TORCH_OPS, ".clamp_(min=SMALLEST_SCALE)", ""),
+        (
+            "fastattn/kernels/triton/cache.py",
+            "tl.full(largest.shape, 448.0, tl.float32)), SMALLEST)",
+            "tl.full(largest.shape, 448.0, tl.float32)), 0.0)",
+        ),
+    ),
+    *breaks(
+        "F214",
+        "what follows a list of slots is handed on",
+        (
+            "fastattn/kernels/gpu/slots.py",
+            "(at < tl.load(seq_lens + sequence)) & (at < table_columns)",
+            "at < table_columns",
+        ),
+    ),
+    *breaks(
+        "F215",
+        "a prefix is found whatever its images are",
+        ("refattn/serving/block_pool.py", "if span[0] < end and span[1] >= start)", "if span[0] > end > span[1])"),
+    ),
+    *breaks(
+        "F215",
+        "a chunk ends inside a span",
+        (
+            "refattn/serving/request.py",
+            "for first, last in self.spans if first < end <= last), count)",
+            "for first, last in self.spans if first > end > last), count)",
+        ),
+    ),
+    *breaks(
+        "F215",
+        "only the first span of a prompt is seen",
+        (
+            "refattn/serving/engine.py",
+            "rows = [[*its_spans, *",
+            "rows = [[*its_spans[:1], *[(-1, -1)] * len(its_spans[1:]), *",
+        ),
+    ),
+    *breaks(
+        "F216",
+        "index keys are written where the next token's belong",
+        (
+            "refattn/serving/layers.py",
+            "twin.sparse.write(tokens.key, cache[1], slot_mapping)",
+            "twin.sparse.write(tokens.key, cache[1], slot_mapping.roll(1))",
+        ),
+    ),
+    *breaks(
+        "F216",
+        "every key is selected",
+        (
+            "refattn/serving/layers.py",
+            "return twin.sparse.select(scores, min(self.topk, scores.shape[1]))",
+            "return twin.sparse.select(scores, scores.shape[1])",
+        ),
+    ),
     # --- layers that keep a state ---
     *breaks(
         "R213",

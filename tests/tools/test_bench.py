@@ -369,6 +369,10 @@ CONTENDERS = [
         (selection.SelectedLatents(3, 200, 40, num_heads=4, rank=32, rope=8, block_size=16), contender)
         for contender in (selection.selected_twin(), selection.selected_twin("refattn"), selection.gathered())
     ),
+    *(
+        (selection.SelectedLatents(3, 200, 40, num_heads=4, rank=128, rope=8, block_size=16, packed=True), contender)
+        for contender in (selection.selected_twin(), selection.gathered(), selection.selected_flash_mla_packed())
+    ),
 ]
 
 

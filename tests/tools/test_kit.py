@@ -36,7 +36,7 @@ BY_HAND = {"paged": "chunked_prefill", "write": "kv_cache"} | {
     name: name
     for name in (
         *("dense", "local", "sliding_window", "quantized", "mla", "cascade", "differential", "merge"),
-        *("interval", "sparse", "select", "recurrent"),
+        *("interval", "sparse", "sparse_latents", "select", "recurrent"),
     )
 }
 # Not called by their names: of several tokens of padding, which one stays in the last slot is up to the machine.
@@ -91,7 +91,8 @@ def test_the_page_says_how_many_mistakes_are_known_and_found():
 def test_no_complaint(name):
     """Two right kernels of each path, in all types; on the same batches, which the reference need answer only once."""
     path, tried = BY_HAND[name], []
-    twin = "fastattn.sparse:select" if path == "select" else f"fastattn.{path}"
+    function = {"select": ":select", "sparse_latents": ":latent_attention"}.get(path, "")
+    twin = f"fastattn.{'sparse' if function else path}{function}"
     for target, examples in ((getattr(by_hand, name), 2), (twin, 1)):
         report = check(target, path, examples=examples)
         assert not report.failures, as_text(report)

@@ -14,6 +14,7 @@ from refattn.interface import (
     Int8Scales,
     Keys,
     Latents,
+    PackedLatents,
     Plan,
     QuantizedPages,
     Rows,
@@ -36,8 +37,8 @@ FUNCTIONS = ("attend", "differential", "write_quantized")
 KERNEL = Kernel(
     "cpu",
     unsupported_reason,
-    attends=("rows", "pages", "quantized", "latents"),
-    trees=("pages", "quantized", "latents"),
+    attends=("rows", "pages", "quantized", "latents", "packed"),
+    trees=("pages", "quantized", "latents", "packed"),
     levels=("quantized",),
     functions={name: f"{__name__}:{name}" for name in FUNCTIONS},
 )
@@ -56,6 +57,8 @@ def attend(
     off.
     """
     scales: Fp8Scales | Int8Scales | None = None
+    if isinstance(keys, PackedLatents):
+        return over_codes.packed(query, keys, plan, options)
     if isinstance(keys, Latents):
         key = value = keys.cache[:, :, None, : query.shape[2]]
         scales = latent_scales(keys.cache, keys.cache_scale, keys.query_scale)

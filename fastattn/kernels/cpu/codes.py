@@ -15,6 +15,8 @@ import torch
 from jaxtyping import Float, Float32, Int8, Int32, Shaped
 from torch import Tensor
 
+from refattn.interface.packed import LATENT_GROUP, packed_parts
+
 
 @dataclass(frozen=True, eq=False)
 class Codes:
@@ -48,6 +50,38 @@ class Codes:
         else:
             out.copy_(self.pool.index_select(0, blocks))
         return out if self.scale is None else out.mul_(self.scale.index_select(0, blocks)[..., None])
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRows(Codes):
+    """A pool of packed latents, of one head, that is read as numbers: the latents, and their rotary keys after them.
+
+    Attributes:
+        latent_rank: elements of a latent.
+        rope_size: elements of a rotary key.
+    """
+
+    latent_rank: int = 0
+    rope_size: int = 0
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the pool, in numbers."""
+        return torch.Size((*self.pool.shape[:3], self.latent_rank + self.rope_size))
+
+    @property
+    def factor(self) -> float:
+        """What the numbers that are read are still to be multiplied with: nothing."""
+        return 1.0
+
+    def read(self, blocks: Int32[Tensor, "m"], out: Float[Tensor, "m p hk d"]) -> Float[Tensor, "m p hk d"]:
+        """Gather some blocks as numbers into `out`, and return it."""
+        codes, scales, rope_key = packed_parts(self.pool.index_select(0, blocks), self.latent_rank, self.rope_size)
+        latents = out[..., : self.latent_rank]
+        _from_fp8(codes.contiguous().view(torch.int8), torch.float8_e4m3fn, latents)
+        latents.unflatten(-1, (-1, LATENT_GROUP)).mul_(scales.mul(256.0)[..., None])
+        out[..., self.latent_rank :] = rope_key
+        return out
 
 
 def read_blocks(

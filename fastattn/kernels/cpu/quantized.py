@@ -14,10 +14,10 @@ from torch import Tensor
 
 from fastattn.kernels.cpu.attention import paged
 from fastattn.kernels.cpu.attention import tree as attend_to_tree
-from fastattn.kernels.cpu.codes import Codes
+from fastattn.kernels.cpu.codes import Codes, PackedRows
 from fastattn.kernels.cpu.schedule import schedule_of
 from fastattn.kernels.torch_ops import merge
-from refattn.interface import AttentionOptions, AttentionPlan, Fp8Scales, Int8Scales, Plan, TreePlan
+from refattn.interface import AttentionOptions, AttentionPlan, Fp8Scales, Int8Scales, PackedLatents, Plan, TreePlan
 
 
 def attention(
@@ -65,6 +65,20 @@ def attention(
     if after is not None:
         out = out * after.to(compute)
     return out.to(query.dtype), lse
+
+
+def packed(
+    query: Float[Tensor, "t h d"], keys: PackedLatents, plan: AttentionPlan, options: AttentionOptions
+) -> tuple[Float[Tensor, "t h {keys.latent_rank}"], Float[Tensor, "t h"]]:
+    """Attend over packed latents, which have their scales when they are gathered; see `fastattn.kernels.dispatch`."""
+    compute, rank = torch.float64 if query.dtype == torch.float64 else torch.float32, keys.latent_rank
+    pool = PackedRows(keys.cache[:, :, None], compute, None, rank, query.shape[2] - rank)
+    if isinstance(plan, TreePlan):
+        out, lse = attend_to_tree(query.to(compute), pool, pool, plan, options)
+    else:
+        (level,) = plan.levels
+        out, lse = paged(query.to(compute), pool, pool, level.whole, options)
+    return out[..., :rank].to(query.dtype).contiguous(), lse
 
 
 def _per_row(

@@ -30,6 +30,15 @@ def cannot_expand(problem: Problem) -> str | None:
     return None
 
 
+def cannot_extend(problem: Problem) -> str | None:
+    """Return why intervals cannot be a causal mask and the keys after it (`kernels.flash.extend`), or None."""
+    if not problem.extends_causal:
+        return NO_INTERVALS
+    if problem.keys not in ("rows", "pages"):
+        return f"has no intervals over {problem.keys}, only over rows and pages: take triton"
+    return None
+
+
 def side_by_side(x: Tensor) -> Tensor:
     """Return lengths or a block table with a last stride of 1, which packages ask of a single element or column, too.
 

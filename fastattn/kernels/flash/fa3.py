@@ -33,7 +33,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fastattn.kernels.device import cannot_import, capability
-from fastattn.kernels.flash import NO_CODES, NO_INTERVALS, NO_POSITIONS, NOT_ALIGNED, cannot_expand, side_by_side
+from fastattn.kernels.flash import NO_CODES, NO_POSITIONS, NOT_ALIGNED, cannot_expand, cannot_extend, side_by_side
 from fastattn.kernels.flash.schedule import schedule_of
 from fastattn.kernels.kernel import Kernel
 from fastattn.kernels.problem import Problem, expanded, key_starts, window_within_reach
@@ -43,6 +43,7 @@ from refattn.interface import (
     Batch,
     Keys,
     Latents,
+    Pages,
     Plan,
     QuantizedPages,
     Rows,
@@ -103,8 +104,8 @@ def unsupported_reason(problem: Problem) -> str | None:
         return "shows keys before the window where a tile of queries reaches over more than a tile of keys: take fa4"
     if problem.positions:
         return NO_POSITIONS
-    if problem.intervals:
-        return NO_INTERVALS
+    if problem.intervals and (without := cannot_extend(problem)) is not None:
+        return without
     if problem.batch_invariant:
         return "its tiles follow the longest query of the batch, and the bits of its answers with them: take triton"
     if not problem.aligned:
@@ -133,6 +134,10 @@ def attend(
     Of a tree it attends to the keys before it, and a launch of ours to its nodes.
     """
     (level,) = plan.levels
+    if level.whole.extends_causal:
+        from fastattn.kernels.flash.extend import attend_up_to_and_after
+
+        return attend_up_to_and_after(attend, query, keys, level.whole, options, out)
     if isinstance(keys, Latents):
         if isinstance(plan, TreePlan):
             return mla_tree(query, keys.cache, plan, options, keys.latent_rank, out)
@@ -143,6 +148,7 @@ def attend(
         return attend_to_numbers(paged, query, keys, level.whole, options, out)
     if isinstance(keys, Rows):
         return dense(query, *keys, level.whole, options, out)
+    assert isinstance(keys, Pages)  # it takes no other storage
     if isinstance(plan, TreePlan):
         return tree(query, *keys, plan, options, out)
     return paged(query, *keys, level.whole, options, out)

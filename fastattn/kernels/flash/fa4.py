@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from fastattn.kernels.device import cannot_import, capability
-from fastattn.kernels.flash import NO_INTERVALS, NO_POSITIONS, NOT_ALIGNED, cannot_expand, side_by_side
+from fastattn.kernels.flash import NO_POSITIONS, NOT_ALIGNED, cannot_expand, cannot_extend, side_by_side
 from fastattn.kernels.kernel import Kernel
 from fastattn.kernels.problem import Problem, expanded, has_aligned_heads, key_starts, window_within_reach
 from refattn.interface import AttentionOptions, AttentionPlan, Keys, Pages, Plan, QuantizedPages, Rows
@@ -55,8 +55,8 @@ def unsupported_reason(problem: Problem) -> str | None:
         return "whether it copies pages, and so its tiles, depends on the batch: take triton"
     if problem.positions:
         return NO_POSITIONS
-    if problem.intervals:
-        return NO_INTERVALS
+    if problem.intervals and (without := cannot_extend(problem)) is not None:
+        return without
     if not problem.aligned:
         return NOT_ALIGNED
     return cannot_import("flash_attn.cute.interface", "flash-attn-4", "_flash_attn_fwd")
@@ -79,6 +79,10 @@ def attend(
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend to rows, to pages, or to codes, which become pages of numbers first; see `fastattn.kernels.dispatch`."""
     (level,) = plan.levels
+    if level.whole.extends_causal:
+        from fastattn.kernels.flash.extend import attend_up_to_and_after
+
+        return attend_up_to_and_after(attend, query, keys, level.whole, options, out)
     if isinstance(keys, QuantizedPages):
         from fastattn.kernels.flash.expand import attend_to_numbers
 

@@ -13,6 +13,10 @@ Where a page is one token and a sequence one query, as in a plan of selected key
 of any number of queries: a program has 64 heads of a query and all its keys, so that many queries keep it busy. It
 fills with zeros where a query has fewer keys, and follows no slot outside of the pool.
 
+Over packed latents it is the kernel for sparse decodes, which splits the keys. It rounds the scales to bfloat16, and
+then what they are multiplied with. It checks no slot but -1, and reads what a slot past the last one leads to, so both
+kernels get lists in which all that is none of the query's is -1 (`fastattn.kernels.gpu.slots`).
+
 It loads whole pages and gives what lies past a sequence's end a weight of 0; NaN that results from it is repaired. It
 drops a split whose scores are NaN, so NaN in a latent reaches the output only if the sequence is not split. Of a
 sequence that ends with a drafted tree it reads the latents before the tree.
@@ -22,6 +26,7 @@ Source: DeepSeek-AI 2025, "FlashMLA"; github.com/deepseek-ai/FlashMLA.
 
 import importlib
 from functools import cache, partial
+from math import gcd
 from typing import Any
 
 import torch
@@ -32,10 +37,10 @@ from torch.nn.functional import pad
 
 from fastattn.kernels.device import cannot_import, capability
 from fastattn.kernels.flash import NO_CODES, NO_INTERVALS, NO_POSITIONS, NOT_ALIGNED, side_by_side
-from fastattn.kernels.flash.schedule import schedule_of
+from fastattn.kernels.flash.schedule import schedule_of, schedule_of_sizes
 from fastattn.kernels.kernel import Kernel
 from fastattn.kernels.problem import Problem, latent_scales
-from refattn.interface import AttentionOptions, AttentionPlan, Keys, Latents, Plan, TreePlan
+from refattn.interface import AttentionOptions, AttentionPlan, Keys, Latents, PackedLatents, Plan, TreePlan
 
 INTERFACE = "flash_mla.flash_mla_interface"
 PACKAGE = "sgl-flash-mla"
@@ -60,12 +65,18 @@ def unsupported_reason(problem: Problem) -> str | None:
         return f"needs a GPU of compute capability 9.0, not {major}.{minor}"
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"computes float16 and bfloat16, not {problem.dtype}"
-    if problem.stored is not None and (rounded := _cannot_multiply_codes(problem)) is not None:
+    packed = problem.keys == "packed"
+    if not packed and problem.stored is not None and (rounded := _cannot_multiply_codes(problem)) is not None:
         return rounded
     sizes = (problem.head_size - problem.value_head_size, problem.value_head_size)
     if sizes != LATENT:
         return f"latents of {LATENT[1]} elements and rotary keys of {LATENT[0]}, not {sizes[1]} and {sizes[0]}"
-    if (selected := is_of_selected(problem)) and (refused := _cannot_select(problem)) is not None:
+    selected = is_of_selected(problem)
+    if packed and not selected:
+        return (
+            "reads packed latents where each sequence is one query with a list of slots, as in a plan of selected keys"
+        )
+    if selected and (refused := _cannot_select(problem)) is not None:
         return refused
     if problem.block_size != BLOCK_SIZE and not selected:
         return f"pages of {BLOCK_SIZE} tokens, not {problem.block_size}: take fa3 or triton"
@@ -93,7 +104,7 @@ def is_of_selected(problem: Problem) -> bool:
 
 def _cannot_select(problem: Problem) -> str | None:
     """Return why the kernel for selected latents can't compute a problem, or None."""
-    if problem.stored is not None:
+    if problem.stored is not None and problem.keys != "packed":
         return NO_CODES
     if problem.dtype != torch.bfloat16:
         return f"computes bfloat16 over selected latents, not {problem.dtype}"
@@ -120,7 +131,7 @@ def _cannot_multiply_codes(problem: Problem) -> str | None:
 KERNEL = Kernel(
     "flash_mla",
     unsupported_reason,
-    attends=("latents",),
+    attends=("latents", "packed"),
     trees=("latents",),
     functions={"attend": f"{__name__}:attend"},
 )
@@ -134,8 +145,10 @@ def attend(
     out: Float[Tensor, "t h dv"] | None,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend to latents, before a tree and by a launch of ours to its nodes; see `fastattn.kernels.dispatch`."""
-    assert isinstance(keys, Latents)  # of no other storage are its operations
     (level,) = plan.levels
+    if isinstance(keys, PackedLatents):
+        return selected_packed(query, keys, level.whole, options)
+    assert isinstance(keys, Latents)  # of no other storage are its operations
     if isinstance(plan, TreePlan):
         return mla_tree(query, keys.cache, plan, options, keys.latent_rank, out)
     if keys.query_scale is not None:
@@ -246,6 +259,7 @@ def selected(
 ) -> tuple[Float[Tensor, "t h {keys.latent_rank}"], Float[Tensor, "t h"]]:
     """Attend from each query to the latents of its own, which the block table names one by one; see the module."""
     from fastattn.kernels.gpu.adapt import adapt, empty_answer
+    from fastattn.kernels.gpu.slots import slots_in_pool
     from fastattn.kernels.gpu.tile import with_positive_scale
 
     batch, table, rank = plan.batch, plan.batch.block_table, keys.latent_rank
@@ -253,11 +267,10 @@ def selected(
     if 0 in (query.numel(), keys.cache.numel(), batch.num_seqs, batch.max_query_len, batch.max_seq_len, table.shape[1]):
         return empty_answer(query, rank, plan, options)
     rows, scale = with_positive_scale(query[: batch.num_seqs], options.softmax_scale)
-    slots = pad(table, (0, -table.shape[1] % SELECTED_STEP), value=-1) if table.shape[1] % SELECTED_STEP else table
     result, _, logs = importlib.import_module(INTERFACE).flash_mla_sparse_fwd(
         rows,
         keys.cache[:, :, : query.shape[2]],
-        side_by_side(slots)[:, None],
+        slots_in_pool(batch, len(keys.cache), step=SELECTED_STEP)[:, None],
         scale,
         rank,
         topk_length=batch.seq_lens,
@@ -267,6 +280,41 @@ def selected(
     if num_padding:
         result, logs = pad(result, (0, 0, 0, 0, 0, num_padding)), pad(logs, (0, 0, 0, num_padding))
     return adapt(result, logs.T, plan, options)
+
+
+def selected_packed(
+    query: Float[Tensor, "t h d"], keys: PackedLatents, plan: Plan, options: AttentionOptions
+) -> tuple[Float[Tensor, "t h {keys.latent_rank}"], Float[Tensor, "t h"]]:
+    """Attend from each query to the packed latents of its own, which the block table names one by one; see the module.
+
+    How the work is shared out depends on sizes alone, so layers and steps that have the same share it, too.
+    """
+    from fastattn.kernels.gpu.adapt import adapt, empty_answer
+    from fastattn.kernels.gpu.slots import slots_in_pool
+    from fastattn.kernels.gpu.tile import with_positive_scale
+
+    batch, table, rank, num_slots = plan.batch, plan.batch.block_table, keys.latent_rank, len(keys.cache)
+    assert table is not None  # the path has checked it
+    if 0 in (query.numel(), keys.cache.numel(), batch.num_seqs, batch.max_query_len, batch.max_seq_len, table.shape[1]):
+        return empty_answer(query, rank, plan, options)
+    rows, scale = with_positive_scale(query[: batch.num_seqs], options.softmax_scale)
+    slots = slots_in_pool(batch, num_slots, step=SELECTED_STEP)
+    page = gcd(num_slots, BLOCK_SIZE)  # tokens in a block of theirs: a slot is the same number in any
+    module = importlib.import_module(INTERFACE)
+    sizes = (batch.num_seqs, query.shape[1], slots.shape[1], page, str(query.device))
+    result, logs = module.flash_mla_with_kvcache(
+        rows[:, None],
+        keys.cache.view(num_slots // page, page, 1, keys.cache.shape[2]),
+        None,
+        None,
+        rank,
+        schedule_of_sizes(("flash_mla of packed", *sizes), module.FlashMLASchedMeta),
+        softmax_scale=scale,
+        is_fp8_kvcache=True,
+        indices=slots[:, None],
+        use_legacy=True,
+    )
+    return adapt(*_as_rows(result, logs, query.shape[0]), plan, options, by_lengths=True)
 
 
 def _as_rows(

@@ -9,6 +9,11 @@ import torch
 from fastattn.kernels.replay import memo_of
 from refattn.interface import Plan
 
+UNKNOWN = object()
+MOST_OF_SIZES = 256  # schedules that no length changes; with one more, all are forgotten
+
+_of_sizes: dict[Hashable, Any] = {}
+
 
 def schedule_of(plan: Plan, name: Hashable, make: Callable[[], Any]) -> Any:
     """Return the schedule in the memo of a plan, or make one and store it there.
@@ -23,13 +28,9 @@ def schedule_of(plan: Plan, name: Hashable, make: Callable[[], Any]) -> Any:
         make: launches what makes it.
     """
     lengths = plan.batch.cu_seqlens_q, plan.batch.seq_lens
-    where: Hashable = None
-    if torch.cuda.is_available():
-        where = torch.cuda.current_stream().cuda_stream
-        if torch.cuda.is_current_stream_capturing():
-            where = _capture()
-            if where is None:
-                return make()
+    where = _where()
+    if where is UNKNOWN:
+        return make()
     if any(x.is_inference() for x in lengths):  # which do not count their versions
         return make()
     version = tuple(x._version for x in lengths)
@@ -38,6 +39,33 @@ def schedule_of(plan: Plan, name: Hashable, make: Callable[[], Any]) -> Any:
     if known is None or known[0] != version:
         known = schedules[name, where] = (version, make())
     return known[1]
+
+
+def schedule_of_sizes(name: Hashable, make: Callable[[], Any]) -> Any:
+    """Return a schedule that no length changes, for the stream or the capture that is under way, or make one.
+
+    Args:
+        name: whose schedule it is, and all that it depends on.
+        make: launches what makes it, now or with the first call.
+    """
+    where = _where()
+    if where is UNKNOWN:
+        return make()
+    if len(_of_sizes) >= MOST_OF_SIZES:
+        _of_sizes.clear()
+    if (name, where) not in _of_sizes:
+        _of_sizes[name, where] = make()
+    return _of_sizes[name, where]
+
+
+def _where() -> Hashable:
+    """Return the stream, or the capture that is under way; `UNKNOWN` for one that can't be told from others."""
+    if not torch.cuda.is_available():
+        return None
+    if not torch.cuda.is_current_stream_capturing():
+        return torch.cuda.current_stream().cuda_stream
+    capture = _capture()
+    return UNKNOWN if capture is None else capture
 
 
 def _capture() -> tuple[str, int] | None:

@@ -6,6 +6,7 @@ another kernel answered. Which splits there are is said by whoever launches it (
 Source: as `fastattn.kernels.gpu.tile`; the tiles of a ragged batch are found as in vLLM's Triton attention.
 """
 
+from math import gcd
 from typing import no_type_check
 
 import triton
@@ -74,8 +75,8 @@ def launch_attention(
         shared: `value` is a view of the first elements of each key: load them once, as key and as value.
         codes: what the pools hold, if it is codes; see `fastattn.kernels.triton.attention.attend`.
         tree: the trees at the end of the sequences, whose plan this is.
-        prefix_lse: the log-sum-exps `[h, t]` of what `out` holds already, the answer over the keys before the trees;
-            None to attend to all keys.
+        prefix_lse: the log-sum-exps `[h, t]` of what `out` holds already, the answer over the keys before the trees, or
+            outside of the intervals, which then has our conventions; None to attend to all keys.
     """
     batch = plan.batch
     num_tokens, num_heads, head_size = query.shape
@@ -110,6 +111,7 @@ def launch_attention(
             query_scales=None,
             key_scales=None,
             value_scales=None,
+            group_scales=None,
             prefix_lse=None,
             block_table=block_table,
             cu_seqlens_q=batch.cu_seqlens_q,
@@ -130,6 +132,7 @@ def launch_attention(
             query_scale_strides=_strides_by_head(codes.query),
             key_scale_strides=_strides_by_head(codes.key),
             value_scale_strides=_strides_by_head(codes.value),
+            group_scale_strides=() if codes.groups is None else codes.groups.stride(),
             sequences=plan.sequences if codes.kind else None,
             table_row_stride=0 if block_table is None else block_table.stride(0),
             table_stride=1 if block_table is None else block_table.stride(1),
@@ -168,6 +171,7 @@ def launch_attention(
             SHARED=shared,
             SAME_STRIDES=_in_bytes(key) == _in_bytes(value),
             ALIBI_SQRT=options.alibi_sqrt,
+            ROW_ALIGN=_alignment_of_rows(value, codes),
         ),
         dict(num_warps=tuning.num_warps, num_stages=tuning.num_stages)
         | ({"launch_pdl": True} if overlap and (after or lse is None) else {})
@@ -188,6 +192,7 @@ def of_layer(query: Tensor, options: AttentionOptions, codes: Codes = NO_CODES) 
         arguments["scale"] = (abs(scale) or 1.0) * of_key * of_query  # of the scores, above 0
         arguments |= dict(query_number=of_query, value_number=of_value)
         arguments |= dict(query_scales=codes.query, key_scales=codes.key, value_scales=codes.value)
+        arguments["group_scales"] = codes.groups
     return arguments
 
 
@@ -211,6 +216,14 @@ def _strides_by_head(scales: Tensor | None) -> tuple[int, ...]:
     if scales is None:
         return ()
     return (0, *scales.stride()) if scales.ndim == 1 else scales.stride()
+
+
+def _alignment_of_rows(value: Tensor, codes: Codes) -> int:
+    """Return how many bytes packed rows are multiples of, up to 16, for loads of several numbers; 0 for others.
+
+    Triton asks only whether strides are multiples of 16, and those of 656 bytes are 328 numbers.
+    """
+    return 0 if codes.groups is None else gcd(16, *value.stride()[:2])
 
 
 def _is_one_tile(batch: Batch, group: int, block_m: int) -> bool:
@@ -357,15 +370,18 @@ def _take_prefix(
     heads,
     has_prefix,
     VALUE_HEAD_SIZE: tl.constexpr,
+    ADAPTED: tl.constexpr,
 ):
     """Take what another kernel answered over the keys before a tree into the softmax over its nodes.
 
     The other answer has an infinite log-sum-exp, of either sign, where it met NaN; where it saw no key, it is ignored.
+    If it is `ADAPTED`, both are said by the log-sum-exp: NaN, and minus infinity.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     at_dv = tl.arange(0, acc.shape[1])
     logs = tl.load(prefix_lse + heads * prefix_lse_head_stride + tokens, mask=has_prefix, other=float("-inf"))
-    logs = tl.where(has_prefix & (tl.abs(logs) == float("inf")), float("nan"), logs)
+    if not ADAPTED:
+        logs = tl.where(has_prefix & (tl.abs(logs) == float("inf")), float("nan"), logs)
     values = tl.load(
         out + places[:, None] * VALUE_HEAD_SIZE + at_dv[None, :],
         mask=has_prefix[:, None] & (at_dv < VALUE_HEAD_SIZE)[None, :],
@@ -419,9 +435,11 @@ def _attend_kernel(
     query_scales,
     key_scales,
     value_scales,
+    group_scales,  # of packed latents
     query_scale_strides,
     key_scale_strides,
     value_scale_strides,
+    group_scale_strides,
     sequences,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -451,6 +469,7 @@ def _attend_kernel(
     SHARED: tl.constexpr,
     SAME_STRIDES: tl.constexpr,
     ALIBI_SQRT: tl.constexpr,
+    ROW_ALIGN: tl.constexpr,
 ):
     REPAIR: tl.constexpr = lse is None
     if OVERLAP and REPAIR:
@@ -512,7 +531,10 @@ def _attend_kernel(
             first_seen = tl.maximum(first_seen, tree_start)
     first_key = first_seen // BLOCK_N * BLOCK_N
     if prefix_lse is not None:
-        first_key = first_seen  # no other row has to begin its steps there
+        if WORDS > 0:
+            first_key = first_seen  # no other row has to begin its steps there
+        elif first_seen >= last_key:
+            return  # the other answer is the whole one
     places = split.to(tl.int64) * num_tokens * NUM_HEADS + tokens * NUM_HEADS + heads
     if REPAIR:
         VALUE_PAD: tl.constexpr = triton.next_power_of_2(VALUE_HEAD_SIZE)
@@ -668,6 +690,9 @@ def _attend_kernel(
             ALIBI_SQRT,
             first_of_rows,
             last_of_rows,
+            group_scales,
+            group_scale_strides,
+            ROW_ALIGN,
         )
     if prefix_lse is not None:
         row_max, row_sum, acc = _take_prefix(
@@ -680,8 +705,9 @@ def _attend_kernel(
             places,
             tokens,
             heads,
-            is_row & (tree_start > 0),
+            is_row & (tree_start > 0) if WORDS > 0 else is_row,
             VALUE_HEAD_SIZE,
+            WORDS == 0,
         )
     sink = None
     if sinks is not None and not SPLIT:

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales, Plan
+from refattn.interface.packed import LATENT_GROUP
 
 
 class Codes(NamedTuple):
@@ -30,6 +31,7 @@ class Codes(NamedTuple):
         key: of the keys, likewise; for int8 per token of the pool and head, `[n, p, hk]`.
         value: of the values, as `query`; for int8 per head and channel, `[hk, dv]`.
         rounds_query: queries are rounded to fp8, too.
+        groups: of packed latents, `[n, p, groups]` for each 128 elements of a latent; None for all others.
     """
 
     kind: str
@@ -38,9 +40,11 @@ class Codes(NamedTuple):
     key: Tensor | None = None
     value: Tensor | None = None
     rounds_query: bool = False
+    groups: Tensor | None = None
 
 
 NO_CODES = Codes("")
+GROUP = tl.constexpr(LATENT_GROUP)  # elements of a packed latent under one scale
 FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
 
@@ -204,6 +208,24 @@ def from_codes(codes, CODES: tl.constexpr, HARDWARE: tl.constexpr):
         numbers = ((bits & 0x80) * 256 + (bits & 0x7F) * 128).to(tl.float16, bitcast=True) * 256.0
         numbers = tl.where((bits & 0x7F) == 0x7F, float("nan"), numbers)
     return numbers
+
+
+@triton.jit
+@no_type_check
+def scale_groups(numbers, scales, stride, rows, is_key, SIZE: tl.constexpr):
+    """Multiply latents `[keys, SIZE or more]` in float32 by the scale of each group; `rows` lead to those of a token.
+
+    The scale of a group is loaded once for all its elements, which a reshape sets apart.
+    """
+    GROUPS: tl.constexpr = numbers.shape[1] // GROUP
+    at = tl.arange(0, GROUPS)
+    factors = tl.load(
+        scales + rows[:, None] + at[None, :] * stride,
+        mask=is_key[:, None] & (at < SIZE // GROUP)[None, :],
+        other=0.0,
+    )
+    grouped = tl.reshape(numbers.to(tl.float32), [numbers.shape[0], GROUPS, GROUP]) * factors[:, :, None]
+    return tl.reshape(grouped, numbers.shape)
 
 
 @triton.jit

@@ -147,6 +147,51 @@ def attend_to_nodes(
     return out, lse
 
 
+def attend_after(
+    query: Float[Tensor, "t h d"],
+    key: Float[Tensor, "s hk d"] | Float[Tensor, "n p hk d"],
+    value: Float[Tensor, "s hk dv"] | Float[Tensor, "n p hk dv"],
+    plan: Plan,
+    options: AttentionOptions,
+    out: Float[Tensor, "t h dv"],
+    lse: Float[Tensor, "t h"],
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend to intervals of few keys, and take in what another kernel answered over other ones.
+
+    One launch. A tile whose rows see none of these keys is left as it is.
+
+    Args:
+        query: query rows of all sequences.
+        key: the pool of keys if it has four dimensions, else the key rows of all sequences.
+        value: the pool of values, or the value rows.
+        plan: the intervals.
+        options: those of the layer; its sinks are in the answer already.
+        out: the answer, fixed up, changed in place; rows side by side.
+        lse: its log-sum-exps.
+
+    Returns:
+        The outputs, and their log-sum-exps in float32.
+
+    Source: the module.
+    """
+    if 0 in (*query.shape[:2], plan.batch.num_seqs):
+        return out, lse
+    merged, by_head = lse.clone(memory_format=torch.contiguous_format), lse.T
+    by_head = by_head if by_head.stride(1) == 1 else by_head.contiguous()
+    row_bytes, key_bytes = bytes_of_a_program(query, key, value, False)
+    tensors, options = (query, key, value), options.without_sinks()
+
+    def launch() -> Callable[..., None]:
+        tuning = fit(
+            Tuning(64, step_for(64, row_bytes), 4, 3, 1, 1), query.device, row_bytes=row_bytes, key_bytes=key_bytes
+        )
+        return launch_attention(*tensors, plan, options, tuning, out, merged, prefix_lse=by_head).replay
+
+    cache_key = _key_of_launch("after", (*tensors, out, by_head), options, shared=False)
+    launch_once(plan, cache_key, (*tensors, out, merged, *of_layer(query, options).values(), by_head), launch)
+    return out, merged
+
+
 def attend_to_latent_nodes(
     query: Float[Tensor, "t h d"],
     cache: Float[Tensor, "n p c"],

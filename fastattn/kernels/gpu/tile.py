@@ -15,7 +15,15 @@ import triton.language as tl
 from torch import Tensor
 
 from fastattn.kernels import device as devices
-from fastattn.kernels.gpu.codes import from_codes, from_pairs, power_of_two, prepare_query, row_scale, value_type
+from fastattn.kernels.gpu.codes import (
+    from_codes,
+    from_pairs,
+    power_of_two,
+    prepare_query,
+    row_scale,
+    scale_groups,
+    value_type,
+)
 
 INTERPRETED = triton.knobs.runtime.interpret  # kernels run in Python, on CPU tensors
 
@@ -459,6 +467,9 @@ def attend_to_run(
     ALIBI_SQRT: tl.constexpr = False,
     first_of_rows=None,
     last_of_rows=None,
+    group_scales=None,
+    group_scale_strides=(),
+    ROW_ALIGN: tl.constexpr = 0,
 ):
     """Attend from a tile to the keys from `first_key` up to `last_key` of a sequence, by an online softmax in base 2.
 
@@ -474,6 +485,9 @@ def attend_to_run(
     `CODES` says what the pools hold: numbers (""), or codes of a format, whose scales by head are in `scale` already or
     left to the caller. `key_scales` leads to one scale for each key of a page and head, or is None. Codes of values are
     read two at a time, side by side, if `value` points to 16 bits.
+
+    `group_scales` leads to the scales of packed latents: then `key` points to rotary keys, which are numbers of a type
+    of their own, and all that leads to a row is a multiple of `ROW_ALIGN` bytes.
 
     With `WORDS` the keys from `tree_start` on are nodes of a tree: they stand by `node_depths` after its root, and a
     row sees those whose bits `row_ancestors` point to. Only steps with such keys look at that. With `first_of_rows` and
@@ -519,8 +533,10 @@ def attend_to_run(
     at_dv = tl.arange(0, VALUE_PAD // PER_LOAD)
     at_d = tl.arange(0, KEY_PAD)
     in_key = at_d < KEY_SIZE
+    at_key = at_d
     if SHARED:
         at_d += VALUE_HEAD_SIZE
+        at_key = at_d if group_scales is None else at_key
         at_query = tl.arange(0, VALUE_PAD)
         query_values = tl.load(
             query_rows[:, None] + (at_query.to(tl.int64) * query_stride)[None, :],
@@ -606,6 +622,8 @@ def attend_to_run(
                 key_rows += blocks * key_strides[0] + first_place * key_strides[1]
                 value_rows = places * value_strides[1] + head * value_strides[2]
                 value_rows += blocks * value_strides[0] + first_place * value_strides[1]
+                if group_scales is not None:  # which says how many bytes a load may have; a hint would be lost
+                    key_rows = key_rows // (ROW_ALIGN // 2) * (ROW_ALIGN // 2)
             else:
                 key_rows = (first_key_row + j) * key_strides[0] + head * key_strides[1]
                 value_rows = (first_key_row + j) * value_strides[0] + head * value_strides[1]
@@ -615,14 +633,22 @@ def attend_to_run(
                 at_value = value + value_rows[:, None] + (at_dv.to(tl.int64) * value_strides[-1])[None, :]
                 v = tl.load(at_value, mask=in_value, other=0)  # [keys, dv]
                 if CODES != "" and not PAIRS:
-                    v = from_codes(v, CODES, HARDWARE).to(VALUE_TYPE)
+                    v = from_codes(v, CODES, HARDWARE)
+                    if group_scales is not None:
+                        scale_rows = places * group_scale_strides[1] + blocks * group_scale_strides[0]
+                        scale_rows += first_place * group_scale_strides[1]
+                        scale_rows = scale_rows // (ROW_ALIGN // 4) * (ROW_ALIGN // 4)
+                        v = scale_groups(v, group_scales, group_scale_strides[2], scale_rows, is_key, VALUE_HEAD_SIZE)
+                    v = v.to(VALUE_TYPE)
             k = tl.load(
-                key + key_rows[None, :] + (at_d.to(tl.int64) * key_strides[-1])[:, None],
+                key + key_rows[None, :] + (at_key.to(tl.int64) * key_strides[-1])[:, None],
                 mask=is_key[None, :] & in_key[:, None],
                 other=0.0,
             )  # [d, keys], without what is in the values
             if CODES == "":
                 products = tl.dot(q, k, input_precision="ieee")
+            elif group_scales is not None:
+                products = tl.dot(q, k.to(q.dtype), input_precision="ieee")
             elif CODES == "int8":
                 products = tl.dot(q, k).to(tl.float32)
             else:

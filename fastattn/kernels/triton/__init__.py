@@ -66,7 +66,7 @@ def unsupported_reason(problem: Problem) -> str | None:
     if problem.stored is not None and torch.float64 in problem.stored and problem.is_attention:
         return "multiplies values of up to 32 bits, not those of float64"
     rope = problem.head_size - problem.value_head_size
-    if problem.keys == "latents":
+    if problem.keys in ("latents", "packed"):
         if problem.value_head_size > LARGEST_LATENT or rope > LARGEST_ROPE:
             sizes = f"{problem.value_head_size} and {rope}"
             return f"latents of up to {LARGEST_LATENT} and rotary keys of up to {LARGEST_ROPE} elements, not {sizes}"
@@ -78,8 +78,8 @@ def unsupported_reason(problem: Problem) -> str | None:
 KERNEL = Kernel(
     "triton",
     unsupported_reason,
-    attends=("rows", "pages", "quantized", "latents"),
-    trees=("pages", "quantized", "latents"),
+    attends=("rows", "pages", "quantized", "latents", "packed"),
+    trees=("pages", "quantized", "latents", "packed"),
     levels=("pages", "quantized"),
     functions={  # Triton is imported when a kernel is first called: it is not there on every machine
         "attend": f"{__name__}.attention:attend_to_keys",
@@ -87,6 +87,7 @@ KERNEL = Kernel(
         "merge": f"{__name__}.merge:merge",
         "write": f"{__name__}.cache:write",
         "write_quantized": f"{__name__}.cache:write_quantized",
+        "write_packed": f"{__name__}.cache:write_packed",
         "copy_blocks": f"{__name__}.cache:copy_blocks",
         "compact": f"{__name__}.cache:compact",
         "slot_mapping": f"{__name__}.metadata:slot_mapping",

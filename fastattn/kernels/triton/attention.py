@@ -36,14 +36,24 @@ from fastattn.kernels.gpu.attention_kernel import (
     of_layer,
     spare_stages,
 )
-from fastattn.kernels.gpu.codes import NO_CODES, Codes, are_pairs, codes_in_pairs, codes_of, in_pairs, size_of
+from fastattn.kernels.gpu.codes import FORMATS, NO_CODES, Codes, are_pairs, codes_in_pairs, codes_of, in_pairs, size_of
 from fastattn.kernels.gpu.launch import Launch, SplitLaunches
 from fastattn.kernels.gpu.rounding import round_to_codes
 from fastattn.kernels.gpu.tile import CHANGING, STEP_OF_WORDS, can_overlap, fit, merge_parts, normalize, pad, store_rows
 from fastattn.kernels.problem import latent_scales
 from fastattn.kernels.replay import recorder, recording
 from fastattn.kernels.triton.tuning import beside_others, tune
-from refattn.interface import AttentionOptions, AttentionPlan, Keys, Latents, Plan, QuantizedPages, TreePlan
+from refattn.interface import (
+    AttentionOptions,
+    AttentionPlan,
+    Keys,
+    Latents,
+    PackedLatents,
+    Plan,
+    QuantizedPages,
+    TreePlan,
+)
+from refattn.interface.packed import PACKED_FORMAT, packed_parts
 
 MERGED_AT_ONCE = 64  # parts, of one head or of several
 MERGED_ELEMENTS = 8192  # and elements of them, at most
@@ -71,9 +81,9 @@ def attend_to_keys(
             codes._replace(rounds_query=False),
         )
     plans = [level.whole for level in plan.levels]
-    if codes.kind:
+    if codes.kind and codes.groups is None:
         key, value = codes_in_pairs(query, key, value, plans, options)
-    tree, shared = plan if isinstance(plan, TreePlan) else None, isinstance(keys, Latents)
+    tree, shared = plan if isinstance(plan, TreePlan) else None, isinstance(keys, Latents | PackedLatents)
     is_rounded = isinstance(keys, Latents) and keys.query_scale is not None  # which a replay would not do
     with recording(None) if is_rounded else nullcontext():
         return attend_levels(query, key, value, plans, options, out, shared=shared, codes=codes, tree=tree)
@@ -239,8 +249,11 @@ def pools_of(query: Tensor, keys: Keys, *, addresses: bool = False) -> tuple[Ten
     """Return keys, values and what turns them into numbers.
 
     Latents are pages of one head, whose values are the first elements of its keys; where addresses alone are asked
-    for, they are the pool as it is, where both begin.
+    for, they are the pool as it is, where both begin. Of packed latents keys are the rotary keys alone.
     """
+    if isinstance(keys, PackedLatents):
+        parts = packed_parts(keys.cache[:, :, None], keys.latent_rank, query.shape[2] - keys.latent_rank)
+        return parts.rope_key, parts.codes, Codes(FORMATS[PACKED_FORMAT], groups=parts.scales[:, :, 0])
     if isinstance(keys, Latents):
         scales = latent_scales(keys.cache, keys.cache_scale, keys.query_scale)
         codes = NO_CODES if scales is None else codes_of(scales)

@@ -9,7 +9,7 @@ from typing import no_type_check
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float, Int64, Shaped
+from jaxtyping import Float, Int64, Shaped, UInt8
 from torch import Tensor
 
 from fastattn.kernels.gpu.codes import FORMATS, row_scale, to_fp8, to_int8
@@ -17,6 +17,7 @@ from fastattn.kernels.gpu.launch import Launch
 from fastattn.kernels.gpu.tile import converts_fp8
 from fastattn.kernels.problem import as_bytes
 from refattn.interface import Accepted, Batch, Fp8Scales, Int8Scales, Trees
+from refattn.interface.packed import LATENT_GROUP, SMALLEST_SCALE, packed_parts
 
 BLOCK_ROWS = 16
 BLOCK_ELEMENTS = 256
@@ -116,6 +117,48 @@ def write_quantized(
         BLOCK_ROWS=BLOCK_ROWS,
         CODES=kind,
         HARDWARE=converts_fp8(key.device),
+    )
+
+
+def write_packed(
+    latent: Float[Tensor, "t r"],
+    rope_key: Float[Tensor, "t rope"],
+    cache: UInt8[Tensor, "n p c"],
+    slot_mapping: Int64[Tensor, "t"],
+) -> None:
+    """Write latents and rotary keys into packed rows, in place; see `fastattn.mla.write`.
+
+    Args:
+        latent: the new latents; any strides, as the other tokens.
+        rope_key: their rotary keys.
+        cache: the pool of packed rows.
+        slot_mapping: the slot of each token; -1 is not written.
+    """
+    num_tokens, rank = latent.shape
+    if num_tokens == 0:
+        return
+    codes, scales, rotary = packed_parts(cache, rank, rope_key.shape[1])
+    _write_packed_kernel[-(-num_tokens // BLOCK_ROWS), rank // LATENT_GROUP + 1](
+        latent,
+        rope_key,
+        codes,
+        scales,
+        rotary.view(torch.int16),
+        slot_mapping,
+        latent.stride(),
+        rope_key.stride(),
+        codes.stride(),
+        scales.stride(),
+        rotary.stride(),
+        slot_mapping.stride(0),
+        num_tokens,
+        GROUPS=rank // LATENT_GROUP,
+        GROUP=LATENT_GROUP,
+        ROPE_SIZE=rope_key.shape[1],
+        BLOCK_SIZE=cache.shape[1],
+        BLOCK_ROWS=BLOCK_ROWS,
+        SMALLEST=SMALLEST_SCALE,
+        HARDWARE=converts_fp8(latent.device),
     )
 
 
@@ -310,6 +353,64 @@ def _quantize_kernel(
     tl.store(key_cache + key_rows[:, None] + at_d * key_cache_strides[3], keys, in_key)
     value_rows = block * value_cache_strides[0] + place * value_cache_strides[1] + head * value_cache_strides[2]
     tl.store(value_cache + value_rows[:, None] + at_dv * value_cache_strides[3], values, in_value)
+
+
+@triton.jit(do_not_specialize=["slot_mapping", "rows"])
+@no_type_check
+def _write_packed_kernel(
+    latent,
+    rope_key,
+    codes,
+    scales,
+    rotary,  # bfloat16, by its bits: Triton's interpreter does not round to it
+    slot_mapping,
+    latent_strides,
+    rope_strides,
+    code_strides,
+    scale_strides,
+    rotary_strides,
+    slot_stride,
+    rows,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROPE_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    group = tl.program_id(1)
+    slot = tl.load(slot_mapping + row * slot_stride, row < rows, -1)
+    is_row = slot >= 0
+    slot = tl.maximum(slot, 0)
+    block, place = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+    if group < GROUPS:
+        at = group * GROUP + tl.arange(0, GROUP)
+        numbers = tl.load(
+            latent + row[:, None] * latent_strides[0] + at.to(tl.int64)[None, :] * latent_strides[1],
+            is_row[:, None],
+            0.0,
+        ).to(tl.float32)
+        largest = tl.max(tl.abs(numbers), 1)
+        scale = tl.maximum(tl.div_rn(largest, tl.full(largest.shape, 448.0, tl.float32)), SMALLEST)
+        scale = tl.where(tl.max((numbers != numbers).to(tl.int32), 1) > 0, float("nan"), scale)
+        rounded = to_fp8(tl.div_rn(numbers, tl.broadcast_to(scale[:, None], numbers.shape)), "e4m3", HARDWARE)
+        at_row = block * code_strides[0] + place * code_strides[1]
+        tl.store(codes + at_row[:, None] + at[None, :] * code_strides[2], rounded, is_row[:, None])
+        tl.store(scales + block * scale_strides[0] + place * scale_strides[1] + group * scale_strides[2], scale, is_row)
+    else:  # in names of its own: Triton wants one type for each
+        ROPE_PAD: tl.constexpr = triton.next_power_of_2(ROPE_SIZE)
+        at_rope = tl.arange(0, ROPE_PAD)
+        in_rope = is_row[:, None] & (at_rope < ROPE_SIZE)[None, :]
+        rope = tl.load(
+            rope_key + row[:, None] * rope_strides[0] + at_rope.to(tl.int64)[None, :] * rope_strides[1], in_rope, 0.0
+        ).to(tl.float32)
+        bits = rope.to(tl.uint32, bitcast=True)
+        halves = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # to the nearest, of two to the even
+        halves = tl.where(rope != rope, (bits >> 16) | 0x40, halves)
+        at_rotary = block * rotary_strides[0] + place * rotary_strides[1]
+        tl.store(rotary + at_rotary[:, None] + at_rope[None, :] * rotary_strides[2], halves.to(tl.int16), in_rope)
 
 
 @triton.jit(do_not_specialize=["pairs", "num_pairs"])

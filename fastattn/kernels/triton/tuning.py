@@ -51,7 +51,7 @@ def tune(
     block_m = fewest_rows if rows <= fewest_rows else 16 if rows <= 16 else many_rows
     tiles = count_tiles(batch, query.shape[0], group, block_m)
     tune_tiles = _tune_latents if shared else _tune
-    of_codes = key.dtype != query.dtype
+    of_codes = key.dtype != query.dtype or value.dtype != query.dtype
     if block_m <= 16 and of_codes and query.dtype != torch.float32:  # steps of as many bytes, be they codes
         row_bytes = max(bytes_of_a_row(key), bytes_of_a_row(value))
     programs, num_multiprocessors = tiles * num_kv_heads, multiprocessors(query.device)

@@ -474,21 +474,23 @@ def _selection_on_a_cpu(shrink: int) -> Iterator[Row]:
     )
     best = selection.Selection(4, 32768 // shrink, 2048 // shrink)
     yield Row("sparse", f"select-4x{best.seq_len}", best, (selection.select_twin(), selection.torch_topk()))
-    sizes = dict(num_heads=16, rank=128, rope=32)
+    sizes: dict[str, Any] = dict(num_heads=16, rank=128, rope=32)
     latents = selection.SelectedLatents(4, 16384 // shrink, 2048 // shrink, **sizes)
-    yield Row(
-        "sparse",
-        f"decode-4x{latents.topk}-of-{latents.seq_len}",
-        latents,
-        (selection.selected_twin(), selection.gathered()),
-    )
+    for work, name in ((latents, ""), (replace(latents, packed=True), "-packed")):
+        yield Row(
+            "sparse",
+            f"decode-4x{latents.topk}-of-{latents.seq_len}{name}",
+            work,
+            (selection.selected_twin(), selection.gathered()),
+        )
 
 
 def _selection_of_a_server(shrink: int) -> Iterator[Row]:
     """Prompts with images of Gemma 3, and the layers of DeepSeek-V3.2."""
     length = 8192 // shrink
     spans = selection.Spans(lens=((length, length),) * 2, every=length // 8, image=length // 32)
-    contenders = selection.spans_twin(), selection.causal_call(), peers.sdpa(masked=True)
+    ours = selection.spans_twin(), selection.spans_twin(kernel="triton")
+    contenders = *ours, selection.causal_call(), peers.sdpa(masked=True)
     yield _row(f"prefill-2x{length}-images", spans, *contenders, aim="at most 1.05 of a causal call")
     for b, aim in ((16, "at most 110 µs"), (1, "")):
         index = selection.IndexScores(b, 131072 // shrink)
@@ -509,6 +511,17 @@ def _selection_of_a_server(shrink: int) -> Iterator[Row]:
             (selection.selected_twin(), selection.gathered()),
             clock="graph",
             aim="within 1.4 of FlashMLA's sparse decode",
+        )
+    for b, aim in ((1, "FlashMLA's 17 µs"), (8, ""), (64, "FlashMLA's 91 µs")):
+        packed = selection.SelectedLatents(b, 131072 // shrink, 2048 // shrink, packed=True)
+        ours = selection.selected_twin(), selection.selected_twin(kernel="triton")
+        yield Row(
+            "sparse",
+            f"decode-{b}x{packed.topk}-of-{packed.seq_len}-packed",
+            packed,
+            (*ours, selection.selected_flash_mla_packed()),
+            clock="graph",
+            aim=aim,
         )
     prompt = selection.SelectedLatents(1, 65536 // shrink, 2048 // shrink, query_len=4096 // shrink)
     yield Row(

@@ -5,6 +5,7 @@ keys reads each of them once for each query.
 """
 
 import importlib
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,13 +14,17 @@ import torch
 from einops import einsum
 from torch import Tensor
 
+from fastattn import mla
+from fastattn.kernels import use_kernel
 from fastattn.tools.bench.measure import Call
 from fastattn.tools.bench.peers import Contender, twin
 from fastattn.tools.bench.work import Attention, Inputs, Judge, WrongAnswerError, hold
 from refattn.conformance.libraries import flash_mla
 from refattn.interface import AttentionOptions, Batch, Plan
+from refattn.interface.packed import LATENT_GROUP, PACKED_FORMAT, packed_parts, packed_size
 from refattn.interface.selection import INDEX_FORMAT, SCALE_BYTES
 
+MOST_WRITTEN = 2**18  # latents that are drawn at a time
 SAMPLE = 4  # sequences whose answer is checked
 
 
@@ -51,10 +56,14 @@ def spans_twin(package: str = "fastattn", kernel: str | None = None) -> Contende
 
     def prepare(inputs: Inputs) -> Call:
         work, path = inputs.work, importlib.import_module(f"{package}.interval")
-        ends = zip(*(work.span(i) for i in range(len(work.lens))), strict=True)
-        first, last = (torch.cat(x).int().to(inputs.query.device) for x in ends)
-        plan = path.plan(inputs.batch, first_visible=first, last_visible=last, block_size=work.block_size)
-        return partial(path.attention, inputs.query, inputs.key_cache, inputs.value_cache, plan)
+        last = torch.cat([work.span(i)[1] for i in range(len(work.lens))]).int().to(inputs.query.device)
+        plan = path.plan(inputs.batch, last_visible=last, block_size=work.block_size)
+
+        def call(**more: Any) -> Any:
+            with nullcontext() if kernel is None else use_kernel(kernel):
+                return path.attention(inputs.query, inputs.key_cache, inputs.value_cache, plan, **more)
+
+        return call
 
     return Contender(package if kernel is None else f"{package}, {kernel}", prepare, lse=True)
 
@@ -296,6 +305,8 @@ class SelectedLatents:
         rank: elements of a latent.
         rope: of its rotary key.
         block_size: tokens in a block.
+        query_len: queries of each sequence.
+        packed: latents are in rows of bytes, 656 with these sizes.
     """
 
     num_seqs: int
@@ -306,6 +317,7 @@ class SelectedLatents:
     rope: int = 64
     block_size: int = 64
     query_len: int = 1
+    packed: bool = False
 
     @property
     def tokens(self) -> int:
@@ -319,8 +331,9 @@ class SelectedLatents:
     def reads(self, itemsize: int) -> int:
         """Count each selected latent once, its slot, and the queries."""
         size = self.rank + self.rope
+        row = packed_size(self.rank, self.rope) if self.packed else size * itemsize
         seen = min(self.tokens * self.topk, self.num_seqs * self.seq_len)  # prompts read most latents more than once
-        return seen * size * itemsize + self.tokens * (4 * self.topk + self.num_heads * size * itemsize)
+        return seen * row + self.tokens * (4 * self.topk + self.num_heads * size * itemsize)
 
     def writes(self, itemsize: int) -> int:
         """Count the outputs once."""
@@ -341,13 +354,13 @@ class SelectedLatents:
         visible = self.seq_len - self.query_len + 1  # by the first query, and so by all
         drawn = torch.rand(self.tokens, visible, generator=generator, device=device)
         positions = drawn.topk(self.topk, dim=1).indices.sort(1).values.int()
-        return Selected(
-            normal(self.tokens, self.num_heads, size),
-            normal(self.num_seqs * blocks, self.block_size, size),
-            batch,
-            positions,
-            self.rank,
-        )
+        query, num_blocks = normal(self.tokens, self.num_heads, size), self.num_seqs * blocks
+        if not self.packed:
+            return Selected(query, normal(num_blocks, self.block_size, size), batch, positions, self.rank)
+        pool = mla.allocate(num_blocks, self.block_size, self.rank, self.rope, dtype=torch.uint8, device=device)
+        for slots in torch.arange(num_blocks * self.block_size, device=device).split(MOST_WRITTEN):
+            mla.write(normal(len(slots), self.rank), normal(len(slots), self.rope), pool, slots)
+        return Selected(query, pool, batch, positions, self.rank)
 
     def judge(self, inputs: Selected) -> Judge:
         """Compute the answer of some queries in float64."""
@@ -364,10 +377,19 @@ class SelectedLatents:
 
 
 def _attend(inputs: Selected, i: int, dtype: torch.dtype) -> Tensor:
-    latents = inputs.cache.flatten(0, 1)[_slots(inputs)[i]].to(dtype)
-    query = inputs.query[i].to(dtype)
+    latents, query = _rows(inputs, _slots(inputs)[i], dtype), inputs.query[i].to(dtype)
     weights = (query @ latents.T * query.shape[-1] ** -0.5).softmax(-1)
     return weights @ latents[:, : inputs.rank]
+
+
+def _rows(inputs: Selected, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the latents and rotary keys in some slots as numbers, packed ones as the format says."""
+    rows = inputs.cache.flatten(0, 1)[slots]
+    if rows.dtype != torch.uint8:
+        return rows.to(dtype)
+    codes, scales, rope_key = packed_parts(rows, inputs.rank, inputs.query.shape[-1] - inputs.rank)
+    numbers = codes.view(PACKED_FORMAT).to(dtype).unflatten(-1, (-1, LATENT_GROUP)) * scales.to(dtype)[..., None]
+    return torch.cat([numbers.flatten(-2), rope_key.to(dtype)], -1)
 
 
 def _slots(inputs: Selected) -> Tensor:
@@ -377,7 +399,7 @@ def _slots(inputs: Selected) -> Tensor:
     return table.gather(1, positions // block_size).long() * block_size + positions % block_size
 
 
-def selected_twin(package: str = "fastattn") -> Contender:
+def selected_twin(package: str = "fastattn", kernel: str | None = None) -> Contender:
     """Our attention to selected latents; its plan is made in each layer, as each selects anew."""
 
     def prepare(inputs: Selected) -> Call:
@@ -386,12 +408,13 @@ def selected_twin(package: str = "fastattn") -> Contender:
 
         def call() -> Tensor:
             plan = path.plan(inputs.batch, positions=inputs.positions, block_size=block_size)
-            out: Tensor = path.latent_attention(inputs.query, inputs.cache, plan, options, latent_rank=inputs.rank)
+            with nullcontext() if kernel is None else use_kernel(kernel):
+                out: Tensor = path.latent_attention(inputs.query, inputs.cache, plan, options, latent_rank=inputs.rank)
             return out
 
         return call
 
-    return Contender(package, prepare)
+    return Contender(package if kernel is None else f"{package}, {kernel}", prepare)
 
 
 def gathered() -> Contender:
@@ -401,7 +424,7 @@ def gathered() -> Contender:
         slots, scale = _slots(inputs), inputs.query.shape[-1] ** -0.5
 
         def call() -> Tensor:
-            rows = inputs.cache.flatten(0, 1)[slots]
+            rows = _rows(inputs, slots, inputs.query.dtype)
             scores = torch.einsum("bhd,bsd->bhs", inputs.query, rows) * scale
             return torch.einsum("bhs,bsd->bhd", scores.softmax(-1), rows[..., : inputs.rank])
 
@@ -414,6 +437,17 @@ def selected_flash_mla() -> Contender:
     """FlashMLA's kernel for selected latents, over slots that are there already."""
 
     def prepare(inputs: Selected) -> Call:
-        return flash_mla.prepare_selected(inputs.query, inputs.cache, _slots(inputs), inputs.rank)
+        scale = inputs.query.shape[-1] ** -0.5
+        return flash_mla.prepare_selected(inputs.query, inputs.cache, _slots(inputs), inputs.rank, scale)
 
     return Contender("FlashMLA, slots known", prepare)
+
+
+def selected_flash_mla_packed() -> Contender:
+    """FlashMLA's kernel for sparse decodes over packed latents, over slots that are there already."""
+
+    def prepare(inputs: Selected) -> Call:
+        slots, scale = _slots(inputs), inputs.query.shape[-1] ** -0.5
+        return flash_mla.prepare_packed(inputs.query, inputs.cache, slots, inputs.rank, scale)
+
+    return Contender("FlashMLA, slots known", prepare, rows="b t h r -> (b t) h r")

@@ -6,9 +6,12 @@ from typing import Any
 import torch
 from einops import rearrange
 from torch import Tensor
+from torch.nn.functional import pad
 
 from refattn.conformance.libraries import Call, missing, of_rectangle, output_of
 from refattn.interface import Batch
+
+STEP = 128  # slots of a list, of which its kernels take a multiple
 
 
 def available() -> str | None:
@@ -49,13 +52,47 @@ def prepare_codes(
     return output_of(call)
 
 
-def prepare_selected(query: Tensor, cache: Tensor, slots: Tensor, latent_rank: int) -> Call:
-    """Prepare its kernel for sparse prefills: of each query the slots of the latents that it sees, `[t, k]`."""
+def prepare_selected(
+    query: Tensor, cache: Tensor, slots: Tensor, latent_rank: int, softmax_scale: float, return_lse: bool = False
+) -> Call:
+    """Prepare its kernel for sparse prefills: of each query the slots of the latents that it sees, `[t, k]`.
+
+    Lists get -1 up to a multiple of 128, of which it has to have them.
+    """
     from flash_mla.flash_mla_interface import flash_mla_sparse_fwd
 
-    size = query.shape[-1]
-    rows = cache[..., :size].flatten(0, 1)[:, None]
-    call = partial(flash_mla_sparse_fwd, query, rows, slots.int()[:, None], size**-0.5, latent_rank, use_legacy=True)
+    rows = cache.flatten(0, 1)[:, None, : query.shape[-1]]
+    slots = pad(slots.int(), (0, -slots.shape[1] % STEP), value=-1)[:, None]
+    call = partial(flash_mla_sparse_fwd, query, rows, slots, softmax_scale, latent_rank, use_legacy=True)
+    if not return_lse:
+        return output_of(call)
+
+    def both() -> tuple[Tensor, Tensor]:
+        out, _, lse = call()
+        return out, lse
+
+    return both
+
+
+def prepare_packed(query: Tensor, cache: Tensor, slots: Tensor, latent_rank: int, softmax_scale: float) -> Call:
+    """Prepare its kernel for sparse decodes, over rows of 656 bytes; its first call shares out the work."""
+    from flash_mla import get_mla_metadata
+    from flash_mla.flash_mla_interface import flash_mla_with_kvcache
+
+    schedule, _ = get_mla_metadata()
+    call = partial(
+        flash_mla_with_kvcache,
+        query[:, None],
+        cache[:, :, None],
+        None,
+        None,
+        latent_rank,
+        schedule,
+        softmax_scale=softmax_scale,
+        is_fp8_kvcache=True,
+        indices=slots.int()[:, None],
+        use_legacy=True,
+    )
     return output_of(call)
 
 

@@ -71,7 +71,7 @@ class Attention(Formula, is_base=True):
 
     paths: tuple[str, ...] = (
         *("dense", "chunked_prefill", "sliding_window", "local", "cascade", "mla", "quantized", "speculative"),
-        *("interval", "sparse"),
+        *("interval", "sparse", "sparse_latents"),
     )
 
     def __init__(self, example: Example, arguments: Arguments, variant: Any = None) -> None:

@@ -1,0 +1,63 @@
+"""Intervals that extend a causal mask, by a kernel that has none: it attends up to each query, and ours after it.
+
+In a prompt with images nearly all that a query sees comes before it. So a package's kernel attends under a causal mask,
+and one launch of ours takes in its answer where a query sees later keys, too:
+
+    image            causal           after
+    1 . . . .        1 . . . .        . . . . .
+    1 1 1 1 .        1 1 . . .        . . 1 1 .       two tiles of queries have work, at most
+    1 1 1 1 .   =    1 1 1 . .   +    . . . 1 .
+    1 1 1 1 .        1 1 1 1 .        . . . . .
+    1 1 1 1 1        1 1 1 1 1        . . . . .
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from jaxtyping import Float
+from torch import Tensor
+
+from fastattn.kernels.problem import places
+from fastattn.kernels.replay import memo_of
+from refattn.interface import AttentionOptions, Keys, Pages, Plan, Rows
+
+
+def attend_up_to_and_after(
+    attend: Callable[..., tuple[Tensor, Tensor]],
+    query: Float[Tensor, "t h d"],
+    keys: Keys,
+    plan: Plan,
+    options: AttentionOptions,
+    out: Float[Tensor, "t h dv"] | None,
+) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
+    """Attend to rows or pages under intervals that extend a causal mask; sinks count in what `attend` answers.
+
+    Args:
+        attend: of a kernel with causal masks.
+        query: query rows of all sequences.
+        keys: where the keys are.
+        plan: the intervals.
+        options: those of the layer.
+        out: where the outputs may be written.
+    """
+    from fastattn.kernels.gpu.repair import attend_after
+
+    assert isinstance(keys, Rows | Pages)  # as the kernel has said
+    (key, value), (causal, after) = keys, _parts(plan)
+    answer = attend(query, keys, causal, options, out)
+    return attend_after(query, key, value, after, options, *answer)
+
+
+def _parts(plan: Plan) -> tuple[Plan, Plan]:
+    """Return a plan of the causal mask, and one of the keys after each query, which the memo stores."""
+    memo = memo_of(plan)
+    if memo.parts is None:
+        assert plan.first_visible is not None  # it has intervals
+        after = memo.after
+        if after is None:
+            after = places(plan.batch, len(plan.first_visible))[1].int() + 1
+        causal = replace(plan, causal=True, first_visible=None, last_visible=None, extends_causal=False)
+        memo_of(causal).cu_seqlens_k = memo.cu_seqlens_k
+        memo.parts = causal, replace(plan, first_visible=after, extends_causal=False)
+        memo_of(memo.parts[1]).cu_seqlens_k = memo.cu_seqlens_k
+    return memo.parts

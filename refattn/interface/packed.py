@@ -1,0 +1,92 @@
+"""Packed latents: a token is a row of bytes that holds codes of fp8, a scale for each 128 of them, and a rotary key.
+
+    bytes    0 .. 511              512 .. 527           528 .. 655
+             512 codes (e4m3)      4 scales (float32)   64 numbers (bfloat16)       656 bytes, with DeepSeek's sizes
+
+A latent is rounded, and its rotary key is not: few numbers of it are large, and they turn with the position.
+
+Source: `fp8_ds_mla` of vLLM, which FlashMLA's sparse decode reads.
+"""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import BFloat16, Float32, UInt8
+from torch import Tensor
+
+from refattn.interface.values import check_sizes, expect
+
+LATENT_GROUP = 128  # elements of a latent under one scale
+PACKED_FORMAT = torch.float8_e4m3fn  # of codes
+SCALE_BYTES = 4  # of a float32
+ROPE_TYPE = torch.bfloat16  # of rotary keys
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # so that zeros are divided by a number, and stay zeros
+
+
+class PackedParts(NamedTuple):
+    """Views of packed rows.
+
+    Attributes:
+        codes: of the latents, as bytes.
+        scales: what the codes are multiplied with, one for each 128 of them.
+        rope_key: the rotary keys.
+    """
+
+    codes: UInt8[Tensor, "*rows r"]
+    scales: Float32[Tensor, "*rows groups"]
+    rope_key: BFloat16[Tensor, "*rows rope"]
+
+
+def is_packed(cache: Tensor) -> bool:
+    """Return whether a pool of latents is one of packed rows, in bytes."""
+    return isinstance(cache, Tensor) and cache.dtype == torch.uint8
+
+
+def packed_size(latent_rank: int, rope_size: int) -> int:
+    """Return the bytes of a packed row.
+
+    Raises:
+        ValueError: if the latent has no whole groups of 128 elements, or a row would not be whole words of 4 bytes.
+    """
+    check_sizes(latent_rank=latent_rank, rope_size=rope_size)
+    if latent_rank % LATENT_GROUP:
+        raise ValueError(
+            f"latent_rank: expected a multiple of {LATENT_GROUP} for packed latents, which have a scale for so many "
+            f"elements each, got {latent_rank}"
+        )
+    if rope_size % 2:
+        raise ValueError(f"rope_size: expected an even number for packed latents, got {rope_size}")
+    return latent_rank + latent_rank // LATENT_GROUP * SCALE_BYTES + rope_size * ROPE_TYPE.itemsize
+
+
+def packed_parts(rows: UInt8[Tensor, "*rows c"], latent_rank: int, rope_size: int) -> PackedParts:
+    """Return views of packed rows whose bytes lie side by side, as `check_packed` wants them."""
+    end_of_scales = latent_rank + latent_rank // LATENT_GROUP * SCALE_BYTES
+    end = packed_size(latent_rank, rope_size)
+    return PackedParts(
+        rows[..., :latent_rank],
+        rows[..., latent_rank:end_of_scales].view(torch.float32),
+        rows[..., end_of_scales:end].view(ROPE_TYPE),
+    )
+
+
+def check_packed(cache: Tensor, latent_rank: int, rope_size: int) -> None:
+    """Check a pool `[n, p, c]` of packed rows: how many bytes they have, and that scales can be read in place.
+
+    Raises:
+        ValueError: naming what does not fit.
+    """
+    size = packed_size(latent_rank, rope_size)
+    _, p, c = expect(cache, "cache", torch.uint8, ("n", "p", "c"), (None, None, None))
+    check_sizes(block_size=p)
+    if c < size:
+        raise ValueError(
+            f"cache: expected packed rows of at least {size} bytes, for latents of {latent_rank} elements and rotary "
+            f"keys of {rope_size}, got c={c}"
+        )
+    *strides, last = cache.stride()
+    if last != 1 or any(x % SCALE_BYTES for x in (*strides, cache.storage_offset())):
+        raise ValueError(
+            "cache: expected packed rows whose bytes lie side by side, from multiples of 4 on, got strides "
+            f"{tuple(cache.stride())} from {cache.storage_offset()} on"
+        )
