@@ -374,7 +374,7 @@ class _Inputs:
 
     def fill(self, rows: DecodeRows) -> None:
         """Write some rows, and padding after them."""
-        count, columns = rows.block_table.shape
+        count, columns = len(rows.requests), min(rows.block_table.shape[1], self.block_table.shape[1])
         self.settings[:, :count] = rows.settings
         torch.arange(len(self.cu_seqlens_q), out=self.cu_seqlens_q).clamp_(max=count)
         for mine, given in (
@@ -383,7 +383,7 @@ class _Inputs:
             (self.input_ids, rows.input_ids),
         ):
             mine[:count], mine[count:] = given, 0
-        self.block_table[:count, :columns] = rows.block_table
+        self.block_table[:count, :columns] = rows.block_table[:, :columns]  # more are of tokens to come, or who left
         self.slots[:count], self.slots[count:] = rows.slots, -1
 
 
@@ -477,8 +477,8 @@ class _Step:
                 numbers += [*parents, *[-1] * (nodes - len(parents))]
             numbers += [-1] * (nodes * len(unused))
         self.numbers.copy_(to_device(torch.tensor(numbers, dtype=torch.int32), self.numbers.device))
-        columns = max(map(len, tokens.block_tables))
-        table = [blocks + [-1] * (columns - len(blocks)) for blocks in tokens.block_tables]
+        columns = min(max(map(len, tokens.block_tables)), self.shape.columns)  # more are of tokens to come
+        table = [blocks[:columns] + [-1] * (columns - len(blocks)) for blocks in tokens.block_tables]
         self.block_table[:count, :columns] = to_device(torch.tensor(table, dtype=torch.int32), self.numbers.device)
         for pool in self.server.window_pools.values():
             pool.refresh(self.block_table.device)

@@ -100,7 +100,7 @@ class Scheduler:
                 scheduled[request] = count
         while self.waiting and len(self.running) < self.max_num_seqs and self.counters.preemptions == preemptions:
             count = self.max_num_batched_tokens - sum(scheduled.values())
-            if not count or not self._start(self.waiting[0]):
+            if not count or not self._start(self.waiting[0], self._find(self.waiting[0])):
                 break
             request = self.waiting.popleft()
             count = request.cut(count)
@@ -164,13 +164,15 @@ class Scheduler:
                     return {}
                 scheduled[request] = count
                 room -= count
+        ends = [(other, (other.num_computed_tokens + count) // self.block_size) for other, count in launched.items()]
+        filling = [(other, full) for other, full in ends if full > len(other.contents)]
         while self.waiting and len(self.running) < self.max_num_seqs and room:
-            request = self.waiting[0]
-            if request.spans or self._begins_like_one_of(launched, request):
+            request, cached = self.waiting[0], self._find(self.waiting[0])
+            if request.spans or self._begins_like_one_of(filling, request, len(cached)):
                 return {}
             if self.window_pools and len(request.tokens) > room:
                 return {}
-            if not self._start(request):
+            if not self._start(request, cached):
                 break
             self.waiting.popleft()
             scheduled[request] = min(request.num_pending, room)
@@ -189,18 +191,19 @@ class Scheduler:
             self.states.hold_ahead(request, launched, count)
         return True
 
-    def _begins_like_one_of(self, launched: Mapping[Request, int], request: Request) -> bool:
-        """Return whether a request will find more blocks, or states, as soon as a step under way has been read."""
-        found = len(self._find(request))
+    def _begins_like_one_of(self, filling: Iterable[tuple[Request, int]], request: Request, found: int) -> bool:
+        """Return whether a request will find more blocks, or states, as soon as a step under way has been read.
+
+        Args:
+            filling: who fills blocks in that step, and its full blocks after it.
+            request: one that waits.
+            found: blocks that it finds now.
+        """
         end = (found + 1) * self.block_size
         if end >= len(request.tokens):  # the last token is not looked for
             return False
         start = request.tokens[:end]
-        for other, count in launched.items():
-            full = (other.num_computed_tokens + count) // self.block_size
-            if full > max(found, len(other.contents)) and other.tokens[:end] == start:
-                return True
-        return False
+        return any(full > found and other.tokens[:end] == start for other, full in filling)
 
     def follow(self, requests: Container[Request]) -> None:
         """Go on to a step that `schedule_ahead` was called for; what came of the one before it is recorded."""
@@ -218,9 +221,8 @@ class Scheduler:
             pool.hold(request, count, request.num_computed_tokens + count, request.blocks)
         return True
 
-    def _start(self, request: Request) -> bool:
+    def _start(self, request: Request, cached: list[int]) -> bool:
         """Let a request run after its cached prefix, if there are blocks for all its tokens so far."""
-        cached = self._find(request)
         unused = sum(self.pool.users[block] == 0 for block in cached)  # free so far
         if self.blocks_for(len(request.tokens)) - len(cached) > len(self.pool.free) - unused:
             return False

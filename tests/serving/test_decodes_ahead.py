@@ -214,8 +214,20 @@ def test_a_step_that_cannot_be_read_is_computed_again_whatever_is_under_way(kind
     assert any(max(its, default=0) > 1 for its in counts), "and a prompt"
 
 
-def test_what_a_launch_ahead_allocates_is_used_by_whatever_comes_instead(llama, ahead, monkeypatch):
-    """A request that started for a step that could not be launched runs in the next one."""
+def test_the_longest_leaves_and_graphs_of_shorter_ones_follow(llama, ahead, monkeypatch, caplog):
+    """The rows that follow from its own have as many columns as it had blocks, more than the graph has room for."""
+    monkeypatch.setattr(fastattn.serving.cuda_graphs, "FEWEST_TOKENS", 1)
+    engine = ahead(llama)
+    lengths = [SamplingParams(max_tokens=count) for count in (9, 9, 9, 9, 3, 9)]
+    assert outputs(engine, PROMPTS, lengths) == outputs(make_engine(llama), PROMPTS, lengths)
+    widths = {shape.columns for shape in engine.runner._steps if shape.queries == 1}
+    assert {8, 16} <= widths and not caplog.text
+
+
+def test_what_a_launch_ahead_allocates_is_used_by_whatever_comes_instead(llama, ahead, monkeypatch, caplog):
+    """A request that started for a step that could not be launched runs in the next one; blocks may be there early."""
+    monkeypatch.setattr(fastattn.serving.cuda_graphs, "FEWEST_TOKENS", 1)
+    monkeypatch.setattr(fastattn.serving.CudaGraphs, "_is_worth_recording", lambda self, engine, shape: True)
     options = dict(max_num_batched_tokens=30, num_blocks=34)
     engine, expected = ahead(llama, **options), outputs(make_engine(llama, **options), PROMPTS, LONG)
     launch_next, failed = engine.runner.launch_next, []
@@ -229,6 +241,7 @@ def test_what_a_launch_ahead_allocates_is_used_by_whatever_comes_instead(llama, 
     monkeypatch.setattr(engine.runner, "launch_next", raise_often)
     assert outputs(engine, PROMPTS, LONG) == expected
     assert any(max(counts) > 1 for counts in failed[::2]), "one that a prompt would have started in"
+    assert caplog.text.count("could not be launched") == caplog.text.count("RuntimeError: planted") > 2
     assert_nothing_is_held(engine)
 
 
