@@ -5,7 +5,7 @@ Agrawal et al. 2024, "Sarathi-Serve" (chunks of prompts beside decodes).
 """
 
 from collections import deque
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from refattn.serving.block_pool import BlockPool, block_key
@@ -205,11 +205,11 @@ class Scheduler:
         start = request.tokens[:end]
         return any(full > found and other.tokens[:end] == start for other, full in filling)
 
-    def follow(self, requests: Container[Request]) -> None:
+    def follow(self, requests: Iterable[Request]) -> None:
         """Go on to a step that `schedule_ahead` was called for; what came of the one before it is recorded."""
         if self.states is not None:
-            for request in self.running:
-                self.states.follow(request) if request in requests else self.states.settle(request)
+            for request in requests:
+                self.states.follow(request)
 
     def _allocate_blocks(self, request: Request, count: int) -> bool:
         """Allocate the blocks for `count` new tokens of a request; False if too few are free."""

@@ -138,7 +138,7 @@ class StatePool:
     def follow(self, request: Request) -> None:
         """Go on to the step that was launched ahead: what came of the one before it is known now."""
         ahead, self.slots[request].ahead = self.slots[request].ahead, None
-        if ahead is None:  # it was in one of them only
+        if ahead is None:  # it has just started
             return
         self.settle(request)
         slots = self.slots[request]
