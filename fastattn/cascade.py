@@ -13,6 +13,7 @@ from jaxtyping import Float, Int32
 from torch import Tensor
 
 from fastattn.kernels import dispatch
+from fastattn.kernels.device import to_device
 from fastattn.metadata import positions
 from refattn.interface import AttentionOptions, Batch, CascadePlan, Pages, Plan, Prefix
 from refattn.interface.call import check_plan
@@ -151,13 +152,13 @@ def _cut(
     columns = m - min(starts, default=0) // block_size if longest is None else -(-longest // block_size)
     if not columns or not len(block_table):
         return block_table[:, :0]
-    first = torch.tensor(starts, device=block_table.device)[:, None] // block_size
+    first = to_device(torch.tensor(starts, device="cpu"), block_table.device)[:, None] // block_size
     used = first + torch.arange(columns, device=block_table.device)
     return block_table.gather(1, used.clamp(max=m - 1))
 
 
 def _on_device(numbers: Sequence[int], batch: Batch) -> Int32[Tensor, "_"]:
-    return torch.tensor(numbers, dtype=torch.int32, device=batch.device)
+    return to_device(torch.tensor(numbers, dtype=torch.int32, device="cpu"), batch.device)
 
 
 def _common_length(blocks: Sequence[int], others: Sequence[int], limit: int) -> int:

@@ -10,6 +10,7 @@ from jaxtyping import Int32, Int64, Shaped
 from torch import Tensor
 
 from fastattn.kernels import dispatch
+from fastattn.kernels.device import to_device
 from fastattn.kernels.problem import places
 from refattn.interface import Batch, Part
 from refattn.interface.contents import (
@@ -45,7 +46,7 @@ def make_batch(
     for blocks in block_tables or ():
         numbers += array("i", blocks) + array("i", [-1]) * (columns - len(blocks))
     # One copy to the device instead of three.
-    packed = torch.frombuffer(numbers, dtype=torch.int32).to(device)
+    packed = to_device(torch.frombuffer(numbers, dtype=torch.int32), device)
     return Batch(
         cu_seqlens_q=packed[: b + 1],
         seq_lens=packed[b + 1 : 2 * b + 1],

@@ -5,7 +5,7 @@ less time than the CPU. So a step is captured as a CUDA graph, once for each sha
 
     requests       1, 2, 4, 8, 16, 24, ..: a step with fewer has padding rows, which see and write nothing
     tokens         one per request in a decode; else rounded up by less than an eighth, with padding rows likewise
-    decodes        launched before the tokens of the one before are read, which they find on the device
+    all steps      launched before the tokens of the one before are read, which they find on the device
     drafts         trees of any shape, whose parents are in buffers, too; each of their nodes has logits
     states         the slots that a step reads, writes and keeps are in buffers, too, and those of padding rows are -1;
                    each request of a decode reads one slot and writes another, ahead a third one
@@ -15,7 +15,8 @@ less time than the CPU. So a step is captured as a CUDA graph, once for each sha
     capacity       a power of two; a step with a longer sequence is captured anew, for twice the length
 
 A decode is captured at once, as more of its shape follow. A step with prompts is captured when its shape comes again,
-and only if the host takes longer for it than the GPU. A model whose own code synchronizes with the device cannot be
+and only if the host takes longer for it than the GPU; else it is launched one by one, while the GPU is still at the
+step before it, and so is a decode that shares a prefix. A model whose own code synchronizes with the device cannot be
 captured: its steps run launch by launch, and a warning says so.
 
 Source: CUDA graphs over a paged cache as in vLLM and SGLang, which pad to captured sizes too.
@@ -23,7 +24,7 @@ Source: CUDA graphs over a paged cache as in vLLM and SGLang, which pad to captu
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain
@@ -34,11 +35,14 @@ from jaxtyping import Float, Float64, Int32, Int64
 from torch import Tensor
 
 import fastattn
+from fastattn.kernels.device import to_device
 from fastattn.serving.decode_rows import DecodeRows
 from fastattn.serving.sampling import sample
 from refattn.interface import Batch, Prefix, Trees
 from refattn.serving import Engine, Request, StepTokens
 from refattn.serving.engine import UnderWay
+from refattn.serving.request import fill_in
+from refattn.serving.sampling import settings_of
 from refattn.serving.state_layers import StateParts, copy_states, decode_plan, prefill_plan, row_len, rows_of
 
 logger = logging.getLogger(__name__)
@@ -79,15 +83,15 @@ class CudaGraphs:
         self._engine: Engine | None = None
         self._steps: dict[Shape, _Step | _Decode] = {}
         self._seen: Counter[Shape] = Counter()  # steps with prompts, by shape
-        self._last: _Launched | None = None  # the decode whose tokens are in `chosen`
+        self._last: _Launched | None = None  # the step whose tokens are in `chosen`
 
     @staticmethod
     def can_record(engine: Engine) -> bool:
         """Return whether everything is computed by `fastattn` on CUDA: another twin may synchronize with the device."""
         return engine.model.device.type == "cuda" and engine.twin.package is fastattn
 
-    def launch(self, engine: Engine, requests: Sequence[Request]) -> UnderWay | None:
-        """Launch a decode of one token of each request; None if it is not captured.
+    def launch(self, engine: Engine, scheduled: Mapping[Request, int]) -> UnderWay | None:
+        """Launch a step all of whose tokens the host knows; None if steps are not captured.
 
         Raises:
             ValueError: if the runner has served another engine.
@@ -95,26 +99,51 @@ class CudaGraphs:
         if not self._is_recording(engine):
             return None
         engine.mark("tables")
-        tokens = StepTokens.of(dict.fromkeys(requests, 1))
-        prefixes = self._find_prefixes(tokens)
-        if not prefixes:
-            longest_first = sorted(requests, key=lambda request: -len(request.tokens))
-            return self._replay(DecodeRows.of(longest_first, engine.scheduler.states))
-        rows = DecodeRows.of(requests, engine.scheduler.states)
-        logits = engine.run_model(engine.make_inputs(tokens, prefixes))
-        self._last = None
-        return _Launched(requests, _read_later(_choose(logits, rows, rows.settings.to(logits.device))), rows)
+        return self._launch(engine, scheduled, StepTokens.of(scheduled), None)
 
-    def launch_next(self, engine: Engine, before: UnderWay, rows: Sequence[int]) -> UnderWay | None:
-        """Launch the decode after one whose tokens have not been read, for some of its rows.
-
-        None if that one shared prefixes, or if another one was launched since.
-        """
+    def launch_next(self, engine: Engine, before: UnderWay, scheduled: Mapping[Request, int]) -> UnderWay | None:
+        """Launch the step after one whose tokens have not been read; None if another one was launched since."""
         if self._last is None or before is not self._last or not self._is_recording(engine):
             return None
         engine.mark("tables")
-        states = engine.scheduler.states
-        return self._replay(self._last.rows.next(rows, block_size=engine.block_size, states=states))
+        if self._last.rows is not None:
+            rows = [row for row, request in enumerate(before.requests) if request in scheduled]
+            if len(rows) == len(scheduled):  # a decode after a decode
+                states = engine.scheduler.states
+                return self._replay(self._last.rows.next(rows, block_size=engine.block_size, states=states))
+        rows_of = {request: row for row, request in enumerate(before.requests)}
+        tokens = StepTokens.of(scheduled, before.scheduled, rows_of, self.chosen)
+        return self._launch(engine, scheduled, tokens, rows_of)
+
+    def _launch(
+        self,
+        engine: Engine,
+        scheduled: Mapping[Request, int],
+        tokens: StepTokens,
+        before: Mapping[Request, int] | None,
+    ) -> UnderWay | None:
+        """Launch a step, and the choice of its next tokens.
+
+        Args:
+            engine: the engine.
+            scheduled: the new tokens of each request.
+            tokens: the same.
+            before: of a step that is launched ahead, the row of each request that gets a token in the step before.
+        """
+        due = tokens.due
+        if len(due) == len(tokens.input_ids):  # a decode
+            prefixes = self._find_prefixes(tokens)
+            if not prefixes:
+                longest_first = sorted(due, key=lambda request: -len(request.tokens))
+                return self._replay(DecodeRows.of(longest_first, engine.scheduler.states, before))
+            logits = engine.run_model(engine.make_inputs(tokens, prefixes))
+        else:
+            logits = engine.logits_of(tokens)
+        settings = settings_of(due, [int(request in (before or ())) for request in due])
+        chosen = _choose(logits, settings, to_device(settings, logits.device))
+        self.chosen[: len(due)] = chosen
+        self._last = _Launched(scheduled, due, _read_later(chosen), None)
+        return self._last
 
     @torch.no_grad()
     def warm_up(self, engine: Engine, num_tokens: int) -> None:
@@ -206,7 +235,7 @@ class CudaGraphs:
 
     @cached_property
     def chosen(self) -> Int64[Tensor, "rows"]:
-        """The tokens of the last decode, on the device, where the next one reads them."""
+        """The tokens of the last step, on the device, where the next one reads them."""
         assert self._engine is not None  # a step has come
         rows = _rounded_up(self._engine.max_num_seqs)
         return torch.zeros(rows, dtype=torch.int64, device=self._engine.model.device)
@@ -223,15 +252,17 @@ class _RecordingError(RuntimeError):
 
 @dataclass(frozen=True)
 class _Launched(UnderWay):
-    """A decode under way, with the rows that the next one follows from."""
+    """A step under way; of a replayed decode with the rows that the next one follows from."""
 
-    rows: DecodeRows
+    rows: DecodeRows | None
 
 
-def _choose(logits: Float[Tensor, "b v"], rows: DecodeRows, settings: Float64[Tensor, "3 b"]) -> Int64[Tensor, "b"]:
+def _choose(
+    logits: Float[Tensor, "b v"], known: Float64[Tensor, "3 b"], settings: Float64[Tensor, "3 b"]
+) -> Int64[Tensor, "b"]:
     """Choose the next tokens on the device, where the settings are; the host knows whether there is any nucleus."""
     temperature, top_p, uniform = settings
-    return sample(logits, temperature, top_p if bool((rows.settings[1] < 1).any()) else None, uniform)
+    return sample(logits, temperature, top_p if bool((known[1] < 1).any()) else None, uniform)
 
 
 def _read_later(tokens: Int64[Tensor, "b"]) -> Callable[[], list[int | None]]:
@@ -283,9 +314,9 @@ class _Decode:
         self._copy(rows)
         self.server.mark("forward")
         count = len(rows.requests)
-        tokens = _choose(replay()[:count], rows, self.inputs.settings[:, :count])
+        tokens = _choose(replay()[:count], rows.settings, self.inputs.settings[:, :count])
         self.runner.chosen[:count] = tokens
-        return _Launched(rows.requests, _read_later(tokens), rows)
+        return _Launched(dict.fromkeys(rows.requests, 1), rows.requests, _read_later(tokens), rows)
 
     def capture(self) -> Callable[[], Tensor]:
         """Return what launches the model and returns its logits, captured when it is first asked for.
@@ -343,7 +374,7 @@ class _Inputs:
 
     def fill(self, rows: DecodeRows) -> None:
         """Write some rows, and padding after them."""
-        count, columns = rows.block_table.shape
+        count, columns = len(rows.requests), min(rows.block_table.shape[1], self.block_table.shape[1])
         self.settings[:, :count] = rows.settings
         torch.arange(len(self.cu_seqlens_q), out=self.cu_seqlens_q).clamp_(max=count)
         for mine, given in (
@@ -352,7 +383,7 @@ class _Inputs:
             (self.input_ids, rows.input_ids),
         ):
             mine[:count], mine[count:] = given, 0
-        self.block_table[:count, :columns] = rows.block_table
+        self.block_table[:count, :columns] = rows.block_table[:, :columns]  # more are of tokens to come, or who left
         self.slots[:count], self.slots[count:] = rows.slots, -1
 
 
@@ -437,7 +468,7 @@ class _Step:
         ]
         states = self.server.scheduler.states
         if states is not None:
-            slots = [states.slots[request] for request in tokens.requests]
+            slots = [states.slots_of(request, tokens.chosen is not None) for request in tokens.requests]
             of_states, copies = rows_of(slots, tokens.query_lens, states)
             numbers += chain(*of_states, [-1] * (row_len(states) * len(unused)))
             copy_states(self.server.twin, copies, list(self.server.state_caches.values()))
@@ -445,17 +476,18 @@ class _Step:
             for parents in tokens.parents:
                 numbers += [*parents, *[-1] * (nodes - len(parents))]
             numbers += [-1] * (nodes * len(unused))
-        self.numbers.copy_(torch.tensor(numbers, dtype=torch.int32))
-        columns = max(map(len, tokens.block_tables))
-        table = [blocks + [-1] * (columns - len(blocks)) for blocks in tokens.block_tables]
-        self.block_table[:count, :columns] = torch.tensor(table, dtype=torch.int32)
+        self.numbers.copy_(to_device(torch.tensor(numbers, dtype=torch.int32), self.numbers.device))
+        columns = min(max(map(len, tokens.block_tables)), self.shape.columns)  # more are of tokens to come
+        table = [blocks[:columns] + [-1] * (columns - len(blocks)) for blocks in tokens.block_tables]
+        self.block_table[:count, :columns] = to_device(torch.tensor(table, dtype=torch.int32), self.numbers.device)
         for pool in self.server.window_pools.values():
             pool.refresh(self.block_table.device)
 
     def _step(self) -> Float[Tensor, "rows v"]:
         """Make the inputs of the model on the device, and run it."""
         states, rows = _plan_states(self, self.slots), self.logits_rows.long()
-        return self.server.run_model(self.server.inputs_of(self.batch, self.input_ids, rows, self.trees, states=states))
+        input_ids = fill_in(self.input_ids, self.runner.chosen)
+        return self.server.run_model(self.server.inputs_of(self.batch, input_ids, rows, self.trees, states=states))
 
 
 def _shape_of_decode(engine: Engine, rows: DecodeRows) -> Shape:

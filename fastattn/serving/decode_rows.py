@@ -10,7 +10,7 @@ to do is little: it has no loop over requests but for their random numbers and t
 row of this decode its token comes, which only the device knows yet; -1 is a token that the host knows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,22 +49,32 @@ class DecodeRows:
     copies: list[tuple[int, int]]
 
     @classmethod
-    def of(cls, requests: Sequence[Request], states: StatePool | None = None) -> "DecodeRows":
+    def of(
+        cls,
+        requests: Sequence[Request],
+        states: StatePool | None = None,
+        before: Mapping[Request, int] | None = None,
+    ) -> "DecodeRows":
         """Return the rows of requests whose last token is to be computed.
 
         Args:
             requests: the requests.
             states: where their states are; None without layers that keep one.
+            before: of a decode that is launched ahead, the row of each request that gets its last token in the step
+                before; None where all tokens are known.
         """
         columns = max(len(request.blocks) for request in requests)
+        sources = [-1 if before is None else before.get(request, -1) for request in requests]
+        unknown = [int(source >= 0) for source in sources]
+        slots = [None if states is None else states.slots_of(request, before is not None) for request in requests]
         return cls(
             list(requests),
-            _int32([len(request.tokens) for request in requests]),
+            _int32([len(request.tokens) + count for request, count in zip(requests, unknown, strict=True)]),
             _int32([request.blocks + [-1] * (columns - len(request.blocks)) for request in requests]),
-            _int32([request.tokens[-1] for request in requests]),
-            torch.full((len(requests),), -1, dtype=torch.int32),
-            settings_of(requests, [0] * len(requests)),
-            *_states_of([None if states is None else states.slots[request] for request in requests], states),
+            _int32([0 if count else request.tokens[-1] for request, count in zip(requests, unknown, strict=True)]),
+            _int32(sources),
+            settings_of(requests, unknown),
+            *_states_of(slots, states),
         )
 
     def next(self, rows: Sequence[int], *, block_size: int, states: StatePool | None = None) -> "DecodeRows":

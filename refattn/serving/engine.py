@@ -17,13 +17,14 @@ is worth reading them once; pairs of softmaxes are computed by `differential`, l
 A layer with a window or with chunks has a smaller pool (`WindowPool`) if no step can need all of its blocks: a block is
 freed as soon as no later token can see it. A layer that keeps a state has no keys at all, and slots in a `StatePool`.
 
-A runner may launch a decode before the tokens of the one before it are read (`AsyncRunner`), so that the device waits
+A runner may launch a step before the tokens of the one before it are read (`AsyncRunner`), so that the device waits
 for the host no more:
 
     host      launch 7 | launch 8 | read 7, book | launch 9 | read 8, book | launch 10 | ...
     device             | 7                   | 8                   | 9                   | ...
 
-Step 8 takes the tokens of step 7 on the device. It is launched only if nobody else may start, and all have blocks. A
+Step 8 takes the tokens of step 7 on the device, and those of prompts from the host. It is what the scheduler would
+choose if step 7 ended nobody early (`Scheduler.schedule_ahead`, which also says when it has to wait for step 7). A
 request that step 7 turns out to end is in step 8 for nothing: its row is not read.
 
 With `speculation`, a decode also verifies drafted tokens. A draft is right if the model chooses the same token with the
@@ -68,7 +69,7 @@ from refattn.serving.layers import (
     quantize,
     set_scales,
 )
-from refattn.serving.request import AnyPrompt, Draft, Event, Prompt, Request, StepTokens, check_spans, tokenize
+from refattn.serving.request import AnyPrompt, Draft, Event, Prompt, Request, StepTokens, check_spans, fill_in, tokenize
 from refattn.serving.sampling import GREEDY, SamplingParams, choose
 from refattn.serving.scheduler import Counters, Scheduler
 from refattn.serving.speculation import DraftModel, NGram
@@ -125,26 +126,28 @@ class Runner(Protocol):
 
 @dataclass(frozen=True)
 class UnderWay:
-    """A decode that has been launched, and whose tokens have not been read.
+    """A step that has been launched, and whose tokens have not been read.
 
     Attributes:
-        requests: its requests, one row each.
-        tokens: waits for the next token of each, and returns them; None for one whose logits are not finite.
+        scheduled: its requests, with the number of new tokens of each.
+        requests: those that get a token, one row each.
+        tokens: waits for the token of each row, and returns them; None for one whose logits are not finite.
     """
 
+    scheduled: Mapping[Request, int]
     requests: Sequence[Request]
     tokens: Callable[[], list[int | None]]
 
 
 @runtime_checkable
 class AsyncRunner(Runner, Protocol):
-    """Launches decodes without waiting for their tokens, which it chooses on the device, as `sampling` says."""
+    """Launches steps without waiting for their tokens, which it chooses on the device, as `sampling` says."""
 
-    def launch(self, engine: "Engine", requests: Sequence[Request]) -> UnderWay | None:
-        """Launch one token of each request, its last one, which the host knows; return None to leave it."""
+    def launch(self, engine: "Engine", scheduled: Mapping[Request, int]) -> UnderWay | None:
+        """Launch a step without drafts, all of whose tokens the host knows; return None to leave it."""
 
-    def launch_next(self, engine: "Engine", before: UnderWay, rows: Sequence[int]) -> UnderWay | None:
-        """Launch the decode after one whose tokens have not been read, for some of its rows; None to leave it."""
+    def launch_next(self, engine: "Engine", before: UnderWay, scheduled: Mapping[Request, int]) -> UnderWay | None:
+        """Launch the step after one whose tokens have not been read; return None to leave it."""
 
     def warm_up(self, engine: "Engine", num_tokens: int) -> None:
         """Capture the decodes that may come, of sequences of up to `num_tokens` tokens."""
@@ -302,7 +305,7 @@ class Engine:
         )
         self.mark: Callable[[str], None] = _unmarked
         self._is_stepping = False
-        self._under_way: UnderWay | None = None  # a decode that is launched, and not read yet
+        self._under_way: UnderWay | None = None  # a step that is launched, and not read yet
         self._aborted: deque[Request] = deque()  # to be ended as soon as no step is under way
         self._attended: list[int] = []  # the layers whose attention this pass has computed
         self._folded: list[int] = []  # and those whose states
@@ -437,7 +440,7 @@ class Engine:
     def step(self) -> list[Event]:
         """Run the model once over the scheduled tokens, and append a token to each request that is ready for one.
 
-        With an `AsyncRunner`, the next decode may be under way when it returns.
+        With an `AsyncRunner`, the next step may be under way when it returns.
 
         A request that makes the model, the sampler or the tokenizer raise an exception, or whose logits are not finite,
         ends with a `finish_reason` of "error", and the others get their tokens. Any other exception, for example from
@@ -457,6 +460,9 @@ class Engine:
             before = _progress(scheduled)
             if not scheduled:
                 return []
+            under_way = under_way or self._launch(scheduled)
+            if under_way is not None:
+                self._under_way = self._launch_next(under_way)
             events = self._compute(scheduled, under_way)
             for request, its_events in events.items():
                 self._commit(request, scheduled[request], its_events)
@@ -554,18 +560,18 @@ class Engine:
                 raise
 
     def _next_pass(self) -> tuple[dict[Request, int], UnderWay | None]:
-        """Return what comes now: the decode that is under way, if anybody is left in it, or what the scheduler says."""
+        """Return what comes now: the step that is under way, if anybody is left in it, or what the scheduler says."""
         under_way, self._under_way = self._under_way, None
         scheduled = {} if under_way is None else _going_on(under_way)
-        if not scheduled:
-            return self._schedule(), None
-        self.scheduler.follow(scheduled)
-        self.counters.key_reads += sum(len(request.tokens) for request in scheduled)
+        if scheduled:
+            self.scheduler.follow(scheduled)
+        else:
+            scheduled, under_way = self._in_order(self._add_drafts(self.scheduler.schedule())), None
+        self.counters.key_reads += sum(request.num_computed_tokens + count for request, count in scheduled.items())
         return scheduled, under_way
 
-    def _schedule(self) -> dict[Request, int]:
-        """Choose how many tokens of which requests go into a step, drafts included, in the order of its rows."""
-        scheduled = self._add_drafts(self.scheduler.schedule())
+    def _in_order(self, scheduled: dict[Request, int]) -> dict[Request, int]:
+        """Bring the requests of a step into the order of its rows."""
         splits = self.state_layers or any(layer.splits_decodes for layer in self.layers)
         return self._decodes_first(scheduled) if splits else scheduled
 
@@ -603,17 +609,12 @@ class Engine:
 
         Args:
             scheduled: the number of new tokens of each request.
-            under_way: the pass, if it has been launched already.
+            under_way: the pass, if it has been launched.
         """
         due = [request for request, count in scheduled.items() if count >= request.num_pending]
         counted = vars(self.counters).copy()
         try:
-            under_way = under_way or self._launch(scheduled)
-            if under_way is None:
-                tokens = self._choose(self._forward(scheduled), due)
-            else:
-                self._under_way = self._launch_next(under_way)
-                tokens = self._read(under_way)
+            tokens = self._choose(self._forward(scheduled), due) if under_way is None else self._read(under_way)
         except Exception as error:
             logger.exception("a pass over %d requests failed", len(scheduled))
             vars(self.counters).update(counted)
@@ -631,46 +632,37 @@ class Engine:
         return outcomes
 
     def _launch(self, scheduled: Mapping[Request, int]) -> UnderWay | None:
-        """Launch a step of decodes; None if there is no runner for it, or it is no such step."""
+        """Launch a step; None if there is no runner for it, or if that fails: then it is computed without one."""
         if not isinstance(self.runner, AsyncRunner) or self._calculates_scales:
             return None
-        if any(count > 1 or request.num_pending > 1 for request, count in scheduled.items()):
-            return None
-        counted = vars(self.counters).copy()
-        launched = self.runner.launch(self, list(scheduled))
+        if self.speculation is not None and any(max(count, r.num_pending) > 1 for r, count in scheduled.items()):
+            return None  # drafts are accepted on the host
+        counted, launched = vars(self.counters).copy(), None
+        try:
+            launched = self.runner.launch(self, scheduled)
+        except Exception:
+            logger.exception("a step of %d requests could not be launched", len(scheduled))
         if launched is None:
             vars(self.counters).update(counted)
         return launched
 
     def _launch_next(self, before: UnderWay) -> UnderWay | None:
-        """Launch the decode after one that is under way, unless what it computes depends on the tokens of that one.
-
-        Requests that have all their tokens then are left out. It depends on those tokens if a waiting request can start
-        where one of them ends, or if blocks are short.
-        """
+        """Launch the step after one that is under way, unless the scheduler needs the tokens of that one."""
         assert isinstance(self.runner, AsyncRunner)  # it has launched the one before
-        going_on = _going_on(before)
-        if len(going_on) < len(self.running) or (self.waiting and len(going_on) < self.max_num_seqs):
+        if self.speculation is not None:
             return None
-        rows = [
-            row
-            for row, request in enumerate(before.requests)
-            if request in going_on and request.num_outputs + 1 < request.sampling.max_tokens
-        ]
-        if not rows or self.speculation is not None:
-            return None
-        if self.window_pools and 2 * len(rows) > self.max_num_batched_tokens:
-            return None  # they hold both tokens, and have room for those of a step
-        if not self.scheduler.allocate_ahead([before.requests[row] for row in rows]):
+        self.mark("scheduling")
+        scheduled = self._in_order(self.scheduler.schedule_ahead(_going_on(before)))
+        if not scheduled:
             return None
         try:
-            return self.runner.launch_next(self, before, rows)
+            return self.runner.launch_next(self, before, scheduled)
         except Exception:  # it is computed in a step of its own then, where its failure belongs
-            logger.exception("a decode of %d requests could not be launched ahead", len(rows))
+            logger.exception("a step of %d requests could not be launched ahead", len(scheduled))
             return None
 
     def _read(self, under_way: UnderWay) -> dict[Request, list[int | None]]:
-        """Wait for the tokens of a decode."""
+        """Wait for the tokens of a step that was launched."""
         self.mark("sampling")
         return {request: [token] for request, token in zip(under_way.requests, under_way.tokens(), strict=True)}
 
@@ -721,7 +713,11 @@ class Engine:
         A request with a draft has a row for each of its nodes.
         """
         self.mark("tables")
-        tokens, logits = StepTokens.of(scheduled), None
+        return self.logits_of(StepTokens.of(scheduled))
+
+    def logits_of(self, tokens: StepTokens) -> Float[Tensor, "rows v"]:
+        """Run the model over the new tokens of a step, in the runner's way if it has one; return its logits."""
+        logits = None
         if self.runner is not None and tokens.spans is None and not self._calculates_scales:
             logits = self.runner.run(self, tokens)
         if logits is None:
@@ -741,12 +737,13 @@ class Engine:
         batch = self.twin.metadata.make_batch(*lens, tokens.block_tables, device=device)
         if tokens.parents is not None:
             trees = self.twin.speculative.make_trees(tokens.parents, device=device)
-        input_ids = torch.tensor(tokens.input_ids, device=device)
-        rows = torch.tensor(tokens.logits_rows, dtype=torch.int64, device=device)
+        input_ids, rows = (_on_device(numbers, device) for numbers in (tokens.input_ids, tokens.logits_rows))
+        if tokens.chosen is not None:
+            input_ids = fill_in(input_ids, tokens.chosen)
         pool = self.scheduler.states
         states: StateParts = ()
         if pool is not None:
-            slots = [pool.slots[request] for request in tokens.requests]
+            slots = [pool.slots_of(request, tokens.chosen is not None) for request in tokens.requests]
             states = plan_states(self.twin, batch, slots, tokens.query_lens, pool, list(self.state_caches.values()))
         inputs = self.inputs_of(batch, input_ids, rows, trees, prefixes, list(zip(*lens, strict=True)), states)
         if tokens.spans is not None:
@@ -829,7 +826,8 @@ class Engine:
         """
         most = max(map(len, spans))
         rows = [[*its_spans, *[(-1, -1)] * (most - len(its_spans))] for its_spans in spans]
-        table = torch.tensor(rows, dtype=torch.int32, device=step.batch.device)
+        device = step.batch.device
+        table = torch.tensor(rows, dtype=torch.int32, pin_memory=device.type == "cuda").to(device, non_blocking=True)
         plans = {}
         for layer in step.plans:
             pool = self.window_pools.get(layer)
@@ -840,7 +838,6 @@ class Engine:
     def find_prefixes(self, tokens: StepTokens, machine: Machine) -> list[Prefix]:
         """Return the shared prefixes of a step for which a cascade is worth it on a machine."""
         lens = tokens.query_lens, tokens.seq_lens
-        self.counters.key_reads += sum(tokens.seq_lens)
         layer = next((layer for layer in self.layers if layer.takes_cascades), None)
         if layer is None or self.batch_invariant or tokens.parents is not None or tokens.spans is not None:
             return []
@@ -1131,8 +1128,14 @@ def _pools_of(cache: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def _going_on(under_way: UnderWay) -> dict[Request, int]:
-    """Return the requests of a decode that have not ended since it was launched, with one token each."""
-    return {request: 1 for request in under_way.requests if request.status == "running"}
+    """Return what is scheduled in a step for requests that have not ended since it was launched."""
+    return {request: count for request, count in under_way.scheduled.items() if request.status == "running"}
+
+
+def _on_device(numbers: Sequence[int], device: torch.device) -> Int64[Tensor, "n"]:
+    """Copy numbers to the device, without waiting for what it computes."""
+    host = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
 
 
 def _progress(requests: Iterable[Request]) -> dict[Request, tuple[int, tuple[int, int]]]:

@@ -3,7 +3,11 @@
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from operator import index
+from types import MappingProxyType
 from typing import Any
+
+from jaxtyping import Int64
+from torch import Tensor
 
 from refattn.serving.block_pool import BlockContent, Span
 from refattn.serving.sampling import SamplingParams
@@ -134,7 +138,11 @@ class StepTokens:
             of one with a draft all.
         parents: the new tokens of each request as a tree, confirmed ones as a chain; None if all drafts are chains.
         requests: whose they are.
+        due: those whose last token is among them, and who get a next one.
         spans: of each request; None if no new token is in one.
+        chosen: of a step that is launched ahead, the tokens of the step before it, on the device. Nobody else knows
+            them yet, so its `input_ids` say -1 for the first of them, -2 for the second, and so on. None where all
+            tokens are known.
     """
 
     query_lens: list[int]
@@ -144,20 +152,40 @@ class StepTokens:
     logits_rows: list[int]
     parents: list[Sequence[int]] | None
     requests: list[Request] = field(default_factory=list, compare=False)
+    due: list[Request] = field(default_factory=list, compare=False)
     spans: list[tuple[Span, ...]] | None = None
+    chosen: Int64[Tensor, "rows"] | None = field(default=None, compare=False)
 
     @classmethod
-    def of(cls, scheduled: Mapping[Request, int]) -> "StepTokens":
-        """Return the tokens of a step, from its requests with the number of new tokens of each."""
+    def of(
+        cls,
+        scheduled: Mapping[Request, int],
+        launched: Mapping[Request, int] = MappingProxyType({}),
+        rows: Mapping[Request, int] = MappingProxyType({}),
+        chosen: Int64[Tensor, "rows"] | None = None,
+    ) -> "StepTokens":
+        """Return the tokens of a step, from its requests with the number of new tokens of each.
+
+        Args:
+            scheduled: those.
+            launched: the new tokens of each request in a step before it that has not been read.
+            rows: the row of each request that gets a token in that step.
+            chosen: the tokens of those rows, on the device.
+        """
         tables = [request.blocks for request in scheduled]
         has_spans = any(request.spans and request.has_span(count) for request, count in scheduled.items())
         spans = [request.spans for request in scheduled] if has_spans else None
-        tokens = cls(list(scheduled.values()), [], tables, [], [], None, list(scheduled), spans)
+        tokens = cls(list(scheduled.values()), [], tables, [], [], None, list(scheduled), [], spans, chosen)
         for request, count in scheduled.items():
-            first, drafted = request.num_computed_tokens, () if request.draft is None else request.draft.tokens
+            first = request.num_computed_tokens + launched.get(request, 0)
+            drafted = () if request.draft is None else request.draft.tokens
             tokens.seq_lens.append(first + count)
             tokens.input_ids.extend((*request.tokens[first : first + count - len(drafted)], *drafted))
-            if count >= request.num_pending:
+            known = len(request.tokens)
+            if request in rows and first + count > known:
+                tokens.input_ids.append(-1 - rows[request])
+            if first + count >= known + (request in rows):
+                tokens.due.append(request)
                 end = len(tokens.input_ids)
                 tokens.logits_rows.extend(range(end - (1 if request.draft is None else count), end))
         if all(request.draft is None or request.draft.is_chain for request in scheduled):
@@ -166,6 +194,12 @@ class StepTokens:
             tokens,
             parents=[range(-1, count - 1) if r.draft is None else r.draft.parents for r, count in scheduled.items()],
         )
+
+
+def fill_in(input_ids: Tensor, chosen: Int64[Tensor, "rows"]) -> Tensor:
+    """Put the tokens of the step before where `StepTokens` says so; 0 for one that there is not, and nobody reads."""
+    row = (-1 - input_ids).clamp(min=0).long()
+    return chosen[row].clamp(min=0).where(input_ids < 0, input_ids)
 
 
 @dataclass(frozen=True)

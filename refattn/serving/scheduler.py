@@ -100,14 +100,14 @@ class Scheduler:
                 scheduled[request] = count
         while self.waiting and len(self.running) < self.max_num_seqs and self.counters.preemptions == preemptions:
             count = self.max_num_batched_tokens - sum(scheduled.values())
-            if not count or not self._start(self.waiting[0]):
+            if not count or not self._start(self.waiting[0], self._find(self.waiting[0])):
                 break
             request = self.waiting.popleft()
             count = request.cut(count)
             if count:  # else it waits for a step with room for a whole span
                 scheduled[request] = count
                 self._allocate_or_preempt(request, count)
-        return dict(sorted(scheduled.items(), key=lambda item: item[0].blocks))  # who shares blocks stands together
+        return _together(scheduled)
 
     def _allocate_or_preempt(self, request: Request, count: int) -> bool:
         """Give a request the blocks for `count` more tokens, preempting the youngest request while too few are free.
@@ -133,21 +133,80 @@ class Scheduler:
             self.states.hold(request, count, request.num_computed_tokens + count)
         return True
 
-    def allocate_ahead(self, requests: Iterable[Request]) -> bool:
-        """Allocate the blocks for two tokens of decodes, the one under way and the next; False if blocks are short.
+    def schedule_ahead(self, launched: Mapping[Request, int]) -> dict[Request, int]:
+        """Choose the tokens of the step after one that is launched and not read, and allocate the blocks for them.
 
-        Nobody is preempted, and what was allocated before they were short stays allocated: its turn comes.
+        They are those that `schedule` will choose if each request of that step gets its tokens and none ends early; one
+        that has all its tokens then is left out. Nothing is chosen where that step has to be read first: where blocks
+        are short, where a request that waits begins like one under way, whose blocks it will find, or has spans, and
+        where window pools, which hold the blocks of both steps, have room for one. Nobody is preempted, and what was
+        allocated before any of that turned out stays allocated: its turn comes.
+
+        Args:
+            launched: the new tokens of each request in that step, which has no drafts.
         """
-        for request in requests:
-            is_short = request.num_computed_tokens + 2 > len(request.blocks) * self.block_size
-            if is_short and not self._allocate_blocks(request, 2):
-                return False
-            if self.states is not None:
-                self.states.hold_ahead(request)
+        scheduled: dict[Request, int] = {}
+        room = self.max_num_batched_tokens - (sum(launched.values()) if self.window_pools else 0)
+        for request in self.running:
+            before, pending = launched.get(request, 0), request.num_pending
+            if before >= pending:  # it gets a token
+                if request.num_outputs + 1 == request.sampling.max_tokens:
+                    continue
+                pending += 1
+            elif request.spans:
+                return {}
+            pending -= before
+            count = min(pending, room)
+            if count < pending and self.window_pools:
+                return {}
+            if count:
+                if not self._allocate_ahead(request, before, count):
+                    return {}
+                scheduled[request] = count
+                room -= count
+        ends = [(other, (other.num_computed_tokens + count) // self.block_size) for other, count in launched.items()]
+        filling = [(other, full) for other, full in ends if full > len(other.contents)]
+        while self.waiting and len(self.running) < self.max_num_seqs and room:
+            request, cached = self.waiting[0], self._find(self.waiting[0])
+            if request.spans or self._begins_like_one_of(filling, request, len(cached)):
+                return {}
+            if self.window_pools and len(request.tokens) > room:
+                return {}
+            if not self._start(request, cached):
+                break
+            self.waiting.popleft()
+            scheduled[request] = min(request.num_pending, room)
+            self.allocate(request, scheduled[request])
+            room -= scheduled[request]
+        return _together(scheduled)
+
+    def _allocate_ahead(self, request: Request, launched: int, count: int) -> bool:
+        """Allocate the blocks for the tokens of a request in a step under way and the next; False if they are short."""
+        if not launched:
+            return self.allocate(request, count)
+        is_short = request.num_computed_tokens + launched + count > len(request.blocks) * self.block_size
+        if is_short and not self._allocate_blocks(request, launched + count):
+            return False
+        if self.states is not None:
+            self.states.hold_ahead(request, launched, count)
         return True
 
+    def _begins_like_one_of(self, filling: Iterable[tuple[Request, int]], request: Request, found: int) -> bool:
+        """Return whether a request will find more blocks, or states, as soon as a step under way has been read.
+
+        Args:
+            filling: who fills blocks in that step, and its full blocks after it.
+            request: one that waits.
+            found: blocks that it finds now.
+        """
+        end = (found + 1) * self.block_size
+        if end >= len(request.tokens):  # the last token is not looked for
+            return False
+        start = request.tokens[:end]
+        return any(full > found and other.tokens[:end] == start for other, full in filling)
+
     def follow(self, requests: Iterable[Request]) -> None:
-        """Go on to a decode that `allocate_ahead` was called for; what came of the one before it is recorded."""
+        """Go on to a step that `schedule_ahead` was called for; what came of the one before it is recorded."""
         if self.states is not None:
             for request in requests:
                 self.states.follow(request)
@@ -162,9 +221,8 @@ class Scheduler:
             pool.hold(request, count, request.num_computed_tokens + count, request.blocks)
         return True
 
-    def _start(self, request: Request) -> bool:
+    def _start(self, request: Request, cached: list[int]) -> bool:
         """Let a request run after its cached prefix, if there are blocks for all its tokens so far."""
-        cached = self._find(request)
         unused = sum(self.pool.users[block] == 0 for block in cached)  # free so far
         if self.blocks_for(len(request.tokens)) - len(cached) > len(self.pool.free) - unused:
             return False
@@ -268,3 +326,8 @@ class Scheduler:
             request.draft, request.accepted = None, []
         self.running, self.waiting = [], deque([*unfinished, *new])
         vars(self.counters).update(counted or {})
+
+
+def _together(scheduled: Mapping[Request, int]) -> dict[Request, int]:
+    """Bring requests together that share blocks."""
+    return dict(sorted(scheduled.items(), key=lambda item: item[0].blocks))

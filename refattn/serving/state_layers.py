@@ -143,7 +143,8 @@ def plan_states(
     """
     rows, pairs = rows_of(slots, query_lens, pool)
     copy_states(twin, pairs, pools)
-    table = torch.tensor(rows, dtype=torch.int32, device=batch.device)
+    table = torch.tensor(rows, dtype=torch.int32, pin_memory=batch.device.type == "cuda")
+    table = table.to(batch.device, non_blocking=True)
     ends = [(one.first + query_len) // pool.block_size for one, query_len in zip(slots, query_lens, strict=True)]
     parts: Sequence[Part] = [Part(batch, slice(None))]
     if min(query_lens) <= pool.decode_len < max(query_lens):

@@ -18,7 +18,7 @@ One request with a prompt of 11 tokens, in blocks of 4 and steps of at most 9:
 A kept state is free memory: it stays until its slot is needed, and the least recently used one goes first. Of an answer
 only the latest one stays.
 
-A decode that is launched before the tokens of the one before it are read (`hold_ahead`) reads the slot that that one
+A step that is launched before the tokens of the one before it are read (`hold_ahead`) reads the slot that that one
 writes, and writes a third one: the state before both is still there if the first of them has to be computed again.
 """
 
@@ -41,7 +41,7 @@ class Slots:
         targets: where the state after each of its new tokens goes; one for more of them than a decode has: after all.
         checkpoint: the block at whose end a state is kept, by its place in the request, and the slot; None for none.
         latest: what the kept state of its answer is the state after; None without one.
-        ahead: those of the decode after this one, if it is launched already.
+        ahead: those of the step after this one, if it is launched already.
     """
 
     first: int
@@ -67,7 +67,7 @@ class StatePool:
         num_kept: states that are kept besides; more of them while fewer requests run.
         block_size: tokens in a block, at whose ends states are kept.
         decode_len: most new tokens of a decode, its drafts included.
-        ahead: whether decodes are launched ahead, each of which writes to one slot more.
+        ahead: whether steps are launched ahead, each of which writes to one slot more.
 
     Raises:
         ValueError: naming the argument that is out of range.
@@ -121,21 +121,33 @@ class StatePool:
             slots.targets.append(self._take())
         self._hold_checkpoint(request, slots, seq_len)
 
-    def hold_ahead(self, request: Request) -> None:
-        """Take the slots that the decode after this one writes to, before this one has been read."""
+    def hold_ahead(self, request: Request, launched: int = 1, query_len: int = 1) -> None:
+        """Take the slots that the step after this one writes to, before this one has been read.
+
+        Args:
+            request: one that `hold` was called for, and has no drafts.
+            launched: its new tokens in this step.
+            query_len: and in the one after it.
+        """
         slots = self.slots[request]
         if slots.ahead is None:
-            (target,) = slots.targets  # of a decode without drafts
-            slots.ahead = Slots(slots.first + 1, target, [self._take()])
-            self._hold_checkpoint(request, slots.ahead, slots.first + 2)
+            (target,) = slots.targets  # there are no drafts
+            slots.ahead = Slots(slots.first + launched, target, [self._take()])
+            self._hold_checkpoint(request, slots.ahead, slots.first + launched + query_len)
 
     def follow(self, request: Request) -> None:
-        """Go on to the decode that was launched ahead: what came of the one before it is known now."""
+        """Go on to the step that was launched ahead: what came of the one before it is known now."""
         ahead, self.slots[request].ahead = self.slots[request].ahead, None
-        assert ahead is not None  # it was launched
+        if ahead is None:  # it has just started
+            return
         self.settle(request)
         slots = self.slots[request]
         slots.targets, slots.checkpoint = ahead.targets, ahead.checkpoint
+
+    def slots_of(self, request: Request, ahead: bool) -> Slots:
+        """Return the slots of a request in this step, or in the one that is launched ahead."""
+        slots = self.slots[request]
+        return slots.ahead or slots if ahead else slots
 
     def _hold_checkpoint(self, request: Request, slots: Slots, seq_len: int) -> None:
         """Take a slot for the state at the last end of a block in a step, if there is one."""
@@ -152,7 +164,7 @@ class StatePool:
         """Take note of what came of a step: how many tokens `request.num_computed_tokens` says are computed.
 
         The state after the last of them is the request's from now on, and the other slots of the step are free again.
-        So are those of a decode that was launched ahead: nobody reads what it computes.
+        So are those of a step that was launched ahead: nobody reads what it computes.
         """
         slots = self.slots[request]
         if slots.ahead is not None:
@@ -182,7 +194,7 @@ class StatePool:
                 self._release(slots.start)
 
     def _drop(self, ahead: Slots) -> None:
-        """Free the slots of a decode that nobody reads."""
+        """Free the slots of a step that nobody reads."""
         for slot in ahead.targets:
             self._release(slot)
         if ahead.checkpoint is not None:

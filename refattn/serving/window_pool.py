@@ -164,7 +164,8 @@ class WindowPool:
         if self._map is None or self._map.device != device:
             self._map, self._is_current = torch.empty(len(self.window_block), dtype=torch.int32, device=device), False
         if not self._is_current:
-            self._map.copy_(torch.frombuffer(self.window_block, dtype=torch.int32), non_blocking=True)
+            host = torch.frombuffer(self.window_block, dtype=torch.int32)
+            self._map.copy_(host.pin_memory() if device.type == "cuda" else host, non_blocking=True)
             self._is_current = True
         return self._map
 

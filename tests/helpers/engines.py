@@ -67,17 +67,37 @@ MODELS = {
 
 
 class Watched(CudaGraphs):
-    """Writes down when decodes are launched and when their tokens are read, by their number."""
+    """Writes down when steps are launched and when their tokens are read, by their number.
+
+    Attributes:
+        said: the launches and reads, in order.
+        rows: of each decode.
+        ahead: the steps with other tokens than those of a decode that were launched ahead, by their new tokens.
+    """
 
     def __init__(self, device):
         super().__init__()
-        self.records, self.said, self.count, self.rows = True, [], 0, []
+        self.records, self.said, self.count, self.rows, self.ahead = True, [], 0, [], []
+
+    def launch(self, engine, scheduled):
+        return self.watch(super().launch(engine, scheduled))
+
+    def launch_next(self, engine, before, scheduled):
+        return self.watch(super().launch_next(engine, before, scheduled))
+
+    def watch(self, launched):
+        if launched is not None:
+            self.count += 1
+            self.said.append(f"launch {self.count}")
+            read, number = launched.tokens, self.count
+            object.__setattr__(launched, "tokens", lambda: (self.said.append(f"read {number}"), read())[1])
+        return launched
+
+    def _launch(self, engine, scheduled, tokens, before):
+        if before is not None and len(tokens.due) < len(tokens.input_ids):
+            self.ahead.append(list(scheduled.values()))
+        return super()._launch(engine, scheduled, tokens, before)
 
     def _replay(self, rows):
-        launched = super()._replay(rows)
-        self.count += 1
-        self.said.append(f"launch {self.count}")
         self.rows.append(rows)
-        read, number = launched.tokens, self.count
-        object.__setattr__(launched, "tokens", lambda: (self.said.append(f"read {number}"), read())[1])
-        return launched
+        return super()._replay(rows)

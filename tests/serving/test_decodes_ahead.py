@@ -1,17 +1,18 @@
-"""Decodes that are launched before the tokens of the one before are read: their order, and that nothing else changes.
+"""Steps that are launched before the tokens of the one before are read: their order, and that nothing else changes.
 
 On a CPU a capture is the step itself, run again, and a launch is over when it returns; everything else is as on a GPU.
 """
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
 
 import fastattn.serving.cuda_graphs
 from fastattn.serving.decode_rows import DecodeRows
-from refattn.serving import NGram, SamplingParams
-from tests.helpers.engines import MODELS, PROMPTS, Watched, assert_nothing_is_held, make_engine, outputs
+from refattn.serving import CPU, NGram, SamplingParams
+from tests.helpers.engines import GREEDY, MODELS, PROMPTS, SYSTEM, Watched, assert_nothing_is_held, make_engine, outputs
 from tests.helpers.tiny_models import make_llama, make_model
 
 LONG = [SamplingParams(max_tokens=count, temperature=0.7 * (count % 2), seed=count) for count in range(6, 12)]
@@ -30,13 +31,16 @@ def ahead(monkeypatch, device):
     return lambda model, **options: make_engine(model, "fastattn", runner=Watched(device), **options)
 
 
-def test_the_next_decode_is_launched_before_a_token_is_read(llama, ahead):
-    engine = ahead(llama)
-    (request,) = engine.generate(PROMPTS[1:2], SamplingParams(max_tokens=5, stop_token_ids=()))
-    assert len(request.output_ids) == 5  # the first by the prompt's own step
-    order = ["launch 1", "launch 2", "read 1", "launch 3", "read 2", "launch 4", "read 3", "read 4"]
-    assert engine.runner.said == order, "and none that only computes what nobody asked for"
-    assert engine.counters.steps == 5
+@pytest.mark.parametrize("prompts", [PROMPTS[1:2], PROMPTS[1:5]], ids=["one", "more than one step takes"])
+def test_the_next_step_is_launched_before_a_token_is_read(llama, ahead, prompts):
+    """A prompt's step, the chunk of a prompt beside a decode, and the decode after it."""
+    engine = ahead(llama, max_num_batched_tokens=40)
+    requests = engine.generate(prompts, SamplingParams(max_tokens=5, stop_token_ids=()))
+    assert [len(request.output_ids) for request in requests] == [5] * len(prompts)
+    steps = engine.counters.steps
+    order = [f"{verb} {n}" for i in range(1, steps) for verb, n in (("launch", i + 1), ("read", i))]
+    assert engine.runner.said == ["launch 1", *order, f"read {steps}"], "none is computed for nothing"
+    assert engine.runner.ahead == ([[1, 1, 9, 29], [1, 1, 1, 4]] if len(prompts) > 1 else [])
     assert_nothing_is_held(engine)
 
 
@@ -86,9 +90,8 @@ def test_who_is_aborted_or_added_while_a_decode_is_under_way(llama, ahead):
     engine.abort(second)
     third = engine.add(PROMPTS[4], SamplingParams(max_tokens=9))  # takes the blocks that the row under way writes to
     engine.step()
-    assert engine._under_way is None and third.status == "waiting", "what is launched next depends on it"
-    engine.step()
-    assert third.status == "running"
+    assert engine._under_way is not None and third.status == "running" and not third.output_ids
+    assert engine.runner.ahead == [[1, len(PROMPTS[4])]], "it starts beside a token that nobody has read"
     while engine.running or engine.waiting:
         engine.step()
     assert (first.output_ids, third.output_ids) == (alone[1], alone[4])
@@ -175,6 +178,109 @@ def test_an_interrupt_undoes_the_step_and_forgets_what_is_under_way(llama, ahead
     while engine.running or engine.waiting:
         engine.step()
     assert [request.output_ids for request in requests] == alone
+
+
+def test_a_prompt_that_begins_like_one_under_way_waits_for_its_blocks(llama, ahead):
+    """Else it would compute them again; one with another beginning does not wait."""
+    found = []
+    for second in ([*PROMPTS[4][:32], 1, 2, 3], PROMPTS[4][::-1]):
+        engine = ahead(llama, max_num_batched_tokens=33)
+        assert outputs(engine, [PROMPTS[4], second]) == outputs(make_engine(llama), [PROMPTS[4], second])
+        found.append((engine.counters.cached_tokens, engine.runner.ahead))
+    assert found == [(32, []), (0, [[1, 32]])]
+
+
+@pytest.mark.parametrize("kind", ["window", "latents"])
+def test_a_step_that_cannot_be_read_is_computed_again_whatever_is_under_way(kind, ahead, device, monkeypatch):
+    """A prompt is under way after it, or a decode; a window pool holds the blocks of both steps."""
+    model, options = make_model(*MODELS[kind], device), dict(num_blocks=60, max_num_batched_tokens=40, max_num_seqs=5)
+    expected = outputs(make_engine(model, **options), PROMPTS, LONG)
+    for longest in (1, 2):
+        engine, failed = ahead(model, **options), []
+        assert bool(engine.window_pools) == (kind == "window")
+
+        def fail_once(under_way, engine=engine, read=engine._read, failed=failed, longest=longest):
+            counts = (
+                [] if engine._under_way is None else [min(count, 2) for count in engine._under_way.scheduled.values()]
+            )
+            if counts and max(counts) == longest and not failed:
+                failed.append(under_way)
+                raise RuntimeError("planted")
+            return read(under_way)
+
+        monkeypatch.setattr(engine, "_read", fail_once)
+        requests = [engine.add(prompt, sampling) for prompt, sampling in zip(PROMPTS, LONG, strict=True)]
+        while engine.running or engine.waiting:
+            before = len(failed)
+            engine.step()
+            assert len(failed) == before or engine._under_way is None, "it took tokens that nobody could read"
+        assert [request.output_ids for request in requests] == expected and failed
+        assert_nothing_is_held(engine)
+
+
+def test_the_longest_leaves_and_graphs_of_shorter_ones_follow(llama, ahead, monkeypatch, caplog):
+    """The rows that follow from its own have as many columns as it had blocks, more than the graph has room for."""
+    monkeypatch.setattr(fastattn.serving.cuda_graphs, "FEWEST_TOKENS", 1)
+    engine = ahead(llama)
+    lengths = [SamplingParams(max_tokens=count) for count in (9, 9, 9, 9, 3, 9)]
+    assert outputs(engine, PROMPTS, lengths) == outputs(make_engine(llama), PROMPTS, lengths)
+    widths = {shape.columns for shape in engine.runner._steps if shape.queries == 1}
+    assert {8, 16} <= widths and not caplog.text
+
+
+def test_what_a_launch_ahead_allocates_is_used_by_whatever_comes_instead(llama, ahead, monkeypatch, caplog):
+    """A request that started for a step that could not be launched runs in the next one; blocks may be there early."""
+    monkeypatch.setattr(fastattn.serving.cuda_graphs, "FEWEST_TOKENS", 1)
+    monkeypatch.setattr(fastattn.serving.CudaGraphs, "_is_worth_recording", lambda self, engine, shape: True)
+    options = dict(max_num_batched_tokens=30, num_blocks=34)
+    engine, expected = ahead(llama, **options), outputs(make_engine(llama, **options), PROMPTS, LONG)
+    launch_next, failed = engine.runner.launch_next, []
+
+    def raise_often(*args):
+        failed.append(list(args[-1].values()))
+        if len(failed) % 2:
+            raise RuntimeError("planted")
+        return launch_next(*args)
+
+    monkeypatch.setattr(engine.runner, "launch_next", raise_often)
+    assert outputs(engine, PROMPTS, LONG) == expected
+    assert any(max(counts) > 1 for counts in failed[::2]), "one that a prompt would have started in"
+    assert caplog.text.count("could not be launched") == caplog.text.count("RuntimeError: planted") > 2
+    assert_nothing_is_held(engine)
+
+
+def test_a_prompt_whose_logits_are_not_finite_while_its_next_token_is_under_way(llama, ahead, monkeypatch):
+    sample, calls = fastattn.serving.cuda_graphs.sample, []
+
+    def spoil(logits, *settings):
+        calls.append(len(logits))
+        if len(calls) == 1:
+            logits = logits.clone()
+            logits[1] = torch.nan
+        return sample(logits, *settings)
+
+    prompts = [PROMPTS[i] for i in (0, 1, 2, 4)]  # no two of which begin alike
+    alone, engine = outputs(make_engine(llama), prompts), ahead(llama)
+    monkeypatch.setattr(fastattn.serving.cuda_graphs, "sample", spoil)
+    requests = engine.generate(prompts, GREEDY)
+    assert [request.finish_reason for request in requests] == ["length", "error", "length", "length"]
+    assert [request.output_ids for request in requests] == [alone[0], [], *alone[2:]]
+    assert engine.runner.said[:3] == ["launch 1", "launch 2", "read 1"]
+    assert_nothing_is_held(engine)
+
+
+def test_decodes_that_share_a_prefix_are_launched_ahead(llama, ahead, monkeypatch):
+    """A cascade is free on this machine, so all of these decodes are launched one by one."""
+    monkeypatch.setattr(fastattn.serving.cuda_graphs, "LAYER_SECONDS", 0.0)
+    prompts = [[*SYSTEM, 40, 41], [*SYSTEM, 50], [*SYSTEM, 60]]
+    engine = ahead(llama, machine=replace(CPU, launch_seconds=0.0, workers=1, tile_keys=4))
+    engine.generate([SYSTEM], SamplingParams(max_tokens=1))
+    assert outputs(engine, prompts) == outputs(make_engine(llama), prompts)
+    steps = engine.counters.steps
+    saved = engine.counters.saved_key_reads
+    assert saved >= 12 * 2 * 7 and not any(len(rows.requests) > 2 for rows in engine.runner.rows)
+    said = engine.runner.said
+    assert all(said.index(f"launch {i + 1}") < said.index(f"read {i}") for i in range(5, steps))
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 4])

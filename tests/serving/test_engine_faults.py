@@ -378,7 +378,9 @@ def test_recorded_decodes_fail_alone_too(llama, alone, token, monkeypatch, hooks
     engine = make_engine(llama, "fastattn", runner=CudaGraphs())
     engine.runner.records = True
     requests = [engine.add(prompt, sampling) for prompt, sampling in zip(PROMPTS, MIXED, strict=True)]
-    engine.step()
+    with monkeypatch.context() as waiting:
+        waiting.setattr(engine, "_launch_next", lambda before: None)  # its first decode is under way else
+        engine.step()
     assert all(request.num_pending == 1 for request in requests)
     requests[2].tokens[-1] = token  # as if it had been its first token
     if token == 77:

@@ -10,12 +10,14 @@ from functools import partial
 import pytest
 import torch
 
+import fastattn.serving.cuda_graphs
 import refattn.serving.engine
 import refattn.serving.scheduler
 from fastattn.serving import CudaGraphs
 from refattn.serving import Engine, Prompt, Request, SamplingParams
 from refattn.serving.block_pool import block_key
 from tests.helpers.drafts import Wild
+from tests.helpers.engines import Watched
 from tests.helpers.pairs import every_pair
 from tests.helpers.tiny_models import CHANGES, make_family, make_llama
 
@@ -119,6 +121,7 @@ def test_logits_are_those_of_transformers(expected, name, schedule, twin, monkey
     options = dict(SCHEDULES[schedule])
     if "runner" in options:
         options["runner"] = CudaGraphs()
+        options["runner"].records = False  # whose steps would be launched, and their tokens chosen there
         monkeypatch.setattr(options["runner"], "run", lambda engine, tokens: check_no_spans(tokens))
         monkeypatch.setattr(options["runner"], "launch", lambda engine, requests: None)  # it chooses by itself
     engine = make_engine(model, twin, **options)
@@ -127,6 +130,19 @@ def test_logits_are_those_of_transformers(expected, name, schedule, twin, monkey
     cached = engine.counters.cached_blocks
     assert_close(answers(engine, MODELS[name][:3], monkeypatch), right[:3])
     assert engine.counters.cached_blocks > cached or schedule != "graphs"
+
+
+def test_a_prompt_with_spans_waits_for_the_step_under_way(expected, device, monkeypatch):
+    """Its own step is launched, and decodes after it are launched ahead."""
+    if device == "cpu":
+        monkeypatch.setattr(fastattn.serving.cuda_graphs, "_record", lambda step, memory, name: step)
+    model, _ = expected["paligemma"]
+    prompts = [PREFIXES[0], Prompt(list(range(60, 73)), [(0, 7)]), Prompt(list(range(40, 53)))]
+    plain = make_engine(model).generate(prompts, SAMPLING)
+    engine = make_engine(model, "fastattn", runner=Watched(device), max_num_batched_tokens=12)
+    requests = engine.generate(prompts, SAMPLING)
+    assert [request.output_ids for request in requests] == [request.output_ids for request in plain]
+    assert [sorted(counts) for counts in engine.runner.ahead] == [[1, 1, 4]], "the last one, which has no spans"
 
 
 def check_no_spans(tokens):

@@ -2356,8 +2356,8 @@ MUTATIONS: list[Mutation] = [
         "a decode ahead writes where the one before it reads",
         (
             STATE_POOL,
-            "Slots(slots.first + 1, target, [self._take()])",
-            "Slots(slots.first + 1, target, [self._take() if slots.start is None else slots.start])",
+            "Slots(slots.first + launched, target, [self._take()])",
+            "Slots(slots.first + launched, target, [self._take() if slots.start is None else slots.start])",
         ),
     ),
     *breaks(

@@ -14,6 +14,7 @@ WINDOWS = "tests/serving/test_window_pool.py"
 DRAFTS = "tests/serving/test_speculation.py"
 NEXT_TOKENS = "tests/serving/test_sampling.py"
 AHEAD = "tests/serving/test_decodes_ahead.py"
+CAPTURED = "tests/serving/test_captured_states.py"
 SELECTED = "tests/serving/test_engine_selected.py"
 SPANS = "tests/serving/test_engine_spans.py"
 TRANSFORMERS = "tests/integrations/test_transformers.py"
@@ -33,6 +34,8 @@ WINDOW_POOL = "refattn/serving/window_pool.py"
 SERVER = "refattn/serving/engine.py"
 SAMPLING = "refattn/serving/sampling.py"
 ROWS = "fastattn/serving/decode_rows.py"
+GRAPHS = "fastattn/serving/cuda_graphs.py"
+STATES = "refattn/serving/state_pool.py"
 HUGGING = "fastattn/integrations/transformers.py"
 BACKEND = "fastattn/integrations/vllm.py"
 
@@ -378,25 +381,131 @@ AT_LARGE: list[Mutation] = [
         AHEAD,
     ),
     planted(
-        "a decode is launched ahead of a request that may start",
-        SERVER,
-        "if len(going_on) < len(self.running) or (self.waiting and len(going_on) < self.max_num_seqs):",
-        "if len(going_on) < len(self.running):",
+        "a request that waits does not wait for the blocks of one under way that begins alike",
+        SCHEDULER,
+        "if request.spans or self._begins_like_one_of(filling, request, len(cached)):",
+        "if request.spans:",
         AHEAD,
     ),
     planted(
-        "a decode ahead goes on past the last token of a request",
-        SERVER,
-        "if request in going_on and request.num_outputs + 1 < request.sampling.max_tokens",
-        "if request in going_on",
+        "a request waits for one under way that begins differently",
+        SCHEDULER,
+        "any(full > found and other.tokens[:end] == start for other, full in filling)",
+        "any(full > found for other, full in filling)",
         AHEAD,
     ),
     planted(
-        "a decode ahead has no block for its token",
-        "refattn/serving/scheduler.py",
-        "self._allocate_blocks(request, 2)",
-        "self._allocate_blocks(request, 1)",
+        "a prompt with spans is cut ahead like any other",
+        SCHEDULER,
+        "if request.spans or self._begins_like_one_of(filling, request, len(cached)):",
+        "if self._begins_like_one_of(filling, request, len(cached)):",
+        SPANS,
+    ),
+    planted(
+        "a step ahead goes on past the last token of a request",
+        SCHEDULER,
+        "if request.num_outputs + 1 == request.sampling.max_tokens:",
+        "if False:",
         AHEAD,
+    ),
+    planted(
+        "a step ahead has no block for its token",
+        SCHEDULER,
+        "self._allocate_blocks(request, launched + count)",
+        "self._allocate_blocks(request, count)",
+        AHEAD,
+    ),
+    planted(
+        "window pools hold the blocks of two steps, and are as large as for one",
+        SCHEDULER,
+        "room = self.max_num_batched_tokens - (sum(launched.values()) if self.window_pools else 0)",
+        "room = self.max_num_batched_tokens",
+        AHEAD,
+        FAULTS,
+    ),
+    planted(
+        "a chunk ahead begins where the one under way began",
+        "refattn/serving/request.py",
+        "first = request.num_computed_tokens + launched.get(request, 0)",
+        "first = request.num_computed_tokens",
+        AHEAD,
+    ),
+    planted(
+        "a step ahead takes the token of another row",
+        "refattn/serving/request.py",
+        "tokens.input_ids.append(-1 - rows[request])",
+        "tokens.input_ids.append(-1)",
+        AHEAD,
+    ),
+    planted(
+        "a row that failed goes on with a token that is none",
+        "refattn/serving/request.py",
+        "chosen[row].clamp(min=0).where(input_ids < 0, input_ids)",
+        "chosen[row].where(input_ids < 0, input_ids)",
+        AHEAD,
+    ),
+    planted(
+        "a decode after a prompt draws with the random number of the token before",
+        ROWS,
+        "settings_of(requests, unknown),",
+        "settings_of(requests, [0] * len(requests)),",
+        AHEAD,
+    ),
+    planted(
+        "a decode after a prompt takes the token of another row",
+        ROWS,
+        "before.get(request, -1)",
+        "min(before.get(request, -1), 0)",
+        AHEAD,
+    ),
+    planted(
+        "a chunk beside decodes draws with the random numbers of the tokens before",
+        GRAPHS,
+        "settings_of(due, [int(request in (before or ())) for request in due])",
+        "settings_of(due, [0] * len(due))",
+        AHEAD,
+    ),
+    planted(
+        "a step launched one by one leaves its tokens on the host",
+        GRAPHS,
+        "self.chosen[: len(due)] = chosen",
+        "chosen.clone()",
+        AHEAD,
+    ),
+    planted(
+        "a graph is given the columns of somebody who left",
+        GRAPHS,
+        "= len(rows.requests), min(rows.block_table.shape[1], self.block_table.shape[1])",
+        "= rows.block_table.shape",
+        AHEAD,
+    ),
+    planted(
+        "a captured step with prompts reads token -1",
+        GRAPHS,
+        "input_ids = fill_in(self.input_ids, self.runner.chosen)",
+        "input_ids = self.input_ids.clamp(min=0)",
+        CAPTURED,
+    ),
+    planted(
+        "a step that fails leaves the one after it under way",
+        SERVER,
+        "            vars(self.counters).update(counted)\n            self._under_way = None\n            failure",
+        "            vars(self.counters).update(counted)\n            failure",
+        AHEAD,
+    ),
+    planted(
+        "a step ahead reads the states that the one under way reads",
+        STATES,
+        "return slots.ahead or slots if ahead else slots",
+        "return slots",
+        CAPTURED,
+    ),
+    planted(
+        "slots of a step that was launched ahead are never taken over",
+        SCHEDULER,
+        "            for request in requests:\n                self.states.follow(request)",
+        "            pass",
+        CAPTURED,
     ),
     planted(
         "accepted drafts do not count in the length",
