@@ -182,9 +182,9 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("twin", TWINS)
+@pytest.mark.parametrize(("schedule", "twin"), [*zip(SCHEDULES, itertools.cycle(TWINS), strict=False)])
 def test_schedules_change_nothing(llama, expected, twin, schedule):
+    """Each by one twin: the scheduler knows neither."""
     engine = make_engine(llama, twin, **SCHEDULES[schedule])
     assert outputs(engine, PROMPTS) == expected
     assert_nothing_is_held(engine)
@@ -553,9 +553,10 @@ def test_sampled_tokens_depend_on_the_request_alone(llama):
     assert together != outputs(make_engine(llama), PROMPTS, SamplingParams(max_tokens=9, temperature=1.0, seed=77))
 
 
-@pytest.mark.parametrize("twin", TWINS)
-@pytest.mark.parametrize("branches", [None, 1, 3])
-@pytest.mark.parametrize("kind", ["window and full, softcap, scale", "latents"])
+@pytest.mark.parametrize(
+    ("branches", "kind", "twin"),
+    every_pair([None, 1, 3], ["window and full, softcap, scale", "latents"], TWINS),
+)
 def test_the_default_device_changes_nothing(kind, branches, twin, device):
     """An engine makes what it needs where its model is, or on the host."""
     model, prompts = make_model(*MODELS[kind], device), [[5, 6, 7, 8] * 3, SYSTEM]
