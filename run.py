@@ -34,7 +34,7 @@ TASKS = {  # of each its extras, and its command
     "exercises": (("exercises",), ("-m", "refattn.exercises")),
     "lab": (("notebooks", "model"), ("-m", "jupyter", "lab", "notebooks/01_ragged_batch.ipynb")),
 }
-
+RARE = r"site-packages/.*/(tests|testing/_internal)/|site-packages/transformers/models/(?!auto/|__init__)"
 NEEDS_LINUX = ("test",)  # half of the tests are of our GPU kernels, in Triton's interpreter
 
 
@@ -81,13 +81,23 @@ def install(extra: str) -> None:
     status = subprocess.run(command, check=False).returncode  # no walrus: older Pythons read this file, too, and say so
     if status:
         sys.exit(status)
-    # What pip would compile on one core, on several: a file that is no Python, as some packages have, is left as it is.
+    if extra != "model":
+        compile_packages()
+    (FOLDER / f".{extra}").touch()
+
+
+def compile_packages() -> None:
+    """Compile on several cores what pip would on one, but for a third that hardly anybody imports.
+
+    These are the tests of packages and the models of transformers. A file that is no Python, as some packages have, is
+    left as it is.
+    """
     cores = min(8, os.cpu_count() or 1)
     compiling = (
-        "import compileall, sysconfig; compileall.compile_dir(sysconfig.get_path('purelib'), quiet=2, workers=%d)"
+        "import compileall, re, sysconfig; "
+        f"compileall.compile_dir(sysconfig.get_path('purelib'), quiet=2, workers={cores}, rx=re.compile({RARE!r}))"
     )
-    subprocess.run([PYTHON, "-c", compiling % cores], check=False)
-    (FOLDER / f".{extra}").touch()
+    subprocess.run([PYTHON, "-c", compiling], check=False)
 
 
 def is_installed(extra: str) -> bool:

@@ -1,5 +1,6 @@
 """The engine against transformers' `generate`, on tiny random models: whatever the scheduler does, the words stay."""
 
+import functools
 import importlib
 import itertools
 from dataclasses import replace
@@ -45,6 +46,13 @@ def expected(llama):
     return transformers_outputs(llama, PROMPTS)
 
 
+@functools.cache
+def other_layers(kind, device):
+    """Make a model of MODELS, which engines share one after the other, and what transformers answers to PROMPTS."""
+    model = make_model(*MODELS[kind], device)
+    return model, transformers_outputs(model, PROMPTS, attention="eager")
+
+
 # The words are those of transformers.
 
 
@@ -60,8 +68,7 @@ def test_greedy_is_generate(llama, expected, twin):
 @pytest.mark.parametrize("twin", TWINS)
 @pytest.mark.parametrize("kind", MODELS)
 def test_greedy_is_generate_for_other_layers(kind, twin, device):
-    model = make_model(*MODELS[kind], device)
-    expected = transformers_outputs(model, PROMPTS, attention="eager")
+    model, expected = other_layers(kind, device)
     assert outputs(make_engine(model, twin, max_num_batched_tokens=11, num_blocks=20), PROMPTS) == expected
 
 
@@ -73,9 +80,8 @@ SMALL = dict(max_num_seqs=3, max_num_batched_tokens=7)
 @pytest.mark.parametrize(("kind", "num_blocks", "twin"), every_pair([*WINDOWED, "chunks and full"], [64, 11], TWINS))
 def test_layers_with_a_window_have_a_smaller_pool(kind, num_blocks, twin, device):
     """Prompts in chunks, decodes, shared prefixes and preemptions, with blocks that come back."""
-    model = make_model(*MODELS[kind], device)
+    model, expected = other_layers(kind, device)
     window = model.config.attention_chunk_size if kind == "chunks and full" else model.config.sliding_window
-    expected = transformers_outputs(model, PROMPTS, attention="eager")
     engine = make_engine(model, twin, num_blocks=num_blocks, **SMALL)
     small = (3 * (window - 1 + 2 * 4 - 2) + 7) // 4
     assert {cache[0].shape[0] for cache in engine.caches} == ({small} if kind == "window" else {small, num_blocks})
@@ -135,8 +141,7 @@ def test_batch_invariance_reaches_every_layer(twin, llama, expected, monkeypatch
 
 @pytest.mark.parametrize("twin", TWINS)
 def test_local_layers_plan_decodes_and_prefills_apart(twin, device, monkeypatch):
-    model = make_model(*MODELS["chunks and full"], device)
-    expected = transformers_outputs(model, PROMPTS, attention="eager")
+    model, expected = other_layers("chunks and full", device)
     path = importlib.import_module(f"{twin}.local")
     plan, planned = path.plan, []
 
@@ -182,9 +187,9 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("twin", TWINS)
+@pytest.mark.parametrize(("schedule", "twin"), [*zip(SCHEDULES, itertools.cycle(TWINS), strict=False)])
 def test_schedules_change_nothing(llama, expected, twin, schedule):
+    """Each by one twin: the scheduler knows neither."""
     engine = make_engine(llama, twin, **SCHEDULES[schedule])
     assert outputs(engine, PROMPTS) == expected
     assert_nothing_is_held(engine)
@@ -343,8 +348,7 @@ def test_a_runner_serves_one_engine(llama, recording_engine):
 
 @pytest.mark.parametrize("kind", [*WINDOWED, "chunks and full"])
 def test_recorded_decodes_have_window_pools(kind, recording_engine, device):
-    model = make_model(*MODELS[kind], device)
-    expected = transformers_outputs(model, PROMPTS, attention="eager")
+    model, expected = other_layers(kind, device)
     engine = recording_engine(model, **SMALL)
     assert engine.window_pools
     assert outputs(engine, PROMPTS) == expected
@@ -367,8 +371,7 @@ def test_padding_rows_of_a_recording_write_nothing(llama, recording_engine):
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_recorded_decodes_of_other_layers(kind, recording_engine, device):
-    model = make_model(*MODELS[kind], device)
-    expected = outputs(make_engine(model), PROMPTS)
+    model, expected = other_layers(kind, device)
     assert outputs(recording_engine(model), PROMPTS) == expected
 
 
@@ -553,9 +556,10 @@ def test_sampled_tokens_depend_on_the_request_alone(llama):
     assert together != outputs(make_engine(llama), PROMPTS, SamplingParams(max_tokens=9, temperature=1.0, seed=77))
 
 
-@pytest.mark.parametrize("twin", TWINS)
-@pytest.mark.parametrize("branches", [None, 1, 3])
-@pytest.mark.parametrize("kind", ["window and full, softcap, scale", "latents"])
+@pytest.mark.parametrize(
+    ("branches", "kind", "twin"),
+    every_pair([None, 1, 3], ["window and full, softcap, scale", "latents"], TWINS),
+)
 def test_the_default_device_changes_nothing(kind, branches, twin, device):
     """An engine makes what it needs where its model is, or on the host."""
     model, prompts = make_model(*MODELS[kind], device), [[5, 6, 7, 8] * 3, SYSTEM]

@@ -23,6 +23,7 @@ from refattn.interface import Fp8Scales
 from refattn.serving import CPU, Amax, Engine, NGram, SamplingParams, calibrate
 from refattn.serving.layers import KV_CACHE_DTYPES, Chunk, QuantizedPages, Window
 from tests.helpers.drafts import Oracle, Wild
+from tests.helpers.pairs import every_pair
 from tests.helpers.tiny_models import SHARED_CACHES, byte_tokenizer, make_family, make_llama
 from tests.helpers.tolerance import assert_matches_reference
 
@@ -41,12 +42,32 @@ CHUNKS = dict(
 FAMILIES = {"llama": {}, "mistral": {}, "llama4_text": CHUNKS, "gemma3n_text": SHARED_CACHES}
 KINDS = {"mistral": Window, "llama4_text": Chunk, "gemma3n_text": Window}
 WAYS = [("fp8_e4m3", False), ("fp8_e4m3", True), ("fp8_e5m2", True), ("int8", False), ("int8", True)]
+PACKAGES = ("refattn", "fastattn")
 ON_CPU = os.environ["TWINATTN_TEST_DEVICE"] == "cpu"
 TYPES = {"f32": torch.float32} | ({} if ON_CPU else {"f16": torch.float16, "bf16": torch.bfloat16})
-each_family = pytest.mark.parametrize("family", FAMILIES)
-each_way = pytest.mark.parametrize(
-    ("kind", "calibrated"), WAYS, ids=[kind + "-calibrated" * calibrated for kind, calibrated in WAYS]
+IDS = [kind + "-calibrated" * calibrated for kind, calibrated in WAYS]
+each_way = pytest.mark.parametrize(("kind", "calibrated"), WAYS, ids=IDS)
+# Each way in one of the packages, for what the scheduler does with codes: it knows neither.
+each_way_once = pytest.mark.parametrize(
+    ("kind", "calibrated", "package"),
+    [(*way, PACKAGES[i % 2]) for i, way in enumerate(WAYS)],
+    ids=[f"{name}-{PACKAGES[i % 2]}" for i, name in enumerate(IDS)],
 )
+# Each kind of layer over fp8 and over int8, each way with some of them, as layers and ways of quantising are written
+# apart; every way is compared in every call by `test_twins_agree_in_every_layer_and_step`.
+LAYERS_AND_WAYS = {
+    "llama": (WAYS[0], WAYS[4]),
+    "mistral": (WAYS[1], WAYS[3]),
+    "llama4_text": (WAYS[2], WAYS[3]),
+    "gemma3n_text": (WAYS[0], WAYS[4]),
+}
+
+
+def layers_and_ways(*families):
+    """Take the cases of LAYERS_AND_WAYS for some families."""
+    cases = [(family, *way) for family in families for way in LAYERS_AND_WAYS[family]]
+    ids = [f"{family}-{IDS[WAYS.index((kind, calibrated))]}" for family, kind, calibrated in cases]
+    return pytest.mark.parametrize(("family", "kind", "calibrated"), cases, ids=ids)
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +90,7 @@ def answers(model, prompts=PROMPTS, **options) -> tuple[list[list[int]], Engine]
 # --- what is computed ---
 
 
-@each_family
-@each_way
+@layers_and_ways(*FAMILIES)
 def test_twins_answer_alike(models, calibrations, family, kind, calibrated):
     calibration = calibrations[family] if calibrated else None
     (ref, engine), (fast, _) = (
@@ -168,8 +188,7 @@ def rounding_twin(calibration, kind):
     return twin
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "llama4_text"])
-@each_way
+@layers_and_ways("llama", "mistral", "llama4_text")
 def test_a_plain_cache_of_rounded_numbers_answers_the_same(models, calibrations, family, kind, calibrated):
     """What codes do to a model is the rounding of its keys and values, of int8 its queries, too, and nothing else."""
     calibration = calibrations[family] if calibrated else None
@@ -189,8 +208,7 @@ def test_what_a_layer_fixes_reaches_it_over_codes(family, kind, device):
         assert answers(model, kv_cache_dtype=kind, calibration=calibration, twin=twin)[0] == expected
 
 
-@pytest.mark.parametrize("package", ["refattn", "fastattn"])
-@each_way
+@each_way_once
 def test_preemption_and_shared_prefixes_change_nothing(models, calibrations, kind, calibrated, package):
     """Codes that are written twice, or found in the blocks of another request, are read under the same scales."""
     options = dict(kv_cache_dtype=kind, calibration=calibrations["llama"] if calibrated else None)
@@ -217,8 +235,7 @@ def test_recorded_decodes_change_nothing(models, calibrations, kind, device, mon
     assert runner.records
 
 
-@pytest.mark.parametrize("package", ["refattn", "fastattn"])
-@each_way
+@each_way_once
 def test_a_cascade_reads_shared_codes_once_and_changes_nothing(models, calibrations, kind, calibrated, package):
     """Where a launch costs nothing a cascade is always worth it; on this machine it never is for so few keys."""
     options = dict(kv_cache_dtype=kind, calibration=calibrations["llama"] if calibrated else None)
@@ -246,11 +263,14 @@ def test_a_cascade_over_codes_is_chosen_by_their_bytes(models, calibrations, mon
         assert {*asked} == {size}
 
 
-@pytest.mark.parametrize("package", ["refattn", "fastattn"])
-@pytest.mark.parametrize(("kind", "calibrated"), [("fp8_e4m3", True), ("int8", True), ("int8", False)])
-@pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_drafts_over_codes_change_nothing(models, calibrations, family, kind, calibrated, package):
+@pytest.mark.parametrize(
+    ("way", "family", "package"),
+    every_pair([WAYS[1], WAYS[3], WAYS[4]], ["llama", "mistral"], PACKAGES),
+    ids=lambda value: value if isinstance(value, str) else IDS[WAYS.index(value)],
+)
+def test_drafts_over_codes_change_nothing(models, calibrations, family, way, package):
     """Trees with wrong tokens before the right ones: the codes of those that are accepted move, and their scales."""
+    kind, calibrated = way
     options = dict(kv_cache_dtype=kind, calibration=calibrations[family] if calibrated else None, num_blocks=30)
     options |= dict(twin=importlib.import_module(package))
     sampling = SamplingParams(max_tokens=14, stop_token_ids=())
@@ -496,9 +516,7 @@ def assert_scales(storage, key, value):
 
 
 @pytest.mark.covers("A179")
-@each_family
-@pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2"])
-@pytest.mark.parametrize("package", ["refattn", "fastattn"])
+@pytest.mark.parametrize(("family", "kind", "package"), every_pair(FAMILIES, ["fp8_e4m3", "fp8_e5m2"], PACKAGES))
 def test_scales_are_those_of_the_first_step(models, family, kind, package, monkeypatch):
     """Of its largest key and value per KV head; they never change again, and the answers are those of such scales."""
     model, twin = models[family], importlib.import_module(package)
@@ -614,8 +632,7 @@ SHARES = {  # of float32; values of int8 stay as they are, if they are not calib
 }
 
 
-@each_way
-@pytest.mark.parametrize("package", ["refattn", "fastattn"])
+@each_way_once
 def test_the_pool_takes_less_memory(models, calibrations, kind, calibrated, package):
     """Measured as the tensors have it, with the scales of int8 keys, and those that are fixed for all tokens."""
     twin, calibration = importlib.import_module(package), calibrations["llama"] if calibrated else None

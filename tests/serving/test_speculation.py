@@ -78,9 +78,7 @@ def llama(request):
 
 
 @pytest.mark.covers("D152")
-@pytest.mark.parametrize("twin", TWINS)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("temperature", [0.0, 1.2])
+@pytest.mark.parametrize(("kind", "temperature", "twin"), every_pair(KINDS, [0.0, 1.2], TWINS))
 def test_answers_are_those_without_drafts(llama, twin, kind, temperature):
     """Greedy ones, and drawn ones too: a token has its random number, whoever drafted it."""
     sampling = [
@@ -280,8 +278,7 @@ def make_drafter(model, twin, **sizes):
 
 
 @pytest.mark.covers("D152")
-@pytest.mark.parametrize("twin", TWINS)
-@pytest.mark.parametrize("temperature", [0.0, 1.2])
+@pytest.mark.parametrize(("twin", "temperature"), [*zip(TWINS, [0.0, 1.2], strict=True)])
 def test_a_draft_model_changes_no_answer(llama, twin, temperature, device):
     """Another model, which is seldom right: through preemptions, and with other layers than the large one."""
     small = make_model(*MODELS["window"], device)

@@ -105,7 +105,7 @@ def test_demo_with_a_profile_times_each_phase(tiny, tmp_path):
 
 
 @pytest.mark.parametrize(("speculate", "kind"), [("chain", "int8"), ("tree", "fp8_e4m3")])
-def test_demo_with_drafts_over_codes_says_what_each_costs(tiny, speculate, kind, monkeypatch):
+def test_demo_with_drafts_over_codes_says_what_each_costs(tiny, speculate, kind):
     proven, text = run_with(speculate=speculate, kv_cache_dtype=kind, twin="fastattn")
     assert proven
     count = f"{len(QUESTIONS)} of {len(QUESTIONS)}"
@@ -114,6 +114,9 @@ def test_demo_with_drafts_over_codes_says_what_each_costs(tiny, speculate, kind,
     assert without == plain == "-" and int(accepted.split(" of ")[1]) > 0
     coded, uncoded = (float(cell.removesuffix(" MiB")) for cell in row(text, "the pool"))
     assert coded < uncoded * 0.3
+
+
+def test_demo_sees_an_answer_that_drafts_changed_over_codes(tiny, monkeypatch):
     serve = demo.serve
 
     def spoiled(work, name, console, **more):
@@ -121,7 +124,7 @@ def test_demo_with_drafts_over_codes_says_what_each_costs(tiny, speculate, kind,
         return dataclasses.replace(done, outputs=[[7], *done.outputs[1:]]) if name.endswith(demo.DRAFTS) else done
 
     monkeypatch.setattr(demo, "serve", spoiled)
-    proven, text = run_with(speculate=speculate, kv_cache_dtype=kind, twin="fastattn")
+    proven, text = run_with(speculate="chain", kv_cache_dtype="int8", twin="fastattn")
     assert not proven
     assert row(text, "answers that drafts kept as they were")[0] == f"{len(QUESTIONS) - 1} of {len(QUESTIONS)}"
 
@@ -196,7 +199,12 @@ def test_demo_names_a_type_that_is_not_there(tiny):
 
 def test_demo_sees_wrong_words(tiny, monkeypatch):
     generate = demo.generate
-    monkeypatch.setattr(demo, "generate", lambda *args: [[*generate(*args)[0][:-1], 7], *generate(*args)[1:]])
+
+    def spoiled(*arguments):
+        first, *others = generate(*arguments)
+        return [[*first[:-1], 7], *others]
+
+    monkeypatch.setattr(demo, "generate", spoiled)
     proven, text = run()
     assert not proven
     assert row(text, QUESTIONS[0])[-2:] == ["no", "no"]
