@@ -233,7 +233,9 @@ class FastMLAImpl(MLAAttentionImpl[FastMLAMetadata]):
         query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
         assert attn_metadata.decode is not None
         given = query, kv_c_and_k_pe_cache, attn_metadata.decode, self.options
-        return mla.attention(*given, latent_rank=self.kv_lora_rank), None
+        out = mla.attention(*given, latent_rank=self.kv_lora_rank)
+        assert isinstance(out, Tensor)  # without its log-sum-exps
+        return out, None
 
 
 class FastMLABackend(AttentionBackend):
