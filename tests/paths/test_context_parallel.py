@@ -259,13 +259,15 @@ MASKED = {
 
 
 @pytest.mark.covers("B182")
-@each_package
-@each_kind
 @pytest.mark.parametrize(
-    ("num_ranks", "interleave", "masked"),
-    [(2, 1, "causal"), (4, 3, "causal"), (2, 16, "window"), (4, 3, "window"), (2, 1, "both-ways")],
+    ("dealt", "kind", "package"),
+    every_pair_on_cpu(
+        [(2, 1, "causal"), (4, 3, "causal"), (2, 16, "window"), (4, 3, "window"), (2, 1, "both-ways")], KINDS, PACKAGES
+    ),
+    ids=str,
 )
-def test_codes_of_the_ranks_are_attended_to_by_hand(num_ranks, interleave, masked, kind, package):
+def test_codes_of_the_ranks_are_attended_to_by_hand(dealt, kind, package):
+    num_ranks, interleave, masked = dealt
     tensors, codes, stored = of_codes(kind)
     arguments, sees = MASKED[masked]
     parts = attend_on_all(package, num_ranks, *tensors, **codes, interleave=interleave, **arguments, return_lse=True)

@@ -129,9 +129,16 @@ def test_another_default_device_changes_nothing(path, package, name, device):
     assert all(map(torch.equal, answer, expected))
 
 
-@each_package
-@each_path
-@pytest.mark.parametrize("change", STRIDES.values(), ids=STRIDES)
+@pytest.mark.parametrize(
+    ("path", "package", "change"),
+    [
+        pytest.param(path, package, change, id=f"{name}-{path}-{package}")
+        for i, path in enumerate(PATHS)
+        for j, (name, change) in enumerate(STRIDES.items())
+        for package in BOTH
+        if package == "fastattn" or (i + j) % 3 == 0  # the reference indexes, whatever the strides are
+    ],
+)
 def test_tensors_of_any_strides(path, package, change, device):
     """Queries, pools and rows, and latents of which two chunks of a context are read (vLLM 42642)."""
     strided = each(each(lay_out(path, device), lambda x: x.nan_to_num(0.5, 0.5, 0.5)), change)

@@ -8,7 +8,7 @@ import torch
 
 from refattn.conformance import prepare
 from tests.helpers.batches import attend, build
-from tests.helpers.kernels_present import PRESENT, each_kernel
+from tests.helpers.kernels_present import PRESENT
 from tests.helpers.pairs import every_pair_on_cpu
 from tests.helpers.specs import ODD, SPECS
 from tests.helpers.tolerance import assert_matches_reference
@@ -31,9 +31,7 @@ def test_poison_of_the_reference(spec, case, device):
     spec.check_poison("refattn", case, device=device)
 
 
-@each_kernel
-@each_odd
-@each_spec
+@pytest.mark.parametrize(("kernel", "case", "spec"), every_pair_on_cpu(PRESENT, ODD, SPECS), ids=str)
 def test_poison(spec, case, kernel, device):
     with kernel.asked_for():
         kernel.check(
