@@ -12,29 +12,59 @@ OPERATIONS = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 def quicken() -> None:
     """Take from Triton's interpreter what it does over and over again, and let an overflow be an error."""
     _patch_functions_once()
+    _call_without_detours()
     _find_overflows_at_once()
     _make_types_once()
+    _find_common_types_once()
     _run_in_one_piece_of_stack()
 
 
 def _patch_functions_once() -> None:
-    """Let a function that kernels call patch Triton's language once, and not at each call.
+    """Let a kernel, and each function that it calls, patch Triton's language once, and not at each launch or call.
 
-    The interpreter does so each time, which takes a third of its own. What a kernel's launch has patched is there, and
-    what such a function patches besides, for Triton's own library, is never taken back.
+    The interpreter does so each time, which takes a third of its own, and takes a kernel's patches back. Here they
+    stay: nothing but kernels uses the language.
     """
-    has_patched = set()
+    has_patched, patch = set(), interpreter._patch_lang
+
+    def patch_once(function):
+        if function not in has_patched:
+            patch(function)
+            has_patched.add(function)
+        return interpreter._LangPatchScope()  # nothing to take back
 
     def call(self, *arguments, **options):
-        if self not in has_patched:
-            interpreter._patch_lang(self.fn)
-            has_patched.add(self)
+        patch_once(self.fn)
         try:
             return self.rewrite()(*arguments, **options)
         except Exception as error:
             raise interpreter.InterpreterError(repr(error)) from error
 
-    interpreter.InterpretedFunction.__call__ = call
+    interpreter._patch_lang, interpreter.InterpretedFunction.__call__ = patch_once, call
+
+
+def _call_without_detours() -> None:
+    """Let an operation of the language be called by what patches it, and not by two functions between them."""
+
+    def patch(obj, name, member, builder, scope):
+        operation = getattr(member, "__wrapped__", member)
+
+        def call(*arguments, **options):
+            options["_semantic"] = interpreter.interpreter_semantic
+            return operation(*arguments, **options)
+
+        scope.set_attr(obj, name, call)
+
+    unwrap, are_equal = core._unwrap_if_constexpr, core.dtype.__eq__
+    plain = {core.tensor, core.dtype, core.block_type, core.pointer_type, int, float, bool, type(None)}
+
+    def unwrap_if_need_be(x):
+        return x if type(x) in plain else unwrap(x)
+
+    def is_same_or_equal(self, other):
+        return self is other or are_equal(self, other)
+
+    interpreter._patch_attr, core._unwrap_if_constexpr, core.dtype.__eq__ = patch, unwrap_if_need_be, is_same_or_equal
 
 
 def _find_overflows_at_once() -> None:
@@ -55,35 +85,97 @@ def _find_overflows_at_once() -> None:
 
 def _make_types_once() -> None:
     """Make the type of a block and the shape of a value once, and not for each value anew: nothing writes to them."""
-    blocks, values, in_numpy = {}, {}, {}
+    blocks, values, in_numpy, with_elements, bits = {}, {}, {}, {}, {}
     make_block, make_value = core.block_type.__init__, core.tensor.__init__
-    find_in_numpy, broadcast = interpreter._get_np_dtype, TritonSemantic.broadcast_impl_value
+    find_in_numpy, make_with_elements = interpreter._get_np_dtype, core.block_type.with_element_ty
 
     def block(self, element_ty, shape):
-        sizes = tuple(size.value if isinstance(size, core.constexpr) else size for size in shape)
-        name = sizes, element_ty.name
+        name = element_ty.name, *[size.value if type(size) is core.constexpr else size for size in shape]
         if name not in blocks:
             make_block(self, element_ty, shape)
-            blocks[name] = vars(self).copy()
-        vars(self).update(blocks[name], element_ty=element_ty)
+            blocks[name] = self.__dict__.copy()
+        self.__dict__.update(blocks[name])
+        self.element_ty = element_ty
+
+    def with_element_ty(self, element_ty):
+        name = self.name, element_ty.name
+        if name not in with_elements:
+            with_elements[name] = make_with_elements(self, element_ty)
+        return with_elements[name]
 
     def value(self, handle, type):
         if type.name not in values:
             make_value(self, handle, type)
-            values[type.name] = vars(self).copy()
-        vars(self).update(values[type.name], handle=handle, type=type, dtype=type.scalar)
+            values[type.name] = self.__dict__.copy()
+        self.__dict__.update(values[type.name])
+        self.handle, self.type, self.dtype = handle, type, type.scalar
 
     def numpy_type(type):
         if type.name not in in_numpy:
             in_numpy[type.name] = find_in_numpy(type)
         return in_numpy[type.name]
 
-    def broadcast_if_need_be(self, lhs, rhs):
-        have_one_shape = lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape.values == rhs.type.shape.values
-        return (lhs, rhs) if have_one_shape else broadcast(self, lhs, rhs)
+    def fits(array, type):
+        if type.name not in bits:
+            bits[type.name] = np.inf if type.is_ptr() else max(type.primitive_bitwidth, 8)
+        return 8 * array.itemsize <= bits[type.name]
 
-    core.block_type.__init__, core.tensor.__init__ = block, value
-    interpreter._get_np_dtype, TritonSemantic.broadcast_impl_value = numpy_type, broadcast_if_need_be
+    core.block_type.__init__, core.block_type.with_element_ty, core.tensor.__init__ = block, with_element_ty, value
+    interpreter._get_np_dtype, interpreter._validate_np_data_size = numpy_type, fits
+
+
+def _find_common_types_once() -> None:
+    """Find out once to which types and shapes two operands go, and make a number of each type once."""
+    find, broadcast = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.broadcast_impl_value
+    found, found_shapes = {}, {}
+
+    def name_of(operand):
+        if type(operand) is core.tensor:
+            return operand.type.name
+        return type(operand), repr(operand)  # of a number, as -0.0 is no 0.0, and True no 1
+
+    def what_becomes(before, after):
+        """Return None for an operand that stays as it is, the value of a number, and the type that a value goes to."""
+        if after is before:
+            return None
+        return after.type if type(before) is core.tensor else after
+
+    def convert(semantic, operand, to, spread):
+        if to is None or type(to) is core.tensor:
+            return operand if to is None else to
+        if operand.dtype != to.scalar:
+            operand = semantic.cast(operand, to.scalar)
+        if operand.type.name == to.name:
+            return operand
+        data, dtype = operand.handle.data, operand.handle.dtype
+        if not operand.type.is_block():
+            data = data.astype(interpreter._get_np_dtype(dtype), copy=False)  # as the interpreter does
+        return core.tensor(interpreter.TensorHandle(spread(data, to.shape), dtype), to)
+
+    def left_to_numpy(data, shape):
+        """Leave a value's shape to NumPy, which gives the answer of two operands that of both."""
+        return data
+
+    def find_once(self, lhs, rhs, *options, **more):
+        names = name_of(lhs), name_of(rhs), options, *more.items()
+        if names in found:
+            left, right = found[names]
+            return convert(self, lhs, left, left_to_numpy), convert(self, rhs, right, left_to_numpy)
+        results = find(self, lhs, rhs, *options, **more)
+        found[names] = what_becomes(lhs, results[0]), what_becomes(rhs, results[1])
+        return results
+
+    def broadcast_once(self, lhs, rhs):
+        names = lhs.type.name, rhs.type.name
+        if names in found_shapes:
+            left, right = found_shapes[names]
+            return convert(self, lhs, left, np.broadcast_to), convert(self, rhs, right, np.broadcast_to)
+        results = broadcast(self, lhs, rhs)
+        found_shapes[names] = what_becomes(lhs, results[0]), what_becomes(rhs, results[1])
+        return results
+
+    TritonSemantic.binary_op_type_checking_impl = find_once
+    TritonSemantic.broadcast_impl_value = broadcast_once
 
 
 def _run_in_one_piece_of_stack() -> None:

@@ -73,6 +73,10 @@ class Kernel:
     name: str
     dtypes: tuple[torch.dtype, ...]
 
+    def __str__(self) -> str:
+        """Return its name, which is its part of a test id."""
+        return self.name
+
     @property
     def repaired(self) -> bool:
         """Whether it multiplies whole tiles, keys that nobody sees by 0, and ours repairs what NaN has spoilt there."""

@@ -56,6 +56,27 @@ def test_types_and_shapes_are_those_of_the_values(rows, dtype):
 
 
 @triton.jit
+def _numbers_kernel(numbers, out, SIZE: tl.constexpr):
+    places = tl.arange(0, SIZE)
+    x = tl.load(numbers + places)
+    first = tl.program_id(0) == 0  # one condition beside a block of them
+    for _ in range(2):  # as it is found out, and as it is remembered
+        tl.static_assert((x * 1).dtype == tl.int32 and (x * 1.0).dtype == tl.float32)
+        tl.store(out + places, x * 1 // 2)
+        tl.store(out + SIZE + places, x * 1.0 / 2)
+        tl.store(out + 2 * SIZE + places, tl.where(first & (x < 3), 2, x))
+        tl.store(out + 3 * SIZE + places, (x < 3) & True)
+        tl.store(out + 4 * SIZE + places, x & 1)
+
+
+def test_numbers_that_are_equal_are_not_taken_for_one_another():
+    numbers, out = torch.arange(1, 5, dtype=torch.int32), torch.empty(5, 4)
+    _numbers_kernel[1,](numbers, out, SIZE=4)
+    expected = [numbers // 2, numbers / 2, torch.where(numbers < 3, 2, numbers), numbers < 3, numbers % 2]
+    assert torch.equal(out, torch.stack([x.float() for x in expected]))
+
+
+@triton.jit
 def _compute(x, y, OPERATION: tl.constexpr):
     if OPERATION == "add":
         x = x + y

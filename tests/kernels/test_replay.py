@@ -123,7 +123,7 @@ def nothing_is_checked():
 
 @pytest.mark.parametrize(
     ("name", "kernel", "given"),
-    every_pair(PATHS, ["triton", None], [(), ("sinks",), ("sinks", "alibi_slopes", "softcap")]),
+    every_pair(PATHS, ["triton", None], [(), ("sinks", "alibi_slopes", "softcap")]),
     ids=str,
 )
 def test_a_call_is_replayed_with_the_tensors_of_another_layer(name, kernel, given, device):
@@ -202,10 +202,11 @@ def test_other_calls_by_the_same_plan_are_answered_as_by_a_new_one(kernel, devic
             for what, (tensors, options, more) in other_calls(device).items():
                 options = AttentionOptions(**options)
                 answer = chunked_prefill.attention(*tensors, plan, options, return_lse=True, **more)
-                anew = chunked_prefill.attention(*tensors, plan_of("chunked_prefill", batch), options, return_lse=True)
-                assert all(map(torch.equal, answer, anew)), what
+                if what not in is_first:
+                    new_plan = plan_of("chunked_prefill", batch)
+                    is_first[what] = chunked_prefill.attention(*tensors, new_plan, options, return_lse=True)
+                assert all(map(torch.equal, answer, is_first[what])), what
                 assert "out" not in more or answer[0] is more["out"]
-                is_first.setdefault(what, anew)
     assert not torch.equal(is_first["slopes"][0], is_first["other slopes"][0])
     assert not torch.equal(is_first["sinks"][1], is_first["other sinks"][1])
 

@@ -186,12 +186,13 @@ def test_twins_agree(sharing, options, kernel, device):
 
 
 @each_kernel
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("options", OPTIONS)
 def test_twins_agree_in_every_type(options, kernel, device):
-    for dtype in kernel.dtypes:
+    """On a CPU with the options that hold most; an option is computed in one type there, float32."""
+    for dtype in kernel.dtypes if device != "cpu" or options.startswith(("plain", "everything")) else kernel.dtypes[:1]:
         step = lay_out(SHARED["tree"], device=device, dtype=dtype)
         with kernel.asked_for():
-            kernel.check(assert_twins_agree, "cascade", *step.tensors, **filled(options, step, device))
+            kernel.check(assert_twins_agree, "cascade", *step.tensors, **filled(OPTIONS[options], step, device))
 
 
 @st.composite

@@ -13,6 +13,7 @@ import torch
 from refattn.interface import AttentionOptions, Fp8Scales, Int8Scales, Prefix
 from refattn.metadata import make_batch
 from tests.helpers.kernels_present import PRESENT
+from tests.helpers.pairs import every_pair_on_cpu
 
 H, HK, D = 8, 4, 8
 RANK, ROPE = 16, 8
@@ -266,9 +267,13 @@ def test_the_reference_is_the_formula(storage, mask, options, device):
     torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=1e-7)
 
 
-@in_each_combination
-@with_each
-@pytest.mark.parametrize("kernel", PRESENT, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize(
+    ("kernel", "options", "storage", "mask"),
+    [
+        pytest.param(kernel, OPTIONS[options], storage, mask, id=f"{kernel}-{options}-{storage}-{name}")
+        for kernel, options, (storage, name, mask) in every_pair_on_cpu(PRESENT, OPTIONS, ALL)
+    ],
+)
 def test_each_kernel_answers_or_says_why_not(kernel, storage, mask, options, device):
     """Cascades whose levels it does not take in one call are attended to level by level, and merge."""
     dtype = kernel.dtypes[0]

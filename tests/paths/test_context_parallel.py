@@ -16,7 +16,8 @@ from refattn import chunked_prefill, metadata
 from refattn.conformance import PathSpec, attend
 from refattn.interface import DistributedGroup, Fp8Scales, Group, RecurrentOptions, Shard, simulate_ranks
 from tests.helpers.batches import Case, build, masks_by_hand
-from tests.helpers.kernels_present import each_kernel
+from tests.helpers.kernels_present import PRESENT
+from tests.helpers.pairs import every_pair_on_cpu
 from tests.helpers.ranks import (
     Channels,
     attend_on_all,
@@ -104,9 +105,7 @@ def test_formula(spec, case):
 
 
 @pytest.mark.covers("B86", "B88", "B89", "B90", "B181")
-@each_kernel
-@each_case
-@each_spec
+@pytest.mark.parametrize(("kernel", "case", "spec"), every_pair_on_cpu(PRESENT, CASES, SPECS), ids=str)
 def test_twins(spec, case, kernel, device):
     with kernel.asked_for():
         kernel.check(spec.check_twins, case, device=device, dtype=kernel.dtypes[0])
@@ -267,13 +266,15 @@ MASKED = {
 
 
 @pytest.mark.covers("B182")
-@each_package
-@each_kind
 @pytest.mark.parametrize(
-    ("num_ranks", "interleave", "masked"),
-    [(2, 1, "causal"), (4, 3, "causal"), (2, 16, "window"), (4, 3, "window"), (2, 1, "both-ways")],
+    ("dealt", "kind", "package"),
+    every_pair_on_cpu(
+        [(2, 1, "causal"), (4, 3, "causal"), (2, 16, "window"), (4, 3, "window"), (2, 1, "both-ways")], KINDS, PACKAGES
+    ),
+    ids=str,
 )
-def test_codes_of_the_ranks_are_attended_to_by_hand(num_ranks, interleave, masked, kind, package):
+def test_codes_of_the_ranks_are_attended_to_by_hand(dealt, kind, package):
+    num_ranks, interleave, masked = dealt
     tensors, codes, stored = of_codes(kind)
     arguments, sees = MASKED[masked]
     parts = attend_on_all(package, num_ranks, *tensors, **codes, interleave=interleave, **arguments, return_lse=True)
@@ -291,12 +292,13 @@ def test_distances_are_those_of_the_whole_over_codes(per):
 
 
 @pytest.mark.covers("B182")
-@each_kernel
-@each_kind
-@pytest.mark.parametrize("options", [{}, dict(softcap=2.0, softmax_scale=0.3, window_size=(LEFT, 0))], ids=["", "more"])
+@pytest.mark.parametrize(
+    ("options", "kind", "kernel"), every_pair_on_cpu(["few-options", "more-options"], KINDS, PRESENT), ids=str
+)
 def test_twins_over_codes(options, kind, kernel, device):
     tensors, codes, _ = of_codes(kind, dtype=kernel.dtypes[0], device=device)
-    options = dict(options, interleave=2, sinks=torch.linspace(-2.0, 3.0, 4, device=device), **codes)
+    more = dict(softcap=2.0, softmax_scale=0.3, window_size=(LEFT, 0)) if options == "more-options" else {}
+    options = dict(more, interleave=2, sinks=torch.linspace(-2.0, 3.0, 4, device=device), **codes)
 
     def hold():
         answer = attend_on_all("fastattn", 2, *tensors, **options, return_lse=True)

@@ -8,7 +8,8 @@ import torch
 
 from refattn.conformance import prepare
 from tests.helpers.batches import attend, build
-from tests.helpers.kernels_present import each_kernel
+from tests.helpers.kernels_present import PRESENT
+from tests.helpers.pairs import every_pair_on_cpu
 from tests.helpers.specs import ODD, SPECS
 from tests.helpers.tolerance import assert_matches_reference
 
@@ -30,9 +31,7 @@ def test_poison_of_the_reference(spec, case, device):
     spec.check_poison("refattn", case, device=device)
 
 
-@each_kernel
-@each_odd
-@each_spec
+@pytest.mark.parametrize(("kernel", "case", "spec"), every_pair_on_cpu(PRESENT, ODD, SPECS), ids=str)
 def test_poison(spec, case, kernel, device):
     with kernel.asked_for():
         kernel.check(
@@ -46,9 +45,7 @@ def test_formula(spec, case):
     spec.check_formula(case)
 
 
-@each_kernel
-@each_odd
-@each_spec
+@pytest.mark.parametrize(("kernel", "case", "spec"), every_pair_on_cpu(PRESENT, ODD, SPECS), ids=str)
 def test_twins(spec, case, kernel, device):
     with kernel.asked_for():
         kernel.check(spec.check_twins, case, device=device, dtype=kernel.dtypes[0])
@@ -68,9 +65,7 @@ def test_every_path_has_bad_arguments():
 # --- plans ---
 
 
-@each_kernel
-@each_odd
-@each_spec
+@pytest.mark.parametrize(("kernel", "case", "spec"), every_pair_on_cpu(PRESENT, ODD, SPECS), ids=str)
 def test_a_plan_of_one_twin_serves_the_other(spec, case, kernel, device):
     """A server plans once, whatever computes; the answers are those by a plan of one's own."""
     inputs = build(case, device=device, dtype=kernel.dtypes[0])

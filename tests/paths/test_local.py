@@ -33,8 +33,9 @@ from tests.helpers.batches import (
     ragged_cases,
     read_masks,
 )
-from tests.helpers.kernels_present import each_kernel
+from tests.helpers.kernels_present import PRESENT, each_kernel
 from tests.helpers.options import per_head
+from tests.helpers.pairs import every_pair_on_cpu
 from tests.helpers.tolerance import assert_twins_agree
 
 TWINS = [refattn.local, fastattn.local]
@@ -400,12 +401,10 @@ def test_attention_through_virtual_batches_equals_attention_under_the_chunk_mask
 # --- the twin against the reference ---
 
 
-@each_kernel
-@pytest.mark.parametrize("options", LOCAL_OPTIONS.values(), ids=LOCAL_OPTIONS)
-@each_chunked
+@pytest.mark.parametrize(("kernel", "options", "case"), every_pair_on_cpu(PRESENT, LOCAL_OPTIONS, CHUNKED), ids=str)
 def test_twins_agree(case, options, kernel, device):
     inputs = build(case, device=device, dtype=kernel.dtypes[0])
-    filled = per_head(options, case, device)
+    filled = per_head(LOCAL_OPTIONS[options], case, device)
     with kernel.asked_for():
         kernel.check(assert_twins_agree, "local", *inputs.tensors, chunk_size=32, **filled)
 

@@ -20,6 +20,7 @@ from tests.helpers.bad_input import MOST
 from tests.helpers.batches import Case, build
 from tests.helpers.every_path import CASE, cascade, differential, over_ranks, plain, quantized, trees
 from tests.helpers.kernels_present import PRESENT
+from tests.helpers.pairs import every_pair_on_cpu
 
 TWINS = ["refattn", "fastattn"]
 each_twin = pytest.mark.parametrize("package", TWINS)
@@ -51,9 +52,7 @@ PATHS = {
 WINDOWS = [(MOST, 0), (MOST - 1, MOST), (0, MOST), (3, MOST - 1), (MOST, MOST)]
 
 
-@pytest.mark.parametrize("by", BY)
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize(("path", "window", "by"), every_pair_on_cpu(PATHS, WINDOWS, BY), ids=str)
 def test_a_side_as_wide_as_an_int32_is_no_limit(path, by, window, device):
     attention, given = PATHS[path]
     dtype = torch.float32 if device == "cpu" else torch.float16

@@ -322,15 +322,14 @@ def test_decodes_and_prefills_agree(package, kind):
         alone = call(stored.query[-1:], *stored.tensors[1:3], one)
         for row, rows in zip(alone, many, strict=True):
             torch.testing.assert_close(row[0], rows[-1], rtol=2e-6, atol=2e-6)
+        if package == "refattn":
+            continue
+        many = call(*stored.tensors, batch_invariant=True)
         for few in (1, 7, 40):
             batch = make_batch([few], [s], [stored.batch.block_table[0, : -(-s // 16)].tolist()])
-            invariant = [
-                call(query, *stored.tensors[1:3], batch, batch_invariant=True)
-                for query, batch in ((stored.query[-few:], batch), (stored.query, stored.batch))
-            ]
-            if package == "fastattn":
-                for row, rows in zip(*invariant, strict=True):
-                    assert torch.equal(row, rows[-few:])
+            alone = call(stored.query[-few:], *stored.tensors[1:3], batch, batch_invariant=True)
+            for row, rows in zip(alone, many, strict=True):
+                assert torch.equal(row, rows[-few:])
 
 
 def test_128k_keys():

@@ -182,8 +182,15 @@ def test_mask(who, step, kind, device):
 
 
 @each_who
-@each_step
-@pytest.mark.parametrize(("kind", "left"), [("e4m3", -1), ("int8", LEFT)], ids=["e4m3", "int8-in-a-window"])
+@pytest.mark.parametrize(
+    ("kind", "left", "step"),
+    [
+        pytest.param(kind, left, step, id=f"{kind}{'' if left < 0 else '-in-a-window'}-{name}")
+        for i, (name, step) in enumerate(STEPS.items())
+        for j, (kind, left) in enumerate((("e4m3", -1), ("int8", LEFT)))
+        if name in FEW or i % 2 == j
+    ],
+)
 def test_poison(who, step, kind, left, device):
     """NaN in blocks that nobody owns, past sequences, before windows, and in nodes of no row's branch."""
     package, context = asked_for(who)
@@ -243,7 +250,12 @@ def hold(step: Step, stored: Stored, **options: Any) -> None:
 
 @each_kernel
 @pytest.mark.parametrize(
-    ("name", "kind"), [(name, kind) for name in STEPS for kind in KINDS if kind == "e4m3" or name in FEW]
+    ("name", "kind"),
+    [
+        *((name, "e4m3") for name in STEPS),
+        *(("trees", kind) for kind in KINDS if kind != "e4m3"),
+        ("cascade-tree", "int8"),
+    ],
 )
 def test_twins(kernel, name, kind, device):
     step = STEPS[name]
@@ -253,8 +265,13 @@ def test_twins(kernel, name, kind, device):
 
 
 @each_kernel
-@pytest.mark.parametrize(("name", "kind"), [*zip(FEW, SOME, strict=True)])
-@pytest.mark.parametrize("options", [name for name in OPTIONS if name != "plain"])
+@pytest.mark.parametrize(
+    ("options", "name", "kind"),
+    [
+        *((options, "cascade-tree", "e4m3") for options in ("sinks", "window", "everything")),  # what levels differ in
+        *((options, "trees", "int8") for options in OPTIONS if options != "plain"),
+    ],
+)
 def test_twins_with_options(kernel, name, kind, options, device):
     step, left = STEPS[name], LEFT if "window_size" in OPTIONS[options] else -1
     stored = step.store(kind, left=left, dtype=kernel.dtypes[0], device=device, spread=True)
@@ -263,8 +280,11 @@ def test_twins_with_options(kernel, name, kind, options, device):
 
 
 @each_kernel
-@pytest.mark.parametrize(("per", "round_query"), [("number", True), ("head", False)], ids=["number", "query-as-it-is"])
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize(
+    ("name", "per", "round_query"),
+    [("cascade-tree", "number", True), ("trees", "head", False)],
+    ids=["cascade-tree-number", "trees-query-as-it-is"],
+)
 def test_scales_of_fp8(kernel, per, round_query, name, device):
     stored = STEPS[name].store("e4m3", per=per, round_query=round_query, dtype=kernel.dtypes[0], device=device)
     with kernel.asked_for():
@@ -285,9 +305,9 @@ def test_layers_of_a_step_have_scales_of_their_own(kernel, kind, device):
     twin = over_codes("fastattn", step.path)
     with kernel.asked_for():
         plan = twin.plan(stored.batch, block_size=step.case.block_size, **step.arguments(device))
-        for stored.scales in layers * 2:
-            out = twin.attention(*stored.tensors[:3], plan, scales=stored.scales)
-            assert torch.equal(out, call("fastattn", step, stored)[0])
+        expected = [call("fastattn", step, replace(stored, scales=layer))[0] for layer in layers]
+        for layer, answer in [*zip(layers, expected, strict=True)] * 2:
+            assert torch.equal(twin.attention(*stored.tensors[:3], plan, scales=layer), answer)
         everything, again = (
             plan.whole,
             twin.plan(stored.batch, block_size=step.case.block_size, **step.arguments(device)),

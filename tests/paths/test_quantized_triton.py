@@ -27,6 +27,7 @@ from tests.helpers import (
 )
 from tests.helpers.batches import HARMLESS, POISON, Case
 from tests.helpers.options import OPTIONS, per_head
+from tests.helpers.pairs import every_pair_on_cpu
 from tests.helpers.specs import CHUNK, ODD
 from tests.helpers.stored import (
     E4M3,
@@ -96,18 +97,19 @@ def test_values_at_odd_addresses_are_read_one_at_a_time(kind, device):
     hold(stored)
 
 
-@each_type
-@each_kind
-@pytest.mark.parametrize("per", ["number", "head"])
-@pytest.mark.parametrize("round_query", [False, True], ids=["query-as-it-is", "query-rounded"])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "per", "round_query"), every_pair_on_cpu(KINDS, TYPES, ["number", "head"], [False, True]), ids=str
+)
 def test_scales(kind, per, round_query, dtype, device):
     case = replace(MIXED, heads=(4, 2), head_size=32)
     hold(store(case, kind, dtype=dtype, per=per, round_query=round_query, device=device))
 
 
-@each_type
-@each_kind
-@pytest.mark.parametrize("sizes", [(16, 16), (32, 32), (80, 32), (64, 16), (16, 64)], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "kind", "dtype"),
+    every_pair_on_cpu([(16, 16), (32, 32), (80, 32), (64, 16), (16, 64)], KINDS, TYPES),
+    ids=str,
+)
 def test_small_heads_of_many_rows(sizes, kind, dtype, device):
     """Products of 64 rows with few columns, which Triton 3.6 computed wrongly over fp8 on an H200."""
     lens = ((31, 82), (1, 51), (4, 66))

@@ -35,8 +35,9 @@ from tests.helpers.batches import (
     ragged_cases,
     read_masks,
 )
-from tests.helpers.kernels_present import each_kernel
+from tests.helpers.kernels_present import PRESENT, each_kernel
 from tests.helpers.options import OPTIONS, per_head
+from tests.helpers.pairs import every_pair_on_cpu
 from tests.helpers.tolerance import assert_twins_agree
 
 TWINS = [refattn.sliding_window, fastattn.sliding_window]
@@ -366,13 +367,12 @@ def test_reference_equals_the_same_mask_without_trimming(case, device):
 # --- the twin against the reference ---
 
 
-@each_kernel
-@pytest.mark.parametrize("options", WINDOW_OPTIONS.values(), ids=WINDOW_OPTIONS)
-@each_trimmed
+@pytest.mark.parametrize(("kernel", "options", "case"), every_pair_on_cpu(PRESENT, WINDOW_OPTIONS, TRIMMED), ids=str)
 def test_twins_agree(case, options, kernel, device):
     inputs = build(case, device=device, dtype=kernel.dtypes[0])
+    options = per_head(WINDOW_OPTIONS[options], case, device)
     with kernel.asked_for():
-        kernel.check(assert_twins_agree, "sliding_window", *inputs.tensors, **per_head(options, case, device))
+        kernel.check(assert_twins_agree, "sliding_window", *inputs.tensors, **options)
 
 
 @each_kernel

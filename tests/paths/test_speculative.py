@@ -25,6 +25,7 @@ from refattn.interface import Accepted, AttentionOptions, Batch, Pages, Plan, Tr
 from refattn.metadata import make_batch
 from tests.helpers.batches import HARMLESS, POISON, Case, assert_same_masks, attend, build, read_masks
 from tests.helpers.kernels_present import PRESENT, each_kernel
+from tests.helpers.pairs import every_pair_on_cpu
 from tests.helpers.tolerance import assert_matches_reference, assert_twins_agree
 from tests.helpers.trees import CONTEXTS, case_of, draw_tree, masks_of_trees, path_to
 
@@ -173,7 +174,7 @@ def grow_by_hand(draw, contexts, num_steps, num_branches, p, window):
 
 @pytest.mark.covers("D151")
 @each_twin
-@pytest.mark.parametrize("triton", [False, True], ids=["torch", "triton"])
+@pytest.mark.parametrize("triton", [False] if PRESENT[0].name == "cpu" else [False, True], ids=lambda x: f"triton={x}")
 @pytest.mark.parametrize("window", [-1, 2, 6])
 @pytest.mark.parametrize(("num_steps", "num_branches"), [(1, 1), (4, 1), (1, 3), (4, 3), (3, 24)])
 def test_all_steps_of_a_draft_are_planned_before_the_first(twin, triton, num_steps, num_branches, window, device):
@@ -196,7 +197,7 @@ def test_all_steps_of_a_draft_are_planned_before_the_first(twin, triton, num_ste
         for j, key_and_value in enumerate(context):
             pools[:, tables[i][j // p], j % p, 0] = key_and_value.to(pools)
     options = dict(block_size=p, num_steps=num_steps, num_branches=num_branches, window_size=(window, 0))
-    with fastattn.use_kernel("triton") if triton and device != "cpu" else nullcontext():
+    with fastattn.use_kernel("triton") if triton else nullcontext():
         steps = twin.plan_drafts(before, **options)
         assert len(steps) == num_steps
         for nth, (step, (new, queries, expected)) in enumerate(zip(steps, passes, strict=True)):
@@ -405,9 +406,9 @@ def test_a_draft_that_grows_answers_as_the_whole_tree_does(window):
 
 
 @pytest.mark.covers("D149")
-@each_kernel
-@each_option
-@pytest.mark.parametrize("shape", ["small", "wide", "odd"])
+@pytest.mark.parametrize(
+    ("name", "shape", "kernel"), every_pair_on_cpu(OPTIONS, ["small", "wide", "odd"], PRESENT), ids=str
+)
 def test_the_twin_answers_as_the_reference_does(kernel, name, shape, device):
     trees, sizes = {
         "small": ([draw_tree(4, 1), (-1,), draw_tree(5, 2), (-1, 0, 0)], dict(heads=(4, 1))),
