@@ -229,6 +229,8 @@ class FastAttentionImpl(AttentionImpl[FastAttentionMetadata]):
     ) -> None:
         """Write new keys and values; vLLM does not call this in a layer that shares the cache of another.
 
+        It does in a layer of an encoder, whose pool is an empty tensor: there is nothing to write.
+
         Args:
             layer: has the scales of an fp8 pool.
             key: of the new tokens `[t, hk, d]`, or of more, for padding.
@@ -236,6 +238,8 @@ class FastAttentionImpl(AttentionImpl[FastAttentionMetadata]):
             kv_cache: the pool, `[n, hk, p, 2 d]`.
             slot_mapping: where each token goes, `[t]`; -1 for padding.
         """
+        if self.is_encoder:
+            return
         new = (key, value, *self._pools(kv_cache), slot_mapping)
         if self.kv_cache_dtype in FP8_FORMATS:
             quantized.write(*new, scales=self._scales(layer))

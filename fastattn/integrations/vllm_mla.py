@@ -232,10 +232,10 @@ class FastMLAImpl(MLAAttentionImpl[FastMLAMetadata]):
         """
         query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
         assert attn_metadata.decode is not None
+        latents = query.new_empty(*query.shape[:2], self.kv_lora_rank)
         given = query, kv_c_and_k_pe_cache, attn_metadata.decode, self.options
-        out = mla.attention(*given, latent_rank=self.kv_lora_rank)
-        assert isinstance(out, Tensor)  # without its log-sum-exps
-        return out, None
+        mla.attention(*given, latent_rank=self.kv_lora_rank, out=latents)
+        return latents, None
 
 
 class FastMLABackend(AttentionBackend):

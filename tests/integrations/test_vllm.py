@@ -255,6 +255,7 @@ def test_a_layer_of_an_encoder_sees_both_sides(backend, window):
     query, key, value = torch.randn(16, 4, 32), torch.randn(16, 2, 32), torch.randn(16, 2, 32)
     key[14:], value[14:] = torch.nan, torch.nan  # padding
     output = torch.full_like(query, 7.0)
+    layer.do_kv_cache_update(torch.nn.Module(), key, value, torch.tensor([]), torch.full((16,), -1))
     layer.forward(torch.nn.Module(), query, key, value, torch.tensor([]), builder.build(0, common), output)
     assert (output[14:] == 7.0).all()
     reach = -1 if window is None else window - 1

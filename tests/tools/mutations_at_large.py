@@ -38,6 +38,7 @@ GRAPHS = "fastattn/serving/cuda_graphs.py"
 STATES = "refattn/serving/state_pool.py"
 HUGGING = "fastattn/integrations/transformers.py"
 BACKEND = "fastattn/integrations/vllm.py"
+BACKEND_OVER_LATENTS = "fastattn/integrations/vllm_mla.py"
 
 
 def planted(name: str, file: str, old: Text, new: Text, *tests: str) -> Mutation:
@@ -662,14 +663,14 @@ AT_LARGE: list[Mutation] = [
     planted(
         "vLLM's window has one key more",
         BACKEND,
-        "(-1, -1) if sliding_window is None else (sliding_window - 1, 0)",
-        "(-1, -1) if sliding_window is None else (sliding_window, 0)",
+        "reach = -1 if sliding_window is None else sliding_window - 1",
+        "reach = -1 if sliding_window is None else sliding_window",
         VLLM,
     ),
     planted(
         "vLLM may ask for queries that see later keys",
         BACKEND,
-        "if common.causal is not True:",
+        "if common.causal is not is_causal:",
         "if False:",
         VLLM,
     ),
@@ -683,8 +684,22 @@ AT_LARGE: list[Mutation] = [
     planted(
         "vLLM's encoders are decoders",
         BACKEND,
-        "if attn_type != AttentionType.DECODER:",
+        "if not FastAttentionBackend.supports_attn_type(attn_type):",
         "if False:",
+        VLLM,
+    ),
+    planted(
+        "a window of vLLM's encoders ends at a token itself",
+        BACKEND,
+        "window_size=(reach, reach)",
+        "window_size=(reach, 0)",
+        VLLM,
+    ),
+    planted(
+        "a context of vLLM's latents is cut",
+        BACKEND_OVER_LATENTS,
+        "contexts = max(0, int(",
+        "contexts = min(16, int(",
         VLLM,
     ),
     planted(
@@ -697,7 +712,7 @@ AT_LARGE: list[Mutation] = [
     planted(
         "context that vLLM splits is taken for whole",
         BACKEND,
-        "if getattr(self, name, 1) > 1:",
+        "if getattr(layer, name, 1) > 1:",
         "if False:",
         VLLM,
     ),
