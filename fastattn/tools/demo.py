@@ -204,9 +204,14 @@ def run(
     announced.next(runs)
     twins_agree = comparison is None or comparison.holds()
     if is_plain:
+        start = time.perf_counter()
         expected = generate(work, console)
+        rate = sum(map(len, expected)) / (time.perf_counter() - start)
         console.print(answers_table(work, runs, expected))
         console.print(runs_table(work, runs))
+        console.print(
+            f"transformers' generate, one prompt after the other: {rate:.1f} tokens per second.", highlight=False
+        )
         twins_agree &= all(run.outputs == expected for run in runs)
     else:
         plain = replace(work, kv_cache_dtype="auto", calibration=None)

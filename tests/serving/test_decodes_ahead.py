@@ -218,6 +218,17 @@ def test_a_step_that_cannot_be_read_is_computed_again_whatever_is_under_way(kind
         assert_nothing_is_held(engine)
 
 
+def test_a_window_pool_has_room_for_one_step_of_prompts(ahead, device):
+    """Two steps that it has no room for together follow one another as ever; their decodes are launched ahead."""
+    model, options = make_model(*MODELS["window"], device), dict(max_num_batched_tokens=24, max_num_seqs=2)
+    prompts = [PROMPTS[4], list(range(20, 34))]
+    engine = ahead(model, **options)
+    (pool,) = engine.window_pools.values()
+    assert pool.num_blocks == 11, "and the prompts have 9 and 4"
+    assert outputs(engine, prompts) == outputs(make_engine(model, **options), prompts)
+    assert not engine.runner.ahead and any(rows.sources.max() >= 0 for rows in engine.runner.rows)
+
+
 def test_the_longest_leaves_and_graphs_of_shorter_ones_follow(llama, ahead, monkeypatch, caplog):
     """The rows that follow from its own have as many columns as it had blocks, more than the graph has room for."""
     monkeypatch.setattr(fastattn.serving.cuda_graphs, "FEWEST_TOKENS", 1)

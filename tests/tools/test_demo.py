@@ -151,6 +151,7 @@ def test_demo_proves_both_twins(tiny, terminal):
     assert int(counts["prefix cache hits"][0].removesuffix(" blocks")) > 0
     assert int(counts["preemptions"][0]) > 0
     assert all(float(cell) > 0 for cell in row(text, "tokens per second"))
+    assert re.search(r"one prompt after the other: \d+\.\d tokens per second", " ".join(text.split()))
     assert all(
         cell.endswith("MiB") or cell == "not measured here" for cell in row(text, "peak memory, without the model")
     )
