@@ -51,6 +51,7 @@ from tests.helpers import (
 )
 from tests.helpers.batches import CASES, Case, assert_same_masks, build, masks_by_hand, ragged_cases, read_masks
 from tests.helpers.options import OPTIONS, WINDOWS, given, per_head
+from tests.helpers.pairs import every_pair_on_cpu
 from tests.helpers.tolerance import assert_close, assert_matches_reference
 
 MIXED = Case("mixed", ((4, 6), (1, 60), (10, 17), (0, 9), (5, 2)), heads=(3, 1), padding_rows=3)
@@ -485,13 +486,19 @@ def assert_right_at(positions, inputs, case, sees, options, first_keys=None):
     assert_close(lse[:rows].cpu(), ref_lse, low_lse, name="lse")
 
 
-@pytest.mark.parametrize("launch", [dict(block_m=64), dict(splits=1, most_splits=3, block_n=16)], ids=str)
-@pytest.mark.parametrize("options", POSITIONS.values(), ids=POSITIONS)
-@pytest.mark.parametrize("first_keys", [None, [0, 48, 1000, 5, 2**20, 16]], ids=["from-0", "from-somewhere"])
+@pytest.mark.parametrize(
+    ("options", "first_keys", "launch"),
+    every_pair_on_cpu(
+        POSITIONS,
+        [None, [0, 48, 1000, 5, 2**20, 16]],
+        [dict(block_m=64), dict(splits=1, most_splits=3, block_n=16)],
+    ),
+    ids=str,
+)
 def test_queries_at_any_positions(first_keys, options, launch, device):
     """Past their keys, before them, in any order; a decode of each sequence would stand at its own."""
     inputs = build(GROUP, device=device)
-    options = per_head(options, GROUP, device)
+    options = per_head(POSITIONS[options], GROUP, device)
     left, right = Plan(inputs.batch, **{k: v for k, v in options.items() if k in ("causal", "window_size")}).window
 
     def sees(i, j):

@@ -419,7 +419,10 @@ OF_OUR_KERNEL = (
 
 @pytest.mark.parametrize(
     ("name", "lse_and_splits", "sinks"),
-    every_pair(OF_OUR_KERNEL, [(False, 1), (True, 3), (False, 3)], [None, (1.0, -2.0, 3.0, 0.0)]),
+    [
+        *every_pair(OF_OUR_KERNEL, [(False, 1), (True, 3)], [None, (1.0, -2.0, 3.0, 0.0)]),
+        *((name, (False, 3), None) for name in ("chunked_prefill", "differential", "int8 cascade")),
+    ],
     ids=str,
 )
 def test_partial_outputs_in_one_allocation_are_found_by_their_addresses(name, lse_and_splits, sinks):

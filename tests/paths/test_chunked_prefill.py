@@ -38,6 +38,7 @@ from tests.helpers.batches import (
 )
 from tests.helpers.kernels_present import PRESENT, each_kernel
 from tests.helpers.options import OPTIONS, SMALL, WINDOWS, each_kernel_case_and_option, per_head
+from tests.helpers.pairs import every_pair_on_cpu
 from tests.helpers.tolerance import assert_matches_reference, assert_twins_agree
 
 each_twin = pytest.mark.parametrize("twin", [refattn.chunked_prefill, fastattn.chunked_prefill], ids=["ref", "fast"])
@@ -334,12 +335,12 @@ def answer_by_hand(query, keys, values, batch, *, positions, window, options, re
     return out, lse
 
 
-@each_kernel
-@pytest.mark.parametrize("options", POSITIONS.values(), ids=POSITIONS)
-@pytest.mark.parametrize("over", ["pages", "rows"])
+@pytest.mark.parametrize(
+    ("options", "over", "kernel"), every_pair_on_cpu(POSITIONS, ["pages", "rows"], PRESENT), ids=str
+)
 def test_queries_at_any_positions(over, options, kernel, device):
     """With NaN where nobody looks; on a CPU between two windows, too, which no path asks of a kernel."""
-    filled = per_head(options, GROUPS, device)
+    filled = per_head(POSITIONS[options], GROUPS, device)
     mask = dict(causal=filled.pop("causal", True), window_size=filled.pop("window_size", (-1, -1)))
     options = AttentionOptions(**filled)
     inputs = build(GROUPS, device=device, dtype=kernel.dtypes[0])
