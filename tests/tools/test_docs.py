@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import io
 import json
+import os
 import re
 import runpy
 import subprocess
@@ -165,11 +166,12 @@ class Html(HTMLParser):
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory) -> dict[Path, Html]:
-    """Build the site, and read all its pages."""
+    """Build the site, without colours in source files, and read all its pages."""
     folder = tmp_path_factory.mktemp("site")
     # Without --quiet, which hides warnings from --strict.
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder]
-    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    plain = os.environ | {"PLAIN_SOURCES": "1"}
+    built = subprocess.run(command, cwd=ROOT, env=plain, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr
     pages = {}
     for path in folder.rglob("*.html"):
