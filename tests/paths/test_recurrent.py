@@ -17,6 +17,7 @@ from refattn.conformance import assert_close
 from refattn.interface import RecurrentOptions, StatePlan
 from tests.helpers.states import (
     DEVICE,
+    KERNELS,
     Step,
     assert_twins_agree,
     attend,
@@ -312,6 +313,20 @@ def test_a_sequence_that_is_cut_anywhere_has_the_same_bits():
     whole = in_parts()
     for cuts in [(i,) for i in range(10)] + [(1, 2, 5), tuple(range(1, 9))]:
         assert all(map(torch.equal, whole, in_parts(*cuts))), cuts
+
+
+@pytest.mark.parametrize("kernel", ["reference", *(name for name in KERNELS if name == "triton")])
+@pytest.mark.parametrize("lens", [(1, 3), (17, 20)], ids=["decodes", "prompts"])
+def test_other_requests_change_no_bit(kernel, lens):
+    """See vLLM 45819: a request alone was answered otherwise than in a batch. Here, all are decodes or prompts."""
+    contexts, step, states = (5, 0), draw(sum(lens)), draw_states(4)
+    together, first = states.clone(), 0
+    out = attend(kernel, step, together, lengths(lens, contexts), state_indices=ints(range(len(lens))))
+    for i, (length, context) in enumerate(zip(lens, contexts, strict=True)):
+        alone, rows = states.clone(), slice(first, first + length)
+        one = attend(kernel, step.rows(rows), alone, lengths([length], [context]), state_indices=ints([i]))
+        assert torch.equal(one, out[rows]) and torch.equal(alone[i], together[i])
+        first += length
 
 
 @pytest.mark.covers("R201", "R203")

@@ -2189,8 +2189,22 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             "fastattn/context_parallel.py",
-            "if rank == group.rank:\n            _put(",
-            "if not rank:\n            _put(",
+            "if rank == group.rank:\n            _put(states, plan.state_indices, is_written, state)",
+            "if not rank:\n            _put(states, plan.state_indices, is_written, state)",
+        ),
+    ),
+    *breaks(
+        "R213",
+        "the convolution of a rank begins with the inputs before all of them",
+        (
+            "refattn/context_parallel.py",
+            "if rank == group.rank:\n                states[slot] = last",
+            "if not rank:\n                states[slot] = last",
+        ),
+        (
+            "fastattn/context_parallel.py",
+            "if rank == group.rank:\n            _put(states, plan.state_indices, is_written, last)",
+            "if not rank:\n            _put(states, plan.state_indices, is_written, last)",
         ),
     ),
     *in_both(
