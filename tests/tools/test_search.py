@@ -277,6 +277,16 @@ def scores_of_later_keys():
     return "sparse", changed("sparse", scores=scores)
 
 
+def a_sum_over_index_heads_that_ends_early():
+    """Of keys past some position the last heads are left out, so that of many the sum is 0."""
+
+    def scores(query, weights, pool, plan):
+        whole, few = (REFERENCE["sparse"].scores(query, x, pool, plan) for x in (weights, weights * 0))
+        return torch.where(torch.arange(whole.shape[1]) < 16, whole, few)
+
+    return "sparse", changed("sparse", scores=scores)
+
+
 def an_index_scale_twice_as_large():
     def write(key, pool, slots):
         REFERENCE["sparse"].write(key * (2 if pool.dtype == torch.uint8 else 1), pool, slots)
@@ -360,6 +370,7 @@ MISTAKES = [
     a_key_that_is_listed_twice_and_counts_once,
     of_equal_scores_the_last,
     scores_of_later_keys,
+    a_sum_over_index_heads_that_ends_early,
     an_index_scale_twice_as_large,
     the_state_of_a_rejected_draft,
     a_checkpoint_that_is_not_kept,
