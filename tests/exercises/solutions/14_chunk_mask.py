@@ -9,9 +9,10 @@ def chunk_mask(query_len: int, seq_len: int, chunk_size: int) -> Bool[Tensor, "t
     """Return True where a query may see a key: in its own chunk, up to itself. The first chunk begins at position 0.
 
     The queries are the last `query_len` of `seq_len` tokens.
-    query_len 3, seq_len 5, chunk_size 2:   . . 1 . .
-                                            . . 1 1 .
-                                            . . . . 1
+    query_len 3, seq_len 5, chunk_size 2:
+        . . 1 . .
+        . . 1 1 .
+        . . . . 1
     """
     i = torch.arange(seq_len - query_len, seq_len)[:, None]
     j = torch.arange(seq_len)[None]

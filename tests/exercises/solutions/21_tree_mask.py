@@ -9,9 +9,10 @@ def tree_mask(parents: list[int]) -> Bool[Tensor, "n n"]:
     """Return True where a drafted token may see another: its ancestors, and itself.
 
     `parents[i]` is the token that token i follows, always an earlier one, or -1 for a token that begins a branch.
-    parents [-1, 0, 0]:   1 . .
-                          1 1 .
-                          1 . 1
+    parents [-1, 0, 0]:
+        1 . .
+        1 1 .
+        1 . 1
     """
     visible = torch.eye(len(parents), dtype=torch.bool)
     for i, parent in enumerate(parents):
