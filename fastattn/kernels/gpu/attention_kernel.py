@@ -668,6 +668,7 @@ def _attend_kernel(
             ALIBI_SQRT,
             first_of_rows,
             last_of_rows,
+            prefix_lse is None,
         )
     if prefix_lse is not None:
         row_max, row_sum, acc = _take_prefix(
