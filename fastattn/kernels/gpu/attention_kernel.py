@@ -669,6 +669,7 @@ def _attend_kernel(
             first_of_rows,
             last_of_rows,
             prefix_lse is None,
+            SPLIT,
         )
     if prefix_lse is not None:
         row_max, row_sum, acc = _take_prefix(
