@@ -204,8 +204,8 @@ def launch_all(gpu, largest):
     from fastattn.kernels.gpu.slots import slots_in_pool
     from fastattn.kernels.triton import attention, cache, differential, layers, merge, metadata, sampling, selection
 
+    attend_levels = attention.attend_levels
     if largest:
-        attend_levels = attention.attend_levels
 
         def attend_if_largest(query, key, value, levels, *options, tree=None, **asked):
             rows = levels[-1].batch.max_query_len * (query.shape[1] // key.shape[-2])
@@ -250,6 +250,11 @@ def launch_all(gpu, largest):
         attention.attend(query, keys, keys[..., :512], decodes, plain, **of_latents)
         packed = PackedLatents(torch.zeros(16, 64, 656, dtype=torch.uint8), 512)
         attention.attend_to_keys(query, packed, decodes, AttentionOptions(softmax_scale=0.1), None)
+        # A tree of 64 nodes, whose mask has to stay in registers beside a tile of 128 rows.
+        query, keys, table = torch.zeros(64, 32, 128, dtype=half), pool(8, 128, half), [list(range(512))]
+        trees = speculative.make_trees([[-1, *range(63)]])
+        drafts = speculative.plan(make_batch([64], [8192], table), block_size=16, trees=trees)
+        attend_levels(query, keys, keys, [drafts.whole], plain, tree=drafts)
         ends = dict(causal=False, first_visible=torch.zeros(2).int(), last_visible=torch.ones(2).int())
         query, keys = torch.zeros(2, 8, 128, dtype=half), pool(2, 128, half)
         attention.attend(query, keys, keys, plan(1, **ends), plain)  # of intervals

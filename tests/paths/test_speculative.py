@@ -429,6 +429,17 @@ def test_the_twin_answers_as_the_reference_does(kernel, name, shape, device):
         kernel.check(assert_twins_agree, "speculative", *inputs.tensors, trees=made, **options)
 
 
+@pytest.mark.covers("D148")
+@each_kernel
+def test_a_step_of_128_keys_needs_two_words_of_a_mask(kernel, device):
+    """Heads of 16 elements have such steps; a tree begins inside of one, and at its first key."""
+    trees = [draw_tree(130, 3), draw_tree(64, 0)]
+    inputs = build(case_of(trees, contexts=(40, 128), heads=(1, 1), head_size=16), dtype=torch.float32, device=device)
+    with kernel.asked_for():
+        made = fastattn.speculative.make_trees(trees, device=device)
+        kernel.check(assert_twins_agree, "speculative", *inputs.tensors, trees=made)
+
+
 @each_kernel
 def test_layers_that_follow_one_another_share_a_plan(kernel, device):
     """What a kernel keeps in the plan serves other tensors, too."""

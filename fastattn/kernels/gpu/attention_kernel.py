@@ -693,6 +693,8 @@ def _attend_kernel(
             group_scales,
             group_scale_strides,
             ROW_ALIGN,
+            prefix_lse is None,
+            SPLIT,
         )
     if prefix_lse is not None:
         row_max, row_sum, acc = _take_prefix(

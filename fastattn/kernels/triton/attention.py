@@ -39,7 +39,7 @@ from fastattn.kernels.gpu.attention_kernel import (
 from fastattn.kernels.gpu.codes import FORMATS, NO_CODES, Codes, are_pairs, codes_in_pairs, codes_of, in_pairs, size_of
 from fastattn.kernels.gpu.launch import Launch, SplitLaunches
 from fastattn.kernels.gpu.rounding import round_to_codes
-from fastattn.kernels.gpu.tile import CHANGING, STEP_OF_WORDS, can_overlap, fit, merge_parts, normalize, pad, store_rows
+from fastattn.kernels.gpu.tile import CHANGING, can_overlap, fit, merge_parts, normalize, pad, store_rows
 from fastattn.kernels.problem import latent_scales
 from fastattn.kernels.replay import recorder, recording
 from fastattn.kernels.triton.tuning import beside_others, tune
@@ -168,8 +168,6 @@ def attend_levels(
     tunings = [tune(query, key, value, level, options, row_bytes, shared, fewest_rows) for level in levels]
     if len(levels) > 1:
         tunings = [beside_others(tuning, of_codes=bool(codes.kind)) for tuning in tunings]
-    if tree is not None and tree.trees.num_words > 1:
-        tunings = [tuning._replace(block_n=min(tuning.block_n, STEP_OF_WORDS)) for tuning in tunings]
     room = dict(row_bytes=row_bytes, key_bytes=key_bytes, fewest_stages=2 if shared else 1)
     spare = spare_stages(query, shared, codes, tunings[0].block_m)
     tunings = [fit(tuning, query.device, **room, spare=spare) for tuning in tunings]
