@@ -41,14 +41,12 @@ def read(query: Float[Tensor, "t h d"], keys: Keys, plan: Plan) -> Sequences:
         return
     assert plan.batch.block_table is not None  # it is a plan over pages
     for i, (blocks, seq_len) in enumerate(zip(plan.batch.block_table, plan.batch.seq_lens.tolist(), strict=True)):
-        if isinstance(keys, Latents):
-            pages = rearrange(keys.cache[..., : query.shape[2]], "n p d -> n p 1 d")
-            key = read_latents(gather(pages, blocks, seq_len), keys.cache_scale, query.dtype)
-            yield key, key[..., : keys.latent_rank]
-            continue
-        if isinstance(keys, PackedLatents):
+        if isinstance(keys, Latents | PackedLatents):
             rows = gather(rearrange(keys.cache, "n p c -> n p 1 c"), blocks, seq_len)
-            key = read_packed(rows, keys.latent_rank, query.shape[2] - keys.latent_rank, query.dtype)
+            if isinstance(keys, PackedLatents):
+                key = read_packed(rows, keys.latent_rank, query.shape[2] - keys.latent_rank, query.dtype)
+            else:
+                key = read_latents(rows[..., : query.shape[2]], keys.cache_scale, query.dtype)
             yield key, key[..., : keys.latent_rank]
             continue
         key, value = (gather(cache, blocks, seq_len) for cache in keys[:2])

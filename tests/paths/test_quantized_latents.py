@@ -575,7 +575,7 @@ def test_bad_pools_and_writes_are_named_and_nothing_is_written(twin):
     given = Latents(SMALL_CASE, poison=HARMLESS)
     codes = torch.zeros_like(given.cache).to(E4M3)
     for cache, message in (
-        (codes.view(torch.uint8), "cache: expected float32 [n, p, c], got uint8"),
+        (codes.view(torch.uint8), "latent_rank: expected a multiple of 128 for packed latents"),  # as bytes are packed
         (codes.view(torch.int8), "cache: expected numbers or codes of fp8 for latents, got int8: a key"),
         (codes[..., :39], "cache: expected rows of at least r + rope = 40 elements, got c=39"),
         (codes[:, :, None], "cache: expected [n, p, c], got float8_e4m3fn"),

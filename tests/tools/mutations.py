@@ -1756,7 +1756,7 @@ MUTATIONS: list[Mutation] = [
     *breaks(
         "B71",
         "all captures share a schedule",
-        ("fastattn/kernels/flash/schedule.py", "            where = _capture()", '            where = ("capture", 0)'),
+        ("fastattn/kernels/flash/schedule.py", "    capture = _capture()", '    capture = ("capture", 0)'),
     ),
     *breaks(
         "B72",
