@@ -53,7 +53,8 @@ def main() -> int:
         return 0
     npm = shutil.which("npm")
     with tempfile.TemporaryDirectory() as folder:
-        command = [npm or "npm", "pack", "--silent", "--pack-destination", folder, f"pyodide@{VERSION}"]
+        patience = ["--fetch-retries=1", "--fetch-timeout=60000"]
+        command = [npm or "npm", "pack", "--silent", *patience, "--pack-destination", folder, f"pyodide@{VERSION}"]
         why = "there is no npm"
         if npm:
             why = (
