@@ -57,9 +57,8 @@ def main() -> int:
         command = [npm or "npm", "pack", "--silent", *patience, "--pack-destination", folder, f"pyodide@{VERSION}"]
         why = "there is no npm"
         if npm:
-            why = (
-                subprocess.run(command, capture_output=True, text=True, check=False).stderr.strip() or "npm found none"
-            )
+            subprocess.run(command, capture_output=True, check=False)
+            why = f"npm cannot fetch pyodide {VERSION}"
         archives = list(Path(folder).glob("*.tgz"))
         if not archives:
             sys.stdout.write(f"Exercises will not run in the pages of the site: {why}\n")
