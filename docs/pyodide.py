@@ -53,12 +53,12 @@ def main() -> int:
         return 0
     npm = shutil.which("npm")
     with tempfile.TemporaryDirectory() as folder:
-        command = [npm or "npm", "pack", "--silent", "--pack-destination", folder, f"pyodide@{VERSION}"]
+        patience = ["--fetch-retries=1", "--fetch-timeout=60000"]
+        command = [npm or "npm", "pack", "--silent", *patience, "--pack-destination", folder, f"pyodide@{VERSION}"]
         why = "there is no npm"
         if npm:
-            why = (
-                subprocess.run(command, capture_output=True, text=True, check=False).stderr.strip() or "npm found none"
-            )
+            subprocess.run(command, capture_output=True, check=False)
+            why = f"npm cannot fetch pyodide {VERSION}"
         archives = list(Path(folder).glob("*.tgz"))
         if not archives:
             sys.stdout.write(f"Exercises will not run in the pages of the site: {why}\n")
