@@ -54,7 +54,7 @@ from refattn.exercises.functions import EXERCISES
 INSERT = re.compile(r"^(?P<instead>.+) <!-- (?P<name>\w+)(?P<arguments>.*?) -->$", re.MULTILINE)
 CAPTION = re.compile(r"\*(.+?)\* ")
 LINK_TO_SOURCE = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<path>[^)\s]+\.py)\)")
-LINK_TO_EXPLORER = re.compile(r"\[([^\]]*)\]\(((?:\.\./)*explorer/(?:index|engine|state))\.md(#[^)\s]+)\)")  # in some state
+LINK_TO_EXPLORER = re.compile(r"\[([^\]]*)\]\(((?:\.\./)*explorer/(?:index|engine|state))\.md(#[^)\s]+)\)")
 ANSWER = "What do you think? Open the answer"
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 SOURCE_OF_IDEA = re.compile(
