@@ -211,6 +211,7 @@ def test_the_doubles_are_like_vllms_classes():
     from vllm.v1.attention import backend as real
 
     from fastattn.integrations import vllm as integration
+    from fastattn.integrations import vllm_mla as over_latents
 
     fields = {field.name for field in dataclasses.fields(real.CommonAttentionMetadata)}
     assert {field.name for field in dataclasses.fields(vllm_doubles.CommonAttentionMetadata)} <= fields
@@ -219,13 +220,19 @@ def test_the_doubles_are_like_vllms_classes():
     for ours, base, names in (
         (integration.FastAttentionImpl, real.AttentionImpl, ("forward",)),
         (integration.FastAttentionMetadataBuilder, real.AttentionMetadataBuilder, ("__init__", "build")),
+        (over_latents.FastMLAMetadataBuilder, real.AttentionMetadataBuilder, ("__init__", "build")),
+        (
+            over_latents.FastMLAImpl,
+            real.MLAAttentionImpl,
+            ("__init__", "forward_mha", "forward_mqa", "do_kv_cache_update", "process_weights_after_loading"),
+        ),
     ):
         for name in names:
             mine, theirs = (list(inspect.signature(getattr(kind, name)).parameters) for kind in (ours, base))
             assert mine == theirs, name
     takes = inspect.signature(real.AttentionImpl.__init__).parameters
     assert list(takes) == list(inspect.signature(integration.FastAttentionImpl.__init__).parameters)[: len(takes)]
-    for name in vars(integration.FastAttentionBackend):
+    for name in {**vars(integration.FastAttentionBackend), **vars(over_latents.FastMLABackend)}:
         assert name.startswith(("__", "_abc")) or hasattr(real.AttentionBackend, name), f"vLLM does not ask for {name}"
 
 
