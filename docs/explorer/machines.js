@@ -133,11 +133,6 @@ var machines = [
     458300000000000.0
    ],
    [
-    "speculative/tree-1x8192-drafts-64",
-    246.5,
-    223600000000000.0
-   ],
-   [
     "context_parallel/decode-1x1048576",
     4.0,
     15170000000000.0
@@ -218,11 +213,6 @@ var machines = [
     632800000000000.0
    ],
    [
-    "interval/prefill-2x8192-images",
-    3303.0,
-    352700000000000.0
-   ],
-   [
     "mla/decode-64x8192-heads-128-fp8",
     456.6,
     254500000000000.0
@@ -231,6 +221,16 @@ var machines = [
     "mla/decode-64x8192-heads-16-fp8",
     60.0,
     171000000000000.0
+   ],
+   [
+    "speculative/tree-1x8192-drafts-64",
+    246.5,
+    241800000000000.0
+   ],
+   [
+    "interval/prefill-2x8192-images",
+    3303.0,
+    552000000000000.0
    ]
   ]
  },
