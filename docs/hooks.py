@@ -385,7 +385,8 @@ def outcomes(results: dict[str, Any]) -> str:
         lines.append(f"| {shown} | {' | '.join(str(group.get(outcome, 0)) for outcome in seen)} |")
     names = "".join(f" Not passed: `{name}`." for name in results["not_passed"])
     where = "GPU" if results["device"] == "cuda" else "CPU"
-    return f"### Answers on the {where} at {results['commit'][:7]}\n\n{ran}; {versions}. {counts}{unfinished}.{names}\n\n" + "\n".join(lines)
+    head = f"### Answers on the {where} at {results['commit'][:7]}"
+    return f"{head}\n\n{ran}; {versions}. {counts}{unfinished}.{names}\n\n" + "\n".join(lines)
 
 
 def environments(results: dict[str, Any]) -> str:
