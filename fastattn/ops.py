@@ -65,7 +65,7 @@ from refattn.interface import (
 )
 
 PLANS = (Plan, CascadePlan, TreePlan, PrefillPlan)  # which of them a list of sizes is begins it
-TABLES, SIZES = 8, 8  # tensors and whole numbers of a `Plan`
+TABLES, SIZES = 8, 9  # tensors and whole numbers of a `Plan`
 REMEMBERED = 16  # plans: a step has one for each kind of layer
 
 Answer = Tensor | tuple[Tensor, Tensor]
@@ -390,7 +390,7 @@ def _plan_lists(plan: AnyPlan) -> Lists:
     for x in plans:
         batch_tables, batch_sizes = _batch_lists(x.batch)
         tables += [*batch_tables, x.first_keys, x.positions, x.sequences, x.first_visible, x.last_visible]
-        sizes += [*batch_sizes, _or_minus_one(x.block_size), int(x.causal), *x.window_size]
+        sizes += [*batch_sizes, _or_minus_one(x.block_size), int(x.causal), *x.window_size, int(x.extends_causal)]
     return tables + own[0], sizes + own[1]
 
 
@@ -438,9 +438,9 @@ def _plan(tables: list[Any], sizes: list[int]) -> AnyPlan:
     count, plans = len(sizes) // SIZES, []
     for i in range(count):
         its_own = tables[i * TABLES : (i + 1) * TABLES]
-        *batch_sizes, block_size, causal, left, right = sizes[i * SIZES : (i + 1) * SIZES]
+        *batch_sizes, block_size, causal, left, right, extends_causal = sizes[i * SIZES : (i + 1) * SIZES]
         masked = (_batch(its_own[:3], batch_sizes), _or_none(block_size), bool(causal), (left, right))
-        plans.append(Plan(*masked, *its_own[3:]))
+        plans.append(Plan(*masked, *its_own[3:], extends_causal=bool(extends_causal)))
     tables, sizes = tables[count * TABLES :], sizes[count * SIZES :]
     if PLANS[kind] is CascadePlan:
         return CascadePlan(_batch(tables, sizes), tuple(plans))

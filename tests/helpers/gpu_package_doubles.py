@@ -158,8 +158,10 @@ def get_mla_decoding_metadata(seqlens_k, num_q_tokens, h_k, h_q, is_fp8_kvcache,
 
 def flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v, *, use_legacy):
     assert use_legacy and kv.shape[1] == indices.shape[1] == 1 and indices.dtype == torch.int32
-    lengths = [indices.shape[2]] * len(q)
-    out, lse = over_latents(q, kv, d_v, torch.arange(len(q) + 1), indices[:, 0], lengths, sm_scale, causal=False)
+    assert indices.min() >= -1 and indices.max() < len(kv), "a slot outside of the pool is followed"
+    tables = [row[row >= 0] for row in indices[:, 0]]
+    where = torch.arange(len(q) + 1), tables, [len(table) for table in tables], sm_scale
+    out, lse = over_latents(q, kv, d_v, *where, causal=False)
     return out, None, lse
 
 

@@ -497,12 +497,10 @@ def test_every_field_of_a_plan_crosses():
         positions=torch.arange(rows, dtype=torch.int32),
         sequences=torch.tensor([0, 0, 1], dtype=torch.int32),
     )
-    ends = (torch.arange(rows, dtype=torch.int32) for _ in range(2))
-    spans = dataclasses.replace(
-        plan, window_size=(-1, -1), **dict(zip(("first_visible", "last_visible"), ends, strict=True))
-    )
+    ends = dict(first_visible=torch.zeros(rows).int(), last_visible=torch.full((rows,), 100).int())
+    spans = dataclasses.replace(plan, window_size=(-1, -1), extends_causal=True, **ends)
     fields = [(kind, field.name) for kind in (Batch, Plan) for field in dataclasses.fields(kind) if field.init]
-    for one, has_not in ((plan, ("first_visible", "last_visible")), (spans, ("window_size",))):
+    for one, has_not in ((plan, (*ends, "extends_causal")), (spans, ("window_size",))):
         tables, sizes = ops._plan_lists(one)
         again = ops._plan(tables, sizes)
         for kind, name in fields:

@@ -163,7 +163,7 @@ def test_sinks_reach_the_path(llama, twin):
     engine = make_engine(llama, twin)
     query, key, value = (torch.randn(1, heads, 1, 16, device=llama.device) for heads in (6, 2, 2))
     request = engine.add([1])
-    engine.scheduler._start(request)
+    engine.scheduler._start(request, [])
     engine.scheduler._allocate_or_preempt(request, 1)
     inputs = engine.make_inputs(StepTokens.of({request: 1}))
     module, step = llama.model.layers[0].self_attn, inputs["step"]

@@ -681,12 +681,13 @@ class Faults:
         action: what happens then: an exception to raise, or a function to call.
         culprit: it goes wrong wherever this request is; None for once only.
         current: the requests that the pass under way is over.
+        rows: those whose tokens are chosen by the step that is being launched, in the order of its logits.
         blamed: the requests that have to fail.
     """
 
     def __init__(self):
         self.plan()
-        self.current, self.blamed = (), set()
+        self.current, self.rows, self.blamed = (), (), set()
 
     def plan(self, site=None, left=0, action=None, culprit=None):
         self.site, self.left, self.action, self.culprit = site, left, action, culprit
@@ -757,13 +758,19 @@ def faulty_engine_class(base, faults):
             logits = super()._forward(scheduled)
             return faults.spoil(logits, [r for r, count in scheduled.items() if count == r.num_pending])
 
+        def _launch(self, scheduled):
+            due = [r for r, count in scheduled.items() if count == r.num_pending]
+            if sum(scheduled.values()) == len(due):  # a decode, whose rows are the longest first
+                due.sort(key=lambda request: -len(request.tokens))
+            return self._blaming_nobody(super()._launch, scheduled, rows=due)
+
         def _launch_next(self, before):
-            """A launch ahead blames nobody: if it fails, its decode is computed in a step of its own."""
-            current, faults.current = faults.current, ()
-            try:
-                return super()._launch_next(before)
-            finally:
-                faults.current = current
+            return self._blaming_nobody(super()._launch_next, before)
+
+        def _blaming_nobody(self, launch, step, rows=()):
+            """Nobody fails with a launch: its step is computed without one then. Tokens that are NaN fail it."""
+            faults.current, faults.rows = (), rows
+            return launch(step)
 
         def run_model(self, inputs):
             faults.passed("model")
@@ -817,7 +824,7 @@ class EngineMachine(RuleBasedStateMachine):
     def sample(self, logits, *settings):
         """Choose the tokens of a decode that a runner launches."""
         self.faults.passed("sampler")
-        return SAMPLE(self.faults.spoil(logits, self.faults.current), *settings)
+        return SAMPLE(self.faults.spoil(logits, self.faults.rows), *settings)
 
     @initialize(
         block_size=st.integers(1, 4),

@@ -1656,9 +1656,9 @@ MUTATIONS: list[Mutation] = [
         "the table of the first step stays in the buffer",
         (
             GRAPHS,
-            "self.block_table[:count, :columns] = torch.tensor(table, dtype=torch.int32)",
-            "self.block_table[:count, :columns] = torch.tensor(table, dtype=torch.int32)"
-            " if self.replay is None else self.block_table[:count, :columns]",
+            "self.block_table[:count, :columns] = to_device(torch.tensor(table",
+            "self.block_table[:count, :columns] = self.block_table[:count, :columns] if self.replay else"
+            " to_device(torch.tensor(table",
         ),
     ),
     *breaks(
@@ -1692,8 +1692,8 @@ MUTATIONS: list[Mutation] = [
         "the lengths of the first step stay in the buffer",
         (
             GRAPHS,
-            "        self.numbers.copy_(torch.tensor(numbers, dtype=torch.int32))",
-            "        if self.replay is None:\n            self.numbers.copy_(torch.tensor(numbers, dtype=torch.int32))",
+            "        self.numbers.copy_(to_device(torch.tensor(numbers",
+            "        if self.replay is None:\n            self.numbers.copy_(to_device(torch.tensor(numbers",
         ),
     ),
     # --- which kernel ---

@@ -118,6 +118,9 @@ def test_the_other_twin_can_be_imported_instead(page, monkeypatch):
 def test_commands_on_a_page_exist(page, monkeypatch, shapes_unchecked):
     """Those of Python are run in this process, which has imported PyTorch already."""
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(
+        sys, "dont_write_bytecode", True
+    )  # runpy's would have the checks of shapes in it, for everybody
     for block in blocks_of(page):
         if block.language not in ("console", "sh", "bash"):
             continue

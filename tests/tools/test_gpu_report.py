@@ -90,6 +90,7 @@ def test_a_device_that_is_not_there():
 
 def test_the_doctor_says_the_same_to_a_file(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["doctor", str(tmp_path / "doctor.json")])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # it would have the checks of shapes in it
     monkeypatch.delitem(sys.modules, "fastattn.tools.doctor", raising=False)
     runpy.run_module("fastattn.tools.doctor", run_name="__main__")
     found = json.loads((tmp_path / "doctor.json").read_text())
