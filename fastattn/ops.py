@@ -440,7 +440,8 @@ def _plan(tables: list[Any], sizes: list[int]) -> AnyPlan:
         its_own = tables[i * TABLES : (i + 1) * TABLES]
         *batch_sizes, block_size, causal, left, right, extends_causal = sizes[i * SIZES : (i + 1) * SIZES]
         masked = (_batch(its_own[:3], batch_sizes), _or_none(block_size), bool(causal), (left, right))
-        plans.append(Plan(*masked, *its_own[3:], extends_causal=bool(extends_causal)))
+        first_keys, positions, sequences, *ends = its_own[3:]
+        plans.append(Plan(*masked, first_keys, positions, sequences, ends[0], ends[1], bool(extends_causal)))
     tables, sizes = tables[count * TABLES :], sizes[count * SIZES :]
     if PLANS[kind] is CascadePlan:
         return CascadePlan(_batch(tables, sizes), tuple(plans))

@@ -1692,8 +1692,11 @@ MUTATIONS: list[Mutation] = [
         "the lengths of the first step stay in the buffer",
         (
             GRAPHS,
-            "        self.numbers.copy_(to_device(torch.tensor(numbers",
-            "        if self.replay is None:\n            self.numbers.copy_(to_device(torch.tensor(numbers",
+            ("        self.numbers.copy_(to_device(torch.tensor(numbers", "(self.seq_lens, rows.seq_lens)"),
+            (
+                "        if self.replay is None:\n            self.numbers.copy_(to_device(torch.tensor(numbers",
+                "(self.seq_lens, self.seq_lens[:count].clone() if self.seq_lens.any() else rows.seq_lens)",
+            ),
         ),
     ),
     # --- which kernel ---
