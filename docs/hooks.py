@@ -206,6 +206,24 @@ def measured(page: Page, instead: str, path: str = "") -> str:
     )
 
 
+def tried(page: Page, instead: str, path: str) -> str:
+    """Show the designs of a path's kernel that were measured, with what the compiler made of each."""
+    shown = []
+    for file in sorted(RESULTS.glob("tried/*.json")):
+        for run in (run for run in json.loads(file.read_text())["runs"] if run["path"] == path):
+            versions = ", ".join(f"{name} {number}" for name, number in run["versions"].items())
+            lines = ["| design | registers | spilled | median | range |", "|---|--:|--:|--:|--:|"]
+            for found in run["designs"]:
+                sizes = ("" if found[x] is None else str(found[x]) for x in ("registers", "spilled_bytes"))
+                low, middle, high = (f"{found[x] * 1e6:.4g} µs" for x in ("low", "median", "high"))
+                lines.append(f"| {found['design']} | {' | '.join(sizes)} | {middle} | {low} to {high} |")
+            about = (
+                f"*{run['workload']}*, {run['machine']['name']}, {run['date'][:10]}, commit {run['commit']}; {versions}"
+            )
+            shown.append(f"{about}\n\n" + "\n".join(lines))
+    return "\n\n".join(shown)
+
+
 def tested(page: Page, instead: str) -> str:
     """Show the results of the tests on machines that few readers have, and as on other processors; tables folded."""
     shown = [outcomes(json.loads(path.read_text())).rsplit("\n\n", 1) for path in sorted(RESULTS.glob("tests/*.json"))]
@@ -268,6 +286,7 @@ INSERTS = {
         reports,
         says,
         tested,
+        tried,
     )
 }
 
