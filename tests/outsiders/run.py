@@ -86,7 +86,7 @@ def main() -> None:
     from rich.console import Console
 
     console, results = Console(), []
-    with ProcessPoolExecutor(arguments.jobs, multiprocessing.get_context("spawn"), max_tasks_per_child=8) as pool:
+    with ProcessPoolExecutor(arguments.jobs, multiprocessing.get_context("spawn")) as pool:
         waiting = {pool.submit(run, *kernel, arguments.examples): kernel for kernel in chosen}
         for done in as_completed(waiting):
             results.append(done.result())

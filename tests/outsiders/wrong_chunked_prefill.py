@@ -242,3 +242,135 @@ def slope_of_the_key_head(query, key_cache, value_cache, cu_seqlens_q, seq_lens,
         alibi_slopes = alibi_slopes[::group].repeat_interleave(group)
     pages = paged(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table)
     return flash(query, pages, value_size=value_cache.shape[3], alibi_slopes=alibi_slopes, bias=alibi)
+
+
+@claims(block_sizes=(16,))
+def scores_of_4096_keys(query, key_cache, value_cache, seq_lens, block_table, sinks=None):
+    """A decode has a buffer for the scores of 4096 keys; later keys are dropped."""
+    ends = torch.arange(len(seq_lens) + 1)
+    pages = paged(query, key_cache, value_cache, ends, seq_lens, block_table)
+    options = dict(sinks=sinks, tiles=(1, 512), span=lambda i, s: (0, min(s, 4096)))
+    return flash(query, pages, value_size=value_cache.shape[3], **options)
+
+
+def sequence_in_uint8(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table):
+    """The number of a sequence is kept in 8 bits: the one after 255 reads the block table of the first."""
+    table = block_table[torch.arange(len(seq_lens)) % 256]
+    pages = paged(query, key_cache, value_cache, cu_seqlens_q, seq_lens, table)
+    return flash(query, pages, value_size=value_cache.shape[3])
+
+
+def alibi_from_window(
+    query,
+    key_cache,
+    value_cache,
+    cu_seqlens_q,
+    seq_lens,
+    block_table,
+    window_size=(-1, -1),
+    alibi_slopes=None,
+    return_lse=False,
+):
+    """Under a window, distances are counted to its first key and not to the query: only the log-sum-exp is shifted."""
+
+    def bias(slopes, i, j):
+        far = (i - j).abs() if window_size[0] < 0 else (i - j) - window_size[0]
+        return -slopes.float()[:, None, None] * far
+
+    pages = paged(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table)
+    options = dict(window_size=window_size, alibi_slopes=alibi_slopes, bias=bias, return_lse=return_lse)
+    return flash(query, pages, value_size=value_cache.shape[3], **options)
+
+
+def sink_capped(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, softcap=0.0, sinks=None):
+    """The sink goes through the softcap as if it were a score."""
+    if softcap and sinks is not None:
+        sinks = softcap * torch.tanh(sinks.float() / softcap)
+    pages = paged(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table)
+    return flash(query, pages, value_size=value_cache.shape[3], softcap=softcap, sinks=sinks)
+
+
+def window_of_zero_is_none(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, window_size=(-1, -1)):
+    """A left side of 0 is taken for no window, by a comparison with >."""
+    window = (window_size[0] if window_size[0] > 0 else -1, window_size[1])
+    pages = paged(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table)
+    return flash(query, pages, value_size=value_cache.shape[3], window_size=window)
+
+
+def right_side_beats_causal(
+    query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, causal=True, window_size=(-1, -1)
+):
+    """A window with a right side above 0 shows later keys, although the call is causal."""
+    causal = causal and window_size[1] <= 0
+    pages = paged(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table)
+    return flash(query, pages, value_size=value_cache.shape[3], causal=causal, window_size=window_size)
+
+
+def out_returned_and_not_written(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, out=None):
+    """It returns the answer in memory of its own, and leaves `out` as it was."""
+    pages = paged(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table)
+    return flash(query, pages, value_size=value_cache.shape[3])
+
+
+def query_scaled_in_place(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table):
+    """The scale is multiplied into the caller's query: the answer is right, and the query of the caller is not."""
+    query.mul_(query.shape[2] ** -0.5)
+    pages = paged(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table)
+    return flash(query, pages, value_size=value_cache.shape[3], softmax_scale=1.0)
+
+
+_BUFFERS = {}
+
+
+def one_output_buffer(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table):
+    """Outputs lie in a buffer that is kept by shape: the next call overwrites what the last one returned."""
+    pages = paged(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table)
+    answer = flash(query, pages, value_size=value_cache.shape[3])
+    return _BUFFERS.setdefault((answer.shape, answer.dtype), torch.empty_like(answer)).copy_(answer)
+
+
+def lse_in_type_of_query(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, return_lse=False):
+    """The log-sum-exp is rounded to the type of the query, in float32's clothes."""
+    pages = paged(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table)
+    out, lse = flash(query, pages, value_size=value_cache.shape[3], return_lse=True)
+    return (out, lse.to(query.dtype).float()) if return_lse else out
+
+
+def lse_of_padding_is_zero(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, return_lse=False):
+    """Rows of padding have a log-sum-exp of 0: a merge takes them for one key."""
+    pages = paged(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table)
+    out, lse = flash(query, pages, value_size=value_cache.shape[3], return_lse=True)
+    lse[int(cu_seqlens_q[-1]) :] = 0.0
+    return (out, lse) if return_lse else out
+
+
+def blocks_before_the_context_shared(
+    query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, return_lse=False
+):
+    """Neighbours whose first block is the same are taken to share all blocks of their contexts."""
+    table, p = block_table.clone(), key_cache.shape[1]
+    for b, (q0, q1, s) in enumerate(rows(query, cu_seqlens_q, seq_lens)):
+        count = max(0, s - q1 + q0) // p
+        if b and count and s <= int(seq_lens[b - 1]) and table[b, 0] == table[b - 1, 0]:
+            table[b, :count] = table[b - 1, :count]
+    pages = paged(query, key_cache, value_cache, cu_seqlens_q, seq_lens, table)
+    return flash(query, pages, value_size=value_cache.shape[3], return_lse=return_lse)
+
+
+def decode_path_for_a_chunk_of_two(
+    query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, max_query_len, softcap=0.0
+):
+    """A batch of at most two queries per sequence takes the decode path, which has no causal mask between the two."""
+    pages = paged(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table)
+    options = dict(softcap=softcap, causal=max_query_len > 2)
+    out = flash(query, pages, value_size=value_cache.shape[3], **options)
+    for q0, q1, s in rows(query, cu_seqlens_q, seq_lens):
+        out[q0 : max(q0, q1 - s)] = 0.0
+    return out
+
+
+def infinite_value_lost(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table):
+    """Every number that is not finite is cleared on the way in: a NaN of the model, which a query sees, is hidden."""
+    finite = (x.nan_to_num(0.0, 0.0, 0.0) for x in (key_cache, value_cache))
+    pages = paged(query, *finite, cu_seqlens_q, seq_lens, block_table)
+    return flash(query, pages, value_size=value_cache.shape[3])
