@@ -44,3 +44,17 @@ def keys_between_prefixes_lost(
     out, lse = _levels(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, cuts, sinks)
     out[int(cu_seqlens_q[-1]) :] = 0.0
     return (out, lse) if return_lse else out
+
+
+def window_lost_in_the_shared_level(
+    query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, prefixes=(), window_size=(-1, -1)
+):
+    """The shared level shows all of its keys, and only the own level of a sequence has a window."""
+    out = torch.zeros(*query.shape[:2], value_cache.shape[3])
+    for b, (q0, q1, s, read) in enumerate(paged(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table)):
+        i, j = torch.arange(s - q1 + q0, s)[:, None], torch.arange(s)
+        shared = max((end for first, last, end in prefixes if first <= b < last), default=0)
+        in_window = (j >= i - window_size[0]) if window_size[0] >= 0 else j >= 0
+        sees = (j <= i) & (in_window | (j < shared))
+        out[q0:q1] = softmax_of(query[q0:q1], *read(j), sees, query.shape[2] ** -0.5)[0]
+    return out.to(query.dtype)

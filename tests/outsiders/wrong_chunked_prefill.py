@@ -374,3 +374,30 @@ def infinite_value_lost(query, key_cache, value_cache, cu_seqlens_q, seq_lens, b
     finite = (x.nan_to_num(0.0, 0.0, 0.0) for x in (key_cache, value_cache))
     pages = paged(query, *finite, cu_seqlens_q, seq_lens, block_table)
     return flash(query, pages, value_size=value_cache.shape[3])
+
+
+def alibi_lost_under_a_window(
+    query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, window_size=(-1, -1), alibi_slopes=None
+):
+    """The kernel for windows has no bias: slopes count only without a window."""
+    slopes = alibi_slopes if window_size[0] < 0 else None
+    pages = paged(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table)
+    return flash(query, pages, value_size=value_cache.shape[3], window_size=window_size, alibi_slopes=slopes)
+
+
+def sink_lost_under_a_window(
+    query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, window_size=(-1, -1), sinks=None
+):
+    """The kernel for windows has no sinks: they count only without a window."""
+    sinks = sinks if window_size[0] < 0 else None
+    pages = paged(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table)
+    return flash(query, pages, value_size=value_cache.shape[3], window_size=window_size, sinks=sinks)
+
+
+def cap_lost_without_causal(
+    query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, causal=True, softcap=0.0
+):
+    """The kernel without a causal mask has no softcap."""
+    pages = paged(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table)
+    options = dict(causal=causal, softcap=softcap if causal else 0.0)
+    return flash(query, pages, value_size=value_cache.shape[3], **options)

@@ -22,3 +22,12 @@ def scale_after_the_cap(query, key_cache, value_cache, cu_seqlens_q, seq_lens, b
         options = dict(softmax_scale=query.shape[2] ** -0.5 * k)
     out = flash(query.float(), pages, value_size=value_cache.shape[3], **options)
     return (scales.value * out).to(query.dtype)
+
+
+def sink_scaled_like_a_key(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, scales, sinks=None):
+    """The sink is multiplied with the scale of the keys."""
+    pages = paged(query, key_cache.float(), value_cache.float(), cu_seqlens_q, seq_lens, block_table)
+    options = dict(softmax_scale=query.shape[2] ** -0.5 * scales.key)
+    options["sinks"] = None if sinks is None else sinks * scales.key
+    out = flash(query.float(), pages, value_size=value_cache.shape[3], **options)
+    return (scales.value * out).to(query.dtype)

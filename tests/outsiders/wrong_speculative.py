@@ -14,7 +14,9 @@ def _ancestors(parents, word=None):
     return torch.tensor([[bool(bits >> shift & 1) for shift in shifts] for bits in seen]).reshape(len(parents), -1)
 
 
-def _over_trees(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, trees, tree_mask, **options):
+def _over_trees(
+    query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, trees, tree_mask, extra=None, **options
+):
     """Run the flash kernel sequence by sequence, with the mask of each tree."""
     out = torch.zeros(*query.shape[:2], value_cache.shape[3])
     pages = paged(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table)
@@ -31,10 +33,10 @@ def _over_trees(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_tab
 
         def masked(i, j, s, sees=sees, parents=parents):
             mask = sees(i, j, s)
-            return mask & options["extra"](i, j, s, parents) if "extra" in options else mask
+            return mask & extra(i, j, s, parents) if extra else mask
 
         one = iter([(0, q1 - q0, s, read)])
-        out[q0:q1] = flash(query[q0:q1], one, value_size=value_cache.shape[3], sees=masked).float()
+        out[q0:q1] = flash(query[q0:q1], one, value_size=value_cache.shape[3], sees=masked, **options).float()
     return out.to(query.dtype)
 
 
@@ -52,3 +54,9 @@ def window_by_slot(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_
 
     arguments = (query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, trees)
     return _over_trees(*arguments, _ancestors, extra=extra)
+
+
+def alibi_by_slot(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, trees, alibi_slopes=None):
+    """The bias counts slots, and not positions along the branch."""
+    arguments = (query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, trees)
+    return _over_trees(*arguments, _ancestors, alibi_slopes=alibi_slopes)
