@@ -242,6 +242,18 @@ def alibi_from_the_last_visible_key():
     return largest(*zip(came, right, strict=True))
 
 
+def lse_gradient_lost_under_a_window():
+    """The gradient of the log-sum-exp alone, under a window of 2 keys, by the query."""
+    query, key, value = numbers(1, 1, D).requires_grad_(), numbers(3, 1, D), numbers(3, 1, D)
+    batch = make_batch([1], [3])
+    _, lse = dense.attention(query, key, value, dense.plan(batch, window_size=(1, 0)), return_lse=True)
+    (right,) = torch.autograd.grad(lse.sum(), query)
+    kernel = of("dense_backward", "lse_gradient_lost_under_a_window")
+    out, lse = kernel(query, key, value, batch.cu_seqlens_q, batch.seq_lens, window_size=(1, 0), return_lse=True)
+    (came,) = torch.autograd.grad(lse.sum() + 0.0 * out.sum(), query)
+    return largest((came, right))
+
+
 SHOWN = [
     name
     for name, call in globals().items()

@@ -51,9 +51,17 @@ def run(file: str, function: str, path: str, examples: int) -> Result:
     )
 
 
+def crashed(file: str, function: str, path: str, error: BaseException) -> Result:
+    """Say that the kit itself raised an error, which is a surprise for any kernel."""
+    says = dict(property="the kit raised", detail=repr(error), names=[type(error).__name__], example="", dtype="")
+    is_wrong = Path(file).stem.startswith("wrong")
+    name = f"{Path(file).stem}:{function}"
+    return dict(kernel=name, is_wrong=is_wrong, seconds=0.0, honoured=0, failures=[says], crashed=True)
+
+
 def is_surprising(result: Result) -> bool:
-    """Return whether a wrong kernel passed, or a right one did not."""
-    return bool(result["failures"]) != result["is_wrong"]
+    """Return whether a wrong kernel passed, or a right one did not, or the kit itself raised an error."""
+    return "crashed" in result or bool(result["failures"]) != result["is_wrong"]
 
 
 def table(results: list[Result]):
@@ -65,6 +73,7 @@ def table(results: list[Result]):
         failures = result["failures"]
         names = dict.fromkeys(name for failure in failures for name in failure["names"][:1])
         verdict = ("found" if failures else "MISSED") if result["is_wrong"] else ("BLAMED" if failures else "passes")
+        verdict = "KIT RAISES" if "crashed" in result else verdict
         properties = ", ".join(failure["property"] for failure in failures)
         shown.add_row(result["kernel"], verdict, properties, ", ".join(names), str(result["seconds"]))
     return shown
@@ -89,7 +98,8 @@ def main() -> None:
     with ProcessPoolExecutor(arguments.jobs, multiprocessing.get_context("spawn")) as pool:
         waiting = {pool.submit(run, *kernel, arguments.examples): kernel for kernel in chosen}
         for done in as_completed(waiting):
-            results.append(done.result())
+            error = done.exception()
+            results.append(done.result() if error is None else crashed(*waiting[done], error))
             if arguments.json:
                 arguments.json.write_text(json.dumps(results, indent=1))
     console.print(table(results))

@@ -63,3 +63,10 @@ def last_key_of_a_row_of_128_lost(query, key, value, cu_seqlens_q, seq_lens):
         if not s:
             out[q0:q1] = 0.0
     return out
+
+
+def left_side_on_both_sides(query, key, value, cu_seqlens_q, seq_lens, causal=True, window_size=(-1, -1)):
+    """Without a causal mask, a window reaches as far to the right as to the left."""
+    sequences = in_rows(query, key, value, cu_seqlens_q, seq_lens)
+    window = (window_size[0], window_size[0])
+    return flash(query, sequences, value_size=value.shape[2], causal=causal, window_size=window)

@@ -48,3 +48,36 @@ def no_decay_between_chunks(
     """The first token of every chunk of 64 but the first does not let the state before it fade."""
     arguments = (query, key, value, log_decay, beta, states, state_indices, has_initial_state, cu_seqlens_q, scale)
     return _recurrent(*arguments, decays=lambda k: k == 0 or k % 64 != 0)
+
+
+def accepted_counted_from_zero(
+    query,
+    key,
+    value,
+    log_decay,
+    beta,
+    states,
+    state_indices,
+    has_initial_state,
+    num_accepted,
+    cu_seqlens_q,
+    scale=None,
+):
+    """A state per draft: the step begins in column `num_accepted`, one after that of the last accepted token."""
+    if state_indices.ndim == 1:
+        slots = state_indices
+        arguments = (query, key, value, log_decay, beta, states, slots, has_initial_state, cu_seqlens_q, scale)
+        return _recurrent(*arguments)
+    out = torch.zeros(value.shape, dtype=query.dtype)
+    for b, slots in enumerate(state_indices.tolist()):
+        q0, q1 = int(cu_seqlens_q[b]), int(cu_seqlens_q[b + 1])
+        if slots[0] < 0 or q0 == q1:
+            continue
+        accepted = 0 if num_accepted is None else min(int(num_accepted[b]), len(slots) - 1)
+        state = states[slots[accepted]].clone()[None]
+        has_state = has_initial_state[b : b + 1]
+        for row in range(q0, q1):
+            one = [x[row : row + 1] for x in (query, key, value, log_decay, beta)]
+            out[row] = _recurrent(*one, state, torch.tensor([0]), has_state, torch.tensor([0, 1]), scale)[0]
+            states[slots[row - q0]], has_state = state[0], torch.tensor([True])
+    return out
