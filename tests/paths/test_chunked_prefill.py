@@ -18,6 +18,7 @@ import fastattn.chunked_prefill
 import fastattn.dense
 import refattn.chunked_prefill
 import refattn.dense
+import refattn.metadata
 from fastattn.kernels import cpu as cpu_kernel
 from fastattn.kernels import dispatch
 from fastattn.kernels.cpu import attention as cpu
@@ -594,6 +595,24 @@ def test_pages_that_are_copied_into_larger_ones(case, options, kernel, device, m
     with kernel.asked_for():
         kernel.check(assert_twins_agree, "chunked_prefill", *inputs.tensors, **per_head(OPTIONS[options], case, device))
     assert copies.called == (kernel.name == "fa4")
+
+
+@pytest.mark.parametrize("block_size", [16, 64, 128])
+@pytest.mark.parametrize("max_query_len", [1, 63, 64, 65, 1000])
+def test_pages_before_the_first_are_looked_up_in_memory_of_the_table(max_query_len, block_size, monkeypatch):
+    """As flash-attn-4 does over pages of a tile where a sequence has fewer keys than queries: an illegal access."""
+    batch = refattn.metadata.make_batch([max_query_len, 1], [0, 3], [[2], [1]])
+    pool, query = torch.zeros(3, block_size, 1, 64), torch.zeros(max_query_len + 1, 1, 64)
+    answers = mock.Mock(return_value=(query, query[..., 0]))
+    monkeypatch.setattr(fa4, "_attend", answers)
+    fa4.paged(query, pool, pool, Plan(batch, block_size), AttentionOptions(), None)
+    table = answers.call_args.kwargs["page_table"]
+    assert torch.equal(table, batch.block_table)
+    for tile in (
+        range(64, 193, 16) if block_size > 16 else ()
+    ):  # a smaller page is no tile: what is looked up is checked
+        first = math.ceil((1 + 0 - max_query_len) / tile) - 1  # of a tile of one query, and of no key
+        assert table.storage_offset() + first >= 0
 
 
 LONG_PROMPTS = dict(lens=((8192, 8192),) * 2, heads=(32, 8), head_size=128, block_size=16, left=-1)

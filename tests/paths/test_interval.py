@@ -517,7 +517,8 @@ def test_a_causal_kernel_and_the_keys_after_it_are_all(rule, over_rows, options,
     attention = refattn.dense.attention if over_rows else refattn.interval.attention
 
     def by_reference(query, key, value, batch, **asked):
-        return attention(query, key, value, plan_of(refattn.interval, batch), options, **asked)
+        there = options if options.sinks is None else replace(options, sinks=options.sinks.to(query.device))
+        return attention(query, key, value, plan_of(refattn.interval, batch), there, **asked)
 
     assert_matches_reference(out, lse, by_reference, query, *keys, batch)
     see_more = plan.last_visible > fastattn.interval.causal(batch, len(query)).last_visible

@@ -4,12 +4,13 @@ On Hopper it does not split keys, so it suits long queries. Pages of 128 tokens 
 queries it pays to copy smaller pages into such pages first. Codes of a quantised cache are converted into them, too.
 
 It loads whole tiles and gives what lies past a sequence's end a weight of 0; NaN that results from it is repaired.
+Where queries see no key it looks up pages before the first one, so its tables have room there.
 
 Source: Zadouri et al. 2026, "FlashAttention-4"; Shah et al. 2024, "FlashAttention-3".
 """
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int32
 from torch import Tensor
 
 from fastattn.kernels.device import cannot_import, capability
@@ -20,6 +21,7 @@ from refattn.interface import AttentionOptions, AttentionPlan, Keys, Pages, Plan
 
 LARGEST_HEAD = {9: 256, 10: 128, 11: 128}  # by compute capability
 FAST_BLOCK = 128  # tokens in a page that loads fastest
+SMALLEST_TILE = 64  # keys that it loads at a time, at least
 QUERY_ROWS = 6144  # of a key head and a sequence, on average, that are worth a copy of the pages
 MOST_COPIED_BYTES = 2**29  # of keys and values: what a call may take besides its answer
 
@@ -122,8 +124,27 @@ def paged(
 
         key_cache, table = repage(key_cache, batch, block_size=FAST_BLOCK)
         value_cache, _ = repage(value_cache, batch, block_size=FAST_BLOCK)
+    if key_cache.shape[1] >= SMALLEST_TILE:  # a page may be a tile, and is looked up before anything is checked
+        table = with_room_before(table, min(batch.max_query_len, query.shape[0]))
     where = dict(seqused_k=side_by_side(batch.seq_lens), page_table=side_by_side(table))
     return _attend(query, key_cache, value_cache, plan, options, out, tails_are_zero=copied, **where)
+
+
+def with_room_before(table: Int32[Tensor, "b m"], max_query_len: int) -> Int32[Tensor, "b m"]:
+    """Copy a block table into memory that begins before it, so that whatever is looked up there may be read.
+
+    Where `q` queries have `s < q` keys, the first tile of queries ends before the first key, and the kernel begins with
+    the page of tile `ceil((m + s - q) / n) - 1 < 0` for tiles of `m` rows and `n` keys. Of the first sequence that is
+    memory before the table, which may be nobody's: an illegal access. The page that it finds has no weight.
+
+    Args:
+        table: the block table.
+        max_query_len: the largest number of queries of a sequence.
+    """
+    room = -(-max_query_len // SMALLEST_TILE)
+    memory = table.new_empty(room + table.numel())
+    memory[room:].view_as(table).copy_(table)
+    return memory[room:].view_as(table)
 
 
 def _should_copy(query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: Plan) -> bool:

@@ -91,7 +91,7 @@ def attend_to_keys(
 
 def attend(
     query: Float[Tensor, "t h d"],
-    key: Float[Tensor, "s hk d"] | Shaped[Tensor, "n p hk d"],
+    key: Float[Tensor, "s hk d"] | Shaped[Tensor, "n p hk _"],
     value: Float[Tensor, "s hk dv"] | Shaped[Tensor, "n p hk _"],
     plan: Plan,
     options: AttentionOptions,
@@ -123,7 +123,7 @@ def attend(
 
 def attend_levels(
     query: Float[Tensor, "t h d"],
-    key: Float[Tensor, "s hk d"] | Shaped[Tensor, "n p hk d"],
+    key: Float[Tensor, "s hk d"] | Shaped[Tensor, "n p hk _"],
     value: Float[Tensor, "s hk dv"] | Shaped[Tensor, "n p hk _"],
     levels: Sequence[Plan],
     options: AttentionOptions,
