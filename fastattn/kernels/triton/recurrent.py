@@ -31,7 +31,7 @@ So every exponent is a sum of logarithms of decays, and no factor is larger than
 Source: Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence Length".
 """
 
-from math import gcd
+from math import gcd, prod
 from typing import Any, no_type_check
 
 import torch
@@ -94,8 +94,8 @@ def recurrent(
     block_v = min(BLOCK_V if by_token else CHUNKS_BLOCK_V, _pad(value_head_size))
     grid = (plan.batch.num_seqs + 1, num_heads, triton.cdiv(value_head_size, block_v))
     arguments["PER_CHANNEL"] = per_channel
-    if by_token:
-        _tokens_kernel[grid](**arguments, BLOCK_V=block_v, num_warps=TOKENS_WARPS)
+    if by_token:  # programs in the order of their parts in memory: a state is read as one piece
+        _tokens_kernel[(prod(grid),)](**arguments, NUM_HEADS=num_heads, BLOCK_V=block_v, num_warps=TOKENS_WARPS)
         return out
     precision = "ieee" if devices.is_rocm() else "tf32x3" if query.dtype == torch.float32 else "tf32"
     arguments |= {"CHUNK": chunk, "PRECISION": precision}
@@ -259,10 +259,14 @@ def _tokens_kernel(
     PER_CHANNEL: tl.constexpr,
     PER_DRAFT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     """Fold the tokens of a sequence into part of one head's state, one by one."""
-    sequence, head = tl.program_id(0), tl.program_id(1)
+    PARTS: tl.constexpr = (DV + BLOCK_V - 1) // BLOCK_V
+    part = tl.program_id(0) % PARTS
+    head = tl.program_id(0) // PARTS % NUM_HEADS
+    sequence = tl.program_id(0) // (PARTS * NUM_HEADS)
     first_row, length, position, slot, start = _find_sequence(
         sequence,
         cu_seqlens_q,
@@ -277,7 +281,7 @@ def _tokens_kernel(
         num_seqs,
         num_tokens,
     )
-    at_v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    at_v = part * BLOCK_V + tl.arange(0, BLOCK_V)
     at_k = tl.arange(0, PAD_K)
     in_v, in_k = at_v < DV, at_k < DK
     of_out = out + head * out_strides[1] + at_v * out_strides[2]

@@ -1,7 +1,7 @@
 """Rows of layers that keep a state: what they compute, the right answer, and who computes it.
 
-A call reads the state of a request in one slot and writes it to another, as a step with drafts does. So each call of a
-measurement computes the same, and moves as many bytes as one that writes to where it read.
+A decode moves the state of a request in place, so each call of a measurement answers another question than the one
+before it; the first answer is judged. A prompt's calls all begin without a state.
 """
 
 import importlib
@@ -134,14 +134,11 @@ def states_twin(package: str = "fastattn") -> Contender:
 
     def prepare(inputs: StateInputs) -> Call:
         path = importlib.import_module(f"{package}.recurrent")
-        if inputs.work.query_len == 1:
-            accepted = torch.full_like(inputs.slots[:, 0], 2).contiguous()
-            plan: StatePlan = path.plan(inputs.batch, state_indices=inputs.slots, num_accepted=accepted)
-        else:
-            plan = path.plan(inputs.batch, state_indices=inputs.slots[:, 0].contiguous())
-        return lambda: path.attention(*inputs[1:6], inputs.states, plan)
+        plan: StatePlan = path.plan(inputs.batch, state_indices=inputs.slots[:, 1].contiguous())
+        states = inputs.states.clone()
+        return lambda: path.attention(*inputs[1:6], states, plan)
 
-    return Contender(package, prepare)
+    return Contender(package, prepare, judge=_judge_of_the_first)
 
 
 def states_transformers() -> Contender:
@@ -173,7 +170,7 @@ def states_fla() -> Contender:
 
 
 def states_attn_gym() -> Contender:
-    """attention-gym over slots. Its decode makes the gates and the lengths of 1 itself, and writes where it read."""
+    """attention-gym over slots. Its decode makes the gates and the lengths of 1 itself."""
 
     def prepare(inputs: StateInputs) -> Call:
         is_decode, tokens = inputs.work.query_len == 1, inputs[1:6]
@@ -188,10 +185,7 @@ def states_attn_gym() -> Contender:
 
 
 def _judge_of_the_first(inputs: StateInputs) -> Judge:
-    """Hold the first answer to the right one: where states are moved in place, the next call answers another question.
-
-    A prompt's calls all begin without a state.
-    """
+    """Hold the first answer to the right one: where states are moved in place, the next is to another question."""
     judge = inputs.work.judge(inputs)
     held: list[bool] = []
 
