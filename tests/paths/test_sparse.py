@@ -346,38 +346,77 @@ def test_a_long_row_more_ties_than_a_step_holds_and_any_strides(kernel, device):
             assert torch.equal(fastattn.sparse.select(scores.flip(0).to(device), topk).cpu(), whole.flip(0))
 
 
-def in_splits():
-    """Scores over many splits of 64: plateaus across them, at their borders, and whole splits without a key."""
+def in_splits(length):
+    """Scores over many splits of 32: plateaus across them, at their borders, and whole splits without a key."""
     torch.manual_seed(0)
-    rows = torch.randn(7, 317).sub(1.0).relu()  # most are 0
+    rows = torch.randn(8, length).sub(1.0).relu()  # most are 0
     rows[1, ::3] = -0.0
     rows[2] = 3.5
-    rows[3, 40:300] = -math.inf
-    rows[4] = torch.randn(317) * 1e-40  # denormal
-    rows[4, 63:65], rows[4, 200] = math.nan, math.inf
+    rows[3, 40:-17] = -math.inf
+    rows[4] = torch.randn(length) * 1e-40  # denormal
+    rows[4, 63:65], rows[4, 200:201] = math.nan, math.inf
     rows[5] = -math.inf
-    rows[6] = -torch.arange(317).float()
+    rows[6] = -torch.arange(length).float()
+    rows[7, : length // 2] = math.nan
     return rows
+
+
+@pytest.fixture
+def short_splits(monkeypatch):
+    """Rows of more than 64 scores are long ones, filtered by 32; nothing that is read is left from before."""
+    from fastattn.kernels.triton import selection
+
+    sizes = dict(SHORT=64, SHORT_OF_MANY=64, EVERY=4, MOST_SAMPLED=64, FILTER_BLOCK=32, CANDIDATE_BLOCK=64)
+    for name, value in (sizes | dict(CANDIDATE_COLUMNS=8)).items():
+        monkeypatch.setattr(selection, name, value)
+    monkeypatch.setattr(torch, "empty", lambda *shape, **more: torch.full(shape, -7, **more))
+    return selection
 
 
 @pytest.mark.covers("F197")
 @pytest.mark.skipif("triton" not in KERNELS, reason="needs Triton")
 @pytest.mark.parametrize(
-    ("length", "topk", "bits", "most"), [(317, 193, 5, 64), (193, 65, 5, 64), (300, 64, 8, 3), (70, 80, 5, 64)]
+    ("length", "topk", "bits", "most"), [(317, 193, 5, 64), (193, 8, 5, 64), (300, 64, 8, 3), (70, 80, 5, 64)]
 )
-def test_splits_of_a_row_agree_on_what_is_selected(length, topk, bits, most, monkeypatch, device):
-    """As long rows are selected from, by a launch for each digit; nothing that is read is left from before."""
-    from fastattn.kernels.triton import selection
-
-    for name, value in (("SPLIT", 64), ("BLOCK", 32), ("BITS", bits), ("MOST_SPLITS", most)):
-        monkeypatch.setattr(selection, name, value)
-    monkeypatch.setattr(selection, "multiprocessors", lambda device: 4)
-    monkeypatch.setattr(torch, "empty", lambda *shape, **more: torch.full(shape, -7, **more))
-    rows = in_splits()[:, :length]
-    scores = torch.full((length, 15), math.nan)[:, ::2][:, :7].T.copy_(rows)  # of any strides
+def test_long_rows_are_selected_from_by_their_candidates(length, topk, bits, most, short_splits, monkeypatch, device):
+    for name, value in (("BITS", bits), ("MOST_SPLITS", most), ("MOST_FILTERED", 7 * length)):  # 7 rows, and then one
+        monkeypatch.setattr(short_splits, name, value)
+    rows = in_splits(length)
+    scores = torch.full((length, 17), math.nan)[:, ::2][:, :8].T.copy_(rows)  # of any strides
     with dispatch.use_kernel("triton"):
         selected = fastattn.sparse.select(scores.to(device), topk).cpu()
     assert torch.equal(selected, refattn.sparse.select(rows, topk))
+
+
+@pytest.mark.covers("F197")
+@pytest.mark.skipif("triton" not in KERNELS, reason="needs Triton")
+def test_a_sample_that_misleads_costs_time_alone(short_splits, monkeypatch, device):
+    """Where too few scores are candidates, or too many for their room, the row itself is read."""
+    by_position, pivot = torch.arange(300.0, device=device)[None], torch.zeros(1, device=device)
+    sampled, made = [], []
+    for rank in range(1, 65):
+        short_splits._sample_kernel[(1,)](by_position, pivot, by_position.stride(), 300, rank, SAMPLE=64, BITS=5)
+        sampled.append(int(pivot))
+    assert len(set(sampled)) == 64
+    rows = torch.randn(4, 300)
+    rows[0, sampled] += 100.0
+    rows[1, sampled] -= 100.0
+    rows[2] = 0.0
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, **more: made.append(empty(*shape, **more)) or made[-1])
+    for topk in (40, 2):
+        made.clear()
+        with dispatch.use_kernel("triton"):
+            selected = fastattn.sparse.select(rows.to(device), topk).cpu()
+        assert torch.equal(selected, refattn.sparse.select(rows, topk))
+        (counts,) = (x.sum(1).tolist() for x in made if x.ndim == 3)  # candidates, and those above the pivot
+        if topk == 40:
+            assert counts[0][0] < topk, "and there are more keys"
+        else:
+            room = made[-1].shape[1]
+            assert room < 300 and counts[1][0] > room and counts[1][1] > topk
+            assert counts[2] == [300, 0], "a plateau, of which the first are taken"
+            assert topk < counts[3][1] and counts[3][0] <= room
 
 
 @each_selector
