@@ -31,6 +31,9 @@ each_twin = pytest.mark.parametrize("twin", TWINS, ids=["ref", "fast"])
 KERNELS = ["torch", *(kernel.name for kernel in PRESENT if kernel.name == "triton")]
 each_selector = pytest.mark.parametrize("kernel", KERNELS)
 SCORERS = KERNELS if os.environ["TWINATTN_TEST_DEVICE"] == "cpu" else KERNELS[1:]  # a GPU would wait for plain torch
+QUERY_TYPES = [torch.float32, torch.float16, torch.float8_e4m3fn]
+if os.environ["TWINATTN_TEST_DEVICE"] != "cpu":  # the interpreter has none
+    QUERY_TYPES.append(torch.bfloat16)
 each_scorer = pytest.mark.parametrize("kernel", SCORERS)
 I32 = partial(torch.tensor, dtype=torch.int32)
 D = 16  # elements of an index key here: few, so that scores of codes are exact
@@ -148,7 +151,7 @@ def test_scores_are_the_formula_in_float64(twin, dtype):
 
 @pytest.mark.covers("F196")
 @each_scorer
-@pytest.mark.parametrize("query_dtype", [torch.float32, torch.float16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("query_dtype", QUERY_TYPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16], ids=str)
 def test_scores_agree_and_need_nothing_that_nobody_sees(kernel, query_dtype, dtype, device):
     """Blocks of others, slots after the last key, entries after the last block: NaN and garbage change no bit."""
@@ -163,6 +166,27 @@ def test_scores_agree_and_need_nothing_that_nobody_sees(kernel, query_dtype, dty
     expected = refattn.sparse.scores(query, weights, pool, plan)
     assert torch.equal(expected.isinf(), answers[0].isinf())
     torch.testing.assert_close(answers[0], expected, rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.skipif("triton" not in KERNELS, reason="needs Triton")
+def test_queries_become_float16_and_their_weights_take_the_power_of_two(device):
+    """What bfloat16 holds and float16 does not is divided out; in float32 here, which the interpreter has."""
+    from fastattn.kernels.triton import selection
+
+    torch.manual_seed(0)
+    query = (torch.randn(4, 3, 20) * torch.tensor([1.0, 1e-30, 1e30, 300.0])[:, None, None]).bfloat16().float()
+    query[0, 1], query[3, 2, 5], query[3, 0, 7] = 0.0, math.inf, math.nan
+    weights = torch.randn(4, 6)[:, ::2].half()
+    halves, of_halves = selection._in_float16(query.to(device)[..., :19], weights.to(device))
+    assert halves.dtype == torch.float16 and of_halves.dtype == torch.float32 and halves.shape == (4, 3, 19)
+    power = of_halves.cpu() / weights.float()
+    assert torch.equal(power.frexp().mantissa, torch.full((4, 3), 0.5)) and power[0, 1] == 1.0
+    again = halves.cpu().double() * power.double()[..., None]
+    largest = query[..., :19].abs().amax(-1, keepdim=True).double()
+    finite = largest.isfinite().expand_as(again)
+    assert ((again - query[..., :19]).abs() <= largest * 2**-25)[finite].all()
+    assert halves[3, 2, 5] == math.inf and halves[3, 0, 7].isnan()
+    assert (halves.cpu().abs().amax(-1)[finite[..., 0]] < 2).all()
 
 
 MASKS = {
@@ -366,7 +390,7 @@ def short_splits(monkeypatch):
     """Rows of more than 64 scores are long ones, filtered by 32; nothing that is read is left from before."""
     from fastattn.kernels.triton import selection
 
-    sizes = dict(SHORT=64, SHORT_OF_MANY=64, EVERY=4, MOST_SAMPLED=64, FILTER_BLOCK=32, CANDIDATE_BLOCK=64)
+    sizes = dict(SHORT=64, SHORT_OF_MANY=64, EVERY=4, MOST_SAMPLED=64, SPARE=0, FILTER_BLOCK=32, CANDIDATE_BLOCK=64)
     for name, value in (sizes | dict(CANDIDATE_COLUMNS=8)).items():
         monkeypatch.setattr(selection, name, value)
     monkeypatch.setattr(torch, "empty", lambda *shape, **more: torch.full(shape, -7, **more))
@@ -395,7 +419,9 @@ def test_a_sample_that_misleads_costs_time_alone(short_splits, monkeypatch, devi
     by_position, pivot = torch.arange(300.0, device=device)[None], torch.zeros(1, device=device)
     sampled, made = [], []
     for rank in range(1, 65):
-        short_splits._sample_kernel[(1,)](by_position, pivot, by_position.stride(), 300, rank, SAMPLE=64, BITS=5)
+        short_splits._sample_kernel[(1,)](
+            by_position, pivot, by_position.stride(), 300, rank, SAMPLE=64, SPARE=-1, BITS=5
+        )
         sampled.append(int(pivot))
     assert len(set(sampled)) == 64
     rows = torch.randn(4, 300)

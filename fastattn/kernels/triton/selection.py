@@ -35,7 +35,7 @@ from jaxtyping import Float, Float32, Int32, Int64, Shaped
 from torch import Tensor
 
 from fastattn.kernels.gpu.attention_kernel import contiguous, count_tiles
-from fastattn.kernels.gpu.codes import from_codes, from_pairs, to_fp8
+from fastattn.kernels.gpu.codes import from_codes, from_pairs, power_of_two, to_fp8
 from fastattn.kernels.gpu.tile import (
     CHANGING,
     Tuning,
@@ -66,6 +66,7 @@ SHORT_OF_MANY = 16384  # the same where rows are many
 ROWS_TO_FILL = 2  # for each multiprocessor, from which on rows are many
 EVERY = 32  # scores of which one is in the sample
 MOST_SAMPLED = 4096
+SPARE = 8  # scores of the sample that may lie above the pivot beside those that are asked for
 SAMPLE_WARPS = 8
 FILTER_BLOCK = 2048  # scores that are filtered at a time, at most 2**15
 FILTER_WARPS = 4
@@ -106,7 +107,7 @@ def write_index(
 def score_index(
     query: Float[Tensor, "t h d"], weights: Float[Tensor, "t h"], index_cache: Shaped[Tensor, "n p c"], plan: Plan
 ) -> Float32[Tensor, "t s"]:
-    """Score the keys that queries may see, in one launch; see `fastattn.sparse.scores`."""
+    """Score the keys that queries may see, in one launch, or two; see `fastattn.sparse.scores`."""
     batch, (t, num_heads, size) = plan.batch, query.shape
     result = torch.empty(t, batch.max_seq_len, dtype=torch.float32, device=query.device)
     if not batch.num_seqs or not result.numel():
@@ -115,6 +116,8 @@ def score_index(
     left, right = plan.window
     codes, query_codes = holds_codes(index_cache), query.element_size() == 1
     pairs = codes and query.element_size() <= 2
+    if pairs and query.dtype == torch.bfloat16:
+        query, weights = _in_float16(query, weights)
     query, weights = as_bytes(query) if query_codes else query, weights.float()
     key_bytes = size * (2 if query_codes else query.element_size())
     asked = Tuning(
@@ -171,6 +174,22 @@ def score_index(
     return result
 
 
+def _in_float16(
+    query: Float[Tensor, "t h d"], weights: Float[Tensor, "t h"]
+) -> tuple[Float[Tensor, "t h d"], Float[Tensor, "t h"]]:
+    """Return queries in the type that codes are turned into at once, and their weights, in one launch.
+
+    Each head is divided by a power of two, and its weight multiplied by that.
+    """
+    halves = torch.empty(query.shape, dtype=torch.float16, device=query.device)
+    of_halves = torch.empty(weights.shape, dtype=torch.float32, device=query.device)
+    t, num_heads, size = query.shape
+    _in_float16_kernel[(t,)](
+        query, weights, halves, of_halves, query.stride(), weights.stride(), NUM_HEADS=num_heads, SIZE=size
+    )
+    return halves, of_halves
+
+
 def select(scores: Float32[Tensor, "t s"], topk: int) -> Int32[Tensor, "t {topk}"]:
     """Select the highest scores, of equal ones the first; see `fastattn.sparse.select`.
 
@@ -209,7 +228,9 @@ def _select_long(scores: Float32[Tensor, "t s"], topk: int, selected: Int32[Tens
     kept = torch.empty(t, s, dtype=torch.int32, device=device)
     positions = torch.empty(t, room, dtype=torch.int32, device=device)
     candidates = torch.empty(t, room, dtype=torch.float32, device=device)
-    _sample_kernel[(t,)](scores, pivots, scores.stride(), s, rank, SAMPLE=sample, BITS=BITS, num_warps=SAMPLE_WARPS)
+    _sample_kernel[(t,)](
+        scores, pivots, scores.stride(), s, rank, SAMPLE=sample, SPARE=SPARE, BITS=BITS, num_warps=SAMPLE_WARPS
+    )
     _filter_kernel[(t, splits)](
         scores, pivots, counts, kept, scores.stride(), s, splits, split_blocks, FILTER_BLOCK, num_warps=FILTER_WARPS
     )
@@ -347,6 +368,33 @@ def _write_index_kernel(
         at = block * cache_strides[0] + place * SIZE
         tl.store(index_cache + at[:, None] + at_d, codes, in_key)
         tl.store(scales + block * (cache_strides[0] // 4) + place, scale, is_written)
+
+
+@triton.jit
+@no_type_check
+def _in_float16_kernel(
+    query,
+    weights,
+    halves,
+    of_halves,
+    query_strides,
+    weight_strides,
+    NUM_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """Divide the index heads of a query by a power of two each: below 2, float16 holds all that a score would show."""
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.arange(0, triton.next_power_of_2(NUM_HEADS))
+    at_d = tl.arange(0, triton.next_power_of_2(SIZE))[None, :]
+    is_head = heads < NUM_HEADS
+    in_query = is_head[:, None] & (at_d < SIZE)
+    at = token * query_strides[0] + heads.to(tl.int64)[:, None] * query_strides[1]
+    q = tl.load(query + at + at_d.to(tl.int64) * query_strides[2], in_query, 0.0).to(tl.float32)
+    power = tl.minimum(power_of_two(tl.max(tl.abs(q), 1)), 1.7014118346046923e38)  # infinity stays what it is
+    halved = tl.div_rn(q, tl.zeros(q.shape, tl.float32) + power[:, None]).to(tl.float16)
+    tl.store(halves + (token * NUM_HEADS + heads[:, None]) * SIZE + at_d, halved, in_query)
+    w = tl.load(weights + token * weight_strides[0] + heads * weight_strides[1], is_head, 0.0).to(tl.float32)
+    tl.store(of_halves + token * NUM_HEADS + heads, w * power, is_head)
 
 
 @triton.jit
@@ -660,28 +708,34 @@ def _count_digits(order, lowest, step, BITS: tl.constexpr):
 @triton.jit
 @no_type_check
 def _find_digit(counts, lowest, wanted, step, BITS: tl.constexpr):
-    """Return the lowest number that is selected, by one more digit, and how many are wanted of those that have it."""
+    """Return the lowest number that is selected, by one more digit, and how many that have it are wanted, and not."""
     digits = tl.arange(0, 2**BITS)
     above = tl.sum(counts, 0) - tl.cumsum(counts, 0)  # numbers with a larger digit
     digit = tl.min(tl.where(above < wanted, digits, 2**BITS - 1), 0)
     wanted -= tl.sum(tl.where(digits == digit, above, 0), 0)
-    return lowest | (digit.to(tl.uint32) << tl.maximum(32 - BITS - BITS * step, 0)), wanted
+    spare = tl.sum(tl.where(digits == digit, counts, 0), 0) - wanted
+    return lowest | (digit.to(tl.uint32) << tl.maximum(32 - BITS - BITS * step, 0)), wanted, spare
 
 
 @triton.jit
 @no_type_check
 def _find_lowest(row_scores, stride, width, topk, BLOCK: tl.constexpr, BITS: tl.constexpr):
-    """Return the lowest number that is selected of a row, in order, and how many are wanted of those that equal it."""
+    """Return the lowest number that is selected of a row, in order, and how many are wanted of those that equal it.
+
+    Once all numbers that have its highest bits are wanted, the others stay 0: no number lies between.
+    """
     lowest = tl.full([], 0, tl.uint32)  # its highest bits first
-    wanted = topk  # of the numbers that have these bits
+    wanted, spare = topk, width  # of the numbers that have these bits, how many are wanted, and how many not
     whole, blocks = width // BLOCK, tl.cdiv(width, BLOCK)
-    for step in range((31 + BITS) // BITS):
+    step = 0
+    while (step < (31 + BITS) // BITS) & (spare > 0):
         counts = tl.zeros([2**BITS], tl.int32)
         for MASKED in tl.static_range(2):
             for block in range(whole if MASKED else 0, blocks if MASKED else whole):
                 numbers = _read_scores(row_scores, stride, block * BLOCK + tl.arange(0, BLOCK), width, MASKED)
                 counts += _count_digits(_in_order(numbers), lowest, step, BITS)
-        lowest, wanted = _find_digit(counts, lowest, wanted, step, BITS)
+        lowest, wanted, spare = _find_digit(counts, lowest, wanted, step, BITS)
+        step += 1
     return lowest, wanted
 
 
@@ -736,11 +790,14 @@ def _write_positions(row_scores, stride, positions, width, row_selected, lowest,
 
 @triton.jit(do_not_specialize=["width", "rank"])
 @no_type_check
-def _sample_kernel(scores, pivots, score_strides, width, rank, SAMPLE: tl.constexpr, BITS: tl.constexpr):
+def _sample_kernel(
+    scores, pivots, score_strides, width, rank, SAMPLE: tl.constexpr, SPARE: tl.constexpr, BITS: tl.constexpr
+):
     """Find the pivot of a row: the score of some rank in a sample, which has one score of each part of the row.
 
-    The part is cut at another place each time, so that no period of the scores fits that of the sample. A pivot is
-    finite, or infinity: comparisons with it can tell what is no key.
+    The score stands at another place of each part, so that no period of the scores fits that of the sample. Up to
+    `SPARE` more may lie above the pivot, whose last bits are 0 then. It is finite, or infinity: comparisons with it
+    can tell what is no key.
     """
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, SAMPLE)
@@ -748,10 +805,11 @@ def _sample_kernel(scores, pivots, score_strides, width, rank, SAMPLE: tl.conste
     j = i.to(tl.int64) * width // SAMPLE + (scattered.to(tl.int64) * (width // SAMPLE) >> 16)
     order = _in_order(tl.load(scores + row * score_strides[0] + j * score_strides[1]))
     lowest = tl.full([], 0, tl.uint32)
-    wanted = rank
-    for step in range((31 + BITS) // BITS):
+    wanted, spare, step = rank, width, 0
+    while (step < (31 + BITS) // BITS) & (spare > SPARE):
         counts = _count_digits(order, lowest, step, BITS)
-        lowest, wanted = _find_digit(counts, lowest, wanted, step, BITS)
+        lowest, wanted, spare = _find_digit(counts, lowest, wanted, step, BITS)
+        step += 1
     lowest = tl.minimum(tl.maximum(lowest, 0x00800000), 0xFF800000)  # from the lowest number up to infinity
     tl.store(pivots + row, _from_order(lowest))
 
