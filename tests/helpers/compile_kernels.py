@@ -389,7 +389,7 @@ def launch_all(gpu, largest):
         scores = selection.score_index(*of_heads, index, plan(1))
     selection.score_index(*of_heads, index, plan(1, causal=False, first_visible=at, last_visible=at))
     selection.select(scores, 2048)
-    selection.select(torch.zeros(2, 131072), 2048)  # of several splits, by a launch for each digit
+    selection.select(torch.zeros(2, 131072), 2048)  # by their candidates
     for look_up in (selection.plan_selected, selection.selected_slots):
         look_up(batch(1), torch.zeros(2, 2048, dtype=torch.int32), block_size=16)
     settings = torch.ones(3, 2, dtype=torch.float64)

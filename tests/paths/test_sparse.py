@@ -31,6 +31,9 @@ each_twin = pytest.mark.parametrize("twin", TWINS, ids=["ref", "fast"])
 KERNELS = ["torch", *(kernel.name for kernel in PRESENT if kernel.name == "triton")]
 each_selector = pytest.mark.parametrize("kernel", KERNELS)
 SCORERS = KERNELS if os.environ["TWINATTN_TEST_DEVICE"] == "cpu" else KERNELS[1:]  # a GPU would wait for plain torch
+QUERY_TYPES = [torch.float32, torch.float16, torch.float8_e4m3fn]
+if os.environ["TWINATTN_TEST_DEVICE"] != "cpu":  # the interpreter has none
+    QUERY_TYPES.append(torch.bfloat16)
 each_scorer = pytest.mark.parametrize("kernel", SCORERS)
 I32 = partial(torch.tensor, dtype=torch.int32)
 D = 16  # elements of an index key here: few, so that scores of codes are exact
@@ -148,7 +151,7 @@ def test_scores_are_the_formula_in_float64(twin, dtype):
 
 @pytest.mark.covers("F196")
 @each_scorer
-@pytest.mark.parametrize("query_dtype", [torch.float32, torch.float16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("query_dtype", QUERY_TYPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16], ids=str)
 def test_scores_agree_and_need_nothing_that_nobody_sees(kernel, query_dtype, dtype, device):
     """Blocks of others, slots after the last key, entries after the last block: NaN and garbage change no bit."""
@@ -163,6 +166,27 @@ def test_scores_agree_and_need_nothing_that_nobody_sees(kernel, query_dtype, dty
     expected = refattn.sparse.scores(query, weights, pool, plan)
     assert torch.equal(expected.isinf(), answers[0].isinf())
     torch.testing.assert_close(answers[0], expected, rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.skipif("triton" not in KERNELS, reason="needs Triton")
+def test_queries_become_float16_and_their_weights_take_the_power_of_two(device):
+    """What bfloat16 holds and float16 does not is divided out; in float32 here, which the interpreter has."""
+    from fastattn.kernels.triton import selection
+
+    torch.manual_seed(0)
+    query = (torch.randn(4, 3, 20) * torch.tensor([1.0, 1e-30, 1e30, 300.0])[:, None, None]).bfloat16().float()
+    query[0, 1], query[3, 2, 5], query[3, 0, 7] = 0.0, math.inf, math.nan
+    weights = torch.randn(4, 6)[:, ::2].half()
+    halves, of_halves = selection._in_float16(query.to(device)[..., :19], weights.to(device))
+    assert halves.dtype == torch.float16 and of_halves.dtype == torch.float32 and halves.shape == (4, 3, 19)
+    power = of_halves.cpu() / weights.float()
+    assert torch.equal(power.frexp().mantissa, torch.full((4, 3), 0.5)) and power[0, 1] == 1.0
+    again = halves.cpu().double() * power.double()[..., None]
+    largest = query[..., :19].abs().amax(-1, keepdim=True).double()
+    finite = largest.isfinite().expand_as(again)
+    assert ((again - query[..., :19]).abs() <= largest * 2**-25)[finite].all()
+    assert halves[3, 2, 5] == math.inf and halves[3, 0, 7].isnan()
+    assert (halves.cpu().abs().amax(-1)[finite[..., 0]] < 2).all()
 
 
 MASKS = {
@@ -346,38 +370,79 @@ def test_a_long_row_more_ties_than_a_step_holds_and_any_strides(kernel, device):
             assert torch.equal(fastattn.sparse.select(scores.flip(0).to(device), topk).cpu(), whole.flip(0))
 
 
-def in_splits():
-    """Scores over many splits of 64: plateaus across them, at their borders, and whole splits without a key."""
+def in_splits(length):
+    """Scores over many splits of 32: plateaus across them, at their borders, and whole splits without a key."""
     torch.manual_seed(0)
-    rows = torch.randn(7, 317).sub(1.0).relu()  # most are 0
+    rows = torch.randn(8, length).sub(1.0).relu()  # most are 0
     rows[1, ::3] = -0.0
     rows[2] = 3.5
-    rows[3, 40:300] = -math.inf
-    rows[4] = torch.randn(317) * 1e-40  # denormal
-    rows[4, 63:65], rows[4, 200] = math.nan, math.inf
+    rows[3, 40:-17] = -math.inf
+    rows[4] = torch.randn(length) * 1e-40  # denormal
+    rows[4, 63:65], rows[4, 200:201] = math.nan, math.inf
     rows[5] = -math.inf
-    rows[6] = -torch.arange(317).float()
+    rows[6] = -torch.arange(length).float()
+    rows[7, : length // 2] = math.nan
     return rows
+
+
+@pytest.fixture
+def short_splits(monkeypatch):
+    """Rows of more than 64 scores are long ones, filtered by 32; nothing that is read is left from before."""
+    from fastattn.kernels.triton import selection
+
+    sizes = dict(SHORT=64, SHORT_OF_MANY=64, EVERY=4, MOST_SAMPLED=64, SPARE=0, FILTER_BLOCK=32, CANDIDATE_BLOCK=64)
+    for name, value in (sizes | dict(CANDIDATE_COLUMNS=8)).items():
+        monkeypatch.setattr(selection, name, value)
+    monkeypatch.setattr(torch, "empty", lambda *shape, **more: torch.full(shape, -7, **more))
+    return selection
 
 
 @pytest.mark.covers("F197")
 @pytest.mark.skipif("triton" not in KERNELS, reason="needs Triton")
 @pytest.mark.parametrize(
-    ("length", "topk", "bits", "most"), [(317, 193, 5, 64), (193, 65, 5, 64), (300, 64, 8, 3), (70, 80, 5, 64)]
+    ("length", "topk", "bits", "most"), [(317, 193, 5, 64), (193, 8, 5, 64), (300, 64, 8, 3), (70, 80, 5, 64)]
 )
-def test_splits_of_a_row_agree_on_what_is_selected(length, topk, bits, most, monkeypatch, device):
-    """As long rows are selected from, by a launch for each digit; nothing that is read is left from before."""
-    from fastattn.kernels.triton import selection
-
-    for name, value in (("SPLIT", 64), ("BLOCK", 32), ("BITS", bits), ("MOST_SPLITS", most)):
-        monkeypatch.setattr(selection, name, value)
-    monkeypatch.setattr(selection, "multiprocessors", lambda device: 4)
-    monkeypatch.setattr(torch, "empty", lambda *shape, **more: torch.full(shape, -7, **more))
-    rows = in_splits()[:, :length]
-    scores = torch.full((length, 15), math.nan)[:, ::2][:, :7].T.copy_(rows)  # of any strides
+def test_long_rows_are_selected_from_by_their_candidates(length, topk, bits, most, short_splits, monkeypatch, device):
+    for name, value in (("BITS", bits), ("MOST_SPLITS", most), ("MOST_FILTERED", 7 * length)):  # 7 rows, and then one
+        monkeypatch.setattr(short_splits, name, value)
+    rows = in_splits(length)
+    scores = torch.full((length, 17), math.nan)[:, ::2][:, :8].T.copy_(rows)  # of any strides
     with dispatch.use_kernel("triton"):
         selected = fastattn.sparse.select(scores.to(device), topk).cpu()
     assert torch.equal(selected, refattn.sparse.select(rows, topk))
+
+
+@pytest.mark.covers("F197")
+@pytest.mark.skipif("triton" not in KERNELS, reason="needs Triton")
+def test_a_sample_that_misleads_costs_time_alone(short_splits, monkeypatch, device):
+    """Where too few scores are candidates, or too many for their room, the row itself is read."""
+    by_position, pivot = torch.arange(300.0, device=device)[None], torch.zeros(1, device=device)
+    sampled, made = [], []
+    for rank in range(1, 65):
+        short_splits._sample_kernel[(1,)](
+            by_position, pivot, by_position.stride(), 300, rank, SAMPLE=64, SPARE=-1, BITS=5
+        )
+        sampled.append(int(pivot))
+    assert len(set(sampled)) == 64
+    rows = torch.randn(4, 300)
+    rows[0, sampled] += 100.0
+    rows[1, sampled] -= 100.0
+    rows[2] = 0.0
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, **more: made.append(empty(*shape, **more)) or made[-1])
+    for topk in (40, 2):
+        made.clear()
+        with dispatch.use_kernel("triton"):
+            selected = fastattn.sparse.select(rows.to(device), topk).cpu()
+        assert torch.equal(selected, refattn.sparse.select(rows, topk))
+        (counts,) = (x.sum(1).tolist() for x in made if x.ndim == 3)  # candidates, and those above the pivot
+        if topk == 40:
+            assert counts[0][0] < topk, "and there are more keys"
+        else:
+            room = made[-1].shape[1]
+            assert room < 300 and counts[1][0] > room and counts[1][1] > topk
+            assert counts[2] == [300, 0], "a plateau, of which the first are taken"
+            assert topk < counts[3][1] and counts[3][0] <= room
 
 
 @each_selector

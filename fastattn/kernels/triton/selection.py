@@ -3,14 +3,27 @@
     write_index     a program for some tokens: the scale, the codes, both into their part of the page
     score_index     a program for a tile of queries and some steps of `BLOCK_N` keys, each read once for all of them
     select          a program for a query: its threshold by counts of five bits at a time, and then one pass in order;
-                    of few long rows, a program for some scores of a query, and a launch for each count
+                    of a long row, the same over candidates alone, which two launches before have found
     plan_selected   a program for a query: whose it is, the slots of its keys, one after the other
 
 A score is a product with one query, of one shape, so no bit of it depends on the batch. The threshold is exact, and
-ties go to lower positions as they are counted in order: nothing is sorted, and no two programs race. Splits of a row
-agree on its next five bits between two launches: each of them sums the counts of all, which the launch before wrote.
+ties go to lower positions as they are counted in order: nothing is sorted, and no two programs race.
 
-Source: DeepGEMM, `fp8_paged_mqa_logits`; radix selection: Alabi et al. 2012, "Fast K-Selection Algorithms for GPUs".
+Counting a row takes a pass for each five bits, seven in all. Of a long row most scores are far below the threshold, and
+a sample shows where that is:
+
+    sample      4096 of 131072 scores: the 104th of them is the pivot, where the best 2048 would end with the 64th
+    filter      one pass over the row, in splits: the positions of all scores from the pivot on, some 3300
+    select      the exact threshold and the positions, from these candidates alone
+
+The pivot is a guess, and the answer does not rest on it. What the filter has counted tells whether it was good:
+
+    candidates above the pivot <= k <= candidates    the pivot is the threshold: a plateau, of which the first are taken
+    k <= candidates, and there is room for them      the threshold is that of the candidates
+    else                                             it is that of the row, by seven passes: slow, and as exact
+
+Source: DeepGEMM, `fp8_paged_mqa_logits`; radix selection and selection by a sample: Alabi et al. 2012, "Fast
+K-Selection Algorithms for GPUs".
 """
 
 from typing import no_type_check
@@ -22,7 +35,7 @@ from jaxtyping import Float, Float32, Int32, Int64, Shaped
 from torch import Tensor
 
 from fastattn.kernels.gpu.attention_kernel import contiguous, count_tiles
-from fastattn.kernels.gpu.codes import from_codes, to_fp8
+from fastattn.kernels.gpu.codes import from_codes, from_pairs, power_of_two, to_fp8
 from fastattn.kernels.gpu.tile import (
     CHANGING,
     Tuning,
@@ -38,19 +51,30 @@ from refattn.interface import Batch, Plan
 from refattn.interface.selection import SCALE_BYTES, SMALLEST, holds_codes, index_size_of
 
 BLOCK_ROWS = 16  # tokens of a program that writes
-BLOCK_N = 128  # keys of a step of a program that scores, of at most 256 bytes as they are multiplied
+BLOCK_N = 64  # keys of a step of a program that scores, of at most 256 bytes as they are multiplied
 STEPS = 16  # of such a program, at most
 PROGRAMS = 2  # for each multiprocessor, so many that steps become programs of their own
 SCORE_WARPS = 4
-STAGES = 3  # steps of keys that are read ahead
+STAGES = 4  # steps of keys that are read ahead, and the one at hand
 STAGES_OF_QUERIES = 2  # where a tile has several, which are what is read ahead then
 QUERIES = 4  # queries of such a program, at most
 BLOCK = 4096  # scores that are read at a time, at most 2**15
 BITS = 5  # of a digit; at least 5, as a warp counts 32 digits by a vote for each bit
 SELECT_WARPS = 4
-SPLIT = 4096  # scores of a split, at least; a row of no more is never split
+SHORT = 4096  # scores of a row that has no candidates: all of them are counted
+SHORT_OF_MANY = 16384  # the same where rows are many
+ROWS_TO_FILL = 2  # for each multiprocessor, from which on rows are many
+EVERY = 32  # scores of which one is in the sample
+MOST_SAMPLED = 4096
+SPARE = 8  # scores of the sample that may lie above the pivot beside those that are asked for
+SAMPLE_WARPS = 8
+FILTER_BLOCK = 2048  # scores that are filtered at a time, at most 2**15
+FILTER_WARPS = 4
 MOST_SPLITS = 64  # of a row
-ROWS_TO_FILL = 2  # for each multiprocessor, from which on no row is split
+CANDIDATE_COLUMNS = 64  # candidates of each split that are gathered at a time
+CANDIDATE_BLOCK = 4096  # candidates that are read at a time, at most 2**15
+CANDIDATE_WARPS = 8
+MOST_FILTERED = 2**25  # scores of as many rows as are filtered in one launch, which bounds the memory
 BLOCK_SEQS = 256  # sequences that are looked at at a time, for that of a row
 BLOCK_KEYS = 2048  # selected keys that are looked up at a time
 PLAN_WARPS = 8
@@ -83,7 +107,7 @@ def write_index(
 def score_index(
     query: Float[Tensor, "t h d"], weights: Float[Tensor, "t h"], index_cache: Shaped[Tensor, "n p c"], plan: Plan
 ) -> Float32[Tensor, "t s"]:
-    """Score the keys that queries may see, in one launch; see `fastattn.sparse.scores`."""
+    """Score the keys that queries may see, in one launch, or two; see `fastattn.sparse.scores`."""
     batch, (t, num_heads, size) = plan.batch, query.shape
     result = torch.empty(t, batch.max_seq_len, dtype=torch.float32, device=query.device)
     if not batch.num_seqs or not result.numel():
@@ -91,6 +115,9 @@ def score_index(
     assert batch.block_table is not None  # the path has checked it
     left, right = plan.window
     codes, query_codes = holds_codes(index_cache), query.element_size() == 1
+    pairs = codes and query.element_size() <= 2
+    if pairs and query.dtype == torch.bfloat16:
+        query, weights = _in_float16(query, weights)
     query, weights = as_bytes(query) if query_codes else query, weights.float()
     key_bytes = size * (2 if query_codes else query.element_size())
     asked = Tuning(
@@ -111,7 +138,7 @@ def score_index(
     _score_index_kernel[(tiles * -(-batch.max_seq_len // (steps * block_n)),)](
         query,
         weights,
-        index_cache,
+        _in_pairs(index_cache) if pairs else index_cache,
         _scales(index_cache) if codes else None,
         result,
         batch.block_table,
@@ -147,29 +174,86 @@ def score_index(
     return result
 
 
+def _in_float16(
+    query: Float[Tensor, "t h d"], weights: Float[Tensor, "t h"]
+) -> tuple[Float[Tensor, "t h d"], Float[Tensor, "t h"]]:
+    """Return queries in the type that codes are turned into at once, and their weights, in one launch.
+
+    Each head is divided by a power of two, and its weight multiplied by that.
+    """
+    halves = torch.empty(query.shape, dtype=torch.float16, device=query.device)
+    of_halves = torch.empty(weights.shape, dtype=torch.float32, device=query.device)
+    t, num_heads, size = query.shape
+    _in_float16_kernel[(t,)](
+        query, weights, halves, of_halves, query.stride(), weights.stride(), NUM_HEADS=num_heads, SIZE=size
+    )
+    return halves, of_halves
+
+
 def select(scores: Float32[Tensor, "t s"], topk: int) -> Int32[Tensor, "t {topk}"]:
     """Select the highest scores, of equal ones the first; see `fastattn.sparse.select`.
 
-    It is one launch where there are many rows, or short ones; else one for each digit, and one that writes.
+    It is one launch for short rows, and three for as many long ones as have `MOST_FILTERED` scores.
     """
     t, s = scores.shape
     selected = torch.empty(t, topk, dtype=torch.int32, device=scores.device)
     if not t or not s:
         return selected.fill_(-1)
-    fixed = dict(BLOCK=min(BLOCK, pad(s)), BITS=BITS, num_warps=SELECT_WARPS)
-    if s <= SPLIT or t >= ROWS_TO_FILL * multiprocessors(scores.device):
-        _select_kernel[(t,)](scores, selected, scores.stride(), s, topk, **fixed)
+    many = t >= ROWS_TO_FILL * multiprocessors(scores.device)
+    if s <= (SHORT_OF_MANY if many else SHORT):
+        fixed = dict(BLOCK=min(BLOCK, max(pad(s), 4)), BITS=BITS, SPLITS=1, COLUMNS=1, num_warps=SELECT_WARPS)
+        _select_kernel[(t,)](scores, selected, None, None, None, None, None, scores.stride(), s, topk, 1, 1, 1, **fixed)
         return selected
-    split_blocks = -(-max(SPLIT, -(-s // MOST_SPLITS)) // BLOCK)
-    splits, steps = -(-s // (split_blocks * BLOCK)), -(-32 // BITS)
-    counts = torch.empty(t, splits, steps, 2**BITS, dtype=torch.int32, device=scores.device)
-    states = torch.empty(t, steps, 2, dtype=torch.int32, device=scores.device)
-    work = (scores, counts, states, scores.stride(), s, topk, splits, split_blocks)
-    fixed["SPLITS"] = pad(splits)
-    for step in range(steps):
-        _count_kernel[(t, splits)](*work, step, **fixed)
-    _write_kernel[(t, splits)](*work, selected, **fixed)
+    rows = max(1, MOST_FILTERED // s)
+    for first in range(0, t, rows):
+        _select_long(scores[first : first + rows], topk, selected[first : first + rows])
     return selected
+
+
+def _select_long(scores: Float32[Tensor, "t s"], topk: int, selected: Int32[Tensor, "t {topk}"]) -> None:
+    """Select from long rows by their candidates.
+
+    Where the threshold is, `share` scores of the sample are expected above it, and of another sample about
+    `sqrt(share)` more or less. So the pivot lies four times that further down, and some for small numbers.
+    """
+    (t, s), device = scores.shape, scores.device
+    sample = min(MOST_SAMPLED, pad(s // EVERY))
+    share = topk * sample / s
+    rank = int(share + 4 * share**0.5 + 8)
+    room = min(s, pad(2 * rank * (s // sample)))
+    split_blocks = -(-s // (MOST_SPLITS * FILTER_BLOCK))
+    splits = -(-s // (split_blocks * FILTER_BLOCK))
+    pivots = torch.empty(t, dtype=torch.float32, device=device)
+    counts = torch.empty(t, splits, 2, dtype=torch.int32, device=device)
+    kept = torch.empty(t, s, dtype=torch.int32, device=device)
+    positions = torch.empty(t, room, dtype=torch.int32, device=device)
+    candidates = torch.empty(t, room, dtype=torch.float32, device=device)
+    _sample_kernel[(t,)](
+        scores, pivots, scores.stride(), s, rank, SAMPLE=sample, SPARE=SPARE, BITS=BITS, num_warps=SAMPLE_WARPS
+    )
+    _filter_kernel[(t, splits)](
+        scores, pivots, counts, kept, scores.stride(), s, splits, split_blocks, FILTER_BLOCK, num_warps=FILTER_WARPS
+    )
+    _select_kernel[(t,)](
+        scores,
+        selected,
+        pivots,
+        counts,
+        kept,
+        positions,
+        candidates,
+        scores.stride(),
+        s,
+        topk,
+        splits,
+        split_blocks * FILTER_BLOCK,
+        room,
+        BLOCK=CANDIDATE_BLOCK,
+        BITS=BITS,
+        SPLITS=pad(splits),
+        COLUMNS=CANDIDATE_COLUMNS,
+        num_warps=CANDIDATE_WARPS,
+    )
 
 
 def selected_slots(batch: Batch, positions: Int32[Tensor, "t k"], *, block_size: int) -> Int32[Tensor, "t k"]:
@@ -227,6 +311,13 @@ def _launch_plan(
     )
 
 
+def _in_pairs(index_cache: Shaped[Tensor, "n p c"]) -> Shaped[Tensor, "n pairs"]:
+    """Return a view of the codes, two at a time, whose number is even as scales follow them."""
+    (n, p, _), size = index_cache.shape, index_cache.shape[2] - SCALE_BYTES
+    in_bytes = index_cache.as_strided((n, p * size), (index_cache.stride(0), 1), index_cache.storage_offset())
+    return in_bytes.view(torch.uint16)
+
+
 def _scales(index_cache: Shaped[Tensor, "n p c"]) -> Float32[Tensor, "n p"]:
     """Return a view of the scales: those of a block follow all of its codes."""
     (n, p, _), size = index_cache.shape, index_cache.shape[2] - SCALE_BYTES
@@ -281,6 +372,33 @@ def _write_index_kernel(
 
 @triton.jit
 @no_type_check
+def _in_float16_kernel(
+    query,
+    weights,
+    halves,
+    of_halves,
+    query_strides,
+    weight_strides,
+    NUM_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """Divide the index heads of a query by a power of two each: below 2, float16 holds all that a score would show."""
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.arange(0, triton.next_power_of_2(NUM_HEADS))
+    at_d = tl.arange(0, triton.next_power_of_2(SIZE))[None, :]
+    is_head = heads < NUM_HEADS
+    in_query = is_head[:, None] & (at_d < SIZE)
+    at = token * query_strides[0] + heads.to(tl.int64)[:, None] * query_strides[1]
+    q = tl.load(query + at + at_d.to(tl.int64) * query_strides[2], in_query, 0.0).to(tl.float32)
+    power = tl.minimum(power_of_two(tl.max(tl.abs(q), 1)), 1.7014118346046923e38)  # infinity stays what it is
+    halved = tl.div_rn(q, tl.zeros(q.shape, tl.float32) + power[:, None]).to(tl.float16)
+    tl.store(halves + (token * NUM_HEADS + heads[:, None]) * SIZE + at_d, halved, in_query)
+    w = tl.load(weights + token * weight_strides[0] + heads * weight_strides[1], is_head, 0.0).to(tl.float32)
+    tl.store(of_halves + token * NUM_HEADS + heads, w * power, is_head)
+
+
+@triton.jit
+@no_type_check
 def _interval(
     first_visible, last_visible, token, position, seq_len, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr
 ):
@@ -295,34 +413,57 @@ def _interval(
 
 @triton.jit
 @no_type_check
+def _find_blocks(table, table_stride, first, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the block of each key of a step, or one where all of them are in the same."""
+    if BLOCK_SIZE % BLOCK_N == 0:
+        blocks = tl.load(table + (first // BLOCK_SIZE).to(tl.int64) * table_stride, first < end, 0)
+    else:
+        j = first + tl.arange(0, BLOCK_N)
+        blocks = tl.load(table + (j // BLOCK_SIZE).to(tl.int64) * table_stride, j < end, 0)
+    return blocks.to(tl.uint32).to(tl.int64)
+
+
+@triton.jit
+@no_type_check
+def _read_scales(scales, cache_strides, blocks, first, seen, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Read the scales of the keys of a step that are seen; 1 where the cache holds numbers."""
+    scale = tl.full([BLOCK_N], 1.0, tl.float32)
+    if scales is not None:
+        places = (first + tl.arange(0, BLOCK_N)) % BLOCK_SIZE
+        scale = tl.load(scales + blocks * (cache_strides[0] // 4) + places, seen, 0.0)
+    return scale
+
+
+@triton.jit
+@no_type_check
 def _read_keys(
-    index_cache,
-    scales,
-    table,
-    table_stride,
+    index_cache,  # in bytes, in pairs of them, or in numbers
     cache_strides,
-    j,
+    blocks,
+    first,
     seen,
     SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    HARDWARE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    """Read the keys of a step that are seen, [keys, d], and their scales, which only codes have."""
-    column = (j // BLOCK_SIZE).to(tl.int64)
-    blocks = tl.load(table + column * table_stride, mask=seen, other=0).to(tl.uint32).to(tl.int64)
-    places = (j % BLOCK_SIZE).to(tl.int64)
-    PAD: tl.constexpr = triton.next_power_of_2(SIZE) if SIZE > 16 else 16
-    at_d = tl.arange(0, PAD)[None, :]
-    in_key = seen[:, None] & (at_d < SIZE)
-    scale = tl.full(j.shape, 1.0, tl.float32)
-    if scales is None:
-        at = blocks * cache_strides[0] + places * cache_strides[1]
-        k = tl.load(index_cache + at[:, None] + at_d.to(tl.int64) * cache_strides[2], in_key, 0.0)
+    """Read the keys of a step that are seen, [keys, d] or [keys, pairs]."""
+    PER_LOAD: tl.constexpr = 2 if index_cache.dtype.element_ty == tl.uint16 else 1
+    CODES: tl.constexpr = PER_LOAD == 2 or index_cache.dtype.element_ty == tl.uint8
+    PAD: tl.constexpr = triton.next_power_of_2(SIZE) if SIZE > 16 * PER_LOAD else 16 * PER_LOAD
+    at_d = tl.arange(0, PAD // PER_LOAD)[None, :]
+    first_place, places = first * 0, (first + tl.arange(0, BLOCK_N)) % BLOCK_SIZE
+    if BLOCK_SIZE % BLOCK_N == 0:  # what is alike in all steps is not computed in each
+        first_place, places = first % BLOCK_SIZE, tl.arange(0, BLOCK_N)
+    of_blocks = blocks * (cache_strides[0] // PER_LOAD)
+    if CODES:
+        rows = index_cache + (of_blocks + first_place * (SIZE // PER_LOAD))
+        at = places[:, None] * (SIZE // PER_LOAD) + at_d
     else:
-        at = blocks * cache_strides[0] + places * SIZE
-        scale = tl.load(scales + blocks * (cache_strides[0] // 4) + places, seen, 0.0)
-        k = from_codes(tl.load(index_cache + at[:, None] + at_d, in_key, 0), "e4m3", HARDWARE)
-    return k, scale
+        rows = index_cache + (of_blocks + (blocks * 0 + first_place) * cache_strides[1])  # in 64 bits
+        at = places.to(tl.int64)[:, None] * cache_strides[1] + at_d.to(tl.int64) * cache_strides[2]
+    if BLOCK_SIZE % BLOCK_N:
+        rows = rows[:, None]
+    return tl.load(rows + at, seen[:, None] & (at_d < SIZE // PER_LOAD), 0)
 
 
 @triton.jit
@@ -336,11 +477,12 @@ def _read_query(
     is_row,
     NUM_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
+    LEAST: tl.constexpr,
     QUERY_CODES: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):
     """Read the index heads of one query, [heads, d], and their weights."""
-    PAD: tl.constexpr = triton.next_power_of_2(SIZE) if SIZE > 16 else 16
+    PAD: tl.constexpr = triton.next_power_of_2(SIZE) if SIZE > LEAST else LEAST
     HEADS: tl.constexpr = triton.next_power_of_2(NUM_HEADS) if NUM_HEADS > 16 else 16
     at_d, heads = tl.arange(0, PAD)[None, :], tl.arange(0, HEADS)
     is_head = (heads < NUM_HEADS) & is_row
@@ -354,19 +496,33 @@ def _read_query(
 
 @triton.jit
 @no_type_check
-def _score(q, w, k, scale, CODES: tl.constexpr):
-    """Return the scores of the keys of a step, which are the rows of the product: so a thread has sums of its own."""
-    if q.dtype == k.dtype:
+def _multiply(q, k, HARDWARE: tl.constexpr):
+    """Return the products of the keys of a step, which are the rows: so the sums over heads are a thread's own.
+
+    Codes in pairs come out of shared memory in the registers that a product reads them from: the first of each pair
+    are multiplied, and the second ones.
+    """
+    if k.dtype == tl.uint16:
+        first, second = from_pairs(k, "e4m3", HARDWARE)
+        q_first, q_second = tl.split(tl.reshape(q, [q.shape[0], q.shape[1] // 2, 2]))
+        products = tl.dot(first.to(q.dtype), tl.trans(q_first), input_precision="ieee")  # which holds every code
+        products = tl.dot(second.to(q.dtype), tl.trans(q_second), products, input_precision="ieee")
+    elif k.dtype == tl.uint8:
+        products = tl.dot(from_codes(k, "e4m3", HARDWARE).to(tl.float32), tl.trans(q), input_precision="ieee")
+    elif q.dtype == k.dtype:
         products = tl.dot(k, tl.trans(q), input_precision="ieee")
-    elif CODES and q.dtype == tl.bfloat16:
-        products = tl.dot(k.to(tl.bfloat16), tl.trans(q), input_precision="ieee")  # which holds every code
     else:
         products = tl.dot(k.to(tl.float32), tl.trans(q.to(tl.float32)), input_precision="ieee")
-    positive = tl.where(products < 0.0, 0.0, products)  # NaN stays
-    sums = tl.sum(positive * w[None, :], 1)
-    if CODES:
-        sums *= scale
-    return sums
+    return products
+
+
+@triton.jit
+@no_type_check
+def _score(q, w, k, scale, HARDWARE: tl.constexpr):
+    """Return the scores of the keys of a step."""
+    products = _multiply(q, k, HARDWARE)
+    positive = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return tl.sum(positive * w[None, :], 1) * scale
 
 
 @triton.jit
@@ -439,7 +595,13 @@ def _score_index_kernel(
         _hide(row_result, begin, scored_from, width, BLOCK_N)
         _hide(row_result, scored_to, end, width, BLOCK_N)
 
+    LEAST: tl.constexpr = 32 if index_cache.dtype.element_ty == tl.uint16 else 16  # elements of a product
+    # The table is read a step ahead, so that loads of keys do not wait for it, and scales where steps are short.
+    next_blocks = _find_blocks(table, table_stride, scored_from, last_key, BLOCK_SIZE, BLOCK_N)
     if ONE_ROW:
+        j = scored_from + tl.arange(0, BLOCK_N)
+        seen = (j >= first_key) & (j < last_key)
+        next_scale = _read_scales(scales, cache_strides, next_blocks, scored_from, seen, BLOCK_SIZE, BLOCK_N)
         token = first_query.to(tl.int64)
         q, w = _read_query(
             query,
@@ -450,16 +612,19 @@ def _score_index_kernel(
             query_len > 0,
             NUM_HEADS,
             SIZE,
+            LEAST,
             QUERY_CODES,
             HARDWARE,
         )
         for first in range(scored_from, scored_to, BLOCK_N):
             j = first + tl.arange(0, BLOCK_N)
             seen = (j >= first_key) & (j < last_key)
-            k, scale = _read_keys(
-                index_cache, scales, table, table_stride, cache_strides, j, seen, SIZE, BLOCK_SIZE, HARDWARE
-            )
-            sums = _score(q, w, k, scale, scales is not None)
+            k = _read_keys(index_cache, cache_strides, next_blocks, first, seen, SIZE, BLOCK_SIZE, BLOCK_N)
+            scale, ahead = next_scale, first + BLOCK_N
+            next_blocks = _find_blocks(table, table_stride, ahead, last_key, BLOCK_SIZE, BLOCK_N)
+            next_seen = (j + BLOCK_N >= first_key) & (j + BLOCK_N < last_key)
+            next_scale = _read_scales(scales, cache_strides, next_blocks, ahead, next_seen, BLOCK_SIZE, BLOCK_N)
+            sums = _score(q, w, k, scale, HARDWARE)
             tl.store(result + token * width + j, tl.where(seen, sums, float("-inf")), j < width)
     else:
         for first in range(scored_from, scored_to, BLOCK_N):
@@ -471,9 +636,9 @@ def _score_index_kernel(
                     first_visible, last_visible, token, context + row, seq_len, left, right, LEFT, RIGHT
                 )
                 seen |= (j >= begins) & (j < ends)
-            k, scale = _read_keys(
-                index_cache, scales, table, table_stride, cache_strides, j, seen, SIZE, BLOCK_SIZE, HARDWARE
-            )
+            k = _read_keys(index_cache, cache_strides, next_blocks, first, seen, SIZE, BLOCK_SIZE, BLOCK_N)
+            scale = _read_scales(scales, cache_strides, next_blocks, first, seen, BLOCK_SIZE, BLOCK_N)
+            next_blocks = _find_blocks(table, table_stride, first + BLOCK_N, last_key, BLOCK_SIZE, BLOCK_N)
             for row in range(first_row, last_row):
                 token = (first_query + row).to(tl.int64)
                 q, w = _read_query(
@@ -485,10 +650,11 @@ def _score_index_kernel(
                     row < last_row,
                     NUM_HEADS,
                     SIZE,
+                    LEAST,
                     QUERY_CODES,
                     HARDWARE,
                 )
-                sums = _score(q, w, k, scale, scales is not None)
+                sums = _score(q, w, k, scale, HARDWARE)
                 begins, ends = _interval(
                     first_visible, last_visible, token, context + row, seq_len, left, right, LEFT, RIGHT
                 )
@@ -512,6 +678,14 @@ def _in_order(numbers):
 
 @triton.jit
 @no_type_check
+def _from_order(order):
+    """Return the number that `_in_order` has made such an integer of, one that is no NaN."""
+    bits = order.to(tl.int32, bitcast=True) ^ -2147483648
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+@no_type_check
 def _read_scores(row_scores, stride, j, width, MASKED: tl.constexpr):
     """Read scores, `-inf` past the last one; without a mask, which would be read one by one, where all are there."""
     at = row_scores + j.to(tl.int64) * stride
@@ -520,173 +694,240 @@ def _read_scores(row_scores, stride, j, width, MASKED: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _count_digits(row_scores, stride, first, end, width, lowest, step, BLOCK: tl.constexpr, BITS: tl.constexpr):
-    """Count the digits of a step in some blocks of scores, of those that have the bits that are known so far.
+def _count_digits(order, lowest, step, BITS: tl.constexpr):
+    """Count the digits of a step in a block of numbers in order, of those that have the bits that are known so far.
 
-    A digit is `BITS` bits. That of the last step repeats bits that are known, if 32 bits are no multiple.
+    A digit is `BITS` bits. That of the last step repeats bits that are known, if 32 bits are no multiple. What is no
+    key is counted as the lowest number, and so never above one.
     """
     shift = tl.maximum(32 - BITS - BITS * step, 0)
     known = tl.full([], 0xFFFFFFFF, tl.uint32) << (31 - BITS * step) << 1  # in two: none in the first step
-    counts = tl.zeros([2**BITS], tl.int32)
-    whole = width // BLOCK
-    for MASKED in tl.static_range(2):
-        for block in range(tl.maximum(first, whole) if MASKED else first, end if MASKED else tl.minimum(end, whole)):
-            numbers = _read_scores(row_scores, stride, block * BLOCK + tl.arange(0, BLOCK), width, MASKED)
-            order = _in_order(numbers)
-            counted = (numbers != float("-inf")) & ((order & known) == lowest)
-            counts += tl.histogram(((order >> shift) & (2**BITS - 1)).to(tl.int32), 2**BITS, mask=counted)
-    return counts
+    return tl.histogram(((order >> shift) & (2**BITS - 1)).to(tl.int32), 2**BITS, mask=(order & known) == lowest)
 
 
 @triton.jit
 @no_type_check
 def _find_digit(counts, lowest, wanted, step, BITS: tl.constexpr):
-    """Return the lowest number that is selected, by one more digit, and how many are wanted of those that have it."""
+    """Return the lowest number that is selected, by one more digit, and how many that have it are wanted, and not."""
     digits = tl.arange(0, 2**BITS)
     above = tl.sum(counts, 0) - tl.cumsum(counts, 0)  # numbers with a larger digit
     digit = tl.min(tl.where(above < wanted, digits, 2**BITS - 1), 0)
     wanted -= tl.sum(tl.where(digits == digit, above, 0), 0)
-    return lowest | (digit.to(tl.uint32) << tl.maximum(32 - BITS - BITS * step, 0)), wanted
+    spare = tl.sum(tl.where(digits == digit, counts, 0), 0) - wanted
+    return lowest | (digit.to(tl.uint32) << tl.maximum(32 - BITS - BITS * step, 0)), wanted, spare
 
 
 @triton.jit
 @no_type_check
-def _write_positions(
-    row_scores, stride, row_selected, first, end, width, lowest, wanted, above, ties, BLOCK: tl.constexpr
-):
-    """Write the positions that are selected in some blocks, in order; return how many there are up to their end.
+def _find_lowest(row_scores, stride, width, topk, BLOCK: tl.constexpr, BITS: tl.constexpr):
+    """Return the lowest number that is selected of a row, in order, and how many are wanted of those that equal it.
 
-    Before them there are `above` numbers above the lowest one that is selected, and `ties` that equal it. Both are
-    counted in one sum, in a half of 32 bits each.
+    Once all numbers that have its highest bits are wanted, the others stay 0: no number lies between.
     """
-    whole = width // BLOCK
+    lowest = tl.full([], 0, tl.uint32)  # its highest bits first
+    wanted, spare = topk, width  # of the numbers that have these bits, how many are wanted, and how many not
+    whole, blocks = width // BLOCK, tl.cdiv(width, BLOCK)
+    step = 0
+    while (step < (31 + BITS) // BITS) & (spare > 0):
+        counts = tl.zeros([2**BITS], tl.int32)
+        for MASKED in tl.static_range(2):
+            for block in range(whole if MASKED else 0, blocks if MASKED else whole):
+                numbers = _read_scores(row_scores, stride, block * BLOCK + tl.arange(0, BLOCK), width, MASKED)
+                counts += _count_digits(_in_order(numbers), lowest, step, BITS)
+        lowest, wanted, spare = _find_digit(counts, lowest, wanted, step, BITS)
+        step += 1
+    return lowest, wanted
+
+
+@triton.jit
+@no_type_check
+def _block_of(block, BLOCK: tl.constexpr):
+    """Return the indices of a block, as rows of four: those that a thread reads at once."""
+    return block * BLOCK + 4 * tl.arange(0, BLOCK // 4)[:, None] + tl.arange(0, 4)[None, :]
+
+
+@triton.jit
+@no_type_check
+def _sum_up(numbers):
+    """Return the sums of a block up to each number, in the order of `_block_of`, and the sum of all.
+
+    A thread sums up its own four, and only their sums go from thread to thread.
+    """
+    of_rows = tl.sum(numbers, 1)
+    before = tl.cumsum(of_rows, 0) - of_rows
+    return tl.cumsum(numbers, 1) + before[:, None], tl.sum(of_rows, 0)
+
+
+@triton.jit
+@no_type_check
+def _write_positions(row_scores, stride, positions, width, row_selected, lowest, wanted, BLOCK: tl.constexpr):
+    """Write the positions that are selected of a row, in order; return how many there are.
+
+    Numbers above the lowest one that is selected, and those that equal it, are counted in one sum, in a half of 32 bits
+    each. The places of candidates are not their positions, which are in `positions` then.
+    """
+    above, ties = width * 0, width * 0
+    whole, blocks = width // BLOCK, tl.cdiv(width, BLOCK)
     for MASKED in tl.static_range(2):
-        for block in range(tl.maximum(first, whole) if MASKED else first, end if MASKED else tl.minimum(end, whole)):
-            j = block * BLOCK + tl.arange(0, BLOCK)
+        for block in range(whole if MASKED else 0, blocks if MASKED else whole):
+            j = _block_of(block, BLOCK)
             numbers = _read_scores(row_scores, stride, j, width, MASKED)
             order = _in_order(numbers)
             is_key = numbers != float("-inf")
             is_above, is_tie = is_key & (order > lowest), is_key & (order == lowest)
             both = is_above.to(tl.int32) + (is_tie.to(tl.int32) << 16)
-            sums, total = tl.cumsum(both, 0), tl.sum(both, 0)
+            sums, total = _sum_up(both)
             place = ties + (sums >> 16)
             column = above + (sums & 0xFFFF) + tl.minimum(place, wanted) - 1
-            tl.store(row_selected + column, j, is_above | (is_tie & (place <= wanted)))
+            is_selected = is_above | (is_tie & (place <= wanted))
+            if positions is not None:
+                j = tl.load(positions + j, is_selected, 0)
+            tl.store(row_selected + column, j, is_selected)
             above += total & 0xFFFF
             ties += total >> 16
     return above + tl.minimum(ties, wanted)
 
 
+@triton.jit(do_not_specialize=["width", "rank"])
+@no_type_check
+def _sample_kernel(
+    scores, pivots, score_strides, width, rank, SAMPLE: tl.constexpr, SPARE: tl.constexpr, BITS: tl.constexpr
+):
+    """Find the pivot of a row: the score of some rank in a sample, which has one score of each part of the row.
+
+    The score stands at another place of each part, so that no period of the scores fits that of the sample. Up to
+    `SPARE` more may lie above the pivot, whose last bits are 0 then. It is finite, or infinity: comparisons with it
+    can tell what is no key.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, SAMPLE)
+    scattered = (i * 40503) & 0xFFFF  # Fibonacci hashing: a place in each part, in 65536ths
+    j = i.to(tl.int64) * width // SAMPLE + (scattered.to(tl.int64) * (width // SAMPLE) >> 16)
+    order = _in_order(tl.load(scores + row * score_strides[0] + j * score_strides[1]))
+    lowest = tl.full([], 0, tl.uint32)
+    wanted, spare, step = rank, width, 0
+    while (step < (31 + BITS) // BITS) & (spare > SPARE):
+        counts = _count_digits(order, lowest, step, BITS)
+        lowest, wanted, spare = _find_digit(counts, lowest, wanted, step, BITS)
+        step += 1
+    lowest = tl.minimum(tl.maximum(lowest, 0x00800000), 0xFF800000)  # from the lowest number up to infinity
+    tl.store(pivots + row, _from_order(lowest))
+
+
+@triton.jit(do_not_specialize=["width", "splits", "split_blocks"])
+@no_type_check
+def _filter_kernel(
+    scores,
+    pivots,
+    counts,  # [t, splits, 2]: candidates, and those of them that are above the pivot
+    kept,  # [t, width]: positions of the candidates of a split, from where the split begins
+    score_strides,
+    width,
+    splits,
+    split_blocks,
+    BLOCK: tl.constexpr,
+):
+    """Keep the positions of all scores of a split that are not below the pivot, in order."""
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row_scores, pivot = scores + row * score_strides[0], tl.load(pivots + row)
+    first, whole = split * split_blocks, width // BLOCK
+    end = tl.minimum(first + split_blocks, tl.cdiv(width, BLOCK))
+    split_kept = kept + row * width + first * BLOCK
+    count, above = first * 0, first * 0
+    for MASKED in tl.static_range(2):
+        for block in range(tl.maximum(first, whole) if MASKED else first, end if MASKED else tl.minimum(end, whole)):
+            j = _block_of(block, BLOCK)
+            numbers = _read_scores(row_scores, score_strides[1], j, width, MASKED)
+            is_kept, is_above = ~(numbers < pivot), ~(numbers <= pivot)  # NaN, too
+            sums, total = _sum_up(is_kept.to(tl.int32) + (is_above.to(tl.int32) << 16))
+            tl.store(split_kept + count + (sums & 0xFFFF) - 1, j, is_kept)
+            count += total & 0xFFFF
+            above += total >> 16
+    row_counts = counts + (row * splits + split) * 2
+    tl.store(row_counts, count)
+    tl.store(row_counts + 1, above)
+
+
 @triton.jit
 @no_type_check
-def _fill_rest(row_selected, count, topk, BLOCK: tl.constexpr):
+def _gather_candidates(
+    row_scores, stride, row_kept, kept_of_splits, split_length, positions, candidates, COLUMNS: tl.constexpr
+):
+    """Move the candidates of all splits together, and fetch their scores."""
+    starts = (tl.cumsum(kept_of_splits, 0) - kept_of_splits)[:, None]
+    split = tl.arange(0, kept_of_splits.shape[0])[:, None]
+    for first in range(0, tl.max(kept_of_splits, 0), COLUMNS):
+        at = first + tl.arange(0, COLUMNS)[None, :]
+        is_kept = at < kept_of_splits[:, None]
+        j = tl.load(row_kept + split * split_length + at, is_kept, 0)
+        numbers = tl.load(row_scores + j.to(tl.int64) * stride, is_kept, 0.0)
+        tl.store(positions + starts + at, j, is_kept)
+        tl.store(candidates + starts + at, numbers, is_kept)
+    tl.debug_barrier()  # other threads of the program read them
+
+
+@triton.jit(do_not_specialize=["width", "topk", "splits", "split_length", "room"])
+@no_type_check
+def _select_kernel(
+    scores,
+    selected,
+    pivots,  # None: there are no candidates
+    counts,  # [t, splits, 2]
+    kept,  # [t, width]
+    positions,  # [t, room]: those of all candidates of a row
+    candidates,  # [t, room]: and their scores
+    score_strides,
+    width,
+    topk,
+    splits,
+    split_length,
+    room,
+    BLOCK: tl.constexpr,
+    BITS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Select from a row, by its candidates if all that is selected is among them, and there is room for them."""
+    row = tl.program_id(0).to(tl.int64)
+    row_scores, stride, row_selected = scores + row * score_strides[0], score_strides[1], selected + row * topk
+    if pivots is None:
+        lowest, wanted = _find_lowest(row_scores, stride, width, topk, BLOCK, BITS)
+        count = _write_positions(row_scores, stride, None, width, row_selected, lowest, wanted, BLOCK)
+    else:
+        split = tl.arange(0, SPLITS)
+        row_counts = counts + (row * splits + split) * 2
+        kept_of_splits = tl.load(row_counts, split < splits, 0)
+        total = tl.sum(kept_of_splits, 0)
+        above = tl.sum(tl.load(row_counts + 1, split < splits, 0), 0)
+        pivot = tl.load(pivots + row)
+        lowest = _in_order(pivot)
+        wanted = topk - above
+        are_all = (total >= topk) | (lowest == 0x00800000)  # from the lowest number on: no key is left out
+        is_gathered = are_all & (total <= room)
+        row_positions, row_candidates = positions + row * room, candidates + row * room
+        if is_gathered:
+            _gather_candidates(
+                row_scores,
+                stride,
+                kept + row * width,
+                kept_of_splits,
+                split_length,
+                row_positions,
+                row_candidates,
+                COLUMNS,
+            )
+        if (not are_all) | (wanted < 0):  # else the pivot is the lowest
+            if is_gathered:
+                lowest, wanted = _find_lowest(row_candidates, 1, total, topk, BLOCK, BITS)
+            else:
+                lowest, wanted = _find_lowest(row_scores, stride, width, topk, BLOCK, BITS)
+        if is_gathered:
+            count = _write_positions(row_candidates, 1, row_positions, total, row_selected, lowest, wanted, BLOCK)
+        else:
+            count = _write_positions(row_scores, stride, None, width, row_selected, lowest, wanted, BLOCK)
     for first in range(count, topk, BLOCK):
         column = first + tl.arange(0, BLOCK)
         tl.store(row_selected + column, tl.full([BLOCK], -1, tl.int32), column < topk)
-
-
-@triton.jit(do_not_specialize=["width", "topk"])
-@no_type_check
-def _select_kernel(scores, selected, score_strides, width, topk, BLOCK: tl.constexpr, BITS: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    row_scores, row_selected = scores + row * score_strides[0], selected + row * topk
-    lowest = tl.full([], 0, tl.uint32)  # of what is selected, its highest bits first
-    wanted = topk  # of the numbers that have these bits
-    blocks = tl.cdiv(width, BLOCK)
-    for step in range((31 + BITS) // BITS):
-        counts = _count_digits(row_scores, score_strides[1], 0, blocks, width, lowest, step, BLOCK, BITS)
-        lowest, wanted = _find_digit(counts, lowest, wanted, step, BITS)
-    none = wanted * 0
-    count = _write_positions(
-        row_scores, score_strides[1], row_selected, 0, blocks, width, lowest, wanted, none, none, BLOCK
-    )
-    _fill_rest(row_selected, count, topk, BLOCK)
-
-
-@triton.jit
-@no_type_check
-def _agree(row_counts, row_states, steps, topk, splits, SPLITS: tl.constexpr, BITS: tl.constexpr):
-    """Return what `_find_digit` finds in the last of some steps, from the counts of all splits and the state before."""
-    STEPS: tl.constexpr = (31 + BITS) // BITS
-    lowest = tl.full([], 0, tl.uint32)
-    wanted = topk
-    if steps > 0:
-        step = steps - 1
-        lowest = tl.load(row_states + 2 * step).to(tl.uint32, bitcast=True)
-        wanted = tl.load(row_states + 2 * step + 1)
-        split, digits = tl.arange(0, SPLITS)[:, None], tl.arange(0, 2**BITS)[None, :]
-        of_splits = tl.load(row_counts + (split * STEPS + step) * 2**BITS + digits, split < splits, 0)
-        lowest, wanted = _find_digit(tl.sum(of_splits, 0), lowest, wanted, step, BITS)
-    return lowest, wanted
-
-
-@triton.jit(do_not_specialize=["width", "topk", "splits", "split_blocks", "step"])
-@no_type_check
-def _count_kernel(
-    scores,
-    counts,  # [t, splits, steps, digits]
-    states,  # [t, steps, 2]: before each step, the lowest number so far, and how many are wanted
-    score_strides,
-    width,
-    topk,
-    splits,
-    split_blocks,
-    step,
-    BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BITS: tl.constexpr,
-):
-    """Count the digits of a step in one split of a row; what it reads of others, the launch before has written."""
-    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    STEPS: tl.constexpr = (31 + BITS) // BITS
-    row_counts, row_states = counts + row * splits * STEPS * 2**BITS, states + row * STEPS * 2
-    lowest, wanted = _agree(row_counts, row_states, step, topk, splits, SPLITS, BITS)
-    if split == 0:
-        tl.store(row_states + 2 * step, lowest.to(tl.int32, bitcast=True))
-        tl.store(row_states + 2 * step + 1, wanted)
-    first = split * split_blocks
-    end = tl.minimum(first + split_blocks, tl.cdiv(width, BLOCK))
-    row_scores = scores + row * score_strides[0]
-    of_split = _count_digits(row_scores, score_strides[1], first, end, width, lowest, step, BLOCK, BITS)
-    tl.store(row_counts + (split * STEPS + step) * 2**BITS + tl.arange(0, 2**BITS), of_split)
-
-
-@triton.jit(do_not_specialize=["width", "topk", "splits", "split_blocks"])
-@no_type_check
-def _write_kernel(
-    scores,
-    counts,
-    states,
-    score_strides,
-    width,
-    topk,
-    splits,
-    split_blocks,
-    selected,
-    BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BITS: tl.constexpr,
-):
-    """Write what is selected in one split of a row, after what is selected in those before it."""
-    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    STEPS: tl.constexpr = (31 + BITS) // BITS
-    row_counts, row_states = counts + row * splits * STEPS * 2**BITS, states + row * STEPS * 2
-    lowest, wanted = _agree(row_counts, row_states, STEPS, topk, splits, SPLITS, BITS)
-    others, digits = tl.arange(0, SPLITS)[:, None], tl.arange(0, 2**BITS)[None, :]
-    above, ties = split * 0, split * 0
-    for step in tl.static_range(STEPS):
-        earlier = tl.load(row_counts + (others * STEPS + step) * 2**BITS + digits, others < split, 0)
-        digit = ((lowest >> max(32 - BITS - BITS * step, 0)) & (2**BITS - 1)).to(tl.int32)
-        above += tl.sum(tl.sum(tl.where(digits > digit, earlier, 0), 1), 0)
-        ties = tl.sum(tl.sum(tl.where(digits == digit, earlier, 0), 1), 0)  # in the last step, of the whole number
-    first = split * split_blocks
-    end = tl.minimum(first + split_blocks, tl.cdiv(width, BLOCK))
-    row_scores, row_selected = scores + row * score_strides[0], selected + row * topk
-    count = _write_positions(
-        row_scores, score_strides[1], row_selected, first, end, width, lowest, wanted, above, ties, BLOCK
-    )
-    if split == splits - 1:
-        _fill_rest(row_selected, count, topk, BLOCK)
 
 
 @triton.jit(do_not_specialize=[*CHANGING, "positions", "columns", "k"])
