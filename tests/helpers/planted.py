@@ -532,13 +532,6 @@ PLANTED = [
         "scales.repeat_interleave(128, -1)",
         "scales[..., :1]",
     ),
-    (
-        "packed_latents",
-        "scale-of-another-group",
-        "answer",
-        "scales.repeat_interleave(128, -1)",
-        "scales.roll(1, -1).repeat_interleave(128, -1)",
-    ),
     ("packed_latents", "scales-of-sixteen-bits", "answer", "view(torch.float32)", "view(torch.float32).bfloat16()"),
     (
         "packed_latents",
@@ -576,13 +569,6 @@ PLANTED = [
         "largest codes",
         "float()\n    scales",
         "float().clamp(-240, 240)\n    scales",
-    ),
-    (
-        "packed_latents",
-        "rotary-rounded",
-        "answer",
-        "view(torch.bfloat16).float()",
-        "view(torch.bfloat16).to(torch.float8_e4m3fn).float()",
     ),
     (
         "select",
