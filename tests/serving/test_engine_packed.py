@@ -97,8 +97,6 @@ SCHEDULES = {
     "smallest pool, small workspace": dict(num_blocks=8, max_num_batched_tokens=13),
     "odd blocks, drafts": dict(block_size=7, num_blocks=12, speculation=Chains(4)),
 }
-
-
 CASES = [
     ("deepseek_v32", "smallest pool, small workspace", "fastattn"),
     ("deepseek_v32", "odd blocks, drafts", "refattn"),
