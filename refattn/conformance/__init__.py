@@ -15,6 +15,7 @@ the search for failing batches needs the extra `conformance`.
     tolerance    the one tolerance                                  report, field    what came of it
     gradients    what a backward is asked, and its right answer     backward         what gradients promise
     vacuity      somebody's test, run against the known mistakes    testing, plugin  for pytest
+    packed       rows of bytes for latents                          states           slots of layers that keep a state
 """
 
 from refattn.conformance.call import attend, prepare

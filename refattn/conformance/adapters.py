@@ -359,7 +359,11 @@ FLASHINFER, FLASH_MLA = (
 FLA, ATTN_GYM = ("fla.ops", "fla-core", fla.available), ("attn_gym", "attn-gym", attn_gym.available)
 HEADS_OF_FA4: dict[str, Any] = dict(heads=((1, 1), (4, 2)), head_sizes=((128, 128),))
 LATENTS: dict[str, Any] = dict(heads=((16, 1), (128, 1)), head_sizes=((576, 512),), block_sizes=(64,))
-OF_SPARSE = {"select": "select", "sparse_latents": "latent_attention"}  # functions of the file sparse.py
+OF_SPARSE = {  # functions of the file sparse.py; of two paths by one function, the second has a name after it
+    "select": "select",
+    "sparse_latents": "latent_attention",
+    "packed_latents": "latent_attention-packed",
+}
 ONE_QUERY = {"empty rows": RECTANGLE, "padding": RECTANGLE}
 
 
@@ -517,6 +521,19 @@ KERNELS = (
         "sparse_latents",
         prepared(
             flash_mla.prepare_selected,
+            dtypes=(torch.bfloat16,),
+            heads=((64, 1), (128, 1)),
+            head_sizes=((576, 512),),
+            block_sizes=(64,),
+            refusals=(INNER_STRIDE,),
+        ),
+        *FLASH_MLA,
+    ),
+    Adapter(
+        "flash_mla-packed",
+        "packed_latents",
+        prepared(
+            flash_mla.prepare_packed,
             dtypes=(torch.bfloat16,),
             heads=((64, 1), (128, 1)),
             head_sizes=((576, 512),),

@@ -13,7 +13,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from refattn.conformance import gradients, landmarks
+from refattn.conformance import gradients, landmarks, packed
 from refattn.conformance.example import PATHS, SELECTED, Answers, Arguments, Example, expected, poison
 from refattn.conformance.kernel import Kernel, Shape, device_of
 from refattn.conformance.landmarks import Landmarks
@@ -200,6 +200,11 @@ def with_options(*names: str) -> Callable[[Draw, Kernel], Example]:
         return draw_example(draw, kernel, options=chosen)
 
     return drawn
+
+
+def of_rows(kind: str) -> Callable[[Draw, Kernel], Example]:
+    """Return what draws packed latents of a kind."""
+    return lambda draw, kernel: draw_example(draw, kernel, options={"rows": kind})
 
 
 def windowed(draw: Draw, kernel: Kernel) -> Example:
@@ -467,7 +472,7 @@ def glance(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) ->
         raise Broken(f"out: {out.shape[0]} rows, expected {example.num_tokens + example.padding_rows}")
     row, group = 0, example.heads[0] // example.heads[1]
     for i, (mask, value) in enumerate(zip(example.masks(), values, strict=True)):
-        value = value[:, :1] if example.path in ("mla", "sparse_latents") else value  # where all heads share one latent
+        value = value[:, :1] if "latent_rank" in arguments else value  # where all heads share one latent
         shares = (mask / mask.sum(-1, keepdim=True).clamp(min=1)).double()
         want = torch.einsum("ts,shd->thd", shares, value.double()).repeat_interleave(group, dim=1)
         off = (out[row : row + len(mask)].double() - want).abs().amax(-1)
@@ -527,7 +532,9 @@ def strides(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -
     arguments = example.tensors(dtype, device)
     words = ("query", "key", "value", "key_cache", "value_cache", "cache")
     for word in words:
-        if word in arguments:
+        if word in arguments and arguments[word].dtype == torch.uint8:
+            arguments[word] = packed.with_gaps(arguments[word], packed.SPARE * (example.seed % 2))
+        elif word in arguments:
             arguments[word] = with_gap(arguments[word]) if example.seed % 2 else outside_in(arguments[word])
     table = arguments["batch"].block_table if "batch" in arguments else None
     if table is not None:  # the beginning of each row of a larger one, as servers have it
@@ -555,7 +562,7 @@ def last_stride(kernel: Kernel, example: Example, dtype: torch.dtype, device: st
     """Compare over tensors whose elements do not lie side by side."""
     arguments = example.tensors(dtype, device)
     for word in ("query", "key", "value", "key_cache", "value_cache", "cache", "scores", "grad_out"):
-        if word in arguments:
+        if word in arguments and arguments[word].dtype != torch.uint8:  # the bytes of a row lie side by side
             x = arguments[word]
             arguments[word] = torch.stack([x, torch.full_like(x, 0.5)], dim=-1)[..., 0]
     hold(example, arguments, ask(kernel, example, arguments))
@@ -686,7 +693,8 @@ def nan(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> No
     if word in ("key", "value"):
         x[0] = torch.nan
     else:
-        x[arguments["batch"].block_table[0, 0].long(), 0] = torch.nan
+        not_a_number = packed.NAN if x.dtype == torch.uint8 else torch.nan
+        x[arguments["batch"].block_table[0, 0].long(), 0] = not_a_number
     out = ask(kernel, example, arguments)["out"].cpu()
     wide, low = expected(example, arguments)
     row = 0
@@ -1127,6 +1135,27 @@ PROPERTIES = (
         everything,
         paths=("quantized",),
         landmarks=landmarks.long(scales=(0.5, 0.25)),
+    ),
+    Property(
+        "group scales",
+        "Each 128 elements of a packed latent have a scale of their own, which may be tiny; zeros stay zeros.",
+        of_rows("apart"),
+        answer,
+        paths=("packed_latents",),
+    ),
+    Property(
+        "largest codes",
+        "A code may be the largest, 448 or -448, or a zero of either sign.",
+        of_rows("largest"),
+        answer,
+        paths=("packed_latents",),
+    ),
+    Property(
+        "rotary keys",
+        "Rotary keys are numbers of 16 bits, with no scale and no rounding.",
+        of_rows("rotary"),
+        answer,
+        paths=("packed_latents",),
     ),
     Property(
         "decode is prefill",

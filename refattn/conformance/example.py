@@ -18,7 +18,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from refattn.conformance import gradients
+from refattn.conformance import gradients, packed
 from refattn.conformance import states as of_states
 from refattn.conformance.call import attend
 from refattn.conformance.cases import HARMLESS, build, poisoned
@@ -33,6 +33,7 @@ from refattn.speculative import make_trees
 IN_MODULE = {
     "select": "sparse",
     "sparse_latents": "sparse",
+    "packed_latents": "sparse",
     "dense_backward": "dense",
 }  # of the reference, where it has another name
 Arguments = dict[str, Any]
@@ -40,7 +41,7 @@ Answers = dict[str, Tensor]
 SHOWN = ("lens", "heads", "head_size", "value_head_size", "block_size", "padding_rows", "options", "seed")
 MOST_EXPECTED = 256  # answers that are kept
 _EXPECTED: dict[bytes, tuple[Answers, Answers]] = {}  # by the bits of their arguments
-SELECTED = ("sparse", "sparse_latents")  # paths whose queries have lists of keys
+SELECTED = ("sparse", "sparse_latents", "packed_latents")  # paths whose queries have lists of keys
 LAMBDA, LAMBDA_INIT = 0.3, 0.2  # of differential attention: neither 0, nor alike
 
 
@@ -52,9 +53,9 @@ class Example(Workload):
         options: of the plan and of `AttentionOptions`, by name; True for slopes and sinks, which are then made. Of
             `cascade`, `shared`: blocks that all sequences share. Of `merge`, `parts`, and `empty`: whether rows are. Of
             `quantized`, `scales` of keys and values. Of `interval`, `seen`: "spans", "prefix" or "drawn". Of `sparse`
-            and `sparse_latents`, `topk`: keys of a query, at most. Of `select`, `topk` and `kind` of the scores. Of
-            `recurrent`, `padding`, `drafts`, `scale` and `delta`. Of `dense_backward`, `grad_lse`: whether there is
-            a gradient of the log-sum-exp.
+            and `sparse_latents`, `topk`: keys of a query, at most. Of `packed_latents`, `topk` and `rows`, one of
+            `packed.KINDS`. Of `select`, `topk` and `kind` of the scores. Of `recurrent`, `padding`, `drafts`, `scale`
+            and `delta`. Of `dense_backward`, `grad_lse`: whether there is a gradient of the log-sum-exp.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -289,6 +290,7 @@ def poison(example: Example, arguments: Arguments, name: str) -> Arguments:
                 if len(rows):
                     heads = rows[0].numel() // rows.shape[-1]
                     numbers = poisoned(len(rows), heads, rows.shape[-1], first=kind)
+                    numbers = packed.poisoned(rows) if rows.dtype == torch.uint8 else numbers
                     view[chosen.to(view.device)] = numbers.to(view).reshape(rows.shape)
     return changed
 
@@ -346,9 +348,12 @@ def _latents(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -
         keys = [torch.nn.functional.pad(x[:, :1].float(), (0, example.head_size - rank)) for x in keys]
     drawn = build(case, dtype=dtype, seed=example.seed, poison=HARMLESS, keys=keys)
     cache = torch.cat([drawn.key_cache[:, :, 0], torch.full_like(drawn.key_cache[:, :, 0, :8], 0.5)], dim=-1)
-    batch = replace(drawn.batch, block_table=_table(example, drawn.batch, _unowned(cache, example, drawn.batch)))
     options = {"softmax_scale": 0.1, **_options(example)}
-    if example.path == "sparse_latents":
+    if example.path == "packed_latents":
+        kind = options.pop("rows", "mixed") if keys is None else "exact"
+        cache = packed.pool(drawn.key_cache[:, :, 0], rank, kind, example.seed)
+    batch = replace(drawn.batch, block_table=_table(example, drawn.batch, _unowned(cache, example, drawn.batch)))
+    if example.path in SELECTED:
         options["positions"] = _positions(example, options.pop("topk", 8))
     return dict(query=changed.get("query", drawn.query), cache=cache, batch=batch, latent_rank=rank, **options)
 
@@ -514,6 +519,15 @@ PATHS = {
         ),
         Path(
             "sparse_latents",
+            ("query", "cache", "latent_rank"),
+            _latents,
+            function="latent_attention",
+            planned=("positions",),
+            pools=(("cache", 0),),
+            options=("softmax_scale", "softcap", "sinks", "batch_invariant"),
+        ),
+        Path(
+            "packed_latents",
             ("query", "cache", "latent_rank"),
             _latents,
             function="latent_attention",

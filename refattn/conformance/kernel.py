@@ -96,6 +96,7 @@ class Claims:
 OF_PATH = {
     "mla": Claims(heads=((1, 1), (4, 1), (7, 1), (16, 1)), head_sizes=((96, 64), (80, 64))),
     "sparse_latents": Claims(heads=((1, 1), (4, 1), (16, 1)), head_sizes=((96, 64), (80, 64))),
+    "packed_latents": Claims(heads=((1, 1), (4, 1), (16, 1)), head_sizes=((264, 256), (576, 512))),
     "differential": Claims(heads=((2, 2), (4, 2), (12, 4), (8, 4)), head_sizes=((64, 64), (128, 128))),
     "quantized": Claims(dtypes=(torch.float32, torch.bfloat16)),
     "select": Claims(dtypes=(torch.float32,), heads=((1, 1),), head_sizes=((64, 64),), block_sizes=(16,)),
@@ -177,7 +178,7 @@ class Kernel:
         words = [*path.words, "batch", *of_batch, *path.planned, *path.options, "plan", "options", "out"]
         words += [] if path.in_place else ["return_lse"]
         extra = {"dense": ["cu_seqlens_k"], "cascade": ["common_prefix_len"], "sparse": ["slots"]}
-        extra["sparse_latents"] = ["slots"]
+        extra["sparse_latents"] = extra["packed_latents"] = ["slots"]
         extra["dense_backward"] = ["cu_seqlens_k", "lse", "deterministic"]
         return [*words, *extra.get(self.path, ()), *(["block_size"] if path.pools else [])]
 

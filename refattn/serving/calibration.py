@@ -40,7 +40,8 @@ def calibrate(
         calibration = calibrate(model, prompts)
         server = Engine(model, num_blocks=512, kv_cache_dtype="int8", calibration=calibration)
 
-    One calibration is good for every format, for either twin, and for every engine of the model.
+    One calibration is good for every format with scales that are fixed, for either twin, and for every engine of the
+    model.
 
     Args:
         model: as in `Engine`; its attention is an engine's from now on.

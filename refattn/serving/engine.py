@@ -59,6 +59,7 @@ from refattn.serving.cost_model import CPU, H200, Machine, saved_key_reads, wort
 from refattn.serving.index_modules import IndexTokens
 from refattn.serving.layers import (
     KEY_RANGE,
+    PACKED_ROWS,
     VALUE_RANGE,
     Amax,
     Layer,
@@ -178,9 +179,11 @@ class Engine:
             than one branch needs layers that take trees: all but those of local chunks.
         kv_cache_dtype: what the pools hold: "auto", the model's own type; or quantised values of 8 bits, "fp8_e4m3",
             "fp8_e5m2" or "int8", for twice as many tokens in the same memory and answers that may differ. Latents and
-            pairs have no int8.
+            pairs have no int8. Of latents also "fp8_ds_mla", packed rows: a scale for each 128 numbers of a latent, and
+            rotary keys that stay in 16 bits. The index keys beside them are always in the model's own type.
         calibration: how large keys and values become, from `calibrate`, for the scales. None: fp8 has scales of 1, and
-            saturates at its largest number; of int8 only the keys are quantised, and values stay as they are.
+            saturates at its largest number; of int8 only the keys are quantised, and values stay as they are. Packed
+            rows take none.
         calculate_kv_scales: work out the scales of fp8 while serving, where there is no calibration: by the largest
             keys and values of the first step, with room for larger ones to come (`layers.KEY_RANGE`). From then on they
             are fixed, so no later answer depends on what else is served, but all depend on the first step.
@@ -247,7 +250,8 @@ class Engine:
             )
         if type(calculate_kv_scales) is not bool:
             raise ValueError(f"calculate_kv_scales: expected True or False, got {calculate_kv_scales!r}")
-        if calculate_kv_scales and (calibration is not None or not kv_cache_dtype.startswith("fp8")):
+        has_fixed_scales = kv_cache_dtype.startswith("fp8") and kv_cache_dtype != PACKED_ROWS
+        if calculate_kv_scales and (calibration is not None or not has_fixed_scales):
             given = "a calibration" if calibration is not None else f"kv_cache_dtype={kv_cache_dtype!r}"
             raise ValueError(
                 "calculate_kv_scales: expected False but for fp8 without a calibration, as other scales are given or "
@@ -255,6 +259,10 @@ class Engine:
             )
         if calibration is not None and kv_cache_dtype == "auto":
             raise ValueError('calibration: expected None, as pools of kv_cache_dtype="auto" have no scales, got some')
+        if calibration is not None and kv_cache_dtype == PACKED_ROWS:
+            raise ValueError(
+                f"calibration: expected None, as a write finds the scales of {PACKED_ROWS}'s rows, got some"
+            )
         if calibration is not None:
             self.layers = set_scales(self.layers, calibration, self.twin, self.owners, model.device)
         self.speculation = speculation

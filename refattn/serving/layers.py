@@ -32,11 +32,13 @@ from refattn.interface import (
     TreePlan,
     Trees,
 )
+from refattn.interface.packed import packed_size
 from refattn.interface.values import describe, expect
 from refattn.serving import sampling
 from refattn.serving.index_modules import IndexTokens
 
 KV_CACHE_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8}
+PACKED_ROWS = "fp8_ds_mla"  # of bytes, for latents: codes, the scales of each 128 of them, and a rotary key
 KEY_RANGE, VALUE_RANGE = 200.0, 100.0  # what the largest numbers of a first step become in fp8, as in vLLM
 WORKSPACE = 16384  # context tokens whose keys and values are made at a time: 1.25 GiB in DeepSeek-V3's sizes, bfloat16
 PATHS = {CascadePlan: "cascade", TreePlan: "speculative"}  # paths of these plans; chunked_prefill takes others
@@ -339,9 +341,9 @@ class Latents:
         rope_size: elements of a rotary key.
         batch_invariant: whether no bit of a row may depend on what else is in the batch. Absorption and projection are
             products with a matrix of the model's, and as they are.
-        dtype: fp8; None for the type of the model.
+        dtype: fp8, with one scale; `torch.uint8` for packed rows, which have their own; None for the type of the model.
         cache_scale: of fp8, of latents and rotary keys alike: 1, or if it is calibrated, what makes the largest of them
-            the largest number of the format. No plan depends on it.
+            the largest number of the format. No plan depends on it. Of packed rows it is 1.
     """
 
     takes_cascades: ClassVar[bool] = True
@@ -369,7 +371,9 @@ class Latents:
         return replace(self, cache_scale=largest / (ranges or _largest_numbers(self.dtype))[0] or 1.0)
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Return the bytes of a token in the pool of a model of a type."""
+        """Return the bytes of a token in the pool of a model of a type, the scales of a packed row included."""
+        if self.dtype == torch.uint8:
+            return packed_size(self.latent_rank, self.rope_size)
         return self.head_size * (self.dtype or dtype).itemsize
 
     def allocate(self, twin: Twin, *blocks: int, dtype: torch.dtype, device: torch.device) -> Any:
@@ -644,13 +648,16 @@ def quantize(layers: Sequence[Layer], kv_cache_dtype: str) -> list[Layer]:
     """Return layers with pools of a type: those given for "auto", else quantised ones.
 
     Raises:
-        ValueError: if there is no such type.
+        ValueError: if there is no such type, or no packed rows of a layer's sizes.
         NotImplementedError: if a storage has no such type.
     """
     if kv_cache_dtype == "auto":
         return list(layers)
+    if kv_cache_dtype == PACKED_ROWS:
+        return [replace(layer, storage=_pack(layer.storage)) for layer in layers]
     if kv_cache_dtype not in KV_CACHE_DTYPES:
-        raise ValueError(f"kv_cache_dtype: expected auto, {', '.join(KV_CACHE_DTYPES)}, got {kv_cache_dtype!r}")
+        types = ", ".join(["auto", *KV_CACHE_DTYPES, PACKED_ROWS])
+        raise ValueError(f"kv_cache_dtype: expected {types}, got {kv_cache_dtype!r}")
     return [replace(layer, storage=_quantize(layer.storage, KV_CACHE_DTYPES[kv_cache_dtype])) for layer in layers]
 
 
@@ -658,11 +665,25 @@ def _quantize(storage: Storage, dtype: torch.dtype) -> Storage:
     if isinstance(storage, Pages | QuantizedPages):
         return QuantizedPages(storage.num_kv_heads, storage.head_size, dtype)
     if dtype == torch.int8:
-        kind = "latents" if isinstance(storage, Latents) else type(storage).__name__.lower()
+        latent = isinstance(storage, Latents)
+        kind, others = ("latents", f", {PACKED_ROWS}") if latent else (type(storage).__name__.lower(), "")
         raise NotImplementedError(
-            f"kv_cache_dtype: the engine keeps no {kind} in a pool of int8, only of auto, fp8_e4m3, fp8_e5m2"
+            f"kv_cache_dtype: the engine keeps no {kind} in a pool of int8, only of auto, fp8_e4m3, fp8_e5m2{others}"
         )
     return replace(storage, dtype=dtype)
+
+
+def _pack(storage: Storage) -> Storage:
+    if not isinstance(storage, Latents):
+        kind = type(storage).__name__.lower()
+        raise NotImplementedError(
+            f"kv_cache_dtype: the engine keeps no {kind} in the packed rows of {PACKED_ROWS}, only latents (MLA)"
+        )
+    try:
+        packed_size(storage.latent_rank, storage.rope_size)
+    except ValueError as error:
+        raise ValueError(f"kv_cache_dtype: expected another than {PACKED_ROWS} for this model; {error}") from None
+    return replace(storage, dtype=torch.uint8)
 
 
 def set_scales(

@@ -250,6 +250,19 @@ def sparse_latents(
     return sparse(query, keys, values, cu_seqlens_q, seq_lens, block_table, slots, return_lse, softmax_scale)
 
 
+@claims(heads=((4, 1),), head_sizes=((264, 256),), block_sizes=(16,))
+def packed_latents(
+    query, cache, cu_seqlens_q, seq_lens, block_table, slots, latent_rank, softmax_scale, return_lse=False
+):
+    """Attention to the packed latents of a pool that are listed for each query."""
+    r, end = latent_rank, latent_rank + latent_rank // 128 * 4
+    codes = cache[..., :r].contiguous().view(torch.float8_e4m3fn).float()
+    scales = cache[..., r:end].contiguous().view(torch.float32)
+    rotary = cache[..., end : end + 2 * (query.shape[-1] - r)].contiguous().view(torch.bfloat16).float()
+    rows = torch.cat([codes * scales.repeat_interleave(128, -1), rotary], -1)[:, :, None]
+    return sparse(query, rows, rows[..., :r], cu_seqlens_q, seq_lens, block_table, slots, return_lse, softmax_scale)
+
+
 def masked(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, seen, return_lse, scale=None):
     """Attention over pages under a mask of all query rows for each sequence."""
     p, h = key_cache.shape[1], query.shape[1]

@@ -526,6 +526,51 @@ PLANTED = [
         "cache[:, :, None, query.shape[-1] - latent_rank : query.shape[-1]]",
     ),
     (
+        "packed_latents",
+        "first-scale-for-all",
+        "answer",
+        "scales.repeat_interleave(128, -1)",
+        "scales[..., :1]",
+    ),
+    ("packed_latents", "scales-of-sixteen-bits", "answer", "view(torch.float32)", "view(torch.float32).bfloat16()"),
+    (
+        "packed_latents",
+        "scale-beside-its-group",
+        "answer",
+        "    codes = cache[..., :r]",
+        "    cache = torch.cat([*(cache[..., i : i + 128] for i in range(0, end, 132)), *(cache[..., i : i + 4] for i in range(128, end, 132)), cache[..., end:]], -1)\n"
+        "    codes = cache[..., :r]",
+    ),
+    (
+        "packed_latents",
+        "rows-too-short",
+        "answer",
+        "    codes = cache[..., :r]",
+        "    cache = cache.reshape(-1).as_strided(cache.shape, (cache.shape[1] * query.shape[-1], query.shape[-1], 1))\n"
+        "    codes = cache[..., :r]",
+    ),
+    (
+        "packed_latents",
+        "rotary-scaled",
+        "rotary keys",
+        "view(torch.bfloat16).float()",
+        "view(torch.bfloat16) * scales[..., -1:]",
+    ),
+    (
+        "packed_latents",
+        "small-scales-are-zero",
+        "group scales",
+        "view(torch.float32)",
+        "view(torch.float32)\n    scales = torch.where(scales < 2.0**-14, 0.0, scales)",
+    ),
+    (
+        "packed_latents",
+        "largest-codes-clipped",
+        "largest codes",
+        "float()\n    scales",
+        "float().clamp(-240, 240)\n    scales",
+    ),
+    (
         "select",
         "ties-to-higher",
         "ties",

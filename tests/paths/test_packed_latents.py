@@ -12,6 +12,7 @@ import torch
 
 import fastattn.cascade
 import fastattn.interval
+import fastattn.kv_cache
 import fastattn.mla
 import fastattn.sliding_window
 import fastattn.sparse
@@ -144,6 +145,19 @@ def test_both_packages_write_the_same_bytes(kernel, dtype, device):
         scale = RANK + 4 * (group.start is not None)
         ours[slot // 8, slot % 8, scale : scale + 4] = theirs[slot // 8, slot % 8, scale : scale + 4]
     assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("kernel", WRITERS)
+def test_blocks_are_copied_as_bytes(kernel, device):
+    """Those of a fork, and those that are swapped out and in again; whatever the bytes are as numbers."""
+    pool = torch.randint(256, (6, 8, BYTES), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
+    given, host = pool.to(device), torch.zeros(2, 8, BYTES, dtype=torch.uint8)
+    fork, out, back = (torch.tensor(x, device=device) for x in ([[4, 1]], [[0, 1], [3, 0]], [[1, 5], [0, 2]]))
+    with dispatch.use_kernel(kernel):
+        fastattn.kv_cache.copy_blocks([given], fork)
+        fastattn.kv_cache.swap_blocks([given], [host], out)
+        fastattn.kv_cache.swap_blocks([host], [given], back)
+    assert torch.equal(given.cpu(), pool[[0, 4, 3, 3, 4, 0]])
 
 
 # --- the formula, and memory that nobody may see ---

@@ -27,6 +27,7 @@ STORAGES = {
     "latents": Latents(RANK, ROPE),
     "latents, batch-invariant": Latents(RANK, ROPE, batch_invariant=True),
     "latents in fp8": Latents(RANK, ROPE, dtype=FP8),
+    "latents, packed": Latents(256, ROPE, dtype=torch.uint8),  # a scale for each half of a latent
 }
 SCALE = 0.3
 
@@ -38,8 +39,8 @@ def draw_tokens(storage):
     module = SimpleNamespace(**{f"lambda_{x}{i}": torch.randn(D) / 4 for x in "qk" for i in (1, 2)}, lambda_init=0.4)
     module.groupnorm = SimpleNamespace(weight=torch.rand(2 * D) + 0.5, eps=1e-5)
     if isinstance(storage, Latents):
-        sizes = [(H, NOPE + ROPE), (1, RANK), (1, ROPE)]
-        module.kv_b_proj = nn.Linear(RANK, H * (NOPE + DV), bias=False)
+        sizes = [(H, NOPE + ROPE), (1, storage.latent_rank), (1, ROPE)]
+        module.kv_b_proj = nn.Linear(storage.latent_rank, H * (NOPE + DV), bias=False)
     spread = torch.logspace(-1, 1, HK)[:, None]  # so that heads under the scale of another are seen
     tokens = [[torch.randn(seq_len, *size) for size in sizes] for _, seq_len in LENS]
     if not isinstance(storage, Latents):
@@ -77,7 +78,11 @@ def by_hand(layer, module, query, key, value, visible):
     """Return the output of the last tokens of a sequence, over keys and values that are rounded as its pool does."""
     storage = layer.storage
     if isinstance(storage, Latents):
-        latent, rope_key = (x if storage.dtype is None else rounded(x, storage.cache_scale, FP8) for x in (key, value))
+        latent, rope_key = (x if storage.dtype != FP8 else rounded(x, storage.cache_scale, FP8) for x in (key, value))
+        if storage.dtype == torch.uint8:
+            halves = latent.unflatten(-1, (2, 128))
+            latent = rounded(halves, halves.abs().amax(-1, keepdim=True) / 448, FP8).flatten(-2)
+            rope_key = rope_key.bfloat16().float()
         weight = module.kv_b_proj.weight.detach().cpu().unflatten(0, (H, -1))
         made = torch.einsum("hmr,sr->shm", weight.double(), latent[:, 0].double())
         key = torch.cat([made[..., :NOPE], rope_key.double().expand(-1, H, -1)], -1)
@@ -151,7 +156,7 @@ def test_every_mask_goes_with_every_storage(mask, storage, twin, device):
     tokens, module = draw_tokens(layer.storage)
     out, parts = attended(layer, twin, device, tokens, module)
     torch.testing.assert_close(out.double(), expected_of(layer, tokens, module).double(), rtol=2e-5, atol=2e-5)
-    splits = mask == "chunk" or (mask == "causal" and storage in ("latents", "latents in fp8"))
+    splits = mask == "chunk" or (mask == "causal" and storage in ("latents", "latents in fp8", "latents, packed"))
     assert layer.splits_decodes == splits and len(parts) == 1 + splits
     if layer.takes_trees:
         chain, _ = attended(layer, twin, device, tokens, module, as_trees=True)

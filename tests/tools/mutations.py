@@ -2181,6 +2181,24 @@ MUTATIONS: list[Mutation] = [
             "return twin.sparse.select(scores, scores.shape[1])",
         ),
     ),
+    *breaks(
+        "F217",
+        "packed rows have one scale",
+        (
+            "refattn/serving/layers.py",
+            "return replace(storage, dtype=torch.uint8)",
+            "return replace(storage, dtype=torch.float8_e4m3fn)",
+        ),
+    ),
+    *breaks(
+        "F217",
+        "the scales of a packed row are not counted",
+        (
+            "refattn/serving/layers.py",
+            "return packed_size(self.latent_rank, self.rope_size)",
+            "return self.latent_rank + 2 * self.rope_size",
+        ),
+    ),
     # --- layers that keep a state ---
     *breaks(
         "R213",

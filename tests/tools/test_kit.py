@@ -36,7 +36,7 @@ BY_HAND = {"paged": "chunked_prefill", "write": "kv_cache"} | {
     name: name
     for name in (
         *("dense", "local", "sliding_window", "quantized", "mla", "cascade", "differential", "merge"),
-        *("interval", "sparse", "sparse_latents", "select", "recurrent"),
+        *("interval", "sparse", "sparse_latents", "packed_latents", "select", "recurrent"),
     )
 }
 # Not called by their names: of several tokens of padding, which one stays in the last slot is up to the machine.
@@ -91,7 +91,8 @@ def test_the_page_says_how_many_mistakes_are_known_and_found():
 def test_no_complaint(name):
     """Two right kernels of each path, in all types; on the same batches, which the reference need answer only once."""
     path, tried = BY_HAND[name], []
-    function = {"select": ":select", "sparse_latents": ":latent_attention"}.get(path, "")
+    of_sparse = {"select": ":select", "sparse_latents": ":latent_attention", "packed_latents": ":latent_attention"}
+    function = of_sparse.get(path, "")
     twin = f"fastattn.{'sparse' if function else path}{function}"
     for target, examples in ((getattr(by_hand, name), 2), (twin, 1)):
         report = check(target, path, examples=examples)
@@ -461,7 +462,8 @@ def test_arguments_are_made_for_any_device(path):
     """None of them stays behind, or has a type that only some devices have: MPS has no float64."""
     options = dict(shared=1) if path == "cascade" else {}
     heads = (2, 2) if path == "differential" else (4, 2)
-    made = Example(path, ((1, 20), (3, 30)), heads, options=options).tensors(torch.float32, "meta")
+    sizes = (136, 128) if path == "packed_latents" else (64, 0)
+    made = Example(path, ((1, 20), (3, 30)), heads, *sizes, options=options).tensors(torch.float32, "meta")
     tensors = list(tensors_of(made))
     assert {x.device.type for x in tensors} == {"meta"} and torch.float64 not in {x.dtype for x in tensors}
 
@@ -499,6 +501,7 @@ def test_the_command_lists_adapters(capsys):
 WITH_DOUBLES = [
     *("fa2", "fa2-pages", "fa2-decode", "fa3", "fa3-pages", "fa3-latents", "fa4", "fa4-pages"),
     *("flashinfer", "flashinfer-decode", "flashinfer-latents", "flashinfer-merge", "flash_mla"),
+    "flash_mla-packed",
     *("fla-gdn", "fla-gdn-recurrent", "fla-kda", "fla-kda-recurrent", "fla-mamba2", "fla-mamba2-recurrent"),
     *("attn-gym-gdn", "attn-gym-gdn-recurrent", "attn-gym-kda", "attn-gym-kda-recurrent"),
 ]

@@ -74,11 +74,21 @@ def prepare_selected(
     return both
 
 
-def prepare_packed(query: Tensor, cache: Tensor, slots: Tensor, latent_rank: int, softmax_scale: float) -> Call:
-    """Prepare its kernel for sparse decodes, over rows of 656 bytes; its first call shares out the work."""
+def prepare_packed(
+    query: Tensor, cache: Tensor, slots: Tensor, latent_rank: int, softmax_scale: float, return_lse: bool = False
+) -> Call:
+    """Prepare its kernel for sparse decodes, over rows of 656 bytes; its first call shares out the work.
+
+    Lists get -1 up to a multiple of 128, of which it has to have them.
+
+    Raises:
+        NotImplementedError: if there is something between the rows of a page.
+    """
     from flash_mla import get_mla_metadata
     from flash_mla.flash_mla_interface import flash_mla_with_kvcache
 
+    if cache.stride(1) != cache.shape[2]:
+        raise NotImplementedError("reads rows that follow one another without a gap")
     schedule, _ = get_mla_metadata()
     call = partial(
         flash_mla_with_kvcache,
@@ -90,10 +100,10 @@ def prepare_packed(query: Tensor, cache: Tensor, slots: Tensor, latent_rank: int
         schedule,
         softmax_scale=softmax_scale,
         is_fp8_kvcache=True,
-        indices=slots.int()[:, None],
+        indices=pad(slots.int(), (0, -slots.shape[1] % STEP), value=-1)[:, None],
         use_legacy=True,
     )
-    return output_of(call)
+    return of_rectangle(call) if return_lse else output_of(call)
 
 
 def _prepare(query: Tensor, cache: Tensor, batch: Batch, latent_rank: int, schedule: Any, **options: Any) -> Call:

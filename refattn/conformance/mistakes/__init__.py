@@ -6,7 +6,7 @@ then shows the docstring of that class. `Attention` itself is right; it shares n
     formula       the steps, and who is entered into the list of the known
     masks         who may see whom          splits, cascade     partial outputs
     pages         where the keys are        hidden              memory that no query may see
-    scores        scale, cap, ALiBi         trees, latents, quantized, differential, merge, writes
+    scores        scale, cap, ALiBi         trees, latents, quantized, packed, differential, merge, writes
     softmax       sum, sinks, LSE           empty               fully masked rows
     intervals     one for each query        selection           the best keys, and no others
     tiles         what shows past the size of a tile, of a batch, of a group, of a split
@@ -30,6 +30,7 @@ from refattn.conformance.mistakes import (
     latents,
     masks,
     merge,
+    packed,
     pages,
     quantized,
     scores,
@@ -52,7 +53,7 @@ from refattn.conformance.mistakes.writes import Write
 # Of mistakes that explain an answer equally well, the first is named: the plainest come first.
 ORDER = (
     *(intervals, selection, masks, pages, scores, softmax, empty, splits, tiles, hidden, cascade, trees, latents),
-    *(quantized, differential, merge, writes, states),
+    *(quantized, packed, differential, merge, writes, states),
 )
 
 

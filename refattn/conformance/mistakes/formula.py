@@ -11,6 +11,7 @@ from refattn.conformance.example import Answers, Arguments, Example
 
 SPLITS = (16, 32, 64, 128, 256, 512)  # tokens that a kernel may take at a time
 INFINITY = math.inf
+GROUP = 128  # elements of a packed latent under one scale
 
 
 KNOWN: list[type["Formula"]] = []  # every mistake, in the order in which the modules define them
@@ -71,7 +72,7 @@ class Attention(Formula, is_base=True):
 
     paths: tuple[str, ...] = (
         *("dense", "chunked_prefill", "sliding_window", "local", "cascade", "mla", "quantized", "speculative"),
-        *("interval", "sparse", "sparse_latents"),
+        *("interval", "sparse", "sparse_latents", "packed_latents"),
     )
 
     def __init__(self, example: Example, arguments: Arguments, variant: Any = None) -> None:
@@ -93,7 +94,8 @@ class Attention(Formula, is_base=True):
         """Return keys and values as rows of all slots `[slots, hk, d]`."""
         a = self.arguments
         if "cache" in a:  # latents
-            rows = a["cache"].double().flatten(0, 1)[:, None]
+            rows = a["cache"].flatten(0, 1)
+            rows = (rows.double() if rows.is_floating_point() else self._unpacked(rows, a["latent_rank"]))[:, None]
             return rows[..., : self.example.head_size], rows[..., : a["latent_rank"]]
         if "key" in a:
             return a["key"].double(), a["value"].double()
@@ -105,6 +107,33 @@ class Attention(Formula, is_base=True):
     def _dequantize(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Multiply codes with their scales."""
         return key * self.arguments["scales"].key, value * self.arguments["scales"].value
+
+    def _unpacked(self, rows: Tensor, rank: int) -> Tensor:
+        """Return packed latents as numbers: each code times the scale of its group, and rotary keys after them."""
+        scales = self._group_scales(rows, rank)[:, self._group_of(rank)]
+        numbers = torch.cat([self._latent_codes(rows, rank) * scales, self._rotary_keys(rows, rank)], 1)
+        return numbers.float().double()  # what float32 does not have is infinite
+
+    def _latent_codes(self, rows: Tensor, rank: int) -> Tensor:
+        return self._as_type(rows, 0, rank, torch.float8_e4m3fn)
+
+    def _group_scales(self, rows: Tensor, rank: int) -> Tensor:
+        return self._as_type(rows, rank, rank + rank // GROUP * 4, torch.float32)
+
+    def _group_of(self, rank: int) -> Tensor:
+        """Return whose scale each element of a latent has."""
+        return torch.arange(rank) // GROUP
+
+    def _rotary_keys(self, rows: Tensor, rank: int) -> Tensor:
+        begin = rank + rank // GROUP * 4
+        return self._as_type(rows, begin, begin + 2 * self._rope_size(rank), torch.bfloat16)
+
+    def _rope_size(self, rank: int) -> int:
+        return self.example.head_size - rank
+
+    def _as_type(self, rows: Tensor, begin: int, end: int, dtype: torch.dtype) -> Tensor:
+        """Read some bytes of each row as numbers of a type."""
+        return rows[:, begin:end].contiguous().view(dtype).double()
 
     def answers(self) -> Answers:
         """Attend in each sequence."""

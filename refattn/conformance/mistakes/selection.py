@@ -10,7 +10,7 @@ from refattn.conformance.mistakes.formula import Attention, Formula
 class MinusOneFollowed(Attention):
     """-1 is followed: it is taken for the sequence's first key, to which it is clamped."""
 
-    paths: tuple[str, ...] = ("sparse", "sparse_latents")
+    paths: tuple[str, ...] = ("sparse", "sparse_latents", "packed_latents")
     variants = (False, True)  # counted each time, or once
 
     def _counts(self, positions: Tensor, s: int) -> Tensor:
@@ -21,7 +21,7 @@ class MinusOneFollowed(Attention):
 class MinusOneFromTheEnd(Attention):
     """-1 is used as an index from the end: the sequence's last key is seen."""
 
-    paths: tuple[str, ...] = ("sparse", "sparse_latents")
+    paths: tuple[str, ...] = ("sparse", "sparse_latents", "packed_latents")
     variants = (False, True)  # counted each time, or once
 
     def _counts(self, positions: Tensor, s: int) -> Tensor:
@@ -32,7 +32,7 @@ class MinusOneFromTheEnd(Attention):
 class MinusOneEnds(Attention):
     """The list ends at its first -1: what comes after it is not seen."""
 
-    paths: tuple[str, ...] = ("sparse", "sparse_latents")
+    paths: tuple[str, ...] = ("sparse", "sparse_latents", "packed_latents")
 
     def _counts(self, positions: Tensor, s: int) -> Tensor:
         ended = (positions < 0).cumsum(1) > 0
@@ -42,7 +42,7 @@ class MinusOneEnds(Attention):
 class SelectionOfFirstQuery(Attention):
     """All queries of a sequence see what was selected for its first one."""
 
-    paths: tuple[str, ...] = ("sparse", "sparse_latents")
+    paths: tuple[str, ...] = ("sparse", "sparse_latents", "packed_latents")
 
     def _counts(self, positions: Tensor, s: int) -> Tensor:
         return super()._counts(positions[:1].expand_as(positions), s)
@@ -51,7 +51,7 @@ class SelectionOfFirstQuery(Attention):
 class SelectionIgnored(Attention):
     """The selection is ignored: each query sees all keys up to itself."""
 
-    paths: tuple[str, ...] = ("sparse", "sparse_latents")
+    paths: tuple[str, ...] = ("sparse", "sparse_latents", "packed_latents")
 
     def _counts(self, positions: Tensor, s: int) -> Tensor:
         q = len(positions)
