@@ -101,12 +101,16 @@ def read_latents(codes: Shaped[Tensor, "*rows d"], cache_scale: float, dtype: to
 def read_packed(
     rows: UInt8[Tensor, "*rows c"], latent_rank: int, rope_size: int, dtype: torch.dtype
 ) -> Float[Tensor, "*rows d"]:
-    """Return the latents and rotary keys of packed rows, in the compute type of queries of `dtype`."""
+    """Return the latents and rotary keys of packed rows, in the compute type of queries of `dtype`.
+
+    A scale is a number of 32 bits, whatever type is computed in: a product of it and a code is rounded once.
+    """
     compute = compute_dtype(dtype)
     codes, scales, rope_key = packed_parts(rows, latent_rank, rope_size)
-    groups = rearrange(codes.view(PACKED_FORMAT).to(compute), "... (g e) -> ... g e", e=LATENT_GROUP)
-    latent = rearrange(groups * scales.to(compute)[..., None], "... g e -> ... (g e)")
-    return torch.cat([latent, rope_key.to(compute)], dim=-1)
+    wide = torch.promote_types(compute, scales.dtype)
+    groups = rearrange(codes.view(PACKED_FORMAT).to(wide), "... (g e) -> ... g e", e=LATENT_GROUP)
+    latent = rearrange(groups * scales.to(wide)[..., None], "... g e -> ... (g e)")
+    return torch.cat([latent.to(compute), rope_key.to(compute)], dim=-1)
 
 
 def _member(plan: Plan, i: int) -> int:
