@@ -2005,11 +2005,6 @@ MUTATIONS: list[Mutation] = [
             "        are_all = (total >= topk) | (lowest",
             "        are_all = (total >= 0) | (lowest",
         ),
-        (
-            "fastattn/kernels/triton/selection.py",
-            "        if (not are_all) | (wanted < 0):",
-            "        if not are_all:",
-        ),
     ),
     *breaks(
         "F197",

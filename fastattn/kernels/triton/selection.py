@@ -416,7 +416,8 @@ def _interval(
 def _find_blocks(table, table_stride, first, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Return the block of each key of a step, or one where all of them are in the same."""
     if BLOCK_SIZE % BLOCK_N == 0:
-        blocks = tl.load(table + (first // BLOCK_SIZE).to(tl.int64) * table_stride, first < end, 0)
+        column = tl.full([], 0, tl.int64) + first // BLOCK_SIZE
+        blocks = tl.load(table + column * table_stride, first < end, 0)
     else:
         j = first + tl.arange(0, BLOCK_N)
         blocks = tl.load(table + (j // BLOCK_SIZE).to(tl.int64) * table_stride, j < end, 0)
