@@ -1960,8 +1960,8 @@ MUTATIONS: list[Mutation] = [
         ),
         (
             "fastattn/kernels/triton/selection.py",
-            "positive = tl.where(products < 0.0, 0.0, products)",
-            "positive = tl.where(products < 0.0, products, products)",
+            "positive = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)",
+            "positive = products",
         ),
     ),
     *breaks(
@@ -1994,7 +1994,16 @@ MUTATIONS: list[Mutation] = [
         (
             "fastattn/kernels/triton/selection.py",
             "(is_tie & (place <= wanted))",
-            "(is_tie & (place > ties + tl.sum(is_tie.to(tl.int32), 0) - wanted))",
+            "(is_tie & (place > ties + (total >> 16) - wanted))",
+        ),
+    ),
+    *breaks(
+        "F197",
+        "a sample that misleads decides what is selected",
+        (
+            "fastattn/kernels/triton/selection.py",
+            "        are_all = (total >= topk) | (lowest",
+            "        are_all = (total >= 0) | (lowest",
         ),
     ),
     *breaks(

@@ -9,18 +9,18 @@
 A score is a product with one query, of one shape, so no bit of it depends on the batch. The threshold is exact, and
 ties go to lower positions as they are counted in order: nothing is sorted, and no two programs race.
 
-Counting a row takes a pass for each five bits, seven in all. Of a long row most scores are far below the threshold, and
+Counting a row takes a pass for each five bits, up to seven. Of a long row most scores are far below the threshold, and
 a sample shows where that is:
 
     sample      4096 of 131072 scores: the 104th of them is the pivot, where the best 2048 would end with the 64th
-    filter      one pass over the row, in splits: the positions of all scores from the pivot on, some 3300
+    filter      one pass over the row, in splits: the positions of all scores from the pivot on, some 3400
     select      the exact threshold and the positions, from these candidates alone
 
 The pivot is a guess, and the answer does not rest on it. What the filter has counted tells whether it was good:
 
     candidates above the pivot <= k <= candidates    the pivot is the threshold: a plateau, of which the first are taken
     k <= candidates, and there is room for them      the threshold is that of the candidates
-    else                                             it is that of the row, by seven passes: slow, and as exact
+    else                                             it is that of the row, by up to seven passes: slow, and as exact
 
 Source: DeepGEMM, `fp8_paged_mqa_logits`; radix selection and selection by a sample: Alabi et al. 2012, "Fast
 K-Selection Algorithms for GPUs".
@@ -416,7 +416,8 @@ def _interval(
 def _find_blocks(table, table_stride, first, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Return the block of each key of a step, or one where all of them are in the same."""
     if BLOCK_SIZE % BLOCK_N == 0:
-        blocks = tl.load(table + (first // BLOCK_SIZE).to(tl.int64) * table_stride, first < end, 0)
+        column = tl.full([], 0, tl.int64) + first // BLOCK_SIZE
+        blocks = tl.load(table + column * table_stride, first < end, 0)
     else:
         j = first + tl.arange(0, BLOCK_N)
         blocks = tl.load(table + (j // BLOCK_SIZE).to(tl.int64) * table_stride, j < end, 0)
