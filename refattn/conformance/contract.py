@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from refattn.conformance import gradients, landmarks, packed
-from refattn.conformance.example import PATHS, SELECTED, Answers, Arguments, Example, expected, poison
+from refattn.conformance.example import PACKED, PATHS, SELECTED, Answers, Arguments, Example, expected, poison
 from refattn.conformance.kernel import Kernel, Shape, device_of
 from refattn.conformance.landmarks import Landmarks
 from refattn.conformance.readout import one_hot_values
@@ -1137,32 +1137,11 @@ PROPERTIES = (
         landmarks=landmarks.long(scales=(0.5, 0.25)),
     ),
     Property(
-        "group scales",
-        "Each 128 elements of a packed latent have a scale of their own, which may be tiny; zeros stay zeros.",
-        of_rows("apart"),
-        answer,
-        paths=("packed_latents",),
-    ),
-    Property(
-        "largest codes",
-        "A code may be the largest, 448 or -448, or a zero of either sign.",
-        of_rows("largest"),
-        answer,
-        paths=("packed_latents",),
-    ),
-    Property(
-        "rotary keys",
-        "Rotary keys are numbers of 16 bits, with no scale and no rounding.",
-        of_rows("rotary"),
-        answer,
-        paths=("packed_latents",),
-    ),
-    Property(
         "decode is prefill",
         "The last query gets the same answer alone and with the queries before it.",
         plain,
         decode_is_prefill,
-        paths=("chunked_prefill", "sliding_window", "local", "mla", "quantized"),
+        paths=("chunked_prefill", "sliding_window", "local", "mla", "packed_mla", "quantized"),
     ),
     Property(
         "batch invariance",
@@ -1170,7 +1149,7 @@ PROPERTIES = (
         plain,
         invariance,
         ("batch_invariant",),
-        ("dense", "chunked_prefill", "sliding_window", "local", "mla"),
+        ("dense", "chunked_prefill", "sliding_window", "local", "mla", "packed_mla"),
     ),
     Property(
         "free slots",
@@ -1263,6 +1242,27 @@ PROPERTIES = (
         plain,
         nan_before,
         paths=("recurrent",),
+    ),
+    Property(
+        "group scales",
+        "Each 128 elements of a packed latent have a scale of their own, which may be tiny; zeros stay zeros.",
+        of_rows("apart"),
+        answer,
+        paths=PACKED,
+    ),
+    Property(
+        "largest codes",
+        "A code may be the largest, 448 or -448, or a zero of either sign.",
+        of_rows("largest"),
+        answer,
+        paths=PACKED,
+    ),
+    Property(
+        "rotary keys",
+        "Rotary keys are numbers of 16 bits, with no scale and no rounding.",
+        of_rows("rotary"),
+        answer,
+        paths=PACKED,
     ),
     Property("again", "A call does not affect later calls.", plain, again),
     Property("nan", "A NaN reaches exactly the queries that see it.", plain, nan, paths=READ_OUT),

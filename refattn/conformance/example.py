@@ -34,6 +34,7 @@ IN_MODULE = {
     "select": "sparse",
     "sparse_latents": "sparse",
     "packed_latents": "sparse",
+    "packed_mla": "mla",
     "dense_backward": "dense",
 }  # of the reference, where it has another name
 Arguments = dict[str, Any]
@@ -42,6 +43,7 @@ SHOWN = ("lens", "heads", "head_size", "value_head_size", "block_size", "padding
 MOST_EXPECTED = 256  # answers that are kept
 _EXPECTED: dict[bytes, tuple[Answers, Answers]] = {}  # by the bits of their arguments
 SELECTED = ("sparse", "sparse_latents", "packed_latents")  # paths whose queries have lists of keys
+PACKED = ("packed_latents", "packed_mla")  # paths over packed latents
 LAMBDA, LAMBDA_INIT = 0.3, 0.2  # of differential attention: neither 0, nor alike
 
 
@@ -53,9 +55,10 @@ class Example(Workload):
         options: of the plan and of `AttentionOptions`, by name; True for slopes and sinks, which are then made. Of
             `cascade`, `shared`: blocks that all sequences share. Of `merge`, `parts`, and `empty`: whether rows are. Of
             `quantized`, `scales` of keys and values. Of `interval`, `seen`: "spans", "prefix" or "drawn". Of `sparse`
-            and `sparse_latents`, `topk`: keys of a query, at most. Of `packed_latents`, `topk` and `rows`, one of
-            `packed.KINDS`. Of `select`, `topk` and `kind` of the scores. Of `recurrent`, `padding`, `drafts`, `scale`
-            and `delta`. Of `dense_backward`, `grad_lse`: whether there is a gradient of the log-sum-exp.
+            and `sparse_latents`, `topk`: keys of a query, at most. Of `packed_latents` that, too, and of it and of
+            `packed_mla` `rows`, one of `packed.KINDS`. Of `select`, `topk` and `kind` of the scores. Of `recurrent`,
+            `padding`, `drafts`, `scale` and `delta`. Of `dense_backward`, `grad_lse`: whether there is a gradient of
+            the log-sum-exp.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -349,7 +352,7 @@ def _latents(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -
     drawn = build(case, dtype=dtype, seed=example.seed, poison=HARMLESS, keys=keys)
     cache = torch.cat([drawn.key_cache[:, :, 0], torch.full_like(drawn.key_cache[:, :, 0, :8], 0.5)], dim=-1)
     options = {"softmax_scale": 0.1, **_options(example)}
-    if example.path == "packed_latents":
+    if example.path in PACKED:
         kind = options.pop("rows", "mixed") if keys is None else "exact"
         cache = packed.pool(drawn.key_cache[:, :, 0], rank, kind, example.seed)
     batch = replace(drawn.batch, block_table=_table(example, drawn.batch, _unowned(cache, example, drawn.batch)))
@@ -545,6 +548,7 @@ PATHS = {
             pools=(("cache", 2),),
         ),
         Path("mla", ("query", "cache", "latent_rank"), _latents, pools=(("cache", 0),)),
+        Path("packed_mla", ("query", "cache", "latent_rank"), _latents, pools=(("cache", 0),)),
         Path("quantized", (*ROWS_AND_PAGES, "scales"), _fp8, planned=("causal", "window_size"), pools=POOLS),
         Path("merge", ("outs", "lses"), _partials, function="merge", options=()),
         Path(

@@ -96,7 +96,10 @@ class Claims:
 OF_PATH = {
     "mla": Claims(heads=((1, 1), (4, 1), (7, 1), (16, 1)), head_sizes=((96, 64), (80, 64))),
     "sparse_latents": Claims(heads=((1, 1), (4, 1), (16, 1)), head_sizes=((96, 64), (80, 64))),
-    "packed_latents": Claims(heads=((1, 1), (4, 1), (16, 1)), head_sizes=((264, 256), (576, 512))),
+    **dict.fromkeys(
+        ("packed_latents", "packed_mla"),
+        Claims(heads=((1, 1), (4, 1), (16, 1)), head_sizes=((264, 256), (576, 512))),
+    ),
     "differential": Claims(heads=((2, 2), (4, 2), (12, 4), (8, 4)), head_sizes=((64, 64), (128, 128))),
     "quantized": Claims(dtypes=(torch.float32, torch.bfloat16)),
     "select": Claims(dtypes=(torch.float32,), heads=((1, 1),), head_sizes=((64, 64),), block_sizes=(16,)),

@@ -11,17 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from refattn import mla
 from refattn.conformance import Example, claims, contract, field, isolate, mistakes
 from refattn.conformance import __main__ as command
 from refattn.conformance import check as checking
 from refattn.conformance.adapters import ADAPTERS
 from refattn.conformance.check import check, reproduce
 from refattn.conformance.contract import PROPERTIES, Broken
-from refattn.conformance.example import PATHS
+from refattn.conformance.example import PACKED, PATHS
 from refattn.conformance.field import list_failures, results, tables
 from refattn.conformance.isolate import check_apart
 from refattn.conformance.kernel import BadKernelError, find
 from refattn.conformance.report import as_html, as_text
+from refattn.interface import AttentionOptions
 from tests.helpers import by_hand, planted_backward
 from tests.helpers.gpu_package_doubles import fa3_library, install
 from tests.helpers.planted import PAST_A_SIZE, PLANTED, UNNAMED, plant
@@ -99,6 +101,22 @@ def test_no_complaint(name):
         assert not report.failures, as_text(report)
         tried += [finding.examples for finding in report.findings]
     assert sum(tried) > (100 if PATHS[path].attends else 20)  # a thousand of all paths
+
+
+def test_packed_rows_may_be_read_under_a_causal_mask():
+    """By our twin, and by a kernel that reads the scale of a latent's first group for all."""
+    report = check("fastattn.packed_mla", only=["mask", "answer", "tail"], examples=1, dtypes=[torch.float32])
+    assert [finding.outcome for finding in report.findings] == ["honoured"] * 3, as_text(report)
+
+    @claims(heads=((4, 1),), head_sizes=((264, 256),), block_sizes=(16,))
+    def one_scale(query, cache, batch, latent_rank, softmax_scale):
+        rows = cache.clone()
+        rows[..., latent_rank + 4 : latent_rank + 8] = cache[..., latent_rank : latent_rank + 4]
+        options = AttentionOptions(softmax_scale=softmax_scale)
+        return mla.attention(query, rows, mla.plan(batch, block_size=16), options, latent_rank=latent_rank)
+
+    report = check(one_scale, "packed_mla", only=["answer"], examples=4, dtypes=[torch.float32])
+    assert report.failures[0].mistakes[0][0] == "first-scale-for-all"
 
 
 def decode_over_states(query, key, value, log_decay, beta, states, state_indices, scale):
@@ -462,7 +480,7 @@ def test_arguments_are_made_for_any_device(path):
     """None of them stays behind, or has a type that only some devices have: MPS has no float64."""
     options = dict(shared=1) if path == "cascade" else {}
     heads = (2, 2) if path == "differential" else (4, 2)
-    sizes = (136, 128) if path == "packed_latents" else (64, 0)
+    sizes = (136, 128) if path in PACKED else (64, 0)
     made = Example(path, ((1, 20), (3, 30)), heads, *sizes, options=options).tensors(torch.float32, "meta")
     tensors = list(tensors_of(made))
     assert {x.device.type for x in tensors} == {"meta"} and torch.float64 not in {x.dtype for x in tensors}

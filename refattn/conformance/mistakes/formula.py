@@ -72,7 +72,7 @@ class Attention(Formula, is_base=True):
 
     paths: tuple[str, ...] = (
         *("dense", "chunked_prefill", "sliding_window", "local", "cascade", "mla", "quantized", "speculative"),
-        *("interval", "sparse", "sparse_latents", "packed_latents"),
+        *("interval", "sparse", "sparse_latents", "packed_latents", "packed_mla"),
     )
 
     def __init__(self, example: Example, arguments: Arguments, variant: Any = None) -> None:

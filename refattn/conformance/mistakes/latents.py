@@ -8,7 +8,7 @@ from refattn.conformance.mistakes.formula import Attention
 class RotaryDropped(Attention):
     """The rotary part of the keys is left out of the scores."""
 
-    paths: tuple[str, ...] = ("mla", "sparse_latents", "packed_latents")
+    paths: tuple[str, ...] = ("mla", "sparse_latents", "packed_latents", "packed_mla")
 
     def _scores(self, query: Tensor, key: Tensor, pos: Tensor, j: Tensor) -> Tensor:
         rank = self.arguments["latent_rank"]
@@ -18,7 +18,7 @@ class RotaryDropped(Attention):
 class RotaryOnly(Attention):
     """Only the rotary part of the keys is in the scores."""
 
-    paths: tuple[str, ...] = ("mla", "sparse_latents", "packed_latents")
+    paths: tuple[str, ...] = ("mla", "sparse_latents", "packed_latents", "packed_mla")
 
     def _scores(self, query: Tensor, key: Tensor, pos: Tensor, j: Tensor) -> Tensor:
         rank = self.arguments["latent_rank"]
@@ -28,7 +28,7 @@ class RotaryOnly(Attention):
 class ValuesFromTheEnd(Attention):
     """Values are the last elements of a latent row, rotary part included, not the first."""
 
-    paths: tuple[str, ...] = ("mla", "sparse_latents", "packed_latents")
+    paths: tuple[str, ...] = ("mla", "sparse_latents", "packed_latents", "packed_mla")
 
     def _pools(self) -> tuple[Tensor, Tensor]:
         key, value = super()._pools()

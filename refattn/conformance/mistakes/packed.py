@@ -8,7 +8,7 @@ from torch import Tensor
 
 from refattn.conformance.mistakes.formula import GROUP, Attention
 
-PATHS = ("packed_latents",)
+PATHS = ("packed_latents", "packed_mla")
 SCALE, ROPE = 4, 2  # bytes of a scale, and of an element of a rotary key
 
 
