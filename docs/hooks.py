@@ -9,6 +9,7 @@ stands before the comment is for those who read the page on a code host, which h
     ... <!-- says fastattn.cascade -->                      what a file says of itself, after its first sentence
     ... <!-- kernels -->                                    the kernels, and what each is
     ... <!-- measured local -->                             the measured rows of a path
+    ... <!-- parts -->                                      the launches of calls, and how long each takes
     ... <!-- tested -->                                     the results of the tests on other machines and processors
     ... <!-- reports -->                                    what `make gpu-report` wrote on machines of others
     ... <!-- contract -->                                   the properties that a kernel is checked for
@@ -224,6 +225,22 @@ def tried(page: Page, instead: str, path: str) -> str:
     return "\n\n".join(shown)
 
 
+def parts(page: Page, instead: str) -> str:
+    """Show the launches of calls, folded, a table for each machine."""
+    shown = [instead]
+    for file in sorted(RESULTS.glob("parts/*.json")):
+        run = json.loads(file.read_text())
+        lines = ["| row | contender | launch | of a call | median |", "|---|---|---|--:|--:|"]
+        for found in run["rows"]:
+            for contender in found["contenders"]:
+                for one in contender["launches"]:
+                    name, time = html.escape(one["kernel"][:64]), f"{one['seconds'] * 1e6:.4g} µs"
+                    lines.append(f"| {found['row']} | {contender['name']} | {name} | {one['launches']:g} | {time} |")
+        about = f"{run['machine']['name']}, {run['date'][:10]}, commit {run['commit']}"
+        shown.append(folded(f"Launches: {about}; torch {run['versions']['torch']}", ["\n".join(lines)]))
+    return "\n\n".join(shown)
+
+
 def tested(page: Page, instead: str) -> str:
     """Show the results of the tests on machines that few readers have, and as on other processors; tables folded."""
     shown = [outcomes(json.loads(path.read_text())).rsplit("\n\n", 1) for path in sorted(RESULTS.glob("tests/*.json"))]
@@ -281,6 +298,7 @@ INSERTS = {
         exercises,
         kernels,
         measured,
+        parts,
         picture,
         progress,
         reports,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import address
+import behind
 
 from fastattn.tools.bench import report, roofline
 from refattn.conformance import field
@@ -21,6 +22,7 @@ CITATION = ROOT / "CITATION.cff"
 STEP = ROOT / "docs/assets/step.svg"
 TWINS = ("fastattn", "refattn")
 FIELD = ROOT / "docs/proof/conformance.md"
+BENCHMARK = ROOT / "docs/proof/benchmark.md"
 SHOWN = {  # rows of the benchmark, by device, and what to call them
     "cuda": {
         ("chunked_prefill", "prefill-2x8192"): "two prompts of 8192 tokens",
@@ -36,6 +38,8 @@ SHOWN = {  # rows of the benchmark, by device, and what to call them
         ("quantized", "decode-64x8192-fp8"): "64 decodes, 8192 tokens of context in fp8",
         ("speculative", "tree-64x8192-drafts-16"): "64 trees of 16 drafted tokens, 8192 tokens of context",
         ("context_parallel", "decode-1x1048576"): "a decode of 1048576 tokens of context, on two GPUs",
+        ("sparse", "select-64x131072"): "for 64 queries, the best 2048 of 131072 keys",
+        ("recurrent", "decode-64x32-heads"): "64 decodes over a state (gated delta rule), 32 heads",
         ("engine", "decode-32x64"): "SmolLM2-135M, 64 tokens for each of 32 prompts",
     },
     "cpu": {
@@ -175,6 +179,7 @@ def main() -> None:
     CITATION.write_text(address.citation(address.repository()))
     put(FIELD, "honoured", honoured())
     put(ROOT / "docs/paths/engine.md", "load", load())
+    put(BENCHMARK, "behind", behind.table())
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         path.write_text(with_install_cell(path.read_text(), address.repository()))
 

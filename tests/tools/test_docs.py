@@ -340,6 +340,19 @@ def test_the_page_of_the_field_shows_the_committed_results(monkeypatch):
     assert shown in readme.FIELD.read_text(), "`make readme` writes it"
 
 
+def test_every_row_behind_its_best_peer_has_its_reason(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    behind = importlib.import_module("behind")
+    assert behind.table() in (ROOT / "docs/proof/benchmark.md").read_text(), "`make readme` writes it"
+    first = next(behind.rows())
+    assert first.ours > 1.02 * first.its and first.row in behind.REASONS.read_text()
+    monkeypatch.setattr(behind, "LIMITS", {"cuda": 1.0, "cpu": 1e9})
+    with pytest.raises(
+        ValueError, match=r"rows without a reason: \['cuda.*; reasons of rows that are not behind: \['cpu"
+    ):
+        behind.table()
+
+
 def test_the_readme_says_which_paths_were_measured():
     readme = (ROOT / "README.md").read_text()
     table = re.search(r"^\| path \|.*?\n\n", readme, re.MULTILINE | re.DOTALL)[0]
