@@ -382,8 +382,13 @@ def stable_sort(scores: Tensor, topk: int) -> Tensor:
 
 
 def varlen() -> str | None:
-    """Return why there is no `varlen_attn`, which came with PyTorch 2.10."""
-    return missing("torch.nn.attention.varlen")
+    """Return why there is no `varlen_attn`, which came with PyTorch 2.10, or none with all that is asked of it."""
+    if (reason := missing("torch.nn.attention.varlen")) is not None:
+        return reason
+    from torch.nn.attention.varlen import varlen_attn
+
+    lacks = {"window_size", "enable_gqa", "num_splits"} - set(inspect.signature(varlen_attn).parameters)
+    return f"varlen_attn takes no {' and no '.join(sorted(lacks))} in this PyTorch" if lacks else None
 
 
 def _of(package: str, distribution: str) -> tuple[str, str, Callable[[], str | None]]:
