@@ -24,6 +24,7 @@ from refattn.conformance.kernel import BadKernelError, Kernel, check_device
 from refattn.conformance.tolerance import Distance, bound, distance, on_cpu
 
 FAILED = ("wrong", "raises", "crashed", "hung")  # outcomes that break the contract
+VISITED = (*landmarks.KNOWN, "dense_backward")  # paths whose properties all visit their landmarks
 EVIDENCE = 6  # more batches, to tell mistakes apart
 SHRINKING = 10.0  # seconds, at most; 0: no failure shrinks
 AGAIN = 0.2  # of these, once a mistake is known that other properties have shown
@@ -217,7 +218,7 @@ def _look(
     most = min(examples, drawn, kernel.claims.max_examples or examples)
     for i, dtype in enumerate(dtypes):
         search = _Search(kernel, prop, dtype, device, on_example, SHRINKING * (AGAIN if blamed else 1))
-        marks = prop.landmarks(kernel) if i == 0 and kernel.path in (*landmarks.KNOWN, "dense_backward") else []
+        marks = prop.landmarks(kernel) if i == 0 and (kernel.path in VISITED or not drawn) else []
         visited = min(2 * examples, kernel.claims.max_examples or len(marks))
         failure = search.run(most if i == 0 else -(-most // 2)) or search.visit(marks[:visited])
         if search.not_claimed:

@@ -286,7 +286,9 @@ class Kernel:
             elif name == "cu_seqlens_k" or (name in OF_BATCH and "batch" in arguments):
                 asked[name] = getattr(arguments["batch"], name)
             elif name == "common_prefix_len":
-                asked[name] = arguments["prefixes"][0].end if arguments.get("prefixes") else 0
+                everybody = (0, arguments["batch"].num_seqs)
+                ends = [end for first, last, end in arguments.get("prefixes", ()) if (first, last) == everybody]
+                asked[name] = max(ends, default=0)
             elif parameter.default is parameter.empty and parameter.kind not in (
                 parameter.VAR_POSITIONAL,
                 parameter.VAR_KEYWORD,

@@ -25,6 +25,7 @@ KNOWN = (
     "mla",
     "quantized",
 )
+CROWDED = ("interval", "sparse", "sparse_latents", "merge", "kv_cache", "recurrent")  # asked for many sequences, too
 TILES = (16, 32, 64, 128, 256)  # keys, or queries, that kernels take at a time
 MOST_NODES = 8  # of a tree
 
@@ -45,8 +46,9 @@ def example(kernel: Kernel, lens: Lens, shape: Shape | None = None, **options: A
     if path == "local":
         options["chunk_size"] = block_size * 3
     if path == "cascade":
-        options["shared"] = 1
-        pairs = [(q, max(q, s) + block_size) for q, s in pairs]
+        n = len(pairs)
+        options["shared"] = ((0, n, 1), (n // 2, n, 2)) if kernel.takes("prefixes") and n > 2 else 1
+        pairs = [(q, max(q, s) + 2 * block_size) for q, s in pairs]
     sizes = (head_size, 0 if value_head_size == head_size else value_head_size, block_size)
     return Example(path, tuple(pairs), heads, *sizes, options=options)
 
@@ -103,6 +105,12 @@ def many_queries(kernel: Kernel) -> list[Example]:
     ]
 
 
+def of_large_trees(kernel: Kernel) -> list[Example]:
+    """Return trees with one node more than words of 32 and 64 bits have, than two of them, and than a byte counts."""
+    batches = ((33, 33), (65, 90), (64, 64)), ((129, 150),), ((257, 257),)
+    return [replace(example(kernel, lens), lens=lens) for lens in batches]
+
+
 def long(**options: Any) -> Landmarks:
     """Return what makes decodes over keys that kernels split, and a chunk of several tiles, with these options."""
 
@@ -126,7 +134,8 @@ def of_sinks(kernel: Kernel) -> list[Example]:
 
 def smaller(example: Example) -> Iterator[Example]:
     """Yield batches with fewer sequences, queries or keys, the much smaller ones first."""
-    lens, least = example.lens, example.options.get("shared", 0) * example.block_size
+    lens, shared = example.lens, example.options.get("shared", 0)
+    least = shared * example.block_size if isinstance(shared, int) else 0
     for size in (len(lens) // 2, len(lens) // 4, 1):
         if size and size < len(lens):
             for first in range(0, len(lens), size):
