@@ -1019,9 +1019,7 @@ PROPERTIES = (
         everything,
         paths=("speculative",),
     ),
-    Property(
-        "listed twice", "A key that is listed twice counts twice.", listed_twice, everything, paths=SELECTED
-    ),
+    Property("listed twice", "A key that is listed twice counts twice.", listed_twice, everything, paths=SELECTED),
     Property(
         "lse",
         "The log-sum-exp is over all visible scores: natural log, float32, [t, h].",
@@ -1061,6 +1059,15 @@ PROPERTIES = (
         paths=(*landmarks.KNOWN, *landmarks.CROWDED),
         examples=0,
         landmarks=landmarks.many_sequences,
+    ),
+    Property(
+        "many slots",
+        "A pool may have more slots than 16 bits count.",
+        plain,
+        everything,
+        paths=("kv_cache",),
+        examples=0,
+        landmarks=landmarks.many_slots,
     ),
     Property(
         "many queries",

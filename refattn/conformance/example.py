@@ -58,7 +58,8 @@ class Example(Workload):
             first. Of `merge`, `parts`, and `empty`: whether rows are. Of `quantized`, `scales` of keys and values, and
             `scales_of`: "heads" or "sequences", if there are several. Of `interval`, `seen`: "spans", "prefix" or
             "drawn". Of `sparse` and `sparse_latents`, `topk`: keys of a query, at most, and `twice`: whether a key may
-            be listed several times. Of `select`, `topk` and `kind` of the scores. Of `speculative`, `growing`: nodes of
+            be listed several times. Of `select`, `topk` and `kind` of the scores. Of
+            `kv_cache`, `first_block`, from which the blocks of a large pool are numbered. Of `speculative`, `growing`: nodes of
             each tree before those of the query rows. Of `recurrent`, `padding`, `drafts`, `stale`, `scale` and `delta`.
             Of `dense_backward`, `grad_lse`: whether there is a gradient of the log-sum-exp.
     """
@@ -451,10 +452,14 @@ def _new_tokens(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]
     drawn = build(example, dtype=dtype, seed=example.seed, poison=HARMLESS)
     t = example.num_tokens
     slots = slot_mapping(drawn.batch, t + example.padding_rows, block_size=example.block_size)
+    before = example.options.get("first_block", 0)
+    slots = torch.where(slots < 0, slots, slots + before * example.block_size)
     pools = {
         name: torch.randn(pool.shape, generator=generator, dtype=torch.float32).to(dtype)
         for name, pool in (("key_cache", drawn.key_cache), ("value_cache", drawn.value_cache))
     }
+    if before:
+        pools = {name: torch.cat([pool[:1].expand(before, -1, -1, -1), pool]) for name, pool in pools.items()}
     rows = {
         name: torch.randn(
             t + example.padding_rows, *pools[f"{name}_cache"].shape[2:], generator=generator, dtype=torch.float32

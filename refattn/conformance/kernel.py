@@ -76,7 +76,7 @@ class Claims:
     block_sizes: tuple[int, ...] = (16, 32, 64)
     max_query_len: int | None = None
     min_seq_len: int = 0
-    parts: tuple[int, ...] = (2, 3, 5)
+    parts: tuple[int, ...] = (2, 3, 5, 70)
     layers: tuple[str, ...] = ("gdn",)
     not_claimed: Mapping[str, str] = field(default_factory=dict)
     refusals: tuple[str, ...] = ()

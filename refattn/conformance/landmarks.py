@@ -98,6 +98,12 @@ def many_sequences(kernel: Kernel) -> list[Example]:
     return [example(kernel, decodes), example(kernel, mixed)]
 
 
+def many_slots(kernel: Kernel) -> list[Example]:
+    """Return a batch in the last blocks of a pool of more than 2^16 slots."""
+    shape = min(kernel.claims.heads), kernel.claims.head_sizes[0], max(kernel.claims.block_sizes)
+    return [example(kernel, ((5, 90), (1, 7)), shape, first_block=2**16 // shape[2])]
+
+
 def many_queries(kernel: Kernel) -> list[Example]:
     """Return prompts and chunks of several tiles of queries, and such that fill them exactly."""
     return [

@@ -32,11 +32,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*(flex_attention|return_lse)"),
 ]
 
-BY_HAND = {"paged": "chunked_prefill", "write": "kv_cache"} | {
+BY_HAND = {"paged": "chunked_prefill", "write": "kv_cache", "cascade_of_prefixes": "cascade"} | {
     name: name
     for name in (
         *("dense", "local", "sliding_window", "quantized", "mla", "cascade", "differential", "merge"),
-        *("interval", "sparse", "sparse_latents", "select", "recurrent"),
+        *("interval", "sparse", "sparse_latents", "select", "recurrent", "speculative"),
     )
 }
 # Not called by their names: of several tokens of padding, which one stays in the last slot is up to the machine.
