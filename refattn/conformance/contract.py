@@ -155,7 +155,7 @@ def draw_example(
 
 
 def draw_prefixes(draw: Draw, kernel: Kernel, count: int) -> int | tuple[tuple[int, int, int], ...]:
-    """Draw how many blocks all sequences share; where a kernel takes prefixes, also those of some, one inside another."""
+    """Draw how many blocks all sequences share; or of some, maybe a prefix inside another, if a kernel takes prefixes."""
     if count < 2 or not kernel.takes("prefixes") or draw(st.booleans()):
         return draw(st.integers(0, 2))
     first = draw(st.integers(0, count - 2))
@@ -977,6 +977,13 @@ PROPERTIES = (
         check_landmark=outputs_at_landmarks,
     ),
     Property(
+        "lse",
+        "The log-sum-exp is over all visible scores: natural log, float32, [t, h].",
+        plain,
+        lse,
+        paths=(*ATTENDS, "merge"),
+    ),
+    Property(
         "not causal",
         "causal=False shows every key of the sequence.",
         with_options("causal"),
@@ -1008,7 +1015,7 @@ PROPERTIES = (
         large_trees,
         everything,
         paths=("speculative",),
-        examples=4,
+        examples=2,
         landmarks=landmarks.of_large_trees,
         check_landmark=at_landmarks,
     ),
@@ -1020,13 +1027,6 @@ PROPERTIES = (
         paths=("speculative",),
     ),
     Property("listed twice", "A key that is listed twice counts twice.", listed_twice, everything, paths=SELECTED),
-    Property(
-        "lse",
-        "The log-sum-exp is over all visible scores: natural log, float32, [t, h].",
-        plain,
-        lse,
-        paths=(*ATTENDS, "merge"),
-    ),
     Property(
         "empty rows",
         "A query without a visible key returns 0 with an LSE of -inf; sequences may have no query.",

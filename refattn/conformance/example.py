@@ -58,10 +58,10 @@ class Example(Workload):
             first. Of `merge`, `parts`, and `empty`: whether rows are. Of `quantized`, `scales` of keys and values, and
             `scales_of`: "heads" or "sequences", if there are several. Of `interval`, `seen`: "spans", "prefix" or
             "drawn". Of `sparse` and `sparse_latents`, `topk`: keys of a query, at most, and `twice`: whether a key may
-            be listed several times. Of `select`, `topk` and `kind` of the scores. Of
-            `kv_cache`, `first_block`, from which the blocks of a large pool are numbered. Of `speculative`, `growing`: nodes of
-            each tree before those of the query rows. Of `recurrent`, `padding`, `drafts`, `stale`, `scale` and `delta`.
-            Of `dense_backward`, `grad_lse`: whether there is a gradient of the log-sum-exp.
+            be listed several times. Of `select`, `topk` and `kind` of the scores. Of `kv_cache`, `first_block`, from
+            which the blocks of a large pool are numbered. Of `speculative`, `growing`: nodes of each tree before those
+            of the query rows. Of `recurrent`, `padding`, `drafts`, `stale`, `scale` and `delta`. Of `dense_backward`,
+            `grad_lse`: whether there is a gradient of the log-sum-exp.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)

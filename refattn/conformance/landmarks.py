@@ -49,6 +49,8 @@ def example(kernel: Kernel, lens: Lens, shape: Shape | None = None, **options: A
         n = len(pairs)
         options["shared"] = ((0, n, 1), (n // 2, n, 2)) if kernel.takes("prefixes") and n > 2 else 1
         pairs = [(q, max(q, s) + 2 * block_size) for q, s in pairs]
+    if path == "recurrent" and not kernel.knows_beginnings:
+        pairs = [(q, max(s, q + 1)) for q, s in pairs]
     sizes = (head_size, 0 if value_head_size == head_size else value_head_size, block_size)
     return Example(path, tuple(pairs), heads, *sizes, options=options)
 
@@ -112,8 +114,8 @@ def many_queries(kernel: Kernel) -> list[Example]:
 
 
 def of_large_trees(kernel: Kernel) -> list[Example]:
-    """Return trees with one node more than words of 32 and 64 bits have, than two of them, and than a byte counts."""
-    batches = ((33, 33), (65, 90), (64, 64)), ((129, 150),), ((257, 257),)
+    """Return trees with as many nodes as words of 32 and 64 bits have, one more, and one more than two of them."""
+    batches = ((33, 33), (65, 90), (64, 64)), ((129, 150),)
     return [replace(example(kernel, lens), lens=lens) for lens in batches]
 
 
@@ -145,9 +147,13 @@ def smaller(example: Example) -> Iterator[Example]:
     for size in (len(lens) // 2, len(lens) // 4, 1):
         if size and size < len(lens):
             for first in range(0, len(lens), size):
-                rest = lens[:first] + lens[first + size :]
-                yield replace(example, lens=rest)
+                rest, options = lens[:first] + lens[first + size :], example.options
+                if not isinstance(shared, int):  # prefixes of the sequences that are left
+                    left = [tuple(i - min(max(i - first, 0), size) for i in x[:2]) + x[2:] for x in shared]
+                    options = {**options, "shared": tuple(left)}
+                yield replace(example, lens=rest, options=options)
     for i, (q, s) in enumerate(lens if len(lens) < MOST_NODES else ()):
         for pair in ((1, s), (q // 2, s), (q, s // 2), (q, s - s // 4), (q - 1, s - 1), (q - 1, s), (q, s - 1)):
-            if pair != (q, s) and 1 <= pair[0] <= pair[1] - least:
+            before = max(least, int(example.path == "recurrent" and q < s))  # who has a state keeps it
+            if pair != (q, s) and 1 <= pair[0] <= pair[1] - before:
                 yield replace(example, lens=(*lens[:i], pair, *lens[i + 1 :]))

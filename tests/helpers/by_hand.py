@@ -197,6 +197,10 @@ def cascade(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, 
     return (out, lse) if return_lse else out
 
 
+SMALL = dict(heads=((1, 1), (4, 2)), head_sizes=((64, 64),), block_sizes=(16,))
+
+
+@claims(**SMALL)
 def cascade_of_prefixes(
     query,
     key_cache,
@@ -237,6 +241,7 @@ def cascade_of_prefixes(
     return (out, lse) if return_lse else out
 
 
+@claims(**SMALL)
 def speculative(
     query,
     key_cache,
