@@ -155,7 +155,7 @@ def draw_example(
 
 
 def draw_prefixes(draw: Draw, kernel: Kernel, count: int) -> int | tuple[tuple[int, int, int], ...]:
-    """Draw how many blocks all sequences share; or of some, maybe a prefix inside another, if a kernel takes prefixes."""
+    """Draw how many blocks all sequences share; of a kernel that takes prefixes those of some, one inside another."""
     if count < 2 or not kernel.takes("prefixes") or draw(st.booleans()):
         return draw(st.integers(0, 2))
     first = draw(st.integers(0, count - 2))
@@ -571,12 +571,13 @@ def poisoned(name: str) -> Check:
 def strides(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
     """Compare over views: heads outside tokens, pages with a gap after each, queries cut out of a fused projection."""
     arguments = example.tensors(dtype, device)
-    words = ("query", "key", "value", "key_cache", "value_cache", "cache", "states")
+    words = ("query", "key", "value", "key_cache", "value_cache", "cache")
     for word in words:
         if word in arguments:
             arguments[word] = with_gap(arguments[word]) if example.seed % 2 else outside_in(arguments[word])
-    for word in ("log_decay", "beta"):
-        if word in arguments:
+    if "states" in arguments:
+        arguments["states"] = with_gap(arguments["states"]) if example.seed % 2 else outside_in(arguments["states"])
+        for word in ("log_decay", "beta"):  # [t, hv], as they come from a projection of all heads
             arguments[word] = arguments[word].transpose(0, 1).contiguous().transpose(0, 1)
     table = arguments["batch"].block_table if "batch" in arguments else None
     if table is not None:  # the beginning of each row of a larger one, as servers have it

@@ -66,11 +66,11 @@ class AncestorsInOneWord(WindowOverTree):
         for node, parent in enumerate(parents):
             words.append({node % bits} | (words[parent] if parent >= 0 else set()))
         n, (t, s) = len(parents), mask.shape
-        node, bit = torch.arange(n), torch.zeros(n, bits, dtype=torch.bool)
+        at, bit = torch.arange(n), torch.zeros(n, bits, dtype=torch.bool)
         for row, word in zip(bit, words, strict=True):
             row[list(word)] = True
         seen = mask.clone()
-        seen[:, s - n :] = bit[n - t :, node % bits] if how != "are lost" else mask[:, s - n :] & (node < bits)
+        seen[:, s - n :] = bit[n - t :, at % bits] if how != "are lost" else mask[:, s - n :] & (at < bits)
         if how != "wrap":
             return torch.cat([seen, visible[:, s:]], dim=-1)
         return super()._in_tree(visible, seen)
