@@ -87,6 +87,8 @@ class Property:
         """Return why this is not asked of a kernel, or None if it is."""
         if self.name in kernel.claims.not_claimed:
             return kernel.claims.not_claimed[self.name]
+        if self.name == "gaps" and "strides" in kernel.claims.not_claimed:  # they are between the rows of a view
+            return kernel.claims.not_claimed["strides"]
         for option in self.needs:
             if not kernel.takes(option):
                 return f"has no parameter {option}"
@@ -124,8 +126,10 @@ def draw_example(
     if path == "local":
         options["chunk_size"] = block_size * draw(st.integers(1, 2))
     if path == "cascade":
-        shared = options["shared"] = draw(st.integers(0, 2))
-        pairs = [(q, max(q, s) + shared * block_size) for q, s in pairs]
+        shared = options["shared"] = draw_prefixes(draw, kernel, len(pairs))
+        prefixes = ((0, len(pairs), shared),) if isinstance(shared, int) else shared
+        deepest = [max([0, *(n for first, last, n in prefixes if first <= i < last)]) for i in range(len(pairs))]
+        pairs = [(q, max(q, s) + n * block_size) for n, (q, s) in zip(deepest, pairs, strict=True)]
     if path == "interval" and "seen" not in options:
         options["seen"] = draw(st.sampled_from(("spans", "prefix", "drawn")))
     if path in (*SELECTED, "select") and "topk" not in options:
@@ -148,6 +152,18 @@ def draw_example(
         seed=draw(st.integers(0, 3)),
         **more,
     )
+
+
+def draw_prefixes(draw: Draw, kernel: Kernel, count: int) -> int | tuple[tuple[int, int, int], ...]:
+    """Draw how many blocks all sequences share; of a kernel that takes prefixes those of some, one inside another."""
+    if count < 2 or not kernel.takes("prefixes") or draw(st.booleans()):
+        return draw(st.integers(0, 2))
+    first = draw(st.integers(0, count - 2))
+    last = draw(st.integers(first + 2, count))
+    blocks = draw(st.integers(1, 2))
+    inner = draw(st.integers(first, last - 2))
+    nested = ((inner, min(inner + 2, last), blocks + 1),) if draw(st.booleans()) else ()
+    return ((first, last, blocks), *nested)
 
 
 def sequences(kernel: Kernel, *, longest: int = 50, most: int = 3) -> Any:
@@ -213,6 +229,38 @@ def windowed(draw: Draw, kernel: Kernel) -> Example:
     right = draw(st.sampled_from((None, 4, 1, 9, 0))) if kernel.takes("causal") else None
     options = {"window_size": (left, 0)} if right is None else {"window_size": (left, right), "causal": False}
     return draw_example(draw, kernel, options=options)
+
+
+def of_several_sequences(draw: Draw, kernel: Kernel) -> Example:
+    """Draw three or four sequences, of which some share a prefix."""
+    one = sequences(kernel, most=1).map(lambda pairs: pairs[0])
+    return draw_example(draw, kernel, st.lists(one, min_size=3, max_size=4))
+
+
+def scales_of(several: str) -> Callable[[Draw, Kernel], Example]:
+    """Return what draws a scale for each of the "heads", or for each of them and of the "sequences"."""
+
+    def drawn(draw: Draw, kernel: Kernel) -> Example:
+        shapes = [shape for shape in kernel.claims.shapes if shape[0][1] > 1] if several == "heads" else None
+        return draw_example(draw, kernel, options={"scales_of": several}, shapes=shapes)
+
+    return drawn
+
+
+def listed_twice(draw: Draw, kernel: Kernel) -> Example:
+    """Draw lists in which some keys are twice, or more often."""
+    return draw_example(draw, kernel, options={"topk": draw(st.sampled_from((8, 3, 16))), "twice": True})
+
+
+def large_trees(draw: Draw, kernel: Kernel) -> Example:
+    """Draw trees with more nodes than a word has bits."""
+    nodes = st.integers(33, 80)
+    return draw_example(draw, kernel, st.lists(nodes.map(lambda n: (n, n + 9)), min_size=1, max_size=2))
+
+
+def growing_trees(draw: Draw, kernel: Kernel) -> Example:
+    """Draw trees of which the query rows are the last nodes alone."""
+    return draw_example(draw, kernel, options={"growing": draw(st.integers(1, 6))})
 
 
 def hidden_behind(draw: Draw, kernel: Kernel) -> Example:
@@ -436,7 +484,7 @@ def mask(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> N
     """Read the mask out: with zero queries and one-hot values the output is the mask, divided by its row count."""
     seen = seen_masks(kernel, example, dtype, device)
     row = 0
-    for i, (want, weights) in enumerate(zip(example.masks(), seen, strict=True)):
+    for i, (want, share, weights) in enumerate(zip(example.masks(), example.shares(), seen, strict=True)):
         got = weights != 0  # NaN is
         for head in range(weights.shape[1]):
             wrong = (got[:, head, : want.shape[1]] != want).nonzero()
@@ -446,7 +494,6 @@ def mask(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> N
                 raise Broken(f"sequence {i}, head {head}: query row {t} should {should}see key {s}")
             if got[:, head, want.shape[1] :].any():
                 raise Broken(f"sequence {i}, head {head}: weight on a key that does not exist")
-        share = want / want.sum(-1, keepdim=True).clamp(min=1)
         off = (weights[..., : want.shape[1]] - share[:, None]).abs().max() if weights.numel() else torch.tensor(0.0)
         if not off <= 4 * torch.finfo(dtype).eps:
             raise Broken(f"sequence {i}: the visible keys do not weigh alike, though all their scores are 0")
@@ -463,19 +510,18 @@ def glance(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) ->
         torch.randint(0, 2, (s, example.heads[1], example.value_size), generator=generator).float() * 2 - 1
         for _, s in example.lens
     ]
-    shared = example.options.get("shared", 0) * example.block_size
-    for value in values[1:]:
-        value[:shared] = values[0][:shared]
+    for first, last, end in example.shared_prefixes() if example.path == "cascade" else ():
+        for value in values[first + 1 : last]:
+            value[:end] = values[first][:end]
     arguments = example.tensors(dtype, device, values=values)
     out = ask(kernel, example, arguments | dict(query=torch.zeros_like(arguments["query"])))["out"].detach().cpu()
     if out.shape[0] != example.num_tokens + example.padding_rows:
         raise Broken(f"out: {out.shape[0]} rows, expected {example.num_tokens + example.padding_rows}")
     row, group = 0, example.heads[0] // example.heads[1]
-    for i, (mask, value) in enumerate(zip(example.masks(), values, strict=True)):
+    for i, (shares, value) in enumerate(zip(example.shares(), values, strict=True)):
         value = value[:, :1] if "latent_rank" in arguments else value  # where all heads share one latent
-        shares = (mask / mask.sum(-1, keepdim=True).clamp(min=1)).double()
         want = torch.einsum("ts,shd->thd", shares, value.double()).repeat_interleave(group, dim=1)
-        off = (out[row : row + len(mask)].double() - want).abs().amax(-1)
+        off = (out[row : row + len(shares)].double() - want).abs().amax(-1)
         allowed = torch.finfo(dtype).eps * want.abs().amax(-1) + 16 * torch.finfo(torch.float32).eps
         wrong = (~(off <= allowed)).nonzero()
         if len(wrong):
@@ -483,7 +529,7 @@ def glance(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) ->
             raise Broken(
                 f"sequence {i}, head {head}: query row {t} does not return the mean of the keys that it may see"
             )
-        row += len(mask)
+        row += len(shares)
 
 
 def at_landmarks(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
@@ -536,6 +582,10 @@ def strides(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -
             arguments[word] = packed.with_gaps(arguments[word], packed.SPARE * (example.seed % 2))
         elif word in arguments:
             arguments[word] = with_gap(arguments[word]) if example.seed % 2 else outside_in(arguments[word])
+    if "states" in arguments:
+        arguments["states"] = with_gap(arguments["states"]) if example.seed % 2 else outside_in(arguments["states"])
+        for word in ("log_decay", "beta"):  # [t, hv], as they come from a projection of all heads
+            arguments[word] = arguments[word].transpose(0, 1).contiguous().transpose(0, 1)
     table = arguments["batch"].block_table if "batch" in arguments else None
     if table is not None:  # the beginning of each row of a larger one, as servers have it
         table = torch.cat([table, torch.full_like(table, -1)], dim=1)[:, : table.shape[1]]
@@ -697,11 +747,12 @@ def nan(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> No
         x[arguments["batch"].block_table[0, 0].long(), 0] = not_a_number
     out = ask(kernel, example, arguments)["out"].cpu()
     wide, low = expected(example, arguments)
+    with_first = {0, *(i for first, last, _ in example.shared_prefixes() if first == 0 for i in range(last))}
     row = 0
     for i, ((q, _), visible) in enumerate(zip(example.lens, example.masks(), strict=True)):
         rows = slice(row, row + q)
         row += q
-        if i == 0 or example.options.get("shared"):
+        if i in with_first:
             hidden = (visible[:, :1, None] & ~out[rows].isnan()).nonzero()
             if len(hidden):
                 t, head, _ = hidden[0].tolist()
@@ -809,7 +860,9 @@ def per_channel(draw: Draw, kernel: Kernel) -> Example:
 def without_tokens(draw: Draw, kernel: Kernel) -> Example:
     """Draw sequences without new tokens among others."""
     pairs = st.lists(st.tuples(st.integers(0, 5), st.integers(6, 30)), min_size=1, max_size=3)
-    return draw_example(draw, kernel, pairs.map(lambda drawn: [drawn[0], (0, 9), *drawn[1:]]))
+    idle = draw(st.sampled_from((((0, 9), (0, 0)), ((0, 0),), ((0, 9),))))  # with a state, and without one
+    options = {"stale": True} if draw(st.booleans()) else {}
+    return draw_example(draw, kernel, pairs.map(lambda drawn: [drawn[0], *idle, *drawn[1:]]), options=options)
 
 
 def of_several_chunks(draw: Draw, kernel: Kernel) -> Example:
@@ -928,7 +981,7 @@ PROPERTIES = (
         windowed,
         mask,
         ("window_size",),
-        ("dense", "chunked_prefill", "sliding_window"),
+        ("dense", "chunked_prefill", "sliding_window", "cascade", "speculative"),
         landmarks=landmarks.long(window_size=(90, 0)),
         check_landmark=outputs_at_landmarks,
     ),
@@ -939,6 +992,50 @@ PROPERTIES = (
         lse,
         paths=(*ATTENDS, "merge"),
     ),
+    Property(
+        "not causal",
+        "causal=False shows every key of the sequence.",
+        with_options("causal"),
+        everything,
+        ("causal",),
+        ("differential", "quantized"),
+        landmarks=landmarks.long(causal=False),
+    ),
+    Property(
+        "window",
+        "A window (left, right) shows left + 1 + right keys, both ends included.",
+        windowed,
+        everything,
+        ("window_size",),
+        ("differential", "quantized"),
+        landmarks=landmarks.long(window_size=(90, 0)),
+    ),
+    Property(
+        "prefixes",
+        "A prefix may be that of some sequences only, and another may lie inside it.",
+        of_several_sequences,
+        everything,
+        ("prefixes",),
+        ("cascade",),
+    ),
+    Property(
+        "large trees",
+        "A tree may have more nodes than a word has bits.",
+        large_trees,
+        everything,
+        paths=("speculative",),
+        examples=2,
+        landmarks=landmarks.of_large_trees,
+        check_landmark=at_landmarks,
+    ),
+    Property(
+        "growing trees",
+        "The query rows may be the last nodes of a tree, and not all of them.",
+        growing_trees,
+        everything,
+        paths=("speculative",),
+    ),
+    Property("listed twice", "A key that is listed twice counts twice.", listed_twice, everything, paths=SELECTED),
     Property(
         "empty rows",
         "A query without a visible key returns 0 with an LSE of -inf; sequences may have no query.",
@@ -968,9 +1065,18 @@ PROPERTIES = (
         "A batch may have many sequences, each of another length.",
         plain,
         at_landmarks,
-        paths=landmarks.KNOWN,
+        paths=(*landmarks.KNOWN, *landmarks.CROWDED),
         examples=0,
         landmarks=landmarks.many_sequences,
+    ),
+    Property(
+        "many slots",
+        "A pool may have more slots than 16 bits count.",
+        plain,
+        everything,
+        paths=("kv_cache",),
+        examples=0,
+        landmarks=landmarks.many_slots,
     ),
     Property(
         "many queries",
@@ -1070,6 +1176,13 @@ PROPERTIES = (
         landmarks=landmarks.long(),
     ),
     Property(
+        "gaps",
+        "Between the rows of a tensor there may be anything, and so there may in a row of latents after its key.",
+        plain,
+        poisoned("gaps"),
+        paths=(*ATTENDS, "kv_cache", "recurrent"),
+    ),
+    Property(
         "last stride",
         "The last dimension need not be contiguous.",
         plain,
@@ -1137,6 +1250,20 @@ PROPERTIES = (
         landmarks=landmarks.long(scales=(0.5, 0.25)),
     ),
     Property(
+        "scales per head",
+        "Each KV head may have a scale of its own.",
+        scales_of("heads"),
+        everything,
+        paths=("quantized",),
+    ),
+    Property(
+        "scales per sequence",
+        "Each sequence may have scales of its own, one for each KV head.",
+        scales_of("sequences"),
+        everything,
+        paths=("quantized",),
+    ),
+    Property(
         "decode is prefill",
         "The last query gets the same answer alone and with the queries before it.",
         plain,
@@ -1170,7 +1297,7 @@ PROPERTIES = (
     ),
     Property(
         "no tokens",
-        "A sequence without new tokens keeps its state.",
+        "A sequence without new tokens keeps its state, and changes no other, whatever slot it has.",
         without_tokens,
         everything,
         paths=("recurrent",),

@@ -7,6 +7,7 @@ The tensors are a dict with the names that the path's `plan`, `AttentionOptions`
 
 import ctypes
 import hashlib
+import math
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -24,7 +25,7 @@ from refattn.conformance.call import attend
 from refattn.conformance.cases import HARMLESS, build, poisoned
 from refattn.conformance.oracle import sight
 from refattn.conformance.tolerance import WIDER, on_cpu
-from refattn.conformance.workload import Workload
+from refattn.conformance.workload import LARGEST, Workload
 from refattn.interface import Batch, Fp8Scales, Prefix
 from refattn.interface.ambient import computing_in
 from refattn.metadata import slot_mapping
@@ -45,6 +46,9 @@ _EXPECTED: dict[bytes, tuple[Answers, Answers]] = {}  # by the bits of their arg
 SELECTED = ("sparse", "sparse_latents", "packed_latents")  # paths whose queries have lists of keys
 PACKED = ("packed_latents", "packed_mla")  # paths over packed latents
 LAMBDA, LAMBDA_INIT = 0.3, 0.2  # of differential attention: neither 0, nor alike
+ROWS_OF_NUMBERS = ("query", "key", "value", "key_cache", "value_cache", "cache", "states")
+GAP = 16  # elements after each row: with them it begins where a kernel may load 16 bytes at once
+SCALES = (2.0, 0.25)  # of fp8 keys and values: neither 1, nor alike
 
 
 @dataclass(frozen=True, repr=False)
@@ -53,12 +57,15 @@ class Example(Workload):
 
     Attributes:
         options: of the plan and of `AttentionOptions`, by name; True for slopes and sinks, which are then made. Of
-            `cascade`, `shared`: blocks that all sequences share. Of `merge`, `parts`, and `empty`: whether rows are. Of
-            `quantized`, `scales` of keys and values. Of `interval`, `seen`: "spans", "prefix" or "drawn". Of `sparse`
-            and `sparse_latents`, `topk`: keys of a query, at most. Of `packed_latents` that, too, and of it and of
-            `packed_mla` `rows`, one of `packed.KINDS`. Of `select`, `topk` and `kind` of the scores. Of `recurrent`,
-            `padding`, `drafts`, `scale` and `delta`. Of `dense_backward`, `grad_lse`: whether there is a gradient of
-            the log-sum-exp.
+            `cascade`, `shared`: blocks that all sequences share, or `(first, last, blocks)` of each prefix, outer ones
+            first. Of `merge`, `parts`, and `empty`: whether rows are. Of `quantized`, `scales` of keys and values, and
+            `scales_of`: "heads" or "sequences", if there are several. Of `interval`, `seen`: "spans", "prefix" or
+            "drawn". Of `sparse` and `sparse_latents`, `topk`: keys of a query, at most, and `twice`: whether a key may
+            be listed several times. Of `select`, `topk` and `kind` of the scores. Of `kv_cache`, `first_block`, from
+            which the blocks of a large pool are numbered. Of `speculative`, `growing`: nodes of each tree before those
+            of the query rows. Of `recurrent`, `padding`, `drafts`, `stale`, `scale` and `delta`. Of `packed_latents`,
+            as of `sparse_latents`; of it and of `packed_mla` also `rows`, one of `packed.KINDS`. Of `dense_backward`,
+            `grad_lse`: whether there is a gradient of the log-sum-exp.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -67,7 +74,7 @@ class Example(Workload):
         """Take the mask from the options."""
         said = self.options.get
         mask = dict(causal=said("causal", True), window=tuple(said("window_size", (-1, -1))))
-        mask |= dict(chunk_blocks=said("chunk_size", 0) // self.block_size, trees="drawn")
+        mask |= dict(chunk_blocks=said("chunk_size", 0) // self.block_size, trees="drawn", growing=said("growing", 0))
         for name, value in mask.items():
             object.__setattr__(self, name, value)
 
@@ -84,6 +91,27 @@ class Example(Workload):
                 for (q, s), rows in zip(self.lens, self.selected(), strict=True)
             ]
         return [sight(self, i).visible for i in range(len(self.lens))]
+
+    def shares(self) -> list[Tensor]:
+        """Return the weight of each key for each query where all scores are alike, `[t, s]`."""
+        counts = [mask.double() for mask in self.masks()]
+        if self.path in SELECTED:
+            for count, rows in zip(counts, self.selected(), strict=True):
+                for of_query, listed in zip(count, rows, strict=True):
+                    of_query.copy_(torch.bincount(listed[listed >= 0].long(), minlength=len(of_query)))
+        return [count / count.sum(-1, keepdim=True).clamp(min=1) for count in counts]
+
+    def shared_prefixes(self) -> list[Prefix]:
+        """Return the prefixes that sequences of `cascade` share, as far as there are keys before their queries."""
+        shared, found = self.options.get("shared", 0), list[Prefix]()
+        for first, last, blocks in ((0, len(self.lens), shared),) if isinstance(shared, int) else shared:
+            members = self.lens[first:last]
+            context = min((max(0, s - q) for q, s in members), default=0)
+            prefix = Prefix(first, first + len(members), min(blocks, context // self.block_size) * self.block_size)
+            around = [other for other in found if other.first < prefix.last and prefix.first < other.last]
+            if len(members) > 1 and prefix.end and all(other.encloses(prefix) for other in around):
+                found.append(prefix)
+        return found
 
     def span(self, i: int) -> tuple[Tensor, Tensor]:
         """Return the first and the last key that each query of a sequence may see; of `interval` by `seen`."""
@@ -102,16 +130,21 @@ class Example(Workload):
             return (at - 9).clamp(min=0), torch.where(inside, end, at)
         first = torch.tensor([drawn.randint(-2, s + 1) for _ in range(q)], dtype=torch.int64)
         last = torch.tensor([drawn.randint(x - 2, max(x - 2, s - 1)) for x in first.tolist()], dtype=torch.int64)
+        first[3::4] = -LARGEST - 1  # no first key at all
+        last[5::8] = -LARGEST - 1  # and no last one
         return first, last.clamp(max=s - 1)
 
     def selected(self) -> list[Tensor]:
         """Draw the positions that each query of each sequence sees that has a list, with -1 anywhere, `[t, k]`."""
         drawn, topk, lists = random.Random(self.seed), self.options.get("topk", 8), []
+        twice = self.options.get("twice", False)
         for q, s in self.lens:
             rows = []
             for _ in range(q):
                 count = drawn.randint(0, min(s, topk))
                 row = drawn.sample(range(s), count) + [-1] * (topk - count)
+                if twice and count:
+                    row[count:] = [drawn.choice((-1, row[0], row[count - 1])) for _ in row[count:]]
                 drawn.shuffle(row)
                 rows.append(row)
             lists.append(torch.tensor(rows, dtype=torch.int32).reshape(q, topk))
@@ -272,10 +305,18 @@ def poison(example: Example, arguments: Arguments, name: str) -> Arguments:
         example: whose arguments they are.
         arguments: what they are; left alone.
         name: of a `region`; "table" for the entries past a sequence's last block; "padding" for query rows after the
-            last sequence, of rows of keys those, too, and of outputs their gradients.
+            last sequence, of rows of keys those, too, and of outputs their gradients; "gaps" for what lies between the
+            rows of a tensor, and in a row of latents after its key.
     """
     changed = dict(arguments)
-    if name == "table":
+    if name == "gaps":
+        for word in ROWS_OF_NUMBERS:
+            if word in changed:
+                is_packed = changed[word].dtype == torch.uint8
+                changed[word] = packed.with_gaps(changed[word], GAP) if is_packed else _with_gaps(changed[word])
+        if "cache" in changed and "latent_rank" in changed and changed["cache"].is_floating_point():
+            changed["cache"][..., example.head_size :] = torch.nan
+    elif name == "table":
         changed["batch"] = replace(arguments["batch"], block_table=_table(example, arguments["batch"], (-1, 1_000_000)))
     elif name == "padding":
         for word in ("query", "key", "value", "grad_out"):
@@ -298,6 +339,13 @@ def poison(example: Example, arguments: Arguments, name: str) -> Arguments:
     return changed
 
 
+def _with_gaps(x: Tensor) -> Tensor:
+    """Lay the rows of a tensor out with NaN after each."""
+    wide = torch.full((*x.shape[:-1], x.shape[-1] + GAP), torch.nan, device=x.device).to(x.dtype)
+    wide[..., :-GAP] = x
+    return wide[..., :-GAP]
+
+
 # --- how the arguments of each path are made ---
 
 
@@ -314,8 +362,9 @@ def _paged(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> 
         options.pop("seen", None)
         for name, ends in zip(("first_visible", "last_visible"), zip(*spans, strict=True), strict=True):
             options[name] = torch.cat([*ends, padding]).int()
+    options.pop("growing", None)
     if example.path == "sparse":
-        options["positions"] = _positions(example, options.pop("topk", 8))
+        options["positions"] = _positions(example, options)
     if example.path == "cascade":
         batch, options = _sharing(example, batch, options)
     batch = replace(batch, block_table=_table(example, batch, _unowned(drawn.key_cache, example, batch)))
@@ -323,8 +372,9 @@ def _paged(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> 
     return dict(query=query, key_cache=drawn.key_cache, value_cache=drawn.value_cache, batch=batch, **options)
 
 
-def _positions(example: Example, topk: int) -> Tensor:
+def _positions(example: Example, options: Arguments) -> Tensor:
     """Return the positions that were selected for each query row; rows of padding have none."""
+    topk, _ = options.pop("topk", 8), options.pop("twice", False)
     return torch.cat([*example.selected(), torch.full((example.padding_rows, topk), -1, dtype=torch.int32)])
 
 
@@ -357,7 +407,7 @@ def _latents(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -
         cache = packed.pool(drawn.key_cache[:, :, 0], rank, kind, example.seed)
     batch = replace(drawn.batch, block_table=_table(example, drawn.batch, _unowned(cache, example, drawn.batch)))
     if example.path in SELECTED:
-        options["positions"] = _positions(example, options.pop("topk", 8))
+        options["positions"] = _positions(example, options)
     return dict(query=changed.get("query", drawn.query), cache=cache, batch=batch, latent_rank=rank, **options)
 
 
@@ -377,12 +427,17 @@ def _pairs(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> 
 
 
 def _fp8(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> Arguments:
-    """Quantise the pools under a scale of keys and one of values."""
+    """Quantise the pools under a scale of keys and one of values, or under as many as there are heads or sequences."""
     arguments = _paged(example, dtype, changed)
-    scales = arguments.pop("scales", (1.0, 1.0))
-    for name, scale in zip(("key_cache", "value_cache"), scales, strict=True):
+    key, value = arguments.pop("scales", SCALES)
+    for name, scale in (("key_cache", key), ("value_cache", value)):
         arguments[name] = (arguments[name].float() / scale).to(torch.float8_e4m3fn)
-    return arguments | dict(scales=Fp8Scales(*scales))
+    several = {"heads": example.heads[1:], "sequences": (len(example.lens), example.heads[1])}
+    shape = several.get(arguments.pop("scales_of", ""))
+    if shape is None:
+        return arguments | dict(scales=Fp8Scales(key, value))
+    factors = (0.75 + 0.25 * torch.arange(math.prod(shape), dtype=torch.float32) % 1.25).view(shape)
+    return arguments | dict(scales=Fp8Scales(key * factors, value * factors.flip(-1)))
 
 
 def _partials(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> Arguments:
@@ -406,10 +461,14 @@ def _new_tokens(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]
     drawn = build(example, dtype=dtype, seed=example.seed, poison=HARMLESS)
     t = example.num_tokens
     slots = slot_mapping(drawn.batch, t + example.padding_rows, block_size=example.block_size)
+    before = example.options.get("first_block", 0)
+    slots = torch.where(slots < 0, slots, slots + before * example.block_size)
     pools = {
         name: torch.randn(pool.shape, generator=generator, dtype=torch.float32).to(dtype)
         for name, pool in (("key_cache", drawn.key_cache), ("value_cache", drawn.value_cache))
     }
+    if before:
+        pools = {name: torch.cat([pool[:1].expand(before, -1, -1, -1), pool]) for name, pool in pools.items()}
     rows = {
         name: torch.randn(
             t + example.padding_rows, *pools[f"{name}_cache"].shape[2:], generator=generator, dtype=torch.float32
@@ -457,12 +516,12 @@ def _options(example: Example) -> Arguments:
 
 
 def _sharing(example: Example, batch: Batch, options: Arguments) -> tuple[Batch, Arguments]:
-    """Let all sequences have the first blocks of the first one."""
-    shared = options.pop("shared")
+    """Let the sequences of each prefix have the first blocks of its first one."""
+    options.pop("shared", None)
     assert batch.block_table is not None
-    table = batch.block_table.clone()
-    table[:, :shared] = table[:1, :shared]
-    prefixes = [Prefix(0, batch.num_seqs, shared * example.block_size)] if shared and batch.num_seqs > 1 else []
+    table, prefixes = batch.block_table.clone(), example.shared_prefixes()
+    for first, last, end in prefixes:
+        table[first:last, : end // example.block_size] = table[first, : end // example.block_size]
     return replace(batch, block_table=table), options | dict(prefixes=prefixes)
 
 

@@ -76,7 +76,7 @@ class Claims:
     block_sizes: tuple[int, ...] = (16, 32, 64)
     max_query_len: int | None = None
     min_seq_len: int = 0
-    parts: tuple[int, ...] = (2, 3, 5)
+    parts: tuple[int, ...] = (2, 3, 5, 70)
     layers: tuple[str, ...] = ("gdn",)
     not_claimed: Mapping[str, str] = field(default_factory=dict)
     refusals: tuple[str, ...] = ()
@@ -290,7 +290,9 @@ class Kernel:
             elif name == "cu_seqlens_k" or (name in OF_BATCH and "batch" in arguments):
                 asked[name] = getattr(arguments["batch"], name)
             elif name == "common_prefix_len":
-                asked[name] = arguments["prefixes"][0].end if arguments.get("prefixes") else 0
+                everybody = (0, arguments["batch"].num_seqs)
+                ends = [end for first, last, end in arguments.get("prefixes", ()) if (first, last) == everybody]
+                asked[name] = max(ends, default=0)
             elif parameter.default is parameter.empty and parameter.kind not in (
                 parameter.VAR_POSITIONAL,
                 parameter.VAR_KEYWORD,

@@ -25,6 +25,7 @@ KNOWN = (
     "mla",
     "quantized",
 )
+CROWDED = ("interval", "sparse", "sparse_latents", "merge", "kv_cache", "recurrent")  # asked for many sequences, too
 TILES = (16, 32, 64, 128, 256)  # keys, or queries, that kernels take at a time
 MOST_NODES = 8  # of a tree
 
@@ -45,8 +46,11 @@ def example(kernel: Kernel, lens: Lens, shape: Shape | None = None, **options: A
     if path == "local":
         options["chunk_size"] = block_size * 3
     if path == "cascade":
-        options["shared"] = 1
-        pairs = [(q, max(q, s) + block_size) for q, s in pairs]
+        n = len(pairs)
+        options["shared"] = ((0, n, 1), (n // 2, n, 2)) if kernel.takes("prefixes") and n > 2 else 1
+        pairs = [(q, max(q, s) + 2 * block_size) for q, s in pairs]
+    if path == "recurrent" and not kernel.knows_beginnings:
+        pairs = [(q, max(s, q + 1)) for q, s in pairs]
     sizes = (head_size, 0 if value_head_size == head_size else value_head_size, block_size)
     return Example(path, tuple(pairs), heads, *sizes, options=options)
 
@@ -96,11 +100,23 @@ def many_sequences(kernel: Kernel) -> list[Example]:
     return [example(kernel, decodes), example(kernel, mixed)]
 
 
+def many_slots(kernel: Kernel) -> list[Example]:
+    """Return a batch in the last blocks of a pool of more than 2^16 slots."""
+    shape = min(kernel.claims.heads), kernel.claims.head_sizes[0], max(kernel.claims.block_sizes)
+    return [example(kernel, ((5, 90), (1, 7)), shape, first_block=2**16 // shape[2])]
+
+
 def many_queries(kernel: Kernel) -> list[Example]:
     """Return prompts and chunks of several tiles of queries, and such that fill them exactly."""
     return [
         example(kernel, lens) for lens in (((64, 64), (65, 130), (129, 129)), ((200, 333),), ((257, 300), (128, 150)))
     ]
+
+
+def of_large_trees(kernel: Kernel) -> list[Example]:
+    """Return trees with as many nodes as words of 32 and 64 bits have, one more, and one more than two of them."""
+    batches = ((33, 33), (65, 90), (64, 64)), ((129, 150),)
+    return [replace(example(kernel, lens), lens=lens) for lens in batches]
 
 
 def long(**options: Any) -> Landmarks:
@@ -126,13 +142,18 @@ def of_sinks(kernel: Kernel) -> list[Example]:
 
 def smaller(example: Example) -> Iterator[Example]:
     """Yield batches with fewer sequences, queries or keys, the much smaller ones first."""
-    lens, least = example.lens, example.options.get("shared", 0) * example.block_size
+    lens, shared = example.lens, example.options.get("shared", 0)
+    least = shared * example.block_size if isinstance(shared, int) else 0
     for size in (len(lens) // 2, len(lens) // 4, 1):
         if size and size < len(lens):
             for first in range(0, len(lens), size):
-                rest = lens[:first] + lens[first + size :]
-                yield replace(example, lens=rest)
+                rest, options = lens[:first] + lens[first + size :], example.options
+                if not isinstance(shared, int):  # prefixes of the sequences that are left
+                    left = [tuple(i - min(max(i - first, 0), size) for i in x[:2]) + x[2:] for x in shared]
+                    options = {**options, "shared": tuple(left)}
+                yield replace(example, lens=rest, options=options)
     for i, (q, s) in enumerate(lens if len(lens) < MOST_NODES else ()):
         for pair in ((1, s), (q // 2, s), (q, s // 2), (q, s - s // 4), (q - 1, s - 1), (q - 1, s), (q, s - 1)):
-            if pair != (q, s) and 1 <= pair[0] <= pair[1] - least:
+            before = max(least, int(example.path == "recurrent" and q < s))  # who has a state keeps it
+            if pair != (q, s) and 1 <= pair[0] <= pair[1] - before:
                 yield replace(example, lens=(*lens[:i], pair, *lens[i + 1 :]))

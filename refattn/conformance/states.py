@@ -29,8 +29,9 @@ def tensors(example: Workload, options: Mapping[str, Any], dtype: torch.dtype) -
     """Draw the tokens of a step, states in shuffled slots, and the tables.
 
     Of the options, `layer` is one of `LAYERS`; `padding` makes every second sequence padding, beginning with the
-    second; `drafts` gives each a slot per token, and a state after some token of a step before; `decays` are "weak", or
-    some of them "strong", down to e^-60, or such that they "forget" everything.
+    second; `drafts` gives each a slot per token, and a state after some token of a step before; `stale` gives sequences
+    without new tokens the slots of one that has some; `decays` are "weak", or some of them "strong", down to e^-60, or
+    such that they "forget" everything.
     """
     generator = torch.Generator().manual_seed(example.seed)
 
@@ -46,6 +47,8 @@ def tensors(example: Workload, options: Mapping[str, Any], dtype: torch.dtype) -
     slots = torch.randperm(b * columns + 3, generator=generator)[: b * columns].int().view(b, columns)
     if options.get("padding"):
         slots[1::2] = -1
+    if options.get("stale") and queries.any():
+        slots[queries == 0] = slots[int(queries.argmax())].clone()
     layer, decays = options.get("layer", "gdn"), options.get("decays", "weak")
     log_decay = -torch.rand(t, hv, *([dk] if layer == "kda" else []), generator=generator, dtype=torch.float32)
     if decays != "weak":

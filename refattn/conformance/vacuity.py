@@ -176,13 +176,14 @@ def _batches(kernel: Kernel) -> Iterator[tuple[Example, Arguments]]:
     claims, path = kernel.claims, PATHS[kernel.path]
     shape = claims.heads[-1], claims.head_sizes[0], claims.block_sizes[0]
     options = [x for x in OPTIONS if all(kernel.takes(name) for name in x)]
+    options += [{"scales_of": of} for of in ("heads", "sequences") if kernel.path == "quantized"]
     if path.differentiates and kernel.takes("return_lse"):
         options.append({"grad_lse": True})
     for option in options:
         for lens in BATCHES[:3] if option else BATCHES:
             example = landmarks.example(kernel, lens, shape, **option)
             yield example, example.tensors(torch.float32)
-    for region in ("tail", "blocks", "table", "window") if path.pools else ():
+    for region in ("tail", "blocks", "table", "window", "gaps") if path.pools else ("gaps",):
         option = {"window_size": (5, 0)} if region == "window" else {}
         if all(kernel.takes(name) for name in option):
             example = landmarks.example(kernel, BATCHES[0], shape, **option)

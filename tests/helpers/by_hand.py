@@ -32,8 +32,7 @@ def paged(
     out=None,
     *,
     chunk_size=0,
-    value_scale=1.0,
-    key_scale=1.0,
+    scales=None,
 ):
     """Attention over pages: prefill chunks and decodes."""
     t, h, d = query.shape
@@ -51,6 +50,7 @@ def paged(
         if n == 0:
             continue
         q = query[first:last].float()
+        key_scale, value_scale = scales_of(scales, b)
         pos = torch.arange(s - n, s)[:, None]
         parts = []
         for begin in range(0, max(s, 1), SPLIT):
@@ -143,11 +143,30 @@ def sliding_window(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_
     return paged(query, key_cache, value_cache, *batch, window_size=window_size, return_lse=return_lse)
 
 
-def quantized(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, scales, return_lse=False):
+def quantized(
+    query,
+    key_cache,
+    value_cache,
+    cu_seqlens_q,
+    seq_lens,
+    block_table,
+    scales,
+    softcap=0.0,
+    sinks=None,
+    return_lse=False,
+):
     """Attention over codes of 8 bits."""
     batch = (cu_seqlens_q, seq_lens, block_table, 0, 0)
+    options = dict(softcap=softcap, sinks=sinks, return_lse=return_lse)
+    return paged(query, key_cache, value_cache, *batch, scales=scales, **options)
+
+
+def scales_of(scales, b):
+    """The scales of keys and of values of a sequence: numbers, or one for each head."""
+    if scales is None:
+        return 1.0, 1.0
     k_scale, v_scale = scales.key, scales.value
-    return paged(query, key_cache, value_cache, *batch, key_scale=k_scale, value_scale=v_scale, return_lse=return_lse)
+    return [(x[b] if x.ndim == 2 else x)[:, None] if isinstance(x, torch.Tensor) else x for x in (k_scale, v_scale)]
 
 
 def mla(query, cache, cu_seqlens_q, seq_lens, block_table, latent_rank, softmax_scale, return_lse=False):
@@ -176,6 +195,80 @@ def cascade(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, 
     out, lse = merge([shared[0].float(), own[0].float()], [shared[1], own[1]])
     out = out.to(query.dtype)
     return (out, lse) if return_lse else out
+
+
+SMALL = dict(heads=((1, 1), (4, 2)), head_sizes=((64, 64),), block_sizes=(16,))
+
+
+@claims(**SMALL)
+def cascade_of_prefixes(
+    query,
+    key_cache,
+    value_cache,
+    cu_seqlens_q,
+    seq_lens,
+    block_table,
+    prefixes,
+    window_size=(-1, -1),
+    sinks=None,
+    return_lse=False,
+):
+    """Attention over each prefix of a sequence, read from the blocks of its first sequence, and over its own keys."""
+    p = key_cache.shape[1]
+    out, lse = query.new_zeros(*query.shape[:2], value_cache.shape[-1]), torch.full(query.shape[:2], -torch.inf)
+    for b, s in enumerate(seq_lens.tolist()):
+        begin, end = cu_seqlens_q[b : b + 2].tolist()
+        pos, of_it = torch.arange(s - end + begin, s)[:, None], [x for x in prefixes if x.first <= b < x.last]
+        edges = sorted((min(x.end, s), x.first) for x in of_it)
+        owners = [owner for _, owner in edges] + [b]
+        levels = list(zip(owners, [0, *(x for x, _ in edges)], [*(x for x, _ in edges), s], strict=True))
+        parts = []
+        for owner, low, high in levels:
+            j = torch.arange(low, high)
+            see = j <= pos
+            if window_size[0] > -1:
+                see = see & (pos - j <= window_size[0])
+            rows = (
+                torch.tensor([0, end - begin]),
+                torch.tensor([high - low]),
+                block_table[owner : owner + 1, low // p :],
+            )
+            parts.append(masked(query[begin:end].float(), key_cache, value_cache, *rows, [see], True))
+        if sinks is not None:
+            parts.append((torch.zeros_like(parts[0][0]), sinks.float().expand(end - begin, -1)))
+        of_rows, lse[begin:end] = merge(*zip(*parts, strict=True))
+        out[begin:end] = of_rows.to(query.dtype)
+    return (out, lse) if return_lse else out
+
+
+@claims(**SMALL)
+def speculative(
+    query,
+    key_cache,
+    value_cache,
+    cu_seqlens_q,
+    seq_lens,
+    block_table,
+    trees,
+    window_size=(-1, -1),
+    return_lse=False,
+):
+    """Attention of nodes to what is before their tree, and to their ancestors, which are the bits of a number."""
+    seen = []
+    for b, parents in enumerate(trees.to_lists()):
+        n, (begin, end) = len(parents), cu_seqlens_q[b : b + 2].tolist()
+        context, words, depths = int(seq_lens[b]) - n, [], []
+        for node, parent in enumerate(parents):
+            words.append((words[parent] if parent >= 0 else 0) | 1 << node)
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        tree = torch.tensor([[word >> node & 1 for node in range(n)] for word in words], dtype=torch.bool).view(n, n)
+        see = torch.cat([torch.ones(n, context, dtype=torch.bool), tree], dim=1)
+        stands = torch.tensor([*range(context), *(context + depth for depth in depths)])
+        if window_size[0] > -1:
+            see = see & (stands[context:, None] - stands <= window_size[0])
+        seen.append(torch.zeros(len(query), context + n, dtype=torch.bool))
+        seen[b][begin:end] = see[n - end + begin :]
+    return masked(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, seen, return_lse)
 
 
 def differential(
@@ -238,7 +331,7 @@ def sparse(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, s
         mine = block_table[b, j // p].long() * p + j % p
         chosen = slots.long()
         chosen = chosen.masked_fill(chosen < 0, -7)
-        seen.append((chosen[:, :, None] == mine).any(1))
+        seen.append((chosen[:, :, None] == mine).sum(1))
     return masked(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, seen, return_lse, scale)
 
 
@@ -264,7 +357,7 @@ def packed_latents(
 
 
 def masked(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, seen, return_lse, scale=None):
-    """Attention over pages under a mask of all query rows for each sequence."""
+    """Attention over pages; of each sequence it is known how often each query row sees each key."""
     p, h = key_cache.shape[1], query.shape[1]
     out, lse = query.new_zeros(*query.shape[:2], value_cache.shape[-1]), torch.full(query.shape[:2], -torch.inf)
     edges = cu_seqlens_q.tolist()
@@ -278,9 +371,9 @@ def masked(query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, s
         k, v = (x.repeat_interleave(h // x.shape[1], dim=1) for x in (k, v))
         products = torch.einsum("thd,jhd->htj", query[rows].float(), k)
         products = products * (query.shape[-1] ** -0.5 if scale is None else scale)
-        seen_scores = products.masked_fill(~see, -torch.inf)
+        seen_scores = products + see.float().log()
         sums = seen_scores.logsumexp(-1)
-        weights = torch.exp(seen_scores - sums[..., None]).masked_fill(~see, 0.0)
+        weights = torch.exp(seen_scores - sums[..., None]).masked_fill(see == 0, 0.0)
         out[rows] = torch.einsum("htj,jhd->thd", weights, v).to(out.dtype)
         lse[rows] = sums.T
     return (out, lse) if return_lse else out

@@ -350,7 +350,71 @@ PLANTED = [
         "[shared[1], own[1]])",
         "[shared[1] * LOG2E, own[1] * LOG2E])\n    lse = lse / LOG2E",
     ),
+    (
+        "cascade_of_prefixes",
+        "prefix-of-everyone",
+        "prefixes",
+        "[x for x in prefixes if x.first <= b < x.last]",
+        "prefixes[:1]",
+    ),
+    (
+        "cascade_of_prefixes",
+        "keys-between-prefixes-lost",
+        "prefixes",
+        "for owner, low, high in levels:",
+        "for owner, low, high in [*levels[:1], *levels[1:][-1:]]:",
+    ),
+    (
+        "cascade_of_prefixes",
+        "window-ignored-in-shared-level",
+        "window",
+        "            if window_size[0] > -1:\n                see = see & (pos",
+        "            if window_size[0] > -1 and high == s:\n                see = see & (pos",
+    ),
+    (
+        "cascade_of_prefixes",
+        "sinks-of-every-level",
+        "sinks",
+        "parts.append((torch.zeros_like(parts[0][0]), sinks.float().expand(end - begin, -1)))",
+        "parts += len(parts) * [(torch.zeros_like(parts[0][0]), sinks.float().expand(end - begin, -1))]",
+    ),
+    # trees
+    (
+        "speculative",
+        "window-by-slot",
+        "window",
+        "*(context + depth for depth in depths)",
+        "*range(context, context + n)",
+    ),
+    (
+        "speculative",
+        "window-ignored",
+        "window",
+        "see = see & (stands[context:, None] - stands <= window_size[0])",
+        "pass",
+    ),
+    (
+        "speculative",
+        "ancestors-in-one-word",
+        "large trees",
+        ("1 << node)", "word >> node & 1"),
+        ("1 << node % 32)", "word >> node % 32 & 1"),
+    ),
+    (
+        "speculative",
+        "tree-of-the-queries",
+        "growing trees",
+        "        stands = torch.tensor([*range(context)",
+        "        see[:, context : context + n - end + begin] = True\n        stands = torch.tensor([*range(context)",
+    ),
     # latents
+    (
+        "mla",
+        "row-padded",
+        "gaps",
+        "keys = cache[..., : query.shape[-1]].unsqueeze(2)",
+        "query = torch.nn.functional.pad(query, (0, cache.shape[-1] - query.shape[-1]))\n    keys = cache.unsqueeze(2)",
+    ),
     (
         "mla",
         "rotary-dropped",
@@ -395,6 +459,28 @@ PLANTED = [
         "k_scale, v_scale = scales.key, scales.value",
         "k_scale, v_scale = scales.key, scales.key",
     ),
+    (
+        "quantized",
+        "key-scale-after-softcap",
+        "softcap",
+        "softcap=softcap, sinks",
+        "softcap=softcap * scales.key, sinks",
+    ),
+    (
+        "quantized",
+        "sinks-under-key-scale",
+        "sinks",
+        "sinks=sinks, return_lse",
+        "sinks=None if sinks is None else sinks * scales.key, return_lse",
+    ),
+    (
+        "quantized",
+        "scale-of-first-head",
+        "scales per head",
+        "(x[b] if x.ndim == 2 else x)[:, None]",
+        "x.flatten()[0]",
+    ),
+    ("quantized", "scale-of-first-sequence", "scales per sequence", "(x[b] if x.ndim", "(x[0] if x.ndim"),
     # differential
     ("differential", "not-subtracted", "answer", "first - lambda_full * second", "first"),
     ("differential", "lambda-ignored", "answer", "first - lambda_full * second", "first - second"),
@@ -449,7 +535,35 @@ PLANTED = [
         "base = torch.where(top == -torch.inf, 0.0, top)",
         "base = torch.zeros_like(top)",
     ),
+    (
+        "merge",
+        "merge-parts-past-a-count",
+        "answer",
+        "zip(outs, lses, strict=True)",
+        "zip(outs[:64], lses[:64], strict=True)",
+    ),
+    (
+        "merge",
+        "merge-rows-past-a-count",
+        "many sequences",
+        "return (acc / safe",
+        "acc[128:] = 0\n    return (acc / safe",
+    ),
     # writes
+    (
+        "write",
+        "tokens-past-a-count",
+        "many sequences",
+        "keep = slot_mapping >= 0",
+        "keep = (slot_mapping >= 0) & (torch.arange(len(slot_mapping)) < 128)",
+    ),
+    (
+        "write",
+        "slot-of-sixteen-bits",
+        "many slots",
+        "slots = slot_mapping[keep]",
+        "slots = slot_mapping[keep].to(torch.int16).long()",
+    ),
     ("write", "padding-writes-last", "padding", "keep = slot_mapping >= 0", "keep = slot_mapping >= -1"),
     (
         "write",
@@ -497,6 +611,8 @@ PLANTED = [
         "low, high = first_visible[:, None], last_visible[:, None]",
         "low, high = (x[min(int(cu_seqlens_q[len(seen)]), len(x) - 1)].expand(len(x))[:, None] for x in (first_visible, last_visible))",
     ),
+    ("interval", "interval-wraps", "mask", "(low <= j)", "(low - 1 < j)"),
+    ("sparse", "listed-twice-counts-once", "listed twice", "mine).sum(1)", "mine).any(1)"),
     (
         "sparse",
         "minus-one-followed",
@@ -607,6 +723,29 @@ PLANTED = [
     ),
     # layers that keep a state
     ("recurrent", "state-of-the-one-before", "answer", "if has_initial_state[i] else", "if True else"),
+    (
+        "recurrent",
+        "states-cleared-first",
+        "no tokens",
+        "    q, k = (x.float()[:, torch.arange",
+        "    states[state_indices.view(len(has_initial_state), -1)[~has_initial_state, 0].long()] = 0\n"
+        "    q, k = (x.float()[:, torch.arange",
+    ),
+    (
+        "recurrent",
+        "states-strides-assumed",
+        "strides",
+        "    q, k = (x.float()[:, torch.arange",
+        "    states = states.as_strided(states.shape, torch.empty(states.shape).stride())\n"
+        "    q, k = (x.float()[:, torch.arange",
+    ),
+    (
+        "recurrent",
+        "sequences-past-a-count",
+        "many sequences",
+        "if slots[0] < 0 or begin == end:",
+        "if slots[0] < 0 or begin == end or i >= 128:",
+    ),
     ("recurrent", "state-forgotten", "answer", "if has_initial_state[i] else", "if False else"),
     ("recurrent", "state-not-kept", "answer", "            states[slots[0]] = state", "            pass"),
     (

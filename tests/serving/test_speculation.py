@@ -219,6 +219,25 @@ def test_an_answer_ends_at_a_stop_token_inside_of_a_draft(llama, twin):
         assert_nothing_is_held(engine)
 
 
+def test_half_a_character_at_the_end_of_a_draft_is_said(llama):
+    """Elsewhere it waits for its other bytes; here the last token comes with others of its step, and none follows."""
+    (whole,) = make_engine(llama).generate([REPEATING[0]], SamplingParams(max_tokens=14))
+    drafts, last = Oracle(max_drafts=6), whole.output_ids[-1]
+    object.__setattr__(drafts, "answers", [whole.tokens])
+
+    class Bytes:
+        def decode(self, token_ids, skip_special_tokens):
+            return bytes(0xC3 if token == last else 32 + token % 90 for token in token_ids).decode(errors="replace")
+
+    engine = make_engine(llama, tokenizer=Bytes(), speculation=drafts)
+    events = list(engine.stream([REPEATING[0]], SamplingParams(max_tokens=14)))
+    assert [event.token_id for event in events] == whole.output_ids
+    assert engine.counters.steps < 5  # one token of the first, and several of each other
+    text = Bytes().decode(whole.output_ids, skip_special_tokens=True)
+    assert text.endswith("\N{REPLACEMENT CHARACTER}")
+    assert "".join(event.text for event in events) == events[0].request.text == text
+
+
 @pytest.mark.parametrize("twin", TWINS)
 def test_a_request_whose_logits_are_not_finite_fails_alone(llama, twin, monkeypatch):
     """After tokens of the same step that were still right."""

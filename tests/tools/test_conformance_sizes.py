@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from refattn.conformance import Example, claims, contract, mistakes
 from refattn.conformance import __main__ as command
 from refattn.conformance import check as checking
-from refattn.conformance import claims, contract
 from refattn.conformance.check import check
 from refattn.conformance.contract import Broken
 from refattn.conformance.kernel import BadKernelError, Kernel
@@ -140,6 +140,20 @@ def test_a_type_that_nobody_has_is_a_bad_argument(capsys):
     assert status.value.code == 2 and "argument --dtype: invalid choice: 'float8'" in capsys.readouterr().err
     with pytest.raises(BadKernelError, match="claims none of the types asked for"):
         check("fastattn.merge", dtypes=[torch.float64], only=["answer"])
+
+
+@pytest.mark.parametrize("options", [{}, {"sinks": True, "window_size": (5, 0)}], ids=["plain", "options"])
+def test_what_may_not_show_does_not(options):
+    """Such mistakes are not computed when a failure is named; the others are the smaller part."""
+    example = Example("chunked_prefill", ((3, 20), (1, 33)), (2, 1), options=options)
+    arguments = example.tensors(torch.float32)
+    right = mistakes.without_mistake(example.path).answers(example, arguments)
+    known = list(mistakes.of_path(example.path))
+    hidden = [mistake for mistake in known if not mistake.may_show(example, arguments)]
+    assert len(known) / 2 < len(hidden) < len(known)
+    for mistake in hidden:
+        for name, x in mistake.answers(example, arguments).items():
+            assert torch.allclose(x, right[name]), (mistake.name, mistake.variant)
 
 
 def test_what_is_only_asked_at_landmarks_has_some():

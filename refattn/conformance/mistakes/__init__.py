@@ -75,6 +75,10 @@ class Mistake:
     variant: Any = None
     is_of_forward: bool = False
 
+    def may_show(self, example: Example, arguments: Arguments) -> bool:
+        """Return False if this mistake surely does not show in a call."""
+        return self.formula.may_show(example, arguments, self.variant)
+
     def answers(self, example: Example, arguments: Arguments) -> Answers:
         """Return what a kernel with this mistake answers."""
         return self.formula(example, arguments, self.variant).answers()
@@ -99,6 +103,7 @@ def _of_pairs(kind: type[Attention]) -> type[Formula]:
 
     class OfPairs(Differential, is_base=True):
         attention = kind
+        may_show = kind.may_show
 
     return OfPairs
 

@@ -51,6 +51,7 @@ class Formula:
 
     variants: Sequence[Any] = (None,)
     paths: tuple[str, ...] = ()
+    option: str = ""  # without which the mistake does not show
 
     def __init_subclass__(cls, is_base: bool = False) -> None:
         """Enter a mistake into `KNOWN`; a base is none."""
@@ -61,6 +62,14 @@ class Formula:
     def __init__(self, example: Example, arguments: Arguments, variant: Any = None) -> None:
         """Take the inputs of a call, on the CPU."""
         self.example, self.arguments, self.variant = example, arguments, variant
+
+    @classmethod
+    def may_show(cls, example: Example, arguments: Arguments, variant: Any) -> bool:
+        """Return False if the answers of a call are surely right in spite of the mistake: they need not be computed."""
+        given = arguments.get(cls.option)
+        return not cls.option or (
+            given is not None if isinstance(given, Tensor) else given not in (None, 0.0, (-1, -1))
+        )
 
     def answers(self) -> Answers:
         """Compute the answers."""
@@ -83,6 +92,8 @@ class Attention(Formula, is_base=True):
         self.batch = a["batch"]
         self.lens = example.lens
         left, right = a.get("window_size", (-1, -1))
+        if "trees" in a:  # its window counts along a branch, and is in the mask of the tree
+            self.window_of_tree, left = left, -1
         says_itself = "first_visible" in a or "positions" in a  # who may see whom
         self.mask = Mask(a.get("causal", not says_itself), left, right, a.get("chunk_size", 0))
         scale = a.get("softmax_scale")
@@ -100,13 +111,18 @@ class Attention(Formula, is_base=True):
         if "key" in a:
             return a["key"].double(), a["value"].double()
         key, value = (a[name].to(torch.float64).flatten(0, 1) for name in ("key_cache", "value_cache"))
-        if "scales" in a:
-            return self._dequantize(key, value)
         return key, value
 
     def _dequantize(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Multiply codes with their scales."""
-        return key * self.arguments["scales"].key, value * self.arguments["scales"].value
+        """Multiply codes of the sequence that is computed with their scales."""
+        return key * self._scale("key"), value * self._scale("value")
+
+    def _scale(self, name: str) -> Tensor | float:
+        """Return the scale of keys or values: a number, or one for each KV head of the sequence, `[hk, 1]`."""
+        scale = getattr(self.arguments["scales"], name)
+        if not isinstance(scale, Tensor):
+            return float(scale)
+        return (scale[self.sequence] if scale.ndim == 2 else scale).double()[:, None]
 
     def _unpacked(self, rows: Tensor, rank: int) -> Tensor:
         """Return packed latents as numbers: each code times the scale of its group, and rotary keys after them."""
@@ -150,10 +166,12 @@ class Attention(Formula, is_base=True):
 
     def _sequence(self, i: int, query: Tensor) -> tuple[Tensor, Tensor]:
         """Attend from the queries of a sequence."""
-        q, s = self.lens[i]
+        (q, s), self.sequence = self.lens[i], i
         j = self._keys(i)
         pos = self._positions(q, s, i)[:, None]
         key, value = self._load(i, j)
+        if "scales" in self.arguments:
+            key, value = self._dequantize(key, value)
         scores = self._scores(query, self._grouped(key), pos, j[None])
         visible = self._visible(pos, j[None], s, q)
         if "trees" in self.arguments:
@@ -185,12 +203,6 @@ class Attention(Formula, is_base=True):
 
     def _positions(self, q: int, s: int, i: int) -> Tensor:
         """Return where the queries stand."""
-        if "trees" in self.arguments:
-            parents = self.example.parents(i)
-            depths: list[int] = []
-            for parent in parents:
-                depths.append(depths[parent] + 1 if parent >= 0 else 0)
-            self.depths = torch.tensor(depths)
         return torch.arange(s - q, s)
 
     def _keys(self, i: int) -> Tensor:
@@ -238,11 +250,13 @@ class Attention(Formula, is_base=True):
         """Return how far a key is from a query; of a tree, by depth."""
         if "trees" not in self.arguments:
             return (pos - j).abs()
-        first = int(pos[0])
-        at = j.clone()
-        inside = (j >= first) & (j < first + len(self.depths))
-        at[inside] = first + self.depths[(j[inside] - first).long()]
-        return (first + self.depths[:, None] - at).abs()
+        depths: list[int] = []
+        for parent in self.example.parents(self.sequence):
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        of_nodes, first, at = torch.tensor(depths), self.lens[self.sequence][1] - len(depths), j.clone()
+        inside = (j >= first) & (j < first + len(depths))
+        at[inside] = first + of_nodes[(j[inside] - first).long()]
+        return (first + of_nodes[len(depths) - len(pos) :, None] - at).abs()
 
     def _softmax(self, scores: Tensor, visible: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return output and LSE of all keys."""

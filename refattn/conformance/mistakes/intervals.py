@@ -15,6 +15,15 @@ class IntervalEndHidden(Attention):
         return super()._in_interval(first, last, j) & (j != last)
 
 
+class IntervalWraps(Attention):
+    """The first key less one is an int32: before the lowest number comes the highest, and nothing is after it."""
+
+    paths: tuple[str, ...] = ("interval",)
+
+    def _in_interval(self, first: Tensor, last: Tensor, j: Tensor) -> Tensor:
+        return super()._in_interval(first, last, j) & (first > torch.iinfo(torch.int32).min)
+
+
 class IntervalOr(Attention):
     """An OR where an AND belongs: a key is visible after the first one, or before the last."""
 

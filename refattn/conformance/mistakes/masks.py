@@ -64,6 +64,8 @@ class CausalAlways(Attention):
 class WindowOneTooMany(Attention):
     """The window shows one key too many: a window (left, right) shows the left keys before a query and itself."""
 
+    option = "window_size"
+
     def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
         left = self.mask.left
         return self.mask._replace(left=left + 1 if left >= 0 else left).visible(pos, j, s)
@@ -71,6 +73,8 @@ class WindowOneTooMany(Attention):
 
 class WindowOneTooFew(Attention):
     """The window shows one key too few: left is used as the size of the window, itself included."""
+
+    option = "window_size"
 
     def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
         left = self.mask.left
@@ -81,12 +85,16 @@ class WindowOneTooFew(Attention):
 class WindowIgnored(Attention):
     """The window is ignored: a query sees keys before it."""
 
+    option = "window_size"
+
     def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
         return self.mask._replace(left=-1).visible(pos, j, s)
 
 
 class WindowOfSequence(Attention):
     """The window counts back from the end of the sequence, not from each query."""
+
+    option = "window_size"
 
     def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
         seen, left = self.mask._replace(left=-1).visible(pos, j, s), self.mask.left
@@ -96,6 +104,8 @@ class WindowOfSequence(Attention):
 class WindowOfFirstQuery(Attention):
     """The window counts back from the first query of the sequence, for all of its queries."""
 
+    option = "window_size"
+
     def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
         seen, left = self.mask._replace(left=-1).visible(pos, j, s), self.mask.left
         return seen & (j >= pos[:1] - left) if left >= 0 else seen
@@ -103,6 +113,8 @@ class WindowOfFirstQuery(Attention):
 
 class WindowTopLeft(Attention):
     """The window is aligned top-left: it lies around row i, not around position seq_len - query_len + i."""
+
+    option = "window_size"
 
     variants: Sequence[Any] = ("left side", "both sides")
 
@@ -118,6 +130,8 @@ class WindowTopLeft(Attention):
 class WindowRightIgnored(Attention):
     """The right side of the window is ignored: all later keys are seen."""
 
+    option = "window_size"
+
     def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
         return self.mask._replace(right=-1).visible(pos, j, s)
 
@@ -131,6 +145,8 @@ class WindowRightZero(Attention):
 
 class WindowOfBlocks(Attention):
     """The window is rounded to whole blocks: it begins at the block that holds its first key."""
+
+    option = "window_size"
 
     def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
         seen, left = self.mask._replace(left=-1).visible(pos, j, s), self.mask.left

@@ -123,6 +123,34 @@ class MergeTwoParts(Merge):
         return super()._merged(outs[:2], lses[:2])
 
 
+class MergePartsPastACount(Merge):
+    """Parts past a count are left out: the list of them is longer than was thought of."""
+
+    variants: Sequence[Any] = (4, 8, 16, 32, 64)
+
+    def _merged(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+        return super()._merged(outs[: self.variant], lses[: self.variant])
+
+
+class MergeRowsPastACount(Merge):
+    """From some row on, nothing is merged: it is that of the first part, 0, or not written."""
+
+    variants: Sequence[Any] = tuple(
+        (count, out, lse)
+        for count in (32, 64, 128)
+        for out, lse in ((0.0, None), (0.0, 0.0), (math.nan, math.nan), (None, None))
+    )
+
+    def _merged(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+        (count, of_out, of_lse), (out, lse) = self.variant, super()._merged(outs, lses)
+        out[count:] = outs[0, count:] if of_out is None else of_out
+        if of_out is None:
+            lse[count:] = lses[0, count:]
+        elif of_lse is not None:
+            lse[count:] = of_lse
+        return out, lse
+
+
 class MergeStridesAssumed(Merge):
     """The log-sum-exps are assumed to be contiguous: their strides are ignored."""
 

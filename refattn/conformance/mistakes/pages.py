@@ -92,6 +92,19 @@ class HeadsBeforeTokens(Attention):
         return key, value
 
 
+class RowPadded(Attention):
+    """A row of keys is read as one of a rounder size, whose last elements are multiplied by 0: NaN there is not."""
+
+    def _products(self, query: Tensor, key: Tensor) -> Tensor:
+        return super()._products(query, key) + 0 * self._past_the_row().sum()
+
+    def _past_the_row(self) -> Tensor:
+        """Return what follows a row of keys in memory, up to the next one."""
+        x = next(self.arguments[word] for word in ("cache", "key", "key_cache") if word in self.arguments)
+        d = self.example.head_size
+        return x.as_strided((max(0, x.stride(-2) - d),), (1,), x.storage_offset() + d).double()
+
+
 class StridesAssumed(Attention):
     """A tensor is assumed to be contiguous: its strides are ignored."""
 

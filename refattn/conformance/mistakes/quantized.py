@@ -1,7 +1,9 @@
 """Mistakes in the scales of a quantised cache."""
 
+import torch
 from torch import Tensor
 
+from refattn.conformance.example import Arguments, Example
 from refattn.conformance.mistakes.formula import Attention
 
 
@@ -11,7 +13,7 @@ class KeyScaleIgnored(Attention):
     paths: tuple[str, ...] = ("quantized",)
 
     def _dequantize(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        return key, value * self.arguments["scales"].value
+        return key, value * self._scale("value")
 
 
 class ValueScaleIgnored(Attention):
@@ -20,7 +22,7 @@ class ValueScaleIgnored(Attention):
     paths: tuple[str, ...] = ("quantized",)
 
     def _dequantize(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        return key * self.arguments["scales"].key, value
+        return key * self._scale("key"), value
 
 
 class ScalesSwapped(Attention):
@@ -29,7 +31,7 @@ class ScalesSwapped(Attention):
     paths: tuple[str, ...] = ("quantized",)
 
     def _dequantize(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        return key * self.arguments["scales"].value, value * self.arguments["scales"].key
+        return key * self._scale("value"), value * self._scale("key")
 
 
 class KeyScaleForBoth(Attention):
@@ -38,7 +40,7 @@ class KeyScaleForBoth(Attention):
     paths: tuple[str, ...] = ("quantized",)
 
     def _dequantize(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        return key * self.arguments["scales"].key, value * self.arguments["scales"].key
+        return key * self._scale("key"), value * self._scale("key")
 
 
 class ScalesInverted(Attention):
@@ -47,4 +49,73 @@ class ScalesInverted(Attention):
     paths: tuple[str, ...] = ("quantized",)
 
     def _dequantize(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        return key / self.arguments["scales"].key, value / self.arguments["scales"].value
+        return key / self._scale("key"), value / self._scale("value")
+
+
+class ScaleOfFirstHead(Attention):
+    """Of scales per head, or per sequence and head, the first number is taken for all."""
+
+    paths: tuple[str, ...] = ("quantized",)
+    variants = ("of all", "of the sequence")
+
+    def _scale(self, name: str) -> Tensor | float:
+        scale = getattr(self.arguments["scales"], name)
+        if not isinstance(scale, Tensor):
+            return float(scale)
+        row = scale[self.sequence] if scale.ndim == 2 and self.variant == "of the sequence" else scale
+        return float(row.flatten()[0])
+
+
+class ScaleOfFirstSequence(Attention):
+    """Of scales per sequence, those of the first sequence are taken for all."""
+
+    paths: tuple[str, ...] = ("quantized",)
+
+    def _scale(self, name: str) -> Tensor | float:
+        scale = getattr(self.arguments["scales"], name)
+        return scale[0].double()[:, None] if isinstance(scale, Tensor) and scale.ndim == 2 else super()._scale(name)
+
+
+class ScaleOfQueryHead(Attention):
+    """Scales per KV head are looked up by the query head."""
+
+    paths: tuple[str, ...] = ("quantized",)
+
+    def _dequantize(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        return key, value
+
+    def _grouped(self, x: Tensor) -> Tensor:
+        is_value, self.is_value = getattr(self, "is_value", False), not getattr(self, "is_value", False)
+        scale, heads = self._scale("value" if is_value else "key"), torch.arange(self.query.shape[1])
+        if isinstance(scale, Tensor):
+            scale = scale[heads.clamp(max=len(scale) - 1)]
+        return super()._grouped(x) * scale
+
+
+class KeyScaleAfterSoftcap(Attention):
+    """The scale of the keys is multiplied in after the softcap, which bounds products of codes."""
+
+    paths: tuple[str, ...] = ("quantized",)
+
+    def _dequantize(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        return key, value * self._scale("value")
+
+    def _scores(self, query: Tensor, key: Tensor, pos: Tensor, j: Tensor) -> Tensor:
+        slopes, self.slopes = self.slopes, None
+        scale = self._scale("key")
+        if isinstance(scale, Tensor):
+            scale = scale.repeat_interleave(query.shape[1] // len(scale), 0)[..., None]
+        scores = scale * super()._scores(query, key, pos, j)
+        self.slopes = slopes
+        return scores if slopes is None else scores - slopes.double()[:, None, None] * self._distance(pos, j)
+
+
+class SinksUnderKeyScale(Attention):
+    """The sinks are multiplied by the scale of the keys."""
+
+    paths: tuple[str, ...] = ("quantized",)
+
+    def __init__(self, example: Example, arguments: Arguments, variant: None = None) -> None:
+        super().__init__(example, arguments, variant)
+        if self.sinks is not None:
+            self.sinks = self.sinks * arguments["scales"].key

@@ -65,6 +65,8 @@ class ScaleNegativePeak(Attention):
 class SoftcapIgnored(Attention):
     """The softcap is ignored."""
 
+    option = "softcap"
+
     def __init__(self, example: Example, arguments: Arguments, variant: Any = None) -> None:
         super().__init__(example, arguments, variant)
         self.softcap = 0.0
@@ -72,6 +74,8 @@ class SoftcapIgnored(Attention):
 
 class SoftcapUnmasks(Attention):
     """The softcap comes after the mask: tanh(-inf) * cap = -cap, so hidden keys are seen again."""
+
+    option = "softcap"
 
     def _scores(self, query: Tensor, key: Tensor, pos: Tensor, j: Tensor) -> Tensor:
         self.softcap, cap = 0.0, self.softcap
@@ -90,6 +94,8 @@ class SoftcapUnmasks(Attention):
 class SoftcapUnscaled(Attention):
     """The softcap bounds the products before they are scaled."""
 
+    option = "softcap"
+
     def _scores(self, query: Tensor, key: Tensor, pos: Tensor, j: Tensor) -> Tensor:
         products = self._products(query, key)
         if self.softcap:
@@ -103,6 +109,8 @@ class SoftcapUnscaled(Attention):
 class SoftcapWithoutFactor(Attention):
     """The factor of the softcap is missing: tanh(score / cap), not times cap."""
 
+    option = "softcap"
+
     def _scores(self, query: Tensor, key: Tensor, pos: Tensor, j: Tensor) -> Tensor:
         scores = self.scale * self._products(query, key)
         if self.softcap:
@@ -115,6 +123,8 @@ class SoftcapWithoutFactor(Attention):
 class AlibiIgnored(Attention):
     """The ALiBi slopes are ignored."""
 
+    option = "alibi_slopes"
+
     def __init__(self, example: Example, arguments: Arguments, variant: Any = None) -> None:
         super().__init__(example, arguments, variant)
         self.slopes = None
@@ -123,12 +133,16 @@ class AlibiIgnored(Attention):
 class AlibiAdded(Attention):
     """The ALiBi bias has the wrong sign: far keys are preferred."""
 
+    option = "alibi_slopes"
+
     def _distance(self, pos: Tensor, j: Tensor) -> Tensor:
         return -super()._distance(pos, j)
 
 
 class AlibiRelative(Attention):
     """The ALiBi bias is slope * j, without the query's position: right inside one softmax, but the LSE is off."""
+
+    option = "alibi_slopes"
 
     def _distance(self, pos: Tensor, j: Tensor) -> Tensor:
         return -j.expand(len(pos), -1)
@@ -137,6 +151,8 @@ class AlibiRelative(Attention):
 class AlibiTopLeft(Attention):
     """The ALiBi bias uses row i as the query's position, not seq_len - query_len + i."""
 
+    option = "alibi_slopes"
+
     def _distance(self, pos: Tensor, j: Tensor) -> Tensor:
         return (pos - pos[:1] - j).abs()
 
@@ -144,12 +160,16 @@ class AlibiTopLeft(Attention):
 class AlibiScaled(Attention):
     """The ALiBi bias is added before the scale, which shrinks it."""
 
+    option = "alibi_slopes"
+
     def _distance(self, pos: Tensor, j: Tensor) -> Tensor:
         return super()._distance(pos, j) * self.scale
 
 
 class AlibiUnderCap(Attention):
     """The ALiBi bias is added before the softcap, which bounds it."""
+
+    option = "alibi_slopes"
 
     def _scores(self, query: Tensor, key: Tensor, pos: Tensor, j: Tensor) -> Tensor:
         scores = self.scale * self._products(query, key)

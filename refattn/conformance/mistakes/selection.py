@@ -39,6 +39,15 @@ class MinusOneEnds(Attention):
         return super()._counts(positions.masked_fill(ended, -1), s)
 
 
+class ListedTwiceCountsOnce(Attention):
+    """A position that is listed twice is one key: the list becomes a mask."""
+
+    paths: tuple[str, ...] = ("sparse", "sparse_latents", "packed_latents")
+
+    def _counts(self, positions: Tensor, s: int) -> Tensor:
+        return super()._counts(positions, s).clamp(max=1)
+
+
 class SelectionOfFirstQuery(Attention):
     """All queries of a sequence see what was selected for its first one."""
 

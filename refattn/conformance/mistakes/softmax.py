@@ -35,6 +35,11 @@ class NotNormalizedByTile(Attention):
 
     variants: Sequence[Any] = SPLITS
 
+    @classmethod
+    def may_show(cls, example: Example, arguments: Arguments, variant: Any) -> bool:
+        """Return whether there is a second tile, or a sink, which is in no tile."""
+        return arguments.get("sinks") is not None or max(s for _, s in example.lens) > variant
+
     def _divisor(self, total: Tensor, weights: Tensor) -> Tensor:
         n = weights.shape[-1]
         return weights[..., (n - 1) // self.variant * self.variant :].sum(-1, keepdim=True) if n else total
@@ -44,6 +49,11 @@ class NotRescaled(Attention):
     """The accumulator is not rescaled when a later tile brings a larger maximum."""
 
     variants: Sequence[Any] = tuple((size, is_sum) for size in SPLITS for is_sum in (False, True))
+
+    @classmethod
+    def may_show(cls, example: Example, arguments: Arguments, variant: Any) -> bool:
+        """Return whether there is a second tile."""
+        return max(s for _, s in example.lens) > variant[0]
 
     def _softmax(self, scores: Tensor, visible: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         size, rescales_sum = self.variant
@@ -73,6 +83,8 @@ class NotRescaled(Attention):
 class SinksIgnored(Attention):
     """The sinks are ignored."""
 
+    option = "sinks"
+
     def __init__(self, example: Example, arguments: Arguments, variant: Any = None) -> None:
         super().__init__(example, arguments, variant)
         self.sinks = None
@@ -82,6 +94,11 @@ class SinksOfEverySplit(Attention):
     """The sink is counted in every split of the keys, not once."""
 
     variants: Sequence[Any] = SPLITS
+
+    @classmethod
+    def may_show(cls, example: Example, arguments: Arguments, variant: Any) -> bool:
+        """Return whether there is a second split, and a sink."""
+        return max(s for _, s in example.lens) > variant and arguments.get("sinks") is not None
 
     def _of_sinks(self, peak: Tensor) -> Tensor | float:
         return super()._of_sinks(peak) * self.count
@@ -94,12 +111,16 @@ class SinksOfEverySplit(Attention):
 class SinksTwice(Attention):
     """The sink is counted twice."""
 
+    option = "sinks"
+
     def _of_sinks(self, peak: Tensor) -> Tensor | float:
         return 2 * super()._of_sinks(peak)
 
 
 class SinksScaled(Attention):
     """The sink is multiplied by softmax_scale, as if it were a product."""
+
+    option = "sinks"
 
     def __init__(self, example: Example, arguments: Arguments, variant: Any = None) -> None:
         super().__init__(example, arguments, variant)
@@ -109,12 +130,16 @@ class SinksScaled(Attention):
 class SinksNotInLse(Attention):
     """The sink is in the output, not in the log-sum-exp."""
 
+    option = "sinks"
+
     def _log(self, lse: Tensor, total: Tensor, peak: Tensor) -> Tensor:
         return (total - self._of_sinks(peak)).log() + peak
 
 
 class SinksOfFirstHead(Attention):
     """All heads have the sink of head 0."""
+
+    option = "sinks"
 
     def __init__(self, example: Example, arguments: Arguments, variant: Any = None) -> None:
         super().__init__(example, arguments, variant)
@@ -123,6 +148,8 @@ class SinksOfFirstHead(Attention):
 
 class SinksNotShifted(Attention):
     """The maximum is not subtracted from the sink: exp(sink) beside exp(score - max)."""
+
+    option = "sinks"
 
     def _of_sinks(self, peak: Tensor) -> Tensor | float:
         return 0.0 if self.sinks is None else self.sinks.double()[:, None, None].exp() + 0 * peak
@@ -177,6 +204,11 @@ class LseOfLastTile(Attention):
     """The log-sum-exp is that of the last split of the keys only."""
 
     variants: Sequence[Any] = SPLITS
+
+    @classmethod
+    def may_show(cls, example: Example, arguments: Arguments, variant: Any) -> bool:
+        """Return whether there is a second tile."""
+        return max(s for _, s in example.lens) > variant
 
     def _softmax(self, scores: Tensor, visible: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         out, _ = super()._softmax(scores, visible, value)

@@ -22,6 +22,8 @@ class State(Formula, is_base=True):
         ends = a["batch"].cu_seqlens_q.tolist()
         table = a["state_indices"] if a["state_indices"].ndim == 2 else a["state_indices"][:, None]
         for i, slots in enumerate(table.tolist()):
+            self._prepare(i, slots)
+        for i, slots in enumerate(table.tolist()):
             slots = self._slots(slots)
             if ends[i] == ends[i + 1] or slots[0] < 0:
                 continue
@@ -37,6 +39,9 @@ class State(Formula, is_base=True):
 
     def _slots(self, slots: list[int]) -> list[int]:
         return slots
+
+    def _prepare(self, i: int, slots: list[int]) -> None:
+        """Do what comes before the step."""
 
     def _begin(self, slots: Sequence[int], accepted: int, has_state: bool) -> Tensor:
         state = self.read[slots[accepted - 1]].clone()
@@ -84,6 +89,38 @@ class StateOfTheOneBefore(State):
 
     def _begin(self, slots: Sequence[int], accepted: int, has_state: bool) -> Tensor:
         return super()._begin(slots, accepted, True)
+
+
+class StatesClearedFirst(State):
+    """The slots of sequences that begin are cleared before the step, also that of one without new tokens."""
+
+    def _prepare(self, i: int, slots: list[int]) -> None:
+        if slots[0] >= 0 and not self.arguments["has_initial_state"][i]:
+            self.states[slots[0]] = 0.0
+
+
+class SequencesPastACount(State):
+    """From some sequence on, nothing is computed."""
+
+    variants = (32, 64, 128)
+
+    def _slots(self, slots: list[int]) -> list[int]:
+        self.count = getattr(self, "count", 0) + 1
+        return slots if self.count <= self.variant else [-1]
+
+
+class StatesStridesAssumed(State):
+    """The pool of states is assumed to be contiguous: its strides are ignored."""
+
+    def answers(self) -> Answers:
+        """Fold over the memory of the pool."""
+        pool = self.arguments["states"]
+        span = 1 + sum((size - 1) * stride for size, stride in zip(pool.shape, pool.stride(), strict=True))
+        memory = pool.as_strided((span,), (1,)).clone()
+        self.arguments = {**self.arguments, "states": memory[: pool.numel()].view(pool.shape)}
+        answers = super().answers()
+        memory[: pool.numel()] = answers["states"].flatten()
+        return answers | {"states": memory.as_strided(pool.shape, pool.stride())}
 
 
 class StateForgotten(State):

@@ -22,6 +22,11 @@ class FullTileLosesLastKey(Attention):
 
     variants: Sequence[Any] = SIZES
 
+    @classmethod
+    def may_show(cls, example: Example, arguments: Arguments, variant: Any) -> bool:
+        """Return whether keys fill a tile."""
+        return any(s % variant == 0 for _, s in example.lens)
+
     def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
         seen = super()._visible(pos, j, s, q)
         return seen & (j != s - 1) if s % self.variant == 0 else seen
@@ -31,6 +36,11 @@ class FullTileDropped(Attention):
     """The last tile of keys, or block, is dropped where the keys of a sequence fill it exactly."""
 
     variants: Sequence[Any] = SIZES
+
+    @classmethod
+    def may_show(cls, example: Example, arguments: Arguments, variant: Any) -> bool:
+        """Return whether keys fill a tile."""
+        return any(s % variant == 0 for _, s in example.lens)
 
     def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
         seen = super()._visible(pos, j, s, q)
@@ -42,6 +52,11 @@ class PartOfTileDropped(Attention):
 
     variants: Sequence[Any] = SIZES
 
+    @classmethod
+    def may_show(cls, example: Example, arguments: Arguments, variant: Any) -> bool:
+        """Return whether keys do not fill a tile."""
+        return any(s % variant for _, s in example.lens)
+
     def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
         return super()._visible(pos, j, s, q) & (j < s // self.variant * self.variant)
 
@@ -50,6 +65,11 @@ class LaterQueriesOffByOne(Attention):
     """The causal mask is off by one from the second tile of queries on."""
 
     variants: Sequence[Any] = tuple((size, more) for size in SIZES for more in (1, -1))
+
+    @classmethod
+    def may_show(cls, example: Example, arguments: Arguments, variant: Any) -> bool:
+        """Return whether there is a second tile."""
+        return any(q > variant[0] for q, _ in example.lens)
 
     def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
         size, more = self.variant
@@ -61,6 +81,11 @@ class LaterQueriesUnwritten(Attention):
     """Only the first tile of queries of a sequence is computed."""
 
     variants: Sequence[Any] = tuple((size, value) for size in SIZES for value in (math.nan, 0.0))
+
+    @classmethod
+    def may_show(cls, example: Example, arguments: Arguments, variant: Any) -> bool:
+        """Return whether there is a second tile."""
+        return any(q > variant[0] for q, _ in example.lens)
 
     def _sequence(self, i: int, query: Tensor) -> tuple[Tensor, Tensor]:
         size, value = self.variant
@@ -74,6 +99,11 @@ class LaterQueriesFromTheirTile(Attention):
 
     variants: Sequence[Any] = SIZES
 
+    @classmethod
+    def may_show(cls, example: Example, arguments: Arguments, variant: Any) -> bool:
+        """Return whether there is a second tile."""
+        return any(q > variant for q, _ in example.lens)
+
     def _positions(self, q: int, s: int, i: int) -> Tensor:
         return s - q + torch.arange(q) % self.variant
 
@@ -85,6 +115,11 @@ class LengthsPastACount(Attention):
     """From some sequence on, seq_lens is read elsewhere: from the beginning again, or at its last known entry."""
 
     variants: Sequence[Any] = tuple((count, how) for count in COUNTS for how in ("again", "last", "first"))
+
+    @classmethod
+    def may_show(cls, example: Example, arguments: Arguments, variant: Any) -> bool:
+        """Return whether there are more sequences."""
+        return len(example.lens) > variant[0]
 
     def __init__(self, example: Example, arguments: Arguments, variant: Any = None) -> None:
         super().__init__(example, arguments, variant)
@@ -99,6 +134,11 @@ class TablesPastACount(Attention):
 
     variants: Sequence[Any] = tuple((count, how) for count in COUNTS for how in ("again", "last"))
 
+    @classmethod
+    def may_show(cls, example: Example, arguments: Arguments, variant: Any) -> bool:
+        """Return whether there are more sequences."""
+        return len(example.lens) > variant[0]
+
     def _blocks(self, i: int, column: Tensor) -> Tensor:
         count, how = self.variant
         return super()._blocks(i if i < count else (i % count if how == "again" else count - 1), column)
@@ -108,6 +148,11 @@ class SequencesPastACount(Attention):
     """From some sequence on, nothing is computed."""
 
     variants: Sequence[Any] = tuple((count, value) for count in COUNTS for value in (math.nan, 0.0))
+
+    @classmethod
+    def may_show(cls, example: Example, arguments: Arguments, variant: Any) -> bool:
+        """Return whether there are more sequences."""
+        return len(example.lens) > variant[0]
 
     def _sequence(self, i: int, query: Tensor) -> tuple[Tensor, Tensor]:
         out, lse = super()._sequence(i, query)
@@ -139,6 +184,11 @@ class InSplits(Attention, is_base=True):
     """A base: something is left out where keys are split, in decodes over many of them."""
 
     variants: Sequence[Any] = THRESHOLDS
+
+    @classmethod
+    def may_show(cls, example: Example, arguments: Arguments, variant: Any) -> bool:
+        """Return whether there is a decode over so many keys."""
+        return any(q == 1 and s > variant for q, s in example.lens)
 
     def _sequence(self, i: int, query: Tensor) -> tuple[Tensor, Tensor]:
         before = self.mask, self.scale, self.softcap, self.slopes, self.sinks
@@ -193,6 +243,11 @@ class AlibiFromSplit(Attention):
     """ALiBi counts keys from the beginning of their split."""
 
     variants: Sequence[Any] = (*SIZES, *THRESHOLDS[2:])
+
+    @classmethod
+    def may_show(cls, example: Example, arguments: Arguments, variant: Any) -> bool:
+        """Return whether there is a second split, and ALiBi."""
+        return max(s for _, s in example.lens) > variant and arguments.get("alibi_slopes") is not None
 
     def _distance(self, pos: Tensor, j: Tensor) -> Tensor:
         return super()._distance(pos, j % self.variant)

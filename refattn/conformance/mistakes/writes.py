@@ -81,6 +81,26 @@ class LastTokenUnwritten(Write):
             super()._put(pools, token, slot)
 
 
+class TokensPastACount(Write):
+    """Tokens past a count are not written."""
+
+    variants = (32, 64, 128)
+
+    def _put(self, pools: Answers, token: int, slot: int) -> None:
+        if token < self.variant:
+            super()._put(pools, token, slot)
+
+
+class SlotOfSixteenBits(Write):
+    """A slot is kept in 16 bits: beyond them tokens are written elsewhere, or counted from the end."""
+
+    variants = (-(2**15), 0)  # the lowest number
+
+    def _put(self, pools: Answers, token: int, slot: int) -> None:
+        if slot >= 0:
+            self._store(pools, token, *divmod((slot - self.variant) % 2**16 + self.variant, self.example.block_size))
+
+
 class FirstHeadOnly(Write):
     """Only the first key head is written."""
 
