@@ -58,13 +58,14 @@ class Example(Workload):
     Attributes:
         options: of the plan and of `AttentionOptions`, by name; True for slopes and sinks, which are then made. Of
             `cascade`, `shared`: blocks that all sequences share, or `(first, last, blocks)` of each prefix, outer ones
-            first. Of `merge`, `parts`, and `empty`: whether rows are. Of `quantized`, `scales` of keys and values, and
-            `scales_of`: "heads" or "sequences", if there are several. Of `interval`, `seen`: "spans", "prefix" or
-            "drawn". Of `sparse` and `sparse_latents`, `topk`: keys of a query, at most, and `twice`: whether a key may
-            be listed several times. Of `select`, `topk` and `kind` of the scores. Of `kv_cache`, `first_block`, from
-            which the blocks of a large pool are numbered. Of `speculative`, `growing`: nodes of each tree before those
-            of the query rows. Of `recurrent`, `padding`, `drafts`, `stale`, `scale` and `delta`. Of `packed_latents`,
-            as of `sparse_latents`; of it and of `packed_mla` also `rows`, one of `packed.KINDS`. Of `dense_backward`,
+            first. Of `merge`, `parts`, and `empty`: whether rows are. Of `quantized`, `scales` of keys and values,
+            `scales_of`: "heads" or "sequences", if there are several, and `format`: "e5m2" in the place of e4m3. Of
+            `interval`, `seen`: "spans", "prefix" or "drawn". Of `sparse` and `sparse_latents`, `topk`: keys of a query,
+            at most, and `twice`: whether a key may be listed several times. Of `select`, `topk` and `kind` of the
+            scores. Of `kv_cache`, `first_block`, from which the blocks of a large pool are numbered, and `holes`:
+            whether some slots are -1. Of `speculative`, `growing`: nodes of each tree before those of the query rows.
+            Of `recurrent`, `padding`, `drafts`, `stale`, `scale` and `delta`. Of `packed_latents`, as of
+            `sparse_latents`; of it and of `packed_mla` also `rows`, one of `packed.KINDS`. Of `dense_backward`,
             `grad_lse`: whether there is a gradient of the log-sum-exp.
     """
 
@@ -430,14 +431,15 @@ def _fp8(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> Ar
     """Quantise the pools under a scale of keys and one of values, or under as many as there are heads or sequences."""
     arguments = _paged(example, dtype, changed)
     key, value = arguments.pop("scales", SCALES)
+    kind = torch.float8_e5m2 if arguments.pop("format", "") == "e5m2" else torch.float8_e4m3fn
     for name, scale in (("key_cache", key), ("value_cache", value)):
-        arguments[name] = (arguments[name].float() / scale).to(torch.float8_e4m3fn)
+        arguments[name] = (arguments[name].float() / scale).to(kind)
     several = {"heads": example.heads[1:], "sequences": (len(example.lens), example.heads[1])}
     shape = several.get(arguments.pop("scales_of", ""))
     if shape is None:
-        return arguments | dict(scales=Fp8Scales(key, value))
+        return arguments | dict(scales=Fp8Scales(key, value, format=kind))
     factors = (0.75 + 0.25 * torch.arange(math.prod(shape), dtype=torch.float32) % 1.25).view(shape)
-    return arguments | dict(scales=Fp8Scales(key * factors, value * factors.flip(-1)))
+    return arguments | dict(scales=Fp8Scales(key * factors, value * factors.flip(-1), format=kind))
 
 
 def _partials(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> Arguments:
@@ -461,6 +463,8 @@ def _new_tokens(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]
     drawn = build(example, dtype=dtype, seed=example.seed, poison=HARMLESS)
     t = example.num_tokens
     slots = slot_mapping(drawn.batch, t + example.padding_rows, block_size=example.block_size)
+    if example.options.get("holes"):
+        slots[example.seed % 2 :: 3] = -1
     before = example.options.get("first_block", 0)
     slots = torch.where(slots < 0, slots, slots + before * example.block_size)
     pools = {

@@ -8,6 +8,7 @@ is called with exactly these. It has no parameter `softcap`, so softcaps are not
 import importlib
 import inspect
 import itertools
+import mmap
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -44,6 +45,7 @@ NEUTRAL = {
     "grad_lse": None,
     "deterministic": False,
 }  # what a parameter without a default gets where nothing is asked of it
+LARGE = 2**31  # elements: offsets beyond do not fit into 32 bits
 HALVES = (torch.float32, torch.float16, torch.bfloat16)
 Shape = tuple[tuple[int, int], tuple[int, int], int]  # heads, head sizes, block size
 
@@ -215,10 +217,11 @@ class Kernel:
             answers = self._differentiated(example, arguments, **more)
             self.calls.append((arguments, answers))
             return answers
+        given = arguments  # as they were before the call
         if path.function == "write":
             pools = {name: preserving_clone(arguments[name]) for name in ("key_cache", "value_cache")}
             arguments = {**arguments, **pools}
-        given, states = arguments, {name: preserving_clone(arguments[name]) for name in path.in_place}
+        states = {name: preserving_clone(arguments[name]) for name in path.in_place}
         arguments = {**arguments, **states}
         with filled_memory():
             came = self.function(**self.asked(example, {**arguments, **more}))
@@ -356,8 +359,18 @@ def filled_memory() -> Iterator[None]:
 def preserving_clone(x: Tensor) -> Tensor:
     """Clone a tensor with its strides, whatever they are."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+    if span > LARGE:  # and is hardly touched
+        return untouched(span, x.dtype, str(x.device)).as_strided(x.shape, x.stride()).copy_(x)
     memory = x.as_strided((span,), (1,)).clone()
     return memory.as_strided(x.shape, x.stride())
+
+
+def untouched(elements: int, dtype: torch.dtype, device: str) -> Tensor:
+    """Allocate memory that is not written, so that on a CPU it takes no room until it is."""
+    if device != "cpu":
+        return torch.zeros(elements, dtype=dtype, device=device)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    return torch.frombuffer(mmap.mmap(-1, elements * dtype.itemsize, flags=flags), dtype=dtype)
 
 
 def find(target: str | Callable[..., Any] | ModuleType, path: str | None = None) -> Kernel:

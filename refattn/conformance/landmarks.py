@@ -119,6 +119,20 @@ def of_large_trees(kernel: Kernel) -> list[Example]:
     return [replace(example(kernel, lens), lens=lens) for lens in batches]
 
 
+def of_prefixes(kernel: Kernel) -> list[Example]:
+    """Return prefixes in three levels, one of them of many blocks; and two side by side, with a sequence in between."""
+    p = kernel.claims.shapes[0][2]
+    nested, apart = ((0, 6, 1), (0, 4, 2), (0, 2, 640 // p), (4, 6, 3)), ((0, 2, 2), (3, 5, 1))
+    lens = ((1, 700), (2, 690), (1, 650), (3, 140), (1, 400), (1, 330))
+    made = example(kernel, lens), example(kernel, lens[1:])
+    return [replace(x, options={**x.options, "shared": of}) for x, of in zip(made, (nested, apart), strict=True)]
+
+
+def many_scores(kernel: Kernel) -> list[Example]:
+    """Return a query with more than 2^16 scores, and queries of which many keys are selected."""
+    return [example(kernel, ((1, 70_000),)), example(kernel, ((3, 900),), topk=300)]
+
+
 def long(**options: Any) -> Landmarks:
     """Return what makes decodes over keys that kernels split, and a chunk of several tiles, with these options."""
 

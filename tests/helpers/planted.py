@@ -461,6 +461,14 @@ PLANTED = [
     ),
     (
         "quantized",
+        "format-ignored",
+        "format",
+        "return paged(query, key_cache, value_cache, *batch, scales=scales",
+        "caches = [x.view(torch.float8_e4m3fn) for x in (key_cache, value_cache)]\n"
+        "    return paged(query, *caches, *batch, scales=scales",
+    ),
+    (
+        "quantized",
         "key-scale-after-softcap",
         "softcap",
         "softcap=softcap, sinks",
@@ -552,6 +560,23 @@ PLANTED = [
     # writes
     (
         "write",
+        "padding-ends",
+        "holes",
+        "keep = slot_mapping >= 0",
+        "keep = (slot_mapping >= 0).long().cumprod(0).bool()",
+    ),
+    (
+        "write",
+        "tokens-by-slot",
+        "holes",
+        ("    key_cache[slots // p, slots % p] = key[keep]", "    value_cache[slots // p, slots % p] = value[keep]"),
+        (
+            "    key_cache[slots // p, slots % p] = key[: len(slots)]",
+            "    value_cache[slots // p, slots % p] = value[: len(slots)]",
+        ),
+    ),
+    (
+        "write",
         "tokens-past-a-count",
         "many sequences",
         "keep = slot_mapping >= 0",
@@ -612,6 +637,7 @@ PLANTED = [
         "low, high = (x[min(int(cu_seqlens_q[len(seen)]), len(x) - 1)].expand(len(x))[:, None] for x in (first_visible, last_visible))",
     ),
     ("interval", "interval-wraps", "mask", "(low <= j)", "(low - 1 < j)"),
+    ("sparse", "list-past-a-count", "many keys", "chosen = slots.long()", "chosen = slots.long()[:, :128]"),
     ("sparse", "listed-twice-counts-once", "listed twice", "mine).sum(1)", "mine).any(1)"),
     (
         "sparse",
@@ -693,6 +719,7 @@ PLANTED = [
         "torch.argsort(scores, dim=1, descending=True, stable=True)",
         "s - 1 - torch.argsort(scores.flip(1), dim=1, descending=True, stable=True)",
     ),
+    ("select", "position-of-sixteen-bits", "many scores", "torch.cat([chosen,", "torch.cat([chosen.short().long(),"),
     (
         "select",
         "no-key-selected",
@@ -746,6 +773,7 @@ PLANTED = [
         "if slots[0] < 0 or begin == end:",
         "if slots[0] < 0 or begin == end or i >= 128:",
     ),
+    ("recurrent", "scale-of-value", "sizes", "out[row] = scale *", "out[row] = value.shape[-1] ** -0.5 *"),
     ("recurrent", "state-forgotten", "answer", "if has_initial_state[i] else", "if False else"),
     ("recurrent", "state-not-kept", "answer", "            states[slots[0]] = state", "            pass"),
     (
@@ -1027,5 +1055,11 @@ UNNAMED = {
         "whole = torch.stack([part[2] for part in parts]).amax(0)",
     ),
     "merge-of-four": ("merge", "answer", "zip(outs, lses, strict=True)", "zip(outs[:4], lses[:4], strict=True)"),
+    "slots-of-32-bits": (
+        "write",
+        "offsets",
+        "keep = slot_mapping >= 0",
+        "keep = (slot_mapping >= 0) & (slot_mapping // p * key_cache.stride(0) < 2**31)",
+    ),
     "slot-zero-is-padding": ("write", "answer", "keep = slot_mapping >= 0", "keep = slot_mapping > 0"),
 }

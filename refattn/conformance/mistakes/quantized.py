@@ -52,6 +52,16 @@ class ScalesInverted(Attention):
         return key / self._scale("key"), value / self._scale("value")
 
 
+class FormatIgnored(Attention):
+    """Codes are read as e4m3, whatever their format is."""
+
+    paths: tuple[str, ...] = ("quantized",)
+
+    def _pools(self) -> tuple[Tensor, Tensor]:
+        key, value = (self.arguments[name].view(torch.float8_e4m3fn).double() for name in ("key_cache", "value_cache"))
+        return key.flatten(0, 1), value.flatten(0, 1)
+
+
 class ScaleOfFirstHead(Attention):
     """Of scales per head, or per sequence and head, the first number is taken for all."""
 

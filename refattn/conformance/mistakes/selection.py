@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from refattn.conformance.example import Answers
+from refattn.conformance.example import Answers, Arguments, Example
 from refattn.conformance.mistakes.formula import Attention, Formula
 
 
@@ -37,6 +37,21 @@ class MinusOneEnds(Attention):
     def _counts(self, positions: Tensor, s: int) -> Tensor:
         ended = (positions < 0).cumsum(1) > 0
         return super()._counts(positions.masked_fill(ended, -1), s)
+
+
+class ListPastACount(Attention):
+    """A list is read up to a count: what was selected after it is not seen."""
+
+    paths: tuple[str, ...] = ("sparse", "sparse_latents")
+    variants = (16, 32, 64, 128, 256)
+
+    @classmethod
+    def may_show(cls, example: Example, arguments: Arguments, variant: int) -> bool:
+        """Return whether there are longer lists."""
+        return bool(arguments["positions"].shape[1] > variant)
+
+    def _counts(self, positions: Tensor, s: int) -> Tensor:
+        return super()._counts(positions[:, : self.variant], s)
 
 
 class ListedTwiceCountsOnce(Attention):
@@ -120,6 +135,15 @@ class NegativeZeroBelow(Selection):
         signs = torch.tensor(scores, dtype=torch.float64).signbit().tolist()
         keys = [j for j, score in enumerate(scores) if self._is_key(score)]
         return sorted(keys, key=lambda j: (-scores[j], scores[j] == 0 and signs[j], j))[:topk]
+
+
+class PositionOfSixteenBits(Selection):
+    """Positions are kept in 16 bits: those beyond are others, or below 0."""
+
+    variants = (-(2**15), 0)  # the lowest number
+
+    def _best(self, scores: list[float], topk: int) -> list[int]:
+        return [(j - self.variant) % 2**16 + self.variant for j in super()._best(scores, topk)]
 
 
 class LowestSelected(Selection):

@@ -176,6 +176,16 @@ class DraftsNotRolledBack(State):
         return super()._begin(slots, 1, has_state)
 
 
+class ScaleOfValue(State):
+    """The scale is that of the size of the values, and not of the keys."""
+
+    def _fold(self, state: Tensor, row: int) -> Tensor:
+        dk, dv = self.example.head_size, self.example.value_size
+        is_default = self.arguments["scale"] == dk**-0.5
+        self.arguments = {**self.arguments, "scale": dv**-0.5} if is_default else self.arguments
+        return super()._fold(state, row)
+
+
 class ReadBeforeWritten(State):
     """A token reads the state before it is written, so it does not see itself."""
 

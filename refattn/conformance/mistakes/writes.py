@@ -81,6 +81,21 @@ class LastTokenUnwritten(Write):
             super()._put(pools, token, slot)
 
 
+class PaddingEnds(Write):
+    """The first slot of -1 ends the writes: tokens after it are not written."""
+
+    def _put(self, pools: Answers, token: int, slot: int) -> None:
+        if (self.arguments["slot_mapping"][:token] >= 0).all():
+            super()._put(pools, token, slot)
+
+
+class TokensBySlot(Write):
+    """Tokens are counted over the slots that are not -1: after one, each slot has the token before its own."""
+
+    def _store(self, pools: Answers, token: int, block: int, row: int) -> None:
+        super()._store(pools, int((self.arguments["slot_mapping"][:token] >= 0).sum()), block, row)
+
+
 class TokensPastACount(Write):
     """Tokens past a count are not written."""
 
