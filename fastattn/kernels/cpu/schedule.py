@@ -327,7 +327,16 @@ class Part:
     distance: Int32[Tensor, "b s"] | None = None  # of decodes: how far each of these keys lies before the query
     bias: Float[Tensor, "b 1 1 s"] | None = None  # -inf on those that are not to be seen, if decodes have any
     all_see_some: bool = True  # each query sees one of them
-    room: dict[Hashable, tuple[Tensor, Tensor]] = field(default_factory=dict)  # what they are gathered into
+    room: dict[Hashable, "Room"] = field(default_factory=dict)  # what they are gathered into
+
+
+@dataclass(frozen=True)
+class Room:
+    """Views of the memory that the keys and values of a part are gathered into; one of each, if both are the same."""
+
+    blocks: list[Float[Tensor, "m p hk _"]]  # of keys, and of values
+    rows: list[Float[Tensor, "*both rows hk _"]]  # those of both in one tensor, if they are alike
+    rectangles: list[Float[Tensor, "b hk s _"]]  # what is attended to
 
 
 @dataclass(frozen=True)
