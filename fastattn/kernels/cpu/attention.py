@@ -11,6 +11,7 @@ batch is split into pieces, and the pieces of one query merge by their log-sum-e
     a softcap                those tiles by our own matrix products: ATen's call has no softcap
     decodes                  some sequences in one call, the query heads of a group as rows, a mask for their lengths
     short prompts            some in one call, padded to the longest
+    rows of one length       all sequences in one call, if each is whole
     batch invariance         tiles and runs of keys of one size, which begin at multiples of it
 
 Memory grows linearly with the tokens: a tile never holds more than `TILE` queries times `SLAB` keys.
@@ -59,9 +60,16 @@ def dense(
     options: AttentionOptions,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend over ragged rows; see `fastattn.kernels.dispatch`."""
-    out, lse = _empty_answer(query, value.shape[-1])
     query, key, value = _readable(query), _readable(key), _readable(value)
-    for rows, first_row, view in schedule_of(plan).rows(uses_positions(plan, options)):
+    schedule, positions = schedule_of(plan), uses_positions(plan, options)
+    count = 0 if positions or not _is_plain(options) else schedule.count_alike(len(query), len(key))
+    if count > 1:
+        q, k, v = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in (query, key, value))
+        answer = _call(q, k, v, options.softmax_scale, causal=plan.window == (-1, 0))
+        out, lse = (x.transpose(1, 2).flatten(0, 1) for x in answer)
+        return _with_sinks(out, lse, options.sinks, plan)
+    out, lse = _empty_answer(query, value.shape[-1])
+    for rows, first_row, view in schedule.rows(positions):
         if out[rows].numel() and view.num_keys:
             keys = slice(first_row + view.first_key, first_row + view.end_key)
             out[rows], lse[rows] = _sequence(query[rows], key[keys], value[keys], view, options)

@@ -79,6 +79,20 @@ class Schedule:
             self._views[positions] = views
         return self._views[positions]
 
+    def count_alike(self, num_rows: int, num_keys: int) -> int:
+        """Return how many sequences there are, if all are as long, and seen whole or under a causal mask; else 0.
+
+        Args:
+            num_rows: query rows; with some of padding there is no such number.
+            num_keys: rows of keys, likewise.
+        """
+        count = len(self.lengths)
+        length = self.lengths[0][1] if count else 0
+        if self.first_visible is not None or self.window not in ((-1, -1), (-1, 0)) or not length:
+            return 0
+        alike = all(rows.stop - rows.start == seq_len == length for rows, seq_len in self.lengths)
+        return count if alike and num_rows == num_keys == count * length else 0
+
     def apart(self, positions: bool) -> list["Apart"]:
         """Return the sequences that see something, one by one, by the positions of the plan or as they follow."""
         if positions not in self._apart:
