@@ -236,11 +236,14 @@ def key_of_write(
 ) -> Key | None:
     """Return the cache key of a write into pools; None if it is not to be replayed.
 
-    It is not on a CPU, where the slots are checked each time, nor where `key_of` returns None.
+    It is not where `key_of` returns None. On a CPU, where a replay checks the slots, it is not where gradients are
+    recorded either, as a pool may be a view of a tensor that has one.
     """
     if not (type(key) is type(value) is type(key_cache) is type(value_cache) is type(slot_mapping) is Tensor):
         return None
-    if slot_mapping.is_cpu or (slot_mapping.is_cuda and slot_mapping.device.index != torch.cuda.current_device()):
+    if slot_mapping.is_cpu and torch.is_grad_enabled():
+        return None
+    if slot_mapping.is_cuda and slot_mapping.device.index != torch.cuda.current_device():
         return None
     try:
         bits, layouts = _layouts((key, value, key_cache, value_cache))

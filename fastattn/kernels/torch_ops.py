@@ -3,7 +3,7 @@
 A kernel like any other, and what those in torch (`cpu`, `plain`) share: they merge their own parts by it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from einops import rearrange
@@ -14,6 +14,8 @@ from fastattn.kernels.kernel import Kernel
 from fastattn.kernels.problem import Problem, as_integers, places
 from refattn.interface import Accepted, Batch, Trees
 from refattn.interface.packed import LATENT_GROUP, PACKED_FORMAT, SMALLEST_SCALE, packed_parts
+from refattn.interface.values import rows_with_slots
+from refattn.interface.writes import check_slot_numbers
 
 
 def unsupported_reason(problem: Problem) -> str | None:
@@ -91,13 +93,36 @@ def write(
     key_cache: Shaped[Tensor, "n p hk d"],
     value_cache: Shaped[Tensor, "n p hk dv"],
     slot_mapping: Int64[Tensor, "t"],
+) -> Callable[..., None] | None:
+    """Write new tokens into the pool; see `fastattn.kv_cache.write`.
+
+    Returns:
+        On a CPU, a function that writes other tensors of the same types, shapes and strides, and checks their slots.
+    """
+    _write_rows(key, value, key_cache, value_cache, slot_mapping, bool((slot_mapping < 0).any()))
+    return _write_again if slot_mapping.is_cpu else None
+
+
+def _write_again(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Write as an earlier call did with other tensors; what slots hold was checked for those alone."""
+    has_padding = check_slot_numbers(slot_mapping, key_cache.shape[0] * key_cache.shape[1])
+    _write_rows(*rows_with_slots(key, value, slot_mapping), key_cache, value_cache, slot_mapping, has_padding)
+
+
+def _write_rows(
+    key: Shaped[Tensor, "t hk d"],
+    value: Shaped[Tensor, "t hk dv"],
+    key_cache: Shaped[Tensor, "n p hk d"],
+    value_cache: Shaped[Tensor, "n p hk dv"],
+    slot_mapping: Int64[Tensor, "t"],
+    has_padding: bool,
 ) -> None:
-    """Write new tokens into the pool; see `fastattn.kv_cache.write`."""
-    key, value, key_cache, value_cache = (as_integers(x) for x in (key, value, key_cache, value_cache))
-    if slot_mapping.numel() and int(slot_mapping.min()) < 0:
+    if has_padding:
         real = slot_mapping >= 0
         key, value, slot_mapping = key[real], value[real], slot_mapping[real]
     for new, cache in ((key, key_cache), (value, value_cache)):
+        if cache.element_size() < 4:
+            new, cache = as_integers(new), as_integers(cache)
         block_size = cache.shape[1]
         if cache.stride(0) == block_size * cache.stride(1):  # slots are rows of a view
             cache.flatten(0, 1).index_copy_(0, slot_mapping, new)

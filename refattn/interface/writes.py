@@ -33,6 +33,7 @@ from refattn.interface.values import (
 )
 
 FEW_SLOTS = 512  # up to which Python sorts them sooner than torch
+DENSE_SLOTS = 8  # slots up to the highest for each one that is written, up to which counting finds one given twice
 WRITTEN = "as a token that is written knows no sequence"  # why a write takes no scale per sequence
 
 
@@ -63,21 +64,37 @@ def check_slots(
     same_device(key=key, value=value, key_cache=key_cache, value_cache=value_cache, slot_mapping=slot_mapping)
     check_own_memory("key_cache", key_cache)
     check_own_memory("value_cache", value_cache)
-    if not slot_mapping.is_cpu or not slot_mapping.numel():
-        return
-    last = key_cache.shape[0] * key_cache.shape[1] - 1
-    if slot_mapping.numel() <= FEW_SLOTS:
+    if slot_mapping.is_cpu:
+        check_slot_numbers(slot_mapping, key_cache.shape[0] * key_cache.shape[1])
+
+
+def check_slot_numbers(slot_mapping: Tensor, num_slots: int) -> bool:
+    """Check that slots `[t]` on a CPU are in a pool, and that none but -1 is there twice; return whether some are -1.
+
+    Raises:
+        ValueError: naming a slot that is not.
+    """
+    count = slot_mapping.numel()
+    if count == 0:
+        return False
+    if count <= FEW_SLOTS:
         slots = sorted(slot_mapping.tolist())
+        lowest, highest = slots[0], slots[-1]
+    else:
+        lowest, highest = (int(end) for end in slot_mapping.aminmax())
+    if lowest < -1 or highest >= num_slots:
+        wrong = lowest if lowest < -1 else highest
+        raise ValueError(f"slot_mapping: expected slots in 0..{num_slots - 1}, or -1 for padding, got {wrong}")
+    if count <= FEW_SLOTS:
         twice = [slot for slot, following in pairwise(slots) if slot == following >= 0]
+    elif highest < DENSE_SLOTS * count:  # counting visits each slot, and takes less than sorting where most are written
+        twice = ((slot_mapping + 1).bincount()[1:] > 1).nonzero()[:1, 0].tolist()
     else:
         ordered = slot_mapping.sort().values
-        slots = [int(ordered[0]), int(ordered[-1])]
         twice = ordered[1:][(ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)][:1].tolist()
-    if slots[0] < -1 or slots[-1] > last:
-        wrong = slots[0] if slots[0] < -1 else slots[-1]
-        raise ValueError(f"slot_mapping: expected slots in 0..{last}, or -1 for padding, got {wrong}")
     if twice:
         raise ValueError(f"slot_mapping: expected each slot once, got slot {twice[0]} for several tokens")
+    return lowest < 0
 
 
 def check_quantized_slots(

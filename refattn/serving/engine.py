@@ -40,7 +40,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import lru_cache, wraps
 from itertools import chain
 from math import ceil
 from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
@@ -111,6 +111,12 @@ class Step:
     slot_mappings: dict[Layer, Int64[Tensor, "t"]]
     plans: dict[Layer, Parts]
     states: StateParts = ()
+
+
+@lru_cache(maxsize=64, typed=True)
+def _plain_options(scale: float, softcap: float, batch_invariant: bool) -> AttentionOptions:
+    """Make the options of a layer without tensors once: they are checked each time that they are made."""
+    return AttentionOptions(scale, softcap, batch_invariant=batch_invariant)
 
 
 def _unmarked(phase: str) -> None:
@@ -968,14 +974,17 @@ class Engine:
                 f"got {sliding_window}"
             )
         scale = module.scaling if scaling is None else scaling
-        options = AttentionOptions(scale, softcap or 0.0, alibi_slopes, s_aux, self.batch_invariant)
-        tokens: list[Tensor | None] = [x[0].transpose(0, 1) for x in (query, key, value)]  # [t, h, d]
+        if alibi_slopes is None and s_aux is None:
+            options = _plain_options(scale, softcap or 0.0, self.batch_invariant)
+        else:
+            options = AttentionOptions(scale, softcap or 0.0, alibi_slopes, s_aux, self.batch_invariant)
+        tokens: list[Tensor | None] = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]  # [t, h, d]
         if self.owners[index] != index:  # its keys are those of an earlier layer, which has written them
             tokens[1:] = [None, None]
         slots, plan = step.slot_mappings[layer], step.plans[layer]
         positions = None if indices is None else indices[0]
         out = layer.attend(self.twin, module, *tokens, self.caches[index], slots, plan, options, positions)
-        return out[None].contiguous()  # [1, t, h, d], as transformers' own: some models view it
+        return out.unsqueeze(0).contiguous()  # [1, t, h, d], as transformers' own: some models view it
 
     def _calculate_scales(self, index: int, key: Float[Tensor, "1 hk t dk"], value: Float[Tensor, "1 hk t dv"]) -> None:
         """Set the scales of a layer, and of those that read its pool, by the new keys and values.

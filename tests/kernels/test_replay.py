@@ -19,6 +19,7 @@ from fastattn import (
     differential,
     kv_cache,
     local,
+    metadata,
     mla,
     quantized,
     sliding_window,
@@ -463,6 +464,59 @@ def test_partial_outputs_in_one_allocation_are_found_by_their_addresses(name, ls
         assert all(map(torch.equal, replayed, anew)) if return_lse else torch.equal(replayed, anew)
 
 
+ON_A_CPU = {  # lengths, options, size of values, and whether ATen is called without anything around it
+    "lengths differ": ((40, 33, 48), {}, 32, True),
+    "whole blocks": ((32, 32), dict(softmax_scale=0.3), 32, True),
+    "a window": ((40, 64), {}, 32, True),
+    "one key": ((1, 1), {}, 32, False),
+    "in parts": ((90,), {}, 32, False),
+    "lengths far apart": ((90, 7), {}, 32, False),
+    "values of another size": ((40, 33), {}, 16, False),
+    "a row of padding": ((40, 33), {}, 32, False),
+    "sinks": ((40, 33), dict(sinks=torch.linspace(-1.0, 1.0, 4)), 32, False),
+    "slopes": ((40, 33), dict(alibi_slopes=torch.linspace(0.1, 1.0, 4)), 32, False),
+    "softcap": ((40, 33), dict(softcap=2.0), 32, False),
+    "no scale": ((40, 33), dict(softmax_scale=0.0), 32, False),
+    "negative scale": ((40, 33), dict(softmax_scale=-0.3), 32, False),
+    "invariant": ((40, 33), dict(batch_invariant=True), 32, False),
+}
+
+
+@pytest.mark.parametrize("return_lse", [False, True], ids=["out", "lse"])
+@pytest.mark.parametrize("name", ON_A_CPU)
+def test_decodes_on_a_cpu_are_replayed_with_the_tensors_of_another_layer(name, return_lse, monkeypatch):
+    if "parts" in name:
+        monkeypatch.setattr("fastattn.kernels.cpu.attention.BUFFER", 2 * 16 * 2 * 32)  # of two blocks
+    lens, given, value_size, is_one_call = ON_A_CPU[name]
+    torch.manual_seed(0)
+    rows, columns = len(lens) + ("padding" in name), -(-max(lens) // 16)
+    layers = [
+        [torch.randn(rows, 4, 32), torch.randn(20, 16, 2, 32), torch.randn(20, 16, 2, value_size)] for _ in range(2)
+    ]
+    tables = torch.randperm(20)[: columns * len(lens)].view(-1, columns).tolist()
+    batch, path = metadata.make_batch([1] * len(lens), lens, tables), chunked_prefill
+    arguments = dict(block_size=16)
+    if "window" in name:
+        path, arguments = sliding_window, dict(window_size=(20, 0), block_size=16)
+    for _, *pools in layers:  # blocks that nobody owns, and slots past the last key
+        for pool in pools:
+            pool[[i for i in range(20) if i not in sum(tables, [])]] = torch.nan
+            for seq_len, blocks in zip(lens, tables, strict=True):
+                if seq_len % 16:
+                    pool[blocks[seq_len // 16], seq_len % 16 :] = torch.nan
+    layers[1][1][tables[0][0], 0] = torch.nan if "key" in name else 0.0  # that is seen
+    options = AttentionOptions(**given)
+    plan = path.plan(batch, **arguments)
+    path.attention(*layers[0], plan, options, return_lse=return_lse)
+    anew = path.attention(*layers[1], path.plan(batch, **arguments), options, return_lse=return_lse)
+    asked = AssertionError("the pieces were asked for")
+    with mock.patch("fastattn.kernels.cpu.attention._pieces", side_effect=asked) if is_one_call else nullcontext():
+        replayed = path.attention(*layers[1], plan, options, return_lse=return_lse)
+    anew, replayed = ((x if return_lse else (x,)) for x in (anew, replayed))
+    assert all(torch.equal(x.nan_to_num(9e9), y.nan_to_num(9e9)) for x, y in zip(replayed, anew, strict=True))
+    assert replayed[0][1:].isfinite().all() and replayed[0][0].isnan().any() == ("key" in name)
+
+
 # --- writes ---
 
 
@@ -473,8 +527,9 @@ def of_write(device, seed=0):
     return [key, value, *pools, torch.tensor([7, -1, 0, 19, 4], device=device)]
 
 
+@torch.no_grad()
 def test_a_write_is_replayed_with_other_tensors(device):
-    """On a CPU by the launch itself, as slots are checked there each time."""
+    """Where gradients are recorded, none is on a CPU."""
     cache = pytest.importorskip("fastattn.kernels.triton.cache", reason="needs Triton")
     key, value, *pools_and_slots = of_write(device)
     replayed = cache.write(key[:5], value[:5], *pools_and_slots)
@@ -483,7 +538,7 @@ def test_a_write_is_replayed_with_other_tensors(device):
         arguments, by_launch, expected = (of_write(device, seed) for _ in range(3))
         refattn.kv_cache.write(*expected)
         replayed(*by_launch)
-        with nothing_is_chosen() if device != "cpu" else nullcontext():
+        with nothing_is_chosen():
             kv_cache.write(*arguments)
         for pool in (2, 3):
             assert torch.equal(arguments[pool], expected[pool])
@@ -496,6 +551,8 @@ def test_writes_with_one_cache_key_are_alike():
     named = replay.key_of_write(None, *good)
     assert named == replay.key_of_write(None, *of_write("meta"))
     assert replay.key_of_write(None, *of_write("cpu")) is None
+    with torch.no_grad():
+        assert replay.key_of_write(None, *of_write("cpu")) not in (None, named)
     assert replay.key_of_write("triton", *good) not in (None, named)
     for i, x in enumerate(good):
         for other in (*changed(torch.empty_like(x, device="meta")), torch.empty_like(x, device="cpu")):
@@ -509,6 +566,7 @@ def test_writes_with_one_cache_key_are_alike():
 
 
 @pytest.mark.usefixtures("shapes_unchecked")
+@torch.no_grad()
 def test_bad_writes_are_refused_after_good_ones(device):
     good = of_write(device)
     for _ in range(2):

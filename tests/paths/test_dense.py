@@ -11,7 +11,9 @@ from torch.nn import functional
 import fastattn.dense
 import refattn.chunked_prefill
 import refattn.dense
+from fastattn.kernels.cpu import attention as cpu
 from refattn.interface import Batch
+from refattn.metadata import make_batch
 from tests.helpers.batches import (
     CASES,
     Case,
@@ -96,6 +98,38 @@ def test_twins_agree_in_every_type(kernel, device):
         inputs = build(case, device=device, dtype=dtype)
         with kernel.asked_for():
             kernel.check(assert_twins_agree, "dense", *inputs.rows, causal=False)
+
+
+@pytest.mark.parametrize("heads", [(4, 2, 64, 64), (3, 3, 32, 48)], ids=str)
+@pytest.mark.parametrize(
+    ("lens", "given", "is_one_call"),
+    [
+        ([20] * 3, dict(causal=False), True),
+        ([20] * 3, dict(causal=True, sinks=True), True),
+        ([3] * 4, dict(causal=True), True),
+        ([1] * 2, dict(causal=False, softmax_scale=-0.5), True),
+        ([20, 21, 19], dict(causal=False), False),
+        ([0] * 2, dict(causal=False), False),
+        ([20] * 2, dict(causal=True, window_size=(5, 0)), False),
+        ([20] * 2, dict(causal=True, softcap=3.0), False),
+        ([20] * 2, dict(causal=False, padding=1), False),
+    ],
+    ids=str,
+)
+def test_sequences_of_one_length_are_one_call_on_a_cpu(lens, given, is_one_call, heads, monkeypatch):
+    h, hk, d, dv = heads
+    torch.manual_seed(0)
+    tensors = [torch.randn(sum(lens) + given.get("padding", 0), *size) for size in ((h, d), (hk, d), (hk, dv))]
+    tensors[1:] = [x[: sum(lens)] for x in tensors[1:]]
+    if given.get("sinks"):
+        given = given | dict(sinks=torch.linspace(-1.0, 1.0, h))
+    batch = make_batch(lens, lens)
+    arguments = {name: x for name, x in given.items() if name != "padding"}
+    assert_twins_agree("dense", *tensors, batch, **arguments)
+    calls, flash = [], cpu.FLASH
+    monkeypatch.setattr(cpu, "FLASH", lambda *args, **options: calls.append(len(args[0])) or flash(*args, **options))
+    attend(fastattn.dense, *tensors, batch, **arguments)
+    assert (calls == [len(lens)]) == is_one_call
 
 
 @given(case=ragged_cases(), options=st.sampled_from(list(OPTIONS)), seed=st.integers(0, 2**16))

@@ -165,16 +165,11 @@ def test_bad_input_is_named_and_nothing_is_written(twin):
     key, value = torch.zeros(2, 2, 8), torch.zeros(2, 2, 6)
     good = torch.tensor([0, 1])
 
-    def many(token=0, slot=0):
+    def many(token=0, slot=0, num_blocks=500):
         slots = torch.arange(600)
         slots[token] = slot
-        return (
-            torch.zeros(600, 1, 1),
-            torch.zeros(600, 1, 1),
-            torch.zeros(500, 4, 1, 1),
-            torch.zeros(500, 4, 1, 1),
-            slots,
-        )
+        tokens, pool = torch.zeros(600, 1, 1), torch.zeros(num_blocks, 4, 1, 1)
+        return tokens, tokens, pool, pool.clone(), slots
 
     for arguments, message in (
         (
@@ -197,6 +192,9 @@ def test_bad_input_is_named_and_nothing_is_written(twin):
         (many(599), "slot_mapping: expected each slot once, got slot 0"),
         (many(599, 3), "slot_mapping: expected each slot once, got slot 3"),
         (many(599, -1), None),
+        (many([0, 1, 598, 599], -1), None),
+        (many([597, 598, 599], torch.tensor([3, -1, 39_999]), num_blocks=10_000), "each slot once, got slot 3"),
+        (many([597, 598, 599], torch.tensor([-1, -1, 39_999]), num_blocks=10_000), None),
         (many(599, 2000), "slot_mapping: expected slots in 0..1999, or -1 for padding, got 2000"),
         (many(0, -2), "slot_mapping: expected slots in 0..1999, or -1 for padding, got -2"),
     ):
@@ -240,7 +238,9 @@ def test_bad_input_is_named_and_nothing_is_written(twin):
 
 
 @pytest.mark.parametrize("twin", [refattn.kv_cache, fastattn.kv_cache], ids=["ref", "fast"])
+@torch.no_grad()
 def test_slots_that_have_passed_are_checked_again_once_they_are_written_to(twin):
+    """Also where the twin replays a write."""
     key_cache, value_cache = twin.allocate(4, 4, 2, 8)
     tokens, slots = torch.randn(3, 2, 8), torch.tensor([0, 5, 7])
     twin.write(tokens, tokens, key_cache, value_cache, slots)
@@ -250,6 +250,9 @@ def test_slots_that_have_passed_are_checked_again_once_they_are_written_to(twin)
     slots[0] = 16
     before = key_cache.clone()
     with pytest.raises(ValueError, match="slot_mapping: expected slots in 0..15"):
+        twin.write(tokens, tokens, key_cache, value_cache, slots)
+    slots[0] = 7
+    with pytest.raises(ValueError, match="slot_mapping: expected each slot once, got slot 7"):
         twin.write(tokens, tokens, key_cache, value_cache, slots)
     assert torch.equal(key_cache, before)
 

@@ -7,6 +7,7 @@ from fastattn.kernels.cpu import attention, pairs
 from fastattn.kernels.cpu import quantized as over_codes
 from fastattn.kernels.kernel import Kernel
 from fastattn.kernels.problem import Problem, Subtraction, latent_scales
+from fastattn.kernels.replay import recorder
 from refattn.interface import (
     AttentionOptions,
     AttentionPlan,
@@ -15,6 +16,7 @@ from refattn.interface import (
     Keys,
     Latents,
     PackedLatents,
+    Pages,
     Plan,
     QuantizedPages,
     Rows,
@@ -74,6 +76,9 @@ def attend(
         (level,) = plan.levels
         over = attention.dense if isinstance(keys, Rows) else attention.paged
         answer, lse = over(query, key, value, level.whole, options)
+        into = recorder()
+        if into is not None and isinstance(keys, Pages):
+            into.replay = attention.replay_of_decodes(query, *keys, level.whole, options, into.return_lse)
     return (answer[..., : keys.latent_rank].contiguous() if isinstance(keys, Latents) else answer), lse
 
 

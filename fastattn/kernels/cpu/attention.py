@@ -11,6 +11,7 @@ batch is split into pieces, and the pieces of one query merge by their log-sum-e
     a softcap                those tiles by our own matrix products: ATen's call has no softcap
     decodes                  some sequences in one call, the query heads of a group as rows, a mask for their lengths
     short prompts            some in one call, padded to the longest
+    rows of one length       all sequences in one call, if each is whole
     batch invariance         tiles and runs of keys of one size, which begin at multiples of it
 
 Memory grows linearly with the tokens: a tile never holds more than `TILE` queries times `SLAB` keys.
@@ -32,10 +33,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from fastattn.kernels.cpu.codes import Codes, read_blocks
-from fastattn.kernels.cpu.schedule import Decodes, Part, Piece, Prompts, View, branches_of, schedule_of
+from fastattn.kernels.cpu.schedule import Decodes, Part, Piece, Prompts, Room, View, branches_of, schedule_of
 from fastattn.kernels.problem import uses_positions
+from fastattn.kernels.replay import Replay
 from fastattn.kernels.torch_ops import add_sinks, merge
-from refattn.interface import AttentionOptions, Plan, TreePlan
+from refattn.interface import AttentionOptions, AttentionPlan, Pages, Plan, TreePlan
 
 TILE = 256  # queries of a masked tile
 SLAB = 2048  # keys of a masked tile
@@ -58,9 +60,16 @@ def dense(
     options: AttentionOptions,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend over ragged rows; see `fastattn.kernels.dispatch`."""
-    out, lse = _empty_answer(query, value.shape[-1])
     query, key, value = _readable(query), _readable(key), _readable(value)
-    for rows, first_row, view in schedule_of(plan).rows(uses_positions(plan, options)):
+    schedule, positions = schedule_of(plan), uses_positions(plan, options)
+    count = 0 if positions or not _is_plain(options) else schedule.count_alike(len(query), len(key))
+    if count > 1:
+        q, k, v = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in (query, key, value))
+        answer = _call(q, k, v, options.softmax_scale, causal=plan.window == (-1, 0))
+        out, lse = (x.transpose(1, 2).flatten(0, 1) for x in answer)
+        return _with_sinks(out, lse, options.sinks, plan)
+    out, lse = _empty_answer(query, value.shape[-1])
+    for rows, first_row, view in schedule.rows(positions):
         if out[rows].numel() and view.num_keys:
             keys = slice(first_row + view.first_key, first_row + view.end_key)
             out[rows], lse[rows] = _sequence(query[rows], key[keys], value[keys], view, options)
@@ -75,13 +84,7 @@ def paged(
     options: AttentionOptions,
 ) -> tuple[Float[Tensor, "t h dv"], Float[Tensor, "t h"]]:
     """Attend over pages; see `fastattn.kernels.dispatch`."""
-    pieces: Sequence[Piece] = ()
-    if query.numel():
-        positions, schedule = uses_positions(plan, options), schedule_of(plan)
-        if positions or options.batch_invariant or options.softcap or plan.first_visible is not None:
-            pieces = schedule.apart(positions)
-        else:
-            pieces = schedule.together(key_cache.shape[1:], BUFFER, prompts=options.alibi_slopes is None)
+    pieces = _pieces(query, key_cache, plan, options)
     query = _readable(query)
     answers = [_piece(query[piece.rows], key_cache, value_cache, piece, options) for piece in pieces]
     if _follow_each_other(pieces, query.shape[0]):
@@ -91,6 +94,51 @@ def paged(
         for piece, answer in zip(pieces, answers, strict=True):
             out[piece.rows], lse[piece.rows] = answer
     return _with_sinks(out, lse, options.sinks, plan)
+
+
+def replay_of_decodes(
+    query: Float[Tensor, "t h d"],
+    key_cache: Float[Tensor, "n p hk d"],
+    value_cache: Float[Tensor, "n p hk dv"],
+    plan: Plan,
+    options: AttentionOptions,
+    return_lse: bool,
+) -> Replay | None:
+    """Return what repeats `paged` with the tensors of a later layer, if it is one plain call of ATen's for decodes."""
+    pieces = _pieces(query, key_cache, plan, options)
+    if not _follow_each_other(pieces, query.shape[0]) or len(pieces) > 1 or not isinstance(pieces[0], Decodes):
+        return None
+    (part, *others), (b, h, d), hk = pieces[0].parts, query.shape, key_cache.shape[2]
+    if others or pieces[0].runs > 1 or not part.all_see_some:  # whose outputs are merged
+        return None
+    if options.alibi_slopes is not None or options.sinks is not None or _readable(query) is not query:
+        return None
+    scale = d**-0.5 if options.softmax_scale is None else options.softmax_scale
+    is_long = part.bias is not None or part.keys.stop - part.keys.start >= FEW
+    if scale < TINY or d != value_cache.shape[3] or not is_long:  # what `_call` works around
+        return None
+    bias = None if part.bias is None else part.bias.to(_compute_dtype(query.dtype))
+
+    def replay(
+        query: Tensor, keys: Pages, plan: AttentionPlan, options: AttentionOptions, out: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        key, value = _gathered(keys.key_cache, keys.value_cache, part, b)
+        answer, lse = FLASH(query.view(b, hk, h // hk, d), key, value, 0.0, False, attn_mask=bias, scale=scale)
+        return answer.flatten(1, 2), lse.flatten(1, 2) if return_lse else lse
+
+    return replay
+
+
+def _pieces(
+    query: Float[Tensor, "t h d"], key_cache: Float[Tensor, "n p hk d"] | Codes, plan: Plan, options: AttentionOptions
+) -> Sequence[Piece]:
+    """Return what is computed together."""
+    if not query.numel():
+        return ()
+    positions, schedule = uses_positions(plan, options), schedule_of(plan)
+    if positions or options.batch_invariant or options.softcap or plan.first_visible is not None:
+        return schedule.apart(positions)
+    return schedule.together(key_cache.shape[1:], BUFFER, prompts=options.alibi_slopes is None)
 
 
 def tree(
@@ -221,17 +269,29 @@ def _gathered(
 
     All layers of a step gather into the same views of the memory that the thread keeps.
     """
-    rectangles = []
-    for number, cache in enumerate([key_cache] if value_cache is key_cache else [key_cache, value_cache]):
-        name = threading.get_ident(), number, cache.dtype, cache.shape[3]
-        if name not in part.room:
-            blocks = _buffer(part.slab.blocks.numel(), cache, number)
-            rows = blocks.view(count, -1, *cache.shape[2:])
-            part.room[name] = blocks, rows[:, part.keys].transpose(1, 2)
-        blocks, rectangle = part.room[name]
-        part.slab.gather(cache, blocks)
-        rectangles.append(rectangle)
-    return rectangles[0], rectangles[-1]
+    caches = (key_cache,) if value_cache is key_cache else (key_cache, value_cache)
+    name = threading.get_ident(), *((cache.dtype, cache.shape[3]) for cache in caches)
+    room = part.room.get(name)
+    if room is None:
+        room = part.room[name] = _room(part, caches, count)
+    for cache, blocks in zip(caches, room.blocks, strict=True):
+        read_blocks(cache, part.slab.blocks, blocks)
+    if part.slab.stale is not None:
+        for rows in room.rows:
+            rows.index_fill_(-3, part.slab.stale, 0.0)
+    return room.rectangles[0], room.rectangles[-1]
+
+
+def _room(part: Part, caches: Sequence[Float[Tensor, "_n _p _hk _d"] | Codes], count: int) -> Room:
+    """Make views of the memory that the thread keeps; `caches` and `count` are those of `_gathered`."""
+    if len(caches) == 2 and caches[0].shape == caches[1].shape and caches[0].dtype == caches[1].dtype:
+        both = _buffer(2 * part.slab.blocks.numel(), caches[0], 0).unflatten(0, (2, -1))
+        blocks, rows = list(both), [both.flatten(1, 2)]
+    else:
+        blocks = [_buffer(part.slab.blocks.numel(), cache, number) for number, cache in enumerate(caches)]
+        rows = [some.flatten(0, 1) for some in blocks]
+    rectangles = [some.view(count, -1, *some.shape[2:])[:, part.keys].transpose(1, 2) for some in blocks]
+    return Room(blocks, rows, rectangles)
 
 
 def _bias_of(

@@ -79,6 +79,20 @@ class Schedule:
             self._views[positions] = views
         return self._views[positions]
 
+    def count_alike(self, num_rows: int, num_keys: int) -> int:
+        """Return how many sequences there are, if all are as long, and seen whole or under a causal mask; else 0.
+
+        Args:
+            num_rows: query rows; with some of padding there is no such number.
+            num_keys: rows of keys, likewise.
+        """
+        count = len(self.lengths)
+        length = self.lengths[0][1] if count else 0
+        if self.first_visible is not None or self.window not in ((-1, -1), (-1, 0)) or not length:
+            return 0
+        alike = all(rows.stop - rows.start == seq_len == length for rows, seq_len in self.lengths)
+        return count if alike and num_rows == num_keys == count * length else 0
+
     def apart(self, positions: bool) -> list["Apart"]:
         """Return the sequences that see something, one by one, by the positions of the plan or as they follow."""
         if positions not in self._apart:
@@ -327,7 +341,16 @@ class Part:
     distance: Int32[Tensor, "b s"] | None = None  # of decodes: how far each of these keys lies before the query
     bias: Float[Tensor, "b 1 1 s"] | None = None  # -inf on those that are not to be seen, if decodes have any
     all_see_some: bool = True  # each query sees one of them
-    room: dict[Hashable, tuple[Tensor, Tensor]] = field(default_factory=dict)  # what they are gathered into
+    room: dict[Hashable, "Room"] = field(default_factory=dict)  # what they are gathered into
+
+
+@dataclass(frozen=True)
+class Room:
+    """Views of the memory that the keys and values of a part are gathered into; one of each, if both are the same."""
+
+    blocks: list[Float[Tensor, "m p hk _"]]  # of keys, and of values
+    rows: list[Float[Tensor, "*both rows hk _"]]  # those of both in one tensor, if they are alike
+    rectangles: list[Float[Tensor, "b hk s _"]]  # what is attended to
 
 
 @dataclass(frozen=True)

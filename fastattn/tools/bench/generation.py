@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from rich.console import Console
 
-from fastattn.serving import CudaGraphs
+from fastattn.serving import CudaGraphs, pack
 from fastattn.tools import demo
 from fastattn.tools.bench.measure import Call, Timed
 from fastattn.tools.bench.peers import Contender
@@ -103,15 +103,16 @@ class Prompts(NamedTuple):
     prompts: Sequence[Sequence[int]]
 
 
-def engine(package: str = "fastattn") -> Contender:
-    """Our engine, with room for all prompts in one step."""
+def engine(package: str = "fastattn", *, packed: bool = False) -> Contender:
+    """Our engine, with room for all prompts in one step; over a copy of the model with packed weights, if asked."""
 
     def prepare(inputs: Prompts) -> Call:
         twin = importlib.import_module(package)
         tokens = sum(map(len, inputs.prompts)) + len(inputs.prompts) * (inputs.work.max_tokens + 16)
         sampling = SamplingParams(max_tokens=inputs.work.max_tokens, stop_token_ids=())
         graphs = CudaGraphs() if package == "fastattn" and inputs.model.device.type == "cuda" else None
-        server = Engine(inputs.model, num_blocks=tokens // 16, max_num_batched_tokens=tokens, twin=twin, runner=graphs)
+        model = pack(copy.deepcopy(inputs.model)) if packed else inputs.model
+        server = Engine(model, num_blocks=tokens // 16, max_num_batched_tokens=tokens, twin=twin, runner=graphs)
 
         def call() -> Timed:
             server.scheduler.pool = BlockPool(tokens // 16, server.block_size)  # it knows no prompt any more

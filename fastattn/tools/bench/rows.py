@@ -617,6 +617,8 @@ def _engine(shrink: int) -> Iterator[Row]:
     ):
         contenders = (generation.engine(), generation.transformers())
         yield Row("engine", phase, work, contenders, clock="own", aim=aim)
+        contenders = (generation.engine(packed=True), generation.transformers())
+        yield Row("engine", f"{phase}-packed", work, contenders, clock="own", aim="ahead of transformers")
 
 
 def _engine_of_a_server(shrink: int) -> Iterator[Row]:
