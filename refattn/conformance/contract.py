@@ -270,7 +270,9 @@ def large_trees(draw: Draw, kernel: Kernel) -> Example:
 
 def growing_trees(draw: Draw, kernel: Kernel) -> Example:
     """Draw trees of which the query rows are the last nodes alone."""
-    return draw_example(draw, kernel, options={"growing": draw(st.integers(1, 6))})
+    growing = draw(st.sampled_from((4, 9, 1)))
+    lens = st.tuples(st.integers(1, 6), st.integers(growing, growing + 20)).map(lambda x: (x[0], sum(x)))
+    return draw_example(draw, kernel, st.lists(lens, min_size=1, max_size=3), options={"growing": growing})
 
 
 def hidden_behind(draw: Draw, kernel: Kernel) -> Example:
@@ -575,6 +577,19 @@ def one_hot(example: Example, dtype: torch.dtype, device: str, first: int = 0) -
     """Make the arguments with zero queries, and values that name their keys, from some key on."""
     arguments = example.tensors(dtype, device, values=one_hot_values(example, first))
     return arguments | dict(query=torch.zeros_like(arguments["query"]))
+
+
+def every_part(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) -> None:
+    """Look whether each of many parts counts: of alike log-sum-exps and outputs of 1 and -1 the merge is the mean."""
+    arguments, generator = example.tensors(dtype, device), torch.Generator().manual_seed(example.seed)
+    shape = arguments["outs"][0].shape
+    signs = [torch.randint(0, 2, shape, generator=generator) * 2 - 1 for _ in arguments["outs"]]
+    outs, lses = [x.to(arguments["outs"][0]) for x in signs], [torch.zeros_like(x) for x in arguments["lses"]]
+    came = ask(kernel, example, dict(outs=outs, lses=lses))["out"].detach().cpu().double()
+    want = torch.stack(signs).double().mean(0)
+    allowed = torch.finfo(dtype).eps * want.abs() + len(signs) * torch.finfo(torch.float32).eps
+    if came.shape != want.shape or not ((came - want).abs() <= allowed).all():
+        raise Broken(f"out: not the mean of {len(signs)} parts with the same log-sum-exp")
 
 
 def poisoned(name: str) -> Check:
@@ -1098,6 +1113,15 @@ PROPERTIES = (
     ),
     Property(
         "empty parts", "A part in which a query sees no key has no weight.", empty_parts, everything, paths=("merge",)
+    ),
+    Property(
+        "many parts",
+        "Each of many parts counts.",
+        plain,
+        every_part,
+        paths=("merge",),
+        examples=0,
+        landmarks=landmarks.many_parts,
     ),
     Property(
         "many keys",

@@ -45,7 +45,7 @@ MOST_EXPECTED = 256  # answers that are kept
 _EXPECTED: dict[bytes, tuple[Answers, Answers]] = {}  # by the bits of their arguments
 SELECTED = ("sparse", "sparse_latents", "packed_latents")  # paths whose queries have lists of keys
 PACKED = ("packed_latents", "packed_mla")  # paths over packed latents
-LAMBDA, LAMBDA_INIT = 0.3, 0.2  # of differential attention: neither 0, nor alike
+LAMBDAS, LAMBDA_INIT = (0.3, -0.4, 1.5), 0.2  # of differential attention: neither 0, nor alike
 ROWS_OF_NUMBERS = ("query", "key", "value", "key_cache", "value_cache", "cache", "states")
 GAP = 16  # elements after each row: with them it begins where a kernel may load 16 bytes at once
 SCALES = (2.0, 0.25)  # of fp8 keys and values: neither 1, nor alike
@@ -152,10 +152,15 @@ class Example(Workload):
         return lists
 
     def parents(self, i: int) -> list[int]:
-        """Return the parents of the nodes of a tree of `speculative`: they follow from their number and the seed."""
+        """Return the parents of the nodes of a tree of `speculative`: they follow from their number and the seed.
+
+        Of odd seeds most nodes follow the one before: those trees are deep, the others are bushy.
+        """
         nodes = self.nodes(i)
         chosen = random.Random(1000 * self.seed + nodes)
-        return [chosen.randint(-1, node - 1) for node in range(nodes)]
+        drawn = [chosen.randint(-1, node - 1) for node in range(nodes)]
+        deep = self.seed % 2 and nodes > 1
+        return [node - 1 if deep and chosen.random() < 0.9 else parent for node, parent in enumerate(drawn)]
 
     def tensors(self, dtype: torch.dtype, device: str = "cpu", **changed: Any) -> Arguments:
         """Make the arguments of the path; memory that nobody may see holds harmless numbers.
@@ -419,7 +424,7 @@ def _pairs(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> 
     cache = torch.stack([torch.stack([pool[:, :, half::2] for pool in caches]) for half in (0, 1)])
     weight = torch.linspace(0.5, 1.5, 2 * example.head_size, dtype=torch.float32).to(dtype)
     layer = dict(
-        lambda_full=torch.tensor(LAMBDA, dtype=torch.float32),
+        lambda_full=torch.tensor(LAMBDAS[example.seed % 3], dtype=torch.float32),
         lambda_init=LAMBDA_INIT,
         norm_weight=weight,
         norm_eps=1e-5,

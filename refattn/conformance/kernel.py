@@ -78,7 +78,7 @@ class Claims:
     block_sizes: tuple[int, ...] = (16, 32, 64)
     max_query_len: int | None = None
     min_seq_len: int = 0
-    parts: tuple[int, ...] = (2, 3, 5, 70)
+    parts: tuple[int, ...] = (2, 3, 5)
     layers: tuple[str, ...] = ("gdn",)
     not_claimed: Mapping[str, str] = field(default_factory=dict)
     refusals: tuple[str, ...] = ()
@@ -96,8 +96,8 @@ class Claims:
 
 
 OF_PATH = {
-    "mla": Claims(heads=((1, 1), (4, 1), (7, 1), (16, 1)), head_sizes=((96, 64), (80, 64))),
-    "sparse_latents": Claims(heads=((1, 1), (4, 1), (16, 1)), head_sizes=((96, 64), (80, 64))),
+    "mla": Claims(heads=((1, 1), (4, 1), (7, 1), (16, 1)), head_sizes=((96, 64), (160, 128), (80, 64))),
+    "sparse_latents": Claims(heads=((1, 1), (4, 1), (16, 1)), head_sizes=((96, 64), (160, 128), (80, 64))),
     **dict.fromkeys(
         ("packed_latents", "packed_mla"),
         Claims(heads=((1, 1), (4, 1), (16, 1)), head_sizes=((264, 256), (576, 512))),

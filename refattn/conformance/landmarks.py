@@ -116,7 +116,7 @@ def many_queries(kernel: Kernel) -> list[Example]:
 def of_large_trees(kernel: Kernel) -> list[Example]:
     """Return trees with as many nodes as words of 32 and 64 bits have, one more, and one more than two of them."""
     batches = ((33, 33), (65, 90), (64, 64)), ((129, 150),)
-    return [replace(example(kernel, lens), lens=lens) for lens in batches]
+    return [replace(example(kernel, lens), lens=lens, seed=1 - i) for i, lens in enumerate(batches)]
 
 
 def of_prefixes(kernel: Kernel) -> list[Example]:
@@ -126,6 +126,11 @@ def of_prefixes(kernel: Kernel) -> list[Example]:
     lens = ((1, 700), (2, 690), (1, 650), (3, 140), (1, 400), (1, 330))
     made = example(kernel, lens), example(kernel, lens[1:])
     return [replace(x, options={**x.options, "shared": of}) for x, of in zip(made, (nested, apart), strict=True)]
+
+
+def many_parts(kernel: Kernel) -> list[Example]:
+    """Return a merge of more parts than a word has bits, if a kernel takes more than two."""
+    return [example(kernel, ((3, 3),), parts=70)] if max(kernel.claims.parts) > 2 else []
 
 
 def many_scores(kernel: Kernel) -> list[Example]:

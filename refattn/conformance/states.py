@@ -59,7 +59,8 @@ def tensors(example: Workload, options: Mapping[str, Any], dtype: torch.dtype) -
         key=normalize(normal(t, h, dk), dim=-1).to(dtype),
         value=normal(t, hv, dv).to(dtype),
         log_decay=log_decay,
-        beta=torch.rand(t, hv, generator=generator, dtype=torch.float32),
+        beta=1.5
+        * torch.rand(t, hv, generator=generator, dtype=torch.float32),  # above 1, keys are written the other way
         states=normal(b * columns + 3, hv, dv, dk),
         batch=Batch(ends, seq_lens, None, max([0, *queries.tolist()]), max([0, *seq_lens.tolist()])),
         state_indices=slots if options.get("drafts") else slots[:, 0].contiguous(),

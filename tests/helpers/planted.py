@@ -402,6 +402,14 @@ PLANTED = [
     ),
     (
         "speculative",
+        "branch-past-a-count",
+        "large trees",
+        "        see = torch.cat([torch.ones(n, context",
+        "        deep = torch.tensor(depths)\n        tree = tree & (deep[:, None] - deep <= 16)\n"
+        "        see = torch.cat([torch.ones(n, context",
+    ),
+    (
+        "speculative",
         "tree-of-the-queries",
         "growing trees",
         "        stands = torch.tensor([*range(context)",
@@ -414,6 +422,13 @@ PLANTED = [
         "gaps",
         "keys = cache[..., : query.shape[-1]].unsqueeze(2)",
         "query = torch.nn.functional.pad(query, (0, cache.shape[-1] - query.shape[-1]))\n    keys = cache.unsqueeze(2)",
+    ),
+    (
+        "mla",
+        "rank-fixed",
+        "answer",
+        "values = cache[..., :latent_rank].unsqueeze(2)",
+        "values = torch.nn.functional.pad(cache[..., :64], (0, latent_rank - 64)).unsqueeze(2)",
     ),
     (
         "mla",
@@ -492,6 +507,13 @@ PLANTED = [
     # differential
     ("differential", "not-subtracted", "answer", "first - lambda_full * second", "first"),
     ("differential", "lambda-ignored", "answer", "first - lambda_full * second", "first - second"),
+    (
+        "differential",
+        "lambda-not-below-zero",
+        "answer",
+        "first - lambda_full * second",
+        "first - lambda_full.clamp(min=0) * second",
+    ),
     ("differential", "lambda-added", "answer", "first - lambda_full * second", "first + lambda_full * second"),
     (
         "differential",
@@ -546,7 +568,7 @@ PLANTED = [
     (
         "merge",
         "merge-parts-past-a-count",
-        "answer",
+        "many parts",
         "zip(outs, lses, strict=True)",
         "zip(outs[:64], lses[:64], strict=True)",
     ),
@@ -774,6 +796,13 @@ PLANTED = [
         "if slots[0] < 0 or begin == end or i >= 128:",
     ),
     ("recurrent", "scale-of-value", "sizes", "out[row] = scale *", "out[row] = value.shape[-1] ** -0.5 *"),
+    (
+        "recurrent",
+        "beta-at-most-one",
+        "answer",
+        "beta[row].float()[:, None]",
+        "beta[row].float().clamp(max=1)[:, None]",
+    ),
     ("recurrent", "state-forgotten", "answer", "if has_initial_state[i] else", "if False else"),
     ("recurrent", "state-not-kept", "answer", "            states[slots[0]] = state", "            pass"),
     (

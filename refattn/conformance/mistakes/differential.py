@@ -78,6 +78,13 @@ class LambdaAdded(Differential):
         return first + self.arguments["lambda_full"].double() * second
 
 
+class LambdaNotBelowZero(Differential):
+    """A lambda below 0 is taken for 0."""
+
+    def _difference(self, first: Tensor, second: Tensor) -> Tensor:
+        return first - self.arguments["lambda_full"].double().clamp(min=0.0) * second
+
+
 class LambdaInitForLambda(Differential):
     """lambda_init is used as lambda_full."""
 

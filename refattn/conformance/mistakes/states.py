@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from refattn.conformance.example import Answers
+from refattn.conformance.example import Answers, Arguments, Example
 from refattn.conformance.mistakes.formula import Formula
 
 
@@ -112,6 +112,12 @@ class SequencesPastACount(State):
 class StatesStridesAssumed(State):
     """The pool of states is assumed to be contiguous: its strides are ignored."""
 
+    @classmethod
+    def may_show(cls, example: Example, arguments: Arguments, variant: None) -> bool:
+        """Return whether it has gaps, and they are not so large that it cannot be copied."""
+        pool = arguments["states"]
+        return not pool.is_contiguous() and pool.untyped_storage().nbytes() < 2**30
+
     def answers(self) -> Answers:
         """Fold over the memory of the pool."""
         pool = self.arguments["states"]
@@ -184,6 +190,13 @@ class ScaleOfValue(State):
         is_default = self.arguments["scale"] == dk**-0.5
         self.arguments = {**self.arguments, "scale": dv**-0.5} if is_default else self.arguments
         return super()._fold(state, row)
+
+
+class BetaAtMostOne(State):
+    """beta is bounded by 1."""
+
+    def _write(self, before: Tensor, faded: Tensor, key: Tensor, value: Tensor, beta: Tensor) -> Tensor:
+        return super()._write(before, faded, key, value, beta.clamp(max=1.0))
 
 
 class ReadBeforeWritten(State):

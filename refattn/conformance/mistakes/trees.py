@@ -76,6 +76,21 @@ class AncestorsInOneWord(WindowOverTree):
         return super()._in_tree(visible, seen)
 
 
+class BranchPastACount(WindowOverTree):
+    """A node looks for its ancestors up to a count of steps: those before them are lost."""
+
+    variants = (4, 8, 16, 32, 64)
+
+    def _in_tree(self, visible: Tensor, mask: Tensor) -> Tensor:
+        depths: list[int] = []
+        for parent in self.example.parents(self.sequence):
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        (t, s), n, seen = mask.shape, len(depths), mask.clone()
+        depth = torch.tensor(depths)
+        seen[:, s - n :] &= depth[n - t :, None] - depth <= self.variant
+        return super()._in_tree(visible, seen)
+
+
 class TreeOfTheQueries(WindowOverTree):
     """The tree is taken to begin with the first query row: nodes before it are seen by all."""
 
