@@ -21,6 +21,7 @@ from refattn.conformance.adapters import kernel_of
 from refattn.conformance.contract import Broken, CrashedError, NotClaimedError, Property, RefusedError
 from refattn.conformance.example import PATHS, Answers, Arguments, Example, expected
 from refattn.conformance.kernel import BadKernelError, Kernel, check_device
+from refattn.conformance.landmarks import is_large
 from refattn.conformance.tolerance import Distance, bound, distance, on_cpu
 
 FAILED = ("wrong", "raises", "crashed", "hung")  # outcomes that break the contract
@@ -463,7 +464,9 @@ def probable(
             seen.add(key)
             trials.append(trial)
     wrong = sorted((trial for trial in trials if trial.failed), key=_cost)[: 2 * EVIDENCE]  # the cheapest
-    right = [trial for trial in trials if not trial.failed][: EVIDENCE // 2]
+    alike = sorted((trial for trial in trials if not trial.failed), key=lambda trial: -_in_common(trial, smallest))
+    most_alike = alike[: EVIDENCE // 2]  # these show which option is lost; the others, what is right without them
+    right = [*most_alike, *[trial for trial in alike[::-1] if trial not in most_alike][: EVIDENCE // 2]]
     nothing_wrong = mistakes.without_mistake(smallest.path)
     failing = [_Evidence(trial.example, *trial.calls[-1]) for trial in wrong]
     failing = [evidence for evidence in failing if not evidence.agrees(nothing_wrong)][:EVIDENCE]
@@ -472,7 +475,7 @@ def probable(
         return []
     scores: dict[str, tuple[float, mistakes.Mistake]] = {}
     best = 0.0
-    of_path = list(mistakes.of_path(smallest.path))
+    of_path = [x for x in mistakes.of_path(smallest.path) if mistakes.past_a_size(x) or not is_large(smallest)]
     for is_of_forward in (False, True):  # a mistake of the backward alone goes before one that comes from the forward
         known = [mistake for mistake in of_path if mistake.is_of_forward == is_of_forward]
         explains_first = [] if best == len(failing) + len(passing) else [failing[0].agrees(x) for x in known]
@@ -493,6 +496,11 @@ def probable(
             best = max((score for score, _ in scores.values()), default=0.0)
     found = [mistake for score, mistake in scores.values() if score == best]
     return sorted(found, key=lambda mistake: mistake.name not in blamed)[:most]
+
+
+def _in_common(trial: _Trial, example: Example) -> int:
+    """Return how many options of an example a batch has."""
+    return sum(trial.example.options.get(name) == value for name, value in example.options.items())
 
 
 def _cost(trial: _Trial) -> int:
@@ -535,6 +543,8 @@ class _Evidence:
 
     def _error(self, name: str) -> Distance:
         """Return how far the reference in the type of the answer is from the wide one, where both are numbers."""
+        if name == "lse" and not self.arguments.get("query", torch.ones(1)).any():
+            return Distance(0.0, 0.0)  # the products are 0 in any type
         if name not in self.errors:
             right = self.wide[name].isfinite() & self.low[name].isfinite()
             self.errors[name] = distance(self.low[name][right], self.wide[name][right])

@@ -42,6 +42,7 @@ MOST_EXPECTED = 256  # answers that are kept
 _EXPECTED: dict[bytes, tuple[Answers, Answers]] = {}  # by the bits of their arguments
 SELECTED = ("sparse", "sparse_latents")  # paths whose queries have lists of keys
 LAMBDA, LAMBDA_INIT = 0.3, 0.2  # of differential attention: neither 0, nor alike
+CALLED = ("return_lse", "out", "layout", "poison", "forked", "first_block")  # options that say how a kernel is called
 
 
 @dataclass(frozen=True, repr=False)
@@ -54,7 +55,9 @@ class Example(Workload):
             `quantized`, `scales` of keys and values. Of `interval`, `seen`: "spans", "prefix" or "drawn". Of `sparse`
             and `sparse_latents`, `topk`: keys of a query, at most. Of `select`, `topk` and `kind` of the scores. Of
             `recurrent`, `padding`, `drafts`, `scale` and `delta`. Of `dense_backward`, `grad_lse`: whether there is
-            a gradient of the log-sum-exp.
+            a gradient of the log-sum-exp. "large" sinks are those of some heads alone. And what `CALLED` names, how
+            a check calls a kernel: `return_lse`, `out`, `layout`, `poison`; `first_block`, from which the blocks of a
+            large pool are numbered; `forked`: whether sequences begin with blocks of others.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -314,6 +317,7 @@ def _paged(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -> 
     if example.path == "cascade":
         batch, options = _sharing(example, batch, options)
     batch = replace(batch, block_table=_table(example, batch, _unowned(drawn.key_cache, example, batch)))
+    batch = _forked(example, batch)
     query = changed.get("query", drawn.query)
     return dict(query=query, key_cache=drawn.key_cache, value_cache=drawn.value_cache, batch=batch, **options)
 
@@ -347,6 +351,7 @@ def _latents(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) -
     drawn = build(case, dtype=dtype, seed=example.seed, poison=HARMLESS, keys=keys)
     cache = torch.cat([drawn.key_cache[:, :, 0], torch.full_like(drawn.key_cache[:, :, 0, :8], 0.5)], dim=-1)
     batch = replace(drawn.batch, block_table=_table(example, drawn.batch, _unowned(cache, example, drawn.batch)))
+    batch = _forked(example, batch)
     options = {"softmax_scale": 0.1, **_options(example)}
     if example.path == "sparse_latents":
         options["positions"] = _positions(example, options.pop("topk", 8))
@@ -438,13 +443,16 @@ def _states(example: Example, dtype: torch.dtype, changed: Mapping[str, Any]) ->
 
 def _options(example: Example) -> Arguments:
     """Fill in the options that have one number per head."""
-    h, options = example.heads[0], dict(example.options)
+    h = example.heads[0]
+    options = {name: value for name, value in example.options.items() if name not in CALLED}
     if options.get("alibi_slopes") is True:
-        options["alibi_slopes"] = 2.0 ** -torch.arange(1, h + 1, dtype=torch.float32)
+        options["alibi_slopes"] = 2.0 ** -torch.linspace(1, 5, h, dtype=torch.float32)
     if options.get("sinks") is True:
         options["sinks"] = (
             torch.linspace(-1.0, 3.0, h, dtype=torch.float32) if h > 1 else torch.ones(1, dtype=torch.float32)
         )
+    if options.get("sinks") == "large":
+        options["sinks"] = torch.tensor([0.5, 120.0, -120.0])[torch.arange(h) % 3]  # exp(120) is infinite
     return options
 
 
@@ -456,6 +464,21 @@ def _sharing(example: Example, batch: Batch, options: Arguments) -> tuple[Batch,
     table[:, :shared] = table[:1, :shared]
     prefixes = [Prefix(0, batch.num_seqs, shared * example.block_size)] if shared and batch.num_seqs > 1 else []
     return replace(batch, block_table=table), options | dict(prefixes=prefixes)
+
+
+def _forked(example: Example, batch: Batch) -> Batch:
+    """Let sequences begin with full blocks of earlier ones, as after a fork: some, or as many as both have."""
+    if not example.options.get("forked"):
+        return batch
+    assert batch.block_table is not None
+    table, drawn = batch.block_table.clone(), random.Random(example.seed)
+    full = [s // example.block_size for _, s in example.lens]
+    for i in range(1, len(full)):
+        other = drawn.choice((i - 1, drawn.randrange(i)))
+        most = min(full[i], full[other])
+        shared = drawn.choice((most, min(most, 1), drawn.randint(0, most)))
+        table[i, :shared] = table[other, :shared]
+    return replace(batch, block_table=table)
 
 
 def _unowned(pool: Tensor, example: Example, batch: Batch) -> tuple[int, ...]:

@@ -27,6 +27,8 @@ KNOWN = (
 )
 TILES = (16, 32, 64, 128, 256)  # keys, or queries, that kernels take at a time
 MOST_NODES = 8  # of a tree
+LAYOUTS = (1, 2, 3, 4, 5)  # of tensors in memory: `contract.laid_out` says which
+PAST_8_BITS, PAST_16_BITS = 2**8 + 5, 2**16 + 9
 
 
 def none(kernel: Kernel) -> list[Example]:
@@ -89,9 +91,17 @@ def some(kernel: Kernel) -> list[Example]:
     return [batch, replace(batch, seed=1)]
 
 
+def of_layouts(kernel: Kernel) -> list[Example]:
+    """Return three sequences, in each layout."""
+    return [example(kernel, ((3, 20), (1, 33), (2, 40)), layout=layout) for layout in LAYOUTS]
+
+
 def many_sequences(kernel: Kernel) -> list[Example]:
-    """Return more sequences than a kernel may have thought of, each of another length: decodes, and some chunks."""
-    decodes = tuple((1, 1 + (7 * i) % 37) for i in range(131))
+    """Return more sequences than a kernel may have thought of, each of another length: decodes, and some chunks.
+
+    There are more decodes than 8 bits can count.
+    """
+    decodes = tuple((1, 1 + (7 * i) % 37) for i in range(PAST_8_BITS))
     mixed = tuple((1 + i % 3, 3 + (5 * i) % 23) for i in range(19))
     return [example(kernel, decodes), example(kernel, mixed)]
 
@@ -101,6 +111,18 @@ def many_queries(kernel: Kernel) -> list[Example]:
     return [
         example(kernel, lens) for lens in (((64, 64), (65, 130), (129, 129)), ((200, 333),), ((257, 300), (128, 150)))
     ]
+
+
+def past_16_bits(kernel: Kernel) -> list[Example]:
+    """Return more keys than 16 bits can count, and more rows of queries, most of which see no key and cost little."""
+    rows = ((PAST_16_BITS, 5), (3, 20)) if sees_nothing(kernel) else ()
+    return [example(kernel, lens) for lens in (((1, PAST_16_BITS), (1, 20)), rows) if lens]
+
+
+def sees_nothing(kernel: Kernel) -> bool:
+    """Return whether a kernel can be asked for queries that see no key."""
+    cannot = kernel.path in ("cascade", "speculative") or kernel.claims.max_query_len is not None
+    return not cannot and kernel.knows_query_lens and "empty rows" not in kernel.claims.not_claimed
 
 
 def long(**options: Any) -> Landmarks:
@@ -122,6 +144,11 @@ def of_sinks(kernel: Kernel) -> list[Example]:
     """Return sinks over keys that kernels split, and beside no keys: the LSE of such a row is its sink."""
     beside_nothing = ((2, 0), (3, 30)) if kernel.path not in ("cascade", "speculative") else ((3, 30),)
     return [*long(sinks=True)(kernel), example(kernel, beside_nothing, sinks=True)]
+
+
+def is_large(example: Example) -> bool:
+    """Return whether a batch is so large that it is there for its size, and takes time."""
+    return len(example.lens) > 100 or max((max(pair) for pair in example.lens), default=0) > 2**12
 
 
 def smaller(example: Example) -> Iterator[Example]:

@@ -10,6 +10,8 @@ then shows the docstring of that class. `Attention` itself is right; it shares n
     softmax       sum, sinks, LSE           empty               fully masked rows
     intervals     one for each query        selection           the best keys, and no others
     tiles         what shows past the size of a tile, of a batch, of a group, of a split
+    limits        what shows past a number that is too large for its type
+    beside        an option that is lost where another one is
     states        layers that keep a state
     backward      gradients: mistakes of the backward alone; those of the forward have gradients, too
 """
@@ -22,12 +24,14 @@ from typing import Any
 from refattn.conformance.example import Answers, Arguments, Example
 from refattn.conformance.mistakes import (
     backward,
+    beside,
     cascade,
     differential,
     empty,
     hidden,
     intervals,
     latents,
+    limits,
     masks,
     merge,
     pages,
@@ -51,8 +55,8 @@ from refattn.conformance.mistakes.writes import Write
 
 # Of mistakes that explain an answer equally well, the first is named: the plainest come first.
 ORDER = (
-    *(intervals, selection, masks, pages, scores, softmax, empty, splits, tiles, hidden, cascade, trees, latents),
-    *(quantized, differential, merge, writes, states),
+    *(intervals, selection, masks, pages, scores, softmax, empty, splits, tiles, limits, hidden, cascade, trees),
+    *(latents, quantized, differential, merge, writes, states, beside),
 )
 
 
@@ -100,6 +104,11 @@ def _of_pairs(kind: type[Attention]) -> type[Formula]:
         attention = kind
 
     return OfPairs
+
+
+def past_a_size(mistake: Mistake) -> bool:
+    """Return whether a mistake is one that shows in large batches: others show in small ones, which take less time."""
+    return mistake.formula.__module__ in (tiles.__name__, limits.__name__)
 
 
 def without_mistake(path: str) -> Mistake:

@@ -11,7 +11,7 @@ from refattn.conformance.example import Answers, Arguments, Example
 from refattn.conformance.mistakes.formula import INFINITY, Attention
 
 SIZES = (16, 32, 64, 128, 256)
-COUNTS = (4, 8, 16, 32, 64, 128)
+COUNTS = (4, 8, 16, 32, 64, 128, 256)
 THRESHOLDS = (64, 128, 256, 512, 1024)  # keys from which on a kernel may split them
 
 # --- tiles ---
