@@ -475,7 +475,7 @@ def probable(
         return []
     scores: dict[str, tuple[float, mistakes.Mistake]] = {}
     best = 0.0
-    of_path = [x for x in mistakes.of_path(smallest.path) if mistakes.past_a_size(x) or not is_large(smallest)]
+    of_path = [x for x in mistakes.of_path(smallest.path) if mistakes.shows_in(x, is_large(smallest))]
     for is_of_forward in (False, True):  # a mistake of the backward alone goes before one that comes from the forward
         known = [mistake for mistake in of_path if mistake.is_of_forward == is_of_forward]
         explains_first = [] if best == len(failing) + len(passing) else [failing[0].agrees(x) for x in known]
@@ -513,7 +513,7 @@ class _Evidence:
     def __init__(self, example: Example, arguments: Arguments, answers: Answers) -> None:
         self.example, self.arguments = example, on_cpu(arguments)
         self.answers = {name: x.detach().cpu() for name, x in answers.items()}
-        without_out = {name: x for name, x in self.arguments.items() if name != "out"}
+        without_out = {name: x for name, x in self.arguments.items() if name not in ("out", "first_block")}
         self.wide, self.low = expected(example, without_out)
         is_gradient = PATHS[example.path].differentiates
         self.sizes = gradients.sizes(example, self.arguments) if is_gradient else {}  # of the terms, before they cancel

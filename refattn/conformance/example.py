@@ -446,7 +446,7 @@ def _options(example: Example) -> Arguments:
     h = example.heads[0]
     options = {name: value for name, value in example.options.items() if name not in CALLED}
     if options.get("alibi_slopes") is True:
-        options["alibi_slopes"] = 2.0 ** -torch.linspace(1, 5, h, dtype=torch.float32)
+        options["alibi_slopes"] = 2.0 ** -(1.0 + torch.arange(h, dtype=torch.float32) % 5)
     if options.get("sinks") is True:
         options["sinks"] = (
             torch.linspace(-1.0, 3.0, h, dtype=torch.float32) if h > 1 else torch.ones(1, dtype=torch.float32)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from refattn.conformance.example import PATHS, Example
+from refattn.conformance.example import CALLED, PATHS, Example
 from refattn.conformance.kernel import Kernel, Shape
 
 Lens = tuple[tuple[int, int], ...]
@@ -28,6 +28,7 @@ KNOWN = (
 TILES = (16, 32, 64, 128, 256)  # keys, or queries, that kernels take at a time
 MOST_NODES = 8  # of a tree
 LAYOUTS = (1, 2, 3, 4, 5)  # of tensors in memory: `contract.laid_out` says which
+OPTIONAL = (*CALLED, *PATHS["dense"].options, "causal", "window_size")  # a batch may have them, or not
 PAST_8_BITS, PAST_16_BITS = 2**8 + 5, 2**16 + 9
 
 
@@ -113,6 +114,11 @@ def many_queries(kernel: Kernel) -> list[Example]:
     ]
 
 
+def padded(kernel: Kernel) -> list[Example]:
+    """Return more rows of padding than a tile has."""
+    return [replace(example(kernel, ((3, 20), (1, 33))), padding_rows=300)]
+
+
 def past_16_bits(kernel: Kernel) -> list[Example]:
     """Return more keys than 16 bits can count, and more rows of queries, most of which see no key and cost little."""
     rows = ((PAST_16_BITS, 5), (3, 20)) if sees_nothing(kernel) else ()
@@ -146,13 +152,21 @@ def of_sinks(kernel: Kernel) -> list[Example]:
     return [*long(sinks=True)(kernel), example(kernel, beside_nothing, sinks=True)]
 
 
-def is_large(example: Example) -> bool:
-    """Return whether a batch is so large that it is there for its size, and takes time."""
-    return len(example.lens) > 100 or max((max(pair) for pair in example.lens), default=0) > 2**12
+def is_large(example: Example) -> str:
+    """Return of what a batch has so much that this is what it is there for, "sequences" or "rows"; else nothing."""
+    if len(example.lens) > 100:
+        return "sequences"
+    return "rows" if max((max(pair) for pair in example.lens), default=0) >= 2**12 else ""
 
 
 def smaller(example: Example) -> Iterator[Example]:
-    """Yield batches with fewer sequences, queries or keys, the much smaller ones first."""
+    """Yield batches with fewer sequences, queries, keys or options, the much smaller ones first."""
+    needed = ("first_block",) if example.path != "sliding_window" else ("first_block", "window_size")
+    for name in OPTIONAL:
+        if name in example.options and name not in needed:
+            yield replace(example, options={other: x for other, x in example.options.items() if other != name})
+    if example.padding_rows:
+        yield replace(example, padding_rows=0)
     lens, least = example.lens, example.options.get("shared", 0) * example.block_size
     for size in (len(lens) // 2, len(lens) // 4, 1):
         if size and size < len(lens):

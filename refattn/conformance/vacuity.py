@@ -162,7 +162,7 @@ def _passes(check: Check, kernel: Callable[..., Any]) -> bool:
 def _shown_by(mistake: mistakes.Mistake, batches: list[tuple[Example, Arguments, Answers]], kernel: Kernel) -> str:
     """Return the first batch on which a mistake gives another answer that can be seen; nothing if none does."""
     for example, arguments, right in batches:
-        if landmarks.is_large(example) and not mistakes.past_a_size(mistake):
+        if not mistakes.shows_in(mistake, landmarks.is_large(example)):
             continue
         with suppress(*CANNOT_BE_MADE):
             given = mistake.answers(example, arguments)
@@ -191,7 +191,8 @@ def _batches(kernel: Kernel) -> Iterator[tuple[Example, Arguments]]:
     yield example, example.tensors(torch.bfloat16)
     for option in ({"first_block": 2**16}, {"forked": True}) if path.pools else ():
         example = landmarks.example(kernel, ((1, 33), (1, 40), (1, 33)), shape, **option)
-        yield example, example.tensors(torch.float32)
+        first = {name: x for name, x in option.items() if name == "first_block"}
+        yield example, example.tensors(torch.float32) | first
     for region in ("tail", "blocks", "table", "window") if path.pools else ():
         option = {"window_size": (5, 0)} if region == "window" else {}
         if all(kernel.takes(name) for name in option):

@@ -106,9 +106,9 @@ def _of_pairs(kind: type[Attention]) -> type[Formula]:
     return OfPairs
 
 
-def past_a_size(mistake: Mistake) -> bool:
-    """Return whether a mistake is one that shows in large batches: others show in small ones, which take less time."""
-    return mistake.formula.__module__ in (tiles.__name__, limits.__name__)
+def shows_in(mistake: Mistake, size: str) -> bool:
+    """Return whether a mistake is one to look for in a batch that `is_large`: all others show in small ones, too."""
+    return not size or size in mistake.formula.past
 
 
 def without_mistake(path: str) -> Mistake:

@@ -46,9 +46,14 @@ class Mask(NamedTuple):
 
 
 class Formula:
-    """The base of all mistakes. `variants` are unknown numbers that a mistake depends on; all of them are tried."""
+    """The base of all mistakes.
+
+    `variants` are unknown numbers that a mistake depends on; all of them are tried. `past` says what there must be many
+    of, for it to show: "sequences", "rows" of queries or keys.
+    """
 
     variants: Sequence[Any] = (None,)
+    past: tuple[str, ...] = ()
     paths: tuple[str, ...] = ()
 
     def __init_subclass__(cls, is_base: bool = False) -> None:

@@ -16,11 +16,12 @@ WORDS = (2**15, 2**16)  # numbers in 16 bits, with and without a sign
 class SlotsWrap(Attention):
     """The number of a slot is kept in too few bits: from some slot on, another one is read."""
 
+    past = ("sequences", "rows")
     variants: Sequence[Any] = tuple((size, is_signed) for size in WORDS for is_signed in (False, True))
 
     def _load(self, i: int, j: Tensor) -> tuple[Tensor, Tensor]:
         p = self.example.block_size
-        before = self.example.options.get("first_block", 0) * p  # slots in front of those that there are here
+        before = self.arguments.get("first_block", 0) * p  # slots in front of those that there are here
         most = before + len(self.key_pool)
         slots = self._wrapped(self._slots(i, j) + before, most) - before
         inside = ((slots >= 0) & (slots < len(self.key_pool)))[:, None, None]
@@ -50,6 +51,7 @@ class BlocksWrap(SlotsWrap):
 class PositionsWrap(Attention):
     """The position of a key is kept in too few bits: from some key on, the first ones are read again."""
 
+    past = ("rows",)
     variants: Sequence[Any] = WORDS
 
     def _slots(self, i: int, j: Tensor) -> Tensor:
@@ -59,6 +61,7 @@ class PositionsWrap(Attention):
 class KeysPastACount(Attention):
     """Later keys than a buffer has room for are dropped."""
 
+    past = ("rows",)
     variants: Sequence[Any] = tuple(2**n for n in range(9, 17))
 
     def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
@@ -68,6 +71,7 @@ class KeysPastACount(Attention):
 class RowsWrap(Attention):
     """The number of a query row is kept in too few bits: from some row on, the first queries are read again."""
 
+    past = ("rows",)
     variants: Sequence[Any] = WORDS
 
     def answers(self) -> Answers:

@@ -84,6 +84,7 @@ class LaterQueriesFromTheirTile(Attention):
 class LengthsPastACount(Attention):
     """From some sequence on, seq_lens is read elsewhere: from the beginning again, or at its last known entry."""
 
+    past = ("sequences",)
     variants: Sequence[Any] = tuple((count, how) for count in COUNTS for how in ("again", "last", "first"))
 
     def __init__(self, example: Example, arguments: Arguments, variant: Any = None) -> None:
@@ -97,6 +98,7 @@ class LengthsPastACount(Attention):
 class TablesPastACount(Attention):
     """From some sequence on, the block table of another one is read."""
 
+    past = ("sequences",)
     variants: Sequence[Any] = tuple((count, how) for count in COUNTS for how in ("again", "last"))
 
     def _blocks(self, i: int, column: Tensor) -> Tensor:
@@ -107,6 +109,7 @@ class TablesPastACount(Attention):
 class SequencesPastACount(Attention):
     """From some sequence on, nothing is computed."""
 
+    past = ("sequences",)
     variants: Sequence[Any] = tuple((count, value) for count in COUNTS for value in (math.nan, 0.0))
 
     def _sequence(self, i: int, query: Tensor) -> tuple[Tensor, Tensor]:
