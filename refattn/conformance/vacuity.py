@@ -162,7 +162,7 @@ def _passes(check: Check, kernel: Callable[..., Any]) -> bool:
 def _shown_by(mistake: mistakes.Mistake, batches: list[tuple[Example, Arguments, Answers]], kernel: Kernel) -> str:
     """Return the first batch on which a mistake gives another answer that can be seen; nothing if none does."""
     for example, arguments, right in batches:
-        if not mistakes.shows_in(mistake, landmarks.is_large(example)):
+        if not mistakes.shows_in(mistake, landmarks.is_large(example)) or not mistake.can_show(example, arguments):
             continue
         with suppress(*CANNOT_BE_MADE):
             given = mistake.answers(example, arguments)

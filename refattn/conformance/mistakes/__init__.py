@@ -78,6 +78,10 @@ class Mistake:
     variant: Any = None
     is_of_forward: bool = False
 
+    def can_show(self, example: Example, arguments: Arguments) -> bool:
+        """Return whether a batch is large enough for its answers to be wrong."""
+        return self.formula.can_show(example, arguments, self.variant)
+
     def answers(self, example: Example, arguments: Arguments) -> Answers:
         """Return what a kernel with this mistake answers."""
         return self.formula(example, arguments, self.variant).answers()

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from refattn.conformance.example import Answers
+from refattn.conformance.example import Answers, Arguments, Example
 from refattn.conformance.mistakes.formula import Attention
 from refattn.conformance.mistakes.tiles import SIZES
 
@@ -18,6 +18,14 @@ class SlotsWrap(Attention):
 
     past = ("sequences", "rows")
     variants: Sequence[Any] = tuple((size, is_signed) for size in WORDS for is_signed in (False, True))
+
+    @classmethod
+    def can_show(cls, example: Example, arguments: Arguments, variant: Any) -> bool:
+        """Return whether there are so many."""
+        slots = (
+            arguments.get("first_block", 0) + sum(-(-s // example.block_size) for _, s in example.lens)
+        ) * example.block_size
+        return bool(slots > variant[0] // 2)
 
     def _load(self, i: int, j: Tensor) -> tuple[Tensor, Tensor]:
         p = self.example.block_size
@@ -43,6 +51,12 @@ class BlocksWrap(SlotsWrap):
 
     variants: Sequence[Any] = tuple((size, is_signed) for size in (2**8, *WORDS) for is_signed in (False, True))
 
+    @classmethod
+    def can_show(cls, example: Example, arguments: Arguments, variant: Any) -> bool:
+        """Return whether there are so many."""
+        blocks = arguments.get("first_block", 0) + sum(-(-s // example.block_size) for _, s in example.lens)
+        return bool(blocks > variant[0] // 2)
+
     def _wrapped(self, slots: Tensor, most: int) -> Tensor:
         p = self.example.block_size
         return self._cut(slots // p, most // p) * p + slots % p
@@ -54,6 +68,11 @@ class PositionsWrap(Attention):
     past = ("rows",)
     variants: Sequence[Any] = WORDS
 
+    @classmethod
+    def can_show(cls, example: Example, arguments: Arguments, variant: Any) -> bool:
+        """Return whether there are so many."""
+        return max((s for _, s in example.lens), default=0) > int(variant)
+
     def _slots(self, i: int, j: Tensor) -> Tensor:
         return super()._slots(i, j % self.variant)
 
@@ -64,6 +83,11 @@ class KeysPastACount(Attention):
     past = ("rows",)
     variants: Sequence[Any] = tuple(2**n for n in range(9, 17))
 
+    @classmethod
+    def can_show(cls, example: Example, arguments: Arguments, variant: Any) -> bool:
+        """Return whether there are so many."""
+        return max((s for _, s in example.lens), default=0) > int(variant)
+
     def _visible(self, pos: Tensor, j: Tensor, s: int, q: int) -> Tensor:
         return super()._visible(pos, j, s, q) & (j < self.variant)
 
@@ -73,6 +97,11 @@ class RowsWrap(Attention):
 
     past = ("rows",)
     variants: Sequence[Any] = WORDS
+
+    @classmethod
+    def can_show(cls, example: Example, arguments: Arguments, variant: Any) -> bool:
+        """Return whether there are so many."""
+        return example.num_tokens > int(variant)
 
     def answers(self) -> Answers:
         """Compute the answers."""

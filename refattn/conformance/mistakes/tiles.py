@@ -81,10 +81,21 @@ class LaterQueriesFromTheirTile(Attention):
 # --- sequences ---
 
 
-class LengthsPastACount(Attention):
-    """From some sequence on, seq_lens is read elsewhere: from the beginning again, or at its last known entry."""
+class PastACount(Attention, is_base=True):
+    """A base: something is wrong from some sequence on. A batch of many is there for those past the first dozens."""
 
     past = ("sequences",)
+
+    @classmethod
+    def can_show(cls, example: Example, arguments: Arguments, variant: Any) -> bool:
+        """Return whether there are so many sequences."""
+        count = len(example.lens)
+        return bool(count // 10 <= variant[0] < count) if count > 100 else variant[0] < count
+
+
+class LengthsPastACount(PastACount):
+    """From some sequence on, seq_lens is read elsewhere: from the beginning again, or at its last known entry."""
+
     variants: Sequence[Any] = tuple((count, how) for count in COUNTS for how in ("again", "last", "first"))
 
     def __init__(self, example: Example, arguments: Arguments, variant: Any = None) -> None:
@@ -95,10 +106,9 @@ class LengthsPastACount(Attention):
         self.lens = tuple((q, s if i < count else lens[at(i)][1]) for i, (q, s) in enumerate(lens))
 
 
-class TablesPastACount(Attention):
+class TablesPastACount(PastACount):
     """From some sequence on, the block table of another one is read."""
 
-    past = ("sequences",)
     variants: Sequence[Any] = tuple((count, how) for count in COUNTS for how in ("again", "last"))
 
     def _blocks(self, i: int, column: Tensor) -> Tensor:
@@ -106,10 +116,9 @@ class TablesPastACount(Attention):
         return super()._blocks(i if i < count else (i % count if how == "again" else count - 1), column)
 
 
-class SequencesPastACount(Attention):
+class SequencesPastACount(PastACount):
     """From some sequence on, nothing is computed."""
 
-    past = ("sequences",)
     variants: Sequence[Any] = tuple((count, value) for count in COUNTS for value in (math.nan, 0.0))
 
     def _sequence(self, i: int, query: Tensor) -> tuple[Tensor, Tensor]:
