@@ -50,6 +50,8 @@ BATCHES = (
     ((0, 7), (1, 9), (0, 3), (1, 40)),
     ((20, 70), (1, 130)),
     ((131, 131), (1, 600)),
+)
+LARGE = (
     tuple((1, 1 + 7 * i % 37) for i in range(landmarks.PAST_8_BITS)),
     ((1, landmarks.PAST_16_BITS), (1, 20)),
     ((landmarks.PAST_16_BITS, 5), (3, 20)),
@@ -185,7 +187,7 @@ def _batches(kernel: Kernel) -> Iterator[tuple[Example, Arguments]]:
     for i, option in enumerate(options):
         for lens in BATCHES[:3] if option else BATCHES:
             example = landmarks.example(kernel, lens, shape, **option)
-            if option not in options[:i] and not (path.differentiates and landmarks.is_large(example)):
+            if option not in options[:i]:
                 yield example, example.tensors(torch.float32)
     example = landmarks.example(kernel, BATCHES[0], shape)
     yield example, example.tensors(torch.bfloat16)
@@ -207,6 +209,9 @@ def _batches(kernel: Kernel) -> Iterator[tuple[Example, Arguments]]:
         yield example, arguments | {name: changed(arguments[name]) for name in numbers}
     arguments = example.tensors(torch.float32)
     yield example, arguments | {path.words[1]: _heads_first(arguments[path.words[1]])}
+    for lens in () if path.differentiates else LARGE:
+        example = landmarks.example(kernel, lens, shape)
+        yield example, example.tensors(torch.float32)
     if path.differentiates:
         arguments = example.tensors(torch.float32)
         rows = arguments["grad_out"]
