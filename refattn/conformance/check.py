@@ -22,7 +22,7 @@ from refattn.conformance.adapters import kernel_of
 from refattn.conformance.contract import Broken, CrashedError, NotClaimedError, Property, RefusedError
 from refattn.conformance.example import PATHS, Answers, Arguments, Example, expected
 from refattn.conformance.kernel import BadKernelError, Kernel, check_device
-from refattn.conformance.landmarks import is_large
+from refattn.conformance.landmarks import is_large, without_an_option
 from refattn.conformance.tolerance import Distance, bound, distance, on_cpu
 
 FAILED = ("wrong", "raises", "crashed", "hung")  # outcomes that break the contract
@@ -403,6 +403,9 @@ class _Search:
         )(seed(0)(given(self.batches)(self._try)))
         self.trials = self.trials[-2 * EVIDENCE :] + self.trials[:EVIDENCE]
         before = len(self.trials)
+        if self.smallest is not None and len(self.smallest.options) > 1:
+            for fewer in without_an_option(self.smallest):
+                self._try(fewer)
         run()
         if self.prop.check is not contract.everything:
             for trial in self.trials[before:]:
@@ -466,7 +469,9 @@ def probable(
             trials.append(trial)
     wrong = sorted((trial for trial in trials if trial.failed), key=_cost)[: 2 * EVIDENCE]  # the cheapest
     alike = sorted((trial for trial in trials if not trial.failed), key=lambda trial: -_in_common(trial, smallest))
-    most_alike = alike[: EVIDENCE // 2]  # these show which option is lost; the others, what is right without them
+    most_alike = alike[
+        : max(EVIDENCE // 2, len(smallest.options))
+    ]  # these show which option is lost; the others, what is right without them
     right = [*most_alike, *[trial for trial in alike[::-1] if trial not in most_alike][: EVIDENCE // 2]]
     nothing_wrong = mistakes.without_mistake(smallest.path)
     failing = [_Evidence(trial.example, *trial.calls[-1]) for trial in wrong]

@@ -159,12 +159,17 @@ def is_large(example: Example) -> str:
     return "rows" if max((max(pair) for pair in example.lens), default=0) >= 2**12 else ""
 
 
-def smaller(example: Example) -> Iterator[Example]:
-    """Yield batches with fewer sequences, queries, keys or options, the much smaller ones first."""
+def without_an_option(example: Example) -> Iterator[Example]:
+    """Yield batches with one option less each."""
     needed = ("first_block",) if example.path != "sliding_window" else ("first_block", "window_size")
     for name in OPTIONAL:
         if name in example.options and name not in needed:
             yield replace(example, options={other: x for other, x in example.options.items() if other != name})
+
+
+def smaller(example: Example) -> Iterator[Example]:
+    """Yield batches with fewer sequences, queries, keys or options, the much smaller ones first."""
+    yield from without_an_option(example)
     if example.padding_rows:
         yield replace(example, padding_rows=0)
     lens, least = example.lens, example.options.get("shared", 0) * example.block_size

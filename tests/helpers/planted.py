@@ -254,8 +254,8 @@ PLANTED = [
         "paged",
         "scale-lost-beside-sinks",
         "together",
-        "softmax_scale is None else",
-        "softmax_scale is None or sinks is not None else",
+        "scale = d**-0.5 if softmax_scale is None else",
+        "scale = d**-0.5 if softmax_scale is None or sinks is not None else",
     ),
     (
         "paged",
@@ -268,8 +268,8 @@ PLANTED = [
         "paged",
         "sinks-lost-under-a-window",
         "together",
-        "total = total + torch.exp(sinks.float()[:, None] - whole)",
-        "total = total + (window_size[0] < 0) * torch.exp(sinks.float()[:, None] - whole)",
+        "p, hk, dv =",
+        "sinks = sinks if window_size[0] < 0 else None\n    p, hk, dv =",
     ),
     (
         "paged",
