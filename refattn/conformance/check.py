@@ -403,7 +403,7 @@ class _Search:
         )(seed(0)(given(self.batches)(self._try)))
         self.trials = self.trials[-2 * EVIDENCE :] + self.trials[:EVIDENCE]
         before = len(self.trials)
-        if self.smallest is not None and len(self.smallest.options) > 1:
+        if self.smallest is not None and self.prop.draw is contract.in_combination:
             for fewer in without_an_option(self.smallest):
                 self._try(fewer)
         run()
@@ -469,9 +469,8 @@ def probable(
             trials.append(trial)
     wrong = sorted((trial for trial in trials if trial.failed), key=_cost)[: 2 * EVIDENCE]  # the cheapest
     alike = sorted((trial for trial in trials if not trial.failed), key=lambda trial: -_in_common(trial, smallest))
-    most_alike = alike[
-        : max(EVIDENCE // 2, len(smallest.options))
-    ]  # these show which option is lost; the others, what is right without them
+    count = max(EVIDENCE // 2, len(smallest.options))
+    most_alike = alike[:count]  # these show which option is lost; the others, what is right without them
     right = [*most_alike, *[trial for trial in alike[::-1] if trial not in most_alike][: EVIDENCE // 2]]
     nothing_wrong = mistakes.without_mistake(smallest.path)
     failing = [_Evidence(trial.example, *trial.calls[-1]) for trial in wrong]

@@ -581,7 +581,8 @@ def combined(kernel: Kernel, example: Example, dtype: torch.dtype, device: str) 
     """Compare everything that is returned, of a call as the options of the example say."""
     said = example.options.get
     arguments = example.tensors(dtype, device)
-    given = poison(example, arguments, said("poison")) if said("poison") else arguments
+    region = said("poison")
+    given = poison(example, arguments, region) if region else arguments
     more: dict[str, Any] = {"return_lse": False} if said("return_lse") is False else {}
     if said("out"):
         h, dv = example.heads[0], example.output_size
@@ -620,12 +621,12 @@ def laid_out(arguments: Arguments, layout: int) -> Arguments:
 
     Args:
         arguments: of a call.
-        layout: 0: as they are; 1: heads outside tokens; 2: a gap after each row or page, and each head; 3: keys have
-            heads outside tokens, and values not; 4: the other way round, and queries are cut out of a fused projection;
-            5: pages of keys and of values lie in turn in one pool.
+        layout: 0: as they are; 1: heads outside tokens; 2: a gap after each row or page, and each head; 3: keys and
+            queries have heads outside tokens, and values not; 4: values have, and queries are cut out of a fused
+            projection; 5: pages of keys and of values lie in turn in one pool.
     """
     ways: dict[str, tuple[Callable[[Tensor], Tensor] | None, ...]] = {
-        "query": (outside_in, with_gap, None, with_gap, None),
+        "query": (outside_in, with_gap, outside_in, with_gap, None),
         "key": (outside_in, with_gap, outside_in, None, None),
         "value": (outside_in, with_gap, None, outside_in, None),
     }

@@ -51,7 +51,7 @@ BATCHES = (
     ((20, 70), (1, 130)),
     ((131, 131), (1, 600)),
 )
-LARGE = (
+LARGE: tuple[landmarks.Lens, ...] = (
     tuple((1, 1 + 7 * i % 37) for i in range(landmarks.PAST_8_BITS)),
     ((1, landmarks.PAST_16_BITS), (1, 20)),
     ((landmarks.PAST_16_BITS, 5), (3, 20)),
@@ -209,8 +209,8 @@ def _batches(kernel: Kernel) -> Iterator[tuple[Example, Arguments]]:
         yield example, arguments | {name: changed(arguments[name]) for name in numbers}
     arguments = example.tensors(torch.float32)
     yield example, arguments | {path.words[1]: _heads_first(arguments[path.words[1]])}
-    for lens in () if path.differentiates else LARGE:
-        example = landmarks.example(kernel, lens, shape)
+    for many in () if path.differentiates else LARGE:
+        example = landmarks.example(kernel, many, shape)
         yield example, example.tensors(torch.float32)
     if path.differentiates:
         arguments = example.tensors(torch.float32)
