@@ -468,10 +468,13 @@ def probable(
             seen.add(key)
             trials.append(trial)
     wrong = sorted((trial for trial in trials if trial.failed), key=_cost)[: 2 * EVIDENCE]  # the cheapest
-    alike = sorted((trial for trial in trials if not trial.failed), key=lambda trial: -_in_common(trial, smallest))
-    count = max(EVIDENCE // 2, len(smallest.options))
-    most_alike = alike[:count]  # these show which option is lost; the others, what is right without them
-    right = [*most_alike, *[trial for trial in alike[::-1] if trial not in most_alike][: EVIDENCE // 2]]
+    right = [trial for trial in trials if not trial.failed]
+    if any(len(trial.example.options) > 2 for trial in trials):  # those with most of the options show which one is lost
+        right.sort(key=lambda trial: -_in_common(trial, smallest))
+        count = max(EVIDENCE // 2, len(smallest.options))
+        right = right[:count] + right[count:][-(EVIDENCE // 2) :]  # and others, what is right without them
+    else:
+        right = right[: EVIDENCE // 2]
     nothing_wrong = mistakes.without_mistake(smallest.path)
     failing = [_Evidence(trial.example, *trial.calls[-1]) for trial in wrong]
     failing = [evidence for evidence in failing if not evidence.agrees(nothing_wrong)][:EVIDENCE]
